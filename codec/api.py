@@ -1,0 +1,449 @@
+"""encode, decode and what goes with them."""
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from codec import core, pool
+from codec.codebook import Codebook, set_codebooks, set_segments
+from codec.core import DTYPE_NAMES, DTYPES, ITEMSIZE, check, ffi, lib, local
+from codec.errors import EngineError, SpecError
+from codec.specs import Lossless, Spec
+from codec.view import TensorView, empty, view, view_bytes, view_output
+
+_DEFAULT = Lossless()
+_SMALL = 1 << 16  # frames up to here are built in a thread's own buffer and copied
+_MIN_BLOCK = 1 << 13
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What a frame's header says.
+
+    Attributes
+    ----------
+    spec : Spec
+        What was asked for.
+    dtype : str
+        Name of the dtype, such as ``"bfloat16"``.
+    shape : tuple of int
+        Shape of the tensor.
+    nbytes, tensor_nbytes : int
+        Bytes of the frame and of the tensor.
+    sections : dict of str to (int, int)
+        Offset and size in bytes of header, side (codebooks and scale model), directory, planes (raw in every block)
+        and regions. A stored frame has its values in ``regions``.
+    version : int
+        Of the format.
+    n : int
+        Number of values.
+    stored : bool
+        The values follow the header as they are.
+    block, nblocks : int
+        Values a block and number of blocks; 0 if stored.
+    checksum : int
+        64 bits.
+    codebook_id : int or None
+        Id of the codebook that decoding needs.
+    nsegments : int
+        Segments of the scale model, 0 if it has none.
+    """
+
+    spec: Spec
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    tensor_nbytes: int
+    sections: dict[str, tuple[int, int]]
+    version: int
+    n: int
+    stored: bool
+    block: int
+    nblocks: int
+    checksum: int
+    codebook_id: int | None
+    nsegments: int
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the frame over bytes of the tensor."""
+        return self.nbytes / max(1, self.tensor_nbytes)
+
+
+def engines() -> tuple[str, ...]:
+    """Engines that can be used here."""
+    return ("native",)
+
+
+def _check_engine(engine: str | None) -> None:
+    if engine is not None and engine not in engines():
+        raise EngineError(f"no engine {engine!r}; these can be used here: {', '.join(engines())}")
+
+
+class _NewBytes:
+    """A bytes object that is filled in before anyone sees it, then cut to size: no second copy of a frame."""
+
+    _api = ctypes.pythonapi
+    _new = _api.PyBytes_FromStringAndSize
+    _new.restype = ctypes.c_void_p
+    _new.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
+    _resize = _api._PyBytes_Resize
+    _resize.restype = ctypes.c_int
+    _resize.argtypes = (ctypes.POINTER(ctypes.c_void_p), ctypes.c_ssize_t)
+    _decref = _api.Py_DecRef
+    _decref.argtypes = (ctypes.c_void_p,)
+    _header = bytes.__basicsize__ - 1
+
+    def __init__(self, nbytes: int) -> None:
+        self._object = ctypes.c_void_p(self._new(None, nbytes))
+        if not self._object.value:
+            raise MemoryError(f"cannot allocate {nbytes} bytes")
+        self.address = self._object.value + self._header
+
+    def finish(self, nbytes: int) -> bytes:
+        if self._resize(ctypes.byref(self._object), nbytes) != 0:
+            raise MemoryError(f"cannot resize to {nbytes} bytes")
+        return ctypes.cast(self._object, ctypes.py_object).value
+
+    def __del__(self) -> None:
+        if self._object.value:
+            self._decref(self._object)
+
+
+def bound(shape: int | Iterable[int], dtype: Any, spec: Spec = _DEFAULT) -> int:
+    """Size in bytes that no frame of such a tensor exceeds.
+
+    Parameters
+    ----------
+    shape : int or iterable of int
+        Shape of the tensor.
+    dtype : str or dtype
+        Its dtype, by name or as numpy, ml_dtypes or torch have it.
+    spec : Spec
+        What will be asked for.
+
+    Raises
+    ------
+    SpecError
+        The tensor cannot be encoded with this spec.
+    """
+    name = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise SpecError(f"dtype {dtype} cannot be encoded; these can: {', '.join(DTYPES)}")
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    if len(sizes) > 8 or any(s < 0 for s in sizes):
+        raise SpecError(f"not a shape that can be encoded: {sizes}")
+    t = core.fill_tensor(ffi.new("codec_tensor *"), DTYPES[name], sizes, 0, 0)
+    size = ffi.new("size_t *")
+    check(lib.codec_bound(core.spec_struct(spec), t, size))
+    return size[0]
+
+
+def encode(
+    x: Any,
+    spec: Spec = _DEFAULT,
+    *,
+    engine: str | None = None,
+    out: Any = None,
+    threads: int | None = None,
+    codebook: Codebook | None = None,
+    segments: Sequence[tuple[int, tuple[int, ...]]] | None = None,
+    dtype: str | None = None,
+) -> bytes | memoryview:
+    """Encode a tensor as a frame.
+
+    The frame depends on the tensor, the spec, the codebook and the segments, and on nothing else: not on the CPU, the
+    instruction set, the number of threads or the address.
+
+    Parameters
+    ----------
+    x : array, tensor or buffer
+        Anything with a buffer, ``__array_interface__`` or DLPack, in host memory: numpy and ml_dtypes arrays, torch
+        CPU tensors. float32, float64, bfloat16, float16, float8, bool or integers of 1 to 8 bytes; rank 0 to 8. It is
+        not changed, and copied only if it is not contiguous or not in native byte order.
+    spec : Spec
+        What to do; lossless if left out.
+    engine : str, optional
+        One of :func:`engines`.
+    out : writable buffer, optional
+        Where to put the frame. :func:`bound` bytes are always enough.
+    threads : int, optional
+        How many threads to use. Left out: as many as pay, up to ``CODEC_NUM_THREADS``, ``OMP_NUM_THREADS`` or the
+        number of CPUs.
+    codebook : Codebook, optional
+        Use this one, which the receiver holds too, instead of one made for this tensor.
+    segments : sequence of (int, tuple of int), optional
+        Offsets and shapes of the parameters inside a flat bucket, ascending; in values. What they leave out is flat.
+    dtype : str, optional
+        Take the bits of x as values of this dtype, such as ``"bfloat16"`` for an array of uint16.
+
+    Returns
+    -------
+    bytes, or memoryview of `out`
+        The frame.
+
+    Raises
+    ------
+    SpecError
+        x, spec, segments or `out` cannot be used as asked.
+    EngineError
+        x lies on a device, or asks for an engine, that is not available.
+    """
+    _check_engine(engine)
+    v = view(x, dtype)
+    s = core.spec_struct(spec)
+    t = core.fill_tensor(local.tensor, DTYPES[v.dtype], v.shape, v.address, v.nbytes)
+    context = core.fill_context(local.context, local.fault)
+    keep = (set_codebooks(context, [codebook] if codebook else []), set_segments(context, segments))
+    count = pool.choose_threads(threads, v.nbytes)
+    written = local.written
+    check(lib.codec_bound(s, t, written))
+    limit: int = written[0]
+    if out is None and limit <= _SMALL and count == 1:
+        buffer = local.frame
+        _encode_one(s, t, buffer, limit, context)
+        return bytes(ffi.buffer(buffer, written[0]))
+    if out is None:
+        room = limit + _slack(v) if count > 1 else limit
+        new = _NewBytes(room)
+        return new.finish(_encode_at(s, t, new.address, room, context, count))
+    o = view_output(out)
+    if o.dtype not in ("uint8", "int8"):
+        raise SpecError(f"out= must hold bytes, not {o.dtype}")
+    n = _encode_at(s, t, o.address, o.nbytes, context, count)
+    del keep
+    array = o.owner.numpy() if not hasattr(o.owner, "__array_interface__") else o.owner  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")[:n]  # type: ignore[arg-type]
+
+
+def _slack(v: TensorView) -> int:
+    """What regions take more than their values, at worst, while threads leave gaps between them."""
+    n = v.nbytes // ITEMSIZE[v.dtype]
+    return (n // _MIN_BLOCK + 1) * 1024 + 2 * n + 65536 if v.dtype == "float64" else n // 64 + 65536
+
+
+def _encode_one(spec: Any, t: Any, dst: Any, capacity: int, context: Any) -> None:
+    size = ffi.new("size_t *")
+    check(lib.codec_scratch(spec, t, size))
+    scratch = local.get_scratch(size[0])
+    status = lib.codec_encode(spec, t, dst, capacity, local.written, ffi.NULL, context, scratch, size[0])
+    if status == lib.CODEC_SHORT_OUTPUT:
+        raise SpecError(f"out= has {capacity} bytes, which is too few; bound() says how many are enough")
+    check(status, local.fault)
+
+
+def _encode_at(spec: Any, t: Any, address: int, capacity: int, context: Any, threads: int) -> int:
+    dst = ffi.cast("uint8_t *", address)
+    if threads > 1:
+        n = _encode_threads(spec, t, dst, capacity, context, threads)
+        if n is not None:
+            return n
+    _encode_one(spec, t, dst, capacity, context)
+    return local.written[0]
+
+
+def _encode_threads(spec: Any, t: Any, dst: Any, capacity: int, context: Any, threads: int) -> int | None:
+    """None: it must be done by one thread, which needs less room."""
+    job_size, work_size = ffi.new("size_t *"), ffi.new("size_t *")
+    check(lib.codec_job_nbytes(spec, t, job_size, work_size))
+    job, plan = core.new_bytes(job_size[0]), ffi.new("codec_plan *")
+    if lib.codec_encode_open(spec, t, dst, capacity, context, job, job_size[0], plan) != 0:
+        return None
+    if plan.nblocks < 2 or plan.regions_at + plan.nblocks * plan.region_bound > capacity:
+        return None
+    cuts = pool.ranges(plan.nblocks, threads)
+    places = [plan.regions_at + first * plan.region_bound for first, _ in cuts]
+
+    def task(i: int) -> tuple[int, int]:
+        end, seal = ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        first, count = cuts[i]
+        work = core.new_bytes(work_size[0])
+        status = lib.codec_encode_blocks(
+            t, dst, capacity, context, job, first, count, places[i], end, seal, work, work_size[0]
+        )
+        return status, seal[0]
+
+    results = pool.run(task, len(cuts), threads)
+    if any(status for status, _ in results):
+        return None
+    check(
+        lib.codec_encode_close(
+            t,
+            dst,
+            capacity,
+            context,
+            job,
+            [count for _, count in cuts],
+            places,
+            len(cuts),
+            sum(seal for _, seal in results) % (1 << 64),
+            local.written,
+        )
+    )
+    return local.written[0]
+
+
+def decode(
+    frame: Any,
+    *,
+    out: Any = None,
+    like: Any = None,
+    engine: str | None = None,
+    codebooks: Codebook | Sequence[Codebook] | None = None,
+    max_nbytes: int = 1 << 30,
+    threads: int | None = None,
+) -> Any:
+    """Decode a frame.
+
+    Parameters
+    ----------
+    frame : bytes or buffer
+        A frame, whole, with nothing behind it.
+    out : array or tensor, optional
+        Where to put the values: contiguous, writable, of the frame's shape and dtype (or unsigned integers of the same
+        size, for the bits). The frame's checksum is verified before the first byte is written, so that a damaged frame
+        leaves `out` as it was.
+    like : array or tensor, optional
+        Return a tensor of this one's kind; a torch tensor, for example.
+    engine : str, optional
+        One of :func:`engines`.
+    codebooks : Codebook or sequence of Codebook, optional
+        Those that the frame may name.
+    max_nbytes : int
+        Largest tensor to accept, in bytes. Nothing is allocated for a frame that declares more.
+    threads : int, optional
+        As in :func:`encode`.
+
+    Returns
+    -------
+    numpy.ndarray, or the kind of `like` or `out`
+        The tensor, to the bit. bfloat16 and float8 need ml_dtypes, or `out` or `like`.
+
+    Raises
+    ------
+    FrameError
+        The bytes are not a frame, are damaged (`ChecksumError`), need a later version (`UnsupportedError`) or declare
+        too large a tensor (`LimitError`).
+    StateError
+        The frame names a codebook that is not among `codebooks`.
+    SpecError
+        `out` does not fit the frame.
+    """
+    _check_engine(engine)
+    address, nbytes, keep = view_bytes(frame)
+    source = ffi.cast("uint8_t *", address)
+    fault = local.fault
+    info = ffi.new("codec_info *")
+    info.struct_nbytes = ffi.sizeof("codec_info")
+    check(lib.codec_inspect(source, nbytes, info), info.fault)
+    name = DTYPE_NAMES[info.dtype]
+    shape = tuple(info.shape[i] for i in range(info.rank))
+    context = core.fill_context(local.context, fault, max_nbytes=max_nbytes)
+    if info.frame_nbytes != nbytes or info.tensor_nbytes > max_nbytes:
+        # refused before anything is allocated
+        t = core.fill_tensor(local.tensor, info.dtype, shape, 0, 0)
+        check(lib.codec_decode(source, nbytes, t, context, ffi.NULL, 0), fault)
+    if out is None:
+        result, v = empty(name, shape, like)
+    else:
+        result, v = out, view_output(out, name)
+        context.flags = lib.CODEC_VERIFY_FIRST
+    books = [codebooks] if isinstance(codebooks, Codebook) else codebooks or []
+    keep = (keep, set_codebooks(context, books))
+    t = core.fill_tensor(local.tensor, DTYPES[v.dtype], v.shape, v.address, v.nbytes)
+    count = pool.choose_threads(threads, v.nbytes)
+    if count > 1 and info.nblocks > 1:
+        _decode_threads(info, source, nbytes, t, context, count)
+    else:
+        size = ffi.new("size_t *")
+        check(lib.codec_scratch(ffi.addressof(info.spec), t, size))
+        scratch = local.get_scratch(size[0])
+        check(lib.codec_decode(source, nbytes, t, context, scratch, size[0]), fault)
+    del keep
+    return result
+
+
+def _decode_threads(info: Any, source: Any, nbytes: int, t: Any, context: Any, threads: int) -> None:
+    job_size, work_size = ffi.new("size_t *"), ffi.new("size_t *")
+    check(lib.codec_job_nbytes(ffi.addressof(info.spec), t, job_size, work_size))
+    job, plan = core.new_bytes(job_size[0]), ffi.new("codec_plan *")
+    check(lib.codec_decode_open(source, nbytes, t, context, job, job_size[0], plan), context.fault)
+    cuts = pool.ranges(plan.nblocks, threads)
+    flags = context.flags
+
+    def task(i: int) -> tuple[int, int, Any]:
+        fault, seal = ffi.new("codec_fault *"), ffi.new("uint64_t *")
+        own = core.fill_context(ffi.new("codec_context *"), fault, flags)
+        first, count = cuts[i]
+        work = core.new_bytes(work_size[0])
+        status = lib.codec_decode_blocks(source, nbytes, t, own, job, first, count, seal, work, work_size[0])
+        return status, seal[0], fault
+
+    results = pool.run(task, len(cuts), threads)
+    for status, _, fault in results:
+        check(status, fault)
+    seal = sum(seal for _, seal, _ in results) % (1 << 64)
+    check(lib.codec_decode_close(context, job, seal), context.fault)
+
+
+def verify(frame: Any) -> None:
+    """Check all of a frame but the values: header, sections, directory and every checksum.
+
+    Parameters
+    ----------
+    frame : bytes or buffer
+        A frame, whole.
+
+    Raises
+    ------
+    FrameError
+        It is not what was written.
+    """
+    address, nbytes, keep = view_bytes(frame)
+    check(lib.codec_verify(ffi.cast("uint8_t *", address), nbytes))
+    del keep
+
+
+def inspect(frame: Any) -> Info:
+    """Read a frame's header.
+
+    Parameters
+    ----------
+    frame : bytes or buffer
+        A frame, or its beginning: the header (at most 112 bytes) is enough, but ``codebook_id`` and ``nsegments`` are
+        known only if the side section is there too.
+
+    Raises
+    ------
+    FrameError
+        The bytes are not the beginning of a frame.
+    """
+    address, nbytes, keep = view_bytes(frame)
+    info = ffi.new("codec_info *")
+    info.struct_nbytes = ffi.sizeof("codec_info")
+    check(lib.codec_inspect(ffi.cast("uint8_t *", address), nbytes, info), info.fault)
+    del keep
+    sections = {
+        "header": (0, info.side_offset),
+        "side": (info.side_offset, info.side_nbytes),
+        "directory": (info.directory_offset, info.directory_nbytes),
+        "planes": (info.planes_offset, info.planes_nbytes),
+        "regions": (info.regions_offset, info.regions_nbytes),
+    }
+    return Info(
+        spec=core.spec_of(info.spec),
+        dtype=DTYPE_NAMES[info.dtype],
+        shape=tuple(info.shape[i] for i in range(info.rank)),
+        nbytes=info.frame_nbytes,
+        tensor_nbytes=info.tensor_nbytes,
+        sections=sections,
+        version=info.version,
+        n=info.n,
+        stored=bool(info.stored),
+        block=info.block_nvalues,
+        nblocks=info.nblocks,
+        checksum=info.checksum,
+        codebook_id=info.codebook_id or None,
+        nsegments=info.nsegments,
+    )

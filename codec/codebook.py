@@ -1,0 +1,120 @@
+"""Codebooks that both sides hold before a frame is sent."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from codec import core
+from codec.errors import SpecError
+from codec.specs import Lossless
+from codec.view import view
+
+
+@dataclass(frozen=True, slots=True)
+class Codebook:
+    """Code lengths for exponent symbols, named by an id that frames carry instead of them.
+
+    Parameters
+    ----------
+    lengths : bytes
+        256 code lengths in bits, 0 for values to be escaped.
+    escape_length : int
+        Length of the escape's code in bits, 1 to 8.
+    id : int
+        A 64-bit digest of the lengths.
+    """
+
+    lengths: bytes
+    escape_length: int
+    id: int
+
+    @classmethod
+    def from_counts(cls, counts: Any, cap: int = 8) -> "Codebook":
+        """Build from how often each symbol occurs.
+
+        Parameters
+        ----------
+        counts : array_like of int, shape (256,)
+            Counts of symbols, not negative.
+        cap : int
+            Longest code in bits, 2 to 8.
+
+        Raises
+        ------
+        SpecError
+            Counts of another shape or below 0, or a cap out of range.
+        """
+        Lossless(cap=cap)
+        array = np.asarray(counts)
+        if array.shape != (256,) or array.dtype.kind not in "iu" or (array.dtype.kind == "i" and (array < 0).any()):
+            raise SpecError("counts must be 256 integers, none below 0")
+        book = core.ffi.new("codec_codebook *")
+        buffer = core.ffi.new("uint64_t[256]", array.astype(np.uint64).tolist())
+        core.check(core.lib.codec_codebook_build(buffer, cap, book))
+        return cls(bytes(book.length), book.escape_length, book.id)
+
+    @classmethod
+    def from_tensors(cls, *tensors: Any, cap: int = 8, segments: Any = None) -> "Codebook":
+        """Build from a sample of tensors, taken as :func:`codec.encode` would take it.
+
+        Parameters
+        ----------
+        *tensors : array or tensor
+            Floating-point tensors of float32, float64, bfloat16 or float16; the dtypes may differ.
+        cap : int
+            Longest code in bits, 2 to 8.
+        segments : sequence of (int, tuple of int), optional
+            As in :func:`codec.encode`; only with a single tensor.
+        """
+        if segments is not None and len(tensors) != 1:
+            raise SpecError("segments= goes with a single tensor")
+        counts = core.ffi.new("uint64_t[256]")
+        spec = core.spec_struct(Lossless(cap=cap))
+        for x in tensors:
+            v = view(x)
+            t = core.fill_tensor(core.ffi.new("codec_tensor *"), core.DTYPES[v.dtype], v.shape, v.address, v.nbytes)
+            size = core.ffi.new("size_t *")
+            core.check(core.lib.codec_scratch(spec, t, size))
+            context = core.fill_context(core.ffi.new("codec_context *"), core.ffi.NULL)
+            keep = set_segments(context, segments)
+            scratch = core.new_bytes(size[0])
+            core.check(core.lib.codec_count(spec, t, counts, context, scratch, size[0]))
+            del keep
+        book = core.ffi.new("codec_codebook *")
+        core.check(core.lib.codec_codebook_build(counts, cap, book))
+        return cls(bytes(book.length), book.escape_length, book.id)
+
+
+def set_codebooks(context: Any, books: Sequence[Codebook]) -> object:
+    """Give codebooks to a call; the result must stay alive until it returns."""
+    if not books:
+        return None
+    array = core.ffi.new("codec_codebook[]", len(books))
+    for entry, book in zip(array, books, strict=True):
+        entry.id = book.id
+        entry.length = book.lengths
+        entry.escape_length = book.escape_length
+    context.codebooks = array
+    context.ncodebooks = len(books)
+    return array
+
+
+def set_segments(context: Any, segments: Any) -> object:
+    """Give segments to a call; the result must stay alive until it returns."""
+    if not segments:
+        return None
+    array = core.ffi.new("codec_segment[]", len(segments))
+    for entry, (offset, shape) in zip(array, segments, strict=True):
+        if len(shape) > 8:
+            raise SpecError(f"segment of rank {len(shape)} is above 8")
+        if offset < 0 or any(s < 0 for s in shape):
+            raise SpecError(f"negative segment: {offset}, {tuple(shape)}")
+        entry.offset = offset
+        entry.rank = len(shape)
+        for i, s in enumerate(shape):
+            entry.shape[i] = s
+    context.segments = array
+    context.nsegments = len(segments)
+    return array

@@ -1,0 +1,197 @@
+"""The C library: loaded once, its status turned into exceptions, its structs filled in."""
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from codec import _cffi, errors
+from codec.specs import MODELS, Lossless, Spec
+
+ffi: Any = _cffi.ffi
+# beside the generated module, which need not lie beside this file
+_path = os.environ.get("CODEC_LIBRARY") or str(Path(_cffi.__file__).with_name("lib") / "libcodec.so")
+lib: Any = ffi.dlopen(_path)
+if lib.codec_abi_version() != lib.CODEC_ABI_VERSION:
+    raise ImportError(f"{_path} has ABI {lib.codec_abi_version()}, this package needs {lib.CODEC_ABI_VERSION}")
+
+DTYPES: dict[str, int] = {
+    name.removeprefix("CODEC_").lower(): number
+    for number, name in ffi.typeof("codec_dtype").elements.items()
+}
+DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
+ITEMSIZE = {name: lib.codec_dtype_nbytes(number) for name, number in DTYPES.items()}
+
+_FRAME_ERRORS = {
+    lib.CODEC_CHECKSUM: errors.ChecksumError,
+    lib.CODEC_UNSUPPORTED: errors.UnsupportedError,
+    lib.CODEC_LIMIT: errors.LimitError,
+}
+
+
+def check(status: int, fault: Any = None) -> None:
+    """Raise what a status stands for."""
+    if status == 0:
+        return
+    text = ffi.string(lib.codec_strerror(status)).decode()
+    if status == lib.CODEC_UNKNOWN_CODEBOOK:
+        raise errors.StateError(f"{text}: id {fault.found:#018x}")
+    if status < lib.CODEC_TRUNCATED:
+        if status == lib.CODEC_SHAPE_MISMATCH and fault is not None:
+            text += f" (frame has {fault.found}, destination {fault.expected})"
+        raise errors.SpecError(text)
+    if fault is None:
+        raise _FRAME_ERRORS.get(status, errors.FrameError)(text, status)
+    where = f"{text} (byte {fault.offset}: found {fault.found:#x}, expected {fault.expected:#x})"
+    raise _FRAME_ERRORS.get(status, errors.FrameError)(where, status, fault.offset, fault.found, fault.expected)
+
+
+def isas() -> tuple[str, ...]:
+    """Instruction sets that this machine can use, slowest first."""
+    return tuple(name for i, name in enumerate(_isa_names) if lib.codec_isa_usable(i))
+
+
+def _names() -> tuple[str, ...]:
+    names: list[str] = []
+    while (p := lib.codec_isa_name(len(names))) != ffi.NULL:
+        names.append(ffi.string(p).decode())
+    return tuple(names)
+
+
+_isa_names = _names()
+_isa: int | None = None  # None: CODEC_ISA has not been read yet
+
+
+class _Forced:
+    """Restores the former choice when used as a context manager."""
+
+    def __init__(self, former: int) -> None:
+        self._former = former
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        global _isa
+        _isa = self._former
+
+
+def use_isa(name: str | None) -> _Forced:
+    """Force an instruction set in this process; the bytes do not change.
+
+    Parameters
+    ----------
+    name : str or None
+        One of :func:`codec.isas`, or None for the best one. The environment variable ``CODEC_ISA`` does the same.
+
+    Returns
+    -------
+    context manager
+        Leaving it restores the former choice; it need not be entered.
+
+    Raises
+    ------
+    EngineError
+        This library or this machine does not have it.
+    """
+    global _isa
+    if name and name not in isas():
+        raise errors.EngineError(f"instruction set {name!r} is not usable here, these are: {', '.join(isas())}")
+    former = current_isa()
+    _isa = _isa_names.index(name) + 1 if name else 0
+    return _Forced(former)
+
+
+def current_isa() -> int:
+    """The number for ``codec_context.isa``."""
+    global _isa
+    if _isa is None:
+        _isa = 0
+        try:
+            use_isa(os.environ.get("CODEC_ISA"))
+        except errors.EngineError:
+            _isa = None
+            raise
+    return _isa
+
+
+_new_uninitialized = ffi.new_allocator(should_clear_after_alloc=False)
+
+
+def new_bytes(n: int) -> Any:
+    """Uninitialized bytes."""
+    return _new_uninitialized("uint8_t[]", n)
+
+
+class _PerThread(threading.local):
+    """Structs and buffers that calls of one thread reuse: small tensors would spend most of their time here."""
+
+    SCRATCH = 1 << 20
+
+    def __init__(self) -> None:
+        self.context = ffi.new("codec_context *")
+        self.fault = ffi.new("codec_fault *")
+        self.tensor = ffi.new("codec_tensor *")
+        self.written = ffi.new("size_t *")
+        self.scratch: Any = ffi.NULL
+        self.scratch_nbytes = 0
+        self.frame = new_bytes(1 << 16)
+
+    def get_scratch(self, nbytes: int) -> Any:
+        if nbytes > self.scratch_nbytes:
+            if nbytes > self.SCRATCH:
+                return new_bytes(nbytes)
+            self.scratch = new_bytes(nbytes)
+            self.scratch_nbytes = nbytes
+        return self.scratch
+
+
+local = _PerThread()
+
+_spec_structs: dict[Spec, Any] = {}
+
+
+def spec_struct(spec: Spec) -> Any:
+    """The C struct of a spec; they are few and kept."""
+    struct = _spec_structs.get(spec)
+    if struct is None:
+        if not isinstance(spec, Lossless):
+            raise errors.SpecError(f"not a spec: {spec!r}")
+        struct = ffi.new("codec_spec *")
+        struct.struct_nbytes = ffi.sizeof("codec_spec")
+        struct.codec = lib.CODEC_LOSSLESS
+        struct.cap = spec.cap
+        struct.model = MODELS.index(spec.model)
+        _spec_structs[spec] = struct
+    return struct
+
+
+def spec_of(struct: Any) -> Spec:
+    """The inverse of spec_struct."""
+    return Lossless(cap=struct.cap, model=MODELS[struct.model])  # type: ignore[arg-type]
+
+
+def fill_tensor(t: Any, dtype: int, shape: tuple[int, ...], address: int, nbytes: int) -> Any:
+    """A codec_tensor."""
+    t.struct_nbytes = ffi.sizeof("codec_tensor")
+    t.dtype = dtype
+    t.rank = len(shape)
+    for i, s in enumerate(shape):
+        t.shape[i] = s
+    t.data = ffi.cast("void *", address)
+    t.nbytes = nbytes
+    return t
+
+
+def fill_context(c: Any, fault: Any, flags: int = 0, max_nbytes: int = 0) -> Any:
+    """A codec_context without segments and codebooks."""
+    c.struct_nbytes = ffi.sizeof("codec_context")
+    c.flags = flags
+    c.isa = current_isa()
+    c.max_nbytes = max_nbytes
+    c.segments = ffi.NULL
+    c.nsegments = 0
+    c.codebooks = ffi.NULL
+    c.ncodebooks = 0
+    c.fault = fault
+    return c

@@ -1,0 +1,257 @@
+/*
+ * codec.h - tensors to bytes and back: the C interface of libcodec.
+ *
+ * A frame is a self-describing, checksummed sequence of bytes that holds one tensor. Its layout is fixed by
+ * docs/format.md and does not depend on the CPU, the number of threads or the address of any buffer: the same tensor
+ * and the same spec give the same bytes everywhere.
+ *
+ * What every function promises
+ *   - It allocates nothing, keeps nothing, calls no I/O, starts no thread, and raises no signal on any input.
+ *   - It touches no byte outside of the spans it is given, whatever they contain. A pointer always comes with its size
+ *     in bytes; NULL with size 0 is an empty span.
+ *   - It may be called from any thread at any time; calls do not see each other. It uses at most 16 KiB of stack.
+ *   - It reads its input once: another thread that writes into the frame meanwhile can spoil the result, not the
+ *     process.
+ *   - The floating-point environment is neither used nor changed: every decision is made on integers.
+ *   - Structs begin with their own size in bytes, so that a program built against an older header goes on working.
+ *
+ * What none of them promises
+ *   - The checksum detects accidents. It does not authenticate: who can alter a frame can alter its checksum too.
+ *     Decoding such a frame is safe, and gives some tensor of the declared shape or an error.
+ */
+#ifndef CODEC_H
+#define CODEC_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#ifndef CODEC_API
+#if defined(__GNUC__)
+#define CODEC_API __attribute__((visibility("default")))
+#else
+#define CODEC_API
+#endif
+#endif
+
+#define CODEC_ABI_VERSION 1
+#define CODEC_FORMAT_VERSION 1
+#define CODEC_MAX_RANK 8
+
+/*
+ * Status codes stand in decades by cause and never change their value:
+ *   0 success; 10-19 the caller's arguments; 20-29 room; 30-39 the frame is not what the format allows;
+ *   40-49 the frame was damaged; 50-59 valid, but not for this library; 60-69 something that must be supplied is missing.
+ */
+typedef enum codec_status {
+	CODEC_OK = 0,
+	CODEC_BAD_ARGUMENT = 10,  /* a pointer is NULL or a field of a struct is out of range */
+	CODEC_BAD_SPEC = 11,      /* no such codec, or parameters it does not take */
+	CODEC_BAD_DTYPE = 12,     /* the codec does not take this dtype */
+	CODEC_BAD_SHAPE = 13,     /* rank above 8, or a product that overflows */
+	CODEC_BAD_SEGMENTS = 14,  /* overlapping, unordered or outside of the tensor */
+	CODEC_BAD_CODEBOOK = 15,  /* code lengths that are not a codebook, or an id of 0 */
+	CODEC_SHAPE_MISMATCH = 16, /* the destination's shape or dtype is not the frame's */
+	CODEC_SHORT_OUTPUT = 20,  /* the frame does not fit capacity */
+	CODEC_SHORT_SCRATCH = 21, /* scratch is smaller than codec_scratch said */
+	CODEC_TRUNCATED = 30,     /* fewer bytes than a header, or than the header says */
+	CODEC_TRAILING = 31,      /* bytes behind the frame, and slack was not allowed */
+	CODEC_BAD_MAGIC = 32,     /* not a frame */
+	CODEC_BAD_HEADER = 33,    /* a header field has a value that the format forbids */
+	CODEC_BAD_SIDE = 34,      /* scale model or codebook */
+	CODEC_BAD_DIRECTORY = 35, /* regions out of order or out of bounds */
+	CODEC_BAD_REGION = 36,    /* a block's contents */
+	CODEC_CHECKSUM = 40,      /* the bytes are not those that were written */
+	CODEC_UNSUPPORTED = 50,   /* a later format version, or a codec this library does not know */
+	CODEC_LIMIT = 51,         /* larger than the caller's max_nbytes, or than the format can hold */
+	CODEC_UNKNOWN_CODEBOOK = 60 /* the frame names a codebook that was not supplied */
+} codec_status;
+
+/* One sentence in English; never NULL, for any argument. */
+CODEC_API const char *codec_strerror(codec_status status);
+
+/* CODEC_ABI_VERSION of the library that was loaded. */
+CODEC_API uint32_t codec_abi_version(void);
+
+typedef enum codec_dtype {
+	CODEC_FLOAT32 = 1,
+	CODEC_FLOAT64 = 2,
+	CODEC_BFLOAT16 = 3,
+	CODEC_FLOAT16 = 4,
+	CODEC_FLOAT8_E4M3FN = 5,
+	CODEC_FLOAT8_E5M2 = 6,
+	CODEC_FLOAT8_E4M3FNUZ = 7,
+	CODEC_FLOAT8_E5M2FNUZ = 8,
+	CODEC_FLOAT8_E8M0FNU = 9,
+	CODEC_BOOL = 16,
+	CODEC_INT8 = 17,
+	CODEC_INT16 = 18,
+	CODEC_INT32 = 19,
+	CODEC_INT64 = 20,
+	CODEC_UINT8 = 21,
+	CODEC_UINT16 = 22,
+	CODEC_UINT32 = 23,
+	CODEC_UINT64 = 24
+} codec_dtype;
+
+/* Bytes an element, or 0 for a number that is not a dtype. */
+CODEC_API uint32_t codec_dtype_nbytes(uint32_t dtype);
+
+/* A C-contiguous tensor in the machine's byte order, at any address. */
+typedef struct codec_tensor {
+	uint32_t struct_nbytes;
+	uint32_t dtype;
+	uint32_t rank;
+	uint32_t reserved; /* 0 */
+	uint64_t shape[CODEC_MAX_RANK];
+	void *data; /* not read by codec_bound and codec_scratch; never written as a source */
+	uint64_t nbytes;
+} codec_tensor;
+
+#define CODEC_LOSSLESS 1
+
+#define CODEC_MODEL_AUTO 0      /* offsets where a sample says that they pay */
+#define CODEC_MODEL_FLAT 1      /* none */
+#define CODEC_MODEL_SEPARABLE 2 /* wherever the shape allows */
+
+/* What is asked for. Zero in every field but the first two is the default of that codec. */
+typedef struct codec_spec {
+	uint32_t struct_nbytes;
+	uint32_t codec;
+	uint32_t cap;   /* longest code in bits: 0 for 8, else 2..8 */
+	uint32_t model; /* CODEC_MODEL_* */
+} codec_spec;
+
+/* A part of a flat bucket with a shape of its own: values [offset, offset + product of shape). */
+typedef struct codec_segment {
+	uint64_t offset;
+	uint32_t rank;
+	uint32_t reserved; /* 0 */
+	uint64_t shape[CODEC_MAX_RANK];
+} codec_segment;
+
+/* A codebook agreed upon beforehand: code lengths in bits for each exponent symbol, 0 for those to be escaped. */
+typedef struct codec_codebook {
+	uint64_t id; /* not 0 */
+	uint8_t length[256];
+	uint8_t escape_length;
+	uint8_t reserved[7]; /* 0 */
+} codec_codebook;
+
+/* Where and why a frame was refused. */
+typedef struct codec_fault {
+	uint64_t offset;   /* byte of the frame */
+	uint64_t found;    /* the value there */
+	uint64_t expected; /* the value, or the bound, that it disagrees with */
+} codec_fault;
+
+#define CODEC_ALLOW_SLACK 1u   /* bytes behind the frame are ignored */
+#define CODEC_VERIFY_FIRST 2u  /* check the whole checksum before the first byte of the destination is written */
+#define CODEC_NO_CHECKSUM 4u   /* skip the checksum; structure is checked all the same */
+
+/* What a call may be given beyond its arguments. NULL for none; zero in every field but the first is the same. */
+typedef struct codec_context {
+	uint32_t struct_nbytes;
+	uint32_t flags;
+	uint32_t isa; /* 0: the best of this CPU; else 1 + index into codec_isa_name */
+	uint32_t reserved;
+	uint64_t max_nbytes; /* decode: largest tensor, in bytes; 0 for no limit */
+	const codec_segment *segments; /* encode: ascending, not overlapping; gaps are flat */
+	uint64_t nsegments;
+	const codec_codebook *codebooks; /* encode: the one to use; decode: those that frames may name */
+	uint64_t ncodebooks;
+	codec_fault *fault; /* filled in when the status is 30 or more */
+} codec_context;
+
+/*
+ * The largest frame that this spec makes of a tensor of this dtype and shape, whatever its values: *nbytes. Equal on
+ * all machines. codec_encode with this capacity never returns CODEC_SHORT_OUTPUT.
+ */
+CODEC_API codec_status codec_bound(const codec_spec *spec, const codec_tensor *like, size_t *nbytes);
+
+/* Scratch that encoding or decoding such a tensor needs, in bytes: at most 2% of the tensor + 1 MiB. */
+CODEC_API codec_status codec_scratch(const codec_spec *spec, const codec_tensor *like, size_t *nbytes);
+
+/*
+ * Encode src. On CODEC_OK *written is the frame's size and dst[0, *written) the frame. On any other status *written
+ * is 0, and dst[0, capacity) is unspecified. `residual` must be NULL for lossless codecs. `with` may name segments
+ * and one codebook.
+ */
+CODEC_API codec_status codec_encode(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
+				    size_t *written, float *residual, const codec_context *with, void *scratch,
+				    size_t scratch_nbytes);
+
+/* What a header says. Offsets and sizes are in bytes from the frame's start. */
+typedef struct codec_info {
+	uint32_t struct_nbytes;
+	uint32_t version;
+	uint32_t dtype;
+	uint32_t rank;
+	uint64_t shape[CODEC_MAX_RANK];
+	codec_spec spec;        /* what was asked for */
+	uint32_t stored;        /* 1: the tensor's bytes follow the header as they are */
+	uint32_t block_nvalues; /* values a block, 0 if stored */
+	uint64_t nblocks;
+	uint64_t n;             /* values */
+	uint64_t tensor_nbytes;
+	uint64_t frame_nbytes;
+	uint64_t checksum;
+	uint64_t side_offset; /* codebooks and scale model */
+	uint64_t side_nbytes;
+	uint64_t directory_offset;
+	uint64_t directory_nbytes;
+	uint64_t planes_offset; /* planes that are raw in every block */
+	uint64_t planes_nbytes;
+	uint64_t regions_offset;
+	uint64_t regions_nbytes;
+	uint32_t fixed_planes; /* bit p: plane p stands in the section at planes_offset */
+	uint32_t coded_planes; /* bit p: plane p has a codebook */
+	uint64_t codebook_id;  /* 0: the frame carries its own */
+	uint64_t nsegments;    /* of the scale model; 0: none */
+	codec_fault fault;     /* filled in when the status is 30 or more */
+} codec_info;
+
+/*
+ * Read and check a header, and nothing behind it: nbytes may be less than the frame. codebook_id and nsegments are
+ * read from the side section and are 0 if it was not given. *info is filled in up to the first field at fault.
+ */
+CODEC_API codec_status codec_inspect(const void *frame, size_t nbytes, codec_info *info);
+
+/* Check everything that can be checked without decoding: header, sections, directory and every checksum. */
+CODEC_API codec_status codec_verify(const void *frame, size_t nbytes);
+
+/*
+ * Decode into dst, whose dtype, rank and shape must be the frame's. On any status but CODEC_OK the contents of dst are
+ * unspecified, unless the status is below 30 or `with` has CODEC_VERIFY_FIRST and the status is CODEC_CHECKSUM: then
+ * they are as they were.
+ */
+CODEC_API codec_status codec_decode(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
+				    void *scratch, size_t scratch_nbytes);
+
+/* The i-th instruction set that this library has loops for, slowest first, or NULL. */
+CODEC_API const char *codec_isa_name(uint32_t index);
+
+/* 1 if this CPU and operating system run it. */
+CODEC_API int codec_isa_usable(uint32_t index);
+
+/*
+ * A codebook from counts of exponent symbols (for example those of codec_count). cap as in codec_spec. The id is a
+ * digest of the code lengths.
+ */
+CODEC_API codec_status codec_codebook_build(const uint64_t counts[256], uint32_t cap, codec_codebook *book);
+
+/*
+ * Add to counts[256] how often each exponent symbol occurs in the sample that codec_encode would take of src, under
+ * the scale model that it would choose.
+ */
+CODEC_API codec_status codec_count(const codec_spec *spec, const codec_tensor *src, uint64_t counts[256],
+				   const codec_context *with, void *scratch, size_t scratch_nbytes);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,74 @@
+/*
+ * codec_engine.h - codec_encode and codec_decode in steps, for callers with threads of their own.
+ *
+ * A job is opened by one thread, its blocks are done in ranges by any number of threads in any order, and it is closed
+ * by one thread. The frame is the same to the byte as from the one-call functions. All promises of codec.h hold, and:
+ *
+ *   - A job and the worker buffers are plain memory of the caller, without pointers that outlive the call they are
+ *     given to: the tensor, the frame and the context are passed again to every step.
+ *   - A step that fails may be repeated or the job abandoned; there is nothing to free.
+ */
+#ifndef CODEC_ENGINE_H
+#define CODEC_ENGINE_H
+
+#include "codec.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What a job looks like from outside, at the beginning of its memory. */
+typedef struct codec_plan {
+	uint64_t nblocks;      /* 0: the frame is complete (encode) or the tensor is (decode) after opening */
+	uint64_t job_nbytes;   /* size of a job's memory */
+	uint64_t work_nbytes;  /* of one thread's buffer */
+	uint64_t region_bound; /* most bytes that one block's region takes */
+	uint64_t regions_at;   /* first byte of the frame that belongs to regions */
+} codec_plan;
+
+/* Sizes of a job for a tensor like this one. Their sum is what codec_scratch gives. */
+CODEC_API codec_status codec_job_nbytes(const codec_spec *spec, const codec_tensor *like, size_t *job_nbytes,
+					size_t *work_nbytes);
+
+/*
+ * Sample src, choose model and codebooks, and write all of the frame that precedes the directory. A tensor that is
+ * stored is written whole: plan->nblocks is 0 and codec_encode_close gives its size.
+ */
+CODEC_API codec_status codec_encode_open(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
+					 const codec_context *with, void *job, size_t job_nbytes, codec_plan *plan);
+
+/*
+ * Encode blocks [first, first + count) into regions from byte `at` of dst on, as far as capacity allows. `at` is a
+ * multiple of 8, at least plan->regions_at; ranges of blocks must get bytes that do not overlap:
+ * count * plan->region_bound is enough for a range. *end is where the range's last region ends.
+ */
+CODEC_API codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capacity,
+					   const codec_context *with, const void *job, uint64_t first, uint64_t count,
+					   uint64_t at, uint64_t *end, uint64_t *seal, void *work, size_t work_nbytes);
+
+/*
+ * Move the regions together, seal the frame. nranges ranges of blocks, ascending and without gaps: range i has
+ * counts[i] blocks whose regions begin at ats[i]. `seal` is the sum (mod 2^64) of what codec_encode_blocks gave.
+ * A frame that would be larger than the tensor is replaced by a stored one.
+ */
+CODEC_API codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capacity,
+					  const codec_context *with, const void *job, const uint64_t *counts,
+					  const uint64_t *ats, size_t nranges, uint64_t seal, size_t *written);
+
+/* Check header, side section and directory, and build what decoding needs. A stored tensor is decoded here. */
+CODEC_API codec_status codec_decode_open(const void *frame, size_t nbytes, codec_tensor *dst,
+					 const codec_context *with, void *job, size_t job_nbytes, codec_plan *plan);
+
+/* Decode blocks [first, first + count). */
+CODEC_API codec_status codec_decode_blocks(const void *frame, size_t nbytes, codec_tensor *dst,
+					   const codec_context *with, const void *job, uint64_t first, uint64_t count,
+					   uint64_t *seal, void *work, size_t work_nbytes);
+
+/* `seal` is the sum of what codec_decode_blocks gave: is it the frame's checksum? */
+CODEC_API codec_status codec_decode_close(const codec_context *with, const void *job, uint64_t seal);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

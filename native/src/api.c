@@ -1,0 +1,198 @@
+/* api.c - arguments checked, sizes, status texts: what codec_encode and codec_decode have in common. */
+#include "core.h"
+
+const char *codec_strerror(codec_status status)
+{
+	switch (status) {
+	case CODEC_OK: return "success";
+	case CODEC_BAD_ARGUMENT: return "an argument is missing or out of range";
+	case CODEC_BAD_SPEC: return "no such codec, or parameters that it does not take";
+	case CODEC_BAD_DTYPE: return "the codec does not take this dtype";
+	case CODEC_BAD_SHAPE: return "rank above 8, or a shape whose product overflows";
+	case CODEC_BAD_SEGMENTS: return "segments overlap, are out of order or lie outside of the tensor";
+	case CODEC_BAD_CODEBOOK: return "the code lengths are not a codebook";
+	case CODEC_SHAPE_MISMATCH: return "the destination's dtype or shape is not the frame's";
+	case CODEC_SHORT_OUTPUT: return "the output buffer is too small";
+	case CODEC_SHORT_SCRATCH: return "the scratch buffer is too small";
+	case CODEC_TRUNCATED: return "the frame is truncated";
+	case CODEC_TRAILING: return "there are bytes behind the frame";
+	case CODEC_BAD_MAGIC: return "not a codec frame";
+	case CODEC_BAD_HEADER: return "the header has a value that the format forbids";
+	case CODEC_BAD_SIDE: return "the scale model or a codebook is malformed";
+	case CODEC_BAD_DIRECTORY: return "the directory is malformed";
+	case CODEC_BAD_REGION: return "a block is malformed";
+	case CODEC_CHECKSUM: return "the checksum does not match";
+	case CODEC_UNSUPPORTED: return "the frame needs a later version of this library";
+	case CODEC_LIMIT: return "the tensor is larger than allowed";
+	case CODEC_UNKNOWN_CODEBOOK: return "the frame names a codebook that was not supplied";
+	}
+	return "unknown status";
+}
+
+uint32_t codec_abi_version(void)
+{
+	return CODEC_ABI_VERSION;
+}
+
+/* Structs of callers may be older (shorter) or newer than ours: what is missing is zero. */
+#define READ_STRUCT(copy, given)                                                                                       \
+	do {                                                                                                           \
+		memset(&(copy), 0, sizeof(copy));                                                                      \
+		if (!(given) || (given)->struct_nbytes < sizeof(uint32_t))                                             \
+			return CODEC_BAD_ARGUMENT;                                                                     \
+		memcpy(&(copy), (given), MIN((given)->struct_nbytes, sizeof(copy)));                                   \
+	} while (0)
+
+codec_status context_read(const codec_context *with, codec_context *copy)
+{
+	if (!with) {
+		memset(copy, 0, sizeof *copy);
+		return CODEC_OK;
+	}
+	READ_STRUCT(*copy, with);
+	if (copy->flags & ~(CODEC_ALLOW_SLACK | CODEC_VERIFY_FIRST | CODEC_NO_CHECKSUM) || copy->reserved ||
+	    (copy->nsegments && !copy->segments) || (copy->ncodebooks && !copy->codebooks) || !kernels_for(copy))
+		return CODEC_BAD_ARGUMENT;
+	return CODEC_OK;
+}
+
+uint8_t block_log2_for(uint64_t n)
+{
+	uint8_t log2 = WIRE_MIN_BLOCK_LOG2;
+
+	while (log2 < WIRE_MAX_BLOCK_LOG2 && 1ull << log2 < n)
+		log2++;
+	return log2;
+}
+
+/* Spec and tensor to the header of a frame that has no sections yet. */
+codec_status request(const codec_spec *spec, const codec_tensor *like, int with_data, struct header *h,
+			    codec_tensor *copy)
+{
+	codec_spec s;
+
+	READ_STRUCT(s, spec);
+	READ_STRUCT(*copy, like);
+	memset(h, 0, sizeof *h);
+	if (s.codec != CODEC_LOSSLESS || s.model > CODEC_MODEL_SEPARABLE || (s.cap && (s.cap < 2 || s.cap > WIRE_MAX_CAP)))
+		return CODEC_BAD_SPEC;
+	if (!dtype_of(copy->dtype))
+		return CODEC_BAD_DTYPE;
+	if (copy->rank > CODEC_MAX_RANK)
+		return CODEC_BAD_SHAPE;
+	h->codec = (uint8_t)s.codec;
+	h->dtype = (uint8_t)copy->dtype;
+	h->rank = (uint8_t)copy->rank;
+	h->cap = (uint8_t)(s.cap ? s.cap : WIRE_MAX_CAP);
+	h->model = (uint8_t)s.model;
+	memcpy(h->shape, copy->shape, sizeof(uint64_t) * h->rank);
+	TRY(header_derive(h));
+	if (with_data && (copy->nbytes != h->n * dtype_of(h->dtype)->nbytes || (copy->nbytes && !copy->data)))
+		return CODEC_BAD_ARGUMENT;
+	return CODEC_OK;
+}
+
+uint64_t stored_nbytes(const struct header *h)
+{
+	return WIRE_AT_SHAPE + 8 * (uint64_t)h->rank + h->n * dtype_of(h->dtype)->nbytes;
+}
+
+uint64_t job_room(const struct dtype *d, uint64_t n)
+{
+	return ALIGN8(sizeof(struct job)) + 8 + model_nbytes(d, n);
+}
+
+codec_status codec_bound(const codec_spec *spec, const codec_tensor *like, size_t *nbytes)
+{
+	struct header h;
+	codec_tensor t;
+
+	if (!nbytes)
+		return CODEC_BAD_ARGUMENT;
+	TRY(request(spec, like, 0, &h, &t));
+	*nbytes = stored_nbytes(&h);
+	return CODEC_OK;
+}
+
+codec_status codec_job_nbytes(const codec_spec *spec, const codec_tensor *like, size_t *job_nbytes, size_t *work)
+{
+	struct header h;
+	codec_tensor t;
+
+	if (!job_nbytes || !work)
+		return CODEC_BAD_ARGUMENT;
+	TRY(request(spec, like, 0, &h, &t));
+	*job_nbytes = job_room(dtype_of(h.dtype), h.n);
+	*work = work_nbytes(dtype_of(h.dtype), h.n);
+	return CODEC_OK;
+}
+
+codec_status codec_scratch(const codec_spec *spec, const codec_tensor *like, size_t *nbytes)
+{
+	size_t job, work;
+
+	if (!nbytes)
+		return CODEC_BAD_ARGUMENT;
+	TRY(codec_job_nbytes(spec, like, &job, &work));
+	*nbytes = job + work;
+	return CODEC_OK;
+}
+
+/* The job in the caller's memory, aligned. */
+struct job *job_place(void *memory)
+{
+	return (struct job *)ALIGN8((uintptr_t)memory);
+}
+
+codec_status job_open(void *memory, size_t nbytes, const struct header *h, struct job **out)
+{
+	struct job *j = job_place(memory);
+
+	if (!memory || nbytes < job_room(dtype_of(h->dtype), h->n))
+		return CODEC_SHORT_SCRATCH;
+	memset(j, 0, sizeof *j);
+	j->h = *h;
+	j->model.segments_at = ALIGN8(sizeof *j);
+	j->model.offsets_at = j->model.segments_at;
+	*out = j;
+	return CODEC_OK;
+}
+
+void job_plan(struct job *j, codec_plan *plan)
+{
+	const struct dtype *d = dtype_of(j->h.dtype);
+
+	j->plan = (codec_plan){.nblocks = j->h.nblocks,
+			       .job_nbytes = job_room(d, j->h.n),
+			       .work_nbytes = work_nbytes(d, j->h.n),
+			       .region_bound = j->h.nblocks ? region_bound(&j->h) : 0,
+			       .regions_at = j->h.regions_at};
+	if (plan)
+		*plan = j->plan;
+}
+
+codec_status codec_codebook_build(const uint64_t counts[256], uint32_t cap, codec_codebook *out)
+{
+	uint32_t scaled[256];
+	uint64_t most = 0;
+	int shift = 0;
+	codebook b;
+
+	if (!counts || !out)
+		return CODEC_BAD_ARGUMENT;
+	if (cap && (cap < 2 || cap > WIRE_MAX_CAP))
+		return CODEC_BAD_SPEC;
+	for (int i = 0; i < 256; i++)
+		most = MAX(most, counts[i]);
+	while (most >> shift > UINT32_MAX)
+		shift++;
+	for (int i = 0; i < 256; i++)
+		scaled[i] = (uint32_t)(counts[i] >> shift);
+	book_from_counts(&b, scaled, cap ? (int)cap : WIRE_MAX_CAP);
+	memset(out, 0, sizeof *out);
+	memcpy(out->length, b.length, 256);
+	out->escape_length = b.length[WIRE_ESCAPE];
+	out->id = kernels_scalar.digest(b.length, sizeof b.length, WIRE_SEED_SIDE);
+	out->id += out->id == 0;
+	return CODEC_OK;
+}

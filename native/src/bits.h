@@ -1,0 +1,120 @@
+/* bits.h - one-word functions: bit positions, mixing, integer logarithm. C, C++ and NVRTC.
+ *
+ * Every function maps words to words and touches no memory; loops over tensors are written once per engine.
+ */
+#ifndef CODEC_BITS_H
+#define CODEC_BITS_H
+
+#ifdef __CUDACC_RTC__
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+#else
+#include <stdint.h>
+#endif
+
+#ifdef __CUDACC__
+#define BITS_FN static __host__ __device__ __forceinline__
+#else
+#define BITS_FN static inline
+#endif
+
+/* A float's bits with the exponent on top: exponent | sign | mantissa. The inverse stands beside it. */
+BITS_FN uint32_t bits_turn32(uint32_t x)
+{
+	return (x & 0x7f800000u) << 1 | (x >> 8 & 0x00800000u) | (x & 0x007fffffu);
+}
+
+BITS_FN uint32_t bits_unturn32(uint32_t y)
+{
+	return (y >> 1 & 0x7f800000u) | (y & 0x00800000u) << 8 | (y & 0x007fffffu);
+}
+
+/* bfloat16 and float16: the 8 bits below the sign on top (float16: 5 of exponent, 3 of mantissa). */
+BITS_FN uint16_t bits_turn16(uint16_t x)
+{
+	return (uint16_t)((x & 0x7f80u) << 1 | (x >> 8 & 0x0080u) | (x & 0x007fu));
+}
+
+BITS_FN uint16_t bits_unturn16(uint16_t y)
+{
+	return (uint16_t)((y >> 1 & 0x7f80u) | (y & 0x0080u) << 8 | (y & 0x007fu));
+}
+
+/* float64: the exponent as a byte seen through a window; 0 is exponent 0. False: outside, must be escaped. */
+BITS_FN int bits_window64(uint32_t exponent, uint32_t window, uint8_t *byte)
+{
+	uint32_t d = exponent - window + 128u;
+
+	*byte = 0;
+	if (exponent == 0)
+		return 1;
+	if (d < 1 || d > 255)
+		return 0;
+	*byte = (uint8_t)d;
+	return 1;
+}
+
+/* The symbol of exponent byte e under offset o; a non-zero exponent that would land on 0 becomes `escape`. */
+BITS_FN uint8_t bits_symbol(uint8_t e, uint8_t o, uint8_t escape)
+{
+	uint8_t s = (uint8_t)(e - o + 128);
+
+	s = s == 0 ? escape : s;
+	return e == 0 ? 0 : s;
+}
+
+BITS_FN uint8_t bits_unsymbol(uint8_t s, uint8_t o)
+{
+	return s == 0 ? 0 : (uint8_t)(s + o - 128);
+}
+
+/* splitmix64's finalizer: a bijection of 64-bit words. */
+BITS_FN uint64_t bits_mix64(uint64_t x)
+{
+	x ^= x >> 30;
+	x *= 0xbf58476d1ce4e5b9ull;
+	x ^= x >> 27;
+	x *= 0x94d049bb133111ebull;
+	return x ^ x >> 31;
+}
+
+/* MurmurHash3's 32-bit finalizer. */
+BITS_FN uint32_t bits_mix32(uint32_t x)
+{
+	x ^= x >> 16;
+	x *= 0x85ebca6bu;
+	x ^= x >> 13;
+	x *= 0xc2b2ae35u;
+	return x ^ x >> 16;
+}
+
+/* floor(log2(x) * 65536) for x >= 1, by repeated squaring of the mantissa: integers only, equal everywhere. */
+BITS_FN uint32_t bits_log2_q16(uint32_t x)
+{
+	uint32_t whole = 0, part = 0;
+	uint64_t m;
+
+	while (whole < 31 && x >> (whole + 1))
+		whole++;
+	m = (uint64_t)x << (31 - whole); /* 1.31 */
+	for (int i = 15; i >= 0; i--) {
+		m = m * m >> 31; /* [1, 4) in 1.31 needs 33 bits */
+		if (m >> 32) {
+			m >>= 1;
+			part |= 1u << i;
+		}
+	}
+	return whole << 16 | part;
+}
+
+/* Quotient to the nearest, halves up. n > 0; sum may be negative. */
+BITS_FN int bits_mean(long long sum, long long n)
+{
+	long long t = 2 * sum + n, d = 2 * n, q = t / d;
+
+	return (int)(q - (t % d < 0));
+}
+
+#endif

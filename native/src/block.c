@@ -1,0 +1,539 @@
+/* block.c - one block of values to its region, and back.
+ *
+ * Region: head (u32), then the planes that are not fixed, by mode: coded, raw, rows, constant; a gap of less than 8
+ * zero bytes; escapes, read downwards from the end. A coded plane is
+ *   u16 words | 32 x 5 bits of tail lengths | tails | padding to 4 bytes | words
+ * whose first 32 words are the lanes' first ones. Trailing zero words are left out.
+ */
+#include "core.h"
+
+#define STATE_NBYTES 22 /* u16 and 32 x 5 bits */
+
+static uint64_t padded(uint64_t n)
+{
+	return (n + WIRE_ROW - 1) / WIRE_ROW * WIRE_ROW;
+}
+
+static uint64_t largest_block(uint64_t n)
+{
+	return padded(MIN(n, 1u << WIRE_MAX_BLOCK_LOG2));
+}
+
+/* Most bytes of a coded plane: every value escaped under codes of 8 bits. */
+static uint64_t coded_bound(uint64_t m, int literal_nbytes)
+{
+	return STATE_NBYTES + 4 * WIRE_LANES + 4 * WIRE_LANES + 8 + padded(m) * (uint64_t)(1 + literal_nbytes);
+}
+
+static uint64_t region_room(const struct dtype *d, uint64_t m)
+{
+	return ALIGN8(16 + m * d->nbytes + coded_bound(m, 2) + 64);
+}
+
+static uint64_t words_room(uint64_t m)
+{
+	return LANES_SLACK + WIRE_LANES + padded(m) / 4 + 16;
+}
+
+uint64_t work_nbytes(const struct dtype *d, uint64_t n)
+{
+	uint64_t m = largest_block(n);
+
+	return 64 + sizeof(lanes) + 4 * words_room(m) + m / 8 + 64 + (uint64_t)(d->nbytes + 2) * (m + 64) +
+	       (d->form == FORM_FLOAT8 ? 2 * m + 64 : 0) + region_room(d, m) + (uint64_t)(d->nbytes + 2) * m + 64;
+}
+
+static void *take(char **p, uint64_t nbytes)
+{
+	void *here = *p;
+
+	*p += ALIGN8(nbytes);
+	return here;
+}
+
+void work_place(const struct dtype *d, uint64_t n, void *memory, struct work *w)
+{
+	uint64_t m = largest_block(n);
+	char *p = (char *)ALIGN8((uintptr_t)memory);
+
+	w->lanes = take(&p, sizeof(lanes));
+	w->words = take(&p, 4 * words_room(m));
+	w->words_end = w->words + words_room(m) - 16;
+	w->escaped = take(&p, m / 8);
+	for (int i = 0; i < d->nbytes; i++)
+		w->plane[i] = take(&p, m + 64);
+	w->symbol = take(&p, m + 64);
+	w->offset = take(&p, m + 64);
+	w->exponent = d->form == FORM_FLOAT8 ? take(&p, 2 * m + 64) : NULL;
+	w->region = take(&p, region_room(d, m));
+	w->escapes = take(&p, (uint64_t)(d->nbytes + 2) * m);
+}
+
+static int literal_nbytes(const struct dtype *d, int plane)
+{
+	return d->form == FORM_FLOAT8 && plane == 0 ? 2 : 1;
+}
+
+uint64_t region_bound(const struct header *h)
+{
+	const struct dtype *d = dtype_of(h->dtype);
+	uint64_t m = MIN(h->n, h->block), nbytes = 4;
+
+	for (int p = 0; p < d->nbytes; p++)
+		if (!(h->fixed >> p & 1))
+			nbytes += literal_nbytes(d, p) == 2 ? coded_bound(m, 2) : m;
+	return ALIGN8(nbytes);
+}
+
+/* Escaped positions below m, in order. */
+#define FOR_ESCAPED(i, escaped, m)                                                                                     \
+	for (uint64_t word_ = 0; word_ < ((m) + 31) / 32; word_++)                                                     \
+		for (uint32_t bits_ = (escaped)[word_] & (32 * word_ + 32 > (m) ? (1u << (m) % 32) - 1 : ~0u), i;      \
+		     bits_ && (i = (uint32_t)(32 * word_) + (uint32_t)__builtin_ctz(bits_), 1); bits_ &= bits_ - 1)
+
+/*
+ * Code m symbols; literals come from `literal` (or exponent, if two bytes each). Returns the bytes stored at dst, and
+ * below *top the escapes; 0 if that would take `most` bytes or more.
+ */
+static uint64_t code_plane(const book_codes *book, const struct kernels *k, struct work *w, uint8_t *symbol,
+			   uint64_t m, const uint8_t *literal, const uint16_t *exponent, uint64_t most, uint8_t *dst,
+			   uint8_t *escapes, uint64_t *nescapes)
+{
+	uint64_t rows = padded(m) / WIRE_ROW, nwords, at = 0, acc = 0, size;
+	uint32_t *first;
+	uint8_t *p = dst + 2;
+	int have = 0;
+	lanes *s = w->lanes;
+
+	memset(symbol + m, book->pad, rows * WIRE_ROW - m);
+	first = k->encode_lanes(book, symbol, rows, w->words_end, s, w->escaped);
+	first -= WIRE_LANES;
+	for (int l = 0; l < WIRE_LANES; l++) { /* the lane's first 32 bits, and the tail that follows them */
+		uint32_t t = s->tail[l];
+		uint64_t lane = (uint64_t)s->part[l] << 32 | s->word[l];
+
+		first[l] = (uint32_t)(lane >> t);
+		s->part[l] = (uint32_t)(lane & ((1ull << t) - 1));
+	}
+	nwords = (uint64_t)(w->words_end - first);
+	while (nwords && first[nwords - 1] == 0)
+		nwords--;
+	if (STATE_NBYTES + 4 * nwords >= most)
+		return 0;
+	/* bits, first one on top */
+	for (int l = 0; l < 2 * WIRE_LANES; l++) {
+		int n = l < WIRE_LANES ? 5 : (int)s->tail[l - WIRE_LANES];
+
+		acc = acc << n | (l < WIRE_LANES ? s->tail[l] : s->part[l - WIRE_LANES]);
+		have += n;
+		while (have >= 8) {
+			have -= 8;
+			*p++ = (uint8_t)(acc >> have);
+		}
+	}
+	if (have)
+		*p++ = (uint8_t)(acc << (8 - have));
+	store16(dst, (uint32_t)nwords);
+	size = (uint64_t)(p - dst);
+	while (size % 4)
+		dst[size++] = 0;
+	if (size + 4 * nwords >= most)
+		return 0;
+#if CODEC_BIG_ENDIAN
+	for (uint64_t i = 0; i < nwords; i++)
+		store32(dst + size + 4 * i, first[i]);
+#else
+	memcpy(dst + size, first, 4 * nwords);
+#endif
+	size += 4 * nwords;
+	FOR_ESCAPED(i, w->escaped, m)
+	{
+		if (exponent) {
+			store16(escapes + at, exponent[i]);
+			at += 2;
+		} else {
+			escapes[at++] = literal[i];
+		}
+	}
+	if (size + at >= most)
+		return 0;
+	*nescapes += at;
+	return size;
+}
+
+static int is_constant(const uint8_t *p, uint64_t n)
+{
+	return n < 2 || (p[0] == p[n - 1] && memcmp(p, p + 1, n - 1) == 0);
+}
+
+/* Symbols of plane i, ready to be coded. Plane 0 of float64 has exponents that no byte holds: they are escaped. */
+static uint8_t *plane_symbols(const struct job *j, const struct kernels *k, struct work *w, int i, uint64_t first,
+			      uint64_t n, uint64_t outside)
+{
+	uint8_t escape = j->codes[i].escape;
+
+	if (i == 0 && j->model.nsegments) {
+		model_offsets(j, k, first, n, w->offset);
+		k->symbols(w->plane[0], w->offset, escape, n, w->symbol);
+	} else if (outside || padded(n) > n) {
+		memcpy(w->symbol, w->plane[i], n);
+	} else {
+		return w->plane[i];
+	}
+	for (uint64_t v = 0; outside && v < n; v++)
+		if (w->exponent[v] && !w->plane[0][v])
+			w->symbol[v] = escape;
+	return w->symbol;
+}
+
+static uint8_t *put_rows(const struct kernels *k, const uint8_t *plane, uint64_t n, uint8_t *p)
+{
+	uint8_t *bitmap = p;
+
+	k->rows(plane, n, bitmap);
+	p += (padded(n) / WIRE_ROW + 7) / 8;
+	for (uint64_t r = 0; r * WIRE_ROW < n; r++)
+		if (bitmap[r / 8] >> r % 8 & 1) {
+			uint64_t run = MIN(WIRE_ROW, n - r * WIRE_ROW);
+
+			memcpy(p, plane + r * WIRE_ROW, run);
+			p += run;
+		}
+	return p;
+}
+
+/* Values to planes; returns how many exponents of float64 lie outside of the window. */
+static uint64_t split_block(const struct job *j, const struct kernels *k, const char *values, uint64_t m,
+			    uint8_t *const *plane, uint16_t *exponent)
+{
+	const struct dtype *d = dtype_of(j->h.dtype);
+
+	k->split[d->form](values, m, plane);
+	if (d->form != FORM_FLOAT8)
+		return 0;
+	for (uint64_t i = 0; i < m; i++) {
+		uint64_t x;
+
+		memcpy(&x, values + 8 * i, 8);
+		exponent[i] = (uint16_t)(x >> 52 & 0x7ff);
+	}
+	return k->top_float8(values, m, j->model.window, plane[0]);
+}
+
+/*
+ * Fill w->region; returns its size. Planes that are fixed go to their sections of the frame dst; their digest is
+ * *planes_digest.
+ */
+uint64_t encode_block(const struct job *j, const struct kernels *k, const codec_tensor *src, uint8_t *dst, uint64_t b,
+		      struct work *w, uint64_t *planes_digest)
+{
+	const struct header *h = &j->h;
+	const struct dtype *d = dtype_of(h->dtype);
+	uint64_t first = b * h->block, m = MIN(h->block, h->n - first), count = m, nescapes = 0, outside, size, gap;
+	uint8_t *plane[WIRE_MAX_PLANES], *p = w->region + 4, *section = dst + h->planes_at;
+	int mode[WIRE_MAX_PLANES], all = (1 << d->nbytes) - 1;
+	uint32_t head = 0;
+
+	for (int i = 0; i < d->nbytes; i++) {
+		plane[i] = w->plane[i];
+		if (h->fixed >> i & 1) {
+			plane[i] = section + first;
+			section += h->plane_stride;
+		}
+	}
+	outside = split_block(j, k, (const char *)src->data + first * d->nbytes, m, plane, w->exponent);
+	*planes_digest = 0;
+	for (int i = 0; i < d->nbytes; i++)
+		if (h->fixed >> i & 1) {
+			*planes_digest += k->digest(plane[i], m, WIRE_SEED_PLANE + (uint32_t)i);
+			if (first + m == h->n)
+				memset(plane[i] + m, 0, h->plane_stride - h->n);
+		}
+
+	for (int i = 0; i < d->nbytes; i++) {
+		uint64_t n = i ? count : m, got = 0, kept;
+		uint8_t bitmap[(1 << WIRE_MAX_BLOCK_LOG2) / WIRE_ROW / 8];
+		int wide = d->form == FORM_FLOAT8 && i == 0;
+
+		mode[i] = -1;
+		if (h->fixed >> i & 1)
+			continue;
+		if (is_constant(plane[i], n) && !(i == 0 && outside)) {
+			mode[i] = WIRE_MODE_CONSTANT;
+			continue;
+		}
+		if (h->coded >> i & 1)
+			got = code_plane(&j->codes[i], k, w, plane_symbols(j, k, w, i, first, n, i ? 0 : outside), n,
+					 plane[i], wide ? w->exponent : NULL, wide ? UINT64_MAX : n, p,
+					 w->escapes + nescapes, &nescapes);
+		if (got) {
+			mode[i] = WIRE_MODE_CODED;
+			p += got;
+		} else {
+			kept = k->rows(plane[i], n, bitmap);
+			mode[i] = kept + (padded(n) / WIRE_ROW + 7) / 8 < n ? WIRE_MODE_ROWS : WIRE_MODE_RAW;
+		}
+		/* +0 wherever the exponent is 0: then nothing else of such values is sent */
+		if (i == 0 && got && d->step && (h->fixed | 1) != all) {
+			uint8_t rest;
+			uint64_t nzeros = k->zeros(plane[0], (const uint8_t *const *)plane, d->nbytes, m, &rest);
+
+			if (64 * nzeros >= m && !rest && !outside) {
+				head |= WIRE_REGION_PRUNED;
+				count = m - nzeros;
+				for (int q = 1; q < d->nbytes; q++)
+					if (!(h->fixed >> q & 1))
+						k->prune(plane[0], plane[q], m, plane[q]);
+			}
+		}
+	}
+	for (int i = 0; i < d->nbytes; i++)
+		if (mode[i] == WIRE_MODE_RAW) {
+			memcpy(p, plane[i], i ? count : m);
+			p += i ? count : m;
+		}
+	for (int i = 0; i < d->nbytes; i++)
+		if (mode[i] == WIRE_MODE_ROWS)
+			p = put_rows(k, plane[i], i ? count : m, p);
+	for (int i = 0; i < d->nbytes; i++) {
+		if (mode[i] == WIRE_MODE_CONSTANT)
+			*p++ = (i ? count : m) ? plane[i][0] : 0;
+		if (mode[i] > 0)
+			head |= (uint32_t)mode[i] << 2 * i;
+	}
+	store32(w->region, head);
+	size = (uint64_t)(p - w->region) + nescapes;
+	gap = ALIGN8(size) - size;
+	memset(p, 0, gap);
+	p += gap;
+	for (uint64_t i = 0; i < nescapes; i++)
+		p[i] = w->escapes[nescapes - 1 - i];
+	return size + gap;
+}
+
+/* Where a region is read: its bytes lie in frame[at, end); escapes are taken from end downwards. */
+struct cursor {
+	const uint8_t *frame;
+	uint64_t at, end;
+};
+
+#define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
+
+static codec_status decode_plane(const book_lookup *book, const struct kernels *k, struct work *w, struct cursor *c,
+				 uint64_t m, uint8_t *symbol, codec_fault *f)
+{
+	uint64_t nwords, start = c->at, bits = 0, rows = padded(m) / WIRE_ROW;
+	const uint8_t *p = c->frame + c->at + 2;
+	uint32_t sum = 0;
+	lanes *s = w->lanes;
+	int have = 0;
+
+	if (c->end - c->at < STATE_NBYTES)
+		BAD(c->at, c->end - c->at, STATE_NBYTES);
+	nwords = load16(c->frame + c->at);
+	for (int l = 0; l < WIRE_LANES; l++) {
+		while (have < 5) {
+			bits = bits << 8 | *p++;
+			have += 8;
+		}
+		have -= 5;
+		s->tail[l] = (uint32_t)(bits >> have) & 31;
+		sum += s->tail[l];
+	}
+	c->at += 2 + (5 * WIRE_LANES + sum + 7) / 8;
+	if (c->at > c->end)
+		BAD(start, c->at, c->end);
+	for (int l = 0; l < WIRE_LANES; l++) {
+		int t = (int)s->tail[l];
+
+		while (have < t) {
+			bits = bits << 8 | *p++;
+			have += 8;
+		}
+		have -= t;
+		s->part[l] = t ? (uint32_t)(bits >> have) << (32 - t) : 0;
+	}
+	if (have && bits & ((1u << have) - 1))
+		BAD(c->at - 1, bits & ((1u << have) - 1), 0);
+	for (; (c->at - start) % 4; c->at++)
+		if (c->at >= c->end || c->frame[c->at])
+			BAD(c->at, 1, 0);
+	if (nwords > (c->end - c->at) / 4)
+		BAD(start, nwords, (c->end - c->at) / 4);
+	if (nwords && load32(c->frame + c->at + 4 * (nwords - 1)) == 0)
+		BAD(c->at + 4 * (nwords - 1), 0, 1);
+	for (uint64_t l = 0; l < WIRE_LANES; l++)
+		s->word[l] = l < nwords ? load32(c->frame + c->at + 4 * l) : 0;
+	p = c->frame + c->at;
+	c->at += 4 * nwords;
+	nwords -= MIN(nwords, WIRE_LANES);
+	if (!k->decode_lanes(book, c->frame + c->at - 4 * nwords, nwords, rows, symbol, s, w->escaped))
+		BAD(start, nwords, rows);
+	for (uint64_t i = m; i < rows * WIRE_ROW; i++)
+		if (symbol[i] != book->pad)
+			BAD(start, symbol[i], book->pad);
+	return CODEC_OK;
+}
+
+/* The exponents of float64 from plane 0 and its escapes; e becomes 0 exactly where the exponent is. */
+static codec_status read_exponents(const struct job *j, struct work *w, struct cursor *c, uint8_t *e, int coded,
+				   uint64_t m, codec_fault *f)
+{
+	for (uint64_t i = 0; i < m; i++)
+		w->exponent[i] = e[i] ? (uint16_t)(e[i] + j->model.window - 128) & 0x7ff : 0;
+	if (!coded)
+		return CODEC_OK;
+	FOR_ESCAPED(i, w->escaped, m)
+	{
+		if (c->end - c->at < 2)
+			BAD(c->end, c->end - c->at, 2);
+		c->end -= 2;
+		w->exponent[i] = (uint16_t)(c->frame[c->end + 1] | c->frame[c->end] << 8);
+		if (w->exponent[i] > 0x7ff)
+			BAD(c->end, w->exponent[i], 0x7ff);
+		e[i] = w->exponent[i] != 0;
+	}
+	return CODEC_OK;
+}
+
+static codec_status read_escapes(struct work *w, struct cursor *c, uint8_t *out, uint64_t n, codec_fault *f)
+{
+	FOR_ESCAPED(i, w->escaped, n)
+	{
+		if (c->end <= c->at)
+			BAD(c->end, 0, 1);
+		out[i] = c->frame[--c->end];
+	}
+	return CODEC_OK;
+}
+
+/* A plane in mode rows. */
+static codec_status read_rows(struct cursor *c, uint8_t *out, uint64_t n, codec_fault *f)
+{
+	uint64_t nrows = padded(n) / WIRE_ROW, nbitmap = (nrows + 7) / 8;
+	const uint8_t *bitmap = c->frame + c->at;
+
+	if (c->end - c->at < nbitmap)
+		BAD(c->at, c->end - c->at, nbitmap);
+	if (nrows % 8 && bitmap[nbitmap - 1] >> nrows % 8)
+		BAD(c->at + nbitmap - 1, bitmap[nbitmap - 1], 0);
+	c->at += nbitmap;
+	for (uint64_t r = 0; r < nrows; r++, out += WIRE_ROW) {
+		uint64_t run = MIN(WIRE_ROW, n - r * WIRE_ROW);
+
+		if (!(bitmap[r / 8] >> r % 8 & 1)) {
+			memset(out, 0, run);
+			continue;
+		}
+		if (c->end - c->at < run)
+			BAD(c->at, c->end - c->at, run);
+		memcpy(out, c->frame + c->at, run);
+		c->at += run;
+	}
+	return CODEC_OK;
+}
+
+static codec_status read_head(const struct header *h, const struct dtype *d, uint32_t head, uint64_t at, uint8_t *mode,
+			      codec_fault *f)
+{
+	uint32_t known = WIRE_REGION_PRUNED | ((1u << 2 * d->nbytes) - 1);
+
+	if (head & ~known)
+		BAD(at, head, known);
+	for (int i = 0; i < d->nbytes; i++) {
+		mode[i] = head >> 2 * i & 3;
+		if (h->fixed >> i & 1 ? mode[i] != 0 : mode[i] == WIRE_MODE_CODED && !(h->coded >> i & 1))
+			BAD(at, head, h->coded);
+	}
+	if (head & WIRE_REGION_PRUNED && (!d->step || mode[0] != WIRE_MODE_CODED))
+		BAD(at, head, WIRE_MODE_CODED);
+	if (d->form == FORM_FLOAT8 && mode[0] != WIRE_MODE_CODED && mode[0] != WIRE_MODE_CONSTANT)
+		BAD(at, head, WIRE_MODE_CODED);
+	return CODEC_OK;
+}
+
+/* Decode the region frame[at, end), at least 8 bytes, into block b of dst. */
+codec_status decode_block(const struct job *j, const struct kernels *k, const uint8_t *frame, codec_tensor *dst,
+			  uint64_t b, uint64_t at, uint64_t end, struct work *w, codec_fault *f)
+{
+	static const uint8_t ORDER[] = {WIRE_MODE_CODED, WIRE_MODE_RAW, WIRE_MODE_ROWS, WIRE_MODE_CONSTANT};
+	const struct header *h = &j->h;
+	const struct dtype *d = dtype_of(h->dtype);
+	uint64_t first = b * h->block, m = MIN(h->block, h->n - first), count = m;
+	const uint8_t *plane[WIRE_MAX_PLANES], *section = frame + h->planes_at;
+	char *values = (char *)dst->data + first * d->nbytes;
+	uint32_t head = load32(frame + at);
+	struct cursor c = {frame, at + 4, end};
+	uint8_t mode[WIRE_MAX_PLANES];
+
+	TRY(read_head(h, d, head, at, mode, f));
+	for (int i = 0; i < d->nbytes; i++) {
+		plane[i] = w->plane[i];
+		if (h->fixed >> i & 1) {
+			plane[i] = section + first;
+			section += h->plane_stride;
+		}
+	}
+	for (int pass = 0; pass < 4; pass++)
+		for (int i = 0; i < d->nbytes; i++) {
+			int pruned = i && head & WIRE_REGION_PRUNED;
+			uint8_t *out = pruned ? w->symbol : w->plane[i];
+			const uint8_t *got = out;
+			uint64_t n = i ? count : m;
+
+			if (h->fixed >> i & 1 || mode[i] != ORDER[pass])
+				continue;
+			switch (mode[i]) {
+			case WIRE_MODE_CODED:
+				TRY(decode_plane(&j->lookup[i], k, w, &c, n, out, f));
+				if (i == 0 && j->model.nsegments) {
+					model_offsets(j, k, first, m, w->offset);
+					k->unsymbols(out, w->offset, m, out);
+				}
+				if (d->form == FORM_FLOAT8 && i == 0)
+					TRY(read_exponents(j, w, &c, out, 1, m, f));
+				else
+					TRY(read_escapes(w, &c, out, n, f));
+				break;
+			case WIRE_MODE_RAW:
+				if (c.end - c.at < n)
+					BAD(c.at, c.end - c.at, n);
+				got = frame + c.at;
+				c.at += n;
+				break;
+			case WIRE_MODE_ROWS:
+				TRY(read_rows(&c, out, n, f));
+				break;
+			default:
+				if (c.end - c.at < 1)
+					BAD(c.at, 0, 1);
+				memset(out, frame[c.at++], n);
+				if (d->form == FORM_FLOAT8 && i == 0)
+					TRY(read_exponents(j, w, &c, out, 0, m, f));
+			}
+			if (i == 0 && head & WIRE_REGION_PRUNED) {
+				uint8_t rest;
+
+				count = m - k->zeros(w->plane[0], NULL, 1, m, &rest);
+			}
+			if (pruned)
+				k->unprune(w->plane[0], got, m, w->plane[i]);
+			else
+				plane[i] = got;
+		}
+	if (c.end - c.at >= WIRE_ALIGN)
+		BAD(c.at, c.end - c.at, WIRE_ALIGN - 1);
+	for (; c.at < c.end; c.at++)
+		if (frame[c.at])
+			BAD(c.at, frame[c.at], 0);
+	k->merge[d->form](plane, m, values);
+	if (d->form == FORM_FLOAT8)
+		for (uint64_t i = 0; i < m; i++) {
+			uint64_t x;
+
+			memcpy(&x, values + 8 * i, 8);
+			x |= (uint64_t)w->exponent[i] << 52;
+			memcpy(values + 8 * i, &x, 8);
+		}
+	return CODEC_OK;
+}

@@ -1,0 +1,305 @@
+/* book.h - length-capped Huffman codebooks: counts to lengths, lengths to codes, both to bytes. C, C++ and NVRTC.
+ *
+ * A book gives each byte value a code of 1..cap bits or none, and always has an escape. All arithmetic is on
+ * integers with every tie decided by symbol, so equal counts give equal books on every engine.
+ */
+#ifndef CODEC_BOOK_H
+#define CODEC_BOOK_H
+
+#include "bits.h"
+#include "wire.h"
+
+#define BOOK_MAX_NBYTES (3 + 128)
+
+/* length[256] is the escape's. 0: no code, the value is escaped. */
+typedef struct codebook {
+	uint8_t length[257];
+} codebook;
+
+/* Every byte value has a row: those without a code carry the escape's, and `escapes` says which they are. */
+typedef struct book_codes {
+	uint8_t code[256];
+	uint8_t length[256]; /* bit 7: escaped */
+	uint8_t escape;      /* the largest value without a code: stands for an escape in a decoded stream */
+	uint8_t pad;         /* the value of the first code in canonical order: fills the last quad row */
+} book_codes;
+
+/* By the next 8 bits of a lane. */
+typedef struct book_lookup {
+	uint8_t symbol[256];
+	uint8_t length[256];
+	uint8_t escape;
+	uint8_t pad;
+} book_lookup;
+
+/* A value is worth a code of its own when 1280 * count > total: rarer ones cost less as escapes. */
+BITS_FN int book_keeps(uint32_t count, uint64_t total)
+{
+	return 1280 * (uint64_t)count > total;
+}
+
+/*
+ * Package-merge (Larmore and Hirschberg 1990) with at most `cap` bits. Leaves are taken in order (weight, symbol),
+ * the escape last among equals; a leaf goes before a package of the same weight. Counts are halved until their sum
+ * is below 2^24, so that every sum fits 32 bits. If all 256 values are kept, the rarest (the largest such value)
+ * gives way to the escape.
+ */
+BITS_FN void book_from_counts(codebook *b, const uint32_t counts[256], int cap)
+{
+	uint32_t weight[257], a[514], c[514];
+	uint16_t leaf[257];
+	uint8_t is_leaf[WIRE_MAX_CAP][514];
+	uint64_t total = 0, kept = 0;
+	uint32_t *prev = a, *next = c;
+	int k = 0, nprev = 0, shift = 0, take;
+	/* with cap bits there is room for 2^cap codes, one of which is the escape */
+	int room = (1 << cap) - 1;
+
+	for (int i = 0; i < 257; i++)
+		b->length[i] = 0;
+	for (int i = 0; i < 256; i++)
+		total += counts[i];
+	while (total >> shift >= 1u << 24)
+		shift++;
+	for (int i = 0; i < 256; i++) {
+		uint32_t w = counts[i] >> shift;
+		int j;
+
+		if (!book_keeps(counts[i], total))
+			continue;
+		w = w ? w : 1;
+		for (j = k; j > 0 && weight[j - 1] > w; j--) {
+			weight[j] = weight[j - 1];
+			leaf[j] = leaf[j - 1];
+		}
+		weight[j] = w;
+		leaf[j] = (uint16_t)i;
+		k++;
+	}
+	if (k > room) { /* drop the lightest; among equals the largest value */
+		int drop = k - room;
+
+		for (int d = 0; d < drop; d++) {
+			int j = 0;
+
+			while (j + 1 < k && weight[j + 1] == weight[0])
+				j++;
+			for (; j + 1 < k; j++) {
+				weight[j] = weight[j + 1];
+				leaf[j] = leaf[j + 1];
+			}
+			k--;
+		}
+	}
+	if (k == 0) { /* nothing to count: 0 stands for everything */
+		weight[0] = 1;
+		leaf[0] = 0;
+		k = 1;
+	}
+	for (int i = 0; i < k; i++)
+		kept += counts[leaf[i]];
+	{
+		uint32_t w = (uint32_t)((total - kept) >> shift);
+		int j;
+
+		w = w ? w : 1;
+		for (j = k; j > 0 && weight[j - 1] > w; j--) {
+			weight[j] = weight[j - 1];
+			leaf[j] = leaf[j - 1];
+		}
+		weight[j] = w;
+		leaf[j] = WIRE_ESCAPE;
+		k++;
+	}
+	for (int l = 0; l < cap; l++) {
+		int npacks = nprev / 2, i = 0, p = 0, n = 0;
+		uint32_t *swap;
+
+		while (i < k || p < npacks) {
+			uint32_t w = p < npacks ? prev[2 * p] + prev[2 * p + 1] : 0;
+
+			if (p >= npacks || (i < k && weight[i] <= w)) {
+				next[n] = weight[i++];
+				is_leaf[l][n++] = 1;
+			} else {
+				next[n] = w;
+				is_leaf[l][n++] = 0;
+				p++;
+			}
+		}
+		swap = prev;
+		prev = next;
+		next = swap;
+		nprev = n;
+	}
+	take = 2 * k - 2;
+	for (int l = cap - 1; l >= 0; l--) {
+		int leaves = 0;
+
+		for (int i = 0; i < take; i++)
+			leaves += is_leaf[l][i];
+		for (int i = 0; i < leaves; i++)
+			b->length[leaf[i]]++;
+		take = 2 * (take - leaves);
+	}
+}
+
+/* A usable book: an escape, at least one value, no code above 8 bits, and a Kraft sum of exactly one. */
+BITS_FN int book_valid(const codebook *b)
+{
+	uint32_t kraft = 0, used = 0;
+
+	for (int i = 0; i < 257; i++) {
+		if (b->length[i] > WIRE_MAX_CAP)
+			return 0;
+		if (b->length[i]) {
+			kraft += 256u >> b->length[i];
+			used++;
+		}
+	}
+	return b->length[WIRE_ESCAPE] && used >= 2 && used <= 256 && kraft == 256;
+}
+
+/* Canonical codes, first bit on top: shorter first, then by value, the escape after every value of its length. */
+BITS_FN void book_to_codes(const codebook *b, book_codes *t)
+{
+	uint32_t next[WIRE_MAX_CAP + 2], code = 0;
+	uint32_t count[WIRE_MAX_CAP + 1] = {0};
+	int shortest = 0;
+
+	for (int i = 0; i < 257; i++)
+		count[b->length[i]]++;
+	for (int l = 1; l <= WIRE_MAX_CAP; l++) {
+		next[l] = code;
+		code = (code + count[l]) << 1;
+		if (!shortest && count[l])
+			shortest = l;
+	}
+	t->escape = 0;
+	t->pad = 0;
+	for (int i = 255; i >= 0; i--)
+		if (!b->length[i]) {
+			t->escape = (uint8_t)i;
+			break;
+		}
+	{
+		int l = b->length[WIRE_ESCAPE];
+		uint8_t c = (uint8_t)(next[l] + count[l] - 1);
+
+		for (int i = 0; i < 256; i++) {
+			t->code[i] = c;
+			t->length[i] = (uint8_t)(0x80 | l);
+		}
+		if (l == shortest && count[l] == 1)
+			t->pad = t->escape;
+	}
+	for (int i = 0; i < 256; i++) {
+		int l = b->length[i];
+
+		if (!l)
+			continue;
+		if (l == shortest && next[l] == 0)
+			t->pad = (uint8_t)i;
+		t->code[i] = (uint8_t)next[l]++;
+		t->length[i] = (uint8_t)l;
+	}
+}
+
+BITS_FN void book_to_lookup(const codebook *b, book_lookup *t)
+{
+	book_codes codes;
+	int at = 0;
+
+	book_to_codes(b, &codes);
+	t->escape = codes.escape;
+	t->pad = codes.pad;
+	for (int l = 1; l <= WIRE_MAX_CAP; l++)
+		for (int i = 0; i < 257; i++) {
+			if (b->length[i] != l)
+				continue;
+			for (int j = 0; j < 256 >> l; j++, at++) {
+				t->symbol[at & 255] = i == WIRE_ESCAPE ? codes.escape : (uint8_t)i;
+				t->length[at & 255] = (uint8_t)l;
+			}
+		}
+}
+
+/* Cost in 1/65536 bit of coding `counts` with ideal codes of their own. */
+BITS_FN uint64_t book_entropy_q16(const uint32_t counts[256])
+{
+	uint64_t total = 0, cost = 0;
+	uint32_t log_total;
+
+	for (int i = 0; i < 256; i++)
+		total += counts[i];
+	if (!total)
+		return 0;
+	log_total = bits_log2_q16((uint32_t)total);
+	for (int i = 0; i < 256; i++)
+		if (counts[i])
+			cost += (uint64_t)counts[i] * (log_total - bits_log2_q16(counts[i]));
+	return cost;
+}
+
+/* Bits that `counts` cost under this book, escapes with literals of `literal` bits. */
+BITS_FN uint64_t book_cost(const codebook *b, const uint32_t counts[256], int literal)
+{
+	uint64_t bits = 0;
+
+	for (int i = 0; i < 256; i++)
+		bits += (uint64_t)counts[i] * (b->length[i] ? b->length[i] : (uint32_t)(b->length[WIRE_ESCAPE] + literal));
+	return bits;
+}
+
+/* Bytes: escape length | length of value 0 << 4, first, last, then a nibble for each of first..last. */
+BITS_FN int book_pack(const codebook *b, uint8_t *dst)
+{
+	int first = 1, last = 255, n = 3;
+	uint8_t zero = b->length[0];
+
+	while (first < 255 && !b->length[first])
+		first++;
+	while (last > first && !b->length[last])
+		last--;
+	if (!b->length[first]) { /* value 0 alone */
+		first = last = 0;
+		zero = 0;
+	}
+	dst[0] = (uint8_t)(b->length[WIRE_ESCAPE] | zero << 4);
+	dst[1] = (uint8_t)first;
+	dst[2] = (uint8_t)last;
+	for (int i = first; i <= last; i += 2)
+		dst[n++] = (uint8_t)(b->length[i] | (i < last ? b->length[i + 1] : 0) << 4);
+	return n;
+}
+
+/* Bytes read, or 0 if they are not a book. Each book has one encoding. */
+BITS_FN int book_unpack(codebook *b, const uint8_t *src, uint64_t nbytes)
+{
+	int first, last, n = 3;
+
+	if (nbytes < 3)
+		return 0;
+	first = src[1];
+	last = src[2];
+	if (last < first || (first == 0 && (last || src[0] >> 4)) || nbytes < (uint64_t)(3 + (last - first + 2) / 2))
+		return 0;
+	for (int i = 0; i < 257; i++)
+		b->length[i] = 0;
+	for (int i = first; i <= last; i += 2) {
+		b->length[i] = src[n] & 15;
+		if (i < last)
+			b->length[i + 1] = src[n] >> 4;
+		else if (src[n] >> 4)
+			return 0;
+		n++;
+	}
+	if (!b->length[first] || !b->length[last])
+		return 0;
+	if (first)
+		b->length[0] = src[0] >> 4;
+	b->length[WIRE_ESCAPE] = src[0] & 15;
+	return book_valid(b) ? n : 0;
+}
+
+#endif

@@ -1,0 +1,153 @@
+/* core.h - what the files of the core share: the header in memory, the scale model, a job, and one thread's buffers. */
+#ifndef CODEC_CORE_H
+#define CODEC_CORE_H
+
+#include "codec/codec.h"
+#include "codec/codec_engine.h"
+#include "kernels.h"
+
+#define ALIGN8(x) (((uint64_t)(x) + 7) & ~(uint64_t)7)
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define TRY(call)                                                                                                      \
+	do {                                                                                                           \
+		codec_status status_ = (call);                                                                         \
+		if (status_ != CODEC_OK)                                                                               \
+			return status_;                                                                                \
+	} while (0)
+
+#if CODEC_BIG_ENDIAN
+static inline void swap_bytes(uint8_t *p, uint64_t nbytes, uint64_t size)
+{
+	for (; nbytes; p += size, nbytes -= size)
+		for (uint64_t a = 0, b = size - 1; a < b; a++, b--) {
+			uint8_t t = p[a];
+
+			p[a] = p[b];
+			p[b] = t;
+		}
+}
+#endif
+
+/* dtypes.c: what each dtype is to the coder. */
+struct dtype {
+	uint8_t nbytes;
+	uint8_t form; /* enum form */
+	uint8_t step; /* what one step of the exponent is worth in plane 0; 0: no exponent, no scale model */
+};
+
+const struct dtype *dtype_of(uint32_t number);
+
+/* frame.c: the header as read once, checked whole; nothing else reads or writes a header field. */
+struct header {
+	uint8_t codec, dtype, rank, layout, block_log2, fixed, coded, flags;
+	uint8_t cap, model;
+	uint64_t shape[CODEC_MAX_RANK];
+	uint64_t frame_nbytes, checksum;
+	/* derived */
+	uint64_t n, block, nblocks;
+	uint64_t side_at, side_nbytes, directory_at, planes_at, plane_stride, regions_at;
+};
+
+codec_status fault(codec_fault *f, codec_status status, uint64_t offset, uint64_t found, uint64_t expected);
+codec_status shape_product(uint32_t rank, const uint64_t *shape, uint64_t *n);
+codec_status header_derive(struct header *h);
+codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, codec_fault *f);
+void header_write(const struct header *h, uint8_t *frame);
+uint64_t header_seal(const struct header *h, const struct kernels *k, const uint8_t *side);
+
+/* model.c: an offset for every value. */
+struct segment {
+	uint64_t start, count, cols;
+	uint64_t rows_at, cols_at; /* into model.offsets */
+	uint8_t kind, base;
+};
+
+struct model {
+	uint64_t nsegments; /* 0: the exponent byte is the symbol */
+	uint64_t segments_at, offsets_at; /* bytes from the job's start */
+	uint64_t noffsets;
+	uint32_t window; /* of 64-bit exponents */
+};
+
+/* What a sample of the tensor says. */
+struct sample {
+	uint32_t counts[WIRE_MAX_PLANES][256];
+	uint64_t nzeros, nvalues;
+	uint8_t has_zero_run; /* bit p: some run of 128 of plane p is all zero */
+	uint8_t is_constant;  /* bit p */
+};
+
+/* A job: plain memory without pointers. Segments and offsets follow it. */
+struct job {
+	codec_plan plan;
+	struct header h;
+	struct model model;
+	uint64_t seal; /* decode: of all but the blocks */
+	uint64_t codebook_id;
+	uint8_t checked; /* decode: the checksum has been verified already, or must not be */
+	codebook books[WIRE_MAX_PLANES];
+	union {
+		struct { /* encode */
+			struct sample sample;
+			book_codes codes[WIRE_MAX_PLANES];
+		};
+		book_lookup lookup[WIRE_MAX_PLANES]; /* decode */
+	};
+};
+
+static inline struct segment *job_segments(const struct job *j)
+{
+	return (struct segment *)((char *)j + j->model.segments_at);
+}
+
+static inline uint8_t *job_offsets(const struct job *j)
+{
+	return (uint8_t *)j + j->model.offsets_at;
+}
+
+uint64_t model_nbytes(const struct dtype *d, uint64_t n);
+codec_status model_choose(const codec_tensor *src, const codec_context *with, const struct kernels *k, struct job *j,
+			  struct sample *s);
+uint64_t model_side_nbytes(const struct job *j);
+void model_write(const struct job *j, uint8_t *dst);
+codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f);
+void model_offsets(const struct job *j, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *offset);
+
+/* block.c: one block to its region and back. */
+struct work {
+	uint8_t *plane[WIRE_MAX_PLANES];
+	uint8_t *symbol, *offset, *region, *escapes;
+	uint16_t *exponent; /* float64 */
+	uint32_t *escaped, *words, *words_end;
+	lanes *lanes;
+};
+
+uint64_t work_nbytes(const struct dtype *d, uint64_t n);
+void work_place(const struct dtype *d, uint64_t n, void *memory, struct work *w);
+uint64_t region_bound(const struct header *h);
+uint64_t encode_block(const struct job *j, const struct kernels *k, const codec_tensor *src, uint8_t *dst, uint64_t b,
+		      struct work *w, uint64_t *planes_digest);
+codec_status decode_block(const struct job *j, const struct kernels *k, const uint8_t *frame, codec_tensor *dst,
+			  uint64_t b, uint64_t at, uint64_t end, struct work *w, codec_fault *f);
+
+/* side.c */
+codec_status choose_planes(const codec_context *with, struct job *j, const struct sample *s);
+uint64_t side_write(const struct job *j, uint8_t *dst);
+codec_status side_read(const uint8_t *frame, const codec_context *with, struct job *j);
+
+/* api.c */
+codec_status context_read(const codec_context *with, codec_context *copy);
+codec_status request(const codec_spec *spec, const codec_tensor *like, int with_data, struct header *h,
+		     codec_tensor *copy);
+uint64_t stored_nbytes(const struct header *h);
+uint8_t block_log2_for(uint64_t n);
+uint64_t job_room(const struct dtype *d, uint64_t n);
+struct job *job_place(void *memory);
+codec_status job_open(void *memory, size_t nbytes, const struct header *h, struct job **out);
+void job_plan(struct job *j, codec_plan *plan);
+
+/* cpu.c */
+const struct kernels *kernels_for(const codec_context *with);
+
+#endif

@@ -1,0 +1,124 @@
+/* lanes.h - the lane coder for vectors of 32-bit words, written once.
+ *
+ * Included by isa_avx2.c and isa_avx512.c, which define:
+ *   V, NV                    a vector of words; how many hold the 32 lanes
+ *   LANES                    words in a V
+ *   LOAD STORE SET1          memory and constants
+ *   ADD SUB OR AND           on words
+ *   SHL SHR (v, counts)      by lane; a count above 31 (a negative one too) gives 0
+ *   NEG (v), KEEP (v)        lanes that are negative, as MASK; v & 31
+ *   SELECT (mask, a, b)      mask ? a : b
+ *   PUSH (end, v, mask)      store the masked lanes, in lane order, just below end; returns the new end
+ *   PULL (p, mask)           spread the words at p over the masked lanes, 0 elsewhere
+ *   COUNT (mask)             lanes in a mask
+ *   CODES, codes_load (book) what a look-up of symbols needs
+ *   codes_find (t, x, c, n)  the codes (right-justified) and lengths of the quads in x, one a word, and a bit mask of
+ *                            the escaped symbols
+ *   LOOKUP, lookup_load      what a look-up of the next 8 bits needs
+ *   BYTES                    a vector with a byte for each of the 32 lanes
+ *   TOP (v[NV])              the top byte of every lane
+ *   lookup_find (t, x, s, n) symbols and lengths of 32 lanes, as BYTES
+ *   ADD_BYTES, WIDEN (b, v)  lengths to words, in the order of TOP
+ *   store_quads (s[4], esc, dst, escaped)  interleave four symbols a lane, store the row, note escapes
+ */
+
+/* Reads past the last word come from here: a row takes at most 32 words, a vector may look LANES_SLACK ahead. */
+struct tail {
+	uint8_t bytes[4 * (WIRE_LANES + 2 * LANES_SLACK)];
+};
+
+static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, size_t rows, uint32_t *end, lanes *state,
+			      uint32_t *escaped)
+{
+	CODES table = codes_load(book);
+	V word[NV], part[NV], tail[NV];
+
+	for (int v = 0; v < NV; v++)
+		word[v] = part[v] = tail[v] = SET1(0);
+	while (rows-- > 0) {
+		for (int v = NV - 1; v >= 0; v--) {
+			V code, n, t, full;
+			MASK m;
+
+			codes_find(&table, symbol + WIRE_ROW * rows + 4 * LANES * v, &code, &n,
+				   escaped + 4 * rows + LANES / 8 * v);
+			/* prepend n bits: what no longer fits beside 32 pushes the last word out */
+			t = ADD(tail[v], n);
+			m = NEG(SUB(SET1(31), t));
+			full = OR(part[v], SHL(code, tail[v]));
+			end = PUSH(end, word[v], m);
+			word[v] = SELECT(m, full, word[v]);
+			part[v] = SELECT(m, SHR(code, SUB(SET1(32), tail[v])), full);
+			tail[v] = KEEP(t);
+		}
+	}
+	for (int v = 0; v < NV; v++) {
+		STORE(state->word + LANES * v, word[v]);
+		STORE(state->part + LANES * v, part[v]);
+		STORE(state->tail + LANES * v, tail[v]);
+	}
+	return end;
+}
+
+static int decode_lanes(const book_lookup *book, const uint8_t *words, size_t nwords, size_t rows, uint8_t *symbol,
+			lanes *state, uint32_t *escaped)
+{
+	const uint8_t *p = words, *end = words + 4 * nwords;
+	LOOKUP table = lookup_load(book);
+	V word[NV], part[NV], tail[NV], all = SET1(0);
+	struct tail last;
+	int in_last = 0;
+
+	for (int v = 0; v < NV; v++) {
+		word[v] = LOAD(state->word + LANES * v);
+		part[v] = LOAD(state->part + LANES * v);
+		tail[v] = LOAD(state->tail + LANES * v);
+	}
+	for (size_t r = 0; r < rows; r++) {
+		BYTES s[4], n, total;
+		V next[NV], w[NV];
+
+		if (__builtin_expect(end - p < 4 * (WIRE_LANES + LANES_SLACK), 0)) {
+			if (!in_last) {
+				size_t left = (size_t)(end - p);
+
+				memset(&last, 0, sizeof last);
+				memcpy(last.bytes, p, left);
+				p = last.bytes;
+				end = p + left;
+				in_last = 1;
+			}
+			p = p > end ? end : p; /* zeros from here on */
+		}
+		for (int v = 0; v < NV; v++)
+			next[v] = word[v];
+		lookup_find(&table, TOP(next), &s[0], &total);
+		n = total;
+		for (int k = 1; k < 4; k++) {
+			WIDEN(n, w);
+			for (int v = 0; v < NV; v++)
+				next[v] = SHL(next[v], w[v]);
+			lookup_find(&table, TOP(next), &s[k], &n);
+			total = ADD_BYTES(total, n);
+		}
+		store_quads(s, book->escape, symbol + WIRE_ROW * r, escaped + 4 * r);
+		WIDEN(total, w);
+		for (int v = 0; v < NV; v++) {
+			V left = SUB(tail[v], w[v]), fresh;
+			MASK m = NEG(left);
+
+			fresh = PULL(p, m);
+			p += 4 * COUNT(m);
+			word[v] = OR(OR(SHL(word[v], w[v]), SHR(part[v], SUB(SET1(32), w[v]))),
+				     SHR(fresh, ADD(left, SET1(32))));
+			part[v] = OR(SHL(part[v], w[v]), SHL(fresh, SUB(SET1(0), left)));
+			tail[v] = KEEP(left);
+		}
+	}
+	for (int v = 0; v < NV; v++)
+		all = OR(all, OR(word[v], OR(part[v], tail[v])));
+	STORE(state->word, all);
+	for (int v = 1; v < LANES; v++)
+		state->word[0] |= state->word[v];
+	return state->word[0] == 0 && p >= end;
+}

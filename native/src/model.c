@@ -1,0 +1,499 @@
+/* model.c - the scale model: an offset for every value, so that one codebook serves a frame.
+ *
+ * Exponents of a gradient matrix are nearly row + column. A segment (a parameter in a flat bucket, or the whole tensor)
+ * has a base, and where it pays an offset for each row and column, chosen from a sample whose positions depend on the
+ * shape alone. All arithmetic is on integers.
+ */
+#include "core.h"
+
+#define RUN 32         /* neighbouring values that a row's sample is made of */
+#define MAX_RUNS 8
+#define SAMPLED_ROWS 64 /* for the columns' offsets */
+#define TILE 512        /* columns at a time */
+
+uint64_t model_nbytes(const struct dtype *d, uint64_t n)
+{
+	if (!d->step || n < WIRE_MODEL_MIN)
+		return 0;
+	/* a matrix of sides >= 64 with >= 8192 values has at most n/64 + n/128 rows and columns */
+	return ALIGN8(WIRE_MAX_SEGMENTS(n) * (sizeof(struct segment) + 1) + n / 40 + 64);
+}
+
+/* The split of a shape into rows and columns that is most nearly square. */
+static void most_square(uint32_t rank, const uint64_t *shape, uint64_t n, uint64_t *rows, uint64_t *cols)
+{
+	uint64_t r = 1;
+
+	*rows = 1;
+	*cols = n;
+	for (uint32_t i = 0; i < rank; i++) {
+		r *= shape[i];
+		if (MAX(r, n / r) < MAX(*rows, *cols)) {
+			*rows = r;
+			*cols = n / r;
+		}
+	}
+}
+
+static void add_segment(struct job *j, uint64_t start, uint64_t count, uint64_t cols, uint8_t kind)
+{
+	struct segment *s = job_segments(j) + j->model.nsegments++;
+
+	*s = (struct segment){.start = start, .count = count, .cols = cols, .kind = kind};
+	s->rows_at = j->model.noffsets;
+	s->cols_at = s->rows_at + (count + cols - 1) / cols;
+	j->model.noffsets = s->cols_at + (kind & WIRE_SEGMENT_COLS ? cols : 0);
+}
+
+static void add_flat(struct job *j, uint64_t start, uint64_t end)
+{
+	if (end > start)
+		add_segment(j, start, end - start, WIRE_FLAT_COLS, WIRE_SEGMENT_ROWS);
+}
+
+static void add_shape(struct job *j, uint64_t start, uint64_t count, uint32_t rank, const uint64_t *shape)
+{
+	uint64_t rows, cols;
+
+	most_square(rank, shape, count, &rows, &cols);
+	if (MIN(rows, cols) < WIRE_MATRIX_MIN || cols > UINT32_MAX)
+		add_flat(j, start, start + count);
+	else
+		add_segment(j, start, count, cols, WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS);
+}
+
+/* Segments worth a record of their own; what lies between them is flat. */
+static codec_status cut(const codec_context *with, struct job *j)
+{
+	uint64_t flat = 0, end = 0;
+
+	if (!with || !with->nsegments) {
+		if (j->h.n >= WIRE_SEGMENT_MIN)
+			add_shape(j, 0, j->h.n, j->h.rank, j->h.shape);
+		else
+			add_flat(j, 0, j->h.n);
+		return CODEC_OK;
+	}
+	for (uint64_t i = 0; i < with->nsegments; i++) {
+		const codec_segment *s = with->segments + i;
+		uint64_t count;
+
+		if (s->reserved || shape_product(s->rank, s->shape, &count) != CODEC_OK || s->offset < end ||
+		    s->offset > j->h.n || count > j->h.n - s->offset)
+			return CODEC_BAD_SEGMENTS;
+		end = s->offset + count;
+		if (count < WIRE_SEGMENT_MIN)
+			continue;
+		add_flat(j, flat, s->offset);
+		add_shape(j, s->offset, count, s->rank, s->shape);
+		flat = end;
+	}
+	add_flat(j, flat, j->h.n);
+	return CODEC_OK;
+}
+
+/* Exponent bytes of n values from `first` on. */
+static void exponents(const codec_tensor *src, const struct kernels *k, const struct job *j, uint64_t first, uint64_t n,
+		      uint8_t *e)
+{
+	const struct dtype *d = dtype_of(src->dtype);
+	const char *p = (const char *)src->data + first * d->nbytes;
+
+	if (d->form == FORM_FLOAT8)
+		k->top_float8(p, n, j->model.window, e);
+	else
+		k->top[d->form](p, n, e);
+}
+
+static uint8_t nibble(int offset)
+{
+	return (uint8_t)MAX(-8, MIN(7, offset));
+}
+
+/* Rows first: the rounded mean exponent of a few runs of each. Then the base, the rounded mean of those. */
+static void fit_rows(const codec_tensor *src, const struct kernels *k, struct job *j, struct segment *s, int step)
+{
+	uint8_t *rows = job_offsets(j) + s->rows_at;
+	uint64_t nrows = s->cols_at - s->rows_at, nruns = MAX(2, MIN(MAX_RUNS, s->cols / 256));
+	int64_t total = 0, count = 0;
+
+	for (uint64_t r = 0; r < nrows; r++) {
+		uint64_t first = s->start + r * s->cols, n = MIN(s->cols, s->start + s->count - first), got = 0;
+		uint8_t e[MAX_RUNS * RUN];
+		uint32_t sum, nonzero;
+
+		if (n <= nruns * RUN) {
+			exponents(src, k, j, first, got = n, e);
+		} else {
+			for (uint64_t i = 0; i < nruns; i++, got += RUN)
+				exponents(src, k, j, first + i * (n - RUN) / (nruns - 1), RUN, e + got);
+		}
+		k->sum(e, got, &sum, &nonzero);
+		rows[r] = 0;
+		if (nonzero) {
+			rows[r] = (uint8_t)MAX(1, bits_mean(sum, (int64_t)nonzero * step));
+			total += rows[r];
+			count++;
+		}
+	}
+	s->base = count ? (uint8_t)bits_mean(total, count) : 128;
+	for (uint64_t r = 0; r < nrows; r++)
+		rows[r] = rows[r] ? nibble(rows[r] - s->base) : 0;
+}
+
+/* Columns: the rounded mean of what the row's offset leaves, over rows spread by the golden ratio. */
+static void fit_cols(const codec_tensor *src, const struct kernels *k, struct job *j, struct segment *s, int step)
+{
+	const uint8_t *rows = job_offsets(j) + s->rows_at;
+	uint8_t *cols = job_offsets(j) + s->cols_at;
+	uint64_t nrows = s->cols_at - s->rows_at;
+
+	for (uint64_t c = 0; c < s->cols; c += TILE) {
+		uint64_t n = MIN(TILE, s->cols - c);
+		int16_t total[TILE] = {0}, count[TILE] = {0};
+		uint8_t e[TILE];
+
+		for (uint64_t i = 0; i < SAMPLED_ROWS; i++) {
+			uint64_t r = (i * 0x9e3779b9u & 0xffffffffu) * nrows >> 32;
+
+			exponents(src, k, j, s->start + r * s->cols + c, n, e);
+			k->columns(e, (uint8_t)(step * (s->base + (int8_t)rows[r])), n, total, count);
+		}
+		for (uint64_t i = 0; i < n; i++)
+			cols[c + i] = count[i] ? nibble(bits_mean(total[i], (int64_t)count[i] * step)) : 0;
+	}
+}
+
+/* From nibbles around a base to what is subtracted from plane 0. */
+static void expand(struct job *j, const struct segment *s, int step)
+{
+	uint8_t *at = job_offsets(j);
+
+	if (s->kind & WIRE_SEGMENT_ROWS)
+		for (uint64_t i = s->rows_at; i < s->cols_at; i++)
+			at[i] = (uint8_t)(step * (s->base + (int8_t)at[i]));
+	if (s->kind & WIRE_SEGMENT_COLS)
+		for (uint64_t i = 0; i < s->cols; i++)
+			at[s->cols_at + i] = (uint8_t)(step * (int8_t)at[s->cols_at + i]);
+}
+
+static void segment_offsets(const struct job *j, const struct kernels *k, const struct segment *s, uint64_t first,
+			    uint64_t n, uint8_t *offset)
+{
+	const uint8_t *at = job_offsets(j);
+	uint64_t i = first - s->start;
+
+	if (!(s->kind & WIRE_SEGMENT_ROWS)) {
+		memset(offset, dtype_of(j->h.dtype)->step * s->base, n);
+		return;
+	}
+	for (uint64_t row = i / s->cols, col = i % s->cols; n; row++, col = 0) {
+		uint64_t m = MIN(n, s->cols - col);
+
+		if (s->kind & WIRE_SEGMENT_COLS)
+			k->offsets(at + s->cols_at + col, at[s->rows_at + row], m, offset);
+		else
+			memset(offset, at[s->rows_at + row], m);
+		offset += m;
+		n -= m;
+	}
+}
+
+void model_offsets(const struct job *j, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *offset)
+{
+	const struct segment *s = job_segments(j);
+	uint64_t lo = 0, hi = j->model.nsegments;
+
+	while (hi - lo > 1) {
+		uint64_t mid = lo + (hi - lo) / 2;
+
+		if (s[mid].start <= first)
+			lo = mid;
+		else
+			hi = mid;
+	}
+	for (; n; lo++) {
+		uint64_t m = MIN(n, s[lo].start + s[lo].count - first);
+
+		segment_offsets(j, k, s + lo, first, m, offset);
+		offset += m;
+		first += m;
+		n -= m;
+	}
+}
+
+static void count_bytes(const uint8_t *e, uint64_t n, uint32_t counts[256])
+{
+	for (uint64_t i = 0; i < n; i++)
+		counts[e[i]]++;
+}
+
+/* Counts of the segment's symbols as exponents (raw) and under its offsets (fitted), from every stride-th quad row. */
+static void count_segment(const codec_tensor *src, const struct kernels *k, const struct job *j,
+			  const struct segment *s, uint64_t stride, uint32_t raw[256], uint32_t fitted[256])
+{
+	uint64_t first = (s->start + stride * WIRE_ROW - 1) / (stride * WIRE_ROW) * stride * WIRE_ROW;
+
+	for (; first < s->start + s->count; first += stride * WIRE_ROW) {
+		uint64_t n = MIN(WIRE_ROW, s->start + s->count - first);
+		uint8_t e[WIRE_ROW], offset[WIRE_ROW], symbol[WIRE_ROW];
+
+		exponents(src, k, j, first, n, e);
+		count_bytes(e, n, raw);
+		if (!fitted)
+			continue;
+		segment_offsets(j, k, s, first, n, offset);
+		k->symbols(e, offset, 0, n, symbol); /* what lands on 0 is rare, and few zeros more */
+		count_bytes(symbol, n, fitted);
+	}
+}
+
+static uint64_t sum_counts(const uint32_t counts[256])
+{
+	uint64_t total = 0;
+
+	for (int i = 0; i < 256; i++)
+		total += counts[i];
+	return total;
+}
+
+/* Do the offsets save more than the nibbles they cost? */
+static int pays(const struct segment *s, const uint32_t raw[256], const uint32_t fitted[256])
+{
+	uint64_t samples = sum_counts(raw), before = book_entropy_q16(raw), after = book_entropy_q16(fitted);
+	uint64_t nibbles = s->cols_at - s->rows_at + (s->kind & WIRE_SEGMENT_COLS ? s->cols : 0);
+
+	if (!samples || before <= after)
+		return 0;
+	/* per value in 1/65536 bit, so that the product stays below 2^64 */
+	return (before - after) / samples * s->count > (4 * nibbles + 64) << 16;
+}
+
+/* Planes other than the exponent: few samples tell whether they are worth coding, constant or full of zeros. */
+static void sample_planes(const codec_tensor *src, const struct kernels *k, const struct job *j, struct sample *s,
+			  int first_plane)
+{
+	const struct dtype *d = dtype_of(src->dtype);
+	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW, take = MIN(nrows, 64);
+	uint8_t bytes[WIRE_MAX_PLANES][WIRE_ROW], value[WIRE_MAX_PLANES];
+	uint8_t *plane[WIRE_MAX_PLANES];
+
+	for (int p = 0; p < WIRE_MAX_PLANES; p++)
+		plane[p] = bytes[p];
+	s->is_constant = 0xff;
+	for (uint64_t i = 0; i < take; i++) {
+		uint64_t first = i * nrows / take * WIRE_ROW, n = MIN(WIRE_ROW, j->h.n - first);
+
+		k->split[d->form]((const char *)src->data + first * d->nbytes, n, plane);
+		for (int p = first_plane; p < d->nbytes; p++) {
+			uint8_t any = 0, differ = 0;
+
+			if (i == 0)
+				value[p] = plane[p][0];
+			for (uint64_t v = 0; v < n; v++) {
+				any |= plane[p][v];
+				differ |= plane[p][v] ^ value[p];
+			}
+			s->has_zero_run |= (uint8_t)(!any << p);
+			s->is_constant &= (uint8_t)~(!!differ << p);
+			count_bytes(plane[p], n, s->counts[p]);
+		}
+	}
+}
+
+/* The exponent that most values of a float64 tensor are near. */
+static uint32_t choose_window(const codec_tensor *src, uint64_t n)
+{
+	uint64_t take = MIN(n, 4096), count = 0;
+	int64_t total = 0;
+
+	for (uint64_t i = 0; i < take; i++) {
+		uint64_t x;
+
+		memcpy(&x, (const char *)src->data + 8 * (i * (n / take)), 8);
+		x = x >> 52 & 0x7ff;
+		total += (int64_t)x;
+		count += x != 0;
+	}
+	return count ? (uint32_t)bits_mean(total, (int64_t)count) : 1023;
+}
+
+codec_status model_choose(const codec_tensor *src, const codec_context *with, const struct kernels *k, struct job *j,
+			  struct sample *s)
+{
+	const struct dtype *d = dtype_of(src->dtype);
+	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW;
+	uint64_t stride = MAX(nrows / 2048, MAX(1, MIN(16, nrows / 64)));
+	const struct segment whole = {.count = j->h.n};
+	struct segment *segments = job_segments(j);
+	int used = 0;
+
+	memset(s, 0, sizeof *s);
+	j->model.nsegments = j->model.noffsets = 0;
+	if (d->form == FORM_FLOAT8)
+		j->model.window = choose_window(src, j->h.n);
+	sample_planes(src, k, j, s, d->step != 0);
+	if (!d->step)
+		return CODEC_OK;
+	if (j->h.n >= WIRE_MODEL_MIN) {
+		TRY(cut(with, j));
+		j->model.offsets_at = j->model.segments_at + j->model.nsegments * sizeof(struct segment);
+	}
+	if (j->h.model == WIRE_MODEL_FLAT || j->h.n < WIRE_MODEL_MIN) {
+		j->model.nsegments = 0;
+		count_segment(src, k, j, &whole, stride, s->counts[0], NULL);
+		s->nzeros = s->counts[0][0];
+		s->nvalues = sum_counts(s->counts[0]);
+		return CODEC_OK;
+	}
+	for (uint64_t i = 0; i < j->model.nsegments; i++) {
+		struct segment *g = segments + i;
+		uint32_t raw[256] = {0}, fitted[256] = {0};
+
+		fit_rows(src, k, j, g, d->step);
+		if (g->kind & WIRE_SEGMENT_COLS)
+			fit_cols(src, k, j, g, d->step);
+		expand(j, g, d->step);
+		count_segment(src, k, j, g, stride, raw, fitted);
+		s->nzeros += raw[0];
+		s->nvalues += sum_counts(raw);
+		if (j->h.model == WIRE_MODEL_SEPARABLE || pays(g, raw, fitted)) {
+			used = 1;
+			for (int v = 0; v < 256; v++)
+				s->counts[0][v] += fitted[v];
+			continue;
+		}
+		g->kind = 0;
+		if (j->model.nsegments == 1)
+			memcpy(s->counts[0], raw, sizeof raw);
+		else
+			for (int v = 0; v < 256; v++)
+				s->counts[0][bits_symbol((uint8_t)v, (uint8_t)(d->step * g->base), 0)] += raw[v];
+	}
+	if (!used && j->model.nsegments == 1)
+		j->model.nsegments = 0;
+	return CODEC_OK;
+}
+
+static uint64_t nibble_nbytes(const struct segment *s)
+{
+	uint64_t rows = s->kind & WIRE_SEGMENT_ROWS ? s->cols_at - s->rows_at : 0;
+	uint64_t cols = s->kind & WIRE_SEGMENT_COLS ? s->cols : 0;
+
+	return (rows + 1) / 2 + (cols + 1) / 2;
+}
+
+uint64_t model_side_nbytes(const struct job *j)
+{
+	uint64_t nbytes = j->model.nsegments ? 4 : 0;
+
+	for (uint64_t i = 0; i < j->model.nsegments; i++)
+		nbytes += WIRE_SEGMENT_NBYTES + nibble_nbytes(job_segments(j) + i);
+	return nbytes;
+}
+
+static uint8_t *pack_nibbles(const uint8_t *offset, uint64_t n, int base, int step, uint8_t *dst)
+{
+	for (uint64_t i = 0; i < n; i += 2) {
+		uint32_t lo = (uint32_t)((int8_t)(offset[i] - base * step) / step) & 15;
+		uint32_t hi = i + 1 < n ? (uint32_t)((int8_t)(offset[i + 1] - base * step) / step) & 15 : 0;
+
+		*dst++ = (uint8_t)(lo | hi << 4);
+	}
+	return dst;
+}
+
+static const uint8_t *unpack_nibbles(const uint8_t *src, uint64_t n, uint8_t *offset)
+{
+	for (uint64_t i = 0; i < n; i++)
+		offset[i] = (uint8_t)(((src[i / 2] >> 4 * (i % 2) & 15) ^ 8) - 8);
+	return src + (n + 1) / 2;
+}
+
+void model_write(const struct job *j, uint8_t *dst)
+{
+	int step = dtype_of(j->h.dtype)->step;
+	uint8_t *p;
+
+	if (!j->model.nsegments)
+		return;
+	store32(dst, (uint32_t)j->model.nsegments);
+	p = dst + 4 + WIRE_SEGMENT_NBYTES * j->model.nsegments;
+	for (uint64_t i = 0; i < j->model.nsegments; i++) {
+		const struct segment *s = job_segments(j) + i;
+		const uint8_t *offset = job_offsets(j);
+		uint8_t *record = dst + 4 + WIRE_SEGMENT_NBYTES * i;
+
+		store64(record, s->count);
+		store32(record + 8, s->kind ? (uint32_t)s->cols : 0);
+		record[12] = s->kind;
+		record[13] = s->base;
+		store16(record + 14, 0);
+		if (s->kind & WIRE_SEGMENT_ROWS)
+			p = pack_nibbles(offset + s->rows_at, s->cols_at - s->rows_at, s->base, step, p);
+		if (s->kind & WIRE_SEGMENT_COLS)
+			p = pack_nibbles(offset + s->cols_at, s->cols, 0, step, p);
+	}
+}
+
+#define BAD(where, found, expected) return fault(f, CODEC_BAD_SIDE, where, found, expected)
+
+/* Read the scale model at frame[at, end). */
+codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f)
+{
+	int step = dtype_of(j->h.dtype)->step;
+	uint64_t nsegments, start = 0, p;
+
+	if (end - at < 4)
+		BAD(at, end - at, 4);
+	nsegments = load32(frame + at);
+	if (!nsegments || nsegments > WIRE_MAX_SEGMENTS(j->h.n) || j->h.n < WIRE_MODEL_MIN)
+		BAD(at, nsegments, WIRE_MAX_SEGMENTS(j->h.n));
+	at += 4;
+	if (nsegments > (end - at) / WIRE_SEGMENT_NBYTES)
+		BAD(at, nsegments, (end - at) / WIRE_SEGMENT_NBYTES);
+	p = at + WIRE_SEGMENT_NBYTES * nsegments;
+	j->model.nsegments = j->model.noffsets = 0;
+	j->model.offsets_at = j->model.segments_at + nsegments * sizeof(struct segment);
+	for (uint64_t i = 0; i < nsegments; i++, at += WIRE_SEGMENT_NBYTES) {
+		uint64_t count = load64(frame + at), cols = load32(frame + at + 8);
+		uint8_t kind = frame[at + 12];
+		struct segment *s;
+
+		if (!count || count > j->h.n - start)
+			BAD(at, count, j->h.n - start);
+		if (kind == 0 ? cols != 0 : kind == WIRE_SEGMENT_ROWS && cols != WIRE_FLAT_COLS)
+			BAD(at + 8, cols, kind ? WIRE_FLAT_COLS : 0);
+		if (kind == (WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS) &&
+		    (count < WIRE_SEGMENT_MIN || cols < WIRE_MATRIX_MIN || count % cols ||
+		     count / cols < WIRE_MATRIX_MIN))
+			BAD(at + 8, cols, WIRE_MATRIX_MIN);
+		if (kind > (WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS) || kind == WIRE_SEGMENT_COLS)
+			BAD(at + 12, kind, WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS);
+		if (load16(frame + at + 14))
+			BAD(at + 14, load16(frame + at + 14), 0);
+		add_segment(j, start, count, kind ? cols : WIRE_FLAT_COLS, kind);
+		s = job_segments(j) + i;
+		s->base = frame[at + 13];
+		start += count;
+		if (nibble_nbytes(s) > end - p)
+			BAD(p, nibble_nbytes(s), end - p);
+		if (kind & WIRE_SEGMENT_ROWS) {
+			uint64_t nrows = s->cols_at - s->rows_at;
+
+			p = (uint64_t)(unpack_nibbles(frame + p, nrows, job_offsets(j) + s->rows_at) - frame);
+			if (nrows % 2 && frame[p - 1] >> 4)
+				BAD(p - 1, frame[p - 1], frame[p - 1] & 15);
+		}
+		if (kind & WIRE_SEGMENT_COLS) {
+			p = (uint64_t)(unpack_nibbles(frame + p, cols, job_offsets(j) + s->cols_at) - frame);
+			if (cols % 2 && frame[p - 1] >> 4)
+				BAD(p - 1, frame[p - 1], frame[p - 1] & 15);
+		}
+		expand(j, s, step);
+	}
+	if (start != j->h.n)
+		BAD(at, start, j->h.n);
+	*used = p;
+	return CODEC_OK;
+}
