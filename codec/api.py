@@ -14,7 +14,7 @@ from codec.view import TensorView, empty, view, view_bytes, view_output
 
 _DEFAULT = Lossless()
 _SMALL = 1 << 16  # frames up to here are built in a thread's own buffer and copied
-_MIN_BLOCK = 1 << 13
+_BLOCK = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ def encode(
 def _slack(v: TensorView) -> int:
     """What regions take more than their values, at worst, while threads leave gaps between them."""
     n = v.nbytes // ITEMSIZE[v.dtype]
-    return (n // _MIN_BLOCK + 1) * 1024 + 2 * n + 65536 if v.dtype == "float64" else n // 64 + 65536
+    return (n // _BLOCK + 1) * 1024 + 2 * n + 65536 if v.dtype == "float64" else n // 64 + 65536
 
 
 def _encode_one(spec: Any, t: Any, dst: Any, capacity: int, context: Any) -> None:

@@ -7,6 +7,9 @@
  */
 #include "core.h"
 
+/* Results larger than this go past the caches, which they would only sweep out: a third of the memory traffic less. */
+#define STREAM_NBYTES (8u << 20)
+
 #define STATE_NBYTES 22 /* u16 and 32 x 5 bits */
 
 static uint64_t padded(uint64_t n)
@@ -85,11 +88,62 @@ uint64_t region_bound(const struct header *h)
 	return ALIGN8(nbytes);
 }
 
+static inline uint64_t escaped_bits(const uint32_t *escaped, uint64_t word, uint64_t m)
+{
+	uint64_t bits = escaped[2 * word] | (uint64_t)escaped[2 * word + 1] << 32;
+
+	return 64 * word + 64 > m ? bits & ((1ull << m % 64) - 1) : bits;
+}
+
 /* Escaped positions below m, in order. */
 #define FOR_ESCAPED(i, escaped, m)                                                                                     \
-	for (uint64_t word_ = 0; word_ < ((m) + 31) / 32; word_++)                                                     \
-		for (uint32_t bits_ = (escaped)[word_] & (32 * word_ + 32 > (m) ? (1u << (m) % 32) - 1 : ~0u), i;      \
-		     bits_ && (i = (uint32_t)(32 * word_) + (uint32_t)__builtin_ctz(bits_), 1); bits_ &= bits_ - 1)
+	for (uint64_t word_ = 0; word_ < ((m) + 63) / 64; word_++)                                                     \
+		for (uint64_t bits_ = escaped_bits(escaped, word_, m), i;                                              \
+		     bits_ && (i = 64 * word_ + (uint64_t)__builtin_ctzll(bits_), 1); bits_ &= bits_ - 1)
+
+/*
+ * 32 fields of width[l] bits (NULL: 5), first one on top. Writing may overhang by 8 bytes; reading takes the fields
+ * from a buffer with as many behind them.
+ */
+static uint8_t *pack_bits(uint8_t *p, const uint32_t *field, const uint32_t *width)
+{
+	uint64_t bits = 0;
+	uint32_t have = 0;
+
+	for (int l = 0; l < WIRE_LANES; l++) {
+		uint32_t n = width ? width[l] : 5;
+
+		bits |= (uint64_t)field[l] << (64 - n - have) % 64 & (0 - (uint64_t)(n > 0));
+		have += n;
+		if (have >= 32) {
+			store32(p, __builtin_bswap32((uint32_t)(bits >> 32)));
+			p += 4;
+			bits <<= 32;
+			have -= 32;
+		}
+	}
+	store32(p, __builtin_bswap32((uint32_t)(bits >> 32)));
+	return p + (have + 7) / 8;
+}
+
+static void unpack_bits(const uint8_t *p, uint32_t *field, const uint32_t *width)
+{
+	uint64_t bits = 0;
+	uint32_t have = 0;
+
+	for (int l = 0; l < WIRE_LANES; l++) {
+		uint32_t n = width ? width[l] : 5;
+
+		if (have < 32) { /* taken or not, it costs the same: no loop to mispredict */
+			bits |= (uint64_t)__builtin_bswap32(load32(p)) << (32 - have);
+			p += 4;
+			have += 32;
+		}
+		field[l] = n ? (uint32_t)(bits >> (64 - n)) : 0;
+		bits <<= n;
+		have -= n;
+	}
+}
 
 /*
  * Code m symbols; literals come from `literal` (or exponent, if two bytes each). Returns the bytes stored at dst, and
@@ -99,14 +153,13 @@ static uint64_t code_plane(const book_codes *book, const struct kernels *k, stru
 			   uint64_t m, const uint8_t *literal, const uint16_t *exponent, uint64_t most, uint8_t *dst,
 			   uint8_t *escapes, uint64_t *nescapes)
 {
-	uint64_t rows = padded(m) / WIRE_ROW, nwords, at = 0, acc = 0, size;
+	uint64_t rows = padded(m) / WIRE_ROW, nwords, at = 0, size;
 	uint32_t *first;
 	uint8_t *p = dst + 2;
-	int have = 0;
 	lanes *s = w->lanes;
 
 	memset(symbol + m, book->pad, rows * WIRE_ROW - m);
-	first = k->encode_lanes(book, symbol, rows, w->words_end, s, w->escaped);
+	first = k->encode_lanes(book, symbol, rows, w->words_end, s, w->escaped, &w->ahead);
 	first -= WIRE_LANES;
 	for (int l = 0; l < WIRE_LANES; l++) { /* the lane's first 32 bits, and the tail that follows them */
 		uint32_t t = s->tail[l];
@@ -120,19 +173,8 @@ static uint64_t code_plane(const book_codes *book, const struct kernels *k, stru
 		nwords--;
 	if (STATE_NBYTES + 4 * nwords >= most)
 		return 0;
-	/* bits, first one on top */
-	for (int l = 0; l < 2 * WIRE_LANES; l++) {
-		int n = l < WIRE_LANES ? 5 : (int)s->tail[l - WIRE_LANES];
-
-		acc = acc << n | (l < WIRE_LANES ? s->tail[l] : s->part[l - WIRE_LANES]);
-		have += n;
-		while (have >= 8) {
-			have -= 8;
-			*p++ = (uint8_t)(acc >> have);
-		}
-	}
-	if (have)
-		*p++ = (uint8_t)(acc << (8 - have));
+	p = pack_bits(p, s->tail, NULL);
+	p = pack_bits(p, s->part, s->tail);
 	store16(dst, (uint32_t)nwords);
 	size = (uint64_t)(p - dst);
 	while (size % 4)
@@ -164,6 +206,22 @@ static uint64_t code_plane(const book_codes *book, const struct kernels *k, stru
 static int is_constant(const uint8_t *p, uint64_t n)
 {
 	return n < 2 || (p[0] == p[n - 1] && memcmp(p, p + 1, n - 1) == 0);
+}
+
+/* Would coding plane i of a block save 2%? From every 8th quad row; an exponent is not asked. */
+static int plane_pays(const struct job *j, int i, const uint8_t *plane, uint64_t n)
+{
+	int is_halved = j->h.halved >> i & 1, raw = is_halved ? 4 : 8;
+	const book_codes *codes = &j->codes[i];
+	uint64_t cost = 0, count = 0;
+
+	for (uint64_t r = 0; r < n; r += 8 * WIRE_ROW)
+		for (uint64_t v = r; v < MIN(n, r + WIRE_ROW); v++, count++) {
+			uint8_t length = codes->length[is_halved ? plane[v] & 15 : plane[v]];
+
+			cost += (length & 15) + (length & 0x80) / 16;
+		}
+	return 100 * cost < 98 * (uint64_t)raw * count;
 }
 
 /* Symbols of plane i, ready to be coded. Plane 0 of float64 has exponents that no byte holds: they are escaped. */
@@ -202,6 +260,26 @@ static uint8_t *put_rows(const struct kernels *k, const uint8_t *plane, uint64_t
 	return p;
 }
 
+/*
+ * Where every value with exponent 0 is +0, and they are many, the other planes need not hold them: returns how many
+ * were taken out of the planes that are not fixed.
+ */
+static uint64_t prune_zeros(const struct header *h, const struct kernels *k, uint8_t *const *plane, int nplanes,
+			    uint64_t m)
+{
+	uint64_t nzeros = k->zeros(plane[0], m);
+
+	if (64 * nzeros < m)
+		return 0;
+	for (int p = 1; p < nplanes; p++)
+		if (k->under_zeros(plane[0], plane[p], m))
+			return 0;
+	for (int p = 1; p < nplanes; p++)
+		if (!(h->fixed >> p & 1))
+			k->prune(plane[0], plane[p], m, plane[p]);
+	return nzeros;
+}
+
 /* Values to planes; returns how many exponents of float64 lie outside of the window. */
 static uint64_t split_block(const struct job *j, const struct kernels *k, const char *values, uint64_t m,
 			    uint8_t *const *plane, uint16_t *exponent)
@@ -230,24 +308,29 @@ uint64_t encode_block(const struct job *j, const struct kernels *k, const codec_
 	const struct header *h = &j->h;
 	const struct dtype *d = dtype_of(h->dtype);
 	uint64_t first = b * h->block, m = MIN(h->block, h->n - first), count = m, nescapes = 0, outside, size, gap;
-	uint8_t *plane[WIRE_MAX_PLANES], *p = w->region + 4, *section = dst + h->planes_at;
-	int mode[WIRE_MAX_PLANES], all = (1 << d->nbytes) - 1;
+	const char *values = (const char *)src->data + first * d->nbytes;
+	uint8_t *plane[WIRE_MAX_PLANES], *p = w->region + 4, *section = dst + h->planes_at + first;
+	int mode[WIRE_MAX_PLANES], all = (1 << d->nbytes) - 1, stream = src->nbytes >= STREAM_NBYTES;
 	uint32_t head = 0;
+	uint64_t nfixed = 0;
 
 	for (int i = 0; i < d->nbytes; i++) {
 		plane[i] = w->plane[i];
-		if (h->fixed >> i & 1) {
-			plane[i] = section + first;
-			section += h->plane_stride;
-		}
+		if (h->fixed >> i & 1 && !stream)
+			plane[i] = section + nfixed * h->plane_stride;
+		nfixed += h->fixed >> i & 1;
 	}
-	outside = split_block(j, k, (const char *)src->data + first * d->nbytes, m, plane, w->exponent);
+	outside = split_block(j, k, values, m, plane, w->exponent);
+	w->ahead = (struct ahead){values + h->block * d->nbytes, 0, m * d->nbytes, 1};
 	*planes_digest = 0;
 	for (int i = 0; i < d->nbytes; i++)
 		if (h->fixed >> i & 1) {
 			*planes_digest += k->digest(plane[i], m, WIRE_SEED_PLANE + (uint32_t)i);
+			if (stream)
+				k->stream(section, plane[i], m);
 			if (first + m == h->n)
-				memset(plane[i] + m, 0, h->plane_stride - h->n);
+				memset(section + m, 0, h->plane_stride - h->n);
+			section += h->plane_stride;
 		}
 
 	for (int i = 0; i < d->nbytes; i++) {
@@ -262,31 +345,31 @@ uint64_t encode_block(const struct job *j, const struct kernels *k, const codec_
 			mode[i] = WIRE_MODE_CONSTANT;
 			continue;
 		}
-		if (h->coded >> i & 1)
+		if (h->halved >> i & 1 && plane_pays(j, i, plane[i], n)) {
+			k->halve(plane[i], n, w->symbol, w->offset);
+			got = code_plane(&j->codes[i], k, w, w->symbol, n, w->symbol, NULL, n / 2, p,
+					 w->escapes + nescapes, &nescapes);
+		} else if (h->coded & ~h->halved & 1 << i && ((i == 0 && d->step) || plane_pays(j, i, plane[i], n))) {
 			got = code_plane(&j->codes[i], k, w, plane_symbols(j, k, w, i, first, n, i ? 0 : outside), n,
 					 plane[i], wide ? w->exponent : NULL, wide ? UINT64_MAX : n, p,
 					 w->escapes + nescapes, &nescapes);
+		}
 		if (got) {
 			mode[i] = WIRE_MODE_CODED;
 			p += got;
+			if (h->halved >> i & 1) {
+				memcpy(p, w->offset, (n + 1) / 2);
+				p += (n + 1) / 2;
+			}
 		} else {
 			kept = k->rows(plane[i], n, bitmap);
 			mode[i] = kept + (padded(n) / WIRE_ROW + 7) / 8 < n ? WIRE_MODE_ROWS : WIRE_MODE_RAW;
 		}
-		/* +0 wherever the exponent is 0: then nothing else of such values is sent */
-		if (i == 0 && got && d->step && (h->fixed | 1) != all) {
-			uint8_t rest;
-			uint64_t nzeros = k->zeros(plane[0], (const uint8_t *const *)plane, d->nbytes, m, &rest);
-
-			if (64 * nzeros >= m && !rest && !outside) {
-				head |= WIRE_REGION_PRUNED;
-				count = m - nzeros;
-				for (int q = 1; q < d->nbytes; q++)
-					if (!(h->fixed >> q & 1))
-						k->prune(plane[0], plane[q], m, plane[q]);
-			}
-		}
+		if (i == 0 && got && d->step && (h->fixed | 1) != all && !outside)
+			count -= prune_zeros(h, k, plane, d->nbytes, m);
 	}
+	if (count < m)
+		head |= WIRE_REGION_PRUNED;
 	for (int i = 0; i < d->nbytes; i++)
 		if (mode[i] == WIRE_MODE_RAW) {
 			memcpy(p, plane[i], i ? count : m);
@@ -322,39 +405,27 @@ struct cursor {
 static codec_status decode_plane(const book_lookup *book, const struct kernels *k, struct work *w, struct cursor *c,
 				 uint64_t m, uint8_t *symbol, codec_fault *f)
 {
-	uint64_t nwords, start = c->at, bits = 0, rows = padded(m) / WIRE_ROW;
-	const uint8_t *p = c->frame + c->at + 2;
+	uint64_t nwords, start = c->at, rows = padded(m) / WIRE_ROW;
+	uint8_t bits[4 * WIRE_LANES + 16];
 	uint32_t sum = 0;
 	lanes *s = w->lanes;
-	int have = 0;
 
 	if (c->end - c->at < STATE_NBYTES)
 		BAD(c->at, c->end - c->at, STATE_NBYTES);
 	nwords = load16(c->frame + c->at);
-	for (int l = 0; l < WIRE_LANES; l++) {
-		while (have < 5) {
-			bits = bits << 8 | *p++;
-			have += 8;
-		}
-		have -= 5;
-		s->tail[l] = (uint32_t)(bits >> have) & 31;
+	memcpy(bits, c->frame + start + 2, STATE_NBYTES - 2);
+	unpack_bits(bits, s->tail, NULL);
+	for (int l = 0; l < WIRE_LANES; l++)
 		sum += s->tail[l];
-	}
-	c->at += 2 + (5 * WIRE_LANES + sum + 7) / 8;
+	c->at += STATE_NBYTES + (sum + 7) / 8;
 	if (c->at > c->end)
 		BAD(start, c->at, c->end);
-	for (int l = 0; l < WIRE_LANES; l++) {
-		int t = (int)s->tail[l];
-
-		while (have < t) {
-			bits = bits << 8 | *p++;
-			have += 8;
-		}
-		have -= t;
-		s->part[l] = t ? (uint32_t)(bits >> have) << (32 - t) : 0;
-	}
-	if (have && bits & ((1u << have) - 1))
-		BAD(c->at - 1, bits & ((1u << have) - 1), 0);
+	memcpy(bits, c->frame + start + STATE_NBYTES, (sum + 7) / 8);
+	unpack_bits(bits, s->part, s->tail);
+	for (int l = 0; l < WIRE_LANES; l++)
+		s->part[l] = s->tail[l] ? s->part[l] << (32 - s->tail[l]) : 0;
+	if (sum % 8 && (uint8_t)(bits[sum / 8] << sum % 8))
+		BAD(c->at - 1, bits[sum / 8], 0);
 	for (; (c->at - start) % 4; c->at++)
 		if (c->at >= c->end || c->frame[c->at])
 			BAD(c->at, 1, 0);
@@ -364,10 +435,10 @@ static codec_status decode_plane(const book_lookup *book, const struct kernels *
 		BAD(c->at + 4 * (nwords - 1), 0, 1);
 	for (uint64_t l = 0; l < WIRE_LANES; l++)
 		s->word[l] = l < nwords ? load32(c->frame + c->at + 4 * l) : 0;
-	p = c->frame + c->at;
 	c->at += 4 * nwords;
 	nwords -= MIN(nwords, WIRE_LANES);
-	if (!k->decode_lanes(book, c->frame + c->at - 4 * nwords, nwords, rows, symbol, s, w->escaped))
+	if (!k->decode_lanes(book, c->frame + c->at - 4 * nwords, nwords, rows, symbol, s, w->escaped,
+			     &w->ahead))
 		BAD(start, nwords, rows);
 	for (uint64_t i = m; i < rows * WIRE_ROW; i++)
 		if (symbol[i] != book->pad)
@@ -404,6 +475,26 @@ static codec_status read_escapes(struct work *w, struct cursor *c, uint8_t *out,
 			BAD(c->end, 0, 1);
 		out[i] = c->frame[--c->end];
 	}
+	return CODEC_OK;
+}
+
+/* The high nibbles that belong to n low ones. */
+static codec_status read_high(struct cursor *c, const struct kernels *k, uint8_t *low, uint64_t n, codec_fault *f)
+{
+	const uint8_t *high = c->frame + c->at;
+	uint64_t nbytes = (n + 1) / 2;
+	uint8_t any = 0;
+
+	if (c->end - c->at < nbytes)
+		BAD(c->at, c->end - c->at, nbytes);
+	for (uint64_t i = 0; i < n; i++)
+		any |= low[i];
+	if (any > 15)
+		BAD(c->end, any, 15);
+	if (n % 2 && high[nbytes - 1] > 15)
+		BAD(c->at + nbytes - 1, high[nbytes - 1], 15);
+	k->unhalve(low, high, n);
+	c->at += nbytes;
 	return CODEC_OK;
 }
 
@@ -467,6 +558,8 @@ codec_status decode_block(const struct job *j, const struct kernels *k, const ui
 	uint8_t mode[WIRE_MAX_PLANES];
 
 	TRY(read_head(h, d, head, at, mode, f));
+	w->ahead = (struct ahead){section + first + h->block, h->plane_stride, h->block,
+				  (size_t)__builtin_popcount(h->fixed)};
 	for (int i = 0; i < d->nbytes; i++) {
 		plane[i] = w->plane[i];
 		if (h->fixed >> i & 1) {
@@ -494,6 +587,8 @@ codec_status decode_block(const struct job *j, const struct kernels *k, const ui
 					TRY(read_exponents(j, w, &c, out, 1, m, f));
 				else
 					TRY(read_escapes(w, &c, out, n, f));
+				if (h->halved >> i & 1)
+					TRY(read_high(&c, k, out, n, f));
 				break;
 			case WIRE_MODE_RAW:
 				if (c.end - c.at < n)
@@ -511,11 +606,8 @@ codec_status decode_block(const struct job *j, const struct kernels *k, const ui
 				if (d->form == FORM_FLOAT8 && i == 0)
 					TRY(read_exponents(j, w, &c, out, 0, m, f));
 			}
-			if (i == 0 && head & WIRE_REGION_PRUNED) {
-				uint8_t rest;
-
-				count = m - k->zeros(w->plane[0], NULL, 1, m, &rest);
-			}
+			if (i == 0 && head & WIRE_REGION_PRUNED)
+				count = m - k->zeros(w->plane[0], m);
 			if (pruned)
 				k->unprune(w->plane[0], got, m, w->plane[i]);
 			else
@@ -526,7 +618,7 @@ codec_status decode_block(const struct job *j, const struct kernels *k, const ui
 	for (; c.at < c.end; c.at++)
 		if (frame[c.at])
 			BAD(c.at, frame[c.at], 0);
-	k->merge[d->form](plane, m, values);
+	k->merge[d->form](plane, m, values, dst->nbytes >= STREAM_NBYTES);
 	if (d->form == FORM_FLOAT8)
 		for (uint64_t i = 0; i < m; i++) {
 			uint64_t x;

@@ -40,7 +40,7 @@ const struct dtype *dtype_of(uint32_t number);
 
 /* frame.c: the header as read once, checked whole; nothing else reads or writes a header field. */
 struct header {
-	uint8_t codec, dtype, rank, layout, block_log2, fixed, coded, flags;
+	uint8_t codec, dtype, rank, layout, block_log2, fixed, coded, halved, flags;
 	uint8_t cap, model;
 	uint64_t shape[CODEC_MAX_RANK];
 	uint64_t frame_nbytes, checksum;
@@ -60,7 +60,8 @@ uint64_t header_seal(const struct header *h, const struct kernels *k, const uint
 struct segment {
 	uint64_t start, count, cols;
 	uint64_t rows_at, cols_at; /* into model.offsets */
-	uint8_t kind, base;
+	uint16_t base; /* in quarters, like the offsets */
+	uint8_t kind, row_shift, col_shift;
 };
 
 struct model {
@@ -101,9 +102,9 @@ static inline struct segment *job_segments(const struct job *j)
 	return (struct segment *)((char *)j + j->model.segments_at);
 }
 
-static inline uint8_t *job_offsets(const struct job *j)
+static inline int8_t *job_offsets(const struct job *j)
 {
-	return (uint8_t *)j + j->model.offsets_at;
+	return (int8_t *)j + j->model.offsets_at;
 }
 
 uint64_t model_nbytes(const struct dtype *d, uint64_t n);
@@ -121,6 +122,7 @@ struct work {
 	uint16_t *exponent; /* float64 */
 	uint32_t *escaped, *words, *words_end;
 	lanes *lanes;
+	struct ahead ahead;
 };
 
 uint64_t work_nbytes(const struct dtype *d, uint64_t n);

@@ -6,7 +6,7 @@ static codec_status store(const codec_tensor *src, const struct kernels *k, stru
 			  size_t capacity, size_t *written)
 {
 	h.layout = WIRE_LAYOUT_STORED;
-	h.block_log2 = h.fixed = h.coded = h.flags = 0;
+	h.block_log2 = h.fixed = h.coded = h.halved = h.flags = 0;
 	h.side_nbytes = 0;
 	TRY(header_derive(&h));
 	h.frame_nbytes = stored_nbytes(&h);

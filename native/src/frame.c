@@ -96,14 +96,16 @@ codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, 
 			BAD((uint64_t)i, b[i], 0);
 	if (load32(b + WIRE_AT_FLAGS) & ~WIRE_FLAGS_KNOWN)
 		BAD(WIRE_AT_FLAGS, load32(b + WIRE_AT_FLAGS), WIRE_FLAGS_KNOWN);
-	if (load32(b + WIRE_AT_RESERVED))
-		BAD(WIRE_AT_RESERVED, load32(b + WIRE_AT_RESERVED), 0);
+	h->halved = b[WIRE_AT_HALVED];
+	for (int i = WIRE_AT_RESERVED; i < WIRE_AT_SHAPE; i++)
+		if (b[i])
+			BAD((uint64_t)i, b[i], 0);
 	planes = (1u << d->nbytes) - 1;
 	if (h->layout == WIRE_LAYOUT_STORED) {
 		for (int i = WIRE_AT_BLOCK_LOG2; i < WIRE_AT_FRAME_NBYTES; i++)
 			if (b[i])
 				BAD((uint64_t)i, b[i], 0);
-		if (h->flags)
+		if (h->flags || h->halved)
 			BAD(WIRE_AT_FLAGS, h->flags, 0);
 	} else if (h->layout != WIRE_LAYOUT_BLOCKS) {
 		BAD(WIRE_AT_LAYOUT, h->layout, WIRE_LAYOUT_BLOCKS);
@@ -114,6 +116,8 @@ codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, 
 			BAD(WIRE_AT_FIXED, h->fixed, planes);
 		if (h->coded & (~planes | h->fixed))
 			BAD(WIRE_AT_CODED, h->coded, planes & ~(uint32_t)h->fixed);
+		if (h->halved & (~h->coded | (d->step != 0)))
+			BAD(WIRE_AT_HALVED, h->halved, h->coded);
 		if (h->side_nbytes % WIRE_ALIGN)
 			BAD(WIRE_AT_SIDE_NBYTES, h->side_nbytes, 0);
 		if ((h->flags & WIRE_FLAG_PRIOR || h->flags & WIRE_FLAG_SEGMENTS) && !(h->coded & 1))
@@ -162,6 +166,7 @@ void header_write(const struct header *h, uint8_t *frame)
 	frame[WIRE_AT_PARAMS] = h->cap;
 	frame[WIRE_AT_PARAMS + 1] = h->model;
 	store32(frame + WIRE_AT_FLAGS, h->flags);
+	frame[WIRE_AT_HALVED] = h->halved;
 	for (int i = 0; i < h->rank; i++)
 		store64(frame + WIRE_AT_SHAPE + 8 * i, h->shape[i]);
 }

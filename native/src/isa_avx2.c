@@ -1,7 +1,7 @@
 /* isa_avx2.c - the loops for AVX2 and BMI2. */
 #include <immintrin.h>
 
-#include "kernels.h"
+#include "planes_avx2.h"
 #include "permute_avx2.h"
 
 #define V __m256i

@@ -1,7 +1,7 @@
 /* isa_avx512.c - the loops for AVX-512 F, BW, VL, DQ, VBMI and VBMI2. */
 #include <immintrin.h>
 
-#include "kernels.h"
+#include "planes_avx2.h"
 
 #define V __m512i
 #define BYTES __m256i

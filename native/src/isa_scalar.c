@@ -2,12 +2,13 @@
 #include "kernels.h"
 
 static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, size_t rows, uint32_t *end, lanes *state,
-			      uint32_t *escaped)
+			      uint32_t *escaped, const struct ahead *ahead)
 {
 	uint64_t bits[WIRE_LANES] = {0};
 	uint32_t nbits[WIRE_LANES];
 	uint16_t row[256]; /* code | length << 8, bit 15: escaped */
 
+	(void)ahead;
 	for (int i = 0; i < 256; i++)
 		row[i] = (uint16_t)(book->code[i] | book->length[i] << 8);
 	for (int l = 0; l < WIRE_LANES; l++)
@@ -48,7 +49,7 @@ static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, siz
 }
 
 static int decode_lanes(const book_lookup *book, const uint8_t *words, size_t nwords, size_t rows, uint8_t *symbol,
-			lanes *state, uint32_t *escaped)
+			lanes *state, uint32_t *escaped, const struct ahead *ahead)
 {
 	const uint8_t *p = words, *end = words + 4 * nwords;
 	uint8_t last[4 * 2 * WIRE_LANES];
@@ -57,6 +58,7 @@ static int decode_lanes(const book_lookup *book, const uint8_t *words, size_t nw
 	uint16_t next[256]; /* symbol | length << 8 */
 	int in_last = 0;
 
+	(void)ahead;
 	for (int i = 0; i < 256; i++)
 		next[i] = (uint16_t)(book->symbol[i] | book->length[i] << 8);
 	for (int l = 0; l < WIRE_LANES; l++) {

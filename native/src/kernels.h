@@ -92,6 +92,12 @@ typedef struct lanes {
 	uint32_t tail[WIRE_LANES];
 } lanes;
 
+/* Memory that comes next: `count` pieces of n bytes, `stride` apart. Kernels that compute bring it closer meanwhile. */
+struct ahead {
+	const void *at;
+	size_t stride, n, count;
+};
+
 /* Words that a kernel may write below, or read above, what it was given. */
 #define LANES_SLACK 48
 
@@ -104,18 +110,19 @@ struct kernels {
 	 * place of the first word.
 	 */
 	uint32_t *(*encode_lanes)(const book_codes *book, const uint8_t *symbol, size_t rows, uint32_t *end,
-				  lanes *state, uint32_t *escaped);
+				  lanes *state, uint32_t *escaped, const struct ahead *ahead);
 	/*
 	 * Decode `rows` quad rows from nwords words at any address; zeros follow the last one. Bit i of `escaped` is
 	 * set where the symbol is book->escape. Returns 1 when every word was taken and every lane ended on 32 zero
 	 * bits.
 	 */
 	int (*decode_lanes)(const book_lookup *book, const uint8_t *words, size_t nwords, size_t rows, uint8_t *symbol,
-			    lanes *state, uint32_t *escaped);
+			    lanes *state, uint32_t *escaped, const struct ahead *ahead);
 
-	/* Values to byte planes and back; by enum form. FLOAT8 leaves plane 0 alone. */
+	/* Values to byte planes and back; by enum form. FLOAT8 leaves plane 0 alone. `stream`: past the caches. */
 	void (*split[FORM_COUNT])(const void *src, size_t n, uint8_t *const *plane);
-	void (*merge[FORM_COUNT])(const uint8_t *const *plane, size_t n, void *dst);
+	void (*merge[FORM_COUNT])(const uint8_t *const *plane, size_t n, void *dst, int stream);
+	void (*stream)(uint8_t *dst, const uint8_t *src, size_t n);
 
 	/* Plane 0 alone; FLOAT8 through no window: use top_float8. */
 	void (*top[FORM_COUNT])(const void *src, size_t n, uint8_t *e);
@@ -124,19 +131,25 @@ struct kernels {
 
 	/* Sum of the bytes, and how many are not 0. */
 	void (*sum)(const uint8_t *e, size_t n, uint32_t *total, uint32_t *count);
-	/* Column by column: total += e - offset, count += 1, where e is not 0. */
-	void (*columns)(const uint8_t *e, uint8_t offset, size_t n, int16_t *total, int16_t *count);
+	/* Column by column, where e is not 0: total += 4 * e - step * quarters, count += 1. */
+	void (*columns)(const uint8_t *e, int step, int quarters, size_t n, int32_t *total, int16_t *count);
 
 	/* Exponent bytes to symbols under an offset each, and back (in place if wanted). */
 	void (*symbols)(const uint8_t *e, const uint8_t *offset, uint8_t escape, size_t n, uint8_t *symbol);
 	void (*unsymbols)(const uint8_t *symbol, const uint8_t *offset, size_t n, uint8_t *e);
-	void (*offsets)(const uint8_t *cols, uint8_t row, size_t n, uint8_t *offset);
+	/* offset = step * floor((quarters + cols) / 4); |cols| <= 64 */
+	void (*offsets)(const int8_t *cols, int quarters, int step, size_t n, uint8_t *offset);
+
+	/* Low nibbles as symbols, high ones two a byte (value i and value i + (n + 1) / 2); and back, in place. */
+	void (*halve)(const uint8_t *p, size_t n, uint8_t *symbol, uint8_t *high);
+	void (*unhalve)(uint8_t *symbol, const uint8_t *high, size_t n);
 
 	/* Sum of seal_chunk over nbytes bytes, the last chunk padded with zeros. */
 	uint64_t (*digest)(const uint8_t *src, size_t nbytes, uint32_t seed);
 
-	/* How many e are 0, and the OR of the other planes there. */
-	size_t (*zeros)(const uint8_t *e, const uint8_t *const *plane, int nplanes, size_t n, uint8_t *rest);
+	/* How many e are 0; and the OR of p there. */
+	size_t (*zeros)(const uint8_t *e, size_t n);
+	uint8_t (*under_zeros)(const uint8_t *e, const uint8_t *p, size_t n);
 	/* Keep p[i] where e[i] is not 0 (dst may be p); and the inverse, zeros elsewhere. */
 	size_t (*prune)(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *dst);
 	void (*unprune)(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *dst);

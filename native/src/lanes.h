@@ -27,15 +27,30 @@ struct tail {
 	uint8_t bytes[4 * (WIRE_LANES + 2 * LANES_SLACK)];
 };
 
-static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, size_t rows, uint32_t *end, lanes *state,
-			      uint32_t *escaped)
+/* Bytes of each piece to fetch in a row: whole cache lines. */
+static inline size_t ahead_step(const struct ahead *ahead, size_t rows)
 {
+	return (ahead->n + 64 * rows - 1) / (64 * rows) * 64;
+}
+
+static inline void ahead_fetch(const struct ahead *ahead, size_t step, size_t row)
+{
+	for (size_t c = 0; c < ahead->count; c++)
+		for (size_t i = 0; i < step; i += 64)
+			__builtin_prefetch((const void *)((uintptr_t)ahead->at + c * ahead->stride + row * step + i));
+}
+
+static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, size_t rows, uint32_t *end, lanes *state,
+			      uint32_t *escaped, const struct ahead *ahead)
+{
+	const size_t step = ahead_step(ahead, rows);
 	CODES table = codes_load(book);
 	V word[NV], part[NV], tail[NV];
 
 	for (int v = 0; v < NV; v++)
 		word[v] = part[v] = tail[v] = SET1(0);
 	while (rows-- > 0) {
+		ahead_fetch(ahead, step, rows);
 		for (int v = NV - 1; v >= 0; v--) {
 			V code, n, t, full;
 			MASK m;
@@ -61,8 +76,9 @@ static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, siz
 }
 
 static int decode_lanes(const book_lookup *book, const uint8_t *words, size_t nwords, size_t rows, uint8_t *symbol,
-			lanes *state, uint32_t *escaped)
+			lanes *state, uint32_t *escaped, const struct ahead *ahead)
 {
+	const size_t step = ahead_step(ahead, rows);
 	const uint8_t *p = words, *end = words + 4 * nwords;
 	LOOKUP table = lookup_load(book);
 	V word[NV], part[NV], tail[NV], all = SET1(0);
@@ -78,6 +94,7 @@ static int decode_lanes(const book_lookup *book, const uint8_t *words, size_t nw
 		BYTES s[4], n, total;
 		V next[NV], w[NV];
 
+		ahead_fetch(ahead, step, r);
 		if (__builtin_expect(end - p < 4 * (WIRE_LANES + LANES_SLACK), 0)) {
 			if (!in_last) {
 				size_t left = (size_t)(end - p);

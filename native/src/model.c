@@ -7,9 +7,10 @@
 #include "core.h"
 
 #define RUN 32         /* neighbouring values that a row's sample is made of */
-#define MAX_RUNS 8
-#define SAMPLED_ROWS 64 /* for the columns' offsets */
+#define RUNS 4         /* of a row: 128 values find its mean to a tenth of a step or so */
+#define SAMPLED_ROWS 128 /* for the columns' offsets */
 #define TILE 512        /* columns at a time */
+#define DEAD -128       /* a row or column without exponents, until offsets are rounded */
 
 uint64_t model_nbytes(const struct dtype *d, uint64_t n)
 {
@@ -105,95 +106,126 @@ static void exponents(const codec_tensor *src, const struct kernels *k, const st
 		k->top[d->form](p, n, e);
 }
 
-static uint8_t nibble(int offset)
+static int clamp(int x, int lo, int hi)
 {
-	return (uint8_t)MAX(-8, MIN(7, offset));
+	return x < lo ? lo : x > hi ? hi : x;
 }
 
-/* Rows first: the rounded mean exponent of a few runs of each. Then the base, the rounded mean of those. */
+/*
+ * Offsets are kept in quarters, as nibble << shift. Choose the finest shift under which at most one in 32 is clamped
+ * (any offset decodes, so that does no harm), and round.
+ */
+static uint8_t round_offsets(int8_t *offset, uint64_t n, int middle)
+{
+	uint8_t shift = 0;
+
+	for (; shift < WIRE_MAX_SHIFT; shift++) {
+		uint64_t outside = 0;
+
+		for (uint64_t i = 0; i < n; i++)
+			outside += offset[i] != DEAD && (offset[i] - middle < -(8 << shift) ||
+							  offset[i] - middle > 7 << shift);
+		if (32 * outside <= n)
+			break;
+	}
+	for (uint64_t i = 0; i < n; i++) {
+		int nibble = ((offset[i] == DEAD ? 0 : offset[i] - middle) + (1 << shift >> 1)) >> shift;
+
+		offset[i] = (int8_t)(clamp(nibble, -8, 7) * (1 << shift));
+	}
+	return shift;
+}
+
+/* Rows first: the mean exponent of a few runs of each, in quarters. Then the base, the mean of those. */
 static void fit_rows(const codec_tensor *src, const struct kernels *k, struct job *j, struct segment *s, int step)
 {
-	uint8_t *rows = job_offsets(j) + s->rows_at;
-	uint64_t nrows = s->cols_at - s->rows_at, nruns = MAX(2, MIN(MAX_RUNS, s->cols / 256));
+	int8_t *rows = job_offsets(j) + s->rows_at;
+	uint64_t nrows = s->cols_at - s->rows_at;
+	uint64_t size = dtype_of(src->dtype)->nbytes;
 	int64_t total = 0, count = 0;
+	int reference = -1, middle;
 
 	for (uint64_t r = 0; r < nrows; r++) {
 		uint64_t first = s->start + r * s->cols, n = MIN(s->cols, s->start + s->count - first), got = 0;
-		uint8_t e[MAX_RUNS * RUN];
+		uint8_t e[RUNS * RUN];
 		uint32_t sum, nonzero;
+		int mean;
 
-		if (n <= nruns * RUN) {
+		if (n <= RUNS * RUN) {
 			exponents(src, k, j, first, got = n, e);
 		} else {
-			for (uint64_t i = 0; i < nruns; i++, got += RUN)
-				exponents(src, k, j, first + i * (n - RUN) / (nruns - 1), RUN, e + got);
+			for (uint64_t i = 0; i < RUNS; i++, got += RUN) {
+				uint64_t run = first + i * (n - RUN) / (RUNS - 1);
+				const char *ahead = (const char *)src->data + (run + 4 * s->cols) * size;
+
+				/* far apart, so the CPU does not see them coming */
+				for (uint64_t b = 0; b < RUN * size; b += 64)
+					__builtin_prefetch(ahead + b);
+				exponents(src, k, j, run, RUN, e + got);
+			}
 		}
 		k->sum(e, got, &sum, &nonzero);
-		rows[r] = 0;
-		if (nonzero) {
-			rows[r] = (uint8_t)MAX(1, bits_mean(sum, (int64_t)nonzero * step));
-			total += rows[r];
-			count++;
-		}
+		rows[r] = DEAD;
+		if (!nonzero)
+			continue;
+		mean = bits_mean(4 * (int64_t)sum, (int64_t)nonzero * step);
+		reference = reference < 0 ? mean : reference;
+		rows[r] = (int8_t)clamp(mean - reference, -127, 127);
+		total += rows[r];
+		count++;
 	}
-	s->base = count ? (uint8_t)bits_mean(total, count) : 128;
-	for (uint64_t r = 0; r < nrows; r++)
-		rows[r] = rows[r] ? nibble(rows[r] - s->base) : 0;
+	middle = count ? bits_mean(total, count) : 0;
+	s->base = (uint16_t)(count ? reference + middle : 4 * 128);
+	s->row_shift = round_offsets(rows, nrows, middle);
 }
 
-/* Columns: the rounded mean of what the row's offset leaves, over rows spread by the golden ratio. */
+/* Columns: the mean of what the row's offset leaves, over rows spread by the golden ratio. */
 static void fit_cols(const codec_tensor *src, const struct kernels *k, struct job *j, struct segment *s, int step)
 {
-	const uint8_t *rows = job_offsets(j) + s->rows_at;
-	uint8_t *cols = job_offsets(j) + s->cols_at;
+	const int8_t *rows = job_offsets(j) + s->rows_at;
+	int8_t *cols = job_offsets(j) + s->cols_at;
 	uint64_t nrows = s->cols_at - s->rows_at;
 
 	for (uint64_t c = 0; c < s->cols; c += TILE) {
 		uint64_t n = MIN(TILE, s->cols - c);
-		int16_t total[TILE] = {0}, count[TILE] = {0};
+		int32_t total[TILE] = {0};
+		int16_t count[TILE] = {0};
 		uint8_t e[TILE];
 
 		for (uint64_t i = 0; i < SAMPLED_ROWS; i++) {
 			uint64_t r = (i * 0x9e3779b9u & 0xffffffffu) * nrows >> 32;
+			int row = s->base + rows[r];
 
 			exponents(src, k, j, s->start + r * s->cols + c, n, e);
-			k->columns(e, (uint8_t)(step * (s->base + (int8_t)rows[r])), n, total, count);
+			k->columns(e, step, row, n, total, count);
 		}
 		for (uint64_t i = 0; i < n; i++)
-			cols[c + i] = count[i] ? nibble(bits_mean(total[i], (int64_t)count[i] * step)) : 0;
+			cols[c + i] = count[i] ? (int8_t)clamp(bits_mean(total[i], (int64_t)count[i] * step), -127, 127)
+					       : DEAD;
 	}
+	s->col_shift = round_offsets(cols, s->cols, 0);
 }
 
-/* From nibbles around a base to what is subtracted from plane 0. */
-static void expand(struct job *j, const struct segment *s, int step)
-{
-	uint8_t *at = job_offsets(j);
-
-	if (s->kind & WIRE_SEGMENT_ROWS)
-		for (uint64_t i = s->rows_at; i < s->cols_at; i++)
-			at[i] = (uint8_t)(step * (s->base + (int8_t)at[i]));
-	if (s->kind & WIRE_SEGMENT_COLS)
-		for (uint64_t i = 0; i < s->cols; i++)
-			at[s->cols_at + i] = (uint8_t)(step * (int8_t)at[s->cols_at + i]);
-}
-
+/* Rounded once, from quarters: the nearest whole offset to row + column. */
 static void segment_offsets(const struct job *j, const struct kernels *k, const struct segment *s, uint64_t first,
 			    uint64_t n, uint8_t *offset)
 {
-	const uint8_t *at = job_offsets(j);
+	int step = dtype_of(j->h.dtype)->step;
+	const int8_t *at = job_offsets(j);
 	uint64_t i = first - s->start;
 
 	if (!(s->kind & WIRE_SEGMENT_ROWS)) {
-		memset(offset, dtype_of(j->h.dtype)->step * s->base, n);
+		memset(offset, (uint8_t)(step * ((s->base + 2) >> 2)), n);
 		return;
 	}
 	for (uint64_t row = i / s->cols, col = i % s->cols; n; row++, col = 0) {
 		uint64_t m = MIN(n, s->cols - col);
+		int quarters = s->base + at[s->rows_at + row] + 2;
 
 		if (s->kind & WIRE_SEGMENT_COLS)
-			k->offsets(at + s->cols_at + col, at[s->rows_at + row], m, offset);
+			k->offsets(at + s->cols_at + col, quarters, step, m, offset);
 		else
-			memset(offset, at[s->rows_at + row], m);
+			memset(offset, (uint8_t)(step * (quarters >> 2)), m);
 		offset += m;
 		n -= m;
 	}
@@ -238,13 +270,18 @@ static void count_segment(const codec_tensor *src, const struct kernels *k, cons
 		uint64_t n = MIN(WIRE_ROW, s->start + s->count - first);
 		uint8_t e[WIRE_ROW], offset[WIRE_ROW], symbol[WIRE_ROW];
 
+		__builtin_prefetch((const char *)src->data + (first + stride * WIRE_ROW) * dtype_of(src->dtype)->nbytes);
 		exponents(src, k, j, first, n, e);
-		count_bytes(e, n, raw);
-		if (!fitted)
+		if (!fitted) {
+			count_bytes(e, n, raw);
 			continue;
+		}
 		segment_offsets(j, k, s, first, n, offset);
 		k->symbols(e, offset, 0, n, symbol); /* what lands on 0 is rare, and few zeros more */
-		count_bytes(symbol, n, fitted);
+		for (uint64_t i = 0; i < n; i++) {
+			raw[e[i]]++;
+			fitted[symbol[i]]++;
+		}
 	}
 }
 
@@ -353,7 +390,6 @@ codec_status model_choose(const codec_tensor *src, const codec_context *with, co
 		fit_rows(src, k, j, g, d->step);
 		if (g->kind & WIRE_SEGMENT_COLS)
 			fit_cols(src, k, j, g, d->step);
-		expand(j, g, d->step);
 		count_segment(src, k, j, g, stride, raw, fitted);
 		s->nzeros += raw[0];
 		s->nvalues += sum_counts(raw);
@@ -368,7 +404,7 @@ codec_status model_choose(const codec_tensor *src, const codec_context *with, co
 			memcpy(s->counts[0], raw, sizeof raw);
 		else
 			for (int v = 0; v < 256; v++)
-				s->counts[0][bits_symbol((uint8_t)v, (uint8_t)(d->step * g->base), 0)] += raw[v];
+				s->counts[0][bits_symbol((uint8_t)v, (uint8_t)(d->step * ((g->base + 2) >> 2)), 0)] += raw[v];
 	}
 	if (!used && j->model.nsegments == 1)
 		j->model.nsegments = 0;
@@ -392,27 +428,26 @@ uint64_t model_side_nbytes(const struct job *j)
 	return nbytes;
 }
 
-static uint8_t *pack_nibbles(const uint8_t *offset, uint64_t n, int base, int step, uint8_t *dst)
+static uint8_t *pack_nibbles(const int8_t *offset, uint64_t n, int shift, uint8_t *dst)
 {
 	for (uint64_t i = 0; i < n; i += 2) {
-		uint32_t lo = (uint32_t)((int8_t)(offset[i] - base * step) / step) & 15;
-		uint32_t hi = i + 1 < n ? (uint32_t)((int8_t)(offset[i + 1] - base * step) / step) & 15 : 0;
+		uint32_t lo = (uint32_t)(offset[i] >> shift) & 15;
+		uint32_t hi = i + 1 < n ? (uint32_t)(offset[i + 1] >> shift) & 15 : 0;
 
 		*dst++ = (uint8_t)(lo | hi << 4);
 	}
 	return dst;
 }
 
-static const uint8_t *unpack_nibbles(const uint8_t *src, uint64_t n, uint8_t *offset)
+static const uint8_t *unpack_nibbles(const uint8_t *src, uint64_t n, int shift, int8_t *offset)
 {
 	for (uint64_t i = 0; i < n; i++)
-		offset[i] = (uint8_t)(((src[i / 2] >> 4 * (i % 2) & 15) ^ 8) - 8);
+		offset[i] = (int8_t)(((int)((src[i / 2] >> 4 * (i % 2) & 15u) ^ 8u) - 8) * (1 << shift));
 	return src + (n + 1) / 2;
 }
 
 void model_write(const struct job *j, uint8_t *dst)
 {
-	int step = dtype_of(j->h.dtype)->step;
 	uint8_t *p;
 
 	if (!j->model.nsegments)
@@ -421,18 +456,19 @@ void model_write(const struct job *j, uint8_t *dst)
 	p = dst + 4 + WIRE_SEGMENT_NBYTES * j->model.nsegments;
 	for (uint64_t i = 0; i < j->model.nsegments; i++) {
 		const struct segment *s = job_segments(j) + i;
-		const uint8_t *offset = job_offsets(j);
+		const int8_t *offset = job_offsets(j);
 		uint8_t *record = dst + 4 + WIRE_SEGMENT_NBYTES * i;
 
 		store64(record, s->count);
 		store32(record + 8, s->kind ? (uint32_t)s->cols : 0);
 		record[12] = s->kind;
-		record[13] = s->base;
-		store16(record + 14, 0);
+		record[13] = (uint8_t)((s->kind & WIRE_SEGMENT_ROWS ? s->row_shift : 0) |
+				       (s->kind & WIRE_SEGMENT_COLS ? s->col_shift : 0) << 4);
+		store16(record + 14, s->base);
 		if (s->kind & WIRE_SEGMENT_ROWS)
-			p = pack_nibbles(offset + s->rows_at, s->cols_at - s->rows_at, s->base, step, p);
+			p = pack_nibbles(offset + s->rows_at, s->cols_at - s->rows_at, s->row_shift, p);
 		if (s->kind & WIRE_SEGMENT_COLS)
-			p = pack_nibbles(offset + s->cols_at, s->cols, 0, step, p);
+			p = pack_nibbles(offset + s->cols_at, s->cols, s->col_shift, p);
 	}
 }
 
@@ -441,7 +477,6 @@ void model_write(const struct job *j, uint8_t *dst)
 /* Read the scale model at frame[at, end). */
 codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f)
 {
-	int step = dtype_of(j->h.dtype)->step;
 	uint64_t nsegments, start = 0, p;
 
 	if (end - at < 4)
@@ -457,7 +492,7 @@ codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct 
 	j->model.offsets_at = j->model.segments_at + nsegments * sizeof(struct segment);
 	for (uint64_t i = 0; i < nsegments; i++, at += WIRE_SEGMENT_NBYTES) {
 		uint64_t count = load64(frame + at), cols = load32(frame + at + 8);
-		uint8_t kind = frame[at + 12];
+		uint8_t kind = frame[at + 12], shifts = frame[at + 13];
 		struct segment *s;
 
 		if (!count || count > j->h.n - start)
@@ -470,27 +505,31 @@ codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct 
 			BAD(at + 8, cols, WIRE_MATRIX_MIN);
 		if (kind > (WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS) || kind == WIRE_SEGMENT_COLS)
 			BAD(at + 12, kind, WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS);
-		if (load16(frame + at + 14))
-			BAD(at + 14, load16(frame + at + 14), 0);
+		if ((shifts & 15) > (kind & WIRE_SEGMENT_ROWS ? WIRE_MAX_SHIFT : 0) ||
+		    shifts >> 4 > (kind & WIRE_SEGMENT_COLS ? WIRE_MAX_SHIFT : 0))
+			BAD(at + 13, shifts, WIRE_MAX_SHIFT);
+		if (load16(frame + at + 14) > WIRE_MAX_BASE)
+			BAD(at + 14, load16(frame + at + 14), WIRE_MAX_BASE);
 		add_segment(j, start, count, kind ? cols : WIRE_FLAT_COLS, kind);
 		s = job_segments(j) + i;
-		s->base = frame[at + 13];
+		s->base = load16(frame + at + 14);
+		s->row_shift = shifts & 15;
+		s->col_shift = shifts >> 4;
 		start += count;
 		if (nibble_nbytes(s) > end - p)
 			BAD(p, nibble_nbytes(s), end - p);
 		if (kind & WIRE_SEGMENT_ROWS) {
 			uint64_t nrows = s->cols_at - s->rows_at;
 
-			p = (uint64_t)(unpack_nibbles(frame + p, nrows, job_offsets(j) + s->rows_at) - frame);
+			p = (uint64_t)(unpack_nibbles(frame + p, nrows, s->row_shift, job_offsets(j) + s->rows_at) - frame);
 			if (nrows % 2 && frame[p - 1] >> 4)
 				BAD(p - 1, frame[p - 1], frame[p - 1] & 15);
 		}
 		if (kind & WIRE_SEGMENT_COLS) {
-			p = (uint64_t)(unpack_nibbles(frame + p, cols, job_offsets(j) + s->cols_at) - frame);
+			p = (uint64_t)(unpack_nibbles(frame + p, cols, s->col_shift, job_offsets(j) + s->cols_at) - frame);
 			if (cols % 2 && frame[p - 1] >> 4)
 				BAD(p - 1, frame[p - 1], frame[p - 1] & 15);
 		}
-		expand(j, s, step);
 	}
 	if (start != j->h.n)
 		BAD(at, start, j->h.n);

@@ -13,6 +13,27 @@ static codec_status codebook_check(const codec_codebook *c)
 	return c->id && book_valid(&b) ? CODEC_OK : CODEC_BAD_CODEBOOK;
 }
 
+/*
+ * Low bytes of sums of products are even too often: a book of bytes with codes of at most 8 bits cannot say so, a book
+ * of their low nibbles can. Is that cheaper than *cost bits? Then it takes the place of *b.
+ */
+static int halve(const uint32_t counts[256], int cap, uint64_t total, uint64_t *cost, codebook *b)
+{
+	uint32_t low[256] = {0};
+	uint64_t halved;
+	codebook nibbles;
+
+	for (int i = 0; i < 256; i++)
+		low[i & 15] += counts[i];
+	book_from_counts(&nibbles, low, cap);
+	halved = book_cost(&nibbles, low, 8) + 4 * total;
+	if (halved >= *cost)
+		return 0;
+	*cost = halved;
+	*b = nibbles;
+	return 1;
+}
+
 /* Which planes are coded, which are raw in every block, and the codebooks. */
 codec_status choose_planes(const codec_context *with, struct job *j, const struct sample *s)
 {
@@ -24,7 +45,7 @@ codec_status choose_planes(const codec_context *with, struct job *j, const struc
 		const uint32_t *counts = s->counts[p];
 		int exponent = p == 0 && d->step, literal = exponent && d->form == FORM_FLOAT8 ? 16 : 8;
 		codebook *b = j->books + p;
-		uint64_t total = 0;
+		uint64_t total = 0, cost;
 
 		for (int i = 0; i < 256; i++)
 			total += counts[i];
@@ -36,11 +57,17 @@ codec_status choose_planes(const codec_context *with, struct job *j, const struc
 		} else {
 			book_from_counts(b, counts, j->h.cap);
 		}
-		/* a gain below 3% is not worth the time, nor surer than the sample */
-		if ((exponent && d->form == FORM_FLOAT8) || 100 * book_cost(b, counts, literal) < 97 * 8 * total) {
+		cost = book_cost(b, counts, literal);
+		if (!exponent && halve(counts, j->h.cap, total, &cost, b))
+			j->h.halved |= (uint8_t)(1 << p);
+		/* a gain below 2% is not worth the time, nor surer than the sample */
+		if ((exponent && d->form == FORM_FLOAT8) || 100 * cost < 98 * 8 * total) {
 			j->h.coded |= (uint8_t)(1 << p);
 			book_to_codes(b, j->codes + p);
-		} else if (!has_zeros && !(s->is_constant >> p & 1) && !(s->has_zero_run >> p & 1)) {
+			continue;
+		}
+		j->h.halved &= (uint8_t)~(1 << p);
+		if (!has_zeros && !(s->is_constant >> p & 1) && !(s->has_zero_run >> p & 1)) {
 			j->h.fixed |= (uint8_t)(1 << p);
 		}
 	}

@@ -19,7 +19,8 @@
 #define WIRE_AT_CHECKSUM 24
 #define WIRE_AT_PARAMS 32
 #define WIRE_AT_FLAGS 40
-#define WIRE_AT_RESERVED 44
+#define WIRE_AT_HALVED 44
+#define WIRE_AT_RESERVED 45 /* 3 bytes */
 #define WIRE_AT_SHAPE 48
 #define WIRE_MAX_RANK 8
 #define WIRE_MAX_HEADER (WIRE_AT_SHAPE + 8 * WIRE_MAX_RANK)
@@ -42,7 +43,7 @@
 #define WIRE_DIRECTORY_ENTRY 8
 #define WIRE_MIN_CODED 512 /* fewer values are stored */
 #define WIRE_MIN_BLOCK_LOG2 9
-#define WIRE_MAX_BLOCK_LOG2 13
+#define WIRE_MAX_BLOCK_LOG2 14
 #define WIRE_MAX_PLANES 8
 
 /* Lane coder. */
@@ -63,6 +64,8 @@
 #define WIRE_SEGMENT_NBYTES 16
 #define WIRE_SEGMENT_ROWS 1u
 #define WIRE_SEGMENT_COLS 2u
+#define WIRE_MAX_SHIFT 2      /* offsets are nibble << shift quarters of a step */
+#define WIRE_MAX_BASE 1023
 #define WIRE_FLAT_COLS 512  /* a segment without columns has an offset for each run of this many values */
 #define WIRE_MATRIX_MIN 64  /* the shorter side of a matrix that gets offsets */
 #define WIRE_SEGMENT_MIN 8192 /* runs of smaller segments are one flat segment */

@@ -1,0 +1,211 @@
+"""Compare size and speed with other compressors of floats: one thread, same bytes, same run.
+
+The tensors are the committed sample, or the .npz files given: every 1-D array of a file is a tensor; if the file has
+``shapes`` (the text of a list of shapes), arrays of that many values are buckets of tensors with these shapes. Arrays
+of uint16 whose name ends in ``_bits`` are bfloat16.
+"""
+
+import argparse
+import ast
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import codec
+
+SAMPLE = Path(__file__).parent / "data" / "gradients.npz"
+
+
+def tensors(path: Path) -> Iterator[tuple[str, np.ndarray[Any, Any], str, list[tuple[int, ...]]]]:
+    """Yield name, values, dtype and shapes of the parameters inside, if known."""
+    with np.load(path) as file:
+        shapes = [tuple(s) for s in ast.literal_eval(str(file["shapes"]))] if "shapes" in file else []
+        few = int(file["few"]) if "few" in file else 0
+        for key in file.files:
+            x = file[key]
+            if x.size < 1024 or x.dtype.kind not in "fu":
+                continue
+            inside: list[tuple[int, ...]] = []
+            for candidate in (shapes, shapes[:few]):
+                if candidate and sum(int(np.prod(s)) for s in candidate) == x.size:
+                    inside = candidate
+            yield f"{path.stem}:{key}", x.reshape(-1), "bfloat16" if key.endswith("_bits") else x.dtype.name, inside
+
+
+def segments(shapes: list[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
+    """Offsets of consecutive shapes."""
+    offsets = np.cumsum([0, *(int(np.prod(s)) for s in shapes)])
+    return [(int(o), s) for o, s in zip(offsets, shapes, strict=False)]
+
+
+def exponents(x: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    """Exponent bytes of float32 and bfloat16."""
+    return ((x >> 7) & 255 if dtype == "bfloat16" else (x.view(np.uint32) >> 23) & 255).astype(np.uint8)
+
+
+def block_entropy(e: np.ndarray[Any, Any], block: int = 16384) -> float:
+    """Sum of the empirical entropies of consecutive blocks, in bytes."""
+    bits = 0.0
+    for i in range(0, e.size, block):
+        counts = np.bincount(e[i : i + block])
+        counts = counts[counts > 0]
+        bits += float((counts * np.log2(counts.sum() / counts)).sum())
+    return bits / 8
+
+
+def best(f: Callable[[], Any], seconds: float = 0.4) -> tuple[float, Any]:
+    """Shortest time of a call, and its result."""
+    result = f()
+    shortest, end = float("inf"), time.perf_counter() + seconds
+    while True:
+        start = time.perf_counter()
+        result = f()
+        shortest = min(shortest, time.perf_counter() - start)
+        if time.perf_counter() > end:
+            return shortest, result
+
+
+def peers(dtype: str) -> dict[str, tuple[Callable[[np.ndarray[Any, Any]], bytes], Callable[[bytes], Any]]]:
+    """Name to (compress, decompress); imported here so that the rest of this file needs none of them."""
+    import blosc2
+    import zipnn
+    import zstandard
+    from pcodec import ChunkConfig, standalone
+
+    found: dict[str, tuple[Callable[[np.ndarray[Any, Any]], bytes], Callable[[bytes], Any]]] = {}
+    zip_nn = zipnn.ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1)
+    # ZipNN overwrites its input: give it a copy, made outside of the timing
+    found["zipnn"] = (lambda x: zip_nn.compress(x), lambda f: zip_nn.decompress(f))
+    z, d = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
+    found["zstd -1"] = (lambda x: z.compress(x.data), lambda f: d.decompress(f))
+    for name, level, filter_, cname in (
+        ("blosc2 shuffle+zstd", 1, blosc2.Filter.SHUFFLE, blosc2.Codec.ZSTD),
+        ("blosc2 bitshuffle+lz4", 1, blosc2.Filter.BITSHUFFLE, blosc2.Codec.LZ4),
+    ):
+        found[name] = (
+            lambda x, level=level, f=filter_, c=cname: blosc2.compress2(
+                x, codec=c, clevel=level, filters=[f], typesize=x.itemsize, nthreads=1
+            ),
+            lambda f: blosc2.decompress2(f, nthreads=1),
+        )
+    found["pcodec"] = (
+        lambda x: standalone.simple_compress(x, ChunkConfig()),
+        lambda f: standalone.simple_decompress(f),
+    )
+    return found
+
+
+def measure(name: str, x: np.ndarray[Any, Any], dtype: str, shapes: list[tuple[int, ...]], speed: bool) -> dict[str, Any]:
+    """One row: sizes as fractions of the tensor, GB/s of tensor bytes."""
+    seconds = 0.4 if speed else 0.0
+    inside = segments(shapes) or None
+    shape = shapes[0] if len(shapes) == 1 else x.shape
+    y = x.reshape(shape)
+    if len(shapes) == 1:
+        inside = None
+    buffer = np.empty(codec.bound(shape, dtype), np.uint8)
+    restored = np.empty_like(y)
+    enc, frame = best(lambda: codec.encode(y, dtype=dtype, segments=inside, out=buffer, threads=1), seconds)
+    dec, _ = best(lambda: codec.decode(frame, out=restored, threads=1, max_nbytes=1 << 40), seconds)
+    assert restored.tobytes() == x.tobytes()
+    enc_new, _ = best(lambda: codec.encode(y, dtype=dtype, segments=inside, threads=1), seconds)
+    dec_new, _ = best(lambda: codec.decode(frame, like=y, threads=1, max_nbytes=1 << 40), seconds)
+    copy, _ = best(lambda: np.copyto(restored, y), seconds)
+    info = codec.inspect(frame)
+    e = exponents(x, dtype)
+    e_frame = codec.encode(y, dtype=dtype, segments=inside)
+    # what is not sign and mantissa is exponents, model, tables, directory and header
+    rest = x.nbytes - x.size if dtype == "float32" else x.size
+    row: dict[str, Any] = {
+        "tensor": name,
+        "dtype": dtype,
+        "nbytes": x.nbytes,
+        "segments": len(shapes),
+        "ratio": len(frame) / x.nbytes,
+        "exponent_entropy_nbytes": block_entropy(e),
+        "copy_gbps": x.nbytes / copy / 1e9,
+        "encode_gbps": x.nbytes / enc / 1e9,
+        "decode_gbps": x.nbytes / dec / 1e9,
+        "encode_new_gbps": x.nbytes / enc_new / 1e9,
+        "decode_new_gbps": x.nbytes / dec_new / 1e9,
+        "peers": {},
+    }
+    if info.sections["planes"][1] >= rest:
+        row["exponent_nbytes"] = len(e_frame) - rest
+    for peer, (compress, decompress) in peers(dtype).items():
+        if peer == "pcodec" and dtype == "bfloat16":
+            given: Any = x.view(np.uint16)
+        elif peer == "zipnn":
+            given = bytes(x.tobytes())
+        else:
+            given = x
+        enc, packed = best(lambda c=compress, g=given: c(g), seconds)
+        dec, _ = best(lambda d=decompress, p=packed: d(p), seconds)
+        row["peers"][peer] = {
+            "ratio": len(packed) / x.nbytes,
+            "encode_gbps": x.nbytes / enc / 1e9,
+            "decode_gbps": x.nbytes / dec / 1e9,
+        }
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, default=[SAMPLE])
+    parser.add_argument("--each", action="store_true", help="also every tensor of a bucket above 64 k values by itself")
+    parser.add_argument("--flat", action="store_true", help="also every bucket without its shapes")
+    parser.add_argument("--sizes-only", action="store_true", help="no timing")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for path in args.files:
+        for name, x, dtype, shapes in tensors(path):
+            cases = [(name, x, shapes)]
+            if args.flat and shapes:
+                cases.append((f"{name} flat", x, []))
+            if args.each and len(shapes) > 1:
+                for i, (offset, shape) in enumerate(segments(shapes)):
+                    n = int(np.prod(shape))
+                    if n > 65536:
+                        cases.append((f"{name}[{i}] {'x'.join(map(str, shape))}", x[offset : offset + n], [shape]))
+            for case, values, inside in cases:
+                print(f"\r{case:60}", end="", file=sys.stderr, flush=True)
+                rows.append(measure(case, np.ascontiguousarray(values), dtype, inside, not args.sizes_only))
+    print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
+    if args.json:
+        print(json.dumps({"isa": codec.isas()[-1], "rows": rows}, indent=1))
+        return
+    report(rows)
+
+
+def report(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    names = list(rows[0]["peers"])
+    table = Table(title="size / tensor, GB/s of tensor bytes encode|decode (into memory that exists)", title_justify="left")
+    for column in ("tensor", "codec", "exponents/entropy", *names, "copy", "vs zipnn"):
+        table.add_column(column, justify="left" if column == "tensor" else "right", no_wrap=column == "tensor")
+    for r in rows:
+        cheapest = min(p["ratio"] for p in r["peers"].values())
+        cells = [r["tensor"], f"{r['ratio']:.4f} {r['encode_gbps']:.1f}|{r['decode_gbps']:.1f}"]
+        cells.append(f"{r['exponent_nbytes'] / r['exponent_entropy_nbytes']:.3f}" if "exponent_nbytes" in r else "")
+        for p in names:
+            mark = "*" if r["peers"][p]["ratio"] == cheapest else ""
+            cells.append(f"{r['peers'][p]['ratio']:.4f}{mark} {r['peers'][p]['encode_gbps']:.1f}|{r['peers'][p]['decode_gbps']:.1f}")
+        z = r["peers"]["zipnn"]
+        cells += [
+            f"{r['copy_gbps']:.1f}",
+            f"{r['encode_new_gbps'] / z['encode_gbps']:.1f}x {r['decode_new_gbps'] / z['decode_gbps']:.1f}x",
+        ]
+        table.add_row(*cells)
+    Console(width=200).print(table)
+
+
+if __name__ == "__main__":
+    main()
