@@ -119,6 +119,7 @@ static codec_status open_job(const uint8_t *frame, size_t nbytes, codec_tensor *
 			     void *memory, size_t job_nbytes, struct job **out)
 {
 	const struct kernels *k = kernels_for(with);
+	codec_status status;
 	struct header h;
 	struct job *j;
 
@@ -127,7 +128,15 @@ static codec_status open_job(const uint8_t *frame, size_t nbytes, codec_tensor *
 	TRY(job_open(memory, job_nbytes, &h, &j));
 	*out = j;
 	j->checked = (with->flags & CODEC_NO_CHECKSUM) != 0;
-	TRY(side_read(frame, with, j));
+	status = side_read(frame, with, j);
+	if (status == CODEC_UNKNOWN_CODEBOOK && !j->checked) {
+		/* or a damaged frame that seems to name one */
+		codec_fault unknown = with->fault ? *with->fault : (codec_fault){0};
+
+		TRY(verify(frame, &h, k, with->fault));
+		return fault(with->fault, status, unknown.offset, unknown.found, unknown.expected);
+	}
+	TRY(status);
 	if (with->flags & CODEC_VERIFY_FIRST && !j->checked) {
 		TRY(verify(frame, &h, k, with->fault));
 		j->checked = 1;

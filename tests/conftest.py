@@ -1,0 +1,57 @@
+"""What tests share: tensors of every dtype and kind, and the instruction sets of this machine."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+import codec
+from codec.core import DTYPES, ITEMSIZE
+
+settings.register_profile("codec", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile("codec")
+
+ALL_DTYPES = sorted(DTYPES)
+KINDS = ("noise", "few", "normal", "zeros", "sparse", "mixed", "constant", "wide")
+
+
+def make(dtype: str, n: int, kind: str, seed: int = 0) -> np.ndarray[Any, Any]:
+    """The bits, as unsigned integers, of n values of a dtype."""
+    rng = np.random.default_rng([seed, n, KINDS.index(kind)])
+    size = ITEMSIZE[dtype]
+    u = np.dtype(f"u{size}")
+    noise = rng.integers(0, 256, (n, size), dtype=np.uint8).view(u).reshape(n)
+    scale = np.exp(rng.standard_normal() + rng.standard_normal(n) * (40 if kind == "wide" else 0.3))
+    x = rng.standard_normal(n) * scale
+    with np.errstate(over="ignore", under="ignore"):
+        if dtype == "float64":
+            normal = x.view(u)
+        elif dtype == "float16":
+            normal = x.astype(np.float16).view(u)
+        elif size == 1:
+            normal = np.clip(x * 10, -127, 127).astype(np.int8).view(u)
+        else:
+            bits = x.astype(np.float32).view(np.uint32)
+            normal = (bits >> 16).astype(u) if size == 2 else bits.astype(u)
+    if kind == "noise":
+        return noise
+    if kind == "few":
+        return rng.integers(0, 20, n).astype(u)
+    if kind == "zeros":
+        return np.where(rng.random(n) < 0.6, 0, normal).astype(u)
+    if kind == "sparse":
+        return np.where((np.arange(n) // 300) % 7 == 3, normal, 0).astype(u)
+    if kind == "mixed":
+        return np.where(rng.random(n) < 0.02, noise, normal).astype(u)
+    if kind == "constant":
+        return np.full(n, normal[0] if n else 0, u)
+    return normal
+
+
+@pytest.fixture(params=codec.isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set of this machine in turn."""
+    with codec.use_isa(request.param):
+        yield request.param

@@ -1,0 +1,443 @@
+"""A second decoder of frames, written from docs/format.md alone: numpy and struct, plain and slow.
+
+It shares no code with the library. ``python tests/oracle.py FRAME`` prints what a frame holds;
+``--example`` prints the worked example of the format's section 10.
+"""
+
+import struct
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+MASK64 = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+
+# number: (name, planes, step, kind)
+DTYPES = {
+    1: ("float32", 4, 1, "float"),
+    2: ("float64", 8, 1, "float64"),
+    3: ("bfloat16", 2, 1, "float"),
+    4: ("float16", 2, 8, "float"),
+    **{5 + i: (f"float8_{s}", 1, 0, "bytes") for i, s in enumerate(("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu"))},
+    16: ("bool", 1, 0, "bytes"),
+    **{17 + i: (f"int{8 << i}", 1 << i, 0, "bytes") for i in range(4)},
+    **{21 + i: (f"uint{8 << i}", 1 << i, 0, "bytes") for i in range(4)},
+}
+
+
+class Bad(Exception):
+    """The frame is not what the format allows."""
+
+
+def need(condition: Any, what: str) -> None:
+    if not condition:
+        raise Bad(what)
+
+
+def mix(x: int) -> int:
+    x ^= x >> 30
+    x = x * 0xBF58476D1CE4E5B9 & MASK64
+    x ^= x >> 27
+    x = x * 0x94D049BB133111EB & MASK64
+    return x ^ x >> 31
+
+
+def key(i: int) -> int:
+    x = i + 1
+    x ^= x >> 16
+    x = x * 0x85EBCA6B & 0xFFFFFFFF
+    x ^= x >> 13
+    x = x * 0xC2B2AE35 & 0xFFFFFFFF
+    return (x ^ x >> 16) | 1
+
+
+KEYS = np.array([key(i) for i in range(256)], np.uint64)
+
+
+def digest(data: bytes, seed: int) -> int:
+    total = 0
+    for c in range(0, len(data), 1024):
+        words = np.frombuffer(data[c : c + 1024].ljust(1024, b"\0"), "<u4").astype(np.uint64)
+        s = int((words * KEYS).sum(dtype=np.uint64))  # numpy wraps, as it must
+        total += mix((s + ((seed << 40) + c // 1024) * GOLDEN) & MASK64)
+    return total & MASK64
+
+
+@dataclass
+class Segment:
+    start: int
+    count: int
+    cols: int
+    kind: int
+    base: int
+    rows_q: list[int] = field(default_factory=list)
+    cols_q: list[int] = field(default_factory=list)
+
+
+class Codebook:
+    """Lengths of the 256 values, and of the escape at 256."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        codes = [i for i in range(257) if lengths[i]]
+        need(lengths[256] and all(0 <= x <= 8 for x in lengths), "code length")
+        need(2 <= len(codes) <= 256 and sum(1 << (8 - lengths[i]) for i in codes) == 256, "Kraft sum")
+        self.escape = max(i for i in range(256) if not lengths[i])
+        order = sorted(codes, key=lambda i: (lengths[i], i))
+        self.pad = self.escape if order[0] == 256 else order[0]
+        self.table: list[tuple[int, int]] = []  # by the next 8 bits: value (256 escape), length
+        for i in order:
+            self.table += [(i, lengths[i])] * (1 << (8 - lengths[i]))
+
+
+class Reader:
+    def __init__(self, data: bytes, at: int, end: int) -> None:
+        self.data, self.at, self.end = data, at, end
+
+    def take(self, n: int) -> bytes:
+        need(n <= self.end - self.at, "section is too short")
+        self.at += n
+        return self.data[self.at - n : self.at]
+
+    def ints(self, fmt: str) -> tuple[int, ...]:
+        return struct.unpack("<" + fmt, self.take(struct.calcsize("<" + fmt)))
+
+    def zeros(self, limit: int) -> None:
+        rest = self.take(self.end - self.at)
+        need(len(rest) < limit and not any(rest), "padding")
+
+
+def nibbles(r: Reader, n: int) -> list[int]:
+    data = r.take((n + 1) // 2)
+    out = [data[i // 2] >> 4 * (i % 2) & 15 for i in range(2 * len(data))]
+    need(not any(out[n:]), "nibble padding")
+    return out[:n]
+
+
+def read_codebook(r: Reader) -> Codebook:
+    head, first, last = r.ints("BBB")
+    need(first <= last, "first > last")
+    lengths = [0] * 257
+    lengths[first : last + 1] = nibbles(r, last - first + 1)
+    need(lengths[first] and lengths[last], "first or last without a code")
+    if first == 0:
+        need(last == 0 and head >> 4 == 0, "codebook from 0")
+    else:
+        lengths[0] = head >> 4
+    lengths[256] = head & 15
+    return Codebook(lengths)
+
+
+def read_segments(r: Reader, n: int) -> list[Segment]:
+    (nsegments,) = r.ints("I")
+    need(n >= 4096 and 1 <= nsegments <= 2 * (n // 8192) + 1, "nsegments")
+    segments, start, shifts = [], 0, []
+    for _ in range(nsegments):
+        count, cols, kind, shift, base = r.ints("QIBBH")
+        need(1 <= count <= n - start and kind in (0, 1, 3) and base <= 1023, "segment")
+        need(kind == 3 or cols == (0, 512)[kind], "cols")
+        if kind == 3:
+            need(count >= 8192 and cols >= 64 and count % cols == 0 and count // cols >= 64, "matrix")
+        need((shift & 15) <= (2 if kind & 1 else 0) and (shift >> 4) <= (2 if kind & 2 else 0), "shift")
+        segments.append(Segment(start, count, cols, kind, base))
+        shifts.append((shift & 15, shift >> 4))
+        start += count
+    need(start == n, "segments do not add up")
+    signed = lambda v: (v ^ 8) - 8  # noqa: E731
+    for s, (rs, cs) in zip(segments, shifts, strict=True):
+        if s.kind & 1:
+            s.rows_q = [signed(v) << rs for v in nibbles(r, -(-s.count // s.cols))]
+        if s.kind & 2:
+            s.cols_q = [signed(v) << cs for v in nibbles(r, s.cols)]
+    return segments
+
+
+def offsets(segments: list[Segment], step: int, first: int, m: int) -> np.ndarray[Any, Any]:
+    out = np.zeros(m, np.int64)
+    for s in segments:
+        lo, hi = max(first, s.start), min(first + m, s.start + s.count)
+        if lo >= hi:
+            continue
+        i = np.arange(lo, hi) - s.start
+        q = np.full(hi - lo, s.base + 2)
+        if s.kind & 1:
+            q += np.array(s.rows_q)[i // s.cols]
+        if s.kind & 2:
+            q += np.array(s.cols_q)[i % s.cols]
+        out[lo - first : hi - first] = step * (q // 4) % 256
+    return out
+
+
+def decode_lanes(book: Codebook, r: Reader, k: int) -> tuple[list[int], list[int]]:
+    """Values (literals still missing) and the positions of escapes."""
+    begin = r.at
+    (nwords,) = r.ints("H")
+    bits = "".join(f"{b:08b}" for b in r.take(20))
+    tails = [int(bits[5 * i : 5 * i + 5], 2) for i in range(32)]
+    total = sum(tails)
+    bits = "".join(f"{b:08b}" for b in r.take((total + 7) // 8))
+    need("1" not in bits[total:], "tail padding")
+    while (r.at - begin) % 4:
+        need(r.take(1) == b"\0", "padding to 4 bytes")
+    words = list(r.ints(f"{nwords}I"))
+    need(not words or words[-1], "last word is 0")
+    words += [0] * 32
+    lanes, at = [], 0
+    for i in range(32):
+        lanes.append(f"{words[i]:032b}" + bits[at : at + tails[i]])
+        at += tails[i]
+    taken, out, escaped = 32, [], []
+    for _ in range(-(-k // 128)):
+        for i in range(32):
+            for _ in range(4):
+                value, length = book.table[int(lanes[i][:8].ljust(8, "0"), 2)]
+                lanes[i] = lanes[i][length:]
+                if value == 256:
+                    escaped.append(len(out))
+                    value = book.escape
+                out.append(value)
+            if len(lanes[i]) < 32:
+                lanes[i] += f"{words[taken] if taken < len(words) else 0:032b}"
+                taken += 1
+    need(all(lane == "0" * 32 for lane in lanes), "lanes do not end on 32 zero bits")
+    need(taken >= nwords, "words are left over")
+    need(all(v == book.pad for v in out[k:]), "padding symbols")
+    return out[:k], [e for e in escaped if e < k]
+
+
+def decode(frame: bytes, codebooks: dict[int, list[int]] | None = None) -> tuple[str, tuple[int, ...], bytes]:
+    """Name of the dtype, shape, and the values' little-endian bytes.
+
+    ``codebooks``: id to 257 lengths, the escape's last.
+    """
+    need(len(frame) >= 48, "truncated")
+    magic, version, codec, dtype, rank, layout, block_log2, fixed, coded, side_nbytes = struct.unpack_from(
+        "<4sBBBBBBBBI", frame
+    )
+    frame_nbytes, checksum, cap, model = struct.unpack_from("<QQBB", frame, 16)
+    flags, halved = struct.unpack_from("<IB", frame, 40)
+    need(magic == b"CODC" and version == 1 and codec == 1, "magic, version or codec")
+    need(dtype in DTYPES and rank <= 8 and layout <= 1, "dtype, rank or layout")
+    need(2 <= cap <= 8 and model <= 2 and not any(frame[34:40]) and not any(frame[45:48]) and flags <= 7, "reserved")
+    name, nplanes, step, kind = DTYPES[dtype]
+    need(len(frame) >= 48 + 8 * rank, "truncated")
+    shape = struct.unpack_from(f"<{rank}Q", frame, 48)
+    n = 1
+    for s in shape:
+        n *= s
+    need(n < 1 << 60, "shape")
+    need(len(frame) == frame_nbytes, "size")
+    header_nbytes = 48 + 8 * rank
+    seal = digest(frame[:24] + bytes(8) + frame[32:header_nbytes], 0x100)
+    if layout == 0:
+        need(not any((block_log2, fixed, coded, halved, side_nbytes, flags)), "stored")
+        values = frame[header_nbytes:]
+        need(len(values) == n * nplanes, "size")
+        need((seal + digest(b"", 0x101) + mix(digest(values, 0x300) ^ GOLDEN)) & MASK64 == checksum, "checksum")
+        return name, shape, values
+
+    planes_mask = (1 << nplanes) - 1
+    need(n and 9 <= block_log2 <= 14 and not (fixed | coded) & ~planes_mask and not fixed & coded, "planes")
+    need(not halved & ~coded and not (step and halved & 1), "halved")
+    need(side_nbytes % 8 == 0 and frame_nbytes % 8 == 0 and frame_nbytes // 8 < 1 << 32, "sizes")
+    need(not flags & 3 or (coded & 1 and step), "flags")
+    need(bool(flags & 4) == (kind == "float64") and (kind != "float64" or coded & 1), "window flag")
+    block = 1 << block_log2
+    nblocks = -(-n // block)
+    r = Reader(frame, header_nbytes, header_nbytes + side_nbytes)
+    need(r.end <= len(frame), "side section")
+    window = 0
+    if flags & 4:
+        (window,) = r.ints("Q")
+        need(window <= 2047, "window")
+    books: dict[int, Codebook] = {}
+    if flags & 1:
+        (ident,) = r.ints("Q")
+        need(ident, "codebook id 0")
+        books[0] = Codebook((codebooks or {})[ident])
+    for p in range(nplanes):
+        if coded >> p & 1 and p not in books:
+            books[p] = read_codebook(r)
+    segments = read_segments(r, n) if flags & 2 else []
+    r.zeros(8)
+    seal += digest(frame[header_nbytes : r.end], 0x101)
+    directory_at = r.end
+    directory = frame[directory_at : directory_at + 8 * nblocks]
+    need(len(directory) == 8 * nblocks, "directory")
+    seal += digest(directory, 0x200)
+    at = directory_at + 8 * nblocks
+    fixed_at = {}
+    for p in range(nplanes):
+        if fixed >> p & 1:
+            fixed_at[p] = at
+            at += -(-n // 8) * 8
+            need(not any(frame[fixed_at[p] + n : at]), "fixed plane padding")
+    bits = np.zeros(n, np.uint64)
+    for b in range(nblocks):
+        end, short = struct.unpack_from("<II", directory, 8 * b)
+        end *= 8
+        need(at < end <= len(frame), "directory")
+        first = b * block
+        m = min(block, n - first)
+        slices = {p: frame[a + first : a + first + m] for p, a in fixed_at.items()}
+        d = digest(frame[at:end], 0x300) + sum(digest(x, 0x400 + p) for p, x in slices.items())
+        s = mix((d & MASK64) ^ ((b + 1) * GOLDEN & MASK64))
+        need(s >> 32 == short, "block digest")
+        seal += s
+        off = offsets(segments, step, first, m) if segments else None
+        bits[first : first + m] = decode_region(
+            frame, at, end, m, nplanes, step, kind, fixed, coded, halved, books, slices, off, window
+        )
+        at = end
+    need(at == frame_nbytes, "last region")
+    need(seal & MASK64 == checksum, "checksum")
+    return name, shape, bits.astype(f"<u{nplanes}").tobytes()
+
+
+def decode_region(  # noqa: PLR0913 - the format's fields, as they are
+    frame: bytes,
+    at: int,
+    end: int,
+    m: int,
+    nplanes: int,
+    step: int,
+    kind: str,
+    fixed: int,
+    coded: int,
+    halved: int,
+    books: dict[int, Codebook],
+    slices: dict[int, bytes],
+    off: np.ndarray[Any, Any] | None,
+    window: int,
+) -> np.ndarray[Any, Any]:
+    (head,) = struct.unpack_from("<I", frame, at)
+    r = Reader(frame, at + 4, end)
+    need(not head & ~((1 << 2 * nplanes) - 1 | 1 << 16), "region head")
+    modes = [head >> 2 * p & 3 for p in range(nplanes)]
+    pruned = head >> 16 & 1
+    need(not pruned or (step and modes[0] == 2), "pruned")
+    need(kind != "float64" or modes[0] in (0, 2), "float64 plane 0")
+    planes: list[Any] = [None] * nplanes
+    exponent = np.zeros(m, np.int64)
+    k = m
+    for p, data in slices.items():
+        need(modes[p] == 0, "mode of a fixed plane")
+        planes[p] = np.frombuffer(data, np.uint8).astype(np.int64)
+
+    def literal() -> int:
+        need(r.end > r.at, "escapes")
+        r.end -= 1
+        return frame[r.end]
+
+    for mode in (2, 1, 3, 0):
+        for p in range(nplanes):
+            if fixed >> p & 1 or modes[p] != mode:
+                continue
+            count = k if p else m
+            wide = kind == "float64" and p == 0
+            if mode == 2:
+                need(coded >> p & 1, "no codebook")
+                symbols, escaped = decode_lanes(books[p], r, count)
+                out = np.array(symbols, np.int64)
+                if p == 0 and off is not None:
+                    out = np.where(out == 0, 0, (out + off - 128) % 256)
+                if wide:
+                    exponent = np.where(out == 0, 0, (out + window - 128) % 2048)
+                for i in escaped:
+                    if wide:
+                        # the low byte stands at the higher address
+                        exponent[i] = int.from_bytes(bytes([literal(), literal()]), "little")
+                        need(exponent[i] <= 2047, "exponent")
+                    else:
+                        out[i] = literal()
+                if halved >> p & 1:
+                    need((out <= 15).all(), "literal of a nibble")
+                    high = np.frombuffer(r.take((count + 1) // 2), np.uint8).astype(np.int64)
+                    both = np.concatenate([high & 15, high >> 4])
+                    need(not both[count:].any(), "nibble padding")
+                    out |= both[:count] << 4
+            elif mode == 1:
+                out = np.frombuffer(r.take(count), np.uint8).astype(np.int64)
+            elif mode == 3:
+                nruns = -(-count // 128)
+                bitmap = np.unpackbits(np.frombuffer(r.take((nruns + 7) // 8), np.uint8), bitorder="little")
+                need(not bitmap[nruns:].any(), "bitmap padding")
+                out = np.zeros(count, np.int64)
+                for i in range(nruns):
+                    if bitmap[i]:
+                        run = min(128, count - 128 * i)
+                        out[128 * i : 128 * i + run] = np.frombuffer(r.take(run), np.uint8)
+            else:
+                out = np.full(count, r.take(1)[0], np.int64)
+                if wide:
+                    exponent = np.where(out == 0, 0, (out + window - 128) % 2048)
+            if p == 0:
+                nonzero = exponent != 0 if wide else out != 0
+                if pruned:
+                    k = int(nonzero.sum())
+            elif pruned:
+                full = np.zeros(m, np.int64)
+                full[nonzero] = out
+                out = full
+            planes[p] = out
+    r.zeros(8)
+    u = [x.astype(np.uint64) for x in planes]
+    s8 = lambda x, b: x << np.uint64(b)  # noqa: E731
+    if kind == "bytes":
+        out = sum((s8(x, 8 * (nplanes - 1 - p)) for p, x in enumerate(u)), np.zeros(m, np.uint64))
+    elif kind == "float64":
+        out = s8(exponent.astype(np.uint64), 52) | s8(u[1] & np.uint64(0x10), 59) | s8(u[1] & np.uint64(15), 48)
+        for p in range(2, 8):
+            out |= s8(u[p], 56 - 8 * p)
+    else:
+        width = 8 * nplanes
+        out = s8(u[1] & np.uint64(0x80), width - 8) | s8(u[0], width - 9) | s8(u[1] & np.uint64(0x7F), width - 16)
+        for p in range(2, nplanes):
+            out |= s8(u[p], width - 8 * (p + 1))
+    return out
+
+
+def example() -> bytes:
+    """The frame of the format's example, which the library makes."""
+    import codec
+
+    x = np.ones(512, np.float32)
+    x[3] = -1.5
+    return bytes(codec.encode(x))
+
+
+def dump(frame: bytes) -> str:
+    """Hex and meaning, line by line."""
+    side = struct.unpack_from("<I", frame, 12)[0]
+    rank = frame[7]
+    parts = [
+        (0, 4, "magic"),
+        (4, 8, "version, codec, dtype, rank"),
+        (8, 12, "layout, block_log2, fixed, coded"),
+        (12, 16, "side_nbytes"),
+        (16, 24, "frame_nbytes"),
+        (24, 32, "checksum"),
+        (32, 40, "params: cap, model"),
+        (40, 48, "flags, halved, reserved"),
+        (48, 48 + 8 * rank, "shape"),
+        (48 + 8 * rank, 48 + 8 * rank + side, "side section"),
+        (48 + 8 * rank + side, 56 + 8 * rank + side, "directory: end / 8, digest"),
+    ]
+    at = 56 + 8 * rank + side
+    parts.append((at, at + 4, "region: head"))
+    parts.append((at + 4, len(frame), "region: the rest"))
+    lines = []
+    for a, b, what in parts:
+        for i in range(a, b, 16):
+            lines.append(f"    {i:4d}  {frame[i : min(b, i + 16)].hex(' '):48s} {what if i == a else ''}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--example"]:
+        print(dump(example()), end="")
+    else:
+        with open(sys.argv[1], "rb") as file:
+            got = decode(file.read())
+        print(got[0], got[1], len(got[2]), "bytes")

@@ -1,0 +1,115 @@
+"""The same bytes from every instruction set, thread count and address; and what the format document says they mean."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import oracle
+import pytest
+from conftest import ALL_DTYPES, KINDS, make
+from hypothesis import given
+from hypothesis import strategies as st
+
+import codec
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_oracle(dtype):
+    for kind in KINDS:
+        for n in (0, 3, 600, 5000, 20000):
+            x = make(dtype, n, kind)
+            name, shape, data = oracle.decode(bytes(codec.encode(x, dtype=dtype)))
+            assert (name, shape, data) == (dtype, (n,), x.tobytes())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_oracle_scale_model(dtype):
+    x = make(dtype, 24000, "mixed")
+    for spec in (codec.Lossless(), codec.Lossless(model="separable"), codec.Lossless(cap=4)):
+        for segments in (None, [(100, (100, 90)), (9100, (130, 80)), (19500, (7,))]):
+            frame = bytes(codec.encode(x, spec, dtype=dtype, segments=segments))
+            assert oracle.decode(frame)[2] == x.tobytes()
+        square = x[:22500].reshape(150, 150)
+        assert oracle.decode(bytes(codec.encode(square, spec, dtype=dtype)))[2] == square.tobytes()
+
+
+@pytest.mark.skipif(len(codec.isas()) == 1, reason="this CPU has one instruction set only")
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_isas(dtype):
+    for kind in KINDS:
+        for n in (513, 5000, 40000):
+            x = make(dtype, n, kind)
+            frames = set()
+            for isa in codec.isas():
+                with codec.use_isa(isa):
+                    frames.add(bytes(codec.encode(x, dtype=dtype)))
+            assert len(frames) == 1
+            frame = frames.pop()
+            for isa in codec.isas():
+                with codec.use_isa(isa):
+                    assert codec.decode(frame, out=np.empty_like(x)).tobytes() == x.tobytes()
+
+
+def test_lengths_and_offsets(isa):
+    """Lengths 512..1024 (below, tensors are stored) and 0..512, at every offset in a cache line."""
+    memory = make("bfloat16", 2048, "normal")
+    raw = np.empty(memory.nbytes + 64, np.uint8)
+    for n in range(1025):
+        shift = n % 64
+        raw[shift : shift + 2 * n] = memory[:n].view(np.uint8)
+        moved = raw[shift : shift + 2 * n].view(np.uint16)
+        frame = codec.encode(memory[:n], dtype="bfloat16")
+        assert codec.encode(moved, dtype="bfloat16") == frame
+        unaligned = np.empty(len(frame) + 64, np.uint8)
+        unaligned[shift : shift + len(frame)] = np.frombuffer(frame, np.uint8)
+        out = raw[(shift + 1) % 64 :][: 2 * n].view(np.uint16)
+        codec.decode(unaligned[shift : shift + len(frame)], out=out)
+        assert (out == memory[:n]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "uint8", "int32"])
+def test_threads(dtype, isa):
+    for kind in KINDS:
+        x = make(dtype, 300_000, kind)
+        frame = codec.encode(x, dtype=dtype, threads=1)
+        for threads in (2, 3, 16):
+            assert codec.encode(x, dtype=dtype, threads=threads) == frame
+            assert codec.decode(frame, out=np.empty_like(x), threads=threads).tobytes() == x.tobytes()
+        exact = np.empty(len(frame), np.uint8)
+        assert codec.encode(x, dtype=dtype, threads=4, out=exact) == frame
+
+
+@given(st.integers(0, 40000), st.integers(0, 2**32), st.sampled_from(KINDS))
+def test_twice(n, seed, kind):
+    x = make("float32", n, kind, seed)
+    before = x.copy()
+    first = codec.encode(x, dtype="float32")
+    assert codec.encode(x, dtype="float32") == first
+    assert (x == before).all()
+
+
+def test_environment_chooses_isa():
+    code = "import codec, numpy as np; print(codec.encode(np.arange(9999, dtype=np.float32)).hex())"
+    frames = set()
+    for isa in codec.isas():
+        env = {**os.environ, "CODEC_ISA": isa}
+        frames.add(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True).stdout)
+    assert len(frames) == 1
+    bad = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "CODEC_ISA": "mmx"}, capture_output=True, check=False
+    )
+    assert b"EngineError" in bad.stderr
+
+
+def test_flush_denormal_changes_nothing():
+    import torch
+
+    x = np.concatenate([make("float32", 5000, "normal"), np.arange(5000, dtype=np.uint32)])
+    frame = codec.encode(x, dtype="float32")
+    torch.set_flush_denormal(True)
+    try:
+        assert codec.encode(x, dtype="float32") == frame
+        assert codec.decode(frame).tobytes() == x.tobytes()
+    finally:
+        torch.set_flush_denormal(False)

@@ -1,0 +1,18 @@
+"""Encode and decode need at most 2% of the tensor and 1 MiB beside input and output."""
+
+import numpy as np
+import pytest
+
+from codec.core import DTYPES, ITEMSIZE, ffi, fill_tensor, lib, spec_struct
+from codec.specs import Lossless
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_scratch(dtype):
+    for n in (0, 1, 1000, 4096, 1 << 14, 1 << 18, 1 << 24, 1 << 30, 1 << 36):
+        for shape in ((n,), (1, n), (64, n // 64)):
+            total = int(np.prod(shape, dtype=object)) * ITEMSIZE[dtype]
+            t = fill_tensor(ffi.new("codec_tensor *"), DTYPES[dtype], shape, 0, 0)
+            size = ffi.new("size_t *")
+            assert lib.codec_scratch(spec_struct(Lossless()), t, size) == 0
+            assert size[0] <= total / 50 + (1 << 20)

@@ -1,0 +1,273 @@
+"""Hostile bytes: an error or the declared shape, never anything else; and the user's memory as it was."""
+
+import pickle
+import struct
+
+import numpy as np
+import oracle
+import pytest
+from conftest import ALL_DTYPES, KINDS, make
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import codec
+from codec.core import ITEMSIZE
+
+
+def frames():
+    """Small frames of every layout and mode."""
+    out = {}
+    for dtype, n, kind in (
+        ("float32", 100, "normal"),
+        ("float32", 520, "normal"),
+        ("float32", 700, "zeros"),
+        ("bfloat16", 1000, "mixed"),
+        ("bfloat16", 600, "constant"),
+        ("float16", 600, "mixed"),
+        ("float64", 520, "wide"),
+        ("int32", 600, "few"),
+        ("uint8", 1500, "sparse"),
+    ):
+        out[f"{dtype}-{n}-{kind}"] = (bytes(codec.encode(make(dtype, n, kind), dtype=dtype)), dtype, n)
+    x = make("bfloat16", 8192, "sparse").reshape(64, 128)
+    out["model"] = (bytes(codec.encode(x, codec.Lossless(model="separable"), dtype="bfloat16")), "bfloat16", 8192)
+    return out
+
+
+FRAMES = frames()
+
+
+def bits(frame, dtype, n, **kw):
+    return codec.decode(frame, like=np.empty(0, f"u{ITEMSIZE[dtype]}"), **kw)
+
+
+def reseal(frame):
+    """Make the checksums right again, as an attacker would; None if the header no longer says where they are."""
+    try:
+        side, frame_nbytes = struct.unpack_from("<I", frame, 12)[0], struct.unpack_from("<Q", frame, 16)[0]
+        rank, layout, log2, fixed, dtype = frame[7], frame[8], frame[9], frame[10], frame[6]
+        shape = struct.unpack_from(f"<{rank}Q", frame, 48)
+        n = int(np.prod([min(s, 1 << 40) for s in shape], dtype=object))
+        header = 48 + 8 * rank
+        nplanes = oracle.DTYPES[dtype][1]
+        seal = oracle.digest(bytes(frame[:24]) + bytes(8) + bytes(frame[32:header]), 0x100)
+        out = bytearray(frame)
+        if layout == 0:
+            seal += oracle.digest(b"", 0x101) + oracle.mix(oracle.digest(bytes(frame[header:]), 0x300) ^ oracle.GOLDEN)
+        else:
+            nblocks = -(-n // (1 << log2))
+            directory, at = header + side, header + side + 8 * nblocks
+            if frame_nbytes != len(frame) or nblocks > 64:
+                return None
+            planes = [p for p in range(nplanes) if fixed >> p & 1]
+            regions = at + len(planes) * (-(-n // 8) * 8)
+            begin = regions
+            for b in range(nblocks):
+                end = 8 * struct.unpack_from("<I", frame, directory + 8 * b)[0]
+                m = min(1 << log2, n - (b << log2))
+                d = oracle.digest(bytes(frame[begin:end]), 0x300)
+                for i, p in enumerate(planes):
+                    a = at + i * (-(-n // 8) * 8) + (b << log2)
+                    d += oracle.digest(bytes(frame[a : a + m]), 0x400 + p)
+                s = oracle.mix((d & oracle.MASK64) ^ ((b + 1) * oracle.GOLDEN & oracle.MASK64))
+                struct.pack_into("<I", out, directory + 8 * b + 4, s >> 32)
+                seal += s
+                begin = end
+            seal += oracle.digest(bytes(frame[header : header + side]), 0x101)
+            seal += oracle.digest(bytes(out[directory : directory + 8 * nblocks]), 0x200)
+        struct.pack_into("<Q", out, 24, seal & oracle.MASK64)
+        return bytes(out)
+    except (struct.error, IndexError, KeyError, OverflowError):
+        return None
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_reseal_is_right(name):
+    frame = FRAMES[name][0]
+    assert reseal(frame) == frame
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_truncation(name):
+    frame, dtype, n = FRAMES[name]
+    for length in range(len(frame)):
+        with pytest.raises(codec.FrameError) as caught:
+            bits(frame[:length], dtype, n)
+        assert caught.value.code in range(30, 60)
+        with pytest.raises(codec.FrameError):
+            codec.verify(frame[:length])
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_bit_flips(name, isa):
+    frame, dtype, n = FRAMES[name]
+    damaged = bytearray(frame)
+    for i in range(8 * len(frame)):
+        damaged[i // 8] ^= 1 << i % 8
+        with pytest.raises(codec.FrameError):
+            bits(damaged, dtype, n)
+        with pytest.raises(codec.FrameError):
+            codec.verify(damaged)
+        damaged[i // 8] ^= 1 << i % 8
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_trailing_bytes(name):
+    frame, dtype, n = FRAMES[name]
+    with pytest.raises(codec.FrameError, match="behind the frame"):
+        bits(frame + b"\0", dtype, n)
+
+
+def survives(frame, dtype, n):
+    """Decoding gives a tensor of the declared shape or FrameError; and agrees with the oracle about which."""
+    try:
+        expected = oracle.decode(frame)
+    except (oracle.Bad, struct.error, KeyError, OverflowError, MemoryError):
+        expected = None
+    results = []
+    for isa in codec.isas():
+        with codec.use_isa(isa):
+            try:
+                y = codec.decode(frame, max_nbytes=1 << 24, threads=1) if dtype is None else bits(frame, dtype, n)
+                results.append((y.shape, y.tobytes()))
+            except (codec.FrameError, codec.StateError):
+                results.append(None)
+    assert all(r == results[0] for r in results)
+    if results[0] is not None:
+        assert results[0][0] == codec.inspect(frame).shape
+    assert (expected is None) == (results[0] is None)
+    if expected is not None:
+        assert results[0] == (expected[1], expected[2])
+
+
+@settings(max_examples=1500)
+@given(st.sampled_from(sorted(FRAMES)), st.data())
+def test_resealed_mutants(name, data):
+    """The checksum does not stand in the way of what is tested here: the structure must hold by itself."""
+    frame, dtype, n = FRAMES[name]
+    mutant = bytearray(frame)
+    for _ in range(data.draw(st.integers(1, 3))):
+        i = data.draw(st.integers(0, min(len(mutant) - 1, data.draw(st.sampled_from([48, 200, len(mutant) - 1])))))
+        mutant[i] = data.draw(st.integers(0, 255))
+    sealed = reseal(mutant)
+    if sealed is not None and sealed[6] == frame[6] and sealed[7] == frame[7] and sealed[48:56] == frame[48:56]:
+        survives(sealed, dtype, n)
+
+
+def test_every_byte_of_side_and_region_resealed():
+    """Systematic: each byte behind the header set to a few values."""
+    for name in ("bfloat16-1000-mixed", "float64-520-wide", "model"):
+        frame, dtype, n = FRAMES[name]
+        info = codec.inspect(frame)
+        begin, end = info.sections["side"][0], info.sections["regions"][0] + 400
+        for i in range(begin, min(end, len(frame)), 3):
+            for value in (0, 1, 0x7F, 0xFF):
+                mutant = bytearray(frame)
+                mutant[i] = value
+                sealed = reseal(mutant)
+                if sealed is not None:
+                    survives(sealed, dtype, n)
+
+
+@given(st.binary(max_size=300))
+def test_noise(data):
+    for frame in (data, FRAMES["float32-520-normal"][0][:48] + data):
+        with pytest.raises(codec.FrameError):
+            codec.decode(frame)
+
+
+def test_huge_declarations_cost_nothing():
+    frame = bytearray(FRAMES["float32-100-normal"][0])
+    struct.pack_into("<Q", frame, 48, 1 << 50)
+    struct.pack_into("<Q", frame, 16, 56 + (1 << 52))
+    with pytest.raises(codec.FrameError):
+        codec.decode(bytes(frame))
+    frame = codec.encode(np.zeros(1 << 20, np.float32))
+    with pytest.raises(codec.LimitError):
+        codec.decode(frame, max_nbytes=(1 << 22) - 1)
+    assert codec.decode(frame, max_nbytes=1 << 22).shape == (1 << 20,)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_out_is_as_it_was(threads):
+    x = make("float32", 100_000, "normal").view(np.float32)
+    frame = bytearray(codec.encode(x))
+    frame[-10] ^= 1
+    out = np.full_like(x, 7)
+    with pytest.raises(codec.ChecksumError):
+        codec.decode(frame, out=out, threads=threads)
+    assert (out == 7).all()
+    with pytest.raises(codec.ChecksumError):
+        codec.decode(frame, threads=threads)
+    with pytest.raises(codec.SpecError, match="shape"):
+        codec.decode(codec.encode(x), out=out[:-1])
+
+
+def test_errors_say_where():
+    frame = bytearray(FRAMES["float32-520-normal"][0])
+    frame[6] = 99
+    with pytest.raises(codec.FrameError, match=r"byte 6: found 0x63") as caught:
+        codec.decode(frame)
+    assert (caught.value.offset, caught.value.found) == (6, 99)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (again.offset, again.code, str(again)) == (6, caught.value.code, str(caught.value))
+    frame = bytearray(FRAMES["float32-520-normal"][0])
+    frame[4] = 2
+    with pytest.raises(codec.UnsupportedError):
+        codec.decode(frame)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_bound(dtype):
+    """Adversaries of the coder: uniform bytes, Fibonacci counts, escapes only; and capacity one short."""
+    u = np.dtype(f"u{ITEMSIZE[dtype]}")
+    fibonacci = [1, 1]
+    while len(fibonacci) < 22:
+        fibonacci.append(fibonacci[-1] + fibonacci[-2])
+    counts = np.repeat(np.arange(22), fibonacci)
+    tensors = [make(dtype, n, k) for k in KINDS for n in (0, 511, 513, 4097, 16385)]
+    tensors.append((np.random.default_rng(0).permutation(counts).astype(np.uint64) << (8 * u.itemsize - 9 if u.itemsize > 1 else 0)).astype(u))
+    late = np.zeros(40000, u)  # what the sample does not see
+    late[1::2] = make(dtype, 20000, "noise")
+    tensors.append(late)
+    for x in tensors:
+        limit = codec.bound(x.shape, dtype)
+        assert limit <= x.nbytes * (1 + 1 / 256) + 128
+        frame = codec.encode(x, dtype=dtype)
+        assert len(frame) <= limit
+        memory = np.full(len(frame) + 64, 0xA5, np.uint8)
+        assert codec.encode(x, dtype=dtype, out=memory[: len(frame)]) == frame
+        assert (memory[len(frame) :] == 0xA5).all()
+        with pytest.raises(codec.SpecError, match="too few"):
+            codec.encode(x, dtype=dtype, out=memory[: len(frame) - 1])
+        assert (memory[len(frame) :] == 0xA5).all()
+
+
+def test_arguments():
+    x = np.zeros((4, 4), np.float32)
+    for bad in (
+        lambda: codec.Lossless(cap=1),
+        lambda: codec.Lossless(cap=True),
+        lambda: codec.Lossless(model="other"),
+        lambda: codec.encode(object()),
+        lambda: codec.encode(np.zeros(3, complex)),
+        lambda: codec.encode(np.array(["a"])),
+        lambda: codec.encode(np.zeros((1,) * 9)),
+        lambda: codec.encode(x, dtype="float16"),
+        lambda: codec.encode(x, dtype="float3"),
+        lambda: codec.encode(x, threads=0),
+        lambda: codec.encode(x, out=bytes(1000)),
+        lambda: codec.encode(x, object()),
+        lambda: codec.encode(np.zeros(9000, np.float32), segments=[(0, (100, 80)), (50, (10,))]),
+        lambda: codec.encode(np.zeros(9000, np.float32), segments=[(0, (100, 91))]),
+        lambda: codec.encode(np.zeros(9000, np.float32), segments=[(-1, (10,))]),
+        lambda: codec.decode(codec.encode(x), out=np.zeros((4, 4))),
+        lambda: codec.decode(codec.encode(x), out=np.zeros((4, 8), np.float32)[:, ::2]),
+        lambda: codec.bound((3,), "complex64"),
+    ):
+        with pytest.raises(codec.SpecError):
+            bad()
+    with pytest.raises(codec.EngineError):
+        codec.encode(x, engine="abacus")
+    with pytest.raises(codec.EngineError):
+        codec.use_isa("mmx")

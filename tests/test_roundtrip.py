@@ -1,0 +1,122 @@
+"""Every bit returns, whatever the dtype, shape and values."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import ALL_DTYPES, KINDS, make
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import codec
+from codec.core import ITEMSIZE
+
+
+def same(x, dtype=None, **kw):
+    frame = codec.encode(x, dtype=dtype, **kw)
+    assert len(frame) <= codec.bound(x.shape, dtype or x.dtype)
+    y = codec.decode(frame, out=np.empty_like(x, order="C"))
+    assert y.tobytes() == x.tobytes()
+    codec.verify(frame)
+    return frame
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_dtypes(dtype, kind, isa):
+    for n in (0, 1, 512, 1000, 4096, 16384, 16385, 70000):
+        same(make(dtype, n, kind), dtype)
+
+
+@given(
+    hnp.arrays(
+        st.sampled_from([np.float32, np.float64, np.float16, np.int8, np.int16, np.int64, np.uint32, np.bool_]),
+        hnp.array_shapes(min_dims=0, max_dims=8, min_side=0, max_side=12),
+    )
+)
+def test_shapes(x):
+    y = codec.decode(codec.encode(x))
+    assert y.shape == x.shape
+    assert y.dtype == x.dtype
+    assert y.tobytes() == x.tobytes()
+
+
+@given(st.integers(0, 3000), st.sampled_from(ALL_DTYPES), st.integers(1, 50), st.integers(0, 2**32), st.data())
+def test_bit_patterns(n, dtype, distinct, seed, data):
+    """Few bit patterns, of any kind, repeated: counts that codebooks seldom see."""
+    u = np.dtype(f"u{ITEMSIZE[dtype]}")
+    values = data.draw(st.lists(st.integers(0, 2 ** (8 * u.itemsize) - 1), min_size=1, max_size=distinct))
+    rng = np.random.default_rng(seed)
+    weights = rng.dirichlet(np.full(len(values), 0.3))
+    same(np.array(values, u)[rng.choice(len(values), n, p=weights)], dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("repeat", [1, 3])
+def test_all_half_patterns(dtype, repeat, isa):
+    x = np.repeat(np.arange(1 << 16, dtype=np.uint16), repeat)
+    same(x, dtype)
+    np.random.default_rng(0).shuffle(x)
+    same(x, dtype)
+
+
+def test_special_values(isa):
+    special = np.array([0x7FC00001, 0xFFC12345, 0x7F800001, 0x80000000, 1, 0x807FFFFF, 0x7F800000, 0xFF800000], np.uint32)
+    x = make("float32", 20000, "normal")
+    x[np.random.default_rng(1).choice(x.size, 3000, replace=False)] = np.resize(special, 3000)
+    y = codec.decode(codec.encode(x, dtype="float32"))
+    assert y.dtype == np.float32
+    assert (y.view(np.uint32) == x).all()
+
+
+@pytest.mark.parametrize("shape", [(300, 400), (64, 3, 7, 7), (128, 128), (1, 100_000), (100_000, 1), (20, 30, 50, 4)])
+@pytest.mark.parametrize("model", ["auto", "flat", "separable"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_models(shape, model, dtype, isa):
+    n = int(np.prod(shape))
+    same(make(dtype, n, "mixed").reshape(shape), dtype, spec=codec.Lossless(model=model))
+
+
+@pytest.mark.parametrize("cap", range(2, 9))
+def test_caps(cap, isa):
+    for kind in KINDS:
+        same(make("bfloat16", 20000, kind), "bfloat16", spec=codec.Lossless(cap=cap))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 200), st.integers(1, 200)), max_size=6))
+def test_segments(parts):
+    segments, end = [], 0
+    for gap, rows, cols in parts:
+        segments.append((end + gap, (rows, cols)))
+        end += gap + rows * cols
+    x = make("float32", end + 777, "normal")
+    for offset, shape in segments:
+        x[offset : offset + shape[0] * shape[1]] += np.uint32(offset % 16 << 23)
+    same(x, "float32", segments=segments, spec=codec.Lossless(model="separable"))
+    same(x, "float32", segments=segments)
+
+
+def test_separable_scales_cost_little():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((512, 768)) * np.exp(2 * rng.standard_normal((512, 1))) * np.exp(rng.standard_normal(768))
+    x = x.astype(np.float32)
+    flat = len(codec.encode(x, codec.Lossless(model="flat")))
+    auto = len(codec.encode(x))
+    plain = len(codec.encode(rng.standard_normal(x.shape).astype(np.float32)))
+    assert auto < flat - x.size // 16  # half a bit a value
+    assert auto < plain * 1.01  # as if there were no scales
+
+
+def test_half_of_the_mantissa_is_free_when_zero():
+    x = make("float32", 1 << 17, "normal") & 0xFFFF0000
+    assert len(codec.encode(x, dtype="float32")) < 0.345 * x.nbytes
+
+
+def test_ml_dtypes_arrays():
+    x = make("bfloat16", 5000, "normal").view(ml_dtypes.bfloat16).reshape(50, 100)
+    y = codec.decode(codec.encode(x))
+    assert y.dtype == ml_dtypes.bfloat16
+    assert y.tobytes() == x.tobytes()
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"):
+        z = make(name, 5000, "normal").view(getattr(ml_dtypes, name))
+        assert codec.decode(codec.encode(z)).dtype == z.dtype

@@ -1,0 +1,155 @@
+"""Every kind of tensor goes in without a copy and comes out as its kind."""
+
+import array
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import codec
+from codec.view import view
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.int8, torch.int64, torch.uint8, torch.bool,
+    ],
+)  # fmt: skip
+def test_torch(dtype):
+    t = (torch.randn(40, 50) * 3).to(dtype)
+    frame = codec.encode(t)
+    y = codec.decode(frame, like=t)
+    assert y.dtype == dtype
+    assert torch.equal(y.view(torch.uint8), t.view(torch.uint8))
+    out = torch.empty_like(t)
+    assert codec.decode(frame, out=out) is out
+    assert torch.equal(out.view(torch.uint8), t.view(torch.uint8))
+    assert view(t).address == t.data_ptr()
+
+
+def test_torch_strange_ones():
+    t = torch.randn(30, 40, requires_grad=True)
+    assert torch.equal(codec.decode(codec.encode(t), like=t), t.detach())
+    assert torch.equal(codec.decode(codec.encode(t.t()), like=t), t.t().detach())
+    assert codec.decode(codec.encode(torch.tensor(3.5)), like=t).item() == 3.5
+    with pytest.raises(codec.SpecError, match="layout"):
+        codec.encode(torch.eye(3).to_sparse())
+    with pytest.raises(codec.SpecError):
+        codec.encode(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(codec.EngineError, match="meta"):
+        codec.encode(torch.zeros(3, device="meta"))
+    frame = torch.frombuffer(bytearray(codec.encode(t)), dtype=torch.uint8)
+    assert torch.equal(codec.decode(frame, like=t), t.detach())
+    out = torch.zeros(10000, dtype=torch.uint8)
+    part = codec.encode(t, out=out)
+    assert bytes(part) == codec.encode(t)
+
+
+def test_buffers():
+    for x in (array.array("f", range(1000)), memoryview(np.arange(1000.0)), bytearray(1000), b"x" * 1000):
+        y = codec.decode(codec.encode(x))
+        assert y.tobytes() == memoryview(x).tobytes()
+
+
+def test_numpy_strange_ones():
+    x = np.random.default_rng(0).standard_normal((30, 40))
+    for y in (x[::2, ::-3], x.T, np.asfortranarray(x), x.astype(">f8"), x[5, 5], np.float32(3)):
+        assert (codec.decode(codec.encode(y)) == y).all()
+    x.flags.writeable = False
+    assert (codec.decode(codec.encode(x)) == x).all()
+    b = np.arange(100, dtype=np.uint16)
+    frame = codec.encode(b, dtype="bfloat16")
+    assert codec.inspect(frame).dtype == "bfloat16"
+    assert (codec.decode(frame, like=b) == b).all()
+    assert codec.decode(frame).dtype == ml_dtypes.bfloat16
+
+
+class DLPackOnly:
+    """A tensor of which only the protocol is known."""
+
+    def __init__(self, t):
+        self.t = t
+
+    def __dlpack__(self, **kw):
+        return self.t.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self.t.__dlpack_device__()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int16])
+def test_dlpack(dtype):
+    t = (torch.randn(40, 50) * 3).to(dtype)
+    for x in (t, t[:, ::2], t[3], t[:0], t.t()):
+        frame = codec.encode(DLPackOnly(x))
+        assert torch.equal(codec.decode(frame, like=t).view(torch.uint8), x.contiguous().view(torch.uint8))
+    assert view(DLPackOnly(t)).address == t.data_ptr()
+
+
+def test_inspect():
+    x = np.zeros((3, 1000), np.float32)
+    frame = codec.encode(x, codec.Lossless(cap=7))
+    info = codec.inspect(frame)
+    assert (info.spec, info.dtype, info.shape) == (codec.Lossless(cap=7), "float32", (3, 1000))
+    assert (info.nbytes, info.tensor_nbytes, info.n) == (len(frame), 12000, 3000)
+    at = 0
+    for offset, nbytes in info.sections.values():
+        assert offset == at
+        at += nbytes
+    assert at == len(frame)
+    assert eval(repr(info.spec), vars(codec)) == info.spec
+    assert codec.inspect(frame[:64]) == codec.inspect(frame)
+
+
+def test_small_frames_have_small_headers():
+    for shape in ((1024,), (4, 4, 8, 8)):
+        info = codec.inspect(codec.encode(np.random.default_rng(0).standard_normal(shape).astype(np.float32)))
+        assert info.nblocks == 1
+        assert info.sections["header"][1] + info.sections["directory"][1] <= 96
+
+
+def test_codebooks():
+    rng = np.random.default_rng(0)
+    x, y = (rng.standard_normal(50_000).astype(np.float32) for _ in range(2))
+    book = codec.Codebook.from_tensors(x)
+    frame = codec.encode(y, codebook=book)
+    assert codec.inspect(frame).codebook_id == book.id
+    assert (codec.decode(frame, codebooks=book) == y).all()
+    assert (codec.decode(frame, codebooks=[codec.Codebook.from_counts(np.arange(256)), book], threads=2) == y).all()
+    assert len(frame) < 1.002 * len(codec.encode(y))
+    with pytest.raises(codec.StateError, match=f"{book.id:#018x}"):
+        codec.decode(frame)
+    assert codec.Codebook.from_tensors(x) == book
+    for counts in (np.zeros(256, int), np.eye(256, dtype=int)[3], np.full(256, 2**40), np.arange(256)):
+        other = codec.Codebook.from_counts(counts)
+        assert (codec.decode(codec.encode(y, codebook=other), codebooks=other) == y).all()
+    for bad in (np.zeros(255, int), np.full(256, -1), np.zeros(256)):
+        with pytest.raises(codec.SpecError):
+            codec.Codebook.from_counts(bad)
+
+
+def test_import_is_light():
+    code = (
+        "import sys, time; t = time.perf_counter(); import numpy, cffi; n = time.perf_counter(); import codec;"
+        "e = time.perf_counter(); heavy = {'torch', 'cupy', 'numba', 'ml_dtypes', 'rich'} & set(sys.modules);"
+        "assert not heavy, heavy; print(e - n)"
+    )
+    times = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout) for _ in range(5)
+    ]
+    assert min(times) < 0.2
+
+
+def test_fork_after_threads():
+    code = (
+        "import os, codec, numpy as np; x = np.arange(1 << 20, dtype=np.float32); f = codec.encode(x, threads=3)\n"
+        "pid = os.fork()\n"
+        "if pid == 0: os._exit(0 if codec.encode(x, threads=3) == f else 1)\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
