@@ -149,7 +149,7 @@ static void unpack_bits(const uint8_t *p, uint32_t *field, const uint32_t *width
  * Code m symbols; literals come from `literal` (or exponent, if two bytes each). Returns the bytes stored at dst, and
  * below *top the escapes; 0 if that would take `most` bytes or more.
  */
-static uint64_t code_plane(const book_codes *book, const struct kernels *k, struct work *w, uint8_t *symbol,
+uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct work *w, uint8_t *symbol,
 			   uint64_t m, const uint8_t *literal, const uint16_t *exponent, uint64_t most, uint8_t *dst,
 			   uint8_t *escapes, uint64_t *nescapes)
 {
@@ -158,8 +158,8 @@ static uint64_t code_plane(const book_codes *book, const struct kernels *k, stru
 	uint8_t *p = dst + 2;
 	lanes *s = w->lanes;
 
-	memset(symbol + m, book->pad, rows * WIRE_ROW - m);
-	first = k->encode_lanes(book, symbol, rows, w->words_end, s, w->escaped, &w->ahead);
+	memset(symbol + m, codes->pad, rows * WIRE_ROW - m);
+	first = k->encode_lanes(codes, symbol, rows, w->words_end, s, w->escaped, &w->ahead);
 	first -= WIRE_LANES;
 	for (int l = 0; l < WIRE_LANES; l++) { /* the lane's first 32 bits, and the tail that follows them */
 		uint32_t t = s->tail[l];
@@ -347,10 +347,10 @@ uint64_t encode_block(const struct job *j, const struct kernels *k, const codec_
 		}
 		if (h->halved >> i & 1 && plane_pays(j, i, plane[i], n)) {
 			k->halve(plane[i], n, w->symbol, w->offset);
-			got = code_plane(&j->codes[i], k, w, w->symbol, n, w->symbol, NULL, n / 2, p,
+			got = encode_plane(&j->codes[i], k, w, w->symbol, n, w->symbol, NULL, n / 2, p,
 					 w->escapes + nescapes, &nescapes);
 		} else if (h->coded & ~h->halved & 1 << i && ((i == 0 && d->step) || plane_pays(j, i, plane[i], n))) {
-			got = code_plane(&j->codes[i], k, w, plane_symbols(j, k, w, i, first, n, i ? 0 : outside), n,
+			got = encode_plane(&j->codes[i], k, w, plane_symbols(j, k, w, i, first, n, i ? 0 : outside), n,
 					 plane[i], wide ? w->exponent : NULL, wide ? UINT64_MAX : n, p,
 					 w->escapes + nescapes, &nescapes);
 		}
@@ -394,15 +394,9 @@ uint64_t encode_block(const struct job *j, const struct kernels *k, const codec_
 	return size + gap;
 }
 
-/* Where a region is read: its bytes lie in frame[at, end); escapes are taken from end downwards. */
-struct cursor {
-	const uint8_t *frame;
-	uint64_t at, end;
-};
-
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
 
-static codec_status decode_plane(const book_lookup *book, const struct kernels *k, struct work *w, struct cursor *c,
+codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, struct work *w, struct cursor *c,
 				 uint64_t m, uint8_t *symbol, codec_fault *f)
 {
 	uint64_t nwords, start = c->at, rows = padded(m) / WIRE_ROW;
@@ -437,12 +431,12 @@ static codec_status decode_plane(const book_lookup *book, const struct kernels *
 		s->word[l] = l < nwords ? load32(c->frame + c->at + 4 * l) : 0;
 	c->at += 4 * nwords;
 	nwords -= MIN(nwords, WIRE_LANES);
-	if (!k->decode_lanes(book, c->frame + c->at - 4 * nwords, nwords, rows, symbol, s, w->escaped,
+	if (!k->decode_lanes(lookup, c->frame + c->at - 4 * nwords, nwords, rows, symbol, s, w->escaped,
 			     &w->ahead))
 		BAD(start, nwords, rows);
 	for (uint64_t i = m; i < rows * WIRE_ROW; i++)
-		if (symbol[i] != book->pad)
-			BAD(start, symbol[i], book->pad);
+		if (symbol[i] != lookup->pad)
+			BAD(start, symbol[i], lookup->pad);
 	return CODEC_OK;
 }
 
@@ -467,7 +461,7 @@ static codec_status read_exponents(const struct job *j, struct work *w, struct c
 	return CODEC_OK;
 }
 
-static codec_status read_escapes(struct work *w, struct cursor *c, uint8_t *out, uint64_t n, codec_fault *f)
+codec_status read_escapes(struct work *w, struct cursor *c, uint8_t *out, uint64_t n, codec_fault *f)
 {
 	FOR_ESCAPED(i, w->escaped, n)
 	{

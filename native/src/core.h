@@ -125,6 +125,18 @@ struct work {
 	struct ahead ahead;
 };
 
+/* Where a region is read: its bytes lie in frame[at, end); escapes are taken from end downwards. */
+struct cursor {
+	const uint8_t *frame;
+	uint64_t at, end;
+};
+
+uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct work *w, uint8_t *symbol, uint64_t m,
+		      const uint8_t *literal, const uint16_t *exponent, uint64_t most, uint8_t *dst, uint8_t *escapes,
+		      uint64_t *nescapes);
+codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, struct work *w, struct cursor *c,
+			  uint64_t m, uint8_t *symbol, codec_fault *f);
+codec_status read_escapes(struct work *w, struct cursor *c, uint8_t *out, uint64_t n, codec_fault *f);
 uint64_t work_nbytes(const struct dtype *d, uint64_t n);
 void work_place(const struct dtype *d, uint64_t n, void *memory, struct work *w);
 uint64_t region_bound(const struct header *h);

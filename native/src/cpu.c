@@ -67,6 +67,10 @@ const char *codec_isa_name(uint32_t index)
 
 int codec_isa_usable(uint32_t index)
 {
+#if defined(CODEC_EMULATED)
+	if (index == 2)
+		return 1;
+#endif
 #if defined(__x86_64__)
 	if (index == 1)
 		return (cpu() & X86_AVX2) != 0;

@@ -81,7 +81,6 @@ static int decode_lanes(const book_lookup *book, const uint8_t *words, size_t nw
 		for (int l = 0; l < WIRE_LANES; l++) {
 			uint64_t x = bits[l];
 			uint32_t a, b, c, d, n, have, due;
-			uint8_t *s = symbol + WIRE_ROW * r + 4 * l;
 
 			a = next[x >> 56];
 			x <<= a >> 8;
@@ -98,10 +97,8 @@ static int decode_lanes(const book_lookup *book, const uint8_t *words, size_t nw
 			p += 4 * due;
 			bits[l] = x;
 			nbits[l] = have + 32 * due;
-			s[0] = (uint8_t)a;
-			s[1] = (uint8_t)b;
-			s[2] = (uint8_t)c;
-			s[3] = (uint8_t)d;
+			store32(symbol + WIRE_ROW * r + 4 * l,
+				(a & 255) | (b & 255) << 8 | (c & 255) << 16 | (d & 255) << 24);
 		}
 	}
 	for (size_t i = 0; i < 4 * rows; i++) {

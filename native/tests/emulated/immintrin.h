@@ -1,0 +1,112 @@
+/* immintrin.h - stands in for the compiler's: vector instructions in plain C, by SIMDe (Debian: libsimde-dev).
+ *
+ * isa_avx512.c compiled against it runs on any CPU, slowly, and must give the same bytes. What Debian's SIMDe lacks
+ * is written out below.
+ */
+#ifndef EMULATED_IMMINTRIN_H
+#define EMULATED_IMMINTRIN_H
+
+#include <stdint.h>
+#include <string.h>
+
+#define SIMDE_ENABLE_NATIVE_ALIASES
+#include <simde/x86/avx2.h>
+#include <simde/x86/avx512.h>
+
+typedef uint16_t __mmask16;
+typedef uint64_t __mmask64;
+
+static inline __m512i emulated_cvtepu8_epi32(__m128i a)
+{
+	uint8_t b[16];
+	uint32_t w[16];
+
+	memcpy(b, &a, 16);
+	for (int i = 0; i < 16; i++)
+		w[i] = b[i];
+	return simde_mm512_loadu_si512(w);
+}
+
+static inline __m512i emulated_madd_epi16(__m512i a, __m512i b)
+{
+	int16_t x[32], y[32];
+	int32_t w[16];
+
+	memcpy(x, &a, 64);
+	memcpy(y, &b, 64);
+	for (int i = 0; i < 16; i++)
+		w[i] = x[2 * i] * y[2 * i] + x[2 * i + 1] * y[2 * i + 1];
+	return simde_mm512_loadu_si512(w);
+}
+
+static inline void emulated_mask_storeu_epi32(void *p, __mmask16 k, __m512i a)
+{
+	uint32_t w[16];
+
+	memcpy(w, &a, 64);
+	for (int i = 0; i < 16; i++)
+		if (k >> i & 1)
+			memcpy((char *)p + 4 * i, w + i, 4);
+}
+
+static inline __m512i emulated_maskz_expand_epi32(__mmask16 k, __m512i a)
+{
+	uint32_t w[16], out[16];
+	int n = 0;
+
+	memcpy(w, &a, 64);
+	for (int i = 0; i < 16; i++)
+		out[i] = k >> i & 1 ? w[n++] : 0;
+	return simde_mm512_loadu_si512(out);
+}
+
+static inline __m512i emulated_maskz_compress_epi32(__mmask16 k, __m512i a)
+{
+	uint32_t w[16], out[16] = {0};
+	int n = 0;
+
+	memcpy(w, &a, 64);
+	for (int i = 0; i < 16; i++)
+		if (k >> i & 1)
+			out[n++] = w[i];
+	return simde_mm512_loadu_si512(out);
+}
+
+static inline __mmask64 emulated_movepi8_mask(__m512i a)
+{
+	uint8_t b[64];
+	__mmask64 k = 0;
+
+	memcpy(b, &a, 64);
+	for (int i = 0; i < 64; i++)
+		k |= (uint64_t)(b[i] >> 7) << i;
+	return k;
+}
+
+static inline __mmask16 emulated_movepi32_mask(__m512i a)
+{
+	uint32_t w[16];
+	unsigned k = 0;
+
+	memcpy(w, &a, 64);
+	for (int i = 0; i < 16; i++)
+		k |= (w[i] >> 31) << i;
+	return (__mmask16)k;
+}
+
+#undef _mm512_cvtepu8_epi32
+#undef _mm512_madd_epi16
+#undef _mm512_mask_storeu_epi32
+#undef _mm512_maskz_expand_epi32
+#undef _mm512_maskz_compress_epi32
+#undef _mm512_movepi8_mask
+#undef _mm512_movepi32_mask
+#define _mm512_cvtepu8_epi32 emulated_cvtepu8_epi32
+#define _mm512_madd_epi16 emulated_madd_epi16
+#define _mm512_mask_storeu_epi32 emulated_mask_storeu_epi32
+#define _mm512_maskz_expand_epi32 emulated_maskz_expand_epi32
+#define _mm512_maskz_compress_epi32 emulated_maskz_compress_epi32
+#define _mm512_movepi8_mask emulated_movepi8_mask
+#define _mm512_movepi32_mask emulated_movepi32_mask
+
+#endif

@@ -1,0 +1,456 @@
+/* test_core.c - promises of the C interface: tables, codebooks, guard pages, stack, threads, environment. */
+#include <fenv.h>
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "core.h"
+#if defined(__x86_64__)
+#include "permute_avx2.h"
+#endif
+
+static uint64_t state = 88172645463325252ull;
+
+static uint64_t next_random(void)
+{
+	state ^= state << 13;
+	state ^= state >> 7;
+	state ^= state << 17;
+	return state;
+}
+
+/* n bytes that end right before a page that may not be touched. */
+struct guarded {
+	uint8_t *p;
+	void *map;
+	size_t mapped;
+};
+
+static struct guarded guard(size_t n)
+{
+	size_t page = (size_t)sysconf(_SC_PAGESIZE), body = (n + page - 1) / page * page;
+	struct guarded g = {.mapped = body + 2 * page};
+
+	g.map = mmap(NULL, g.mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	assert_true(g.map != MAP_FAILED);
+	if (body)
+		assert_int_equal(mprotect((char *)g.map + page, body, PROT_READ | PROT_WRITE), 0);
+	g.p = (uint8_t *)g.map + page + body - n;
+	return g;
+}
+
+static void unguard(struct guarded g)
+{
+	munmap(g.map, g.mapped);
+}
+
+static void test_tables(void **unused)
+{
+	static const uint32_t key[] = {SEAL_KEYS};
+
+	(void)unused;
+	for (uint32_t i = 0; i < WIRE_CHUNK_WORDS; i++)
+		assert_int_equal(key[i], bits_mix32(i + 1) | 1);
+#if defined(__x86_64__)
+	for (unsigned m = 0; m < 256; m++) {
+		unsigned n = (unsigned)__builtin_popcount(m), seen = 0;
+
+		for (unsigned lane = 0; lane < 8; lane++) {
+			if (!(m >> lane & 1))
+				continue;
+			assert_int_equal(EXPAND[m] >> 8 * lane & 255, seen);
+			assert_int_equal(COMPRESS[m] >> 8 * (8 - n + seen) & 255, lane);
+			seen++;
+		}
+	}
+#endif
+}
+
+static void test_bits(void **unused)
+{
+	(void)unused;
+	for (uint32_t x = 0; x < 1 << 16; x++)
+		assert_int_equal(bits_unturn16(bits_turn16((uint16_t)x)), x);
+	for (int i = 0; i < 1000000; i++) {
+		uint32_t x = (uint32_t)next_random();
+
+		assert_int_equal(bits_unturn32(bits_turn32(x)), x);
+		assert_int_equal(bits_turn32(x) >> 24, x >> 23 & 255);
+	}
+	for (int e = 0; e < 256; e++)
+		for (int o = 0; o < 256; o++) {
+			uint8_t s = bits_symbol((uint8_t)e, (uint8_t)o, 77);
+
+			if (s != 77)
+				assert_int_equal(bits_unsymbol(s, (uint8_t)o), e);
+		}
+	for (uint32_t x = 1; x < 1 << 20; x++) {
+		uint32_t a = bits_log2_q16(x), b = bits_log2_q16(x + 1);
+
+		assert_true(a <= b && a >> 16 == 31u - (uint32_t)__builtin_clz(x));
+	}
+	assert_int_equal(bits_log2_q16(3), 103872); /* 1.58496 */
+	assert_int_equal(bits_mean(-7, 2), -3);
+	assert_int_equal(bits_mean(7, 2), 4);
+	assert_int_equal(bits_mean(-8, 3), -3);
+}
+
+/* The cheapest code lengths for k weights by trying all of them. */
+static uint64_t cheapest(const uint32_t *w, int k, int cap, int left, uint64_t kraft)
+{
+	uint64_t best = UINT64_MAX;
+
+	if (left == 0)
+		return kraft == 256 ? 0 : UINT64_MAX;
+	for (int l = 1; l <= cap; l++) {
+		uint64_t rest;
+
+		if (kraft + (256u >> l) > 256)
+			continue;
+		rest = cheapest(w, k, cap, left - 1, kraft + (256u >> l));
+		if (rest != UINT64_MAX && rest + w[left - 1] * (uint64_t)l < best)
+			best = rest + w[left - 1] * (uint64_t)l;
+	}
+	return best;
+}
+
+static void test_books(void **unused)
+{
+	(void)unused;
+	for (int round = 0; round < 3000; round++) {
+		uint32_t counts[256] = {0}, w[6];
+		int cap = 3 + round % 3, k = 1 + (int)(next_random() % 5);
+		uint64_t cost = 0;
+		codebook b;
+
+		for (int i = 0; i < k; i++)
+			counts[40 + i] = w[i] = 1000 + (uint32_t)(next_random() % 60000);
+		w[k] = 1; /* the escape */
+		book_from_counts(&b, counts, cap);
+		for (int i = 0; i < k; i++)
+			cost += (uint64_t)w[i] * b.length[40 + i];
+		cost += b.length[WIRE_ESCAPE];
+		assert_true(book_valid(&b));
+		assert_int_equal(cost, cheapest(w, k + 1, cap, k + 1, 0));
+	}
+	for (int round = 0; round < 20000; round++) {
+		uint32_t counts[256] = {0};
+		int cap = 2 + round % 7, spread = 1 + round % 256;
+		uint8_t packed[BOOK_MAX_NBYTES];
+		codebook b, again;
+		book_lookup lookup;
+		book_codes codes;
+		int n;
+
+		for (int i = 0; i < spread; i++)
+			counts[next_random() & 255] += (uint32_t)(next_random() >> (next_random() % 32 + 32));
+		book_from_counts(&b, counts, cap);
+		assert_true(book_valid(&b));
+		book_from_counts(&again, counts, cap);
+		assert_memory_equal(&b, &again, sizeof b);
+		n = book_pack(&b, packed);
+		assert_true(n <= BOOK_MAX_NBYTES);
+		assert_int_equal(book_unpack(&again, packed, (uint64_t)n), n);
+		assert_memory_equal(&b, &again, sizeof b);
+		for (int m = 0; m < n; m++)
+			assert_int_equal(book_unpack(&again, packed, (uint64_t)m), 0);
+		book_to_codes(&b, &codes);
+		book_to_lookup(&b, &lookup);
+		assert_int_equal(codes.escape, lookup.escape);
+		assert_int_equal(codes.pad, lookup.pad);
+		for (int v = 0; v < 256; v++) {
+			int l = codes.length[v] & 15, first = codes.code[v] << (8 - l);
+
+			assert_true(l >= 1 && l <= cap);
+			for (int j = 0; j < 256 >> l; j++) {
+				assert_int_equal(lookup.length[first + j], l);
+				assert_int_equal(lookup.symbol[first + j], b.length[v] ? v : codes.escape);
+			}
+		}
+	}
+}
+
+static const uint32_t ALL_DTYPES[] = {CODEC_FLOAT32, CODEC_FLOAT64, CODEC_BFLOAT16, CODEC_FLOAT16, CODEC_UINT8,
+				      CODEC_INT16,   CODEC_INT32,   CODEC_INT64};
+
+/* Values with a few exponents, zeros and noise. */
+static void fill(uint8_t *p, uint32_t dtype, uint64_t n, int kind)
+{
+	uint64_t size = codec_dtype_nbytes(dtype);
+
+	for (uint64_t i = 0; i < n; i++) {
+		uint64_t x = next_random();
+		int e = __builtin_popcountll(next_random()) - 32;
+
+		if (kind == 1 && i % 3 == 0)
+			x = 0;
+		else if (kind == 2 || (kind == 3 && i % 50 == 0))
+			;
+		else if (dtype == CODEC_FLOAT32)
+			x = (x & 0x807fffff) | (uint64_t)(120 + e / 3) << 23;
+		else if (dtype == CODEC_BFLOAT16)
+			x = (x & 0x807f) | (uint64_t)(120 + e / 3) << 7;
+		else if (dtype == CODEC_FLOAT64)
+			x = (x & 0x800fffffffffffffull) | (uint64_t)(1000 + e / 3) << 52;
+		else
+			x = (x & 7) << 3;
+#if CODEC_BIG_ENDIAN
+		memcpy(p + size * i, (uint8_t *)&x + 8 - size, size);
+#else
+		memcpy(p + size * i, &x, size);
+#endif
+	}
+}
+
+static void round_trip(uint32_t dtype, uint64_t n, int kind, uint32_t isa)
+{
+	const codec_spec spec = {sizeof spec, CODEC_LOSSLESS, 0, 0};
+	codec_context with = {.struct_nbytes = sizeof with, .isa = isa};
+	uint64_t size = codec_dtype_nbytes(dtype), shape[2] = {n / 100, 100};
+	codec_tensor t = {.struct_nbytes = sizeof t, .dtype = dtype, .rank = 1, .shape = {n}, .nbytes = n * size};
+	struct guarded src, dst, scratch, frame, back;
+	size_t bound, need, written, again;
+	uint8_t *copy;
+
+	if (n && n % 100 == 0) {
+		t.rank = 2;
+		memcpy(t.shape, shape, sizeof shape);
+	}
+	src = guard(t.nbytes);
+	back = guard(t.nbytes);
+	fill(src.p, dtype, n, kind);
+	assert_int_equal(codec_bound(&spec, &t, &bound), CODEC_OK);
+	assert_int_equal(codec_scratch(&spec, &t, &need), CODEC_OK);
+	dst = guard(bound);
+	scratch = guard(need);
+	t.data = src.p;
+	assert_int_equal(codec_encode(&spec, &t, dst.p, bound, &written, NULL, &with, scratch.p, need), CODEC_OK);
+	assert_true(written <= bound);
+	frame = guard(written);
+	memset(frame.p, 0xa5, written);
+	/* capacity exact, then one short; scratch one short */
+	assert_int_equal(codec_encode(&spec, &t, frame.p, written, &again, NULL, &with, scratch.p, need), CODEC_OK);
+	assert_int_equal(again, written);
+	assert_memory_equal(frame.p, dst.p, written);
+	if (written)
+		assert_int_equal(codec_encode(&spec, &t, frame.p + 1, written - 1, &again, NULL, &with, scratch.p, need),
+				 CODEC_SHORT_OUTPUT);
+	copy = malloc(written);
+	memcpy(copy, dst.p, written);
+	memcpy(frame.p, copy, written);
+	assert_int_equal(codec_encode(&spec, &t, dst.p, bound, &again, NULL, &with, scratch.p, need / 2),
+			 CODEC_SHORT_SCRATCH);
+	t.data = back.p;
+	assert_int_equal(codec_verify(frame.p, written), CODEC_OK);
+	assert_int_equal(codec_decode(frame.p, written, &t, &with, scratch.p, need), CODEC_OK);
+	assert_memory_equal(back.p, src.p, t.nbytes);
+	/* a frame cut anywhere, its end against the guard page */
+	for (size_t cut = 1; cut < written; cut += 1 + written / 97) {
+		memmove(frame.p + cut, frame.p, written - cut);
+		assert_int_not_equal(codec_decode(frame.p + cut, written - cut, &t, &with, scratch.p, need), CODEC_OK);
+		memcpy(frame.p, copy, written);
+	}
+	free(copy);
+	unguard(src);
+	unguard(dst);
+	unguard(scratch);
+	unguard(frame);
+	unguard(back);
+}
+
+static void test_guard_pages(void **unused)
+{
+	(void)unused;
+	for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
+		if (!codec_isa_usable(isa))
+			continue;
+		for (size_t d = 0; d < sizeof ALL_DTYPES / sizeof *ALL_DTYPES; d++)
+			for (int kind = 0; kind < 4; kind++) {
+				static const uint64_t SIZES[] = {0, 1, 511, 512, 513, 639, 1000, 4096, 16384, 16385, 22500};
+
+				for (size_t i = 0; i < sizeof SIZES / sizeof *SIZES; i++)
+					round_trip(ALL_DTYPES[d], SIZES[i], kind, 1 + isa);
+			}
+	}
+}
+
+/* Any bytes behind a header that passes: no page outside is touched, whatever the codes say. */
+static void test_noise_without_checksum(void **unused)
+{
+	const codec_spec spec = {sizeof spec, CODEC_LOSSLESS, 0, 0};
+	uint64_t decoded = 0;
+
+	(void)unused;
+	for (int round = 0; round < 6000; round++) {
+		uint32_t dtype = ALL_DTYPES[(size_t)round % (sizeof ALL_DTYPES / sizeof *ALL_DTYPES)];
+		uint64_t n = 512 + next_random() % 20000;
+		codec_tensor t = {.struct_nbytes = sizeof t, .dtype = dtype, .rank = 1, .shape = {n},
+				  .nbytes = n * codec_dtype_nbytes(dtype)};
+		codec_context with = {.struct_nbytes = sizeof with, .flags = CODEC_NO_CHECKSUM};
+		struct guarded src = guard(t.nbytes), dst, scratch, frame;
+		size_t bound, need, written;
+		codec_info info = {.struct_nbytes = sizeof info};
+
+		fill(src.p, dtype, n, round % 4);
+		t.data = src.p;
+		codec_bound(&spec, &t, &bound);
+		codec_scratch(&spec, &t, &need);
+		dst = guard(bound);
+		scratch = guard(need);
+		assert_int_equal(codec_encode(&spec, &t, dst.p, bound, &written, NULL, NULL, scratch.p, need), CODEC_OK);
+		frame = guard(written);
+		memcpy(frame.p, dst.p, written);
+		assert_int_equal(codec_inspect(frame.p, written, &info), CODEC_OK);
+		for (int i = 0; i < 1 + round % 8; i++) { /* where it hurts: side, directory, head of a region */
+			uint64_t at = round % 3 ? info.side_offset : info.regions_offset;
+			uint64_t room = MIN(written - at, round % 5 ? 200u : written - at);
+
+			if (room)
+				frame.p[at + next_random() % room] = (uint8_t)next_random();
+		}
+		for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
+			with.isa = 1 + isa;
+			if (codec_isa_usable(isa))
+				decoded += codec_decode(frame.p, written, &t, &with, scratch.p, need) == CODEC_OK;
+		}
+		unguard(src);
+		unguard(dst);
+		unguard(scratch);
+		unguard(frame);
+	}
+	assert_true(decoded > 100); /* the damage must not be such that nothing gets past the first check */
+}
+
+#define STACK (1 << 18)
+#define PAINT 0x5a
+
+static void *use_stack(void *unused)
+{
+	round_trip(CODEC_FLOAT64, 22500, 3, 0);
+	round_trip(CODEC_BFLOAT16, 22500, 3, 0);
+	return unused;
+}
+
+static void *use_no_stack(void *unused)
+{
+	round_trip(CODEC_FLOAT64, 0, 3, 0);
+	return unused;
+}
+
+static size_t stack_of(void *(*f)(void *))
+{
+	struct guarded g = guard(STACK);
+	pthread_attr_t attr;
+	pthread_t thread;
+	size_t untouched = 0;
+
+	memset(g.p, PAINT, STACK);
+	pthread_attr_init(&attr);
+	assert_int_equal(pthread_attr_setstack(&attr, g.p, STACK), 0);
+	assert_int_equal(pthread_create(&thread, &attr, f, NULL), 0);
+	pthread_join(thread, NULL);
+	while (untouched < STACK && g.p[untouched] == PAINT)
+		untouched++;
+	unguard(g);
+	return STACK - untouched;
+}
+
+static void test_stack(void **unused)
+{
+	(void)unused;
+#if !defined(__SANITIZE_ADDRESS__)
+	assert_true(stack_of(use_stack) < stack_of(use_no_stack) + 16384);
+#else
+	(void)stack_of;
+	(void)use_stack;
+	(void)use_no_stack;
+#endif
+}
+
+static void *mixed_calls(void *seed)
+{
+	for (int i = 0; i < 40; i++)
+		round_trip(ALL_DTYPES[(size_t)((intptr_t)seed + i) % 8], 600 + 100 * (uint64_t)i, i % 4, 0);
+	return NULL;
+}
+
+static void test_threads(void **unused)
+{
+	pthread_t thread[16];
+
+	(void)unused;
+	for (intptr_t i = 0; i < 16; i++)
+		assert_int_equal(pthread_create(&thread[i], NULL, mixed_calls, (void *)i), 0);
+	for (int i = 0; i < 16; i++)
+		pthread_join(thread[i], NULL);
+}
+
+static void test_environment(void **unused)
+{
+	fenv_t before, after;
+
+	(void)unused;
+	memset(&before, 0, sizeof before);
+	memset(&after, 0, sizeof after);
+	feclearexcept(FE_ALL_EXCEPT);
+	fegetenv(&before);
+	round_trip(CODEC_FLOAT32, 22500, 3, 0);
+	round_trip(CODEC_FLOAT64, 22500, 2, 0);
+	fegetenv(&after);
+	assert_memory_equal(&before, &after, sizeof before);
+}
+
+static void test_arguments(void **unused)
+{
+	const codec_spec spec = {sizeof spec, CODEC_LOSSLESS, 0, 0};
+	codec_tensor t = {.struct_nbytes = sizeof t, .dtype = CODEC_FLOAT32, .rank = 1, .shape = {0}};
+	uint8_t frame[128], scratch[200000];
+	size_t n;
+
+	(void)unused;
+	for (int i = -3; i < 300; i++)
+		assert_non_null(codec_strerror((codec_status)i));
+	assert_int_equal(codec_abi_version(), CODEC_ABI_VERSION);
+	assert_int_equal(codec_bound(NULL, &t, &n), CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_bound(&spec, NULL, &n), CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_bound(&spec, &t, NULL), CODEC_BAD_ARGUMENT);
+	/* NULL with 0 is legal */
+	assert_int_equal(codec_encode(&spec, &t, frame, sizeof frame, &n, NULL, NULL, scratch, sizeof scratch), CODEC_OK);
+	assert_int_equal(n, 56);
+	assert_int_equal(codec_decode(frame, n, &t, NULL, scratch, sizeof scratch), CODEC_OK);
+	assert_int_equal(codec_encode(&spec, &t, NULL, 0, &n, NULL, NULL, scratch, sizeof scratch), CODEC_SHORT_OUTPUT);
+	assert_int_equal(codec_verify(NULL, 0), CODEC_TRUNCATED);
+	assert_int_equal(codec_verify(NULL, 1), CODEC_BAD_ARGUMENT);
+	t.shape[0] = 1ull << 61;
+	assert_int_equal(codec_bound(&spec, &t, &n), CODEC_BAD_SHAPE);
+	t.rank = 9;
+	assert_int_equal(codec_bound(&spec, &t, &n), CODEC_BAD_SHAPE);
+	t.rank = 3;
+	t.shape[1] = 1ull << 40;
+	t.shape[2] = 0;
+	assert_int_equal(codec_bound(&spec, &t, &n), CODEC_OK);
+	t.dtype = 15;
+	assert_int_equal(codec_bound(&spec, &t, &n), CODEC_BAD_DTYPE);
+	assert_int_equal(codec_bound(&(codec_spec){sizeof spec, 99, 0, 0}, &t, &n), CODEC_BAD_SPEC);
+	assert_int_equal(codec_bound(&(codec_spec){sizeof spec, CODEC_LOSSLESS, 9, 0}, &t, &n), CODEC_BAD_SPEC);
+}
+
+int main(void)
+{
+	const struct CMUnitTest tests[] = {
+		cmocka_unit_test(test_tables),      cmocka_unit_test(test_bits),
+		cmocka_unit_test(test_books),       cmocka_unit_test(test_guard_pages),
+		cmocka_unit_test(test_noise_without_checksum), cmocka_unit_test(test_stack),
+		cmocka_unit_test(test_threads),     cmocka_unit_test(test_environment),
+		cmocka_unit_test(test_arguments),
+	};
+
+	return cmocka_run_group_tests(tests, NULL, NULL);
+}
