@@ -52,7 +52,8 @@ int main(int argc, char **argv)
 	uint64_t cols = argc > 2 + json ? strtoull(argv[2 + json], NULL, 10) : 4096;
 	uint64_t n = rows * cols, symbols_total = 0;
 	const codec_spec spec = {sizeof spec, CODEC_LOSSLESS, 0, CODEC_MODEL_SEPARABLE};
-	codec_tensor t = {.struct_nbytes = sizeof t, .dtype = CODEC_BFLOAT16, .rank = 2, .shape = {rows, cols}, .nbytes = 2 * n};
+	codec_tensor t = {
+		.struct_nbytes = sizeof t, .dtype = CODEC_BFLOAT16, .rank = 2, .shape = {rows, cols}, .nbytes = 2 * n};
 	uint8_t *values = malloc(2 * n), *e = malloc(n), *back = malloc(n), *regions;
 	size_t job_nbytes, work_nbytes_, capacity;
 	codec_plan plan;
@@ -150,7 +151,8 @@ int main(int argc, char **argv)
 		if (json)
 			printf("%s{\"isa\": \"%s\", \"encode_gsps\": %.3f, \"decode_gsps\": %.3f, \"encode\": %.4f, "
 			       "\"decode\": %.4f}",
-			       isa ? ", " : "", k->name, (double)n / enc / 1e9, (double)n / dec / 1e9, copy / enc, copy / dec);
+			       isa ? ", " : "", k->name, (double)n / enc / 1e9, (double)n / dec / 1e9, copy / enc,
+			       copy / dec);
 		else
 			printf("%-8s %12.2f %12.2f %14.3f %14.3f %10.3f\n", k->name, (double)n / enc / 1e9,
 			       (double)n / dec / 1e9, copy / enc, copy / dec, 8 * (double)symbols_total / (double)n);

@@ -18,7 +18,7 @@ import numpy as np
 
 import codec
 
-SAMPLE = Path(__file__).parent / "data" / "gradients.npz"
+SAMPLE = sorted((Path(__file__).parent / "data").glob("*.npz"))
 
 
 def tensors(path: Path) -> Iterator[tuple[str, np.ndarray[Any, Any], str, list[tuple[int, ...]]]]:
@@ -111,7 +111,9 @@ def peers(dtype: str) -> dict[str, tuple[Callable[[np.ndarray[Any, Any]], bytes]
     return found
 
 
-def measure(name: str, x: np.ndarray[Any, Any], dtype: str, shapes: list[tuple[int, ...]], speed: bool) -> dict[str, Any]:
+def measure(
+    name: str, x: np.ndarray[Any, Any], dtype: str, shapes: list[tuple[int, ...]], speed: bool
+) -> dict[str, Any]:
     """One row: sizes as fractions of the tensor, GB/s of tensor bytes."""
     seconds = 0.4 if speed else 0.0
     inside = segments(shapes) or None
@@ -162,7 +164,7 @@ def measure(name: str, x: np.ndarray[Any, Any], dtype: str, shapes: list[tuple[i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, default=[SAMPLE])
+    parser.add_argument("files", nargs="*", type=Path, default=SAMPLE)
     parser.add_argument("--each", action="store_true", help="also every tensor of a bucket above 64 k values by itself")
     parser.add_argument("--flat", action="store_true", help="also every bucket without its shapes")
     parser.add_argument("--sizes-only", action="store_true", help="no timing")
@@ -194,7 +196,9 @@ def report(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     names = list(rows[0]["peers"])
-    table = Table(title="size / tensor, GB/s of tensor bytes encode|decode (into memory that exists)", title_justify="left")
+    table = Table(
+        title="size / tensor, GB/s of tensor bytes encode|decode (into memory that exists)", title_justify="left"
+    )
     for column in ("tensor", "codec", "exponents/entropy", *names, "copy", "vs zipnn"):
         table.add_column(column, justify="left" if column == "tensor" else "right", no_wrap=column == "tensor")
     for r in rows:
@@ -203,7 +207,8 @@ def report(rows: list[dict[str, Any]]) -> None:
         cells.append(f"{r['exponent_nbytes'] / r['exponent_entropy_nbytes']:.3f}")
         for p in names:
             mark = "*" if r["peers"][p]["ratio"] == cheapest else ""
-            cells.append(f"{r['peers'][p]['ratio']:.4f}{mark} {r['peers'][p]['encode_gbps']:.1f}|{r['peers'][p]['decode_gbps']:.1f}")
+            peer = r["peers"][p]
+            cells.append(f"{peer['ratio']:.4f}{mark} {peer['encode_gbps']:.1f}|{peer['decode_gbps']:.1f}")
         z = r["peers"]["zipnn"]
         cells += [
             f"{r['copy_gbps']:.1f}",

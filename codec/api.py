@@ -134,7 +134,7 @@ def bound(shape: int | Iterable[int], dtype: Any, spec: Spec = _DEFAULT) -> int:
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if len(sizes) > 8 or any(s < 0 for s in sizes):
         raise SpecError(f"not a shape that can be encoded: {sizes}")
-    t = core.fill_tensor(ffi.new("codec_tensor *"), DTYPES[name], sizes, 0, 0)
+    t = core.own_tensor(DTYPES[name], sizes, ffi.NULL, 0)
     size = ffi.new("size_t *")
     check(lib.codec_bound(core.spec_struct(spec), t, size))
     return size[0]
@@ -193,9 +193,9 @@ def encode(
     _check_engine(engine)
     v = view(x, dtype)
     s = core.spec_struct(spec)
-    t = core.fill_tensor(local.tensor, DTYPES[v.dtype], v.shape, v.address, v.nbytes)
-    context = core.fill_context(local.context, local.fault)
-    keep = (set_codebooks(context, [codebook] if codebook else []), set_segments(context, segments))
+    t = core.own_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes)
+    context = core.own_context()
+    keep = (set_codebooks(context, [codebook]) if codebook else None, set_segments(context, segments))
     count = pool.choose_threads(threads, v.nbytes)
     written = local.written
     check(lib.codec_bound(s, t, written))
@@ -207,11 +207,11 @@ def encode(
     if out is None:
         room = limit + _slack(v) if count > 1 else limit
         new = _NewBytes(room)
-        return new.finish(_encode_at(s, t, new.address, room, context, count))
+        return new.finish(_encode_at(s, t, ffi.cast("uint8_t *", new.address), room, context, count))
     o = view_output(out)
     if o.dtype not in ("uint8", "int8"):
         raise SpecError(f"out= must hold bytes, not {o.dtype}")
-    n = _encode_at(s, t, o.address, o.nbytes, context, count)
+    n = _encode_at(s, t, o.data, o.nbytes, context, count)
     del keep
     array = o.owner.numpy() if not hasattr(o.owner, "__array_interface__") else o.owner  # type: ignore[attr-defined]
     return memoryview(array).cast("B")[:n]  # type: ignore[arg-type]
@@ -224,7 +224,7 @@ def _slack(v: TensorView) -> int:
 
 
 def _encode_one(spec: Any, t: Any, dst: Any, capacity: int, context: Any) -> None:
-    size = ffi.new("size_t *")
+    size = local.size
     check(lib.codec_scratch(spec, t, size))
     scratch = local.get_scratch(size[0])
     status = lib.codec_encode(spec, t, dst, capacity, local.written, ffi.NULL, context, scratch, size[0])
@@ -233,8 +233,7 @@ def _encode_one(spec: Any, t: Any, dst: Any, capacity: int, context: Any) -> Non
     check(status, local.fault)
 
 
-def _encode_at(spec: Any, t: Any, address: int, capacity: int, context: Any, threads: int) -> int:
-    dst = ffi.cast("uint8_t *", address)
+def _encode_at(spec: Any, t: Any, dst: Any, capacity: int, context: Any, threads: int) -> int:
     if threads > 1:
         n = _encode_threads(spec, t, dst, capacity, context, threads)
         if n is not None:
@@ -331,32 +330,29 @@ def decode(
         `out` does not fit the frame.
     """
     _check_engine(engine)
-    address, nbytes, keep = view_bytes(frame)
-    source = ffi.cast("uint8_t *", address)
-    fault = local.fault
-    info = ffi.new("codec_info *")
-    info.struct_nbytes = ffi.sizeof("codec_info")
+    source, nbytes, keep = view_bytes(frame)
+    fault, info = local.fault, local.info
     check(lib.codec_inspect(source, nbytes, info), info.fault)
     name = DTYPE_NAMES[info.dtype]
-    shape = tuple(info.shape[i] for i in range(info.rank))
-    context = core.fill_context(local.context, fault, max_nbytes=max_nbytes)
+    shape = tuple(info.shape[0 : info.rank])
+    context = core.own_context(max_nbytes=max_nbytes)
     if info.frame_nbytes != nbytes or info.tensor_nbytes > max_nbytes:
         # refused before anything is allocated
-        t = core.fill_tensor(local.tensor, info.dtype, shape, 0, 0)
+        t = core.own_tensor(info.dtype, shape, ffi.NULL, 0)
         check(lib.codec_decode(source, nbytes, t, context, ffi.NULL, 0), fault)
     if out is None:
         result, v = empty(name, shape, like)
     else:
         result, v = out, view_output(out, name)
         context.flags = lib.CODEC_VERIFY_FIRST
-    books = [codebooks] if isinstance(codebooks, Codebook) else codebooks or []
-    keep = (keep, set_codebooks(context, books))
-    t = core.fill_tensor(local.tensor, DTYPES[v.dtype], v.shape, v.address, v.nbytes)
+    if codebooks:
+        keep = (keep, set_codebooks(context, [codebooks] if isinstance(codebooks, Codebook) else codebooks))
+    t = core.own_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes)
     count = pool.choose_threads(threads, v.nbytes)
     if count > 1 and info.nblocks > 1:
         _decode_threads(info, source, nbytes, t, context, count)
     else:
-        size = ffi.new("size_t *")
+        size = local.size
         check(lib.codec_scratch(ffi.addressof(info.spec), t, size))
         scratch = local.get_scratch(size[0])
         check(lib.codec_decode(source, nbytes, t, context, scratch, size[0]), fault)
@@ -374,7 +370,8 @@ def _decode_threads(info: Any, source: Any, nbytes: int, t: Any, context: Any, t
 
     def task(i: int) -> tuple[int, int, Any]:
         fault, seal = ffi.new("codec_fault *"), ffi.new("uint64_t *")
-        own = core.fill_context(ffi.new("codec_context *"), fault, flags)
+        own = core.new_context(fault)
+        own.flags = flags
         first, count = cuts[i]
         work = core.new_bytes(work_size[0])
         status = lib.codec_decode_blocks(source, nbytes, t, own, job, first, count, seal, work, work_size[0])
@@ -400,8 +397,8 @@ def verify(frame: Any) -> None:
     FrameError
         It is not what was written.
     """
-    address, nbytes, keep = view_bytes(frame)
-    check(lib.codec_verify(ffi.cast("uint8_t *", address), nbytes))
+    source, nbytes, keep = view_bytes(frame)
+    check(lib.codec_verify(source, nbytes))
     del keep
 
 
@@ -419,10 +416,9 @@ def inspect(frame: Any) -> Info:
     FrameError
         The bytes are not the beginning of a frame.
     """
-    address, nbytes, keep = view_bytes(frame)
-    info = ffi.new("codec_info *")
-    info.struct_nbytes = ffi.sizeof("codec_info")
-    check(lib.codec_inspect(ffi.cast("uint8_t *", address), nbytes, info), info.fault)
+    source, nbytes, keep = view_bytes(frame)
+    info = local.info
+    check(lib.codec_inspect(source, nbytes, info), info.fault)
     del keep
     sections = {
         "header": (0, info.side_offset),

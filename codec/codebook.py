@@ -74,10 +74,10 @@ class Codebook:
         spec = core.spec_struct(Lossless(cap=cap))
         for x in tensors:
             v = view(x)
-            t = core.fill_tensor(core.ffi.new("codec_tensor *"), core.DTYPES[v.dtype], v.shape, v.address, v.nbytes)
-            size = core.ffi.new("size_t *")
+            t = core.own_tensor(core.DTYPES[v.dtype], v.shape, v.data, v.nbytes)
+            size = core.local.size
             core.check(core.lib.codec_scratch(spec, t, size))
-            context = core.fill_context(core.ffi.new("codec_context *"), core.ffi.NULL)
+            context = core.own_context()
             keep = set_segments(context, segments)
             scratch = core.new_bytes(size[0])
             core.check(core.lib.codec_count(spec, t, counts, context, scratch, size[0]))

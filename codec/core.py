@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from codec import _cffi, errors
+from codec import _cffi, errors  # pyright: ignore[reportAttributeAccessIssue] - written by the build
 from codec.specs import MODELS, Lossless, Spec
 
 ffi: Any = _cffi.ffi
@@ -16,11 +16,10 @@ if lib.codec_abi_version() != lib.CODEC_ABI_VERSION:
     raise ImportError(f"{_path} has ABI {lib.codec_abi_version()}, this package needs {lib.CODEC_ABI_VERSION}")
 
 DTYPES: dict[str, int] = {
-    name.removeprefix("CODEC_").lower(): number
-    for number, name in ffi.typeof("codec_dtype").elements.items()
+    name.removeprefix("CODEC_").lower(): number for number, name in ffi.typeof("codec_dtype").elements.items()
 }
 DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
-ITEMSIZE = {name: lib.codec_dtype_nbytes(number) for name, number in DTYPES.items()}
+ITEMSIZE: dict[str, int] = {name: lib.codec_dtype_nbytes(number) for name, number in DTYPES.items()}
 
 _FRAME_ERRORS = {
     lib.CODEC_CHECKSUM: errors.ChecksumError,
@@ -129,10 +128,14 @@ class _PerThread(threading.local):
     SCRATCH = 1 << 20
 
     def __init__(self) -> None:
-        self.context = ffi.new("codec_context *")
         self.fault = ffi.new("codec_fault *")
+        self.context = new_context(self.fault)
         self.tensor = ffi.new("codec_tensor *")
+        self.tensor.struct_nbytes = ffi.sizeof("codec_tensor")
         self.written = ffi.new("size_t *")
+        self.size = ffi.new("size_t *")
+        self.info = ffi.new("codec_info *")
+        self.info.struct_nbytes = ffi.sizeof("codec_info")
         self.scratch: Any = ffi.NULL
         self.scratch_nbytes = 0
         self.frame = new_bytes(1 << 16)
@@ -145,8 +148,6 @@ class _PerThread(threading.local):
             self.scratch_nbytes = nbytes
         return self.scratch
 
-
-local = _PerThread()
 
 _spec_structs: dict[Spec, Any] = {}
 
@@ -171,27 +172,35 @@ def spec_of(struct: Any) -> Spec:
     return Lossless(cap=struct.cap, model=MODELS[struct.model])  # type: ignore[arg-type]
 
 
-def fill_tensor(t: Any, dtype: int, shape: tuple[int, ...], address: int, nbytes: int) -> Any:
-    """A codec_tensor."""
-    t.struct_nbytes = ffi.sizeof("codec_tensor")
+def own_tensor(dtype: int, shape: tuple[int, ...], data: Any, nbytes: int) -> Any:
+    """Fill in this thread's codec_tensor."""
+    t = local.tensor
     t.dtype = dtype
     t.rank = len(shape)
     for i, s in enumerate(shape):
         t.shape[i] = s
-    t.data = ffi.cast("void *", address)
+    t.data = data
     t.nbytes = nbytes
     return t
 
 
-def fill_context(c: Any, fault: Any, flags: int = 0, max_nbytes: int = 0) -> Any:
-    """A codec_context without segments and codebooks."""
+def new_context(fault: Any) -> Any:
+    """A codec_context that asks for nothing."""
+    c = ffi.new("codec_context *")
     c.struct_nbytes = ffi.sizeof("codec_context")
-    c.flags = flags
     c.isa = current_isa()
-    c.max_nbytes = max_nbytes
-    c.segments = ffi.NULL
-    c.nsegments = 0
-    c.codebooks = ffi.NULL
-    c.ncodebooks = 0
     c.fault = fault
     return c
+
+
+def own_context(flags: int = 0, max_nbytes: int = 0) -> Any:
+    """Reset this thread's codec_context: no segments, no codebooks."""
+    c = local.context
+    c.isa = current_isa()
+    c.flags = flags
+    c.max_nbytes = max_nbytes
+    c.nsegments = c.ncodebooks = 0
+    return c
+
+
+local = _PerThread()

@@ -1,5 +1,6 @@
 """Threads for block ranges. The C calls hold no lock, so plain threads are enough."""
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -58,7 +59,7 @@ def ranges(nblocks: int, threads: int) -> list[tuple[int, int]]:
     """Cut blocks into (first, count), a few a thread so that a slow thread does not hold up the others."""
     pieces = min(nblocks, 4 * threads)
     cuts = [i * nblocks // pieces for i in range(pieces + 1)]
-    return [(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [(a, b - a) for a, b in itertools.pairwise(cuts)]
 
 
 def run(task: Callable[[int], Any], count: int, threads: int) -> list[Any]:
@@ -79,7 +80,7 @@ def run(task: Callable[[int], Any], count: int, threads: int) -> list[Any]:
                 return
             try:
                 results[i] = task(i)
-            except BaseException as e:  # noqa: BLE001 - handed to the caller's thread below
+            except BaseException as e:
                 failed[i] = e
 
     others = [_executor(threads - 1).submit(work) for _ in range(threads - 1)]

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from codec.core import DTYPES, ITEMSIZE
+from codec.core import DTYPES, ITEMSIZE, ffi
 from codec.errors import EngineError, SpecError
 
 _UINT = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
-_NUMPY_NAMES = [name for name in DTYPES if hasattr(np, name)]
-_by_dtype: dict[np.dtype[Any], str] = {np.dtype(name): name for name in _NUMPY_NAMES}
+_NUMPY = {name: np.dtype(name) for name in DTYPES if hasattr(np, name)}
+_by_dtype: dict[np.dtype[Any], str] = {dtype: name for name, dtype in _NUMPY.items()}
 
 
 class TensorView(NamedTuple):
@@ -23,9 +23,25 @@ class TensorView(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    address: int
+    data: Any  # C pointer
     nbytes: int
     owner: object  # keeps the memory alive
+
+    @property
+    def address(self) -> int:
+        """Where the values are."""
+        return int(ffi.cast("uintptr_t", self.data))
+
+
+def _pointer(address: int) -> Any:
+    return ffi.cast("uint8_t *", address)
+
+
+def _numpy_pointer(x: np.ndarray[Any, Any]) -> Any:
+    try:
+        return ffi.from_buffer(x)
+    except (ValueError, BufferError, TypeError):  # dtypes without a buffer, such as those of ml_dtypes
+        return _pointer(x.__array_interface__["data"][0])
 
 
 def _numpy_dtype_name(dtype: np.dtype[Any]) -> str:
@@ -46,7 +62,7 @@ def _from_numpy(x: np.ndarray[Any, Any]) -> TensorView:
         x = x.copy(order="C")
     if x.ndim > 8:
         raise SpecError(f"rank {x.ndim} is above 8")
-    return TensorView(name, x.shape, x.__array_interface__["data"][0], x.nbytes, x)
+    return TensorView(name, x.shape, _numpy_pointer(x), x.nbytes, x)
 
 
 def is_torch(x: object) -> bool:
@@ -70,7 +86,7 @@ def _from_torch(x: Any) -> TensorView:
     x = x.contiguous()
     if x.ndim > 8:
         raise SpecError(f"rank {x.ndim} is above 8")
-    return TensorView(name, tuple(x.shape), x.data_ptr(), x.numel() * x.element_size(), x)
+    return TensorView(name, tuple(x.shape), _pointer(x.data_ptr()), x.numel() * x.element_size(), x)
 
 
 class _DLTensor(ctypes.Structure):
@@ -120,7 +136,8 @@ def _from_dlpack(x: Any) -> TensorView:
     # as bits, from the lowest to the highest address that the strides reach
     reach = 1 + sum((s - 1) * abs(d) for s, d in zip(shape, strides, strict=True)) if strides and n else n
     address = (t.data or 0) + t.byte_offset
-    flat = np.frombuffer((ctypes.c_uint8 * (reach * itemsize)).from_address(address), _UINT[itemsize]) if n else None
+    memory: Any = (ctypes.c_uint8 * (reach * itemsize)).from_address(address) if n else b""
+    flat = np.frombuffer(memory, _UINT[itemsize]) if n else None
     if flat is None:
         bits = np.empty(shape, _UINT[itemsize])
     elif strides is None:
@@ -170,13 +187,12 @@ def view(x: Any, dtype: str | None = None) -> TensorView:
     return v._replace(dtype=dtype)
 
 
-def view_bytes(frame: Any) -> tuple[int, int, object]:
-    """Address and size of a frame, and what keeps it alive."""
+def view_bytes(frame: Any) -> tuple[Any, int, object]:
+    """Pointer to a frame, its size, and what keeps it alive."""
     if type(frame) is bytes:
-        array = np.frombuffer(frame, np.uint8) if frame else np.empty(0, np.uint8)
-        return array.__array_interface__["data"][0], len(frame), array
+        return ffi.from_buffer(frame), len(frame), frame
     v = view(frame)
-    return v.address, v.nbytes, v.owner
+    return v.data, v.nbytes, v.owner
 
 
 def view_output(out: Any, dtype: str | None = None) -> TensorView:
@@ -212,9 +228,10 @@ def empty(dtype: str, shape: tuple[int, ...], like: Any = None) -> tuple[Any, Te
         torch: Any = sys.modules["torch"]
         t = torch.empty(shape, dtype=getattr(torch, dtype))
         return t, _from_torch(t)
-    if dtype in _NUMPY_NAMES:
-        array = np.empty(shape, dtype)
-    elif isinstance(like, np.ndarray) and like.dtype == _UINT[ITEMSIZE[dtype]]:
+    if dtype in _NUMPY:
+        array = np.empty(shape, _NUMPY[dtype])
+        return array, TensorView(dtype, shape, ffi.from_buffer(array), array.nbytes, array)
+    if isinstance(like, np.ndarray) and like.dtype == _UINT[ITEMSIZE[dtype]]:
         array = np.empty(shape, like.dtype)
     else:
         try:

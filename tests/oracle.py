@@ -20,7 +20,10 @@ DTYPES = {
     2: ("float64", 8, 1, "float64"),
     3: ("bfloat16", 2, 1, "float"),
     4: ("float16", 2, 8, "float"),
-    **{5 + i: (f"float8_{s}", 1, 0, "bytes") for i, s in enumerate(("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu"))},
+    **{
+        5 + i: (f"float8_{s}", 1, 0, "bytes")
+        for i, s in enumerate(("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu"))
+    },
     16: ("bool", 1, 0, "bytes"),
     **{17 + i: (f"int{8 << i}", 1 << i, 0, "bytes") for i in range(4)},
     **{21 + i: (f"uint{8 << i}", 1 << i, 0, "bytes") for i in range(4)},
@@ -144,7 +147,7 @@ def read_segments(r: Reader, n: int) -> list[Segment]:
         shifts.append((shift & 15, shift >> 4))
         start += count
     need(start == n, "segments do not add up")
-    signed = lambda v: (v ^ 8) - 8  # noqa: E731
+    signed = lambda v: (v ^ 8) - 8
     for s, (rs, cs) in zip(segments, shifts, strict=True):
         if s.kind & 1:
             s.rows_q = [signed(v) << rs for v in nibbles(r, -(-s.count // s.cols))]
@@ -295,7 +298,7 @@ def decode(frame: bytes, codebooks: dict[int, list[int]] | None = None) -> tuple
     return name, shape, bits.astype(f"<u{nplanes}").tobytes()
 
 
-def decode_region(  # noqa: PLR0913 - the format's fields, as they are
+def decode_region(
     frame: bytes,
     at: int,
     end: int,
@@ -383,7 +386,7 @@ def decode_region(  # noqa: PLR0913 - the format's fields, as they are
             planes[p] = out
     r.zeros(8)
     u = [x.astype(np.uint64) for x in planes]
-    s8 = lambda x, b: x << np.uint64(b)  # noqa: E731
+    s8 = lambda x, b: x << np.uint64(b)
     if kind == "bytes":
         out = sum((s8(x, 8 * (nplanes - 1 - p)) for p, x in enumerate(u)), np.zeros(m, np.uint64))
     elif kind == "float64":

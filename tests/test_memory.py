@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from codec.core import DTYPES, ITEMSIZE, ffi, fill_tensor, lib, spec_struct
+from codec.core import DTYPES, ITEMSIZE, ffi, lib, own_tensor, spec_struct
 from codec.specs import Lossless
 
 
@@ -12,7 +12,7 @@ def test_scratch(dtype):
     for n in (0, 1, 1000, 4096, 1 << 14, 1 << 18, 1 << 24, 1 << 30, 1 << 36):
         for shape in ((n,), (1, n), (64, n // 64)):
             total = int(np.prod(shape, dtype=object)) * ITEMSIZE[dtype]
-            t = fill_tensor(ffi.new("codec_tensor *"), DTYPES[dtype], shape, 0, 0)
+            t = own_tensor(DTYPES[dtype], shape, ffi.NULL, 0)
             size = ffi.new("size_t *")
             assert lib.codec_scratch(spec_struct(Lossless()), t, size) == 0
             assert size[0] <= total / 50 + (1 << 20)

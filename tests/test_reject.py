@@ -226,7 +226,12 @@ def test_bound(dtype):
         fibonacci.append(fibonacci[-1] + fibonacci[-2])
     counts = np.repeat(np.arange(22), fibonacci)
     tensors = [make(dtype, n, k) for k in KINDS for n in (0, 511, 513, 4097, 16385)]
-    tensors.append((np.random.default_rng(0).permutation(counts).astype(np.uint64) << (8 * u.itemsize - 9 if u.itemsize > 1 else 0)).astype(u))
+    tensors.append(
+        (
+            np.random.default_rng(0).permutation(counts).astype(np.uint64)
+            << (8 * u.itemsize - 9 if u.itemsize > 1 else 0)
+        ).astype(u)
+    )
     late = np.zeros(40000, u)  # what the sample does not see
     late[1::2] = make(dtype, 20000, "noise")
     tensors.append(late)

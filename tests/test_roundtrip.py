@@ -61,7 +61,9 @@ def test_all_half_patterns(dtype, repeat, isa):
 
 
 def test_special_values(isa):
-    special = np.array([0x7FC00001, 0xFFC12345, 0x7F800001, 0x80000000, 1, 0x807FFFFF, 0x7F800000, 0xFF800000], np.uint32)
+    special = np.array(
+        [0x7FC00001, 0xFFC12345, 0x7F800001, 0x80000000, 1, 0x807FFFFF, 0x7F800000, 0xFF800000], np.uint32
+    )
     x = make("float32", 20000, "normal")
     x[np.random.default_rng(1).choice(x.size, 3000, replace=False)] = np.resize(special, 3000)
     y = codec.decode(codec.encode(x, dtype="float32"))

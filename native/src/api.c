@@ -67,14 +67,15 @@ uint8_t block_log2_for(uint64_t n)
 
 /* Spec and tensor to the header of a frame that has no sections yet. */
 codec_status request(const codec_spec *spec, const codec_tensor *like, int with_data, struct header *h,
-			    codec_tensor *copy)
+		     codec_tensor *copy)
 {
 	codec_spec s;
 
 	READ_STRUCT(s, spec);
 	READ_STRUCT(*copy, like);
 	memset(h, 0, sizeof *h);
-	if (s.codec != CODEC_LOSSLESS || s.model > CODEC_MODEL_SEPARABLE || (s.cap && (s.cap < 2 || s.cap > WIRE_MAX_CAP)))
+	if (s.codec != CODEC_LOSSLESS || s.model > CODEC_MODEL_SEPARABLE ||
+	    (s.cap && (s.cap < 2 || s.cap > WIRE_MAX_CAP)))
 		return CODEC_BAD_SPEC;
 	if (!dtype_of(copy->dtype))
 		return CODEC_BAD_DTYPE;

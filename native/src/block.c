@@ -149,9 +149,9 @@ static void unpack_bits(const uint8_t *p, uint32_t *field, const uint32_t *width
  * Code m symbols; literals come from `literal` (or exponent, if two bytes each). Returns the bytes stored at dst, and
  * below *top the escapes; 0 if that would take `most` bytes or more.
  */
-uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct work *w, uint8_t *symbol,
-			   uint64_t m, const uint8_t *literal, const uint16_t *exponent, uint64_t most, uint8_t *dst,
-			   uint8_t *escapes, uint64_t *nescapes)
+uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct work *w, uint8_t *symbol, uint64_t m,
+		      const uint8_t *literal, const uint16_t *exponent, uint64_t most, uint8_t *dst, uint8_t *escapes,
+		      uint64_t *nescapes)
 {
 	uint64_t rows = padded(m) / WIRE_ROW, nwords, at = 0, size;
 	uint32_t *first;
@@ -188,8 +188,7 @@ uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct w
 	memcpy(dst + size, first, 4 * nwords);
 #endif
 	size += 4 * nwords;
-	FOR_ESCAPED(i, w->escaped, m)
-	{
+	FOR_ESCAPED (i, w->escaped, m) {
 		if (exponent) {
 			store16(escapes + at, exponent[i]);
 			at += 2;
@@ -348,11 +347,11 @@ uint64_t encode_block(const struct job *j, const struct kernels *k, const codec_
 		if (h->halved >> i & 1 && plane_pays(j, i, plane[i], n)) {
 			k->halve(plane[i], n, w->symbol, w->offset);
 			got = encode_plane(&j->codes[i], k, w, w->symbol, n, w->symbol, NULL, n / 2, p,
-					 w->escapes + nescapes, &nescapes);
+					   w->escapes + nescapes, &nescapes);
 		} else if (h->coded & ~h->halved & 1 << i && ((i == 0 && d->step) || plane_pays(j, i, plane[i], n))) {
 			got = encode_plane(&j->codes[i], k, w, plane_symbols(j, k, w, i, first, n, i ? 0 : outside), n,
-					 plane[i], wide ? w->exponent : NULL, wide ? UINT64_MAX : n, p,
-					 w->escapes + nescapes, &nescapes);
+					   plane[i], wide ? w->exponent : NULL, wide ? UINT64_MAX : n, p,
+					   w->escapes + nescapes, &nescapes);
 		}
 		if (got) {
 			mode[i] = WIRE_MODE_CODED;
@@ -397,7 +396,7 @@ uint64_t encode_block(const struct job *j, const struct kernels *k, const codec_
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
 
 codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, struct work *w, struct cursor *c,
-				 uint64_t m, uint8_t *symbol, codec_fault *f)
+			  uint64_t m, uint8_t *symbol, codec_fault *f)
 {
 	uint64_t nwords, start = c->at, rows = padded(m) / WIRE_ROW;
 	uint8_t bits[4 * WIRE_LANES + 16];
@@ -431,8 +430,7 @@ codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, st
 		s->word[l] = l < nwords ? load32(c->frame + c->at + 4 * l) : 0;
 	c->at += 4 * nwords;
 	nwords -= MIN(nwords, WIRE_LANES);
-	if (!k->decode_lanes(lookup, c->frame + c->at - 4 * nwords, nwords, rows, symbol, s, w->escaped,
-			     &w->ahead))
+	if (!k->decode_lanes(lookup, c->frame + c->at - 4 * nwords, nwords, rows, symbol, s, w->escaped, &w->ahead))
 		BAD(start, nwords, rows);
 	for (uint64_t i = m; i < rows * WIRE_ROW; i++)
 		if (symbol[i] != lookup->pad)
@@ -448,8 +446,7 @@ static codec_status read_exponents(const struct job *j, struct work *w, struct c
 		w->exponent[i] = e[i] ? (uint16_t)(e[i] + j->model.window - 128) & 0x7ff : 0;
 	if (!coded)
 		return CODEC_OK;
-	FOR_ESCAPED(i, w->escaped, m)
-	{
+	FOR_ESCAPED (i, w->escaped, m) {
 		if (c->end - c->at < 2)
 			BAD(c->end, c->end - c->at, 2);
 		c->end -= 2;
@@ -463,8 +460,7 @@ static codec_status read_exponents(const struct job *j, struct work *w, struct c
 
 codec_status read_escapes(struct work *w, struct cursor *c, uint8_t *out, uint64_t n, codec_fault *f)
 {
-	FOR_ESCAPED(i, w->escaped, n)
-	{
+	FOR_ESCAPED (i, w->escaped, n) {
 		if (c->end <= c->at)
 			BAD(c->end, 0, 1);
 		out[i] = c->frame[--c->end];
@@ -590,9 +586,7 @@ codec_status decode_block(const struct job *j, const struct kernels *k, const ui
 				got = frame + c.at;
 				c.at += n;
 				break;
-			case WIRE_MODE_ROWS:
-				TRY(read_rows(&c, out, n, f));
-				break;
+			case WIRE_MODE_ROWS: TRY(read_rows(&c, out, n, f)); break;
 			default:
 				if (c.end - c.at < 1)
 					BAD(c.at, 0, 1);

@@ -247,7 +247,8 @@ BITS_FN uint64_t book_cost(const codebook *b, const uint32_t counts[256], int li
 	uint64_t bits = 0;
 
 	for (int i = 0; i < 256; i++)
-		bits += (uint64_t)counts[i] * (b->length[i] ? b->length[i] : (uint32_t)(b->length[WIRE_ESCAPE] + literal));
+		bits += (uint64_t)counts[i] *
+			(b->length[i] ? b->length[i] : (uint32_t)(b->length[WIRE_ESCAPE] + literal));
 	return bits;
 }
 

@@ -60,12 +60,12 @@ uint64_t header_seal(const struct header *h, const struct kernels *k, const uint
 struct segment {
 	uint64_t start, count, cols;
 	uint64_t rows_at, cols_at; /* into model.offsets */
-	uint16_t base; /* in quarters, like the offsets */
+	uint16_t base;             /* in quarters, like the offsets */
 	uint8_t kind, row_shift, col_shift;
 };
 
 struct model {
-	uint64_t nsegments; /* 0: the exponent byte is the symbol */
+	uint64_t nsegments;               /* 0: the exponent byte is the symbol */
 	uint64_t segments_at, offsets_at; /* bytes from the job's start */
 	uint64_t noffsets;
 	uint32_t window; /* of 64-bit exponents */

@@ -75,8 +75,8 @@ static uint64_t frame_seal(const uint8_t *frame, const struct header *h, const s
 	uint64_t seal = header_seal(h, k, frame + h->side_at);
 
 	if (h->layout == WIRE_LAYOUT_STORED)
-		return seal + seal_block(k->digest(frame + h->side_at, h->frame_nbytes - h->side_at, WIRE_SEED_REGION),
-					 0);
+		return seal +
+		       seal_block(k->digest(frame + h->side_at, h->frame_nbytes - h->side_at, WIRE_SEED_REGION), 0);
 	return seal + k->digest(frame + h->directory_at, WIRE_DIRECTORY_ENTRY * h->nblocks, WIRE_SEED_DIRECTORY);
 }
 

@@ -17,8 +17,7 @@ static codec_status store(const codec_tensor *src, const struct kernels *k, stru
 #if CODEC_BIG_ENDIAN
 	swap_bytes(dst + h.side_at, src->nbytes, dtype_of(h.dtype)->nbytes);
 #endif
-	h.checksum = header_seal(&h, k, dst) +
-		     seal_block(k->digest(dst + h.side_at, src->nbytes, WIRE_SEED_REGION), 0);
+	h.checksum = header_seal(&h, k, dst) + seal_block(k->digest(dst + h.side_at, src->nbytes, WIRE_SEED_REGION), 0);
 	header_write(&h, dst);
 	*written = h.frame_nbytes;
 	return CODEC_OK;
@@ -56,8 +55,8 @@ static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, 
 }
 
 static codec_status blocks(const codec_tensor *src, uint8_t *dst, size_t capacity, const codec_context *with,
-				  const struct job *j, uint64_t first, uint64_t count, uint64_t at, uint64_t *end,
-				  uint64_t *seal, void *work)
+			   const struct job *j, uint64_t first, uint64_t count, uint64_t at, uint64_t *end,
+			   uint64_t *seal, void *work)
 {
 	const struct kernels *k = kernels_for(with);
 	struct work w;
@@ -85,8 +84,8 @@ static codec_status blocks(const codec_tensor *src, uint8_t *dst, size_t capacit
 }
 
 static codec_status close_frame(const codec_tensor *src, uint8_t *dst, size_t capacity, const codec_context *with,
-				 const struct job *j, const uint64_t *counts, const uint64_t *ats, size_t nranges,
-				 uint64_t seal, size_t *written)
+				const struct job *j, const uint64_t *counts, const uint64_t *ats, size_t nranges,
+				uint64_t seal, size_t *written)
 {
 	const struct kernels *k = kernels_for(with);
 	uint64_t to = j->h.regions_at, b = 0;

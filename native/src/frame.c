@@ -39,7 +39,8 @@ codec_status header_derive(struct header *h)
 	h->nblocks = (h->n + h->block - 1) / h->block;
 	h->planes_at += WIRE_DIRECTORY_ENTRY * h->nblocks;
 	h->plane_stride = ALIGN8(h->n);
-	h->regions_at = h->planes_at + h->plane_stride * (uint64_t)__builtin_popcount(h->fixed & ((1u << d->nbytes) - 1));
+	h->regions_at =
+		h->planes_at + h->plane_stride * (uint64_t)__builtin_popcount(h->fixed & ((1u << d->nbytes) - 1));
 	return CODEC_OK;
 }
 

@@ -117,8 +117,8 @@ static inline LOOKUP lookup_load(const book_lookup *book)
 static inline void codes_find(const CODES *t, const uint8_t *symbol, __m256i *code, __m256i *length, uint32_t *escaped)
 {
 	/* 2^(n - 1) by n, since a 16-bit shift by lane is a multiplication here */
-	const __m256i power = _mm256_broadcastsi128_si256(
-		_mm_setr_epi8(0, 1, 2, 4, 8, 16, 32, 64, (char)128, 0, 0, 0, 0, 0, 0, 0));
+	const __m256i power =
+		_mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 4, 8, 16, 32, 64, (char)128, 0, 0, 0, 0, 0, 0, 0));
 	__m256i c, n, p, c2, n2;
 
 	pair_find(t, LOAD(symbol), &c, &n);

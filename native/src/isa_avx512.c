@@ -95,9 +95,9 @@ static inline void codes_find(const CODES *t, const uint8_t *symbol, __m512i *co
 
 static inline __m256i TOP(const __m512i v[NV])
 {
-	const __m512i top = _mm512_castsi256_si512(_mm256_setr_epi8(
-		3, 7, 11, 15, 19, 23, 27, 31, 35, 39, 43, 47, 51, 55, 59, 63, 67, 71, 75, 79, 83, 87, 91, 95, 99, 103,
-		107, 111, 115, 119, 123, 127));
+	const __m512i top = _mm512_castsi256_si512(_mm256_setr_epi8(3, 7, 11, 15, 19, 23, 27, 31, 35, 39, 43, 47, 51,
+								    55, 59, 63, 67, 71, 75, 79, 83, 87, 91, 95, 99, 103,
+								    107, 111, 115, 119, 123, 127));
 
 	return _mm512_castsi512_si256(_mm512_permutex2var_epi8(v[0], top, v[1]));
 }

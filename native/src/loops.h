@@ -247,7 +247,8 @@ static void unsymbols(const uint8_t *symbol, const uint8_t *offset, size_t n, ui
 
 static void offsets(const int8_t *cols, int quarters, int step, size_t n, uint8_t *restrict offset)
 {
-	/* in bytes: the quarters of the row that are not whole meet the column's, 128 up so that they are not negative */
+	/* in bytes: the quarters of the row that are not whole meet the column's, 128 up so that they are not negative
+	 */
 	uint8_t part = (uint8_t)((quarters & 3) + 128), whole = (uint8_t)((quarters >> 2) - 32);
 
 	if (step == 1)
@@ -392,7 +393,7 @@ static void stream(uint8_t *dst, const uint8_t *src, size_t n)
 #define KERNEL_LOOPS                                                                                                   \
 	.split = {split_bytes1, split_bytes2, split_bytes4, split_bytes8, split_float2, split_float4, split_float8},   \
 	.merge = {merge_bytes1, merge_bytes2, merge_bytes4, merge_bytes8, merge_float2, merge_float4, merge_float8},   \
-	.top = {top_bytes1, top_bytes2, top_bytes4, top_bytes8, top_float2, top_float4, NULL},                         \
-	.stream = STREAM, .top_float8 = top_float8, .sum = sum, .columns = columns, .symbols = symbols,                \
-	.unsymbols = unsymbols, .offsets = offsets, .halve = halve, .unhalve = unhalve, .digest = digest,              \
-	.zeros = zeros, .under_zeros = under_zeros, .prune = prune, .unprune = unprune, .rows = rows
+	.top = {top_bytes1, top_bytes2, top_bytes4, top_bytes8, top_float2, top_float4, NULL}, .stream = STREAM,       \
+	.top_float8 = top_float8, .sum = sum, .columns = columns, .symbols = symbols, .unsymbols = unsymbols,          \
+	.offsets = offsets, .halve = halve, .unhalve = unhalve, .digest = digest, .zeros = zeros,                      \
+	.under_zeros = under_zeros, .prune = prune, .unprune = unprune, .rows = rows

@@ -6,11 +6,11 @@
  */
 #include "core.h"
 
-#define RUN 32         /* neighbouring values that a row's sample is made of */
-#define RUNS 4         /* of a row: 128 values find its mean to a tenth of a step or so */
+#define RUN 32           /* neighbouring values that a row's sample is made of */
+#define RUNS 4           /* of a row: 128 values find its mean to a tenth of a step or so */
 #define SAMPLED_ROWS 128 /* for the columns' offsets */
-#define TILE 512        /* columns at a time */
-#define DEAD -128       /* a row or column without exponents, until offsets are rounded */
+#define TILE 512         /* columns at a time */
+#define DEAD -128        /* a row or column without exponents, until offsets are rounded */
 
 uint64_t model_nbytes(const struct dtype *d, uint64_t n)
 {
@@ -123,8 +123,8 @@ static uint8_t round_offsets(int8_t *offset, uint64_t n, int middle)
 		uint64_t outside = 0;
 
 		for (uint64_t i = 0; i < n; i++)
-			outside += offset[i] != DEAD && (offset[i] - middle < -(8 << shift) ||
-							  offset[i] - middle > 7 << shift);
+			outside += offset[i] != DEAD &&
+				   (offset[i] - middle < -(8 << shift) || offset[i] - middle > 7 << shift);
 		if (32 * outside <= n)
 			break;
 	}
@@ -270,7 +270,8 @@ static void count_segment(const codec_tensor *src, const struct kernels *k, cons
 		uint64_t n = MIN(WIRE_ROW, s->start + s->count - first);
 		uint8_t e[WIRE_ROW], offset[WIRE_ROW], symbol[WIRE_ROW];
 
-		__builtin_prefetch((const char *)src->data + (first + stride * WIRE_ROW) * dtype_of(src->dtype)->nbytes);
+		__builtin_prefetch((const char *)src->data +
+				   (first + stride * WIRE_ROW) * dtype_of(src->dtype)->nbytes);
 		exponents(src, k, j, first, n, e);
 		if (!fitted) {
 			count_bytes(e, n, raw);
@@ -404,7 +405,8 @@ codec_status model_choose(const codec_tensor *src, const codec_context *with, co
 			memcpy(s->counts[0], raw, sizeof raw);
 		else
 			for (int v = 0; v < 256; v++)
-				s->counts[0][bits_symbol((uint8_t)v, (uint8_t)(d->step * ((g->base + 2) >> 2)), 0)] += raw[v];
+				s->counts[0][bits_symbol((uint8_t)v, (uint8_t)(d->step * ((g->base + 2) >> 2)), 0)] +=
+					raw[v];
 	}
 	if (!used && j->model.nsegments == 1)
 		j->model.nsegments = 0;
@@ -521,12 +523,14 @@ codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct 
 		if (kind & WIRE_SEGMENT_ROWS) {
 			uint64_t nrows = s->cols_at - s->rows_at;
 
-			p = (uint64_t)(unpack_nibbles(frame + p, nrows, s->row_shift, job_offsets(j) + s->rows_at) - frame);
+			p = (uint64_t)(unpack_nibbles(frame + p, nrows, s->row_shift, job_offsets(j) + s->rows_at) -
+				       frame);
 			if (nrows % 2 && frame[p - 1] >> 4)
 				BAD(p - 1, frame[p - 1], frame[p - 1] & 15);
 		}
 		if (kind & WIRE_SEGMENT_COLS) {
-			p = (uint64_t)(unpack_nibbles(frame + p, cols, s->col_shift, job_offsets(j) + s->cols_at) - frame);
+			p = (uint64_t)(unpack_nibbles(frame + p, cols, s->col_shift, job_offsets(j) + s->cols_at) -
+				       frame);
 			if (cols % 2 && frame[p - 1] >> 4)
 				BAD(p - 1, frame[p - 1], frame[p - 1] & 15);
 		}

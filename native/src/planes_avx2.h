@@ -102,8 +102,8 @@ static inline size_t merge2_avx2(const uint8_t *const *plane, size_t n, void *ds
 static inline size_t split4_avx2(const void *src, size_t n, uint8_t *const *plane, int turn)
 {
 	/* bytes of a kind together in each half, then across the halves: 8 bytes of each kind */
-	const __m256i kinds = _mm256_broadcastsi128_si256(
-		_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+	const __m256i kinds =
+		_mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
 	const __m256i halves = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
 	const char *p = src;
 	size_t i = 0;
@@ -112,7 +112,8 @@ static inline size_t split4_avx2(const void *src, size_t n, uint8_t *const *plan
 		__m256i v[4], lo01, hi01, lo23, hi23, b[4];
 
 		for (int k = 0; k < 4; k++)
-			v[k] = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(LOAD256(p + 4 * i + 32 * k), kinds), halves);
+			v[k] = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(LOAD256(p + 4 * i + 32 * k), kinds),
+							   halves);
 		lo01 = _mm256_unpacklo_epi64(v[0], v[1]); /* bytes 0 | bytes 2 */
 		hi01 = _mm256_unpackhi_epi64(v[0], v[1]); /* bytes 1 | bytes 3 */
 		lo23 = _mm256_unpacklo_epi64(v[2], v[3]);

@@ -34,6 +34,20 @@ static int halve(const uint32_t counts[256], int cap, uint64_t total, uint64_t *
 	return 1;
 }
 
+/*
+ * Could a book of its own save 2% of this plane? The sum of squared counts says so much faster than a book: near the
+ * uniform distribution it exceeds its least value by 2 ln 2 times the bits that could be saved, and by 255 / total by
+ * chance alone.
+ */
+static int may_pay(const uint32_t counts[256], uint64_t total)
+{
+	uint64_t squares = 0;
+
+	for (int i = 0; i < 256; i++)
+		squares += (uint64_t)counts[i] * counts[i];
+	return squares * 256 > total * total + 255 * total + total * total / 7;
+}
+
 /* Which planes are coded, which are raw in every block, and the codebooks. */
 codec_status choose_planes(const codec_context *with, struct job *j, const struct sample *s)
 {
@@ -45,7 +59,7 @@ codec_status choose_planes(const codec_context *with, struct job *j, const struc
 		const uint32_t *counts = s->counts[p];
 		int exponent = p == 0 && d->step, literal = exponent && d->form == FORM_FLOAT8 ? 16 : 8;
 		codebook *b = j->books + p;
-		uint64_t total = 0, cost;
+		uint64_t total = 0, cost = UINT64_MAX / 100;
 
 		for (int i = 0; i < 256; i++)
 			total += counts[i];
@@ -54,12 +68,13 @@ codec_status choose_planes(const codec_context *with, struct job *j, const struc
 			memcpy(b->length, with->codebooks->length, 256);
 			b->length[WIRE_ESCAPE] = with->codebooks->escape_length;
 			j->codebook_id = with->codebooks->id;
-		} else {
+			cost = book_cost(b, counts, literal);
+		} else if (exponent || (!(s->is_constant >> p & 1) && may_pay(counts, total))) {
 			book_from_counts(b, counts, j->h.cap);
+			cost = book_cost(b, counts, literal);
+			if (!exponent && halve(counts, j->h.cap, total, &cost, b))
+				j->h.halved |= (uint8_t)(1 << p);
 		}
-		cost = book_cost(b, counts, literal);
-		if (!exponent && halve(counts, j->h.cap, total, &cost, b))
-			j->h.halved |= (uint8_t)(1 << p);
 		/* a gain below 2% is not worth the time, nor surer than the sample */
 		if ((exponent && d->form == FORM_FLOAT8) || 100 * cost < 98 * 8 * total) {
 			j->h.coded |= (uint8_t)(1 << p);
@@ -73,8 +88,7 @@ codec_status choose_planes(const codec_context *with, struct job *j, const struc
 	}
 	if (!(j->h.coded & 1))
 		j->model.nsegments = j->codebook_id = 0;
-	j->h.flags = (uint8_t)((j->codebook_id ? WIRE_FLAG_PRIOR : 0) |
-			       (j->model.nsegments ? WIRE_FLAG_SEGMENTS : 0) |
+	j->h.flags = (uint8_t)((j->codebook_id ? WIRE_FLAG_PRIOR : 0) | (j->model.nsegments ? WIRE_FLAG_SEGMENTS : 0) |
 			       (d->form == FORM_FLOAT8 ? WIRE_FLAG_WINDOW : 0));
 	return CODEC_OK;
 }
@@ -161,4 +175,3 @@ codec_status side_read(const uint8_t *frame, const codec_context *with, struct j
 			SIDE(at, frame[at], 0);
 	return CODEC_OK;
 }
-

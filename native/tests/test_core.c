@@ -177,8 +177,8 @@ static void test_books(void **unused)
 	}
 }
 
-static const uint32_t ALL_DTYPES[] = {CODEC_FLOAT32, CODEC_FLOAT64, CODEC_BFLOAT16, CODEC_FLOAT16, CODEC_UINT8,
-				      CODEC_INT16,   CODEC_INT32,   CODEC_INT64};
+static const uint32_t ALL_DTYPES[] = {CODEC_FLOAT32, CODEC_FLOAT64, CODEC_BFLOAT16, CODEC_FLOAT16,
+				      CODEC_UINT8,   CODEC_INT16,   CODEC_INT32,    CODEC_INT64};
 
 /* Values with a few exponents, zeros and noise. */
 static void fill(uint8_t *p, uint32_t dtype, uint64_t n, int kind)
@@ -240,8 +240,9 @@ static void round_trip(uint32_t dtype, uint64_t n, int kind, uint32_t isa)
 	assert_int_equal(again, written);
 	assert_memory_equal(frame.p, dst.p, written);
 	if (written)
-		assert_int_equal(codec_encode(&spec, &t, frame.p + 1, written - 1, &again, NULL, &with, scratch.p, need),
-				 CODEC_SHORT_OUTPUT);
+		assert_int_equal(
+			codec_encode(&spec, &t, frame.p + 1, written - 1, &again, NULL, &with, scratch.p, need),
+			CODEC_SHORT_OUTPUT);
 	copy = malloc(written);
 	memcpy(copy, dst.p, written);
 	memcpy(frame.p, copy, written);
@@ -273,7 +274,8 @@ static void test_guard_pages(void **unused)
 			continue;
 		for (size_t d = 0; d < sizeof ALL_DTYPES / sizeof *ALL_DTYPES; d++)
 			for (int kind = 0; kind < 4; kind++) {
-				static const uint64_t SIZES[] = {0, 1, 511, 512, 513, 639, 1000, 4096, 16384, 16385, 22500};
+				static const uint64_t SIZES[] = {0,    1,    511,   512,   513,  639,
+								 1000, 4096, 16384, 16385, 22500};
 
 				for (size_t i = 0; i < sizeof SIZES / sizeof *SIZES; i++)
 					round_trip(ALL_DTYPES[d], SIZES[i], kind, 1 + isa);
@@ -291,7 +293,10 @@ static void test_noise_without_checksum(void **unused)
 	for (int round = 0; round < 6000; round++) {
 		uint32_t dtype = ALL_DTYPES[(size_t)round % (sizeof ALL_DTYPES / sizeof *ALL_DTYPES)];
 		uint64_t n = 512 + next_random() % 20000;
-		codec_tensor t = {.struct_nbytes = sizeof t, .dtype = dtype, .rank = 1, .shape = {n},
+		codec_tensor t = {.struct_nbytes = sizeof t,
+				  .dtype = dtype,
+				  .rank = 1,
+				  .shape = {n},
 				  .nbytes = n * codec_dtype_nbytes(dtype)};
 		codec_context with = {.struct_nbytes = sizeof with, .flags = CODEC_NO_CHECKSUM};
 		struct guarded src = guard(t.nbytes), dst, scratch, frame;
@@ -304,7 +309,8 @@ static void test_noise_without_checksum(void **unused)
 		codec_scratch(&spec, &t, &need);
 		dst = guard(bound);
 		scratch = guard(need);
-		assert_int_equal(codec_encode(&spec, &t, dst.p, bound, &written, NULL, NULL, scratch.p, need), CODEC_OK);
+		assert_int_equal(codec_encode(&spec, &t, dst.p, bound, &written, NULL, NULL, scratch.p, need),
+				 CODEC_OK);
 		frame = guard(written);
 		memcpy(frame.p, dst.p, written);
 		assert_int_equal(codec_inspect(frame.p, written, &info), CODEC_OK);
@@ -422,7 +428,8 @@ static void test_arguments(void **unused)
 	assert_int_equal(codec_bound(&spec, NULL, &n), CODEC_BAD_ARGUMENT);
 	assert_int_equal(codec_bound(&spec, &t, NULL), CODEC_BAD_ARGUMENT);
 	/* NULL with 0 is legal */
-	assert_int_equal(codec_encode(&spec, &t, frame, sizeof frame, &n, NULL, NULL, scratch, sizeof scratch), CODEC_OK);
+	assert_int_equal(codec_encode(&spec, &t, frame, sizeof frame, &n, NULL, NULL, scratch, sizeof scratch),
+			 CODEC_OK);
 	assert_int_equal(n, 56);
 	assert_int_equal(codec_decode(frame, n, &t, NULL, scratch, sizeof scratch), CODEC_OK);
 	assert_int_equal(codec_encode(&spec, &t, NULL, 0, &n, NULL, NULL, scratch, sizeof scratch), CODEC_SHORT_OUTPUT);
@@ -445,10 +452,14 @@ static void test_arguments(void **unused)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_tables),      cmocka_unit_test(test_bits),
-		cmocka_unit_test(test_books),       cmocka_unit_test(test_guard_pages),
-		cmocka_unit_test(test_noise_without_checksum), cmocka_unit_test(test_stack),
-		cmocka_unit_test(test_threads),     cmocka_unit_test(test_environment),
+		cmocka_unit_test(test_tables),
+		cmocka_unit_test(test_bits),
+		cmocka_unit_test(test_books),
+		cmocka_unit_test(test_guard_pages),
+		cmocka_unit_test(test_noise_without_checksum),
+		cmocka_unit_test(test_stack),
+		cmocka_unit_test(test_threads),
+		cmocka_unit_test(test_environment),
 		cmocka_unit_test(test_arguments),
 	};
 

@@ -44,29 +44,30 @@ extern "C" {
 /*
  * Status codes stand in decades by cause and never change their value:
  *   0 success; 10-19 the caller's arguments; 20-29 room; 30-39 the frame is not what the format allows;
- *   40-49 the frame was damaged; 50-59 valid, but not for this library; 60-69 something that must be supplied is missing.
+ *   40-49 the frame was damaged; 50-59 valid, but not for this library; 60-69 something that must be supplied is
+ * missing.
  */
 typedef enum codec_status {
 	CODEC_OK = 0,
-	CODEC_BAD_ARGUMENT = 10,  /* a pointer is NULL or a field of a struct is out of range */
-	CODEC_BAD_SPEC = 11,      /* no such codec, or parameters it does not take */
-	CODEC_BAD_DTYPE = 12,     /* the codec does not take this dtype */
-	CODEC_BAD_SHAPE = 13,     /* rank above 8, or a product that overflows */
-	CODEC_BAD_SEGMENTS = 14,  /* overlapping, unordered or outside of the tensor */
-	CODEC_BAD_CODEBOOK = 15,  /* code lengths that are not a codebook, or an id of 0 */
-	CODEC_SHAPE_MISMATCH = 16, /* the destination's shape or dtype is not the frame's */
-	CODEC_SHORT_OUTPUT = 20,  /* the frame does not fit capacity */
-	CODEC_SHORT_SCRATCH = 21, /* scratch is smaller than codec_scratch said */
-	CODEC_TRUNCATED = 30,     /* fewer bytes than a header, or than the header says */
-	CODEC_TRAILING = 31,      /* bytes behind the frame, and slack was not allowed */
-	CODEC_BAD_MAGIC = 32,     /* not a frame */
-	CODEC_BAD_HEADER = 33,    /* a header field has a value that the format forbids */
-	CODEC_BAD_SIDE = 34,      /* scale model or codebook */
-	CODEC_BAD_DIRECTORY = 35, /* regions out of order or out of bounds */
-	CODEC_BAD_REGION = 36,    /* a block's contents */
-	CODEC_CHECKSUM = 40,      /* the bytes are not those that were written */
-	CODEC_UNSUPPORTED = 50,   /* a later format version, or a codec this library does not know */
-	CODEC_LIMIT = 51,         /* larger than the caller's max_nbytes, or than the format can hold */
+	CODEC_BAD_ARGUMENT = 10,    /* a pointer is NULL or a field of a struct is out of range */
+	CODEC_BAD_SPEC = 11,        /* no such codec, or parameters it does not take */
+	CODEC_BAD_DTYPE = 12,       /* the codec does not take this dtype */
+	CODEC_BAD_SHAPE = 13,       /* rank above 8, or a product that overflows */
+	CODEC_BAD_SEGMENTS = 14,    /* overlapping, unordered or outside of the tensor */
+	CODEC_BAD_CODEBOOK = 15,    /* code lengths that are not a codebook, or an id of 0 */
+	CODEC_SHAPE_MISMATCH = 16,  /* the destination's shape or dtype is not the frame's */
+	CODEC_SHORT_OUTPUT = 20,    /* the frame does not fit capacity */
+	CODEC_SHORT_SCRATCH = 21,   /* scratch is smaller than codec_scratch said */
+	CODEC_TRUNCATED = 30,       /* fewer bytes than a header, or than the header says */
+	CODEC_TRAILING = 31,        /* bytes behind the frame, and slack was not allowed */
+	CODEC_BAD_MAGIC = 32,       /* not a frame */
+	CODEC_BAD_HEADER = 33,      /* a header field has a value that the format forbids */
+	CODEC_BAD_SIDE = 34,        /* scale model or codebook */
+	CODEC_BAD_DIRECTORY = 35,   /* regions out of order or out of bounds */
+	CODEC_BAD_REGION = 36,      /* a block's contents */
+	CODEC_CHECKSUM = 40,        /* the bytes are not those that were written */
+	CODEC_UNSUPPORTED = 50,     /* a later format version, or a codec this library does not know */
+	CODEC_LIMIT = 51,           /* larger than the caller's max_nbytes, or than the format can hold */
 	CODEC_UNKNOWN_CODEBOOK = 60 /* the frame names a codebook that was not supplied */
 } codec_status;
 
@@ -148,9 +149,9 @@ typedef struct codec_fault {
 	uint64_t expected; /* the value, or the bound, that it disagrees with */
 } codec_fault;
 
-#define CODEC_ALLOW_SLACK 1u   /* bytes behind the frame are ignored */
-#define CODEC_VERIFY_FIRST 2u  /* check the whole checksum before the first byte of the destination is written */
-#define CODEC_NO_CHECKSUM 4u   /* skip the checksum; structure is checked all the same */
+#define CODEC_ALLOW_SLACK 1u  /* bytes behind the frame are ignored */
+#define CODEC_VERIFY_FIRST 2u /* check the whole checksum before the first byte of the destination is written */
+#define CODEC_NO_CHECKSUM 4u  /* skip the checksum; structure is checked all the same */
 
 /* What a call may be given beyond its arguments. NULL for none; zero in every field but the first is the same. */
 typedef struct codec_context {
@@ -158,7 +159,7 @@ typedef struct codec_context {
 	uint32_t flags;
 	uint32_t isa; /* 0: the best of this CPU; else 1 + index into codec_isa_name */
 	uint32_t reserved;
-	uint64_t max_nbytes; /* decode: largest tensor, in bytes; 0 for no limit */
+	uint64_t max_nbytes;           /* decode: largest tensor, in bytes; 0 for no limit */
 	const codec_segment *segments; /* encode: ascending, not overlapping; gaps are flat */
 	uint64_t nsegments;
 	const codec_codebook *codebooks; /* encode: the one to use; decode: those that frames may name */
@@ -195,7 +196,7 @@ typedef struct codec_info {
 	uint32_t stored;        /* 1: the tensor's bytes follow the header as they are */
 	uint32_t block_nvalues; /* values a block, 0 if stored */
 	uint64_t nblocks;
-	uint64_t n;             /* values */
+	uint64_t n; /* values */
 	uint64_t tensor_nbytes;
 	uint64_t frame_nbytes;
 	uint64_t checksum;

@@ -56,8 +56,8 @@ CODEC_API codec_status codec_encode_close(const codec_tensor *src, void *dst, si
 					  const uint64_t *ats, size_t nranges, uint64_t seal, size_t *written);
 
 /* Check header, side section and directory, and build what decoding needs. A stored tensor is decoded here. */
-CODEC_API codec_status codec_decode_open(const void *frame, size_t nbytes, codec_tensor *dst,
-					 const codec_context *with, void *job, size_t job_nbytes, codec_plan *plan);
+CODEC_API codec_status codec_decode_open(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
+					 void *job, size_t job_nbytes, codec_plan *plan);
 
 /* Decode blocks [first, first + count). */
 CODEC_API codec_status codec_decode_blocks(const void *frame, size_t nbytes, codec_tensor *dst,

@@ -1,0 +1,77 @@
+# make demo, make test: each sets up what it needs on a fresh Debian machine (gcc, python3 and make are there).
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
+CMAKE := $(VENV)/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja
+SOURCES := $(shell find native bindings codec -name '*.[ch]' -o -name '*.py' -o -name CMakeLists.txt) pyproject.toml
+
+.PHONY: demo test lint ctest sanitize emulated bench format clean
+
+demo: $(VENV)/demo
+	$(PY) bench/demo.py
+
+test: lint ctest sanitize emulated $(VENV)/test
+	$(PY) -m pytest
+
+# the package is built and installed for the tests; `pip install -e .` does for work on the Python files
+$(VENV)/bin/pip:
+	python3 -m venv $(VENV) || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq python3-venv && python3 -m venv $(VENV); }
+	$(PIP) --upgrade pip
+
+$(VENV)/demo: $(VENV)/bin/pip $(SOURCES)
+	$(PIP) '.[demo]'
+	touch $@
+
+$(VENV)/test: $(VENV)/bin/pip $(SOURCES)
+	$(PIP) '.[test]'
+	touch $@
+
+$(VENV)/tools: $(VENV)/bin/pip
+	$(PIP) cmake ninja ruff==0.17.5 pyright==1.1.414 clang-format==23.1.5 numpy cffi
+	touch $@
+
+$(VENV)/debian: $(VENV)/tools
+	{ dpkg -s libcmocka-dev libsimde-dev >/dev/null 2>&1; } || \
+	{ $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq libcmocka-dev libsimde-dev; }
+	touch $@
+
+lint: $(VENV)/tools $(VENV)/test
+	$(VENV)/bin/ruff check codec tests bench bindings
+	$(VENV)/bin/ruff format --check codec tests bench bindings
+	$(VENV)/bin/clang-format --dry-run --Werror $(shell git ls-files '*.c' '*.h' | grep -v -e permute_avx2.h -e seal.h)
+	$(VENV)/bin/pyright --pythonpath $(PY)
+
+format: $(VENV)/tools
+	$(VENV)/bin/ruff check --fix codec tests bench bindings
+	$(VENV)/bin/ruff format codec tests bench bindings
+	$(VENV)/bin/clang-format -i $(shell git ls-files '*.c' '*.h' | grep -v -e permute_avx2.h -e seal.h)
+
+ctest: $(VENV)/debian
+	$(CMAKE) -S native -B build/native -DCODEC_TESTS=ON -DCODEC_WERROR=ON
+	$(VENV)/bin/cmake --build build/native
+	build/native/test_core
+
+# the same tests under AddressSanitizer and UndefinedBehaviorSanitizer
+sanitize: $(VENV)/debian
+	$(CMAKE) -S native -B build/sanitize -DCODEC_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+		-DCMAKE_C_FLAGS='-fsanitize=address,undefined -fno-sanitize-recover=all'
+	$(VENV)/bin/cmake --build build/sanitize --target test_core
+	build/sanitize/test_core
+
+# AVX-512 loops in plain C: the same bytes on a CPU that has none
+emulated: $(VENV)/debian $(VENV)/test
+	$(CMAKE) -S native -B build/emulated -DCODEC_TESTS=ON -DCODEC_EMULATED=ON
+	$(VENV)/bin/cmake --build build/emulated
+	build/emulated/test_core
+	CODEC_LIBRARY=$(CURDIR)/build/emulated/libcodec.so $(PY) -m pytest tests/test_identity.py tests/test_vectors.py
+
+bench: $(VENV)/test ctest
+	$(PIP) '.[bench]'
+	$(PY) bench/throughput.py
+	$(PY) bench/peers.py --each --flat
+	build/native/coder
+
+clean:
+	rm -rf build dist $(VENV) .pytest_cache .ruff_cache .hypothesis

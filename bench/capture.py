@@ -1,0 +1,161 @@
+"""Train small real models on data that ships in packages, and keep the gradients of one step.
+
+Three trainings, each with the kind of numbers that real ones have:
+
+=====================  =======================================================  ================================
+file                   model and data                                           gradients
+=====================  =======================================================  ================================
+cnn_float32            residual CNN on scikit-learn's handwritten digits,       pure float32
+                       SGD with momentum
+transformer_autocast   causal transformer on the source of Python's standard    float32, made in bfloat16 but for
+                       library, bfloat16 autocast, AdamW                        biases and norms
+transformer_bfloat16   the same held in bfloat16                                bfloat16
+=====================  =======================================================  ================================
+
+Gradients are those of whole parameters in the order in which DDP puts them into a bucket: last first; of the last
+block only in the third, for the sample's size.
+"""
+
+import argparse
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+HERE = Path(__file__).parent / "data"
+
+
+class Residual(nn.Module):
+    """Two 3x3 convolutions around a shortcut."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.a, self.b = (
+            nn.Conv2d(inside, outside, 3, padding=1, bias=False),
+            nn.Conv2d(outside, outside, 3, padding=1, bias=False),
+        )
+        self.na, self.nb = nn.BatchNorm2d(outside), nn.BatchNorm2d(outside)
+        self.short = nn.Conv2d(inside, outside, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.nb(self.b(F.relu(self.na(self.a(x))))) + self.short(x))
+
+
+class Attention(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, w = x.shape
+        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.n1(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, w)
+        x = x + self.out(y)
+        return x + self.down(F.gelu(self.up(self.n2(x))))
+
+
+class Language(nn.Module):
+    """Bytes in, next byte out."""
+
+    def __init__(self, width: int, layers: int, context: int) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Attention(width, 4) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.token(x) + self.place.weight[: x.shape[1]])))
+
+
+def bucket(model: nn.Module, skip: tuple[str, ...] = ()) -> tuple[torch.Tensor, list[list[int]]]:
+    """Gradients as one flat tensor, last parameter first, and their shapes."""
+    parameters = [p for name, p in model.named_parameters() if not name.startswith(skip or ("?",))][::-1]
+    return torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None]), [
+        list(p.shape) for p in parameters
+    ]
+
+
+def cnn(steps: int) -> dict[str, Any]:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target)
+    model = nn.Sequential(
+        Residual(1, 32),
+        Residual(32, 64),
+        nn.MaxPool2d(2),
+        Residual(64, 64),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    loss = torch.zeros(())
+    for _ in range(steps):
+        i = torch.randint(len(images), (128,))
+        loss = F.cross_entropy(model(images[i]), labels[i])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    grad, shapes = bucket(model)
+    print(f"cnn_float32: {grad.numel()} values, loss {loss.item():.3f}")
+    return {"grad": grad.numpy(), "shapes": str(shapes)}
+
+
+def text() -> torch.Tensor:
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+
+
+def transformer(steps: int, half: bool) -> dict[str, Any]:
+    data, context, width = text(), 64, 128
+    model = Language(width, 2, context)
+    if half:
+        model.bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    loss = torch.zeros(())
+    for _ in range(steps):
+        at = torch.randint(len(data) - context - 1, (16,))
+        rows = torch.stack([data[i : i + context + 1] for i in at]).long()
+        with torch.autocast("cpu", torch.bfloat16, enabled=not half):
+            loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1).float(), rows[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    grad, shapes = bucket(model, ("token", "place", "blocks.0") if half else ("token", "place"))
+    print(f"transformer {'bfloat16' if half else 'autocast'}: {grad.numel()} values, loss {loss.item():.3f}")
+    if half:
+        return {"grad_bits": grad.view(torch.uint16).numpy(), "shapes": str(shapes)}
+    return {"grad": grad.numpy(), "shapes": str(shapes)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300, help="of the transformers; the CNN takes a third")
+    parser.add_argument("--out", type=Path, default=HERE)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    for name, arrays in (
+        ("cnn_float32", cnn(args.steps // 3)),
+        ("transformer_autocast", transformer(args.steps, half=False)),
+        ("transformer_bfloat16", transformer(args.steps, half=True)),
+    ):
+        np.savez_compressed(args.out / f"{name}.npz", **arrays)
+        print(f"  {args.out / name}.npz: {(args.out / f'{name}.npz').stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
