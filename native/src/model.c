@@ -184,7 +184,7 @@ static void fit_cols(const codec_tensor *src, const struct kernels *k, struct jo
 {
 	const int8_t *rows = job_offsets(j) + s->rows_at;
 	int8_t *cols = job_offsets(j) + s->cols_at;
-	uint64_t nrows = s->cols_at - s->rows_at;
+	uint64_t nrows = s->cols_at - s->rows_at, take = MIN(nrows, MIN(SAMPLED_ROWS, MAX(64, nrows / 2)));
 
 	for (uint64_t c = 0; c < s->cols; c += TILE) {
 		uint64_t n = MIN(TILE, s->cols - c);
@@ -192,8 +192,8 @@ static void fit_cols(const codec_tensor *src, const struct kernels *k, struct jo
 		int16_t count[TILE] = {0};
 		uint8_t e[TILE];
 
-		for (uint64_t i = 0; i < SAMPLED_ROWS; i++) {
-			uint64_t r = (i * 0x9e3779b9u & 0xffffffffu) * nrows >> 32;
+		for (uint64_t i = 0; i < take; i++) {
+			uint64_t r = take == nrows ? i : (i * 0x9e3779b9u & 0xffffffffu) * nrows >> 32;
 			int row = s->base + rows[r];
 
 			exponents(src, k, j, s->start + r * s->cols + c, n, e);
