@@ -55,9 +55,9 @@ codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, 
 
 	memset(h, 0, sizeof *h);
 	memset(b, 0, sizeof b);
-	memcpy(b, frame, MIN(nbytes, sizeof b)); /* read once */
 	if (nbytes < 4)
 		return fault(f, CODEC_TRUNCATED, 0, nbytes, WIRE_AT_SHAPE);
+	memcpy(b, frame, MIN(nbytes, sizeof b)); /* read once */
 	if (load32(b) != WIRE_MAGIC)
 		return fault(f, CODEC_BAD_MAGIC, 0, load32(b), WIRE_MAGIC);
 	if (nbytes < WIRE_AT_SHAPE)
