@@ -13,7 +13,7 @@ demo: $(VENV)/demo
 	$(PY) bench/demo.py
 
 test: lint ctest sanitize emulated $(VENV)/test
-	$(PY) -m pytest
+	$(VENV)/bin/pytest
 
 # the package is built and installed for the tests; `pip install -e .` does for work on the Python files
 $(VENV)/bin/pip:
@@ -65,7 +65,7 @@ emulated: $(VENV)/debian $(VENV)/test
 	$(CMAKE) -S native -B build/emulated -DCODEC_TESTS=ON -DCODEC_EMULATED=ON
 	$(VENV)/bin/cmake --build build/emulated
 	build/emulated/test_core
-	CODEC_LIBRARY=$(CURDIR)/build/emulated/libcodec.so $(PY) -m pytest tests/test_identity.py tests/test_vectors.py
+	CODEC_LIBRARY=$(CURDIR)/build/emulated/libcodec.so $(VENV)/bin/pytest tests/test_identity.py tests/test_vectors.py
 
 bench: $(VENV)/test ctest
 	$(PIP) '.[bench]'
