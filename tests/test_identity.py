@@ -94,10 +94,10 @@ def test_environment_chooses_isa():
     frames = set()
     for isa in codec.isas():
         env = {**os.environ, "CODEC_ISA": isa}
-        frames.add(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True).stdout)
+        frames.add(subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, check=True).stdout)
     assert len(frames) == 1
     bad = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "CODEC_ISA": "mmx"}, capture_output=True, check=False
+        [sys.executable, "-P", "-c", code], env={**os.environ, "CODEC_ISA": "mmx"}, capture_output=True, check=False
     )
     assert b"EngineError" in bad.stderr
 
