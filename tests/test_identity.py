@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 import codec
 
+PYTHON = (sys.executable, "-P", "-W", "ignore", "-c")  # not what lies in the working directory
+
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_oracle(dtype):
@@ -94,11 +96,9 @@ def test_environment_chooses_isa():
     frames = set()
     for isa in codec.isas():
         env = {**os.environ, "CODEC_ISA": isa}
-        frames.add(subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, check=True).stdout)
+        frames.add(subprocess.run([*PYTHON, code], env=env, capture_output=True, check=True).stdout)
     assert len(frames) == 1
-    bad = subprocess.run(
-        [sys.executable, "-P", "-c", code], env={**os.environ, "CODEC_ISA": "mmx"}, capture_output=True, check=False
-    )
+    bad = subprocess.run([*PYTHON, code], env={**os.environ, "CODEC_ISA": "mmx"}, capture_output=True, check=False)
     assert b"EngineError" in bad.stderr
 
 

@@ -12,6 +12,8 @@ import torch
 import codec
 from codec.view import view
 
+PYTHON = (sys.executable, "-P", "-W", "ignore", "-c")  # not what lies in the working directory
+
 
 @pytest.mark.parametrize(
     "dtype",
@@ -139,9 +141,7 @@ def test_import_is_light():
         "e = time.perf_counter(); heavy = {'torch', 'cupy', 'numba', 'ml_dtypes', 'rich'} & set(sys.modules);"
         "assert not heavy, heavy; print(e - n)"
     )
-    times = [
-        float(subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=True).stdout) for _ in range(5)
-    ]
+    times = [float(subprocess.run([*PYTHON, code], capture_output=True, check=True).stdout) for _ in range(5)]
     assert min(times) < 0.2
 
 
@@ -152,4 +152,4 @@ def test_fork_after_threads():
         "if pid == 0: os._exit(0 if codec.encode(x, threads=3) == f else 1)\n"
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     )
-    subprocess.run([sys.executable, "-P", "-W", "ignore", "-c", code], check=True, timeout=60)
+    subprocess.run([*PYTHON, code], check=True, timeout=60)
