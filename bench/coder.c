@@ -140,7 +140,7 @@ int main(int argc, char **argv)
 					fail("decode");
 				model_offsets(j, k, b * block, m, w.offset);
 				k->unsymbols(out, w.offset, m, out);
-				if (read_escapes(&w, &c, out, m, NULL) != CODEC_OK)
+				if (read_escapes(w.top[0].escaped, &c, out, m, NULL) != CODEC_OK)
 					fail("escapes");
 			}
 			start = now() - start;

@@ -42,8 +42,9 @@ uint64_t work_nbytes(const struct dtype *d, uint64_t n)
 {
 	uint64_t m = largest_block(n);
 
-	return 64 + sizeof(lanes) + 4 * words_room(m) + m / 8 + 64 + (uint64_t)(d->nbytes + 2) * (m + 64) +
-	       (d->form == FORM_FLOAT8 ? 2 * m + 64 : 0) + region_room(d, m) + (uint64_t)(d->nbytes + 2) * m + 64;
+	return 64 + 2 * (sizeof(lanes) + m / 8 + m + 64 + 16) + 4 * words_room(m) +
+	       (uint64_t)(d->nbytes + 1) * (m + 64) + (d->form == FORM_FLOAT8 ? 2 * m + 64 : 0) + region_room(d, m) +
+	       (uint64_t)(d->nbytes + 2) * m + 64;
 }
 
 static void *take(char **p, uint64_t nbytes)
@@ -59,11 +60,15 @@ void work_place(const struct dtype *d, uint64_t n, void *memory, struct work *w)
 	uint64_t m = largest_block(n);
 	char *p = (char *)ALIGN8((uintptr_t)memory);
 
-	w->lanes = take(&p, sizeof(lanes));
+	for (int i = 0; i < 2; i++) {
+		w->top[i].state = take(&p, sizeof(lanes));
+		w->top[i].escaped = take(&p, m / 8);
+		w->top[i].symbol = take(&p, m + 64);
+	}
 	w->words = take(&p, 4 * words_room(m));
 	w->words_end = w->words + words_room(m) - 16;
-	w->escaped = take(&p, m / 8);
-	for (int i = 0; i < d->nbytes; i++)
+	w->plane[0] = w->top[0].symbol;
+	for (int i = 1; i < d->nbytes; i++)
 		w->plane[i] = take(&p, m + 64);
 	w->symbol = take(&p, m + 64);
 	w->offset = take(&p, m + 64);
@@ -156,10 +161,10 @@ uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct w
 	uint64_t rows = padded(m) / WIRE_ROW, nwords, at = 0, size;
 	uint32_t *first;
 	uint8_t *p = dst + 2;
-	lanes *s = w->lanes;
+	lanes *s = w->top[0].state;
 
 	memset(symbol + m, codes->pad, rows * WIRE_ROW - m);
-	first = k->encode_lanes(codes, symbol, rows, w->words_end, s, w->escaped, &w->ahead);
+	first = k->encode_lanes(codes, symbol, rows, w->words_end, s, w->top[0].escaped, &w->ahead);
 	first -= WIRE_LANES;
 	for (int l = 0; l < WIRE_LANES; l++) { /* the lane's first 32 bits, and the tail that follows them */
 		uint32_t t = s->tail[l];
@@ -188,7 +193,7 @@ uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct w
 	memcpy(dst + size, first, 4 * nwords);
 #endif
 	size += 4 * nwords;
-	FOR_ESCAPED (i, w->escaped, m) {
+	FOR_ESCAPED (i, w->top[0].escaped, m) {
 		if (exponent) {
 			store16(escapes + at, exponent[i]);
 			at += 2;
@@ -395,28 +400,28 @@ uint64_t encode_block(const struct job *j, const struct kernels *k, const codec_
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
 
-codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, struct work *w, struct cursor *c,
-			  uint64_t m, uint8_t *symbol, codec_fault *f)
+/* Read a coded plane up to its words' end: s gets the words and the lanes' first state. */
+static codec_status open_plane(struct cursor *c, struct stream *s, codec_fault *f)
 {
-	uint64_t nwords, start = c->at, rows = padded(m) / WIRE_ROW;
+	uint64_t nwords, start = c->at;
 	uint8_t bits[4 * WIRE_LANES + 16];
+	lanes *state = s->state;
 	uint32_t sum = 0;
-	lanes *s = w->lanes;
 
 	if (c->end - c->at < STATE_NBYTES)
 		BAD(c->at, c->end - c->at, STATE_NBYTES);
 	nwords = load16(c->frame + c->at);
 	memcpy(bits, c->frame + start + 2, STATE_NBYTES - 2);
-	unpack_bits(bits, s->tail, NULL);
+	unpack_bits(bits, state->tail, NULL);
 	for (int l = 0; l < WIRE_LANES; l++)
-		sum += s->tail[l];
+		sum += state->tail[l];
 	c->at += STATE_NBYTES + (sum + 7) / 8;
 	if (c->at > c->end)
 		BAD(start, c->at, c->end);
 	memcpy(bits, c->frame + start + STATE_NBYTES, (sum + 7) / 8);
-	unpack_bits(bits, s->part, s->tail);
+	unpack_bits(bits, state->part, state->tail);
 	for (int l = 0; l < WIRE_LANES; l++)
-		s->part[l] = s->tail[l] ? s->part[l] << (32 - s->tail[l]) : 0;
+		state->part[l] = state->tail[l] ? state->part[l] << (32 - state->tail[l]) : 0;
 	if (sum % 8 && (uint8_t)(bits[sum / 8] << sum % 8))
 		BAD(c->at - 1, bits[sum / 8], 0);
 	for (; (c->at - start) % 4; c->at++)
@@ -427,26 +432,45 @@ codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, st
 	if (nwords && load32(c->frame + c->at + 4 * (nwords - 1)) == 0)
 		BAD(c->at + 4 * (nwords - 1), 0, 1);
 	for (uint64_t l = 0; l < WIRE_LANES; l++)
-		s->word[l] = l < nwords ? load32(c->frame + c->at + 4 * l) : 0;
+		state->word[l] = l < nwords ? load32(c->frame + c->at + 4 * l) : 0;
 	c->at += 4 * nwords;
-	nwords -= MIN(nwords, WIRE_LANES);
-	if (!k->decode_lanes(lookup, c->frame + c->at - 4 * nwords, nwords, rows, symbol, s, w->escaped, &w->ahead))
-		BAD(start, nwords, rows);
-	for (uint64_t i = m; i < rows * WIRE_ROW; i++)
-		if (symbol[i] != lookup->pad)
-			BAD(start, symbol[i], lookup->pad);
+	s->nwords = nwords - MIN(nwords, WIRE_LANES);
+	s->words = c->frame + c->at - 4 * s->nwords;
 	return CODEC_OK;
 }
 
+/* After its rows were decoded: nothing may be left over, and the last row is filled up as it must be. */
+static codec_status close_plane(const book_lookup *lookup, const struct cursor *c, const struct stream *s, uint64_t m,
+				codec_fault *f)
+{
+	if (!s->good)
+		BAD(c->at, s->nwords, m);
+	for (uint64_t i = m; i < padded(m); i++)
+		if (s->symbol[i] != lookup->pad)
+			BAD(c->at, s->symbol[i], lookup->pad);
+	return CODEC_OK;
+}
+
+codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, struct work *w, struct cursor *c,
+			  uint64_t m, uint8_t *symbol, codec_fault *f)
+{
+	struct stream s = w->top[0];
+
+	s.symbol = symbol;
+	TRY(open_plane(c, &s, f));
+	k->decode_lanes(lookup, &s, NULL, padded(m) / WIRE_ROW, &w->ahead);
+	return close_plane(lookup, c, &s, m, f);
+}
+
 /* The exponents of float64 from plane 0 and its escapes; e becomes 0 exactly where the exponent is. */
-static codec_status read_exponents(const struct job *j, struct work *w, struct cursor *c, uint8_t *e, int coded,
-				   uint64_t m, codec_fault *f)
+static codec_status read_exponents(const struct job *j, struct work *w, struct cursor *c, uint8_t *e,
+				   const uint32_t *escaped, uint64_t m, codec_fault *f)
 {
 	for (uint64_t i = 0; i < m; i++)
 		w->exponent[i] = e[i] ? (uint16_t)(e[i] + j->model.window - 128) & 0x7ff : 0;
-	if (!coded)
+	if (!escaped)
 		return CODEC_OK;
-	FOR_ESCAPED (i, w->escaped, m) {
+	FOR_ESCAPED (i, escaped, m) {
 		if (c->end - c->at < 2)
 			BAD(c->end, c->end - c->at, 2);
 		c->end -= 2;
@@ -458,9 +482,9 @@ static codec_status read_exponents(const struct job *j, struct work *w, struct c
 	return CODEC_OK;
 }
 
-codec_status read_escapes(struct work *w, struct cursor *c, uint8_t *out, uint64_t n, codec_fault *f)
+codec_status read_escapes(const uint32_t *escaped, struct cursor *c, uint8_t *out, uint64_t n, codec_fault *f)
 {
-	FOR_ESCAPED (i, w->escaped, n) {
+	FOR_ESCAPED (i, escaped, n) {
 		if (c->end <= c->at)
 			BAD(c->end, 0, 1);
 		out[i] = c->frame[--c->end];
@@ -533,81 +557,115 @@ static codec_status read_head(const struct header *h, const struct dtype *d, uin
 	return CODEC_OK;
 }
 
-/* Decode the region frame[at, end), at least 8 bytes, into block b of dst. */
-codec_status decode_block(const struct job *j, const struct kernels *k, const uint8_t *frame, codec_tensor *dst,
-			  uint64_t b, uint64_t at, uint64_t end, struct work *w, codec_fault *f)
+/* Begin with the region frame[at, end), at least 8 bytes, of block b: all up to the coder's loop for plane 0. */
+codec_status block_open(const struct job *j, const uint8_t *frame, uint64_t b, uint64_t at, uint64_t end,
+			const struct stream *top, struct block *o, codec_fault *f)
+{
+	o->b = b;
+	o->m = MIN(j->h.block, j->h.n - b * j->h.block);
+	o->head = load32(frame + at);
+	o->c = (struct cursor){frame, at + 4, end};
+	o->top = *top;
+	TRY(read_head(&j->h, dtype_of(j->h.dtype), o->head, at, o->mode, f));
+	if (!(j->h.fixed & 1) && o->mode[0] == WIRE_MODE_CODED)
+		return open_plane(&o->c, &o->top, f);
+	return CODEC_OK;
+}
+
+/* The coder's loop for plane 0 of one or two blocks. */
+void block_decode_top(const struct job *j, const struct kernels *k, struct block *o, int count, struct work *w)
+{
+	const uint8_t *section = o->c.frame + j->h.planes_at + (o->b + (uint64_t)count) * j->h.block;
+	int coded[2] = {0, 0};
+
+	w->ahead = (struct ahead){section, j->h.plane_stride, j->h.block * (uint64_t)count,
+				  (size_t)__builtin_popcount(j->h.fixed)};
+	for (int i = 0; i < count; i++)
+		coded[i] = !(j->h.fixed & 1) && o[i].mode[0] == WIRE_MODE_CODED;
+	if (coded[0] && coded[1] && padded(o[0].m) == padded(o[1].m)) {
+		k->decode_lanes(j->lookup, &o[0].top, &o[1].top, padded(o->m) / WIRE_ROW, &w->ahead);
+		return;
+	}
+	for (int i = 0; i < count; i++)
+		if (coded[i])
+			k->decode_lanes(j->lookup, &o[i].top, NULL, padded(o[i].m) / WIRE_ROW, &w->ahead);
+}
+
+/* The rest: the block's values in dst. */
+codec_status block_close(const struct job *j, const struct kernels *k, struct block *o, codec_tensor *dst,
+			 struct work *w, codec_fault *f)
 {
 	static const uint8_t ORDER[] = {WIRE_MODE_CODED, WIRE_MODE_RAW, WIRE_MODE_ROWS, WIRE_MODE_CONSTANT};
 	const struct header *h = &j->h;
 	const struct dtype *d = dtype_of(h->dtype);
-	uint64_t first = b * h->block, m = MIN(h->block, h->n - first), count = m;
-	const uint8_t *plane[WIRE_MAX_PLANES], *section = frame + h->planes_at;
+	uint64_t first = o->b * h->block, m = o->m, count = m;
+	const uint8_t *plane[WIRE_MAX_PLANES], *section = o->c.frame + h->planes_at;
 	char *values = (char *)dst->data + first * d->nbytes;
-	uint32_t head = load32(frame + at);
-	struct cursor c = {frame, at + 4, end};
-	uint8_t mode[WIRE_MAX_PLANES];
+	int pruning = (o->head & WIRE_REGION_PRUNED) != 0, wide = d->form == FORM_FLOAT8;
+	uint8_t *top = o->top.symbol;
+	struct cursor *c = &o->c;
 
-	TRY(read_head(h, d, head, at, mode, f));
-	w->ahead = (struct ahead){section + first + h->block, h->plane_stride, h->block,
-				  (size_t)__builtin_popcount(h->fixed)};
-	for (int i = 0; i < d->nbytes; i++) {
-		plane[i] = w->plane[i];
+	w->ahead.count = 0;
+	for (int i = 0; i < d->nbytes; i++)
 		if (h->fixed >> i & 1) {
 			plane[i] = section + first;
 			section += h->plane_stride;
 		}
-	}
 	for (int pass = 0; pass < 4; pass++)
 		for (int i = 0; i < d->nbytes; i++) {
-			int pruned = i && head & WIRE_REGION_PRUNED;
-			uint8_t *out = pruned ? w->symbol : w->plane[i];
+			uint8_t *out = i == 0 ? top : pruning ? w->symbol : w->plane[i];
 			const uint8_t *got = out;
 			uint64_t n = i ? count : m;
 
-			if (h->fixed >> i & 1 || mode[i] != ORDER[pass])
+			if (h->fixed >> i & 1 || o->mode[i] != ORDER[pass])
 				continue;
-			switch (mode[i]) {
+			switch (o->mode[i]) {
 			case WIRE_MODE_CODED:
-				TRY(decode_plane(&j->lookup[i], k, w, &c, n, out, f));
-				if (i == 0 && j->model.nsegments) {
-					model_offsets(j, k, first, m, w->offset);
-					k->unsymbols(out, w->offset, m, out);
+				if (i == 0) {
+					TRY(close_plane(j->lookup, c, &o->top, m, f));
+					if (j->model.nsegments) {
+						model_offsets(j, k, first, m, w->offset);
+						k->unsymbols(out, w->offset, m, out);
+					}
+					if (wide)
+						TRY(read_exponents(j, w, c, out, o->top.escaped, m, f));
+				} else {
+					TRY(decode_plane(&j->lookup[i], k, w, c, n, out, f));
 				}
-				if (d->form == FORM_FLOAT8 && i == 0)
-					TRY(read_exponents(j, w, &c, out, 1, m, f));
-				else
-					TRY(read_escapes(w, &c, out, n, f));
+				if (i || !wide)
+					TRY(read_escapes(i ? w->top[0].escaped : o->top.escaped, c, out, n, f));
 				if (h->halved >> i & 1)
-					TRY(read_high(&c, k, out, n, f));
+					TRY(read_high(c, k, out, n, f));
 				break;
 			case WIRE_MODE_RAW:
-				if (c.end - c.at < n)
-					BAD(c.at, c.end - c.at, n);
-				got = frame + c.at;
-				c.at += n;
+				if (c->end - c->at < n)
+					BAD(c->at, c->end - c->at, n);
+				got = c->frame + c->at;
+				c->at += n;
 				break;
-			case WIRE_MODE_ROWS: TRY(read_rows(&c, out, n, f)); break;
+			case WIRE_MODE_ROWS: TRY(read_rows(c, out, n, f)); break;
 			default:
-				if (c.end - c.at < 1)
-					BAD(c.at, 0, 1);
-				memset(out, frame[c.at++], n);
-				if (d->form == FORM_FLOAT8 && i == 0)
-					TRY(read_exponents(j, w, &c, out, 0, m, f));
+				if (c->end - c->at < 1)
+					BAD(c->at, 0, 1);
+				memset(out, c->frame[c->at++], n);
+				if (wide && i == 0)
+					TRY(read_exponents(j, w, c, out, NULL, m, f));
 			}
-			if (i == 0 && head & WIRE_REGION_PRUNED)
-				count = m - k->zeros(w->plane[0], m);
-			if (pruned)
-				k->unprune(w->plane[0], got, m, w->plane[i]);
-			else
-				plane[i] = got;
+			if (i == 0 && pruning)
+				count = m - k->zeros(top, m);
+			if (i && pruning) {
+				k->unprune(top, got, m, w->plane[i]);
+				got = w->plane[i];
+			}
+			plane[i] = got;
 		}
-	if (c.end - c.at >= WIRE_ALIGN)
-		BAD(c.at, c.end - c.at, WIRE_ALIGN - 1);
-	for (; c.at < c.end; c.at++)
-		if (frame[c.at])
-			BAD(c.at, frame[c.at], 0);
+	if (c->end - c->at >= WIRE_ALIGN)
+		BAD(c->at, c->end - c->at, WIRE_ALIGN - 1);
+	for (; c->at < c->end; c->at++)
+		if (c->frame[c->at])
+			BAD(c->at, c->frame[c->at], 0);
 	k->merge[d->form](plane, m, values, dst->nbytes >= STREAM_NBYTES);
-	if (d->form == FORM_FLOAT8)
+	if (wide)
 		for (uint64_t i = 0; i < m; i++) {
 			uint64_t x;
 

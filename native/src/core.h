@@ -120,8 +120,8 @@ struct work {
 	uint8_t *plane[WIRE_MAX_PLANES];
 	uint8_t *symbol, *offset, *region, *escapes;
 	uint16_t *exponent; /* float64 */
-	uint32_t *escaped, *words, *words_end;
-	lanes *lanes;
+	uint32_t *words, *words_end;
+	struct stream top[2]; /* memory for plane 0 of two blocks; plane[0] is the first's */
 	struct ahead ahead;
 };
 
@@ -136,14 +136,26 @@ uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct w
 		      uint64_t *nescapes);
 codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, struct work *w, struct cursor *c,
 			  uint64_t m, uint8_t *symbol, codec_fault *f);
-codec_status read_escapes(struct work *w, struct cursor *c, uint8_t *out, uint64_t n, codec_fault *f);
+codec_status read_escapes(const uint32_t *escaped, struct cursor *c, uint8_t *out, uint64_t n, codec_fault *f);
 uint64_t work_nbytes(const struct dtype *d, uint64_t n);
 void work_place(const struct dtype *d, uint64_t n, void *memory, struct work *w);
 uint64_t region_bound(const struct header *h);
 uint64_t encode_block(const struct job *j, const struct kernels *k, const codec_tensor *src, uint8_t *dst, uint64_t b,
 		      struct work *w, uint64_t *planes_digest);
-codec_status decode_block(const struct job *j, const struct kernels *k, const uint8_t *frame, codec_tensor *dst,
-			  uint64_t b, uint64_t at, uint64_t end, struct work *w, codec_fault *f);
+/* A block being decoded. Two may be open at once, each with its own memory for plane 0. */
+struct block {
+	struct cursor c;
+	struct stream top;
+	uint64_t b, m;
+	uint32_t head;
+	uint8_t mode[WIRE_MAX_PLANES];
+};
+
+codec_status block_open(const struct job *j, const uint8_t *frame, uint64_t b, uint64_t at, uint64_t end,
+			const struct stream *top, struct block *o, codec_fault *f);
+void block_decode_top(const struct job *j, const struct kernels *k, struct block *o, int count, struct work *w);
+codec_status block_close(const struct job *j, const struct kernels *k, struct block *o, codec_tensor *dst,
+			 struct work *w, codec_fault *f);
 
 /* side.c */
 codec_status choose_planes(const codec_context *with, struct job *j, const struct sample *s);

@@ -163,13 +163,21 @@ static codec_status blocks(const uint8_t *frame, codec_tensor *dst, const codec_
 
 	work_place(dtype_of(j->h.dtype), j->h.n, work, &w);
 	*seal = 0;
-	for (uint64_t b = first; b < first + count; b++) {
-		uint64_t at, end;
+	for (uint64_t b = first; b < first + count; b += 2) {
+		int n = b + 1 < first + count ? 2 : 1;
+		struct block open[2];
 
-		TRY(find_region(frame, &j->h, b, &at, &end, with->fault));
-		if (!j->checked)
-			TRY(check_block(frame, &j->h, k, b, at, end, seal, with->fault));
-		TRY(decode_block(j, k, frame, dst, b, at, end, &w, with->fault));
+		for (int i = 0; i < n; i++) {
+			uint64_t at, end;
+
+			TRY(find_region(frame, &j->h, b + (uint64_t)i, &at, &end, with->fault));
+			if (!j->checked)
+				TRY(check_block(frame, &j->h, k, b + (uint64_t)i, at, end, seal, with->fault));
+			TRY(block_open(j, frame, b + (uint64_t)i, at, end, w.top + i, open + i, with->fault));
+		}
+		block_decode_top(j, k, open, n, &w);
+		for (int i = 0; i < n; i++)
+			TRY(block_close(j, k, open + i, dst, &w, with->fault));
 	}
 	return CODEC_OK;
 }

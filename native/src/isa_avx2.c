@@ -8,6 +8,7 @@
 #define BYTES __m256i
 #define MASK __m256i
 #define NV 4
+#define STREAMS 1
 #define LANES 8
 #define LOAD(p) _mm256_loadu_si256((const __m256i *)(p))
 #define STORE(p, v) _mm256_storeu_si256((__m256i *)(p), v)
@@ -151,7 +152,7 @@ static inline void WIDEN(__m256i b, __m256i v[NV])
 	v[3] = _mm256_unpackhi_epi16(hi, zero);
 }
 
-static inline void store_quads(const __m256i s[4], uint8_t escape, uint8_t *dst, uint32_t *escaped)
+static inline void store_quads(const __m256i s[4], int stream, uint8_t escape, uint8_t *dst, uint32_t *escaped)
 {
 	const __m256i esc = _mm256_set1_epi8((char)escape);
 	__m256i a = _mm256_unpacklo_epi8(s[0], s[1]), b = _mm256_unpackhi_epi8(s[0], s[1]);
@@ -159,6 +160,7 @@ static inline void store_quads(const __m256i s[4], uint8_t escape, uint8_t *dst,
 	__m256i q[NV] = {_mm256_unpacklo_epi16(a, c), _mm256_unpackhi_epi16(a, c), _mm256_unpacklo_epi16(b, d),
 			 _mm256_unpackhi_epi16(b, d)};
 
+	(void)stream;
 	for (int v = 0; v < NV; v++) {
 		STORE(dst + 32 * v, q[v]);
 		escaped[v] = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(q[v], esc));

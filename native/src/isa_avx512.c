@@ -4,9 +4,10 @@
 #include "planes_avx2.h"
 
 #define V __m512i
-#define BYTES __m256i
+#define BYTES __m512i
 #define MASK __mmask16
 #define NV 2
+#define STREAMS 2
 #define LANES 16
 #define LOAD(p) _mm512_loadu_si512(p)
 #define STORE(p, v) _mm512_storeu_si512(p, v)
@@ -21,7 +22,7 @@
 #define KEEP(v) AND(v, SET1(31))
 #define SELECT(m, a, b) _mm512_mask_blend_epi32(m, b, a)
 #define COUNT(m) (size_t)__builtin_popcount(m)
-#define ADD_BYTES _mm256_add_epi8
+#define ADD_BYTES _mm512_add_epi8
 
 static inline uint32_t *PUSH(uint32_t *end, __m512i v, __mmask16 m)
 {
@@ -93,43 +94,50 @@ static inline void codes_find(const CODES *t, const uint8_t *symbol, __m512i *co
 	*code = OR(SHL(AND(c2, SET1(0xffff)), _mm512_srli_epi32(n2, 16)), _mm512_srli_epi32(c2, 16));
 }
 
-static inline __m256i TOP(const __m512i v[NV])
+static inline __m512i TOP(const __m512i v[STREAMS * NV])
 {
+	/* byte 3 of each word, of two vectors; the upper half of the index is not used */
 	const __m512i top = _mm512_castsi256_si512(_mm256_setr_epi8(3, 7, 11, 15, 19, 23, 27, 31, 35, 39, 43, 47, 51,
 								    55, 59, 63, 67, 71, 75, 79, 83, 87, 91, 95, 99, 103,
 								    107, 111, 115, 119, 123, 127));
 
-	return _mm512_castsi512_si256(_mm512_permutex2var_epi8(v[0], top, v[1]));
+	return _mm512_inserti64x4(_mm512_permutex2var_epi8(v[0], top, v[1]),
+				  _mm512_castsi512_si256(_mm512_permutex2var_epi8(v[2], top, v[3])), 1);
 }
 
-static inline void WIDEN(__m256i b, __m512i v[NV])
+static inline void WIDEN(__m512i b, __m512i v[STREAMS * NV])
 {
-	v[0] = _mm512_cvtepu8_epi32(_mm256_castsi256_si128(b));
-	v[1] = _mm512_cvtepu8_epi32(_mm256_extracti128_si256(b, 1));
+	v[0] = _mm512_cvtepu8_epi32(_mm512_castsi512_si128(b));
+	v[1] = _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(b, 1));
+	v[2] = _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(b, 2));
+	v[3] = _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(b, 3));
 }
 
-static inline void lookup_find(const LOOKUP *t, __m256i x, __m256i *symbol, __m256i *length)
+static inline void lookup_find(const LOOKUP *t, __m512i x, __m512i *symbol, __m512i *length)
 {
-	__m512i wide = _mm512_castsi256_si512(x);
-
-	*symbol = _mm512_castsi512_si256(bytes256_find(&t->a, wide));
-	*length = _mm512_castsi512_si256(bytes256_find(&t->b, wide));
+	*symbol = bytes256_find(&t->a, x);
+	*length = bytes256_find(&t->b, x);
 }
 
-static inline void store_quads(const __m256i s[4], uint8_t escape, uint8_t *dst, uint32_t *escaped)
+static inline void store_quads(const __m512i s[4], int stream, uint8_t escape, uint8_t *dst, uint32_t *escaped)
 {
 	const __m512i esc = _mm512_set1_epi8((char)escape);
-	/* word i of the result: bytes i, 32 + i, 64 + i, 96 + i of the four */
+	/* word i of the result: bytes i, 32 + i, 64 + i, 96 + i of a and b */
 	const __m512i quad = _mm512_add_epi32(
 		_mm512_set1_epi32(0x60402000),
 		_mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
 				   _mm512_set1_epi32(0x01010101)));
-	__m512i a = _mm512_inserti64x4(_mm512_castsi256_si512(s[0]), s[1], 1);
-	__m512i b = _mm512_inserti64x4(_mm512_castsi256_si512(s[2]), s[3], 1);
+	__m512i a, b;
 
+	if (stream == 0) {
+		a = _mm512_inserti64x4(s[0], _mm512_castsi512_si256(s[1]), 1);
+		b = _mm512_inserti64x4(s[2], _mm512_castsi512_si256(s[3]), 1);
+	} else {
+		a = _mm512_shuffle_i64x2(s[0], s[1], 0xee);
+		b = _mm512_shuffle_i64x2(s[2], s[3], 0xee);
+	}
 	for (int v = 0; v < NV; v++) {
-		__m512i i = _mm512_add_epi8(quad, _mm512_set1_epi8((char)(16 * v)));
-		__m512i q = _mm512_permutex2var_epi8(a, i, b);
+		__m512i q = _mm512_permutex2var_epi8(a, _mm512_add_epi8(quad, _mm512_set1_epi8((char)(16 * v))), b);
 		__mmask64 m = _mm512_cmpeq_epi8_mask(q, esc);
 
 		_mm512_storeu_si512(dst + 64 * v, q);

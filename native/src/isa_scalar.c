@@ -48,22 +48,20 @@ static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, siz
 	return end;
 }
 
-static int decode_lanes(const book_lookup *book, const uint8_t *words, size_t nwords, size_t rows, uint8_t *symbol,
-			lanes *state, uint32_t *escaped, const struct ahead *ahead)
+static void decode_stream(const book_lookup *book, struct stream *s, size_t rows)
 {
-	const uint8_t *p = words, *end = words + 4 * nwords;
+	const uint8_t *p = s->words, *end = p + 4 * s->nwords;
 	uint8_t last[4 * 2 * WIRE_LANES];
 	uint64_t bits[WIRE_LANES], all = 0;
 	uint32_t nbits[WIRE_LANES];
 	uint16_t next[256]; /* symbol | length << 8 */
 	int in_last = 0;
 
-	(void)ahead;
 	for (int i = 0; i < 256; i++)
 		next[i] = (uint16_t)(book->symbol[i] | book->length[i] << 8);
 	for (int l = 0; l < WIRE_LANES; l++) {
-		bits[l] = (uint64_t)state->word[l] << 32 | state->part[l];
-		nbits[l] = 32 + state->tail[l];
+		bits[l] = (uint64_t)s->state->word[l] << 32 | s->state->part[l];
+		nbits[l] = 32 + s->state->tail[l];
 	}
 	for (size_t r = 0; r < rows; r++) {
 		if (__builtin_expect(end - p < 4 * WIRE_LANES, 0)) {
@@ -97,7 +95,7 @@ static int decode_lanes(const book_lookup *book, const uint8_t *words, size_t nw
 			p += 4 * due;
 			bits[l] = x;
 			nbits[l] = have + 32 * due;
-			store32(symbol + WIRE_ROW * r + 4 * l,
+			store32(s->symbol + WIRE_ROW * r + 4 * l,
 				(a & 255) | (b & 255) << 8 | (c & 255) << 16 | (d & 255) << 24);
 		}
 	}
@@ -105,12 +103,21 @@ static int decode_lanes(const book_lookup *book, const uint8_t *words, size_t nw
 		uint32_t m = 0;
 
 		for (int j = 0; j < 32; j++)
-			m |= (uint32_t)(symbol[32 * i + j] == book->escape) << j;
-		escaped[i] = m;
+			m |= (uint32_t)(s->symbol[32 * i + j] == book->escape) << j;
+		s->escaped[i] = m;
 	}
 	for (int l = 0; l < WIRE_LANES; l++)
 		all |= bits[l] | (nbits[l] ^ 32);
-	return all == 0 && p >= end;
+	s->good = all == 0 && p >= end;
+}
+
+static void decode_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
+			 const struct ahead *ahead)
+{
+	(void)ahead;
+	decode_stream(book, a, rows);
+	if (b)
+		decode_stream(book, b, rows);
 }
 
 #include "loops.h"

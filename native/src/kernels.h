@@ -101,6 +101,16 @@ struct ahead {
 /* Words that a kernel may write below, or read above, what it was given. */
 #define LANES_SLACK 48
 
+/* A plane to be decoded: nwords words at any address, zeros follow the last one. */
+struct stream {
+	const uint8_t *words;
+	size_t nwords;
+	lanes *state;
+	uint8_t *symbol;
+	uint32_t *escaped; /* bit i: symbol i is the book's escape */
+	int good;          /* every word was taken and every lane ended on 32 zero bits */
+};
+
 struct kernels {
 	const char *name;
 
@@ -112,12 +122,11 @@ struct kernels {
 	uint32_t *(*encode_lanes)(const book_codes *book, const uint8_t *symbol, size_t rows, uint32_t *end,
 				  lanes *state, uint32_t *escaped, const struct ahead *ahead);
 	/*
-	 * Decode `rows` quad rows from nwords words at any address; zeros follow the last one. Bit i of `escaped` is
-	 * set where the symbol is book->escape. Returns 1 when every word was taken and every lane ended on 32 zero
-	 * bits.
+	 * Decode `rows` quad rows of a, and of b unless it is NULL: two are faster together where one leaves the CPU
+	 * waiting for itself.
 	 */
-	int (*decode_lanes)(const book_lookup *book, const uint8_t *words, size_t nwords, size_t rows, uint8_t *symbol,
-			    lanes *state, uint32_t *escaped, const struct ahead *ahead);
+	void (*decode_lanes)(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
+			     const struct ahead *ahead);
 
 	/* Values to byte planes and back; by enum form. FLOAT8 leaves plane 0 alone. `stream`: past the caches. */
 	void (*split[FORM_COUNT])(const void *src, size_t n, uint8_t *const *plane);

@@ -15,11 +15,12 @@
  *   codes_find (t, x, c, n)  the codes (right-justified) and lengths of the quads in x, one a word, and a bit mask of
  *                            the escaped symbols
  *   LOOKUP, lookup_load      what a look-up of the next 8 bits needs
- *   BYTES                    a vector with a byte for each of the 32 lanes
- *   TOP (v[NV])              the top byte of every lane
- *   lookup_find (t, x, s, n) symbols and lengths of 32 lanes, as BYTES
+ *   STREAMS                  1, or 2 where two decoded together are faster
+ *   BYTES                    a vector with a byte for each lane of all streams
+ *   TOP (v[STREAMS * NV])    the top byte of every lane
+ *   lookup_find (t, x, s, n) their symbols and lengths, as BYTES
  *   ADD_BYTES, WIDEN (b, v)  lengths to words, in the order of TOP
- *   store_quads (s[4], esc, dst, escaped)  interleave four symbols a lane, store the row, note escapes
+ *   store_quads (s[4], i, esc, dst, escaped)  interleave stream i's four symbols a lane, store, note escapes
  */
 
 /* Reads past the last word come from here: a row takes at most 32 words, a vector may look LANES_SLACK ahead. */
@@ -75,67 +76,111 @@ static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, siz
 	return end;
 }
 
-static int decode_lanes(const book_lookup *book, const uint8_t *words, size_t nwords, size_t rows, uint8_t *symbol,
-			lanes *state, uint32_t *escaped, const struct ahead *ahead)
+/* A stream's place in its words. */
+struct place {
+	const uint8_t *p, *end;
+	struct tail last;
+	int in_last;
+};
+
+static inline void place_row(struct place *at)
+{
+	if (__builtin_expect(at->end - at->p >= 4 * (WIRE_LANES + LANES_SLACK), 1))
+		return;
+	if (!at->in_last) {
+		size_t left = (size_t)(at->end - at->p);
+
+		memset(&at->last, 0, sizeof at->last);
+		memcpy(at->last.bytes, at->p, left);
+		at->p = at->last.bytes;
+		at->end = at->p + left;
+		at->in_last = 1;
+	}
+	at->p = at->p > at->end ? at->end : at->p; /* zeros from here on */
+}
+
+static inline int all_zero(const V *word, const V *part, const V *tail)
+{
+	uint32_t any[LANES];
+	V all = SET1(0);
+
+	for (int v = 0; v < NV; v++)
+		all = OR(all, OR(word[v], OR(part[v], tail[v])));
+	STORE(any, all);
+	for (int i = 1; i < LANES; i++)
+		any[0] |= any[i];
+	return any[0] == 0;
+}
+
+/* STREAMS streams at once, lane for lane. */
+static void decode_streams(const LOOKUP *table, uint8_t escape, struct stream *const *stream, size_t rows,
+			   const struct ahead *ahead)
 {
 	const size_t step = ahead_step(ahead, rows);
-	const uint8_t *p = words, *end = words + 4 * nwords;
-	LOOKUP table = lookup_load(book);
-	V word[NV], part[NV], tail[NV], all = SET1(0);
-	struct tail last;
-	int in_last = 0;
+	V word[STREAMS * NV], part[STREAMS * NV], tail[STREAMS * NV];
+	struct place at[STREAMS];
 
-	for (int v = 0; v < NV; v++) {
-		word[v] = LOAD(state->word + LANES * v);
-		part[v] = LOAD(state->part + LANES * v);
-		tail[v] = LOAD(state->tail + LANES * v);
+	for (int s = 0; s < STREAMS; s++) {
+		at[s].p = stream[s]->words;
+		at[s].end = at[s].p + 4 * stream[s]->nwords;
+		at[s].in_last = 0;
+	}
+	for (int v = 0; v < STREAMS * NV; v++) {
+		const lanes *state = stream[v / NV]->state;
+
+		word[v] = LOAD(state->word + LANES * (v % NV));
+		part[v] = LOAD(state->part + LANES * (v % NV));
+		tail[v] = LOAD(state->tail + LANES * (v % NV));
 	}
 	for (size_t r = 0; r < rows; r++) {
-		BYTES s[4], n, total;
-		V next[NV], w[NV];
+		V next[STREAMS * NV], w[STREAMS * NV];
+		BYTES symbol[4], n, total;
 
 		ahead_fetch(ahead, step, r);
-		if (__builtin_expect(end - p < 4 * (WIRE_LANES + LANES_SLACK), 0)) {
-			if (!in_last) {
-				size_t left = (size_t)(end - p);
-
-				memset(&last, 0, sizeof last);
-				memcpy(last.bytes, p, left);
-				p = last.bytes;
-				end = p + left;
-				in_last = 1;
-			}
-			p = p > end ? end : p; /* zeros from here on */
-		}
-		for (int v = 0; v < NV; v++)
+		for (int s = 0; s < STREAMS; s++)
+			place_row(at + s);
+		for (int v = 0; v < STREAMS * NV; v++)
 			next[v] = word[v];
-		lookup_find(&table, TOP(next), &s[0], &total);
+		lookup_find(table, TOP(next), &symbol[0], &total);
 		n = total;
 		for (int k = 1; k < 4; k++) {
 			WIDEN(n, w);
-			for (int v = 0; v < NV; v++)
+			for (int v = 0; v < STREAMS * NV; v++)
 				next[v] = SHL(next[v], w[v]);
-			lookup_find(&table, TOP(next), &s[k], &n);
+			lookup_find(table, TOP(next), &symbol[k], &n);
 			total = ADD_BYTES(total, n);
 		}
-		store_quads(s, book->escape, symbol + WIRE_ROW * r, escaped + 4 * r);
+		for (int s = 0; s < STREAMS; s++)
+			store_quads(symbol, s, escape, stream[s]->symbol + WIRE_ROW * r, stream[s]->escaped + 4 * r);
 		WIDEN(total, w);
-		for (int v = 0; v < NV; v++) {
+		for (int v = 0; v < STREAMS * NV; v++) {
 			V left = SUB(tail[v], w[v]), fresh;
 			MASK m = NEG(left);
 
-			fresh = PULL(p, m);
-			p += 4 * COUNT(m);
+			fresh = PULL(at[v / NV].p, m);
+			at[v / NV].p += 4 * COUNT(m);
 			word[v] = OR(OR(SHL(word[v], w[v]), SHR(part[v], SUB(SET1(32), w[v]))),
 				     SHR(fresh, ADD(left, SET1(32))));
 			part[v] = OR(SHL(part[v], w[v]), SHL(fresh, SUB(SET1(0), left)));
 			tail[v] = KEEP(left);
 		}
 	}
-	for (int v = 0; v < NV; v++)
-		all = OR(all, OR(word[v], OR(part[v], tail[v])));
-	STORE(state->word, all);
-	for (int v = 1; v < LANES; v++)
-		state->word[0] |= state->word[v];
-	return state->word[0] == 0 && p >= end;
+	for (int s = 0; s < STREAMS; s++)
+		stream[s]->good = all_zero(word + NV * s, part + NV * s, tail + NV * s) && at[s].p >= at[s].end;
+}
+
+static void decode_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
+			 const struct ahead *ahead)
+{
+	const LOOKUP table = lookup_load(book);
+
+	if (STREAMS == 2) { /* one alone is done twice, to the same bytes */
+		struct stream *const both[] = {a, b ? b : a};
+
+		decode_streams(&table, book->escape, both, rows, ahead);
+		return;
+	}
+	decode_streams(&table, book->escape, &a, rows, ahead);
+	if (b)
+		decode_streams(&table, book->escape, &b, rows, ahead);
 }

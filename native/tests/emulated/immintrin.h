@@ -94,6 +94,17 @@ static inline __mmask16 emulated_movepi32_mask(__m512i a)
 	return (__mmask16)k;
 }
 
+static inline __m512i emulated_shuffle_i64x2(__m512i a, __m512i b, int choose)
+{
+	uint64_t x[8], y[8], out[8];
+
+	memcpy(x, &a, 64);
+	memcpy(y, &b, 64);
+	for (int i = 0; i < 8; i++)
+		out[i] = (i < 4 ? x : y)[2 * (choose >> i / 2 * 2 & 3) + i % 2];
+	return simde_mm512_loadu_si512(out);
+}
+
 #undef _mm512_cvtepu8_epi32
 #undef _mm512_madd_epi16
 #undef _mm512_mask_storeu_epi32
@@ -101,6 +112,8 @@ static inline __mmask16 emulated_movepi32_mask(__m512i a)
 #undef _mm512_maskz_compress_epi32
 #undef _mm512_movepi8_mask
 #undef _mm512_movepi32_mask
+#undef _mm512_shuffle_i64x2
+#define _mm512_shuffle_i64x2 emulated_shuffle_i64x2
 #define _mm512_cvtepu8_epi32 emulated_cvtepu8_epi32
 #define _mm512_madd_epi16 emulated_madd_epi16
 #define _mm512_mask_storeu_epi32 emulated_mask_storeu_epi32
