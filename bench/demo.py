@@ -61,11 +61,11 @@ def main() -> None:
             f"{r['encode_gbps']:.1f} GB/s",
             f"{r['decode_gbps']:.1f} GB/s",
         )
-    console = Console()
+    console = Console(width=max(112, Console().width))
     console.print(table)
     console.print(
-        "Exponent entropy is that of blocks of 16,384 values, a book and tables for free; the cost has tables, scale\n"
-        "model, directory and header in it. It can be lower, for exponents follow rows and columns."
+        "Entropy: of the exponents in blocks of 16,384 values, as if tables were free. Cost: what they take in the\n"
+        "frame, with tables, scale model, directory and header. It is lower where exponents follow rows and columns."
     )
 
 

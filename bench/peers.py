@@ -215,7 +215,7 @@ def report(rows: list[dict[str, Any]]) -> None:
             f"{r['encode_new_gbps'] / z['encode_gbps']:.1f}x {r['decode_new_gbps'] / z['decode_gbps']:.1f}x",
         ]
         table.add_row(*cells)
-    Console(width=200).print(table)
+    Console(width=max(200, Console().width)).print(table)
 
 
 if __name__ == "__main__":

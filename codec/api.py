@@ -13,7 +13,8 @@ from codec.specs import Lossless, Spec
 from codec.view import TensorView, empty, view, view_bytes, view_output
 
 _DEFAULT = Lossless()
-_SMALL = 1 << 16  # frames up to here are built in a thread's own buffer and copied
+_SMALL = 1 << 16  # bytes of tensors whose frames are built in a thread's own buffer and copied
+_ROOM, _SCRATCH = core.SMALL_FRAME, core.SMALL_SCRATCH
 _BLOCK = 1 << 14
 
 
@@ -195,15 +196,17 @@ def encode(
     s = core.spec_struct(spec)
     t = core.own_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes)
     context = core.own_context()
-    keep = (set_codebooks(context, [codebook]) if codebook else None, set_segments(context, segments))
-    count = pool.choose_threads(threads, v.nbytes)
+    keep = set_codebooks(context, [codebook]) if codebook else None
+    if segments:
+        keep = (keep, set_segments(context, segments))
     written = local.written
+    if out is None and v.nbytes <= _SMALL and threads in (None, 1):
+        buffer = local.frame
+        check(lib.codec_encode(s, t, buffer, _ROOM, written, ffi.NULL, context, local.small_scratch(), _SCRATCH))
+        return bytes(ffi.buffer(buffer, written[0]))
+    count = pool.choose_threads(threads, v.nbytes)
     check(lib.codec_bound(s, t, written))
     limit: int = written[0]
-    if out is None and limit <= _SMALL and count == 1:
-        buffer = local.frame
-        _encode_one(s, t, buffer, limit, context)
-        return bytes(ffi.buffer(buffer, written[0]))
     if out is None:
         room = limit + _slack(v) if count > 1 else limit
         new = _NewBytes(room)
@@ -348,6 +351,9 @@ def decode(
     if codebooks:
         keep = (keep, set_codebooks(context, [codebooks] if isinstance(codebooks, Codebook) else codebooks))
     t = core.own_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes)
+    if v.nbytes <= _SMALL and threads in (None, 1):
+        check(lib.codec_decode(source, nbytes, t, context, local.small_scratch(), _SCRATCH), fault)
+        return result
     count = pool.choose_threads(threads, v.nbytes)
     if count > 1 and info.nblocks > 1:
         _decode_threads(info, source, nbytes, t, context, count)

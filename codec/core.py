@@ -114,6 +114,9 @@ def current_isa() -> int:
     return _isa
 
 
+SMALL_FRAME = (1 << 16) + 256  # the bound of a tensor of 64 KiB
+SMALL_SCRATCH = 1 << 20
+
 _new_uninitialized = ffi.new_allocator(should_clear_after_alloc=False)
 
 
@@ -125,8 +128,6 @@ def new_bytes(n: int) -> Any:
 class _PerThread(threading.local):
     """Structs and buffers that calls of one thread reuse: small tensors would spend most of their time here."""
 
-    SCRATCH = 1 << 20
-
     def __init__(self) -> None:
         self.fault = ffi.new("codec_fault *")
         self.context = new_context(self.fault)
@@ -136,17 +137,18 @@ class _PerThread(threading.local):
         self.size = ffi.new("size_t *")
         self.info = ffi.new("codec_info *")
         self.info.struct_nbytes = ffi.sizeof("codec_info")
-        self.scratch: Any = ffi.NULL
-        self.scratch_nbytes = 0
-        self.frame = new_bytes(1 << 16)
+        self.scratch: Any = None
+        self.frame = new_bytes(SMALL_FRAME)
+
+    def small_scratch(self) -> Any:
+        """SMALL_SCRATCH bytes, enough for any tensor of 64 KiB."""
+        if self.scratch is None:
+            self.scratch = new_bytes(SMALL_SCRATCH)
+        return self.scratch
 
     def get_scratch(self, nbytes: int) -> Any:
-        if nbytes > self.scratch_nbytes:
-            if nbytes > self.SCRATCH:
-                return new_bytes(nbytes)
-            self.scratch = new_bytes(nbytes)
-            self.scratch_nbytes = nbytes
-        return self.scratch
+        """At least nbytes."""
+        return self.small_scratch() if nbytes <= SMALL_SCRATCH else new_bytes(nbytes)
 
 
 _spec_structs: dict[Spec, Any] = {}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from codec.core import DTYPES, ITEMSIZE, ffi, lib, own_tensor, spec_struct
+from codec.core import DTYPES, ITEMSIZE, SMALL_FRAME, SMALL_SCRATCH, ffi, lib, own_tensor, spec_struct
 from codec.specs import Lossless
 
 
@@ -16,3 +16,14 @@ def test_scratch(dtype):
             size = ffi.new("size_t *")
             assert lib.codec_scratch(spec_struct(Lossless()), t, size) == 0
             assert size[0] <= total / 50 + (1 << 20)
+
+
+def test_small_scratch_is_enough():
+    size = ffi.new("size_t *")
+    for dtype, number in DTYPES.items():
+        t = own_tensor(number, ((1 << 16) // ITEMSIZE[dtype],), ffi.NULL, 0)
+        assert lib.codec_scratch(spec_struct(Lossless()), t, size) == 0
+        assert size[0] <= SMALL_SCRATCH
+        t = own_tensor(number, (1,) * 7 + ((1 << 16) // ITEMSIZE[dtype],), ffi.NULL, 0)
+        assert lib.codec_bound(spec_struct(Lossless()), t, size) == 0
+        assert size[0] <= SMALL_FRAME

@@ -312,7 +312,7 @@ static void sample_planes(const codec_tensor *src, const struct kernels *k, cons
 			  int first_plane)
 {
 	const struct dtype *d = dtype_of(src->dtype);
-	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW, take = MIN(nrows, 64);
+	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW, take = MIN((nrows + 1) / 2, 64);
 	uint8_t bytes[WIRE_MAX_PLANES][WIRE_ROW], value[WIRE_MAX_PLANES];
 	uint8_t *plane[WIRE_MAX_PLANES];
 
