@@ -111,6 +111,14 @@ struct stream {
 	int good;          /* every word was taken and every lane ended on 32 zero bits */
 };
 
+/* Sums over at most 128 rows, so that 16 bits are enough. */
+#define COLUMNS 512
+struct columns {
+	int16_t total[COLUMNS];
+	int16_t parts[COLUMNS];
+	int16_t count[COLUMNS];
+};
+
 struct kernels {
 	const char *name;
 
@@ -140,8 +148,8 @@ struct kernels {
 
 	/* Sum of the bytes, and how many are not 0. */
 	void (*sum)(const uint8_t *e, size_t n, uint32_t *total, uint32_t *count);
-	/* Column by column, where e is not 0: total += 4 * e - step * quarters, count += 1. */
-	void (*columns)(const uint8_t *e, int step, int quarters, size_t n, int32_t *total, int16_t *count);
+	/* Column by column, where e is not 0: total += e - whole, parts += part, count += 1. */
+	void (*columns)(const uint8_t *e, uint8_t whole, uint8_t part, size_t n, struct columns *sums);
 
 	/* Exponent bytes to symbols under an offset each, and back (in place if wanted). */
 	void (*symbols)(const uint8_t *e, const uint8_t *offset, uint8_t escape, size_t n, uint8_t *symbol);

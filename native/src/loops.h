@@ -212,6 +212,8 @@ static size_t top_float8(const void *src, size_t n, uint32_t window, uint8_t *re
 	return outside;
 }
 
+#ifndef SUM
+#define SUM sum
 static void sum(const uint8_t *e, size_t n, uint32_t *total, uint32_t *count)
 {
 	uint32_t t = 0, c = 0;
@@ -223,13 +225,18 @@ static void sum(const uint8_t *e, size_t n, uint32_t *total, uint32_t *count)
 	*total = t;
 	*count = c;
 }
+#endif
 
-static void columns(const uint8_t *e, int step, int quarters, size_t n, int32_t *restrict total,
-		    int16_t *restrict count)
+static void columns(const uint8_t *e, uint8_t whole, uint8_t part, size_t n, struct columns *sums)
 {
+	int16_t *restrict total = sums->total, *restrict parts = sums->parts, *restrict count = sums->count;
+
 	for (size_t i = 0; i < n; i++) {
-		total[i] += e[i] ? 4 * e[i] - step * quarters : 0;
-		count[i] = (int16_t)(count[i] + (e[i] != 0));
+		int16_t some = (int16_t)-(e[i] != 0);
+
+		total[i] = (int16_t)(total[i] + ((e[i] - whole) & some));
+		parts[i] = (int16_t)(parts[i] + (part & some));
+		count[i] = (int16_t)(count[i] - some);
 	}
 }
 
@@ -394,6 +401,6 @@ static void stream(uint8_t *dst, const uint8_t *src, size_t n)
 	.split = {split_bytes1, split_bytes2, split_bytes4, split_bytes8, split_float2, split_float4, split_float8},   \
 	.merge = {merge_bytes1, merge_bytes2, merge_bytes4, merge_bytes8, merge_float2, merge_float4, merge_float8},   \
 	.top = {top_bytes1, top_bytes2, top_bytes4, top_bytes8, top_float2, top_float4, NULL}, .stream = STREAM,       \
-	.top_float8 = top_float8, .sum = sum, .columns = columns, .symbols = symbols, .unsymbols = unsymbols,          \
+	.top_float8 = top_float8, .sum = SUM, .columns = columns, .symbols = symbols, .unsymbols = unsymbols,          \
 	.offsets = offsets, .halve = halve, .unhalve = unhalve, .digest = digest, .zeros = zeros,                      \
 	.under_zeros = under_zeros, .prune = prune, .unprune = unprune, .rows = rows

@@ -9,7 +9,6 @@
 #define RUN 32           /* neighbouring values that a row's sample is made of */
 #define RUNS 4           /* of a row: 128 values find its mean to a tenth of a step or so */
 #define SAMPLED_ROWS 128 /* for the columns' offsets */
-#define TILE 512         /* columns at a time */
 #define DEAD -128        /* a row or column without exponents, until offsets are rounded */
 
 uint64_t model_nbytes(const struct dtype *d, uint64_t n)
@@ -186,22 +185,23 @@ static void fit_cols(const codec_tensor *src, const struct kernels *k, struct jo
 	int8_t *cols = job_offsets(j) + s->cols_at;
 	uint64_t nrows = s->cols_at - s->rows_at, take = MIN(nrows, MIN(SAMPLED_ROWS, MAX(64, nrows / 2)));
 
-	for (uint64_t c = 0; c < s->cols; c += TILE) {
-		uint64_t n = MIN(TILE, s->cols - c);
-		int32_t total[TILE] = {0};
-		int16_t count[TILE] = {0};
-		uint8_t e[TILE];
+	for (uint64_t c = 0; c < s->cols; c += COLUMNS) {
+		uint64_t n = MIN(COLUMNS, s->cols - c);
+		struct columns sums = {0};
+		uint8_t e[COLUMNS];
 
 		for (uint64_t i = 0; i < take; i++) {
 			uint64_t r = take == nrows ? i : (i * 0x9e3779b9u & 0xffffffffu) * nrows >> 32;
 			int row = s->base + rows[r];
 
 			exponents(src, k, j, s->start + r * s->cols + c, n, e);
-			k->columns(e, step, row, n, total, count);
+			k->columns(e, (uint8_t)(step * (row >> 2)), row & 3, n, &sums);
 		}
-		for (uint64_t i = 0; i < n; i++)
-			cols[c + i] = count[i] ? (int8_t)clamp(bits_mean(total[i], (int64_t)count[i] * step), -127, 127)
-					       : DEAD;
+		for (uint64_t i = 0; i < n; i++) {
+			int64_t total = 4 * sums.total[i] - step * sums.parts[i], count = sums.count[i] * step;
+
+			cols[c + i] = count ? (int8_t)clamp(bits_mean(total, count), -127, 127) : DEAD;
+		}
 	}
 	s->col_shift = round_offsets(cols, s->cols, 0);
 }

@@ -182,6 +182,30 @@ static inline uint64_t chunk_sum_avx2(const uint8_t *src, const uint32_t *key)
 	return (uint64_t)_mm_cvtsi128_si64(s) + (uint64_t)_mm_extract_epi64(s, 1);
 }
 
+static inline void sum_avx2(const uint8_t *e, size_t n, uint32_t *total, uint32_t *count)
+{
+	const __m256i zero = _mm256_setzero_si256();
+	__m256i t = zero, c = zero;
+	uint64_t sums[4], zeros[4];
+	size_t i = 0;
+
+	for (; i + 32 <= n; i += 32) {
+		__m256i v = LOAD256(e + i);
+
+		t = _mm256_add_epi64(t, _mm256_sad_epu8(v, zero));
+		c = _mm256_add_epi64(c, _mm256_sad_epu8(and8(_mm256_cmpeq_epi8(v, zero), 1), zero));
+	}
+	STORE256(sums, t);
+	STORE256(zeros, c);
+	*total = (uint32_t)(sums[0] + sums[1] + sums[2] + sums[3]);
+	*count = (uint32_t)(i - zeros[0] - zeros[1] - zeros[2] - zeros[3]);
+	for (; i < n; i++) {
+		*total += e[i];
+		*count += e[i] != 0;
+	}
+}
+
+#define SUM sum_avx2
 #define SPLIT2_FIRST split2_avx2
 #define MERGE2_FIRST merge2_avx2
 #define SPLIT4_FIRST split4_avx2
