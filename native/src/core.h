@@ -115,7 +115,7 @@ void model_write(const struct job *j, uint8_t *dst);
 codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f);
 void model_offsets(const struct job *j, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *offset);
 
-/* block.c: one block to its region and back. */
+/* work.c, block_encode.c, block_decode.c: one block to its region and back. */
 struct work {
 	uint8_t *plane[WIRE_MAX_PLANES];
 	uint8_t *symbol, *offset, *region, *escapes;

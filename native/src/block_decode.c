@@ -1,0 +1,300 @@
+/* block_decode.c - a region, whatever it holds, to one block of values. */
+#include "region.h"
+
+#define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
+
+/* The inverse of pack_bits. p has 8 bytes behind the fields. */
+static void unpack_bits(const uint8_t *p, uint32_t *field, const uint32_t *width)
+{
+	uint64_t bits = 0;
+	uint32_t have = 0;
+
+	for (int l = 0; l < WIRE_LANES; l++) {
+		uint32_t n = width ? width[l] : 5;
+
+		if (have < 32) { /* taken or not, it costs the same: no loop to mispredict */
+			bits |= (uint64_t)__builtin_bswap32(load32(p)) << (32 - have);
+			p += 4;
+			have += 32;
+		}
+		field[l] = n ? (uint32_t)(bits >> (64 - n)) : 0;
+		bits <<= n;
+		have -= n;
+	}
+}
+
+/* Read a coded plane up to its words' end: s gets the words and the lanes' first state. */
+static codec_status open_plane(struct cursor *c, struct stream *s, codec_fault *f)
+{
+	uint64_t nwords, start = c->at;
+	uint8_t bits[4 * WIRE_LANES + 16];
+	lanes *state = s->state;
+	uint32_t sum = 0;
+
+	if (c->end - c->at < STATE_NBYTES)
+		BAD(c->at, c->end - c->at, STATE_NBYTES);
+	nwords = load16(c->frame + c->at);
+	memcpy(bits, c->frame + start + 2, STATE_NBYTES - 2);
+	unpack_bits(bits, state->tail, NULL);
+	for (int l = 0; l < WIRE_LANES; l++)
+		sum += state->tail[l];
+	c->at += STATE_NBYTES + (sum + 7) / 8;
+	if (c->at > c->end)
+		BAD(start, c->at, c->end);
+	memcpy(bits, c->frame + start + STATE_NBYTES, (sum + 7) / 8);
+	unpack_bits(bits, state->part, state->tail);
+	for (int l = 0; l < WIRE_LANES; l++)
+		state->part[l] = state->tail[l] ? state->part[l] << (32 - state->tail[l]) : 0;
+	if (sum % 8 && (uint8_t)(bits[sum / 8] << sum % 8))
+		BAD(c->at - 1, bits[sum / 8], 0);
+	for (; (c->at - start) % 4; c->at++)
+		if (c->at >= c->end || c->frame[c->at])
+			BAD(c->at, 1, 0);
+	if (nwords > (c->end - c->at) / 4)
+		BAD(start, nwords, (c->end - c->at) / 4);
+	if (nwords && load32(c->frame + c->at + 4 * (nwords - 1)) == 0)
+		BAD(c->at + 4 * (nwords - 1), 0, 1);
+	for (uint64_t l = 0; l < WIRE_LANES; l++)
+		state->word[l] = l < nwords ? load32(c->frame + c->at + 4 * l) : 0;
+	c->at += 4 * nwords;
+	s->nwords = nwords - MIN(nwords, WIRE_LANES);
+	s->words = c->frame + c->at - 4 * s->nwords;
+	return CODEC_OK;
+}
+
+/* After its rows were decoded: nothing may be left over, and the last row is filled up as it must be. */
+static codec_status close_plane(const book_lookup *lookup, const struct cursor *c, const struct stream *s, uint64_t m,
+				codec_fault *f)
+{
+	if (!s->good)
+		BAD(c->at, s->nwords, m);
+	for (uint64_t i = m; i < padded(m); i++)
+		if (s->symbol[i] != lookup->pad)
+			BAD(c->at, s->symbol[i], lookup->pad);
+	return CODEC_OK;
+}
+
+codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, struct work *w, struct cursor *c,
+			  uint64_t m, uint8_t *symbol, codec_fault *f)
+{
+	struct stream s = w->top[0];
+
+	s.symbol = symbol;
+	TRY(open_plane(c, &s, f));
+	k->decode_lanes(lookup, &s, NULL, padded(m) / WIRE_ROW, &w->ahead);
+	return close_plane(lookup, c, &s, m, f);
+}
+
+/* The exponents of float64 from plane 0 and its escapes; e becomes 0 exactly where the exponent is. */
+static codec_status read_exponents(const struct job *j, struct work *w, struct cursor *c, uint8_t *e,
+				   const uint32_t *escaped, uint64_t m, codec_fault *f)
+{
+	for (uint64_t i = 0; i < m; i++)
+		w->exponent[i] = e[i] ? (uint16_t)(e[i] + j->model.window - 128) & 0x7ff : 0;
+	if (!escaped)
+		return CODEC_OK;
+	FOR_ESCAPED (i, escaped, m) {
+		if (c->end - c->at < 2)
+			BAD(c->end, c->end - c->at, 2);
+		c->end -= 2;
+		w->exponent[i] = (uint16_t)(c->frame[c->end + 1] | c->frame[c->end] << 8);
+		if (w->exponent[i] > 0x7ff)
+			BAD(c->end, w->exponent[i], 0x7ff);
+		e[i] = w->exponent[i] != 0;
+	}
+	return CODEC_OK;
+}
+
+codec_status read_escapes(const uint32_t *escaped, struct cursor *c, uint8_t *out, uint64_t n, codec_fault *f)
+{
+	FOR_ESCAPED (i, escaped, n) {
+		if (c->end <= c->at)
+			BAD(c->end, 0, 1);
+		out[i] = c->frame[--c->end];
+	}
+	return CODEC_OK;
+}
+
+/* The high nibbles that belong to n low ones. */
+static codec_status read_high(struct cursor *c, const struct kernels *k, uint8_t *low, uint64_t n, codec_fault *f)
+{
+	const uint8_t *high = c->frame + c->at;
+	uint64_t nbytes = (n + 1) / 2;
+	uint8_t any = 0;
+
+	if (c->end - c->at < nbytes)
+		BAD(c->at, c->end - c->at, nbytes);
+	for (uint64_t i = 0; i < n; i++)
+		any |= low[i];
+	if (any > 15)
+		BAD(c->end, any, 15);
+	if (n % 2 && high[nbytes - 1] > 15)
+		BAD(c->at + nbytes - 1, high[nbytes - 1], 15);
+	k->unhalve(low, high, n);
+	c->at += nbytes;
+	return CODEC_OK;
+}
+
+/* A plane in mode rows. */
+static codec_status read_rows(struct cursor *c, uint8_t *out, uint64_t n, codec_fault *f)
+{
+	uint64_t nrows = padded(n) / WIRE_ROW, nbitmap = (nrows + 7) / 8;
+	const uint8_t *bitmap = c->frame + c->at;
+
+	if (c->end - c->at < nbitmap)
+		BAD(c->at, c->end - c->at, nbitmap);
+	if (nrows % 8 && bitmap[nbitmap - 1] >> nrows % 8)
+		BAD(c->at + nbitmap - 1, bitmap[nbitmap - 1], 0);
+	c->at += nbitmap;
+	for (uint64_t r = 0; r < nrows; r++, out += WIRE_ROW) {
+		uint64_t run = MIN(WIRE_ROW, n - r * WIRE_ROW);
+
+		if (!(bitmap[r / 8] >> r % 8 & 1)) {
+			memset(out, 0, run);
+			continue;
+		}
+		if (c->end - c->at < run)
+			BAD(c->at, c->end - c->at, run);
+		memcpy(out, c->frame + c->at, run);
+		c->at += run;
+	}
+	return CODEC_OK;
+}
+
+static codec_status read_head(const struct header *h, const struct dtype *d, uint32_t head, uint64_t at, uint8_t *mode,
+			      codec_fault *f)
+{
+	uint32_t known = WIRE_REGION_PRUNED | ((1u << 2 * d->nbytes) - 1);
+
+	if (head & ~known)
+		BAD(at, head, known);
+	for (int i = 0; i < d->nbytes; i++) {
+		mode[i] = head >> 2 * i & 3;
+		if (h->fixed >> i & 1 ? mode[i] != 0 : mode[i] == WIRE_MODE_CODED && !(h->coded >> i & 1))
+			BAD(at, head, h->coded);
+	}
+	if (head & WIRE_REGION_PRUNED && (!d->step || mode[0] != WIRE_MODE_CODED))
+		BAD(at, head, WIRE_MODE_CODED);
+	if (d->form == FORM_FLOAT8 && mode[0] != WIRE_MODE_CODED && mode[0] != WIRE_MODE_CONSTANT)
+		BAD(at, head, WIRE_MODE_CODED);
+	return CODEC_OK;
+}
+
+/* Begin with the region frame[at, end), at least 8 bytes, of block b: all up to the coder's loop for plane 0. */
+codec_status block_open(const struct job *j, const uint8_t *frame, uint64_t b, uint64_t at, uint64_t end,
+			const struct stream *top, struct block *o, codec_fault *f)
+{
+	o->b = b;
+	o->m = MIN(j->h.block, j->h.n - b * j->h.block);
+	o->head = load32(frame + at);
+	o->c = (struct cursor){frame, at + 4, end};
+	o->top = *top;
+	TRY(read_head(&j->h, dtype_of(j->h.dtype), o->head, at, o->mode, f));
+	if (!(j->h.fixed & 1) && o->mode[0] == WIRE_MODE_CODED)
+		return open_plane(&o->c, &o->top, f);
+	return CODEC_OK;
+}
+
+/* The coder's loop for plane 0 of one or two blocks. */
+void block_decode_top(const struct job *j, const struct kernels *k, struct block *o, int count, struct work *w)
+{
+	const uint8_t *section = o->c.frame + j->h.planes_at + (o->b + (uint64_t)count) * j->h.block;
+	int coded[2] = {0, 0};
+
+	w->ahead = (struct ahead){section, j->h.plane_stride, j->h.block * (uint64_t)count,
+				  (size_t)__builtin_popcount(j->h.fixed)};
+	for (int i = 0; i < count; i++)
+		coded[i] = !(j->h.fixed & 1) && o[i].mode[0] == WIRE_MODE_CODED;
+	if (coded[0] && coded[1] && padded(o[0].m) == padded(o[1].m)) {
+		k->decode_lanes(j->lookup, &o[0].top, &o[1].top, padded(o->m) / WIRE_ROW, &w->ahead);
+		return;
+	}
+	for (int i = 0; i < count; i++)
+		if (coded[i])
+			k->decode_lanes(j->lookup, &o[i].top, NULL, padded(o[i].m) / WIRE_ROW, &w->ahead);
+}
+
+/* The rest: the block's values in dst. */
+codec_status block_close(const struct job *j, const struct kernels *k, struct block *o, codec_tensor *dst,
+			 struct work *w, codec_fault *f)
+{
+	static const uint8_t ORDER[] = {WIRE_MODE_CODED, WIRE_MODE_RAW, WIRE_MODE_ROWS, WIRE_MODE_CONSTANT};
+	const struct header *h = &j->h;
+	const struct dtype *d = dtype_of(h->dtype);
+	uint64_t first = o->b * h->block, m = o->m, count = m;
+	const uint8_t *plane[WIRE_MAX_PLANES], *section = o->c.frame + h->planes_at;
+	char *values = (char *)dst->data + first * d->nbytes;
+	int pruning = (o->head & WIRE_REGION_PRUNED) != 0, wide = d->form == FORM_FLOAT8;
+	uint8_t *top = o->top.symbol;
+	struct cursor *c = &o->c;
+
+	w->ahead.count = 0;
+	for (int i = 0; i < d->nbytes; i++)
+		if (h->fixed >> i & 1) {
+			plane[i] = section + first;
+			section += h->plane_stride;
+		}
+	for (int pass = 0; pass < 4; pass++)
+		for (int i = 0; i < d->nbytes; i++) {
+			uint8_t *out = i == 0 ? top : pruning ? w->symbol : w->plane[i];
+			const uint8_t *got = out;
+			uint64_t n = i ? count : m;
+
+			if (h->fixed >> i & 1 || o->mode[i] != ORDER[pass])
+				continue;
+			switch (o->mode[i]) {
+			case WIRE_MODE_CODED:
+				if (i == 0) {
+					TRY(close_plane(j->lookup, c, &o->top, m, f));
+					if (j->model.nsegments) {
+						model_offsets(j, k, first, m, w->offset);
+						k->unsymbols(out, w->offset, m, out);
+					}
+					if (wide)
+						TRY(read_exponents(j, w, c, out, o->top.escaped, m, f));
+				} else {
+					TRY(decode_plane(&j->lookup[i], k, w, c, n, out, f));
+				}
+				if (i || !wide)
+					TRY(read_escapes(i ? w->top[0].escaped : o->top.escaped, c, out, n, f));
+				if (h->halved >> i & 1)
+					TRY(read_high(c, k, out, n, f));
+				break;
+			case WIRE_MODE_RAW:
+				if (c->end - c->at < n)
+					BAD(c->at, c->end - c->at, n);
+				got = c->frame + c->at;
+				c->at += n;
+				break;
+			case WIRE_MODE_ROWS: TRY(read_rows(c, out, n, f)); break;
+			default:
+				if (c->end - c->at < 1)
+					BAD(c->at, 0, 1);
+				memset(out, c->frame[c->at++], n);
+				if (wide && i == 0)
+					TRY(read_exponents(j, w, c, out, NULL, m, f));
+			}
+			if (i == 0 && pruning)
+				count = m - k->zeros(top, m);
+			if (i && pruning) {
+				k->unprune(top, got, m, w->plane[i]);
+				got = w->plane[i];
+			}
+			plane[i] = got;
+		}
+	if (c->end - c->at >= WIRE_ALIGN)
+		BAD(c->at, c->end - c->at, WIRE_ALIGN - 1);
+	for (; c->at < c->end; c->at++)
+		if (c->frame[c->at])
+			BAD(c->at, c->frame[c->at], 0);
+	k->merge[d->form](plane, m, values, dst->nbytes >= STREAM_NBYTES);
+	if (wide)
+		for (uint64_t i = 0; i < m; i++) {
+			uint64_t x;
+
+			memcpy(&x, values + 8 * i, 8);
+			x |= (uint64_t)w->exponent[i] << 52;
+			memcpy(values + 8 * i, &x, 8);
+		}
+	return CODEC_OK;
+}
