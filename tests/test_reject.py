@@ -176,6 +176,17 @@ def test_noise(data):
             codec.decode(frame)
 
 
+def test_side_section_too_short_for_its_flags():
+    """Found by fuzzing: inspect() took the exponent window for granted."""
+    frame = bytearray(FRAMES["float64-520-wide"][0])
+    struct.pack_into("<I", frame, 12, 0)
+    codec.inspect(bytes(frame))
+    for length in range(56, len(frame)):
+        codec.inspect(bytes(frame[:length]))
+    with pytest.raises(codec.FrameError):
+        codec.decode(frame)
+
+
 def test_huge_declarations_cost_nothing():
     frame = bytearray(FRAMES["float32-100-normal"][0])
     struct.pack_into("<Q", frame, 48, 1 << 50)

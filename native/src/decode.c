@@ -249,12 +249,40 @@ codec_status codec_verify(const void *frame, size_t nbytes)
 	return verify(frame, &h, kernels_for(NULL), NULL);
 }
 
+/* What the side section says, as far as it makes sense: decoding checks it, this only looks. */
+static void inspect_side(const uint8_t *frame, const struct header *h, codec_info *out)
+{
+	uint64_t at = h->side_at, end = h->directory_at;
+	codebook b;
+
+	if (h->flags & WIRE_FLAG_WINDOW) {
+		if (end - at < 8)
+			return;
+		at += 8;
+	}
+	if (h->flags & WIRE_FLAG_PRIOR) {
+		if (end - at < 8)
+			return;
+		out->codebook_id = load64(frame + at);
+		at += 8;
+	}
+	for (int p = 0; p < WIRE_MAX_PLANES; p++)
+		if (h->coded >> p & 1 && !(p == 0 && h->flags & WIRE_FLAG_PRIOR)) {
+			int n = book_unpack(&b, frame + at, end - at);
+
+			if (!n)
+				return;
+			at += (uint64_t)n;
+		}
+	if (h->flags & WIRE_FLAG_SEGMENTS && end - at >= 4)
+		out->nsegments = load32(frame + at);
+}
+
 codec_status codec_inspect(const void *frame, size_t nbytes, codec_info *info)
 {
 	codec_info out = {0};
 	codec_status status;
 	struct header h;
-	uint64_t at;
 
 	if ((!frame && nbytes) || !info || info->struct_nbytes < sizeof(uint32_t))
 		return CODEC_BAD_ARGUMENT;
@@ -282,23 +310,8 @@ codec_status codec_inspect(const void *frame, size_t nbytes, codec_info *info)
 	out.regions_nbytes = h.frame_nbytes - h.regions_at;
 	out.fixed_planes = h.fixed;
 	out.coded_planes = h.coded;
-	at = h.side_at + (h.flags & WIRE_FLAG_WINDOW ? 8 : 0);
-	if (status == CODEC_OK && h.side_nbytes <= nbytes - h.side_at) {
-		const uint8_t *side = frame;
-
-		if (h.flags & WIRE_FLAG_PRIOR && at + 8 <= h.directory_at) {
-			out.codebook_id = load64(side + at);
-			at += 8;
-		}
-		for (int p = 0; p < WIRE_MAX_PLANES; p++)
-			if (h.coded >> p & 1 && !(p == 0 && h.flags & WIRE_FLAG_PRIOR)) {
-				codebook b;
-
-				at += (uint64_t)book_unpack(&b, side + at, h.directory_at - at);
-			}
-		if (h.flags & WIRE_FLAG_SEGMENTS && at + 4 <= h.directory_at)
-			out.nsegments = load32(side + at);
-	}
+	if (status == CODEC_OK && h.side_nbytes <= nbytes - h.side_at)
+		inspect_side(frame, &h, &out);
 	memcpy(info, &out, MIN(info->struct_nbytes, sizeof out));
 	return status;
 }
