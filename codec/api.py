@@ -383,12 +383,12 @@ def _decode_threads(info: Any, source: Any, nbytes: int, t: Any, context: Any, t
     job, plan = core.new_bytes(job_size[0]), ffi.new("codec_plan *")
     check(lib.codec_decode_open(source, nbytes, t, context, job, job_size[0], plan), context.fault)
     cuts = pool.ranges(plan.nblocks, threads)
-    flags = context.flags
+    isa, flags = context.isa, context.flags
 
     def task(i: int) -> tuple[int, int, Any]:
         fault, seal = ffi.new("codec_fault *"), ffi.new("uint64_t *")
         own = core.new_context(fault)
-        own.flags = flags
+        own.isa, own.flags = isa, flags
         first, count = cuts[i]
         work = core.new_bytes(work_size[0])
         status = lib.codec_decode_blocks(source, nbytes, t, own, job, first, count, seal, work, work_size[0])

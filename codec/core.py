@@ -190,7 +190,6 @@ def new_context(fault: Any) -> Any:
     """A codec_context that asks for nothing."""
     c = ffi.new("codec_context *")
     c.struct_nbytes = ffi.sizeof("codec_context")
-    c.isa = current_isa()
     c.fault = fault
     return c
 
