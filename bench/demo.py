@@ -49,7 +49,8 @@ def main() -> None:
 
     table = Table(title=f"Lossless, one thread, {isa}: every bit came back", title_justify="left")
     for column in ("gradients of one step", "dtype", "values", "size", "exponent: entropy", "cost", "encode", "decode"):
-        table.add_column(column, justify="left" if column in ("gradients of one step", "dtype") else "right")
+        left = column in ("gradients of one step", "dtype")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
     for r in rows:
         table.add_row(
             r["gradients"].split(":")[0].replace("_", " "),
@@ -61,7 +62,7 @@ def main() -> None:
             f"{r['encode_gbps']:.1f} GB/s",
             f"{r['decode_gbps']:.1f} GB/s",
         )
-    console = Console(width=max(112, Console().width))
+    console = Console(width=max(124, Console().width))
     console.print(table)
     console.print(
         "Entropy: of the exponents in blocks of 16,384 values, as if tables were free. Cost: what they take in the\n"
