@@ -184,7 +184,8 @@ def encode(
         How many threads to use. Left out: as many as pay, up to ``CODEC_NUM_THREADS``, ``OMP_NUM_THREADS`` or the
         number of CPUs.
     codebook : Codebook, optional
-        Use this one, which the receiver holds too, instead of one made for this tensor.
+        Use this one, which the receiver holds too, for the exponents, instead of one made for this tensor. Dtypes
+        without exponents, and tensors of fewer than 512 values, do not need one and ignore it.
     segments : sequence of (int, tuple of int), optional
         Offsets and shapes of the parameters inside a flat bucket, ascending; in values. What they leave out is flat.
     dtype : str, optional

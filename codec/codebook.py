@@ -11,6 +11,8 @@ from codec.errors import SpecError
 from codec.specs import Lossless
 from codec.view import view
 
+_FLOATS = ("float32", "float64", "bfloat16", "float16")
+
 
 @dataclass(frozen=True, slots=True)
 class Codebook:
@@ -67,6 +69,11 @@ class Codebook:
             Longest code in bits, 2 to 8.
         segments : sequence of (int, tuple of int), optional
             As in :func:`codec.encode`; only with a single tensor.
+
+        Raises
+        ------
+        SpecError
+            A tensor of another dtype.
         """
         if segments is not None and len(tensors) != 1:
             raise SpecError("segments= goes with a single tensor")
@@ -74,6 +81,8 @@ class Codebook:
         spec = core.spec_struct(Lossless(cap=cap))
         for x in tensors:
             v = view(x)
+            if v.dtype not in _FLOATS:
+                raise SpecError(f"codebooks are for the exponents of {', '.join(_FLOATS)}, not for {v.dtype}")
             t = core.own_tensor(core.DTYPES[v.dtype], v.shape, v.data, v.nbytes)
             size = core.local.size
             core.check(core.lib.codec_scratch(spec, t, size))

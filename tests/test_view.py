@@ -130,6 +130,8 @@ def test_codebooks():
     for counts in (np.zeros(256, int), np.eye(256, dtype=int)[3], np.full(256, 2**40), np.arange(256)):
         other = codec.Codebook.from_counts(counts)
         assert (codec.decode(codec.encode(y, codebook=other), codebooks=other) == y).all()
+    with pytest.raises(codec.SpecError, match="int32"):
+        codec.Codebook.from_tensors(np.zeros(1000, np.int32))
     for bad in (np.zeros(255, int), np.full(256, -1), np.zeros(256)):
         with pytest.raises(codec.SpecError):
             codec.Codebook.from_counts(bad)

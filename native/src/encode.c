@@ -138,6 +138,14 @@ codec_status codec_encode_open(const codec_spec *spec, const codec_tensor *src, 
 	return CODEC_OK;
 }
 
+/* Is this the tensor, and is there the room, that the job was opened with? */
+static int fits_job(const struct job *j, const codec_tensor *src, const void *dst, size_t capacity)
+{
+	return src->struct_nbytes >= sizeof *src && src->dtype == j->h.dtype &&
+	       src->nbytes == j->h.n * dtype_of(j->h.dtype)->nbytes && (src->data || !src->nbytes) &&
+	       (dst || !capacity) && j->h.regions_at <= capacity;
+}
+
 codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capacity, const codec_context *with,
 				 const void *job, uint64_t first, uint64_t count, uint64_t at, uint64_t *end,
 				 uint64_t *seal, void *work, size_t work_nbytes)
@@ -146,8 +154,8 @@ codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capa
 	codec_context c;
 
 	TRY(context_read(with, &c));
-	if (!src || !dst || !job || !end || !seal || !work || at % WIRE_ALIGN || at < j->h.regions_at ||
-	    at > capacity || first > j->h.nblocks || count > j->h.nblocks - first)
+	if (!src || !job || !end || !seal || !work || !fits_job(j, src, dst, capacity) || at % WIRE_ALIGN ||
+	    at < j->h.regions_at || at > capacity || first > j->h.nblocks || count > j->h.nblocks - first)
 		return CODEC_BAD_ARGUMENT;
 	if (work_nbytes < j->plan.work_nbytes)
 		return CODEC_SHORT_SCRATCH;
@@ -158,13 +166,16 @@ codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capac
 				const void *job, const uint64_t *counts, const uint64_t *ats, size_t nranges,
 				uint64_t seal, size_t *written)
 {
+	const struct job *j = job_place((void *)job);
 	codec_context c;
 
 	TRY(context_read(with, &c));
 	if (!src || !job || !written || (nranges && (!counts || !ats)))
 		return CODEC_BAD_ARGUMENT;
 	*written = 0;
-	return close_frame(src, dst, capacity, &c, job_place((void *)job), counts, ats, nranges, seal, written);
+	if (j->h.nblocks && !fits_job(j, src, dst, capacity))
+		return CODEC_BAD_ARGUMENT;
+	return close_frame(src, dst, capacity, &c, j, counts, ats, nranges, seal, written);
 }
 
 codec_status codec_encode(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity, size_t *written,

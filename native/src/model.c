@@ -495,6 +495,7 @@ codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct 
 	for (uint64_t i = 0; i < nsegments; i++, at += WIRE_SEGMENT_NBYTES) {
 		uint64_t count = load64(frame + at), cols = load32(frame + at + 8);
 		uint8_t kind = frame[at + 12], shifts = frame[at + 13];
+		uint16_t base = load16(frame + at + 14);
 		struct segment *s;
 
 		if (!count || count > j->h.n - start)
@@ -510,11 +511,11 @@ codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct 
 		if ((shifts & 15) > (kind & WIRE_SEGMENT_ROWS ? WIRE_MAX_SHIFT : 0) ||
 		    shifts >> 4 > (kind & WIRE_SEGMENT_COLS ? WIRE_MAX_SHIFT : 0))
 			BAD(at + 13, shifts, WIRE_MAX_SHIFT);
-		if (load16(frame + at + 14) > WIRE_MAX_BASE)
-			BAD(at + 14, load16(frame + at + 14), WIRE_MAX_BASE);
+		if (base > WIRE_MAX_BASE)
+			BAD(at + 14, base, WIRE_MAX_BASE);
 		add_segment(j, start, count, kind ? cols : WIRE_FLAT_COLS, kind);
 		s = job_segments(j) + i;
-		s->base = load16(frame + at + 14);
+		s->base = base;
 		s->row_shift = shifts & 15;
 		s->col_shift = shifts >> 4;
 		start += count;

@@ -4,7 +4,7 @@
 
 #include "core.h"
 
-/* Results larger than this go past the caches, which they would only sweep out: a third of the memory traffic less. */
+/* Results this large go past the caches: they would only sweep them out, and be read before they are overwritten. */
 #define STREAM_NBYTES (8u << 20)
 
 #define STATE_NBYTES 22 /* u16 and 32 x 5 bits */

@@ -1,16 +1,15 @@
 /* side.c - the side section: exponent window, codebooks, scale model. Chosen, written, read. */
 #include "core.h"
 
-static codec_status codebook_check(const codec_codebook *c)
+/* A caller's codebook as ours, if it is one. */
+static codec_status codebook_load(const codec_codebook *c, codebook *b)
 {
-	codebook b;
-
 	for (int i = 0; i < 7; i++)
 		if (c->reserved[i])
 			return CODEC_BAD_CODEBOOK;
-	memcpy(b.length, c->length, 256);
-	b.length[WIRE_ESCAPE] = c->escape_length;
-	return c->id && book_valid(&b) ? CODEC_OK : CODEC_BAD_CODEBOOK;
+	memcpy(b->length, c->length, 256);
+	b->length[WIRE_ESCAPE] = c->escape_length;
+	return c->id && book_valid(b) ? CODEC_OK : CODEC_BAD_CODEBOOK;
 }
 
 /*
@@ -64,9 +63,7 @@ codec_status choose_planes(const codec_context *with, struct job *j, const struc
 		for (int i = 0; i < 256; i++)
 			total += counts[i];
 		if (exponent && with->ncodebooks) {
-			TRY(codebook_check(with->codebooks));
-			memcpy(b->length, with->codebooks->length, 256);
-			b->length[WIRE_ESCAPE] = with->codebooks->escape_length;
+			TRY(codebook_load(with->codebooks, b));
 			j->codebook_id = with->codebooks->id;
 			cost = book_cost(b, counts, literal);
 		} else if (exponent || (!(s->is_constant >> p & 1) && may_pay(counts, total))) {
@@ -82,9 +79,8 @@ codec_status choose_planes(const codec_context *with, struct job *j, const struc
 			continue;
 		}
 		j->h.halved &= (uint8_t)~(1 << p);
-		if (!has_zeros && !(s->is_constant >> p & 1) && !(s->has_zero_run >> p & 1)) {
+		if (!has_zeros && !(s->is_constant >> p & 1) && !(s->has_zero_run >> p & 1))
 			j->h.fixed |= (uint8_t)(1 << p);
-		}
 	}
 	if (!(j->h.coded & 1))
 		j->model.nsegments = j->codebook_id = 0;
@@ -149,9 +145,7 @@ codec_status side_read(const uint8_t *frame, const codec_context *with, struct j
 				c = with->codebooks + i;
 		if (!c)
 			return fault(f, CODEC_UNKNOWN_CODEBOOK, at, j->codebook_id, 0);
-		TRY(codebook_check(c));
-		memcpy(j->books[0].length, c->length, 256);
-		j->books[0].length[WIRE_ESCAPE] = c->escape_length;
+		TRY(codebook_load(c, j->books));
 		at += 8;
 	}
 	for (int p = 0; p < WIRE_MAX_PLANES; p++) {

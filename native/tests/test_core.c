@@ -449,6 +449,68 @@ static void test_arguments(void **unused)
 	assert_int_equal(codec_bound(&(codec_spec){sizeof spec, CODEC_LOSSLESS, 9, 0}, &t, &n), CODEC_BAD_SPEC);
 }
 
+/* The steps are given the tensor and the frame anew each time: another one must be refused, not read. */
+static void test_steps(void **unused)
+{
+	enum { N = 40000 };
+	const codec_spec spec = {sizeof spec, CODEC_LOSSLESS, 0, 0};
+	codec_tensor t = {.struct_nbytes = sizeof t, .dtype = CODEC_FLOAT32, .rank = 1, .shape = {N}, .nbytes = 4 * N};
+	codec_tensor other = t;
+	size_t bound, job_nbytes, work_nbytes_, written, whole;
+	uint64_t end, seal, count, at;
+	uint8_t *frame, *again, *job, *work;
+	codec_plan plan;
+
+	(void)unused;
+	t.data = malloc(t.nbytes);
+	fill(t.data, t.dtype, N, 0);
+	codec_bound(&spec, &t, &bound);
+	codec_job_nbytes(&spec, &t, &job_nbytes, &work_nbytes_);
+	frame = malloc(bound);
+	again = malloc(bound);
+	job = malloc(job_nbytes + work_nbytes_);
+	work = job + job_nbytes;
+	assert_int_equal(codec_encode(&spec, &t, again, bound, &whole, NULL, NULL, job, job_nbytes + work_nbytes_),
+			 CODEC_OK);
+	assert_int_equal(codec_encode_open(&spec, &t, frame, bound, NULL, job, job_nbytes, &plan), CODEC_OK);
+	count = plan.nblocks;
+	at = plan.regions_at;
+	assert_int_equal(count, 3);
+
+	other.data = t.data;
+	other.nbytes = 4 * N - 4;
+	other.shape[0] = N - 1;
+	assert_int_equal(
+		codec_encode_blocks(&other, frame, bound, NULL, job, 0, count, at, &end, &seal, work, work_nbytes_),
+		CODEC_BAD_ARGUMENT);
+	other = t;
+	other.dtype = CODEC_INT32;
+	assert_int_equal(
+		codec_encode_blocks(&other, frame, bound, NULL, job, 0, count, at, &end, &seal, work, work_nbytes_),
+		CODEC_BAD_ARGUMENT);
+	assert_int_equal(
+		codec_encode_blocks(&t, frame, at - 8, NULL, job, 0, count, at, &end, &seal, work, work_nbytes_),
+		CODEC_BAD_ARGUMENT);
+	assert_int_equal(
+		codec_encode_blocks(&t, frame, bound, NULL, job, 1, count, at, &end, &seal, work, work_nbytes_),
+		CODEC_BAD_ARGUMENT);
+	assert_int_equal(
+		codec_encode_blocks(&t, frame, bound, NULL, job, 0, count, at, &end, &seal, work, work_nbytes_ - 1),
+		CODEC_SHORT_SCRATCH);
+	assert_int_equal(
+		codec_encode_blocks(&t, frame, bound, NULL, job, 0, count, at, &end, &seal, work, work_nbytes_),
+		CODEC_OK);
+	assert_int_equal(codec_encode_close(&t, frame, at - 8, NULL, job, &count, &at, 1, seal, &written),
+			 CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_encode_close(&t, frame, bound, NULL, job, &count, &at, 1, seal, &written), CODEC_OK);
+	assert_int_equal(written, whole);
+	assert_memory_equal(frame, again, whole);
+	free(t.data);
+	free(frame);
+	free(again);
+	free(job);
+}
+
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
@@ -461,6 +523,7 @@ int main(void)
 		cmocka_unit_test(test_threads),
 		cmocka_unit_test(test_environment),
 		cmocka_unit_test(test_arguments),
+		cmocka_unit_test(test_steps),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);
