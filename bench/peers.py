@@ -216,6 +216,14 @@ def report(rows: list[dict[str, Any]]) -> None:
         ]
         table.add_row(*cells)
     Console(width=max(200, Console().width)).print(table)
+    # buckets of gradients with their shapes, and everything else; single parameters are parts of the former
+    whole = [r for r in rows if "[" not in r["tensor"]]
+    for what, shaped in (("gradients with shapes", True), ("all else", False)):
+        some = [r for r in whole if (":grad" in r["tensor"] and r["segments"] > 0) == shaped]
+        if some:
+            ratio = sum(r["exponent_nbytes"] for r in some) / sum(r["exponent_entropy_nbytes"] for r in some)
+            worst = max(r["ratio"] / min(p["ratio"] for p in r["peers"].values()) for r in some)
+            print(f"{what}: exponents / entropy {ratio:.4f} in all; size / best peer {worst:.4f} at worst")
 
 
 if __name__ == "__main__":
