@@ -58,15 +58,19 @@ def block_entropy(e: np.ndarray[Any, Any], block: int = 16384) -> float:
     return bits / 8
 
 
-def exponent_nbytes(x: np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...], inside: Any) -> int:
-    """What exponents cost, with model, tables, directory and header: the frame less sign and mantissa.
+def exponent_nbytes(x: np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...], inside: Any) -> float:
+    """What exponents cost, with model, tables, directory and header: the frame less what stands for sign and mantissa.
 
-    Sign and mantissa, whose bytes may be coded or constant, are made random first, so that they stay as they are.
+    The scale model moves mantissas, too, so they stay as they are, and their upper byte counts as its entropy. Lower
+    bytes, which may be coded or constant, are made random first and count as they are.
     """
-    mask = 0x7F80 if dtype == "bfloat16" else 0x7F800000
     noise = np.random.default_rng(0).integers(0, 1 << 8 * x.itemsize, x.size, dtype=f"u{x.itemsize}")
-    y = x.view(noise.dtype) & noise.dtype.type(mask) | noise & ~noise.dtype.type(mask)
-    return len(codec.encode(y.reshape(shape), dtype=dtype, segments=inside)) - (x.itemsize - 1) * x.size
+    low = noise.dtype.type(0 if dtype == "bfloat16" else 0xFFFF)
+    y = x.view(noise.dtype) & ~low | noise & low
+    upper = (y >> noise.dtype.type(8 * x.itemsize - 16)).astype(np.uint16)
+    mantissa = (upper >> 8 & 0x80 | upper & 0x7F).astype(np.uint8)
+    frame = len(codec.encode(y.reshape(shape), dtype=dtype, segments=inside))
+    return frame - (x.itemsize - 2) * x.size - block_entropy(mantissa)
 
 
 def best(f: Callable[[], Any], seconds: float = 0.4) -> tuple[float, Any]:

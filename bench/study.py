@@ -34,24 +34,31 @@ def square(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def study(x: Array, dtype: str, shapes: list[tuple[int, ...]]) -> dict[str, float]:
     e_all = exponents(x, dtype).astype(np.int64)
-    first_bit = (x >> 6 if dtype == "bfloat16" else x.view(np.uint32) >> 22) & 1
-    rows: dict[str, list[Array]] = {k: [] for k in ("flat", "apart", "together", "first bit")}
+    pattern = (x if dtype == "bfloat16" else x.view(np.uint32) >> 16).astype(np.int64) & 0x7FFF
+    first_bit = pattern >> 6 & 1
+    rows: dict[str, list[Array]] = {k: [] for k in ("flat", "whole", "quarters", "eighths", "first bit")}
     n = nibbles = 0
     for offset, shape in segments(shapes):
         r, c = square(shape)
         if min(r, c) < 64 or r * c < 8192:
             continue
         e = e_all[offset : offset + r * c].reshape(r, c)
+        p = pattern[offset : offset + r * c].reshape(r, c)
         some = e > 0
-        row = (e * some).sum(1) / np.maximum(some.sum(1), 1)
-        col = ((e - row[:, None]) * some).sum(0) / np.maximum(some.sum(0), 1)
-        apart = np.round(row)[:, None] + np.round(col)
-        together = np.round(np.round(4 * row)[:, None] / 4 + np.round(4 * col) / 4)
+        row = (p * some).sum(1) / np.maximum(some.sum(1), 1)
+        col = ((p - row[:, None]) * some).sum(0) / np.maximum(some.sum(0), 1)
+
+        def lowered(unit: int, p: Array = p, some: Array = some, row: Array = row, col: Array = col) -> Array:
+            """Plane 0 of patterns under offsets that are multiples of `unit`, their mean just below an octave."""
+            by = unit * np.round(row / unit).astype(np.int64)[:, None] + unit * np.round(col / unit).astype(np.int64)
+            return np.where(some, p - by + (128 << 7) + 112 & 0x7FFF, 0)
+
         rows["flat"].append(e)
-        rows["apart"].append(np.where(some, e - apart + 128, 0) % 256)
-        rows["together"].append(np.where(some, e - together + 128, 0) % 256)
+        rows["whole"].append(lowered(128) >> 7)
+        rows["quarters"].append(lowered(32) >> 7)
+        rows["eighths"].append(lowered(16) >> 7)
         bit = first_bit[offset : offset + r * c].reshape(r, c)
-        rows["first bit"].append((np.where(some, e - together + 64, 0) % 128) * 2 + bit)
+        rows["first bit"].append((lowered(128) >> 7) % 128 * 2 + bit)
         n += r * c
         nibbles += 4 * (r + c)
     out = {k: cost(v) / n + (nibbles / n if k != "flat" else 0) for k, v in rows.items()}
@@ -68,15 +75,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, default=SAMPLE)
     args = parser.parse_args()
-    print(f"{'':34} no offsets  rounded apart  together  + first mantissa bit   last bit 0  entropy of low byte")
+    print(f"{'':34} no offsets  whole octaves  quarters  eighths  whole + first bit   last bit 0  entropy of low byte")
     for path in args.files:
         for name, x, dtype, shapes in tensors(path):
             if not shapes or "grad" not in name:
                 continue
             s = study(x, dtype, shapes)
             print(
-                f"{name:34} {s['flat']:10.3f} {s['apart']:14.3f} {s['together']:9.3f} {s['first bit']:21.3f}"
-                f" {100 * s['even']:11.0f}% {s['low byte']:20.2f}"
+                f"{name:34} {s['flat']:10.3f} {s['whole']:14.3f} {s['quarters']:9.3f} {s['eighths']:8.3f}"
+                f" {s['first bit']:18.3f} {100 * s['even']:11.0f}% {s['low byte']:20.2f}"
             )
 
 

@@ -14,12 +14,12 @@ import numpy as np
 MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
-# number: (name, planes, step, kind)
+# number: (name, planes, octave, kind)
 DTYPES = {
-    1: ("float32", 4, 1, "float"),
-    2: ("float64", 8, 1, "float64"),
-    3: ("bfloat16", 2, 1, "float"),
-    4: ("float16", 2, 8, "float"),
+    1: ("float32", 4, 128, "float"),
+    2: ("float64", 8, 16, "float64"),
+    3: ("bfloat16", 2, 128, "float"),
+    4: ("float16", 2, 1024, "float"),
     **{
         5 + i: (f"float8_{s}", 1, 0, "bytes")
         for i, s in enumerate(("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu"))
@@ -28,6 +28,7 @@ DTYPES = {
     **{17 + i: (f"int{8 << i}", 1 << i, 0, "bytes") for i in range(4)},
     **{21 + i: (f"uint{8 << i}", 1 << i, 0, "bytes") for i in range(4)},
 }
+ZERO = {"float": 128, "float64": 16}
 
 
 class Bad(Exception):
@@ -132,17 +133,18 @@ def read_codebook(r: Reader) -> Codebook:
     return Codebook(lengths)
 
 
-def read_segments(r: Reader, n: int) -> list[Segment]:
+def read_segments(r: Reader, n: int, octave: int, zero: int) -> list[Segment]:
     (nsegments,) = r.ints("I")
     need(n >= 4096 and 1 <= nsegments <= 2 * (n // 8192) + 1, "nsegments")
     segments, start, shifts = [], 0, []
     for _ in range(nsegments):
         count, cols, kind, shift, base = r.ints("QIBBH")
-        need(1 <= count <= n - start and kind in (0, 1, 3) and base <= 1023, "segment")
+        need(1 <= count <= n - start and kind in (0, 1, 3), "segment")
+        need(base < 8 * (32768 - zero) // octave, "base")
         need(kind == 3 or cols == (0, 512)[kind], "cols")
         if kind == 3:
             need(count >= 8192 and cols >= 64 and count % cols == 0 and count // cols >= 64, "matrix")
-        need((shift & 15) <= (2 if kind & 1 else 0) and (shift >> 4) <= (2 if kind & 2 else 0), "shift")
+        need((shift & 15) <= (3 if kind & 1 else 0) and (shift >> 4) <= (3 if kind & 2 else 0), "shift")
         segments.append(Segment(start, count, cols, kind, base))
         shifts.append((shift & 15, shift >> 4))
         start += count
@@ -156,20 +158,25 @@ def read_segments(r: Reader, n: int) -> list[Segment]:
     return segments
 
 
-def offsets(segments: list[Segment], step: int, first: int, m: int) -> np.ndarray[Any, Any]:
+def offsets(segments: list[Segment], octave: int, first: int, m: int) -> np.ndarray[Any, Any]:
     out = np.zeros(m, np.int64)
     for s in segments:
         lo, hi = max(first, s.start), min(first + m, s.start + s.count)
         if lo >= hi:
             continue
         i = np.arange(lo, hi) - s.start
-        q = np.full(hi - lo, s.base + 2)
+        q = np.full(hi - lo, s.base)
         if s.kind & 1:
             q += np.array(s.rows_q)[i // s.cols]
         if s.kind & 2:
             q += np.array(s.cols_q)[i % s.cols]
-        out[lo - first : hi - first] = step * (q // 4) % 256
+        out[lo - first : hi - first] = octave // 8 * q
     return out
+
+
+def raised(u: np.ndarray[Any, Any], off: np.ndarray[Any, Any], zero: int) -> np.ndarray[Any, Any]:
+    """Patterns from lowered ones."""
+    return np.where(u < zero, u, zero + (u - zero + off) % (32768 - zero))
 
 
 def decode_lanes(book: Codebook, r: Reader, k: int) -> tuple[list[int], list[int]]:
@@ -223,7 +230,7 @@ def decode(frame: bytes, codebooks: dict[int, list[int]] | None = None) -> tuple
     need(magic == b"CODC" and version == 1 and codec == 1, "magic, version or codec")
     need(dtype in DTYPES and rank <= 8 and layout <= 1, "dtype, rank or layout")
     need(2 <= cap <= 8 and model <= 2 and not any(frame[34:40]) and not any(frame[45:48]) and flags <= 7, "reserved")
-    name, nplanes, step, kind = DTYPES[dtype]
+    name, nplanes, octave, kind = DTYPES[dtype]
     need(len(frame) >= 48 + 8 * rank, "truncated")
     shape = struct.unpack_from(f"<{rank}Q", frame, 48)
     n = 1
@@ -242,9 +249,9 @@ def decode(frame: bytes, codebooks: dict[int, list[int]] | None = None) -> tuple
 
     planes_mask = (1 << nplanes) - 1
     need(n and 9 <= block_log2 <= 14 and not (fixed | coded) & ~planes_mask and not fixed & coded, "planes")
-    need(not halved & ~coded and not (step and halved & 1), "halved")
+    need(not halved & ~coded and not (octave and halved & 1), "halved")
     need(side_nbytes % 8 == 0 and frame_nbytes % 8 == 0 and frame_nbytes // 8 < 1 << 32, "sizes")
-    need(not flags & 3 or (coded & 1 and step), "flags")
+    need(not flags & 3 or (coded & 1 and octave), "flags")
     need(bool(flags & 4) == (kind == "float64") and (kind != "float64" or coded & 1), "window flag")
     block = 1 << block_log2
     nblocks = -(-n // block)
@@ -262,7 +269,7 @@ def decode(frame: bytes, codebooks: dict[int, list[int]] | None = None) -> tuple
     for p in range(nplanes):
         if coded >> p & 1 and p not in books:
             books[p] = read_codebook(r)
-    segments = read_segments(r, n) if flags & 2 else []
+    segments = read_segments(r, n, octave, ZERO[kind]) if flags & 2 else []
     r.zeros(8)
     seal += digest(frame[header_nbytes : r.end], 0x101)
     directory_at = r.end
@@ -288,9 +295,9 @@ def decode(frame: bytes, codebooks: dict[int, list[int]] | None = None) -> tuple
         s = mix((d & MASK64) ^ ((b + 1) * GOLDEN & MASK64))
         need(s >> 32 == short, "block digest")
         seal += s
-        off = offsets(segments, step, first, m) if segments else None
+        off = offsets(segments, octave, first, m)
         bits[first : first + m] = decode_region(
-            frame, at, end, m, nplanes, step, kind, fixed, coded, halved, books, slices, off, window
+            frame, at, end, m, nplanes, kind, fixed, coded, halved, books, slices, off, window
         )
         at = end
     need(at == frame_nbytes, "last region")
@@ -304,14 +311,13 @@ def decode_region(
     end: int,
     m: int,
     nplanes: int,
-    step: int,
     kind: str,
     fixed: int,
     coded: int,
     halved: int,
     books: dict[int, Codebook],
     slices: dict[int, bytes],
-    off: np.ndarray[Any, Any] | None,
+    off: np.ndarray[Any, Any],
     window: int,
 ) -> np.ndarray[Any, Any]:
     (head,) = struct.unpack_from("<I", frame, at)
@@ -319,7 +325,7 @@ def decode_region(
     need(not head & ~((1 << 2 * nplanes) - 1 | 1 << 16), "region head")
     modes = [head >> 2 * p & 3 for p in range(nplanes)]
     pruned = head >> 16 & 1
-    need(not pruned or (step and modes[0] == 2), "pruned")
+    need(not pruned or (kind in ZERO and modes[0] == 2), "pruned")
     need(kind != "float64" or modes[0] in (0, 2), "float64 plane 0")
     planes: list[Any] = [None] * nplanes
     exponent = np.zeros(m, np.int64)
@@ -343,8 +349,6 @@ def decode_region(
                 need(coded >> p & 1, "no codebook")
                 symbols, escaped = decode_lanes(books[p], r, count)
                 out = np.array(symbols, np.int64)
-                if p == 0 and off is not None:
-                    out = np.where(out == 0, 0, (out + off - 128) % 256)
                 if wide:
                     exponent = np.where(out == 0, 0, (out + window - 128) % 2048)
                 for i in escaped:
@@ -386,18 +390,17 @@ def decode_region(
             planes[p] = out
     r.zeros(8)
     u = [x.astype(np.uint64) for x in planes]
-    s8 = lambda x, b: x << np.uint64(b)
-    if kind == "bytes":
-        out = sum((s8(x, 8 * (nplanes - 1 - p)) for p, x in enumerate(u)), np.zeros(m, np.uint64))
-    elif kind == "float64":
-        out = s8(exponent.astype(np.uint64), 52) | s8(u[1] & np.uint64(0x10), 59) | s8(u[1] & np.uint64(15), 48)
-        for p in range(2, 8):
-            out |= s8(u[p], 56 - 8 * p)
-    else:
-        width = 8 * nplanes
-        out = s8(u[1] & np.uint64(0x80), width - 8) | s8(u[0], width - 9) | s8(u[1] & np.uint64(0x7F), width - 16)
-        for p in range(2, nplanes):
-            out |= s8(u[p], width - 8 * (p + 1))
+    width = 8 * nplanes
+    out = np.zeros(m, np.uint64)
+    first_plane = 0
+    if kind in ZERO:
+        high, shift, below = (exponent, 4, 15) if kind == "float64" else (planes[0], 7, 127)
+        pattern = raised(high << shift | planes[1] & below, off, ZERO[kind])
+        sign = planes[1] >> shift & 1
+        out = (sign << 15 | pattern).astype(np.uint64) << np.uint64(width - 16)
+        first_plane = 2
+    for p in range(first_plane, nplanes):
+        out |= u[p] << np.uint64(width - 8 * (p + 1))
     return out
 
 

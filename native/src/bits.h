@@ -20,26 +20,24 @@ typedef unsigned long long uint64_t;
 #define BITS_FN static inline
 #endif
 
-/* A float's bits with the exponent on top: exponent | sign | mantissa. The inverse stands beside it. */
-BITS_FN uint32_t bits_turn32(uint32_t x)
+/*
+ * A float's pattern p (the 15 bits below its sign) lowered by an offset: patterns from `zero` on move around a circle,
+ * those below stay. offset < WIRE_CIRCLE(zero). bits_raise is the inverse; an offset of 0 changes nothing.
+ */
+BITS_FN uint16_t bits_lower(uint16_t p, uint16_t offset, uint16_t zero)
 {
-	return (x & 0x7f800000u) << 1 | (x >> 8 & 0x00800000u) | (x & 0x007fffffu);
+	uint16_t d = (uint16_t)(p - zero - offset), moves = (uint16_t)-(p >= zero);
+	uint16_t u = (uint16_t)((d & 0x7fff) + (zero & (uint16_t)((d >> 15) - 1)));
+
+	return p ^ ((p ^ u) & moves); /* no branch, so that loops become vector code */
 }
 
-BITS_FN uint32_t bits_unturn32(uint32_t y)
+BITS_FN uint16_t bits_raise(uint16_t u, uint16_t offset, uint16_t zero)
 {
-	return (y >> 1 & 0x7f800000u) | (y & 0x00800000u) << 8 | (y & 0x007fffffu);
-}
+	uint16_t s = (uint16_t)(u + offset), moves = (uint16_t)-(u >= zero);
+	uint16_t p = (uint16_t)((s & 0x7fff) + (zero & (uint16_t)-(s >> 15)));
 
-/* bfloat16 and float16: the 8 bits below the sign on top (float16: 5 of exponent, 3 of mantissa). */
-BITS_FN uint16_t bits_turn16(uint16_t x)
-{
-	return (uint16_t)((x & 0x7f80u) << 1 | (x >> 8 & 0x0080u) | (x & 0x007fu));
-}
-
-BITS_FN uint16_t bits_unturn16(uint16_t y)
-{
-	return (uint16_t)((y >> 1 & 0x7f80u) | (y & 0x0080u) << 8 | (y & 0x007fu));
+	return u ^ ((u ^ p) & moves);
 }
 
 /* float64: the exponent as a byte seen through a window; 0 is exponent 0. False: outside, must be escaped. */
@@ -54,20 +52,6 @@ BITS_FN int bits_window64(uint32_t exponent, uint32_t window, uint8_t *byte)
 		return 0;
 	*byte = (uint8_t)d;
 	return 1;
-}
-
-/* The symbol of exponent byte e under offset o; a non-zero exponent that would land on 0 becomes `escape`. */
-BITS_FN uint8_t bits_symbol(uint8_t e, uint8_t o, uint8_t escape)
-{
-	uint8_t s = (uint8_t)(e - o + 128);
-
-	s = s == 0 ? escape : s;
-	return e == 0 ? 0 : s;
-}
-
-BITS_FN uint8_t bits_unsymbol(uint8_t s, uint8_t o)
-{
-	return s == 0 ? 0 : (uint8_t)(s + o - 128);
 }
 
 /* splitmix64's finalizer: a bijection of 64-bit words. */

@@ -173,7 +173,7 @@ static codec_status read_head(const struct header *h, const struct dtype *d, uin
 		if (h->fixed >> i & 1 ? mode[i] != 0 : mode[i] == WIRE_MODE_CODED && !(h->coded >> i & 1))
 			BAD(at, head, h->coded);
 	}
-	if (head & WIRE_REGION_PRUNED && (!d->step || mode[0] != WIRE_MODE_CODED))
+	if (head & WIRE_REGION_PRUNED && (!d->octave || mode[0] != WIRE_MODE_CODED))
 		BAD(at, head, WIRE_MODE_CODED);
 	if (d->form == FORM_FLOAT8 && mode[0] != WIRE_MODE_CODED && mode[0] != WIRE_MODE_CONSTANT)
 		BAD(at, head, WIRE_MODE_CODED);
@@ -214,6 +214,45 @@ void block_decode_top(const struct job *j, const struct kernels *k, struct block
 			k->decode_lanes(j->lookup, &o[i].top, NULL, padded(o[i].m) / WIRE_ROW, &w->ahead);
 }
 
+/* Add the exponents and the upper 4 bits of mantissa to float64 values without them. */
+static void merge_exponents(const struct kernels *k, const struct work *w, uint16_t *exponent, const uint8_t *plane1,
+			    uint64_t m, char *values)
+{
+	for (uint64_t i = 0; i < m; i++)
+		exponent[i] = (uint16_t)(exponent[i] << 4 | (plane1[i] & 15));
+	k->raise(exponent, w->offset, WIRE_ZERO64, m, exponent);
+	for (uint64_t i = 0; i < m; i++) {
+		uint64_t x;
+
+		memcpy(&x, values + 8 * i, 8);
+		x |= (uint64_t)exponent[i] << 48;
+		memcpy(values + 8 * i, &x, 8);
+	}
+}
+
+static void merge_block(const struct job *j, const struct kernels *k, const struct work *w, const uint8_t **plane,
+			uint64_t first, uint64_t m, char *values, int past)
+{
+	const struct dtype *d = dtype_of(j->h.dtype);
+	uint64_t n;
+
+	if (!d->octave) {
+		k->merge[d->form](plane, m, NULL, values, past);
+		return;
+	}
+	for (uint64_t i = 0; i < m; i += n, values += n * d->nbytes) {
+		const uint8_t *at[WIRE_MAX_PLANES];
+
+		n = MIN(OFFSETS, m - i);
+		for (int p = 0; p < d->nbytes; p++)
+			at[p] = plane[p] + i;
+		model_offsets(j, k, first + i, n, w->offset);
+		k->merge[d->form](at, n, w->offset, values, past);
+		if (d->form == FORM_FLOAT8)
+			merge_exponents(k, w, w->exponent + i, at[1], n, values);
+	}
+}
+
 /* The rest: the block's values in dst. */
 codec_status block_close(const struct job *j, const struct kernels *k, struct block *o, codec_tensor *dst,
 			 struct work *w, codec_fault *f)
@@ -246,10 +285,6 @@ codec_status block_close(const struct job *j, const struct kernels *k, struct bl
 			case WIRE_MODE_CODED:
 				if (i == 0) {
 					TRY(close_plane(j->lookup, c, &o->top, m, f));
-					if (j->model.nsegments) {
-						model_offsets(j, k, first, m, w->offset);
-						k->unsymbols(out, w->offset, m, out);
-					}
 					if (wide)
 						TRY(read_exponents(j, w, c, out, o->top.escaped, m, f));
 				} else {
@@ -287,14 +322,6 @@ codec_status block_close(const struct job *j, const struct kernels *k, struct bl
 	for (; c->at < c->end; c->at++)
 		if (c->frame[c->at])
 			BAD(c->at, c->frame[c->at], 0);
-	k->merge[d->form](plane, m, values, dst->nbytes >= STREAM_NBYTES);
-	if (wide)
-		for (uint64_t i = 0; i < m; i++) {
-			uint64_t x;
-
-			memcpy(&x, values + 8 * i, 8);
-			x |= (uint64_t)w->exponent[i] << 52;
-			memcpy(values + 8 * i, &x, 8);
-		}
+	merge_block(j, k, w, plane, first, m, values, dst->nbytes >= STREAM_NBYTES);
 	return CODEC_OK;
 }

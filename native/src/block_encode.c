@@ -110,22 +110,14 @@ static int plane_pays(const struct job *j, int i, const uint8_t *plane, uint64_t
 }
 
 /* Symbols of plane i, ready to be coded. Plane 0 of float64 has exponents that no byte holds: they are escaped. */
-static uint8_t *plane_symbols(const struct job *j, const struct kernels *k, struct work *w, int i, uint64_t first,
-			      uint64_t n, uint64_t outside)
+static uint8_t *plane_symbols(const struct job *j, struct work *w, int i, uint64_t n, uint64_t outside)
 {
-	uint8_t escape = j->codes[i].escape;
-
-	if (i == 0 && j->model.nsegments) {
-		model_offsets(j, k, first, n, w->offset);
-		k->symbols(w->plane[0], w->offset, escape, n, w->symbol);
-	} else if (outside || padded(n) > n) {
-		memcpy(w->symbol, w->plane[i], n);
-	} else {
+	if (!outside && padded(n) == n)
 		return w->plane[i];
-	}
+	memcpy(w->symbol, w->plane[i], n);
 	for (uint64_t v = 0; outside && v < n; v++)
 		if (w->exponent[v] && !w->plane[0][v])
-			w->symbol[v] = escape;
+			w->symbol[v] = j->codes[i].escape;
 	return w->symbol;
 }
 
@@ -165,22 +157,45 @@ static uint64_t prune_zeros(const struct header *h, const struct kernels *k, uin
 	return nzeros;
 }
 
+/* The exponents of float64: planes 0 and 1 without the sign. Returns how many lie outside of the window. */
+static uint64_t split_exponents(const struct job *j, const struct kernels *k, const struct work *w, const char *values,
+				uint64_t m, uint8_t *const *plane, uint16_t *exponent)
+{
+	uint64_t outside = 0;
+
+	k->patterns[FORM_FLOAT8](values, m, exponent);
+	k->lower(exponent, w->offset, WIRE_ZERO64, m, exponent);
+	for (uint64_t i = 0; i < m; i++) {
+		plane[1][i] |= exponent[i] & 15;
+		exponent[i] >>= 4;
+		outside += !bits_window64(exponent[i], j->model.window, plane[0] + i);
+	}
+	return outside;
+}
+
 /* Values to planes; returns how many exponents of float64 lie outside of the window. */
-static uint64_t split_block(const struct job *j, const struct kernels *k, const char *values, uint64_t m,
-			    uint8_t *const *plane, uint16_t *exponent)
+static uint64_t split_block(const struct job *j, const struct kernels *k, const struct work *w, const char *values,
+			    uint64_t first, uint64_t m, uint8_t *const *plane)
 {
 	const struct dtype *d = dtype_of(j->h.dtype);
+	uint64_t outside = 0, n;
 
-	k->split[d->form](values, m, plane);
-	if (d->form != FORM_FLOAT8)
+	if (!d->octave) {
+		k->split[d->form](values, m, NULL, plane);
 		return 0;
-	for (uint64_t i = 0; i < m; i++) {
-		uint64_t x;
-
-		memcpy(&x, values + 8 * i, 8);
-		exponent[i] = (uint16_t)(x >> 52 & 0x7ff);
 	}
-	return k->top_float8(values, m, j->model.window, plane[0]);
+	for (uint64_t i = 0; i < m; i += n, values += n * d->nbytes) {
+		uint8_t *at[WIRE_MAX_PLANES];
+
+		n = MIN(OFFSETS, m - i);
+		for (int p = 0; p < d->nbytes; p++)
+			at[p] = plane[p] + i;
+		model_offsets(j, k, first + i, n, w->offset);
+		k->split[d->form](values, n, w->offset, at);
+		if (d->form == FORM_FLOAT8)
+			outside += split_exponents(j, k, w, values, n, at, w->exponent + i);
+	}
+	return outside;
 }
 
 /*
@@ -205,7 +220,7 @@ uint64_t encode_block(const struct job *j, const struct kernels *k, const codec_
 			plane[i] = section + nfixed * h->plane_stride;
 		nfixed += h->fixed >> i & 1;
 	}
-	outside = split_block(j, k, values, m, plane, w->exponent);
+	outside = split_block(j, k, w, values, first, m, plane);
 	w->ahead = (struct ahead){values + h->block * d->nbytes, 0, m * d->nbytes, 1};
 	*planes_digest = 0;
 	for (int i = 0; i < d->nbytes; i++)
@@ -231,26 +246,26 @@ uint64_t encode_block(const struct job *j, const struct kernels *k, const codec_
 			continue;
 		}
 		if (h->halved >> i & 1 && plane_pays(j, i, plane[i], n)) {
-			k->halve(plane[i], n, w->symbol, w->offset);
+			k->halve(plane[i], n, w->symbol, w->high);
 			got = encode_plane(&j->codes[i], k, w, w->symbol, n, w->symbol, NULL, n / 2, p,
 					   w->escapes + nescapes, &nescapes);
-		} else if (h->coded & ~h->halved & 1 << i && ((i == 0 && d->step) || plane_pays(j, i, plane[i], n))) {
-			got = encode_plane(&j->codes[i], k, w, plane_symbols(j, k, w, i, first, n, i ? 0 : outside), n,
-					   plane[i], wide ? w->exponent : NULL, wide ? UINT64_MAX : n, p,
-					   w->escapes + nescapes, &nescapes);
+		} else if (h->coded & ~h->halved & 1 << i && ((i == 0 && d->octave) || plane_pays(j, i, plane[i], n))) {
+			got = encode_plane(&j->codes[i], k, w, plane_symbols(j, w, i, n, i ? 0 : outside), n, plane[i],
+					   wide ? w->exponent : NULL, wide ? UINT64_MAX : n, p, w->escapes + nescapes,
+					   &nescapes);
 		}
 		if (got) {
 			mode[i] = WIRE_MODE_CODED;
 			p += got;
 			if (h->halved >> i & 1) {
-				memcpy(p, w->offset, (n + 1) / 2);
+				memcpy(p, w->high, (n + 1) / 2);
 				p += (n + 1) / 2;
 			}
 		} else {
 			kept = k->rows(plane[i], n, bitmap);
 			mode[i] = kept + (padded(n) / WIRE_ROW + 7) / 8 < n ? WIRE_MODE_ROWS : WIRE_MODE_RAW;
 		}
-		if (i == 0 && got && d->step && (h->fixed | 1) != all && !outside)
+		if (i == 0 && got && d->octave && (h->fixed | 1) != all && !outside)
 			count -= prune_zeros(h, k, plane, d->nbytes, m);
 	}
 	if (count < m)

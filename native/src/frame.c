@@ -117,13 +117,13 @@ codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, 
 			BAD(WIRE_AT_FIXED, h->fixed, planes);
 		if (h->coded & (~planes | h->fixed))
 			BAD(WIRE_AT_CODED, h->coded, planes & ~(uint32_t)h->fixed);
-		if (h->halved & (~h->coded | (d->step != 0)))
+		if (h->halved & (~h->coded | (d->octave != 0)))
 			BAD(WIRE_AT_HALVED, h->halved, h->coded);
 		if (h->side_nbytes % WIRE_ALIGN)
 			BAD(WIRE_AT_SIDE_NBYTES, h->side_nbytes, 0);
 		if ((h->flags & WIRE_FLAG_PRIOR || h->flags & WIRE_FLAG_SEGMENTS) && !(h->coded & 1))
 			BAD(WIRE_AT_FLAGS, h->flags, 0);
-		if (h->flags & WIRE_FLAG_SEGMENTS && !d->step)
+		if (h->flags & WIRE_FLAG_SEGMENTS && !d->octave)
 			BAD(WIRE_AT_FLAGS, h->flags, 0);
 		if (!(h->flags & WIRE_FLAG_WINDOW) != (d->form != FORM_FLOAT8))
 			BAD(WIRE_AT_FLAGS, h->flags, d->form == FORM_FLOAT8 ? WIRE_FLAG_WINDOW : 0);

@@ -75,7 +75,7 @@ enum form {
 	FORM_BYTES2,
 	FORM_BYTES4,
 	FORM_BYTES8,
-	FORM_FLOAT2, /* turned: the exponent's byte first */
+	FORM_FLOAT2, /* the pattern lowered: its upper 8 bits, then sign and its lower 7 bits; then the other bytes */
 	FORM_FLOAT4,
 	FORM_FLOAT8, /* plane 0 the exponent through a window, plane 1 sign and 4 bits of mantissa, then 6 bytes */
 	FORM_COUNT
@@ -111,12 +111,10 @@ struct stream {
 	int good;          /* every word was taken and every lane ended on 32 zero bits */
 };
 
-/* Sums over at most 128 rows, so that 16 bits are enough. */
 #define COLUMNS 512
 struct columns {
-	int16_t total[COLUMNS];
-	int16_t parts[COLUMNS];
-	int16_t count[COLUMNS];
+	int32_t total[COLUMNS];
+	int32_t count[COLUMNS];
 };
 
 struct kernels {
@@ -136,26 +134,25 @@ struct kernels {
 	void (*decode_lanes)(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
 			     const struct ahead *ahead);
 
-	/* Values to byte planes and back; by enum form. FLOAT8 leaves plane 0 alone. `stream`: past the caches. */
-	void (*split[FORM_COUNT])(const void *src, size_t n, uint8_t *const *plane);
-	void (*merge[FORM_COUNT])(const uint8_t *const *plane, size_t n, void *dst, int stream);
+	/*
+	 * Values to byte planes and back, by enum form. Floats have an offset each (others none). FLOAT8 leaves plane 0
+	 * and the 4 bits of mantissa in plane 1 alone: its patterns are done apart. `past`: past the caches.
+	 */
+	void (*split[FORM_COUNT])(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane);
+	void (*merge[FORM_COUNT])(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past);
 	void (*stream)(uint8_t *dst, const uint8_t *src, size_t n);
 
-	/* Plane 0 alone; FLOAT8 through no window: use top_float8. */
-	void (*top[FORM_COUNT])(const void *src, size_t n, uint8_t *e);
-	/* The exponents of float64 as bytes, 0 outside of the window; how many are outside. */
-	size_t (*top_float8)(const void *src, size_t n, uint32_t window, uint8_t *e);
+	/* The patterns of floats; lowered and raised under an offset each (in place if wanted). */
+	void (*patterns[FORM_COUNT])(const void *src, size_t n, uint16_t *p);
+	void (*lower)(const uint16_t *p, const uint16_t *offset, uint16_t zero, size_t n, uint16_t *u);
+	void (*raise)(const uint16_t *u, const uint16_t *offset, uint16_t zero, size_t n, uint16_t *p);
+	/* offset = start + grain * cols on the circle; |start| <= circle / 2, |cols| <= 64, grain <= 128 */
+	void (*offsets)(const int8_t *cols, int start, int grain, uint16_t zero, size_t n, uint16_t *offset);
 
-	/* Sum of the bytes, and how many are not 0. */
-	void (*sum)(const uint8_t *e, size_t n, uint32_t *total, uint32_t *count);
-	/* Column by column, where e is not 0: total += e - whole, parts += part, count += 1. */
-	void (*columns)(const uint8_t *e, uint8_t whole, uint8_t part, size_t n, struct columns *sums);
-
-	/* Exponent bytes to symbols under an offset each, and back (in place if wanted). */
-	void (*symbols)(const uint8_t *e, const uint8_t *offset, uint8_t escape, size_t n, uint8_t *symbol);
-	void (*unsymbols)(const uint8_t *symbol, const uint8_t *offset, size_t n, uint8_t *e);
-	/* offset = step * floor((quarters + cols) / 4); |cols| <= 64 */
-	void (*offsets)(const int8_t *cols, int quarters, int step, size_t n, uint8_t *offset);
+	/* Sum of the patterns from `zero` on, and how many they are. */
+	void (*sum)(const uint16_t *p, size_t n, uint16_t zero, uint32_t *total, uint32_t *count);
+	/* Column by column, where p is from `zero` on: total += p - row, count += 1. */
+	void (*columns)(const uint16_t *p, int row, uint16_t zero, size_t n, struct columns *sums);
 
 	/* Low nibbles as symbols, high ones two a byte (value i and value i + (n + 1) / 2); and back, in place. */
 	void (*halve)(const uint8_t *p, size_t n, uint8_t *symbol, uint8_t *high);

@@ -29,93 +29,119 @@ static inline uint64_t native64(const void *p, size_t i)
 	return x;
 }
 
-static void split_bytes1(const void *src, size_t n, uint8_t *const *plane)
+static void split_bytes1(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
 {
+	(void)offset;
 	memcpy(plane[0], src, n);
 }
 
-static void merge_bytes1(const uint8_t *const *plane, size_t n, void *dst, int stream)
+static void merge_bytes1(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)
 {
-	(void)stream;
+	(void)offset, (void)past;
 	memcpy(dst, plane[0], n);
 }
 
 /* An instruction set may do the first values of a plane loop, or a whole chunk of the checksum, in its own way. */
 #ifndef SPLIT2_FIRST
-#define SPLIT2_FIRST(src, n, plane, turn) 0
-#define MERGE2_FIRST(plane, n, dst, turn, stream) ((void)(stream), 0)
-#define SPLIT4_FIRST(src, n, plane, turn) 0
-#define MERGE4_FIRST(plane, n, dst, turn, stream) ((void)(stream), 0)
+#define SPLIT2_FIRST(src, n, offset, plane) 0
+#define MERGE2_FIRST(plane, n, offset, dst, past) ((void)(past), 0)
+#define SPLIT4_FIRST(src, n, offset, plane) 0
+#define MERGE4_FIRST(plane, n, offset, dst, past) ((void)(past), 0)
 #endif
 
-static inline void split2(const void *src, size_t n, uint8_t *const *plane, int turn)
+#define FLOAT_ZERO 128 /* of FLOAT2 and FLOAT4 */
+
+/* The two top bytes of a float, turned and lowered, and back. */
+static inline uint16_t turn(uint16_t x, uint16_t offset)
+{
+	uint16_t u = bits_lower(x & 0x7fff, offset, FLOAT_ZERO);
+
+	return (uint16_t)(u << 1 & 0xff00) | (x >> 8 & 0x80) | (u & 0x7f);
+}
+
+static inline uint16_t unturn(uint16_t y, uint16_t offset)
+{
+	uint16_t u = (uint16_t)((y >> 1 & 0x7f80) | (y & 0x7f));
+
+	return (uint16_t)((y & 0x80) << 8) | bits_raise(u, offset, FLOAT_ZERO);
+}
+
+static inline void split2(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
 {
 	uint8_t *restrict p0 = plane[0], *restrict p1 = plane[1];
 
-	for (size_t i = SPLIT2_FIRST(src, n, plane, turn); i < n; i++) {
-		uint16_t x = native16(src, i), y = turn ? bits_turn16(x) : x;
+	for (size_t i = SPLIT2_FIRST(src, n, offset, plane); i < n; i++) {
+		uint16_t x = native16(src, i), y = offset ? turn(x, offset[i]) : x;
 
 		p0[i] = (uint8_t)(y >> 8);
 		p1[i] = (uint8_t)y;
 	}
 }
 
-static inline void merge2(const uint8_t *const *plane, size_t n, void *dst, int turn, int stream)
+static inline void merge2(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)
 {
 	const uint8_t *p0 = plane[0], *p1 = plane[1];
 	char *restrict d = dst;
 
-	for (size_t i = MERGE2_FIRST(plane, n, dst, turn, stream); i < n; i++) {
-		uint16_t y = (uint16_t)(p0[i] << 8 | p1[i]), x = turn ? bits_unturn16(y) : y;
+	for (size_t i = MERGE2_FIRST(plane, n, offset, dst, past); i < n; i++) {
+		uint16_t y = (uint16_t)(p0[i] << 8 | p1[i]), x = offset ? unturn(y, offset[i]) : y;
 
 		memcpy(d + 2 * i, &x, 2);
 	}
 }
 
-static inline void split4(const void *src, size_t n, uint8_t *const *plane, int turn)
+static inline void split4(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
 {
 	uint8_t *restrict p0 = plane[0], *restrict p1 = plane[1], *restrict p2 = plane[2], *restrict p3 = plane[3];
+	size_t done = SPLIT4_FIRST(src, n, offset, plane);
 
-	for (size_t i = SPLIT4_FIRST(src, n, plane, turn); i < n; i++) {
-		uint32_t x = native32(src, i), y = turn ? bits_turn32(x) : x;
+	for (size_t i = done; i < n; i++) {
+		uint16_t high = (uint16_t)(native32(src, i) >> 16), y = offset ? turn(high, offset[i]) : high;
 
-		p0[i] = (uint8_t)(y >> 24);
-		p1[i] = (uint8_t)(y >> 16);
-		p2[i] = (uint8_t)(y >> 8);
-		p3[i] = (uint8_t)y;
+		p0[i] = (uint8_t)(y >> 8);
+		p1[i] = (uint8_t)y;
+	}
+	for (size_t i = done; i < n; i++) { /* apart: a loop with so many pointers stays scalar */
+		uint32_t x = native32(src, i);
+
+		p2[i] = (uint8_t)(x >> 8);
+		p3[i] = (uint8_t)x;
 	}
 }
 
-static inline void merge4(const uint8_t *const *plane, size_t n, void *dst, int turn, int stream)
+static inline void merge4(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)
 {
 	const uint8_t *p0 = plane[0], *p1 = plane[1], *p2 = plane[2], *p3 = plane[3];
 	char *restrict d = dst;
 
-	for (size_t i = MERGE4_FIRST(plane, n, dst, turn, stream); i < n; i++) {
-		uint32_t y = (uint32_t)p0[i] << 24 | (uint32_t)p1[i] << 16 | (uint32_t)p2[i] << 8 | p3[i];
-		uint32_t x = turn ? bits_unturn32(y) : y;
+	for (size_t i = MERGE4_FIRST(plane, n, offset, dst, past); i < n; i++) {
+		uint16_t y = (uint16_t)(p0[i] << 8 | p1[i]), high = offset ? unturn(y, offset[i]) : y;
+		uint32_t x = (uint32_t)high << 16 | (uint32_t)p2[i] << 8 | p3[i];
 
 		memcpy(d + 4 * i, &x, 4);
 	}
 }
 
-#define PLANES(form, width, turn)                                                                                      \
-	static void split_##form(const void *src, size_t n, uint8_t *const *plane)                                     \
+#define PLANES(form, width, with)                                                                                      \
+	static void split_##form(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)             \
 	{                                                                                                              \
-		split##width(src, n, plane, turn);                                                                     \
+		(void)offset;                                                                                          \
+		split##width(src, n, with, plane);                                                                     \
 	}                                                                                                              \
-	static void merge_##form(const uint8_t *const *plane, size_t n, void *dst, int stream)                         \
+	static void merge_##form(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)   \
 	{                                                                                                              \
-		merge##width(plane, n, dst, turn, stream);                                                             \
+		(void)offset;                                                                                          \
+		merge##width(plane, n, with, dst, past);                                                               \
 	}
-PLANES(bytes2, 2, 0)
-PLANES(float2, 2, 1)
-PLANES(bytes4, 4, 0)
-PLANES(float4, 4, 1)
+PLANES(bytes2, 2, NULL)
+PLANES(float2, 2, offset)
+PLANES(bytes4, 4, NULL)
+PLANES(float4, 4, offset)
 #undef PLANES
 
-static void split_bytes8(const void *src, size_t n, uint8_t *const *plane)
+static void split_bytes8(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
 {
+	(void)offset;
 	for (int p = 0; p < 8; p++) {
 		uint8_t *restrict out = plane[p];
 
@@ -124,11 +150,11 @@ static void split_bytes8(const void *src, size_t n, uint8_t *const *plane)
 	}
 }
 
-static void merge_bytes8(const uint8_t *const *plane, size_t n, void *dst, int stream)
+static void merge_bytes8(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)
 {
-	(void)stream;
 	char *restrict d = dst;
 
+	(void)offset, (void)past;
 	for (size_t i = 0; i < n; i++) {
 		uint64_t x = 0;
 
@@ -138,29 +164,26 @@ static void merge_bytes8(const uint8_t *const *plane, size_t n, void *dst, int s
 	}
 }
 
-static void split_float8(const void *src, size_t n, uint8_t *const *plane)
+static void split_float8(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
 {
+	(void)offset;
 	for (int p = 2; p < 8; p++) {
 		uint8_t *restrict out = plane[p];
 
 		for (size_t i = 0; i < n; i++)
 			out[i] = (uint8_t)(native64(src, i) >> (56 - 8 * p));
 	}
-	for (size_t i = 0; i < n; i++) {
-		uint64_t x = native64(src, i);
-
-		plane[1][i] = (uint8_t)((x >> 59 & 0x10) | (x >> 48 & 0x0f));
-	}
+	for (size_t i = 0; i < n; i++)
+		plane[1][i] = (uint8_t)(native64(src, i) >> 59 & 0x10);
 }
 
-/* All but the exponent, which the caller adds: escapes do not fit a byte. */
-static void merge_float8(const uint8_t *const *plane, size_t n, void *dst, int stream)
+static void merge_float8(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)
 {
-	(void)stream;
 	char *restrict d = dst;
 
+	(void)offset, (void)past;
 	for (size_t i = 0; i < n; i++) {
-		uint64_t x = (uint64_t)(plane[1][i] & 0x10) << 59 | (uint64_t)(plane[1][i] & 0x0f) << 48;
+		uint64_t x = (uint64_t)(plane[1][i] & 0x10) << 59;
 
 		for (int p = 2; p < 8; p++)
 			x |= (uint64_t)plane[p][i] << (56 - 8 * p);
@@ -168,102 +191,71 @@ static void merge_float8(const uint8_t *const *plane, size_t n, void *dst, int s
 	}
 }
 
-static void top_bytes2(const void *src, size_t n, uint8_t *restrict e)
+static void patterns_float2(const void *src, size_t n, uint16_t *restrict p)
 {
 	for (size_t i = 0; i < n; i++)
-		e[i] = (uint8_t)(native16(src, i) >> 8);
+		p[i] = native16(src, i) & 0x7fff;
 }
 
-static void top_bytes4(const void *src, size_t n, uint8_t *restrict e)
+static void patterns_float4(const void *src, size_t n, uint16_t *restrict p)
 {
 	for (size_t i = 0; i < n; i++)
-		e[i] = (uint8_t)(native32(src, i) >> 24);
+		p[i] = (uint16_t)(native32(src, i) >> 16 & 0x7fff);
 }
 
-static void top_bytes8(const void *src, size_t n, uint8_t *restrict e)
+static void patterns_float8(const void *src, size_t n, uint16_t *restrict p)
 {
 	for (size_t i = 0; i < n; i++)
-		e[i] = (uint8_t)(native64(src, i) >> 56);
+		p[i] = (uint16_t)(native64(src, i) >> 48 & 0x7fff);
 }
 
-static void top_bytes1(const void *src, size_t n, uint8_t *e)
-{
-	memcpy(e, src, n);
-}
-
-static void top_float2(const void *src, size_t n, uint8_t *restrict e)
+static void lower(const uint16_t *p, const uint16_t *offset, uint16_t zero, size_t n, uint16_t *u)
 {
 	for (size_t i = 0; i < n; i++)
-		e[i] = (uint8_t)(native16(src, i) >> 7);
+		u[i] = bits_lower(p[i], offset[i], zero);
 }
 
-static void top_float4(const void *src, size_t n, uint8_t *restrict e)
+static void raise(const uint16_t *u, const uint16_t *offset, uint16_t zero, size_t n, uint16_t *p)
 {
 	for (size_t i = 0; i < n; i++)
-		e[i] = (uint8_t)(native32(src, i) >> 23);
+		p[i] = bits_raise(u[i], offset[i], zero);
 }
 
-static size_t top_float8(const void *src, size_t n, uint32_t window, uint8_t *restrict e)
+static void offsets(const int8_t *cols, int start, int grain, uint16_t zero, size_t n, uint16_t *restrict offset)
 {
-	size_t outside = 0;
+	int16_t s = (int16_t)start, g = (int16_t)grain, circle = (int16_t)WIRE_CIRCLE(zero);
 
-	for (size_t i = 0; i < n; i++)
-		outside += !bits_window64(native64(src, i) >> 52 & 0x7ff, window, e + i);
-	return outside;
+	for (size_t i = 0; i < n; i++) {
+		int16_t t = (int16_t)(s + (int16_t)(g * cols[i]));
+
+		offset[i] = (uint16_t)(t + (t < 0 ? circle : 0));
+	}
 }
 
-#ifndef SUM
-#define SUM sum
-static void sum(const uint8_t *e, size_t n, uint32_t *total, uint32_t *count)
+static void sum(const uint16_t *p, size_t n, uint16_t zero, uint32_t *total, uint32_t *count)
 {
 	uint32_t t = 0, c = 0;
 
 	for (size_t i = 0; i < n; i++) {
-		t += e[i];
-		c += e[i] != 0;
+		uint32_t some = p[i] >= zero;
+
+		t += p[i] & (0 - some);
+		c += some;
 	}
 	*total = t;
 	*count = c;
 }
-#endif
 
-static void columns(const uint8_t *e, uint8_t whole, uint8_t part, size_t n, struct columns *sums)
+static void columns(const uint16_t *p, int row, uint16_t zero, size_t n, struct columns *sums)
 {
-	int16_t *restrict total = sums->total, *restrict parts = sums->parts, *restrict count = sums->count;
+	int32_t *restrict total = sums->total, *restrict count = sums->count;
 
 	for (size_t i = 0; i < n; i++) {
-		int16_t some = (int16_t)-(e[i] != 0);
+		int32_t some = -(p[i] >= zero);
 
-		total[i] = (int16_t)(total[i] + ((e[i] - whole) & some));
-		parts[i] = (int16_t)(parts[i] + (part & some));
-		count[i] = (int16_t)(count[i] - some);
+		total[i] += (p[i] - row) & some;
+		count[i] -= some;
 	}
-}
-
-static void symbols(const uint8_t *e, const uint8_t *offset, uint8_t escape, size_t n, uint8_t *restrict symbol)
-{
-	for (size_t i = 0; i < n; i++)
-		symbol[i] = bits_symbol(e[i], offset[i], escape);
-}
-
-static void unsymbols(const uint8_t *symbol, const uint8_t *offset, size_t n, uint8_t *e)
-{
-	for (size_t i = 0; i < n; i++)
-		e[i] = bits_unsymbol(symbol[i], offset[i]);
-}
-
-static void offsets(const int8_t *cols, int quarters, int step, size_t n, uint8_t *restrict offset)
-{
-	/* in bytes: the quarters of the row that are not whole meet the column's, 128 up so that they are not negative
-	 */
-	uint8_t part = (uint8_t)((quarters & 3) + 128), whole = (uint8_t)((quarters >> 2) - 32);
-
-	if (step == 1)
-		for (size_t i = 0; i < n; i++)
-			offset[i] = (uint8_t)(((uint8_t)(cols[i] + part) >> 2) + whole);
-	else
-		for (size_t i = 0; i < n; i++)
-			offset[i] = (uint8_t)(step * (((uint8_t)(cols[i] + part) >> 2) + whole));
 }
 
 static const uint32_t SEAL_KEY[WIRE_CHUNK_WORDS + 1] = {SEAL_KEYS}; /* one more: vectors read ahead */
@@ -400,7 +392,6 @@ static void stream(uint8_t *dst, const uint8_t *src, size_t n)
 #define KERNEL_LOOPS                                                                                                   \
 	.split = {split_bytes1, split_bytes2, split_bytes4, split_bytes8, split_float2, split_float4, split_float8},   \
 	.merge = {merge_bytes1, merge_bytes2, merge_bytes4, merge_bytes8, merge_float2, merge_float4, merge_float8},   \
-	.top = {top_bytes1, top_bytes2, top_bytes4, top_bytes8, top_float2, top_float4, NULL}, .stream = STREAM,       \
-	.top_float8 = top_float8, .sum = SUM, .columns = columns, .symbols = symbols, .unsymbols = unsymbols,          \
-	.offsets = offsets, .halve = halve, .unhalve = unhalve, .digest = digest, .zeros = zeros,                      \
-	.under_zeros = under_zeros, .prune = prune, .unprune = unprune, .rows = rows
+	.patterns = {[FORM_FLOAT2] = patterns_float2, patterns_float4, patterns_float8}, .stream = STREAM, .sum = sum, \
+	.columns = columns, .lower = lower, .raise = raise, .offsets = offsets, .halve = halve, .unhalve = unhalve,    \
+	.digest = digest, .zeros = zeros, .under_zeros = under_zeros, .prune = prune, .unprune = unprune, .rows = rows

@@ -1,19 +1,22 @@
 /* model.c - the scale model: an offset for every value, so that one codebook serves a frame.
  *
- * Exponents of a gradient matrix are nearly row + column. A segment (a parameter in a flat bucket, or the whole tensor)
- * has a base, and where it pays an offset for each row and column, chosen from a sample whose positions depend on the
- * shape alone. All arithmetic is on integers.
+ * Logarithms of a gradient matrix are nearly row + column. A float's pattern is such a logarithm, but for the
+ * mantissa's curve. A segment (a parameter in a flat bucket, or the whole tensor) has a base, and where it pays an
+ * offset for each row and column, chosen from a sample whose positions depend on the shape alone. All arithmetic is on
+ * integers.
  */
 #include "core.h"
 
 #define RUN 32           /* neighbouring values that a row's sample is made of */
 #define RUNS 4           /* of a row: 128 values find its mean to a tenth of a step or so */
 #define SAMPLED_ROWS 128 /* for the columns' offsets */
-#define DEAD -128        /* a row or column without exponents, until offsets are rounded */
+#define DEAD -128        /* a row or column of zeros, until offsets are rounded */
+#define CENTRE 0x4000    /* where the mean pattern goes: symbols lie around 128 */
+#define WINDOW 1024      /* of 64-bit exponents under a scale model: its centre's exponent */
 
 uint64_t model_nbytes(const struct dtype *d, uint64_t n)
 {
-	if (!d->step || n < WIRE_MODEL_MIN)
+	if (!d->octave || n < WIRE_MODEL_MIN)
 		return 0;
 	/* a matrix of sides >= 64 with >= 8192 values has at most n/64 + n/128 rows and columns */
 	return ALIGN8(WIRE_MAX_SEGMENTS(n) * (sizeof(struct segment) + 1) + n / 40 + 64);
@@ -92,17 +95,12 @@ static codec_status cut(const codec_context *with, struct job *j)
 	return CODEC_OK;
 }
 
-/* Exponent bytes of n values from `first` on. */
-static void exponents(const codec_tensor *src, const struct kernels *k, const struct job *j, uint64_t first, uint64_t n,
-		      uint8_t *e)
+/* Patterns of n values from `first` on. */
+static void patterns(const codec_tensor *src, const struct kernels *k, uint64_t first, uint64_t n, uint16_t *p)
 {
 	const struct dtype *d = dtype_of(src->dtype);
-	const char *p = (const char *)src->data + first * d->nbytes;
 
-	if (d->form == FORM_FLOAT8)
-		k->top_float8(p, n, j->model.window, e);
-	else
-		k->top[d->form](p, n, e);
+	k->patterns[d->form]((const char *)src->data + first * d->nbytes, n, p);
 }
 
 static int clamp(int x, int lo, int hi)
@@ -110,14 +108,17 @@ static int clamp(int x, int lo, int hi)
 	return x < lo ? lo : x > hi ? hi : x;
 }
 
-/*
- * Offsets are kept in quarters, as nibble << shift. Choose the finest shift under which at most one in 32 is clamped
- * (any offset decodes, so that does no harm), and round.
- */
-static uint8_t round_offsets(int8_t *offset, uint64_t n, int middle)
+static int grain_of(const struct dtype *d)
 {
-	uint8_t shift = 0;
+	return d->octave / 8;
+}
 
+/*
+ * Offsets are kept as nibble << shift, in eighths of an octave. Choose the finest shift from `shift` on under which at
+ * most one in 32 is clamped (any offset decodes, so that does no harm), and round.
+ */
+static uint8_t round_offsets(int8_t *offset, uint64_t n, int middle, uint8_t shift)
+{
 	for (; shift < WIRE_MAX_SHIFT; shift++) {
 		uint64_t outside = 0;
 
@@ -135,52 +136,53 @@ static uint8_t round_offsets(int8_t *offset, uint64_t n, int middle)
 	return shift;
 }
 
-/* Rows first: the mean exponent of a few runs of each, in quarters. Then the base, the mean of those. */
-static void fit_rows(const codec_tensor *src, const struct kernels *k, struct job *j, struct segment *s, int step)
+/* Rows first: the mean pattern of a few runs of each. Then the base, the mean of those. */
+static void fit_rows(const codec_tensor *src, const struct kernels *k, struct job *j, struct segment *s, uint8_t finest)
 {
+	const struct dtype *d = dtype_of(src->dtype);
 	int8_t *rows = job_offsets(j) + s->rows_at;
 	uint64_t nrows = s->cols_at - s->rows_at;
-	uint64_t size = dtype_of(src->dtype)->nbytes;
 	int64_t total = 0, count = 0;
 	int reference = -1, middle;
 
 	for (uint64_t r = 0; r < nrows; r++) {
 		uint64_t first = s->start + r * s->cols, n = MIN(s->cols, s->start + s->count - first), got = 0;
-		uint8_t e[RUNS * RUN];
+		uint16_t p[RUNS * RUN];
 		uint32_t sum, nonzero;
 		int mean;
 
 		if (n <= RUNS * RUN) {
-			exponents(src, k, j, first, got = n, e);
+			patterns(src, k, first, got = n, p);
 		} else {
 			for (uint64_t i = 0; i < RUNS; i++, got += RUN) {
 				uint64_t run = first + i * (n - RUN) / (RUNS - 1);
-				const char *ahead = (const char *)src->data + (run + 4 * s->cols) * size;
+				const char *ahead = (const char *)src->data + (run + 4 * s->cols) * d->nbytes;
 
 				/* far apart, so the CPU does not see them coming */
-				for (uint64_t b = 0; b < RUN * size; b += 64)
+				for (uint64_t b = 0; b < RUN * d->nbytes; b += 64)
 					__builtin_prefetch(ahead + b);
-				exponents(src, k, j, run, RUN, e + got);
+				patterns(src, k, run, RUN, p + got);
 			}
 		}
-		k->sum(e, got, &sum, &nonzero);
+		k->sum(p, got, dtype_zero(d), &sum, &nonzero);
 		rows[r] = DEAD;
 		if (!nonzero)
 			continue;
-		mean = bits_mean(4 * (int64_t)sum, (int64_t)nonzero * step);
+		mean = bits_mean(sum, nonzero);
 		reference = reference < 0 ? mean : reference;
-		rows[r] = (int8_t)clamp(mean - reference, -127, 127);
+		rows[r] = (int8_t)clamp(bits_mean(mean - reference, grain_of(d)), -127, 127);
 		total += rows[r];
 		count++;
 	}
 	middle = count ? bits_mean(total, count) : 0;
-	s->base = (uint16_t)(count ? reference + middle : 4 * 128);
-	s->row_shift = round_offsets(rows, nrows, middle);
+	s->base = count ? reference + grain_of(d) * middle : CENTRE;
+	s->row_shift = round_offsets(rows, nrows, middle, finest);
 }
 
 /* Columns: the mean of what the row's offset leaves, over rows spread by the golden ratio. */
-static void fit_cols(const codec_tensor *src, const struct kernels *k, struct job *j, struct segment *s, int step)
+static void fit_cols(const codec_tensor *src, const struct kernels *k, struct job *j, struct segment *s, uint8_t finest)
 {
+	const struct dtype *d = dtype_of(src->dtype);
 	const int8_t *rows = job_offsets(j) + s->rows_at;
 	int8_t *cols = job_offsets(j) + s->cols_at;
 	uint64_t nrows = s->cols_at - s->rows_at, take = MIN(nrows, MIN(SAMPLED_ROWS, MAX(64, nrows / 2)));
@@ -188,53 +190,61 @@ static void fit_cols(const codec_tensor *src, const struct kernels *k, struct jo
 	for (uint64_t c = 0; c < s->cols; c += COLUMNS) {
 		uint64_t n = MIN(COLUMNS, s->cols - c);
 		struct columns sums = {0};
-		uint8_t e[COLUMNS];
+		uint16_t p[COLUMNS];
 
 		for (uint64_t i = 0; i < take; i++) {
 			uint64_t r = take == nrows ? i : (i * 0x9e3779b9u & 0xffffffffu) * nrows >> 32;
-			int row = s->base + rows[r];
 
-			exponents(src, k, j, s->start + r * s->cols + c, n, e);
-			k->columns(e, (uint8_t)(step * (row >> 2)), row & 3, n, &sums);
+			patterns(src, k, s->start + r * s->cols + c, n, p);
+			k->columns(p, s->base + grain_of(d) * rows[r], dtype_zero(d), n, &sums);
 		}
 		for (uint64_t i = 0; i < n; i++) {
-			int64_t total = 4 * sums.total[i] - step * sums.parts[i], count = sums.count[i] * step;
+			int64_t count = (int64_t)sums.count[i] * grain_of(d);
 
-			cols[c + i] = count ? (int8_t)clamp(bits_mean(total, count), -127, 127) : DEAD;
+			cols[c + i] = count ? (int8_t)clamp(bits_mean(sums.total[i], count), -127, 127) : DEAD;
 		}
 	}
-	s->col_shift = round_offsets(cols, s->cols, 0);
+	s->col_shift = round_offsets(cols, s->cols, 0, finest);
 }
 
-/* Rounded once, from quarters: the nearest whole offset to row + column. */
-static void segment_offsets(const struct job *j, const struct kernels *k, const struct segment *s, uint64_t first,
-			    uint64_t n, uint8_t *offset)
+/* The base from a mean pattern to the offset, in eighths, that takes it to the centre; a multiple of `unit`. */
+static void settle_base(const struct dtype *d, struct segment *s, int unit)
 {
-	int step = dtype_of(j->h.dtype)->step;
-	const int8_t *at = job_offsets(j);
+	int circle = WIRE_CIRCLE(dtype_zero(d)) / grain_of(d);
+	/* measured: symbols are cheapest if the mean comes to lie just below a power of two */
+	int top = MIN(d->octave, 128) * 7 / 8;
+	int base = unit * bits_mean(s->base - CENTRE - top, unit * grain_of(d));
+
+	s->base = base + (base < 0 ? circle : 0);
+}
+
+static void segment_offsets(const struct job *j, const struct kernels *k, const struct segment *s, uint64_t first,
+			    uint64_t n, uint16_t *offset)
+{
+	static const int8_t none[WIRE_FLAT_COLS] = {0};
+	const struct dtype *d = dtype_of(j->h.dtype);
+	const int8_t *rows = job_offsets(j) + s->rows_at, *cols = job_offsets(j) + s->cols_at;
+	int circle = WIRE_CIRCLE(dtype_zero(d)), matrix = s->kind & WIRE_SEGMENT_COLS;
 	uint64_t i = first - s->start;
 
-	if (!(s->kind & WIRE_SEGMENT_ROWS)) {
-		memset(offset, (uint8_t)(step * ((s->base + 2) >> 2)), n);
-		return;
-	}
 	for (uint64_t row = i / s->cols, col = i % s->cols; n; row++, col = 0) {
 		uint64_t m = MIN(n, s->cols - col);
-		int quarters = s->base + at[s->rows_at + row] + 2;
+		int start = grain_of(d) * (s->base + (s->kind & WIRE_SEGMENT_ROWS ? rows[row] : 0));
 
-		if (s->kind & WIRE_SEGMENT_COLS)
-			k->offsets(at + s->cols_at + col, quarters, step, m, offset);
-		else
-			memset(offset, (uint8_t)(step * (quarters >> 2)), m);
+		start = start > circle / 2 ? start - circle : start;
+		k->offsets(matrix ? cols + col : none, start, grain_of(d), dtype_zero(d), m, offset);
 		offset += m;
 		n -= m;
 	}
 }
 
-void model_offsets(const struct job *j, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *offset)
+void model_offsets(const struct job *j, const struct kernels *k, uint64_t first, uint64_t n, uint16_t *offset)
 {
 	const struct segment *s = job_segments(j);
 	uint64_t lo = 0, hi = j->model.nsegments;
+
+	if (!hi)
+		memset(offset, 0, n * sizeof *offset);
 
 	while (hi - lo > 1) {
 		uint64_t mid = lo + (hi - lo) / 2;
@@ -244,7 +254,7 @@ void model_offsets(const struct job *j, const struct kernels *k, uint64_t first,
 		else
 			hi = mid;
 	}
-	for (; n; lo++) {
+	for (; hi && n; lo++) {
 		uint64_t m = MIN(n, s[lo].start + s[lo].count - first);
 
 		segment_offsets(j, k, s + lo, first, m, offset);
@@ -260,28 +270,37 @@ static void count_bytes(const uint8_t *e, uint64_t n, uint32_t counts[256])
 		counts[e[i]]++;
 }
 
-/* Counts of the segment's symbols as exponents (raw) and under its offsets (fitted), from every stride-th quad row. */
-static void count_segment(const codec_tensor *src, const struct kernels *k, const struct job *j,
-			  const struct segment *s, uint64_t stride, uint32_t raw[256], uint32_t fitted[256])
+/* Plane 0 of patterns. */
+static void count_patterns(const struct dtype *d, const uint16_t *p, uint64_t n, uint32_t window, uint32_t counts[256])
 {
+	for (uint64_t i = 0; i < n; i++) {
+		uint8_t e = (uint8_t)(p[i] >> 7);
+
+		if (d->form == FORM_FLOAT8)
+			bits_window64(p[i] >> 4, window, &e);
+		counts[e]++;
+	}
+}
+
+/* Counts of the segment's symbols without offsets (raw) and with them (fitted), from every stride-th quad row. */
+static void count_segment(const codec_tensor *src, const struct kernels *k, const struct job *j,
+			  const struct segment *s, uint64_t stride, uint32_t *raw, uint32_t *fitted)
+{
+	const struct dtype *d = dtype_of(src->dtype);
 	uint64_t first = (s->start + stride * WIRE_ROW - 1) / (stride * WIRE_ROW) * stride * WIRE_ROW;
 
 	for (; first < s->start + s->count; first += stride * WIRE_ROW) {
 		uint64_t n = MIN(WIRE_ROW, s->start + s->count - first);
-		uint8_t e[WIRE_ROW], offset[WIRE_ROW], symbol[WIRE_ROW];
+		uint16_t p[WIRE_ROW], offset[WIRE_ROW];
 
-		__builtin_prefetch((const char *)src->data +
-				   (first + stride * WIRE_ROW) * dtype_of(src->dtype)->nbytes);
-		exponents(src, k, j, first, n, e);
-		if (!fitted) {
-			count_bytes(e, n, raw);
-			continue;
-		}
-		segment_offsets(j, k, s, first, n, offset);
-		k->symbols(e, offset, 0, n, symbol); /* what lands on 0 is rare, and few zeros more */
-		for (uint64_t i = 0; i < n; i++) {
-			raw[e[i]]++;
-			fitted[symbol[i]]++;
+		__builtin_prefetch((const char *)src->data + (first + stride * WIRE_ROW) * d->nbytes);
+		patterns(src, k, first, n, p);
+		if (raw)
+			count_patterns(d, p, n, j->model.window, raw);
+		if (fitted) {
+			segment_offsets(j, k, s, first, n, offset);
+			k->lower(p, offset, dtype_zero(d), n, p);
+			count_patterns(d, p, n, WINDOW, fitted);
 		}
 	}
 }
@@ -314,6 +333,7 @@ static void sample_planes(const codec_tensor *src, const struct kernels *k, cons
 	const struct dtype *d = dtype_of(src->dtype);
 	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW, take = MIN((nrows + 1) / 2, 64);
 	uint8_t bytes[WIRE_MAX_PLANES][WIRE_ROW], value[WIRE_MAX_PLANES];
+	const uint16_t none[WIRE_ROW] = {0};
 	uint8_t *plane[WIRE_MAX_PLANES];
 
 	for (int p = 0; p < WIRE_MAX_PLANES; p++)
@@ -322,7 +342,14 @@ static void sample_planes(const codec_tensor *src, const struct kernels *k, cons
 	for (uint64_t i = 0; i < take; i++) {
 		uint64_t first = i * nrows / take * WIRE_ROW, n = MIN(WIRE_ROW, j->h.n - first);
 
-		k->split[d->form]((const char *)src->data + first * d->nbytes, n, plane);
+		k->split[d->form]((const char *)src->data + first * d->nbytes, n, none, plane);
+		if (d->form == FORM_FLOAT8) {
+			uint16_t p[WIRE_ROW];
+
+			patterns(src, k, first, n, p);
+			for (uint64_t v = 0; v < n; v++)
+				plane[1][v] |= p[v] & 15;
+		}
 		for (int p = first_plane; p < d->nbytes; p++) {
 			uint8_t any = 0, differ = 0;
 
@@ -356,6 +383,19 @@ static uint32_t choose_window(const codec_tensor *src, uint64_t n)
 	return count ? (uint32_t)bits_mean(total, (int64_t)count) : 1023;
 }
 
+/*
+ * Offsets that are not whole octaves move mantissas, too. Where these are worth coding (few bits of them are in use,
+ * say) they should stay as they are.
+ */
+static uint8_t finest_shift(const struct dtype *d, const struct sample *s)
+{
+	int values = d->form == FORM_FLOAT8 ? 32 : 256;
+
+	if (d->octave > 128) /* its mantissas' upper bits are in plane 0 */
+		return 0;
+	return (s->is_constant | s->has_zero_run) & 2 || !near_uniform(s->counts[1], values) ? WIRE_MAX_SHIFT : 0;
+}
+
 codec_status model_choose(const codec_tensor *src, const codec_context *with, const struct kernels *k, struct job *j,
 			  struct sample *s)
 {
@@ -363,16 +403,16 @@ codec_status model_choose(const codec_tensor *src, const codec_context *with, co
 	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW;
 	uint64_t stride = MAX(nrows / 2048, MAX(1, MIN(16, nrows / 64)));
 	const struct segment whole = {.count = j->h.n};
-	struct segment *segments = job_segments(j);
-	int used = 0;
+	uint8_t finest;
 
 	memset(s, 0, sizeof *s);
 	j->model.nsegments = j->model.noffsets = 0;
 	if (d->form == FORM_FLOAT8)
 		j->model.window = choose_window(src, j->h.n);
-	sample_planes(src, k, j, s, d->step != 0);
-	if (!d->step)
+	sample_planes(src, k, j, s, d->octave != 0);
+	if (!d->octave)
 		return CODEC_OK;
+	finest = finest_shift(d, s);
 	if (j->h.n >= WIRE_MODEL_MIN) {
 		TRY(cut(with, j));
 		j->model.offsets_at = j->model.segments_at + j->model.nsegments * sizeof(struct segment);
@@ -385,31 +425,35 @@ codec_status model_choose(const codec_tensor *src, const codec_context *with, co
 		return CODEC_OK;
 	}
 	for (uint64_t i = 0; i < j->model.nsegments; i++) {
-		struct segment *g = segments + i;
+		struct segment *g = job_segments(j) + i;
 		uint32_t raw[256] = {0}, fitted[256] = {0};
+		int mean;
 
-		fit_rows(src, k, j, g, d->step);
+		fit_rows(src, k, j, g, finest);
 		if (g->kind & WIRE_SEGMENT_COLS)
-			fit_cols(src, k, j, g, d->step);
+			fit_cols(src, k, j, g, finest);
+		mean = g->base;
+		settle_base(d, g, 1 << finest);
 		count_segment(src, k, j, g, stride, raw, fitted);
 		s->nzeros += raw[0];
 		s->nvalues += sum_counts(raw);
-		if (j->h.model == WIRE_MODEL_SEPARABLE || pays(g, raw, fitted)) {
-			used = 1;
-			for (int v = 0; v < 256; v++)
-				s->counts[0][v] += fitted[v];
-			continue;
+		if (j->h.model != WIRE_MODEL_SEPARABLE && !pays(g, raw, fitted)) {
+			if (j->model.nsegments == 1) {
+				j->model.nsegments = 0;
+				memcpy(s->counts[0], raw, sizeof raw);
+				return CODEC_OK;
+			}
+			g->kind = 0;
+			g->cols = WIRE_FLAT_COLS;
+			g->base = mean;
+			settle_base(d, g, 8);
+			memset(fitted, 0, sizeof fitted);
+			count_segment(src, k, j, g, stride, NULL, fitted);
 		}
-		g->kind = 0;
-		if (j->model.nsegments == 1)
-			memcpy(s->counts[0], raw, sizeof raw);
-		else
-			for (int v = 0; v < 256; v++)
-				s->counts[0][bits_symbol((uint8_t)v, (uint8_t)(d->step * ((g->base + 2) >> 2)), 0)] +=
-					raw[v];
+		for (int v = 0; v < 256; v++)
+			s->counts[0][v] += fitted[v];
 	}
-	if (!used && j->model.nsegments == 1)
-		j->model.nsegments = 0;
+	j->model.window = WINDOW;
 	return CODEC_OK;
 }
 
@@ -466,7 +510,7 @@ void model_write(const struct job *j, uint8_t *dst)
 		record[12] = s->kind;
 		record[13] = (uint8_t)((s->kind & WIRE_SEGMENT_ROWS ? s->row_shift : 0) |
 				       (s->kind & WIRE_SEGMENT_COLS ? s->col_shift : 0) << 4);
-		store16(record + 14, s->base);
+		store16(record + 14, (uint32_t)s->base);
 		if (s->kind & WIRE_SEGMENT_ROWS)
 			p = pack_nibbles(offset + s->rows_at, s->cols_at - s->rows_at, s->row_shift, p);
 		if (s->kind & WIRE_SEGMENT_COLS)
@@ -479,7 +523,8 @@ void model_write(const struct job *j, uint8_t *dst)
 /* Read the scale model at frame[at, end). */
 codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f)
 {
-	uint64_t nsegments, start = 0, p;
+	const struct dtype *d = dtype_of(j->h.dtype);
+	uint64_t nsegments, start = 0, p, circle = (uint64_t)(WIRE_CIRCLE(dtype_zero(d)) / grain_of(d));
 
 	if (end - at < 4)
 		BAD(at, end - at, 4);
@@ -511,8 +556,8 @@ codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct 
 		if ((shifts & 15) > (kind & WIRE_SEGMENT_ROWS ? WIRE_MAX_SHIFT : 0) ||
 		    shifts >> 4 > (kind & WIRE_SEGMENT_COLS ? WIRE_MAX_SHIFT : 0))
 			BAD(at + 13, shifts, WIRE_MAX_SHIFT);
-		if (base > WIRE_MAX_BASE)
-			BAD(at + 14, base, WIRE_MAX_BASE);
+		if (base >= circle)
+			BAD(at + 14, base, circle - 1);
 		add_segment(j, start, count, kind ? cols : WIRE_FLAT_COLS, kind);
 		s = job_segments(j) + i;
 		s->base = base;

@@ -12,27 +12,47 @@
 #define LOAD256(p) _mm256_loadu_si256((const __m256i *)(p))
 #define STORE256(p, v) _mm256_storeu_si256((__m256i *)(p), v)
 
-static inline __m256i and8(__m256i v, int mask)
+/* turn and unturn of loops.h: the two top bytes of 16 floats under their offsets. */
+static inline __m256i lower256(__m256i x, __m256i offset)
 {
-	return _mm256_and_si256(v, _mm256_set1_epi8((char)mask));
+	const __m256i zero = _mm256_set1_epi16(128), below_sign = _mm256_set1_epi16(0x7fff);
+	__m256i p = _mm256_and_si256(x, below_sign), q = _mm256_sub_epi16(p, zero), d = _mm256_sub_epi16(q, offset);
+	__m256i u =
+		_mm256_add_epi16(_mm256_and_si256(d, below_sign), _mm256_andnot_si256(_mm256_srai_epi16(d, 15), zero));
+
+	return _mm256_blendv_epi8(u, p, _mm256_srai_epi16(q, 15));
 }
 
-/* The two top bytes of 32 floats: sign and 7 bits of exponent | 1 of exponent and 7 of mantissa, to
- * exponent | sign and 7 of mantissa; and back. */
-static inline void turn_bytes(__m256i *high, __m256i *low)
+static inline __m256i raise256(__m256i u, __m256i offset)
 {
-	__m256i h = *high, l = *low;
+	const __m256i zero = _mm256_set1_epi16(128), below_sign = _mm256_set1_epi16(0x7fff);
+	__m256i s = _mm256_add_epi16(u, offset);
+	__m256i p = _mm256_add_epi16(_mm256_and_si256(s, below_sign), _mm256_and_si256(_mm256_srai_epi16(s, 15), zero));
 
-	*high = _mm256_or_si256(and8(_mm256_slli_epi16(h, 1), 0xfe), and8(_mm256_srli_epi16(l, 7), 1));
-	*low = _mm256_or_si256(and8(h, 0x80), and8(l, 0x7f));
+	return _mm256_blendv_epi8(p, u, _mm256_cmpgt_epi16(zero, u));
 }
 
-static inline void unturn_bytes(__m256i *high, __m256i *low)
+/* The top bytes of values a and b as two planes; half by half, like _mm256_packus_epi16. */
+static inline void turn256(__m256i a, __m256i b, __m256i offset_a, __m256i offset_b, __m256i *high, __m256i *low)
 {
-	__m256i e = *high, s = *low;
+	const __m256i mantissa = _mm256_set1_epi16(0x7f), sign = _mm256_set1_epi16(0x80);
+	__m256i u = lower256(a, offset_a), v = lower256(b, offset_b);
 
-	*high = _mm256_or_si256(and8(s, 0x80), and8(_mm256_srli_epi16(e, 1), 0x7f));
-	*low = _mm256_or_si256(and8(_mm256_slli_epi16(e, 7), 0x80), and8(s, 0x7f));
+	*high = _mm256_packus_epi16(_mm256_srli_epi16(u, 7), _mm256_srli_epi16(v, 7));
+	u = _mm256_or_si256(_mm256_and_si256(u, mantissa), _mm256_and_si256(_mm256_srli_epi16(a, 8), sign));
+	v = _mm256_or_si256(_mm256_and_si256(v, mantissa), _mm256_and_si256(_mm256_srli_epi16(b, 8), sign));
+	*low = _mm256_packus_epi16(u, v);
+}
+
+/* y: both bytes of 16 values, the exponent's on top. */
+static inline __m256i unturn256(__m256i y, __m256i offset)
+{
+	const __m256i mantissa = _mm256_set1_epi16(0x7f), sign = _mm256_set1_epi16((short)0x8000);
+	__m256i u = _mm256_or_si256(
+		_mm256_and_si256(y, mantissa),
+		_mm256_andnot_si256(mantissa, _mm256_and_si256(_mm256_srli_epi16(y, 1), _mm256_set1_epi16(0x7fff))));
+
+	return _mm256_or_si256(raise256(u, offset), _mm256_and_si256(_mm256_slli_epi16(y, 8), sign));
 }
 
 /* Store past the caches, in the halves that malloc's alignment allows, or as usual. */
@@ -60,25 +80,27 @@ static inline void stream_avx2(uint8_t *dst, const uint8_t *src, size_t n)
 	_mm_sfence();
 }
 
-static inline size_t split2_avx2(const void *src, size_t n, uint8_t *const *plane, int turn)
+static inline size_t split2_avx2(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
 {
 	const char *p = src;
 	size_t i = 0;
 
 	for (; i + 32 <= n; i += 32) {
-		__m256i a = LOAD256(p + 2 * i), b = LOAD256(p + 2 * i + 32), byte = _mm256_set1_epi16(255);
-		__m256i high = _mm256_packus_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
-		__m256i low = _mm256_packus_epi16(_mm256_and_si256(a, byte), _mm256_and_si256(b, byte));
+		__m256i a = LOAD256(p + 2 * i), b = LOAD256(p + 2 * i + 32), byte = _mm256_set1_epi16(255), high, low;
 
-		if (turn)
-			turn_bytes(&high, &low);
+		if (offset) {
+			turn256(a, b, LOAD256(offset + i), LOAD256(offset + i + 16), &high, &low);
+		} else {
+			high = _mm256_packus_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
+			low = _mm256_packus_epi16(_mm256_and_si256(a, byte), _mm256_and_si256(b, byte));
+		}
 		STORE256(plane[0] + i, _mm256_permute4x64_epi64(high, 0xd8));
 		STORE256(plane[1] + i, _mm256_permute4x64_epi64(low, 0xd8));
 	}
 	return i;
 }
 
-static inline size_t merge2_avx2(const uint8_t *const *plane, size_t n, void *dst, int turn, int past)
+static inline size_t merge2_avx2(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)
 {
 	char *p = dst;
 	size_t i = 0;
@@ -88,18 +110,26 @@ static inline size_t merge2_avx2(const uint8_t *const *plane, size_t n, void *ds
 	for (; i + 32 <= n; i += 32) {
 		__m256i high = _mm256_permute4x64_epi64(LOAD256(plane[0] + i), 0xd8);
 		__m256i low = _mm256_permute4x64_epi64(LOAD256(plane[1] + i), 0xd8);
+		__m256i a = _mm256_unpacklo_epi8(low, high), b = _mm256_unpackhi_epi8(low, high);
 
-		if (turn)
-			unturn_bytes(&high, &low);
-		put256(past, p + 2 * i, _mm256_unpacklo_epi8(low, high));
-		put256(past, p + 2 * i + 32, _mm256_unpackhi_epi8(low, high));
+		put256(past, p + 2 * i, offset ? unturn256(a, LOAD256(offset + i)) : a);
+		put256(past, p + 2 * i + 32, offset ? unturn256(b, LOAD256(offset + i + 16)) : b);
 	}
 	if (past)
 		_mm_sfence();
 	return i;
 }
 
-static inline size_t split4_avx2(const void *src, size_t n, uint8_t *const *plane, int turn)
+/* 32 offsets as unpacklo and unpackhi order their values: 0..7 and 16..23, 8..15 and 24..31. */
+static inline void offsets_unpacked(const uint16_t *offset, __m256i *lo, __m256i *hi)
+{
+	__m256i a = LOAD256(offset), b = LOAD256(offset + 16);
+
+	*lo = _mm256_permute2x128_si256(a, b, 0x20);
+	*hi = _mm256_permute2x128_si256(a, b, 0x31);
+}
+
+static inline size_t split4_avx2(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
 {
 	/* bytes of a kind together in each half, then across the halves: 8 bytes of each kind */
 	const __m256i kinds =
@@ -122,15 +152,20 @@ static inline size_t split4_avx2(const void *src, size_t n, uint8_t *const *plan
 		b[2] = _mm256_permute2x128_si256(lo01, lo23, 0x31);
 		b[1] = _mm256_permute2x128_si256(hi01, hi23, 0x20);
 		b[3] = _mm256_permute2x128_si256(hi01, hi23, 0x31);
-		if (turn)
-			turn_bytes(&b[3], &b[2]);
+		if (offset) {
+			__m256i lo, hi;
+
+			offsets_unpacked(offset + i, &lo, &hi);
+			turn256(_mm256_unpacklo_epi8(b[2], b[3]), _mm256_unpackhi_epi8(b[2], b[3]), lo, hi, &b[3],
+				&b[2]);
+		}
 		for (int k = 0; k < 4; k++)
 			STORE256(plane[k] + i, b[3 - k]);
 	}
 	return i;
 }
 
-static inline size_t merge4_avx2(const uint8_t *const *plane, size_t n, void *dst, int turn, int past)
+static inline size_t merge4_avx2(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)
 {
 	char *p = dst;
 	size_t i = 0;
@@ -142,12 +177,17 @@ static inline size_t merge4_avx2(const uint8_t *const *plane, size_t n, void *ds
 
 		for (int k = 0; k < 4; k++)
 			b[k] = LOAD256(plane[3 - k] + i);
-		if (turn)
-			unturn_bytes(&b[3], &b[2]);
 		low = _mm256_unpacklo_epi8(b[0], b[1]);
 		lowh = _mm256_unpackhi_epi8(b[0], b[1]);
 		high = _mm256_unpacklo_epi8(b[2], b[3]);
 		highh = _mm256_unpackhi_epi8(b[2], b[3]);
+		if (offset) {
+			__m256i lo, hi;
+
+			offsets_unpacked(offset + i, &lo, &hi);
+			high = unturn256(high, lo);
+			highh = unturn256(highh, hi);
+		}
 		v[0] = _mm256_unpacklo_epi16(low, high);
 		v[1] = _mm256_unpackhi_epi16(low, high);
 		v[2] = _mm256_unpacklo_epi16(lowh, highh);
@@ -182,30 +222,6 @@ static inline uint64_t chunk_sum_avx2(const uint8_t *src, const uint32_t *key)
 	return (uint64_t)_mm_cvtsi128_si64(s) + (uint64_t)_mm_extract_epi64(s, 1);
 }
 
-static inline void sum_avx2(const uint8_t *e, size_t n, uint32_t *total, uint32_t *count)
-{
-	const __m256i zero = _mm256_setzero_si256();
-	__m256i t = zero, c = zero;
-	uint64_t sums[4], zeros[4];
-	size_t i = 0;
-
-	for (; i + 32 <= n; i += 32) {
-		__m256i v = LOAD256(e + i);
-
-		t = _mm256_add_epi64(t, _mm256_sad_epu8(v, zero));
-		c = _mm256_add_epi64(c, _mm256_sad_epu8(and8(_mm256_cmpeq_epi8(v, zero), 1), zero));
-	}
-	STORE256(sums, t);
-	STORE256(zeros, c);
-	*total = (uint32_t)(sums[0] + sums[1] + sums[2] + sums[3]);
-	*count = (uint32_t)(i - zeros[0] - zeros[1] - zeros[2] - zeros[3]);
-	for (; i < n; i++) {
-		*total += e[i];
-		*count += e[i] != 0;
-	}
-}
-
-#define SUM sum_avx2
 #define SPLIT2_FIRST split2_avx2
 #define MERGE2_FIRST merge2_avx2
 #define SPLIT4_FIRST split4_avx2

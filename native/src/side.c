@@ -33,30 +33,16 @@ static int halve(const uint32_t counts[256], int cap, uint64_t total, uint64_t *
 	return 1;
 }
 
-/*
- * Could a book of its own save 2% of this plane? The sum of squared counts says so much faster than a book: near the
- * uniform distribution it exceeds its least value by 2 ln 2 times the bits that could be saved, and by 255 / total by
- * chance alone.
- */
-static int may_pay(const uint32_t counts[256], uint64_t total)
-{
-	uint64_t squares = 0;
-
-	for (int i = 0; i < 256; i++)
-		squares += (uint64_t)counts[i] * counts[i];
-	return squares * 256 > total * total + 255 * total + total * total / 7;
-}
-
 /* Which planes are coded, which are raw in every block, and the codebooks. */
 codec_status choose_planes(const codec_context *with, struct job *j, const struct sample *s)
 {
 	const struct dtype *d = dtype_of(j->h.dtype);
 	/* a plane that could be constant or have runs of zeros, or lose zeros, stays in the regions */
-	int has_zeros = d->step && 64 * s->nzeros >= s->nvalues;
+	int has_zeros = d->octave && 64 * s->nzeros >= s->nvalues;
 
 	for (int p = 0; p < d->nbytes; p++) {
 		const uint32_t *counts = s->counts[p];
-		int exponent = p == 0 && d->step, literal = exponent && d->form == FORM_FLOAT8 ? 16 : 8;
+		int exponent = p == 0 && d->octave, literal = exponent && d->form == FORM_FLOAT8 ? 16 : 8;
 		codebook *b = j->books + p;
 		uint64_t total = 0, cost = UINT64_MAX / 100;
 
@@ -66,7 +52,7 @@ codec_status choose_planes(const codec_context *with, struct job *j, const struc
 			TRY(codebook_load(with->codebooks, b));
 			j->codebook_id = with->codebooks->id;
 			cost = book_cost(b, counts, literal);
-		} else if (exponent || (!(s->is_constant >> p & 1) && may_pay(counts, total))) {
+		} else if (exponent || (!(s->is_constant >> p & 1) && !near_uniform(counts, 256))) {
 			book_from_counts(b, counts, j->h.cap);
 			cost = book_cost(b, counts, literal);
 			if (!exponent && halve(counts, j->h.cap, total, &cost, b))

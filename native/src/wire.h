@@ -46,6 +46,14 @@
 #define WIRE_MAX_BLOCK_LOG2 14
 #define WIRE_MAX_PLANES 8
 
+/*
+ * The pattern of a float is the 15 bits below its sign. Those below `zero` (a dtype's first non-zero exponent byte)
+ * stay as they are under the scale model; the others move around a circle of WIRE_CIRCLE(zero).
+ */
+#define WIRE_PATTERNS 0x8000
+#define WIRE_ZERO64 16 /* of float64; others have 128 */
+#define WIRE_CIRCLE(zero) (WIRE_PATTERNS - (zero))
+
 /* Lane coder. */
 #define WIRE_LANES 32
 #define WIRE_ROW 128 /* values in a quad row: 32 lanes of 4 */
@@ -64,8 +72,7 @@
 #define WIRE_SEGMENT_NBYTES 16
 #define WIRE_SEGMENT_ROWS 1u
 #define WIRE_SEGMENT_COLS 2u
-#define WIRE_MAX_SHIFT 2 /* offsets are nibble << shift quarters of a step */
-#define WIRE_MAX_BASE 1023
+#define WIRE_MAX_SHIFT 3      /* offsets are nibble << shift eighths of an octave */
 #define WIRE_FLAT_COLS 512    /* a segment without columns has an offset for each run of this many values */
 #define WIRE_MATRIX_MIN 64    /* the shorter side of a matrix that gets offsets */
 #define WIRE_SEGMENT_MIN 8192 /* runs of smaller segments are one flat segment */

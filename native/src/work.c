@@ -27,8 +27,8 @@ uint64_t work_nbytes(const struct dtype *d, uint64_t n)
 	uint64_t m = largest_block(n);
 
 	return 64 + 2 * (sizeof(lanes) + m / 8 + m + 64 + 16) + 4 * words_room(m) +
-	       (uint64_t)(d->nbytes + 1) * (m + 64) + (d->form == FORM_FLOAT8 ? 2 * m + 64 : 0) + region_room(d, m) +
-	       (uint64_t)(d->nbytes + 2) * m + 64;
+	       (uint64_t)(d->nbytes + 1) * (m + 64) + 2 * MIN(m, OFFSETS) + 64 +
+	       (d->form == FORM_FLOAT8 ? 2 * m + 64 : 0) + region_room(d, m) + (uint64_t)(d->nbytes + 2) * m + 64;
 }
 
 static void *take(char **p, uint64_t nbytes)
@@ -55,7 +55,8 @@ void work_place(const struct dtype *d, uint64_t n, void *memory, struct work *w)
 	for (int i = 1; i < d->nbytes; i++)
 		w->plane[i] = take(&p, m + 64);
 	w->symbol = take(&p, m + 64);
-	w->offset = take(&p, m + 64);
+	w->high = take(&p, m / 2 + 64);
+	w->offset = take(&p, 2 * MIN(m, OFFSETS) + 64);
 	w->exponent = d->form == FORM_FLOAT8 ? take(&p, 2 * m + 64) : NULL;
 	w->region = take(&p, region_room(d, m));
 	w->escapes = take(&p, (uint64_t)(d->nbytes + 2) * m);

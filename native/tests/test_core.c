@@ -77,19 +77,15 @@ static void test_bits(void **unused)
 {
 	(void)unused;
 	for (uint32_t x = 0; x < 1 << 16; x++)
-		assert_int_equal(bits_unturn16(bits_turn16((uint16_t)x)), x);
-	for (int i = 0; i < 1000000; i++) {
-		uint32_t x = (uint32_t)next_random();
+		for (int i = 0; i < 2; i++) {
+			uint16_t zero = i ? WIRE_ZERO64 : 128, p = x & 0x7fff;
+			uint16_t o = (uint16_t)(next_random() % WIRE_CIRCLE(zero)), u = bits_lower(p, o, zero);
 
-		assert_int_equal(bits_unturn32(bits_turn32(x)), x);
-		assert_int_equal(bits_turn32(x) >> 24, x >> 23 & 255);
-	}
-	for (int e = 0; e < 256; e++)
-		for (int o = 0; o < 256; o++) {
-			uint8_t s = bits_symbol((uint8_t)e, (uint8_t)o, 77);
-
-			if (s != 77)
-				assert_int_equal(bits_unsymbol(s, (uint8_t)o), e);
+			assert_true(u < WIRE_PATTERNS && (u < zero) == (p < zero));
+			assert_int_equal(bits_raise(u, o, zero), p);
+			assert_int_equal(bits_lower(p, 0, zero), p);
+			if (p >= zero)
+				assert_int_equal((u - zero + o) % WIRE_CIRCLE(zero), p - zero);
 		}
 	for (uint32_t x = 1; x < 1 << 20; x++) {
 		uint32_t a = bits_log2_q16(x), b = bits_log2_q16(x + 1);
