@@ -107,7 +107,7 @@ int main(int argc, char **argv)
 		if (!j->model.nsegments)
 			fail("no scale model");
 		book_to_lookup(j->books, &lookup);
-		work_place(dtype_of(CODEC_BFLOAT16), n, memory, &w);
+		work_place(&j->h, memory, &w);
 		memset(&w.ahead, 0, sizeof w.ahead);
 		stride = block + block / 8;
 		for (int round = 0; round < ROUNDS; round++) {

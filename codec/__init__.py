@@ -7,7 +7,7 @@
 True
 """
 
-from codec.api import Info, bound, decode, encode, engines, inspect, verify
+from codec.api import Info, accumulate, bound, decode, encode, engines, inspect, reduce, verify
 from codec.codebook import Codebook
 from codec.core import isas, use_isa
 from codec.errors import (
@@ -21,7 +21,7 @@ from codec.errors import (
     StateError,
     UnsupportedError,
 )
-from codec.specs import Lossless
+from codec.specs import Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary
 
 __version__ = "0.1.0"
 
@@ -30,20 +30,28 @@ __all__ = [
     "Codebook",
     "CodecError",
     "EngineError",
+    "Float4",
+    "Float8",
     "FrameError",
     "Info",
     "LimitError",
     "Lossless",
     "PeerError",
+    "Quantize",
+    "Sign",
+    "Spec",
     "SpecError",
     "StateError",
+    "Ternary",
     "UnsupportedError",
+    "accumulate",
     "bound",
     "decode",
     "encode",
     "engines",
     "inspect",
     "isas",
+    "reduce",
     "use_isa",
     "verify",
 ]

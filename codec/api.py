@@ -9,7 +9,7 @@ from typing import Any
 from codec import core, pool
 from codec.codebook import Codebook, set_codebooks, set_segments
 from codec.core import DTYPE_NAMES, DTYPES, ITEMSIZE, check, ffi, lib, local
-from codec.errors import EngineError, SpecError
+from codec.errors import EngineError, FrameError, LimitError, SpecError
 from codec.specs import Lossless, Spec
 from codec.view import TensorView, empty, view, view_bytes, view_output
 
@@ -44,13 +44,13 @@ class Info:
     stored : bool
         The values follow the header as they are.
     block, nblocks : int
-        Values a block and number of blocks; 0 if stored.
+        Values a block (0 where blocks follow rows) and number of blocks; 0 if stored.
     checksum : int
         64 bits.
     codebook_id : int or None
         Id of the codebook that decoding needs.
     nsegments : int
-        Segments of the scale model, 0 if it has none.
+        Segments that have records in the frame, 0 if there are none.
     """
 
     spec: Spec
@@ -159,14 +159,16 @@ def encode(
     engine: str | None = None,
     out: Any = None,
     threads: int | None = None,
+    residual: Any = None,
     codebook: Codebook | None = None,
     segments: Sequence[tuple[int, tuple[int, ...]]] | None = None,
+    stream: int = 0,
     dtype: str | None = None,
 ) -> bytes | memoryview:
     """Encode a tensor as a frame.
 
-    The frame depends on the tensor, the spec, the codebook and the segments, and on nothing else: not on the CPU, the
-    instruction set, the number of threads or the address.
+    The frame depends on the tensor, the spec, the codebook, the segments and the stream, and on nothing else: not on
+    the CPU, the instruction set, the number of threads or the address.
 
     Parameters
     ----------
@@ -186,8 +188,13 @@ def encode(
     codebook : Codebook, optional
         Use this one, which the receiver holds too, for the exponents, instead of one made for this tensor. Dtypes
         without exponents, and tensors of fewer than 512 values, do not need one and ignore it.
+    residual : float32 array or tensor, optional
+        Gets x less what a decoder will see; it may be x itself. Not written if the tensor cannot be encoded.
     segments : sequence of (int, tuple of int), optional
         Offsets and shapes of the parameters inside a flat bucket, ascending; in values. What they leave out is flat.
+        Scales and rows of lossy codecs follow them, too, if they have at least 4,096 values.
+    stream : int
+        Random draws of different streams are independent: make it from rank, step and tensor. 64 bits.
     dtype : str, optional
         Take the bits of x as values of this dtype, such as ``"bfloat16"`` for an array of uint16.
 
@@ -199,7 +206,8 @@ def encode(
     Raises
     ------
     SpecError
-        x, spec, segments or `out` cannot be used as asked.
+        x, spec, segments, residual or `out` cannot be used as asked; x holds NaN or Inf, which lossy codecs refuse; a
+        scale was given that is smaller than a value.
     EngineError
         x lies on a device, or asks for an engine, that is not available.
     """
@@ -207,18 +215,23 @@ def encode(
     v = view(x, dtype)
     s = core.spec_struct(spec)
     t = core.own_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes)
-    context = core.own_context()
-    keep = set_codebooks(context, [codebook]) if codebook else None
+    if not 0 <= stream < 1 << 64:
+        raise SpecError(f"stream must have 64 bits, got {stream}")
+    context = core.own_context(stream=stream)
+    keep: Any = set_codebooks(context, [codebook]) if codebook else None
     if segments:
         keep = (keep, set_segments(context, segments))
+    if residual is not None:
+        r = _view_residual(residual, v)
+        context.residual = ffi.cast("float *", r.data)
     written = local.written
-    if out is None and v.nbytes <= _SMALL and threads in (None, 1):
+    check(lib.codec_bound(s, t, written))
+    limit: int = written[0]
+    if out is None and v.nbytes <= _SMALL and limit <= _ROOM and threads in (None, 1):
         buffer = local.frame
         check(lib.codec_encode(s, t, buffer, _ROOM, written, ffi.NULL, context, local.small_scratch(), _SCRATCH))
         return bytes(ffi.buffer(buffer, written[0]))
     count = pool.choose_threads(threads, v.nbytes)
-    check(lib.codec_bound(s, t, written))
-    limit: int = written[0]
     if out is None:
         room = limit + _slack(v) if count > 1 else limit
         new = _NewBytes(room)
@@ -230,6 +243,13 @@ def encode(
     del keep
     array = o.owner.numpy() if not hasattr(o.owner, "__array_interface__") else o.owner  # type: ignore[attr-defined]
     return memoryview(array).cast("B")[:n]  # type: ignore[arg-type]
+
+
+def _view_residual(residual: Any, v: TensorView) -> TensorView:
+    r = view_output(residual)
+    if r.dtype != "float32" or r.nbytes // 4 != v.nbytes // ITEMSIZE[v.dtype]:
+        raise SpecError(f"residual= must be float32 with as many values as x, not {r.dtype} of shape {r.shape}")
+    return r
 
 
 def _slack(v: TensorView) -> int:
@@ -262,8 +282,18 @@ def _encode_threads(spec: Any, t: Any, dst: Any, capacity: int, context: Any, th
     job_size, work_size = ffi.new("size_t *"), ffi.new("size_t *")
     check(lib.codec_job_nbytes(spec, t, job_size, work_size))
     job, plan = core.new_bytes(job_size[0]), ffi.new("codec_plan *")
-    if lib.codec_encode_open(spec, t, dst, capacity, context, job, job_size[0], plan) != 0:
+    status = lib.codec_encode_open(spec, t, dst, capacity, context, job, job_size[0], plan)
+    if status == lib.CODEC_SHORT_OUTPUT:
         return None
+    check(status)
+    if plan.nscans:
+        cuts = pool.ranges(plan.nscans, threads)
+        for status in pool.run(lambda i: lib.codec_encode_scan(t, context, job, *cuts[i]), len(cuts), threads):
+            check(status)
+        status = lib.codec_encode_start(t, dst, capacity, context, job, plan)
+        if status == lib.CODEC_SHORT_OUTPUT:
+            return None
+        check(status)
     if plan.nblocks < 2 or plan.regions_at + plan.nblocks * plan.region_bound > capacity:
         return None
     cuts = pool.ranges(plan.nblocks, threads)
@@ -279,22 +309,13 @@ def _encode_threads(spec: Any, t: Any, dst: Any, capacity: int, context: Any, th
         return status, seal[0]
 
     results = pool.run(task, len(cuts), threads)
-    if any(status for status, _ in results):
-        return None
-    check(
-        lib.codec_encode_close(
-            t,
-            dst,
-            capacity,
-            context,
-            job,
-            [count for _, count in cuts],
-            places,
-            len(cuts),
-            sum(seal for _, seal in results) % (1 << 64),
-            local.written,
-        )
-    )
+    for status, _ in results:
+        if status in (lib.CODEC_SHORT_OUTPUT, lib.CODEC_LIMIT):
+            return None
+        check(status)
+    seal = sum(seal for _, seal in results) % (1 << 64)
+    counts = [count for _, count in cuts]
+    check(lib.codec_encode_close(t, dst, capacity, context, job, counts, places, len(cuts), seal, local.written))
     return local.written[0]
 
 
@@ -362,34 +383,45 @@ def decode(
         context.flags = lib.CODEC_VERIFY_FIRST
     if codebooks:
         keep = (keep, set_codebooks(context, [codebooks] if isinstance(codebooks, Codebook) else codebooks))
-    t = core.own_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes)
-    if v.nbytes <= _SMALL and threads in (None, 1):
-        check(lib.codec_decode(source, nbytes, t, context, local.small_scratch(), _SCRATCH), fault)
-        return result
-    count = pool.choose_threads(threads, v.nbytes)
-    if count > 1 and info.nblocks > 1:
-        _decode_threads(info, source, nbytes, t, context, count)
-    else:
-        size = local.size
-        check(lib.codec_scratch(ffi.addressof(info.spec), t, size))
-        scratch = local.get_scratch(size[0])
-        check(lib.codec_decode(source, nbytes, t, context, scratch, size[0]), fault)
+    _decode_into(info, source, nbytes, v, context, threads)
     del keep
     return result
 
 
+def _decode_into(info: Any, source: Any, nbytes: int, v: TensorView, context: Any, threads: int | None) -> None:
+    t = core.own_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes)
+    if v.nbytes <= _SMALL and threads in (None, 1):
+        check(lib.codec_decode(source, nbytes, t, context, local.small_scratch(), _SCRATCH), context.fault)
+        return
+    count = pool.choose_threads(threads, v.nbytes)
+    if count > 1 and info.nblocks > 1:
+        _decode_threads(info, source, nbytes, t, context, count)
+        return
+    size = local.size
+    like = t if info.dtype == t.dtype else _tensor_like(info)
+    check(lib.codec_scratch(ffi.addressof(info.spec), like, size))
+    scratch = local.get_scratch(size[0])
+    check(lib.codec_decode(source, nbytes, t, context, scratch, size[0]), context.fault)
+
+
+def _tensor_like(info: Any) -> Any:
+    """The frame's tensor, without data."""
+    t = ffi.new("codec_tensor *")
+    t.struct_nbytes = ffi.sizeof("codec_tensor")
+    t.dtype, t.rank, t.shape = info.dtype, info.rank, info.shape
+    return t
+
+
 def _decode_threads(info: Any, source: Any, nbytes: int, t: Any, context: Any, threads: int) -> None:
     job_size, work_size = ffi.new("size_t *"), ffi.new("size_t *")
-    check(lib.codec_job_nbytes(ffi.addressof(info.spec), t, job_size, work_size))
+    check(lib.codec_job_nbytes(ffi.addressof(info.spec), _tensor_like(info), job_size, work_size))
     job, plan = core.new_bytes(job_size[0]), ffi.new("codec_plan *")
     check(lib.codec_decode_open(source, nbytes, t, context, job, job_size[0], plan), context.fault)
     cuts = pool.ranges(plan.nblocks, threads)
-    isa, flags = context.isa, context.flags
 
     def task(i: int) -> tuple[int, int, Any]:
         fault, seal = ffi.new("codec_fault *"), ffi.new("uint64_t *")
-        own = core.new_context(fault)
-        own.isa, own.flags = isa, flags
+        own = core.copy_context(context, fault)
         first, count = cuts[i]
         work = core.new_bytes(work_size[0])
         status = lib.codec_decode_blocks(source, nbytes, t, own, job, first, count, seal, work, work_size[0])
@@ -400,6 +432,177 @@ def _decode_threads(info: Any, source: Any, nbytes: int, t: Any, context: Any, t
         check(status, fault)
     seal = sum(seal for _, seal, _ in results) % (1 << 64)
     check(lib.codec_decode_close(context, job, seal), context.fault)
+
+
+def _inspect_whole(frame: Any) -> tuple[Any, Any, int, object]:
+    """The header of a frame, which must be all of `frame`; pointer, size, and what keeps it alive."""
+    source, nbytes, keep = view_bytes(frame)
+    info = ffi.new("codec_info *")
+    info.struct_nbytes = ffi.sizeof("codec_info")
+    check(lib.codec_inspect(source, nbytes, info), info.fault)
+    if info.frame_nbytes != nbytes:
+        raise FrameError(f"the frame has {info.frame_nbytes} bytes, {nbytes} were given", lib.CODEC_TRUNCATED)
+    return info, source, nbytes, keep
+
+
+def accumulate(
+    frame: Any,
+    out: Any,
+    weight: float = 1.0,
+    *,
+    engine: str | None = None,
+    codebooks: Codebook | Sequence[Codebook] | None = None,
+    threads: int | None = None,
+) -> Any:
+    """Add a frame's values to a tensor: ``out += weight * decode(frame)``, without the tensor in between.
+
+    Parameters
+    ----------
+    frame : bytes or buffer
+        A frame of float32, bfloat16 or float16 values, whole.
+    out : float32 array or tensor
+        Of the frame's shape, contiguous. Product and sum are rounded to float32. The frame's checksum is verified
+        before the first value is changed.
+    weight : float
+        As float32.
+    engine, codebooks, threads
+        As in :func:`decode`.
+
+    Returns
+    -------
+    array or tensor
+        `out`.
+
+    Raises
+    ------
+    FrameError, StateError
+        As in :func:`decode`; bytes that are not what was written leave `out` as it was.
+    SpecError
+        `out` does not fit the frame.
+    """
+    _check_engine(engine)
+    info, source, nbytes, keep = _inspect_whole(frame)
+    v = view_output(out)
+    context = core.own_context(lib.CODEC_VERIFY_FIRST, into=lib.CODEC_INTO_ADD, weight=weight)
+    if codebooks:
+        keep = (keep, set_codebooks(context, [codebooks] if isinstance(codebooks, Codebook) else codebooks))
+    _decode_into(info, source, nbytes, v, context, threads)
+    del keep
+    return out
+
+
+_OPS = {"sum": lib.CODEC_REDUCE_SUM, "mean": lib.CODEC_REDUCE_MEAN, "max": lib.CODEC_REDUCE_MAX}
+_OPS["decode_average"] = _OPS["mean"]
+
+
+def reduce(
+    frames: Sequence[Any],
+    op: str = "mean",
+    *,
+    out: Any = None,
+    like: Any = None,
+    engine: str | None = None,
+    codebooks: Codebook | Sequence[Codebook] | None = None,
+    max_nbytes: int = 1 << 30,
+    threads: int | None = None,
+) -> Any:
+    """Decode frames of one shape to their sum, mean or maximum, in float32.
+
+    Frames are added in the order given, each addition rounded to float32, so that ranks with the same list get the same
+    bits. Codes of ternary frames with one scale are added as integers and scaled once. Frames of one codec are
+    decoded block by block, so that the result is written to memory once.
+
+    Parameters
+    ----------
+    frames : sequence of bytes or buffers
+        One or more frames of float32, bfloat16 or float16 values.
+    op : {"mean", "decode_average", "sum", "max"}
+        The mean is the sum divided by the number of frames; "decode_average" is another name for it.
+    out : float32 array or tensor, optional
+        Where to put the result. Checksums are then verified first.
+    like, engine, codebooks, max_nbytes, threads
+        As in :func:`decode`; `max_nbytes` is that of the result.
+
+    Returns
+    -------
+    numpy.ndarray of float32, or the kind of `like` or `out`
+
+    Raises
+    ------
+    FrameError, StateError
+        As in :func:`decode`, for any of the frames.
+    SpecError
+        No frames, shapes that differ, or an `out` that does not fit them.
+    """
+    _check_engine(engine)
+    if op not in _OPS:
+        raise SpecError(f"op must be one of {tuple(_OPS)}, got {op!r}")
+    if not frames:
+        raise SpecError("there are no frames to reduce")
+    read = [_inspect_whole(f) for f in frames]
+    first = read[0][0]
+    shape = tuple(first.shape[0 : first.rank])
+    for info, *_ in read:
+        if tuple(info.shape[0 : info.rank]) != shape:
+            raise SpecError(f"frames of shapes {shape} and {tuple(info.shape[0 : info.rank])} cannot be reduced")
+    if 4 * first.n > max_nbytes:
+        raise LimitError(f"the result has {4 * first.n} bytes, more than max_nbytes", lib.CODEC_LIMIT)
+    context = core.own_context()
+    if out is None:
+        result, v = empty("float32", shape, like)
+    else:
+        result, v = out, view_output(out)
+        context.flags = lib.CODEC_VERIFY_FIRST
+    keep = set_codebooks(context, [codebooks] if isinstance(codebooks, Codebook) else codebooks) if codebooks else None
+    t = core.own_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes)
+    pointers = ffi.new("void *[]", [source for _, source, _, _ in read])
+    sizes = ffi.new("size_t[]", [nbytes for _, _, nbytes, _ in read])
+    count = pool.choose_threads(threads, v.nbytes * len(read))
+    if count > 1 and all(info.nblocks == first.nblocks > 1 for info, *_ in read):
+        done = _reduce_threads(read, pointers, sizes, _OPS[op], t, context, count)
+        if done:
+            return result
+    size = ffi.new("size_t *")
+    check(lib.codec_reduce_scratch(pointers, sizes, len(read), size))
+    scratch = core.new_bytes(size[0])
+    check(lib.codec_reduce(pointers, sizes, len(read), _OPS[op], t, context, scratch, size[0]), context.fault)
+    del keep
+    return result
+
+
+def _reduce_threads(
+    read: list[tuple[Any, Any, int, object]], pointers: Any, sizes: Any, op: int, t: Any, context: Any, threads: int
+) -> bool:
+    """False: the frames' blocks do not match, so that this must be done frame by frame."""
+    jobs: list[Any] = []
+    most = 0
+    for info, source, nbytes, _ in read:
+        job_size, work_size, plan = ffi.new("size_t *"), ffi.new("size_t *"), ffi.new("codec_plan *")
+        check(lib.codec_job_nbytes(ffi.addressof(info.spec), _tensor_like(info), job_size, work_size))
+        jobs.append(core.new_bytes(job_size[0]))
+        own = core.copy_context(context, context.fault)
+        own.into = lib.CODEC_INTO_FLOAT32
+        check(lib.codec_decode_open(source, nbytes, t, own, jobs[-1], job_size[0], plan), context.fault)
+        most = max(most, work_size[0])
+    cuts = pool.ranges(read[0][0].nblocks, threads)
+    handles = ffi.new("void *[]", jobs)
+
+    def task(i: int) -> tuple[int, list[int], Any]:
+        fault, seals = ffi.new("codec_fault *"), ffi.new("uint64_t[]", len(read))
+        own = core.copy_context(context, fault)
+        work = core.new_bytes(most)
+        status = lib.codec_reduce_blocks(pointers, sizes, len(read), op, t, own, handles, *cuts[i], seals, work, most)
+        return status, list(seals), fault
+
+    results = pool.run(task, len(cuts), threads)
+    if any(status == lib.CODEC_BAD_ARGUMENT for status, _, _ in results):
+        return False
+    for status, _, fault in results:
+        check(status, fault)
+    for i, job in enumerate(jobs):
+        seal = sum(seals[i] for _, seals, _ in results) % (1 << 64)
+        check(lib.codec_decode_close(context, job, seal), context.fault)
+    return True
 
 
 def verify(frame: Any) -> None:

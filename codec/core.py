@@ -3,10 +3,10 @@
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from codec import _cffi, errors  # pyright: ignore[reportAttributeAccessIssue] - written by the build
-from codec.specs import MODELS, Lossless, Spec
+from codec import _cffi, errors, specs  # pyright: ignore[reportAttributeAccessIssue] - written by the build
+from codec.specs import Spec
 
 ffi: Any = _cffi.ffi
 # beside the generated module, which need not lie beside this file
@@ -158,20 +158,87 @@ def spec_struct(spec: Spec) -> Any:
     """The C struct of a spec; they are few and kept."""
     struct = _spec_structs.get(spec)
     if struct is None:
-        if not isinstance(spec, Lossless):
-            raise errors.SpecError(f"not a spec: {spec!r}")
+        fields = _fields_of(spec)
         struct = ffi.new("codec_spec *")
         struct.struct_nbytes = ffi.sizeof("codec_spec")
-        struct.codec = lib.CODEC_LOSSLESS
-        struct.cap = spec.cap
-        struct.model = MODELS.index(spec.model)
+        for name, value in fields.items():
+            setattr(struct, name, value)
+        if len(_spec_structs) > 1000:  # a program that makes seeds or scales as it goes
+            _spec_structs.clear()
         _spec_structs[spec] = struct
     return struct
 
 
+def _index(choices: Any, value: object) -> int:
+    return get_args(choices).index(value)
+
+
+def _fields_of(spec: Spec) -> dict[str, Any]:
+    """Fields of codec_spec that are not zero."""
+    match spec:
+        case specs.Lossless(cap, model):
+            return {"codec": lib.CODEC_LOSSLESS, "cap": cap, "model": _index(specs.Model, model)}
+        case specs.Sign(scale, block):
+            row = lib.CODEC_ROW_LAST if block == "row" else block or 0
+            return {"codec": lib.CODEC_SIGN, "variant": _index(specs.SignScale, scale), "row": row}
+        case specs.Ternary(packing, scale, clip, seed):
+            variant = _index(specs.Packing, packing)
+            return {
+                "codec": lib.CODEC_TERNARY,
+                "variant": variant,
+                "scale": scale or 0,
+                "clip": clip or 0,
+                "seed": seed,
+            }
+        case specs.Float8(format, row, rounding, nonfinite, scale, entropy, seed):
+            return {
+                "codec": lib.CODEC_FLOAT8,
+                "variant": _index(specs.Format8, format),
+                "row": row or 0,
+                "options": (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC
+                | (nonfinite == "propagate") * lib.CODEC_OPTION_PROPAGATE
+                | entropy * lib.CODEC_OPTION_ENTROPY,
+                "scale": scale or 0,
+                "seed": seed,
+            }
+        case specs.Float4(format, rounding, seed):
+            options = (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC
+            variant = _index(specs.Format4, format)
+            return {"codec": lib.CODEC_FLOAT4, "variant": variant, "options": options, "seed": seed}
+        case specs.Quantize(bits, group, levels, rounding, seed):
+            return {
+                "codec": lib.CODEC_QUANTIZE,
+                "variant": _index(specs.Levels, levels),
+                "bits": bits,
+                "row": group,
+                "options": (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC,
+                "seed": seed,
+            }
+        case _:
+            raise errors.SpecError(f"not a spec: {spec!r}")
+
+
 def spec_of(struct: Any) -> Spec:
-    """The inverse of spec_struct."""
-    return Lossless(cap=struct.cap, model=MODELS[struct.model])  # type: ignore[arg-type]
+    """The inverse of spec_struct, but for what a frame does not say: seed, scale and clip."""
+    stochastic: specs.Rounding = "stochastic" if struct.options & lib.CODEC_OPTION_STOCHASTIC else "nearest"
+    variant, last = struct.variant, struct.row == lib.CODEC_ROW_LAST
+    if struct.codec == lib.CODEC_SIGN:
+        return specs.Sign(get_args(specs.SignScale)[variant], "row" if last else struct.row or None)
+    if struct.codec == lib.CODEC_TERNARY:
+        return specs.Ternary(get_args(specs.Packing)[variant])
+    if struct.codec == lib.CODEC_FLOAT8:
+        return specs.Float8(
+            get_args(specs.Format8)[variant],
+            None if last else struct.row,
+            stochastic,
+            "propagate" if struct.options & lib.CODEC_OPTION_PROPAGATE else "error",
+            entropy=bool(struct.options & lib.CODEC_OPTION_ENTROPY),
+        )
+    if struct.codec == lib.CODEC_FLOAT4:
+        return specs.Float4(get_args(specs.Format4)[variant], stochastic)
+    if struct.codec == lib.CODEC_QUANTIZE:
+        return specs.Quantize(struct.bits, struct.row, get_args(specs.Levels)[variant], stochastic)
+    return specs.Lossless(struct.cap, get_args(specs.Model)[struct.model])
 
 
 def own_tensor(dtype: int, shape: tuple[int, ...], data: Any, nbytes: int) -> Any:
@@ -194,13 +261,24 @@ def new_context(fault: Any) -> Any:
     return c
 
 
-def own_context(flags: int = 0, max_nbytes: int = 0) -> Any:
-    """Reset this thread's codec_context: no segments, no codebooks."""
+def copy_context(context: Any, fault: Any) -> Any:
+    """The same requests, for another thread."""
+    c = ffi.new("codec_context *", context[0])
+    c.fault = fault
+    return c
+
+
+def own_context(flags: int = 0, max_nbytes: int = 0, stream: int = 0, into: int = 0, weight: float = 1) -> Any:
+    """Reset this thread's codec_context: no segments, codebooks or residual."""
     c = local.context
     c.isa = current_isa()
     c.flags = flags
     c.max_nbytes = max_nbytes
     c.nsegments = c.ncodebooks = 0
+    c.stream = stream
+    c.into = into
+    c.weight = weight
+    c.residual = ffi.NULL
     return c
 
 

@@ -1,11 +1,34 @@
 """What can be asked of :func:`codec.encode`: one frozen dataclass a codec."""
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from codec.errors import SpecError
 
-MODELS = ("auto", "flat", "separable")
+Model = Literal["auto", "flat", "separable"]
+SignScale = Literal["l1", "l2", "two_mean"]
+Packing = Literal["2bit", "base3", "entropy"]
+Format8 = Literal["e4m3fn", "e5m2"]
+Format4 = Literal["nvfp4", "mxfp4"]
+Levels = Literal["even", "odd"]
+Rounding = Literal["nearest", "stochastic"]
+Nonfinite = Literal["error", "propagate"]
+
+
+def _one_of(name: str, value: object, choices: object) -> None:
+    if value not in get_args(choices):
+        raise SpecError(f"{name} must be one of {get_args(choices)}, got {value!r}")
+
+
+def _whole(name: str, value: object, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise SpecError(f"{name} must be an int from {least} to {most}, got {value!r}")
+
+
+def _positive(name: str, value: object) -> None:
+    if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        raise SpecError(f"{name} must be a positive number or None, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +63,198 @@ class Lossless(Spec):
     """
 
     cap: int = 8
-    model: Literal["auto", "flat", "separable"] = "auto"
+    model: Model = "auto"
 
     def __post_init__(self) -> None:
-        if type(self.cap) is not int or not 2 <= self.cap <= 8:
-            raise SpecError(f"cap must be an int from 2 to 8, got {self.cap!r}")
-        if self.model not in MODELS:
-            raise SpecError(f"model must be one of {MODELS}, got {self.model!r}")
+        _whole("cap", self.cap, 2, 8)
+        _one_of("model", self.model, Model)
+
+
+@dataclass(frozen=True, slots=True)
+class Sign(Spec):
+    """One bit a value: its sign, and a scale for many.
+
+    A value decodes to plus or minus the scale. -0 and NaN with a set sign bit count as negative, but NaN and Inf are
+    refused. Where all values that share a scale are zero they decode to zero. Use it with error feedback.
+
+    Parameters
+    ----------
+    scale : {"l1", "l2", "two_mean"}
+        Mean of magnitudes (least squared error), their root mean square, or the two means of the values that are
+        positive and negative.
+    block : int, "row" or None
+        Values that share a scale: so many, those of the last dimension, or all of a tensor or segment. A last dimension
+        below 64 is taken together with those before it; a vector has rows of 1,024.
+
+    References
+    ----------
+    .. [1] F. Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
+       Training of Speech DNNs", Interspeech 2014.
+    .. [2] H. Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed",
+       ICML 2021.
+    """
+
+    scale: SignScale = "l1"
+    block: int | Literal["row"] | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("scale", self.scale, SignScale)
+        if self.block not in ("row", None):
+            _whole("block", self.block, 1, 1 << 31)
+
+
+@dataclass(frozen=True, slots=True)
+class Ternary(Spec):
+    """-s, 0 or s, unbiased: a value x stays with probability abs(x) / s.
+
+    NaN and Inf are refused.
+
+    Parameters
+    ----------
+    packing : {"2bit", "base3", "entropy"}
+        Four values a byte; five; or those through the entropy coder (most values are zero: 0.2 to 0.6 bits a value).
+    scale : float, optional
+        s, such as the largest magnitude over all ranks: codes made with one s add up as integers. An error if a value
+        is larger. Left out: the largest magnitude of the tensor, or of each segment.
+    clip : float, optional
+        Limit magnitudes to so many standard deviations (the paper: 2.5). Smaller error, but biased.
+    seed : int
+        Of the random draws, 32 bits. Ranks, steps and tensors need different ``stream=`` in :func:`codec.encode`.
+
+    References
+    ----------
+    .. [1] W. Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning",
+       NeurIPS 2017.
+    """
+
+    packing: Packing = "2bit"
+    scale: float | None = None
+    clip: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("packing", self.packing, Packing)
+        _positive("scale", self.scale)
+        _positive("clip", self.clip)
+        _whole("seed", self.seed, 0, (1 << 32) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Float8(Spec):
+    """Eight bits a value, scaled row by row so that the largest magnitude becomes the format's largest number.
+
+    Parameters
+    ----------
+    format : {"e4m3fn", "e5m2"}
+        3 bits of mantissa up to 448, or 2 up to 57344.
+    row : int, optional
+        Values that share a scale. Left out: the last dimension; one below 64 is taken together with those before it; a
+        vector has rows of 1,024.
+    rounding : {"nearest", "stochastic"}
+        To nearest even, or to either neighbour so that the mean is right.
+    nonfinite : {"error", "propagate"}
+        Refuse NaN and Inf, or decode both as NaN; other values of the row are as exact as without them.
+    scale : float, optional
+        Multiply by this instead of by 448 / (the row's largest magnitude); larger values saturate.
+    entropy : bool
+        Put the bytes through the entropy coder.
+    seed : int
+        Of stochastic rounding, 32 bits.
+
+    References
+    ----------
+    .. [1] P. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
+    .. [2] torchft, "quantized all-reduce", github.com/pytorch/torchft pull request 194.
+    """
+
+    format: Format8 = "e4m3fn"
+    row: int | None = None
+    rounding: Rounding = "nearest"
+    nonfinite: Nonfinite = "error"
+    scale: float | None = None
+    entropy: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("format", self.format, Format8)
+        if self.row is not None:
+            _whole("row", self.row, 1, 1 << 31)
+        _one_of("rounding", self.rounding, Rounding)
+        _one_of("nonfinite", self.nonfinite, Nonfinite)
+        _positive("scale", self.scale)
+        if type(self.entropy) is not bool:
+            raise SpecError(f"entropy must be a bool, got {self.entropy!r}")
+        _whole("seed", self.seed, 0, (1 << 32) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Float4(Spec):
+    """Four bits a value (e2m1) under scales of one byte. NaN and Inf are refused.
+
+    Parameters
+    ----------
+    format : {"nvfp4", "mxfp4"}
+        Runs of 16 values with an e4m3fn scale under a float32 scale of the tensor or segment, or runs of 32 with a
+        power of two.
+    rounding : {"nearest", "stochastic"}
+        To nearest even, where values above 6 times their scale saturate; or to either neighbour so that the mean is
+        right, with scales rounded up.
+    seed : int
+        Of stochastic rounding, 32 bits.
+
+    References
+    ----------
+    .. [1] Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, 2023.
+    .. [2] NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149.
+    """
+
+    format: Format4 = "nvfp4"
+    rounding: Rounding = "nearest"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("format", self.format, Format4)
+        _one_of("rounding", self.rounding, Rounding)
+        _whole("seed", self.seed, 0, (1 << 32) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantize(Spec):
+    """b bits a value: evenly spaced levels between plus and minus the largest magnitude of a group.
+
+    NaN and Inf are refused; a group of zeros decodes to zeros.
+
+    Parameters
+    ----------
+    bits : int
+        1 to 8.
+    group : int
+        Values that share a scale.
+    levels : {"even", "odd"}
+        2^bits levels, none of them zero (the paper's), or 2^bits - 1 with zero (2 bits or more): better where many
+        values are zero.
+    rounding : {"stochastic", "nearest"}
+        To either neighbour so that the mean is right, or to the nearest, halves away from zero (odd) or up (even).
+    seed : int
+        Of stochastic rounding, 32 bits.
+
+    References
+    ----------
+    .. [1] J. Wang et al., "Fine-tuning Language Models over Slow Networks using Activation Quantization with
+       Guarantees", NeurIPS 2022.
+    """
+
+    bits: int = 4
+    group: int = 64
+    levels: Levels = "even"
+    rounding: Rounding = "stochastic"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _whole("bits", self.bits, 1, 8)
+        _whole("group", self.group, 1, 1 << 31)
+        _one_of("levels", self.levels, Levels)
+        _one_of("rounding", self.rounding, Rounding)
+        _whole("seed", self.seed, 0, (1 << 32) - 1)
+        if self.levels == "odd" and self.bits < 2:
+            raise SpecError("odd levels need 2 bits or more")

@@ -14,6 +14,28 @@ settings.register_profile("codec", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("codec")
 
 ALL_DTYPES = sorted(DTYPES)
+# every lossy codec, and each of its ways to write
+LOSSY = {
+    "sign_l1": codec.Sign(),
+    "sign_l2": codec.Sign("l2", 128),
+    "sign_two_mean": codec.Sign("two_mean"),
+    "sign_row": codec.Sign("two_mean", "row"),
+    "ternary_2bit": codec.Ternary(),
+    "ternary_base3": codec.Ternary("base3", seed=7),
+    "ternary_entropy": codec.Ternary("entropy"),
+    "ternary_clip": codec.Ternary("base3", clip=2.5),
+    "float8_e4m3fn": codec.Float8(),
+    "float8_e5m2": codec.Float8("e5m2", 100, "stochastic"),
+    "float8_entropy": codec.Float8(nonfinite="propagate", entropy=True),
+    "float4_nvfp4": codec.Float4(),
+    "float4_mxfp4": codec.Float4("mxfp4", "stochastic"),
+    "quantize_4": codec.Quantize(),
+    "quantize_3_odd": codec.Quantize(3, 50, "odd"),
+    "quantize_1": codec.Quantize(1, 20000),
+    "quantize_7": codec.Quantize(7, 3, "odd", "nearest"),
+    "quantize_8": codec.Quantize(8, 3000, "even", "nearest"),
+}
+
 KINDS = ("noise", "few", "normal", "zeros", "sparse", "mixed", "constant", "wide")
 
 

@@ -1,7 +1,7 @@
 """A second decoder of frames, written from docs/format.md alone: numpy and struct, plain and slow.
 
 It shares no code with the library. ``python tests/oracle.py FRAME`` prints what a frame holds;
-``--example`` prints the worked example of the format's section 10.
+``--example`` prints the worked example of the format's section 11.
 """
 
 import struct
@@ -226,10 +226,12 @@ def decode(frame: bytes, codebooks: dict[int, list[int]] | None = None) -> tuple
         "<4sBBBBBBBBI", frame
     )
     frame_nbytes, checksum, cap, model = struct.unpack_from("<QQBB", frame, 16)
-    flags, halved = struct.unpack_from("<IB", frame, 40)
-    need(magic == b"CODC" and version == 1 and codec == 1, "magic, version or codec")
+    flags, halved, reserved, nblocks = struct.unpack_from("<BBHI", frame, 40)
+    need(magic == b"CODC" and version == 1 and 1 <= codec <= 6, "magic, version or codec")
     need(dtype in DTYPES and rank <= 8 and layout <= 1, "dtype, rank or layout")
-    need(2 <= cap <= 8 and model <= 2 and not any(frame[34:40]) and not any(frame[45:48]) and flags <= 7, "reserved")
+    need(reserved == 0 and flags <= 7, "reserved")
+    if codec == 1:
+        need(2 <= cap <= 8 and model <= 2 and not any(frame[34:40]), "params")
     name, nplanes, octave, kind = DTYPES[dtype]
     need(len(frame) >= 48 + 8 * rank, "truncated")
     shape = struct.unpack_from(f"<{rank}Q", frame, 48)
@@ -240,13 +242,20 @@ def decode(frame: bytes, codebooks: dict[int, list[int]] | None = None) -> tuple
     need(len(frame) == frame_nbytes, "size")
     header_nbytes = 48 + 8 * rank
     seal = digest(frame[:24] + bytes(8) + frame[32:header_nbytes], 0x100)
+    if codec > 1:
+        need(dtype in (1, 3, 4) and (layout == 1) == (n > 0), "dtype or layout of a codec of rows")
     if layout == 0:
-        need(not any((block_log2, fixed, coded, halved, side_nbytes, flags)), "stored")
+        need(not any((block_log2, fixed, coded, halved, side_nbytes, flags, nblocks)), "stored")
         values = frame[header_nbytes:]
         need(len(values) == n * nplanes, "size")
         need((seal + digest(b"", 0x101) + mix(digest(values, 0x300) ^ GOLDEN)) & MASK64 == checksum, "checksum")
         return name, shape, values
 
+    if codec > 1:
+        need(not any((block_log2, fixed, halved)), "planes of a codec of rows")
+        rows = Rows(codec, frame[32:40], n, shape, flags, coded)
+        values = rows.decode(frame, header_nbytes, side_nbytes, nblocks, seal, checksum)
+        return name, shape, narrow(values, dtype)
     planes_mask = (1 << nplanes) - 1
     need(n and 9 <= block_log2 <= 14 and not (fixed | coded) & ~planes_mask and not fixed & coded, "planes")
     need(not halved & ~coded and not (octave and halved & 1), "halved")
@@ -254,7 +263,7 @@ def decode(frame: bytes, codebooks: dict[int, list[int]] | None = None) -> tuple
     need(not flags & 3 or (coded & 1 and octave), "flags")
     need(bool(flags & 4) == (kind == "float64") and (kind != "float64" or coded & 1), "window flag")
     block = 1 << block_log2
-    nblocks = -(-n // block)
+    need(nblocks == -(-n // block), "nblocks")
     r = Reader(frame, header_nbytes, header_nbytes + side_nbytes)
     need(r.end <= len(frame), "side section")
     window = 0
@@ -404,6 +413,186 @@ def decode_region(
     return out
 
 
+F32 = np.float32
+
+
+def narrow(x: np.ndarray[Any, Any], dtype: int) -> bytes:
+    """float32 to the frame's dtype, to nearest even."""
+    if dtype == 1:
+        return x.astype("<f4").tobytes()
+    if dtype == 4:
+        y = np.clip(x, -65504, 65504).astype("<f2").view("<u2")
+        return np.where(np.isnan(x), x.view(np.uint32) >> 16 & 0x8000 | 0x7E00, y).astype("<u2").tobytes()
+    u = x.view(np.uint32).astype(np.uint64)
+    y = u + 0x7FFF + (u >> np.uint64(16) & np.uint64(1)) >> np.uint64(16)
+    y = np.where(y & np.uint64(0x7FFF) > 0x7F7F, y & np.uint64(0x8000) | np.uint64(0x7F7F), y)
+    return np.where(np.isnan(x), u >> np.uint64(16) & np.uint64(0x8000) | np.uint64(0x7FC0), y).astype("<u2").tobytes()
+
+
+def small_floats(mbits: int, bias: int, last: int) -> np.ndarray[Any, Any]:
+    """Values of all codes without sign; NaN above `last`."""
+    codes = np.arange(1 << 7 if mbits > 1 else 8)
+    e, m = codes >> mbits, codes & (1 << mbits) - 1
+    values = np.where(e > 0, (1 + m / 2**mbits) * 2.0 ** (e - bias), m / 2**mbits * 2.0 ** (1 - bias))
+    return np.where(codes <= last, values, np.nan).astype(F32)
+
+
+E4M3, E5M2, E2M1 = small_floats(3, 7, 126), small_floats(2, 15, 123), small_floats(1, 1, 7)
+
+
+def finite(r: Reader, count: int) -> np.ndarray[Any, Any]:
+    data = r.take(4 * count)
+    need((np.frombuffer(data, "<u4") < 0x7F800000).all(), "scale")
+    return np.frombuffer(data, "<f4")
+
+
+class Rows:
+    """Section 8."""
+
+    def __init__(self, codec: int, params: bytes, n: int, shape: tuple[int, ...], flags: int, coded: int) -> None:
+        self.codec, self.n, self.shape, self.flags = codec, n, shape, flags
+        self.variant, self.options, self.b, reserved, self.row = struct.unpack("<BBBBI", params)
+        nvariants = {2: 3, 3: 3, 4: 2, 5: 2, 6: 2}[codec]
+        allowed = {2: 0, 3: 8, 4: 7, 5: 1, 6: 1}[codec]
+        need(self.variant < nvariants and not self.options & ~allowed and reserved == 0, "params")
+        least = 0 if codec < 6 else 1 + self.variant
+        need(least <= self.b <= (8 if codec == 6 else 0), "bits")
+        last = (1 << 32) - 1
+        ok = {2: True, 3: self.row == 0, 4: self.row != 0, 5: self.row == 16 << self.variant}
+        need(ok.get(codec, self.row not in (0, last)) and (self.row <= 1 << 31 or self.row == last), "row")
+        self.chosen = self.row == last
+        self.entropy = (codec == 3 and self.variant == 2) or self.options & 4 != 0
+        self.part_scaled = self.row == 0 or (codec == 5 and self.variant == 0)
+        need(coded == self.entropy and flags in (0, 2), "coded or flags")
+
+    def row_of(self, shape: tuple[int, ...]) -> int:
+        row = self.row
+        if self.chosen:
+            row = 1024
+            if len(shape) > 1:
+                row, dims = 1, list(shape)
+                while dims and row < 64:
+                    row *= dims.pop()
+                if row > 1 << 31:
+                    row = 1024
+        return 1024 if self.entropy and row > 16384 else row
+
+    def read_parts(self, r: Reader) -> list[tuple[int, int, np.ndarray[Any, Any]]]:
+        none = np.zeros(2, F32)
+        if not self.flags & 2:
+            return [(self.n, self.row_of(self.shape), finite(r, 2) if self.part_scaled else none)]
+        (nparts,) = r.ints("Q")
+        need(1 <= nparts <= 2 * (self.n // 4096) + 1, "nparts")
+        parts = []
+        for _ in range(nparts):
+            count, row, zero = r.ints("QII")
+            need(count >= 1 and zero == 0, "part")
+            need(1 <= row <= (16384 if self.entropy else 1 << 31) if self.chosen else row == self.row_of((1,)), "row")
+            parts.append((count, row, finite(r, 2)))
+        need(sum(p[0] for p in parts) == self.n, "counts")
+        return parts
+
+    def decode(
+        self, frame: bytes, side_at: int, side_nbytes: int, nblocks: int, seal: int, checksum: int
+    ) -> np.ndarray[Any, Any]:
+        need(side_nbytes % 8 == 0 and len(frame) % 8 == 0 and side_at + side_nbytes <= len(frame), "side section")
+        r = Reader(frame, side_at, side_at + side_nbytes)
+        book = read_codebook(r) if self.entropy else None
+        parts = self.read_parts(r)
+        for _, _, scales in parts:
+            used = 2 if self.codec == 2 and self.variant == 2 else 1
+            need(not scales[used if self.part_scaled else 0 :].view(np.uint32).any(), "unused scale")
+        r.zeros(8)
+        seal += digest(frame[side_at : r.end], 0x101)
+        directory = frame[r.end : r.end + 8 * nblocks]
+        need(len(directory) == 8 * nblocks, "directory")
+        seal += digest(directory, 0x200)
+        at, b, out = r.end + 8 * nblocks, 0, []
+        for count, row, scales in parts:
+            block = (81920 if self.codec == 3 and self.variant else 16384) if not row else row * max(1, 16384 // row)
+            for first in range(0, count, block):
+                need(b < nblocks, "nblocks")
+                end, short = struct.unpack_from("<II", directory, 8 * b)
+                end *= 8
+                need(at < end <= len(frame), "directory")
+                s = mix(digest(frame[at:end], 0x300) ^ ((b + 1) * GOLDEN & MASK64))
+                need(s >> 32 == short, "block digest")
+                seal += s
+                out.append(self.block(Reader(frame, at, end), min(block, count - first), row, scales, book))
+                at, b = end, b + 1
+        need(b == nblocks and at == len(frame) and seal & MASK64 == checksum, "nblocks, size or checksum")
+        return np.concatenate(out)
+
+    def codes(self, r: Reader, m: int, book: Codebook | None) -> np.ndarray[Any, Any]:
+        bits = {2: 1, 3: 0 if self.variant else 2, 4: 8, 5: 4, 6: self.b}[self.codec]
+        nbytes = -(-m * bits // 8) if bits else -(-m // 5)
+        if book is None:
+            data = r.take(nbytes)
+        else:
+            (mode,) = r.ints("I")
+            need(mode <= 2, "mode")
+            if mode == 2:
+                values, escaped = decode_lanes(book, r, nbytes)
+                for i in escaped:
+                    need(r.end > r.at, "escapes")
+                    r.end -= 1
+                    values[i] = r.data[r.end]
+                data = bytes(values)
+            else:
+                data = r.take(nbytes) if mode else r.take(1) * nbytes
+        r.zeros(8)
+        raw = np.frombuffer(data, np.uint8)
+        if not bits:
+            need((raw <= 242).all(), "base 3")
+            codes = (raw[:, None] // np.array([81, 27, 9, 3, 1]) % 3).ravel()
+            need((codes[m:] == 1).all(), "padding")
+            return codes[:m]
+        flat = np.unpackbits(raw, bitorder="little")
+        whole = flat[: len(flat) // bits * bits].reshape(-1, bits).astype(np.int64)
+        codes = (whole << np.arange(bits)).sum(1)
+        if self.codec == 3:
+            need((codes[m:] == 1).all(), "padding")
+        else:
+            need(not flat[m * bits :].any(), "padding")
+        return codes[:m]
+
+    def block(
+        self, r: Reader, m: int, row: int, scales: np.ndarray[Any, Any], book: Codebook | None
+    ) -> np.ndarray[Any, Any]:
+        index = np.arange(m) // row if row else np.zeros(m, np.int64)
+        nrows = int(index[-1]) + 1
+        below: Any = None
+        if self.codec == 5:
+            stored = np.frombuffer(r.take(nrows), np.uint8)
+            need((stored <= (252 if self.variant else 126)).all(), "scale")
+            scale = np.ldexp(F32(1), stored.astype(int) - 127) if self.variant else E4M3[stored % 128] * scales[0]
+        elif self.codec == 2 and self.variant == 2:
+            both = finite(r, 2 * nrows).reshape(-1, 2) if row else scales[None]
+            scale, below = both[:, 0], both[:, 1]
+        else:
+            scale = finite(r, nrows) if row else scales[:1]
+        codes = self.codes(r, m, book)
+        s = scale.astype(F32)[index]
+        with np.errstate(all="ignore"):
+            if self.codec == 2:
+                low = below[index] if below is not None else s
+                return np.where(codes == 1, s, np.where(low == 0, F32(0), -low)).astype(F32)
+            if self.codec == 3:
+                need((codes <= 2).all(), "code 3")
+                return (codes - 1).astype(F32) * s
+            if self.codec == 4:
+                need((scale != 0).all(), "scale 0")
+                v = (E5M2 if self.variant else E4M3)[codes & 127] / s
+                return np.where(codes & 128, -v, v).astype(F32)
+            if self.codec == 5:
+                v = E2M1[codes & 7] * s
+                return np.where(codes & 8, -v, v).astype(F32)
+            n = 2**self.b - 1 if self.variant == 0 else 2 ** (self.b - 1) - 1
+            need((codes <= (2 * n if self.variant else n)).all(), "code")
+            c = codes - n if self.variant else 2 * codes - n
+            return np.where(s > 0, s * (c.astype(F32) / F32(n)), F32(0)).astype(F32)
+
+
 def example() -> bytes:
     """The frame of the format's example, which the library makes."""
     import codec
@@ -425,7 +614,7 @@ def dump(frame: bytes) -> str:
         (16, 24, "frame_nbytes"),
         (24, 32, "checksum"),
         (32, 40, "params: cap, model"),
-        (40, 48, "flags, halved, reserved"),
+        (40, 48, "flags, halved, reserved, nblocks"),
         (48, 48 + 8 * rank, "shape"),
         (48 + 8 * rank, 48 + 8 * rank + side, "side section"),
         (48 + 8 * rank + side, 56 + 8 * rank + side, "directory: end / 8, digest"),

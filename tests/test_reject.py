@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import oracle
 import pytest
-from conftest import ALL_DTYPES, KINDS, make
+from conftest import ALL_DTYPES, KINDS, LOSSY, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +31,11 @@ def frames():
         out[f"{dtype}-{n}-{kind}"] = (bytes(codec.encode(make(dtype, n, kind), dtype=dtype)), dtype, n)
     x = make("bfloat16", 8192, "sparse").reshape(64, 128)
     out["model"] = (bytes(codec.encode(x, codec.Lossless(model="separable"), dtype="bfloat16")), "bfloat16", 8192)
+    y = make("float32", 8300, "normal").view(np.float32) * np.float32(0.01)
+    for name, spec in LOSSY.items():
+        out[name] = (bytes(codec.encode(y[:300], spec)), "float32", 300)
+    out["parts"] = (bytes(codec.encode(y, codec.Sign(block="row"), segments=[(0, (41, 100))])), "float32", 8300)
+    out["bytes"] = (bytes(codec.encode(y[:8300], codec.Ternary("entropy"))), "float32", 8300)
     return out
 
 
@@ -60,7 +65,7 @@ def reseal(frame):
         if layout == 0:
             seal += oracle.digest(b"", 0x101) + oracle.mix(oracle.digest(bytes(frame[header:]), 0x300) ^ oracle.GOLDEN)
         else:
-            nblocks = -(-n // (1 << log2))
+            (nblocks,) = struct.unpack_from("<I", frame, 44)
             directory, at = header + side, header + side + 8 * nblocks
             if frame_nbytes != len(frame) or nblocks > 64:
                 return None

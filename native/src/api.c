@@ -1,5 +1,5 @@
 /* api.c - arguments checked, sizes, status texts: what codec_encode and codec_decode have in common. */
-#include "core.h"
+#include "rows.h"
 
 const char *codec_strerror(codec_status status)
 {
@@ -12,6 +12,8 @@ const char *codec_strerror(codec_status status)
 	case CODEC_BAD_SEGMENTS: return "segments overlap, are out of order or lie outside of the tensor";
 	case CODEC_BAD_CODEBOOK: return "the code lengths are not a codebook";
 	case CODEC_SHAPE_MISMATCH: return "the destination's dtype or shape is not the frame's";
+	case CODEC_NONFINITE: return "the tensor holds NaN or Inf, which this codec does not take";
+	case CODEC_BAD_SCALE: return "the scale given is smaller than the largest magnitude";
 	case CODEC_SHORT_OUTPUT: return "the output buffer is too small";
 	case CODEC_SHORT_SCRATCH: return "the scratch buffer is too small";
 	case CODEC_TRUNCATED: return "the frame is truncated";
@@ -50,8 +52,10 @@ codec_status context_read(const codec_context *with, codec_context *copy)
 		return CODEC_OK;
 	}
 	READ_STRUCT(*copy, with);
-	if (copy->flags & ~(CODEC_ALLOW_SLACK | CODEC_VERIFY_FIRST | CODEC_NO_CHECKSUM) || copy->reserved ||
-	    (copy->nsegments && !copy->segments) || (copy->ncodebooks && !copy->codebooks) || !kernels_for(copy))
+	if (copy->flags &
+		    ~(CODEC_ALLOW_SLACK | CODEC_VERIFY_FIRST | CODEC_NO_CHECKSUM | CODEC_UNSCALED | CODEC_RESCALE) ||
+	    copy->into > CODEC_INTO_FLOAT32 || (copy->nsegments && !copy->segments) ||
+	    (copy->ncodebooks && !copy->codebooks) || !kernels_for(copy))
 		return CODEC_BAD_ARGUMENT;
 	return CODEC_OK;
 }
@@ -74,22 +78,25 @@ codec_status request(const codec_spec *spec, const codec_tensor *like, int with_
 	READ_STRUCT(s, spec);
 	READ_STRUCT(*copy, like);
 	memset(h, 0, sizeof *h);
-	if (s.codec != CODEC_LOSSLESS || s.model > CODEC_MODEL_SEPARABLE ||
-	    (s.cap && (s.cap < 2 || s.cap > WIRE_MAX_CAP)))
-		return CODEC_BAD_SPEC;
-	if (!dtype_of(copy->dtype))
+	TRY(params_ask(&s, h));
+	if (!codec_takes(h->codec, copy->dtype))
 		return CODEC_BAD_DTYPE;
 	if (copy->rank > CODEC_MAX_RANK)
 		return CODEC_BAD_SHAPE;
-	h->codec = (uint8_t)s.codec;
 	h->dtype = (uint8_t)copy->dtype;
 	h->rank = (uint8_t)copy->rank;
-	h->cap = (uint8_t)(s.cap ? s.cap : WIRE_MAX_CAP);
-	h->model = (uint8_t)s.model;
 	memcpy(h->shape, copy->shape, sizeof(uint64_t) * h->rank);
 	TRY(header_derive(h));
 	if (with_data && (copy->nbytes != h->n * dtype_of(h->dtype)->nbytes || (copy->nbytes && !copy->data)))
 		return CODEC_BAD_ARGUMENT;
+	return CODEC_OK;
+}
+
+codec_status segment_check(const codec_segment *s, uint64_t n, uint64_t end, uint64_t *count)
+{
+	if (s->reserved || shape_product(s->rank, s->shape, count) != CODEC_OK || s->offset < end || s->offset > n ||
+	    *count > n - s->offset)
+		return CODEC_BAD_SEGMENTS;
 	return CODEC_OK;
 }
 
@@ -98,9 +105,11 @@ uint64_t stored_nbytes(const struct header *h)
 	return WIRE_AT_SHAPE + 8 * (uint64_t)h->rank + h->n * dtype_of(h->dtype)->nbytes;
 }
 
-uint64_t job_room(const struct dtype *d, uint64_t n)
+uint64_t job_room(const struct header *h)
 {
-	return ALIGN8(sizeof(struct job)) + 8 + model_nbytes(d, n);
+	return ALIGN8(sizeof(struct job)) + 8 +
+	       (codec_is_rows(h->codec) ? rows_job_nbytes(h) + (rows_entropy(h) ? work_nbytes(h) : 0)
+					: model_nbytes(dtype_of(h->dtype), h->n));
 }
 
 codec_status codec_bound(const codec_spec *spec, const codec_tensor *like, size_t *nbytes)
@@ -111,7 +120,7 @@ codec_status codec_bound(const codec_spec *spec, const codec_tensor *like, size_
 	if (!nbytes)
 		return CODEC_BAD_ARGUMENT;
 	TRY(request(spec, like, 0, &h, &t));
-	*nbytes = stored_nbytes(&h);
+	*nbytes = codec_is_rows(h.codec) ? rows_bound(&h) : stored_nbytes(&h);
 	return CODEC_OK;
 }
 
@@ -123,8 +132,8 @@ codec_status codec_job_nbytes(const codec_spec *spec, const codec_tensor *like, 
 	if (!job_nbytes || !work)
 		return CODEC_BAD_ARGUMENT;
 	TRY(request(spec, like, 0, &h, &t));
-	*job_nbytes = job_room(dtype_of(h.dtype), h.n);
-	*work = work_nbytes(dtype_of(h.dtype), h.n);
+	*job_nbytes = job_room(&h);
+	*work = work_nbytes(&h);
 	return CODEC_OK;
 }
 
@@ -149,24 +158,26 @@ codec_status job_open(void *memory, size_t nbytes, const struct header *h, struc
 {
 	struct job *j = job_place(memory);
 
-	if (!memory || nbytes < job_room(dtype_of(h->dtype), h->n))
+	if (!memory || nbytes < job_room(h))
 		return CODEC_SHORT_SCRATCH;
 	memset(j, 0, sizeof *j);
 	j->h = *h;
 	j->model.segments_at = ALIGN8(sizeof *j);
 	j->model.offsets_at = j->model.segments_at;
+	j->parts_at = ALIGN8(sizeof *j);
+	j->sums_at = j->parts_at + WIRE_MAX_PARTS(h->n) * sizeof(struct part);
+	j->work_at = j->parts_at + rows_job_nbytes(h);
 	*out = j;
 	return CODEC_OK;
 }
 
 void job_plan(struct job *j, codec_plan *plan)
 {
-	const struct dtype *d = dtype_of(j->h.dtype);
-
 	j->plan = (codec_plan){.nblocks = j->h.nblocks,
-			       .job_nbytes = job_room(d, j->h.n),
-			       .work_nbytes = work_nbytes(d, j->h.n),
-			       .region_bound = j->h.nblocks ? region_bound(&j->h) : 0,
+			       .nscans = j->nscans,
+			       .job_nbytes = job_room(&j->h),
+			       .work_nbytes = work_nbytes(&j->h),
+			       .region_bound = region_bound(j),
 			       .regions_at = j->h.regions_at};
 	if (plan)
 		*plan = j->plan;

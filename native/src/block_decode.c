@@ -161,6 +161,34 @@ static codec_status read_rows(struct cursor *c, uint8_t *out, uint64_t n, codec_
 	return CODEC_OK;
 }
 
+/* The inverse of encode_bytes: *bytes is where they are. */
+codec_status decode_bytes(const struct job *j, const struct kernels *k, struct work *w, struct cursor *c, uint64_t n,
+			  const uint8_t **bytes, codec_fault *f)
+{
+	uint32_t mode = load32(c->frame + c->at);
+
+	c->at += 4;
+	w->ahead.count = 0;
+	*bytes = w->symbol;
+	switch (mode) {
+	case WIRE_MODE_CODED:
+		TRY(decode_plane(j->lookup, k, w, c, n, w->symbol, f));
+		return read_escapes(w->top[0].escaped, c, w->symbol, n, f);
+	case WIRE_MODE_RAW:
+		if (c->end - c->at < n)
+			BAD(c->at, c->end - c->at, n);
+		*bytes = c->frame + c->at;
+		c->at += n;
+		return CODEC_OK;
+	case WIRE_MODE_CONSTANT:
+		if (c->end == c->at)
+			BAD(c->at, 0, 1);
+		memset(w->symbol, c->frame[c->at++], n);
+		return CODEC_OK;
+	default: BAD(c->at - 4, mode, WIRE_MODE_CODED);
+	}
+}
+
 static codec_status read_head(const struct header *h, const struct dtype *d, uint32_t head, uint64_t at, uint8_t *mode,
 			      codec_fault *f)
 {
@@ -253,8 +281,8 @@ static void merge_block(const struct job *j, const struct kernels *k, const stru
 	}
 }
 
-/* The rest: the block's values in dst. */
-codec_status block_close(const struct job *j, const struct kernels *k, struct block *o, codec_tensor *dst,
+/* The rest: the block's values, past the caches if wanted. */
+codec_status block_close(const struct job *j, const struct kernels *k, struct block *o, char *values, int past,
 			 struct work *w, codec_fault *f)
 {
 	static const uint8_t ORDER[] = {WIRE_MODE_CODED, WIRE_MODE_RAW, WIRE_MODE_ROWS, WIRE_MODE_CONSTANT};
@@ -262,7 +290,6 @@ codec_status block_close(const struct job *j, const struct kernels *k, struct bl
 	const struct dtype *d = dtype_of(h->dtype);
 	uint64_t first = o->b * h->block, m = o->m, count = m;
 	const uint8_t *plane[WIRE_MAX_PLANES], *section = o->c.frame + h->planes_at;
-	char *values = (char *)dst->data + first * d->nbytes;
 	int pruning = (o->head & WIRE_REGION_PRUNED) != 0, wide = d->form == FORM_FLOAT8;
 	uint8_t *top = o->top.symbol;
 	struct cursor *c = &o->c;
@@ -322,6 +349,6 @@ codec_status block_close(const struct job *j, const struct kernels *k, struct bl
 	for (; c->at < c->end; c->at++)
 		if (c->frame[c->at])
 			BAD(c->at, c->frame[c->at], 0);
-	merge_block(j, k, w, plane, first, m, values, dst->nbytes >= STREAM_NBYTES);
+	merge_block(j, k, w, plane, first, m, values, past);
 	return CODEC_OK;
 }

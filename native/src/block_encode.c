@@ -157,6 +157,29 @@ static uint64_t prune_zeros(const struct header *h, const struct kernels *k, uin
 	return nzeros;
 }
 
+/* n code bytes in w->plane[0] to dst: u32 head, then one plane. Returns the size with w->nescapes escapes. */
+uint64_t encode_bytes(const struct job *j, const struct kernels *k, struct work *w, uint64_t n, uint8_t *dst)
+{
+	uint64_t got = 0;
+
+	w->nescapes = 0;
+	w->ahead.count = 0;
+	if (is_constant(w->plane[0], n)) {
+		store32(dst, WIRE_MODE_CONSTANT);
+		dst[4] = w->plane[0][0];
+		return 5;
+	}
+	if (n >= WIRE_MIN_CODED) {
+		memcpy(w->symbol, w->plane[0], n);
+		got = encode_plane(j->codes, k, w, w->symbol, n, w->plane[0], NULL, n, dst + 4, w->escapes,
+				   &w->nescapes);
+	}
+	store32(dst, got ? WIRE_MODE_CODED : WIRE_MODE_RAW);
+	if (!got)
+		memcpy(dst + 4, w->plane[0], got = n);
+	return 4 + got + w->nescapes;
+}
+
 /* The exponents of float64: planes 0 and 1 without the sign. Returns how many lie outside of the window. */
 static uint64_t split_exponents(const struct job *j, const struct kernels *k, const struct work *w, const char *values,
 				uint64_t m, uint8_t *const *plane, uint16_t *exponent)

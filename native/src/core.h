@@ -47,13 +47,25 @@ const struct dtype *dtype_of(uint32_t number);
 /* frame.c: the header as read once, checked whole; nothing else reads or writes a header field. */
 struct header {
 	uint8_t codec, dtype, rank, layout, block_log2, fixed, coded, halved, flags;
-	uint8_t cap, model;
+	uint8_t cap, model;             /* LOSSLESS */
+	uint8_t variant, options, bits; /* codecs of rows */
+	uint32_t row;
 	uint64_t shape[CODEC_MAX_RANK];
 	uint64_t frame_nbytes, checksum;
 	/* derived */
 	uint64_t n, block, nblocks;
 	uint64_t side_at, side_nbytes, directory_at, planes_at, plane_stride, regions_at;
 };
+
+/* codecs.c */
+int codec_known(uint32_t id);
+int codec_takes(uint32_t id, uint32_t dtype);
+int codec_is_rows(uint32_t id);
+int params_fault(const struct header *h);
+void params_read(struct header *h, const uint8_t *params);
+void params_write(const struct header *h, uint8_t *params);
+codec_status params_ask(const codec_spec *s, struct header *h);
+void params_spec(const struct header *h, codec_spec *s);
 
 codec_status fault(codec_fault *f, codec_status status, uint64_t offset, uint64_t found, uint64_t expected);
 codec_status shape_product(uint32_t rank, const uint64_t *shape, uint64_t *n);
@@ -75,6 +87,18 @@ struct model {
 	uint64_t segments_at, offsets_at; /* bytes from the job's start */
 	uint64_t noffsets;
 	uint32_t window; /* of 64-bit exponents */
+};
+
+/* rows.c: values [start, start + count) whose blocks and rows are their own. */
+struct part {
+	uint64_t start, count, first_block, first_sum;
+	uint32_t row; /* values that share a scale; 0: all do */
+	float scale[2];
+};
+
+struct part_sums {
+	struct row_sums sums;
+	uint32_t max;
 };
 
 /* What a sample of the tensor says. */
@@ -106,7 +130,11 @@ struct job {
 	codec_plan plan;
 	struct header h;
 	struct model model;
-	uint64_t seal; /* decode: of all but the blocks */
+	uint64_t nparts, nsums, nscans, parts_at, sums_at, work_at; /* codecs of rows; bytes from the job's start */
+	struct philox key;
+	float scale, clip;
+	uint8_t residual; /* is asked for */
+	uint64_t seal;    /* decode: of all but the blocks */
 	uint64_t codebook_id;
 	uint8_t checked; /* decode: the checksum has been verified already, or must not be */
 	codebook books[WIRE_MAX_PLANES];
@@ -129,6 +157,17 @@ static inline int8_t *job_offsets(const struct job *j)
 	return (int8_t *)j + j->model.offsets_at;
 }
 
+static inline struct part *job_parts(const struct job *j)
+{
+	return (struct part *)((char *)j + j->parts_at);
+}
+
+static inline struct part_sums *job_sums(const struct job *j)
+{
+	return (struct part_sums *)((char *)j + j->sums_at);
+}
+
+codec_status segment_check(const codec_segment *s, uint64_t n, uint64_t end, uint64_t *count);
 uint64_t model_nbytes(const struct dtype *d, uint64_t n);
 codec_status model_choose(const codec_tensor *src, const codec_context *with, const struct kernels *k, struct job *j,
 			  struct sample *s);
@@ -146,6 +185,13 @@ struct work {
 	uint8_t *symbol, *high, *region, *escapes;
 	uint16_t *offset;   /* of OFFSETS values */
 	uint16_t *exponent; /* float64 */
+	/* codecs of rows: a chunk's values, scales and draws; codes of a tile */
+	float *x, *y, *scale, *scale_below;
+	uint32_t *max;
+	uint16_t *half;
+	uint8_t *code;
+	uint64_t nescapes;
+	char *values; /* of a block that is not decoded into its tensor: lies where encoding has its region */
 	uint32_t *words, *words_end;
 	struct stream top[2]; /* memory for plane 0 of two blocks; plane[0] is the first's */
 	struct ahead ahead;
@@ -163,9 +209,24 @@ uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct w
 codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, struct work *w, struct cursor *c,
 			  uint64_t m, uint8_t *symbol, codec_fault *f);
 codec_status read_escapes(const uint32_t *escaped, struct cursor *c, uint8_t *out, uint64_t n, codec_fault *f);
-uint64_t work_nbytes(const struct dtype *d, uint64_t n);
-void work_place(const struct dtype *d, uint64_t n, void *memory, struct work *w);
-uint64_t region_bound(const struct header *h);
+uint64_t encode_bytes(const struct job *j, const struct kernels *k, struct work *w, uint64_t n, uint8_t *dst);
+codec_status decode_bytes(const struct job *j, const struct kernels *k, struct work *w, struct cursor *c, uint64_t n,
+			  const uint8_t **bytes, codec_fault *f);
+uint64_t work_nbytes(const struct header *h);
+void work_place(const struct header *h, void *memory, struct work *w);
+
+/* Where decoded values go: what codec_context's `into` says, or x - y. */
+struct sink {
+	int into;
+	float weight;
+	float scale, divide; /* of the result; 0: not */
+	int unscaled, rescale;
+	const codec_tensor *dst, *src;
+};
+#define SINK_RESIDUAL 100
+
+void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uint64_t n, const float *y);
+uint64_t region_bound(const struct job *j);
 uint64_t encode_block(const struct job *j, const struct kernels *k, const codec_tensor *src, uint8_t *dst, uint64_t b,
 		      struct work *w, uint64_t *planes_digest);
 /* A block being decoded. Two may be open at once, each with its own memory for plane 0. */
@@ -180,11 +241,12 @@ struct block {
 codec_status block_open(const struct job *j, const uint8_t *frame, uint64_t b, uint64_t at, uint64_t end,
 			const struct stream *top, struct block *o, codec_fault *f);
 void block_decode_top(const struct job *j, const struct kernels *k, struct block *o, int count, struct work *w);
-codec_status block_close(const struct job *j, const struct kernels *k, struct block *o, codec_tensor *dst,
+codec_status block_close(const struct job *j, const struct kernels *k, struct block *o, char *values, int past,
 			 struct work *w, codec_fault *f);
 
 /* side.c */
 codec_status choose_planes(const codec_context *with, struct job *j, const struct sample *s);
+void choose_bytes(struct job *j, const uint32_t counts[256]);
 uint64_t side_write(const struct job *j, uint8_t *dst);
 codec_status side_read(const uint8_t *frame, const codec_context *with, struct job *j);
 
@@ -194,7 +256,10 @@ codec_status request(const codec_spec *spec, const codec_tensor *like, int with_
 		     codec_tensor *copy);
 uint64_t stored_nbytes(const struct header *h);
 uint8_t block_log2_for(uint64_t n);
-uint64_t job_room(const struct dtype *d, uint64_t n);
+uint64_t job_room(const struct header *h);
+/* The floating-point environment that the format is written for, and back (cpu.c). */
+uint64_t fp_enter(void);
+void fp_leave(uint64_t saved);
 struct job *job_place(void *memory);
 codec_status job_open(void *memory, size_t nbytes, const struct header *h, struct job **out);
 void job_plan(struct job *j, codec_plan *plan);

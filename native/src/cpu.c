@@ -50,6 +50,47 @@ static unsigned cpu(void)
 }
 #endif
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+
+uint64_t fp_enter(void)
+{
+	uint64_t saved = _mm_getcsr();
+
+	_mm_setcsr(0x1f80);
+	return saved;
+}
+
+void fp_leave(uint64_t saved)
+{
+	_mm_setcsr((unsigned)saved);
+}
+#elif defined(__aarch64__)
+uint64_t fp_enter(void)
+{
+	uint64_t saved;
+
+	__asm__ volatile("mrs %0, fpcr" : "=r"(saved));
+	__asm__ volatile("msr fpcr, %0" ::"r"((uint64_t)0));
+	return saved;
+}
+
+void fp_leave(uint64_t saved)
+{
+	__asm__ volatile("msr fpcr, %0" ::"r"(saved));
+}
+#else
+uint64_t fp_enter(void)
+{
+	return 0;
+}
+
+void fp_leave(uint64_t saved)
+{
+	(void)saved;
+}
+#endif
+
 static const struct kernels *const ALL[] = {
 	&kernels_scalar,
 #if defined(__x86_64__)

@@ -1,5 +1,5 @@
 /* decode.c - a frame to a tensor: open (check, build tables), blocks, close (checksum); inspect and verify. */
-#include "core.h"
+#include "rows.h"
 
 /* Header, side section and the directory's last entry: all that is checked before a tensor is touched. */
 static codec_status open_frame(const uint8_t *frame, size_t nbytes, const codec_context *with, struct header *h)
@@ -99,20 +99,40 @@ static codec_status verify(const uint8_t *frame, const struct header *h, const s
 }
 
 /* The destination's dtype and shape must be the frame's. */
-static codec_status check_destination(const struct header *h, const codec_tensor *dst, codec_fault *f)
+static codec_status check_destination(const struct header *h, const codec_tensor *dst, uint32_t into, codec_fault *f)
 {
+	uint32_t dtype = into == CODEC_INTO_STORE ? h->dtype : CODEC_FLOAT32;
+
 	if (!dst || dst->struct_nbytes < sizeof *dst)
 		return CODEC_BAD_ARGUMENT;
-	if (dst->dtype != h->dtype)
-		return fault(f, CODEC_SHAPE_MISMATCH, WIRE_AT_DTYPE, h->dtype, dst->dtype);
+	if (into != CODEC_INTO_STORE && !codec_takes(CODEC_SIGN, h->dtype))
+		return fault(f, CODEC_BAD_DTYPE, WIRE_AT_DTYPE, h->dtype, CODEC_FLOAT32);
+	if (dst->dtype != dtype)
+		return fault(f, CODEC_SHAPE_MISMATCH, WIRE_AT_DTYPE, dtype, dst->dtype);
 	if (dst->rank != h->rank)
 		return fault(f, CODEC_SHAPE_MISMATCH, WIRE_AT_RANK, h->rank, dst->rank);
 	for (uint32_t i = 0; i < h->rank; i++)
 		if (dst->shape[i] != h->shape[i])
 			return fault(f, CODEC_SHAPE_MISMATCH, WIRE_AT_SHAPE + 8 * i, h->shape[i], dst->shape[i]);
-	if (dst->nbytes != h->n * dtype_of(h->dtype)->nbytes || (dst->nbytes && !dst->data))
+	if (dst->nbytes != h->n * dtype_of(dtype)->nbytes || (dst->nbytes && !dst->data))
 		return CODEC_BAD_ARGUMENT;
 	return CODEC_OK;
+}
+
+/* Decoded values, n of them from `first` on, to where they go other than their own dtype's tensor. */
+static void put_values(const struct kernels *k, uint32_t dtype, const void *values, uint64_t first, uint64_t n,
+		       const codec_context *with, const codec_tensor *dst)
+{
+	const struct sink sink = {.into = (int)with->into, .weight = with->weight, .divide = with->divide, .dst = dst};
+	const codec_tensor from = {.dtype = dtype, .data = (void *)values};
+	float buffer[ROW_CHUNK], aligned[ROW_CHUNK];
+
+	for (uint64_t i = 0; i < n; i += ROW_CHUNK) {
+		uint64_t m = MIN(ROW_CHUNK, n - i);
+
+		memcpy(aligned, rows_load(k, &from, i, m, buffer), sizeof(float) * m);
+		sink_put(k, &sink, first + i, m, aligned);
+	}
 }
 
 static codec_status open_job(const uint8_t *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
@@ -124,7 +144,7 @@ static codec_status open_job(const uint8_t *frame, size_t nbytes, codec_tensor *
 	struct job *j;
 
 	TRY(open_frame(frame, nbytes, with, &h));
-	TRY(check_destination(&h, dst, with->fault));
+	TRY(check_destination(&h, dst, with->into, with->fault));
 	TRY(job_open(memory, job_nbytes, &h, &j));
 	*out = j;
 	j->checked = (with->flags & CODEC_NO_CHECKSUM) != 0;
@@ -146,6 +166,10 @@ static codec_status open_job(const uint8_t *frame, size_t nbytes, codec_tensor *
 	if (h.layout == WIRE_LAYOUT_STORED) {
 		if (!j->checked)
 			TRY(check_seal(&h, j->seal, with->fault));
+		if (with->into != CODEC_INTO_STORE) {
+			put_values(k, h.dtype, frame + h.side_at, 0, h.n, with, dst);
+			return CODEC_OK;
+		}
 		if (dst->nbytes)
 			memcpy(dst->data, frame + h.side_at, dst->nbytes);
 #if CODEC_BIG_ENDIAN
@@ -155,14 +179,46 @@ static codec_status open_job(const uint8_t *frame, size_t nbytes, codec_tensor *
 	return CODEC_OK;
 }
 
+/* The last step of a block: its values to dst, or through w->values into it. */
+static codec_status close_block(const struct job *j, const struct kernels *k, struct block *o, codec_tensor *dst,
+				struct work *w, const codec_context *with)
+{
+	const struct dtype *d = dtype_of(j->h.dtype);
+	uint64_t first = o->b * j->h.block;
+
+	if (with->into == CODEC_INTO_STORE)
+		return block_close(j, k, o, (char *)dst->data + first * d->nbytes, dst->nbytes >= STREAM_NBYTES, w,
+				   with->fault);
+	TRY(block_close(j, k, o, w->values, 0, w, with->fault));
+	put_values(k, j->h.dtype, w->values, first, o->m, with, dst);
+	return CODEC_OK;
+}
+
 static codec_status blocks(const uint8_t *frame, codec_tensor *dst, const codec_context *with, const struct job *j,
 			   uint64_t first, uint64_t count, uint64_t *seal, void *work)
 {
 	const struct kernels *k = kernels_for(with);
+	const struct sink sink = {.into = (int)with->into,
+				  .weight = with->weight,
+				  .rescale = (with->flags & CODEC_RESCALE) != 0,
+				  .divide = with->divide,
+				  .unscaled = (with->flags & CODEC_UNSCALED) != 0,
+				  .dst = dst};
 	struct work w;
 
-	work_place(dtype_of(j->h.dtype), j->h.n, work, &w);
+	work_place(&j->h, work, &w);
 	*seal = 0;
+	if (codec_is_rows(j->h.codec)) {
+		for (uint64_t b = first; b < first + count; b++) {
+			uint64_t at, end;
+
+			TRY(find_region(frame, &j->h, b, &at, &end, with->fault));
+			if (!j->checked)
+				TRY(check_block(frame, &j->h, k, b, at, end, seal, with->fault));
+			TRY(rows_decode_block(j, k, frame, b, at, end, &sink, &w, with->fault));
+		}
+		return CODEC_OK;
+	}
 	for (uint64_t b = first; b < first + count; b += 2) {
 		int n = b + 1 < first + count ? 2 : 1;
 		struct block open[2];
@@ -177,7 +233,7 @@ static codec_status blocks(const uint8_t *frame, codec_tensor *dst, const codec_
 		}
 		block_decode_top(j, k, open, n, &w);
 		for (int i = 0; i < n; i++)
-			TRY(block_close(j, k, open + i, dst, &w, with->fault));
+			TRY(close_block(j, k, open + i, dst, &w, with));
 	}
 	return CODEC_OK;
 }
@@ -185,11 +241,16 @@ static codec_status blocks(const uint8_t *frame, codec_tensor *dst, const codec_
 codec_status codec_decode_open(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
 			       void *job, size_t job_nbytes, codec_plan *plan)
 {
+	codec_status status;
 	codec_context c;
+	uint64_t saved;
 	struct job *j;
 
 	TRY(context_read(with, &c));
-	TRY(open_job(frame, nbytes, dst, &c, job, job_nbytes, &j));
+	saved = fp_enter();
+	status = open_job(frame, nbytes, dst, &c, job, job_nbytes, &j);
+	fp_leave(saved);
+	TRY(status);
 	job_plan(j, plan);
 	return CODEC_OK;
 }
@@ -199,16 +260,21 @@ codec_status codec_decode_blocks(const void *frame, size_t nbytes, codec_tensor 
 				 size_t work_nbytes)
 {
 	const struct job *j = job_place((void *)job);
+	codec_status status;
 	codec_context c;
+	uint64_t saved;
 
 	TRY(context_read(with, &c));
 	if (!frame || !job || !seal || !work || first > j->h.nblocks || count > j->h.nblocks - first ||
 	    nbytes < j->h.frame_nbytes)
 		return CODEC_BAD_ARGUMENT;
-	TRY(check_destination(&j->h, dst, c.fault));
+	TRY(check_destination(&j->h, dst, c.into, c.fault));
 	if (work_nbytes < j->plan.work_nbytes)
 		return CODEC_SHORT_SCRATCH;
-	return blocks(frame, dst, &c, j, first, count, seal, work);
+	saved = fp_enter();
+	status = blocks(frame, dst, &c, j, first, count, seal, work);
+	fp_leave(saved);
+	return status;
 }
 
 codec_status codec_decode_close(const codec_context *with, const void *job, uint64_t seal)
@@ -222,22 +288,47 @@ codec_status codec_decode_close(const codec_context *with, const void *job, uint
 	return j->checked || !j->h.nblocks ? CODEC_OK : check_seal(&j->h, j->seal + seal, c.fault);
 }
 
-codec_status codec_decode(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with, void *scratch,
-			  size_t scratch_nbytes)
+static codec_status decode(const uint8_t *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
+			   void *scratch, size_t scratch_nbytes)
 {
 	uint64_t seal = 0;
-	codec_context c;
 	struct job *j;
 
-	TRY(context_read(with, &c));
-	TRY(open_job(frame, nbytes, dst, &c, scratch, scratch_nbytes, &j));
+	TRY(open_job(frame, nbytes, dst, with, scratch, scratch_nbytes, &j));
 	job_plan(j, NULL);
 	if (!j->h.nblocks)
 		return CODEC_OK;
 	if (scratch_nbytes < j->plan.job_nbytes + j->plan.work_nbytes)
 		return CODEC_SHORT_SCRATCH;
-	TRY(blocks(frame, dst, &c, j, 0, j->h.nblocks, &seal, (char *)scratch + j->plan.job_nbytes));
-	return j->checked ? CODEC_OK : check_seal(&j->h, j->seal + seal, c.fault);
+	TRY(blocks(frame, dst, with, j, 0, j->h.nblocks, &seal, (char *)scratch + j->plan.job_nbytes));
+	return j->checked ? CODEC_OK : check_seal(&j->h, j->seal + seal, with->fault);
+}
+
+codec_status codec_decode(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with, void *scratch,
+			  size_t scratch_nbytes)
+{
+	codec_status status;
+	codec_context c;
+	uint64_t saved;
+
+	TRY(context_read(with, &c));
+	saved = fp_enter();
+	status = decode(frame, nbytes, dst, &c, scratch, scratch_nbytes);
+	fp_leave(saved);
+	return status;
+}
+
+codec_status codec_accumulate(const void *frame, size_t nbytes, float weight, codec_tensor *dst,
+			      const codec_context *with, void *scratch, size_t scratch_nbytes)
+{
+	codec_context c;
+
+	TRY(context_read(with, &c));
+	c.struct_nbytes = sizeof c;
+	c.into = CODEC_INTO_ADD;
+	c.weight = weight;
+	c.flags |= c.flags & CODEC_NO_CHECKSUM ? 0 : CODEC_VERIFY_FIRST;
+	return codec_decode(frame, nbytes, dst, &c, scratch, scratch_nbytes);
 }
 
 codec_status codec_verify(const void *frame, size_t nbytes)
@@ -275,7 +366,7 @@ static void inspect_side(const uint8_t *frame, const struct header *h, codec_inf
 			at += (uint64_t)n;
 		}
 	if (h->flags & WIRE_FLAG_SEGMENTS && end - at >= 4)
-		out->nsegments = load32(frame + at);
+		out->nsegments = load32(frame + at); /* parts have 8 bytes for theirs, the upper ones 0 */
 }
 
 codec_status codec_inspect(const void *frame, size_t nbytes, codec_info *info)
@@ -292,7 +383,7 @@ codec_status codec_inspect(const void *frame, size_t nbytes, codec_info *info)
 	out.dtype = h.dtype;
 	out.rank = h.rank;
 	memcpy(out.shape, h.shape, sizeof out.shape);
-	out.spec = (codec_spec){sizeof(codec_spec), h.codec, h.cap, h.model};
+	params_spec(&h, &out.spec);
 	out.stored = h.layout == WIRE_LAYOUT_STORED;
 	out.block_nvalues = (uint32_t)h.block;
 	out.nblocks = h.nblocks;

@@ -1,5 +1,5 @@
 /* encode.c - a tensor to a frame: open (sample, choose), blocks, close (move together, seal). */
-#include "core.h"
+#include "rows.h"
 
 /* Write a stored frame over whatever is there. */
 static codec_status store(const codec_tensor *src, const struct kernels *k, struct header h, uint8_t *dst,
@@ -23,6 +23,63 @@ static codec_status store(const codec_tensor *src, const struct kernels *k, stru
 	return CODEC_OK;
 }
 
+/* Codecs of rows: the book for codes, from a sample of the blocks. */
+static codec_status sample_codes(struct job *j, const struct kernels *k, const codec_tensor *src)
+{
+	uint64_t take = MIN(j->h.nblocks, 16);
+	uint32_t counts[256] = {0};
+	struct work w;
+
+	work_place(&j->h, (char *)j + j->work_at, &w);
+
+	for (uint64_t i = 0; i < take; i++) {
+		uint64_t n;
+
+		TRY(rows_codes(j, k, src, i * j->h.nblocks / take, &n, &w));
+		for (uint64_t v = 0; v < n; v++)
+			counts[w.plane[0][v]]++;
+	}
+	choose_bytes(j, counts);
+	return CODEC_OK;
+}
+
+/* Codecs of rows: after the scan, all that precedes the directory. */
+static codec_status start_rows(struct job *j, const struct kernels *k, const codec_tensor *src, uint8_t *dst,
+			       size_t capacity)
+{
+	TRY(rows_finish(j));
+	if (rows_entropy(&j->h))
+		TRY(sample_codes(j, k, src));
+	j->h.side_nbytes = side_write(j, NULL);
+	TRY(header_derive(&j->h));
+	if (j->h.side_nbytes > UINT32_MAX || j->h.nblocks > UINT32_MAX)
+		return CODEC_LIMIT;
+	if (j->h.regions_at > capacity)
+		return CODEC_SHORT_OUTPUT;
+	side_write(j, dst + j->h.side_at);
+	return CODEC_OK;
+}
+
+static codec_status open_rows(const codec_spec *spec, struct job *j, const struct kernels *k, const codec_tensor *src,
+			      uint8_t *dst, size_t capacity, const codec_context *with)
+{
+	codec_spec s = {0};
+
+	memcpy(&s, spec, MIN(spec->struct_nbytes, sizeof s));
+	if (!j->h.n)
+		return CODEC_OK;
+	j->h.layout = WIRE_LAYOUT_BLOCKS;
+	j->key = (struct philox){s.seed, (uint32_t)with->stream, (uint32_t)(with->stream >> 32)};
+	j->scale = j->h.codec == CODEC_TERNARY ? rows_round_scale(&j->h, s.scale) : s.scale;
+	if (s.scale > 0 && !(j->scale > 0 && round_bits(j->scale) < ROUND_INF))
+		return CODEC_BAD_SPEC;
+	j->clip = s.clip;
+	j->residual = with->residual != NULL;
+	TRY(rows_cut(j, with));
+	j->nscans = rows_scan_count(j);
+	return j->nscans ? CODEC_OK : start_rows(j, k, src, dst, capacity);
+}
+
 static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, uint8_t *dst, size_t capacity,
 			       const codec_context *with, void *memory, size_t job_nbytes, struct job **out)
 {
@@ -36,6 +93,8 @@ static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, 
 		return CODEC_BAD_ARGUMENT;
 	TRY(job_open(memory, job_nbytes, &h, &j));
 	*out = j;
+	if (codec_is_rows(h.codec))
+		return open_rows(spec, j, k, &t, dst, capacity, with);
 	if (h.n < WIRE_MIN_CODED)
 		return CODEC_OK;
 	j->h.layout = WIRE_LAYOUT_BLOCKS;
@@ -61,17 +120,24 @@ static codec_status blocks(const codec_tensor *src, uint8_t *dst, size_t capacit
 	const struct kernels *k = kernels_for(with);
 	struct work w;
 
-	work_place(dtype_of(j->h.dtype), j->h.n, work, &w);
+	work_place(&j->h, work, &w);
 	*seal = 0;
 	*end = at;
 	for (uint64_t b = first; b < first + count; b++) {
-		uint64_t digest, sealed, nbytes = encode_block(j, k, src, dst, b, &w, &digest);
 		uint8_t *entry = dst + j->h.directory_at + WIRE_DIRECTORY_ENTRY * b;
+		uint64_t digest = 0, sealed, nbytes;
 
-		if (nbytes > capacity - at)
-			return CODEC_SHORT_OUTPUT;
-		memcpy(dst + at, w.region, nbytes);
-		sealed = seal_block(digest + k->digest(w.region, nbytes, WIRE_SEED_REGION), b);
+		if (codec_is_rows(j->h.codec)) {
+			TRY(rows_encode_block(j, k, src, b, dst + at, capacity - at, &nbytes, &w));
+			if (with->residual)
+				TRY(rows_residual(j, k, src, dst, b, at, with->residual, &w));
+		} else {
+			nbytes = encode_block(j, k, src, dst, b, &w, &digest);
+			if (nbytes > capacity - at)
+				return CODEC_SHORT_OUTPUT;
+			memcpy(dst + at, w.region, nbytes);
+		}
+		sealed = seal_block(digest + k->digest(dst + at, nbytes, WIRE_SEED_REGION), b);
 		*seal += sealed;
 		at += nbytes;
 		if (at / WIRE_ALIGN > UINT32_MAX)
@@ -116,25 +182,13 @@ static codec_status close_frame(const codec_tensor *src, uint8_t *dst, size_t ca
 	}
 	if (b != h.nblocks)
 		return CODEC_BAD_ARGUMENT;
-	if (to >= stored_nbytes(&h))
+	if (to >= stored_nbytes(&h) && !codec_is_rows(h.codec))
 		return store(src, k, h, dst, capacity, written);
 	h.frame_nbytes = to;
 	h.checksum = header_seal(&h, k, dst + h.side_at) +
 		     k->digest(directory, WIRE_DIRECTORY_ENTRY * h.nblocks, WIRE_SEED_DIRECTORY) + seal;
 	header_write(&h, dst);
 	*written = to;
-	return CODEC_OK;
-}
-
-codec_status codec_encode_open(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
-			       const codec_context *with, void *job, size_t job_nbytes, codec_plan *plan)
-{
-	codec_context c;
-	struct job *j;
-
-	TRY(context_read(with, &c));
-	TRY(open_frame(spec, src, dst, capacity, &c, job, job_nbytes, &j));
-	job_plan(j, plan);
 	return CODEC_OK;
 }
 
@@ -146,12 +200,66 @@ static int fits_job(const struct job *j, const codec_tensor *src, const void *ds
 	       (dst || !capacity) && j->h.regions_at <= capacity;
 }
 
+codec_status codec_encode_open(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
+			       const codec_context *with, void *job, size_t job_nbytes, codec_plan *plan)
+{
+	codec_status status;
+	codec_context c;
+	uint64_t saved;
+	struct job *j;
+
+	TRY(context_read(with, &c));
+	saved = fp_enter();
+	status = open_frame(spec, src, dst, capacity, &c, job, job_nbytes, &j);
+	fp_leave(saved);
+	TRY(status);
+	job_plan(j, plan);
+	return CODEC_OK;
+}
+
+codec_status codec_encode_scan(const codec_tensor *src, const codec_context *with, void *job, uint64_t first,
+			       uint64_t count)
+{
+	struct job *j = job_place(job);
+	uint64_t saved;
+	codec_context c;
+
+	TRY(context_read(with, &c));
+	if (!src || !job || !fits_job(j, src, job, SIZE_MAX) || first > j->nscans || count > j->nscans - first)
+		return CODEC_BAD_ARGUMENT;
+	saved = fp_enter();
+	rows_scan(j, kernels_for(&c), src, first, count);
+	fp_leave(saved);
+	return CODEC_OK;
+}
+
+codec_status codec_encode_start(const codec_tensor *src, void *dst, size_t capacity, const codec_context *with,
+				void *job, codec_plan *plan)
+{
+	struct job *j = job_place(job);
+	codec_status status;
+	codec_context c;
+	uint64_t saved;
+
+	TRY(context_read(with, &c));
+	if (!src || !job || !fits_job(j, src, dst, capacity) || !j->nscans)
+		return CODEC_BAD_ARGUMENT;
+	saved = fp_enter();
+	status = start_rows(j, kernels_for(&c), src, dst, capacity);
+	fp_leave(saved);
+	TRY(status);
+	job_plan(j, plan);
+	return CODEC_OK;
+}
+
 codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capacity, const codec_context *with,
 				 const void *job, uint64_t first, uint64_t count, uint64_t at, uint64_t *end,
 				 uint64_t *seal, void *work, size_t work_nbytes)
 {
 	const struct job *j = job_place((void *)job);
+	codec_status status;
 	codec_context c;
+	uint64_t saved;
 
 	TRY(context_read(with, &c));
 	if (!src || !job || !end || !seal || !work || !fits_job(j, src, dst, capacity) || at % WIRE_ALIGN ||
@@ -159,7 +267,17 @@ codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capa
 		return CODEC_BAD_ARGUMENT;
 	if (work_nbytes < j->plan.work_nbytes)
 		return CODEC_SHORT_SCRATCH;
-	return blocks(src, dst, capacity, &c, j, first, count, at, end, seal, work);
+	saved = fp_enter();
+	status = blocks(src, dst, capacity, &c, j, first, count, at, end, seal, work);
+	fp_leave(saved);
+	return status;
+}
+
+/* What a lossless codec leaves behind, written last, since it may be the tensor. */
+static void leave_nothing(const struct job *j, const codec_context *with)
+{
+	if (with->residual && !codec_is_rows(j->h.codec))
+		memset(with->residual, 0, sizeof(float) * j->h.n);
 }
 
 codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capacity, const codec_context *with,
@@ -175,34 +293,56 @@ codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capac
 	*written = 0;
 	if (j->h.nblocks && !fits_job(j, src, dst, capacity))
 		return CODEC_BAD_ARGUMENT;
-	return close_frame(src, dst, capacity, &c, j, counts, ats, nranges, seal, written);
+	TRY(close_frame(src, dst, capacity, &c, j, counts, ats, nranges, seal, written));
+	leave_nothing(j, &c);
+	return CODEC_OK;
 }
 
-codec_status codec_encode(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity, size_t *written,
-			  float *residual, const codec_context *with, void *scratch, size_t scratch_nbytes)
+static codec_status encode(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity, size_t *written,
+			   const codec_context *with, void *scratch, size_t scratch_nbytes)
 {
+	const struct kernels *k = kernels_for(with);
 	uint64_t at, end, seal = 0;
 	codec_status status;
-	codec_context c;
 	struct job *j;
 
-	if (!written || residual)
-		return CODEC_BAD_ARGUMENT;
-	*written = 0;
-	TRY(context_read(with, &c));
-	TRY(open_frame(spec, src, dst, capacity, &c, scratch, scratch_nbytes, &j));
+	TRY(open_frame(spec, src, dst, capacity, with, scratch, scratch_nbytes, &j));
+	if (j->nscans) {
+		rows_scan(j, k, src, 0, j->nscans);
+		TRY(start_rows(j, k, src, dst, capacity));
+	}
 	job_plan(j, NULL);
 	if (scratch_nbytes < j->plan.job_nbytes + j->plan.work_nbytes)
 		return CODEC_SHORT_SCRATCH;
 	at = j->h.regions_at;
 	if (j->h.nblocks) {
-		status = blocks(src, dst, capacity, &c, j, 0, j->h.nblocks, at, &end, &seal,
+		status = blocks(src, dst, capacity, with, j, 0, j->h.nblocks, at, &end, &seal,
 				(char *)scratch + j->plan.job_nbytes);
-		if (status == CODEC_SHORT_OUTPUT || status == CODEC_LIMIT) /* perhaps it fits as it is */
-			return store(src, kernels_for(&c), j->h, dst, capacity, written);
+		if ((status == CODEC_SHORT_OUTPUT || status == CODEC_LIMIT) && !codec_is_rows(j->h.codec))
+			return store(src, k, j->h, dst, capacity, written); /* perhaps it fits as it is */
 		TRY(status);
 	}
-	return close_frame(src, dst, capacity, &c, j, &j->h.nblocks, &at, 1, seal, written);
+	TRY(close_frame(src, dst, capacity, with, j, &j->h.nblocks, &at, 1, seal, written));
+	leave_nothing(j, with);
+	return CODEC_OK;
+}
+
+codec_status codec_encode(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity, size_t *written,
+			  float *residual, const codec_context *with, void *scratch, size_t scratch_nbytes)
+{
+	codec_status status;
+	codec_context c;
+	uint64_t saved;
+
+	if (!written)
+		return CODEC_BAD_ARGUMENT;
+	*written = 0;
+	TRY(context_read(with, &c));
+	c.residual = residual ? residual : c.residual;
+	saved = fp_enter();
+	status = encode(spec, src, dst, capacity, written, &c, scratch, scratch_nbytes);
+	fp_leave(saved);
+	return status;
 }
 
 codec_status codec_count(const codec_spec *spec, const codec_tensor *src, uint64_t counts[256],

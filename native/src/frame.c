@@ -1,5 +1,5 @@
 /* frame.c - the header: read, checked, written. */
-#include "core.h"
+#include "rows.h"
 
 codec_status fault(codec_fault *f, codec_status status, uint64_t offset, uint64_t found, uint64_t expected)
 {
@@ -28,6 +28,7 @@ codec_status shape_product(uint32_t rank, const uint64_t *shape, uint64_t *n)
 codec_status header_derive(struct header *h)
 {
 	const struct dtype *d = dtype_of(h->dtype);
+	uint64_t rows = h->nblocks;
 
 	TRY(shape_product(h->rank, h->shape, &h->n));
 	h->side_at = WIRE_AT_SHAPE + 8 * (uint64_t)h->rank;
@@ -35,8 +36,12 @@ codec_status header_derive(struct header *h)
 	h->block = h->nblocks = h->plane_stride = 0;
 	if (h->layout == WIRE_LAYOUT_STORED)
 		return CODEC_OK;
-	h->block = 1ull << h->block_log2;
-	h->nblocks = (h->n + h->block - 1) / h->block;
+	if (!codec_is_rows(h->codec)) { /* else blocks follow rows and parts */
+		h->block = 1ull << h->block_log2;
+		h->nblocks = (h->n + h->block - 1) / h->block;
+	} else {
+		h->nblocks = rows;
+	}
 	h->planes_at += WIRE_DIRECTORY_ENTRY * h->nblocks;
 	h->plane_stride = ALIGN8(h->n);
 	h->regions_at =
@@ -48,10 +53,10 @@ codec_status header_derive(struct header *h)
 
 codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, codec_fault *f)
 {
-	uint8_t b[WIRE_MAX_HEADER];
+	uint8_t b[WIRE_MAX_HEADER], params[8];
 	const struct dtype *d;
 	uint32_t planes;
-	uint64_t least;
+	uint64_t least, nblocks;
 
 	memset(h, 0, sizeof *h);
 	memset(b, 0, sizeof b);
@@ -64,12 +69,12 @@ codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, 
 		return fault(f, CODEC_TRUNCATED, 0, nbytes, WIRE_AT_SHAPE);
 	if (b[WIRE_AT_VERSION] != WIRE_VERSION)
 		return fault(f, CODEC_UNSUPPORTED, WIRE_AT_VERSION, b[WIRE_AT_VERSION], WIRE_VERSION);
-	if (b[WIRE_AT_CODEC] != WIRE_CODEC_LOSSLESS)
+	if (!codec_known(b[WIRE_AT_CODEC]))
 		return fault(f, CODEC_UNSUPPORTED, WIRE_AT_CODEC, b[WIRE_AT_CODEC], WIRE_CODEC_LOSSLESS);
 	h->codec = b[WIRE_AT_CODEC];
 	h->dtype = b[WIRE_AT_DTYPE];
 	d = dtype_of(h->dtype);
-	if (!d)
+	if (!d || !codec_takes(h->codec, h->dtype))
 		BAD(WIRE_AT_DTYPE, h->dtype, 0);
 	h->rank = b[WIRE_AT_RANK];
 	if (h->rank > WIRE_MAX_RANK)
@@ -85,20 +90,19 @@ codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, 
 	h->side_nbytes = load32(b + WIRE_AT_SIDE_NBYTES);
 	h->frame_nbytes = load64(b + WIRE_AT_FRAME_NBYTES);
 	h->checksum = load64(b + WIRE_AT_CHECKSUM);
-	h->cap = b[WIRE_AT_PARAMS];
-	h->model = b[WIRE_AT_PARAMS + 1];
-	h->flags = (uint8_t)load32(b + WIRE_AT_FLAGS);
-	if (h->cap < 2 || h->cap > WIRE_MAX_CAP)
-		BAD(WIRE_AT_PARAMS, h->cap, WIRE_MAX_CAP);
-	if (h->model > WIRE_MODEL_SEPARABLE)
-		BAD(WIRE_AT_PARAMS + 1, h->model, WIRE_MODEL_SEPARABLE);
-	for (int i = WIRE_AT_PARAMS + 2; i < WIRE_AT_FLAGS; i++)
-		if (b[i])
-			BAD((uint64_t)i, b[i], 0);
-	if (load32(b + WIRE_AT_FLAGS) & ~WIRE_FLAGS_KNOWN)
-		BAD(WIRE_AT_FLAGS, load32(b + WIRE_AT_FLAGS), WIRE_FLAGS_KNOWN);
+	params_read(h, b + WIRE_AT_PARAMS);
+	if (params_fault(h) >= 0)
+		BAD(WIRE_AT_PARAMS + (uint64_t)params_fault(h), b[WIRE_AT_PARAMS + params_fault(h)], 0);
+	params_write(h, params);
+	for (int i = 0; i < 8; i++)
+		if (b[WIRE_AT_PARAMS + i] != params[i])
+			BAD((uint64_t)(WIRE_AT_PARAMS + i), b[WIRE_AT_PARAMS + i], params[i]);
+	h->flags = b[WIRE_AT_FLAGS];
+	if (h->flags & ~WIRE_FLAGS_KNOWN)
+		BAD(WIRE_AT_FLAGS, h->flags, WIRE_FLAGS_KNOWN);
+	nblocks = h->nblocks = load32(b + WIRE_AT_NBLOCKS);
 	h->halved = b[WIRE_AT_HALVED];
-	for (int i = WIRE_AT_RESERVED; i < WIRE_AT_SHAPE; i++)
+	for (int i = WIRE_AT_RESERVED; i < WIRE_AT_NBLOCKS; i++)
 		if (b[i])
 			BAD((uint64_t)i, b[i], 0);
 	planes = (1u << d->nbytes) - 1;
@@ -110,6 +114,15 @@ codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, 
 			BAD(WIRE_AT_FLAGS, h->flags, 0);
 	} else if (h->layout != WIRE_LAYOUT_BLOCKS) {
 		BAD(WIRE_AT_LAYOUT, h->layout, WIRE_LAYOUT_BLOCKS);
+	} else if (codec_is_rows(h->codec)) {
+		if (h->block_log2 || h->fixed || h->halved)
+			BAD(WIRE_AT_BLOCK_LOG2, h->block_log2, 0);
+		if (h->coded != rows_entropy(h))
+			BAD(WIRE_AT_CODED, h->coded, (uint64_t)rows_entropy(h));
+		if (h->side_nbytes % WIRE_ALIGN)
+			BAD(WIRE_AT_SIDE_NBYTES, h->side_nbytes, 0);
+		if (h->flags & ~WIRE_FLAG_SEGMENTS)
+			BAD(WIRE_AT_FLAGS, h->flags, WIRE_FLAG_SEGMENTS);
 	} else {
 		if (h->block_log2 < WIRE_MIN_BLOCK_LOG2 || h->block_log2 > WIRE_MAX_BLOCK_LOG2)
 			BAD(WIRE_AT_BLOCK_LOG2, h->block_log2, WIRE_MAX_BLOCK_LOG2);
@@ -134,6 +147,10 @@ codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, 
 		BAD(WIRE_AT_SHAPE, h->shape[0], 0);
 	if (h->layout == WIRE_LAYOUT_BLOCKS && h->n == 0)
 		BAD(WIRE_AT_LAYOUT, h->layout, WIRE_LAYOUT_STORED);
+	if (h->layout == WIRE_LAYOUT_STORED && codec_is_rows(h->codec) && h->n)
+		BAD(WIRE_AT_LAYOUT, h->layout, WIRE_LAYOUT_BLOCKS);
+	if (nblocks != h->nblocks || h->nblocks > h->n)
+		BAD(WIRE_AT_NBLOCKS, nblocks, MIN(h->nblocks, h->n));
 	if (h->layout == WIRE_LAYOUT_STORED) {
 		least = h->side_at + h->n * d->nbytes;
 		if (h->frame_nbytes != least)
@@ -164,9 +181,9 @@ void header_write(const struct header *h, uint8_t *frame)
 	store32(frame + WIRE_AT_SIDE_NBYTES, (uint32_t)h->side_nbytes);
 	store64(frame + WIRE_AT_FRAME_NBYTES, h->frame_nbytes);
 	store64(frame + WIRE_AT_CHECKSUM, h->checksum);
-	frame[WIRE_AT_PARAMS] = h->cap;
-	frame[WIRE_AT_PARAMS + 1] = h->model;
-	store32(frame + WIRE_AT_FLAGS, h->flags);
+	params_write(h, frame + WIRE_AT_PARAMS);
+	frame[WIRE_AT_FLAGS] = h->flags;
+	store32(frame + WIRE_AT_NBLOCKS, (uint32_t)h->nblocks);
 	frame[WIRE_AT_HALVED] = h->halved;
 	for (int i = 0; i < h->rank; i++)
 		store64(frame + WIRE_AT_SHAPE + 8 * i, h->shape[i]);

@@ -2,6 +2,7 @@
 #include <immintrin.h>
 
 #include "planes_avx2.h"
+#include "rows_avx2.h"
 #include "permute_avx2.h"
 
 #define V __m256i
@@ -169,6 +170,7 @@ static inline void store_quads(const __m256i s[4], int stream, uint8_t escape, u
 
 #include "lanes.h"
 #include "loops.h"
+#include "row_loops.h"
 
 const struct kernels kernels_avx2 = {
-	.name = "avx2", .encode_lanes = encode_lanes, .decode_lanes = decode_lanes, KERNEL_LOOPS};
+	.name = "avx2", .encode_lanes = encode_lanes, .decode_lanes = decode_lanes, KERNEL_LOOPS, ROW_LOOPS};

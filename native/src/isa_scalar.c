@@ -121,6 +121,7 @@ static void decode_lanes(const book_lookup *book, struct stream *a, struct strea
 }
 
 #include "loops.h"
+#include "row_loops.h"
 
 const struct kernels kernels_scalar = {
-	.name = "scalar", .encode_lanes = encode_lanes, .decode_lanes = decode_lanes, KERNEL_LOOPS};
+	.name = "scalar", .encode_lanes = encode_lanes, .decode_lanes = decode_lanes, KERNEL_LOOPS, ROW_LOOPS};

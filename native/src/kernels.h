@@ -7,6 +7,7 @@
 
 #include "bits.h"
 #include "book.h"
+#include "round.h"
 #include "seal.h"
 #include "wire.h"
 
@@ -117,6 +118,26 @@ struct columns {
 	int32_t count[COLUMNS];
 };
 
+/* Floats of a caller's tensor: at any address. */
+typedef float float_any __attribute__((aligned(1), may_alias));
+
+/* How values that share a scale become codes: what the loops need of the spec. */
+struct row_kind {
+	uint8_t codec, variant, odd;
+	uint8_t bits;         /* of a code in the frame; 0: five a byte */
+	uint32_t mbits, bias; /* FLOAT8 */
+	uint32_t last;        /* largest code without sign that is a number */
+	float max;            /* its value */
+	int levels;           /* QUANTIZE: the largest code (even), or the largest magnitude (odd) */
+};
+
+/* Sums over at most WIRE_TREE values: of |x|; of x^2 and x; or of |x| where the sign is clear, and where it is set. */
+enum { ROW_SUM_ABS, ROW_SUM_SQUARES, ROW_SUM_SIGNS };
+struct row_sums {
+	double sum[2];
+	uint64_t negative;
+};
+
 struct kernels {
 	const char *name;
 
@@ -169,6 +190,32 @@ struct kernels {
 	void (*unprune)(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *dst);
 	/* Bit r: run r of 128 bytes is not all zero. Returns the number of bytes in such runs. */
 	size_t (*rows)(const uint8_t *p, size_t n, uint8_t *bitmap);
+
+	/* row_loops.h. bfloat16, float16 to float32 and back, to nearest even. */
+	void (*to_float[2])(const void *src, size_t n, float *x);
+	void (*from_float[2])(const float *x, size_t n, void *dst);
+	/* max[r]: the largest pattern of |x| in row r, those from `limit` on left out. */
+	void (*abs_max)(const float_any *x, size_t n, size_t row, uint32_t limit, uint32_t *max);
+	void (*row_sums)(int kind, const float_any *x, size_t n, struct row_sums *out);
+	void (*sign_bits)(const float_any *x, size_t n, uint8_t *bits);
+	void (*sign_values)(const uint8_t *bits, size_t from, size_t n, float negative, float positive, float_any *y);
+	void (*halves)(struct philox key, uint64_t block, size_t nblocks, uint16_t *h);
+	/* h: random halves, NULL for nearest. Returns 1 if TERNARY met a draw that decides nothing. */
+	int (*encode_rows)(const struct row_kind *q, const float_any *x, size_t n, size_t row, const float *scale,
+			   const uint16_t *h, uint8_t *code);
+	void (*decode_rows)(const struct row_kind *q, const uint8_t *code, size_t n, size_t row, const float *scale,
+			    float_any *y);
+	void (*pack_codes)(const uint8_t *code, size_t n, int bits, uint8_t *dst);
+	void (*unpack_codes)(const uint8_t *src, size_t n, int bits, uint8_t *code);
+	void (*pack_trits)(const uint8_t *code, size_t n, uint8_t *dst);
+	void (*unpack_trits)(const uint8_t *src, size_t n, uint8_t *code);
+	uint8_t (*max_byte)(const uint8_t *p, size_t n);
+	/* r = x - y (r may be x); out += weight * y, both rounded; out = max(out, y), NaN if either is. */
+	void (*subtract)(const float_any *x, const float *y, size_t n, float_any *r);
+	void (*add)(const float *y, size_t n, float weight, float_any *out);
+	void (*multiply)(float_any *out, size_t n, float by);
+	void (*divide)(float_any *out, size_t n, float by);
+	void (*maximum)(const float *y, size_t n, float_any *out);
 };
 
 extern const struct kernels kernels_scalar, kernels_avx2, kernels_avx512;

@@ -81,9 +81,7 @@ static codec_status cut(const codec_context *with, struct job *j)
 		const codec_segment *s = with->segments + i;
 		uint64_t count;
 
-		if (s->reserved || shape_product(s->rank, s->shape, &count) != CODEC_OK || s->offset < end ||
-		    s->offset > j->h.n || count > j->h.n - s->offset)
-			return CODEC_BAD_SEGMENTS;
+		TRY(segment_check(s, j->h.n, end, &count));
 		end = s->offset + count;
 		if (count < WIRE_SEGMENT_MIN)
 			continue;

@@ -1,5 +1,5 @@
 /* side.c - the side section: exponent window, codebooks, scale model. Chosen, written, read. */
-#include "core.h"
+#include "rows.h"
 
 /* A caller's codebook as ours, if it is one. */
 static codec_status codebook_load(const codec_codebook *c, codebook *b)
@@ -75,6 +75,14 @@ codec_status choose_planes(const codec_context *with, struct job *j, const struc
 	return CODEC_OK;
 }
 
+/* A book for the codes of a codec of rows, from counts of a sample. */
+void choose_bytes(struct job *j, const uint32_t counts[256])
+{
+	book_from_counts(j->books, counts, WIRE_MAX_CAP);
+	book_to_codes(j->books, j->codes);
+	j->h.coded = 1;
+}
+
 /* Side section: exponent window, codebook id, codebooks, scale model. Returns its size; dst NULL: only that. */
 uint64_t side_write(const struct job *j, uint8_t *dst)
 {
@@ -99,9 +107,15 @@ uint64_t side_write(const struct job *j, uint8_t *dst)
 				memcpy(dst + at, packed, (size_t)n);
 			at += (uint64_t)n;
 		}
-	if (dst)
-		model_write(j, dst + at);
-	at += model_side_nbytes(j);
+	if (codec_is_rows(j->h.codec)) {
+		if (dst)
+			rows_write(j, dst + at);
+		at += rows_side_nbytes(j);
+	} else {
+		if (dst)
+			model_write(j, dst + at);
+		at += model_side_nbytes(j);
+	}
 	if (dst)
 		memset(dst + at, 0, ALIGN8(at) - at);
 	return ALIGN8(at);
@@ -146,7 +160,9 @@ codec_status side_read(const uint8_t *frame, const codec_context *with, struct j
 		}
 		book_to_lookup(j->books + p, j->lookup + p);
 	}
-	if (j->h.flags & WIRE_FLAG_SEGMENTS)
+	if (j->h.layout == WIRE_LAYOUT_BLOCKS && codec_is_rows(j->h.codec))
+		TRY(rows_read(frame, at, end, j, &at, f));
+	else if (j->h.flags & WIRE_FLAG_SEGMENTS)
 		TRY(model_read(frame, at, end, j, &at, f));
 	if (end - at >= WIRE_ALIGN)
 		SIDE(at, end - at, WIRE_ALIGN - 1);

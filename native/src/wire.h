@@ -19,13 +19,53 @@
 #define WIRE_AT_CHECKSUM 24
 #define WIRE_AT_PARAMS 32
 #define WIRE_AT_FLAGS 40
-#define WIRE_AT_HALVED 44
-#define WIRE_AT_RESERVED 45 /* 3 bytes */
+#define WIRE_AT_HALVED 41
+#define WIRE_AT_RESERVED 42 /* 2 bytes */
+#define WIRE_AT_NBLOCKS 44
 #define WIRE_AT_SHAPE 48
 #define WIRE_MAX_RANK 8
 #define WIRE_MAX_HEADER (WIRE_AT_SHAPE + 8 * WIRE_MAX_RANK)
 
 #define WIRE_CODEC_LOSSLESS 1
+#define WIRE_CODEC_SIGN 2
+#define WIRE_CODEC_TERNARY 3
+#define WIRE_CODEC_FLOAT8 4
+#define WIRE_CODEC_FLOAT4 5
+#define WIRE_CODEC_QUANTIZE 6
+#define WIRE_CODEC_TRUNCATE 7
+
+/* Parameters of codecs whose values share scales (2..6), at WIRE_AT_PARAMS. */
+#define WIRE_ROW_VARIANT 0
+#define WIRE_ROW_OPTIONS 1
+#define WIRE_ROW_BITS 2
+#define WIRE_ROW_RESERVED 3
+#define WIRE_ROW_NVALUES 4 /* u32: values that share a scale, 0 for all of a part */
+
+#define WIRE_SIGN_L1 0
+#define WIRE_SIGN_L2 1
+#define WIRE_SIGN_TWO_MEAN 2
+#define WIRE_TERNARY_2BIT 0
+#define WIRE_TERNARY_BASE3 1
+#define WIRE_TERNARY_ENTROPY 2
+#define WIRE_FLOAT8_E4M3FN 0
+#define WIRE_FLOAT8_E5M2 1
+#define WIRE_FLOAT4_NVFP4 0
+#define WIRE_FLOAT4_MXFP4 1
+#define WIRE_LEVELS_EVEN 0
+#define WIRE_LEVELS_ODD 1
+
+#define WIRE_OPTION_STOCHASTIC 1u
+#define WIRE_OPTION_PROPAGATE 2u
+#define WIRE_OPTION_ENTROPY 4u
+#define WIRE_OPTION_CLIPPED 8u
+
+#define WIRE_ROW_BLOCK 16384   /* values of a block, if rows fit */
+#define WIRE_TRITS_BLOCK 81920 /* of packings of 5 values a byte */
+#define WIRE_PART_NBYTES 24    /* record of a part */
+#define WIRE_PART_MIN 4096     /* smaller segments share a part with their neighbours */
+#define WIRE_MAX_PARTS(n) (2 * ((n) / WIRE_PART_MIN) + 1)
+#define WIRE_MAX_ROW 0x80000000u
+#define WIRE_TREE 4096 /* values summed in float32 lanes; then pairs in float64 */
 
 #define WIRE_LAYOUT_STORED 0
 #define WIRE_LAYOUT_BLOCKS 1

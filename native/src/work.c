@@ -1,5 +1,5 @@
 /* work.c - one thread's buffers: how large, and what lies where. */
-#include "region.h"
+#include "rows.h"
 
 static uint64_t largest_block(uint64_t n)
 {
@@ -22,11 +22,26 @@ static uint64_t words_room(uint64_t m)
 	return LANES_SLACK + WIRE_LANES + padded(m) / 4 + 16;
 }
 
-uint64_t work_nbytes(const struct dtype *d, uint64_t n)
+/* Codecs of rows code bytes, if anything. */
+static const struct dtype *coded_dtype(const struct header *h)
 {
-	uint64_t m = largest_block(n);
+	return dtype_of(codec_is_rows(h->codec) ? CODEC_UINT8 : h->dtype);
+}
 
-	return 64 + 2 * (sizeof(lanes) + m / 8 + m + 64 + 16) + 4 * words_room(m) +
+static uint64_t coded_block(const struct header *h)
+{
+	return largest_block(codec_is_rows(h->codec) && !rows_entropy(h) ? 0 : h->n);
+}
+
+#define CODES (WIRE_ROW_BLOCK + 64)
+
+uint64_t work_nbytes(const struct header *h)
+{
+	const struct dtype *d = coded_dtype(h);
+	uint64_t m = coded_block(h);
+	uint64_t rows = codec_is_rows(h->codec) ? 4 * WIRE_TREE + 18 * ROW_CHUNK + 64 + CODES + 64 : 0;
+
+	return rows + 64 + 2 * (sizeof(lanes) + m / 8 + m + 64 + 16) + 4 * words_room(m) +
 	       (uint64_t)(d->nbytes + 1) * (m + 64) + 2 * MIN(m, OFFSETS) + 64 +
 	       (d->form == FORM_FLOAT8 ? 2 * m + 64 : 0) + region_room(d, m) + (uint64_t)(d->nbytes + 2) * m + 64;
 }
@@ -39,9 +54,10 @@ static void *take(char **p, uint64_t nbytes)
 	return here;
 }
 
-void work_place(const struct dtype *d, uint64_t n, void *memory, struct work *w)
+void work_place(const struct header *h, void *memory, struct work *w)
 {
-	uint64_t m = largest_block(n);
+	const struct dtype *d = coded_dtype(h);
+	uint64_t m = coded_block(h);
 	char *p = (char *)ALIGN8((uintptr_t)memory);
 
 	for (int i = 0; i < 2; i++) {
@@ -59,12 +75,35 @@ void work_place(const struct dtype *d, uint64_t n, void *memory, struct work *w)
 	w->offset = take(&p, 2 * MIN(m, OFFSETS) + 64);
 	w->exponent = d->form == FORM_FLOAT8 ? take(&p, 2 * m + 64) : NULL;
 	w->region = take(&p, region_room(d, m));
+	w->values = (char *)w->region;
 	w->escapes = take(&p, (uint64_t)(d->nbytes + 2) * m);
+	if (!codec_is_rows(h->codec))
+		return;
+	w->x = take(&p, 4 * WIRE_TREE);
+	w->y = take(&p, 4 * ROW_CHUNK);
+	w->scale = take(&p, 4 * ROW_CHUNK);
+	w->scale_below = take(&p, 4 * ROW_CHUNK);
+	w->max = take(&p, 4 * ROW_CHUNK);
+	w->half = take(&p, 2 * ROW_CHUNK + 32);
+	w->code = take(&p, CODES);
 }
-uint64_t region_bound(const struct header *h)
+
+/* Most bytes that a block's region takes. */
+uint64_t region_bound(const struct job *j)
 {
+	const struct header *h = &j->h;
 	const struct dtype *d = dtype_of(h->dtype);
 	uint64_t m = MIN(h->n, h->block), nbytes = 4;
+
+	if (!h->nblocks)
+		return 0;
+	if (codec_is_rows(h->codec)) {
+		const struct part *p = job_parts(j);
+
+		for (nbytes = 0; p < job_parts(j) + j->nparts; p++)
+			nbytes = MAX(nbytes, rows_region_nbytes(h, p->row, MIN(p->count, rows_block(h, p->row))));
+		return nbytes;
+	}
 
 	for (int p = 0; p < d->nbytes; p++)
 		if (!(h->fixed >> p & 1))

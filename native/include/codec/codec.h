@@ -56,6 +56,8 @@ typedef enum codec_status {
 	CODEC_BAD_SEGMENTS = 14,    /* overlapping, unordered or outside of the tensor */
 	CODEC_BAD_CODEBOOK = 15,    /* code lengths that are not a codebook, or an id of 0 */
 	CODEC_SHAPE_MISMATCH = 16,  /* the destination's shape or dtype is not the frame's */
+	CODEC_NONFINITE = 17,       /* the tensor holds NaN or Inf, and the codec cannot say so */
+	CODEC_BAD_SCALE = 18,       /* a scale was given that is smaller than a value */
 	CODEC_SHORT_OUTPUT = 20,    /* the frame does not fit capacity */
 	CODEC_SHORT_SCRATCH = 21,   /* scratch is smaller than codec_scratch said */
 	CODEC_TRUNCATED = 30,       /* fewer bytes than a header, or than the header says */
@@ -112,7 +114,35 @@ typedef struct codec_tensor {
 	uint64_t nbytes;
 } codec_tensor;
 
+/* Codecs. All but the first take float32, bfloat16 and float16 and lose something. */
 #define CODEC_LOSSLESS 1
+#define CODEC_SIGN 2    /* one bit a value */
+#define CODEC_TERNARY 3 /* -1, 0 or 1, unbiased */
+#define CODEC_FLOAT8 4
+#define CODEC_FLOAT4 5
+#define CODEC_QUANTIZE 6 /* 1 to 8 bits a value */
+
+/* codec_spec.variant */
+#define CODEC_SIGN_L1 0       /* the scale is the mean of |x| */
+#define CODEC_SIGN_L2 1       /* its root mean square */
+#define CODEC_SIGN_TWO_MEAN 2 /* two scales: the means of positive and negative values */
+#define CODEC_TERNARY_2BIT 0
+#define CODEC_TERNARY_BASE3 1   /* five values a byte */
+#define CODEC_TERNARY_ENTROPY 2 /* those through the entropy coder */
+#define CODEC_E4M3FN 0
+#define CODEC_E5M2 1
+#define CODEC_FLOAT4_NVFP4 0 /* rows of 16, scales e4m3fn under one of the tensor */
+#define CODEC_FLOAT4_MXFP4 1 /* rows of 32, scales powers of two */
+#define CODEC_LEVELS_EVEN 0  /* 2^bits levels, none of them 0 */
+#define CODEC_LEVELS_ODD 1   /* 2^bits - 1 levels with 0 */
+
+/* codec_spec.options */
+#define CODEC_OPTION_STOCHASTIC 1 /* FLOAT8, FLOAT4, QUANTIZE: unbiased rounding (TERNARY always) */
+#define CODEC_OPTION_PROPAGATE 2  /* FLOAT8: NaN and Inf become NaN; otherwise they are refused */
+#define CODEC_OPTION_ENTROPY 4    /* FLOAT8: codes go through the entropy coder */
+
+/* codec_spec.row: the last dimension, or as many of the last ones as it takes to have 64 values; 1,024 of a vector */
+#define CODEC_ROW_LAST 4294967295
 
 #define CODEC_MODEL_AUTO 0      /* offsets where a sample says that they pay */
 #define CODEC_MODEL_FLAT 1      /* none */
@@ -122,8 +152,16 @@ typedef struct codec_tensor {
 typedef struct codec_spec {
 	uint32_t struct_nbytes;
 	uint32_t codec;
-	uint32_t cap;   /* longest code in bits: 0 for 8, else 2..8 */
-	uint32_t model; /* CODEC_MODEL_* */
+	uint32_t cap;     /* LOSSLESS: longest code in bits: 0 for 8, else 2..8 */
+	uint32_t model;   /* LOSSLESS: CODEC_MODEL_* */
+	uint32_t variant; /* the rest: not LOSSLESS */
+	uint32_t options;
+	uint32_t bits; /* QUANTIZE: 0 for 4, else 1..8 */
+	uint32_t row; /* values that share a scale. SIGN: 0 for all; FLOAT8: 0 for CODEC_ROW_LAST; QUANTIZE: 0 for 64 */
+	uint32_t seed;     /* of random draws */
+	float scale;       /* TERNARY, FLOAT8: use this one; 0: found from the tensor */
+	float clip;        /* TERNARY: limit magnitudes to this many standard deviations; 0: none */
+	uint32_t reserved; /* 0 */
 } codec_spec;
 
 /* A part of a flat bucket with a shape of its own: values [offset, offset + product of shape). */
@@ -152,19 +190,34 @@ typedef struct codec_fault {
 #define CODEC_ALLOW_SLACK 1u  /* bytes behind the frame are ignored */
 #define CODEC_VERIFY_FIRST 2u /* check the whole checksum before the first byte of the destination is written */
 #define CODEC_NO_CHECKSUM 4u  /* skip the checksum; structure is checked all the same */
+#define CODEC_UNSCALED 8u     /* decode, TERNARY: values are -1, 0 and 1 */
+#define CODEC_RESCALE 16u     /* with UNSCALED: what came out is multiplied by the scale, last of all but `divide` */
+
+/*
+ * What becomes of decoded values. All but the first take a destination of float32 with the frame's shape, and frames
+ * of float32, bfloat16 or float16.
+ */
+#define CODEC_INTO_STORE 0
+#define CODEC_INTO_ADD 1     /* out = out + weight * value, rounded twice */
+#define CODEC_INTO_MAX 2     /* the larger one; NaN if either is */
+#define CODEC_INTO_FLOAT32 3 /* stored, as float32 */
 
 /* What a call may be given beyond its arguments. NULL for none; zero in every field but the first is the same. */
 typedef struct codec_context {
 	uint32_t struct_nbytes;
 	uint32_t flags;
-	uint32_t isa; /* 0: the best of this CPU; else 1 + index into codec_isa_name */
-	uint32_t reserved;
+	uint32_t isa;                  /* 0: the best of this CPU; else 1 + index into codec_isa_name */
+	uint32_t into;                 /* decode: CODEC_INTO_* */
 	uint64_t max_nbytes;           /* decode: largest tensor, in bytes; 0 for no limit */
 	const codec_segment *segments; /* encode: ascending, not overlapping; gaps are flat */
 	uint64_t nsegments;
 	const codec_codebook *codebooks; /* encode: the one to use; decode: those that frames may name */
 	uint64_t ncodebooks;
 	codec_fault *fault; /* filled in when the status is 30 or more */
+	uint64_t stream;    /* encode: draws of different streams are independent: rank, step, tensor */
+	float *residual;    /* encode: as codec_encode's */
+	float weight;       /* decode, INTO_ADD */
+	float divide;       /* decode: divide what came out; 0: do not */
 } codec_context;
 
 /*
@@ -178,8 +231,10 @@ CODEC_API codec_status codec_scratch(const codec_spec *spec, const codec_tensor 
 
 /*
  * Encode src. On CODEC_OK *written is the frame's size and dst[0, *written) the frame. On any other status *written
- * is 0, and dst[0, capacity) is unspecified. `residual` must be NULL for lossless codecs. `with` may name segments
- * and one codebook.
+ * is 0, and dst[0, capacity) is unspecified. `with` may name segments and one codebook.
+ *
+ * `residual`, unless NULL, gets src less what a decoder will see, as float32, n values at any address; it may be src.
+ * It is written only if the tensor can be encoded: not with CODEC_NONFINITE or CODEC_BAD_SCALE.
  */
 CODEC_API codec_status codec_encode(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
 				    size_t *written, float *residual, const codec_context *with, void *scratch,
@@ -231,6 +286,25 @@ CODEC_API codec_status codec_verify(const void *frame, size_t nbytes);
  */
 CODEC_API codec_status codec_decode(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
 				    void *scratch, size_t scratch_nbytes);
+
+/*
+ * out = out + weight * decode(frame), in float32, without the tensor in between. As codec_decode with CODEC_INTO_ADD
+ * and CODEC_VERIFY_FIRST: bytes that are not what was written leave dst as it was.
+ */
+CODEC_API codec_status codec_accumulate(const void *frame, size_t nbytes, float weight, codec_tensor *dst,
+					const codec_context *with, void *scratch, size_t scratch_nbytes);
+
+/*
+ * The sum, mean or maximum of frames of one shape, as float32, in the order given: each addition is rounded, and the
+ * mean is the sum divided by count. Codes of TERNARY frames with equal scales are summed as integers, then scaled.
+ */
+#define CODEC_REDUCE_SUM 0
+#define CODEC_REDUCE_MEAN 1
+#define CODEC_REDUCE_MAX 2
+CODEC_API codec_status codec_reduce(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
+				    codec_tensor *dst, const codec_context *with, void *scratch, size_t scratch_nbytes);
+CODEC_API codec_status codec_reduce_scratch(const void *const *frames, const size_t *nbytes, size_t count,
+					    size_t *scratch_nbytes);
 
 /* The i-th instruction set that this library has loops for, slowest first, or NULL. */
 CODEC_API const char *codec_isa_name(uint32_t index);

@@ -24,6 +24,7 @@ typedef struct codec_plan {
 	uint64_t work_nbytes;  /* of one thread's buffer */
 	uint64_t region_bound; /* most bytes that one block's region takes */
 	uint64_t regions_at;   /* first byte of the frame that belongs to regions */
+	uint64_t nscans;       /* encode: pieces to be scanned before codec_encode_start; 0: skip both */
 } codec_plan;
 
 /* Sizes of a job for a tensor like this one. Their sum is what codec_scratch gives. */
@@ -36,6 +37,15 @@ CODEC_API codec_status codec_job_nbytes(const codec_spec *spec, const codec_tens
  */
 CODEC_API codec_status codec_encode_open(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
 					 const codec_context *with, void *job, size_t job_nbytes, codec_plan *plan);
+
+/*
+ * Scales of whole tensors are known only after all of it was read: scan pieces [first, first + count) of plan->nscans,
+ * in any order, then start once, which completes the plan.
+ */
+CODEC_API codec_status codec_encode_scan(const codec_tensor *src, const codec_context *with, void *job, uint64_t first,
+					 uint64_t count);
+CODEC_API codec_status codec_encode_start(const codec_tensor *src, void *dst, size_t capacity,
+					  const codec_context *with, void *job, codec_plan *plan);
 
 /*
  * Encode blocks [first, first + count) into regions from byte `at` of dst on, as far as capacity allows. `at` is a
@@ -63,6 +73,16 @@ CODEC_API codec_status codec_decode_open(const void *frame, size_t nbytes, codec
 CODEC_API codec_status codec_decode_blocks(const void *frame, size_t nbytes, codec_tensor *dst,
 					   const codec_context *with, const void *job, uint64_t first, uint64_t count,
 					   uint64_t *seal, void *work, size_t work_nbytes);
+
+/*
+ * codec_reduce's share of blocks [first, first + nblocks), whose jobs were opened, frame by frame, with
+ * CODEC_INTO_FLOAT32. seals[i] is for closing job i. CODEC_BAD_ARGUMENT: their blocks do not match, so that frames must
+ * be done one after the other.
+ */
+CODEC_API codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
+					   codec_tensor *dst, const codec_context *with, const void *const *jobs,
+					   uint64_t first, uint64_t nblocks, uint64_t *seals, void *work,
+					   size_t work_nbytes);
 
 /* `seal` is the sum of what codec_decode_blocks gave: is it the frame's checksum? */
 CODEC_API codec_status codec_decode_close(const codec_context *with, const void *job, uint64_t seal);

@@ -1,0 +1,178 @@
+/* codecs.c - the codecs: which dtypes and parameters each takes, and its parameters in the header. */
+#include "rows.h"
+
+#define FLOATS (1u << CODEC_FLOAT32 | 1u << CODEC_BFLOAT16 | 1u << CODEC_FLOAT16)
+#define ANY 0xffffffffu
+#define OPTIONS (CODEC_OPTION_STOCHASTIC | CODEC_OPTION_PROPAGATE | CODEC_OPTION_ENTROPY)
+
+/* A codec whose values share scales. */
+static const struct codec {
+	uint32_t dtypes;
+	uint8_t nvariants;
+	uint8_t options;  /* those it knows */
+	uint8_t max_bits; /* 0: has none to choose */
+	uint8_t is_rows;
+} CODECS[] = {
+	[CODEC_LOSSLESS] = {ANY, 0, 0, 0, 0},
+	[CODEC_SIGN] = {FLOATS, 3, 0, 0, 1},
+	[CODEC_TERNARY] = {FLOATS, 3, WIRE_OPTION_CLIPPED, 0, 1},
+	[CODEC_FLOAT8] = {FLOATS, 2, WIRE_OPTION_STOCHASTIC | WIRE_OPTION_PROPAGATE | WIRE_OPTION_ENTROPY, 0, 1},
+	[CODEC_FLOAT4] = {FLOATS, 2, WIRE_OPTION_STOCHASTIC, 0, 1},
+	[CODEC_QUANTIZE] = {FLOATS, 2, WIRE_OPTION_STOCHASTIC, 8, 1},
+};
+
+static const struct codec *codec_of(uint32_t id)
+{
+	return id < sizeof CODECS / sizeof *CODECS && CODECS[id].dtypes ? CODECS + id : NULL;
+}
+
+int codec_known(uint32_t id)
+{
+	return codec_of(id) != NULL;
+}
+
+int codec_takes(uint32_t id, uint32_t dtype)
+{
+	const struct codec *c = codec_of(id);
+
+	return c && dtype_of(dtype) && (c->dtypes == ANY || c->dtypes >> dtype & 1);
+}
+
+int codec_is_rows(uint32_t id)
+{
+	const struct codec *c = codec_of(id);
+
+	return c && c->is_rows;
+}
+
+static int row_allowed(const struct header *h)
+{
+	uint32_t row = h->row, quantize = h->codec == CODEC_QUANTIZE;
+
+	if (row > WIRE_MAX_ROW && row != CODEC_ROW_LAST)
+		return 0;
+	switch (h->codec) {
+	case CODEC_TERNARY: return row == 0;
+	case CODEC_FLOAT4: return row == (h->variant == WIRE_FLOAT4_NVFP4 ? 16u : 32u);
+	case CODEC_SIGN: return 1;
+	default: return row != 0 && !(quantize && row == CODEC_ROW_LAST);
+	}
+}
+
+/* Where in params the first value stands that the format forbids; -1 if none does. */
+int params_fault(const struct header *h)
+{
+	const struct codec *c = codec_of(h->codec);
+
+	if (!c->is_rows)
+		return h->cap < 2 || h->cap > WIRE_MAX_CAP ? 0 : h->model > WIRE_MODEL_SEPARABLE ? 1 : -1;
+	if (h->variant >= c->nvariants)
+		return WIRE_ROW_VARIANT;
+	if (h->options & ~c->options)
+		return WIRE_ROW_OPTIONS;
+	if (c->max_bits ? h->bits < 1 || h->bits > c->max_bits || (h->variant == WIRE_LEVELS_ODD && h->bits < 2)
+			: h->bits != 0)
+		return WIRE_ROW_BITS;
+	return row_allowed(h) ? -1 : WIRE_ROW_NVALUES;
+}
+
+void params_read(struct header *h, const uint8_t *params)
+{
+	if (!codec_is_rows(h->codec)) {
+		h->cap = params[0];
+		h->model = params[1];
+		return;
+	}
+	h->variant = params[WIRE_ROW_VARIANT];
+	h->options = params[WIRE_ROW_OPTIONS];
+	h->bits = params[WIRE_ROW_BITS];
+	h->row = load32(params + WIRE_ROW_NVALUES);
+}
+
+void params_write(const struct header *h, uint8_t *params)
+{
+	memset(params, 0, 8);
+	if (!codec_is_rows(h->codec)) {
+		params[0] = h->cap;
+		params[1] = h->model;
+		return;
+	}
+	params[WIRE_ROW_VARIANT] = h->variant;
+	params[WIRE_ROW_OPTIONS] = h->options;
+	params[WIRE_ROW_BITS] = h->bits;
+	store32(params + WIRE_ROW_NVALUES, h->row);
+}
+
+static int is_finite(float x)
+{
+	return (round_bits(x) & ROUND_ABS) < ROUND_INF;
+}
+
+/* What is asked for, as header fields. */
+codec_status params_ask(const codec_spec *s, struct header *h)
+{
+	const struct codec *c = codec_of(s->codec);
+
+	if (!c)
+		return CODEC_BAD_SPEC;
+	h->codec = (uint8_t)s->codec;
+	if (s->variant > 255 || s->bits > 8 || s->options & ~(uint32_t)OPTIONS || s->reserved)
+		return CODEC_BAD_SPEC;
+	if (!c->is_rows) {
+		if (s->variant || s->options || s->bits || s->row || s->seed || s->scale != 0 || s->clip != 0 ||
+		    s->model > WIRE_MODEL_SEPARABLE)
+			return CODEC_BAD_SPEC;
+		h->cap = (uint8_t)(s->cap ? MIN(s->cap, 255) : WIRE_MAX_CAP);
+		h->model = (uint8_t)s->model;
+		return params_fault(h) < 0 ? CODEC_OK : CODEC_BAD_SPEC;
+	}
+	if (s->cap || s->model || !is_finite(s->scale) || !is_finite(s->clip) || s->scale < 0 || s->clip < 0 ||
+	    (s->scale > 0 && s->codec != CODEC_TERNARY && s->codec != CODEC_FLOAT8) ||
+	    (s->clip > 0 && s->codec != CODEC_TERNARY))
+		return CODEC_BAD_SPEC;
+	h->variant = (uint8_t)s->variant;
+	h->options = (uint8_t)(s->options | (s->clip > 0 ? WIRE_OPTION_CLIPPED : 0));
+	h->bits = (uint8_t)(s->codec == CODEC_QUANTIZE && !s->bits ? 4 : s->bits);
+	h->row = s->row;
+	if (s->codec == CODEC_FLOAT4 && !s->row)
+		h->row = s->variant == WIRE_FLOAT4_NVFP4 ? 16 : 32;
+	if (s->codec == CODEC_FLOAT8 && !s->row)
+		h->row = CODEC_ROW_LAST;
+	if (s->codec == CODEC_QUANTIZE && !s->row)
+		h->row = 64;
+	return params_fault(h) < 0 ? CODEC_OK : CODEC_BAD_SPEC;
+}
+
+void params_spec(const struct header *h, codec_spec *s)
+{
+	*s = (codec_spec){.struct_nbytes = sizeof *s, .codec = h->codec};
+	if (codec_is_rows(h->codec)) {
+		s->variant = h->variant;
+		s->options = h->options & OPTIONS;
+		s->bits = h->bits;
+		s->row = h->row;
+	} else {
+		s->cap = h->cap;
+		s->model = h->model;
+	}
+}
+
+void rows_kind(const struct header *h, struct row_kind *q)
+{
+	*q = (struct row_kind){.codec = h->codec, .variant = h->variant, .bits = 8};
+	switch (h->codec) {
+	case CODEC_SIGN: q->bits = 1; break;
+	case CODEC_TERNARY: q->bits = h->variant == WIRE_TERNARY_2BIT ? 2 : 0; break;
+	case CODEC_FLOAT8:
+		q->mbits = h->variant == WIRE_FLOAT8_E4M3FN ? 3 : 2;
+		q->bias = h->variant == WIRE_FLOAT8_E4M3FN ? 7 : 15;
+		q->last = h->variant == WIRE_FLOAT8_E4M3FN ? 0x7e : 0x7b;
+		q->max = h->variant == WIRE_FLOAT8_E4M3FN ? 448 : 57344;
+		break;
+	case CODEC_FLOAT4: q->bits = 4; break;
+	default:
+		q->bits = h->bits;
+		q->odd = h->variant == WIRE_LEVELS_ODD;
+		q->levels = q->odd ? (1 << (h->bits - 1)) - 1 : (1 << h->bits) - 1;
+	}
+}

@@ -1,0 +1,179 @@
+/* round.h - one-word functions of the lossy codecs: random words, conversions and their roundings. C, C++ and NVRTC.
+ *
+ * Arguments are finite unless it says otherwise. Each float operation rounds once, to nearest even: compile without
+ * contraction, and run without flushing subnormals to zero.
+ */
+#ifndef CODEC_ROUND_H
+#define CODEC_ROUND_H
+
+#include "bits.h"
+
+#define ROUND_INF 0x7f800000u
+#define ROUND_ABS 0x7fffffffu
+
+BITS_FN uint32_t round_bits(float x)
+{
+	union {
+		float f;
+		uint32_t u;
+	} c = {x};
+
+	return c.u;
+}
+
+BITS_FN float round_float(uint32_t u)
+{
+	union {
+		uint32_t u;
+		float f;
+	} c = {u};
+
+	return c.f;
+}
+
+/*
+ * Philox4x32-10 (Salmon et al., SC 2011). Element i of a tensor uses half-word i % 8 of the block with counter
+ * (i / 8, word), key (seed, stream): two draws (word 0 and 1) of 16 bits an element.
+ */
+#define PHILOX_M0 0xd2511f53u
+#define PHILOX_M1 0xcd9e8d57u
+#define PHILOX_W0 0x9e3779b9u
+#define PHILOX_W1 0xbb67ae85u
+#define PHILOX_ROUNDS 10
+
+struct philox {
+	uint32_t seed, stream, stream_high;
+};
+
+BITS_FN void philox_block(struct philox key, uint64_t block, uint32_t word, uint32_t out[4])
+{
+	uint32_t c[4] = {(uint32_t)block, (uint32_t)(block >> 32), word, key.stream_high};
+	uint32_t k0 = key.seed, k1 = key.stream;
+
+	for (int r = 0; r < PHILOX_ROUNDS; r++) {
+		uint64_t a = (uint64_t)PHILOX_M0 * c[0], b = (uint64_t)PHILOX_M1 * c[2];
+
+		c[0] = (uint32_t)(b >> 32) ^ c[1] ^ k0;
+		c[2] = (uint32_t)(a >> 32) ^ c[3] ^ k1;
+		c[1] = (uint32_t)b;
+		c[3] = (uint32_t)a;
+		k0 += PHILOX_W0;
+		k1 += PHILOX_W1;
+	}
+	for (int i = 0; i < 4; i++)
+		out[i] = c[i];
+}
+
+BITS_FN uint16_t philox_half(struct philox key, uint64_t i, uint32_t word)
+{
+	uint32_t out[4];
+
+	philox_block(key, i >> 3, word, out);
+	return (uint16_t)(out[i >> 1 & 3] >> 16 * (i & 1));
+}
+
+/* bfloat16 and float16 bits to float32, exactly (of a NaN, a NaN). */
+BITS_FN uint32_t round_from_bfloat16(uint16_t x)
+{
+	return (uint32_t)x << 16;
+}
+
+BITS_FN uint32_t round_from_float16(uint16_t x)
+{
+	uint32_t a = x & 0x7fffu, sign = (uint32_t)(x & 0x8000) << 16;
+	uint32_t normal = (a << 13) + (112u << 23);
+	/* subnormal: as a fraction above 2^-14, which is then taken away */
+	uint32_t small = round_bits(round_float((a << 13) + (113u << 23)) - 0x1p-14f);
+	uint32_t special = (a << 13) | ROUND_INF;
+
+	return sign | (a < 0x400 ? small : a < 0x7c00 ? normal : special);
+}
+
+/* float32 to bfloat16 and float16, to nearest even, at most the largest number; NaN gives the quiet NaN of its sign. */
+BITS_FN uint16_t round_to_bfloat16(uint32_t x)
+{
+	uint32_t a = x & ROUND_ABS, up = (a + 0x7fff + (a >> 16 & 1)) >> 16;
+
+	up = up > 0x7f7f ? 0x7f7f : up;
+	return (uint16_t)((x >> 16 & 0x8000) | (a > ROUND_INF ? 0x7fc0 : up));
+}
+
+BITS_FN uint16_t round_to_float16(uint32_t x)
+{
+	uint32_t a = x & ROUND_ABS, sign = x >> 16 & 0x8000;
+	uint32_t normal = ((a + 0xfff + (a >> 13 & 1)) >> 13) - (112u << 10);
+	/* below 2^-14 a number has as many bits as are left of 2^-24: those of a sum with 1/2 */
+	uint32_t small = round_bits(round_float(a) + 0.5f) - round_bits(0.5f);
+	uint32_t finite = a < 113u << 23 ? small : normal;
+
+	finite = finite > 0x7bff ? 0x7bff : finite;
+	return (uint16_t)(sign | (a > ROUND_INF ? 0x7e00 : finite));
+}
+
+/*
+ * Small floats of `mbits` bits of mantissa and a bias: e4m3fn 3 and 7, e5m2 2 and 15, e2m1 1 and 1. y is at most
+ * their largest value. h: 16 random bits; the result is then one of the neighbours, and on average y to 2^-17 of
+ * their distance.
+ */
+BITS_FN uint32_t round_small_nearest(uint32_t y, uint32_t mbits, uint32_t bias)
+{
+	uint32_t a = y & ROUND_ABS, shift = 23 - mbits;
+	uint32_t normal = ((a + (1u << (shift - 1)) - 1 + (a >> shift & 1)) >> shift) - ((127 - bias) << mbits);
+	/* below the normal range: a sum with a power of two whose last bit is worth a step */
+	uint32_t step = (127 + 23 + 1 - bias - mbits) << 23;
+	uint32_t small = round_bits(round_float(a) + round_float(step)) - step;
+
+	return a < (128 - bias) << 23 ? small : normal;
+}
+
+BITS_FN uint32_t round_small_stochastic(uint32_t y, uint32_t mbits, uint32_t bias, uint32_t h)
+{
+	uint32_t a = y & ROUND_ABS, shift = 23 - mbits, lost = shift - 16;
+	uint32_t normal = ((a + (h << lost) + (1u << lost >> 1)) >> shift) - ((127 - bias) << mbits);
+	float steps = round_float(a) * round_float((127 + 16 + bias + mbits - 1) << 23) + 0.5f;
+	uint32_t is_small = a < (128 - bias) << 23;
+	uint32_t small = ((uint32_t)(int)(is_small ? steps : 0.0f) + h) >> 16;
+
+	return is_small ? small : normal;
+}
+
+/* The inverse, without sign: code below 2^(7 or fewer) to float32 bits. */
+BITS_FN uint32_t round_small_value(uint32_t code, uint32_t mbits, uint32_t bias)
+{
+	uint32_t shift = 23 - mbits, least = (128 - bias) << 23;
+	uint32_t normal = (code << shift) + ((127 - bias) << 23);
+	uint32_t small = round_bits(round_float((code << shift) + least) - round_float(least));
+
+	return code < 1u << mbits ? small : normal;
+}
+
+#define FLOAT8_NAN 0x7fu
+
+/* x over a scale, as an index into levels 0..n from -amax to amax (even) or 0..n from 0 to amax (odd, of |x|). */
+BITS_FN float round_even_place(float x, float amax, float n)
+{
+	return (x / amax + 1.0f) * (n * 0.5f);
+}
+
+/* place in 0..255 to one of its neighbours. */
+BITS_FN int round_place(float place, uint32_t h)
+{
+	return ((int)(place * 65536.0f + 0.5f) + (int)h) >> 16;
+}
+
+BITS_FN float round_level(int c, float n, float amax)
+{
+	return amax * ((float)c / n);
+}
+
+/* TernGrad: |x| / s as a fraction of 2^32, cut in two. |x| <= s; high is 65536 where |x| = s. */
+BITS_FN uint32_t round_ternary(float ax, float s, uint32_t *low)
+{
+	float q = ax / s * 65536.0f;
+	int high = (int)q;
+
+	*low = (uint32_t)(int)((q - (float)high) * 65536.0f);
+	return (uint32_t)high;
+}
+
+#endif

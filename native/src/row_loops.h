@@ -1,0 +1,510 @@
+/* row_loops.h - the loops of codecs whose values share scales, compiled once for each instruction set.
+ *
+ * Included by isa_*.c, as loops.h is. `row` values share scale[0], the next ones scale[1] and so on; the last row may
+ * be shorter. Values are float32; their one-word functions are in round.h.
+ */
+#include "kernels.h"
+
+static void to_float_bfloat16(const void *src, size_t n, float *restrict x)
+{
+	for (size_t i = 0; i < n; i++)
+		x[i] = round_float(round_from_bfloat16(native16(src, i)));
+}
+
+static void from_float_bfloat16(const float *x, size_t n, void *dst)
+{
+	char *restrict d = dst;
+
+	for (size_t i = 0; i < n; i++) {
+		uint16_t y = round_to_bfloat16(round_bits(x[i]));
+
+		memcpy(d + 2 * i, &y, 2);
+	}
+}
+
+static void to_float_float16(const void *src, size_t n, float *restrict x)
+{
+	for (size_t i = 0; i < n; i++)
+		x[i] = round_float(round_from_float16(native16(src, i)));
+}
+
+static void from_float_float16(const float *x, size_t n, void *dst)
+{
+	char *restrict d = dst;
+
+	for (size_t i = 0; i < n; i++) {
+		uint16_t y = round_to_float16(round_bits(x[i]));
+
+		memcpy(d + 2 * i, &y, 2);
+	}
+}
+
+static void abs_max(const float_any *x, size_t n, size_t row, uint32_t limit, uint32_t *max)
+{
+	for (size_t at = 0; at < n; at += row) {
+		size_t m = n - at < row ? n - at : row;
+		int32_t most = 0; /* signed, since SSE2 has no other */
+
+		for (size_t i = 0; i < m; i++) {
+			int32_t a = (int32_t)(round_bits(x[at + i]) & ROUND_ABS);
+
+			a = (uint32_t)a < limit ? a : 0;
+			most = a > most ? a : most;
+		}
+		*max++ = (uint32_t)most;
+	}
+}
+
+/* Sums of at most WIRE_TREE values: lanes, folded by halves. */
+static float fold(float *lane)
+{
+	for (int w = 16; w; w /= 2)
+		for (int l = 0; l < w; l++)
+			lane[l] += lane[l + w];
+	return lane[0];
+}
+
+static double fold_double(double *lane)
+{
+	for (int w = 16; w; w /= 2)
+		for (int l = 0; l < w; l++)
+			lane[l] += lane[l + w];
+	return lane[0];
+}
+
+static void row_sums(int kind, const float_any *x, size_t n, struct row_sums *out)
+{
+	float a[32] = {0}, b[32] = {0};
+	double s[32] = {0}, t[32] = {0};
+	float rest[32];
+	uint32_t negative = 0;
+
+	memset(out, 0, sizeof *out);
+	for (size_t i = 0; i < n; i += 32) {
+		const float_any *p = x + i;
+
+		if (n - i < 32) { /* zeros change no sum */
+			memset(rest, 0, sizeof rest);
+			memcpy(rest, x + i, 4 * (n - i));
+			p = rest;
+		}
+		if (kind == ROW_SUM_ABS)
+			for (int l = 0; l < 32; l++)
+				a[l] += round_float(round_bits(p[l]) & ROUND_ABS);
+		else if (kind == ROW_SUM_SQUARES)
+			for (int l = 0; l < 32; l++) {
+				s[l] += (double)p[l] * (double)p[l];
+				t[l] += (double)p[l];
+			}
+		else
+			for (int l = 0; l < 32; l++) {
+				uint32_t u = round_bits(p[l]), minus = 0 - (u >> 31);
+
+				a[l] += round_float(u & ~minus);
+				b[l] += round_float(u & ROUND_ABS & minus);
+				negative += u >> 31;
+			}
+	}
+	out->sum[0] = kind == ROW_SUM_SQUARES ? fold_double(s) : (double)fold(a);
+	out->sum[1] = kind == ROW_SUM_SQUARES ? fold_double(t) : (double)fold(b);
+	out->negative = negative;
+}
+
+#ifndef SIGN_BITS
+#define SIGN_BITS(x, n, bits) 0
+#define SIGN_VALUES(bits, n, negative, positive, y) 0
+#endif
+
+/* Bit i % 8 of byte i / 8: the sign bit of x[i] is clear. Bits behind the last value are 0. */
+static void sign_bits(const float_any *x, size_t n, uint8_t *bits)
+{
+	for (size_t i = SIGN_BITS(x, n, bits); i < n; i += 8) {
+		size_t m = n - i < 8 ? n - i : 8;
+		uint32_t byte = 0;
+
+		for (size_t l = 0; l < m; l++)
+			byte |= (uint32_t)(~round_bits(x[i + l]) >> 31) << l;
+		bits[i / 8] = (uint8_t)byte;
+	}
+}
+
+/* From value `from` of the bits on; from is a multiple of 8 unless rows are. */
+static void sign_values(const uint8_t *bits, size_t from, size_t n, float negative, float positive, float_any *y)
+{
+	uint32_t p = round_bits(positive), q = round_bits(negative);
+
+	for (size_t i = from % 8 ? 0 : SIGN_VALUES(bits + from / 8, n, negative, positive, y); i < n; i++)
+		y[i] = round_float(bits[(from + i) / 8] >> (from + i) % 8 & 1 ? p : q);
+}
+
+#ifndef HALVES
+#define HALVES(key, block, nblocks, h) 0
+#endif
+
+/* The first words of nblocks blocks, as halves in element order. */
+static void halves(struct philox key, uint64_t block, size_t nblocks, uint16_t *restrict h)
+{
+	for (size_t b = HALVES(key, block, nblocks, h); b < nblocks; b++) {
+		uint32_t c[4];
+
+		philox_block(key, block + b, 0, c);
+		for (int i = 0; i < 4; i++) {
+			h[8 * b + 2 * i] = (uint16_t)c[i];
+			h[8 * b + 2 * i + 1] = (uint16_t)(c[i] >> 16);
+		}
+	}
+}
+
+/* Codes 0, 1, 2 for -1, 0, 1. *tie: some value needs its second draw. s > 0. */
+static void ternary_run(const float_any *x, size_t n, float s, const uint16_t *h, uint8_t *restrict code, int *tie)
+{
+	uint32_t any = 0;
+
+	for (size_t i = 0; i < n; i++) {
+		uint32_t u = round_bits(x[i]), low, a = u & ROUND_ABS, clipped = round_bits(s), high;
+		int32_t keep;
+
+		a = a < clipped ? a : clipped;
+		high = round_ternary(round_float(a), s, &low);
+		keep = h[i] < high;
+		any |= h[i] == high;
+		code[i] = (uint8_t)(1 + (keep & (int32_t)~(u >> 31)) - (keep & (int32_t)(u >> 31)));
+	}
+	*tie = any != 0;
+}
+
+static void float8_run(const struct row_kind *q, const float_any *x, size_t n, float scale, const uint16_t *h,
+		       uint8_t *restrict code)
+{
+	uint32_t mbits = q->mbits, bias = q->bias, most = round_bits(q->max);
+
+	for (size_t i = 0; i < n; i++) {
+		uint32_t u = round_bits(x[i]), y = round_bits(round_float(u & ROUND_ABS) * scale), c;
+		uint32_t is_special = (u & ROUND_ABS) >= ROUND_INF;
+
+		y = y < most ? y : most;
+		c = h ? round_small_stochastic(y, mbits, bias, h[i]) : round_small_nearest(y, mbits, bias);
+		code[i] = (uint8_t)((is_special ? FLOAT8_NAN : c) | (u >> 24 & 0x80));
+	}
+}
+
+static void float8_values(const struct row_kind *q, const uint8_t *code, size_t n, float scale, float_any *restrict y)
+{
+	uint32_t mbits = q->mbits, bias = q->bias, last = q->last;
+
+	for (size_t i = 0; i < n; i++) {
+		uint32_t c = code[i] & 0x7f;
+		uint32_t v = round_bits(round_float(round_small_value(c, mbits, bias)) / scale);
+
+		v = c > last ? 0x7fc00000u : v;
+		y[i] = round_float(v | (uint32_t)(code[i] & 0x80) << 24);
+	}
+}
+
+/* scale is what a value is divided by, 0 for a block of zeros. Code: sign at bit 3. */
+static void float4_run(const float_any *x, size_t n, float scale, const uint16_t *h, uint8_t *restrict code)
+{
+	const uint32_t most = 0x40c00000u; /* 6 */
+	float by = scale > 0 ? scale : 1;
+
+	for (size_t i = 0; i < n; i++) {
+		uint32_t u = round_bits(x[i]), y = round_bits(round_float(u & ROUND_ABS) / by), c;
+
+		y = y < most ? y : most;
+		c = h ? round_small_stochastic(y, 1, 1, h[i]) : round_small_nearest(y, 1, 1);
+		code[i] = (uint8_t)((scale > 0 ? c : 0) | (u >> 28 & 8));
+	}
+}
+
+static void float4_values(const uint8_t *code, size_t n, float scale, float_any *restrict y)
+{
+	for (size_t i = 0; i < n; i++) {
+		float v = round_float(round_small_value(code[i] & 7, 1, 1)) * scale;
+
+		y[i] = round_float(round_bits(v) | (uint32_t)(code[i] & 8) << 28);
+	}
+}
+
+/* amax > 0. */
+static void even_run(const float_any *x, size_t n, float amax, int levels, const uint16_t *h, uint8_t *restrict code)
+{
+	for (size_t i = 0; i < n; i++)
+		code[i] = (uint8_t)round_place(round_even_place(x[i], amax, (float)levels), h ? h[i] : 0x8000);
+}
+
+static void odd_run(const float_any *x, size_t n, float amax, int levels, const uint16_t *h, uint8_t *restrict code)
+{
+	for (size_t i = 0; i < n; i++) {
+		uint32_t u = round_bits(x[i]);
+		int c = round_place(round_float(u & ROUND_ABS) / amax * (float)levels, h ? h[i] : 0x8000);
+
+		code[i] = (uint8_t)(levels + (u >> 31 ? -c : c));
+	}
+}
+
+static void level_values(const uint8_t *code, size_t n, float amax, int step, int from, int levels,
+			 float_any *restrict y)
+{
+	for (size_t i = 0; i < n; i++)
+		y[i] = round_level(step * code[i] - from, (float)levels, amax);
+}
+
+static void ternary_values(const uint8_t *code, size_t n, float s, float_any *restrict y)
+{
+	for (size_t i = 0; i < n; i++)
+		y[i] = (float)((int)code[i] - 1) * s;
+}
+
+static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, size_t row, const float *scale,
+		       const uint16_t *h, uint8_t *code)
+{
+	int tie = 0;
+
+	for (size_t at = 0; at < n; at += row, scale++) {
+		size_t m = n - at < row ? n - at : row;
+		const uint16_t *r = h ? h + at : NULL;
+		const float_any *p = x + at;
+		uint8_t *c = code + at;
+
+		switch (q->codec) {
+		case WIRE_CODEC_FLOAT8:
+			if (r)
+				float8_run(q, p, m, *scale, r, c);
+			else
+				float8_run(q, p, m, *scale, NULL, c);
+			break;
+		case WIRE_CODEC_FLOAT4: {
+			size_t size = q->variant == WIRE_FLOAT4_NVFP4 ? 16 : 32;
+
+			if (r)
+				float4_run(p, m == size ? size : m, *scale, r, c);
+			else
+				float4_run(p, m == size ? size : m, *scale, NULL, c);
+			break;
+		}
+		case WIRE_CODEC_TERNARY:
+			if (*scale > 0) {
+				int some;
+
+				ternary_run(p, m, *scale, r, c, &some);
+				tie |= some;
+			} else {
+				memset(c, 1, m);
+			}
+			break;
+		default:
+			if (!(*scale > 0))
+				memset(c, q->odd ? q->levels : 0, m);
+			else if (q->odd)
+				r ? odd_run(p, m, *scale, q->levels, r, c) : odd_run(p, m, *scale, q->levels, NULL, c);
+			else
+				r ? even_run(p, m, *scale, q->levels, r, c)
+				  : even_run(p, m, *scale, q->levels, NULL, c);
+		}
+	}
+	return tie;
+}
+
+static void decode_rows(const struct row_kind *q, const uint8_t *code, size_t n, size_t row, const float *scale,
+			float_any *y)
+{
+	for (size_t at = 0; at < n; at += row, scale++) {
+		size_t m = n - at < row ? n - at : row;
+
+		switch (q->codec) {
+		case WIRE_CODEC_FLOAT8: float8_values(q, code + at, m, *scale, y + at); break;
+		case WIRE_CODEC_FLOAT4: float4_values(code + at, m, *scale, y + at); break;
+		case WIRE_CODEC_TERNARY: ternary_values(code + at, m, *scale, y + at); break;
+		default:
+			if (!(*scale > 0))
+				memset(y + at, 0, 4 * m);
+			else if (q->odd)
+				level_values(code + at, m, *scale, 1, q->levels, q->levels, y + at);
+			else
+				level_values(code + at, m, *scale, 2, q->levels, q->levels, y + at);
+		}
+	}
+}
+
+/* Eight codes of `bits` bits side by side in a word, and back. */
+static inline uint64_t squeeze(uint64_t x, int bits)
+{
+	int gap = 8 - bits;
+
+	x = (x & 0x00ff00ff00ff00ffull) | (x & 0xff00ff00ff00ff00ull) >> gap;
+	x = (x & 0x0000ffff0000ffffull) | (x & 0xffff0000ffff0000ull) >> 2 * gap;
+	return (x & 0x00000000ffffffffull) | (x & 0xffffffff00000000ull) >> 4 * gap;
+}
+
+static inline uint64_t spread(uint64_t x, int bits)
+{
+	uint64_t b1 = (1ull << bits) - 1, b2 = (1ull << 2 * bits) - 1, b4 = (1ull << 4 * bits) - 1;
+
+	x = (x & b4) | (x >> 4 * bits & b4) << 32;
+	x = (x & (b2 | b2 << 32)) | (x >> 2 * bits & (b2 | b2 << 32)) << 16;
+	b1 |= b1 << 32;
+	b1 |= b1 << 16;
+	return (x & b1) | (x >> bits & b1) << 8;
+}
+
+static inline void pack_bits_of(const uint8_t *code, size_t n, int bits, uint8_t *dst)
+{
+	size_t i = 0;
+
+	for (; i + 8 <= n; i += 8, dst += bits) {
+		uint64_t x = squeeze(load64(code + i), bits);
+
+		if (n - i >= 72) { /* room for 8 bytes */
+			store64(dst, x);
+		} else {
+			uint8_t last[8];
+
+			store64(last, x);
+			memcpy(dst, last, (size_t)bits);
+		}
+	}
+	if (i < n) {
+		uint8_t last[8] = {0};
+
+		memcpy(last, code + i, n - i);
+		store64(last, squeeze(load64(last), bits));
+		memcpy(dst, last, (n - i) * (size_t)bits / 8 + ((n - i) * (size_t)bits % 8 != 0));
+	}
+}
+
+static inline void unpack_bits_of(const uint8_t *src, size_t n, int bits, uint8_t *code)
+{
+	size_t i = 0;
+
+	for (; i + 8 <= n; i += 8, src += bits) {
+		uint8_t last[8] = {0};
+
+		if (n - i >= 72) {
+			store64(code + i, spread(load64(src), bits));
+		} else {
+			memcpy(last, src, (size_t)bits);
+			store64(code + i, spread(load64(last), bits));
+		}
+	}
+	if (i < n) {
+		uint8_t last[8] = {0};
+
+		memcpy(last, src, (n - i) * (size_t)bits / 8 + ((n - i) * (size_t)bits % 8 != 0));
+		store64(last, spread(load64(last), bits));
+		memcpy(code + i, last, n - i);
+	}
+}
+
+static void pack_codes(const uint8_t *code, size_t n, int bits, uint8_t *dst)
+{
+	switch (bits) { /* constants make faster loops */
+	case 1: pack_bits_of(code, n, 1, dst); break;
+	case 2: pack_bits_of(code, n, 2, dst); break;
+	case 3: pack_bits_of(code, n, 3, dst); break;
+	case 4: pack_bits_of(code, n, 4, dst); break;
+	case 5: pack_bits_of(code, n, 5, dst); break;
+	case 6: pack_bits_of(code, n, 6, dst); break;
+	case 7: pack_bits_of(code, n, 7, dst); break;
+	default: memcpy(dst, code, n);
+	}
+}
+
+static void unpack_codes(const uint8_t *src, size_t n, int bits, uint8_t *code)
+{
+	switch (bits) {
+	case 1: unpack_bits_of(src, n, 1, code); break;
+	case 2: unpack_bits_of(src, n, 2, code); break;
+	case 3: unpack_bits_of(src, n, 3, code); break;
+	case 4: unpack_bits_of(src, n, 4, code); break;
+	case 5: unpack_bits_of(src, n, 5, code); break;
+	case 6: unpack_bits_of(src, n, 6, code); break;
+	case 7: unpack_bits_of(src, n, 7, code); break;
+	default: memcpy(code, src, n);
+	}
+}
+
+#ifndef PACK_TRITS
+#define PACK_TRITS(code, n, dst) 0
+#define UNPACK_TRITS(src, n, code) 0
+#endif
+
+/* Five codes 0..2 a byte, the first one most significant; missing ones are 1. */
+static void pack_trits(const uint8_t *code, size_t n, uint8_t *dst)
+{
+	size_t i = PACK_TRITS(code, n, dst);
+
+	dst += i / 5;
+	for (; i + 5 <= n; i += 5)
+		*dst++ = (uint8_t)(81 * code[i] + 27 * code[i + 1] + 9 * code[i + 2] + 3 * code[i + 3] + code[i + 4]);
+	if (i < n) {
+		uint8_t last[5] = {1, 1, 1, 1, 1};
+
+		memcpy(last, code + i, n - i);
+		*dst = (uint8_t)(81 * last[0] + 27 * last[1] + 9 * last[2] + 3 * last[3] + last[4]);
+	}
+}
+
+static void unpack_trits(const uint8_t *src, size_t n, uint8_t *restrict code)
+{
+	size_t done = UNPACK_TRITS(src, n, code);
+
+	src += done / 5;
+	for (size_t i = done; i < n; i += 5, src++) {
+		uint32_t b = *src;
+		uint8_t five[5];
+
+		for (int k = 4; k >= 0; k--) {
+			uint32_t third = b * 171 >> 9; /* b / 3 below 512 */
+
+			five[k] = (uint8_t)(b - 3 * third);
+			b = third;
+		}
+		memcpy(code + i, five, n - i < 5 ? n - i : 5);
+	}
+}
+
+static uint8_t max_byte(const uint8_t *p, size_t n)
+{
+	uint8_t most = 0;
+
+	for (size_t i = 0; i < n; i++)
+		most = p[i] > most ? p[i] : most;
+	return most;
+}
+
+static void subtract(const float_any *x, const float *y, size_t n, float_any *r)
+{
+	for (size_t i = 0; i < n; i++)
+		r[i] = x[i] - y[i];
+}
+
+static void add(const float *y, size_t n, float weight, float_any *out)
+{
+	for (size_t i = 0; i < n; i++)
+		out[i] = out[i] + weight * y[i];
+}
+
+static void multiply(float_any *out, size_t n, float by)
+{
+	for (size_t i = 0; i < n; i++)
+		out[i] = out[i] * by;
+}
+
+static void divide(float_any *out, size_t n, float by)
+{
+	for (size_t i = 0; i < n; i++)
+		out[i] = out[i] / by;
+}
+
+static void maximum(const float *y, size_t n, float_any *out)
+{
+	for (size_t i = 0; i < n; i++)
+		out[i] = out[i] < y[i] || y[i] != y[i] ? y[i] : out[i];
+}
+
+#define ROW_LOOPS                                                                                                      \
+	.to_float = {to_float_bfloat16, to_float_float16}, .from_float = {from_float_bfloat16, from_float_float16},    \
+	.abs_max = abs_max, .row_sums = row_sums, .sign_bits = sign_bits, .sign_values = sign_values,                  \
+	.halves = halves, .encode_rows = encode_rows, .decode_rows = decode_rows, .pack_codes = pack_codes,            \
+	.unpack_codes = unpack_codes, .pack_trits = pack_trits, .unpack_trits = unpack_trits, .max_byte = max_byte,    \
+	.subtract = subtract, .add = add, .multiply = multiply, .divide = divide, .maximum = maximum

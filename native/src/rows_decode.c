@@ -1,0 +1,195 @@
+/* rows_decode.c - a region, whatever it holds, to a block of values, and those to where they go. */
+#include "rows.h"
+
+#define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
+
+/* Scales of n values of whole rows, stored at frame[at], to w->scale; SIGN has two floats each. */
+static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct row_kind *q, int nbytes,
+				const struct part *p, uint64_t n, struct work *w, codec_fault *f)
+{
+	uint64_t nrows = (n + p->row - 1) / p->row;
+
+	for (uint64_t r = 0; r < nrows; r++, at += (uint64_t)nbytes) {
+		uint32_t u;
+
+		if (q->codec == CODEC_FLOAT4) {
+			uint32_t last = q->variant == WIRE_FLOAT4_MXFP4 ? 252 : 126;
+
+			if (frame[at] > last)
+				BAD(at, frame[at], last);
+			w->scale[r] = rows_small_scale(q, p, frame[at]);
+			continue;
+		}
+		u = load32(frame + at);
+		if (u >= ROUND_INF || (q->codec == CODEC_FLOAT8 && !u))
+			BAD(at, u, ROUND_INF);
+		w->scale[r] = round_float(u);
+		if (nbytes == 8) { /* at most a chunk of rows */
+			u = load32(frame + at + 4);
+			if (u >= ROUND_INF)
+				BAD(at + 4, u, ROUND_INF);
+			w->scale_below[r] = round_float(u);
+		} else if (q->codec == CODEC_SIGN) {
+			w->scale_below[r] = w->scale[r];
+		}
+	}
+	return CODEC_OK;
+}
+
+/* Values to where they belong. */
+void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uint64_t n, const float *y)
+{
+	uint8_t *at = (uint8_t *)s->dst->data + first * dtype_of(s->dst->dtype)->nbytes;
+
+	switch (s->into) {
+	case CODEC_INTO_ADD: k->add(y, n, s->weight, (float_any *)at); break;
+	case CODEC_INTO_MAX: k->maximum(y, n, (float_any *)at); break;
+	case SINK_RESIDUAL: {
+		float buffer[ROW_CHUNK];
+
+		k->subtract(rows_load(k, s->src, first, n, buffer), y, n, (float_any *)at);
+		break;
+	}
+	default:
+		if (s->dst->dtype != CODEC_FLOAT32)
+			k->from_float[s->dst->dtype == CODEC_FLOAT16](y, n, at);
+		else if (s->dst->nbytes >= STREAM_NBYTES)
+			k->stream(at, (const uint8_t *)y, 4 * n);
+		else
+			memcpy(at, y, 4 * n);
+	}
+	if (s->rescale)
+		k->multiply((float_any *)at, n, s->scale);
+	if (s->divide > 0)
+		k->divide((float_any *)at, n, s->divide);
+}
+
+static void sign_run(const struct kernels *k, const uint8_t *bits, uint64_t from, uint64_t n, uint64_t row,
+		     const struct work *w, float *y)
+{
+	for (uint64_t i = 0; i < n; i += row) {
+		float above = w->scale[i / row], below = w->scale_below[i / row];
+
+		/* a scale of 0 says that all values were 0, whatever their sign */
+		k->sign_values(bits, from + i, MIN(row, n - i), below > 0 ? -below : 0, above, y + i);
+	}
+}
+
+/* Largest code that this codec writes. */
+static uint8_t largest_code(const struct row_kind *q)
+{
+	if (q->codec == CODEC_TERNARY)
+		return 2;
+	return (uint8_t)(q->codec == CODEC_QUANTIZE ? q->odd ? 2 * q->levels : q->levels : 255);
+}
+
+/* The m codes of a block at frame[at], scales at frame[scales]. */
+static codec_status decode_codes(const struct job *j, const struct kernels *k, const struct part *p,
+				 const uint8_t *frame, uint64_t scales, uint64_t at, const uint8_t *codes,
+				 uint64_t first, uint64_t m, const struct sink *sink, struct work *w, codec_fault *f)
+{
+	uint64_t tile = p->row && p->row <= WIRE_ROW_BLOCK ? m : ROW_TILE;
+	int nbytes = rows_scale_nbytes(&j->h), half = j->h.dtype == CODEC_FLOAT16;
+	/* what is added up is what decoding gives */
+	int rounds = j->h.dtype != CODEC_FLOAT32 && sink->into != CODEC_INTO_STORE && !sink->unscaled;
+	int unscaled = j->h.codec == CODEC_TERNARY && sink->unscaled;
+	struct row_kind q;
+
+	rows_kind(&j->h, &q);
+	w->scale[0] = unscaled ? 1 : p->scale[0];
+	w->scale_below[0] = q.variant == WIRE_SIGN_TWO_MEAN ? p->scale[1] : p->scale[0];
+	for (uint64_t t = 0; t < m; t += tile) {
+		uint64_t end = MIN(t + tile, m), n;
+		uint8_t most = largest_code(&q);
+
+		if (q.codec == CODEC_SIGN) {
+			if (end == m && m % 8 && codes[m / 8] >> m % 8)
+				BAD(at + m / 8, codes[m / 8], 0);
+		} else if (q.bits) {
+			uint64_t nbits = (end - t) * q.bits, last = t * q.bits / 8 + nbits / 8;
+			uint8_t rest = nbits % 8 ? codes[last] >> nbits % 8 : 0;
+			uint8_t fill = nbits % 8 && q.codec == CODEC_TERNARY ? 0x55 >> nbits % 8 : 0;
+
+			k->unpack_codes(codes + t * q.bits / 8, end - t, q.bits, w->code);
+			if (rest != fill)
+				BAD(at + last, rest, fill);
+		} else {
+			if (k->max_byte(codes + t / 5, (end - t + 4) / 5) > 242)
+				BAD(at + t / 5, 243, 242);
+			n = (end - t + 4) / 5 * 5;
+			k->unpack_trits(codes + t / 5, n, w->code);
+			while (n-- > end - t)
+				if (w->code[n] != 1)
+					BAD(at + (end - 1) / 5, w->code[n], 1);
+		}
+		if (most < 255 && q.codec != CODEC_SIGN && k->max_byte(w->code, end - t) > most)
+			BAD(at, k->max_byte(w->code, end - t), most);
+		for (uint64_t i = t; i < end; i += n) {
+			uint64_t row = p->row && p->row <= ROW_CHUNK ? p->row : 0;
+
+			n = rows_run(p->row, i, end);
+			if (row || (p->row && i % p->row == 0))
+				TRY(read_scales(frame, scales + i / p->row * (uint64_t)nbytes, &q, nbytes, p,
+						row ? n : 1, w, f));
+			if (q.codec == CODEC_SIGN)
+				sign_run(k, codes, i, n, row ? row : n, w, w->y);
+			else
+				k->decode_rows(&q, w->code + i - t, n, row ? row : n, w->scale, w->y);
+			if (rounds) {
+				k->from_float[half](w->y, n, w->half);
+				k->to_float[half](w->half, n, w->y);
+			}
+			sink_put(k, sink, first + i, n, w->y);
+		}
+	}
+	return CODEC_OK;
+}
+
+/* Block b, whose region is frame[at, end). */
+codec_status rows_decode_block(const struct job *j, const struct kernels *k, const uint8_t *frame, uint64_t b,
+			       uint64_t at, uint64_t end, const struct sink *sink, struct work *w, codec_fault *f)
+{
+	const struct part *p = rows_part(j, b);
+	uint64_t block = rows_block(&j->h, p->row), from = (b - p->first_block) * block,
+		 m = MIN(block, p->count - from);
+	uint64_t nscales = p->row ? (m + p->row - 1) / p->row * (uint64_t)rows_scale_nbytes(&j->h) : 0;
+	uint64_t ncodes = rows_codes_nbytes(&j->h, m);
+	const uint8_t *codes = frame + at + nscales;
+	struct sink last;
+
+	if (rows_entropy(&j->h)) {
+		struct cursor c = {frame, at + nscales, end};
+
+		if (end - at < nscales + 4)
+			BAD(at, end - at, nscales + 4);
+		TRY(decode_bytes(j, k, w, &c, ncodes, &codes, f));
+		for (uint64_t i = c.at; i < c.end; i++)
+			if (c.end - c.at >= WIRE_ALIGN || frame[i])
+				BAD(i, frame[i], 0);
+	} else {
+		if (end - at != ALIGN8(nscales + ncodes))
+			BAD(at, end - at, ALIGN8(nscales + ncodes));
+		for (uint64_t i = at + nscales + ncodes; i < end; i++)
+			if (frame[i])
+				BAD(i, frame[i], 0);
+	}
+	last = *sink;
+	last.scale = p->scale[0];
+	last.rescale = sink->unscaled && sink->rescale;
+	return decode_codes(j, k, p, frame, at, at + nscales, codes, p->start + from, m, &last, w, f);
+}
+
+/* What block b, just encoded at frame[at], leaves of src. */
+codec_status rows_residual(const struct job *j, const struct kernels *k, const codec_tensor *src, const uint8_t *frame,
+			   uint64_t b, uint64_t at, float *residual, struct work *w)
+{
+	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = residual};
+	const struct sink sink = {.into = SINK_RESIDUAL, .dst = &dst, .src = src};
+	const struct part *p = rows_part(j, b);
+	uint64_t block = rows_block(&j->h, p->row), from = (b - p->first_block) * block,
+		 m = MIN(block, p->count - from);
+	uint64_t nscales = p->row ? (m + p->row - 1) / p->row * (uint64_t)rows_scale_nbytes(&j->h) : 0;
+	const uint8_t *codes = rows_entropy(&j->h) ? w->plane[0] : frame + at + nscales;
+
+	return decode_codes(j, k, p, frame, at, at + nscales, codes, p->start + from, m, &sink, w, NULL);
+}

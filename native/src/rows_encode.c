@@ -1,0 +1,143 @@
+/* rows_encode.c - a block of values to codes and their scales. */
+#include "rows.h"
+
+/* Where TERNARY's first draw decides nothing, the second does. */
+static void settle_ties(const struct job *j, const float_any *x, uint64_t first, uint64_t n, float s, const uint16_t *h,
+			uint8_t *code)
+{
+	for (uint64_t i = 0; i < n; i++) {
+		uint32_t u = round_bits(x[i]), a = u & ROUND_ABS, low, high;
+
+		high = round_ternary(round_float(MIN(a, round_bits(s))), s, &low);
+		if (h[i] == high && philox_half(j->key, first + i, 1) < low)
+			code[i] = u >> 31 ? 0 : 2;
+	}
+}
+
+static const uint16_t *draw(const struct job *j, const struct kernels *k, uint64_t first, uint64_t n, struct work *w)
+{
+	uint64_t block = first / 8;
+
+	k->halves(j->key, block, (first + n + 7) / 8 - block, w->half);
+	return w->half + first % 8;
+}
+
+/* A given scale must not lie below a value. */
+static codec_status check_given(const struct kernels *k, const float_any *x, uint64_t n, float s)
+{
+	uint32_t max;
+
+	k->abs_max(x, n, n, ROUND_ABS + 1, &max);
+	return max >= ROUND_INF ? CODEC_NONFINITE : max > round_bits(s) ? CODEC_BAD_SCALE : CODEC_OK;
+}
+
+/* Codes of values [i, i + n) of a block of part p, a byte each; scales of rows that begin there are stored. */
+static codec_status encode_run(const struct job *j, const struct kernels *k, const struct row_kind *q,
+			       const struct part *p, const codec_tensor *src, uint64_t first, uint64_t i, uint64_t n,
+			       uint64_t m, struct work *w, uint8_t *stored, uint8_t *code)
+{
+	int random = q->codec == CODEC_TERNARY || j->h.options & WIRE_OPTION_STOCHASTIC;
+	const uint16_t *h = random ? draw(j, k, first + i, n, w) : NULL;
+	const float_any *x;
+
+	if (p->row > ROW_CHUNK && i % p->row == 0)
+		TRY(rows_long_scale(j, k, q, p, src, first + i, MIN(p->row, m - i), w,
+				    stored + i / p->row * (uint64_t)rows_scale_nbytes(&j->h)));
+	x = rows_load(k, src, first + i, n, w->x);
+	if (p->row && p->row <= ROW_CHUNK)
+		TRY(rows_scales(j, k, q, p, x, n, w, stored + i / p->row * (uint64_t)rows_scale_nbytes(&j->h)));
+	else if (!p->row)
+		*w->scale = p->scale[0];
+	if (q->codec == CODEC_TERNARY && j->scale > 0 && !(j->clip > 0))
+		TRY(check_given(k, x, n, j->scale));
+	if (k->encode_rows(q, x, n, p->row && p->row <= ROW_CHUNK ? p->row : n, w->scale, h, code))
+		settle_ties(j, x, first + i, n, *w->scale, h, code);
+	return CODEC_OK;
+}
+
+/* Codes of a whole block, packed at dst. */
+static codec_status encode_codes(const struct job *j, const struct kernels *k, const struct part *p,
+				 const codec_tensor *src, uint64_t first, uint64_t m, struct work *w, uint8_t *stored,
+				 uint8_t *dst)
+{
+	uint64_t tile = p->row && p->row <= WIRE_ROW_BLOCK ? m : ROW_TILE;
+	struct row_kind q;
+
+	rows_kind(&j->h, &q);
+	if (q.codec == CODEC_SIGN) {
+		if (p->row)
+			TRY(rows_sign_scales(j, k, src, first, m, p->row, w, stored));
+		for (uint64_t i = 0; i < m; i += ROW_CHUNK) {
+			uint64_t n = MIN(ROW_CHUNK, m - i);
+
+			k->sign_bits(rows_load(k, src, first + i, n, w->x), n, dst + i / 8);
+		}
+		return CODEC_OK;
+	}
+	for (uint64_t t = 0; t < m; t += tile) {
+		uint64_t end = MIN(t + tile, m), n;
+
+		for (uint64_t i = t; i < end; i += n) {
+			n = rows_run(p->row, i, end);
+			TRY(encode_run(j, k, &q, p, src, first, i, n, m, w, stored, w->code + i - t));
+		}
+		memset(w->code + end - t, q.codec == CODEC_TERNARY, 8);
+		if (q.bits)
+			k->pack_codes(w->code, q.bits == 2 ? (end - t + 3) / 4 * 4 : end - t, q.bits,
+				      dst + t * q.bits / 8);
+		else
+			k->pack_trits(w->code, end - t, dst + t / 5);
+	}
+	return CODEC_OK;
+}
+
+/* Where block b lies. */
+static void place(const struct job *j, uint64_t b, const struct part **p, uint64_t *first, uint64_t *m)
+{
+	uint64_t block, at;
+
+	*p = rows_part(j, b);
+	block = rows_block(&j->h, (*p)->row);
+	at = (b - (*p)->first_block) * block;
+	*first = (*p)->start + at;
+	*m = MIN(block, (*p)->count - at);
+}
+
+/* The code bytes of block b, to w->plane[0]; its scales go nowhere. */
+codec_status rows_codes(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t b, uint64_t *n,
+			struct work *w)
+{
+	const struct part *p;
+	uint64_t first, m;
+
+	place(j, b, &p, &first, &m);
+	*n = rows_codes_nbytes(&j->h, m);
+	return encode_codes(j, k, p, src, first, m, w, w->region, w->plane[0]);
+}
+
+/* Block b to dst, which has `room` bytes. */
+codec_status rows_encode_block(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t b,
+			       uint8_t *dst, uint64_t room, uint64_t *nbytes, struct work *w)
+{
+	const struct part *p;
+	uint64_t first, m, nscales, size;
+
+	place(j, b, &p, &first, &m);
+	nscales = p->row ? (m + p->row - 1) / p->row * (uint64_t)rows_scale_nbytes(&j->h) : 0;
+	size = nscales + rows_codes_nbytes(&j->h, m);
+	*nbytes = rows_region_nbytes(&j->h, p->row, m);
+	if (*nbytes > room)
+		return CODEC_SHORT_OUTPUT;
+	w->nescapes = 0;
+	if (rows_entropy(&j->h)) {
+		TRY(encode_codes(j, k, p, src, first, m, w, dst, w->plane[0]));
+		size = nscales + encode_bytes(j, k, w, size - nscales, dst + nscales);
+		*nbytes = ALIGN8(size);
+	} else {
+		TRY(encode_codes(j, k, p, src, first, m, w, dst, dst + nscales));
+	}
+	memset(dst + size - w->nescapes, 0, *nbytes - size);
+	for (uint64_t i = 0; i < w->nescapes; i++) /* at the region's end, downwards */
+		dst[*nbytes - 1 - i] = w->escapes[i];
+	return CODEC_OK;
+}

@@ -1,0 +1,496 @@
+"""What each lossy codec promises: its definition, its rounding, its rules for odd numbers, and what is left over."""
+
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from conftest import LOSSY, make
+from hypothesis import given
+from hypothesis import strategies as st
+
+import codec
+
+F32 = np.float32
+HALVES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+SPECS = pytest.mark.parametrize("spec", LOSSY.values(), ids=LOSSY)
+
+
+def tensor(shape, seed=0, scale=0.01):
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(F32)
+
+
+def philox(key, counter):
+    """Philox4x32-10 of Random123, one block."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(b >> 32) ^ c[1] ^ k[0], b & 0xFFFFFFFF, (a >> 32) ^ c[3] ^ k[1], a & 0xFFFFFFFF]
+        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return c
+
+
+def draws(n, seed, stream, word=0):
+    words = [philox((seed, stream & 0xFFFFFFFF), (b, 0, word, stream >> 32)) for b in range(-(-n // 8))]
+    return np.array(words, np.uint32).view(np.uint16).ravel()[:n].astype(np.int64)
+
+
+def test_philox_known_answers():
+    """The generator's published test vectors; that the library draws the same is what other tests here show."""
+    assert philox((0, 0), (0, 0, 0, 0)) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    ones = 0xFFFFFFFF
+    assert philox((ones, ones), (ones,) * 4) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    assert philox((0xA4093822, 0x299F31D0), pi) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+@pytest.mark.parametrize(("seed", "stream"), [(0, 0), (5, 3), (0xFFFFFFFF, (7 << 32) + 9)])
+def test_ternary_is_its_definition(seed, stream, isa):
+    x = tensor(5000)
+    x[7] = 0
+    s = np.abs(x).max()
+    q = (np.abs(x) / s).astype(F32).astype(np.float64) * 2**32
+    u = draws(5000, seed, stream) << 16 | draws(5000, seed, stream, 1)
+    expected = np.where(u < np.floor(q), np.sign(x) * s, 0).astype(F32)
+    y = codec.decode(codec.encode(x, codec.Ternary(seed=seed), stream=stream))
+    assert (y == expected).all()
+    assert np.abs(y).max() == s
+
+
+def test_ternary_ties(isa):
+    """Where the first 16 bits of the draw equal those of the ratio, the next 16 decide."""
+    n = 1 << 16
+    h, low = draws(n, 0, 0), draws(n, 0, 0, 1)
+    x = ((h + 0.5) / 65536).astype(F32)
+    x[0] = 1.0
+    y = codec.decode(codec.encode(x, codec.Ternary(scale=1.0)))
+    assert (y[1:] == (low[1:] < 32768)).all()
+
+
+def test_sign_is_its_definition(isa):
+    x = tensor((64, 1000))
+    x[3] = 0
+    x[5, 2] = -0.0
+    for variant in ("l1", "l2", "two_mean"):
+        y = codec.decode(codec.encode(x, codec.Sign(variant, "row")))
+        d = x.astype(np.float64)
+        negative = np.signbit(x)
+        if variant == "two_mean":
+            up = np.where(negative, 0, d).sum(1) / np.maximum((~negative).sum(1), 1)
+            down = np.where(negative, d, 0).sum(1) / np.maximum(negative.sum(1), 1)
+        else:
+            up = np.abs(d).mean(1) if variant == "l1" else np.sqrt((d * d).mean(1))
+            down = -up
+        expected = np.where(negative, down[:, None], up[:, None])
+        np.testing.assert_allclose(y, expected, rtol=1e-6, atol=0)
+        assert not np.signbit(y[3]).any()
+        assert len(np.unique(y[7])) == 2
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 4095, 4096, 4097, 3 * 4096, 5 * 4096 + 1, 100_000])
+def test_sums_have_one_order(n, isa):
+    """32 float32 lanes over 4,096 values, folded by halves; then pairs in float64."""
+    x = np.abs(tensor(n))
+    level = []
+    for i in range(0, n, 4096):
+        piece = np.zeros(-(-min(4096, n - i) // 32) * 32, F32)
+        piece[: min(4096, n - i)] = x[i : i + 4096]
+        lanes = np.zeros(32, F32)
+        for row in piece.reshape(-1, 32):
+            lanes += row
+        while len(lanes) > 1:
+            lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+        level.append(float(lanes[0]))
+    while len(level) > 1:
+        level = [sum(level[i : i + 2]) for i in range(0, len(level), 2)]
+    expected = F32(level[0] / n)
+    for spec in (codec.Sign(), codec.Sign(block=n)):
+        for threads in (1, 3):
+            assert (codec.decode(codec.encode(x, spec, threads=threads)) == expected).all()
+
+
+def float8_scaled(x, most, row):
+    rows = x.reshape(-1, row)
+    amax = np.abs(rows).max(1)
+    with np.errstate(all="ignore"):
+        scale = F32(most) / amax
+    scale = np.where(np.isfinite(scale), scale, F32(1)).astype(F32)
+    return np.clip(rows * scale[:, None], -most, most), scale[:, None]
+
+
+@pytest.mark.parametrize("format", ["e4m3fn", "e5m2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_float8_against_ml_dtypes(format, dtype, isa):
+    """Every finite pattern of the half formats, and many of float32."""
+    kind = np.dtype(getattr(ml_dtypes, f"float8_{format}"))
+    most = float(ml_dtypes.finfo(kind).max)
+    if dtype == "float32":
+        bits = np.random.default_rng(1).integers(0, 1 << 32, 1 << 18, dtype=np.uint32)
+        # exponents around the format's, so that few rows are all zeros
+        x = (bits & np.uint32(0x807FFFFF) | ((bits >> 23) % 40 + 100 << 23).astype(np.uint32)).view(F32)
+    else:
+        x = np.arange(1 << 16, dtype=np.uint16).view(HALVES[dtype])
+    x = x[np.isfinite(x.astype(F32))]
+    x = x[: len(x) // 64 * 64]
+    for fixed in (None, 1.0):
+        frame = codec.encode(x, codec.Float8(format, 64, scale=fixed))
+        wide = x.astype(F32)
+        y, scale = float8_scaled(wide, most, 64)
+        if fixed:
+            y, scale = np.clip(wide, -most, most).reshape(-1, 64), np.ones((1, 1), F32)
+        with np.errstate(over="ignore"):
+            expected = (y.astype(kind).astype(F32) / scale).ravel().astype(x.dtype)
+        assert codec.decode(frame).tobytes() == expected.tobytes()
+
+
+def test_float4_is_its_definition(isa):
+    x = tensor((64, 96))
+    x[2] = 0
+    x[3] *= 1e-6
+    e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], F32)
+
+    def nearest(v):
+        return np.copysign(v.astype(ml_dtypes.float4_e2m1fn).astype(F32), v)
+
+    y = codec.decode(codec.encode(x, codec.Float4("mxfp4")))
+    blocks = x.reshape(-1, 32)
+    amax = np.abs(blocks).max(1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        d = np.where(amax > 0, 2.0 ** (np.floor(np.log2(amax)) - 2), 1).astype(F32)
+    assert (y.reshape(-1, 32) == nearest(np.clip(blocks / d, -6, 6)) * d).all()
+
+    y = codec.decode(codec.encode(x, codec.Float4("nvfp4")))
+    blocks = x.reshape(-1, 16)
+    t = np.abs(x).max() / F32(6 * 448)
+    s = (np.abs(blocks).max(1, keepdims=True) / F32(6) / t).astype(ml_dtypes.float8_e4m3fn).astype(F32)
+    d = np.where(s > 0, s * t, F32(1))
+    assert (y.reshape(-1, 16) == nearest(np.clip(blocks / d, -6, 6)) * (s * t)).all()
+    assert set(np.abs(codec.decode(codec.encode(np.repeat(e2m1, 4), codec.Float4("mxfp4"))))) <= set(e2m1)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("levels", ["even", "odd"])
+def test_quantize_is_its_definition(bits, levels, isa):
+    if levels == "odd" and bits == 1:
+        with pytest.raises(codec.SpecError):
+            codec.Quantize(1, levels="odd")
+        return
+    x = tensor(4100)
+    x[64:128] = 0
+    n = F32(2**bits - 1 if levels == "even" else 2 ** (bits - 1) - 1)
+    padded = np.zeros(65 * 64, F32)
+    padded[:4100] = x
+    groups = padded.reshape(-1, 64)
+    amax = np.abs(groups).max(1, keepdims=True)
+    safe = np.where(amax > 0, amax, F32(1))
+    h = np.zeros(65 * 64, np.int64)
+    for rounding in ("stochastic", "nearest"):
+        h[:4100] = draws(4100, 9, 4) if rounding == "stochastic" else 0x8000
+        place = (groups / safe + F32(1)) * (n * F32(0.5)) if levels == "even" else np.abs(groups) / safe * n
+        c = (np.floor(place * F32(65536) + F32(0.5)).astype(np.int64) + h.reshape(-1, 64)) >> 16
+        level = (2 * c - int(n)) if levels == "even" else np.where(np.signbit(groups), -c, c)
+        expected = np.where(amax > 0, amax * (level.astype(F32) / n), F32(0)).ravel()[:4100]
+        y = codec.decode(codec.encode(x, codec.Quantize(bits, 64, levels, rounding, seed=9), stream=4))
+        assert (y == expected).all()
+        assert np.abs(y - x).max() <= 1.01 * amax.max() / n * (2 if levels == "even" else 1)
+        assert not y[64:128].any()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        codec.Ternary(),
+        codec.Float8(rounding="stochastic"),
+        codec.Float8("e5m2", rounding="stochastic"),
+        codec.Float4(rounding="stochastic"),
+        codec.Quantize(2),
+        codec.Quantize(3, levels="odd"),
+    ],
+)
+def test_unbiased(spec):
+    """The mean over streams is the tensor, and streams are independent: the variance of a mean of 8 is an eighth."""
+    x = tensor(20_000, 2)
+    x[:64] = x[0]  # values that are exactly representable prove nothing
+    errors = np.array([codec.decode(codec.encode(x, spec, stream=i)).astype(np.float64) - x for i in range(64)])
+    sigma = errors.std(0)
+    some = sigma > 0.3 * sigma.max()  # rare events say little about their variance
+    z = errors.mean(0)[some] / (sigma[some] / 8)
+    assert abs(z.mean()) < 5 / np.sqrt(z.size)
+    assert np.abs(z).max() < 8
+    total = errors.sum(1) / np.sqrt((errors**2).sum(1))
+    assert np.abs(total).max() < 5
+    one, eight = (errors**2).mean(), (errors.reshape(8, 8, -1).mean(1) ** 2).mean()
+    assert abs(8 * eight / one - 1) < 0.03
+
+
+@SPECS
+def test_residual(spec, isa):
+    for shape in ((300,), (40, 130), (70_000,)):
+        x = tensor(shape)
+        x.ravel()[5:200] = 0
+        before, r = x.copy(), np.full(shape, np.nan, F32)
+        frame = codec.encode(x, spec, residual=r)
+        assert codec.encode(x, spec) == frame
+        assert (x == before).all()
+        assert (r == x - codec.decode(frame)).all()
+        for threads in (1, 4):
+            c = x.copy()
+            assert codec.encode(c, spec, residual=c, threads=threads) == frame
+            assert (c == r).all()
+
+
+def test_error_feedback_telescopes():
+    """The sum of what is sent is the sum of what came, less the last residual."""
+    for spec in (codec.Sign(), codec.Ternary(clip=2.5), codec.Quantize(2)):
+        e = np.zeros(5000, F32)
+        sent, came = np.zeros(5000), np.zeros(5000)
+        for step in range(20):
+            g = tensor(5000, step)
+            c = g + e
+            came += g
+            sent += codec.decode(codec.encode(c, spec, residual=e, stream=step))
+        np.testing.assert_allclose(sent, came - e, atol=1e-6)
+
+
+@SPECS
+def test_nonfinite_changes_nothing(spec, isa):
+    for dtype in ("float32", "bfloat16", "float16"):
+        for bad in (np.nan, np.inf, -np.inf):
+            x = tensor(30_000)
+            x[29_000] = bad
+            x = x.astype(HALVES.get(dtype, F32))
+            r = np.full(30_000, 7, F32)
+            out = np.empty(codec.bound(30_000, dtype, spec), np.uint8)
+            for threads in (1, 4):
+                if isinstance(spec, codec.Float8) and spec.nonfinite == "propagate":
+                    y = codec.decode(codec.encode(x, spec, threads=threads)).astype(F32)
+                    assert np.isnan(y[29_000])
+                    assert np.isfinite(np.delete(y, 29_000)).all()
+                    continue
+                with pytest.raises(codec.SpecError, match="NaN or Inf"):
+                    codec.encode(x, spec, out=out, residual=r, threads=threads)
+                assert (r == 7).all()
+
+
+@SPECS
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_all_half_patterns(spec, dtype):
+    """Every finite pattern: the same bytes from every instruction set, and what the format says they mean."""
+    x = np.arange(1 << 16, dtype=np.uint16).view(HALVES[dtype])
+    x = x[np.isfinite(x.astype(F32))]
+    frames = set()
+    for isa in codec.isas():
+        with codec.use_isa(isa):
+            frames.add(bytes(codec.encode(x, spec)))
+            y = codec.decode(codec.encode(x, spec))
+    assert len(frames) == 1
+    assert oracle.decode(frames.pop())[2] == y.tobytes()
+    assert np.isfinite(y.astype(F32)).all()
+
+
+@SPECS
+@given(st.integers(0, 40_000), st.integers(0, 2**32), st.sampled_from(["normal", "zeros", "sparse", "constant"]))
+def test_frames_mean_what_the_document_says(spec, n, seed, kind):
+    x = make("float32", n, kind, seed).view(F32)
+    frame = bytes(codec.encode(x, spec, stream=seed))
+    assert len(frame) <= codec.bound(n, "float32", spec)
+    assert oracle.decode(frame)[2] == codec.decode(frame).tobytes()
+
+
+@SPECS
+def test_same_bytes(spec):
+    """From instruction sets, thread counts and addresses."""
+    x = tensor(300_001)
+    frame = codec.encode(x, spec)
+    y = codec.decode(frame)
+    raw = np.empty(x.nbytes + 8, np.uint8)
+    raw[3 : 3 + x.nbytes] = x.view(np.uint8)
+    moved = np.ndarray(x.shape, F32, raw[3:])
+    for isa in codec.isas():
+        with codec.use_isa(isa):
+            for threads in (1, 2, 7):
+                assert codec.encode(x, spec, threads=threads) == frame
+                assert codec.encode(moved, spec, threads=threads) == frame
+                assert codec.decode(frame, threads=threads).tobytes() == y.tobytes()
+                assert (
+                    codec.decode(frame, out=np.ndarray(x.shape, F32, raw[1:]), threads=threads).tobytes() == y.tobytes()
+                )
+                raw[3 : 3 + x.nbytes] = x.view(np.uint8)
+
+
+@SPECS
+def test_segments(spec, isa):
+    """Parameters in a bucket have scales of their own: as if each were encoded alone."""
+    shapes = [(0, (100, 90)), (9000, (130, 80)), (19_400, (7,)), (19_407, (5000,))]
+    x = tensor(24_407)
+    for i, (offset, shape) in enumerate(shapes):
+        x[offset : offset + int(np.prod(shape))] *= 10.0**i
+    frame = codec.encode(x, spec, segments=shapes)
+    assert codec.encode(x, spec, segments=shapes, threads=3) == frame
+    assert codec.inspect(frame).nsegments == 4
+    y = codec.decode(frame)
+    assert oracle.decode(bytes(frame))[2] == y.tobytes()
+    random = isinstance(spec, codec.Ternary) or getattr(spec, "rounding", "") == "stochastic"
+    for offset, shape in shapes:
+        n = int(np.prod(shape))
+        if not random and n > 4096:
+            alone = codec.decode(codec.encode(x[offset : offset + n].reshape(shape), spec))
+            assert (y[offset : offset + n] == alone.ravel()).all()
+
+
+def test_given_scale():
+    x = tensor(3000)
+    s = float(np.abs(x).max())
+    assert codec.decode(codec.encode(x, codec.Ternary(scale=2 * s))).max() == F32(2 * s)
+    with pytest.raises(codec.SpecError, match="smaller than the largest"):
+        codec.encode(x, codec.Ternary(scale=s / 2))
+    r = np.full(3000, 7, F32)
+    with pytest.raises(codec.SpecError, match="smaller than the largest"):
+        codec.encode(x, codec.Ternary(scale=s / 2), residual=r)
+    assert (r == 7).all()
+    assert np.abs(codec.decode(codec.encode(x, codec.Ternary(clip=2.0)))).max() == pytest.approx(2 * x.std(), rel=1e-5)
+    y = codec.decode(codec.encode(x, codec.Float8(scale=448 / s * 4)))
+    assert np.abs(y).max() == pytest.approx(s / 4, rel=1e-6)  # saturated
+
+
+@SPECS
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_accumulate_and_reduce(spec, dtype, isa):
+    frames = [codec.encode(tensor((60, 500), i).astype(HALVES.get(dtype, F32)), spec, stream=i) for i in range(5)]
+    values = [codec.decode(f).astype(F32) for f in frames]
+    for threads in (1, 3):
+        out = tensor((60, 500), 9)
+        expected = out + F32(0.3) * values[0]
+        assert codec.accumulate(frames[0], out, 0.3, threads=threads) is out
+        assert (out == expected).all()
+        total = ((((values[0] + values[1]) + values[2]) + values[3]) + values[4]).astype(F32)
+        assert (codec.reduce(frames, "sum", threads=threads) == total).all()
+        assert (codec.reduce(frames, threads=threads) == total / F32(5)).all()
+        assert (codec.reduce(frames, "decode_average", out=out) == total / F32(5)).all()
+        assert (codec.reduce(frames, "max", threads=threads) == np.maximum.reduce(values)).all()
+        assert (codec.reduce(frames[:1], threads=threads) == values[0]).all()
+
+
+def test_reduce_mixed_frames():
+    """Frames need not be of one codec; lossless and stored ones too."""
+    xs = [tensor((60, 500), i) for i in range(3)]
+    noise = np.random.default_rng(3).integers(0, 0x7F000000, 30_000, dtype=np.uint32).view(F32).reshape(60, 500)
+    frames = [codec.encode(xs[0]), codec.encode(xs[1], codec.Sign()), codec.encode(xs[2], codec.Float8())]
+    values = [codec.decode(f) for f in frames]
+    assert (codec.reduce(frames, "sum") == (values[0] + values[1]) + values[2]).all()
+    for lossless in ([xs[0], xs[1]], [xs[0], noise], [xs[0][:2, :50], xs[1][:2, :50]]):
+        frames = [codec.encode(x) for x in lossless]
+        for threads in (1, 4):
+            assert (codec.reduce(frames, "sum", threads=threads) == lossless[0] + lossless[1]).all()
+
+
+def test_shared_scales_add_as_integers():
+    xs = [tensor(200_000, i) for i in range(6)]
+    s = float(max(np.abs(x).max() for x in xs))
+    for packing in ("2bit", "base3", "entropy"):
+        frames = [codec.encode(x, codec.Ternary(packing, s), stream=i) for i, x in enumerate(xs)]
+        codes = sum(np.sign(codec.decode(f)).astype(int) for f in frames)
+        for threads in (1, 4):
+            assert (codec.reduce(frames, "sum", threads=threads) == codes.astype(F32) * F32(s)).all()
+            assert (codec.reduce(frames, "mean", threads=threads) == codes.astype(F32) * F32(s) / F32(6)).all()
+            assert (codec.reduce(frames[::-1], "sum", threads=threads) == codes.astype(F32) * F32(s)).all()
+
+
+def test_reduce_refuses():
+    a, b = codec.encode(tensor((60, 500)), codec.Sign()), codec.encode(tensor((500, 60)), codec.Sign())
+    damaged = bytearray(a)
+    damaged[-9] ^= 1
+    out = np.full((60, 500), 7, F32)
+    for bad, error in (
+        (lambda: codec.reduce([]), codec.SpecError),
+        (lambda: codec.reduce([a, b]), codec.SpecError),
+        (lambda: codec.reduce([a], "median"), codec.SpecError),
+        (lambda: codec.reduce([a, bytes(damaged)]), codec.ChecksumError),
+        (lambda: codec.reduce([a, a[:-8]]), codec.FrameError),
+        (lambda: codec.reduce([a], max_nbytes=1000), codec.LimitError),
+        (lambda: codec.reduce([codec.encode(np.arange(1000))]), codec.SpecError),
+        (lambda: codec.accumulate(bytes(damaged), out), codec.ChecksumError),
+        (lambda: codec.accumulate(a, np.zeros((500, 60), F32)), codec.SpecError),
+        (lambda: codec.accumulate(a, np.zeros((60, 500))), codec.SpecError),
+        (lambda: codec.accumulate(codec.encode(np.arange(1000)), np.zeros(1000, F32)), codec.SpecError),
+    ):
+        with pytest.raises(error):
+            bad()
+    assert (out == 7).all()
+
+
+def test_sizes_are_what_definitions_imply():
+    """Within 1% at a million elements, headers included."""
+    x = tensor((1024, 1024))
+    for spec, bits in (
+        (codec.Sign(), 1),
+        (codec.Sign(block=1024), 1 + 32 / 1024),
+        (codec.Ternary(), 2),
+        (codec.Ternary("base3"), 1.6),
+        (codec.Float8(), 8 + 32 / 1024),
+        (codec.Float4(), 4.5),
+        (codec.Float4("mxfp4"), 4.25),
+        (codec.Quantize(), 4.5),
+        (codec.Quantize(2, 128), 2.25),
+    ):
+        assert 8 * len(codec.encode(x, spec)) / x.size <= 1.01 * bits
+
+
+@SPECS
+def test_flush_denormal_changes_nothing(spec):
+    import torch
+
+    x = tensor(5000, scale=1e-38)
+    x[:100] = np.arange(100, dtype=np.uint32).view(F32)
+    frame = codec.encode(x, spec)
+    y = codec.decode(frame)
+    mean = codec.reduce([frame, frame])
+    torch.set_flush_denormal(True)
+    try:
+        assert codec.encode(x, spec) == frame
+        assert codec.decode(frame).tobytes() == y.tobytes()
+        assert codec.reduce([frame, frame]).tobytes() == mean.tobytes()
+        assert torch.set_flush_denormal(True)  # as it was
+        tiny = torch.tensor([1e-39]) * 1
+        assert tiny.item() == 0
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_specs_refuse():
+    x = tensor(100)
+    for bad in (
+        lambda: codec.Sign("l3"),
+        lambda: codec.Sign(block=0),
+        lambda: codec.Sign(block="column"),
+        lambda: codec.Ternary("4bit"),
+        lambda: codec.Ternary(scale=0.0),
+        lambda: codec.Ternary(scale=float("nan")),
+        lambda: codec.Ternary(clip=-1.0),
+        lambda: codec.Ternary(seed=1 << 32),
+        lambda: codec.Float8("e3m4"),
+        lambda: codec.Float8(row=0),
+        lambda: codec.Float8(rounding="up"),
+        lambda: codec.Float8(nonfinite="ignore"),
+        lambda: codec.Float8(entropy=1),
+        lambda: codec.Float4("fp4"),
+        lambda: codec.Quantize(0),
+        lambda: codec.Quantize(9),
+        lambda: codec.Quantize(group=0),
+        lambda: codec.Quantize(levels="many"),
+        lambda: codec.encode(x.astype(np.float64), codec.Sign()),
+        lambda: codec.encode(np.arange(10), codec.Ternary()),
+        lambda: codec.encode(x, codec.Sign(), residual=np.zeros(99, F32)),
+        lambda: codec.encode(x, codec.Sign(), residual=np.zeros(100)),
+        lambda: codec.encode(x, codec.Sign(), stream=-1),
+        lambda: codec.encode(x, codec.Sign(), stream=1 << 64),
+    ):
+        with pytest.raises(codec.SpecError):
+            bad()
+
+
+@SPECS
+def test_inspect_says_the_spec(spec):
+    said = codec.inspect(codec.encode(tensor((20, 70)), spec)).spec
+    lost = {"seed": 0, "scale": None, "clip": None} if not isinstance(spec, codec.Sign) else {}
+    for name in spec.__slots__:
+        assert getattr(said, name) == lost.get(name, getattr(spec, name))
