@@ -7,6 +7,7 @@
 True
 """
 
+from codec import metrics
 from codec.api import Info, accumulate, bound, decode, encode, engines, inspect, reduce, verify
 from codec.codebook import Codebook
 from codec.core import isas, use_isa
@@ -21,7 +22,7 @@ from codec.errors import (
     StateError,
     UnsupportedError,
 )
-from codec.specs import Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary
+from codec.specs import Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "SpecError",
     "StateError",
     "Ternary",
+    "Truncate",
     "UnsupportedError",
     "accumulate",
     "bound",
@@ -51,6 +53,7 @@ __all__ = [
     "engines",
     "inspect",
     "isas",
+    "metrics",
     "reduce",
     "use_isa",
     "verify",

@@ -2,15 +2,15 @@
 
 import ctypes
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from codec import core, pool
 from codec.codebook import Codebook, set_codebooks, set_segments
 from codec.core import DTYPE_NAMES, DTYPES, ITEMSIZE, check, ffi, lib, local
-from codec.errors import EngineError, FrameError, LimitError, SpecError
-from codec.specs import Lossless, Spec
+from codec.errors import EngineError, FrameError, LimitError, SpecError, StateError
+from codec.specs import Lossless, Spec, Truncate
 from codec.view import TensorView, empty, view, view_bytes, view_output
 
 _DEFAULT = Lossless()
@@ -163,6 +163,8 @@ def encode(
     codebook: Codebook | None = None,
     segments: Sequence[tuple[int, tuple[int, ...]]] | None = None,
     stream: int = 0,
+    metric: Any = None,
+    state: Mapping[str, Any] | None = None,
     dtype: str | None = None,
 ) -> bytes | memoryview:
     """Encode a tensor as a frame.
@@ -195,6 +197,10 @@ def encode(
         Scales and rows of lossy codecs follow them, too, if they have at least 4,096 values.
     stream : int
         Random draws of different streams are independent: make it from rank, step and tensor. 64 bits.
+    metric : codec.metrics.Metric, codec.metrics.Custom or array of uint8, optional
+        What :class:`codec.Truncate` goes by; or the level of each value.
+    state : mapping, optional
+        The metric's arrays, ``theta``, ``m`` and ``v``, of as many values as x.
     dtype : str, optional
         Take the bits of x as values of this dtype, such as ``"bfloat16"`` for an array of uint16.
 
@@ -221,6 +227,10 @@ def encode(
     keep: Any = set_codebooks(context, [codebook]) if codebook else None
     if segments:
         keep = (keep, set_segments(context, segments))
+    if isinstance(spec, Truncate):
+        keep = (keep, _set_metric(context, spec, metric, state, v.nbytes // ITEMSIZE[v.dtype]))
+    elif metric is not None or state is not None:
+        raise SpecError(f"metric= and state= are for Truncate, not for {type(spec).__name__}")
     if residual is not None:
         r = _view_residual(residual, v)
         context.residual = ffi.cast("float *", r.data)
@@ -243,6 +253,17 @@ def encode(
     del keep
     array = o.owner.numpy() if not hasattr(o.owner, "__array_interface__") else o.owner  # type: ignore[attr-defined]
     return memoryview(array).cast("B")[:n]  # type: ignore[arg-type]
+
+
+def _set_metric(context: Any, spec: Truncate | None, metric: Any, state: Mapping[str, Any] | None, n: int) -> Any:
+    """Import what few need only now."""
+    if metric is None and state is None:
+        if spec and spec.fixed_level is None:
+            raise SpecError(f"{spec} needs metric= and state=, or a level for all values")
+        return None
+    from codec.metrics import set_metric
+
+    return set_metric(context, metric, state, n)
 
 
 def _view_residual(residual: Any, v: TensorView) -> TensorView:
@@ -328,6 +349,8 @@ def decode(
     codebooks: Codebook | Sequence[Codebook] | None = None,
     max_nbytes: int = 1 << 30,
     threads: int | None = None,
+    metric: Any = None,
+    state: Mapping[str, Any] | None = None,
 ) -> Any:
     """Decode a frame.
 
@@ -349,11 +372,13 @@ def decode(
         Largest tensor to accept, in bytes. Nothing is allocated for a frame that declares more.
     threads : int, optional
         As in :func:`encode`.
+    metric, state : optional
+        What the sender had, for frames of :class:`codec.Truncate` with shared levels.
 
     Returns
     -------
     numpy.ndarray, or the kind of `like` or `out`
-        The tensor, to the bit. bfloat16 and float8 need ml_dtypes, or `out` or `like`.
+        The tensor. bfloat16 and float8 need ml_dtypes, or `out` or `like`.
 
     Raises
     ------
@@ -361,7 +386,8 @@ def decode(
         The bytes are not a frame, are damaged (`ChecksumError`), need a later version (`UnsupportedError`) or declare
         too large a tensor (`LimitError`).
     StateError
-        The frame names a codebook that is not among `codebooks`.
+        The frame names a codebook that is not among `codebooks`, or needs a metric and state that are missing or not
+        the sender's.
     SpecError
         `out` does not fit the frame.
     """
@@ -383,9 +409,20 @@ def decode(
         context.flags = lib.CODEC_VERIFY_FIRST
     if codebooks:
         keep = (keep, set_codebooks(context, [codebooks] if isinstance(codebooks, Codebook) else codebooks))
+    if metric is not None:
+        keep = (keep, _set_metric_of(info, context, metric, state, source, nbytes))
     _decode_into(info, source, nbytes, v, context, threads)
     del keep
     return result
+
+
+def _set_metric_of(info: Any, context: Any, metric: Any, state: Any, source: Any, nbytes: int) -> Any:
+    """Set what a frame needs, but first see that it is the frame's fault if that does not fit."""
+    try:
+        return _set_metric(context, None, metric, state, info.n)
+    except (SpecError, StateError):
+        check(lib.codec_verify(source, nbytes))
+        raise
 
 
 def _decode_into(info: Any, source: Any, nbytes: int, v: TensorView, context: Any, threads: int | None) -> None:
@@ -429,6 +466,8 @@ def _decode_threads(info: Any, source: Any, nbytes: int, t: Any, context: Any, t
 
     results = pool.run(task, len(cuts), threads)
     for status, _, fault in results:
+        if status == lib.CODEC_OTHER_STATE:  # or a damaged frame
+            check(lib.codec_verify(source, nbytes))
         check(status, fault)
     seal = sum(seal for _, seal, _ in results) % (1 << 64)
     check(lib.codec_decode_close(context, job, seal), context.fault)
@@ -453,6 +492,8 @@ def accumulate(
     engine: str | None = None,
     codebooks: Codebook | Sequence[Codebook] | None = None,
     threads: int | None = None,
+    metric: Any = None,
+    state: Mapping[str, Any] | None = None,
 ) -> Any:
     """Add a frame's values to a tensor: ``out += weight * decode(frame)``, without the tensor in between.
 
@@ -465,7 +506,7 @@ def accumulate(
         before the first value is changed.
     weight : float
         As float32.
-    engine, codebooks, threads
+    engine, codebooks, threads, metric, state
         As in :func:`decode`.
 
     Returns
@@ -486,6 +527,8 @@ def accumulate(
     context = core.own_context(lib.CODEC_VERIFY_FIRST, into=lib.CODEC_INTO_ADD, weight=weight)
     if codebooks:
         keep = (keep, set_codebooks(context, [codebooks] if isinstance(codebooks, Codebook) else codebooks))
+    if metric is not None:
+        keep = (keep, _set_metric_of(info, context, metric, state, source, nbytes))
     _decode_into(info, source, nbytes, v, context, threads)
     del keep
     return out
@@ -505,6 +548,8 @@ def reduce(
     codebooks: Codebook | Sequence[Codebook] | None = None,
     max_nbytes: int = 1 << 30,
     threads: int | None = None,
+    metric: Any = None,
+    state: Mapping[str, Any] | None = None,
 ) -> Any:
     """Decode frames of one shape to their sum, mean or maximum, in float32.
 
@@ -520,7 +565,7 @@ def reduce(
         The mean is the sum divided by the number of frames; "decode_average" is another name for it.
     out : float32 array or tensor, optional
         Where to put the result. Checksums are then verified first.
-    like, engine, codebooks, max_nbytes, threads
+    like, engine, codebooks, max_nbytes, threads, metric, state
         As in :func:`decode`; `max_nbytes` is that of the result.
 
     Returns
@@ -553,7 +598,11 @@ def reduce(
     else:
         result, v = out, view_output(out)
         context.flags = lib.CODEC_VERIFY_FIRST
-    keep = set_codebooks(context, [codebooks] if isinstance(codebooks, Codebook) else codebooks) if codebooks else None
+    keep: Any = (
+        set_codebooks(context, [codebooks] if isinstance(codebooks, Codebook) else codebooks) if codebooks else 0
+    )
+    if metric is not None:
+        keep = (keep, _set_metric(context, None, metric, state, first.n))
     t = core.own_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes)
     pointers = ffi.new("void *[]", [source for _, source, _, _ in read])
     sizes = ffi.new("size_t[]", [nbytes for _, _, nbytes, _ in read])

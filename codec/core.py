@@ -33,6 +33,8 @@ def check(status: int, fault: Any = None) -> None:
     if status == 0:
         return
     text = ffi.string(lib.codec_strerror(status)).decode()
+    if status in (lib.CODEC_MISSING_STATE, lib.CODEC_OTHER_STATE):
+        raise errors.StateError(text)
     if status == lib.CODEC_UNKNOWN_CODEBOOK:
         raise errors.StateError(f"{text}: id {fault.found:#018x}")
     if status < lib.CODEC_TRUNCATED:
@@ -214,6 +216,14 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
                 "options": (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC,
                 "seed": seed,
             }
+        case specs.Truncate(_, rounding, levels, granularity, _, cap):
+            options = (rounding == "truncate") * lib.CODEC_OPTION_CUT
+            if spec.fixed_level is not None:
+                how = {"variant": lib.CODEC_LEVELS_FIXED, "bits": spec.fixed_level}
+            else:
+                options |= (granularity == "bit") * lib.CODEC_OPTION_BITS
+                how = {"variant": _index(specs.Sent, levels), "guard": spec.guard_bits}
+            return {"codec": lib.CODEC_TRUNCATE, "cap": cap, "options": options, **how}
         case _:
             raise errors.SpecError(f"not a spec: {spec!r}")
 
@@ -238,6 +248,13 @@ def spec_of(struct: Any) -> Spec:
         return specs.Float4(get_args(specs.Format4)[variant], stochastic)
     if struct.codec == lib.CODEC_QUANTIZE:
         return specs.Quantize(struct.bits, struct.row, get_args(specs.Levels)[variant], stochastic)
+    if struct.codec == lib.CODEC_TRUNCATE:
+        cut: specs.Cut = "truncate" if struct.options & lib.CODEC_OPTION_CUT else "nearest"
+        if struct.variant == lib.CODEC_LEVELS_FIXED:
+            return specs.Truncate(struct.bits, cut, cap=struct.cap)
+        granularity: specs.Granularity = "bit" if struct.options & lib.CODEC_OPTION_BITS else "six"
+        levels = get_args(specs.Sent)[variant]
+        return specs.Truncate("metric", cut, levels, granularity, struct.guard, struct.cap)
     return specs.Lossless(struct.cap, get_args(specs.Model)[struct.model])
 
 
@@ -278,7 +295,7 @@ def own_context(flags: int = 0, max_nbytes: int = 0, stream: int = 0, into: int 
     c.stream = stream
     c.into = into
     c.weight = weight
-    c.residual = ffi.NULL
+    c.residual = c.metric = c.levels = ffi.NULL
     return c
 
 

@@ -13,6 +13,10 @@ Format8 = Literal["e4m3fn", "e5m2"]
 Format4 = Literal["nvfp4", "mxfp4"]
 Levels = Literal["even", "odd"]
 Rounding = Literal["nearest", "stochastic"]
+Cut = Literal["nearest", "truncate"]
+Sent = Literal["plane", "coded", "shared"]
+Granularity = Literal["six", "bit"]
+Guard = Literal["exact", "near", "max"]
 Nonfinite = Literal["error", "propagate"]
 
 
@@ -258,3 +262,71 @@ class Quantize(Spec):
         _whole("seed", self.seed, 0, (1 << 32) - 1)
         if self.levels == "odd" and self.bits < 2:
             raise SpecError("odd levels need 2 bits or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Truncate(Spec):
+    """Floats with as many bits of mantissa as the optimizer's step can tell apart.
+
+    Each value loses 0, 6, 12 or 18 bits (bfloat16: 0, 2, 4, 6; float16: 0, 3, 5, 8), by a metric of
+    :mod:`codec.metrics` given to :func:`codec.encode`, or all the same. Exponents are coded as in :class:`Lossless`,
+    and kept to the bit but for rounding; NaN and Inf keep all bits; zeros and subnormals become +0. A tensor of fewer
+    than 512 values, and one that would grow, is stored as it is.
+
+    Parameters
+    ----------
+    level : {"metric"} or int
+        By metric, or 0 to 3 for all values.
+    rounding : {"nearest", "truncate"}
+        To nearest even, or towards zero, with twice the error.
+    levels : {"plane", "coded", "shared"}
+        How the receiver learns levels: 2 bits a value, one code with the exponent, or by working them out from the same
+        metric and state, which :func:`codec.decode` must then be given. A digest makes sure that they are the same.
+    granularity : {"six", "bit"}
+        Four levels, or, with shared levels, any number of bits.
+    guard : int or {"exact", "near", "max"}
+        Bits that are kept beyond those that reach the parameter; negative ones give up its last bits. "exact", 4 (6 by
+        the bit), leaves nearly all parameters as they would be; "near" is -8; "max" drops the most from all values.
+        With momentum mu, bits that must last for many steps need log2(1 / (1 - mu)) more.
+    cap : int
+        Longest code in bits, 2 to 8.
+
+    References
+    ----------
+    .. [1] "GComp: Near-Lossless Gradient Compression for Data-Parallel Distributed DNN Training", SoCC 2024.
+    """
+
+    level: Literal["metric"] | int = "metric"
+    rounding: Cut = "nearest"
+    levels: Sent = "coded"
+    granularity: Granularity = "six"
+    guard: int | Guard = -8
+    cap: int = 8
+
+    def __post_init__(self) -> None:
+        if self.level != "metric":
+            _whole("level", self.level, 0, 3)
+        _one_of("rounding", self.rounding, Cut)
+        _one_of("levels", self.levels, Sent)
+        _one_of("granularity", self.granularity, Granularity)
+        if isinstance(self.guard, str):
+            _one_of("guard", self.guard, Guard)
+        else:
+            _whole("guard", self.guard, -128, 127)
+        _whole("cap", self.cap, 2, 8)
+        if self.granularity == "bit" and (self.levels != "shared" or self.fixed_level is not None):
+            raise SpecError('granularity="bit" needs levels="shared" and a metric: fields of any width cannot be sent')
+
+    @property
+    def fixed_level(self) -> int | None:
+        """The level of all values, if no metric is asked."""
+        if self.guard == "max" and self.level == "metric":
+            return 3
+        return self.level if isinstance(self.level, int) else None
+
+    @property
+    def guard_bits(self) -> int:
+        """`guard` as a number."""
+        if self.guard == "exact":
+            return 6 if self.granularity == "bit" else 4
+        return self.guard if isinstance(self.guard, int) else -8

@@ -1,7 +1,7 @@
 """A second decoder of frames, written from docs/format.md alone: numpy and struct, plain and slow.
 
 It shares no code with the library. ``python tests/oracle.py FRAME`` prints what a frame holds;
-``--example`` prints the worked example of the format's section 11.
+``--example`` prints the worked example of the format's section 12.
 """
 
 import struct
@@ -216,10 +216,14 @@ def decode_lanes(book: Codebook, r: Reader, k: int) -> tuple[list[int], list[int
     return out[:k], [e for e in escaped if e < k]
 
 
-def decode(frame: bytes, codebooks: dict[int, list[int]] | None = None) -> tuple[str, tuple[int, ...], bytes]:
+def decode(
+    frame: bytes,
+    codebooks: dict[int, list[int]] | None = None,
+    a_exponents: np.ndarray[Any, Any] | None = None,
+) -> tuple[str, tuple[int, ...], bytes]:
     """Name of the dtype, shape, and the values' little-endian bytes.
 
-    ``codebooks``: id to 257 lengths, the escape's last.
+    ``codebooks``: id to 257 lengths, the escape's last. ``a_exponents``: for shared levels.
     """
     need(len(frame) >= 48, "truncated")
     magic, version, codec, dtype, rank, layout, block_log2, fixed, coded, side_nbytes = struct.unpack_from(
@@ -227,7 +231,7 @@ def decode(frame: bytes, codebooks: dict[int, list[int]] | None = None) -> tuple
     )
     frame_nbytes, checksum, cap, model = struct.unpack_from("<QQBB", frame, 16)
     flags, halved, reserved, nblocks = struct.unpack_from("<BBHI", frame, 40)
-    need(magic == b"CODC" and version == 1 and 1 <= codec <= 6, "magic, version or codec")
+    need(magic == b"CODC" and version == 1 and 1 <= codec <= 7, "magic, version or codec")
     need(dtype in DTYPES and rank <= 8 and layout <= 1, "dtype, rank or layout")
     need(reserved == 0 and flags <= 7, "reserved")
     if codec == 1:
@@ -242,8 +246,9 @@ def decode(frame: bytes, codebooks: dict[int, list[int]] | None = None) -> tuple
     need(len(frame) == frame_nbytes, "size")
     header_nbytes = 48 + 8 * rank
     seal = digest(frame[:24] + bytes(8) + frame[32:header_nbytes], 0x100)
+    truncate = Truncate(frame[32:40], dtype, a_exponents) if codec == 7 else None
     if codec > 1:
-        need(dtype in (1, 3, 4) and (layout == 1) == (n > 0), "dtype or layout of a codec of rows")
+        need(dtype in (1, 3, 4) and (codec == 7 or (layout == 1) == (n > 0)), "dtype or layout of a codec")
     if layout == 0:
         need(not any((block_log2, fixed, coded, halved, side_nbytes, flags, nblocks)), "stored")
         values = frame[header_nbytes:]
@@ -251,7 +256,7 @@ def decode(frame: bytes, codebooks: dict[int, list[int]] | None = None) -> tuple
         need((seal + digest(b"", 0x101) + mix(digest(values, 0x300) ^ GOLDEN)) & MASK64 == checksum, "checksum")
         return name, shape, values
 
-    if codec > 1:
+    if 1 < codec < 7:
         need(not any((block_log2, fixed, halved)), "planes of a codec of rows")
         rows = Rows(codec, frame[32:40], n, shape, flags, coded)
         values = rows.decode(frame, header_nbytes, side_nbytes, nblocks, seal, checksum)
@@ -261,6 +266,8 @@ def decode(frame: bytes, codebooks: dict[int, list[int]] | None = None) -> tuple
     need(not halved & ~coded and not (octave and halved & 1), "halved")
     need(side_nbytes % 8 == 0 and frame_nbytes % 8 == 0 and frame_nbytes // 8 < 1 << 32, "sizes")
     need(not flags & 3 or (coded & 1 and octave), "flags")
+    if truncate:
+        need(coded == 1 and not fixed and not halved and not flags & 4, "planes of truncate")
     need(bool(flags & 4) == (kind == "float64") and (kind != "float64" or coded & 1), "window flag")
     block = 1 << block_log2
     need(nblocks == -(-n // block), "nblocks")
@@ -278,7 +285,10 @@ def decode(frame: bytes, codebooks: dict[int, list[int]] | None = None) -> tuple
     for p in range(nplanes):
         if coded >> p & 1 and p not in books:
             books[p] = read_codebook(r)
-    segments = read_segments(r, n, octave, ZERO[kind]) if flags & 2 else []
+    zero = 1024 if truncate and dtype == 4 else ZERO.get(kind, 0)
+    segments = read_segments(r, n, octave, zero) if flags & 2 else []
+    for g in segments if truncate else []:
+        need(g.base % 8 == 0 and all(q % 8 == 0 for q in g.rows_q + g.cols_q), "not whole octaves")
     r.zeros(8)
     seal += digest(frame[header_nbytes : r.end], 0x101)
     directory_at = r.end
@@ -305,6 +315,10 @@ def decode(frame: bytes, codebooks: dict[int, list[int]] | None = None) -> tuple
         need(s >> 32 == short, "block digest")
         seal += s
         off = offsets(segments, octave, first, m)
+        if truncate:
+            bits[first : first + m] = truncate.block(Reader(frame, at, end), first, m, books[0], off)
+            at = end
+            continue
         bits[first : first + m] = decode_region(
             frame, at, end, m, nplanes, kind, fixed, coded, halved, books, slices, off, window
         )
@@ -411,6 +425,101 @@ def decode_region(
     for p in range(first_plane, nplanes):
         out |= u[p] << np.uint64(width - 8 * (p + 1))
     return out
+
+
+class Truncate:
+    """Section 9."""
+
+    def __init__(self, params: bytes, dtype: int, a: np.ndarray[Any, Any] | None) -> None:
+        cap, self.sent, self.level, self.options, guard, *zeros = params
+        need(2 <= cap <= 8 and self.sent <= 3 and self.options <= 3 and not any(zeros), "params")
+        need(self.level <= (3 if self.sent == 3 else 0), "level")
+        need(not self.options & 1 or self.sent == 2, "option 1")
+        need(self.sent != 3 or guard == 128, "guard")
+        need(dtype in (1, 3, 4), "dtype")
+        self.guard, self.a = guard - 128, a
+        self.p, self.bias, self.last, self.drops, self.widths, self.octave = {
+            1: (23, 127, 255, (0, 6, 12, 18), (6, 6, 6, 6), 128),
+            3: (7, 127, 255, (0, 2, 4, 6), (2, 2, 2, 2), 128),
+            4: (10, 15, 31, (0, 3, 5, 8), (3, 3, 2, 3), 1024),
+        }[dtype]
+
+    def packed(self, r: Reader, widths: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Numbers of these widths, from the lowest bit of the first byte on."""
+        total = int(widths.sum())
+        flat = np.unpackbits(np.frombuffer(r.take(-(-total // 8)), np.uint8), bitorder="little").astype(np.int64)
+        need(not flat[total:].any(), "padding")
+        ends = np.cumsum(widths)
+        out = np.zeros(len(widths), np.int64)
+        for bit in range(int(widths.max(initial=0))):
+            some = widths > bit
+            out[some] |= flat[(ends - widths + bit)[some]] << bit
+        return out
+
+    def block(self, r: Reader, first: int, m: int, book: Codebook, off: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        (head,) = r.ints("I")
+        mode = head & 3
+        need(mode < 3 and not head & ~(3 | (0 if self.options & 1 else 0xF00)), "head")
+        digest32 = r.ints("I")[0] if self.sent == 2 else 0
+        joint = self.sent == 1
+        escaped: list[int] = []
+        if mode == 2:
+            values, escaped = decode_lanes(book, r, m)
+            s = np.array(values, np.int64)
+        else:
+            need(mode == 0 or not joint, "raw symbols with levels")
+            s = np.frombuffer(r.take(m), np.uint8).astype(np.int64) if mode else np.full(m, r.take(1)[0], np.int64)
+        level = np.zeros(m, np.int64)
+        if joint:
+            base = 0 if self.last == 31 else 96
+            need(((s == 0) | (s >= 4) | np.isin(np.arange(m), escaped)).all(), "symbol")
+            level, s = np.where(s == 0, 0, s & 3), np.where(s == 0, 0, (s >> 2) + base)
+        for i in escaped:
+            if joint:
+                need(r.end - r.at >= 2, "escapes")
+                r.end -= 2
+                literal = r.data[r.end + 1] | r.data[r.end] << 8
+                need(literal >= 4, "literal")
+                s[i], level[i] = literal >> 2, literal & 3
+            else:
+                need(r.end > r.at, "escapes")
+                r.end -= 1
+                s[i] = r.data[r.end]
+        need((s <= self.last).all(), "exponent")
+        e = raised(s * self.octave, off, self.octave) // self.octave
+        some = e > 0
+        drops = np.array(self.drops)
+        if self.sent == 2:
+            need(self.a is not None, "no A")
+            a: Any = self.a[first : first + m]  # type: ignore[index]
+            need(digest(a.astype(np.uint8).tobytes(), 0x500) & 0xFFFFFFFF == digest32, "another state")
+            d = np.where(a == 255, 1000, (a.astype(np.int64) - 127) - (e - self.bias) - self.guard)
+            d = np.where((a == 0) | (e == self.last), -1000, d)
+            if self.options & 1:
+                k = np.clip(d, 0, self.p)
+            else:
+                k = drops[sum((d >= x for x in self.drops[1:]), np.zeros(m, np.int64))]
+        else:
+            if self.sent == 0:
+                level[some] = self.packed(r, np.full(int(some.sum()), 2))
+            elif self.sent == 3:
+                level[:] = np.where(e == self.last, 0, self.level)
+            k = drops[level]
+            need(not k[e == self.last].any(), "level of Inf or NaN")
+        field = np.zeros(m, np.int64)
+        if self.options & 1:
+            field[some] = self.packed(r, (self.p + 1 - k)[some]) << k[some]
+        else:
+            rest = self.p + 1
+            for i, width in enumerate(self.widths):
+                rest -= width
+                keep = some & (k <= rest)
+                if not head >> 8 + i & 1:
+                    field[keep] |= self.packed(r, np.full(int(keep.sum()), width)) << rest
+        r.zeros(8)
+        sign = 15 if self.p != 23 else 31
+        value = field >> self.p << sign | e << self.p | field & (1 << self.p) - 1
+        return np.where(some, value, 0).astype(np.uint64)
 
 
 F32 = np.float32

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import oracle
 import pytest
-from conftest import LOSSY
+from conftest import LOSSY, TRUNCATES
 
 import codec
+from codec import metrics
 from codec.core import ITEMSIZE
 
 HERE = Path(__file__).parent / "vectors"
@@ -93,6 +94,13 @@ def tensor(name):
         x[hashed(3000, 17) % np.uint64(9) == 0] = 0
         x[300:400] = 0
         return x.reshape(30, 100), dtype, {"spec": LOSSY[kind], "stream": 3}
+    if kind in TRUNCATES:
+        theta = floats("float32", 3000, 20, wide=2)
+        theta[::50] = 0x7F800000, *[0] * 59  # Inf once, then zeros
+        state = {"theta": theta.view(np.float32).reshape(30, 100)}
+        metric = metrics.SGD(0.125) if TRUNCATES[kind].fixed_level is None else None
+        how = {"metric": metric, "state": state} if metric else {}
+        return floats(dtype, 3000, 19).reshape(30, 100), dtype, {"spec": TRUNCATES[kind], **how}
     if kind == "parts":
         segments = [(0, (50, 100)), (5000, (700,)), (6000, (70, 80))]
         return floats(dtype, 12000, 18), dtype, {"segments": segments, "spec": codec.Sign("l1", "row")}
@@ -110,7 +118,15 @@ NAMES = [
     *(f"float32-{k}" for k in LOSSY),
     *(f"{d}-{k}" for d in ("bfloat16", "float16") for k in ("sign_l1", "ternary_base3", "float8_e4m3fn", "quantize_4")),
     "float32-parts",
+    *(f"{d}-{k}" for d in ("float32", "bfloat16", "float16") for k in TRUNCATES),
 ]  # fmt: skip
+
+
+def exponents(how):
+    """Of A, for shared levels: theta / lr."""
+    if "state" not in how:
+        return None
+    return (how["state"]["theta"] * np.float32(8)).view(np.uint32).ravel() >> 23 & 255
 
 
 @pytest.mark.parametrize("name", json.loads(INDEX.read_text()) if INDEX.exists() else [])
@@ -120,11 +136,12 @@ def test_vector(name, isa):
     x, dtype, how = tensor(name)
     assert hashlib.sha256(x.tobytes()).hexdigest() == about["tensor_sha256"]
     book = how.get("codebook")
-    y = codec.decode(frame, out=np.empty_like(x), codebooks=book)
+    shared = {k: v for k, v in how.items() if k in ("metric", "state")}
+    y = codec.decode(frame, out=np.empty_like(x), codebooks=book, **shared)
     assert hashlib.sha256(y.tobytes()).hexdigest() == about.get("values_sha256", about["tensor_sha256"])
     assert codec.encode(x, dtype=dtype, **how) == frame
     lengths = {book.id: [*book.lengths, book.escape_length]} if book else None
-    assert oracle.decode(frame, lengths) == (dtype, x.shape, y.tobytes())
+    assert oracle.decode(frame, lengths, exponents(how)) == (dtype, x.shape, y.tobytes())
 
 
 def test_all_are_there():
@@ -145,9 +162,9 @@ if __name__ == "__main__" and sys.argv[1] == "--write":
         frame = bytes(codec.encode(x, dtype=dtype, **how))
         (HERE / f"{name}.codec").write_bytes(frame)
         index[name] = {"tensor_sha256": hashlib.sha256(x.tobytes()).hexdigest()}
-        values = hashlib.sha256(
-            oracle.decode(frame, {b.id: [*b.lengths, b.escape_length]} if (b := how.get("codebook")) else None)[2]
-        ).hexdigest()
+        book = how.get("codebook")
+        lengths = {book.id: [*book.lengths, book.escape_length]} if book else None
+        values = hashlib.sha256(oracle.decode(frame, lengths, exponents(how))[2]).hexdigest()
         if values != index[name]["tensor_sha256"]:  # lossy
             index[name]["values_sha256"] = values
     INDEX.write_text(json.dumps(index, indent=1) + "\n")

@@ -26,6 +26,8 @@ const char *codec_strerror(codec_status status)
 	case CODEC_CHECKSUM: return "the checksum does not match";
 	case CODEC_UNSUPPORTED: return "the frame needs a later version of this library";
 	case CODEC_LIMIT: return "the tensor is larger than allowed";
+	case CODEC_MISSING_STATE: return "a metric and the optimizer's state must be supplied";
+	case CODEC_OTHER_STATE: return "the frame was made with another optimizer state than was supplied";
 	case CODEC_UNKNOWN_CODEBOOK: return "the frame names a codebook that was not supplied";
 	}
 	return "unknown status";
@@ -105,11 +107,28 @@ uint64_t stored_nbytes(const struct header *h)
 	return WIRE_AT_SHAPE + 8 * (uint64_t)h->rank + h->n * dtype_of(h->dtype)->nbytes;
 }
 
+/* Does opening a job need a thread's buffer? It is then part of the job, and serves one-call functions throughout. */
+static int job_works(const struct header *h)
+{
+	return rows_entropy(h) || h->codec == CODEC_TRUNCATE;
+}
+
+void *job_work(const struct job *j, void *scratch)
+{
+	return job_works(&j->h) ? (char *)j + j->work_at : (char *)scratch + job_room(&j->h);
+}
+
+uint64_t job_scratch(const struct header *h)
+{
+	return job_room(h) + (job_works(h) ? 0 : work_nbytes(h));
+}
+
 uint64_t job_room(const struct header *h)
 {
-	return ALIGN8(sizeof(struct job)) + 8 +
-	       (codec_is_rows(h->codec) ? rows_job_nbytes(h) + (rows_entropy(h) ? work_nbytes(h) : 0)
-					: model_nbytes(dtype_of(h->dtype), h->n));
+	uint64_t nbytes = ALIGN8(sizeof(struct job)) + 8;
+
+	nbytes += codec_is_rows(h->codec) ? rows_job_nbytes(h) : model_nbytes(dtype_of(h->dtype), h->n);
+	return nbytes + (job_works(h) ? work_nbytes(h) : 0);
 }
 
 codec_status codec_bound(const codec_spec *spec, const codec_tensor *like, size_t *nbytes)
@@ -139,12 +158,13 @@ codec_status codec_job_nbytes(const codec_spec *spec, const codec_tensor *like, 
 
 codec_status codec_scratch(const codec_spec *spec, const codec_tensor *like, size_t *nbytes)
 {
-	size_t job, work;
+	struct header h;
+	codec_tensor t;
 
 	if (!nbytes)
 		return CODEC_BAD_ARGUMENT;
-	TRY(codec_job_nbytes(spec, like, &job, &work));
-	*nbytes = job + work;
+	TRY(request(spec, like, 0, &h, &t));
+	*nbytes = job_scratch(&h);
 	return CODEC_OK;
 }
 
@@ -166,7 +186,8 @@ codec_status job_open(void *memory, size_t nbytes, const struct header *h, struc
 	j->model.offsets_at = j->model.segments_at;
 	j->parts_at = ALIGN8(sizeof *j);
 	j->sums_at = j->parts_at + WIRE_MAX_PARTS(h->n) * sizeof(struct part);
-	j->work_at = j->parts_at + rows_job_nbytes(h);
+	j->work_at = codec_is_rows(h->codec) ? j->parts_at + rows_job_nbytes(h)
+					     : j->parts_at + model_nbytes(dtype_of(h->dtype), h->n);
 	*out = j;
 	return CODEC_OK;
 }

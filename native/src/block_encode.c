@@ -88,11 +88,6 @@ uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct w
 	return size;
 }
 
-static int is_constant(const uint8_t *p, uint64_t n)
-{
-	return n < 2 || (p[0] == p[n - 1] && memcmp(p, p + 1, n - 1) == 0);
-}
-
 /* Would coding plane i of a block save 2%? From every 8th quad row; an exponent is not asked. */
 static int plane_pays(const struct job *j, int i, const uint8_t *plane, uint64_t n)
 {

@@ -19,6 +19,7 @@ static const struct codec {
 	[CODEC_FLOAT8] = {FLOATS, 2, WIRE_OPTION_STOCHASTIC | WIRE_OPTION_PROPAGATE | WIRE_OPTION_ENTROPY, 0, 1},
 	[CODEC_FLOAT4] = {FLOATS, 2, WIRE_OPTION_STOCHASTIC, 0, 1},
 	[CODEC_QUANTIZE] = {FLOATS, 2, WIRE_OPTION_STOCHASTIC, 8, 1},
+	[CODEC_TRUNCATE] = {FLOATS, 4, WIRE_OPTION_BITS | WIRE_OPTION_TRUNCATE, 3, 0},
 };
 
 static const struct codec *codec_of(uint32_t id)
@@ -45,6 +46,12 @@ int codec_is_rows(uint32_t id)
 	return c && c->is_rows;
 }
 
+/* Is a tensor stored as it is where that is smaller? */
+int codec_stores(uint32_t id)
+{
+	return !codec_is_rows(id);
+}
+
 static int row_allowed(const struct header *h)
 {
 	uint32_t row = h->row, quantize = h->codec == CODEC_QUANTIZE;
@@ -64,6 +71,17 @@ int params_fault(const struct header *h)
 {
 	const struct codec *c = codec_of(h->codec);
 
+	if (h->codec == CODEC_TRUNCATE) {
+		if (h->cap < 2 || h->cap > WIRE_MAX_CAP)
+			return WIRE_TRUNCATE_CAP;
+		if (h->variant > WIRE_LEVELS_FIXED)
+			return WIRE_TRUNCATE_LEVELS;
+		if (h->bits > (h->variant == WIRE_LEVELS_FIXED ? 3 : 0))
+			return WIRE_TRUNCATE_LEVEL;
+		if (h->options & ~c->options || (h->options & WIRE_OPTION_BITS && h->variant != WIRE_LEVELS_SHARED))
+			return WIRE_TRUNCATE_OPTIONS;
+		return h->guard && h->variant == WIRE_LEVELS_FIXED ? WIRE_TRUNCATE_GUARD : -1;
+	}
 	if (!c->is_rows)
 		return h->cap < 2 || h->cap > WIRE_MAX_CAP ? 0 : h->model > WIRE_MODEL_SEPARABLE ? 1 : -1;
 	if (h->variant >= c->nvariants)
@@ -78,6 +96,14 @@ int params_fault(const struct header *h)
 
 void params_read(struct header *h, const uint8_t *params)
 {
+	if (h->codec == CODEC_TRUNCATE) {
+		h->cap = params[WIRE_TRUNCATE_CAP];
+		h->variant = params[WIRE_TRUNCATE_LEVELS];
+		h->bits = params[WIRE_TRUNCATE_LEVEL];
+		h->options = params[WIRE_TRUNCATE_OPTIONS];
+		h->guard = (int8_t)(params[WIRE_TRUNCATE_GUARD] - 128);
+		return;
+	}
 	if (!codec_is_rows(h->codec)) {
 		h->cap = params[0];
 		h->model = params[1];
@@ -92,6 +118,14 @@ void params_read(struct header *h, const uint8_t *params)
 void params_write(const struct header *h, uint8_t *params)
 {
 	memset(params, 0, 8);
+	if (h->codec == CODEC_TRUNCATE) {
+		params[WIRE_TRUNCATE_CAP] = h->cap;
+		params[WIRE_TRUNCATE_LEVELS] = h->variant;
+		params[WIRE_TRUNCATE_LEVEL] = h->bits;
+		params[WIRE_TRUNCATE_OPTIONS] = h->options;
+		params[WIRE_TRUNCATE_GUARD] = (uint8_t)(h->guard + 128);
+		return;
+	}
 	if (!codec_is_rows(h->codec)) {
 		params[0] = h->cap;
 		params[1] = h->model;
@@ -108,6 +142,21 @@ static int is_finite(float x)
 	return (round_bits(x) & ROUND_ABS) < ROUND_INF;
 }
 
+static codec_status ask_truncate(const codec_spec *s, struct header *h)
+{
+	if (s->model || s->row || s->seed || s->scale != 0 || s->clip != 0 || s->bits > 3 || s->variant > 3 ||
+	    s->options & ~(uint32_t)(CODEC_OPTION_BITS | CODEC_OPTION_CUT) || s->guard < -100 || s->guard > 100)
+		return CODEC_BAD_SPEC;
+	h->cap = (uint8_t)(s->cap ? MIN(s->cap, 255) : WIRE_MAX_CAP);
+	h->variant = (uint8_t)s->variant;
+	h->bits = (uint8_t)s->bits;
+	h->options = (uint8_t)((s->options & CODEC_OPTION_BITS ? WIRE_OPTION_BITS : 0) |
+			       (s->options & CODEC_OPTION_CUT ? WIRE_OPTION_TRUNCATE : 0));
+	/* without rounding the error is twice as large */
+	h->guard = (int8_t)(h->variant == WIRE_LEVELS_FIXED ? 0 : s->guard + (s->options & CODEC_OPTION_CUT ? 1 : 0));
+	return params_fault(h) < 0 ? CODEC_OK : CODEC_BAD_SPEC;
+}
+
 /* What is asked for, as header fields. */
 codec_status params_ask(const codec_spec *s, struct header *h)
 {
@@ -116,7 +165,11 @@ codec_status params_ask(const codec_spec *s, struct header *h)
 	if (!c)
 		return CODEC_BAD_SPEC;
 	h->codec = (uint8_t)s->codec;
-	if (s->variant > 255 || s->bits > 8 || s->options & ~(uint32_t)OPTIONS || s->reserved)
+	if (s->codec == CODEC_TRUNCATE)
+		return ask_truncate(s, h);
+	if (s->guard)
+		return CODEC_BAD_SPEC;
+	if (s->variant > 255 || s->bits > 8 || s->options & ~(uint32_t)OPTIONS)
 		return CODEC_BAD_SPEC;
 	if (!c->is_rows) {
 		if (s->variant || s->options || s->bits || s->row || s->seed || s->scale != 0 || s->clip != 0 ||
@@ -146,7 +199,15 @@ codec_status params_ask(const codec_spec *s, struct header *h)
 void params_spec(const struct header *h, codec_spec *s)
 {
 	*s = (codec_spec){.struct_nbytes = sizeof *s, .codec = h->codec};
-	if (codec_is_rows(h->codec)) {
+	if (h->codec == CODEC_TRUNCATE) {
+		int cut = (h->options & WIRE_OPTION_TRUNCATE) != 0;
+
+		s->cap = h->cap;
+		s->variant = h->variant;
+		s->bits = h->bits;
+		s->options = (h->options & WIRE_OPTION_BITS ? CODEC_OPTION_BITS : 0) | (cut ? CODEC_OPTION_CUT : 0);
+		s->guard = h->variant == WIRE_LEVELS_FIXED ? 0 : h->guard - cut;
+	} else if (codec_is_rows(h->codec)) {
 		s->variant = h->variant;
 		s->options = h->options & OPTIONS;
 		s->bits = h->bits;

@@ -44,11 +44,17 @@ static inline uint16_t dtype_zero(const struct dtype *d)
 
 const struct dtype *dtype_of(uint32_t number);
 
+static inline int is_constant(const uint8_t *p, uint64_t n)
+{
+	return n < 2 || (p[0] == p[n - 1] && memcmp(p, p + 1, n - 1) == 0);
+}
+
 /* frame.c: the header as read once, checked whole; nothing else reads or writes a header field. */
 struct header {
 	uint8_t codec, dtype, rank, layout, block_log2, fixed, coded, halved, flags;
 	uint8_t cap, model;             /* LOSSLESS */
-	uint8_t variant, options, bits; /* codecs of rows */
+	uint8_t variant, options, bits; /* codecs of rows; TRUNCATE: how levels are sent, options, the level if fixed */
+	int8_t guard;                   /* TRUNCATE */
 	uint32_t row;
 	uint64_t shape[CODEC_MAX_RANK];
 	uint64_t frame_nbytes, checksum;
@@ -58,6 +64,7 @@ struct header {
 };
 
 /* codecs.c */
+int codec_stores(uint32_t id);
 int codec_known(uint32_t id);
 int codec_takes(uint32_t id, uint32_t dtype);
 int codec_is_rows(uint32_t id);
@@ -168,6 +175,12 @@ static inline struct part_sums *job_sums(const struct job *j)
 }
 
 codec_status segment_check(const codec_segment *s, uint64_t n, uint64_t end, uint64_t *count);
+/* Where the scale model begins: TRUNCATE moves exponents alone, and float16's zero exponent is 1024 patterns. */
+static inline uint16_t model_zero(const struct header *h, const struct dtype *d)
+{
+	return h->codec == CODEC_TRUNCATE && d->octave == 1024 ? 1024 : dtype_zero(d);
+}
+
 uint64_t model_nbytes(const struct dtype *d, uint64_t n);
 codec_status model_choose(const codec_tensor *src, const codec_context *with, const struct kernels *k, struct job *j,
 			  struct sample *s);
@@ -191,6 +204,9 @@ struct work {
 	uint16_t *half;
 	uint8_t *code;
 	uint64_t nescapes;
+	/* TRUNCATE: a block's patterns and fields; exponents, those of A, bits dropped, what is kept */
+	uint32_t *patterns, *fields;
+	uint8_t *e, *ea, *drop, *keep;
 	char *values; /* of a block that is not decoded into its tensor: lies where encoding has its region */
 	uint32_t *words, *words_end;
 	struct stream top[2]; /* memory for plane 0 of two blocks; plane[0] is the first's */
@@ -246,6 +262,7 @@ codec_status block_close(const struct job *j, const struct kernels *k, struct bl
 
 /* side.c */
 codec_status choose_planes(const codec_context *with, struct job *j, const struct sample *s);
+codec_status choose_symbols(const codec_context *with, struct job *j);
 void choose_bytes(struct job *j, const uint32_t counts[256]);
 uint64_t side_write(const struct job *j, uint8_t *dst);
 codec_status side_read(const uint8_t *frame, const codec_context *with, struct job *j);
@@ -257,6 +274,8 @@ codec_status request(const codec_spec *spec, const codec_tensor *like, int with_
 uint64_t stored_nbytes(const struct header *h);
 uint8_t block_log2_for(uint64_t n);
 uint64_t job_room(const struct header *h);
+uint64_t job_scratch(const struct header *h);
+void *job_work(const struct job *j, void *scratch);
 /* The floating-point environment that the format is written for, and back (cpu.c). */
 uint64_t fp_enter(void);
 void fp_leave(uint64_t saved);

@@ -1,5 +1,5 @@
 /* decode.c - a frame to a tensor: open (check, build tables), blocks, close (checksum); inspect and verify. */
-#include "rows.h"
+#include "truncate.h"
 
 /* Header, side section and the directory's last entry: all that is checked before a tensor is touched. */
 static codec_status open_frame(const uint8_t *frame, size_t nbytes, const codec_context *with, struct header *h)
@@ -148,8 +148,9 @@ static codec_status open_job(const uint8_t *frame, size_t nbytes, codec_tensor *
 	TRY(job_open(memory, job_nbytes, &h, &j));
 	*out = j;
 	j->checked = (with->flags & CODEC_NO_CHECKSUM) != 0;
-	status = side_read(frame, with, j);
-	if (status == CODEC_UNKNOWN_CODEBOOK && !j->checked) {
+	status = h.codec == CODEC_TRUNCATE && h.layout == WIRE_LAYOUT_BLOCKS ? truncate_check(&h, with, 0) : CODEC_OK;
+	status = status == CODEC_OK ? side_read(frame, with, j) : status;
+	if (status >= CODEC_UNKNOWN_CODEBOOK && !j->checked) {
 		/* or a damaged frame that seems to name one */
 		codec_fault unknown = with->fault ? *with->fault : (codec_fault){0};
 
@@ -194,6 +195,27 @@ static codec_status close_block(const struct job *j, const struct kernels *k, st
 	return CODEC_OK;
 }
 
+/* TRUNCATE's blocks. */
+static codec_status cut_blocks(const uint8_t *frame, codec_tensor *dst, const codec_context *with, const struct job *j,
+			       uint64_t first, uint64_t count, uint64_t *seal, struct work *w)
+{
+	const struct kernels *k = kernels_for(with);
+
+	for (uint64_t b = first; b < first + count; b++) {
+		uint64_t at, end, from = b * j->h.block, m = MIN(j->h.block, j->h.n - from);
+		char *values = with->into == CODEC_INTO_STORE ? (char *)dst->data + from * dtype_of(j->h.dtype)->nbytes
+							      : w->values;
+
+		TRY(find_region(frame, &j->h, b, &at, &end, with->fault));
+		if (!j->checked)
+			TRY(check_block(frame, &j->h, k, b, at, end, seal, with->fault));
+		TRY(truncate_decode_block(j, k, with, frame, b, at, end, values, w));
+		if (with->into != CODEC_INTO_STORE)
+			put_values(k, j->h.dtype, values, from, m, with, dst);
+	}
+	return CODEC_OK;
+}
+
 static codec_status blocks(const uint8_t *frame, codec_tensor *dst, const codec_context *with, const struct job *j,
 			   uint64_t first, uint64_t count, uint64_t *seal, void *work)
 {
@@ -219,6 +241,8 @@ static codec_status blocks(const uint8_t *frame, codec_tensor *dst, const codec_
 		}
 		return CODEC_OK;
 	}
+	if (j->h.codec == CODEC_TRUNCATE)
+		return cut_blocks(frame, dst, with, j, first, count, seal, &w);
 	for (uint64_t b = first; b < first + count; b += 2) {
 		int n = b + 1 < first + count ? 2 : 1;
 		struct block open[2];
@@ -291,6 +315,7 @@ codec_status codec_decode_close(const codec_context *with, const void *job, uint
 static codec_status decode(const uint8_t *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
 			   void *scratch, size_t scratch_nbytes)
 {
+	codec_status status;
 	uint64_t seal = 0;
 	struct job *j;
 
@@ -298,9 +323,12 @@ static codec_status decode(const uint8_t *frame, size_t nbytes, codec_tensor *ds
 	job_plan(j, NULL);
 	if (!j->h.nblocks)
 		return CODEC_OK;
-	if (scratch_nbytes < j->plan.job_nbytes + j->plan.work_nbytes)
+	if (scratch_nbytes < job_scratch(&j->h))
 		return CODEC_SHORT_SCRATCH;
-	TRY(blocks(frame, dst, with, j, 0, j->h.nblocks, &seal, (char *)scratch + j->plan.job_nbytes));
+	status = blocks(frame, dst, with, j, 0, j->h.nblocks, &seal, job_work(j, scratch));
+	if (status == CODEC_OTHER_STATE && !j->checked) /* or a damaged frame */
+		TRY(verify(frame, &j->h, kernels_for(with), with->fault));
+	TRY(status);
 	return j->checked ? CODEC_OK : check_seal(&j->h, j->seal + seal, with->fault);
 }
 

@@ -1,5 +1,5 @@
 /* encode.c - a tensor to a frame: open (sample, choose), blocks, close (move together, seal). */
-#include "rows.h"
+#include "truncate.h"
 
 /* Write a stored frame over whatever is there. */
 static codec_status store(const codec_tensor *src, const struct kernels *k, struct header h, uint8_t *dst,
@@ -80,6 +80,20 @@ static codec_status open_rows(const codec_spec *spec, struct job *j, const struc
 	return j->nscans ? CODEC_OK : start_rows(j, k, src, dst, capacity);
 }
 
+/* With what dtypes add: a gradient of few bits tells less of parameters of many. */
+static int8_t guard_for(const struct header *h, const codec_metric *metric)
+{
+	uint32_t theta = metric->theta_dtype ? metric->theta_dtype
+			 : metric->theta     ? metric->theta->dtype
+					     : CODEC_FLOAT32;
+	struct header of = {.codec = CODEC_TRUNCATE, .dtype = (uint8_t)theta};
+	struct truncate_kind p, g;
+
+	truncate_kind_of(&of, &p);
+	truncate_kind_of(h, &g);
+	return (int8_t)(h->guard + p.mbits - g.mbits);
+}
+
 static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, uint8_t *dst, size_t capacity,
 			       const codec_context *with, void *memory, size_t job_nbytes, struct job **out)
 {
@@ -95,12 +109,22 @@ static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, 
 	*out = j;
 	if (codec_is_rows(h.codec))
 		return open_rows(spec, j, k, &t, dst, capacity, with);
+	if (h.codec == CODEC_TRUNCATE) {
+		TRY(truncate_check(&h, with, 1));
+		if (h.variant != WIRE_LEVELS_FIXED && !with->levels)
+			j->h.guard = h.guard = guard_for(&h, with->metric);
+	}
 	if (h.n < WIRE_MIN_CODED)
 		return CODEC_OK;
 	j->h.layout = WIRE_LAYOUT_BLOCKS;
 	j->h.block_log2 = block_log2_for(h.n);
 	TRY(model_choose(&t, with, k, j, &j->sample));
-	TRY(choose_planes(with, j, &j->sample));
+	if (h.codec == CODEC_TRUNCATE) {
+		TRY(truncate_choose(j, k, &t, with));
+		TRY(choose_symbols(with, j));
+	} else {
+		TRY(choose_planes(with, j, &j->sample));
+	}
 	j->h.side_nbytes = side_write(j, NULL);
 	TRY(header_derive(&j->h));
 	/* no room for it, or nothing to gain: stored */
@@ -132,7 +156,10 @@ static codec_status blocks(const codec_tensor *src, uint8_t *dst, size_t capacit
 			if (with->residual)
 				TRY(rows_residual(j, k, src, dst, b, at, with->residual, &w));
 		} else {
-			nbytes = encode_block(j, k, src, dst, b, &w, &digest);
+			if (j->h.codec == CODEC_TRUNCATE)
+				TRY(truncate_encode_block(j, k, with, src, b, &w, &nbytes));
+			else
+				nbytes = encode_block(j, k, src, dst, b, &w, &digest);
 			if (nbytes > capacity - at)
 				return CODEC_SHORT_OUTPUT;
 			memcpy(dst + at, w.region, nbytes);
@@ -273,11 +300,15 @@ codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capa
 	return status;
 }
 
-/* What a lossless codec leaves behind, written last, since it may be the tensor. */
-static void leave_nothing(const struct job *j, const codec_context *with)
+/* What a codec that may store leaves behind, written last, since it may be the tensor. */
+static codec_status leave(const struct job *j, const codec_tensor *src, const uint8_t *frame, const codec_context *with)
 {
-	if (with->residual && !codec_is_rows(j->h.codec))
-		memset(with->residual, 0, sizeof(float) * j->h.n);
+	if (!with->residual || codec_is_rows(j->h.codec))
+		return CODEC_OK;
+	if (j->h.codec == CODEC_TRUNCATE && frame[WIRE_AT_LAYOUT] == WIRE_LAYOUT_BLOCKS)
+		return truncate_residual(j, kernels_for(with), with, src);
+	memset(with->residual, 0, sizeof(float) * j->h.n);
+	return CODEC_OK;
 }
 
 codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capacity, const codec_context *with,
@@ -285,7 +316,9 @@ codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capac
 				uint64_t seal, size_t *written)
 {
 	const struct job *j = job_place((void *)job);
+	codec_status status;
 	codec_context c;
+	uint64_t saved;
 
 	TRY(context_read(with, &c));
 	if (!src || !job || !written || (nranges && (!counts || !ats)))
@@ -294,8 +327,10 @@ codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capac
 	if (j->h.nblocks && !fits_job(j, src, dst, capacity))
 		return CODEC_BAD_ARGUMENT;
 	TRY(close_frame(src, dst, capacity, &c, j, counts, ats, nranges, seal, written));
-	leave_nothing(j, &c);
-	return CODEC_OK;
+	saved = fp_enter();
+	status = leave(job_place((void *)job), src, dst, &c);
+	fp_leave(saved);
+	return status;
 }
 
 static codec_status encode(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity, size_t *written,
@@ -312,19 +347,17 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 		TRY(start_rows(j, k, src, dst, capacity));
 	}
 	job_plan(j, NULL);
-	if (scratch_nbytes < j->plan.job_nbytes + j->plan.work_nbytes)
+	if (scratch_nbytes < job_scratch(&j->h))
 		return CODEC_SHORT_SCRATCH;
 	at = j->h.regions_at;
 	if (j->h.nblocks) {
-		status = blocks(src, dst, capacity, with, j, 0, j->h.nblocks, at, &end, &seal,
-				(char *)scratch + j->plan.job_nbytes);
+		status = blocks(src, dst, capacity, with, j, 0, j->h.nblocks, at, &end, &seal, job_work(j, scratch));
 		if ((status == CODEC_SHORT_OUTPUT || status == CODEC_LIMIT) && !codec_is_rows(j->h.codec))
 			return store(src, k, j->h, dst, capacity, written); /* perhaps it fits as it is */
 		TRY(status);
 	}
 	TRY(close_frame(src, dst, capacity, with, j, &j->h.nblocks, &at, 1, seal, written));
-	leave_nothing(j, with);
-	return CODEC_OK;
+	return leave(j, src, dst, with);
 }
 
 codec_status codec_encode(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity, size_t *written,

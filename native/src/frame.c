@@ -123,6 +123,15 @@ codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, 
 			BAD(WIRE_AT_SIDE_NBYTES, h->side_nbytes, 0);
 		if (h->flags & ~WIRE_FLAG_SEGMENTS)
 			BAD(WIRE_AT_FLAGS, h->flags, WIRE_FLAG_SEGMENTS);
+	} else if (h->codec == CODEC_TRUNCATE) {
+		if (h->block_log2 < WIRE_MIN_BLOCK_LOG2 || h->block_log2 > WIRE_MAX_BLOCK_LOG2)
+			BAD(WIRE_AT_BLOCK_LOG2, h->block_log2, WIRE_MAX_BLOCK_LOG2);
+		if (h->fixed || h->coded != 1 || h->halved)
+			BAD(WIRE_AT_CODED, h->coded, 1);
+		if (h->side_nbytes % WIRE_ALIGN)
+			BAD(WIRE_AT_SIDE_NBYTES, h->side_nbytes, 0);
+		if (h->flags & ~(WIRE_FLAG_PRIOR | WIRE_FLAG_SEGMENTS))
+			BAD(WIRE_AT_FLAGS, h->flags, WIRE_FLAG_PRIOR | WIRE_FLAG_SEGMENTS);
 	} else {
 		if (h->block_log2 < WIRE_MIN_BLOCK_LOG2 || h->block_log2 > WIRE_MAX_BLOCK_LOG2)
 			BAD(WIRE_AT_BLOCK_LOG2, h->block_log2, WIRE_MAX_BLOCK_LOG2);

@@ -150,6 +150,11 @@ static inline void store_quads(const __m512i s[4], int stream, uint8_t escape, u
 #include "lanes.h"
 #include "loops.h"
 #include "row_loops.h"
+#include "truncate_loops.h"
 
-const struct kernels kernels_avx512 = {
-	.name = "avx512", .encode_lanes = encode_lanes, .decode_lanes = decode_lanes, KERNEL_LOOPS, ROW_LOOPS};
+const struct kernels kernels_avx512 = {.name = "avx512",
+				       .encode_lanes = encode_lanes,
+				       .decode_lanes = decode_lanes,
+				       KERNEL_LOOPS,
+				       ROW_LOOPS,
+				       TRUNCATE_LOOPS};

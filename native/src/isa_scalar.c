@@ -122,6 +122,11 @@ static void decode_lanes(const book_lookup *book, struct stream *a, struct strea
 
 #include "loops.h"
 #include "row_loops.h"
+#include "truncate_loops.h"
 
-const struct kernels kernels_scalar = {
-	.name = "scalar", .encode_lanes = encode_lanes, .decode_lanes = decode_lanes, KERNEL_LOOPS, ROW_LOOPS};
+const struct kernels kernels_scalar = {.name = "scalar",
+				       .encode_lanes = encode_lanes,
+				       .decode_lanes = decode_lanes,
+				       KERNEL_LOOPS,
+				       ROW_LOOPS,
+				       TRUNCATE_LOOPS};

@@ -2,6 +2,7 @@
 #ifndef CODEC_KERNELS_H
 #define CODEC_KERNELS_H
 
+#include <math.h>
 #include <stddef.h>
 #include <string.h>
 
@@ -131,6 +132,21 @@ struct row_kind {
 	int levels;           /* QUANTIZE: the largest code (even), or the largest magnitude (odd) */
 };
 
+/* A = theta * ((sqrt(v * V) + eps) * theta_v + theta) + m * M, each operation rounded; without V: theta * theta + ...
+ */
+struct metric_terms {
+	float theta, theta_v, v, eps, m;
+};
+
+struct truncate_kind {
+	int mbits, sign;     /* bits of mantissa; place of the sign */
+	uint32_t bias, last; /* of exponents: `last` is Inf's */
+	int guard;           /* k bits may go where exponent(A) - exponent(g) is at least k + guard */
+	int by_bit;
+	uint8_t drop[4];  /* bits dropped at each level */
+	uint8_t width[4]; /* of the pieces that fields are cut into, from the top */
+};
+
 /* Sums over at most WIRE_TREE values: of |x|; of x^2 and x; or of |x| where the sign is clear, and where it is set. */
 enum { ROW_SUM_ABS, ROW_SUM_SQUARES, ROW_SUM_SIGNS };
 struct row_sums {
@@ -216,6 +232,29 @@ struct kernels {
 	void (*multiply)(float_any *out, size_t n, float by);
 	void (*divide)(float_any *out, size_t n, float by);
 	void (*maximum)(const float *y, size_t n, float_any *out);
+
+	/* truncate_loops.h */
+	void (*load_patterns)(const void *src, size_t n, int nbytes, uint32_t *x);
+	void (*store_patterns)(const uint32_t *x, size_t n, int nbytes, void *dst);
+	void (*metric_exponents)(const struct metric_terms *t, const float_any *theta, const float_any *v,
+				 const float_any *m, size_t n, uint8_t *ea);
+	void (*exponents_of)(const float *a, size_t n, uint8_t *ea);
+	void (*drops_of)(const struct truncate_kind *q, const uint8_t *e, const uint8_t *ea, size_t n, uint8_t *drop);
+	void (*exponents)(const uint32_t *x, size_t n, int mbits, uint32_t last, uint8_t *e);
+	void (*truncate)(const struct truncate_kind *q, const uint8_t *drop, int nearest, size_t n, uint32_t *x);
+	void (*fields)(const uint32_t *x, size_t n, int mbits, int sign, uint32_t *f);
+	void (*field_bytes)(const uint32_t *f, size_t n, int shift, uint32_t mask, uint8_t *p);
+	void (*add_field_bytes)(const uint8_t *p, size_t n, int shift, uint32_t *f);
+	void (*assemble)(const uint32_t *f, const uint8_t *e, size_t n, int mbits, int sign, uint32_t *x);
+	void (*keeps)(const uint8_t *e, const uint8_t *drop, size_t n, uint8_t most, uint8_t *keep);
+	void (*levels_of)(const struct truncate_kind *q, const uint8_t *drop, size_t n, uint8_t *level);
+	void (*drops_at)(const struct truncate_kind *q, const uint8_t *level, size_t n, uint8_t *drop);
+	void (*exponents_up)(const uint8_t *e, size_t n, int shift, uint16_t *u);
+	void (*exponents_down)(const uint16_t *u, size_t n, int shift, uint8_t *e);
+	size_t (*join)(const uint8_t *e, const uint8_t *level, size_t n, int base, uint16_t *pair, uint8_t *symbol);
+	void (*pairs_of)(const uint8_t *symbol, size_t n, int base, uint16_t *pair);
+	void (*unjoin)(const uint16_t *pair, size_t n, uint8_t *e, uint8_t *level);
+	uint8_t (*below_four)(const uint8_t *p, size_t n);
 };
 
 extern const struct kernels kernels_scalar, kernels_avx2, kernels_avx512;

@@ -341,11 +341,16 @@ static uint8_t under_zeros(const uint8_t *e, const uint8_t *p, size_t n)
 	return bits;
 }
 
+#ifndef PRUNE
+#define PRUNE(e, p, n, dst, m) 0
+#define UNPRUNE(e, p, n, dst, m) 0
+#endif
+
 static size_t prune(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *dst)
 {
 	size_t m = 0;
 
-	for (size_t i = 0; i < n; i++) {
+	for (size_t i = PRUNE(e, p, n, dst, &m); i < n; i++) {
 		dst[m] = p[i];
 		m += e[i] != 0;
 	}
@@ -354,7 +359,9 @@ static size_t prune(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *dst)
 
 static void unprune(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *restrict dst)
 {
-	for (size_t i = 0, m = 0; i < n; i++) {
+	size_t m = 0;
+
+	for (size_t i = UNPRUNE(e, p, n, dst, &m); i < n; i++) {
 		uint8_t keep = e[i] != 0;
 
 		dst[i] = keep ? p[m] : 0;

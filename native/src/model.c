@@ -162,7 +162,7 @@ static void fit_rows(const codec_tensor *src, const struct kernels *k, struct jo
 				patterns(src, k, run, RUN, p + got);
 			}
 		}
-		k->sum(p, got, dtype_zero(d), &sum, &nonzero);
+		k->sum(p, got, model_zero(&j->h, d), &sum, &nonzero);
 		rows[r] = DEAD;
 		if (!nonzero)
 			continue;
@@ -194,7 +194,7 @@ static void fit_cols(const codec_tensor *src, const struct kernels *k, struct jo
 			uint64_t r = take == nrows ? i : (i * 0x9e3779b9u & 0xffffffffu) * nrows >> 32;
 
 			patterns(src, k, s->start + r * s->cols + c, n, p);
-			k->columns(p, s->base + grain_of(d) * rows[r], dtype_zero(d), n, &sums);
+			k->columns(p, s->base + grain_of(d) * rows[r], model_zero(&j->h, d), n, &sums);
 		}
 		for (uint64_t i = 0; i < n; i++) {
 			int64_t count = (int64_t)sums.count[i] * grain_of(d);
@@ -206,9 +206,9 @@ static void fit_cols(const codec_tensor *src, const struct kernels *k, struct jo
 }
 
 /* The base from a mean pattern to the offset, in eighths, that takes it to the centre; a multiple of `unit`. */
-static void settle_base(const struct dtype *d, struct segment *s, int unit)
+static void settle_base(const struct job *j, const struct dtype *d, struct segment *s, int unit)
 {
-	int circle = WIRE_CIRCLE(dtype_zero(d)) / grain_of(d);
+	int circle = WIRE_CIRCLE(model_zero(&j->h, d)) / grain_of(d);
 	/* measured: symbols are cheapest if the mean comes to lie just below a power of two */
 	int top = MIN(d->octave, 128) * 7 / 8;
 	int base = unit * bits_mean(s->base - CENTRE - top, unit * grain_of(d));
@@ -222,7 +222,7 @@ static void segment_offsets(const struct job *j, const struct kernels *k, const 
 	static const int8_t none[WIRE_FLAT_COLS] = {0};
 	const struct dtype *d = dtype_of(j->h.dtype);
 	const int8_t *rows = job_offsets(j) + s->rows_at, *cols = job_offsets(j) + s->cols_at;
-	int circle = WIRE_CIRCLE(dtype_zero(d)), matrix = s->kind & WIRE_SEGMENT_COLS;
+	int circle = WIRE_CIRCLE(model_zero(&j->h, d)), matrix = s->kind & WIRE_SEGMENT_COLS;
 	uint64_t i = first - s->start;
 
 	for (uint64_t row = i / s->cols, col = i % s->cols; n; row++, col = 0) {
@@ -230,7 +230,7 @@ static void segment_offsets(const struct job *j, const struct kernels *k, const 
 		int start = grain_of(d) * (s->base + (s->kind & WIRE_SEGMENT_ROWS ? rows[row] : 0));
 
 		start = start > circle / 2 ? start - circle : start;
-		k->offsets(matrix ? cols + col : none, start, grain_of(d), dtype_zero(d), m, offset);
+		k->offsets(matrix ? cols + col : none, start, grain_of(d), model_zero(&j->h, d), m, offset);
 		offset += m;
 		n -= m;
 	}
@@ -297,7 +297,7 @@ static void count_segment(const codec_tensor *src, const struct kernels *k, cons
 			count_patterns(d, p, n, j->model.window, raw);
 		if (fitted) {
 			segment_offsets(j, k, s, first, n, offset);
-			k->lower(p, offset, dtype_zero(d), n, p);
+			k->lower(p, offset, model_zero(&j->h, d), n, p);
 			count_patterns(d, p, n, WINDOW, fitted);
 		}
 	}
@@ -407,10 +407,11 @@ codec_status model_choose(const codec_tensor *src, const codec_context *with, co
 	j->model.nsegments = j->model.noffsets = 0;
 	if (d->form == FORM_FLOAT8)
 		j->model.window = choose_window(src, j->h.n);
-	sample_planes(src, k, j, s, d->octave != 0);
+	if (j->h.codec != CODEC_TRUNCATE)
+		sample_planes(src, k, j, s, d->octave != 0);
 	if (!d->octave)
 		return CODEC_OK;
-	finest = finest_shift(d, s);
+	finest = j->h.codec == CODEC_TRUNCATE ? WIRE_MAX_SHIFT : finest_shift(d, s);
 	if (j->h.n >= WIRE_MODEL_MIN) {
 		TRY(cut(with, j));
 		j->model.offsets_at = j->model.segments_at + j->model.nsegments * sizeof(struct segment);
@@ -431,7 +432,7 @@ codec_status model_choose(const codec_tensor *src, const codec_context *with, co
 		if (g->kind & WIRE_SEGMENT_COLS)
 			fit_cols(src, k, j, g, finest);
 		mean = g->base;
-		settle_base(d, g, 1 << finest);
+		settle_base(j, d, g, 1 << finest);
 		count_segment(src, k, j, g, stride, raw, fitted);
 		s->nzeros += raw[0];
 		s->nvalues += sum_counts(raw);
@@ -444,7 +445,7 @@ codec_status model_choose(const codec_tensor *src, const codec_context *with, co
 			g->kind = 0;
 			g->cols = WIRE_FLAT_COLS;
 			g->base = mean;
-			settle_base(d, g, 8);
+			settle_base(j, d, g, 8);
 			memset(fitted, 0, sizeof fitted);
 			count_segment(src, k, j, g, stride, NULL, fitted);
 		}
@@ -522,7 +523,7 @@ void model_write(const struct job *j, uint8_t *dst)
 codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f)
 {
 	const struct dtype *d = dtype_of(j->h.dtype);
-	uint64_t nsegments, start = 0, p, circle = (uint64_t)(WIRE_CIRCLE(dtype_zero(d)) / grain_of(d));
+	uint64_t nsegments, start = 0, p, circle = (uint64_t)(WIRE_CIRCLE(model_zero(&j->h, d)) / grain_of(d));
 
 	if (end - at < 4)
 		BAD(at, end - at, 4);
@@ -556,6 +557,10 @@ codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct 
 			BAD(at + 13, shifts, WIRE_MAX_SHIFT);
 		if (base >= circle)
 			BAD(at + 14, base, circle - 1);
+		if (j->h.codec == CODEC_TRUNCATE &&
+		    (base % 8 || (shifts & 15) != (kind & WIRE_SEGMENT_ROWS ? WIRE_MAX_SHIFT : 0) ||
+		     shifts >> 4 != (kind & WIRE_SEGMENT_COLS ? WIRE_MAX_SHIFT : 0)))
+			BAD(at + 13, shifts, WIRE_MAX_SHIFT);
 		add_segment(j, start, count, kind ? cols : WIRE_FLAT_COLS, kind);
 		s = job_segments(j) + i;
 		s->base = base;

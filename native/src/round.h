@@ -166,6 +166,57 @@ BITS_FN float round_level(int c, float n, float amax)
 	return amax * ((float)c / n);
 }
 
+/*
+ * GComp. Dropping k bits of a gradient is harmless where the exponent of A, all that does not depend on the gradient in
+ * (rest of the step) / (its part of the step), exceeds its own by k and a guard. Exponents are the patterns' fields; ea
+ * is float32's.
+ */
+BITS_FN uint8_t round_exponent(float a)
+{
+	uint32_t u = round_bits(a) & ROUND_ABS;
+
+	return (uint8_t)(u > ROUND_INF ? 0 : u >> 23);
+}
+
+#define ROUND_SLACK 1000
+
+/* guard here is that of the spec + 127 - the dtype's bias. All fits 16 bits, so that loops become narrow vectors. */
+BITS_FN short round_slack(uint8_t e, uint8_t ea, uint8_t last, short guard)
+{
+	short d = (short)(ea - e - guard);
+
+	d = ea == 255 ? ROUND_SLACK : d;
+	d = ea == 0 ? -ROUND_SLACK : d;
+	return e == last ? -ROUND_SLACK : d;
+}
+
+BITS_FN uint8_t round_drop_bits(uint8_t e, uint8_t ea, uint8_t last, short guard, short mbits)
+{
+	short d = round_slack(e, ea, last, guard);
+
+	d = d < 0 ? 0 : d;
+	return (uint8_t)(d > mbits ? mbits : d);
+}
+
+BITS_FN uint8_t round_drop_level(uint8_t e, uint8_t ea, uint8_t last, short guard, short k1, short k2, short k3)
+{
+	short d = round_slack(e, ea, last, guard), k;
+
+	k = d >= k1 ? k1 : 0;
+	k = d >= k2 ? k2 : k;
+	return (uint8_t)(d >= k3 ? k3 : k);
+}
+
+/* Pattern x without its last k bits; without a sign and mantissa where the exponent is 0. */
+BITS_FN uint32_t round_truncate(uint32_t x, uint32_t k, uint32_t nearest, uint32_t mbits, uint32_t last)
+{
+	uint32_t mask = (1u << k) - 1, half = (1u << k >> 1) - 1 + (x >> k & 1);
+	uint32_t up = (x + (nearest && k ? half : 0)) & ~mask, e = x >> mbits & last;
+
+	up = (up >> mbits & last) == last ? x & ~mask : up; /* no finite value becomes Inf */
+	return e ? up : 0;
+}
+
 /* TernGrad: |x| / s as a fraction of 2^32, cut in two. |x| <= s; high is 65536 where |x| = s. */
 BITS_FN uint32_t round_ternary(float ax, float s, uint32_t *low)
 {

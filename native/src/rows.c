@@ -17,7 +17,8 @@ static int five_a_byte(const struct header *h)
 
 int rows_entropy(const struct header *h)
 {
-	return (h->codec == CODEC_TERNARY && h->variant == WIRE_TERNARY_ENTROPY) || h->options & WIRE_OPTION_ENTROPY;
+	return (h->codec == CODEC_TERNARY && h->variant == WIRE_TERNARY_ENTROPY) ||
+	       (h->codec == CODEC_FLOAT8 && h->options & WIRE_OPTION_ENTROPY);
 }
 
 uint64_t rows_block(const struct header *h, uint32_t row)

@@ -75,6 +75,21 @@ codec_status choose_planes(const codec_context *with, struct job *j, const struc
 	return CODEC_OK;
 }
 
+/* TRUNCATE's book, from the caller or the sample. */
+codec_status choose_symbols(const codec_context *with, struct job *j)
+{
+	if (with->ncodebooks) {
+		TRY(codebook_load(with->codebooks, j->books));
+		j->codebook_id = with->codebooks->id;
+	} else {
+		book_from_counts(j->books, j->sample.counts[0], j->h.cap);
+	}
+	book_to_codes(j->books, j->codes);
+	j->h.coded = 1;
+	j->h.flags = (uint8_t)((j->codebook_id ? WIRE_FLAG_PRIOR : 0) | (j->model.nsegments ? WIRE_FLAG_SEGMENTS : 0));
+	return CODEC_OK;
+}
+
 /* A book for the codes of a codec of rows, from counts of a sample. */
 void choose_bytes(struct job *j, const uint32_t counts[256])
 {

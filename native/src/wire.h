@@ -59,6 +59,23 @@
 #define WIRE_OPTION_ENTROPY 4u
 #define WIRE_OPTION_CLIPPED 8u
 
+/* Parameters of TRUNCATE. */
+#define WIRE_TRUNCATE_CAP 0
+#define WIRE_TRUNCATE_LEVELS 1
+#define WIRE_TRUNCATE_LEVEL 2
+#define WIRE_TRUNCATE_OPTIONS 3
+#define WIRE_TRUNCATE_GUARD 4 /* + 128 */
+#define WIRE_LEVELS_PLANE 0
+#define WIRE_LEVELS_CODED 1
+#define WIRE_LEVELS_SHARED 2
+#define WIRE_LEVELS_FIXED 3
+#define WIRE_OPTION_BITS 1u     /* any number of bits is dropped */
+#define WIRE_OPTION_TRUNCATE 2u /* and not rounded */
+#define WIRE_PIECE_ZERO                                                                                                \
+	(1u << 8)          /* region: the first piece of all mantissas is 0 and left out; << i for the others          \
+			    */
+#define WIRE_JOINT_BASE 96 /* symbols of exponent and level: exponents 97..159, float16 1..31 */
+
 #define WIRE_ROW_BLOCK 16384   /* values of a block, if rows fit */
 #define WIRE_TRITS_BLOCK 81920 /* of packings of 5 values a byte */
 #define WIRE_PART_NBYTES 24    /* record of a part */

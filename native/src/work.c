@@ -41,7 +41,9 @@ uint64_t work_nbytes(const struct header *h)
 	uint64_t m = coded_block(h);
 	uint64_t rows = codec_is_rows(h->codec) ? 4 * WIRE_TREE + 18 * ROW_CHUNK + 64 + CODES + 64 : 0;
 
-	return rows + 64 + 2 * (sizeof(lanes) + m / 8 + m + 64 + 16) + 4 * words_room(m) +
+	uint64_t cuts = h->codec == CODEC_TRUNCATE ? 10 * m + 4 * (m + 64) + 64 : 0;
+
+	return rows + cuts + 64 + 2 * (sizeof(lanes) + m / 8 + m + 64 + 16) + 4 * words_room(m) +
 	       (uint64_t)(d->nbytes + 1) * (m + 64) + 2 * MIN(m, OFFSETS) + 64 +
 	       (d->form == FORM_FLOAT8 ? 2 * m + 64 : 0) + region_room(d, m) + (uint64_t)(d->nbytes + 2) * m + 64;
 }
@@ -77,6 +79,15 @@ void work_place(const struct header *h, void *memory, struct work *w)
 	w->region = take(&p, region_room(d, m));
 	w->values = (char *)w->region;
 	w->escapes = take(&p, (uint64_t)(d->nbytes + 2) * m);
+	if (h->codec == CODEC_TRUNCATE) {
+		w->exponent = take(&p, 2 * m + 64);
+		w->patterns = take(&p, 4 * m);
+		w->fields = take(&p, 4 * m);
+		w->e = take(&p, m + 64);
+		w->ea = take(&p, m + 64);
+		w->drop = take(&p, m + 64);
+		w->keep = take(&p, m + 64);
+	}
 	if (!codec_is_rows(h->codec))
 		return;
 	w->x = take(&p, 4 * WIRE_TREE);
@@ -97,6 +108,8 @@ uint64_t region_bound(const struct job *j)
 
 	if (!h->nblocks)
 		return 0;
+	if (h->codec == CODEC_TRUNCATE)
+		return region_room(d, m);
 	if (codec_is_rows(h->codec)) {
 		const struct part *p = job_parts(j);
 

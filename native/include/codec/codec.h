@@ -49,28 +49,30 @@ extern "C" {
  */
 typedef enum codec_status {
 	CODEC_OK = 0,
-	CODEC_BAD_ARGUMENT = 10,    /* a pointer is NULL or a field of a struct is out of range */
-	CODEC_BAD_SPEC = 11,        /* no such codec, or parameters it does not take */
-	CODEC_BAD_DTYPE = 12,       /* the codec does not take this dtype */
-	CODEC_BAD_SHAPE = 13,       /* rank above 8, or a product that overflows */
-	CODEC_BAD_SEGMENTS = 14,    /* overlapping, unordered or outside of the tensor */
-	CODEC_BAD_CODEBOOK = 15,    /* code lengths that are not a codebook, or an id of 0 */
-	CODEC_SHAPE_MISMATCH = 16,  /* the destination's shape or dtype is not the frame's */
-	CODEC_NONFINITE = 17,       /* the tensor holds NaN or Inf, and the codec cannot say so */
-	CODEC_BAD_SCALE = 18,       /* a scale was given that is smaller than a value */
-	CODEC_SHORT_OUTPUT = 20,    /* the frame does not fit capacity */
-	CODEC_SHORT_SCRATCH = 21,   /* scratch is smaller than codec_scratch said */
-	CODEC_TRUNCATED = 30,       /* fewer bytes than a header, or than the header says */
-	CODEC_TRAILING = 31,        /* bytes behind the frame, and slack was not allowed */
-	CODEC_BAD_MAGIC = 32,       /* not a frame */
-	CODEC_BAD_HEADER = 33,      /* a header field has a value that the format forbids */
-	CODEC_BAD_SIDE = 34,        /* scale model or codebook */
-	CODEC_BAD_DIRECTORY = 35,   /* regions out of order or out of bounds */
-	CODEC_BAD_REGION = 36,      /* a block's contents */
-	CODEC_CHECKSUM = 40,        /* the bytes are not those that were written */
-	CODEC_UNSUPPORTED = 50,     /* a later format version, or a codec this library does not know */
-	CODEC_LIMIT = 51,           /* larger than the caller's max_nbytes, or than the format can hold */
-	CODEC_UNKNOWN_CODEBOOK = 60 /* the frame names a codebook that was not supplied */
+	CODEC_BAD_ARGUMENT = 10,     /* a pointer is NULL or a field of a struct is out of range */
+	CODEC_BAD_SPEC = 11,         /* no such codec, or parameters it does not take */
+	CODEC_BAD_DTYPE = 12,        /* the codec does not take this dtype */
+	CODEC_BAD_SHAPE = 13,        /* rank above 8, or a product that overflows */
+	CODEC_BAD_SEGMENTS = 14,     /* overlapping, unordered or outside of the tensor */
+	CODEC_BAD_CODEBOOK = 15,     /* code lengths that are not a codebook, or an id of 0 */
+	CODEC_SHAPE_MISMATCH = 16,   /* the destination's shape or dtype is not the frame's */
+	CODEC_NONFINITE = 17,        /* the tensor holds NaN or Inf, and the codec cannot say so */
+	CODEC_BAD_SCALE = 18,        /* a scale was given that is smaller than a value */
+	CODEC_SHORT_OUTPUT = 20,     /* the frame does not fit capacity */
+	CODEC_SHORT_SCRATCH = 21,    /* scratch is smaller than codec_scratch said */
+	CODEC_TRUNCATED = 30,        /* fewer bytes than a header, or than the header says */
+	CODEC_TRAILING = 31,         /* bytes behind the frame, and slack was not allowed */
+	CODEC_BAD_MAGIC = 32,        /* not a frame */
+	CODEC_BAD_HEADER = 33,       /* a header field has a value that the format forbids */
+	CODEC_BAD_SIDE = 34,         /* scale model or codebook */
+	CODEC_BAD_DIRECTORY = 35,    /* regions out of order or out of bounds */
+	CODEC_BAD_REGION = 36,       /* a block's contents */
+	CODEC_CHECKSUM = 40,         /* the bytes are not those that were written */
+	CODEC_UNSUPPORTED = 50,      /* a later format version, or a codec this library does not know */
+	CODEC_LIMIT = 51,            /* larger than the caller's max_nbytes, or than the format can hold */
+	CODEC_UNKNOWN_CODEBOOK = 60, /* the frame names a codebook that was not supplied */
+	CODEC_MISSING_STATE = 61,    /* a metric with its state, or levels, must be supplied */
+	CODEC_OTHER_STATE = 62       /* the frame was made with another state than was supplied */
 } codec_status;
 
 /* One sentence in English; never NULL, for any argument. */
@@ -122,7 +124,14 @@ typedef struct codec_tensor {
 #define CODEC_FLOAT4 5
 #define CODEC_QUANTIZE 6 /* 1 to 8 bits a value */
 
+#define CODEC_TRUNCATE 7 /* mantissas cut to what an optimizer's step can tell */
+
 /* codec_spec.variant */
+#define CODEC_LEVELS_PLANE 0  /* TRUNCATE: each value's level in 2 bits */
+#define CODEC_LEVELS_CODED 1  /* in one code with the exponent */
+#define CODEC_LEVELS_SHARED 2 /* not sent: the receiver has the same metric and state */
+#define CODEC_LEVELS_FIXED                                                                                             \
+	3 /* `bits` for all: levels 0 to 3 drop 0, 6, 12, 18 bits (bfloat16 0, 2, 4, 6; float16 0, 3, 5, 8) */
 #define CODEC_SIGN_L1 0       /* the scale is the mean of |x| */
 #define CODEC_SIGN_L2 1       /* its root mean square */
 #define CODEC_SIGN_TWO_MEAN 2 /* two scales: the means of positive and negative values */
@@ -139,6 +148,8 @@ typedef struct codec_tensor {
 /* codec_spec.options */
 #define CODEC_OPTION_STOCHASTIC 1 /* FLOAT8, FLOAT4, QUANTIZE: unbiased rounding (TERNARY always) */
 #define CODEC_OPTION_PROPAGATE 2  /* FLOAT8: NaN and Inf become NaN; otherwise they are refused */
+#define CODEC_OPTION_BITS 8       /* TRUNCATE, shared: drop any number of bits, not four levels */
+#define CODEC_OPTION_CUT 16       /* TRUNCATE: towards zero, not to nearest even */
 #define CODEC_OPTION_ENTROPY 4    /* FLOAT8: codes go through the entropy coder */
 
 /* codec_spec.row: the last dimension, or as many of the last ones as it takes to have 64 values; 1,024 of a vector */
@@ -158,10 +169,10 @@ typedef struct codec_spec {
 	uint32_t options;
 	uint32_t bits; /* QUANTIZE: 0 for 4, else 1..8 */
 	uint32_t row; /* values that share a scale. SIGN: 0 for all; FLOAT8: 0 for CODEC_ROW_LAST; QUANTIZE: 0 for 64 */
-	uint32_t seed;     /* of random draws */
-	float scale;       /* TERNARY, FLOAT8: use this one; 0: found from the tensor */
-	float clip;        /* TERNARY: limit magnitudes to this many standard deviations; 0: none */
-	uint32_t reserved; /* 0 */
+	uint32_t seed; /* of random draws */
+	float scale;   /* TERNARY, FLOAT8: use this one; 0: found from the tensor */
+	float clip;    /* TERNARY: limit magnitudes to this many standard deviations; 0: none */
+	int32_t guard; /* TRUNCATE: bits more (or less) than would leave the step as it is; -100 to 100 */
 } codec_spec;
 
 /* A part of a flat bucket with a shape of its own: values [offset, offset + product of shape). */
@@ -194,6 +205,28 @@ typedef struct codec_fault {
 #define CODEC_RESCALE 16u     /* with UNSCALED: what came out is multiplied by the scale, last of all but `divide` */
 
 /*
+ * What TRUNCATE goes by: A, all of an optimizer's step that does not depend on the gradient, over what the gradient is
+ * multiplied by. k bits may go where exponent(A) - exponent(gradient) >= k + guard + (mantissa bits of theta) - (those
+ * of the gradient). Built-in: A = theta * ((sqrt(v_term * v) + eps) * theta_v_term + theta_term) + m_term * m, without
+ * v theta * theta_term, each operation rounded to float32. Or `user` writes A of values [first, first + n).
+ */
+typedef struct codec_metric {
+	uint32_t struct_nbytes;
+	uint32_t theta_dtype; /* of the parameters; 0: theta's, or float32 */
+	float theta_term;
+	float theta_v_term;
+	float v_term;
+	float eps;
+	float m_term;
+	uint32_t reserved;         /* 0 */
+	const codec_tensor *theta; /* float32, bfloat16 or float16; as many values as the gradient */
+	const codec_tensor *v;     /* NULL: none */
+	const codec_tensor *m;
+	void (*user)(void *data, uint64_t first, uint64_t n, float *a); /* reentrant; NULL: built-in */
+	void *data;
+} codec_metric;
+
+/*
  * What becomes of decoded values. All but the first take a destination of float32 with the frame's shape, and frames
  * of float32, bfloat16 or float16.
  */
@@ -213,11 +246,13 @@ typedef struct codec_context {
 	uint64_t nsegments;
 	const codec_codebook *codebooks; /* encode: the one to use; decode: those that frames may name */
 	uint64_t ncodebooks;
-	codec_fault *fault; /* filled in when the status is 30 or more */
-	uint64_t stream;    /* encode: draws of different streams are independent: rank, step, tensor */
-	float *residual;    /* encode: as codec_encode's */
-	float weight;       /* decode, INTO_ADD */
-	float divide;       /* decode: divide what came out; 0: do not */
+	codec_fault *fault;         /* filled in when the status is 30 or more */
+	uint64_t stream;            /* encode: draws of different streams are independent: rank, step, tensor */
+	float *residual;            /* encode: as codec_encode's */
+	float weight;               /* decode, INTO_ADD */
+	float divide;               /* decode: divide what came out; 0: do not */
+	const codec_metric *metric; /* TRUNCATE: encode, and decode with shared levels */
+	const uint8_t *levels;      /* TRUNCATE, encode: a level 0..3 for each value, instead of a metric */
 } codec_context;
 
 /*

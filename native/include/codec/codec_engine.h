@@ -27,7 +27,7 @@ typedef struct codec_plan {
 	uint64_t nscans;       /* encode: pieces to be scanned before codec_encode_start; 0: skip both */
 } codec_plan;
 
-/* Sizes of a job for a tensor like this one. Their sum is what codec_scratch gives. */
+/* Sizes of a job for a tensor like this one. */
 CODEC_API codec_status codec_job_nbytes(const codec_spec *spec, const codec_tensor *like, size_t *job_nbytes,
 					size_t *work_nbytes);
 

@@ -1,0 +1,354 @@
+"""How many bits of a gradient an optimizer's step can tell: what :class:`codec.Truncate` goes by.
+
+A step is (something that does not depend on the gradient g) + (something) * g. A is the first over the second, element
+by element. Where A is much larger than g, the last bits of g fall below those of the parameter and may go: E =
+exponent(A) - exponent(g), from exponents alone, so that a receiver with the same state finds the same levels.
+
+State arrays are those of the step before, as torch.optim has them: ``theta`` the parameters, ``m`` the momentum buffer
+or ``exp_avg``, ``v`` the ``exp_avg_sq``, ``square_avg`` or ``sum``. Without ``m`` or ``v`` it is the first step. g is
+the gradient that the optimizer sees: averaged, clipped, and divided by GradScaler's scale unless `grad_scale` says
+what it is. One frame has one metric: parameter groups with other numbers need frames of their own. With ``amsgrad``,
+``centered`` or ``maximize``, for which the formulas do not hold, no bit is dropped.
+
+References
+----------
+.. [1] "GComp: Near-Lossless Gradient Compression for Data-Parallel Distributed DNN Training", SoCC 2024, table 1. It
+   prints eta for AdaGrad's decayed rate and sqrt(v) for the bias-corrected one.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from codec import core
+from codec.core import DTYPES, ffi
+from codec.errors import EngineError, SpecError, StateError
+from codec.view import view
+
+_BITS = {"float32": (23, 127), "bfloat16": (7, 127), "float16": (10, 15)}
+_DROPS = {"float32": (6, 12, 18), "bfloat16": (2, 4, 6), "float16": (3, 5, 8)}
+F32 = np.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """A = theta * ((sqrt(v_term * v) + eps) * theta_v_term + theta_term) + m_term * m, rounded to float32 each time.
+
+    Without v, A = theta * theta_term + m_term * m.
+    """
+
+    theta: float
+    theta_v: float = 0
+    v: float = 0
+    eps: float = 0
+    m: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Base of all metrics.
+
+    Parameters
+    ----------
+    lr : float
+        Learning rate of this step. Where it is 0, as in a warm-up, nothing of the gradient matters.
+    weight_decay : float
+    grad_scale : float
+        How many times the gradient g is: GradScaler's scale, if it was not yet divided by it.
+    maximize : bool
+    """
+
+    lr: float
+    weight_decay: float = 0
+    grad_scale: float = 1
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value >= 0:
+                raise SpecError(f"{name} must be a number that is not negative, got {value!r}")
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """The numbers that stay the same for all elements; `state` says which arrays there are."""
+        raise NotImplementedError
+
+    def _known(self) -> bool:
+        return not self.maximize
+
+    def _final(self, state: Mapping[str, Any]) -> Terms:
+        """Scaled, with a v that is missing counted as 0; NaN where no bit may be dropped."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            t = self.terms(state)
+            s = np.float64(self.grad_scale)
+            theta, theta_v = F32(s * t.theta), F32(s * t.theta_v)
+            if "v" not in state and t.theta_v:
+                theta, theta_v = F32(t.eps) * theta_v + theta, F32(0)
+            if not self._known():
+                theta = theta_v = F32("nan")
+            m = float(F32(s * t.m)) if "m" in state else 0.0
+        return Terms(float(theta), float(theta_v), float(F32(t.v)), float(F32(t.eps)), m)
+
+    def levels(self, g: Any, theta: Any, *, m: Any = None, v: Any = None, guard: int = -8) -> np.ndarray[Any, Any]:
+        """The level of each value of g, 0 to 3, as :class:`codec.Truncate` chooses them.
+
+        Parameters
+        ----------
+        g, theta, m, v : arrays or tensors of one shape
+            float32, bfloat16 or float16.
+        guard : int
+            As in :class:`codec.Truncate`.
+
+        Returns
+        -------
+        numpy.ndarray of uint8, shape of g
+        """
+        arrays = {name: x for name, x in (("theta", theta), ("m", m), ("v", v)) if x is not None}
+        t = self._final(arrays)
+        p, a = {name: _floats(x) for name, x in arrays.items()}, F32(0)
+        with np.errstate(all="ignore"):
+            if "v" in p and t.theta_v != 0:
+                factor = (np.sqrt(F32(t.v) * p["v"]) + F32(t.eps)) * F32(t.theta_v) + F32(t.theta)
+            else:
+                factor = F32(t.theta)
+            a = p["theta"] * factor
+            if "m" in p:
+                a = a + F32(t.m) * p["m"]
+        ea = np.where(np.isnan(a), 0, a.view(np.uint32) >> 23 & 255).astype(int)
+        x = view(g)
+        if x.dtype not in _BITS:
+            raise SpecError(f"g must be float32, bfloat16 or float16, not {x.dtype}")
+        mbits, bias = _BITS[x.dtype]
+        bits = np.frombuffer(ffi.buffer(x.data, x.nbytes), f"u{x.nbytes // max(1, a.size)}").astype(np.int64)
+        last = 2 * bias + 1
+        e = (bits >> mbits & last).reshape(a.shape)
+        slack = ea - 127 - (e - bias) - guard - (_BITS[view(theta).dtype][0] - mbits)
+        slack = np.where(ea == 255, 1000, slack)
+        slack = np.where((ea == 0) | (e == last), -1000, slack)
+        return sum((slack >= k for k in _DROPS[x.dtype]), np.zeros(a.shape, np.uint8)).astype(np.uint8)
+
+
+def _floats(x: Any) -> np.ndarray[Any, Any]:
+    v = view(x)
+    if v.dtype not in _BITS:
+        raise SpecError(f"state must be float32, bfloat16 or float16, not {v.dtype}")
+    raw = ffi.buffer(v.data, v.nbytes)
+    if v.dtype == "bfloat16":
+        return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(F32).reshape(v.shape)
+    return np.frombuffer(raw, v.dtype).astype(F32).reshape(v.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class SGD(Metric):
+    """theta - lr * (g + weight_decay * theta)."""
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """A = theta / lr - weight_decay * theta."""
+        return Terms(np.float64(1) / self.lr - self.weight_decay)
+
+
+@dataclass(frozen=True, slots=True)
+class Momentum(Metric):
+    """SGD with momentum; ``m`` is the momentum buffer, which torch starts with g itself, whatever `dampening`."""
+
+    momentum: float = 0.9
+    dampening: float = 0
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """A = (theta - lr mu m) / (lr (1 - tau)) - weight_decay * theta."""
+        own = np.float64(1 - self.dampening if "m" in state else 1)
+        return Terms(1 / (self.lr * own) - self.weight_decay, m=-self.momentum / own)
+
+
+@dataclass(frozen=True, slots=True)
+class Nesterov(Metric):
+    """SGD with Nesterov's momentum; ``m`` is the momentum buffer."""
+
+    momentum: float = 0.9
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """A = ((1 - lr lambda (1 + mu)) theta - lr mu^2 m) / (lr (1 + mu))."""
+        mu = self.momentum
+        own = np.float64(self.lr) * (1 + mu)
+        return Terms((1 - own * self.weight_decay) / own, m=-mu * mu / (1 + mu))
+
+
+@dataclass(frozen=True, slots=True)
+class AdaGrad(Metric):
+    """``v`` is the sum of squares; its value before the step is a lower bound of what the step divides by.
+
+    Parameters
+    ----------
+    step : int
+        Number of this step, from 1 on.
+    """
+
+    step: int = 1
+    lr_decay: float = 0
+    eps: float = 1e-10
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """A = theta (sqrt(v) + eps) / decayed lr - weight_decay * theta."""
+        lr = np.float64(self.lr) / (1 + (self.step - 1) * self.lr_decay)
+        return Terms(-self.weight_decay, 1 / lr, 1, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class RMSProp(Metric):
+    """``v`` is the mean square; alpha times its value before the step is a lower bound."""
+
+    alpha: float = 0.99
+    eps: float = 1e-8
+    momentum: float = 0
+    centered: bool = False
+
+    def _known(self) -> bool:
+        return not (self.maximize or self.centered or self.momentum)
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """A = theta (sqrt(alpha v) + eps) / lr - weight_decay * theta."""
+        return Terms(-self.weight_decay, np.float64(1) / self.lr, self.alpha, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Adam(Metric):
+    """``m`` and ``v`` are exp_avg and exp_avg_sq before the step; beta2 v / (1 - beta2^step) is a lower bound.
+
+    Parameters
+    ----------
+    step : int
+        Number of this step, from 1 on.
+    """
+
+    step: int = 1
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    amsgrad: bool = False
+
+    def _known(self) -> bool:
+        return not (self.maximize or self.amsgrad)
+
+    def _theta_v(self) -> Any:
+        return (1 - self.beta1**self.step) / (np.float64(self.lr) * (1 - self.beta1))
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """A = (theta (sqrt(v^) + eps) (1 - beta1^step) - lr beta1 m) / (lr (1 - beta1)) - weight_decay * theta."""
+        v = self.beta2 / (1 - self.beta2**self.step)
+        return Terms(-self.weight_decay, self._theta_v(), v, self.eps, -self.beta1 / (1 - self.beta1))
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay."""
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """A = (theta (sqrt(v^) + eps) (1 - beta1^step) (1 - lr lambda) - lr beta1 m) / (lr (1 - beta1))."""
+        t = Adam.terms(self, state)
+        return Terms(0, t.theta_v * (1 - self.lr * self.weight_decay), t.v, t.eps, t.m)
+
+
+class Custom:
+    """A metric of your own: a function of one element's state that returns A, compiled by Numba.
+
+    Parameters
+    ----------
+    function : callable
+        Of some of ``theta``, ``m`` and ``v``, by name; float32 each. Compiled by ``numba.njit`` unless it is already.
+        Sender and receiver need results that are equal to the bit for shared levels.
+
+    Raises
+    ------
+    EngineError
+        Numba is not installed.
+    SpecError
+        An argument of another name.
+    """
+
+    def __init__(self, function: Callable[..., float]) -> None:
+        try:
+            numba: Any = importlib.import_module("numba")
+        except ImportError:
+            raise EngineError("a metric of your own needs numba") from None
+        compiled: Any = function if hasattr(function, "py_func") else numba.njit(function)
+        self.names = tuple(inspect.signature(compiled.py_func).parameters)
+        if not self.names or set(self.names) - {"theta", "m", "v"}:
+            raise SpecError(f"a metric is a function of theta, m and v, not of {', '.join(self.names)}")
+        t = numba.types
+        signature = t.void(t.CPointer(t.CPointer(t.float32)), t.uint64, t.uint64, t.CPointer(t.float32))
+        count = len(self.names)
+
+        def one(data: Any, first: Any, n: Any, a: Any) -> None:
+            for i in range(n):
+                a[i] = compiled(data[0][first + i])
+
+        def two(data: Any, first: Any, n: Any, a: Any) -> None:
+            for i in range(n):
+                a[i] = compiled(data[0][first + i], data[1][first + i])
+
+        def three(data: Any, first: Any, n: Any, a: Any) -> None:
+            for i in range(n):
+                a[i] = compiled(data[0][first + i], data[1][first + i], data[2][first + i])
+
+        self._callback = numba.cfunc(signature)((one, two, three)[count - 1])
+
+    @property
+    def address(self) -> int:
+        """Of the C function."""
+        return self._callback.address
+
+
+def set_metric(context: Any, metric: Any, state: Mapping[str, Any] | None, n: int) -> list[Any]:
+    """Make a context name a metric and its state, or levels. Returns what must be kept until the call is over."""
+    if metric is None:
+        if state:
+            raise SpecError("state= needs metric=")
+        return []
+    if not isinstance(metric, Metric | Custom):
+        v = view(metric)
+        if v.dtype != "uint8" or v.nbytes != n:
+            raise SpecError("metric= must be a metric, or an array of a uint8 level for each value")
+        context.levels = ffi.cast("uint8_t *", v.data)
+        return [v]
+    arrays = {name: x for name, x in (state or {}).items() if x is not None}
+    if set(arrays) - {"theta", "m", "v"}:
+        raise SpecError(f"state has theta, m and v, not {', '.join(sorted(set(arrays) - {'theta', 'm', 'v'}))}")
+    struct = ffi.new("codec_metric *")
+    struct.struct_nbytes = ffi.sizeof("codec_metric")
+    keep: list[Any] = [struct]
+    views = {name: view(x) for name, x in arrays.items()}
+    for name, v in views.items():
+        if v.dtype not in _BITS or v.nbytes // core.ITEMSIZE[v.dtype] != n:
+            raise SpecError(f"{name} must be {n} values of float32, bfloat16 or float16, not {v.dtype} of {v.shape}")
+    if isinstance(metric, Custom):
+        missing = [name for name in metric.names if name not in arrays]
+        if missing:
+            raise StateError(f"the metric needs {', '.join(missing)} in state=")
+        floats = [np.ascontiguousarray(_floats(arrays[name])) for name in metric.names]
+        pointers = ffi.new("float *[]", [ffi.cast("float *", x.ctypes.data) for x in floats])
+        struct.user = ffi.cast("void (*)(void *, uint64_t, uint64_t, float *)", metric.address)
+        struct.data = pointers
+        struct.theta_dtype = DTYPES[views["theta"].dtype] if "theta" in views else 0
+        context.metric = struct
+        return [*keep, floats, pointers, metric]
+    if "theta" not in arrays:
+        raise StateError("the metric needs theta in state=")
+    terms = metric._final(arrays)
+    for name, v in views.items():
+        if name == "v" and not terms.theta_v:
+            continue  # the metric does not look at it
+        if name == "m" and not terms.m:
+            continue
+        t = ffi.new("codec_tensor *")
+        t.struct_nbytes = ffi.sizeof("codec_tensor")
+        t.dtype, t.data, t.nbytes = DTYPES[v.dtype], v.data, v.nbytes
+        setattr(struct, name, t)
+        keep += [t, v]
+    struct.theta_term, struct.theta_v_term = terms.theta, terms.theta_v
+    struct.v_term, struct.eps, struct.m_term = terms.v, terms.eps, terms.m
+    context.metric = struct
+    return keep

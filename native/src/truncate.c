@@ -1,0 +1,83 @@
+/* truncate.c - what both directions of TRUNCATE need: the dtypes' levels, and how many bits a metric lets go. */
+#include "truncate.h"
+
+void truncate_kind_of(const struct header *h, struct truncate_kind *q)
+{
+	static const struct truncate_kind KINDS[] = {
+		{.mbits = 23, .sign = 31, .bias = 127, .last = 255, .drop = {0, 6, 12, 18}, .width = {6, 6, 6, 6}},
+		{.mbits = 7, .sign = 15, .bias = 127, .last = 255, .drop = {0, 2, 4, 6}, .width = {2, 2, 2, 2}},
+		{.mbits = 10, .sign = 15, .bias = 15, .last = 31, .drop = {0, 3, 5, 8}, .width = {3, 3, 2, 3}},
+	};
+
+	*q = KINDS[h->dtype == CODEC_FLOAT32 ? 0 : h->dtype == CODEC_BFLOAT16 ? 1 : 2];
+	q->guard = h->guard;
+	q->by_bit = (h->options & WIRE_OPTION_BITS) != 0;
+}
+
+/* Are the metric and its state there, of the tensor's size and dtypes that can be read? */
+codec_status truncate_check(const struct header *h, const codec_context *with, int encoding)
+{
+	const codec_metric *t = with->metric;
+	const codec_tensor *state[3];
+
+	if (h->variant == WIRE_LEVELS_FIXED || (!encoding && h->variant != WIRE_LEVELS_SHARED))
+		return CODEC_OK;
+	if (encoding && with->levels)
+		return h->variant == WIRE_LEVELS_SHARED ? CODEC_BAD_ARGUMENT : CODEC_OK;
+	if (!t || t->struct_nbytes < sizeof *t)
+		return CODEC_MISSING_STATE;
+	if (t->user)
+		return CODEC_OK;
+	state[0] = t->theta;
+	state[1] = t->v;
+	state[2] = t->m;
+	if (!t->theta)
+		return CODEC_MISSING_STATE;
+	for (int i = 0; i < 3; i++)
+		if (state[i] && (state[i]->struct_nbytes < sizeof *state[i] || !state[i]->data ||
+				 !codec_takes(CODEC_SIGN, state[i]->dtype) ||
+				 state[i]->nbytes != h->n * dtype_of(state[i]->dtype)->nbytes))
+			return CODEC_BAD_ARGUMENT;
+	return CODEC_OK;
+}
+
+void truncate_reference(const codec_context *with, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *ea)
+{
+	const codec_metric *t = with->metric;
+	float a[ROW_CHUNK / 2], b[ROW_CHUNK / 2], c[ROW_CHUNK / 2];
+
+	for (uint64_t i = 0; i < n; i += ROW_CHUNK / 2) {
+		uint64_t m = MIN(ROW_CHUNK / 2, n - i);
+
+		if (t->user) {
+			t->user(t->data, first + i, m, a);
+			k->exponents_of(a, m, ea + i);
+		} else {
+			const struct metric_terms terms = {t->theta_term, t->theta_v_term, t->v_term, t->eps,
+							   t->m_term};
+
+			k->metric_exponents(&terms, rows_load(k, t->theta, first + i, m, a),
+					    t->v ? rows_load(k, t->v, first + i, m, b) : NULL,
+					    t->m ? rows_load(k, t->m, first + i, m, c) : NULL, m, ea + i);
+		}
+	}
+}
+
+/* How many bits each of values [first, first + n), whose exponents are e, may lose. ea: by truncate_reference. */
+codec_status truncate_drops(const struct job *j, const struct kernels *k, const codec_context *with,
+			    const struct truncate_kind *q, uint64_t first, uint64_t n, const uint8_t *e,
+			    const uint8_t *ea, uint8_t *drop)
+{
+	if (j->h.variant == WIRE_LEVELS_FIXED) {
+		for (uint64_t i = 0; i < n; i++)
+			drop[i] = e[i] == q->last ? 0 : q->drop[j->h.bits];
+	} else if (with->levels) {
+		if (k->max_byte(with->levels + first, n) > 3)
+			return CODEC_BAD_ARGUMENT;
+		for (uint64_t i = 0; i < n; i++)
+			drop[i] = e[i] == q->last ? 0 : q->drop[with->levels[first + i]];
+	} else {
+		k->drops_of(q, e, ea, n, drop);
+	}
+	return CODEC_OK;
+}

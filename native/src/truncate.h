@@ -1,0 +1,43 @@
+/* truncate.h - TRUNCATE: exponents through the lossless coder, mantissas cut to levels. docs/format.md, section 9. */
+#ifndef CODEC_TRUNCATE_H
+#define CODEC_TRUNCATE_H
+
+#include "rows.h"
+
+#define TRUNCATE_PIECES 4
+#define TRUNCATE_DIGEST 0x500u
+
+void truncate_kind_of(const struct header *h, struct truncate_kind *q);
+
+/* The symbol of a lowered exponent with its level, 0 if it has none (and is not 0): then it is escaped as 4 e + level.
+ */
+static inline uint8_t truncate_joint(uint32_t e, uint32_t level, uint32_t base)
+{
+	uint32_t t = e - base;
+
+	return (uint8_t)(e && t >= 1 && t <= 63 ? t << 2 | level : 0);
+}
+
+static inline uint32_t truncate_base(const struct header *h)
+{
+	return h->dtype == CODEC_FLOAT16 ? 0 : WIRE_JOINT_BASE;
+}
+
+/* Exponents of A for values [first, first + n), by metric; n is at most a block. */
+void truncate_reference(const codec_context *with, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *ea);
+codec_status truncate_drops(const struct job *j, const struct kernels *k, const codec_context *with,
+			    const struct truncate_kind *q, uint64_t first, uint64_t n, const uint8_t *e,
+			    const uint8_t *ea, uint8_t *drop);
+codec_status truncate_check(const struct header *h, const codec_context *with, int encoding);
+
+codec_status truncate_choose(struct job *j, const struct kernels *k, const codec_tensor *src,
+			     const codec_context *with);
+codec_status truncate_encode_block(const struct job *j, const struct kernels *k, const codec_context *with,
+				   const codec_tensor *src, uint64_t b, struct work *w, uint64_t *nbytes);
+codec_status truncate_residual(const struct job *j, const struct kernels *k, const codec_context *with,
+			       const codec_tensor *src);
+codec_status truncate_decode_block(const struct job *j, const struct kernels *k, const codec_context *with,
+				   const uint8_t *frame, uint64_t b, uint64_t at, uint64_t end, char *values,
+				   struct work *w);
+
+#endif

@@ -1,0 +1,217 @@
+/* truncate_decode.c - a region, whatever it holds, to a block of values with cut mantissas. */
+#include "truncate.h"
+
+#define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
+
+/* The block's lowered exponents to w->e; joint levels to w->keep. */
+static codec_status read_symbols(const struct job *j, const struct kernels *k, uint32_t mode, struct cursor *c,
+				 uint64_t m, struct work *w, codec_fault *f)
+{
+	int joint = j->h.variant == WIRE_LEVELS_CODED;
+	uint32_t base = truncate_base(&j->h), last = j->h.dtype == CODEC_FLOAT16 ? 31 : 255;
+
+	switch (mode) {
+	case WIRE_MODE_CODED:
+		TRY(decode_plane(j->lookup, k, w, c, m, w->symbol, f));
+		if (!joint)
+			TRY(read_escapes(w->top[0].escaped, c, w->symbol, m, f));
+		break;
+	case WIRE_MODE_RAW:
+		if (joint || c->end - c->at < m)
+			BAD(c->at, c->end - c->at, m);
+		memcpy(w->symbol, c->frame + c->at, m);
+		c->at += m;
+		break;
+	default:
+		if (c->end == c->at)
+			BAD(c->at, 0, 1);
+		memset(w->symbol, c->frame[c->at++], m);
+	}
+	if (!joint) {
+		if (k->max_byte(w->symbol, m) > last)
+			BAD(c->at, k->max_byte(w->symbol, m), last);
+		memcpy(w->e, w->symbol, m);
+		return CODEC_OK;
+	}
+	k->pairs_of(w->symbol, m, (int)base, w->exponent);
+	if (mode == WIRE_MODE_CODED) {
+		FOR_ESCAPED (i, w->top[0].escaped, m) {
+			uint16_t pair;
+
+			if (c->end - c->at < 2)
+				BAD(c->end, c->end - c->at, 2);
+			c->end -= 2;
+			pair = (uint16_t)(c->frame[c->end + 1] | c->frame[c->end] << 8);
+			if (pair < 4 || pair >> 2 > last)
+				BAD(c->end, pair, 4);
+			w->exponent[i] = pair;
+			w->symbol[i] = 0; /* whatever the escape was */
+		}
+	}
+	if (k->below_four(w->symbol, m) || k->max_byte(w->symbol, m) > 4 * (last - base) + 3)
+		BAD(c->at, k->below_four(w->symbol, m), 0);
+	k->unjoin(w->exponent, m, w->e, w->keep);
+	return CODEC_OK;
+}
+
+/* Exponents as they are, from lowered ones. */
+static void raise_exponents(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t first,
+			    uint64_t m, struct work *w)
+{
+	int shift = q->mbits == 10 ? 10 : 7;
+	uint64_t n;
+
+	for (uint64_t i = 0; i < m && j->model.nsegments; i += n) {
+		uint16_t *u = w->exponent + i;
+
+		n = MIN(OFFSETS, m - i);
+		k->exponents_up(w->e + i, n, shift, u);
+		model_offsets(j, k, first + i, n, w->offset);
+		k->raise(u, w->offset, model_zero(&j->h, dtype_of(j->h.dtype)), n, u);
+		k->exponents_down(u, n, shift, w->e + i);
+	}
+}
+
+/* Does every Inf and NaN keep its mantissa? Without it a NaN would be Inf. */
+static int keeps_special(const uint8_t *e, const uint8_t *drop, uint64_t m, uint32_t last)
+{
+	uint8_t lost = 0;
+
+	for (uint64_t i = 0; i < m; i++)
+		lost |= (uint8_t)(e[i] == last ? drop[i] : 0);
+	return !lost;
+}
+
+/* Bytes for n codes of `bits` bits at the cursor, the rest of the last byte 0. */
+static codec_status take_codes(struct cursor *c, const struct kernels *k, uint64_t n, int bits, uint8_t *code,
+			       codec_fault *f)
+{
+	uint64_t nbits = n * (uint64_t)bits, nbytes = (nbits + 7) / 8;
+
+	if (c->end - c->at < nbytes)
+		BAD(c->at, c->end - c->at, nbytes);
+	if (nbits % 8 && c->frame[c->at + nbytes - 1] >> nbits % 8)
+		BAD(c->at + nbytes - 1, c->frame[c->at + nbytes - 1], 0);
+	k->unpack_codes(c->frame + c->at, n, bits, code);
+	c->at += nbytes;
+	return CODEC_OK;
+}
+
+static codec_status read_levels(const struct job *j, const struct kernels *k, const codec_context *with,
+				const struct truncate_kind *q, struct cursor *c, uint32_t digest, uint64_t first,
+				uint64_t m, struct work *w, codec_fault *f)
+{
+	uint64_t at = c->at, count;
+
+	switch (j->h.variant) {
+	case WIRE_LEVELS_SHARED:
+		truncate_reference(with, k, first, m, w->ea);
+		if (digest != (uint32_t)k->digest(w->ea, m, TRUNCATE_DIGEST))
+			return fault(f, CODEC_OTHER_STATE, at, digest, (uint32_t)k->digest(w->ea, m, TRUNCATE_DIGEST));
+		return truncate_drops(j, k, with, q, first, m, w->e, w->ea, w->drop);
+	case WIRE_LEVELS_FIXED: return truncate_drops(j, k, with, q, first, m, w->e, NULL, w->drop);
+	case WIRE_LEVELS_PLANE:
+		count = m - k->zeros(w->e, m);
+		TRY(take_codes(c, k, count, 2, w->symbol, f));
+		k->unprune(w->e, w->symbol, m, w->keep);
+		break;
+	default: break;
+	}
+	k->drops_at(q, w->keep, m, w->drop);
+	if (!keeps_special(w->e, w->drop, m, q->last))
+		BAD(at, 1, 0);
+	return CODEC_OK;
+}
+
+static codec_status unpack_widths(struct cursor *c, const uint8_t *e, const uint8_t *drop, uint64_t n, int nbits,
+				  uint32_t *fields, codec_fault *f)
+{
+	uint64_t total = 0, bits = 0, nbytes, at = c->at;
+	uint32_t have = 0;
+
+	for (uint64_t i = 0; i < n; i++)
+		total += e[i] ? (uint64_t)(nbits - drop[i]) : 0;
+	nbytes = (total + 7) / 8;
+	if (c->end - c->at < nbytes)
+		BAD(c->at, c->end - c->at, nbytes);
+	if (total % 8 && c->frame[c->at + nbytes - 1] >> total % 8)
+		BAD(c->at + nbytes - 1, c->frame[c->at + nbytes - 1], 0);
+	c->at += nbytes;
+	for (uint64_t i = 0; i < n; i++) {
+		uint32_t width = e[i] ? (uint32_t)(nbits - drop[i]) : 0;
+
+		if (have < width) { /* width is at most 24: 32 bits more fit */
+			uint64_t left = c->at - at;
+
+			if (left >= 4) {
+				bits |= (uint64_t)load32(c->frame + at) << have;
+				at += 4;
+			} else {
+				for (uint64_t t = 0; t < left; t++)
+					bits |= (uint64_t)c->frame[at++] << (have + 8 * t);
+			}
+			have += 32;
+		}
+		fields[i] = (uint32_t)(bits & ((1ull << width) - 1)) << drop[i];
+		bits >>= width;
+		have -= width;
+	}
+	return CODEC_OK;
+}
+
+static codec_status read_pieces(const struct kernels *k, const struct truncate_kind *q, struct cursor *c, uint32_t head,
+				uint64_t m, struct work *w, codec_fault *f)
+{
+	int rest = q->mbits + 1;
+
+	if (q->by_bit)
+		return unpack_widths(c, w->e, w->drop, m, rest, w->fields, f);
+	memset(w->fields, 0, 4 * m);
+	for (int i = 0; i < TRUNCATE_PIECES; i++) {
+		uint64_t count;
+
+		rest -= q->width[i];
+		if (head & WIRE_PIECE_ZERO << i)
+			continue;
+		k->keeps(w->e, w->drop, m, (uint8_t)rest, w->keep);
+		count = m - k->zeros(w->keep, m);
+		TRY(take_codes(c, k, count, q->width[i], w->symbol, f));
+		k->unprune(w->keep, w->symbol, m, w->ea);
+		k->add_field_bytes(w->ea, m, rest, w->fields);
+	}
+	return CODEC_OK;
+}
+
+/* Block b, whose region is frame[at, end), to `values`. */
+codec_status truncate_decode_block(const struct job *j, const struct kernels *k, const codec_context *with,
+				   const uint8_t *frame, uint64_t b, uint64_t at, uint64_t end, char *values,
+				   struct work *w)
+{
+	uint64_t first = b * j->h.block, m = MIN(j->h.block, j->h.n - first);
+	uint32_t head = load32(frame + at), known = 3 | (j->h.options & WIRE_OPTION_BITS ? 0 : 15 * WIRE_PIECE_ZERO);
+	struct cursor c = {frame, at + 4, end};
+	codec_fault *f = with->fault;
+	struct truncate_kind q;
+	uint32_t digest = 0;
+
+	truncate_kind_of(&j->h, &q);
+	w->ahead.count = 0;
+	if (head & ~known || (head & 3) == WIRE_MODE_ROWS)
+		BAD(at, head, known);
+	if (j->h.variant == WIRE_LEVELS_SHARED) {
+		digest = load32(frame + c.at);
+		c.at += 4;
+	}
+	TRY(read_symbols(j, k, head & 3, &c, m, w, f));
+	raise_exponents(j, k, &q, first, m, w);
+	TRY(read_levels(j, k, with, &q, &c, digest, first, m, w, f));
+	TRY(read_pieces(k, &q, &c, head, m, w, f));
+	if (c.end - c.at >= WIRE_ALIGN)
+		BAD(c.at, c.end - c.at, WIRE_ALIGN - 1);
+	for (; c.at < c.end; c.at++)
+		if (frame[c.at])
+			BAD(c.at, frame[c.at], 0);
+	k->assemble(w->fields, w->e, m, q.mbits, q.sign, w->patterns);
+	k->store_patterns(w->patterns, m, dtype_of(j->h.dtype)->nbytes, values);
+	return CODEC_OK;
+}

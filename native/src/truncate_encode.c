@@ -1,0 +1,206 @@
+/* truncate_encode.c - a block of values to its region: symbols, levels, pieces of mantissas.
+ *
+ * Region: head (u32), with shared levels a digest (u32), the symbols' plane, with mode plane the levels, then the
+ * pieces of sign and mantissa, from the top; a gap of less than 8 zero bytes; escapes, read downwards from the end.
+ */
+#include "truncate.h"
+
+static int needs_reference(const struct job *j, const codec_context *with)
+{
+	return j->h.variant != WIRE_LEVELS_FIXED && !with->levels;
+}
+
+/* Exponents as they will be coded and bits to be dropped; w->x are the values cut. */
+static codec_status cut(const struct job *j, const struct kernels *k, const codec_context *with,
+			const struct truncate_kind *q, const codec_tensor *src, uint64_t first, uint64_t n,
+			struct work *w)
+{
+	const struct dtype *d = dtype_of(j->h.dtype);
+
+	k->load_patterns((const char *)src->data + first * d->nbytes, n, d->nbytes, w->patterns);
+	k->exponents(w->patterns, n, q->mbits, q->last, w->e);
+	if (needs_reference(j, with))
+		truncate_reference(with, k, first, n, w->ea);
+	TRY(truncate_drops(j, k, with, q, first, n, w->e, w->ea, w->drop));
+	k->truncate(q, w->drop, !(j->h.options & WIRE_OPTION_TRUNCATE), n, w->patterns);
+	k->exponents(w->patterns, n, q->mbits, q->last, w->e);
+	/* a receiver that works levels out has the new exponents; where they changed, mantissas are 0 at any width */
+	return j->h.variant == WIRE_LEVELS_SHARED ? truncate_drops(j, k, with, q, first, n, w->e, w->ea, w->drop)
+						  : CODEC_OK;
+}
+
+/* Symbols of n values to `symbol`; with joint levels, their pairs to w->exponent. Returns how many have none. */
+static uint64_t symbols(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t first,
+			uint64_t n, struct work *w, uint8_t *symbol)
+{
+	int shift = q->mbits == 10 ? 10 : 7, joint = j->h.variant == WIRE_LEVELS_CODED;
+	uint8_t *lowered = joint ? w->ea : symbol; /* those of A have served */
+	uint64_t m;
+
+	for (uint64_t i = 0; i < n; i += m) {
+		uint16_t *u = w->exponent + i;
+
+		m = MIN(OFFSETS, n - i);
+		if (!j->model.nsegments) {
+			memcpy(lowered + i, w->e + i, m);
+			continue;
+		}
+		model_offsets(j, k, first + i, m, w->offset);
+		k->exponents_up(w->e + i, m, shift, u);
+		k->lower(u, w->offset, model_zero(&j->h, dtype_of(j->h.dtype)), m, u);
+		k->exponents_down(u, m, shift, lowered + i);
+	}
+	if (!joint)
+		return 0;
+	k->levels_of(q, w->drop, n, w->keep);
+	return k->join(lowered, w->keep, n, (int)truncate_base(&j->h), w->exponent, symbol);
+}
+
+/* The codebook, from every `stride`-th quad row. */
+codec_status truncate_choose(struct job *j, const struct kernels *k, const codec_tensor *src, const codec_context *with)
+{
+	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW, stride = MAX(nrows / 2048, MAX(1, MIN(16, nrows / 64)));
+	struct truncate_kind q;
+	struct work w;
+
+	truncate_kind_of(&j->h, &q);
+	work_place(&j->h, (char *)j + j->work_at, &w);
+	memset(j->sample.counts[0], 0, sizeof j->sample.counts[0]);
+	for (uint64_t r = 0; r < nrows; r += stride) {
+		uint64_t n = MIN(WIRE_ROW, j->h.n - r * WIRE_ROW);
+
+		TRY(cut(j, k, with, &q, src, r * WIRE_ROW, n, &w));
+		symbols(j, k, &q, r * WIRE_ROW, n, &w, w.plane[0]);
+		for (uint64_t i = 0; i < n; i++)
+			j->sample.counts[0][w.plane[0][i]]++;
+	}
+	return CODEC_OK;
+}
+
+/* Fields of any width, one after the other from bit 0 of the first byte on. Returns the bytes. */
+static uint64_t pack_widths(const uint32_t *f, const uint8_t *e, const uint8_t *drop, uint64_t n, int nbits,
+			    uint8_t *dst)
+{
+	uint64_t bits = 0;
+	uint32_t have = 0;
+	uint8_t *p = dst;
+
+	for (uint64_t i = 0; i < n; i++) {
+		bits |= (uint64_t)(f[i] >> drop[i]) << have;
+		have += e[i] ? (uint32_t)(nbits - drop[i]) : 0;
+		if (have >= 32) {
+			store32(p, (uint32_t)bits);
+			p += 4;
+			bits >>= 32;
+			have -= 32;
+		}
+	}
+	store32(p, (uint32_t)bits);
+	return (uint64_t)(p - dst) + (have + 7) / 8;
+}
+
+static uint8_t *put_pieces(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t n,
+			   struct work *w, uint8_t *p, uint32_t *head)
+{
+	int rest = q->mbits + 1;
+
+	k->fields(w->patterns, n, q->mbits, q->sign, w->fields);
+	if (q->by_bit)
+		return p + pack_widths(w->fields, w->e, w->drop, n, rest, p);
+	for (int i = 0; i < TRUNCATE_PIECES; i++) {
+		uint64_t count;
+
+		rest -= q->width[i];
+		k->keeps(w->e, w->drop, n, (uint8_t)rest, w->keep);
+		k->field_bytes(w->fields, n, rest, (1u << q->width[i]) - 1, w->symbol);
+		count = k->prune(w->keep, w->symbol, n, w->symbol);
+		if (count && k->max_byte(w->symbol, count) == 0) {
+			*head |= WIRE_PIECE_ZERO << i;
+			continue;
+		}
+		k->pack_codes(w->symbol, count, q->width[i], p);
+		p += (count * q->width[i] + 7) / 8;
+	}
+	(void)j;
+	return p;
+}
+
+/* Fill w->region; w->patterns are the values a decoder will see. */
+codec_status truncate_encode_block(const struct job *j, const struct kernels *k, const codec_context *with,
+				   const codec_tensor *src, uint64_t b, struct work *w, uint64_t *nbytes)
+{
+	uint64_t first = b * j->h.block, m = MIN(j->h.block, j->h.n - first), nescapes = 0, outside, got = 0, size, gap;
+	int joint = j->h.variant == WIRE_LEVELS_CODED;
+	struct truncate_kind q;
+	uint8_t *p = w->region + 4;
+	uint32_t head = WIRE_MODE_CONSTANT;
+
+	truncate_kind_of(&j->h, &q);
+	w->ahead.count = 0;
+	TRY(cut(j, k, with, &q, src, first, m, w));
+	if (j->h.variant == WIRE_LEVELS_SHARED) {
+		store32(p, (uint32_t)k->digest(w->ea, m, TRUNCATE_DIGEST));
+		p += 4;
+	}
+	outside = symbols(j, k, &q, first, m, w, w->plane[0]);
+	if (is_constant(w->plane[0], m) && !outside) {
+		*p++ = w->plane[0][0];
+	} else {
+		memcpy(w->symbol, w->plane[0], m);
+		for (uint64_t i = 0; outside && i < m; i++)
+			if (w->exponent[i] && !w->symbol[i])
+				w->symbol[i] = j->codes->escape;
+		got = encode_plane(j->codes, k, w, w->symbol, m, w->plane[0], joint ? w->exponent : NULL,
+				   joint ? UINT64_MAX : m, p, w->escapes, &nescapes);
+		head = got ? WIRE_MODE_CODED : WIRE_MODE_RAW;
+		if (!got)
+			memcpy(p, w->plane[0], got = m);
+		p += got;
+	}
+	if (j->h.variant == WIRE_LEVELS_PLANE) {
+		k->levels_of(&q, w->drop, m, w->symbol);
+		got = k->prune(w->e, w->symbol, m, w->symbol);
+		k->pack_codes(w->symbol, got, 2, p);
+		p += (got + 3) / 4;
+	}
+	p = put_pieces(j, k, &q, m, w, p, &head);
+	store32(w->region, head);
+	size = (uint64_t)(p - w->region) + nescapes;
+	gap = ALIGN8(size) - size;
+	memset(p, 0, gap);
+	p += gap;
+	for (uint64_t i = 0; i < nescapes; i++)
+		p[i] = w->escapes[nescapes - 1 - i];
+	*nbytes = size + gap;
+	return CODEC_OK;
+}
+
+/* What is cut off, once nothing can fail any more: work it out again. */
+codec_status truncate_residual(const struct job *j, const struct kernels *k, const codec_context *with,
+			       const codec_tensor *src)
+{
+	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = with->residual};
+	const struct sink sink = {.into = SINK_RESIDUAL, .dst = &dst, .src = src};
+	const codec_tensor part = {.dtype = j->h.dtype};
+	struct truncate_kind q;
+	struct work w;
+
+	truncate_kind_of(&j->h, &q);
+	work_place(&j->h, (char *)j + j->work_at, &w);
+	for (uint64_t first = 0; first < j->h.n; first += j->h.block) {
+		uint64_t m = MIN(j->h.block, j->h.n - first);
+		codec_tensor cut_values = part;
+		float buffer[ROW_CHUNK], aligned[ROW_CHUNK];
+
+		TRY(cut(j, k, with, &q, src, first, m, &w));
+		k->store_patterns(w.patterns, m, dtype_of(j->h.dtype)->nbytes, w.values);
+		cut_values.data = w.values;
+		for (uint64_t i = 0; i < m; i += ROW_CHUNK) {
+			uint64_t n = MIN(ROW_CHUNK, m - i);
+
+			memcpy(aligned, rows_load(k, &cut_values, i, n, buffer), sizeof(float) * n);
+			sink_put(k, &sink, first + i, n, aligned);
+		}
+	}
+	return CODEC_OK;
+}
