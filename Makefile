@@ -54,19 +54,24 @@ ctest: $(VENV)/debian
 	$(CMAKE) -S native -B build/native -DCODEC_TESTS=ON -DCODEC_WERROR=ON
 	$(VENV)/bin/cmake --build build/native
 	build/native/test_core
+	build/native/test_lossy
 
 # the same tests under AddressSanitizer and UndefinedBehaviorSanitizer
 sanitize: $(VENV)/debian
 	$(CMAKE) -S native -B build/sanitize -DCODEC_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 		-DCMAKE_C_FLAGS='-fsanitize=address,undefined -fno-sanitize-recover=all'
-	$(VENV)/bin/cmake --build build/sanitize --target test_core
+	$(VENV)/bin/cmake --build build/sanitize --target test_core test_lossy
 	build/sanitize/test_core
+	build/sanitize/test_lossy
+	build/sanitize/test_lossy
 
 # AVX-512 loops in plain C: the same bytes on a CPU that has none
 emulated: $(VENV)/debian $(VENV)/test
 	$(CMAKE) -S native -B build/emulated -DCODEC_TESTS=ON -DCODEC_EMULATED=ON
 	$(VENV)/bin/cmake --build build/emulated
 	build/emulated/test_core
+	build/emulated/test_lossy
+	build/emulated/test_lossy
 	CODEC_LIBRARY=$(CURDIR)/build/emulated/libcodec.so $(VENV)/bin/pytest tests/test_identity.py tests/test_vectors.py
 
 bench: $(VENV)/test ctest

@@ -20,6 +20,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	codec_tensor t = {.struct_nbytes = sizeof t};
 	codec_status first = CODEC_OK;
 	uint8_t *out[2], *frame;
+	codec_tensor theta = {.struct_nbytes = sizeof theta, .dtype = CODEC_FLOAT32};
+	codec_metric metric = {.struct_nbytes = sizeof metric, .theta_term = 3, .theta = &theta};
 	codec_codebook book;
 	uint64_t counts[256];
 	size_t need;
@@ -39,6 +41,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	codec_codebook_build(counts, 8, &book);
 	if (info.codebook_id)
 		book.id = info.codebook_id;
+	theta.nbytes = 4 * info.n;
+	theta.data = malloc(theta.nbytes + 4);
+	for (uint64_t i = 0; i < info.n; i++)
+		((float *)theta.data)[i] = (float)(int)(i * 2654435761u) / 1e10f;
 	frame = malloc(size); /* its end is where AddressSanitizer looks */
 	memcpy(frame, data, size);
 	for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
@@ -47,7 +53,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 				      .isa = isa + 1,
 				      .max_nbytes = LIMIT,
 				      .codebooks = &book,
-				      .ncodebooks = 1};
+				      .ncodebooks = 1,
+				      .metric = &metric};
 		uint8_t *scratch;
 		codec_status status;
 
@@ -68,6 +75,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 		free(out[1]);
 	}
 	free(out[0]);
+	free(theta.data);
 	free(frame);
 	return 0;
 }

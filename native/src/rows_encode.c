@@ -115,19 +115,23 @@ codec_status rows_codes(const struct job *j, const struct kernels *k, const code
 	return encode_codes(j, k, p, src, first, m, w, w->region, w->plane[0]);
 }
 
-/* Block b to dst, which has `room` bytes. */
+/* Block b to `out`, which has `room` bytes. */
 codec_status rows_encode_block(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t b,
-			       uint8_t *dst, uint64_t room, uint64_t *nbytes, struct work *w)
+			       uint8_t *out, uint64_t room, uint64_t *nbytes, struct work *w)
 {
 	const struct part *p;
 	uint64_t first, m, nscales, size;
+	uint8_t *dst = out;
 
 	place(j, b, &p, &first, &m);
 	nscales = p->row ? (m + p->row - 1) / p->row * (uint64_t)rows_scale_nbytes(&j->h) : 0;
 	size = nscales + rows_codes_nbytes(&j->h, m);
 	*nbytes = rows_region_nbytes(&j->h, p->row, m);
-	if (*nbytes > room)
-		return CODEC_SHORT_OUTPUT;
+	if (*nbytes > room) {
+		if (!rows_entropy(&j->h))
+			return CODEC_SHORT_OUTPUT;
+		dst = w->region; /* it may come out smaller */
+	}
 	w->nescapes = 0;
 	if (rows_entropy(&j->h)) {
 		TRY(encode_codes(j, k, p, src, first, m, w, dst, w->plane[0]));
@@ -139,5 +143,9 @@ codec_status rows_encode_block(const struct job *j, const struct kernels *k, con
 	memset(dst + size - w->nescapes, 0, *nbytes - size);
 	for (uint64_t i = 0; i < w->nescapes; i++) /* at the region's end, downwards */
 		dst[*nbytes - 1 - i] = w->escapes[i];
+	if (*nbytes > room)
+		return CODEC_SHORT_OUTPUT;
+	if (dst == w->region)
+		memcpy(out, dst, *nbytes);
 	return CODEC_OK;
 }

@@ -17,6 +17,12 @@ static uint64_t region_room(const struct dtype *d, uint64_t m)
 	return ALIGN8(16 + m * d->nbytes + coded_bound(m, 2) + 64);
 }
 
+/* As much again for scales of rows of a single value. */
+static uint64_t region_buffer(const struct header *h, const struct dtype *d, uint64_t m)
+{
+	return region_room(d, m) + (codec_is_rows(h->codec) ? 4 * m : 0);
+}
+
 static uint64_t words_room(uint64_t m)
 {
 	return LANES_SLACK + WIRE_LANES + padded(m) / 4 + 16;
@@ -45,7 +51,7 @@ uint64_t work_nbytes(const struct header *h)
 
 	return rows + cuts + 64 + 2 * (sizeof(lanes) + m / 8 + m + 64 + 16) + 4 * words_room(m) +
 	       (uint64_t)(d->nbytes + 1) * (m + 64) + 2 * MIN(m, OFFSETS) + 64 +
-	       (d->form == FORM_FLOAT8 ? 2 * m + 64 : 0) + region_room(d, m) + (uint64_t)(d->nbytes + 2) * m + 64;
+	       (d->form == FORM_FLOAT8 ? 2 * m + 64 : 0) + region_buffer(h, d, m) + (uint64_t)(d->nbytes + 2) * m + 64;
 }
 
 static void *take(char **p, uint64_t nbytes)
@@ -76,7 +82,7 @@ void work_place(const struct header *h, void *memory, struct work *w)
 	w->high = take(&p, m / 2 + 64);
 	w->offset = take(&p, 2 * MIN(m, OFFSETS) + 64);
 	w->exponent = d->form == FORM_FLOAT8 ? take(&p, 2 * m + 64) : NULL;
-	w->region = take(&p, region_room(d, m));
+	w->region = take(&p, region_buffer(h, d, m));
 	w->values = (char *)w->region;
 	w->escapes = take(&p, (uint64_t)(d->nbytes + 2) * m);
 	if (h->codec == CODEC_TRUNCATE) {

@@ -130,8 +130,7 @@ typedef struct codec_tensor {
 #define CODEC_LEVELS_PLANE 0  /* TRUNCATE: each value's level in 2 bits */
 #define CODEC_LEVELS_CODED 1  /* in one code with the exponent */
 #define CODEC_LEVELS_SHARED 2 /* not sent: the receiver has the same metric and state */
-#define CODEC_LEVELS_FIXED                                                                                             \
-	3 /* `bits` for all: levels 0 to 3 drop 0, 6, 12, 18 bits (bfloat16 0, 2, 4, 6; float16 0, 3, 5, 8) */
+#define CODEC_LEVELS_FIXED 3  /* codec_spec.bits for all: level 0 to 3 drops 0, 6, 12, 18 bits (or as many of fewer) */
 #define CODEC_SIGN_L1 0       /* the scale is the mean of |x| */
 #define CODEC_SIGN_L2 1       /* its root mean square */
 #define CODEC_SIGN_TWO_MEAN 2 /* two scales: the means of positive and negative values */

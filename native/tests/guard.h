@@ -1,0 +1,49 @@
+/* guard.h - random words, and memory that ends where none may be touched. */
+#ifndef CODEC_TESTS_GUARD_H
+#define CODEC_TESTS_GUARD_H
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+static uint64_t state = 88172645463325252ull;
+
+static inline uint64_t next_random(void)
+{
+	state ^= state << 13;
+	state ^= state >> 7;
+	state ^= state << 17;
+	return state;
+}
+
+/* n bytes that end right before a page that may not be touched. */
+struct guarded {
+	uint8_t *p;
+	void *map;
+	size_t mapped;
+};
+
+static inline struct guarded guard(size_t n)
+{
+	size_t page = (size_t)sysconf(_SC_PAGESIZE), body = (n + page - 1) / page * page;
+	struct guarded g = {.mapped = body + 2 * page};
+
+	g.map = mmap(NULL, g.mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	assert_true(g.map != MAP_FAILED);
+	if (body)
+		assert_int_equal(mprotect((char *)g.map + page, body, PROT_READ | PROT_WRITE), 0);
+	g.p = (uint8_t *)g.map + page + body - n;
+	return g;
+}
+
+static inline void unguard(struct guarded g)
+{
+	munmap(g.map, g.mapped);
+}
+
+#endif
