@@ -63,14 +63,12 @@ sanitize: $(VENV)/debian
 	$(VENV)/bin/cmake --build build/sanitize --target test_core test_lossy
 	build/sanitize/test_core
 	build/sanitize/test_lossy
-	build/sanitize/test_lossy
 
 # AVX-512 loops in plain C: the same bytes on a CPU that has none
 emulated: $(VENV)/debian $(VENV)/test
 	$(CMAKE) -S native -B build/emulated -DCODEC_TESTS=ON -DCODEC_EMULATED=ON
 	$(VENV)/bin/cmake --build build/emulated
 	build/emulated/test_core
-	build/emulated/test_lossy
 	build/emulated/test_lossy
 	CODEC_LIBRARY=$(CURDIR)/build/emulated/libcodec.so $(VENV)/bin/pytest tests/test_identity.py tests/test_vectors.py
 

@@ -1,6 +1,6 @@
 """Train small real models on data that ships in packages, and keep the gradients of one step.
 
-Three trainings, each with the kind of numbers that real ones have:
+Four trainings, each with the kind of numbers that real ones have:
 
 =====================  =======================================================  ================================
 file                   model and data                                           gradients
@@ -10,6 +10,8 @@ cnn_float32            residual CNN on scikit-learn's handwritten digits,       
 transformer_autocast   causal transformer on the source of Python's standard    float32, made in bfloat16 but for
                        library, bfloat16 autocast, AdamW                        biases and norms
 transformer_bfloat16   the same held in bfloat16                                bfloat16
+cnn_adamw              the CNN under AdamW: two parameters, with the            pure float32
+                       optimizer's state before the step
 =====================  =======================================================  ================================
 
 Gradients are those of whole parameters in the order in which DDP puts them into a bucket: last first; of the last
@@ -84,13 +86,8 @@ def bucket(model: nn.Module, skip: tuple[str, ...] = ()) -> tuple[torch.Tensor, 
     ]
 
 
-def cnn(steps: int) -> dict[str, Any]:
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(digits.target)
-    model = nn.Sequential(
+def cnn_model() -> nn.Module:
+    return nn.Sequential(
         Residual(1, 32),
         Residual(32, 64),
         nn.MaxPool2d(2),
@@ -99,6 +96,48 @@ def cnn(steps: int) -> dict[str, Any]:
         nn.Flatten(),
         nn.Linear(64, 10),
     )
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    return torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
+
+
+def cnn_adamw(steps: int) -> dict[str, Any]:
+    """The gradient of a step, and parameters and moments before it."""
+    images, labels = digits()
+    model = cnn_model()
+    how = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    optimizer = torch.optim.AdamW(model.parameters(), **how)
+    loss = torch.zeros(())
+    for step in range(steps):
+        i = torch.randint(len(images), (128,))
+        loss = F.cross_entropy(model(images[i]), labels[i])
+        optimizer.zero_grad()
+        loss.backward()
+        if step < steps - 1:
+            optimizer.step()
+    kept = [p for name, p in model.named_parameters() if name in ("0.b.weight", "1.short.weight")][::-1]
+
+    def flat(arrays: list[torch.Tensor]) -> np.ndarray[Any, Any]:
+        return torch.cat([a.detach().reshape(-1) for a in arrays]).numpy()
+
+    print(f"cnn_adamw: {sum(p.numel() for p in kept)} values, loss {loss.item():.3f}")
+    return {
+        "grad": flat([p.grad for p in kept if p.grad is not None]),
+        "param": flat([p for p in kept]),
+        **{key: flat([optimizer.state[p][key] for p in kept]) for key in ("exp_avg", "exp_avg_sq")},
+        "shapes": str([list(p.shape) for p in kept]),
+        "step": steps,
+        **{key: np.array(value) for key, value in how.items()},
+    }
+
+
+def cnn(steps: int) -> dict[str, Any]:
+    images, labels = digits()
+    model = cnn_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     loss = torch.zeros(())
     for _ in range(steps):
@@ -144,16 +183,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="of the transformers; the CNN takes a third")
     parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--only", help="one of the files")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     torch.set_num_threads(2)
-    for name, arrays in (
-        ("cnn_float32", cnn(args.steps // 3)),
-        ("transformer_autocast", transformer(args.steps, half=False)),
-        ("transformer_bfloat16", transformer(args.steps, half=True)),
+    for name, train in (
+        ("cnn_float32", lambda: cnn(args.steps // 3)),
+        ("transformer_autocast", lambda: transformer(args.steps, half=False)),
+        ("transformer_bfloat16", lambda: transformer(args.steps, half=True)),
+        ("cnn_adamw", lambda: cnn_adamw(args.steps // 3)),
     ):
-        np.savez_compressed(args.out / f"{name}.npz", **arrays)
+        if args.only not in (None, name):
+            continue
+        np.savez_compressed(args.out / f"{name}.npz", **train())
         print(f"  {args.out / name}.npz: {(args.out / f'{name}.npz').stat().st_size:,} bytes")
 
 

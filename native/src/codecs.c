@@ -144,8 +144,10 @@ static int is_finite(float x)
 
 static codec_status ask_truncate(const codec_spec *s, struct header *h)
 {
+	int64_t guard;
+
 	if (s->model || s->row || s->seed || s->scale != 0 || s->clip != 0 || s->bits > 3 || s->variant > 3 ||
-	    s->options & ~(uint32_t)(CODEC_OPTION_BITS | CODEC_OPTION_CUT) || s->guard < -100 || s->guard > 100)
+	    s->options & ~(uint32_t)(CODEC_OPTION_BITS | CODEC_OPTION_CUT))
 		return CODEC_BAD_SPEC;
 	h->cap = (uint8_t)(s->cap ? MIN(s->cap, 255) : WIRE_MAX_CAP);
 	h->variant = (uint8_t)s->variant;
@@ -153,7 +155,11 @@ static codec_status ask_truncate(const codec_spec *s, struct header *h)
 	h->options = (uint8_t)((s->options & CODEC_OPTION_BITS ? WIRE_OPTION_BITS : 0) |
 			       (s->options & CODEC_OPTION_CUT ? WIRE_OPTION_TRUNCATE : 0));
 	/* without rounding the error is twice as large */
-	h->guard = (int8_t)(h->variant == WIRE_LEVELS_FIXED ? 0 : s->guard + (s->options & CODEC_OPTION_CUT ? 1 : 0));
+	guard = (int64_t)s->guard + (s->options & CODEC_OPTION_CUT ? 1 : 0);
+	guard = h->variant == WIRE_LEVELS_FIXED ? 0 : guard;
+	if (guard < INT8_MIN || guard > INT8_MAX)
+		return CODEC_BAD_SPEC;
+	h->guard = (int8_t)guard;
 	return params_fault(h) < 0 ? CODEC_OK : CODEC_BAD_SPEC;
 }
 

@@ -88,10 +88,12 @@ static int8_t guard_for(const struct header *h, const codec_metric *metric)
 					     : CODEC_FLOAT32;
 	struct header of = {.codec = CODEC_TRUNCATE, .dtype = (uint8_t)theta};
 	struct truncate_kind p, g;
+	int guard;
 
 	truncate_kind_of(&of, &p);
 	truncate_kind_of(h, &g);
-	return (int8_t)(h->guard + p.mbits - g.mbits);
+	guard = h->guard + p.mbits - g.mbits;
+	return (int8_t)MAX(MIN(guard, INT8_MAX), INT8_MIN);
 }
 
 static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, uint8_t *dst, size_t capacity,

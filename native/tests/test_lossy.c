@@ -245,7 +245,7 @@ static void test_specs(void **unused)
 		{.codec = CODEC_TRUNCATE, .variant = 4},
 		{.codec = CODEC_TRUNCATE, .bits = 4, .variant = CODEC_LEVELS_FIXED},
 		{.codec = CODEC_TRUNCATE, .bits = 1},
-		{.codec = CODEC_TRUNCATE, .guard = 101},
+		{.codec = CODEC_TRUNCATE, .guard = 128},
 		{.codec = CODEC_TRUNCATE, .options = CODEC_OPTION_BITS},
 		{.codec = CODEC_LOSSLESS, .guard = 1},
 		{.codec = CODEC_LOSSLESS, .seed = 1},

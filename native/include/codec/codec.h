@@ -171,7 +171,7 @@ typedef struct codec_spec {
 	uint32_t seed; /* of random draws */
 	float scale;   /* TERNARY, FLOAT8: use this one; 0: found from the tensor */
 	float clip;    /* TERNARY: limit magnitudes to this many standard deviations; 0: none */
-	int32_t guard; /* TRUNCATE: bits more (or less) than would leave the step as it is; -100 to 100 */
+	int32_t guard; /* TRUNCATE: bits more (or less) than would leave the step as it is; -128 to 126 */
 } codec_spec;
 
 /* A part of a flat bucket with a shape of its own: values [offset, offset + product of shape). */

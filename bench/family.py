@@ -1,0 +1,87 @@
+"""The lossy codecs that benchmarks go through, what a frame of each must move, and what an optimizer makes of it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import codec
+from codec import metrics
+
+FAMILY: dict[str, codec.Spec] = {
+    "Sign, tensor": codec.Sign(),
+    "Sign, block 1024": codec.Sign(block=1024),
+    "Ternary 2bit": codec.Ternary(),
+    "Ternary base3": codec.Ternary("base3"),
+    "Ternary entropy": codec.Ternary("entropy"),
+    "Quantize 2": codec.Quantize(2),
+    "Quantize 4": codec.Quantize(),
+    "Quantize 4 nearest": codec.Quantize(rounding="nearest"),
+    "Quantize 8": codec.Quantize(8),
+    "Float4 mxfp4": codec.Float4("mxfp4"),
+    "Float4 nvfp4": codec.Float4(),
+    "Float8 e4m3fn": codec.Float8(),
+    "Float8 e4m3fn stochastic": codec.Float8(rounding="stochastic"),
+    "Float8 e4m3fn entropy": codec.Float8(entropy=True),
+    "Float8 e5m2": codec.Float8("e5m2"),
+}
+TRUNCATE: dict[str, codec.Truncate] = {
+    "Truncate near, plane": codec.Truncate(levels="plane"),
+    "Truncate near, coded": codec.Truncate(),
+    "Truncate near, shared": codec.Truncate(levels="shared"),
+    "Truncate near, by bit": codec.Truncate(levels="shared", granularity="bit"),
+    "Truncate exact, coded": codec.Truncate(guard="exact"),
+    "Truncate exact, shared": codec.Truncate(levels="shared", guard="exact"),
+    "Truncate exact, by bit": codec.Truncate(levels="shared", granularity="bit", guard="exact"),
+}
+
+
+def whole_scale(spec: codec.Spec) -> bool:
+    """Must all of the tensor be read before the first code can be written?"""
+    if isinstance(spec, codec.Ternary):
+        return spec.scale is None
+    return (isinstance(spec, codec.Sign) and spec.block is None) or (
+        isinstance(spec, codec.Float4) and spec.format == "nvfp4"
+    )
+
+
+def moved(spec: codec.Spec, tensor_nbytes: int, frame_nbytes: int) -> tuple[int, int]:
+    """Bytes that encoding and decoding cannot but read and write. A metric's state is not counted."""
+    return tensor_nbytes * (1 + whole_scale(spec)) + frame_nbytes, frame_nbytes + tensor_nbytes
+
+
+def optimizer_state(path: Path, n: int) -> tuple[metrics.Metric, dict[str, np.ndarray[Any, Any]]] | None:
+    """The metric of a file's training and the arrays of its first n values, if it has them."""
+    with np.load(path) as f:
+        if "param" not in f.files or f["param"].size < n:
+            return None
+        lr, decay = float(f["lr"]), float(f["weight_decay"])
+        state = {"theta": f["param"][:n]}
+        if "exp_avg" in f.files:
+            state |= {"m": f["exp_avg"][:n], "v": f["exp_avg_sq"][:n]}
+            beta1, beta2 = (float(b) for b in f["betas"])
+            step = int(f["step"]) + ("few" in f.files)  # those files count from 0
+            return metrics.AdamW(lr, decay, step=step, beta1=beta1, beta2=beta2, eps=float(f["eps"])), state
+        return metrics.Momentum(lr, decay, momentum=float(f["momentum"])), state | {"m": f["momentum_buffer"][:n]}
+
+
+def step_of(metric: metrics.Metric, g: Any, state: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """Parameters after the optimizer's step, by torch, in float32."""
+    import torch
+
+    theta = torch.nn.Parameter(torch.from_numpy(state["theta"].copy()))
+    theta.grad = torch.from_numpy(np.ascontiguousarray(g))
+    if isinstance(metric, metrics.AdamW):
+        optimizer: Any = torch.optim.AdamW(
+            [theta], metric.lr, (metric.beta1, metric.beta2), metric.eps, metric.weight_decay
+        )
+        names = {"exp_avg": "m", "exp_avg_sq": "v"}
+        optimizer.state[theta]["step"] = torch.tensor(float(metric.step - 1))
+    else:
+        assert isinstance(metric, metrics.Momentum)
+        optimizer = torch.optim.SGD([theta], metric.lr, metric.momentum, weight_decay=metric.weight_decay)
+        names = {"momentum_buffer": "m"}
+    for theirs, ours in names.items():
+        optimizer.state[theta][theirs] = torch.from_numpy(state[ours].copy())
+    optimizer.step()
+    return theta.detach().numpy()
