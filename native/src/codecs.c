@@ -230,12 +230,7 @@ void rows_kind(const struct header *h, struct row_kind *q)
 	switch (h->codec) {
 	case CODEC_SIGN: q->bits = 1; break;
 	case CODEC_TERNARY: q->bits = h->variant == WIRE_TERNARY_2BIT ? 2 : 0; break;
-	case CODEC_FLOAT8:
-		q->mbits = h->variant == WIRE_FLOAT8_E4M3FN ? 3 : 2;
-		q->bias = h->variant == WIRE_FLOAT8_E4M3FN ? 7 : 15;
-		q->last = h->variant == WIRE_FLOAT8_E4M3FN ? 0x7e : 0x7b;
-		q->max = h->variant == WIRE_FLOAT8_E4M3FN ? 448 : 57344;
-		break;
+	case CODEC_FLOAT8: q->max = h->variant == WIRE_FLOAT8_E4M3FN ? 448 : 57344; break;
 	case CODEC_FLOAT4: q->bits = 4; break;
 	default:
 		q->bits = h->bits;

@@ -125,11 +125,9 @@ typedef float float_any __attribute__((aligned(1), may_alias));
 /* How values that share a scale become codes: what the loops need of the spec. */
 struct row_kind {
 	uint8_t codec, variant, odd;
-	uint8_t bits;         /* of a code in the frame; 0: five a byte */
-	uint32_t mbits, bias; /* FLOAT8 */
-	uint32_t last;        /* largest code without sign that is a number */
-	float max;            /* its value */
-	int levels;           /* QUANTIZE: the largest code (even), or the largest magnitude (odd) */
+	uint8_t bits; /* of a code in the frame; 0: five a byte */
+	float max;    /* FLOAT8: the largest number */
+	int levels;   /* QUANTIZE: the largest code (even), or the largest magnitude (odd) */
 };
 
 /* A = theta * ((sqrt(v * V) + eps) * theta_v + theta) + m * M, each operation rounded; without V: theta * theta + ...
@@ -149,6 +147,10 @@ struct truncate_kind {
 
 /* Sums over at most WIRE_TREE values: of |x|; of x^2 and x; or of |x| where the sign is clear, and where it is set. */
 enum { ROW_SUM_ABS, ROW_SUM_SQUARES, ROW_SUM_SIGNS };
+/* TERNARY: a draw that decides nothing; a magnitude above its scale. */
+#define ROWS_TIE 1
+#define ROWS_ABOVE 2
+
 struct row_sums {
 	double sum[2];
 	uint64_t negative;
@@ -216,7 +218,7 @@ struct kernels {
 	void (*sign_bits)(const float_any *x, size_t n, uint8_t *bits);
 	void (*sign_values)(const uint8_t *bits, size_t from, size_t n, float negative, float positive, float_any *y);
 	void (*halves)(struct philox key, uint64_t block, size_t nblocks, uint16_t *h);
-	/* h: random halves, NULL for nearest. Returns 1 if TERNARY met a draw that decides nothing. */
+	/* h: random halves, NULL for nearest. Returns what TERNARY met. */
 	int (*encode_rows)(const struct row_kind *q, const float_any *x, size_t n, size_t row, const float *scale,
 			   const uint16_t *h, uint8_t *code);
 	void (*decode_rows)(const struct row_kind *q, const uint8_t *code, size_t n, size_t row, const float *scale,

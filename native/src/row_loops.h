@@ -155,28 +155,30 @@ static void halves(struct philox key, uint64_t block, size_t nblocks, uint16_t *
 	}
 }
 
-/* Codes 0, 1, 2 for -1, 0, 1. *tie: some value needs its second draw. s > 0. */
-static void ternary_run(const float_any *x, size_t n, float s, const uint16_t *h, uint8_t *restrict code, int *tie)
+/* Codes 0, 1, 2 for -1, 0, 1. Returns ROWS_TIE if some value needs its second draw, ROWS_ABOVE if some exceeds s > 0.
+ */
+static int ternary_run(const float_any *x, size_t n, float s, const uint16_t *h, uint8_t *restrict code)
 {
-	uint32_t any = 0;
+	uint32_t any = 0, above = 0;
 
 	for (size_t i = 0; i < n; i++) {
 		uint32_t u = round_bits(x[i]), low, a = u & ROUND_ABS, clipped = round_bits(s), high;
 		int32_t keep;
 
+		above |= a > clipped;
 		a = a < clipped ? a : clipped;
 		high = round_ternary(round_float(a), s, &low);
 		keep = h[i] < high;
 		any |= h[i] == high;
 		code[i] = (uint8_t)(1 + (keep & (int32_t)~(u >> 31)) - (keep & (int32_t)(u >> 31)));
 	}
-	*tie = any != 0;
+	return (any ? ROWS_TIE : 0) | (above ? ROWS_ABOVE : 0);
 }
 
-static void float8_run(const struct row_kind *q, const float_any *x, size_t n, float scale, const uint16_t *h,
-		       uint8_t *restrict code)
+static inline void float8_run(uint32_t mbits, uint32_t bias, float max, const float_any *x, size_t n, float scale,
+			      const uint16_t *h, uint8_t *restrict code)
 {
-	uint32_t mbits = q->mbits, bias = q->bias, most = round_bits(q->max);
+	uint32_t most = round_bits(max);
 
 	for (size_t i = 0; i < n; i++) {
 		uint32_t u = round_bits(x[i]), y = round_bits(round_float(u & ROUND_ABS) * scale), c;
@@ -188,11 +190,15 @@ static void float8_run(const struct row_kind *q, const float_any *x, size_t n, f
 	}
 }
 
-static void float8_values(const struct row_kind *q, const uint8_t *code, size_t n, float scale, float_any *restrict y)
-{
-	uint32_t mbits = q->mbits, bias = q->bias, last = q->last;
+#ifndef FLOAT8_VALUES
+#define FLOAT8_VALUES(mbits, bias, last, code, n, scale, y) 0
+#define TABLE_VALUES(code, n, ratio, scale, y) 0
+#endif
 
-	for (size_t i = 0; i < n; i++) {
+static inline void float8_values(uint32_t mbits, uint32_t bias, uint32_t last, const uint8_t *code, size_t n,
+				 float scale, float_any *restrict y)
+{
+	for (size_t i = FLOAT8_VALUES(mbits, bias, last, code, n, scale, y); i < n; i++) {
 		uint32_t c = code[i] & 0x7f;
 		uint32_t v = round_bits(round_float(round_small_value(c, mbits, bias)) / scale);
 
@@ -201,8 +207,29 @@ static void float8_values(const struct row_kind *q, const uint8_t *code, size_t 
 	}
 }
 
+/* Codes of at most 4 bits: what each is worth, before the scale. */
+static void ratios(const struct row_kind *q, float ratio[16])
+{
+	for (int c = 0; c < 16; c++)
+		switch (q->codec) {
+		case WIRE_CODEC_TERNARY: ratio[c] = (float)(c - 1); break;
+		case WIRE_CODEC_FLOAT4:
+			ratio[c] = round_float(round_small_value((uint32_t)c & 7, 1, 1) | (uint32_t)(c & 8) << 28);
+			break;
+		default: ratio[c] = (float)(q->odd ? c - q->levels : 2 * c - q->levels) / (float)q->levels;
+		}
+}
+
+static inline void table_values(const uint8_t *code, size_t n, const float ratio[16], float scale, float_any *y)
+{
+	size_t i = TABLE_VALUES(code, n, ratio, scale, y);
+
+	for (; i < n; i++)
+		y[i] = ratio[code[i] & 15] * scale;
+}
+
 /* scale is what a value is divided by, 0 for a block of zeros. Code: sign at bit 3. */
-static void float4_run(const float_any *x, size_t n, float scale, const uint16_t *h, uint8_t *restrict code)
+static inline void float4_run(const float_any *x, size_t n, float scale, const uint16_t *h, uint8_t *restrict code)
 {
 	const uint32_t most = 0x40c00000u; /* 6 */
 	float by = scale > 0 ? scale : 1;
@@ -216,23 +243,16 @@ static void float4_run(const float_any *x, size_t n, float scale, const uint16_t
 	}
 }
 
-static void float4_values(const uint8_t *code, size_t n, float scale, float_any *restrict y)
-{
-	for (size_t i = 0; i < n; i++) {
-		float v = round_float(round_small_value(code[i] & 7, 1, 1)) * scale;
-
-		y[i] = round_float(round_bits(v) | (uint32_t)(code[i] & 8) << 28);
-	}
-}
-
 /* amax > 0. */
-static void even_run(const float_any *x, size_t n, float amax, int levels, const uint16_t *h, uint8_t *restrict code)
+static inline void even_run(const float_any *x, size_t n, float amax, int levels, const uint16_t *h,
+			    uint8_t *restrict code)
 {
 	for (size_t i = 0; i < n; i++)
 		code[i] = (uint8_t)round_place(round_even_place(x[i], amax, (float)levels), h ? h[i] : 0x8000);
 }
 
-static void odd_run(const float_any *x, size_t n, float amax, int levels, const uint16_t *h, uint8_t *restrict code)
+static inline void odd_run(const float_any *x, size_t n, float amax, int levels, const uint16_t *h,
+			   uint8_t *restrict code)
 {
 	for (size_t i = 0; i < n; i++) {
 		uint32_t u = round_bits(x[i]);
@@ -249,16 +269,10 @@ static void level_values(const uint8_t *code, size_t n, float amax, int step, in
 		y[i] = round_level(step * code[i] - from, (float)levels, amax);
 }
 
-static void ternary_values(const uint8_t *code, size_t n, float s, float_any *restrict y)
-{
-	for (size_t i = 0; i < n; i++)
-		y[i] = (float)((int)code[i] - 1) * s;
-}
-
 static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, size_t row, const float *scale,
 		       const uint16_t *h, uint8_t *code)
 {
-	int tie = 0;
+	int found = 0;
 
 	for (size_t at = 0; at < n; at += row, scale++) {
 		size_t m = n - at < row ? n - at : row;
@@ -267,30 +281,25 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 		uint8_t *c = code + at;
 
 		switch (q->codec) {
-		case WIRE_CODEC_FLOAT8:
-			if (r)
-				float8_run(q, p, m, *scale, r, c);
+		case WIRE_CODEC_FLOAT8: /* constants make faster loops */
+			if (q->variant == WIRE_FLOAT8_E4M3FN)
+				r ? float8_run(3, 7, 448, p, m, *scale, r, c)
+				  : float8_run(3, 7, 448, p, m, *scale, NULL, c);
 			else
-				float8_run(q, p, m, *scale, NULL, c);
+				r ? float8_run(2, 15, 57344, p, m, *scale, r, c)
+				  : float8_run(2, 15, 57344, p, m, *scale, NULL, c);
 			break;
-		case WIRE_CODEC_FLOAT4: {
-			size_t size = q->variant == WIRE_FLOAT4_NVFP4 ? 16 : 32;
-
-			if (r)
-				float4_run(p, m == size ? size : m, *scale, r, c);
+		case WIRE_CODEC_FLOAT4:
+			if (m == 16)
+				r ? float4_run(p, 16, *scale, r, c) : float4_run(p, 16, *scale, NULL, c);
 			else
-				float4_run(p, m == size ? size : m, *scale, NULL, c);
+				r ? float4_run(p, m, *scale, r, c) : float4_run(p, m, *scale, NULL, c);
 			break;
-		}
 		case WIRE_CODEC_TERNARY:
-			if (*scale > 0) {
-				int some;
-
-				ternary_run(p, m, *scale, r, c, &some);
-				tie |= some;
-			} else {
+			if (*scale > 0)
+				found |= ternary_run(p, m, *scale, r, c);
+			else
 				memset(c, 1, m);
-			}
 			break;
 		default:
 			if (!(*scale > 0))
@@ -302,29 +311,37 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 				  : even_run(p, m, *scale, q->levels, NULL, c);
 		}
 	}
-	return tie;
+	return found;
 }
 
 static void decode_rows(const struct row_kind *q, const uint8_t *code, size_t n, size_t row, const float *scale,
 			float_any *y)
 {
+	int tabled = q->codec != WIRE_CODEC_FLOAT8 && q->bits <= 4, step = q->odd ? 1 : 2;
+	float ratio[16];
+
+	if (tabled)
+		ratios(q, ratio);
 	for (size_t at = 0; at < n; at += row, scale++) {
 		size_t m = n - at < row ? n - at : row;
 
-		switch (q->codec) {
-		case WIRE_CODEC_FLOAT8: float8_values(q, code + at, m, *scale, y + at); break;
-		case WIRE_CODEC_FLOAT4: float4_values(code + at, m, *scale, y + at); break;
-		case WIRE_CODEC_TERNARY: ternary_values(code + at, m, *scale, y + at); break;
-		default:
-			if (!(*scale > 0))
-				memset(y + at, 0, 4 * m);
-			else if (q->odd)
-				level_values(code + at, m, *scale, 1, q->levels, q->levels, y + at);
-			else
-				level_values(code + at, m, *scale, 2, q->levels, q->levels, y + at);
-		}
+		if (q->codec == WIRE_CODEC_QUANTIZE && !(*scale > 0))
+			memset(y + at, 0, 4 * m);
+		else if (tabled)
+			table_values(code + at, m, ratio, *scale, y + at);
+		else if (q->codec == WIRE_CODEC_QUANTIZE)
+			level_values(code + at, m, *scale, step, q->levels, q->levels, y + at);
+		else if (q->variant == WIRE_FLOAT8_E4M3FN)
+			float8_values(3, 7, 0x7e, code + at, m, *scale, y + at);
+		else
+			float8_values(2, 15, 0x7b, code + at, m, *scale, y + at);
 	}
 }
+
+#ifndef PACK_CODES
+#define PACK_CODES(code, n, bits, dst) 0
+#define UNPACK_CODES(src, n, bits, code) 0
+#endif
 
 /* Eight codes of `bits` bits side by side in a word, and back. */
 static inline uint64_t squeeze(uint64_t x, int bits)
@@ -349,8 +366,9 @@ static inline uint64_t spread(uint64_t x, int bits)
 
 static inline void pack_bits_of(const uint8_t *code, size_t n, int bits, uint8_t *dst)
 {
-	size_t i = 0;
+	size_t i = PACK_CODES(code, n, bits, dst);
 
+	dst += i / 8 * (size_t)bits;
 	for (; i + 8 <= n; i += 8, dst += bits) {
 		uint64_t x = squeeze(load64(code + i), bits);
 
@@ -374,8 +392,9 @@ static inline void pack_bits_of(const uint8_t *code, size_t n, int bits, uint8_t
 
 static inline void unpack_bits_of(const uint8_t *src, size_t n, int bits, uint8_t *code)
 {
-	size_t i = 0;
+	size_t i = UNPACK_CODES(src, n, bits, code);
 
+	src += i / 8 * (size_t)bits;
 	for (; i + 8 <= n; i += 8, src += bits) {
 		uint8_t last[8] = {0};
 

@@ -49,52 +49,127 @@ static inline size_t sign_values_avx2(const uint8_t *bits, size_t n, float negat
 	return i;
 }
 
-/* a * b for each of 8 words: lower and upper halves of the products. */
-static inline void multiply_wide(__m256i a, __m256i b, __m256i *lo, __m256i *hi)
-{
-	__m256i even = _mm256_mul_epu32(a, b), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), b);
+/*
+ * Eight blocks of Philox at a time: the even ones and the odd ones, each in the lower halves of 64-bit lanes, where
+ * products come out. What is in the upper halves does not matter. Counters must not carry into their upper word.
+ */
+struct philox4 {
+	__m256i c0, c1, c2, c3;
+};
 
-	*lo = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
-	*hi = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+static inline void philox_round(struct philox4 *p, __m256i k0, __m256i k1)
+{
+	__m256i a = _mm256_mul_epu32(p->c0, _mm256_set1_epi64x(PHILOX_M0));
+	__m256i b = _mm256_mul_epu32(p->c2, _mm256_set1_epi64x(PHILOX_M1));
+
+	p->c0 = _mm256_xor_si256(_mm256_srli_epi64(b, 32), _mm256_xor_si256(p->c1, k0));
+	p->c2 = _mm256_xor_si256(_mm256_srli_epi64(a, 32), _mm256_xor_si256(p->c3, k1));
+	p->c1 = b;
+	p->c3 = a;
 }
 
-/* Eight blocks of Philox at a time, a register a word. Their counters must not carry into the upper half. */
+static inline __m256i both(__m256i even, __m256i odd)
+{
+	return _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+}
+
 static inline size_t halves_avx2(struct philox key, uint64_t block, size_t nblocks, uint16_t *h)
 {
-	const __m256i m0 = _mm256_set1_epi32((int)PHILOX_M0), m1 = _mm256_set1_epi32((int)PHILOX_M1);
+	const __m256i zero = _mm256_setzero_si256(), c3 = _mm256_set1_epi64x(key.stream_high);
 	size_t b = 0;
 
 	for (; b + 8 <= nblocks && (uint32_t)(block + b) <= UINT32_MAX - 8; b += 8) {
-		__m256i c0 = _mm256_add_epi32(_mm256_set1_epi32((int)(uint32_t)(block + b)),
-					      _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-		__m256i c1 = _mm256_set1_epi32((int)((block + b) >> 32)), c2 = _mm256_setzero_si256();
-		__m256i c3 = _mm256_set1_epi32((int)key.stream_high), t0, t1, t2, t3;
+		__m256i first = _mm256_set1_epi64x((uint32_t)(block + b));
+		__m256i c1 = _mm256_set1_epi64x((long long)((block + b) >> 32)), w0, w1, w2, w3, t0, t1, t2, t3;
+		struct philox4 even = {_mm256_add_epi64(first, _mm256_setr_epi64x(0, 2, 4, 6)), c1, zero, c3};
+		struct philox4 odd = {_mm256_add_epi64(first, _mm256_setr_epi64x(1, 3, 5, 7)), c1, zero, c3};
 		uint32_t k0 = key.seed, k1 = key.stream;
 
 		for (int r = 0; r < PHILOX_ROUNDS; r++, k0 += PHILOX_W0, k1 += PHILOX_W1) {
-			__m256i lo0, hi0, lo1, hi1;
+			__m256i v0 = _mm256_set1_epi64x(k0), v1 = _mm256_set1_epi64x(k1);
 
-			multiply_wide(c0, m0, &lo0, &hi0);
-			multiply_wide(c2, m1, &lo1, &hi1);
-			c0 = _mm256_xor_si256(_mm256_xor_si256(hi1, c1), _mm256_set1_epi32((int)k0));
-			c2 = _mm256_xor_si256(_mm256_xor_si256(hi0, c3), _mm256_set1_epi32((int)k1));
-			c1 = lo1;
-			c3 = lo0;
+			philox_round(&even, v0, v1);
+			philox_round(&odd, v0, v1);
 		}
-		t0 = _mm256_unpacklo_epi32(c0, c1);
-		t1 = _mm256_unpacklo_epi32(c2, c3);
-		t2 = _mm256_unpackhi_epi32(c0, c1);
-		t3 = _mm256_unpackhi_epi32(c2, c3);
-		c0 = _mm256_unpacklo_epi64(t0, t1); /* blocks 0 and 4 */
-		c1 = _mm256_unpackhi_epi64(t0, t1); /* 1 and 5 */
-		c2 = _mm256_unpacklo_epi64(t2, t3);
-		c3 = _mm256_unpackhi_epi64(t2, t3);
-		_mm256_storeu_si256((__m256i *)(h + 8 * b), _mm256_permute2x128_si256(c0, c1, 0x20));
-		_mm256_storeu_si256((__m256i *)(h + 8 * b + 16), _mm256_permute2x128_si256(c2, c3, 0x20));
-		_mm256_storeu_si256((__m256i *)(h + 8 * b + 32), _mm256_permute2x128_si256(c0, c1, 0x31));
-		_mm256_storeu_si256((__m256i *)(h + 8 * b + 48), _mm256_permute2x128_si256(c2, c3, 0x31));
+		w0 = both(even.c0, odd.c0);
+		w1 = both(even.c1, odd.c1);
+		w2 = both(even.c2, odd.c2);
+		w3 = both(even.c3, odd.c3);
+		t0 = _mm256_unpacklo_epi32(w0, w1);
+		t1 = _mm256_unpacklo_epi32(w2, w3);
+		t2 = _mm256_unpackhi_epi32(w0, w1);
+		t3 = _mm256_unpackhi_epi32(w2, w3);
+		w0 = _mm256_unpacklo_epi64(t0, t1); /* blocks 0 and 4 */
+		w1 = _mm256_unpackhi_epi64(t0, t1); /* 1 and 5 */
+		w2 = _mm256_unpacklo_epi64(t2, t3);
+		w3 = _mm256_unpackhi_epi64(t2, t3);
+		_mm256_storeu_si256((__m256i *)(h + 8 * b), _mm256_permute2x128_si256(w0, w1, 0x20));
+		_mm256_storeu_si256((__m256i *)(h + 8 * b + 16), _mm256_permute2x128_si256(w2, w3, 0x20));
+		_mm256_storeu_si256((__m256i *)(h + 8 * b + 32), _mm256_permute2x128_si256(w0, w1, 0x31));
+		_mm256_storeu_si256((__m256i *)(h + 8 * b + 48), _mm256_permute2x128_si256(w2, w3, 0x31));
 	}
 	return b;
+}
+
+/* Codes of 2 and 4 bits: neighbours meet in sums of products, and part again by masks. */
+static inline size_t pack_codes_avx2(const uint8_t *code, size_t n, int bits, uint8_t *dst)
+{
+	const __m256i pairs = _mm256_set1_epi16(bits == 2 ? 4 << 8 | 1 : 16 << 8 | 1);
+	const __m256i quads = _mm256_set1_epi32(16 << 16 | 1);
+	size_t i = 0;
+
+	if (bits != 2 && bits != 4)
+		return 0;
+	for (; i + 64 <= n; i += 64) {
+		__m256i a = _mm256_maddubs_epi16(_mm256_loadu_si256((const __m256i *)(code + i)), pairs);
+		__m256i b = _mm256_maddubs_epi16(_mm256_loadu_si256((const __m256i *)(code + i + 32)), pairs);
+
+		if (bits == 2) { /* a byte in each 32-bit lane, then in order */
+			a = _mm256_packs_epi32(_mm256_madd_epi16(a, quads), _mm256_madd_epi16(b, quads));
+			a = _mm256_permute4x64_epi64(a, 0xd8);
+			_mm_storeu_si128((__m128i *)(dst + i / 4),
+					 _mm_packus_epi16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1)));
+		} else {
+			a = _mm256_permute4x64_epi64(_mm256_packus_epi16(a, b), 0xd8);
+			_mm256_storeu_si256((__m256i *)(dst + i / 2), a);
+		}
+	}
+	return i;
+}
+
+static inline void part(__m128i v, int bits, __m128i *lo, __m128i *hi)
+{
+	const __m128i mask = _mm_set1_epi8((char)(bits == 2 ? 3 : 15));
+	__m128i even = _mm_and_si128(v, mask), odd = _mm_and_si128(_mm_srli_epi16(v, bits), mask);
+
+	*lo = _mm_unpacklo_epi8(even, odd);
+	*hi = _mm_unpackhi_epi8(even, odd);
+}
+
+static inline size_t unpack_codes_avx2(const uint8_t *src, size_t n, int bits, uint8_t *code)
+{
+	size_t i = 0;
+
+	if (bits != 2 && bits != 4)
+		return 0;
+	for (; i + 64 <= n; i += 64)
+		for (size_t half = 0; half < (bits == 2 ? 1 : 2); half++) {
+			__m128i v = _mm_loadu_si128((const __m128i *)(src + i * (size_t)bits / 8 + 16 * half)), w[2],
+				y[4];
+			uint8_t *to = code + i + 32 * half;
+
+			part(v, 4, w, w + 1);
+			if (bits == 4) {
+				_mm_storeu_si128((__m128i *)to, w[0]);
+				_mm_storeu_si128((__m128i *)to + 1, w[1]);
+				continue;
+			}
+			part(w[0], 2, y, y + 1);
+			part(w[1], 2, y + 2, y + 3);
+			for (int k = 0; k < 4; k++)
+				_mm_storeu_si128((__m128i *)to + k, y[k]);
+		}
+	return i;
 }
 
 /*
@@ -150,9 +225,57 @@ static inline size_t unpack_trits_avx2(const uint8_t *src, size_t n, uint8_t *co
 	return i;
 }
 
+static inline size_t float8_values_avx2(uint32_t mbits, uint32_t bias, uint32_t last, const uint8_t *code, size_t n,
+					float scale, float_any *y)
+{
+	const int shift = 23 - (int)mbits;
+	const __m256i normal = _mm256_set1_epi32((int)(127 - bias) << 23),
+		      least = _mm256_set1_epi32((int)(128 - bias) << 23);
+	const __m256i magnitude = _mm256_set1_epi32(0x7f), first = _mm256_set1_epi32((1 << mbits) - 1);
+	const __m256i end = _mm256_set1_epi32((int)last), nan = _mm256_set1_epi32(0x7fc00000);
+	const __m256 by = _mm256_set1_ps(scale);
+	size_t i = 0;
+
+	for (; i + 8 <= n; i += 8) {
+		__m256i c = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(code + i)));
+		__m256i a = _mm256_and_si256(c, magnitude), bits = _mm256_slli_epi32(a, shift);
+		__m256i sign = _mm256_slli_epi32(_mm256_andnot_si256(magnitude, c), 24);
+		__m256 small =
+			_mm256_sub_ps(_mm256_castsi256_ps(_mm256_add_epi32(bits, least)), _mm256_castsi256_ps(least));
+		__m256 v = _mm256_blendv_ps(small, _mm256_castsi256_ps(_mm256_add_epi32(bits, normal)),
+					    _mm256_castsi256_ps(_mm256_cmpgt_epi32(a, first)));
+
+		v = _mm256_div_ps(v, by);
+		v = _mm256_blendv_ps(v, _mm256_castsi256_ps(nan), _mm256_castsi256_ps(_mm256_cmpgt_epi32(a, end)));
+		_mm256_storeu_ps(y + i, _mm256_or_ps(v, _mm256_castsi256_ps(sign)));
+	}
+	return i;
+}
+
+/* 16 values in two registers, looked up by the low three bits, then chosen by the fourth. */
+static inline size_t table_values_avx2(const uint8_t *code, size_t n, const float ratio[16], float scale, float_any *y)
+{
+	const __m256 by = _mm256_set1_ps(scale);
+	const __m256 lo = _mm256_mul_ps(_mm256_loadu_ps(ratio), by), hi = _mm256_mul_ps(_mm256_loadu_ps(ratio + 8), by);
+	size_t i = 0;
+
+	for (; i + 8 <= n; i += 8) {
+		__m256i c = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(code + i)));
+
+		_mm256_storeu_ps(y + i,
+				 _mm256_blendv_ps(_mm256_permutevar8x32_ps(lo, c), _mm256_permutevar8x32_ps(hi, c),
+						  _mm256_castsi256_ps(_mm256_slli_epi32(c, 28))));
+	}
+	return i;
+}
+
+#define FLOAT8_VALUES float8_values_avx2
+#define TABLE_VALUES table_values_avx2
 #define SIGN_BITS sign_bits_avx2
 #define SIGN_VALUES sign_values_avx2
 #define HALVES halves_avx2
+#define PACK_CODES pack_codes_avx2
+#define UNPACK_CODES unpack_codes_avx2
 #define PACK_TRITS pack_trits_avx2
 #define UNPACK_TRITS unpack_trits_avx2
 

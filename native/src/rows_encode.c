@@ -22,7 +22,7 @@ static const uint16_t *draw(const struct job *j, const struct kernels *k, uint64
 	return w->half + first % 8;
 }
 
-/* A given scale must not lie below a value. */
+/* A given scale must not lie below a value: which of two is wrong? */
 static codec_status check_given(const struct kernels *k, const float_any *x, uint64_t n, float s)
 {
 	uint32_t max;
@@ -39,6 +39,7 @@ static codec_status encode_run(const struct job *j, const struct kernels *k, con
 	int random = q->codec == CODEC_TERNARY || j->h.options & WIRE_OPTION_STOCHASTIC;
 	const uint16_t *h = random ? draw(j, k, first + i, n, w) : NULL;
 	const float_any *x;
+	int found;
 
 	if (p->row > ROW_CHUNK && i % p->row == 0)
 		TRY(rows_long_scale(j, k, q, p, src, first + i, MIN(p->row, m - i), w,
@@ -48,9 +49,10 @@ static codec_status encode_run(const struct job *j, const struct kernels *k, con
 		TRY(rows_scales(j, k, q, p, x, n, w, stored + i / p->row * (uint64_t)rows_scale_nbytes(&j->h)));
 	else if (!p->row)
 		*w->scale = p->scale[0];
-	if (q->codec == CODEC_TERNARY && j->scale > 0 && !(j->clip > 0))
-		TRY(check_given(k, x, n, j->scale));
-	if (k->encode_rows(q, x, n, p->row && p->row <= ROW_CHUNK ? p->row : n, w->scale, h, code))
+	found = k->encode_rows(q, x, n, p->row && p->row <= ROW_CHUNK ? p->row : n, w->scale, h, code);
+	if (found & ROWS_ABOVE && !(j->clip > 0))
+		return check_given(k, x, n, *w->scale);
+	if (found & ROWS_TIE)
 		settle_ties(j, x, first + i, n, *w->scale, h, code);
 	return CODEC_OK;
 }
