@@ -1,10 +1,12 @@
 """GB/s of tensor bytes, into memory that exists, and microseconds of calls that make their own result.
 
-Per dtype, instruction set, size and number of threads.
+Lossless per dtype, instruction set, size and number of threads; then the lossy family, one thread, on float32.
 
 ``copy`` is the bandwidth of numpy.copyto over the same tensor in the same run; machines differ and are noisy, so the
 fractions of it are what to compare. A copy reads and writes every byte of the tensor; lossless coding reads it and
-writes `size` of it (and back), so no coder can go faster than 2 / (1 + size) copies.
+writes `size` of it (and back), so no coder can go faster than 2 / (1 + size) copies. The lossy codecs' roofline is the
+bytes that must be read and written (a tensor twice if one scale serves all of it) at the copy's rate. Truncate is given
+as a fraction of the copy, for it also reads the optimizer's state.
 """
 
 import argparse
@@ -14,9 +16,11 @@ import sys
 from typing import Any
 
 import numpy as np
+from family import FAMILY, TRUNCATE, moved
 from peers import best
 
 import codec
+from codec import metrics
 
 
 def tensor(dtype: str, n: int) -> np.ndarray[Any, Any]:
@@ -38,6 +42,110 @@ def tensor(dtype: str, n: int) -> np.ndarray[Any, Any]:
     return x
 
 
+def lossy_peers(x: np.ndarray[Any, Any]) -> dict[str, tuple[float, float]]:
+    """Seconds of encoding and decoding x by what people use: numpy, and torch if it is there, one thread."""
+    rows = x.reshape(-1, x.shape[-1])
+    signs, _ = best(lambda: (np.packbits(np.signbit(x)), np.abs(x).mean()))
+    packed, scale = np.packbits(np.signbit(x)), np.abs(x).mean()
+    back, _ = best(lambda: np.where(np.unpackbits(packed, count=x.size), -scale, scale))
+    out = {"numpy packbits": (signs, back)}
+    try:
+        import torch
+    except ImportError:
+        return out
+    torch.set_num_threads(1)
+    t = torch.from_numpy(rows)
+
+    def float8(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        s = 448 / t.abs().amax(1, keepdim=True)
+        return (t * s).clamp(-448, 448).to(torch.float8_e4m3fn), s
+
+    def float8_back(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return q.to(torch.float32) / s
+
+    def ternary(t: torch.Tensor) -> torch.Tensor:
+        return (torch.bernoulli(t.abs() / t.abs().max()) * t.sign()).to(torch.int8)
+
+    def quantize(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        g = t.view(-1, 64)
+        s = g.abs().amax(1, keepdim=True)
+        return ((g / s + 1) * 7.5 + torch.rand_like(g)).floor_().to(torch.uint8), s
+
+    enc, (q, s) = best(lambda: float8(t))
+    dec, _ = best(lambda: float8_back(q, s))
+    out["torch eager float8"] = (enc, dec)
+    try:
+        fast, slow = torch.compile(float8), torch.compile(float8_back)
+        enc, (q, s) = best(lambda: fast(t))
+        dec, _ = best(lambda: slow(q, s))
+        out["torch.compile float8"] = (enc, dec)
+    except Exception as e:  # it needs a C++ compiler and Python's headers
+        print(f"torch.compile: {type(e).__name__}", file=sys.stderr)
+    codes = ternary(t)
+    out["torch bernoulli ternary"] = (best(lambda: ternary(t))[0], best(lambda: codes * t.abs().max())[0])
+    q4, s4 = quantize(t)
+    out["torch rand quantize 4"] = (best(lambda: quantize(t))[0], best(lambda: (2.0 * q4 - 15) / 15 * s4)[0])
+    return out
+
+
+def lossy(nbytes: int) -> dict[str, Any]:
+    """The family, Truncate under AdamW, and peers."""
+    x = tensor("float32", nbytes // 4)
+    rng = np.random.default_rng(1)
+    state = {k: rng.standard_normal(x.shape, np.float32) * np.float32(0.02) for k in ("theta", "m", "v")}
+    state["v"] *= state["v"]
+    metric = metrics.AdamW(1e-5, 0.01, step=1000)
+    back, residual = np.empty_like(x), np.empty_like(x)
+    copy, _ = best(lambda: np.copyto(back, x))
+    rows: list[dict[str, Any]] = []
+    most = float(np.abs(x).max())
+    given = {"Ternary 2bit": codec.Ternary(scale=most), "Ternary base3": codec.Ternary("base3", most)}
+    for name, spec in {**FAMILY, **given, **TRUNCATE}.items():
+        print(f"\r{name:30}", end="", file=sys.stderr, flush=True)
+        how: dict[str, Any] = {"threads": 1} | ({"metric": metric, "state": state} if name in TRUNCATE else {})
+        out = np.empty(codec.bound(x.shape, "float32", spec) + (1 << 20), np.uint8)
+        enc, frame = best(lambda: codec.encode(x, spec, out=out, **how))
+        frame = bytes(frame)
+        dec, _ = best(lambda: codec.decode(frame, out=back, **how))
+        with_residual, _ = best(lambda: codec.encode(x, spec, out=out, residual=residual, **how))
+        add, _ = best(lambda: codec.accumulate(frame, back, **how))
+        least = moved(spec, x.nbytes, len(frame))
+        rows.append(
+            {
+                "codec": name + (", scale given" if name in given else ""),
+                "bits": 8 * len(frame) / x.size,
+                "encode_gbps": x.nbytes / enc / 1e9,
+                "decode_gbps": x.nbytes / dec / 1e9,
+                "residual_gbps": x.nbytes / with_residual / 1e9,
+                "accumulate_gbps": x.nbytes / add / 1e9,
+                "encode_roofline": copy * least[0] / (2 * x.nbytes) / enc,
+                "decode_roofline": copy * least[1] / (2 * x.nbytes) / dec,
+                "encode_copy": copy / enc,
+                "decode_copy": copy / dec,
+            }
+        )
+    print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
+    named = {
+        k: {"encode_gbps": x.nbytes / e / 1e9, "decode_gbps": x.nbytes / d / 1e9}
+        for k, (e, d) in lossy_peers(x).items()
+    }
+    return {"copy_gbps": x.nbytes / copy / 1e9, "rows": rows, "peers": named}
+
+
+def print_lossy(result: dict[str, Any]) -> None:
+    print(f"\nfloat32, one thread; copy {result['copy_gbps']:.1f} GB/s")
+    print(f"{'':28} {'bits':>6} {'encode':>17} {'decode':>17} {'with residual':>14} {'accumulate':>11}")
+    for r in result["rows"]:
+        of = "copy" if r["codec"].startswith("Truncate") else "roofline"
+        enc, dec = (f"{r[f'{k}_gbps']:6.2f} GB/s {100 * r[f'{k}_{of}']:3.0f}%" for k in ("encode", "decode"))
+        print(
+            f"{r['codec']:28} {r['bits']:6.3f} {enc:>17} {dec:>17} {r['residual_gbps']:9.2f} GB/s "
+            f"{r['accumulate_gbps']:6.2f} GB/s"
+        )
+    for name, r in result["peers"].items():
+        print(f"{name:35} {r['encode_gbps']:6.2f} GB/s {r['decode_gbps']:12.2f} GB/s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16", "float64", "int8"])
@@ -46,10 +154,11 @@ def main() -> None:
         "--sizes", nargs="+", type=int, default=[1 << 12, 1 << 20, 1 << 26], help="of tensors, in bytes"
     )
     parser.add_argument("--threads", nargs="+", type=int, default=[1, len(os.sched_getaffinity(0))])
+    parser.add_argument("--only", choices=("lossless", "lossy"))
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for dtype in args.dtypes:
+    for dtype in args.dtypes if args.only != "lossy" else []:
         for nbytes in args.sizes:
             x = tensor(dtype, nbytes // codec.core.ITEMSIZE[dtype])
             out, back = np.empty(codec.bound(x.shape, dtype) * 2 + (1 << 20), np.uint8), np.empty_like(x)
@@ -80,9 +189,17 @@ def main() -> None:
                         }
                     )
     print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
+    family = lossy(max(args.sizes)) if args.only != "lossless" else None
     if args.json:
-        print(json.dumps({"rows": rows}, indent=1))
+        print(json.dumps({"rows": rows, "lossy": family}, indent=1))
         return
+    if rows:
+        print_lossless(rows)
+    if family:
+        print_lossy(family)
+
+
+def print_lossless(rows: list[dict[str, Any]]) -> None:
     print(
         f"{'dtype':9} {'bytes':>10} {'isa':7} thr   size {'encode':>17} {'decode':>17} {'copy':>9} {'us enc|dec':>17}"
     )

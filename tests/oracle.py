@@ -479,7 +479,7 @@ class Truncate:
                 need(r.end - r.at >= 2, "escapes")
                 r.end -= 2
                 literal = r.data[r.end + 1] | r.data[r.end] << 8
-                need(literal >= 4, "literal")
+                need(literal == 0 or literal >= 4, "literal")
                 s[i], level[i] = literal >> 2, literal & 3
             else:
                 need(r.end > r.at, "escapes")

@@ -142,6 +142,20 @@ def test_frames_mean_what_the_document_says(n, seed, way, guard, matrix):
     assert oracle.decode(frame, a_exponents=a_exponents(ADAMW, arrays))[2] == y.tobytes()
 
 
+def test_what_the_sample_does_not_see(isa):
+    """Zeros and far exponents, so few that the codebook has no code for them."""
+    x, arrays = gradient(200_000), state(200_000)
+    x[x == 0] = 1e-3
+    for at, value in ((77_777, 0.0), (123_456, 1e-30), (99_999, 1e30), (150_001, np.inf)):
+        x[at] = value
+    for way in WAYS:
+        spec = Truncate("metric", "nearest", *way)
+        frame = bytes(codec.encode(x, spec, metric=ADAMW, state=arrays))
+        y = codec.decode(frame, metric=ADAMW, state=arrays)
+        assert (y[77_777], y[150_001]) == (0, np.inf)
+        assert oracle.decode(frame, a_exponents=a_exponents(ADAMW, arrays))[2] == y.tobytes()
+
+
 def test_segments_and_codebook(isa):
     x, arrays = gradient(30_000), state(30_000)
     x[:9000] *= 1e-3

@@ -42,7 +42,7 @@ static codec_status read_symbols(const struct job *j, const struct kernels *k, u
 				BAD(c->end, c->end - c->at, 2);
 			c->end -= 2;
 			pair = (uint16_t)(c->frame[c->end + 1] | c->frame[c->end] << 8);
-			if (pair < 4 || pair >> 2 > last)
+			if ((pair && pair < 4) || pair >> 2 > last)
 				BAD(c->end, pair, 4);
 			w->exponent[i] = pair;
 			w->symbol[i] = 0; /* whatever the escape was */
