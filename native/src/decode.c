@@ -125,10 +125,10 @@ static void put_values(const struct kernels *k, uint32_t dtype, const void *valu
 {
 	const struct sink sink = {.into = (int)with->into, .weight = with->weight, .divide = with->divide, .dst = dst};
 	const codec_tensor from = {.dtype = dtype, .data = (void *)values};
-	float buffer[ROW_CHUNK], aligned[ROW_CHUNK];
+	float buffer[512], aligned[512];
 
-	for (uint64_t i = 0; i < n; i += ROW_CHUNK) {
-		uint64_t m = MIN(ROW_CHUNK, n - i);
+	for (uint64_t i = 0; i < n; i += 512) {
+		uint64_t m = MIN(512, n - i);
 
 		memcpy(aligned, rows_load(k, &from, i, m, buffer), sizeof(float) * m);
 		sink_put(k, &sink, first + i, m, aligned);

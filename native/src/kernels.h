@@ -151,6 +151,12 @@ enum { ROW_SUM_ABS, ROW_SUM_SQUARES, ROW_SUM_SIGNS };
 #define ROWS_TIE 1
 #define ROWS_ABOVE 2
 
+struct row_lanes {
+	float a[32], b[32];
+	double s[32], t[32];
+	uint64_t negative;
+};
+
 struct row_sums {
 	double sum[2];
 	uint64_t negative;
@@ -214,7 +220,7 @@ struct kernels {
 	void (*from_float[2])(const float *x, size_t n, void *dst);
 	/* max[r]: the largest pattern of |x| in row r, those from `limit` on left out. */
 	void (*abs_max)(const float_any *x, size_t n, size_t row, uint32_t limit, uint32_t *max);
-	void (*row_sums)(int kind, const float_any *x, size_t n, struct row_sums *out);
+	void (*row_sums)(int kind, const float_any *x, size_t n, struct row_lanes *sums);
 	void (*sign_bits)(const float_any *x, size_t n, uint8_t *bits);
 	void (*sign_values)(const uint8_t *bits, size_t from, size_t n, float negative, float positive, float_any *y);
 	void (*halves)(struct philox key, uint64_t block, size_t nblocks, uint16_t *h);

@@ -55,31 +55,13 @@ static void abs_max(const float_any *x, size_t n, size_t row, uint32_t limit, ui
 	}
 }
 
-/* Sums of at most WIRE_TREE values: lanes, folded by halves. */
-static float fold(float *lane)
+/* Value i goes to lane i % 32; n is a multiple of 32 but for the last values. */
+static void row_sums(int kind, const float_any *x, size_t n, struct row_lanes *sums)
 {
-	for (int w = 16; w; w /= 2)
-		for (int l = 0; l < w; l++)
-			lane[l] += lane[l + w];
-	return lane[0];
-}
-
-static double fold_double(double *lane)
-{
-	for (int w = 16; w; w /= 2)
-		for (int l = 0; l < w; l++)
-			lane[l] += lane[l + w];
-	return lane[0];
-}
-
-static void row_sums(int kind, const float_any *x, size_t n, struct row_sums *out)
-{
-	float a[32] = {0}, b[32] = {0};
-	double s[32] = {0}, t[32] = {0};
-	float rest[32];
+	float *restrict a = sums->a, *restrict b = sums->b, rest[32];
+	double *restrict s = sums->s, *restrict t = sums->t;
 	uint32_t negative = 0;
 
-	memset(out, 0, sizeof *out);
 	for (size_t i = 0; i < n; i += 32) {
 		const float_any *p = x + i;
 
@@ -105,9 +87,7 @@ static void row_sums(int kind, const float_any *x, size_t n, struct row_sums *ou
 				negative += u >> 31;
 			}
 	}
-	out->sum[0] = kind == ROW_SUM_SQUARES ? fold_double(s) : (double)fold(a);
-	out->sum[1] = kind == ROW_SUM_SQUARES ? fold_double(t) : (double)fold(b);
-	out->negative = negative;
+	sums->negative += negative;
 }
 
 #ifndef SIGN_BITS

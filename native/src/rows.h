@@ -55,7 +55,7 @@ codec_status rows_scan(struct job *j, const struct kernels *k, const codec_tenso
 codec_status rows_finish(struct job *j);
 float rows_round_scale(const struct header *h, float x);
 codec_status rows_sign_scales(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t first,
-			      uint64_t n, uint32_t row, struct work *w, uint8_t *stored);
+			      uint64_t n, uint32_t row, uint8_t *stored);
 codec_status rows_scales(const struct job *j, const struct kernels *k, const struct row_kind *q, const struct part *p,
 			 const float_any *x, uint64_t n, struct work *w, uint8_t *stored);
 codec_status rows_long_scale(const struct job *j, const struct kernels *k, const struct row_kind *q,

@@ -45,9 +45,12 @@ void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uin
 	case CODEC_INTO_ADD: k->add(y, n, s->weight, (float_any *)at); break;
 	case CODEC_INTO_MAX: k->maximum(y, n, (float_any *)at); break;
 	case SINK_RESIDUAL: {
-		float buffer[ROW_CHUNK];
+		float buffer[512];
 
-		k->subtract(rows_load(k, s->src, first, n, buffer), y, n, (float_any *)at);
+		for (uint64_t i = 0, m; i < n; i += m) {
+			m = MIN(512, n - i);
+			k->subtract(rows_load(k, s->src, first + i, m, buffer), y + i, m, (float_any *)at + i);
+		}
 		break;
 	}
 	default:

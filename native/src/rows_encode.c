@@ -68,7 +68,7 @@ static codec_status encode_codes(const struct job *j, const struct kernels *k, c
 	rows_kind(&j->h, &q);
 	if (q.codec == CODEC_SIGN) {
 		if (p->row)
-			TRY(rows_sign_scales(j, k, src, first, m, p->row, w, stored));
+			TRY(rows_sign_scales(j, k, src, first, m, p->row, stored));
 		for (uint64_t i = 0; i < m; i += ROW_CHUNK) {
 			uint64_t n = MIN(ROW_CHUNK, m - i);
 

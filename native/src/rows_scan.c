@@ -6,6 +6,8 @@
 
 #include "rows.h"
 
+#define PIECE 1024 /* values widened at once */
+
 /* Pairwise sums of a sequence: neighbours are added, then neighbouring pairs, and so on; the last may stay alone. */
 struct pairs {
 	double sum[64][2];
@@ -37,6 +39,45 @@ static void pairs_total(const struct pairs *p, double total[2])
 			total[1] = first ? p->sum[level][1] : p->sum[level][1] + total[1];
 			first = 0;
 		}
+}
+
+/* Lanes to their sums: folded by halves. */
+static void fold(int kind, struct row_lanes *l, struct row_sums *out)
+{
+	for (int w = 16; w; w /= 2)
+		for (int i = 0; i < w; i++) {
+			l->a[i] += l->a[i + w];
+			l->b[i] += l->b[i + w];
+			l->s[i] += l->s[i + w];
+			l->t[i] += l->t[i + w];
+		}
+	out->sum[0] = kind == ROW_SUM_SQUARES ? l->s[0] : (double)l->a[0];
+	out->sum[1] = kind == ROW_SUM_SQUARES ? l->t[0] : (double)l->b[0];
+	out->negative = l->negative;
+}
+
+/* Largest magnitude of at most WIRE_TREE values, and their sums if kind is not negative. */
+static uint32_t scan(int kind, const struct kernels *k, const codec_tensor *src, uint64_t first, uint64_t n,
+		     struct row_sums *out)
+{
+	struct row_lanes sums;
+	float buffer[PIECE];
+	uint32_t max = 0;
+
+	memset(&sums, 0, sizeof sums);
+	for (uint64_t i = 0; i < n; i += PIECE) {
+		uint64_t m = MIN(PIECE, n - i);
+		const float_any *x = rows_load(k, src, first + i, m, buffer);
+		uint32_t some;
+
+		k->abs_max(x, m, m, ROUND_ABS + 1, &some);
+		max = MAX(max, some);
+		if (kind >= 0)
+			k->row_sums(kind, x, m, &sums);
+	}
+	if (kind >= 0)
+		fold(kind, &sums, out);
+	return max;
 }
 
 /* Rounded once; sums may have overflown, but no scale lies beyond the dtype's range. */
@@ -92,22 +133,16 @@ codec_status rows_scan(struct job *j, const struct kernels *k, const codec_tenso
 	struct part_sums *out = job_sums(j) + first;
 	const struct part *p = job_parts(j), *last = p + j->nparts - 1;
 	int kind = rows_part_scaled(&j->h) ? sums_kind(&j->h, j->clip > 0) : -1;
-	float buffer[WIRE_TREE];
 
 	while (p < last && p[1].first_sum <= first)
 		p++;
 	for (uint64_t i = first; i < first + count; i++, out++) {
-		const float_any *x;
-		uint64_t at, n;
+		uint64_t at;
 
 		if (p < last && p[1].first_sum <= i)
 			p++;
 		at = (i - p->first_sum) * WIRE_TREE;
-		n = MIN(WIRE_TREE, p->count - at);
-		x = rows_load(k, src, p->start + at, n, buffer);
-		k->abs_max(x, n, n, ROUND_ABS + 1, &out->max);
-		if (kind >= 0)
-			k->row_sums(kind, x, n, &out->sums);
+		out->max = scan(kind, k, src, p->start + at, MIN(WIRE_TREE, p->count - at), &out->sums);
 	}
 	return CODEC_OK;
 }
@@ -158,22 +193,17 @@ codec_status rows_finish(struct job *j)
 }
 
 static codec_status sign_row(const struct header *h, const struct kernels *k, const codec_tensor *src, uint64_t first,
-			     uint64_t n, float *buffer, float scale[2])
+			     uint64_t n, float scale[2])
 {
 	struct pairs pairs = {.count = 0};
 	uint64_t negative = 0;
 	double total[2];
 
 	for (uint64_t i = 0; i < n; i += WIRE_TREE) {
-		uint64_t m = MIN(WIRE_TREE, n - i);
-		const float_any *x = rows_load(k, src, first + i, m, buffer);
 		struct row_sums sums;
-		uint32_t max;
 
-		k->abs_max(x, m, m, ROUND_ABS + 1, &max);
-		if (max >= ROUND_INF)
+		if (scan(sums_kind(h, 0), k, src, first + i, MIN(WIRE_TREE, n - i), &sums) >= ROUND_INF)
 			return CODEC_NONFINITE;
-		k->row_sums(sums_kind(h, 0), x, m, &sums);
 		if (n <= WIRE_TREE) { /* what one pair alone adds up to */
 			sign_scale(h, sums.sum, sums.negative, n, scale);
 			return CODEC_OK;
@@ -219,14 +249,14 @@ static float scale_of(const struct job *j, const struct row_kind *q, const struc
 
 /* SIGN's scales of the rows of values [first, first + n), as they stand in the region. */
 codec_status rows_sign_scales(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t first,
-			      uint64_t n, uint32_t row, struct work *w, uint8_t *stored)
+			      uint64_t n, uint32_t row, uint8_t *stored)
 {
 	int nbytes = rows_scale_nbytes(&j->h);
 
 	for (uint64_t i = 0; i < n; i += row, stored += nbytes) {
 		float s[2];
 
-		TRY(sign_row(&j->h, k, src, first + i, MIN(row, n - i), w->x, s));
+		TRY(sign_row(&j->h, k, src, first + i, MIN(row, n - i), s));
 		for (int t = 0; t < nbytes / 4; t++)
 			store32(stored + 4 * t, round_bits(s[t]));
 	}

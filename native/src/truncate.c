@@ -44,10 +44,10 @@ codec_status truncate_check(const struct header *h, const codec_context *with, i
 void truncate_reference(const codec_context *with, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *ea)
 {
 	const codec_metric *t = with->metric;
-	float a[ROW_CHUNK / 2], b[ROW_CHUNK / 2], c[ROW_CHUNK / 2];
+	float a[512], b[512], c[512];
 
-	for (uint64_t i = 0; i < n; i += ROW_CHUNK / 2) {
-		uint64_t m = MIN(ROW_CHUNK / 2, n - i);
+	for (uint64_t i = 0; i < n; i += 512) {
+		uint64_t m = MIN(512, n - i);
 
 		if (t->user) {
 			t->user(t->data, first + i, m, a);

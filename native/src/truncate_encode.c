@@ -190,13 +190,13 @@ codec_status truncate_residual(const struct job *j, const struct kernels *k, con
 	for (uint64_t first = 0; first < j->h.n; first += j->h.block) {
 		uint64_t m = MIN(j->h.block, j->h.n - first);
 		codec_tensor cut_values = part;
-		float buffer[ROW_CHUNK], aligned[ROW_CHUNK];
+		float buffer[512], aligned[512];
 
 		TRY(cut(j, k, with, &q, src, first, m, &w));
 		k->store_patterns(w.patterns, m, dtype_of(j->h.dtype)->nbytes, w.values);
 		cut_values.data = w.values;
-		for (uint64_t i = 0; i < m; i += ROW_CHUNK) {
-			uint64_t n = MIN(ROW_CHUNK, m - i);
+		for (uint64_t i = 0; i < m; i += 512) {
+			uint64_t n = MIN(512, m - i);
 
 			memcpy(aligned, rows_load(k, &cut_values, i, n, buffer), sizeof(float) * n);
 			sink_put(k, &sink, first + i, n, aligned);

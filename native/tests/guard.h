@@ -2,10 +2,12 @@
 #ifndef CODEC_TESTS_GUARD_H
 #define CODEC_TESTS_GUARD_H
 
+#include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -44,6 +46,28 @@ static inline struct guarded guard(size_t n)
 static inline void unguard(struct guarded g)
 {
 	munmap(g.map, g.mapped);
+}
+
+#define STACK (1 << 18)
+#define PAINT 0x5a
+
+/* Bytes of stack that a thread running f touches. */
+static inline size_t stack_of(void *(*f)(void *))
+{
+	struct guarded g = guard(STACK);
+	pthread_attr_t attr;
+	pthread_t thread;
+	size_t untouched = 0;
+
+	memset(g.p, PAINT, STACK);
+	pthread_attr_init(&attr);
+	assert_int_equal(pthread_attr_setstack(&attr, g.p, STACK), 0);
+	assert_int_equal(pthread_create(&thread, &attr, f, NULL), 0);
+	pthread_join(thread, NULL);
+	while (untouched < STACK && g.p[untouched] == PAINT)
+		untouched++;
+	unguard(g);
+	return STACK - untouched;
 }
 
 #endif

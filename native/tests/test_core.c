@@ -296,9 +296,6 @@ static void test_noise_without_checksum(void **unused)
 	assert_true(decoded > 100); /* the damage must not be such that nothing gets past the first check */
 }
 
-#define STACK (1 << 18)
-#define PAINT 0x5a
-
 static void *use_stack(void *unused)
 {
 	round_trip(CODEC_FLOAT64, 22500, 3, 0);
@@ -310,24 +307,6 @@ static void *use_no_stack(void *unused)
 {
 	round_trip(CODEC_FLOAT64, 0, 3, 0);
 	return unused;
-}
-
-static size_t stack_of(void *(*f)(void *))
-{
-	struct guarded g = guard(STACK);
-	pthread_attr_t attr;
-	pthread_t thread;
-	size_t untouched = 0;
-
-	memset(g.p, PAINT, STACK);
-	pthread_attr_init(&attr);
-	assert_int_equal(pthread_attr_setstack(&attr, g.p, STACK), 0);
-	assert_int_equal(pthread_create(&thread, &attr, f, NULL), 0);
-	pthread_join(thread, NULL);
-	while (untouched < STACK && g.p[untouched] == PAINT)
-		untouched++;
-	unguard(g);
-	return STACK - untouched;
 }
 
 static void test_stack(void **unused)

@@ -225,6 +225,32 @@ static void test_environment(void **unused)
 	assert_memory_equal(&before, &after, sizeof before);
 }
 
+static void *use_stack(void *unused)
+{
+	for (size_t s = 0; s < NSPECS; s++)
+		for (int d = 0; d < 3; d++)
+			round_trip(SPECS[s], DTYPES[d], 22500, 0);
+	return unused;
+}
+
+static void *use_no_stack(void *unused)
+{
+	round_trip(SPECS[0], CODEC_FLOAT32, 0, 0);
+	return unused;
+}
+
+static void test_stack(void **unused)
+{
+	(void)unused;
+#if !defined(__SANITIZE_ADDRESS__)
+	assert_true(stack_of(use_stack) < stack_of(use_no_stack) + 16384);
+#else
+	(void)stack_of;
+	(void)use_stack;
+	(void)use_no_stack;
+#endif
+}
+
 static void test_specs(void **unused)
 {
 	static const codec_spec BAD[] = {
@@ -272,10 +298,8 @@ static void test_specs(void **unused)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_guard_pages),
-		cmocka_unit_test(test_reduce),
-		cmocka_unit_test(test_environment),
-		cmocka_unit_test(test_specs),
+		cmocka_unit_test(test_guard_pages), cmocka_unit_test(test_reduce), cmocka_unit_test(test_environment),
+		cmocka_unit_test(test_stack),       cmocka_unit_test(test_specs),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);
