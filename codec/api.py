@@ -197,8 +197,9 @@ def encode(
         Scales and rows of lossy codecs follow them, too, if they have at least 4,096 values.
     stream : int
         Random draws of different streams are independent: make it from rank, step and tensor. 64 bits.
-    metric : codec.metrics.Metric, codec.metrics.Custom or array of uint8, optional
-        What :class:`codec.Truncate` goes by; or the level of each value.
+    metric : Metric, Custom, list of (int, Metric or Custom) or array of uint8, optional
+        What :class:`codec.Truncate` goes by (:mod:`codec.metrics`); parameter groups with the offsets where they begin;
+        or the level of each value.
     state : mapping, optional
         The metric's arrays, ``theta``, ``m`` and ``v``, of as many values as x.
     dtype : str, optional

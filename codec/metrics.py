@@ -7,8 +7,9 @@ exponent(A) - exponent(g), from exponents alone, so that a receiver with the sam
 State arrays are those of the step before, as torch.optim has them: ``theta`` the parameters, ``m`` the momentum buffer
 or ``exp_avg``, ``v`` the ``exp_avg_sq``, ``square_avg`` or ``sum``. Without ``m`` or ``v`` it is the first step. g is
 the gradient that the optimizer sees: averaged, clipped, and divided by GradScaler's scale unless `grad_scale` says
-what it is. One frame has one metric: parameter groups with other numbers need frames of their own. With ``amsgrad``,
-``centered`` or ``maximize``, for which the formulas do not hold, no bit is dropped.
+what it is. Parameter groups with other numbers inside a bucket: ``metric=[(offset, metric), ...]``, each for the
+values from its offset on. With ``amsgrad``, ``centered`` or ``maximize``, for which the formulas do not hold, no bit
+is dropped.
 
 References
 ----------
@@ -18,6 +19,7 @@ References
 
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +29,7 @@ import numpy as np
 from codec import core
 from codec.core import DTYPES, ffi
 from codec.errors import EngineError, SpecError, StateError
-from codec.view import view
+from codec.view import TensorView, view
 
 _BITS = {"float32": (23, 127), "bfloat16": (7, 127), "float16": (10, 15)}
 _DROPS = {"float32": (6, 12, 18), "bfloat16": (2, 4, 6), "float16": (3, 5, 8)}
@@ -133,7 +135,10 @@ class Metric:
 
 
 def _floats(x: Any) -> np.ndarray[Any, Any]:
-    v = view(x)
+    return _floats_of(view(x))
+
+
+def _floats_of(v: TensorView) -> np.ndarray[Any, Any]:
     if v.dtype not in _BITS:
         raise SpecError(f"state must be float32, bfloat16 or float16, not {v.dtype}")
     raw = ffi.buffer(v.data, v.nbytes)
@@ -308,47 +313,63 @@ def set_metric(context: Any, metric: Any, state: Mapping[str, Any] | None, n: in
         if state:
             raise SpecError("state= needs metric=")
         return []
-    if not isinstance(metric, Metric | Custom):
+    if isinstance(metric, Metric | Custom):
+        groups: list[tuple[int, Metric | Custom]] = [(0, metric)]
+    elif isinstance(metric, list | tuple):
+        groups = [(int(offset), m) for offset, m in metric]
+        if not groups or groups[0][0] != 0 or any(a[0] >= b[0] for a, b in itertools.pairwise(groups)):
+            raise SpecError("metric= must begin at offset 0, and offsets must ascend")
+    else:
         v = view(metric)
         if v.dtype != "uint8" or v.nbytes != n:
-            raise SpecError("metric= must be a metric, or an array of a uint8 level for each value")
+            raise SpecError("metric= must be a metric, a list of (offset, metric), or a uint8 level for each value")
         context.levels = ffi.cast("uint8_t *", v.data)
         return [v]
     arrays = {name: x for name, x in (state or {}).items() if x is not None}
     if set(arrays) - {"theta", "m", "v"}:
         raise SpecError(f"state has theta, m and v, not {', '.join(sorted(set(arrays) - {'theta', 'm', 'v'}))}")
-    struct = ffi.new("codec_metric *")
-    struct.struct_nbytes = ffi.sizeof("codec_metric")
-    keep: list[Any] = [struct]
     views = {name: view(x) for name, x in arrays.items()}
     for name, v in views.items():
         if v.dtype not in _BITS or v.nbytes // core.ITEMSIZE[v.dtype] != n:
             raise SpecError(f"{name} must be {n} values of float32, bfloat16 or float16, not {v.dtype} of {v.shape}")
-    if isinstance(metric, Custom):
-        missing = [name for name in metric.names if name not in arrays]
-        if missing:
-            raise StateError(f"the metric needs {', '.join(missing)} in state=")
-        floats = [np.ascontiguousarray(_floats(arrays[name])) for name in metric.names]
-        pointers = ffi.new("float *[]", [ffi.cast("float *", x.ctypes.data) for x in floats])
-        struct.user = ffi.cast("void (*)(void *, uint64_t, uint64_t, float *)", metric.address)
-        struct.data = pointers
-        struct.theta_dtype = DTYPES[views["theta"].dtype] if "theta" in views else 0
-        context.metric = struct
-        return [*keep, floats, pointers, metric]
-    if "theta" not in arrays:
+    keep: list[Any] = [views]
+    following: Any = ffi.NULL
+    until = 0
+    for offset, m in reversed(groups):
+        struct = ffi.new("codec_metric *")
+        struct.struct_nbytes = ffi.sizeof("codec_metric")
+        struct.until, struct.next = until, following
+        keep += [struct, _set_custom(struct, m, views) if isinstance(m, Custom) else _set_terms(struct, m, views)]
+        following, until = struct, offset
+    context.metric = following
+    return keep
+
+
+def _set_custom(struct: Any, metric: Custom, views: Mapping[str, TensorView]) -> list[Any]:
+    missing = [name for name in metric.names if name not in views]
+    if missing:
+        raise StateError(f"the metric needs {', '.join(missing)} in state=")
+    floats = [np.ascontiguousarray(_floats_of(views[name])) for name in metric.names]
+    pointers = ffi.new("float *[]", [ffi.cast("float *", x.ctypes.data) for x in floats])
+    struct.user = ffi.cast("void (*)(void *, uint64_t, uint64_t, float *)", metric.address)
+    struct.data = pointers
+    struct.theta_dtype = DTYPES[views["theta"].dtype] if "theta" in views else 0
+    return [floats, pointers, metric]
+
+
+def _set_terms(struct: Any, metric: Metric, views: Mapping[str, TensorView]) -> list[Any]:
+    if "theta" not in views:
         raise StateError("the metric needs theta in state=")
-    terms = metric._final(arrays)
+    keep: list[Any] = []
+    terms = metric._final(views)
     for name, v in views.items():
-        if name == "v" and not terms.theta_v:
+        if (name == "v" and not terms.theta_v) or (name == "m" and not terms.m):
             continue  # the metric does not look at it
-        if name == "m" and not terms.m:
-            continue
         t = ffi.new("codec_tensor *")
         t.struct_nbytes = ffi.sizeof("codec_tensor")
         t.dtype, t.data, t.nbytes = DTYPES[v.dtype], v.data, v.nbytes
         setattr(struct, name, t)
-        keep += [t, v]
+        keep.append(t)
     struct.theta_term, struct.theta_v_term = terms.theta, terms.theta_v
     struct.v_term, struct.eps, struct.m_term = terms.v, terms.eps, terms.m
-    context.metric = struct
     return keep

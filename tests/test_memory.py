@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from conftest import LOSSY, TRUNCATES
 
 from codec.core import DTYPES, ITEMSIZE, SMALL_FRAME, SMALL_SCRATCH, ffi, lib, own_tensor, spec_struct
 from codec.specs import Lossless
@@ -16,6 +17,16 @@ def test_scratch(dtype):
             size = ffi.new("size_t *")
             assert lib.codec_scratch(spec_struct(Lossless()), t, size) == 0
             assert size[0] <= total / 50 + (1 << 20)
+
+
+@pytest.mark.parametrize("spec", [*LOSSY.values(), *TRUNCATES.values()])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scratch_of_lossy_codecs(spec, dtype):
+    for n in (0, 1, 1000, 1 << 14, 1 << 18, 1 << 24, 1 << 30, 1 << 36):
+        t = own_tensor(DTYPES[dtype], (n,), ffi.NULL, 0)
+        size = ffi.new("size_t *")
+        assert lib.codec_scratch(spec_struct(spec), t, size) == 0
+        assert size[0] <= n * ITEMSIZE[dtype] / 50 + (1 << 20)
 
 
 def test_small_scratch_is_enough():

@@ -302,6 +302,28 @@ def test_guard_follows_dtypes():
         assert y.tobytes() == cut(x, np.array(DROPS["bfloat16"])[level]).tobytes()
 
 
+@pytest.mark.parametrize(("levels", "granularity"), WAYS)
+def test_parameter_groups(levels, granularity, isa):
+    """Each part of a bucket goes by its own numbers, wherever the border lies."""
+    x, arrays = gradient(40_000), state(40_000)
+    first, second, third = metrics.AdamW(1e-3, 0.1, step=9), metrics.SGD(0.5), metrics.Momentum(1e-5)
+    groups = [(0, first), (17_003, second), (33_000, third)]
+    spec = Truncate(levels=levels, granularity=granularity)
+    frame = codec.encode(x, spec, metric=groups, state=arrays)
+    assert codec.encode(x, spec, metric=groups, state=arrays, threads=3) == frame
+    y = codec.decode(frame, metric=groups, state=arrays)
+    for (begin, metric), end in zip(groups, (17_003, 33_000, 40_000), strict=True):
+        alone = {k: v[begin:end] for k, v in arrays.items()}
+        z = codec.decode(codec.encode(x[begin:end], spec, metric=metric, state=alone), metric=metric, state=alone)
+        assert (y[begin:end] == z).all()
+    for bad in ([], [(1, first)], [(0, first), (0, second)], [(0, first), (9, second), (5, third)]):
+        with pytest.raises(codec.SpecError):
+            codec.encode(x, spec, metric=bad, state=arrays)
+    if levels == "shared":
+        with pytest.raises(codec.StateError):
+            codec.decode(frame, metric=[(0, first), (17_000, second), (33_000, third)], state=arrays)
+
+
 def test_levels_of_your_own():
     x = gradient(20_000)
     level = np.random.default_rng(0).integers(0, 4, 20_000).astype(np.uint8)

@@ -98,14 +98,10 @@ struct model {
 
 /* rows.c: values [start, start + count) whose blocks and rows are their own. */
 struct part {
-	uint64_t start, count, first_block, first_sum;
+	uint64_t start, count, first_block;
+	uint32_t first_sum;
 	uint32_t row; /* values that share a scale; 0: all do */
 	float scale[2];
-};
-
-struct part_sums {
-	struct row_sums sums;
-	uint32_t max;
 };
 
 /* What a sample of the tensor says. */
@@ -169,9 +165,9 @@ static inline struct part *job_parts(const struct job *j)
 	return (struct part *)((char *)j + j->parts_at);
 }
 
-static inline struct part_sums *job_sums(const struct job *j)
+static inline struct row_sums *job_sums(const struct job *j)
 {
-	return (struct part_sums *)((char *)j + j->sums_at);
+	return (struct row_sums *)((char *)j + j->sums_at);
 }
 
 codec_status segment_check(const codec_segment *s, uint64_t n, uint64_t end, uint64_t *count);

@@ -154,12 +154,12 @@ enum { ROW_SUM_ABS, ROW_SUM_SQUARES, ROW_SUM_SIGNS };
 struct row_lanes {
 	float a[32], b[32];
 	double s[32], t[32];
-	uint64_t negative;
+	uint32_t negative;
 };
 
 struct row_sums {
 	double sum[2];
-	uint64_t negative;
+	uint32_t negative, max; /* max: the largest pattern of |x| */
 };
 
 struct kernels {
@@ -262,6 +262,7 @@ struct kernels {
 	size_t (*join)(const uint8_t *e, const uint8_t *level, size_t n, int base, uint16_t *pair, uint8_t *symbol);
 	void (*pairs_of)(const uint8_t *symbol, size_t n, int base, uint16_t *pair);
 	void (*unjoin)(const uint16_t *pair, size_t n, uint8_t *e, uint8_t *level);
+	uint8_t (*drops_under)(const uint8_t *e, const uint8_t *drop, size_t n, uint8_t e0);
 	uint8_t (*below_four)(const uint8_t *p, size_t n);
 };
 

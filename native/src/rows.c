@@ -74,7 +74,7 @@ static void add_part(struct job *j, uint64_t start, uint64_t count, uint32_t row
 	uint64_t block = rows_block(&j->h, row);
 
 	*p = (struct part){.start = start, .count = count, .first_block = j->h.nblocks, .row = row};
-	p->first_sum = j->nsums;
+	p->first_sum = (uint32_t)j->nsums;
 	j->nsums += (count + WIRE_TREE - 1) / WIRE_TREE;
 	j->h.nblocks += (count + block - 1) / block;
 }
@@ -116,7 +116,7 @@ uint64_t rows_job_nbytes(const struct header *h)
 {
 	uint64_t parts = WIRE_MAX_PARTS(h->n);
 
-	return parts * sizeof(struct part) + (parts + h->n / WIRE_TREE + 1) * sizeof(struct part_sums) + 16;
+	return parts * sizeof(struct part) + (parts + h->n / WIRE_TREE + 1) * sizeof(struct row_sums) + 16;
 }
 
 const struct part *rows_part(const struct job *j, uint64_t block)

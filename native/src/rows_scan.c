@@ -57,8 +57,8 @@ static void fold(int kind, struct row_lanes *l, struct row_sums *out)
 }
 
 /* Largest magnitude of at most WIRE_TREE values, and their sums if kind is not negative. */
-static uint32_t scan(int kind, const struct kernels *k, const codec_tensor *src, uint64_t first, uint64_t n,
-		     struct row_sums *out)
+static void scan(int kind, const struct kernels *k, const codec_tensor *src, uint64_t first, uint64_t n,
+		 struct row_sums *out)
 {
 	struct row_lanes sums;
 	float buffer[PIECE];
@@ -75,9 +75,8 @@ static uint32_t scan(int kind, const struct kernels *k, const codec_tensor *src,
 		if (kind >= 0)
 			k->row_sums(kind, x, m, &sums);
 	}
-	if (kind >= 0)
-		fold(kind, &sums, out);
-	return max;
+	fold(kind, &sums, out);
+	out->max = max;
 }
 
 /* Rounded once; sums may have overflown, but no scale lies beyond the dtype's range. */
@@ -130,7 +129,7 @@ uint64_t rows_scan_count(const struct job *j)
 
 codec_status rows_scan(struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t first, uint64_t count)
 {
-	struct part_sums *out = job_sums(j) + first;
+	struct row_sums *out = job_sums(j) + first;
 	const struct part *p = job_parts(j), *last = p + j->nparts - 1;
 	int kind = rows_part_scaled(&j->h) ? sums_kind(&j->h, j->clip > 0) : -1;
 
@@ -142,7 +141,7 @@ codec_status rows_scan(struct job *j, const struct kernels *k, const codec_tenso
 		if (p < last && p[1].first_sum <= i)
 			p++;
 		at = (i - p->first_sum) * WIRE_TREE;
-		out->max = scan(kind, k, src, p->start + at, MIN(WIRE_TREE, p->count - at), &out->sums);
+		scan(kind, k, src, p->start + at, MIN(WIRE_TREE, p->count - at), out);
 	}
 	return CODEC_OK;
 }
@@ -150,7 +149,7 @@ codec_status rows_scan(struct job *j, const struct kernels *k, const codec_tenso
 /* The parts' scales, after all was scanned. */
 codec_status rows_finish(struct job *j)
 {
-	struct part_sums *s = job_sums(j);
+	struct row_sums *s = job_sums(j);
 	int clips = j->clip > 0, kind = sums_kind(&j->h, clips), scanned = rows_scan_count(j) != 0;
 
 	for (uint64_t i = 0; i < j->nparts; i++) {
@@ -163,8 +162,8 @@ codec_status rows_finish(struct job *j)
 		for (uint64_t t = 0; scanned && t < count; t++, s++) {
 			max = MAX(max, s->max);
 			if (kind >= 0)
-				pairs_push(&pairs, s->sums.sum);
-			negative += s->sums.negative;
+				pairs_push(&pairs, s->sum);
+			negative += s->negative;
 		}
 		if (max >= ROUND_INF && !(j->h.options & WIRE_OPTION_PROPAGATE))
 			return CODEC_NONFINITE;
@@ -202,7 +201,8 @@ static codec_status sign_row(const struct header *h, const struct kernels *k, co
 	for (uint64_t i = 0; i < n; i += WIRE_TREE) {
 		struct row_sums sums;
 
-		if (scan(sums_kind(h, 0), k, src, first + i, MIN(WIRE_TREE, n - i), &sums) >= ROUND_INF)
+		scan(sums_kind(h, 0), k, src, first + i, MIN(WIRE_TREE, n - i), &sums);
+		if (sums.max >= ROUND_INF)
 			return CODEC_NONFINITE;
 		if (n <= WIRE_TREE) { /* what one pair alone adds up to */
 			sign_scale(h, sums.sum, sums.negative, n, scale);

@@ -14,18 +14,12 @@ void truncate_kind_of(const struct header *h, struct truncate_kind *q)
 	q->by_bit = (h->options & WIRE_OPTION_BITS) != 0;
 }
 
-/* Are the metric and its state there, of the tensor's size and dtypes that can be read? */
-codec_status truncate_check(const struct header *h, const codec_context *with, int encoding)
+static codec_status check_metric(const struct header *h, const codec_metric *t)
 {
-	const codec_metric *t = with->metric;
 	const codec_tensor *state[3];
 
-	if (h->variant == WIRE_LEVELS_FIXED || (!encoding && h->variant != WIRE_LEVELS_SHARED))
-		return CODEC_OK;
-	if (encoding && with->levels)
-		return h->variant == WIRE_LEVELS_SHARED ? CODEC_BAD_ARGUMENT : CODEC_OK;
-	if (!t || t->struct_nbytes < sizeof *t)
-		return CODEC_MISSING_STATE;
+	if (t->struct_nbytes < sizeof *t)
+		return CODEC_BAD_ARGUMENT;
 	if (t->user)
 		return CODEC_OK;
 	state[0] = t->theta;
@@ -41,14 +35,35 @@ codec_status truncate_check(const struct header *h, const codec_context *with, i
 	return CODEC_OK;
 }
 
+/* Are the metrics and their state there, of the tensor's size and dtypes that can be read? */
+codec_status truncate_check(const struct header *h, const codec_context *with, int encoding)
+{
+	uint64_t from = 0;
+
+	if (h->variant == WIRE_LEVELS_FIXED || (!encoding && h->variant != WIRE_LEVELS_SHARED))
+		return CODEC_OK;
+	if (encoding && with->levels)
+		return h->variant == WIRE_LEVELS_SHARED ? CODEC_BAD_ARGUMENT : CODEC_OK;
+	if (!with->metric)
+		return CODEC_MISSING_STATE;
+	for (const codec_metric *t = with->metric; t; from = t->until, t = t->until ? t->next : NULL) {
+		TRY(check_metric(h, t));
+		if (t->until && (t->until <= from || !t->next))
+			return CODEC_BAD_ARGUMENT;
+	}
+	return CODEC_OK;
+}
+
 void truncate_reference(const codec_context *with, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *ea)
 {
 	const codec_metric *t = with->metric;
 	float a[512], b[512], c[512];
 
-	for (uint64_t i = 0; i < n; i += 512) {
-		uint64_t m = MIN(512, n - i);
-
+	for (uint64_t i = 0, m; i < n; i += m) {
+		while (t->until && t->until <= first + i)
+			t = t->next;
+		m = MIN(512, n - i);
+		m = t->until ? MIN(m, t->until - first - i) : m;
 		if (t->user) {
 			t->user(t->data, first + i, m, a);
 			k->exponents_of(a, m, ea + i);

@@ -72,16 +72,6 @@ static void raise_exponents(const struct job *j, const struct kernels *k, const 
 	}
 }
 
-/* Does every Inf and NaN keep its mantissa? Without it a NaN would be Inf. */
-static int keeps_special(const uint8_t *e, const uint8_t *drop, uint64_t m, uint32_t last)
-{
-	uint8_t lost = 0;
-
-	for (uint64_t i = 0; i < m; i++)
-		lost |= (uint8_t)(e[i] == last ? drop[i] : 0);
-	return !lost;
-}
-
 /* Bytes for n codes of `bits` bits at the cursor, the rest of the last byte 0. */
 static codec_status take_codes(struct cursor *c, const struct kernels *k, uint64_t n, int bits, uint8_t *code,
 			       codec_fault *f)
@@ -118,7 +108,7 @@ static codec_status read_levels(const struct job *j, const struct kernels *k, co
 	default: break;
 	}
 	k->drops_at(q, w->keep, m, w->drop);
-	if (!keeps_special(w->e, w->drop, m, q->last))
+	if (k->drops_under(w->e, w->drop, m, (uint8_t)q->last)) /* a NaN would be Inf */
 		BAD(at, 1, 0);
 	return CODEC_OK;
 }

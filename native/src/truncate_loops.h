@@ -134,6 +134,16 @@ static void unjoin(const uint16_t *pair, size_t n, uint8_t *restrict e, uint8_t 
 	}
 }
 
+/* The OR of bits dropped where the exponent is e0. */
+static uint8_t drops_under(const uint8_t *e, const uint8_t *drop, size_t n, uint8_t e0)
+{
+	uint8_t any = 0;
+
+	for (size_t i = 0; i < n; i++)
+		any |= (uint8_t)(e[i] == e0 ? drop[i] : 0);
+	return any;
+}
+
 /* The OR of p where it is below 4: symbols that stand for nothing. */
 static uint8_t below_four(const uint8_t *p, size_t n)
 {
@@ -200,4 +210,4 @@ static void keeps(const uint8_t *e, const uint8_t *drop, size_t n, uint8_t most,
 	.fields = fields, .field_bytes = field_bytes, .add_field_bytes = add_field_bytes, .assemble = assemble,        \
 	.keeps = keeps, .levels_of = levels_of, .drops_at = drops_at, .exponents_up = exponents_up,                    \
 	.exponents_down = exponents_down, .join = join, .pairs_of = pairs_of, .unjoin = unjoin,                        \
-	.below_four = below_four
+	.below_four = below_four, .drops_under = drops_under

@@ -223,6 +223,8 @@ typedef struct codec_metric {
 	const codec_tensor *m;
 	void (*user)(void *data, uint64_t first, uint64_t n, float *a); /* reentrant; NULL: built-in */
 	void *data;
+	uint64_t until;                  /* first value of the next metric: parameter groups; 0: there is none */
+	const struct codec_metric *next; /* all state arrays have as many values as the whole gradient */
 } codec_metric;
 
 /*
