@@ -8,9 +8,10 @@ True
 """
 
 from codec import metrics
-from codec.api import Info, accumulate, bound, decode, encode, engines, inspect, reduce, verify
 from codec.codebook import Codebook
 from codec.core import isas, use_isa
+from codec.decoding import accumulate, decode, reduce
+from codec.encoding import bound, encode
 from codec.errors import (
     ChecksumError,
     CodecError,
@@ -22,6 +23,7 @@ from codec.errors import (
     StateError,
     UnsupportedError,
 )
+from codec.frame import Info, engines, inspect, verify
 from codec.specs import Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
 
 __version__ = "0.1.0"

@@ -116,6 +116,7 @@ def current_isa() -> int:
     return _isa
 
 
+SMALL_TENSOR = 1 << 16  # bytes: frames of such are built in a thread's own buffer and copied
 SMALL_FRAME = (1 << 16) + 256  # the bound of a tensor of 64 KiB
 SMALL_SCRATCH = 1 << 20
 

@@ -1,7 +1,7 @@
 """A second decoder of frames, written from docs/format.md alone: numpy and struct, plain and slow.
 
-It shares no code with the library. ``python tests/oracle.py FRAME`` prints what a frame holds;
-``--example`` prints the worked example of the format's section 12.
+It shares no code with the library, and is one file so that it can be read beside the document.
+``python tests/oracle.py FRAME`` prints what a frame holds; ``--example`` prints the worked example of section 12.
 """
 
 import struct

@@ -1,0 +1,136 @@
+"""What a frame's header says, and which engines there are."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from codec import core
+from codec.core import DTYPE_NAMES, check, lib, local
+from codec.errors import EngineError
+from codec.specs import Spec
+from codec.view import view_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What a frame's header says.
+
+    Attributes
+    ----------
+    spec : Spec
+        What was asked for.
+    dtype : str
+        Name of the dtype, such as ``"bfloat16"``.
+    shape : tuple of int
+        Shape of the tensor.
+    nbytes, tensor_nbytes : int
+        Bytes of the frame and of the tensor.
+    sections : dict of str to (int, int)
+        Offset and size in bytes of header, side (codebooks and scale model), directory, planes (raw in every block)
+        and regions. A stored frame has its values in ``regions``.
+    version : int
+        Of the format.
+    n : int
+        Number of values.
+    stored : bool
+        The values follow the header as they are.
+    block, nblocks : int
+        Values a block (0 where blocks follow rows) and number of blocks; 0 if stored.
+    checksum : int
+        64 bits.
+    codebook_id : int or None
+        Id of the codebook that decoding needs.
+    nsegments : int
+        Segments that have records in the frame, 0 if there are none.
+    """
+
+    spec: Spec
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    tensor_nbytes: int
+    sections: dict[str, tuple[int, int]]
+    version: int
+    n: int
+    stored: bool
+    block: int
+    nblocks: int
+    checksum: int
+    codebook_id: int | None
+    nsegments: int
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the frame over bytes of the tensor."""
+        return self.nbytes / max(1, self.tensor_nbytes)
+
+
+def engines() -> tuple[str, ...]:
+    """Engines that can be used here."""
+    return ("native",)
+
+
+def check_engine(engine: str | None) -> None:
+    """Raise EngineError for a name that is not among them."""
+    if engine is not None and engine not in engines():
+        raise EngineError(f"no engine {engine!r}; these can be used here: {', '.join(engines())}")
+
+
+def verify(frame: Any) -> None:
+    """Check all of a frame but the values: header, sections, directory and every checksum.
+
+    Parameters
+    ----------
+    frame : bytes or buffer
+        A frame, whole.
+
+    Raises
+    ------
+    FrameError
+        It is not what was written.
+    """
+    source, nbytes, keep = view_bytes(frame)
+    check(lib.codec_verify(source, nbytes))
+    del keep
+
+
+def inspect(frame: Any) -> Info:
+    """Read a frame's header.
+
+    Parameters
+    ----------
+    frame : bytes or buffer
+        A frame, or its beginning: the header (at most 112 bytes) is enough, but ``codebook_id`` and ``nsegments`` are
+        known only if the side section is there too.
+
+    Raises
+    ------
+    FrameError
+        The bytes are not the beginning of a frame.
+    """
+    source, nbytes, keep = view_bytes(frame)
+    info = local.info
+    check(lib.codec_inspect(source, nbytes, info), info.fault)
+    del keep
+    sections = {
+        "header": (0, info.side_offset),
+        "side": (info.side_offset, info.side_nbytes),
+        "directory": (info.directory_offset, info.directory_nbytes),
+        "planes": (info.planes_offset, info.planes_nbytes),
+        "regions": (info.regions_offset, info.regions_nbytes),
+    }
+    return Info(
+        spec=core.spec_of(info.spec),
+        dtype=DTYPE_NAMES[info.dtype],
+        shape=tuple(info.shape[i] for i in range(info.rank)),
+        nbytes=info.frame_nbytes,
+        tensor_nbytes=info.tensor_nbytes,
+        sections=sections,
+        version=info.version,
+        n=info.n,
+        stored=bool(info.stored),
+        block=info.block_nvalues,
+        nblocks=info.nblocks,
+        checksum=info.checksum,
+        codebook_id=info.codebook_id or None,
+        nsegments=info.nsegments,
+    )
