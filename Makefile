@@ -75,6 +75,7 @@ emulated: $(VENV)/debian $(VENV)/test
 bench: $(VENV)/test ctest
 	$(PIP) '.[bench]'
 	$(PY) bench/throughput.py
+	$(PY) bench/quality.py --plot docs/quality.png
 	$(PY) bench/peers.py --each --flat
 	build/native/coder
 
@@ -85,7 +86,8 @@ clean:
 SECONDS := 60
 fuzz:
 	cmake -S native -B build/fuzz -DCMAKE_C_COMPILER=clang$(CLANG) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCODEC_FUZZ=ON
-	cmake --build build/fuzz --target fuzz_decode
-	mkdir -p build/fuzz/corpus
+	cmake --build build/fuzz --target fuzz_decode fuzz_roundtrip
+	mkdir -p build/fuzz/corpus build/fuzz/values
+	build/fuzz/fuzz_roundtrip -max_total_time=$(SECONDS) -max_len=131072 build/fuzz/values
 	build/fuzz/fuzz_decode -max_total_time=$(SECONDS) -max_len=65536 build/fuzz/corpus tests/vectors
 .PHONY: fuzz

@@ -275,6 +275,16 @@ def test_bound(dtype):
         assert (memory[len(frame) :] == 0xA5).all()
 
 
+def test_values_that_cannot_be_there():
+    """A header that claims more values than its bytes could hold is refused as it is read."""
+    for name, spec in LOSSY.items():
+        frame = bytearray(codec.encode(np.ones(1000, np.float32), spec))
+        struct.pack_into("<Q", frame, 48, 1 << 27)
+        with pytest.raises(codec.FrameError, match="header"):
+            codec.inspect(frame)
+        assert name
+
+
 def test_arguments():
     x = np.zeros((4, 4), np.float32)
     for bad in (

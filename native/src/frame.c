@@ -166,6 +166,11 @@ codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, 
 			BAD(WIRE_AT_FRAME_NBYTES, h->frame_nbytes, least);
 	} else {
 		least = h->regions_at + WIRE_ALIGN * h->nblocks;
+		/* before anyone allocates: can so many values be in so many bytes? */
+		if (codec_is_rows(h->codec) && !rows_entropy(h))
+			least = MAX(least, h->regions_at + rows_codes_nbytes(h, h->n));
+		if (codec_is_rows(h->codec) && h->n / WIRE_TRITS_BLOCK > h->nblocks && rows_entropy(h))
+			BAD(WIRE_AT_NBLOCKS, h->nblocks, h->n / WIRE_TRITS_BLOCK);
 		if (h->frame_nbytes < least || h->frame_nbytes % WIRE_ALIGN)
 			BAD(WIRE_AT_FRAME_NBYTES, h->frame_nbytes, least);
 		if (h->frame_nbytes / WIRE_ALIGN > UINT32_MAX)

@@ -119,10 +119,11 @@ uint64_t rows_job_nbytes(const struct header *h)
 	return parts * sizeof(struct part) + (parts + h->n / WIRE_TREE + 1) * sizeof(struct row_sums) + 16;
 }
 
-const struct part *rows_part(const struct job *j, uint64_t block)
+/* The values of a block. */
+struct place rows_place(const struct job *j, uint64_t block)
 {
 	const struct part *p = job_parts(j);
-	uint64_t lo = 0, hi = j->nparts;
+	uint64_t lo = 0, hi = j->nparts, nvalues, from, n, nrows;
 
 	while (hi - lo > 1) {
 		uint64_t mid = lo + (hi - lo) / 2;
@@ -132,7 +133,12 @@ const struct part *rows_part(const struct job *j, uint64_t block)
 		else
 			hi = mid;
 	}
-	return p + lo;
+	p += lo;
+	nvalues = rows_block(&j->h, p->row);
+	from = (block - p->first_block) * nvalues;
+	n = MIN(nvalues, p->count - from);
+	nrows = p->row ? (n + p->row - 1) / p->row : 0;
+	return (struct place){p, p->start + from, n, nrows * (uint64_t)rows_scale_nbytes(&j->h)};
 }
 
 /* The largest frame, whatever the segments: each part may end a block early. */

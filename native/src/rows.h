@@ -18,7 +18,12 @@ codec_status rows_cut(struct job *j, const codec_context *with);
 codec_status rows_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f);
 uint64_t rows_side_nbytes(const struct job *j);
 void rows_write(const struct job *j, uint8_t *dst);
-const struct part *rows_part(const struct job *j, uint64_t block);
+struct place {
+	const struct part *part;
+	uint64_t first, n; /* values */
+	uint64_t nscales;  /* bytes of its rows' scales */
+};
+struct place rows_place(const struct job *j, uint64_t block);
 uint64_t rows_block(const struct header *h, uint32_t row);
 uint64_t rows_bound(const struct header *h);
 uint64_t rows_region_nbytes(const struct header *h, uint32_t row, uint64_t m);

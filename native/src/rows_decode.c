@@ -152,34 +152,30 @@ static codec_status decode_codes(const struct job *j, const struct kernels *k, c
 codec_status rows_decode_block(const struct job *j, const struct kernels *k, const uint8_t *frame, uint64_t b,
 			       uint64_t at, uint64_t end, const struct sink *sink, struct work *w, codec_fault *f)
 {
-	const struct part *p = rows_part(j, b);
-	uint64_t block = rows_block(&j->h, p->row), from = (b - p->first_block) * block,
-		 m = MIN(block, p->count - from);
-	uint64_t nscales = p->row ? (m + p->row - 1) / p->row * (uint64_t)rows_scale_nbytes(&j->h) : 0;
-	uint64_t ncodes = rows_codes_nbytes(&j->h, m);
-	const uint8_t *codes = frame + at + nscales;
-	struct sink last;
+	struct place p = rows_place(j, b);
+	uint64_t ncodes = rows_codes_nbytes(&j->h, p.n), codes_at = at + p.nscales;
+	const uint8_t *codes = frame + codes_at;
+	struct sink last = *sink;
 
 	if (rows_entropy(&j->h)) {
-		struct cursor c = {frame, at + nscales, end};
+		struct cursor c = {frame, codes_at, end};
 
-		if (end - at < nscales + 4)
-			BAD(at, end - at, nscales + 4);
+		if (end - at < p.nscales + 4)
+			BAD(at, end - at, p.nscales + 4);
 		TRY(decode_bytes(j, k, w, &c, ncodes, &codes, f));
 		for (uint64_t i = c.at; i < c.end; i++)
 			if (c.end - c.at >= WIRE_ALIGN || frame[i])
 				BAD(i, frame[i], 0);
 	} else {
-		if (end - at != ALIGN8(nscales + ncodes))
-			BAD(at, end - at, ALIGN8(nscales + ncodes));
-		for (uint64_t i = at + nscales + ncodes; i < end; i++)
+		if (end - at != ALIGN8(p.nscales + ncodes))
+			BAD(at, end - at, ALIGN8(p.nscales + ncodes));
+		for (uint64_t i = codes_at + ncodes; i < end; i++)
 			if (frame[i])
 				BAD(i, frame[i], 0);
 	}
-	last = *sink;
-	last.scale = p->scale[0];
+	last.scale = p.part->scale[0];
 	last.rescale = sink->unscaled && sink->rescale;
-	return decode_codes(j, k, p, frame, at, at + nscales, codes, p->start + from, m, &last, w, f);
+	return decode_codes(j, k, p.part, frame, at, codes_at, codes, p.first, p.n, &last, w, f);
 }
 
 /* What block b, just encoded at frame[at], leaves of src. */
@@ -188,11 +184,8 @@ codec_status rows_residual(const struct job *j, const struct kernels *k, const c
 {
 	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = residual};
 	const struct sink sink = {.into = SINK_RESIDUAL, .dst = &dst, .src = src};
-	const struct part *p = rows_part(j, b);
-	uint64_t block = rows_block(&j->h, p->row), from = (b - p->first_block) * block,
-		 m = MIN(block, p->count - from);
-	uint64_t nscales = p->row ? (m + p->row - 1) / p->row * (uint64_t)rows_scale_nbytes(&j->h) : 0;
-	const uint8_t *codes = rows_entropy(&j->h) ? w->plane[0] : frame + at + nscales;
+	struct place p = rows_place(j, b);
+	const uint8_t *codes = rows_entropy(&j->h) ? w->plane[0] : frame + at + p.nscales;
 
-	return decode_codes(j, k, p, frame, at, at + nscales, codes, p->start + from, m, &sink, w, NULL);
+	return decode_codes(j, k, p.part, frame, at, at + p.nscales, codes, p.first, p.n, &sink, w, NULL);
 }

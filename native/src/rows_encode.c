@@ -93,42 +93,25 @@ static codec_status encode_codes(const struct job *j, const struct kernels *k, c
 	return CODEC_OK;
 }
 
-/* Where block b lies. */
-static void place(const struct job *j, uint64_t b, const struct part **p, uint64_t *first, uint64_t *m)
-{
-	uint64_t block, at;
-
-	*p = rows_part(j, b);
-	block = rows_block(&j->h, (*p)->row);
-	at = (b - (*p)->first_block) * block;
-	*first = (*p)->start + at;
-	*m = MIN(block, (*p)->count - at);
-}
-
 /* The code bytes of block b, to w->plane[0]; its scales go nowhere. */
 codec_status rows_codes(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t b, uint64_t *n,
 			struct work *w)
 {
-	const struct part *p;
-	uint64_t first, m;
+	struct place at = rows_place(j, b);
 
-	place(j, b, &p, &first, &m);
-	*n = rows_codes_nbytes(&j->h, m);
-	return encode_codes(j, k, p, src, first, m, w, w->region, w->plane[0]);
+	*n = rows_codes_nbytes(&j->h, at.n);
+	return encode_codes(j, k, at.part, src, at.first, at.n, w, w->region, w->plane[0]);
 }
 
 /* Block b to `out`, which has `room` bytes. */
 codec_status rows_encode_block(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t b,
 			       uint8_t *out, uint64_t room, uint64_t *nbytes, struct work *w)
 {
-	const struct part *p;
-	uint64_t first, m, nscales, size;
+	struct place at = rows_place(j, b);
+	uint64_t ncodes = rows_codes_nbytes(&j->h, at.n), size = at.nscales + ncodes;
 	uint8_t *dst = out;
 
-	place(j, b, &p, &first, &m);
-	nscales = p->row ? (m + p->row - 1) / p->row * (uint64_t)rows_scale_nbytes(&j->h) : 0;
-	size = nscales + rows_codes_nbytes(&j->h, m);
-	*nbytes = rows_region_nbytes(&j->h, p->row, m);
+	*nbytes = rows_region_nbytes(&j->h, at.part->row, at.n);
 	if (*nbytes > room) {
 		if (!rows_entropy(&j->h))
 			return CODEC_SHORT_OUTPUT;
@@ -136,11 +119,11 @@ codec_status rows_encode_block(const struct job *j, const struct kernels *k, con
 	}
 	w->nescapes = 0;
 	if (rows_entropy(&j->h)) {
-		TRY(encode_codes(j, k, p, src, first, m, w, dst, w->plane[0]));
-		size = nscales + encode_bytes(j, k, w, size - nscales, dst + nscales);
+		TRY(encode_codes(j, k, at.part, src, at.first, at.n, w, dst, w->plane[0]));
+		size = at.nscales + encode_bytes(j, k, w, ncodes, dst + at.nscales);
 		*nbytes = ALIGN8(size);
 	} else {
-		TRY(encode_codes(j, k, p, src, first, m, w, dst, dst + nscales));
+		TRY(encode_codes(j, k, at.part, src, at.first, at.n, w, dst, dst + at.nscales));
 	}
 	memset(dst + size - w->nescapes, 0, *nbytes - size);
 	for (uint64_t i = 0; i < w->nescapes; i++) /* at the region's end, downwards */
