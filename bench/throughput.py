@@ -81,6 +81,17 @@ def lossy_peers(x: np.ndarray[Any, Any]) -> dict[str, tuple[float, float]]:
         out["torch.compile float8"] = (enc, dec)
     except Exception as e:  # it needs a C++ compiler and Python's headers
         print(f"torch.compile: {type(e).__name__}", file=sys.stderr)
+    try:
+        import fbgemm_gpu  # noqa: F401 - registers the operators
+
+        pack, unpack = (
+            torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized,
+            torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat,
+        )
+        enc, packed8 = best(lambda: pack(t))
+        out["fbgemm row-wise 8 bit"] = (enc, best(lambda: unpack(packed8))[0])
+    except (ImportError, OSError) as e:
+        print(f"fbgemm: {type(e).__name__}", file=sys.stderr)
     codes = ternary(t)
     out["torch bernoulli ternary"] = (best(lambda: ternary(t))[0], best(lambda: codes * t.abs().max())[0])
     q4, s4 = quantize(t)

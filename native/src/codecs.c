@@ -227,6 +227,7 @@ void params_spec(const struct header *h, codec_spec *s)
 void rows_kind(const struct header *h, struct row_kind *q)
 {
 	*q = (struct row_kind){.codec = h->codec, .variant = h->variant, .bits = 8};
+	q->finite = !(h->options & WIRE_OPTION_PROPAGATE);
 	switch (h->codec) {
 	case CODEC_SIGN: q->bits = 1; break;
 	case CODEC_TERNARY: q->bits = h->variant == WIRE_TERNARY_2BIT ? 2 : 0; break;

@@ -124,10 +124,10 @@ typedef float float_any __attribute__((aligned(1), may_alias));
 
 /* How values that share a scale become codes: what the loops need of the spec. */
 struct row_kind {
-	uint8_t codec, variant, odd;
-	uint8_t bits; /* of a code in the frame; 0: five a byte */
-	float max;    /* FLOAT8: the largest number */
-	int levels;   /* QUANTIZE: the largest code (even), or the largest magnitude (odd) */
+	uint8_t codec, variant, odd, finite; /* finite: NaN and Inf were refused before */
+	uint8_t bits;                        /* of a code in the frame; 0: five a byte */
+	float max;                           /* FLOAT8: the largest number */
+	int levels;                          /* QUANTIZE: the largest code (even), or the largest magnitude (odd) */
 };
 
 /* A = theta * ((sqrt(v * V) + eps) * theta_v + theta) + m * M, each operation rounded; without V: theta * theta + ...

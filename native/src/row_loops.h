@@ -39,13 +39,19 @@ static void from_float_float16(const float *x, size_t n, void *dst)
 	}
 }
 
+#ifndef ABS_MAX
+#define ABS_MAX(x, n, most) 0
+#define FLOAT8_CODES(mbits, bias, max, x, n, scale, code) 0
+#define EVEN_CODES(x, n, amax, levels, h, code) 0
+#endif
+
 static void abs_max(const float_any *x, size_t n, size_t row, uint32_t limit, uint32_t *max)
 {
 	for (size_t at = 0; at < n; at += row) {
 		size_t m = n - at < row ? n - at : row;
 		int32_t most = 0; /* signed, since SSE2 has no other */
 
-		for (size_t i = 0; i < m; i++) {
+		for (size_t i = limit > ROUND_ABS ? ABS_MAX(x + at, m, &most) : 0; i < m; i++) {
 			int32_t a = (int32_t)(round_bits(x[at + i]) & ROUND_ABS);
 
 			a = (uint32_t)a < limit ? a : 0;
@@ -156,11 +162,11 @@ static int ternary_run(const float_any *x, size_t n, float s, const uint16_t *h,
 }
 
 static inline void float8_run(uint32_t mbits, uint32_t bias, float max, const float_any *x, size_t n, float scale,
-			      const uint16_t *h, uint8_t *restrict code)
+			      const uint16_t *h, int finite, uint8_t *restrict code)
 {
 	uint32_t most = round_bits(max);
 
-	for (size_t i = 0; i < n; i++) {
+	for (size_t i = h || !finite ? 0 : FLOAT8_CODES(mbits, bias, max, x, n, scale, code); i < n; i++) {
 		uint32_t u = round_bits(x[i]), y = round_bits(round_float(u & ROUND_ABS) * scale), c;
 		uint32_t is_special = (u & ROUND_ABS) >= ROUND_INF;
 
@@ -227,7 +233,7 @@ static inline void float4_run(const float_any *x, size_t n, float scale, const u
 static inline void even_run(const float_any *x, size_t n, float amax, int levels, const uint16_t *h,
 			    uint8_t *restrict code)
 {
-	for (size_t i = 0; i < n; i++)
+	for (size_t i = EVEN_CODES(x, n, amax, levels, h, code); i < n; i++)
 		code[i] = (uint8_t)round_place(round_even_place(x[i], amax, (float)levels), h ? h[i] : 0x8000);
 }
 
@@ -263,11 +269,11 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 		switch (q->codec) {
 		case WIRE_CODEC_FLOAT8: /* constants make faster loops */
 			if (q->variant == WIRE_FLOAT8_E4M3FN)
-				r ? float8_run(3, 7, 448, p, m, *scale, r, c)
-				  : float8_run(3, 7, 448, p, m, *scale, NULL, c);
+				r ? float8_run(3, 7, 448, p, m, *scale, r, q->finite, c)
+				  : float8_run(3, 7, 448, p, m, *scale, NULL, q->finite, c);
 			else
-				r ? float8_run(2, 15, 57344, p, m, *scale, r, c)
-				  : float8_run(2, 15, 57344, p, m, *scale, NULL, c);
+				r ? float8_run(2, 15, 57344, p, m, *scale, r, q->finite, c)
+				  : float8_run(2, 15, 57344, p, m, *scale, NULL, q->finite, c);
 			break;
 		case WIRE_CODEC_FLOAT4:
 			if (m == 16)

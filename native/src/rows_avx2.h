@@ -269,6 +269,106 @@ static inline size_t table_values_avx2(const uint8_t *code, size_t n, const floa
 	return i;
 }
 
+/* The largest magnitude of a multiple of 32 values. */
+static inline size_t abs_max_avx2(const float_any *x, size_t n, int32_t *most)
+{
+	const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+	__m256i m[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
+	int32_t lane[8];
+	size_t i = 0;
+
+	for (; i + 32 <= n; i += 32)
+		for (int k = 0; k < 4; k++)
+			m[k] = _mm256_max_epi32(
+				m[k],
+				_mm256_and_si256(magnitude, _mm256_loadu_si256((const __m256i *)(x + i + 8 * k))));
+	_mm256_storeu_si256((__m256i *)lane,
+			    _mm256_max_epi32(_mm256_max_epi32(m[0], m[1]), _mm256_max_epi32(m[2], m[3])));
+	for (int k = 0; k < 8; k++)
+		*most = lane[k] > *most ? lane[k] : *most;
+	return i;
+}
+
+/* 32 numbers below 256 as bytes, in order. */
+static inline __m256i narrow_bytes(__m256i a, __m256i b, __m256i c, __m256i d)
+{
+	return in_order(_mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d)));
+}
+
+/* round_small_nearest of clamped products, and the sign. */
+static inline __m256i float8_avx2(__m256i x, __m256 scale, __m256 max, int mbits, int bias)
+{
+	const int shift = 23 - mbits;
+	const __m256i magnitude = _mm256_set1_epi32(0x7fffffff), one = _mm256_set1_epi32(1);
+	const __m256i half = _mm256_set1_epi32((1 << (shift - 1)) - 1 - ((127 - bias) << 23));
+	const __m256i step = _mm256_set1_epi32((127 + 24 - bias - mbits) << 23);
+	const __m256i least = _mm256_set1_epi32(((128 - bias) << 23) - 1);
+	__m256 y = _mm256_min_ps(_mm256_mul_ps(_mm256_castsi256_ps(_mm256_and_si256(x, magnitude)), scale), max);
+	__m256i a = _mm256_castps_si256(y);
+	__m256i even = _mm256_and_si256(_mm256_srli_epi32(a, shift), one);
+	__m256i normal = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(a, half), even), shift);
+	__m256i small = _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(y, _mm256_castsi256_ps(step))), step);
+	__m256i c = _mm256_blendv_epi8(small, normal, _mm256_cmpgt_epi32(a, least));
+
+	return _mm256_or_si256(c, _mm256_slli_epi32(_mm256_srli_epi32(x, 31), 7));
+}
+
+/* Bytes ahead that are fetched while values of a row already seen are coded: otherwise memory would idle. */
+#define AHEAD 16384
+
+/* Values must be finite. */
+static inline size_t float8_codes_avx2(uint32_t mbits, uint32_t bias, float max, const float_any *x, size_t n,
+				       float scale, uint8_t *code)
+{
+	const __m256 by = _mm256_set1_ps(scale), most = _mm256_set1_ps(max);
+	size_t i = 0;
+
+	for (; i + 32 <= n; i += 32) {
+		__m256i c[4];
+
+		_mm_prefetch((const char *)(x + i) + AHEAD, _MM_HINT_T1);
+		_mm_prefetch((const char *)(x + i) + AHEAD + 64, _MM_HINT_T1);
+		for (int k = 0; k < 4; k++)
+			c[k] = float8_avx2(_mm256_loadu_si256((const __m256i *)(x + i + 8 * k)), by, most, (int)mbits,
+					   (int)bias);
+		_mm256_storeu_si256((__m256i *)(code + i), narrow_bytes(c[0], c[1], c[2], c[3]));
+	}
+	return i;
+}
+
+/* round_place of 8 values; h: their draws, or NULL. */
+static inline __m256i place_avx2(__m256 place, const uint16_t *h)
+{
+	__m256 scaled = _mm256_add_ps(_mm256_mul_ps(place, _mm256_set1_ps(65536)), _mm256_set1_ps(0.5f));
+	__m256i draw = h ? _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)h)) : _mm256_set1_epi32(0x8000);
+
+	return _mm256_srli_epi32(_mm256_add_epi32(_mm256_cvttps_epi32(scaled), draw), 16);
+}
+
+static inline size_t even_codes_avx2(const float_any *x, size_t n, float amax, int levels, const uint16_t *h,
+				     uint8_t *code)
+{
+	const __m256 by = _mm256_set1_ps(amax), one = _mm256_set1_ps(1), half = _mm256_set1_ps((float)levels * 0.5f);
+	size_t i = 0;
+
+	for (; i + 32 <= n; i += 32) {
+		__m256i c[4];
+
+		_mm_prefetch((const char *)(x + i) + AHEAD, _MM_HINT_T1);
+		_mm_prefetch((const char *)(x + i) + AHEAD + 64, _MM_HINT_T1);
+		for (int k = 0; k < 4; k++) {
+			__m256 q = _mm256_add_ps(_mm256_div_ps(_mm256_loadu_ps(x + i + 8 * k), by), one);
+
+			c[k] = place_avx2(_mm256_mul_ps(q, half), h ? h + i + 8 * k : NULL);
+		}
+		_mm256_storeu_si256((__m256i *)(code + i), narrow_bytes(c[0], c[1], c[2], c[3]));
+	}
+	return i;
+}
+
+#define ABS_MAX abs_max_avx2
+#define FLOAT8_CODES float8_codes_avx2
+#define EVEN_CODES even_codes_avx2
 #define FLOAT8_VALUES float8_values_avx2
 #define TABLE_VALUES table_values_avx2
 #define SIGN_BITS sign_bits_avx2

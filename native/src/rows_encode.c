@@ -78,11 +78,14 @@ static codec_status encode_codes(const struct job *j, const struct kernels *k, c
 	}
 	for (uint64_t t = 0; t < m; t += tile) {
 		uint64_t end = MIN(t + tile, m), n;
+		uint8_t *code = q.bits == 8 ? dst + t : w->code;
 
 		for (uint64_t i = t; i < end; i += n) {
 			n = rows_run(p->row, i, end);
-			TRY(encode_run(j, k, &q, p, src, first, i, n, m, w, stored, w->code + i - t));
+			TRY(encode_run(j, k, &q, p, src, first, i, n, m, w, stored, code + i - t));
 		}
+		if (q.bits == 8)
+			continue;
 		memset(w->code + end - t, q.codec == CODEC_TERNARY, 8);
 		if (q.bits)
 			k->pack_codes(w->code, q.bits == 2 ? (end - t + 3) / 4 * 4 : end - t, q.bits,
