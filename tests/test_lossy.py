@@ -43,14 +43,21 @@ def test_philox_known_answers():
     assert philox((0xA4093822, 0x299F31D0), pi) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
 
 
+def over(x, scale, n=F32(1)):
+    """x / scale * n by two products; the first keeps the second's factor finite."""
+    up = np.where(scale < 1, F32(2**64), F32(1))
+    return x * up * (n / (scale * up))
+
+
+@pytest.mark.parametrize("scale", [0.01, 1e37, 1e-41, 1e-44])
 @pytest.mark.parametrize(("seed", "stream"), [(0, 0), (5, 3), (0xFFFFFFFF, (7 << 32) + 9)])
-def test_ternary_is_its_definition(seed, stream, isa):
-    x = tensor(5000)
+def test_ternary_is_its_definition(seed, stream, scale, isa):
+    x = tensor(5000, scale=scale)
     x[7] = 0
     s = np.abs(x).max()
-    q = (np.abs(x) / s).astype(F32).astype(np.float64) * 2**32
+    q = over(np.abs(x), s, F32(65536)).astype(np.float64) * 65536
     u = draws(5000, seed, stream) << 16 | draws(5000, seed, stream, 1)
-    expected = np.where(u < np.floor(q), np.sign(x) * s, 0).astype(F32)
+    expected = np.where((u < np.floor(q)) | (np.abs(x) == s), np.sign(x) * s, 0).astype(F32)
     y = codec.decode(codec.encode(x, codec.Ternary(seed=seed), stream=stream))
     assert (y == expected).all()
     assert np.abs(y).max() == s
@@ -185,7 +192,8 @@ def test_quantize_is_its_definition(bits, levels, isa):
     h = np.zeros(65 * 64, np.int64)
     for rounding in ("stochastic", "nearest"):
         h[:4100] = draws(4100, 9, 4) if rounding == "stochastic" else 0x8000
-        place = (groups / safe + F32(1)) * (n * F32(0.5)) if levels == "even" else np.abs(groups) / safe * n
+        q = over(groups if levels == "even" else np.abs(groups), safe)
+        place = (q + F32(1)) * (n * F32(0.5)) if levels == "even" else q * n
         c = (np.floor(place * F32(65536) + F32(0.5)).astype(np.int64) + h.reshape(-1, 64)) >> 16
         level = (2 * c - int(n)) if levels == "even" else np.where(np.signbit(groups), -c, c)
         expected = np.where(amax > 0, amax * (level.astype(F32) / n), F32(0)).ravel()[:4100]

@@ -2,7 +2,7 @@
 #include <immintrin.h>
 
 #include "planes_avx2.h"
-#include "rows_avx2.h"
+#include "rows_avx512.h"
 
 #define V __m512i
 #define BYTES __m512i
@@ -24,6 +24,43 @@
 #define SELECT(m, a, b) _mm512_mask_blend_epi32(m, b, a)
 #define COUNT(m) (size_t)__builtin_popcount(m)
 #define ADD_BYTES _mm512_add_epi8
+
+/* for rows_simd.h */
+#define F __m512
+#define SETF _mm512_set1_ps
+#define STOREF _mm512_storeu_ps
+#define AS_F _mm512_castsi512_ps
+#define AS_V _mm512_castps_si512
+#define ADDF _mm512_add_ps
+#define SUBF _mm512_sub_ps
+#define MULF _mm512_mul_ps
+#define DIVF _mm512_div_ps
+#define MINF _mm512_min_ps
+#define TRUNC _mm512_cvttps_epi32
+#define FLOAT _mm512_cvtepi32_ps
+#define SLL _mm512_slli_epi32
+#define SRL _mm512_srli_epi32
+#define SRA _mm512_srai_epi32
+#define XOR _mm512_xor_si512
+#define XOR3(a, b, c) _mm512_ternarylogic_epi32(a, b, c, 0x96)
+#define MIN _mm512_min_epi32
+#define MAX _mm512_max_epi32
+#define GT _mm512_cmpgt_epi32_mask
+#define EQ _mm512_cmpeq_epi32_mask
+#define EITHER(a, b) ((__mmask16)((a) | (b)))
+#define MULU _mm512_mul_epu32
+#define ADDQ _mm512_add_epi64
+#define SLLQ _mm512_slli_epi64
+#define SRLQ _mm512_srli_epi64
+#define SETQ _mm512_set1_epi64
+#define SEQUENCE _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7)
+#define UNPACKLOQ _mm512_unpacklo_epi64
+#define UNPACKHIQ _mm512_unpackhi_epi64
+#define ODD_WORDS(a, b) _mm512_mask_shuffle_epi32(a, 0xaaaa, b, 0xa0)
+#define WIDEN8(p) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p)))
+#define WIDEN16(p) _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p)))
+#define NARROW narrow_avx512
+#define CHAINS 4
 
 static inline uint32_t *PUSH(uint32_t *end, __m512i v, __mmask16 m)
 {
@@ -148,6 +185,7 @@ static inline void store_quads(const __m512i s[4], int stream, uint8_t escape, u
 }
 
 #include "lanes.h"
+#include "rows_simd.h"
 #include "loops.h"
 #include "row_loops.h"
 #include "truncate_loops.h"

@@ -147,9 +147,8 @@ struct truncate_kind {
 
 /* Sums over at most WIRE_TREE values: of |x|; of x^2 and x; or of |x| where the sign is clear, and where it is set. */
 enum { ROW_SUM_ABS, ROW_SUM_SQUARES, ROW_SUM_SIGNS };
-/* TERNARY: a draw that decides nothing; a magnitude above its scale. */
-#define ROWS_TIE 1
-#define ROWS_ABOVE 2
+/* TERNARY's code for a draw that decides nothing. */
+#define TERNARY_TIE 3
 
 struct row_lanes {
 	float a[32], b[32];
@@ -224,7 +223,7 @@ struct kernels {
 	void (*sign_bits)(const float_any *x, size_t n, uint8_t *bits);
 	void (*sign_values)(const uint8_t *bits, size_t from, size_t n, float negative, float positive, float_any *y);
 	void (*halves)(struct philox key, uint64_t block, size_t nblocks, uint16_t *h);
-	/* h: random halves, NULL for nearest. Returns what TERNARY met. */
+	/* h: random halves, NULL for nearest. Returns whether a magnitude lies above TERNARY's scale. */
 	int (*encode_rows)(const struct row_kind *q, const float_any *x, size_t n, size_t row, const float *scale,
 			   const uint16_t *h, uint8_t *code);
 	void (*decode_rows)(const struct row_kind *q, const uint8_t *code, size_t n, size_t row, const float *scale,

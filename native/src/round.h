@@ -149,10 +149,31 @@ BITS_FN uint32_t round_small_value(uint32_t code, uint32_t mbits, uint32_t bias)
 
 #define FLOAT8_NAN 0x7fu
 
-/* x over a scale, as an index into levels 0..n from -amax to amax (even) or 0..n from 0 to amax (odd, of |x|). */
-BITS_FN float round_even_place(float x, float amax, float n)
+/*
+ * x / scale * n by two products, since a division takes many times longer: (x * up) * by. n is a power of two, so that
+ * |x| <= scale gives at most n, whatever the roundings; `up` keeps `by` finite.
+ */
+struct round_over {
+	float up, by;
+};
+
+BITS_FN struct round_over round_over(float scale, float n)
 {
-	return (x / amax + 1.0f) * (n * 0.5f);
+	float up = scale < 1.0f ? 0x1p64f : 1.0f;
+	struct round_over o = {up, n / (scale * up)};
+
+	return o;
+}
+
+/* x over a scale, as an index into levels 0..n from -amax to amax (even) or 0..n from 0 to amax (odd, of |x|). */
+BITS_FN float round_even_place(float x, struct round_over amax, float n)
+{
+	return (x * amax.up * amax.by + 1.0f) * (n * 0.5f);
+}
+
+BITS_FN float round_odd_place(float ax, struct round_over amax, float n)
+{
+	return ax * amax.up * amax.by * n;
 }
 
 /* place in 0..255 to one of its neighbours. */
@@ -217,11 +238,14 @@ BITS_FN uint32_t round_truncate(uint32_t x, uint32_t k, uint32_t nearest, uint32
 	return e ? up : 0;
 }
 
-/* TernGrad: |x| / s as a fraction of 2^32, cut in two. |x| <= s; high is 65536 where |x| = s. */
-BITS_FN uint32_t round_ternary(float ax, float s, uint32_t *low)
+/*
+ * TernGrad: |x| / s as a fraction of 2^32, cut in two; `over` is round_over(s, 65536). A value is kept if the first
+ * draw is below `high`, or equal to it and the second below `low`, and always if |x| = s.
+ */
+BITS_FN uint32_t round_ternary(float ax, struct round_over over, uint32_t *low)
 {
-	float q = ax / s * 65536.0f;
-	int high = (int)q;
+	float q = ax * over.up * over.by;
+	int high = (int)q < 65535 ? (int)q : 65535;
 
 	*low = (uint32_t)(int)((q - (float)high) * 65536.0f);
 	return (uint32_t)high;

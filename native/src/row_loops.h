@@ -41,8 +41,13 @@ static void from_float_float16(const float *x, size_t n, void *dst)
 
 #ifndef ABS_MAX
 #define ABS_MAX(x, n, most) 0
-#define FLOAT8_CODES(mbits, bias, max, x, n, scale, code) 0
-#define EVEN_CODES(x, n, amax, levels, h, code) 0
+#define HALVES(key, block, nblocks, h) 0
+#define TERNARY_CODES(x, n, s, h, code, most) 0
+#define FLOAT8_CODES(mbits, bias, max, x, n, scale, h, finite, code) ((void)(finite), (size_t)0)
+#define FLOAT4_CODES(x, n, row, scale, h, code) 0
+#define LEVEL_CODES(odd, x, n, amax, levels, h, code) 0
+#define LEVEL_VALUES(code, n, amax, step, from, levels, y) 0
+#define FLOAT8_VALUES(mbits, bias, last, code, n, scale, y) 0
 #endif
 
 static void abs_max(const float_any *x, size_t n, size_t row, uint32_t limit, uint32_t *max)
@@ -123,10 +128,6 @@ static void sign_values(const uint8_t *bits, size_t from, size_t n, float negati
 		y[i] = round_float(bits[(from + i) / 8] >> (from + i) % 8 & 1 ? p : q);
 }
 
-#ifndef HALVES
-#define HALVES(key, block, nblocks, h) 0
-#endif
-
 /* The first words of nblocks blocks, as halves in element order. */
 static void halves(struct philox key, uint64_t block, size_t nblocks, uint16_t *restrict h)
 {
@@ -141,24 +142,23 @@ static void halves(struct philox key, uint64_t block, size_t nblocks, uint16_t *
 	}
 }
 
-/* Codes 0, 1, 2 for -1, 0, 1. Returns ROWS_TIE if some value needs its second draw, ROWS_ABOVE if some exceeds s > 0.
- */
+/* Codes 0, 1, 2 for -1, 0, 1; TERNARY_TIE where the second draw decides. Returns whether some value exceeds s > 0. */
 static int ternary_run(const float_any *x, size_t n, float s, const uint16_t *h, uint8_t *restrict code)
 {
-	uint32_t any = 0, above = 0;
+	const struct round_over over = round_over(s, 65536);
+	const int32_t top = (int32_t)round_bits(s);
+	int32_t most = 0;
 
-	for (size_t i = 0; i < n; i++) {
-		uint32_t u = round_bits(x[i]), low, a = u & ROUND_ABS, clipped = round_bits(s), high;
-		int32_t keep;
+	for (size_t i = TERNARY_CODES(x, n, s, h, code, &most); i < n; i++) {
+		uint32_t u = round_bits(x[i]), low, high;
+		int32_t a = (int32_t)(u & ROUND_ABS);
 
-		above |= a > clipped;
-		a = a < clipped ? a : clipped;
-		high = round_ternary(round_float(a), s, &low);
-		keep = h[i] < high;
-		any |= h[i] == high;
-		code[i] = (uint8_t)(1 + (keep & (int32_t)~(u >> 31)) - (keep & (int32_t)(u >> 31)));
+		most = a > most ? a : most;
+		a = a < top ? a : top;
+		high = round_ternary(round_float((uint32_t)a), over, &low);
+		code[i] = h[i] < high || a == top ? (u >> 31 ? 0 : 2) : h[i] == high ? TERNARY_TIE : 1;
 	}
-	return (any ? ROWS_TIE : 0) | (above ? ROWS_ABOVE : 0);
+	return most > top;
 }
 
 static inline void float8_run(uint32_t mbits, uint32_t bias, float max, const float_any *x, size_t n, float scale,
@@ -166,7 +166,7 @@ static inline void float8_run(uint32_t mbits, uint32_t bias, float max, const fl
 {
 	uint32_t most = round_bits(max);
 
-	for (size_t i = h || !finite ? 0 : FLOAT8_CODES(mbits, bias, max, x, n, scale, code); i < n; i++) {
+	for (size_t i = FLOAT8_CODES(mbits, bias, max, x, n, scale, h, finite, code); i < n; i++) {
 		uint32_t u = round_bits(x[i]), y = round_bits(round_float(u & ROUND_ABS) * scale), c;
 		uint32_t is_special = (u & ROUND_ABS) >= ROUND_INF;
 
@@ -176,8 +176,7 @@ static inline void float8_run(uint32_t mbits, uint32_t bias, float max, const fl
 	}
 }
 
-#ifndef FLOAT8_VALUES
-#define FLOAT8_VALUES(mbits, bias, last, code, n, scale, y) 0
+#ifndef TABLE_VALUES
 #define TABLE_VALUES(code, n, ratio, scale, y) 0
 #endif
 
@@ -214,52 +213,56 @@ static inline void table_values(const uint8_t *code, size_t n, const float ratio
 		y[i] = ratio[code[i] & 15] * scale;
 }
 
-/* scale is what a value is divided by, 0 for a block of zeros. Code: sign at bit 3. */
-static inline void float4_run(const float_any *x, size_t n, float scale, const uint16_t *h, uint8_t *restrict code)
+/* scale is what a row's values are divided by, 0 for zeros. Code: sign at bit 3. */
+static inline void float4_run(const float_any *x, size_t n, size_t row, const float *scale, const uint16_t *h,
+			      uint8_t *restrict code)
 {
 	const uint32_t most = 0x40c00000u; /* 6 */
-	float by = scale > 0 ? scale : 1;
 
-	for (size_t i = 0; i < n; i++) {
-		uint32_t u = round_bits(x[i]), y = round_bits(round_float(u & ROUND_ABS) / by), c;
+	for (size_t i = FLOAT4_CODES(x, n, row, scale, h, code); i < n; i++) {
+		float by = scale[i / row];
+		uint32_t u = round_bits(x[i]), y = round_bits(round_float(u & ROUND_ABS) / (by > 0 ? by : INFINITY)), c;
 
 		y = y < most ? y : most;
 		c = h ? round_small_stochastic(y, 1, 1, h[i]) : round_small_nearest(y, 1, 1);
-		code[i] = (uint8_t)((scale > 0 ? c : 0) | (u >> 28 & 8));
+		code[i] = (uint8_t)(c | (u >> 28 & 8));
 	}
 }
 
 /* amax > 0. */
-static inline void even_run(const float_any *x, size_t n, float amax, int levels, const uint16_t *h,
-			    uint8_t *restrict code)
+static inline void level_run(int odd, const float_any *x, size_t n, float amax, int levels, const uint16_t *h,
+			     uint8_t *restrict code)
 {
-	for (size_t i = EVEN_CODES(x, n, amax, levels, h, code); i < n; i++)
-		code[i] = (uint8_t)round_place(round_even_place(x[i], amax, (float)levels), h ? h[i] : 0x8000);
-}
+	const struct round_over over = round_over(amax, 1);
 
-static inline void odd_run(const float_any *x, size_t n, float amax, int levels, const uint16_t *h,
-			   uint8_t *restrict code)
-{
-	for (size_t i = 0; i < n; i++) {
-		uint32_t u = round_bits(x[i]);
-		int c = round_place(round_float(u & ROUND_ABS) / amax * (float)levels, h ? h[i] : 0x8000);
+	for (size_t i = LEVEL_CODES(odd, x, n, amax, levels, h, code); i < n; i++) {
+		uint32_t u = round_bits(x[i]), draw = h ? h[i] : 0x8000;
 
-		code[i] = (uint8_t)(levels + (u >> 31 ? -c : c));
+		if (odd) {
+			int c = round_place(round_odd_place(round_float(u & ROUND_ABS), over, (float)levels), draw);
+
+			code[i] = (uint8_t)(levels + (u >> 31 ? -c : c));
+		} else {
+			code[i] = (uint8_t)round_place(round_even_place(x[i], over, (float)levels), draw);
+		}
 	}
 }
 
-static void level_values(const uint8_t *code, size_t n, float amax, int step, int from, int levels,
-			 float_any *restrict y)
+static void level_values(const uint8_t *code, size_t n, float amax, int step, int from, int levels, float_any *y)
 {
-	for (size_t i = 0; i < n; i++)
+	for (size_t i = LEVEL_VALUES(code, n, amax, step, from, levels, y); i < n; i++)
 		y[i] = round_level(step * code[i] - from, (float)levels, amax);
 }
 
 static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, size_t row, const float *scale,
 		       const uint16_t *h, uint8_t *code)
 {
-	int found = 0;
+	int above = 0;
 
+	if (q->codec == WIRE_CODEC_FLOAT4) { /* rows are short there */
+		h ? float4_run(x, n, row, scale, h, code) : float4_run(x, n, row, scale, NULL, code);
+		return 0;
+	}
 	for (size_t at = 0; at < n; at += row, scale++) {
 		size_t m = n - at < row ? n - at : row;
 		const uint16_t *r = h ? h + at : NULL;
@@ -275,15 +278,9 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 				r ? float8_run(2, 15, 57344, p, m, *scale, r, q->finite, c)
 				  : float8_run(2, 15, 57344, p, m, *scale, NULL, q->finite, c);
 			break;
-		case WIRE_CODEC_FLOAT4:
-			if (m == 16)
-				r ? float4_run(p, 16, *scale, r, c) : float4_run(p, 16, *scale, NULL, c);
-			else
-				r ? float4_run(p, m, *scale, r, c) : float4_run(p, m, *scale, NULL, c);
-			break;
 		case WIRE_CODEC_TERNARY:
 			if (*scale > 0)
-				found |= ternary_run(p, m, *scale, r, c);
+				above |= ternary_run(p, m, *scale, r, c);
 			else
 				memset(c, 1, m);
 			break;
@@ -291,13 +288,14 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 			if (!(*scale > 0))
 				memset(c, q->odd ? q->levels : 0, m);
 			else if (q->odd)
-				r ? odd_run(p, m, *scale, q->levels, r, c) : odd_run(p, m, *scale, q->levels, NULL, c);
+				r ? level_run(1, p, m, *scale, q->levels, r, c)
+				  : level_run(1, p, m, *scale, q->levels, NULL, c);
 			else
-				r ? even_run(p, m, *scale, q->levels, r, c)
-				  : even_run(p, m, *scale, q->levels, NULL, c);
+				r ? level_run(0, p, m, *scale, q->levels, r, c)
+				  : level_run(0, p, m, *scale, q->levels, NULL, c);
 		}
 	}
-	return found;
+	return above;
 }
 
 static void decode_rows(const struct row_kind *q, const uint8_t *code, size_t n, size_t row, const float *scale,

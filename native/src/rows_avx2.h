@@ -1,4 +1,4 @@
-/* rows_avx2.h - loops of row_loops.h that no compiler makes well, in 256-bit vectors: for AVX2 and above.
+/* rows_avx2.h - loops of row_loops.h that shuffle, in 256-bit vectors; and what rows_simd.h needs.
  *
  * Each does the first values and returns how many; the portable ones do the rest.
  */
@@ -47,68 +47,6 @@ static inline size_t sign_values_avx2(const uint8_t *bits, size_t n, float negat
 		}
 	}
 	return i;
-}
-
-/*
- * Eight blocks of Philox at a time: the even ones and the odd ones, each in the lower halves of 64-bit lanes, where
- * products come out. What is in the upper halves does not matter. Counters must not carry into their upper word.
- */
-struct philox4 {
-	__m256i c0, c1, c2, c3;
-};
-
-static inline void philox_round(struct philox4 *p, __m256i k0, __m256i k1)
-{
-	__m256i a = _mm256_mul_epu32(p->c0, _mm256_set1_epi64x(PHILOX_M0));
-	__m256i b = _mm256_mul_epu32(p->c2, _mm256_set1_epi64x(PHILOX_M1));
-
-	p->c0 = _mm256_xor_si256(_mm256_srli_epi64(b, 32), _mm256_xor_si256(p->c1, k0));
-	p->c2 = _mm256_xor_si256(_mm256_srli_epi64(a, 32), _mm256_xor_si256(p->c3, k1));
-	p->c1 = b;
-	p->c3 = a;
-}
-
-static inline __m256i both(__m256i even, __m256i odd)
-{
-	return _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
-}
-
-static inline size_t halves_avx2(struct philox key, uint64_t block, size_t nblocks, uint16_t *h)
-{
-	const __m256i zero = _mm256_setzero_si256(), c3 = _mm256_set1_epi64x(key.stream_high);
-	size_t b = 0;
-
-	for (; b + 8 <= nblocks && (uint32_t)(block + b) <= UINT32_MAX - 8; b += 8) {
-		__m256i first = _mm256_set1_epi64x((uint32_t)(block + b));
-		__m256i c1 = _mm256_set1_epi64x((long long)((block + b) >> 32)), w0, w1, w2, w3, t0, t1, t2, t3;
-		struct philox4 even = {_mm256_add_epi64(first, _mm256_setr_epi64x(0, 2, 4, 6)), c1, zero, c3};
-		struct philox4 odd = {_mm256_add_epi64(first, _mm256_setr_epi64x(1, 3, 5, 7)), c1, zero, c3};
-		uint32_t k0 = key.seed, k1 = key.stream;
-
-		for (int r = 0; r < PHILOX_ROUNDS; r++, k0 += PHILOX_W0, k1 += PHILOX_W1) {
-			__m256i v0 = _mm256_set1_epi64x(k0), v1 = _mm256_set1_epi64x(k1);
-
-			philox_round(&even, v0, v1);
-			philox_round(&odd, v0, v1);
-		}
-		w0 = both(even.c0, odd.c0);
-		w1 = both(even.c1, odd.c1);
-		w2 = both(even.c2, odd.c2);
-		w3 = both(even.c3, odd.c3);
-		t0 = _mm256_unpacklo_epi32(w0, w1);
-		t1 = _mm256_unpacklo_epi32(w2, w3);
-		t2 = _mm256_unpackhi_epi32(w0, w1);
-		t3 = _mm256_unpackhi_epi32(w2, w3);
-		w0 = _mm256_unpacklo_epi64(t0, t1); /* blocks 0 and 4 */
-		w1 = _mm256_unpackhi_epi64(t0, t1); /* 1 and 5 */
-		w2 = _mm256_unpacklo_epi64(t2, t3);
-		w3 = _mm256_unpackhi_epi64(t2, t3);
-		_mm256_storeu_si256((__m256i *)(h + 8 * b), _mm256_permute2x128_si256(w0, w1, 0x20));
-		_mm256_storeu_si256((__m256i *)(h + 8 * b + 16), _mm256_permute2x128_si256(w2, w3, 0x20));
-		_mm256_storeu_si256((__m256i *)(h + 8 * b + 32), _mm256_permute2x128_si256(w0, w1, 0x31));
-		_mm256_storeu_si256((__m256i *)(h + 8 * b + 48), _mm256_permute2x128_si256(w2, w3, 0x31));
-	}
-	return b;
 }
 
 /* Codes of 2 and 4 bits: neighbours meet in sums of products, and part again by masks. */
@@ -225,33 +163,6 @@ static inline size_t unpack_trits_avx2(const uint8_t *src, size_t n, uint8_t *co
 	return i;
 }
 
-static inline size_t float8_values_avx2(uint32_t mbits, uint32_t bias, uint32_t last, const uint8_t *code, size_t n,
-					float scale, float_any *y)
-{
-	const int shift = 23 - (int)mbits;
-	const __m256i normal = _mm256_set1_epi32((int)(127 - bias) << 23),
-		      least = _mm256_set1_epi32((int)(128 - bias) << 23);
-	const __m256i magnitude = _mm256_set1_epi32(0x7f), first = _mm256_set1_epi32((1 << mbits) - 1);
-	const __m256i end = _mm256_set1_epi32((int)last), nan = _mm256_set1_epi32(0x7fc00000);
-	const __m256 by = _mm256_set1_ps(scale);
-	size_t i = 0;
-
-	for (; i + 8 <= n; i += 8) {
-		__m256i c = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(code + i)));
-		__m256i a = _mm256_and_si256(c, magnitude), bits = _mm256_slli_epi32(a, shift);
-		__m256i sign = _mm256_slli_epi32(_mm256_andnot_si256(magnitude, c), 24);
-		__m256 small =
-			_mm256_sub_ps(_mm256_castsi256_ps(_mm256_add_epi32(bits, least)), _mm256_castsi256_ps(least));
-		__m256 v = _mm256_blendv_ps(small, _mm256_castsi256_ps(_mm256_add_epi32(bits, normal)),
-					    _mm256_castsi256_ps(_mm256_cmpgt_epi32(a, first)));
-
-		v = _mm256_div_ps(v, by);
-		v = _mm256_blendv_ps(v, _mm256_castsi256_ps(nan), _mm256_castsi256_ps(_mm256_cmpgt_epi32(a, end)));
-		_mm256_storeu_ps(y + i, _mm256_or_ps(v, _mm256_castsi256_ps(sign)));
-	}
-	return i;
-}
-
 /* 16 values in two registers, looked up by the low three bits, then chosen by the fourth. */
 static inline size_t table_values_avx2(const uint8_t *code, size_t n, const float ratio[16], float scale, float_any *y)
 {
@@ -269,111 +180,17 @@ static inline size_t table_values_avx2(const uint8_t *code, size_t n, const floa
 	return i;
 }
 
-/* The largest magnitude of a multiple of 32 values. */
-static inline size_t abs_max_avx2(const float_any *x, size_t n, int32_t *most)
+/* Numbers below 256 as bytes, in order. */
+static inline void narrow_avx2(uint8_t *p, const __m256i v[4])
 {
-	const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
-	__m256i m[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
-	int32_t lane[8];
-	size_t i = 0;
+	__m256i a = _mm256_packus_epi32(v[0], v[1]), b = _mm256_packus_epi32(v[2], v[3]);
 
-	for (; i + 32 <= n; i += 32)
-		for (int k = 0; k < 4; k++)
-			m[k] = _mm256_max_epi32(
-				m[k],
-				_mm256_and_si256(magnitude, _mm256_loadu_si256((const __m256i *)(x + i + 8 * k))));
-	_mm256_storeu_si256((__m256i *)lane,
-			    _mm256_max_epi32(_mm256_max_epi32(m[0], m[1]), _mm256_max_epi32(m[2], m[3])));
-	for (int k = 0; k < 8; k++)
-		*most = lane[k] > *most ? lane[k] : *most;
-	return i;
+	_mm256_storeu_si256((__m256i *)p, in_order(_mm256_packus_epi16(a, b)));
 }
 
-/* 32 numbers below 256 as bytes, in order. */
-static inline __m256i narrow_bytes(__m256i a, __m256i b, __m256i c, __m256i d)
-{
-	return in_order(_mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d)));
-}
-
-/* round_small_nearest of clamped products, and the sign. */
-static inline __m256i float8_avx2(__m256i x, __m256 scale, __m256 max, int mbits, int bias)
-{
-	const int shift = 23 - mbits;
-	const __m256i magnitude = _mm256_set1_epi32(0x7fffffff), one = _mm256_set1_epi32(1);
-	const __m256i half = _mm256_set1_epi32((1 << (shift - 1)) - 1 - ((127 - bias) << 23));
-	const __m256i step = _mm256_set1_epi32((127 + 24 - bias - mbits) << 23);
-	const __m256i least = _mm256_set1_epi32(((128 - bias) << 23) - 1);
-	__m256 y = _mm256_min_ps(_mm256_mul_ps(_mm256_castsi256_ps(_mm256_and_si256(x, magnitude)), scale), max);
-	__m256i a = _mm256_castps_si256(y);
-	__m256i even = _mm256_and_si256(_mm256_srli_epi32(a, shift), one);
-	__m256i normal = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(a, half), even), shift);
-	__m256i small = _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(y, _mm256_castsi256_ps(step))), step);
-	__m256i c = _mm256_blendv_epi8(small, normal, _mm256_cmpgt_epi32(a, least));
-
-	return _mm256_or_si256(c, _mm256_slli_epi32(_mm256_srli_epi32(x, 31), 7));
-}
-
-/* Bytes ahead that are fetched while values of a row already seen are coded: otherwise memory would idle. */
-#define AHEAD 16384
-
-/* Values must be finite. */
-static inline size_t float8_codes_avx2(uint32_t mbits, uint32_t bias, float max, const float_any *x, size_t n,
-				       float scale, uint8_t *code)
-{
-	const __m256 by = _mm256_set1_ps(scale), most = _mm256_set1_ps(max);
-	size_t i = 0;
-
-	for (; i + 32 <= n; i += 32) {
-		__m256i c[4];
-
-		_mm_prefetch((const char *)(x + i) + AHEAD, _MM_HINT_T1);
-		_mm_prefetch((const char *)(x + i) + AHEAD + 64, _MM_HINT_T1);
-		for (int k = 0; k < 4; k++)
-			c[k] = float8_avx2(_mm256_loadu_si256((const __m256i *)(x + i + 8 * k)), by, most, (int)mbits,
-					   (int)bias);
-		_mm256_storeu_si256((__m256i *)(code + i), narrow_bytes(c[0], c[1], c[2], c[3]));
-	}
-	return i;
-}
-
-/* round_place of 8 values; h: their draws, or NULL. */
-static inline __m256i place_avx2(__m256 place, const uint16_t *h)
-{
-	__m256 scaled = _mm256_add_ps(_mm256_mul_ps(place, _mm256_set1_ps(65536)), _mm256_set1_ps(0.5f));
-	__m256i draw = h ? _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)h)) : _mm256_set1_epi32(0x8000);
-
-	return _mm256_srli_epi32(_mm256_add_epi32(_mm256_cvttps_epi32(scaled), draw), 16);
-}
-
-static inline size_t even_codes_avx2(const float_any *x, size_t n, float amax, int levels, const uint16_t *h,
-				     uint8_t *code)
-{
-	const __m256 by = _mm256_set1_ps(amax), one = _mm256_set1_ps(1), half = _mm256_set1_ps((float)levels * 0.5f);
-	size_t i = 0;
-
-	for (; i + 32 <= n; i += 32) {
-		__m256i c[4];
-
-		_mm_prefetch((const char *)(x + i) + AHEAD, _MM_HINT_T1);
-		_mm_prefetch((const char *)(x + i) + AHEAD + 64, _MM_HINT_T1);
-		for (int k = 0; k < 4; k++) {
-			__m256 q = _mm256_add_ps(_mm256_div_ps(_mm256_loadu_ps(x + i + 8 * k), by), one);
-
-			c[k] = place_avx2(_mm256_mul_ps(q, half), h ? h + i + 8 * k : NULL);
-		}
-		_mm256_storeu_si256((__m256i *)(code + i), narrow_bytes(c[0], c[1], c[2], c[3]));
-	}
-	return i;
-}
-
-#define ABS_MAX abs_max_avx2
-#define FLOAT8_CODES float8_codes_avx2
-#define EVEN_CODES even_codes_avx2
-#define FLOAT8_VALUES float8_values_avx2
 #define TABLE_VALUES table_values_avx2
 #define SIGN_BITS sign_bits_avx2
 #define SIGN_VALUES sign_values_avx2
-#define HALVES halves_avx2
 #define PACK_CODES pack_codes_avx2
 #define UNPACK_CODES unpack_codes_avx2
 #define PACK_TRITS pack_trits_avx2

@@ -2,15 +2,17 @@
 #include "rows.h"
 
 /* Where TERNARY's first draw decides nothing, the second does. */
-static void settle_ties(const struct job *j, const float_any *x, uint64_t first, uint64_t n, float s, const uint16_t *h,
-			uint8_t *code)
+static void settle_ties(const struct job *j, const float_any *x, uint64_t first, uint64_t n, float s, uint8_t *code)
 {
-	for (uint64_t i = 0; i < n; i++) {
-		uint32_t u = round_bits(x[i]), a = u & ROUND_ABS, low, high;
+	const struct round_over over = round_over(s, 65536);
+	uint8_t *tie = code;
 
-		high = round_ternary(round_float(MIN(a, round_bits(s))), s, &low);
-		if (h[i] == high && philox_half(j->key, first + i, 1) < low)
-			code[i] = u >> 31 ? 0 : 2;
+	while ((tie = memchr(tie, TERNARY_TIE, (size_t)(code + n - tie)))) {
+		uint64_t i = (uint64_t)(tie - code);
+		uint32_t u = round_bits(x[i]), low;
+
+		round_ternary(round_float(u & ROUND_ABS), over, &low);
+		*tie = philox_half(j->key, first + i, 1) >= low ? 1 : u >> 31 ? 0 : 2;
 	}
 }
 
@@ -39,7 +41,7 @@ static codec_status encode_run(const struct job *j, const struct kernels *k, con
 	int random = q->codec == CODEC_TERNARY || j->h.options & WIRE_OPTION_STOCHASTIC;
 	const uint16_t *h = random ? draw(j, k, first + i, n, w) : NULL;
 	const float_any *x;
-	int found;
+	int above;
 
 	if (p->row > ROW_CHUNK && i % p->row == 0)
 		TRY(rows_long_scale(j, k, q, p, src, first + i, MIN(p->row, m - i), w,
@@ -49,11 +51,11 @@ static codec_status encode_run(const struct job *j, const struct kernels *k, con
 		TRY(rows_scales(j, k, q, p, x, n, w, stored + i / p->row * (uint64_t)rows_scale_nbytes(&j->h)));
 	else if (!p->row)
 		*w->scale = p->scale[0];
-	found = k->encode_rows(q, x, n, p->row && p->row <= ROW_CHUNK ? p->row : n, w->scale, h, code);
-	if (found & ROWS_ABOVE && !(j->clip > 0))
+	above = k->encode_rows(q, x, n, p->row && p->row <= ROW_CHUNK ? p->row : n, w->scale, h, code);
+	if (above && !(j->clip > 0))
 		return check_given(k, x, n, *w->scale);
-	if (found & ROWS_TIE)
-		settle_ties(j, x, first + i, n, *w->scale, h, code);
+	if (q->codec == CODEC_TERNARY)
+		settle_ties(j, x, first + i, n, *w->scale, code);
 	return CODEC_OK;
 }
 

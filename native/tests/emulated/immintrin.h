@@ -105,7 +105,72 @@ static inline __m512i emulated_shuffle_i64x2(__m512i a, __m512i b, int choose)
 	return simde_mm512_loadu_si512(out);
 }
 
+static inline __m512i emulated_cvtepu16_epi32(__m256i a)
+{
+	uint16_t h[16];
+	uint32_t w[16];
+
+	memcpy(h, &a, 32);
+	for (int i = 0; i < 16; i++)
+		w[i] = h[i];
+	return simde_mm512_loadu_si512(w);
+}
+
+static inline __m512i emulated_cvttps_epi32(__m512 a)
+{
+	float x[16];
+	int32_t w[16];
+
+	memcpy(x, &a, 64);
+	for (int i = 0; i < 16; i++)
+		w[i] = x[i] >= -0x1p31f && x[i] < 0x1p31f ? (int32_t)x[i] : INT32_MIN;
+	return simde_mm512_loadu_si512(w);
+}
+
+static inline __m512 emulated_cvtepi32_ps(__m512i a)
+{
+	int32_t w[16];
+	float x[16];
+
+	memcpy(w, &a, 64);
+	for (int i = 0; i < 16; i++)
+		x[i] = (float)w[i];
+	return simde_mm512_loadu_ps(x);
+}
+
+static inline __m512i emulated_srai_epi32(__m512i a, unsigned n)
+{
+	int32_t w[16];
+
+	memcpy(w, &a, 64);
+	for (int i = 0; i < 16; i++)
+		w[i] >>= n;
+	return simde_mm512_loadu_si512(w);
+}
+
+static inline __m512i emulated_mask_shuffle_epi32(__m512i a, __mmask16 k, __m512i b, int choose)
+{
+	uint32_t x[16], y[16];
+
+	memcpy(x, &a, 64);
+	memcpy(y, &b, 64);
+	for (int i = 0; i < 16; i++)
+		if (k >> i & 1)
+			x[i] = y[i / 4 * 4 + (choose >> 2 * (i % 4) & 3)];
+	return simde_mm512_loadu_si512(x);
+}
+
 #undef _mm512_cvtepu8_epi32
+#undef _mm512_cvtepu16_epi32
+#undef _mm512_cvttps_epi32
+#undef _mm512_cvtepi32_ps
+#undef _mm512_srai_epi32
+#undef _mm512_mask_shuffle_epi32
+#define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
+#define _mm512_cvttps_epi32 emulated_cvttps_epi32
+#define _mm512_cvtepi32_ps emulated_cvtepi32_ps
+#define _mm512_srai_epi32 emulated_srai_epi32
+#define _mm512_mask_shuffle_epi32 emulated_mask_shuffle_epi32
 #undef _mm512_madd_epi16
 #undef _mm512_mask_storeu_epi32
 #undef _mm512_maskz_expand_epi32

@@ -1,0 +1,280 @@
+/* rows_simd.h - loops of row_loops.h over vectors of LANES 32-bit words, written once.
+ *
+ * Included by rows_avx2.h and rows_avx512.h, which define, besides what lanes.h asks for:
+ *   F, SETF, STOREF          a vector of floats
+ *   AS_F AS_V                the same bits as floats, as words
+ *   ADDF SUBF MULF DIVF MINF on floats; MINF gives b where a is NaN
+ *   TRUNC                    floats to integers, toward zero
+ *   FLOAT (v)                integers to floats
+ *   SLL SRL SRA (v, n)       all lanes by one count
+ *   XOR XOR3 MIN MAX         on words; signed
+ *   GT EQ EITHER             signed comparisons, as MASK; either of two
+ *   MULU ADDQ SLLQ SRLQ      products of the lower halves of 64-bit lanes; sums, shifts
+ *   SETQ SEQUENCE            a 64-bit constant; lane 2i holds i, lane 2i + 1 i + BLOCKS / 2
+ *   UNPACKLOQ UNPACKHIQ      even, odd 64-bit lanes of a and b, interleaved
+ *   ODD_WORDS (a, b)         a's lower words, and b's as upper ones
+ *   WIDEN8 WIDEN16 (p)       bytes, halves to words
+ *   NARROW (p, v[4])         numbers below 256 as 4 * LANES bytes
+ *   CHAINS                   how many generators run side by side
+ *
+ * Each loop returns how many values it did; the plain ones do the rest. STEP of them make a whole number of bytes
+ * registers.
+ */
+#define STEP (4 * (size_t)LANES)
+
+/* Bytes ahead that are fetched while values are coded: otherwise memory would idle. */
+#define AHEAD 16384
+
+static inline void fetch_ahead(const float_any *x)
+{
+	for (size_t i = 0; i < 4 * STEP; i += 64)
+		_mm_prefetch((const char *)x + AHEAD + i, _MM_HINT_T1);
+}
+
+static inline size_t abs_max_simd(const float_any *x, size_t n, int32_t *most)
+{
+	const V magnitude = SET1((int)ROUND_ABS);
+	V m[4] = {SET1(0), SET1(0), SET1(0), SET1(0)};
+	int32_t lane[LANES];
+	size_t i = 0;
+
+	for (; i + STEP <= n; i += STEP)
+		for (int k = 0; k < 4; k++)
+			m[k] = MAX(m[k], AND(magnitude, LOAD(x + i + LANES * k)));
+	STORE(lane, MAX(MAX(m[0], m[1]), MAX(m[2], m[3])));
+	for (int k = 0; k < LANES; k++)
+		*most = lane[k] > *most ? lane[k] : *most;
+	return i;
+}
+
+/*
+ * Philox. Each 64-bit lane has a block, whose words lie in the lower halves of c; what is above does not matter.
+ * Counters must not carry into their upper word.
+ */
+#define BLOCKS (LANES / 2)
+
+struct round_keys {
+	V k0[PHILOX_ROUNDS], k1[PHILOX_ROUNDS];
+};
+
+static inline void draw_blocks(const struct round_keys *key, uint32_t stream_high, uint64_t block, int chains,
+			       uint16_t *h)
+{
+	V c[CHAINS][4];
+
+	for (int i = 0; i < chains; i++) {
+		c[i][0] = ADDQ(SETQ((uint32_t)block + (uint32_t)(BLOCKS * i)), SEQUENCE);
+		c[i][1] = SETQ((long long)(block >> 32));
+		c[i][2] = SET1(0);
+		c[i][3] = SETQ(stream_high);
+	}
+	for (int r = 0; r < PHILOX_ROUNDS; r++)
+		for (int i = 0; i < chains; i++) {
+			V a = MULU(c[i][0], SETQ(PHILOX_M0)), b = MULU(c[i][2], SETQ(PHILOX_M1));
+
+			c[i][0] = XOR3(SRLQ(b, 32), c[i][1], key->k0[r]);
+			c[i][2] = XOR3(SRLQ(a, 32), c[i][3], key->k1[r]);
+			c[i][1] = b;
+			c[i][3] = a;
+		}
+	for (int i = 0; i < chains; i++, h += 8 * BLOCKS) {
+		V low = ODD_WORDS(c[i][0], c[i][1]), high = ODD_WORDS(c[i][2], c[i][3]);
+
+		STORE(h, UNPACKLOQ(low, high));
+		STORE(h + 4 * BLOCKS, UNPACKHIQ(low, high));
+	}
+}
+
+static inline size_t halves_simd(struct philox key, uint64_t block, size_t nblocks, uint16_t *h)
+{
+	struct round_keys keys;
+	size_t b = 0;
+
+	if (nblocks < BLOCKS || (uint32_t)block > UINT32_MAX - nblocks)
+		return 0;
+	for (int r = 0; r < PHILOX_ROUNDS; r++) {
+		keys.k0[r] = SETQ(key.seed + PHILOX_W0 * (uint32_t)r);
+		keys.k1[r] = SETQ(key.stream + PHILOX_W1 * (uint32_t)r);
+	}
+	for (; b + CHAINS * BLOCKS <= nblocks; b += CHAINS * BLOCKS)
+		draw_blocks(&keys, key.stream_high, block + b, CHAINS, h + 8 * b);
+	for (; b + BLOCKS <= nblocks; b += BLOCKS)
+		draw_blocks(&keys, key.stream_high, block + b, 1, h + 8 * b);
+	return b;
+}
+
+/* 16 random bits a lane, or the half that rounds to nearest. */
+static inline V draws(const uint16_t *h, size_t i)
+{
+	return h ? WIDEN16(h + i) : SET1(0x8000);
+}
+
+/* round_ternary; *most: the largest magnitude. */
+static inline size_t ternary_codes_simd(const float_any *x, size_t n, float s, const uint16_t *h, uint8_t *code,
+					int32_t *most)
+{
+	const struct round_over over = round_over(s, 65536);
+	const F up = SETF(over.up), by = SETF(over.by);
+	const V top = AS_V(SETF(s)), two = SET1(2);
+	V max = SET1(0);
+	int32_t lane[LANES];
+	size_t i = 0;
+
+	for (; i + STEP <= n; i += STEP) {
+		V c[4];
+
+		fetch_ahead(x + i);
+		for (int k = 0; k < 4; k++) {
+			V u = LOAD(x + i + LANES * k), a = AND(u, SET1((int)ROUND_ABS)), draw = draws(h, i + LANES * k);
+			V high = MIN(TRUNC(MULF(MULF(AS_F(MIN(a, top)), up), by)), SET1(65535));
+			MASK keep = EITHER(GT(high, draw), EQ(MIN(a, top), top));
+
+			max = MAX(max, a);
+			c[k] = SELECT(EQ(high, draw), SET1(TERNARY_TIE), SET1(1));
+			c[k] = SELECT(keep, SUB(two, AND(SRL(u, 30), two)), c[k]);
+		}
+		NARROW(code + i, c);
+	}
+	STORE(lane, max);
+	for (int k = 0; k < LANES; k++)
+		*most = lane[k] > *most ? lane[k] : *most;
+	return i;
+}
+
+/* round_small_nearest or, with draws, round_small_stochastic. */
+static inline V small_simd(F y, int mbits, int bias, const uint16_t *h, size_t i)
+{
+	const int shift = 23 - mbits, lost = shift - 16;
+	V a = AS_V(y), normal, small;
+
+	if (h) {
+		V draw = draws(h, i);
+		F place = MULF(y, AS_F(SET1((127 + 16 + bias + mbits - 1) << 23)));
+
+		normal = ADD(a, ADD(SLL(draw, lost), SET1((1 << lost >> 1) - ((127 - bias) << 23))));
+		small = SRL(ADD(TRUNC(ADDF(place, SETF(0.5f))), draw), 16);
+	} else {
+		const V step = SET1((127 + 24 - bias - mbits) << 23);
+
+		normal = ADD(AND(SRL(a, shift), SET1(1)), SET1((1 << (shift - 1)) - 1 - ((127 - bias) << 23)));
+		normal = ADD(a, normal);
+		small = SUB(AS_V(ADDF(y, AS_F(step))), step);
+	}
+	return SELECT(GT(a, SET1(((128 - bias) << 23) - 1)), SRL(normal, shift), small);
+}
+
+static inline size_t float8_codes_simd(int mbits, int bias, float max, const float_any *x, size_t n, float scale,
+				       const uint16_t *h, int finite, uint8_t *code)
+{
+	const F by = SETF(scale), most = SETF(max);
+	size_t i = 0;
+
+	for (; i + STEP <= n; i += STEP) {
+		V c[4];
+
+		fetch_ahead(x + i);
+		for (int k = 0; k < 4; k++) {
+			V u = LOAD(x + i + LANES * k), a = AND(u, SET1((int)ROUND_ABS));
+
+			c[k] = small_simd(MINF(MULF(AS_F(a), by), most), mbits, bias, h, i + LANES * k);
+			if (!finite)
+				c[k] = SELECT(GT(a, SET1(ROUND_INF - 1)), SET1(FLOAT8_NAN), c[k]);
+			c[k] = OR(c[k], SLL(SRL(u, 31), 7));
+		}
+		NARROW(code + i, c);
+	}
+	return i;
+}
+
+/* Many short rows at once; `row` is a multiple of LANES. Of a row of zeros, signs stay. */
+static inline size_t float4_codes_simd(const float_any *x, size_t n, size_t row, const float *scale, const uint16_t *h,
+				       uint8_t *code)
+{
+	size_t i = 0;
+
+	for (; i + STEP <= n; i += STEP) {
+		V c[4];
+
+		fetch_ahead(x + i);
+		for (size_t k = 0; k < 4; k++) {
+			size_t at = i + LANES * k;
+			float s = scale[at / row];
+			V u = LOAD(x + at);
+			F a = AS_F(AND(u, SET1((int)ROUND_ABS)));
+
+			a = MINF(DIVF(a, SETF(s > 0 ? s : INFINITY)), SETF(6));
+			c[k] = OR(small_simd(a, 1, 1, h, at), SLL(SRL(u, 31), 3));
+		}
+		NARROW(code + i, c);
+	}
+	return i;
+}
+
+/* round_place of round_even_place or round_odd_place. */
+static inline size_t level_codes_simd(int odd, const float_any *x, size_t n, float amax, int levels, const uint16_t *h,
+				      uint8_t *code)
+{
+	const struct round_over over = round_over(amax, 1);
+	const F up = SETF(over.up), by = SETF(over.by), most = SETF((float)levels), half = SETF((float)levels * 0.5f);
+	size_t i = 0;
+
+	for (; i + STEP <= n; i += STEP) {
+		V c[4];
+
+		fetch_ahead(x + i);
+		for (int k = 0; k < 4; k++) {
+			V u = LOAD(x + i + LANES * k), minus = SRA(u, 31);
+			F q = MULF(MULF(AS_F(odd ? AND(u, SET1((int)ROUND_ABS)) : u), up), by);
+			F place = odd ? MULF(q, most) : MULF(ADDF(q, SETF(1)), half);
+
+			c[k] = TRUNC(ADDF(MULF(place, SETF(65536)), SETF(0.5f)));
+			c[k] = SRL(ADD(c[k], draws(h, i + LANES * k)), 16);
+			if (odd)
+				c[k] = ADD(SET1(levels), SUB(XOR(c[k], minus), minus));
+		}
+		NARROW(code + i, c);
+	}
+	return i;
+}
+
+static inline size_t level_values_simd(const uint8_t *code, size_t n, float amax, int step, int from, int levels,
+				       float_any *y)
+{
+	const F most = SETF((float)levels), by = SETF(amax);
+	size_t i = 0;
+
+	for (; i + LANES <= n; i += LANES) {
+		V c = WIDEN8(code + i);
+
+		STOREF(y + i, MULF(by, DIVF(FLOAT(SUB(step == 2 ? ADD(c, c) : c, SET1(from))), most)));
+	}
+	return i;
+}
+
+static inline size_t float8_values_simd(int mbits, int bias, int last, const uint8_t *code, size_t n, float scale,
+					float_any *y)
+{
+	const V magnitude = SET1(0x7f), least = SET1((128 - bias) << 23);
+	const F by = SETF(scale);
+	size_t i = 0;
+
+	for (; i + LANES <= n; i += LANES) {
+		V c = WIDEN8(code + i), a = AND(c, magnitude), bits = SLL(a, 23 - mbits), v;
+		F small = SUBF(AS_F(ADD(bits, least)), AS_F(least));
+
+		v = SELECT(GT(a, SET1((1 << mbits) - 1)), ADD(bits, SET1((127 - bias) << 23)), AS_V(small));
+		v = AS_V(DIVF(AS_F(v), by));
+		v = SELECT(GT(a, SET1(last)), SET1(0x7fc00000), v);
+		STOREF(y + i, AS_F(OR(v, SLL(SRL(c, 7), 31))));
+	}
+	return i;
+}
+
+#define ABS_MAX abs_max_simd
+#define HALVES halves_simd
+#define TERNARY_CODES ternary_codes_simd
+#define FLOAT8_CODES float8_codes_simd
+#define FLOAT4_CODES float4_codes_simd
+#define LEVEL_CODES level_codes_simd
+#define LEVEL_VALUES level_values_simd
+#define FLOAT8_VALUES float8_values_simd
