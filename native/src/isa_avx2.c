@@ -28,6 +28,7 @@
 /* for rows_simd.h */
 #define F __m256
 #define SETF _mm256_set1_ps
+#define LOADF _mm256_loadu_ps
 #define STOREF _mm256_storeu_ps
 #define AS_F _mm256_castsi256_ps
 #define AS_V _mm256_castps_si256
@@ -36,6 +37,8 @@
 #define MULF _mm256_mul_ps
 #define DIVF _mm256_div_ps
 #define MINF _mm256_min_ps
+#define FMA _mm256_fmadd_ps
+#define FNMA _mm256_fnmadd_ps
 #define TRUNC _mm256_cvttps_epi32
 #define FLOAT _mm256_cvtepi32_ps
 #define SLL _mm256_slli_epi32
@@ -60,6 +63,9 @@
 #define WIDEN8(p) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
 #define WIDEN16(p) _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define NARROW narrow_avx2
+#define TABLE struct table_avx2
+#define TABLE_LOAD table_avx2
+#define TABLE_FIND table_find_avx2
 #define CHAINS 3
 
 static inline unsigned bits_of(__m256i mask)

@@ -28,6 +28,7 @@
 /* for rows_simd.h */
 #define F __m512
 #define SETF _mm512_set1_ps
+#define LOADF _mm512_loadu_ps
 #define STOREF _mm512_storeu_ps
 #define AS_F _mm512_castsi512_ps
 #define AS_V _mm512_castps_si512
@@ -36,6 +37,8 @@
 #define MULF _mm512_mul_ps
 #define DIVF _mm512_div_ps
 #define MINF _mm512_min_ps
+#define FMA _mm512_fmadd_ps
+#define FNMA _mm512_fnmadd_ps
 #define TRUNC _mm512_cvttps_epi32
 #define FLOAT _mm512_cvtepi32_ps
 #define SLL _mm512_slli_epi32
@@ -60,6 +63,9 @@
 #define WIDEN8(p) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define WIDEN16(p) _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p)))
 #define NARROW narrow_avx512
+#define TABLE __m512
+#define TABLE_LOAD(x, by) _mm512_mul_ps(_mm512_loadu_ps(x), by)
+#define TABLE_FIND(t, c, few) ((void)(few), _mm512_permutexvar_ps(c, t))
 #define CHAINS 4
 
 static inline uint32_t *PUSH(uint32_t *end, __m512i v, __mmask16 m)

@@ -153,6 +153,7 @@ enum { ROW_SUM_ABS, ROW_SUM_SQUARES, ROW_SUM_SIGNS };
 struct row_lanes {
 	float a[32], b[32];
 	double s[32], t[32];
+	int32_t max[32]; /* patterns of |x| */
 	uint32_t negative;
 };
 

@@ -41,12 +41,14 @@ static void from_float_float16(const float *x, size_t n, void *dst)
 
 #ifndef ABS_MAX
 #define ABS_MAX(x, n, most) 0
+#define ROW_SUMS(by_sign, x, n, sums) 0
 #define HALVES(key, block, nblocks, h) 0
 #define TERNARY_CODES(x, n, s, h, code, most) 0
 #define FLOAT8_CODES(mbits, bias, max, x, n, scale, h, finite, code) ((void)(finite), (size_t)0)
 #define FLOAT4_CODES(x, n, row, scale, h, code) 0
 #define LEVEL_CODES(odd, x, n, amax, levels, h, code) 0
 #define LEVEL_VALUES(code, n, amax, step, from, levels, y) 0
+#define TABLE_VALUES(few, code, n, ratio, scale, y) ((void)(few), (size_t)0)
 #define FLOAT8_VALUES(mbits, bias, last, code, n, scale, y) 0
 #endif
 
@@ -66,39 +68,51 @@ static void abs_max(const float_any *x, size_t n, size_t row, uint32_t limit, ui
 	}
 }
 
+static inline void add_squares(const float_any *x, size_t n, struct row_lanes *sums)
+{
+	for (size_t l = 0; l < n; l++) {
+		int32_t magnitude = (int32_t)(round_bits(x[l]) & ROUND_ABS);
+
+		sums->max[l] = magnitude > sums->max[l] ? magnitude : sums->max[l];
+		sums->s[l] += (double)x[l] * (double)x[l];
+		sums->t[l] += (double)x[l];
+	}
+}
+
+static inline void add_magnitudes(int by_sign, const float_any *x, size_t n, struct row_lanes *sums)
+{
+	for (size_t l = 0; l < n; l++) {
+		uint32_t u = round_bits(x[l]), minus = by_sign ? 0 - (u >> 31) : 0;
+		int32_t magnitude = (int32_t)(u & ROUND_ABS);
+
+		sums->max[l] = magnitude > sums->max[l] ? magnitude : sums->max[l];
+		sums->a[l] += round_float(u & ROUND_ABS & ~minus);
+		sums->b[l] += round_float(u & ROUND_ABS & minus);
+		sums->negative += minus & 1;
+	}
+}
+
 /* Value i goes to lane i % 32; n is a multiple of 32 but for the last values. */
 static void row_sums(int kind, const float_any *x, size_t n, struct row_lanes *sums)
 {
-	float *restrict a = sums->a, *restrict b = sums->b, rest[32];
-	double *restrict s = sums->s, *restrict t = sums->t;
-	uint32_t negative = 0;
+	size_t i = 0;
 
-	for (size_t i = 0; i < n; i += 32) {
-		const float_any *p = x + i;
-
-		if (n - i < 32) { /* zeros change no sum */
-			memset(rest, 0, sizeof rest);
-			memcpy(rest, x + i, 4 * (n - i));
-			p = rest;
-		}
-		if (kind == ROW_SUM_ABS)
-			for (int l = 0; l < 32; l++)
-				a[l] += round_float(round_bits(p[l]) & ROUND_ABS);
-		else if (kind == ROW_SUM_SQUARES)
-			for (int l = 0; l < 32; l++) {
-				s[l] += (double)p[l] * (double)p[l];
-				t[l] += (double)p[l];
-			}
-		else
-			for (int l = 0; l < 32; l++) {
-				uint32_t u = round_bits(p[l]), minus = 0 - (u >> 31);
-
-				a[l] += round_float(u & ~minus);
-				b[l] += round_float(u & ROUND_ABS & minus);
-				negative += u >> 31;
-			}
+	switch (kind) {
+	case ROW_SUM_ABS:
+		for (i = ROW_SUMS(0, x, n, sums); i + 32 <= n; i += 32)
+			add_magnitudes(0, x + i, 32, sums);
+		add_magnitudes(0, x + i, n - i, sums);
+		break;
+	case ROW_SUM_SIGNS:
+		for (i = ROW_SUMS(1, x, n, sums); i + 32 <= n; i += 32)
+			add_magnitudes(1, x + i, 32, sums);
+		add_magnitudes(1, x + i, n - i, sums);
+		break;
+	default:
+		for (; i + 32 <= n; i += 32)
+			add_squares(x + i, 32, sums);
+		add_squares(x + i, n - i, sums);
 	}
-	sums->negative += negative;
 }
 
 #ifndef SIGN_BITS
@@ -176,10 +190,6 @@ static inline void float8_run(uint32_t mbits, uint32_t bias, float max, const fl
 	}
 }
 
-#ifndef TABLE_VALUES
-#define TABLE_VALUES(code, n, ratio, scale, y) 0
-#endif
-
 static inline void float8_values(uint32_t mbits, uint32_t bias, uint32_t last, const uint8_t *code, size_t n,
 				 float scale, float_any *restrict y)
 {
@@ -205,11 +215,10 @@ static void ratios(const struct row_kind *q, float ratio[16])
 		}
 }
 
-static inline void table_values(const uint8_t *code, size_t n, const float ratio[16], float scale, float_any *y)
+static inline void table_values(int few, const uint8_t *code, size_t n, const float ratio[16], float scale,
+				float_any *y)
 {
-	size_t i = TABLE_VALUES(code, n, ratio, scale, y);
-
-	for (; i < n; i++)
+	for (size_t i = TABLE_VALUES(few, code, n, ratio, scale, y); i < n; i++)
 		y[i] = ratio[code[i] & 15] * scale;
 }
 
@@ -301,7 +310,7 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 static void decode_rows(const struct row_kind *q, const uint8_t *code, size_t n, size_t row, const float *scale,
 			float_any *y)
 {
-	int tabled = q->codec != WIRE_CODEC_FLOAT8 && q->bits <= 4, step = q->odd ? 1 : 2;
+	int tabled = q->codec != WIRE_CODEC_FLOAT8 && q->bits <= 4, few = q->bits < 4, step = q->odd ? 1 : 2;
 	float ratio[16];
 
 	if (tabled)
@@ -311,8 +320,10 @@ static void decode_rows(const struct row_kind *q, const uint8_t *code, size_t n,
 
 		if (q->codec == WIRE_CODEC_QUANTIZE && !(*scale > 0))
 			memset(y + at, 0, 4 * m);
+		else if (tabled && few)
+			table_values(1, code + at, m, ratio, *scale, y + at);
 		else if (tabled)
-			table_values(code + at, m, ratio, *scale, y + at);
+			table_values(0, code + at, m, ratio, *scale, y + at);
 		else if (q->codec == WIRE_CODEC_QUANTIZE)
 			level_values(code + at, m, *scale, step, q->levels, q->levels, y + at);
 		else if (q->variant == WIRE_FLOAT8_E4M3FN)

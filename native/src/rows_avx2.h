@@ -163,21 +163,23 @@ static inline size_t unpack_trits_avx2(const uint8_t *src, size_t n, uint8_t *co
 	return i;
 }
 
-/* 16 values in two registers, looked up by the low three bits, then chosen by the fourth. */
-static inline size_t table_values_avx2(const uint8_t *code, size_t n, const float ratio[16], float scale, float_any *y)
+/* A table of 16 floats: looked up by the low three bits in each half, then chosen by the fourth. */
+struct table_avx2 {
+	__m256 low, high;
+};
+
+static inline struct table_avx2 table_avx2(const float x[16], __m256 by)
 {
-	const __m256 by = _mm256_set1_ps(scale);
-	const __m256 lo = _mm256_mul_ps(_mm256_loadu_ps(ratio), by), hi = _mm256_mul_ps(_mm256_loadu_ps(ratio + 8), by);
-	size_t i = 0;
+	return (struct table_avx2){_mm256_mul_ps(_mm256_loadu_ps(x), by), _mm256_mul_ps(_mm256_loadu_ps(x + 8), by)};
+}
 
-	for (; i + 8 <= n; i += 8) {
-		__m256i c = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(code + i)));
+static inline __m256 table_find_avx2(struct table_avx2 t, __m256i c, int few)
+{
+	__m256 low = _mm256_permutevar8x32_ps(t.low, c);
 
-		_mm256_storeu_ps(y + i,
-				 _mm256_blendv_ps(_mm256_permutevar8x32_ps(lo, c), _mm256_permutevar8x32_ps(hi, c),
-						  _mm256_castsi256_ps(_mm256_slli_epi32(c, 28))));
-	}
-	return i;
+	return few ? low
+		   : _mm256_blendv_ps(low, _mm256_permutevar8x32_ps(t.high, c),
+				      _mm256_castsi256_ps(_mm256_slli_epi32(c, 28)));
 }
 
 /* Numbers below 256 as bytes, in order. */
@@ -188,7 +190,6 @@ static inline void narrow_avx2(uint8_t *p, const __m256i v[4])
 	_mm256_storeu_si256((__m256i *)p, in_order(_mm256_packus_epi16(a, b)));
 }
 
-#define TABLE_VALUES table_values_avx2
 #define SIGN_BITS sign_bits_avx2
 #define SIGN_VALUES sign_values_avx2
 #define PACK_CODES pack_codes_avx2

@@ -28,21 +28,6 @@ static inline size_t sign_values_avx512(const uint8_t *bits, size_t n, float neg
 	return i;
 }
 
-/* Codes below 16; what is above does not matter. */
-static inline size_t table_values_avx512(const uint8_t *code, size_t n, const float ratio[16], float scale,
-					 float_any *y)
-{
-	const __m512 value = _mm512_mul_ps(_mm512_loadu_ps(ratio), _mm512_set1_ps(scale));
-	size_t i = 0;
-
-	for (; i + 16 <= n; i += 16) {
-		__m512i c = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(code + i)));
-
-		_mm512_storeu_ps(y + i, _mm512_permutexvar_ps(c, value));
-	}
-	return i;
-}
-
 static inline void narrow_avx512(uint8_t *p, const __m512i v[4])
 {
 	const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -53,9 +38,7 @@ static inline void narrow_avx512(uint8_t *p, const __m512i v[4])
 
 #undef SIGN_BITS
 #undef SIGN_VALUES
-#undef TABLE_VALUES
 #define SIGN_BITS sign_bits_avx512
 #define SIGN_VALUES sign_values_avx512
-#define TABLE_VALUES table_values_avx512
 
 #endif

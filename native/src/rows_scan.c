@@ -50,33 +50,29 @@ static void fold(int kind, struct row_lanes *l, struct row_sums *out)
 			l->b[i] += l->b[i + w];
 			l->s[i] += l->s[i + w];
 			l->t[i] += l->t[i + w];
+			l->max[i] = MAX(l->max[i], l->max[i + w]);
 		}
 	out->sum[0] = kind == ROW_SUM_SQUARES ? l->s[0] : (double)l->a[0];
 	out->sum[1] = kind == ROW_SUM_SQUARES ? l->t[0] : (double)l->b[0];
 	out->negative = l->negative;
+	out->max = (uint32_t)l->max[0];
 }
 
-/* Largest magnitude of at most WIRE_TREE values, and their sums if kind is not negative. */
+/* Largest magnitude of at most WIRE_TREE values, and their sums. */
 static void scan(int kind, const struct kernels *k, const codec_tensor *src, uint64_t first, uint64_t n,
 		 struct row_sums *out)
 {
 	struct row_lanes sums;
 	float buffer[PIECE];
-	uint32_t max = 0;
 
 	memset(&sums, 0, sizeof sums);
 	for (uint64_t i = 0; i < n; i += PIECE) {
 		uint64_t m = MIN(PIECE, n - i);
 		const float_any *x = rows_load(k, src, first + i, m, buffer);
-		uint32_t some;
 
-		k->abs_max(x, m, m, ROUND_ABS + 1, &some);
-		max = MAX(max, some);
-		if (kind >= 0)
-			k->row_sums(kind, x, m, &sums);
+		k->row_sums(kind, x, m, &sums);
 	}
 	fold(kind, &sums, out);
-	out->max = max;
 }
 
 /* Rounded once; sums may have overflown, but no scale lies beyond the dtype's range. */
@@ -103,7 +99,7 @@ static int sums_kind(const struct header *h, int clips)
 		return h->variant == WIRE_SIGN_L1   ? ROW_SUM_ABS
 		       : h->variant == WIRE_SIGN_L2 ? ROW_SUM_SQUARES
 						    : ROW_SUM_SIGNS;
-	return clips ? ROW_SUM_SQUARES : -1;
+	return clips ? ROW_SUM_SQUARES : ROW_SUM_ABS;
 }
 
 /* Sign's scales from sums over n values. */
@@ -131,7 +127,7 @@ codec_status rows_scan(struct job *j, const struct kernels *k, const codec_tenso
 {
 	struct row_sums *out = job_sums(j) + first;
 	const struct part *p = job_parts(j), *last = p + j->nparts - 1;
-	int kind = rows_part_scaled(&j->h) ? sums_kind(&j->h, j->clip > 0) : -1;
+	int kind = sums_kind(&j->h, j->clip > 0);
 
 	while (p < last && p[1].first_sum <= first)
 		p++;
@@ -150,7 +146,7 @@ codec_status rows_scan(struct job *j, const struct kernels *k, const codec_tenso
 codec_status rows_finish(struct job *j)
 {
 	struct row_sums *s = job_sums(j);
-	int clips = j->clip > 0, kind = sums_kind(&j->h, clips), scanned = rows_scan_count(j) != 0;
+	int clips = j->clip > 0, scanned = rows_scan_count(j) != 0;
 
 	for (uint64_t i = 0; i < j->nparts; i++) {
 		struct part *p = job_parts(j) + i;
@@ -161,8 +157,7 @@ codec_status rows_finish(struct job *j)
 
 		for (uint64_t t = 0; scanned && t < count; t++, s++) {
 			max = MAX(max, s->max);
-			if (kind >= 0)
-				pairs_push(&pairs, s->sum);
+			pairs_push(&pairs, s->sum);
 			negative += s->negative;
 		}
 		if (max >= ROUND_INF && !(j->h.options & WIRE_OPTION_PROPAGATE))

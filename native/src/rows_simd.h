@@ -1,9 +1,10 @@
 /* rows_simd.h - loops of row_loops.h over vectors of LANES 32-bit words, written once.
  *
  * Included by rows_avx2.h and rows_avx512.h, which define, besides what lanes.h asks for:
- *   F, SETF, STOREF          a vector of floats
+ *   F, SETF, LOADF, STOREF   a vector of floats
  *   AS_F AS_V                the same bits as floats, as words
  *   ADDF SUBF MULF DIVF MINF on floats; MINF gives b where a is NaN
+ *   FMA FNMA (a, b, c)       a * b + c, c - a * b, rounded once
  *   TRUNC                    floats to integers, toward zero
  *   FLOAT (v)                integers to floats
  *   SLL SRL SRA (v, n)       all lanes by one count
@@ -15,6 +16,8 @@
  *   ODD_WORDS (a, b)         a's lower words, and b's as upper ones
  *   WIDEN8 WIDEN16 (p)       bytes, halves to words
  *   NARROW (p, v[4])         numbers below 256 as 4 * LANES bytes
+ *   TABLE, TABLE_LOAD (x, by) 16 floats, times by
+ *   TABLE_FIND (t, v, few)   those at v, which is below 16, or 8 if few
  *   CHAINS                   how many generators run side by side
  *
  * Each loop returns how many values it did; the plain ones do the rest. STEP of them make a whole number of bytes
@@ -31,19 +34,65 @@ static inline void fetch_ahead(const float_any *x)
 		_mm_prefetch((const char *)x + AHEAD + i, _MM_HINT_T1);
 }
 
+/* The largest of v's lanes and x. */
+static inline int32_t largest(V v, int32_t x)
+{
+	int32_t lane[LANES];
+
+	STORE(lane, v);
+	for (int k = 0; k < LANES; k++)
+		x = lane[k] > x ? lane[k] : x;
+	return x;
+}
+
 static inline size_t abs_max_simd(const float_any *x, size_t n, int32_t *most)
 {
 	const V magnitude = SET1((int)ROUND_ABS);
 	V m[4] = {SET1(0), SET1(0), SET1(0), SET1(0)};
-	int32_t lane[LANES];
 	size_t i = 0;
 
 	for (; i + STEP <= n; i += STEP)
 		for (int k = 0; k < 4; k++)
 			m[k] = MAX(m[k], AND(magnitude, LOAD(x + i + LANES * k)));
-	STORE(lane, MAX(MAX(m[0], m[1]), MAX(m[2], m[3])));
+	*most = largest(MAX(MAX(m[0], m[1]), MAX(m[2], m[3])), *most);
+	return i;
+}
+
+/* add_magnitudes. */
+static inline size_t row_sums_simd(int by_sign, const float_any *x, size_t n, struct row_lanes *sums)
+{
+	const V magnitude = SET1((int)ROUND_ABS);
+	F a[NV], b[NV];
+	V max[NV], negative = SET1(0);
+	uint32_t count[LANES];
+	size_t i = 0;
+
+	for (int k = 0; k < NV; k++) {
+		a[k] = LOADF(sums->a + LANES * k);
+		b[k] = LOADF(sums->b + LANES * k);
+		max[k] = LOAD(sums->max + LANES * k);
+	}
+	for (; i + STEP <= n; i += STEP) {
+		fetch_ahead(x + i);
+		for (int k = 0; k < 4; k++) {
+			V u = LOAD(x + i + LANES * k), minus = SRA(u, 31), below = AND(u, minus);
+
+			max[k % NV] = MAX(max[k % NV], AND(u, magnitude));
+			a[k % NV] = ADDF(a[k % NV], AS_F(by_sign ? XOR(u, below) : AND(u, magnitude)));
+			if (by_sign) {
+				b[k % NV] = ADDF(b[k % NV], AS_F(AND(below, magnitude)));
+				negative = SUB(negative, minus);
+			}
+		}
+	}
+	for (int k = 0; k < NV; k++) {
+		STOREF(sums->a + LANES * k, a[k]);
+		STOREF(sums->b + LANES * k, b[k]);
+		STORE(sums->max + LANES * k, max[k]);
+	}
+	STORE(count, negative);
 	for (int k = 0; k < LANES; k++)
-		*most = lane[k] > *most ? lane[k] : *most;
+		sums->negative += count[k];
 	return i;
 }
 
@@ -117,7 +166,6 @@ static inline size_t ternary_codes_simd(const float_any *x, size_t n, float s, c
 	const F up = SETF(over.up), by = SETF(over.by);
 	const V top = AS_V(SETF(s)), two = SET1(2);
 	V max = SET1(0);
-	int32_t lane[LANES];
 	size_t i = 0;
 
 	for (; i + STEP <= n; i += STEP) {
@@ -135,9 +183,7 @@ static inline size_t ternary_codes_simd(const float_any *x, size_t n, float s, c
 		}
 		NARROW(code + i, c);
 	}
-	STORE(lane, max);
-	for (int k = 0; k < LANES; k++)
-		*most = lane[k] > *most ? lane[k] : *most;
+	*most = largest(max, *most);
 	return i;
 }
 
@@ -237,17 +283,43 @@ static inline size_t level_codes_simd(int odd, const float_any *x, size_t n, flo
 	return i;
 }
 
+/*
+ * x / by, rounded once, where |x| has at most 8 bits of mantissa: `inverse` is 1 / by, and what the product misses is
+ * added. Holds for every mantissa of `by` (a test goes through them), as long as nothing over- or underflows.
+ */
+static inline F over_simd(F x, F by, F inverse)
+{
+	F y = MULF(x, inverse);
+
+	return FMA(FNMA(y, by, x), inverse, y);
+}
+
 static inline size_t level_values_simd(const uint8_t *code, size_t n, float amax, int step, int from, int levels,
 				       float_any *y)
 {
-	const F most = SETF((float)levels), by = SETF(amax);
+	const F most = SETF((float)levels), inverse = SETF(1 / (float)levels), by = SETF(amax);
 	size_t i = 0;
 
 	for (; i + LANES <= n; i += LANES) {
 		V c = WIDEN8(code + i);
+		F level = FLOAT(SUB(step == 2 ? ADD(c, c) : c, SET1(from)));
 
-		STOREF(y + i, MULF(by, DIVF(FLOAT(SUB(step == 2 ? ADD(c, c) : c, SET1(from))), most)));
+		STOREF(y + i, MULF(by, over_simd(level, most, inverse)));
 	}
+	return i;
+}
+
+static inline size_t table_values_simd(int few, const uint8_t *code, size_t n, const float ratio[16], float scale,
+				       float_any *y)
+{
+	const TABLE table = TABLE_LOAD(ratio, SETF(scale));
+	size_t i = 0;
+
+	for (; i + STEP <= n; i += STEP)
+		for (int k = 0; k < 4; k++)
+			STOREF(y + i + LANES * k, TABLE_FIND(table, WIDEN8(code + i + LANES * k), few));
+	for (; i + LANES <= n; i += LANES)
+		STOREF(y + i, TABLE_FIND(table, WIDEN8(code + i), few));
 	return i;
 }
 
@@ -255,7 +327,8 @@ static inline size_t float8_values_simd(int mbits, int bias, int last, const uin
 					float_any *y)
 {
 	const V magnitude = SET1(0x7f), least = SET1((128 - bias) << 23);
-	const F by = SETF(scale);
+	const F by = SETF(scale), inverse = SETF(1 / scale);
+	const int usual = scale > 0x1p-100f && scale < 0x1p100f;
 	size_t i = 0;
 
 	for (; i + LANES <= n; i += LANES) {
@@ -263,7 +336,7 @@ static inline size_t float8_values_simd(int mbits, int bias, int last, const uin
 		F small = SUBF(AS_F(ADD(bits, least)), AS_F(least));
 
 		v = SELECT(GT(a, SET1((1 << mbits) - 1)), ADD(bits, SET1((127 - bias) << 23)), AS_V(small));
-		v = AS_V(DIVF(AS_F(v), by));
+		v = AS_V(usual ? over_simd(AS_F(v), by, inverse) : DIVF(AS_F(v), by));
 		v = SELECT(GT(a, SET1(last)), SET1(0x7fc00000), v);
 		STOREF(y + i, AS_F(OR(v, SLL(SRL(c, 7), 31))));
 	}
@@ -271,10 +344,12 @@ static inline size_t float8_values_simd(int mbits, int bias, int last, const uin
 }
 
 #define ABS_MAX abs_max_simd
+#define ROW_SUMS row_sums_simd
 #define HALVES halves_simd
 #define TERNARY_CODES ternary_codes_simd
 #define FLOAT8_CODES float8_codes_simd
 #define FLOAT4_CODES float4_codes_simd
 #define LEVEL_CODES level_codes_simd
 #define LEVEL_VALUES level_values_simd
+#define TABLE_VALUES table_values_simd
 #define FLOAT8_VALUES float8_values_simd

@@ -5,8 +5,8 @@
 #include <string.h>
 
 #include "codec/codec.h"
+#include "core.h"
 #include "guard.h"
-#include "round.h"
 
 static const codec_spec SPECS[] = {
 	{.codec = CODEC_SIGN},
@@ -295,11 +295,55 @@ static void test_specs(void **unused)
 	}
 }
 
+/* What multiplies where the format divides: under every mantissa of a scale, and every number of levels. */
+static void test_divisions(void **unused)
+{
+	const struct row_kind float8 = {.codec = CODEC_FLOAT8, .bits = 8};
+	uint8_t code[256];
+	float y[256];
+
+	(void)unused;
+	for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
+		codec_context with = {.struct_nbytes = sizeof with, .isa = 1 + isa};
+		const struct kernels *k;
+
+		if (!codec_isa_usable(isa))
+			continue;
+		k = kernels_for(&with);
+		for (int i = 0; i < 16; i++) /* all mantissas, of subnormal numbers too */
+			code[i] = (uint8_t)(i < 8 ? i : 0x30 + i);
+		for (uint32_t mantissa = 0; mantissa < 1u << 23; mantissa++) {
+			float scale = round_float(mantissa % 254 + 1 << 23 | mantissa);
+			int wrong = 0;
+
+			k->decode_rows(&float8, code, 16, 16, &scale, y);
+			for (int i = 0; i < 16; i++)
+				wrong |= y[i] != round_float(round_small_value(code[i], 3, 7)) / scale;
+			if (wrong)
+				fail_msg("%s: scale %a", k->name, (double)scale);
+		}
+		for (int i = 0; i < 256; i++)
+			code[i] = (uint8_t)i;
+		for (int bits = 5; bits <= 8; bits++)
+			for (int odd = 0; odd < 2; odd++) {
+				int levels = odd ? (1 << (bits - 1)) - 1 : (1 << bits) - 1;
+				const struct row_kind q = {
+					.codec = CODEC_QUANTIZE, .bits = (uint8_t)bits, .odd = odd, .levels = levels};
+				float amax = 0.7f;
+
+				k->decode_rows(&q, code, 256, 256, &amax, y);
+				for (int c = 0; c <= (odd ? 2 * levels : levels); c++)
+					assert_true(y[c] == round_level(odd ? c - levels : 2 * c - levels,
+									(float)levels, amax));
+			}
+	}
+}
+
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_guard_pages), cmocka_unit_test(test_reduce), cmocka_unit_test(test_environment),
-		cmocka_unit_test(test_stack),       cmocka_unit_test(test_specs),
+		cmocka_unit_test(test_divisions),   cmocka_unit_test(test_guard_pages), cmocka_unit_test(test_reduce),
+		cmocka_unit_test(test_environment), cmocka_unit_test(test_stack),       cmocka_unit_test(test_specs),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);

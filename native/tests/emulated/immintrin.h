@@ -6,6 +6,7 @@
 #ifndef EMULATED_IMMINTRIN_H
 #define EMULATED_IMMINTRIN_H
 
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -160,12 +161,29 @@ static inline __m512i emulated_mask_shuffle_epi32(__m512i a, __mmask16 k, __m512
 	return simde_mm512_loadu_si512(x);
 }
 
+/* fused: SIMDe rounds twice where the CPU has none */
+static inline __m512 emulated_fmadd_ps(__m512 a, __m512 b, __m512 c)
+{
+	float x[16], y[16], z[16];
+
+	memcpy(x, &a, 64);
+	memcpy(y, &b, 64);
+	memcpy(z, &c, 64);
+	for (int i = 0; i < 16; i++)
+		z[i] = fmaf(x[i], y[i], z[i]);
+	return simde_mm512_loadu_ps(z);
+}
+
 #undef _mm512_cvtepu8_epi32
 #undef _mm512_cvtepu16_epi32
 #undef _mm512_cvttps_epi32
 #undef _mm512_cvtepi32_ps
 #undef _mm512_srai_epi32
 #undef _mm512_mask_shuffle_epi32
+#undef _mm512_fmadd_ps
+#undef _mm512_fnmadd_ps
+#define _mm512_fmadd_ps emulated_fmadd_ps
+#define _mm512_fnmadd_ps(a, b, c) emulated_fmadd_ps(_mm512_sub_ps(_mm512_setzero_ps(), a), b, c)
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
 #define _mm512_cvttps_epi32 emulated_cvttps_epi32
 #define _mm512_cvtepi32_ps emulated_cvtepi32_ps
