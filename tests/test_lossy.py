@@ -43,7 +43,7 @@ def test_philox_known_answers():
     assert philox((0xA4093822, 0x299F31D0), pi) == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
 
 
-def over(x, scale, n=F32(1)):
+def over(x, scale, n=1):
     """x / scale * n by two products; the first keeps the second's factor finite."""
     up = np.where(scale < 1, F32(2**64), F32(1))
     return x * up * (n / (scale * up))

@@ -103,8 +103,8 @@ BITS_FN uint16_t round_to_float16(uint32_t x)
 	uint32_t a = x & ROUND_ABS, sign = x >> 16 & 0x8000;
 	uint32_t normal = ((a + 0xfff + (a >> 13 & 1)) >> 13) - (112u << 10);
 	/* below 2^-14 a number has as many bits as are left of 2^-24: those of a sum with 1/2 */
-	uint32_t small = round_bits(round_float(a) + 0.5f) - round_bits(0.5f);
-	uint32_t finite = a < 113u << 23 ? small : normal;
+	uint32_t small = round_bits(round_float(a) + 0.5f) - round_bits(0.5f), is_small = 0 - (a < 113u << 23);
+	uint32_t finite = (small & is_small) | (normal & ~is_small); /* a choice would keep loops from being vectors */
 
 	finite = finite > 0x7bff ? 0x7bff : finite;
 	return (uint16_t)(sign | (a > ROUND_INF ? 0x7e00 : finite));

@@ -49,6 +49,69 @@ static inline size_t sign_values_avx2(const uint8_t *bits, size_t n, float negat
 	return i;
 }
 
+/* squeeze and spread of row_loops.h, four words at once. */
+static inline __m256i squeeze_avx2(__m256i x, int bits)
+{
+	for (int half = 8; half < 64; half *= 2) {
+		__m256i low = _mm256_set1_epi64x((long long)(~0ull / ((1ull << half) + 1))); /* every other half */
+
+		x = _mm256_or_si256(_mm256_and_si256(low, x),
+				    _mm256_srli_epi64(_mm256_andnot_si256(low, x), half / 8 * (8 - bits)));
+	}
+	return x;
+}
+
+static inline __m256i spread_avx2(__m256i x, int bits)
+{
+	for (int half = 32; half >= 8; half /= 2) {
+		const long long every = (long long)(half == 32 ? 1 : ~0ull / ((1ull << 2 * half) - 1));
+		__m256i low = _mm256_set1_epi64x(every * ((1ll << half / 8 * bits) - 1));
+
+		x = _mm256_or_si256(
+			_mm256_and_si256(low, x),
+			_mm256_and_si256(_mm256_slli_epi64(low, half), _mm256_slli_epi64(x, half / 8 * (8 - bits))));
+	}
+	return x;
+}
+
+static inline size_t pack_any_avx2(const uint8_t *code, size_t n, int bits, uint8_t *dst)
+{
+	uint8_t order[16];
+	__m256i close;
+	size_t i = 0;
+
+	for (int k = 0; k < 16; k++)
+		order[k] = (uint8_t)(k < 2 * bits ? k % bits + k / bits * 8 : 0x80);
+	close = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)order));
+	for (; i + 160 <= n; i += 32, dst += 4 * bits) { /* room for 16 bytes and more */
+		__m256i x = squeeze_avx2(_mm256_loadu_si256((const __m256i *)(code + i)), bits);
+
+		x = _mm256_shuffle_epi8(x, close);
+		_mm_storeu_si128((__m128i *)dst, _mm256_castsi256_si128(x));
+		_mm_storeu_si128((__m128i *)(dst + 2 * bits), _mm256_extracti128_si256(x, 1));
+	}
+	return i;
+}
+
+static inline size_t unpack_any_avx2(const uint8_t *src, size_t n, int bits, uint8_t *code)
+{
+	uint8_t order[16];
+	__m256i apart;
+	size_t i = 0;
+
+	for (int k = 0; k < 16; k++)
+		order[k] = (uint8_t)(k % 8 < bits ? k / 8 * bits + k % 8 : 0x80);
+	apart = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)order));
+	for (; i + 160 <= n; i += 32, src += 4 * bits) {
+		__m256i x = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)src)),
+						    _mm_loadu_si128((const __m128i *)(src + 2 * bits)), 1);
+
+		x = spread_avx2(_mm256_shuffle_epi8(x, apart), bits);
+		_mm256_storeu_si256((__m256i *)(code + i), x);
+	}
+	return i;
+}
+
 /* Codes of 2 and 4 bits: neighbours meet in sums of products, and part again by masks. */
 static inline size_t pack_codes_avx2(const uint8_t *code, size_t n, int bits, uint8_t *dst)
 {
@@ -57,7 +120,7 @@ static inline size_t pack_codes_avx2(const uint8_t *code, size_t n, int bits, ui
 	size_t i = 0;
 
 	if (bits != 2 && bits != 4)
-		return 0;
+		return pack_any_avx2(code, n, bits, dst);
 	for (; i + 64 <= n; i += 64) {
 		__m256i a = _mm256_maddubs_epi16(_mm256_loadu_si256((const __m256i *)(code + i)), pairs);
 		__m256i b = _mm256_maddubs_epi16(_mm256_loadu_si256((const __m256i *)(code + i + 32)), pairs);
@@ -89,7 +152,7 @@ static inline size_t unpack_codes_avx2(const uint8_t *src, size_t n, int bits, u
 	size_t i = 0;
 
 	if (bits != 2 && bits != 4)
-		return 0;
+		return unpack_any_avx2(src, n, bits, code);
 	for (; i + 64 <= n; i += 64)
 		for (size_t half = 0; half < (bits == 2 ? 1 : 2); half++) {
 			__m128i v = _mm_loadu_si128((const __m128i *)(src + i * (size_t)bits / 8 + 16 * half)), w[2],

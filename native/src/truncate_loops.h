@@ -140,7 +140,7 @@ static uint8_t drops_under(const uint8_t *e, const uint8_t *drop, size_t n, uint
 	uint8_t any = 0;
 
 	for (size_t i = 0; i < n; i++)
-		any |= (uint8_t)(e[i] == e0 ? drop[i] : 0);
+		any |= (uint8_t)(drop[i] & -(e[i] == e0));
 	return any;
 }
 
@@ -150,7 +150,7 @@ static uint8_t below_four(const uint8_t *p, size_t n)
 	uint8_t any = 0;
 
 	for (size_t i = 0; i < n; i++)
-		any |= (uint8_t)(p[i] < 4 ? p[i] : 0);
+		any |= (uint8_t)(p[i] & -(p[i] < 4));
 	return any;
 }
 
