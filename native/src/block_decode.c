@@ -326,6 +326,8 @@ codec_status block_close(const struct job *j, const struct kernels *k, struct bl
 				if (c->end - c->at < n)
 					BAD(c->at, c->end - c->at, n);
 				got = c->frame + c->at;
+				if (i && pruning)
+					got = memcpy(out, got, n);
 				c->at += n;
 				break;
 			case WIRE_MODE_ROWS: TRY(read_rows(c, out, n, f)); break;

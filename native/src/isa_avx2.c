@@ -211,8 +211,8 @@ static inline void store_quads(const __m256i s[4], int stream, uint8_t escape, u
 	}
 }
 
-/* Eight bytes at a time by the same permutations, in 32-bit lanes above. Returns i; *m is where the packed bytes end.
- */
+/* Eight bytes at a time by the same permutations, in 32-bit lanes above; often all are kept, or none. Returns i; *m is
+ * where the packed bytes end. */
 static inline size_t prune_avx2(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *dst, size_t *m)
 {
 	size_t i = 0, at = 0;
@@ -220,6 +220,13 @@ static inline size_t prune_avx2(const uint8_t *e, const uint8_t *p, size_t n, ui
 	for (; i + 32 <= n; i += 32) {
 		uint32_t mask = ~(uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(LOAD(e + i), _mm256_setzero_si256()));
 
+		if (mask == UINT32_MAX) {
+			STORE(dst + at, LOAD(p + i));
+			at += 32;
+			continue;
+		}
+		if (!mask)
+			continue;
 		for (size_t b = 0; b < 32; b += 8, mask >>= 8) {
 			unsigned count = (unsigned)__builtin_popcount(mask & 255);
 			__m128i x = _mm_loadl_epi64((const __m128i *)(p + i + b));
@@ -237,14 +244,17 @@ static inline size_t prune_avx2(const uint8_t *e, const uint8_t *p, size_t n, ui
 
 static inline size_t unprune_avx2(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *dst, size_t *m)
 {
-	size_t i = 0, at = 0, count = 0;
+	size_t i = 0, at = 0;
 
-	for (size_t k = 0; k + 32 <= n; k += 32)
-		count += 32 - (size_t)__builtin_popcount((unsigned)_mm256_movemask_epi8(
-				      _mm256_cmpeq_epi8(LOAD(e + k), _mm256_setzero_si256())));
-	for (; i + 32 <= n && at + 32 <= count; i += 32) {
-		uint32_t mask = ~(uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(LOAD(e + i), _mm256_setzero_si256()));
+	for (; i + 32 <= n; i += 32) {
+		__m256i none = _mm256_cmpeq_epi8(LOAD(e + i), _mm256_setzero_si256());
+		uint32_t mask = ~(uint32_t)_mm256_movemask_epi8(none);
 
+		if (mask == UINT32_MAX || !mask) {
+			STORE(dst + i, _mm256_andnot_si256(none, LOAD(p + at)));
+			at += mask & 32;
+			continue;
+		}
 		for (size_t b = 0; b < 32; b += 8, mask >>= 8) {
 			__m128i x = _mm_loadl_epi64((const __m128i *)(p + at));
 			__m128i order = _mm_loadl_epi64((const __m128i *)(EXPAND + (mask & 255)));

@@ -190,6 +190,39 @@ static inline void store_quads(const __m512i s[4], int stream, uint8_t escape, u
 	}
 }
 
+static inline size_t prune_avx512(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *dst, size_t *m)
+{
+	size_t i = 0, at = 0;
+
+	for (; i + 64 <= n; i += 64) {
+		__m512i v = _mm512_loadu_si512(e + i);
+		__mmask64 keep = _mm512_test_epi8_mask(v, v);
+
+		_mm512_storeu_si512(dst + at, _mm512_maskz_compress_epi8(keep, _mm512_loadu_si512(p + i)));
+		at += (size_t)__builtin_popcountll(keep);
+	}
+	*m = at;
+	return i;
+}
+
+static inline size_t unprune_avx512(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *dst, size_t *m)
+{
+	size_t i = 0, at = 0;
+
+	for (; i + 64 <= n; i += 64) {
+		__m512i v = _mm512_loadu_si512(e + i);
+		__mmask64 keep = _mm512_test_epi8_mask(v, v);
+
+		_mm512_storeu_si512(dst + i, _mm512_maskz_expand_epi8(keep, _mm512_loadu_si512(p + at)));
+		at += (size_t)__builtin_popcountll(keep);
+	}
+	*m = at;
+	return i;
+}
+
+#define PRUNE prune_avx512
+#define UNPRUNE unprune_avx512
+
 #include "lanes.h"
 #include "rows_simd.h"
 #include "loops.h"

@@ -209,7 +209,8 @@ struct kernels {
 	/* How many e are 0; and the OR of p there. */
 	size_t (*zeros)(const uint8_t *e, size_t n);
 	uint8_t (*under_zeros)(const uint8_t *e, const uint8_t *p, size_t n);
-	/* Keep p[i] where e[i] is not 0 (dst may be p); and the inverse, zeros elsewhere. */
+	/* Keep p[i] where e[i] is not 0 (dst may be p); and the inverse, zeros elsewhere, which may read 64 bytes more.
+	 */
 	size_t (*prune)(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *dst);
 	void (*unprune)(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *dst);
 	/* Bit r: run r of 128 bytes is not all zero. Returns the number of bytes in such runs. */

@@ -161,6 +161,29 @@ static inline __m512i emulated_mask_shuffle_epi32(__m512i a, __mmask16 k, __m512
 	return simde_mm512_loadu_si512(x);
 }
 
+static inline __m512i emulated_maskz_expand_epi8(__mmask64 k, __m512i a)
+{
+	uint8_t b[64], out[64];
+	int n = 0;
+
+	memcpy(b, &a, 64);
+	for (int i = 0; i < 64; i++)
+		out[i] = k >> i & 1 ? b[n++] : 0;
+	return simde_mm512_loadu_si512(out);
+}
+
+static inline __m512i emulated_maskz_compress_epi8(__mmask64 k, __m512i a)
+{
+	uint8_t b[64], out[64] = {0};
+	int n = 0;
+
+	memcpy(b, &a, 64);
+	for (int i = 0; i < 64; i++)
+		if (k >> i & 1)
+			out[n++] = b[i];
+	return simde_mm512_loadu_si512(out);
+}
+
 /* fused: SIMDe rounds twice where the CPU has none */
 static inline __m512 emulated_fmadd_ps(__m512 a, __m512 b, __m512 c)
 {
@@ -182,6 +205,10 @@ static inline __m512 emulated_fmadd_ps(__m512 a, __m512 b, __m512 c)
 #undef _mm512_mask_shuffle_epi32
 #undef _mm512_fmadd_ps
 #undef _mm512_fnmadd_ps
+#undef _mm512_maskz_expand_epi8
+#undef _mm512_maskz_compress_epi8
+#define _mm512_maskz_expand_epi8 emulated_maskz_expand_epi8
+#define _mm512_maskz_compress_epi8 emulated_maskz_compress_epi8
 #define _mm512_fmadd_ps emulated_fmadd_ps
 #define _mm512_fnmadd_ps(a, b, c) emulated_fmadd_ps(_mm512_sub_ps(_mm512_setzero_ps(), a), b, c)
 #define _mm512_cvtepu16_epi32 emulated_cvtepu16_epi32
