@@ -339,9 +339,9 @@ codec_status block_close(const struct job *j, const struct kernels *k, struct bl
 					TRY(read_exponents(j, w, c, out, NULL, m, f));
 			}
 			if (i == 0 && pruning)
-				count = m - k->zeros(top, m);
+				count = k->count(top, 1, m);
 			if (i && pruning) {
-				k->unprune(top, got, m, w->plane[i]);
+				k->unprune(top, 1, got, m, w->plane[i]);
 				got = w->plane[i];
 			}
 			plane[i] = got;

@@ -139,7 +139,7 @@ static uint8_t *put_rows(const struct kernels *k, const uint8_t *plane, uint64_t
 static uint64_t prune_zeros(const struct header *h, const struct kernels *k, uint8_t *const *plane, int nplanes,
 			    uint64_t m)
 {
-	uint64_t nzeros = k->zeros(plane[0], m);
+	uint64_t nzeros = m - k->count(plane[0], 1, m);
 
 	if (64 * nzeros < m)
 		return 0;
@@ -148,7 +148,7 @@ static uint64_t prune_zeros(const struct header *h, const struct kernels *k, uin
 			return 0;
 	for (int p = 1; p < nplanes; p++)
 		if (!(h->fixed >> p & 1))
-			k->prune(plane[0], plane[p], m, plane[p]);
+			k->prune(plane[0], 1, plane[p], m, plane[p]);
 	return nzeros;
 }
 

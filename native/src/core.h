@@ -200,9 +200,9 @@ struct work {
 	uint16_t *half;
 	uint8_t *code;
 	uint64_t nescapes;
-	/* TRUNCATE: a block's patterns and fields; exponents, those of A, bits dropped, what is kept */
+	/* TRUNCATE: a block's patterns, fields or their pieces; exponents, those of A, bits dropped, kept; levels */
 	uint32_t *patterns, *fields;
-	uint8_t *e, *ea, *drop, *keep;
+	uint8_t *piece[4], *e, *ea, *drop, *width, *level;
 	char *values; /* of a block that is not decoded into its tensor: lies where encoding has its region */
 	uint32_t *words, *words_end;
 	struct stream top[2]; /* memory for plane 0 of two blocks; plane[0] is the first's */

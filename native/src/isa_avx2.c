@@ -211,14 +211,20 @@ static inline void store_quads(const __m256i s[4], int stream, uint8_t escape, u
 	}
 }
 
+static inline __m256i at_least(__m256i v, __m256i floor)
+{
+	return _mm256_cmpeq_epi8(_mm256_max_epu8(v, floor), v);
+}
+
 /* Eight bytes at a time by the same permutations, in 32-bit lanes above; often all are kept, or none. Returns i; *m is
  * where the packed bytes end. */
-static inline size_t prune_avx2(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *dst, size_t *m)
+static inline size_t prune_avx2(const uint8_t *e, uint8_t least, const uint8_t *p, size_t n, uint8_t *dst, size_t *m)
 {
+	const __m256i floor = _mm256_set1_epi8((char)least);
 	size_t i = 0, at = 0;
 
 	for (; i + 32 <= n; i += 32) {
-		uint32_t mask = ~(uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(LOAD(e + i), _mm256_setzero_si256()));
+		uint32_t mask = (uint32_t)_mm256_movemask_epi8(at_least(LOAD(e + i), floor));
 
 		if (mask == UINT32_MAX) {
 			STORE(dst + at, LOAD(p + i));
@@ -242,26 +248,27 @@ static inline size_t prune_avx2(const uint8_t *e, const uint8_t *p, size_t n, ui
 	return i;
 }
 
-static inline size_t unprune_avx2(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *dst, size_t *m)
+static inline size_t unprune_avx2(const uint8_t *e, uint8_t least, const uint8_t *p, size_t n, uint8_t *dst, size_t *m)
 {
+	const __m256i floor = _mm256_set1_epi8((char)least);
 	size_t i = 0, at = 0;
 
 	for (; i + 32 <= n; i += 32) {
-		__m256i none = _mm256_cmpeq_epi8(LOAD(e + i), _mm256_setzero_si256());
-		uint32_t mask = ~(uint32_t)_mm256_movemask_epi8(none);
+		__m256i some = at_least(LOAD(e + i), floor);
+		uint32_t mask = (uint32_t)_mm256_movemask_epi8(some);
+		uint64_t keep[4];
 
 		if (mask == UINT32_MAX || !mask) {
-			STORE(dst + i, _mm256_andnot_si256(none, LOAD(p + at)));
+			STORE(dst + i, AND(some, LOAD(p + at)));
 			at += mask & 32;
 			continue;
 		}
+		STORE(keep, some);
 		for (size_t b = 0; b < 32; b += 8, mask >>= 8) {
 			__m128i x = _mm_loadl_epi64((const __m128i *)(p + at));
 			__m128i order = _mm_loadl_epi64((const __m128i *)(EXPAND + (mask & 255)));
-			__m128i zero =
-				_mm_cmpeq_epi8(_mm_loadl_epi64((const __m128i *)(e + i + b)), _mm_setzero_si128());
 
-			_mm_storel_epi64((__m128i *)(dst + i + b), _mm_andnot_si128(zero, _mm_shuffle_epi8(x, order)));
+			store64(dst + i + b, (uint64_t)_mm_cvtsi128_si64(_mm_shuffle_epi8(x, order)) & keep[b / 8]);
 			at += (size_t)__builtin_popcount(mask & 255);
 		}
 	}

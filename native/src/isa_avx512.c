@@ -190,13 +190,12 @@ static inline void store_quads(const __m512i s[4], int stream, uint8_t escape, u
 	}
 }
 
-static inline size_t prune_avx512(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *dst, size_t *m)
+static inline size_t prune_avx512(const uint8_t *e, uint8_t least, const uint8_t *p, size_t n, uint8_t *dst, size_t *m)
 {
 	size_t i = 0, at = 0;
 
 	for (; i + 64 <= n; i += 64) {
-		__m512i v = _mm512_loadu_si512(e + i);
-		__mmask64 keep = _mm512_test_epi8_mask(v, v);
+		__mmask64 keep = _mm512_cmpge_epu8_mask(_mm512_loadu_si512(e + i), _mm512_set1_epi8((char)least));
 
 		_mm512_storeu_si512(dst + at, _mm512_maskz_compress_epi8(keep, _mm512_loadu_si512(p + i)));
 		at += (size_t)__builtin_popcountll(keep);
@@ -205,13 +204,13 @@ static inline size_t prune_avx512(const uint8_t *e, const uint8_t *p, size_t n, 
 	return i;
 }
 
-static inline size_t unprune_avx512(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *dst, size_t *m)
+static inline size_t unprune_avx512(const uint8_t *e, uint8_t least, const uint8_t *p, size_t n, uint8_t *dst,
+				    size_t *m)
 {
 	size_t i = 0, at = 0;
 
 	for (; i + 64 <= n; i += 64) {
-		__m512i v = _mm512_loadu_si512(e + i);
-		__mmask64 keep = _mm512_test_epi8_mask(v, v);
+		__mmask64 keep = _mm512_cmpge_epu8_mask(_mm512_loadu_si512(e + i), _mm512_set1_epi8((char)least));
 
 		_mm512_storeu_si512(dst + i, _mm512_maskz_expand_epi8(keep, _mm512_loadu_si512(p + at)));
 		at += (size_t)__builtin_popcountll(keep);

@@ -206,13 +206,15 @@ struct kernels {
 	/* Sum of seal_chunk over nbytes bytes, the last chunk padded with zeros. */
 	uint64_t (*digest)(const uint8_t *src, size_t nbytes, uint32_t seed);
 
-	/* How many e are 0; and the OR of p there. */
-	size_t (*zeros)(const uint8_t *e, size_t n);
+	/* The OR of p where e is 0. */
 	uint8_t (*under_zeros)(const uint8_t *e, const uint8_t *p, size_t n);
-	/* Keep p[i] where e[i] is not 0 (dst may be p); and the inverse, zeros elsewhere, which may read 64 bytes more.
+	/*
+	 * How many e are at least `least`, which is not 0; keep p there (dst may be p, 64 bytes more may be written);
+	 * and the inverse, zeros elsewhere (64 bytes more may be read). Both return the number.
 	 */
-	size_t (*prune)(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *dst);
-	void (*unprune)(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *dst);
+	size_t (*count)(const uint8_t *e, uint8_t least, size_t n);
+	size_t (*prune)(const uint8_t *e, uint8_t least, const uint8_t *p, size_t n, uint8_t *dst);
+	size_t (*unprune)(const uint8_t *e, uint8_t least, const uint8_t *p, size_t n, uint8_t *dst);
 	/* Bit r: run r of 128 bytes is not all zero. Returns the number of bytes in such runs. */
 	size_t (*rows)(const uint8_t *p, size_t n, uint8_t *bitmap);
 
@@ -250,16 +252,24 @@ struct kernels {
 	void (*exponents_of)(const float *a, size_t n, uint8_t *ea);
 	void (*drops_of)(const struct truncate_kind *q, const uint8_t *e, const uint8_t *ea, size_t n, uint8_t *drop);
 	void (*exponents)(const uint32_t *x, size_t n, int mbits, uint32_t last, uint8_t *e);
-	void (*truncate)(const struct truncate_kind *q, const uint8_t *drop, int nearest, size_t n, uint32_t *x);
-	void (*fields)(const uint32_t *x, size_t n, int mbits, int sign, uint32_t *f);
-	void (*field_bytes)(const uint32_t *f, size_t n, int shift, uint32_t mask, uint8_t *p);
-	void (*add_field_bytes)(const uint8_t *p, size_t n, int shift, uint32_t *f);
-	void (*assemble)(const uint32_t *f, const uint8_t *e, size_t n, int mbits, int sign, uint32_t *x);
-	void (*keeps)(const uint8_t *e, const uint8_t *drop, size_t n, uint8_t most, uint8_t *keep);
+	/* e: the exponents that come out. */
+	void (*truncate)(const struct truncate_kind *q, const uint8_t *drop, int nearest, size_t n, uint32_t *x,
+			 uint8_t *e);
+	/* Bits of its field that a value keeps: none where e is 0. */
+	void (*widths)(const uint8_t *e, const uint8_t *drop, size_t n, int total, uint8_t *width);
+	/* Values to fields or their pieces, and back; where e is 0, to 0. */
+	void (*fields)(const struct truncate_kind *q, const uint32_t *x, size_t n, uint32_t *f);
+	void (*assemble)(const struct truncate_kind *q, const uint32_t *f, const uint8_t *e, size_t n, uint32_t *x);
+	void (*split_pieces)(const struct truncate_kind *q, const uint32_t *x, size_t n, uint8_t *const piece[4]);
+	void (*join_pieces)(const struct truncate_kind *q, const uint8_t *const piece[4], const uint8_t *e, size_t n,
+			    uint32_t *x);
 	void (*levels_of)(const struct truncate_kind *q, const uint8_t *drop, size_t n, uint8_t *level);
 	void (*drops_at)(const struct truncate_kind *q, const uint8_t *level, size_t n, uint8_t *drop);
-	void (*exponents_up)(const uint8_t *e, size_t n, int shift, uint16_t *u);
-	void (*exponents_down)(const uint16_t *u, size_t n, int shift, uint8_t *e);
+	/* lower and raise of exponents, which are patterns >> shift (in place if wanted). */
+	void (*lower_exponents)(const uint8_t *e, const uint16_t *offset, uint8_t last, int shift, size_t n,
+				uint8_t *u);
+	void (*raise_exponents)(const uint8_t *u, const uint16_t *offset, uint8_t last, int shift, size_t n,
+				uint8_t *e);
 	size_t (*join)(const uint8_t *e, const uint8_t *level, size_t n, int base, uint16_t *pair, uint8_t *symbol);
 	void (*pairs_of)(const uint8_t *symbol, size_t n, int base, uint16_t *pair);
 	void (*unjoin)(const uint16_t *pair, size_t n, uint8_t *e, uint8_t *level);

@@ -317,19 +317,19 @@ static void unhalve(uint8_t *restrict symbol, const uint8_t *restrict high, size
 		symbol[i] = (uint8_t)(symbol[i] | (high[i - half] & 0xf0));
 }
 
-static size_t zeros(const uint8_t *e, size_t n)
+static size_t count(const uint8_t *e, uint8_t least, size_t n)
 {
-	size_t count = 0;
+	size_t total = 0;
 
 	for (size_t i = 0; i < n; i += 128) { /* byte counters that cannot overflow */
 		size_t end = i + 128 < n ? i + 128 : n;
 		uint8_t some = 0;
 
 		for (size_t k = i; k < end; k++)
-			some = (uint8_t)(some + (e[k] == 0));
-		count += some;
+			some = (uint8_t)(some + (e[k] >= least));
+		total += some;
 	}
-	return count;
+	return total;
 }
 
 static uint8_t under_zeros(const uint8_t *e, const uint8_t *p, size_t n)
@@ -342,31 +342,32 @@ static uint8_t under_zeros(const uint8_t *e, const uint8_t *p, size_t n)
 }
 
 #ifndef PRUNE
-#define PRUNE(e, p, n, dst, m) 0
-#define UNPRUNE(e, p, n, dst, m) 0
+#define PRUNE(e, least, p, n, dst, m) 0
+#define UNPRUNE(e, least, p, n, dst, m) 0
 #endif
 
-static size_t prune(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *dst)
+static size_t prune(const uint8_t *e, uint8_t least, const uint8_t *p, size_t n, uint8_t *dst)
 {
 	size_t m = 0;
 
-	for (size_t i = PRUNE(e, p, n, dst, &m); i < n; i++) {
+	for (size_t i = PRUNE(e, least, p, n, dst, &m); i < n; i++) {
 		dst[m] = p[i];
-		m += e[i] != 0;
+		m += e[i] >= least;
 	}
 	return m;
 }
 
-static void unprune(const uint8_t *e, const uint8_t *p, size_t n, uint8_t *restrict dst)
+static size_t unprune(const uint8_t *e, uint8_t least, const uint8_t *p, size_t n, uint8_t *restrict dst)
 {
 	size_t m = 0;
 
-	for (size_t i = UNPRUNE(e, p, n, dst, &m); i < n; i++) {
-		uint8_t keep = e[i] != 0;
+	for (size_t i = UNPRUNE(e, least, p, n, dst, &m); i < n; i++) {
+		uint8_t keep = e[i] >= least;
 
 		dst[i] = keep ? p[m] : 0;
 		m += keep;
 	}
+	return m;
 }
 
 static size_t rows(const uint8_t *p, size_t n, uint8_t *bitmap)
@@ -401,4 +402,4 @@ static void stream(uint8_t *dst, const uint8_t *src, size_t n)
 	.merge = {merge_bytes1, merge_bytes2, merge_bytes4, merge_bytes8, merge_float2, merge_float4, merge_float8},   \
 	.patterns = {[FORM_FLOAT2] = patterns_float2, patterns_float4, patterns_float8}, .stream = STREAM, .sum = sum, \
 	.columns = columns, .lower = lower, .raise = raise, .offsets = offsets, .halve = halve, .unhalve = unhalve,    \
-	.digest = digest, .zeros = zeros, .under_zeros = under_zeros, .prune = prune, .unprune = unprune, .rows = rows
+	.digest = digest, .count = count, .under_zeros = under_zeros, .prune = prune, .unprune = unprune, .rows = rows

@@ -343,6 +343,36 @@ static inline size_t float8_values_simd(int mbits, int bias, int last, const uin
 	return i;
 }
 
+/* round_truncate, and the exponents that come out. */
+static inline size_t truncate_simd(const struct truncate_kind *q, const uint8_t *drop, int nearest, size_t n,
+				   uint32_t *x, uint8_t *e)
+{
+	const V last = SET1((int)q->last), mbits = SET1(q->mbits), one = SET1(1), zero = SET1(0);
+	size_t i = 0;
+
+	for (; i + STEP <= n; i += STEP) {
+		V c[4];
+
+		for (int k = 0; k < 4; k++) {
+			V u = LOAD(x + i + LANES * k), drops = WIDEN8(drop + i + LANES * k);
+			V unit = SHL(one, drops), kept = SUB(zero, unit), up = u;
+
+			if (nearest) {
+				V half = ADD(SUB(SRL(unit, 1), one), AND(SHR(u, drops), one));
+
+				up = ADD(u, AND(half, SUB(unit, one))); /* 0 where none is dropped */
+			}
+			up = SELECT(EQ(AND(SHR(up, mbits), last), last), u, up);
+			up = SELECT(EQ(AND(SHR(u, mbits), last), zero), zero, AND(up, kept));
+			c[k] = AND(SHR(up, mbits), last);
+			STORE(x + i + LANES * k, up);
+		}
+		NARROW(e + i, c);
+	}
+	return i;
+}
+
+#define TRUNCATE_SIMD truncate_simd
 #define ABS_MAX abs_max_simd
 #define ROW_SUMS row_sums_simd
 #define HALVES halves_simd

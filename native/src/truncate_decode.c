@@ -3,7 +3,7 @@
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
 
-/* The block's lowered exponents to w->e; joint levels to w->keep. */
+/* The block's lowered exponents to w->e; joint levels to w->level. */
 static codec_status read_symbols(const struct job *j, const struct kernels *k, uint32_t mode, struct cursor *c,
 				 uint64_t m, struct work *w, codec_fault *f)
 {
@@ -50,7 +50,7 @@ static codec_status read_symbols(const struct job *j, const struct kernels *k, u
 	}
 	if (k->below_four(w->symbol, m) || k->max_byte(w->symbol, m) > 4 * (last - base) + 3)
 		BAD(c->at, k->below_four(w->symbol, m), 0);
-	k->unjoin(w->exponent, m, w->e, w->keep);
+	k->unjoin(w->exponent, m, w->e, w->level);
 	return CODEC_OK;
 }
 
@@ -62,13 +62,9 @@ static void raise_exponents(const struct job *j, const struct kernels *k, const 
 	uint64_t n;
 
 	for (uint64_t i = 0; i < m && j->model.nsegments; i += n) {
-		uint16_t *u = w->exponent + i;
-
 		n = MIN(OFFSETS, m - i);
-		k->exponents_up(w->e + i, n, shift, u);
 		model_offsets(j, k, first + i, n, w->offset);
-		k->raise(u, w->offset, model_zero(&j->h, dtype_of(j->h.dtype)), n, u);
-		k->exponents_down(u, n, shift, w->e + i);
+		k->raise_exponents(w->e + i, w->offset, (uint8_t)q->last, shift, n, w->e + i);
 	}
 }
 
@@ -101,26 +97,26 @@ static codec_status read_levels(const struct job *j, const struct kernels *k, co
 		return truncate_drops(j, k, with, q, first, m, w->e, w->ea, w->drop);
 	case WIRE_LEVELS_FIXED: return truncate_drops(j, k, with, q, first, m, w->e, NULL, w->drop);
 	case WIRE_LEVELS_PLANE:
-		count = m - k->zeros(w->e, m);
+		count = k->count(w->e, 1, m);
 		TRY(take_codes(c, k, count, 2, w->symbol, f));
-		k->unprune(w->e, w->symbol, m, w->keep);
+		k->unprune(w->e, 1, w->symbol, m, w->level);
 		break;
 	default: break;
 	}
-	k->drops_at(q, w->keep, m, w->drop);
+	k->drops_at(q, w->level, m, w->drop);
 	if (k->drops_under(w->e, w->drop, m, (uint8_t)q->last)) /* a NaN would be Inf */
 		BAD(at, 1, 0);
 	return CODEC_OK;
 }
 
-static codec_status unpack_widths(struct cursor *c, const uint8_t *e, const uint8_t *drop, uint64_t n, int nbits,
-				  uint32_t *fields, codec_fault *f)
+static codec_status unpack_widths(struct cursor *c, const uint8_t *widths, uint64_t n, int nbits, uint32_t *fields,
+				  codec_fault *f)
 {
 	uint64_t total = 0, bits = 0, nbytes, at = c->at;
 	uint32_t have = 0;
 
 	for (uint64_t i = 0; i < n; i++)
-		total += e[i] ? (uint64_t)(nbits - drop[i]) : 0;
+		total += widths[i];
 	nbytes = (total + 7) / 8;
 	if (c->end - c->at < nbytes)
 		BAD(c->at, c->end - c->at, nbytes);
@@ -128,7 +124,7 @@ static codec_status unpack_widths(struct cursor *c, const uint8_t *e, const uint
 		BAD(c->at + nbytes - 1, c->frame[c->at + nbytes - 1], 0);
 	c->at += nbytes;
 	for (uint64_t i = 0; i < n; i++) {
-		uint32_t width = e[i] ? (uint32_t)(nbits - drop[i]) : 0;
+		uint32_t width = widths[i];
 
 		if (have < width) { /* width is at most 24: 32 bits more fit */
 			uint64_t left = c->at - at;
@@ -142,34 +138,53 @@ static codec_status unpack_widths(struct cursor *c, const uint8_t *e, const uint
 			}
 			have += 32;
 		}
-		fields[i] = (uint32_t)(bits & ((1ull << width) - 1)) << drop[i];
+		fields[i] = (uint32_t)(bits & ((1ull << width) - 1)) << (nbits - (int)width);
 		bits >>= width;
 		have -= width;
 	}
 	return CODEC_OK;
 }
 
+/* What the block's values keep: fields to w->fields, or pieces to w->piece, one after the other. */
 static codec_status read_pieces(const struct kernels *k, const struct truncate_kind *q, struct cursor *c, uint32_t head,
 				uint64_t m, struct work *w, codec_fault *f)
 {
-	int rest = q->mbits + 1;
+	uint8_t least = 0;
 
+	k->widths(w->e, w->drop, m, q->mbits + 1, w->width);
 	if (q->by_bit)
-		return unpack_widths(c, w->e, w->drop, m, rest, w->fields, f);
-	memset(w->fields, 0, 4 * m);
+		return unpack_widths(c, w->width, m, q->mbits + 1, w->fields, f);
 	for (int i = 0; i < TRUNCATE_PIECES; i++) {
-		uint64_t count;
-
-		rest -= q->width[i];
+		least = (uint8_t)(least + q->width[i]);
 		if (head & WIRE_PIECE_ZERO << i)
-			continue;
-		k->keeps(w->e, w->drop, m, (uint8_t)rest, w->keep);
-		count = m - k->zeros(w->keep, m);
-		TRY(take_codes(c, k, count, q->width[i], w->symbol, f));
-		k->unprune(w->keep, w->symbol, m, w->ea);
-		k->add_field_bytes(w->ea, m, rest, w->fields);
+			memset(w->piece[i], 0, m);
+		else
+			TRY(take_codes(c, k, k->count(w->width, least, m), q->width[i], w->piece[i], f));
 	}
 	return CODEC_OK;
+}
+
+/* The values' patterns to w->patterns. */
+static void put_together(const struct kernels *k, const struct truncate_kind *q, uint64_t m, struct work *w)
+{
+	uint8_t piece[TRUNCATE_PIECES][TRUNCATE_TILE];
+	const uint8_t *const pieces[] = {piece[0], piece[1], piece[2], piece[3]};
+	uint64_t count[TRUNCATE_PIECES] = {0}, n;
+
+	if (q->by_bit) {
+		k->assemble(q, w->fields, w->e, m, w->patterns);
+		return;
+	}
+	for (uint64_t at = 0; at < m; at += n) {
+		uint8_t least = 0;
+
+		n = MIN(TRUNCATE_TILE, m - at);
+		for (int i = 0; i < TRUNCATE_PIECES; i++) {
+			least = (uint8_t)(least + q->width[i]);
+			count[i] += k->unprune(w->width + at, least, w->piece[i] + count[i], n, piece[i]);
+		}
+		k->join_pieces(q, pieces, w->e + at, n, w->patterns + at);
+	}
 }
 
 /* Block b, whose region is frame[at, end), to `values`. */
@@ -201,7 +216,7 @@ codec_status truncate_decode_block(const struct job *j, const struct kernels *k,
 	for (; c.at < c.end; c.at++)
 		if (frame[c.at])
 			BAD(c.at, frame[c.at], 0);
-	k->assemble(w->fields, w->e, m, q.mbits, q.sign, w->patterns);
+	put_together(k, &q, m, w);
 	k->store_patterns(w->patterns, m, dtype_of(j->h.dtype)->nbytes, values);
 	return CODEC_OK;
 }

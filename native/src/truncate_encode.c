@@ -10,23 +10,24 @@ static int needs_reference(const struct job *j, const codec_context *with)
 	return j->h.variant != WIRE_LEVELS_FIXED && !with->levels;
 }
 
-/* Exponents as they will be coded and bits to be dropped; w->x are the values cut. */
+/* Values [at, at + n) of a block that begins at `first`: cut, their exponents as they will be coded, bits dropped. */
 static codec_status cut(const struct job *j, const struct kernels *k, const codec_context *with,
-			const struct truncate_kind *q, const codec_tensor *src, uint64_t first, uint64_t n,
+			const struct truncate_kind *q, const codec_tensor *src, uint64_t first, uint64_t at, uint64_t n,
 			struct work *w)
 {
 	const struct dtype *d = dtype_of(j->h.dtype);
+	uint8_t *e = w->e + at, *ea = w->ea + at, *drop = w->drop + at;
+	uint32_t *x = w->patterns + at;
 
-	k->load_patterns((const char *)src->data + first * d->nbytes, n, d->nbytes, w->patterns);
-	k->exponents(w->patterns, n, q->mbits, q->last, w->e);
+	first += at;
+	k->load_patterns((const char *)src->data + first * d->nbytes, n, d->nbytes, x);
+	k->exponents(x, n, q->mbits, q->last, e);
 	if (needs_reference(j, with))
-		truncate_reference(with, k, first, n, w->ea);
-	TRY(truncate_drops(j, k, with, q, first, n, w->e, w->ea, w->drop));
-	k->truncate(q, w->drop, !(j->h.options & WIRE_OPTION_TRUNCATE), n, w->patterns);
-	k->exponents(w->patterns, n, q->mbits, q->last, w->e);
+		truncate_reference(with, k, first, n, ea);
+	TRY(truncate_drops(j, k, with, q, first, n, e, ea, drop));
+	k->truncate(q, drop, !(j->h.options & WIRE_OPTION_TRUNCATE), n, x, e);
 	/* a receiver that works levels out has the new exponents; where they changed, mantissas are 0 at any width */
-	return j->h.variant == WIRE_LEVELS_SHARED ? truncate_drops(j, k, with, q, first, n, w->e, w->ea, w->drop)
-						  : CODEC_OK;
+	return j->h.variant == WIRE_LEVELS_SHARED ? truncate_drops(j, k, with, q, first, n, e, ea, drop) : CODEC_OK;
 }
 
 /* Symbols of n values to `symbol`; with joint levels, their pairs to w->exponent. Returns how many have none. */
@@ -38,22 +39,18 @@ static uint64_t symbols(const struct job *j, const struct kernels *k, const stru
 	uint64_t m;
 
 	for (uint64_t i = 0; i < n; i += m) {
-		uint16_t *u = w->exponent + i;
-
 		m = MIN(OFFSETS, n - i);
 		if (!j->model.nsegments) {
 			memcpy(lowered + i, w->e + i, m);
 			continue;
 		}
 		model_offsets(j, k, first + i, m, w->offset);
-		k->exponents_up(w->e + i, m, shift, u);
-		k->lower(u, w->offset, model_zero(&j->h, dtype_of(j->h.dtype)), m, u);
-		k->exponents_down(u, m, shift, lowered + i);
+		k->lower_exponents(w->e + i, w->offset, (uint8_t)q->last, shift, m, lowered + i);
 	}
 	if (!joint)
 		return 0;
-	k->levels_of(q, w->drop, n, w->keep);
-	return k->join(lowered, w->keep, n, (int)truncate_base(&j->h), w->exponent, symbol);
+	k->levels_of(q, w->drop, n, w->level);
+	return k->join(lowered, w->level, n, (int)truncate_base(&j->h), w->exponent, symbol);
 }
 
 /* The codebook, from every `stride`-th quad row. */
@@ -69,7 +66,7 @@ codec_status truncate_choose(struct job *j, const struct kernels *k, const codec
 	for (uint64_t r = 0; r < nrows; r += stride) {
 		uint64_t n = MIN(WIRE_ROW, j->h.n - r * WIRE_ROW);
 
-		TRY(cut(j, k, with, &q, src, r * WIRE_ROW, n, &w));
+		TRY(cut(j, k, with, &q, src, r * WIRE_ROW, 0, n, &w));
 		symbols(j, k, &q, r * WIRE_ROW, n, &w, w.plane[0]);
 		for (uint64_t i = 0; i < n; i++)
 			j->sample.counts[0][w.plane[0][i]]++;
@@ -78,16 +75,15 @@ codec_status truncate_choose(struct job *j, const struct kernels *k, const codec
 }
 
 /* Fields of any width, one after the other from bit 0 of the first byte on. Returns the bytes. */
-static uint64_t pack_widths(const uint32_t *f, const uint8_t *e, const uint8_t *drop, uint64_t n, int nbits,
-			    uint8_t *dst)
+static uint64_t pack_widths(const uint32_t *f, const uint8_t *width, uint64_t n, int total, uint8_t *dst)
 {
 	uint64_t bits = 0;
 	uint32_t have = 0;
 	uint8_t *p = dst;
 
 	for (uint64_t i = 0; i < n; i++) {
-		bits |= (uint64_t)(f[i] >> drop[i]) << have;
-		have += e[i] ? (uint32_t)(nbits - drop[i]) : 0;
+		bits |= (uint64_t)(f[i] >> (total - width[i])) << have;
+		have += width[i];
 		if (have >= 32) {
 			store32(p, (uint32_t)bits);
 			p += 4;
@@ -99,29 +95,38 @@ static uint64_t pack_widths(const uint32_t *f, const uint8_t *e, const uint8_t *
 	return (uint64_t)(p - dst) + (have + 7) / 8;
 }
 
-static uint8_t *put_pieces(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t n,
-			   struct work *w, uint8_t *p, uint32_t *head)
+/* The pieces that values [at, at + n) keep, behind the count[i] that others kept; or their fields. */
+static void take_pieces(const struct kernels *k, const struct truncate_kind *q, uint64_t at, uint64_t n, struct work *w,
+			uint64_t count[TRUNCATE_PIECES])
 {
-	int rest = q->mbits + 1;
+	uint8_t piece[TRUNCATE_PIECES][TRUNCATE_TILE];
+	uint8_t *const pieces[] = {piece[0], piece[1], piece[2], piece[3]}, least = 0;
 
-	k->fields(w->patterns, n, q->mbits, q->sign, w->fields);
-	if (q->by_bit)
-		return p + pack_widths(w->fields, w->e, w->drop, n, rest, p);
+	k->widths(w->e + at, w->drop + at, n, q->mbits + 1, w->width + at);
+	if (q->by_bit) {
+		k->fields(q, w->patterns + at, n, w->fields + at);
+		return;
+	}
+	k->split_pieces(q, w->patterns + at, n, pieces);
 	for (int i = 0; i < TRUNCATE_PIECES; i++) {
-		uint64_t count;
+		least = (uint8_t)(least + q->width[i]);
+		count[i] += k->prune(w->width + at, least, piece[i], n, w->piece[i] + count[i]);
+	}
+}
 
-		rest -= q->width[i];
-		k->keeps(w->e, w->drop, n, (uint8_t)rest, w->keep);
-		k->field_bytes(w->fields, n, rest, (1u << q->width[i]) - 1, w->symbol);
-		count = k->prune(w->keep, w->symbol, n, w->symbol);
-		if (count && k->max_byte(w->symbol, count) == 0) {
+static uint8_t *put_pieces(const struct kernels *k, const struct truncate_kind *q, const struct work *w, uint64_t m,
+			   const uint64_t count[TRUNCATE_PIECES], uint8_t *p, uint32_t *head)
+{
+	if (q->by_bit)
+		return p + pack_widths(w->fields, w->width, m, q->mbits + 1, p);
+	for (int i = 0; i < TRUNCATE_PIECES; i++) {
+		if (count[i] && k->max_byte(w->piece[i], count[i]) == 0) {
 			*head |= WIRE_PIECE_ZERO << i;
 			continue;
 		}
-		k->pack_codes(w->symbol, count, q->width[i], p);
-		p += (count * q->width[i] + 7) / 8;
+		k->pack_codes(w->piece[i], count[i], q->width[i], p);
+		p += (count[i] * q->width[i] + 7) / 8;
 	}
-	(void)j;
 	return p;
 }
 
@@ -130,6 +135,7 @@ codec_status truncate_encode_block(const struct job *j, const struct kernels *k,
 				   const codec_tensor *src, uint64_t b, struct work *w, uint64_t *nbytes)
 {
 	uint64_t first = b * j->h.block, m = MIN(j->h.block, j->h.n - first), nescapes = 0, outside, got = 0, size, gap;
+	uint64_t count[TRUNCATE_PIECES] = {0};
 	int joint = j->h.variant == WIRE_LEVELS_CODED;
 	struct truncate_kind q;
 	uint8_t *p = w->region + 4;
@@ -137,7 +143,12 @@ codec_status truncate_encode_block(const struct job *j, const struct kernels *k,
 
 	truncate_kind_of(&j->h, &q);
 	w->ahead.count = 0;
-	TRY(cut(j, k, with, &q, src, first, m, w));
+	for (uint64_t at = 0; at < m; at += TRUNCATE_TILE) {
+		uint64_t n = MIN(TRUNCATE_TILE, m - at);
+
+		TRY(cut(j, k, with, &q, src, first, at, n, w));
+		take_pieces(k, &q, at, n, w, count);
+	}
 	if (j->h.variant == WIRE_LEVELS_SHARED) {
 		store32(p, (uint32_t)k->digest(w->ea, m, TRUNCATE_DIGEST));
 		p += 4;
@@ -159,11 +170,11 @@ codec_status truncate_encode_block(const struct job *j, const struct kernels *k,
 	}
 	if (j->h.variant == WIRE_LEVELS_PLANE) {
 		k->levels_of(&q, w->drop, m, w->symbol);
-		got = k->prune(w->e, w->symbol, m, w->symbol);
+		got = k->prune(w->e, 1, w->symbol, m, w->symbol);
 		k->pack_codes(w->symbol, got, 2, p);
 		p += (got + 3) / 4;
 	}
-	p = put_pieces(j, k, &q, m, w, p, &head);
+	p = put_pieces(k, &q, w, m, count, p, &head);
 	store32(w->region, head);
 	size = (uint64_t)(p - w->region) + nescapes;
 	gap = ALIGN8(size) - size;
@@ -192,7 +203,7 @@ codec_status truncate_residual(const struct job *j, const struct kernels *k, con
 		codec_tensor cut_values = part;
 		float buffer[512], aligned[512];
 
-		TRY(cut(j, k, with, &q, src, first, m, &w));
+		TRY(cut(j, k, with, &q, src, first, 0, m, &w));
 		k->store_patterns(w.patterns, m, dtype_of(j->h.dtype)->nbytes, w.values);
 		cut_values.data = w.values;
 		for (uint64_t i = 0; i < m; i += 512) {

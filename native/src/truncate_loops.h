@@ -81,17 +81,25 @@ static void drops_at(const struct truncate_kind *q, const uint8_t *level, size_t
 	}
 }
 
-/* Exponents to the patterns that the scale model lowers, and back. */
-static void exponents_up(const uint8_t *e, size_t n, int shift, uint16_t *restrict u)
+/* bits_lower and bits_raise of e << shift, where offsets have no lower bits: a circle of `last` exponents from 1 on. */
+static void lower_exponents(const uint8_t *e, const uint16_t *offset, uint8_t last, int shift, size_t n, uint8_t *u)
 {
-	for (size_t i = 0; i < n; i++)
-		u[i] = (uint16_t)(e[i] << shift);
+	for (size_t i = 0; i < n; i++) {
+		uint8_t o = (uint8_t)(offset[i] >> shift), a = (uint8_t)(e[i] - 1), d = (uint8_t)(a - o);
+
+		d = (uint8_t)(d + (last & -(a < o)) + 1);
+		u[i] = (uint8_t)(d & -(e[i] != 0));
+	}
 }
 
-static void exponents_down(const uint16_t *u, size_t n, int shift, uint8_t *restrict e)
+static void raise_exponents(const uint8_t *u, const uint16_t *offset, uint8_t last, int shift, size_t n, uint8_t *e)
 {
-	for (size_t i = 0; i < n; i++)
-		e[i] = (uint8_t)(u[i] >> shift);
+	for (size_t i = 0; i < n; i++) {
+		uint8_t back = (uint8_t)(last - (offset[i] >> shift)), a = (uint8_t)(u[i] - 1), d = (uint8_t)(a - back);
+
+		d = (uint8_t)(d + (last & -(a < back)) + 1);
+		e[i] = (uint8_t)(d & -(u[i] != 0));
+	}
 }
 
 /*
@@ -160,54 +168,91 @@ static void exponents(const uint32_t *x, size_t n, int mbits, uint32_t last, uin
 		e[i] = (uint8_t)(x[i] >> mbits & last);
 }
 
-static void truncate(const struct truncate_kind *q, const uint8_t *drop, int nearest, size_t n, uint32_t *restrict x)
+#ifndef TRUNCATE_SIMD
+#define TRUNCATE_SIMD(q, drop, nearest, n, x, e) 0
+#endif
+
+static void truncate(const struct truncate_kind *q, const uint8_t *drop, int nearest, size_t n, uint32_t *restrict x,
+		     uint8_t *restrict e)
 {
 	uint32_t mbits = (uint32_t)q->mbits, last = q->last;
 
-	for (size_t i = 0; i < n; i++)
+	for (size_t i = TRUNCATE_SIMD(q, drop, nearest, n, x, e); i < n; i++) {
 		x[i] = round_truncate(x[i], drop[i], (uint32_t)nearest, mbits, last);
-}
-
-/* Sign and mantissa, right-justified: mbits + 1 bits. */
-static void fields(const uint32_t *x, size_t n, int mbits, int sign, uint32_t *restrict f)
-{
-	for (size_t i = 0; i < n; i++)
-		f[i] = (x[i] & ((1u << mbits) - 1)) | x[i] >> sign << mbits;
-}
-
-static void field_bytes(const uint32_t *f, size_t n, int shift, uint32_t mask, uint8_t *restrict p)
-{
-	for (size_t i = 0; i < n; i++)
-		p[i] = (uint8_t)(f[i] >> shift & mask);
-}
-
-static void add_field_bytes(const uint8_t *p, size_t n, int shift, uint32_t *restrict f)
-{
-	for (size_t i = 0; i < n; i++)
-		f[i] |= (uint32_t)p[i] << shift;
-}
-
-/* Fields and exponents to patterns; where e is 0, to 0. */
-static void assemble(const uint32_t *f, const uint8_t *e, size_t n, int mbits, int sign, uint32_t *restrict x)
-{
-	for (size_t i = 0; i < n; i++) {
-		uint32_t y = (f[i] & ((1u << mbits) - 1)) | (uint32_t)e[i] << mbits | f[i] >> mbits << sign;
-
-		x[i] = e[i] ? y : 0;
+		e[i] = (uint8_t)(x[i] >> mbits & last);
 	}
 }
 
-/* keep[i]: e is not 0 and at most `most` bits are dropped. */
-static void keeps(const uint8_t *e, const uint8_t *drop, size_t n, uint8_t most, uint8_t *restrict keep)
+static void widths(const uint8_t *e, const uint8_t *drop, size_t n, int total, uint8_t *restrict width)
 {
 	for (size_t i = 0; i < n; i++)
-		keep[i] = (uint8_t)((e[i] != 0) & (drop[i] <= most));
+		width[i] = (uint8_t)((total - drop[i]) & -(e[i] != 0));
+}
+
+/* Sign and mantissa, right-justified: mbits + 1 bits. */
+static inline uint32_t field_of(uint32_t x, int mbits, int sign)
+{
+	return (x & ((1u << mbits) - 1)) | x >> sign << mbits;
+}
+
+static inline uint32_t pattern_of(uint32_t f, uint8_t e, int mbits, int sign)
+{
+	uint32_t y = (f & ((1u << mbits) - 1)) | (uint32_t)e << mbits | f >> mbits << sign;
+
+	return y & -(uint32_t)(e != 0);
+}
+
+static void fields(const struct truncate_kind *q, const uint32_t *x, size_t n, uint32_t *restrict f)
+{
+	int mbits = q->mbits, sign = q->sign;
+
+	for (size_t i = 0; i < n; i++)
+		f[i] = field_of(x[i], mbits, sign);
+}
+
+static void assemble(const struct truncate_kind *q, const uint32_t *f, const uint8_t *e, size_t n, uint32_t *restrict x)
+{
+	int mbits = q->mbits, sign = q->sign;
+
+	for (size_t i = 0; i < n; i++)
+		x[i] = pattern_of(f[i], e[i], mbits, sign);
+}
+
+static void split_pieces(const struct truncate_kind *q, const uint32_t *x, size_t n, uint8_t *const piece[4])
+{
+	uint8_t *restrict a = piece[0], *restrict b = piece[1], *restrict c = piece[2], *restrict d = piece[3];
+	int mbits = q->mbits, sign = q->sign;
+	int to_c = q->width[3], to_b = to_c + q->width[2], to_a = to_b + q->width[1];
+	uint32_t b_mask = (1u << q->width[1]) - 1, c_mask = (1u << q->width[2]) - 1, d_mask = (1u << to_c) - 1;
+
+	for (size_t i = 0; i < n; i++) {
+		uint32_t f = field_of(x[i], mbits, sign);
+
+		a[i] = (uint8_t)(f >> to_a);
+		b[i] = (uint8_t)(f >> to_b & b_mask);
+		c[i] = (uint8_t)(f >> to_c & c_mask);
+		d[i] = (uint8_t)(f & d_mask);
+	}
+}
+
+static void join_pieces(const struct truncate_kind *q, const uint8_t *const piece[4], const uint8_t *e, size_t n,
+			uint32_t *restrict x)
+{
+	const uint8_t *a = piece[0], *b = piece[1], *c = piece[2], *d = piece[3];
+	int mbits = q->mbits, sign = q->sign;
+	int to_c = q->width[3], to_b = to_c + q->width[2], to_a = to_b + q->width[1];
+
+	for (size_t i = 0; i < n; i++) {
+		uint32_t f = (uint32_t)a[i] << to_a | (uint32_t)b[i] << to_b | (uint32_t)c[i] << to_c | d[i];
+
+		x[i] = pattern_of(f, e[i], mbits, sign);
+	}
 }
 
 #define TRUNCATE_LOOPS                                                                                                 \
 	.load_patterns = load_patterns, .store_patterns = store_patterns, .metric_exponents = metric_exponents,        \
 	.exponents_of = exponents_of, .drops_of = drops_of, .exponents = exponents, .truncate = truncate,              \
-	.fields = fields, .field_bytes = field_bytes, .add_field_bytes = add_field_bytes, .assemble = assemble,        \
-	.keeps = keeps, .levels_of = levels_of, .drops_at = drops_at, .exponents_up = exponents_up,                    \
-	.exponents_down = exponents_down, .join = join, .pairs_of = pairs_of, .unjoin = unjoin,                        \
+	.widths = widths, .fields = fields, .assemble = assemble, .split_pieces = split_pieces,                        \
+	.join_pieces = join_pieces, .levels_of = levels_of, .drops_at = drops_at, .lower_exponents = lower_exponents,  \
+	.raise_exponents = raise_exponents, .join = join, .pairs_of = pairs_of, .unjoin = unjoin,                      \
 	.below_four = below_four, .drops_under = drops_under

@@ -47,7 +47,7 @@ uint64_t work_nbytes(const struct header *h)
 	uint64_t m = coded_block(h);
 	uint64_t rows = codec_is_rows(h->codec) ? 4 * WIRE_TREE + 18 * ROW_CHUNK + 64 + CODES + 64 : 0;
 
-	uint64_t cuts = h->codec == CODEC_TRUNCATE ? 10 * m + 4 * (m + 64) + 64 : 0;
+	uint64_t cuts = h->codec == CODEC_TRUNCATE ? 6 * m + 9 * (m + 64) + 64 : 0;
 
 	return rows + cuts + 64 + 2 * (sizeof(lanes) + m / 8 + m + 64 + 16) + 4 * words_room(m) +
 	       (uint64_t)(d->nbytes + 1) * (m + 64) + 2 * MIN(m, OFFSETS) + 64 +
@@ -88,11 +88,14 @@ void work_place(const struct header *h, void *memory, struct work *w)
 	if (h->codec == CODEC_TRUNCATE) {
 		w->exponent = take(&p, 2 * m + 64);
 		w->patterns = take(&p, 4 * m);
-		w->fields = take(&p, 4 * m);
+		for (int i = 0; i < 4; i++)
+			w->piece[i] = take(&p, m + 64);
+		w->fields = (uint32_t *)w->piece[0];
 		w->e = take(&p, m + 64);
 		w->ea = take(&p, m + 64);
 		w->drop = take(&p, m + 64);
-		w->keep = take(&p, m + 64);
+		w->width = take(&p, m + 64);
+		w->level = take(&p, m + 64);
 	}
 	if (!codec_is_rows(h->codec))
 		return;
