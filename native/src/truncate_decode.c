@@ -112,35 +112,26 @@ static codec_status read_levels(const struct job *j, const struct kernels *k, co
 static codec_status unpack_widths(struct cursor *c, const uint8_t *widths, uint64_t n, int nbits, uint32_t *fields,
 				  codec_fault *f)
 {
-	uint64_t total = 0, bits = 0, nbytes, at = c->at;
-	uint32_t have = 0;
+	const uint8_t *src = c->frame + c->at;
+	uint8_t tail[24] = {0};
+	uint64_t total = 0, nbytes, last;
 
 	for (uint64_t i = 0; i < n; i++)
 		total += widths[i];
 	nbytes = (total + 7) / 8;
 	if (c->end - c->at < nbytes)
 		BAD(c->at, c->end - c->at, nbytes);
-	if (total % 8 && c->frame[c->at + nbytes - 1] >> total % 8)
-		BAD(c->at + nbytes - 1, c->frame[c->at + nbytes - 1], 0);
 	c->at += nbytes;
-	for (uint64_t i = 0; i < n; i++) {
+	if (total % 8 && c->frame[c->at - 1] >> total % 8)
+		BAD(c->at - 1, c->frame[c->at - 1], 0);
+	last = nbytes - MIN(nbytes, 16); /* where 8 bytes cannot be read any more they are read from a copy */
+	memcpy(tail, src + last, nbytes - last);
+	for (uint64_t i = 0, bit = 0; i < n; i++) {
+		const uint8_t *p = bit / 8 + 8 <= nbytes ? src + bit / 8 : tail + (bit / 8 - last);
 		uint32_t width = widths[i];
 
-		if (have < width) { /* width is at most 24: 32 bits more fit */
-			uint64_t left = c->at - at;
-
-			if (left >= 4) {
-				bits |= (uint64_t)load32(c->frame + at) << have;
-				at += 4;
-			} else {
-				for (uint64_t t = 0; t < left; t++)
-					bits |= (uint64_t)c->frame[at++] << (have + 8 * t);
-			}
-			have += 32;
-		}
-		fields[i] = (uint32_t)(bits & ((1ull << width) - 1)) << (nbits - (int)width);
-		bits >>= width;
-		have -= width;
+		fields[i] = (uint32_t)(load64(p) >> bit % 8 & ((1u << width) - 1)) << (nbits - (int)width);
+		bit += width;
 	}
 	return CODEC_OK;
 }

@@ -74,25 +74,30 @@ codec_status truncate_choose(struct job *j, const struct kernels *k, const codec
 	return CODEC_OK;
 }
 
-/* Fields of any width, one after the other from bit 0 of the first byte on. Returns the bytes. */
+/*
+ * Fields of any width, one after the other from bit 0 of the first byte on. Two at a time, of 48 bits at most: with 7
+ * that wait they fit a word. Returns the bytes; 8 more may be written.
+ */
 static uint64_t pack_widths(const uint32_t *f, const uint8_t *width, uint64_t n, int total, uint8_t *dst)
 {
 	uint64_t bits = 0;
 	uint32_t have = 0;
 	uint8_t *p = dst;
 
-	for (uint64_t i = 0; i < n; i++) {
-		bits |= (uint64_t)(f[i] >> (total - width[i])) << have;
-		have += width[i];
-		if (have >= 32) {
-			store32(p, (uint32_t)bits);
-			p += 4;
-			bits >>= 32;
-			have -= 32;
-		}
+	for (uint64_t i = 0; i < n; i += 2) {
+		uint32_t first = width[i], second = i + 1 < n ? width[i + 1] : 0;
+		uint64_t pair = f[i] >> ((uint32_t)total - first);
+
+		if (second)
+			pair |= (uint64_t)(f[i + 1] >> ((uint32_t)total - second)) << first;
+		bits |= pair << have;
+		store64(p, bits);
+		have += first + second;
+		p += have / 8;
+		bits >>= have / 8 * 8;
+		have %= 8;
 	}
-	store32(p, (uint32_t)bits);
-	return (uint64_t)(p - dst) + (have + 7) / 8;
+	return (uint64_t)(p - dst) + (have != 0);
 }
 
 /* The pieces that values [at, at + n) keep, behind the count[i] that others kept; or their fields. */
