@@ -25,7 +25,7 @@
 #define SELECT(m, a, b) _mm256_blendv_epi8(b, a, m)
 #define ADD_BYTES _mm256_add_epi8
 
-/* for rows_simd.h */
+/* for simd_loops.h */
 #define F __m256
 #define SETF _mm256_set1_ps
 #define LOADF _mm256_loadu_ps
@@ -33,7 +33,6 @@
 #define AS_F _mm256_castsi256_ps
 #define AS_V _mm256_castps_si256
 #define ADDF _mm256_add_ps
-#define SUBF _mm256_sub_ps
 #define MULF _mm256_mul_ps
 #define DIVF _mm256_div_ps
 #define MINF _mm256_min_ps
@@ -53,13 +52,12 @@
 #define EITHER OR
 #define MULU _mm256_mul_epu32
 #define ADDQ _mm256_add_epi64
-#define SLLQ _mm256_slli_epi64
 #define SRLQ _mm256_srli_epi64
 #define SETQ _mm256_set1_epi64x
 #define SEQUENCE _mm256_setr_epi64x(0, 2, 1, 3)
 #define UNPACKLOQ _mm256_unpacklo_epi64
 #define UNPACKHIQ _mm256_unpackhi_epi64
-#define ODD_WORDS(a, b) _mm256_blend_epi32(a, SLLQ(b, 32), 0xaa)
+#define ODD_WORDS(a, b) _mm256_blend_epi32(a, _mm256_slli_epi64(b, 32), 0xaa)
 #define WIDEN8(p) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
 #define WIDEN16(p) _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define NARROW narrow_avx2
@@ -280,7 +278,7 @@ static inline size_t unprune_avx2(const uint8_t *e, uint8_t least, const uint8_t
 #define UNPRUNE unprune_avx2
 
 #include "lanes.h"
-#include "rows_simd.h"
+#include "simd_loops.h"
 #include "loops.h"
 #include "row_loops.h"
 #include "truncate_loops.h"

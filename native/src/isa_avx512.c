@@ -25,7 +25,7 @@
 #define COUNT(m) (size_t)__builtin_popcount(m)
 #define ADD_BYTES _mm512_add_epi8
 
-/* for rows_simd.h */
+/* for simd_loops.h */
 #define F __m512
 #define SETF _mm512_set1_ps
 #define LOADF _mm512_loadu_ps
@@ -33,7 +33,6 @@
 #define AS_F _mm512_castsi512_ps
 #define AS_V _mm512_castps_si512
 #define ADDF _mm512_add_ps
-#define SUBF _mm512_sub_ps
 #define MULF _mm512_mul_ps
 #define DIVF _mm512_div_ps
 #define MINF _mm512_min_ps
@@ -53,7 +52,6 @@
 #define EITHER(a, b) ((__mmask16)((a) | (b)))
 #define MULU _mm512_mul_epu32
 #define ADDQ _mm512_add_epi64
-#define SLLQ _mm512_slli_epi64
 #define SRLQ _mm512_srli_epi64
 #define SETQ _mm512_set1_epi64
 #define SEQUENCE _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7)
@@ -223,7 +221,7 @@ static inline size_t unprune_avx512(const uint8_t *e, uint8_t least, const uint8
 #define UNPRUNE unprune_avx512
 
 #include "lanes.h"
-#include "rows_simd.h"
+#include "simd_loops.h"
 #include "loops.h"
 #include "row_loops.h"
 #include "truncate_loops.h"

@@ -137,14 +137,16 @@ BITS_FN uint32_t round_small_stochastic(uint32_t y, uint32_t mbits, uint32_t bia
 	return is_small ? small : normal;
 }
 
-/* The inverse, without sign: code below 2^(7 or fewer) to float32 bits. */
+/*
+ * The inverse, without sign: code below 2^(7 or fewer) to float32 bits. Read as if all were normal, a subnormal number
+ * is too large, and twice that less the smallest normal number is what it is; of normal ones that is more.
+ */
 BITS_FN uint32_t round_small_value(uint32_t code, uint32_t mbits, uint32_t bias)
 {
-	uint32_t shift = 23 - mbits, least = (128 - bias) << 23;
-	uint32_t normal = (code << shift) + ((127 - bias) << 23);
-	uint32_t small = round_bits(round_float((code << shift) + least) - round_float(least));
+	float normal = round_float((code << (23 - mbits)) + ((127 - bias) << 23));
+	float small = normal + normal - round_float((128 - bias) << 23);
 
-	return code < 1u << mbits ? small : normal;
+	return round_bits(small < normal ? small : normal);
 }
 
 #define FLOAT8_NAN 0x7fu

@@ -1,4 +1,4 @@
-/* rows_avx2.h - loops of row_loops.h that shuffle, in 256-bit vectors; and what rows_simd.h needs.
+/* rows_avx2.h - loops of row_loops.h that shuffle, in 256-bit vectors; and what simd_loops.h needs.
  *
  * Each does the first values and returns how many; the portable ones do the rest.
  */

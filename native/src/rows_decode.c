@@ -103,6 +103,7 @@ static codec_status decode_codes(const struct job *j, const struct kernels *k, c
 	w->scale_below[0] = q.variant == WIRE_SIGN_TWO_MEAN ? p->scale[1] : p->scale[0];
 	for (uint64_t t = 0; t < m; t += tile) {
 		uint64_t end = MIN(t + tile, m), n;
+		const uint8_t *code = q.bits == 8 ? codes + t : w->code;
 		uint8_t most = largest_code(&q);
 
 		if (q.codec == CODEC_SIGN) {
@@ -113,7 +114,8 @@ static codec_status decode_codes(const struct job *j, const struct kernels *k, c
 			uint8_t rest = nbits % 8 ? codes[last] >> nbits % 8 : 0;
 			uint8_t fill = nbits % 8 && q.codec == CODEC_TERNARY ? 0x55 >> nbits % 8 : 0;
 
-			k->unpack_codes(codes + t * q.bits / 8, end - t, q.bits, w->code);
+			if (q.bits < 8)
+				k->unpack_codes(codes + t * q.bits / 8, end - t, q.bits, w->code);
 			if (rest != fill)
 				BAD(at + last, rest, fill);
 		} else {
@@ -125,8 +127,8 @@ static codec_status decode_codes(const struct job *j, const struct kernels *k, c
 				if (w->code[n] != 1)
 					BAD(at + (end - 1) / 5, w->code[n], 1);
 		}
-		if (most < 255 && q.codec != CODEC_SIGN && k->max_byte(w->code, end - t) > most)
-			BAD(at, k->max_byte(w->code, end - t), most);
+		if (most < 255 && q.codec != CODEC_SIGN && k->max_byte(code, end - t) > most)
+			BAD(at, k->max_byte(code, end - t), most);
 		for (uint64_t i = t; i < end; i += n) {
 			uint64_t row = p->row && p->row <= ROW_CHUNK ? p->row : 0;
 
@@ -137,7 +139,7 @@ static codec_status decode_codes(const struct job *j, const struct kernels *k, c
 			if (q.codec == CODEC_SIGN)
 				sign_run(k, codes, i, n, row ? row : n, w, w->y);
 			else
-				k->decode_rows(&q, w->code + i - t, n, row ? row : n, w->scale, w->y);
+				k->decode_rows(&q, code + i - t, n, row ? row : n, w->scale, w->y);
 			if (rounds) {
 				k->from_float[half](w->y, n, w->half);
 				k->to_float[half](w->half, n, w->y);

@@ -170,6 +170,7 @@ static void exponents(const uint32_t *x, size_t n, int mbits, uint32_t last, uin
 
 #ifndef TRUNCATE_SIMD
 #define TRUNCATE_SIMD(q, drop, nearest, n, x, e) 0
+#define JOIN_PIECES(q, piece, e, n, x) 0
 #endif
 
 static void truncate(const struct truncate_kind *q, const uint8_t *drop, int nearest, size_t n, uint32_t *restrict x,
@@ -242,7 +243,7 @@ static void join_pieces(const struct truncate_kind *q, const uint8_t *const piec
 	int mbits = q->mbits, sign = q->sign;
 	int to_c = q->width[3], to_b = to_c + q->width[2], to_a = to_b + q->width[1];
 
-	for (size_t i = 0; i < n; i++) {
+	for (size_t i = JOIN_PIECES(q, piece, e, n, x); i < n; i++) {
 		uint32_t f = (uint32_t)a[i] << to_a | (uint32_t)b[i] << to_b | (uint32_t)c[i] << to_c | d[i];
 
 		x[i] = pattern_of(f, e[i], mbits, sign);

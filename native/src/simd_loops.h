@@ -1,16 +1,16 @@
-/* rows_simd.h - loops of row_loops.h over vectors of LANES 32-bit words, written once.
+/* simd_loops.h - loops of row_loops.h and truncate_loops.h over vectors of LANES 32-bit words, written once.
  *
- * Included by rows_avx2.h and rows_avx512.h, which define, besides what lanes.h asks for:
+ * Included by isa_avx2.c and isa_avx512.c, which define, besides what lanes.h asks for:
  *   F, SETF, LOADF, STOREF   a vector of floats
  *   AS_F AS_V                the same bits as floats, as words
- *   ADDF SUBF MULF DIVF MINF on floats; MINF gives b where a is NaN
+ *   ADDF MULF DIVF MINF      on floats; MINF gives b where a is NaN
  *   FMA FNMA (a, b, c)       a * b + c, c - a * b, rounded once
  *   TRUNC                    floats to integers, toward zero
  *   FLOAT (v)                integers to floats
  *   SLL SRL SRA (v, n)       all lanes by one count
  *   XOR XOR3 MIN MAX         on words; signed
  *   GT EQ EITHER             signed comparisons, as MASK; either of two
- *   MULU ADDQ SLLQ SRLQ      products of the lower halves of 64-bit lanes; sums, shifts
+ *   MULU ADDQ SRLQ           products of the lower halves of 64-bit lanes; sums, shifts
  *   SETQ SEQUENCE            a 64-bit constant; lane 2i holds i, lane 2i + 1 i + BLOCKS / 2
  *   UNPACKLOQ UNPACKHIQ      even, odd 64-bit lanes of a and b, interleaved
  *   ODD_WORDS (a, b)         a's lower words, and b's as upper ones
@@ -20,8 +20,7 @@
  *   TABLE_FIND (t, v, few)   those at v, which is below 16, or 8 if few
  *   CHAINS                   how many generators run side by side
  *
- * Each loop returns how many values it did; the plain ones do the rest. STEP of them make a whole number of bytes
- * registers.
+ * Each loop returns how many values it did; the plain ones do the rest.
  */
 #define STEP (4 * (size_t)LANES)
 
@@ -326,17 +325,18 @@ static inline size_t table_values_simd(int few, const uint8_t *code, size_t n, c
 static inline size_t float8_values_simd(int mbits, int bias, int last, const uint8_t *code, size_t n, float scale,
 					float_any *y)
 {
-	const V magnitude = SET1(0x7f), least = SET1((128 - bias) << 23);
-	const F by = SETF(scale), inverse = SETF(1 / scale);
+	const V magnitude = SET1(0x7f);
+	const F minus_least = SETF(-round_float((128 - (uint32_t)bias) << 23)), by = SETF(scale),
+		inverse = SETF(1 / scale);
 	const int usual = scale > 0x1p-100f && scale < 0x1p100f;
 	size_t i = 0;
 
 	for (; i + LANES <= n; i += LANES) {
-		V c = WIDEN8(code + i), a = AND(c, magnitude), bits = SLL(a, 23 - mbits), v;
-		F small = SUBF(AS_F(ADD(bits, least)), AS_F(least));
+		V c = WIDEN8(code + i), a = AND(c, magnitude), v;
+		F normal = AS_F(ADD(SLL(a, 23 - mbits), SET1((127 - bias) << 23)));
+		F x = MINF(normal, FMA(normal, SETF(2), minus_least)); /* round_small_value */
 
-		v = SELECT(GT(a, SET1((1 << mbits) - 1)), ADD(bits, SET1((127 - bias) << 23)), AS_V(small));
-		v = AS_V(usual ? over_simd(AS_F(v), by, inverse) : DIVF(AS_F(v), by));
+		v = AS_V(usual ? over_simd(x, by, inverse) : DIVF(x, by));
 		v = SELECT(GT(a, SET1(last)), SET1(0x7fc00000), v);
 		STOREF(y + i, AS_F(OR(v, SLL(SRL(c, 7), 31))));
 	}
@@ -372,7 +372,28 @@ static inline size_t truncate_simd(const struct truncate_kind *q, const uint8_t 
 	return i;
 }
 
+static inline size_t join_pieces_simd(const struct truncate_kind *q, const uint8_t *const piece[4], const uint8_t *e,
+				      size_t n, uint32_t *x)
+{
+	const uint8_t *a = piece[0], *b = piece[1], *c = piece[2], *d = piece[3];
+	const int to_c = q->width[3], to_b = to_c + q->width[2], to_a = to_b + q->width[1];
+	const V of_a = SET1(to_a), of_b = SET1(to_b), of_c = SET1(to_c), mbits = SET1(q->mbits), sign = SET1(q->sign);
+	const V mantissa = SET1((1 << q->mbits) - 1), zero = SET1(0);
+	size_t i = 0;
+
+	for (; i + LANES <= n; i += LANES) {
+		V f = OR(OR(SHL(WIDEN8(a + i), of_a), SHL(WIDEN8(b + i), of_b)),
+			 OR(SHL(WIDEN8(c + i), of_c), WIDEN8(d + i)));
+		V exponent = WIDEN8(e + i);
+
+		f = OR(AND(f, mantissa), OR(SHL(exponent, mbits), SHL(SHR(f, mbits), sign)));
+		STORE(x + i, SELECT(EQ(exponent, zero), zero, f));
+	}
+	return i;
+}
+
 #define TRUNCATE_SIMD truncate_simd
+#define JOIN_PIECES join_pieces_simd
 #define ABS_MAX abs_max_simd
 #define ROW_SUMS row_sums_simd
 #define HALVES halves_simd
