@@ -6,7 +6,8 @@ Lossless per dtype, instruction set, size and number of threads; then the lossy 
 fractions of it are what to compare. A copy reads and writes every byte of the tensor; lossless coding reads it and
 writes `size` of it (and back), so no coder can go faster than 2 / (1 + size) copies. The lossy codecs' roofline is the
 bytes that must be read and written (a tensor twice if one scale serves all of it) at the copy's rate. Truncate is given
-as a fraction of the copy, for it also reads the optimizer's state.
+as a fraction of the copy, for it also reads the optimizer's state. `reduce 4` adds up four frames: GB/s of their
+tensors together.
 """
 
 import argparse
@@ -120,6 +121,7 @@ def lossy(nbytes: int) -> dict[str, Any]:
         dec, _ = best(lambda: codec.decode(frame, out=back, **how))
         with_residual, _ = best(lambda: codec.encode(x, spec, out=out, residual=residual, **how))
         add, _ = best(lambda: codec.accumulate(frame, back, **how))
+        reduce, _ = best(lambda: codec.reduce([frame] * 4, out=back, **how))
         least = moved(spec, x.nbytes, len(frame))
         rows.append(
             {
@@ -129,6 +131,7 @@ def lossy(nbytes: int) -> dict[str, Any]:
                 "decode_gbps": x.nbytes / dec / 1e9,
                 "residual_gbps": x.nbytes / with_residual / 1e9,
                 "accumulate_gbps": x.nbytes / add / 1e9,
+                "reduce_gbps": 4 * x.nbytes / reduce / 1e9,
                 "encode_roofline": copy * least[0] / (2 * x.nbytes) / enc,
                 "decode_roofline": copy * least[1] / (2 * x.nbytes) / dec,
                 "encode_copy": copy / enc,
@@ -145,13 +148,15 @@ def lossy(nbytes: int) -> dict[str, Any]:
 
 def print_lossy(result: dict[str, Any]) -> None:
     print(f"\nfloat32, one thread; copy {result['copy_gbps']:.1f} GB/s")
-    print(f"{'':28} {'bits':>6} {'encode':>17} {'decode':>17} {'with residual':>14} {'accumulate':>11}")
+    print(
+        f"{'':28} {'bits':>6} {'encode':>17} {'decode':>17} {'with residual':>14} {'accumulate':>11} {'reduce 4':>11}"
+    )
     for r in result["rows"]:
         of = "copy" if r["codec"].startswith("Truncate") else "roofline"
         enc, dec = (f"{r[f'{k}_gbps']:6.2f} GB/s {100 * r[f'{k}_{of}']:3.0f}%" for k in ("encode", "decode"))
         print(
             f"{r['codec']:28} {r['bits']:6.3f} {enc:>17} {dec:>17} {r['residual_gbps']:9.2f} GB/s "
-            f"{r['accumulate_gbps']:6.2f} GB/s"
+            f"{r['accumulate_gbps']:6.2f} GB/s {r['reduce_gbps']:6.2f} GB/s"
         )
     for name, r in result["peers"].items():
         print(f"{name:35} {r['encode_gbps']:6.2f} GB/s {r['decode_gbps']:12.2f} GB/s")
