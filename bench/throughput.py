@@ -134,6 +134,8 @@ def lossy(nbytes: int) -> dict[str, Any]:
                 "reduce_gbps": 4 * x.nbytes / reduce / 1e9,
                 "encode_roofline": copy * least[0] / (2 * x.nbytes) / enc,
                 "decode_roofline": copy * least[1] / (2 * x.nbytes) / dec,
+                "residual_roofline": copy * (least[0] + x.nbytes) / (2 * x.nbytes) / with_residual,
+                "residual_copy": copy / with_residual,
                 "encode_copy": copy / enc,
                 "decode_copy": copy / dec,
             }
@@ -149,13 +151,16 @@ def lossy(nbytes: int) -> dict[str, Any]:
 def print_lossy(result: dict[str, Any]) -> None:
     print(f"\nfloat32, one thread; copy {result['copy_gbps']:.1f} GB/s")
     print(
-        f"{'':28} {'bits':>6} {'encode':>17} {'decode':>17} {'with residual':>14} {'accumulate':>11} {'reduce 4':>11}"
+        f"{'':28} {'bits':>6} {'encode':>17} {'decode':>17} {'with residual':>17} {'accumulate':>11} {'reduce 4':>11}"
     )
     for r in result["rows"]:
         of = "copy" if r["codec"].startswith("Truncate") else "roofline"
-        enc, dec = (f"{r[f'{k}_gbps']:6.2f} GB/s {100 * r[f'{k}_{of}']:3.0f}%" for k in ("encode", "decode"))
+        columns = (
+            f"{r[f'{k}_gbps']:6.2f} GB/s {100 * r[f'{k}_{of}']:3.0f}%".rjust(17)
+            for k in ("encode", "decode", "residual")
+        )
         print(
-            f"{r['codec']:28} {r['bits']:6.3f} {enc:>17} {dec:>17} {r['residual_gbps']:9.2f} GB/s "
+            f"{r['codec']:28} {r['bits']:6.3f} {' '.join(columns)} "
             f"{r['accumulate_gbps']:6.2f} GB/s {r['reduce_gbps']:6.2f} GB/s"
         )
     for name, r in result["peers"].items():

@@ -272,9 +272,10 @@ uint8_t block_log2_for(uint64_t n);
 uint64_t job_room(const struct header *h);
 uint64_t job_scratch(const struct header *h);
 void *job_work(const struct job *j, void *scratch);
-/* The floating-point environment that the format is written for, and back (cpu.c). */
-uint64_t fp_enter(void);
-void fp_leave(uint64_t saved);
+/* Around a call's work: the floating-point environment that the format is written for, and back; stores in order
+ * (cpu.c). */
+uint64_t call_enter(void);
+void call_leave(uint64_t saved);
 struct job *job_place(void *memory);
 codec_status job_open(void *memory, size_t nbytes, const struct header *h, struct job **out);
 void job_plan(struct job *j, codec_plan *plan);

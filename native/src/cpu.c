@@ -53,7 +53,7 @@ static unsigned cpu(void)
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 
-uint64_t fp_enter(void)
+uint64_t call_enter(void)
 {
 	uint64_t saved = _mm_getcsr();
 
@@ -61,12 +61,13 @@ uint64_t fp_enter(void)
 	return saved;
 }
 
-void fp_leave(uint64_t saved)
+void call_leave(uint64_t saved)
 {
+	_mm_sfence(); /* what was stored past the caches comes before what the caller stores */
 	_mm_setcsr((unsigned)saved);
 }
 #elif defined(__aarch64__)
-uint64_t fp_enter(void)
+uint64_t call_enter(void)
 {
 	uint64_t saved;
 
@@ -75,17 +76,17 @@ uint64_t fp_enter(void)
 	return saved;
 }
 
-void fp_leave(uint64_t saved)
+void call_leave(uint64_t saved)
 {
 	__asm__ volatile("msr fpcr, %0" ::"r"(saved));
 }
 #else
-uint64_t fp_enter(void)
+uint64_t call_enter(void)
 {
 	return 0;
 }
 
-void fp_leave(uint64_t saved)
+void call_leave(uint64_t saved)
 {
 	(void)saved;
 }

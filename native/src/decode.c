@@ -271,9 +271,9 @@ codec_status codec_decode_open(const void *frame, size_t nbytes, codec_tensor *d
 	struct job *j;
 
 	TRY(context_read(with, &c));
-	saved = fp_enter();
+	saved = call_enter();
 	status = open_job(frame, nbytes, dst, &c, job, job_nbytes, &j);
-	fp_leave(saved);
+	call_leave(saved);
 	TRY(status);
 	job_plan(j, plan);
 	return CODEC_OK;
@@ -295,9 +295,9 @@ codec_status codec_decode_blocks(const void *frame, size_t nbytes, codec_tensor 
 	TRY(check_destination(&j->h, dst, c.into, c.fault));
 	if (work_nbytes < j->plan.work_nbytes)
 		return CODEC_SHORT_SCRATCH;
-	saved = fp_enter();
+	saved = call_enter();
 	status = blocks(frame, dst, &c, j, first, count, seal, work);
-	fp_leave(saved);
+	call_leave(saved);
 	return status;
 }
 
@@ -340,9 +340,9 @@ codec_status codec_decode(const void *frame, size_t nbytes, codec_tensor *dst, c
 	uint64_t saved;
 
 	TRY(context_read(with, &c));
-	saved = fp_enter();
+	saved = call_enter();
 	status = decode(frame, nbytes, dst, &c, scratch, scratch_nbytes);
-	fp_leave(saved);
+	call_leave(saved);
 	return status;
 }
 

@@ -238,9 +238,9 @@ codec_status codec_encode_open(const codec_spec *spec, const codec_tensor *src, 
 	struct job *j;
 
 	TRY(context_read(with, &c));
-	saved = fp_enter();
+	saved = call_enter();
 	status = open_frame(spec, src, dst, capacity, &c, job, job_nbytes, &j);
-	fp_leave(saved);
+	call_leave(saved);
 	TRY(status);
 	job_plan(j, plan);
 	return CODEC_OK;
@@ -256,9 +256,9 @@ codec_status codec_encode_scan(const codec_tensor *src, const codec_context *wit
 	TRY(context_read(with, &c));
 	if (!src || !job || !fits_job(j, src, job, SIZE_MAX) || first > j->nscans || count > j->nscans - first)
 		return CODEC_BAD_ARGUMENT;
-	saved = fp_enter();
+	saved = call_enter();
 	rows_scan(j, kernels_for(&c), src, first, count);
-	fp_leave(saved);
+	call_leave(saved);
 	return CODEC_OK;
 }
 
@@ -273,9 +273,9 @@ codec_status codec_encode_start(const codec_tensor *src, void *dst, size_t capac
 	TRY(context_read(with, &c));
 	if (!src || !job || !fits_job(j, src, dst, capacity) || !j->nscans)
 		return CODEC_BAD_ARGUMENT;
-	saved = fp_enter();
+	saved = call_enter();
 	status = start_rows(j, kernels_for(&c), src, dst, capacity);
-	fp_leave(saved);
+	call_leave(saved);
 	TRY(status);
 	job_plan(j, plan);
 	return CODEC_OK;
@@ -296,9 +296,9 @@ codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capa
 		return CODEC_BAD_ARGUMENT;
 	if (work_nbytes < j->plan.work_nbytes)
 		return CODEC_SHORT_SCRATCH;
-	saved = fp_enter();
+	saved = call_enter();
 	status = blocks(src, dst, capacity, &c, j, first, count, at, end, seal, work);
-	fp_leave(saved);
+	call_leave(saved);
 	return status;
 }
 
@@ -329,9 +329,9 @@ codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capac
 	if (j->h.nblocks && !fits_job(j, src, dst, capacity))
 		return CODEC_BAD_ARGUMENT;
 	TRY(close_frame(src, dst, capacity, &c, j, counts, ats, nranges, seal, written));
-	saved = fp_enter();
+	saved = call_enter();
 	status = leave(job_place((void *)job), src, dst, &c);
-	fp_leave(saved);
+	call_leave(saved);
 	return status;
 }
 
@@ -374,9 +374,9 @@ codec_status codec_encode(const codec_spec *spec, const codec_tensor *src, void 
 	*written = 0;
 	TRY(context_read(with, &c));
 	c.residual = residual ? residual : c.residual;
-	saved = fp_enter();
+	saved = call_enter();
 	status = encode(spec, src, dst, capacity, written, &c, scratch, scratch_nbytes);
-	fp_leave(saved);
+	call_leave(saved);
 	return status;
 }
 

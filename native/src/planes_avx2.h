@@ -55,7 +55,8 @@ static inline __m256i unturn256(__m256i y, __m256i offset)
 	return _mm256_or_si256(raise256(u, offset), _mm256_and_si256(_mm256_slli_epi16(y, 8), sign));
 }
 
-/* Store past the caches, in the halves that malloc's alignment allows, or as usual. */
+/* Store past the caches, in the halves that malloc's alignment allows, or as usual. call_leave puts such stores in
+ * order. */
 static inline void put256(int past, void *p, __m256i v)
 {
 	if (past) {
@@ -77,7 +78,6 @@ static inline void stream_avx2(uint8_t *dst, const uint8_t *src, size_t n)
 		put256(1, dst + i + 32, LOAD256(src + i + 32));
 	}
 	memcpy(dst + i, src + i, n - i);
-	_mm_sfence();
 }
 
 static inline size_t split2_avx2(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
@@ -115,8 +115,6 @@ static inline size_t merge2_avx2(const uint8_t *const *plane, size_t n, const ui
 		put256(past, p + 2 * i, offset ? unturn256(a, LOAD256(offset + i)) : a);
 		put256(past, p + 2 * i + 32, offset ? unturn256(b, LOAD256(offset + i + 16)) : b);
 	}
-	if (past)
-		_mm_sfence();
 	return i;
 }
 
@@ -197,8 +195,6 @@ static inline size_t merge4_avx2(const uint8_t *const *plane, size_t n, const ui
 		put256(past, p + 4 * i + 64, _mm256_permute2x128_si256(v[0], v[1], 0x31));
 		put256(past, p + 4 * i + 96, _mm256_permute2x128_si256(v[2], v[3], 0x31));
 	}
-	if (past)
-		_mm_sfence();
 	return i;
 }
 
