@@ -36,6 +36,14 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 	return CODEC_OK;
 }
 
+static void store_floats(const struct kernels *k, const codec_tensor *dst, uint8_t *at, const float *y, uint64_t n)
+{
+	if (dst->nbytes >= STREAM_NBYTES)
+		k->stream(at, (const uint8_t *)y, 4 * n);
+	else
+		memcpy(at, y, 4 * n);
+}
+
 /* Values to where they belong. */
 void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uint64_t n, const float *y)
 {
@@ -49,17 +57,16 @@ void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uin
 
 		for (uint64_t i = 0, m; i < n; i += m) {
 			m = MIN(512, n - i);
-			k->subtract(rows_load(k, s->src, first + i, m, buffer), y + i, m, (float_any *)at + i);
+			k->subtract(rows_load(k, s->src, first + i, m, buffer), y + i, m, (float_any *)buffer);
+			store_floats(k, s->dst, at + 4 * i, buffer, m);
 		}
 		break;
 	}
 	default:
 		if (s->dst->dtype != CODEC_FLOAT32)
 			k->from_float[s->dst->dtype == CODEC_FLOAT16](y, n, at);
-		else if (s->dst->nbytes >= STREAM_NBYTES)
-			k->stream(at, (const uint8_t *)y, 4 * n);
 		else
-			memcpy(at, y, 4 * n);
+			store_floats(k, s->dst, at, y, n);
 	}
 	if (s->rescale)
 		k->multiply((float_any *)at, n, s->scale);
@@ -184,7 +191,7 @@ codec_status rows_decode_block(const struct job *j, const struct kernels *k, con
 codec_status rows_residual(const struct job *j, const struct kernels *k, const codec_tensor *src, const uint8_t *frame,
 			   uint64_t b, uint64_t at, float *residual, struct work *w)
 {
-	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = residual};
+	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = residual, .nbytes = 4 * j->h.n};
 	const struct sink sink = {.into = SINK_RESIDUAL, .dst = &dst, .src = src};
 	struct place p = rows_place(j, b);
 	const uint8_t *codes = rows_entropy(&j->h) ? w->plane[0] : frame + at + p.nscales;

@@ -195,7 +195,7 @@ codec_status truncate_encode_block(const struct job *j, const struct kernels *k,
 codec_status truncate_residual(const struct job *j, const struct kernels *k, const codec_context *with,
 			       const codec_tensor *src)
 {
-	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = with->residual};
+	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = with->residual, .nbytes = 4 * j->h.n};
 	const struct sink sink = {.into = SINK_RESIDUAL, .dst = &dst, .src = src};
 	const codec_tensor part = {.dtype = j->h.dtype};
 	struct truncate_kind q;
