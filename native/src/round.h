@@ -161,7 +161,7 @@ struct round_over {
 
 BITS_FN struct round_over round_over(float scale, float n)
 {
-	float up = scale < 1.0f ? 0x1p64f : 1.0f;
+	float up = scale < 0x1p-60f ? 0x1p64f : 1.0f;
 	struct round_over o = {up, n / (scale * up)};
 
 	return o;

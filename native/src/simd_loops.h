@@ -164,6 +164,7 @@ static inline size_t ternary_codes_simd(const float_any *x, size_t n, float s, c
 	const struct round_over over = round_over(s, 65536);
 	const F up = SETF(over.up), by = SETF(over.by);
 	const V top = AS_V(SETF(s)), two = SET1(2);
+	const int tiny = over.up != 1;
 	V max = SET1(0);
 	size_t i = 0;
 
@@ -173,8 +174,9 @@ static inline size_t ternary_codes_simd(const float_any *x, size_t n, float s, c
 		fetch_ahead(x + i);
 		for (int k = 0; k < 4; k++) {
 			V u = LOAD(x + i + LANES * k), a = AND(u, SET1((int)ROUND_ABS)), draw = draws(h, i + LANES * k);
-			V high = MIN(TRUNC(MULF(MULF(AS_F(MIN(a, top)), up), by)), SET1(65535));
-			MASK keep = EITHER(GT(high, draw), EQ(MIN(a, top), top));
+			F y = AS_F(MIN(a, top));
+			V high = TRUNC(MULF(tiny ? MULF(y, up) : y, by)); /* 65536 is above all draws */
+			MASK keep = EITHER(GT(high, draw), EQ(AS_V(y), top));
 
 			max = MAX(max, a);
 			c[k] = SELECT(EQ(high, draw), SET1(TERNARY_TIE), SET1(1));
@@ -260,7 +262,8 @@ static inline size_t level_codes_simd(int odd, const float_any *x, size_t n, flo
 				      uint8_t *code)
 {
 	const struct round_over over = round_over(amax, 1);
-	const F up = SETF(over.up), by = SETF(over.by), most = SETF((float)levels), half = SETF((float)levels * 0.5f);
+	const F up = SETF(over.up), by = SETF(over.by), steps = SETF((float)levels * (odd ? 65536 : 32768));
+	const int tiny = over.up != 1;
 	size_t i = 0;
 
 	for (; i + STEP <= n; i += STEP) {
@@ -269,10 +272,10 @@ static inline size_t level_codes_simd(int odd, const float_any *x, size_t n, flo
 		fetch_ahead(x + i);
 		for (int k = 0; k < 4; k++) {
 			V u = LOAD(x + i + LANES * k), minus = SRA(u, 31);
-			F q = MULF(MULF(AS_F(odd ? AND(u, SET1((int)ROUND_ABS)) : u), up), by);
-			F place = odd ? MULF(q, most) : MULF(ADDF(q, SETF(1)), half);
+			F y = AS_F(odd ? AND(u, SET1((int)ROUND_ABS)) : u);
+			F q = MULF(tiny ? MULF(y, up) : y, by);
 
-			c[k] = TRUNC(ADDF(MULF(place, SETF(65536)), SETF(0.5f)));
+			c[k] = TRUNC(ADDF(MULF(odd ? q : ADDF(q, SETF(1)), steps), SETF(0.5f)));
 			c[k] = SRL(ADD(c[k], draws(h, i + LANES * k)), 16);
 			if (odd)
 				c[k] = ADD(SET1(levels), SUB(XOR(c[k], minus), minus));
