@@ -70,7 +70,8 @@ emulated: $(VENV)/debian $(VENV)/test
 	$(VENV)/bin/cmake --build build/emulated
 	build/emulated/test_core
 	build/emulated/test_lossy
-	CODEC_LIBRARY=$(CURDIR)/build/emulated/libcodec.so $(VENV)/bin/pytest tests/test_identity.py tests/test_vectors.py
+	CODEC_LIBRARY=$(CURDIR)/build/emulated/libcodec.so $(VENV)/bin/pytest \
+		tests/test_identity.py tests/test_vectors.py tests/test_lossy.py tests/test_truncate.py
 
 bench: $(VENV)/test ctest
 	$(PIP) '.[bench]'

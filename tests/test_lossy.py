@@ -304,10 +304,11 @@ def test_frames_mean_what_the_document_says(spec, n, seed, kind):
     assert oracle.decode(frame)[2] == codec.decode(frame).tobytes()
 
 
+@pytest.mark.parametrize("scale", [0.01, 1e35, 1e-41])
 @SPECS
-def test_same_bytes(spec):
+def test_same_bytes(spec, scale):
     """From instruction sets, thread counts and addresses."""
-    x = tensor(300_001)
+    x = tensor(300_001, scale=scale)
     frame = codec.encode(x, spec)
     y = codec.decode(frame)
     raw = np.empty(x.nbytes + 8, np.uint8)
