@@ -25,7 +25,8 @@ static unsigned detect(void)
 	const uint32_t avx2 = bit_AVX2 | bit_BMI | bit_BMI2;
 	const uint32_t avx512 = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
 
-	if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE) || !(c & bit_POPCNT) || !(c & bit_FMA))
+	if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE) || !(c & bit_POPCNT) || !(c & bit_FMA) ||
+	    !(c & bit_F16C))
 		return found;
 	state = enabled_state();
 	if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d) || (state & 6) != 6 || (b7 & avx2) != avx2)

@@ -60,6 +60,10 @@
 #define ODD_WORDS(a, b) _mm256_blend_epi32(a, _mm256_slli_epi64(b, 32), 0xaa)
 #define WIDEN8(p) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
 #define WIDEN16(p) _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p)))
+#define FROM_HALVES(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
+#define TO_HALVES(p, v) _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
+#define STORE16(p, v)                                                                                                  \
+	_mm_storeu_si128((__m128i *)(p), _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)))
 #define NARROW narrow_avx2
 #define TABLE struct table_avx2
 #define TABLE_LOAD table_avx2

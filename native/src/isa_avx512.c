@@ -60,6 +60,9 @@
 #define ODD_WORDS(a, b) _mm512_mask_shuffle_epi32(a, 0xaaaa, b, 0xa0)
 #define WIDEN8(p) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define WIDEN16(p) _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p)))
+#define FROM_HALVES(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
+#define TO_HALVES(p, v) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT))
+#define STORE16(p, v) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtepi32_epi16(v))
 #define NARROW narrow_avx512
 #define TABLE __m512
 #define TABLE_LOAD(x, by) _mm512_mul_ps(_mm512_loadu_ps(x), by)

@@ -5,41 +5,11 @@
  */
 #include "kernels.h"
 
-static void to_float_bfloat16(const void *src, size_t n, float *restrict x)
-{
-	for (size_t i = 0; i < n; i++)
-		x[i] = round_float(round_from_bfloat16(native16(src, i)));
-}
-
-static void from_float_bfloat16(const float *x, size_t n, void *dst)
-{
-	char *restrict d = dst;
-
-	for (size_t i = 0; i < n; i++) {
-		uint16_t y = round_to_bfloat16(round_bits(x[i]));
-
-		memcpy(d + 2 * i, &y, 2);
-	}
-}
-
-static void to_float_float16(const void *src, size_t n, float *restrict x)
-{
-	for (size_t i = 0; i < n; i++)
-		x[i] = round_float(round_from_float16(native16(src, i)));
-}
-
-static void from_float_float16(const float *x, size_t n, void *dst)
-{
-	char *restrict d = dst;
-
-	for (size_t i = 0; i < n; i++) {
-		uint16_t y = round_to_float16(round_bits(x[i]));
-
-		memcpy(d + 2 * i, &y, 2);
-	}
-}
-
 #ifndef ABS_MAX
+#define FROM_BFLOAT16(src, n, x) 0
+#define TO_BFLOAT16(x, n, dst) 0
+#define FROM_FLOAT16(src, n, x) 0
+#define TO_FLOAT16(x, n, dst) 0
 #define ABS_MAX(x, n, most) 0
 #define ROW_SUMS(by_sign, x, n, sums) 0
 #define HALVES(key, block, nblocks, h) 0
@@ -51,6 +21,40 @@ static void from_float_float16(const float *x, size_t n, void *dst)
 #define TABLE_VALUES(few, code, n, ratio, scale, y) ((void)(few), (size_t)0)
 #define FLOAT8_VALUES(mbits, bias, last, code, n, scale, y) 0
 #endif
+
+static void to_float_bfloat16(const void *src, size_t n, float *restrict x)
+{
+	for (size_t i = FROM_BFLOAT16(src, n, x); i < n; i++)
+		x[i] = round_float(round_from_bfloat16(native16(src, i)));
+}
+
+static void from_float_bfloat16(const float *x, size_t n, void *dst)
+{
+	char *restrict d = dst;
+
+	for (size_t i = TO_BFLOAT16(x, n, dst); i < n; i++) {
+		uint16_t y = round_to_bfloat16(round_bits(x[i]));
+
+		memcpy(d + 2 * i, &y, 2);
+	}
+}
+
+static void to_float_float16(const void *src, size_t n, float *restrict x)
+{
+	for (size_t i = FROM_FLOAT16(src, n, x); i < n; i++)
+		x[i] = round_float(round_from_float16(native16(src, i)));
+}
+
+static void from_float_float16(const float *x, size_t n, void *dst)
+{
+	char *restrict d = dst;
+
+	for (size_t i = TO_FLOAT16(x, n, dst); i < n; i++) {
+		uint16_t y = round_to_float16(round_bits(x[i]));
+
+		memcpy(d + 2 * i, &y, 2);
+	}
+}
 
 static void abs_max(const float_any *x, size_t n, size_t row, uint32_t limit, uint32_t *max)
 {

@@ -15,6 +15,8 @@
  *   UNPACKLOQ UNPACKHIQ      even, odd 64-bit lanes of a and b, interleaved
  *   ODD_WORDS (a, b)         a's lower words, and b's as upper ones
  *   WIDEN8 WIDEN16 (p)       bytes, halves to words
+ *   FROM_HALVES TO_HALVES    float16 at p to floats; floats, to nearest even, to float16 at p
+ *   STORE16 (p, v)           numbers below 65536 as LANES halves
  *   NARROW (p, v[4])         numbers below 256 as 4 * LANES bytes
  *   TABLE, TABLE_LOAD (x, by) 16 floats, times by
  *   TABLE_FIND (t, v, few)   those at v, which is below 16, or 8 if few
@@ -42,6 +44,55 @@ static inline int32_t largest(V v, int32_t x)
 	for (int k = 0; k < LANES; k++)
 		x = lane[k] > x ? lane[k] : x;
 	return x;
+}
+
+static inline size_t from_bfloat16_simd(const void *src, size_t n, float *x)
+{
+	size_t i = 0;
+
+	for (; i + LANES <= n; i += LANES)
+		STOREF(x + i, AS_F(SLL(WIDEN16((const char *)src + 2 * i), 16)));
+	return i;
+}
+
+/* round_to_bfloat16. */
+static inline size_t to_bfloat16_simd(const float *x, size_t n, void *dst)
+{
+	const V magnitude = SET1((int)ROUND_ABS), inf = SET1(ROUND_INF);
+	size_t i = 0;
+
+	for (; i + LANES <= n; i += LANES) {
+		V u = LOAD(x + i), a = AND(u, magnitude);
+		V up = SRL(ADD(ADD(a, SET1(0x7fff)), AND(SRL(a, 16), SET1(1))), 16);
+
+		up = SELECT(GT(a, inf), SET1(0x7fc0), MIN(up, SET1(0x7f7f)));
+		STORE16((char *)dst + 2 * i, OR(up, AND(SRL(u, 16), SET1(0x8000))));
+	}
+	return i;
+}
+
+static inline size_t from_float16_simd(const void *src, size_t n, float *x)
+{
+	size_t i = 0;
+
+	for (; i + LANES <= n; i += LANES)
+		STOREF(x + i, FROM_HALVES((const char *)src + 2 * i));
+	return i;
+}
+
+/* round_to_float16. */
+static inline size_t to_float16_simd(const float *x, size_t n, void *dst)
+{
+	const V magnitude = SET1((int)ROUND_ABS), most = AS_V(SETF(65504)), inf = SET1(ROUND_INF);
+	size_t i = 0;
+
+	for (; i + LANES <= n; i += LANES) {
+		V u = LOAD(x + i), a = AND(u, magnitude);
+
+		a = SELECT(GT(a, inf), SET1(0x7fc00000), MIN(a, most));
+		TO_HALVES((char *)dst + 2 * i, AS_F(OR(a, XOR(u, AND(u, magnitude)))));
+	}
+	return i;
 }
 
 static inline size_t abs_max_simd(const float_any *x, size_t n, int32_t *most)
@@ -397,6 +448,10 @@ static inline size_t join_pieces_simd(const struct truncate_kind *q, const uint8
 
 #define TRUNCATE_SIMD truncate_simd
 #define JOIN_PIECES join_pieces_simd
+#define FROM_BFLOAT16 from_bfloat16_simd
+#define TO_BFLOAT16 to_bfloat16_simd
+#define FROM_FLOAT16 from_float16_simd
+#define TO_FLOAT16 to_float16_simd
 #define ABS_MAX abs_max_simd
 #define ROW_SUMS row_sums_simd
 #define HALVES halves_simd

@@ -339,11 +339,60 @@ static void test_divisions(void **unused)
 	}
 }
 
+/* Half types to float32 and back: what vectors do is what one word at a time is. */
+static void test_conversions(void **unused)
+{
+	enum { N = 1 << 16 };
+	uint16_t *half = malloc(2 * N), *back = malloc(2 * N);
+	uint32_t *x = malloc(4 * N);
+
+	(void)unused;
+	for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
+		codec_context with = {.struct_nbytes = sizeof with, .isa = 1 + isa};
+		const struct kernels *k;
+
+		if (!codec_isa_usable(isa))
+			continue;
+		k = kernels_for(&with);
+		for (int t = 0; t < 2; t++) {
+			for (uint32_t i = 0; i < N; i++)
+				half[i] = (uint16_t)i;
+			k->to_float[t](half, N, (float *)x);
+			for (uint32_t i = 0; i < N; i++) {
+				uint32_t want = t ? round_from_float16(half[i]) : round_from_bfloat16(half[i]);
+				int nan = (want & ROUND_ABS) > ROUND_INF;
+
+				assert_true(x[i] == want || (nan && (x[i] & ROUND_ABS) > ROUND_INF));
+			}
+			k->from_float[t]((float *)x, N, back);
+			for (uint32_t i = 0; i < N; i++)
+				assert_int_equal(back[i], t ? round_to_float16(x[i]) : round_to_bfloat16(x[i]));
+			for (int run = 0; run < 64; run++) { /* and between them: near ties, or anywhere */
+				for (uint32_t i = 0; i < N; i++) {
+					uint32_t r = (uint32_t)next_random(),
+						 near = r % 5 - 2 + (r & 64 ? 1u << 15 : 1u << 12);
+
+					x[i] = run % 2 ? (r & (t ? 0xffffe000u : 0xffff0000u)) + near : r;
+				}
+				k->from_float[t]((float *)x, N - 3, back);
+				for (uint32_t i = 0; i < N - 3; i++)
+					if (back[i] != (t ? round_to_float16(x[i]) : round_to_bfloat16(x[i])))
+						fail_msg("%s: %08x", k->name, (unsigned)x[i]);
+			}
+		}
+	}
+	free(half);
+	free(back);
+	free(x);
+}
+
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_divisions),   cmocka_unit_test(test_guard_pages), cmocka_unit_test(test_reduce),
-		cmocka_unit_test(test_environment), cmocka_unit_test(test_stack),       cmocka_unit_test(test_specs),
+		cmocka_unit_test(test_divisions),   cmocka_unit_test(test_conversions),
+		cmocka_unit_test(test_guard_pages), cmocka_unit_test(test_reduce),
+		cmocka_unit_test(test_environment), cmocka_unit_test(test_stack),
+		cmocka_unit_test(test_specs),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);

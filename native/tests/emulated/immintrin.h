@@ -184,6 +184,40 @@ static inline __m512i emulated_maskz_compress_epi8(__mmask64 k, __m512i a)
 	return simde_mm512_loadu_si512(out);
 }
 
+static inline __m512 emulated_cvtph_ps(__m256i a)
+{
+	_Float16 h[16];
+	float x[16];
+
+	memcpy(h, &a, 32);
+	for (int i = 0; i < 16; i++)
+		x[i] = (float)h[i];
+	return simde_mm512_loadu_ps(x);
+}
+
+static inline __m256i emulated_cvtps_ph(__m512 a, int mode)
+{
+	_Float16 h[16];
+	float x[16];
+
+	(void)mode;
+	memcpy(x, &a, 64);
+	for (int i = 0; i < 16; i++)
+		h[i] = (_Float16)x[i];
+	return simde_mm256_loadu_si256((const simde__m256i *)h);
+}
+
+static inline __m256i emulated_cvtepi32_epi16(__m512i a)
+{
+	uint32_t w[16];
+	uint16_t h[16];
+
+	memcpy(w, &a, 64);
+	for (int i = 0; i < 16; i++)
+		h[i] = (uint16_t)w[i];
+	return simde_mm256_loadu_si256((const simde__m256i *)h);
+}
+
 /* fused: SIMDe rounds twice where the CPU has none */
 static inline __m512 emulated_fmadd_ps(__m512 a, __m512 b, __m512 c)
 {
@@ -203,6 +237,12 @@ static inline __m512 emulated_fmadd_ps(__m512 a, __m512 b, __m512 c)
 #undef _mm512_cvtepi32_ps
 #undef _mm512_srai_epi32
 #undef _mm512_mask_shuffle_epi32
+#undef _mm512_cvtph_ps
+#undef _mm512_cvtps_ph
+#define _mm512_cvtph_ps emulated_cvtph_ps
+#define _mm512_cvtps_ph emulated_cvtps_ph
+#undef _mm512_cvtepi32_epi16
+#define _mm512_cvtepi32_epi16 emulated_cvtepi32_epi16
 #undef _mm512_fmadd_ps
 #undef _mm512_fnmadd_ps
 #undef _mm512_maskz_expand_epi8
