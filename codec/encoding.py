@@ -243,17 +243,27 @@ def _encode_threads(spec: Any, t: Any, dst: Any, capacity: int, context: Any, th
         if status == lib.CODEC_SHORT_OUTPUT:
             return None
         check(status)
-    if plan.nblocks < 2 or plan.regions_at + plan.nblocks * plan.region_bound > capacity:
+    if plan.nblocks < 2:
         return None
+    room, space = plan.region_bound, capacity - plan.regions_at
+    if plan.nblocks * room > space:
+        if context.residual != ffi.NULL and spec.codec not in (lib.CODEC_LOSSLESS, lib.CODEC_TRUNCATE):
+            return None  # it is written with the blocks, and may be x: there would be no second try
+        if (plan.nblocks - 1) * room >= space:
+            # regions may be larger than their values at worst, but a frame of such regions would be stored
+            room = space // plan.nblocks // 8 * 8
+            if 8 * room < 7 * (t.nbytes // plan.nblocks):
+                return None
     cuts = pool.ranges(plan.nblocks, threads)
-    places = [plan.regions_at + first * plan.region_bound for first, _ in cuts]
+    places = [plan.regions_at + first * room for first, _ in cuts]
 
     def task(i: int) -> tuple[int, int]:
         end, seal = ffi.new("uint64_t *"), ffi.new("uint64_t *")
         first, count = cuts[i]
         work = core.new_bytes(work_size[0])
+        limit = min(plan.regions_at + (first + count) * room, capacity)
         status = lib.codec_encode_blocks(
-            t, dst, capacity, context, job, first, count, places[i], end, seal, work, work_size[0]
+            t, dst, limit, context, job, first, count, places[i], end, seal, work, work_size[0]
         )
         return status, seal[0]
 

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import oracle
 import pytest
-from conftest import ALL_DTYPES, KINDS, make
+from conftest import ALL_DTYPES, KINDS, LOSSY, TRUNCATES, make
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,6 +79,18 @@ def test_threads(dtype, isa):
             assert codec.decode(frame, out=np.empty_like(x), threads=threads).tobytes() == x.tobytes()
         exact = np.empty(len(frame), np.uint8)
         assert codec.encode(x, dtype=dtype, threads=4, out=exact) == frame
+
+
+@pytest.mark.parametrize("spec", [codec.Lossless(), *LOSSY.values(), *TRUNCATES.values()], ids=repr)
+def test_threads_do_the_work(spec, monkeypatch):
+    """No codec falls back to one thread where its frame is smaller than the tensor."""
+    x = np.random.default_rng(0).standard_normal(300_001).astype(np.float32)
+    how = {"metric": codec.metrics.SGD(1e-6), "state": {"theta": x}} if isinstance(spec, codec.Truncate) else {}
+    frame = codec.encode(x, spec, threads=1, **how)
+    monkeypatch.delattr("codec.encoding._encode_one")
+    assert codec.encode(x, spec, threads=3, **how) == frame
+    exact = np.empty(codec.bound(x.shape, "float32", spec), np.uint8)
+    assert codec.encode(x, spec, out=exact, threads=3, **how) == frame
 
 
 @given(st.integers(0, 40000), st.integers(0, 2**32), st.sampled_from(KINDS))

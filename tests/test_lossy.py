@@ -304,6 +304,17 @@ def test_frames_mean_what_the_document_says(spec, n, seed, kind):
     assert oracle.decode(frame)[2] == codec.decode(frame).tobytes()
 
 
+@SPECS
+def test_residual_in_place_by_threads(spec):
+    """With no byte to spare, and blocks of many sizes."""
+    x = tensor(200_003)
+    segments = [(0, (40_000,)), (40_000, (3,)), (40_003, (100_000,)), (140_003, (60_000,))]
+    expected = np.empty_like(x)
+    frame = codec.encode(x, spec, segments=segments, residual=expected, threads=1)
+    assert codec.encode(x, spec, segments=segments, residual=x, threads=4, out=np.empty(len(frame), np.uint8)) == frame
+    assert x.tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize("scale", [0.01, 1e35, 1e-41])
 @SPECS
 def test_same_bytes(spec, scale):
