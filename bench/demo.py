@@ -41,11 +41,12 @@ def lossy(path: Path, name: str, x: np.ndarray[Any, Any], shapes: list[tuple[int
     specs = {"Lossless": codec.Lossless(), **FAMILY} if given is None else {"Lossless": codec.Lossless(), **TRUNCATE}
     how: dict[str, Any] = {} if given is None else {"metric": given[0], "state": given[1]}
     out, back = np.empty(2 * x.nbytes + 65536, np.uint8), np.empty_like(x)
+    inside = segments(shapes)
     rms = float(np.sqrt((x.astype(np.float64) ** 2).mean()))
     rows: list[dict[str, Any]] = []
     for title, spec in specs.items():
         own = how if isinstance(spec, codec.Truncate) else {}
-        enc, frame = best(lambda: codec.encode(x, spec, segments=segments(shapes), out=out, threads=1, **own), 0.15)
+        enc, frame = best(lambda: codec.encode(x, spec, segments=inside, out=out, threads=1, **own), 0.15)
         dec, _ = best(lambda: codec.decode(frame, out=back, threads=1, **own), 0.15)
         rows.append(
             {

@@ -1,5 +1,6 @@
 """Codebooks that both sides hold before a frame is sent."""
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,16 +115,20 @@ def set_segments(context: Any, segments: Any) -> object:
     """Give segments to a call; the result must stay alive until it returns."""
     if not segments:
         return None
-    array = core.ffi.new("codec_segment[]", len(segments))
-    for entry, (offset, shape) in zip(array, segments, strict=True):
-        if len(shape) > 8:
-            raise SpecError(f"segment of rank {len(shape)} is above 8")
-        if offset < 0 or any(s < 0 for s in shape):
-            raise SpecError(f"negative segment: {offset}, {tuple(shape)}")
-        entry.offset = offset
-        entry.rank = len(shape)
-        for i, s in enumerate(shape):
-            entry.shape[i] = s
+    try:
+        fields = [x for offset, shape in segments for x in (offset, len(shape), 0, *shape, *_NO_SHAPE[len(shape) :])]
+        array = core.ffi.from_buffer("codec_segment[]", struct.pack(_SEGMENT * len(segments), *fields))
+    except struct.error as e:
+        for offset, shape in segments:
+            if len(shape) > len(_NO_SHAPE):
+                raise SpecError(f"segment of rank {len(shape)} is above {len(_NO_SHAPE)}") from None
+            if offset < 0 or any(s < 0 for s in shape):
+                raise SpecError(f"negative segment: {offset}, {tuple(shape)}") from None
+        raise SpecError(f"segments are pairs (offset, shape) of integers: {e}") from None
     context.segments = array
     context.nsegments = len(segments)
     return array
+
+
+_SEGMENT = "QII8Q"  # codec_segment: packed at once, for a gradient bucket may have hundreds
+_NO_SHAPE = (0,) * 8
