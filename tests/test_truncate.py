@@ -215,6 +215,27 @@ def optimizers():
     }
 
 
+@pytest.mark.parametrize("n", [600, 616, 700, 20_000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_frames_that_would_grow(n, dtype, isa):
+    """They are stored, some only when blocks are written already: what is left over is written all the same."""
+    x = np.random.default_rng(n).integers(0, 1 << 16, n * DTYPES[dtype].itemsize // 2, np.uint16).view(DTYPES[dtype])
+    spec, how = Truncate(guard=127), {"metric": metrics.SGD(1.0), "state": {"theta": np.full(n, 1e-30, F32)}}
+    finite = np.isfinite(x.astype(F32))
+    for threads in (1, 2):
+        for room in (0, 8):
+            left = np.full(n, 7, F32)
+            out = np.empty(codec.bound(x.shape, dtype, spec) - room, np.uint8)
+            try:
+                frame = codec.encode(x, spec, residual=left, out=out, threads=threads, **how)
+            except codec.SpecError:  # too little room
+                assert room
+                assert (left == 7).all()
+                continue
+            y = codec.decode(frame)
+            assert (left[finite] == x[finite].astype(F32) - y[finite].astype(F32)).all()
+
+
 @pytest.mark.parametrize("name", optimizers())
 @pytest.mark.parametrize(("levels", "granularity"), [("coded", "six"), ("shared", "bit")])
 def test_steps_stay_as_they_are(name, levels, granularity):

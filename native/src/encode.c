@@ -354,8 +354,10 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 	at = j->h.regions_at;
 	if (j->h.nblocks) {
 		status = blocks(src, dst, capacity, with, j, 0, j->h.nblocks, at, &end, &seal, job_work(j, scratch));
-		if ((status == CODEC_SHORT_OUTPUT || status == CODEC_LIMIT) && !codec_is_rows(j->h.codec))
-			return store(src, k, j->h, dst, capacity, written); /* perhaps it fits as it is */
+		if ((status == CODEC_SHORT_OUTPUT || status == CODEC_LIMIT) && !codec_is_rows(j->h.codec)) {
+			TRY(store(src, k, j->h, dst, capacity, written)); /* perhaps it fits as it is */
+			return leave(j, src, dst, with);
+		}
 		TRY(status);
 	}
 	TRY(close_frame(src, dst, capacity, with, j, &j->h.nblocks, &at, 1, seal, written));
