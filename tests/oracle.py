@@ -459,7 +459,8 @@ class Truncate:
     def block(self, r: Reader, first: int, m: int, book: Codebook, off: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         (head,) = r.ints("I")
         mode = head & 3
-        need(mode < 3 and not head & ~(3 | (0 if self.options & 1 else 0xF00)), "head")
+        need(mode < 3 and not head & ~(3 | (0x1F00 if self.options & 1 else 0xF00)), "head")
+        need(not self.options & 1 or head >> 8 <= self.p + 1, "head")
         digest32 = r.ints("I")[0] if self.sent == 2 else 0
         joint = self.sent == 1
         escaped: list[int] = []
@@ -508,7 +509,8 @@ class Truncate:
             need(not k[e == self.last].any(), "level of Inf or NaN")
         field = np.zeros(m, np.int64)
         if self.options & 1:
-            field[some] = self.packed(r, (self.p + 1 - k)[some]) << k[some]
+            left_out = np.maximum(k, head >> 8)
+            field[some] = self.packed(r, (self.p + 1 - left_out)[some]) << left_out[some]
         else:
             rest = self.p + 1
             for i, width in enumerate(self.widths):

@@ -453,6 +453,21 @@ def test_inspect_and_size(levels, granularity):
     assert 8 * len(frame) <= 1.02 * bits
 
 
+def test_zeros_at_the_end_cost_nothing():
+    """Gradients made in bfloat16 and kept in float32, any number of bits dropped; and nothing but zeros."""
+    x, arrays = gradient(1 << 16), state(1 << 16)
+    x = (x.view(np.uint32) & 0xFFFF0000).view(F32)
+    spec = Truncate(levels="shared", granularity="bit", guard="exact")
+    frame = bytes(codec.encode(x, spec, metric=ADAMW, state=arrays))
+    y = codec.decode(frame, metric=ADAMW, state=arrays)
+    assert oracle.decode(frame, a_exponents=a_exponents(ADAMW, arrays))[2] == y.tobytes()
+    assert 8 * len(frame) / x.size < 8 + 3.5  # sign and 7 bits of mantissa, exponents
+    assert (y == x).mean() > 0.99
+    zeros = bytes(codec.encode(np.zeros_like(x), spec, metric=ADAMW, state=arrays))
+    assert len(zeros) < 300
+    assert not codec.decode(zeros, metric=ADAMW, state=arrays).any()
+
+
 def test_flush_denormal_changes_nothing():
     x, arrays = gradient(5000, scale=1e-38), state(5000)
     arrays["v"] *= F32(1e-36)

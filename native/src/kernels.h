@@ -255,8 +255,10 @@ struct kernels {
 	/* e: the exponents that come out. */
 	void (*truncate)(const struct truncate_kind *q, const uint8_t *drop, int nearest, size_t n, uint32_t *x,
 			 uint8_t *e);
-	/* Bits of its field that a value keeps: none where e is 0. */
-	void (*widths)(const uint8_t *e, const uint8_t *drop, size_t n, int total, uint8_t *width);
+	/* Bits of its field that a value keeps, `most` at most: none where e is 0. */
+	void (*widths)(const uint8_t *e, const uint8_t *drop, size_t n, int total, int most, uint8_t *width);
+	/* The OR of all fields. */
+	uint32_t (*any_field)(const uint32_t *f, size_t n);
 	/* Values to fields or their pieces, and back; where e is 0, to 0. */
 	void (*fields)(const struct truncate_kind *q, const uint32_t *x, size_t n, uint32_t *f);
 	void (*assemble)(const struct truncate_kind *q, const uint32_t *f, const uint8_t *e, size_t n, uint32_t *x);

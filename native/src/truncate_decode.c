@@ -140,11 +140,12 @@ static codec_status unpack_widths(struct cursor *c, const uint8_t *widths, uint6
 static codec_status read_pieces(const struct kernels *k, const struct truncate_kind *q, struct cursor *c, uint32_t head,
 				uint64_t m, struct work *w, codec_fault *f)
 {
+	int total = q->mbits + 1, tail = q->by_bit ? (int)(head >> WIRE_TAIL_AT) : 0;
 	uint8_t least = 0;
 
-	k->widths(w->e, w->drop, m, q->mbits + 1, w->width);
+	k->widths(w->e, w->drop, m, total, total - tail, w->width);
 	if (q->by_bit)
-		return unpack_widths(c, w->width, m, q->mbits + 1, w->fields, f);
+		return unpack_widths(c, w->width, m, total, w->fields, f);
 	for (int i = 0; i < TRUNCATE_PIECES; i++) {
 		least = (uint8_t)(least + q->width[i]);
 		if (head & WIRE_PIECE_ZERO << i)
@@ -184,7 +185,8 @@ codec_status truncate_decode_block(const struct job *j, const struct kernels *k,
 				   struct work *w)
 {
 	uint64_t first = b * j->h.block, m = MIN(j->h.block, j->h.n - first);
-	uint32_t head = load32(frame + at), known = 3 | (j->h.options & WIRE_OPTION_BITS ? 0 : 15 * WIRE_PIECE_ZERO);
+	uint32_t head = load32(frame + at),
+		 known = 3 | (j->h.options & WIRE_OPTION_BITS ? 31u << WIRE_TAIL_AT : 15 * WIRE_PIECE_ZERO);
 	struct cursor c = {frame, at + 4, end};
 	codec_fault *f = with->fault;
 	struct truncate_kind q;
@@ -192,7 +194,7 @@ codec_status truncate_decode_block(const struct job *j, const struct kernels *k,
 
 	truncate_kind_of(&j->h, &q);
 	w->ahead.count = 0;
-	if (head & ~known || (head & 3) == WIRE_MODE_ROWS)
+	if (head & ~known || (head & 3) == WIRE_MODE_ROWS || (q.by_bit && (int)(head >> WIRE_TAIL_AT) > q.mbits + 1))
 		BAD(at, head, known);
 	if (j->h.variant == WIRE_LEVELS_SHARED) {
 		digest = load32(frame + c.at);

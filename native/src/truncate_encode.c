@@ -107,7 +107,7 @@ static void take_pieces(const struct kernels *k, const struct truncate_kind *q, 
 	uint8_t piece[TRUNCATE_PIECES][TRUNCATE_TILE];
 	uint8_t *const pieces[] = {piece[0], piece[1], piece[2], piece[3]}, least = 0;
 
-	k->widths(w->e + at, w->drop + at, n, q->mbits + 1, w->width + at);
+	k->widths(w->e + at, w->drop + at, n, q->mbits + 1, q->mbits + 1, w->width + at);
 	if (q->by_bit) {
 		k->fields(q, w->patterns + at, n, w->fields + at);
 		return;
@@ -119,11 +119,17 @@ static void take_pieces(const struct kernels *k, const struct truncate_kind *q, 
 	}
 }
 
-static uint8_t *put_pieces(const struct kernels *k, const struct truncate_kind *q, const struct work *w, uint64_t m,
+static uint8_t *put_pieces(const struct kernels *k, const struct truncate_kind *q, struct work *w, uint64_t m,
 			   const uint64_t count[TRUNCATE_PIECES], uint8_t *p, uint32_t *head)
 {
-	if (q->by_bit)
-		return p + pack_widths(w->fields, w->width, m, q->mbits + 1, p);
+	if (q->by_bit) {
+		int total = q->mbits + 1, tail = __builtin_ctz(k->any_field(w->fields, m) | 1u << total);
+
+		/* gradients made in a narrower type than theirs end in zeros */
+		k->widths(w->e, w->drop, m, total, total - tail, w->width);
+		*head |= (uint32_t)tail << WIRE_TAIL_AT;
+		return p + pack_widths(w->fields, w->width, m, total, p);
+	}
 	for (int i = 0; i < TRUNCATE_PIECES; i++) {
 		if (count[i] && k->max_byte(w->piece[i], count[i]) == 0) {
 			*head |= WIRE_PIECE_ZERO << i;

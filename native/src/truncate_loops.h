@@ -184,10 +184,25 @@ static void truncate(const struct truncate_kind *q, const uint8_t *drop, int nea
 	}
 }
 
-static void widths(const uint8_t *e, const uint8_t *drop, size_t n, int total, uint8_t *restrict width)
+static void widths(const uint8_t *e, const uint8_t *drop, size_t n, int total, int most, uint8_t *restrict width)
 {
+	uint8_t all = (uint8_t)total, limit = (uint8_t)most;
+
+	for (size_t i = 0; i < n; i++) {
+		uint8_t keeps = (uint8_t)(all - drop[i]);
+
+		keeps = keeps < limit ? keeps : limit;
+		width[i] = (uint8_t)(keeps & -(e[i] != 0));
+	}
+}
+
+static uint32_t any_field(const uint32_t *f, size_t n)
+{
+	uint32_t any = 0;
+
 	for (size_t i = 0; i < n; i++)
-		width[i] = (uint8_t)((total - drop[i]) & -(e[i] != 0));
+		any |= f[i];
+	return any;
 }
 
 /* Sign and mantissa, right-justified: mbits + 1 bits. */
@@ -253,7 +268,7 @@ static void join_pieces(const struct truncate_kind *q, const uint8_t *const piec
 #define TRUNCATE_LOOPS                                                                                                 \
 	.load_patterns = load_patterns, .store_patterns = store_patterns, .metric_exponents = metric_exponents,        \
 	.exponents_of = exponents_of, .drops_of = drops_of, .exponents = exponents, .truncate = truncate,              \
-	.widths = widths, .fields = fields, .assemble = assemble, .split_pieces = split_pieces,                        \
-	.join_pieces = join_pieces, .levels_of = levels_of, .drops_at = drops_at, .lower_exponents = lower_exponents,  \
-	.raise_exponents = raise_exponents, .join = join, .pairs_of = pairs_of, .unjoin = unjoin,                      \
-	.below_four = below_four, .drops_under = drops_under
+	.widths = widths, .any_field = any_field, .fields = fields, .assemble = assemble,                              \
+	.split_pieces = split_pieces, .join_pieces = join_pieces, .levels_of = levels_of, .drops_at = drops_at,        \
+	.lower_exponents = lower_exponents, .raise_exponents = raise_exponents, .join = join, .pairs_of = pairs_of,    \
+	.unjoin = unjoin, .below_four = below_four, .drops_under = drops_under

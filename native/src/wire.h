@@ -74,6 +74,7 @@
 #define WIRE_PIECE_ZERO                                                                                                \
 	(1u << 8)          /* region: the first piece of all mantissas is 0 and left out; << i for the others          \
 			    */
+#define WIRE_TAIL_AT 8     /* region, any number of bits: last bits of all fields that are 0 and left out, 5 bits */
 #define WIRE_JOINT_BASE 96 /* symbols of exponent and level: exponents 97..159, float16 1..31 */
 
 #define WIRE_ROW_BLOCK 16384   /* values of a block, if rows fit */
