@@ -45,7 +45,7 @@ def floats(dtype, n, salt, wide=0):
 
 def tensor(name):
     """Bits, dtype and arguments of encode."""
-    dtype, kind, *_ = name.split("-")
+    dtype, kind, *more = name.split("-")
     u, size = np.dtype(f"u{ITEMSIZE[dtype]}"), ITEMSIZE[dtype]
     if kind == "stored":
         return hashed(100, 1).astype(u).reshape(4, 25), dtype, {}
@@ -100,7 +100,9 @@ def tensor(name):
         state = {"theta": theta.view(np.float32).reshape(30, 100)}
         metric = metrics.SGD(0.125) if TRUNCATES[kind].fixed_level is None else None
         how = {"metric": metric, "state": state} if metric else {}
-        return floats(dtype, 3000, 19).reshape(30, 100), dtype, {"spec": TRUNCATES[kind], **how}
+        x = floats(dtype, 3000, 19)
+        x &= ~u.type(0xFFFF if "narrow" in more else 0)  # made in bfloat16
+        return x.reshape(30, 100), dtype, {"spec": TRUNCATES[kind], **how}
     if kind == "parts":
         segments = [(0, (50, 100)), (5000, (700,)), (6000, (70, 80))]
         return floats(dtype, 12000, 18), dtype, {"segments": segments, "spec": codec.Sign("l1", "row")}
@@ -119,6 +121,8 @@ NAMES = [
     *(f"{d}-{k}" for d in ("bfloat16", "float16") for k in ("sign_l1", "ternary_base3", "float8_e4m3fn", "quantize_4")),
     "float32-parts",
     *(f"{d}-{k}" for d in ("float32", "bfloat16", "float16") for k in TRUNCATES),
+    "float32-truncate_bit-narrow",
+    "float32-truncate_coded-narrow",
 ]  # fmt: skip
 
 
