@@ -20,6 +20,7 @@ References
 import importlib
 import inspect
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class Metric(ABC):
     """Base of all metrics.
 
     Parameters
@@ -75,9 +76,9 @@ class Metric:
             if not isinstance(value, int | float) or not value >= 0:
                 raise SpecError(f"{name} must be a number that is not negative, got {value!r}")
 
+    @abstractmethod
     def terms(self, state: Mapping[str, Any]) -> Terms:
         """The numbers that stay the same for all elements; `state` says which arrays there are."""
-        raise NotImplementedError
 
     def _known(self) -> bool:
         return not self.maximize
