@@ -386,13 +386,32 @@ static void test_conversions(void **unused)
 	free(x);
 }
 
+/* Counters of two words: where the lower one wraps around, and behind. */
+static void test_draws(void **unused)
+{
+	static const uint64_t FROM[] = {0, 1, 5, UINT32_MAX - 40, UINT32_MAX, (1ull << 32) + 3, (7ull << 32) - 200};
+	const struct philox key = {0x12345678, 0x9abcdef0, 0xfedcba98};
+	uint16_t h[8 * 331];
+
+	(void)unused;
+	for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
+		codec_context with = {.struct_nbytes = sizeof with, .isa = 1 + isa};
+
+		for (size_t f = 0; f < sizeof FROM / sizeof *FROM && codec_isa_usable(isa); f++)
+			for (size_t n = 1; n <= 331; n += 66) {
+				kernels_for(&with)->halves(key, FROM[f], n, h);
+				for (uint64_t i = 0; i < 8 * n; i++)
+					assert_int_equal(h[i], philox_half(key, 8 * FROM[f] + i, 0));
+			}
+	}
+}
+
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_divisions),   cmocka_unit_test(test_conversions),
-		cmocka_unit_test(test_guard_pages), cmocka_unit_test(test_reduce),
-		cmocka_unit_test(test_environment), cmocka_unit_test(test_stack),
-		cmocka_unit_test(test_specs),
+		cmocka_unit_test(test_divisions),   cmocka_unit_test(test_draws),  cmocka_unit_test(test_conversions),
+		cmocka_unit_test(test_guard_pages), cmocka_unit_test(test_reduce), cmocka_unit_test(test_environment),
+		cmocka_unit_test(test_stack),       cmocka_unit_test(test_specs),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);
