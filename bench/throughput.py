@@ -100,28 +100,28 @@ def lossy_peers(x: np.ndarray[Any, Any]) -> dict[str, tuple[float, float]]:
     return out
 
 
-def lossy(nbytes: int) -> dict[str, Any]:
-    """The family, Truncate under AdamW, and peers."""
-    x = tensor("float32", nbytes // 4)
+def lossy(nbytes: int, dtype: str) -> dict[str, Any]:
+    """The family, Truncate under AdamW, and the peers of float32."""
+    x = tensor(dtype, nbytes // codec.core.ITEMSIZE[dtype])
     rng = np.random.default_rng(1)
     state = {k: rng.standard_normal(x.shape, np.float32) * np.float32(0.02) for k in ("theta", "m", "v")}
     state["v"] *= state["v"]
     metric = metrics.AdamW(1e-5, 0.01, step=1000)
-    back, residual = np.empty_like(x), np.empty_like(x)
+    back, residual, total = np.empty_like(x), np.empty(x.shape, np.float32), np.zeros(x.shape, np.float32)
     copy, _ = best(lambda: np.copyto(back, x))
     rows: list[dict[str, Any]] = []
-    most = float(np.abs(x).max())
+    most = float(np.abs(tensor("float32", x.size)).max())
     given = {"Ternary 2bit": codec.Ternary(scale=most), "Ternary base3": codec.Ternary("base3", most)}
     for name, spec in {**FAMILY, **given, **TRUNCATE}.items():
         print(f"\r{name:30}", end="", file=sys.stderr, flush=True)
         how: dict[str, Any] = {"threads": 1} | ({"metric": metric, "state": state} if name in TRUNCATE else {})
-        out = np.empty(codec.bound(x.shape, "float32", spec) + (1 << 20), np.uint8)
-        enc, frame = best(lambda: codec.encode(x, spec, out=out, **how))
+        out = np.empty(codec.bound(x.shape, dtype, spec) + (1 << 20), np.uint8)
+        enc, frame = best(lambda: codec.encode(x, spec, dtype=dtype, out=out, **how))
         frame = bytes(frame)
         dec, _ = best(lambda: codec.decode(frame, out=back, **how))
-        with_residual, _ = best(lambda: codec.encode(x, spec, out=out, residual=residual, **how))
-        add, _ = best(lambda: codec.accumulate(frame, back, **how))
-        reduce, _ = best(lambda: codec.reduce([frame] * 4, out=back, **how))
+        with_residual, _ = best(lambda: codec.encode(x, spec, dtype=dtype, out=out, residual=residual, **how))
+        add, _ = best(lambda: codec.accumulate(frame, total, **how))
+        reduce, _ = best(lambda: codec.reduce([frame] * 4, out=total, **how))
         least = moved(spec, x.nbytes, len(frame))
         rows.append(
             {
@@ -134,7 +134,7 @@ def lossy(nbytes: int) -> dict[str, Any]:
                 "reduce_gbps": 4 * x.nbytes / reduce / 1e9,
                 "encode_roofline": copy * least[0] / (2 * x.nbytes) / enc,
                 "decode_roofline": copy * least[1] / (2 * x.nbytes) / dec,
-                "residual_roofline": copy * (least[0] + x.nbytes) / (2 * x.nbytes) / with_residual,
+                "residual_roofline": copy * (least[0] + residual.nbytes) / (2 * x.nbytes) / with_residual,
                 "residual_copy": copy / with_residual,
                 "encode_copy": copy / enc,
                 "decode_copy": copy / dec,
@@ -143,13 +143,13 @@ def lossy(nbytes: int) -> dict[str, Any]:
     print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
     named = {
         k: {"encode_gbps": x.nbytes / e / 1e9, "decode_gbps": x.nbytes / d / 1e9}
-        for k, (e, d) in lossy_peers(x).items()
+        for k, (e, d) in (lossy_peers(x).items() if dtype == "float32" else ())
     }
-    return {"copy_gbps": x.nbytes / copy / 1e9, "rows": rows, "peers": named}
+    return {"dtype": dtype, "copy_gbps": x.nbytes / copy / 1e9, "rows": rows, "peers": named}
 
 
 def print_lossy(result: dict[str, Any]) -> None:
-    print(f"\nfloat32, one thread; copy {result['copy_gbps']:.1f} GB/s")
+    print(f"\n{result['dtype']}, one thread; copy {result['copy_gbps']:.1f} GB/s")
     print(
         f"{'':28} {'bits':>6} {'encode':>17} {'decode':>17} {'with residual':>17} {'accumulate':>11} {'reduce 4':>11}"
     )
@@ -175,6 +175,7 @@ def main() -> None:
         "--sizes", nargs="+", type=int, default=[1 << 12, 1 << 20, 1 << 26], help="of tensors, in bytes"
     )
     parser.add_argument("--threads", nargs="+", type=int, default=[1, len(os.sched_getaffinity(0))])
+    parser.add_argument("--lossy-dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--only", choices=("lossless", "lossy"))
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -210,14 +211,14 @@ def main() -> None:
                         }
                     )
     print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
-    family = lossy(max(args.sizes)) if args.only != "lossless" else None
+    family = [lossy(max(args.sizes), d) for d in args.lossy_dtypes] if args.only != "lossless" else []
     if args.json:
         print(json.dumps({"rows": rows, "lossy": family}, indent=1))
         return
     if rows:
         print_lossless(rows)
-    if family:
-        print_lossy(family)
+    for result in family:
+        print_lossy(result)
 
 
 def print_lossless(rows: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-/* isa_avx2.c - the loops for AVX2 and BMI2. */
+/* isa_avx2.c - the loops for AVX2, FMA, F16C and BMI2. */
 #include <immintrin.h>
 
 #include "planes_avx2.h"

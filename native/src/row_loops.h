@@ -5,6 +5,7 @@
  */
 #include "kernels.h"
 
+/* What vectors do of a loop, its first values: where there are none, nothing. */
 #ifndef ABS_MAX
 #define FROM_BFLOAT16(src, n, x) 0
 #define TO_BFLOAT16(x, n, dst) 0

@@ -446,7 +446,7 @@ static inline size_t join_pieces_simd(const struct truncate_kind *q, const uint8
 	return i;
 }
 
-#define TRUNCATE_SIMD truncate_simd
+#define TRUNCATE_PATTERNS truncate_simd
 #define JOIN_PIECES join_pieces_simd
 #define FROM_BFLOAT16 from_bfloat16_simd
 #define TO_BFLOAT16 to_bfloat16_simd

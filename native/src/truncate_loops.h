@@ -168,8 +168,8 @@ static void exponents(const uint32_t *x, size_t n, int mbits, uint32_t last, uin
 		e[i] = (uint8_t)(x[i] >> mbits & last);
 }
 
-#ifndef TRUNCATE_SIMD
-#define TRUNCATE_SIMD(q, drop, nearest, n, x, e) 0
+#ifndef TRUNCATE_PATTERNS
+#define TRUNCATE_PATTERNS(q, drop, nearest, n, x, e) 0
 #define JOIN_PIECES(q, piece, e, n, x) 0
 #endif
 
@@ -178,7 +178,7 @@ static void truncate(const struct truncate_kind *q, const uint8_t *drop, int nea
 {
 	uint32_t mbits = (uint32_t)q->mbits, last = q->last;
 
-	for (size_t i = TRUNCATE_SIMD(q, drop, nearest, n, x, e); i < n; i++) {
+	for (size_t i = TRUNCATE_PATTERNS(q, drop, nearest, n, x, e); i < n; i++) {
 		x[i] = round_truncate(x[i], drop[i], (uint32_t)nearest, mbits, last);
 		e[i] = (uint8_t)(x[i] >> mbits & last);
 	}
