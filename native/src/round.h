@@ -10,6 +10,7 @@
 
 #define ROUND_INF 0x7f800000u
 #define ROUND_ABS 0x7fffffffu
+#define ROUND_MAX 0x7f7fffffu /* the largest number */
 
 BITS_FN uint32_t round_bits(float x)
 {
@@ -130,9 +131,9 @@ BITS_FN uint32_t round_small_stochastic(uint32_t y, uint32_t mbits, uint32_t bia
 {
 	uint32_t a = y & ROUND_ABS, shift = 23 - mbits, lost = shift - 16;
 	uint32_t normal = ((a + (h << lost) + (1u << lost >> 1)) >> shift) - ((127 - bias) << mbits);
-	float steps = round_float(a) * round_float((127 + 16 + bias + mbits - 1) << 23) + 0.5f;
+	float steps = round_float(a) * round_float((127 + 17 + bias + mbits - 1) << 23);
 	uint32_t is_small = a < (128 - bias) << 23;
-	uint32_t small = ((uint32_t)(int)(is_small ? steps : 0.0f) + h) >> 16;
+	uint32_t small = ((uint32_t)(int)(is_small ? steps : 0.0f) + 2 * h + 1) >> 17;
 
 	return is_small ? small : normal;
 }
@@ -178,10 +179,15 @@ BITS_FN float round_odd_place(float ax, struct round_over amax, float n)
 	return ax * amax.up * amax.by * n;
 }
 
-/* place in 0..255 to one of its neighbours. */
+/*
+ * A place in 0..255 to one of its neighbours: floor((floor(2^16 place + 1/2) + h) / 2^16), exactly; a sum with 1/2
+ * would round. Others, NaN too, come from tensors that change while they are read, and give some number from 0 to 256.
+ */
 BITS_FN int round_place(float place, uint32_t h)
 {
-	return ((int)(place * 65536.0f + 0.5f) + (int)h) >> 16;
+	place = place > 0.0f ? place : 0.0f;
+	place = place < 255.0f ? place : 255.0f;
+	return ((int)(place * 131072.0f) + 2 * (int)h + 1) >> 17;
 }
 
 BITS_FN float round_level(int c, float n, float amax)
@@ -246,8 +252,11 @@ BITS_FN uint32_t round_truncate(uint32_t x, uint32_t k, uint32_t nearest, uint32
  */
 BITS_FN uint32_t round_ternary(float ax, struct round_over over, uint32_t *low)
 {
-	float q = ax * over.up * over.by;
-	int high = (int)q < 65535 ? (int)q : 65535;
+	float q = ax * over.up * over.by, most = 65536.0f;
+	int high;
+
+	q = q < most ? q : most; /* of a tensor that changes while it is read, anything */
+	high = (int)q < 65535 ? (int)q : 65535;
 
 	*low = (uint32_t)(int)((q - (float)high) * 65536.0f);
 	return (uint32_t)high;

@@ -32,7 +32,7 @@
 static inline void fetch_ahead(const float_any *x)
 {
 	for (size_t i = 0; i < 4 * STEP; i += 64)
-		_mm_prefetch((const char *)x + AHEAD + i, _MM_HINT_T1);
+		_mm_prefetch((const char *)((uintptr_t)x + AHEAD + i), _MM_HINT_T1);
 }
 
 /* The largest of v's lanes and x. */
@@ -208,6 +208,14 @@ static inline V draws(const uint16_t *h, size_t i)
 	return h ? WIDEN16(h + i) : SET1(0x8000);
 }
 
+/* Those to be added to twice as fine steps, and a half: what round_place adds. */
+static inline V fine_draws(const uint16_t *h, size_t i)
+{
+	V draw = draws(h, i);
+
+	return ADD(ADD(draw, draw), SET1(1));
+}
+
 /* round_ternary; *most: the largest magnitude. */
 static inline size_t ternary_codes_simd(const float_any *x, size_t n, float s, const uint16_t *h, uint8_t *code,
 					int32_t *most)
@@ -247,10 +255,10 @@ static inline V small_simd(F y, int mbits, int bias, const uint16_t *h, size_t i
 
 	if (h) {
 		V draw = draws(h, i);
-		F place = MULF(y, AS_F(SET1((127 + 16 + bias + mbits - 1) << 23)));
+		F place = MULF(y, AS_F(SET1((127 + 17 + bias + mbits - 1) << 23)));
 
 		normal = ADD(a, ADD(SLL(draw, lost), SET1((1 << lost >> 1) - ((127 - bias) << 23))));
-		small = SRL(ADD(TRUNC(ADDF(place, SETF(0.5f))), draw), 16);
+		small = SRL(ADD(TRUNC(place), fine_draws(h, i)), 17);
 	} else {
 		const V step = SET1((127 + 24 - bias - mbits) << 23);
 
@@ -313,7 +321,7 @@ static inline size_t level_codes_simd(int odd, const float_any *x, size_t n, flo
 				      uint8_t *code)
 {
 	const struct round_over over = round_over(amax, 1);
-	const F up = SETF(over.up), by = SETF(over.by), steps = SETF((float)levels * (odd ? 65536 : 32768));
+	const F up = SETF(over.up), by = SETF(over.by), steps = SETF((float)levels * (odd ? 131072 : 65536));
 	const int tiny = over.up != 1;
 	size_t i = 0;
 
@@ -326,8 +334,8 @@ static inline size_t level_codes_simd(int odd, const float_any *x, size_t n, flo
 			F y = AS_F(odd ? AND(u, SET1((int)ROUND_ABS)) : u);
 			F q = MULF(tiny ? MULF(y, up) : y, by);
 
-			c[k] = TRUNC(ADDF(MULF(odd ? q : ADDF(q, SETF(1)), steps), SETF(0.5f)));
-			c[k] = SRL(ADD(c[k], draws(h, i + LANES * k)), 16);
+			c[k] = TRUNC(MULF(odd ? q : ADDF(q, SETF(1)), steps));
+			c[k] = SRL(ADD(c[k], fine_draws(h, i + LANES * k)), 17);
 			if (odd)
 				c[k] = ADD(SET1(levels), SUB(XOR(c[k], minus), minus));
 		}
