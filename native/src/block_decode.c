@@ -89,19 +89,22 @@ codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, st
 static codec_status read_exponents(const struct job *j, struct work *w, struct cursor *c, uint8_t *e,
 				   const uint32_t *escaped, uint64_t m, codec_fault *f)
 {
+	uint16_t outside = 0;
+
 	for (uint64_t i = 0; i < m; i++)
-		w->exponent[i] = e[i] ? (uint16_t)(e[i] + j->model.window - 128) & 0x7ff : 0;
-	if (!escaped)
-		return CODEC_OK;
-	FOR_ESCAPED (i, escaped, m) {
-		if (c->end - c->at < 2)
-			BAD(c->end, c->end - c->at, 2);
-		c->end -= 2;
-		w->exponent[i] = (uint16_t)(c->frame[c->end + 1] | c->frame[c->end] << 8);
-		if (w->exponent[i] > 0x7ff)
-			BAD(c->end, w->exponent[i], 0x7ff);
-		e[i] = w->exponent[i] != 0;
-	}
+		w->exponent[i] = e[i] ? (uint16_t)(e[i] + j->model.window - 128) : 0;
+	if (escaped)
+		FOR_ESCAPED (i, escaped, m) {
+			if (c->end - c->at < 2)
+				BAD(c->end, c->end - c->at, 2);
+			c->end -= 2;
+			w->exponent[i] = (uint16_t)(c->frame[c->end + 1] | c->frame[c->end] << 8);
+			e[i] = w->exponent[i] != 0;
+		}
+	for (uint64_t i = 0; i < m; i++) /* 1 to 2047, where they are not 0 */
+		outside |= (uint16_t)(-(e[i] != 0) & ((uint16_t)(w->exponent[i] - 1) > 0x7fe));
+	if (outside)
+		BAD(c->at, 0, 0x7ff);
 	return CODEC_OK;
 }
 
@@ -226,7 +229,7 @@ codec_status block_open(const struct job *j, const uint8_t *frame, uint64_t b, u
 /* The coder's loop for plane 0 of one or two blocks. */
 void block_decode_top(const struct job *j, const struct kernels *k, struct block *o, int count, struct work *w)
 {
-	const uint8_t *section = o->c.frame + j->h.planes_at + (o->b + (uint64_t)count) * j->h.block;
+	uintptr_t section = (uintptr_t)o->c.frame + j->h.planes_at + (o->b + (uint64_t)count) * j->h.block;
 	int coded[2] = {0, 0};
 
 	w->ahead = (struct ahead){section, j->h.plane_stride, j->h.block * (uint64_t)count,
@@ -281,7 +284,17 @@ static void merge_block(const struct job *j, const struct kernels *k, const stru
 	}
 }
 
-/* The rest: the block's values, past the caches if wanted. */
+/* Values that were taken out are +0, also where a plane holds a byte for each value. */
+static codec_status check_pruned(const struct job *j, const struct kernels *k, const struct block *o,
+				 const uint8_t *const *plane, codec_fault *f)
+{
+	for (int p = 1; p < WIRE_MAX_PLANES; p++)
+		if (j->h.fixed >> p & 1 && k->under_zeros(o->top.symbol, plane[p], o->m))
+			BAD((uint64_t)(plane[p] - o->c.frame), k->under_zeros(o->top.symbol, plane[p], o->m), 0);
+	return CODEC_OK;
+}
+
+/* The rest: the block's values, past the caches if wanted; NULL: only its checks. */
 codec_status block_close(const struct job *j, const struct kernels *k, struct block *o, char *values, int past,
 			 struct work *w, codec_fault *f)
 {
@@ -338,8 +351,12 @@ codec_status block_close(const struct job *j, const struct kernels *k, struct bl
 				if (wide && i == 0)
 					TRY(read_exponents(j, w, c, out, NULL, m, f));
 			}
-			if (i == 0 && pruning)
+			if (i == 0 && pruning) {
 				count = k->count(top, 1, m);
+				if (!count)
+					BAD(c->at, 0, 1);
+				TRY(check_pruned(j, k, o, plane, f));
+			}
 			if (i && pruning) {
 				k->unprune(top, 1, got, m, w->plane[i]);
 				got = w->plane[i];
@@ -351,6 +368,9 @@ codec_status block_close(const struct job *j, const struct kernels *k, struct bl
 	for (; c->at < c->end; c->at++)
 		if (c->frame[c->at])
 			BAD(c->at, c->frame[c->at], 0);
-	merge_block(j, k, w, plane, first, m, values, past);
+	if (wide && k->max_byte(plane[1], m) > WIRE_PLANE1_MAX64)
+		BAD(c->at, k->max_byte(plane[1], m), WIRE_PLANE1_MAX64);
+	if (values)
+		merge_block(j, k, w, plane, first, m, values, past);
 	return CODEC_OK;
 }

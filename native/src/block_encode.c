@@ -239,7 +239,7 @@ uint64_t encode_block(const struct job *j, const struct kernels *k, const codec_
 		nfixed += h->fixed >> i & 1;
 	}
 	outside = split_block(j, k, w, values, first, m, plane);
-	w->ahead = (struct ahead){values + h->block * d->nbytes, 0, m * d->nbytes, 1};
+	w->ahead = (struct ahead){(uintptr_t)values + h->block * d->nbytes, 0, m * d->nbytes, 1};
 	*planes_digest = 0;
 	for (int i = 0; i < d->nbytes; i++)
 		if (h->fixed >> i & 1) {

@@ -8,6 +8,7 @@ codec_status fault(codec_fault *f, codec_status status, uint64_t offset, uint64_
 	return status;
 }
 
+/* Sides other than 0 count even where there are no values: whoever makes such a tensor multiplies them, too. */
 codec_status shape_product(uint32_t rank, const uint64_t *shape, uint64_t *n)
 {
 	uint64_t product = 1;
@@ -15,13 +16,13 @@ codec_status shape_product(uint32_t rank, const uint64_t *shape, uint64_t *n)
 
 	if (rank > CODEC_MAX_RANK)
 		return CODEC_BAD_SHAPE;
-	for (uint32_t i = 0; i < rank; i++)
+	for (uint32_t i = 0; i < rank; i++) {
 		zero |= shape[i] == 0;
-	for (uint32_t i = 0; i < rank && !zero; i++)
-		if (__builtin_mul_overflow(product, shape[i], &product))
+		if (__builtin_mul_overflow(product, shape[i] ? shape[i] : 1, &product) || product >> 60)
 			return CODEC_BAD_SHAPE;
+	}
 	*n = zero ? 0 : product;
-	return *n >> 60 ? CODEC_BAD_SHAPE : CODEC_OK;
+	return CODEC_OK;
 }
 
 /* Places of the sections. Room for everything that a frame of 2^60 values needs below 2^64. */

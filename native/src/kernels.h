@@ -94,9 +94,12 @@ typedef struct lanes {
 	uint32_t tail[WIRE_LANES];
 } lanes;
 
-/* Memory that comes next: `count` pieces of n bytes, `stride` apart. Kernels that compute bring it closer meanwhile. */
+/*
+ * Memory that comes next: `count` pieces of n bytes, `stride` apart. Kernels that compute bring it closer meanwhile. An
+ * address, for it may lie behind the object, where no pointer may.
+ */
 struct ahead {
-	const void *at;
+	uintptr_t at;
 	size_t stride, n, count;
 };
 

@@ -31,14 +31,14 @@ struct tail {
 /* Bytes of each piece to fetch in a row: whole cache lines. */
 static inline size_t ahead_step(const struct ahead *ahead, size_t rows)
 {
-	return (ahead->n + 64 * rows - 1) / (64 * rows) * 64;
+	return rows ? (ahead->n + 64 * rows - 1) / (64 * rows) * 64 : 0;
 }
 
 static inline void ahead_fetch(const struct ahead *ahead, size_t step, size_t row)
 {
 	for (size_t c = 0; c < ahead->count; c++)
 		for (size_t i = 0; i < step; i += 64)
-			__builtin_prefetch((const void *)((uintptr_t)ahead->at + c * ahead->stride + row * step + i));
+			__builtin_prefetch((const void *)(ahead->at + c * ahead->stride + row * step + i));
 }
 
 static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, size_t rows, uint32_t *end, lanes *state,

@@ -66,7 +66,7 @@ static void add_shape(struct job *j, uint64_t start, uint64_t count, uint32_t ra
 }
 
 /* Segments worth a record of their own; what lies between them is flat. */
-static codec_status cut(const codec_context *with, struct job *j)
+static void cut(const codec_context *with, struct job *j)
 {
 	uint64_t flat = 0, end = 0;
 
@@ -75,13 +75,12 @@ static codec_status cut(const codec_context *with, struct job *j)
 			add_shape(j, 0, j->h.n, j->h.rank, j->h.shape);
 		else
 			add_flat(j, 0, j->h.n);
-		return CODEC_OK;
+		return;
 	}
 	for (uint64_t i = 0; i < with->nsegments; i++) {
 		const codec_segment *s = with->segments + i;
-		uint64_t count;
+		uint64_t count = segment_count(s);
 
-		TRY(segment_check(s, j->h.n, end, &count));
 		end = s->offset + count;
 		if (count < WIRE_SEGMENT_MIN)
 			continue;
@@ -90,7 +89,6 @@ static codec_status cut(const codec_context *with, struct job *j)
 		flat = end;
 	}
 	add_flat(j, flat, j->h.n);
-	return CODEC_OK;
 }
 
 /* Patterns of n values from `first` on. */
@@ -154,11 +152,11 @@ static void fit_rows(const codec_tensor *src, const struct kernels *k, struct jo
 		} else {
 			for (uint64_t i = 0; i < RUNS; i++, got += RUN) {
 				uint64_t run = first + i * (n - RUN) / (RUNS - 1);
-				const char *ahead = (const char *)src->data + (run + 4 * s->cols) * d->nbytes;
+				uintptr_t ahead = (uintptr_t)src->data + (run + 4 * s->cols) * d->nbytes;
 
 				/* far apart, so the CPU does not see them coming */
 				for (uint64_t b = 0; b < RUN * d->nbytes; b += 64)
-					__builtin_prefetch(ahead + b);
+					__builtin_prefetch((const void *)(ahead + b));
 				patterns(src, k, run, RUN, p + got);
 			}
 		}
@@ -291,7 +289,7 @@ static void count_segment(const codec_tensor *src, const struct kernels *k, cons
 		uint64_t n = MIN(WIRE_ROW, s->start + s->count - first);
 		uint16_t p[WIRE_ROW], offset[WIRE_ROW];
 
-		__builtin_prefetch((const char *)src->data + (first + stride * WIRE_ROW) * d->nbytes);
+		__builtin_prefetch((const void *)((uintptr_t)src->data + (first + stride * WIRE_ROW) * d->nbytes));
 		patterns(src, k, first, n, p);
 		if (raw)
 			count_patterns(d, p, n, j->model.window, raw);
@@ -394,8 +392,8 @@ static uint8_t finest_shift(const struct dtype *d, const struct sample *s)
 	return (s->is_constant | s->has_zero_run) & 2 || !near_uniform(s->counts[1], values) ? WIRE_MAX_SHIFT : 0;
 }
 
-codec_status model_choose(const codec_tensor *src, const codec_context *with, const struct kernels *k, struct job *j,
-			  struct sample *s)
+void model_choose(const codec_tensor *src, const codec_context *with, const struct kernels *k, struct job *j,
+		  struct sample *s)
 {
 	const struct dtype *d = dtype_of(src->dtype);
 	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW;
@@ -410,10 +408,10 @@ codec_status model_choose(const codec_tensor *src, const codec_context *with, co
 	if (j->h.codec != CODEC_TRUNCATE)
 		sample_planes(src, k, j, s, d->octave != 0);
 	if (!d->octave)
-		return CODEC_OK;
+		return;
 	finest = j->h.codec == CODEC_TRUNCATE ? WIRE_MAX_SHIFT : finest_shift(d, s);
 	if (j->h.n >= WIRE_MODEL_MIN) {
-		TRY(cut(with, j));
+		cut(with, j);
 		j->model.offsets_at = j->model.segments_at + j->model.nsegments * sizeof(struct segment);
 	}
 	if (j->h.model == WIRE_MODEL_FLAT || j->h.n < WIRE_MODEL_MIN) {
@@ -421,7 +419,7 @@ codec_status model_choose(const codec_tensor *src, const codec_context *with, co
 		count_segment(src, k, j, &whole, stride, s->counts[0], NULL);
 		s->nzeros = s->counts[0][0];
 		s->nvalues = sum_counts(s->counts[0]);
-		return CODEC_OK;
+		return;
 	}
 	for (uint64_t i = 0; i < j->model.nsegments; i++) {
 		struct segment *g = job_segments(j) + i;
@@ -440,7 +438,7 @@ codec_status model_choose(const codec_tensor *src, const codec_context *with, co
 			if (j->model.nsegments == 1) {
 				j->model.nsegments = 0;
 				memcpy(s->counts[0], raw, sizeof raw);
-				return CODEC_OK;
+				return;
 			}
 			g->kind = 0;
 			g->cols = WIRE_FLAT_COLS;
@@ -453,7 +451,6 @@ codec_status model_choose(const codec_tensor *src, const codec_context *with, co
 			s->counts[0][v] += fitted[v];
 	}
 	j->model.window = WINDOW;
-	return CODEC_OK;
 }
 
 static uint64_t nibble_nbytes(const struct segment *s)

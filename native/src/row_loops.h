@@ -198,10 +198,12 @@ static inline void float8_run(uint32_t mbits, uint32_t bias, float max, const fl
 static inline void float8_values(uint32_t mbits, uint32_t bias, uint32_t last, const uint8_t *code, size_t n,
 				 float scale, float_any *restrict y)
 {
-	for (size_t i = FLOAT8_VALUES(mbits, bias, last, code, n, scale, y); i < n; i++) {
+	/* a scale so small that a quotient could overflow is no vector's business */
+	for (size_t i = scale < 0x1p-111f ? 0 : FLOAT8_VALUES(mbits, bias, last, code, n, scale, y); i < n; i++) {
 		uint32_t c = code[i] & 0x7f;
 		uint32_t v = round_bits(round_float(round_small_value(c, mbits, bias)) / scale);
 
+		v = v < ROUND_MAX ? v : ROUND_MAX;
 		v = c > last ? 0x7fc00000u : v;
 		y[i] = round_float(v | (uint32_t)(code[i] & 0x80) << 24);
 	}
@@ -223,8 +225,12 @@ static void ratios(const struct row_kind *q, float ratio[16])
 static inline void table_values(int few, const uint8_t *code, size_t n, const float ratio[16], float scale,
 				float_any *y)
 {
-	for (size_t i = TABLE_VALUES(few, code, n, ratio, scale, y); i < n; i++)
-		y[i] = ratio[code[i] & 15] * scale;
+	/* FLOAT4: 6 times such a scale would overflow */
+	for (size_t i = scale > 0x1p125f ? 0 : TABLE_VALUES(few, code, n, ratio, scale, y); i < n; i++) {
+		uint32_t u = round_bits(ratio[code[i] & 15] * scale), a = u & ROUND_ABS;
+
+		y[i] = round_float((u & ~ROUND_ABS) | (a < ROUND_MAX ? a : ROUND_MAX));
+	}
 }
 
 /* scale is what a row's values are divided by, 0 for zeros. Code: sign at bit 3. */

@@ -86,20 +86,19 @@ static void add_flat(struct job *j, uint64_t start, uint64_t end)
 }
 
 /* Parts of a tensor about to be encoded; the blocks are counted. */
-codec_status rows_cut(struct job *j, const codec_context *with)
+void rows_cut(struct job *j, const codec_context *with)
 {
 	uint64_t flat = 0, end = 0;
 
 	j->nparts = j->nsums = j->h.nblocks = 0;
 	if (!with->nsegments) {
 		add_part(j, 0, j->h.n, row_for(&j->h, j->h.rank, j->h.shape));
-		return CODEC_OK;
+		return;
 	}
 	for (uint64_t i = 0; i < with->nsegments; i++) {
 		const codec_segment *s = with->segments + i;
-		uint64_t count;
+		uint64_t count = segment_count(s);
 
-		TRY(segment_check(s, j->h.n, end, &count));
 		end = s->offset + count;
 		if (count < WIRE_PART_MIN)
 			continue;
@@ -109,7 +108,6 @@ codec_status rows_cut(struct job *j, const codec_context *with)
 	}
 	add_flat(j, flat, j->h.n);
 	j->h.flags |= WIRE_FLAG_SEGMENTS;
-	return CODEC_OK;
 }
 
 uint64_t rows_job_nbytes(const struct header *h)
@@ -141,6 +139,19 @@ struct place rows_place(const struct job *j, uint64_t block)
 	return (struct place){p, p->start + from, n, nrows * (uint64_t)rows_scale_nbytes(&j->h)};
 }
 
+/* Most bytes of the regions of blocks [first, first + count); without an entropy stage, all that there can be. */
+uint64_t rows_regions_nbytes(const struct job *j, uint64_t first, uint64_t count)
+{
+	uint64_t nbytes = 0;
+
+	for (uint64_t b = first; b < first + count; b++) {
+		struct place at = rows_place(j, b);
+
+		nbytes += rows_region_nbytes(&j->h, at.part->row, at.n);
+	}
+	return nbytes;
+}
+
 /* The largest frame, whatever the segments: each part may end a block early. */
 uint64_t rows_bound(const struct header *h)
 {
@@ -150,11 +161,10 @@ uint64_t rows_bound(const struct header *h)
 
 	if (!h->n)
 		return head;
+	/* no segments, or parts of WIRE_PART_MIN values and what lies between them, whose rows have ROW_LEAST or more
+	 */
 	most = nblocks * (WIRE_DIRECTORY_ENTRY + 8) + (row ? (h->n + row - 1) / row + nblocks : 0) * 8 + nblocks * 8 +
 	       rows_codes_nbytes(h, h->n);
-	if (h->n < WIRE_PART_MIN)
-		return head + most;
-	/* parts of at least WIRE_PART_MIN values, rows of at least ROW_LEAST */
 	nparts = WIRE_MAX_PARTS(h->n);
 	row = h->row == CODEC_ROW_LAST ? ROW_LEAST : h->row;
 	cut = h->n / (WIRE_ROW_BLOCK / 2) + nparts;
@@ -204,6 +214,8 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 		if (u >= (i < used ? ROUND_INF : 1))
 			BAD(at + 4 * (uint64_t)i, u, i < used ? ROUND_INF : 0);
 		p->scale[i] = round_float(u);
+		if (h->codec == CODEC_TERNARY && round_bits(rows_round_scale(h, p->scale[i])) != u)
+			BAD(at + 4 * (uint64_t)i, u, round_bits(rows_round_scale(h, p->scale[i])));
 	}
 	return CODEC_OK;
 }

@@ -109,7 +109,8 @@
  * stay as they are under the scale model; the others move around a circle of WIRE_CIRCLE(zero).
  */
 #define WIRE_PATTERNS 0x8000
-#define WIRE_ZERO64 16 /* of float64; others have 128 */
+#define WIRE_ZERO64 16         /* of float64; others have 128 */
+#define WIRE_PLANE1_MAX64 0x1f /* of float64: sign and 4 bits of mantissa */
 #define WIRE_CIRCLE(zero) (WIRE_PATTERNS - (zero))
 
 /* Lane coder. */
