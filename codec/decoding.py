@@ -124,27 +124,45 @@ def _tensor_like(info: Any) -> Any:
 
 
 def _decode_threads(info: Any, source: Any, nbytes: int, t: Any, context: Any, threads: int) -> None:
+    verify = context.flags & lib.CODEC_VERIFY_FIRST
+    context.flags &= ~lib.CODEC_VERIFY_FIRST  # in steps, that is a pass of its own
+    job, work_nbytes = _open_job(info, source, nbytes, t, context)
+    if verify:
+        _pass_over_blocks(info.nblocks, source, nbytes, None, context, job, work_nbytes, threads)
+        context.flags |= lib.CODEC_NO_CHECKSUM
+    _pass_over_blocks(info.nblocks, source, nbytes, t, context, job, work_nbytes, threads)
+
+
+def _open_job(info: Any, source: Any, nbytes: int, t: Any, context: Any) -> tuple[Any, int]:
+    """A job for decoding, and the bytes of one thread's buffer."""
     job_size, work_size = ffi.new("size_t *"), ffi.new("size_t *")
     check(lib.codec_job_nbytes(ffi.addressof(info.spec), _tensor_like(info), job_size, work_size))
-    job, plan = core.new_bytes(job_size[0]), ffi.new("codec_plan *")
-    check(lib.codec_decode_open(source, nbytes, t, context, job, job_size[0], plan), context.fault)
-    cuts = pool.ranges(plan.nblocks, threads)
+    job = core.new_bytes(job_size[0])
+    check(lib.codec_decode_open(source, nbytes, t, context, job, job_size[0], ffi.NULL), context.fault)
+    return job, work_size[0]
+
+
+def _pass_over_blocks(
+    nblocks: int, source: Any, nbytes: int, t: Any, context: Any, job: Any, work_nbytes: int, threads: int
+) -> None:
+    """Decode all blocks of a job into t, or check them if t is None; the error is that of the lowest block."""
+    cuts = pool.ranges(nblocks, threads)
 
     def task(i: int) -> tuple[int, int, Any]:
         fault, seal = ffi.new("codec_fault *"), ffi.new("uint64_t *")
         own = core.copy_context(context, fault)
-        first, count = cuts[i]
-        work = core.new_bytes(work_size[0])
-        status = lib.codec_decode_blocks(source, nbytes, t, own, job, first, count, seal, work, work_size[0])
+        work = core.new_bytes(work_nbytes)
+        if t is None:
+            status = lib.codec_decode_check(source, nbytes, own, job, *cuts[i], seal, work, work_nbytes)
+        else:
+            status = lib.codec_decode_blocks(source, nbytes, t, own, job, *cuts[i], seal, work, work_nbytes)
         return status, seal[0], fault
 
     results = pool.run(task, len(cuts), threads)
     for status, _, fault in results:
-        if status == lib.CODEC_OTHER_STATE:  # or a damaged frame
-            check(lib.codec_verify(source, nbytes))
         check(status, fault)
-    seal = sum(seal for _, seal, _ in results) % (1 << 64)
-    check(lib.codec_decode_close(context, job, seal), context.fault)
+    if not context.flags & lib.CODEC_NO_CHECKSUM:
+        check(lib.codec_decode_close(context, job, sum(seal for _, seal, _ in results) % (1 << 64)), context.fault)
 
 
 def _inspect_whole(frame: Any) -> tuple[Any, Any, int, object]:
@@ -297,16 +315,20 @@ def _reduce_threads(
     read: list[tuple[Any, Any, int, object]], pointers: Any, sizes: Any, op: int, t: Any, context: Any, threads: int
 ) -> bool:
     """False: the frames' blocks do not match, so that this must be done frame by frame."""
-    jobs: list[Any] = []
-    most = 0
-    for info, source, nbytes, _ in read:
-        job_size, work_size, plan = ffi.new("size_t *"), ffi.new("size_t *"), ffi.new("codec_plan *")
-        check(lib.codec_job_nbytes(ffi.addressof(info.spec), _tensor_like(info), job_size, work_size))
-        jobs.append(core.new_bytes(job_size[0]))
-        own = core.copy_context(context, context.fault)
-        own.into = lib.CODEC_INTO_FLOAT32
-        check(lib.codec_decode_open(source, nbytes, t, own, jobs[-1], job_size[0], plan), context.fault)
-        most = max(most, work_size[0])
+    verify = context.flags & lib.CODEC_VERIFY_FIRST
+    context.flags &= ~lib.CODEC_VERIFY_FIRST
+    own = core.copy_context(context, context.fault)
+    own.into = lib.CODEC_INTO_FLOAT32
+    opened = [_open_job(info, source, nbytes, t, own) for info, source, nbytes, _ in read]
+    jobs, most = [job for job, _ in opened], max(work_nbytes for _, work_nbytes in opened)
+
+    def check_all() -> None:
+        for (info, source, nbytes, _), (job, work_nbytes) in zip(read, opened, strict=True):
+            _pass_over_blocks(info.nblocks, source, nbytes, None, context, job, work_nbytes, threads)
+
+    if verify:
+        check_all()
+        context.flags |= lib.CODEC_NO_CHECKSUM
     cuts = pool.ranges(read[0][0].nblocks, threads)
     handles = ffi.new("void *[]", jobs)
 
@@ -319,10 +341,14 @@ def _reduce_threads(
 
     results = pool.run(task, len(cuts), threads)
     if any(status == lib.CODEC_BAD_ARGUMENT for status, _, _ in results):
+        context.flags = verify
         return False
+    if any(status for status, _, _ in results):
+        check_all()  # of several faults, the first frame's are reported
     for status, _, fault in results:
         check(status, fault)
     for i, job in enumerate(jobs):
-        seal = sum(seals[i] for _, seals, _ in results) % (1 << 64)
-        check(lib.codec_decode_close(context, job, seal), context.fault)
+        if not context.flags & lib.CODEC_NO_CHECKSUM:
+            seal = sum(seals[i] for _, seals, _ in results) % (1 << 64)
+            check(lib.codec_decode_close(context, job, seal), context.fault)
     return True

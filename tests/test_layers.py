@@ -11,7 +11,8 @@ LAYERS = [
     {"specs"},
     {"core"},
     {"view", "pool"},
-    {"codebook", "metrics"},
+    {"metrics"},
+    {"codebook"},
     {"frame"},
     {"encoding", "decoding"},
 ]

@@ -160,14 +160,24 @@ def test_segments_and_codebook(isa):
     x, arrays = gradient(30_000), state(30_000)
     x[:9000] *= 1e-3
     segments = [(0, (90, 100)), (9000, (700,)), (10_000, (150, 130))]
-    book = codec.Codebook.from_tensors(x)
+    lossless = codec.Codebook.from_tensors(x)
     for way in WAYS:
         spec = Truncate("metric", "nearest", *way)
+        book = codec.Codebook.from_tensors(x, spec=spec, metric=ADAMW, state=arrays)
+        with pytest.raises(codec.SpecError, match="symbols"):
+            codec.encode(x, spec, metric=ADAMW, state=arrays, codebook=lossless)
+        own = len(codec.encode(x, spec, metric=ADAMW, state=arrays))
+        assert len(codec.encode(x, spec, metric=ADAMW, state=arrays, codebook=book)) <= own
         for how in ({"segments": segments}, {"codebook": book}):
             frame = bytes(codec.encode(x, spec, metric=ADAMW, state=arrays, **how))
             y = codec.decode(frame, metric=ADAMW, state=arrays, codebooks=book)
             plain = codec.decode(codec.encode(x, spec, metric=ADAMW, state=arrays), metric=ADAMW, state=arrays)
             assert (y == plain).all()
+    joint = codec.Codebook.from_tensors(x.astype(np.float16), spec=Truncate(), metric=ADAMW, state=arrays)
+    with pytest.raises(codec.SpecError, match="symbols"):
+        codec.encode(x, Truncate(), metric=ADAMW, state=arrays, codebook=joint)
+    with pytest.raises(codec.StateError, match="metric"):
+        codec.Codebook.from_tensors(x, spec=Truncate())
     whole = len(codec.encode(x, Truncate(2)))
     assert len(codec.encode(x, Truncate(2), segments=segments)) < whole
 

@@ -132,6 +132,10 @@ def test_codebooks():
         assert (codec.decode(codec.encode(y, codebook=other), codebooks=other) == y).all()
     with pytest.raises(codec.SpecError, match="int32"):
         codec.Codebook.from_tensors(np.zeros(1000, np.int32))
+    with pytest.raises(codec.SpecError, match="Sign"):
+        codec.Codebook.from_tensors(x, spec=codec.Sign())
+    with pytest.raises(codec.SpecError):
+        codec.encode(x, codec.Sign(), codebook=book)
     for bad in (np.zeros(255, int), np.full(256, -1), np.zeros(256)):
         with pytest.raises(codec.SpecError):
             codec.Codebook.from_counts(bad)
@@ -155,3 +159,25 @@ def test_fork_after_threads():
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     )
     subprocess.run([*PYTHON, code], check=True, timeout=60)
+
+
+def test_a_codebook_is_what_its_id_says():
+    """Two sides that hold different books under one id never see different tensors: the id is a digest."""
+    x = np.random.default_rng(1).standard_normal(5000).astype(np.float32)
+    book = codec.Codebook.from_tensors(x)
+    other = codec.Codebook.from_counts(np.arange(256))
+    for fields in (
+        (other.lengths, other.escape_length, book.id),
+        (book.lengths, book.escape_length, book.id ^ 1),
+        (book.lengths, book.escape_length, book.id, 1),
+        (book.lengths[:-1], book.escape_length, book.id),
+        (book.lengths + b"\0", book.escape_length, book.id),
+        (bytes(256), 1, book.id),
+        (book.lengths, 0, book.id),
+        (book.lengths, 300, book.id),
+        (book.lengths, book.escape_length, 1 << 64),
+        (b"\1", 1, 5),
+    ):
+        with pytest.raises(codec.SpecError):
+            codec.Codebook(*fields)
+    assert codec.Codebook(book.lengths, book.escape_length, book.id) == book

@@ -10,7 +10,7 @@ const char *codec_strerror(codec_status status)
 	case CODEC_BAD_DTYPE: return "the codec does not take this dtype";
 	case CODEC_BAD_SHAPE: return "rank above 8, or a shape whose product overflows";
 	case CODEC_BAD_SEGMENTS: return "segments overlap, are out of order or lie outside of the tensor";
-	case CODEC_BAD_CODEBOOK: return "the code lengths are not a codebook";
+	case CODEC_BAD_CODEBOOK: return "not a codebook, or not that of its id, or one for other symbols";
 	case CODEC_SHAPE_MISMATCH: return "the destination's dtype or shape is not the frame's";
 	case CODEC_NONFINITE: return "the tensor holds NaN or Inf, which this codec does not take";
 	case CODEC_BAD_SCALE: return "the scale given is smaller than the largest magnitude";
@@ -94,12 +94,36 @@ codec_status request(const codec_spec *spec, const codec_tensor *like, int with_
 	return CODEC_OK;
 }
 
-codec_status segment_check(const codec_segment *s, uint64_t n, uint64_t end, uint64_t *count)
+/* Values of a segment that has been checked. */
+uint64_t segment_count(const codec_segment *s)
 {
-	if (s->reserved || shape_product(s->rank, s->shape, count) != CODEC_OK || s->offset < end || s->offset > n ||
-	    *count > n - s->offset)
-		return CODEC_BAD_SEGMENTS;
+	uint64_t count = 0;
+
+	shape_product(s->rank, s->shape, &count);
+	return count;
+}
+
+/* Segments ascend, do not overlap and lie within n values. */
+codec_status segments_check(const codec_context *with, uint64_t n)
+{
+	uint64_t end = 0, count;
+
+	for (uint64_t i = 0; i < with->nsegments; i++) {
+		const codec_segment *s = with->segments + i;
+
+		if (s->reserved || shape_product(s->rank, s->shape, &count) != CODEC_OK || s->offset < end ||
+		    s->offset > n || count > n - s->offset)
+			return CODEC_BAD_SEGMENTS;
+		end = s->offset + count;
+	}
 	return CODEC_OK;
+}
+
+int spans_overlap(const void *a, uint64_t a_nbytes, const void *b, uint64_t b_nbytes)
+{
+	uintptr_t p = (uintptr_t)a, q = (uintptr_t)b;
+
+	return a_nbytes && b_nbytes && (p < q ? q - p < a_nbytes : p - q < b_nbytes);
 }
 
 uint64_t stored_nbytes(const struct header *h)
@@ -174,6 +198,14 @@ struct job *job_place(void *memory)
 	return (struct job *)ALIGN8((uintptr_t)memory);
 }
 
+/* The job at memory, if it is of this kind and in this state; else NULL. */
+struct job *job_at(const void *memory, uint32_t kind, uint32_t state)
+{
+	struct job *j = job_place((void *)memory);
+
+	return memory && j->kind == kind && j->state == state ? j : NULL;
+}
+
 codec_status job_open(void *memory, size_t nbytes, const struct header *h, struct job **out)
 {
 	struct job *j = job_place(memory);
@@ -192,6 +224,14 @@ codec_status job_open(void *memory, size_t nbytes, const struct header *h, struc
 	return CODEC_OK;
 }
 
+/* Does such a frame have exponents, for which a codebook may be agreed upon? */
+codec_status has_exponents(const struct header *h)
+{
+	if (codec_is_rows(h->codec))
+		return CODEC_BAD_SPEC;
+	return dtype_of(h->dtype)->octave ? CODEC_OK : CODEC_BAD_DTYPE;
+}
+
 void job_plan(struct job *j, codec_plan *plan)
 {
 	j->plan = (codec_plan){.nblocks = j->h.nblocks,
@@ -204,28 +244,32 @@ void job_plan(struct job *j, codec_plan *plan)
 		*plan = j->plan;
 }
 
-codec_status codec_codebook_build(const uint64_t counts[256], uint32_t cap, codec_codebook *out)
+codec_status codec_codebook_build(const codec_spec *spec, uint32_t dtype, const uint64_t counts[256],
+				  codec_codebook *out)
 {
+	const codec_tensor like = {.struct_nbytes = sizeof like, .dtype = dtype};
 	uint32_t scaled[256];
+	struct header h;
+	codec_tensor t;
 	uint64_t most = 0;
 	int shift = 0;
 	codebook b;
 
 	if (!counts || !out)
 		return CODEC_BAD_ARGUMENT;
-	if (cap && (cap < 2 || cap > WIRE_MAX_CAP))
-		return CODEC_BAD_SPEC;
+	TRY(request(spec, &like, 0, &h, &t));
+	TRY(has_exponents(&h));
 	for (int i = 0; i < 256; i++)
 		most = MAX(most, counts[i]);
 	while (most >> shift > UINT32_MAX)
 		shift++;
 	for (int i = 0; i < 256; i++)
 		scaled[i] = (uint32_t)(counts[i] >> shift);
-	book_from_counts(&b, scaled, cap ? (int)cap : WIRE_MAX_CAP);
+	book_from_counts(&b, scaled, h.cap);
 	memset(out, 0, sizeof *out);
 	memcpy(out->length, b.length, 256);
 	out->escape_length = b.length[WIRE_ESCAPE];
-	out->id = kernels_scalar.digest(b.length, sizeof b.length, WIRE_SEED_SIDE);
-	out->id += out->id == 0;
+	out->symbols = codebook_symbols(&h);
+	out->id = codebook_id(&b, out->symbols);
 	return CODEC_OK;
 }

@@ -128,15 +128,23 @@ static inline int near_uniform(const uint32_t counts[256], uint64_t values)
 	return squares * values <= total * total + (values - 1) * total + total * total / 7;
 }
 
+/* What a job is for, and how far it is: steps out of order, or of the other direction, are refused. */
+enum { JOB_ENCODE = 0x4a454e43, JOB_DECODE = 0x4a444543 };
+enum { JOB_OPEN, JOB_SCANNING, JOB_READY, JOB_CLOSED };
+
+/* Codecs of rows: when what decoding will miss is written. LAST: the frame may turn out too large for its buffer. */
+enum residual { RESIDUAL_NONE, RESIDUAL_WITH_BLOCKS, RESIDUAL_LAST };
+
 /* A job: plain memory without pointers. Segments and offsets follow it. */
 struct job {
 	codec_plan plan;
+	uint32_t kind, state;
 	struct header h;
 	struct model model;
 	uint64_t nparts, nsums, nscans, parts_at, sums_at, work_at; /* codecs of rows; bytes from the job's start */
 	struct philox key;
 	float scale, clip;
-	uint8_t residual; /* is asked for */
+	uint8_t residual; /* codecs of rows: enum residual */
 	uint64_t seal;    /* decode: of all but the blocks */
 	uint64_t codebook_id;
 	uint8_t checked; /* decode: the checksum has been verified already, or must not be */
@@ -170,7 +178,7 @@ static inline struct row_sums *job_sums(const struct job *j)
 	return (struct row_sums *)((char *)j + j->sums_at);
 }
 
-codec_status segment_check(const codec_segment *s, uint64_t n, uint64_t end, uint64_t *count);
+uint64_t segment_count(const codec_segment *s);
 /* Where the scale model begins: TRUNCATE moves exponents alone, and float16's zero exponent is 1024 patterns. */
 static inline uint16_t model_zero(const struct header *h, const struct dtype *d)
 {
@@ -178,8 +186,8 @@ static inline uint16_t model_zero(const struct header *h, const struct dtype *d)
 }
 
 uint64_t model_nbytes(const struct dtype *d, uint64_t n);
-codec_status model_choose(const codec_tensor *src, const codec_context *with, const struct kernels *k, struct job *j,
-			  struct sample *s);
+void model_choose(const codec_tensor *src, const codec_context *with, const struct kernels *k, struct job *j,
+		  struct sample *s);
 uint64_t model_side_nbytes(const struct job *j);
 void model_write(const struct job *j, uint8_t *dst);
 codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f);
@@ -227,7 +235,8 @@ codec_status decode_bytes(const struct job *j, const struct kernels *k, struct w
 uint64_t work_nbytes(const struct header *h);
 void work_place(const struct header *h, void *memory, struct work *w);
 
-/* Where decoded values go: what codec_context's `into` says, or x - y. */
+/* Where decoded values go: what codec_context's `into` says, or x - y, or nowhere: codes and scales are only checked.
+ */
 struct sink {
 	int into;
 	float weight;
@@ -236,6 +245,7 @@ struct sink {
 	const codec_tensor *dst, *src;
 };
 #define SINK_RESIDUAL 100
+#define SINK_NONE 101
 
 void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uint64_t n, const float *y);
 uint64_t region_bound(const struct job *j);
@@ -256,7 +266,30 @@ void block_decode_top(const struct job *j, const struct kernels *k, struct block
 codec_status block_close(const struct job *j, const struct kernels *k, struct block *o, char *values, int past,
 			 struct work *w, codec_fault *f);
 
+/* verify.c: what can be said of a frame without decoding it. */
+codec_status frame_open(const uint8_t *frame, size_t nbytes, const codec_context *with, struct header *h);
+codec_status frame_region(const uint8_t *frame, const struct header *h, uint64_t b, uint64_t *at, uint64_t *end,
+			  codec_fault *f);
+codec_status frame_check_block(const uint8_t *frame, const struct header *h, const struct kernels *k, uint64_t b,
+			       uint64_t at, uint64_t end, uint64_t *seal, codec_fault *f);
+uint64_t frame_seal(const uint8_t *frame, const struct header *h, const struct kernels *k);
+codec_status frame_check_seal(const struct header *h, uint64_t seal, codec_fault *f);
+codec_status frame_verify(const uint8_t *frame, const struct header *h, const struct kernels *k, codec_fault *f);
+
+/* decode.c: a frame's jobs, for codec_reduce as well. */
+codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
+			 void *memory, size_t job_nbytes, struct job **out);
+codec_status decode_check(const uint8_t *frame, const codec_context *with, struct job *j, void *work);
+codec_status decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+			   const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, void *work);
+codec_status decode_values(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+			   const struct job *j, void *work);
+codec_status decode_close(const codec_context *with, const struct job *j, uint64_t seal);
+
 /* side.c */
+codec_status codebook_load(const codec_codebook *c, const struct header *h, codebook *b);
+uint64_t codebook_id(const codebook *b, uint8_t symbols);
+uint8_t codebook_symbols(const struct header *h);
 codec_status choose_planes(const codec_context *with, struct job *j, const struct sample *s);
 codec_status choose_symbols(const codec_context *with, struct job *j);
 void choose_bytes(struct job *j, const uint32_t counts[256]);
@@ -277,6 +310,10 @@ void *job_work(const struct job *j, void *scratch);
 uint64_t call_enter(void);
 void call_leave(uint64_t saved);
 struct job *job_place(void *memory);
+struct job *job_at(const void *memory, uint32_t kind, uint32_t state);
+codec_status has_exponents(const struct header *h);
+int spans_overlap(const void *a, uint64_t a_nbytes, const void *b, uint64_t b_nbytes);
+codec_status segments_check(const codec_context *with, uint64_t n);
 codec_status job_open(void *memory, size_t nbytes, const struct header *h, struct job **out);
 void job_plan(struct job *j, codec_plan *plan);
 

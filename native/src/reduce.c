@@ -7,6 +7,7 @@ static void turn_of(codec_context *c, size_t i, size_t count, uint32_t op, int u
 	c->into = i == 0 ? CODEC_INTO_FLOAT32 : op == CODEC_REDUCE_MAX ? CODEC_INTO_MAX : CODEC_INTO_ADD;
 	c->weight = 1;
 	c->divide = op == CODEC_REDUCE_MEAN && i == count - 1 ? (float)count : 0;
+	c->flags &= ~(CODEC_UNSCALED | CODEC_RESCALE);
 	c->flags |= unscaled ? CODEC_UNSCALED : 0;
 	c->flags |= unscaled && i == count - 1 ? CODEC_RESCALE : 0;
 }
@@ -28,15 +29,15 @@ static int same_parts(const struct job *a, const struct job *b, int *same_scale)
 }
 
 /* Opened jobs: can their blocks be done side by side, and do TERNARY's codes add up? */
-static int side_by_side(const void *const *jobs, size_t count, int *unscaled)
+static int side_by_side(const void *const *jobs, size_t count, uint32_t op, int *unscaled)
 {
-	const struct job *a = job_place((void *)jobs[0]);
+	const struct job *a = job_at(jobs[0], JOB_DECODE, JOB_READY);
 
-	*unscaled = a->h.codec == CODEC_TERNARY;
+	*unscaled = a && a->h.codec == CODEC_TERNARY && op != CODEC_REDUCE_MAX;
 	for (size_t i = 0; i < count; i++) {
-		const struct job *b = job_place((void *)jobs[i]);
+		const struct job *b = job_at(jobs[i], JOB_DECODE, JOB_READY);
 
-		if (!b->h.nblocks || a->h.codec != b->h.codec || a->h.nblocks != b->h.nblocks ||
+		if (!a || !b || !b->h.nblocks || a->h.codec != b->h.codec || a->h.nblocks != b->h.nblocks ||
 		    a->h.block != b->h.block || a->h.variant != b->h.variant || !same_parts(a, b, unscaled))
 			return *unscaled = 0;
 	}
@@ -51,19 +52,16 @@ codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes
 	int unscaled;
 
 	TRY(context_read(with, &c));
-	if (!frames || !nbytes || !jobs || !seals || !count || op > CODEC_REDUCE_MAX)
+	if (!frames || !nbytes || !jobs || !seals || !count || op > CODEC_REDUCE_MAX ||
+	    !side_by_side(jobs, count, op, &unscaled))
 		return CODEC_BAD_ARGUMENT;
-	if (!side_by_side(jobs, count, &unscaled))
-		return CODEC_BAD_ARGUMENT;
-	unscaled &= op != CODEC_REDUCE_MAX;
-	for (size_t i = 0; i < count; i++)
-		seals[i] = 0;
+	memset(seals, 0, count * sizeof *seals);
+	c.struct_nbytes = sizeof c;
 	for (uint64_t b = first; b < first + nblocks; b += 2)
 		for (size_t i = 0; i < count; i++) {
 			codec_context turn = c;
 			uint64_t seal;
 
-			turn.struct_nbytes = sizeof turn;
 			turn_of(&turn, i, count, op, unscaled);
 			TRY(codec_decode_blocks(frames[i], nbytes[i], dst, &turn, jobs[i], b,
 						MIN(2, first + nblocks - b), &seal, work, work_nbytes));
@@ -72,88 +70,99 @@ codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes
 	return CODEC_OK;
 }
 
-/* One frame after the other: each passes over the whole result. */
-static codec_status one_by_one(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
-			       codec_tensor *dst, const codec_context *c, void *scratch, size_t scratch_nbytes)
-{
-	for (size_t i = 0; i < count; i++) {
-		codec_context turn = *c;
+/*
+ * Where things lie in a reduction's scratch: pointers to jobs and their seals, the jobs, one buffer for work. It
+ * follows from one reading of the headers, and each job, which reads its own once more, is held to the room that it
+ * got.
+ */
+struct layout {
+	size_t each, work, total;
+};
 
-		turn.struct_nbytes = sizeof turn;
-		turn_of(&turn, i, count, op, 0);
-		TRY(codec_decode(frames[i], nbytes[i], dst, &turn, scratch, scratch_nbytes));
-	}
-	return CODEC_OK;
-}
-
-/* Header i; all have the first one's shape, or decoding will say so. */
-static codec_status read_headers(const void *const *frames, const size_t *nbytes, size_t count, struct header *largest,
-				 size_t *each, int *stored, codec_fault *f)
+static codec_status lay_out(const void *const *frames, const size_t *nbytes, size_t count, const codec_context *with,
+			    struct layout *l)
 {
-	*each = *stored = 0;
+	*l = (struct layout){0};
+	if (!frames || !nbytes || !count)
+		return CODEC_BAD_ARGUMENT;
 	for (size_t i = 0; i < count; i++) {
 		struct header h;
 
-		TRY(header_read(frames[i], nbytes[i], &h, f));
-		*stored |= h.layout == WIRE_LAYOUT_STORED;
-		*each = MAX(*each, job_room(&h));
-		if (i == 0 || work_nbytes(&h) > work_nbytes(largest))
-			*largest = h;
+		TRY(frame_open(frames[i], nbytes[i], with, &h));
+		l->each = MAX(l->each, ALIGN8(job_room(&h)));
+		l->work = MAX(l->work, work_nbytes(&h));
 	}
+	if (__builtin_mul_overflow(count, l->each + sizeof(void *) + sizeof(uint64_t), &l->total) ||
+	    __builtin_add_overflow(l->total, l->work + 8, &l->total))
+		return CODEC_LIMIT;
 	return CODEC_OK;
 }
 
 codec_status codec_reduce_scratch(const void *const *frames, const size_t *nbytes, size_t count, size_t *scratch)
 {
-	struct header largest;
-	size_t each;
-	int stored;
+	const codec_context slack = {.flags = CODEC_ALLOW_SLACK};
+	struct layout l;
 
-	if (!frames || !nbytes || !count || !scratch)
+	if (!scratch)
 		return CODEC_BAD_ARGUMENT;
-	TRY(read_headers(frames, nbytes, count, &largest, &each, &stored, NULL));
-	*scratch = count * (each + sizeof(void *) + sizeof(uint64_t)) + work_nbytes(&largest);
+	TRY(lay_out(frames, nbytes, count, &slack, &l));
+	*scratch = l.total;
 	return CODEC_OK;
+}
+
+static codec_status reduce(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
+			   codec_tensor *dst, const codec_context *with, void *scratch, const struct layout *l)
+{
+	struct job **jobs = (struct job **)ALIGN8((uintptr_t)scratch);
+	uint64_t *seals = (uint64_t *)(jobs + count);
+	char *memory = (char *)(seals + count), *work = memory + count * l->each;
+	codec_context turn = *with;
+	codec_status status;
+	int unscaled;
+
+	turn.struct_nbytes = sizeof turn;
+	for (size_t i = 0; i < count; i++) {
+		turn_of(&turn, i, count, op, 0);
+		TRY(decode_open(frames[i], nbytes[i], dst, &turn, memory + i * l->each, l->each, jobs + i));
+		if (jobs[i]->plan.work_nbytes > l->work)
+			return CODEC_SHORT_SCRATCH;
+	}
+	for (size_t i = 0; i < count && with->flags & CODEC_VERIFY_FIRST; i++)
+		TRY(decode_check(frames[i], with, jobs[i], work));
+	if (!side_by_side((const void *const *)jobs, count, op, &unscaled)) {
+		for (size_t i = 0; i < count; i++) { /* each passes over the whole result */
+			turn_of(&turn, i, count, op, 0);
+			TRY(decode_values(frames[i], dst, &turn, jobs[i], work));
+		}
+		return CODEC_OK;
+	}
+	turn.flags &= ~CODEC_VERIFY_FIRST;
+	status = codec_reduce_blocks(frames, nbytes, count, op, dst, &turn, (const void *const *)jobs, 0,
+				     jobs[0]->h.nblocks, seals, work, l->work);
+	for (size_t i = 0; i < count && status == CODEC_OK; i++)
+		status = decode_close(with, jobs[i], seals[i]);
+	/* blocks were taken in turn: of several faults, the first frame's are reported */
+	for (size_t i = 0; i < count && status != CODEC_OK; i++)
+		TRY(decode_check(frames[i], with, jobs[i], work));
+	return status;
 }
 
 codec_status codec_reduce(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op, codec_tensor *dst,
 			  const codec_context *with, void *scratch, size_t scratch_nbytes)
 {
-	struct header largest;
-	uint64_t *seals, nblocks;
-	size_t each, need;
+	codec_status status;
 	codec_context c;
-	void **jobs;
-	int stored, unscaled;
-	char *p;
+	struct layout l;
+	uint64_t saved;
 
 	TRY(context_read(with, &c));
-	TRY(codec_reduce_scratch(frames, nbytes, count, &need));
 	if (op > CODEC_REDUCE_MAX || !scratch)
 		return CODEC_BAD_ARGUMENT;
-	if (scratch_nbytes < need)
+	TRY(lay_out(frames, nbytes, count, &c, &l));
+	if (scratch_nbytes < l.total)
 		return CODEC_SHORT_SCRATCH;
-	TRY(read_headers(frames, nbytes, count, &largest, &each, &stored, c.fault));
-	if (stored)
-		return one_by_one(frames, nbytes, count, op, dst, &c, scratch, scratch_nbytes);
-	jobs = scratch;
-	seals = (uint64_t *)(jobs + count);
-	p = (char *)(seals + count);
-	c.struct_nbytes = sizeof c;
-	for (size_t i = 0; i < count; i++, p += each) {
-		codec_context turn = c;
-		codec_plan plan;
-
-		turn_of(&turn, i, count, op, 0);
-		jobs[i] = p;
-		TRY(codec_decode_open(frames[i], nbytes[i], dst, &turn, p, each, &plan));
-	}
-	if (!side_by_side((const void *const *)jobs, count, &unscaled))
-		return one_by_one(frames, nbytes, count, op, dst, &c, scratch, scratch_nbytes);
-	nblocks = job_place(jobs[0])->h.nblocks;
-	TRY(codec_reduce_blocks(frames, nbytes, count, op, dst, &c, (const void *const *)jobs, 0, nblocks, seals, p,
-				work_nbytes(&largest)));
-	for (size_t i = 0; i < count; i++)
-		TRY(codec_decode_close(&c, jobs[i], seals[i]));
-	return CODEC_OK;
+	saved = call_enter();
+	status = reduce(frames, nbytes, count, op, dst, &c, scratch, &l);
+	call_leave(saved);
+	return status;
 }

@@ -14,7 +14,7 @@ void rows_kind(const struct header *h, struct row_kind *q);
 
 /* rows.c: the geometry, from header and segments or from a frame's side section. */
 uint64_t rows_job_nbytes(const struct header *h);
-codec_status rows_cut(struct job *j, const codec_context *with);
+void rows_cut(struct job *j, const codec_context *with);
 codec_status rows_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f);
 uint64_t rows_side_nbytes(const struct job *j);
 void rows_write(const struct job *j, uint8_t *dst);
@@ -27,6 +27,7 @@ struct place rows_place(const struct job *j, uint64_t block);
 uint64_t rows_block(const struct header *h, uint32_t row);
 uint64_t rows_bound(const struct header *h);
 uint64_t rows_region_nbytes(const struct header *h, uint32_t row, uint64_t m);
+uint64_t rows_regions_nbytes(const struct job *j, uint64_t first, uint64_t count);
 int rows_part_scaled(const struct header *h);
 int rows_entropy(const struct header *h);
 int rows_scale_nbytes(const struct header *h);

@@ -18,6 +18,8 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 			if (frame[at] > last)
 				BAD(at, frame[at], last);
 			w->scale[r] = rows_small_scale(q, p, frame[at]);
+			if (round_bits(w->scale[r]) >= ROUND_INF)
+				BAD(at, frame[at], last);
 			continue;
 		}
 		u = load32(frame + at);
@@ -102,7 +104,7 @@ static codec_status decode_codes(const struct job *j, const struct kernels *k, c
 	int nbytes = rows_scale_nbytes(&j->h), half = j->h.dtype == CODEC_FLOAT16;
 	/* what is added up is what decoding gives */
 	int rounds = j->h.dtype != CODEC_FLOAT32 && sink->into != CODEC_INTO_STORE && !sink->unscaled;
-	int unscaled = j->h.codec == CODEC_TERNARY && sink->unscaled;
+	int unscaled = j->h.codec == CODEC_TERNARY && sink->unscaled, checking = sink->into == SINK_NONE;
 	struct row_kind q;
 
 	rows_kind(&j->h, &q);
@@ -112,6 +114,8 @@ static codec_status decode_codes(const struct job *j, const struct kernels *k, c
 		uint64_t end = MIN(t + tile, m), n;
 		const uint8_t *code = q.bits == 8 ? codes + t : w->code;
 		uint8_t most = largest_code(&q);
+		int all = q.bits ? most >= (1 << q.bits) - 1
+				 : 1; /* codes of so many bits, or trits, can be nothing else */
 
 		if (q.codec == CODEC_SIGN) {
 			if (end == m && m % 8 && codes[m / 8] >> m % 8)
@@ -121,20 +125,22 @@ static codec_status decode_codes(const struct job *j, const struct kernels *k, c
 			uint8_t rest = nbits % 8 ? codes[last] >> nbits % 8 : 0;
 			uint8_t fill = nbits % 8 && q.codec == CODEC_TERNARY ? 0x55 >> nbits % 8 : 0;
 
-			if (q.bits < 8)
+			if (q.bits < 8 && !(checking && all))
 				k->unpack_codes(codes + t * q.bits / 8, end - t, q.bits, w->code);
 			if (rest != fill)
 				BAD(at + last, rest, fill);
 		} else {
+			uint64_t from = checking ? (end - t - 1) / 5 * 5 : 0;
+
 			if (k->max_byte(codes + t / 5, (end - t + 4) / 5) > 242)
 				BAD(at + t / 5, 243, 242);
 			n = (end - t + 4) / 5 * 5;
-			k->unpack_trits(codes + t / 5, n, w->code);
+			k->unpack_trits(codes + (t + from) / 5, n - from, w->code + from);
 			while (n-- > end - t)
 				if (w->code[n] != 1)
 					BAD(at + (end - 1) / 5, w->code[n], 1);
 		}
-		if (most < 255 && q.codec != CODEC_SIGN && k->max_byte(code, end - t) > most)
+		if (!all && k->max_byte(code, end - t) > most)
 			BAD(at, k->max_byte(code, end - t), most);
 		for (uint64_t i = t; i < end; i += n) {
 			uint64_t row = p->row && p->row <= ROW_CHUNK ? p->row : 0;
@@ -143,6 +149,8 @@ static codec_status decode_codes(const struct job *j, const struct kernels *k, c
 			if (row || (p->row && i % p->row == 0))
 				TRY(read_scales(frame, scales + i / p->row * (uint64_t)nbytes, &q, nbytes, p,
 						row ? n : 1, w, f));
+			if (checking)
+				continue;
 			if (q.codec == CODEC_SIGN)
 				sign_run(k, codes, i, n, row ? row : n, w, w->y);
 			else

@@ -1,15 +1,53 @@
 /* side.c - the side section: exponent window, codebooks, scale model. Chosen, written, read. */
 #include "rows.h"
 
-/* A caller's codebook as ours, if it is one. */
-static codec_status codebook_load(const codec_codebook *c, codebook *b)
+/* What a codebook's id is: one id, one book. */
+uint64_t codebook_id(const codebook *b, uint8_t symbols)
 {
-	for (int i = 0; i < 7; i++)
+	uint8_t image[258];
+	uint64_t id;
+
+	memcpy(image, b->length, 257);
+	image[257] = symbols;
+	id = kernels_scalar.digest(image, sizeof image, WIRE_SEED_SIDE);
+	return id ? id : 1;
+}
+
+/* What the symbols of plane 0 are: CODEC_SYMBOLS_*. */
+uint8_t codebook_symbols(const struct header *h)
+{
+	if (h->codec != CODEC_TRUNCATE)
+		return CODEC_SYMBOLS_PATTERN;
+	if (h->variant != WIRE_LEVELS_CODED)
+		return CODEC_SYMBOLS_EXPONENT;
+	return h->dtype == CODEC_FLOAT16 ? CODEC_SYMBOLS_JOINT16 : CODEC_SYMBOLS_JOINT;
+}
+
+/* A caller's codebook as ours, if it is one. */
+static codec_status book_load(const codec_codebook *c, codebook *b)
+{
+	for (int i = 0; i < 6; i++)
 		if (c->reserved[i])
 			return CODEC_BAD_CODEBOOK;
 	memcpy(b->length, c->length, 256);
 	b->length[WIRE_ESCAPE] = c->escape_length;
-	return c->id && book_valid(b) ? CODEC_OK : CODEC_BAD_CODEBOOK;
+	return book_valid(b) && c->symbols <= CODEC_SYMBOLS_JOINT16 && c->id == codebook_id(b, c->symbols)
+		       ? CODEC_OK
+		       : CODEC_BAD_CODEBOOK;
+}
+
+codec_status codec_codebook_check(const codec_codebook *book)
+{
+	codebook b;
+
+	return book ? book_load(book, &b) : CODEC_BAD_ARGUMENT;
+}
+
+/* A caller's codebook for the symbols of this frame. */
+codec_status codebook_load(const codec_codebook *c, const struct header *h, codebook *b)
+{
+	TRY(book_load(c, b));
+	return c->symbols == codebook_symbols(h) ? CODEC_OK : CODEC_BAD_CODEBOOK;
 }
 
 /*
@@ -49,7 +87,7 @@ codec_status choose_planes(const codec_context *with, struct job *j, const struc
 		for (int i = 0; i < 256; i++)
 			total += counts[i];
 		if (exponent && with->ncodebooks) {
-			TRY(codebook_load(with->codebooks, b));
+			TRY(codebook_load(with->codebooks, &j->h, b));
 			j->codebook_id = with->codebooks->id;
 			cost = book_cost(b, counts, literal);
 		} else if (exponent || (!(s->is_constant >> p & 1) && !near_uniform(counts, 256))) {
@@ -79,7 +117,7 @@ codec_status choose_planes(const codec_context *with, struct job *j, const struc
 codec_status choose_symbols(const codec_context *with, struct job *j)
 {
 	if (with->ncodebooks) {
-		TRY(codebook_load(with->codebooks, j->books));
+		TRY(codebook_load(with->codebooks, &j->h, j->books));
 		j->codebook_id = with->codebooks->id;
 	} else {
 		book_from_counts(j->books, j->sample.counts[0], j->h.cap);
@@ -160,7 +198,7 @@ codec_status side_read(const uint8_t *frame, const codec_context *with, struct j
 				c = with->codebooks + i;
 		if (!c)
 			return fault(f, CODEC_UNKNOWN_CODEBOOK, at, j->codebook_id, 0);
-		TRY(codebook_load(c, j->books));
+		TRY(codebook_load(c, &j->h, j->books));
 		at += 8;
 	}
 	for (int p = 0; p < WIRE_MAX_PLANES; p++) {
@@ -171,6 +209,9 @@ codec_status side_read(const uint8_t *frame, const codec_context *with, struct j
 
 			if (!n)
 				SIDE(at, end - at, 0);
+			for (int i = 16; i < 256 && j->h.halved >> p & 1; i++)
+				if (j->books[p].length[i])
+					SIDE(at, i, 15);
 			at += (uint64_t)n;
 		}
 		book_to_lookup(j->books + p, j->lookup + p);

@@ -18,7 +18,8 @@ static codec_status check_metric(const struct header *h, const codec_metric *t)
 {
 	const codec_tensor *state[3];
 
-	if (t->struct_nbytes < sizeof *t)
+	if (t->struct_nbytes < sizeof *t || t->reserved ||
+	    (t->theta_dtype && !codec_takes(CODEC_TRUNCATE, t->theta_dtype)))
 		return CODEC_BAD_ARGUMENT;
 	if (t->user)
 		return CODEC_OK;
@@ -29,7 +30,7 @@ static codec_status check_metric(const struct header *h, const codec_metric *t)
 		return CODEC_MISSING_STATE;
 	for (int i = 0; i < 3; i++)
 		if (state[i] && (state[i]->struct_nbytes < sizeof *state[i] || !state[i]->data ||
-				 !codec_takes(CODEC_SIGN, state[i]->dtype) ||
+				 !codec_takes(CODEC_TRUNCATE, state[i]->dtype) ||
 				 state[i]->nbytes != h->n * dtype_of(state[i]->dtype)->nbytes))
 			return CODEC_BAD_ARGUMENT;
 	return CODEC_OK;
@@ -52,6 +53,52 @@ codec_status truncate_check(const struct header *h, const codec_context *with, i
 			return CODEC_BAD_ARGUMENT;
 	}
 	return CODEC_OK;
+}
+
+/* Of float32, bfloat16 or float16. */
+static int mantissa_bits(uint32_t dtype)
+{
+	const struct header h = {.codec = CODEC_TRUNCATE, .dtype = (uint8_t)dtype};
+	struct truncate_kind q;
+
+	truncate_kind_of(&h, &q);
+	return q.mbits;
+}
+
+/*
+ * With what dtypes add to the guard: a gradient of few bits tells less of parameters of many. Groups share the header's
+ * guard, so it is that of the finest parameters.
+ */
+int8_t truncate_guard(const struct header *h, const codec_metric *metric)
+{
+	int theta = 0, guard;
+
+	for (const codec_metric *t = metric; t; t = t->until ? t->next : NULL) {
+		uint32_t dtype = t->theta_dtype ? t->theta_dtype : t->theta ? t->theta->dtype : CODEC_FLOAT32;
+
+		theta = MAX(theta, mantissa_bits(dtype));
+	}
+	guard = h->guard + theta - mantissa_bits(h->dtype);
+	return (int8_t)MAX(MIN(guard, INT8_MAX), INT8_MIN);
+}
+
+/*
+ * Does memory that will be written, one value after the other, overlap with what levels are worked out from? It may be
+ * an array of state itself: values are read before they are written.
+ */
+int truncate_overlaps(const struct header *h, const codec_context *with, const void *out, uint64_t nbytes)
+{
+	if (with->levels)
+		return spans_overlap(out, nbytes, with->levels, h->n);
+	for (const codec_metric *t = with->metric; t; t = t->until ? t->next : NULL) {
+		const codec_tensor *state[] = {t->theta, t->v, t->m};
+
+		for (int i = 0; i < 3 && !t->user; i++)
+			if (state[i] && !(state[i]->data == out && state[i]->nbytes == nbytes) &&
+			    spans_overlap(out, nbytes, state[i]->data, state[i]->nbytes))
+				return 1;
+	}
+	return 0;
 }
 
 void truncate_reference(const codec_context *with, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *ea)

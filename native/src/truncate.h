@@ -10,15 +10,6 @@
 
 void truncate_kind_of(const struct header *h, struct truncate_kind *q);
 
-/* The symbol of a lowered exponent with its level, 0 if it has none (and is not 0): then it is escaped as 4 e + level.
- */
-static inline uint8_t truncate_joint(uint32_t e, uint32_t level, uint32_t base)
-{
-	uint32_t t = e - base;
-
-	return (uint8_t)(e && t >= 1 && t <= 63 ? t << 2 | level : 0);
-}
-
 static inline uint32_t truncate_base(const struct header *h)
 {
 	return h->dtype == CODEC_FLOAT16 ? 0 : WIRE_JOINT_BASE;
@@ -30,6 +21,8 @@ codec_status truncate_drops(const struct job *j, const struct kernels *k, const 
 			    const struct truncate_kind *q, uint64_t first, uint64_t n, const uint8_t *e,
 			    const uint8_t *ea, uint8_t *drop);
 codec_status truncate_check(const struct header *h, const codec_context *with, int encoding);
+int8_t truncate_guard(const struct header *h, const codec_metric *metric);
+int truncate_overlaps(const struct header *h, const codec_context *with, const void *out, uint64_t nbytes);
 
 codec_status truncate_choose(struct job *j, const struct kernels *k, const codec_tensor *src,
 			     const codec_context *with);

@@ -381,9 +381,12 @@ static void test_arguments(void **unused)
 	t.rank = 9;
 	assert_int_equal(codec_bound(&spec, &t, &n), CODEC_BAD_SHAPE);
 	t.rank = 3;
+	t.shape[0] = 1ull << 19;
 	t.shape[1] = 1ull << 40;
 	t.shape[2] = 0;
 	assert_int_equal(codec_bound(&spec, &t, &n), CODEC_OK);
+	t.shape[0] = 1ull << 20; /* its sides are too long all the same */
+	assert_int_equal(codec_bound(&spec, &t, &n), CODEC_BAD_SHAPE);
 	t.dtype = 15;
 	assert_int_equal(codec_bound(&spec, &t, &n), CODEC_BAD_DTYPE);
 	assert_int_equal(codec_bound(&(codec_spec){sizeof spec, 99, 0, 0}, &t, &n), CODEC_BAD_SPEC);

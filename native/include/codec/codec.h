@@ -6,18 +6,29 @@
  * and the same spec give the same bytes everywhere.
  *
  * What every function promises
- *   - It allocates nothing, keeps nothing, calls no I/O, starts no thread, and raises no signal on any input.
+ *   - It allocates nothing, calls no I/O, starts no thread, and raises no signal on any input. What it keeps between
+ *     calls is what CPUID said, which never changes.
  *   - It touches no byte outside of the spans it is given, whatever they contain. A pointer always comes with its size
- *     in bytes; NULL with size 0 is an empty span.
+ *     in bytes or values; NULL with size 0 is an empty span.
  *   - It may be called from any thread at any time; calls do not see each other. It uses at most 16 KiB of stack.
- *   - It reads its input once: another thread that writes into the frame meanwhile can spoil the result, not the
- *     process.
- *   - The floating-point environment is neither used nor changed: every decision is made on integers.
- *   - Structs begin with their own size in bytes, so that a program built against an older header goes on working.
+ *   - Another thread that writes into a tensor, a frame or a metric's state meanwhile can spoil the result, not the
+ *     process. Structs, segments and codebooks must hold still.
+ *   - Arithmetic is the same whatever the caller's rounding mode and treatment of subnormals, which are as they were
+ *     when the call returns; exception flags raised meanwhile are not kept.
+ *   - What is written (frame, residual, destination, scratch) must not overlap with what is given, nor with each other,
+ *     unless it says so: frames, tensors, residuals, levels and a metric's arrays are compared, and CODEC_BAD_ARGUMENT
+ *     returned.
+ *   - Structs begin with their own size in bytes. A program built against a later header may hand in larger ones. Each
+ *     must have all fields of ABI version 1, those below; fields that later versions add are 0 where they are missing.
  *
  * What none of them promises
  *   - The checksum detects accidents. It does not authenticate: who can alter a frame can alter its checksum too.
  *     Decoding such a frame is safe, and gives some tensor of the declared shape or an error.
+ *
+ * Which error
+ *   Of several faults of a frame, the one in the header is reported first, then side section, then the lowest block
+ * (its place in the directory, its digest, what it holds), then the checksum of the whole. A destination, state or
+ *   codebook that does not fit is an error of the caller (below 30, or 60 and above) only if the checksums are right.
  */
 #ifndef CODEC_H
 #define CODEC_H
@@ -54,7 +65,7 @@ typedef enum codec_status {
 	CODEC_BAD_DTYPE = 12,        /* the codec does not take this dtype */
 	CODEC_BAD_SHAPE = 13,        /* rank above 8, or a product that overflows */
 	CODEC_BAD_SEGMENTS = 14,     /* overlapping, unordered or outside of the tensor */
-	CODEC_BAD_CODEBOOK = 15,     /* code lengths that are not a codebook, or an id of 0 */
+	CODEC_BAD_CODEBOOK = 15,     /* code lengths that are not a codebook, another one's id, or other symbols */
 	CODEC_SHAPE_MISMATCH = 16,   /* the destination's shape or dtype is not the frame's */
 	CODEC_NONFINITE = 17,        /* the tensor holds NaN or Inf, and the codec cannot say so */
 	CODEC_BAD_SCALE = 18,        /* a scale was given that is smaller than a value */
@@ -182,12 +193,22 @@ typedef struct codec_segment {
 	uint64_t shape[CODEC_MAX_RANK];
 } codec_segment;
 
-/* A codebook agreed upon beforehand: code lengths in bits for each exponent symbol, 0 for those to be escaped. */
+/* codec_codebook.symbols */
+#define CODEC_SYMBOLS_PATTERN 0  /* LOSSLESS: plane 0 of floats */
+#define CODEC_SYMBOLS_EXPONENT 1 /* TRUNCATE: exponents */
+#define CODEC_SYMBOLS_JOINT 2    /* TRUNCATE, levels coded: exponent and level; float32, bfloat16 */
+#define CODEC_SYMBOLS_JOINT16 3  /* the same of float16 */
+
+/*
+ * A codebook agreed upon beforehand: code lengths in bits for each symbol, 0 for those to be escaped. Its id is a
+ * digest of all the rest (docs/format.md, section 5.2), which encoders and decoders compare: CODEC_BAD_CODEBOOK.
+ */
 typedef struct codec_codebook {
-	uint64_t id; /* not 0 */
+	uint64_t id;
 	uint8_t length[256];
 	uint8_t escape_length;
-	uint8_t reserved[7]; /* 0 */
+	uint8_t symbols;     /* CODEC_SYMBOLS_*: what they stand for, which the frame's must */
+	uint8_t reserved[6]; /* 0 */
 } codec_codebook;
 
 /* Where and why a frame was refused. */
@@ -197,11 +218,15 @@ typedef struct codec_fault {
 	uint64_t expected; /* the value, or the bound, that it disagrees with */
 } codec_fault;
 
-#define CODEC_ALLOW_SLACK 1u  /* bytes behind the frame are ignored */
-#define CODEC_VERIFY_FIRST 2u /* check the whole checksum before the first byte of the destination is written */
-#define CODEC_NO_CHECKSUM 4u  /* skip the checksum; structure is checked all the same */
-#define CODEC_UNSCALED 8u     /* decode, TERNARY: values are -1, 0 and 1 */
-#define CODEC_RESCALE 16u     /* with UNSCALED: what came out is multiplied by the scale, last of all but `divide` */
+#define CODEC_ALLOW_SLACK 1u /* bytes behind the frame are ignored */
+/*
+ * Decoding in one call: check everything, checksums, structure and state, before the first byte of the destination is
+ * written, so that on any error it is as it was. Costs half of the time of decoding, or less.
+ */
+#define CODEC_VERIFY_FIRST 2u
+#define CODEC_NO_CHECKSUM 4u /* skip the checksums; structure is checked all the same */
+#define CODEC_UNSCALED 8u    /* decode, TERNARY: values are -1, 0 and 1 */
+#define CODEC_RESCALE 16u    /* with UNSCALED: what came out is multiplied by the scale, last of all but `divide` */
 
 /*
  * What TRUNCATE goes by: A, all of an optimizer's step that does not depend on the gradient, over what the gradient is
@@ -211,7 +236,7 @@ typedef struct codec_fault {
  */
 typedef struct codec_metric {
 	uint32_t struct_nbytes;
-	uint32_t theta_dtype; /* of the parameters; 0: theta's, or float32 */
+	uint32_t theta_dtype; /* of the parameters; 0: theta's, or float32. Groups share the guard of the finest */
 	float theta_term;
 	float theta_v_term;
 	float v_term;
@@ -269,8 +294,9 @@ CODEC_API codec_status codec_scratch(const codec_spec *spec, const codec_tensor 
  * Encode src. On CODEC_OK *written is the frame's size and dst[0, *written) the frame. On any other status *written
  * is 0, and dst[0, capacity) is unspecified. `with` may name segments and one codebook.
  *
- * `residual`, unless NULL, gets src less what a decoder will see, as float32, n values at any address; it may be src.
- * It is written only if the tensor can be encoded: not with CODEC_NONFINITE or CODEC_BAD_SCALE.
+ * `residual`, unless NULL, gets src less what a decoder will see, as float32, n values at any address; it may be src,
+ * or an array of the metric's state. On any status but CODEC_OK it is as it was. (If another thread changes src
+ * meanwhile, it may be written in part.)
  */
 CODEC_API codec_status codec_encode(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
 				    size_t *written, float *residual, const codec_context *with, void *scratch,
@@ -316,23 +342,25 @@ CODEC_API codec_status codec_inspect(const void *frame, size_t nbytes, codec_inf
 CODEC_API codec_status codec_verify(const void *frame, size_t nbytes);
 
 /*
- * Decode into dst, whose dtype, rank and shape must be the frame's. On any status but CODEC_OK the contents of dst are
- * unspecified, unless the status is below 30 or `with` has CODEC_VERIFY_FIRST and the status is CODEC_CHECKSUM: then
- * they are as they were.
+ * Decode into dst, whose dtype, rank and shape must be the frame's; it may be an array of the metric's state. On any
+ * status but CODEC_OK the contents of dst are unspecified, unless the status is below 30 or `with` has
+ * CODEC_VERIFY_FIRST: then they are as they were.
  */
 CODEC_API codec_status codec_decode(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
 				    void *scratch, size_t scratch_nbytes);
 
 /*
  * out = out + weight * decode(frame), in float32, without the tensor in between. As codec_decode with CODEC_INTO_ADD
- * and CODEC_VERIFY_FIRST: bytes that are not what was written leave dst as it was.
+ * and CODEC_VERIFY_FIRST: on any error dst is as it was.
  */
 CODEC_API codec_status codec_accumulate(const void *frame, size_t nbytes, float weight, codec_tensor *dst,
 					const codec_context *with, void *scratch, size_t scratch_nbytes);
 
 /*
  * The sum, mean or maximum of frames of one shape, as float32, in the order given: each addition is rounded, and the
- * mean is the sum divided by count. Codes of TERNARY frames with equal scales are summed as integers, then scaled.
+ * mean is the sum divided by count. Codes of TERNARY frames with equal scales are summed as integers, then scaled. As
+ * with codec_decode, CODEC_VERIFY_FIRST leaves dst as it was on any error; of several faults the first frame's is
+ * reported. codec_reduce_scratch reads the frames' headers, which must be right.
  */
 #define CODEC_REDUCE_SUM 0
 #define CODEC_REDUCE_MEAN 1
@@ -349,14 +377,19 @@ CODEC_API const char *codec_isa_name(uint32_t index);
 CODEC_API int codec_isa_usable(uint32_t index);
 
 /*
- * A codebook from counts of exponent symbols (for example those of codec_count). cap as in codec_spec. The id is a
- * digest of the code lengths.
+ * A codebook for frames of this spec (LOSSLESS or TRUNCATE, whose cap holds) and dtype (one with exponents), from
+ * counts of their symbols, for example those of codec_count.
  */
-CODEC_API codec_status codec_codebook_build(const uint64_t counts[256], uint32_t cap, codec_codebook *book);
+CODEC_API codec_status codec_codebook_build(const codec_spec *spec, uint32_t dtype, const uint64_t counts[256],
+					    codec_codebook *book);
+
+/* CODEC_OK if it is one that encoding takes: code lengths with a Kraft sum of 1, and the id that they have. */
+CODEC_API codec_status codec_codebook_check(const codec_codebook *book);
 
 /*
- * Add to counts[256] how often each exponent symbol occurs in the sample that codec_encode would take of src, under
- * the scale model that it would choose.
+ * Add to counts[256] how often each symbol occurs in the sample that codec_encode would take of src, under the scale
+ * model that it would choose. `with` as for encoding: segments, and TRUNCATE's metric or levels. scratch as
+ * codec_scratch says. counts is as it was on any status but CODEC_OK.
  */
 CODEC_API codec_status codec_count(const codec_spec *spec, const codec_tensor *src, uint64_t counts[256],
 				   const codec_context *with, void *scratch, size_t scratch_nbytes);

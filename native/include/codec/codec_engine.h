@@ -6,7 +6,10 @@
  *
  *   - A job and the worker buffers are plain memory of the caller, without pointers that outlive the call they are
  *     given to: the tensor, the frame and the context are passed again to every step.
- *   - A step that fails may be repeated or the job abandoned; there is nothing to free.
+ *   - A job knows what it is for and how far it is. Steps out of order, of the other direction, or with a tensor,
+ *     destination or residual unlike those it was opened with are CODEC_BAD_ARGUMENT.
+ *   - A step that fails may be repeated or the job abandoned; there is nothing to free. But codec_encode_close ends the
+ *     job, unless it returns CODEC_BAD_ARGUMENT.
  */
 #ifndef CODEC_ENGINE_H
 #define CODEC_ENGINE_H
@@ -32,8 +35,12 @@ CODEC_API codec_status codec_job_nbytes(const codec_spec *spec, const codec_tens
 					size_t *work_nbytes);
 
 /*
- * Sample src, choose model and codebooks, and write all of the frame that precedes the directory. A tensor that is
- * stored is written whole: plan->nblocks is 0 and codec_encode_close gives its size.
+ * Sample src, choose model and codebooks, and write the side section; or, if there are pieces to be scanned, leave that
+ * to codec_encode_start. Of a tensor that will be stored plan->nblocks is 0, and nothing is written before
+ * codec_encode_close.
+ *
+ * With a residual, codecs whose values share scales write it along with the blocks, so there must be room for all that
+ * could become of them, codec_bound in any case: otherwise CODEC_SHORT_OUTPUT is returned before anything is written.
  */
 CODEC_API codec_status codec_encode_open(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
 					 const codec_context *with, void *job, size_t job_nbytes, codec_plan *plan);
@@ -62,12 +69,24 @@ CODEC_API codec_status codec_encode_blocks(const codec_tensor *src, void *dst, s
  * A frame that would be larger than the tensor is replaced by a stored one.
  */
 CODEC_API codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capacity,
-					  const codec_context *with, const void *job, const uint64_t *counts,
+					  const codec_context *with, void *job, const uint64_t *counts,
 					  const uint64_t *ats, size_t nranges, uint64_t seal, size_t *written);
 
-/* Check header, side section and directory, and build what decoding needs. A stored tensor is decoded here. */
+/*
+ * Check header, side section and directory, and build what decoding needs. A stored tensor is decoded here, after its
+ * checksum. CODEC_VERIFY_FIRST is not for steps: see codec_decode_check.
+ */
 CODEC_API codec_status codec_decode_open(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
 					 void *job, size_t job_nbytes, codec_plan *plan);
+
+/*
+ * All checks of blocks [first, first + count), digest, structure and state, without a destination. To leave a
+ * destination as it was whatever is wrong with the frame: check all blocks, close, then decode them with
+ * CODEC_NO_CHECKSUM.
+ */
+CODEC_API codec_status codec_decode_check(const void *frame, size_t nbytes, const codec_context *with, const void *job,
+					  uint64_t first, uint64_t count, uint64_t *seal, void *work,
+					  size_t work_nbytes);
 
 /* Decode blocks [first, first + count). */
 CODEC_API codec_status codec_decode_blocks(const void *frame, size_t nbytes, codec_tensor *dst,
