@@ -281,6 +281,8 @@ def reduce(
     shape = tuple(first.shape[0 : first.rank])
     for info, *_ in read:
         if tuple(info.shape[0 : info.rank]) != shape:
+            for _, source, nbytes, _ in read:  # or one is damaged
+                check(lib.codec_verify(source, nbytes))
             raise SpecError(f"frames of shapes {shape} and {tuple(info.shape[0 : info.rank])} cannot be reduced")
     if 4 * first.n > max_nbytes:
         raise LimitError(f"the result has {4 * first.n} bytes, more than max_nbytes", lib.CODEC_LIMIT)
