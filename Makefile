@@ -54,14 +54,16 @@ ctest: $(VENV)/debian
 	$(CMAKE) -S native -B build/native -DCODEC_TESTS=ON -DCODEC_WERROR=ON
 	$(VENV)/bin/cmake --build build/native
 	build/native/test_core
+	build/native/test_contract
 	build/native/test_lossy
 
 # the same tests under AddressSanitizer and UndefinedBehaviorSanitizer
 sanitize: $(VENV)/debian
 	$(CMAKE) -S native -B build/sanitize -DCODEC_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 		-DCMAKE_C_FLAGS='-fsanitize=address,undefined -fno-sanitize-recover=all'
-	$(VENV)/bin/cmake --build build/sanitize --target test_core test_lossy
+	$(VENV)/bin/cmake --build build/sanitize --target test_core test_contract test_lossy
 	build/sanitize/test_core
+	build/sanitize/test_contract
 	build/sanitize/test_lossy
 
 # AVX-512 loops in plain C: the same bytes on a CPU that has none
@@ -69,6 +71,7 @@ emulated: $(VENV)/debian $(VENV)/test
 	$(CMAKE) -S native -B build/emulated -DCODEC_TESTS=ON -DCODEC_EMULATED=ON
 	$(VENV)/bin/cmake --build build/emulated
 	build/emulated/test_core
+	build/emulated/test_contract
 	build/emulated/test_lossy
 	CODEC_LIBRARY=$(CURDIR)/build/emulated/libcodec.so $(VENV)/bin/pytest \
 		tests/test_identity.py tests/test_vectors.py tests/test_lossy.py tests/test_truncate.py

@@ -1,0 +1,353 @@
+/* test_contract.c - what codec.h and codec_engine.h say of wrong calls: refused, and nothing written that counts. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "codec/codec.h"
+#include "codec/codec_engine.h"
+#include "guard.h"
+
+enum { N = 40000, SCRATCH = 4 << 20 };
+
+static float x[N], theta[N + 1], residual[N], out[N];
+static uint8_t frame[8 * N], other[8 * N], scratch[SCRATCH];
+
+static codec_tensor tensor(void *data, uint64_t n)
+{
+	return (codec_tensor){.struct_nbytes = sizeof(codec_tensor),
+			      .dtype = CODEC_FLOAT32,
+			      .rank = 1,
+			      .shape = {n},
+			      .data = data,
+			      .nbytes = 4 * n};
+}
+
+static codec_context context(void)
+{
+	return (codec_context){.struct_nbytes = sizeof(codec_context)};
+}
+
+static codec_spec spec_of(uint32_t codec)
+{
+	return (codec_spec){.struct_nbytes = sizeof(codec_spec), .codec = codec};
+}
+
+static void fill(void)
+{
+	for (int i = 0; i < N; i++) {
+		x[i] = (float)(int64_t)(next_random() % 2001) - 1000;
+		theta[i] = x[i] * 8;
+		residual[i] = out[i] = 7;
+	}
+}
+
+static int all_seven(const float *p)
+{
+	for (int i = 0; i < N; i++)
+		if (p[i] != 7)
+			return 0;
+	return 1;
+}
+
+/* A job knows what it is for and how far it is. */
+static void test_order(void **unused)
+{
+	codec_spec spec = spec_of(CODEC_SIGN);
+	codec_tensor t = tensor(x, N), to = tensor(out, N);
+	codec_context with = context();
+	uint64_t end, seal, at, count;
+	size_t job_nbytes, work_nbytes, written;
+	codec_plan plan;
+	void *job, *work;
+
+	(void)unused;
+	fill();
+	assert_int_equal(codec_job_nbytes(&spec, &t, &job_nbytes, &work_nbytes), CODEC_OK);
+	job = calloc(1, job_nbytes);
+	work = malloc(work_nbytes);
+#define SCAN() codec_encode_scan(&t, &with, job, 0, plan.nscans)
+#define START() codec_encode_start(&t, frame, sizeof frame, &with, job, &plan)
+#define BLOCKS() codec_encode_blocks(&t, frame, sizeof frame, &with, job, 0, count, at, &end, &seal, work, work_nbytes)
+#define CLOSE() codec_encode_close(&t, frame, sizeof frame, &with, job, &count, &at, 1, seal, &written)
+	count = at = seal = 0;
+	plan.nscans = 0;
+	assert_int_equal(SCAN(), CODEC_BAD_ARGUMENT); /* memory that is no job */
+	assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_decode_close(&with, job, 0), CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_encode_open(&spec, &t, frame, sizeof frame, &with, job, job_nbytes, &plan), CODEC_OK);
+	assert_true(plan.nscans > 0);
+	count = plan.nblocks;
+	at = plan.regions_at;
+	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT); /* before the scales are known */
+	assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
+	assert_int_equal(SCAN(), CODEC_OK);
+	assert_int_equal(codec_encode_start(&t, frame, 60, &with, job, &plan), CODEC_SHORT_OUTPUT);
+	assert_int_equal(START(), CODEC_OK); /* a step that failed may be repeated */
+	assert_int_equal(START(), CODEC_BAD_ARGUMENT);
+	assert_int_equal(SCAN(), CODEC_BAD_ARGUMENT);
+	at = plan.regions_at;
+	assert_int_equal(codec_decode_blocks(frame, sizeof frame, &to, &with, job, 0, 1, &seal, work, work_nbytes),
+			 CODEC_BAD_ARGUMENT);
+	with.residual = residual;
+	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT); /* opened without one: not all is known to be finite */
+	with.residual = NULL;
+	assert_int_equal(BLOCKS(), CODEC_OK);
+	assert_int_equal(BLOCKS(), CODEC_OK);
+	assert_int_equal(CLOSE(), CODEC_OK);
+	assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
+	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT);
+
+	with.flags = CODEC_VERIFY_FIRST;
+	assert_int_equal(codec_decode_open(frame, written, &to, &with, job, job_nbytes, &plan), CODEC_BAD_ARGUMENT);
+	with.flags = 0;
+	assert_int_equal(codec_decode_open(frame, written, &to, &with, job, job_nbytes, &plan), CODEC_OK);
+	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_decode_check(frame, written, &with, job, 0, count, &seal, work, work_nbytes), CODEC_OK);
+	assert_int_equal(codec_decode_close(&with, job, seal), CODEC_OK);
+	assert_true(all_seven(out));
+	assert_int_equal(codec_decode_blocks(frame, written, NULL, &with, job, 0, count, &seal, work, work_nbytes),
+			 CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_decode_blocks(frame, written, &to, &with, job, 0, count, &seal, work, work_nbytes),
+			 CODEC_OK);
+	assert_int_equal(codec_decode_close(&with, job, seal), CODEC_OK);
+	assert_int_equal(codec_decode_close(&with, job, seal + 1), CODEC_CHECKSUM);
+	free(job);
+	free(work);
+}
+
+/* Steps with a residual are refused before one value of it is written, if there may not be room for all. */
+static void test_steps_residual(void **unused)
+{
+	static const uint32_t CODECS[] = {CODEC_SIGN, CODEC_TERNARY, CODEC_FLOAT8, CODEC_FLOAT4, CODEC_QUANTIZE};
+	codec_tensor t = tensor(x, N);
+	codec_context with = context();
+	size_t job_nbytes, work_nbytes, bound;
+	uint64_t end, seal;
+
+	(void)unused;
+	fill();
+	with.residual = residual;
+	for (int i = 0; i < 10; i++) {
+		codec_spec spec = spec_of(CODECS[i % 5]);
+		codec_status status;
+		codec_plan plan;
+		void *job, *work;
+
+		if (i == 6)
+			spec.variant = CODEC_TERNARY_ENTROPY;
+		if (i == 7)
+			spec.options = CODEC_OPTION_ENTROPY;
+		codec_bound(&spec, &t, &bound);
+		codec_job_nbytes(&spec, &t, &job_nbytes, &work_nbytes);
+		job = malloc(job_nbytes);
+		work = malloc(work_nbytes);
+		for (size_t room = bound; room > bound / 4; room -= bound / 7) {
+			status = codec_encode_open(&spec, &t, frame, room, &with, job, job_nbytes, &plan);
+			if (status == CODEC_OK) {
+				assert_int_equal(codec_encode_scan(&t, &with, job, 0, plan.nscans), CODEC_OK);
+				status = codec_encode_start(&t, frame, room, &with, job, &plan);
+			}
+			if (status == CODEC_OK)
+				status = codec_encode_blocks(&t, frame, plan.regions_at + plan.region_bound - 8, &with,
+							     job, 0, plan.nblocks, plan.regions_at, &end, &seal, work,
+							     work_nbytes);
+			assert_int_equal(status, CODEC_SHORT_OUTPUT);
+			assert_true(all_seven(residual));
+		}
+		free(job);
+		free(work);
+	}
+}
+
+/* What is written may be what is read, value by value, or lie apart from it. */
+static void test_overlap(void **unused)
+{
+	codec_spec spec = spec_of(CODEC_TRUNCATE);
+	codec_tensor t = tensor(x, N), state = tensor(theta, N), to = tensor(out, N);
+	codec_metric metric = {.struct_nbytes = sizeof metric, .theta_term = 3, .theta = &state};
+	codec_context with = context();
+	size_t written, n;
+	uint8_t levels[N] = {0};
+
+	(void)unused;
+	fill();
+	spec.variant = CODEC_LEVELS_SHARED;
+	with.metric = &metric;
+#define ENCODE(dst, room, r) codec_encode(&spec, &t, dst, room, &written, r, &with, scratch, sizeof scratch)
+	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+	assert_int_equal(ENCODE(x + 100, sizeof x - 400, NULL), CODEC_BAD_ARGUMENT);
+	assert_int_equal(ENCODE(theta, sizeof theta, NULL), CODEC_BAD_ARGUMENT);
+	assert_int_equal(ENCODE(residual, sizeof residual, residual), CODEC_BAD_ARGUMENT);
+	t = tensor(x + 1, N - 1);
+	state = tensor(theta + 1, N - 1);
+	assert_int_equal(ENCODE(frame, sizeof frame, x), CODEC_BAD_ARGUMENT);
+	assert_int_equal(ENCODE(frame, sizeof frame, theta), CODEC_BAD_ARGUMENT);
+	t.dtype = CODEC_BFLOAT16;
+	t.nbytes = 2 * (N - 1);
+	assert_int_equal(ENCODE(frame, sizeof frame, x + 1), CODEC_BAD_ARGUMENT);
+	spec.variant = CODEC_LEVELS_CODED;
+	with.levels = levels;
+	assert_int_equal(ENCODE(levels, sizeof levels, NULL), CODEC_BAD_ARGUMENT);
+	with.levels = NULL;
+	spec.variant = CODEC_LEVELS_SHARED;
+	t = tensor(x, N);
+	state = tensor(theta, N);
+	fill();
+	/* in place: of the tensor, of the state */
+	assert_int_equal(ENCODE(frame, sizeof frame, residual), CODEC_OK);
+	n = written;
+	assert_int_equal(codec_decode(frame, n, &to, &with, scratch, sizeof scratch), CODEC_OK);
+	assert_int_equal(ENCODE(other, sizeof other, x), CODEC_OK);
+	assert_memory_equal(other, frame, n);
+	assert_memory_equal(x, residual, sizeof x);
+	for (int i = 0; i < N; i++)
+		assert_true(theta[i] == 8 * (x[i] + out[i]));
+	state.data = theta;
+	assert_int_equal(codec_decode(frame, n, &state, &with, scratch, sizeof scratch), CODEC_OK);
+	assert_memory_equal(theta, out, sizeof out);
+	to.data = theta + 1; /* across the state's array */
+	assert_int_equal(codec_decode(frame, n, &to, &with, scratch, sizeof scratch), CODEC_BAD_ARGUMENT);
+	to.data = frame + 16;
+	assert_int_equal(codec_decode(frame, n, &to, &with, scratch, sizeof scratch), CODEC_BAD_ARGUMENT);
+}
+
+/* Parameters are of a dtype that there is, and the finest group's sets the guard that all share. */
+static void test_theta_dtype(void **unused)
+{
+	codec_spec spec = spec_of(CODEC_TRUNCATE);
+	codec_tensor t = tensor(x, N), state = tensor(theta, N), half = tensor(theta, N);
+	codec_metric last = {.struct_nbytes = sizeof last, .theta_term = 3, .theta = &state};
+	codec_metric first = {
+		.struct_nbytes = sizeof first, .theta_term = 3, .theta = &half, .until = 100, .next = &last};
+	codec_context with = context();
+	size_t written, fine;
+
+	(void)unused;
+	fill();
+	spec.variant = CODEC_LEVELS_PLANE;
+	spec.guard = -8;
+	with.metric = &last;
+	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+	fine = written;
+	for (uint32_t dtype = 1; dtype < 1100; dtype += dtype < 30 ? 1 : 97) {
+		int takes = dtype == CODEC_FLOAT32 || dtype == CODEC_BFLOAT16 || dtype == CODEC_FLOAT16;
+
+		last.theta_dtype = dtype;
+		assert_int_equal(ENCODE(frame, sizeof frame, NULL), takes ? CODEC_OK : CODEC_BAD_ARGUMENT);
+	}
+	last.theta_dtype = CODEC_BFLOAT16;
+	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+	assert_true(written < fine);
+	last.theta_dtype = 0;
+	half.dtype = CODEC_BFLOAT16;
+	half.nbytes = 2 * N;
+	with.metric = &first;
+	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+	assert_int_equal(frame[36], 128 - 8); /* not 16 bits less */
+}
+
+/* Scratch of a reduction follows from frames that are there, not from what a header of 56 bytes claims. */
+static void test_reduce_scratch(void **unused)
+{
+	codec_spec spec = spec_of(CODEC_LOSSLESS);
+	codec_tensor t = tensor(x, 1), to = tensor(out, 1);
+	const void *frames[1024];
+	size_t nbytes[1024], written, need;
+	uint64_t n = 1ull << 57, frame_nbytes = 56 + (n << 2);
+
+	(void)unused;
+	fill();
+	assert_int_equal(codec_encode(&spec, &t, frame, sizeof frame, &written, NULL, NULL, scratch, sizeof scratch),
+			 CODEC_OK);
+	memcpy(other, frame, written);
+	memcpy(other + 48, &n, 8);
+	memcpy(other + 16, &frame_nbytes, 8);
+	for (int i = 0; i < 1024; i++) {
+		frames[i] = other;
+		nbytes[i] = 56;
+	}
+	assert_int_equal(codec_reduce_scratch(frames, nbytes, 1024, &need), CODEC_TRUNCATED);
+	assert_int_equal(codec_reduce_scratch(frames, nbytes, 0, &need), CODEC_BAD_ARGUMENT);
+	frames[0] = NULL;
+	assert_int_equal(codec_reduce_scratch(frames, nbytes, 1, &need), CODEC_BAD_ARGUMENT);
+	frames[0] = frames[1] = frame;
+	nbytes[0] = nbytes[1] = written;
+	assert_int_equal(codec_reduce_scratch(frames, nbytes, 2, &need), CODEC_OK);
+	assert_int_equal(codec_reduce(frames, nbytes, 2, CODEC_REDUCE_SUM, &to, NULL, scratch + 1, need),
+			 CODEC_OK); /* at any address */
+	assert_true(out[0] == 2 * x[0]);
+	assert_int_equal(codec_reduce(frames, nbytes, 2, CODEC_REDUCE_SUM, &to, NULL, scratch, need - 1),
+			 CODEC_SHORT_SCRATCH);
+}
+
+/* One id, one book, one kind of symbols. */
+static void test_codebooks(void **unused)
+{
+	codec_spec spec = spec_of(CODEC_LOSSLESS);
+	codec_tensor t = tensor(x, N);
+	codec_context with = context();
+	uint64_t counts[256] = {0};
+	codec_codebook book, wrong;
+	size_t written;
+
+	(void)unused;
+	fill();
+	assert_int_equal(codec_count(&spec, &t, counts, &with, scratch, sizeof scratch), CODEC_OK);
+	assert_int_equal(codec_codebook_build(&spec, CODEC_FLOAT32, counts, &book), CODEC_OK);
+	assert_int_equal(codec_codebook_check(&book), CODEC_OK);
+	with.codebooks = &wrong;
+	with.ncodebooks = 1;
+	for (int i = 0; i < 8; i++) {
+		wrong = book;
+		switch (i) {
+		case 0: wrong.id ^= 1; break;
+		case 1: wrong.id = 0; break;
+		case 2: wrong.length[128] ^= 1; break;
+		case 3: wrong.escape_length = 0; break;
+		case 4: wrong.symbols = CODEC_SYMBOLS_EXPONENT; break;
+		case 5: wrong.reserved[5] = 1; break;
+		case 6: memset(wrong.length, 8, sizeof wrong.length); break;
+		default: wrong.symbols = 77;
+		}
+		assert_int_equal(codec_codebook_check(&wrong), CODEC_BAD_CODEBOOK);
+		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_BAD_CODEBOOK);
+	}
+	assert_int_equal(codec_codebook_build(&spec, CODEC_INT32, counts, &book), CODEC_BAD_DTYPE);
+	spec.codec = CODEC_SIGN;
+	assert_int_equal(codec_codebook_build(&spec, CODEC_FLOAT32, counts, &book), CODEC_BAD_SPEC);
+	assert_int_equal(codec_count(&spec, &t, counts, NULL, scratch, sizeof scratch), CODEC_BAD_SPEC);
+	spec.codec = CODEC_TRUNCATE;
+	assert_int_equal(codec_count(&spec, &t, counts, NULL, scratch, sizeof scratch), CODEC_MISSING_STATE);
+}
+
+/* NULL with size 0 is an empty span: no arithmetic is done on it, whatever the codec. */
+static void test_no_room(void **unused)
+{
+	codec_tensor t = tensor(x, N);
+	codec_context with = context();
+	size_t written;
+
+	(void)unused;
+	fill();
+	for (uint32_t codec = CODEC_LOSSLESS; codec <= CODEC_TRUNCATE; codec++) {
+		codec_spec spec = spec_of(codec);
+
+		if (codec == CODEC_TRUNCATE)
+			spec.variant = CODEC_LEVELS_FIXED;
+		assert_int_equal(ENCODE(NULL, 0, residual), CODEC_SHORT_OUTPUT);
+		assert_true(all_seven(residual));
+		assert_int_equal(ENCODE(NULL, 1, NULL), CODEC_BAD_ARGUMENT);
+	}
+}
+
+int main(void)
+{
+	const struct CMUnitTest tests[] = {
+		cmocka_unit_test(test_order),          cmocka_unit_test(test_steps_residual),
+		cmocka_unit_test(test_overlap),        cmocka_unit_test(test_theta_dtype),
+		cmocka_unit_test(test_reduce_scratch), cmocka_unit_test(test_codebooks),
+		cmocka_unit_test(test_no_room),
+	};
+
+	return cmocka_run_group_tests(tests, NULL, NULL);
+}
