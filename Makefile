@@ -9,12 +9,12 @@ CMAKE := $(VENV)/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/n
 C_FILES := $(filter-out %permute_avx2.h %seal.h,$(shell find native bindings bench fuzz -name '*.[ch]'))
 SOURCES := $(shell find native bindings codec -name '*.[ch]' -o -name '*.py' -o -name CMakeLists.txt) pyproject.toml
 
-.PHONY: demo test lint ctest sanitize emulated bench format clean
+.PHONY: demo test lint ctest sanitize emulated foreign bench format clean
 
 demo: $(VENV)/demo
 	$(PY) bench/demo.py
 
-test: lint ctest sanitize emulated $(VENV)/test
+test: lint ctest sanitize emulated foreign $(VENV)/test
 	$(VENV)/bin/pytest
 
 # the package is built and installed for the tests; `pip install -e .` does for work on the Python files
@@ -75,6 +75,22 @@ emulated: $(VENV)/debian $(VENV)/test
 	build/emulated/test_lossy
 	CODEC_LIBRARY=$(CURDIR)/build/emulated/libcodec.so $(VENV)/bin/pytest \
 		tests/test_identity.py tests/test_vectors.py tests/test_lossy.py tests/test_truncate.py
+
+# golden frames on other machines, one of them big-endian
+FOREIGN := aarch64 s390x
+$(VENV)/foreign: $(VENV)/tools
+	{ dpkg -s qemu-user $(FOREIGN:%=gcc-%-linux-gnu) libc6-dev-arm64-cross libc6-dev-s390x-cross >/dev/null 2>&1; } || \
+	{ $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends \
+		qemu-user $(FOREIGN:%=gcc-%-linux-gnu) libc6-dev-arm64-cross libc6-dev-s390x-cross; }
+	touch $@
+
+foreign: $(VENV)/foreign
+	for m in $(FOREIGN); do \
+		$(CMAKE) -S native -B build/$$m -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$$m \
+			-DCMAKE_C_COMPILER=$$m-linux-gnu-gcc -DCMAKE_EXE_LINKER_FLAGS=-static && \
+		$(VENV)/bin/cmake --build build/$$m --target test_vectors && \
+		qemu-$$m build/$$m/test_vectors tests/vectors || exit 1; \
+	done
 
 bench: $(VENV)/test ctest
 	$(PIP) '.[bench]'
