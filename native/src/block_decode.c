@@ -35,6 +35,7 @@ static codec_status open_plane(struct cursor *c, struct stream *s, codec_fault *
 		BAD(c->at, c->end - c->at, STATE_NBYTES);
 	nwords = load16(c->frame + c->at);
 	memcpy(bits, c->frame + start + 2, STATE_NBYTES - 2);
+	memset(bits + STATE_NBYTES - 2, 0, 8);
 	unpack_bits(bits, state->tail, NULL);
 	for (int l = 0; l < WIRE_LANES; l++)
 		sum += state->tail[l];
@@ -42,6 +43,7 @@ static codec_status open_plane(struct cursor *c, struct stream *s, codec_fault *
 	if (c->at > c->end)
 		BAD(start, c->at, c->end);
 	memcpy(bits, c->frame + start + STATE_NBYTES, (sum + 7) / 8);
+	memset(bits + (sum + 7) / 8, 0, 8);
 	unpack_bits(bits, state->part, state->tail);
 	for (int l = 0; l < WIRE_LANES; l++)
 		state->part[l] = state->tail[l] ? state->part[l] << (32 - state->tail[l]) : 0;
