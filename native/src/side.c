@@ -182,9 +182,11 @@ codec_status side_read(const uint8_t *frame, const codec_context *with, struct j
 	codec_fault *f = with->fault;
 
 	if (j->h.flags & WIRE_FLAG_WINDOW) {
-		if (end - at < 8 || load64(frame + at) > 0x7ff)
-			SIDE(at, end - at < 8 ? 0 : load64(frame + at), 0x7ff);
-		j->model.window = (uint32_t)load64(frame + at);
+		uint64_t window = end - at < 8 ? UINT64_MAX : load64(frame + at);
+
+		if (window > 0x7ff)
+			SIDE(at, window, 0x7ff);
+		j->model.window = (uint32_t)window;
 		at += 8;
 	}
 	if (j->h.flags & WIRE_FLAG_PRIOR) {
