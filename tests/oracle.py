@@ -76,8 +76,12 @@ class Segment:
     cols: int
     kind: int
     base: int
+    shifts: tuple[int, int]
     rows_q: list[int] = field(default_factory=list)
     cols_q: list[int] = field(default_factory=list)
+
+
+ESCAPE = 256
 
 
 class Codebook:
@@ -85,14 +89,18 @@ class Codebook:
 
     def __init__(self, lengths: list[int]) -> None:
         codes = [i for i in range(257) if lengths[i]]
-        need(lengths[256] and all(0 <= x <= 8 for x in lengths), "code length")
+        need(lengths[ESCAPE] and all(0 <= x <= 8 for x in lengths), "code length")
         need(2 <= len(codes) <= 256 and sum(1 << (8 - lengths[i]) for i in codes) == 256, "Kraft sum")
-        self.escape = max(i for i in range(256) if not lengths[i])
-        order = sorted(codes, key=lambda i: (lengths[i], i))
-        self.pad = self.escape if order[0] == 256 else order[0]
-        self.table: list[tuple[int, int]] = []  # by the next 8 bits: value (256 escape), length
-        for i in order:
+        self.lengths = lengths
+        self.table: list[tuple[int, int]] = []  # by the next 8 bits: value, length
+        for i in sorted(codes, key=lambda i: (lengths[i], i)):
             self.table += [(i, lengths[i])] * (1 << (8 - lengths[i]))
+        self.first = self.table[0][0]
+
+
+def codebook_id(lengths: list[int], symbols: int) -> int:
+    """Of a codebook that both sides hold."""
+    return digest(bytes([*lengths, symbols]), 0x101) or 1
 
 
 class Reader:
@@ -136,7 +144,7 @@ def read_codebook(r: Reader) -> Codebook:
 def read_segments(r: Reader, n: int, octave: int, zero: int) -> list[Segment]:
     (nsegments,) = r.ints("I")
     need(n >= 4096 and 1 <= nsegments <= 2 * (n // 8192) + 1, "nsegments")
-    segments, start, shifts = [], 0, []
+    segments, start = [], 0
     for _ in range(nsegments):
         count, cols, kind, shift, base = r.ints("QIBBH")
         need(1 <= count <= n - start and kind in (0, 1, 3), "segment")
@@ -145,16 +153,15 @@ def read_segments(r: Reader, n: int, octave: int, zero: int) -> list[Segment]:
         if kind == 3:
             need(count >= 8192 and cols >= 64 and count % cols == 0 and count // cols >= 64, "matrix")
         need((shift & 15) <= (3 if kind & 1 else 0) and (shift >> 4) <= (3 if kind & 2 else 0), "shift")
-        segments.append(Segment(start, count, cols, kind, base))
-        shifts.append((shift & 15, shift >> 4))
+        segments.append(Segment(start, count, cols, kind, base, (shift & 15, shift >> 4)))
         start += count
     need(start == n, "segments do not add up")
     signed = lambda v: (v ^ 8) - 8
-    for s, (rs, cs) in zip(segments, shifts, strict=True):
+    for s in segments:
         if s.kind & 1:
-            s.rows_q = [signed(v) << rs for v in nibbles(r, -(-s.count // s.cols))]
+            s.rows_q = [signed(v) << s.shifts[0] for v in nibbles(r, -(-s.count // s.cols))]
         if s.kind & 2:
-            s.cols_q = [signed(v) << cs for v in nibbles(r, s.cols)]
+            s.cols_q = [signed(v) << s.shifts[1] for v in nibbles(r, s.cols)]
     return segments
 
 
@@ -180,7 +187,7 @@ def raised(u: np.ndarray[Any, Any], off: np.ndarray[Any, Any], zero: int) -> np.
 
 
 def decode_lanes(book: Codebook, r: Reader, k: int) -> tuple[list[int], list[int]]:
-    """Values (literals still missing) and the positions of escapes."""
+    """Values (0 for those still missing) and the positions of escapes."""
     begin = r.at
     (nwords,) = r.ints("H")
     bits = "".join(f"{b:08b}" for b in r.take(20))
@@ -197,23 +204,20 @@ def decode_lanes(book: Codebook, r: Reader, k: int) -> tuple[list[int], list[int
     for i in range(32):
         lanes.append(f"{words[i]:032b}" + bits[at : at + tails[i]])
         at += tails[i]
-    taken, out, escaped = 32, [], []
+    taken, out = 32, []
     for _ in range(-(-k // 128)):
         for i in range(32):
             for _ in range(4):
                 value, length = book.table[int(lanes[i][:8].ljust(8, "0"), 2)]
                 lanes[i] = lanes[i][length:]
-                if value == 256:
-                    escaped.append(len(out))
-                    value = book.escape
                 out.append(value)
             if len(lanes[i]) < 32:
                 lanes[i] += f"{words[taken] if taken < len(words) else 0:032b}"
                 taken += 1
     need(all(lane == "0" * 32 for lane in lanes), "lanes do not end on 32 zero bits")
     need(taken >= nwords, "words are left over")
-    need(all(v == book.pad for v in out[k:]), "padding symbols")
-    return out[:k], [e for e in escaped if e < k]
+    need(all(v == book.first for v in out[k:]), "padding symbols")
+    return [0 if v == ESCAPE else v for v in out[:k]], [i for i, v in enumerate(out[:k]) if v == ESCAPE]
 
 
 def decode(
@@ -241,12 +245,14 @@ def decode(
     shape = struct.unpack_from(f"<{rank}Q", frame, 48)
     n = 1
     for s in shape:
-        n *= s
+        n *= s or 1
     need(n < 1 << 60, "shape")
+    n *= 0 not in shape
     need(len(frame) == frame_nbytes, "size")
     header_nbytes = 48 + 8 * rank
     seal = digest(frame[:24] + bytes(8) + frame[32:header_nbytes], 0x100)
     truncate = Truncate(frame[32:40], dtype, a_exponents) if codec == 7 else None
+    rows = Rows(codec, frame[32:40], n, shape, flags) if 1 < codec < 7 else None
     if codec > 1:
         need(dtype in (1, 3, 4) and (codec == 7 or (layout == 1) == (n > 0)), "dtype or layout of a codec")
     if layout == 0:
@@ -256,10 +262,10 @@ def decode(
         need((seal + digest(b"", 0x101) + mix(digest(values, 0x300) ^ GOLDEN)) & MASK64 == checksum, "checksum")
         return name, shape, values
 
-    if 1 < codec < 7:
+    if rows:
         need(not any((block_log2, fixed, halved)), "planes of a codec of rows")
-        rows = Rows(codec, frame[32:40], n, shape, flags, coded)
-        values = rows.decode(frame, header_nbytes, side_nbytes, nblocks, seal, checksum)
+        need(coded == rows.entropy and flags in (0, 2), "coded or flags")
+        values = rows.decode(frame, dtype, header_nbytes, side_nbytes, nblocks, seal, checksum)
         return name, shape, narrow(values, dtype)
     planes_mask = (1 << nplanes) - 1
     need(n and 9 <= block_log2 <= 14 and not (fixed | coded) & ~planes_mask and not fixed & coded, "planes")
@@ -282,13 +288,16 @@ def decode(
         (ident,) = r.ints("Q")
         need(ident, "codebook id 0")
         books[0] = Codebook((codebooks or {})[ident])
+        symbols = truncate.symbols if truncate else 0
+        need(codebook_id(books[0].lengths, symbols) == ident, "codebook of another name")
     for p in range(nplanes):
         if coded >> p & 1 and p not in books:
             books[p] = read_codebook(r)
+            need(not halved >> p & 1 or not any(books[p].lengths[16:ESCAPE]), "codebook of a nibble")
     zero = 1024 if truncate and dtype == 4 else ZERO.get(kind, 0)
     segments = read_segments(r, n, octave, zero) if flags & 2 else []
     for g in segments if truncate else []:
-        need(g.base % 8 == 0 and all(q % 8 == 0 for q in g.rows_q + g.cols_q), "not whole octaves")
+        need(g.base % 8 == 0 and g.shifts == tuple(3 if g.kind & k else 0 for k in (1, 2)), "not whole octaves")
     r.zeros(8)
     seal += digest(frame[header_nbytes : r.end], 0x101)
     directory_at = r.end
@@ -351,7 +360,7 @@ def decode_region(
     need(not pruned or (kind in ZERO and modes[0] == 2), "pruned")
     need(kind != "float64" or modes[0] in (0, 2), "float64 plane 0")
     planes: list[Any] = [None] * nplanes
-    exponent = np.zeros(m, np.int64)
+    nonzero = np.ones(m, bool)
     k = m
     for p, data in slices.items():
         need(modes[p] == 0, "mode of a fixed plane")
@@ -368,19 +377,13 @@ def decode_region(
                 continue
             count = k if p else m
             wide = kind == "float64" and p == 0
+            escaped: list[int] = []
             if mode == 2:
                 need(coded >> p & 1, "no codebook")
                 symbols, escaped = decode_lanes(books[p], r, count)
                 out = np.array(symbols, np.int64)
-                if wide:
-                    exponent = np.where(out == 0, 0, (out + window - 128) % 2048)
                 for i in escaped:
-                    if wide:
-                        # the low byte stands at the higher address
-                        exponent[i] = int.from_bytes(bytes([literal(), literal()]), "little")
-                        need(exponent[i] <= 2047, "exponent")
-                    else:
-                        out[i] = literal()
+                    out[i] = literal() | (literal() << 8 if wide else 0)
                 if halved >> p & 1:
                     need((out <= 15).all(), "literal of a nibble")
                     high = np.frombuffer(r.take((count + 1) // 2), np.uint8).astype(np.int64)
@@ -400,25 +403,30 @@ def decode_region(
                         out[128 * i : 128 * i + run] = np.frombuffer(r.take(run), np.uint8)
             else:
                 out = np.full(count, r.take(1)[0], np.int64)
-                if wide:
-                    exponent = np.where(out == 0, 0, (out + window - 128) % 2048)
-            if p == 0:
-                nonzero = exponent != 0 if wide else out != 0
-                if pruned:
-                    k = int(nonzero.sum())
+            if wide:  # from here on the exponent
+                coded_here = out != 0
+                coded_here[escaped] = False
+                out = out + np.where(coded_here, window - 128, 0)
+                need((out[coded_here] > 0).all() and (out <= 2047).all(), "exponent")
+            if p == 0 and pruned:
+                nonzero = out != 0
+                k = int(nonzero.sum())
+                need(k, "pruned to nothing")
             elif pruned:
                 full = np.zeros(m, np.int64)
                 full[nonzero] = out
                 out = full
             planes[p] = out
     r.zeros(8)
+    need(all(not planes[p][~nonzero].any() for p in slices), "a pruned value's byte in a fixed plane")
+    need(kind != "float64" or (planes[1] < 32).all(), "plane 1 of float64")
     u = [x.astype(np.uint64) for x in planes]
     width = 8 * nplanes
     out = np.zeros(m, np.uint64)
     first_plane = 0
     if kind in ZERO:
-        high, shift, below = (exponent, 4, 15) if kind == "float64" else (planes[0], 7, 127)
-        pattern = raised(high << shift | planes[1] & below, off, ZERO[kind])
+        shift = 4 if kind == "float64" else 7
+        pattern = raised(planes[0] << shift | planes[1] & (1 << shift) - 1, off, ZERO[kind])
         sign = planes[1] >> shift & 1
         out = (sign << 15 | pattern).astype(np.uint64) << np.uint64(width - 16)
         first_plane = 2
@@ -438,6 +446,7 @@ class Truncate:
         need(self.sent != 3 or guard == 128, "guard")
         need(dtype in (1, 3, 4), "dtype")
         self.guard, self.a = guard - 128, a
+        self.symbols = 1 if self.sent != 1 else 3 if dtype == 4 else 2
         self.p, self.bias, self.last, self.drops, self.widths, self.octave = {
             1: (23, 127, 255, (0, 6, 12, 18), (6, 6, 6, 6), 128),
             3: (7, 127, 255, (0, 2, 4, 6), (2, 2, 2, 2), 128),
@@ -528,7 +537,9 @@ F32 = np.float32
 
 
 def narrow(x: np.ndarray[Any, Any], dtype: int) -> bytes:
-    """float32 to the frame's dtype, to nearest even."""
+    """float32 to the frame's dtype, to nearest even, at most its largest number."""
+    most = np.finfo(F32).max
+    x = np.clip(x, -most, most)
     if dtype == 1:
         return x.astype("<f4").tobytes()
     if dtype == 4:
@@ -538,6 +549,18 @@ def narrow(x: np.ndarray[Any, Any], dtype: int) -> bytes:
     y = u + 0x7FFF + (u >> np.uint64(16) & np.uint64(1)) >> np.uint64(16)
     y = np.where(y & np.uint64(0x7FFF) > 0x7F7F, y & np.uint64(0x8000) | np.uint64(0x7F7F), y)
     return np.where(np.isnan(x), u >> np.uint64(16) & np.uint64(0x8000) | np.uint64(0x7FC0), y).astype("<u2").tobytes()
+
+
+def narrowed(x: np.ndarray[Any, Any], dtype: int) -> np.ndarray[Any, Any]:
+    """The same, back in float32."""
+    u = np.frombuffer(narrow(x, dtype), "<u4" if dtype == 1 else "<u2")
+    return (
+        u.view("<f4")
+        if dtype == 1
+        else u.view("<f2").astype("<f4")
+        if dtype == 4
+        else (u.astype("<u4") << 16).view("<f4")
+    )
 
 
 def small_floats(mbits: int, bias: int, last: int) -> np.ndarray[Any, Any]:
@@ -560,7 +583,7 @@ def finite(r: Reader, count: int) -> np.ndarray[Any, Any]:
 class Rows:
     """Section 8."""
 
-    def __init__(self, codec: int, params: bytes, n: int, shape: tuple[int, ...], flags: int, coded: int) -> None:
+    def __init__(self, codec: int, params: bytes, n: int, shape: tuple[int, ...], flags: int) -> None:
         self.codec, self.n, self.shape, self.flags = codec, n, shape, flags
         self.variant, self.options, self.b, reserved, self.row = struct.unpack("<BBBBI", params)
         nvariants = {2: 3, 3: 3, 4: 2, 5: 2, 6: 2}[codec]
@@ -574,7 +597,6 @@ class Rows:
         self.chosen = self.row == last
         self.entropy = (codec == 3 and self.variant == 2) or self.options & 4 != 0
         self.part_scaled = self.row == 0 or (codec == 5 and self.variant == 0)
-        need(coded == self.entropy and flags in (0, 2), "coded or flags")
 
     def row_of(self, shape: tuple[int, ...]) -> int:
         row = self.row
@@ -604,13 +626,14 @@ class Rows:
         return parts
 
     def decode(
-        self, frame: bytes, side_at: int, side_nbytes: int, nblocks: int, seal: int, checksum: int
+        self, frame: bytes, dtype: int, side_at: int, side_nbytes: int, nblocks: int, seal: int, checksum: int
     ) -> np.ndarray[Any, Any]:
         need(side_nbytes % 8 == 0 and len(frame) % 8 == 0 and side_at + side_nbytes <= len(frame), "side section")
         r = Reader(frame, side_at, side_at + side_nbytes)
         book = read_codebook(r) if self.entropy else None
         parts = self.read_parts(r)
         for _, _, scales in parts:
+            need(self.codec != 3 or narrowed(scales, dtype).tobytes() == scales.tobytes(), "scale of another dtype")
             used = 2 if self.codec == 2 and self.variant == 2 else 1
             need(not scales[used if self.part_scaled else 0 :].view(np.uint32).any(), "unused scale")
         r.zeros(8)
@@ -667,6 +690,7 @@ class Rows:
             need(not flat[m * bits :].any(), "padding")
         return codes[:m]
 
+    @np.errstate(all="ignore")
     def block(
         self, r: Reader, m: int, row: int, scales: np.ndarray[Any, Any], book: Codebook | None
     ) -> np.ndarray[Any, Any]:
@@ -677,6 +701,7 @@ class Rows:
             stored = np.frombuffer(r.take(nrows), np.uint8)
             need((stored <= (252 if self.variant else 126)).all(), "scale")
             scale = np.ldexp(F32(1), stored.astype(int) - 127) if self.variant else E4M3[stored % 128] * scales[0]
+            need(np.isfinite(scale).all(), "product of scales")
         elif self.codec == 2 and self.variant == 2:
             both = finite(r, 2 * nrows).reshape(-1, 2) if row else scales[None]
             scale, below = both[:, 0], both[:, 1]
@@ -684,24 +709,23 @@ class Rows:
             scale = finite(r, nrows) if row else scales[:1]
         codes = self.codes(r, m, book)
         s = scale.astype(F32)[index]
-        with np.errstate(all="ignore"):
-            if self.codec == 2:
-                low = below[index] if below is not None else s
-                return np.where(codes == 1, s, np.where(low == 0, F32(0), -low)).astype(F32)
-            if self.codec == 3:
-                need((codes <= 2).all(), "code 3")
-                return (codes - 1).astype(F32) * s
-            if self.codec == 4:
-                need((scale != 0).all(), "scale 0")
-                v = (E5M2 if self.variant else E4M3)[codes & 127] / s
-                return np.where(codes & 128, -v, v).astype(F32)
-            if self.codec == 5:
-                v = E2M1[codes & 7] * s
-                return np.where(codes & 8, -v, v).astype(F32)
-            n = 2**self.b - 1 if self.variant == 0 else 2 ** (self.b - 1) - 1
-            need((codes <= (2 * n if self.variant else n)).all(), "code")
-            c = codes - n if self.variant else 2 * codes - n
-            return np.where(s > 0, s * (c.astype(F32) / F32(n)), F32(0)).astype(F32)
+        if self.codec == 2:
+            low = below[index] if below is not None else s
+            return np.where(codes == 1, s, np.where(low == 0, F32(0), -low)).astype(F32)
+        if self.codec == 3:
+            need((codes <= 2).all(), "code 3")
+            return (codes - 1).astype(F32) * s
+        if self.codec == 4:
+            need((scale != 0).all(), "scale 0")
+            v = (E5M2 if self.variant else E4M3)[codes & 127] / s
+            return np.where(codes & 128, -v, v).astype(F32)
+        if self.codec == 5:
+            v = E2M1[codes & 7] * s
+            return np.where(codes & 8, -v, v).astype(F32)
+        n = 2**self.b - 1 if self.variant == 0 else 2 ** (self.b - 1) - 1
+        need((codes <= (2 * n if self.variant else n)).all(), "code")
+        c = codes - n if self.variant else 2 * codes - n
+        return np.where(s > 0, s * (c.astype(F32) / F32(n)), F32(0)).astype(F32)
 
 
 def example() -> bytes:
