@@ -9,6 +9,7 @@ import pytest
 from conftest import ALL_DTYPES, KINDS, LOSSY, TRUNCATES, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sealing import reseal
 
 import codec
 from codec.core import ITEMSIZE
@@ -54,46 +55,6 @@ def test_frames_are_what_they_should_be():
 
 def bits(frame, dtype, n, **kw):
     return codec.decode(frame, like=np.empty(0, f"u{ITEMSIZE[dtype]}"), **(HOW if n == 600 else {}), **kw)
-
-
-def reseal(frame):
-    """Make the checksums right again, as an attacker would; None if the header no longer says where they are."""
-    try:
-        side, frame_nbytes = struct.unpack_from("<I", frame, 12)[0], struct.unpack_from("<Q", frame, 16)[0]
-        rank, layout, log2, fixed, dtype = frame[7], frame[8], frame[9], frame[10], frame[6]
-        shape = struct.unpack_from(f"<{rank}Q", frame, 48)
-        n = int(np.prod([min(s, 1 << 40) for s in shape], dtype=object))
-        header = 48 + 8 * rank
-        nplanes = oracle.DTYPES[dtype][1]
-        seal = oracle.digest(bytes(frame[:24]) + bytes(8) + bytes(frame[32:header]), 0x100)
-        out = bytearray(frame)
-        if layout == 0:
-            seal += oracle.digest(b"", 0x101) + oracle.mix(oracle.digest(bytes(frame[header:]), 0x300) ^ oracle.GOLDEN)
-        else:
-            (nblocks,) = struct.unpack_from("<I", frame, 44)
-            directory, at = header + side, header + side + 8 * nblocks
-            if frame_nbytes != len(frame) or nblocks > 64:
-                return None
-            planes = [p for p in range(nplanes) if fixed >> p & 1]
-            regions = at + len(planes) * (-(-n // 8) * 8)
-            begin = regions
-            for b in range(nblocks):
-                end = 8 * struct.unpack_from("<I", frame, directory + 8 * b)[0]
-                m = min(1 << log2, n - (b << log2))
-                d = oracle.digest(bytes(frame[begin:end]), 0x300)
-                for i, p in enumerate(planes):
-                    a = at + i * (-(-n // 8) * 8) + (b << log2)
-                    d += oracle.digest(bytes(frame[a : a + m]), 0x400 + p)
-                s = oracle.mix((d & oracle.MASK64) ^ ((b + 1) * oracle.GOLDEN & oracle.MASK64))
-                struct.pack_into("<I", out, directory + 8 * b + 4, s >> 32)
-                seal += s
-                begin = end
-            seal += oracle.digest(bytes(frame[header : header + side]), 0x101)
-            seal += oracle.digest(bytes(out[directory : directory + 8 * nblocks]), 0x200)
-        struct.pack_into("<Q", out, 24, seal & oracle.MASK64)
-        return bytes(out)
-    except (struct.error, IndexError, KeyError, OverflowError):
-        return None
 
 
 @pytest.mark.parametrize("name", FRAMES)

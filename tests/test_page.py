@@ -1,0 +1,815 @@
+"""Each decision of docs/format.md that a second implementer could take otherwise: oracle and library, side by side."""
+
+import struct
+from fractions import Fraction
+
+import numpy as np
+import oracle
+import pytest
+from oracle import ESCAPE
+from sealing import Blocks, book, coded, region, reseal, stored
+from test_lossy import draws
+
+import codec
+
+F32 = np.float32
+FLOAT32, FLOAT64, BFLOAT16, FLOAT16, BOOL, UINT8 = 1, 2, 3, 4, 16, 21
+CONSTANT, RAW, CODED, ROWS, PRUNED = 0, 1, 2, 3, 1 << 16
+SIGN, TERNARY, FLOAT8, FLOAT4, QUANTIZE, TRUNCATE = range(2, 8)
+
+
+def u32(*x):
+    return struct.pack(f"<{len(x)}I", *x)
+
+
+def f32(*x):
+    return struct.pack(f"<{len(x)}f", *x)
+
+
+def u64(*x):
+    return struct.pack(f"<{len(x)}Q", *x)
+
+
+def outcomes(frame, **how):
+    """What the library makes of a frame, every way: its values' bytes, or None if it refuses and leaves `out` alone."""
+    kind = np.dtype(f"u{oracle.DTYPES[frame[6]][1]}")
+    shape = struct.unpack_from(f"<{frame[7]}Q", frame, 48)
+    results = {}
+    for isa in codec.isas():
+        with codec.use_isa(isa):
+            for threads in (1, 4):
+                try:
+                    y = codec.decode(frame, like=np.empty(0, kind), threads=threads, **how)
+                    results[isa, threads] = y.tobytes()
+                except codec.FrameError:
+                    results[isa, threads] = None
+                if np.prod([s or 1 for s in shape], dtype=object) >= 1 << 60:
+                    continue  # no such array can be made
+                out = np.full(shape, 7, kind)
+                try:
+                    assert codec.decode(frame, out=out, threads=threads, **how) is out
+                    results[isa, threads, "out"] = out.tobytes()
+                except codec.FrameError:
+                    assert (out == 7).all()
+                    results[isa, threads, "out"] = None
+    return results
+
+
+def hold(frame, values, a_exponents=None, **how):
+    """Oracle and library agree that a frame means these values (bytes), or is bad (str: the oracle's reason)."""
+    if isinstance(values, str):
+        with pytest.raises(oracle.Bad, match=f"^{values}$"):
+            oracle.decode(frame, None, a_exponents)
+        values = None
+    else:
+        assert oracle.decode(frame, None, a_exponents)[2] == values
+    assert {way: got for way, got in outcomes(frame, **how).items() if got != values} == {}
+
+
+# -- frames, and what they decode to or why they are refused ----------------------------------------------------------
+
+
+def head(*modes, flags=0):
+    return u32(sum(mode << 2 * p for p, mode in enumerate(modes)) | flags)
+
+
+SEVEN = {7: 1, ESCAPE: 1}
+FEW = {127: 1, 0: 2, ESCAPE: 2}
+LONG = {7: 1, 8: 2, 9: 3, ESCAPE: 3}  # of an odd number of bytes
+WINDOW = u64(1023)
+
+
+def u8(symbols, lengths, escapes=b"", **how):
+    return Blocks(
+        UINT8,
+        len(symbols),
+        [region(head(CODED) + coded(symbols, lengths, **how), escapes)],
+        side=book(lengths),
+        coded=1,
+    )
+
+
+def halved(n, body, escapes=b"", lengths=SEVEN):
+    return Blocks(UINT8, n, [region(head(CODED) + body, escapes)], side=book(lengths), coded=1, halved=1)
+
+
+def pruned(symbols, rest, escapes=b"", lengths=FEW, modes=(CODED, RAW, CONSTANT, CONSTANT), **more):
+    """float32, plane 0 coded."""
+    body = head(*modes, flags=PRUNED) + coded(symbols, lengths)
+    return Blocks(FLOAT32, len(symbols), [region(body + rest, escapes)], side=book(lengths), coded=1, **more)
+
+
+def wide(top, plane1, mode=CONSTANT, window=1023, escapes=b"", flags=0, **more):
+    """float64: plane 0 (symbols, or its constant), raw plane 1, the others 0."""
+    lengths = {v: 1 for v in (top[0] if top[0] < ESCAPE and mode == CODED else 1, ESCAPE)}
+    body = head(mode, RAW * ("fixed" not in more), flags=flags)
+    body += coded(top, lengths) + plane1 if mode == CODED else top + plane1 if mode == RAW else plane1 + top
+    body += bytes(6)
+    n = len(top) if mode == CODED else max(len(plane1), len(more.get("fixed", {}).get(1, b"")))
+    side = u64(window) + book(lengths)
+    return Blocks(FLOAT64, n, [region(body, escapes)], side=side, coded=1, flags=4, **more)
+
+
+def float64s(*bits):
+    return u64(*(b << 48 for b in bits))
+
+
+LOSSLESS = {
+    # section 2
+    "a block of one value": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")]), b"\5"),
+    "cap does not bind": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")], params=b"\2\2"), b"\5"),
+    "codes longer than cap": (
+        Blocks(
+            UINT8,
+            2,
+            [region(head(CODED) + coded([7, 9], LONG))],
+            params=b"\2",
+            side=book(LONG),
+            coded=1,
+        ),
+        b"\7\x09",
+    ),
+    "cap of 9": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")], params=b"\x09"), "params"),
+    "model of 3": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")], params=b"\x08\3"), "params"),
+    "params go on": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")], params=b"\x08\0\1"), "params"),
+    "plane 1 of a dtype with one, fixed": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")], fixed={1: b"\5"}), "planes"),
+    "fixed and coded": (
+        Blocks(UINT8, 1, [region(head(CONSTANT))], side=book(SEVEN), coded=1, fixed={0: b"\5"}),
+        "planes",
+    ),
+    "halved and not coded": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")], halved=1), "halved"),
+    "plane 0 of floats, halved": (
+        Blocks(
+            BFLOAT16, 1, [region(head(CODED, RAW) + coded([7], SEVEN) + b"\0\0")], side=book(SEVEN), coded=1, halved=1
+        ),
+        "halved",
+    ),
+    "a window for float32": (Blocks(FLOAT32, 1, [region(head() + bytes(4))], side=WINDOW, flags=4), "window flag"),
+    "no window for float64": (
+        Blocks(FLOAT64, 1, [region(head() + bytes(8))], side=book(SEVEN), coded=1),
+        "window flag",
+    ),
+    "float64 without a codebook": (
+        Blocks(FLOAT64, 1, [region(head() + bytes(8))], side=WINDOW, flags=4),
+        "window flag",
+    ),
+    "a model for bytes": (
+        Blocks(UINT8, 4096, [region(head() + b"\0")], side=book(SEVEN) + u32(1), coded=1, flags=2, log2=12),
+        "flags",
+    ),
+    # section 3
+    "bool of any bytes": (Blocks(BOOL, 4, [region(head(RAW) + b"\0\1\2\xff")]), b"\0\1\2\xff"),
+    "float64, sign and mantissa": (wide(b"\x80", b"\x1f\x0e"), float64s(0xBFFF, 0x3FFE)),
+    "float64, plane 1 of 32": (wide(b"\x80", b"\x1f\x20"), "plane 1 of float64"),
+    "float64, fixed plane 1": (wide(b"\x80", b"", fixed={1: b"\x1f\x0e"}), float64s(0xBFFF, 0x3FFE)),
+    "float64, fixed plane 1 of 32": (wide(b"\x80", b"", fixed={1: b"\x1f\x20"}), "plane 1 of float64"),
+    "float64, plane 1 of 128 in a pruned block": (
+        wide([128, ESCAPE], b"\x80", CODED, escapes=b"\0\0", flags=PRUNED),
+        "plane 1 of float64",
+    ),
+    # section 5.1
+    "float64, exponent 2047": (wide([128], b"\0", CODED, window=2047), float64s(0x7FF0)),
+    "float64, exponent 2048": (wide([129], b"\0", CODED, window=2047), "exponent"),
+    "float64, constant exponent 2048": (wide(b"\x81", b"\0", window=2047), "exponent"),
+    "float64, exponent 1": (wide([129], b"\0", CODED, window=0), float64s(0x0010)),
+    "float64, exponent 0 of a byte that is not 0": (wide([128], b"\0", CODED, window=0), "exponent"),
+    "float64, constant exponent 0 of another byte": (wide(b"\x80", b"\0", window=0), "exponent"),
+    "float64, exponent -1": (wide([127], b"\0", CODED, window=0), "exponent"),
+    "float64, window of 2048": (wide(b"\0", b"\0", window=2048), "window"),
+    # section 5.2
+    "the escape's code is the first": (u8([7, 8, ESCAPE], {7: 2, 8: 2, ESCAPE: 1}, b"\x09"), b"\7\x08\x09"),
+    "first is 0, last is not": (
+        Blocks(UINT8, 1, [region(head(RAW) + b"\5")], side=bytes([1, 0, 1, 1 | 2 << 4]), coded=1),
+        "codebook from 0",
+    ),
+    "lengths that leave codes over": (
+        Blocks(UINT8, 1, [region(head(RAW) + b"\5")], side=book({7: 2, ESCAPE: 1}), coded=1),
+        "Kraft sum",
+    ),
+    # section 6
+    "a run of zeros whose bit is 1": (Blocks(UINT8, 130, [region(head(ROWS) + b"\3" + bytes(130))]), bytes(130)),
+    "a run that is left out": (Blocks(UINT8, 130, [region(head(ROWS) + b"\2\5\6")]), bytes(128) + b"\5\6"),
+    "a bit for no run": (Blocks(UINT8, 130, [region(head(ROWS) + b"\6\5\6")]), "bitmap padding"),
+    "mode of a plane that is not there": (Blocks(UINT8, 2, [region(head(RAW, RAW) + b"\5\6")]), "region head"),
+    "coded without a codebook": (Blocks(UINT8, 1, [region(head(CODED) + coded([7], SEVEN))]), "no codebook"),
+    "pruned": (pruned([127, 0, 127], b"\x11\x22\0\0"), u32(0x3F910000, 0, 0x3FA20000)),
+    "pruned, an escaped 0": (
+        pruned([127, ESCAPE, 127], b"\x11\x22\0\0", b"\0"),
+        u32(0x3F910000, 0, 0x3FA20000),
+    ),
+    "pruned to nothing": (pruned([0], bytes(3), modes=(CODED,)), "pruned to nothing"),
+    "pruned to nothing, then a coded plane": (
+        Blocks(
+            FLOAT32,
+            1,
+            [region(head(CODED, CODED, flags=PRUNED) + coded([0], FEW) + coded([], FEW) + bytes(2))],
+            side=book(FEW) * 2,
+            coded=3,
+        ),
+        "pruned to nothing",
+    ),
+    "pruned to nothing, by an escape": (pruned([0, ESCAPE], b"\0\0\0", b"\0"), "pruned to nothing"),
+    "pruned, fixed plane": (
+        pruned([127, 0], b"\x11\0", modes=(CODED, RAW), fixed={3: b"\3\0"}),
+        u32(0x3F910003, 0),
+    ),
+    "pruned, fixed plane not 0": (
+        pruned([127, 0], b"\x11\0", modes=(CODED, RAW), fixed={3: b"\3\1"}),
+        "a pruned value's byte in a fixed plane",
+    ),
+    "pruned, fixed plane not 0 under an escaped 0": (
+        pruned([127, ESCAPE], b"\x11\0", b"\0", modes=(CODED, RAW), fixed={3: b"\3\1"}),
+        "a pruned value's byte in a fixed plane",
+    ),
+    "pruned, plane 0 raw": (
+        Blocks(FLOAT32, 2, [region(head(RAW, RAW, flags=PRUNED) + b"\x7f\0\x11\0\0")], side=book(FEW), coded=1),
+        "pruned",
+    ),
+    "pruned, plane 0 constant though it has a codebook": (
+        Blocks(FLOAT32, 2, [region(head(CONSTANT, RAW, flags=PRUNED) + b"\1\2\x7f\0\0")], side=book(FEW), coded=1),
+        "pruned",
+    ),
+    "pruned bytes": (
+        Blocks(UINT8, 1, [region(head(CODED, flags=PRUNED) + coded([7], SEVEN))], side=book(SEVEN), coded=1),
+        "pruned",
+    ),
+    "float64, pruned": (wide([128, ESCAPE], b"\x1f", CODED, escapes=b"\0\0", flags=PRUNED), float64s(0xBFFF, 0)),
+    "float64, plane 0 raw": (wide(b"\x80\x80", b"\1\1", mode=RAW), "float64 plane 0"),
+    # section 7
+    "more than a quad row": (
+        u8([7, ESCAPE] * 100, SEVEN, bytes(range(100))),
+        b"".join(bytes([7, i]) for i in range(100)),
+    ),
+    "another value fills up the row": (u8([7, 8], {7: 1, 8: 2, ESCAPE: 2}, pad=8), "padding symbols"),
+    "an escape fills up the row": (u8([7, 8], {7: 1, 8: 2, ESCAPE: 2}, pad=ESCAPE), "padding symbols"),
+    "a value, not the escape, fills up the row": (u8([7], {7: 2, 8: 2, ESCAPE: 1}, pad=7), "padding symbols"),
+    "halved": (halved(3, coded([7, ESCAPE, 7], SEVEN) + b"\x21\x03", b"\x0f"), b"\x17\x3f\x27"),
+    "halved, missing nibble not 0": (halved(3, coded([7, ESCAPE, 7], SEVEN) + b"\x21\x13", b"\x0f"), "nibble padding"),
+    "halved, literal of 16": (halved(3, coded([7, ESCAPE, 7], SEVEN) + b"\x21\x03", b"\x10"), "literal of a nibble"),
+    "halved, a code for 16": (
+        halved(1, coded([7], {7: 1, 16: 2, ESCAPE: 2}) + b"\1", lengths={7: 1, 16: 2, ESCAPE: 2}),
+        "codebook of a nibble",
+    ),
+    "escaped though it has a code": (u8([7, ESCAPE], SEVEN, b"\7"), b"\7\7"),
+    "no byte left for an escape": (u8([ESCAPE] * 9, SEVEN, b""), "escapes"),
+    "float64, literal": (wide([ESCAPE], b"\0", CODED, escapes=b"\xff\7"), float64s(0x7FF0)),
+    "float64, literal of 2048": (wide([ESCAPE], b"\0", CODED, escapes=b"\0\x08"), "exponent"),
+    "float64, literal that has a code": (
+        wide([128, ESCAPE], b"\0\0", CODED, escapes=b"\xff\3"),
+        float64s(0x3FF0, 0x3FF0),
+    ),
+}
+
+
+def behind(lead, blocks, values):
+    return values if isinstance(values, str) else bytes(lead * 512 * oracle.DTYPES[blocks.dtype][1]) + values
+
+
+LEADS = pytest.mark.parametrize("lead", [False, True], ids=["alone", "behind a block"])
+
+
+@LEADS
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_lossless(name, lead):
+    """Sections 2 to 7, one decision a frame; behind another block, too, for threads and pairs of blocks."""
+    blocks, values = LOSSLESS[name]
+    hold(blocks.frame(lead), behind(lead, blocks, values))
+
+
+def model(kind, shifts, base, nibbles, codec=TRUNCATE):
+    """One segment of zeros, in whole blocks."""
+    record = struct.pack("<QIBBH", 4096, 512 if kind else 0, kind, shifts, base)
+    zeros = region(u32(0) + (b"\0" if codec == TRUNCATE else bytes(4)))
+    params = bytes([8, 3, 0, 0, 128]) if codec == TRUNCATE else b"\x08"
+    side = book(SEVEN) + u32(1) + record + nibbles
+    return Blocks(FLOAT32, 4096, [zeros] * 8, codec, params, side, coded=1, flags=2)
+
+
+def row_params(variant=0, options=0, bits=0, row=0):
+    return struct.pack("<BBBBI", variant, options, bits, 0, row)
+
+
+def rows(codec, n, body, params, side=b"", dtype=FLOAT32, **more):
+    return Blocks(dtype, n, [region(body)], codec, params, side, log2=0, **more)
+
+
+def float8(codes, scale, dtype=FLOAT32, variant=0, options=0, row=100):
+    return rows(FLOAT8, len(codes), f32(scale) + codes, row_params(variant, options, row=row), dtype=dtype)
+
+
+def entropy8(body, n=2, record=(2, 1024, 0, 0, 0), row=0xFFFFFFFF):
+    """float8 with an entropy stage and one part; its record stands at an odd byte."""
+    side = book(LONG) + u64(1) + struct.pack("<QIIII", *record)
+    return rows(FLOAT8, n, body, row_params(options=4, row=row), side, coded=1, flags=2)
+
+
+def nvfp4(code, t, e):
+    return rows(FLOAT4, 2, bytes([e, code]), row_params(row=16), f32(t, 0))
+
+
+def ternary(body, n=1, s=(2.0, 0.0), variant=0, dtype=FLOAT32, **more):
+    return rows(TERNARY, n, body, row_params(variant), f32(*s), dtype, **more)
+
+
+def ternary_part(s, dtype=FLOAT16):
+    side = u64(1, 1) + u32(0, 0) + f32(s, 0)
+    return rows(TERNARY, 1, b"\x56", row_params(), side, dtype, flags=2)
+
+
+def halves(*bits):
+    return struct.pack(f"<{len(bits)}H", *bits)
+
+
+NEAR = 1 + 2.0**-20  # no number of the halves
+
+OF_ROWS = {
+    # section 2
+    "block_log2": (
+        Blocks(FLOAT32, 8, [region(b"\xff")], SIGN, row_params(), f32(1, 0), log2=9),
+        "planes of a codec of rows",
+    ),
+    "coded without an entropy stage": (
+        rows(SIGN, 8, b"\xff", row_params(), book(SEVEN) + f32(1, 0), coded=1),
+        "coded or flags",
+    ),
+    "flag 1": (rows(SIGN, 8, b"\xff", row_params(), u64(1) + f32(1, 0), flags=1), "coded or flags"),
+    "float64": (rows(SIGN, 8, b"\xff", row_params(), f32(1, 0), FLOAT64), "dtype or layout of a codec"),
+    # sections 8.1 to 8.3
+    "a reserved byte of params": (rows(SIGN, 8, b"\xff", b"\0\0\0\1", f32(1, 0)), "params"),
+    "an option that is another codec's": (rows(SIGN, 8, b"\xff", row_params(options=1), f32(1, 0)), "params"),
+    "ternary with rows": (rows(TERNARY, 1, f32(2) + b"\x56", row_params(row=1)), "row"),
+    "scale of the first kind, not used": (rows(SIGN, 8, b"\xff", row_params(), f32(1, 1)), "unused scale"),
+    "part without scales has one": (entropy8(f32(1) + u32(0) + b"\7", record=(2, 1024, 0, 1, 0)), "unused scale"),
+    "scale is -0": (rows(SIGN, 8, b"\xff", row_params(), f32(-0.0, 0)), "scale"),
+    "scale of a row is -0": (rows(QUANTIZE, 1, f32(-0.0) + b"\1", row_params(bits=4, row=64)), "scale"),
+    "scale of a row is NaN": (rows(SIGN, 1, f32(np.nan) + b"\1", row_params(row=1)), "scale"),
+    "scale is negative": (rows(SIGN, 8, b"\xff", row_params(), f32(-1, 0)), "scale"),
+    "float8's scale is 0": (float8(b"\x38", 0.0), "scale 0"),
+    "positive scale first, row by row": (
+        rows(SIGN, 4, f32(2, 3, 5, 7) + b"\x05", row_params(2, row=2)),
+        f32(2, -3, 5, -7),
+    ),
+    "positive scale of a part first": (rows(SIGN, 2, b"\1", row_params(2), f32(2, 3)), f32(2, -3)),
+    "floats behind a codebook of odd size": (
+        rows(TERNARY, 5, u32(0) + b"\xf2", row_params(2), book(LONG) + f32(2, 0), coded=1),
+        f32(2, 2, 2, 2, 2),
+    ),
+    "a record behind a codebook of odd size": (entropy8(f32(4) + u32(0) + b"\x38"), f32(0.25, 0.25)),
+    "row of a record above 16,384": (entropy8(f32(4) + u32(0) + b"\x38", record=(2, 20000, 0, 0, 0)), "row"),
+    "row in use": (entropy8(f32(4) + u32(0) + b"\x38", row=20000), f32(0.25, 0.25)),
+    "row of params, not that in use": (
+        entropy8(f32(4) + u32(0) + b"\x38", row=20000, record=(2, 20000, 0, 0, 0)),
+        "row",
+    ),
+    "row of a record is 0": (entropy8(f32(4) + u32(0) + b"\x38", record=(2, 0, 0, 0, 0)), "row"),
+    "ternary's scale in bfloat16": (ternary(b"\x56", dtype=BFLOAT16), halves(0x4000)),
+    "ternary's scale is no bfloat16": (ternary(b"\x56", s=(NEAR, 0), dtype=BFLOAT16), "scale of another dtype"),
+    "ternary's scale is no float16": (ternary(b"\x56", s=(65536.0, 0), dtype=FLOAT16), "scale of another dtype"),
+    "ternary's scale is a subnormal float16": (ternary(b"\x56", s=(2.0**-24, 0), dtype=FLOAT16), halves(1)),
+    "ternary's scale is below float16": (ternary(b"\x56", s=(2.0**-25, 0), dtype=FLOAT16), "scale of another dtype"),
+    "ternary's scale in a record": (ternary_part(2.0), halves(0x4000)),
+    "ternary's scale in a record is no float16": (ternary_part(NEAR), "scale of another dtype"),
+    # section 8.4
+    "ternary, filled up with 0": (ternary(b"\x02"), "padding"),
+    "ternary, code 3": (ternary(b"\x57"), "code 3"),
+    "ternary, base 3": (ternary(b"\xf2\x79", 6, variant=1), f32(*[2] * 5, 0)),
+    "ternary, base 3, 243": (ternary(b"\xf3", 5, variant=1), "base 3"),
+    "ternary, base 3, filled up with 0": (ternary(b"\xf2\x51", 6, variant=1), "padding"),
+    "sign, filled up with 1": (rows(SIGN, 7, b"\xff", row_params(), f32(1, 0)), "padding"),
+    "quantize, code above 2 L": (rows(QUANTIZE, 2, f32(3) + b"\x70", row_params(1, bits=4, row=64)), f32(-3, 0)),
+    "quantize, code of 2 L + 1": (rows(QUANTIZE, 2, f32(3) + b"\xf0", row_params(1, bits=4, row=64)), "code"),
+    "mxfp4's exponent of 253": (rows(FLOAT4, 2, b"\xfd\0", row_params(1, row=32)), "scale"),
+    "mxfp4's exponent of 0": (
+        rows(FLOAT4, 2, b"\0\x26", row_params(1, row=32)),
+        struct.pack("<II", 0x01000000, 0x00400000),
+    ),
+    "nvfp4's scale of 127": (nvfp4(0x22, 1, 127), "scale"),
+    "nvfp4's scale with a sign": (nvfp4(0x22, 1, 0x80), "scale"),
+    "entropy stage of mode 3": (entropy8(f32(4) + u32(3) + b"\x38"), "mode"),
+    # section 8.5
+    "sign of a scale of 0": (rows(SIGN, 2, b"\1", row_params(), f32(0, 0)), bytes(8)),
+    "float8, -0": (float8(b"\x80\0", 3.0), u32(0x80000000, 0)),
+    "float8, NaN without option 2": (float8(b"\x7f\xff\x38", 1.0), u32(0x7FC00000, 0xFFC00000, 0x3F800000)),
+    "float8, NaN in bfloat16": (float8(b"\x7f\xff", 1.0, BFLOAT16), halves(0x7FC0, 0xFFC0)),
+    "float8, NaN in float16": (float8(b"\x7f\xff", 1.0, FLOAT16), halves(0x7E00, 0xFE00)),
+    "e5m2, NaN from 7c on": (float8(b"\x7b\x7c\xfd", 1.0, variant=1), u32(0x47600000, 0x7FC00000, 0xFFC00000)),
+    "float8 beyond float32": (
+        float8(b"\x7e\xfe\x01\x7f", 1e-38),
+        u32(0x7F7FFFFF, 0xFF7FFFFF) + f32(F32(2**-9) / F32(1e-38)) + u32(0x7FC00000),
+    ),
+    "float8 beyond bfloat16": (float8(b"\x7e\xfe", 1e-38, BFLOAT16), halves(0x7F7F, 0xFF7F)),
+    "float8 beyond float16": (float8(b"\x7e\xfe", 1e-5, FLOAT16), halves(0x7BFF, 0xFBFF)),
+    "nvfp4 beyond float32": (nvfp4(0xF7, 2.0**124, 0x48), u32(0x7F7FFFFF, 0xFF7FFFFF)),
+    "nvfp4, d is Inf": (nvfp4(0x80, 2.0**124, 0x7E), "product of scales"),
+    "nvfp4, d is 0": (nvfp4(0xF7, 2.0**124, 0), u32(0, 0x80000000)),
+    "quantize, amax of 0": (rows(QUANTIZE, 2, f32(0) + b"\xf0", row_params(bits=4, row=64)), bytes(8)),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_rows(name):
+    """Section 8, one decision a frame."""
+    blocks, values = OF_ROWS[name]
+    hold(blocks.frame(), values)
+
+
+def cut(dtype, n, body, levels, escapes=b"", level=0, options=0, guard=0, lengths=SEVEN, **more):
+    params = bytes([8, levels, level, options, guard + 128])
+    return Blocks(dtype, n, [region(body, escapes)], TRUNCATE, params, book(lengths), coded=1, **more)
+
+
+PLANE, JOINT, SHARED, FIXED = range(4)
+FOUR = {4 * (103 - 96): 1, ESCAPE: 1}
+
+CUT = {
+    # 9.1
+    "level without fixed levels": (cut(FLOAT32, 1, u32(0) + b"\0", PLANE, level=1), "level"),
+    "guard with fixed levels": (cut(FLOAT32, 1, u32(0) + b"\0", FIXED, guard=1), "guard"),
+    "any number of bits with fixed levels": (cut(FLOAT32, 1, u32(0) + b"\0", FIXED, options=1), "option 1"),
+    "codes longer than cap": (
+        Blocks(FLOAT32, 1, [region(u32(0xF02) + coded([9], LONG))], TRUNCATE, b"\2\3\0\0\x80", book(LONG), coded=1),
+        u32(9 << 23),
+    ),
+    # 9.2
+    "a model of whole octaves": (model(1, 3, 8, bytes(4)), bytes(4 * 4096)),
+    "a model with finer shifts": (model(1, 0, 8, bytes(4)), "not whole octaves"),
+    "a model with a shift for nothing": (model(0, 3, 8, b""), "shift"),
+    "a model of half octaves": (model(0, 0, 4, b""), "not whole octaves"),
+    "a lossless model of half octaves": (model(0, 0, 4, b"", codec=1), bytes(4 * 4096)),
+    "float16, exponent 31": (cut(FLOAT16, 1, u32(0xF00) + b"\x1f", FIXED), halves(0x7C00)),
+    "float16, exponent 32": (cut(FLOAT16, 1, u32(0xF00) + b"\x20", FIXED), "exponent"),
+    "float16, raw exponent 32": (cut(FLOAT16, 1, u32(0xF01) + b"\x20", FIXED), "exponent"),
+    "float16, literal 31": (cut(FLOAT16, 1, u32(0xF02) + coded([ESCAPE], SEVEN), FIXED, b"\x1f"), halves(0x7C00)),
+    "float16, literal 32": (cut(FLOAT16, 1, u32(0xF02) + coded([ESCAPE], SEVEN), FIXED, b"\x20"), "exponent"),
+    "float16, symbol of exponent 31": (cut(FLOAT16, 1, u32(0xF00) + b"\x7c", JOINT), halves(0x7C00)),
+    "float16, symbol of exponent 32": (cut(FLOAT16, 1, u32(0xF00) + b"\x80", JOINT), "exponent"),
+    "float16, literal of 31 and level": (
+        cut(FLOAT16, 1, u32(0xF02) + coded([ESCAPE], SEVEN), JOINT, b"\x7c\0"),
+        halves(0x7C00),
+    ),
+    "float16, literal of 32 and level": (
+        cut(FLOAT16, 1, u32(0xF02) + coded([ESCAPE], SEVEN), JOINT, b"\x80\0"),
+        "exponent",
+    ),
+    "literal of 255 and level": (
+        cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], SEVEN), JOINT, b"\xfc\3"),
+        u32(0x7F800000),
+    ),
+    "literal of 256": (cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], SEVEN), JOINT, b"\0\4"), "exponent"),
+    "literal of 0": (cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], SEVEN), JOINT, b"\0\0"), bytes(4)),
+    "literal of 0 with a level": (cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], SEVEN), JOINT, b"\1\0"), "literal"),
+    "symbol of 0 with a level": (cut(FLOAT32, 1, u32(0xF00) + b"\3", JOINT), "symbol"),
+    "raw symbols with levels": (cut(FLOAT32, 1, u32(0xF01) + b"\x7c", JOINT), "raw symbols with levels"),
+    "literal that has a code": (
+        cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], FOUR), JOINT, b"\x9c\1", lengths=FOUR),
+        u32(103 << 23),
+    ),
+    # 9.3
+    "Inf of level 0": (cut(FLOAT32, 2, u32(0xF01) + b"\x7f\xff\3", PLANE), u32(0x3F800000, 0x7F800000)),
+    "Inf of level 1": (cut(FLOAT32, 2, u32(0xF01) + b"\x7f\xff\7", PLANE), "level of Inf or NaN"),
+    "Inf of level 1 in a symbol": (cut(FLOAT16, 1, u32(0xF00) + b"\x7d", JOINT), "level of Inf or NaN"),
+    "Inf of level 1 in a literal": (
+        cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], SEVEN), JOINT, b"\xfd\3"),
+        "level of Inf or NaN",
+    ),
+    "NaN under fixed levels": (
+        cut(FLOAT32, 2, u32(0xB01) + b"\x7f\xff" + b"\5", FIXED, level=3),  # a third piece, of the NaN alone
+        u32(0x3F800000, 0x7F800000 | 5 << 6),
+    ),
+    # 9.4
+    "symbols of mode 3": (cut(FLOAT32, 1, u32(0xF03) + b"\0", FIXED), "head"),
+    "a reserved bit of the head": (cut(FLOAT32, 1, u32(0x1F00) + b"\0", FIXED), "head"),
+}
+
+
+@LEADS
+@pytest.mark.parametrize("name", CUT)
+def test_truncate(name, lead):
+    """Section 9, one decision a frame."""
+    blocks, values = CUT[name]
+    lead = lead and blocks.n < 4096  # a model has its n
+    hold(blocks.frame(lead), behind(lead, blocks, values))
+
+
+# theta, A's exponent, and what is left of 24 bits of ones of 1.0 and of a NaN: 1.0 keeps 6, 24 or 12
+SHARED_A = {
+    "as much as there is": (np.inf, 255, 6),
+    "none, a subnormal": (1e-45, 0, 24),
+    "none, a zero": (0.0, 0, 24),
+    "none, a NaN": (np.nan, 0, 24),
+    "twelve": (2.0**12, 127 + 12, 12),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_A)
+@pytest.mark.parametrize("by_bit", [0, 1])
+def test_shared_levels(name, by_bit):
+    """Section 9.3: which rule wins where A is odd, and that Inf and NaN keep all whatever A is."""
+    theta, a, keeps = SHARED_A[name]
+    keeps += by_bit * (keeps == 6) * -5  # only the sign
+    widths = (keeps, 24)
+    fields = [(1 << 24) - (1 << 24 - w) for w in widths]
+    if by_bit:
+        pieces = [[(f >> 24 - w, w) for f, w in zip(fields, widths, strict=True)]]
+    else:
+        pieces = [[(63, 6) for w in widths if w >= 6 * i + 6] for i in range(4)]
+    body = b"\x7f\xff"
+    for piece in pieces:
+        total = at = 0
+        for value, w in piece:
+            total |= value << at
+            at += w
+        body += total.to_bytes(-(-at // 8), "little")
+    values = u32(*(f >> 23 << 31 | e << 23 | f & 0x7FFFFF for f, e in zip(fields, (127, 255), strict=True)))
+    exponents = np.full(2, a)
+    name_of_state = oracle.digest(bytes([a, a]), 0x500) & 0xFFFFFFFF
+    how = {"metric": codec.metrics.SGD(1.0), "state": {"theta": np.full(2, theta, F32)}}
+    frame = cut(FLOAT32, 2, u32(1, name_of_state) + body, SHARED, options=by_bit).frame()
+    hold(frame, values, exponents, **how)
+    other = cut(FLOAT32, 2, u32(1, name_of_state ^ 1) + body, SHARED, options=by_bit).frame()
+    with pytest.raises(oracle.Bad, match="state"):
+        oracle.decode(other, None, exponents)
+    with pytest.raises(codec.StateError):
+        codec.decode(other, **how)
+    for t, powers in ((24, u32(0x3F800000, 0x7F800000)), (25, "head")) if by_bit else ():
+        tail = cut(FLOAT32, 2, u32(1 | t << 8, name_of_state) + b"\x7f\xff", SHARED, options=1).frame()
+        hold(tail, powers, exponents, **how)
+
+
+STORED = {
+    "of 1,000 values": (stored(UINT8, (10, 100), bytes(range(250)) * 4), bytes(range(250)) * 4),
+    "of float8 without values": (stored(FLOAT32, (0, 5), b"", FLOAT8, row_params(row=9)), b""),
+    "of float8 with values": (stored(FLOAT32, (1,), bytes(4), FLOAT8, row_params(row=9)), "dtype or layout of a codec"),
+    "of truncate with values": (stored(FLOAT32, (1,), u32(5), TRUNCATE, b"\x08\0\0\0\x80"), u32(5)),
+    "with another size": (stored(FLOAT32, (1,), bytes(8)), "size"),
+    "with params of no variant": (stored(FLOAT32, (0,), b"", FLOAT8, row_params(2, row=9)), "params"),
+    "with params of no cap": (stored(FLOAT32, (1,), bytes(4), params=b""), "params"),
+    "with a flag": (stored(FLOAT32, (1,), bytes(4), flags=2), "stored"),
+    "with block_log2": (stored(FLOAT32, (1,), bytes(4), log2=9), "stored"),
+    "with a side section": (stored(FLOAT32, (1,), bytes(4), side=8), "stored"),
+    "with a coded plane": (stored(FLOAT32, (1,), bytes(4), coded=1), "stored"),
+    "with a block": (stored(FLOAT32, (1,), bytes(4), blocks=1), "stored"),
+    "of bools": (stored(BOOL, (2,), b"\2\xff"), b"\2\xff"),
+    "with sides of 2^59 and 0": (stored(UINT8, (1 << 59, 0), b""), b""),
+    "with sides of 2^60 and 0": (stored(UINT8, (0, 1 << 60), b""), "shape"),
+    "with sides that make 2^60 and 0": (stored(UINT8, (1 << 30, 0, 1 << 30), b""), "shape"),
+    "with sides of 0 and 2^63": (stored(UINT8, (0, 1 << 63), b""), "shape"),
+    "with sides that make 2^64 and 0": (stored(UINT8, (1 << 32, 1 << 32, 0), b""), "shape"),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_stored(name):
+    """Section 2: stored frames, and shapes."""
+    hold(*STORED[name])
+
+
+def test_names_of_codebooks():
+    """Section 5.2: an id says lengths and what is coded, so two programs give a codebook the same name."""
+    counts = np.zeros(256, int)
+    counts[115:135] = np.arange(1, 21)
+    mine = codec.Codebook.from_counts(counts)
+    lengths = [*mine.lengths, mine.escape_length]
+    assert mine.id == oracle.codebook_id(lengths, 0)
+    assert len({oracle.codebook_id(lengths, symbols) for symbols in range(4)}) == 4
+    x = np.random.default_rng(0).standard_normal(600).astype(F32)
+    frame = bytearray(codec.encode(x, codebook=mine))
+    assert frame[40] & 1
+    assert oracle.decode(bytes(frame), {mine.id: lengths})[2] == x.tobytes()
+    struct.pack_into("<Q", frame, 56, mine.id ^ 1)
+    with pytest.raises(oracle.Bad, match="name"):
+        oracle.decode(reseal(frame), {mine.id ^ 1: lengths})
+    with pytest.raises(codec.SpecError):
+        codec.Codebook(mine.lengths, mine.escape_length, mine.id ^ 1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "symbols"),
+    [
+        (codec.Truncate(), "float32", 2),
+        (codec.Truncate(), "float16", 3),
+        (codec.Truncate(2), "float32", 1),
+        (codec.Truncate(2), "float16", 1),
+        (codec.Truncate(levels="plane"), "float32", 1),
+    ],
+)
+def test_names_of_truncate_s_codebooks(spec, dtype, symbols):
+    """Section 5.2: of other symbols the same lengths have another name, and a frame takes no other."""
+    x = np.random.default_rng(0).standard_normal(3000).astype(dtype)
+    how = {} if spec.fixed_level is not None else {"metric": codec.metrics.SGD(1.0), "state": {"theta": x.astype(F32)}}
+    mine = codec.Codebook.from_tensors(x, spec=spec, **how)
+    lengths = [*mine.lengths, mine.escape_length]
+    assert mine.id == oracle.codebook_id(lengths, symbols)
+    frame = bytearray(codec.encode(x, spec, codebook=mine, **how))
+    assert frame[40] & 1
+    assert oracle.decode(bytes(frame), {mine.id: lengths})[2] == codec.decode(frame, codebooks=mine).tobytes()
+    for wrong in {0, 1, 2, 3} - {symbols}:
+        ident = oracle.codebook_id(lengths, wrong)
+        struct.pack_into("<Q", frame, 56, ident)
+        sealed = reseal(frame)
+        with pytest.raises(oracle.Bad, match="name"):
+            oracle.decode(sealed, {ident: lengths})
+        with pytest.raises(codec.CodecError):
+            codec.decode(sealed, codebooks=codec.Codebook(mine.lengths, mine.escape_length, ident, wrong))
+
+
+def test_no_prior_codebook_for_bytes():
+    """Section 2: flag 1 needs a dtype with a pattern, even if the codebook is at hand."""
+    lengths = [1 if i in (7, ESCAPE) else 0 for i in range(257)]
+    ident = oracle.codebook_id(lengths, 0)
+    frame = u8([7, 7], SEVEN)
+    frame.side, frame.flags = u64(ident), 1
+    with pytest.raises(oracle.Bad, match="flags"):
+        oracle.decode(frame.frame(), {ident: lengths})
+    with pytest.raises(codec.FrameError):
+        codec.decode(frame.frame(), codebooks=codec.Codebook(bytes(lengths[:256]), 1, ident))
+
+
+def test_which_error():
+    """Section 10: the lowest block, there its checksum before its structure; whatever the threads and `out`."""
+    good, bad = region(head(RAW) + bytes(512)), region(head(RAW) + bytes(511) + bytes(9))
+    for malformed, damaged, expected in (
+        (1, 2, codec.FrameError),
+        (2, 1, codec.ChecksumError),
+        (1, 1, codec.ChecksumError),
+    ):
+        regions = [bad if b == malformed else good for b in range(4)]
+        frame = bytearray(Blocks(UINT8, 4 * 512, regions).frame())
+        frame[8 * struct.unpack_from("<I", frame, 56 + 8 * (damaged - 1))[0] + 100] ^= 1
+        found = set()
+        for isa in codec.isas():
+            with codec.use_isa(isa):
+                for threads in (1, 2, 4):
+                    for out in (None, np.zeros(2048, np.uint8)):
+                        with pytest.raises(codec.FrameError) as caught:
+                            codec.decode(frame, out=out, threads=threads)
+                        assert type(caught.value) is expected
+                        found.add((caught.value.code, caught.value.offset))
+        assert len(found) == 1
+
+
+def test_the_frame_is_to_blame_first():
+    """Section 10: damage is reported before an `out` that does not fit and a codebook that is not there."""
+    x = np.random.default_rng(0).standard_normal(600).astype(F32)
+    counts = np.bincount(x.view(np.uint32) >> 23 & 255, minlength=256)
+    for how in ({}, {"codebook": codec.Codebook.from_counts(counts)}):
+        frame = bytearray(codec.encode(x, **how))
+        with pytest.raises(codec.StateError if how else codec.SpecError):
+            codec.decode(frame, out=None if how else np.empty(599, F32))
+        frame[-20] ^= 1
+        with pytest.raises(codec.ChecksumError):
+            codec.decode(frame, out=None if how else np.empty(599, F32))
+
+
+# -- encoders ---------------------------------------------------------------------------------------------------------
+
+
+def steps(x, h):
+    """floor((floor(2^16 x + 1/2) + h) / 2^16) of float32 x, exactly."""
+    return np.array(
+        [(int(Fraction(float(v)) * 65536 + Fraction(1, 2)) + int(d)) >> 16 for v, d in zip(x, h, strict=True)]
+    )
+
+
+def near_halves(levels, seed):
+    """Numbers of [0, 1] that come to lie next to where 2^16 times a level number is rounded."""
+    rng = np.random.default_rng(seed)
+    place = rng.integers(0, levels << 16, 3000) / 65536 + rng.choice([0.5, 0.5 - 1 / 65536, 0.5 / 65536, 0], 3000)
+    return np.clip(place / levels, 0, 1)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("levels", ["even", "odd"])
+@pytest.mark.parametrize("bits", [2, 5, 8])
+def test_quantize_rounds_exactly(bits, levels, rounding, isa):
+    """Section 8.6: 2^16 x + 1/2 is not rounded, which matters from 128 levels on."""
+    n = 2**bits - 1 if levels == "even" else 2 ** (bits - 1) - 1
+    x = near_halves(n, bits).astype(F32)
+    x = x * 2 - 1 if levels == "even" else np.where(np.arange(x.size) % 2, x, -x)
+    x[0] = 1
+    one = F32(1)
+    place = (x * one + one) * F32(n / 2) if levels == "even" else np.abs(x) * one * F32(n)
+    h = draws(x.size, 3, 5) if rounding == "stochastic" else np.full(x.size, 1 << 15)
+    c = steps(place, h)
+    c = c if levels == "even" else np.where(np.signbit(x), n - c, n + c)
+    frame = bytes(codec.encode(x, codec.Quantize(bits, 4096, levels, rounding, seed=3), stream=5))
+    flat = np.unpackbits(np.frombuffer(frame[68:], np.uint8), bitorder="little")[: x.size * bits]
+    assert (flat.reshape(-1, bits) << np.arange(bits)).sum(1).tolist() == c.tolist()
+
+
+def test_quantize_to_the_nearest(isa):
+    """A place of 154.49999 is rounded down: a sum with 1/2 in float32 would make it 155."""
+    x = np.zeros(4096, F32)
+    x[:2] = 1, 0.21176453
+    frame = codec.encode(x, codec.Quantize(8, 4096, "even", "nearest"))
+    assert bytes(frame)[69] == 154
+
+
+SMALL = {"e4m3fn": (3, 7, 448), "e5m2": (2, 15, 57344), "e2m1": (1, 1, 6)}
+
+
+def small_codes(y, kind, h=None):
+    """Section 8.6 of magnitudes y, with fractions; h: draws, or to nearest even."""
+    m, bias, most = SMALL[kind]
+    out = []
+    for i, v in enumerate(np.minimum(y, F32(most))):
+        e = max(int(np.frexp(v)[1]) - 1 if v else -200, 1 - bias)
+        x = Fraction(float(v)) / Fraction(2) ** (e - m)
+        c = (int(x * 65536 + Fraction(1, 2)) + int(h[i])) >> 16 if h is not None else round(x)
+        out.append(c + ((e - 1 + bias) << m))  # a carry goes on into the exponent
+    return np.array(out, np.uint8)
+
+
+def magnitudes(kind, n=4096):
+    """Of all exponents, many next to where their 16 bits are rounded."""
+    m, bias, most = SMALL[kind]
+    rng = np.random.default_rng(bias)
+    x = np.exp2(rng.uniform(-bias - m - 3, np.log2(most) + 0.3, n)).astype(F32)
+    g = np.exp2(np.maximum(np.floor(np.log2(x)), 1 - bias) - m)
+    x = np.where(
+        rng.random(n) < 0.7, (np.floor(x / g * 65536) + rng.choice([0.5, 0.5 - 2.0**-7, 1 - 2.0**-7], n)) / 65536 * g, x
+    )
+    return x.astype(F32)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("format", ["e4m3fn", "e5m2"])
+def test_float8_rounds_exactly(format, rounding, isa):
+    """Section 8.6, also below the normal range."""
+    x = magnitudes(format)
+    x[1::2] *= -1
+    spec = codec.Float8(format, row=4096, rounding=rounding, scale=1.0, seed=8)
+    got = np.frombuffer(bytes(codec.encode(x, spec, stream=1))[68 : 68 + 4096], np.uint8)
+    c = small_codes(np.abs(x), format, draws(x.size, 8, 1) if rounding == "stochastic" else None)
+    assert (got == c | np.signbit(x) << 7).all()
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_float4_rounds_exactly(rounding, isa):
+    """Section 8.6, of mxfp4, whose divisors are powers of two."""
+    x = np.minimum(magnitudes("e2m1"), 6)
+    x[::32] = 6
+    x[1::2] *= -1
+    frame = bytes(codec.encode(x, codec.Float4("mxfp4", rounding, seed=8), stream=1))
+    assert set(frame[64 : 64 + 128]) == {127}
+    got = np.frombuffer(frame[64 + 128 :], np.uint8)
+    c = small_codes(np.abs(x), "e2m1", draws(x.size, 8, 1) if rounding == "stochastic" else None)
+    c = (c | np.signbit(x) << 3).astype(np.uint8)
+    assert (got == (c[::2] | c[1::2] << 4)).all()
+
+
+def test_float8_never_gives_inf(isa):
+    """The encoder's own frames, too: section 8."""
+    for x, expected in (([3.4e38], 3.4028235e38), ([-3.4e38, 1], -3.4028235e38)):
+        y = codec.decode(codec.encode(np.array(x, F32), codec.Float8(scale=1e-36)))
+        assert y[0] == F32(expected)
+
+
+def run_sums(x, dtype):
+    """Sums of runs of 4,096 values in 32 lanes, then of neighbours."""
+    sums = []
+    for i in range(0, max(len(x), 1), 4096):
+        run = x[i : i + 4096]
+        run = np.concatenate([run, np.zeros(-len(run) % 32, dtype)]).reshape(-1, 32)
+        lanes = np.zeros(32, dtype)
+        for row in run:
+            lanes = lanes + row
+        while len(lanes) > 1:
+            lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+        sums.append(float(lanes[0]))
+    while len(sums) > 1:
+        sums = [sum(sums[i : i + 2]) for i in range(0, len(sums), 2)]
+    return sums[0]
+
+
+def sign_scales(x, variant, most):
+    with np.errstate(over="ignore"):
+        if variant == "l2":
+            means = [np.sqrt(run_sums(x.astype(np.float64) ** 2, np.float64) / x.size)]
+        elif variant == "l1":
+            means = [run_sums(np.abs(x), F32) / x.size]
+        else:
+            sides = (~np.signbit(x), np.signbit(x))
+            means = [run_sums(np.where(s, np.abs(x), F32(0)), F32) / s.sum() if s.any() else 0.0 for s in sides]
+    return [F32(min(mean, most)) for mean in means]
+
+
+@pytest.mark.parametrize("variant", ["l1", "l2", "two_mean"])
+@pytest.mark.parametrize("n", [1, 31, 33, 4095, 4097, 3 * 4096, 7 * 4096 + 1, 100_000])
+def test_sums_are_the_page_s(variant, n, isa):
+    """Section 8.7: scales of sign, of a part, of one long row and of rows, and where a sum overflows."""
+    x = np.random.default_rng(n).standard_normal(n).astype(F32)
+    x[::5] = -0.0
+    most = float(np.finfo(F32).max)
+    for y in (x, np.clip(x, -3, 3) * F32(1e38), -np.abs(x)):
+        scales = f32(*sign_scales(y, variant, most))
+        frame = bytes(codec.encode(y, codec.Sign(variant)))
+        assert frame[56 : 56 + len(scales)] == scales
+        frame = bytes(codec.encode(y, codec.Sign(variant, n)))
+        assert frame[64 : 64 + len(scales)] == scales
+    frame = bytes(codec.encode(x, codec.Sign(variant, 700)))
+    rows = [f32(*sign_scales(x[i : i + 700], variant, most)) for i in range(0, min(n, 16100), 700)]
+    at = 56 + 8 * -(-n // 16100)
+    assert frame[at : at + len(b"".join(rows))] == b"".join(rows)
+    half = np.full(n, 65504, np.float16)
+    assert oracle.decode(bytes(codec.encode(half, codec.Sign(variant))))[2] == half.tobytes()
