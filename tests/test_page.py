@@ -813,3 +813,59 @@ def test_sums_are_the_page_s(variant, n, isa):
     assert frame[at : at + len(b"".join(rows))] == b"".join(rows)
     half = np.full(n, 65504, np.float16)
     assert oracle.decode(bytes(codec.encode(half, codec.Sign(variant))))[2] == half.tobytes()
+
+
+AMAX = np.exp2(np.linspace(-149, 127, 300)) * np.linspace(1, 1.99, 300)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_scales_of_rows(rounding, isa):
+    """Section 8.7: from the smallest amax to the largest, in rows of 32."""
+    x = np.zeros((301, 32), F32)
+    x[:300, 5] = -AMAX
+    amax = np.abs(x).max(1)
+    for name, most in (("e4m3fn", 448), ("e5m2", 57344)):
+        with np.errstate(divide="ignore", over="ignore"):
+            scale = F32(most) / amax
+        frame = bytes(codec.encode(x, codec.Float8(name, 32, rounding)))
+        assert frame[64 + 8 :][: 4 * 301] == np.where(np.isfinite(scale), scale, F32(1)).tobytes()
+    frame = bytes(codec.encode(x, codec.Quantize(4, 32, "even", rounding)))
+    assert frame[64 + 8 :][: 4 * 301] == amax.tobytes()
+
+    e = (amax.view(np.uint32) >> 23).astype(int)
+    with np.errstate(over="ignore"):
+        e += (rounding == "stochastic") & (amax > 1.5 * np.exp2(e - 127.0))
+    frame = bytes(codec.encode(x, codec.Float4("mxfp4", rounding)))
+    assert list(frame[64 + 8 :][:301]) == np.clip(e - 2, 0, 252).tolist()
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("top", [1e-44, 1e-30, 1.0, 3e38])
+def test_scales_of_nvfp4(rounding, top, isa):
+    """Section 8.7: the part's, and the rows', which are rounded themselves."""
+    x = np.zeros((301, 16), F32)
+    x[:300, 5] = AMAX / AMAX[-1] * top
+    amax = np.abs(x).max(1)
+    t = amax.max() / F32(2688)
+    a = np.minimum(amax / F32(6) / t if t else amax * 0, F32(448))
+    e = small_codes(a, "e4m3fn")
+    if rounding == "stochastic":
+        e += oracle.E4M3[e] < a
+    frame = bytes(codec.encode(x, codec.Float4("nvfp4", rounding)))
+    assert frame[64:72] == f32(t, 0)
+    assert list(frame[72 + 8 :][:301]) == e.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("clip", [None, 0.5, 2.5, 1e5])
+@pytest.mark.parametrize("scale", [None, 4.4321])
+def test_scales_of_ternary(clip, scale, dtype, isa):
+    """Section 8.7: amax or what is given; clipped by a deviation whose sums have the order of means."""
+    x = (np.random.default_rng(3).standard_normal(20_000) * 0.7 + 0.1).astype(dtype)
+    s = np.dtype(dtype).type(F32(scale) if scale else np.abs(x).max())
+    if clip:
+        v = x.astype(np.float64)
+        mean, square = run_sums(v, np.float64) / v.size, run_sums(v * v, np.float64) / v.size
+        s = min(s, np.dtype(dtype).type(F32(min(np.float64(F32(clip)) * np.sqrt(square - mean * mean), 65504))))
+    frame = bytes(codec.encode(x, codec.Ternary(scale=scale, clip=clip)))
+    assert frame[56:64] == f32(s, 0)
