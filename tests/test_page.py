@@ -387,6 +387,7 @@ OF_ROWS = {
     "nvfp4's scale with a sign": (nvfp4(0x22, 1, 0x80), "scale"),
     "entropy stage of mode 3": (entropy8(f32(4) + u32(3) + b"\x38"), "mode"),
     # section 8.5
+    "ternary, a scale of 0": (ternary(b"\x64", 3, s=(0, 0)), u32(0x80000000, 0, 0)),
     "sign of a scale of 0": (rows(SIGN, 2, b"\1", row_params(), f32(0, 0)), bytes(8)),
     "float8, -0": (float8(b"\x80\0", 3.0), u32(0x80000000, 0)),
     "float8, NaN without option 2": (float8(b"\x7f\xff\x38", 1.0), u32(0x7FC00000, 0xFFC00000, 0x3F800000)),
@@ -477,6 +478,7 @@ CUT = {
         u32(0x3F800000, 0x7F800000 | 5 << 6),
     ),
     # 9.4
+    "a piece of zeros that is kept": (cut(FLOAT32, 1, u32(0xE00) + b"\x7f\0", FIXED), u32(0x3F800000)),
     "symbols of mode 3": (cut(FLOAT32, 1, u32(0xF03) + b"\0", FIXED), "head"),
     "a reserved bit of the head": (cut(FLOAT32, 1, u32(0x1F00) + b"\0", FIXED), "head"),
 }
