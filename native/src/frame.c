@@ -144,9 +144,7 @@ codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, 
 			BAD(WIRE_AT_HALVED, h->halved, h->coded);
 		if (h->side_nbytes % WIRE_ALIGN)
 			BAD(WIRE_AT_SIDE_NBYTES, h->side_nbytes, 0);
-		if ((h->flags & WIRE_FLAG_PRIOR || h->flags & WIRE_FLAG_SEGMENTS) && !(h->coded & 1))
-			BAD(WIRE_AT_FLAGS, h->flags, 0);
-		if (h->flags & WIRE_FLAG_SEGMENTS && !d->octave)
+		if (h->flags & (WIRE_FLAG_PRIOR | WIRE_FLAG_SEGMENTS) && (!(h->coded & 1) || !d->octave))
 			BAD(WIRE_AT_FLAGS, h->flags, 0);
 		if (!(h->flags & WIRE_FLAG_WINDOW) != (d->form != FORM_FLOAT8))
 			BAD(WIRE_AT_FLAGS, h->flags, d->form == FORM_FLOAT8 ? WIRE_FLAG_WINDOW : 0);

@@ -250,7 +250,7 @@ codec_status rows_read(const uint8_t *frame, uint64_t at, uint64_t end, struct j
 				BAD(at, count, j->h.n - start);
 			if (chosen ? !row || row > WIRE_MAX_ROW || (rows_entropy(&j->h) && row > WIRE_ROW_BLOCK)
 				   : row != row_for(&j->h, 1, NULL))
-				BAD(at + 8, row, j->h.row);
+				BAD(at + 8, row, chosen ? WIRE_MAX_ROW : row_for(&j->h, 1, NULL));
 			if (load32(frame + at + 12))
 				BAD(at + 12, load32(frame + at + 12), 0);
 			add_part(j, start, count, row);

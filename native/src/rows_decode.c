@@ -18,8 +18,8 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 			if (frame[at] > last)
 				BAD(at, frame[at], last);
 			w->scale[r] = rows_small_scale(q, p, frame[at]);
-			if (round_bits(w->scale[r]) >= ROUND_INF)
-				BAD(at, frame[at], last);
+			if (round_bits(w->scale[r]) >= ROUND_INF) /* that times the part's */
+				BAD(at, round_bits(w->scale[r]), ROUND_MAX);
 			continue;
 		}
 		u = load32(frame + at);

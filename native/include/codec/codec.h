@@ -26,9 +26,10 @@
  *     Decoding such a frame is safe, and gives some tensor of the declared shape or an error.
  *
  * Which error
- *   Of several faults of a frame, the one in the header is reported first, then side section, then the lowest block
- * (its place in the directory, its digest, what it holds), then the checksum of the whole. A destination, state or
- *   codebook that does not fit is an error of the caller (below 30, or 60 and above) only if the checksums are right.
+ *   - Of several faults of a frame, the one in the header is reported first, then that in the side section, then the
+ *     lowest block's (its place in the directory, its digest, what it holds), then the checksum of the whole.
+ *   - A destination, state or codebook that does not fit is an error of the caller (below 30, or 60 and above) only if
+ *     the frame's checksums are right.
  */
 #ifndef CODEC_H
 #define CODEC_H
