@@ -9,7 +9,7 @@ import numpy as np
 
 from codec import core
 from codec.errors import SpecError
-from codec.specs import Lossless
+from codec.specs import Lossless, whole
 from codec.view import view
 
 _FLOATS = ("float32", "float64", "bfloat16", "float16")
@@ -26,12 +26,25 @@ class Codebook:
     escape_length : int
         Length of the escape's code in bits, 1 to 8.
     id : int
-        A 64-bit digest of the lengths.
+        A 64-bit digest of the lengths, not 0.
+
+    Raises
+    ------
+    SpecError
+        Lengths that are not a whole code: every sequence of bits must mean something.
     """
 
     lengths: bytes
     escape_length: int
     id: int
+
+    def __post_init__(self) -> None:
+        if type(self.lengths) is not bytes or len(self.lengths) != 256 or max(self.lengths) > 8:
+            raise SpecError("lengths must be 256 bytes of 0 to 8")
+        whole("escape_length", self.escape_length, 1, 8)
+        whole("id", self.id, 1, (1 << 64) - 1)
+        if sum(256 >> n for n in (*self.lengths, self.escape_length) if n) != 256:
+            raise SpecError("code lengths must fill the tree: the sum of 1 / 2^length over values and escape must be 1")
 
     @classmethod
     def from_counts(cls, counts: Any, cap: int = 8) -> "Codebook":

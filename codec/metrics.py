@@ -20,6 +20,7 @@ References
 import importlib
 import inspect
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,11 +31,19 @@ import numpy as np
 from codec import core
 from codec.core import DTYPES, ffi
 from codec.errors import EngineError, SpecError, StateError
+from codec.specs import shown
 from codec.view import TensorView, view
 
 _BITS = {"float32": (23, 127), "bfloat16": (7, 127), "float16": (10, 15)}
 _DROPS = {"float32": (6, 12, 18), "bfloat16": (2, 4, 6), "float16": (3, 5, 8)}
 F32 = np.float32
+
+
+def _is_float64(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,11 @@ class Metric(ABC):
     grad_scale : float
         How many times the gradient g is: GradScaler's scale, if it was not yet divided by it.
     maximize : bool
+
+    Raises
+    ------
+    SpecError
+        A number that is negative or not finite, a beta of 1 or more, or a step below 1.
     """
 
     lr: float
@@ -73,8 +87,15 @@ class Metric(ABC):
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not value >= 0:
-                raise SpecError(f"{name} must be a number that is not negative, got {value!r}")
+            if not isinstance(value, int | float) or not (value >= 0 and _is_float64(value)):
+                raise SpecError(f"{name} must be a finite number that is not negative, got {shown(value)}")
+            if name == "step" and value < 1:
+                raise SpecError(
+                    f"step is the number of the step about to be taken, from 1 on, got {value!r}: "
+                    'torch\'s state["step"], which counts those that were taken, and 1'
+                )
+            if name in ("beta1", "beta2") and value >= 1:
+                raise SpecError(f"{name} must be below 1, got {shown(value)}")
 
     @abstractmethod
     def terms(self, state: Mapping[str, Any]) -> Terms:
@@ -85,7 +106,7 @@ class Metric(ABC):
 
     def _final(self, state: Mapping[str, Any]) -> Terms:
         """Scaled, with a v that is missing counted as 0; NaN where no bit may be dropped."""
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             t = self.terms(state)
             s = np.float64(self.grad_scale)
             theta, theta_v = F32(s * t.theta), F32(s * t.theta_v)
@@ -94,7 +115,7 @@ class Metric(ABC):
             if not self._known():
                 theta = theta_v = F32("nan")
             m = float(F32(s * t.m)) if "m" in state else 0.0
-        return Terms(float(theta), float(theta_v), float(F32(t.v)), float(F32(t.eps)), m)
+            return Terms(float(theta), float(theta_v), float(F32(t.v)), float(F32(t.eps)), m)
 
     def levels(self, g: Any, theta: Any, *, m: Any = None, v: Any = None, guard: int = -8) -> np.ndarray[Any, Any]:
         """The level of each value of g, 0 to 3, as :class:`codec.Truncate` chooses them.
