@@ -1,7 +1,6 @@
 """Codebooks that both sides hold before a frame is sent."""
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,54 +92,65 @@ class Codebook:
             raise SpecError("segments= goes with a single tensor")
         counts = core.ffi.new("uint64_t[256]")
         spec = core.spec_struct(Lossless(cap=cap))
+        array = segment_structs(segments)
         for x in tensors:
             v = view(x)
             if v.dtype not in _FLOATS:
                 raise SpecError(f"codebooks are for the exponents of {', '.join(_FLOATS)}, not for {v.dtype}")
-            t = core.own_tensor(core.DTYPES[v.dtype], v.shape, v.data, v.nbytes)
-            size = core.local.size
-            core.check(core.lib.codec_scratch(spec, t, size))
-            context = core.own_context()
-            keep = set_segments(context, segments)
-            scratch = core.new_bytes(size[0])
-            core.check(core.lib.codec_count(spec, t, counts, context, scratch, size[0]))
-            del keep
+            call = core.take()
+            if array is not None:
+                set_segments(call.context, array)
+            t = call.fill_tensor(core.DTYPES[v.dtype], v.shape, v.data, v.nbytes)
+            core.check(core.lib.codec_scratch(spec, t, call.size))
+            nbytes = call.size[0]
+            core.check(core.lib.codec_count(spec, t, counts, call.context, call.scratch(nbytes), nbytes))
+            core.give(call)
         book = core.ffi.new("codec_codebook *")
         core.check(core.lib.codec_codebook_build(counts, cap, book))
         return cls(bytes(book.length), book.escape_length, book.id)
 
 
-def set_codebooks(context: Any, books: Sequence[Codebook]) -> object:
-    """Give codebooks to a call; the result must stay alive until it returns."""
-    if not books:
+def codebook_structs(books: Any) -> Any:
+    """Codebooks as C takes them, or None."""
+    if books is None:
         return None
+    books = list(books) if hasattr(books, "__iter__") else [books]
+    if not all(isinstance(book, Codebook) for book in books):
+        raise SpecError(f"not codebooks: {books!r}")
     array = core.ffi.new("codec_codebook[]", len(books))
     for entry, book in zip(array, books, strict=True):
         entry.id = book.id
         entry.length = book.lengths
         entry.escape_length = book.escape_length
-    context.codebooks = array
-    context.ncodebooks = len(books)
     return array
 
 
-def set_segments(context: Any, segments: Any) -> object:
-    """Give segments to a call; the result must stay alive until it returns."""
-    if not segments:
+def set_codebooks(context: Any, array: Any) -> None:
+    """Give codebooks to a call; the array must stay alive until it returns."""
+    context.codebooks, context.ncodebooks = array, len(array)
+
+
+def segment_structs(segments: Any) -> Any:
+    """Segments as C takes them, or None."""
+    if segments is None:
         return None
     try:
-        fields = [x for offset, shape in segments for x in (offset, len(shape), 0, *shape, *_NO_SHAPE[len(shape) :])]
-        array = core.ffi.from_buffer("codec_segment[]", struct.pack(_SEGMENT * len(segments), *fields))
+        pairs = [(offset, tuple(shape)) for offset, shape in segments]
+    except (TypeError, ValueError):
+        raise SpecError("segments are pairs (offset, shape)") from None
+    for _, shape in pairs:
+        if len(shape) > len(_NO_SHAPE):
+            raise SpecError(f"segment of rank {len(shape)} is above {len(_NO_SHAPE)}")
+    fields = [x for offset, shape in pairs for x in (offset, len(shape), 0, *shape, *_NO_SHAPE[len(shape) :])]
+    try:
+        return core.ffi.from_buffer("codec_segment[]", struct.pack(_SEGMENT * len(pairs), *fields))
     except struct.error as e:
-        for offset, shape in segments:
-            if len(shape) > len(_NO_SHAPE):
-                raise SpecError(f"segment of rank {len(shape)} is above {len(_NO_SHAPE)}") from None
-            if offset < 0 or any(s < 0 for s in shape):
-                raise SpecError(f"negative segment: {offset}, {tuple(shape)}") from None
-        raise SpecError(f"segments are pairs (offset, shape) of integers: {e}") from None
-    context.segments = array
-    context.nsegments = len(segments)
-    return array
+        raise SpecError(f"segments are pairs (offset, shape) of integers, none below 0: {e}") from None
+
+
+def set_segments(context: Any, array: Any) -> None:
+    """Give segments to a call; the array must stay alive until it returns."""
+    context.segments, context.nsegments = array, len(array)
 
 
 _SEGMENT = "QII8Q"  # codec_segment: packed at once, for a gradient bucket may have hundreds

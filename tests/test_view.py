@@ -256,3 +256,54 @@ def test_like_is_on_the_cpu():
 class OnGPU:
     def __dlpack_device__(self):
         return (2, 0)
+
+
+def test_autograd_notices():
+    """What is written to counts as written to."""
+    x = torch.randn(1000)
+    frame, shared = codec.encode(x), torch.zeros(1000)
+    for call in (
+        lambda t: codec.decode(frame, out=t),
+        lambda t: codec.accumulate(frame, t),
+        lambda t: codec.reduce([frame], out=t),
+        lambda t: codec.encode(x, codec.Sign(), residual=t),
+        lambda t: codec.encode(torch.ones(7), out=t.view(torch.uint8)),
+    ):
+        weight = torch.ones(1000, requires_grad=True)
+        y = (weight * shared).sum()
+        call(shared)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+    with torch.inference_mode():
+        codec.decode(frame, out=torch.zeros(1000))
+
+
+@pytest.mark.parametrize("size", [0, 30, 200, 5000])
+def test_what_a_frame_is_written_to(size):
+    """A view of the caller's memory as long as the frame, or SpecError, for every kind of `out`."""
+    import ctypes
+    import mmap
+
+    x = np.arange(20.0)
+    frame = codec.encode(x)
+    rows = 2 if size % 2 == 0 else 1
+    outs = [bytearray(size), memoryview(bytearray(size)), array.array("B", bytes(size)), array.array("b", bytes(size)),
+            (ctypes.c_uint8 * size)(), np.zeros(size, np.uint8), np.zeros(size, np.int8),
+            np.zeros((rows, size // rows), np.uint8), np.zeros(size + 1, np.uint8)[1:].view(np.recarray),
+            np.ma.zeros(size, np.uint8), torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.int8),
+            torch.zeros(rows, size // rows, dtype=torch.uint8),
+            torch.nn.Parameter(torch.zeros(size, dtype=torch.uint8), False)]  # fmt: skip
+    if size:
+        outs.append(mmap.mmap(-1, size))
+    for out in outs:
+        if size < len(frame):
+            with pytest.raises(codec.SpecError, match="too few"):
+                codec.encode(x, out=out)
+            continue
+        part = codec.encode(x, out=out)
+        assert (type(part), part.format, part.ndim, part.readonly) == (memoryview, "B", 1, False)
+        assert part == frame
+        assert (codec.decode(part) == x).all()
+        where = np.asarray(out) if not isinstance(out, mmap.mmap) else np.frombuffer(out, np.uint8)
+        assert np.shares_memory(np.asarray(part), where)
+        del part, where
