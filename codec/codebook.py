@@ -1,7 +1,7 @@
 """Codebooks that both sides hold before a frame is sent."""
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from codec import core
 from codec.errors import SpecError
-from codec.metrics import set_metric
-from codec.specs import Lossless, Truncate
+from codec.metrics import metric_structs, set_metric
+from codec.specs import Lossless, Truncate, whole
 from codec.view import view
 
 _DEFAULT = Lossless()
@@ -36,7 +36,7 @@ class Codebook:
     Raises
     ------
     SpecError
-        These are not code lengths, or the id is not theirs.
+        Lengths that are not a whole code (every sequence of bits must mean something), or an id that is not theirs.
     """
 
     lengths: bytes
@@ -45,18 +45,17 @@ class Codebook:
     symbols: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.lengths) != 256:
-            raise SpecError(f"a codebook has 256 code lengths, not {len(self.lengths)}")
-        for name, value, bits in (
-            ("escape_length", self.escape_length, 8),
-            ("id", self.id, 64),
-            ("symbols", self.symbols, 8),
-        ):
-            if type(value) is not int or not 0 <= value < 1 << bits:
-                raise SpecError(f"{name} must be an int of {bits} bits, got {value!r}")
+        if type(self.lengths) is not bytes or len(self.lengths) != 256 or max(self.lengths) > 8:
+            raise SpecError("lengths must be 256 bytes of 0 to 8")
+        whole("escape_length", self.escape_length, 1, 8)
+        whole("id", self.id, 1, (1 << 64) - 1)
+        whole("symbols", self.symbols, 0, core.lib.CODEC_SYMBOLS_JOINT16)
+        if sum(256 >> n for n in (*self.lengths, self.escape_length) if n) != 256:
+            raise SpecError("code lengths must fill the tree: the sum of 1 / 2^length over values and escape must be 1")
         struct = core.ffi.new("codec_codebook *")
         _fill(struct, self)
-        core.check(core.lib.codec_codebook_check(struct))
+        if core.lib.codec_codebook_check(struct):
+            raise SpecError(f"{self.id:#018x} is not the id of these code lengths and symbols")
 
     @classmethod
     def from_counts(cls, counts: Any, spec: Lossless | Truncate = _DEFAULT, dtype: str = "float32") -> "Codebook":
@@ -113,22 +112,23 @@ class Codebook:
             raise SpecError("segments=, metric= and state= go with a single tensor")
         counts = core.ffi.new("uint64_t[256]")
         symbols: set[int] = set()
+        array = segment_structs(segments)
         for x in tensors:
             v = view(x)
             if v.dtype not in _FLOATS:
                 raise SpecError(f"codebooks are for the exponents of {', '.join(_FLOATS)}, not for {v.dtype}")
             s = core.spec_struct(spec)
-            t = core.own_tensor(core.DTYPES[v.dtype], v.shape, v.data, v.nbytes)
-            size = core.local.size
-            core.check(core.lib.codec_scratch(s, t, size))
-            context = core.own_context()
-            keep = (
-                set_segments(context, segments),
-                set_metric(context, metric, state, v.nbytes // core.ITEMSIZE[v.dtype]),
-            )
-            scratch = core.new_bytes(size[0])
-            core.check(core.lib.codec_count(s, t, counts, context, scratch, size[0]))
-            del keep
+            m = metric_structs(metric, state, v.nbytes // core.ITEMSIZE[v.dtype])
+            call = core.take()
+            if array is not None:
+                set_segments(call.context, array)
+            if m is not None:
+                set_metric(call.context, m)
+            t = call.fill_tensor(core.DTYPES[v.dtype], v.shape, v.data, v.nbytes)
+            core.check(core.lib.codec_scratch(s, t, call.size))
+            nbytes = call.size[0]
+            core.check(core.lib.codec_count(s, t, counts, call.context, call.scratch(nbytes), nbytes))
+            core.give(call)
             symbols.add(cls._build(spec, v.dtype, counts).symbols)
         if len(symbols) > 1:
             raise SpecError(f"tensors of these dtypes have no symbols in common under {spec}")
@@ -153,35 +153,45 @@ def _fill(struct: Any, book: Codebook) -> None:
     struct.symbols = book.symbols
 
 
-def set_codebooks(context: Any, books: Sequence[Codebook]) -> object:
-    """Give codebooks to a call; the result must stay alive until it returns."""
-    if not books:
+def codebook_structs(books: Any) -> Any:
+    """Codebooks as C takes them, or None."""
+    if books is None:
         return None
+    books = list(books) if hasattr(books, "__iter__") else [books]
+    if not all(isinstance(book, Codebook) for book in books):
+        raise SpecError(f"not codebooks: {books!r}")
     array = core.ffi.new("codec_codebook[]", len(books))
     for entry, book in zip(array, books, strict=True):
         _fill(entry, book)
-    context.codebooks = array
-    context.ncodebooks = len(books)
     return array
 
 
-def set_segments(context: Any, segments: Any) -> object:
-    """Give segments to a call; the result must stay alive until it returns."""
-    if not segments:
+def set_codebooks(context: Any, array: Any) -> None:
+    """Give codebooks to a call; the array must stay alive until it returns."""
+    context.codebooks, context.ncodebooks = array, len(array)
+
+
+def segment_structs(segments: Any) -> Any:
+    """Segments as C takes them, or None."""
+    if segments is None:
         return None
     try:
-        fields = [x for offset, shape in segments for x in (offset, len(shape), 0, *shape, *_NO_SHAPE[len(shape) :])]
-        array = core.ffi.from_buffer("codec_segment[]", struct.pack(_SEGMENT * len(segments), *fields))
+        pairs = [(offset, tuple(shape)) for offset, shape in segments]
+    except (TypeError, ValueError):
+        raise SpecError("segments are pairs (offset, shape)") from None
+    for _, shape in pairs:
+        if len(shape) > len(_NO_SHAPE):
+            raise SpecError(f"segment of rank {len(shape)} is above {len(_NO_SHAPE)}")
+    fields = [x for offset, shape in pairs for x in (offset, len(shape), 0, *shape, *_NO_SHAPE[len(shape) :])]
+    try:
+        return core.ffi.from_buffer("codec_segment[]", struct.pack(_SEGMENT * len(pairs), *fields))
     except struct.error as e:
-        for offset, shape in segments:
-            if len(shape) > len(_NO_SHAPE):
-                raise SpecError(f"segment of rank {len(shape)} is above {len(_NO_SHAPE)}") from None
-            if offset < 0 or any(s < 0 for s in shape):
-                raise SpecError(f"negative segment: {offset}, {tuple(shape)}") from None
-        raise SpecError(f"segments are pairs (offset, shape) of integers: {e}") from None
-    context.segments = array
-    context.nsegments = len(segments)
-    return array
+        raise SpecError(f"segments are pairs (offset, shape) of integers, none below 0: {e}") from None
+
+
+def set_segments(context: Any, array: Any) -> None:
+    """Give segments to a call; the array must stay alive until it returns."""
+    context.segments, context.nsegments = array, len(array)
 
 
 _SEGMENT = "QII8Q"  # codec_segment: packed at once, for a gradient bucket may have hundreds

@@ -1,7 +1,6 @@
 """The C library: loaded once, its status turned into exceptions, its structs filled in."""
 
 import os
-import threading
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,7 +10,8 @@ from codec.specs import Spec
 ffi: Any = _cffi.ffi
 # beside the generated module, which need not lie beside this file
 _path = os.environ.get("CODEC_LIBRARY") or str(Path(_cffi.__file__).with_name("lib") / "libcodec.so")
-lib: Any = ffi.dlopen(_path)
+# never unloaded: daemon threads may be in it when the interpreter ends
+lib: Any = ffi.dlopen(_path, ffi.RTLD_NOW | ffi.RTLD_NODELETE)
 if lib.codec_abi_version() != lib.CODEC_ABI_VERSION:
     raise ImportError(f"{_path} has ABI {lib.codec_abi_version()}, this package needs {lib.CODEC_ABI_VERSION}")
 
@@ -116,7 +116,7 @@ def current_isa() -> int:
     return _isa
 
 
-SMALL_TENSOR = 1 << 16  # bytes: frames of such are built in a thread's own buffer and copied
+SMALL_TENSOR = 1 << 16  # bytes: frames of such are built in a call's own buffer and copied
 SMALL_FRAME = (1 << 16) + 256  # the bound of a tensor of 64 KiB
 SMALL_SCRATCH = 1 << 20
 
@@ -128,37 +128,114 @@ def new_bytes(n: int) -> Any:
     return _new_uninitialized("uint8_t[]", n)
 
 
-class _PerThread(threading.local):
-    """Structs and buffers that calls of one thread reuse: small tensors would spend most of their time here."""
+def new_tensor(dtype: int, shape: tuple[int, ...], data: Any = ffi.NULL, nbytes: int = 0) -> Any:
+    """A codec_tensor."""
+    t = ffi.new("codec_tensor *")
+    t.struct_nbytes = ffi.sizeof("codec_tensor")
+    t.dtype, t.rank, t.data, t.nbytes = dtype, len(shape), data, nbytes
+    t.shape[0 : len(shape)] = shape
+    return t
+
+
+_INFO, _INFO_NBYTES = ffi.typeof("codec_info *"), ffi.sizeof("codec_info")
+
+
+def new_info() -> Any:
+    """A codec_info."""
+    info = ffi.new(_INFO)
+    info.struct_nbytes = _INFO_NBYTES
+    return info
+
+
+class Call:
+    """Structs and buffers of one call of a public function, from :func:`take` to :func:`give`.
+
+    Small tensors would spend most of their time on making them. Nobody else has them meanwhile: code of the user's that
+    runs in the midst of a call (a mapping's, a finalizer, a signal handler) and makes a call of its own takes others.
+    """
+
+    __slots__ = ("_blank", "_scratch", "_shape", "context", "fault", "frame", "info", "keep", "size", "tensor")
 
     def __init__(self) -> None:
         self.fault = ffi.new("codec_fault *")
-        self.context = new_context(self.fault)
-        self.tensor = ffi.new("codec_tensor *")
-        self.tensor.struct_nbytes = ffi.sizeof("codec_tensor")
-        self.written = ffi.new("size_t *")
+        blank = ffi.new("codec_context *")
+        blank.struct_nbytes = ffi.sizeof("codec_context")
+        blank.fault = self.fault
+        blank.weight = 1
+        self._blank = blank[0]
+        self.context = ffi.new("codec_context *")
+        self.tensor = new_tensor(0, ())
+        self._shape = self.tensor.shape
         self.size = ffi.new("size_t *")
-        self.info = ffi.new("codec_info *")
-        self.info.struct_nbytes = ffi.sizeof("codec_info")
-        self.scratch: Any = None
+        self.info = new_info()
         self.frame = new_bytes(SMALL_FRAME)
+        self._scratch: Any = None
+        self.keep: Any = None  # what the structs point to
+
+    def reset(self) -> None:
+        """Make the context one that asks for nothing."""
+        context = self.context
+        context[0] = self._blank
+        context.isa = current_isa() if _isa is None else _isa
+
+    def fill_tensor(self, dtype: int, shape: tuple[int, ...], data: Any, nbytes: int) -> Any:
+        """The codec_tensor."""
+        t = self.tensor
+        rank = len(shape)
+        t.dtype = dtype
+        t.rank = rank
+        self._shape[0:rank] = shape
+        t.data = data
+        t.nbytes = nbytes
+        return t
 
     def small_scratch(self) -> Any:
         """SMALL_SCRATCH bytes, enough for any tensor of 64 KiB."""
-        if self.scratch is None:
-            self.scratch = new_bytes(SMALL_SCRATCH)
-        return self.scratch
+        if self._scratch is None:
+            self._scratch = new_bytes(SMALL_SCRATCH)
+        return self._scratch
 
-    def get_scratch(self, nbytes: int) -> Any:
+    def scratch(self, nbytes: int) -> Any:
         """At least nbytes."""
         return self.small_scratch() if nbytes <= SMALL_SCRATCH else new_bytes(nbytes)
 
 
+_KEPT = 32
+_free: list[Call] = []  # of any thread: pop and append are atomic
+
+
+def take() -> Call:
+    """Structs for one call, with a context that asks for nothing.
+
+    They go back by :func:`give` once the call has succeeded. After an exception they are simply dropped.
+    """
+    try:
+        call = _free.pop()
+    except IndexError:
+        call = Call()
+    call.reset()
+    return call
+
+
+def give(call: Call) -> None:
+    """The call is over."""
+    call.keep = None
+    if len(_free) < _KEPT:
+        _free.append(call)
+
+
 _spec_structs: dict[Spec, Any] = {}
+_last: tuple[Any, Any] = (None, None)  # a spec, which cannot change, and its struct: most calls name the one before
 
 
 def spec_struct(spec: Spec) -> Any:
     """The C struct of a spec; they are few and kept."""
+    global _last
+    known, struct = _last
+    if known is spec:
+        return struct
+    if not isinstance(spec, Spec):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise errors.SpecError(f"not a spec: {spec!r}")
     struct = _spec_structs.get(spec)
     if struct is None:
         fields = _fields_of(spec)
@@ -169,6 +246,7 @@ def spec_struct(spec: Spec) -> Any:
         if len(_spec_structs) > 1000:  # a program that makes seeds or scales as it goes
             _spec_structs.clear()
         _spec_structs[spec] = struct
+    _last = spec, struct
     return struct
 
 
@@ -259,45 +337,10 @@ def spec_of(struct: Any) -> Spec:
     return specs.Lossless(struct.cap, get_args(specs.Model)[struct.model])
 
 
-def own_tensor(dtype: int, shape: tuple[int, ...], data: Any, nbytes: int) -> Any:
-    """Fill in this thread's codec_tensor."""
-    t = local.tensor
-    t.dtype = dtype
-    t.rank = len(shape)
-    for i, s in enumerate(shape):
-        t.shape[i] = s
-    t.data = data
-    t.nbytes = nbytes
-    return t
-
-
-def new_context(fault: Any) -> Any:
-    """A codec_context that asks for nothing."""
-    c = ffi.new("codec_context *")
-    c.struct_nbytes = ffi.sizeof("codec_context")
-    c.fault = fault
-    return c
-
-
-def copy_context(context: Any, fault: Any) -> Any:
-    """The same requests, for another thread."""
-    c = ffi.new("codec_context *", context[0])
-    c.fault = fault
-    return c
-
-
-def own_context(flags: int = 0, max_nbytes: int = 0, stream: int = 0, into: int = 0, weight: float = 1) -> Any:
-    """Reset this thread's codec_context: no segments, codebooks or residual."""
-    c = local.context
-    c.isa = current_isa()
-    c.flags = flags
-    c.max_nbytes = max_nbytes
-    c.nsegments = c.ncodebooks = 0
-    c.stream = stream
-    c.into = into
-    c.weight = weight
-    c.residual = c.metric = c.levels = ffi.NULL
-    return c
-
-
-local = _PerThread()
+def copy_contexts(context: Any, faults: Any, count: int) -> Any:
+    """The same requests `count` times, each with a fault of its own: for other threads."""
+    copies = ffi.new("codec_context[]", count)
+    for i in range(count):
+        copies[i] = context[0]
+        copies[i].fault = faults + i
+    return copies

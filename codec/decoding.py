@@ -1,15 +1,17 @@
 """Frames to tensors, and to sums of them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from codec import core, pool
-from codec.codebook import Codebook, set_codebooks
-from codec.core import DTYPE_NAMES, DTYPES, check, ffi, lib, local
+from codec.codebook import Codebook, codebook_structs, set_codebooks
+from codec.core import DTYPE_NAMES, DTYPES, Call, check, ffi, lib
 from codec.errors import FrameError, LimitError, SpecError, StateError
 from codec.frame import check_engine
-from codec.metrics import set_metric
-from codec.view import TensorView, empty, view_bytes, view_output
+from codec.metrics import MetricStructs, metric_structs, set_metric
+from codec.specs import float32, shown, whole
+from codec.view import TensorView, check_apart, empty, mark_written, view_bytes, view_output
 
 _SCRATCH = core.SMALL_SCRATCH
 
@@ -34,8 +36,8 @@ def decode(
         A frame, whole, with nothing behind it.
     out : array or tensor, optional
         Where to put the values: contiguous, writable, of the frame's shape and dtype (or unsigned integers of the same
-        size, for the bits). The frame's checksum is verified before the first byte is written, so that a damaged frame
-        leaves `out` as it was.
+        size, for the bits), apart from the frame. The frame's checksum is verified before the first byte is written, so
+        that a damaged frame leaves `out` as it was.
     like : array or tensor, optional
         Return a tensor of this one's kind; a torch tensor, for example.
     engine : str, optional
@@ -66,110 +68,134 @@ def decode(
         `out` does not fit the frame.
     """
     check_engine(engine)
+    threads = None if threads is None else pool.check_threads(threads)
+    most = max_nbytes if type(max_nbytes) is int and 0 <= max_nbytes < 1 << 64 else _check_limit(max_nbytes)
     source, nbytes, keep = view_bytes(frame)
-    fault, info = local.fault, local.info
+    call = core.take()
+    info = call.info
     check(lib.codec_inspect(source, nbytes, info), info.fault)
     name = DTYPE_NAMES[info.dtype]
     shape = tuple(info.shape[0 : info.rank])
-    context = core.own_context(max_nbytes=max_nbytes)
-    if info.frame_nbytes != nbytes or info.tensor_nbytes > max_nbytes:
+    if info.frame_nbytes != nbytes or info.tensor_nbytes > most:
         # refused before anything is allocated
-        t = core.own_tensor(info.dtype, shape, ffi.NULL, 0)
-        check(lib.codec_decode(source, nbytes, t, context, ffi.NULL, 0), fault)
+        if most or not info.tensor_nbytes:  # to C, 0 is no limit
+            call.context.max_nbytes = most
+            t = call.fill_tensor(info.dtype, shape, ffi.NULL, 0)
+            check(lib.codec_decode(source, nbytes, t, call.context, ffi.NULL, 0), call.fault)
+        raise LimitError(f"the tensor has {info.tensor_nbytes} bytes, more than max_nbytes", lib.CODEC_LIMIT)
+    books = codebook_structs(codebooks) if codebooks is not None else None
+    m = _metric_of(info, metric, state, source, nbytes) if metric is not None else None
     if out is None:
         result, v = empty(name, shape, like)
     else:
-        result, v = out, view_output(out, name)
-        context.flags = lib.CODEC_VERIFY_FIRST
-    if codebooks:
-        keep = (keep, set_codebooks(context, [codebooks] if isinstance(codebooks, Codebook) else codebooks))
-    if metric is not None:
-        keep = (keep, _set_metric_of(info, context, metric, state, source, nbytes))
-    _decode_into(info, source, nbytes, v, context, threads)
-    del keep
+        result, v = out, _view_out(out, name, [(source, nbytes, keep)], m)
+        call.context.flags = lib.CODEC_VERIFY_FIRST
+    call.keep = keep, v, books, m
+    if books is not None:
+        set_codebooks(call.context, books)
+    if m is not None:
+        set_metric(call.context, m)
+    try:
+        _decode_into(call, info, source, nbytes, v, threads)
+    finally:
+        if out is not None:
+            mark_written(out)
+    core.give(call)
     return result
 
 
-def _set_metric_of(info: Any, context: Any, metric: Any, state: Any, source: Any, nbytes: int) -> Any:
-    """Set what a frame needs, but first see that it is the frame's fault if that does not fit."""
+def _check_limit(max_nbytes: Any) -> int:
+    return whole("max_nbytes", max_nbytes, 0, (1 << 64) - 1)
+
+
+def _metric_of(info: Any, metric: Any, state: Any, source: Any, nbytes: int) -> MetricStructs | None:
+    """What a frame needs; but if that does not fit, see first that it is not the frame's fault."""
     try:
-        return set_metric(context, metric, state, info.n)
+        return metric_structs(metric, state, info.n)
     except (SpecError, StateError):
         check(lib.codec_verify(source, nbytes))
         raise
 
 
-def _decode_into(info: Any, source: Any, nbytes: int, v: TensorView, context: Any, threads: int | None) -> None:
-    t = core.own_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes)
-    if v.nbytes <= core.SMALL_TENSOR and threads in (None, 1):
-        check(lib.codec_decode(source, nbytes, t, context, local.small_scratch(), _SCRATCH), context.fault)
+def _view_out(out: Any, dtype: str | None, frames: list[Any], m: MetricStructs | None) -> TensorView:
+    v = view_output(out, dtype)
+    others: list[tuple[str, TensorView, bool]] = []
+    for source, nbytes, keep in frames:
+        if type(keep) is not bytes:  # which cannot be written to
+            others.append(("a frame", TensorView("uint8", (nbytes,), source, nbytes, keep), False))
+    if m is not None:
+        others += [(name, s, True) for name, s in m.views.items()]
+    if others:
+        check_apart("out=", v, others)
+    return v
+
+
+def _decode_into(call: Call, info: Any, source: Any, nbytes: int, v: TensorView, threads: int | None) -> None:
+    t, context = call.fill_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes), call.context
+    if v.nbytes <= core.SMALL_TENSOR and (threads or 1) == 1:
+        check(lib.codec_decode(source, nbytes, t, context, call.small_scratch(), _SCRATCH), call.fault)
         return
     count = pool.choose_threads(threads, v.nbytes)
     if count > 1 and info.nblocks > 1:
-        _decode_threads(info, source, nbytes, t, context, count)
+        _decode_threads(call, info, source, nbytes, count)
         return
-    size = local.size
     like = t if info.dtype == t.dtype else _tensor_like(info)
-    check(lib.codec_scratch(ffi.addressof(info.spec), like, size))
-    scratch = local.get_scratch(size[0])
-    check(lib.codec_decode(source, nbytes, t, context, scratch, size[0]), context.fault)
+    check(lib.codec_scratch(ffi.addressof(info.spec), like, call.size))
+    size = call.size[0]
+    check(lib.codec_decode(source, nbytes, t, context, call.scratch(size), size), call.fault)
 
 
 def _tensor_like(info: Any) -> Any:
     """The frame's tensor, without data."""
-    t = ffi.new("codec_tensor *")
-    t.struct_nbytes = ffi.sizeof("codec_tensor")
-    t.dtype, t.rank, t.shape = info.dtype, info.rank, info.shape
-    return t
+    return core.new_tensor(info.dtype, tuple(info.shape[0 : info.rank]))
 
 
-def _decode_threads(info: Any, source: Any, nbytes: int, t: Any, context: Any, threads: int) -> None:
+def _decode_threads(call: Call, info: Any, source: Any, nbytes: int, threads: int) -> None:
+    context = call.context
     verify = context.flags & lib.CODEC_VERIFY_FIRST
     context.flags &= ~lib.CODEC_VERIFY_FIRST  # in steps, that is a pass of its own
-    job, work_nbytes = _open_job(info, source, nbytes, t, context)
+    job, work_nbytes = _open_job(call, context, info, source, nbytes)
     if verify:
-        _pass_over_blocks(info.nblocks, source, nbytes, None, context, job, work_nbytes, threads)
+        _pass_over_blocks(call, None, info, source, nbytes, job, work_nbytes, threads)
         context.flags |= lib.CODEC_NO_CHECKSUM
-    _pass_over_blocks(info.nblocks, source, nbytes, t, context, job, work_nbytes, threads)
+    _pass_over_blocks(call, call.tensor, info, source, nbytes, job, work_nbytes, threads)
 
 
-def _open_job(info: Any, source: Any, nbytes: int, t: Any, context: Any) -> tuple[Any, int]:
+def _open_job(call: Call, context: Any, info: Any, source: Any, nbytes: int) -> tuple[Any, int]:
     """A job for decoding, and the bytes of one thread's buffer."""
     job_size, work_size = ffi.new("size_t *"), ffi.new("size_t *")
     check(lib.codec_job_nbytes(ffi.addressof(info.spec), _tensor_like(info), job_size, work_size))
     job = core.new_bytes(job_size[0])
-    check(lib.codec_decode_open(source, nbytes, t, context, job, job_size[0], ffi.NULL), context.fault)
+    check(lib.codec_decode_open(source, nbytes, call.tensor, context, job, job_size[0], ffi.NULL), call.fault)
     return job, work_size[0]
 
 
 def _pass_over_blocks(
-    nblocks: int, source: Any, nbytes: int, t: Any, context: Any, job: Any, work_nbytes: int, threads: int
+    call: Call, t: Any, info: Any, source: Any, nbytes: int, job: Any, work_nbytes: int, threads: int
 ) -> None:
     """Decode all blocks of a job into t, or check them if t is None; the error is that of the lowest block."""
-    cuts = pool.ranges(nblocks, threads)
+    cuts = pool.ranges(info.nblocks, threads)
+    faults, seals = ffi.new("codec_fault[]", len(cuts)), ffi.new("uint64_t[]", len(cuts))
+    contexts = core.copy_contexts(call.context, faults, len(cuts))
+    works = [core.new_bytes(work_nbytes) for _ in range(min(threads, len(cuts)))]
 
-    def task(i: int) -> tuple[int, int, Any]:
-        fault, seal = ffi.new("codec_fault *"), ffi.new("uint64_t *")
-        own = core.copy_context(context, fault)
-        work = core.new_bytes(work_nbytes)
+    def task(i: int, w: int) -> int:
+        # `call` keeps alive what is pointed to
+        rest = contexts + i, job, *cuts[i], seals + i, works[w], work_nbytes
         if t is None:
-            status = lib.codec_decode_check(source, nbytes, own, job, *cuts[i], seal, work, work_nbytes)
-        else:
-            status = lib.codec_decode_blocks(source, nbytes, t, own, job, *cuts[i], seal, work, work_nbytes)
-        return status, seal[0], fault
+            return lib.codec_decode_check(source, nbytes, *rest)
+        return lib.codec_decode_blocks(source, nbytes, call.tensor, *rest)
 
-    results = pool.run(task, len(cuts), threads)
-    for status, _, fault in results:
-        check(status, fault)
-    if not context.flags & lib.CODEC_NO_CHECKSUM:
-        check(lib.codec_decode_close(context, job, sum(seal for _, seal, _ in results) % (1 << 64)), context.fault)
+    for i, status in enumerate(pool.run(task, len(cuts), threads)):
+        check(status, faults[i])
+    if not call.context.flags & lib.CODEC_NO_CHECKSUM:
+        check(lib.codec_decode_close(call.context, job, sum(seals) % (1 << 64)), call.fault)
 
 
 def _inspect_whole(frame: Any) -> tuple[Any, Any, int, object]:
     """The header of a frame, which must be all of `frame`; pointer, size, and what keeps it alive."""
     source, nbytes, keep = view_bytes(frame)
-    info = ffi.new("codec_info *")
-    info.struct_nbytes = ffi.sizeof("codec_info")
+    info = core.new_info()
     check(lib.codec_inspect(source, nbytes, info), info.fault)
     if info.frame_nbytes != nbytes:
         raise FrameError(f"the frame has {info.frame_nbytes} bytes, {nbytes} were given", lib.CODEC_TRUNCATED)
@@ -214,16 +240,36 @@ def accumulate(
         `out` does not fit the frame.
     """
     check_engine(engine)
+    threads = None if threads is None else pool.check_threads(threads)
+    factor = _weight_of(weight)
     info, source, nbytes, keep = _inspect_whole(frame)
-    v = view_output(out)
-    context = core.own_context(lib.CODEC_VERIFY_FIRST, into=lib.CODEC_INTO_ADD, weight=weight)
-    if codebooks:
-        keep = (keep, set_codebooks(context, [codebooks] if isinstance(codebooks, Codebook) else codebooks))
-    if metric is not None:
-        keep = (keep, _set_metric_of(info, context, metric, state, source, nbytes))
-    _decode_into(info, source, nbytes, v, context, threads)
-    del keep
+    books = codebook_structs(codebooks) if codebooks is not None else None
+    m = _metric_of(info, metric, state, source, nbytes) if metric is not None else None
+    v = _view_out(out, None, [(source, nbytes, keep)], m)
+    call = core.take()
+    context = call.context
+    context.flags, context.into, context.weight = lib.CODEC_VERIFY_FIRST, lib.CODEC_INTO_ADD, factor
+    call.keep = keep, v, books, m
+    if books is not None:
+        set_codebooks(context, books)
+    if m is not None:
+        set_metric(context, m)
+    try:
+        _decode_into(call, info, source, nbytes, v, threads)
+    finally:
+        mark_written(out)
+    core.give(call)
     return out
+
+
+def _weight_of(weight: Any) -> float:
+    try:
+        number = None if isinstance(weight, str | bytes) else float(weight)
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None or (math.isfinite(number) and not math.isfinite(float32(number) or 0)):
+        raise SpecError(f"weight must be a number that float32 can hold, got {shown(weight)}")
+    return number
 
 
 _OPS = {"sum": lib.CODEC_REDUCE_SUM, "mean": lib.CODEC_REDUCE_MEAN, "max": lib.CODEC_REDUCE_MAX}
@@ -272,11 +318,13 @@ def reduce(
         No frames, shapes that differ, or an `out` that does not fit them.
     """
     check_engine(engine)
-    if op not in _OPS:
+    threads = None if threads is None else pool.check_threads(threads)
+    most = _check_limit(max_nbytes)
+    if not isinstance(op, str) or op not in _OPS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SpecError(f"op must be one of {tuple(_OPS)}, got {op!r}")
-    if not frames:
-        raise SpecError("there are no frames to reduce")
     read = [_inspect_whole(f) for f in frames]
+    if not read:
+        raise SpecError("there are no frames to reduce")
     first = read[0][0]
     shape = tuple(first.shape[0 : first.rank])
     for info, *_ in read:
@@ -284,73 +332,86 @@ def reduce(
             for _, source, nbytes, _ in read:  # or one is damaged
                 check(lib.codec_verify(source, nbytes))
             raise SpecError(f"frames of shapes {shape} and {tuple(info.shape[0 : info.rank])} cannot be reduced")
-    if 4 * first.n > max_nbytes:
+    if 4 * first.n > most:
         raise LimitError(f"the result has {4 * first.n} bytes, more than max_nbytes", lib.CODEC_LIMIT)
-    context = core.own_context()
+    books = codebook_structs(codebooks) if codebooks is not None else None
+    m = metric_structs(metric, state, first.n) if metric is not None else None
     if out is None:
         result, v = empty("float32", shape, like)
     else:
-        result, v = out, view_output(out)
-        context.flags = lib.CODEC_VERIFY_FIRST
-    keep: Any = (
-        set_codebooks(context, [codebooks] if isinstance(codebooks, Codebook) else codebooks) if codebooks else 0
-    )
-    if metric is not None:
-        keep = (keep, set_metric(context, metric, state, first.n))
-    t = core.own_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes)
-    pointers = ffi.new("void *[]", [source for _, source, _, _ in read])
-    sizes = ffi.new("size_t[]", [nbytes for _, _, nbytes, _ in read])
-    count = pool.choose_threads(threads, v.nbytes * len(read))
-    if count > 1 and all(info.nblocks == first.nblocks > 1 for info, *_ in read):
-        done = _reduce_threads(read, pointers, sizes, _OPS[op], t, context, count)
-        if done:
-            return result
-    size = ffi.new("size_t *")
-    check(lib.codec_reduce_scratch(pointers, sizes, len(read), size))
-    scratch = core.new_bytes(size[0])
-    check(lib.codec_reduce(pointers, sizes, len(read), _OPS[op], t, context, scratch, size[0]), context.fault)
-    del keep
+        result, v = out, _view_out(out, None, [frame[1:] for frame in read], m)
+    call = core.take()
+    call.context.flags = lib.CODEC_VERIFY_FIRST if out is not None else 0
+    call.keep = read, v, books, m
+    if books is not None:
+        set_codebooks(call.context, books)
+    if m is not None:
+        set_metric(call.context, m)
+    call.fill_tensor(DTYPES[v.dtype], v.shape, v.data, v.nbytes)
+    try:
+        _reduce_into(call, read, _OPS[op], pool.choose_threads(threads, v.nbytes * len(read)))
+    finally:
+        mark_written(out)
+    core.give(call)
     return result
 
 
+def _reduce_into(call: Call, read: list[tuple[Any, Any, int, object]], op: int, threads: int) -> None:
+    pointers = ffi.new("void *[]", [source for _, source, _, _ in read])
+    sizes = ffi.new("size_t[]", [nbytes for _, _, nbytes, _ in read])
+    nblocks = read[0][0].nblocks
+    if threads > 1 and all(info.nblocks == nblocks > 1 for info, *_ in read):
+        done = _reduce_threads(call, read, pointers, sizes, op, threads)
+        if done:
+            return
+    check(lib.codec_reduce_scratch(pointers, sizes, len(read), call.size))
+    size = call.size[0]
+    scratch = call.scratch(size)
+    check(lib.codec_reduce(pointers, sizes, len(read), op, call.tensor, call.context, scratch, size), call.fault)
+
+
 def _reduce_threads(
-    read: list[tuple[Any, Any, int, object]], pointers: Any, sizes: Any, op: int, t: Any, context: Any, threads: int
+    call: Call, read: list[tuple[Any, Any, int, object]], pointers: Any, sizes: Any, op: int, threads: int
 ) -> bool:
     """False: the frames' blocks do not match, so that this must be done frame by frame."""
+    context = call.context
     verify = context.flags & lib.CODEC_VERIFY_FIRST
-    context.flags &= ~lib.CODEC_VERIFY_FIRST
-    own = core.copy_context(context, context.fault)
-    own.into = lib.CODEC_INTO_FLOAT32
-    opened = [_open_job(info, source, nbytes, t, own) for info, source, nbytes, _ in read]
-    jobs, most = [job for job, _ in opened], max(work_nbytes for _, work_nbytes in opened)
+    context.flags &= ~lib.CODEC_VERIFY_FIRST  # in steps, that is a pass of its own
+    own = core.copy_contexts(context, call.fault, 1)
+    own[0].into = lib.CODEC_INTO_FLOAT32
+    opened = [_open_job(call, own, info, source, nbytes) for info, source, nbytes, _ in read]
+    jobs, size = [job for job, _ in opened], max(work_nbytes for _, work_nbytes in opened)
 
     def check_all() -> None:
         for (info, source, nbytes, _), (job, work_nbytes) in zip(read, opened, strict=True):
-            _pass_over_blocks(info.nblocks, source, nbytes, None, context, job, work_nbytes, threads)
+            _pass_over_blocks(call, None, info, source, nbytes, job, work_nbytes, threads)
 
     if verify:
         check_all()
         context.flags |= lib.CODEC_NO_CHECKSUM
     cuts = pool.ranges(read[0][0].nblocks, threads)
     handles = ffi.new("void *[]", jobs)
+    faults, seals = ffi.new("codec_fault[]", len(cuts)), ffi.new("uint64_t[]", len(cuts) * len(read))
+    contexts = core.copy_contexts(call.context, faults, len(cuts))
+    works = [core.new_bytes(size) for _ in range(min(threads, len(cuts)))]
 
-    def task(i: int) -> tuple[int, list[int], Any]:
-        fault, seals = ffi.new("codec_fault *"), ffi.new("uint64_t[]", len(read))
-        own = core.copy_context(context, fault)
-        work = core.new_bytes(most)
-        status = lib.codec_reduce_blocks(pointers, sizes, len(read), op, t, own, handles, *cuts[i], seals, work, most)
-        return status, list(seals), fault
+    def task(i: int, w: int) -> int:
+        # `call` and `jobs` keep alive what is pointed to
+        seal = seals + i * len(jobs)
+        return lib.codec_reduce_blocks(
+            pointers, sizes, len(jobs), op, call.tensor, contexts + i, handles, *cuts[i], seal, works[w], size
+        )
 
-    results = pool.run(task, len(cuts), threads)
-    if any(status == lib.CODEC_BAD_ARGUMENT for status, _, _ in results):
+    done = pool.run(task, len(cuts), threads)
+    if lib.CODEC_BAD_ARGUMENT in done:
         context.flags = verify
         return False
-    if any(status for status, _, _ in results):
+    if any(done):
         check_all()  # of several faults, the first frame's are reported
-    for status, _, fault in results:
-        check(status, fault)
-    for i, job in enumerate(jobs):
+    for i, status in enumerate(done):
+        check(status, faults[i])
+    for j, job in enumerate(jobs):
         if not context.flags & lib.CODEC_NO_CHECKSUM:
-            seal = sum(seals[i] for _, seals, _ in results) % (1 << 64)
-            check(lib.codec_decode_close(context, job, seal), context.fault)
+            seal = sum(seals[k] for k in range(j, len(seals), len(jobs)))
+            check(lib.codec_decode_close(context, job, seal % (1 << 64)), call.fault)
     return True

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from codec import core
-from codec.core import DTYPE_NAMES, check, lib, local
+from codec.core import DTYPE_NAMES, check, lib
 from codec.errors import EngineError
 from codec.specs import Spec
 from codec.view import view_bytes
@@ -108,7 +108,7 @@ def inspect(frame: Any) -> Info:
         The bytes are not the beginning of a frame.
     """
     source, nbytes, keep = view_bytes(frame)
-    info = local.info
+    info = core.new_info()
     check(lib.codec_inspect(source, nbytes, info), info.fault)
     del keep
     sections = {

@@ -20,21 +20,30 @@ References
 import importlib
 import inspect
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from codec import core
 from codec.core import DTYPES, ffi
 from codec.errors import EngineError, SpecError, StateError
+from codec.specs import shown, whole
 from codec.view import TensorView, view
 
 _BITS = {"float32": (23, 127), "bfloat16": (7, 127), "float16": (10, 15)}
 _DROPS = {"float32": (6, 12, 18), "bfloat16": (2, 4, 6), "float16": (3, 5, 8)}
 F32 = np.float32
+
+
+def _is_float64(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,11 @@ class Metric(ABC):
     grad_scale : float
         How many times the gradient g is: GradScaler's scale, if it was not yet divided by it.
     maximize : bool
+
+    Raises
+    ------
+    SpecError
+        A number that is negative or not finite, a beta of 1 or more, or a step below 1.
     """
 
     lr: float
@@ -73,8 +87,15 @@ class Metric(ABC):
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not value >= 0:
-                raise SpecError(f"{name} must be a number that is not negative, got {value!r}")
+            if not isinstance(value, int | float) or not (value >= 0 and _is_float64(value)):
+                raise SpecError(f"{name} must be a finite number that is not negative, got {shown(value)}")
+            if name == "step" and value < 1:
+                raise SpecError(
+                    f"step is the number of the step about to be taken, from 1 on, got {value!r}: "
+                    'torch\'s state["step"], which counts those that were taken, and 1'
+                )
+            if name in ("beta1", "beta2") and value >= 1:
+                raise SpecError(f"{name} must be below 1, got {shown(value)}")
 
     @abstractmethod
     def terms(self, state: Mapping[str, Any]) -> Terms:
@@ -85,7 +106,7 @@ class Metric(ABC):
 
     def _final(self, state: Mapping[str, Any]) -> Terms:
         """Scaled, with a v that is missing counted as 0; NaN where no bit may be dropped."""
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             t = self.terms(state)
             s = np.float64(self.grad_scale)
             theta, theta_v = F32(s * t.theta), F32(s * t.theta_v)
@@ -94,7 +115,7 @@ class Metric(ABC):
             if not self._known():
                 theta = theta_v = F32("nan")
             m = float(F32(s * t.m)) if "m" in state else 0.0
-        return Terms(float(theta), float(theta_v), float(F32(t.v)), float(F32(t.eps)), m)
+            return Terms(float(theta), float(theta_v), float(F32(t.v)), float(F32(t.eps)), m)
 
     def levels(self, g: Any, theta: Any, *, m: Any = None, v: Any = None, guard: int = -8) -> np.ndarray[Any, Any]:
         """The level of each value of g, 0 to 3, as :class:`codec.Truncate` chooses them.
@@ -308,27 +329,35 @@ class Custom:
         return self._callback.address
 
 
-def set_metric(context: Any, metric: Any, state: Mapping[str, Any] | None, n: int) -> list[Any]:
-    """Make a context name a metric and its state, or levels. Returns what must be kept until the call is over."""
+class MetricStructs(NamedTuple):
+    """A metric, or levels, as C takes them."""
+
+    metric: Any
+    levels: Any
+    views: Mapping[str, TensorView]  # what of the caller's memory they point to
+    keep: object
+
+
+def metric_structs(metric: Any, state: Mapping[str, Any] | None, n: int) -> MetricStructs | None:
+    """A metric and its state, or levels, for n values; None if there is none."""
     if metric is None:
         if state:
             raise SpecError("state= needs metric=")
-        return []
+        return None
     if isinstance(metric, Metric | Custom):
         groups: list[tuple[int, Metric | Custom]] = [(0, metric)]
     elif isinstance(metric, list | tuple):
-        groups = [(int(offset), m) for offset, m in metric]
-        if not groups or groups[0][0] != 0 or any(a[0] >= b[0] for a, b in itertools.pairwise(groups)):
-            raise SpecError("metric= must begin at offset 0, and offsets must ascend")
+        groups = _groups(metric)
     else:
         v = view(metric)
         if v.dtype != "uint8" or v.nbytes != n:
             raise SpecError("metric= must be a metric, a list of (offset, metric), or a uint8 level for each value")
-        context.levels = ffi.cast("uint8_t *", v.data)
-        return [v]
+        return MetricStructs(ffi.NULL, ffi.cast("uint8_t *", v.data), {"metric=": v}, v)
+    if state is not None and not hasattr(state, "items"):
+        raise SpecError(f"state= must be a mapping, not {type(state).__name__}")
     arrays = {name: x for name, x in (state or {}).items() if x is not None}
-    if set(arrays) - {"theta", "m", "v"}:
-        raise SpecError(f"state has theta, m and v, not {', '.join(sorted(set(arrays) - {'theta', 'm', 'v'}))}")
+    if others := set(arrays) - {"theta", "m", "v"}:
+        raise SpecError(f"state has theta, m and v, not {', '.join(sorted(map(str, others)))}")
     views = {name: view(x) for name, x in arrays.items()}
     for name, v in views.items():
         if v.dtype not in _BITS or v.nbytes // core.ITEMSIZE[v.dtype] != n:
@@ -342,8 +371,27 @@ def set_metric(context: Any, metric: Any, state: Mapping[str, Any] | None, n: in
         struct.until, struct.next = until, following
         keep += [struct, _set_custom(struct, m, views) if isinstance(m, Custom) else _set_terms(struct, m, views)]
         following, until = struct, offset
-    context.metric = following
-    return keep
+    return MetricStructs(following, ffi.NULL, {f"state's {name}": v for name, v in views.items()}, keep)
+
+
+def _groups(metric: Any) -> list[tuple[int, Metric | Custom]]:
+    """Parameter groups, looked through."""
+    try:
+        groups = [(whole("a group's offset", offset, 0, (1 << 64) - 1), m) for offset, m in metric]
+    except (TypeError, ValueError) as e:
+        if isinstance(e, SpecError):
+            raise
+        raise SpecError("metric= must be a metric, or pairs (offset, metric)") from None
+    if not all(isinstance(m, Metric | Custom) for _, m in groups):
+        raise SpecError("metric= must be a metric, or pairs (offset, metric)")
+    if not groups or groups[0][0] != 0 or any(a[0] >= b[0] for a, b in itertools.pairwise(groups)):
+        raise SpecError("metric= must begin at offset 0, and offsets must ascend")
+    return groups
+
+
+def set_metric(context: Any, structs: MetricStructs) -> None:
+    """Give a metric, or levels, to a call; the structs must stay alive until it returns."""
+    context.metric, context.levels = structs.metric, structs.levels
 
 
 def _set_custom(struct: Any, metric: Custom, views: Mapping[str, TensorView]) -> list[Any]:

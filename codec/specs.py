@@ -1,8 +1,9 @@
 """What can be asked of :func:`codec.encode`: one frozen dataclass a codec."""
 
-import math
+import operator
+import struct
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from codec.errors import SpecError
 
@@ -20,19 +21,53 @@ Guard = Literal["exact", "near", "max"]
 Nonfinite = Literal["error", "propagate"]
 
 
+def shown(value: object) -> str:
+    """A value for a message."""
+    try:
+        return repr(value)
+    except ValueError:  # Python refuses to print integers of more than a few thousand digits
+        return "a number of thousands of digits"
+
+
 def _one_of(name: str, value: object, choices: object) -> None:
-    if value not in get_args(choices):
-        raise SpecError(f"{name} must be one of {get_args(choices)}, got {value!r}")
+    if not isinstance(value, str) or value not in get_args(choices):
+        raise SpecError(f"{name} must be one of {get_args(choices)}, got {shown(value)}")
 
 
 def _whole(name: str, value: object, least: int, most: int) -> None:
     if type(value) is not int or not least <= value <= most:
-        raise SpecError(f"{name} must be an int from {least} to {most}, got {value!r}")
+        raise SpecError(f"{name} must be an int from {least} to {most}, got {shown(value)}")
+
+
+def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """The value of an argument that must be an integer, of Python's or of any other kind, within bounds."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or value is True or value is False or number < least or (most is not None and number > most):
+        bounds = f"from {least} to {most}" if most is not None else f"of at least {least}"
+        raise SpecError(f"{name} must be an int {bounds}, got {shown(value)}")
+    return number
+
+
+def float32(value: object) -> float | None:
+    """A number rounded to float32, maybe to Inf; None if it is no number."""
+    if not isinstance(value, int | float):
+        return None
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0]
+    except (OverflowError, struct.error):
+        return float("inf")
 
 
 def _positive(name: str, value: object) -> None:
-    if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-        raise SpecError(f"{name} must be a positive number or None, got {value!r}")
+    if value is None:
+        return
+    single = float32(value)
+    if single is None or not 0 < single < float("inf"):
+        what = "a positive number or None" if single is None else "positive and finite as float32"
+        raise SpecError(f"{name} must be {what}, got {shown(value)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +154,8 @@ class Ternary(Spec):
         Four values a byte; five; or those through the entropy coder (most values are zero: 0.2 to 0.6 bits a value).
     scale : float, optional
         s, such as the largest magnitude over all ranks: codes made with one s add up as integers. An error if a value
-        is larger. Left out: the largest magnitude of the tensor, or of each segment.
+        is larger. Not 0 or Inf as float32, nor in the dtype of the tensor, to which it is rounded. Left out: the
+        largest magnitude of the tensor, or of each segment.
     clip : float, optional
         Limit magnitudes to so many standard deviations (the paper: 2.5). Smaller error, but biased.
     seed : int

@@ -6,7 +6,8 @@ Nothing is imported that the caller has not: torch tensors and ml_dtypes arrays 
 import ctypes
 import importlib
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -54,18 +55,27 @@ def _numpy_dtype_name(dtype: np.dtype[Any]) -> str:
     return name
 
 
+def _refuse_masked(x: Any) -> None:
+    ma = sys.modules.get("numpy.ma")
+    if ma is not None and isinstance(x, ma.MaskedArray) and ma.is_masked(x):
+        raise SpecError("some values of this array are masked, which a frame cannot say: fill it first, by filled()")
+
+
 def _from_numpy(x: np.ndarray[Any, Any]) -> TensorView:
-    if not x.dtype.isnative:
-        x = x.astype(x.dtype.newbyteorder("="))
-    name = _numpy_dtype_name(x.dtype)
+    name = _by_dtype.get(x.dtype)
+    if name is None:
+        if not x.dtype.isnative:
+            x = x.astype(x.dtype.newbyteorder("="))
+        name = _numpy_dtype_name(x.dtype)
     if not x.flags.c_contiguous:
         x = x.copy(order="C")
-    if x.ndim > 8:
+    shape = x.shape
+    if len(shape) > 8:
         raise SpecError(f"rank {x.ndim} is above 8")
-    return TensorView(name, x.shape, _numpy_pointer(x), x.nbytes, x)
+    return TensorView(name, shape, _numpy_pointer(x), x.nbytes, x)
 
 
-def is_torch(x: object) -> bool:
+def is_torch(x: object) -> TypeGuard[Any]:
     """Is it a torch tensor? Without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, getattr(torch, "Tensor", ()))
@@ -76,10 +86,12 @@ def _from_torch(x: Any) -> TensorView:
     name = str(x.dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise SpecError(f"dtype {x.dtype} cannot be encoded; these can: {', '.join(DTYPES)}")
-    if x.layout is not torch.strided:
-        raise SpecError(f"a tensor of layout {x.layout} cannot be encoded: make it dense, or encode its parts")
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested tensor" if x.is_nested else f"tensor of layout {x.layout}"
+        raise SpecError(f"a {kind} cannot be encoded: make it dense, or encode its parts")
     if x.device.type != "cpu":
         raise EngineError(f"no engine for tensors on {x.device}; move it to the CPU first")
+    _check_storage(x)
     x = x.detach()
     if x.is_neg():
         x = x.resolve_neg()
@@ -87,6 +99,33 @@ def _from_torch(x: Any) -> TensorView:
     if x.ndim > 8:
         raise SpecError(f"rank {x.ndim} is above 8")
     return TensorView(name, tuple(x.shape), _pointer(x.data_ptr()), x.numel() * x.element_size(), x)
+
+
+def _check_storage(x: Any) -> None:
+    """Torch itself does not look whether the memory that shape and strides speak of is there."""
+    try:
+        storage = x.untyped_storage()
+        there = storage.nbytes() if storage.device.type == "cpu" else -1
+    except (RuntimeError, NotImplementedError):
+        there = -1
+    if there < 0:
+        raise SpecError(
+            "this tensor has no memory of its own: under torch.func's transforms, such as vmap and grad, "
+            "and in traced code tensors cannot be encoded or decoded to"
+        )
+    if not x.numel():
+        return
+    last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    if (last + 1) * x.element_size() > there:
+        raise SpecError(
+            f"a tensor of shape {tuple(x.shape)} over a storage of {there} bytes, which is too small for it"
+        )
+
+
+def mark_written(out: Any) -> None:
+    """Tell autograd that a tensor's values are others now."""
+    if is_torch(out):
+        sys.modules["torch"].autograd.graph.increment_version(out)
 
 
 class _DLTensor(ctypes.Structure):
@@ -115,13 +154,20 @@ _DLPACK = {
 }
 
 
+_NO_ADDRESS = "a DLPack tensor that has values, but no address"
+
+
 def _from_dlpack(x: Any) -> TensorView:
     if x.__dlpack_device__()[0] not in (1, 3):  # kDLCPU, kDLCUDAHost
         raise EngineError(f"no engine for tensors on device {x.__dlpack_device__()}; move it to the CPU first")
     try:
-        return _from_numpy(np.from_dlpack(x))
+        array = np.from_dlpack(x)
     except (BufferError, RuntimeError):
         pass  # a dtype that numpy lacks
+    else:
+        if array.flags.owndata and array.nbytes:  # numpy allocates where it is given no address
+            raise SpecError(_NO_ADDRESS)
+        return _from_numpy(array)
     capsule = x.__dlpack__()
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype = ctypes.c_void_p
@@ -133,10 +179,11 @@ def _from_dlpack(x: Any) -> TensorView:
     shape = tuple(t.shape[i] for i in range(t.ndim))
     strides = tuple(t.strides[i] for i in range(t.ndim)) if t.strides else None
     itemsize, n = ITEMSIZE[name], int(np.prod(shape, dtype=np.int64))
+    if n and not t.data:
+        raise SpecError(_NO_ADDRESS)
     # as bits, from the lowest to the highest address that the strides reach
     reach = 1 + sum((s - 1) * abs(d) for s, d in zip(shape, strides, strict=True)) if strides and n else n
-    address = (t.data or 0) + t.byte_offset
-    memory: Any = (ctypes.c_uint8 * (reach * itemsize)).from_address(address) if n else b""
+    memory: Any = (ctypes.c_uint8 * (reach * itemsize)).from_address(t.data + t.byte_offset) if n else b""
     flat = np.frombuffer(memory, _UINT[itemsize]) if n else None
     if flat is None:
         bits = np.empty(shape, _UINT[itemsize])
@@ -170,6 +217,7 @@ def view(x: Any, dtype: str | None = None) -> TensorView:
     elif is_torch(x):
         v = _from_torch(x)
     elif isinstance(x, np.ndarray | np.generic) or hasattr(x, "__array_interface__"):
+        _refuse_masked(x)
         v = _from_numpy(np.asarray(x))
     elif hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         v = _from_dlpack(x)
@@ -180,7 +228,7 @@ def view(x: Any, dtype: str | None = None) -> TensorView:
             raise SpecError(f"not a tensor: {type(x).__name__} has no buffer, array interface or DLPack") from None
     if dtype is None or dtype == v.dtype:
         return v
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SpecError(f"no such dtype: {dtype!r}; these are: {', '.join(DTYPES)}")
     if ITEMSIZE[dtype] != ITEMSIZE[v.dtype]:
         raise SpecError(f"{v.dtype} has {ITEMSIZE[v.dtype]} bytes an item, {dtype} has {ITEMSIZE[dtype]}")
@@ -204,6 +252,7 @@ def view_output(out: Any, dtype: str | None = None) -> TensorView:
     else:
         array: np.ndarray[Any, Any]
         if isinstance(out, np.ndarray):
+            _refuse_masked(out)
             array = out
         else:
             try:
@@ -222,15 +271,45 @@ def view_output(out: Any, dtype: str | None = None) -> TensorView:
     return v
 
 
+def check_apart(name: str, written: TensorView, others: Iterable[tuple[str, TensorView, bool]]) -> None:
+    """Raise SpecError if a tensor that will be written shares memory with others.
+
+    Parameters
+    ----------
+    name : str
+        The argument to be written.
+    written : TensorView
+    others : iterable of (str, TensorView, bool)
+        Other arguments, and whether `written` may be the very same values.
+    """
+    begin = written.address
+    for other, v, same in others:
+        at = v.address
+        if begin < at + v.nbytes and at < begin + written.nbytes:
+            if same and at == begin and v.nbytes == written.nbytes and v.dtype == written.dtype:
+                continue
+            but = f" without being {other} itself" if same else ""
+            raise SpecError(f"{name} shares memory with {other}{but}")
+
+
 def empty(dtype: str, shape: tuple[int, ...], like: Any = None) -> tuple[Any, TensorView]:
     """Make a tensor to decode into: of like's kind, or a numpy array."""
+    if like is None and (known := _NUMPY.get(dtype)) is not None:
+        array = np.empty(shape, known)
+        return array, TensorView(dtype, shape, ffi.from_buffer(array), array.nbytes, array)
     if is_torch(like):
         torch: Any = sys.modules["torch"]
-        t = torch.empty(shape, dtype=getattr(torch, dtype))
+        if like.device.type != "cpu":
+            raise EngineError(
+                f"no engine for tensors on {like.device}; decode without like=, then move the result there"
+            )
+        t = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
         return t, _from_torch(t)
+    device = getattr(like, "__dlpack_device__", None)
+    if device is not None and device()[0] not in (1, 3):
+        raise EngineError(f"no engine for tensors on device {device()}; decode without like=")
     if dtype in _NUMPY:
-        array = np.empty(shape, _NUMPY[dtype])
-        return array, TensorView(dtype, shape, ffi.from_buffer(array), array.nbytes, array)
+        return empty(dtype, shape)
     if isinstance(like, np.ndarray) and like.dtype == _UINT[ITEMSIZE[dtype]]:
         array = np.empty(shape, like.dtype)
     else:

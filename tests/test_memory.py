@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from conftest import LOSSY, TRUNCATES
 
-from codec.core import DTYPES, ITEMSIZE, SMALL_FRAME, SMALL_SCRATCH, ffi, lib, own_tensor, spec_struct
+from codec.core import DTYPES, ITEMSIZE, SMALL_FRAME, SMALL_SCRATCH, ffi, lib, new_tensor, spec_struct
 from codec.specs import Lossless
 
 
@@ -13,7 +13,7 @@ def test_scratch(dtype):
     for n in (0, 1, 1000, 4096, 1 << 14, 1 << 18, 1 << 24, 1 << 30, 1 << 36):
         for shape in ((n,), (1, n), (64, n // 64)):
             total = int(np.prod(shape, dtype=object)) * ITEMSIZE[dtype]
-            t = own_tensor(DTYPES[dtype], shape, ffi.NULL, 0)
+            t = new_tensor(DTYPES[dtype], shape)
             size = ffi.new("size_t *")
             assert lib.codec_scratch(spec_struct(Lossless()), t, size) == 0
             assert size[0] <= total / 50 + (1 << 20)
@@ -23,7 +23,7 @@ def test_scratch(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scratch_of_lossy_codecs(spec, dtype):
     for n in (0, 1, 1000, 1 << 14, 1 << 18, 1 << 24, 1 << 30, 1 << 36):
-        t = own_tensor(DTYPES[dtype], (n,), ffi.NULL, 0)
+        t = new_tensor(DTYPES[dtype], (n,))
         size = ffi.new("size_t *")
         assert lib.codec_scratch(spec_struct(spec), t, size) == 0
         assert size[0] <= n * ITEMSIZE[dtype] / 50 + (1 << 20)
@@ -32,9 +32,9 @@ def test_scratch_of_lossy_codecs(spec, dtype):
 def test_small_scratch_is_enough():
     size = ffi.new("size_t *")
     for dtype, number in DTYPES.items():
-        t = own_tensor(number, ((1 << 16) // ITEMSIZE[dtype],), ffi.NULL, 0)
+        t = new_tensor(number, ((1 << 16) // ITEMSIZE[dtype],))
         assert lib.codec_scratch(spec_struct(Lossless()), t, size) == 0
         assert size[0] <= SMALL_SCRATCH
-        t = own_tensor(number, (1,) * 7 + ((1 << 16) // ITEMSIZE[dtype],), ffi.NULL, 0)
+        t = new_tensor(number, (1,) * 7 + ((1 << 16) // ITEMSIZE[dtype],))
         assert lib.codec_bound(spec_struct(Lossless()), t, size) == 0
         assert size[0] <= SMALL_FRAME

@@ -3,6 +3,7 @@
 import array
 import subprocess
 import sys
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -177,7 +178,164 @@ def test_a_codebook_is_what_its_id_says():
         (book.lengths, 300, book.id),
         (book.lengths, book.escape_length, 1 << 64),
         (b"\1", 1, 5),
+        (bytes([1]) + bytes(255), 1, 5),
+        (bytes([9]) + bytes(255), 1, 5),
+        (list(book.lengths), book.escape_length, book.id),
+        ("a" * 256, 1, 5),
+        (book.lengths, 2.0, book.id),
+        (book.lengths, book.escape_length, str(book.id)),
     ):
         with pytest.raises(codec.SpecError):
             codec.Codebook(*fields)
     assert codec.Codebook(book.lengths, book.escape_length, book.id) == book
+
+
+def test_masked_arrays():
+    """A value that is masked cannot be said by a frame; an array without any is like all others."""
+    x = np.ma.array(np.arange(6.0), mask=[0, 0, 1, 0, 0, 0])
+    with pytest.raises(codec.SpecError, match="fill it first"):
+        codec.encode(x)
+    frame = codec.encode(np.ma.array(np.arange(6.0)))
+    assert (codec.decode(frame) == np.arange(6.0)).all()
+    assert frame == codec.encode(np.ma.array(np.arange(6.0), mask=False)) == codec.encode(np.arange(6.0))
+    with pytest.raises(codec.SpecError, match="fill it first"):
+        codec.decode(frame, out=x)
+
+
+class Capsule:
+    """What a producer of DLPack may claim: a float32 or bfloat16 tensor without an address."""
+
+    def __init__(self, code, bits, n):
+        import ctypes
+
+        self.shape = (ctypes.c_int64 * 1)(n)
+        self.t = codec.view._DLTensor(0, 1, 0, 1, code, bits, 1, self.shape, None, 0)
+        self.memory = (ctypes.c_byte * 128)()  # a DLManagedTensor: the tensor, a context and a deleter that are NULL
+        ctypes.memmove(self.memory, ctypes.addressof(self.t), ctypes.sizeof(self.t))
+        self.new = ctypes.pythonapi.PyCapsule_New
+        self.new.restype = ctypes.py_object
+        self.new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        self.name = b"dltensor"
+
+    def __dlpack__(self, **kw):
+        import ctypes
+
+        return self.new(ctypes.addressof(self.memory), self.name, None)
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+
+@pytest.mark.parametrize(("code", "bits"), [(2, 32), (4, 16)])
+def test_dlpack_without_an_address(code, bits):
+    """Memory that is not there is not sent, whatever lies where numpy would look for it."""
+    with pytest.raises(codec.SpecError, match="no address"):
+        codec.encode(Capsule(code, bits, 1000))
+    assert codec.decode(codec.encode(Capsule(code, bits, 0)), like=torch.empty(0)).shape == (0,)
+
+
+def test_torch_without_memory():
+    """Tensors that only stand for others, or whose memory was taken away, are refused before they are read."""
+    frame = codec.encode(np.zeros(10, np.float32))
+    short = torch.zeros(10)
+    short.untyped_storage().resize_(16)
+    late = torch.zeros(40)[::4]
+    late.untyped_storage().resize_(100)
+    for t in (short, late):
+        with pytest.raises(codec.SpecError, match="too small for it"):
+            codec.encode(t)
+    with pytest.raises(codec.SpecError, match="too small for it"):
+        codec.decode(frame, out=short)
+
+    def inside(t):
+        with pytest.raises(codec.SpecError, match="vmap and grad"):
+            codec.encode(t)
+        with pytest.raises(codec.SpecError, match="vmap and grad"):
+            codec.decode(frame, out=t)
+        return t.sum()
+
+    torch.vmap(inside)(torch.zeros(3, 10))
+    torch.func.grad(inside)(torch.zeros(10))
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        inside(torch.zeros(10))
+    for layout in (torch.strided, torch.jagged):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=layout)
+        with pytest.raises(codec.SpecError, match="encode its parts"):
+            codec.encode(nested)
+    with pytest.raises(codec.SpecError):
+        codec.encode(torch._efficientzerotensor(10))
+    for t in (torch.zeros(0), torch.zeros(5).expand(3, 5), torch.zeros(4, 0)[:, :0], torch.zeros(())):
+        assert torch.equal(codec.decode(codec.encode(t), like=t), t)
+
+
+def test_like_is_on_the_cpu():
+    """A result is where `like` is, or there is an error; a default device has no say."""
+    frame = codec.encode(np.zeros(10, np.float32))
+    for like in (torch.zeros(1, device="meta"), OnGPU()):
+        with pytest.raises(codec.EngineError, match="like="):
+            codec.decode(frame, like=like)
+        with pytest.raises(codec.EngineError, match="like="):
+            codec.reduce([frame], like=like)
+    like = torch.zeros(1)
+    with torch.device("meta"):
+        assert codec.decode(frame, like=like).device == like.device
+
+
+class OnGPU:
+    def __dlpack_device__(self):
+        return (2, 0)
+
+
+def test_autograd_notices():
+    """What is written to counts as written to."""
+    x = torch.randn(1000)
+    frame, shared = codec.encode(x), torch.zeros(1000)
+    for call in (
+        lambda t: codec.decode(frame, out=t),
+        lambda t: codec.accumulate(frame, t),
+        lambda t: codec.reduce([frame], out=t),
+        lambda t: codec.encode(x, codec.Sign(), residual=t),
+        lambda t: codec.encode(torch.ones(7), out=t.view(torch.uint8)),
+    ):
+        weight = torch.ones(1000, requires_grad=True)
+        y = (weight * shared).sum()
+        call(shared)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+    with torch.inference_mode():
+        codec.decode(frame, out=torch.zeros(1000))
+
+
+@pytest.mark.parametrize("size", [0, 30, 200, 5000])
+def test_what_a_frame_is_written_to(size):
+    """A view of the caller's memory as long as the frame, or SpecError, for every kind of `out`."""
+    import ctypes
+    import mmap
+
+    x = np.arange(20.0)
+    frame = codec.encode(x)
+    rows = 2 if size % 2 == 0 else 1
+    outs = [bytearray(size), memoryview(bytearray(size)), array.array("B", bytes(size)), array.array("b", bytes(size)),
+            (ctypes.c_uint8 * size)(), np.zeros(size, np.uint8), np.zeros(size, np.int8),
+            np.zeros((rows, size // rows), np.uint8), np.zeros(size + 1, np.uint8)[1:].view(np.recarray),
+            np.ma.zeros(size, np.uint8), torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.int8),
+            torch.zeros(rows, size // rows, dtype=torch.uint8),
+            torch.nn.Parameter(torch.zeros(size, dtype=torch.uint8), False)]  # fmt: skip
+    if size:
+        outs.append(mmap.mmap(-1, size))
+    for out in outs:
+        if size < len(frame):
+            with pytest.raises(codec.SpecError, match="too few"):
+                codec.encode(x, out=out)
+            continue
+        part = codec.encode(x, out=out)
+        assert (type(part), part.format, part.ndim, part.readonly) == (memoryview, "B", 1, False)
+        assert part == frame
+        assert (codec.decode(part) == x).all()
+        where = np.asarray(out) if not isinstance(out, mmap.mmap) else np.frombuffer(out, np.uint8)
+        assert np.shares_memory(np.asarray(part), where)
+        del part, where
