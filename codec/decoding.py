@@ -14,6 +14,9 @@ from codec.specs import float32, shown, whole
 from codec.view import TensorView, check_apart, empty, mark_written, view_bytes, view_output
 
 _SCRATCH = core.SMALL_SCRATCH
+# A frame that holds many times its own size is checked before its tensor is touched: that costs little there, and one
+# that turns out bad at its end must not have filled the memory first.
+_BOMB, _SMALL = 4, 1 << 20
 
 
 def decode(
@@ -87,9 +90,11 @@ def decode(
     m = _metric_of(info, metric, state, source, nbytes) if metric is not None else None
     if out is None:
         result, v = empty(name, shape, like)
+        verify = v.nbytes > _BOMB * nbytes + _SMALL
     else:
         result, v = out, _view_out(out, name, [(source, nbytes, keep)], m)
-        call.context.flags = lib.CODEC_VERIFY_FIRST
+        verify = True
+    call.context.flags = lib.CODEC_VERIFY_FIRST if verify else 0
     call.keep = keep, v, books, m
     if books is not None:
         set_codebooks(call.context, books)

@@ -1,5 +1,8 @@
 """An error leaves all as it was: outputs, residuals, tensors, state; for every codec, error, call and thread count."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from conftest import LOSSY, TRUNCATES
@@ -18,6 +21,7 @@ def values(seed=0, n=N):
     return (rng.standard_normal(n) * np.exp(rng.standard_normal(n))).astype(np.float32) * np.float32(1e-3)
 
 
+PYTHON = [sys.executable, "-P", "-c"]
 X, THETA = values(), values(1)
 OTHER = THETA.copy()
 OTHER[-1] *= 1024  # the last block's digest is another
@@ -228,3 +232,26 @@ def test_segments_are_checked(dtype, n):
     for segments in ([(0, (n + 1,))], [(1, (n,))], [(5, (2,)), (0, (2,))], [(0, (3,)), (2, (2,))], [(n + 1, (0,))]):
         with pytest.raises(codec.SpecError, match="segments"):
             codec.encode(x, segments=segments)
+
+
+def test_a_bad_frame_costs_no_memory():
+    """Half a gigabyte of zeros that turn out to be damaged in the last block: not a megabyte is touched."""
+    code = """
+import numpy as np, codec
+frame = bytearray(codec.encode(np.zeros(1 << 27, np.float32), codec.Ternary("entropy"), threads=1))
+frame[-1] ^= 1
+codec.decode(codec.encode(np.ones(100_000, np.float32)), threads=1)
+with open("/proc/self/clear_refs", "w") as f:
+    f.write("5")
+peak = lambda: next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM"))
+start = peak()
+for threads in (1, 2):
+    try:
+        codec.decode(bytes(frame), threads=threads)
+    except codec.ChecksumError:
+        print(peak() - start)
+"""
+    done = subprocess.run([*PYTHON, code], capture_output=True, check=True, text=True)
+    grown = [int(line) for line in done.stdout.split()]
+    assert len(grown) == 2
+    assert max(grown) < 1 << 10, grown  # KiB
