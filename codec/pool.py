@@ -122,7 +122,7 @@ def run(task: Callable[[int, int], Any], count: int, threads: int) -> list[Any]:
     the first in order is raised; an interrupt of this thread comes before all of them, and what was not begun is left.
     """
     results: list[Any] = [None] * count
-    failed: list[BaseException | None] = [None] * count
+    failed: list[Exception | None] = [None] * count
     todo = list(reversed(range(count)))
     numbers = list(reversed(range(min(threads, count))))
 
@@ -135,11 +135,9 @@ def run(task: Callable[[int, int], Any], count: int, threads: int) -> list[Any]:
                 return
             try:
                 results[i] = task(i, w)
-            except BaseException as e:
+            except Exception as e:
                 failed[i] = e
                 del todo[:]  # tasks are begun in order: those before this one will end
-                if not isinstance(e, Exception):
-                    raise
 
     helpers = [_Helper(work) for _ in range(_start(len(numbers) - 1))]
     # CPython runs signal handlers where a function begins, where a call has ended and where it jumps back: so there is
@@ -156,8 +154,10 @@ def run(task: Callable[[int, int], Any], count: int, threads: int) -> list[Any]:
         raise
     finally:
         all(waiting)
-    for e in failed:
-        if e is not None:
-            del failed[:]  # or its traceback would hold itself
-            raise e
-    return results
+    first = next((e for e in failed if e is not None), None)
+    if first is None:
+        return results
+    try:
+        raise first
+    finally:
+        del failed[:], first  # or its traceback would hold itself, and all that the tasks hold

@@ -13,7 +13,7 @@ import pytest
 import codec
 
 PRELUDE = """
-import atexit, gc, itertools, os, random, resource, signal, sys, threading, time
+import atexit, functools, gc, itertools, os, random, resource, signal, sys, threading, time
 import numpy as np
 import codec
 
@@ -579,7 +579,7 @@ print("the end")
 
 
 def test_memory_is_given_back():
-    """Neither the queue nor a thread of the pool holds tensors after a call."""
+    """Neither the queue, nor a thread of the pool, nor a cycle holds what a call was given."""
     run(
         """
 import weakref
@@ -603,6 +603,19 @@ for threads in (1, 4):
     ref = weakref.ref(codec.decode(frame, out=out, threads=threads))
     del out
     assert dead(ref)
+
+def fail(*_, x):
+    raise ValueError
+
+gc.disable()
+x = big.copy().view(Tensor)
+ref = weakref.ref(x)
+try:
+    pool.run(functools.partial(fail, x=x), 20, 4)
+except ValueError:
+    pass
+del x
+assert dead(ref)
 print("the end")
 """
     )
