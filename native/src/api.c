@@ -94,31 +94,6 @@ codec_status request(const codec_spec *spec, const codec_tensor *like, int with_
 	return CODEC_OK;
 }
 
-/* Values of a segment that has been checked. */
-uint64_t segment_count(const codec_segment *s)
-{
-	uint64_t count = 0;
-
-	shape_product(s->rank, s->shape, &count);
-	return count;
-}
-
-/* Segments ascend, do not overlap and lie within n values. */
-codec_status segments_check(const codec_context *with, uint64_t n)
-{
-	uint64_t end = 0, count;
-
-	for (uint64_t i = 0; i < with->nsegments; i++) {
-		const codec_segment *s = with->segments + i;
-
-		if (s->reserved || shape_product(s->rank, s->shape, &count) != CODEC_OK || s->offset < end ||
-		    s->offset > n || count > n - s->offset)
-			return CODEC_BAD_SEGMENTS;
-		end = s->offset + count;
-	}
-	return CODEC_OK;
-}
-
 int spans_overlap(const void *a, uint64_t a_nbytes, const void *b, uint64_t b_nbytes)
 {
 	uintptr_t p = (uintptr_t)a, q = (uintptr_t)b;
@@ -224,14 +199,6 @@ codec_status job_open(void *memory, size_t nbytes, const struct header *h, struc
 	return CODEC_OK;
 }
 
-/* Does such a frame have exponents, for which a codebook may be agreed upon? */
-codec_status has_exponents(const struct header *h)
-{
-	if (codec_is_rows(h->codec))
-		return CODEC_BAD_SPEC;
-	return dtype_of(h->dtype)->octave ? CODEC_OK : CODEC_BAD_DTYPE;
-}
-
 void job_plan(struct job *j, codec_plan *plan)
 {
 	j->plan = (codec_plan){.nblocks = j->h.nblocks,
@@ -242,34 +209,4 @@ void job_plan(struct job *j, codec_plan *plan)
 			       .regions_at = j->h.regions_at};
 	if (plan)
 		*plan = j->plan;
-}
-
-codec_status codec_codebook_build(const codec_spec *spec, uint32_t dtype, const uint64_t counts[256],
-				  codec_codebook *out)
-{
-	const codec_tensor like = {.struct_nbytes = sizeof like, .dtype = dtype};
-	uint32_t scaled[256];
-	struct header h;
-	codec_tensor t;
-	uint64_t most = 0;
-	int shift = 0;
-	codebook b;
-
-	if (!counts || !out)
-		return CODEC_BAD_ARGUMENT;
-	TRY(request(spec, &like, 0, &h, &t));
-	TRY(has_exponents(&h));
-	for (int i = 0; i < 256; i++)
-		most = MAX(most, counts[i]);
-	while (most >> shift > UINT32_MAX)
-		shift++;
-	for (int i = 0; i < 256; i++)
-		scaled[i] = (uint32_t)(counts[i] >> shift);
-	book_from_counts(&b, scaled, h.cap);
-	memset(out, 0, sizeof *out);
-	memcpy(out->length, b.length, 256);
-	out->escape_length = b.length[WIRE_ESCAPE];
-	out->symbols = codebook_symbols(&h);
-	out->id = codebook_id(&b, out->symbols);
-	return CODEC_OK;
 }

@@ -49,6 +49,20 @@ static inline int is_constant(const uint8_t *p, uint64_t n)
 	return n < 2 || (p[0] == p[n - 1] && memcmp(p, p + 1, n - 1) == 0);
 }
 
+/* Where and why a frame is refused: returns the status. */
+static inline codec_status fault(codec_fault *f, codec_status status, uint64_t offset, uint64_t found,
+				 uint64_t expected)
+{
+	if (f)
+		*f = (codec_fault){offset, found, expected};
+	return status;
+}
+
+/* segments.c */
+codec_status shape_product(uint32_t rank, const uint64_t *shape, uint64_t *n);
+uint64_t segment_count(const codec_segment *s);
+codec_status segments_check(const codec_context *with, uint64_t n);
+
 /* frame.c: the header as read once, checked whole; nothing else reads or writes a header field. */
 struct header {
 	uint8_t codec, dtype, rank, layout, block_log2, fixed, coded, halved, flags;
@@ -74,8 +88,6 @@ void params_write(const struct header *h, uint8_t *params);
 codec_status params_ask(const codec_spec *s, struct header *h);
 void params_spec(const struct header *h, codec_spec *s);
 
-codec_status fault(codec_fault *f, codec_status status, uint64_t offset, uint64_t found, uint64_t expected);
-codec_status shape_product(uint32_t rank, const uint64_t *shape, uint64_t *n);
 codec_status header_derive(struct header *h);
 codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, codec_fault *f);
 void header_write(const struct header *h, uint8_t *frame);
@@ -178,7 +190,6 @@ static inline struct row_sums *job_sums(const struct job *j)
 	return (struct row_sums *)((char *)j + j->sums_at);
 }
 
-uint64_t segment_count(const codec_segment *s);
 /* Where the scale model begins: TRUNCATE moves exponents alone, and float16's zero exponent is 1024 patterns. */
 static inline uint16_t model_zero(const struct header *h, const struct dtype *d)
 {
@@ -286,10 +297,11 @@ codec_status decode_values(const uint8_t *frame, const codec_tensor *dst, const 
 			   const struct job *j, void *work);
 codec_status decode_close(const codec_context *with, const struct job *j, uint64_t seal);
 
-/* side.c */
+/* codebook.c */
+codec_status has_exponents(const struct header *h);
 codec_status codebook_load(const codec_codebook *c, const struct header *h, codebook *b);
-uint64_t codebook_id(const codebook *b, uint8_t symbols);
-uint8_t codebook_symbols(const struct header *h);
+
+/* side.c */
 codec_status choose_planes(const codec_context *with, struct job *j, const struct sample *s);
 codec_status choose_symbols(const codec_context *with, struct job *j);
 void choose_bytes(struct job *j, const uint32_t counts[256]);
@@ -311,9 +323,7 @@ uint64_t call_enter(void);
 void call_leave(uint64_t saved);
 struct job *job_place(void *memory);
 struct job *job_at(const void *memory, uint32_t kind, uint32_t state);
-codec_status has_exponents(const struct header *h);
 int spans_overlap(const void *a, uint64_t a_nbytes, const void *b, uint64_t b_nbytes);
-codec_status segments_check(const codec_context *with, uint64_t n);
 codec_status job_open(void *memory, size_t nbytes, const struct header *h, struct job **out);
 void job_plan(struct job *j, codec_plan *plan);
 

@@ -1,30 +1,6 @@
 /* frame.c - the header: read, checked, written. */
 #include "rows.h"
 
-codec_status fault(codec_fault *f, codec_status status, uint64_t offset, uint64_t found, uint64_t expected)
-{
-	if (f)
-		*f = (codec_fault){offset, found, expected};
-	return status;
-}
-
-/* Sides other than 0 count even where there are no values: whoever makes such a tensor multiplies them, too. */
-codec_status shape_product(uint32_t rank, const uint64_t *shape, uint64_t *n)
-{
-	uint64_t product = 1;
-	int zero = 0;
-
-	if (rank > CODEC_MAX_RANK)
-		return CODEC_BAD_SHAPE;
-	for (uint32_t i = 0; i < rank; i++) {
-		zero |= shape[i] == 0;
-		if (__builtin_mul_overflow(product, shape[i] ? shape[i] : 1, &product) || product >> 60)
-			return CODEC_BAD_SHAPE;
-	}
-	*n = zero ? 0 : product;
-	return CODEC_OK;
-}
-
 /* Places of the sections. Room for everything that a frame of 2^60 values needs below 2^64. */
 codec_status header_derive(struct header *h)
 {

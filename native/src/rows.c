@@ -173,6 +173,16 @@ uint64_t rows_bound(const struct header *h)
 	return head + MAX(most, cut);
 }
 
+/* TERNARY's values are 0 and plus or minus the scale, which is then one of the dtype's numbers. */
+float rows_round_scale(const struct header *h, float x)
+{
+	if (h->dtype == CODEC_BFLOAT16)
+		return round_float(round_from_bfloat16(round_to_bfloat16(round_bits(x))));
+	if (h->dtype == CODEC_FLOAT16)
+		return round_float(round_from_float16(round_to_float16(round_bits(x))));
+	return x;
+}
+
 uint64_t rows_side_nbytes(const struct job *j)
 {
 	if (j->h.flags & WIRE_FLAG_SEGMENTS)

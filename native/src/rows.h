@@ -29,6 +29,7 @@ uint64_t rows_bound(const struct header *h);
 uint64_t rows_region_nbytes(const struct header *h, uint32_t row, uint64_t m);
 uint64_t rows_regions_nbytes(const struct job *j, uint64_t first, uint64_t count);
 int rows_part_scaled(const struct header *h);
+float rows_round_scale(const struct header *h, float x);
 int rows_entropy(const struct header *h);
 int rows_scale_nbytes(const struct header *h);
 uint64_t rows_codes_nbytes(const struct header *h, uint64_t m);
@@ -59,7 +60,6 @@ static inline uint64_t rows_run(uint32_t row, uint64_t i, uint64_t m)
 uint64_t rows_scan_count(const struct job *j);
 codec_status rows_scan(struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t first, uint64_t count);
 codec_status rows_finish(struct job *j);
-float rows_round_scale(const struct header *h, float x);
 codec_status rows_sign_scales(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t first,
 			      uint64_t n, uint32_t row, uint8_t *stored);
 codec_status rows_scales(const struct job *j, const struct kernels *k, const struct row_kind *q, const struct part *p,

@@ -83,16 +83,6 @@ static float as_scale(const struct header *h, double x)
 	return (float)(x < most ? x : most);
 }
 
-/* TERNARY's values are 0 and plus or minus the scale, which is then one of the dtype's numbers. */
-float rows_round_scale(const struct header *h, float x)
-{
-	if (h->dtype == CODEC_BFLOAT16)
-		return round_float(round_from_bfloat16(round_to_bfloat16(round_bits(x))));
-	if (h->dtype == CODEC_FLOAT16)
-		return round_float(round_from_float16(round_to_float16(round_bits(x))));
-	return x;
-}
-
 static int sums_kind(const struct header *h, int clips)
 {
 	if (h->codec == CODEC_SIGN)

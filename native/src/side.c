@@ -1,55 +1,6 @@
 /* side.c - the side section: exponent window, codebooks, scale model. Chosen, written, read. */
 #include "rows.h"
 
-/* What a codebook's id is: one id, one book. */
-uint64_t codebook_id(const codebook *b, uint8_t symbols)
-{
-	uint8_t image[258];
-	uint64_t id;
-
-	memcpy(image, b->length, 257);
-	image[257] = symbols;
-	id = kernels_scalar.digest(image, sizeof image, WIRE_SEED_SIDE);
-	return id ? id : 1;
-}
-
-/* What the symbols of plane 0 are: CODEC_SYMBOLS_*. */
-uint8_t codebook_symbols(const struct header *h)
-{
-	if (h->codec != CODEC_TRUNCATE)
-		return CODEC_SYMBOLS_PATTERN;
-	if (h->variant != WIRE_LEVELS_CODED)
-		return CODEC_SYMBOLS_EXPONENT;
-	return h->dtype == CODEC_FLOAT16 ? CODEC_SYMBOLS_JOINT16 : CODEC_SYMBOLS_JOINT;
-}
-
-/* A caller's codebook as ours, if it is one. */
-static codec_status book_load(const codec_codebook *c, codebook *b)
-{
-	for (int i = 0; i < 6; i++)
-		if (c->reserved[i])
-			return CODEC_BAD_CODEBOOK;
-	memcpy(b->length, c->length, 256);
-	b->length[WIRE_ESCAPE] = c->escape_length;
-	return book_valid(b) && c->symbols <= CODEC_SYMBOLS_JOINT16 && c->id == codebook_id(b, c->symbols)
-		       ? CODEC_OK
-		       : CODEC_BAD_CODEBOOK;
-}
-
-codec_status codec_codebook_check(const codec_codebook *book)
-{
-	codebook b;
-
-	return book ? book_load(book, &b) : CODEC_BAD_ARGUMENT;
-}
-
-/* A caller's codebook for the symbols of this frame. */
-codec_status codebook_load(const codec_codebook *c, const struct header *h, codebook *b)
-{
-	TRY(book_load(c, b));
-	return c->symbols == codebook_symbols(h) ? CODEC_OK : CODEC_BAD_CODEBOOK;
-}
-
 /*
  * Low bytes of sums of products are even too often: a book of bytes with codes of at most 8 bits cannot say so, a book
  * of their low nibbles can. Is that cheaper than *cost bits? Then it takes the place of *b.
