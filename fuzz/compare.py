@@ -99,7 +99,7 @@ def main() -> int:
             if time.monotonic() - last > 10:
                 last = time.monotonic()
                 done = seed + 1 - args.first
-                print(f"{done} frames, {accepted} taken, {bad} disagreements, {done / (last - begin):.0f}/s", flush=True)
+                print(f"{done} frames, {accepted} taken, {bad} disagreements", flush=True)
     print(f"{args.frames} frames, {accepted} taken by both, {bad} disagreements, {time.monotonic() - begin:.0f} s")
     return bad > 0
 

@@ -337,7 +337,9 @@ void put_prior(struct maker *m, const struct book *b, uint8_t symbols)
 	image[257] = symbols;
 	m->flags |= WIRE_FLAG_PRIOR;
 	m->g->has_book = 1;
-	*c = (codec_codebook){.id = digest(image, sizeof image, WIRE_SEED_SIDE), .escape_length = b->length[ESCAPE]};
+	*c = (codec_codebook){.id = digest(image, sizeof image, WIRE_SEED_SIDE),
+			      .escape_length = b->length[ESCAPE],
+			      .symbols = symbols};
 	c->id += c->id == 0;
 	memcpy(c->length, b->length, 256);
 	put(m, c->id, 8);
