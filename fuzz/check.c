@@ -37,6 +37,25 @@ void exact_free(struct exact *e)
 	e->base = NULL;
 }
 
+int check_usable(uint32_t isa)
+{
+	static int limit = -1;
+
+	if (limit < 0)
+		limit = getenv("FUZZ_ISAS") ? atoi(getenv("FUZZ_ISAS")) : ISAS;
+	return isa < (uint32_t)limit && codec_isa_name(isa) && codec_isa_usable(isa);
+}
+
+uint32_t check_some_isa(struct source *s)
+{
+	uint32_t isa;
+
+	do
+		isa = (uint32_t)below(s, ISAS);
+	while (!check_usable(isa));
+	return isa + 1;
+}
+
 float check_widen(const void *values, uint32_t dtype, uint64_t i)
 {
 	uint32_t u = 0;
@@ -226,16 +245,6 @@ static struct result decode(const struct subject *f, struct way w)
 	return r;
 }
 
-static uint32_t some_isa(struct source *s)
-{
-	uint32_t isa;
-
-	do
-		isa = (uint32_t)below(s, ISAS);
-	while (!codec_isa_name(isa) || !codec_isa_usable(isa));
-	return isa + 1;
-}
-
 /* The same whatever the instruction set, to the byte; NULL: whatever that is. */
 static struct result decode_everywhere(const struct subject *f, struct way w)
 {
@@ -244,7 +253,7 @@ static struct result decode_everywhere(const struct subject *f, struct way w)
 	for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
 		struct result r;
 
-		if (!codec_isa_usable(isa))
+		if (!check_usable(isa))
 			continue;
 		w.isa = isa + 1;
 		r = decode(f, w);
@@ -267,7 +276,7 @@ static void agree(const struct subject *f, const struct result *plain, struct wa
 {
 	struct result r;
 
-	w.isa = some_isa(f->s);
+	w.isa = check_some_isa(f->s);
 	r = decode(f, w);
 	CHECK(r.status == plain->status, plain->status, r.status);
 	if (r.status == CODEC_OK && plain->status == CODEC_OK)
@@ -277,7 +286,8 @@ static void agree(const struct subject *f, const struct result *plain, struct wa
 
 static void check_flags(const struct subject *f, const struct result *plain)
 {
-	struct way w = {.flags = CODEC_NO_CHECKSUM, .isa = some_isa(f->s), .steps = below(f->s, 2) ? STEPS : AT_ONCE};
+	struct way w = {
+		.flags = CODEC_NO_CHECKSUM, .isa = check_some_isa(f->s), .steps = below(f->s, 2) ? STEPS : AT_ONCE};
 	codec_status sealed = codec_verify(f->frame.p, f->frame.n);
 	struct result r;
 
@@ -309,7 +319,7 @@ static void check_missing(const struct subject *f, const struct result *plain)
 
 	bare.g.book = NULL;
 	bare.g.metric = NULL;
-	r = decode(&bare, (struct way){.isa = some_isa(f->s), .flags = CODEC_VERIFY_FIRST});
+	r = decode(&bare, (struct way){.isa = check_some_isa(f->s), .flags = CODEC_VERIFY_FIRST});
 	nothing = f->info.codebook_id == 0 && !(f->info.spec.codec == CODEC_TRUNCATE &&
 						f->info.spec.variant == CODEC_LEVELS_SHARED && !f->info.stored);
 	if (plain->status == CODEC_OK)
@@ -331,7 +341,7 @@ static void check_missing(const struct subject *f, const struct result *plain)
 	}
 	bare = *f;
 	bare.g.metric = other;
-	r = decode(&bare, (struct way){.isa = some_isa(f->s), .flags = CODEC_VERIFY_FIRST});
+	r = decode(&bare, (struct way){.isa = check_some_isa(f->s), .flags = CODEC_VERIFY_FIRST});
 	if (plain->status == CODEC_OK)
 		CHECK(r.status == CODEC_OK || r.status == CODEC_OTHER_STATE, plain->status, r.status);
 	exact_free(&r.out);
@@ -384,7 +394,7 @@ static void check_floats(const struct subject *f, const struct result *plain)
 /* One byte less than is asked for, another destination, a lower limit: said, and nothing is touched. */
 static void check_room(const struct subject *f, const struct result *plain)
 {
-	struct way w = {.isa = some_isa(f->s)};
+	struct way w = {.isa = check_some_isa(f->s)};
 	codec_status status, sealed = codec_verify(f->frame.p, f->frame.n);
 	codec_context with = context_of(f, &w, NULL);
 	struct exact out = exact(f->info.tensor_nbytes + 8, f->s), scratch;
@@ -488,7 +498,7 @@ static codec_status reduce_steps(const struct subject *f, size_t count, uint32_t
 /* Up to four frames to one: as they decode to float32 each, one after the other. */
 static void check_reduce(const struct subject *f, size_t count)
 {
-	struct way w = {.isa = some_isa(f->s), .into = CODEC_INTO_FLOAT32, .flags = CODEC_VERIFY_FIRST};
+	struct way w = {.isa = check_some_isa(f->s), .into = CODEC_INTO_FLOAT32, .flags = CODEC_VERIFY_FIRST};
 	uint32_t op = (uint32_t)below(f->s, 3);
 	const void *frames[FRAMES];
 	struct exact out, scratch, again;

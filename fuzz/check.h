@@ -43,6 +43,10 @@ struct exact {
 struct exact exact(size_t n, struct source *s);
 void exact_free(struct exact *e);
 
+/* Is there an instruction set of this index here? FUZZ_ISAS in the environment: only so many of them, slowest first. */
+int check_usable(uint32_t isa);
+uint32_t check_some_isa(struct source *s); /* 1 + its index */
+
 float check_widen(const void *values, uint32_t dtype, uint64_t i);
 
 #endif
