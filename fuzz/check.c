@@ -391,6 +391,49 @@ static void check_floats(const struct subject *f, const struct result *plain)
 	exact_free(&r.out);
 }
 
+/* Bytes behind a frame: refused, or ignored where that is asked for. */
+static void check_slack(const struct subject *f, const struct result *plain)
+{
+	struct subject more = *f;
+	struct result r;
+
+	more.frame = exact(f->frame.n + 1 + below(f->s, 100), f->s);
+	memset(more.frame.p, 0x11, more.frame.n);
+	memcpy(more.frame.p, f->frame.p, f->frame.n);
+	r = decode(&more, (struct way){.isa = check_some_isa(f->s)});
+	CHECK(r.status == (plain->status == CODEC_OK ? CODEC_TRAILING : r.status) && r.status, plain->status, r.status);
+	exact_free(&r.out);
+	if (f->info.frame_nbytes == f->frame.n)
+		agree(&more, plain, (struct way){.flags = CODEC_ALLOW_SLACK, .steps = below(f->s, 3)});
+	exact_free(&more.frame);
+}
+
+/* As decoding into a sum. */
+static void check_accumulate(const struct subject *f)
+{
+	struct way w = {.isa = check_some_isa(f->s), .into = CODEC_INTO_ADD, .flags = CODEC_VERIFY_FIRST, .weight = 3};
+	struct result r = decode(f, w);
+	struct exact out = exact(r.out.n, f->s), scratch;
+	codec_context with = context_of(f, &w, NULL);
+	codec_tensor t, like;
+	codec_status status;
+	size_t need;
+
+	with.flags = 0;
+	with.into = CODEC_INTO_STORE;
+	tensor_like(&f->info, CODEC_FLOAT32, &t);
+	tensor_like(&f->info, f->info.dtype, &like);
+	fill(out.p, out.n);
+	t.data = out.p;
+	codec_scratch(&f->info.spec, &like, &need);
+	scratch = exact(need, f->s);
+	status = codec_accumulate(f->frame.p, f->frame.n, w.weight, &t, &with, scratch.p, scratch.n);
+	CHECK(status == r.status && !memcmp(out.p, r.out.p, out.n), r.status, status);
+	exact_free(&scratch);
+	exact_free(&out);
+	exact_free(&r.out);
+}
+
 /* One byte less than is asked for, another destination, a lower limit: said, and nothing is touched. */
 static void check_room(const struct subject *f, const struct result *plain)
 {
@@ -520,11 +563,14 @@ static void check_reduce(const struct subject *f, size_t count)
 	out = exact(t.nbytes, f->s);
 	fill(out.p, out.n);
 	t.data = out.p;
+	for (size_t i = 0; i < count && first == CODEC_OK; i++)
+		first = one[i].status;
 	status = codec_reduce_scratch(frames, nbytes, count, &need);
+	CHECK(status == CODEC_OK || first != CODEC_OK, status, first);
 	if (status == CODEC_OK) {
 		scratch = exact(need, f->s);
 		status = codec_reduce(frames, nbytes, count, op, &t, &with, scratch.p, scratch.n);
-		CHECK(status != CODEC_SHORT_SCRATCH, status, need);
+		CHECK(status == first, first, status);
 		exact_free(&scratch);
 		if (status == CODEC_OK) {
 			scratch = exact(need - 1, f->s);
@@ -540,9 +586,6 @@ static void check_reduce(const struct subject *f, size_t count)
 			exact_free(&scratch);
 		}
 	}
-	for (size_t i = 0; i < count && first == CODEC_OK; i++)
-		first = one[i].status;
-	CHECK(status == first, first, status);
 	if (status != CODEC_OK)
 		CHECK(is_filled(out.p, out.n), status, count);
 	for (uint64_t i = 0; all && status == CODEC_OK && i < f->info.n; i++) {
@@ -605,8 +648,11 @@ codec_status check_frame(const struct given *given, const struct given *others, 
 		check_flags(f, &plain);
 		check_missing(f, &plain);
 		check_floats(f, &plain);
-		if (one_in(s, 2))
+		if (one_in(s, 2)) {
 			check_room(f, &plain);
+			check_slack(f, &plain);
+			check_accumulate(f);
+		}
 		if (is_float(f->info.dtype) && one_in(s, 2)) {
 			for (uint64_t more = below(s, FRAMES); more; more--) {
 				const struct given *other = nothers && below(s, 3) ? others + below(s, nothers) : given;
