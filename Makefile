@@ -133,14 +133,15 @@ fuzz: $(VENV)/clang
 	for f in $(FUZZERS); do \
 		case $$f in fuzz_decode) more='-max_len=65536 tests/vectors';; *) more='-max_len=128 -len_control=0';; esac; \
 		mkdir -p build/fuzz/new build/fuzz/$$f.corpus && \
-		build/fuzz/$$f -max_total_time=$(SECONDS) -artifact_prefix=build/fuzz/ -print_final_stats=1 -verbosity=0 \
-			build/fuzz/$$f.corpus $$more && \
-		build/fuzz/$$f -merge=1 -verbosity=0 build/fuzz/new build/fuzz/$$f.corpus && \
+		build/fuzz/$$f -max_total_time=$(SECONDS) -artifact_prefix=build/fuzz/ -print_final_stats=1 \
+			build/fuzz/$$f.corpus $$more >build/fuzz/$$f.log 2>&1 || { tail -50 build/fuzz/$$f.log; exit 1; }; \
+		echo $$f: $$(grep -h '#.*DONE' build/fuzz/$$f.log) && \
+		build/fuzz/$$f -merge=1 build/fuzz/new build/fuzz/$$f.corpus 2>/dev/null && \
 		rm -r build/fuzz/$$f.corpus && mv build/fuzz/new build/fuzz/$$f.corpus && \
 		LLVM_PROFILE_FILE=build/coverage/$$f.profraw \
-			build/coverage/$$f -runs=0 -verbosity=0 build/fuzz/$$f.corpus || exit 1; \
+			build/coverage/$$f -runs=0 build/fuzz/$$f.corpus 2>/dev/null || exit 1; \
 	done
 	llvm-profdata merge -o build/coverage/all.profdata $(FUZZERS:%=build/coverage/%.profraw)
 	llvm-cov report -show-region-summary=false -instr-profile=build/coverage/all.profdata \
-		$(FUZZERS:%=-object build/coverage/%) native/src
+		build/coverage/fuzz_decode -object build/coverage/fuzz_encode -object build/coverage/fuzz_frames native/src
 .PHONY: fuzz
