@@ -657,7 +657,7 @@ codec_status check_frame(const struct given *given, const struct given *others, 
 			for (uint64_t more = below(s, FRAMES); more; more--) {
 				const struct given *other = nothers && below(s, 3) ? others + below(s, nothers) : given;
 				int fits = subject_open(f + count, other, s) && f[count].info.rank == f->info.rank &&
-					   f[count].info.dtype == f->info.dtype &&
+					   is_float(f[count].info.dtype) &&
 					   !memcmp(f[count].info.shape, f->info.shape, sizeof f->info.shape);
 
 				/* a metric or a codebook is for all */

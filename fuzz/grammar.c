@@ -125,11 +125,18 @@ static void pick_empty(struct maker *m)
 	g->shape[below(&m->s, g->rank)] = g->n = 0;
 }
 
+/* Dtypes that all codecs take. */
+static const uint8_t FLOATS[] = {CODEC_FLOAT32, CODEC_BFLOAT16, CODEC_FLOAT16};
+
+static int is_float(uint32_t dtype)
+{
+	return dtype == CODEC_FLOAT32 || dtype == CODEC_BFLOAT16 || dtype == CODEC_FLOAT16;
+}
+
 static uint32_t pick_dtype(struct maker *m)
 {
 	static const uint8_t DTYPES[] = {1, 2, 3, 4,  1,  2,  3,  4,  1,  2,  5,  6,
 					 7, 8, 9, 16, 17, 18, 19, 20, 21, 22, 23, 24};
-	static const uint8_t FLOATS[] = {1, 3, 4};
 
 	return m->g->codec == CODEC_LOSSLESS ? DTYPES[below(&m->s, sizeof DTYPES)] : FLOATS[below(&m->s, 3)];
 }
@@ -144,10 +151,12 @@ static void pick(struct maker *m, const struct grammar *like)
 	g->codec = same ? like->codec : CODECS[below(&m->s, sizeof CODECS)];
 	if (like) {
 		g->dtype = like->dtype;
+		if (is_float(g->dtype) && one_in(&m->s, 4)) /* frames of several may be added up */
+			g->dtype = FLOATS[below(&m->s, 3)];
 		g->rank = like->rank;
 		g->n = like->n;
 		memcpy(g->shape, like->shape, sizeof g->shape);
-		if (g->dtype != CODEC_FLOAT32 && g->dtype != CODEC_BFLOAT16 && g->dtype != CODEC_FLOAT16)
+		if (!is_float(g->dtype))
 			g->codec = CODEC_LOSSLESS;
 	} else {
 		g->dtype = pick_dtype(m);
