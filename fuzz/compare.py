@@ -92,7 +92,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--frames", type=int, default=2000)
-    parser.add_argument("--most", type=int, default=20000)
+    parser.add_argument("--most", type=int, default=100000)
     parser.add_argument("--library", type=Path, default=ROOT / "build/native/libcodec.so")
     args = parser.parse_args()
     left = ROOT / "build/fuzz/disagree"

@@ -14,11 +14,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	codec_status status;
 	uint8_t bytes[4];
 
-	grammar_make(&g, data, size, 20000, NULL);
+	grammar_make(&g, data, size, 100000, NULL);
 	given = (struct given){g.frame, g.nbytes, g.has_book ? &g.book : NULL, g.has_metric ? g.metric : NULL};
 	for (size_t i = 0; i < 4; i++)
 		bytes[i] = (uint8_t)noise(&s);
-	grammar_make(&other, bytes, sizeof bytes, 20000, &g);
+	grammar_make(&other, bytes, sizeof bytes, 100000, &g);
 	more = (struct given){other.frame, other.nbytes, other.has_book ? &other.book : NULL,
 			      other.has_metric ? other.metric : NULL};
 	s.p = s.end;

@@ -24,7 +24,7 @@ struct grammar {
 };
 
 /*
- * A frame of at most `most` values (those of a block of five codes a byte may be more), decided by data[0, size).
+ * A frame of at most `most` values (100,000 reaches everything), decided by data[0, size).
  * `like`, unless NULL: a frame of the same shape, and perhaps dtype and codec. To be freed by grammar_free.
  */
 void grammar_make(struct grammar *g, const uint8_t *data, size_t size, uint64_t most, const struct grammar *like);
