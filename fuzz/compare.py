@@ -24,6 +24,8 @@ import oracle  # noqa: E402
 
 SOURCES = ("grammar.c", "maker.c", "make_lossless.c", "make_rows.c", "make_truncate.c", "frames.c")
 
+LIMIT = 51  # CODEC_LIMIT
+
 
 class One(ctypes.Structure):
     """frames.c's struct frames_one."""
@@ -77,6 +79,8 @@ def compare(lib: Any, seed: int, most: int) -> tuple[One, str]:
     lib.frames_make(seed, most, one)
     if one.ea and values_declared(one) != one.n:
         return one, ""  # the state is another tensor's
+    if one.status == LIMIT:
+        return one, ""  # too large to be looked at
     why, values = verdict(one)
     if (one.status == 0) != (not why):
         return one, f"the library says {one.status}, the oracle {why or 'success'!r}"

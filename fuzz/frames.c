@@ -32,7 +32,9 @@ __attribute__((visibility("default"))) void frames_make(uint64_t seed, uint64_t 
 	grammar_make(&g, bytes, sizeof bytes, most, NULL);
 	values = NULL;
 	one->status = codec_inspect(g.frame, g.nbytes, &info);
-	if (one->status == CODEC_OK && info.tensor_nbytes <= with.max_nbytes) {
+	if (one->status == CODEC_OK && info.tensor_nbytes > with.max_nbytes) {
+		one->status = CODEC_LIMIT;
+	} else if (one->status == CODEC_OK) {
 		t.dtype = info.dtype;
 		t.rank = info.rank;
 		for (uint32_t i = 0; i < t.rank; i++)
