@@ -40,8 +40,8 @@ $(VENV)/debian: $(VENV)/tools
 	touch $@
 
 lint: $(VENV)/tools $(VENV)/test
-	$(VENV)/bin/ruff check codec tests bench bindings
-	$(VENV)/bin/ruff format --check codec tests bench bindings
+	$(VENV)/bin/ruff check codec tests bench bindings fuzz
+	$(VENV)/bin/ruff format --check codec tests bench bindings fuzz
 	$(VENV)/bin/clang-format --dry-run --Werror $(C_FILES)
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
@@ -57,14 +57,34 @@ ctest: $(VENV)/debian
 	build/native/test_contract
 	build/native/test_lossy
 
-# the same tests under AddressSanitizer and UndefinedBehaviorSanitizer
-sanitize: $(VENV)/debian
+$(VENV)/clang: $(VENV)/tools
+	{ dpkg -s clang llvm libclang-rt-dev >/dev/null 2>&1; } || \
+	{ $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends clang llvm libclang-rt-dev; }
+	touch $@
+
+CLANG := -DCMAKE_C_COMPILER=clang -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCODEC_FUZZ=ON
+
+# The same tests under AddressSanitizer and UndefinedBehaviorSanitizer, and with memory that changes meanwhile; threads
+# under ThreadSanitizer; the fuzzers under MemorySanitizer, which sees through scalar loops, not through all shuffles.
+# make sanitize SECONDS=600 does the last three for so long each.
+sanitize: SECONDS ?= 3
+sanitize: $(VENV)/debian $(VENV)/clang
 	$(CMAKE) -S native -B build/sanitize -DCODEC_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 		-DCMAKE_C_FLAGS='-fsanitize=address,undefined -fno-sanitize-recover=all'
-	$(VENV)/bin/cmake --build build/sanitize --target test_core test_contract test_lossy
+	$(VENV)/bin/cmake --build build/sanitize --target test_core test_contract test_lossy test_race
 	build/sanitize/test_core
 	build/sanitize/test_contract
 	build/sanitize/test_lossy
+	build/sanitize/test_race hostile $(SECONDS)
+	$(CMAKE) -S native -B build/tsan -DCODEC_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_C_FLAGS=-fsanitize=thread
+	$(VENV)/bin/cmake --build build/tsan --target test_race
+	build/tsan/test_race $(SECONDS)
+	$(CMAKE) -S native -B build/msan $(CLANG) -DCODEC_SANITIZE=memory
+	$(VENV)/bin/cmake --build build/msan --target fuzz_encode fuzz_frames
+	for f in fuzz_encode fuzz_frames; do \
+		FUZZ_ISAS=1 build/msan/$$f -seed=1 -max_total_time=$(SECONDS) -max_len=128 -len_control=0 -verbosity=0 \
+			-artifact_prefix=build/msan/ || exit 1; \
+	done
 
 # AVX-512 loops in plain C: the same bytes on a CPU that has none
 emulated: $(VENV)/debian $(VENV)/test
@@ -102,12 +122,26 @@ bench: $(VENV)/test ctest
 clean:
 	rm -rf build dist $(VENV) .pytest_cache .ruff_cache .hypothesis
 
-# needs clang and its fuzzer's runtime (Debian: clang, libclang-rt-dev)
-SECONDS := 60
-fuzz:
-	cmake -S native -B build/fuzz -DCMAKE_C_COMPILER=clang$(CLANG) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCODEC_FUZZ=ON
-	cmake --build build/fuzz --target fuzz_decode fuzz_roundtrip
-	mkdir -p build/fuzz/corpus build/fuzz/values
-	build/fuzz/fuzz_roundtrip -max_total_time=$(SECONDS) -max_len=131072 build/fuzz/values
-	build/fuzz/fuzz_decode -max_total_time=$(SECONDS) -max_len=65536 build/fuzz/corpus tests/vectors
+# Each fuzzer for SECONDS, from what it found before; then which lines and branches of the library their inputs reach.
+FUZZERS := fuzz_frames fuzz_encode fuzz_decode
+fuzz: SECONDS ?= 60
+fuzz: $(VENV)/clang
+	$(CMAKE) -S native -B build/fuzz $(CLANG)
+	$(VENV)/bin/cmake --build build/fuzz --target $(FUZZERS)
+	$(CMAKE) -S native -B build/coverage $(CLANG) -DCODEC_SANITIZE=
+	$(VENV)/bin/cmake --build build/coverage --target $(FUZZERS)
+	for f in $(FUZZERS); do \
+		case $$f in fuzz_decode) more='-max_len=65536 tests/vectors';; *) more='-max_len=128 -len_control=0';; esac; \
+		mkdir -p build/fuzz/new build/fuzz/$$f.corpus && \
+		build/fuzz/$$f -max_total_time=$(SECONDS) -artifact_prefix=build/fuzz/ -print_final_stats=1 \
+			build/fuzz/$$f.corpus $$more >build/fuzz/$$f.log 2>&1 || { tail -50 build/fuzz/$$f.log; exit 1; }; \
+		echo $$f: $$(grep -h '#.*DONE' build/fuzz/$$f.log) && \
+		build/fuzz/$$f -merge=1 build/fuzz/new build/fuzz/$$f.corpus 2>/dev/null && \
+		rm -r build/fuzz/$$f.corpus && mv build/fuzz/new build/fuzz/$$f.corpus && \
+		LLVM_PROFILE_FILE=build/coverage/$$f.profraw \
+			build/coverage/$$f -runs=0 build/fuzz/$$f.corpus 2>/dev/null || exit 1; \
+	done
+	llvm-profdata merge -o build/coverage/all.profdata $(FUZZERS:%=build/coverage/%.profraw)
+	llvm-cov report -show-region-summary=false -instr-profile=build/coverage/all.profdata \
+		build/coverage/fuzz_decode -object build/coverage/fuzz_encode -object build/coverage/fuzz_frames native/src
 .PHONY: fuzz

@@ -1,0 +1,282 @@
+/* make_rows.c - frames whose values share scales: docs/format.md, section 8. */
+#include "maker.h"
+
+enum { VARIANT, OPTIONS, BITS, RESERVED, ROW };
+
+#define ROW_LAST 0xffffffffu
+
+/* What params say. */
+struct kind {
+	uint32_t codec, variant, bits, row;
+	int entropy, trits, part_scaled, two;
+	uint32_t most; /* the largest code */
+};
+
+static struct kind kind_of(const struct grammar *g)
+{
+	const uint8_t *p = g->params;
+	struct kind q = {.codec = g->codec, .variant = p[VARIANT], .bits = p[BITS]};
+
+	q.row = p[ROW] | p[ROW + 1] << 8 | p[ROW + 2] << 16 | (uint32_t)p[ROW + 3] << 24;
+	q.two = q.codec == CODEC_SIGN && q.variant == WIRE_SIGN_TWO_MEAN;
+	q.trits = q.codec == CODEC_TERNARY && q.variant != WIRE_TERNARY_2BIT;
+	q.entropy = (q.trits && q.variant == WIRE_TERNARY_ENTROPY) || p[OPTIONS] & WIRE_OPTION_ENTROPY;
+	q.part_scaled = q.row == 0 || (q.codec == CODEC_FLOAT4 && q.variant == WIRE_FLOAT4_NVFP4);
+	switch (q.codec) {
+	case CODEC_SIGN: q.bits = 1; break;
+	case CODEC_TERNARY: q.bits = q.trits ? 0 : 2; break;
+	case CODEC_FLOAT8: q.bits = 8; break;
+	case CODEC_FLOAT4: q.bits = 4; break;
+	default: break;
+	}
+	q.most = q.trits ? 242 : q.codec == CODEC_TERNARY ? 2 : (1u << q.bits) - 1;
+	if (q.codec == CODEC_QUANTIZE && q.variant == WIRE_LEVELS_ODD)
+		q.most = (1u << q.bits) - 2;
+	return q;
+}
+
+void pick_rows_params(struct maker *m)
+{
+	static const uint8_t VARIANTS[] = {0, 0, 3, 3, 2, 2, 2}, ALLOWED[] = {0, 0, 0, 8, 7, 1, 1};
+	static const uint32_t ROWS[] = {1, 2, 3, 5, 8, 64, 100, 128, 1000, 2560, 2561, 3000, 8192, 16384, 16385, 20000};
+	uint8_t *p = m->g->params;
+	uint32_t codec = m->g->codec, row;
+
+	p[VARIANT] = (uint8_t)below(&m->s, VARIANTS[codec]);
+	p[OPTIONS] = (uint8_t)below(&m->s, 16) & ALLOWED[codec];
+	p[BITS] = codec == CODEC_QUANTIZE ? (uint8_t)between(&m->s, 1 + p[VARIANT], 8) : 0;
+	switch (below(&m->s, 4)) {
+	case 0: row = ROW_LAST; break;
+	case 1: row = 1 + (uint32_t)below(&m->s, 4000); break;
+	default: row = ROWS[below(&m->s, sizeof ROWS / sizeof *ROWS)];
+	}
+	if (one_in(&m->s, 12))
+		row = WIRE_MAX_ROW;
+	if (codec == CODEC_TERNARY || (codec == CODEC_SIGN && below(&m->s, 2)))
+		row = 0;
+	else if (codec == CODEC_FLOAT4)
+		row = p[VARIANT] ? 32 : 16;
+	else if (codec == CODEC_QUANTIZE && row == ROW_LAST)
+		row = 64;
+	for (int i = 0; i < 4; i++)
+		p[ROW + i] = (uint8_t)(row >> 8 * i);
+}
+
+static uint32_t row_of(const struct kind *q, uint32_t rank, const uint64_t *shape)
+{
+	uint64_t row = q->row;
+
+	if (row == ROW_LAST) {
+		row = 1024;
+		if (rank > 1) {
+			row = 1;
+			for (uint32_t i = rank; i-- > 0 && row < 64;)
+				row *= shape[i];
+			row = row > WIRE_MAX_ROW ? 1024 : row;
+		}
+	}
+	return (uint32_t)(q->entropy && row > WIRE_ROW_BLOCK ? 1024 : row);
+}
+
+/* The number of the tensor's dtype that is nearest below. */
+static uint32_t narrow(const struct maker *m, uint32_t u)
+{
+	uint32_t e = u >> 23;
+
+	if (m->g->dtype == CODEC_BFLOAT16)
+		return u & 0xffff0000;
+	if (m->g->dtype != CODEC_FLOAT16)
+		return u;
+	if (e >= 143)
+		return 0x477fe000; /* 65504 */
+	return e >= 113 ? u & 0xffffe000 : e >= 103 ? u & 0xffffffffu << (126 - e) : 0;
+}
+
+/* Above this a part's scale times a row's may be Inf: 2^119. */
+#define LARGE (246u << 23)
+
+/* The two scales of a part. */
+static void put_scales(struct maker *m, const struct kind *q, uint32_t *first)
+{
+	*first = 0;
+	if (q->part_scaled) {
+		*first = slip(m) ? bad_scale(m) : pick_scale(m, 1);
+		if (q->codec == CODEC_TERNARY && !slip(m))
+			*first = narrow(m, *first);
+		if (q->codec == CODEC_FLOAT4 && *first > LARGE && !slip(m))
+			*first = LARGE - (*first & 0x7fffff);
+	}
+	put(m, *first, 4);
+	put(m, q->two && q->part_scaled ? pick_scale(m, 1) : 0, 4);
+}
+
+/* n codes as bytes, or packed; what is left of the last byte is filled up. */
+static void pack(struct maker *m, const struct kind *q, struct bytes *b, size_t n)
+{
+	uint32_t have = 0, fill = q->codec == CODEC_TERNARY ? 0x55 : 0;
+
+	if (q->trits) {
+		for (size_t i = 0; i < n; i += 5) {
+			uint32_t x = 0;
+
+			for (size_t v = i; v < i + 5; v++)
+				x = 3 * x + (v < n ? (uint32_t)(noise(&m->s) % 3) : 1);
+			put_raw(b, &(uint8_t){(uint8_t)x}, 1);
+		}
+		if (n && slip(m))
+			b->p[b->n - 1] = (uint8_t)below(&m->s, 256);
+		return;
+	}
+	for (size_t i = 0; i < n; i++) {
+		uint32_t code = (uint32_t)(noise(&m->s) % (q->most + 1));
+
+		for (uint32_t k = 0; k < q->bits; k++, have++) {
+			if (have % 8 == 0)
+				put_zeros(b, 1);
+			b->p[b->n - 1] |= (uint8_t)((code >> k & 1) << have % 8);
+		}
+	}
+	if (have % 8)
+		b->p[b->n - 1] |= (uint8_t)(fill >> (have & 1) << have % 8);
+	if (n && slip(m)) /* of the last byte, padding or not */
+		b->p[b->n - 1] ^= (uint8_t)(1 << below(&m->s, 8));
+	if (n && q->bits > 1 && q->bits < 8 && slip(m)) /* a code that there is not */
+		b->p[below(&m->s, b->n)] = 0xff;
+}
+
+/* Codes of n values through the entropy coder: k bytes of them. */
+static void put_entropy(struct maker *m, const struct kind *q, size_t n)
+{
+	size_t k = q->trits ? (n + 4) / 5 : n;
+	uint32_t mode = (uint32_t)below(&m->s, 4), least = 1, last = 121;
+	struct bytes b = {0};
+
+	mode = mode == 3 ? 2 : mode;
+	put(m, mode, 4);
+	switch (mode) {
+	case 0: /* the byte of all: the last of trits is filled up with 1 */
+		put(m, q->trits ? n % 5 ? 121 : below(&m->s, 243) : below(&m->s, 256), 1);
+		break;
+	case 1:
+		pack(m, q, &b, n);
+		put_raw(&m->out, b.p, b.n);
+		free(b.p);
+		break;
+	default:
+		draw(m, m->book, k, q->trits ? 243 : 256);
+		for (size_t i = n % 5; i && i < 5; i++)
+			least *= 3;
+		if (q->trits && n % 5 && m->plane[k - 1] % least != last % least && !slip(m)) {
+			m->symbol[k - 1] = ESCAPE;
+			m->literal[k - 1] = (uint16_t)(m->plane[k - 1] / least * least + last % least);
+		}
+		put_coded(m, m->book, k, 1);
+	}
+}
+
+/* A scale for each row, or two. */
+static void put_row_scales(struct maker *m, const struct kind *q, uint64_t n)
+{
+	uint64_t wrong = n && slip(m) ? below(&m->s, n) : n;
+
+	for (uint64_t r = 0; r < n; r++) {
+		uint32_t u = 0x3f800000 + (uint32_t)(noise(&m->s) & 0xffffff);
+		uint8_t b[4];
+
+		if (q->codec == CODEC_FLOAT4) {
+			uint32_t most = q->variant == WIRE_FLOAT4_MXFP4 ? 252 : 126;
+
+			u = (uint32_t)(r == wrong ? between(&m->s, most + 1, 255) : noise(&m->s) % (most + 1));
+		} else if (r == wrong) {
+			u = bad_scale(m);
+		} else if (r < 3 || noise(&m->s) % 64 == 0) {
+			u = pick_scale(m, q->codec != CODEC_FLOAT8);
+		}
+		for (int i = 0; i < 4; i++)
+			b[i] = (uint8_t)(u >> 8 * i);
+		put_raw(&m->out, b, q->codec == CODEC_FLOAT4 ? 1 : 4);
+	}
+}
+
+static void put_block(struct maker *m, const struct kind *q, uint32_t b, uint32_t row, uint64_t n)
+{
+	struct bytes codes = {0};
+
+	put_row_scales(m, q, row ? (n + row - 1) / row * (q->two ? 2 : 1) : 0);
+	if (q->entropy) {
+		put_entropy(m, q, (size_t)n);
+	} else {
+		pack(m, q, &codes, (size_t)n);
+		put_raw(&m->out, codes.p, codes.n);
+		free(codes.p);
+	}
+	end_region(m, b);
+}
+
+static uint64_t block_of(const struct kind *q, uint64_t row)
+{
+	if (!row)
+		return q->trits ? WIRE_TRITS_BLOCK : WIRE_ROW_BLOCK;
+	return row < WIRE_ROW_BLOCK ? WIRE_ROW_BLOCK / row * row : row;
+}
+
+struct part {
+	uint64_t count;
+	uint32_t row, scale;
+};
+
+/* All values, or parts of them with rows of their own. */
+static uint64_t put_parts(struct maker *m, const struct kind *q, struct part *part)
+{
+	uint64_t n = m->g->n, nparts = 0, most = WIRE_MAX_PARTS(n), done = 0;
+
+	if (below(&m->s, 2)) {
+		part[0] = (struct part){n, row_of(q, m->g->rank, m->g->shape), 0};
+		if (q->part_scaled)
+			put_scales(m, q, &part[0].scale);
+		return 1;
+	}
+	m->flags = WIRE_FLAG_SEGMENTS;
+	most = 1 + below(&m->s, most < 64 ? most : 64);
+	for (; done < n; done += part[nparts++].count) {
+		uint64_t left = n - done, row = between(&m->s, 1, one_in(&m->s, 4) ? WIRE_ROW_BLOCK : 300);
+
+		row = one_in(&m->s, 8) && !q->entropy ? 16000 + below(&m->s, 10000) : row;
+		part[nparts].count = nparts + 1 >= most ? left : one_in(&m->s, 4) ? 1 : 1 + below(&m->s, left);
+		part[nparts].row = q->row == ROW_LAST ? (uint32_t)row : row_of(q, 1, NULL);
+	}
+	put(m, nparts, 8);
+	for (uint64_t i = 0; i < nparts; i++) {
+		put(m, part[i].count, 8);
+		put(m, part[i].row, 4);
+		put(m, 0, 4);
+		put_scales(m, q, &part[i].scale);
+	}
+	return nparts;
+}
+
+void make_rows(struct maker *m)
+{
+	struct kind q = kind_of(m->g);
+	struct part part[64];
+	uint64_t nparts, n;
+	uint32_t b = 0;
+
+	m->coded = (uint8_t)q.entropy;
+	if (q.entropy) {
+		book_make(m, m->book, 0, q.trits && !slip(m) ? 242 : 255, 1);
+		book_put(m, m->book);
+	}
+	nparts = put_parts(m, &q, part);
+	put_gap(m, 0);
+	m->directory_at = m->out.n;
+	for (uint64_t i = 0; i < nparts; i++)
+		m->nblocks += (uint32_t)((part[i].count - 1) / block_of(&q, part[i].row) + 1);
+	put_zeros(&m->out, WIRE_DIRECTORY_ENTRY * m->nblocks);
+	for (uint64_t i = 0; i < nparts; i++)
+		for (uint64_t left = part[i].count; left; left -= n) {
+			n = block_of(&q, part[i].row);
+			n = n < left ? n : left;
+			put_block(m, &q, b++, part[i].row, n);
+		}
+}

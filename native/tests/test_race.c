@@ -1,0 +1,518 @@
+/* test_race.c - what codec.h and codec_engine.h promise to threads, for TSan; and of memory that changes, for ASan.
+ *
+ *   test_race [SECONDS]           4 threads on the steps of one job: the bytes of one call, whatever the order
+ *   test_race hostile [SECONDS]   another thread rewrites tensor, state, levels and frame meanwhile: the results may be
+ *                                 anything, but no byte outside of the spans is touched
+ *
+ * Without SECONDS, once through all codecs.
+ */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "codec/codec.h"
+#include "codec/codec_engine.h"
+
+#define THREADS 4
+#define N 50001
+#define FRAMES 3
+#define SLICES 7
+
+#define MUST(good)                                                                                                     \
+	do {                                                                                                           \
+		if (!(good)) {                                                                                         \
+			fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #good);                                     \
+			exit(1);                                                                                       \
+		}                                                                                                      \
+	} while (0)
+
+static const struct kind {
+	uint32_t dtype;
+	codec_spec spec;
+} KINDS[] = {
+	{CODEC_FLOAT32, {.codec = CODEC_LOSSLESS}},
+	{CODEC_FLOAT64, {.codec = CODEC_LOSSLESS}},
+	{CODEC_BFLOAT16, {.codec = CODEC_LOSSLESS, .model = CODEC_MODEL_SEPARABLE}},
+	{CODEC_INT32, {.codec = CODEC_LOSSLESS}},
+	{CODEC_FLOAT32, {.codec = CODEC_SIGN}},
+	{CODEC_FLOAT16, {.codec = CODEC_SIGN, .variant = CODEC_SIGN_L2, .row = 20000}},
+	{CODEC_FLOAT32, {.codec = CODEC_SIGN, .variant = CODEC_SIGN_TWO_MEAN, .row = 3}},
+	{CODEC_FLOAT32, {.codec = CODEC_TERNARY}},
+	{CODEC_BFLOAT16, {.codec = CODEC_TERNARY, .variant = CODEC_TERNARY_BASE3, .clip = 2.5f}},
+	{CODEC_FLOAT32, {.codec = CODEC_TERNARY, .variant = CODEC_TERNARY_ENTROPY}},
+	{CODEC_FLOAT32, {.codec = CODEC_FLOAT8, .options = CODEC_OPTION_STOCHASTIC}},
+	{CODEC_FLOAT16, {.codec = CODEC_FLOAT8, .variant = CODEC_E5M2, .options = CODEC_OPTION_ENTROPY}},
+	{CODEC_FLOAT32, {.codec = CODEC_FLOAT4}},
+	{CODEC_FLOAT32, {.codec = CODEC_FLOAT4, .variant = CODEC_FLOAT4_MXFP4}},
+	{CODEC_FLOAT32, {.codec = CODEC_QUANTIZE, .bits = 3, .variant = CODEC_LEVELS_ODD, .row = 17000}},
+	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVELS_PLANE}},
+	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVELS_CODED}},
+	{CODEC_BFLOAT16, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVELS_SHARED, .options = CODEC_OPTION_BITS}},
+	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVELS_FIXED, .bits = 2}},
+};
+
+/* One tensor under one spec; all buffers are allocations of their own, so that ASan sees where they end. */
+struct task {
+	codec_spec spec;
+	codec_tensor x, out, sum, theta;
+	codec_metric metric;
+	codec_context with;
+	uint8_t *frame[FRAMES], *made, *levels;
+	size_t nbytes[FRAMES], bound, need, job_nbytes, work_nbytes;
+	float *residual;
+};
+
+static uint64_t seed = 88172645463325252ull;
+
+static uint64_t next_random(uint64_t *s)
+{
+	*s ^= *s << 13;
+	*s ^= *s >> 7;
+	return *s ^= *s << 17;
+}
+
+static void *room(size_t n)
+{
+	void *p = malloc(n);
+
+	MUST(p);
+	return p;
+}
+
+static void fill(codec_tensor *t, uint64_t *s)
+{
+	uint32_t size = codec_dtype_nbytes(t->dtype);
+
+	for (uint64_t i = 0; i < N; i++) {
+		uint64_t x = next_random(s);
+		double wide = (double)((int64_t)x >> 20) * 0x1p-43 * (double)(1 + i % 100);
+		float y = (float)wide;
+		uint64_t u = 0;
+
+		memcpy(&u, &y, 4);
+		if (t->dtype == CODEC_FLOAT64)
+			memcpy(&u, &wide, 8);
+		else if (t->dtype == CODEC_BFLOAT16)
+			u >>= 16;
+		else if (t->dtype == CODEC_FLOAT16)
+			u = (x & 0x83ff) | (12 + (x >> 50 & 3)) << 10;
+		else if (t->dtype == CODEC_INT32)
+			u = x >> 50;
+		memcpy((char *)t->data + i * size, &u, size);
+	}
+}
+
+static void tensor(codec_tensor *t, uint32_t dtype)
+{
+	*t = (codec_tensor){.struct_nbytes = sizeof *t, .dtype = dtype, .rank = 2, .shape = {N / 3, 3}};
+	t->nbytes = (uint64_t)N * codec_dtype_nbytes(dtype);
+	t->data = room(t->nbytes);
+	fill(t, &seed);
+}
+
+static void task_open(struct task *k, const struct kind *kind)
+{
+	void *scratch;
+
+	memset(k, 0, sizeof *k);
+	k->spec = kind->spec;
+	k->spec.struct_nbytes = sizeof k->spec;
+	tensor(&k->x, kind->dtype);
+	tensor(&k->out, kind->dtype);
+	tensor(&k->sum, CODEC_FLOAT32);
+	tensor(&k->theta, CODEC_FLOAT32);
+	k->metric = (codec_metric){.struct_nbytes = sizeof k->metric, .theta_term = 100, .theta = &k->theta};
+	k->with = (codec_context){.struct_nbytes = sizeof k->with, .metric = &k->metric};
+	k->levels = room(N);
+	for (size_t i = 0; i < N; i++)
+		k->levels[i] = i & 3;
+	k->residual = room(sizeof(float) * N);
+	MUST(codec_bound(&k->spec, &k->x, &k->bound) == CODEC_OK);
+	MUST(codec_scratch(&k->spec, &k->x, &k->need) == CODEC_OK);
+	MUST(codec_job_nbytes(&k->spec, &k->x, &k->job_nbytes, &k->work_nbytes) == CODEC_OK);
+	k->made = room(2 * k->bound + 65536);
+	scratch = room(k->need);
+	for (int i = 0; i < FRAMES; i++) {
+		uint8_t *frame = room(k->bound);
+
+		fill(&k->x, &seed);
+		k->with.stream = (uint64_t)i;
+		MUST(codec_encode(&k->spec, &k->x, frame, k->bound, k->nbytes + i, NULL, &k->with, scratch, k->need) ==
+		     CODEC_OK);
+		k->frame[i] = room(k->nbytes[i]);
+		memcpy(k->frame[i], frame, k->nbytes[i]);
+		free(frame);
+	}
+	free(scratch);
+}
+
+static void task_close(struct task *k)
+{
+	free(k->x.data);
+	free(k->out.data);
+	free(k->sum.data);
+	free(k->theta.data);
+	free(k->made);
+	free(k->levels);
+	free(k->residual);
+	for (int i = 0; i < FRAMES; i++)
+		free(k->frame[i]);
+}
+
+/* f(context, i) for i below count, by all threads. */
+struct crowd {
+	void (*f)(void *context, uint64_t i);
+	void *context;
+	atomic_uint_fast64_t next;
+	uint64_t count;
+};
+
+static void *member(void *p)
+{
+	struct crowd *c = p;
+	uint64_t i;
+
+	while ((i = atomic_fetch_add(&c->next, 1)) < c->count)
+		c->f(c->context, i);
+	return NULL;
+}
+
+static void crowd(void (*f)(void *, uint64_t), void *context, uint64_t count)
+{
+	struct crowd c = {.f = f, .context = context, .count = count};
+	pthread_t thread[THREADS];
+
+	for (int i = 0; i < THREADS; i++)
+		MUST(pthread_create(thread + i, NULL, member, &c) == 0);
+	for (int i = 0; i < THREADS; i++)
+		pthread_join(thread[i], NULL);
+}
+
+/* What threads share in the steps of one job. */
+struct steps {
+	struct task *k;
+	void *job[FRAMES];
+	codec_plan plan;
+	uint64_t at[SLICES], count[SLICES], seal[SLICES][FRAMES], end[SLICES];
+	codec_status status[SLICES];
+	int add;
+	uint32_t op;
+};
+
+static uint64_t cut(const struct steps *s, uint64_t i)
+{
+	return s->plan.nblocks * i / SLICES;
+}
+
+static void scan(void *p, uint64_t i)
+{
+	struct steps *s = p;
+	uint64_t from = s->plan.nscans * i / SLICES, to = s->plan.nscans * (i + 1) / SLICES;
+
+	s->status[i] = codec_encode_scan(&s->k->x, &s->k->with, s->job[0], from, to - from);
+}
+
+static void encode(void *p, uint64_t i)
+{
+	struct steps *s = p;
+	void *work = room(s->plan.work_nbytes);
+
+	s->count[i] = cut(s, i + 1) - cut(s, i);
+	s->at[i] = s->plan.regions_at + cut(s, i) * s->plan.region_bound;
+	s->status[i] =
+		codec_encode_blocks(&s->k->x, s->k->made, 2 * s->k->bound + 65536, &s->k->with, s->job[0], cut(s, i),
+				    s->count[i], s->at[i], s->end + i, s->seal[i], work, s->plan.work_nbytes);
+	free(work);
+}
+
+static void decode(void *p, uint64_t i)
+{
+	struct steps *s = p;
+	void *work = room(s->plan.work_nbytes);
+	codec_context with = s->k->with;
+
+	with.into = s->add ? CODEC_INTO_ADD : CODEC_INTO_STORE;
+	with.weight = 0.5f;
+	s->status[i] =
+		codec_decode_blocks(s->k->frame[0], s->k->nbytes[0], s->add ? &s->k->sum : &s->k->out, &with, s->job[0],
+				    cut(s, i), cut(s, i + 1) - cut(s, i), s->seal[i], work, s->plan.work_nbytes);
+	free(work);
+}
+
+static void reduce(void *p, uint64_t i)
+{
+	struct steps *s = p;
+	void *work = room(s->plan.work_nbytes);
+
+	s->status[i] = codec_reduce_blocks((const void *const *)s->k->frame, s->k->nbytes, FRAMES, s->op, &s->k->sum,
+					   &s->k->with, (const void *const *)s->job, cut(s, i),
+					   cut(s, i + 1) - cut(s, i), s->seal[i], work, s->plan.work_nbytes);
+	free(work);
+}
+
+static codec_status status_of(const struct steps *s)
+{
+	for (int i = 0; i < SLICES; i++)
+		if (s->status[i] != CODEC_OK)
+			return s->status[i];
+	return CODEC_OK;
+}
+
+static uint64_t seal_of(const struct steps *s, int frame)
+{
+	uint64_t total = 0;
+
+	for (int i = 0; i < SLICES; i++)
+		total += s->seal[i][frame];
+	return total;
+}
+
+#define TRY(call)                                                                                                      \
+	do {                                                                                                           \
+		if (status == CODEC_OK)                                                                                \
+			status = (call);                                                                               \
+	} while (0)
+
+static codec_status encode_steps(struct task *k, size_t *written)
+{
+	struct steps s = {.k = k, .job = {room(k->job_nbytes)}};
+	size_t capacity = 2 * k->bound + 65536;
+	codec_status status = CODEC_OK;
+	uint64_t blocks = 0;
+
+	TRY(codec_encode_open(&k->spec, &k->x, k->made, capacity, &k->with, s.job[0], k->job_nbytes, &s.plan));
+	if (status == CODEC_OK && s.plan.nscans) {
+		crowd(scan, &s, SLICES);
+		TRY(status_of(&s));
+		TRY(codec_encode_start(&k->x, k->made, capacity, &k->with, s.job[0], &s.plan));
+	}
+	blocks = s.plan.nblocks;
+	if (status == CODEC_OK && blocks) {
+		crowd(encode, &s, SLICES);
+		TRY(status_of(&s));
+	}
+	TRY(codec_encode_close(&k->x, k->made, capacity, &k->with, s.job[0], s.count, s.at, blocks ? SLICES : 0,
+			       seal_of(&s, 0), written));
+	free(s.job[0]);
+	return status;
+}
+
+static codec_status decode_steps(struct task *k, int add)
+{
+	struct steps s = {.k = k, .job = {room(k->job_nbytes)}, .add = add};
+	codec_context with = k->with;
+	codec_status status = CODEC_OK;
+
+	with.into = add ? CODEC_INTO_ADD : CODEC_INTO_STORE;
+	TRY(codec_decode_open(k->frame[0], k->nbytes[0], add ? &k->sum : &k->out, &with, s.job[0], k->job_nbytes,
+			      &s.plan));
+	if (status == CODEC_OK && s.plan.nblocks) {
+		crowd(decode, &s, SLICES);
+		TRY(status_of(&s));
+		TRY(codec_decode_close(&with, s.job[0], seal_of(&s, 0)));
+	}
+	free(s.job[0]);
+	return status;
+}
+
+static codec_status reduce_steps(struct task *k, uint32_t op)
+{
+	struct steps s = {.k = k, .op = op};
+	codec_context with = k->with;
+	codec_status status = CODEC_OK;
+
+	with.into = CODEC_INTO_FLOAT32;
+	for (int i = 0; i < FRAMES; i++) {
+		s.job[i] = room(k->job_nbytes);
+		TRY(codec_decode_open(k->frame[i], k->nbytes[i], &k->sum, &with, s.job[i], k->job_nbytes, &s.plan));
+	}
+	if (status == CODEC_OK && s.plan.nblocks) {
+		crowd(reduce, &s, SLICES);
+		TRY(status_of(&s));
+	}
+	for (int i = 0; i < FRAMES; i++) {
+		if (s.plan.nblocks)
+			TRY(codec_decode_close(&with, s.job[i], seal_of(&s, i)));
+		free(s.job[i]);
+	}
+	return status;
+}
+
+static codec_status at_once(struct task *k, int what, size_t *written)
+{
+	size_t need = k->need;
+	codec_context with = k->with;
+	codec_status status;
+	void *scratch;
+
+	if (what == 3) {
+		status = codec_reduce_scratch((const void *const *)k->frame, k->nbytes, FRAMES, &need);
+		if (status != CODEC_OK || need > 64 << 20) /* of a header that was rewritten */
+			return status;
+	}
+	scratch = room(need);
+	switch (what) {
+	case 0:
+		status = codec_encode(&k->spec, &k->x, k->made, k->bound, written, k->residual, &with, scratch, need);
+		break;
+	case 1: status = codec_decode(k->frame[0], k->nbytes[0], &k->out, &with, scratch, need); break;
+	case 2: status = codec_accumulate(k->frame[0], k->nbytes[0], 0.5f, &k->sum, &with, scratch, need); break;
+	default:
+		status = codec_reduce((const void *const *)k->frame, k->nbytes, FRAMES, CODEC_REDUCE_MEAN, &k->sum,
+				      &with, scratch, need);
+	}
+	free(scratch);
+	return status;
+}
+
+static int is_float(uint32_t dtype)
+{
+	return dtype == CODEC_FLOAT32 || dtype == CODEC_BFLOAT16 || dtype == CODEC_FLOAT16;
+}
+
+/* The same bytes from four threads as from one. */
+static void peaceful(const struct kind *kind)
+{
+	struct task k;
+	codec_tensor once;
+	size_t written;
+
+	task_open(&k, kind);
+	MUST(encode_steps(&k, &written) == CODEC_OK);
+	MUST(written == k.nbytes[FRAMES - 1] && !memcmp(k.made, k.frame[FRAMES - 1], written));
+	MUST(at_once(&k, 1, NULL) == CODEC_OK);
+	once = k.out;
+	tensor(&k.out, kind->dtype);
+	MUST(decode_steps(&k, 0) == CODEC_OK && !memcmp(once.data, k.out.data, k.out.nbytes));
+	free(once.data);
+	if (is_float(kind->dtype)) {
+		once = k.sum;
+		once.data = room(once.nbytes);
+		memcpy(once.data, k.sum.data, once.nbytes);
+		MUST(at_once(&k, 2, NULL) == CODEC_OK);
+		{
+			void *t = k.sum.data;
+
+			k.sum.data = once.data;
+			once.data = t;
+		}
+		MUST(decode_steps(&k, 1) == CODEC_OK && !memcmp(once.data, k.sum.data, once.nbytes));
+		MUST(at_once(&k, 3, NULL) == CODEC_OK);
+		memcpy(once.data, k.sum.data, once.nbytes);
+		MUST(reduce_steps(&k, CODEC_REDUCE_MEAN) == CODEC_OK && !memcmp(once.data, k.sum.data, once.nbytes));
+		free(once.data);
+	}
+	task_close(&k);
+}
+
+/* Rewrites what the task reads, until told to stop; the frames also back to what they were. */
+struct enemy {
+	struct task *k;
+	const uint8_t *good[FRAMES];
+	uint8_t larger[64]; /* a header of 8 times as many values, right in itself where blocks may be constant */
+	atomic_int stop, headers;
+};
+
+static void scribble(void *p, size_t n, uint64_t x)
+{
+	((volatile uint8_t *)p)[(x >> 8) % n] ^= (uint8_t)(1 << (x & 7));
+}
+
+static void *rewrite(void *p)
+{
+	struct enemy *e = p;
+	struct task *k = e->k;
+	uint64_t s = 0x9e3779b97f4a7c15ull;
+
+	while (!atomic_load(&e->stop)) {
+		uint64_t x = next_random(&s);
+		size_t i = (x >> 40) % FRAMES, from = x >> 41 & 1 ? 0 : (x >> 16) % k->nbytes[i], n;
+
+		if (atomic_load(&e->headers)) {
+			memcpy(k->frame[i], x >> 63 ? e->good[i] : e->larger, 64);
+			continue;
+		}
+		switch (x >> 60) {
+		case 0:
+		case 1:
+		case 2: scribble(k->x.data, k->x.nbytes, x); break;
+		case 3: scribble(k->theta.data, k->theta.nbytes, x); break;
+		case 4: scribble(k->levels, N, x); break;
+		case 5:
+		case 6:
+		case 7: scribble(k->frame[i], k->nbytes[i] < 120 ? k->nbytes[i] : 120, x); break;
+		case 8:
+		case 9: scribble(k->frame[i], k->nbytes[i], x); break;
+		default:
+			n = k->nbytes[i] - from < 2000 ? k->nbytes[i] - from : 2000;
+			memcpy(k->frame[i] + from, e->good[i] + from, n);
+		}
+	}
+	return NULL;
+}
+
+static void hostile(const struct kind *kind, int rounds)
+{
+	struct enemy e = {0};
+	pthread_t thread;
+	struct task k;
+	size_t written;
+
+	task_open(&k, kind);
+	e.k = &k;
+	for (int i = 0; i < FRAMES; i++) {
+		uint8_t *good = room(k.nbytes[i]);
+
+		memcpy(good, k.frame[i], k.nbytes[i]);
+		e.good[i] = good;
+	}
+	memcpy(e.larger, e.good[0], sizeof e.larger);
+	memcpy(e.larger + 48, &(uint64_t){8 * (N / 3)}, 8);
+	if (kind->spec.codec == CODEC_LOSSLESS || kind->spec.codec == CODEC_TRUNCATE)
+		memcpy(e.larger + 44, &(uint32_t){(8 * N + (1u << e.good[0][9]) - 1) >> e.good[0][9]}, 4);
+	MUST(pthread_create(&thread, NULL, rewrite, &e) == 0);
+	for (int i = 0; i < rounds; i++) {
+		k.with.levels = i & 1 && kind->spec.variant != CODEC_LEVELS_SHARED ? k.levels : NULL;
+		k.with.flags = i % 3 == 2 ? CODEC_NO_CHECKSUM : i % 3 ? CODEC_VERIFY_FIRST : 0;
+		for (int what = 0; what < 4; what++)
+			at_once(&k, what, &written);
+		k.with.flags &= ~CODEC_VERIFY_FIRST;
+		encode_steps(&k, &written);
+		decode_steps(&k, 0);
+		if (is_float(kind->dtype)) {
+			decode_steps(&k, 1);
+			reduce_steps(&k, CODEC_REDUCE_SUM);
+		}
+	}
+	atomic_store(&e.headers, 1);
+	for (int i = 0; i < 200 * rounds && is_float(kind->dtype); i++)
+		at_once(&k, 3, &written);
+	atomic_store(&e.stop, 1);
+	pthread_join(thread, NULL);
+	for (int i = 0; i < FRAMES; i++)
+		free((void *)e.good[i]);
+	task_close(&k);
+}
+
+int main(int argc, char **argv)
+{
+	int war = argc > 1 && !strcmp(argv[1], "hostile");
+	double seconds = argc > 1 + war ? atof(argv[1 + war]) : 0;
+	time_t begin = time(NULL);
+	int rounds = 0;
+
+	do {
+		for (size_t i = 0; i < sizeof KINDS / sizeof *KINDS; i++)
+			if (war)
+				hostile(KINDS + i, 3);
+			else
+				peaceful(KINDS + i);
+		rounds++;
+	} while (difftime(time(NULL), begin) < seconds);
+	printf("test_race: %d rounds of %zu kinds, %s\n", rounds, sizeof KINDS / sizeof *KINDS,
+	       war ? "memory rewritten meanwhile" : "same bytes");
+	return 0;
+}
