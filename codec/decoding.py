@@ -7,7 +7,7 @@ from typing import Any
 from codec import core, pool
 from codec.codebook import Codebook, codebook_structs, set_codebooks
 from codec.core import DTYPE_NAMES, DTYPES, Call, check, ffi, lib
-from codec.errors import FrameError, LimitError, SpecError, StateError
+from codec.errors import CodecError, FrameError, LimitError, SpecError, StateError
 from codec.frame import check_engine
 from codec.metrics import MetricStructs, metric_structs, set_metric
 from codec.specs import float32, shown, whole
@@ -384,13 +384,19 @@ def _reduce_threads(
     context.flags &= ~lib.CODEC_VERIFY_FIRST  # in steps, that is a pass of its own
     own = core.copy_contexts(context, call.fault, 1)
     own[0].into = lib.CODEC_INTO_FLOAT32
-    opened = [_open_job(call, own, info, source, nbytes) for info, source, nbytes, _ in read]
-    jobs, size = [job for job, _ in opened], max(work_nbytes for _, work_nbytes in opened)
+    opened: list[tuple[Any, int]] = []
 
     def check_all() -> None:
-        for (info, source, nbytes, _), (job, work_nbytes) in zip(read, opened, strict=True):
+        for (info, source, nbytes, _), (job, work_nbytes) in zip(read, opened, strict=False):
             _pass_over_blocks(call, None, info, source, nbytes, job, work_nbytes, threads)
 
+    try:
+        for info, source, nbytes, _ in read:
+            opened.append(_open_job(call, own, info, source, nbytes))
+    except CodecError:
+        check_all()  # of several faults, the first frame's is reported
+        raise
+    jobs, size = [job for job, _ in opened], max(work_nbytes for _, work_nbytes in opened)
     if verify:
         check_all()
         context.flags |= lib.CODEC_NO_CHECKSUM
@@ -412,7 +418,7 @@ def _reduce_threads(
         context.flags = verify
         return False
     if any(done):
-        check_all()  # of several faults, the first frame's are reported
+        check_all()
     for i, status in enumerate(done):
         check(status, faults[i])
     for j, job in enumerate(jobs):

@@ -126,3 +126,25 @@ def test_flush_denormal_changes_nothing():
         assert codec.decode(frame).tobytes() == x.tobytes()
     finally:
         torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("spec", [codec.Lossless(), codec.Truncate(0)], ids=repr)
+def test_every_half_as_float32(dtype, spec):
+    """All 65,536 halves come out as the same float32 everywhere: signaling NaNs, too."""
+    x = np.arange(1 << 16, dtype=np.uint16)
+    frame = codec.encode(x, spec, dtype=dtype)
+    results = []
+    for isa in codec.isas():
+        with codec.use_isa(isa):
+            results += [codec.reduce([frame], "sum").tobytes(), codec.reduce([frame, frame], "max").tobytes()]
+    assert len(set(results)) == 1
+    y = np.frombuffer(results[0], np.float32)
+    stored = codec.decode(frame, like=x)
+    exact = (
+        stored.view(np.float16).astype(np.float32)
+        if dtype == "float16"
+        else (stored.astype(np.uint32) << 16).view(np.float32)
+    )
+    assert (np.isnan(y) == np.isnan(exact)).all()
+    assert (y[~np.isnan(y)] == exact[~np.isnan(y)]).all()

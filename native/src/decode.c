@@ -201,11 +201,12 @@ static codec_status truncate_blocks(const uint8_t *frame, const codec_tensor *ds
 static codec_status rows_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 				const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, struct work *w)
 {
+	int unscaled = j->h.codec == CODEC_TERNARY && with->flags & CODEC_UNSCALED;
 	const struct sink sink = {.into = dst ? (int)with->into : SINK_NONE,
 				  .weight = with->weight,
-				  .rescale = (with->flags & CODEC_RESCALE) != 0,
+				  .rescale = unscaled && with->flags & CODEC_RESCALE,
 				  .divide = with->divide,
-				  .unscaled = (with->flags & CODEC_UNSCALED) != 0,
+				  .unscaled = unscaled,
 				  .dst = dst};
 
 	for (uint64_t b = first; b < first + count; b++) {

@@ -110,6 +110,17 @@ codec_status codec_reduce_scratch(const void *const *frames, const size_t *nbyte
 	return CODEC_OK;
 }
 
+/* Of several faults the first frame's is reported: that of one of the first `count`, if any has one, or `status`. */
+static codec_status first_fault(codec_status status, const void *const *frames, size_t count, const codec_context *with,
+				struct job *const *jobs, void *work)
+{
+	codec_fault found = with->fault ? *with->fault : (codec_fault){0};
+
+	for (size_t i = 0; i < count; i++)
+		TRY(decode_check(frames[i], with, jobs[i], work));
+	return status == CODEC_OK ? CODEC_OK : fault(with->fault, status, found.offset, found.found, found.expected);
+}
+
 static codec_status reduce(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
 			   codec_tensor *dst, const codec_context *with, void *scratch, const struct layout *l)
 {
@@ -123,12 +134,14 @@ static codec_status reduce(const void *const *frames, const size_t *nbytes, size
 	turn.struct_nbytes = sizeof turn;
 	for (size_t i = 0; i < count; i++) {
 		turn_of(&turn, i, count, op, 0);
-		TRY(decode_open(frames[i], nbytes[i], dst, &turn, memory + i * l->each, l->each, jobs + i));
+		status = decode_open(frames[i], nbytes[i], dst, &turn, memory + i * l->each, l->each, jobs + i);
+		if (status != CODEC_OK)
+			return first_fault(status, frames, i, with, jobs, work);
 		if (jobs[i]->plan.work_nbytes > l->work)
 			return CODEC_SHORT_SCRATCH;
 	}
-	for (size_t i = 0; i < count && with->flags & CODEC_VERIFY_FIRST; i++)
-		TRY(decode_check(frames[i], with, jobs[i], work));
+	if (with->flags & CODEC_VERIFY_FIRST)
+		TRY(first_fault(CODEC_OK, frames, count, with, jobs, work));
 	if (!side_by_side((const void *const *)jobs, count, op, &unscaled)) {
 		for (size_t i = 0; i < count; i++) { /* each passes over the whole result */
 			turn_of(&turn, i, count, op, 0);
@@ -141,10 +154,8 @@ static codec_status reduce(const void *const *frames, const size_t *nbytes, size
 				     jobs[0]->h.nblocks, seals, work, l->work);
 	for (size_t i = 0; i < count && status == CODEC_OK; i++)
 		status = decode_close(with, jobs[i], seals[i]);
-	/* blocks were taken in turn: of several faults, the first frame's are reported */
-	for (size_t i = 0; i < count && status != CODEC_OK; i++)
-		TRY(decode_check(frames[i], with, jobs[i], work));
-	return status;
+	/* blocks were taken in turn */
+	return status == CODEC_OK ? CODEC_OK : first_fault(status, frames, count, with, jobs, work);
 }
 
 codec_status codec_reduce(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op, codec_tensor *dst,

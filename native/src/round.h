@@ -73,7 +73,7 @@ BITS_FN uint16_t philox_half(struct philox key, uint64_t i, uint32_t word)
 	return (uint16_t)(out[i >> 1 & 3] >> 16 * (i & 1));
 }
 
-/* bfloat16 and float16 bits to float32, exactly (of a NaN, a NaN). */
+/* bfloat16 and float16 bits to float32, exactly (NaNs of float16 become quiet, as CPUs make them). */
 BITS_FN uint32_t round_from_bfloat16(uint16_t x)
 {
 	return (uint32_t)x << 16;
@@ -85,7 +85,7 @@ BITS_FN uint32_t round_from_float16(uint16_t x)
 	uint32_t normal = (a << 13) + (112u << 23);
 	/* subnormal: as a fraction above 2^-14, which is then taken away */
 	uint32_t small = round_bits(round_float((a << 13) + (113u << 23)) - 0x1p-14f);
-	uint32_t special = (a << 13) | ROUND_INF;
+	uint32_t special = (a << 13) | ROUND_INF | (uint32_t)(a > 0x7c00) << 22;
 
 	return sign | (a < 0x400 ? small : a < 0x7c00 ? normal : special);
 }

@@ -104,11 +104,11 @@ static codec_status decode_codes(const struct job *j, const struct kernels *k, c
 	int nbytes = rows_scale_nbytes(&j->h), half = j->h.dtype == CODEC_FLOAT16;
 	/* what is added up is what decoding gives */
 	int rounds = j->h.dtype != CODEC_FLOAT32 && sink->into != CODEC_INTO_STORE && !sink->unscaled;
-	int unscaled = j->h.codec == CODEC_TERNARY && sink->unscaled, checking = sink->into == SINK_NONE;
+	int checking = sink->into == SINK_NONE;
 	struct row_kind q;
 
 	rows_kind(&j->h, &q);
-	w->scale[0] = unscaled ? 1 : p->scale[0];
+	w->scale[0] = sink->unscaled ? 1 : p->scale[0];
 	w->scale_below[0] = q.variant == WIRE_SIGN_TWO_MEAN ? p->scale[1] : p->scale[0];
 	for (uint64_t t = 0; t < m; t += tile) {
 		uint64_t end = MIN(t + tile, m), n;
@@ -191,7 +191,6 @@ codec_status rows_decode_block(const struct job *j, const struct kernels *k, con
 				BAD(i, frame[i], 0);
 	}
 	last.scale = p.part->scale[0];
-	last.rescale = sink->unscaled && sink->rescale;
 	return decode_codes(j, k, p.part, frame, at, codes_at, codes, p.first, p.n, &last, w, f);
 }
 
