@@ -123,7 +123,7 @@ clean:
 	rm -rf build dist $(VENV) .pytest_cache .ruff_cache .hypothesis
 
 # Each fuzzer for SECONDS, from what it found before; then which lines and branches of the library their inputs reach.
-FUZZERS := fuzz_frames fuzz_encode fuzz_decode
+FUZZERS := fuzz_frames fuzz_encode fuzz_decode fuzz_calls
 fuzz: SECONDS ?= 60
 fuzz: $(VENV)/clang
 	$(CMAKE) -S native -B build/fuzz $(CLANG)
@@ -143,5 +143,5 @@ fuzz: $(VENV)/clang
 	done
 	llvm-profdata merge -o build/coverage/all.profdata $(FUZZERS:%=build/coverage/%.profraw)
 	llvm-cov report -show-region-summary=false -instr-profile=build/coverage/all.profdata \
-		build/coverage/fuzz_decode -object build/coverage/fuzz_encode -object build/coverage/fuzz_frames native/src
+		$(FUZZERS:%=-object build/coverage/%) native/src
 .PHONY: fuzz

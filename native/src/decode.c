@@ -86,21 +86,20 @@ static codec_status blame(codec_status status, const uint8_t *frame, const struc
 	return fault(with->fault, status, found.offset, found.found, found.expected);
 }
 
-/* The caller's part: does it fit the frame? */
+/* What is given besides the frame: TRUNCATE's state, and a destination (NULL: none) that lies apart from all else. */
 static codec_status check_caller(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 				 const struct header *h)
 {
 	int metric = h->codec == CODEC_TRUNCATE && h->layout == WIRE_LAYOUT_BLOCKS && h->variant == WIRE_LEVELS_SHARED;
 
-	TRY(check_destination(h, dst, with->into, with->fault));
 	if (metric && with->levels) /* those are for encoding */
 		return CODEC_BAD_ARGUMENT;
 	if (metric)
 		TRY(truncate_check(h, with, 0));
-	return spans_overlap(dst->data, dst->nbytes, frame, h->frame_nbytes) ||
-			       (metric && truncate_overlaps(h, with, dst->data, dst->nbytes))
-		       ? CODEC_BAD_ARGUMENT
-		       : CODEC_OK;
+	if (dst && (spans_overlap(dst->data, dst->nbytes, frame, h->frame_nbytes) ||
+		    (metric && truncate_overlaps(h, with, dst->data, dst->nbytes))))
+		return CODEC_BAD_ARGUMENT;
+	return CODEC_OK;
 }
 
 /* All that precedes the first block: nothing is written but the job. A stored frame has been verified then. */
@@ -114,6 +113,7 @@ codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor
 
 	TRY(read_destination(dst, &t));
 	TRY(frame_open(frame, nbytes, with, &h));
+	TRY(blame(check_destination(&h, &t, with->into, with->fault), frame, &h, with));
 	TRY(blame(check_caller(frame, &t, with, &h), frame, &h, with));
 	TRY(job_open(memory, job_nbytes, &h, &j));
 	*out = j;
@@ -305,8 +305,9 @@ static codec_status step(const uint8_t *frame, size_t nbytes, const codec_tensor
 		return CODEC_BAD_ARGUMENT;
 	if (dst) {
 		TRY(read_destination(dst, &t));
-		TRY(check_caller(frame, &t, &c, &j->h));
+		TRY(check_destination(&j->h, &t, c.into, c.fault));
 	}
+	TRY(check_caller(frame, dst ? &t : NULL, &c, &j->h));
 	if (work_nbytes < j->plan.work_nbytes)
 		return CODEC_SHORT_SCRATCH;
 	saved = call_enter();

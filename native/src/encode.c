@@ -260,13 +260,16 @@ static int fits_tensor(const struct job *j, const codec_tensor *src)
 	       src->nbytes == j->h.n * dtype_of(j->h.dtype)->nbytes && (src->data || !src->nbytes);
 }
 
-/* And is the rest what it was opened with: room, and a residual or none? */
-static int fits_job(const struct job *j, const codec_tensor *src, const void *dst, size_t capacity,
-		    const codec_context *with)
+/* And is the rest like what it was opened with: room, a residual or none, TRUNCATE's metric? */
+static codec_status check_step(const struct job *j, const codec_tensor *src, const void *dst, size_t capacity,
+			       const codec_context *with)
 {
-	return fits_tensor(j, src) && (dst || !capacity) &&
-	       (!codec_is_rows(j->h.codec) || !with->residual == (j->residual == RESIDUAL_NONE)) &&
-	       !outputs_overlap(&j->h, src, dst, capacity, with);
+	if (!j || !fits_tensor(j, src) || (!dst && capacity) ||
+	    (codec_is_rows(j->h.codec) && !with->residual != (j->residual == RESIDUAL_NONE)))
+		return CODEC_BAD_ARGUMENT;
+	if (j->h.codec == CODEC_TRUNCATE)
+		TRY(truncate_check(&j->h, with, 1));
+	return outputs_overlap(&j->h, src, dst, capacity, with) ? CODEC_BAD_ARGUMENT : CODEC_OK;
 }
 
 /* In steps the residual is written with the blocks or not at all: they could not be done a second time. */
@@ -317,8 +320,7 @@ codec_status codec_encode_start(const codec_tensor *src, void *dst, size_t capac
 	uint64_t saved;
 
 	TRY(context_read(with, &c));
-	if (!j || !fits_job(j, src, dst, capacity, &c))
-		return CODEC_BAD_ARGUMENT;
+	TRY(check_step(j, src, dst, capacity, &c));
 	saved = call_enter();
 	status = start_rows(j, kernels_for(&c), src, dst, capacity);
 	call_leave(saved);
@@ -337,8 +339,9 @@ codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capa
 	uint64_t saved;
 
 	TRY(context_read(with, &c));
-	if (!j || !end || !seal || !work || !fits_job(j, src, dst, capacity, &c) || at % WIRE_ALIGN ||
-	    at < j->h.regions_at || at > capacity || first > j->h.nblocks || count > j->h.nblocks - first)
+	TRY(check_step(j, src, dst, capacity, &c));
+	if (!end || !seal || !work || at % WIRE_ALIGN || at < j->h.regions_at || at > capacity ||
+	    first > j->h.nblocks || count > j->h.nblocks - first)
 		return CODEC_BAD_ARGUMENT;
 	if (work_nbytes < j->plan.work_nbytes)
 		return CODEC_SHORT_SCRATCH;
@@ -386,7 +389,8 @@ codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capac
 	uint64_t saved;
 
 	TRY(context_read(with, &c));
-	if (!j || !written || (nranges && (!counts || !ats)) || !fits_job(j, src, dst, capacity, &c))
+	TRY(check_step(j, src, dst, capacity, &c));
+	if (!written || (nranges && (!counts || !ats)))
 		return CODEC_BAD_ARGUMENT;
 	*written = 0;
 	if (j->h.nblocks && capacity < j->h.regions_at)

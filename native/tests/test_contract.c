@@ -115,6 +115,48 @@ static void test_order(void **unused)
 	free(work);
 }
 
+/* A metric is given to every step that needs it, not only to the first. */
+static void test_steps_metric(void **unused)
+{
+	codec_spec spec = spec_of(CODEC_TRUNCATE);
+	codec_tensor t = tensor(x, N), state = tensor(theta, N), to = tensor(out, N);
+	codec_metric metric = {.struct_nbytes = sizeof metric, .theta_term = 3, .theta = &state};
+	codec_context with = context();
+	uint64_t end, seal, at, count;
+	size_t written;
+	codec_plan plan;
+	void *job = malloc(SCRATCH), *work = malloc(SCRATCH);
+	const size_t job_nbytes = SCRATCH, work_nbytes = SCRATCH;
+
+	(void)unused;
+	fill();
+	spec.variant = CODEC_LEVELS_SHARED;
+	with.metric = &metric;
+	assert_int_equal(codec_encode_open(&spec, &t, frame, sizeof frame, &with, job, job_nbytes, &plan), CODEC_OK);
+	count = plan.nblocks;
+	at = plan.regions_at;
+	with.metric = NULL;
+	assert_int_equal(BLOCKS(), CODEC_MISSING_STATE);
+	with.metric = &metric;
+	assert_int_equal(BLOCKS(), CODEC_OK);
+	with.metric = NULL;
+	with.residual = residual;
+	assert_int_equal(CLOSE(), CODEC_MISSING_STATE);
+	assert_true(all_seven(residual));
+	with.metric = &metric;
+	assert_int_equal(CLOSE(), CODEC_OK);
+	with.residual = NULL;
+	assert_int_equal(codec_decode_open(frame, written, &to, &with, job, job_nbytes, NULL), CODEC_OK);
+	with.metric = NULL;
+	assert_int_equal(codec_decode_check(frame, written, &with, job, 0, count, &seal, work, work_nbytes),
+			 CODEC_MISSING_STATE);
+	assert_int_equal(codec_decode_blocks(frame, written, &to, &with, job, 0, count, &seal, work, work_nbytes),
+			 CODEC_MISSING_STATE);
+	assert_true(all_seven(out));
+	free(job);
+	free(work);
+}
+
 /* Steps with a residual are refused before one value of it is written, if there may not be room for all. */
 static void test_steps_residual(void **unused)
 {
@@ -343,10 +385,10 @@ static void test_no_room(void **unused)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_order),          cmocka_unit_test(test_steps_residual),
-		cmocka_unit_test(test_overlap),        cmocka_unit_test(test_theta_dtype),
-		cmocka_unit_test(test_reduce_scratch), cmocka_unit_test(test_codebooks),
-		cmocka_unit_test(test_no_room),
+		cmocka_unit_test(test_order),          cmocka_unit_test(test_steps_metric),
+		cmocka_unit_test(test_steps_residual), cmocka_unit_test(test_overlap),
+		cmocka_unit_test(test_theta_dtype),    cmocka_unit_test(test_reduce_scratch),
+		cmocka_unit_test(test_codebooks),      cmocka_unit_test(test_no_room),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);
