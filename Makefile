@@ -46,8 +46,8 @@ lint: $(VENV)/tools $(VENV)/test
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
 format: $(VENV)/tools
-	$(VENV)/bin/ruff check --fix codec tests bench bindings
-	$(VENV)/bin/ruff format codec tests bench bindings
+	$(VENV)/bin/ruff check --fix codec tests bench bindings fuzz
+	$(VENV)/bin/ruff format codec tests bench bindings fuzz
 	$(VENV)/bin/clang-format -i $(C_FILES)
 
 ctest: $(VENV)/debian
@@ -144,4 +144,7 @@ fuzz: $(VENV)/clang
 	llvm-profdata merge -o build/coverage/all.profdata $(FUZZERS:%=build/coverage/%.profraw)
 	llvm-cov report -show-region-summary=false -instr-profile=build/coverage/all.profdata \
 		$(FUZZERS:%=-object build/coverage/%) native/src
-.PHONY: fuzz
+# do the fuzzers find bugs that are planted, one at a time, from no corpus?
+planted: $(VENV)/clang
+	PATH=$(CURDIR)/$(VENV)/bin:$$PATH $(PY) fuzz/planted.py
+.PHONY: fuzz planted

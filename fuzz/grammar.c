@@ -242,6 +242,37 @@ static void make(struct maker *m, const struct grammar *like)
 	free(m->raise);
 }
 
+/* A section that has lost its end, in a frame that knows of it: what lay in it goes on behind it, or behind the frame.
+ */
+static void shorten(struct grammar *g)
+{
+	struct source s = {.state = g->nbytes + g->frame[g->nbytes - 1]};
+	uint64_t side_at = WIRE_AT_SHAPE + 8 * (uint64_t)g->rank, side, nblocks, b = 0, end, cut, room;
+	uint8_t *directory;
+
+	if (g->frame[WIRE_AT_LAYOUT] == WIRE_LAYOUT_STORED)
+		return;
+	side = load(g->frame + WIRE_AT_SIDE_NBYTES, 4);
+	nblocks = load(g->frame + WIRE_AT_NBLOCKS, 4);
+	directory = g->frame + side_at + side;
+	if (side && below(&s, 3) == 0) {
+		end = side_at + side;
+		room = side;
+	} else {
+		b = below(&s, 2) ? nblocks - 1 : below(&s, nblocks);
+		end = 8 * load(directory + 8 * b, 4);
+		room = b ? end - 8 * load(directory + 8 * (b - 1), 4) : 8 * (1 + below(&s, 4));
+	}
+	cut = 8 * (1 + below(&s, room / 8 < 4 ? room / 8 : one_in(&s, 3) ? room / 8 : 4));
+	if (end == side_at + side)
+		store(g->frame + WIRE_AT_SIDE_NBYTES, side - cut, 4);
+	for (uint64_t i = b; i < nblocks; i++)
+		store(directory + 8 * i, load(directory + 8 * i, 4) - cut / 8, 4);
+	store(g->frame + WIRE_AT_FRAME_NBYTES, g->nbytes - cut, 8);
+	memmove(g->frame + end - cut, g->frame + end, g->nbytes - end);
+	g->nbytes -= cut;
+}
+
 /* Faults that are no field's: any bytes of what is sealed, its seal, its size. */
 static void spoil(struct maker *m, uint64_t what)
 {
@@ -252,6 +283,8 @@ static void spoil(struct maker *m, uint64_t what)
 
 		g->frame[at] = (uint8_t)(one_in(&m->s, 2) ? noise(&m->s) : g->frame[at] ^ 1u << below(&m->s, 8));
 	}
+	if (what == 5)
+		shorten(g);
 	g->planted += what > 0;
 	grammar_seal(g->frame, g->nbytes);
 	if (what == 2)
@@ -279,14 +312,14 @@ void grammar_make(struct grammar *g, const uint8_t *data, size_t size, uint64_t 
 {
 	static struct maker m;
 	struct source s = source_open(data, size);
-	uint64_t what = below(&s, 12), which = below(&s, 1 << 16), sites;
+	uint64_t what = below(&s, 14), which = below(&s, 1 << 16), sites;
 
 	memset(g, 0, sizeof *g);
 	reset(&m, g, s);
 	m.most = most;
 	make(&m, like);
 	sites = m.sites;
-	if (what >= 9) { /* a quarter of frames have one wrong field, as many are spoilt otherwise */
+	if (what >= 11) { /* two in nine frames have one wrong field, more are spoilt otherwise */
 		reset(&m, g, s);
 		m.most = most;
 		m.fault = which % sites;
@@ -295,7 +328,7 @@ void grammar_make(struct grammar *g, const uint8_t *data, size_t size, uint64_t 
 	g->nbytes = m.out.n;
 	g->frame = malloc(g->nbytes);
 	memcpy(g->frame, m.out.p, g->nbytes);
-	spoil(&m, what >= 5 && what < 9 ? what - 4 : 0);
+	spoil(&m, what >= 5 && what < 11 ? what < 10 ? what - 4 : 5 : 0);
 }
 
 void grammar_free(struct grammar *g)

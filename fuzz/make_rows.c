@@ -228,7 +228,7 @@ struct part {
 /* All values, or parts of them with rows of their own. */
 static uint64_t put_parts(struct maker *m, const struct kind *q, struct part *part)
 {
-	uint64_t n = m->g->n, nparts = 0, most = WIRE_MAX_PARTS(n), done = 0;
+	uint64_t n = m->g->n, nparts = 0, most = WIRE_MAX_PARTS(n), done = 0, allowed = most;
 
 	if (below(&m->s, 2)) {
 		part[0] = (struct part){n, row_of(q, m->g->rank, m->g->shape), 0};
@@ -238,11 +238,15 @@ static uint64_t put_parts(struct maker *m, const struct kind *q, struct part *pa
 	}
 	m->flags = WIRE_FLAG_SEGMENTS;
 	most = 1 + below(&m->s, most < 64 ? most : 64);
+	if (allowed < 64 && n > 64 && slip(m))
+		most = allowed + 1 + below(&m->s, 64 - allowed);
 	for (; done < n; done += part[nparts++].count) {
 		uint64_t left = n - done, row = between(&m->s, 1, one_in(&m->s, 4) ? WIRE_ROW_BLOCK : 300);
 
 		row = one_in(&m->s, 8) && !q->entropy ? 16000 + below(&m->s, 10000) : row;
-		part[nparts].count = nparts + 1 >= most ? left : one_in(&m->s, 4) ? 1 : 1 + below(&m->s, left);
+		part[nparts].count = nparts + 1 >= most                   ? left
+				     : most > allowed || one_in(&m->s, 4) ? 1
+									  : 1 + below(&m->s, left);
 		part[nparts].row = q->row == ROW_LAST ? (uint32_t)row : row_of(q, 1, NULL);
 	}
 	put(m, nparts, 8);
