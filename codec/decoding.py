@@ -39,8 +39,8 @@ def decode(
         A frame, whole, with nothing behind it.
     out : array or tensor, optional
         Where to put the values: contiguous, writable, of the frame's shape and dtype (or unsigned integers of the same
-        size, for the bits), apart from the frame. The frame's checksum is verified before the first byte is written, so
-        that a damaged frame leaves `out` as it was.
+        size, for the bits), apart from the frame. All of the frame is checked before the first byte is written, so that
+        after any error `out` is as it was.
     like : array or tensor, optional
         Return a tensor of this one's kind; a torch tensor, for example.
     engine : str, optional
@@ -225,8 +225,8 @@ def accumulate(
     frame : bytes or buffer
         A frame of float32, bfloat16 or float16 values, whole.
     out : float32 array or tensor
-        Of the frame's shape, contiguous. Product and sum are rounded to float32. The frame's checksum is verified
-        before the first value is changed.
+        Of the frame's shape, contiguous. Product and sum are rounded to float32. All of the frame is checked before the
+        first value is changed, so that after any error `out` is as it was.
     weight : float
         As float32.
     engine, codebooks, threads, metric, state
@@ -240,7 +240,7 @@ def accumulate(
     Raises
     ------
     FrameError, StateError
-        As in :func:`decode`; bytes that are not what was written leave `out` as it was.
+        As in :func:`decode`.
     SpecError
         `out` does not fit the frame.
     """
@@ -307,7 +307,7 @@ def reduce(
     op : {"mean", "decode_average", "sum", "max"}
         The mean is the sum divided by the number of frames; "decode_average" is another name for it.
     out : float32 array or tensor, optional
-        Where to put the result. Checksums are then verified first.
+        Where to put the result. All frames are checked first, so that after any error it is as it was.
     like, engine, codebooks, max_nbytes, threads, metric, state
         As in :func:`decode`; `max_nbytes` is that of the result.
 
