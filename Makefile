@@ -143,7 +143,7 @@ fuzz: $(VENV)/clang
 	done
 	llvm-profdata merge -o build/coverage/all.profdata $(FUZZERS:%=build/coverage/%.profraw)
 	llvm-cov report -show-region-summary=false -instr-profile=build/coverage/all.profdata \
-		$(FUZZERS:%=-object build/coverage/%) native/src
+		build/coverage/fuzz_frames $(FUZZERS:%=-object build/coverage/%) native/src
 # do the fuzzers find bugs that are planted, one at a time, from no corpus?
 planted: $(VENV)/clang
 	PATH=$(CURDIR)/$(VENV)/bin:$$PATH $(PY) fuzz/planted.py
