@@ -68,7 +68,7 @@ static void raise_exponents(const struct job *j, const struct kernels *k, const 
 	}
 }
 
-/* Bytes for n codes of `bits` bits at the cursor, the rest of the last byte 0. */
+/* Bytes for n codes of `bits` bits at the cursor, the rest of the last byte 0; to `code`, unless that is NULL. */
 static codec_status take_codes(struct cursor *c, const struct kernels *k, uint64_t n, int bits, uint8_t *code,
 			       codec_fault *f)
 {
@@ -78,7 +78,8 @@ static codec_status take_codes(struct cursor *c, const struct kernels *k, uint64
 		BAD(c->at, c->end - c->at, nbytes);
 	if (nbits % 8 && c->frame[c->at + nbytes - 1] >> nbits % 8)
 		BAD(c->at + nbytes - 1, c->frame[c->at + nbytes - 1], 0);
-	k->unpack_codes(c->frame + c->at, n, bits, code);
+	if (code)
+		k->unpack_codes(c->frame + c->at, n, bits, code);
 	c->at += nbytes;
 	return CODEC_OK;
 }
@@ -109,6 +110,7 @@ static codec_status read_levels(const struct job *j, const struct kernels *k, co
 	return CODEC_OK;
 }
 
+/* n fields of these widths at the cursor, to `fields`, unless that is NULL. */
 static codec_status unpack_widths(struct cursor *c, const uint8_t *widths, uint64_t n, int nbits, uint32_t *fields,
 				  codec_fault *f)
 {
@@ -124,6 +126,8 @@ static codec_status unpack_widths(struct cursor *c, const uint8_t *widths, uint6
 	c->at += nbytes;
 	if (total % 8 && c->frame[c->at - 1] >> total % 8)
 		BAD(c->at - 1, c->frame[c->at - 1], 0);
+	if (!fields)
+		return CODEC_OK;
 	last = nbytes - MIN(nbytes, 16); /* where 8 bytes cannot be read any more they are read from a copy */
 	memcpy(tail, src + last, nbytes - last);
 	for (uint64_t i = 0, bit = 0; i < n; i++) {
@@ -136,22 +140,23 @@ static codec_status unpack_widths(struct cursor *c, const uint8_t *widths, uint6
 	return CODEC_OK;
 }
 
-/* What the block's values keep: fields to w->fields, or pieces to w->piece, one after the other. */
+/* What the block's values keep: fields to w->fields, or pieces to w->piece, one after the other; or only its checks. */
 static codec_status read_pieces(const struct kernels *k, const struct truncate_kind *q, struct cursor *c, uint32_t head,
-				uint64_t m, struct work *w, codec_fault *f)
+				uint64_t m, int checking, struct work *w, codec_fault *f)
 {
 	int total = q->mbits + 1, tail = q->by_bit ? (int)(head >> WIRE_TAIL_AT) : 0;
 	uint8_t least = 0;
 
 	k->widths(w->e, w->drop, m, total, total - tail, w->width);
 	if (q->by_bit)
-		return unpack_widths(c, w->width, m, total, w->fields, f);
+		return unpack_widths(c, w->width, m, total, checking ? NULL : w->fields, f);
 	for (int i = 0; i < TRUNCATE_PIECES; i++) {
 		least = (uint8_t)(least + q->width[i]);
 		if (head & WIRE_PIECE_ZERO << i)
 			memset(w->piece[i], 0, m);
 		else
-			TRY(take_codes(c, k, k->count(w->width, least, m), q->width[i], w->piece[i], f));
+			TRY(take_codes(c, k, k->count(w->width, least, m), q->width[i], checking ? NULL : w->piece[i],
+				       f));
 	}
 	return CODEC_OK;
 }
@@ -203,7 +208,7 @@ codec_status truncate_decode_block(const struct job *j, const struct kernels *k,
 	TRY(read_symbols(j, k, head & 3, &c, m, w, f));
 	raise_exponents(j, k, &q, first, m, w);
 	TRY(read_levels(j, k, with, &q, &c, digest, first, m, w, f));
-	TRY(read_pieces(k, &q, &c, head, m, w, f));
+	TRY(read_pieces(k, &q, &c, head, m, !values, w, f));
 	if (c.end - c.at >= WIRE_ALIGN)
 		BAD(c.at, c.end - c.at, WIRE_ALIGN - 1);
 	for (; c.at < c.end; c.at++)
