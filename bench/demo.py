@@ -116,7 +116,7 @@ def main() -> None:
         console.print(table)
     console.print(
         "Error: root mean square, over that of the gradient. GB/s of float32. Truncate goes by AdamW's state; exact\n"
-        "leaves more than 99.3% of the parameters as they would be, the others a unit in the last place away\n"
+        "leaves more than 99.3% of the parameters as they would be, nearly all others a unit in the last place away\n"
         "(bench/quality.py)."
     )
 
