@@ -1,0 +1,185 @@
+"""Arguments that cannot be used as asked: one of our errors, in words that help, and no other exception."""
+
+import numpy as np
+import pytest
+from test_sound import run
+
+import codec
+
+X = np.linspace(-1, 1, 9_000, dtype=np.float32)
+HUGE = 10**5000  # more digits than Python prints
+
+
+def refused(error=codec.SpecError, match=None):
+    return pytest.raises(error, match=match)
+
+
+def test_threads_of_a_wrong_kind():
+    """Threads are an int of at least 1, everywhere."""
+    frame = codec.encode(X)
+    for value in (0, -1, 1.0, "2", True, int, np.arange(2), -HUGE):
+        for call in (
+            lambda n: codec.encode(X, threads=n),
+            lambda n: codec.decode(frame, threads=n),
+            lambda n: codec.accumulate(frame, X.copy(), threads=n),
+            lambda n: codec.reduce([frame], threads=n),
+        ):
+            with refused(match="threads must be an int of at least 1"):
+                call(value)
+
+
+def test_threads_of_other_kinds():
+    """Any integer will do; what the environment says may be any text."""
+    assert codec.encode(X, threads=np.int64(2)) == codec.encode(X, threads=HUGE) == codec.encode(X)
+    for text in ("9" * 5000, "0", "-3", "many", "", "١٢"):
+        run('assert codec.encode(normal(1 << 20))\nprint("the end")', CODEC_NUM_THREADS=text)
+
+
+def test_numbers_of_metrics():
+    """A metric's numbers are finite, betas below 1, and a step is the one about to be taken."""
+    metrics = codec.metrics
+    for metric in (metrics.Adam, metrics.AdamW, metrics.AdaGrad):
+        with refused(match="step about to be taken, from 1 on"):
+            metric(1e-3, step=0)
+    for metric in (metrics.Adam, metrics.AdamW):
+        for beta in ({"beta1": 1}, {"beta2": 1.0}, {"beta1": 1.5}):
+            with refused(match="must be below 1"):
+                metric(1e-3, **beta)
+    for bad in (10**400, HUGE, float("inf"), float("nan"), -1, "0.1", None):
+        with refused(match="lr must be a finite number"):
+            metrics.SGD(bad)
+        with refused(match="step must be a finite number"):
+            metrics.Adam(1e-3, step=bad)
+    state = {"theta": X, "m": X, "v": X * X}
+    for metric in (
+        metrics.Adam(1e300, step=10**300),
+        metrics.AdamW(0, step=1, beta1=0, beta2=0),
+        metrics.Adam(5e-324, eps=1e308),
+        metrics.Momentum(0.1, dampening=1, momentum=1e308),
+        metrics.AdaGrad(1e-300, lr_decay=1e308, step=10**300),
+        metrics.RMSProp(10**300, alpha=1e300),
+    ):
+        for levels in ("coded", "shared"):
+            frame = codec.encode(X, codec.Truncate(levels=levels), metric=metric, state=state)
+            assert codec.decode(frame, metric=metric, state=state).shape == X.shape
+
+
+def test_arguments_that_are_no_numbers():
+    """What does not fit is a SpecError that says what would."""
+    frame, sgd, truncate = codec.encode(X), codec.metrics.SGD(0.1), codec.Truncate()
+    for most in (-1, 1 << 64, "1", 1.5, -HUGE):
+        with refused(match="max_nbytes must be an int from 0"):
+            codec.decode(frame, max_nbytes=most)
+        with refused(match="max_nbytes must be an int from 0"):
+            codec.reduce([frame], max_nbytes=most)
+    for most in (0, 35_999):
+        with refused(codec.LimitError):
+            codec.decode(frame, max_nbytes=most)
+    for stream in (-1, 1 << 64, "1", 1.5, None, HUGE):
+        with refused(match="stream must be an int from 0"):
+            codec.encode(X, stream=stream)
+    for shape in (1 << 64, (3, 1 << 60), -1, (2, -1), "ab", 1.5, (1,) * 9, (2, HUGE), None):
+        with refused():
+            codec.bound(shape, "float32")
+    assert codec.bound(np.int64(9_000), "float32") == codec.bound([9_000], np.float32) >= len(frame)
+    for weight in ("1", None, 1j, 1e39, -HUGE):
+        with refused(match="weight must be a number"):
+            codec.accumulate(frame, X.copy(), weight)
+    for weight in (2, np.float32(2), np.array(2)):
+        assert (codec.accumulate(frame, X.copy(), weight) == 3 * X).all()
+    for segments in (5, [5], [(1,)], [(0, 5)], [(0, (5,), 7)], [(None, (5,))], [(0, ("a",))], [(0, (HUGE,))], "ab"):
+        with refused(match="segments are pairs"):
+            codec.encode(X, segments=segments)
+        with refused(match="segments are pairs"):
+            codec.Codebook.from_tensors(X, segments=segments)
+    for groups in (
+        [], [sgd], [(0, sgd, 1)], [(1, sgd)], [(0, sgd), (0, sgd)], [(0, 7)], [(0, sgd), (1 << 64, sgd)],
+        [(-1, sgd)], [(0.5, sgd)], [("0", sgd)], "metric", object(),
+    ):  # fmt: skip
+        with refused():
+            codec.encode(X, truncate, metric=groups, state={"theta": X})
+    for state in (5, {"theta": X, 5: X}, {"theta": X, "w": X}, [X]):
+        with refused(match="state"):
+            codec.encode(X, truncate, metric=sgd, state=state)
+    for spec in (codec.Sign, [], None, "sign", {}):
+        with refused(match="not a spec"):
+            codec.encode(X, spec)
+    book = codec.Codebook.from_tensors(X)
+    for books in (5, [5], "ab", [book, None]):
+        with refused(match="not codebooks"):
+            codec.decode(frame, codebooks=books)
+    for one in ([book], 5):
+        with refused(match="not codebooks"):
+            codec.encode(X, codebook=one)
+    for op in (["sum"], "product", None):
+        with refused(match="op must be"):
+            codec.reduce([frame], op)
+    with refused(match="no such dtype"):
+        codec.encode(X, dtype=["float32"])
+
+
+def test_scales():
+    """A scale that float32, or the tensor's dtype, rounds to 0 or Inf is refused, never taken for none."""
+    for bad in (1e-46, 1e39, 0, -1, float("nan"), float("inf"), HUGE):
+        with refused(match="scale must be positive and finite as float32"):
+            codec.Ternary(scale=bad)
+        with refused(match="clip must be positive and finite as float32"):
+            codec.Ternary(clip=bad)
+        with refused(match="scale must be positive and finite as float32"):
+            codec.Float8(scale=bad)
+    for bad in ("1", 1j, [1]):
+        with refused(match="must be a positive number or None"):
+            codec.Ternary(scale=bad)
+    tiny, wide = np.zeros(5, np.float16), np.zeros(5, np.uint16)
+    for x, dtype, scales, good in (
+        (tiny, None, (1e-8, 2.98e-8, 65520, 1e5), (2.99e-8, 6e-8, 65519, 1)),
+        (wide, "bfloat16", (1e-45, 4.59e-41, 3.3961776e38), (4.6e-41, 1e-40, 3.3961e38, 1)),
+    ):
+        for scale in scales:
+            with refused(match="scale .* is (0.0|inf) in"):
+                codec.encode(x, codec.Ternary(scale=scale), dtype=dtype)
+        for scale in good:
+            assert not codec.decode(codec.encode(x, codec.Ternary(scale=scale), dtype=dtype)).any()
+
+
+def test_memory_that_is_shared():
+    """What is written lies apart from what is read, or is just the same values."""
+    memory = np.zeros(40_000, np.float32)
+    memory[:9_000] = X
+    x = memory[:9_000]
+    for r in (memory[1:9_001], memory[8_999:17_999]):
+        with refused(match="residual= shares memory with x without being x itself"):
+            codec.encode(x, codec.Sign(), residual=r)
+    with refused(match="residual= shares memory with x"):
+        codec.encode(memory.view(np.uint16)[:9_000], codec.Sign(), dtype="bfloat16", residual=x)
+    for out in (memory.view(np.uint8), memory.view(np.uint8)[35_999:]):
+        with refused(match="out= shares memory with x"):
+            codec.encode(x, out=out)
+    left = memory[20_000:29_000]
+    with refused(match="out= shares memory with residual="):
+        codec.encode(x, codec.Sign(), residual=left, out=memory.view(np.uint8)[115_000:])
+    theta = {"theta": memory[10_000:19_000]}
+    with refused(match="out= shares memory with state's theta"):
+        codec.encode(x, codec.Truncate(), metric=codec.metrics.SGD(1), state=theta, out=memory.view(np.uint8)[40_000:])
+    with refused(match="residual= shares memory with state's theta"):
+        codec.encode(x, codec.Truncate(), metric=codec.metrics.SGD(1), state=theta, residual=memory[10_000:19_000])
+    assert (x == X).all()
+    frame = codec.encode(X)
+    at = memory.view(np.uint8)[36_000 - len(frame) :][: len(frame)]
+    at[:] = np.frombuffer(frame, np.uint8)
+    for call in (
+        lambda: codec.decode(at, out=x),
+        lambda: codec.accumulate(at, x),
+        lambda: codec.reduce([frame, at], out=x),
+    ):
+        with refused(match="out= shares memory with a frame"):
+            call()
+    assert bytes(at) == frame
+    assert (codec.decode(at, out=memory[9_000:18_000]) == X).all()
+    state = {"theta": X.copy()}
+    frame = codec.encode(X, codec.Truncate(levels="shared"), metric=codec.metrics.SGD(1), state=state)
+    with refused(match="out= shares memory with state's theta without being"):
+        wide = np.concatenate([state["theta"], X])
+        codec.accumulate(frame, wide[1:9_001], metric=codec.metrics.SGD(1), state={"theta": wide[:9_000]})
+    expected = X + codec.decode(frame, metric=codec.metrics.SGD(1), state=state)
+    assert (codec.accumulate(frame, state["theta"], metric=codec.metrics.SGD(1), state=state) == expected).all()
