@@ -122,14 +122,16 @@ def _metric_of(info: Any, metric: Any, state: Any, source: Any, nbytes: int) -> 
         raise
 
 
-def _view_out(out: Any, dtype: str | None, frames: list[Any], m: MetricStructs | None) -> TensorView:
+def _view_out(
+    out: Any, dtype: str | None, frames: list[Any], m: MetricStructs | None, in_place: bool = True
+) -> TensorView:
     v = view_output(out, dtype)
     others: list[tuple[str, TensorView, bool]] = []
     for source, nbytes, keep in frames:
         if type(keep) is not bytes:  # which cannot be written to
             others.append(("a frame", TensorView("uint8", (nbytes,), source, nbytes, keep), False))
     if m is not None:
-        others += [(name, s, True) for name, s in m.views.items()]
+        others += [(name, s, in_place) for name, s in m.views.items()]
     if others:
         check_apart("out=", v, others)
     return v
@@ -344,7 +346,7 @@ def reduce(
     if out is None:
         result, v = empty("float32", shape, like)
     else:
-        result, v = out, _view_out(out, None, [frame[1:] for frame in read], m)
+        result, v = out, _view_out(out, None, [frame[1:] for frame in read], m, in_place=len(read) == 1)
     call = core.take()
     call.context.flags = lib.CODEC_VERIFY_FIRST if out is not None else 0
     call.keep = read, v, books, m

@@ -181,5 +181,9 @@ def test_memory_that_is_shared():
     with refused(match="out= shares memory with state's theta without being"):
         wide = np.concatenate([state["theta"], X])
         codec.accumulate(frame, wide[1:9_001], metric=codec.metrics.SGD(1), state={"theta": wide[:9_000]})
+    for threads in (1, 3):  # the second frame would find the first one's sum where state was
+        with refused(match="out= shares memory with state's theta"):
+            codec.reduce([frame, frame], out=state["theta"], metric=codec.metrics.SGD(1), state=state, threads=threads)
+    assert (state["theta"] == X).all()
     expected = X + codec.decode(frame, metric=codec.metrics.SGD(1), state=state)
     assert (codec.accumulate(frame, state["theta"], metric=codec.metrics.SGD(1), state=state) == expected).all()

@@ -46,12 +46,6 @@ int codec_is_rows(uint32_t id)
 	return c && c->is_rows;
 }
 
-/* Is a tensor stored as it is where that is smaller? */
-int codec_stores(uint32_t id)
-{
-	return !codec_is_rows(id);
-}
-
 static int row_allowed(const struct header *h)
 {
 	uint32_t row = h->row, quantize = h->codec == CODEC_QUANTIZE;

@@ -78,7 +78,6 @@ struct header {
 };
 
 /* codecs.c */
-int codec_stores(uint32_t id);
 int codec_known(uint32_t id);
 int codec_takes(uint32_t id, uint32_t dtype);
 int codec_is_rows(uint32_t id);

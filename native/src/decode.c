@@ -97,7 +97,7 @@ static codec_status check_caller(const uint8_t *frame, const codec_tensor *dst, 
 	if (metric)
 		TRY(truncate_check(h, with, 0));
 	if (dst && (spans_overlap(dst->data, dst->nbytes, frame, h->frame_nbytes) ||
-		    (metric && truncate_overlaps(h, with, dst->data, dst->nbytes))))
+		    (metric && truncate_overlaps(h, with, dst->data, dst->nbytes, 1))))
 		return CODEC_BAD_ARGUMENT;
 	return CODEC_OK;
 }

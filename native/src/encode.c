@@ -125,7 +125,7 @@ static int outputs_overlap(const struct header *h, const codec_tensor *src, cons
 	    (!in_place && spans_overlap(with->residual, nbytes, src->data, src->nbytes)))
 		return 1;
 	return h->codec == CODEC_TRUNCATE && h->variant != WIRE_LEVELS_FIXED &&
-	       (truncate_overlaps(h, with, dst, capacity) || truncate_overlaps(h, with, with->residual, nbytes));
+	       (truncate_overlaps(h, with, dst, capacity, 0) || truncate_overlaps(h, with, with->residual, nbytes, 1));
 }
 
 static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, uint8_t *dst, size_t capacity,

@@ -1,5 +1,5 @@
 /* reduce.c - frames of one shape to their sum, mean or maximum, block by block: the result is written once. */
-#include "rows.h"
+#include "truncate.h"
 
 /* How frame i of `count` goes into the result. */
 static void turn_of(codec_context *c, size_t i, size_t count, uint32_t op, int unscaled)
@@ -44,6 +44,22 @@ static int side_by_side(const void *const *jobs, size_t count, uint32_t op, int 
 	return 1;
 }
 
+/* A result is written once a frame: it cannot be state as well, which the frames after the first would read from it. */
+static codec_status check_state(const void *const *jobs, size_t count, const codec_tensor *dst,
+				const codec_context *with)
+{
+	for (size_t i = 0; i < count && count > 1; i++) {
+		const struct header *h = &job_place((void *)jobs[i])->h;
+
+		if (h->codec != CODEC_TRUNCATE || h->layout != WIRE_LAYOUT_BLOCKS || h->variant != WIRE_LEVELS_SHARED)
+			continue;
+		TRY(truncate_check(h, with, 0));
+		if (!dst || dst->struct_nbytes < sizeof *dst || truncate_overlaps(h, with, dst->data, dst->nbytes, 0))
+			return CODEC_BAD_ARGUMENT;
+	}
+	return CODEC_OK;
+}
+
 codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
 				 codec_tensor *dst, const codec_context *with, const void *const *jobs, uint64_t first,
 				 uint64_t nblocks, uint64_t *seals, void *work, size_t work_nbytes)
@@ -55,6 +71,7 @@ codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes
 	if (!frames || !nbytes || !jobs || !seals || !count || op > CODEC_REDUCE_MAX ||
 	    !side_by_side(jobs, count, op, &unscaled))
 		return CODEC_BAD_ARGUMENT;
+	TRY(check_state(jobs, count, dst, &c));
 	memset(seals, 0, count * sizeof *seals);
 	c.struct_nbytes = sizeof c;
 	for (uint64_t b = first; b < first + nblocks; b += 2)
@@ -140,6 +157,7 @@ static codec_status reduce(const void *const *frames, const size_t *nbytes, size
 		if (jobs[i]->plan.work_nbytes > l->work)
 			return CODEC_SHORT_SCRATCH;
 	}
+	TRY(check_state((const void *const *)jobs, count, dst, with));
 	if (with->flags & CODEC_VERIFY_FIRST)
 		TRY(first_fault(CODEC_OK, frames, count, with, jobs, work));
 	if (!side_by_side((const void *const *)jobs, count, op, &unscaled)) {

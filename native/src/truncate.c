@@ -83,10 +83,10 @@ int8_t truncate_guard(const struct header *h, const codec_metric *metric)
 }
 
 /*
- * Does memory that will be written, one value after the other, overlap with what levels are worked out from? It may be
- * an array of state itself: values are read before they are written.
+ * Does memory that will be written overlap with what levels are worked out from? `in_place`: it may be an array of
+ * state itself, where each value is written once, and after it was read.
  */
-int truncate_overlaps(const struct header *h, const codec_context *with, const void *out, uint64_t nbytes)
+int truncate_overlaps(const struct header *h, const codec_context *with, const void *out, uint64_t nbytes, int in_place)
 {
 	if (with->levels)
 		return spans_overlap(out, nbytes, with->levels, h->n);
@@ -94,7 +94,7 @@ int truncate_overlaps(const struct header *h, const codec_context *with, const v
 		const codec_tensor *state[] = {t->theta, t->v, t->m};
 
 		for (int i = 0; i < 3 && !t->user; i++)
-			if (state[i] && !(state[i]->data == out && state[i]->nbytes == nbytes) &&
+			if (state[i] && !(in_place && state[i]->data == out && state[i]->nbytes == nbytes) &&
 			    spans_overlap(out, nbytes, state[i]->data, state[i]->nbytes))
 				return 1;
 	}

@@ -22,7 +22,8 @@ codec_status truncate_drops(const struct job *j, const struct kernels *k, const 
 			    const uint8_t *ea, uint8_t *drop);
 codec_status truncate_check(const struct header *h, const codec_context *with, int encoding);
 int8_t truncate_guard(const struct header *h, const codec_metric *metric);
-int truncate_overlaps(const struct header *h, const codec_context *with, const void *out, uint64_t nbytes);
+int truncate_overlaps(const struct header *h, const codec_context *with, const void *out, uint64_t nbytes,
+		      int in_place);
 
 codec_status truncate_choose(struct job *j, const struct kernels *k, const codec_tensor *src,
 			     const codec_context *with);

@@ -208,8 +208,9 @@ static void test_overlap(void **unused)
 	codec_tensor t = tensor(x, N), state = tensor(theta, N), to = tensor(out, N);
 	codec_metric metric = {.struct_nbytes = sizeof metric, .theta_term = 3, .theta = &state};
 	codec_context with = context();
-	size_t written, n;
+	size_t written, n, nbytes[2];
 	uint8_t levels[N] = {0};
+	const void *frames[2];
 
 	(void)unused;
 	fill();
@@ -219,6 +220,7 @@ static void test_overlap(void **unused)
 	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
 	assert_int_equal(ENCODE(x + 100, sizeof x - 400, NULL), CODEC_BAD_ARGUMENT);
 	assert_int_equal(ENCODE(theta, sizeof theta, NULL), CODEC_BAD_ARGUMENT);
+	assert_int_equal(ENCODE(theta, 4 * N, NULL), CODEC_BAD_ARGUMENT); /* just the state, but frames are no values */
 	assert_int_equal(ENCODE(residual, sizeof residual, residual), CODEC_BAD_ARGUMENT);
 	t = tensor(x + 1, N - 1);
 	state = tensor(theta + 1, N - 1);
@@ -245,6 +247,14 @@ static void test_overlap(void **unused)
 	for (int i = 0; i < N; i++)
 		assert_true(theta[i] == 8 * (x[i] + out[i]));
 	state.data = theta;
+	for (int i = 0; i < 2; i++) {
+		frames[i] = frame;
+		nbytes[i] = n;
+	}
+	memcpy(x, theta, sizeof x);
+	assert_int_equal(codec_reduce(frames, nbytes, 2, CODEC_REDUCE_SUM, &state, &with, scratch, sizeof scratch),
+			 CODEC_BAD_ARGUMENT);
+	assert_memory_equal(x, theta, sizeof x);
 	assert_int_equal(codec_decode(frame, n, &state, &with, scratch, sizeof scratch), CODEC_OK);
 	assert_memory_equal(theta, out, sizeof out);
 	to.data = theta + 1; /* across the state's array */

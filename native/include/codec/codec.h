@@ -222,8 +222,7 @@ typedef struct codec_fault {
 #define CODEC_ALLOW_SLACK 1u /* bytes behind the frame are ignored */
 /*
  * Decoding in one call: check everything, checksums, structure and state, before the first byte of the destination is
- * written, so that on any error it is as it was. Costs up to two thirds of the time of decoding where codes go through
- * the entropy coder, a few percent where they do not.
+ * written, so that on any error it is as it was. The coder's loop is then done twice, values are not.
  */
 #define CODEC_VERIFY_FIRST 2u
 #define CODEC_NO_CHECKSUM 4u /* skip the checksums; structure is checked all the same */
@@ -362,7 +361,7 @@ CODEC_API codec_status codec_accumulate(const void *frame, size_t nbytes, float 
  * The sum, mean or maximum of frames of one shape, as float32, in the order given: each addition is rounded, and the
  * mean is the sum divided by count. Codes of TERNARY frames with equal scales are summed as integers, then scaled. As
  * with codec_decode, CODEC_VERIFY_FIRST leaves dst as it was on any error; of several faults the first frame's is
- * reported. codec_reduce_scratch reads the frames' headers, which must be right.
+ * reported. dst must not be an array of the metric's state, unless there is one frame. codec_reduce_scratch reads the frames' headers, which must be right.
  */
 #define CODEC_REDUCE_SUM 0
 #define CODEC_REDUCE_MEAN 1
