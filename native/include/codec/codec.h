@@ -361,7 +361,8 @@ CODEC_API codec_status codec_accumulate(const void *frame, size_t nbytes, float 
  * The sum, mean or maximum of frames of one shape, as float32, in the order given: each addition is rounded, and the
  * mean is the sum divided by count. Codes of TERNARY frames with equal scales are summed as integers, then scaled. As
  * with codec_decode, CODEC_VERIFY_FIRST leaves dst as it was on any error; of several faults the first frame's is
- * reported. dst must not be an array of the metric's state, unless there is one frame. codec_reduce_scratch reads the frames' headers, which must be right.
+ * reported. dst must not be an array of the metric's state, unless there is one frame. codec_reduce_scratch reads the
+ * frames' headers, which must be right.
  */
 #define CODEC_REDUCE_SUM 0
 #define CODEC_REDUCE_MEAN 1
