@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "core.h"
+#include "job/api.h"
 
 #define ROUNDS 15
 

@@ -5,7 +5,7 @@
 
 #include "check.h"
 #include "codec/codec_engine.h"
-#include "round.h"
+#include "exact/round.h"
 
 #define ISAS 8
 #define FRAMES 4

@@ -10,7 +10,7 @@
 
 #include "check.h"
 #include "codec/codec_engine.h"
-#include "round.h"
+#include "exact/round.h"
 
 #define MOST 60000
 #define SEGMENTS 8

@@ -1,5 +1,5 @@
 /* grammar.c - a frame from the grammar: what kind, its shape, header and seal; the rest is each codec's. */
-#include "bits.h"
+#include "exact/bits.h"
 #include "maker.h"
 
 static uint64_t load(const uint8_t *p, int nbytes)

@@ -1,7 +1,7 @@
 /* maker.c - parts that frames of several codecs have: fields, codebooks, coded planes, scale models. */
 #include <math.h>
 
-#include "bits.h"
+#include "exact/bits.h"
 #include "maker.h"
 
 int slip(struct maker *m)

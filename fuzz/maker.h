@@ -7,7 +7,7 @@
 
 #include "grammar.h"
 #include "source.h"
-#include "wire.h"
+#include "exact/wire.h"
 
 #define BLOCK (1u << WIRE_MAX_BLOCK_LOG2)
 #define ESCAPE WIRE_ESCAPE

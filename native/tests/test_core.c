@@ -11,10 +11,10 @@
 
 #include <cmocka.h>
 
-#include "core.h"
+#include "job/api.h"
 #include "guard.h"
 #if defined(__x86_64__)
-#include "permute_avx2.h"
+#include "isa/permute_avx2.h"
 #endif
 
 static void test_tables(void **unused)

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "codec/codec.h"
-#include "core.h"
+#include "job/api.h"
 #include "guard.h"
 
 static const codec_spec SPECS[] = {

@@ -1,6 +1,6 @@
 /* immintrin.h - stands in for the compiler's: vector instructions in plain C, by SIMDe (Debian: libsimde-dev).
  *
- * isa_avx512.c compiled against it runs on any CPU, slowly, and must give the same bytes. What Debian's SIMDe lacks
+ * isa/avx512.c compiled against it runs on any CPU, slowly, and must give the same bytes. What Debian's SIMDe lacks
  * is written out below.
  */
 #ifndef EMULATED_IMMINTRIN_H

@@ -1,0 +1,89 @@
+/* job.h - a job's memory: what was decided about a tensor, or read from a frame. Plain data, without pointers. */
+#ifndef CODEC_JOB_H
+#define CODEC_JOB_H
+
+#include "codec/codec_engine.h"
+#include "frame/header.h"
+
+/* An offset for every value, in patterns; those of rows and columns in eighths of an octave. */
+struct segment {
+	uint64_t start, count, cols;
+	uint64_t rows_at, cols_at; /* into model.offsets */
+	int32_t base; /* a pattern: the mean one while offsets are chosen, then the offset of row and column 0 */
+	uint8_t kind, row_shift, col_shift;
+};
+
+struct model {
+	uint64_t nsegments;               /* 0: all offsets are 0 */
+	uint64_t segments_at, offsets_at; /* bytes from the job's start */
+	uint64_t noffsets;
+	uint32_t window; /* of 64-bit exponents */
+};
+
+/* rows.c: values [start, start + count) whose blocks and rows are their own. */
+struct part {
+	uint64_t start, count, first_block;
+	uint32_t first_sum;
+	uint32_t row; /* values that share a scale; 0: all do */
+	float scale[2];
+};
+
+/* What a sample of the tensor says. */
+struct sample {
+	uint32_t counts[WIRE_MAX_PLANES][256];
+	uint64_t nzeros, nvalues;
+	uint8_t has_zero_run; /* bit p: some run of 128 of plane p is all zero */
+	uint8_t is_constant;  /* bit p */
+};
+
+/* What a job is for, and how far it is: steps out of order, or of the other direction, are refused. */
+enum { JOB_ENCODE = 0x4a454e43, JOB_DECODE = 0x4a444543 };
+enum { JOB_OPEN, JOB_SCANNING, JOB_READY, JOB_CLOSED };
+
+/* Codecs of rows: when what decoding will miss is written. LAST: the frame may turn out too large for its buffer. */
+enum residual { RESIDUAL_NONE, RESIDUAL_WITH_BLOCKS, RESIDUAL_LAST };
+
+/* A job: plain memory without pointers. Segments and offsets follow it. */
+struct job {
+	codec_plan plan;
+	uint32_t kind, state;
+	struct header h;
+	struct model model;
+	uint64_t nparts, nsums, nscans, parts_at, sums_at, work_at; /* codecs of rows; bytes from the job's start */
+	struct philox key;
+	float scale, clip;
+	uint8_t residual; /* codecs of rows: enum residual */
+	uint64_t seal;    /* decode: of all but the blocks */
+	uint64_t codebook_id;
+	uint8_t checked; /* decode: the checksum has been verified already, or must not be */
+	codebook books[WIRE_MAX_PLANES];
+	union {
+		struct { /* encode */
+			struct sample sample;
+			book_codes codes[WIRE_MAX_PLANES];
+		};
+		book_lookup lookup[WIRE_MAX_PLANES]; /* decode */
+	};
+};
+
+static inline struct segment *job_segments(const struct job *j)
+{
+	return (struct segment *)((char *)j + j->model.segments_at);
+}
+
+static inline int8_t *job_offsets(const struct job *j)
+{
+	return (int8_t *)j + j->model.offsets_at;
+}
+
+static inline struct part *job_parts(const struct job *j)
+{
+	return (struct part *)((char *)j + j->parts_at);
+}
+
+static inline struct row_sums *job_sums(const struct job *j)
+{
+	return (struct row_sums *)((char *)j + j->sums_at);
+}
+
+#endif

@@ -1,0 +1,40 @@
+/* model.h - the scale model: an offset for every value, so that one codebook serves a frame. */
+#ifndef CODEC_MODEL_H
+#define CODEC_MODEL_H
+
+#include "job.h"
+
+/* Values whose offsets are worked out at once: they stay in the first-level cache. */
+#define OFFSETS 4096
+
+/* Where the scale model begins: TRUNCATE moves exponents alone, and float16's zero exponent is 1024 patterns. */
+static inline uint16_t model_zero(const struct header *h, const struct dtype *d)
+{
+	return h->codec == CODEC_TRUNCATE && d->octave == 1024 ? 1024 : dtype_zero(d);
+}
+
+uint64_t model_nbytes(const struct dtype *d, uint64_t n);
+void model_choose(const codec_tensor *src, const codec_context *with, const struct kernels *k, struct job *j,
+		  struct sample *s);
+uint64_t model_side_nbytes(const struct job *j);
+void model_write(const struct job *j, uint8_t *dst);
+codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f);
+void model_offsets(const struct job *j, const struct kernels *k, uint64_t first, uint64_t n, uint16_t *offset);
+
+/*
+ * Too even for a codebook to save 2%? The sum of squared counts says so much faster than a book: near the uniform
+ * distribution it exceeds its least value by 2 ln 2 times the bits that could be saved, and by values / total by chance
+ * alone.
+ */
+static inline int near_uniform(const uint32_t counts[256], uint64_t values)
+{
+	uint64_t squares = 0, total = 0;
+
+	for (int i = 0; i < 256; i++) {
+		squares += (uint64_t)counts[i] * counts[i];
+		total += counts[i];
+	}
+	return squares * values <= total * total + (values - 1) * total + total * total / 7;
+}
+
+#endif

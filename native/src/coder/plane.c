@@ -1,0 +1,235 @@
+/* plane.c - a plane of bytes through the lane coder. docs/format.md, section 7.
+ *
+ * A coded plane is
+ *   u16 words | 32 x 5 bits of tail lengths | tails | padding to 4 bytes | words
+ * whose first 32 words are the lanes' first ones. Trailing zero words are left out.
+ */
+#include "plane.h"
+
+#define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
+
+/*
+ * 32 fields of width[l] bits (NULL: 5), first one on top; unpack_bits is the inverse. May write 4 bytes too many.
+ */
+static uint8_t *pack_bits(uint8_t *p, const uint32_t *field, const uint32_t *width)
+{
+	uint64_t bits = 0;
+	uint32_t have = 0;
+
+	for (int l = 0; l < WIRE_LANES; l++) {
+		uint32_t n = width ? width[l] : 5;
+
+		bits |= (uint64_t)field[l] << (64 - n - have) % 64 & (0 - (uint64_t)(n > 0));
+		have += n;
+		if (have >= 32) {
+			store32(p, __builtin_bswap32((uint32_t)(bits >> 32)));
+			p += 4;
+			bits <<= 32;
+			have -= 32;
+		}
+	}
+	store32(p, __builtin_bswap32((uint32_t)(bits >> 32)));
+	return p + (have + 7) / 8;
+}
+
+/*
+ * Code m symbols; literals come from `literal` (or exponent, if two bytes each). Returns the bytes stored at dst, and
+ * below *top the escapes; 0 if that would take `most` bytes or more.
+ */
+uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct work *w, uint8_t *symbol, uint64_t m,
+		      const uint8_t *literal, const uint16_t *exponent, uint64_t most, uint8_t *dst, uint8_t *escapes,
+		      uint64_t *nescapes)
+{
+	uint64_t rows = padded(m) / WIRE_ROW, nwords, at = 0, size;
+	uint32_t *first;
+	uint8_t *p = dst + 2;
+	lanes *s = w->top[0].state;
+
+	memset(symbol + m, codes->pad, rows * WIRE_ROW - m);
+	first = k->encode_lanes(codes, symbol, rows, w->words_end, s, w->top[0].escaped, &w->ahead);
+	first -= WIRE_LANES;
+	for (int l = 0; l < WIRE_LANES; l++) { /* the lane's first 32 bits, and the tail that follows them */
+		uint32_t t = s->tail[l];
+		uint64_t lane = (uint64_t)s->part[l] << 32 | s->word[l];
+
+		first[l] = (uint32_t)(lane >> t);
+		s->part[l] = (uint32_t)(lane & ((1ull << t) - 1));
+	}
+	nwords = (uint64_t)(w->words_end - first);
+	while (nwords && first[nwords - 1] == 0)
+		nwords--;
+	if (STATE_NBYTES + 4 * nwords >= most)
+		return 0;
+	p = pack_bits(p, s->tail, NULL);
+	p = pack_bits(p, s->part, s->tail);
+	store16(dst, (uint32_t)nwords);
+	size = (uint64_t)(p - dst);
+	while (size % 4)
+		dst[size++] = 0;
+	if (size + 4 * nwords >= most)
+		return 0;
+#if CODEC_BIG_ENDIAN
+	for (uint64_t i = 0; i < nwords; i++)
+		store32(dst + size + 4 * i, first[i]);
+#else
+	memcpy(dst + size, first, 4 * nwords);
+#endif
+	size += 4 * nwords;
+	FOR_ESCAPED (i, w->top[0].escaped, m) {
+		if (exponent) {
+			store16(escapes + at, exponent[i]);
+			at += 2;
+		} else {
+			escapes[at++] = literal[i];
+		}
+	}
+	if (size + at >= most)
+		return 0;
+	*nescapes += at;
+	return size;
+}
+
+/* The inverse of pack_bits. p has 8 bytes behind the fields. */
+static void unpack_bits(const uint8_t *p, uint32_t *field, const uint32_t *width)
+{
+	uint64_t bits = 0;
+	uint32_t have = 0;
+
+	for (int l = 0; l < WIRE_LANES; l++) {
+		uint32_t n = width ? width[l] : 5;
+
+		if (have < 32) { /* taken or not, it costs the same: no loop to mispredict */
+			bits |= (uint64_t)__builtin_bswap32(load32(p)) << (32 - have);
+			p += 4;
+			have += 32;
+		}
+		field[l] = n ? (uint32_t)(bits >> (64 - n)) : 0;
+		bits <<= n;
+		have -= n;
+	}
+}
+
+/* Read a coded plane up to its words' end: s gets the words and the lanes' first state. */
+codec_status open_plane(struct cursor *c, struct stream *s, codec_fault *f)
+{
+	uint64_t nwords, start = c->at;
+	uint8_t bits[4 * WIRE_LANES + 16];
+	lanes *state = s->state;
+	uint32_t sum = 0;
+
+	if (c->end - c->at < STATE_NBYTES)
+		BAD(c->at, c->end - c->at, STATE_NBYTES);
+	nwords = load16(c->frame + c->at);
+	memcpy(bits, c->frame + start + 2, STATE_NBYTES - 2);
+	memset(bits + STATE_NBYTES - 2, 0, 8);
+	unpack_bits(bits, state->tail, NULL);
+	for (int l = 0; l < WIRE_LANES; l++)
+		sum += state->tail[l];
+	c->at += STATE_NBYTES + (sum + 7) / 8;
+	if (c->at > c->end)
+		BAD(start, c->at, c->end);
+	memcpy(bits, c->frame + start + STATE_NBYTES, (sum + 7) / 8);
+	memset(bits + (sum + 7) / 8, 0, 8);
+	unpack_bits(bits, state->part, state->tail);
+	for (int l = 0; l < WIRE_LANES; l++)
+		state->part[l] = state->tail[l] ? state->part[l] << (32 - state->tail[l]) : 0;
+	if (sum % 8 && (uint8_t)(bits[sum / 8] << sum % 8))
+		BAD(c->at - 1, bits[sum / 8], 0);
+	for (; (c->at - start) % 4; c->at++)
+		if (c->at >= c->end || c->frame[c->at])
+			BAD(c->at, 1, 0);
+	if (nwords > (c->end - c->at) / 4)
+		BAD(start, nwords, (c->end - c->at) / 4);
+	if (nwords && load32(c->frame + c->at + 4 * (nwords - 1)) == 0)
+		BAD(c->at + 4 * (nwords - 1), 0, 1);
+	for (uint64_t l = 0; l < WIRE_LANES; l++)
+		state->word[l] = l < nwords ? load32(c->frame + c->at + 4 * l) : 0;
+	c->at += 4 * nwords;
+	s->nwords = nwords - MIN(nwords, WIRE_LANES);
+	s->words = c->frame + c->at - 4 * s->nwords;
+	return CODEC_OK;
+}
+
+/* After its rows were decoded: nothing may be left over, and the last row is filled up as it must be. */
+codec_status close_plane(const book_lookup *lookup, const struct cursor *c, const struct stream *s, uint64_t m,
+			 codec_fault *f)
+{
+	if (!s->good)
+		BAD(c->at, s->nwords, m);
+	for (uint64_t i = m; i < padded(m); i++)
+		if (s->symbol[i] != lookup->pad)
+			BAD(c->at, s->symbol[i], lookup->pad);
+	return CODEC_OK;
+}
+
+codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, struct work *w, struct cursor *c,
+			  uint64_t m, uint8_t *symbol, codec_fault *f)
+{
+	struct stream s = w->top[0];
+
+	s.symbol = symbol;
+	TRY(open_plane(c, &s, f));
+	k->decode_lanes(lookup, &s, NULL, padded(m) / WIRE_ROW, &w->ahead);
+	return close_plane(lookup, c, &s, m, f);
+}
+
+codec_status read_escapes(const uint32_t *escaped, struct cursor *c, uint8_t *out, uint64_t n, codec_fault *f)
+{
+	FOR_ESCAPED (i, escaped, n) {
+		if (c->end <= c->at)
+			BAD(c->end, 0, 1);
+		out[i] = c->frame[--c->end];
+	}
+	return CODEC_OK;
+}
+
+/* n code bytes in w->plane[0] to dst: u32 head, then one plane. Returns the size with w->nescapes escapes. */
+uint64_t encode_bytes(const struct job *j, const struct kernels *k, struct work *w, uint64_t n, uint8_t *dst)
+{
+	uint64_t got = 0;
+
+	w->nescapes = 0;
+	w->ahead.count = 0;
+	if (is_constant(w->plane[0], n)) {
+		store32(dst, WIRE_MODE_CONSTANT);
+		dst[4] = w->plane[0][0];
+		return 5;
+	}
+	if (n >= WIRE_MIN_CODED) {
+		memcpy(w->symbol, w->plane[0], n);
+		got = encode_plane(j->codes, k, w, w->symbol, n, w->plane[0], NULL, n, dst + 4, w->escapes,
+				   &w->nescapes);
+	}
+	store32(dst, got ? WIRE_MODE_CODED : WIRE_MODE_RAW);
+	if (!got)
+		memcpy(dst + 4, w->plane[0], got = n);
+	return 4 + got + w->nescapes;
+}
+
+/* The inverse of encode_bytes: *bytes is where they are. */
+codec_status decode_bytes(const struct job *j, const struct kernels *k, struct work *w, struct cursor *c, uint64_t n,
+			  const uint8_t **bytes, codec_fault *f)
+{
+	uint32_t mode = load32(c->frame + c->at);
+
+	c->at += 4;
+	w->ahead.count = 0;
+	*bytes = w->symbol;
+	switch (mode) {
+	case WIRE_MODE_CODED:
+		TRY(decode_plane(j->lookup, k, w, c, n, w->symbol, f));
+		return read_escapes(w->top[0].escaped, c, w->symbol, n, f);
+	case WIRE_MODE_RAW:
+		if (c->end - c->at < n)
+			BAD(c->at, c->end - c->at, n);
+		*bytes = c->frame + c->at;
+		c->at += n;
+		return CODEC_OK;
+	case WIRE_MODE_CONSTANT:
+		if (c->end == c->at)
+			BAD(c->at, 0, 1);
+		memset(w->symbol, c->frame[c->at++], n);
+		return CODEC_OK;
+	default: BAD(c->at - 4, mode, WIRE_MODE_CODED);
+	}
+}

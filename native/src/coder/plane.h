@@ -1,0 +1,52 @@
+/* plane.h - a plane of bytes to its part of a region and back. docs/format.md, section 7. */
+#ifndef CODEC_PLANE_H
+#define CODEC_PLANE_H
+
+#include "work.h"
+
+#define STATE_NBYTES 22 /* u16 and 32 x 5 bits */
+
+static inline uint64_t padded(uint64_t n)
+{
+	return (n + WIRE_ROW - 1) / WIRE_ROW * WIRE_ROW;
+}
+
+static inline uint64_t escaped_bits(const uint32_t *escaped, uint64_t word, uint64_t m)
+{
+	uint64_t bits = escaped[2 * word] | (uint64_t)escaped[2 * word + 1] << 32;
+
+	return 64 * word + 64 > m ? bits & ((1ull << m % 64) - 1) : bits;
+}
+
+/* Escaped positions below m, in order. */
+#define FOR_ESCAPED(i, escaped, m)                                                                                     \
+	for (uint64_t word_ = 0; word_ < ((m) + 63) / 64; word_++)                                                     \
+		for (uint64_t bits_ = escaped_bits(escaped, word_, m), i;                                              \
+		     bits_ && (i = 64 * word_ + (uint64_t)__builtin_ctzll(bits_), 1); bits_ &= bits_ - 1)
+
+static inline int is_constant(const uint8_t *p, uint64_t n)
+{
+	return n < 2 || (p[0] == p[n - 1] && memcmp(p, p + 1, n - 1) == 0);
+}
+
+/* Where a region is read: its bytes lie in frame[at, end); escapes are taken from end downwards. */
+struct cursor {
+	const uint8_t *frame;
+	uint64_t at, end;
+};
+
+uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct work *w, uint8_t *symbol, uint64_t m,
+		      const uint8_t *literal, const uint16_t *exponent, uint64_t most, uint8_t *dst, uint8_t *escapes,
+		      uint64_t *nescapes);
+codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, struct work *w, struct cursor *c,
+			  uint64_t m, uint8_t *symbol, codec_fault *f);
+codec_status read_escapes(const uint32_t *escaped, struct cursor *c, uint8_t *out, uint64_t n, codec_fault *f);
+uint64_t encode_bytes(const struct job *j, const struct kernels *k, struct work *w, uint64_t n, uint8_t *dst);
+codec_status decode_bytes(const struct job *j, const struct kernels *k, struct work *w, struct cursor *c, uint64_t n,
+			  const uint8_t **bytes, codec_fault *f);
+
+codec_status open_plane(struct cursor *c, struct stream *s, codec_fault *f);
+codec_status close_plane(const book_lookup *lookup, const struct cursor *c, const struct stream *s, uint64_t m,
+			 codec_fault *f);
+
+#endif

@@ -1,0 +1,31 @@
+/* work.h - one thread's buffers: how large, and what lies where. */
+#ifndef CODEC_WORK_H
+#define CODEC_WORK_H
+
+#include "job.h"
+
+struct work {
+	uint8_t *plane[WIRE_MAX_PLANES];
+	uint8_t *symbol, *high, *region, *escapes;
+	uint16_t *offset;   /* of OFFSETS values */
+	uint16_t *exponent; /* float64 */
+	/* codecs of rows: a chunk's values, scales and draws; codes of a tile */
+	float *x, *y, *scale, *scale_below;
+	uint32_t *max;
+	uint16_t *half;
+	uint8_t *code;
+	uint64_t nescapes;
+	/* TRUNCATE: a block's patterns, fields or their pieces; exponents, those of A, bits dropped, kept; levels */
+	uint32_t *patterns, *fields;
+	uint8_t *piece[4], *e, *ea, *drop, *width, *level;
+	char *values; /* of a block that is not decoded into its tensor: lies where encoding has its region */
+	uint32_t *words, *words_end;
+	struct stream top[2]; /* memory for plane 0 of two blocks; plane[0] is the first's */
+	struct ahead ahead;
+};
+
+uint64_t work_nbytes(const struct header *h);
+void work_place(const struct header *h, void *memory, struct work *w);
+uint64_t region_bound(const struct job *j);
+
+#endif

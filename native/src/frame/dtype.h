@@ -1,0 +1,21 @@
+/* dtype.h - what each dtype is to the coder. */
+#ifndef CODEC_DTYPE_H
+#define CODEC_DTYPE_H
+
+#include "base.h"
+
+struct dtype {
+	uint8_t nbytes;
+	uint8_t form;    /* enum form */
+	uint16_t octave; /* patterns from one power of two to the next; 0: no exponent, no scale model */
+};
+
+/* The first pattern that takes part in the scale model: below it, plane 0 (of float64: the exponent) is 0. */
+static inline uint16_t dtype_zero(const struct dtype *d)
+{
+	return d->form == FORM_FLOAT8 ? WIRE_ZERO64 : 128;
+}
+
+const struct dtype *dtype_of(uint32_t number);
+
+#endif

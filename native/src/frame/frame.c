@@ -1,0 +1,101 @@
+/* frame.c - what can be said of a frame without decoding it: header, sections, directory, checksums. */
+#include "frame.h"
+
+#include "isa/cpu.h"
+
+/* Header, side section and the directory's last entry: all that is checked before a tensor is touched. */
+codec_status frame_open(const uint8_t *frame, size_t nbytes, const codec_context *with, struct header *h)
+{
+	codec_fault *f = with->fault;
+
+	if (!frame && nbytes)
+		return CODEC_BAD_ARGUMENT;
+	TRY(header_read(frame, nbytes, h, f));
+	if (h->frame_nbytes > nbytes)
+		return fault(f, CODEC_TRUNCATED, nbytes, nbytes, h->frame_nbytes);
+	if (h->frame_nbytes < nbytes && !(with->flags & CODEC_ALLOW_SLACK))
+		return fault(f, CODEC_TRAILING, h->frame_nbytes, nbytes, h->frame_nbytes);
+	if (with->max_nbytes && h->n > with->max_nbytes / dtype_of(h->dtype)->nbytes)
+		return fault(f, CODEC_LIMIT, WIRE_AT_SHAPE, h->n * dtype_of(h->dtype)->nbytes, with->max_nbytes);
+	if (h->nblocks) {
+		uint64_t last = h->directory_at + WIRE_DIRECTORY_ENTRY * (h->nblocks - 1);
+		uint64_t end = (uint64_t)WIRE_ALIGN * load32(frame + last);
+
+		if (end != h->frame_nbytes)
+			return fault(f, CODEC_BAD_DIRECTORY, last, end, h->frame_nbytes);
+	}
+	for (uint64_t p = h->planes_at; p < h->regions_at; p += h->plane_stride)
+		for (uint64_t i = p + h->n; i < p + h->plane_stride; i++)
+			if (frame[i])
+				return fault(f, CODEC_BAD_HEADER, i, frame[i], 0);
+	return CODEC_OK;
+}
+
+/* Block b's region is frame[*at, *end). */
+codec_status frame_region(const uint8_t *frame, const struct header *h, uint64_t b, uint64_t *at, uint64_t *end,
+			  codec_fault *f)
+{
+	uint64_t entry = h->directory_at + WIRE_DIRECTORY_ENTRY * b;
+
+	*at = b ? (uint64_t)WIRE_ALIGN * load32(frame + entry - WIRE_DIRECTORY_ENTRY) : h->regions_at;
+	*end = (uint64_t)WIRE_ALIGN * load32(frame + entry);
+	if (*at < h->regions_at || *end <= *at || *end > h->frame_nbytes)
+		return fault(f, CODEC_BAD_DIRECTORY, entry, *end, *at);
+	return CODEC_OK;
+}
+
+static uint64_t digest_block(const uint8_t *frame, const struct header *h, const struct kernels *k, uint64_t b,
+			     uint64_t at, uint64_t end)
+{
+	uint64_t digest = k->digest(frame + at, end - at, WIRE_SEED_REGION), section = h->planes_at;
+	uint64_t first = b * h->block, m = MIN(h->block, h->n - first);
+
+	for (uint32_t p = 0; p < WIRE_MAX_PLANES; p++)
+		if (h->fixed >> p & 1) {
+			digest += k->digest(frame + section + first, m, WIRE_SEED_PLANE + p);
+			section += h->plane_stride;
+		}
+	return seal_block(digest, b);
+}
+
+/* Digest block b and compare it with the directory. */
+codec_status frame_check_block(const uint8_t *frame, const struct header *h, const struct kernels *k, uint64_t b,
+			       uint64_t at, uint64_t end, uint64_t *seal, codec_fault *f)
+{
+	uint64_t entry = h->directory_at + WIRE_DIRECTORY_ENTRY * b + 4;
+	uint64_t sealed = digest_block(frame, h, k, b, at, end);
+
+	if (load32(frame + entry) != seal_short(sealed))
+		return fault(f, CODEC_CHECKSUM, entry, load32(frame + entry), seal_short(sealed));
+	*seal += sealed;
+	return CODEC_OK;
+}
+
+/* The checksum less the blocks' part. */
+uint64_t frame_seal(const uint8_t *frame, const struct header *h, const struct kernels *k)
+{
+	uint64_t seal = header_seal(h, k, frame + h->side_at);
+
+	if (h->layout == WIRE_LAYOUT_STORED)
+		return seal +
+		       seal_block(k->digest(frame + h->side_at, h->frame_nbytes - h->side_at, WIRE_SEED_REGION), 0);
+	return seal + k->digest(frame + h->directory_at, WIRE_DIRECTORY_ENTRY * h->nblocks, WIRE_SEED_DIRECTORY);
+}
+
+codec_status frame_check_seal(const struct header *h, uint64_t seal, codec_fault *f)
+{
+	if (seal != h->checksum)
+		return fault(f, CODEC_CHECKSUM, WIRE_AT_CHECKSUM, h->checksum, seal);
+	return CODEC_OK;
+}
+
+codec_status frame_verify(const uint8_t *frame, const struct header *h, const struct kernels *k, codec_fault *f)
+{
+	uint64_t seal = frame_seal(frame, h, k), at, end;
+
+	for (uint64_t b = 0; b < h->nblocks; b++) {
+		TRY(frame_region(frame, h, b, &at, &end, f));
+		TRY(frame_check_block(frame, h, k, b, at, end, &seal, f));
+	}
+	return frame_check_seal(h, seal, f);
+}

@@ -1,0 +1,38 @@
+/* header.h - a frame's header as read once, checked whole; nothing else reads or writes a header field. */
+#ifndef CODEC_HEADER_H
+#define CODEC_HEADER_H
+
+#include "dtype.h"
+#include "shape.h"
+
+struct header {
+	uint8_t codec, dtype, rank, layout, block_log2, fixed, coded, halved, flags;
+	uint8_t cap, model;             /* LOSSLESS */
+	uint8_t variant, options, bits; /* codecs of rows; TRUNCATE: how levels are sent, options, the level if fixed */
+	int8_t guard;                   /* TRUNCATE */
+	uint32_t row;
+	uint64_t shape[CODEC_MAX_RANK];
+	uint64_t frame_nbytes, checksum;
+	/* derived */
+	uint64_t n, block, nblocks;
+	uint64_t side_at, side_nbytes, directory_at, planes_at, plane_stride, regions_at;
+};
+
+/* codecs.c */
+int codec_known(uint32_t id);
+int codec_takes(uint32_t id, uint32_t dtype);
+int codec_is_rows(uint32_t id);
+int params_fault(const struct header *h);
+void params_read(struct header *h, const uint8_t *params);
+void params_write(const struct header *h, uint8_t *params);
+codec_status params_ask(const codec_spec *s, struct header *h);
+void params_spec(const struct header *h, codec_spec *s);
+
+codec_status header_derive(struct header *h);
+codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, codec_fault *f);
+void header_write(const struct header *h, uint8_t *frame);
+uint64_t header_seal(const struct header *h, const struct kernels *k, const uint8_t *side);
+
+uint64_t stored_nbytes(const struct header *h);
+
+#endif

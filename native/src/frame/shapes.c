@@ -1,0 +1,44 @@
+/* shapes.c - shapes and what they hold: a tensor's, and those of the segments that its caller says it has. */
+#include "shape.h"
+
+/* Sides other than 0 count even where there are no values: whoever makes such a tensor multiplies them, too. */
+codec_status shape_product(uint32_t rank, const uint64_t *shape, uint64_t *n)
+{
+	uint64_t product = 1;
+	int zero = 0;
+
+	if (rank > CODEC_MAX_RANK)
+		return CODEC_BAD_SHAPE;
+	for (uint32_t i = 0; i < rank; i++) {
+		zero |= shape[i] == 0;
+		if (__builtin_mul_overflow(product, shape[i] ? shape[i] : 1, &product) || product >> 60)
+			return CODEC_BAD_SHAPE;
+	}
+	*n = zero ? 0 : product;
+	return CODEC_OK;
+}
+
+/* Values of a segment that has been checked. */
+uint64_t segment_count(const codec_segment *s)
+{
+	uint64_t count = 0;
+
+	shape_product(s->rank, s->shape, &count);
+	return count;
+}
+
+/* Segments ascend, do not overlap and lie within n values. */
+codec_status segments_check(const codec_context *with, uint64_t n)
+{
+	uint64_t end = 0, count;
+
+	for (uint64_t i = 0; i < with->nsegments; i++) {
+		const codec_segment *s = with->segments + i;
+
+		if (s->reserved || shape_product(s->rank, s->shape, &count) != CODEC_OK || s->offset < end ||
+		    s->offset > n || count > n - s->offset)
+			return CODEC_BAD_SEGMENTS;
+		end = s->offset + count;
+	}
+	return CODEC_OK;
+}

@@ -1,0 +1,135 @@
+/* cpu.c - which loops this CPU can run. Detection here; the choice is the caller's or the best. */
+#include "cpu.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <stdatomic.h>
+
+#define X86_AVX2 1u
+#define X86_AVX512 2u
+#define X86_KNOWN 4u
+
+static uint64_t enabled_state(void)
+{
+	uint32_t lo, hi;
+
+	__asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
+	return (uint64_t)hi << 32 | lo;
+}
+
+static unsigned detect(void)
+{
+	uint32_t a, b, c, d, b7, c7;
+	unsigned found = X86_KNOWN;
+	uint64_t state;
+	const uint32_t avx2 = bit_AVX2 | bit_BMI | bit_BMI2;
+	const uint32_t avx512 = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
+
+	if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE) || !(c & bit_POPCNT) || !(c & bit_FMA) ||
+	    !(c & bit_F16C))
+		return found;
+	state = enabled_state();
+	if (!__get_cpuid_count(7, 0, &a, &b7, &c7, &d) || (state & 6) != 6 || (b7 & avx2) != avx2)
+		return found;
+	found |= X86_AVX2;
+	if ((state & 0xe6) == 0xe6 && (b7 & avx512) == avx512 && c7 & bit_AVX512VBMI && c7 & bit_AVX512VBMI2)
+		found |= X86_AVX512;
+	return found;
+}
+
+/* CPUID traps in virtual machines (microseconds), so its answer, which never changes, is kept. */
+static unsigned cpu(void)
+{
+	static _Atomic unsigned known;
+	unsigned found = atomic_load_explicit(&known, memory_order_relaxed);
+
+	if (!found) {
+		found = detect();
+		atomic_store_explicit(&known, found, memory_order_relaxed);
+	}
+	return found;
+}
+#endif
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+
+uint64_t call_enter(void)
+{
+	uint64_t saved = _mm_getcsr();
+
+	_mm_setcsr(0x1f80);
+	return saved;
+}
+
+void call_leave(uint64_t saved)
+{
+	_mm_sfence(); /* what was stored past the caches comes before what the caller stores */
+	_mm_setcsr((unsigned)saved);
+}
+#elif defined(__aarch64__)
+uint64_t call_enter(void)
+{
+	uint64_t saved;
+
+	__asm__ volatile("mrs %0, fpcr" : "=r"(saved));
+	__asm__ volatile("msr fpcr, %0" ::"r"((uint64_t)0));
+	return saved;
+}
+
+void call_leave(uint64_t saved)
+{
+	__asm__ volatile("msr fpcr, %0" ::"r"(saved));
+}
+#else
+uint64_t call_enter(void)
+{
+	return 0;
+}
+
+void call_leave(uint64_t saved)
+{
+	(void)saved;
+}
+#endif
+
+static const struct kernels *const ALL[] = {
+	&kernels_scalar,
+#if defined(__x86_64__)
+	&kernels_avx2,
+	&kernels_avx512,
+#endif
+};
+
+#define COUNT (sizeof ALL / sizeof *ALL)
+
+const char *codec_isa_name(uint32_t index)
+{
+	return index < COUNT ? ALL[index]->name : NULL;
+}
+
+int codec_isa_usable(uint32_t index)
+{
+#if defined(CODEC_EMULATED)
+	if (index == 2)
+		return 1;
+#endif
+#if defined(__x86_64__)
+	if (index == 1)
+		return (cpu() & X86_AVX2) != 0;
+	if (index == 2)
+		return (cpu() & X86_AVX512) != 0;
+#endif
+	return index == 0;
+}
+
+/* NULL: there is no such instruction set, or not here. */
+const struct kernels *kernels_for(const codec_context *with)
+{
+	if (with && with->isa)
+		return with->isa <= COUNT && codec_isa_usable(with->isa - 1) ? ALL[with->isa - 1] : NULL;
+	for (uint32_t i = COUNT - 1; i > 0; i--)
+		if (codec_isa_usable(i))
+			return ALL[i];
+	return ALL[0];
+}

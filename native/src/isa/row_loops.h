@@ -1,0 +1,535 @@
+/* row_loops.h - the loops of codecs whose values share scales, compiled once for each instruction set.
+ *
+ * Included by scalar.c, avx2.c, avx512.c, as loops.h is. `row` values share scale[0], the next ones scale[1] and so on;
+ * the last row may be shorter. Values are float32; their one-word functions are in round.h.
+ */
+#include "kernels.h"
+
+/* What vectors do of a loop, its first values: where there are none, nothing. */
+#ifndef ABS_MAX
+#define FROM_BFLOAT16(src, n, x) 0
+#define TO_BFLOAT16(x, n, dst) 0
+#define FROM_FLOAT16(src, n, x) 0
+#define TO_FLOAT16(x, n, dst) 0
+#define ABS_MAX(x, n, most) 0
+#define ROW_SUMS(by_sign, x, n, sums) 0
+#define HALVES(key, block, nblocks, h) 0
+#define TERNARY_CODES(x, n, s, h, code, most) 0
+#define FLOAT8_CODES(mbits, bias, max, x, n, scale, h, finite, code) ((void)(finite), (size_t)0)
+#define FLOAT4_CODES(x, n, row, scale, h, code) 0
+#define LEVEL_CODES(odd, x, n, amax, levels, h, code) 0
+#define LEVEL_VALUES(code, n, amax, step, from, levels, y) 0
+#define TABLE_VALUES(few, code, n, ratio, scale, y) ((void)(few), (size_t)0)
+#define FLOAT8_VALUES(mbits, bias, last, code, n, scale, y) 0
+#endif
+
+static void to_float_bfloat16(const void *src, size_t n, float *restrict x)
+{
+	for (size_t i = FROM_BFLOAT16(src, n, x); i < n; i++)
+		x[i] = round_float(round_from_bfloat16(native16(src, i)));
+}
+
+static void from_float_bfloat16(const float *x, size_t n, void *dst)
+{
+	char *restrict d = dst;
+
+	for (size_t i = TO_BFLOAT16(x, n, dst); i < n; i++) {
+		uint16_t y = round_to_bfloat16(round_bits(x[i]));
+
+		memcpy(d + 2 * i, &y, 2);
+	}
+}
+
+static void to_float_float16(const void *src, size_t n, float *restrict x)
+{
+	for (size_t i = FROM_FLOAT16(src, n, x); i < n; i++)
+		x[i] = round_float(round_from_float16(native16(src, i)));
+}
+
+static void from_float_float16(const float *x, size_t n, void *dst)
+{
+	char *restrict d = dst;
+
+	for (size_t i = TO_FLOAT16(x, n, dst); i < n; i++) {
+		uint16_t y = round_to_float16(round_bits(x[i]));
+
+		memcpy(d + 2 * i, &y, 2);
+	}
+}
+
+static void abs_max(const float_any *x, size_t n, size_t row, uint32_t limit, uint32_t *max)
+{
+	for (size_t at = 0; at < n; at += row) {
+		size_t m = n - at < row ? n - at : row;
+		int32_t most = 0; /* signed, since SSE2 has no other */
+
+		for (size_t i = limit > ROUND_ABS ? ABS_MAX(x + at, m, &most) : 0; i < m; i++) {
+			int32_t a = (int32_t)(round_bits(x[at + i]) & ROUND_ABS);
+
+			a = (uint32_t)a < limit ? a : 0;
+			most = a > most ? a : most;
+		}
+		*max++ = (uint32_t)most;
+	}
+}
+
+static inline void add_squares(const float_any *x, size_t n, struct row_lanes *sums)
+{
+	for (size_t l = 0; l < n; l++) {
+		int32_t magnitude = (int32_t)(round_bits(x[l]) & ROUND_ABS);
+
+		sums->max[l] = magnitude > sums->max[l] ? magnitude : sums->max[l];
+		sums->s[l] += (double)x[l] * (double)x[l];
+		sums->t[l] += (double)x[l];
+	}
+}
+
+static inline void add_magnitudes(int by_sign, const float_any *x, size_t n, struct row_lanes *sums)
+{
+	for (size_t l = 0; l < n; l++) {
+		uint32_t u = round_bits(x[l]), minus = by_sign ? 0 - (u >> 31) : 0;
+		int32_t magnitude = (int32_t)(u & ROUND_ABS);
+
+		sums->max[l] = magnitude > sums->max[l] ? magnitude : sums->max[l];
+		sums->a[l] += round_float(u & ROUND_ABS & ~minus);
+		sums->b[l] += round_float(u & ROUND_ABS & minus);
+		sums->negative += minus & 1;
+	}
+}
+
+/* Value i goes to lane i % 32; n is a multiple of 32 but for the last values. */
+static void row_sums(int kind, const float_any *x, size_t n, struct row_lanes *sums)
+{
+	size_t i = 0;
+
+	switch (kind) {
+	case ROW_SUM_ABS:
+		for (i = ROW_SUMS(0, x, n, sums); i + 32 <= n; i += 32)
+			add_magnitudes(0, x + i, 32, sums);
+		add_magnitudes(0, x + i, n - i, sums);
+		break;
+	case ROW_SUM_SIGNS:
+		for (i = ROW_SUMS(1, x, n, sums); i + 32 <= n; i += 32)
+			add_magnitudes(1, x + i, 32, sums);
+		add_magnitudes(1, x + i, n - i, sums);
+		break;
+	default:
+		for (; i + 32 <= n; i += 32)
+			add_squares(x + i, 32, sums);
+		add_squares(x + i, n - i, sums);
+	}
+}
+
+#ifndef SIGN_BITS
+#define SIGN_BITS(x, n, bits) 0
+#define SIGN_VALUES(bits, n, negative, positive, y) 0
+#endif
+
+/* Bit i % 8 of byte i / 8: the sign bit of x[i] is clear. Bits behind the last value are 0. */
+static void sign_bits(const float_any *x, size_t n, uint8_t *bits)
+{
+	for (size_t i = SIGN_BITS(x, n, bits); i < n; i += 8) {
+		size_t m = n - i < 8 ? n - i : 8;
+		uint32_t byte = 0;
+
+		for (size_t l = 0; l < m; l++)
+			byte |= (uint32_t)(~round_bits(x[i + l]) >> 31) << l;
+		bits[i / 8] = (uint8_t)byte;
+	}
+}
+
+/* From value `from` of the bits on; from is a multiple of 8 unless rows are. */
+static void sign_values(const uint8_t *bits, size_t from, size_t n, float negative, float positive, float_any *y)
+{
+	uint32_t p = round_bits(positive), q = round_bits(negative);
+
+	for (size_t i = from % 8 ? 0 : SIGN_VALUES(bits + from / 8, n, negative, positive, y); i < n; i++)
+		y[i] = round_float(bits[(from + i) / 8] >> (from + i) % 8 & 1 ? p : q);
+}
+
+/* The first words of nblocks blocks, as halves in element order. */
+static void halves(struct philox key, uint64_t block, size_t nblocks, uint16_t *restrict h)
+{
+	for (size_t b = HALVES(key, block, nblocks, h); b < nblocks; b++) {
+		uint32_t c[4];
+
+		philox_block(key, block + b, 0, c);
+		for (int i = 0; i < 4; i++) {
+			h[8 * b + 2 * i] = (uint16_t)c[i];
+			h[8 * b + 2 * i + 1] = (uint16_t)(c[i] >> 16);
+		}
+	}
+}
+
+/* Codes 0, 1, 2 for -1, 0, 1; TERNARY_TIE where the second draw decides. Returns whether some value exceeds s > 0. */
+static int ternary_run(const float_any *x, size_t n, float s, const uint16_t *h, uint8_t *restrict code)
+{
+	const struct round_over over = round_over(s, 65536);
+	const int32_t top = (int32_t)round_bits(s);
+	int32_t most = 0;
+
+	for (size_t i = TERNARY_CODES(x, n, s, h, code, &most); i < n; i++) {
+		uint32_t u = round_bits(x[i]), low, high;
+		int32_t a = (int32_t)(u & ROUND_ABS);
+
+		most = a > most ? a : most;
+		a = a < top ? a : top;
+		high = round_ternary(round_float((uint32_t)a), over, &low);
+		code[i] = h[i] < high || a == top ? (u >> 31 ? 0 : 2) : h[i] == high ? TERNARY_TIE : 1;
+	}
+	return most > top;
+}
+
+static inline void float8_run(uint32_t mbits, uint32_t bias, float max, const float_any *x, size_t n, float scale,
+			      const uint16_t *h, int finite, uint8_t *restrict code)
+{
+	uint32_t most = round_bits(max);
+
+	for (size_t i = FLOAT8_CODES(mbits, bias, max, x, n, scale, h, finite, code); i < n; i++) {
+		uint32_t u = round_bits(x[i]), y = round_bits(round_float(u & ROUND_ABS) * scale), c;
+		uint32_t is_special = (u & ROUND_ABS) >= ROUND_INF;
+
+		y = y < most ? y : most;
+		c = h ? round_small_stochastic(y, mbits, bias, h[i]) : round_small_nearest(y, mbits, bias);
+		code[i] = (uint8_t)((is_special ? FLOAT8_NAN : c) | (u >> 24 & 0x80));
+	}
+}
+
+static inline void float8_values(uint32_t mbits, uint32_t bias, uint32_t last, const uint8_t *code, size_t n,
+				 float scale, float_any *restrict y)
+{
+	/* a scale so small that a quotient could overflow is no vector's business */
+	for (size_t i = scale < 0x1p-111f ? 0 : FLOAT8_VALUES(mbits, bias, last, code, n, scale, y); i < n; i++) {
+		uint32_t c = code[i] & 0x7f;
+		uint32_t v = round_bits(round_float(round_small_value(c, mbits, bias)) / scale);
+
+		v = v < ROUND_MAX ? v : ROUND_MAX;
+		v = c > last ? 0x7fc00000u : v;
+		y[i] = round_float(v | (uint32_t)(code[i] & 0x80) << 24);
+	}
+}
+
+/* Codes of at most 4 bits: what each is worth, before the scale. */
+static void ratios(const struct row_kind *q, float ratio[16])
+{
+	for (int c = 0; c < 16; c++)
+		switch (q->codec) {
+		case WIRE_CODEC_TERNARY: ratio[c] = (float)(c - 1); break;
+		case WIRE_CODEC_FLOAT4:
+			ratio[c] = round_float(round_small_value((uint32_t)c & 7, 1, 1) | (uint32_t)(c & 8) << 28);
+			break;
+		default: ratio[c] = (float)(q->odd ? c - q->levels : 2 * c - q->levels) / (float)q->levels;
+		}
+}
+
+static inline void table_values(int few, const uint8_t *code, size_t n, const float ratio[16], float scale,
+				float_any *y)
+{
+	/* FLOAT4: 6 times such a scale would overflow */
+	for (size_t i = scale > 0x1p125f ? 0 : TABLE_VALUES(few, code, n, ratio, scale, y); i < n; i++) {
+		uint32_t u = round_bits(ratio[code[i] & 15] * scale), a = u & ROUND_ABS;
+
+		y[i] = round_float((u & ~ROUND_ABS) | (a < ROUND_MAX ? a : ROUND_MAX));
+	}
+}
+
+/* scale is what a row's values are divided by, 0 for zeros. Code: sign at bit 3. */
+static inline void float4_run(const float_any *x, size_t n, size_t row, const float *scale, const uint16_t *h,
+			      uint8_t *restrict code)
+{
+	const uint32_t most = 0x40c00000u; /* 6 */
+
+	for (size_t i = FLOAT4_CODES(x, n, row, scale, h, code); i < n; i++) {
+		float by = scale[i / row];
+		uint32_t u = round_bits(x[i]), y = round_bits(round_float(u & ROUND_ABS) / (by > 0 ? by : INFINITY)), c;
+
+		y = y < most ? y : most;
+		c = h ? round_small_stochastic(y, 1, 1, h[i]) : round_small_nearest(y, 1, 1);
+		code[i] = (uint8_t)(c | (u >> 28 & 8));
+	}
+}
+
+/* amax > 0. */
+static inline void level_run(int odd, const float_any *x, size_t n, float amax, int levels, const uint16_t *h,
+			     uint8_t *restrict code)
+{
+	const struct round_over over = round_over(amax, 1);
+
+	for (size_t i = LEVEL_CODES(odd, x, n, amax, levels, h, code); i < n; i++) {
+		uint32_t u = round_bits(x[i]), draw = h ? h[i] : 0x8000;
+
+		if (odd) {
+			int c = round_place(round_odd_place(round_float(u & ROUND_ABS), over, (float)levels), draw);
+
+			code[i] = (uint8_t)(levels + (u >> 31 ? -c : c));
+		} else {
+			code[i] = (uint8_t)round_place(round_even_place(x[i], over, (float)levels), draw);
+		}
+	}
+}
+
+static void level_values(const uint8_t *code, size_t n, float amax, int step, int from, int levels, float_any *y)
+{
+	for (size_t i = LEVEL_VALUES(code, n, amax, step, from, levels, y); i < n; i++)
+		y[i] = round_level(step * code[i] - from, (float)levels, amax);
+}
+
+static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, size_t row, const float *scale,
+		       const uint16_t *h, uint8_t *code)
+{
+	int above = 0;
+
+	if (q->codec == WIRE_CODEC_FLOAT4) { /* rows are short there */
+		h ? float4_run(x, n, row, scale, h, code) : float4_run(x, n, row, scale, NULL, code);
+		return 0;
+	}
+	for (size_t at = 0; at < n; at += row, scale++) {
+		size_t m = n - at < row ? n - at : row;
+		const uint16_t *r = h ? h + at : NULL;
+		const float_any *p = x + at;
+		uint8_t *c = code + at;
+
+		switch (q->codec) {
+		case WIRE_CODEC_FLOAT8: /* constants make faster loops */
+			if (q->variant == WIRE_FLOAT8_E4M3FN)
+				r ? float8_run(3, 7, 448, p, m, *scale, r, q->finite, c)
+				  : float8_run(3, 7, 448, p, m, *scale, NULL, q->finite, c);
+			else
+				r ? float8_run(2, 15, 57344, p, m, *scale, r, q->finite, c)
+				  : float8_run(2, 15, 57344, p, m, *scale, NULL, q->finite, c);
+			break;
+		case WIRE_CODEC_TERNARY:
+			if (*scale > 0)
+				above |= ternary_run(p, m, *scale, r, c);
+			else
+				memset(c, 1, m);
+			break;
+		default:
+			if (!(*scale > 0))
+				memset(c, q->odd ? q->levels : 0, m);
+			else if (q->odd)
+				r ? level_run(1, p, m, *scale, q->levels, r, c)
+				  : level_run(1, p, m, *scale, q->levels, NULL, c);
+			else
+				r ? level_run(0, p, m, *scale, q->levels, r, c)
+				  : level_run(0, p, m, *scale, q->levels, NULL, c);
+		}
+	}
+	return above;
+}
+
+static void decode_rows(const struct row_kind *q, const uint8_t *code, size_t n, size_t row, const float *scale,
+			float_any *y)
+{
+	int tabled = q->codec != WIRE_CODEC_FLOAT8 && q->bits <= 4, few = q->bits < 4, step = q->odd ? 1 : 2;
+	float ratio[16];
+
+	if (tabled)
+		ratios(q, ratio);
+	for (size_t at = 0; at < n; at += row, scale++) {
+		size_t m = n - at < row ? n - at : row;
+
+		if (q->codec == WIRE_CODEC_QUANTIZE && !(*scale > 0))
+			memset(y + at, 0, 4 * m);
+		else if (tabled && few)
+			table_values(1, code + at, m, ratio, *scale, y + at);
+		else if (tabled)
+			table_values(0, code + at, m, ratio, *scale, y + at);
+		else if (q->codec == WIRE_CODEC_QUANTIZE)
+			level_values(code + at, m, *scale, step, q->levels, q->levels, y + at);
+		else if (q->variant == WIRE_FLOAT8_E4M3FN)
+			float8_values(3, 7, 0x7e, code + at, m, *scale, y + at);
+		else
+			float8_values(2, 15, 0x7b, code + at, m, *scale, y + at);
+	}
+}
+
+#ifndef PACK_CODES
+#define PACK_CODES(code, n, bits, dst) 0
+#define UNPACK_CODES(src, n, bits, code) 0
+#endif
+
+/* Eight codes of `bits` bits side by side in a word, and back. */
+static inline uint64_t squeeze(uint64_t x, int bits)
+{
+	int gap = 8 - bits;
+
+	x = (x & 0x00ff00ff00ff00ffull) | (x & 0xff00ff00ff00ff00ull) >> gap;
+	x = (x & 0x0000ffff0000ffffull) | (x & 0xffff0000ffff0000ull) >> 2 * gap;
+	return (x & 0x00000000ffffffffull) | (x & 0xffffffff00000000ull) >> 4 * gap;
+}
+
+static inline uint64_t spread(uint64_t x, int bits)
+{
+	uint64_t b1 = (1ull << bits) - 1, b2 = (1ull << 2 * bits) - 1, b4 = (1ull << 4 * bits) - 1;
+
+	x = (x & b4) | (x >> 4 * bits & b4) << 32;
+	x = (x & (b2 | b2 << 32)) | (x >> 2 * bits & (b2 | b2 << 32)) << 16;
+	b1 |= b1 << 32;
+	b1 |= b1 << 16;
+	return (x & b1) | (x >> bits & b1) << 8;
+}
+
+static inline void pack_bits_of(const uint8_t *code, size_t n, int bits, uint8_t *dst)
+{
+	size_t i = PACK_CODES(code, n, bits, dst);
+
+	dst += i / 8 * (size_t)bits;
+	for (; i + 8 <= n; i += 8, dst += bits) {
+		uint64_t x = squeeze(load64(code + i), bits);
+
+		if (n - i >= 72) { /* room for 8 bytes */
+			store64(dst, x);
+		} else {
+			uint8_t last[8];
+
+			store64(last, x);
+			memcpy(dst, last, (size_t)bits);
+		}
+	}
+	if (i < n) {
+		uint8_t last[8] = {0};
+
+		memcpy(last, code + i, n - i);
+		store64(last, squeeze(load64(last), bits));
+		memcpy(dst, last, (n - i) * (size_t)bits / 8 + ((n - i) * (size_t)bits % 8 != 0));
+	}
+}
+
+static inline void unpack_bits_of(const uint8_t *src, size_t n, int bits, uint8_t *code)
+{
+	size_t i = UNPACK_CODES(src, n, bits, code);
+
+	src += i / 8 * (size_t)bits;
+	for (; i + 8 <= n; i += 8, src += bits) {
+		uint8_t last[8] = {0};
+
+		if (n - i >= 72) {
+			store64(code + i, spread(load64(src), bits));
+		} else {
+			memcpy(last, src, (size_t)bits);
+			store64(code + i, spread(load64(last), bits));
+		}
+	}
+	if (i < n) {
+		uint8_t last[8] = {0};
+
+		memcpy(last, src, (n - i) * (size_t)bits / 8 + ((n - i) * (size_t)bits % 8 != 0));
+		store64(last, spread(load64(last), bits));
+		memcpy(code + i, last, n - i);
+	}
+}
+
+static void pack_codes(const uint8_t *code, size_t n, int bits, uint8_t *dst)
+{
+	switch (bits) { /* constants make faster loops */
+	case 1: pack_bits_of(code, n, 1, dst); break;
+	case 2: pack_bits_of(code, n, 2, dst); break;
+	case 3: pack_bits_of(code, n, 3, dst); break;
+	case 4: pack_bits_of(code, n, 4, dst); break;
+	case 5: pack_bits_of(code, n, 5, dst); break;
+	case 6: pack_bits_of(code, n, 6, dst); break;
+	case 7: pack_bits_of(code, n, 7, dst); break;
+	default: memcpy(dst, code, n);
+	}
+}
+
+static void unpack_codes(const uint8_t *src, size_t n, int bits, uint8_t *code)
+{
+	switch (bits) {
+	case 1: unpack_bits_of(src, n, 1, code); break;
+	case 2: unpack_bits_of(src, n, 2, code); break;
+	case 3: unpack_bits_of(src, n, 3, code); break;
+	case 4: unpack_bits_of(src, n, 4, code); break;
+	case 5: unpack_bits_of(src, n, 5, code); break;
+	case 6: unpack_bits_of(src, n, 6, code); break;
+	case 7: unpack_bits_of(src, n, 7, code); break;
+	default: memcpy(code, src, n);
+	}
+}
+
+#ifndef PACK_TRITS
+#define PACK_TRITS(code, n, dst) 0
+#define UNPACK_TRITS(src, n, code) 0
+#endif
+
+/* Five codes 0..2 a byte, the first one most significant; missing ones are 1. */
+static void pack_trits(const uint8_t *code, size_t n, uint8_t *dst)
+{
+	size_t i = PACK_TRITS(code, n, dst);
+
+	dst += i / 5;
+	for (; i + 5 <= n; i += 5)
+		*dst++ = (uint8_t)(81 * code[i] + 27 * code[i + 1] + 9 * code[i + 2] + 3 * code[i + 3] + code[i + 4]);
+	if (i < n) {
+		uint8_t last[5] = {1, 1, 1, 1, 1};
+
+		memcpy(last, code + i, n - i);
+		*dst = (uint8_t)(81 * last[0] + 27 * last[1] + 9 * last[2] + 3 * last[3] + last[4]);
+	}
+}
+
+static void unpack_trits(const uint8_t *src, size_t n, uint8_t *restrict code)
+{
+	size_t done = UNPACK_TRITS(src, n, code);
+
+	src += done / 5;
+	for (size_t i = done; i < n; i += 5, src++) {
+		uint32_t b = *src;
+		uint8_t five[5];
+
+		for (int k = 4; k >= 0; k--) {
+			uint32_t third = b * 171 >> 9; /* b / 3 below 512 */
+
+			five[k] = (uint8_t)(b - 3 * third);
+			b = third;
+		}
+		memcpy(code + i, five, n - i < 5 ? n - i : 5);
+	}
+}
+
+static uint8_t max_byte(const uint8_t *p, size_t n)
+{
+	uint8_t most = 0;
+
+	for (size_t i = 0; i < n; i++)
+		most = p[i] > most ? p[i] : most;
+	return most;
+}
+
+static void subtract(const float_any *x, const float *y, size_t n, float_any *r)
+{
+	for (size_t i = 0; i < n; i++)
+		r[i] = x[i] - y[i];
+}
+
+static void add(const float *y, size_t n, float weight, float_any *out)
+{
+	for (size_t i = 0; i < n; i++)
+		out[i] = out[i] + weight * y[i];
+}
+
+static void multiply(float_any *out, size_t n, float by)
+{
+	for (size_t i = 0; i < n; i++)
+		out[i] = out[i] * by;
+}
+
+static void divide(float_any *out, size_t n, float by)
+{
+	for (size_t i = 0; i < n; i++)
+		out[i] = out[i] / by;
+}
+
+static void maximum(const float *y, size_t n, float_any *out)
+{
+	for (size_t i = 0; i < n; i++)
+		out[i] = out[i] < y[i] || y[i] != y[i] ? y[i] : out[i];
+}
+
+#define ROW_LOOPS                                                                                                      \
+	.to_float = {to_float_bfloat16, to_float_float16}, .from_float = {from_float_bfloat16, from_float_float16},    \
+	.abs_max = abs_max, .row_sums = row_sums, .sign_bits = sign_bits, .sign_values = sign_values,                  \
+	.halves = halves, .encode_rows = encode_rows, .decode_rows = decode_rows, .pack_codes = pack_codes,            \
+	.unpack_codes = unpack_codes, .pack_trits = pack_trits, .unpack_trits = unpack_trits, .max_byte = max_byte,    \
+	.subtract = subtract, .add = add, .multiply = multiply, .divide = divide, .maximum = maximum

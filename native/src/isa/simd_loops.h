@@ -1,0 +1,472 @@
+/* simd_loops.h - loops of row_loops.h and truncate_loops.h over vectors of LANES 32-bit words, written once.
+ *
+ * Included by avx2.c and avx512.c, which define, besides what lanes.h asks for:
+ *   F, SETF, LOADF, STOREF   a vector of floats
+ *   AS_F AS_V                the same bits as floats, as words
+ *   ADDF MULF DIVF MINF      on floats; MINF gives b where a is NaN
+ *   FMA FNMA (a, b, c)       a * b + c, c - a * b, rounded once
+ *   TRUNC                    floats to integers, toward zero
+ *   FLOAT (v)                integers to floats
+ *   SLL SRL SRA (v, n)       all lanes by one count
+ *   XOR XOR3 MIN MAX         on words; signed
+ *   GT EQ EITHER             signed comparisons, as MASK; either of two
+ *   MULU ADDQ SRLQ           products of the lower halves of 64-bit lanes; sums, shifts
+ *   SETQ SEQUENCE            a 64-bit constant; lane 2i holds i, lane 2i + 1 i + BLOCKS / 2
+ *   UNPACKLOQ UNPACKHIQ      even, odd 64-bit lanes of a and b, interleaved
+ *   ODD_WORDS (a, b)         a's lower words, and b's as upper ones
+ *   WIDEN8 WIDEN16 (p)       bytes, halves to words
+ *   FROM_HALVES TO_HALVES    float16 at p to floats; floats, to nearest even, to float16 at p
+ *   STORE16 (p, v)           numbers below 65536 as LANES halves
+ *   NARROW (p, v[4])         numbers below 256 as 4 * LANES bytes
+ *   TABLE, TABLE_LOAD (x, by) 16 floats, times by
+ *   TABLE_FIND (t, v, few)   those at v, which is below 16, or 8 if few
+ *   CHAINS                   how many generators run side by side
+ *
+ * Each loop returns how many values it did; the plain ones do the rest.
+ */
+#define STEP (4 * (size_t)LANES)
+
+/* Bytes ahead that are fetched while values are coded: otherwise memory would idle. */
+#define AHEAD 16384
+
+static inline void fetch_ahead(const float_any *x)
+{
+	for (size_t i = 0; i < 4 * STEP; i += 64)
+		_mm_prefetch((const char *)((uintptr_t)x + AHEAD + i), _MM_HINT_T1);
+}
+
+/* The largest of v's lanes and x. */
+static inline int32_t largest(V v, int32_t x)
+{
+	int32_t lane[LANES];
+
+	STORE(lane, v);
+	for (int k = 0; k < LANES; k++)
+		x = lane[k] > x ? lane[k] : x;
+	return x;
+}
+
+static inline size_t from_bfloat16_simd(const void *src, size_t n, float *x)
+{
+	size_t i = 0;
+
+	for (; i + LANES <= n; i += LANES)
+		STOREF(x + i, AS_F(SLL(WIDEN16((const char *)src + 2 * i), 16)));
+	return i;
+}
+
+/* round_to_bfloat16. */
+static inline size_t to_bfloat16_simd(const float *x, size_t n, void *dst)
+{
+	const V magnitude = SET1((int)ROUND_ABS), inf = SET1(ROUND_INF);
+	size_t i = 0;
+
+	for (; i + LANES <= n; i += LANES) {
+		V u = LOAD(x + i), a = AND(u, magnitude);
+		V up = SRL(ADD(ADD(a, SET1(0x7fff)), AND(SRL(a, 16), SET1(1))), 16);
+
+		up = SELECT(GT(a, inf), SET1(0x7fc0), MIN(up, SET1(0x7f7f)));
+		STORE16((char *)dst + 2 * i, OR(up, AND(SRL(u, 16), SET1(0x8000))));
+	}
+	return i;
+}
+
+static inline size_t from_float16_simd(const void *src, size_t n, float *x)
+{
+	size_t i = 0;
+
+	for (; i + LANES <= n; i += LANES)
+		STOREF(x + i, FROM_HALVES((const char *)src + 2 * i));
+	return i;
+}
+
+/* round_to_float16. */
+static inline size_t to_float16_simd(const float *x, size_t n, void *dst)
+{
+	const V magnitude = SET1((int)ROUND_ABS), most = AS_V(SETF(65504)), inf = SET1(ROUND_INF);
+	size_t i = 0;
+
+	for (; i + LANES <= n; i += LANES) {
+		V u = LOAD(x + i), a = AND(u, magnitude);
+
+		a = SELECT(GT(a, inf), SET1(0x7fc00000), MIN(a, most));
+		TO_HALVES((char *)dst + 2 * i, AS_F(OR(a, XOR(u, AND(u, magnitude)))));
+	}
+	return i;
+}
+
+static inline size_t abs_max_simd(const float_any *x, size_t n, int32_t *most)
+{
+	const V magnitude = SET1((int)ROUND_ABS);
+	V m[4] = {SET1(0), SET1(0), SET1(0), SET1(0)};
+	size_t i = 0;
+
+	for (; i + STEP <= n; i += STEP)
+		for (int k = 0; k < 4; k++)
+			m[k] = MAX(m[k], AND(magnitude, LOAD(x + i + LANES * k)));
+	*most = largest(MAX(MAX(m[0], m[1]), MAX(m[2], m[3])), *most);
+	return i;
+}
+
+/* add_magnitudes. */
+static inline size_t row_sums_simd(int by_sign, const float_any *x, size_t n, struct row_lanes *sums)
+{
+	const V magnitude = SET1((int)ROUND_ABS);
+	F a[NV], b[NV];
+	V max[NV], negative = SET1(0);
+	uint32_t count[LANES];
+	size_t i = 0;
+
+	for (int k = 0; k < NV; k++) {
+		a[k] = LOADF(sums->a + LANES * k);
+		b[k] = LOADF(sums->b + LANES * k);
+		max[k] = LOAD(sums->max + LANES * k);
+	}
+	for (; i + STEP <= n; i += STEP) {
+		fetch_ahead(x + i);
+		for (int k = 0; k < 4; k++) {
+			V u = LOAD(x + i + LANES * k), minus = SRA(u, 31), below = AND(u, minus);
+
+			max[k % NV] = MAX(max[k % NV], AND(u, magnitude));
+			a[k % NV] = ADDF(a[k % NV], AS_F(by_sign ? XOR(u, below) : AND(u, magnitude)));
+			if (by_sign) {
+				b[k % NV] = ADDF(b[k % NV], AS_F(AND(below, magnitude)));
+				negative = SUB(negative, minus);
+			}
+		}
+	}
+	for (int k = 0; k < NV; k++) {
+		STOREF(sums->a + LANES * k, a[k]);
+		STOREF(sums->b + LANES * k, b[k]);
+		STORE(sums->max + LANES * k, max[k]);
+	}
+	STORE(count, negative);
+	for (int k = 0; k < LANES; k++)
+		sums->negative += count[k];
+	return i;
+}
+
+/*
+ * Philox. Each 64-bit lane has a block, whose words lie in the lower halves of c; what is above does not matter.
+ * Counters must not carry into their upper word.
+ */
+#define BLOCKS (LANES / 2)
+
+struct round_keys {
+	V k0[PHILOX_ROUNDS], k1[PHILOX_ROUNDS];
+};
+
+static inline void draw_blocks(const struct round_keys *key, uint32_t stream_high, uint64_t block, int chains,
+			       uint16_t *h)
+{
+	V c[CHAINS][4];
+
+	for (int i = 0; i < chains; i++) {
+		c[i][0] = ADDQ(SETQ((uint32_t)block + (uint32_t)(BLOCKS * i)), SEQUENCE);
+		c[i][1] = SETQ((long long)(block >> 32));
+		c[i][2] = SET1(0);
+		c[i][3] = SETQ(stream_high);
+	}
+	for (int r = 0; r < PHILOX_ROUNDS; r++)
+		for (int i = 0; i < chains; i++) {
+			V a = MULU(c[i][0], SETQ(PHILOX_M0)), b = MULU(c[i][2], SETQ(PHILOX_M1));
+
+			c[i][0] = XOR3(SRLQ(b, 32), c[i][1], key->k0[r]);
+			c[i][2] = XOR3(SRLQ(a, 32), c[i][3], key->k1[r]);
+			c[i][1] = b;
+			c[i][3] = a;
+		}
+	for (int i = 0; i < chains; i++, h += 8 * BLOCKS) {
+		V low = ODD_WORDS(c[i][0], c[i][1]), high = ODD_WORDS(c[i][2], c[i][3]);
+
+		STORE(h, UNPACKLOQ(low, high));
+		STORE(h + 4 * BLOCKS, UNPACKHIQ(low, high));
+	}
+}
+
+static inline size_t halves_simd(struct philox key, uint64_t block, size_t nblocks, uint16_t *h)
+{
+	struct round_keys keys;
+	size_t b = 0;
+
+	if (nblocks < BLOCKS || (uint32_t)block > UINT32_MAX - nblocks)
+		return 0;
+	for (int r = 0; r < PHILOX_ROUNDS; r++) {
+		keys.k0[r] = SETQ(key.seed + PHILOX_W0 * (uint32_t)r);
+		keys.k1[r] = SETQ(key.stream + PHILOX_W1 * (uint32_t)r);
+	}
+	for (; b + CHAINS * BLOCKS <= nblocks; b += CHAINS * BLOCKS)
+		draw_blocks(&keys, key.stream_high, block + b, CHAINS, h + 8 * b);
+	for (; b + BLOCKS <= nblocks; b += BLOCKS)
+		draw_blocks(&keys, key.stream_high, block + b, 1, h + 8 * b);
+	return b;
+}
+
+/* 16 random bits a lane, or the half that rounds to nearest. */
+static inline V draws(const uint16_t *h, size_t i)
+{
+	return h ? WIDEN16(h + i) : SET1(0x8000);
+}
+
+/* Those to be added to twice as fine steps, and a half: what round_place adds. */
+static inline V fine_draws(const uint16_t *h, size_t i)
+{
+	V draw = draws(h, i);
+
+	return ADD(ADD(draw, draw), SET1(1));
+}
+
+/* round_ternary; *most: the largest magnitude. */
+static inline size_t ternary_codes_simd(const float_any *x, size_t n, float s, const uint16_t *h, uint8_t *code,
+					int32_t *most)
+{
+	const struct round_over over = round_over(s, 65536);
+	const F up = SETF(over.up), by = SETF(over.by);
+	const V top = AS_V(SETF(s)), two = SET1(2);
+	const int tiny = over.up != 1;
+	V max = SET1(0);
+	size_t i = 0;
+
+	for (; i + STEP <= n; i += STEP) {
+		V c[4];
+
+		fetch_ahead(x + i);
+		for (int k = 0; k < 4; k++) {
+			V u = LOAD(x + i + LANES * k), a = AND(u, SET1((int)ROUND_ABS)), draw = draws(h, i + LANES * k);
+			F y = AS_F(MIN(a, top));
+			V high = TRUNC(MULF(tiny ? MULF(y, up) : y, by)); /* 65536 is above all draws */
+			MASK keep = EITHER(GT(high, draw), EQ(AS_V(y), top));
+
+			max = MAX(max, a);
+			c[k] = SELECT(EQ(high, draw), SET1(TERNARY_TIE), SET1(1));
+			c[k] = SELECT(keep, SUB(two, AND(SRL(u, 30), two)), c[k]);
+		}
+		NARROW(code + i, c);
+	}
+	*most = largest(max, *most);
+	return i;
+}
+
+/* round_small_nearest or, with draws, round_small_stochastic. */
+static inline V small_simd(F y, int mbits, int bias, const uint16_t *h, size_t i)
+{
+	const int shift = 23 - mbits, lost = shift - 16;
+	V a = AS_V(y), normal, small;
+
+	if (h) {
+		V draw = draws(h, i);
+		F place = MULF(y, AS_F(SET1((127 + 17 + bias + mbits - 1) << 23)));
+
+		normal = ADD(a, ADD(SLL(draw, lost), SET1((1 << lost >> 1) - ((127 - bias) << 23))));
+		small = SRL(ADD(TRUNC(place), fine_draws(h, i)), 17);
+	} else {
+		const V step = SET1((127 + 24 - bias - mbits) << 23);
+
+		normal = ADD(AND(SRL(a, shift), SET1(1)), SET1((1 << (shift - 1)) - 1 - ((127 - bias) << 23)));
+		normal = ADD(a, normal);
+		small = SUB(AS_V(ADDF(y, AS_F(step))), step);
+	}
+	return SELECT(GT(a, SET1(((128 - bias) << 23) - 1)), SRL(normal, shift), small);
+}
+
+static inline size_t float8_codes_simd(int mbits, int bias, float max, const float_any *x, size_t n, float scale,
+				       const uint16_t *h, int finite, uint8_t *code)
+{
+	const F by = SETF(scale), most = SETF(max);
+	size_t i = 0;
+
+	for (; i + STEP <= n; i += STEP) {
+		V c[4];
+
+		fetch_ahead(x + i);
+		for (int k = 0; k < 4; k++) {
+			V u = LOAD(x + i + LANES * k), a = AND(u, SET1((int)ROUND_ABS));
+
+			c[k] = small_simd(MINF(MULF(AS_F(a), by), most), mbits, bias, h, i + LANES * k);
+			if (!finite)
+				c[k] = SELECT(GT(a, SET1(ROUND_INF - 1)), SET1(FLOAT8_NAN), c[k]);
+			c[k] = OR(c[k], SLL(SRL(u, 31), 7));
+		}
+		NARROW(code + i, c);
+	}
+	return i;
+}
+
+/* Many short rows at once; `row` is a multiple of LANES. Of a row of zeros, signs stay. */
+static inline size_t float4_codes_simd(const float_any *x, size_t n, size_t row, const float *scale, const uint16_t *h,
+				       uint8_t *code)
+{
+	size_t i = 0;
+
+	for (; i + STEP <= n; i += STEP) {
+		V c[4];
+
+		fetch_ahead(x + i);
+		for (size_t k = 0; k < 4; k++) {
+			size_t at = i + LANES * k;
+			float s = scale[at / row];
+			V u = LOAD(x + at);
+			F a = AS_F(AND(u, SET1((int)ROUND_ABS)));
+
+			a = MINF(DIVF(a, SETF(s > 0 ? s : INFINITY)), SETF(6));
+			c[k] = OR(small_simd(a, 1, 1, h, at), SLL(SRL(u, 31), 3));
+		}
+		NARROW(code + i, c);
+	}
+	return i;
+}
+
+/* round_place of round_even_place or round_odd_place. */
+static inline size_t level_codes_simd(int odd, const float_any *x, size_t n, float amax, int levels, const uint16_t *h,
+				      uint8_t *code)
+{
+	const struct round_over over = round_over(amax, 1);
+	const F up = SETF(over.up), by = SETF(over.by), steps = SETF((float)levels * (odd ? 131072 : 65536));
+	const int tiny = over.up != 1;
+	size_t i = 0;
+
+	for (; i + STEP <= n; i += STEP) {
+		V c[4];
+
+		fetch_ahead(x + i);
+		for (int k = 0; k < 4; k++) {
+			V u = LOAD(x + i + LANES * k), minus = SRA(u, 31);
+			F y = AS_F(odd ? AND(u, SET1((int)ROUND_ABS)) : u);
+			F q = MULF(tiny ? MULF(y, up) : y, by);
+
+			c[k] = TRUNC(MULF(odd ? q : ADDF(q, SETF(1)), steps));
+			c[k] = SRL(ADD(c[k], fine_draws(h, i + LANES * k)), 17);
+			if (odd)
+				c[k] = ADD(SET1(levels), SUB(XOR(c[k], minus), minus));
+		}
+		NARROW(code + i, c);
+	}
+	return i;
+}
+
+/*
+ * x / by, rounded once, where |x| has at most 8 bits of mantissa: `inverse` is 1 / by, and what the product misses is
+ * added. Holds for every mantissa of `by` (a test goes through them), as long as nothing over- or underflows.
+ */
+static inline F over_simd(F x, F by, F inverse)
+{
+	F y = MULF(x, inverse);
+
+	return FMA(FNMA(y, by, x), inverse, y);
+}
+
+static inline size_t level_values_simd(const uint8_t *code, size_t n, float amax, int step, int from, int levels,
+				       float_any *y)
+{
+	const F most = SETF((float)levels), inverse = SETF(1 / (float)levels), by = SETF(amax);
+	size_t i = 0;
+
+	for (; i + LANES <= n; i += LANES) {
+		V c = WIDEN8(code + i);
+		F level = FLOAT(SUB(step == 2 ? ADD(c, c) : c, SET1(from)));
+
+		STOREF(y + i, MULF(by, over_simd(level, most, inverse)));
+	}
+	return i;
+}
+
+static inline size_t table_values_simd(int few, const uint8_t *code, size_t n, const float ratio[16], float scale,
+				       float_any *y)
+{
+	const TABLE table = TABLE_LOAD(ratio, SETF(scale));
+	size_t i = 0;
+
+	for (; i + STEP <= n; i += STEP)
+		for (int k = 0; k < 4; k++)
+			STOREF(y + i + LANES * k, TABLE_FIND(table, WIDEN8(code + i + LANES * k), few));
+	for (; i + LANES <= n; i += LANES)
+		STOREF(y + i, TABLE_FIND(table, WIDEN8(code + i), few));
+	return i;
+}
+
+static inline size_t float8_values_simd(int mbits, int bias, int last, const uint8_t *code, size_t n, float scale,
+					float_any *y)
+{
+	const V magnitude = SET1(0x7f);
+	const F minus_least = SETF(-round_float((128 - (uint32_t)bias) << 23)), by = SETF(scale),
+		inverse = SETF(1 / scale);
+	const int usual = scale > 0x1p-100f && scale < 0x1p100f;
+	size_t i = 0;
+
+	for (; i + LANES <= n; i += LANES) {
+		V c = WIDEN8(code + i), a = AND(c, magnitude), v;
+		F normal = AS_F(ADD(SLL(a, 23 - mbits), SET1((127 - bias) << 23)));
+		F x = MINF(normal, FMA(normal, SETF(2), minus_least)); /* round_small_value */
+
+		v = AS_V(usual ? over_simd(x, by, inverse) : DIVF(x, by));
+		v = SELECT(GT(a, SET1(last)), SET1(0x7fc00000), v);
+		STOREF(y + i, AS_F(OR(v, SLL(SRL(c, 7), 31))));
+	}
+	return i;
+}
+
+/* round_truncate, and the exponents that come out. */
+static inline size_t truncate_simd(const struct truncate_kind *q, const uint8_t *drop, int nearest, size_t n,
+				   uint32_t *x, uint8_t *e)
+{
+	const V last = SET1((int)q->last), mbits = SET1(q->mbits), one = SET1(1), zero = SET1(0);
+	size_t i = 0;
+
+	for (; i + STEP <= n; i += STEP) {
+		V c[4];
+
+		for (int k = 0; k < 4; k++) {
+			V u = LOAD(x + i + LANES * k), drops = WIDEN8(drop + i + LANES * k);
+			V unit = SHL(one, drops), kept = SUB(zero, unit), up = u;
+
+			if (nearest) {
+				V half = ADD(SUB(SRL(unit, 1), one), AND(SHR(u, drops), one));
+
+				up = ADD(u, AND(half, SUB(unit, one))); /* 0 where none is dropped */
+			}
+			up = SELECT(EQ(AND(SHR(up, mbits), last), last), u, up);
+			up = SELECT(EQ(AND(SHR(u, mbits), last), zero), zero, AND(up, kept));
+			c[k] = AND(SHR(up, mbits), last);
+			STORE(x + i + LANES * k, up);
+		}
+		NARROW(e + i, c);
+	}
+	return i;
+}
+
+static inline size_t join_pieces_simd(const struct truncate_kind *q, const uint8_t *const piece[4], const uint8_t *e,
+				      size_t n, uint32_t *x)
+{
+	const uint8_t *a = piece[0], *b = piece[1], *c = piece[2], *d = piece[3];
+	const int to_c = q->width[3], to_b = to_c + q->width[2], to_a = to_b + q->width[1];
+	const V of_a = SET1(to_a), of_b = SET1(to_b), of_c = SET1(to_c), mbits = SET1(q->mbits), sign = SET1(q->sign);
+	const V mantissa = SET1((1 << q->mbits) - 1), zero = SET1(0);
+	size_t i = 0;
+
+	for (; i + LANES <= n; i += LANES) {
+		V f = OR(OR(SHL(WIDEN8(a + i), of_a), SHL(WIDEN8(b + i), of_b)),
+			 OR(SHL(WIDEN8(c + i), of_c), WIDEN8(d + i)));
+		V exponent = WIDEN8(e + i);
+
+		f = OR(AND(f, mantissa), OR(SHL(exponent, mbits), SHL(SHR(f, mbits), sign)));
+		STORE(x + i, SELECT(EQ(exponent, zero), zero, f));
+	}
+	return i;
+}
+
+#define TRUNCATE_PATTERNS truncate_simd
+#define JOIN_PIECES join_pieces_simd
+#define FROM_BFLOAT16 from_bfloat16_simd
+#define TO_BFLOAT16 to_bfloat16_simd
+#define FROM_FLOAT16 from_float16_simd
+#define TO_FLOAT16 to_float16_simd
+#define ABS_MAX abs_max_simd
+#define ROW_SUMS row_sums_simd
+#define HALVES halves_simd
+#define TERNARY_CODES ternary_codes_simd
+#define FLOAT8_CODES float8_codes_simd
+#define FLOAT4_CODES float4_codes_simd
+#define LEVEL_CODES level_codes_simd
+#define LEVEL_VALUES level_values_simd
+#define TABLE_VALUES table_values_simd
+#define FLOAT8_VALUES float8_values_simd

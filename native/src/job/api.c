@@ -1,0 +1,200 @@
+/* api.c - arguments checked, sizes, status texts: what codec_encode and codec_decode have in common. */
+#include "api.h"
+
+const char *codec_strerror(codec_status status)
+{
+	switch (status) {
+	case CODEC_OK: return "success";
+	case CODEC_BAD_ARGUMENT: return "an argument is missing or out of range";
+	case CODEC_BAD_SPEC: return "no such codec, or parameters that it does not take";
+	case CODEC_BAD_DTYPE: return "the codec does not take this dtype";
+	case CODEC_BAD_SHAPE: return "rank above 8, or a shape whose product overflows";
+	case CODEC_BAD_SEGMENTS: return "segments overlap, are out of order or lie outside of the tensor";
+	case CODEC_BAD_CODEBOOK: return "not a codebook, or not that of its id, or one for other symbols";
+	case CODEC_SHAPE_MISMATCH: return "the destination's dtype or shape is not the frame's";
+	case CODEC_NONFINITE: return "the tensor holds NaN or Inf, which this codec does not take";
+	case CODEC_BAD_SCALE: return "the scale given is smaller than the largest magnitude";
+	case CODEC_SHORT_OUTPUT: return "the output buffer is too small";
+	case CODEC_SHORT_SCRATCH: return "the scratch buffer is too small";
+	case CODEC_TRUNCATED: return "the frame is truncated";
+	case CODEC_TRAILING: return "there are bytes behind the frame";
+	case CODEC_BAD_MAGIC: return "not a codec frame";
+	case CODEC_BAD_HEADER: return "the header has a value that the format forbids";
+	case CODEC_BAD_SIDE: return "the scale model or a codebook is malformed";
+	case CODEC_BAD_DIRECTORY: return "the directory is malformed";
+	case CODEC_BAD_REGION: return "a block is malformed";
+	case CODEC_CHECKSUM: return "the checksum does not match";
+	case CODEC_UNSUPPORTED: return "the frame needs a later version of this library";
+	case CODEC_LIMIT: return "the tensor is larger than allowed";
+	case CODEC_MISSING_STATE: return "a metric and the optimizer's state must be supplied";
+	case CODEC_OTHER_STATE: return "the frame was made with another optimizer state than was supplied";
+	case CODEC_UNKNOWN_CODEBOOK: return "the frame names a codebook that was not supplied";
+	}
+	return "unknown status";
+}
+
+uint32_t codec_abi_version(void)
+{
+	return CODEC_ABI_VERSION;
+}
+
+/* Structs of callers may be older (shorter) or newer than ours: what is missing is zero. */
+#define READ_STRUCT(copy, given)                                                                                       \
+	do {                                                                                                           \
+		memset(&(copy), 0, sizeof(copy));                                                                      \
+		if (!(given) || (given)->struct_nbytes < sizeof(uint32_t))                                             \
+			return CODEC_BAD_ARGUMENT;                                                                     \
+		memcpy(&(copy), (given), MIN((given)->struct_nbytes, sizeof(copy)));                                   \
+	} while (0)
+
+codec_status context_read(const codec_context *with, codec_context *copy)
+{
+	if (!with) {
+		memset(copy, 0, sizeof *copy);
+		return CODEC_OK;
+	}
+	READ_STRUCT(*copy, with);
+	if (copy->flags &
+		    ~(CODEC_ALLOW_SLACK | CODEC_VERIFY_FIRST | CODEC_NO_CHECKSUM | CODEC_UNSCALED | CODEC_RESCALE) ||
+	    copy->into > CODEC_INTO_FLOAT32 || (copy->nsegments && !copy->segments) ||
+	    (copy->ncodebooks && !copy->codebooks) || !kernels_for(copy))
+		return CODEC_BAD_ARGUMENT;
+	return CODEC_OK;
+}
+
+uint8_t block_log2_for(uint64_t n)
+{
+	uint8_t log2 = WIRE_MIN_BLOCK_LOG2;
+
+	while (log2 < WIRE_MAX_BLOCK_LOG2 && 1ull << log2 < n)
+		log2++;
+	return log2;
+}
+
+/* Spec and tensor to the header of a frame that has no sections yet. */
+codec_status request(const codec_spec *spec, const codec_tensor *like, int with_data, struct header *h,
+		     codec_tensor *copy)
+{
+	codec_spec s;
+
+	READ_STRUCT(s, spec);
+	READ_STRUCT(*copy, like);
+	memset(h, 0, sizeof *h);
+	TRY(params_ask(&s, h));
+	if (!codec_takes(h->codec, copy->dtype))
+		return CODEC_BAD_DTYPE;
+	if (copy->rank > CODEC_MAX_RANK)
+		return CODEC_BAD_SHAPE;
+	h->dtype = (uint8_t)copy->dtype;
+	h->rank = (uint8_t)copy->rank;
+	memcpy(h->shape, copy->shape, sizeof(uint64_t) * h->rank);
+	TRY(header_derive(h));
+	if (with_data && (copy->nbytes != h->n * dtype_of(h->dtype)->nbytes || (copy->nbytes && !copy->data)))
+		return CODEC_BAD_ARGUMENT;
+	return CODEC_OK;
+}
+
+/* Does opening a job need a thread's buffer? It is then part of the job, and serves one-call functions throughout. */
+static int job_works(const struct header *h)
+{
+	return rows_entropy(h) || h->codec == CODEC_TRUNCATE;
+}
+
+void *job_work(const struct job *j, void *scratch)
+{
+	return job_works(&j->h) ? (char *)j + j->work_at : (char *)scratch + job_room(&j->h);
+}
+
+uint64_t job_scratch(const struct header *h)
+{
+	return job_room(h) + (job_works(h) ? 0 : work_nbytes(h));
+}
+
+uint64_t job_room(const struct header *h)
+{
+	uint64_t nbytes = ALIGN8(sizeof(struct job)) + 8;
+
+	nbytes += codec_is_rows(h->codec) ? rows_job_nbytes(h) : model_nbytes(dtype_of(h->dtype), h->n);
+	return nbytes + (job_works(h) ? work_nbytes(h) : 0);
+}
+
+codec_status codec_bound(const codec_spec *spec, const codec_tensor *like, size_t *nbytes)
+{
+	struct header h;
+	codec_tensor t;
+
+	if (!nbytes)
+		return CODEC_BAD_ARGUMENT;
+	TRY(request(spec, like, 0, &h, &t));
+	*nbytes = codec_is_rows(h.codec) ? rows_bound(&h) : stored_nbytes(&h);
+	return CODEC_OK;
+}
+
+codec_status codec_job_nbytes(const codec_spec *spec, const codec_tensor *like, size_t *job_nbytes, size_t *work)
+{
+	struct header h;
+	codec_tensor t;
+
+	if (!job_nbytes || !work)
+		return CODEC_BAD_ARGUMENT;
+	TRY(request(spec, like, 0, &h, &t));
+	*job_nbytes = job_room(&h);
+	*work = work_nbytes(&h);
+	return CODEC_OK;
+}
+
+codec_status codec_scratch(const codec_spec *spec, const codec_tensor *like, size_t *nbytes)
+{
+	struct header h;
+	codec_tensor t;
+
+	if (!nbytes)
+		return CODEC_BAD_ARGUMENT;
+	TRY(request(spec, like, 0, &h, &t));
+	*nbytes = job_scratch(&h);
+	return CODEC_OK;
+}
+
+/* The job in the caller's memory, aligned. */
+struct job *job_place(void *memory)
+{
+	return (struct job *)ALIGN8((uintptr_t)memory);
+}
+
+/* The job at memory, if it is of this kind and in this state; else NULL. */
+struct job *job_at(const void *memory, uint32_t kind, uint32_t state)
+{
+	struct job *j = job_place((void *)memory);
+
+	return memory && j->kind == kind && j->state == state ? j : NULL;
+}
+
+codec_status job_open(void *memory, size_t nbytes, const struct header *h, struct job **out)
+{
+	struct job *j = job_place(memory);
+
+	if (!memory || nbytes < job_room(h))
+		return CODEC_SHORT_SCRATCH;
+	memset(j, 0, sizeof *j);
+	j->h = *h;
+	j->model.segments_at = ALIGN8(sizeof *j);
+	j->model.offsets_at = j->model.segments_at;
+	j->parts_at = ALIGN8(sizeof *j);
+	j->sums_at = j->parts_at + WIRE_MAX_PARTS(h->n) * sizeof(struct part);
+	j->work_at = codec_is_rows(h->codec) ? j->parts_at + rows_job_nbytes(h)
+					     : j->parts_at + model_nbytes(dtype_of(h->dtype), h->n);
+	*out = j;
+	return CODEC_OK;
+}
+
+void job_plan(struct job *j, codec_plan *plan)
+{
+	j->plan = (codec_plan){.nblocks = j->h.nblocks,
+			       .nscans = j->nscans,
+			       .job_nbytes = job_room(&j->h),
+			       .work_nbytes = work_nbytes(&j->h),
+			       .region_bound = region_bound(j),
+			       .regions_at = j->h.regions_at};
+	if (plan)
+		*plan = j->plan;
+}

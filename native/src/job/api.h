@@ -1,0 +1,38 @@
+/* api.h - what opening, doing and closing a job share between both directions: the C interface's own floor. */
+#ifndef CODEC_API_H
+#define CODEC_API_H
+
+#include "frame/frame.h"
+#include "isa/cpu.h"
+#include "lossless/lossless.h"
+#include "rows/rows.h"
+#include "truncate/truncate.h"
+
+/* decode.c: a frame's jobs, for codec_reduce as well. */
+codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
+			 void *memory, size_t job_nbytes, struct job **out);
+codec_status decode_check(const uint8_t *frame, const codec_context *with, struct job *j, void *work);
+codec_status decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+			   const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, void *work);
+codec_status decode_values(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+			   const struct job *j, void *work);
+codec_status decode_close(const codec_context *with, const struct job *j, uint64_t seal);
+
+/* side.c */
+uint64_t side_write(const struct job *j, uint8_t *dst);
+codec_status side_read(const uint8_t *frame, const codec_context *with, struct job *j);
+
+/* api.c */
+codec_status context_read(const codec_context *with, codec_context *copy);
+codec_status request(const codec_spec *spec, const codec_tensor *like, int with_data, struct header *h,
+		     codec_tensor *copy);
+uint8_t block_log2_for(uint64_t n);
+uint64_t job_room(const struct header *h);
+uint64_t job_scratch(const struct header *h);
+void *job_work(const struct job *j, void *scratch);
+struct job *job_place(void *memory);
+struct job *job_at(const void *memory, uint32_t kind, uint32_t state);
+codec_status job_open(void *memory, size_t nbytes, const struct header *h, struct job **out);
+void job_plan(struct job *j, codec_plan *plan);
+
+#endif

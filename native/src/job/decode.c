@@ -1,0 +1,381 @@
+/* decode.c - a frame to a tensor: open (check, build tables), blocks, close (checksum). */
+#include "api.h"
+
+/* Is this a tensor that decoding can write at all? */
+static codec_status read_destination(const codec_tensor *dst, codec_tensor *copy)
+{
+	if (!dst || dst->struct_nbytes < sizeof *dst)
+		return CODEC_BAD_ARGUMENT;
+	*copy = *dst;
+	return copy->nbytes && !copy->data ? CODEC_BAD_ARGUMENT : CODEC_OK;
+}
+
+/* The destination's dtype and shape must be the frame's. */
+static codec_status check_destination(const struct header *h, const codec_tensor *dst, uint32_t into, codec_fault *f)
+{
+	uint32_t dtype = into == CODEC_INTO_STORE ? h->dtype : CODEC_FLOAT32;
+
+	if (into != CODEC_INTO_STORE && !codec_takes(CODEC_SIGN, h->dtype))
+		return fault(f, CODEC_BAD_DTYPE, WIRE_AT_DTYPE, h->dtype, CODEC_FLOAT32);
+	if (dst->dtype != dtype)
+		return fault(f, CODEC_SHAPE_MISMATCH, WIRE_AT_DTYPE, dtype, dst->dtype);
+	if (dst->rank != h->rank)
+		return fault(f, CODEC_SHAPE_MISMATCH, WIRE_AT_RANK, h->rank, dst->rank);
+	for (uint32_t i = 0; i < h->rank; i++)
+		if (dst->shape[i] != h->shape[i])
+			return fault(f, CODEC_SHAPE_MISMATCH, WIRE_AT_SHAPE + 8 * i, h->shape[i], dst->shape[i]);
+	return dst->nbytes == h->n * dtype_of(dtype)->nbytes ? CODEC_OK : CODEC_BAD_ARGUMENT;
+}
+
+/*
+ * Decoded values, n of them from `first` on, to where they go other than their own dtype's tensor; `wire`: in the
+ * frame's byte order.
+ */
+static void put_values(const struct kernels *k, uint32_t dtype, const void *values, int wire, uint64_t first,
+		       uint64_t n, const codec_context *with, const codec_tensor *dst)
+{
+	const struct sink sink = {.into = (int)with->into, .weight = with->weight, .divide = with->divide, .dst = dst};
+	codec_tensor from = {.dtype = dtype, .data = (void *)values};
+	float buffer[512], aligned[512];
+
+	for (uint64_t i = 0; i < n; i += 512) {
+		uint64_t m = MIN(512, n - i), at = i;
+#if CODEC_BIG_ENDIAN
+		uint64_t size = dtype_of(dtype)->nbytes;
+		uint8_t native[4 * 512];
+
+		if (wire) {
+			memcpy(native, (const char *)values + i * size, m * size);
+			swap_bytes(native, m * size, size);
+			from.data = native;
+			at = 0;
+		}
+#endif
+		memcpy(aligned, load_floats(k, &from, at, m, buffer), sizeof(float) * m);
+		sink_put(k, &sink, first + i, m, aligned);
+	}
+	(void)wire;
+}
+
+/* A stored frame's values, whose checksum was right, to the destination. */
+static void put_stored(const uint8_t *frame, const codec_tensor *dst, const codec_context *with, const struct header *h)
+{
+	if (with->into != CODEC_INTO_STORE) {
+		put_values(kernels_for(with), h->dtype, frame + h->side_at, 1, 0, h->n, with, dst);
+		return;
+	}
+	if (dst->nbytes)
+		memcpy(dst->data, frame + h->side_at, dst->nbytes);
+#if CODEC_BIG_ENDIAN
+	swap_bytes(dst->data, dst->nbytes, dtype_of(h->dtype)->nbytes);
+#endif
+}
+
+/*
+ * The caller's destination, state or codebooks do not fit what the frame says: is that what was sent? If it is damaged
+ * then that is the fault.
+ */
+static codec_status blame(codec_status status, const uint8_t *frame, const struct header *h, const codec_context *with)
+{
+	codec_fault found = with->fault ? *with->fault : (codec_fault){0};
+
+	if (status == CODEC_OK || (status >= CODEC_TRUNCATED && status < CODEC_UNKNOWN_CODEBOOK) ||
+	    with->flags & CODEC_NO_CHECKSUM)
+		return status;
+	TRY(frame_verify(frame, h, kernels_for(with), with->fault));
+	return fault(with->fault, status, found.offset, found.found, found.expected);
+}
+
+/* What is given besides the frame: TRUNCATE's state, and a destination (NULL: none) that lies apart from all else. */
+static codec_status check_caller(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+				 const struct header *h)
+{
+	int metric = h->codec == CODEC_TRUNCATE && h->layout == WIRE_LAYOUT_BLOCKS && h->variant == WIRE_LEVELS_SHARED;
+
+	if (metric && with->levels) /* those are for encoding */
+		return CODEC_BAD_ARGUMENT;
+	if (metric)
+		TRY(truncate_check(h, with, 0));
+	if (dst && (spans_overlap(dst->data, dst->nbytes, frame, h->frame_nbytes) ||
+		    (metric && truncate_overlaps(h, with, dst->data, dst->nbytes, 1))))
+		return CODEC_BAD_ARGUMENT;
+	return CODEC_OK;
+}
+
+/* All that precedes the first block: nothing is written but the job. A stored frame has been verified then. */
+codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
+			 void *memory, size_t job_nbytes, struct job **out)
+{
+	const struct kernels *k = kernels_for(with);
+	codec_tensor t;
+	struct header h;
+	struct job *j;
+
+	TRY(read_destination(dst, &t));
+	TRY(frame_open(frame, nbytes, with, &h));
+	TRY(blame(check_destination(&h, &t, with->into, with->fault), frame, &h, with));
+	TRY(blame(check_caller(frame, &t, with, &h), frame, &h, with));
+	TRY(job_open(memory, job_nbytes, &h, &j));
+	*out = j;
+	j->kind = JOB_DECODE;
+	j->checked = (with->flags & CODEC_NO_CHECKSUM) != 0;
+	TRY(blame(side_read(frame, with, j), frame, &h, with));
+	if (!j->checked)
+		j->seal = frame_seal(frame, &h, k);
+	if (h.layout == WIRE_LAYOUT_STORED && !j->checked)
+		TRY(frame_check_seal(&h, j->seal, with->fault));
+	job_plan(j, NULL);
+	j->state = JOB_READY;
+	return CODEC_OK;
+}
+
+/* Find block b and check its digest. */
+static codec_status open_block(const uint8_t *frame, const codec_context *with, const struct job *j, uint64_t b,
+			       uint64_t *at, uint64_t *end, uint64_t *seal)
+{
+	TRY(frame_region(frame, &j->h, b, at, end, with->fault));
+	if (j->checked || with->flags & CODEC_NO_CHECKSUM)
+		return CODEC_OK;
+	return frame_check_block(frame, &j->h, kernels_for(with), b, *at, *end, seal, with->fault);
+}
+
+/* LOSSLESS. One or two blocks go through the coder's loop together; the first one's faults are found first. */
+static codec_status lossless_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+				    const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, struct work *w)
+{
+	const struct kernels *k = kernels_for(with);
+	uint64_t size = dtype_of(j->h.dtype)->nbytes, end = first + count, n;
+	int past = dst && with->into == CODEC_INTO_STORE && dst->nbytes >= STREAM_NBYTES;
+
+	for (uint64_t b = first; b < end; b += n) {
+		codec_status behind = CODEC_OK;
+		struct block open[2];
+
+		for (n = 0; n < 2 && b + n < end; n++) {
+			uint64_t at, to;
+
+			behind = open_block(frame, with, j, b + n, &at, &to, seal);
+			if (behind == CODEC_OK)
+				behind = block_open(j, frame, b + n, at, to, w->top + n, open + n, with->fault);
+			if (behind != CODEC_OK)
+				break;
+		}
+		if (!n)
+			return behind;
+		block_decode_top(j, k, open, (int)n, w);
+		for (uint64_t i = 0; i < n; i++) {
+			uint64_t from = (b + i) * j->h.block;
+			char *values = !dst                             ? NULL
+				       : with->into == CODEC_INTO_STORE ? (char *)dst->data + from * size
+									: w->values;
+
+			TRY(block_close(j, k, open + i, values, past, w, with->fault));
+			if (dst && with->into != CODEC_INTO_STORE)
+				put_values(k, j->h.dtype, values, 0, from, open[i].m, with, dst);
+		}
+		TRY(behind);
+	}
+	return CODEC_OK;
+}
+
+static codec_status truncate_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+				    const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, struct work *w)
+{
+	const struct kernels *k = kernels_for(with);
+
+	for (uint64_t b = first; b < first + count; b++) {
+		uint64_t at, end, from = b * j->h.block, m = MIN(j->h.block, j->h.n - from);
+		char *values = !dst ? NULL
+			       : with->into == CODEC_INTO_STORE
+				       ? (char *)dst->data + from * dtype_of(j->h.dtype)->nbytes
+				       : w->values;
+
+		TRY(open_block(frame, with, j, b, &at, &end, seal));
+		TRY(truncate_decode_block(j, k, with, frame, b, at, end, values, w));
+		if (dst && with->into != CODEC_INTO_STORE)
+			put_values(k, j->h.dtype, values, 0, from, m, with, dst);
+	}
+	return CODEC_OK;
+}
+
+static codec_status rows_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+				const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, struct work *w)
+{
+	int unscaled = j->h.codec == CODEC_TERNARY && with->flags & CODEC_UNSCALED;
+	const struct sink sink = {.into = dst ? (int)with->into : SINK_NONE,
+				  .weight = with->weight,
+				  .rescale = unscaled && with->flags & CODEC_RESCALE,
+				  .divide = with->divide,
+				  .unscaled = unscaled,
+				  .dst = dst};
+
+	for (uint64_t b = first; b < first + count; b++) {
+		uint64_t at, end;
+
+		TRY(open_block(frame, with, j, b, &at, &end, seal));
+		TRY(rows_decode_block(j, kernels_for(with), frame, b, at, end, &sink, w, with->fault));
+	}
+	return CODEC_OK;
+}
+
+/* Blocks to dst or, if that is NULL, through all of their checks. */
+codec_status decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+			   const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, void *work)
+{
+	codec_status status;
+	struct work w;
+
+	work_place(&j->h, work, &w);
+	*seal = 0;
+	if (codec_is_rows(j->h.codec))
+		return rows_blocks(frame, dst, with, j, first, count, seal, &w);
+	if (j->h.codec != CODEC_TRUNCATE)
+		return lossless_blocks(frame, dst, with, j, first, count, seal, &w);
+	status = truncate_blocks(frame, dst, with, j, first, count, seal, &w);
+	return j->checked ? status : blame(status, frame, &j->h, with);
+}
+
+codec_status decode_close(const codec_context *with, const struct job *j, uint64_t seal)
+{
+	return j->checked || !j->h.nblocks ? CODEC_OK : frame_check_seal(&j->h, j->seal + seal, with->fault);
+}
+
+/* Everything that can be wrong with an opened frame, before anything is written. */
+codec_status decode_check(const uint8_t *frame, const codec_context *with, struct job *j, void *work)
+{
+	uint64_t seal;
+
+	if (j->h.nblocks) {
+		TRY(decode_blocks(frame, NULL, with, j, 0, j->h.nblocks, &seal, work));
+		TRY(decode_close(with, j, seal));
+	}
+	j->checked = 1;
+	return CODEC_OK;
+}
+
+/* All values of an opened frame. */
+codec_status decode_values(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+			   const struct job *j, void *work)
+{
+	uint64_t seal;
+
+	if (j->h.nblocks) {
+		TRY(decode_blocks(frame, dst, with, j, 0, j->h.nblocks, &seal, work));
+		return decode_close(with, j, seal);
+	}
+	put_stored(frame, dst, with, &j->h);
+	return CODEC_OK;
+}
+
+codec_status codec_decode_open(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
+			       void *job, size_t job_nbytes, codec_plan *plan)
+{
+	codec_status status;
+	codec_context c;
+	uint64_t saved;
+	struct job *j;
+
+	TRY(context_read(with, &c));
+	if (c.flags & CODEC_VERIFY_FIRST)
+		return CODEC_BAD_ARGUMENT;
+	saved = call_enter();
+	status = decode_open(frame, nbytes, dst, &c, job, job_nbytes, &j);
+	if (status == CODEC_OK && !j->h.nblocks)
+		status = decode_values(frame, dst, &c, j, NULL);
+	call_leave(saved);
+	TRY(status);
+	job_plan(j, plan);
+	return CODEC_OK;
+}
+
+/* A step over blocks [first, first + count) of a job. */
+static codec_status step(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
+			 const void *job, uint64_t first, uint64_t count, uint64_t *seal, void *work,
+			 size_t work_nbytes)
+{
+	const struct job *j = job_at(job, JOB_DECODE, JOB_READY);
+	codec_status status;
+	codec_context c;
+	codec_tensor t;
+	uint64_t saved;
+
+	TRY(context_read(with, &c));
+	if (!frame || !j || !seal || !work || first > j->h.nblocks || count > j->h.nblocks - first ||
+	    nbytes < j->h.frame_nbytes)
+		return CODEC_BAD_ARGUMENT;
+	if (dst) {
+		TRY(read_destination(dst, &t));
+		TRY(check_destination(&j->h, &t, c.into, c.fault));
+	}
+	TRY(check_caller(frame, dst ? &t : NULL, &c, &j->h));
+	if (work_nbytes < j->plan.work_nbytes)
+		return CODEC_SHORT_SCRATCH;
+	saved = call_enter();
+	status = decode_blocks(frame, dst ? &t : NULL, &c, j, first, count, seal, work);
+	call_leave(saved);
+	return status;
+}
+
+codec_status codec_decode_check(const void *frame, size_t nbytes, const codec_context *with, const void *job,
+				uint64_t first, uint64_t count, uint64_t *seal, void *work, size_t work_nbytes)
+{
+	return step(frame, nbytes, NULL, with, job, first, count, seal, work, work_nbytes);
+}
+
+codec_status codec_decode_blocks(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
+				 const void *job, uint64_t first, uint64_t count, uint64_t *seal, void *work,
+				 size_t work_nbytes)
+{
+	return dst ? step(frame, nbytes, dst, with, job, first, count, seal, work, work_nbytes) : CODEC_BAD_ARGUMENT;
+}
+
+codec_status codec_decode_close(const codec_context *with, const void *job, uint64_t seal)
+{
+	const struct job *j = job_at(job, JOB_DECODE, JOB_READY);
+	codec_context c;
+
+	TRY(context_read(with, &c));
+	return j ? decode_close(&c, j, seal) : CODEC_BAD_ARGUMENT;
+}
+
+static codec_status decode(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
+			   void *scratch, size_t scratch_nbytes)
+{
+	struct job *j;
+	void *work;
+
+	TRY(decode_open(frame, nbytes, dst, with, scratch, scratch_nbytes, &j));
+	if (scratch_nbytes < job_scratch(&j->h))
+		return CODEC_SHORT_SCRATCH;
+	work = job_work(j, scratch);
+	if (with->flags & CODEC_VERIFY_FIRST)
+		TRY(decode_check(frame, with, j, work));
+	return decode_values(frame, dst, with, j, work);
+}
+
+codec_status codec_decode(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with, void *scratch,
+			  size_t scratch_nbytes)
+{
+	codec_status status;
+	codec_context c;
+	uint64_t saved;
+
+	TRY(context_read(with, &c));
+	saved = call_enter();
+	status = decode(frame, nbytes, dst, &c, scratch, scratch_nbytes);
+	call_leave(saved);
+	return status;
+}
+
+codec_status codec_accumulate(const void *frame, size_t nbytes, float weight, codec_tensor *dst,
+			      const codec_context *with, void *scratch, size_t scratch_nbytes)
+{
+	codec_context c;
+
+	TRY(context_read(with, &c));
+	c.struct_nbytes = sizeof c;
+	c.into = CODEC_INTO_ADD;
+	c.weight = weight;
+	c.flags |= CODEC_VERIFY_FIRST;
+	return codec_decode(frame, nbytes, dst, &c, scratch, scratch_nbytes);
+}

@@ -1,0 +1,488 @@
+/* encode.c - a tensor to a frame: open (sample, choose), blocks, close (move together, seal). */
+#include "api.h"
+
+/* Write a stored frame over whatever is there. */
+static codec_status store(const codec_tensor *src, const struct kernels *k, struct header h, uint8_t *dst,
+			  size_t capacity, size_t *written)
+{
+	h.layout = WIRE_LAYOUT_STORED;
+	h.block_log2 = h.fixed = h.coded = h.halved = h.flags = 0;
+	h.side_nbytes = 0;
+	TRY(header_derive(&h));
+	h.frame_nbytes = stored_nbytes(&h);
+	if (h.frame_nbytes > capacity)
+		return CODEC_SHORT_OUTPUT;
+	if (src->nbytes)
+		memcpy(dst + h.side_at, src->data, src->nbytes);
+#if CODEC_BIG_ENDIAN
+	swap_bytes(dst + h.side_at, src->nbytes, dtype_of(h.dtype)->nbytes);
+#endif
+	h.checksum = header_seal(&h, k, dst) + seal_block(k->digest(dst + h.side_at, src->nbytes, WIRE_SEED_REGION), 0);
+	header_write(&h, dst);
+	*written = h.frame_nbytes;
+	return CODEC_OK;
+}
+
+/* Codecs of rows: the book for codes, from a sample of the blocks. */
+static codec_status sample_codes(struct job *j, const struct kernels *k, const codec_tensor *src)
+{
+	uint64_t take = MIN(j->h.nblocks, 16);
+	uint32_t counts[256] = {0};
+	struct work w;
+
+	work_place(&j->h, (char *)j + j->work_at, &w);
+
+	for (uint64_t i = 0; i < take; i++) {
+		uint64_t n;
+
+		TRY(rows_codes(j, k, src, i * j->h.nblocks / take, &n, &w));
+		for (uint64_t v = 0; v < n; v++)
+			counts[w.plane[0][v]]++;
+	}
+	choose_bytes(j, counts);
+	return CODEC_OK;
+}
+
+/* Codecs of rows: after the scan, all that precedes the directory. */
+static codec_status start_rows(struct job *j, const struct kernels *k, const codec_tensor *src, uint8_t *dst,
+			       size_t capacity)
+{
+	uint64_t most;
+
+	TRY(rows_finish(j));
+	if (rows_entropy(&j->h))
+		TRY(sample_codes(j, k, src));
+	j->h.side_nbytes = side_write(j, NULL);
+	TRY(header_derive(&j->h));
+	most = j->h.regions_at + rows_regions_nbytes(j, 0, j->h.nblocks);
+	if (j->h.side_nbytes > UINT32_MAX || most / WIRE_ALIGN > UINT32_MAX)
+		return CODEC_LIMIT;
+	/* before anything is written: only an entropy stage makes frames smaller than this */
+	if ((rows_entropy(&j->h) ? j->h.regions_at : most) > capacity)
+		return CODEC_SHORT_OUTPUT;
+	if (j->residual)
+		j->residual = most > capacity ? RESIDUAL_LAST : RESIDUAL_WITH_BLOCKS;
+	side_write(j, dst + j->h.side_at);
+	j->state = JOB_READY;
+	return CODEC_OK;
+}
+
+/* Codecs of rows: parts are cut and, where nothing must be scanned first, all is ready for blocks. */
+static codec_status open_rows(const codec_spec *spec, struct job *j, const struct kernels *k, const codec_tensor *src,
+			      uint8_t *dst, size_t capacity, const codec_context *with)
+{
+	codec_spec s = {0};
+
+	memcpy(&s, spec, MIN(spec->struct_nbytes, sizeof s));
+	if (with->ncodebooks)
+		return CODEC_BAD_ARGUMENT;
+	j->residual = with->residual ? RESIDUAL_WITH_BLOCKS : RESIDUAL_NONE;
+	if (!j->h.n)
+		return CODEC_OK;
+	j->h.layout = WIRE_LAYOUT_BLOCKS;
+	j->key = (struct philox){s.seed, (uint32_t)with->stream, (uint32_t)(with->stream >> 32)};
+	j->scale = j->h.codec == CODEC_TERNARY ? rows_round_scale(&j->h, s.scale) : s.scale;
+	if (s.scale > 0 && !(j->scale > 0 && round_bits(j->scale) < ROUND_INF))
+		return CODEC_BAD_SPEC;
+	j->clip = s.clip;
+	rows_cut(j, with);
+	j->nscans = rows_scan_count(j);
+	if (j->nscans) {
+		j->state = JOB_SCANNING;
+		return CODEC_OK;
+	}
+	return start_rows(j, k, src, dst, capacity);
+}
+
+/* Model, planes and codebooks, from a sample. */
+static codec_status choose(struct job *j, const struct kernels *k, const codec_tensor *src, const codec_context *with)
+{
+	model_choose(src, with, k, j, &j->sample);
+	if (j->h.codec != CODEC_TRUNCATE)
+		return choose_planes(with, j, &j->sample);
+	TRY(truncate_choose(j, k, src, with));
+	return choose_symbols(with, j);
+}
+
+/* What is given for TRUNCATE, and with its dtypes the guard that the header will have. */
+static codec_status ask_metric(struct header *h, const codec_context *with)
+{
+	TRY(truncate_check(h, with, 1));
+	if (h->variant != WIRE_LEVELS_FIXED && !with->levels)
+		h->guard = truncate_guard(h, with->metric);
+	return CODEC_OK;
+}
+
+/* Nothing that is written may lie in what is read; but the residual may be the tensor, or an array of state. */
+static int outputs_overlap(const struct header *h, const codec_tensor *src, const void *dst, size_t capacity,
+			   const codec_context *with)
+{
+	uint64_t nbytes = with->residual ? sizeof(float) * h->n : 0;
+	int in_place = with->residual == src->data && src->nbytes == nbytes;
+
+	if (spans_overlap(dst, capacity, src->data, src->nbytes) ||
+	    spans_overlap(dst, capacity, with->residual, nbytes) ||
+	    (!in_place && spans_overlap(with->residual, nbytes, src->data, src->nbytes)))
+		return 1;
+	return h->codec == CODEC_TRUNCATE && h->variant != WIRE_LEVELS_FIXED &&
+	       (truncate_overlaps(h, with, dst, capacity, 0) || truncate_overlaps(h, with, with->residual, nbytes, 1));
+}
+
+static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, uint8_t *dst, size_t capacity,
+			       const codec_context *with, void *memory, size_t job_nbytes, struct job **out)
+{
+	const struct kernels *k = kernels_for(with);
+	codebook given;
+	struct header h;
+	codec_tensor t;
+	struct job *j;
+
+	TRY(request(spec, src, 1, &h, &t));
+	if ((!dst && capacity) || with->ncodebooks > 1)
+		return CODEC_BAD_ARGUMENT;
+	TRY(segments_check(with, h.n));
+	if (h.codec == CODEC_TRUNCATE)
+		TRY(ask_metric(&h, with));
+	if (outputs_overlap(&h, &t, dst, capacity, with))
+		return CODEC_BAD_ARGUMENT;
+	TRY(job_open(memory, job_nbytes, &h, &j));
+	*out = j;
+	j->kind = JOB_ENCODE;
+	j->state = JOB_READY;
+	if (codec_is_rows(h.codec))
+		return open_rows(spec, j, k, &t, dst, capacity, with);
+	if (with->ncodebooks)
+		TRY(codebook_load(with->codebooks, &h, &given));
+	if (h.n < WIRE_MIN_CODED)
+		return CODEC_OK;
+	j->h.layout = WIRE_LAYOUT_BLOCKS;
+	j->h.block_log2 = block_log2_for(h.n);
+	TRY(choose(j, k, &t, with));
+	j->h.side_nbytes = side_write(j, NULL);
+	TRY(header_derive(&j->h));
+	/* no room for it, or nothing to gain: stored */
+	if (j->h.side_nbytes > UINT32_MAX || j->h.regions_at + WIRE_ALIGN * j->h.nblocks > stored_nbytes(&h) ||
+	    j->h.regions_at > capacity || j->h.fixed == (1 << dtype_of(h.dtype)->nbytes) - 1) {
+		j->h = h;
+		return CODEC_OK;
+	}
+	side_write(j, dst + j->h.side_at);
+	return CODEC_OK;
+}
+
+static codec_status blocks(const codec_tensor *src, uint8_t *dst, size_t capacity, const codec_context *with,
+			   const struct job *j, uint64_t first, uint64_t count, uint64_t at, uint64_t *end,
+			   uint64_t *seal, void *work)
+{
+	const struct kernels *k = kernels_for(with);
+	struct work w;
+
+	work_place(&j->h, work, &w);
+	*seal = 0;
+	*end = at;
+	for (uint64_t b = first; b < first + count; b++) {
+		uint8_t *entry = dst + j->h.directory_at + WIRE_DIRECTORY_ENTRY * b;
+		uint64_t digest = 0, sealed, nbytes;
+
+		if (codec_is_rows(j->h.codec)) {
+			TRY(rows_encode_block(j, k, src, b, dst + at, capacity - at, &nbytes, &w));
+			if (j->residual == RESIDUAL_WITH_BLOCKS)
+				TRY(rows_residual(j, k, src, dst, b, at, with->residual, &w));
+		} else {
+			if (j->h.codec == CODEC_TRUNCATE)
+				TRY(truncate_encode_block(j, k, with, src, b, &w, &nbytes));
+			else
+				nbytes = encode_block(j, k, src, dst, b, &w, &digest);
+			if (nbytes > capacity - at)
+				return CODEC_SHORT_OUTPUT;
+			memcpy(dst + at, w.region, nbytes);
+		}
+		sealed = seal_block(digest + k->digest(dst + at, nbytes, WIRE_SEED_REGION), b);
+		*seal += sealed;
+		at += nbytes;
+		if (at / WIRE_ALIGN > UINT32_MAX)
+			return CODEC_LIMIT;
+		store32(entry, (uint32_t)(at / WIRE_ALIGN));
+		store32(entry + 4, seal_short(sealed));
+		*end = at;
+	}
+	return CODEC_OK;
+}
+
+static codec_status close_frame(const codec_tensor *src, uint8_t *dst, size_t capacity, const codec_context *with,
+				const struct job *j, const uint64_t *counts, const uint64_t *ats, size_t nranges,
+				uint64_t seal, size_t *written)
+{
+	const struct kernels *k = kernels_for(with);
+	uint64_t to = j->h.regions_at, b = 0;
+	struct header h = j->h;
+	uint8_t *directory;
+
+	if (h.nblocks == 0)
+		return store(src, k, h, dst, capacity, written);
+	directory = dst + h.directory_at;
+	for (size_t i = 0; i < nranges; i++) {
+		uint64_t end;
+
+		if (!counts[i])
+			continue;
+		if (counts[i] > h.nblocks - b)
+			return CODEC_BAD_ARGUMENT;
+		end = (uint64_t)WIRE_ALIGN * load32(directory + WIRE_DIRECTORY_ENTRY * (b + counts[i] - 1));
+		if (ats[i] < to || end < ats[i] || end > capacity)
+			return CODEC_BAD_ARGUMENT;
+		if (ats[i] != to) {
+			memmove(dst + to, dst + ats[i], end - ats[i]);
+			for (uint64_t e = b; e < b + counts[i]; e++)
+				store32(directory + WIRE_DIRECTORY_ENTRY * e,
+					load32(directory + WIRE_DIRECTORY_ENTRY * e) -
+						(uint32_t)((ats[i] - to) / WIRE_ALIGN));
+		}
+		to += end - ats[i];
+		b += counts[i];
+	}
+	if (b != h.nblocks)
+		return CODEC_BAD_ARGUMENT;
+	if (to >= stored_nbytes(&h) && !codec_is_rows(h.codec))
+		return store(src, k, h, dst, capacity, written);
+	h.frame_nbytes = to;
+	h.checksum = header_seal(&h, k, dst + h.side_at) +
+		     k->digest(directory, WIRE_DIRECTORY_ENTRY * h.nblocks, WIRE_SEED_DIRECTORY) + seal;
+	header_write(&h, dst);
+	*written = to;
+	return CODEC_OK;
+}
+
+/* Is this the tensor that the job was opened with? */
+static int fits_tensor(const struct job *j, const codec_tensor *src)
+{
+	return src && src->struct_nbytes >= sizeof *src && src->dtype == j->h.dtype &&
+	       src->nbytes == j->h.n * dtype_of(j->h.dtype)->nbytes && (src->data || !src->nbytes);
+}
+
+/* And is the rest like what it was opened with: room, a residual or none, TRUNCATE's metric? */
+static codec_status check_step(const struct job *j, const codec_tensor *src, const void *dst, size_t capacity,
+			       const codec_context *with)
+{
+	if (!j || !fits_tensor(j, src) || (!dst && capacity) ||
+	    (codec_is_rows(j->h.codec) && !with->residual != (j->residual == RESIDUAL_NONE)))
+		return CODEC_BAD_ARGUMENT;
+	if (j->h.codec == CODEC_TRUNCATE)
+		TRY(truncate_check(&j->h, with, 1));
+	return outputs_overlap(&j->h, src, dst, capacity, with) ? CODEC_BAD_ARGUMENT : CODEC_OK;
+}
+
+/* In steps the residual is written with the blocks or not at all: they could not be done a second time. */
+static codec_status stepwise(const struct job *j)
+{
+	return j->state == JOB_READY && j->residual == RESIDUAL_LAST ? CODEC_SHORT_OUTPUT : CODEC_OK;
+}
+
+codec_status codec_encode_open(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
+			       const codec_context *with, void *job, size_t job_nbytes, codec_plan *plan)
+{
+	codec_status status;
+	codec_context c;
+	uint64_t saved;
+	struct job *j;
+
+	TRY(context_read(with, &c));
+	saved = call_enter();
+	status = open_frame(spec, src, dst, capacity, &c, job, job_nbytes, &j);
+	call_leave(saved);
+	TRY(status);
+	job_plan(j, plan);
+	return stepwise(j);
+}
+
+codec_status codec_encode_scan(const codec_tensor *src, const codec_context *with, void *job, uint64_t first,
+			       uint64_t count)
+{
+	struct job *j = job_at(job, JOB_ENCODE, JOB_SCANNING);
+	uint64_t saved;
+	codec_context c;
+
+	TRY(context_read(with, &c));
+	if (!j || !fits_tensor(j, src) || first > j->nscans || count > j->nscans - first)
+		return CODEC_BAD_ARGUMENT;
+	saved = call_enter();
+	rows_scan(j, kernels_for(&c), src, first, count);
+	call_leave(saved);
+	return CODEC_OK;
+}
+
+codec_status codec_encode_start(const codec_tensor *src, void *dst, size_t capacity, const codec_context *with,
+				void *job, codec_plan *plan)
+{
+	struct job *j = job_at(job, JOB_ENCODE, JOB_SCANNING);
+	codec_status status;
+	codec_context c;
+	uint64_t saved;
+
+	TRY(context_read(with, &c));
+	TRY(check_step(j, src, dst, capacity, &c));
+	saved = call_enter();
+	status = start_rows(j, kernels_for(&c), src, dst, capacity);
+	call_leave(saved);
+	TRY(status);
+	job_plan(j, plan);
+	return stepwise(j);
+}
+
+codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capacity, const codec_context *with,
+				 const void *job, uint64_t first, uint64_t count, uint64_t at, uint64_t *end,
+				 uint64_t *seal, void *work, size_t work_nbytes)
+{
+	const struct job *j = job_at(job, JOB_ENCODE, JOB_READY);
+	codec_status status;
+	codec_context c;
+	uint64_t saved;
+
+	TRY(context_read(with, &c));
+	TRY(check_step(j, src, dst, capacity, &c));
+	if (!end || !seal || !work || at % WIRE_ALIGN || at < j->h.regions_at || at > capacity ||
+	    first > j->h.nblocks || count > j->h.nblocks - first)
+		return CODEC_BAD_ARGUMENT;
+	if (work_nbytes < j->plan.work_nbytes)
+		return CODEC_SHORT_SCRATCH;
+	TRY(stepwise(j));
+	if (j->residual && rows_regions_nbytes(j, first, count) > capacity - at)
+		return CODEC_SHORT_OUTPUT;
+	saved = call_enter();
+	status = blocks(src, dst, capacity, &c, j, first, count, at, end, seal, work);
+	call_leave(saved);
+	return status;
+}
+
+/* What is left of the tensor, where it was not written with the blocks. */
+static codec_status leave(const struct job *j, const codec_tensor *src, const uint8_t *frame, const codec_context *with,
+			  void *work)
+{
+	const struct kernels *k = kernels_for(with);
+	struct work w;
+
+	if (!with->residual || (codec_is_rows(j->h.codec) && j->residual != RESIDUAL_LAST))
+		return CODEC_OK;
+	if (j->h.codec == CODEC_TRUNCATE && frame[WIRE_AT_LAYOUT] == WIRE_LAYOUT_BLOCKS)
+		return truncate_residual(j, k, with, src);
+	if (!codec_is_rows(j->h.codec)) {
+		memset(with->residual, 0, sizeof(float) * j->h.n);
+		return CODEC_OK;
+	}
+	work_place(&j->h, work, &w);
+	for (uint64_t b = 0; b < j->h.nblocks; b++) {
+		uint64_t n;
+
+		TRY(rows_codes(j, k, src, b, &n, &w));
+		TRY(rows_residual(j, k, src, w.region, b, 0, with->residual, &w));
+	}
+	return CODEC_OK;
+}
+
+codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capacity, const codec_context *with,
+				void *job, const uint64_t *counts, const uint64_t *ats, size_t nranges, uint64_t seal,
+				size_t *written)
+{
+	struct job *j = job_at(job, JOB_ENCODE, JOB_READY);
+	codec_status status;
+	codec_context c;
+	uint64_t saved;
+
+	TRY(context_read(with, &c));
+	TRY(check_step(j, src, dst, capacity, &c));
+	if (!written || (nranges && (!counts || !ats)))
+		return CODEC_BAD_ARGUMENT;
+	*written = 0;
+	if (j->h.nblocks && capacity < j->h.regions_at)
+		return CODEC_BAD_ARGUMENT;
+	saved = call_enter();
+	status = close_frame(src, dst, capacity, &c, j, counts, ats, nranges, seal, written);
+	if (status == CODEC_OK)
+		status = leave(j, src, dst, &c, NULL);
+	call_leave(saved);
+	if (status != CODEC_BAD_ARGUMENT)
+		j->state = JOB_CLOSED;
+	return status;
+}
+
+static codec_status encode(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity, size_t *written,
+			   const codec_context *with, void *scratch, size_t scratch_nbytes)
+{
+	const struct kernels *k = kernels_for(with);
+	uint64_t at, end, seal = 0;
+	codec_status status;
+	struct job *j;
+	void *work;
+
+	TRY(open_frame(spec, src, dst, capacity, with, scratch, scratch_nbytes, &j));
+	if (scratch_nbytes < job_scratch(&j->h))
+		return CODEC_SHORT_SCRATCH;
+	if (j->nscans) {
+		rows_scan(j, k, src, 0, j->nscans);
+		TRY(start_rows(j, k, src, dst, capacity));
+	}
+	job_plan(j, NULL);
+	work = job_work(j, scratch);
+	at = j->h.regions_at;
+	if (j->h.nblocks) {
+		status = blocks(src, dst, capacity, with, j, 0, j->h.nblocks, at, &end, &seal, work);
+		if ((status == CODEC_SHORT_OUTPUT || status == CODEC_LIMIT) && !codec_is_rows(j->h.codec)) {
+			TRY(store(src, k, j->h, dst, capacity, written)); /* perhaps it fits as it is */
+			return leave(j, src, dst, with, work);
+		}
+		TRY(status);
+	}
+	TRY(close_frame(src, dst, capacity, with, j, &j->h.nblocks, &at, 1, seal, written));
+	return leave(j, src, dst, with, work);
+}
+
+codec_status codec_encode(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity, size_t *written,
+			  float *residual, const codec_context *with, void *scratch, size_t scratch_nbytes)
+{
+	codec_status status;
+	codec_context c;
+	uint64_t saved;
+
+	if (!written)
+		return CODEC_BAD_ARGUMENT;
+	*written = 0;
+	TRY(context_read(with, &c));
+	c.residual = residual ? residual : c.residual;
+	saved = call_enter();
+	status = encode(spec, src, dst, capacity, written, &c, scratch, scratch_nbytes);
+	call_leave(saved);
+	if (status != CODEC_OK)
+		*written = 0;
+	return status;
+}
+
+codec_status codec_count(const codec_spec *spec, const codec_tensor *src, uint64_t counts[256],
+			 const codec_context *with, void *scratch, size_t scratch_nbytes)
+{
+	codec_status status = CODEC_OK;
+	struct header h;
+	codec_context c;
+	codec_tensor t;
+	uint64_t saved;
+	struct job *j;
+
+	if (!counts)
+		return CODEC_BAD_ARGUMENT;
+	TRY(context_read(with, &c));
+	TRY(request(spec, src, 1, &h, &t));
+	TRY(has_exponents(&h));
+	TRY(segments_check(&c, h.n));
+	if (h.codec == CODEC_TRUNCATE)
+		TRY(ask_metric(&h, &c));
+	TRY(job_open(scratch, scratch_nbytes, &h, &j));
+	if (!h.n)
+		return CODEC_OK;
+	saved = call_enter();
+	model_choose(&t, &c, kernels_for(&c), j, &j->sample);
+	if (h.codec == CODEC_TRUNCATE)
+		status = truncate_choose(j, kernels_for(&c), &t, &c);
+	call_leave(saved);
+	for (int i = 0; i < 256 && status == CODEC_OK; i++)
+		counts[i] += j->sample.counts[0][i];
+	return status;
+}

@@ -1,0 +1,78 @@
+/* inspect.c - what a frame says of itself, without decoding it. */
+#include "api.h"
+
+codec_status codec_verify(const void *frame, size_t nbytes)
+{
+	const codec_context none = {0};
+	struct header h;
+
+	TRY(frame_open(frame, nbytes, &none, &h));
+	return frame_verify(frame, &h, kernels_for(NULL), NULL);
+}
+
+/* What the side section says, as far as it makes sense: decoding checks it, this only looks. */
+static void inspect_side(const uint8_t *frame, const struct header *h, codec_info *out)
+{
+	uint64_t at = h->side_at, end = h->directory_at;
+	codebook b;
+
+	if (h->flags & WIRE_FLAG_WINDOW) {
+		if (end - at < 8)
+			return;
+		at += 8;
+	}
+	if (h->flags & WIRE_FLAG_PRIOR) {
+		if (end - at < 8)
+			return;
+		out->codebook_id = load64(frame + at);
+		at += 8;
+	}
+	for (int p = 0; p < WIRE_MAX_PLANES; p++)
+		if (h->coded >> p & 1 && !(p == 0 && h->flags & WIRE_FLAG_PRIOR)) {
+			int n = book_unpack(&b, frame + at, end - at);
+
+			if (!n)
+				return;
+			at += (uint64_t)n;
+		}
+	if (h->flags & WIRE_FLAG_SEGMENTS && end - at >= 4)
+		out->nsegments = load32(frame + at); /* parts have 8 bytes for theirs, the upper ones 0 */
+}
+
+codec_status codec_inspect(const void *frame, size_t nbytes, codec_info *info)
+{
+	codec_info out = {0};
+	codec_status status;
+	struct header h;
+
+	if ((!frame && nbytes) || !info || info->struct_nbytes < sizeof(uint32_t))
+		return CODEC_BAD_ARGUMENT;
+	status = header_read(frame, nbytes, &h, &out.fault);
+	out.struct_nbytes = info->struct_nbytes;
+	out.version = WIRE_VERSION;
+	out.dtype = h.dtype;
+	out.rank = h.rank;
+	memcpy(out.shape, h.shape, sizeof out.shape);
+	params_spec(&h, &out.spec);
+	out.stored = h.layout == WIRE_LAYOUT_STORED;
+	out.block_nvalues = (uint32_t)h.block;
+	out.nblocks = h.nblocks;
+	out.n = h.n;
+	out.tensor_nbytes = h.n * codec_dtype_nbytes(h.dtype);
+	out.frame_nbytes = h.frame_nbytes;
+	out.checksum = h.checksum;
+	out.side_offset = h.side_at;
+	out.side_nbytes = h.side_nbytes;
+	out.directory_offset = h.directory_at;
+	out.directory_nbytes = h.planes_at - h.directory_at;
+	out.planes_offset = h.planes_at;
+	out.planes_nbytes = h.regions_at - h.planes_at;
+	out.regions_offset = h.regions_at;
+	out.regions_nbytes = h.frame_nbytes - h.regions_at;
+	out.fixed_planes = h.fixed;
+	out.coded_planes = h.coded;
+	if (status == CODEC_OK && h.side_nbytes <= nbytes - h.side_at)
+		inspect_side(frame, &h, &out);
+	memcpy(info, &out, MIN(info->struct_nbytes, sizeof out));
+	return status;
+}

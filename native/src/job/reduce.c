@@ -1,0 +1,197 @@
+/* reduce.c - frames of one shape to their sum, mean or maximum, block by block: the result is written once. */
+#include "api.h"
+
+/* How frame i of `count` goes into the result. */
+static void turn_of(codec_context *c, size_t i, size_t count, uint32_t op, int unscaled)
+{
+	c->into = i == 0 ? CODEC_INTO_FLOAT32 : op == CODEC_REDUCE_MAX ? CODEC_INTO_MAX : CODEC_INTO_ADD;
+	c->weight = 1;
+	c->divide = op == CODEC_REDUCE_MEAN && i == count - 1 ? (float)count : 0;
+	c->flags &= ~(CODEC_UNSCALED | CODEC_RESCALE);
+	c->flags |= unscaled ? CODEC_UNSCALED : 0;
+	c->flags |= unscaled && i == count - 1 ? CODEC_RESCALE : 0;
+}
+
+static int same_parts(const struct job *a, const struct job *b, int *same_scale)
+{
+	if (!codec_is_rows(a->h.codec))
+		return 1;
+	if (a->nparts != b->nparts)
+		return 0;
+	for (uint64_t i = 0; i < a->nparts; i++) {
+		const struct part *p = job_parts(a) + i, *q = job_parts(b) + i;
+
+		if (p->count != q->count || p->row != q->row)
+			return 0;
+		*same_scale &= round_bits(p->scale[0]) == round_bits(q->scale[0]);
+	}
+	return 1;
+}
+
+/* Opened jobs: can their blocks be done side by side, and do TERNARY's codes add up? */
+static int side_by_side(const void *const *jobs, size_t count, uint32_t op, int *unscaled)
+{
+	const struct job *a = job_at(jobs[0], JOB_DECODE, JOB_READY);
+
+	*unscaled = a && a->h.codec == CODEC_TERNARY && op != CODEC_REDUCE_MAX;
+	for (size_t i = 0; i < count; i++) {
+		const struct job *b = job_at(jobs[i], JOB_DECODE, JOB_READY);
+
+		if (!a || !b || !b->h.nblocks || a->h.codec != b->h.codec || a->h.nblocks != b->h.nblocks ||
+		    a->h.block != b->h.block || a->h.variant != b->h.variant || !same_parts(a, b, unscaled))
+			return *unscaled = 0;
+	}
+	return 1;
+}
+
+/* A result is written once a frame: it cannot be state as well, which the frames after the first would read from it. */
+static codec_status check_state(const void *const *jobs, size_t count, const codec_tensor *dst,
+				const codec_context *with)
+{
+	for (size_t i = 0; i < count && count > 1; i++) {
+		const struct header *h = &job_place((void *)jobs[i])->h;
+
+		if (h->codec != CODEC_TRUNCATE || h->layout != WIRE_LAYOUT_BLOCKS || h->variant != WIRE_LEVELS_SHARED)
+			continue;
+		TRY(truncate_check(h, with, 0));
+		if (!dst || dst->struct_nbytes < sizeof *dst || truncate_overlaps(h, with, dst->data, dst->nbytes, 0))
+			return CODEC_BAD_ARGUMENT;
+	}
+	return CODEC_OK;
+}
+
+codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
+				 codec_tensor *dst, const codec_context *with, const void *const *jobs, uint64_t first,
+				 uint64_t nblocks, uint64_t *seals, void *work, size_t work_nbytes)
+{
+	codec_context c;
+	int unscaled;
+
+	TRY(context_read(with, &c));
+	if (!frames || !nbytes || !jobs || !seals || !count || op > CODEC_REDUCE_MAX ||
+	    !side_by_side(jobs, count, op, &unscaled))
+		return CODEC_BAD_ARGUMENT;
+	TRY(check_state(jobs, count, dst, &c));
+	memset(seals, 0, count * sizeof *seals);
+	c.struct_nbytes = sizeof c;
+	for (uint64_t b = first; b < first + nblocks; b += 2)
+		for (size_t i = 0; i < count; i++) {
+			codec_context turn = c;
+			uint64_t seal;
+
+			turn_of(&turn, i, count, op, unscaled);
+			TRY(codec_decode_blocks(frames[i], nbytes[i], dst, &turn, jobs[i], b,
+						MIN(2, first + nblocks - b), &seal, work, work_nbytes));
+			seals[i] += seal;
+		}
+	return CODEC_OK;
+}
+
+/*
+ * Where things lie in a reduction's scratch: pointers to jobs and their seals, the jobs, one buffer for work. It
+ * follows from one reading of the headers, and each job, which reads its own once more, is held to the room that it
+ * got.
+ */
+struct layout {
+	size_t each, work, total;
+};
+
+static codec_status lay_out(const void *const *frames, const size_t *nbytes, size_t count, const codec_context *with,
+			    struct layout *l)
+{
+	*l = (struct layout){0};
+	if (!frames || !nbytes || !count)
+		return CODEC_BAD_ARGUMENT;
+	for (size_t i = 0; i < count; i++) {
+		struct header h;
+
+		TRY(frame_open(frames[i], nbytes[i], with, &h));
+		l->each = MAX(l->each, ALIGN8(job_room(&h)));
+		l->work = MAX(l->work, work_nbytes(&h));
+	}
+	if (__builtin_mul_overflow(count, l->each + sizeof(void *) + sizeof(uint64_t), &l->total) ||
+	    __builtin_add_overflow(l->total, l->work + 8, &l->total))
+		return CODEC_LIMIT;
+	return CODEC_OK;
+}
+
+codec_status codec_reduce_scratch(const void *const *frames, const size_t *nbytes, size_t count, size_t *scratch)
+{
+	const codec_context slack = {.flags = CODEC_ALLOW_SLACK};
+	struct layout l;
+
+	if (!scratch)
+		return CODEC_BAD_ARGUMENT;
+	TRY(lay_out(frames, nbytes, count, &slack, &l));
+	*scratch = l.total;
+	return CODEC_OK;
+}
+
+/* Of several faults the first frame's is reported: that of one of the first `count`, if any has one, or `status`. */
+static codec_status first_fault(codec_status status, const void *const *frames, size_t count, const codec_context *with,
+				struct job *const *jobs, void *work)
+{
+	codec_fault found = with->fault ? *with->fault : (codec_fault){0};
+
+	for (size_t i = 0; i < count; i++)
+		TRY(decode_check(frames[i], with, jobs[i], work));
+	return status == CODEC_OK ? CODEC_OK : fault(with->fault, status, found.offset, found.found, found.expected);
+}
+
+static codec_status reduce(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
+			   codec_tensor *dst, const codec_context *with, void *scratch, const struct layout *l)
+{
+	struct job **jobs = (struct job **)ALIGN8((uintptr_t)scratch);
+	uint64_t *seals = (uint64_t *)(jobs + count);
+	char *memory = (char *)(seals + count), *work = memory + count * l->each;
+	codec_context turn = *with;
+	codec_status status;
+	int unscaled;
+
+	turn.struct_nbytes = sizeof turn;
+	for (size_t i = 0; i < count; i++) {
+		turn_of(&turn, i, count, op, 0);
+		status = decode_open(frames[i], nbytes[i], dst, &turn, memory + i * l->each, l->each, jobs + i);
+		if (status != CODEC_OK)
+			return first_fault(status, frames, i, with, jobs, work);
+		if (jobs[i]->plan.work_nbytes > l->work)
+			return CODEC_SHORT_SCRATCH;
+	}
+	TRY(check_state((const void *const *)jobs, count, dst, with));
+	if (with->flags & CODEC_VERIFY_FIRST)
+		TRY(first_fault(CODEC_OK, frames, count, with, jobs, work));
+	if (!side_by_side((const void *const *)jobs, count, op, &unscaled)) {
+		for (size_t i = 0; i < count; i++) { /* each passes over the whole result */
+			turn_of(&turn, i, count, op, 0);
+			TRY(decode_values(frames[i], dst, &turn, jobs[i], work));
+		}
+		return CODEC_OK;
+	}
+	turn.flags &= ~CODEC_VERIFY_FIRST;
+	status = codec_reduce_blocks(frames, nbytes, count, op, dst, &turn, (const void *const *)jobs, 0,
+				     jobs[0]->h.nblocks, seals, work, l->work);
+	for (size_t i = 0; i < count && status == CODEC_OK; i++)
+		status = decode_close(with, jobs[i], seals[i]);
+	/* blocks were taken in turn */
+	return status == CODEC_OK ? CODEC_OK : first_fault(status, frames, count, with, jobs, work);
+}
+
+codec_status codec_reduce(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op, codec_tensor *dst,
+			  const codec_context *with, void *scratch, size_t scratch_nbytes)
+{
+	codec_status status;
+	codec_context c;
+	struct layout l;
+	uint64_t saved;
+
+	TRY(context_read(with, &c));
+	if (op > CODEC_REDUCE_MAX || !scratch)
+		return CODEC_BAD_ARGUMENT;
+	TRY(lay_out(frames, nbytes, count, &c, &l));
+	if (scratch_nbytes < l.total)
+		return CODEC_SHORT_SCRATCH;
+	saved = call_enter();
+	status = reduce(frames, nbytes, count, op, dst, &c, scratch, &l);
+	call_leave(saved);
+	return status;
+}

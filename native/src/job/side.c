@@ -1,0 +1,96 @@
+/* side.c - the side section: exponent window, codebooks, then what the family has there. Written, read. */
+#include "api.h"
+
+/* Side section: exponent window, codebook id, codebooks, scale model. Returns its size; dst NULL: only that. */
+uint64_t side_write(const struct job *j, uint8_t *dst)
+{
+	uint8_t packed[BOOK_MAX_NBYTES + 1];
+	uint64_t at = 0;
+
+	if (j->h.flags & WIRE_FLAG_WINDOW) {
+		if (dst)
+			store64(dst, j->model.window);
+		at += 8;
+	}
+	if (j->h.flags & WIRE_FLAG_PRIOR) {
+		if (dst)
+			store64(dst + at, j->codebook_id);
+		at += 8;
+	}
+	for (int p = 0; p < WIRE_MAX_PLANES; p++)
+		if (j->h.coded >> p & 1 && !(p == 0 && j->h.flags & WIRE_FLAG_PRIOR)) {
+			int n = book_pack(j->books + p, packed);
+
+			if (dst)
+				memcpy(dst + at, packed, (size_t)n);
+			at += (uint64_t)n;
+		}
+	if (codec_is_rows(j->h.codec)) {
+		if (dst)
+			rows_write(j, dst + at);
+		at += rows_side_nbytes(j);
+	} else {
+		if (dst)
+			model_write(j, dst + at);
+		at += model_side_nbytes(j);
+	}
+	if (dst)
+		memset(dst + at, 0, ALIGN8(at) - at);
+	return ALIGN8(at);
+}
+
+#define SIDE(where, found, expected) return fault(f, CODEC_BAD_SIDE, where, found, expected)
+
+codec_status side_read(const uint8_t *frame, const codec_context *with, struct job *j)
+{
+	uint64_t at = j->h.side_at, end = at + j->h.side_nbytes;
+	codec_fault *f = with->fault;
+
+	if (j->h.flags & WIRE_FLAG_WINDOW) {
+		uint64_t window = end - at < 8 ? UINT64_MAX : load64(frame + at);
+
+		if (window > 0x7ff)
+			SIDE(at, window, 0x7ff);
+		j->model.window = (uint32_t)window;
+		at += 8;
+	}
+	if (j->h.flags & WIRE_FLAG_PRIOR) {
+		const codec_codebook *c = NULL;
+
+		if (end - at < 8 || !load64(frame + at))
+			SIDE(at, 0, 1);
+		j->codebook_id = load64(frame + at);
+		for (uint64_t i = 0; i < with->ncodebooks && !c; i++)
+			if (with->codebooks[i].id == j->codebook_id)
+				c = with->codebooks + i;
+		if (!c)
+			return fault(f, CODEC_UNKNOWN_CODEBOOK, at, j->codebook_id, 0);
+		TRY(codebook_load(c, &j->h, j->books));
+		at += 8;
+	}
+	for (int p = 0; p < WIRE_MAX_PLANES; p++) {
+		if (!(j->h.coded >> p & 1))
+			continue;
+		if (!(p == 0 && j->h.flags & WIRE_FLAG_PRIOR)) {
+			int n = book_unpack(j->books + p, frame + at, end - at);
+
+			if (!n)
+				SIDE(at, end - at, 0);
+			for (int i = 16; i < 256 && j->h.halved >> p & 1; i++)
+				if (j->books[p].length[i])
+					SIDE(at, i, 15);
+			at += (uint64_t)n;
+		}
+		book_to_lookup(j->books + p, j->lookup + p);
+	}
+	if (j->h.layout == WIRE_LAYOUT_BLOCKS && codec_is_rows(j->h.codec))
+		TRY(rows_read(frame, at, end, j, &at, f));
+	else if (j->h.flags & WIRE_FLAG_SEGMENTS)
+		TRY(model_read(frame, at, end, j, &at, f));
+	if (end - at >= WIRE_ALIGN)
+		SIDE(at, end - at, WIRE_ALIGN - 1);
+	for (; at < end; at++)
+		if (frame[at])
+			SIDE(at, frame[at], 0);
+	return CODEC_OK;
+}

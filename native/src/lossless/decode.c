@@ -1,0 +1,256 @@
+/* decode.c - a region, whatever it holds, to one block of values. */
+#include "lossless.h"
+
+#define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
+
+/* The exponents of float64 from plane 0 and its escapes; e becomes 0 exactly where the exponent is. */
+static codec_status read_exponents(const struct job *j, struct work *w, struct cursor *c, uint8_t *e,
+				   const uint32_t *escaped, uint64_t m, codec_fault *f)
+{
+	uint16_t outside = 0;
+
+	for (uint64_t i = 0; i < m; i++)
+		w->exponent[i] = e[i] ? (uint16_t)(e[i] + j->model.window - 128) : 0;
+	if (escaped)
+		FOR_ESCAPED (i, escaped, m) {
+			if (c->end - c->at < 2)
+				BAD(c->end, c->end - c->at, 2);
+			c->end -= 2;
+			w->exponent[i] = (uint16_t)(c->frame[c->end + 1] | c->frame[c->end] << 8);
+			e[i] = w->exponent[i] != 0;
+		}
+	for (uint64_t i = 0; i < m; i++) /* 1 to 2047, where they are not 0 */
+		outside |= (uint16_t)(-(e[i] != 0) & ((uint16_t)(w->exponent[i] - 1) > 0x7fe));
+	if (outside)
+		BAD(c->at, 0, 0x7ff);
+	return CODEC_OK;
+}
+
+/* The high nibbles that belong to n low ones. */
+static codec_status read_high(struct cursor *c, const struct kernels *k, uint8_t *low, uint64_t n, codec_fault *f)
+{
+	const uint8_t *high = c->frame + c->at;
+	uint64_t nbytes = (n + 1) / 2;
+	uint8_t any = 0;
+
+	if (c->end - c->at < nbytes)
+		BAD(c->at, c->end - c->at, nbytes);
+	for (uint64_t i = 0; i < n; i++)
+		any |= low[i];
+	if (any > 15)
+		BAD(c->end, any, 15);
+	if (n % 2 && high[nbytes - 1] > 15)
+		BAD(c->at + nbytes - 1, high[nbytes - 1], 15);
+	k->unhalve(low, high, n);
+	c->at += nbytes;
+	return CODEC_OK;
+}
+
+/* A plane in mode rows. */
+static codec_status read_rows(struct cursor *c, uint8_t *out, uint64_t n, codec_fault *f)
+{
+	uint64_t nrows = padded(n) / WIRE_ROW, nbitmap = (nrows + 7) / 8;
+	const uint8_t *bitmap = c->frame + c->at;
+
+	if (c->end - c->at < nbitmap)
+		BAD(c->at, c->end - c->at, nbitmap);
+	if (nrows % 8 && bitmap[nbitmap - 1] >> nrows % 8)
+		BAD(c->at + nbitmap - 1, bitmap[nbitmap - 1], 0);
+	c->at += nbitmap;
+	for (uint64_t r = 0; r < nrows; r++, out += WIRE_ROW) {
+		uint64_t run = MIN(WIRE_ROW, n - r * WIRE_ROW);
+
+		if (!(bitmap[r / 8] >> r % 8 & 1)) {
+			memset(out, 0, run);
+			continue;
+		}
+		if (c->end - c->at < run)
+			BAD(c->at, c->end - c->at, run);
+		memcpy(out, c->frame + c->at, run);
+		c->at += run;
+	}
+	return CODEC_OK;
+}
+
+static codec_status read_head(const struct header *h, const struct dtype *d, uint32_t head, uint64_t at, uint8_t *mode,
+			      codec_fault *f)
+{
+	uint32_t known = WIRE_REGION_PRUNED | ((1u << 2 * d->nbytes) - 1);
+
+	if (head & ~known)
+		BAD(at, head, known);
+	for (int i = 0; i < d->nbytes; i++) {
+		mode[i] = head >> 2 * i & 3;
+		if (h->fixed >> i & 1 ? mode[i] != 0 : mode[i] == WIRE_MODE_CODED && !(h->coded >> i & 1))
+			BAD(at, head, h->coded);
+	}
+	if (head & WIRE_REGION_PRUNED && (!d->octave || mode[0] != WIRE_MODE_CODED))
+		BAD(at, head, WIRE_MODE_CODED);
+	if (d->form == FORM_FLOAT8 && mode[0] != WIRE_MODE_CODED && mode[0] != WIRE_MODE_CONSTANT)
+		BAD(at, head, WIRE_MODE_CODED);
+	return CODEC_OK;
+}
+
+/* Begin with the region frame[at, end), at least 8 bytes, of block b: all up to the coder's loop for plane 0. */
+codec_status block_open(const struct job *j, const uint8_t *frame, uint64_t b, uint64_t at, uint64_t end,
+			const struct stream *top, struct block *o, codec_fault *f)
+{
+	o->b = b;
+	o->m = MIN(j->h.block, j->h.n - b * j->h.block);
+	o->head = load32(frame + at);
+	o->c = (struct cursor){frame, at + 4, end};
+	o->top = *top;
+	TRY(read_head(&j->h, dtype_of(j->h.dtype), o->head, at, o->mode, f));
+	if (!(j->h.fixed & 1) && o->mode[0] == WIRE_MODE_CODED)
+		return open_plane(&o->c, &o->top, f);
+	return CODEC_OK;
+}
+
+/* The coder's loop for plane 0 of one or two blocks. */
+void block_decode_top(const struct job *j, const struct kernels *k, struct block *o, int count, struct work *w)
+{
+	uintptr_t section = (uintptr_t)o->c.frame + j->h.planes_at + (o->b + (uint64_t)count) * j->h.block;
+	int coded[2] = {0, 0};
+
+	w->ahead = (struct ahead){section, j->h.plane_stride, j->h.block * (uint64_t)count,
+				  (size_t)__builtin_popcount(j->h.fixed)};
+	for (int i = 0; i < count; i++)
+		coded[i] = !(j->h.fixed & 1) && o[i].mode[0] == WIRE_MODE_CODED;
+	if (coded[0] && coded[1] && padded(o[0].m) == padded(o[1].m)) {
+		k->decode_lanes(j->lookup, &o[0].top, &o[1].top, padded(o->m) / WIRE_ROW, &w->ahead);
+		return;
+	}
+	for (int i = 0; i < count; i++)
+		if (coded[i])
+			k->decode_lanes(j->lookup, &o[i].top, NULL, padded(o[i].m) / WIRE_ROW, &w->ahead);
+}
+
+/* Add the exponents and the upper 4 bits of mantissa to float64 values without them. */
+static void merge_exponents(const struct kernels *k, const struct work *w, uint16_t *exponent, const uint8_t *plane1,
+			    uint64_t m, char *values)
+{
+	for (uint64_t i = 0; i < m; i++)
+		exponent[i] = (uint16_t)(exponent[i] << 4 | (plane1[i] & 15));
+	k->raise(exponent, w->offset, WIRE_ZERO64, m, exponent);
+	for (uint64_t i = 0; i < m; i++) {
+		uint64_t x;
+
+		memcpy(&x, values + 8 * i, 8);
+		x |= (uint64_t)exponent[i] << 48;
+		memcpy(values + 8 * i, &x, 8);
+	}
+}
+
+static void merge_block(const struct job *j, const struct kernels *k, const struct work *w, const uint8_t **plane,
+			uint64_t first, uint64_t m, char *values, int past)
+{
+	const struct dtype *d = dtype_of(j->h.dtype);
+	uint64_t n;
+
+	if (!d->octave) {
+		k->merge[d->form](plane, m, NULL, values, past);
+		return;
+	}
+	for (uint64_t i = 0; i < m; i += n, values += n * d->nbytes) {
+		const uint8_t *at[WIRE_MAX_PLANES];
+
+		n = MIN(OFFSETS, m - i);
+		for (int p = 0; p < d->nbytes; p++)
+			at[p] = plane[p] + i;
+		model_offsets(j, k, first + i, n, w->offset);
+		k->merge[d->form](at, n, w->offset, values, past);
+		if (d->form == FORM_FLOAT8)
+			merge_exponents(k, w, w->exponent + i, at[1], n, values);
+	}
+}
+
+/* Values that were taken out are +0, also where a plane holds a byte for each value. */
+static codec_status check_pruned(const struct job *j, const struct kernels *k, const struct block *o,
+				 const uint8_t *const *plane, codec_fault *f)
+{
+	for (int p = 1; p < WIRE_MAX_PLANES; p++)
+		if (j->h.fixed >> p & 1 && k->under_zeros(o->top.symbol, plane[p], o->m))
+			BAD((uint64_t)(plane[p] - o->c.frame), k->under_zeros(o->top.symbol, plane[p], o->m), 0);
+	return CODEC_OK;
+}
+
+/* The rest: the block's values, past the caches if wanted; NULL: only its checks. */
+codec_status block_close(const struct job *j, const struct kernels *k, struct block *o, char *values, int past,
+			 struct work *w, codec_fault *f)
+{
+	static const uint8_t ORDER[] = {WIRE_MODE_CODED, WIRE_MODE_RAW, WIRE_MODE_ROWS, WIRE_MODE_CONSTANT};
+	const struct header *h = &j->h;
+	const struct dtype *d = dtype_of(h->dtype);
+	uint64_t first = o->b * h->block, m = o->m, count = m;
+	const uint8_t *plane[WIRE_MAX_PLANES], *section = o->c.frame + h->planes_at;
+	int pruning = (o->head & WIRE_REGION_PRUNED) != 0, wide = d->form == FORM_FLOAT8;
+	uint8_t *top = o->top.symbol;
+	struct cursor *c = &o->c;
+
+	w->ahead.count = 0;
+	for (int i = 0; i < d->nbytes; i++)
+		if (h->fixed >> i & 1) {
+			plane[i] = section + first;
+			section += h->plane_stride;
+		}
+	for (int pass = 0; pass < 4; pass++)
+		for (int i = 0; i < d->nbytes; i++) {
+			uint8_t *out = i == 0 ? top : pruning ? w->symbol : w->plane[i];
+			const uint8_t *got = out;
+			uint64_t n = i ? count : m;
+
+			if (h->fixed >> i & 1 || o->mode[i] != ORDER[pass])
+				continue;
+			switch (o->mode[i]) {
+			case WIRE_MODE_CODED:
+				if (i == 0) {
+					TRY(close_plane(j->lookup, c, &o->top, m, f));
+					if (wide)
+						TRY(read_exponents(j, w, c, out, o->top.escaped, m, f));
+				} else {
+					TRY(decode_plane(&j->lookup[i], k, w, c, n, out, f));
+				}
+				if (i || !wide)
+					TRY(read_escapes(i ? w->top[0].escaped : o->top.escaped, c, out, n, f));
+				if (h->halved >> i & 1)
+					TRY(read_high(c, k, out, n, f));
+				break;
+			case WIRE_MODE_RAW:
+				if (c->end - c->at < n)
+					BAD(c->at, c->end - c->at, n);
+				got = c->frame + c->at;
+				if (i && pruning)
+					got = memcpy(out, got, n);
+				c->at += n;
+				break;
+			case WIRE_MODE_ROWS: TRY(read_rows(c, out, n, f)); break;
+			default:
+				if (c->end - c->at < 1)
+					BAD(c->at, 0, 1);
+				memset(out, c->frame[c->at++], n);
+				if (wide && i == 0)
+					TRY(read_exponents(j, w, c, out, NULL, m, f));
+			}
+			if (i == 0 && pruning) {
+				count = k->count(top, 1, m);
+				if (!count)
+					BAD(c->at, 0, 1);
+				TRY(check_pruned(j, k, o, plane, f));
+			}
+			if (i && pruning) {
+				k->unprune(top, 1, got, m, w->plane[i]);
+				got = w->plane[i];
+			}
+			plane[i] = got;
+		}
+	if (c->end - c->at >= WIRE_ALIGN)
+		BAD(c->at, c->end - c->at, WIRE_ALIGN - 1);
+	for (; c->at < c->end; c->at++)
+		if (c->frame[c->at])
+			BAD(c->at, c->frame[c->at], 0);
+	if (wide && k->max_byte(plane[1], m) > WIRE_PLANE1_MAX64)
+		BAD(c->at, k->max_byte(plane[1], m), WIRE_PLANE1_MAX64);
+	if (values)
+		merge_block(j, k, w, plane, first, m, values, past);
+	return CODEC_OK;
+}

@@ -1,0 +1,29 @@
+/* lossless.h - blocks of values as byte planes, some of them coded. docs/format.md, section 6. */
+#ifndef CODEC_LOSSLESS_H
+#define CODEC_LOSSLESS_H
+
+#include "coder/codebook.h"
+#include "coder/model.h"
+#include "coder/plane.h"
+#include "coder/sink.h"
+
+uint64_t encode_block(const struct job *j, const struct kernels *k, const codec_tensor *src, uint8_t *dst, uint64_t b,
+		      struct work *w, uint64_t *planes_digest);
+/* A block being decoded. Two may be open at once, each with its own memory for plane 0. */
+struct block {
+	struct cursor c;
+	struct stream top;
+	uint64_t b, m;
+	uint32_t head;
+	uint8_t mode[WIRE_MAX_PLANES];
+};
+
+codec_status block_open(const struct job *j, const uint8_t *frame, uint64_t b, uint64_t at, uint64_t end,
+			const struct stream *top, struct block *o, codec_fault *f);
+void block_decode_top(const struct job *j, const struct kernels *k, struct block *o, int count, struct work *w);
+codec_status block_close(const struct job *j, const struct kernels *k, struct block *o, char *values, int past,
+			 struct work *w, codec_fault *f);
+
+codec_status choose_planes(const codec_context *with, struct job *j, const struct sample *s);
+
+#endif

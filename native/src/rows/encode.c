@@ -1,0 +1,149 @@
+/* encode.c - a block of values to codes and their scales. */
+#include "rows.h"
+
+/* Where TERNARY's first draw decides nothing, the second does. */
+static void settle_ties(const struct job *j, const float_any *x, uint64_t first, uint64_t n, float s, uint8_t *code)
+{
+	const struct round_over over = round_over(s, 65536);
+	uint8_t *tie = code;
+
+	while ((tie = memchr(tie, TERNARY_TIE, (size_t)(code + n - tie)))) {
+		uint64_t i = (uint64_t)(tie - code);
+		uint32_t u = round_bits(x[i]), low;
+
+		round_ternary(round_float(u & ROUND_ABS), over, &low);
+		*tie = philox_half(j->key, first + i, 1) >= low ? 1 : u >> 31 ? 0 : 2;
+	}
+}
+
+static const uint16_t *draw(const struct job *j, const struct kernels *k, uint64_t first, uint64_t n, struct work *w)
+{
+	uint64_t block = first / 8;
+
+	k->halves(j->key, block, (first + n + 7) / 8 - block, w->half);
+	return w->half + first % 8;
+}
+
+/* A given scale must not lie below a value: which of two is wrong? */
+static codec_status check_given(const struct kernels *k, const float_any *x, uint64_t n, float s)
+{
+	uint32_t max;
+
+	k->abs_max(x, n, n, ROUND_ABS + 1, &max);
+	return max >= ROUND_INF ? CODEC_NONFINITE : max > round_bits(s) ? CODEC_BAD_SCALE : CODEC_OK;
+}
+
+/* Codes of values [i, i + n) of a block of part p, a byte each; scales of rows that begin there are stored. */
+static codec_status encode_run(const struct job *j, const struct kernels *k, const struct row_kind *q,
+			       const struct part *p, const codec_tensor *src, uint64_t first, uint64_t i, uint64_t n,
+			       uint64_t m, struct work *w, uint8_t *stored, uint8_t *code)
+{
+	int random = q->codec == CODEC_TERNARY || j->h.options & WIRE_OPTION_STOCHASTIC;
+	const uint16_t *h = random ? draw(j, k, first + i, n, w) : NULL;
+	const float_any *x;
+	int above;
+
+	if (p->row > ROW_CHUNK && i % p->row == 0)
+		TRY(rows_long_scale(j, k, q, p, src, first + i, MIN(p->row, m - i), w,
+				    stored + i / p->row * (uint64_t)rows_scale_nbytes(&j->h)));
+	x = load_floats(k, src, first + i, n, w->x);
+	if (p->row && p->row <= ROW_CHUNK)
+		TRY(rows_scales(j, k, q, p, x, n, w, stored + i / p->row * (uint64_t)rows_scale_nbytes(&j->h)));
+	else if (!p->row)
+		*w->scale = p->scale[0];
+	above = k->encode_rows(q, x, n, p->row && p->row <= ROW_CHUNK ? p->row : n, w->scale, h, code);
+	if (above && !(j->clip > 0))
+		return check_given(k, x, n, *w->scale);
+	if (q->codec == CODEC_TERNARY)
+		settle_ties(j, x, first + i, n, *w->scale, code);
+	return CODEC_OK;
+}
+
+/* Codes of a whole block, packed at dst. */
+static codec_status encode_codes(const struct job *j, const struct kernels *k, const struct part *p,
+				 const codec_tensor *src, uint64_t first, uint64_t m, struct work *w, uint8_t *stored,
+				 uint8_t *dst)
+{
+	uint64_t tile = p->row && p->row <= WIRE_ROW_BLOCK ? m : ROW_TILE;
+	struct row_kind q;
+
+	rows_kind(&j->h, &q);
+	if (q.codec == CODEC_SIGN) {
+		if (p->row)
+			TRY(rows_sign_scales(j, k, src, first, m, p->row, stored));
+		for (uint64_t i = 0; i < m; i += ROW_CHUNK) {
+			uint64_t n = MIN(ROW_CHUNK, m - i);
+
+			k->sign_bits(load_floats(k, src, first + i, n, w->x), n, dst + i / 8);
+		}
+		return CODEC_OK;
+	}
+	for (uint64_t t = 0; t < m; t += tile) {
+		uint64_t end = MIN(t + tile, m), n;
+		uint8_t *code = q.bits == 8 ? dst + t : w->code;
+
+		for (uint64_t i = t; i < end; i += n) {
+			n = rows_run(p->row, i, end);
+			TRY(encode_run(j, k, &q, p, src, first, i, n, m, w, stored, code + i - t));
+		}
+		if (q.bits == 8)
+			continue;
+		memset(w->code + end - t, q.codec == CODEC_TERNARY, 8);
+		if (q.bits)
+			k->pack_codes(w->code, q.bits == 2 ? (end - t + 3) / 4 * 4 : end - t, q.bits,
+				      dst + t * q.bits / 8);
+		else
+			k->pack_trits(w->code, end - t, dst + t / 5);
+	}
+	return CODEC_OK;
+}
+
+/* A book for the codes of a codec of rows, from counts of a sample. */
+void choose_bytes(struct job *j, const uint32_t counts[256])
+{
+	book_from_counts(j->books, counts, WIRE_MAX_CAP);
+	book_to_codes(j->books, j->codes);
+	j->h.coded = 1;
+}
+
+/* The code bytes of block b, to w->plane[0]; its scales go nowhere. */
+codec_status rows_codes(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t b, uint64_t *n,
+			struct work *w)
+{
+	struct place at = rows_place(j, b);
+
+	*n = rows_codes_nbytes(&j->h, at.n);
+	return encode_codes(j, k, at.part, src, at.first, at.n, w, w->region, w->plane[0]);
+}
+
+/* Block b to `out`, which has `room` bytes. */
+codec_status rows_encode_block(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t b,
+			       uint8_t *out, uint64_t room, uint64_t *nbytes, struct work *w)
+{
+	struct place at = rows_place(j, b);
+	uint64_t ncodes = rows_codes_nbytes(&j->h, at.n), size = at.nscales + ncodes;
+	uint8_t *dst = out;
+
+	*nbytes = rows_region_nbytes(&j->h, at.part->row, at.n);
+	if (*nbytes > room) {
+		if (!rows_entropy(&j->h))
+			return CODEC_SHORT_OUTPUT;
+		dst = w->region; /* it may come out smaller */
+	}
+	w->nescapes = 0;
+	if (rows_entropy(&j->h)) {
+		TRY(encode_codes(j, k, at.part, src, at.first, at.n, w, dst, w->plane[0]));
+		size = at.nscales + encode_bytes(j, k, w, ncodes, dst + at.nscales);
+		*nbytes = ALIGN8(size);
+	} else {
+		TRY(encode_codes(j, k, at.part, src, at.first, at.n, w, dst, dst + at.nscales));
+	}
+	memset(dst + size - w->nescapes, 0, *nbytes - size);
+	for (uint64_t i = 0; i < w->nescapes; i++) /* at the region's end, downwards */
+		dst[*nbytes - 1 - i] = w->escapes[i];
+	if (*nbytes > room)
+		return CODEC_SHORT_OUTPUT;
+	if (dst == w->region)
+		memcpy(out, dst, *nbytes);
+	return CODEC_OK;
+}

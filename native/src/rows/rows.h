@@ -1,0 +1,81 @@
+/* rows.h - frames whose values share scales: parts, blocks, regions. docs/format.md, section 8. */
+#ifndef CODEC_ROWS_H
+#define CODEC_ROWS_H
+
+#include "coder/model.h"
+#include "coder/plane.h"
+#include "coder/sink.h"
+
+/* Values worked on at once: they, their codes and random halves fit the first-level cache. A multiple of 40. */
+#define ROW_CHUNK 2560
+/* Codes that are packed at once where rows are longer than a block. */
+#define ROW_TILE 10240
+
+void rows_kind(const struct header *h, struct row_kind *q);
+
+/* parts.c: the geometry, from header and segments or from a frame's side section. */
+uint64_t rows_job_nbytes(const struct header *h);
+void rows_cut(struct job *j, const codec_context *with);
+codec_status rows_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f);
+uint64_t rows_side_nbytes(const struct job *j);
+void rows_write(const struct job *j, uint8_t *dst);
+struct place {
+	const struct part *part;
+	uint64_t first, n; /* values */
+	uint64_t nscales;  /* bytes of its rows' scales */
+};
+struct place rows_place(const struct job *j, uint64_t block);
+uint64_t rows_block(const struct header *h, uint32_t row);
+uint64_t rows_bound(const struct header *h);
+uint64_t rows_region_nbytes(const struct header *h, uint32_t row, uint64_t m);
+uint64_t rows_regions_nbytes(const struct job *j, uint64_t first, uint64_t count);
+int rows_part_scaled(const struct header *h);
+float rows_round_scale(const struct header *h, float x);
+int rows_entropy(const struct header *h);
+int rows_scale_nbytes(const struct header *h);
+uint64_t rows_codes_nbytes(const struct header *h, uint64_t m);
+
+/* How far a run of values from place i of a block goes: whole rows, or a piece of one. */
+static inline uint64_t rows_run(uint32_t row, uint64_t i, uint64_t m)
+{
+	uint64_t run = ROW_CHUNK;
+
+	if (row && row <= ROW_CHUNK)
+		run = ROW_CHUNK / row * row;
+	else if (row)
+		run = MIN(run, row - i % row);
+	return MIN(run, m - i);
+}
+
+/* scan.c: what must be known of a part before its first block: its scale, and that all is finite. */
+uint64_t rows_scan_count(const struct job *j);
+codec_status rows_scan(struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t first, uint64_t count);
+codec_status rows_finish(struct job *j);
+codec_status rows_sign_scales(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t first,
+			      uint64_t n, uint32_t row, uint8_t *stored);
+codec_status rows_scales(const struct job *j, const struct kernels *k, const struct row_kind *q, const struct part *p,
+			 const float_any *x, uint64_t n, struct work *w, uint8_t *stored);
+codec_status rows_long_scale(const struct job *j, const struct kernels *k, const struct row_kind *q,
+			     const struct part *p, const codec_tensor *src, uint64_t first, uint64_t n, struct work *w,
+			     uint8_t *stored);
+
+/* FLOAT4's scale of a row from its byte. */
+static inline float rows_small_scale(const struct row_kind *q, const struct part *p, uint8_t stored)
+{
+	if (q->variant == WIRE_FLOAT4_MXFP4)
+		return round_float(stored ? (uint32_t)stored << 23 : 1u << 22);
+	return round_float(round_small_value(stored, 3, 7)) * p->scale[0];
+}
+
+/* encode.c, decode.c */
+void choose_bytes(struct job *j, const uint32_t counts[256]);
+codec_status rows_encode_block(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t b,
+			       uint8_t *dst, uint64_t room, uint64_t *nbytes, struct work *w);
+codec_status rows_codes(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t b, uint64_t *n,
+			struct work *w);
+codec_status rows_residual(const struct job *j, const struct kernels *k, const codec_tensor *src, const uint8_t *frame,
+			   uint64_t b, uint64_t at, float *residual, struct work *w);
+codec_status rows_decode_block(const struct job *j, const struct kernels *k, const uint8_t *frame, uint64_t b,
+			       uint64_t at, uint64_t end, const struct sink *sink, struct work *w, codec_fault *f);
+
+#endif

@@ -1,0 +1,243 @@
+/* encode.c - a block of values to its region: symbols, levels, pieces of mantissas.
+ *
+ * Region: head (u32), with shared levels a digest (u32), the symbols' plane, with mode plane the levels, then the
+ * pieces of sign and mantissa, from the top; a gap of less than 8 zero bytes; escapes, read downwards from the end.
+ */
+#include "truncate.h"
+
+static int needs_reference(const struct job *j, const codec_context *with)
+{
+	return j->h.variant != WIRE_LEVELS_FIXED && !with->levels;
+}
+
+/* Values [at, at + n) of a block that begins at `first`: cut, their exponents as they will be coded, bits dropped. */
+static codec_status cut(const struct job *j, const struct kernels *k, const codec_context *with,
+			const struct truncate_kind *q, const codec_tensor *src, uint64_t first, uint64_t at, uint64_t n,
+			struct work *w)
+{
+	const struct dtype *d = dtype_of(j->h.dtype);
+	uint8_t *e = w->e + at, *ea = w->ea + at, *drop = w->drop + at;
+	uint32_t *x = w->patterns + at;
+
+	first += at;
+	k->load_patterns((const char *)src->data + first * d->nbytes, n, d->nbytes, x);
+	k->exponents(x, n, q->mbits, q->last, e);
+	if (needs_reference(j, with))
+		truncate_reference(with, k, first, n, ea);
+	TRY(truncate_drops(j, k, with, q, first, n, e, ea, drop));
+	k->truncate(q, drop, !(j->h.options & WIRE_OPTION_TRUNCATE), n, x, e);
+	/* a receiver that works levels out has the new exponents; where they changed, mantissas are 0 at any width */
+	return j->h.variant == WIRE_LEVELS_SHARED ? truncate_drops(j, k, with, q, first, n, e, ea, drop) : CODEC_OK;
+}
+
+/* Symbols of n values to `symbol`; with joint levels, their pairs to w->exponent. Returns how many have none. */
+static uint64_t symbols(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t first,
+			uint64_t n, struct work *w, uint8_t *symbol)
+{
+	int shift = q->mbits == 10 ? 10 : 7, joint = j->h.variant == WIRE_LEVELS_CODED;
+	uint8_t *lowered = joint ? w->ea : symbol; /* those of A have served */
+	uint64_t m;
+
+	for (uint64_t i = 0; i < n; i += m) {
+		m = MIN(OFFSETS, n - i);
+		if (!j->model.nsegments) {
+			memcpy(lowered + i, w->e + i, m);
+			continue;
+		}
+		model_offsets(j, k, first + i, m, w->offset);
+		k->lower_exponents(w->e + i, w->offset, (uint8_t)q->last, shift, m, lowered + i);
+	}
+	if (!joint)
+		return 0;
+	k->levels_of(q, w->drop, n, w->level);
+	return k->join(lowered, w->level, n, (int)truncate_base(&j->h), w->exponent, symbol);
+}
+
+/* The codebook, from every `stride`-th quad row. */
+codec_status truncate_choose(struct job *j, const struct kernels *k, const codec_tensor *src, const codec_context *with)
+{
+	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW, stride = MAX(nrows / 2048, MAX(1, MIN(16, nrows / 64)));
+	struct truncate_kind q;
+	struct work w;
+
+	truncate_kind_of(&j->h, &q);
+	work_place(&j->h, (char *)j + j->work_at, &w);
+	memset(j->sample.counts[0], 0, sizeof j->sample.counts[0]);
+	for (uint64_t r = 0; r < nrows; r += stride) {
+		uint64_t n = MIN(WIRE_ROW, j->h.n - r * WIRE_ROW);
+
+		TRY(cut(j, k, with, &q, src, r * WIRE_ROW, 0, n, &w));
+		symbols(j, k, &q, r * WIRE_ROW, n, &w, w.plane[0]);
+		for (uint64_t i = 0; i < n; i++)
+			j->sample.counts[0][w.plane[0][i]]++;
+	}
+	return CODEC_OK;
+}
+
+/* TRUNCATE's book, from the caller or the sample. */
+codec_status choose_symbols(const codec_context *with, struct job *j)
+{
+	if (with->ncodebooks) {
+		TRY(codebook_load(with->codebooks, &j->h, j->books));
+		j->codebook_id = with->codebooks->id;
+	} else {
+		book_from_counts(j->books, j->sample.counts[0], j->h.cap);
+	}
+	book_to_codes(j->books, j->codes);
+	j->h.coded = 1;
+	j->h.flags = (uint8_t)((j->codebook_id ? WIRE_FLAG_PRIOR : 0) | (j->model.nsegments ? WIRE_FLAG_SEGMENTS : 0));
+	return CODEC_OK;
+}
+
+/*
+ * Fields of any width, one after the other from bit 0 of the first byte on. Two at a time, of 48 bits at most: with 7
+ * that wait they fit a word. Returns the bytes; 8 more may be written.
+ */
+static uint64_t pack_widths(const uint32_t *f, const uint8_t *width, uint64_t n, int total, uint8_t *dst)
+{
+	uint64_t bits = 0;
+	uint32_t have = 0;
+	uint8_t *p = dst;
+
+	for (uint64_t i = 0; i < n; i += 2) {
+		uint32_t first = width[i], second = i + 1 < n ? width[i + 1] : 0;
+		uint64_t pair = f[i] >> ((uint32_t)total - first);
+
+		if (second)
+			pair |= (uint64_t)(f[i + 1] >> ((uint32_t)total - second)) << first;
+		bits |= pair << have;
+		store64(p, bits);
+		have += first + second;
+		p += have / 8;
+		bits >>= have / 8 * 8;
+		have %= 8;
+	}
+	return (uint64_t)(p - dst) + (have != 0);
+}
+
+/* The pieces that values [at, at + n) keep, behind the count[i] that others kept; or their fields. */
+static void take_pieces(const struct kernels *k, const struct truncate_kind *q, uint64_t at, uint64_t n, struct work *w,
+			uint64_t count[TRUNCATE_PIECES])
+{
+	uint8_t piece[TRUNCATE_PIECES][TRUNCATE_TILE];
+	uint8_t *const pieces[] = {piece[0], piece[1], piece[2], piece[3]}, least = 0;
+
+	k->widths(w->e + at, w->drop + at, n, q->mbits + 1, q->mbits + 1, w->width + at);
+	if (q->by_bit) {
+		k->fields(q, w->patterns + at, n, w->fields + at);
+		return;
+	}
+	k->split_pieces(q, w->patterns + at, n, pieces);
+	for (int i = 0; i < TRUNCATE_PIECES; i++) {
+		least = (uint8_t)(least + q->width[i]);
+		count[i] += k->prune(w->width + at, least, piece[i], n, w->piece[i] + count[i]);
+	}
+}
+
+static uint8_t *put_pieces(const struct kernels *k, const struct truncate_kind *q, struct work *w, uint64_t m,
+			   const uint64_t count[TRUNCATE_PIECES], uint8_t *p, uint32_t *head)
+{
+	if (q->by_bit) {
+		int total = q->mbits + 1, tail = __builtin_ctz(k->any_field(w->fields, m) | 1u << total);
+
+		/* gradients made in a narrower type than theirs end in zeros */
+		k->widths(w->e, w->drop, m, total, total - tail, w->width);
+		*head |= (uint32_t)tail << WIRE_TAIL_AT;
+		return p + pack_widths(w->fields, w->width, m, total, p);
+	}
+	for (int i = 0; i < TRUNCATE_PIECES; i++) {
+		if (count[i] && k->max_byte(w->piece[i], count[i]) == 0) {
+			*head |= WIRE_PIECE_ZERO << i;
+			continue;
+		}
+		k->pack_codes(w->piece[i], count[i], q->width[i], p);
+		p += (count[i] * q->width[i] + 7) / 8;
+	}
+	return p;
+}
+
+/* Fill w->region; w->patterns are the values a decoder will see. */
+codec_status truncate_encode_block(const struct job *j, const struct kernels *k, const codec_context *with,
+				   const codec_tensor *src, uint64_t b, struct work *w, uint64_t *nbytes)
+{
+	uint64_t first = b * j->h.block, m = MIN(j->h.block, j->h.n - first), nescapes = 0, outside, got = 0, size, gap;
+	uint64_t count[TRUNCATE_PIECES] = {0};
+	int joint = j->h.variant == WIRE_LEVELS_CODED;
+	struct truncate_kind q;
+	uint8_t *p = w->region + 4;
+	uint32_t head = WIRE_MODE_CONSTANT;
+
+	truncate_kind_of(&j->h, &q);
+	w->ahead.count = 0;
+	for (uint64_t at = 0; at < m; at += TRUNCATE_TILE) {
+		uint64_t n = MIN(TRUNCATE_TILE, m - at);
+
+		TRY(cut(j, k, with, &q, src, first, at, n, w));
+		take_pieces(k, &q, at, n, w, count);
+	}
+	if (j->h.variant == WIRE_LEVELS_SHARED) {
+		store32(p, (uint32_t)k->digest(w->ea, m, TRUNCATE_DIGEST));
+		p += 4;
+	}
+	outside = symbols(j, k, &q, first, m, w, w->plane[0]);
+	if (is_constant(w->plane[0], m) && !outside) {
+		*p++ = w->plane[0][0];
+	} else {
+		memcpy(w->symbol, w->plane[0], m);
+		for (uint64_t i = 0; outside && i < m; i++)
+			if (w->exponent[i] && !w->symbol[i])
+				w->symbol[i] = j->codes->escape;
+		got = encode_plane(j->codes, k, w, w->symbol, m, w->plane[0], joint ? w->exponent : NULL,
+				   joint ? UINT64_MAX : m, p, w->escapes, &nescapes);
+		head = got ? WIRE_MODE_CODED : WIRE_MODE_RAW;
+		if (!got)
+			memcpy(p, w->plane[0], got = m);
+		p += got;
+	}
+	if (j->h.variant == WIRE_LEVELS_PLANE) {
+		k->levels_of(&q, w->drop, m, w->symbol);
+		got = k->prune(w->e, 1, w->symbol, m, w->symbol);
+		k->pack_codes(w->symbol, got, 2, p);
+		p += (got + 3) / 4;
+	}
+	p = put_pieces(k, &q, w, m, count, p, &head);
+	store32(w->region, head);
+	size = (uint64_t)(p - w->region) + nescapes;
+	gap = ALIGN8(size) - size;
+	memset(p, 0, gap);
+	p += gap;
+	for (uint64_t i = 0; i < nescapes; i++)
+		p[i] = w->escapes[nescapes - 1 - i];
+	*nbytes = size + gap;
+	return CODEC_OK;
+}
+
+/* What is cut off, once nothing can fail any more: work it out again. */
+codec_status truncate_residual(const struct job *j, const struct kernels *k, const codec_context *with,
+			       const codec_tensor *src)
+{
+	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = with->residual, .nbytes = 4 * j->h.n};
+	const struct sink sink = {.into = SINK_RESIDUAL, .dst = &dst, .src = src};
+	const codec_tensor part = {.dtype = j->h.dtype};
+	struct truncate_kind q;
+	struct work w;
+
+	truncate_kind_of(&j->h, &q);
+	work_place(&j->h, (char *)j + j->work_at, &w);
+	for (uint64_t first = 0; first < j->h.n; first += j->h.block) {
+		uint64_t m = MIN(j->h.block, j->h.n - first);
+		codec_tensor cut_values = part;
+		float buffer[512], aligned[512];
+
+		TRY(cut(j, k, with, &q, src, first, 0, m, &w));
+		k->store_patterns(w.patterns, m, dtype_of(j->h.dtype)->nbytes, w.values);
+		cut_values.data = w.values;
+		for (uint64_t i = 0; i < m; i += 512) {
+			uint64_t n = MIN(512, m - i);
+
+			memcpy(aligned, load_floats(k, &cut_values, i, n, buffer), sizeof(float) * n);
+			sink_put(k, &sink, first + i, n, aligned);
+		}
+	}
+	return CODEC_OK;
+}

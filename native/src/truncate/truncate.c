@@ -1,0 +1,145 @@
+/* truncate.c - what both directions of TRUNCATE need: the dtypes' levels, and how many bits a metric lets go. */
+#include "truncate.h"
+
+void truncate_kind_of(const struct header *h, struct truncate_kind *q)
+{
+	static const struct truncate_kind KINDS[] = {
+		{.mbits = 23, .sign = 31, .bias = 127, .last = 255, .drop = {0, 6, 12, 18}, .width = {6, 6, 6, 6}},
+		{.mbits = 7, .sign = 15, .bias = 127, .last = 255, .drop = {0, 2, 4, 6}, .width = {2, 2, 2, 2}},
+		{.mbits = 10, .sign = 15, .bias = 15, .last = 31, .drop = {0, 3, 5, 8}, .width = {3, 3, 2, 3}},
+	};
+
+	*q = KINDS[h->dtype == CODEC_FLOAT32 ? 0 : h->dtype == CODEC_BFLOAT16 ? 1 : 2];
+	q->guard = h->guard;
+	q->by_bit = (h->options & WIRE_OPTION_BITS) != 0;
+}
+
+static codec_status check_metric(const struct header *h, const codec_metric *t)
+{
+	const codec_tensor *state[3];
+
+	if (t->struct_nbytes < sizeof *t || t->reserved ||
+	    (t->theta_dtype && !codec_takes(CODEC_TRUNCATE, t->theta_dtype)))
+		return CODEC_BAD_ARGUMENT;
+	if (t->user)
+		return CODEC_OK;
+	state[0] = t->theta;
+	state[1] = t->v;
+	state[2] = t->m;
+	if (!t->theta)
+		return CODEC_MISSING_STATE;
+	for (int i = 0; i < 3; i++)
+		if (state[i] && (state[i]->struct_nbytes < sizeof *state[i] || !state[i]->data ||
+				 !codec_takes(CODEC_TRUNCATE, state[i]->dtype) ||
+				 state[i]->nbytes != h->n * dtype_of(state[i]->dtype)->nbytes))
+			return CODEC_BAD_ARGUMENT;
+	return CODEC_OK;
+}
+
+/* Are the metrics and their state there, of the tensor's size and dtypes that can be read? */
+codec_status truncate_check(const struct header *h, const codec_context *with, int encoding)
+{
+	uint64_t from = 0;
+
+	if (h->variant == WIRE_LEVELS_FIXED || (!encoding && h->variant != WIRE_LEVELS_SHARED))
+		return CODEC_OK;
+	if (encoding && with->levels)
+		return h->variant == WIRE_LEVELS_SHARED ? CODEC_BAD_ARGUMENT : CODEC_OK;
+	if (!with->metric)
+		return CODEC_MISSING_STATE;
+	for (const codec_metric *t = with->metric; t; from = t->until, t = t->until ? t->next : NULL) {
+		TRY(check_metric(h, t));
+		if (t->until && (t->until <= from || !t->next))
+			return CODEC_BAD_ARGUMENT;
+	}
+	return CODEC_OK;
+}
+
+/* Of float32, bfloat16 or float16. */
+static int mantissa_bits(uint32_t dtype)
+{
+	const struct header h = {.codec = CODEC_TRUNCATE, .dtype = (uint8_t)dtype};
+	struct truncate_kind q;
+
+	truncate_kind_of(&h, &q);
+	return q.mbits;
+}
+
+/*
+ * With what dtypes add to the guard: a gradient of few bits tells less of parameters of many. Groups share the header's
+ * guard, so it is that of the finest parameters.
+ */
+int8_t truncate_guard(const struct header *h, const codec_metric *metric)
+{
+	int theta = 0, guard;
+
+	for (const codec_metric *t = metric; t; t = t->until ? t->next : NULL) {
+		uint32_t dtype = t->theta_dtype ? t->theta_dtype : t->theta ? t->theta->dtype : CODEC_FLOAT32;
+
+		theta = MAX(theta, mantissa_bits(dtype));
+	}
+	guard = h->guard + theta - mantissa_bits(h->dtype);
+	return (int8_t)MAX(MIN(guard, INT8_MAX), INT8_MIN);
+}
+
+/*
+ * Does memory that will be written overlap with what levels are worked out from? `in_place`: it may be an array of
+ * state itself, where each value is written once, and after it was read.
+ */
+int truncate_overlaps(const struct header *h, const codec_context *with, const void *out, uint64_t nbytes, int in_place)
+{
+	if (with->levels)
+		return spans_overlap(out, nbytes, with->levels, h->n);
+	for (const codec_metric *t = with->metric; t; t = t->until ? t->next : NULL) {
+		const codec_tensor *state[] = {t->theta, t->v, t->m};
+
+		for (int i = 0; i < 3 && !t->user; i++)
+			if (state[i] && !(in_place && state[i]->data == out && state[i]->nbytes == nbytes) &&
+			    spans_overlap(out, nbytes, state[i]->data, state[i]->nbytes))
+				return 1;
+	}
+	return 0;
+}
+
+void truncate_reference(const codec_context *with, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *ea)
+{
+	const codec_metric *t = with->metric;
+	float a[512], b[512], c[512];
+
+	for (uint64_t i = 0, m; i < n; i += m) {
+		while (t->until && t->until <= first + i)
+			t = t->next;
+		m = MIN(512, n - i);
+		m = t->until ? MIN(m, t->until - first - i) : m;
+		if (t->user) {
+			t->user(t->data, first + i, m, a);
+			k->exponents_of(a, m, ea + i);
+		} else {
+			const struct metric_terms terms = {t->theta_term, t->theta_v_term, t->v_term, t->eps,
+							   t->m_term};
+
+			k->metric_exponents(&terms, load_floats(k, t->theta, first + i, m, a),
+					    t->v ? load_floats(k, t->v, first + i, m, b) : NULL,
+					    t->m ? load_floats(k, t->m, first + i, m, c) : NULL, m, ea + i);
+		}
+	}
+}
+
+/* How many bits each of values [first, first + n), whose exponents are e, may lose. ea: by truncate_reference. */
+codec_status truncate_drops(const struct job *j, const struct kernels *k, const codec_context *with,
+			    const struct truncate_kind *q, uint64_t first, uint64_t n, const uint8_t *e,
+			    const uint8_t *ea, uint8_t *drop)
+{
+	if (j->h.variant == WIRE_LEVELS_FIXED) {
+		for (uint64_t i = 0; i < n; i++)
+			drop[i] = e[i] == q->last ? 0 : q->drop[j->h.bits];
+	} else if (with->levels) {
+		if (k->max_byte(with->levels + first, n) > 3)
+			return CODEC_BAD_ARGUMENT;
+		for (uint64_t i = 0; i < n; i++)
+			drop[i] = e[i] == q->last ? 0 : q->drop[with->levels[first + i]];
+	} else {
+		k->drops_of(q, e, ea, n, drop);
+	}
+	return CODEC_OK;
+}

@@ -1,0 +1,42 @@
+/* truncate.h - TRUNCATE: exponents through the lossless coder, mantissas cut to levels. docs/format.md, section 9. */
+#ifndef CODEC_TRUNCATE_H
+#define CODEC_TRUNCATE_H
+
+#include "coder/codebook.h"
+#include "coder/model.h"
+#include "coder/plane.h"
+#include "coder/sink.h"
+
+#define TRUNCATE_PIECES 4
+#define TRUNCATE_TILE 1024 /* values worked on at once: what they become fits the first-level cache */
+#define TRUNCATE_DIGEST 0x500u
+
+void truncate_kind_of(const struct header *h, struct truncate_kind *q);
+
+static inline uint32_t truncate_base(const struct header *h)
+{
+	return h->dtype == CODEC_FLOAT16 ? 0 : WIRE_JOINT_BASE;
+}
+
+/* Exponents of A for values [first, first + n), by metric; n is at most a block. */
+void truncate_reference(const codec_context *with, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *ea);
+codec_status truncate_drops(const struct job *j, const struct kernels *k, const codec_context *with,
+			    const struct truncate_kind *q, uint64_t first, uint64_t n, const uint8_t *e,
+			    const uint8_t *ea, uint8_t *drop);
+codec_status truncate_check(const struct header *h, const codec_context *with, int encoding);
+int8_t truncate_guard(const struct header *h, const codec_metric *metric);
+int truncate_overlaps(const struct header *h, const codec_context *with, const void *out, uint64_t nbytes,
+		      int in_place);
+
+codec_status truncate_choose(struct job *j, const struct kernels *k, const codec_tensor *src,
+			     const codec_context *with);
+codec_status choose_symbols(const codec_context *with, struct job *j);
+codec_status truncate_encode_block(const struct job *j, const struct kernels *k, const codec_context *with,
+				   const codec_tensor *src, uint64_t b, struct work *w, uint64_t *nbytes);
+codec_status truncate_residual(const struct job *j, const struct kernels *k, const codec_context *with,
+			       const codec_tensor *src);
+codec_status truncate_decode_block(const struct job *j, const struct kernels *k, const codec_context *with,
+				   const uint8_t *frame, uint64_t b, uint64_t at, uint64_t end, char *values,
+				   struct work *w);
+
+#endif
