@@ -35,8 +35,8 @@ $(VENV)/tools: $(VENV)/bin/pip
 	touch $@
 
 $(VENV)/debian: $(VENV)/tools
-	{ dpkg -s libcmocka-dev libsimde-dev >/dev/null 2>&1; } || \
-	{ $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq libcmocka-dev libsimde-dev; }
+	{ dpkg -s g++ libcmocka-dev libsimde-dev >/dev/null 2>&1; } || \
+	{ $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq g++ libcmocka-dev libsimde-dev; }
 	touch $@
 
 lint: $(VENV)/tools $(VENV)/test

@@ -6,15 +6,19 @@
 #define CODEC_BITS_H
 
 #ifdef __CUDACC_RTC__
+typedef signed char int8_t;
 typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
+typedef int int32_t;
 typedef unsigned int uint32_t;
+typedef long long int64_t;
 typedef unsigned long long uint64_t;
 #else
 #include <stdint.h>
 #endif
 
-#ifdef __CUDACC__
+#if defined(BITS_FN) /* a build that looks at the functions themselves */
+#elif defined(__CUDACC__)
 #define BITS_FN static __host__ __device__ __forceinline__
 #else
 #define BITS_FN static inline

@@ -1,0 +1,113 @@
+"""The exact headers are one text for C, C++ and GPUs: NVRTC must take them, and must neither fuse nor flush."""
+
+import ctypes
+import re
+import subprocess
+from importlib.metadata import files
+from pathlib import Path
+
+import pytest
+
+EXACT = Path(__file__).parents[1] / "native/src/exact"
+HEADERS = sorted(p.name for p in EXACT.glob("*.h"))
+EVERYTHING = "".join(f'#include "{name}"\n' for name in HEADERS)
+FUNCTION = re.compile(r"^BITS\w* (?:const )?(?:struct )?\w+ \*?(\w+)\(", re.MULTILINE)
+FUNCTIONS = sorted(name for header in HEADERS for name in FUNCTION.findall((EXACT / header).read_text()))
+
+
+def nvrtc() -> ctypes.CDLL:
+    """NVIDIA's compiler, which needs neither a GPU nor a driver."""
+    installed = files("nvidia-cuda-nvrtc-cu12") or []
+    return ctypes.CDLL(str(next(f.locate() for f in installed if re.fullmatch(r"libnvrtc\.so\.\d+", f.name))))
+
+
+def ptx_of(*options: str) -> str:
+    """PTX of all functions of all headers; none is inlined, so that each is there."""
+    lib = nvrtc()
+    program = ctypes.c_void_p()
+    texts = [(EXACT / name).read_bytes() for name in HEADERS]
+    arguments = [option.encode() for option in options]
+    status = lib.nvrtcCreateProgram(
+        ctypes.byref(program),
+        EVERYTHING.encode(),
+        b"exact.cu",
+        len(HEADERS),
+        (ctypes.c_char_p * len(HEADERS))(*texts),
+        (ctypes.c_char_p * len(HEADERS))(*(name.encode() for name in HEADERS)),
+    )
+    assert status == 0
+    status = lib.nvrtcCompileProgram(program, len(arguments), (ctypes.c_char_p * len(arguments))(*arguments))
+    size = ctypes.c_size_t()
+    lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    lib.nvrtcGetProgramLog(program, log)
+    assert (status, log.value.decode().strip()) == (0, "")
+    lib.nvrtcGetPTXSize(program, ctypes.byref(size))
+    ptx = ctypes.create_string_buffer(size.value)
+    lib.nvrtcGetPTX(program, ptx)
+    lib.nvrtcDestroyProgram(ctypes.byref(program))
+    return ptx.value.decode()
+
+
+ALONE = ("-default-device", "--relocatable-device-code=true", "-DBITS_FN=__device__ __noinline__")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_a_gpu_computes_as_a_cpu_does(arch: str) -> None:
+    ptx = ptx_of(f"-arch=compute_{arch[3:]}", "-fmad=false", *ALONE)
+    missing = [name for name in FUNCTIONS if f"_Z{len(name)}{name}" not in ptx]
+    assert FUNCTIONS and not missing
+    assert not re.findall(r"\bfma\.|\bmad\.rn|\.ftz|\.approx|\bdiv\.full", ptx), "fused, flushed or approximated"
+
+
+def test_why_that_option_is_needed() -> None:
+    """Without it products and sums become one operation: were this to end, the option could go."""
+    assert "fma.rn" in ptx_of("-arch=compute_90", *ALONE)
+
+
+@pytest.mark.parametrize("compiler", [["g++", "-std=c++17"], ["gcc", "-std=c11"]])
+def test_c_and_cpp_take_them_without_a_warning(compiler: list[str]) -> None:
+    language = "c++" if compiler[0] == "g++" else "c"
+    options = [
+        "-x",
+        language,
+        "-fsyntax-only",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unused-function",
+        f"-I{EXACT}",
+        "-",
+    ]
+    done = subprocess.run([*compiler, *options], input=EVERYTHING, text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_each_stands_alone() -> None:
+    """No header leans on one that happens to be included before it, nor on libc."""
+    for name in HEADERS:
+        done = subprocess.run(
+            [
+                "gcc",
+                "-std=c11",
+                "-fsyntax-only",
+                "-ffreestanding",
+                "-nostdinc",
+                "-isystem",
+                _freestanding(),
+                "-x",
+                "c",
+                "-",
+            ],
+            input=f'#include "{EXACT / name}"\n',
+            text=True,
+            capture_output=True,
+        )
+        assert (name, done.returncode, done.stderr) == (name, 0, "")
+
+
+def _freestanding() -> str:
+    """Where gcc keeps the headers that need no libc, stdint.h among them."""
+    return subprocess.run(
+        ["gcc", "-print-file-name=include"], text=True, capture_output=True, check=True
+    ).stdout.strip()
