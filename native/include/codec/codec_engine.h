@@ -103,6 +103,15 @@ CODEC_API codec_status codec_reduce_blocks(const void *const *frames, const size
 					   uint64_t first, uint64_t nblocks, uint64_t *seals, void *work,
 					   size_t work_nbytes);
 
+/*
+ * For blocks that are decoded elsewhere: a job from a frame's header and side section alone, the first head_nbytes of
+ * its nbytes bytes. With fewer than that takes, CODEC_TRUNCATED is returned and the fault says what is expected. The
+ * rest is for whoever decodes: to compare the destination, the directory and what fixed planes end in; to check blocks
+ * and to close with the seals of blocks plus the directory's digest (stored: that of the values as block 0).
+ */
+CODEC_API codec_status codec_decode_plan(const void *head, size_t head_nbytes, size_t nbytes,
+					 const codec_context *with, void *job, size_t job_nbytes, codec_plan *plan);
+
 /* `seal` is the sum of what codec_decode_blocks gave: is it the frame's checksum? */
 CODEC_API codec_status codec_decode_close(const codec_context *with, const void *job, uint64_t seal);
 

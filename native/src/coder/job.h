@@ -38,7 +38,8 @@ struct sample {
 
 /* What a job is for, and how far it is: steps out of order, or of the other direction, are refused. */
 enum { JOB_ENCODE = 0x4a454e43, JOB_DECODE = 0x4a444543 };
-enum { JOB_OPEN, JOB_SCANNING, JOB_READY, JOB_CLOSED };
+/* PLANNED: without a frame or destination; blocks are done by others. */
+enum { JOB_OPEN, JOB_SCANNING, JOB_READY, JOB_CLOSED, JOB_PLANNED };
 
 /* Codecs of rows: when what decoding will miss is written. LAST: the frame may turn out too large for its buffer. */
 enum residual { RESIDUAL_NONE, RESIDUAL_WITH_BLOCKS, RESIDUAL_LAST };

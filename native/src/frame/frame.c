@@ -3,20 +3,30 @@
 
 #include "isa/cpu.h"
 
-/* Header, side section and the directory's last entry: all that is checked before a tensor is touched. */
-codec_status frame_open(const uint8_t *frame, size_t nbytes, const codec_context *with, struct header *h)
+/* The header of a frame of nbytes bytes, of which the first head_nbytes are at `head`. */
+codec_status frame_head(const uint8_t *head, size_t head_nbytes, uint64_t nbytes, const codec_context *with,
+			struct header *h)
 {
 	codec_fault *f = with->fault;
 
-	if (!frame && nbytes)
+	if (!head && head_nbytes)
 		return CODEC_BAD_ARGUMENT;
-	TRY(header_read(frame, nbytes, h, f));
+	TRY(header_read(head, head_nbytes, h, f));
 	if (h->frame_nbytes > nbytes)
 		return fault(f, CODEC_TRUNCATED, nbytes, nbytes, h->frame_nbytes);
 	if (h->frame_nbytes < nbytes && !(with->flags & CODEC_ALLOW_SLACK))
 		return fault(f, CODEC_TRAILING, h->frame_nbytes, nbytes, h->frame_nbytes);
 	if (with->max_nbytes && h->n > with->max_nbytes / dtype_of(h->dtype)->nbytes)
 		return fault(f, CODEC_LIMIT, WIRE_AT_SHAPE, h->n * dtype_of(h->dtype)->nbytes, with->max_nbytes);
+	return CODEC_OK;
+}
+
+/* The header, the directory's last entry and the fixed planes' ends: what is checked before a job is opened. */
+codec_status frame_open(const uint8_t *frame, size_t nbytes, const codec_context *with, struct header *h)
+{
+	codec_fault *f = with->fault;
+
+	TRY(frame_head(frame, nbytes, nbytes, with, h));
 	if (h->nblocks) {
 		uint64_t last = h->directory_at + WIRE_DIRECTORY_ENTRY * (h->nblocks - 1);
 		uint64_t end = (uint64_t)WIRE_ALIGN * load32(frame + last);

@@ -4,6 +4,8 @@
 
 #include "header.h"
 
+codec_status frame_head(const uint8_t *head, size_t head_nbytes, uint64_t nbytes, const codec_context *with,
+			struct header *h);
 codec_status frame_open(const uint8_t *frame, size_t nbytes, const codec_context *with, struct header *h);
 codec_status frame_region(const uint8_t *frame, const struct header *h, uint64_t b, uint64_t *at, uint64_t *end,
 			  codec_fault *f);

@@ -102,11 +102,22 @@ static codec_status check_caller(const uint8_t *frame, const codec_tensor *dst, 
 	return CODEC_OK;
 }
 
+/* A job for a frame with this header and side section; `frame` is blamed for what does not fit the caller. */
+static codec_status open_job(const uint8_t *frame, const struct header *h, const codec_context *with, void *memory,
+			     size_t job_nbytes, struct job **out)
+{
+	TRY(job_open(memory, job_nbytes, h, out));
+	(*out)->kind = JOB_DECODE;
+	(*out)->checked = (with->flags & CODEC_NO_CHECKSUM) != 0;
+	TRY(side_read(frame, with, *out));
+	job_plan(*out, NULL);
+	return CODEC_OK;
+}
+
 /* All that precedes the first block: nothing is written but the job. A stored frame has been verified then. */
 codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
 			 void *memory, size_t job_nbytes, struct job **out)
 {
-	const struct kernels *k = kernels_for(with);
 	codec_tensor t;
 	struct header h;
 	struct job *j;
@@ -115,16 +126,12 @@ codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor
 	TRY(frame_open(frame, nbytes, with, &h));
 	TRY(blame(check_destination(&h, &t, with->into, with->fault), frame, &h, with));
 	TRY(blame(check_caller(frame, &t, with, &h), frame, &h, with));
-	TRY(job_open(memory, job_nbytes, &h, &j));
+	TRY(blame(open_job(frame, &h, with, memory, job_nbytes, &j), frame, &h, with));
 	*out = j;
-	j->kind = JOB_DECODE;
-	j->checked = (with->flags & CODEC_NO_CHECKSUM) != 0;
-	TRY(blame(side_read(frame, with, j), frame, &h, with));
 	if (!j->checked)
-		j->seal = frame_seal(frame, &h, k);
+		j->seal = frame_seal(frame, &h, kernels_for(with));
 	if (h.layout == WIRE_LAYOUT_STORED && !j->checked)
 		TRY(frame_check_seal(&h, j->seal, with->fault));
-	job_plan(j, NULL);
 	j->state = JOB_READY;
 	return CODEC_OK;
 }
@@ -288,6 +295,25 @@ codec_status codec_decode_open(const void *frame, size_t nbytes, codec_tensor *d
 	return CODEC_OK;
 }
 
+codec_status codec_decode_plan(const void *head, size_t head_nbytes, size_t nbytes, const codec_context *with,
+			       void *job, size_t job_nbytes, codec_plan *plan)
+{
+	codec_context c;
+	struct header h;
+	struct job *j;
+
+	TRY(context_read(with, &c));
+	TRY(frame_head(head, head_nbytes, nbytes, &c, &h));
+	if (head_nbytes < h.directory_at)
+		return fault(c.fault, CODEC_TRUNCATED, head_nbytes, head_nbytes, h.directory_at);
+	TRY(open_job(head, &h, &c, job, job_nbytes, &j));
+	if (!j->checked)
+		j->seal = header_seal(&h, kernels_for(&c), (const uint8_t *)head + h.side_at);
+	j->state = JOB_PLANNED;
+	job_plan(j, plan);
+	return CODEC_OK;
+}
+
 /* A step over blocks [first, first + count) of a job. */
 static codec_status step(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
 			 const void *job, uint64_t first, uint64_t count, uint64_t *seal, void *work,
@@ -331,11 +357,13 @@ codec_status codec_decode_blocks(const void *frame, size_t nbytes, codec_tensor 
 
 codec_status codec_decode_close(const codec_context *with, const void *job, uint64_t seal)
 {
-	const struct job *j = job_at(job, JOB_DECODE, JOB_READY);
+	const struct job *j = job_at(job, JOB_DECODE, JOB_READY), *planned = job_at(job, JOB_DECODE, JOB_PLANNED);
 	codec_context c;
 
 	TRY(context_read(with, &c));
-	return j ? decode_close(&c, j, seal) : CODEC_BAD_ARGUMENT;
+	if (planned && !planned->checked)
+		return frame_check_seal(&planned->h, planned->seal + seal, c.fault);
+	return planned ? CODEC_OK : j ? decode_close(&c, j, seal) : CODEC_BAD_ARGUMENT;
 }
 
 static codec_status decode(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
