@@ -37,7 +37,7 @@ static void put_side(struct maker *m, uint32_t *window)
 		else
 			book_put(m, b);
 	}
-	if (m->coded & 1 && m->octave && m->g->n >= WIRE_MODEL_MIN && below(&m->s, 4)) {
+	if (m->coded & 1 && m->octave && below(&m->s, 4)) {
 		m->flags |= WIRE_FLAG_SEGMENTS;
 		put_scale_model(m, 0);
 	}

@@ -321,7 +321,7 @@ void make_truncate(struct maker *m)
 		put_prior(m, m->book, joint ? q->last == 31 ? 3 : 2 : 1);
 	else
 		book_put(m, m->book);
-	if (m->g->n >= WIRE_MODEL_MIN && below(&m->s, 4)) {
+	if (below(&m->s, 4)) {
 		m->flags |= WIRE_FLAG_SEGMENTS;
 		put_scale_model(m, 1);
 	}

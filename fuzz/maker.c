@@ -365,14 +365,14 @@ static struct segment segment_make(struct maker *m, uint64_t left, int last, int
 	if (!last)
 		s.count = one_in(&m->s, 6) ? 1 : 1 + below(&m->s, left);
 	s.kind = (int)below(&m->s, 2);
-	if (s.count >= WIRE_SEGMENT_MIN && below(&m->s, 2)) {
+	if (s.count >= 64 * 64 && below(&m->s, 2)) {
 		uint64_t cols = between(&m->s, 64, s.count / 64);
 
 		if (!last || s.count % cols == 0) {
 			s.kind = 3;
 			s.cols = cols;
 			s.count -= s.count % cols;
-			s.kind = s.count >= WIRE_SEGMENT_MIN && s.count / cols >= 64 ? 3 : 0;
+			s.kind = s.count / cols >= 64 ? 3 : 0;
 		}
 	}
 	s.cols = s.kind == 3 ? s.cols : s.kind ? WIRE_FLAT_COLS : 0;
@@ -399,7 +399,7 @@ static void put_nibbles(struct maker *m, uint64_t n, int shift, int *q)
 
 void put_scale_model(struct maker *m, int octaves)
 {
-	uint64_t n = m->g->n, most = WIRE_MAX_SEGMENTS(n), nsegments = 0, done = 0;
+	uint64_t n = m->g->n, most = WIRE_MAX_PARTS(n), nsegments = 0, done = 0;
 	int circle = WIRE_PATTERNS - (int)m->zero;
 	struct segment list[64];
 

@@ -65,7 +65,7 @@ PLANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "fuzz_frames",
         "nibbles of a scale model beyond the side section",
-        [("if (nibble_nbytes(s) > end - p)", "if (0)")],
+        [("if (nibble_nbytes(&s) > end - p)", "if (0)")],
     ),
     (
         "fuzz_frames",

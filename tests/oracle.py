@@ -142,16 +142,16 @@ def read_codebook(r: Reader) -> Codebook:
 
 
 def read_segments(r: Reader, n: int, octave: int, zero: int) -> list[Segment]:
-    (nsegments,) = r.ints("I")
-    need(n >= 4096 and 1 <= nsegments <= 2 * (n // 8192) + 1, "nsegments")
+    (nparts,) = r.ints("I")
+    need(1 <= nparts <= 2 * (n // 4096) + 1, "number of parts")
     segments, start = [], 0
-    for _ in range(nsegments):
+    for _ in range(nparts):
         count, cols, kind, shift, base = r.ints("QIBBH")
         need(1 <= count <= n - start and kind in (0, 1, 3), "segment")
         need(base < 8 * (32768 - zero) // octave, "base")
         need(kind == 3 or cols == (0, 512)[kind], "cols")
         if kind == 3:
-            need(count >= 8192 and cols >= 64 and count % cols == 0 and count // cols >= 64, "matrix")
+            need(cols >= 64 and count % cols == 0 and count // cols >= 64, "matrix")
         need((shift & 15) <= (3 if kind & 1 else 0) and (shift >> 4) <= (3 if kind & 2 else 0), "shift")
         segments.append(Segment(start, count, cols, kind, base, (shift & 15, shift >> 4)))
         start += count

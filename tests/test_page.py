@@ -283,6 +283,47 @@ def model(kind, shifts, base, nibbles, codec=TRUNCATE):
     return Blocks(FLOAT32, 4096, [zeros] * 8, codec, params, side, coded=1, flags=2)
 
 
+def flat(count):
+    return struct.pack("<QIBBH", count, 0, 0, 0, 0), b""
+
+
+def square(row, nrows, left=0):
+    """A part of kind 3 with an offset for each row and column."""
+    nibbles = bytes([0x21] * (nrows // 2) + [1] * (nrows % 2) + [0xE1] * (row // 2) + [1] * (row % 2))
+    return struct.pack("<QIBBH", row * nrows + left, row, 3, 0, 0), nibbles
+
+
+def parts(n, *parts):
+    """Zeros, under a scale model of these parts."""
+    side = book(SEVEN) + u32(len(parts)) + b"".join(record for record, _ in parts) + b"".join(x for _, x in parts)
+    return Blocks(FLOAT32, n, [region(bytes(8))] * -(-n // 512), side=side, coded=1, flags=2)
+
+
+PARTS = {
+    "of one value": (1, [flat(1)]),
+    "too many for one value": (1, [flat(1), flat(1)], "number of parts"),
+    "none": (1, [], "number of parts"),
+    "as many as may be": (4096, [flat(4094), flat(1), flat(1)]),
+    "one more": (4096, [flat(4093), flat(1), flat(1), flat(1)], "number of parts"),
+    "one of no values": (4096, [flat(4096), flat(0)], "segment"),
+    "too few values": (4097, [flat(4096)], "segments do not add up"),
+    "too many values": (4095, [flat(4096)], "segment"),
+    "the smallest matrix": (4096, [square(64, 64)]),
+    "the smallest matrices, as many parts as may be": (8194, [square(64, 64), flat(1), square(64, 64), flat(1)]),
+    "63 columns": (4095, [square(63, 65)], "matrix"),
+    "63 rows": (4095, [square(65, 63)], "matrix"),
+    "not whole rows": (4160, [square(64, 64, 1), flat(63)], "matrix"),
+    "odd sides": (4485, [square(69, 65)]),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts(name):
+    """Section 5.3: how many there may be, and of which sizes."""
+    n, records, *reason = PARTS[name]
+    hold(parts(n, *records).frame(), *reason or [bytes(4 * n)])
+
+
 def row_params(variant=0, options=0, bits=0, row=0):
     return struct.pack("<BBBBI", variant, options, bits, 0, row)
 
@@ -487,7 +528,7 @@ CUT = {
 def test_truncate(name, lead):
     """Section 9, one decision a frame."""
     blocks, values = CUT[name]
-    lead = lead and blocks.n < 4096  # a model has its n
+    lead = lead and not blocks.flags & 2  # a model has its n
     hold(blocks.frame(lead), behind(lead, blocks, values))
 
 

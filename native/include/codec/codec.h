@@ -288,7 +288,7 @@ typedef struct codec_context {
  */
 CODEC_API codec_status codec_bound(const codec_spec *spec, const codec_tensor *like, size_t *nbytes);
 
-/* Scratch that encoding or decoding such a tensor needs, in bytes: at most 2% of the tensor + 1 MiB. */
+/* Scratch that encoding or decoding such a tensor needs, in bytes: at most 2.5% of the tensor + 1 MiB. */
 CODEC_API codec_status codec_scratch(const codec_spec *spec, const codec_tensor *like, size_t *nbytes);
 
 /*

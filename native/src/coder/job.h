@@ -5,19 +5,21 @@
 #include "codec/codec_engine.h"
 #include "frame/header.h"
 
-/* An offset for every value, in patterns; those of rows and columns in eighths of an octave. */
+/* A part of the scale model: an offset for every value, the sum of a base and those of its row and column. */
 struct segment {
-	uint64_t start, count, cols;
-	uint64_t rows_at, cols_at; /* into model.offsets */
-	int32_t base; /* a pattern: the mean one while offsets are chosen, then the offset of row and column 0 */
-	uint8_t kind, row_shift, col_shift;
+	uint64_t start, count;
+	uint32_t row;         /* values of a row; of kind 0 as of kind 1 */
+	uint32_t nibbles_at;  /* bytes behind the records: those of rows, then of columns. Twice that in job_offsets */
+	uint16_t base;        /* in eighths of an octave, as those of rows and columns */
+	uint16_t mean;        /* encode: the mean pattern of its rows */
+	uint8_t kind, shifts; /* as in the record */
 };
 
 struct model {
 	uint64_t nsegments;               /* 0: all offsets are 0 */
 	uint64_t segments_at, offsets_at; /* bytes from the job's start */
-	uint64_t noffsets;
-	uint32_t window; /* of 64-bit exponents */
+	uint64_t nibbles;                 /* bytes of all segments */
+	uint32_t window;                  /* of 64-bit exponents */
 };
 
 /* rows.c: values [start, start + count) whose blocks and rows are their own. */
@@ -72,9 +74,25 @@ static inline struct segment *job_segments(const struct job *j)
 	return (struct segment *)((char *)j + j->model.segments_at);
 }
 
-static inline int8_t *job_offsets(const struct job *j)
+static inline uint64_t segment_rows(const struct segment *s)
 {
-	return (int8_t *)j + j->model.offsets_at;
+	return s->kind & WIRE_SEGMENT_ROWS ? (s->count + s->row - 1) / s->row : 0;
+}
+
+static inline uint64_t segment_cols(const struct segment *s)
+{
+	return s->kind & WIRE_SEGMENT_COLS ? s->row : 0;
+}
+
+/* Offsets of a segment's rows and columns, in eighths of an octave. */
+static inline int8_t *segment_row_offsets(const struct job *j, const struct segment *s)
+{
+	return (int8_t *)j + j->model.offsets_at + 2 * (uint64_t)s->nibbles_at;
+}
+
+static inline int8_t *segment_col_offsets(const struct job *j, const struct segment *s)
+{
+	return segment_row_offsets(j, s) + (segment_rows(s) + 1) / 2 * 2;
 }
 
 static inline struct part *job_parts(const struct job *j)

@@ -10,16 +10,19 @@
 #define RUN 32           /* neighbouring values that a row's sample is made of */
 #define RUNS 4           /* of a row: 128 values find its mean to a tenth of a step or so */
 #define SAMPLED_ROWS 128 /* for the columns' offsets */
+#define MODEL_MIN 4096   /* fewer values get no scale model */
+#define SEGMENT_MIN 8192 /* smaller segments, and what lies between, are one flat segment */
 #define DEAD -128        /* a row or column of zeros, until offsets are rounded */
 #define CENTRE 0x4000    /* where the mean pattern goes: symbols lie around 128 */
 #define WINDOW 1024      /* of 64-bit exponents under a scale model: its centre's exponent */
 
 uint64_t model_nbytes(const struct dtype *d, uint64_t n)
 {
-	if (!d->octave || n < WIRE_MODEL_MIN)
+	if (!d->octave)
 		return 0;
-	/* a matrix of sides >= 64 with >= 8192 values has at most n/64 + n/128 rows and columns */
-	return ALIGN8(WIRE_MAX_SEGMENTS(n) * (sizeof(struct segment) + 1) + n / 40 + 64);
+	/* a matrix whose sides are at least 64 has at most count / 32 rows and columns; each of both is padded by one
+	 */
+	return ALIGN8(WIRE_MAX_PARTS(n) * (sizeof(struct segment) + 2) + n / 32 + 64);
 }
 
 /* The split of a shape into rows and columns that is most nearly square. */
@@ -38,20 +41,24 @@ static void most_square(uint32_t rank, const uint64_t *shape, uint64_t n, uint64
 	}
 }
 
-static void add_segment(struct job *j, uint64_t start, uint64_t count, uint64_t cols, uint8_t kind)
+static uint64_t nibble_nbytes(const struct segment *s)
 {
-	struct segment *s = job_segments(j) + j->model.nsegments++;
+	return (segment_rows(s) + 1) / 2 + (segment_cols(s) + 1) / 2;
+}
 
-	*s = (struct segment){.start = start, .count = count, .cols = cols, .kind = kind};
-	s->rows_at = j->model.noffsets;
-	s->cols_at = s->rows_at + (count + cols - 1) / cols;
-	j->model.noffsets = s->cols_at + (kind & WIRE_SEGMENT_COLS ? cols : 0);
+static void add_segment(struct job *j, struct segment *s)
+{
+	s->nibbles_at = (uint32_t)j->model.nibbles;
+	j->model.nibbles += nibble_nbytes(s);
+	job_segments(j)[j->model.nsegments++] = *s;
 }
 
 static void add_flat(struct job *j, uint64_t start, uint64_t end)
 {
+	struct segment s = {.start = start, .count = end - start, .row = WIRE_FLAT_COLS, .kind = WIRE_SEGMENT_ROWS};
+
 	if (end > start)
-		add_segment(j, start, end - start, WIRE_FLAT_COLS, WIRE_SEGMENT_ROWS);
+		add_segment(j, &s);
 }
 
 static void add_shape(struct job *j, uint64_t start, uint64_t count, uint32_t rank, const uint64_t *shape)
@@ -62,7 +69,10 @@ static void add_shape(struct job *j, uint64_t start, uint64_t count, uint32_t ra
 	if (MIN(rows, cols) < WIRE_MATRIX_MIN || cols > UINT32_MAX)
 		add_flat(j, start, start + count);
 	else
-		add_segment(j, start, count, cols, WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS);
+		add_segment(j, &(struct segment){.start = start,
+						 .count = count,
+						 .row = (uint32_t)cols,
+						 .kind = WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS});
 }
 
 /* Segments worth a record of their own; what lies between them is flat. */
@@ -71,7 +81,7 @@ static void cut(const codec_context *with, struct job *j)
 	uint64_t flat = 0, end = 0;
 
 	if (!with || !with->nsegments) {
-		if (j->h.n >= WIRE_SEGMENT_MIN)
+		if (j->h.n >= SEGMENT_MIN)
 			add_shape(j, 0, j->h.n, j->h.rank, j->h.shape);
 		else
 			add_flat(j, 0, j->h.n);
@@ -82,7 +92,7 @@ static void cut(const codec_context *with, struct job *j)
 		uint64_t count = segment_count(s);
 
 		end = s->offset + count;
-		if (count < WIRE_SEGMENT_MIN)
+		if (count < SEGMENT_MIN)
 			continue;
 		add_flat(j, flat, s->offset);
 		add_shape(j, s->offset, count, s->rank, s->shape);
@@ -136,13 +146,13 @@ static uint8_t round_offsets(int8_t *offset, uint64_t n, int middle, uint8_t shi
 static void fit_rows(const codec_tensor *src, const struct kernels *k, struct job *j, struct segment *s, uint8_t finest)
 {
 	const struct dtype *d = dtype_of(src->dtype);
-	int8_t *rows = job_offsets(j) + s->rows_at;
-	uint64_t nrows = s->cols_at - s->rows_at;
+	int8_t *rows = segment_row_offsets(j, s);
+	uint64_t nrows = segment_rows(s);
 	int64_t total = 0, count = 0;
 	int reference = -1, middle;
 
 	for (uint64_t r = 0; r < nrows; r++) {
-		uint64_t first = s->start + r * s->cols, n = MIN(s->cols, s->start + s->count - first), got = 0;
+		uint64_t first = s->start + r * s->row, n = MIN(s->row, s->start + s->count - first), got = 0;
 		uint16_t p[RUNS * RUN];
 		uint32_t sum, nonzero;
 		int mean;
@@ -152,7 +162,7 @@ static void fit_rows(const codec_tensor *src, const struct kernels *k, struct jo
 		} else {
 			for (uint64_t i = 0; i < RUNS; i++, got += RUN) {
 				uint64_t run = first + i * (n - RUN) / (RUNS - 1);
-				uintptr_t ahead = (uintptr_t)src->data + (run + 4 * s->cols) * d->nbytes;
+				uintptr_t ahead = (uintptr_t)src->data + (run + 4 * (uint64_t)s->row) * d->nbytes;
 
 				/* far apart, so the CPU does not see them coming */
 				for (uint64_t b = 0; b < RUN * d->nbytes; b += 64)
@@ -171,28 +181,28 @@ static void fit_rows(const codec_tensor *src, const struct kernels *k, struct jo
 		count++;
 	}
 	middle = count ? bits_mean(total, count) : 0;
-	s->base = count ? reference + grain_of(d) * middle : CENTRE;
-	s->row_shift = round_offsets(rows, nrows, middle, finest);
+	s->mean = (uint16_t)(count ? reference + grain_of(d) * middle : CENTRE);
+	s->shifts = round_offsets(rows, nrows, middle, finest);
 }
 
 /* Columns: the mean of what the row's offset leaves, over rows spread by the golden ratio. */
 static void fit_cols(const codec_tensor *src, const struct kernels *k, struct job *j, struct segment *s, uint8_t finest)
 {
 	const struct dtype *d = dtype_of(src->dtype);
-	const int8_t *rows = job_offsets(j) + s->rows_at;
-	int8_t *cols = job_offsets(j) + s->cols_at;
-	uint64_t nrows = s->cols_at - s->rows_at, take = MIN(nrows, MIN(SAMPLED_ROWS, MAX(64, nrows / 2)));
+	const int8_t *rows = segment_row_offsets(j, s);
+	int8_t *cols = segment_col_offsets(j, s);
+	uint64_t nrows = segment_rows(s), take = MIN(nrows, MIN(SAMPLED_ROWS, MAX(64, nrows / 2)));
 
-	for (uint64_t c = 0; c < s->cols; c += COLUMNS) {
-		uint64_t n = MIN(COLUMNS, s->cols - c);
+	for (uint64_t c = 0; c < s->row; c += COLUMNS) {
+		uint64_t n = MIN(COLUMNS, s->row - c);
 		struct columns sums = {0};
 		uint16_t p[COLUMNS];
 
 		for (uint64_t i = 0; i < take; i++) {
 			uint64_t r = take == nrows ? i : (i * 0x9e3779b9u & 0xffffffffu) * nrows >> 32;
 
-			patterns(src, k, s->start + r * s->cols + c, n, p);
-			k->columns(p, s->base + grain_of(d) * rows[r], model_zero(&j->h, d), n, &sums);
+			patterns(src, k, s->start + r * s->row + c, n, p);
+			k->columns(p, s->mean + grain_of(d) * rows[r], model_zero(&j->h, d), n, &sums);
 		}
 		for (uint64_t i = 0; i < n; i++) {
 			int64_t count = (int64_t)sums.count[i] * grain_of(d);
@@ -200,18 +210,18 @@ static void fit_cols(const codec_tensor *src, const struct kernels *k, struct jo
 			cols[c + i] = count ? (int8_t)clamp(bits_mean(sums.total[i], count), -127, 127) : DEAD;
 		}
 	}
-	s->col_shift = round_offsets(cols, s->cols, 0, finest);
+	s->shifts |= (uint8_t)(round_offsets(cols, s->row, 0, finest) << 4);
 }
 
-/* The base from a mean pattern to the offset, in eighths, that takes it to the centre; a multiple of `unit`. */
+/* The base, a multiple of `unit`, that takes the mean pattern to the centre. */
 static void settle_base(const struct job *j, const struct dtype *d, struct segment *s, int unit)
 {
 	int circle = WIRE_CIRCLE(model_zero(&j->h, d)) / grain_of(d);
 	/* measured: symbols are cheapest if the mean comes to lie just below a power of two */
 	int top = MIN(d->octave, 128) * 7 / 8;
-	int base = unit * bits_mean(s->base - CENTRE - top, unit * grain_of(d));
+	int base = unit * bits_mean(s->mean - CENTRE - top, unit * grain_of(d));
 
-	s->base = base + (base < 0 ? circle : 0);
+	s->base = (uint16_t)(base + (base < 0 ? circle : 0));
 }
 
 static void segment_offsets(const struct job *j, const struct kernels *k, const struct segment *s, uint64_t first,
@@ -219,12 +229,12 @@ static void segment_offsets(const struct job *j, const struct kernels *k, const 
 {
 	static const int8_t none[WIRE_FLAT_COLS] = {0};
 	const struct dtype *d = dtype_of(j->h.dtype);
-	const int8_t *rows = job_offsets(j) + s->rows_at, *cols = job_offsets(j) + s->cols_at;
+	const int8_t *rows = segment_row_offsets(j, s), *cols = segment_col_offsets(j, s);
 	int circle = WIRE_CIRCLE(model_zero(&j->h, d)), matrix = s->kind & WIRE_SEGMENT_COLS;
 	uint64_t i = first - s->start;
 
-	for (uint64_t row = i / s->cols, col = i % s->cols; n; row++, col = 0) {
-		uint64_t m = MIN(n, s->cols - col);
+	for (uint64_t row = i / s->row, col = i % s->row; n; row++, col = 0) {
+		uint64_t m = MIN(n, s->row - col);
 		int start = grain_of(d) * (s->base + (s->kind & WIRE_SEGMENT_ROWS ? rows[row] : 0));
 
 		start = start > circle / 2 ? start - circle : start;
@@ -314,7 +324,7 @@ static uint64_t sum_counts(const uint32_t counts[256])
 static int pays(const struct segment *s, const uint32_t raw[256], const uint32_t fitted[256])
 {
 	uint64_t samples = sum_counts(raw), before = book_entropy_q16(raw), after = book_entropy_q16(fitted);
-	uint64_t nibbles = s->cols_at - s->rows_at + (s->kind & WIRE_SEGMENT_COLS ? s->cols : 0);
+	uint64_t nibbles = segment_rows(s) + segment_cols(s);
 
 	if (!samples || before <= after)
 		return 0;
@@ -402,7 +412,7 @@ void model_choose(const codec_tensor *src, const codec_context *with, const stru
 	uint8_t finest;
 
 	memset(s, 0, sizeof *s);
-	j->model.nsegments = j->model.noffsets = 0;
+	j->model.nsegments = j->model.nibbles = 0;
 	if (d->form == FORM_FLOAT8)
 		j->model.window = choose_window(src, j->h.n);
 	if (j->h.codec != CODEC_TRUNCATE)
@@ -410,11 +420,11 @@ void model_choose(const codec_tensor *src, const codec_context *with, const stru
 	if (!d->octave)
 		return;
 	finest = j->h.codec == CODEC_TRUNCATE ? WIRE_MAX_SHIFT : finest_shift(d, s);
-	if (j->h.n >= WIRE_MODEL_MIN) {
+	if (j->h.n >= MODEL_MIN) {
 		cut(with, j);
 		j->model.offsets_at = j->model.segments_at + j->model.nsegments * sizeof(struct segment);
 	}
-	if (j->h.model == WIRE_MODEL_FLAT || j->h.n < WIRE_MODEL_MIN) {
+	if (j->h.model == WIRE_MODEL_FLAT || j->h.n < MODEL_MIN) {
 		j->model.nsegments = 0;
 		count_segment(src, k, j, &whole, stride, s->counts[0], NULL);
 		s->nzeros = s->counts[0][0];
@@ -424,12 +434,10 @@ void model_choose(const codec_tensor *src, const codec_context *with, const stru
 	for (uint64_t i = 0; i < j->model.nsegments; i++) {
 		struct segment *g = job_segments(j) + i;
 		uint32_t raw[256] = {0}, fitted[256] = {0};
-		int mean;
 
 		fit_rows(src, k, j, g, finest);
 		if (g->kind & WIRE_SEGMENT_COLS)
 			fit_cols(src, k, j, g, finest);
-		mean = g->base;
 		settle_base(j, d, g, 1 << finest);
 		count_segment(src, k, j, g, stride, raw, fitted);
 		s->nzeros += raw[0];
@@ -441,8 +449,8 @@ void model_choose(const codec_tensor *src, const codec_context *with, const stru
 				return;
 			}
 			g->kind = 0;
-			g->cols = WIRE_FLAT_COLS;
-			g->base = mean;
+			g->row = WIRE_FLAT_COLS;
+			g->shifts = 0;
 			settle_base(j, d, g, 8);
 			memset(fitted, 0, sizeof fitted);
 			count_segment(src, k, j, g, stride, NULL, fitted);
@@ -451,14 +459,6 @@ void model_choose(const codec_tensor *src, const codec_context *with, const stru
 			s->counts[0][v] += fitted[v];
 	}
 	j->model.window = WINDOW;
-}
-
-static uint64_t nibble_nbytes(const struct segment *s)
-{
-	uint64_t rows = s->kind & WIRE_SEGMENT_ROWS ? s->cols_at - s->rows_at : 0;
-	uint64_t cols = s->kind & WIRE_SEGMENT_COLS ? s->cols : 0;
-
-	return (rows + 1) / 2 + (cols + 1) / 2;
 }
 
 uint64_t model_side_nbytes(const struct job *j)
@@ -481,13 +481,6 @@ static uint8_t *pack_nibbles(const int8_t *offset, uint64_t n, int shift, uint8_
 	return dst;
 }
 
-static const uint8_t *unpack_nibbles(const uint8_t *src, uint64_t n, int shift, int8_t *offset)
-{
-	for (uint64_t i = 0; i < n; i++)
-		offset[i] = (int8_t)(((int)((src[i / 2] >> 4 * (i % 2) & 15u) ^ 8u) - 8) * (1 << shift));
-	return src + (n + 1) / 2;
-}
-
 void model_write(const struct job *j, uint8_t *dst)
 {
 	uint8_t *p;
@@ -498,88 +491,94 @@ void model_write(const struct job *j, uint8_t *dst)
 	p = dst + 4 + WIRE_SEGMENT_NBYTES * j->model.nsegments;
 	for (uint64_t i = 0; i < j->model.nsegments; i++) {
 		const struct segment *s = job_segments(j) + i;
-		const int8_t *offset = job_offsets(j);
 		uint8_t *record = dst + 4 + WIRE_SEGMENT_NBYTES * i;
 
 		store64(record, s->count);
-		store32(record + 8, s->kind ? (uint32_t)s->cols : 0);
+		store32(record + 8, s->kind ? s->row : 0);
 		record[12] = s->kind;
-		record[13] = (uint8_t)((s->kind & WIRE_SEGMENT_ROWS ? s->row_shift : 0) |
-				       (s->kind & WIRE_SEGMENT_COLS ? s->col_shift : 0) << 4);
-		store16(record + 14, (uint32_t)s->base);
-		if (s->kind & WIRE_SEGMENT_ROWS)
-			p = pack_nibbles(offset + s->rows_at, s->cols_at - s->rows_at, s->row_shift, p);
-		if (s->kind & WIRE_SEGMENT_COLS)
-			p = pack_nibbles(offset + s->cols_at, s->cols, s->col_shift, p);
+		record[13] = s->shifts;
+		store16(record + 14, s->base);
+		p = pack_nibbles(segment_row_offsets(j, s), segment_rows(s), s->shifts & 15, p);
+		p = pack_nibbles(segment_col_offsets(j, s), segment_cols(s), s->shifts >> 4, p);
 	}
 }
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_SIDE, where, found, expected)
 
+/* The record at frame[at]: the next segment, if it may be one. */
+static codec_status read_record(const uint8_t *frame, uint64_t at, struct job *j, struct segment *s, codec_fault *f)
+{
+	const struct dtype *d = dtype_of(j->h.dtype);
+	uint32_t bases = (uint32_t)(WIRE_CIRCLE(model_zero(&j->h, d)) / grain_of(d));
+	uint32_t row = load32(frame + at + 8), rows_shift, cols_shift;
+	int matrix;
+
+	s->count = load64(frame + at);
+	s->kind = frame[at + 12];
+	s->shifts = frame[at + 13];
+	s->base = load16(frame + at + 14);
+	s->row = s->kind ? row : WIRE_FLAT_COLS;
+	matrix = s->kind == (WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS);
+	rows_shift = s->shifts & 15;
+	cols_shift = s->shifts >> 4;
+	if (!s->count || s->count > j->h.n - s->start)
+		BAD(at, s->count, j->h.n - s->start);
+	if (s->kind > WIRE_SEGMENT_ROWS && !matrix)
+		BAD(at + 12, s->kind, WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS);
+	if (!matrix && row != (s->kind ? WIRE_FLAT_COLS : 0))
+		BAD(at + 8, row, s->kind ? WIRE_FLAT_COLS : 0);
+	if (matrix && (row < WIRE_MATRIX_MIN || s->count % row || s->count / row < WIRE_MATRIX_MIN))
+		BAD(at + 8, row, WIRE_MATRIX_MIN);
+	if (rows_shift > (s->kind ? WIRE_MAX_SHIFT : 0) || cols_shift > (matrix ? WIRE_MAX_SHIFT : 0))
+		BAD(at + 13, s->shifts, WIRE_MAX_SHIFT);
+	if (s->base >= bases)
+		BAD(at + 14, s->base, bases - 1);
+	if (j->h.codec == CODEC_TRUNCATE && (s->base % 8 || rows_shift != (s->kind ? WIRE_MAX_SHIFT : 0) ||
+					     cols_shift != (matrix ? WIRE_MAX_SHIFT : 0)))
+		BAD(at + 13, s->shifts, WIRE_MAX_SHIFT);
+	return CODEC_OK;
+}
+
+/* n nibbles at frame[*p]. */
+static codec_status read_nibbles(const uint8_t *frame, uint64_t *p, uint64_t n, int shift, int8_t *offset,
+				 codec_fault *f)
+{
+	const uint8_t *src = frame + *p;
+
+	for (uint64_t i = 0; i < n; i++)
+		offset[i] = (int8_t)(((int)((src[i / 2] >> 4 * (i % 2) & 15u) ^ 8u) - 8) * (1 << shift));
+	*p += (n + 1) / 2;
+	if (n % 2 && src[n / 2] >> 4)
+		BAD(*p - 1, src[n / 2], src[n / 2] & 15);
+	return CODEC_OK;
+}
+
 /* Read the scale model at frame[at, end). */
 codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f)
 {
-	const struct dtype *d = dtype_of(j->h.dtype);
-	uint64_t nsegments, start = 0, p, circle = (uint64_t)(WIRE_CIRCLE(model_zero(&j->h, d)) / grain_of(d));
+	uint64_t nsegments, start = 0, p;
 
 	if (end - at < 4)
 		BAD(at, end - at, 4);
 	nsegments = load32(frame + at);
-	if (!nsegments || nsegments > WIRE_MAX_SEGMENTS(j->h.n) || j->h.n < WIRE_MODEL_MIN)
-		BAD(at, nsegments, WIRE_MAX_SEGMENTS(j->h.n));
+	if (!nsegments || nsegments > WIRE_MAX_PARTS(j->h.n))
+		BAD(at, nsegments, WIRE_MAX_PARTS(j->h.n));
 	at += 4;
 	if (nsegments > (end - at) / WIRE_SEGMENT_NBYTES)
 		BAD(at, nsegments, (end - at) / WIRE_SEGMENT_NBYTES);
 	p = at + WIRE_SEGMENT_NBYTES * nsegments;
-	j->model.nsegments = j->model.noffsets = 0;
+	j->model.nsegments = j->model.nibbles = 0;
 	j->model.offsets_at = j->model.segments_at + nsegments * sizeof(struct segment);
 	for (uint64_t i = 0; i < nsegments; i++, at += WIRE_SEGMENT_NBYTES) {
-		uint64_t count = load64(frame + at), cols = load32(frame + at + 8);
-		uint8_t kind = frame[at + 12], shifts = frame[at + 13];
-		uint16_t base = load16(frame + at + 14);
-		struct segment *s;
+		struct segment s = {.start = start};
 
-		if (!count || count > j->h.n - start)
-			BAD(at, count, j->h.n - start);
-		if (kind == 0 ? cols != 0 : kind == WIRE_SEGMENT_ROWS && cols != WIRE_FLAT_COLS)
-			BAD(at + 8, cols, kind ? WIRE_FLAT_COLS : 0);
-		if (kind == (WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS) &&
-		    (count < WIRE_SEGMENT_MIN || cols < WIRE_MATRIX_MIN || count % cols ||
-		     count / cols < WIRE_MATRIX_MIN))
-			BAD(at + 8, cols, WIRE_MATRIX_MIN);
-		if (kind > (WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS) || kind == WIRE_SEGMENT_COLS)
-			BAD(at + 12, kind, WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS);
-		if ((shifts & 15) > (kind & WIRE_SEGMENT_ROWS ? WIRE_MAX_SHIFT : 0) ||
-		    shifts >> 4 > (kind & WIRE_SEGMENT_COLS ? WIRE_MAX_SHIFT : 0))
-			BAD(at + 13, shifts, WIRE_MAX_SHIFT);
-		if (base >= circle)
-			BAD(at + 14, base, circle - 1);
-		if (j->h.codec == CODEC_TRUNCATE &&
-		    (base % 8 || (shifts & 15) != (kind & WIRE_SEGMENT_ROWS ? WIRE_MAX_SHIFT : 0) ||
-		     shifts >> 4 != (kind & WIRE_SEGMENT_COLS ? WIRE_MAX_SHIFT : 0)))
-			BAD(at + 13, shifts, WIRE_MAX_SHIFT);
-		add_segment(j, start, count, kind ? cols : WIRE_FLAT_COLS, kind);
-		s = job_segments(j) + i;
-		s->base = base;
-		s->row_shift = shifts & 15;
-		s->col_shift = shifts >> 4;
-		start += count;
-		if (nibble_nbytes(s) > end - p)
-			BAD(p, nibble_nbytes(s), end - p);
-		if (kind & WIRE_SEGMENT_ROWS) {
-			uint64_t nrows = s->cols_at - s->rows_at;
-
-			p = (uint64_t)(unpack_nibbles(frame + p, nrows, s->row_shift, job_offsets(j) + s->rows_at) -
-				       frame);
-			if (nrows % 2 && frame[p - 1] >> 4)
-				BAD(p - 1, frame[p - 1], frame[p - 1] & 15);
-		}
-		if (kind & WIRE_SEGMENT_COLS) {
-			p = (uint64_t)(unpack_nibbles(frame + p, cols, s->col_shift, job_offsets(j) + s->cols_at) -
-				       frame);
-			if (cols % 2 && frame[p - 1] >> 4)
-				BAD(p - 1, frame[p - 1], frame[p - 1] & 15);
-		}
+		TRY(read_record(frame, at, j, &s, f));
+		if (nibble_nbytes(&s) > end - p)
+			BAD(p, nibble_nbytes(&s), end - p);
+		add_segment(j, &s);
+		TRY(read_nibbles(frame, &p, segment_rows(&s), s.shifts & 15, segment_row_offsets(j, &s), f));
+		TRY(read_nibbles(frame, &p, segment_cols(&s), s.shifts >> 4, segment_col_offsets(j, &s), f));
+		start += s.count;
 	}
 	if (start != j->h.n)
 		BAD(at, start, j->h.n);

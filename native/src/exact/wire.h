@@ -128,15 +128,12 @@
 #define WIRE_REGION_KNOWN 0x1ffffu
 
 /* Scale model: a record a segment, then nibbles. */
-#define WIRE_SEGMENT_NBYTES 16
+#define WIRE_SEGMENT_NBYTES 16 /* its number is at most WIRE_MAX_PARTS */
 #define WIRE_SEGMENT_ROWS 1u
 #define WIRE_SEGMENT_COLS 2u
-#define WIRE_MAX_SHIFT 3      /* offsets are nibble << shift eighths of an octave */
-#define WIRE_FLAT_COLS 512    /* a segment without columns has an offset for each run of this many values */
-#define WIRE_MATRIX_MIN 64    /* the shorter side of a matrix that gets offsets */
-#define WIRE_SEGMENT_MIN 8192 /* runs of smaller segments are one flat segment */
-#define WIRE_MODEL_MIN 4096   /* fewer values have no scale model */
-#define WIRE_MAX_SEGMENTS(n) (2 * ((n) / WIRE_SEGMENT_MIN) + 1)
+#define WIRE_MAX_SHIFT 3   /* offsets are nibble << shift eighths of an octave */
+#define WIRE_FLAT_COLS 512 /* a segment without columns has an offset for each run of this many values */
+#define WIRE_MATRIX_MIN 64 /* the shorter side of a matrix that gets offsets */
 
 /* Seal. */
 #define WIRE_CHUNK_WORDS 256
