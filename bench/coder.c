@@ -115,7 +115,7 @@ int main(int argc, char **argv)
 
 			symbols_total = 0;
 			for (uint64_t b = 0; b * block < n; b++) {
-				uint64_t m = MIN(block, n - b * block), nescapes = 0, size;
+				uint64_t m = MIN(block, n - b * block), size;
 				uint8_t *region = regions + b * stride;
 
 				for (uint64_t i = 0; i < m; i += OFFSETS) {
@@ -125,13 +125,11 @@ int main(int argc, char **argv)
 					model_offsets(j, k, b * block + i, c, w.offset);
 					k->split[FORM_FLOAT2](values + 2 * (b * block + i), c, w.offset, at);
 				}
-				size = encode_plane(j->codes, k, &w, w.plane[0], m, w.plane[0], NULL, m, region,
-						    w.escapes, &nescapes);
+				size = encode_plane(j->codes, k, &w, w.plane[0], m,
+						    (struct literals){.byte = w.plane[0]}, m, region);
 				if (!size)
 					fail("a block did not fit");
-				for (uint64_t i = 0; i < nescapes; i++)
-					region[stride - 1 - i] = w.escapes[i];
-				symbols_total += size + nescapes;
+				symbols_total += size;
 			}
 			start = now() - start;
 			enc = MIN(enc, start);
@@ -142,8 +140,8 @@ int main(int argc, char **argv)
 
 				if (decode_plane(&lookup, k, &w, &c, m, w.symbol, NULL) != CODEC_OK)
 					fail("decode");
-				if (read_escapes(w.top[0].escaped, &c, w.symbol, m, NULL) != CODEC_OK)
-					fail("escapes");
+				if (read_literals(w.top[0].escaped, &c, w.symbol, m, NULL) != CODEC_OK)
+					fail("literals");
 				for (uint64_t i = 0; i < m; i += OFFSETS) {
 					const uint8_t *at[] = {w.symbol + i, mantissa + b * block + i};
 					uint64_t some = MIN(OFFSETS, m - i);

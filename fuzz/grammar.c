@@ -214,7 +214,7 @@ static void make(struct maker *m, const struct grammar *like)
 	struct grammar *g = m->g;
 	uint64_t header;
 
-	m->out.n = m->escapes.n = 0;
+	m->out.n = 0;
 	m->sites = 0;
 	m->raise = NULL;
 	pick(m, like);
@@ -297,14 +297,13 @@ static void spoil(struct maker *m, uint64_t what)
 
 static void reset(struct maker *m, struct grammar *g, struct source s)
 {
-	struct bytes out = m->out, escapes = m->escapes;
+	struct bytes out = m->out;
 
 	grammar_free(g);
 	memset(m, 0, sizeof *m);
 	m->s = s;
 	m->g = g;
 	m->out = out;
-	m->escapes = escapes;
 	m->fault = UINT64_MAX;
 }
 

@@ -41,7 +41,7 @@ static void put_side(struct maker *m, uint32_t *window)
 		m->flags |= WIRE_FLAG_SEGMENTS;
 		put_scale_model(m, 0);
 	}
-	put_gap(m, 0);
+	put_gap(m);
 }
 
 /* n bytes of plane p, with no codebook, to m->plane. */
@@ -151,9 +151,8 @@ static uint32_t pick_mode(struct maker *m, int p)
 
 static void put_region(struct maker *m, uint32_t b, const uint64_t *fixed_at, uint32_t window)
 {
-	static const uint32_t ORDER[] = {WIRE_MODE_CODED, WIRE_MODE_RAW, WIRE_MODE_ROWS, WIRE_MODE_CONSTANT};
 	uint64_t first = (uint64_t)b << m->block_log2, left = m->g->n - first, block = 1ull << m->block_log2;
-	size_t n = (size_t)(left < block ? left : block), k = n, kept = 0, head_at = m->out.n, body;
+	size_t n = (size_t)(left < block ? left : block), k = n, head_at = m->out.n;
 	uint32_t mode[WIRE_MAX_PLANES] = {0}, head = 0;
 	int pruned;
 
@@ -163,27 +162,23 @@ static void put_region(struct maker *m, uint32_t b, const uint64_t *fixed_at, ui
 	pruned = m->octave && !(m->fixed & 1) && mode[0] == WIRE_MODE_CODED && below(&m->s, 2);
 	put_zeros(&m->out, 4);
 	memset(m->zero_at, 0, n);
-	body = m->out.n;
-	for (int pass = 0; pass < 4; pass++)
-		for (int p = 0; p < m->planes; p++) {
-			if (m->fixed >> p & 1 || mode[p] != ORDER[pass])
-				continue;
-			put_plane(m, p, mode[p], p && pruned ? k : n, window);
-			if (p || !pruned)
-				continue;
-			kept = 0;
-			for (size_t i = 0; i < n; i++)
-				kept += !m->zero_at[i];
-			k = kept;
-			if (!kept && !one_in(&m->s, 8)) { /* a block of which nothing is left is refused */
-				pruned = 0;
-				k = n;
-			}
-			m->g->planted += !k;
+	for (int p = 0; p < m->planes; p++) {
+		if (m->fixed >> p & 1)
+			continue;
+		put_plane(m, p, mode[p], p && pruned ? k : n, window);
+		if (p || !pruned)
+			continue;
+		k = 0;
+		for (size_t i = 0; i < n; i++)
+			k += !m->zero_at[i];
+		if (!k && !one_in(&m->s, 8)) { /* a block of which nothing is left is refused */
+			pruned = 0;
+			k = n;
 		}
+		m->g->planted += !k;
+	}
 	if (slip(m))
 		pruned = !pruned;
-	memset(m->out.p + head_at, 0, body - head_at);
 	put_at(m, head_at, head | (pruned ? WIRE_REGION_PRUNED : 0), 4);
 	end_region(m, b);
 	for (int p = 0; p < m->planes; p++) {

@@ -272,7 +272,7 @@ void make_rows(struct maker *m)
 		book_put(m, m->book);
 	}
 	nparts = put_parts(m, &q, part);
-	put_gap(m, 0);
+	put_gap(m);
 	m->directory_at = m->out.n;
 	for (uint64_t i = 0; i < nparts; i++)
 		m->nblocks += (uint32_t)((part[i].count - 1) / block_of(&q, part[i].row) + 1);

@@ -325,7 +325,7 @@ void make_truncate(struct maker *m)
 		m->flags |= WIRE_FLAG_SEGMENTS;
 		put_scale_model(m, 1);
 	}
-	put_gap(m, 0);
+	put_gap(m);
 	m->directory_at = m->out.n;
 	put_zeros(&m->out, WIRE_DIRECTORY_ENTRY * m->nblocks);
 	for (uint32_t b = 0; b < m->nblocks; b++)

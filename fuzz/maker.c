@@ -71,9 +71,9 @@ void put_at(struct maker *m, uint64_t at, uint64_t x, int nbytes)
 	little(m->out.p + at, slip(m) ? other(m, x, nbytes) : x, nbytes);
 }
 
-void put_gap(struct maker *m, size_t behind)
+void put_gap(struct maker *m)
 {
-	size_t n = (size_t)(CEIL8(m->out.n + behind) - (m->out.n + behind));
+	size_t n = (size_t)(CEIL8(m->out.n) - m->out.n);
 
 	put_zeros(&m->out, n);
 	if (n && slip(m))
@@ -84,10 +84,7 @@ void put_gap(struct maker *m, size_t behind)
 
 void end_region(struct maker *m, uint32_t b)
 {
-	put_gap(m, m->escapes.n);
-	for (size_t i = m->escapes.n; i-- > 0;)
-		put_raw(&m->out, m->escapes.p + i, 1);
-	m->escapes.n = 0;
+	put_gap(m);
 	put_at(m, m->directory_at + WIRE_DIRECTORY_ENTRY * b, m->out.n / 8, 4);
 }
 
@@ -251,7 +248,7 @@ static void put_bits(struct bytes *b, uint32_t *have, uint64_t x, uint32_t n)
 	}
 }
 
-void put_coded(struct maker *m, const struct book *b, size_t n, int wide)
+void put_coded(struct maker *m, const struct book *b, size_t n, int nbytes)
 {
 	size_t rows = (n + WIRE_ROW - 1) / WIRE_ROW, begin = m->out.n, nwords = 0, at;
 	uint64_t lane[WIRE_LANES] = {0};
@@ -314,17 +311,18 @@ void put_coded(struct maker *m, const struct book *b, size_t n, int wide)
 		little(four, word[i], 4);
 		put_raw(&m->out, four, 4);
 	}
+	at = m->out.n;
 	for (size_t i = 0; i < n; i++)
 		if (m->symbol[i] == ESCAPE) {
 			uint8_t two[2] = {(uint8_t)m->literal[i], (uint8_t)(m->literal[i] >> 8)};
 
-			put_raw(&m->escapes, two, (size_t)wide);
+			put_raw(&m->out, two, (size_t)nbytes);
 		}
 	if (slip(m)) { /* one too few or too many */
-		if (m->escapes.n && one_in(&m->s, 2))
-			m->escapes.n--;
+		if (m->out.n > at && one_in(&m->s, 2))
+			m->out.n--;
 		else
-			put_zeros(&m->escapes, 1 + below(&m->s, 9));
+			put_zeros(&m->out, 1 + below(&m->s, 9));
 	}
 }
 

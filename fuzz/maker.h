@@ -32,9 +32,9 @@ struct book {
 struct maker {
 	struct source s;
 	struct grammar *g;
-	struct bytes out, escapes; /* escapes: in the order that they are read */
-	uint64_t sites, fault;     /* met so far; the one that is to be wrong */
-	uint64_t most;             /* values */
+	struct bytes out;
+	uint64_t sites, fault; /* met so far; the one that is to be wrong */
+	uint64_t most;         /* values */
 	int planes;
 	uint32_t octave, zero; /* 0: the dtype has no pattern */
 	uint8_t layout, block_log2, fixed, coded, halved, flags;
@@ -52,9 +52,9 @@ void put(struct maker *m, uint64_t x, int nbytes);
 void put_at(struct maker *m, uint64_t at, uint64_t x, int nbytes); /* over zeros, a site too */
 void put_raw(struct bytes *b, const void *p, size_t n);
 void put_zeros(struct bytes *b, size_t n);
-/* Fewer than 8 zero bytes up to a multiple of 8, with `behind` bytes to come. */
-void put_gap(struct maker *m, size_t behind);
-/* The escapes, downwards, and the end of block b's region. */
+/* Fewer than 8 zero bytes up to a multiple of 8. */
+void put_gap(struct maker *m);
+/* The end of block b's region. */
 void end_region(struct maker *m, uint32_t b);
 
 /* A book of values lowest..highest, and perhaps 0. */
@@ -62,8 +62,8 @@ void book_make(struct maker *m, struct book *b, int lowest, int highest, int zer
 void book_put(struct maker *m, const struct book *b);
 /* n symbols from a book: to m->symbol, m->literal (below `literals`) and m->plane, the bytes they stand for. */
 void draw(struct maker *m, const struct book *b, size_t n, uint32_t literals);
-/* m->symbol as a coded plane of n values, escapes of `wide` bytes. */
-void put_coded(struct maker *m, const struct book *b, size_t n, int wide);
+/* m->symbol as a coded plane of n values, literals of `nbytes` bytes. */
+void put_coded(struct maker *m, const struct book *b, size_t n, int nbytes);
 void put_scale_model(struct maker *m, int octaves);
 /* A codebook known to both sides is what plane 0 has; its symbols as in the format, section 5.2. */
 void put_prior(struct maker *m, const struct book *b, uint8_t symbols);

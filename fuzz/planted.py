@@ -30,7 +30,17 @@ PLANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "fuzz_frames",
         "a raw plane beyond the region",
-        [("if (c->end - c->at < n)\n\t\t\t\t\tBAD", "if (0)\n\t\t\t\t\tBAD")],
+        [
+            (
+                "if (c->end - c->at < n)\n\t\t\tBAD(c->at, c->end - c->at, n);\n\t\t*got",
+                "if (0)\n\t\t\tBAD(c->at, c->end - c->at, n);\n\t\t*got",
+            )
+        ],
+    ),
+    (
+        "fuzz_frames",
+        "literals beyond the region",
+        [("if (c->at >= c->end)\n\t\t\tBAD(c->end, 0, 1);", "if (0)\n\t\t\tBAD(c->end, 0, 1);")],
     ),
     (
         "fuzz_frames",

@@ -186,8 +186,8 @@ def raised(u: np.ndarray[Any, Any], off: np.ndarray[Any, Any], zero: int) -> np.
     return np.where(u < zero, u, zero + (u - zero + off) % (32768 - zero))
 
 
-def decode_lanes(book: Codebook, r: Reader, k: int) -> tuple[list[int], list[int]]:
-    """Values (0 for those still missing) and the positions of escapes."""
+def decode_lanes(book: Codebook, r: Reader, k: int, wide: bool = False) -> tuple[list[int], list[int]]:
+    """Values, literals in place, and the positions of escapes; ``wide``: literals have two bytes."""
     begin = r.at
     (nwords,) = r.ints("H")
     bits = "".join(f"{b:08b}" for b in r.take(20))
@@ -217,7 +217,10 @@ def decode_lanes(book: Codebook, r: Reader, k: int) -> tuple[list[int], list[int
     need(all(lane == "0" * 32 for lane in lanes), "lanes do not end on 32 zero bits")
     need(taken >= nwords, "words are left over")
     need(all(v == book.first for v in out[k:]), "padding symbols")
-    return [0 if v == ESCAPE else v for v in out[:k]], [i for i, v in enumerate(out[:k]) if v == ESCAPE]
+    escaped = [i for i, v in enumerate(out[:k]) if v == ESCAPE]
+    for i in escaped:
+        (out[i],) = r.ints("H" if wide else "B")
+    return out[:k], escaped
 
 
 def decode(
@@ -366,57 +369,49 @@ def decode_region(
         need(modes[p] == 0, "mode of a fixed plane")
         planes[p] = np.frombuffer(data, np.uint8).astype(np.int64)
 
-    def literal() -> int:
-        need(r.end > r.at, "escapes")
-        r.end -= 1
-        return frame[r.end]
-
-    for mode in (2, 1, 3, 0):
-        for p in range(nplanes):
-            if fixed >> p & 1 or modes[p] != mode:
-                continue
-            count = k if p else m
-            wide = kind == "float64" and p == 0
-            escaped: list[int] = []
-            if mode == 2:
-                need(coded >> p & 1, "no codebook")
-                symbols, escaped = decode_lanes(books[p], r, count)
-                out = np.array(symbols, np.int64)
-                for i in escaped:
-                    out[i] = literal() | (literal() << 8 if wide else 0)
-                if halved >> p & 1:
-                    need((out <= 15).all(), "literal of a nibble")
-                    high = np.frombuffer(r.take((count + 1) // 2), np.uint8).astype(np.int64)
-                    both = np.concatenate([high & 15, high >> 4])
-                    need(not both[count:].any(), "nibble padding")
-                    out |= both[:count] << 4
-            elif mode == 1:
-                out = np.frombuffer(r.take(count), np.uint8).astype(np.int64)
-            elif mode == 3:
-                nruns = -(-count // 128)
-                bitmap = np.unpackbits(np.frombuffer(r.take((nruns + 7) // 8), np.uint8), bitorder="little")
-                need(not bitmap[nruns:].any(), "bitmap padding")
-                out = np.zeros(count, np.int64)
-                for i in range(nruns):
-                    if bitmap[i]:
-                        run = min(128, count - 128 * i)
-                        out[128 * i : 128 * i + run] = np.frombuffer(r.take(run), np.uint8)
-            else:
-                out = np.full(count, r.take(1)[0], np.int64)
-            if wide:  # from here on the exponent
-                coded_here = out != 0
-                coded_here[escaped] = False
-                out = out + np.where(coded_here, window - 128, 0)
-                need((out[coded_here] > 0).all() and (out <= 2047).all(), "exponent")
-            if p == 0 and pruned:
-                nonzero = out != 0
-                k = int(nonzero.sum())
-                need(k, "pruned to nothing")
-            elif pruned:
-                full = np.zeros(m, np.int64)
-                full[nonzero] = out
-                out = full
-            planes[p] = out
+    for p in range(nplanes):
+        if fixed >> p & 1:
+            continue
+        mode, count = modes[p], k if p else m
+        wide = kind == "float64" and p == 0
+        escaped: list[int] = []
+        if mode == 2:
+            need(coded >> p & 1, "no codebook")
+            values, escaped = decode_lanes(books[p], r, count, wide)
+            out = np.array(values, np.int64)
+            if halved >> p & 1:
+                need((out <= 15).all(), "literal of a nibble")
+                high = np.frombuffer(r.take((count + 1) // 2), np.uint8).astype(np.int64)
+                both = np.concatenate([high & 15, high >> 4])
+                need(not both[count:].any(), "nibble padding")
+                out |= both[:count] << 4
+        elif mode == 1:
+            out = np.frombuffer(r.take(count), np.uint8).astype(np.int64)
+        elif mode == 3:
+            nruns = -(-count // 128)
+            bitmap = np.unpackbits(np.frombuffer(r.take((nruns + 7) // 8), np.uint8), bitorder="little")
+            need(not bitmap[nruns:].any(), "bitmap padding")
+            out = np.zeros(count, np.int64)
+            for i in range(nruns):
+                if bitmap[i]:
+                    run = min(128, count - 128 * i)
+                    out[128 * i : 128 * i + run] = np.frombuffer(r.take(run), np.uint8)
+        else:
+            out = np.full(count, r.take(1)[0], np.int64)
+        if wide:  # from here on the exponent
+            coded_here = out != 0
+            coded_here[escaped] = False
+            out = out + np.where(coded_here, window - 128, 0)
+            need((out[coded_here] > 0).all() and (out <= 2047).all(), "exponent")
+        if p == 0 and pruned:
+            nonzero = out != 0
+            k = int(nonzero.sum())
+            need(k, "pruned to nothing")
+        elif pruned:
+            full = np.zeros(m, np.int64)
+            full[nonzero] = out
+            out = full
+        planes[p] = out
     r.zeros(8)
     need(all(not planes[p][~nonzero].any() for p in slices), "a pruned value's byte in a fixed plane")
     need(kind != "float64" or (planes[1] < 32).all(), "plane 1 of float64")
@@ -474,7 +469,7 @@ class Truncate:
         joint = self.sent == 1
         escaped: list[int] = []
         if mode == 2:
-            values, escaped = decode_lanes(book, r, m)
+            values, escaped = decode_lanes(book, r, m, joint)
             s = np.array(values, np.int64)
         else:
             need(mode == 0 or not joint, "raw symbols with levels")
@@ -482,19 +477,9 @@ class Truncate:
         level = np.zeros(m, np.int64)
         if joint:
             base = 0 if self.last == 31 else 96
-            need(((s == 0) | (s >= 4) | np.isin(np.arange(m), escaped)).all(), "symbol")
-            level, s = np.where(s == 0, 0, s & 3), np.where(s == 0, 0, (s >> 2) + base)
-        for i in escaped:
-            if joint:
-                need(r.end - r.at >= 2, "escapes")
-                r.end -= 2
-                literal = r.data[r.end + 1] | r.data[r.end] << 8
-                need(literal == 0 or literal >= 4, "literal")
-                s[i], level[i] = literal >> 2, literal & 3
-            else:
-                need(r.end > r.at, "escapes")
-                r.end -= 1
-                s[i] = r.data[r.end]
+            need(((s == 0) | (s >= 4)).all(), "symbol")
+            base_of = np.where(np.isin(np.arange(m), escaped), 0, base)
+            level, s = np.where(s == 0, 0, s & 3), np.where(s == 0, 0, (s >> 2) + base_of)
         need((s <= self.last).all(), "exponent")
         e = raised(s * self.octave, off, self.octave) // self.octave
         some = e > 0
@@ -666,12 +651,7 @@ class Rows:
             (mode,) = r.ints("I")
             need(mode <= 2, "mode")
             if mode == 2:
-                values, escaped = decode_lanes(book, r, nbytes)
-                for i in escaped:
-                    need(r.end > r.at, "escapes")
-                    r.end -= 1
-                    values[i] = r.data[r.end]
-                data = bytes(values)
+                data = bytes(decode_lanes(book, r, nbytes)[0])
             else:
                 data = r.take(nbytes) if mode else r.take(1) * nbytes
         r.zeros(8)

@@ -97,9 +97,9 @@ class Blocks:
         return reseal(head + side + directory + planes + b"".join(regions))
 
 
-def region(body, escapes=b""):
-    """Escapes lie at a region's end, the first one last."""
-    return body + bytes(-(len(body) + len(escapes)) % 8) + bytes(escapes)[::-1]
+def region(body):
+    """Filled up to a multiple of 8."""
+    return body + bytes(-len(body) % 8)
 
 
 def ordered(lengths):
@@ -115,7 +115,7 @@ def book(lengths):
     return bytes([head, first, last, *(nibbles[i] | nibbles[i + 1] << 4 for i in range(0, last - first + 1, 2))])
 
 
-def coded(symbols, lengths, pad=None):
+def coded(symbols, lengths, literals=b"", pad=None):
     """A coded plane. Symbols are values, or ESCAPE; ``pad`` is what the last quad row is filled up with."""
     code, at = {}, 0
     for v in ordered(lengths):
@@ -137,4 +137,4 @@ def coded(symbols, lengths, pad=None):
     bits = "".join(f"{len(lane) - 32:05b}" for lane in lanes) + "".join(lane[32:] for lane in lanes)
     bits += "0" * (-len(bits) % 8)
     out = struct.pack("<H", len(words)) + int(bits, 2).to_bytes(len(bits) // 8, "big")
-    return out + bytes(-len(out) % 4) + struct.pack(f"<{len(words)}I", *words)
+    return out + bytes(-len(out) % 4) + struct.pack(f"<{len(words)}I", *words) + literals

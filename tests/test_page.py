@@ -77,35 +77,35 @@ LONG = {7: 1, 8: 2, 9: 3, ESCAPE: 3}  # of an odd number of bytes
 WINDOW = u64(1023)
 
 
-def u8(symbols, lengths, escapes=b"", **how):
+def u8(symbols, lengths, literals=b"", **how):
     return Blocks(
         UINT8,
         len(symbols),
-        [region(head(CODED) + coded(symbols, lengths, **how), escapes)],
+        [region(head(CODED) + coded(symbols, lengths, literals, **how))],
         side=book(lengths),
         coded=1,
     )
 
 
-def halved(n, body, escapes=b"", lengths=SEVEN):
-    return Blocks(UINT8, n, [region(head(CODED) + body, escapes)], side=book(lengths), coded=1, halved=1)
+def halved(symbols, high, literals=b"", lengths=SEVEN):
+    body = head(CODED) + coded(symbols, lengths, literals) + high
+    return Blocks(UINT8, len(symbols), [region(body)], side=book(lengths), coded=1, halved=1)
 
 
-def pruned(symbols, rest, escapes=b"", lengths=FEW, modes=(CODED, RAW, CONSTANT, CONSTANT), **more):
+def pruned(symbols, rest, literals=b"", lengths=FEW, modes=(CODED, RAW, CONSTANT, CONSTANT), **more):
     """float32, plane 0 coded."""
-    body = head(*modes, flags=PRUNED) + coded(symbols, lengths)
-    return Blocks(FLOAT32, len(symbols), [region(body + rest, escapes)], side=book(lengths), coded=1, **more)
+    body = head(*modes, flags=PRUNED) + coded(symbols, lengths, literals) + rest
+    return Blocks(FLOAT32, len(symbols), [region(body)], side=book(lengths), coded=1, **more)
 
 
-def wide(top, plane1, mode=CONSTANT, window=1023, escapes=b"", flags=0, **more):
+def wide(top, plane1, mode=CONSTANT, window=1023, literals=b"", flags=0, **more):
     """float64: plane 0 (symbols, or its constant), raw plane 1, the others 0."""
     lengths = {v: 1 for v in (top[0] if top[0] < ESCAPE and mode == CODED else 1, ESCAPE)}
     body = head(mode, RAW * ("fixed" not in more), flags=flags)
-    body += coded(top, lengths) + plane1 if mode == CODED else top + plane1 if mode == RAW else plane1 + top
-    body += bytes(6)
+    body += (coded(top, lengths, literals) if mode == CODED else top) + plane1 + bytes(6)
     n = len(top) if mode == CODED else max(len(plane1), len(more.get("fixed", {}).get(1, b"")))
     side = u64(window) + book(lengths)
-    return Blocks(FLOAT64, n, [region(body, escapes)], side=side, coded=1, flags=4, **more)
+    return Blocks(FLOAT64, n, [region(body)], side=side, coded=1, flags=4, **more)
 
 
 def float64s(*bits):
@@ -162,7 +162,7 @@ LOSSLESS = {
     "float64, fixed plane 1": (wide(b"\x80", b"", fixed={1: b"\x1f\x0e"}), float64s(0xBFFF, 0x3FFE)),
     "float64, fixed plane 1 of 32": (wide(b"\x80", b"", fixed={1: b"\x1f\x20"}), "plane 1 of float64"),
     "float64, plane 1 of 128 in a pruned block": (
-        wide([128, ESCAPE], b"\x80", CODED, escapes=b"\0\0", flags=PRUNED),
+        wide([128, ESCAPE], b"\x80", CODED, literals=b"\0\0", flags=PRUNED),
         "plane 1 of float64",
     ),
     # section 5.1
@@ -188,6 +188,18 @@ LOSSLESS = {
     "a run of zeros whose bit is 1": (Blocks(UINT8, 130, [region(head(ROWS) + b"\3" + bytes(130))]), bytes(130)),
     "a run that is left out": (Blocks(UINT8, 130, [region(head(ROWS) + b"\2\5\6")]), bytes(128) + b"\5\6"),
     "a bit for no run": (Blocks(UINT8, 130, [region(head(ROWS) + b"\6\5\6")]), "bitmap padding"),
+    "planes by number, whatever their modes": (
+        Blocks(
+            FLOAT32,
+            2,
+            [region(head(ROWS, CODED, CONSTANT, RAW) + b"\1\x7f\x3f" + coded([ESCAPE, 7], SEVEN, b"\x88") + b"\5\1\2")],
+            side=book(SEVEN),
+            coded=2,
+        ),
+        u32(0xBF880501, 0x1F870502),
+    ),
+    "a region that ends with 8 zeros": (Blocks(UINT8, 4, [region(head(RAW) + bytes(4)) + bytes(8)]), "padding"),
+    "a region that does not end with zeros": (Blocks(UINT8, 1, [region(head(RAW) + b"\5\0\0\1")]), "padding"),
     "mode of a plane that is not there": (Blocks(UINT8, 2, [region(head(RAW, RAW) + b"\5\6")]), "region head"),
     "coded without a codebook": (Blocks(UINT8, 1, [region(head(CODED) + coded([7], SEVEN))]), "no codebook"),
     "pruned": (pruned([127, 0, 127], b"\x11\x22\0\0"), u32(0x3F910000, 0, 0x3FA20000)),
@@ -231,7 +243,7 @@ LOSSLESS = {
         Blocks(UINT8, 1, [region(head(CODED, flags=PRUNED) + coded([7], SEVEN))], side=book(SEVEN), coded=1),
         "pruned",
     ),
-    "float64, pruned": (wide([128, ESCAPE], b"\x1f", CODED, escapes=b"\0\0", flags=PRUNED), float64s(0xBFFF, 0)),
+    "float64, pruned": (wide([128, ESCAPE], b"\x1f", CODED, literals=b"\0\0", flags=PRUNED), float64s(0xBFFF, 0)),
     "float64, plane 0 raw": (wide(b"\x80\x80", b"\1\1", mode=RAW), "float64 plane 0"),
     # section 7
     "more than a quad row": (
@@ -241,19 +253,19 @@ LOSSLESS = {
     "another value fills up the row": (u8([7, 8], {7: 1, 8: 2, ESCAPE: 2}, pad=8), "padding symbols"),
     "an escape fills up the row": (u8([7, 8], {7: 1, 8: 2, ESCAPE: 2}, pad=ESCAPE), "padding symbols"),
     "a value, not the escape, fills up the row": (u8([7], {7: 2, 8: 2, ESCAPE: 1}, pad=7), "padding symbols"),
-    "halved": (halved(3, coded([7, ESCAPE, 7], SEVEN) + b"\x21\x03", b"\x0f"), b"\x17\x3f\x27"),
-    "halved, missing nibble not 0": (halved(3, coded([7, ESCAPE, 7], SEVEN) + b"\x21\x13", b"\x0f"), "nibble padding"),
-    "halved, literal of 16": (halved(3, coded([7, ESCAPE, 7], SEVEN) + b"\x21\x03", b"\x10"), "literal of a nibble"),
+    "halved": (halved([7, ESCAPE, 7], b"\x21\x03", b"\x0f"), b"\x17\x3f\x27"),
+    "halved, missing nibble not 0": (halved([7, ESCAPE, 7], b"\x21\x13", b"\x0f"), "nibble padding"),
+    "halved, literal of 16": (halved([7, ESCAPE, 7], b"\x21\x03", b"\x10"), "literal of a nibble"),
     "halved, a code for 16": (
-        halved(1, coded([7], {7: 1, 16: 2, ESCAPE: 2}) + b"\1", lengths={7: 1, 16: 2, ESCAPE: 2}),
+        halved([7], b"\1", lengths={7: 1, 16: 2, ESCAPE: 2}),
         "codebook of a nibble",
     ),
     "escaped though it has a code": (u8([7, ESCAPE], SEVEN, b"\7"), b"\7\7"),
-    "no byte left for an escape": (u8([ESCAPE] * 9, SEVEN, b""), "escapes"),
-    "float64, literal": (wide([ESCAPE], b"\0", CODED, escapes=b"\xff\7"), float64s(0x7FF0)),
-    "float64, literal of 2048": (wide([ESCAPE], b"\0", CODED, escapes=b"\0\x08"), "exponent"),
+    "no byte left for an escape": (u8([ESCAPE] * 9, SEVEN, b""), "section is too short"),
+    "float64, literal": (wide([ESCAPE], b"\0", CODED, literals=b"\xff\7"), float64s(0x7FF0)),
+    "float64, literal of 2048": (wide([ESCAPE], b"\0", CODED, literals=b"\0\x08"), "exponent"),
     "float64, literal that has a code": (
-        wide([128, ESCAPE], b"\0\0", CODED, escapes=b"\xff\3"),
+        wide([128, ESCAPE], b"\0\0", CODED, literals=b"\xff\3"),
         float64s(0x3FF0, 0x3FF0),
     ),
 }
@@ -453,9 +465,9 @@ def test_rows(name):
     hold(blocks.frame(), values)
 
 
-def cut(dtype, n, body, levels, escapes=b"", level=0, options=0, guard=0, lengths=SEVEN, **more):
+def cut(dtype, n, body, levels, level=0, options=0, guard=0, lengths=SEVEN, **more):
     params = bytes([8, levels, level, options, guard + 128])
-    return Blocks(dtype, n, [region(body, escapes)], TRUNCATE, params, book(lengths), coded=1, **more)
+    return Blocks(dtype, n, [region(body)], TRUNCATE, params, book(lengths), coded=1, **more)
 
 
 PLANE, JOINT, SHARED, FIXED = range(4)
@@ -479,29 +491,29 @@ CUT = {
     "float16, exponent 31": (cut(FLOAT16, 1, u32(0xF00) + b"\x1f", FIXED), halves(0x7C00)),
     "float16, exponent 32": (cut(FLOAT16, 1, u32(0xF00) + b"\x20", FIXED), "exponent"),
     "float16, raw exponent 32": (cut(FLOAT16, 1, u32(0xF01) + b"\x20", FIXED), "exponent"),
-    "float16, literal 31": (cut(FLOAT16, 1, u32(0xF02) + coded([ESCAPE], SEVEN), FIXED, b"\x1f"), halves(0x7C00)),
-    "float16, literal 32": (cut(FLOAT16, 1, u32(0xF02) + coded([ESCAPE], SEVEN), FIXED, b"\x20"), "exponent"),
+    "float16, literal 31": (cut(FLOAT16, 1, u32(0xF02) + coded([ESCAPE], SEVEN, b"\x1f"), FIXED), halves(0x7C00)),
+    "float16, literal 32": (cut(FLOAT16, 1, u32(0xF02) + coded([ESCAPE], SEVEN, b"\x20"), FIXED), "exponent"),
     "float16, symbol of exponent 31": (cut(FLOAT16, 1, u32(0xF00) + b"\x7c", JOINT), halves(0x7C00)),
     "float16, symbol of exponent 32": (cut(FLOAT16, 1, u32(0xF00) + b"\x80", JOINT), "exponent"),
     "float16, literal of 31 and level": (
-        cut(FLOAT16, 1, u32(0xF02) + coded([ESCAPE], SEVEN), JOINT, b"\x7c\0"),
+        cut(FLOAT16, 1, u32(0xF02) + coded([ESCAPE], SEVEN, b"\x7c\0"), JOINT),
         halves(0x7C00),
     ),
     "float16, literal of 32 and level": (
-        cut(FLOAT16, 1, u32(0xF02) + coded([ESCAPE], SEVEN), JOINT, b"\x80\0"),
+        cut(FLOAT16, 1, u32(0xF02) + coded([ESCAPE], SEVEN, b"\x80\0"), JOINT),
         "exponent",
     ),
     "literal of 255 and level": (
-        cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], SEVEN), JOINT, b"\xfc\3"),
+        cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], SEVEN, b"\xfc\3"), JOINT),
         u32(0x7F800000),
     ),
-    "literal of 256": (cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], SEVEN), JOINT, b"\0\4"), "exponent"),
-    "literal of 0": (cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], SEVEN), JOINT, b"\0\0"), bytes(4)),
-    "literal of 0 with a level": (cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], SEVEN), JOINT, b"\1\0"), "literal"),
+    "literal of 256": (cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], SEVEN, b"\0\4"), JOINT), "exponent"),
+    "literal of 0": (cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], SEVEN, b"\0\0"), JOINT), bytes(4)),
+    "literal of 0 with a level": (cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], SEVEN, b"\1\0"), JOINT), "symbol"),
     "symbol of 0 with a level": (cut(FLOAT32, 1, u32(0xF00) + b"\3", JOINT), "symbol"),
     "raw symbols with levels": (cut(FLOAT32, 1, u32(0xF01) + b"\x7c", JOINT), "raw symbols with levels"),
     "literal that has a code": (
-        cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], FOUR), JOINT, b"\x9c\1", lengths=FOUR),
+        cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], FOUR, b"\x9c\1"), JOINT, lengths=FOUR),
         u32(103 << 23),
     ),
     # 9.3
@@ -509,7 +521,7 @@ CUT = {
     "Inf of level 1": (cut(FLOAT32, 2, u32(0xF01) + b"\x7f\xff\7", PLANE), "level of Inf or NaN"),
     "Inf of level 1 in a symbol": (cut(FLOAT16, 1, u32(0xF00) + b"\x7d", JOINT), "level of Inf or NaN"),
     "Inf of level 1 in a literal": (
-        cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], SEVEN), JOINT, b"\xfd\3"),
+        cut(FLOAT32, 1, u32(0xF02) + coded([ESCAPE], SEVEN, b"\xfd\3"), JOINT),
         "level of Inf or NaN",
     ),
     "NaN under fixed levels": (

@@ -1,16 +1,14 @@
 /* plane.c - a plane of bytes through the lane coder. docs/format.md, section 7.
  *
  * A coded plane is
- *   u16 words | 32 x 5 bits of tail lengths | tails | padding to 4 bytes | words
+ *   u16 words | 32 x 5 bits of tail lengths | tails | padding to 4 bytes | words | literals of escapes
  * whose first 32 words are the lanes' first ones. Trailing zero words are left out.
  */
 #include "plane.h"
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
 
-/*
- * 32 fields of width[l] bits (NULL: 5), first one on top; unpack_bits is the inverse. May write 4 bytes too many.
- */
+/* 32 fields of width[l] bits (NULL: 5), first one on top, to p; returns their end. unpack_bits is the inverse. */
 static uint8_t *pack_bits(uint8_t *p, const uint32_t *field, const uint32_t *width)
 {
 	uint64_t bits = 0;
@@ -28,65 +26,82 @@ static uint8_t *pack_bits(uint8_t *p, const uint32_t *field, const uint32_t *wid
 			have -= 32;
 		}
 	}
-	store32(p, __builtin_bswap32((uint32_t)(bits >> 32)));
-	return p + (have + 7) / 8;
+	for (uint32_t i = 0; i < have; i += 8, bits <<= 8)
+		*p++ = (uint8_t)(bits >> 56);
+	return p;
 }
 
-/*
- * Code m symbols; literals come from `literal` (or exponent, if two bytes each). Returns the bytes stored at dst, and
- * below *top the escapes; 0 if that would take `most` bytes or more.
- */
-uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct work *w, uint8_t *symbol, uint64_t m,
-		      const uint8_t *literal, const uint16_t *exponent, uint64_t most, uint8_t *dst, uint8_t *escapes,
-		      uint64_t *nescapes)
+/* What follows the tail lengths begins here, of a plane whose tails have so many bits together. */
+static uint64_t words_at(uint64_t tail_bits)
 {
-	uint64_t rows = padded(m) / WIRE_ROW, nwords, at = 0, size;
-	uint32_t *first;
-	uint8_t *p = dst + 2;
-	lanes *s = w->top[0].state;
+	return (STATE_NBYTES + (tail_bits + 7) / 8 + 3) / 4 * 4;
+}
 
-	memset(symbol + m, codes->pad, rows * WIRE_ROW - m);
-	first = k->encode_lanes(codes, symbol, rows, w->words_end, s, w->top[0].escaped, &w->ahead);
+/* After encoding: each lane's first 32 bits go before the words, the tails stay. Returns the place of the first word.
+ */
+static uint32_t *take_state(lanes *s, uint32_t *first, uint64_t *tail_bits)
+{
 	first -= WIRE_LANES;
-	for (int l = 0; l < WIRE_LANES; l++) { /* the lane's first 32 bits, and the tail that follows them */
+	*tail_bits = 0;
+	for (int l = 0; l < WIRE_LANES; l++) {
 		uint32_t t = s->tail[l];
 		uint64_t lane = (uint64_t)s->part[l] << 32 | s->word[l];
 
 		first[l] = (uint32_t)(lane >> t);
 		s->part[l] = (uint32_t)(lane & ((1ull << t) - 1));
+		*tail_bits += t;
 	}
+	return first;
+}
+
+/* Literals of escaped values to dst, which has `room` bytes; returns how many, or UINT64_MAX if there is no room. */
+static uint64_t put_literals(const uint32_t *escaped, uint64_t m, const struct literals *from, uint64_t room,
+			     uint8_t *dst)
+{
+	uint64_t n = 0, nbytes = from->wide ? 2 : 1;
+
+	FOR_ESCAPED (i, escaped, m) {
+		if (room - n < nbytes)
+			return UINT64_MAX;
+		if (from->wide)
+			store16(dst + n, from->wide[i]);
+		else
+			dst[n] = from->byte[i];
+		n += nbytes;
+	}
+	return n;
+}
+
+uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct work *w, uint8_t *symbol, uint64_t m,
+		      struct literals from, uint64_t most, uint8_t *dst)
+{
+	uint64_t rows = padded(m) / WIRE_ROW, nwords, tail_bits, size, nliterals;
+	lanes *s = w->top[0].state;
+	uint32_t *first;
+	uint8_t *p;
+
+	memset(symbol + m, codes->pad, rows * WIRE_ROW - m);
+	first = k->encode_lanes(codes, symbol, rows, w->words_end, s, w->top[0].escaped, &w->ahead);
+	first = take_state(s, first, &tail_bits);
 	nwords = (uint64_t)(w->words_end - first);
 	while (nwords && first[nwords - 1] == 0)
 		nwords--;
-	if (STATE_NBYTES + 4 * nwords >= most)
+	size = words_at(tail_bits) + 4 * nwords;
+	if (size > most)
 		return 0;
-	p = pack_bits(p, s->tail, NULL);
-	p = pack_bits(p, s->part, s->tail);
 	store16(dst, (uint32_t)nwords);
-	size = (uint64_t)(p - dst);
-	while (size % 4)
-		dst[size++] = 0;
-	if (size + 4 * nwords >= most)
-		return 0;
+	p = pack_bits(dst + 2, s->tail, NULL);
+	p = pack_bits(p, s->part, s->tail);
+	while ((p - dst) % 4)
+		*p++ = 0;
 #if CODEC_BIG_ENDIAN
 	for (uint64_t i = 0; i < nwords; i++)
-		store32(dst + size + 4 * i, first[i]);
+		store32(p + 4 * i, first[i]);
 #else
-	memcpy(dst + size, first, 4 * nwords);
+	memcpy(p, first, 4 * nwords);
 #endif
-	size += 4 * nwords;
-	FOR_ESCAPED (i, w->top[0].escaped, m) {
-		if (exponent) {
-			store16(escapes + at, exponent[i]);
-			at += 2;
-		} else {
-			escapes[at++] = literal[i];
-		}
-	}
-	if (size + at >= most)
-		return 0;
-	*nescapes += at;
-	return size;
+	nliterals = put_literals(w->top[0].escaped, m, &from, most - size, dst + size);
+	return nliterals == UINT64_MAX ? 0 : size + nliterals;
 }
 
 /* The inverse of pack_bits. p has 8 bytes behind the fields. */
@@ -109,7 +124,6 @@ static void unpack_bits(const uint8_t *p, uint32_t *field, const uint32_t *width
 	}
 }
 
-/* Read a coded plane up to its words' end: s gets the words and the lanes' first state. */
 codec_status open_plane(struct cursor *c, struct stream *s, codec_fault *f)
 {
 	uint64_t nwords, start = c->at;
@@ -150,7 +164,6 @@ codec_status open_plane(struct cursor *c, struct stream *s, codec_fault *f)
 	return CODEC_OK;
 }
 
-/* After its rows were decoded: nothing may be left over, and the last row is filled up as it must be. */
 codec_status close_plane(const book_lookup *lookup, const struct cursor *c, const struct stream *s, uint64_t m,
 			 codec_fault *f)
 {
@@ -159,6 +172,28 @@ codec_status close_plane(const book_lookup *lookup, const struct cursor *c, cons
 	for (uint64_t i = m; i < padded(m); i++)
 		if (s->symbol[i] != lookup->pad)
 			BAD(c->at, s->symbol[i], lookup->pad);
+	return CODEC_OK;
+}
+
+codec_status read_literals(const uint32_t *escaped, struct cursor *c, uint8_t *symbol, uint64_t m, codec_fault *f)
+{
+	FOR_ESCAPED (i, escaped, m) {
+		if (c->at >= c->end)
+			BAD(c->end, 0, 1);
+		symbol[i] = c->frame[c->at++];
+	}
+	return CODEC_OK;
+}
+
+codec_status read_wide_literals(const uint32_t *escaped, struct cursor *c, uint16_t *literal, uint64_t m,
+				codec_fault *f)
+{
+	FOR_ESCAPED (i, escaped, m) {
+		if (c->end - c->at < 2)
+			BAD(c->at, c->end - c->at, 2);
+		literal[i] = load16(c->frame + c->at);
+		c->at += 2;
+	}
 	return CODEC_OK;
 }
 
@@ -173,40 +208,35 @@ codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, st
 	return close_plane(lookup, c, &s, m, f);
 }
 
-codec_status read_escapes(const uint32_t *escaped, struct cursor *c, uint8_t *out, uint64_t n, codec_fault *f)
+codec_status close_region(const struct cursor *c, codec_fault *f)
 {
-	FOR_ESCAPED (i, escaped, n) {
-		if (c->end <= c->at)
-			BAD(c->end, 0, 1);
-		out[i] = c->frame[--c->end];
-	}
+	if (c->end - c->at >= WIRE_ALIGN)
+		BAD(c->at, c->end - c->at, WIRE_ALIGN - 1);
+	for (uint64_t i = c->at; i < c->end; i++)
+		if (c->frame[i])
+			BAD(i, c->frame[i], 0);
 	return CODEC_OK;
 }
 
-/* n code bytes in w->plane[0] to dst: u32 head, then one plane. Returns the size with w->nescapes escapes. */
 uint64_t encode_bytes(const struct job *j, const struct kernels *k, struct work *w, uint64_t n, uint8_t *dst)
 {
 	uint64_t got = 0;
 
-	w->nescapes = 0;
 	w->ahead.count = 0;
 	if (is_constant(w->plane[0], n)) {
 		store32(dst, WIRE_MODE_CONSTANT);
 		dst[4] = w->plane[0][0];
 		return 5;
 	}
-	if (n >= WIRE_MIN_CODED) {
-		memcpy(w->symbol, w->plane[0], n);
-		got = encode_plane(j->codes, k, w, w->symbol, n, w->plane[0], NULL, n, dst + 4, w->escapes,
-				   &w->nescapes);
-	}
+	if (n >= WIRE_MIN_CODED)
+		got = encode_plane(j->codes, k, w, w->plane[0], n, (struct literals){.byte = w->plane[0]}, n - 1,
+				   dst + 4);
 	store32(dst, got ? WIRE_MODE_CODED : WIRE_MODE_RAW);
 	if (!got)
 		memcpy(dst + 4, w->plane[0], got = n);
-	return 4 + got + w->nescapes;
+	return 4 + got;
 }
 
-/* The inverse of encode_bytes: *bytes is where they are. */
 codec_status decode_bytes(const struct job *j, const struct kernels *k, struct work *w, struct cursor *c, uint64_t n,
 			  const uint8_t **bytes, codec_fault *f)
 {
@@ -218,7 +248,7 @@ codec_status decode_bytes(const struct job *j, const struct kernels *k, struct w
 	switch (mode) {
 	case WIRE_MODE_CODED:
 		TRY(decode_plane(j->lookup, k, w, c, n, w->symbol, f));
-		return read_escapes(w->top[0].escaped, c, w->symbol, n, f);
+		return read_literals(w->top[0].escaped, c, w->symbol, n, f);
 	case WIRE_MODE_RAW:
 		if (c->end - c->at < n)
 			BAD(c->at, c->end - c->at, n);

@@ -58,7 +58,7 @@ uint64_t work_nbytes(const struct header *h)
 
 	return rows + cuts + 64 + 2 * (sizeof(lanes) + m / 8 + m + 64 + 16) + 4 * words_room(m) +
 	       (uint64_t)(d->nbytes + 1) * (m + 64) + 2 * MIN(m, OFFSETS) + 64 +
-	       (d->form == FORM_FLOAT8 ? 2 * m + 64 : 0) + region_buffer(h, d, m) + (uint64_t)(d->nbytes + 2) * m + 64;
+	       (d->form == FORM_FLOAT8 ? 2 * m + 64 : 0) + region_buffer(h, d, m) + 64;
 }
 
 static void *take(char **p, uint64_t nbytes)
@@ -91,7 +91,6 @@ void work_place(const struct header *h, void *memory, struct work *w)
 	w->exponent = d->form == FORM_FLOAT8 ? take(&p, 2 * m + 64) : NULL;
 	w->region = take(&p, region_buffer(h, d, m));
 	w->values = (char *)w->region;
-	w->escapes = take(&p, (uint64_t)(d->nbytes + 2) * m);
 	if (h->codec == CODEC_TRUNCATE) {
 		w->exponent = take(&p, 2 * m + 64);
 		w->patterns = take(&p, 4 * m);

@@ -6,7 +6,7 @@
 
 struct work {
 	uint8_t *plane[WIRE_MAX_PLANES];
-	uint8_t *symbol, *high, *region, *escapes;
+	uint8_t *symbol, *high, *region;
 	uint16_t *offset;   /* of OFFSETS values */
 	uint16_t *exponent; /* float64 */
 	/* codecs of rows: a chunk's values, scales and draws; codes of a tile */
@@ -14,7 +14,6 @@ struct work {
 	uint32_t *max;
 	uint16_t *half;
 	uint8_t *code;
-	uint64_t nescapes;
 	/* TRUNCATE: a block's patterns, fields or their pieces; exponents, those of A, bits dropped, kept; levels */
 	uint32_t *patterns, *fields;
 	uint8_t *piece[4], *e, *ea, *drop, *width, *level;

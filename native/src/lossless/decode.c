@@ -14,9 +14,9 @@ static codec_status read_exponents(const struct job *j, struct work *w, struct c
 	if (escaped)
 		FOR_ESCAPED (i, escaped, m) {
 			if (c->end - c->at < 2)
-				BAD(c->end, c->end - c->at, 2);
-			c->end -= 2;
-			w->exponent[i] = (uint16_t)(c->frame[c->end + 1] | c->frame[c->end] << 8);
+				BAD(c->at, c->end - c->at, 2);
+			w->exponent[i] = load16(c->frame + c->at);
+			c->at += 2;
 			e[i] = w->exponent[i] != 0;
 		}
 	for (uint64_t i = 0; i < m; i++) /* 1 to 2047, where they are not 0 */
@@ -38,7 +38,7 @@ static codec_status read_high(struct cursor *c, const struct kernels *k, uint8_t
 	for (uint64_t i = 0; i < n; i++)
 		any |= low[i];
 	if (any > 15)
-		BAD(c->end, any, 15);
+		BAD(c->at, any, 15);
 	if (n % 2 && high[nbytes - 1] > 15)
 		BAD(c->at + nbytes - 1, high[nbytes - 1], 15);
 	k->unhalve(low, high, n);
@@ -174,18 +174,56 @@ static codec_status check_pruned(const struct job *j, const struct kernels *k, c
 	return CODEC_OK;
 }
 
+/* Plane i, coded: of plane 0 the coder's loop has been run. */
+static codec_status read_coded(const struct job *j, const struct kernels *k, struct block *o, int i, uint64_t n,
+			       uint8_t *out, struct work *w, codec_fault *f)
+{
+	struct cursor *c = &o->c;
+
+	if (i)
+		TRY(decode_plane(&j->lookup[i], k, w, c, n, out, f));
+	else
+		TRY(close_plane(j->lookup, c, &o->top, n, f));
+	if (i == 0 && j->h.dtype == CODEC_FLOAT64)
+		return read_exponents(j, w, c, out, o->top.escaped, n, f);
+	TRY(read_literals(i ? w->top[0].escaped : o->top.escaped, c, out, n, f));
+	return j->h.halved >> i & 1 ? read_high(c, k, out, n, f) : CODEC_OK;
+}
+
+/* Plane i, of n values: to `out`, or where it lies in the frame. */
+static codec_status read_plane(const struct job *j, const struct kernels *k, struct block *o, int i, uint64_t n,
+			       uint8_t *out, const uint8_t **got, struct work *w, codec_fault *f)
+{
+	struct cursor *c = &o->c;
+
+	*got = out;
+	switch (o->mode[i]) {
+	case WIRE_MODE_CODED: return read_coded(j, k, o, i, n, out, w, f);
+	case WIRE_MODE_ROWS: return read_rows(c, out, n, f);
+	case WIRE_MODE_RAW:
+		if (c->end - c->at < n)
+			BAD(c->at, c->end - c->at, n);
+		*got = c->frame + c->at;
+		c->at += n;
+		return CODEC_OK;
+	default:
+		if (c->end == c->at)
+			BAD(c->at, 0, 1);
+		memset(out, c->frame[c->at++], n);
+		return i == 0 && j->h.dtype == CODEC_FLOAT64 ? read_exponents(j, w, c, out, NULL, n, f) : CODEC_OK;
+	}
+}
+
 /* The rest: the block's values, past the caches if wanted; NULL: only its checks. */
 codec_status block_close(const struct job *j, const struct kernels *k, struct block *o, char *values, int past,
 			 struct work *w, codec_fault *f)
 {
-	static const uint8_t ORDER[] = {WIRE_MODE_CODED, WIRE_MODE_RAW, WIRE_MODE_ROWS, WIRE_MODE_CONSTANT};
 	const struct header *h = &j->h;
 	const struct dtype *d = dtype_of(h->dtype);
 	uint64_t first = o->b * h->block, m = o->m, count = m;
 	const uint8_t *plane[WIRE_MAX_PLANES], *section = o->c.frame + h->planes_at;
-	int pruning = (o->head & WIRE_REGION_PRUNED) != 0, wide = d->form == FORM_FLOAT8;
+	int pruning = (o->head & WIRE_REGION_PRUNED) != 0;
 	uint8_t *top = o->top.symbol;
-	struct cursor *c = &o->c;
 
 	w->ahead.count = 0;
 	for (int i = 0; i < d->nbytes; i++)
@@ -193,63 +231,28 @@ codec_status block_close(const struct job *j, const struct kernels *k, struct bl
 			plane[i] = section + first;
 			section += h->plane_stride;
 		}
-	for (int pass = 0; pass < 4; pass++)
-		for (int i = 0; i < d->nbytes; i++) {
-			uint8_t *out = i == 0 ? top : pruning ? w->symbol : w->plane[i];
-			const uint8_t *got = out;
-			uint64_t n = i ? count : m;
-
-			if (h->fixed >> i & 1 || o->mode[i] != ORDER[pass])
-				continue;
-			switch (o->mode[i]) {
-			case WIRE_MODE_CODED:
-				if (i == 0) {
-					TRY(close_plane(j->lookup, c, &o->top, m, f));
-					if (wide)
-						TRY(read_exponents(j, w, c, out, o->top.escaped, m, f));
-				} else {
-					TRY(decode_plane(&j->lookup[i], k, w, c, n, out, f));
-				}
-				if (i || !wide)
-					TRY(read_escapes(i ? w->top[0].escaped : o->top.escaped, c, out, n, f));
-				if (h->halved >> i & 1)
-					TRY(read_high(c, k, out, n, f));
-				break;
-			case WIRE_MODE_RAW:
-				if (c->end - c->at < n)
-					BAD(c->at, c->end - c->at, n);
-				got = c->frame + c->at;
-				if (i && pruning)
-					got = memcpy(out, got, n);
-				c->at += n;
-				break;
-			case WIRE_MODE_ROWS: TRY(read_rows(c, out, n, f)); break;
-			default:
-				if (c->end - c->at < 1)
-					BAD(c->at, 0, 1);
-				memset(out, c->frame[c->at++], n);
-				if (wide && i == 0)
-					TRY(read_exponents(j, w, c, out, NULL, m, f));
-			}
-			if (i == 0 && pruning) {
-				count = k->count(top, 1, m);
-				if (!count)
-					BAD(c->at, 0, 1);
-				TRY(check_pruned(j, k, o, plane, f));
-			}
-			if (i && pruning) {
-				k->unprune(top, 1, got, m, w->plane[i]);
-				got = w->plane[i];
-			}
-			plane[i] = got;
+	for (int i = 0; i < d->nbytes; i++) {
+		if (h->fixed >> i & 1)
+			continue;
+		if (i == 0 || !pruning) {
+			TRY(read_plane(j, k, o, i, m, i ? w->plane[i] : top, plane + i, w, f));
+		} else {
+			TRY(read_plane(j, k, o, i, count, w->symbol, plane + i, w, f));
+			if (plane[i] != w->symbol) /* behind a frame nothing can be read */
+				memcpy(w->symbol, plane[i], count);
+			k->unprune(top, 1, w->symbol, m, w->plane[i]);
+			plane[i] = w->plane[i];
 		}
-	if (c->end - c->at >= WIRE_ALIGN)
-		BAD(c->at, c->end - c->at, WIRE_ALIGN - 1);
-	for (; c->at < c->end; c->at++)
-		if (c->frame[c->at])
-			BAD(c->at, c->frame[c->at], 0);
-	if (wide && k->max_byte(plane[1], m) > WIRE_PLANE1_MAX64)
-		BAD(c->at, k->max_byte(plane[1], m), WIRE_PLANE1_MAX64);
+		if (i == 0 && pruning) {
+			count = k->count(top, 1, m);
+			if (!count)
+				BAD(o->c.at, 0, 1);
+			TRY(check_pruned(j, k, o, plane, f));
+		}
+	}
+	TRY(close_region(&o->c, f));
+	if (h->dtype == CODEC_FLOAT64 && k->max_byte(plane[1], m) > WIRE_PLANE1_MAX64)
+		BAD(o->c.at, k->max_byte(plane[1], m), WIRE_PLANE1_MAX64);
 	if (values)
 		merge_block(j, k, w, plane, first, m, values, past);
 	return CODEC_OK;

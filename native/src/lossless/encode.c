@@ -1,10 +1,4 @@
-/* encode.c - one block of values to its region.
- *
- * Region: head (u32), then the planes that are not fixed, by mode: coded, raw, rows, constant; a gap of less than 8
- * zero bytes; escapes, read downwards from the end. A coded plane is
- *   u16 words | 32 x 5 bits of tail lengths | tails | padding to 4 bytes | words
- * whose first 32 words are the lanes' first ones. Trailing zero words are left out.
- */
+/* encode.c - one block of values to its region: a head (u32), then the planes that are not fixed, by number. */
 #include "lossless.h"
 
 /* Would coding plane i of a block save 2%? From every 8th quad row; an exponent is not asked. */
@@ -21,34 +15,6 @@ static int plane_pays(const struct job *j, int i, const uint8_t *plane, uint64_t
 			cost += (length & 15) + (length & 0x80) / 16;
 		}
 	return 100 * cost < 98 * (uint64_t)raw * count;
-}
-
-/* Symbols of plane i, ready to be coded. Plane 0 of float64 has exponents that no byte holds: they are escaped. */
-static uint8_t *plane_symbols(const struct job *j, struct work *w, int i, uint64_t n, uint64_t outside)
-{
-	if (!outside && padded(n) == n)
-		return w->plane[i];
-	memcpy(w->symbol, w->plane[i], n);
-	for (uint64_t v = 0; outside && v < n; v++)
-		if (w->exponent[v] && !w->plane[0][v])
-			w->symbol[v] = j->codes[i].escape;
-	return w->symbol;
-}
-
-static uint8_t *put_rows(const struct kernels *k, const uint8_t *plane, uint64_t n, uint8_t *p)
-{
-	uint8_t *bitmap = p;
-
-	k->rows(plane, n, bitmap);
-	p += (padded(n) / WIRE_ROW + 7) / 8;
-	for (uint64_t r = 0; r * WIRE_ROW < n; r++)
-		if (bitmap[r / 8] >> r % 8 & 1) {
-			uint64_t run = MIN(WIRE_ROW, n - r * WIRE_ROW);
-
-			memcpy(p, plane + r * WIRE_ROW, run);
-			p += run;
-		}
-	return p;
 }
 
 /*
@@ -112,98 +78,137 @@ static uint64_t split_block(const struct job *j, const struct kernels *k, const 
 	return outside;
 }
 
-/*
- * Fill w->region; returns its size. Planes that are fixed go to their sections of the frame dst; their digest is
- * *planes_digest.
- */
+/* Planes that are fixed: where their sections begin in a frame, to be split there (or to w->plane, then streamed). */
+static void place_planes(const struct header *h, uint8_t *section, int stream, struct work *w, uint8_t **plane)
+{
+	for (int i = 0; i < dtype_of(h->dtype)->nbytes; i++) {
+		plane[i] = w->plane[i];
+		if (!(h->fixed >> i & 1))
+			continue;
+		if (!stream)
+			plane[i] = section;
+		section += h->plane_stride;
+	}
+}
+
+/* The block's part of the fixed planes, split already: stored, padded, digested. */
+static uint64_t put_fixed(const struct header *h, const struct kernels *k, uint8_t *section, int stream, uint64_t first,
+			  uint64_t m, uint8_t *const *plane)
+{
+	uint64_t digest = 0;
+
+	for (int i = 0; i < WIRE_MAX_PLANES; i++) {
+		if (!(h->fixed >> i & 1))
+			continue;
+		digest += k->digest(plane[i], m, WIRE_SEED_PLANE + (uint32_t)i);
+		if (stream)
+			k->stream(section, plane[i], m);
+		if (first + m == h->n)
+			memset(section + m, 0, h->plane_stride - h->n);
+		section += h->plane_stride;
+	}
+	return digest;
+}
+
+/* Plane i through the coder, if that makes it smaller than n bytes. Returns the bytes stored at p, or 0. */
+static uint64_t put_coded(const struct job *j, const struct kernels *k, struct work *w, int i, uint8_t *plane,
+			  uint64_t n, uint64_t outside, uint8_t *p)
+{
+	const book_codes *codes = &j->codes[i];
+	int exponent = i == 0 && dtype_of(j->h.dtype)->octave;
+	uint64_t got, half = (n + 1) / 2;
+
+	if (!(j->h.coded >> i & 1) || (!exponent && !plane_pays(j, i, plane, n)))
+		return 0;
+	if (j->h.halved >> i & 1) {
+		k->halve(plane, n, w->symbol, w->high);
+		got = encode_plane(codes, k, w, w->symbol, n, (struct literals){.byte = w->symbol}, n / 2, p);
+		if (got)
+			memcpy(p + got, w->high, half);
+		return got ? got + half : 0;
+	}
+	if (exponent && w->exponent) { /* of float64: those that no byte holds are escaped */
+		memcpy(w->symbol, plane, n);
+		for (uint64_t v = 0; outside && v < n; v++)
+			if (w->exponent[v] && !plane[v])
+				w->symbol[v] = codes->escape;
+		return encode_plane(codes, k, w, w->symbol, n, (struct literals){.wide = w->exponent}, UINT64_MAX, p);
+	}
+	return encode_plane(codes, k, w, plane, n, (struct literals){.byte = plane}, n - 1, p);
+}
+
+/* The runs of 128 that are not all zero: fewer than n bytes, or 0. */
+static uint64_t put_rows(const struct kernels *k, const uint8_t *plane, uint64_t n, uint8_t *p)
+{
+	uint64_t nbitmap = (padded(n) / WIRE_ROW + 7) / 8;
+	uint8_t bitmap[(1 << WIRE_MAX_BLOCK_LOG2) / WIRE_ROW / 8], *to = p + nbitmap;
+
+	if (nbitmap + k->rows(plane, n, bitmap) >= n)
+		return 0;
+	memcpy(p, bitmap, nbitmap);
+	for (uint64_t r = 0; r * WIRE_ROW < n; r++)
+		if (bitmap[r / 8] >> r % 8 & 1) {
+			uint64_t run = MIN(WIRE_ROW, n - r * WIRE_ROW);
+
+			memcpy(to, plane + r * WIRE_ROW, run);
+			to += run;
+		}
+	return (uint64_t)(to - p);
+}
+
+/* Plane i, of n values, in the mode that serves it best. Returns the bytes stored at p. */
+static uint64_t put_plane(const struct job *j, const struct kernels *k, struct work *w, int i, uint8_t *plane,
+			  uint64_t n, uint64_t outside, uint8_t *p, uint32_t *mode)
+{
+	uint64_t got;
+
+	if (is_constant(plane, n) && !outside) {
+		*mode = WIRE_MODE_CONSTANT;
+		*p = plane[0];
+		return 1;
+	}
+	*mode = WIRE_MODE_CODED;
+	got = put_coded(j, k, w, i, plane, n, outside, p);
+	if (got)
+		return got;
+	*mode = WIRE_MODE_ROWS;
+	got = put_rows(k, plane, n, p);
+	if (got)
+		return got;
+	*mode = WIRE_MODE_RAW;
+	memcpy(p, plane, n);
+	return n;
+}
+
 uint64_t encode_block(const struct job *j, const struct kernels *k, const codec_tensor *src, uint8_t *dst, uint64_t b,
 		      struct work *w, uint64_t *planes_digest)
 {
 	const struct header *h = &j->h;
 	const struct dtype *d = dtype_of(h->dtype);
-	uint64_t first = b * h->block, m = MIN(h->block, h->n - first), count = m, nescapes = 0, outside, size, gap;
+	uint64_t first = b * h->block, m = MIN(h->block, h->n - first), count = m, outside, size;
 	const char *values = (const char *)src->data + first * d->nbytes;
 	uint8_t *plane[WIRE_MAX_PLANES], *p = w->region + 4, *section = dst + h->planes_at + first;
-	int mode[WIRE_MAX_PLANES], all = (1 << d->nbytes) - 1, stream = src->nbytes >= STREAM_NBYTES;
+	int all = (1 << d->nbytes) - 1, stream = src->nbytes >= STREAM_NBYTES;
 	uint32_t head = 0;
-	uint64_t nfixed = 0;
 
-	for (int i = 0; i < d->nbytes; i++) {
-		plane[i] = w->plane[i];
-		if (h->fixed >> i & 1 && !stream)
-			plane[i] = section + nfixed * h->plane_stride;
-		nfixed += h->fixed >> i & 1;
-	}
+	place_planes(h, section, stream, w, plane);
 	outside = split_block(j, k, w, values, first, m, plane);
 	w->ahead = (struct ahead){(uintptr_t)values + h->block * d->nbytes, 0, m * d->nbytes, 1};
-	*planes_digest = 0;
-	for (int i = 0; i < d->nbytes; i++)
-		if (h->fixed >> i & 1) {
-			*planes_digest += k->digest(plane[i], m, WIRE_SEED_PLANE + (uint32_t)i);
-			if (stream)
-				k->stream(section, plane[i], m);
-			if (first + m == h->n)
-				memset(section + m, 0, h->plane_stride - h->n);
-			section += h->plane_stride;
-		}
-
+	*planes_digest = put_fixed(h, k, section, stream, first, m, plane);
 	for (int i = 0; i < d->nbytes; i++) {
-		uint64_t n = i ? count : m, got = 0, kept;
-		uint8_t bitmap[(1 << WIRE_MAX_BLOCK_LOG2) / WIRE_ROW / 8];
-		int wide = d->form == FORM_FLOAT8 && i == 0;
+		uint32_t mode;
 
-		mode[i] = -1;
 		if (h->fixed >> i & 1)
 			continue;
-		if (is_constant(plane[i], n) && !(i == 0 && outside)) {
-			mode[i] = WIRE_MODE_CONSTANT;
-			continue;
-		}
-		if (h->halved >> i & 1 && plane_pays(j, i, plane[i], n)) {
-			k->halve(plane[i], n, w->symbol, w->high);
-			got = encode_plane(&j->codes[i], k, w, w->symbol, n, w->symbol, NULL, n / 2, p,
-					   w->escapes + nescapes, &nescapes);
-		} else if (h->coded & ~h->halved & 1 << i && ((i == 0 && d->octave) || plane_pays(j, i, plane[i], n))) {
-			got = encode_plane(&j->codes[i], k, w, plane_symbols(j, w, i, n, i ? 0 : outside), n, plane[i],
-					   wide ? w->exponent : NULL, wide ? UINT64_MAX : n, p, w->escapes + nescapes,
-					   &nescapes);
-		}
-		if (got) {
-			mode[i] = WIRE_MODE_CODED;
-			p += got;
-			if (h->halved >> i & 1) {
-				memcpy(p, w->high, (n + 1) / 2);
-				p += (n + 1) / 2;
-			}
-		} else {
-			kept = k->rows(plane[i], n, bitmap);
-			mode[i] = kept + (padded(n) / WIRE_ROW + 7) / 8 < n ? WIRE_MODE_ROWS : WIRE_MODE_RAW;
-		}
-		if (i == 0 && got && d->octave && (h->fixed | 1) != all && !outside)
+		p += put_plane(j, k, w, i, plane[i], i ? count : m, i ? 0 : outside, p, &mode);
+		head |= mode << 2 * i;
+		if (i == 0 && mode == WIRE_MODE_CODED && d->octave && (h->fixed | 1) != all && !outside)
 			count -= prune_zeros(h, k, plane, d->nbytes, m);
 	}
 	if (count < m)
 		head |= WIRE_REGION_PRUNED;
-	for (int i = 0; i < d->nbytes; i++)
-		if (mode[i] == WIRE_MODE_RAW) {
-			memcpy(p, plane[i], i ? count : m);
-			p += i ? count : m;
-		}
-	for (int i = 0; i < d->nbytes; i++)
-		if (mode[i] == WIRE_MODE_ROWS)
-			p = put_rows(k, plane[i], i ? count : m, p);
-	for (int i = 0; i < d->nbytes; i++) {
-		if (mode[i] == WIRE_MODE_CONSTANT)
-			*p++ = (i ? count : m) ? plane[i][0] : 0;
-		if (mode[i] > 0)
-			head |= (uint32_t)mode[i] << 2 * i;
-	}
 	store32(w->region, head);
-	size = (uint64_t)(p - w->region) + nescapes;
-	gap = ALIGN8(size) - size;
-	memset(p, 0, gap);
-	p += gap;
-	for (uint64_t i = 0; i < nescapes; i++)
-		p[i] = w->escapes[nescapes - 1 - i];
-	return size + gap;
+	for (size = (uint64_t)(p - w->region); size % WIRE_ALIGN; size++)
+		*p++ = 0;
+	return size;
 }

@@ -142,9 +142,7 @@ codec_status rows_decode_block(const struct job *j, const struct kernels *k, con
 		if (end - at < p.nscales + 4)
 			BAD(at, end - at, p.nscales + 4);
 		TRY(decode_bytes(j, k, w, &c, ncodes, &codes, f));
-		for (uint64_t i = c.at; i < c.end; i++)
-			if (c.end - c.at >= WIRE_ALIGN || frame[i])
-				BAD(i, frame[i], 0);
+		TRY(close_region(&c, f));
 	} else {
 		if (end - at != ALIGN8(p.nscales + ncodes))
 			BAD(at, end - at, ALIGN8(p.nscales + ncodes));

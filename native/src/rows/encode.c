@@ -130,7 +130,6 @@ codec_status rows_encode_block(const struct job *j, const struct kernels *k, con
 			return CODEC_SHORT_OUTPUT;
 		dst = w->region; /* it may come out smaller */
 	}
-	w->nescapes = 0;
 	if (rows_entropy(&j->h)) {
 		TRY(encode_codes(j, k, at.part, src, at.first, at.n, w, dst, w->plane[0]));
 		size = at.nscales + encode_bytes(j, k, w, ncodes, dst + at.nscales);
@@ -138,9 +137,7 @@ codec_status rows_encode_block(const struct job *j, const struct kernels *k, con
 	} else {
 		TRY(encode_codes(j, k, at.part, src, at.first, at.n, w, dst, dst + at.nscales));
 	}
-	memset(dst + size - w->nescapes, 0, *nbytes - size);
-	for (uint64_t i = 0; i < w->nescapes; i++) /* at the region's end, downwards */
-		dst[*nbytes - 1 - i] = w->escapes[i];
+	memset(dst + size, 0, *nbytes - size);
 	if (*nbytes > room)
 		return CODEC_SHORT_OUTPUT;
 	if (dst == w->region)

@@ -14,7 +14,7 @@ static codec_status read_symbols(const struct job *j, const struct kernels *k, u
 	case WIRE_MODE_CODED:
 		TRY(decode_plane(j->lookup, k, w, c, m, w->symbol, f));
 		if (!joint)
-			TRY(read_escapes(w->top[0].escaped, c, w->symbol, m, f));
+			TRY(read_literals(w->top[0].escaped, c, w->symbol, m, f));
 		break;
 	case WIRE_MODE_RAW:
 		if (joint || c->end - c->at < m)
@@ -35,16 +35,12 @@ static codec_status read_symbols(const struct job *j, const struct kernels *k, u
 	}
 	k->pairs_of(w->symbol, m, (int)base, w->exponent);
 	if (mode == WIRE_MODE_CODED) {
+		TRY(read_wide_literals(w->top[0].escaped, c, w->exponent, m, f));
 		FOR_ESCAPED (i, w->top[0].escaped, m) {
-			uint16_t pair;
+			uint16_t pair = w->exponent[i];
 
-			if (c->end - c->at < 2)
-				BAD(c->end, c->end - c->at, 2);
-			c->end -= 2;
-			pair = (uint16_t)(c->frame[c->end + 1] | c->frame[c->end] << 8);
 			if ((pair && pair < 4) || pair >> 2 > last)
-				BAD(c->end, pair, 4);
-			w->exponent[i] = pair;
+				BAD(c->at, pair, 4);
 			w->symbol[i] = 0; /* whatever the escape was */
 		}
 	}
@@ -209,11 +205,7 @@ codec_status truncate_decode_block(const struct job *j, const struct kernels *k,
 	raise_exponents(j, k, &q, first, m, w);
 	TRY(read_levels(j, k, with, &q, &c, digest, first, m, w, f));
 	TRY(read_pieces(k, &q, &c, head, m, !values, w, f));
-	if (c.end - c.at >= WIRE_ALIGN)
-		BAD(c.at, c.end - c.at, WIRE_ALIGN - 1);
-	for (; c.at < c.end; c.at++)
-		if (frame[c.at])
-			BAD(c.at, frame[c.at], 0);
+	TRY(close_region(&c, f));
 	if (!values)
 		return CODEC_OK;
 	put_together(k, &q, m, w);

@@ -1,7 +1,7 @@
 /* encode.c - a block of values to its region: symbols, levels, pieces of mantissas.
  *
  * Region: head (u32), with shared levels a digest (u32), the symbols' plane, with mode plane the levels, then the
- * pieces of sign and mantissa, from the top; a gap of less than 8 zero bytes; escapes, read downwards from the end.
+ * pieces of sign and mantissa, from the top; fewer than 8 zero bytes.
  */
 #include "truncate.h"
 
@@ -156,16 +156,44 @@ static uint8_t *put_pieces(const struct kernels *k, const struct truncate_kind *
 	return p;
 }
 
+/* The symbols of a block, in the mode that serves them best, to p. Returns the bytes stored. */
+static uint64_t put_symbols(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t first,
+			    uint64_t m, struct work *w, uint8_t *p, uint32_t *head)
+{
+	uint64_t outside = symbols(j, k, q, first, m, w, w->plane[0]), got;
+	struct literals from = {.byte = w->plane[0]};
+	uint64_t most = m - 1;
+
+	if (is_constant(w->plane[0], m) && !outside) {
+		*head = WIRE_MODE_CONSTANT;
+		*p = w->plane[0][0];
+		return 1;
+	}
+	for (uint64_t i = 0; outside && i < m; i++)
+		if (w->exponent[i] && !w->plane[0][i])
+			w->plane[0][i] = j->codes->escape;
+	if (j->h.variant == WIRE_LEVELS_CODED) { /* which are never raw */
+		from.wide = w->exponent;
+		most = UINT64_MAX;
+	}
+	*head = WIRE_MODE_CODED;
+	got = encode_plane(j->codes, k, w, w->plane[0], m, from, most, p);
+	if (got)
+		return got;
+	*head = WIRE_MODE_RAW;
+	memcpy(p, w->plane[0], m);
+	return m;
+}
+
 /* Fill w->region; w->patterns are the values a decoder will see. */
 codec_status truncate_encode_block(const struct job *j, const struct kernels *k, const codec_context *with,
 				   const codec_tensor *src, uint64_t b, struct work *w, uint64_t *nbytes)
 {
-	uint64_t first = b * j->h.block, m = MIN(j->h.block, j->h.n - first), nescapes = 0, outside, got = 0, size, gap;
+	uint64_t first = b * j->h.block, m = MIN(j->h.block, j->h.n - first), got;
 	uint64_t count[TRUNCATE_PIECES] = {0};
-	int joint = j->h.variant == WIRE_LEVELS_CODED;
 	struct truncate_kind q;
 	uint8_t *p = w->region + 4;
-	uint32_t head = WIRE_MODE_CONSTANT;
+	uint32_t head;
 
 	truncate_kind_of(&j->h, &q);
 	w->ahead.count = 0;
@@ -179,21 +207,7 @@ codec_status truncate_encode_block(const struct job *j, const struct kernels *k,
 		store32(p, (uint32_t)k->digest(w->ea, m, TRUNCATE_DIGEST));
 		p += 4;
 	}
-	outside = symbols(j, k, &q, first, m, w, w->plane[0]);
-	if (is_constant(w->plane[0], m) && !outside) {
-		*p++ = w->plane[0][0];
-	} else {
-		memcpy(w->symbol, w->plane[0], m);
-		for (uint64_t i = 0; outside && i < m; i++)
-			if (w->exponent[i] && !w->symbol[i])
-				w->symbol[i] = j->codes->escape;
-		got = encode_plane(j->codes, k, w, w->symbol, m, w->plane[0], joint ? w->exponent : NULL,
-				   joint ? UINT64_MAX : m, p, w->escapes, &nescapes);
-		head = got ? WIRE_MODE_CODED : WIRE_MODE_RAW;
-		if (!got)
-			memcpy(p, w->plane[0], got = m);
-		p += got;
-	}
+	p += put_symbols(j, k, &q, first, m, w, p, &head);
 	if (j->h.variant == WIRE_LEVELS_PLANE) {
 		k->levels_of(&q, w->drop, m, w->symbol);
 		got = k->prune(w->e, 1, w->symbol, m, w->symbol);
@@ -202,13 +216,8 @@ codec_status truncate_encode_block(const struct job *j, const struct kernels *k,
 	}
 	p = put_pieces(k, &q, w, m, count, p, &head);
 	store32(w->region, head);
-	size = (uint64_t)(p - w->region) + nescapes;
-	gap = ALIGN8(size) - size;
-	memset(p, 0, gap);
-	p += gap;
-	for (uint64_t i = 0; i < nescapes; i++)
-		p[i] = w->escapes[nescapes - 1 - i];
-	*nbytes = size + gap;
+	for (*nbytes = (uint64_t)(p - w->region); *nbytes % WIRE_ALIGN; ++*nbytes)
+		*p++ = 0;
 	return CODEC_OK;
 }
 
