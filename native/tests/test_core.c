@@ -139,6 +139,121 @@ static void test_books(void **unused)
 	}
 }
 
+#define LANES_ROWS 40
+#define LANES_WORDS (WIRE_ROW / 4 * LANES_ROWS + WIRE_LANES)
+
+struct coded {
+	uint8_t symbol[WIRE_ROW * LANES_ROWS];
+	uint32_t escaped[4 * LANES_ROWS];
+	int good;
+};
+
+static void decode_with(const struct kernels *k, const book_lookup *book, const uint8_t *words, size_t nwords,
+			const lanes *start, size_t rows, int count, struct symbol_pairs *pairs, struct coded *out)
+{
+	lanes state[2] = {*start, *start};
+	struct stream s[2];
+	const struct ahead ahead = {0};
+
+	for (int i = 0; i < count; i++)
+		s[i] = (struct stream){words, nwords, state + i, out[i].symbol, out[i].escaped, pairs, 0};
+	k->decode_lanes(book, s, count == 2 ? s + 1 : NULL, rows, &ahead);
+	for (int i = 0; i < count; i++)
+		out[i].good = s[i].good;
+}
+
+/* Every instruction set codes to the same words, and says the same of any words, whatever the book. */
+static void test_lanes(void **unused)
+{
+	struct symbol_pairs *pairs = malloc(sizeof *pairs);
+	uint64_t refused = 0;
+
+	(void)unused;
+	for (int round = 0; round < 3000; round++) {
+		const int spread = 1 + (int)(next_random() % (round % 2 ? 256 : 12)), cap = 2 + round % 7;
+		const size_t rows = 1 + next_random() % LANES_ROWS;
+		static uint32_t room[LANES_WORDS + 2 * LANES_SLACK], first_room[LANES_WORDS + 2 * LANES_SLACK];
+		static struct coded plain, got[2];
+		uint32_t counts[256] = {0}, escaped[4 * LANES_ROWS], *words = NULL;
+		uint8_t symbol[WIRE_ROW * LANES_ROWS];
+		const struct ahead ahead = {0};
+		lanes last, first_last;
+		book_lookup lookup;
+		book_codes codes;
+		struct guarded at;
+		size_t nwords = 0;
+		codebook book;
+
+		for (int i = 0; i < spread; i++)
+			counts[next_random() & 255] += (uint32_t)(next_random() >> (next_random() % 32 + 32));
+		book_from_counts(&book, counts, cap);
+		book_to_codes(&book, &codes);
+		book_to_lookup(&book, &lookup);
+		for (size_t i = 0; i < WIRE_ROW * rows; i++) /* as probable as their codes, but for a few */
+			symbol[i] = next_random() % 400 ? lookup.symbol[next_random() & 255] : (uint8_t)next_random();
+		for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
+			codec_context with = {.struct_nbytes = sizeof with, .isa = 1 + isa};
+			uint32_t *end = room + LANES_WORDS + LANES_SLACK, *first;
+
+			if (!codec_isa_usable(isa))
+				continue;
+			first = kernels_for(&with)->encode_lanes(&codes, symbol, rows, end, &last, escaped, &ahead);
+			if (isa == 0) {
+				nwords = (size_t)(end - first);
+				words = memcpy(first_room, first, 4 * nwords);
+				first_last = last;
+			}
+			assert_int_equal(end - first, nwords);
+			assert_memory_equal(first, words, 4 * nwords);
+			assert_memory_equal(&last, &first_last, sizeof last);
+		}
+		for (int l = 0; l < WIRE_LANES; l++) {
+			uint32_t t = first_last.tail[l];
+			uint64_t lane = (uint64_t)first_last.part[l] << 32 | first_last.word[l];
+
+			last.word[l] = (uint32_t)(lane >> t);
+			last.part[l] = t ? (uint32_t)lane << (32 - t) : 0;
+			last.tail[l] = t;
+		}
+		if (round % 3 == 1 && nwords)
+			words[next_random() % nwords] ^= 1u << next_random() % 32;
+		if (round % 3 == 2)
+			nwords = nwords < 40 ? 0 : nwords - next_random() % 40;
+		at = guard(4 * nwords);
+		for (size_t i = 0; i < nwords; i++)
+			store32(at.p + 4 * i, words[i]);
+		pairs->of = NULL;
+		for (uint32_t isa = 0; codec_isa_name(isa); isa++)
+			for (int count = 1; count <= 2; count++) {
+				codec_context with = {.struct_nbytes = sizeof with, .isa = 1 + isa};
+
+				if (!codec_isa_usable(isa))
+					continue;
+				decode_with(kernels_for(&with), &lookup, at.p, nwords, &last, rows, count, pairs, got);
+				if (isa == 0 && count == 1)
+					plain = *got;
+				for (int i = 0; i < count; i++) {
+					assert_memory_equal(got[i].symbol, plain.symbol, WIRE_ROW * rows);
+					assert_memory_equal(got[i].escaped, plain.escaped, 16 * rows);
+					assert_int_equal(got[i].good, plain.good);
+				}
+			}
+		refused += !plain.good;
+		if (round % 3 == 0) {
+			assert_true(plain.good);
+			for (size_t i = 0; i < WIRE_ROW * rows; i++) {
+				int has = book.length[symbol[i]] != 0;
+
+				assert_int_equal(plain.symbol[i], has ? symbol[i] : lookup.escape);
+				assert_int_equal(plain.escaped[i / 32] >> i % 32 & 1, !has);
+			}
+		}
+		unguard(at);
+	}
+	assert_true(refused > 500);
+	free(pairs);
+}
+
 static const uint32_t ALL_DTYPES[] = {CODEC_FLOAT32, CODEC_FLOAT64, CODEC_BFLOAT16, CODEC_FLOAT16,
 				      CODEC_UINT8,   CODEC_INT16,   CODEC_INT32,    CODEC_INT64};
 
@@ -458,15 +573,11 @@ static void test_steps(void **unused)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_tables),
-		cmocka_unit_test(test_bits),
-		cmocka_unit_test(test_books),
-		cmocka_unit_test(test_guard_pages),
-		cmocka_unit_test(test_noise_without_checksum),
-		cmocka_unit_test(test_stack),
-		cmocka_unit_test(test_threads),
-		cmocka_unit_test(test_environment),
-		cmocka_unit_test(test_arguments),
+		cmocka_unit_test(test_tables),      cmocka_unit_test(test_bits),
+		cmocka_unit_test(test_books),       cmocka_unit_test(test_lanes),
+		cmocka_unit_test(test_guard_pages), cmocka_unit_test(test_noise_without_checksum),
+		cmocka_unit_test(test_stack),       cmocka_unit_test(test_threads),
+		cmocka_unit_test(test_environment), cmocka_unit_test(test_arguments),
 		cmocka_unit_test(test_steps),
 	};
 

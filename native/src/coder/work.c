@@ -56,8 +56,8 @@ uint64_t work_nbytes(const struct header *h)
 
 	uint64_t cuts = h->codec == CODEC_TRUNCATE ? 6 * m + 9 * (m + 64) + 64 : 0;
 
-	return rows + cuts + 64 + 2 * (sizeof(lanes) + m / 8 + m + 64 + 16) + 4 * words_room(m) +
-	       (uint64_t)(d->nbytes + 1) * (m + 64) + 2 * MIN(m, OFFSETS) + 64 +
+	return rows + cuts + 64 + sizeof(struct symbol_pairs) + 2 * (sizeof(lanes) + m / 8 + m + 64 + 16) +
+	       4 * words_room(m) + (uint64_t)(d->nbytes + 1) * (m + 64) + 2 * MIN(m, OFFSETS) + 64 +
 	       (d->form == FORM_FLOAT8 ? 2 * m + 64 : 0) + region_buffer(h, d, m) + 64;
 }
 
@@ -80,6 +80,8 @@ void work_place(const struct header *h, void *memory, struct work *w)
 		w->top[i].escaped = take(&p, m / 8);
 		w->top[i].symbol = take(&p, m + 64);
 	}
+	w->top[0].pairs = w->top[1].pairs = take(&p, sizeof(struct symbol_pairs));
+	w->top[0].pairs->of = NULL;
 	w->words = take(&p, 4 * words_room(m));
 	w->words_end = w->words + words_room(m) - 16;
 	w->plane[0] = w->top[0].symbol;

@@ -106,6 +106,16 @@ struct ahead {
 /* Words that a kernel may write below, or read above, what it was given. */
 #define LANES_SLACK 48
 
+/*
+ * What comes of the next PAIR_BITS bits of a lane, two symbols at once: for loops that look up in memory. Lies in one
+ * thread's buffers, and is made anew when another book comes; whoever places it says that it was made of none.
+ */
+#define PAIR_BITS 12
+struct symbol_pairs {
+	const book_lookup *of; /* NULL: none */
+	uint32_t at[1 << PAIR_BITS];
+};
+
 /* A plane to be decoded: nwords words at any address, zeros follow the last one. */
 struct stream {
 	const uint8_t *words;
@@ -113,7 +123,8 @@ struct stream {
 	lanes *state;
 	uint8_t *symbol;
 	uint32_t *escaped; /* bit i: symbol i is the book's escape */
-	int good;          /* every word was taken and every lane ended on 32 zero bits */
+	struct symbol_pairs *pairs;
+	int good; /* every word was taken and every lane ended on 32 zero bits */
 };
 
 #define COLUMNS 512

@@ -48,67 +48,170 @@ static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, siz
 	return end;
 }
 
+/* A stream's words, then zeros. */
+struct source {
+	const uint8_t *p, *end;
+	uint8_t last[4 * 2 * WIRE_LANES];
+	int in_last;
+};
+
+/* A row takes at most 32 words. */
+static inline void source_row(struct source *w)
+{
+	if (__builtin_expect(w->end - w->p >= 4 * WIRE_LANES, 1))
+		return;
+	if (!w->in_last) {
+		size_t left = (size_t)(w->end - w->p);
+
+		memset(w->last, 0, sizeof w->last);
+		memcpy(w->last, w->p, left);
+		w->p = w->last;
+		w->end = w->p + left;
+		w->in_last = 1;
+	}
+	w->p = w->p > w->end ? w->end : w->p; /* zeros from here on */
+}
+
+/*
+ * A lane is 64 bits and how many of them are used up, less one: 0 to 31. After a quad of n bits more: a word follows if
+ * that leaves fewer than 32.
+ */
+#define TAKE(x, n, used, p)                                                                                            \
+	do {                                                                                                           \
+		uint32_t used_ = (used) + (n), due_ = used_ >> 5 & 1;                                                  \
+                                                                                                                       \
+		(used) = used_ &= 31;                                                                                  \
+		(x) |= (uint64_t)(load32(p) & (0 - due_)) << 1 << used_;                                               \
+		(p) += 4 * due_;                                                                                       \
+	} while (0)
+
+/*
+ * An entry of pairs: first symbol << 16 | second << 24 | bits of both. Of pairs longer than PAIR_BITS only the first
+ * symbol is known, and PAIR_LONG is set.
+ */
+#define PAIR_LONG 64u
+#define PAIRS_ROWS 24 /* fewer are not worth a table */
+
+static void pairs_make(const book_lookup *book, struct symbol_pairs *pairs)
+{
+	uint32_t *at = pairs->at;
+
+	for (uint32_t i = 0, last = 0; i < 256;) {
+		uint32_t l = book->length[i], r = PAIR_BITS - l, n = 1u << r;
+		uint32_t first = (uint32_t)book->symbol[i] << 16;
+
+		if (l == last) { /* as under the code before, which is as long */
+			uint32_t more = first - ((uint32_t)book->symbol[i - 1] << 16);
+
+			for (uint32_t j = 0; j < n; j++)
+				at[j] = at[(ptrdiff_t)j - (ptrdiff_t)n] + more;
+		} else {
+			for (uint32_t j = 0; j < n; j++) {
+				uint32_t k = r < 8 ? j << (8 - r) : j >> (r - 8), m = book->length[k];
+
+				at[j] = first + l + (m > r ? PAIR_LONG : (uint32_t)book->symbol[k] << 24 | m);
+			}
+		}
+		last = l;
+		at += n;
+		i += 256u >> l;
+	}
+	pairs->of = book;
+}
+
+/* The quad on top of *x, first symbol lowest, one by one; *x moves past it, *n is its bits. */
+static inline uint32_t quad_of(const book_lookup *book, uint64_t *x, uint32_t *n)
+{
+	uint32_t quad = 0;
+
+	*n = 0;
+	for (int i = 0; i < 4; i++) {
+		uint32_t k = (uint32_t)(*x >> 56), l = book->length[k];
+
+		quad |= (uint32_t)book->symbol[k] << 8 * i;
+		*x <<= l;
+		*n += l;
+	}
+	return quad;
+}
+
+/* pair: NULL if there are none. */
+static inline void decode_quad_rows(const book_lookup *book, const uint32_t *pair, struct source *w, uint64_t *bits,
+				    uint32_t *used, size_t rows, uint8_t *symbol)
+{
+	for (; rows > 0; rows--, symbol += WIRE_ROW) {
+		const uint8_t *p;
+
+		source_row(w);
+		p = w->p;
+		for (int l = 0; l < WIRE_LANES; l++) {
+			uint64_t x = bits[l], y = x;
+			uint32_t quad = 0, n = PAIR_LONG;
+
+			if (pair) {
+				uint32_t a = pair[x >> (64 - PAIR_BITS)], b;
+
+				y = x << (a & 63);
+				b = pair[y >> (64 - PAIR_BITS)];
+				y <<= b & 63;
+				n = a + b;
+				quad = a >> 16 | (b & 0xffff0000);
+			}
+			if (__builtin_expect(n & (3 * PAIR_LONG), 0)) { /* one of the pairs is, or both */
+				y = x;
+				quad = quad_of(book, &y, &n);
+			}
+			TAKE(y, n, used[l], p);
+			bits[l] = y;
+			store32(symbol + 4 * l, quad);
+		}
+		w->p = p;
+	}
+}
+
+/* Bit i: byte i of p[0..31] is v. */
+static inline uint32_t equal_bytes(const uint8_t *p, uint8_t v)
+{
+	const uint64_t low = 0x7f7f7f7f7f7f7f7full;
+	uint32_t mask = 0;
+
+	for (int i = 0; i < 4; i++) {
+		uint64_t d = load64(p + 8 * i) ^ 0x0101010101010101ull * v;
+		uint64_t is = ~(((d & low) + low) | d | low) >> 7; /* 1 in bytes that are 0 */
+
+		mask |= (uint32_t)(is * 0x0102040810204080ull >> 56) << 8 * i;
+	}
+	return mask;
+}
+
 static void decode_stream(const book_lookup *book, struct stream *s, size_t rows)
 {
-	const uint8_t *p = s->words, *end = p + 4 * s->nwords;
-	uint8_t last[4 * 2 * WIRE_LANES];
+	struct source w = {.p = s->words, .end = s->words + 4 * s->nwords};
 	uint64_t bits[WIRE_LANES], all = 0;
-	uint32_t nbits[WIRE_LANES];
-	uint16_t next[256]; /* symbol | length << 8 */
-	int in_last = 0;
+	uint32_t used[WIRE_LANES];
 
-	for (int i = 0; i < 256; i++)
-		next[i] = (uint16_t)(book->symbol[i] | book->length[i] << 8);
 	for (int l = 0; l < WIRE_LANES; l++) {
 		bits[l] = (uint64_t)s->state->word[l] << 32 | s->state->part[l];
-		nbits[l] = 32 + s->state->tail[l];
+		used[l] = 31 - s->state->tail[l];
 	}
+	if (s->pairs->of != book && rows >= PAIRS_ROWS)
+		pairs_make(book, s->pairs);
+	if (s->pairs->of == book)
+		decode_quad_rows(book, s->pairs->at, &w, bits, used, rows, s->symbol);
+	else
+		decode_quad_rows(book, NULL, &w, bits, used, rows, s->symbol);
 	for (size_t r = 0; r < rows; r++) {
-		if (__builtin_expect(end - p < 4 * WIRE_LANES, 0)) {
-			if (!in_last) {
-				size_t left = (size_t)(end - p);
+		const uint8_t *row = s->symbol + WIRE_ROW * r, escape = book->escape;
+		uint8_t any = 0;
 
-				memset(last, 0, sizeof last);
-				memcpy(last, p, left);
-				p = last;
-				end = p + left;
-				in_last = 1;
-			}
-			p = p > end ? end : p; /* zeros from here on */
-		}
-		for (int l = 0; l < WIRE_LANES; l++) {
-			uint64_t x = bits[l];
-			uint32_t a, b, c, d, n, have, due;
-
-			a = next[x >> 56];
-			x <<= a >> 8;
-			b = next[x >> 56];
-			x <<= b >> 8;
-			c = next[x >> 56];
-			x <<= c >> 8;
-			d = next[x >> 56];
-			x <<= d >> 8;
-			n = (a >> 8) + (b >> 8) + (c >> 8) + (d >> 8);
-			have = nbits[l] - n;
-			due = have < 32;
-			x |= (uint64_t)(load32(p) & (0 - due)) << ((32 - have) & 63);
-			p += 4 * due;
-			bits[l] = x;
-			nbits[l] = have + 32 * due;
-			store32(s->symbol + WIRE_ROW * r + 4 * l,
-				(a & 255) | (b & 255) << 8 | (c & 255) << 16 | (d & 255) << 24);
-		}
-	}
-	for (size_t i = 0; i < 4 * rows; i++) {
-		uint32_t m = 0;
-
-		for (int j = 0; j < 32; j++)
-			m |= (uint32_t)(s->symbol[32 * i + j] == book->escape) << j;
-		s->escaped[i] = m;
+		for (int i = 0; i < WIRE_ROW; i++)
+			any |= (uint8_t)(row[i] == escape);
+		for (int i = 0; i < WIRE_ROW / 32; i++)
+			s->escaped[4 * r + (size_t)i] = any ? equal_bytes(row + 32 * i, escape) : 0;
 	}
 	for (int l = 0; l < WIRE_LANES; l++)
-		all |= bits[l] | (nbits[l] ^ 32);
-	s->good = all == 0 && p >= end;
+		all |= bits[l] | (used[l] ^ 31);
+	s->good = all == 0 && w.p >= w.end;
 }
 
 static void decode_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
