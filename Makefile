@@ -118,6 +118,7 @@ bench: $(VENV)/test ctest
 	$(PY) bench/quality.py --plot docs/quality.png
 	$(PY) bench/peers.py --each --flat
 	build/native/coder
+	build/native/loops
 
 clean:
 	rm -rf build dist $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,271 @@
+/* loops.c - the loops of kernels.h by themselves, in cache: values per second for each instruction set, and the bytes
+ * of memcpy, in the same run. What a change of a loop is worth; the coder as the library uses it is coder.c's.
+ *
+ *   loops [NAME]    those whose name contains NAME
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "coder/model.h"
+#include "isa/cpu.h"
+
+#define N ((size_t)1 << WIRE_MAX_BLOCK_LOG2)
+#define WORDS (N / 2 + 2 * LANES_SLACK)
+#define MOST_ISAS 8
+
+/* Two blocks, as decoding takes them. */
+static struct fixture {
+	const struct kernels *k;
+	book_codes codes;
+	book_lookup lookup;
+	uint8_t values[4 * N], back[4 * N + 64], plane[4][N + 64], symbol[N + 64], decoded[2][N + 64];
+	uint8_t bytes[N + 64];
+	uint16_t offset[N], pattern[N];
+	int8_t cols[N];
+	uint32_t words[WORDS], escaped[2][N / 32], *first, x[N];
+	lanes state, start, scratch[2];
+	size_t nwords;
+	struct symbol_pairs pairs;
+	uint64_t sink;
+} f;
+
+static double now(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static uint32_t noise(void)
+{
+	static uint64_t s = 88172645463325252ull;
+
+	s ^= s << 13;
+	s ^= s >> 7;
+	s ^= s << 17;
+	return (uint32_t)(s >> 32);
+}
+
+static const struct ahead NOTHING;
+
+static void encode(void)
+{
+	f.first =
+		f.k->encode_lanes(&f.codes, f.symbol, N / WIRE_ROW, f.words + WORDS, &f.state, f.escaped[0], &NOTHING);
+}
+
+/* What the decoder is given: as encode_plane and open_plane do it. */
+static void begin(int spread)
+{
+	uint32_t counts[256] = {0};
+	codebook book;
+
+	for (size_t i = 0; i < N; i++) {
+		uint32_t top = noise() % 3, e = 127 - (uint32_t)__builtin_ctz(noise() | 1u << 20);
+
+		f.symbol[i] = (uint8_t)(spread ? noise() % 48 + noise() % 48 : top ? e : e + 1 - noise() % 2);
+		counts[f.symbol[i]]++;
+	}
+	book_from_counts(&book, counts, WIRE_MAX_CAP);
+	book_to_codes(&book, &f.codes);
+	book_to_lookup(&book, &f.lookup);
+	encode();
+	for (int l = 0; l < WIRE_LANES; l++) {
+		uint32_t t = f.state.tail[l];
+		uint64_t lane = (uint64_t)f.state.part[l] << 32 | f.state.word[l];
+
+		f.start.word[l] = (uint32_t)(lane >> t);
+		f.start.part[l] = t ? (uint32_t)lane << (32 - t) : 0;
+		f.start.tail[l] = t;
+	}
+	f.nwords = (size_t)(f.words + WORDS - f.first);
+}
+
+static void decode(int count)
+{
+	struct stream s[2];
+
+	for (int i = 0; i < count; i++) {
+		f.scratch[i] = f.start;
+		s[i] = (struct stream){(const uint8_t *)f.first, f.nwords, f.scratch + i, f.decoded[i], f.escaped[i],
+				       .pairs = &f.pairs};
+	}
+	f.k->decode_lanes(&f.lookup, s, count == 2 ? s + 1 : NULL, N / WIRE_ROW, &NOTHING);
+	if (!s[0].good || memcmp(f.decoded[0], f.symbol, 64))
+		exit(1);
+}
+
+static void decode_one(void)
+{
+	decode(1);
+}
+
+static void decode_two(void)
+{
+	decode(2);
+}
+
+/* In pieces of OFFSETS values, as blocks are. */
+#define IN_PIECES(width, call)                                                                                         \
+	for (size_t i = 0; i < N; i += OFFSETS) {                                                                      \
+		uint8_t *at[4] = {f.plane[0] + i, f.plane[1] + i, f.plane[2] + i, f.plane[3] + i};                     \
+		const uint8_t *from[4] = {at[0], at[1], at[2], at[3]};                                                 \
+		uint8_t *values = f.values + width * i, *back = f.back + width * i;                                    \
+                                                                                                                       \
+		(void)at, (void)from, (void)values, (void)back;                                                        \
+		call;                                                                                                  \
+	}
+#define LOOP(name, width, call)                                                                                        \
+	static void name(void)                                                                                         \
+	{                                                                                                              \
+		IN_PIECES(width, call)                                                                                 \
+	}
+LOOP(split_float2, 2, f.k->split[FORM_FLOAT2](values, OFFSETS, f.offset + i, at))
+LOOP(split_bytes2, 2, f.k->split[FORM_BYTES2](values, OFFSETS, NULL, at))
+LOOP(split_float4, 4, f.k->split[FORM_FLOAT4](values, OFFSETS, f.offset + i, at))
+LOOP(split_bytes4, 4, f.k->split[FORM_BYTES4](values, OFFSETS, NULL, at))
+LOOP(merge_float2, 2, f.k->merge[FORM_FLOAT2](from, OFFSETS, f.offset + i, back, 0))
+LOOP(merge_bytes2, 2, f.k->merge[FORM_BYTES2](from, OFFSETS, NULL, back, 0))
+LOOP(merge_float4, 4, f.k->merge[FORM_FLOAT4](from, OFFSETS, f.offset + i, back, 0))
+LOOP(merge_bytes4, 4, f.k->merge[FORM_BYTES4](from, OFFSETS, NULL, back, 0))
+LOOP(merge_float2_past, 2, f.k->merge[FORM_FLOAT2](from, OFFSETS, f.offset + i, back, 1))
+LOOP(merge_float4_past, 4, f.k->merge[FORM_FLOAT4](from, OFFSETS, f.offset + i, back, 1))
+LOOP(patterns_float2, 2, f.k->patterns[FORM_FLOAT2](values, OFFSETS, f.pattern + i))
+LOOP(patterns_float4, 4, f.k->patterns[FORM_FLOAT4](values, OFFSETS, f.pattern + i))
+LOOP(offsets, 1, f.k->offsets(f.cols + i, (int)(i % 97), 16, 128, OFFSETS, f.offset + i))
+LOOP(stream, 1, f.k->stream(back, values, OFFSETS))
+
+static void sum(void)
+{
+	uint32_t total, count;
+
+	f.k->sum(f.pattern, N, 128, &total, &count);
+	f.sink += total + count;
+}
+
+static void digest(void)
+{
+	f.sink += f.k->digest(f.values, N, 1);
+}
+
+static void halve(void)
+{
+	f.k->halve(f.plane[1], N, f.decoded[0], f.decoded[1]);
+}
+
+static void unhalve(void)
+{
+	f.k->unhalve(f.decoded[0], f.decoded[1], N);
+}
+
+static void rows(void)
+{
+	uint8_t bitmap[N / WIRE_ROW / 8];
+
+	f.sink += f.k->rows(f.plane[3], N, bitmap);
+}
+
+static void copy(void)
+{
+	memcpy(f.back, f.values, N);
+	__asm__ volatile("" ::"r"(f.back) : "memory");
+}
+
+static const struct {
+	const char *name;
+	void (*run)(void);
+	size_t count;
+} LOOPS[] = {
+	{"memcpy, a byte a value", copy, N},
+	{"encode_lanes", encode, N},
+	{"decode_lanes, one", decode_one, N},
+	{"decode_lanes, two", decode_two, 2 * N},
+	{"split float2", split_float2, N},
+	{"split bytes2", split_bytes2, N},
+	{"split float4", split_float4, N},
+	{"split bytes4", split_bytes4, N},
+	{"merge float2", merge_float2, N},
+	{"merge bytes2", merge_bytes2, N},
+	{"merge float4", merge_float4, N},
+	{"merge bytes4", merge_bytes4, N},
+	{"merge float2, past", merge_float2_past, N},
+	{"merge float4, past", merge_float4_past, N},
+	{"patterns float2", patterns_float2, N},
+	{"patterns float4", patterns_float4, N},
+	{"offsets", offsets, N},
+	{"sum", sum, N},
+	{"digest, a byte a value", digest, N},
+	{"halve", halve, N},
+	{"unhalve", unhalve, N},
+	{"rows", rows, N},
+	{"stream, a byte a value", stream, N},
+};
+
+/* Shortest time of a run, of several. */
+static double seconds(void (*run)(void))
+{
+	double best = 1e9;
+
+	for (int round = 0; round < 12; round++) {
+		double start = now(), t;
+
+		for (int i = 0; i < 20; i++)
+			run();
+		t = (now() - start) / 20;
+		best = MIN(best, t);
+	}
+	return best;
+}
+
+static void table(const char *only)
+{
+	double rate[sizeof LOOPS / sizeof *LOOPS][MOST_ISAS] = {{0}};
+
+	/* instruction sets in turn, so that noise meets all of them */
+	for (size_t i = 0; i < sizeof LOOPS / sizeof *LOOPS; i++)
+		for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
+			codec_context with = {.struct_nbytes = sizeof with, .isa = isa + 1};
+
+			f.k = kernels_for(&with);
+			f.pairs.of = NULL;
+			if (f.k && (!only || strstr(LOOPS[i].name, only)))
+				rate[i][isa] = (double)LOOPS[i].count / seconds(LOOPS[i].run) / 1e9;
+		}
+	printf("%-24s", "Gvalues/s");
+	for (uint32_t isa = 0; codec_isa_name(isa); isa++)
+		printf(" %8s", codec_isa_name(isa));
+	for (size_t i = 0; i < sizeof LOOPS / sizeof *LOOPS; i++) {
+		if (only && !strstr(LOOPS[i].name, only))
+			continue;
+		printf("\n%-24s", LOOPS[i].name);
+		for (uint32_t isa = 0; codec_isa_name(isa); isa++)
+			printf(" %8.2f", rate[i][isa]);
+	}
+	printf("\n");
+}
+
+int main(int argc, char **argv)
+{
+	codec_context with = {.struct_nbytes = sizeof with};
+
+	f.k = kernels_for(&with);
+	for (size_t i = 0; i < N; i++) {
+		uint32_t x = noise(), e = 120 + noise() % 9;
+
+		store32(f.values + 4 * i, (x & 0x807fffff) | e << 23);
+		f.cols[i] = (int8_t)(noise() % 16) - 8;
+		f.offset[i] = (uint16_t)(noise() % WIRE_CIRCLE(128));
+		for (int p = 0; p < 4; p++)
+			f.plane[p][i] = (uint8_t)noise();
+	}
+	begin(0);
+	table(argc > 1 ? argv[1] : NULL);
+	if (argc > 1 && !strstr("lanes", argv[1]))
+		return 0;
+	printf("\nsymbols of 6.3 bits\n");
+	begin(1);
+	table("lanes");
+	return 0;
+}
