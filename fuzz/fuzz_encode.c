@@ -592,7 +592,8 @@ static void check_encoder(struct task *k)
 	}
 	if (k->expected != UNKNOWN && first.status != k->expected)
 		CHECK((k->nonfinite && first.status == CODEC_NONFINITE) ||
-			      (k->scaled && (first.status == CODEC_BAD_SCALE || first.status == CODEC_BAD_SPEC)),
+			      (k->scaled && (first.status == CODEC_BAD_SCALE || first.status == CODEC_ROUNDED_SCALE ||
+					     first.status == CODEC_BAD_SPEC)),
 		      first.status, k->expected);
 	if (first.status == CODEC_OK) {
 		check_values(k, &first);

@@ -70,6 +70,7 @@ typedef enum codec_status {
 	CODEC_SHAPE_MISMATCH = 16,   /* the destination's shape or dtype is not the frame's */
 	CODEC_NONFINITE = 17,        /* the tensor holds NaN or Inf, and the codec cannot say so */
 	CODEC_BAD_SCALE = 18,        /* a scale was given that is smaller than a value */
+	CODEC_ROUNDED_SCALE = 19,    /* a scale was given that is 0 or Inf in the tensor's dtype */
 	CODEC_SHORT_OUTPUT = 20,     /* the frame does not fit capacity */
 	CODEC_SHORT_SCRATCH = 21,    /* scratch is smaller than codec_scratch said */
 	CODEC_TRUNCATED = 30,        /* fewer bytes than a header, or than the header says */
@@ -116,6 +117,10 @@ typedef enum codec_dtype {
 
 /* Bytes an element, or 0 for a number that is not a dtype. */
 CODEC_API uint32_t codec_dtype_nbytes(uint32_t dtype);
+
+/* TRUNCATE's dtypes: bits of the mantissa, and how many of them a level of 0 to 3 drops. 0 for all others. */
+CODEC_API uint32_t codec_mantissa_bits(uint32_t dtype);
+CODEC_API uint32_t codec_level_bits(uint32_t dtype, uint32_t level);
 
 /* A C-contiguous tensor in the machine's byte order, at any address. */
 typedef struct codec_tensor {
@@ -331,6 +336,8 @@ typedef struct codec_info {
 	uint64_t codebook_id;  /* 0: the frame carries its own */
 	uint64_t nsegments;    /* of the scale model; 0: none */
 	codec_fault fault;     /* filled in when the status is 30 or more */
+	uint32_t clipped;      /* TERNARY: 1 if magnitudes were limited; how far, a frame does not say */
+	uint32_t reserved;
 } codec_info;
 
 /*
@@ -387,6 +394,14 @@ CODEC_API codec_status codec_codebook_build(const codec_spec *spec, uint32_t dty
 
 /* CODEC_OK if it is one that encoding takes: code lengths with a Kraft sum of 1, and the id that they have. */
 CODEC_API codec_status codec_codebook_check(const codec_codebook *book);
+
+/*
+ * A codebook as bytes, to keep or to send: its id, symbols and code lengths, at most CODEC_CODEBOOK_NBYTES. Unpacking
+ * takes all nbytes or none, and only what packing writes: anything else is CODEC_BAD_CODEBOOK.
+ */
+#define CODEC_CODEBOOK_NBYTES 140
+CODEC_API codec_status codec_codebook_pack(const codec_codebook *book, void *dst, size_t capacity, size_t *written);
+CODEC_API codec_status codec_codebook_unpack(const void *src, size_t nbytes, codec_codebook *book);
 
 /*
  * Add to counts[256] how often each symbol occurs in the sample that codec_encode would take of src, under the scale

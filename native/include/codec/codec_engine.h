@@ -28,11 +28,18 @@ typedef struct codec_plan {
 	uint64_t region_bound; /* most bytes that one block's region takes */
 	uint64_t regions_at;   /* first byte of the frame that belongs to regions */
 	uint64_t nscans;       /* encode: pieces to be scanned before codec_encode_start; 0: skip both */
+	uint64_t room;         /* encode: bytes a block to lay ranges out by, see codec_encode_blocks */
 } codec_plan;
 
 /* Sizes of a job for a tensor like this one. */
 CODEC_API codec_status codec_job_nbytes(const codec_spec *spec, const codec_tensor *like, size_t *job_nbytes,
 					size_t *work_nbytes);
+
+/*
+ * A capacity that leaves room between the regions of ranges that are encoded side by side. With less, down to
+ * codec_bound, more tensors must be encoded by one thread.
+ */
+CODEC_API codec_status codec_encode_room(const codec_spec *spec, const codec_tensor *like, size_t *nbytes);
 
 /*
  * Sample src, choose model and codebooks, and write the side section; or, if there are pieces to be scanned, leave that
@@ -58,6 +65,10 @@ CODEC_API codec_status codec_encode_start(const codec_tensor *src, void *dst, si
  * Encode blocks [first, first + count) into regions from byte `at` of dst on, as far as capacity allows. `at` is a
  * multiple of 8, at least plan->regions_at; ranges of blocks must get bytes that do not overlap:
  * count * plan->region_bound is enough for a range. *end is where the range's last region ends.
+ *
+ * If that is more than there is, a range from plan->regions_at + first * plan->room on, ended where the next one
+ * begins, fits but for rare tensors: CODEC_SHORT_OUTPUT then, and codec_encode does it. Where plan->room is 0 that is
+ * to be done from the beginning.
  */
 CODEC_API codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capacity,
 					   const codec_context *with, const void *job, uint64_t first, uint64_t count,
@@ -109,8 +120,8 @@ CODEC_API codec_status codec_reduce_blocks(const void *const *frames, const size
  * rest is for whoever decodes: to compare the destination, the directory and what fixed planes end in; to check blocks
  * and to close with the seals of blocks plus the directory's digest (stored: that of the values as block 0).
  */
-CODEC_API codec_status codec_decode_plan(const void *head, size_t head_nbytes, size_t nbytes,
-					 const codec_context *with, void *job, size_t job_nbytes, codec_plan *plan);
+CODEC_API codec_status codec_decode_plan(const void *head, size_t head_nbytes, size_t nbytes, const codec_context *with,
+					 void *job, size_t job_nbytes, codec_plan *plan);
 
 /* `seal` is the sum of what codec_decode_blocks gave: is it the frame's checksum? */
 CODEC_API codec_status codec_decode_close(const codec_context *with, const void *job, uint64_t seal);

@@ -60,6 +60,46 @@ codec_status codebook_load(const codec_codebook *c, const struct header *h, code
 	return c->symbols == codebook_symbols(h) ? CODEC_OK : CODEC_BAD_CODEBOOK;
 }
 
+/* Bytes: id | what its symbols are | lengths as in a frame's side section */
+codec_status codec_codebook_pack(const codec_codebook *book, void *dst, size_t capacity, size_t *written)
+{
+	uint8_t image[CODEC_CODEBOOK_NBYTES];
+	size_t nbytes;
+	codebook b;
+
+	if (!book || !written || (!dst && capacity))
+		return CODEC_BAD_ARGUMENT;
+	*written = 0;
+	TRY(book_load(book, &b));
+	store64(image, book->id);
+	image[8] = book->symbols;
+	nbytes = 9 + (size_t)book_pack(&b, image + 9);
+	if (nbytes > capacity)
+		return CODEC_SHORT_OUTPUT;
+	memcpy(dst, image, nbytes);
+	*written = nbytes;
+	return CODEC_OK;
+}
+
+codec_status codec_codebook_unpack(const void *src, size_t nbytes, codec_codebook *book)
+{
+	const uint8_t *p = src;
+	codec_codebook out = {0};
+	codebook b;
+
+	if (!book || (!p && nbytes))
+		return CODEC_BAD_ARGUMENT;
+	if (nbytes < 9 || (size_t)book_unpack(&b, p + 9, nbytes - 9) != nbytes - 9)
+		return CODEC_BAD_CODEBOOK;
+	out.id = load64(p);
+	out.symbols = p[8];
+	memcpy(out.length, b.length, 256);
+	out.escape_length = b.length[WIRE_ESCAPE];
+	TRY(book_load(&out, &b));
+	*book = out;
+	return CODEC_OK;
+}
+
 codec_status codec_codebook_build(const codec_spec *spec, uint32_t dtype, const uint64_t counts[256],
 				  codec_codebook *out)
 {

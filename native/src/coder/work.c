@@ -140,3 +140,15 @@ uint64_t region_bound(const struct job *j)
 			nbytes += literal_nbytes(d, p) == 2 ? coded_bound(m, 2) : m;
 	return ALIGN8(nbytes);
 }
+
+/*
+ * Most of what regions take beyond their values, with side section and directory, while ranges of blocks leave gaps
+ * between each other. TRUNCATE's bound is larger, but its regions are hardly ever larger than their values.
+ */
+uint64_t region_gaps(const struct header *h)
+{
+	const struct dtype *d = dtype_of(h->dtype);
+	uint64_t gaps = ((h->n >> WIRE_MAX_BLOCK_LOG2) + 1) * 1024 + h->n / 64 + 65536;
+
+	return gaps + (literal_nbytes(d, 0) - 1) * 2 * h->n; /* escapes of two bytes */
+}

@@ -26,5 +26,6 @@ struct work {
 uint64_t work_nbytes(const struct header *h);
 void work_place(const struct header *h, void *memory, struct work *w);
 uint64_t region_bound(const struct job *j);
+uint64_t region_gaps(const struct header *h);
 
 #endif

@@ -14,6 +14,7 @@ const char *codec_strerror(codec_status status)
 	case CODEC_SHAPE_MISMATCH: return "the destination's dtype or shape is not the frame's";
 	case CODEC_NONFINITE: return "the tensor holds NaN or Inf, which this codec does not take";
 	case CODEC_BAD_SCALE: return "the scale given is smaller than the largest magnitude";
+	case CODEC_ROUNDED_SCALE: return "the scale given is 0 or Inf in the tensor's dtype";
 	case CODEC_SHORT_OUTPUT: return "the output buffer is too small";
 	case CODEC_SHORT_SCRATCH: return "the scratch buffer is too small";
 	case CODEC_TRUNCATED: return "the frame is truncated";
@@ -127,6 +128,17 @@ codec_status codec_bound(const codec_spec *spec, const codec_tensor *like, size_
 		return CODEC_BAD_ARGUMENT;
 	TRY(request(spec, like, 0, &h, &t));
 	*nbytes = codec_is_rows(h.codec) ? rows_bound(&h) : stored_nbytes(&h);
+	return CODEC_OK;
+}
+
+codec_status codec_encode_room(const codec_spec *spec, const codec_tensor *like, size_t *nbytes)
+{
+	struct header h;
+	codec_tensor t;
+
+	TRY(codec_bound(spec, like, nbytes));
+	TRY(request(spec, like, 0, &h, &t));
+	*nbytes += region_gaps(&h);
 	return CODEC_OK;
 }
 

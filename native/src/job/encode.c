@@ -83,7 +83,7 @@ static codec_status open_rows(const codec_spec *spec, struct job *j, const struc
 	j->key = (struct philox){s.seed, (uint32_t)with->stream, (uint32_t)(with->stream >> 32)};
 	j->scale = j->h.codec == CODEC_TERNARY ? rows_round_scale(&j->h, s.scale) : s.scale;
 	if (s.scale > 0 && !(j->scale > 0 && round_bits(j->scale) < ROUND_INF))
-		return CODEC_BAD_SPEC;
+		return CODEC_ROUNDED_SCALE;
 	j->clip = s.clip;
 	rows_cut(j, with);
 	j->nscans = rows_scan_count(j);
@@ -278,6 +278,36 @@ static codec_status stepwise(const struct job *j)
 	return j->state == JOB_READY && j->residual == RESIDUAL_LAST ? CODEC_SHORT_OUTPUT : CODEC_OK;
 }
 
+/*
+ * Bytes a block for ranges done side by side: what regions take at most or, where that is more than there is, as much
+ * as there is, unless it is far less than the values, which a frame that is worth having may still need. 0 where one
+ * range must do: a residual that is written with the blocks, and may be the tensor, leaves no second try.
+ */
+static uint64_t range_room(const struct job *j, size_t capacity)
+{
+	uint64_t most = j->plan.region_bound, nblocks = j->h.nblocks, each;
+	uint64_t tensor_nbytes = j->h.n * dtype_of(j->h.dtype)->nbytes;
+
+	if (!nblocks || capacity < j->h.regions_at)
+		return 0;
+	each = (capacity - j->h.regions_at) / nblocks;
+	if (most <= each)
+		return most;
+	if (j->residual)
+		return 0;
+	if ((nblocks - 1) * most < capacity - j->h.regions_at)
+		return most;
+	each &= ~(uint64_t)(WIRE_ALIGN - 1);
+	return 8 * each < 7 * (tensor_nbytes / nblocks) ? 0 : each;
+}
+
+static void plan_ranges(struct job *j, size_t capacity, codec_plan *plan)
+{
+	job_plan(j, plan);
+	if (plan)
+		plan->room = range_room(j, capacity);
+}
+
 codec_status codec_encode_open(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
 			       const codec_context *with, void *job, size_t job_nbytes, codec_plan *plan)
 {
@@ -291,7 +321,7 @@ codec_status codec_encode_open(const codec_spec *spec, const codec_tensor *src, 
 	status = open_frame(spec, src, dst, capacity, &c, job, job_nbytes, &j);
 	call_leave(saved);
 	TRY(status);
-	job_plan(j, plan);
+	plan_ranges(j, capacity, plan);
 	return stepwise(j);
 }
 
@@ -325,7 +355,7 @@ codec_status codec_encode_start(const codec_tensor *src, void *dst, size_t capac
 	status = start_rows(j, kernels_for(&c), src, dst, capacity);
 	call_leave(saved);
 	TRY(status);
-	job_plan(j, plan);
+	plan_ranges(j, capacity, plan);
 	return stepwise(j);
 }
 

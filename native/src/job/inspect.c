@@ -71,6 +71,7 @@ codec_status codec_inspect(const void *frame, size_t nbytes, codec_info *info)
 	out.regions_nbytes = h.frame_nbytes - h.regions_at;
 	out.fixed_planes = h.fixed;
 	out.coded_planes = h.coded;
+	out.clipped = (h.options & WIRE_OPTION_CLIPPED) != 0;
 	if (status == CODEC_OK && h.side_nbytes <= nbytes - h.side_at)
 		inspect_side(frame, &h, &out);
 	memcpy(info, &out, MIN(info->struct_nbytes, sizeof out));

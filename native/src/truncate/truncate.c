@@ -65,6 +65,22 @@ static int mantissa_bits(uint32_t dtype)
 	return q.mbits;
 }
 
+uint32_t codec_mantissa_bits(uint32_t dtype)
+{
+	return codec_takes(CODEC_TRUNCATE, dtype) ? (uint32_t)mantissa_bits(dtype) : 0;
+}
+
+uint32_t codec_level_bits(uint32_t dtype, uint32_t level)
+{
+	const struct header h = {.codec = CODEC_TRUNCATE, .dtype = (uint8_t)dtype};
+	struct truncate_kind q;
+
+	if (level > 3 || !codec_takes(CODEC_TRUNCATE, dtype))
+		return 0;
+	truncate_kind_of(&h, &q);
+	return q.drop[level];
+}
+
 /*
  * With what dtypes add to the guard: a gradient of few bits tells less of parameters of many. Groups share the header's
  * guard, so it is that of the finest parameters.
