@@ -194,15 +194,13 @@ void book_make(struct maker *m, struct book *b, int lowest, int highest, int zer
 
 void book_put(struct maker *m, const struct book *b)
 {
-	int first = 1, last = 255, zero = b->length[0];
+	int first = 1, last = 255;
 
-	while (first < 255 && !b->length[first])
-		first++;
-	while (last > first && !b->length[last])
+	while (last && !b->length[last])
 		last--;
-	if (!b->length[first])
-		first = last = zero = 0; /* value 0 alone */
-	put(m, b->length[ESCAPE] | (uint64_t)zero << 4, 1);
+	while (first < last && !b->length[first])
+		first++;
+	put(m, b->length[ESCAPE] | (uint64_t)b->length[0] << 4, 1);
 	put(m, (uint64_t)first, 1);
 	put(m, (uint64_t)last, 1);
 	for (int i = first; i <= last; i += 2) {

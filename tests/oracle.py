@@ -129,15 +129,11 @@ def nibbles(r: Reader, n: int) -> list[int]:
 
 def read_codebook(r: Reader) -> Codebook:
     head, first, last = r.ints("BBB")
-    need(first <= last, "first > last")
+    need(1 <= first <= last or (first, last) == (1, 0), "first or last")
     lengths = [0] * 257
     lengths[first : last + 1] = nibbles(r, last - first + 1)
-    need(lengths[first] and lengths[last], "first or last without a code")
-    if first == 0:
-        need(last == 0 and head >> 4 == 0, "codebook from 0")
-    else:
-        lengths[0] = head >> 4
-    lengths[256] = head & 15
+    need(last == 0 or (lengths[first] and lengths[last]), "first or last without a code")
+    lengths[0], lengths[ESCAPE] = head >> 4, head & 15
     return Codebook(lengths)
 
 

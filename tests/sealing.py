@@ -109,10 +109,17 @@ def ordered(lengths):
 
 def book(lengths):
     """A codebook as it is stored, from a dict of lengths."""
-    first, last = min((v for v in lengths if 0 < v < ESCAPE), default=0), max(v for v in lengths if v < ESCAPE)
+    values = [v for v in lengths if 0 < v < ESCAPE]
+    first, last = min(values, default=1), max(values, default=0)
     nibbles = [lengths.get(v, 0) for v in range(first, last + 1)] + [0]
-    head = lengths[ESCAPE] | (lengths.get(0, 0) << 4 if first else 0)
-    return bytes([head, first, last, *(nibbles[i] | nibbles[i + 1] << 4 for i in range(0, last - first + 1, 2))])
+    return bytes(
+        [
+            lengths[ESCAPE] | lengths.get(0, 0) << 4,
+            first,
+            last,
+            *(nibbles[i] | nibbles[i + 1] << 4 for i in range(0, last - first + 1, 2)),
+        ]
+    )
 
 
 def coded(symbols, lengths, literals=b"", pad=None):

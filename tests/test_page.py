@@ -87,6 +87,11 @@ def u8(symbols, lengths, literals=b"", **how):
     )
 
 
+def side_of(*side):
+    """A frame that makes no use of its codebook."""
+    return Blocks(UINT8, 1, [region(head(RAW) + b"\5")], side=bytes(side), coded=1)
+
+
 def halved(symbols, high, literals=b"", lengths=SEVEN):
     body = head(CODED) + coded(symbols, lengths, literals) + high
     return Blocks(UINT8, len(symbols), [region(body)], side=book(lengths), coded=1, halved=1)
@@ -176,10 +181,12 @@ LOSSLESS = {
     "float64, window of 2048": (wide(b"\0", b"\0", window=2048), "window"),
     # section 5.2
     "the escape's code is the first": (u8([7, 8, ESCAPE], {7: 2, 8: 2, ESCAPE: 1}, b"\x09"), b"\7\x08\x09"),
-    "first is 0, last is not": (
-        Blocks(UINT8, 1, [region(head(RAW) + b"\5")], side=bytes([1, 0, 1, 1 | 2 << 4]), coded=1),
-        "codebook from 0",
-    ),
+    "a codebook of value 0 alone": (u8([0, ESCAPE], {0: 1, ESCAPE: 1}, b"\5"), b"\0\5"),
+    "first is 0": (side_of(1 | 1 << 4, 0, 0), "first or last"),
+    "first is 0, with nibbles": (side_of(2 | 2 << 4, 0, 1, 1 << 4), "first or last"),
+    "first is 2, last is 1": (side_of(1 | 1 << 4, 2, 1), "first or last"),
+    "first is 1, last is 1, of length 0": (side_of(1 | 1 << 4, 1, 1, 0), "first or last without a code"),
+    "the last length is 0": (side_of(1, 7, 8, 1), "first or last without a code"),
     "lengths that leave codes over": (
         Blocks(UINT8, 1, [region(head(RAW) + b"\5")], side=book({7: 2, ESCAPE: 1}), coded=1),
         "Kraft sum",

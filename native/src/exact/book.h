@@ -252,21 +252,17 @@ BITS_FN uint64_t book_cost(const codebook *b, const uint32_t counts[256], int li
 	return bits;
 }
 
-/* Bytes: escape length | length of value 0 << 4, first, last, then a nibble for each of first..last. */
+/* Bytes: escape length | length of value 0 << 4, first, last, then a nibble for each of first..last. Returns how many.
+ */
 BITS_FN int book_pack(const codebook *b, uint8_t *dst)
 {
 	int first = 1, last = 255, n = 3;
-	uint8_t zero = b->length[0];
 
-	while (first < 255 && !b->length[first])
-		first++;
-	while (last > first && !b->length[last])
+	while (last && !b->length[last])
 		last--;
-	if (!b->length[first]) { /* value 0 alone */
-		first = last = 0;
-		zero = 0;
-	}
-	dst[0] = (uint8_t)(b->length[WIRE_ESCAPE] | zero << 4);
+	while (first < last && !b->length[first])
+		first++;
+	dst[0] = (uint8_t)(b->length[WIRE_ESCAPE] | b->length[0] << 4);
 	dst[1] = (uint8_t)first;
 	dst[2] = (uint8_t)last;
 	for (int i = first; i <= last; i += 2)
@@ -274,7 +270,7 @@ BITS_FN int book_pack(const codebook *b, uint8_t *dst)
 	return n;
 }
 
-/* Bytes read, or 0 if they are not a book. Each book has one encoding. */
+/* Bytes read, or 0 if they are not a book. Each book has one encoding: one of value 0 alone has first 1, last 0. */
 BITS_FN int book_unpack(codebook *b, const uint8_t *src, uint64_t nbytes)
 {
 	int first, last, n = 3;
@@ -283,7 +279,7 @@ BITS_FN int book_unpack(codebook *b, const uint8_t *src, uint64_t nbytes)
 		return 0;
 	first = src[1];
 	last = src[2];
-	if (last < first || (first == 0 && (last || src[0] >> 4)) || nbytes < (uint64_t)(3 + (last - first + 2) / 2))
+	if (first < 1 || (last < first && (first > 1 || last > 0)) || nbytes < (uint64_t)(3 + (last - first + 2) / 2))
 		return 0;
 	for (int i = 0; i < 257; i++)
 		b->length[i] = 0;
@@ -295,10 +291,9 @@ BITS_FN int book_unpack(codebook *b, const uint8_t *src, uint64_t nbytes)
 			return 0;
 		n++;
 	}
-	if (!b->length[first] || !b->length[last])
+	if (last && (!b->length[first] || !b->length[last]))
 		return 0;
-	if (first)
-		b->length[0] = src[0] >> 4;
+	b->length[0] = src[0] >> 4;
 	b->length[WIRE_ESCAPE] = src[0] & 15;
 	return book_valid(b) ? n : 0;
 }
