@@ -310,15 +310,16 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
 def spec_of(struct: Any) -> Spec:
     """The inverse of spec_struct, but for what a frame does not say: seed, scale and clip."""
     stochastic: specs.Rounding = "stochastic" if struct.options & lib.CODEC_OPTION_STOCHASTIC else "nearest"
-    variant, last = struct.variant, struct.row == lib.CODEC_ROW_LAST
+    variant = struct.variant
+    row = struct.row if struct.row != lib.CODEC_ROW_LAST else 0  # which parts have different ones
     if struct.codec == lib.CODEC_SIGN:
-        return specs.Sign(get_args(specs.SignScale)[variant], "row" if last else struct.row or None)
+        return specs.Sign(get_args(specs.SignScale)[variant], "row" if struct.row and not row else row or None)
     if struct.codec == lib.CODEC_TERNARY:
         return specs.Ternary(get_args(specs.Packing)[variant])
     if struct.codec == lib.CODEC_FLOAT8:
         return specs.Float8(
             get_args(specs.Format8)[variant],
-            None if last else struct.row,
+            row or None,
             stochastic,
             "propagate" if struct.options & lib.CODEC_OPTION_PROPAGATE else "error",
             entropy=bool(struct.options & lib.CODEC_OPTION_ENTROPY),
@@ -326,7 +327,7 @@ def spec_of(struct: Any) -> Spec:
     if struct.codec == lib.CODEC_FLOAT4:
         return specs.Float4(get_args(specs.Format4)[variant], stochastic)
     if struct.codec == lib.CODEC_QUANTIZE:
-        return specs.Quantize(struct.bits, struct.row, get_args(specs.Levels)[variant], stochastic)
+        return specs.Quantize(struct.bits, row or 64, get_args(specs.Levels)[variant], stochastic)
     if struct.codec == lib.CODEC_TRUNCATE:
         cut: specs.Cut = "truncate" if struct.options & lib.CODEC_OPTION_CUT else "nearest"
         if struct.variant == lib.CODEC_LEVELS_FIXED:

@@ -17,7 +17,7 @@ class Info:
     Attributes
     ----------
     spec : Spec
-        What was asked for.
+        What was asked for, with the row in use if the shape chose it.
     dtype : str
         Name of the dtype, such as ``"bfloat16"``.
     shape : tuple of int

@@ -3,12 +3,10 @@
 
 enum { VARIANT, OPTIONS, BITS, RESERVED, ROW };
 
-#define ROW_LAST 0xffffffffu
-
 /* What params say. */
 struct kind {
 	uint32_t codec, variant, bits, row;
-	int entropy, trits, part_scaled, two;
+	int entropy, trits, two;
 	uint32_t most; /* the largest code */
 };
 
@@ -21,7 +19,6 @@ static struct kind kind_of(const struct grammar *g)
 	q.two = q.codec == CODEC_SIGN && q.variant == WIRE_SIGN_TWO_MEAN;
 	q.trits = q.codec == CODEC_TERNARY && q.variant != WIRE_TERNARY_2BIT;
 	q.entropy = (q.trits && q.variant == WIRE_TERNARY_ENTROPY) || p[OPTIONS] & WIRE_OPTION_ENTROPY;
-	q.part_scaled = q.row == 0 || (q.codec == CODEC_FLOAT4 && q.variant == WIRE_FLOAT4_NVFP4);
 	switch (q.codec) {
 	case CODEC_SIGN: q.bits = 1; break;
 	case CODEC_TERNARY: q.bits = q.trits ? 0 : 2; break;
@@ -35,47 +32,38 @@ static struct kind kind_of(const struct grammar *g)
 	return q;
 }
 
+/* A row that this codec may have. */
+static uint32_t pick_row(struct maker *m, const struct kind *q)
+{
+	static const uint32_t ROWS[] = {1, 2, 3, 5, 8, 64, 100, 128, 1000, 2560, 2561, 3000, 8192, 16384, 16385, 20000};
+	uint32_t most = q->entropy ? WIRE_ROW_BLOCK : WIRE_MAX_ROW, row;
+
+	if (q->codec == CODEC_TERNARY || (q->codec == CODEC_SIGN && below(&m->s, 2)))
+		return 0;
+	if (q->codec == CODEC_FLOAT4)
+		return q->variant ? 32 : 16;
+	row = below(&m->s, 3) ? ROWS[below(&m->s, sizeof ROWS / sizeof *ROWS)] : 1 + (uint32_t)below(&m->s, 4000);
+	return one_in(&m->s, 12) || row > most ? most : row;
+}
+
+static void put_row(struct maker *m, uint32_t row)
+{
+	for (int i = 0; i < 4; i++)
+		m->g->params[ROW + i] = (uint8_t)(row >> 8 * i);
+}
+
 void pick_rows_params(struct maker *m)
 {
 	static const uint8_t VARIANTS[] = {0, 0, 3, 3, 2, 2, 2}, ALLOWED[] = {0, 0, 0, 8, 7, 1, 1};
-	static const uint32_t ROWS[] = {1, 2, 3, 5, 8, 64, 100, 128, 1000, 2560, 2561, 3000, 8192, 16384, 16385, 20000};
 	uint8_t *p = m->g->params;
-	uint32_t codec = m->g->codec, row;
+	uint32_t codec = m->g->codec;
+	struct kind q;
 
 	p[VARIANT] = (uint8_t)below(&m->s, VARIANTS[codec]);
 	p[OPTIONS] = (uint8_t)below(&m->s, 16) & ALLOWED[codec];
 	p[BITS] = codec == CODEC_QUANTIZE ? (uint8_t)between(&m->s, 1 + p[VARIANT], 8) : 0;
-	switch (below(&m->s, 4)) {
-	case 0: row = ROW_LAST; break;
-	case 1: row = 1 + (uint32_t)below(&m->s, 4000); break;
-	default: row = ROWS[below(&m->s, sizeof ROWS / sizeof *ROWS)];
-	}
-	if (one_in(&m->s, 12))
-		row = WIRE_MAX_ROW;
-	if (codec == CODEC_TERNARY || (codec == CODEC_SIGN && below(&m->s, 2)))
-		row = 0;
-	else if (codec == CODEC_FLOAT4)
-		row = p[VARIANT] ? 32 : 16;
-	else if (codec == CODEC_QUANTIZE && row == ROW_LAST)
-		row = 64;
-	for (int i = 0; i < 4; i++)
-		p[ROW + i] = (uint8_t)(row >> 8 * i);
-}
-
-static uint32_t row_of(const struct kind *q, uint32_t rank, const uint64_t *shape)
-{
-	uint64_t row = q->row;
-
-	if (row == ROW_LAST) {
-		row = 1024;
-		if (rank > 1) {
-			row = 1;
-			for (uint32_t i = rank; i-- > 0 && row < 64;)
-				row *= shape[i];
-			row = row > WIRE_MAX_ROW ? 1024 : row;
-		}
-	}
-	return (uint32_t)(q->entropy && row > WIRE_ROW_BLOCK ? 1024 : row);
+	q = kind_of(m->g);
+	put_row(m, m->g->n ? pick_row(m, &q) : 0);
 }
 
 /* The number of the tensor's dtype that is nearest below. */
@@ -95,32 +83,33 @@ static uint32_t narrow(const struct maker *m, uint32_t u)
 /* Above this a part's scale times a row's may be Inf: 2^119. */
 #define LARGE (246u << 23)
 
-/* The two scales of a part. */
-static void put_scales(struct maker *m, const struct kind *q, uint32_t *first)
+/* The two scales of a part, if it has any. */
+static void put_scales(struct maker *m, const struct kind *q, uint32_t row)
 {
-	*first = 0;
-	if (q->part_scaled) {
-		*first = slip(m) ? bad_scale(m) : pick_scale(m, 1);
-		if (q->codec == CODEC_TERNARY && !slip(m))
-			*first = narrow(m, *first);
-		if (q->codec == CODEC_FLOAT4 && *first > LARGE && !slip(m))
-			*first = LARGE - (*first & 0x7fffff);
-	}
-	put(m, *first, 4);
-	put(m, q->two && q->part_scaled ? pick_scale(m, 1) : 0, 4);
+	uint32_t first;
+
+	if (row && !(q->codec == CODEC_FLOAT4 && q->variant == WIRE_FLOAT4_NVFP4))
+		return;
+	first = slip(m) ? bad_scale(m) : pick_scale(m, 1);
+	if (q->codec == CODEC_TERNARY && !slip(m))
+		first = narrow(m, first);
+	if (q->codec == CODEC_FLOAT4 && first > LARGE && !slip(m))
+		first = LARGE - (first & 0x7fffff);
+	put(m, first, 4);
+	put(m, q->two ? pick_scale(m, 1) : 0, 4);
 }
 
-/* n codes as bytes, or packed; what is left of the last byte is filled up. */
+/* n codes as bytes, or packed. */
 static void pack(struct maker *m, const struct kind *q, struct bytes *b, size_t n)
 {
-	uint32_t have = 0, fill = q->codec == CODEC_TERNARY ? 0x55 : 0;
+	uint32_t have = 0;
 
 	if (q->trits) {
 		for (size_t i = 0; i < n; i += 5) {
 			uint32_t x = 0;
 
 			for (size_t v = i; v < i + 5; v++)
-				x = 3 * x + (v < n ? (uint32_t)(noise(&m->s) % 3) : 1);
+				x = 3 * x + (v < n ? (uint32_t)(noise(&m->s) % 3) : 0);
 			put_raw(b, &(uint8_t){(uint8_t)x}, 1);
 		}
 		if (n && slip(m))
@@ -136,8 +125,6 @@ static void pack(struct maker *m, const struct kind *q, struct bytes *b, size_t 
 			b->p[b->n - 1] |= (uint8_t)((code >> k & 1) << have % 8);
 		}
 	}
-	if (have % 8)
-		b->p[b->n - 1] |= (uint8_t)(fill >> (have & 1) << have % 8);
 	if (n && slip(m)) /* of the last byte, padding or not */
 		b->p[b->n - 1] ^= (uint8_t)(1 << below(&m->s, 8));
 	if (n && q->bits > 1 && q->bits < 8 && slip(m)) /* a code that there is not */
@@ -148,14 +135,14 @@ static void pack(struct maker *m, const struct kind *q, struct bytes *b, size_t 
 static void put_entropy(struct maker *m, const struct kind *q, size_t n)
 {
 	size_t k = q->trits ? (n + 4) / 5 : n;
-	uint32_t mode = (uint32_t)below(&m->s, 4), least = 1, last = 121;
+	uint32_t mode = (uint32_t)below(&m->s, 4), least = 1;
 	struct bytes b = {0};
 
 	mode = mode == 3 ? 2 : mode;
 	put(m, mode, 4);
 	switch (mode) {
-	case 0: /* the byte of all: the last of trits is filled up with 1 */
-		put(m, q->trits ? n % 5 ? 121 : below(&m->s, 243) : below(&m->s, 256), 1);
+	case 0: /* the byte of all: the last of trits is filled up with 0 */
+		put(m, q->trits ? n % 5 ? 0 : below(&m->s, 243) : below(&m->s, 256), 1);
 		break;
 	case 1:
 		pack(m, q, &b, n);
@@ -166,9 +153,9 @@ static void put_entropy(struct maker *m, const struct kind *q, size_t n)
 		draw(m, m->book, k, q->trits ? 243 : 256);
 		for (size_t i = n % 5; i && i < 5; i++)
 			least *= 3;
-		if (q->trits && n % 5 && m->plane[k - 1] % least != last % least && !slip(m)) {
+		if (q->trits && m->plane[k - 1] % least && !slip(m)) {
 			m->symbol[k - 1] = ESCAPE;
-			m->literal[k - 1] = (uint16_t)(m->plane[k - 1] / least * least + last % least);
+			m->literal[k - 1] = (uint16_t)(m->plane[k - 1] / least * least);
 		}
 		put_coded(m, m->book, k, 1);
 	}
@@ -222,40 +209,44 @@ static uint64_t block_of(const struct kind *q, uint64_t row)
 
 struct part {
 	uint64_t count;
-	uint32_t row, scale;
+	uint32_t row;
 };
 
 /* All values, or parts of them with rows of their own. */
 static uint64_t put_parts(struct maker *m, const struct kind *q, struct part *part)
 {
 	uint64_t n = m->g->n, nparts = 0, most = WIRE_MAX_PARTS(n), done = 0, allowed = most;
+	/* params may be those of a frame in parts */
+	int rows = q->codec == CODEC_FLOAT8 || q->codec == CODEC_FLOAT4 || q->codec == CODEC_QUANTIZE;
 
-	if (below(&m->s, 2)) {
-		part[0] = (struct part){n, row_of(q, m->g->rank, m->g->shape), 0};
-		if (q->part_scaled)
-			put_scales(m, q, &part[0].scale);
+	if (below(&m->s, 2) && (q->row || !rows)) {
+		part[0] = (struct part){n, q->row};
+		put_scales(m, q, q->row);
 		return 1;
 	}
+	put_row(m, 0);
 	m->flags = WIRE_FLAG_SEGMENTS;
 	most = 1 + below(&m->s, most < 64 ? most : 64);
 	if (allowed < 64 && n > 64 && slip(m))
 		most = allowed + 1 + below(&m->s, 64 - allowed);
 	for (; done < n; done += part[nparts++].count) {
-		uint64_t left = n - done, row = between(&m->s, 1, one_in(&m->s, 4) ? WIRE_ROW_BLOCK : 300);
+		uint64_t left = n - done;
 
-		row = one_in(&m->s, 8) && !q->entropy ? 16000 + below(&m->s, 10000) : row;
 		part[nparts].count = nparts + 1 >= most                   ? left
 				     : most > allowed || one_in(&m->s, 4) ? 1
 									  : 1 + below(&m->s, left);
-		part[nparts].row = q->row == ROW_LAST ? (uint32_t)row : row_of(q, 1, NULL);
+		part[nparts].row = pick_row(m, q);
 	}
-	put(m, nparts, 8);
+	put(m, nparts, 4);
 	for (uint64_t i = 0; i < nparts; i++) {
 		put(m, part[i].count, 8);
 		put(m, part[i].row, 4);
-		put(m, 0, 4);
-		put_scales(m, q, &part[i].scale);
+		put(m, 0, 1);
+		put(m, 0, 1);
+		put(m, 0, 2);
 	}
+	for (uint64_t i = 0; i < nparts; i++)
+		put_scales(m, q, part[i].row);
 	return nparts;
 }
 

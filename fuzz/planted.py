@@ -107,7 +107,7 @@ PLANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "a residual written before it is known that the frame fits",
         [("most > capacity ? RESIDUAL_LAST : RESIDUAL_WITH_BLOCKS", "RESIDUAL_WITH_BLOCKS")],
     ),
-    ("fuzz_encode", "a bound that forgets the list of parts", [("+\n\t      nparts * WIRE_PART_NBYTES", "")]),
+    ("fuzz_encode", "a bound that forgets the list of parts", [("+\n\t      nparts * (WIRE_SEGMENT_NBYTES + 8)", "")]),
     (
         "fuzz_encode",
         "a rounding that another instruction set does not do",

@@ -251,7 +251,7 @@ def decode(
     header_nbytes = 48 + 8 * rank
     seal = digest(frame[:24] + bytes(8) + frame[32:header_nbytes], 0x100)
     truncate = Truncate(frame[32:40], dtype, a_exponents) if codec == 7 else None
-    rows = Rows(codec, frame[32:40], n, shape, flags) if 1 < codec < 7 else None
+    rows = Rows(codec, frame[32:40], n, flags) if 1 < codec < 7 else None
     if codec > 1:
         need(dtype in (1, 3, 4) and (codec == 7 or (layout == 1) == (n > 0)), "dtype or layout of a codec")
     if layout == 0:
@@ -564,47 +564,42 @@ def finite(r: Reader, count: int) -> np.ndarray[Any, Any]:
 class Rows:
     """Section 8."""
 
-    def __init__(self, codec: int, params: bytes, n: int, shape: tuple[int, ...], flags: int) -> None:
-        self.codec, self.n, self.shape, self.flags = codec, n, shape, flags
+    def __init__(self, codec: int, params: bytes, n: int, flags: int) -> None:
+        self.codec, self.n, self.flags = codec, n, flags
         self.variant, self.options, self.b, reserved, self.row = struct.unpack("<BBBBI", params)
         nvariants = {2: 3, 3: 3, 4: 2, 5: 2, 6: 2}[codec]
         allowed = {2: 0, 3: 8, 4: 7, 5: 1, 6: 1}[codec]
         need(self.variant < nvariants and not self.options & ~allowed and reserved == 0, "params")
         least = 0 if codec < 6 else 1 + self.variant
         need(least <= self.b <= (8 if codec == 6 else 0), "bits")
-        last = (1 << 32) - 1
-        ok = {2: True, 3: self.row == 0, 4: self.row != 0, 5: self.row == 16 << self.variant}
-        need(ok.get(codec, self.row not in (0, last)) and (self.row <= 1 << 31 or self.row == last), "row")
-        self.chosen = self.row == last
         self.entropy = (codec == 3 and self.variant == 2) or self.options & 4 != 0
-        self.part_scaled = self.row == 0 or (codec == 5 and self.variant == 0)
+        need(self.row == 0 if flags & 2 or not n else self.fits(self.row), "row")
 
-    def row_of(self, shape: tuple[int, ...]) -> int:
-        row = self.row
-        if self.chosen:
-            row = 1024
-            if len(shape) > 1:
-                row, dims = 1, list(shape)
-                while dims and row < 64:
-                    row *= dims.pop()
-                if row > 1 << 31:
-                    row = 1024
-        return 1024 if self.entropy and row > 16384 else row
+    def fits(self, row: int) -> bool:
+        most = 16384 if self.entropy else 1 << 31
+        return {2: row <= most, 3: row == 0, 5: row == 16 << self.variant}.get(self.codec, 1 <= row <= most)
 
-    def read_parts(self, r: Reader) -> list[tuple[int, int, np.ndarray[Any, Any]]]:
-        none = np.zeros(2, F32)
-        if not self.flags & 2:
-            return [(self.n, self.row_of(self.shape), finite(r, 2) if self.part_scaled else none)]
-        (nparts,) = r.ints("Q")
-        need(1 <= nparts <= 2 * (self.n // 4096) + 1, "nparts")
-        parts = []
-        for _ in range(nparts):
-            count, row, zero = r.ints("QII")
-            need(count >= 1 and zero == 0, "part")
-            need(1 <= row <= (16384 if self.entropy else 1 << 31) if self.chosen else row == self.row_of((1,)), "row")
-            parts.append((count, row, finite(r, 2)))
-        need(sum(p[0] for p in parts) == self.n, "counts")
-        return parts
+    def read_parts(self, r: Reader, dtype: int) -> list[tuple[int, int, np.ndarray[Any, Any]]]:
+        parts = [(self.n, self.row)]
+        if self.flags & 2:
+            (nparts,) = r.ints("I")
+            need(1 <= nparts <= 2 * (self.n // 4096) + 1, "nparts")
+            parts = []
+            for _ in range(nparts):
+                count, row, zero = r.ints("QII")
+                need(count >= 1 and zero == 0, "part")
+                need(self.fits(row), "row")
+                parts.append((count, row))
+            need(sum(p[0] for p in parts) == self.n, "counts")
+        return [(count, row, self.part_scales(r, row, dtype)) for count, row in parts]
+
+    def part_scales(self, r: Reader, row: int, dtype: int) -> np.ndarray[Any, Any]:
+        if row and not (self.codec == 5 and self.variant == 0):
+            return np.zeros(2, F32)
+        scales = finite(r, 2)
+        need(self.codec != 3 or narrowed(scales, dtype).tobytes() == scales.tobytes(), "scale of another dtype")
+        need((self.codec == 2 and self.variant == 2) or not scales[1:].view(np.uint32).any(), "unused scale")
+        return scales
 
     def decode(
         self, frame: bytes, dtype: int, side_at: int, side_nbytes: int, nblocks: int, seal: int, checksum: int
@@ -612,11 +607,7 @@ class Rows:
         need(side_nbytes % 8 == 0 and len(frame) % 8 == 0 and side_at + side_nbytes <= len(frame), "side section")
         r = Reader(frame, side_at, side_at + side_nbytes)
         book = read_codebook(r) if self.entropy else None
-        parts = self.read_parts(r)
-        for _, _, scales in parts:
-            need(self.codec != 3 or narrowed(scales, dtype).tobytes() == scales.tobytes(), "scale of another dtype")
-            used = 2 if self.codec == 2 and self.variant == 2 else 1
-            need(not scales[used if self.part_scaled else 0 :].view(np.uint32).any(), "unused scale")
+        parts = self.read_parts(r, dtype)
         r.zeros(8)
         seal += digest(frame[side_at : r.end], 0x101)
         directory = frame[r.end : r.end + 8 * nblocks]
@@ -655,15 +646,12 @@ class Rows:
         if not bits:
             need((raw <= 242).all(), "base 3")
             codes = (raw[:, None] // np.array([81, 27, 9, 3, 1]) % 3).ravel()
-            need((codes[m:] == 1).all(), "padding")
+            need(not codes[m:].any(), "padding")
             return codes[:m]
         flat = np.unpackbits(raw, bitorder="little")
         whole = flat[: len(flat) // bits * bits].reshape(-1, bits).astype(np.int64)
         codes = (whole << np.arange(bits)).sum(1)
-        if self.codec == 3:
-            need((codes[m:] == 1).all(), "padding")
-        else:
-            need(not flat[m * bits :].any(), "padding")
+        need(not flat[m * bits :].any(), "padding")
         return codes[:m]
 
     @np.errstate(all="ignore")
@@ -690,7 +678,7 @@ class Rows:
             return np.where(codes == 1, s, np.where(low == 0, F32(0), -low)).astype(F32)
         if self.codec == 3:
             need((codes <= 2).all(), "code 3")
-            return (codes - 1).astype(F32) * s
+            return np.where(codes == 0, F32(0), np.where(codes == 1, s, -s)).astype(F32)
         if self.codec == 4:
             need((scale != 0).all(), "scale 0")
             v = (E5M2 if self.variant else E4M3)[codes & 127] / s

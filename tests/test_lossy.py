@@ -510,7 +510,24 @@ def test_specs_refuse():
 
 @SPECS
 def test_inspect_says_the_spec(spec):
+    """But for what frames do not hold; of a row that the shape chooses, the one in use."""
     said = codec.inspect(codec.encode(tensor((20, 70)), spec)).spec
     lost = {"seed": 0, "scale": None, "clip": None} if not isinstance(spec, codec.Sign) else {}
     for name in spec.__slots__:
-        assert getattr(said, name) == lost.get(name, getattr(spec, name))
+        asked = getattr(spec, name)
+        chosen = asked == "row" or (name == "row" and asked is None)
+        assert getattr(said, name) == (70 if chosen else lost.get(name, asked))
+
+
+def test_inspect_says_the_row_of_parts():
+    """One if all have it, "chosen by the shape" if they differ, and none where the records are not given."""
+    x, alike, apart = tensor(10_000), [(0, (50, 100)), (5000, (50, 100))], [(0, (50, 100)), (5000, (25, 200))]
+    for segments, row in ((alike, 100), (apart, None)):
+        assert codec.inspect(codec.encode(x, codec.Float8(), segments=segments)).spec == codec.Float8(row=row)
+        frame = codec.encode(x, codec.Sign(block="row"), segments=segments)
+        assert codec.inspect(frame).spec == codec.Sign(block=row or "row")
+        assert codec.inspect(frame[:56]).spec == codec.Sign()
+    for spec in (codec.Quantize(3, 50), codec.Sign(), codec.Float4("mxfp4"), codec.Ternary("entropy")):
+        frame = codec.encode(x, spec, segments=apart)
+        assert codec.inspect(frame).spec == spec
+        codec.inspect(frame[:56])

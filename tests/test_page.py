@@ -355,9 +355,9 @@ def float8(codes, scale, dtype=FLOAT32, variant=0, options=0, row=100):
     return rows(FLOAT8, len(codes), f32(scale) + codes, row_params(variant, options, row=row), dtype=dtype)
 
 
-def entropy8(body, n=2, record=(2, 1024, 0, 0, 0), row=0xFFFFFFFF):
+def entropy8(body=b"\0\0\x80\x40\0\0\0\0\x38", n=2, record=(2, 1024, 0, 0, 0), row=0, more=b""):
     """float8 with an entropy stage and one part; its record stands at an odd byte."""
-    side = book(LONG) + u64(1) + struct.pack("<QIIII", *record)
+    side = book(LONG) + u32(1) + struct.pack("<QIBBH", *record) + more
     return rows(FLOAT8, n, body, row_params(options=4, row=row), side, coded=1, flags=2)
 
 
@@ -370,8 +370,15 @@ def ternary(body, n=1, s=(2.0, 0.0), variant=0, dtype=FLOAT32, **more):
 
 
 def ternary_part(s, dtype=FLOAT16):
-    side = u64(1, 1) + u32(0, 0) + f32(s, 0)
-    return rows(TERNARY, 1, b"\x56", row_params(), side, dtype, flags=2)
+    side = u32(1) + u64(1, 0) + f32(s, 0)
+    return rows(TERNARY, 1, b"\1", row_params(), side, dtype, flags=2)
+
+
+def sign_parts(side):
+    """Two parts of 4,096 values of which the first has one scale, the second one a row."""
+    blocks = Blocks(FLOAT32, 8192, [], SIGN, row_params(), u32(2) + side, log2=0, flags=2)
+    blocks.regions = [region(bytes(512)), region(f32(3, 5) + b"\xff" * 512)]
+    return blocks
 
 
 def halves(*bits):
@@ -395,9 +402,9 @@ OF_ROWS = {
     # sections 8.1 to 8.3
     "a reserved byte of params": (rows(SIGN, 8, b"\xff", b"\0\0\0\1", f32(1, 0)), "params"),
     "an option that is another codec's": (rows(SIGN, 8, b"\xff", row_params(options=1), f32(1, 0)), "params"),
-    "ternary with rows": (rows(TERNARY, 1, f32(2) + b"\x56", row_params(row=1)), "row"),
+    "ternary with rows": (rows(TERNARY, 1, f32(2) + b"\1", row_params(row=1)), "row"),
     "scale of the first kind, not used": (rows(SIGN, 8, b"\xff", row_params(), f32(1, 1)), "unused scale"),
-    "part without scales has one": (entropy8(f32(1) + u32(0) + b"\7", record=(2, 1024, 0, 1, 0)), "unused scale"),
+    "part without scales has some": (entropy8(more=f32(1, 0)), "padding"),
     "scale is -0": (rows(SIGN, 8, b"\xff", row_params(), f32(-0.0, 0)), "scale"),
     "scale of a row is -0": (rows(QUANTIZE, 1, f32(-0.0) + b"\1", row_params(bits=4, row=64)), "scale"),
     "scale of a row is NaN": (rows(SIGN, 1, f32(np.nan) + b"\1", row_params(row=1)), "scale"),
@@ -410,29 +417,50 @@ OF_ROWS = {
     "positive scale of a part first": (rows(SIGN, 2, b"\1", row_params(2), f32(2, 3)), f32(2, -3)),
     "floats behind a codebook of odd size": (
         rows(TERNARY, 5, u32(0) + b"\xf2", row_params(2), book(LONG) + f32(2, 0), coded=1),
-        f32(2, 2, 2, 2, 2),
+        f32(-2, -2, -2, -2, -2),
     ),
-    "a record behind a codebook of odd size": (entropy8(f32(4) + u32(0) + b"\x38"), f32(0.25, 0.25)),
-    "row of a record above 16,384": (entropy8(f32(4) + u32(0) + b"\x38", record=(2, 20000, 0, 0, 0)), "row"),
-    "row in use": (entropy8(f32(4) + u32(0) + b"\x38", row=20000), f32(0.25, 0.25)),
-    "row of params, not that in use": (
-        entropy8(f32(4) + u32(0) + b"\x38", row=20000, record=(2, 20000, 0, 0, 0)),
+    "a record behind a codebook of odd size": (entropy8(), f32(0.25, 0.25)),
+    "row of a record above 16,384": (entropy8(record=(2, 16385, 0, 0, 0)), "row"),
+    "row of params above 16,384": (
+        rows(FLOAT8, 2, f32(4) + u32(0) + b"\x38", row_params(options=4, row=16385), book(LONG), coded=1),
         "row",
     ),
-    "row of a record is 0": (entropy8(f32(4) + u32(0) + b"\x38", record=(2, 0, 0, 0, 0)), "row"),
-    "ternary's scale in bfloat16": (ternary(b"\x56", dtype=BFLOAT16), halves(0x4000)),
-    "ternary's scale is no bfloat16": (ternary(b"\x56", s=(NEAR, 0), dtype=BFLOAT16), "scale of another dtype"),
-    "ternary's scale is no float16": (ternary(b"\x56", s=(65536.0, 0), dtype=FLOAT16), "scale of another dtype"),
-    "ternary's scale is a subnormal float16": (ternary(b"\x56", s=(2.0**-24, 0), dtype=FLOAT16), halves(1)),
-    "ternary's scale is below float16": (ternary(b"\x56", s=(2.0**-25, 0), dtype=FLOAT16), "scale of another dtype"),
+    "row of a record is 0": (entropy8(record=(2, 0, 0, 0, 0)), "row"),
+    "row of params and of a record": (entropy8(row=1024), "row"),
+    "row is 0": (rows(FLOAT8, 1, f32(1) + b"\0", row_params()), "row"),
+    "row above 2^31": (rows(FLOAT8, 1, f32(1) + b"\0", row_params(row=(1 << 31) + 1)), "row"),
+    "row of 2^31": (float8(b"\x38", 4.0, row=1 << 31), f32(0.25)),
+    "row of 2^32 - 1": (rows(SIGN, 8, b"\xff", row_params(row=(1 << 32) - 1), f32(1, 0)), "row"),
+    "kind of a record": (entropy8(record=(2, 1024, 1, 0, 0)), "part"),
+    "shifts of a record": (entropy8(record=(2, 1024, 0, 1, 0)), "part"),
+    "base of a record": (entropy8(record=(2, 1024, 0, 0, 1)), "part"),
+    "no record": (rows(SIGN, 8, b"\xff", row_params(), u32(0), flags=2), "nparts"),
+    "scales of the part that has one": (
+        sign_parts(struct.pack("<QIIQII", 4096, 0, 0, 4096, 2048, 0) + f32(2, 0)),
+        f32(-2) * 4096 + f32(3) * 2048 + f32(5) * 2048,
+    ),
+    "scales of the part that has none": (
+        sign_parts(struct.pack("<QIIQII", 4096, 0, 0, 4096, 2048, 0) + f32(2, 0, 1, 0)),
+        "padding",
+    ),
+    "no scales of the part that has some": (
+        sign_parts(struct.pack("<QIIQII", 4096, 0, 0, 4096, 2048, 0)),
+        "section is too short",
+    ),
+    "ternary's scale in bfloat16": (ternary(b"\x01", dtype=BFLOAT16), halves(0x4000)),
+    "ternary's scale is no bfloat16": (ternary(b"\x01", s=(NEAR, 0), dtype=BFLOAT16), "scale of another dtype"),
+    "ternary's scale is no float16": (ternary(b"\x01", s=(65536.0, 0), dtype=FLOAT16), "scale of another dtype"),
+    "ternary's scale is a subnormal float16": (ternary(b"\x01", s=(2.0**-24, 0), dtype=FLOAT16), halves(1)),
+    "ternary's scale is below float16": (ternary(b"\x01", s=(2.0**-25, 0), dtype=FLOAT16), "scale of another dtype"),
     "ternary's scale in a record": (ternary_part(2.0), halves(0x4000)),
     "ternary's scale in a record is no float16": (ternary_part(NEAR), "scale of another dtype"),
     # section 8.4
-    "ternary, filled up with 0": (ternary(b"\x02"), "padding"),
-    "ternary, code 3": (ternary(b"\x57"), "code 3"),
-    "ternary, base 3": (ternary(b"\xf2\x79", 6, variant=1), f32(*[2] * 5, 0)),
+    "ternary": (ternary(b"\x24\x02", 5), f32(0, 2, -2, 0, -2)),
+    "ternary, filled up with 1": (ternary(b"\x55"), "padding"),
+    "ternary, code 3": (ternary(b"\x03"), "code 3"),
+    "ternary, base 3": (ternary(b"\x79\xa2", 6, variant=1), f32(*[2] * 5, -2)),
     "ternary, base 3, 243": (ternary(b"\xf3", 5, variant=1), "base 3"),
-    "ternary, base 3, filled up with 0": (ternary(b"\xf2\x51", 6, variant=1), "padding"),
+    "ternary, base 3, filled up with 1": (ternary(b"\xf2\x79", 6, variant=1), "padding"),
     "sign, filled up with 1": (rows(SIGN, 7, b"\xff", row_params(), f32(1, 0)), "padding"),
     "quantize, code above 2 L": (rows(QUANTIZE, 2, f32(3) + b"\x70", row_params(1, bits=4, row=64)), f32(-3, 0)),
     "quantize, code of 2 L + 1": (rows(QUANTIZE, 2, f32(3) + b"\xf0", row_params(1, bits=4, row=64)), "code"),
@@ -445,7 +473,7 @@ OF_ROWS = {
     "nvfp4's scale with a sign": (nvfp4(0x22, 1, 0x80), "scale"),
     "entropy stage of mode 3": (entropy8(f32(4) + u32(3) + b"\x38"), "mode"),
     # section 8.5
-    "ternary, a scale of 0": (ternary(b"\x64", 3, s=(0, 0)), u32(0x80000000, 0, 0)),
+    "ternary, a scale of 0": (ternary(b"\x24", 3, s=(0, 0)), u32(0, 0, 0x80000000)),
     "sign of a scale of 0": (rows(SIGN, 2, b"\1", row_params(), f32(0, 0)), bytes(8)),
     "float8, -0": (float8(b"\x80\0", 3.0), u32(0x80000000, 0)),
     "float8, NaN without option 2": (float8(b"\x7f\xff\x38", 1.0), u32(0x7FC00000, 0xFFC00000, 0x3F800000)),
@@ -598,11 +626,12 @@ def test_shared_levels(name, by_bit):
 
 STORED = {
     "of 1,000 values": (stored(UINT8, (10, 100), bytes(range(250)) * 4), bytes(range(250)) * 4),
-    "of float8 without values": (stored(FLOAT32, (0, 5), b"", FLOAT8, row_params(row=9)), b""),
+    "of float8 without values": (stored(FLOAT32, (0, 5), b"", FLOAT8, row_params()), b""),
+    "of float8 with a row": (stored(FLOAT32, (0, 5), b"", FLOAT8, row_params(row=9)), "row"),
     "of float8 with values": (stored(FLOAT32, (1,), bytes(4), FLOAT8, row_params(row=9)), "dtype or layout of a codec"),
     "of truncate with values": (stored(FLOAT32, (1,), u32(5), TRUNCATE, b"\x08\0\0\0\x80"), u32(5)),
     "with another size": (stored(FLOAT32, (1,), bytes(8)), "size"),
-    "with params of no variant": (stored(FLOAT32, (0,), b"", FLOAT8, row_params(2, row=9)), "params"),
+    "with params of no variant": (stored(FLOAT32, (0,), b"", FLOAT8, row_params(2)), "params"),
     "with params of no cap": (stored(FLOAT32, (1,), bytes(4), params=b""), "params"),
     "with a flag": (stored(FLOAT32, (1,), bytes(4), flags=2), "stored"),
     "with block_log2": (stored(FLOAT32, (1,), bytes(4), log2=9), "stored"),

@@ -315,7 +315,9 @@ typedef struct codec_info {
 	uint32_t dtype;
 	uint32_t rank;
 	uint64_t shape[CODEC_MAX_RANK];
-	codec_spec spec;        /* what was asked for */
+	/* What was asked for, with the row in use. Parts have their own, which stand in the side section:
+	 * CODEC_ROW_LAST if they differ, 0 if that was not given. */
+	codec_spec spec;
 	uint32_t stored;        /* 1: the tensor's bytes follow the header as they are */
 	uint32_t block_nvalues; /* values a block, 0 if stored */
 	uint64_t nblocks;

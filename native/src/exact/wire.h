@@ -79,7 +79,6 @@
 
 #define WIRE_ROW_BLOCK 16384   /* values of a block, if rows fit */
 #define WIRE_TRITS_BLOCK 81920 /* of packings of 5 values a byte */
-#define WIRE_PART_NBYTES 24    /* record of a part */
 #define WIRE_PART_MIN 4096     /* smaller segments share a part with their neighbours */
 #define WIRE_MAX_PARTS(n) (2 * ((n) / WIRE_PART_MIN) + 1)
 #define WIRE_MAX_ROW 0x80000000u
@@ -127,7 +126,7 @@
 #define WIRE_REGION_PRUNED (1u << 16)
 #define WIRE_REGION_KNOWN 0x1ffffu
 
-/* Scale model: a record a segment, then nibbles. */
+/* Scale model: a record a segment, then nibbles. Parts of codecs of rows have the same record. */
 #define WIRE_SEGMENT_NBYTES 16 /* its number is at most WIRE_MAX_PARTS */
 #define WIRE_SEGMENT_ROWS 1u
 #define WIRE_SEGMENT_COLS 2u

@@ -1,6 +1,8 @@
 /* codecs.c - the codecs: which dtypes and parameters each takes, and its parameters in the header. */
 #include "header.h"
 
+#include "rows/rows.h"
+
 #define FLOATS (1u << CODEC_FLOAT32 | 1u << CODEC_BFLOAT16 | 1u << CODEC_FLOAT16)
 #define ANY 0xffffffffu
 #define OPTIONS (CODEC_OPTION_STOCHASTIC | CODEC_OPTION_PROPAGATE | CODEC_OPTION_ENTROPY)
@@ -46,21 +48,18 @@ int codec_is_rows(uint32_t id)
 	return c && c->is_rows;
 }
 
-static int row_allowed(const struct header *h)
+/* May so many values share a scale, wherever that is said? 0: all of a part. */
+int row_allowed(const struct header *h, uint32_t row)
 {
-	uint32_t row = h->row, quantize = h->codec == CODEC_QUANTIZE;
-
-	if (row > WIRE_MAX_ROW && row != CODEC_ROW_LAST)
-		return 0;
 	switch (h->codec) {
+	case CODEC_SIGN: return row <= WIRE_MAX_ROW;
 	case CODEC_TERNARY: return row == 0;
 	case CODEC_FLOAT4: return row == (h->variant == WIRE_FLOAT4_NVFP4 ? 16u : 32u);
-	case CODEC_SIGN: return 1;
-	default: return row != 0 && !(quantize && row == CODEC_ROW_LAST);
+	default: return row && row <= (rows_entropy(h) ? WIRE_ROW_BLOCK : WIRE_MAX_ROW);
 	}
 }
 
-/* Where in params the first value stands that the format forbids; -1 if none does. */
+/* Where in params, `row` left out, the first value stands that the format forbids; -1 if none does. */
 int params_fault(const struct header *h)
 {
 	const struct codec *c = codec_of(h->codec);
@@ -85,7 +84,7 @@ int params_fault(const struct header *h)
 	if (c->max_bits ? h->bits < 1 || h->bits > c->max_bits || (h->variant == WIRE_LEVELS_ODD && h->bits < 2)
 			: h->bits != 0)
 		return WIRE_ROW_BITS;
-	return row_allowed(h) ? -1 : WIRE_ROW_NVALUES;
+	return -1;
 }
 
 void params_read(struct header *h, const uint8_t *params)
@@ -157,6 +156,15 @@ static codec_status ask_truncate(const codec_spec *s, struct header *h)
 	return params_fault(h) < 0 ? CODEC_OK : CODEC_BAD_SPEC;
 }
 
+/* May rows of h->row values be asked for? What is chosen by the shape, or too long for an entropy stage, comes later.
+ */
+static int row_asked(const struct header *h)
+{
+	if (h->row == CODEC_ROW_LAST)
+		return h->codec == CODEC_SIGN || h->codec == CODEC_FLOAT8;
+	return row_allowed(h, rows_entropy(h) && h->row <= WIRE_MAX_ROW ? MIN(h->row, WIRE_ROW_BLOCK) : h->row);
+}
+
 /* What is asked for, as header fields. */
 codec_status params_ask(const codec_spec *s, struct header *h)
 {
@@ -193,7 +201,7 @@ codec_status params_ask(const codec_spec *s, struct header *h)
 		h->row = CODEC_ROW_LAST;
 	if (s->codec == CODEC_QUANTIZE && !s->row)
 		h->row = 64;
-	return params_fault(h) < 0 ? CODEC_OK : CODEC_BAD_SPEC;
+	return params_fault(h) < 0 && row_asked(h) ? CODEC_OK : CODEC_BAD_SPEC;
 }
 
 void params_spec(const struct header *h, codec_spec *s)

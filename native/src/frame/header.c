@@ -96,6 +96,8 @@ codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, 
 				BAD((uint64_t)i, b[i], 0);
 		if (h->flags || h->halved)
 			BAD(WIRE_AT_FLAGS, h->flags, 0);
+		if (h->row)
+			BAD(WIRE_AT_PARAMS + WIRE_ROW_NVALUES, h->row, 0);
 	} else if (h->layout != WIRE_LAYOUT_BLOCKS) {
 		BAD(WIRE_AT_LAYOUT, h->layout, WIRE_LAYOUT_BLOCKS);
 	} else if (codec_is_rows(h->codec)) {
@@ -107,6 +109,8 @@ codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, 
 			BAD(WIRE_AT_SIDE_NBYTES, h->side_nbytes, 0);
 		if (h->flags & ~WIRE_FLAG_SEGMENTS)
 			BAD(WIRE_AT_FLAGS, h->flags, WIRE_FLAG_SEGMENTS);
+		if (h->flags ? h->row != 0 : !row_allowed(h, h->row)) /* of parts, each says its own */
+			BAD(WIRE_AT_PARAMS + WIRE_ROW_NVALUES, h->row, 0);
 	} else if (h->codec == CODEC_TRUNCATE) {
 		if (h->block_log2 < WIRE_MIN_BLOCK_LOG2 || h->block_log2 > WIRE_MAX_BLOCK_LOG2)
 			BAD(WIRE_AT_BLOCK_LOG2, h->block_log2, WIRE_MAX_BLOCK_LOG2);

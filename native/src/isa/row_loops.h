@@ -161,7 +161,7 @@ static void halves(struct philox key, uint64_t block, size_t nblocks, uint16_t *
 	}
 }
 
-/* Codes 0, 1, 2 for -1, 0, 1; TERNARY_TIE where the second draw decides. Returns whether some value exceeds s > 0. */
+/* Codes 0, 1, 2 for 0, 1, -1; TERNARY_TIE where the second draw decides. Returns whether some value exceeds s > 0. */
 static int ternary_run(const float_any *x, size_t n, float s, const uint16_t *h, uint8_t *restrict code)
 {
 	const struct round_over over = round_over(s, 65536);
@@ -175,7 +175,7 @@ static int ternary_run(const float_any *x, size_t n, float s, const uint16_t *h,
 		most = a > most ? a : most;
 		a = a < top ? a : top;
 		high = round_ternary(round_float((uint32_t)a), over, &low);
-		code[i] = h[i] < high || a == top ? (u >> 31 ? 0 : 2) : h[i] == high ? TERNARY_TIE : 1;
+		code[i] = h[i] < high || a == top ? 1 + (u >> 31) : h[i] == high ? TERNARY_TIE : 0;
 	}
 	return most > top;
 }
@@ -214,7 +214,7 @@ static void ratios(const struct row_kind *q, float ratio[16])
 {
 	for (int c = 0; c < 16; c++)
 		switch (q->codec) {
-		case WIRE_CODEC_TERNARY: ratio[c] = (float)(c - 1); break;
+		case WIRE_CODEC_TERNARY: ratio[c] = (float)(c < 2 ? c : -1); break;
 		case WIRE_CODEC_FLOAT4:
 			ratio[c] = round_float(round_small_value((uint32_t)c & 7, 1, 1) | (uint32_t)(c & 8) << 28);
 			break;
@@ -302,7 +302,7 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 			if (*scale > 0)
 				above |= ternary_run(p, m, *scale, r, c);
 			else
-				memset(c, 1, m);
+				memset(c, 0, m);
 			break;
 		default:
 			if (!(*scale > 0))
@@ -453,7 +453,7 @@ static void unpack_codes(const uint8_t *src, size_t n, int bits, uint8_t *code)
 #define UNPACK_TRITS(src, n, code) 0
 #endif
 
-/* Five codes 0..2 a byte, the first one most significant; missing ones are 1. */
+/* Five codes 0..2 a byte, the first one most significant; missing ones are 0. */
 static void pack_trits(const uint8_t *code, size_t n, uint8_t *dst)
 {
 	size_t i = PACK_TRITS(code, n, dst);
@@ -462,7 +462,7 @@ static void pack_trits(const uint8_t *code, size_t n, uint8_t *dst)
 	for (; i + 5 <= n; i += 5)
 		*dst++ = (uint8_t)(81 * code[i] + 27 * code[i + 1] + 9 * code[i + 2] + 3 * code[i + 3] + code[i + 4]);
 	if (i < n) {
-		uint8_t last[5] = {1, 1, 1, 1, 1};
+		uint8_t last[5] = {0};
 
 		memcpy(last, code + i, n - i);
 		*dst = (uint8_t)(81 * last[0] + 27 * last[1] + 9 * last[2] + 3 * last[3] + last[4]);

@@ -222,7 +222,7 @@ static inline size_t ternary_codes_simd(const float_any *x, size_t n, float s, c
 {
 	const struct round_over over = round_over(s, 65536);
 	const F up = SETF(over.up), by = SETF(over.by);
-	const V top = AS_V(SETF(s)), two = SET1(2);
+	const V top = AS_V(SETF(s)), one = SET1(1);
 	const int tiny = over.up != 1;
 	V max = SET1(0);
 	size_t i = 0;
@@ -238,8 +238,8 @@ static inline size_t ternary_codes_simd(const float_any *x, size_t n, float s, c
 			MASK keep = EITHER(GT(high, draw), EQ(AS_V(y), top));
 
 			max = MAX(max, a);
-			c[k] = SELECT(EQ(high, draw), SET1(TERNARY_TIE), SET1(1));
-			c[k] = SELECT(keep, SUB(two, AND(SRL(u, 30), two)), c[k]);
+			c[k] = SELECT(EQ(high, draw), SET1(TERNARY_TIE), SET1(0));
+			c[k] = SELECT(keep, ADD(one, SRL(u, 31)), c[k]);
 		}
 		NARROW(code + i, c);
 	}

@@ -77,8 +77,10 @@ static codec_status open_rows(const codec_spec *spec, struct job *j, const struc
 	if (with->ncodebooks)
 		return CODEC_BAD_ARGUMENT;
 	j->residual = with->residual ? RESIDUAL_WITH_BLOCKS : RESIDUAL_NONE;
-	if (!j->h.n)
+	if (!j->h.n) {
+		j->h.row = 0;
 		return CODEC_OK;
+	}
 	j->h.layout = WIRE_LAYOUT_BLOCKS;
 	j->key = (struct philox){s.seed, (uint32_t)with->stream, (uint32_t)(with->stream >> 32)};
 	j->scale = j->h.codec == CODEC_TERNARY ? rows_round_scale(&j->h, s.scale) : s.scale;

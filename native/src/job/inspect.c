@@ -10,6 +10,27 @@ codec_status codec_verify(const void *frame, size_t nbytes)
 	return frame_verify(frame, &h, kernels_for(NULL), NULL);
 }
 
+/*
+ * The row that all parts have, whose records lie at frame[at, end); if they differ, their shapes chose them. 0, which
+ * any spec may have, if they make no sense.
+ */
+static uint32_t row_of_parts(const struct header *h, const uint8_t *frame, uint64_t at, uint64_t end, uint64_t nparts)
+{
+	int chosen = h->codec == CODEC_SIGN || h->codec == CODEC_FLOAT8;
+	uint32_t row = 0;
+
+	for (uint64_t i = 0; i < MIN(nparts, (end - at) / WIRE_SEGMENT_NBYTES); i++) {
+		uint32_t next = load32(frame + at + WIRE_SEGMENT_NBYTES * i + 8);
+
+		if (!row_allowed(h, next))
+			return 0;
+		if (i && next != row)
+			return chosen ? CODEC_ROW_LAST : 0;
+		row = next;
+	}
+	return row;
+}
+
 /* What the side section says, as far as it makes sense: decoding checks it, this only looks. */
 static void inspect_side(const uint8_t *frame, const struct header *h, codec_info *out)
 {
@@ -35,8 +56,11 @@ static void inspect_side(const uint8_t *frame, const struct header *h, codec_inf
 				return;
 			at += (uint64_t)n;
 		}
-	if (h->flags & WIRE_FLAG_SEGMENTS && end - at >= 4)
-		out->nsegments = load32(frame + at); /* parts have 8 bytes for theirs, the upper ones 0 */
+	if (h->flags & WIRE_FLAG_SEGMENTS && end - at >= 4) {
+		out->nsegments = load32(frame + at);
+		if (codec_is_rows(h->codec))
+			out->spec.row = row_of_parts(h, frame, at + 4, end, out->nsegments);
+	}
 }
 
 codec_status codec_inspect(const void *frame, size_t nbytes, codec_info *info)

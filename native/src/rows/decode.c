@@ -49,6 +49,14 @@ static void sign_run(const struct kernels *k, const uint8_t *bits, uint64_t from
 	}
 }
 
+/* A block whose scales and codes are there; where in the frame they begin, for faults. */
+struct coded {
+	const struct part *part;
+	const uint8_t *frame, *codes;
+	uint64_t scales_at, codes_at;
+	uint64_t first, m;
+};
+
 /* Largest code that this codec writes. */
 static uint8_t largest_code(const struct row_kind *q)
 {
@@ -57,72 +65,90 @@ static uint8_t largest_code(const struct row_kind *q)
 	return (uint8_t)(q->codec == CODEC_QUANTIZE ? q->odd ? 2 * q->levels : q->levels : 255);
 }
 
-/* The m codes of a block at frame[at], scales at frame[scales]. */
-static codec_status decode_codes(const struct job *j, const struct kernels *k, const struct part *p,
-				 const uint8_t *frame, uint64_t scales, uint64_t at, const uint8_t *codes,
-				 uint64_t first, uint64_t m, const struct sink *sink, struct work *w, codec_fault *f)
+/* Codes [t, end) of a block, five a byte, to w->code: all of them, or only those of the last byte. */
+static codec_status open_trits(const struct kernels *k, const struct coded *c, uint64_t t, uint64_t end, int last,
+			       struct work *w, codec_fault *f)
 {
-	uint64_t tile = p->row && p->row <= WIRE_ROW_BLOCK ? m : ROW_TILE;
+	uint64_t nbytes = (end - t + 4) / 5, from = last ? nbytes - 1 : 0;
+	const uint8_t *src = c->codes + t / 5;
+
+	if (k->max_byte(src, nbytes) > 242)
+		BAD(c->codes_at + t / 5, 243, 242);
+	k->unpack_trits(src + from, 5 * (nbytes - from), w->code + 5 * from);
+	for (uint64_t i = end - t; i < 5 * nbytes; i++)
+		if (w->code[i])
+			BAD(c->codes_at + t / 5 + nbytes - 1, w->code[i], 0);
+	return CODEC_OK;
+}
+
+/*
+ * Codes [t, end) of a block: none is larger than there are, and what fills the last byte is 0. To *code a byte each,
+ * but SIGN's, which stay packed; those of which only that is to be known may be left out.
+ */
+static codec_status open_codes(const struct kernels *k, const struct row_kind *q, const struct coded *c, uint64_t t,
+			       uint64_t end, int checking, struct work *w, const uint8_t **code, codec_fault *f)
+{
+	uint64_t nbits = (end - t) * q->bits, at = (t * q->bits + nbits) / 8;
+	uint8_t most = largest_code(q), rest = nbits % 8 ? c->codes[at] >> nbits % 8 : 0;
+	int all = q->codec == CODEC_SIGN || !q->bits || most >= (1 << q->bits) - 1; /* no other fits */
+
+	*code = q->bits == 8 ? c->codes + t : q->codec == CODEC_SIGN ? c->codes : w->code;
+	if (!q->bits)
+		return open_trits(k, c, t, end, checking, w, f);
+	if (rest)
+		BAD(c->codes_at + at, rest, 0);
+	if (*code == w->code && !(checking && all))
+		k->unpack_codes(c->codes + t * q->bits / 8, end - t, q->bits, w->code);
+	if (!all && k->max_byte(*code, end - t) > most)
+		BAD(c->codes_at, k->max_byte(*code, end - t), most);
+	return CODEC_OK;
+}
+
+/* Values [t, end) of a block from their codes to the sink, run by run. */
+static codec_status decode_tile(const struct job *j, const struct kernels *k, const struct row_kind *q,
+				const struct coded *c, uint64_t t, uint64_t end, const uint8_t *code,
+				const struct sink *sink, struct work *w, codec_fault *f)
+{
+	uint64_t row = c->part->row <= ROW_CHUNK ? c->part->row : 0, n;
 	int nbytes = rows_scale_nbytes(&j->h), half = j->h.dtype == CODEC_FLOAT16;
 	/* what is added up is what decoding gives */
 	int rounds = j->h.dtype != CODEC_FLOAT32 && sink->into != CODEC_INTO_STORE && !sink->unscaled;
-	int checking = sink->into == SINK_NONE;
+
+	for (uint64_t i = t; i < end; i += n) {
+		n = rows_run(c->part->row, i, end);
+		if (row || (c->part->row && i % c->part->row == 0))
+			TRY(read_scales(c->frame, c->scales_at + i / c->part->row * (uint64_t)nbytes, q, nbytes,
+					c->part, row ? n : 1, w, f));
+		if (sink->into == SINK_NONE)
+			continue;
+		if (q->codec == CODEC_SIGN)
+			sign_run(k, code, i, n, row ? row : n, w, w->y);
+		else
+			k->decode_rows(q, code + i - t, n, row ? row : n, w->scale, w->y);
+		if (rounds) {
+			k->from_float[half](w->y, n, w->half);
+			k->to_float[half](w->half, n, w->y);
+		}
+		sink_put(k, sink, c->first + i, n, w->y);
+	}
+	return CODEC_OK;
+}
+
+static codec_status decode_codes(const struct job *j, const struct kernels *k, const struct coded *c,
+				 const struct sink *sink, struct work *w, codec_fault *f)
+{
+	uint64_t tile = c->part->row && c->part->row <= WIRE_ROW_BLOCK ? c->m : ROW_TILE;
+	const uint8_t *code;
 	struct row_kind q;
 
 	rows_kind(&j->h, &q);
-	w->scale[0] = sink->unscaled ? 1 : p->scale[0];
-	w->scale_below[0] = q.variant == WIRE_SIGN_TWO_MEAN ? p->scale[1] : p->scale[0];
-	for (uint64_t t = 0; t < m; t += tile) {
-		uint64_t end = MIN(t + tile, m), n;
-		const uint8_t *code = q.bits == 8 ? codes + t : w->code;
-		uint8_t most = largest_code(&q);
-		int all = q.bits ? most >= (1 << q.bits) - 1
-				 : 1; /* codes of so many bits, or trits, can be nothing else */
+	w->scale[0] = sink->unscaled ? 1 : c->part->scale[0];
+	w->scale_below[0] = c->part->scale[q.variant == WIRE_SIGN_TWO_MEAN];
+	for (uint64_t t = 0; t < c->m; t += tile) {
+		uint64_t end = MIN(t + tile, c->m);
 
-		if (q.codec == CODEC_SIGN) {
-			if (end == m && m % 8 && codes[m / 8] >> m % 8)
-				BAD(at + m / 8, codes[m / 8], 0);
-		} else if (q.bits) {
-			uint64_t nbits = (end - t) * q.bits, last = t * q.bits / 8 + nbits / 8;
-			uint8_t rest = nbits % 8 ? codes[last] >> nbits % 8 : 0;
-			uint8_t fill = nbits % 8 && q.codec == CODEC_TERNARY ? 0x55 >> nbits % 8 : 0;
-
-			if (q.bits < 8 && !(checking && all))
-				k->unpack_codes(codes + t * q.bits / 8, end - t, q.bits, w->code);
-			if (rest != fill)
-				BAD(at + last, rest, fill);
-		} else {
-			uint64_t from = checking ? (end - t - 1) / 5 * 5 : 0;
-
-			if (k->max_byte(codes + t / 5, (end - t + 4) / 5) > 242)
-				BAD(at + t / 5, 243, 242);
-			n = (end - t + 4) / 5 * 5;
-			k->unpack_trits(codes + (t + from) / 5, n - from, w->code + from);
-			while (n-- > end - t)
-				if (w->code[n] != 1)
-					BAD(at + (end - 1) / 5, w->code[n], 1);
-		}
-		if (!all && k->max_byte(code, end - t) > most)
-			BAD(at, k->max_byte(code, end - t), most);
-		for (uint64_t i = t; i < end; i += n) {
-			uint64_t row = p->row && p->row <= ROW_CHUNK ? p->row : 0;
-
-			n = rows_run(p->row, i, end);
-			if (row || (p->row && i % p->row == 0))
-				TRY(read_scales(frame, scales + i / p->row * (uint64_t)nbytes, &q, nbytes, p,
-						row ? n : 1, w, f));
-			if (checking)
-				continue;
-			if (q.codec == CODEC_SIGN)
-				sign_run(k, codes, i, n, row ? row : n, w, w->y);
-			else
-				k->decode_rows(&q, code + i - t, n, row ? row : n, w->scale, w->y);
-			if (rounds) {
-				k->from_float[half](w->y, n, w->half);
-				k->to_float[half](w->half, n, w->y);
-			}
-			sink_put(k, sink, first + i, n, w->y);
-		}
+		TRY(open_codes(k, &q, c, t, end, sink->into == SINK_NONE, w, &code, f));
+		TRY(decode_tile(j, k, &q, c, t, end, code, sink, w, f));
 	}
 	return CODEC_OK;
 }
@@ -133,7 +159,7 @@ codec_status rows_decode_block(const struct job *j, const struct kernels *k, con
 {
 	struct place p = rows_place(j, b);
 	uint64_t ncodes = rows_codes_nbytes(&j->h, p.n), codes_at = at + p.nscales;
-	const uint8_t *codes = frame + codes_at;
+	struct coded block = {p.part, frame, frame + codes_at, at, codes_at, p.first, p.n};
 	struct sink last = *sink;
 
 	if (rows_entropy(&j->h)) {
@@ -141,7 +167,7 @@ codec_status rows_decode_block(const struct job *j, const struct kernels *k, con
 
 		if (end - at < p.nscales + 4)
 			BAD(at, end - at, p.nscales + 4);
-		TRY(decode_bytes(j, k, w, &c, ncodes, &codes, f));
+		TRY(decode_bytes(j, k, w, &c, ncodes, &block.codes, f));
 		TRY(close_region(&c, f));
 	} else {
 		if (end - at != ALIGN8(p.nscales + ncodes))
@@ -151,7 +177,7 @@ codec_status rows_decode_block(const struct job *j, const struct kernels *k, con
 				BAD(i, frame[i], 0);
 	}
 	last.scale = p.part->scale[0];
-	return decode_codes(j, k, p.part, frame, at, codes_at, codes, p.first, p.n, &last, w, f);
+	return decode_codes(j, k, &block, &last, w, f);
 }
 
 /* What block b, just encoded at frame[at], leaves of src. */
@@ -162,6 +188,7 @@ codec_status rows_residual(const struct job *j, const struct kernels *k, const c
 	const struct sink sink = {.into = SINK_RESIDUAL, .dst = &dst, .src = src};
 	struct place p = rows_place(j, b);
 	const uint8_t *codes = rows_entropy(&j->h) ? w->plane[0] : frame + at + p.nscales;
+	const struct coded block = {p.part, frame, codes, at, at + p.nscales, p.first, p.n};
 
-	return decode_codes(j, k, p.part, frame, at, at + p.nscales, codes, p.first, p.n, &sink, w, NULL);
+	return decode_codes(j, k, &block, &sink, w, NULL);
 }

@@ -12,7 +12,7 @@ static void settle_ties(const struct job *j, const float_any *x, uint64_t first,
 		uint32_t u = round_bits(x[i]), low;
 
 		round_ternary(round_float(u & ROUND_ABS), over, &low);
-		*tie = philox_half(j->key, first + i, 1) >= low ? 1 : u >> 31 ? 0 : 2;
+		*tie = (uint8_t)(philox_half(j->key, first + i, 1) < low ? 1 + (u >> 31) : 0);
 	}
 }
 
@@ -88,10 +88,8 @@ static codec_status encode_codes(const struct job *j, const struct kernels *k, c
 		}
 		if (q.bits == 8)
 			continue;
-		memset(w->code + end - t, q.codec == CODEC_TERNARY, 8);
 		if (q.bits)
-			k->pack_codes(w->code, q.bits == 2 ? (end - t + 3) / 4 * 4 : end - t, q.bits,
-				      dst + t * q.bits / 8);
+			k->pack_codes(w->code, end - t, q.bits, dst + t * q.bits / 8);
 		else
 			k->pack_trits(w->code, end - t, dst + t / 5);
 	}

@@ -22,9 +22,9 @@ void rows_kind(const struct header *h, struct row_kind *q)
 }
 
 /* Has a part scales of its own, beside those of its rows or instead of them? */
-int rows_part_scaled(const struct header *h)
+int rows_part_scaled(const struct header *h, uint32_t row)
 {
-	return h->row == 0 || (h->codec == CODEC_FLOAT4 && h->variant == WIRE_FLOAT4_NVFP4);
+	return row == 0 || (h->codec == CODEC_FLOAT4 && h->variant == WIRE_FLOAT4_NVFP4);
 }
 
 static int five_a_byte(const struct header *h)
@@ -102,7 +102,7 @@ static void add_flat(struct job *j, uint64_t start, uint64_t end)
 		add_part(j, start, end - start, row_for(&j->h, 1, NULL));
 }
 
-/* Parts of a tensor about to be encoded; the blocks are counted. */
+/* Parts of a tensor about to be encoded; the blocks are counted, and the header's row is that in use. */
 void rows_cut(struct job *j, const codec_context *with)
 {
 	uint64_t flat = 0, end = 0;
@@ -110,6 +110,7 @@ void rows_cut(struct job *j, const codec_context *with)
 	j->nparts = j->nsums = j->h.nblocks = 0;
 	if (!with->nsegments) {
 		add_part(j, 0, j->h.n, row_for(&j->h, j->h.rank, j->h.shape));
+		j->h.row = job_parts(j)->row;
 		return;
 	}
 	for (uint64_t i = 0; i < with->nsegments; i++) {
@@ -124,6 +125,7 @@ void rows_cut(struct job *j, const codec_context *with)
 		flat = end;
 	}
 	add_flat(j, flat, j->h.n);
+	j->h.row = 0;
 	j->h.flags |= WIRE_FLAG_SEGMENTS;
 }
 
@@ -186,7 +188,7 @@ uint64_t rows_bound(const struct header *h)
 	row = h->row == CODEC_ROW_LAST ? ROW_LEAST : h->row;
 	cut = h->n / (WIRE_ROW_BLOCK / 2) + nparts;
 	cut = cut * (WIRE_DIRECTORY_ENTRY + 16) + (row ? (h->n / row + cut) * 8 : 0) + rows_codes_nbytes(h, h->n) +
-	      nparts * WIRE_PART_NBYTES;
+	      nparts * (WIRE_SEGMENT_NBYTES + 8);
 	return head + MAX(most, cut);
 }
 
@@ -202,28 +204,28 @@ float rows_round_scale(const struct header *h, float x)
 
 uint64_t rows_side_nbytes(const struct job *j)
 {
-	if (j->h.flags & WIRE_FLAG_SEGMENTS)
-		return 8 + WIRE_PART_NBYTES * j->nparts;
-	return rows_part_scaled(&j->h) ? 8 : 0;
+	uint64_t nbytes = j->h.flags & WIRE_FLAG_SEGMENTS ? 4 + WIRE_SEGMENT_NBYTES * j->nparts : 0;
+
+	/* rows were asked for of all parts or of none */
+	return nbytes + (rows_part_scaled(&j->h, job_parts(j)->row) ? 8 * j->nparts : 0);
 }
 
 void rows_write(const struct job *j, uint8_t *dst)
 {
-	const struct part *p = job_parts(j);
+	const struct part *p = job_parts(j), *end = p + j->nparts;
 
-	if (!(j->h.flags & WIRE_FLAG_SEGMENTS)) {
-		for (int i = 0; i < 2 && rows_part_scaled(&j->h); i++)
-			store32(dst + 4 * i, round_bits(p->scale[i]));
-		return;
+	if (j->h.flags & WIRE_FLAG_SEGMENTS) {
+		store32(dst, (uint32_t)j->nparts);
+		dst += 4;
+		for (; p < end; p++, dst += WIRE_SEGMENT_NBYTES) {
+			store64(dst, p->count);
+			store32(dst + 8, p->row);
+			store32(dst + 12, 0);
+		}
 	}
-	store64(dst, j->nparts);
-	dst += 8;
-	for (uint64_t i = 0; i < j->nparts; i++, p++, dst += WIRE_PART_NBYTES) {
-		store64(dst, p->count);
-		store32(dst + 8, p->row);
-		store32(dst + 12, 0);
-		store32(dst + 16, round_bits(p->scale[0]));
-		store32(dst + 20, round_bits(p->scale[1]));
+	for (p = job_parts(j); p < end && rows_part_scaled(&j->h, p->row); p++, dst += 8) {
+		store32(dst, round_bits(p->scale[0]));
+		store32(dst + 4, round_bits(p->scale[1]));
 	}
 }
 
@@ -233,7 +235,7 @@ void rows_write(const struct job *j, uint8_t *dst)
 static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct header *h, struct part *p,
 				codec_fault *f)
 {
-	int used = !rows_part_scaled(h) ? 0 : h->codec == CODEC_SIGN && h->variant == WIRE_SIGN_TWO_MEAN ? 2 : 1;
+	int used = h->codec == CODEC_SIGN && h->variant == WIRE_SIGN_TWO_MEAN ? 2 : 1;
 
 	for (int i = 0; i < 2; i++) {
 		uint32_t u = load32(frame + at + 4 * (uint64_t)i);
@@ -247,45 +249,49 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 	return CODEC_OK;
 }
 
+/* Records of parts from frame[*at, end) on. */
+static codec_status read_records(const uint8_t *frame, uint64_t *at, uint64_t end, struct job *j, codec_fault *f)
+{
+	uint64_t nparts = end - *at < 4 ? 0 : load32(frame + *at), start = 0;
+
+	if (!nparts || nparts > WIRE_MAX_PARTS(j->h.n) || nparts > (end - *at - 4) / WIRE_SEGMENT_NBYTES)
+		BAD(*at, nparts, (end - *at) / WIRE_SEGMENT_NBYTES);
+	*at += 4;
+	for (uint64_t i = 0; i < nparts; i++, *at += WIRE_SEGMENT_NBYTES) {
+		uint64_t count = load64(frame + *at);
+		uint32_t row = load32(frame + *at + 8);
+
+		if (!count || count > j->h.n - start)
+			BAD(*at, count, j->h.n - start);
+		if (!row_allowed(&j->h, row))
+			BAD(*at + 8, row, WIRE_MAX_ROW);
+		if (load32(frame + *at + 12))
+			BAD(*at + 12, load32(frame + *at + 12), 0);
+		add_part(j, start, count, row);
+		start += count;
+	}
+	if (start != j->h.n)
+		BAD(*at, start, j->h.n);
+	return CODEC_OK;
+}
+
 /* Parts from frame[at, end). */
 codec_status rows_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f)
 {
-	uint64_t nblocks = j->h.nblocks, nparts, start = 0;
+	uint64_t nblocks = j->h.nblocks;
 
 	j->nparts = j->nsums = j->h.nblocks = 0;
-	if (!(j->h.flags & WIRE_FLAG_SEGMENTS)) {
-		add_part(j, 0, j->h.n, row_for(&j->h, j->h.rank, j->h.shape));
-		if (rows_part_scaled(&j->h)) {
-			if (end - at < 8)
-				BAD(at, end - at, 8);
-			TRY(read_scales(frame, at, &j->h, job_parts(j), f));
-			at += 8;
-		}
-	} else {
+	if (j->h.flags & WIRE_FLAG_SEGMENTS)
+		TRY(read_records(frame, &at, end, j, f));
+	else
+		add_part(j, 0, j->h.n, j->h.row);
+	for (struct part *p = job_parts(j); p < job_parts(j) + j->nparts; p++) {
+		if (!rows_part_scaled(&j->h, p->row))
+			continue;
 		if (end - at < 8)
 			BAD(at, end - at, 8);
-		nparts = load64(frame + at);
+		TRY(read_scales(frame, at, &j->h, p, f));
 		at += 8;
-		if (!nparts || nparts > WIRE_MAX_PARTS(j->h.n) || nparts > (end - at) / WIRE_PART_NBYTES)
-			BAD(at - 8, nparts, (end - at) / WIRE_PART_NBYTES);
-		for (uint64_t i = 0; i < nparts; i++, at += WIRE_PART_NBYTES) {
-			uint64_t count = load64(frame + at);
-			uint32_t row = load32(frame + at + 8);
-			int chosen = j->h.row == CODEC_ROW_LAST;
-
-			if (!count || count > j->h.n - start)
-				BAD(at, count, j->h.n - start);
-			if (chosen ? !row || row > WIRE_MAX_ROW || (rows_entropy(&j->h) && row > WIRE_ROW_BLOCK)
-				   : row != row_for(&j->h, 1, NULL))
-				BAD(at + 8, row, chosen ? WIRE_MAX_ROW : row_for(&j->h, 1, NULL));
-			if (load32(frame + at + 12))
-				BAD(at + 12, load32(frame + at + 12), 0);
-			add_part(j, start, count, row);
-			TRY(read_scales(frame, at + 16, &j->h, job_parts(j) + i, f));
-			start += count;
-		}
-		if (start != j->h.n)
-			BAD(at, start, j->h.n);
 	}
 	if (j->h.nblocks != nblocks)
 		BAD(WIRE_AT_NBLOCKS, nblocks, j->h.nblocks);

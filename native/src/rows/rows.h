@@ -29,7 +29,7 @@ uint64_t rows_block(const struct header *h, uint32_t row);
 uint64_t rows_bound(const struct header *h);
 uint64_t rows_region_nbytes(const struct header *h, uint32_t row, uint64_t m);
 uint64_t rows_regions_nbytes(const struct job *j, uint64_t first, uint64_t count);
-int rows_part_scaled(const struct header *h);
+int rows_part_scaled(const struct header *h, uint32_t row);
 float rows_round_scale(const struct header *h, float x);
 int rows_entropy(const struct header *h);
 int rows_scale_nbytes(const struct header *h);

@@ -110,7 +110,7 @@ uint64_t rows_scan_count(const struct job *j)
 {
 	int given = j->h.codec == CODEC_TERNARY && j->scale > 0 && !(j->clip > 0);
 
-	return j->residual || (rows_part_scaled(&j->h) && !given) ? j->nsums : 0;
+	return j->residual || (rows_part_scaled(&j->h, job_parts(j)->row) && !given) ? j->nsums : 0;
 }
 
 codec_status rows_scan(struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t first, uint64_t count)
@@ -152,7 +152,7 @@ codec_status rows_finish(struct job *j)
 		}
 		if (max >= ROUND_INF && !(j->h.options & WIRE_OPTION_PROPAGATE))
 			return CODEC_NONFINITE;
-		if (!rows_part_scaled(&j->h))
+		if (!rows_part_scaled(&j->h, p->row))
 			continue;
 		pairs_total(&pairs, total);
 		switch (j->h.codec) {
