@@ -24,7 +24,7 @@ struct task {
 	codec_spec spec;
 	codec_tensor t, theta, v, m;
 	uint64_t n;
-	struct exact x, levels, state[3];
+	struct exact x, error, levels, state[3]; /* error: what feedback adds */
 	codec_segment segments[SEGMENTS];
 	codec_metric metric[GROUPS];
 	codec_codebook book;
@@ -378,7 +378,7 @@ struct result {
 	size_t nbytes;
 };
 
-enum { NONE, APART, IN_PLACE };
+enum { NONE, APART, IN_PLACE, FEEDBACK };
 
 /* Begin with a residual of whatever was there, or the tensor, and end with it as it was if that must be. */
 static struct result begin(struct task *k, size_t capacity, int residual, float **at)
@@ -390,6 +390,11 @@ static struct result begin(struct task *k, size_t capacity, int residual, float 
 		r.residual = exact(4 * k->n, &k->s);
 		memset(r.residual.p, 0x5a, r.residual.n);
 		*at = (float *)r.residual.p;
+	} else if (residual == FEEDBACK) {
+		r.residual = exact(4 * k->n, &k->s);
+		memcpy(r.residual.p, k->error.p, r.residual.n);
+		*at = (float *)r.residual.p;
+		k->with.flags = CODEC_FEEDBACK;
 	} else if (residual == IN_PLACE) {
 		r.residual = exact(k->t.nbytes, &k->s);
 		if (k->t.nbytes)
@@ -403,9 +408,12 @@ static struct result begin(struct task *k, size_t capacity, int residual, float 
 static void end(struct task *k, const struct result *r, int residual)
 {
 	k->t.data = k->x.p;
+	k->with.flags = 0;
 	if (r->status == CODEC_OK || !r->residual.n)
 		return;
-	if (residual == IN_PLACE)
+	if (residual == FEEDBACK)
+		CHECK(!memcmp(r->residual.p, k->error.p, r->residual.n), r->status, k->spec.codec);
+	else if (residual == IN_PLACE)
 		CHECK(!memcmp(r->residual.p, k->x.p, r->residual.n), r->status, k->spec.codec);
 	else
 		for (size_t i = 0; i < r->residual.n; i++)
@@ -481,6 +489,7 @@ static struct result encode_steps(struct task *k, uint32_t isa, int residual)
 					      plan.nblocks ? nranges : 0, seal, &written);
 	r.nbytes = written;
 	k->with.residual = NULL;
+	k->with.flags = 0;
 	k->t.data = k->x.p;
 	exact_free(&job);
 	return r;
@@ -516,11 +525,14 @@ static void check_values(struct task *k, const struct result *r)
 	if (status == CODEC_OK && k->spec.codec == CODEC_LOSSLESS && out.n)
 		CHECK(!memcmp(out.p, k->x.p, out.n), k->t.dtype, k->n);
 	for (uint64_t i = 0; status == CODEC_OK && i < k->n && r->residual.n; i++) {
-		float left = 0, got;
+		float x = 0, left = 0, got;
 
 		memcpy(&got, r->residual.p + 4 * i, 4);
 		if (k->spec.codec != CODEC_LOSSLESS)
-			left = check_widen(k->x.p, k->t.dtype, i) - check_widen(out.p, k->t.dtype, i);
+			x = check_widen(k->x.p, k->t.dtype, i) +
+			    (k->error.n ? check_widen(k->error.p, CODEC_FLOAT32, i) : 0);
+		if (x - x == 0 && k->spec.codec != CODEC_LOSSLESS)
+			left = x - check_widen(out.p, k->t.dtype, i);
 		CHECK(left == got || left != left, k->spec.codec, i);
 		if (left != got && left == left)
 			break;
@@ -570,6 +582,13 @@ static void check_encoder(struct task *k)
 	int residual = one_in(&k->s, 3) && k->t.dtype == CODEC_FLOAT32 ? IN_PLACE : below(&k->s, 2) ? APART : NONE;
 	struct result first = {0};
 	struct given given;
+
+	if (k->spec.codec != CODEC_LOSSLESS && one_in(&k->s, 4)) {
+		residual = FEEDBACK;
+		k->error = exact(4 * k->n, &k->s);
+		make_values(k, k->error.p, CODEC_FLOAT32, one_in(&k->s, 2));
+		k->expected = UNKNOWN; /* sums may be what neither is */
+	}
 
 	for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
 		struct result r;
@@ -638,6 +657,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 		      status, 0);
 	}
 	exact_free(&k.x);
+	exact_free(&k.error);
 	exact_free(&k.levels);
 	for (int i = 0; i < 3; i++)
 		exact_free(k.state + i);

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "codec/codec.h"
+#include "codec/codec_engine.h"
 #include "job/api.h"
 #include "guard.h"
 
@@ -150,6 +151,185 @@ static void test_guard_pages(void **unused)
 		for (size_t s = 0; s < NSPECS && codec_isa_usable(isa); s++)
 			for (size_t i = 0; i < sizeof SIZES / sizeof *SIZES; i++)
 				round_trip(SPECS[s], DTYPES[i % 3], SIZES[i], 1 + isa);
+}
+
+/* One frame, in ranges of blocks, the last one first; the residual may hold what is to be added. */
+static codec_status encode_steps(const codec_spec *spec, const codec_tensor *t, uint8_t *dst, size_t capacity,
+				 size_t *written, const codec_context *with)
+{
+	uint64_t counts[3] = {0}, ats[3], end, seal, total = 0;
+	size_t job_nbytes, work_nbytes;
+	codec_status status;
+	codec_plan plan;
+	void *job, *work;
+
+	assert_int_equal(codec_job_nbytes(spec, t, &job_nbytes, &work_nbytes), CODEC_OK);
+	job = malloc(job_nbytes);
+	work = malloc(work_nbytes);
+	status = codec_encode_open(spec, t, dst, capacity, with, job, job_nbytes, &plan);
+	if (status == CODEC_OK && plan.nscans) {
+		for (uint64_t i = plan.nscans; i-- > 0 && status == CODEC_OK;)
+			status = codec_encode_scan(t, with, job, i, 1);
+		if (status == CODEC_OK)
+			status = codec_encode_start(t, dst, capacity, with, job, &plan);
+	}
+	for (uint64_t i = 3; i-- > 0 && status == CODEC_OK;) {
+		uint64_t first = i * plan.nblocks / 3;
+
+		counts[i] = (i + 1) * plan.nblocks / 3 - first;
+		if (!counts[i])
+			continue;
+		ats[i] = plan.regions_at + first * plan.region_bound;
+		status = codec_encode_blocks(t, dst, capacity, with, job, first, counts[i], ats[i], &end, &seal, work,
+					     work_nbytes);
+		total += seal;
+	}
+	if (status == CODEC_OK)
+		status = codec_encode_close(t, dst, capacity, with, job, counts, ats, 3, total, written);
+	free(job);
+	free(work);
+	return status;
+}
+
+/* Error feedback is encoding sums: to the byte in float32; of halves the residual is what their sums lose. */
+static void feedback(codec_spec spec, uint32_t dtype, uint64_t n, uint32_t isa)
+{
+	uint32_t size = codec_dtype_nbytes(dtype);
+	codec_tensor t = {.struct_nbytes = sizeof t, .dtype = dtype, .rank = 1, .shape = {n}, .nbytes = n * size},
+		     theta, y;
+	codec_metric metric = {.struct_nbytes = sizeof metric, .theta_term = 30, .theta = &theta};
+	codec_context with = {.struct_nbytes = sizeof with, .isa = isa, .stream = 5, .metric = &metric};
+	float *x = malloc(4 * n + 1), *e = malloc(4 * n + 1), *left = malloc(4 * n + 1), *sum = malloc(4 * n + 1);
+	size_t bound, room, need, written, again;
+	uint8_t *frame, *other, *back = malloc(4 * n + 1), *scratch;
+
+	spec.struct_nbytes = sizeof spec;
+	fill((uint8_t *)x, dtype, n);
+	fill((uint8_t *)e, CODEC_FLOAT32, n);
+	theta = y = t;
+	theta.dtype = CODEC_FLOAT32;
+	theta.nbytes = 4 * n;
+	theta.data = calloc(n + 1, 4);
+	fill(theta.data, CODEC_FLOAT32, n);
+	for (uint64_t i = 0; i < n; i++)
+		sum[i] = widened((uint8_t *)x, dtype, i) + e[i];
+	assert_int_equal(codec_bound(&spec, &t, &bound), CODEC_OK);
+	room = 2 * bound + (1 << 16); /* for ranges apart */
+	assert_int_equal(codec_scratch(&spec, &t, &need), CODEC_OK);
+	frame = malloc(bound);
+	other = malloc(room);
+	scratch = malloc(need);
+	t.data = x;
+	with.flags = CODEC_FEEDBACK;
+	memcpy(left, e, 4 * n);
+	assert_int_equal(codec_encode(&spec, &t, frame, bound, &written, left, &with, scratch, need), CODEC_OK);
+	y.data = back;
+	assert_int_equal(codec_decode(frame, written, &y, &with, scratch, need), CODEC_OK);
+	for (uint64_t i = 0; i < n; i++)
+		assert_true(left[i] == sum[i] - widened(back, dtype, i));
+	/* with no byte to spare; with one too few, after which the residual still holds what is to be added */
+	memcpy(sum, e, 4 * n);
+	assert_int_equal(codec_encode(&spec, &t, other, written - 1, &again, sum, &with, scratch, need),
+			 CODEC_SHORT_OUTPUT);
+	assert_memory_equal(sum, e, 4 * n);
+	assert_int_equal(codec_encode(&spec, &t, other, written, &again, sum, &with, scratch, need), CODEC_OK);
+	assert_true(again == written && memcmp(other, frame, written) == 0 && memcmp(sum, left, 4 * n) == 0);
+	memcpy(sum, e, 4 * n);
+	with.residual = sum;
+	assert_int_equal(encode_steps(&spec, &t, other, room, &again, &with), CODEC_OK);
+	assert_true(again == written && memcmp(other, frame, written) == 0 && memcmp(sum, left, 4 * n) == 0);
+	with.flags = 0;
+	with.residual = NULL;
+	if (dtype == CODEC_FLOAT32) {
+		for (uint64_t i = 0; i < n; i++)
+			sum[i] = x[i] + e[i];
+		t.data = sum;
+		assert_int_equal(codec_encode(&spec, &t, other, bound, &again, sum, &with, scratch, need), CODEC_OK);
+		assert_true(again == written && memcmp(other, frame, written) == 0 && memcmp(sum, left, 4 * n) == 0);
+	}
+	free(x);
+	free(e);
+	free(left);
+	free(sum);
+	free(frame);
+	free(other);
+	free(back);
+	free(scratch);
+	free(theta.data);
+}
+
+static void test_feedback(void **unused)
+{
+	static const uint64_t SIZES[] = {0, 1, 100, 513, 2561, 16385, 22500, 90001};
+
+	(void)unused;
+	for (uint32_t isa = 0; codec_isa_name(isa); isa++)
+		for (size_t s = 0; s < NSPECS && codec_isa_usable(isa); s++)
+			for (size_t i = 0; i < 3 * sizeof SIZES / sizeof *SIZES; i++)
+				feedback(SPECS[s], DTYPES[i % 3], SIZES[i / 3], 1 + isa);
+}
+
+/* What cannot be added up, or has no place: nothing is written then. */
+static void test_feedback_refuses(void **unused)
+{
+	enum { N = 5000 };
+	float *x = calloc(N, 4), *e = calloc(N, 4);
+	codec_tensor t = {.struct_nbytes = sizeof t, .dtype = CODEC_FLOAT32, .rank = 1, .shape = {N}, .nbytes = 4 * N};
+	codec_context with = {.struct_nbytes = sizeof with, .flags = CODEC_FEEDBACK};
+	codec_spec spec = {.struct_nbytes = sizeof spec, .codec = CODEC_LOSSLESS};
+	size_t capacity = 8 * N, need, written;
+	uint8_t *frame = malloc(capacity), *scratch, *job;
+	codec_plan plan;
+
+	(void)unused;
+	t.data = x;
+	codec_scratch(&spec, &t, &need);
+	scratch = malloc(need += 1 << 20);
+	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, e, &with, scratch, need),
+			 CODEC_BAD_ARGUMENT);
+	spec.codec = CODEC_SIGN;
+	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, NULL, &with, scratch, need),
+			 CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, x, &with, scratch, need),
+			 CODEC_BAD_ARGUMENT);
+	/* the sum is Inf, though neither is */
+	x[N - 1] = e[N - 1] = 3e38f;
+	x[0] = 1;
+	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, e, &with, scratch, need), CODEC_NONFINITE);
+	assert_true(e[N - 1] == 3e38f && e[0] == 0);
+	/* above a scale that was given, though neither is */
+	spec = (codec_spec){.struct_nbytes = sizeof spec, .codec = CODEC_TERNARY, .scale = 4};
+	x[N - 1] = e[N - 1] = 3;
+	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, e, &with, scratch, need), CODEC_BAD_SCALE);
+	assert_true(e[N - 1] == 3 && e[0] == 0);
+	/* a job that was opened with it goes on with it, and the other way round */
+	spec.scale = 8;
+	with.residual = e;
+	job = scratch;
+	for (int i = 0; i < 2; i++, with.flags ^= CODEC_FEEDBACK) {
+		assert_int_equal(codec_encode_open(&spec, &t, frame, capacity, &with, job, need, &plan), CODEC_OK);
+		with.flags ^= CODEC_FEEDBACK;
+		assert_int_equal(codec_encode_scan(&t, &with, job, 0, plan.nscans), CODEC_BAD_ARGUMENT);
+		with.flags ^= CODEC_FEEDBACK;
+		assert_int_equal(codec_encode_scan(&t, &with, job, 0, plan.nscans), CODEC_OK);
+		with.flags ^= CODEC_FEEDBACK;
+		assert_int_equal(codec_encode_start(&t, frame, capacity, &with, job, &plan), CODEC_BAD_ARGUMENT);
+		with.flags ^= CODEC_FEEDBACK;
+	}
+	/* beyond the largest number of a half: the rest is left for next time */
+	spec = (codec_spec){.struct_nbytes = sizeof spec, .codec = CODEC_TERNARY};
+	t.dtype = CODEC_FLOAT16;
+	t.nbytes = 2 * N;
+	memset(x, 0, 4 * N);
+	memset(e, 0, 4 * N);
+	*(uint16_t *)x = 0x7bff;
+	e[0] = 1000;
+	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, e, &with, scratch, need), CODEC_OK);
+	assert_true(e[0] == 1000);
+	free(x);
+	free(e);
+	free(frame);
+	free(scratch);
 }
 
 /* codec_reduce is decoding and adding, in order. */
@@ -409,8 +589,10 @@ static void test_draws(void **unused)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_divisions),   cmocka_unit_test(test_draws),  cmocka_unit_test(test_conversions),
-		cmocka_unit_test(test_guard_pages), cmocka_unit_test(test_reduce), cmocka_unit_test(test_environment),
+		cmocka_unit_test(test_divisions),   cmocka_unit_test(test_draws),
+		cmocka_unit_test(test_conversions), cmocka_unit_test(test_guard_pages),
+		cmocka_unit_test(test_feedback),    cmocka_unit_test(test_feedback_refuses),
+		cmocka_unit_test(test_reduce),      cmocka_unit_test(test_environment),
 		cmocka_unit_test(test_stack),       cmocka_unit_test(test_specs),
 	};
 

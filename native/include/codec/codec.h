@@ -233,6 +233,13 @@ typedef struct codec_fault {
 #define CODEC_NO_CHECKSUM 4u /* skip the checksums; structure is checked all the same */
 #define CODEC_UNSCALED 8u    /* decode, TERNARY: values are -1, 0 and 1 */
 #define CODEC_RESCALE 16u    /* with UNSCALED: what came out is multiplied by the scale, last of all but `divide` */
+/*
+ * Error feedback: what the residual holds is added to the tensor before it is encoded, each sum rounded to float32, and
+ * then it gets what the sums lose. As if the sums had been encoded, but in the tensor's dtype, to which TRUNCATE rounds
+ * them, to nearest even and at most its largest number (what that loses is part of the residual). A sum that is NaN is
+ * 7fc00000. The residual must not be the tensor then. Not for LOSSLESS, which loses nothing: CODEC_BAD_ARGUMENT.
+ */
+#define CODEC_FEEDBACK 32u
 
 /*
  * What TRUNCATE goes by: A, all of an optimizer's step that does not depend on the gradient, over what the gradient is
@@ -301,8 +308,9 @@ CODEC_API codec_status codec_scratch(const codec_spec *spec, const codec_tensor 
  * is 0, and dst[0, capacity) is unspecified. `with` may name segments and one codebook.
  *
  * `residual`, unless NULL, gets src less what a decoder will see, as float32, n values at any address; it may be src,
- * or an array of the metric's state. On any status but CODEC_OK it is as it was. (If another thread changes src
- * meanwhile, it may be written in part.)
+ * or an array of the metric's state. Of NaN and Inf that are encoded, not refused, nothing is left: 0. On any status
+ * but CODEC_OK it is as it was. (If another thread changes src meanwhile, it may be written in part.) See
+ * CODEC_FEEDBACK.
  */
 CODEC_API codec_status codec_encode(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
 				    size_t *written, float *residual, const codec_context *with, void *scratch,

@@ -101,12 +101,14 @@ static void cut(const codec_context *with, struct job *j)
 	add_flat(j, flat, j->h.n);
 }
 
-/* Patterns of n values from `first` on. */
-static void patterns(const codec_tensor *src, const struct kernels *k, uint64_t first, uint64_t n, uint16_t *p)
+/* Patterns of n values from `first` on, COLUMNS at most. */
+static void patterns(const struct source *src, const struct kernels *k, uint64_t first, uint64_t n, uint16_t *p)
 {
 	const struct dtype *d = dtype_of(src->dtype);
 
-	k->patterns[d->form]((const char *)src->data + first * d->nbytes, n, p);
+	uint8_t sums[4 * COLUMNS];
+
+	k->patterns[d->form](load_native(k, src, first, n, sums), n, p);
 }
 
 static int clamp(int x, int lo, int hi)
@@ -143,7 +145,8 @@ static uint8_t round_offsets(int8_t *offset, uint64_t n, int middle, uint8_t shi
 }
 
 /* Rows first: the mean pattern of a few runs of each. Then the base, the mean of those. */
-static void fit_rows(const codec_tensor *src, const struct kernels *k, struct job *j, struct segment *s, uint8_t finest)
+static void fit_rows(const struct source *src, const struct kernels *k, struct job *j, struct segment *s,
+		     uint8_t finest)
 {
 	const struct dtype *d = dtype_of(src->dtype);
 	int8_t *rows = segment_row_offsets(j, s);
@@ -186,7 +189,8 @@ static void fit_rows(const codec_tensor *src, const struct kernels *k, struct jo
 }
 
 /* Columns: the mean of what the row's offset leaves, over rows spread by the golden ratio. */
-static void fit_cols(const codec_tensor *src, const struct kernels *k, struct job *j, struct segment *s, uint8_t finest)
+static void fit_cols(const struct source *src, const struct kernels *k, struct job *j, struct segment *s,
+		     uint8_t finest)
 {
 	const struct dtype *d = dtype_of(src->dtype);
 	const int8_t *rows = segment_row_offsets(j, s);
@@ -289,7 +293,7 @@ static void count_patterns(const struct dtype *d, const uint16_t *p, uint64_t n,
 }
 
 /* Counts of the segment's symbols without offsets (raw) and with them (fitted), from every stride-th quad row. */
-static void count_segment(const codec_tensor *src, const struct kernels *k, const struct job *j,
+static void count_segment(const struct source *src, const struct kernels *k, const struct job *j,
 			  const struct segment *s, uint64_t stride, uint32_t *raw, uint32_t *fitted)
 {
 	const struct dtype *d = dtype_of(src->dtype);
@@ -333,7 +337,7 @@ static int pays(const struct segment *s, const uint32_t raw[256], const uint32_t
 }
 
 /* Planes other than the exponent: few samples tell whether they are worth coding, constant or full of zeros. */
-static void sample_planes(const codec_tensor *src, const struct kernels *k, const struct job *j, struct sample *s,
+static void sample_planes(const struct source *src, const struct kernels *k, const struct job *j, struct sample *s,
 			  int first_plane)
 {
 	const struct dtype *d = dtype_of(src->dtype);
@@ -373,7 +377,7 @@ static void sample_planes(const codec_tensor *src, const struct kernels *k, cons
 }
 
 /* The exponent that most values of a float64 tensor are near. */
-static uint32_t choose_window(const codec_tensor *src, uint64_t n)
+static uint32_t choose_window(const struct source *src, uint64_t n)
 {
 	uint64_t take = MIN(n, 4096), count = 0;
 	int64_t total = 0;
@@ -402,7 +406,7 @@ static uint8_t finest_shift(const struct dtype *d, const struct sample *s)
 	return (s->is_constant | s->has_zero_run) & 2 || !near_uniform(s->counts[1], values) ? WIRE_MAX_SHIFT : 0;
 }
 
-void model_choose(const codec_tensor *src, const codec_context *with, const struct kernels *k, struct job *j,
+void model_choose(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
 		  struct sample *s)
 {
 	const struct dtype *d = dtype_of(src->dtype);

@@ -3,6 +3,7 @@
 #define CODEC_MODEL_H
 
 #include "job.h"
+#include "sink.h"
 
 /* Values whose offsets are worked out at once: they stay in the first-level cache. */
 #define OFFSETS 4096
@@ -14,7 +15,7 @@ static inline uint16_t model_zero(const struct header *h, const struct dtype *d)
 }
 
 uint64_t model_nbytes(const struct dtype *d, uint64_t n);
-void model_choose(const codec_tensor *src, const codec_context *with, const struct kernels *k, struct job *j,
+void model_choose(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
 		  struct sample *s);
 uint64_t model_side_nbytes(const struct job *j);
 void model_write(const struct job *j, uint8_t *dst);

@@ -9,6 +9,33 @@ static void store_floats(const struct kernels *k, const codec_tensor *dst, uint8
 		memcpy(at, y, 4 * n);
 }
 
+const void *load_native(const struct kernels *k, const struct source *s, uint64_t first, uint64_t n, void *buffer)
+{
+	uint64_t size = dtype_of(s->dtype)->nbytes;
+	uint8_t *to = buffer;
+	float sum[512];
+
+	if (!s->error)
+		return (const char *)s->data + first * size;
+	for (uint64_t i = 0, m; i < n; i += m, to += m * size) {
+		m = MIN(512, n - i);
+		load_values(k, s, first + i, m, sum);
+		if (s->dtype == CODEC_FLOAT32) {
+			memcpy(to, sum, m * size);
+			continue;
+		}
+		k->from_float[s->dtype == CODEC_FLOAT16](sum, m, to);
+		for (uint64_t v = 0; v < m; v++) { /* which made a number of it */
+			uint32_t u = round_bits(sum[v]);
+			uint16_t inf = (uint16_t)(u >> 16 & 0x8000) | (s->dtype == CODEC_FLOAT16 ? 0x7c00 : 0x7f80);
+
+			if ((u & ROUND_ABS) == ROUND_INF)
+				memcpy(to + 2 * v, &inf, 2);
+		}
+	}
+	return buffer;
+}
+
 /* Values to where they belong. */
 void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uint64_t n, const float *y)
 {
@@ -22,7 +49,7 @@ void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uin
 
 		for (uint64_t i = 0, m; i < n; i += m) {
 			m = MIN(512, n - i);
-			k->subtract(load_floats(k, s->src, first + i, m, buffer), y + i, m, (float_any *)buffer);
+			k->subtract(load_values(k, s->src, first + i, m, buffer), y + i, m, (float_any *)buffer);
 			store_floats(k, s->dst, at + 4 * i, buffer, m);
 		}
 		break;

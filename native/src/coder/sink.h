@@ -7,6 +7,46 @@
 /* Results this large go past the caches: they would only sweep them out, and be read before they are overwritten. */
 #define STREAM_NBYTES (8u << 20)
 
+/* Values [first, first + n) of an array as float32: where they lie, or in `buffer`. */
+static inline const float_any *load_floats(const struct kernels *k, uint32_t dtype, const void *data, uint64_t first,
+					   uint64_t n, float *buffer)
+{
+	const char *at = (const char *)data + first * dtype_of(dtype)->nbytes;
+
+	if (dtype == CODEC_FLOAT32)
+		return (const float_any *)at;
+	k->to_float[dtype == CODEC_FLOAT16](at, n, buffer);
+	return buffer;
+}
+
+/* What is encoded: the values of a tensor, plus what was lost of earlier ones under CODEC_FEEDBACK. */
+struct source {
+	uint32_t dtype;
+	const void *data;
+	uint64_t nbytes;
+	const float_any *error; /* one for each value; NULL: none */
+};
+
+static inline struct source source_of(const codec_tensor *t, const codec_context *with)
+{
+	return (struct source){t->dtype, t->data, t->nbytes, with->flags & CODEC_FEEDBACK ? with->residual : NULL};
+}
+
+/* Its values as float32, sums rounded to that: where they lie, or in `buffer`. */
+static inline const float_any *load_values(const struct kernels *k, const struct source *s, uint64_t first, uint64_t n,
+					   float *buffer)
+{
+	const float_any *x = load_floats(k, s->dtype, s->data, first, n, buffer);
+
+	if (!s->error)
+		return x;
+	k->plus(x, s->error + first, n, buffer);
+	return buffer;
+}
+
+/* The same, rounded to the tensor's dtype: where they lie, or in `buffer`, at any address. */
+const void *load_native(const struct kernels *k, const struct source *s, uint64_t first, uint64_t n, void *buffer);
+
 /* Where decoded values go: what codec_context's `into` says, or x - y, or nowhere: codes and scales are only checked.
  */
 struct sink {
@@ -14,23 +54,12 @@ struct sink {
 	float weight;
 	float scale, divide; /* of the result; 0: not */
 	int unscaled, rescale;
-	const codec_tensor *dst, *src;
+	const codec_tensor *dst;
+	const struct source *src; /* SINK_RESIDUAL: x */
 };
 #define SINK_RESIDUAL 100
 #define SINK_NONE 101
 
 void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uint64_t n, const float *y);
-
-/* Values [first, first + n) as float32: where they lie, or in `buffer`. */
-static inline const float_any *load_floats(const struct kernels *k, const codec_tensor *t, uint64_t first, uint64_t n,
-					   float *buffer)
-{
-	const char *at = (const char *)t->data + first * dtype_of(t->dtype)->nbytes;
-
-	if (t->dtype == CODEC_FLOAT32)
-		return (const float_any *)at;
-	k->to_float[t->dtype == CODEC_FLOAT16](at, n, buffer);
-	return buffer;
-}
 
 #endif

@@ -32,6 +32,22 @@ BITS_FN float round_float(uint32_t u)
 	return c.f;
 }
 
+/* A value and what was lost of earlier ones. NaN is one, whichever of the two it comes from. */
+BITS_FN float round_plus(float x, float e)
+{
+	float sum = x + e;
+
+	return sum != sum ? round_float(0x7fc00000u) : sum;
+}
+
+/* What is lost of x where y is seen: nothing of NaN and Inf, or it would never be made up for. */
+BITS_FN float round_minus(float x, float y)
+{
+	float lost = x - y;
+
+	return (round_bits(x) & ROUND_ABS) < ROUND_INF ? lost : 0.0f;
+}
+
 /*
  * Philox4x32-10 (Salmon et al., SC 2011). Element i of a tensor uses half-word i % 8 of the block with counter
  * (i / 8, word), key (seed, stream): two draws (word 0 and 1) of 16 bits an element.

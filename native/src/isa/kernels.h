@@ -251,7 +251,9 @@ struct kernels {
 	void (*pack_trits)(const uint8_t *code, size_t n, uint8_t *dst);
 	void (*unpack_trits)(const uint8_t *src, size_t n, uint8_t *code);
 	uint8_t (*max_byte)(const uint8_t *p, size_t n);
-	/* r = x - y (r may be x); out += weight * y, both rounded; out = max(out, y), NaN if either is. */
+	/* sum = x + e (sum may be x); r = x - y (r may be x); out += weight * y, both rounded; out = max(out, y), NaN
+	 * if either is. */
+	void (*plus)(const float_any *x, const float_any *e, size_t n, float *sum);
 	void (*subtract)(const float_any *x, const float *y, size_t n, float_any *r);
 	void (*add)(const float *y, size_t n, float weight, float_any *out);
 	void (*multiply)(float_any *out, size_t n, float by);

@@ -497,10 +497,16 @@ static uint8_t max_byte(const uint8_t *p, size_t n)
 	return most;
 }
 
+static void plus(const float_any *x, const float_any *e, size_t n, float *sum)
+{
+	for (size_t i = 0; i < n; i++)
+		sum[i] = round_plus(x[i], e[i]);
+}
+
 static void subtract(const float_any *x, const float *y, size_t n, float_any *r)
 {
 	for (size_t i = 0; i < n; i++)
-		r[i] = x[i] - y[i];
+		r[i] = round_minus(x[i], y[i]);
 }
 
 static void add(const float *y, size_t n, float weight, float_any *out)
@@ -532,4 +538,4 @@ static void maximum(const float *y, size_t n, float_any *out)
 	.abs_max = abs_max, .row_sums = row_sums, .sign_bits = sign_bits, .sign_values = sign_values,                  \
 	.halves = halves, .encode_rows = encode_rows, .decode_rows = decode_rows, .pack_codes = pack_codes,            \
 	.unpack_codes = unpack_codes, .pack_trits = pack_trits, .unpack_trits = unpack_trits, .max_byte = max_byte,    \
-	.subtract = subtract, .add = add, .multiply = multiply, .divide = divide, .maximum = maximum
+	.plus = plus, .subtract = subtract, .add = add, .multiply = multiply, .divide = divide, .maximum = maximum

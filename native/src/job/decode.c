@@ -35,7 +35,7 @@ static void put_values(const struct kernels *k, uint32_t dtype, const void *valu
 		       uint64_t n, const codec_context *with, const codec_tensor *dst)
 {
 	const struct sink sink = {.into = (int)with->into, .weight = with->weight, .divide = with->divide, .dst = dst};
-	codec_tensor from = {.dtype = dtype, .data = (void *)values};
+	const void *from = values;
 	float buffer[512], aligned[512];
 
 	for (uint64_t i = 0; i < n; i += 512) {
@@ -47,11 +47,11 @@ static void put_values(const struct kernels *k, uint32_t dtype, const void *valu
 		if (wire) {
 			memcpy(native, (const char *)values + i * size, m * size);
 			swap_bytes(native, m * size, size);
-			from.data = native;
+			from = native;
 			at = 0;
 		}
 #endif
-		memcpy(aligned, load_floats(k, &from, at, m, buffer), sizeof(float) * m);
+		memcpy(aligned, load_floats(k, dtype, from, at, m, buffer), sizeof(float) * m);
 		sink_put(k, &sink, first + i, m, aligned);
 	}
 	(void)wire;

@@ -2,9 +2,11 @@
 #include "api.h"
 
 /* Write a stored frame over whatever is there. */
-static codec_status store(const codec_tensor *src, const struct kernels *k, struct header h, uint8_t *dst,
+static codec_status store(const struct source *src, const struct kernels *k, struct header h, uint8_t *dst,
 			  size_t capacity, size_t *written)
 {
+	const void *values;
+
 	h.layout = WIRE_LAYOUT_STORED;
 	h.block_log2 = h.fixed = h.coded = h.halved = h.flags = 0;
 	h.side_nbytes = 0;
@@ -12,8 +14,9 @@ static codec_status store(const codec_tensor *src, const struct kernels *k, stru
 	h.frame_nbytes = stored_nbytes(&h);
 	if (h.frame_nbytes > capacity)
 		return CODEC_SHORT_OUTPUT;
-	if (src->nbytes)
-		memcpy(dst + h.side_at, src->data, src->nbytes);
+	values = load_native(k, src, 0, h.n, dst + h.side_at);
+	if (src->nbytes && values != dst + h.side_at)
+		memcpy(dst + h.side_at, values, src->nbytes);
 #if CODEC_BIG_ENDIAN
 	swap_bytes(dst + h.side_at, src->nbytes, dtype_of(h.dtype)->nbytes);
 #endif
@@ -24,7 +27,7 @@ static codec_status store(const codec_tensor *src, const struct kernels *k, stru
 }
 
 /* Codecs of rows: the book for codes, from a sample of the blocks. */
-static codec_status sample_codes(struct job *j, const struct kernels *k, const codec_tensor *src)
+static codec_status sample_codes(struct job *j, const struct kernels *k, const struct source *src)
 {
 	uint64_t take = MIN(j->h.nblocks, 16);
 	uint32_t counts[256] = {0};
@@ -44,7 +47,7 @@ static codec_status sample_codes(struct job *j, const struct kernels *k, const c
 }
 
 /* Codecs of rows: after the scan, all that precedes the directory. */
-static codec_status start_rows(struct job *j, const struct kernels *k, const codec_tensor *src, uint8_t *dst,
+static codec_status start_rows(struct job *j, const struct kernels *k, const struct source *src, uint8_t *dst,
 			       size_t capacity)
 {
 	uint64_t most;
@@ -68,7 +71,7 @@ static codec_status start_rows(struct job *j, const struct kernels *k, const cod
 }
 
 /* Codecs of rows: parts are cut and, where nothing must be scanned first, all is ready for blocks. */
-static codec_status open_rows(const codec_spec *spec, struct job *j, const struct kernels *k, const codec_tensor *src,
+static codec_status open_rows(const codec_spec *spec, struct job *j, const struct kernels *k, const struct source *src,
 			      uint8_t *dst, size_t capacity, const codec_context *with)
 {
 	codec_spec s = {0};
@@ -97,7 +100,7 @@ static codec_status open_rows(const codec_spec *spec, struct job *j, const struc
 }
 
 /* Model, planes and codebooks, from a sample. */
-static codec_status choose(struct job *j, const struct kernels *k, const codec_tensor *src, const codec_context *with)
+static codec_status choose(struct job *j, const struct kernels *k, const struct source *src, const codec_context *with)
 {
 	model_choose(src, with, k, j, &j->sample);
 	if (j->h.codec != CODEC_TRUNCATE)
@@ -115,12 +118,23 @@ static codec_status ask_metric(struct header *h, const codec_context *with)
 	return CODEC_OK;
 }
 
-/* Nothing that is written may lie in what is read; but the residual may be the tensor, or an array of state. */
+/* Is there something to be added, and a codec that then loses something? */
+static codec_status check_feedback(const struct header *h, const codec_context *with)
+{
+	int feedback = (with->flags & CODEC_FEEDBACK) != 0;
+
+	return feedback && (h->codec == CODEC_LOSSLESS || (h->n && !with->residual)) ? CODEC_BAD_ARGUMENT : CODEC_OK;
+}
+
+/*
+ * Nothing that is written may lie in what is read; but the residual may be an array of state, or the tensor unless it
+ * is added to it.
+ */
 static int outputs_overlap(const struct header *h, const codec_tensor *src, const void *dst, size_t capacity,
 			   const codec_context *with)
 {
 	uint64_t nbytes = with->residual ? sizeof(float) * h->n : 0;
-	int in_place = with->residual == src->data && src->nbytes == nbytes;
+	int in_place = with->residual == src->data && src->nbytes == nbytes && !(with->flags & CODEC_FEEDBACK);
 
 	if (spans_overlap(dst, capacity, src->data, src->nbytes) ||
 	    spans_overlap(dst, capacity, with->residual, nbytes) ||
@@ -134,12 +148,14 @@ static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, 
 			       const codec_context *with, void *memory, size_t job_nbytes, struct job **out)
 {
 	const struct kernels *k = kernels_for(with);
+	struct source values;
 	codebook given;
 	struct header h;
 	codec_tensor t;
 	struct job *j;
 
 	TRY(request(spec, src, 1, &h, &t));
+	TRY(check_feedback(&h, with));
 	if ((!dst && capacity) || with->ncodebooks > 1)
 		return CODEC_BAD_ARGUMENT;
 	TRY(segments_check(with, h.n));
@@ -151,15 +167,17 @@ static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, 
 	*out = j;
 	j->kind = JOB_ENCODE;
 	j->state = JOB_READY;
+	j->feedback = (with->flags & CODEC_FEEDBACK) != 0;
+	values = source_of(&t, with);
 	if (codec_is_rows(h.codec))
-		return open_rows(spec, j, k, &t, dst, capacity, with);
+		return open_rows(spec, j, k, &values, dst, capacity, with);
 	if (with->ncodebooks)
 		TRY(codebook_load(with->codebooks, &h, &given));
 	if (h.n < WIRE_MIN_CODED)
 		return CODEC_OK;
 	j->h.layout = WIRE_LAYOUT_BLOCKS;
 	j->h.block_log2 = block_log2_for(h.n);
-	TRY(choose(j, k, &t, with));
+	TRY(choose(j, k, &values, with));
 	j->h.side_nbytes = side_write(j, NULL);
 	TRY(header_derive(&j->h));
 	/* no room for it, or nothing to gain: stored */
@@ -172,7 +190,7 @@ static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, 
 	return CODEC_OK;
 }
 
-static codec_status blocks(const codec_tensor *src, uint8_t *dst, size_t capacity, const codec_context *with,
+static codec_status blocks(const struct source *src, uint8_t *dst, size_t capacity, const codec_context *with,
 			   const struct job *j, uint64_t first, uint64_t count, uint64_t at, uint64_t *end,
 			   uint64_t *seal, void *work)
 {
@@ -211,7 +229,7 @@ static codec_status blocks(const codec_tensor *src, uint8_t *dst, size_t capacit
 	return CODEC_OK;
 }
 
-static codec_status close_frame(const codec_tensor *src, uint8_t *dst, size_t capacity, const codec_context *with,
+static codec_status close_frame(const struct source *src, uint8_t *dst, size_t capacity, const codec_context *with,
 				const struct job *j, const uint64_t *counts, const uint64_t *ats, size_t nranges,
 				uint64_t seal, size_t *written)
 {
@@ -262,11 +280,17 @@ static int fits_tensor(const struct job *j, const codec_tensor *src)
 	       src->nbytes == j->h.n * dtype_of(j->h.dtype)->nbytes && (src->data || !src->nbytes);
 }
 
+/* And is what is added to it? */
+static int fits_feedback(const struct job *j, const codec_context *with)
+{
+	return !(with->flags & CODEC_FEEDBACK) == !j->feedback && check_feedback(&j->h, with) == CODEC_OK;
+}
+
 /* And is the rest like what it was opened with: room, a residual or none, TRUNCATE's metric? */
 static codec_status check_step(const struct job *j, const codec_tensor *src, const void *dst, size_t capacity,
 			       const codec_context *with)
 {
-	if (!j || !fits_tensor(j, src) || (!dst && capacity) ||
+	if (!j || !fits_tensor(j, src) || !fits_feedback(j, with) || (!dst && capacity) ||
 	    (codec_is_rows(j->h.codec) && !with->residual != (j->residual == RESIDUAL_NONE)))
 		return CODEC_BAD_ARGUMENT;
 	if (j->h.codec == CODEC_TRUNCATE)
@@ -331,14 +355,16 @@ codec_status codec_encode_scan(const codec_tensor *src, const codec_context *wit
 			       uint64_t count)
 {
 	struct job *j = job_at(job, JOB_ENCODE, JOB_SCANNING);
+	struct source values;
 	uint64_t saved;
 	codec_context c;
 
 	TRY(context_read(with, &c));
-	if (!j || !fits_tensor(j, src) || first > j->nscans || count > j->nscans - first)
+	if (!j || !fits_tensor(j, src) || !fits_feedback(j, &c) || first > j->nscans || count > j->nscans - first)
 		return CODEC_BAD_ARGUMENT;
+	values = source_of(src, &c);
 	saved = call_enter();
-	rows_scan(j, kernels_for(&c), src, first, count);
+	rows_scan(j, kernels_for(&c), &values, first, count);
 	call_leave(saved);
 	return CODEC_OK;
 }
@@ -349,12 +375,14 @@ codec_status codec_encode_start(const codec_tensor *src, void *dst, size_t capac
 	struct job *j = job_at(job, JOB_ENCODE, JOB_SCANNING);
 	codec_status status;
 	codec_context c;
+	struct source values;
 	uint64_t saved;
 
 	TRY(context_read(with, &c));
 	TRY(check_step(j, src, dst, capacity, &c));
+	values = source_of(src, &c);
 	saved = call_enter();
-	status = start_rows(j, kernels_for(&c), src, dst, capacity);
+	status = start_rows(j, kernels_for(&c), &values, dst, capacity);
 	call_leave(saved);
 	TRY(status);
 	plan_ranges(j, capacity, plan);
@@ -368,6 +396,7 @@ codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capa
 	const struct job *j = job_at(job, JOB_ENCODE, JOB_READY);
 	codec_status status;
 	codec_context c;
+	struct source values;
 	uint64_t saved;
 
 	TRY(context_read(with, &c));
@@ -380,15 +409,30 @@ codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capa
 	TRY(stepwise(j));
 	if (j->residual && rows_regions_nbytes(j, first, count) > capacity - at)
 		return CODEC_SHORT_OUTPUT;
+	values = source_of(src, &c);
 	saved = call_enter();
-	status = blocks(src, dst, capacity, &c, j, first, count, at, end, seal, work);
+	status = blocks(&values, dst, capacity, &c, j, first, count, at, end, seal, work);
 	call_leave(saved);
 	return status;
 }
 
+/* What rounding to the dtype leaves of sums that are stored. */
+static void leave_stored(const struct job *j, const struct kernels *k, const struct source *src, float *residual)
+{
+	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = residual, .nbytes = sizeof(float) * j->h.n};
+	const struct sink sink = {.into = SINK_RESIDUAL, .dst = &dst, .src = src};
+	float sums[512], seen[512];
+
+	for (uint64_t i = 0, m; i < j->h.n; i += m) {
+		m = MIN(512, j->h.n - i);
+		load_native(k, src, i, m, sums);
+		sink_put(k, &sink, i, m, (const float *)load_floats(k, src->dtype, sums, 0, m, seen));
+	}
+}
+
 /* What is left of the tensor, where it was not written with the blocks. */
-static codec_status leave(const struct job *j, const codec_tensor *src, const uint8_t *frame, const codec_context *with,
-			  void *work)
+static codec_status leave(const struct job *j, const struct source *src, const uint8_t *frame,
+			  const codec_context *with, void *work)
 {
 	const struct kernels *k = kernels_for(with);
 	struct work w;
@@ -397,6 +441,10 @@ static codec_status leave(const struct job *j, const codec_tensor *src, const ui
 		return CODEC_OK;
 	if (j->h.codec == CODEC_TRUNCATE && frame[WIRE_AT_LAYOUT] == WIRE_LAYOUT_BLOCKS)
 		return truncate_residual(j, k, with, src);
+	if (j->feedback && !codec_is_rows(j->h.codec)) {
+		leave_stored(j, k, src, with->residual);
+		return CODEC_OK;
+	}
 	if (!codec_is_rows(j->h.codec)) {
 		memset(with->residual, 0, sizeof(float) * j->h.n);
 		return CODEC_OK;
@@ -418,6 +466,7 @@ codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capac
 	struct job *j = job_at(job, JOB_ENCODE, JOB_READY);
 	codec_status status;
 	codec_context c;
+	struct source values;
 	uint64_t saved;
 
 	TRY(context_read(with, &c));
@@ -427,10 +476,11 @@ codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capac
 	*written = 0;
 	if (j->h.nblocks && capacity < j->h.regions_at)
 		return CODEC_BAD_ARGUMENT;
+	values = source_of(src, &c);
 	saved = call_enter();
-	status = close_frame(src, dst, capacity, &c, j, counts, ats, nranges, seal, written);
+	status = close_frame(&values, dst, capacity, &c, j, counts, ats, nranges, seal, written);
 	if (status == CODEC_OK)
-		status = leave(j, src, dst, &c, NULL);
+		status = leave(j, &values, dst, &c, NULL);
 	call_leave(saved);
 	if (status != CODEC_BAD_ARGUMENT)
 		j->state = JOB_CLOSED;
@@ -441,6 +491,7 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 			   const codec_context *with, void *scratch, size_t scratch_nbytes)
 {
 	const struct kernels *k = kernels_for(with);
+	struct source values;
 	uint64_t at, end, seal = 0;
 	codec_status status;
 	struct job *j;
@@ -449,23 +500,24 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 	TRY(open_frame(spec, src, dst, capacity, with, scratch, scratch_nbytes, &j));
 	if (scratch_nbytes < job_scratch(&j->h))
 		return CODEC_SHORT_SCRATCH;
+	values = source_of(src, with);
 	if (j->nscans) {
-		rows_scan(j, k, src, 0, j->nscans);
-		TRY(start_rows(j, k, src, dst, capacity));
+		rows_scan(j, k, &values, 0, j->nscans);
+		TRY(start_rows(j, k, &values, dst, capacity));
 	}
 	job_plan(j, NULL);
 	work = job_work(j, scratch);
 	at = j->h.regions_at;
 	if (j->h.nblocks) {
-		status = blocks(src, dst, capacity, with, j, 0, j->h.nblocks, at, &end, &seal, work);
+		status = blocks(&values, dst, capacity, with, j, 0, j->h.nblocks, at, &end, &seal, work);
 		if ((status == CODEC_SHORT_OUTPUT || status == CODEC_LIMIT) && !codec_is_rows(j->h.codec)) {
-			TRY(store(src, k, j->h, dst, capacity, written)); /* perhaps it fits as it is */
-			return leave(j, src, dst, with, work);
+			TRY(store(&values, k, j->h, dst, capacity, written)); /* perhaps it fits as it is */
+			return leave(j, &values, dst, with, work);
 		}
 		TRY(status);
 	}
-	TRY(close_frame(src, dst, capacity, with, j, &j->h.nblocks, &at, 1, seal, written));
-	return leave(j, src, dst, with, work);
+	TRY(close_frame(&values, dst, capacity, with, j, &j->h.nblocks, &at, 1, seal, written));
+	return leave(j, &values, dst, with, work);
 }
 
 codec_status codec_encode(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity, size_t *written,
@@ -495,6 +547,7 @@ codec_status codec_count(const codec_spec *spec, const codec_tensor *src, uint64
 	struct header h;
 	codec_context c;
 	codec_tensor t;
+	struct source values;
 	uint64_t saved;
 	struct job *j;
 
@@ -503,16 +556,18 @@ codec_status codec_count(const codec_spec *spec, const codec_tensor *src, uint64
 	TRY(context_read(with, &c));
 	TRY(request(spec, src, 1, &h, &t));
 	TRY(has_exponents(&h));
+	TRY(check_feedback(&h, &c));
 	TRY(segments_check(&c, h.n));
 	if (h.codec == CODEC_TRUNCATE)
 		TRY(ask_metric(&h, &c));
 	TRY(job_open(scratch, scratch_nbytes, &h, &j));
 	if (!h.n)
 		return CODEC_OK;
+	values = source_of(&t, &c);
 	saved = call_enter();
-	model_choose(&t, &c, kernels_for(&c), j, &j->sample);
+	model_choose(&values, &c, kernels_for(&c), j, &j->sample);
 	if (h.codec == CODEC_TRUNCATE)
-		status = truncate_choose(j, kernels_for(&c), &t, &c);
+		status = truncate_choose(j, kernels_for(&c), &values, &c);
 	call_leave(saved);
 	for (int i = 0; i < 256 && status == CODEC_OK; i++)
 		counts[i] += j->sample.counts[0][i];

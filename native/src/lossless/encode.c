@@ -180,7 +180,7 @@ static uint64_t put_plane(const struct job *j, const struct kernels *k, struct w
 	return n;
 }
 
-uint64_t encode_block(const struct job *j, const struct kernels *k, const codec_tensor *src, uint8_t *dst, uint64_t b,
+uint64_t encode_block(const struct job *j, const struct kernels *k, const struct source *src, uint8_t *dst, uint64_t b,
 		      struct work *w, uint64_t *planes_digest)
 {
 	const struct header *h = &j->h;

@@ -181,7 +181,7 @@ codec_status rows_decode_block(const struct job *j, const struct kernels *k, con
 }
 
 /* What block b, just encoded at frame[at], leaves of src. */
-codec_status rows_residual(const struct job *j, const struct kernels *k, const codec_tensor *src, const uint8_t *frame,
+codec_status rows_residual(const struct job *j, const struct kernels *k, const struct source *src, const uint8_t *frame,
 			   uint64_t b, uint64_t at, float *residual, struct work *w)
 {
 	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = residual, .nbytes = 4 * j->h.n};

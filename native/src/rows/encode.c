@@ -35,7 +35,7 @@ static codec_status check_given(const struct kernels *k, const float_any *x, uin
 
 /* Codes of values [i, i + n) of a block of part p, a byte each; scales of rows that begin there are stored. */
 static codec_status encode_run(const struct job *j, const struct kernels *k, const struct row_kind *q,
-			       const struct part *p, const codec_tensor *src, uint64_t first, uint64_t i, uint64_t n,
+			       const struct part *p, const struct source *src, uint64_t first, uint64_t i, uint64_t n,
 			       uint64_t m, struct work *w, uint8_t *stored, uint8_t *code)
 {
 	int random = q->codec == CODEC_TERNARY || j->h.options & WIRE_OPTION_STOCHASTIC;
@@ -46,13 +46,13 @@ static codec_status encode_run(const struct job *j, const struct kernels *k, con
 	if (p->row > ROW_CHUNK && i % p->row == 0)
 		TRY(rows_long_scale(j, k, q, p, src, first + i, MIN(p->row, m - i), w,
 				    stored + i / p->row * (uint64_t)rows_scale_nbytes(&j->h)));
-	x = load_floats(k, src, first + i, n, w->x);
+	x = load_values(k, src, first + i, n, w->x);
 	if (p->row && p->row <= ROW_CHUNK)
 		TRY(rows_scales(j, k, q, p, x, n, w, stored + i / p->row * (uint64_t)rows_scale_nbytes(&j->h)));
 	else if (!p->row)
 		*w->scale = p->scale[0];
 	above = k->encode_rows(q, x, n, p->row && p->row <= ROW_CHUNK ? p->row : n, w->scale, h, code);
-	if (above && !(j->clip > 0))
+	if (above && j->scale > 0 && !(j->clip > 0))
 		return check_given(k, x, n, *w->scale);
 	if (q->codec == CODEC_TERNARY)
 		settle_ties(j, x, first + i, n, *w->scale, code);
@@ -61,7 +61,7 @@ static codec_status encode_run(const struct job *j, const struct kernels *k, con
 
 /* Codes of a whole block, packed at dst. */
 static codec_status encode_codes(const struct job *j, const struct kernels *k, const struct part *p,
-				 const codec_tensor *src, uint64_t first, uint64_t m, struct work *w, uint8_t *stored,
+				 const struct source *src, uint64_t first, uint64_t m, struct work *w, uint8_t *stored,
 				 uint8_t *dst)
 {
 	uint64_t tile = p->row && p->row <= WIRE_ROW_BLOCK ? m : ROW_TILE;
@@ -74,7 +74,7 @@ static codec_status encode_codes(const struct job *j, const struct kernels *k, c
 		for (uint64_t i = 0; i < m; i += ROW_CHUNK) {
 			uint64_t n = MIN(ROW_CHUNK, m - i);
 
-			k->sign_bits(load_floats(k, src, first + i, n, w->x), n, dst + i / 8);
+			k->sign_bits(load_values(k, src, first + i, n, w->x), n, dst + i / 8);
 		}
 		return CODEC_OK;
 	}
@@ -105,7 +105,7 @@ void choose_bytes(struct job *j, const uint32_t counts[256])
 }
 
 /* The code bytes of block b, to w->plane[0]; its scales go nowhere. */
-codec_status rows_codes(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t b, uint64_t *n,
+codec_status rows_codes(const struct job *j, const struct kernels *k, const struct source *src, uint64_t b, uint64_t *n,
 			struct work *w)
 {
 	struct place at = rows_place(j, b);
@@ -115,7 +115,7 @@ codec_status rows_codes(const struct job *j, const struct kernels *k, const code
 }
 
 /* Block b to `out`, which has `room` bytes. */
-codec_status rows_encode_block(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t b,
+codec_status rows_encode_block(const struct job *j, const struct kernels *k, const struct source *src, uint64_t b,
 			       uint8_t *out, uint64_t room, uint64_t *nbytes, struct work *w)
 {
 	struct place at = rows_place(j, b);

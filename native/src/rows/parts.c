@@ -202,6 +202,18 @@ float rows_round_scale(const struct header *h, float x)
 	return x;
 }
 
+/* The same, not below x if that can be: values that saturate are not unbiased. Sums with what was lost need it. */
+float rows_raise_scale(const struct header *h, float x)
+{
+	uint32_t u = round_bits(x);
+
+	if (rows_round_scale(h, x) >= x)
+		return rows_round_scale(h, x);
+	if (h->dtype == CODEC_BFLOAT16)
+		return round_float(round_from_bfloat16((uint16_t)MIN(round_to_bfloat16(u) + 1, 0x7f7f)));
+	return round_float(round_from_float16((uint16_t)MIN(round_to_float16(u) + 1, 0x7bff)));
+}
+
 uint64_t rows_side_nbytes(const struct job *j)
 {
 	uint64_t nbytes = j->h.flags & WIRE_FLAG_SEGMENTS ? 4 + WIRE_SEGMENT_NBYTES * j->nparts : 0;

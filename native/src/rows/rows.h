@@ -31,6 +31,7 @@ uint64_t rows_region_nbytes(const struct header *h, uint32_t row, uint64_t m);
 uint64_t rows_regions_nbytes(const struct job *j, uint64_t first, uint64_t count);
 int rows_part_scaled(const struct header *h, uint32_t row);
 float rows_round_scale(const struct header *h, float x);
+float rows_raise_scale(const struct header *h, float x);
 int rows_entropy(const struct header *h);
 int rows_scale_nbytes(const struct header *h);
 uint64_t rows_codes_nbytes(const struct header *h, uint64_t m);
@@ -49,14 +50,15 @@ static inline uint64_t rows_run(uint32_t row, uint64_t i, uint64_t m)
 
 /* scan.c: what must be known of a part before its first block: its scale, and that all is finite. */
 uint64_t rows_scan_count(const struct job *j);
-codec_status rows_scan(struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t first, uint64_t count);
+codec_status rows_scan(struct job *j, const struct kernels *k, const struct source *src, uint64_t first,
+		       uint64_t count);
 codec_status rows_finish(struct job *j);
-codec_status rows_sign_scales(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t first,
+codec_status rows_sign_scales(const struct job *j, const struct kernels *k, const struct source *src, uint64_t first,
 			      uint64_t n, uint32_t row, uint8_t *stored);
 codec_status rows_scales(const struct job *j, const struct kernels *k, const struct row_kind *q, const struct part *p,
 			 const float_any *x, uint64_t n, struct work *w, uint8_t *stored);
 codec_status rows_long_scale(const struct job *j, const struct kernels *k, const struct row_kind *q,
-			     const struct part *p, const codec_tensor *src, uint64_t first, uint64_t n, struct work *w,
+			     const struct part *p, const struct source *src, uint64_t first, uint64_t n, struct work *w,
 			     uint8_t *stored);
 
 /* FLOAT4's scale of a row from its byte. */
@@ -69,11 +71,11 @@ static inline float rows_small_scale(const struct row_kind *q, const struct part
 
 /* encode.c, decode.c */
 void choose_bytes(struct job *j, const uint32_t counts[256]);
-codec_status rows_encode_block(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t b,
+codec_status rows_encode_block(const struct job *j, const struct kernels *k, const struct source *src, uint64_t b,
 			       uint8_t *dst, uint64_t room, uint64_t *nbytes, struct work *w);
-codec_status rows_codes(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t b, uint64_t *n,
+codec_status rows_codes(const struct job *j, const struct kernels *k, const struct source *src, uint64_t b, uint64_t *n,
 			struct work *w);
-codec_status rows_residual(const struct job *j, const struct kernels *k, const codec_tensor *src, const uint8_t *frame,
+codec_status rows_residual(const struct job *j, const struct kernels *k, const struct source *src, const uint8_t *frame,
 			   uint64_t b, uint64_t at, float *residual, struct work *w);
 codec_status rows_decode_block(const struct job *j, const struct kernels *k, const uint8_t *frame, uint64_t b,
 			       uint64_t at, uint64_t end, const struct sink *sink, struct work *w, codec_fault *f);

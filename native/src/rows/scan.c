@@ -59,7 +59,7 @@ static void fold(int kind, struct row_lanes *l, struct row_sums *out)
 }
 
 /* Largest magnitude of at most WIRE_TREE values, and their sums. */
-static void scan(int kind, const struct kernels *k, const codec_tensor *src, uint64_t first, uint64_t n,
+static void scan(int kind, const struct kernels *k, const struct source *src, uint64_t first, uint64_t n,
 		 struct row_sums *out)
 {
 	struct row_lanes sums;
@@ -68,7 +68,7 @@ static void scan(int kind, const struct kernels *k, const codec_tensor *src, uin
 	memset(&sums, 0, sizeof sums);
 	for (uint64_t i = 0; i < n; i += PIECE) {
 		uint64_t m = MIN(PIECE, n - i);
-		const float_any *x = load_floats(k, src, first + i, m, buffer);
+		const float_any *x = load_values(k, src, first + i, m, buffer);
 
 		k->row_sums(kind, x, m, &sums);
 	}
@@ -113,7 +113,7 @@ uint64_t rows_scan_count(const struct job *j)
 	return j->residual || (rows_part_scaled(&j->h, job_parts(j)->row) && !given) ? j->nsums : 0;
 }
 
-codec_status rows_scan(struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t first, uint64_t count)
+codec_status rows_scan(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count)
 {
 	struct row_sums *out = job_sums(j) + first;
 	const struct part *p = job_parts(j), *last = p + j->nparts - 1;
@@ -158,7 +158,7 @@ codec_status rows_finish(struct job *j)
 		switch (j->h.codec) {
 		case CODEC_SIGN: sign_scale(&j->h, total, negative, p->count, p->scale); break;
 		case CODEC_TERNARY:
-			p->scale[0] = j->scale > 0 ? j->scale : round_float(max);
+			p->scale[0] = j->scale > 0 ? j->scale : rows_raise_scale(&j->h, round_float(max));
 			if (clips) {
 				double n = (double)p->count, mean = total[1] / n;
 				double variance = total[0] / n - mean * mean;
@@ -166,7 +166,7 @@ codec_status rows_finish(struct job *j)
 
 				limit = rows_round_scale(&j->h, limit);
 				p->scale[0] = p->scale[0] < limit ? p->scale[0] : limit;
-			} else if (scanned && round_bits(p->scale[0]) < max) {
+			} else if (scanned && j->scale > 0 && round_bits(p->scale[0]) < max) {
 				return CODEC_BAD_SCALE;
 			}
 			break;
@@ -176,7 +176,7 @@ codec_status rows_finish(struct job *j)
 	return CODEC_OK;
 }
 
-static codec_status sign_row(const struct header *h, const struct kernels *k, const codec_tensor *src, uint64_t first,
+static codec_status sign_row(const struct header *h, const struct kernels *k, const struct source *src, uint64_t first,
 			     uint64_t n, float scale[2])
 {
 	struct pairs pairs = {.count = 0};
@@ -233,7 +233,7 @@ static float scale_of(const struct job *j, const struct row_kind *q, const struc
 }
 
 /* SIGN's scales of the rows of values [first, first + n), as they stand in the region. */
-codec_status rows_sign_scales(const struct job *j, const struct kernels *k, const codec_tensor *src, uint64_t first,
+codec_status rows_sign_scales(const struct job *j, const struct kernels *k, const struct source *src, uint64_t first,
 			      uint64_t n, uint32_t row, uint8_t *stored)
 {
 	int nbytes = rows_scale_nbytes(&j->h);
@@ -267,7 +267,7 @@ codec_status rows_scales(const struct job *j, const struct kernels *k, const str
 
 /* The same for one row that is longer than a chunk. */
 codec_status rows_long_scale(const struct job *j, const struct kernels *k, const struct row_kind *q,
-			     const struct part *p, const codec_tensor *src, uint64_t first, uint64_t n, struct work *w,
+			     const struct part *p, const struct source *src, uint64_t first, uint64_t n, struct work *w,
 			     uint8_t *stored)
 {
 	uint32_t limit = j->h.options & WIRE_OPTION_PROPAGATE ? ROUND_INF : ROUND_ABS + 1, max = 0, some;
@@ -275,7 +275,7 @@ codec_status rows_long_scale(const struct job *j, const struct kernels *k, const
 	for (uint64_t at = 0; at < n; at += ROW_CHUNK) {
 		uint64_t c = MIN(ROW_CHUNK, n - at);
 
-		k->abs_max(load_floats(k, src, first + at, c, w->x), c, c, limit, &some);
+		k->abs_max(load_values(k, src, first + at, c, w->x), c, c, limit, &some);
 		max = MAX(max, some);
 	}
 	if (max >= ROUND_INF)

@@ -10,17 +10,19 @@ static int needs_reference(const struct job *j, const codec_context *with)
 	return j->h.variant != WIRE_LEVELS_FIXED && !with->levels;
 }
 
-/* Values [at, at + n) of a block that begins at `first`: cut, their exponents as they will be coded, bits dropped. */
+/* Values [at, at + n) of a block that begins at `first`, at most a tile: cut, their exponents as they will be coded,
+ * bits dropped. */
 static codec_status cut(const struct job *j, const struct kernels *k, const codec_context *with,
-			const struct truncate_kind *q, const codec_tensor *src, uint64_t first, uint64_t at, uint64_t n,
-			struct work *w)
+			const struct truncate_kind *q, const struct source *src, uint64_t first, uint64_t at,
+			uint64_t n, struct work *w)
 {
 	const struct dtype *d = dtype_of(j->h.dtype);
 	uint8_t *e = w->e + at, *ea = w->ea + at, *drop = w->drop + at;
 	uint32_t *x = w->patterns + at;
+	uint8_t sums[4 * TRUNCATE_TILE];
 
 	first += at;
-	k->load_patterns((const char *)src->data + first * d->nbytes, n, d->nbytes, x);
+	k->load_patterns(load_native(k, src, first, n, sums), n, d->nbytes, x);
 	k->exponents(x, n, q->mbits, q->last, e);
 	if (needs_reference(j, with))
 		truncate_reference(with, k, first, n, ea);
@@ -54,7 +56,8 @@ static uint64_t symbols(const struct job *j, const struct kernels *k, const stru
 }
 
 /* The codebook, from every `stride`-th quad row. */
-codec_status truncate_choose(struct job *j, const struct kernels *k, const codec_tensor *src, const codec_context *with)
+codec_status truncate_choose(struct job *j, const struct kernels *k, const struct source *src,
+			     const codec_context *with)
 {
 	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW, stride = MAX(nrows / 2048, MAX(1, MIN(16, nrows / 64)));
 	struct truncate_kind q;
@@ -187,7 +190,7 @@ static uint64_t put_symbols(const struct job *j, const struct kernels *k, const 
 
 /* Fill w->region; w->patterns are the values a decoder will see. */
 codec_status truncate_encode_block(const struct job *j, const struct kernels *k, const codec_context *with,
-				   const codec_tensor *src, uint64_t b, struct work *w, uint64_t *nbytes)
+				   const struct source *src, uint64_t b, struct work *w, uint64_t *nbytes)
 {
 	uint64_t first = b * j->h.block, m = MIN(j->h.block, j->h.n - first), got;
 	uint64_t count[TRUNCATE_PIECES] = {0};
@@ -223,30 +226,21 @@ codec_status truncate_encode_block(const struct job *j, const struct kernels *k,
 
 /* What is cut off, once nothing can fail any more: work it out again. */
 codec_status truncate_residual(const struct job *j, const struct kernels *k, const codec_context *with,
-			       const codec_tensor *src)
+			       const struct source *src)
 {
 	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = with->residual, .nbytes = 4 * j->h.n};
 	const struct sink sink = {.into = SINK_RESIDUAL, .dst = &dst, .src = src};
-	const codec_tensor part = {.dtype = j->h.dtype};
+	float buffer[512];
 	struct truncate_kind q;
 	struct work w;
 
 	truncate_kind_of(&j->h, &q);
 	work_place(&j->h, (char *)j + j->work_at, &w);
-	for (uint64_t first = 0; first < j->h.n; first += j->h.block) {
-		uint64_t m = MIN(j->h.block, j->h.n - first);
-		codec_tensor cut_values = part;
-		float buffer[512], aligned[512];
-
-		TRY(cut(j, k, with, &q, src, first, 0, m, &w));
-		k->store_patterns(w.patterns, m, dtype_of(j->h.dtype)->nbytes, w.values);
-		cut_values.data = w.values;
-		for (uint64_t i = 0; i < m; i += 512) {
-			uint64_t n = MIN(512, m - i);
-
-			memcpy(aligned, load_floats(k, &cut_values, i, n, buffer), sizeof(float) * n);
-			sink_put(k, &sink, first + i, n, aligned);
-		}
+	for (uint64_t first = 0, n; first < j->h.n; first += n) {
+		n = MIN(512, j->h.n - first);
+		TRY(cut(j, k, with, &q, src, first, 0, n, &w));
+		k->store_patterns(w.patterns, n, dtype_of(j->h.dtype)->nbytes, w.values);
+		sink_put(k, &sink, first, n, (const float *)load_floats(k, j->h.dtype, w.values, 0, n, buffer));
 	}
 	return CODEC_OK;
 }

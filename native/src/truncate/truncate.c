@@ -117,6 +117,12 @@ int truncate_overlaps(const struct header *h, const codec_context *with, const v
 	return 0;
 }
 
+static const float_any *load_state(const struct kernels *k, const codec_tensor *t, uint64_t first, uint64_t n,
+				   float *buffer)
+{
+	return load_floats(k, t->dtype, t->data, first, n, buffer);
+}
+
 void truncate_reference(const codec_context *with, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *ea)
 {
 	const codec_metric *t = with->metric;
@@ -134,9 +140,9 @@ void truncate_reference(const codec_context *with, const struct kernels *k, uint
 			const struct metric_terms terms = {t->theta_term, t->theta_v_term, t->v_term, t->eps,
 							   t->m_term};
 
-			k->metric_exponents(&terms, load_floats(k, t->theta, first + i, m, a),
-					    t->v ? load_floats(k, t->v, first + i, m, b) : NULL,
-					    t->m ? load_floats(k, t->m, first + i, m, c) : NULL, m, ea + i);
+			k->metric_exponents(&terms, load_state(k, t->theta, first + i, m, a),
+					    t->v ? load_state(k, t->v, first + i, m, b) : NULL,
+					    t->m ? load_state(k, t->m, first + i, m, c) : NULL, m, ea + i);
 		}
 	}
 }

@@ -28,13 +28,13 @@ int8_t truncate_guard(const struct header *h, const codec_metric *metric);
 int truncate_overlaps(const struct header *h, const codec_context *with, const void *out, uint64_t nbytes,
 		      int in_place);
 
-codec_status truncate_choose(struct job *j, const struct kernels *k, const codec_tensor *src,
+codec_status truncate_choose(struct job *j, const struct kernels *k, const struct source *src,
 			     const codec_context *with);
 codec_status choose_symbols(const codec_context *with, struct job *j);
 codec_status truncate_encode_block(const struct job *j, const struct kernels *k, const codec_context *with,
-				   const codec_tensor *src, uint64_t b, struct work *w, uint64_t *nbytes);
+				   const struct source *src, uint64_t b, struct work *w, uint64_t *nbytes);
 codec_status truncate_residual(const struct job *j, const struct kernels *k, const codec_context *with,
-			       const codec_tensor *src);
+			       const struct source *src);
 codec_status truncate_decode_block(const struct job *j, const struct kernels *k, const codec_context *with,
 				   const uint8_t *frame, uint64_t b, uint64_t at, uint64_t end, char *values,
 				   struct work *w);
