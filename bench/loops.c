@@ -19,11 +19,15 @@ static struct fixture {
 	const struct kernels *k;
 	book_codes codes;
 	book_lookup lookup;
-	uint8_t values[4 * N], back[4 * N + 64], plane[4][N + 64], symbol[N + 64], decoded[2][N + 64];
-	uint8_t bytes[N + 64];
-	uint16_t offset[N], pattern[N];
+	/* as in a thread's buffers, from cache lines on */
+	_Alignas(64) uint8_t values[4 * N];
+	_Alignas(64) uint8_t back[4 * N + 64];
+	_Alignas(64) uint8_t plane[4][N + 64];
+	_Alignas(64) uint8_t symbol[N + 64];
+	_Alignas(64) uint8_t decoded[2][N + 64];
+	_Alignas(64) uint16_t offset[N], pattern[N];
 	int8_t cols[N];
-	uint32_t words[WORDS], escaped[2][N / 32], *first, x[N];
+	uint32_t words[WORDS], escaped[2][N / 32], *first;
 	lanes state, start, scratch[2];
 	size_t nwords;
 	struct symbol_pairs pairs;
@@ -122,19 +126,19 @@ static void decode_two(void)
 	{                                                                                                              \
 		IN_PIECES(width, call)                                                                                 \
 	}
-LOOP(split_float2, 2, f.k->split[FORM_FLOAT2](values, OFFSETS, f.offset + i, at))
+LOOP(split_float2, 2, f.k->split[FORM_FLOAT2](values, OFFSETS, f.offset, at))
 LOOP(split_bytes2, 2, f.k->split[FORM_BYTES2](values, OFFSETS, NULL, at))
-LOOP(split_float4, 4, f.k->split[FORM_FLOAT4](values, OFFSETS, f.offset + i, at))
+LOOP(split_float4, 4, f.k->split[FORM_FLOAT4](values, OFFSETS, f.offset, at))
 LOOP(split_bytes4, 4, f.k->split[FORM_BYTES4](values, OFFSETS, NULL, at))
-LOOP(merge_float2, 2, f.k->merge[FORM_FLOAT2](from, OFFSETS, f.offset + i, back, 0))
+LOOP(merge_float2, 2, f.k->merge[FORM_FLOAT2](from, OFFSETS, f.offset, back, 0))
 LOOP(merge_bytes2, 2, f.k->merge[FORM_BYTES2](from, OFFSETS, NULL, back, 0))
-LOOP(merge_float4, 4, f.k->merge[FORM_FLOAT4](from, OFFSETS, f.offset + i, back, 0))
+LOOP(merge_float4, 4, f.k->merge[FORM_FLOAT4](from, OFFSETS, f.offset, back, 0))
 LOOP(merge_bytes4, 4, f.k->merge[FORM_BYTES4](from, OFFSETS, NULL, back, 0))
-LOOP(merge_float2_past, 2, f.k->merge[FORM_FLOAT2](from, OFFSETS, f.offset + i, back, 1))
-LOOP(merge_float4_past, 4, f.k->merge[FORM_FLOAT4](from, OFFSETS, f.offset + i, back, 1))
+LOOP(merge_float2_past, 2, f.k->merge[FORM_FLOAT2](from, OFFSETS, f.offset, back, 1))
+LOOP(merge_float4_past, 4, f.k->merge[FORM_FLOAT4](from, OFFSETS, f.offset, back, 1))
 LOOP(patterns_float2, 2, f.k->patterns[FORM_FLOAT2](values, OFFSETS, f.pattern + i))
 LOOP(patterns_float4, 4, f.k->patterns[FORM_FLOAT4](values, OFFSETS, f.pattern + i))
-LOOP(offsets, 1, f.k->offsets(f.cols + i, (int)(i % 97), 16, 128, OFFSETS, f.offset + i))
+LOOP(offsets, 1, f.k->offsets(f.cols + i, (int)(i % 97), 16, 128, OFFSETS, f.offset))
 LOOP(stream, 1, f.k->stream(back, values, OFFSETS))
 
 static void sum(void)

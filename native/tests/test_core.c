@@ -254,6 +254,61 @@ static void test_lanes(void **unused)
 	free(pairs);
 }
 
+/* Planes, values again and the checksum are the same from every instruction set, at any address, past the caches or
+ * not. */
+static void test_planes(void **unused)
+{
+	enum { MOST = 700 };
+	static const struct {
+		int form, width, offsets;
+	} FORMS[] = {{FORM_BYTES2, 2, 0}, {FORM_BYTES4, 4, 0}, {FORM_FLOAT2, 2, 1}, {FORM_FLOAT4, 4, 1}};
+
+	(void)unused;
+	for (int round = 0; round < 4000; round++) {
+		size_t form = (size_t)round % 4, n = next_random() % MOST, nbytes = n * (size_t)FORMS[form].width;
+		struct guarded src = guard(nbytes + 64),
+			       back = guard(nbytes + next_random() % 2 * (next_random() % 64));
+		uint8_t *values = src.p + next_random() % 64, plane[2][4][MOST];
+		uint16_t offset[MOST];
+		uint64_t digest = 0;
+		codec_context with = {.struct_nbytes = sizeof with};
+
+		for (size_t i = 0; i < nbytes; i++)
+			values[i] = (uint8_t)(next_random() >> 20);
+		for (size_t i = 0; i < n; i++) { /* the ends of the circle, too; few exponents so that some are 0 */
+			offset[i] = (uint16_t)(next_random() % 3 ? next_random() % WIRE_CIRCLE(128)
+								 : next_random() % 2 * (WIRE_CIRCLE(128) - 1));
+			if (next_random() % 4 == 0)
+				values[(i + 1) * (size_t)FORMS[form].width - 1] &= 0x80;
+		}
+		for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
+			const uint8_t *from[4];
+			uint8_t *at[4];
+
+			if (!codec_isa_usable(isa))
+				continue;
+			with.isa = isa + 1;
+			for (int p = 0; p < 4; p++)
+				from[p] = at[p] = plane[isa > 0][p];
+			kernels_for(&with)->split[FORMS[form].form](values, n, FORMS[form].offsets ? offset : NULL, at);
+			for (int p = 0; p < FORMS[form].width; p++)
+				assert_memory_equal(at[p], plane[0][p], n);
+			memset(back.p, 0x5a, nbytes);
+			kernels_for(&with)->merge[FORMS[form].form](from, n, FORMS[form].offsets ? offset : NULL,
+								    back.p, round / 4 % 2);
+			assert_memory_equal(back.p, values, nbytes);
+			if (isa == 0)
+				digest = kernels_for(&with)->digest(values, nbytes, 7);
+			assert_int_equal(kernels_for(&with)->digest(values, nbytes, 7), digest);
+			memset(back.p, 0x5a, nbytes);
+			kernels_for(&with)->stream(back.p, values, nbytes);
+			assert_memory_equal(back.p, values, nbytes);
+		}
+		unguard(src);
+		unguard(back);
+	}
+}
+
 static const uint32_t ALL_DTYPES[] = {CODEC_FLOAT32, CODEC_FLOAT64, CODEC_BFLOAT16, CODEC_FLOAT16,
 				      CODEC_UINT8,   CODEC_INT16,   CODEC_INT32,    CODEC_INT64};
 
@@ -573,11 +628,17 @@ static void test_steps(void **unused)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_tables),      cmocka_unit_test(test_bits),
-		cmocka_unit_test(test_books),       cmocka_unit_test(test_lanes),
-		cmocka_unit_test(test_guard_pages), cmocka_unit_test(test_noise_without_checksum),
-		cmocka_unit_test(test_stack),       cmocka_unit_test(test_threads),
-		cmocka_unit_test(test_environment), cmocka_unit_test(test_arguments),
+		cmocka_unit_test(test_tables),
+		cmocka_unit_test(test_bits),
+		cmocka_unit_test(test_books),
+		cmocka_unit_test(test_lanes),
+		cmocka_unit_test(test_planes),
+		cmocka_unit_test(test_guard_pages),
+		cmocka_unit_test(test_noise_without_checksum),
+		cmocka_unit_test(test_stack),
+		cmocka_unit_test(test_threads),
+		cmocka_unit_test(test_environment),
+		cmocka_unit_test(test_arguments),
 		cmocka_unit_test(test_steps),
 	};
 

@@ -48,6 +48,11 @@ static uint64_t coded_block(const struct header *h)
 
 #define CODES (WIRE_ROW_BLOCK + 64)
 
+/* Pieces begin with a cache line: vectors that lie across two of them cost twice. */
+#define LINE 64
+#define ALIGN_LINE(x) (((x) + LINE - 1) & ~(uint64_t)(LINE - 1))
+#define MOST_PIECES 40
+
 uint64_t work_nbytes(const struct header *h)
 {
 	const struct dtype *d = coded_dtype(h);
@@ -56,16 +61,16 @@ uint64_t work_nbytes(const struct header *h)
 
 	uint64_t cuts = h->codec == CODEC_TRUNCATE ? 6 * m + 9 * (m + 64) + 64 : 0;
 
-	return rows + cuts + 64 + sizeof(struct symbol_pairs) + 2 * (sizeof(lanes) + m / 8 + m + 64 + 16) +
-	       4 * words_room(m) + (uint64_t)(d->nbytes + 1) * (m + 64) + 2 * MIN(m, OFFSETS) + 64 +
-	       (d->form == FORM_FLOAT8 ? 2 * m + 64 : 0) + region_buffer(h, d, m) + 64;
+	return rows + cuts + LINE * (1 + MOST_PIECES) + sizeof(struct symbol_pairs) +
+	       2 * (sizeof(lanes) + m / 8 + m + 64 + 16) + 4 * words_room(m) + (uint64_t)(d->nbytes + 1) * (m + 64) +
+	       2 * MIN(m, OFFSETS) + 64 + (d->form == FORM_FLOAT8 ? 2 * m + 64 : 0) + region_buffer(h, d, m) + 64;
 }
 
 static void *take(char **p, uint64_t nbytes)
 {
 	void *here = *p;
 
-	*p += ALIGN8(nbytes);
+	*p += ALIGN_LINE(nbytes);
 	return here;
 }
 
@@ -73,7 +78,7 @@ void work_place(const struct header *h, void *memory, struct work *w)
 {
 	const struct dtype *d = coded_dtype(h);
 	uint64_t m = coded_block(h);
-	char *p = (char *)ALIGN8((uintptr_t)memory);
+	char *p = (char *)ALIGN_LINE((uintptr_t)memory);
 
 	for (int i = 0; i < 2; i++) {
 		w->top[i].state = take(&p, sizeof(lanes));

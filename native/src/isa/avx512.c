@@ -1,7 +1,7 @@
 /* avx512.c - the loops for AVX-512 F, BW, VL, DQ, VBMI and VBMI2. */
 #include <immintrin.h>
 
-#include "planes_avx2.h"
+#include "planes_avx512.h"
 #include "rows_avx512.h"
 
 #define V __m512i

@@ -1,6 +1,6 @@
-/* planes_avx2.h - values to byte planes and back, and the checksum, in 256-bit vectors: for AVX2 and above.
+/* planes_avx2.h - values to byte planes and back, and the checksum, in 256-bit vectors.
  *
- * Loops stop at a multiple of 32 values; the portable ones of loops.h do the rest.
+ * Loops stop at a multiple of 32 values; the portable ones of plane_loops.h do the rest.
  */
 #ifndef CODEC_PLANES_AVX2_H
 #define CODEC_PLANES_AVX2_H
@@ -12,7 +12,7 @@
 #define LOAD256(p) _mm256_loadu_si256((const __m256i *)(p))
 #define STORE256(p, v) _mm256_storeu_si256((__m256i *)(p), v)
 
-/* turn and unturn of loops.h: the two top bytes of 16 floats under their offsets. */
+/* turn and unturn of plane_loops.h: the two top bytes of 16 floats under their offsets. */
 static inline __m256i lower256(__m256i x, __m256i offset)
 {
 	const __m256i zero = _mm256_set1_epi16(128), below_sign = _mm256_set1_epi16(0x7fff);

@@ -15,6 +15,7 @@
 #include <simde/x86/avx512.h>
 
 typedef uint16_t __mmask16;
+typedef uint32_t __mmask32;
 typedef uint64_t __mmask64;
 
 static inline __m512i emulated_cvtepu8_epi32(__m128i a)
@@ -231,6 +232,37 @@ static inline __m512 emulated_fmadd_ps(__m512 a, __m512 b, __m512 c)
 	return simde_mm512_loadu_ps(z);
 }
 
+static inline __mmask32 emulated_mask_cmplt_epi16_mask(__mmask32 k, __m512i a, __m512i b)
+{
+	int16_t x[32], y[32];
+	__mmask32 less = 0;
+
+	memcpy(x, &a, 64);
+	memcpy(y, &b, 64);
+	for (int i = 0; i < 32; i++)
+		less |= (__mmask32)(x[i] < y[i]) << i;
+	return k & less;
+}
+
+static inline __m512i emulated_mask_sub_epi16(__m512i from, __mmask32 k, __m512i a, __m512i b)
+{
+	uint16_t x[32], y[32], out[32];
+
+	memcpy(x, &a, 64);
+	memcpy(y, &b, 64);
+	memcpy(out, &from, 64);
+	for (int i = 0; i < 32; i++)
+		if (k >> i & 1)
+			out[i] = (uint16_t)(x[i] - y[i]);
+	return simde_mm512_loadu_si512(out);
+}
+
+#undef _mm512_mask_cmplt_epi16_mask
+#undef _mm512_mask_sub_epi16
+#undef _mm512_stream_si512
+#define _mm512_mask_cmplt_epi16_mask emulated_mask_cmplt_epi16_mask
+#define _mm512_mask_sub_epi16 emulated_mask_sub_epi16
+#define _mm512_stream_si512(p, a) simde_mm512_storeu_si512(p, a)
 #undef _mm512_cvtepu8_epi32
 #undef _mm512_cvtepu16_epi32
 #undef _mm512_cvttps_epi32
