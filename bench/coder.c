@@ -67,10 +67,12 @@ static double encode(struct run *r, const struct kernels *k, const codec_context
 	struct job *j = job_place(r->job);
 	uint64_t digest, at;
 	codec_plan plan;
+	struct source src;
 	struct work w;
 	double start;
 
 	r->t.data = r->values;
+	src = source_of(&r->t, with);
 	if (codec_encode_open(&r->spec, &r->t, r->frame, r->capacity, with, r->job, r->job_nbytes, &plan) != CODEC_OK)
 		fail("open");
 	if (!j->model.nsegments)
@@ -79,7 +81,7 @@ static double encode(struct run *r, const struct kernels *k, const codec_context
 	work_place(&j->h, r->memory, &w);
 	start = now();
 	for (uint64_t b = 0; b < plan.nblocks; b++) {
-		uint64_t nbytes = encode_block(j, k, &r->t, r->frame, b, &w, &digest);
+		uint64_t nbytes = encode_block(j, k, &src, r->frame, b, &w, &digest);
 
 		memcpy(r->frame + at, w.region, nbytes);
 		at += nbytes;
