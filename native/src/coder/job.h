@@ -3,7 +3,7 @@
 #define CODEC_JOB_H
 
 #include "codec/codec_engine.h"
-#include "frame/header.h"
+#include "frame/family.h"
 
 /* A part of the scale model: an offset for every value, the sum of a base and those of its row and column. */
 struct segment {

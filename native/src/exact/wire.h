@@ -59,6 +59,10 @@
 #define WIRE_OPTION_ENTROPY 4u
 #define WIRE_OPTION_CLIPPED 8u
 
+/* Parameters of LOSSLESS. */
+#define WIRE_LOSSLESS_CAP 0
+#define WIRE_LOSSLESS_MODEL 1
+
 /* Parameters of TRUNCATE. */
 #define WIRE_TRUNCATE_CAP 0
 #define WIRE_TRUNCATE_LEVELS 1
@@ -115,6 +119,7 @@
 /* Lane coder. */
 #define WIRE_LANES 32
 #define WIRE_ROW 128 /* values in a quad row: 32 lanes of 4 */
+#define WIRE_MIN_CAP 2
 #define WIRE_MAX_CAP 8
 #define WIRE_ESCAPE 256 /* the escape's place in canonical order */
 

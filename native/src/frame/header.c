@@ -1,7 +1,5 @@
 /* header.c - the header: read, checked, written. */
-#include "header.h"
-
-#include "rows/rows.h"
+#include "family.h"
 
 /* Places of the sections. Room for everything that a frame of 2^60 values needs below 2^64. */
 codec_status header_derive(struct header *h)
@@ -35,38 +33,38 @@ uint64_t stored_nbytes(const struct header *h)
 
 #define BAD(at, found, expected) return fault(f, CODEC_BAD_HEADER, at, found, expected)
 
-codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, codec_fault *f)
+/* The header's bytes, read once; `b` is zeros behind them. */
+static codec_status take_bytes(const uint8_t *frame, size_t nbytes, uint8_t b[WIRE_MAX_HEADER], codec_fault *f)
 {
-	uint8_t b[WIRE_MAX_HEADER], params[8];
-	const struct dtype *d;
-	uint32_t planes;
-	uint64_t least, nblocks;
-
-	memset(h, 0, sizeof *h);
-	memset(b, 0, sizeof b);
+	memset(b, 0, WIRE_MAX_HEADER);
 	if (nbytes < 4)
 		return fault(f, CODEC_TRUNCATED, 0, nbytes, WIRE_AT_SHAPE);
-	memcpy(b, frame, MIN(nbytes, sizeof b)); /* read once */
+	memcpy(b, frame, MIN(nbytes, WIRE_MAX_HEADER));
 	if (load32(b) != WIRE_MAGIC)
 		return fault(f, CODEC_BAD_MAGIC, 0, load32(b), WIRE_MAGIC);
 	if (nbytes < WIRE_AT_SHAPE)
 		return fault(f, CODEC_TRUNCATED, 0, nbytes, WIRE_AT_SHAPE);
 	if (b[WIRE_AT_VERSION] != WIRE_VERSION)
 		return fault(f, CODEC_UNSUPPORTED, WIRE_AT_VERSION, b[WIRE_AT_VERSION], WIRE_VERSION);
-	if (!codec_known(b[WIRE_AT_CODEC]))
+	if (!codec_of(b[WIRE_AT_CODEC]))
 		return fault(f, CODEC_UNSUPPORTED, WIRE_AT_CODEC, b[WIRE_AT_CODEC], WIRE_CODEC_LOSSLESS);
+	if (!codec_takes(b[WIRE_AT_CODEC], b[WIRE_AT_DTYPE]))
+		BAD(WIRE_AT_DTYPE, b[WIRE_AT_DTYPE], 0);
+	if (b[WIRE_AT_RANK] > WIRE_MAX_RANK)
+		BAD(WIRE_AT_RANK, b[WIRE_AT_RANK], WIRE_MAX_RANK);
+	if (nbytes < WIRE_AT_SHAPE + 8 * (size_t)b[WIRE_AT_RANK])
+		return fault(f, CODEC_TRUNCATED, 0, nbytes, WIRE_AT_SHAPE + 8 * (uint64_t)b[WIRE_AT_RANK]);
+	for (int i = WIRE_AT_RESERVED; i < WIRE_AT_NBLOCKS; i++)
+		if (b[i])
+			BAD((uint64_t)i, b[i], 0);
+	return CODEC_OK;
+}
+
+static void take_fields(const uint8_t b[WIRE_MAX_HEADER], struct header *h)
+{
 	h->codec = b[WIRE_AT_CODEC];
 	h->dtype = b[WIRE_AT_DTYPE];
-	d = dtype_of(h->dtype);
-	if (!d || !codec_takes(h->codec, h->dtype))
-		BAD(WIRE_AT_DTYPE, h->dtype, 0);
 	h->rank = b[WIRE_AT_RANK];
-	if (h->rank > WIRE_MAX_RANK)
-		BAD(WIRE_AT_RANK, h->rank, WIRE_MAX_RANK);
-	if (nbytes < WIRE_AT_SHAPE + 8 * (size_t)h->rank)
-		return fault(f, CODEC_TRUNCATED, 0, nbytes, WIRE_AT_SHAPE + 8 * (uint64_t)h->rank);
-	for (int i = 0; i < h->rank; i++)
-		h->shape[i] = load64(b + WIRE_AT_SHAPE + 8 * i);
 	h->layout = b[WIRE_AT_LAYOUT];
 	h->block_log2 = b[WIRE_AT_BLOCK_LOG2];
 	h->fixed = b[WIRE_AT_FIXED];
@@ -74,96 +72,94 @@ codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, 
 	h->side_nbytes = load32(b + WIRE_AT_SIDE_NBYTES);
 	h->frame_nbytes = load64(b + WIRE_AT_FRAME_NBYTES);
 	h->checksum = load64(b + WIRE_AT_CHECKSUM);
-	params_read(h, b + WIRE_AT_PARAMS);
-	if (params_fault(h) >= 0)
-		BAD(WIRE_AT_PARAMS + (uint64_t)params_fault(h), b[WIRE_AT_PARAMS + params_fault(h)], 0);
-	params_write(h, params);
-	for (int i = 0; i < 8; i++)
-		if (b[WIRE_AT_PARAMS + i] != params[i])
-			BAD((uint64_t)(WIRE_AT_PARAMS + i), b[WIRE_AT_PARAMS + i], params[i]);
 	h->flags = b[WIRE_AT_FLAGS];
+	h->halved = b[WIRE_AT_HALVED];
+	h->nblocks = load32(b + WIRE_AT_NBLOCKS);
+	for (int i = 0; i < h->rank; i++)
+		h->shape[i] = load64(b + WIRE_AT_SHAPE + 8 * i);
+	family_of(h)->params_read(h, b + WIRE_AT_PARAMS);
+}
+
+/* Params in a range, and nothing where the codec has none. */
+static codec_status check_params(const struct header *h, const uint8_t *given, codec_fault *f)
+{
+	int at = family_of(h)->params_fault(h);
+	uint8_t params[8] = {0};
+
+	if (at >= 0)
+		BAD(WIRE_AT_PARAMS + (uint64_t)at, given[at], 0);
+	family_of(h)->params_write(h, params);
+	for (int i = 0; i < 8; i++)
+		if (given[i] != params[i])
+			BAD((uint64_t)(WIRE_AT_PARAMS + i), given[i], params[i]);
+	return CODEC_OK;
+}
+
+static codec_status check_stored(const struct header *h, codec_fault *f)
+{
+	if (h->block_log2 || h->fixed || h->coded || h->side_nbytes)
+		BAD(WIRE_AT_BLOCK_LOG2, h->block_log2, 0);
+	if (h->flags || h->halved)
+		BAD(WIRE_AT_FLAGS, h->flags, 0);
+	if (h->row)
+		BAD(WIRE_AT_PARAMS + WIRE_ROW_NVALUES, h->row, 0);
+	return CODEC_OK;
+}
+
+codec_status header_check_blocks(const struct header *h, codec_fault *f)
+{
+	if (h->block_log2 < WIRE_MIN_BLOCK_LOG2 || h->block_log2 > WIRE_MAX_BLOCK_LOG2)
+		BAD(WIRE_AT_BLOCK_LOG2, h->block_log2, WIRE_MAX_BLOCK_LOG2);
+	return CODEC_OK;
+}
+
+/* What the fields say of each other, before sizes are worked out. */
+static codec_status check_fields(const struct header *h, codec_fault *f)
+{
 	if (h->flags & ~WIRE_FLAGS_KNOWN)
 		BAD(WIRE_AT_FLAGS, h->flags, WIRE_FLAGS_KNOWN);
-	nblocks = h->nblocks = load32(b + WIRE_AT_NBLOCKS);
-	h->halved = b[WIRE_AT_HALVED];
-	for (int i = WIRE_AT_RESERVED; i < WIRE_AT_NBLOCKS; i++)
-		if (b[i])
-			BAD((uint64_t)i, b[i], 0);
-	planes = (1u << d->nbytes) - 1;
-	if (h->layout == WIRE_LAYOUT_STORED) {
-		for (int i = WIRE_AT_BLOCK_LOG2; i < WIRE_AT_FRAME_NBYTES; i++)
-			if (b[i])
-				BAD((uint64_t)i, b[i], 0);
-		if (h->flags || h->halved)
-			BAD(WIRE_AT_FLAGS, h->flags, 0);
-		if (h->row)
-			BAD(WIRE_AT_PARAMS + WIRE_ROW_NVALUES, h->row, 0);
-	} else if (h->layout != WIRE_LAYOUT_BLOCKS) {
+	if (h->layout > WIRE_LAYOUT_BLOCKS)
 		BAD(WIRE_AT_LAYOUT, h->layout, WIRE_LAYOUT_BLOCKS);
-	} else if (codec_is_rows(h->codec)) {
-		if (h->block_log2 || h->fixed || h->halved)
-			BAD(WIRE_AT_BLOCK_LOG2, h->block_log2, 0);
-		if (h->coded != rows_entropy(h))
-			BAD(WIRE_AT_CODED, h->coded, (uint64_t)rows_entropy(h));
-		if (h->side_nbytes % WIRE_ALIGN)
-			BAD(WIRE_AT_SIDE_NBYTES, h->side_nbytes, 0);
-		if (h->flags & ~WIRE_FLAG_SEGMENTS)
-			BAD(WIRE_AT_FLAGS, h->flags, WIRE_FLAG_SEGMENTS);
-		if (h->flags ? h->row != 0 : !row_allowed(h, h->row)) /* of parts, each says its own */
-			BAD(WIRE_AT_PARAMS + WIRE_ROW_NVALUES, h->row, 0);
-	} else if (h->codec == CODEC_TRUNCATE) {
-		if (h->block_log2 < WIRE_MIN_BLOCK_LOG2 || h->block_log2 > WIRE_MAX_BLOCK_LOG2)
-			BAD(WIRE_AT_BLOCK_LOG2, h->block_log2, WIRE_MAX_BLOCK_LOG2);
-		if (h->fixed || h->coded != 1 || h->halved)
-			BAD(WIRE_AT_CODED, h->coded, 1);
-		if (h->side_nbytes % WIRE_ALIGN)
-			BAD(WIRE_AT_SIDE_NBYTES, h->side_nbytes, 0);
-		if (h->flags & ~(WIRE_FLAG_PRIOR | WIRE_FLAG_SEGMENTS))
-			BAD(WIRE_AT_FLAGS, h->flags, WIRE_FLAG_PRIOR | WIRE_FLAG_SEGMENTS);
-	} else {
-		if (h->block_log2 < WIRE_MIN_BLOCK_LOG2 || h->block_log2 > WIRE_MAX_BLOCK_LOG2)
-			BAD(WIRE_AT_BLOCK_LOG2, h->block_log2, WIRE_MAX_BLOCK_LOG2);
-		if (h->fixed & ~planes)
-			BAD(WIRE_AT_FIXED, h->fixed, planes);
-		if (h->coded & (~planes | h->fixed))
-			BAD(WIRE_AT_CODED, h->coded, planes & ~(uint32_t)h->fixed);
-		if (h->halved & (~h->coded | (d->octave != 0)))
-			BAD(WIRE_AT_HALVED, h->halved, h->coded);
-		if (h->side_nbytes % WIRE_ALIGN)
-			BAD(WIRE_AT_SIDE_NBYTES, h->side_nbytes, 0);
-		if (h->flags & (WIRE_FLAG_PRIOR | WIRE_FLAG_SEGMENTS) && (!(h->coded & 1) || !d->octave))
-			BAD(WIRE_AT_FLAGS, h->flags, 0);
-		if (!(h->flags & WIRE_FLAG_WINDOW) != (d->form != FORM_FLOAT8))
-			BAD(WIRE_AT_FLAGS, h->flags, d->form == FORM_FLOAT8 ? WIRE_FLAG_WINDOW : 0);
-		if (d->form == FORM_FLOAT8 && !(h->coded & 1))
-			BAD(WIRE_AT_CODED, h->coded, 1);
-	}
-	if (header_derive(h) != CODEC_OK)
-		BAD(WIRE_AT_SHAPE, h->shape[0], 0);
-	if (h->layout == WIRE_LAYOUT_BLOCKS && h->n == 0)
-		BAD(WIRE_AT_LAYOUT, h->layout, WIRE_LAYOUT_STORED);
-	if (h->layout == WIRE_LAYOUT_STORED && codec_is_rows(h->codec) && h->n)
-		BAD(WIRE_AT_LAYOUT, h->layout, WIRE_LAYOUT_BLOCKS);
+	if (h->side_nbytes % WIRE_ALIGN)
+		BAD(WIRE_AT_SIDE_NBYTES, h->side_nbytes, 0);
+	return h->layout == WIRE_LAYOUT_STORED ? check_stored(h, f) : family_of(h)->header_check(h, f);
+}
+
+/* Before anyone allocates: can so many values be in so many bytes? */
+static codec_status check_sizes(const struct header *h, uint64_t nblocks, codec_fault *f)
+{
+	uint64_t least = h->regions_at + WIRE_ALIGN * h->nblocks;
+
+	if (h->layout == WIRE_LAYOUT_STORED ? codec_is_rows(h->codec) && h->n : !h->n)
+		BAD(WIRE_AT_LAYOUT, h->layout, !h->layout);
 	if (nblocks != h->nblocks || h->nblocks > h->n)
 		BAD(WIRE_AT_NBLOCKS, nblocks, MIN(h->nblocks, h->n));
-	if (h->layout == WIRE_LAYOUT_STORED) {
-		least = h->side_at + h->n * d->nbytes;
-		if (h->frame_nbytes != least)
-			BAD(WIRE_AT_FRAME_NBYTES, h->frame_nbytes, least);
-	} else {
-		least = h->regions_at + WIRE_ALIGN * h->nblocks;
-		/* before anyone allocates: can so many values be in so many bytes? */
-		if (codec_is_rows(h->codec) && !rows_entropy(h))
-			least = MAX(least, h->regions_at + rows_codes_nbytes(h, h->n));
-		if (codec_is_rows(h->codec) && h->n / WIRE_TRITS_BLOCK > h->nblocks && rows_entropy(h))
-			BAD(WIRE_AT_NBLOCKS, h->nblocks, h->n / WIRE_TRITS_BLOCK);
-		if (h->frame_nbytes < least || h->frame_nbytes % WIRE_ALIGN)
-			BAD(WIRE_AT_FRAME_NBYTES, h->frame_nbytes, least);
-		if (h->frame_nbytes / WIRE_ALIGN > UINT32_MAX)
-			return fault(f, CODEC_LIMIT, WIRE_AT_FRAME_NBYTES, h->frame_nbytes,
-				     (uint64_t)WIRE_ALIGN * UINT32_MAX);
-	}
+	if (h->layout == WIRE_LAYOUT_STORED && h->frame_nbytes != stored_nbytes(h))
+		BAD(WIRE_AT_FRAME_NBYTES, h->frame_nbytes, stored_nbytes(h));
+	if (h->layout == WIRE_LAYOUT_STORED)
+		return CODEC_OK;
+	if (h->frame_nbytes < least || h->frame_nbytes % WIRE_ALIGN)
+		BAD(WIRE_AT_FRAME_NBYTES, h->frame_nbytes, least);
+	TRY(family_of(h)->header_check_size(h, f));
+	if (h->frame_nbytes / WIRE_ALIGN > UINT32_MAX)
+		return fault(f, CODEC_LIMIT, WIRE_AT_FRAME_NBYTES, h->frame_nbytes, (uint64_t)WIRE_ALIGN * UINT32_MAX);
 	return CODEC_OK;
+}
+
+codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, codec_fault *f)
+{
+	uint8_t b[WIRE_MAX_HEADER];
+	uint64_t nblocks;
+
+	memset(h, 0, sizeof *h);
+	TRY(take_bytes(frame, nbytes, b, f));
+	take_fields(b, h);
+	nblocks = h->nblocks;
+	TRY(check_params(h, b + WIRE_AT_PARAMS, f));
+	TRY(check_fields(h, f));
+	if (header_derive(h) != CODEC_OK)
+		BAD(WIRE_AT_SHAPE, h->shape[0], 0);
+	return check_sizes(h, nblocks, f);
 }
 
 void header_write(const struct header *h, uint8_t *frame)
@@ -181,7 +177,7 @@ void header_write(const struct header *h, uint8_t *frame)
 	store32(frame + WIRE_AT_SIDE_NBYTES, (uint32_t)h->side_nbytes);
 	store64(frame + WIRE_AT_FRAME_NBYTES, h->frame_nbytes);
 	store64(frame + WIRE_AT_CHECKSUM, h->checksum);
-	params_write(h, frame + WIRE_AT_PARAMS);
+	family_of(h)->params_write(h, frame + WIRE_AT_PARAMS);
 	frame[WIRE_AT_FLAGS] = h->flags;
 	store32(frame + WIRE_AT_NBLOCKS, (uint32_t)h->nblocks);
 	frame[WIRE_AT_HALVED] = h->halved;

@@ -10,25 +10,13 @@ struct header {
 	uint8_t cap, model;             /* LOSSLESS */
 	uint8_t variant, options, bits; /* codecs of rows; TRUNCATE: how levels are sent, options, the level if fixed */
 	int8_t guard;                   /* TRUNCATE */
-	uint32_t
-		row; /* codecs of rows: in use, 0 if stored or in parts; while encoding is opened, what was asked for */
+	uint32_t row; /* codecs of rows: in use, 0 if stored or in parts; what was asked for, until parts are cut */
 	uint64_t shape[CODEC_MAX_RANK];
 	uint64_t frame_nbytes, checksum;
 	/* derived */
 	uint64_t n, block, nblocks;
 	uint64_t side_at, side_nbytes, directory_at, planes_at, plane_stride, regions_at;
 };
-
-/* codecs.c */
-int codec_known(uint32_t id);
-int codec_takes(uint32_t id, uint32_t dtype);
-int codec_is_rows(uint32_t id);
-int row_allowed(const struct header *h, uint32_t row);
-int params_fault(const struct header *h);
-void params_read(struct header *h, const uint8_t *params);
-void params_write(const struct header *h, uint8_t *params);
-codec_status params_ask(const codec_spec *s, struct header *h);
-void params_spec(const struct header *h, codec_spec *s);
 
 codec_status header_derive(struct header *h);
 codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, codec_fault *f);

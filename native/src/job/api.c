@@ -81,7 +81,12 @@ codec_status request(const codec_spec *spec, const codec_tensor *like, int with_
 	READ_STRUCT(s, spec);
 	READ_STRUCT(*copy, like);
 	memset(h, 0, sizeof *h);
-	TRY(params_ask(&s, h));
+	if (!codec_of(s.codec))
+		return CODEC_BAD_SPEC;
+	h->codec = (uint8_t)s.codec;
+	TRY(family_of(h)->params_ask(&s, h));
+	if (family_of(h)->params_fault(h) >= 0)
+		return CODEC_BAD_SPEC;
 	if (!codec_takes(h->codec, copy->dtype))
 		return CODEC_BAD_DTYPE;
 	if (copy->rank > CODEC_MAX_RANK)

@@ -11,6 +11,7 @@
 /* Codes that are packed at once where rows are longer than a block. */
 #define ROW_TILE 10240
 
+int row_allowed(const struct header *h, uint32_t row);
 void rows_kind(const struct header *h, struct row_kind *q);
 
 /* parts.c: the geometry, from header and segments or from a frame's side section. */

@@ -1,0 +1,54 @@
+/* family.h - what differs between codecs, as tables: whoever opens, does and closes a job asks them and names no codec.
+ */
+#ifndef CODEC_FAMILY_H
+#define CODEC_FAMILY_H
+
+#include "header.h"
+
+/* Codecs whose frames are made in one way. */
+struct family {
+	int is_rows; /* values share scales: blocks follow rows and parts, and nothing but an empty tensor is stored */
+
+	/* params.c. Its part of the header's params, which are zeros before they are written. */
+	void (*params_read)(struct header *h, const uint8_t *params);
+	void (*params_write)(const struct header *h, uint8_t *params);
+	/* Where in params the first value stands that the format forbids; -1 if none does. */
+	int (*params_fault)(const struct header *h);
+	/* What is asked for, as header fields, and back. */
+	codec_status (*params_ask)(const codec_spec *s, struct header *h);
+	void (*params_spec)(const struct header *h, codec_spec *s);
+	/* The header's other fields, of a frame in blocks; and whether so many bytes can hold its n values. */
+	codec_status (*header_check)(const struct header *h, codec_fault *f);
+	codec_status (*header_check_size)(const struct header *h, codec_fault *f);
+};
+
+/* Defined by the families, which stand above. */
+extern const struct family lossless_family, rows_family, truncate_family;
+
+struct codec {
+	const struct family *family;
+	uint32_t dtypes;   /* bit d: takes dtype d */
+	uint8_t nvariants; /* codecs of rows */
+	uint8_t options;   /* those it knows */
+	uint8_t max_bits;  /* 0: has none to choose */
+};
+
+/* codecs.c. NULL: there is no such codec. */
+const struct codec *codec_of(uint32_t id);
+int codec_takes(uint32_t id, uint32_t dtype);
+
+/* Of a header whose codec there is. */
+static inline const struct family *family_of(const struct header *h)
+{
+	return codec_of(h->codec)->family;
+}
+
+static inline int codec_is_rows(uint32_t id)
+{
+	return codec_of(id)->family->is_rows;
+}
+
+/* What families that cut tensors into blocks of 2^block_log2 values have in common. */
+codec_status header_check_blocks(const struct header *h, codec_fault *f);
+
+#endif

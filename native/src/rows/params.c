@@ -1,0 +1,129 @@
+/* params.c - what codecs of rows have in the header: which rows, which codes. */
+#include "rows.h"
+
+#define OPTIONS (CODEC_OPTION_STOCHASTIC | CODEC_OPTION_PROPAGATE | CODEC_OPTION_ENTROPY)
+
+/* May so many values share a scale, wherever that is said? 0: all of a part. */
+int row_allowed(const struct header *h, uint32_t row)
+{
+	switch (h->codec) {
+	case CODEC_SIGN: return row <= WIRE_MAX_ROW;
+	case CODEC_TERNARY: return row == 0;
+	case CODEC_FLOAT4: return row == (h->variant == WIRE_FLOAT4_NVFP4 ? 16u : 32u);
+	default: return row && row <= (rows_entropy(h) ? WIRE_ROW_BLOCK : WIRE_MAX_ROW);
+	}
+}
+
+static void params_read(struct header *h, const uint8_t *params)
+{
+	h->variant = params[WIRE_ROW_VARIANT];
+	h->options = params[WIRE_ROW_OPTIONS];
+	h->bits = params[WIRE_ROW_BITS];
+	h->row = load32(params + WIRE_ROW_NVALUES);
+}
+
+static void params_write(const struct header *h, uint8_t *params)
+{
+	params[WIRE_ROW_VARIANT] = h->variant;
+	params[WIRE_ROW_OPTIONS] = h->options;
+	params[WIRE_ROW_BITS] = h->bits;
+	store32(params + WIRE_ROW_NVALUES, h->row);
+}
+
+/* All but the row, which depends on more than params. */
+static int params_fault(const struct header *h)
+{
+	const struct codec *c = codec_of(h->codec);
+
+	if (h->variant >= c->nvariants)
+		return WIRE_ROW_VARIANT;
+	if (h->options & ~c->options)
+		return WIRE_ROW_OPTIONS;
+	if (c->max_bits ? h->bits < 1 || h->bits > c->max_bits || (h->variant == WIRE_LEVELS_ODD && h->bits < 2)
+			: h->bits != 0)
+		return WIRE_ROW_BITS;
+	return -1;
+}
+
+static int is_finite(float x)
+{
+	return (round_bits(x) & ROUND_ABS) < ROUND_INF;
+}
+
+/* May rows of h->row values be asked for? What is chosen by the shape, or too long for an entropy stage, comes later.
+ */
+static int row_asked(const struct header *h)
+{
+	if (h->row == CODEC_ROW_LAST)
+		return h->codec == CODEC_SIGN || h->codec == CODEC_FLOAT8;
+	return row_allowed(h, rows_entropy(h) && h->row <= WIRE_MAX_ROW ? MIN(h->row, WIRE_ROW_BLOCK) : h->row);
+}
+
+static uint32_t default_row(const struct header *h)
+{
+	switch (h->codec) {
+	case CODEC_FLOAT8: return CODEC_ROW_LAST;
+	case CODEC_FLOAT4: return h->variant == WIRE_FLOAT4_NVFP4 ? 16 : 32;
+	case CODEC_QUANTIZE: return 64;
+	default: return 0;
+	}
+}
+
+static codec_status params_ask(const codec_spec *s, struct header *h)
+{
+	if (s->guard || s->variant > 255 || s->bits > 8 || s->options & ~(uint32_t)OPTIONS || s->cap || s->model ||
+	    !is_finite(s->scale) || !is_finite(s->clip) || s->scale < 0 || s->clip < 0 ||
+	    (s->scale > 0 && s->codec != CODEC_TERNARY && s->codec != CODEC_FLOAT8) ||
+	    (s->clip > 0 && s->codec != CODEC_TERNARY))
+		return CODEC_BAD_SPEC;
+	h->variant = (uint8_t)s->variant;
+	h->options = (uint8_t)(s->options | (s->clip > 0 ? WIRE_OPTION_CLIPPED : 0));
+	h->bits = (uint8_t)(s->codec == CODEC_QUANTIZE && !s->bits ? 4 : s->bits);
+	h->row = s->row ? s->row : default_row(h);
+	return row_asked(h) ? CODEC_OK : CODEC_BAD_SPEC;
+}
+
+static void params_spec(const struct header *h, codec_spec *s)
+{
+	s->variant = h->variant;
+	s->options = h->options & OPTIONS;
+	s->bits = h->bits;
+	s->row = h->row;
+}
+
+#define BAD(at, found, expected) return fault(f, CODEC_BAD_HEADER, at, found, expected)
+
+static codec_status header_check(const struct header *h, codec_fault *f)
+{
+	if (h->block_log2 || h->fixed || h->halved)
+		BAD(WIRE_AT_BLOCK_LOG2, h->block_log2, 0);
+	if (h->coded != rows_entropy(h))
+		BAD(WIRE_AT_CODED, h->coded, (uint64_t)rows_entropy(h));
+	if (h->flags & ~WIRE_FLAG_SEGMENTS)
+		BAD(WIRE_AT_FLAGS, h->flags, WIRE_FLAG_SEGMENTS);
+	if (h->flags ? h->row != 0 : !row_allowed(h, h->row)) /* of parts, each says its own */
+		BAD(WIRE_AT_PARAMS + WIRE_ROW_NVALUES, h->row, 0);
+	return CODEC_OK;
+}
+
+static codec_status header_check_size(const struct header *h, codec_fault *f)
+{
+	uint64_t least = h->regions_at + rows_codes_nbytes(h, h->n);
+
+	if (rows_entropy(h) ? h->n / WIRE_TRITS_BLOCK > h->nblocks : 0)
+		BAD(WIRE_AT_NBLOCKS, h->nblocks, h->n / WIRE_TRITS_BLOCK);
+	if (!rows_entropy(h) && h->frame_nbytes < least)
+		BAD(WIRE_AT_FRAME_NBYTES, h->frame_nbytes, least);
+	return CODEC_OK;
+}
+
+const struct family rows_family = {
+	.is_rows = 1,
+	.params_read = params_read,
+	.params_write = params_write,
+	.params_fault = params_fault,
+	.params_ask = params_ask,
+	.params_spec = params_spec,
+	.header_check = header_check,
+	.header_check_size = header_check_size,
+};
