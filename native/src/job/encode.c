@@ -5,8 +5,6 @@
 static codec_status store(const struct source *src, const struct kernels *k, struct header h, uint8_t *dst,
 			  size_t capacity, size_t *written)
 {
-	const void *values;
-
 	h.layout = WIRE_LAYOUT_STORED;
 	h.block_log2 = h.fixed = h.coded = h.halved = h.flags = 0;
 	h.side_nbytes = 0;
@@ -14,9 +12,12 @@ static codec_status store(const struct source *src, const struct kernels *k, str
 	h.frame_nbytes = stored_nbytes(&h);
 	if (h.frame_nbytes > capacity)
 		return CODEC_SHORT_OUTPUT;
-	values = load_native(k, src, 0, h.n, dst + h.side_at);
-	if (src->nbytes && values != dst + h.side_at)
-		memcpy(dst + h.side_at, values, src->nbytes);
+	if (src->nbytes) {
+		const void *values = load_native(k, src, 0, h.n, dst + h.side_at);
+
+		if (values != dst + h.side_at) /* where sums are put */
+			memcpy(dst + h.side_at, values, src->nbytes);
+	}
 #if CODEC_BIG_ENDIAN
 	swap_bytes(dst + h.side_at, src->nbytes, dtype_of(h.dtype)->nbytes);
 #endif
