@@ -65,7 +65,7 @@ void draw(struct maker *m, const struct book *b, size_t n, uint32_t literals);
 /* m->symbol as a coded plane of n values, literals of `nbytes` bytes. */
 void put_coded(struct maker *m, const struct book *b, size_t n, int nbytes);
 void put_scale_model(struct maker *m, int octaves);
-/* A codebook known to both sides is what plane 0 has; its symbols as in the format, section 5.2. */
+/* A codebook known to both sides is what plane 0 has; its symbols as in the format, section 5.1. */
 void put_prior(struct maker *m, const struct book *b, uint8_t symbols);
 
 uint64_t digest(const uint8_t *p, size_t n, uint32_t seed);

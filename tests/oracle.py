@@ -14,21 +14,17 @@ import numpy as np
 MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
-# number: (name, planes, octave, kind)
+# number: (name, planes, octave, s); 0, 0: no pattern
 DTYPES = {
-    1: ("float32", 4, 128, "float"),
-    2: ("float64", 8, 16, "float64"),
-    3: ("bfloat16", 2, 128, "float"),
-    4: ("float16", 2, 1024, "float"),
-    **{
-        5 + i: (f"float8_{s}", 1, 0, "bytes")
-        for i, s in enumerate(("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu"))
-    },
-    16: ("bool", 1, 0, "bytes"),
-    **{17 + i: (f"int{8 << i}", 1 << i, 0, "bytes") for i in range(4)},
-    **{21 + i: (f"uint{8 << i}", 1 << i, 0, "bytes") for i in range(4)},
+    1: ("float32", 4, 128, 7),
+    2: ("float64", 8, 16, 4),
+    3: ("bfloat16", 2, 128, 7),
+    4: ("float16", 2, 1024, 7),
+    **{5 + i: (f"float8_{s}", 1, 0, 0) for i, s in enumerate(("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu"))},
+    16: ("bool", 1, 0, 0),
+    **{17 + i: (f"int{8 << i}", 1 << i, 0, 0) for i in range(4)},
+    **{21 + i: (f"uint{8 << i}", 1 << i, 0, 0) for i in range(4)},
 }
-ZERO = {"float": 128, "float64": 16}
 
 
 class Bad(Exception):
@@ -236,10 +232,10 @@ def decode(
     flags, halved, reserved, nblocks = struct.unpack_from("<BBHI", frame, 40)
     need(magic == b"CODC" and version == 1 and 1 <= codec <= 7, "magic, version or codec")
     need(dtype in DTYPES and rank <= 8 and layout <= 1, "dtype, rank or layout")
-    need(reserved == 0 and flags <= 7, "reserved")
+    need(reserved == 0 and flags <= 3, "reserved")
     if codec == 1:
         need(2 <= cap <= 8 and model <= 2 and not any(frame[34:40]), "params")
-    name, nplanes, octave, kind = DTYPES[dtype]
+    name, nplanes, octave, shift = DTYPES[dtype]
     need(len(frame) >= 48 + 8 * rank, "truncated")
     shape = struct.unpack_from(f"<{rank}Q", frame, 48)
     n = 1
@@ -270,18 +266,13 @@ def decode(
     need(n and 9 <= block_log2 <= 14 and not (fixed | coded) & ~planes_mask and not fixed & coded, "planes")
     need(not halved & ~coded and not (octave and halved & 1), "halved")
     need(side_nbytes % 8 == 0 and frame_nbytes % 8 == 0 and frame_nbytes // 8 < 1 << 32, "sizes")
-    need(not flags & 3 or (coded & 1 and octave), "flags")
+    need(not flags or (coded & 1 and octave), "flags")
     if truncate:
-        need(coded == 1 and not fixed and not halved and not flags & 4, "planes of truncate")
-    need(bool(flags & 4) == (kind == "float64") and (kind != "float64" or coded & 1), "window flag")
+        need(coded == 1 and not fixed and not halved, "planes of truncate")
     block = 1 << block_log2
     need(nblocks == -(-n // block), "nblocks")
     r = Reader(frame, header_nbytes, header_nbytes + side_nbytes)
     need(r.end <= len(frame), "side section")
-    window = 0
-    if flags & 4:
-        (window,) = r.ints("Q")
-        need(window <= 2047, "window")
     books: dict[int, Codebook] = {}
     if flags & 1:
         (ident,) = r.ints("Q")
@@ -293,7 +284,7 @@ def decode(
         if coded >> p & 1 and p not in books:
             books[p] = read_codebook(r)
             need(not halved >> p & 1 or not any(books[p].lengths[16:ESCAPE]), "codebook of a nibble")
-    zero = 1024 if truncate and dtype == 4 else ZERO.get(kind, 0)
+    zero = 1024 if truncate and dtype == 4 else 1 << shift
     segments = read_segments(r, n, octave, zero) if flags & 2 else []
     for g in segments if truncate else []:
         need(g.base % 8 == 0 and g.shifts == tuple(3 if g.kind & k else 0 for k in (1, 2)), "not whole octaves")
@@ -328,7 +319,7 @@ def decode(
             at = end
             continue
         bits[first : first + m] = decode_region(
-            frame, at, end, m, nplanes, kind, fixed, coded, halved, books, slices, off, window
+            frame, at, end, m, nplanes, shift, fixed, coded, halved, books, slices, off
         )
         at = end
     need(at == frame_nbytes, "last region")
@@ -342,22 +333,20 @@ def decode_region(
     end: int,
     m: int,
     nplanes: int,
-    kind: str,
+    shift: int,
     fixed: int,
     coded: int,
     halved: int,
     books: dict[int, Codebook],
     slices: dict[int, bytes],
     off: np.ndarray[Any, Any],
-    window: int,
 ) -> np.ndarray[Any, Any]:
     (head,) = struct.unpack_from("<I", frame, at)
     r = Reader(frame, at + 4, end)
     need(not head & ~((1 << 2 * nplanes) - 1 | 1 << 16), "region head")
     modes = [head >> 2 * p & 3 for p in range(nplanes)]
     pruned = head >> 16 & 1
-    need(not pruned or (kind in ZERO and modes[0] == 2), "pruned")
-    need(kind != "float64" or modes[0] in (0, 2), "float64 plane 0")
+    need(not pruned or (shift and modes[0] == 2), "pruned")
     planes: list[Any] = [None] * nplanes
     nonzero = np.ones(m, bool)
     k = m
@@ -369,12 +358,9 @@ def decode_region(
         if fixed >> p & 1:
             continue
         mode, count = modes[p], k if p else m
-        wide = kind == "float64" and p == 0
-        escaped: list[int] = []
         if mode == 2:
             need(coded >> p & 1, "no codebook")
-            values, escaped = decode_lanes(books[p], r, count, wide)
-            out = np.array(values, np.int64)
+            out = np.array(decode_lanes(books[p], r, count)[0], np.int64)
             if halved >> p & 1:
                 need((out <= 15).all(), "literal of a nibble")
                 high = np.frombuffer(r.take((count + 1) // 2), np.uint8).astype(np.int64)
@@ -394,11 +380,6 @@ def decode_region(
                     out[128 * i : 128 * i + run] = np.frombuffer(r.take(run), np.uint8)
         else:
             out = np.full(count, r.take(1)[0], np.int64)
-        if wide:  # from here on the exponent
-            coded_here = out != 0
-            coded_here[escaped] = False
-            out = out + np.where(coded_here, window - 128, 0)
-            need((out[coded_here] > 0).all() and (out <= 2047).all(), "exponent")
         if p == 0 and pruned:
             nonzero = out != 0
             k = int(nonzero.sum())
@@ -410,15 +391,13 @@ def decode_region(
         planes[p] = out
     r.zeros(8)
     need(all(not planes[p][~nonzero].any() for p in slices), "a pruned value's byte in a fixed plane")
-    need(kind != "float64" or (planes[1] < 32).all(), "plane 1 of float64")
     u = [x.astype(np.uint64) for x in planes]
     width = 8 * nplanes
     out = np.zeros(m, np.uint64)
     first_plane = 0
-    if kind in ZERO:
-        shift = 4 if kind == "float64" else 7
-        pattern = raised(planes[0] << shift | planes[1] & (1 << shift) - 1, off, ZERO[kind])
-        sign = planes[1] >> shift & 1
+    if shift:
+        above, sign, below = planes[1] >> shift + 1, planes[1] >> shift & 1, planes[1] & (1 << shift) - 1
+        pattern = raised(above << shift + 8 | planes[0] << shift | below, off, 1 << shift)
         out = (sign << 15 | pattern).astype(np.uint64) << np.uint64(width - 16)
         first_plane = 2
     for p in range(first_plane, nplanes):

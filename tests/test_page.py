@@ -74,7 +74,6 @@ def head(*modes, flags=0):
 SEVEN = {7: 1, ESCAPE: 1}
 FEW = {127: 1, 0: 2, ESCAPE: 2}
 LONG = {7: 1, 8: 2, 9: 3, ESCAPE: 3}  # of an odd number of bytes
-WINDOW = u64(1023)
 
 
 def u8(symbols, lengths, literals=b"", **how):
@@ -103,14 +102,12 @@ def pruned(symbols, rest, literals=b"", lengths=FEW, modes=(CODED, RAW, CONSTANT
     return Blocks(FLOAT32, len(symbols), [region(body)], side=book(lengths), coded=1, **more)
 
 
-def wide(top, plane1, mode=CONSTANT, window=1023, literals=b"", flags=0, **more):
-    """float64: plane 0 (symbols, or its constant), raw plane 1, the others 0."""
-    lengths = {v: 1 for v in (top[0] if top[0] < ESCAPE and mode == CODED else 1, ESCAPE)}
-    body = head(mode, RAW * ("fixed" not in more), flags=flags)
-    body += (coded(top, lengths, literals) if mode == CODED else top) + plane1 + bytes(6)
-    n = len(top) if mode == CODED else max(len(plane1), len(more.get("fixed", {}).get(1, b"")))
-    side = u64(window) + book(lengths)
-    return Blocks(FLOAT64, n, [region(body)], side=side, coded=1, flags=4, **more)
+def wide(plane0, plane1, modes=(RAW, RAW), **more):
+    """float64, upper planes as they are stored, the others 0."""
+    side = b"".join(book(SEVEN) for p in range(2) if modes[p] == CODED)
+    coded_planes = sum(1 << p for p in range(2) if modes[p] == CODED)
+    body = head(*modes, **more) + plane0 + plane1 + bytes(6)
+    return Blocks(FLOAT64, 2, [region(body)], side=side, coded=coded_planes)
 
 
 def float64s(*bits):
@@ -147,39 +144,23 @@ LOSSLESS = {
         ),
         "halved",
     ),
-    "a window for float32": (Blocks(FLOAT32, 1, [region(head() + bytes(4))], side=WINDOW, flags=4), "window flag"),
-    "no window for float64": (
-        Blocks(FLOAT64, 1, [region(head() + bytes(8))], side=book(SEVEN), coded=1),
-        "window flag",
-    ),
-    "float64 without a codebook": (
-        Blocks(FLOAT64, 1, [region(head() + bytes(8))], side=WINDOW, flags=4),
-        "window flag",
-    ),
+    "flag 4": (Blocks(FLOAT32, 1, [region(head() + bytes(4))], flags=4), "reserved"),
+    "flag 4 of float64": (Blocks(FLOAT64, 1, [region(head() + bytes(8))], side=u64(1023), flags=4), "reserved"),
     "a model for bytes": (
         Blocks(UINT8, 4096, [region(head() + b"\0")], side=book(SEVEN) + u32(1), coded=1, flags=2, log2=12),
         "flags",
     ),
     # section 3
     "bool of any bytes": (Blocks(BOOL, 4, [region(head(RAW) + b"\0\1\2\xff")]), b"\0\1\2\xff"),
-    "float64, sign and mantissa": (wide(b"\x80", b"\x1f\x0e"), float64s(0xBFFF, 0x3FFE)),
-    "float64, plane 1 of 32": (wide(b"\x80", b"\x1f\x20"), "plane 1 of float64"),
-    "float64, fixed plane 1": (wide(b"\x80", b"", fixed={1: b"\x1f\x0e"}), float64s(0xBFFF, 0x3FFE)),
-    "float64, fixed plane 1 of 32": (wide(b"\x80", b"", fixed={1: b"\x1f\x20"}), "plane 1 of float64"),
-    "float64, plane 1 of 128 in a pruned block": (
-        wide([128, ESCAPE], b"\x80", CODED, literals=b"\0\0", flags=PRUNED),
-        "plane 1 of float64",
+    "float64, planes 0 and 1": (wide(b"\xff\x34", b"\x7f\xae"), float64s(0xBFFF, 0x534E)),
+    "float64, exponent 0 of a byte that is not 0": (wide(b"\x01\0", b"\0\0"), float64s(0x0010, 0)),
+    "float64, an exponent that is a multiple of 256": (wide(b"\0\0", b"\x80\x70"), float64s(0x4000, 0xB000)),
+    "float64, plane 0 fixed": (
+        Blocks(FLOAT64, 2, [region(head(CONSTANT, RAW) + b"\x60\x70" + bytes(6))], fixed={0: b"\xff\xff"}),
+        float64s(0x3FF0, 0xBFF0),
     ),
+    "float64, plane 0 of runs": (wide(b"\1\5\7", b"\x60\x70", (ROWS, RAW)), float64s(0x3050, 0xB070)),
     # section 5.1
-    "float64, exponent 2047": (wide([128], b"\0", CODED, window=2047), float64s(0x7FF0)),
-    "float64, exponent 2048": (wide([129], b"\0", CODED, window=2047), "exponent"),
-    "float64, constant exponent 2048": (wide(b"\x81", b"\0", window=2047), "exponent"),
-    "float64, exponent 1": (wide([129], b"\0", CODED, window=0), float64s(0x0010)),
-    "float64, exponent 0 of a byte that is not 0": (wide([128], b"\0", CODED, window=0), "exponent"),
-    "float64, constant exponent 0 of another byte": (wide(b"\x80", b"\0", window=0), "exponent"),
-    "float64, exponent -1": (wide([127], b"\0", CODED, window=0), "exponent"),
-    "float64, window of 2048": (wide(b"\0", b"\0", window=2048), "window"),
-    # section 5.2
     "the escape's code is the first": (u8([7, 8, ESCAPE], {7: 2, 8: 2, ESCAPE: 1}, b"\x09"), b"\7\x08\x09"),
     "a codebook of value 0 alone": (u8([0, ESCAPE], {0: 1, ESCAPE: 1}, b"\5"), b"\0\5"),
     "first is 0": (side_of(1 | 1 << 4, 0, 0), "first or last"),
@@ -250,8 +231,14 @@ LOSSLESS = {
         Blocks(UINT8, 1, [region(head(CODED, flags=PRUNED) + coded([7], SEVEN))], side=book(SEVEN), coded=1),
         "pruned",
     ),
-    "float64, pruned": (wide([128, ESCAPE], b"\x1f", CODED, literals=b"\0\0", flags=PRUNED), float64s(0xBFFF, 0)),
-    "float64, plane 0 raw": (wide(b"\x80\x80", b"\1\1", mode=RAW), "float64 plane 0"),
+    "float64, pruned": (
+        wide(coded([7, ESCAPE], SEVEN, b"\0"), b"\x7f", (CODED, RAW), flags=PRUNED),
+        float64s(0xB07F, 0),
+    ),
+    "float64, pruned, all bytes of plane 0 are 0": (
+        wide(coded([ESCAPE, ESCAPE], SEVEN, b"\0\0"), b"\x80", (CODED, RAW), flags=PRUNED),
+        "pruned to nothing",
+    ),
     # section 7
     "more than a quad row": (
         u8([7, ESCAPE] * 100, SEVEN, bytes(range(100))),
@@ -269,12 +256,7 @@ LOSSLESS = {
     ),
     "escaped though it has a code": (u8([7, ESCAPE], SEVEN, b"\7"), b"\7\7"),
     "no byte left for an escape": (u8([ESCAPE] * 9, SEVEN, b""), "section is too short"),
-    "float64, literal": (wide([ESCAPE], b"\0", CODED, literals=b"\xff\7"), float64s(0x7FF0)),
-    "float64, literal of 2048": (wide([ESCAPE], b"\0", CODED, literals=b"\0\x08"), "exponent"),
-    "float64, literal that has a code": (
-        wide([128, ESCAPE], b"\0\0", CODED, literals=b"\xff\3"),
-        float64s(0x3FF0, 0x3FF0),
-    ),
+    "float64, literal": (wide(coded([ESCAPE, 7], SEVEN, b"\xff"), b"\x7f\x60", (CODED, RAW)), float64s(0xBFFF, 0x3070)),
 }
 
 
@@ -654,7 +636,7 @@ def test_stored(name):
 
 
 def test_names_of_codebooks():
-    """Section 5.2: an id says lengths and what is coded, so two programs give a codebook the same name."""
+    """Section 5.1: an id says lengths and what is coded, so two programs give a codebook the same name."""
     counts = np.zeros(256, int)
     counts[115:135] = np.arange(1, 21)
     mine = codec.Codebook.from_counts(counts)
@@ -683,7 +665,7 @@ def test_names_of_codebooks():
     ],
 )
 def test_names_of_truncate_s_codebooks(spec, dtype, symbols):
-    """Section 5.2: of other symbols the same lengths have another name, and a frame takes no other."""
+    """Section 5.1: of other symbols the same lengths have another name, and a frame takes no other."""
     x = np.random.default_rng(0).standard_normal(3000).astype(dtype)
     how = {} if spec.fixed_level is not None else {"metric": codec.metrics.SGD(1.0), "state": {"theta": x.astype(F32)}}
     mine = codec.Codebook.from_tensors(x, spec=spec, **how)

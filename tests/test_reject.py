@@ -154,7 +154,7 @@ def test_noise(data):
 
 
 def test_side_section_too_short_for_its_flags():
-    """Found by fuzzing: inspect() took the exponent window for granted."""
+    """Found by fuzzing: inspect() took for granted what flags and `coded` say is there."""
     frame = bytearray(FRAMES["float64-600-mixed"][0])
     struct.pack_into("<I", frame, 12, 0)
     codec.inspect(bytes(frame))

@@ -43,15 +43,18 @@ static void test_bits(void **unused)
 {
 	(void)unused;
 	for (uint32_t x = 0; x < 1 << 16; x++)
-		for (int i = 0; i < 2; i++) {
-			uint16_t zero = i ? WIRE_ZERO64 : 128, p = x & 0x7fff;
+		for (int shift = 4; shift <= 7; shift += 3) { /* float64, others */
+			uint16_t zero = (uint16_t)(1 << shift), p = x & 0x7fff;
 			uint16_t o = (uint16_t)(next_random() % WIRE_CIRCLE(zero)), u = bits_lower(p, o, zero);
+			uint16_t y = bits_turn((uint16_t)x, o, shift);
 
 			assert_true(u < WIRE_PATTERNS && (u < zero) == (p < zero));
 			assert_int_equal(bits_raise(u, o, zero), p);
 			assert_int_equal(bits_lower(p, 0, zero), p);
 			if (p >= zero)
 				assert_int_equal((u - zero + o) % WIRE_CIRCLE(zero), p - zero);
+			assert_int_equal(y >> 8, u >> shift & 255);
+			assert_int_equal(bits_unturn(y, o, shift), x);
 		}
 	for (uint32_t x = 1; x < 1 << 20; x++) {
 		uint32_t a = bits_log2_q16(x), b = bits_log2_q16(x + 1);

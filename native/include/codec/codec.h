@@ -207,7 +207,7 @@ typedef struct codec_segment {
 
 /*
  * A codebook agreed upon beforehand: code lengths in bits for each symbol, 0 for those to be escaped. Its id is a
- * digest of all the rest (docs/format.md, section 5.2), which encoders and decoders compare: CODEC_BAD_CODEBOOK.
+ * digest of all the rest (docs/format.md, section 5.1), which encoders and decoders compare: CODEC_BAD_CODEBOOK.
  */
 typedef struct codec_codebook {
 	uint64_t id;

@@ -19,7 +19,6 @@ struct model {
 	uint64_t nsegments;               /* 0: all offsets are 0 */
 	uint64_t segments_at, offsets_at; /* bytes from the job's start */
 	uint64_t nibbles;                 /* bytes of all segments */
-	uint32_t window;                  /* of 64-bit exponents */
 };
 
 /* rows.c: values [start, start + count) whose blocks and rows are their own. */

@@ -13,8 +13,6 @@
 #define MODEL_MIN 4096   /* fewer values get no scale model */
 #define SEGMENT_MIN 8192 /* smaller segments, and what lies between, are one flat segment */
 #define DEAD -128        /* a row or column of zeros, until offsets are rounded */
-#define CENTRE 0x4000    /* where the mean pattern goes: symbols lie around 128 */
-#define WINDOW 1024      /* of 64-bit exponents under a scale model: its centre's exponent */
 
 uint64_t model_nbytes(const struct dtype *d, uint64_t n)
 {
@@ -116,6 +114,12 @@ static int clamp(int x, int lo, int hi)
 	return x < lo ? lo : x > hi ? hi : x;
 }
 
+/* Where the mean pattern goes: symbols lie around 128, those of float64 far from where they begin anew. */
+static int centre_of(const struct dtype *d)
+{
+	return d->form == FORM_FLOAT8 ? 0x4800 : 0x4000;
+}
+
 static int grain_of(const struct dtype *d)
 {
 	return d->octave / 8;
@@ -184,7 +188,7 @@ static void fit_rows(const struct source *src, const struct kernels *k, struct j
 		count++;
 	}
 	middle = count ? bits_mean(total, count) : 0;
-	s->mean = (uint16_t)(count ? reference + grain_of(d) * middle : CENTRE);
+	s->mean = (uint16_t)(count ? reference + grain_of(d) * middle : centre_of(d));
 	s->shifts = round_offsets(rows, nrows, middle, finest);
 }
 
@@ -223,7 +227,7 @@ static void settle_base(const struct job *j, const struct dtype *d, struct segme
 	int circle = WIRE_CIRCLE(model_zero(&j->h, d)) / grain_of(d);
 	/* measured: symbols are cheapest if the mean comes to lie just below a power of two */
 	int top = MIN(d->octave, 128) * 7 / 8;
-	int base = unit * bits_mean(s->mean - CENTRE - top, unit * grain_of(d));
+	int base = unit * bits_mean(s->mean - centre_of(d) - top, unit * grain_of(d));
 
 	s->base = (uint16_t)(base + (base < 0 ? circle : 0));
 }
@@ -281,15 +285,10 @@ static void count_bytes(const uint8_t *e, uint64_t n, uint32_t counts[256])
 }
 
 /* Plane 0 of patterns. */
-static void count_patterns(const struct dtype *d, const uint16_t *p, uint64_t n, uint32_t window, uint32_t counts[256])
+static void count_patterns(const struct dtype *d, const uint16_t *p, uint64_t n, uint32_t counts[256])
 {
-	for (uint64_t i = 0; i < n; i++) {
-		uint8_t e = (uint8_t)(p[i] >> 7);
-
-		if (d->form == FORM_FLOAT8)
-			bits_window64(p[i] >> 4, window, &e);
-		counts[e]++;
-	}
+	for (uint64_t i = 0; i < n; i++)
+		counts[p[i] >> dtype_shift(d) & 255]++;
 }
 
 /* Counts of the segment's symbols without offsets (raw) and with them (fitted), from every stride-th quad row. */
@@ -306,11 +305,11 @@ static void count_segment(const struct source *src, const struct kernels *k, con
 		__builtin_prefetch((const void *)((uintptr_t)src->data + (first + stride * WIRE_ROW) * d->nbytes));
 		patterns(src, k, first, n, p);
 		if (raw)
-			count_patterns(d, p, n, j->model.window, raw);
+			count_patterns(d, p, n, raw);
 		if (fitted) {
 			segment_offsets(j, k, s, first, n, offset);
 			k->lower(p, offset, model_zero(&j->h, d), n, p);
-			count_patterns(d, p, n, WINDOW, fitted);
+			count_patterns(d, p, n, fitted);
 		}
 	}
 }
@@ -343,23 +342,18 @@ static void sample_planes(const struct source *src, const struct kernels *k, con
 	const struct dtype *d = dtype_of(src->dtype);
 	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW, take = MIN((nrows + 1) / 2, 64);
 	uint8_t bytes[WIRE_MAX_PLANES][WIRE_ROW], value[WIRE_MAX_PLANES];
-	const uint16_t none[WIRE_ROW] = {0};
-	uint8_t *plane[WIRE_MAX_PLANES];
+	uint8_t *plane[WIRE_MAX_PLANES], other_zeros = 0;
+	uint32_t zeros = 0, sampled = 0;
 
 	for (int p = 0; p < WIRE_MAX_PLANES; p++)
 		plane[p] = bytes[p];
 	s->is_constant = 0xff;
 	for (uint64_t i = 0; i < take; i++) {
 		uint64_t first = i * nrows / take * WIRE_ROW, n = MIN(WIRE_ROW, j->h.n - first);
+		uint16_t offset[WIRE_ROW];
 
-		k->split[d->form]((const char *)src->data + first * d->nbytes, n, none, plane);
-		if (d->form == FORM_FLOAT8) {
-			uint16_t p[WIRE_ROW];
-
-			patterns(src, k, first, n, p);
-			for (uint64_t v = 0; v < n; v++)
-				plane[1][v] |= p[v] & 15;
-		}
+		model_offsets(j, k, first, n, offset);
+		k->split[d->form]((const char *)src->data + first * d->nbytes, n, offset, plane);
 		for (int p = first_plane; p < d->nbytes; p++) {
 			uint8_t any = 0, differ = 0;
 
@@ -372,25 +366,14 @@ static void sample_planes(const struct source *src, const struct kernels *k, con
 			s->has_zero_run |= (uint8_t)(!any << p);
 			s->is_constant &= (uint8_t)~(!!differ << p);
 			count_bytes(plane[p], n, s->counts[p]);
+			other_zeros |= k->under_zeros(plane[0], plane[p], n);
 		}
+		zeros += (uint32_t)(n - k->count(plane[0], 1, n));
+		sampled += (uint32_t)n;
 	}
-}
-
-/* The exponent that most values of a float64 tensor are near. */
-static uint32_t choose_window(const struct source *src, uint64_t n)
-{
-	uint64_t take = MIN(n, 4096), count = 0;
-	int64_t total = 0;
-
-	for (uint64_t i = 0; i < take; i++) {
-		uint64_t x;
-
-		memcpy(&x, (const char *)src->data + 8 * (i * (n / take)), 8);
-		x = x >> 52 & 0x7ff;
-		total += (int64_t)x;
-		count += x != 0;
-	}
-	return count ? (uint32_t)bits_mean(total, (int64_t)count) : 1023;
+	/* no other value of float64 has this byte, and where they are many and all +0 blocks prune them */
+	if (d->form == FORM_FLOAT8 && 64 * zeros >= sampled && !other_zeros)
+		s->counts[1][0] = 0;
 }
 
 /*
@@ -399,11 +382,14 @@ static uint32_t choose_window(const struct source *src, uint64_t n)
  */
 static uint8_t finest_shift(const struct dtype *d, const struct sample *s)
 {
-	int values = d->form == FORM_FLOAT8 ? 32 : 256;
+	int values = 2 << dtype_shift(d);
+	uint32_t counts[256] = {0}; /* of signs and mantissas */
 
 	if (d->octave > 128) /* its mantissas' upper bits are in plane 0 */
 		return 0;
-	return (s->is_constant | s->has_zero_run) & 2 || !near_uniform(s->counts[1], values) ? WIRE_MAX_SHIFT : 0;
+	for (int i = 0; i < 256; i++)
+		counts[i % values] += s->counts[1][i];
+	return (s->is_constant | s->has_zero_run) & 2 || !near_uniform(counts, (uint64_t)values) ? WIRE_MAX_SHIFT : 0;
 }
 
 void model_choose(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
@@ -417,8 +403,6 @@ void model_choose(const struct source *src, const codec_context *with, const str
 
 	memset(s, 0, sizeof *s);
 	j->model.nsegments = j->model.nibbles = 0;
-	if (d->form == FORM_FLOAT8)
-		j->model.window = choose_window(src, j->h.n);
 	if (j->h.codec != CODEC_TRUNCATE)
 		sample_planes(src, k, j, s, d->octave != 0);
 	if (!d->octave)
@@ -444,7 +428,7 @@ void model_choose(const struct source *src, const codec_context *with, const str
 			fit_cols(src, k, j, g, finest);
 		settle_base(j, d, g, 1 << finest);
 		count_segment(src, k, j, g, stride, raw, fitted);
-		s->nzeros += raw[0];
+		s->nzeros += fitted[0];
 		s->nvalues += sum_counts(raw);
 		if (j->h.model != WIRE_MODEL_SEPARABLE && !pays(g, raw, fitted)) {
 			if (j->model.nsegments == 1) {
@@ -462,7 +446,11 @@ void model_choose(const struct source *src, const codec_context *with, const str
 		for (int v = 0; v < 256; v++)
 			s->counts[0][v] += fitted[v];
 	}
-	j->model.window = WINDOW;
+	if (d->form == FORM_FLOAT8) { /* whose plane 1 has bits of the exponent, as the model moves it */
+		memset(s->counts + 1, 0, sizeof s->counts - sizeof *s->counts);
+		s->has_zero_run = 0;
+		sample_planes(src, k, j, s, 1);
+	}
 }
 
 uint64_t model_side_nbytes(const struct job *j)

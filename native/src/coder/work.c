@@ -3,11 +3,6 @@
 
 #include "rows/rows.h"
 
-static int literal_nbytes(const struct dtype *d, int plane)
-{
-	return d->form == FORM_FLOAT8 && plane == 0 ? 2 : 1;
-}
-
 static uint64_t largest_block(uint64_t n)
 {
 	return padded(MIN(n, 1u << WIRE_MAX_BLOCK_LOG2));
@@ -63,7 +58,7 @@ uint64_t work_nbytes(const struct header *h)
 
 	return rows + cuts + LINE * (1 + MOST_PIECES) + sizeof(struct symbol_pairs) +
 	       2 * (sizeof(lanes) + m / 8 + m + 64 + 16) + 4 * words_room(m) + (uint64_t)(d->nbytes + 1) * (m + 64) +
-	       2 * MIN(m, OFFSETS) + 64 + (d->form == FORM_FLOAT8 ? 2 * m + 64 : 0) + region_buffer(h, d, m) + 64;
+	       2 * MIN(m, OFFSETS) + 64 + region_buffer(h, d, m) + 64;
 }
 
 static void *take(char **p, uint64_t nbytes)
@@ -95,7 +90,6 @@ void work_place(const struct header *h, void *memory, struct work *w)
 	w->symbol = take(&p, m + 64);
 	w->high = take(&p, m / 2 + 64);
 	w->offset = take(&p, 2 * MIN(m, OFFSETS) + 64);
-	w->exponent = d->form == FORM_FLOAT8 ? take(&p, 2 * m + 64) : NULL;
 	w->region = take(&p, region_buffer(h, d, m));
 	w->values = (char *)w->region;
 	if (h->codec == CODEC_TRUNCATE) {
@@ -142,7 +136,7 @@ uint64_t region_bound(const struct job *j)
 
 	for (int p = 0; p < d->nbytes; p++)
 		if (!(h->fixed >> p & 1))
-			nbytes += literal_nbytes(d, p) == 2 ? coded_bound(m, 2) : m;
+			nbytes += m;
 	return ALIGN8(nbytes);
 }
 
@@ -152,8 +146,5 @@ uint64_t region_bound(const struct job *j)
  */
 uint64_t region_gaps(const struct header *h)
 {
-	const struct dtype *d = dtype_of(h->dtype);
-	uint64_t gaps = ((h->n >> WIRE_MAX_BLOCK_LOG2) + 1) * 1024 + h->n / 64 + 65536;
-
-	return gaps + (literal_nbytes(d, 0) - 1) * 2 * h->n; /* escapes of two bytes */
+	return ((h->n >> WIRE_MAX_BLOCK_LOG2) + 1) * 1024 + h->n / 64 + 65536;
 }

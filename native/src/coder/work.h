@@ -7,14 +7,15 @@
 struct work {
 	uint8_t *plane[WIRE_MAX_PLANES];
 	uint8_t *symbol, *high, *region;
-	uint16_t *offset;   /* of OFFSETS values */
-	uint16_t *exponent; /* float64 */
+	uint16_t *offset; /* of OFFSETS values */
 	/* codecs of rows: a chunk's values, scales and draws; codes of a tile */
 	float *x, *y, *scale, *scale_below;
 	uint32_t *max;
 	uint16_t *half;
 	uint8_t *code;
-	/* TRUNCATE: a block's patterns, fields or their pieces; exponents, those of A, bits dropped, kept; levels */
+	/* TRUNCATE: coded levels with their exponents; patterns, fields or their pieces; exponents, those of A, bits
+	 * dropped, kept; levels */
+	uint16_t *exponent;
 	uint32_t *patterns, *fields;
 	uint8_t *piece[4], *e, *ea, *drop, *width, *level;
 	char *values; /* of a block that is not decoded into its tensor: lies where encoding has its region */

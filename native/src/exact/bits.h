@@ -44,18 +44,22 @@ BITS_FN uint16_t bits_raise(uint16_t u, uint16_t offset, uint16_t zero)
 	return u ^ ((u ^ p) & moves);
 }
 
-/* float64: the exponent as a byte seen through a window; 0 is exponent 0. False: outside, must be escaped. */
-BITS_FN int bits_window64(uint32_t exponent, uint32_t window, uint8_t *byte)
+/*
+ * The upper 16 bits of a float as the bytes of plane 0, on top, and plane 1: its pattern is lowered, 8 of its bits from
+ * bit s on go first, then those above, the sign, those below. Patterns move from 1 << s on. bits_unturn is the inverse.
+ */
+BITS_FN uint16_t bits_turn(uint16_t x, uint16_t offset, int s)
 {
-	uint32_t d = exponent - window + 128u;
+	uint16_t u = bits_lower(x & 0x7fff, offset, (uint16_t)(1 << s));
 
-	*byte = 0;
-	if (exponent == 0)
-		return 1;
-	if (d < 1 || d > 255)
-		return 0;
-	*byte = (uint8_t)d;
-	return 1;
+	return (uint16_t)((u >> s & 0xff) << 8 | u >> (s + 8) << (s + 1) | x >> 15 << s | (u & ((1 << s) - 1)));
+}
+
+BITS_FN uint16_t bits_unturn(uint16_t y, uint16_t offset, int s)
+{
+	uint16_t u = (uint16_t)(y >> 8 << s | (y & 0xff) >> (s + 1) << (s + 8) | (y & ((1 << s) - 1)));
+
+	return (uint16_t)((y >> s & 1) << 15 | bits_raise(u, offset, (uint16_t)(1 << s)));
 }
 
 /* splitmix64's finalizer: a bijection of 64-bit words. */

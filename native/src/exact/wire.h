@@ -93,8 +93,7 @@
 
 #define WIRE_FLAG_PRIOR 1u    /* plane 0 is coded with a codebook named by id */
 #define WIRE_FLAG_SEGMENTS 2u /* the side section holds a scale model */
-#define WIRE_FLAG_WINDOW 4u   /* 64-bit floats: the side section starts with the exponent window */
-#define WIRE_FLAGS_KNOWN 7u
+#define WIRE_FLAGS_KNOWN 3u
 
 #define WIRE_MODEL_AUTO 0
 #define WIRE_MODEL_FLAT 1
@@ -112,8 +111,6 @@
  * stay as they are under the scale model; the others move around a circle of WIRE_CIRCLE(zero).
  */
 #define WIRE_PATTERNS 0x8000
-#define WIRE_ZERO64 16         /* of float64; others have 128 */
-#define WIRE_PLANE1_MAX64 0x1f /* of float64: sign and 4 bits of mantissa */
 #define WIRE_CIRCLE(zero) (WIRE_PATTERNS - (zero))
 
 /* Lane coder. */

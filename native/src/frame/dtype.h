@@ -10,10 +10,16 @@ struct dtype {
 	uint16_t octave; /* patterns from one power of two to the next; 0: no exponent, no scale model */
 };
 
-/* The first pattern that takes part in the scale model: below it, plane 0 (of float64: the exponent) is 0. */
+/* The first bit of a lowered pattern that is in plane 0. */
+static inline int dtype_shift(const struct dtype *d)
+{
+	return d->form == FORM_FLOAT8 ? FORM_SHIFT64 : FORM_SHIFT;
+}
+
+/* The first pattern that takes part in the scale model: below it, plane 0 is 0. */
 static inline uint16_t dtype_zero(const struct dtype *d)
 {
-	return d->form == FORM_FLOAT8 ? WIRE_ZERO64 : 128;
+	return (uint16_t)(1 << dtype_shift(d));
 }
 
 const struct dtype *dtype_of(uint32_t number);

@@ -77,11 +77,15 @@ enum form {
 	FORM_BYTES2,
 	FORM_BYTES4,
 	FORM_BYTES8,
-	FORM_FLOAT2, /* the pattern lowered: its upper 8 bits, then sign and its lower 7 bits; then the other bytes */
+	FORM_FLOAT2, /* bits_turn of the upper two bytes, then the others */
 	FORM_FLOAT4,
-	FORM_FLOAT8, /* plane 0 the exponent through a window, plane 1 sign and 4 bits of mantissa, then 6 bytes */
+	FORM_FLOAT8,
 	FORM_COUNT
 };
+
+/* Plane 0 has 8 bits of a float's lowered pattern from this bit on. */
+#define FORM_SHIFT 7
+#define FORM_SHIFT64 4 /* of FORM_FLOAT8 */
 
 /*
  * A lane's bit sequence is `tail` bits longer than one word. While encoding, `word` is its end (what the decoder
@@ -193,18 +197,15 @@ struct kernels {
 	void (*decode_lanes)(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
 			     const struct ahead *ahead);
 
-	/*
-	 * Values to byte planes and back, by enum form. Floats have an offset each (others none). FLOAT8 leaves plane 0
-	 * and the 4 bits of mantissa in plane 1 alone: its patterns are done apart. `past`: past the caches.
-	 */
+	/* Values to byte planes and back, by enum form. Floats have an offset each (others none). `past`: past the
+	 * caches. */
 	void (*split[FORM_COUNT])(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane);
 	void (*merge[FORM_COUNT])(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past);
 	void (*stream)(uint8_t *dst, const uint8_t *src, size_t n);
 
-	/* The patterns of floats; lowered and raised under an offset each (in place if wanted). */
+	/* The patterns of floats; lowered under an offset each (in place if wanted). */
 	void (*patterns[FORM_COUNT])(const void *src, size_t n, uint16_t *p);
 	void (*lower)(const uint16_t *p, const uint16_t *offset, uint16_t zero, size_t n, uint16_t *u);
-	void (*raise)(const uint16_t *u, const uint16_t *offset, uint16_t zero, size_t n, uint16_t *p);
 	/* offset = start + grain * cols on the circle; |start| <= circle / 2, |cols| <= 64, grain <= 128 */
 	void (*offsets)(const int8_t *cols, int start, int grain, uint16_t zero, size_t n, uint16_t *offset);
 

@@ -41,6 +41,15 @@ static void merge_bytes1(const uint8_t *const *plane, size_t n, const uint16_t *
 	memcpy(dst, plane[0], n);
 }
 
+static void copy(uint8_t *dst, const uint8_t *src, size_t n)
+{
+	memcpy(dst, src, n);
+}
+
+#ifndef STREAM
+#define STREAM copy
+#endif
+
 /* An instruction set may do the first values of a plane loop, or a whole chunk of the checksum, in its own way. */
 #ifndef SPLIT2_FIRST
 #define SPLIT2_FIRST(src, n, offset, plane) 0
@@ -49,29 +58,12 @@ static void merge_bytes1(const uint8_t *const *plane, size_t n, const uint16_t *
 #define MERGE4_FIRST(plane, n, offset, dst, past) ((void)(past), 0)
 #endif
 
-#define FLOAT_ZERO 128 /* of FLOAT2 and FLOAT4 */
-
-/* The two top bytes of a float, turned and lowered, and back. */
-static inline uint16_t turn(uint16_t x, uint16_t offset)
-{
-	uint16_t u = bits_lower(x & 0x7fff, offset, FLOAT_ZERO);
-
-	return (uint16_t)(u << 1 & 0xff00) | (x >> 8 & 0x80) | (u & 0x7f);
-}
-
-static inline uint16_t unturn(uint16_t y, uint16_t offset)
-{
-	uint16_t u = (uint16_t)((y >> 1 & 0x7f80) | (y & 0x7f));
-
-	return (uint16_t)((y & 0x80) << 8) | bits_raise(u, offset, FLOAT_ZERO);
-}
-
 static inline void split2(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
 {
 	uint8_t *restrict p0 = plane[0], *restrict p1 = plane[1];
 
 	for (size_t i = SPLIT2_FIRST(src, n, offset, plane); i < n; i++) {
-		uint16_t x = native16(src, i), y = offset ? turn(x, offset[i]) : x;
+		uint16_t x = native16(src, i), y = offset ? bits_turn(x, offset[i], FORM_SHIFT) : x;
 
 		p0[i] = (uint8_t)(y >> 8);
 		p1[i] = (uint8_t)y;
@@ -84,7 +76,7 @@ static inline void merge2(const uint8_t *const *plane, size_t n, const uint16_t 
 	char *restrict d = dst;
 
 	for (size_t i = MERGE2_FIRST(plane, n, offset, dst, past); i < n; i++) {
-		uint16_t y = (uint16_t)(p0[i] << 8 | p1[i]), x = offset ? unturn(y, offset[i]) : y;
+		uint16_t y = (uint16_t)(p0[i] << 8 | p1[i]), x = offset ? bits_unturn(y, offset[i], FORM_SHIFT) : y;
 
 		memcpy(d + 2 * i, &x, 2);
 	}
@@ -96,7 +88,8 @@ static inline void split4(const void *src, size_t n, const uint16_t *offset, uin
 	size_t done = SPLIT4_FIRST(src, n, offset, plane);
 
 	for (size_t i = done; i < n; i++) {
-		uint16_t high = (uint16_t)(native32(src, i) >> 16), y = offset ? turn(high, offset[i]) : high;
+		uint16_t high = (uint16_t)(native32(src, i) >> 16),
+			 y = offset ? bits_turn(high, offset[i], FORM_SHIFT) : high;
 
 		p0[i] = (uint8_t)(y >> 8);
 		p1[i] = (uint8_t)y;
@@ -115,10 +108,67 @@ static inline void merge4(const uint8_t *const *plane, size_t n, const uint16_t 
 	char *restrict d = dst;
 
 	for (size_t i = MERGE4_FIRST(plane, n, offset, dst, past); i < n; i++) {
-		uint16_t y = (uint16_t)(p0[i] << 8 | p1[i]), high = offset ? unturn(y, offset[i]) : y;
+		uint16_t y = (uint16_t)(p0[i] << 8 | p1[i]), high = offset ? bits_unturn(y, offset[i], FORM_SHIFT) : y;
 		uint32_t x = (uint32_t)high << 16 | (uint32_t)p2[i] << 8 | p3[i];
 
 		memcpy(d + 4 * i, &x, 4);
+	}
+}
+
+/* 8 bytes a value: the halves of so many values, in the first-level cache, go through the loops for 4. */
+#define SPLIT8_TILE 256
+
+static inline void split8(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
+{
+	for (size_t from = 0, m; from < n; from += m) {
+		uint32_t high[SPLIT8_TILE], low[SPLIT8_TILE];
+		uint8_t *at[8];
+
+		m = n - from < SPLIT8_TILE ? n - from : SPLIT8_TILE;
+		for (size_t i = 0; i < m; i++) {
+			uint64_t x = native64(src, from + i);
+
+			high[i] = (uint32_t)(x >> 32);
+			low[i] = (uint32_t)x;
+		}
+		for (int p = 0; p < 8; p++)
+			at[p] = plane[p] + from;
+		split4(high, m, NULL, at);
+		split4(low, m, NULL, at + 4);
+		for (size_t i = 0; offset && i < m; i++) {
+			uint16_t y = bits_turn((uint16_t)(at[0][i] << 8 | at[1][i]), offset[from + i], FORM_SHIFT64);
+
+			at[0][i] = (uint8_t)(y >> 8);
+			at[1][i] = (uint8_t)y;
+		}
+	}
+}
+
+static inline void merge8(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)
+{
+	for (size_t from = 0, m; from < n; from += m) {
+		uint8_t first[SPLIT8_TILE], second[SPLIT8_TILE];
+		uint32_t high[SPLIT8_TILE], low[SPLIT8_TILE];
+		const uint8_t *at[8];
+		uint64_t x[SPLIT8_TILE];
+
+		m = n - from < SPLIT8_TILE ? n - from : SPLIT8_TILE;
+		for (int p = 0; p < 8; p++)
+			at[p] = plane[p] + from;
+		for (size_t i = 0; offset && i < m; i++) {
+			uint16_t y = (uint16_t)(at[0][i] << 8 | at[1][i]);
+
+			y = bits_unturn(y, offset[from + i], FORM_SHIFT64);
+			first[i] = (uint8_t)(y >> 8);
+			second[i] = (uint8_t)y;
+		}
+		at[0] = offset ? first : at[0];
+		at[1] = offset ? second : at[1];
+		merge4(at, m, NULL, high, 0);
+		merge4(at + 4, m, NULL, low, 0);
+		for (size_t i = 0; i < m; i++)
+			x[i] = (uint64_t)high[i] << 32 | low[i];
+		(past ? STREAM : copy)((uint8_t *)dst + 8 * from, (const uint8_t *)x, 8 * m);
 	}
 }
 
@@ -137,59 +187,9 @@ PLANES(bytes2, 2, NULL)
 PLANES(float2, 2, offset)
 PLANES(bytes4, 4, NULL)
 PLANES(float4, 4, offset)
+PLANES(bytes8, 8, NULL)
+PLANES(float8, 8, offset)
 #undef PLANES
-
-static void split_bytes8(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
-{
-	(void)offset;
-	for (int p = 0; p < 8; p++) {
-		uint8_t *restrict out = plane[p];
-
-		for (size_t i = 0; i < n; i++)
-			out[i] = (uint8_t)(native64(src, i) >> (56 - 8 * p));
-	}
-}
-
-static void merge_bytes8(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)
-{
-	char *restrict d = dst;
-
-	(void)offset, (void)past;
-	for (size_t i = 0; i < n; i++) {
-		uint64_t x = 0;
-
-		for (int p = 0; p < 8; p++)
-			x |= (uint64_t)plane[p][i] << (56 - 8 * p);
-		memcpy(d + 8 * i, &x, 8);
-	}
-}
-
-static void split_float8(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
-{
-	(void)offset;
-	for (int p = 2; p < 8; p++) {
-		uint8_t *restrict out = plane[p];
-
-		for (size_t i = 0; i < n; i++)
-			out[i] = (uint8_t)(native64(src, i) >> (56 - 8 * p));
-	}
-	for (size_t i = 0; i < n; i++)
-		plane[1][i] = (uint8_t)(native64(src, i) >> 59 & 0x10);
-}
-
-static void merge_float8(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)
-{
-	char *restrict d = dst;
-
-	(void)offset, (void)past;
-	for (size_t i = 0; i < n; i++) {
-		uint64_t x = (uint64_t)(plane[1][i] & 0x10) << 59;
-
-		for (int p = 2; p < 8; p++)
-			x |= (uint64_t)plane[p][i] << (56 - 8 * p);
-		memcpy(d + 8 * i, &x, 8);
-	}
-}
 
 static void patterns_float2(const void *src, size_t n, uint16_t *restrict p)
 {
@@ -213,12 +213,6 @@ static void lower(const uint16_t *p, const uint16_t *offset, uint16_t zero, size
 {
 	for (size_t i = 0; i < n; i++)
 		u[i] = bits_lower(p[i], offset[i], zero);
-}
-
-static void raise(const uint16_t *u, const uint16_t *offset, uint16_t zero, size_t n, uint16_t *p)
-{
-	for (size_t i = 0; i < n; i++)
-		p[i] = bits_raise(u[i], offset[i], zero);
 }
 
 static void offsets(const int8_t *cols, int start, int grain, uint16_t zero, size_t n, uint16_t *restrict offset)
@@ -389,17 +383,9 @@ static size_t rows(const uint8_t *p, size_t n, uint8_t *bitmap)
 	return kept;
 }
 
-#ifndef STREAM
-#define STREAM stream
-static void stream(uint8_t *dst, const uint8_t *src, size_t n)
-{
-	memcpy(dst, src, n);
-}
-#endif
-
 #define KERNEL_LOOPS                                                                                                   \
 	.split = {split_bytes1, split_bytes2, split_bytes4, split_bytes8, split_float2, split_float4, split_float8},   \
 	.merge = {merge_bytes1, merge_bytes2, merge_bytes4, merge_bytes8, merge_float2, merge_float4, merge_float8},   \
 	.patterns = {[FORM_FLOAT2] = patterns_float2, patterns_float4, patterns_float8}, .stream = STREAM, .sum = sum, \
-	.columns = columns, .lower = lower, .raise = raise, .offsets = offsets, .halve = halve, .unhalve = unhalve,    \
-	.digest = digest, .count = count, .under_zeros = under_zeros, .prune = prune, .unprune = unprune, .rows = rows
+	.columns = columns, .lower = lower, .offsets = offsets, .halve = halve, .unhalve = unhalve, .digest = digest,  \
+	.count = count, .under_zeros = under_zeros, .prune = prune, .unprune = unprune, .rows = rows

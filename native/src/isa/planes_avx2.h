@@ -12,7 +12,7 @@
 #define LOAD256(p) _mm256_loadu_si256((const __m256i *)(p))
 #define STORE256(p, v) _mm256_storeu_si256((__m256i *)(p), v)
 
-/* turn and unturn of plane_loops.h: the two top bytes of 16 floats under their offsets. */
+/* bits_turn and bits_unturn: the two top bytes of 16 floats under their offsets. */
 static inline __m256i lower256(__m256i x, __m256i offset)
 {
 	const __m256i zero = _mm256_set1_epi16(128), below_sign = _mm256_set1_epi16(0x7fff);

@@ -24,7 +24,7 @@ static inline __mmask32 moving512(__m512i x)
 	return _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x7f80));
 }
 
-/* turn and unturn of plane_loops.h: the two top bytes of 32 floats under their offsets. */
+/* bits_turn and bits_unturn: the two top bytes of 32 floats under their offsets. */
 static inline __m512i turn512(__m512i x, __m512i offset)
 {
 	const __m512i mantissa = _mm512_set1_epi16(0x7f), circle = _mm512_set1_epi16(WIRE_CIRCLE(128));

@@ -37,11 +37,6 @@ static void inspect_side(const uint8_t *frame, const struct header *h, codec_inf
 	uint64_t at = h->side_at, end = h->directory_at;
 	codebook b;
 
-	if (h->flags & WIRE_FLAG_WINDOW) {
-		if (end - at < 8)
-			return;
-		at += 8;
-	}
 	if (h->flags & WIRE_FLAG_PRIOR) {
 		if (end - at < 8)
 			return;

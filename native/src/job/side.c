@@ -1,20 +1,15 @@
-/* side.c - the side section: exponent window, codebooks, then what the family has there. Written, read. */
+/* side.c - the side section: codebooks, then what the family has there. Written, read. */
 #include "api.h"
 
-/* Side section: exponent window, codebook id, codebooks, scale model. Returns its size; dst NULL: only that. */
+/* Side section: codebook id, codebooks, scale model. Returns its size; dst NULL: only that. */
 uint64_t side_write(const struct job *j, uint8_t *dst)
 {
 	uint8_t packed[BOOK_MAX_NBYTES + 1];
 	uint64_t at = 0;
 
-	if (j->h.flags & WIRE_FLAG_WINDOW) {
-		if (dst)
-			store64(dst, j->model.window);
-		at += 8;
-	}
 	if (j->h.flags & WIRE_FLAG_PRIOR) {
 		if (dst)
-			store64(dst + at, j->codebook_id);
+			store64(dst, j->codebook_id);
 		at += 8;
 	}
 	for (int p = 0; p < WIRE_MAX_PLANES; p++)
@@ -46,14 +41,6 @@ codec_status side_read(const uint8_t *frame, const codec_context *with, struct j
 	uint64_t at = j->h.side_at, end = at + j->h.side_nbytes;
 	codec_fault *f = with->fault;
 
-	if (j->h.flags & WIRE_FLAG_WINDOW) {
-		uint64_t window = end - at < 8 ? UINT64_MAX : load64(frame + at);
-
-		if (window > 0x7ff)
-			SIDE(at, window, 0x7ff);
-		j->model.window = (uint32_t)window;
-		at += 8;
-	}
 	if (j->h.flags & WIRE_FLAG_PRIOR) {
 		const codec_codebook *c = NULL;
 

@@ -31,7 +31,7 @@ codec_status choose_planes(const codec_context *with, struct job *j, const struc
 
 	for (int p = 0; p < d->nbytes; p++) {
 		const uint32_t *counts = s->counts[p];
-		int exponent = p == 0 && d->octave, literal = exponent && d->form == FORM_FLOAT8 ? 16 : 8;
+		int exponent = p == 0 && d->octave;
 		codebook *b = j->books + p;
 		uint64_t total = 0, cost = UINT64_MAX / 100;
 
@@ -40,15 +40,15 @@ codec_status choose_planes(const codec_context *with, struct job *j, const struc
 		if (exponent && with->ncodebooks) {
 			TRY(codebook_load(with->codebooks, &j->h, b));
 			j->codebook_id = with->codebooks->id;
-			cost = book_cost(b, counts, literal);
+			cost = book_cost(b, counts, 8);
 		} else if (exponent || (!(s->is_constant >> p & 1) && !near_uniform(counts, 256))) {
 			book_from_counts(b, counts, j->h.cap);
-			cost = book_cost(b, counts, literal);
+			cost = book_cost(b, counts, 8);
 			if (!exponent && halve(counts, j->h.cap, total, &cost, b))
 				j->h.halved |= (uint8_t)(1 << p);
 		}
 		/* a gain below 2% is not worth the time, nor surer than the sample */
-		if ((exponent && d->form == FORM_FLOAT8) || 100 * cost < 98 * 8 * total) {
+		if (100 * cost < 98 * 8 * total) {
 			j->h.coded |= (uint8_t)(1 << p);
 			book_to_codes(b, j->codes + p);
 			continue;
@@ -59,7 +59,6 @@ codec_status choose_planes(const codec_context *with, struct job *j, const struc
 	}
 	if (!(j->h.coded & 1))
 		j->model.nsegments = j->codebook_id = 0;
-	j->h.flags = (uint8_t)((j->codebook_id ? WIRE_FLAG_PRIOR : 0) | (j->model.nsegments ? WIRE_FLAG_SEGMENTS : 0) |
-			       (d->form == FORM_FLOAT8 ? WIRE_FLAG_WINDOW : 0));
+	j->h.flags = (uint8_t)((j->codebook_id ? WIRE_FLAG_PRIOR : 0) | (j->model.nsegments ? WIRE_FLAG_SEGMENTS : 0));
 	return CODEC_OK;
 }

@@ -3,29 +3,6 @@
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
 
-/* The exponents of float64 from plane 0 and its escapes; e becomes 0 exactly where the exponent is. */
-static codec_status read_exponents(const struct job *j, struct work *w, struct cursor *c, uint8_t *e,
-				   const uint32_t *escaped, uint64_t m, codec_fault *f)
-{
-	uint16_t outside = 0;
-
-	for (uint64_t i = 0; i < m; i++)
-		w->exponent[i] = e[i] ? (uint16_t)(e[i] + j->model.window - 128) : 0;
-	if (escaped)
-		FOR_ESCAPED (i, escaped, m) {
-			if (c->end - c->at < 2)
-				BAD(c->at, c->end - c->at, 2);
-			w->exponent[i] = load16(c->frame + c->at);
-			c->at += 2;
-			e[i] = w->exponent[i] != 0;
-		}
-	for (uint64_t i = 0; i < m; i++) /* 1 to 2047, where they are not 0 */
-		outside |= (uint16_t)(-(e[i] != 0) & ((uint16_t)(w->exponent[i] - 1) > 0x7fe));
-	if (outside)
-		BAD(c->at, 0, 0x7ff);
-	return CODEC_OK;
-}
-
 /* The high nibbles that belong to n low ones. */
 static codec_status read_high(struct cursor *c, const struct kernels *k, uint8_t *low, uint64_t n, codec_fault *f)
 {
@@ -86,8 +63,6 @@ static codec_status read_head(const struct header *h, const struct dtype *d, uin
 	}
 	if (head & WIRE_REGION_PRUNED && (!d->octave || mode[0] != WIRE_MODE_CODED))
 		BAD(at, head, WIRE_MODE_CODED);
-	if (d->form == FORM_FLOAT8 && mode[0] != WIRE_MODE_CODED && mode[0] != WIRE_MODE_CONSTANT)
-		BAD(at, head, WIRE_MODE_CODED);
 	return CODEC_OK;
 }
 
@@ -125,22 +100,6 @@ void block_decode_top(const struct job *j, const struct kernels *k, struct block
 			k->decode_lanes(j->lookup, &o[i].top, NULL, padded(o[i].m) / WIRE_ROW, &w->ahead);
 }
 
-/* Add the exponents and the upper 4 bits of mantissa to float64 values without them. */
-static void merge_exponents(const struct kernels *k, const struct work *w, uint16_t *exponent, const uint8_t *plane1,
-			    uint64_t m, char *values)
-{
-	for (uint64_t i = 0; i < m; i++)
-		exponent[i] = (uint16_t)(exponent[i] << 4 | (plane1[i] & 15));
-	k->raise(exponent, w->offset, WIRE_ZERO64, m, exponent);
-	for (uint64_t i = 0; i < m; i++) {
-		uint64_t x;
-
-		memcpy(&x, values + 8 * i, 8);
-		x |= (uint64_t)exponent[i] << 48;
-		memcpy(values + 8 * i, &x, 8);
-	}
-}
-
 static void merge_block(const struct job *j, const struct kernels *k, const struct work *w, const uint8_t **plane,
 			uint64_t first, uint64_t m, char *values, int past)
 {
@@ -159,8 +118,6 @@ static void merge_block(const struct job *j, const struct kernels *k, const stru
 			at[p] = plane[p] + i;
 		model_offsets(j, k, first + i, n, w->offset);
 		k->merge[d->form](at, n, w->offset, values, past);
-		if (d->form == FORM_FLOAT8)
-			merge_exponents(k, w, w->exponent + i, at[1], n, values);
 	}
 }
 
@@ -184,8 +141,6 @@ static codec_status read_coded(const struct job *j, const struct kernels *k, str
 		TRY(decode_plane(&j->lookup[i], k, w, c, n, out, f));
 	else
 		TRY(close_plane(j->lookup, c, &o->top, n, f));
-	if (i == 0 && j->h.dtype == CODEC_FLOAT64)
-		return read_exponents(j, w, c, out, o->top.escaped, n, f);
 	TRY(read_literals(i ? w->top[0].escaped : o->top.escaped, c, out, n, f));
 	return j->h.halved >> i & 1 ? read_high(c, k, out, n, f) : CODEC_OK;
 }
@@ -210,7 +165,7 @@ static codec_status read_plane(const struct job *j, const struct kernels *k, str
 		if (c->end == c->at)
 			BAD(c->at, 0, 1);
 		memset(out, c->frame[c->at++], n);
-		return i == 0 && j->h.dtype == CODEC_FLOAT64 ? read_exponents(j, w, c, out, NULL, n, f) : CODEC_OK;
+		return CODEC_OK;
 	}
 }
 
@@ -251,8 +206,6 @@ codec_status block_close(const struct job *j, const struct kernels *k, struct bl
 		}
 	}
 	TRY(close_region(&o->c, f));
-	if (h->dtype == CODEC_FLOAT64 && k->max_byte(plane[1], m) > WIRE_PLANE1_MAX64)
-		BAD(o->c.at, k->max_byte(plane[1], m), WIRE_PLANE1_MAX64);
 	if (values)
 		merge_block(j, k, w, plane, first, m, values, past);
 	return CODEC_OK;

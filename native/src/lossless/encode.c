@@ -37,32 +37,15 @@ static uint64_t prune_zeros(const struct header *h, const struct kernels *k, uin
 	return nzeros;
 }
 
-/* The exponents of float64: planes 0 and 1 without the sign. Returns how many lie outside of the window. */
-static uint64_t split_exponents(const struct job *j, const struct kernels *k, const struct work *w, const char *values,
-				uint64_t m, uint8_t *const *plane, uint16_t *exponent)
-{
-	uint64_t outside = 0;
-
-	k->patterns[FORM_FLOAT8](values, m, exponent);
-	k->lower(exponent, w->offset, WIRE_ZERO64, m, exponent);
-	for (uint64_t i = 0; i < m; i++) {
-		plane[1][i] |= exponent[i] & 15;
-		exponent[i] >>= 4;
-		outside += !bits_window64(exponent[i], j->model.window, plane[0] + i);
-	}
-	return outside;
-}
-
-/* Values to planes; returns how many exponents of float64 lie outside of the window. */
-static uint64_t split_block(const struct job *j, const struct kernels *k, const struct work *w, const char *values,
-			    uint64_t first, uint64_t m, uint8_t *const *plane)
+static void split_block(const struct job *j, const struct kernels *k, const struct work *w, const char *values,
+			uint64_t first, uint64_t m, uint8_t *const *plane)
 {
 	const struct dtype *d = dtype_of(j->h.dtype);
-	uint64_t outside = 0, n;
+	uint64_t n;
 
 	if (!d->octave) {
 		k->split[d->form](values, m, NULL, plane);
-		return 0;
+		return;
 	}
 	for (uint64_t i = 0; i < m; i += n, values += n * d->nbytes) {
 		uint8_t *at[WIRE_MAX_PLANES];
@@ -72,10 +55,7 @@ static uint64_t split_block(const struct job *j, const struct kernels *k, const 
 			at[p] = plane[p] + i;
 		model_offsets(j, k, first + i, n, w->offset);
 		k->split[d->form](values, n, w->offset, at);
-		if (d->form == FORM_FLOAT8)
-			outside += split_exponents(j, k, w, values, n, at, w->exponent + i);
 	}
-	return outside;
 }
 
 /* Planes that are fixed: where their sections begin in a frame, to be split there (or to w->plane, then streamed). */
@@ -112,7 +92,7 @@ static uint64_t put_fixed(const struct header *h, const struct kernels *k, uint8
 
 /* Plane i through the coder, if that makes it smaller than n bytes. Returns the bytes stored at p, or 0. */
 static uint64_t put_coded(const struct job *j, const struct kernels *k, struct work *w, int i, uint8_t *plane,
-			  uint64_t n, uint64_t outside, uint8_t *p)
+			  uint64_t n, uint8_t *p)
 {
 	const book_codes *codes = &j->codes[i];
 	int exponent = i == 0 && dtype_of(j->h.dtype)->octave;
@@ -126,13 +106,6 @@ static uint64_t put_coded(const struct job *j, const struct kernels *k, struct w
 		if (got)
 			memcpy(p + got, w->high, half);
 		return got ? got + half : 0;
-	}
-	if (exponent && w->exponent) { /* of float64: those that no byte holds are escaped */
-		memcpy(w->symbol, plane, n);
-		for (uint64_t v = 0; outside && v < n; v++)
-			if (w->exponent[v] && !plane[v])
-				w->symbol[v] = codes->escape;
-		return encode_plane(codes, k, w, w->symbol, n, (struct literals){.wide = w->exponent}, UINT64_MAX, p);
 	}
 	return encode_plane(codes, k, w, plane, n, (struct literals){.byte = plane}, n - 1, p);
 }
@@ -158,17 +131,17 @@ static uint64_t put_rows(const struct kernels *k, const uint8_t *plane, uint64_t
 
 /* Plane i, of n values, in the mode that serves it best. Returns the bytes stored at p. */
 static uint64_t put_plane(const struct job *j, const struct kernels *k, struct work *w, int i, uint8_t *plane,
-			  uint64_t n, uint64_t outside, uint8_t *p, uint32_t *mode)
+			  uint64_t n, uint8_t *p, uint32_t *mode)
 {
 	uint64_t got;
 
-	if (is_constant(plane, n) && !outside) {
+	if (is_constant(plane, n)) {
 		*mode = WIRE_MODE_CONSTANT;
 		*p = plane[0];
 		return 1;
 	}
 	*mode = WIRE_MODE_CODED;
-	got = put_coded(j, k, w, i, plane, n, outside, p);
+	got = put_coded(j, k, w, i, plane, n, p);
 	if (got)
 		return got;
 	*mode = WIRE_MODE_ROWS;
@@ -185,14 +158,14 @@ uint64_t encode_block(const struct job *j, const struct kernels *k, const struct
 {
 	const struct header *h = &j->h;
 	const struct dtype *d = dtype_of(h->dtype);
-	uint64_t first = b * h->block, m = MIN(h->block, h->n - first), count = m, outside, size;
+	uint64_t first = b * h->block, m = MIN(h->block, h->n - first), count = m, size;
 	const char *values = (const char *)src->data + first * d->nbytes;
 	uint8_t *plane[WIRE_MAX_PLANES], *p = w->region + 4, *section = dst + h->planes_at + first;
 	int all = (1 << d->nbytes) - 1, stream = src->nbytes >= STREAM_NBYTES;
 	uint32_t head = 0;
 
 	place_planes(h, section, stream, w, plane);
-	outside = split_block(j, k, w, values, first, m, plane);
+	split_block(j, k, w, values, first, m, plane);
 	w->ahead = (struct ahead){(uintptr_t)values + h->block * d->nbytes, 0, m * d->nbytes, 1};
 	*planes_digest = put_fixed(h, k, section, stream, first, m, plane);
 	for (int i = 0; i < d->nbytes; i++) {
@@ -200,9 +173,9 @@ uint64_t encode_block(const struct job *j, const struct kernels *k, const struct
 
 		if (h->fixed >> i & 1)
 			continue;
-		p += put_plane(j, k, w, i, plane[i], i ? count : m, i ? 0 : outside, p, &mode);
+		p += put_plane(j, k, w, i, plane[i], i ? count : m, p, &mode);
 		head |= mode << 2 * i;
-		if (i == 0 && mode == WIRE_MODE_CODED && d->octave && (h->fixed | 1) != all && !outside)
+		if (i == 0 && mode == WIRE_MODE_CODED && d->octave && (h->fixed | 1) != all)
 			count -= prune_zeros(h, k, plane, d->nbytes, m);
 	}
 	if (count < m)

@@ -52,10 +52,6 @@ static codec_status header_check(const struct header *h, codec_fault *f)
 		BAD(WIRE_AT_HALVED, h->halved, h->coded);
 	if (h->flags & (WIRE_FLAG_PRIOR | WIRE_FLAG_SEGMENTS) && (!(h->coded & 1) || !d->octave))
 		BAD(WIRE_AT_FLAGS, h->flags, 0);
-	if (!(h->flags & WIRE_FLAG_WINDOW) != (d->form != FORM_FLOAT8))
-		BAD(WIRE_AT_FLAGS, h->flags, d->form == FORM_FLOAT8 ? WIRE_FLAG_WINDOW : 0);
-	if (d->form == FORM_FLOAT8 && !(h->coded & 1))
-		BAD(WIRE_AT_CODED, h->coded, 1);
 	return CODEC_OK;
 }
 
