@@ -4,6 +4,7 @@
 
 #include "codec/codec_engine.h"
 #include "frame/family.h"
+#include "isa/cpu.h"
 
 /* A part of the scale model: an offset for every value, the sum of a base and those of its row and column. */
 struct segment {
@@ -104,5 +105,9 @@ static inline struct row_sums *job_sums(const struct job *j)
 {
 	return (struct row_sums *)((char *)j + j->sums_at);
 }
+
+/* Block b's region, frame[*at, *end); its digest is checked unless that was done, and added to the seal. */
+codec_status job_block(const struct job *j, const uint8_t *frame, const codec_context *with, uint64_t b, uint64_t *at,
+		       uint64_t *end, uint64_t *seal);
 
 #endif

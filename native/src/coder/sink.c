@@ -65,3 +65,33 @@ void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uin
 	if (s->divide > 0)
 		k->divide((float_any *)at, n, s->divide);
 }
+
+/*
+ * Decoded values, n of them from `first` on, to where they go other than their own dtype's tensor; `wire`: in the
+ * frame's byte order.
+ */
+void sink_values(const struct kernels *k, uint32_t dtype, const void *values, int wire, uint64_t first, uint64_t n,
+		 const codec_context *with, const codec_tensor *dst)
+{
+	const struct sink sink = {.into = (int)with->into, .weight = with->weight, .divide = with->divide, .dst = dst};
+	const void *from = values;
+	float buffer[512], aligned[512];
+
+	for (uint64_t i = 0; i < n; i += 512) {
+		uint64_t m = MIN(512, n - i), at = i;
+#if CODEC_BIG_ENDIAN
+		uint64_t size = dtype_of(dtype)->nbytes;
+		uint8_t native[4 * 512];
+
+		if (wire) {
+			memcpy(native, (const char *)values + i * size, m * size);
+			swap_bytes(native, m * size, size);
+			from = native;
+			at = 0;
+		}
+#endif
+		memcpy(aligned, load_floats(k, dtype, from, at, m, buffer), sizeof(float) * m);
+		sink_put(k, &sink, first + i, m, aligned);
+	}
+	(void)wire;
+}

@@ -62,4 +62,8 @@ struct sink {
 
 void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uint64_t n, const float *y);
 
+/* Values as they were in a tensor (`wire`: in a frame) to where `with` says: not to a tensor of their own dtype. */
+void sink_values(const struct kernels *k, uint32_t dtype, const void *values, int wire, uint64_t first, uint64_t n,
+		 const codec_context *with, const codec_tensor *dst);
+
 #endif

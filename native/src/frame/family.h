@@ -5,6 +5,9 @@
 
 #include "header.h"
 
+struct job;
+struct work;
+
 /* Codecs whose frames are made in one way. */
 struct family {
 	int is_rows; /* values share scales: blocks follow rows and parts, and nothing but an empty tensor is stored */
@@ -20,6 +23,20 @@ struct family {
 	/* The header's other fields, of a frame in blocks; and whether so many bytes can hold its n values. */
 	codec_status (*header_check)(const struct header *h, codec_fault *f);
 	codec_status (*header_check_size)(const struct header *h, codec_fault *f);
+
+	/*
+	 * State that is given besides a tensor or frame (NULL: these have none). Is it there as encoding or decoding
+	 * needs it? Is memory read that will be written? `in_place`: that may be an array of state itself, where each
+	 * value is written once, and after it was read.
+	 */
+	codec_status (*check_state)(const struct header *h, const codec_context *with, int encoding);
+	int (*reads)(const struct header *h, const codec_context *with, int encoding, const void *out, uint64_t nbytes,
+		     int in_place);
+
+	/* Blocks [first, first + count) to dst; NULL: through all checks. Their seals are added to *seal. */
+	codec_status (*decode_blocks)(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+				      const struct job *j, uint64_t first, uint64_t count, uint64_t *seal,
+				      struct work *w);
 };
 
 /* Defined by the families, which stand above. */
@@ -46,6 +63,17 @@ static inline const struct family *family_of(const struct header *h)
 static inline int codec_is_rows(uint32_t id)
 {
 	return codec_of(id)->family->is_rows;
+}
+
+static inline codec_status family_check_state(const struct header *h, const codec_context *with, int encoding)
+{
+	return family_of(h)->check_state ? family_of(h)->check_state(h, with, encoding) : CODEC_OK;
+}
+
+static inline int family_reads(const struct header *h, const codec_context *with, int encoding, const void *out,
+			       uint64_t nbytes, int in_place)
+{
+	return family_of(h)->reads && family_of(h)->reads(h, with, encoding, out, nbytes, in_place);
 }
 
 /* What families that cut tensors into blocks of 2^block_log2 values have in common. */

@@ -27,41 +27,11 @@ static codec_status check_destination(const struct header *h, const codec_tensor
 	return dst->nbytes == h->n * dtype_of(dtype)->nbytes ? CODEC_OK : CODEC_BAD_ARGUMENT;
 }
 
-/*
- * Decoded values, n of them from `first` on, to where they go other than their own dtype's tensor; `wire`: in the
- * frame's byte order.
- */
-static void put_values(const struct kernels *k, uint32_t dtype, const void *values, int wire, uint64_t first,
-		       uint64_t n, const codec_context *with, const codec_tensor *dst)
-{
-	const struct sink sink = {.into = (int)with->into, .weight = with->weight, .divide = with->divide, .dst = dst};
-	const void *from = values;
-	float buffer[512], aligned[512];
-
-	for (uint64_t i = 0; i < n; i += 512) {
-		uint64_t m = MIN(512, n - i), at = i;
-#if CODEC_BIG_ENDIAN
-		uint64_t size = dtype_of(dtype)->nbytes;
-		uint8_t native[4 * 512];
-
-		if (wire) {
-			memcpy(native, (const char *)values + i * size, m * size);
-			swap_bytes(native, m * size, size);
-			from = native;
-			at = 0;
-		}
-#endif
-		memcpy(aligned, load_floats(k, dtype, from, at, m, buffer), sizeof(float) * m);
-		sink_put(k, &sink, first + i, m, aligned);
-	}
-	(void)wire;
-}
-
 /* A stored frame's values, whose checksum was right, to the destination. */
 static void put_stored(const uint8_t *frame, const codec_tensor *dst, const codec_context *with, const struct header *h)
 {
 	if (with->into != CODEC_INTO_STORE) {
-		put_values(kernels_for(with), h->dtype, frame + h->side_at, 1, 0, h->n, with, dst);
+		sink_values(kernels_for(with), h->dtype, frame + h->side_at, 1, 0, h->n, with, dst);
 		return;
 	}
 	if (dst->nbytes)
@@ -86,20 +56,15 @@ static codec_status blame(codec_status status, const uint8_t *frame, const struc
 	return fault(with->fault, status, found.offset, found.found, found.expected);
 }
 
-/* What is given besides the frame: TRUNCATE's state, and a destination (NULL: none) that lies apart from all else. */
+/* What is given besides the frame: state, and a destination (NULL: none) that lies apart from all else. */
 static codec_status check_caller(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 				 const struct header *h)
 {
-	int metric = h->codec == CODEC_TRUNCATE && h->layout == WIRE_LAYOUT_BLOCKS && h->variant == WIRE_LEVELS_SHARED;
-
-	if (metric && with->levels) /* those are for encoding */
-		return CODEC_BAD_ARGUMENT;
-	if (metric)
-		TRY(truncate_check(h, with, 0));
-	if (dst && (spans_overlap(dst->data, dst->nbytes, frame, h->frame_nbytes) ||
-		    (metric && truncate_overlaps(h, with, dst->data, dst->nbytes, 1))))
-		return CODEC_BAD_ARGUMENT;
-	return CODEC_OK;
+	TRY(family_check_state(h, with, 0));
+	return dst && (spans_overlap(dst->data, dst->nbytes, frame, h->frame_nbytes) ||
+		       family_reads(h, with, 0, dst->data, dst->nbytes, 1))
+		       ? CODEC_BAD_ARGUMENT
+		       : CODEC_OK;
 }
 
 /* A job for a frame with this header and side section; `frame` is blamed for what does not fit the caller. */
@@ -136,95 +101,6 @@ codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor
 	return CODEC_OK;
 }
 
-/* Find block b and check its digest. */
-static codec_status open_block(const uint8_t *frame, const codec_context *with, const struct job *j, uint64_t b,
-			       uint64_t *at, uint64_t *end, uint64_t *seal)
-{
-	TRY(frame_region(frame, &j->h, b, at, end, with->fault));
-	if (j->checked || with->flags & CODEC_NO_CHECKSUM)
-		return CODEC_OK;
-	return frame_check_block(frame, &j->h, kernels_for(with), b, *at, *end, seal, with->fault);
-}
-
-/* LOSSLESS. One or two blocks go through the coder's loop together; the first one's faults are found first. */
-static codec_status lossless_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
-				    const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, struct work *w)
-{
-	const struct kernels *k = kernels_for(with);
-	uint64_t size = dtype_of(j->h.dtype)->nbytes, end = first + count, n;
-	int past = dst && with->into == CODEC_INTO_STORE && dst->nbytes >= STREAM_NBYTES;
-
-	for (uint64_t b = first; b < end; b += n) {
-		codec_status behind = CODEC_OK;
-		struct block open[2];
-
-		for (n = 0; n < 2 && b + n < end; n++) {
-			uint64_t at, to;
-
-			behind = open_block(frame, with, j, b + n, &at, &to, seal);
-			if (behind == CODEC_OK)
-				behind = block_open(j, frame, b + n, at, to, w->top + n, open + n, with->fault);
-			if (behind != CODEC_OK)
-				break;
-		}
-		if (!n)
-			return behind;
-		block_decode_top(j, k, open, (int)n, w);
-		for (uint64_t i = 0; i < n; i++) {
-			uint64_t from = (b + i) * j->h.block;
-			char *values = !dst                             ? NULL
-				       : with->into == CODEC_INTO_STORE ? (char *)dst->data + from * size
-									: w->values;
-
-			TRY(block_close(j, k, open + i, values, past, w, with->fault));
-			if (dst && with->into != CODEC_INTO_STORE)
-				put_values(k, j->h.dtype, values, 0, from, open[i].m, with, dst);
-		}
-		TRY(behind);
-	}
-	return CODEC_OK;
-}
-
-static codec_status truncate_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
-				    const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, struct work *w)
-{
-	const struct kernels *k = kernels_for(with);
-
-	for (uint64_t b = first; b < first + count; b++) {
-		uint64_t at, end, from = b * j->h.block, m = MIN(j->h.block, j->h.n - from);
-		char *values = !dst ? NULL
-			       : with->into == CODEC_INTO_STORE
-				       ? (char *)dst->data + from * dtype_of(j->h.dtype)->nbytes
-				       : w->values;
-
-		TRY(open_block(frame, with, j, b, &at, &end, seal));
-		TRY(truncate_decode_block(j, k, with, frame, b, at, end, values, w));
-		if (dst && with->into != CODEC_INTO_STORE)
-			put_values(k, j->h.dtype, values, 0, from, m, with, dst);
-	}
-	return CODEC_OK;
-}
-
-static codec_status rows_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
-				const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, struct work *w)
-{
-	int unscaled = j->h.codec == CODEC_TERNARY && with->flags & CODEC_UNSCALED;
-	const struct sink sink = {.into = dst ? (int)with->into : SINK_NONE,
-				  .weight = with->weight,
-				  .rescale = unscaled && with->flags & CODEC_RESCALE,
-				  .divide = with->divide,
-				  .unscaled = unscaled,
-				  .dst = dst};
-
-	for (uint64_t b = first; b < first + count; b++) {
-		uint64_t at, end;
-
-		TRY(open_block(frame, with, j, b, &at, &end, seal));
-		TRY(rows_decode_block(j, kernels_for(with), frame, b, at, end, &sink, w, with->fault));
-	}
-	return CODEC_OK;
-}
-
 /* Blocks to dst or, if that is NULL, through all of their checks. */
 codec_status decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 			   const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, void *work)
@@ -234,11 +110,8 @@ codec_status decode_blocks(const uint8_t *frame, const codec_tensor *dst, const 
 
 	work_place(&j->h, work, &w);
 	*seal = 0;
-	if (codec_is_rows(j->h.codec))
-		return rows_blocks(frame, dst, with, j, first, count, seal, &w);
-	if (j->h.codec != CODEC_TRUNCATE)
-		return lossless_blocks(frame, dst, with, j, first, count, seal, &w);
-	status = truncate_blocks(frame, dst, with, j, first, count, seal, &w);
+	status = family_of(&j->h)->decode_blocks(frame, dst, with, j, first, count, seal, &w);
+	/* a state that does not fit: of a block behind which others may be damaged */
 	return j->checked ? status : blame(status, frame, &j->h, with);
 }
 

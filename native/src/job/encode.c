@@ -113,7 +113,7 @@ static codec_status choose(struct job *j, const struct kernels *k, const struct 
 /* What is given for TRUNCATE, and with its dtypes the guard that the header will have. */
 static codec_status ask_metric(struct header *h, const codec_context *with)
 {
-	TRY(truncate_check(h, with, 1));
+	TRY(truncate_check_state(h, with, 1));
 	if (h->variant != WIRE_LEVELS_FIXED && !with->levels)
 		h->guard = truncate_guard(h, with->metric);
 	return CODEC_OK;
@@ -141,8 +141,7 @@ static int outputs_overlap(const struct header *h, const codec_tensor *src, cons
 	    spans_overlap(dst, capacity, with->residual, nbytes) ||
 	    (!in_place && spans_overlap(with->residual, nbytes, src->data, src->nbytes)))
 		return 1;
-	return h->codec == CODEC_TRUNCATE && h->variant != WIRE_LEVELS_FIXED &&
-	       (truncate_overlaps(h, with, dst, capacity, 0) || truncate_overlaps(h, with, with->residual, nbytes, 1));
+	return family_reads(h, with, 1, dst, capacity, 0) || family_reads(h, with, 1, with->residual, nbytes, 1);
 }
 
 static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, uint8_t *dst, size_t capacity,
@@ -294,8 +293,7 @@ static codec_status check_step(const struct job *j, const codec_tensor *src, con
 	if (!j || !fits_tensor(j, src) || !fits_feedback(j, with) || (!dst && capacity) ||
 	    (codec_is_rows(j->h.codec) && !with->residual != (j->residual == RESIDUAL_NONE)))
 		return CODEC_BAD_ARGUMENT;
-	if (j->h.codec == CODEC_TRUNCATE)
-		TRY(truncate_check(&j->h, with, 1));
+	TRY(family_check_state(&j->h, with, 1));
 	return outputs_overlap(&j->h, src, dst, capacity, with) ? CODEC_BAD_ARGUMENT : CODEC_OK;
 }
 

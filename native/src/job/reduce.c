@@ -51,10 +51,8 @@ static codec_status check_state(const void *const *jobs, size_t count, const cod
 	for (size_t i = 0; i < count && count > 1; i++) {
 		const struct header *h = &job_place((void *)jobs[i])->h;
 
-		if (h->codec != CODEC_TRUNCATE || h->layout != WIRE_LAYOUT_BLOCKS || h->variant != WIRE_LEVELS_SHARED)
-			continue;
-		TRY(truncate_check(h, with, 0));
-		if (!dst || dst->struct_nbytes < sizeof *dst || truncate_overlaps(h, with, dst->data, dst->nbytes, 0))
+		TRY(family_check_state(h, with, 0));
+		if (!dst || dst->struct_nbytes < sizeof *dst || family_reads(h, with, 0, dst->data, dst->nbytes, 0))
 			return CODEC_BAD_ARGUMENT;
 	}
 	return CODEC_OK;

@@ -210,3 +210,42 @@ codec_status block_close(const struct job *j, const struct kernels *k, struct bl
 		merge_block(j, k, w, plane, first, m, values, past);
 	return CODEC_OK;
 }
+
+/* One or two blocks go through the coder's loop together; the first one's faults are found first. */
+codec_status lossless_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+				    const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, struct work *w)
+{
+	const struct kernels *k = kernels_for(with);
+	uint64_t size = dtype_of(j->h.dtype)->nbytes, end = first + count, n;
+	int past = dst && with->into == CODEC_INTO_STORE && dst->nbytes >= STREAM_NBYTES;
+
+	for (uint64_t b = first; b < end; b += n) {
+		codec_status behind = CODEC_OK;
+		struct block open[2];
+
+		for (n = 0; n < 2 && b + n < end; n++) {
+			uint64_t at, to;
+
+			behind = job_block(j, frame, with, b + n, &at, &to, seal);
+			if (behind == CODEC_OK)
+				behind = block_open(j, frame, b + n, at, to, w->top + n, open + n, with->fault);
+			if (behind != CODEC_OK)
+				break;
+		}
+		if (!n)
+			return behind;
+		block_decode_top(j, k, open, (int)n, w);
+		for (uint64_t i = 0; i < n; i++) {
+			uint64_t from = (b + i) * j->h.block;
+			char *values = !dst                             ? NULL
+				       : with->into == CODEC_INTO_STORE ? (char *)dst->data + from * size
+									: w->values;
+
+			TRY(block_close(j, k, open + i, values, past, w, with->fault));
+			if (dst && with->into != CODEC_INTO_STORE)
+				sink_values(k, j->h.dtype, values, 0, from, open[i].m, with, dst);
+		}
+		TRY(behind);
+	}
+	return CODEC_OK;
+}

@@ -31,4 +31,8 @@ codec_status block_close(const struct job *j, const struct kernels *k, struct bl
 
 codec_status choose_planes(const codec_context *with, struct job *j, const struct sample *s);
 
+codec_status lossless_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+				    const struct job *j, uint64_t first, uint64_t count, uint64_t *seal,
+				    struct work *w);
+
 #endif

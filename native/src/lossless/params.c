@@ -69,4 +69,5 @@ const struct family lossless_family = {
 	.params_spec = params_spec,
 	.header_check = header_check,
 	.header_check_size = header_check_size,
+	.decode_blocks = lossless_decode_blocks,
 };

@@ -192,3 +192,23 @@ codec_status rows_residual(const struct job *j, const struct kernels *k, const s
 
 	return decode_codes(j, k, &block, &sink, w, NULL);
 }
+
+codec_status rows_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+				const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, struct work *w)
+{
+	int unscaled = j->h.codec == CODEC_TERNARY && with->flags & CODEC_UNSCALED;
+	const struct sink sink = {.into = dst ? (int)with->into : SINK_NONE,
+				  .weight = with->weight,
+				  .rescale = unscaled && with->flags & CODEC_RESCALE,
+				  .divide = with->divide,
+				  .unscaled = unscaled,
+				  .dst = dst};
+
+	for (uint64_t b = first; b < first + count; b++) {
+		uint64_t at, end;
+
+		TRY(job_block(j, frame, with, b, &at, &end, seal));
+		TRY(rows_decode_block(j, kernels_for(with), frame, b, at, end, &sink, w, with->fault));
+	}
+	return CODEC_OK;
+}

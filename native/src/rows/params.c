@@ -126,4 +126,5 @@ const struct family rows_family = {
 	.params_spec = params_spec,
 	.header_check = header_check,
 	.header_check_size = header_check_size,
+	.decode_blocks = rows_decode_blocks,
 };

@@ -81,4 +81,7 @@ codec_status rows_residual(const struct job *j, const struct kernels *k, const s
 codec_status rows_decode_block(const struct job *j, const struct kernels *k, const uint8_t *frame, uint64_t b,
 			       uint64_t at, uint64_t end, const struct sink *sink, struct work *w, codec_fault *f);
 
+codec_status rows_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+				const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, struct work *w);
+
 #endif

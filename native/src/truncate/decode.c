@@ -212,3 +212,23 @@ codec_status truncate_decode_block(const struct job *j, const struct kernels *k,
 	k->store_patterns(w->patterns, m, dtype_of(j->h.dtype)->nbytes, values);
 	return CODEC_OK;
 }
+
+codec_status truncate_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+				    const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, struct work *w)
+{
+	const struct kernels *k = kernels_for(with);
+
+	for (uint64_t b = first; b < first + count; b++) {
+		uint64_t at, end, from = b * j->h.block, m = MIN(j->h.block, j->h.n - from);
+		char *values = !dst ? NULL
+			       : with->into == CODEC_INTO_STORE
+				       ? (char *)dst->data + from * dtype_of(j->h.dtype)->nbytes
+				       : w->values;
+
+		TRY(job_block(j, frame, with, b, &at, &end, seal));
+		TRY(truncate_decode_block(j, k, with, frame, b, at, end, values, w));
+		if (dst && with->into != CODEC_INTO_STORE)
+			sink_values(k, j->h.dtype, values, 0, from, m, with, dst);
+	}
+	return CODEC_OK;
+}

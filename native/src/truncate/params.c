@@ -92,4 +92,7 @@ const struct family truncate_family = {
 	.params_spec = params_spec,
 	.header_check = header_check,
 	.header_check_size = header_check_size,
+	.decode_blocks = truncate_decode_blocks,
+	.check_state = truncate_check_state,
+	.reads = truncate_reads,
 };

@@ -36,15 +36,22 @@ static codec_status check_metric(const struct header *h, const codec_metric *t)
 	return CODEC_OK;
 }
 
+/* Must levels be worked out, or taken from `levels`? Not where they are in the frame, or the same for all values. */
+static int needs_state(const struct header *h, int encoding)
+{
+	return encoding ? h->variant != WIRE_LEVELS_FIXED
+			: h->layout == WIRE_LAYOUT_BLOCKS && h->variant == WIRE_LEVELS_SHARED;
+}
+
 /* Are the metrics and their state there, of the tensor's size and dtypes that can be read? */
-codec_status truncate_check(const struct header *h, const codec_context *with, int encoding)
+codec_status truncate_check_state(const struct header *h, const codec_context *with, int encoding)
 {
 	uint64_t from = 0;
 
-	if (h->variant == WIRE_LEVELS_FIXED || (!encoding && h->variant != WIRE_LEVELS_SHARED))
+	if (!needs_state(h, encoding))
 		return CODEC_OK;
-	if (encoding && with->levels)
-		return h->variant == WIRE_LEVELS_SHARED ? CODEC_BAD_ARGUMENT : CODEC_OK;
+	if (with->levels) /* an encoder's, who then sends them */
+		return encoding && h->variant != WIRE_LEVELS_SHARED ? CODEC_OK : CODEC_BAD_ARGUMENT;
 	if (!with->metric)
 		return CODEC_MISSING_STATE;
 	for (const codec_metric *t = with->metric; t; from = t->until, t = t->until ? t->next : NULL) {
@@ -98,12 +105,12 @@ int8_t truncate_guard(const struct header *h, const codec_metric *metric)
 	return (int8_t)MAX(MIN(guard, INT8_MAX), INT8_MIN);
 }
 
-/*
- * Does memory that will be written overlap with what levels are worked out from? `in_place`: it may be an array of
- * state itself, where each value is written once, and after it was read.
- */
-int truncate_overlaps(const struct header *h, const codec_context *with, const void *out, uint64_t nbytes, int in_place)
+/* Does memory that will be written overlap with what levels are worked out from? */
+int truncate_reads(const struct header *h, const codec_context *with, int encoding, const void *out, uint64_t nbytes,
+		   int in_place)
 {
+	if (!needs_state(h, encoding))
+		return 0;
 	if (with->levels)
 		return spans_overlap(out, nbytes, with->levels, h->n);
 	for (const codec_metric *t = with->metric; t; t = t->until ? t->next : NULL) {

@@ -23,10 +23,10 @@ void truncate_reference(const codec_context *with, const struct kernels *k, uint
 codec_status truncate_drops(const struct job *j, const struct kernels *k, const codec_context *with,
 			    const struct truncate_kind *q, uint64_t first, uint64_t n, const uint8_t *e,
 			    const uint8_t *ea, uint8_t *drop);
-codec_status truncate_check(const struct header *h, const codec_context *with, int encoding);
+codec_status truncate_check_state(const struct header *h, const codec_context *with, int encoding);
 int8_t truncate_guard(const struct header *h, const codec_metric *metric);
-int truncate_overlaps(const struct header *h, const codec_context *with, const void *out, uint64_t nbytes,
-		      int in_place);
+int truncate_reads(const struct header *h, const codec_context *with, int encoding, const void *out, uint64_t nbytes,
+		   int in_place);
 
 codec_status truncate_choose(struct job *j, const struct kernels *k, const struct source *src,
 			     const codec_context *with);
@@ -38,5 +38,9 @@ codec_status truncate_residual(const struct job *j, const struct kernels *k, con
 codec_status truncate_decode_block(const struct job *j, const struct kernels *k, const codec_context *with,
 				   const uint8_t *frame, uint64_t b, uint64_t at, uint64_t end, char *values,
 				   struct work *w);
+
+codec_status truncate_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+				    const struct job *j, uint64_t first, uint64_t count, uint64_t *seal,
+				    struct work *w);
 
 #endif
