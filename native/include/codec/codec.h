@@ -230,6 +230,7 @@ typedef struct codec_fault {
  * written, so that on any error it is as it was. The coder's loop is then done twice, values are not.
  */
 #define CODEC_VERIFY_FIRST 2u
+#define CODEC_CHECK_ONLY 64u /* decoding in one call: check all of that, write nothing */
 #define CODEC_NO_CHECKSUM 4u /* skip the checksums; structure is checked all the same */
 #define CODEC_UNSCALED 8u    /* decode, TERNARY: values are -1, 0 and 1 */
 #define CODEC_RESCALE 16u    /* with UNSCALED: what came out is multiplied by the scale, last of all but `divide` */

@@ -249,9 +249,9 @@ static codec_status decode(const uint8_t *frame, size_t nbytes, const codec_tens
 	if (scratch_nbytes < job_scratch(&j->h))
 		return CODEC_SHORT_SCRATCH;
 	work = job_work(j, scratch);
-	if (with->flags & CODEC_VERIFY_FIRST)
+	if (with->flags & (CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY))
 		TRY(decode_check(frame, with, j, work));
-	return decode_values(frame, dst, with, j, work);
+	return with->flags & CODEC_CHECK_ONLY ? CODEC_OK : decode_values(frame, dst, with, j, work);
 }
 
 codec_status codec_decode(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with, void *scratch,

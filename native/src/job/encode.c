@@ -88,7 +88,7 @@ static codec_status open_rows(const codec_spec *spec, struct job *j, const struc
 	j->h.layout = WIRE_LAYOUT_BLOCKS;
 	j->key = (struct philox){s.seed, (uint32_t)with->stream, (uint32_t)(with->stream >> 32)};
 	j->scale = j->h.codec == CODEC_TERNARY ? rows_round_scale(&j->h, s.scale) : s.scale;
-	if (s.scale > 0 && !(j->scale > 0 && round_bits(j->scale) < ROUND_INF))
+	if (s.scale > 0 && rows_scale_lost(&j->h, s.scale))
 		return CODEC_ROUNDED_SCALE;
 	j->clip = s.clip;
 	rows_cut(j, with);

@@ -214,6 +214,19 @@ float rows_raise_scale(const struct header *h, float x)
 	return round_float(round_from_float16((uint16_t)MIN(round_to_float16(u) + 1, 0x7bff)));
 }
 
+/* Is a scale that was given 0 or Inf as float32 or, TERNARY, in the tensor's dtype? Rounding itself stops short of Inf.
+ */
+int rows_scale_lost(const struct header *h, float x)
+{
+	uint32_t inf = ROUND_INF;
+
+	if (h->codec == CODEC_TERNARY && h->dtype == CODEC_BFLOAT16)
+		inf = 0x7f7f8000; /* half a unit above the largest number */
+	if (h->codec == CODEC_TERNARY && h->dtype == CODEC_FLOAT16)
+		inf = 0x477ff000; /* 65520 */
+	return round_bits(x) >= inf || (h->codec == CODEC_TERNARY && !(rows_round_scale(h, x) > 0));
+}
+
 uint64_t rows_side_nbytes(const struct job *j)
 {
 	uint64_t nbytes = j->h.flags & WIRE_FLAG_SEGMENTS ? 4 + WIRE_SEGMENT_NBYTES * j->nparts : 0;

@@ -33,6 +33,7 @@ uint64_t rows_regions_nbytes(const struct job *j, uint64_t first, uint64_t count
 int rows_part_scaled(const struct header *h, uint32_t row);
 float rows_round_scale(const struct header *h, float x);
 float rows_raise_scale(const struct header *h, float x);
+int rows_scale_lost(const struct header *h, float x);
 int rows_entropy(const struct header *h);
 int rows_scale_nbytes(const struct header *h);
 uint64_t rows_codes_nbytes(const struct header *h, uint64_t m);
