@@ -60,9 +60,12 @@ def optimizer_state(path: Path, n: int) -> tuple[metrics.Metric, dict[str, np.nd
         if "exp_avg" in f.files:
             state |= {"m": f["exp_avg"][:n], "v": f["exp_avg_sq"][:n]}
             beta1, beta2 = (float(b) for b in f["betas"])
-            step = int(f["step"]) + ("few" in f.files)  # those files count from 0
-            return metrics.AdamW(lr, decay, step=step, beta1=beta1, beta2=beta2, eps=float(f["eps"])), state
-        return metrics.Momentum(lr, decay, momentum=float(f["momentum"])), state | {"m": f["momentum_buffer"][:n]}
+            step = int(f["step"]) - ("few" not in f.files)  # which count from 1
+            adamw = metrics.AdamW(lr, weight_decay=decay, step=step, betas=(beta1, beta2), eps=float(f["eps"]))
+            return adamw, state
+        return metrics.Momentum(lr, weight_decay=decay, momentum=float(f["momentum"])), state | {
+            "m": f["momentum_buffer"][:n]
+        }
 
 
 def step_of(metric: metrics.Metric, g: Any, state: dict[str, Any]) -> np.ndarray[Any, Any]:
@@ -72,11 +75,9 @@ def step_of(metric: metrics.Metric, g: Any, state: dict[str, Any]) -> np.ndarray
     theta = torch.nn.Parameter(torch.from_numpy(state["theta"].copy()))
     theta.grad = torch.from_numpy(np.ascontiguousarray(g))
     if isinstance(metric, metrics.AdamW):
-        optimizer: Any = torch.optim.AdamW(
-            [theta], metric.lr, (metric.beta1, metric.beta2), metric.eps, metric.weight_decay
-        )
+        optimizer: Any = torch.optim.AdamW([theta], metric.lr, metric.betas, metric.eps, metric.weight_decay)
         names = {"exp_avg": "m", "exp_avg_sq": "v"}
-        optimizer.state[theta]["step"] = torch.tensor(float(metric.step - 1))
+        optimizer.state[theta]["step"] = torch.tensor(float(metric.step))
     else:
         assert isinstance(metric, metrics.Momentum)
         optimizer = torch.optim.SGD([theta], metric.lr, metric.momentum, weight_decay=metric.weight_decay)

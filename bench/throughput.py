@@ -106,7 +106,7 @@ def lossy(nbytes: int, dtype: str) -> dict[str, Any]:
     rng = np.random.default_rng(1)
     state = {k: rng.standard_normal(x.shape, np.float32) * np.float32(0.02) for k in ("theta", "m", "v")}
     state["v"] *= state["v"]
-    metric = metrics.AdamW(1e-5, 0.01, step=1000)
+    metric = metrics.AdamW(1e-5, step=999)
     back, residual, total = np.empty_like(x), np.empty(x.shape, np.float32), np.zeros(x.shape, np.float32)
     copy, _ = best(lambda: np.copyto(back, x))
     rows: list[dict[str, Any]] = []

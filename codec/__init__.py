@@ -12,6 +12,7 @@ from codec.codebook import Codebook
 from codec.core import isas, use_isa
 from codec.decoding import accumulate, decode, reduce
 from codec.encoding import bound, encode
+from codec.engines import engines
 from codec.errors import (
     ChecksumError,
     CodecError,
@@ -21,9 +22,12 @@ from codec.errors import (
     PeerError,
     SpecError,
     StateError,
+    Status,
     UnsupportedError,
 )
-from codec.frame import Info, engines, inspect, verify
+from codec.frame import Info, inspect, verify
+from codec.many import decode_many, encode_many
+from codec.segmenting import segments
 from codec.specs import Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
 
 __version__ = "0.1.0"
@@ -45,18 +49,22 @@ __all__ = [
     "Spec",
     "SpecError",
     "StateError",
+    "Status",
     "Ternary",
     "Truncate",
     "UnsupportedError",
     "accumulate",
     "bound",
     "decode",
+    "decode_many",
     "encode",
+    "encode_many",
     "engines",
     "inspect",
     "isas",
     "metrics",
     "reduce",
+    "segments",
     "use_isa",
     "verify",
 ]

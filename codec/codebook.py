@@ -1,17 +1,19 @@
 """Codebooks that both sides hold before a frame is sent."""
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from codec import core
+from codec import core, structs
+from codec.core import ITEMSIZE, check, ffi, lib
 from codec.errors import SpecError
-from codec.metrics import metric_structs, set_metric
+from codec.metrics.asked import asked
+from codec.segmenting import pack
+from codec.spec_structs import spec_struct
 from codec.specs import Lossless, Truncate, whole
-from codec.view import view
+from codec.view import on_host, view, view_bytes
 
 _DEFAULT = Lossless()
 _FLOATS = ("float32", "float64", "bfloat16", "float16")
@@ -33,6 +35,15 @@ class Codebook:
         What the symbols are (``CODEC_SYMBOLS_*`` in ``codec/codec.h``): frames of :class:`codec.Lossless` and of each
         way in which :class:`codec.Truncate` sends levels have their own.
 
+    Examples
+    --------
+    >>> sample, grad = np.random.default_rng(0).standard_normal((2, 100_000), np.float32)
+    >>> book = codec.Codebook.from_tensors(sample)
+    >>> frame = codec.encode(grad, codebook=book)
+    >>> there = codec.Codebook.from_bytes(book.to_bytes())  # sent once, to all who decode
+    >>> bool((codec.decode(frame, codebooks=there) == grad).all())
+    True
+
     Raises
     ------
     SpecError
@@ -52,10 +63,38 @@ class Codebook:
         whole("symbols", self.symbols, 0, core.lib.CODEC_SYMBOLS_JOINT16)
         if sum(256 >> n for n in (*self.lengths, self.escape_length) if n) != 256:
             raise SpecError("code lengths must fill the tree: the sum of 1 / 2^length over values and escape must be 1")
-        struct = core.ffi.new("codec_codebook *")
-        _fill(struct, self)
-        if core.lib.codec_codebook_check(struct):
+        if lib.codec_codebook_check(self._struct()):
             raise SpecError(f"{self.id:#018x} is not the id of these code lengths and symbols")
+
+    def _struct(self) -> Any:
+        struct = ffi.new("codec_codebook *")
+        structs.fill_codebook(struct, self)
+        return struct
+
+    def to_bytes(self) -> bytes:
+        """The codebook as 12 to 140 bytes, to keep or to send. Equal codebooks have equal bytes."""
+        room, size = core.new_bytes(lib.CODEC_CODEBOOK_NBYTES), ffi.new("size_t *")
+        check(lib.codec_codebook_pack(self._struct(), room, len(room), size))
+        return bytes(ffi.buffer(room, size[0]))
+
+    @classmethod
+    def from_bytes(cls, data: Any) -> "Codebook":
+        """The codebook that :meth:`to_bytes` made into bytes.
+
+        Parameters
+        ----------
+        data : bytes or buffer
+            All of them, and nothing behind. They may come from anyone: the id, which is a digest of the rest, finds
+            accidents, and what is not a codebook is an error; but it does not say who made it.
+
+        Raises
+        ------
+        SpecError
+            Other bytes.
+        """
+        v, book = on_host("data", view_bytes(data)), ffi.new("codec_codebook *")
+        check(lib.codec_codebook_unpack(v.data, v.nbytes, book))
+        return cls._of(book)
 
     @classmethod
     def from_counts(cls, counts: Any, spec: Lossless | Truncate = _DEFAULT, dtype: str = "float32") -> "Codebook":
@@ -79,7 +118,7 @@ class Codebook:
         array = np.asarray(counts)
         if array.shape != (256,) or array.dtype.kind not in "iu" or (array.dtype.kind == "i" and (array < 0).any()):
             raise SpecError("counts must be 256 integers, none below 0")
-        return cls._build(spec, dtype, core.ffi.new("uint64_t[256]", array.astype(np.uint64).tolist()))
+        return cls._build(spec, dtype, ffi.new("uint64_t[256]", array.astype(np.uint64).tolist()))
 
     @classmethod
     def from_tensors(
@@ -110,25 +149,27 @@ class Codebook:
         _check_spec(spec)
         if len(tensors) != 1 and not (segments is None and metric is None and state is None):
             raise SpecError("segments=, metric= and state= go with a single tensor")
-        counts = core.ffi.new("uint64_t[256]")
+        counts = ffi.new("uint64_t[256]")
         symbols: set[int] = set()
-        array = segment_structs(segments)
+        packed = pack(segments) if segments is not None else None
         for x in tensors:
-            v = view(x)
+            v = on_host("a tensor", view(x))
             if v.dtype not in _FLOATS:
                 raise SpecError(f"codebooks are for the exponents of {', '.join(_FLOATS)}, not for {v.dtype}")
-            s = core.spec_struct(spec)
-            m = metric_structs(metric, state, v.nbytes // core.ITEMSIZE[v.dtype])
-            call = core.take()
-            if array is not None:
-                set_segments(call.context, array)
+            s = spec_struct(spec)
+            m = asked(metric, state, v.nbytes // ITEMSIZE[v.dtype])
+            call = structs.take()
+            if packed is not None:
+                call.set_segments(packed)
             if m is not None:
-                set_metric(call.context, m)
-            t = call.fill_tensor(core.DTYPES[v.dtype], v.shape, v.data, v.nbytes)
-            core.check(core.lib.codec_scratch(s, t, call.size))
+                for name, array in m.read:
+                    on_host(name, array)
+                call.set_metric(m)
+            t = call.fill_tensor(v)
+            check(lib.codec_scratch(s, t, call.size))
             nbytes = call.size[0]
-            core.check(core.lib.codec_count(s, t, counts, call.context, call.scratch(nbytes), nbytes))
-            core.give(call)
+            check(lib.codec_count(s, t, counts, call.context, call.scratch(nbytes), nbytes))
+            structs.give(call)
             symbols.add(cls._build(spec, v.dtype, counts).symbols)
         if len(symbols) > 1:
             raise SpecError(f"tensors of these dtypes have no symbols in common under {spec}")
@@ -136,9 +177,13 @@ class Codebook:
 
     @classmethod
     def _build(cls, spec: Lossless | Truncate, dtype: str, counts: Any) -> "Codebook":
-        book = core.ffi.new("codec_codebook *")
-        core.check(core.lib.codec_codebook_build(core.spec_struct(spec), core.DTYPES.get(dtype, 0), counts, book))
-        return cls(bytes(book.length), book.escape_length, book.id, book.symbols)
+        book = ffi.new("codec_codebook *")
+        check(lib.codec_codebook_build(spec_struct(spec), core.DTYPES.get(dtype, 0), counts, book))
+        return cls._of(book)
+
+    @classmethod
+    def _of(cls, struct: Any) -> "Codebook":
+        return cls(bytes(struct.length), struct.escape_length, struct.id, struct.symbols)
 
 
 def _check_spec(spec: object) -> None:
@@ -146,53 +191,9 @@ def _check_spec(spec: object) -> None:
         raise SpecError(f"{spec!r} has no exponents that a codebook could be for")
 
 
-def _fill(struct: Any, book: Codebook) -> None:
-    struct.id = book.id
-    struct.length = book.lengths
-    struct.escape_length = book.escape_length
-    struct.symbols = book.symbols
-
-
-def codebook_structs(books: Any) -> Any:
-    """Codebooks as C takes them, or None."""
-    if books is None:
-        return None
-    books = list(books) if hasattr(books, "__iter__") else [books]
-    if not all(isinstance(book, Codebook) for book in books):
+def given_codebooks(books: Any) -> "tuple[Codebook, ...]":
+    """What ``codebooks=`` says, looked through."""
+    found: tuple[Any, ...] = tuple(books) if hasattr(books, "__iter__") else (books,)
+    if not all(isinstance(book, Codebook) for book in found):
         raise SpecError(f"not codebooks: {books!r}")
-    array = core.ffi.new("codec_codebook[]", len(books))
-    for entry, book in zip(array, books, strict=True):
-        _fill(entry, book)
-    return array
-
-
-def set_codebooks(context: Any, array: Any) -> None:
-    """Give codebooks to a call; the array must stay alive until it returns."""
-    context.codebooks, context.ncodebooks = array, len(array)
-
-
-def segment_structs(segments: Any) -> Any:
-    """Segments as C takes them, or None."""
-    if segments is None:
-        return None
-    try:
-        pairs = [(offset, tuple(shape)) for offset, shape in segments]
-    except (TypeError, ValueError):
-        raise SpecError("segments are pairs (offset, shape)") from None
-    for _, shape in pairs:
-        if len(shape) > len(_NO_SHAPE):
-            raise SpecError(f"segment of rank {len(shape)} is above {len(_NO_SHAPE)}")
-    fields = [x for offset, shape in pairs for x in (offset, len(shape), 0, *shape, *_NO_SHAPE[len(shape) :])]
-    try:
-        return core.ffi.from_buffer("codec_segment[]", struct.pack(_SEGMENT * len(pairs), *fields))
-    except struct.error as e:
-        raise SpecError(f"segments are pairs (offset, shape) of integers, none below 0: {e}") from None
-
-
-def set_segments(context: Any, array: Any) -> None:
-    """Give segments to a call; the array must stay alive until it returns."""
-    context.segments, context.nsegments = array, len(array)
-
-
-_SEGMENT = "QII8Q"  # codec_segment: packed at once, for a gradient bucket may have hundreds
-_NO_SHAPE = (0,) * 8
+    return found

@@ -1,13 +1,13 @@
-"""What a frame's header says, and which engines there are."""
+"""What a frame's header says."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from codec import core
+from codec import structs
 from codec.core import DTYPE_NAMES, check, lib
-from codec.errors import EngineError
+from codec.spec_structs import spec_of
 from codec.specs import Spec
-from codec.view import view_bytes
+from codec.view import TensorView, on_host, view_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,9 @@ class Info:
     Attributes
     ----------
     spec : Spec
-        What was asked for, with the row in use if the shape chose it.
+        What was asked for, as far as decoding depends on it, with the row in use if the shape chose it. A frame does
+        not hold the seed of random draws, nor a ``scale`` or ``clip`` that was asked for: these are 0 or None here,
+        whatever they were.
     dtype : str
         Name of the dtype, such as ``"bfloat16"``.
     shape : tuple of int
@@ -41,6 +43,8 @@ class Info:
         Id of the codebook that decoding needs.
     nsegments : int
         Segments that have records in the frame, 0 if there are none.
+    clipped : bool
+        Magnitudes were limited by :class:`codec.Ternary`'s ``clip``; by which, the frame does not say.
     """
 
     spec: Spec
@@ -57,6 +61,7 @@ class Info:
     checksum: int
     codebook_id: int | None
     nsegments: int
+    clipped: bool
 
     @property
     def ratio(self) -> float:
@@ -64,15 +69,11 @@ class Info:
         return self.nbytes / max(1, self.tensor_nbytes)
 
 
-def engines() -> tuple[str, ...]:
-    """Engines that can be used here."""
-    return ("native",)
-
-
-def check_engine(engine: str | None) -> None:
-    """Raise EngineError for a name that is not among them."""
-    if engine is not None and engine not in engines():
-        raise EngineError(f"no engine {engine!r}; these can be used here: {', '.join(engines())}")
+def read_header(v: TensorView) -> Any:
+    """A codec_info of what begins with a header, in host memory."""
+    info = structs.new_info()
+    check(lib.codec_inspect(v.data, v.nbytes, info), info.fault)
+    return info
 
 
 def verify(frame: Any) -> None:
@@ -88,9 +89,8 @@ def verify(frame: Any) -> None:
     FrameError
         It is not what was written.
     """
-    source, nbytes, keep = view_bytes(frame)
-    check(lib.codec_verify(source, nbytes))
-    del keep
+    v = on_host("a frame", view_bytes(frame))
+    check(lib.codec_verify(v.data, v.nbytes))
 
 
 def inspect(frame: Any) -> Info:
@@ -106,11 +106,15 @@ def inspect(frame: Any) -> Info:
     ------
     FrameError
         The bytes are not the beginning of a frame.
+
+    Examples
+    --------
+    >>> info = codec.inspect(codec.encode(np.ones((3, 1000), np.float32), codec.Ternary("base3", clip=2.5)))
+    >>> info.dtype, info.shape, info.clipped, info.spec
+    ('float32', (3, 1000), True, Ternary(packing='base3', scale=None, clip=None, seed=0))
     """
-    source, nbytes, keep = view_bytes(frame)
-    info = core.new_info()
-    check(lib.codec_inspect(source, nbytes, info), info.fault)
-    del keep
+    v = on_host("a frame", view_bytes(frame))
+    info = read_header(v)
     sections = {
         "header": (0, info.side_offset),
         "side": (info.side_offset, info.side_nbytes),
@@ -119,7 +123,7 @@ def inspect(frame: Any) -> Info:
         "regions": (info.regions_offset, info.regions_nbytes),
     }
     return Info(
-        spec=core.spec_of(info.spec),
+        spec=spec_of(info.spec),
         dtype=DTYPE_NAMES[info.dtype],
         shape=tuple(info.shape[i] for i in range(info.rank)),
         nbytes=info.frame_nbytes,
@@ -133,4 +137,5 @@ def inspect(frame: Any) -> Info:
         checksum=info.checksum,
         codebook_id=info.codebook_id or None,
         nsegments=info.nsegments,
+        clipped=bool(info.clipped),
     )

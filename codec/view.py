@@ -1,57 +1,81 @@
 """Any tensor as dtype, shape and address, without copying it; and the way back.
 
-Nothing is imported that the caller has not: torch tensors and ml_dtypes arrays are known by their type's name.
+Nothing is imported that the caller has not: torch tensors and ml_dtypes arrays are known by their type's name. Tensors
+on a device are described like all others; whether they can be read is for an engine to say.
 """
 
-import ctypes
+import bisect
 import importlib
+import itertools
 import sys
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeGuard
+from ctypes import c_uint8
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import numpy as np
 
 from codec.core import DTYPES, ITEMSIZE, ffi
+from codec.dlpack import Exported, device_name, device_of, from_cuda_array_interface, from_dlpack, is_contiguous
 from codec.errors import EngineError, SpecError
+
+Array = np.ndarray[Any, Any]
 
 _UINT = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 _NUMPY = {name: np.dtype(name) for name in DTYPES if hasattr(np, name)}
-_by_dtype: dict[np.dtype[Any], str] = {dtype: name for name, dtype in _NUMPY.items()}
+_by_dtype: dict[Any, str] = {dtype: name for name, dtype in _NUMPY.items()}
+_CAN = f"these can: {', '.join(DTYPES)}"
+_MAX_RANK = 8
+_UINTPTR = ffi.typeof("uintptr_t")
+_BYTES = ffi.typeof("uint8_t *")
 
 
 class TensorView(NamedTuple):
-    """A C-contiguous tensor in host memory."""
+    """A C-contiguous tensor, wherever it lies."""
 
     dtype: str
     shape: tuple[int, ...]
-    data: Any  # C pointer
+    data: Any  # C pointer, on the tensor's device
     nbytes: int
     owner: object  # keeps the memory alive
+    device: str = "cpu"
+    stream: int | None = None  # CUDA: on which the values are ready; None: they are so already
 
     @property
     def address(self) -> int:
         """Where the values are."""
-        return int(ffi.cast("uintptr_t", self.data))
+        return int(ffi.cast(_UINTPTR, self.data))
 
 
 def _pointer(address: int) -> Any:
-    return ffi.cast("uint8_t *", address)
+    return ffi.cast(_BYTES, address)
 
 
-def _numpy_pointer(x: np.ndarray[Any, Any]) -> Any:
+def _check_rank(rank: int) -> None:
+    if rank > _MAX_RANK:
+        raise SpecError(f"rank {rank} is above {_MAX_RANK}")
+
+
+def dtype_name(dtype: Any) -> str:
+    """Our name of a dtype: a name or type as numpy takes it, or one of numpy's, ml_dtypes' or torch's dtypes.
+
+    Raises
+    ------
+    SpecError
+        It is not a dtype, or one that cannot be encoded.
+    """
     try:
-        return ffi.from_buffer(x)
-    except (ValueError, BufferError, TypeError):  # dtypes without a buffer, such as those of ml_dtypes
-        return _pointer(x.__array_interface__["data"][0])
-
-
-def _numpy_dtype_name(dtype: np.dtype[Any]) -> str:
-    name = _by_dtype.get(dtype)
-    if name is None:
-        name = dtype.name
-        if name not in DTYPES:
-            raise SpecError(f"dtype {dtype} cannot be encoded; these can: {', '.join(DTYPES)}")
-        _by_dtype[dtype] = name
+        if (name := _by_dtype.get(dtype)) is not None:
+            return name
+    except TypeError:  # cannot be looked up
+        pass
+    name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
+    if name not in DTYPES:
+        try:
+            name = np.dtype(dtype).name
+        except (TypeError, ValueError, SyntaxError):
+            name = ""
+    if dtype is None or name not in DTYPES:
+        raise SpecError(f"dtype {dtype} cannot be encoded; {_CAN}")
     return name
 
 
@@ -61,18 +85,22 @@ def _refuse_masked(x: Any) -> None:
         raise SpecError("some values of this array are masked, which a frame cannot say: fill it first, by filled()")
 
 
-def _from_numpy(x: np.ndarray[Any, Any]) -> TensorView:
+def _from_numpy(x: Array) -> TensorView:
     name = _by_dtype.get(x.dtype)
     if name is None:
         if not x.dtype.isnative:
             x = x.astype(x.dtype.newbyteorder("="))
-        name = _numpy_dtype_name(x.dtype)
-    if not x.flags.c_contiguous:
-        x = x.copy(order="C")
+        _by_dtype[x.dtype] = name = dtype_name(x.dtype)
     shape = x.shape
-    if len(shape) > 8:
-        raise SpecError(f"rank {x.ndim} is above 8")
-    return TensorView(name, shape, _numpy_pointer(x), x.nbytes, x)
+    if len(shape) > _MAX_RANK:
+        _check_rank(len(shape))
+    try:
+        data = ffi.from_buffer(x)
+    except (ValueError, BufferError, TypeError):  # not contiguous, or a dtype without a buffer, such as ml_dtypes'
+        if not x.flags.c_contiguous:
+            x = x.copy(order="C")
+        data = _pointer(x.__array_interface__["data"][0])
+    return TensorView(name, shape, data, x.nbytes, x)
 
 
 def is_torch(x: object) -> TypeGuard[Any]:
@@ -83,29 +111,31 @@ def is_torch(x: object) -> TypeGuard[Any]:
 
 def _from_torch(x: Any) -> TensorView:
     torch: Any = sys.modules["torch"]
-    name = str(x.dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise SpecError(f"dtype {x.dtype} cannot be encoded; these can: {', '.join(DTYPES)}")
+    name = _by_dtype.get(x.dtype)
+    if name is None:
+        _by_dtype[x.dtype] = name = dtype_name(x.dtype)
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested tensor" if x.is_nested else f"tensor of layout {x.layout}"
         raise SpecError(f"a {kind} cannot be encoded: make it dense, or encode its parts")
-    if x.device.type != "cpu":
-        raise EngineError(f"no engine for tensors on {x.device}; move it to the CPU first")
     _check_storage(x)
     x = x.detach()
     if x.is_neg():
         x = x.resolve_neg()
     x = x.contiguous()
-    if x.ndim > 8:
-        raise SpecError(f"rank {x.ndim} is above 8")
-    return TensorView(name, tuple(x.shape), _pointer(x.data_ptr()), x.numel() * x.element_size(), x)
+    shape = tuple(x.shape)
+    _check_rank(len(shape))
+    nbytes = x.numel() * ITEMSIZE[name]
+    if (device := x.device).type == "cpu":
+        return TensorView(name, shape, _pointer(x.data_ptr()), nbytes, x)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    return TensorView(name, shape, _pointer(x.data_ptr()), nbytes, x, str(device), stream)
 
 
 def _check_storage(x: Any) -> None:
     """Torch itself does not look whether the memory that shape and strides speak of is there."""
     try:
         storage = x.untyped_storage()
-        there = storage.nbytes() if storage.device.type == "cpu" else -1
+        there = storage.nbytes() if storage.device.type == x.device.type else -1
     except (RuntimeError, NotImplementedError):
         there = -1
     if there < 0:
@@ -128,71 +158,39 @@ def mark_written(out: Any) -> None:
         sys.modules["torch"].autograd.graph.increment_version(out)
 
 
-class _DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-# (DLDataTypeCode, bits) that numpy does not know
-_DLPACK = {
-    (4, 16): "bfloat16",
-    (10, 8): "float8_e4m3fn",
-    (11, 8): "float8_e4m3fnuz",
-    (12, 8): "float8_e5m2",
-    (13, 8): "float8_e5m2fnuz",
-    (14, 8): "float8_e8m0fnu",
-}
+def _from_dlpack(x: Any) -> TensorView:
+    if device_name(x.__dlpack_device__()) != "cpu":
+        return _from_exported(from_dlpack(x))
+    try:
+        array = np.from_dlpack(x)
+    except (BufferError, RuntimeError):  # a dtype that numpy lacks
+        return _from_exported(from_dlpack(x))
+    if array.flags.owndata and array.nbytes:  # numpy allocates where it is given no address
+        raise SpecError(_NO_ADDRESS)
+    return _from_numpy(array)
 
 
 _NO_ADDRESS = "a DLPack tensor that has values, but no address"
 
 
-def _from_dlpack(x: Any) -> TensorView:
-    if x.__dlpack_device__()[0] not in (1, 3):  # kDLCPU, kDLCUDAHost
-        raise EngineError(f"no engine for tensors on device {x.__dlpack_device__()}; move it to the CPU first")
-    try:
-        array = np.from_dlpack(x)
-    except (BufferError, RuntimeError):
-        pass  # a dtype that numpy lacks
-    else:
-        if array.flags.owndata and array.nbytes:  # numpy allocates where it is given no address
-            raise SpecError(_NO_ADDRESS)
-        return _from_numpy(array)
-    capsule = x.__dlpack__()
-    get = ctypes.pythonapi.PyCapsule_GetPointer
-    get.restype = ctypes.c_void_p
-    get.argtypes = (ctypes.py_object, ctypes.c_char_p)
-    t = ctypes.cast(get(capsule, b"dltensor"), ctypes.POINTER(_DLTensor)).contents
-    name = _DLPACK.get((t.code, t.bits))
-    if name is None or t.lanes != 1:
-        raise SpecError(f"DLPack type (code {t.code}, {t.bits} bits, {t.lanes} lanes) cannot be encoded")
-    shape = tuple(t.shape[i] for i in range(t.ndim))
-    strides = tuple(t.strides[i] for i in range(t.ndim)) if t.strides else None
-    itemsize, n = ITEMSIZE[name], int(np.prod(shape, dtype=np.int64))
-    if n and not t.data:
+def _from_exported(e: Exported) -> TensorView:
+    if e.dtype not in DTYPES:
+        raise SpecError(f"dtype {e.dtype} cannot be encoded; {_CAN}")
+    _check_rank(len(e.shape))
+    nbytes = ITEMSIZE[e.dtype] * int(np.prod(e.shape, dtype=np.int64))
+    if nbytes and not e.address:
         raise SpecError(_NO_ADDRESS)
+    if is_contiguous(e):
+        return TensorView(e.dtype, e.shape, _pointer(e.address), nbytes, e.owner, e.device, e.stream)
+    if e.device != "cpu":
+        raise SpecError(f"a tensor on {e.device} whose values do not follow each other: make it contiguous first")
     # as bits, from the lowest to the highest address that the strides reach
-    reach = 1 + sum((s - 1) * abs(d) for s, d in zip(shape, strides, strict=True)) if strides and n else n
-    memory: Any = (ctypes.c_uint8 * (reach * itemsize)).from_address(t.data + t.byte_offset) if n else b""
-    flat = np.frombuffer(memory, _UINT[itemsize]) if n else None
-    if flat is None:
-        bits = np.empty(shape, _UINT[itemsize])
-    elif strides is None:
-        bits = flat.reshape(shape)
-    else:
-        bits = np.lib.stride_tricks.as_strided(flat, shape, [d * itemsize for d in strides])
-    view = _from_numpy(bits)
-    return view._replace(dtype=name, owner=(capsule, view.owner))
+    strides = e.strides or ()
+    reach = e.itemsize + sum((n - 1) * abs(stride) for n, stride in zip(e.shape, strides, strict=True))
+    memory: Any = (c_uint8 * reach).from_address(e.address)
+    bits = np.lib.stride_tricks.as_strided(np.frombuffer(memory, _UINT[e.itemsize]), e.shape, strides)
+    v = _from_numpy(bits)
+    return v._replace(dtype=e.dtype, owner=(e.owner, v.owner))
 
 
 def view(x: Any, dtype: str | None = None) -> TensorView:
@@ -201,7 +199,7 @@ def view(x: Any, dtype: str | None = None) -> TensorView:
     Parameters
     ----------
     x : array, tensor or buffer
-        Anything with a buffer, ``__array_interface__`` or DLPack, in host memory.
+        Anything with a buffer, ``__array_interface__``, DLPack or ``__cuda_array_interface__``.
     dtype : str, optional
         Take the bits of x, whose items must be as large, as values of this dtype.
 
@@ -209,18 +207,18 @@ def view(x: Any, dtype: str | None = None) -> TensorView:
     ------
     SpecError
         x is not a tensor, or of a dtype or rank that cannot be encoded.
-    EngineError
-        x lies on a device without an engine.
     """
     if type(x) is np.ndarray:
-        v = _from_numpy(x)
+        v = _from_numpy(cast(Array, x))
     elif is_torch(x):
         v = _from_torch(x)
     elif isinstance(x, np.ndarray | np.generic) or hasattr(x, "__array_interface__"):
         _refuse_masked(x)
-        v = _from_numpy(np.asarray(x))
+        v = _from_numpy(np.asarray(cast(Any, x)))
     elif hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         v = _from_dlpack(x)
+    elif hasattr(x, "__cuda_array_interface__"):
+        v = _from_exported(from_cuda_array_interface(x))
     else:
         try:
             v = _from_numpy(np.asarray(memoryview(x)))
@@ -235,40 +233,77 @@ def view(x: Any, dtype: str | None = None) -> TensorView:
     return v._replace(dtype=dtype)
 
 
-def view_bytes(frame: Any) -> tuple[Any, int, object]:
-    """Pointer to a frame, its size, and what keeps it alive."""
+def view_bytes(frame: Any) -> TensorView:
+    """See a frame as bytes."""
     if type(frame) is bytes:
-        return ffi.from_buffer(frame), len(frame), frame
+        n = len(frame)
+        return TensorView("uint8", (n,), ffi.from_buffer(frame), n, frame)
     v = view(frame)
-    return v.data, v.nbytes, v.owner
+    return v._replace(dtype="uint8", shape=(v.nbytes,))
 
 
 def view_output(out: Any, dtype: str | None = None) -> TensorView:
-    """See `out` as a tensor that can be written in place; as bits of `dtype` if it holds unsigned integers."""
-    if is_torch(out):
+    """See `out` as a tensor that can be written in place; as bits of `dtype` if it holds unsigned integers.
+
+    Raises
+    ------
+    SpecError
+        It cannot be written, or is not contiguous.
+    """
+    if type(out) is np.ndarray:
+        v = _from_own(cast(Array, out))
+    elif is_torch(out):
         if not out.is_contiguous() or out.is_neg():
             raise SpecError("out= must be contiguous")
         v = _from_torch(out)
-    else:
-        array: np.ndarray[Any, Any]
-        if isinstance(out, np.ndarray):
-            _refuse_masked(out)
-            array = out
-        else:
-            try:
-                array = np.asarray(memoryview(out))
-            except TypeError:
-                raise SpecError(f"cannot write into {type(out).__name__}") from None
-        if not array.flags.c_contiguous:
-            raise SpecError("out= must be C-contiguous")
-        if not array.flags.writeable:
+    elif isinstance(out, np.ndarray):
+        _refuse_masked(out)
+        v = _from_own(cast(Array, out))
+    elif (device := device_of(out)) != "cpu":
+        e = from_cuda_array_interface(out) if hasattr(out, "__cuda_array_interface__") else from_dlpack(out)
+        if e.readonly:
             raise SpecError("out= is read-only")
-        if not array.dtype.isnative:
-            raise SpecError("out= must be in native byte order")
-        v = _from_numpy(array)._replace(owner=array)
+        v = _from_exported(e)._replace(device=device)
+    else:
+        try:
+            v = _from_own(np.asarray(memoryview(out)))
+        except TypeError:
+            raise SpecError(f"cannot write into {type(out).__name__}") from None
     if dtype and v.dtype != dtype and v.dtype == f"uint{8 * ITEMSIZE[dtype]}":
         v = v._replace(dtype=dtype)
     return v
+
+
+def _from_own(array: Array) -> TensorView:
+    """An array whose own memory is meant, never a copy."""
+    flags = array.flags
+    if not flags.c_contiguous:
+        raise SpecError("out= must be C-contiguous")
+    if not flags.writeable:
+        raise SpecError("out= is read-only")
+    if not array.dtype.isnative:
+        raise SpecError("out= must be in native byte order")
+    return _from_numpy(array)
+
+
+def on_host(name: str, v: TensorView, who: str = "this") -> TensorView:
+    """The view, if the host can read it.
+
+    Raises
+    ------
+    EngineError
+        It lies on a device.
+    """
+    if v.device != "cpu":
+        raise EngineError(refusal(name, v.device, who))
+    return v
+
+
+def refusal(name: str, device: str, who: str) -> str:
+    """Why the host does not read what lies on a device, and what helps."""
+    if device == "meta":
+        return f"{name} lies on meta, where tensors have no values"
+    return f"{name} lies on {device}, which {who} cannot read: copy it to host memory first, such as by .cpu()"
 
 
 def check_apart(name: str, written: TensorView, others: Iterable[tuple[str, TensorView, bool]]) -> None:
@@ -292,26 +327,52 @@ def check_apart(name: str, written: TensorView, others: Iterable[tuple[str, Tens
             raise SpecError(f"{name} shares memory with {other}{but}")
 
 
+def check_all_apart(
+    name: str, written: Iterable[tuple[int, TensorView]], read: Iterable[tuple[int, TensorView]]
+) -> None:
+    """Raise SpecError if one of many tensors to be written shares memory with another, or with what is read for others.
+
+    Parameters
+    ----------
+    name : str
+        The argument to be written.
+    written, read : iterable of (int, TensorView)
+        With the number of the item that each belongs to, within which reading and writing may meet.
+    """
+    spans = sorted((v.address, v.address + v.nbytes, i) for i, v in written if v.nbytes)
+    for (_, end, i), (begin, _, j) in itertools.pairwise(spans):
+        if begin < end:
+            raise SpecError(f"{name} of items {min(i, j)} and {max(i, j)} shares memory")
+    ends = [end for _, end, _ in spans]
+    for i, v in read:
+        begin = v.address
+        k = bisect.bisect_right(ends, begin)
+        while k < len(spans) and spans[k][0] < begin + v.nbytes:
+            if i != spans[k][2]:
+                raise SpecError(f"{name} of item {spans[k][2]} shares memory with what item {i} is read from")
+            k += 1
+
+
+def device_like(like: Any) -> str:
+    """Where a tensor such as `like` would be."""
+    if like is None or type(like) is np.ndarray:
+        return "cpu"
+    return str(like.device) if is_torch(like) else device_of(like)
+
+
 def empty(dtype: str, shape: tuple[int, ...], like: Any = None) -> tuple[Any, TensorView]:
-    """Make a tensor to decode into: of like's kind, or a numpy array."""
+    """Make a tensor to decode into, in host memory: of like's kind, or a numpy array."""
     if like is None and (known := _NUMPY.get(dtype)) is not None:
         array = np.empty(shape, known)
         return array, TensorView(dtype, shape, ffi.from_buffer(array), array.nbytes, array)
     if is_torch(like):
         torch: Any = sys.modules["torch"]
-        if like.device.type != "cpu":
-            raise EngineError(
-                f"no engine for tensors on {like.device}; decode without like=, then move the result there"
-            )
-        t = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+        t = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")  # whatever torch's default is
         return t, _from_torch(t)
-    device = getattr(like, "__dlpack_device__", None)
-    if device is not None and device()[0] not in (1, 3):
-        raise EngineError(f"no engine for tensors on device {device()}; decode without like=")
     if dtype in _NUMPY:
         return empty(dtype, shape)
-    if isinstance(like, np.ndarray) and like.dtype == _UINT[ITEMSIZE[dtype]]:
-        array = np.empty(shape, like.dtype)
+    if isinstance(like, np.ndarray) and cast(Array, like).dtype == _UINT[ITEMSIZE[dtype]]:
+        array = np.empty(shape, cast(Array, like).dtype)
     else:
         try:
             array = np.empty(shape, getattr(importlib.import_module("ml_dtypes"), dtype))

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import codec
+from codec.engines.native import encoding
 
 PYTHON = (sys.executable, "-P", "-W", "ignore", "-c")  # not what lies in the working directory
 
@@ -87,7 +88,7 @@ def test_threads_do_the_work(spec, monkeypatch):
     x = np.random.default_rng(0).standard_normal(300_001).astype(np.float32)
     how = {"metric": codec.metrics.SGD(1e-6), "state": {"theta": x}} if isinstance(spec, codec.Truncate) else {}
     frame = codec.encode(x, spec, threads=1, **how)
-    monkeypatch.delattr("codec.encoding._encode_one")
+    monkeypatch.delattr(encoding, "_encode_one")
     assert codec.encode(x, spec, threads=3, **how) == frame
     exact = np.empty(codec.bound(x.shape, "float32", spec), np.uint8)
     assert codec.encode(x, spec, out=exact, threads=3, **how) == frame

@@ -8,35 +8,59 @@ import codec
 # from the bottom; modules of one line do not know each other
 LAYERS = [
     {"errors"},
-    {"specs"},
-    {"core"},
-    {"view", "pool"},
+    {"specs", "core", "dlpack"},
+    {"spec_structs", "segmenting", "pool", "view"},
+    {"metrics.formulas", "metrics.custom"},
+    {"metrics.asked", "metrics.optimizers"},
     {"metrics"},
-    {"codebook"},
-    {"frame"},
+    {"structs"},
+    {"codebook", "frame"},
+    {"engines.request"},
+    {"engines.native.memory"},
+    {"engines.native.encoding"},
+    {"engines.native.decoding"},
+    {"engines.native.reducing", "engines.native.many"},
+    {"engines.native"},
+    {"engines"},
     {"encoding", "decoding"},
+    {"many"},
 ]
 ROOT = Path(codec.__file__).parent
 
 
+def module(path):
+    """A file's name inside the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module(p): p for p in ROOT.rglob("*.py") if p.stem != "_cffi" and p != ROOT / "__init__.py"}
+
+
 def imports(path):
+    """Modules of ours that a file imports, also where it does so inside a function."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "codec":
-            names = node.module.split(".")[1:] or [a.name for a in node.names]
-            yield names[0]
-            if node.module == "codec":
-                yield from (a.name for a in node.names)
+            inner = node.module.partition(".")[2]
+            for a in node.names:
+                name = f"{inner}.{a.name}".removeprefix(".")
+                yield name if name in FILES else inner or name
         elif isinstance(node, ast.Import):
-            yield from (a.name.split(".")[1] for a in node.names if a.name.startswith("codec."))
+            yield from (a.name.partition(".")[2] for a in node.names if a.name.startswith("codec."))
 
 
 def test_arrows():
     place = {name: i for i, layer in enumerate(LAYERS) for name in layer}
-    files = {p.stem: p for p in ROOT.glob("*.py") if p.stem not in ("__init__", "_cffi")}
-    assert set(files) == set(place)
-    for name, path in files.items():
+    assert set(FILES) == set(place)
+    for name, path in FILES.items():
         for other in set(imports(path)) - {"_cffi"}:
             assert place[other] < place[name], f"{name} imports {other}"
+
+
+def test_only_engines_know_engines():
+    """What users call makes requests and chooses; it does not know how an engine works."""
+    for name in ("encoding", "decoding", "many"):
+        assert not any(other.startswith("engines.native") for other in imports(FILES[name])), name
 
 
 def test_import_needs_numpy_and_cffi_alone():

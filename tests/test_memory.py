@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from conftest import LOSSY, TRUNCATES
 
-from codec.core import DTYPES, ITEMSIZE, SMALL_FRAME, SMALL_SCRATCH, ffi, lib, new_tensor, spec_struct
+from codec.core import DTYPES, ITEMSIZE, ffi, lib
+from codec.spec_structs import spec_struct
 from codec.specs import Lossless
+from codec.structs import SMALL_FRAME, SMALL_SCRATCH, new_tensor
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))

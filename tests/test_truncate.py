@@ -33,12 +33,12 @@ def state(n, seed=1):
     return {"theta": (rng.standard_normal(n) * 0.02).astype(F32), "m": m.astype(F32), "v": v.astype(F32)}
 
 
-ADAMW = metrics.AdamW(1e-3, 0.01, step=100)
+ADAMW = metrics.AdamW(1e-3, step=99)
 
 
 def a_exponents(metric, arrays):
     """By numpy, from the terms."""
-    t = metric._final(arrays)
+    t = metric.final(arrays)
     with np.errstate(all="ignore"):
         factor = F32(t.theta)
         if t.theta_v:
@@ -187,10 +187,10 @@ def optimizers():
     """torch's own, its metric and which of its buffers are m and v."""
     o, wd = torch.optim, 0.01
     return {
-        "sgd": (lambda p: o.SGD(p, 0.05, weight_decay=wd), lambda t: metrics.SGD(0.05, wd), {}),
+        "sgd": (lambda p: o.SGD(p, 0.05, weight_decay=wd), lambda t: metrics.SGD(0.05, weight_decay=wd), {}),
         "momentum": (
             lambda p: o.SGD(p, 0.05, momentum=0.9, weight_decay=wd),
-            lambda t: metrics.Momentum(0.05, wd, momentum=0.9),
+            lambda t: metrics.Momentum(0.05, weight_decay=wd, momentum=0.9),
             {"m": "momentum_buffer"},
         ),
         "dampening": (
@@ -200,27 +200,27 @@ def optimizers():
         ),
         "nesterov": (
             lambda p: o.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=wd),
-            lambda t: metrics.Nesterov(0.05, wd, momentum=0.9),
+            lambda t: metrics.Nesterov(0.05, weight_decay=wd, momentum=0.9),
             {"m": "momentum_buffer"},
         ),
         "adagrad": (
             lambda p: o.Adagrad(p, 1e-4, lr_decay=0.01, weight_decay=wd),
-            lambda t: metrics.AdaGrad(1e-4, wd, step=t, lr_decay=0.01),
+            lambda t: metrics.Adagrad(1e-4, weight_decay=wd, step=t - 1, lr_decay=0.01),
             {"v": "sum"},
         ),
         "rmsprop": (
             lambda p: o.RMSprop(p, 1e-5, alpha=0.98, weight_decay=wd),
-            lambda t: metrics.RMSProp(1e-5, wd, alpha=0.98),
+            lambda t: metrics.RMSprop(1e-5, weight_decay=wd, alpha=0.98),
             {"v": "square_avg"},
         ),
         "adam": (
             lambda p: o.Adam(p, 1e-4, weight_decay=wd),
-            lambda t: metrics.Adam(1e-4, wd, step=t),
+            lambda t: metrics.Adam(1e-4, weight_decay=wd, step=t - 1),
             {"m": "exp_avg", "v": "exp_avg_sq"},
         ),
         "adamw": (
             lambda p: o.AdamW(p, 1e-4, weight_decay=wd),
-            lambda t: metrics.AdamW(1e-4, wd, step=t),
+            lambda t: metrics.AdamW(1e-4, weight_decay=wd, step=t - 1),
             {"m": "exp_avg", "v": "exp_avg_sq"},
         ),
     }
@@ -284,16 +284,16 @@ def test_first_steps():
     x, arrays = gradient(5000), state(5000)
     zeros = {"theta": arrays["theta"], "m": np.zeros(5000, F32), "v": np.zeros(5000, F32)}
     for metric in (
-        metrics.AdamW(1e-3, step=1),
-        metrics.Adam(1e-3, 0.1, step=1),
-        metrics.RMSProp(1e-3),
+        metrics.AdamW(1e-3, weight_decay=0),
+        metrics.Adam(1e-3, weight_decay=0.1),
+        metrics.RMSprop(1e-3),
         metrics.SGD(0.1),
     ):
         with_zeros = codec.encode(x, Truncate(), metric=metric, state=zeros)
         assert codec.encode(x, Truncate(), metric=metric, state={"theta": arrays["theta"]}) == with_zeros
-    late = metrics.Momentum(0.1, dampening=0.75)
-    assert late._final({"theta": 0}).theta == metrics.SGD(0.1)._final({"theta": 0}).theta
-    assert late._final({"theta": 0, "m": 0}).theta == pytest.approx(40)
+    late = metrics.Momentum(0.1, momentum=0.9, dampening=0.75)
+    assert late.final({"theta": 0}).theta == metrics.SGD(0.1).final({"theta": 0}).theta
+    assert late.final({"theta": 0, "m": 0}).theta == pytest.approx(40)
 
 
 def test_odd_rates():
@@ -306,8 +306,8 @@ def test_odd_rates():
         metrics.SGD(0.1, maximize=True),
         metrics.Adam(1e-3, amsgrad=True),
         metrics.AdamW(1e-3, amsgrad=True),
-        metrics.RMSProp(1e-3, centered=True),
-        metrics.RMSProp(1e-3, momentum=0.9),
+        metrics.RMSprop(1e-3, centered=True),
+        metrics.RMSprop(1e-3, momentum=0.9),
     ):
         y = codec.decode(codec.encode(x, Truncate(guard=-99), metric=metric, state=arrays))
         assert (y == x).all()
@@ -338,7 +338,11 @@ def test_guard_follows_dtypes():
 def test_parameter_groups(levels, granularity, isa):
     """Each part of a bucket goes by its own numbers, wherever the border lies."""
     x, arrays = gradient(40_000), state(40_000)
-    first, second, third = metrics.AdamW(1e-3, 0.1, step=9), metrics.SGD(0.5), metrics.Momentum(1e-5)
+    first, second, third = (
+        metrics.AdamW(1e-3, weight_decay=0.1, step=8),
+        metrics.SGD(0.5),
+        metrics.Momentum(1e-5, momentum=0.9),
+    )
     groups = [(0, first), (17_003, second), (33_000, third)]
     spec = Truncate(levels=levels, granularity=granularity)
     frame = codec.encode(x, spec, metric=groups, state=arrays)
@@ -373,7 +377,7 @@ def test_metric_of_your_own(isa):
     """Numba's float32 arithmetic is the built-in metric's."""
     x, arrays = gradient(20_000), state(20_000)
     built_in = metrics.Momentum(0.1, momentum=0.9)
-    t = built_in._final(arrays)
+    t = built_in.final(arrays)
     p, q = F32(t.theta), F32(t.m)
     custom = metrics.Custom(lambda theta, m: theta * p + q * m)
     for way in WAYS:
@@ -398,8 +402,8 @@ def test_state_must_be_the_same():
         {},
         {"metric": ADAMW, "state": other},
         {"metric": ADAMW, "state": {"m": arrays["m"], "v": arrays["v"]}},
-        {"metric": metrics.AdamW(2e-3, 0.01, step=100), "state": arrays},
-        {"metric": metrics.AdamW(1e-3, 0.01, step=101, beta1=0.5), "state": arrays},
+        {"metric": metrics.AdamW(2e-3, step=99), "state": arrays},
+        {"metric": metrics.AdamW(1e-3, step=100, betas=(0.5, 0.999)), "state": arrays},
     ):
         with pytest.raises(codec.StateError):
             codec.decode(frame, **bad)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import codec
+from codec.dlpack import DLTensor
 from codec.view import view
 
 PYTHON = (sys.executable, "-P", "-W", "ignore", "-c")  # not what lies in the working directory
@@ -209,7 +210,7 @@ class Capsule:
         import ctypes
 
         self.shape = (ctypes.c_int64 * 1)(n)
-        self.t = codec.view._DLTensor(0, 1, 0, 1, code, bits, 1, self.shape, None, 0)
+        self.t = DLTensor(0, 1, 0, 1, code, bits, 1, self.shape, None, 0)
         self.memory = (ctypes.c_byte * 128)()  # a DLManagedTensor: the tensor, a context and a deleter that are NULL
         ctypes.memmove(self.memory, ctypes.addressof(self.t), ctypes.sizeof(self.t))
         self.new = ctypes.pythonapi.PyCapsule_New
@@ -333,9 +334,89 @@ def test_what_a_frame_is_written_to(size):
                 codec.encode(x, out=out)
             continue
         part = codec.encode(x, out=out)
-        assert (type(part), part.format, part.ndim, part.readonly) == (memoryview, "B", 1, False)
+        assert (type(part), part.format, part.ndim, part.readonly) == (memoryview, "B", 1, True)
         assert part == frame
         assert (codec.decode(part) == x).all()
         where = np.asarray(out) if not isinstance(out, mmap.mmap) else np.frombuffer(out, np.uint8)
         assert np.shares_memory(np.asarray(part), where)
         del part, where
+
+
+def test_frames_are_used_alike():
+    """With and without `out`: length, items, slices, comparison, joining, files, sockets, decoding; both read-only."""
+    import io
+    import socket
+    import struct
+
+    x = np.arange(2_000.0)
+    plain = codec.encode(x)
+    for out in (np.zeros(20_000, np.uint8), bytearray(20_000), torch.zeros(20_000, dtype=torch.uint8)):
+        placed = codec.encode(x, out=out)
+        assert len(placed) == len(plain)
+        assert placed == plain
+        assert plain == placed
+        assert placed[3] == plain[3]
+        assert placed[5:99:2] == plain[5:99:2]
+        assert list(placed) == list(plain)
+        assert placed.hex() == plain.hex()
+        assert bytes(placed) == plain
+        assert b"".join([placed, placed]) == plain + plain
+        assert hash(bytes(placed)) == hash(plain)
+        results = []
+        for frame in (plain, placed):
+            with pytest.raises(TypeError):
+                frame[0] = 1
+            file = io.BytesIO()
+            file.write(frame)
+            here, there = socket.socketpair()
+            with here, there:
+                sent = here.send(frame)
+                got = there.recv(len(frame))
+            read = struct.unpack_from("<4sBB", frame)
+            results.append((file.getvalue(), sent, got, read, codec.inspect(frame), codec.decode(frame).tobytes()))
+        assert results[0] == results[1]
+
+
+def test_max_nbytes():
+    """By default a frame may hold 1 GiB, and 256 times its bytes if that is more; `out` may have any size."""
+    big = np.zeros((1 << 28) + 1, np.float32)
+    frame = codec.encode(big)
+    assert 256 * len(frame) < big.nbytes
+    del big
+    for call in (lambda f: codec.decode(f), lambda f: codec.reduce([f]), lambda f: codec.decode_many([f])):
+        with pytest.raises(codec.LimitError, match=r"larger|max_nbytes"):
+            call(frame)
+    small = codec.encode(np.ones(1000, np.float32))
+    out = np.zeros(1000, np.float32)
+    for call in (
+        lambda **how: codec.decode(small, **how),
+        lambda **how: codec.reduce([small], **how),
+        lambda **how: codec.decode_many([small], **{k: [v] if k == "out" else v for k, v in how.items()}),
+    ):
+        with pytest.raises(codec.LimitError):
+            call(max_nbytes=3_999)
+        call(max_nbytes=4_000)
+        for most in (0, 3_999, None):
+            call(max_nbytes=most, out=out)
+    from codec.engines.request import DecodeRequest
+
+    v = view(np.zeros(1 << 23, np.uint8))
+    assert DecodeRequest((v,)).limit() == 1 << 31
+    assert DecodeRequest((view(small), v)).limit() == 1 << 31
+    assert DecodeRequest((view(small),)).limit() == 1 << 30
+
+
+def test_inspect_tells_what_a_frame_knows():
+    """That magnitudes were clipped, but neither where nor by which seed: those it does not hold."""
+    x = np.random.default_rng(0).standard_normal(9_000).astype(np.float32)
+    for spec, clipped in (
+        (codec.Ternary(clip=2.5, seed=5), True),
+        (codec.Ternary(scale=9.0, seed=5), False),
+        (codec.Ternary("entropy", clip=1.0), True),
+        (codec.Sign(), False),
+        (codec.Lossless(), False),
+    ):
+        info = codec.inspect(codec.encode(x, spec))
+        assert info.clipped is clipped
+        if isinstance(spec, codec.Ternary):
+            assert info.spec == codec.Ternary(spec.packing)

@@ -1,0 +1,13 @@
+"""The engine of the C library: host memory, any CPU, any number of threads."""
+
+from codec.engines.native.decoding import accumulate, decode
+from codec.engines.native.encoding import encode
+from codec.engines.native.many import decode_many, encode_many
+from codec.engines.native.reducing import reduce
+
+__all__ = ["accumulate", "decode", "decode_many", "encode", "encode_many", "reduce", "why_not"]
+
+
+def why_not() -> str | None:
+    """It can be used everywhere."""
+    return None

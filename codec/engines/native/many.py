@@ -1,0 +1,127 @@
+"""Many tensors or frames: whole ones spread over threads, large ones cut into blocks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from codec import pool, structs
+from codec.core import lib
+from codec.engines.native.decoding import Prepared, decode_prepared, prepare
+from codec.engines.native.encoding import check_host, encode_filled
+from codec.engines.request import DecodeRequest, EncodeRequest
+from codec.errors import CodecError
+from codec.spec_structs import spec_struct
+from codec.structs import Call
+from codec.view import TensorView, check_all_apart
+
+
+def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
+    """The frames of requests that differ by tensor, stream and state; an error's item is the index of the first."""
+    for i, r in enumerate(requests):
+        _at(i, check_host, r)
+    frames: list[Any] = [None] * len(requests)
+
+    def do(call: Call, i: int, threads: int) -> None:
+        r = requests[i]
+        call.context.stream = r.stream
+        if r.metric is not None:
+            call.set_metric(r.metric)
+        frames[i] = encode_filled(call, s, r, threads)
+
+    if requests:
+        s = spec_struct(requests[0].spec)
+        book = requests[0].codebook
+        _spread(do, [r.x.nbytes for r in requests], requests[0].threads, () if book is None else (book,))
+    return frames
+
+
+def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
+    """The tensors of requests that differ by frame, `out` and state; an error's item is the index of the first."""
+    call = structs.take()
+    prepared = [_at(i, prepare, call, r) for i, r in enumerate(requests)]
+    structs.give(call)
+    if not requests:
+        return []
+    flags = 0
+
+    def do(call: Call, i: int, threads: int) -> None:
+        p = prepared[i]
+        call.context.flags = flags or (p.verify and lib.CODEC_VERIFY_FIRST)
+        decode_prepared(call, requests[i], p, threads)
+
+    sizes = [p.v.nbytes for p in prepared]
+    if any(r.out is not None for r in requests):
+        _check_apart(requests, prepared)
+        flags = lib.CODEC_CHECK_ONLY  # nothing is written before all of them are known to be right
+        _spread(do, sizes, requests[0].threads, requests[0].codebooks)
+        flags = lib.CODEC_NO_CHECKSUM
+    _spread(do, sizes, requests[0].threads, requests[0].codebooks)
+    return [p.result for p in prepared]
+
+
+def _at(i: int, call: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return call(*args)
+    except CodecError as e:
+        e.item = i
+        raise
+
+
+def _check_apart(requests: Sequence[DecodeRequest], prepared: Sequence[Prepared]) -> None:
+    """Each destination apart from the others, and from all that the others are made from."""
+    written: list[tuple[int, TensorView]] = []
+    read: list[tuple[int, TensorView]] = []
+    for i, (r, p) in enumerate(zip(requests, prepared, strict=True)):
+        read.append((i, p.frame))
+        read += [(i, v) for _, v in (p.metric.read if p.metric else [])]
+        if r.out is not None:
+            written.append((i, p.v))
+    check_all_apart("out=", written, read)
+
+
+def _spread(do: Callable[[Call, int, int], None], sizes: Sequence[int], asked: int | None, books: Any) -> None:
+    """do(call, i, threads) for every i, each call with these codebooks; of several errors the first one's is raised.
+
+    What is so large that others could not keep the threads busy meanwhile is done by all of them, one after the other.
+    """
+    threads = pool.choose_threads(asked, sum(sizes))
+    failed: dict[int, CodecError] = {}
+
+    def share(indices: Sequence[int], each: int) -> None:
+        call = structs.take()
+        if books:
+            call.set_codebooks(books)
+        keep = call.keep
+        for i in indices:
+            try:
+                do(call, i, each)
+            except CodecError as e:
+                failed[i] = e  # later ones of this share could not be the first
+                return
+            call.keep = keep
+        structs.give(call)
+
+    if threads == 1:
+        share(range(len(sizes)), 1)
+    else:
+        large = [i for i, nbytes in enumerate(sizes) if nbytes * threads > sum(sizes)]
+        share(large, threads)
+        shares = _cut([i for i in range(len(sizes)) if i not in set(large)], sizes, 4 * threads)
+        pool.run(lambda i, _: share(shares[i], 1), len(shares), threads)
+    if failed:
+        first = min(failed)
+        failed[first].item = first
+        raise failed[first]
+
+
+def _cut(indices: Sequence[int], sizes: Sequence[int], pieces: int) -> list[list[int]]:
+    """Indices in order, in so many pieces, or fewer, of about as many bytes."""
+    most = sum(sizes[i] for i in indices) / pieces
+    cuts: list[list[int]] = []
+    room = 0.0
+    for i in indices:
+        if room <= 0:
+            cuts.append([])
+            room = most
+        cuts[-1].append(i)
+        room -= sizes[i]
+    return cuts

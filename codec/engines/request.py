@@ -1,0 +1,75 @@
+"""What one call asks for, made once from the user's arguments: all that an engine is given."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from codec.codebook import Codebook
+from codec.errors import LimitError, Status
+from codec.metrics.asked import Asked
+from codec.specs import Spec
+from codec.view import TensorView, check_apart
+
+_ALWAYS, _TIMES = 1 << 30, 256  # bytes of a tensor that a frame may hold, and for each byte of its own
+
+
+class EncodeRequest(NamedTuple):
+    """A tensor to be encoded."""
+
+    x: TensorView
+    spec: Spec
+    out: TensorView | None = None  # bytes
+    residual: TensorView | None = None  # float32, as many values as x
+    codebook: Codebook | None = None
+    segments: bytes | None = None  # records of the C library's codec_segment
+    stream: int = 0
+    metric: Asked | None = None
+    threads: int | None = None
+
+    @property
+    def views(self) -> list[tuple[str, TensorView]]:
+        """Everything that is read or written, by the names it has for the caller."""
+        own = [("x", self.x), ("residual=", self.residual), ("out=", self.out)]
+        return [(name, v) for name, v in own if v is not None] + (self.metric.read if self.metric else [])
+
+    def check_apart(self) -> None:
+        """Raise SpecError if what would be written lies in what is read, or two outputs in each other."""
+        state = [(name, v, False) for name, v in self.metric.read] if self.metric else []
+        if self.residual is not None:
+            check_apart("residual=", self.residual, [("x", self.x, True), *state])
+        if self.out is not None:
+            residual = [("residual=", self.residual, False)] if self.residual is not None else []
+            check_apart("out=", self.out, [("x", self.x, False), *residual, *state])
+
+
+class DecodeRequest(NamedTuple):
+    """Frames to be decoded, added to a tensor or reduced to one."""
+
+    frames: Sequence[TensorView]
+    out: Any = None  # the caller's: how it is seen depends on the frame
+    like: Any = None
+    codebooks: Sequence[Codebook] = ()
+    max_nbytes: int | None = None
+    threads: int | None = None
+    metric: Any = None  # for as many values as the frame turns out to have
+    state: Any = None
+
+    def limit(self) -> int | None:
+        """Bytes of the largest tensor to be made; None: of any, for the caller has made it."""
+        if self.out is not None:
+            return None
+        if self.max_nbytes is not None:
+            return self.max_nbytes
+        return max(_ALWAYS, _TIMES * max(frame.nbytes for frame in self.frames))
+
+    def check_limit(self, nbytes: int) -> None:
+        """Raise LimitError for a tensor that is too large."""
+        most = self.limit()
+        if most is not None and nbytes > most:
+            raise LimitError(f"the tensor has {nbytes} bytes, more than max_nbytes, {most}", Status.LIMIT)
+
+    def check_apart(self, out: TensorView, asked: Asked | None, in_place: bool) -> None:
+        """Raise SpecError if the destination shares memory with what is read. `in_place`: state it may be itself."""
+        others = [("a frame", frame, False) for frame in self.frames]
+        if asked is not None:
+            others += [(name, v, in_place) for name, v in asked.read]
+        check_apart("out=", out, others)

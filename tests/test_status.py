@@ -1,0 +1,71 @@
+"""Errors carry the C library's status, by name."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+import codec
+from codec.core import ffi, lib
+
+X = np.linspace(-1, 1, 9_000, dtype=np.float32)
+
+
+def test_names_and_numbers():
+    """All of C's, no others, and the words are C's."""
+    theirs = {name.removeprefix("CODEC_"): number for number, name in ffi.typeof("codec_status").elements.items()}
+    assert {s.name: s.value for s in codec.Status} == theirs
+    for status in codec.Status:
+        assert ffi.string(lib.codec_strerror(status)) != b"unknown status"
+
+
+def test_errors_carry_them():
+    """As `code`: a Status, equal to its number; None where C was not asked."""
+    frame = codec.encode(X)
+    damaged = frame[:-1] + bytes([frame[-1] ^ 1])
+    book = codec.Codebook.from_tensors(X)
+    nan = X.copy()
+    nan[5] = np.nan
+    for status, call in {
+        "CHECKSUM": lambda: codec.decode(damaged),
+        "TRUNCATED": lambda: codec.decode(frame[:-1]),
+        "TRAILING": lambda: codec.decode(frame + b"\0"),
+        "BAD_MAGIC": lambda: codec.inspect(b"\0" * 100),
+        "LIMIT": lambda: codec.decode(frame, max_nbytes=0),
+        "UNKNOWN_CODEBOOK": lambda: codec.decode(codec.encode(X, codebook=book)),
+        "MISSING_STATE": lambda: codec.decode(
+            codec.encode(X, codec.Truncate(levels="shared"), metric=codec.metrics.SGD(0.1), state={"theta": X})
+        ),
+        "NONFINITE": lambda: codec.encode(nan, codec.Sign()),
+        "BAD_SCALE": lambda: codec.encode(X, codec.Ternary(scale=0.5)),
+        "ROUNDED_SCALE": lambda: codec.encode(X.astype(np.float16), codec.Ternary(scale=1e9)),
+        "SHORT_OUTPUT": lambda: codec.encode(X, out=bytearray(100)),
+        "SHAPE_MISMATCH": lambda: codec.decode(frame, out=np.zeros(8_999, np.float32)),
+        "BAD_SEGMENTS": lambda: codec.encode(X, segments=[(1, (9_000,))]),
+        "BAD_DTYPE": lambda: codec.encode(np.arange(9_000), codec.Sign()),
+    }.items():
+        with pytest.raises(codec.CodecError) as caught:
+            call()
+        assert caught.value.code is codec.Status[status]
+        assert caught.value.code == getattr(lib, f"CODEC_{status}")
+    with pytest.raises(codec.SpecError) as caught:
+        codec.encode(object())
+    assert caught.value.code is None
+
+
+def test_errors_can_be_sent():
+    """Between processes, with all that they say."""
+    frame = codec.encode(X)
+    damaged = frame[:-1] + bytes([frame[-1] ^ 1])
+    for call in (
+        lambda: codec.decode_many({"a": frame, "b": damaged}),
+        lambda: codec.encode(X, out=bytearray(100)),
+        lambda: codec.encode(X, engine="cuda"),
+    ):
+        with pytest.raises(codec.CodecError) as caught:
+            call()
+        e = caught.value
+        for again in (pickle.loads(pickle.dumps(e)), copy.copy(e)):
+            assert (type(again), str(again), vars(again)) == (type(e), str(e), vars(e))
+            assert again.item == e.item
