@@ -54,13 +54,13 @@ static void put_row(struct maker *m, uint32_t row)
 
 void pick_rows_params(struct maker *m)
 {
-	static const uint8_t VARIANTS[] = {0, 0, 3, 3, 2, 2, 2}, ALLOWED[] = {0, 0, 0, 8, 7, 1, 1};
+	static const uint8_t VARIANTS[] = {0, 0, 3, 3, 2, 2, 2}, ALLOWED[] = {0, 0, 0, 32, 7, 1, 1};
 	uint8_t *p = m->g->params;
 	uint32_t codec = m->g->codec;
 	struct kind q;
 
 	p[VARIANT] = (uint8_t)below(&m->s, VARIANTS[codec]);
-	p[OPTIONS] = (uint8_t)below(&m->s, 16) & ALLOWED[codec];
+	p[OPTIONS] = (uint8_t)below(&m->s, 64) & ALLOWED[codec];
 	p[BITS] = codec == CODEC_QUANTIZE ? (uint8_t)between(&m->s, 1 + p[VARIANT], 8) : 0;
 	q = kind_of(m->g);
 	put_row(m, m->g->n ? pick_row(m, &q) : 0);

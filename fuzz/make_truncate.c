@@ -3,7 +3,7 @@
 
 #include "maker.h"
 
-enum { CAP, LEVELS, LEVEL, OPTIONS, GUARD };
+enum { LEVELS, OPTIONS, LEVEL, CAP, GUARD };
 
 /* The largest mantissa is 23 bits; a level drops so many, a piece has so many. */
 static const struct cut {
@@ -21,7 +21,8 @@ void pick_truncate_params(struct maker *m)
 	p[CAP] = (uint8_t)between(&m->s, 2, 8);
 	p[LEVELS] = (uint8_t)below(&m->s, 4);
 	p[LEVEL] = p[LEVELS] == WIRE_LEVELS_FIXED ? (uint8_t)below(&m->s, 4) : 0;
-	p[OPTIONS] = (uint8_t)(p[LEVELS] == WIRE_LEVELS_SHARED ? below(&m->s, 4) : 2 * below(&m->s, 2));
+	p[OPTIONS] = below(&m->s, 2) ? WIRE_OPTION_CUT : 0;
+	p[OPTIONS] |= p[LEVELS] == WIRE_LEVELS_SHARED && below(&m->s, 2) ? WIRE_OPTION_BITS : 0;
 	p[GUARD] = (uint8_t)(p[LEVELS] == WIRE_LEVELS_FIXED ? 128
 			     : one_in(&m->s, 4)             ? below(&m->s, 256)
 							    : between(&m->s, 120, 130));

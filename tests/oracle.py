@@ -36,6 +36,30 @@ def need(condition: Any, what: str) -> None:
         raise Bad(what)
 
 
+# codec: number of variants, options allowed, most bits, least and most cap
+PARAMS = {
+    1: (3, 0, 0, 2, 8),
+    2: (3, 0, 0, 0, 0),
+    3: (3, 32, 0, 0, 0),
+    4: (2, 7, 0, 0, 0),
+    5: (2, 1, 0, 0, 0),
+    6: (2, 1, 8, 0, 0),
+    7: (4, 24, 3, 2, 8),
+}
+
+
+def check_params(codec: int, variant: int, options: int, bits: int, cap: int, row: int) -> None:
+    """Section 2, but for row of codecs 2 to 6."""
+    variants, allowed, most, *caps = PARAMS[codec]
+    need(variant < variants and not options & ~allowed and bits <= most and caps[0] <= cap <= caps[1], "params")
+    need(codec != 1 or row == 0, "row of lossless")
+    need(codec != 6 or bits >= 1 + variant, "bits")
+    if codec == 7:
+        need(not options & 8 or variant == 2, "option 8")
+        need(variant == 3 or bits == 0, "level")
+        need(row == 128 if variant == 3 else row <= 255, "guard")
+
+
 def mix(x: int) -> int:
     x ^= x >> 30
     x = x * 0xBF58476D1CE4E5B9 & MASK64
@@ -228,13 +252,12 @@ def decode(
     magic, version, codec, dtype, rank, layout, block_log2, fixed, coded, side_nbytes = struct.unpack_from(
         "<4sBBBBBBBBI", frame
     )
-    frame_nbytes, checksum, cap, model = struct.unpack_from("<QQBB", frame, 16)
+    frame_nbytes, checksum, *params = struct.unpack_from("<QQBBBBI", frame, 16)
     flags, halved, reserved, nblocks = struct.unpack_from("<BBHI", frame, 40)
     need(magic == b"CODC" and version == 1 and 1 <= codec <= 7, "magic, version or codec")
     need(dtype in DTYPES and rank <= 8 and layout <= 1, "dtype, rank or layout")
     need(reserved == 0 and flags <= 3, "reserved")
-    if codec == 1:
-        need(2 <= cap <= 8 and model <= 2 and not any(frame[34:40]), "params")
+    check_params(codec, *params)
     name, nplanes, octave, shift = DTYPES[dtype]
     need(len(frame) >= 48 + 8 * rank, "truncated")
     shape = struct.unpack_from(f"<{rank}Q", frame, 48)
@@ -246,8 +269,8 @@ def decode(
     need(len(frame) == frame_nbytes, "size")
     header_nbytes = 48 + 8 * rank
     seal = digest(frame[:24] + bytes(8) + frame[32:header_nbytes], 0x100)
-    truncate = Truncate(frame[32:40], dtype, a_exponents) if codec == 7 else None
-    rows = Rows(codec, frame[32:40], n, flags) if 1 < codec < 7 else None
+    truncate = Truncate(params, dtype, a_exponents) if codec == 7 else None
+    rows = Rows(codec, params, n, flags) if 1 < codec < 7 else None
     if codec > 1:
         need(dtype in (1, 3, 4) and (codec == 7 or (layout == 1) == (n > 0)), "dtype or layout of a codec")
     if layout == 0:
@@ -408,12 +431,8 @@ def decode_region(
 class Truncate:
     """Section 9."""
 
-    def __init__(self, params: bytes, dtype: int, a: np.ndarray[Any, Any] | None) -> None:
-        cap, self.sent, self.level, self.options, guard, *zeros = params
-        need(2 <= cap <= 8 and self.sent <= 3 and self.options <= 3 and not any(zeros), "params")
-        need(self.level <= (3 if self.sent == 3 else 0), "level")
-        need(not self.options & 1 or self.sent == 2, "option 1")
-        need(self.sent != 3 or guard == 128, "guard")
+    def __init__(self, params: list[int], dtype: int, a: np.ndarray[Any, Any] | None) -> None:
+        self.sent, self.options, self.level, _, guard = params
         need(dtype in (1, 3, 4), "dtype")
         self.guard, self.a = guard - 128, a
         self.symbols = 1 if self.sent != 1 else 3 if dtype == 4 else 2
@@ -438,8 +457,8 @@ class Truncate:
     def block(self, r: Reader, first: int, m: int, book: Codebook, off: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         (head,) = r.ints("I")
         mode = head & 3
-        need(mode < 3 and not head & ~(3 | (0x1F00 if self.options & 1 else 0xF00)), "head")
-        need(not self.options & 1 or head >> 8 <= self.p + 1, "head")
+        need(mode < 3 and not head & ~(3 | (0x1F00 if self.options & 8 else 0xF00)), "head")
+        need(not self.options & 8 or head >> 8 <= self.p + 1, "head")
         digest32 = r.ints("I")[0] if self.sent == 2 else 0
         joint = self.sent == 1
         escaped: list[int] = []
@@ -465,7 +484,7 @@ class Truncate:
             need(digest(a.astype(np.uint8).tobytes(), 0x500) & 0xFFFFFFFF == digest32, "another state")
             d = np.where(a == 255, 1000, (a.astype(np.int64) - 127) - (e - self.bias) - self.guard)
             d = np.where((a == 0) | (e == self.last), -1000, d)
-            if self.options & 1:
+            if self.options & 8:
                 k = np.clip(d, 0, self.p)
             else:
                 k = drops[sum((d >= x for x in self.drops[1:]), np.zeros(m, np.int64))]
@@ -477,7 +496,7 @@ class Truncate:
             k = drops[level]
             need(not k[e == self.last].any(), "level of Inf or NaN")
         field = np.zeros(m, np.int64)
-        if self.options & 1:
+        if self.options & 8:
             left_out = np.maximum(k, head >> 8)
             field[some] = self.packed(r, (self.p + 1 - left_out)[some]) << left_out[some]
         else:
@@ -543,14 +562,9 @@ def finite(r: Reader, count: int) -> np.ndarray[Any, Any]:
 class Rows:
     """Section 8."""
 
-    def __init__(self, codec: int, params: bytes, n: int, flags: int) -> None:
+    def __init__(self, codec: int, params: list[int], n: int, flags: int) -> None:
         self.codec, self.n, self.flags = codec, n, flags
-        self.variant, self.options, self.b, reserved, self.row = struct.unpack("<BBBBI", params)
-        nvariants = {2: 3, 3: 3, 4: 2, 5: 2, 6: 2}[codec]
-        allowed = {2: 0, 3: 8, 4: 7, 5: 1, 6: 1}[codec]
-        need(self.variant < nvariants and not self.options & ~allowed and reserved == 0, "params")
-        least = 0 if codec < 6 else 1 + self.variant
-        need(least <= self.b <= (8 if codec == 6 else 0), "bits")
+        self.variant, self.options, self.b, _, self.row = params
         self.entropy = (codec == 3 and self.variant == 2) or self.options & 4 != 0
         need(self.row == 0 if flags & 2 or not n else self.fits(self.row), "row")
 
@@ -691,7 +705,7 @@ def dump(frame: bytes) -> str:
         (12, 16, "side_nbytes"),
         (16, 24, "frame_nbytes"),
         (24, 32, "checksum"),
-        (32, 40, "params: cap, model"),
+        (32, 40, "params: cap"),
         (40, 48, "flags, halved, reserved, nblocks"),
         (48, 48 + 8 * rank, "shape"),
         (48 + 8 * rank, 48 + 8 * rank + side, "side section"),

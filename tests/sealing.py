@@ -58,7 +58,7 @@ def header(
     )
 
 
-def stored(dtype, shape, values, codec=1, params=b"\x08", **fields):
+def stored(dtype, shape, values, codec=1, params=b"\0\0\0\x08", **fields):
     """A frame of layout 0."""
     nbytes = 48 + 8 * len(shape) + len(values)
     return reseal(header(codec, dtype, shape, params, nbytes=nbytes, **fields) + values)
@@ -72,7 +72,7 @@ class Blocks:
     n: int
     regions: list[bytes]
     codec: int = 1
-    params: bytes = b"\x08"
+    params: bytes = b"\0\0\0\x08"
     side: bytes = b""
     fixed: dict[int, bytes] = field(default_factory=dict)
     coded: int = 0

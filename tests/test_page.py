@@ -117,21 +117,21 @@ def float64s(*bits):
 LOSSLESS = {
     # section 2
     "a block of one value": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")]), b"\5"),
-    "cap does not bind": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")], params=b"\2\2"), b"\5"),
+    "cap does not bind": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")], params=b"\2\0\0\2"), b"\5"),
     "codes longer than cap": (
         Blocks(
             UINT8,
             2,
             [region(head(CODED) + coded([7, 9], LONG))],
-            params=b"\2",
+            params=b"\0\0\0\2",
             side=book(LONG),
             coded=1,
         ),
         b"\7\x09",
     ),
-    "cap of 9": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")], params=b"\x09"), "params"),
-    "model of 3": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")], params=b"\x08\3"), "params"),
-    "params go on": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")], params=b"\x08\0\1"), "params"),
+    "cap of 9": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")], params=b"\0\0\0\x09"), "params"),
+    "model of 3": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")], params=b"\3\0\0\x08"), "params"),
+    "params go on": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")], params=b"\0\0\0\x08\1"), "row of lossless"),
     "plane 1 of a dtype with one, fixed": (Blocks(UINT8, 1, [region(head(RAW) + b"\5")], fixed={1: b"\5"}), "planes"),
     "fixed and coded": (
         Blocks(UINT8, 1, [region(head(CONSTANT))], side=book(SEVEN), coded=1, fixed={0: b"\5"}),
@@ -279,7 +279,7 @@ def model(kind, shifts, base, nibbles, codec=TRUNCATE):
     """One segment of zeros, in whole blocks."""
     record = struct.pack("<QIBBH", 4096, 512 if kind else 0, kind, shifts, base)
     zeros = region(u32(0) + (b"\0" if codec == TRUNCATE else bytes(4)))
-    params = bytes([8, 3, 0, 0, 128]) if codec == TRUNCATE else b"\x08"
+    params = bytes([3, 0, 0, 8, 128]) if codec == TRUNCATE else b"\0\0\0\x08"
     side = book(SEVEN) + u32(1) + record + nibbles
     return Blocks(FLOAT32, 4096, [zeros] * 8, codec, params, side, coded=1, flags=2)
 
@@ -483,7 +483,7 @@ def test_rows(name):
 
 
 def cut(dtype, n, body, levels, level=0, options=0, guard=0, lengths=SEVEN, **more):
-    params = bytes([8, levels, level, options, guard + 128])
+    params = bytes([levels, options, level, 8, guard + 128])
     return Blocks(dtype, n, [region(body)], TRUNCATE, params, book(lengths), coded=1, **more)
 
 
@@ -494,9 +494,9 @@ CUT = {
     # 9.1
     "level without fixed levels": (cut(FLOAT32, 1, u32(0) + b"\0", PLANE, level=1), "level"),
     "guard with fixed levels": (cut(FLOAT32, 1, u32(0) + b"\0", FIXED, guard=1), "guard"),
-    "any number of bits with fixed levels": (cut(FLOAT32, 1, u32(0) + b"\0", FIXED, options=1), "option 1"),
+    "any number of bits with fixed levels": (cut(FLOAT32, 1, u32(0) + b"\0", FIXED, options=8), "option 8"),
     "codes longer than cap": (
-        Blocks(FLOAT32, 1, [region(u32(0xF02) + coded([9], LONG))], TRUNCATE, b"\2\3\0\0\x80", book(LONG), coded=1),
+        Blocks(FLOAT32, 1, [region(u32(0xF02) + coded([9], LONG))], TRUNCATE, b"\3\0\0\2\x80", book(LONG), coded=1),
         u32(9 << 23),
     ),
     # 9.2
@@ -572,11 +572,11 @@ SHARED_A = {
 
 
 @pytest.mark.parametrize("name", SHARED_A)
-@pytest.mark.parametrize("by_bit", [0, 1])
+@pytest.mark.parametrize("by_bit", [0, 8])
 def test_shared_levels(name, by_bit):
     """Section 9.3: which rule wins where A is odd, and that Inf and NaN keep all whatever A is."""
     theta, a, keeps = SHARED_A[name]
-    keeps += by_bit * (keeps == 6) * -5  # only the sign
+    keeps += (by_bit != 0) * (keeps == 6) * -5  # only the sign
     widths = (keeps, 24)
     fields = [(1 << 24) - (1 << 24 - w) for w in widths]
     if by_bit:
@@ -602,7 +602,7 @@ def test_shared_levels(name, by_bit):
     with pytest.raises(codec.StateError):
         codec.decode(other, **how)
     for t, powers in ((24, u32(0x3F800000, 0x7F800000)), (25, "head")) if by_bit else ():
-        tail = cut(FLOAT32, 2, u32(1 | t << 8, name_of_state) + b"\x7f\xff", SHARED, options=1).frame()
+        tail = cut(FLOAT32, 2, u32(1 | t << 8, name_of_state) + b"\x7f\xff", SHARED, options=8).frame()
         hold(tail, powers, exponents, **how)
 
 
@@ -611,7 +611,7 @@ STORED = {
     "of float8 without values": (stored(FLOAT32, (0, 5), b"", FLOAT8, row_params()), b""),
     "of float8 with a row": (stored(FLOAT32, (0, 5), b"", FLOAT8, row_params(row=9)), "row"),
     "of float8 with values": (stored(FLOAT32, (1,), bytes(4), FLOAT8, row_params(row=9)), "dtype or layout of a codec"),
-    "of truncate with values": (stored(FLOAT32, (1,), u32(5), TRUNCATE, b"\x08\0\0\0\x80"), u32(5)),
+    "of truncate with values": (stored(FLOAT32, (1,), u32(5), TRUNCATE, b"\0\0\0\x08\x80"), u32(5)),
     "with another size": (stored(FLOAT32, (1,), bytes(8)), "size"),
     "with params of no variant": (stored(FLOAT32, (0,), b"", FLOAT8, row_params(2)), "params"),
     "with params of no cap": (stored(FLOAT32, (1,), bytes(4), params=b""), "params"),

@@ -412,7 +412,7 @@ void model_choose(const struct source *src, const codec_context *with, const str
 		cut(with, j);
 		j->model.offsets_at = j->model.segments_at + j->model.nsegments * sizeof(struct segment);
 	}
-	if (j->h.model == WIRE_MODEL_FLAT || j->h.n < MODEL_MIN) {
+	if (model_asked(&j->h) == WIRE_MODEL_FLAT || j->h.n < MODEL_MIN) {
 		j->model.nsegments = 0;
 		count_segment(src, k, j, &whole, stride, s->counts[0], NULL);
 		s->nzeros = s->counts[0][0];
@@ -430,7 +430,7 @@ void model_choose(const struct source *src, const codec_context *with, const str
 		count_segment(src, k, j, g, stride, raw, fitted);
 		s->nzeros += fitted[0];
 		s->nvalues += sum_counts(raw);
-		if (j->h.model != WIRE_MODEL_SEPARABLE && !pays(g, raw, fitted)) {
+		if (model_asked(&j->h) != WIRE_MODEL_SEPARABLE && !pays(g, raw, fitted)) {
 			if (j->model.nsegments == 1) {
 				j->model.nsegments = 0;
 				memcpy(s->counts[0], raw, sizeof raw);

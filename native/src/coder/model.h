@@ -8,6 +8,11 @@
 /* Values whose offsets are worked out at once: they stay in the first-level cache. */
 #define OFFSETS 4096
 
+static inline int model_asked(const struct header *h)
+{
+	return h->codec == CODEC_LOSSLESS ? h->variant : WIRE_MODEL_AUTO;
+}
+
 /* Where the scale model begins: TRUNCATE moves exponents alone, and float16's zero exponent is 1024 patterns. */
 static inline uint16_t model_zero(const struct header *h, const struct dtype *d)
 {

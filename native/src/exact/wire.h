@@ -34,13 +34,18 @@
 #define WIRE_CODEC_QUANTIZE 6
 #define WIRE_CODEC_TRUNCATE 7
 
-/* Parameters of codecs whose values share scales (2..6), at WIRE_AT_PARAMS. */
-#define WIRE_ROW_VARIANT 0
-#define WIRE_ROW_OPTIONS 1
-#define WIRE_ROW_BITS 2
-#define WIRE_ROW_RESERVED 3
-#define WIRE_ROW_NVALUES 4 /* u32: values that share a scale, 0 for all of a part */
+/* Parameters, from WIRE_AT_PARAMS on; 0 where a codec has none. */
+#define WIRE_PARAM_VARIANT 0 /* LOSSLESS: its model; TRUNCATE: how levels are sent */
+#define WIRE_PARAM_OPTIONS 1
+#define WIRE_PARAM_BITS 2 /* TRUNCATE: the level of all values */
+#define WIRE_PARAM_CAP 3
+#define WIRE_PARAM_ROW 4 /* u32: values that share a scale, 0 for all of a part; TRUNCATE: guard + WIRE_GUARD */
+#define WIRE_PARAMS_NBYTES 8
+#define WIRE_GUARD 128
 
+#define WIRE_MODEL_AUTO 0
+#define WIRE_MODEL_FLAT 1
+#define WIRE_MODEL_SEPARABLE 2
 #define WIRE_SIGN_L1 0
 #define WIRE_SIGN_L2 1
 #define WIRE_SIGN_TWO_MEAN 2
@@ -53,28 +58,18 @@
 #define WIRE_FLOAT4_MXFP4 1
 #define WIRE_LEVELS_EVEN 0
 #define WIRE_LEVELS_ODD 1
-
-#define WIRE_OPTION_STOCHASTIC 1u
-#define WIRE_OPTION_PROPAGATE 2u
-#define WIRE_OPTION_ENTROPY 4u
-#define WIRE_OPTION_CLIPPED 8u
-
-/* Parameters of LOSSLESS. */
-#define WIRE_LOSSLESS_CAP 0
-#define WIRE_LOSSLESS_MODEL 1
-
-/* Parameters of TRUNCATE. */
-#define WIRE_TRUNCATE_CAP 0
-#define WIRE_TRUNCATE_LEVELS 1
-#define WIRE_TRUNCATE_LEVEL 2
-#define WIRE_TRUNCATE_OPTIONS 3
-#define WIRE_TRUNCATE_GUARD 4 /* + 128 */
 #define WIRE_LEVELS_PLANE 0
 #define WIRE_LEVELS_CODED 1
 #define WIRE_LEVELS_SHARED 2
 #define WIRE_LEVELS_FIXED 3
-#define WIRE_OPTION_BITS 1u     /* any number of bits is dropped */
-#define WIRE_OPTION_TRUNCATE 2u /* and not rounded */
+
+#define WIRE_OPTION_STOCHASTIC 1u
+#define WIRE_OPTION_PROPAGATE 2u
+#define WIRE_OPTION_ENTROPY 4u
+#define WIRE_OPTION_BITS 8u /* TRUNCATE: any number of bits is dropped */
+#define WIRE_OPTION_CUT 16u /* TRUNCATE: and not rounded */
+#define WIRE_OPTION_CLIPPED 32u
+
 #define WIRE_PIECE_ZERO                                                                                                \
 	(1u << 8)          /* region: the first piece of all mantissas is 0 and left out; << i for the others          \
 			    */
@@ -94,10 +89,6 @@
 #define WIRE_FLAG_PRIOR 1u    /* plane 0 is coded with a codebook named by id */
 #define WIRE_FLAG_SEGMENTS 2u /* the side section holds a scale model */
 #define WIRE_FLAGS_KNOWN 3u
-
-#define WIRE_MODEL_AUTO 0
-#define WIRE_MODEL_FLAT 1
-#define WIRE_MODEL_SEPARABLE 2
 
 #define WIRE_ALIGN 8 /* sections and regions start at multiples of this */
 #define WIRE_DIRECTORY_ENTRY 8

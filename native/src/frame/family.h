@@ -12,15 +12,11 @@ struct work;
 struct family {
 	int is_rows; /* values share scales: blocks follow rows and parts, and nothing but an empty tensor is stored */
 
-	/* params.c. Its part of the header's params, which are zeros before they are written. */
-	void (*params_read)(struct header *h, const uint8_t *params);
-	void (*params_write)(const struct header *h, uint8_t *params);
+	/* params.c. What is asked for, as header fields; and what the table of codecs does not say of params. */
+	codec_status (*params_ask)(const codec_spec *s, struct header *h);
 	/* Where in params the first value stands that the format forbids; -1 if none does. */
 	int (*params_fault)(const struct header *h);
-	/* What is asked for, as header fields, and back. */
-	codec_status (*params_ask)(const codec_spec *s, struct header *h);
-	void (*params_spec)(const struct header *h, codec_spec *s);
-	/* The header's other fields, of a frame in blocks; and whether so many bytes can hold its n values. */
+	/* The header's other fields, of a frame in blocks; and can it hold so many values (NULL: 8 bytes a block can)? */
 	codec_status (*header_check)(const struct header *h, codec_fault *f);
 	codec_status (*header_check_size)(const struct header *h, codec_fault *f);
 
@@ -44,15 +40,20 @@ extern const struct family lossless_family, rows_family, truncate_family;
 
 struct codec {
 	const struct family *family;
-	uint32_t dtypes;   /* bit d: takes dtype d */
-	uint8_t nvariants; /* codecs of rows */
-	uint8_t options;   /* those it knows */
-	uint8_t max_bits;  /* 0: has none to choose */
+	uint32_t dtypes; /* bit d: takes dtype d */
+	uint8_t nvariants;
+	uint8_t options; /* those it knows */
+	uint8_t max_bits;
+	uint8_t min_cap; /* 0: has none */
 };
 
 /* codecs.c. NULL: there is no such codec. */
 const struct codec *codec_of(uint32_t id);
 int codec_takes(uint32_t id, uint32_t dtype);
+
+/* Where in params the first value stands that the format forbids; -1 if none does. */
+int params_fault(const struct header *h);
+void params_spec(const struct header *h, codec_spec *s);
 
 /* Of a header whose codec there is. */
 static inline const struct family *family_of(const struct header *h)

@@ -7,9 +7,8 @@
 
 struct header {
 	uint8_t codec, dtype, rank, layout, block_log2, fixed, coded, halved, flags;
-	uint8_t cap, model;             /* LOSSLESS */
-	uint8_t variant, options, bits; /* codecs of rows; TRUNCATE: how levels are sent, options, the level if fixed */
-	int8_t guard;                   /* TRUNCATE */
+	uint8_t variant, options, bits, cap; /* LOSSLESS: its model; TRUNCATE: how levels are sent, the level of all */
+	int8_t guard;                        /* TRUNCATE */
 	uint32_t row; /* codecs of rows: in use, 0 if stored or in parts; what was asked for, until parts are cut */
 	uint64_t shape[CODEC_MAX_RANK];
 	uint64_t frame_nbytes, checksum;

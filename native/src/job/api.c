@@ -85,7 +85,7 @@ codec_status request(const codec_spec *spec, const codec_tensor *like, int with_
 		return CODEC_BAD_SPEC;
 	h->codec = (uint8_t)s.codec;
 	TRY(family_of(h)->params_ask(&s, h));
-	if (family_of(h)->params_fault(h) >= 0)
+	if (params_fault(h) >= 0)
 		return CODEC_BAD_SPEC;
 	if (!codec_takes(h->codec, copy->dtype))
 		return CODEC_BAD_DTYPE;

@@ -72,9 +72,7 @@ codec_status codec_inspect(const void *frame, size_t nbytes, codec_info *info)
 	out.dtype = h.dtype;
 	out.rank = h.rank;
 	memcpy(out.shape, h.shape, sizeof out.shape);
-	out.spec = (codec_spec){.struct_nbytes = sizeof out.spec, .codec = h.codec};
-	if (codec_of(h.codec))
-		family_of(&h)->params_spec(&h, &out.spec);
+	params_spec(&h, &out.spec);
 	out.stored = h.layout == WIRE_LAYOUT_STORED;
 	out.block_nvalues = (uint32_t)h.block;
 	out.nblocks = h.nblocks;

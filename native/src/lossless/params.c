@@ -1,39 +1,14 @@
 /* params.c - what LOSSLESS has in the header: cap and model in params, which planes are fixed, coded, halved. */
 #include "lossless.h"
 
-static void params_read(struct header *h, const uint8_t *params)
-{
-	h->cap = params[WIRE_LOSSLESS_CAP];
-	h->model = params[WIRE_LOSSLESS_MODEL];
-}
-
-static void params_write(const struct header *h, uint8_t *params)
-{
-	params[WIRE_LOSSLESS_CAP] = h->cap;
-	params[WIRE_LOSSLESS_MODEL] = h->model;
-}
-
-static int params_fault(const struct header *h)
-{
-	if (h->cap < WIRE_MIN_CAP || h->cap > WIRE_MAX_CAP)
-		return WIRE_LOSSLESS_CAP;
-	return h->model > WIRE_MODEL_SEPARABLE ? WIRE_LOSSLESS_MODEL : -1;
-}
-
 static codec_status params_ask(const codec_spec *s, struct header *h)
 {
 	if (s->variant || s->options || s->bits || s->row || s->seed || s->scale != 0 || s->clip != 0 || s->guard ||
 	    s->cap > WIRE_MAX_CAP || s->model > WIRE_MODEL_SEPARABLE)
 		return CODEC_BAD_SPEC;
 	h->cap = (uint8_t)(s->cap ? s->cap : WIRE_MAX_CAP);
-	h->model = (uint8_t)s->model;
+	h->variant = (uint8_t)s->model;
 	return CODEC_OK;
-}
-
-static void params_spec(const struct header *h, codec_spec *s)
-{
-	s->cap = h->cap;
-	s->model = h->model;
 }
 
 #define BAD(at, found, expected) return fault(f, CODEC_BAD_HEADER, at, found, expected)
@@ -55,19 +30,8 @@ static codec_status header_check(const struct header *h, codec_fault *f)
 	return CODEC_OK;
 }
 
-static codec_status header_check_size(const struct header *h, codec_fault *f)
-{
-	(void)h, (void)f;
-	return CODEC_OK; /* 8 bytes for the region of a block say enough */
-}
-
 const struct family lossless_family = {
-	.params_read = params_read,
-	.params_write = params_write,
-	.params_fault = params_fault,
 	.params_ask = params_ask,
-	.params_spec = params_spec,
 	.header_check = header_check,
-	.header_check_size = header_check_size,
 	.decode_blocks = lossless_decode_blocks,
 };

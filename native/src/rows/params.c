@@ -14,35 +14,12 @@ int row_allowed(const struct header *h, uint32_t row)
 	}
 }
 
-static void params_read(struct header *h, const uint8_t *params)
-{
-	h->variant = params[WIRE_ROW_VARIANT];
-	h->options = params[WIRE_ROW_OPTIONS];
-	h->bits = params[WIRE_ROW_BITS];
-	h->row = load32(params + WIRE_ROW_NVALUES);
-}
-
-static void params_write(const struct header *h, uint8_t *params)
-{
-	params[WIRE_ROW_VARIANT] = h->variant;
-	params[WIRE_ROW_OPTIONS] = h->options;
-	params[WIRE_ROW_BITS] = h->bits;
-	store32(params + WIRE_ROW_NVALUES, h->row);
-}
-
 /* All but the row, which depends on more than params. */
-static int params_fault(const struct header *h)
+static int own_fault(const struct header *h)
 {
-	const struct codec *c = codec_of(h->codec);
+	int least = h->codec != CODEC_QUANTIZE ? 0 : h->variant == WIRE_LEVELS_ODD ? 2 : 1;
 
-	if (h->variant >= c->nvariants)
-		return WIRE_ROW_VARIANT;
-	if (h->options & ~c->options)
-		return WIRE_ROW_OPTIONS;
-	if (c->max_bits ? h->bits < 1 || h->bits > c->max_bits || (h->variant == WIRE_LEVELS_ODD && h->bits < 2)
-			: h->bits != 0)
-		return WIRE_ROW_BITS;
-	return -1;
+	return h->bits < least ? WIRE_PARAM_BITS : -1;
 }
 
 static int is_finite(float x)
@@ -83,14 +60,6 @@ static codec_status params_ask(const codec_spec *s, struct header *h)
 	return row_asked(h) ? CODEC_OK : CODEC_BAD_SPEC;
 }
 
-static void params_spec(const struct header *h, codec_spec *s)
-{
-	s->variant = h->variant;
-	s->options = h->options & OPTIONS;
-	s->bits = h->bits;
-	s->row = h->row;
-}
-
 #define BAD(at, found, expected) return fault(f, CODEC_BAD_HEADER, at, found, expected)
 
 static codec_status header_check(const struct header *h, codec_fault *f)
@@ -102,7 +71,7 @@ static codec_status header_check(const struct header *h, codec_fault *f)
 	if (h->flags & ~WIRE_FLAG_SEGMENTS)
 		BAD(WIRE_AT_FLAGS, h->flags, WIRE_FLAG_SEGMENTS);
 	if (h->flags ? h->row != 0 : !row_allowed(h, h->row)) /* of parts, each says its own */
-		BAD(WIRE_AT_PARAMS + WIRE_ROW_NVALUES, h->row, 0);
+		BAD(WIRE_AT_PARAMS + WIRE_PARAM_ROW, h->row, 0);
 	return CODEC_OK;
 }
 
@@ -119,11 +88,8 @@ static codec_status header_check_size(const struct header *h, codec_fault *f)
 
 const struct family rows_family = {
 	.is_rows = 1,
-	.params_read = params_read,
-	.params_write = params_write,
-	.params_fault = params_fault,
 	.params_ask = params_ask,
-	.params_spec = params_spec,
+	.params_fault = own_fault,
 	.header_check = header_check,
 	.header_check_size = header_check_size,
 	.decode_blocks = rows_decode_blocks,

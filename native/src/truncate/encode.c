@@ -27,7 +27,7 @@ static codec_status cut(const struct job *j, const struct kernels *k, const code
 	if (needs_reference(j, with))
 		truncate_reference(with, k, first, n, ea);
 	TRY(truncate_drops(j, k, with, q, first, n, e, ea, drop));
-	k->truncate(q, drop, !(j->h.options & WIRE_OPTION_TRUNCATE), n, x, e);
+	k->truncate(q, drop, !(j->h.options & WIRE_OPTION_CUT), n, x, e);
 	/* a receiver that works levels out has the new exponents; where they changed, mantissas are 0 at any width */
 	return j->h.variant == WIRE_LEVELS_SHARED ? truncate_drops(j, k, with, q, first, n, e, ea, drop) : CODEC_OK;
 }
