@@ -320,7 +320,7 @@ PARTS = {
 
 @pytest.mark.parametrize("name", PARTS)
 def test_parts(name):
-    """Section 5.3: how many there may be, and of which sizes."""
+    """Section 5.2: how many there may be, and of which sizes."""
     n, records, *reason = PARTS[name]
     hold(parts(n, *records).frame(), *reason or [bytes(4 * n)])
 
