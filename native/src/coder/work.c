@@ -115,7 +115,6 @@ void work_place(const struct header *h, void *memory, struct work *w)
 	w->code = take(&p, CODES);
 }
 
-/* Most bytes that a block's region takes. */
 uint64_t region_bound(const struct job *j)
 {
 	const struct header *h = &j->h;

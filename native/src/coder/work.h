@@ -4,10 +4,12 @@
 
 #include "job.h"
 
+/* All in memory of the caller's, which work_place cuts up: m bytes are a block's values, padded to quad rows. */
 struct work {
-	uint8_t *plane[WIRE_MAX_PLANES];
-	uint8_t *symbol, *high, *region;
-	uint16_t *offset; /* of OFFSETS values */
+	uint8_t *plane[WIRE_MAX_PLANES]; /* m + 64 bytes each: 64 more than they hold may be read or written */
+	uint8_t *symbol, *high;          /* m + 64, m / 2 + 64: a plane on its way from or to its place */
+	uint8_t *region;                 /* encode: the block's; where it is to lie, if it surely fits there */
+	uint16_t *offset;                /* of OFFSETS values */
 	/* codecs of rows: a chunk's values, scales and draws; codes of a tile */
 	float *x, *y, *scale, *scale_below;
 	uint32_t *max;
@@ -26,6 +28,7 @@ struct work {
 
 uint64_t work_nbytes(const struct header *h);
 void work_place(const struct header *h, void *memory, struct work *w);
+/* Most bytes that a block's region takes, and that encoding it writes. */
 uint64_t region_bound(const struct job *j);
 uint64_t region_gaps(const struct header *h);
 

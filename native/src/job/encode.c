@@ -195,9 +195,12 @@ static codec_status blocks(const struct source *src, uint8_t *dst, size_t capaci
 			   uint64_t *seal, void *work)
 {
 	const struct kernels *k = kernels_for(with);
+	uint64_t bound = region_bound(j);
+	uint8_t *buffer;
 	struct work w;
 
 	work_place(&j->h, work, &w);
+	buffer = w.region;
 	*seal = 0;
 	*end = at;
 	for (uint64_t b = first; b < first + count; b++) {
@@ -209,13 +212,15 @@ static codec_status blocks(const struct source *src, uint8_t *dst, size_t capaci
 			if (j->residual == RESIDUAL_WITH_BLOCKS)
 				TRY(rows_residual(j, k, src, dst, b, at, with->residual, &w));
 		} else {
+			w.region = capacity - at < bound ? buffer : dst + at; /* where it will lie, if it surely fits */
 			if (j->h.codec == CODEC_TRUNCATE)
 				TRY(truncate_encode_block(j, k, with, src, b, &w, &nbytes));
 			else
 				nbytes = encode_block(j, k, src, dst, b, &w, &digest);
 			if (nbytes > capacity - at)
 				return CODEC_SHORT_OUTPUT;
-			memcpy(dst + at, w.region, nbytes);
+			if (w.region == buffer)
+				memcpy(dst + at, buffer, nbytes);
 		}
 		sealed = seal_block(digest + k->digest(dst + at, nbytes, WIRE_SEED_REGION), b);
 		*seal += sealed;

@@ -102,7 +102,7 @@ static uint64_t put_coded(const struct job *j, const struct kernels *k, struct w
 		return 0;
 	if (j->h.halved >> i & 1) {
 		k->halve(plane, n, w->symbol, w->high);
-		got = encode_plane(codes, k, w, w->symbol, n, (struct literals){.byte = w->symbol}, n / 2, p);
+		got = encode_plane(codes, k, w, w->symbol, n, (struct literals){.byte = w->symbol}, n / 2 - 1, p);
 		if (got)
 			memcpy(p + got, w->high, half);
 		return got ? got + half : 0;

@@ -8,13 +8,16 @@
 #include "coder/sink.h"
 
 /*
- * Block b of src to w->region; returns its size. Its part of the planes that are fixed goes to their sections of the
- * frame dst; their digest is *planes_digest.
+ * Block b of src to w->region, of which region_bound bytes may be written; returns its size. Its part of the planes
+ * that are fixed goes to their sections of the frame dst; their digest is *planes_digest.
  */
 uint64_t encode_block(const struct job *j, const struct kernels *k, const struct source *src, uint8_t *dst, uint64_t b,
 		      struct work *w, uint64_t *planes_digest);
 
-/* A block being decoded. Two may be open at once, each with its own memory for plane 0. */
+/*
+ * A block being decoded, in three steps: open reads up to the coder's loop for plane 0, which then runs for one block
+ * or two at once, and close does the rest. Two may be open, each with memory of its own for plane 0 (top); w is shared.
+ */
 struct block {
 	struct cursor c;
 	struct stream top;
