@@ -246,22 +246,12 @@ static void put_bits(struct bytes *b, uint32_t *have, uint64_t x, uint32_t n)
 	}
 }
 
-void put_coded(struct maker *m, const struct book *b, size_t n, int nbytes)
+/* m->symbol through the coder, last row first: what stays in the lanes, and the words they pushed. Returns how many. */
+static size_t code_rows(const struct maker *m, const struct book *b, size_t rows, uint64_t *lane, uint32_t *have,
+			uint32_t *pushed)
 {
-	size_t rows = (n + WIRE_ROW - 1) / WIRE_ROW, begin = m->out.n, nwords = 0, at;
-	uint64_t lane[WIRE_LANES] = {0};
-	uint32_t have[WIRE_LANES], sum = 0;
-	static uint32_t pushed[BLOCK], word[BLOCK + WIRE_LANES];
-	uint8_t head[2] = {0};
+	size_t nwords = 0;
 
-	for (size_t i = n; i < WIRE_ROW * rows; i++)
-		m->symbol[i] = b->pad;
-	if (n % WIRE_ROW && slip(m))
-		m->symbol[n + below(&m->s, WIRE_ROW - n % WIRE_ROW)] = b->lookup[below(&m->s, 256)];
-	for (int l = 0; l < WIRE_LANES; l++)
-		have[l] = 32;
-	if (slip(m)) /* a reservoir that does not end on zeros */
-		lane[below(&m->s, WIRE_LANES)] = 1 + below(&m->s, 0xffff);
 	for (size_t q = rows; q-- > 0;)
 		for (int l = WIRE_LANES - 1; l >= 0; l--) {
 			const uint16_t *quad = m->symbol + WIRE_ROW * q + 4 * l;
@@ -279,18 +269,15 @@ void put_coded(struct maker *m, const struct book *b, size_t n, int nbytes)
 				have[l] += b->bits[quad[i]];
 			}
 		}
-	for (int l = 0; l < WIRE_LANES; l++)
-		word[l] = (uint32_t)(lane[l] >> (have[l] - 32));
-	for (size_t i = 0; i < nwords; i++)
-		word[WIRE_LANES + i] = pushed[nwords - 1 - i];
-	nwords += WIRE_LANES;
-	while (nwords && !word[nwords - 1])
-		nwords--;
-	word[nwords] = 0;
-	if (slip(m)) /* a last word of 0, or one that is missing */
-		nwords = nwords && one_in(&m->s, 2) ? nwords - 1 : nwords + 1;
-	put_raw(&m->out, head, 2);
-	little(m->out.p + begin, slip(m) ? other(m, nwords, 2) : nwords, 2);
+	return nwords;
+}
+
+/* The lanes' tails, and zeros up to the words of a plane that begins at `begin`. */
+static void put_tails(struct maker *m, size_t begin, const uint64_t *lane, const uint32_t *have)
+{
+	uint32_t sum = 0;
+	size_t at;
+
 	for (int l = 0, wrong = slip(m) ? (int)below(&m->s, WIRE_LANES) : -1; l < WIRE_LANES; l++)
 		put_bits(&m->out, &sum, (have[l] - 32) ^ (uint32_t)(l == wrong), 5);
 	sum = 0;
@@ -303,13 +290,12 @@ void put_coded(struct maker *m, const struct book *b, size_t n, int nbytes)
 		put_zeros(&m->out, 1);
 	if (m->out.n > at && slip(m))
 		m->out.p[at] = (uint8_t)(1 + below(&m->s, 255));
-	for (size_t i = 0; i < nwords; i++) {
-		uint8_t four[4];
+}
 
-		little(four, word[i], 4);
-		put_raw(&m->out, four, 4);
-	}
-	at = m->out.n;
+static void put_literals(struct maker *m, size_t n, int nbytes)
+{
+	size_t at = m->out.n;
+
 	for (size_t i = 0; i < n; i++)
 		if (m->symbol[i] == ESCAPE) {
 			uint8_t two[2] = {(uint8_t)m->literal[i], (uint8_t)(m->literal[i] >> 8)};
@@ -322,6 +308,45 @@ void put_coded(struct maker *m, const struct book *b, size_t n, int nbytes)
 		else
 			put_zeros(&m->out, 1 + below(&m->s, 9));
 	}
+}
+
+void put_coded(struct maker *m, const struct book *b, size_t n, int nbytes)
+{
+	size_t rows = (n + WIRE_ROW - 1) / WIRE_ROW, begin = m->out.n, nwords;
+	uint64_t lane[WIRE_LANES] = {0};
+	uint32_t have[WIRE_LANES];
+	static uint32_t pushed[BLOCK], word[BLOCK + WIRE_LANES];
+	uint8_t head[2] = {0};
+
+	for (size_t i = n; i < WIRE_ROW * rows; i++)
+		m->symbol[i] = b->pad;
+	if (n % WIRE_ROW && slip(m))
+		m->symbol[n + below(&m->s, WIRE_ROW - n % WIRE_ROW)] = b->lookup[below(&m->s, 256)];
+	for (int l = 0; l < WIRE_LANES; l++)
+		have[l] = 32;
+	if (slip(m)) /* a reservoir that does not end on zeros */
+		lane[below(&m->s, WIRE_LANES)] = 1 + below(&m->s, 0xffff);
+	nwords = code_rows(m, b, rows, lane, have, pushed);
+	for (int l = 0; l < WIRE_LANES; l++)
+		word[l] = (uint32_t)(lane[l] >> (have[l] - 32));
+	for (size_t i = 0; i < nwords; i++)
+		word[WIRE_LANES + i] = pushed[nwords - 1 - i];
+	nwords += WIRE_LANES;
+	while (nwords && !word[nwords - 1])
+		nwords--;
+	word[nwords] = 0;
+	if (slip(m)) /* a last word of 0, or one that is missing */
+		nwords = nwords && one_in(&m->s, 2) ? nwords - 1 : nwords + 1;
+	put_raw(&m->out, head, 2);
+	little(m->out.p + begin, slip(m) ? other(m, nwords, 2) : nwords, 2);
+	put_tails(m, begin, lane, have);
+	for (size_t i = 0; i < nwords; i++) {
+		uint8_t four[4];
+
+		little(four, word[i], 4);
+		put_raw(&m->out, four, 4);
+	}
+	put_literals(m, n, nbytes);
 }
 
 void put_prior(struct maker *m, const struct book *b, uint8_t symbols)

@@ -38,88 +38,58 @@ BITS_FN int book_keeps(uint32_t count, uint64_t total)
 	return 1280 * (uint64_t)count > total;
 }
 
-/*
- * Package-merge (Larmore and Hirschberg 1990) with at most `cap` bits. Leaves are taken in order (weight, symbol),
- * the escape last among equals; a leaf goes before a package of the same weight. Counts are halved until their sum
- * is below 2^24, so that every sum fits 32 bits. If all 256 values are kept, the rarest (the largest such value)
- * gives way to the escape.
- */
-BITS_FN void book_from_counts(codebook *b, const uint32_t counts[256], int cap)
+/* Leaves that are worth a code, in order of (weight, symbol), the escape last among equals. */
+typedef struct book_leaves {
+	uint32_t weight[257];
+	uint16_t symbol[257];
+	int n;
+} book_leaves;
+
+BITS_FN void book_add_leaf(book_leaves *t, uint32_t weight, int symbol)
 {
-	uint32_t weight[257], a[514], c[514];
-	uint16_t leaf[257];
+	int j = t->n++;
+
+	weight = weight ? weight : 1;
+	for (; j > 0 && t->weight[j - 1] > weight; j--) {
+		t->weight[j] = t->weight[j - 1];
+		t->symbol[j] = t->symbol[j - 1];
+	}
+	t->weight[j] = weight;
+	t->symbol[j] = (uint16_t)symbol;
+}
+
+/* The lightest gives way; among equals the largest value. */
+BITS_FN void book_drop_leaf(book_leaves *t)
+{
+	int j = 0;
+
+	while (j + 1 < t->n && t->weight[j + 1] == t->weight[0])
+		j++;
+	for (t->n--; j < t->n; j++) {
+		t->weight[j] = t->weight[j + 1];
+		t->symbol[j] = t->symbol[j + 1];
+	}
+}
+
+/*
+ * Package-merge (Larmore and Hirschberg 1990) with at most `cap` bits: adds to the lengths of the leaves' symbols. A
+ * leaf goes before a package of the same weight. The sum of all weights is below 2^24, so that every sum fits 32 bits.
+ */
+BITS_FN void book_merge(codebook *b, const book_leaves *t, int cap)
+{
 	uint8_t is_leaf[WIRE_MAX_CAP][514];
-	uint64_t total = 0, kept = 0;
-	uint32_t *prev = a, *next = c;
-	int k = 0, nprev = 0, shift = 0, take;
-	/* with cap bits there is room for 2^cap codes, one of which is the escape */
-	int room = (1 << cap) - 1;
+	uint32_t a[514], c[514], *prev = a, *next = c;
+	int nprev = 0, take = 2 * t->n - 2;
 
-	for (int i = 0; i < 257; i++)
-		b->length[i] = 0;
-	for (int i = 0; i < 256; i++)
-		total += counts[i];
-	while (total >> shift >= 1u << 24)
-		shift++;
-	for (int i = 0; i < 256; i++) {
-		uint32_t w = counts[i] >> shift;
-		int j;
-
-		if (!book_keeps(counts[i], total))
-			continue;
-		w = w ? w : 1;
-		for (j = k; j > 0 && weight[j - 1] > w; j--) {
-			weight[j] = weight[j - 1];
-			leaf[j] = leaf[j - 1];
-		}
-		weight[j] = w;
-		leaf[j] = (uint16_t)i;
-		k++;
-	}
-	if (k > room) { /* drop the lightest; among equals the largest value */
-		int drop = k - room;
-
-		for (int d = 0; d < drop; d++) {
-			int j = 0;
-
-			while (j + 1 < k && weight[j + 1] == weight[0])
-				j++;
-			for (; j + 1 < k; j++) {
-				weight[j] = weight[j + 1];
-				leaf[j] = leaf[j + 1];
-			}
-			k--;
-		}
-	}
-	if (k == 0) { /* nothing to count: 0 stands for everything */
-		weight[0] = 1;
-		leaf[0] = 0;
-		k = 1;
-	}
-	for (int i = 0; i < k; i++)
-		kept += counts[leaf[i]];
-	{
-		uint32_t w = (uint32_t)((total - kept) >> shift);
-		int j;
-
-		w = w ? w : 1;
-		for (j = k; j > 0 && weight[j - 1] > w; j--) {
-			weight[j] = weight[j - 1];
-			leaf[j] = leaf[j - 1];
-		}
-		weight[j] = w;
-		leaf[j] = WIRE_ESCAPE;
-		k++;
-	}
 	for (int l = 0; l < cap; l++) {
 		int npacks = nprev / 2, i = 0, p = 0, n = 0;
 		uint32_t *swap;
 
-		while (i < k || p < npacks) {
+		while (i < t->n || p < npacks) {
 			uint32_t w = p < npacks ? prev[2 * p] + prev[2 * p + 1] : 0;
 
-			if (p >= npacks || (i < k && weight[i] <= w)) {
-				next[n] = weight[i++];
+			if (p >= npacks || (i < t->n && t->weight[i] <= w)) {
+				next[n] = t->weight[i++];
 				is_leaf[l][n++] = 1;
 			} else {
 				next[n] = w;
@@ -132,16 +102,42 @@ BITS_FN void book_from_counts(codebook *b, const uint32_t counts[256], int cap)
 		next = swap;
 		nprev = n;
 	}
-	take = 2 * k - 2;
 	for (int l = cap - 1; l >= 0; l--) {
 		int leaves = 0;
 
 		for (int i = 0; i < take; i++)
 			leaves += is_leaf[l][i];
 		for (int i = 0; i < leaves; i++)
-			b->length[leaf[i]]++;
+			b->length[t->symbol[i]]++;
 		take = 2 * (take - leaves);
 	}
+}
+
+/* Counts are halved until their sum is below 2^24. With cap bits there is room for 2^cap codes, one is the escape's. */
+BITS_FN void book_from_counts(codebook *b, const uint32_t counts[256], int cap)
+{
+	book_leaves t;
+	uint64_t total = 0, kept = 0;
+	int shift = 0;
+
+	t.n = 0;
+	for (int i = 0; i < 257; i++)
+		b->length[i] = 0;
+	for (int i = 0; i < 256; i++)
+		total += counts[i];
+	while (total >> shift >= 1u << 24)
+		shift++;
+	for (int i = 0; i < 256; i++)
+		if (book_keeps(counts[i], total))
+			book_add_leaf(&t, counts[i] >> shift, i);
+	while (t.n > (1 << cap) - 1)
+		book_drop_leaf(&t);
+	if (t.n == 0) /* nothing to count: 0 stands for everything */
+		book_add_leaf(&t, 1, 0);
+	for (int i = 0; i < t.n; i++)
+		kept += counts[t.symbol[i]];
+	book_add_leaf(&t, (uint32_t)((total - kept) >> shift), WIRE_ESCAPE);
+	book_merge(b, &t, cap);
 }
 
 /* A usable book: an escape, at least one value, no code above 8 bits, and a Kraft sum of exactly one. */
