@@ -9,7 +9,6 @@
 #define BYTES __m256i
 #define MASK __m256i
 #define NV 4
-#define STREAMS 1
 #define LANES 8
 #define LOAD(p) _mm256_loadu_si256((const __m256i *)(p))
 #define STORE(p, v) _mm256_storeu_si256((__m256i *)(p), v)
@@ -149,6 +148,7 @@ static inline void pair_find(const struct pair *t, __m256i x, __m256i *a, __m256
 
 #define CODES struct pair
 #define LOOKUP struct pair
+#define FEW(t) 0
 #define lookup_find pair_find
 
 static inline CODES codes_load(const book_codes *book)
@@ -161,13 +161,15 @@ static inline LOOKUP lookup_load(const book_lookup *book)
 	return pair_load(book->symbol, book->length);
 }
 
-static inline void codes_find(const CODES *t, const uint8_t *symbol, __m256i *code, __m256i *length, uint32_t *escaped)
+static inline void codes_find(const CODES *t, int few, const uint8_t *symbol, __m256i *code, __m256i *length,
+			      uint32_t *escaped)
 {
 	/* 2^(n - 1) by n, since a 16-bit shift by lane is a multiplication here */
 	const __m256i power =
 		_mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 4, 8, 16, 32, 64, (char)128, 0, 0, 0, 0, 0, 0, 0));
 	__m256i c, n, p, c2, n2;
 
+	(void)few;
 	pair_find(t, LOAD(symbol), &c, &n);
 	*escaped = (uint32_t)_mm256_movemask_epi8(n);
 	n = AND(n, _mm256_set1_epi8(15));
@@ -198,7 +200,7 @@ static inline void WIDEN(__m256i b, __m256i v[NV])
 	v[3] = _mm256_unpackhi_epi16(hi, zero);
 }
 
-static inline void store_quads(const __m256i s[4], int stream, uint8_t escape, uint8_t *dst, uint32_t *escaped)
+static inline void store_quads(const __m256i s[4], uint8_t escape, uint8_t *dst, uint32_t *escaped)
 {
 	const __m256i esc = _mm256_set1_epi8((char)escape);
 	__m256i a = _mm256_unpacklo_epi8(s[0], s[1]), b = _mm256_unpackhi_epi8(s[0], s[1]);
@@ -206,7 +208,6 @@ static inline void store_quads(const __m256i s[4], int stream, uint8_t escape, u
 	__m256i q[NV] = {_mm256_unpacklo_epi16(a, c), _mm256_unpackhi_epi16(a, c), _mm256_unpacklo_epi16(b, d),
 			 _mm256_unpackhi_epi16(b, d)};
 
-	(void)stream;
 	for (int v = 0; v < NV; v++) {
 		STORE(dst + 32 * v, q[v]);
 		escaped[v] = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(q[v], esc));

@@ -6,21 +6,23 @@
  *   LOAD STORE SET1          memory and constants
  *   ADD SUB OR AND           on words
  *   SHL SHR (v, counts)      by lane; a count above 31 (a negative one too) gives 0
- *   NEG (v), KEEP (v)        lanes that are negative, as MASK; v & 31
+ *   NEG (v), GT (a, b)       lanes that are negative, or where a > b, as MASK; signed
+ *   KEEP (v)                 v & 31
  *   SELECT (mask, a, b)      mask ? a : b
  *   PUSH (end, v, mask)      store the masked lanes, in lane order, just below end; returns the new end
  *   PULL (p, mask)           spread the words at p over the masked lanes, 0 elsewhere
  *   COUNT (mask)             lanes in a mask
  *   CODES, codes_load (book) what a look-up of symbols needs
- *   codes_find (t, x, c, n)  the codes (right-justified) and lengths of the quads in x, one a word, and a bit mask of
- *                            the escaped symbols
+ *   codes_find (t, few, x, c, n, e)  the codes (right-justified) and lengths of the quads in x, one a word, and a bit
+ *                            mask of the escaped symbols
+ *   FEW (t)                  0, or which of the faster ways codes_find has for few symbols: it is told, as a constant
+ * and, unless LANES_DECODE says that decode_lanes is its own,
  *   LOOKUP, lookup_load      what a look-up of the next 8 bits needs
- *   STREAMS                  1, or 2 where two decoded together are faster
- *   BYTES                    a vector with a byte for each lane of all streams
- *   TOP (v[STREAMS * NV])    the top byte of every lane
+ *   BYTES                    a vector with a byte for each lane
+ *   TOP (v[NV])              the top byte of every lane
  *   lookup_find (t, x, s, n) their symbols and lengths, as BYTES
  *   ADD_BYTES, WIDEN (b, v)  lengths to words, in the order of TOP
- *   store_quads (s[4], i, esc, dst, escaped)  interleave stream i's four symbols a lane, store, note escapes
+ *   store_quads (s[4], esc, dst, escaped)  interleave the four symbols of a lane, store, note escapes
  */
 
 /* Reads past the last word come from here: a row takes at most 32 words, a vector may look LANES_SLACK ahead. */
@@ -41,11 +43,12 @@ static inline void ahead_fetch(const struct ahead *ahead, size_t step, size_t ro
 			__builtin_prefetch((const void *)(ahead->at + c * ahead->stride + row * step + i));
 }
 
-static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, size_t rows, uint32_t *end, lanes *state,
-			      uint32_t *escaped, const struct ahead *ahead)
+static inline __attribute__((always_inline)) uint32_t *encode_rows_by(const CODES *table, int few,
+								      const uint8_t *symbol, size_t rows, uint32_t *end,
+								      lanes *state, uint32_t *escaped,
+								      const struct ahead *ahead)
 {
 	const size_t step = ahead_step(ahead, rows);
-	CODES table = codes_load(book);
 	V word[NV], part[NV], tail[NV];
 
 	for (int v = 0; v < NV; v++)
@@ -56,11 +59,11 @@ static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, siz
 			V code, n, t, full;
 			MASK m;
 
-			codes_find(&table, symbol + WIRE_ROW * rows + 4 * LANES * v, &code, &n,
+			codes_find(table, few, symbol + WIRE_ROW * rows + 4 * LANES * v, &code, &n,
 				   escaped + 4 * rows + LANES / 8 * v);
 			/* prepend n bits: what no longer fits beside 32 pushes the last word out */
 			t = ADD(tail[v], n);
-			m = NEG(SUB(SET1(31), t));
+			m = GT(t, SET1(31));
 			full = OR(part[v], SHL(code, tail[v]));
 			end = PUSH(end, word[v], m);
 			word[v] = SELECT(m, full, word[v]);
@@ -76,6 +79,18 @@ static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, siz
 	return end;
 }
 
+static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, size_t rows, uint32_t *end, lanes *state,
+			      uint32_t *escaped, const struct ahead *ahead)
+{
+	const CODES table = codes_load(book);
+
+	switch (FEW(&table)) {
+	case 1: return encode_rows_by(&table, 1, symbol, rows, end, state, escaped, ahead);
+	case 2: return encode_rows_by(&table, 2, symbol, rows, end, state, escaped, ahead);
+	default: return encode_rows_by(&table, 0, symbol, rows, end, state, escaped, ahead);
+	}
+}
+
 /* A stream's place in its words. */
 struct place {
 	const uint8_t *p, *end;
@@ -83,9 +98,19 @@ struct place {
 	int in_last;
 };
 
+static inline void place_begin(struct place *at, const struct stream *s)
+{
+	at->p = s->words;
+	at->end = at->p + 4 * s->nwords;
+	at->in_last = 0;
+}
+
+/* What a row may take, and a vector read behind that. */
+#define PLACE_LEAST (4 * (WIRE_LANES + LANES_SLACK))
+
 static inline void place_row(struct place *at)
 {
-	if (__builtin_expect(at->end - at->p >= 4 * (WIRE_LANES + LANES_SLACK), 1))
+	if (__builtin_expect(at->end - at->p >= PLACE_LEAST, 1))
 		return;
 	if (!at->in_last) {
 		size_t left = (size_t)(at->end - at->p);
@@ -99,6 +124,7 @@ static inline void place_row(struct place *at)
 	at->p = at->p > at->end ? at->end : at->p; /* zeros from here on */
 }
 
+#ifndef LANES_DECODE
 static inline int all_zero(const V *word, const V *part, const V *tail)
 {
 	uint32_t any[LANES];
@@ -112,61 +138,51 @@ static inline int all_zero(const V *word, const V *part, const V *tail)
 	return any[0] == 0;
 }
 
-/* STREAMS streams at once, lane for lane. */
-static void decode_streams(const LOOKUP *table, uint8_t escape, struct stream *const *stream, size_t rows,
-			   const struct ahead *ahead)
+static void decode_stream(const LOOKUP *table, uint8_t escape, struct stream *stream, size_t rows,
+			  const struct ahead *ahead)
 {
 	const size_t step = ahead_step(ahead, rows);
-	V word[STREAMS * NV], part[STREAMS * NV], tail[STREAMS * NV];
-	struct place at[STREAMS];
+	const lanes *state = stream->state;
+	V word[NV], part[NV], tail[NV];
+	struct place at;
 
-	for (int s = 0; s < STREAMS; s++) {
-		at[s].p = stream[s]->words;
-		at[s].end = at[s].p + 4 * stream[s]->nwords;
-		at[s].in_last = 0;
-	}
-	for (int v = 0; v < STREAMS * NV; v++) {
-		const lanes *state = stream[v / NV]->state;
-
-		word[v] = LOAD(state->word + LANES * (v % NV));
-		part[v] = LOAD(state->part + LANES * (v % NV));
-		tail[v] = LOAD(state->tail + LANES * (v % NV));
+	place_begin(&at, stream);
+	for (int v = 0; v < NV; v++) {
+		word[v] = LOAD(state->word + LANES * v);
+		part[v] = LOAD(state->part + LANES * v);
+		tail[v] = LOAD(state->tail + LANES * v);
 	}
 	for (size_t r = 0; r < rows; r++) {
-		V next[STREAMS * NV], w[STREAMS * NV];
 		BYTES symbol[4], n, total;
+		V next[NV], w[NV];
 
 		ahead_fetch(ahead, step, r);
-		for (int s = 0; s < STREAMS; s++)
-			place_row(at + s);
-		for (int v = 0; v < STREAMS * NV; v++)
+		place_row(&at);
+		for (int v = 0; v < NV; v++)
 			next[v] = word[v];
 		lookup_find(table, TOP(next), &symbol[0], &total);
 		n = total;
 		for (int k = 1; k < 4; k++) {
 			WIDEN(n, w);
-			for (int v = 0; v < STREAMS * NV; v++)
+			for (int v = 0; v < NV; v++)
 				next[v] = SHL(next[v], w[v]);
 			lookup_find(table, TOP(next), &symbol[k], &n);
 			total = ADD_BYTES(total, n);
 		}
-		for (int s = 0; s < STREAMS; s++)
-			store_quads(symbol, s, escape, stream[s]->symbol + WIRE_ROW * r, stream[s]->escaped + 4 * r);
+		store_quads(symbol, escape, stream->symbol + WIRE_ROW * r, stream->escaped + 4 * r);
 		WIDEN(total, w);
-		for (int v = 0; v < STREAMS * NV; v++) {
+		for (int v = 0; v < NV; v++) {
 			V left = SUB(tail[v], w[v]), fresh;
 			MASK m = NEG(left);
 
-			fresh = PULL(at[v / NV].p, m);
-			at[v / NV].p += 4 * COUNT(m);
-			word[v] = OR(OR(SHL(word[v], w[v]), SHR(part[v], SUB(SET1(32), w[v]))),
-				     SHR(fresh, ADD(left, SET1(32))));
-			part[v] = OR(SHL(part[v], w[v]), SHL(fresh, SUB(SET1(0), left)));
-			tail[v] = KEEP(left);
+			tail[v] = KEEP(left); /* where a word comes, as many of its bits are left */
+			fresh = PULL(at.p, m);
+			at.p += 4 * COUNT(m);
+			word[v] = OR(OR(SHL(word[v], w[v]), SHR(part[v], SUB(SET1(32), w[v]))), SHR(fresh, tail[v]));
+			part[v] = OR(SHL(part[v], w[v]), SHL(fresh, SUB(SET1(32), tail[v])));
 		}
 	}
-	for (int s = 0; s < STREAMS; s++)
-		stream[s]->good = all_zero(word + NV * s, part + NV * s, tail + NV * s) && at[s].p >= at[s].end;
+	stream->good = all_zero(word, part, tail) && at.p >= at.end;
 }
 
 static void decode_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
@@ -174,13 +190,8 @@ static void decode_lanes(const book_lookup *book, struct stream *a, struct strea
 {
 	const LOOKUP table = lookup_load(book);
 
-	if (STREAMS == 2) { /* one alone is done twice, to the same bytes */
-		struct stream *const both[] = {a, b ? b : a};
-
-		decode_streams(&table, book->escape, both, rows, ahead);
-		return;
-	}
-	decode_streams(&table, book->escape, &a, rows, ahead);
+	decode_stream(&table, book->escape, a, rows, ahead);
 	if (b)
-		decode_streams(&table, book->escape, &b, rows, ahead);
+		decode_stream(&table, book->escape, b, rows, ahead);
 }
+#endif

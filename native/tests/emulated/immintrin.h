@@ -257,6 +257,50 @@ static inline __m512i emulated_mask_sub_epi16(__m512i from, __mmask32 k, __m512i
 	return simde_mm512_loadu_si512(out);
 }
 
+static inline __m512i emulated_mask_shuffle_epi8(__m512i from, __mmask64 k, __m512i a, __m512i order)
+{
+	uint8_t x[64], o[64], out[64];
+
+	memcpy(x, &a, 64);
+	memcpy(o, &order, 64);
+	memcpy(out, &from, 64);
+	for (int i = 0; i < 64; i++)
+		if (k >> i & 1)
+			out[i] = o[i] & 0x80 ? 0 : x[i / 16 * 16 + o[i] % 16];
+	return simde_mm512_loadu_si512(out);
+}
+
+/* the upper half of a above b, shifted up; the lower half of b above a, shifted down */
+static inline __m512i emulated_shldv_epi32(__m512i a, __m512i b, __m512i n)
+{
+	uint32_t x[16], y[16], c[16];
+
+	memcpy(x, &a, 64);
+	memcpy(y, &b, 64);
+	memcpy(c, &n, 64);
+	for (int i = 0; i < 16; i++)
+		x[i] = (uint32_t)(((uint64_t)x[i] << 32 | y[i]) << c[i] % 32 >> 32);
+	return simde_mm512_loadu_si512(x);
+}
+
+static inline __m512i emulated_shrdv_epi32(__m512i a, __m512i b, __m512i n)
+{
+	uint32_t x[16], y[16], c[16];
+
+	memcpy(x, &a, 64);
+	memcpy(y, &b, 64);
+	memcpy(c, &n, 64);
+	for (int i = 0; i < 16; i++)
+		x[i] = (uint32_t)(((uint64_t)y[i] << 32 | x[i]) >> c[i] % 32);
+	return simde_mm512_loadu_si512(x);
+}
+
+#undef _mm512_mask_shuffle_epi8
+#undef _mm512_shldv_epi32
+#undef _mm512_shrdv_epi32
+#define _mm512_mask_shuffle_epi8 emulated_mask_shuffle_epi8
+#define _mm512_shldv_epi32 emulated_shldv_epi32
+#define _mm512_shrdv_epi32 emulated_shrdv_epi32
 #undef _mm512_mask_cmplt_epi16_mask
 #undef _mm512_mask_sub_epi16
 #undef _mm512_stream_si512

@@ -1,0 +1,319 @@
+/* lanes_avx512.h - lanes.h in 512-bit vectors: look-ups by byte permutations, and two streams decoded together. */
+static inline uint32_t *PUSH(uint32_t *end, __m512i v, __mmask16 m)
+{
+	unsigned n = (unsigned)__builtin_popcount(m);
+
+	/* compressing into memory is microcoded on some CPUs; a masked store is not */
+	end -= n;
+	_mm512_mask_storeu_epi32(end, (__mmask16)((1u << n) - 1), _mm512_maskz_compress_epi32(m, v));
+	return end;
+}
+
+/* A table of 256 bytes in four registers: two 128-byte permutes and a blend on bit 7. */
+struct bytes256 {
+	__m512i part[4];
+};
+
+static inline struct bytes256 bytes256_load(const uint8_t *p)
+{
+	struct bytes256 t;
+
+	for (int i = 0; i < 4; i++)
+		t.part[i] = _mm512_loadu_si512(p + 64 * i);
+	return t;
+}
+
+static inline __m512i bytes256_find(const struct bytes256 *t, __m512i x)
+{
+	__m512i low = _mm512_permutex2var_epi8(t->part[0], x, t->part[1]);
+	__m512i high = _mm512_permutex2var_epi8(t->part[2], x, t->part[3]);
+
+	return _mm512_mask_blend_epi8(_mm512_movepi8_mask(x), low, high);
+}
+
+/*
+ * Most books have few codes, of values that are neighbours, but for 0 perhaps: of a window of 64 values a permute is
+ * enough. All others are escapes.
+ */
+struct codes512 {
+	struct bytes256 code, length;
+	__m512i base, near_code, near_length, escape_code, escape_length, zero_code, zero_length;
+	int few; /* 1: all values that have a code are in the window, 2: or 0 */
+};
+
+#define CODES struct codes512
+#define FEW(t) (t)->few
+
+static inline CODES codes_load(const book_codes *book)
+{
+	int first = 256, last = -1, escape = book->escape;
+	CODES t = {.code = bytes256_load(book->code), .length = bytes256_load(book->length)};
+	uint8_t window[64];
+
+	for (int i = 255; i > 0; i--)
+		if (!(book->length[i] & 0x80)) {
+			first = i;
+			last = last < 0 ? i : last;
+		}
+	if (last < 0)
+		first = last = 0;
+	if (last - first >= 64)
+		return t;
+	t.few = book->length[0] & 0x80 || first == 0 ? 1 : 2;
+	for (int i = 0; i < 64; i++)
+		window[i] = book->code[first + i < 256 ? first + i : escape];
+	t.near_code = _mm512_loadu_si512(window);
+	for (int i = 0; i < 64; i++)
+		window[i] = book->length[first + i < 256 ? first + i : escape];
+	t.near_length = _mm512_loadu_si512(window);
+	t.base = _mm512_set1_epi8((char)first);
+	t.escape_code = _mm512_set1_epi8((char)book->code[escape]);
+	t.escape_length = _mm512_set1_epi8((char)book->length[escape]);
+	t.zero_code = _mm512_set1_epi8((char)book->code[0]);
+	t.zero_length = _mm512_set1_epi8((char)book->length[0]);
+	return t;
+}
+
+static inline void codes_find(const CODES *t, int few, const uint8_t *symbol, __m512i *code, __m512i *length,
+			      uint32_t *escaped)
+{
+	__m512i x = _mm512_loadu_si512(symbol), c, n, c2, n2;
+	__mmask64 esc;
+
+	if (few) {
+		__m512i y = _mm512_sub_epi8(x, t->base);
+		__mmask64 near = _mm512_cmplt_epu8_mask(y, _mm512_set1_epi8(64));
+
+		c = _mm512_mask_permutexvar_epi8(t->escape_code, near, y, t->near_code);
+		n = _mm512_mask_permutexvar_epi8(t->escape_length, near, y, t->near_length);
+		if (few == 2) {
+			__mmask64 zero = _mm512_cmpeq_epi8_mask(x, _mm512_setzero_si512());
+
+			c = _mm512_mask_mov_epi8(c, zero, t->zero_code);
+			n = _mm512_mask_mov_epi8(n, zero, t->zero_length);
+		}
+	} else {
+		c = bytes256_find(&t->code, x);
+		n = bytes256_find(&t->length, x);
+	}
+	esc = _mm512_movepi8_mask(n);
+	memcpy(escaped, &esc, 8);
+	n = AND(n, _mm512_set1_epi8(15));
+	c2 = OR(_mm512_sllv_epi16(AND(c, _mm512_set1_epi16(255)), _mm512_srli_epi16(n, 8)), _mm512_srli_epi16(c, 8));
+	n2 = _mm512_maddubs_epi16(n, _mm512_set1_epi8(1));
+	*length = _mm512_madd_epi16(n2, _mm512_set1_epi16(1));
+	*code = OR(SHL(AND(c2, SET1(0xffff)), _mm512_srli_epi32(n2, 16)), _mm512_srli_epi32(c2, 16));
+}
+
+#define LANES_DECODE
+#include "lanes.h"
+
+/*
+ * How long a code is, is what the next symbol waits for: 7 bits say it, for two codes of 8 bits differ in the last; and
+ * 6 bits do, unless a code of 7 bits has two of 8 beside it. Symbols of codes of at most 6 bits are found by 6 bits,
+ * too; if longer ones begin with two ones, as they do where few values are rare, another permute finds those.
+ */
+struct lookup512 {
+	struct bytes256 symbol;
+	__m512i length[2], top_length, top_symbol, last_symbol;
+	int few;
+};
+
+static inline struct lookup512 lookup512_load(const book_lookup *book)
+{
+	struct lookup512 t = {.symbol = bytes256_load(book->symbol), .few = 1};
+	uint8_t symbol[64], length[128];
+
+	for (int i = 0; i < 192; i++)
+		t.few &= book->length[i] <= 6;
+	for (int i = 0; i < 128; i++) {
+		length[i] = book->length[2 * i];
+		t.few &= book->length[4 * (i / 2)] == book->length[4 * (i / 2) + 2];
+	}
+	t.length[0] = _mm512_loadu_si512(length);
+	t.length[1] = _mm512_loadu_si512(length + 64);
+	for (int i = 0; i < 64; i++) {
+		symbol[i] = book->symbol[4 * i];
+		length[i] = book->length[4 * i];
+	}
+	t.top_symbol = _mm512_loadu_si512(symbol);
+	t.top_length = _mm512_loadu_si512(length);
+	t.last_symbol = t.symbol.part[3];
+	return t;
+}
+
+static inline __m512i lookup512_length(const struct lookup512 *t, int few, __m512i x)
+{
+	/* permutes take the lower 6 or 7 bits of each byte */
+	return few ? _mm512_permutexvar_epi8(_mm512_srli_epi16(x, 2), t->top_length)
+		   : _mm512_permutex2var_epi8(t->length[0], _mm512_srli_epi16(x, 1), t->length[1]);
+}
+
+static inline __m512i lookup512_symbol(const struct lookup512 *t, int few, __m512i x)
+{
+	if (few)
+		return _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(_mm512_srli_epi16(x, 2), t->top_symbol),
+						    _mm512_cmpge_epu8_mask(x, _mm512_set1_epi8((char)192)), x,
+						    t->last_symbol);
+	return bytes256_find(&t->symbol, x);
+}
+
+/*
+ * Of the words of two vectors, the upper (or lower) parts together, b's below a's. BYTES: of words of 16 bits; HALVES:
+ * of
+ * 32. By a byte shuffle that leaves half of the bytes alone; or, with fewer cycles to wait, by a shift and a choice.
+ */
+static inline __m512i upper_bytes(__m512i a, __m512i b)
+{
+	const __m128i down = _mm_setr_epi8(1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15);
+
+	return _mm512_mask_shuffle_epi8(a, 0x5555555555555555, b, _mm512_broadcast_i32x4(down));
+}
+
+static inline __m512i lower_bytes(__m512i a, __m512i b)
+{
+	const __m128i up = _mm_setr_epi8(0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12, 14, 14);
+
+	return _mm512_mask_shuffle_epi8(b, 0xaaaaaaaaaaaaaaaa, a, _mm512_broadcast_i32x4(up));
+}
+
+static inline __m512i upper_halves(__m512i a, __m512i b)
+{
+	const __m128i down = _mm_setr_epi8(2, 3, 2, 3, 6, 7, 6, 7, 10, 11, 10, 11, 14, 15, 14, 15);
+
+	return _mm512_mask_shuffle_epi8(a, 0x3333333333333333, b, _mm512_broadcast_i32x4(down));
+}
+
+static inline __m512i lower_halves(__m512i a, __m512i b)
+{
+	const __m128i up = _mm_setr_epi8(0, 1, 0, 1, 4, 5, 4, 5, 8, 9, 8, 9, 12, 13, 12, 13);
+
+	return _mm512_mask_shuffle_epi8(b, 0xcccccccccccccccc, a, _mm512_broadcast_i32x4(up));
+}
+
+static inline __m512i upper_bytes_soon(__m512i a, __m512i b)
+{
+	return _mm512_ternarylogic_epi32(_mm512_srli_epi16(b, 8), a, _mm512_set1_epi16((short)0xff00), 0xd8);
+}
+
+static inline __m512i upper_halves_soon(__m512i a, __m512i b)
+{
+	return _mm512_ternarylogic_epi32(_mm512_srli_epi32(b, 16), a, SET1((int)0xffff0000), 0xd8);
+}
+
+/*
+ * Two streams at once, for one leaves the CPU waiting for itself: vectors 0 and 1 hold the words of the first, 2 and 3
+ * those of the second. What is a byte for each of the 64 lanes lies in one vector, whose word i has the bytes of word i
+ * of vectors 2, 0, 3, 1, the lowest first. So shifts bring it to the words; above it there may be more.
+ */
+static inline void by_word(__m512i bytes, __m512i v[4])
+{
+	v[2] = bytes;
+	v[0] = _mm512_srli_epi32(bytes, 8);
+	v[3] = _mm512_srli_epi32(bytes, 16);
+	v[1] = _mm512_srli_epi32(bytes, 24);
+}
+
+static inline __attribute__((always_inline)) void decode_two(const struct lookup512 *table, int few, uint8_t escape,
+							     struct stream *const stream[2], size_t rows,
+							     const struct ahead *ahead)
+{
+	const __m512i zero = _mm512_setzero_si512(), esc = _mm512_set1_epi8((char)escape);
+	const size_t step = ahead_step(ahead, rows);
+	__m512i word[4], part[4], tails[4], tail;
+	struct place at[2];
+	const uint8_t *p[2]; /* at[].p, in a register */
+
+	for (int v = 0; v < 4; v++) {
+		const lanes *state = stream[v / 2]->state;
+
+		word[v] = LOAD(state->word + LANES * (v % 2));
+		part[v] = LOAD(state->part + LANES * (v % 2));
+		tails[v] = LOAD(state->tail + LANES * (v % 2));
+	}
+	tail = OR(OR(tails[2], _mm512_slli_epi32(tails[0], 8)),
+		  OR(_mm512_slli_epi32(tails[3], 16), _mm512_slli_epi32(tails[1], 24)));
+	for (int s = 0; s < 2; s++) {
+		place_begin(at + s, stream[s]);
+		p[s] = at[s].p;
+	}
+	for (size_t r = 0; r < rows; r++) {
+		__m512i symbol[4], total = zero, left, count[4], low[2], high[2], quad[4];
+		__mmask16 m[4];
+
+		ahead_fetch(ahead, step, r);
+		for (int s = 0; s < 2; s++)
+			if (__builtin_expect(at[s].end - p[s] < PLACE_LEAST, 0)) {
+				at[s].p = p[s];
+				place_row(at + s);
+				p[s] = at[s].p;
+			}
+		for (int k = 0; k < 4; k += 2) { /* the upper 16 bits of a word hold two codes */
+			__m512i a = upper_halves_soon(word[1], word[0]), b = upper_halves_soon(word[3], word[2]);
+			__m512i x = upper_bytes_soon(a, b), n, n2;
+
+			n = lookup512_length(table, few, x);
+			symbol[k] = lookup512_symbol(table, few, x);
+			a = _mm512_sllv_epi16(a, _mm512_srli_epi16(n, 8));
+			b = _mm512_sllv_epi16(b, AND(n, _mm512_set1_epi16(255)));
+			x = upper_bytes_soon(a, b);
+			n2 = lookup512_length(table, few, x);
+			symbol[k + 1] = lookup512_symbol(table, few, x);
+			n = _mm512_add_epi8(n, n2);
+			total = _mm512_add_epi8(total, n);
+			by_word(n, count);
+			for (int v = 0; v < 4; v++) { /* by at most 16; counts are taken mod 32 */
+				word[v] = _mm512_shldv_epi32(word[v], part[v], count[v]);
+				part[v] = _mm512_shldv_epi32(part[v], zero, count[v]);
+			}
+		}
+		/* a new word where bits are missing: then `tail` is what is left of it behind the first 32 */
+		left = _mm512_sub_epi8(tail, total);
+		tail = AND(left, _mm512_set1_epi8(31));
+		m[1] = _mm512_movepi32_mask(left);
+		m[3] = _mm512_movepi32_mask(_mm512_slli_epi32(left, 8));
+		m[0] = _mm512_movepi32_mask(_mm512_slli_epi32(left, 16));
+		m[2] = _mm512_movepi32_mask(_mm512_slli_epi32(left, 24));
+		by_word(tail, count);
+		for (int v = 0; v < 4; v++) {
+			__m512i fresh = _mm512_maskz_expand_epi32(m[v], _mm512_loadu_si512(p[v / 2]));
+
+			p[v / 2] += 4 * (size_t)(unsigned)__builtin_popcount(m[v]);
+			word[v] = OR(word[v], _mm512_shrdv_epi32(fresh, zero, count[v]));
+			part[v] = OR(part[v], _mm512_shrdv_epi32(zero, fresh, count[v]));
+		}
+		for (int k = 0; k < 2; k++) {
+			low[k] = lower_bytes(symbol[2 * k + 1], symbol[2 * k]);
+			high[k] = upper_bytes(symbol[2 * k + 1], symbol[2 * k]);
+		}
+		quad[0] = lower_halves(high[1], high[0]);
+		quad[1] = upper_halves(high[1], high[0]);
+		quad[2] = lower_halves(low[1], low[0]);
+		quad[3] = upper_halves(low[1], low[0]);
+		for (int v = 0; v < 4; v++) {
+			__mmask64 escaped = _mm512_cmpeq_epi8_mask(quad[v], esc);
+
+			STORE(stream[v / 2]->symbol + WIRE_ROW * r + 64 * (v % 2), quad[v]);
+			memcpy(stream[v / 2]->escaped + 4 * r + 2 * (v % 2), &escaped, 8);
+		}
+	}
+	by_word(tail, tails);
+	for (int s = 0; s < 2; s++) {
+		__m512i all = OR(OR(word[2 * s], word[2 * s + 1]), OR(part[2 * s], part[2 * s + 1]));
+
+		all = OR(all, AND(OR(tails[2 * s], tails[2 * s + 1]), SET1(255)));
+		stream[s]->good = _mm512_test_epi32_mask(all, all) == 0 && p[s] >= at[s].end;
+	}
+}
+
+static void decode_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
+			 const struct ahead *ahead)
+{
+	const struct lookup512 table = lookup512_load(book);
+	struct stream *const both[] = {a, b ? b : a}; /* one alone is done twice, to the same bytes */
+
+	if (table.few)
+		decode_two(&table, 1, book->escape, both, rows, ahead);
+	else
+		decode_two(&table, 0, book->escape, both, rows, ahead);
+}
