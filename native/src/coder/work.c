@@ -1,7 +1,8 @@
 /* work.c - one thread's buffers: how large, and what lies where. */
 #include "work.h"
 
-#include "rows/rows.h"
+#include "model.h"
+#include "plane.h"
 
 static uint64_t largest_block(uint64_t n)
 {
@@ -38,7 +39,7 @@ static const struct dtype *coded_dtype(const struct header *h)
 
 static uint64_t coded_block(const struct header *h)
 {
-	return largest_block(codec_is_rows(h->codec) && !rows_entropy(h) ? 0 : h->n);
+	return largest_block(codec_is_rows(h->codec) && !header_kind(h).entropy ? 0 : h->n);
 }
 
 #define CODES (WIRE_ROW_BLOCK + 64)
@@ -126,10 +127,11 @@ uint64_t region_bound(const struct job *j)
 	if (h->codec == CODEC_TRUNCATE)
 		return region_room(d, m);
 	if (codec_is_rows(h->codec)) {
+		const struct row_kind q = header_kind(h);
 		const struct part *p = job_parts(j);
 
 		for (nbytes = 0; p < job_parts(j) + j->nparts; p++)
-			nbytes = MAX(nbytes, rows_region_nbytes(h, p->row, MIN(p->count, rows_block(h, p->row))));
+			nbytes = MAX(nbytes, row_region_nbytes(q, p->row, MIN(p->count, row_block(q, p->row))));
 		return nbytes;
 	}
 

@@ -4,6 +4,10 @@
 
 #include "job.h"
 
+/* Codecs of rows: values worked on at once: they, their codes and random halves fit the first-level cache. A multiple
+ * of 40. */
+#define ROW_CHUNK 2560
+
 /* All in memory of the caller's, which work_place cuts up: m bytes are a block's values, padded to quad rows. */
 struct work {
 	uint8_t *plane[WIRE_MAX_PLANES]; /* m + 64 bytes each: 64 more than they hold may be read or written */

@@ -62,6 +62,38 @@ BITS_FN uint16_t bits_unturn(uint16_t y, uint16_t offset, int s)
 	return (uint16_t)((y >> s & 1) << 15 | bits_raise(u, offset, (uint16_t)(1 << s)));
 }
 
+/* Eight codes of `bits` bits, a byte each, side by side, and back. */
+BITS_FN uint64_t bits_squeeze(uint64_t x, int bits)
+{
+	int gap = 8 - bits;
+
+	x = (x & 0x00ff00ff00ff00ffull) | (x & 0xff00ff00ff00ff00ull) >> gap;
+	x = (x & 0x0000ffff0000ffffull) | (x & 0xffff0000ffff0000ull) >> 2 * gap;
+	return (x & 0x00000000ffffffffull) | (x & 0xffffffff00000000ull) >> 4 * gap;
+}
+
+BITS_FN uint64_t bits_spread(uint64_t x, int bits)
+{
+	uint64_t b1 = (1ull << bits) - 1, b2 = (1ull << 2 * bits) - 1, b4 = (1ull << 4 * bits) - 1;
+
+	x = (x & b4) | (x >> 4 * bits & b4) << 32;
+	x = (x & (b2 | b2 << 32)) | (x >> 2 * bits & (b2 | b2 << 32)) << 16;
+	b1 |= b1 << 32;
+	b1 |= b1 << 16;
+	return (x & b1) | (x >> bits & b1) << 8;
+}
+
+/* Five codes 0..2 as a byte, the first one most significant; b / 3 below 512, which leaves the last of them. */
+BITS_FN uint8_t bits_trits(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t e)
+{
+	return (uint8_t)(81 * a + 27 * b + 9 * c + 3 * d + e);
+}
+
+BITS_FN uint32_t bits_third(uint32_t b)
+{
+	return b * 171 >> 9;
+}
+
 /* splitmix64's finalizer: a bijection of 64-bit words. */
 BITS_FN uint64_t bits_mix64(uint64_t x)
 {

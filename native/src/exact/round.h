@@ -1,12 +1,88 @@
 /* round.h - one-word functions of the lossy codecs: random words, conversions and their roundings. C, C++ and NVRTC.
  *
- * Arguments are finite unless it says otherwise. Each float operation rounds once, to nearest even: compile without
- * contraction, and run without flushing subnormals to zero.
+ * Arguments are finite unless it says otherwise.
  */
 #ifndef CODEC_ROUND_H
 #define CODEC_ROUND_H
 
 #include "bits.h"
+
+/*
+ * The float operations of these headers, and nothing else in them adds, multiplies, divides or converts floats: a build
+ * that neither fuses these nor flushes subnormals to zero gives the same words everywhere.
+ */
+BITS_FN float round_add(float a, float b)
+{
+	return a + b;
+}
+
+BITS_FN float round_sub(float a, float b)
+{
+	return a - b;
+}
+
+BITS_FN float round_mul(float a, float b)
+{
+	return a * b;
+}
+
+BITS_FN float round_div(float a, float b)
+{
+	return a / b;
+}
+
+/* Toward zero; x must fit. */
+BITS_FN int round_to_int(float x)
+{
+	return (int)x;
+}
+
+BITS_FN double round_add64(double a, double b)
+{
+	return a + b;
+}
+
+BITS_FN double round_sub64(double a, double b)
+{
+	return a - b;
+}
+
+BITS_FN double round_mul64(double a, double b)
+{
+	return a * b;
+}
+
+BITS_FN double round_div64(double a, double b)
+{
+	return a / b;
+}
+
+BITS_FN float round_to_float(double x)
+{
+	return (float)x;
+}
+
+#ifdef __CUDACC__
+BITS_FN float round_sqrt(float x)
+{
+	return __fsqrt_rn(x);
+}
+
+BITS_FN double round_sqrt64(double x)
+{
+	return __dsqrt_rn(x);
+}
+#else
+BITS_FN float round_sqrt(float x)
+{
+	return __builtin_sqrtf(x);
+}
+
+BITS_FN double round_sqrt64(double x)
+{
+	return __builtin_sqrt(x);
+}
+#endif
 
 #define ROUND_INF 0x7f800000u
 #define ROUND_ABS 0x7fffffffu
@@ -35,7 +111,7 @@ BITS_FN float round_float(uint32_t u)
 /* A value and what was lost of earlier ones. NaN is one, whichever of the two it comes from. */
 BITS_FN float round_plus(float x, float e)
 {
-	float sum = x + e;
+	float sum = round_add(x, e);
 
 	return sum != sum ? round_float(0x7fc00000u) : sum;
 }
@@ -43,9 +119,20 @@ BITS_FN float round_plus(float x, float e)
 /* What is lost of x where y is seen: nothing of NaN and Inf, or it would never be made up for. */
 BITS_FN float round_minus(float x, float y)
 {
-	float lost = x - y;
+	float lost = round_sub(x, y);
 
 	return (round_bits(x) & ROUND_ABS) < ROUND_INF ? lost : 0.0f;
+}
+
+/* Sums of frames: out + weight * y; the larger one, or NaN if either is. */
+BITS_FN float round_weighted(float out, float weight, float y)
+{
+	return round_add(out, round_mul(weight, y));
+}
+
+BITS_FN float round_larger(float out, float y)
+{
+	return out < y || y != y ? y : out;
 }
 
 /*
@@ -100,7 +187,7 @@ BITS_FN uint32_t round_from_float16(uint16_t x)
 	uint32_t a = x & 0x7fffu, sign = (uint32_t)(x & 0x8000) << 16;
 	uint32_t normal = (a << 13) + (112u << 23);
 	/* subnormal: as a fraction above 2^-14, which is then taken away */
-	uint32_t small = round_bits(round_float((a << 13) + (113u << 23)) - 0x1p-14f);
+	uint32_t small = round_bits(round_sub(round_float((a << 13) + (113u << 23)), 0x1p-14f));
 	uint32_t special = (a << 13) | ROUND_INF | (uint32_t)(a > 0x7c00) << 22;
 
 	return sign | (a < 0x400 ? small : a < 0x7c00 ? normal : special);
@@ -120,7 +207,8 @@ BITS_FN uint16_t round_to_float16(uint32_t x)
 	uint32_t a = x & ROUND_ABS, sign = x >> 16 & 0x8000;
 	uint32_t normal = ((a + 0xfff + (a >> 13 & 1)) >> 13) - (112u << 10);
 	/* below 2^-14 a number has as many bits as are left of 2^-24: those of a sum with 1/2 */
-	uint32_t small = round_bits(round_float(a) + 0.5f) - round_bits(0.5f), is_small = 0 - (a < 113u << 23);
+	uint32_t small = round_bits(round_add(round_float(a), 0.5f)) - round_bits(0.5f),
+		 is_small = 0 - (a < 113u << 23);
 	uint32_t finite = (small & is_small) | (normal & ~is_small); /* a choice would keep loops from being vectors */
 
 	finite = finite > 0x7bff ? 0x7bff : finite;
@@ -138,7 +226,7 @@ BITS_FN uint32_t round_small_nearest(uint32_t y, uint32_t mbits, uint32_t bias)
 	uint32_t normal = ((a + (1u << (shift - 1)) - 1 + (a >> shift & 1)) >> shift) - ((127 - bias) << mbits);
 	/* below the normal range: a sum with a power of two whose last bit is worth a step */
 	uint32_t step = (127 + 23 + 1 - bias - mbits) << 23;
-	uint32_t small = round_bits(round_float(a) + round_float(step)) - step;
+	uint32_t small = round_bits(round_add(round_float(a), round_float(step))) - step;
 
 	return a < (128 - bias) << 23 ? small : normal;
 }
@@ -147,9 +235,9 @@ BITS_FN uint32_t round_small_stochastic(uint32_t y, uint32_t mbits, uint32_t bia
 {
 	uint32_t a = y & ROUND_ABS, shift = 23 - mbits, lost = shift - 16;
 	uint32_t normal = ((a + (h << lost) + (1u << lost >> 1)) >> shift) - ((127 - bias) << mbits);
-	float steps = round_float(a) * round_float((127 + 17 + bias + mbits - 1) << 23);
+	float steps = round_mul(round_float(a), round_float((127 + 17 + bias + mbits - 1) << 23));
 	uint32_t is_small = a < (128 - bias) << 23;
-	uint32_t small = ((uint32_t)(int)(is_small ? steps : 0.0f) + 2 * h + 1) >> 17;
+	uint32_t small = ((uint32_t)round_to_int(is_small ? steps : 0.0f) + 2 * h + 1) >> 17;
 
 	return is_small ? small : normal;
 }
@@ -161,12 +249,66 @@ BITS_FN uint32_t round_small_stochastic(uint32_t y, uint32_t mbits, uint32_t bia
 BITS_FN uint32_t round_small_value(uint32_t code, uint32_t mbits, uint32_t bias)
 {
 	float normal = round_float((code << (23 - mbits)) + ((127 - bias) << 23));
-	float small = normal + normal - round_float((128 - bias) << 23);
+	float small = round_sub(round_add(normal, normal), round_float((128 - bias) << 23));
 
 	return round_bits(small < normal ? small : normal);
 }
 
+/* To nearest, or with 16 random bits: which of them is a constant of the loop. */
+BITS_FN uint32_t round_small(uint32_t y, uint32_t mbits, uint32_t bias, int random, uint32_t h)
+{
+	return random ? round_small_stochastic(y, mbits, bias, h) : round_small_nearest(y, mbits, bias);
+}
+
 #define FLOAT8_NAN 0x7fu
+
+/* FLOAT8: the code of x, which may be NaN or Inf, times a scale; `most` is the largest number. And back. */
+BITS_FN uint8_t round_float8_code(uint32_t x, float scale, float most, uint32_t mbits, uint32_t bias, int random,
+				  uint32_t h)
+{
+	uint32_t a = x & ROUND_ABS, y = round_bits(round_mul(round_float(a), scale)), top = round_bits(most);
+	uint32_t c = round_small(y < top ? y : top, mbits, bias, random, h);
+
+	return (uint8_t)((a < ROUND_INF ? c : FLOAT8_NAN) | (x >> 24 & 0x80));
+}
+
+BITS_FN float round_float8_value(uint32_t code, float scale, uint32_t mbits, uint32_t bias, uint32_t last)
+{
+	uint32_t c = code & 0x7f, v = round_bits(round_div(round_float(round_small_value(c, mbits, bias)), scale));
+
+	v = v < ROUND_MAX ? v : ROUND_MAX;
+	v = c > last ? 0x7fc00000u : v;
+	return round_float(v | (code & 0x80) << 24);
+}
+
+/* FLOAT4: the code of x over a scale, sign at bit 3; over a scale of 0, that of a zero. */
+BITS_FN uint8_t round_float4_code(uint32_t x, float scale, int random, uint32_t h)
+{
+	uint32_t y = round_bits(round_div(round_float(x & ROUND_ABS), scale > 0 ? scale : round_float(ROUND_INF)));
+
+	y = y < 0x40c00000u ? y : 0x40c00000u; /* 6 */
+	return (uint8_t)(round_small(y, 1, 1, random, h) | (x >> 28 & 8));
+}
+
+/* What a code is worth, times the scale. */
+BITS_FN float round_float4_ratio(uint32_t code)
+{
+	return round_float(round_small_value(code & 7, 1, 1) | (code & 8) << 28);
+}
+
+/* That product: at most the largest number, with its sign. */
+BITS_FN float round_scaled(float ratio, float scale)
+{
+	uint32_t u = round_bits(round_mul(ratio, scale)), a = u & ROUND_ABS;
+
+	return round_float((u & ~ROUND_ABS) | (a < ROUND_MAX ? a : ROUND_MAX));
+}
+
+/* SIGN: what negative values are. A scale of 0 says that they were 0, whatever their sign. */
+BITS_FN float round_sign_below(float scale)
+{
+	return scale > 0 ? -scale : 0.0f;
+}
 
 /*
  * x / scale * n by two products, since a division takes many times longer: (x * up) * by. n is a power of two, so that
@@ -179,20 +321,25 @@ struct round_over {
 BITS_FN struct round_over round_over(float scale, float n)
 {
 	float up = scale < 0x1p-60f ? 0x1p64f : 1.0f;
-	struct round_over o = {up, n / (scale * up)};
+	struct round_over o = {up, round_div(n, round_mul(scale, up))};
 
 	return o;
+}
+
+BITS_FN float round_over_times(float x, struct round_over o)
+{
+	return round_mul(round_mul(x, o.up), o.by);
 }
 
 /* x over a scale, as an index into levels 0..n from -amax to amax (even) or 0..n from 0 to amax (odd, of |x|). */
 BITS_FN float round_even_place(float x, struct round_over amax, float n)
 {
-	return (x * amax.up * amax.by + 1.0f) * (n * 0.5f);
+	return round_mul(round_add(round_over_times(x, amax), 1.0f), round_mul(n, 0.5f));
 }
 
 BITS_FN float round_odd_place(float ax, struct round_over amax, float n)
 {
-	return ax * amax.up * amax.by * n;
+	return round_mul(round_over_times(ax, amax), n);
 }
 
 /*
@@ -203,12 +350,34 @@ BITS_FN int round_place(float place, uint32_t h)
 {
 	place = place > 0.0f ? place : 0.0f;
 	place = place < 255.0f ? place : 255.0f;
-	return ((int)(place * 131072.0f) + 2 * (int)h + 1) >> 17;
+	return (round_to_int(round_mul(place, 131072.0f)) + 2 * (int)h + 1) >> 17;
 }
 
 BITS_FN float round_level(int c, float n, float amax)
 {
-	return amax * ((float)c / n);
+	return amax > 0 ? round_mul(amax, round_div((float)c, n)) : 0.0f;
+}
+
+/* The code of x, whose sign bit is above its magnitude; amax > 0. Of a row of zeros it is round_level_zero. */
+BITS_FN uint8_t round_level_code(uint32_t x, int odd, int levels, struct round_over amax, uint32_t h)
+{
+	int c;
+
+	if (!odd)
+		return (uint8_t)round_place(round_even_place(round_float(x), amax, (float)levels), h);
+	c = round_place(round_odd_place(round_float(x & ROUND_ABS), amax, (float)levels), h);
+	return (uint8_t)(levels + (x >> 31 ? -c : c));
+}
+
+BITS_FN uint8_t round_level_zero(int odd, int levels)
+{
+	return (uint8_t)(odd ? levels : 0);
+}
+
+/* The level of a code, times amax. */
+BITS_FN int round_level_of(uint32_t code, int odd, int levels)
+{
+	return odd ? (int)code - levels : 2 * (int)code - levels;
 }
 
 /*
@@ -268,14 +437,42 @@ BITS_FN uint32_t round_truncate(uint32_t x, uint32_t k, uint32_t nearest, uint32
  */
 BITS_FN uint32_t round_ternary(float ax, struct round_over over, uint32_t *low)
 {
-	float q = ax * over.up * over.by, most = 65536.0f;
+	float q = round_over_times(ax, over), most = 65536.0f;
 	int high;
 
 	q = q < most ? q : most; /* of a tensor that changes while it is read, anything */
-	high = (int)q < 65535 ? (int)q : 65535;
+	high = round_to_int(q) < 65535 ? round_to_int(q) : 65535;
 
-	*low = (uint32_t)(int)((q - (float)high) * 65536.0f);
+	*low = (uint32_t)round_to_int(round_mul(round_sub(q, (float)high), 65536.0f));
 	return (uint32_t)high;
+}
+
+/* TERNARY's code for a draw that decides nothing. */
+#define TERNARY_TIE 3
+
+/* 0 for 0, 1 for s, 2 for -s, or TERNARY_TIE, from the first draw. `top` is s > 0, the pattern; x may lie beyond it. */
+BITS_FN uint8_t round_ternary_code(uint32_t x, uint32_t top, struct round_over over, uint32_t h)
+{
+	uint32_t a = x & ROUND_ABS, low, high;
+
+	a = a < top ? a : top;
+	high = round_ternary(round_float(a), over, &low);
+	return (uint8_t)(h < high || a == top ? 1 + (x >> 31) : h == high ? TERNARY_TIE : 0);
+}
+
+/* The same of a tie, from the second draw. */
+BITS_FN uint8_t round_ternary_settled(uint32_t x, struct round_over over, uint32_t h)
+{
+	uint32_t low;
+
+	round_ternary(round_float(x & ROUND_ABS), over, &low);
+	return (uint8_t)(h < low ? 1 + (x >> 31) : 0);
+}
+
+/* What a code is worth, times s. */
+BITS_FN float round_ternary_ratio(uint32_t code)
+{
+	return code == 1 ? 1.0f : code == 2 ? -1.0f : 0.0f;
 }
 
 #endif

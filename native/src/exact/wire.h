@@ -26,6 +26,11 @@
 #define WIRE_MAX_RANK 8
 #define WIRE_MAX_HEADER (WIRE_AT_SHAPE + 8 * WIRE_MAX_RANK)
 
+/* Dtypes of codecs 2 to 7. */
+#define WIRE_FLOAT32 1
+#define WIRE_BFLOAT16 3
+#define WIRE_FLOAT16 4
+
 #define WIRE_CODEC_LOSSLESS 1
 #define WIRE_CODEC_SIGN 2
 #define WIRE_CODEC_TERNARY 3

@@ -17,6 +17,11 @@ struct header {
 	uint64_t side_at, side_nbytes, directory_at, planes_at, plane_stride, regions_at;
 };
 
+static inline struct row_kind header_kind(const struct header *h)
+{
+	return row_kind_of(h->codec, h->variant, h->options, h->bits, h->dtype);
+}
+
 codec_status header_derive(struct header *h);
 codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, codec_fault *f);
 void header_write(const struct header *h, uint8_t *frame);

@@ -9,6 +9,7 @@
 #include "exact/bits.h"
 #include "exact/book.h"
 #include "exact/round.h"
+#include "exact/scales.h"
 #include "exact/seal.h"
 #include "exact/wire.h"
 
@@ -140,14 +141,6 @@ struct columns {
 /* Floats of a caller's tensor: at any address. */
 typedef float float_any __attribute__((aligned(1), may_alias));
 
-/* How values that share a scale become codes: what the loops need of the spec. */
-struct row_kind {
-	uint8_t codec, variant, odd, finite; /* finite: NaN and Inf were refused before */
-	uint8_t bits;                        /* of a code in the frame; 0: five a byte */
-	float max;                           /* FLOAT8: the largest number */
-	int levels;                          /* QUANTIZE: the largest code (even), or the largest magnitude (odd) */
-};
-
 /* A = theta * ((sqrt(v * V) + eps) * theta_v + theta) + m * M, each operation rounded; without V: theta * theta + ...
  */
 struct metric_terms {
@@ -165,9 +158,6 @@ struct truncate_kind {
 
 /* Sums over at most WIRE_TREE values: of |x|; of x^2 and x; or of |x| where the sign is clear, and where it is set. */
 enum { ROW_SUM_ABS, ROW_SUM_SQUARES, ROW_SUM_SIGNS };
-/* TERNARY's code for a draw that decides nothing. */
-#define TERNARY_TIE 3
-
 struct row_lanes {
 	float a[32], b[32];
 	double s[32], t[32];

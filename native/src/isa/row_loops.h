@@ -18,7 +18,7 @@
 #define FLOAT8_CODES(mbits, bias, max, x, n, scale, h, finite, code) ((void)(finite), (size_t)0)
 #define FLOAT4_CODES(x, n, row, scale, h, code) 0
 #define LEVEL_CODES(odd, x, n, amax, levels, h, code) 0
-#define LEVEL_VALUES(code, n, amax, step, from, levels, y) 0
+#define LEVEL_VALUES(code, n, amax, odd, levels, y) 0
 #define TABLE_VALUES(few, code, n, ratio, scale, y) ((void)(few), (size_t)0)
 #define FLOAT8_VALUES(mbits, bias, last, code, n, scale, y) 0
 #endif
@@ -79,8 +79,8 @@ static inline void add_squares(const float_any *x, size_t n, struct row_lanes *s
 		int32_t magnitude = (int32_t)(round_bits(x[l]) & ROUND_ABS);
 
 		sums->max[l] = magnitude > sums->max[l] ? magnitude : sums->max[l];
-		sums->s[l] += (double)x[l] * (double)x[l];
-		sums->t[l] += (double)x[l];
+		sums->s[l] = round_add64(sums->s[l], round_mul64((double)x[l], (double)x[l]));
+		sums->t[l] = round_add64(sums->t[l], (double)x[l]);
 	}
 }
 
@@ -91,8 +91,8 @@ static inline void add_magnitudes(int by_sign, const float_any *x, size_t n, str
 		int32_t magnitude = (int32_t)(u & ROUND_ABS);
 
 		sums->max[l] = magnitude > sums->max[l] ? magnitude : sums->max[l];
-		sums->a[l] += round_float(u & ROUND_ABS & ~minus);
-		sums->b[l] += round_float(u & ROUND_ABS & minus);
+		sums->a[l] = round_add(sums->a[l], round_float(u & ROUND_ABS & ~minus));
+		sums->b[l] = round_add(sums->b[l], round_float(u & ROUND_ABS & minus));
 		sums->negative += minus & 1;
 	}
 }
@@ -165,60 +165,42 @@ static void halves(struct philox key, uint64_t block, size_t nblocks, uint16_t *
 static int ternary_run(const float_any *x, size_t n, float s, const uint16_t *h, uint8_t *restrict code)
 {
 	const struct round_over over = round_over(s, 65536);
-	const int32_t top = (int32_t)round_bits(s);
+	const uint32_t top = round_bits(s);
 	int32_t most = 0;
 
 	for (size_t i = TERNARY_CODES(x, n, s, h, code, &most); i < n; i++) {
-		uint32_t u = round_bits(x[i]), low, high;
+		uint32_t u = round_bits(x[i]);
 		int32_t a = (int32_t)(u & ROUND_ABS);
 
 		most = a > most ? a : most;
-		a = a < top ? a : top;
-		high = round_ternary(round_float((uint32_t)a), over, &low);
-		code[i] = h[i] < high || a == top ? 1 + (u >> 31) : h[i] == high ? TERNARY_TIE : 0;
+		code[i] = round_ternary_code(u, top, over, h[i]);
 	}
-	return most > top;
+	return most > (int32_t)top;
 }
 
 static inline void float8_run(uint32_t mbits, uint32_t bias, float max, const float_any *x, size_t n, float scale,
 			      const uint16_t *h, int finite, uint8_t *restrict code)
 {
-	uint32_t most = round_bits(max);
-
-	for (size_t i = FLOAT8_CODES(mbits, bias, max, x, n, scale, h, finite, code); i < n; i++) {
-		uint32_t u = round_bits(x[i]), y = round_bits(round_float(u & ROUND_ABS) * scale), c;
-		uint32_t is_special = (u & ROUND_ABS) >= ROUND_INF;
-
-		y = y < most ? y : most;
-		c = h ? round_small_stochastic(y, mbits, bias, h[i]) : round_small_nearest(y, mbits, bias);
-		code[i] = (uint8_t)((is_special ? FLOAT8_NAN : c) | (u >> 24 & 0x80));
-	}
+	for (size_t i = FLOAT8_CODES(mbits, bias, max, x, n, scale, h, finite, code); i < n; i++)
+		code[i] = round_float8_code(round_bits(x[i]), scale, max, mbits, bias, h != NULL, h ? h[i] : 0);
 }
 
 static inline void float8_values(uint32_t mbits, uint32_t bias, uint32_t last, const uint8_t *code, size_t n,
 				 float scale, float_any *restrict y)
 {
 	/* a scale so small that a quotient could overflow is no vector's business */
-	for (size_t i = scale < 0x1p-111f ? 0 : FLOAT8_VALUES(mbits, bias, last, code, n, scale, y); i < n; i++) {
-		uint32_t c = code[i] & 0x7f;
-		uint32_t v = round_bits(round_float(round_small_value(c, mbits, bias)) / scale);
-
-		v = v < ROUND_MAX ? v : ROUND_MAX;
-		v = c > last ? 0x7fc00000u : v;
-		y[i] = round_float(v | (uint32_t)(code[i] & 0x80) << 24);
-	}
+	for (size_t i = scale < 0x1p-111f ? 0 : FLOAT8_VALUES(mbits, bias, last, code, n, scale, y); i < n; i++)
+		y[i] = round_float8_value(code[i], scale, mbits, bias, last);
 }
 
 /* Codes of at most 4 bits: what each is worth, before the scale. */
 static void ratios(const struct row_kind *q, float ratio[16])
 {
-	for (int c = 0; c < 16; c++)
+	for (uint32_t c = 0; c < 16; c++)
 		switch (q->codec) {
-		case WIRE_CODEC_TERNARY: ratio[c] = (float)(c < 2 ? c : -1); break;
-		case WIRE_CODEC_FLOAT4:
-			ratio[c] = round_float(round_small_value((uint32_t)c & 7, 1, 1) | (uint32_t)(c & 8) << 28);
-			break;
-		default: ratio[c] = (float)(q->odd ? c - q->levels : 2 * c - q->levels) / (float)q->levels;
+		case WIRE_CODEC_TERNARY: ratio[c] = round_ternary_ratio(c); break;
+		case WIRE_CODEC_FLOAT4: ratio[c] = round_float4_ratio(c); break;
+		default: ratio[c] = round_level(round_level_of(c, q->odd, q->levels), (float)q->levels, 1);
 		}
 }
 
@@ -226,27 +208,16 @@ static inline void table_values(int few, const uint8_t *code, size_t n, const fl
 				float_any *y)
 {
 	/* FLOAT4: 6 times such a scale would overflow */
-	for (size_t i = scale > 0x1p125f ? 0 : TABLE_VALUES(few, code, n, ratio, scale, y); i < n; i++) {
-		uint32_t u = round_bits(ratio[code[i] & 15] * scale), a = u & ROUND_ABS;
-
-		y[i] = round_float((u & ~ROUND_ABS) | (a < ROUND_MAX ? a : ROUND_MAX));
-	}
+	for (size_t i = scale > 0x1p125f ? 0 : TABLE_VALUES(few, code, n, ratio, scale, y); i < n; i++)
+		y[i] = round_scaled(ratio[code[i] & 15], scale);
 }
 
 /* scale is what a row's values are divided by, 0 for zeros. Code: sign at bit 3. */
 static inline void float4_run(const float_any *x, size_t n, size_t row, const float *scale, const uint16_t *h,
 			      uint8_t *restrict code)
 {
-	const uint32_t most = 0x40c00000u; /* 6 */
-
-	for (size_t i = FLOAT4_CODES(x, n, row, scale, h, code); i < n; i++) {
-		float by = scale[i / row];
-		uint32_t u = round_bits(x[i]), y = round_bits(round_float(u & ROUND_ABS) / (by > 0 ? by : INFINITY)), c;
-
-		y = y < most ? y : most;
-		c = h ? round_small_stochastic(y, 1, 1, h[i]) : round_small_nearest(y, 1, 1);
-		code[i] = (uint8_t)(c | (u >> 28 & 8));
-	}
+	for (size_t i = FLOAT4_CODES(x, n, row, scale, h, code); i < n; i++)
+		code[i] = round_float4_code(round_bits(x[i]), scale[i / row], h != NULL, h ? h[i] : 0);
 }
 
 /* amax > 0. */
@@ -255,29 +226,20 @@ static inline void level_run(int odd, const float_any *x, size_t n, float amax, 
 {
 	const struct round_over over = round_over(amax, 1);
 
-	for (size_t i = LEVEL_CODES(odd, x, n, amax, levels, h, code); i < n; i++) {
-		uint32_t u = round_bits(x[i]), draw = h ? h[i] : 0x8000;
-
-		if (odd) {
-			int c = round_place(round_odd_place(round_float(u & ROUND_ABS), over, (float)levels), draw);
-
-			code[i] = (uint8_t)(levels + (u >> 31 ? -c : c));
-		} else {
-			code[i] = (uint8_t)round_place(round_even_place(x[i], over, (float)levels), draw);
-		}
-	}
+	for (size_t i = LEVEL_CODES(odd, x, n, amax, levels, h, code); i < n; i++)
+		code[i] = round_level_code(round_bits(x[i]), odd, levels, over, h ? h[i] : 0x8000);
 }
 
-static void level_values(const uint8_t *code, size_t n, float amax, int step, int from, int levels, float_any *y)
+static void level_values(const uint8_t *code, size_t n, float amax, int odd, int levels, float_any *y)
 {
-	for (size_t i = LEVEL_VALUES(code, n, amax, step, from, levels, y); i < n; i++)
-		y[i] = round_level(step * code[i] - from, (float)levels, amax);
+	for (size_t i = LEVEL_VALUES(code, n, amax, odd, levels, y); i < n; i++)
+		y[i] = round_level(round_level_of(code[i], odd, levels), (float)levels, amax);
 }
 
 static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, size_t row, const float *scale,
 		       const uint16_t *h, uint8_t *code)
 {
-	int above = 0;
+	int above = 0, finite = !(q->options & WIRE_OPTION_PROPAGATE); /* NaN and Inf were refused before */
 
 	if (q->codec == WIRE_CODEC_FLOAT4) { /* rows are short there */
 		h ? float4_run(x, n, row, scale, h, code) : float4_run(x, n, row, scale, NULL, code);
@@ -292,11 +254,11 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 		switch (q->codec) {
 		case WIRE_CODEC_FLOAT8: /* constants make faster loops */
 			if (q->variant == WIRE_FLOAT8_E4M3FN)
-				r ? float8_run(3, 7, 448, p, m, *scale, r, q->finite, c)
-				  : float8_run(3, 7, 448, p, m, *scale, NULL, q->finite, c);
+				r ? float8_run(3, 7, 448, p, m, *scale, r, finite, c)
+				  : float8_run(3, 7, 448, p, m, *scale, NULL, finite, c);
 			else
-				r ? float8_run(2, 15, 57344, p, m, *scale, r, q->finite, c)
-				  : float8_run(2, 15, 57344, p, m, *scale, NULL, q->finite, c);
+				r ? float8_run(2, 15, 57344, p, m, *scale, r, finite, c)
+				  : float8_run(2, 15, 57344, p, m, *scale, NULL, finite, c);
 			break;
 		case WIRE_CODEC_TERNARY:
 			if (*scale > 0)
@@ -306,7 +268,7 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 			break;
 		default:
 			if (!(*scale > 0))
-				memset(c, q->odd ? q->levels : 0, m);
+				memset(c, round_level_zero(q->odd, q->levels), m);
 			else if (q->odd)
 				r ? level_run(1, p, m, *scale, q->levels, r, c)
 				  : level_run(1, p, m, *scale, q->levels, NULL, c);
@@ -321,7 +283,7 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 static void decode_rows(const struct row_kind *q, const uint8_t *code, size_t n, size_t row, const float *scale,
 			float_any *y)
 {
-	int tabled = q->codec != WIRE_CODEC_FLOAT8 && q->bits <= 4, few = q->bits < 4, step = q->odd ? 1 : 2;
+	int tabled = q->codec != WIRE_CODEC_FLOAT8 && q->bits <= 4, few = q->bits < 4;
 	float ratio[16];
 
 	if (tabled)
@@ -336,7 +298,7 @@ static void decode_rows(const struct row_kind *q, const uint8_t *code, size_t n,
 		else if (tabled)
 			table_values(0, code + at, m, ratio, *scale, y + at);
 		else if (q->codec == WIRE_CODEC_QUANTIZE)
-			level_values(code + at, m, *scale, step, q->levels, q->levels, y + at);
+			level_values(code + at, m, *scale, q->odd, q->levels, y + at);
 		else if (q->variant == WIRE_FLOAT8_E4M3FN)
 			float8_values(3, 7, 0x7e, code + at, m, *scale, y + at);
 		else
@@ -349,34 +311,13 @@ static void decode_rows(const struct row_kind *q, const uint8_t *code, size_t n,
 #define UNPACK_CODES(src, n, bits, code) 0
 #endif
 
-/* Eight codes of `bits` bits side by side in a word, and back. */
-static inline uint64_t squeeze(uint64_t x, int bits)
-{
-	int gap = 8 - bits;
-
-	x = (x & 0x00ff00ff00ff00ffull) | (x & 0xff00ff00ff00ff00ull) >> gap;
-	x = (x & 0x0000ffff0000ffffull) | (x & 0xffff0000ffff0000ull) >> 2 * gap;
-	return (x & 0x00000000ffffffffull) | (x & 0xffffffff00000000ull) >> 4 * gap;
-}
-
-static inline uint64_t spread(uint64_t x, int bits)
-{
-	uint64_t b1 = (1ull << bits) - 1, b2 = (1ull << 2 * bits) - 1, b4 = (1ull << 4 * bits) - 1;
-
-	x = (x & b4) | (x >> 4 * bits & b4) << 32;
-	x = (x & (b2 | b2 << 32)) | (x >> 2 * bits & (b2 | b2 << 32)) << 16;
-	b1 |= b1 << 32;
-	b1 |= b1 << 16;
-	return (x & b1) | (x >> bits & b1) << 8;
-}
-
 static inline void pack_bits_of(const uint8_t *code, size_t n, int bits, uint8_t *dst)
 {
 	size_t i = PACK_CODES(code, n, bits, dst);
 
 	dst += i / 8 * (size_t)bits;
 	for (; i + 8 <= n; i += 8, dst += bits) {
-		uint64_t x = squeeze(load64(code + i), bits);
+		uint64_t x = bits_squeeze(load64(code + i), bits);
 
 		if (n - i >= 72) { /* room for 8 bytes */
 			store64(dst, x);
@@ -391,7 +332,7 @@ static inline void pack_bits_of(const uint8_t *code, size_t n, int bits, uint8_t
 		uint8_t last[8] = {0};
 
 		memcpy(last, code + i, n - i);
-		store64(last, squeeze(load64(last), bits));
+		store64(last, bits_squeeze(load64(last), bits));
 		memcpy(dst, last, (n - i) * (size_t)bits / 8 + ((n - i) * (size_t)bits % 8 != 0));
 	}
 }
@@ -405,17 +346,17 @@ static inline void unpack_bits_of(const uint8_t *src, size_t n, int bits, uint8_
 		uint8_t last[8] = {0};
 
 		if (n - i >= 72) {
-			store64(code + i, spread(load64(src), bits));
+			store64(code + i, bits_spread(load64(src), bits));
 		} else {
 			memcpy(last, src, (size_t)bits);
-			store64(code + i, spread(load64(last), bits));
+			store64(code + i, bits_spread(load64(last), bits));
 		}
 	}
 	if (i < n) {
 		uint8_t last[8] = {0};
 
 		memcpy(last, src, (n - i) * (size_t)bits / 8 + ((n - i) * (size_t)bits % 8 != 0));
-		store64(last, spread(load64(last), bits));
+		store64(last, bits_spread(load64(last), bits));
 		memcpy(code + i, last, n - i);
 	}
 }
@@ -460,12 +401,12 @@ static void pack_trits(const uint8_t *code, size_t n, uint8_t *dst)
 
 	dst += i / 5;
 	for (; i + 5 <= n; i += 5)
-		*dst++ = (uint8_t)(81 * code[i] + 27 * code[i + 1] + 9 * code[i + 2] + 3 * code[i + 3] + code[i + 4]);
+		*dst++ = bits_trits(code[i], code[i + 1], code[i + 2], code[i + 3], code[i + 4]);
 	if (i < n) {
 		uint8_t last[5] = {0};
 
 		memcpy(last, code + i, n - i);
-		*dst = (uint8_t)(81 * last[0] + 27 * last[1] + 9 * last[2] + 3 * last[3] + last[4]);
+		*dst = bits_trits(last[0], last[1], last[2], last[3], last[4]);
 	}
 }
 
@@ -479,7 +420,7 @@ static void unpack_trits(const uint8_t *src, size_t n, uint8_t *restrict code)
 		uint8_t five[5];
 
 		for (int k = 4; k >= 0; k--) {
-			uint32_t third = b * 171 >> 9; /* b / 3 below 512 */
+			uint32_t third = bits_third(b);
 
 			five[k] = (uint8_t)(b - 3 * third);
 			b = third;
@@ -512,25 +453,25 @@ static void subtract(const float_any *x, const float *y, size_t n, float_any *r)
 static void add(const float *y, size_t n, float weight, float_any *out)
 {
 	for (size_t i = 0; i < n; i++)
-		out[i] = out[i] + weight * y[i];
+		out[i] = round_weighted(out[i], weight, y[i]);
 }
 
 static void multiply(float_any *out, size_t n, float by)
 {
 	for (size_t i = 0; i < n; i++)
-		out[i] = out[i] * by;
+		out[i] = round_mul(out[i], by);
 }
 
 static void divide(float_any *out, size_t n, float by)
 {
 	for (size_t i = 0; i < n; i++)
-		out[i] = out[i] / by;
+		out[i] = round_div(out[i], by);
 }
 
 static void maximum(const float *y, size_t n, float_any *out)
 {
 	for (size_t i = 0; i < n; i++)
-		out[i] = out[i] < y[i] || y[i] != y[i] ? y[i] : out[i];
+		out[i] = round_larger(out[i], y[i]);
 }
 
 #define ROW_LOOPS                                                                                                      \

@@ -49,7 +49,7 @@ static inline size_t sign_values_avx2(const uint8_t *bits, size_t n, float negat
 	return i;
 }
 
-/* squeeze and spread of row_loops.h, four words at once. */
+/* bits_squeeze and bits_spread, four words at once. */
 static inline __m256i squeeze_avx2(__m256i x, int bits)
 {
 	for (int half = 8; half < 64; half *= 2) {

@@ -355,15 +355,15 @@ static inline F over_simd(F x, F by, F inverse)
 	return FMA(FNMA(y, by, x), inverse, y);
 }
 
-static inline size_t level_values_simd(const uint8_t *code, size_t n, float amax, int step, int from, int levels,
-				       float_any *y)
+/* round_level; amax > 0. */
+static inline size_t level_values_simd(const uint8_t *code, size_t n, float amax, int odd, int levels, float_any *y)
 {
 	const F most = SETF((float)levels), inverse = SETF(1 / (float)levels), by = SETF(amax);
 	size_t i = 0;
 
 	for (; i + LANES <= n; i += LANES) {
 		V c = WIDEN8(code + i);
-		F level = FLOAT(SUB(step == 2 ? ADD(c, c) : c, SET1(from)));
+		F level = FLOAT(SUB(odd ? c : ADD(c, c), SET1(levels)));
 
 		STOREF(y + i, MULF(by, over_simd(level, most, inverse)));
 	}

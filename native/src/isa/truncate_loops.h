@@ -33,11 +33,11 @@ static void metric_exponents(const struct metric_terms *t, const float_any *thet
 			     const float_any *m, size_t n, uint8_t *restrict ea)
 {
 	for (size_t i = 0; i < n; i++) {
-		float factor = v ? (sqrtf(t->v * v[i]) + t->eps) * t->theta_v + t->theta : t->theta;
-		float a = theta[i] * factor;
+		float root = v ? round_add(round_sqrt(round_mul(t->v, v[i])), t->eps) : 0;
+		float factor = v ? round_add(round_mul(root, t->theta_v), t->theta) : t->theta;
+		float a = round_mul(theta[i], factor);
 
-		a = m ? a + t->m * m[i] : a;
-		ea[i] = round_exponent(a);
+		ea[i] = round_exponent(m ? round_weighted(a, t->m, m[i]) : a);
 	}
 }
 

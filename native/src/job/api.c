@@ -103,7 +103,7 @@ codec_status request(const codec_spec *spec, const codec_tensor *like, int with_
 /* Does opening a job need a thread's buffer? It is then part of the job, and serves one-call functions throughout. */
 static int job_works(const struct header *h)
 {
-	return rows_entropy(h) || h->codec == CODEC_TRUNCATE;
+	return header_kind(h).entropy || h->codec == CODEC_TRUNCATE;
 }
 
 void *job_work(const struct job *j, void *scratch)

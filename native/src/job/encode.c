@@ -51,10 +51,11 @@ static codec_status sample_codes(struct job *j, const struct kernels *k, const s
 static codec_status start_rows(struct job *j, const struct kernels *k, const struct source *src, uint8_t *dst,
 			       size_t capacity)
 {
+	int entropy = header_kind(&j->h).entropy;
 	uint64_t most;
 
 	TRY(rows_finish(j));
-	if (rows_entropy(&j->h))
+	if (entropy)
 		TRY(sample_codes(j, k, src));
 	j->h.side_nbytes = side_write(j, NULL);
 	TRY(header_derive(&j->h));
@@ -62,7 +63,7 @@ static codec_status start_rows(struct job *j, const struct kernels *k, const str
 	if (j->h.side_nbytes > UINT32_MAX || most / WIRE_ALIGN > UINT32_MAX)
 		return CODEC_LIMIT;
 	/* before anything is written: only an entropy stage makes frames smaller than this */
-	if ((rows_entropy(&j->h) ? j->h.regions_at : most) > capacity)
+	if ((entropy ? j->h.regions_at : most) > capacity)
 		return CODEC_SHORT_OUTPUT;
 	if (j->residual)
 		j->residual = most > capacity ? RESIDUAL_LAST : RESIDUAL_WITH_BLOCKS;
@@ -87,8 +88,8 @@ static codec_status open_rows(const codec_spec *spec, struct job *j, const struc
 	}
 	j->h.layout = WIRE_LAYOUT_BLOCKS;
 	j->key = (struct philox){s.seed, (uint32_t)with->stream, (uint32_t)(with->stream >> 32)};
-	j->scale = j->h.codec == CODEC_TERNARY ? rows_round_scale(&j->h, s.scale) : s.scale;
-	if (s.scale > 0 && rows_scale_lost(&j->h, s.scale))
+	j->scale = j->h.codec == CODEC_TERNARY ? scale_in_dtype(s.scale, j->h.dtype) : s.scale;
+	if (s.scale > 0 && scale_lost(header_kind(&j->h), s.scale))
 		return CODEC_ROUNDED_SCALE;
 	j->clip = s.clip;
 	rows_cut(j, with);

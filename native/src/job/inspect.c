@@ -16,13 +16,14 @@ codec_status codec_verify(const void *frame, size_t nbytes)
  */
 static uint32_t row_of_parts(const struct header *h, const uint8_t *frame, uint64_t at, uint64_t end, uint64_t nparts)
 {
+	struct row_kind q = header_kind(h);
 	int chosen = h->codec == CODEC_SIGN || h->codec == CODEC_FLOAT8;
 	uint32_t row = 0;
 
 	for (uint64_t i = 0; i < MIN(nparts, (end - at) / WIRE_SEGMENT_NBYTES); i++) {
 		uint32_t next = load32(frame + at + WIRE_SEGMENT_NBYTES * i + 8);
 
-		if (!row_allowed(h, next))
+		if (!row_allowed(q, next))
 			return 0;
 		if (i && next != row)
 			return chosen ? CODEC_ROW_LAST : 0;

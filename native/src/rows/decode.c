@@ -4,12 +4,12 @@
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
 
 /* Scales of n values of whole rows, stored at frame[at], to w->scale; SIGN has two floats each. */
-static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct row_kind *q, int nbytes,
+static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct row_kind *q, uint64_t nbytes,
 				const struct part *p, uint64_t n, struct work *w, codec_fault *f)
 {
-	uint64_t nrows = (n + p->row - 1) / p->row;
+	uint64_t nrows = row_count(p->row, n);
 
-	for (uint64_t r = 0; r < nrows; r++, at += (uint64_t)nbytes) {
+	for (uint64_t r = 0; r < nrows; r++, at += nbytes) {
 		uint32_t u;
 
 		if (q->codec == CODEC_FLOAT4) {
@@ -17,7 +17,7 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 
 			if (frame[at] > last)
 				BAD(at, frame[at], last);
-			w->scale[r] = rows_small_scale(q, p, frame[at]);
+			w->scale[r] = scale_float4_value(*q, frame[at], p->scale[0]);
 			if (round_bits(w->scale[r]) >= ROUND_INF) /* that times the part's */
 				BAD(at, round_bits(w->scale[r]), ROUND_MAX);
 			continue;
@@ -44,8 +44,7 @@ static void sign_run(const struct kernels *k, const uint8_t *bits, uint64_t from
 	for (uint64_t i = 0; i < n; i += row) {
 		float above = w->scale[i / row], below = w->scale_below[i / row];
 
-		/* a scale of 0 says that all values were 0, whatever their sign */
-		k->sign_values(bits, from + i, MIN(row, n - i), below > 0 ? -below : 0, above, y + i);
+		k->sign_values(bits, from + i, MIN(row, n - i), round_sign_below(below), above, y + i);
 	}
 }
 
@@ -109,16 +108,16 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 				const struct coded *c, uint64_t t, uint64_t end, const uint8_t *code,
 				const struct sink *sink, struct work *w, codec_fault *f)
 {
-	uint64_t row = c->part->row <= ROW_CHUNK ? c->part->row : 0, n;
-	int nbytes = rows_scale_nbytes(&j->h), half = j->h.dtype == CODEC_FLOAT16;
+	uint64_t row = c->part->row <= ROW_CHUNK ? c->part->row : 0, nbytes = row_scale_nbytes(*q), n;
+	int half = j->h.dtype == CODEC_FLOAT16;
 	/* what is added up is what decoding gives */
 	int rounds = j->h.dtype != CODEC_FLOAT32 && sink->into != CODEC_INTO_STORE && !sink->unscaled;
 
 	for (uint64_t i = t; i < end; i += n) {
 		n = rows_run(c->part->row, i, end);
 		if (row || (c->part->row && i % c->part->row == 0))
-			TRY(read_scales(c->frame, c->scales_at + i / c->part->row * (uint64_t)nbytes, q, nbytes,
-					c->part, row ? n : 1, w, f));
+			TRY(read_scales(c->frame, c->scales_at + i / c->part->row * nbytes, q, nbytes, c->part,
+					row ? n : 1, w, f));
 		if (sink->into == SINK_NONE)
 			continue;
 		if (q->codec == CODEC_SIGN)
@@ -138,10 +137,9 @@ static codec_status decode_codes(const struct job *j, const struct kernels *k, c
 				 const struct sink *sink, struct work *w, codec_fault *f)
 {
 	uint64_t tile = c->part->row && c->part->row <= WIRE_ROW_BLOCK ? c->m : ROW_TILE;
+	const struct row_kind q = header_kind(&j->h);
 	const uint8_t *code;
-	struct row_kind q;
 
-	rows_kind(&j->h, &q);
 	w->scale[0] = sink->unscaled ? 1 : c->part->scale[0];
 	w->scale_below[0] = c->part->scale[q.variant == WIRE_SIGN_TWO_MEAN];
 	for (uint64_t t = 0; t < c->m; t += tile) {
@@ -157,12 +155,13 @@ static codec_status decode_codes(const struct job *j, const struct kernels *k, c
 codec_status rows_decode_block(const struct job *j, const struct kernels *k, const uint8_t *frame, uint64_t b,
 			       uint64_t at, uint64_t end, const struct sink *sink, struct work *w, codec_fault *f)
 {
+	const struct row_kind q = header_kind(&j->h);
 	struct place p = rows_place(j, b);
-	uint64_t ncodes = rows_codes_nbytes(&j->h, p.n), codes_at = at + p.nscales;
+	uint64_t ncodes = row_codes_nbytes(q, p.n), codes_at = at + p.nscales;
 	struct coded block = {p.part, frame, frame + codes_at, at, codes_at, p.first, p.n};
 	struct sink last = *sink;
 
-	if (rows_entropy(&j->h)) {
+	if (q.entropy) {
 		struct cursor c = {frame, codes_at, end};
 
 		if (end - at < p.nscales + 4)
@@ -187,7 +186,7 @@ codec_status rows_residual(const struct job *j, const struct kernels *k, const s
 	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = residual, .nbytes = 4 * j->h.n};
 	const struct sink sink = {.into = SINK_RESIDUAL, .dst = &dst, .src = src};
 	struct place p = rows_place(j, b);
-	const uint8_t *codes = rows_entropy(&j->h) ? w->plane[0] : frame + at + p.nscales;
+	const uint8_t *codes = header_kind(&j->h).entropy ? w->plane[0] : frame + at + p.nscales;
 	const struct coded block = {p.part, frame, codes, at, at + p.nscales, p.first, p.n};
 
 	return decode_codes(j, k, &block, &sink, w, NULL);

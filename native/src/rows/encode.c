@@ -9,10 +9,8 @@ static void settle_ties(const struct job *j, const float_any *x, uint64_t first,
 
 	while ((tie = memchr(tie, TERNARY_TIE, (size_t)(code + n - tie)))) {
 		uint64_t i = (uint64_t)(tie - code);
-		uint32_t u = round_bits(x[i]), low;
 
-		round_ternary(round_float(u & ROUND_ABS), over, &low);
-		*tie = (uint8_t)(philox_half(j->key, first + i, 1) < low ? 1 + (u >> 31) : 0);
+		*tie = round_ternary_settled(round_bits(x[i]), over, philox_half(j->key, first + i, 1));
 	}
 }
 
@@ -45,10 +43,10 @@ static codec_status encode_run(const struct job *j, const struct kernels *k, con
 
 	if (p->row > ROW_CHUNK && i % p->row == 0)
 		TRY(rows_long_scale(j, k, q, p, src, first + i, MIN(p->row, m - i), w,
-				    stored + i / p->row * (uint64_t)rows_scale_nbytes(&j->h)));
+				    stored + i / p->row * row_scale_nbytes(*q)));
 	x = load_values(k, src, first + i, n, w->x);
 	if (p->row && p->row <= ROW_CHUNK)
-		TRY(rows_scales(j, k, q, p, x, n, w, stored + i / p->row * (uint64_t)rows_scale_nbytes(&j->h)));
+		TRY(rows_scales(j, k, q, p, x, n, w, stored + i / p->row * row_scale_nbytes(*q)));
 	else if (!p->row)
 		*w->scale = p->scale[0];
 	above = k->encode_rows(q, x, n, p->row && p->row <= ROW_CHUNK ? p->row : n, w->scale, h, code);
@@ -65,9 +63,8 @@ static codec_status encode_codes(const struct job *j, const struct kernels *k, c
 				 uint8_t *dst)
 {
 	uint64_t tile = p->row && p->row <= WIRE_ROW_BLOCK ? m : ROW_TILE;
-	struct row_kind q;
+	const struct row_kind q = header_kind(&j->h);
 
-	rows_kind(&j->h, &q);
 	if (q.codec == CODEC_SIGN) {
 		if (p->row)
 			TRY(rows_sign_scales(j, k, src, first, m, p->row, stored));
@@ -110,7 +107,7 @@ codec_status rows_codes(const struct job *j, const struct kernels *k, const stru
 {
 	struct place at = rows_place(j, b);
 
-	*n = rows_codes_nbytes(&j->h, at.n);
+	*n = row_codes_nbytes(header_kind(&j->h), at.n);
 	return encode_codes(j, k, at.part, src, at.first, at.n, w, w->region, w->plane[0]);
 }
 
@@ -118,17 +115,18 @@ codec_status rows_codes(const struct job *j, const struct kernels *k, const stru
 codec_status rows_encode_block(const struct job *j, const struct kernels *k, const struct source *src, uint64_t b,
 			       uint8_t *out, uint64_t room, uint64_t *nbytes, struct work *w)
 {
+	const struct row_kind q = header_kind(&j->h);
 	struct place at = rows_place(j, b);
-	uint64_t ncodes = rows_codes_nbytes(&j->h, at.n), size = at.nscales + ncodes;
+	uint64_t ncodes = row_codes_nbytes(q, at.n), size = at.nscales + ncodes;
 	uint8_t *dst = out;
 
-	*nbytes = rows_region_nbytes(&j->h, at.part->row, at.n);
+	*nbytes = row_region_nbytes(q, at.part->row, at.n);
 	if (*nbytes > room) {
-		if (!rows_entropy(&j->h))
+		if (!q.entropy)
 			return CODEC_SHORT_OUTPUT;
 		dst = w->region; /* it may come out smaller */
 	}
-	if (rows_entropy(&j->h)) {
+	if (q.entropy) {
 		TRY(encode_codes(j, k, at.part, src, at.first, at.n, w, dst, w->plane[0]));
 		size = at.nscales + encode_bytes(j, k, w, ncodes, dst + at.nscales);
 		*nbytes = ALIGN8(size);

@@ -3,17 +3,6 @@
 
 #define OPTIONS (CODEC_OPTION_STOCHASTIC | CODEC_OPTION_PROPAGATE | CODEC_OPTION_ENTROPY)
 
-/* May so many values share a scale, wherever that is said? 0: all of a part. */
-int row_allowed(const struct header *h, uint32_t row)
-{
-	switch (h->codec) {
-	case CODEC_SIGN: return row <= WIRE_MAX_ROW;
-	case CODEC_TERNARY: return row == 0;
-	case CODEC_FLOAT4: return row == (h->variant == WIRE_FLOAT4_NVFP4 ? 16u : 32u);
-	default: return row && row <= (rows_entropy(h) ? WIRE_ROW_BLOCK : WIRE_MAX_ROW);
-	}
-}
-
 /* All but the row, which depends on more than params. */
 static int own_fault(const struct header *h)
 {
@@ -31,9 +20,11 @@ static int is_finite(float x)
  */
 static int row_asked(const struct header *h)
 {
+	const struct row_kind q = header_kind(h);
+
 	if (h->row == CODEC_ROW_LAST)
 		return h->codec == CODEC_SIGN || h->codec == CODEC_FLOAT8;
-	return row_allowed(h, rows_entropy(h) && h->row <= WIRE_MAX_ROW ? MIN(h->row, WIRE_ROW_BLOCK) : h->row);
+	return h->row <= WIRE_MAX_ROW && row_allowed(q, row_in_use(q, h->row, 1, NULL));
 }
 
 static uint32_t default_row(const struct header *h)
@@ -64,24 +55,27 @@ static codec_status params_ask(const codec_spec *s, struct header *h)
 
 static codec_status header_check(const struct header *h, codec_fault *f)
 {
+	const struct row_kind q = header_kind(h);
+
 	if (h->block_log2 || h->fixed || h->halved)
 		BAD(WIRE_AT_BLOCK_LOG2, h->block_log2, 0);
-	if (h->coded != rows_entropy(h))
-		BAD(WIRE_AT_CODED, h->coded, (uint64_t)rows_entropy(h));
+	if (h->coded != q.entropy)
+		BAD(WIRE_AT_CODED, h->coded, q.entropy);
 	if (h->flags & ~WIRE_FLAG_SEGMENTS)
 		BAD(WIRE_AT_FLAGS, h->flags, WIRE_FLAG_SEGMENTS);
-	if (h->flags ? h->row != 0 : !row_allowed(h, h->row)) /* of parts, each says its own */
+	if (h->flags ? h->row != 0 : !row_allowed(q, h->row)) /* of parts, each says its own */
 		BAD(WIRE_AT_PARAMS + WIRE_PARAM_ROW, h->row, 0);
 	return CODEC_OK;
 }
 
 static codec_status header_check_size(const struct header *h, codec_fault *f)
 {
-	uint64_t least = h->regions_at + rows_codes_nbytes(h, h->n);
+	const struct row_kind q = header_kind(h);
+	uint64_t least = h->regions_at + row_codes_nbytes(q, h->n);
 
-	if (rows_entropy(h) ? h->n / WIRE_TRITS_BLOCK > h->nblocks : 0)
+	if (q.entropy && h->n / WIRE_TRITS_BLOCK > h->nblocks)
 		BAD(WIRE_AT_NBLOCKS, h->nblocks, h->n / WIRE_TRITS_BLOCK);
-	if (!rows_entropy(h) && h->frame_nbytes < least)
+	if (!q.entropy && h->frame_nbytes < least)
 		BAD(WIRE_AT_FRAME_NBYTES, h->frame_nbytes, least);
 	return CODEC_OK;
 }

@@ -1,105 +1,20 @@
 /* parts.c - the geometry of frames whose values share scales: parts, their blocks and regions; their side section. */
 #include "rows.h"
 
-#define ROW_FLAT 1024 /* of a vector whose rows are asked for */
-#define ROW_LEAST 64  /* trailing dimensions are taken together until a row has as many values */
-
-/* How the loops see this codec. */
-void rows_kind(const struct header *h, struct row_kind *q)
-{
-	*q = (struct row_kind){.codec = h->codec, .variant = h->variant, .bits = 8};
-	q->finite = !(h->options & WIRE_OPTION_PROPAGATE);
-	switch (h->codec) {
-	case CODEC_SIGN: q->bits = 1; break;
-	case CODEC_TERNARY: q->bits = h->variant == WIRE_TERNARY_2BIT ? 2 : 0; break;
-	case CODEC_FLOAT8: q->max = h->variant == WIRE_FLOAT8_E4M3FN ? 448 : 57344; break;
-	case CODEC_FLOAT4: q->bits = 4; break;
-	default:
-		q->bits = h->bits;
-		q->odd = h->variant == WIRE_LEVELS_ODD;
-		q->levels = q->odd ? (1 << (h->bits - 1)) - 1 : (1 << h->bits) - 1;
-	}
-}
-
-/* Has a part scales of its own, beside those of its rows or instead of them? */
-int rows_part_scaled(const struct header *h, uint32_t row)
-{
-	return row == 0 || (h->codec == CODEC_FLOAT4 && h->variant == WIRE_FLOAT4_NVFP4);
-}
-
-static int five_a_byte(const struct header *h)
-{
-	return h->codec == CODEC_TERNARY && h->variant != WIRE_TERNARY_2BIT;
-}
-
-int rows_entropy(const struct header *h)
-{
-	return (h->codec == CODEC_TERNARY && h->variant == WIRE_TERNARY_ENTROPY) ||
-	       (h->codec == CODEC_FLOAT8 && h->options & WIRE_OPTION_ENTROPY);
-}
-
-uint64_t rows_block(const struct header *h, uint32_t row)
-{
-	if (!row)
-		return five_a_byte(h) ? WIRE_TRITS_BLOCK : WIRE_ROW_BLOCK;
-	return row <= WIRE_ROW_BLOCK ? WIRE_ROW_BLOCK / row * row : row;
-}
-
-uint64_t rows_codes_nbytes(const struct header *h, uint64_t m)
-{
-	struct row_kind q;
-
-	rows_kind(h, &q);
-	return q.bits ? (m * q.bits + 7) / 8 : (m + 4) / 5;
-}
-
-int rows_scale_nbytes(const struct header *h)
-{
-	switch (h->codec) {
-	case CODEC_SIGN: return h->variant == WIRE_SIGN_TWO_MEAN ? 8 : 4;
-	case CODEC_FLOAT4: return 1;
-	default: return 4;
-	}
-}
-
-/* Most bytes of a region of m values. */
-uint64_t rows_region_nbytes(const struct header *h, uint32_t row, uint64_t m)
-{
-	uint64_t nrows = row ? (m + row - 1) / row : 0;
-
-	return ALIGN8(nrows * (uint64_t)rows_scale_nbytes(h) + (rows_entropy(h) ? 4 : 0) + rows_codes_nbytes(h, m));
-}
-
-/* The row of a part with this shape. */
-static uint32_t row_for(const struct header *h, uint32_t rank, const uint64_t *shape)
-{
-	uint64_t row = h->row;
-
-	if (row == CODEC_ROW_LAST) {
-		row = rank > 1 ? 1 : ROW_FLAT;
-		for (uint32_t i = rank; rank > 1 && i-- > 0 && row < ROW_LEAST;)
-			row *= shape[i];
-		if (row > WIRE_MAX_ROW)
-			row = ROW_FLAT;
-	}
-	return (uint32_t)(rows_entropy(h) && row > WIRE_ROW_BLOCK ? ROW_FLAT : row);
-}
-
 static void add_part(struct job *j, uint64_t start, uint64_t count, uint32_t row)
 {
 	struct part *p = job_parts(j) + j->nparts++;
-	uint64_t block = rows_block(&j->h, row);
 
 	*p = (struct part){.start = start, .count = count, .first_block = j->h.nblocks, .row = row};
 	p->first_sum = (uint32_t)j->nsums;
 	j->nsums += (count + WIRE_TREE - 1) / WIRE_TREE;
-	j->h.nblocks += (count + block - 1) / block;
+	j->h.nblocks += row_nblocks(header_kind(&j->h), row, count);
 }
 
 static void add_flat(struct job *j, uint64_t start, uint64_t end)
 {
 	if (end > start)
-		add_part(j, start, end - start, row_for(&j->h, 1, NULL));
+		add_part(j, start, end - start, row_in_use(header_kind(&j->h), j->h.row, 1, NULL));
 }
 
 /* Parts of a tensor about to be encoded; the blocks are counted, and the header's row is that in use. */
@@ -109,7 +24,7 @@ void rows_cut(struct job *j, const codec_context *with)
 
 	j->nparts = j->nsums = j->h.nblocks = 0;
 	if (!with->nsegments) {
-		add_part(j, 0, j->h.n, row_for(&j->h, j->h.rank, j->h.shape));
+		add_part(j, 0, j->h.n, row_in_use(header_kind(&j->h), j->h.row, j->h.rank, j->h.shape));
 		j->h.row = job_parts(j)->row;
 		return;
 	}
@@ -121,7 +36,7 @@ void rows_cut(struct job *j, const codec_context *with)
 		if (count < WIRE_PART_MIN)
 			continue;
 		add_flat(j, flat, s->offset);
-		add_part(j, s->offset, count, row_for(&j->h, s->rank, s->shape));
+		add_part(j, s->offset, count, row_in_use(header_kind(&j->h), j->h.row, s->rank, s->shape));
 		flat = end;
 	}
 	add_flat(j, flat, j->h.n);
@@ -139,8 +54,9 @@ uint64_t rows_job_nbytes(const struct header *h)
 /* The values of a block. */
 struct place rows_place(const struct job *j, uint64_t block)
 {
+	const struct row_kind q = header_kind(&j->h);
 	const struct part *p = job_parts(j);
-	uint64_t lo = 0, hi = j->nparts, nvalues, from, n, nrows;
+	uint64_t lo = 0, hi = j->nparts, n;
 
 	while (hi - lo > 1) {
 		uint64_t mid = lo + (hi - lo) / 2;
@@ -151,11 +67,10 @@ struct place rows_place(const struct job *j, uint64_t block)
 			hi = mid;
 	}
 	p += lo;
-	nvalues = rows_block(&j->h, p->row);
-	from = (block - p->first_block) * nvalues;
-	n = MIN(nvalues, p->count - from);
-	nrows = p->row ? (n + p->row - 1) / p->row : 0;
-	return (struct place){p, p->start + from, n, nrows * (uint64_t)rows_scale_nbytes(&j->h)};
+	block -= p->first_block;
+	n = row_block_n(q, p->row, p->count, block);
+	return (struct place){p, p->start + block * row_block(q, p->row), n,
+			      row_count(p->row, n) * row_scale_nbytes(q)};
 }
 
 /* Most bytes of the regions of blocks [first, first + count); without an entropy stage, all that there can be. */
@@ -166,7 +81,7 @@ uint64_t rows_regions_nbytes(const struct job *j, uint64_t first, uint64_t count
 	for (uint64_t b = first; b < first + count; b++) {
 		struct place at = rows_place(j, b);
 
-		nbytes += rows_region_nbytes(&j->h, at.part->row, at.n);
+		nbytes += row_region_nbytes(header_kind(&j->h), at.part->row, at.n);
 	}
 	return nbytes;
 }
@@ -174,57 +89,21 @@ uint64_t rows_regions_nbytes(const struct job *j, uint64_t first, uint64_t count
 /* The largest frame, whatever the segments: each part may end a block early. */
 uint64_t rows_bound(const struct header *h)
 {
-	uint32_t row = row_for(h, h->rank, h->shape);
-	uint64_t block = rows_block(h, row), nblocks = (h->n + block - 1) / block, most, cut, nparts;
-	uint64_t head = WIRE_AT_SHAPE + 8 * (uint64_t)h->rank + ALIGN8(16 + (rows_entropy(h) ? BOOK_MAX_NBYTES : 0));
+	const struct row_kind q = header_kind(h);
+	uint32_t row = row_in_use(q, h->row, h->rank, h->shape);
+	uint64_t nblocks = row_nblocks(q, row, h->n), nparts = WIRE_MAX_PARTS(h->n), most, cut;
+	uint64_t head = WIRE_AT_SHAPE + 8 * (uint64_t)h->rank + ALIGN8(16 + (q.entropy ? BOOK_MAX_NBYTES : 0));
 
 	if (!h->n)
 		return head;
 	/* no segments, or parts of WIRE_PART_MIN values and what lies between them, whose rows have ROW_LEAST or more
 	 */
-	most = nblocks * (WIRE_DIRECTORY_ENTRY + 8) + (row ? (h->n + row - 1) / row + nblocks : 0) * 8 + nblocks * 8 +
-	       rows_codes_nbytes(h, h->n);
-	nparts = WIRE_MAX_PARTS(h->n);
-	row = h->row == CODEC_ROW_LAST ? ROW_LEAST : h->row;
+	most = nblocks * (WIRE_DIRECTORY_ENTRY + 16) + (row_count(row, h->n) + (row ? nblocks : 0)) * 8;
+	row = h->row == CODEC_ROW_LAST ? ROW_LEAST : row;
 	cut = h->n / (WIRE_ROW_BLOCK / 2) + nparts;
-	cut = cut * (WIRE_DIRECTORY_ENTRY + 16) + (row ? (h->n / row + cut) * 8 : 0) + rows_codes_nbytes(h, h->n) +
+	cut = cut * (WIRE_DIRECTORY_ENTRY + 16) + (row ? (h->n / row + cut) * 8 : 0) +
 	      nparts * (WIRE_SEGMENT_NBYTES + 8);
-	return head + MAX(most, cut);
-}
-
-/* TERNARY's values are 0 and plus or minus the scale, which is then one of the dtype's numbers. */
-float rows_round_scale(const struct header *h, float x)
-{
-	if (h->dtype == CODEC_BFLOAT16)
-		return round_float(round_from_bfloat16(round_to_bfloat16(round_bits(x))));
-	if (h->dtype == CODEC_FLOAT16)
-		return round_float(round_from_float16(round_to_float16(round_bits(x))));
-	return x;
-}
-
-/* The same, not below x if that can be: values that saturate are not unbiased. Sums with what was lost need it. */
-float rows_raise_scale(const struct header *h, float x)
-{
-	uint32_t u = round_bits(x);
-
-	if (rows_round_scale(h, x) >= x)
-		return rows_round_scale(h, x);
-	if (h->dtype == CODEC_BFLOAT16)
-		return round_float(round_from_bfloat16((uint16_t)MIN(round_to_bfloat16(u) + 1, 0x7f7f)));
-	return round_float(round_from_float16((uint16_t)MIN(round_to_float16(u) + 1, 0x7bff)));
-}
-
-/* Is a scale that was given 0 or Inf as float32 or, TERNARY, in the tensor's dtype? Rounding itself stops short of Inf.
- */
-int rows_scale_lost(const struct header *h, float x)
-{
-	uint32_t inf = ROUND_INF;
-
-	if (h->codec == CODEC_TERNARY && h->dtype == CODEC_BFLOAT16)
-		inf = 0x7f7f8000; /* half a unit above the largest number */
-	if (h->codec == CODEC_TERNARY && h->dtype == CODEC_FLOAT16)
-		inf = 0x477ff000; /* 65520 */
-	return round_bits(x) >= inf || (h->codec == CODEC_TERNARY && !(rows_round_scale(h, x) > 0));
+	return head + row_codes_nbytes(q, h->n) + MAX(most, cut);
 }
 
 uint64_t rows_side_nbytes(const struct job *j)
@@ -232,12 +111,13 @@ uint64_t rows_side_nbytes(const struct job *j)
 	uint64_t nbytes = j->h.flags & WIRE_FLAG_SEGMENTS ? 4 + WIRE_SEGMENT_NBYTES * j->nparts : 0;
 
 	/* rows were asked for of all parts or of none */
-	return nbytes + (rows_part_scaled(&j->h, job_parts(j)->row) ? 8 * j->nparts : 0);
+	return nbytes + (row_part_scaled(header_kind(&j->h), job_parts(j)->row) ? 8 * j->nparts : 0);
 }
 
 void rows_write(const struct job *j, uint8_t *dst)
 {
 	const struct part *p = job_parts(j), *end = p + j->nparts;
+	const struct row_kind q = header_kind(&j->h);
 
 	if (j->h.flags & WIRE_FLAG_SEGMENTS) {
 		store32(dst, (uint32_t)j->nparts);
@@ -248,7 +128,7 @@ void rows_write(const struct job *j, uint8_t *dst)
 			store32(dst + 12, 0);
 		}
 	}
-	for (p = job_parts(j); p < end && rows_part_scaled(&j->h, p->row); p++, dst += 8) {
+	for (p = job_parts(j); p < end && row_part_scaled(q, p->row); p++, dst += 8) {
 		store32(dst, round_bits(p->scale[0]));
 		store32(dst + 4, round_bits(p->scale[1]));
 	}
@@ -268,8 +148,8 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 		if (u >= (i < used ? ROUND_INF : 1))
 			BAD(at + 4 * (uint64_t)i, u, i < used ? ROUND_INF : 0);
 		p->scale[i] = round_float(u);
-		if (h->codec == CODEC_TERNARY && round_bits(rows_round_scale(h, p->scale[i])) != u)
-			BAD(at + 4 * (uint64_t)i, u, round_bits(rows_round_scale(h, p->scale[i])));
+		if (h->codec == CODEC_TERNARY && round_bits(scale_in_dtype(p->scale[i], h->dtype)) != u)
+			BAD(at + 4 * (uint64_t)i, u, round_bits(scale_in_dtype(p->scale[i], h->dtype)));
 	}
 	return CODEC_OK;
 }
@@ -288,7 +168,7 @@ static codec_status read_records(const uint8_t *frame, uint64_t *at, uint64_t en
 
 		if (!count || count > j->h.n - start)
 			BAD(*at, count, j->h.n - start);
-		if (!row_allowed(&j->h, row))
+		if (!row_allowed(header_kind(&j->h), row))
 			BAD(*at + 8, row, WIRE_MAX_ROW);
 		if (load32(frame + *at + 12))
 			BAD(*at + 12, load32(frame + *at + 12), 0);
@@ -311,7 +191,7 @@ codec_status rows_read(const uint8_t *frame, uint64_t at, uint64_t end, struct j
 	else
 		add_part(j, 0, j->h.n, j->h.row);
 	for (struct part *p = job_parts(j); p < job_parts(j) + j->nparts; p++) {
-		if (!rows_part_scaled(&j->h, p->row))
+		if (!row_part_scaled(header_kind(&j->h), p->row))
 			continue;
 		if (end - at < 8)
 			BAD(at, end - at, 8);

@@ -6,13 +6,8 @@
 #include "coder/plane.h"
 #include "coder/sink.h"
 
-/* Values worked on at once: they, their codes and random halves fit the first-level cache. A multiple of 40. */
-#define ROW_CHUNK 2560
 /* Codes that are packed at once where rows are longer than a block. */
 #define ROW_TILE 10240
-
-int row_allowed(const struct header *h, uint32_t row);
-void rows_kind(const struct header *h, struct row_kind *q);
 
 /* parts.c: the geometry, from header and segments or from a frame's side section. */
 uint64_t rows_job_nbytes(const struct header *h);
@@ -26,17 +21,8 @@ struct place {
 	uint64_t nscales;  /* bytes of its rows' scales */
 };
 struct place rows_place(const struct job *j, uint64_t block);
-uint64_t rows_block(const struct header *h, uint32_t row);
 uint64_t rows_bound(const struct header *h);
-uint64_t rows_region_nbytes(const struct header *h, uint32_t row, uint64_t m);
 uint64_t rows_regions_nbytes(const struct job *j, uint64_t first, uint64_t count);
-int rows_part_scaled(const struct header *h, uint32_t row);
-float rows_round_scale(const struct header *h, float x);
-float rows_raise_scale(const struct header *h, float x);
-int rows_scale_lost(const struct header *h, float x);
-int rows_entropy(const struct header *h);
-int rows_scale_nbytes(const struct header *h);
-uint64_t rows_codes_nbytes(const struct header *h, uint64_t m);
 
 /* How far a run of values from place i of a block goes: whole rows, or a piece of one. */
 static inline uint64_t rows_run(uint32_t row, uint64_t i, uint64_t m)
@@ -62,14 +48,6 @@ codec_status rows_scales(const struct job *j, const struct kernels *k, const str
 codec_status rows_long_scale(const struct job *j, const struct kernels *k, const struct row_kind *q,
 			     const struct part *p, const struct source *src, uint64_t first, uint64_t n, struct work *w,
 			     uint8_t *stored);
-
-/* FLOAT4's scale of a row from its byte. */
-static inline float rows_small_scale(const struct row_kind *q, const struct part *p, uint8_t stored)
-{
-	if (q->variant == WIRE_FLOAT4_MXFP4)
-		return round_float(stored ? (uint32_t)stored << 23 : 1u << 22);
-	return round_float(round_small_value(stored, 3, 7)) * p->scale[0];
-}
 
 /* encode.c, decode.c */
 void choose_bytes(struct job *j, const uint32_t counts[256]);

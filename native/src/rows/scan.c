@@ -8,54 +8,34 @@
 
 #define PIECE 1024 /* values widened at once */
 
-/* Pairwise sums of a sequence: neighbours are added, then neighbouring pairs, and so on; the last may stay alone. */
+/* Sums of pieces, put together in pairs: of |x| or x^2, and of negative |x| or x. */
 struct pairs {
-	double sum[64][2];
+	double sum[2][64];
 	uint64_t count;
 };
 
 static void pairs_push(struct pairs *p, const double sum[2])
 {
-	double a = sum[0], b = sum[1];
-	int level = 0;
-
-	for (uint64_t bits = p->count; bits & 1; bits >>= 1, level++) {
-		a = p->sum[level][0] + a;
-		b = p->sum[level][1] + b;
-	}
-	p->sum[level][0] = a;
-	p->sum[level][1] = b;
+	for (int i = 0; i < 2; i++)
+		scale_push(p->sum[i], p->count, sum[i]);
 	p->count++;
 }
 
 static void pairs_total(const struct pairs *p, double total[2])
 {
-	int first = 1;
-
-	total[0] = total[1] = 0;
-	for (int level = 0; level < 64; level++)
-		if (p->count >> level & 1) {
-			total[0] = first ? p->sum[level][0] : p->sum[level][0] + total[0];
-			total[1] = first ? p->sum[level][1] : p->sum[level][1] + total[1];
-			first = 0;
-		}
+	for (int i = 0; i < 2; i++)
+		total[i] = scale_total(p->sum[i], p->count);
 }
 
-/* Lanes to their sums: folded by halves. */
+/* Lanes to what a piece is known by. */
 static void fold(int kind, struct row_lanes *l, struct row_sums *out)
 {
-	for (int w = 16; w; w /= 2)
-		for (int i = 0; i < w; i++) {
-			l->a[i] += l->a[i + w];
-			l->b[i] += l->b[i + w];
-			l->s[i] += l->s[i + w];
-			l->t[i] += l->t[i + w];
-			l->max[i] = MAX(l->max[i], l->max[i + w]);
-		}
-	out->sum[0] = kind == ROW_SUM_SQUARES ? l->s[0] : (double)l->a[0];
-	out->sum[1] = kind == ROW_SUM_SQUARES ? l->t[0] : (double)l->b[0];
+	out->sum[0] = kind == ROW_SUM_SQUARES ? scale_fold64(l->s) : (double)scale_fold(l->a);
+	out->sum[1] = kind == ROW_SUM_SQUARES ? scale_fold64(l->t) : (double)scale_fold(l->b);
 	out->negative = l->negative;
-	out->max = (uint32_t)l->max[0];
+	out->max = 0;
+	for (int i = 0; i < WIRE_LANES; i++)
+		out->max = MAX(out->max, (uint32_t)l->max[i]);
 }
 
 /* Largest magnitude of at most WIRE_TREE values, and their sums. */
@@ -75,14 +55,6 @@ static void scan(int kind, const struct kernels *k, const struct source *src, ui
 	fold(kind, &sums, out);
 }
 
-/* Rounded once; sums may have overflown, but no scale lies beyond the dtype's range. */
-static float as_scale(const struct header *h, double x)
-{
-	double most = h->dtype == CODEC_FLOAT16 ? 65504 : h->dtype == CODEC_BFLOAT16 ? 0x1.fep127 : 0x1.fffffep127;
-
-	return (float)(x < most ? x : most);
-}
-
 static int sums_kind(const struct header *h, int clips)
 {
 	if (h->codec == CODEC_SIGN)
@@ -92,25 +64,12 @@ static int sums_kind(const struct header *h, int clips)
 	return clips ? ROW_SUM_SQUARES : ROW_SUM_ABS;
 }
 
-/* Sign's scales from sums over n values. */
-static void sign_scale(const struct header *h, const double total[2], uint64_t negative, uint64_t n, float scale[2])
-{
-	scale[1] = 0;
-	switch (h->variant) {
-	case WIRE_SIGN_L1: scale[0] = as_scale(h, total[0] / (double)n); break;
-	case WIRE_SIGN_L2: scale[0] = as_scale(h, sqrt(total[0] / (double)n)); break;
-	default:
-		scale[0] = as_scale(h, n > negative ? total[0] / (double)(n - negative) : 0);
-		scale[1] = as_scale(h, negative ? total[1] / (double)negative : 0);
-	}
-}
-
 /* How many pieces of WIRE_TREE values must be scanned before blocks can be encoded. */
 uint64_t rows_scan_count(const struct job *j)
 {
 	int given = j->h.codec == CODEC_TERNARY && j->scale > 0 && !(j->clip > 0);
 
-	return j->residual || (rows_part_scaled(&j->h, job_parts(j)->row) && !given) ? j->nsums : 0;
+	return j->residual || (row_part_scaled(header_kind(&j->h), job_parts(j)->row) && !given) ? j->nsums : 0;
 }
 
 codec_status rows_scan(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count)
@@ -135,11 +94,11 @@ codec_status rows_scan(struct job *j, const struct kernels *k, const struct sour
 /* The parts' scales, after all was scanned. */
 codec_status rows_finish(struct job *j)
 {
+	const struct row_kind q = header_kind(&j->h);
 	struct row_sums *s = job_sums(j);
-	int clips = j->clip > 0, scanned = rows_scan_count(j) != 0;
+	int scanned = rows_scan_count(j) != 0;
 
-	for (uint64_t i = 0; i < j->nparts; i++) {
-		struct part *p = job_parts(j) + i;
+	for (struct part *p = job_parts(j); p < job_parts(j) + j->nparts; p++) {
 		uint64_t count = (p->count + WIRE_TREE - 1) / WIRE_TREE, negative = 0;
 		struct pairs pairs = {.count = 0};
 		uint32_t max = 0;
@@ -150,34 +109,26 @@ codec_status rows_finish(struct job *j)
 			pairs_push(&pairs, s->sum);
 			negative += s->negative;
 		}
-		if (max >= ROUND_INF && !(j->h.options & WIRE_OPTION_PROPAGATE))
+		if (max >= ROUND_INF && !(q.options & WIRE_OPTION_PROPAGATE))
 			return CODEC_NONFINITE;
-		if (!rows_part_scaled(&j->h, p->row))
+		if (!row_part_scaled(q, p->row))
 			continue;
 		pairs_total(&pairs, total);
-		switch (j->h.codec) {
-		case CODEC_SIGN: sign_scale(&j->h, total, negative, p->count, p->scale); break;
+		switch (q.codec) {
+		case CODEC_SIGN: scale_sign(q, total, negative, p->count, p->scale); break;
 		case CODEC_TERNARY:
-			p->scale[0] = j->scale > 0 ? j->scale : rows_raise_scale(&j->h, round_float(max));
-			if (clips) {
-				double n = (double)p->count, mean = total[1] / n;
-				double variance = total[0] / n - mean * mean;
-				float limit = as_scale(&j->h, (double)j->clip * sqrt(variance > 0 ? variance : 0));
-
-				limit = rows_round_scale(&j->h, limit);
-				p->scale[0] = p->scale[0] < limit ? p->scale[0] : limit;
-			} else if (scanned && j->scale > 0 && round_bits(p->scale[0]) < max) {
+			p->scale[0] = scale_ternary(q, max, j->scale, j->clip, total, p->count);
+			if (scanned && j->scale > 0 && !(j->clip > 0) && round_bits(j->scale) < max)
 				return CODEC_BAD_SCALE;
-			}
 			break;
-		default: p->scale[0] = round_float(max) / (6 * 448);
+		default: p->scale[0] = scale_nvfp4(max);
 		}
 	}
 	return CODEC_OK;
 }
 
-static codec_status sign_row(const struct header *h, const struct kernels *k, const struct source *src, uint64_t first,
-			     uint64_t n, float scale[2])
+static codec_status sign_row(struct row_kind q, int kind, const struct kernels *k, const struct source *src,
+			     uint64_t first, uint64_t n, float scale[2])
 {
 	struct pairs pairs = {.count = 0};
 	uint64_t negative = 0;
@@ -186,18 +137,18 @@ static codec_status sign_row(const struct header *h, const struct kernels *k, co
 	for (uint64_t i = 0; i < n; i += WIRE_TREE) {
 		struct row_sums sums;
 
-		scan(sums_kind(h, 0), k, src, first + i, MIN(WIRE_TREE, n - i), &sums);
+		scan(kind, k, src, first + i, MIN(WIRE_TREE, n - i), &sums);
 		if (sums.max >= ROUND_INF)
 			return CODEC_NONFINITE;
 		if (n <= WIRE_TREE) { /* what one pair alone adds up to */
-			sign_scale(h, sums.sum, sums.negative, n, scale);
+			scale_sign(q, sums.sum, sums.negative, n, scale);
 			return CODEC_OK;
 		}
 		pairs_push(&pairs, sums.sum);
 		negative += sums.negative;
 	}
 	pairs_total(&pairs, total);
-	sign_scale(h, total, negative, n, scale);
+	scale_sign(q, total, negative, n, scale);
 	return CODEC_OK;
 }
 
@@ -205,29 +156,14 @@ static codec_status sign_row(const struct header *h, const struct kernels *k, co
 static float scale_of(const struct job *j, const struct row_kind *q, const struct part *p, uint32_t max,
 		      uint8_t *stored)
 {
-	/* what saturates is not unbiased */
-	int unbiased = (j->h.options & WIRE_OPTION_STOCHASTIC) != 0;
-	float scale, amax = round_float(max);
+	float scale = round_float(max);
 
-	switch (q->codec) {
-	case CODEC_FLOAT8:
-		scale = j->scale > 0 ? j->scale : q->max / amax;
-		scale = round_bits(scale) < ROUND_INF ? scale : 1;
-		break;
-	case CODEC_FLOAT4:
-		if (q->variant == WIRE_FLOAT4_MXFP4) {
-			uint32_t e = max >> 23; /* amax comes to lie in [4, 8), or not above 6 */
-
-			e += unbiased && (max & 0x7fffff) > 0x400000;
-			*stored = (uint8_t)(e > 2 ? MIN(e - 2, 252) : 0); /* 4 and 6 times it are finite */
-		} else {
-			amax = p->scale[0] > 0 ? amax / 6 / p->scale[0] : 0;
-			*stored = (uint8_t)round_small_nearest(round_bits(amax < 448 ? amax : 448), 3, 7);
-			*stored += unbiased && *stored < 126 && round_float(round_small_value(*stored, 3, 7)) < amax;
-		}
-		return rows_small_scale(q, p, *stored);
-	default: scale = amax;
+	if (q->codec == CODEC_FLOAT4) {
+		*stored = scale_float4(*q, max, p->scale[0]);
+		return scale_float4_value(*q, *stored, p->scale[0]);
 	}
+	if (q->codec == CODEC_FLOAT8)
+		scale = scale_float8(*q, max, j->scale);
 	store32(stored, round_bits(scale));
 	return scale;
 }
@@ -236,13 +172,14 @@ static float scale_of(const struct job *j, const struct row_kind *q, const struc
 codec_status rows_sign_scales(const struct job *j, const struct kernels *k, const struct source *src, uint64_t first,
 			      uint64_t n, uint32_t row, uint8_t *stored)
 {
-	int nbytes = rows_scale_nbytes(&j->h);
+	const struct row_kind q = header_kind(&j->h);
+	uint64_t nbytes = row_scale_nbytes(q);
 
 	for (uint64_t i = 0; i < n; i += row, stored += nbytes) {
 		float s[2];
 
-		TRY(sign_row(&j->h, k, src, first + i, MIN(row, n - i), s));
-		for (int t = 0; t < nbytes / 4; t++)
+		TRY(sign_row(q, sums_kind(&j->h, 0), k, src, first + i, MIN(row, n - i), s));
+		for (uint64_t t = 0; t < nbytes / 4; t++)
 			store32(stored + 4 * t, round_bits(s[t]));
 	}
 	return CODEC_OK;
@@ -253,8 +190,7 @@ codec_status rows_scales(const struct job *j, const struct kernels *k, const str
 			 const float_any *x, uint64_t n, struct work *w, uint8_t *stored)
 {
 	uint32_t limit = j->h.options & WIRE_OPTION_PROPAGATE ? ROUND_INF : ROUND_ABS + 1;
-	int nbytes = rows_scale_nbytes(&j->h);
-	uint64_t nrows = (n + p->row - 1) / p->row;
+	uint64_t nbytes = row_scale_nbytes(*q), nrows = row_count(p->row, n);
 
 	k->abs_max(x, n, p->row, limit, w->max);
 	for (uint64_t r = 0; r < nrows; r++, stored += nbytes) {

@@ -1,0 +1,299 @@
+/* scales.h - codecs whose values share scales: what params mean, which rows, parts and blocks follow from them, how
+ * many bytes those take, and scales from the largest magnitude or from sums. C, C++ and NVRTC. docs/format.md,
+ * section 8.
+ */
+#ifndef CODEC_SCALES_H
+#define CODEC_SCALES_H
+
+#include "round.h"
+#include "wire.h"
+
+#define ROW_ASKED_LAST 0xffffffffu /* asked for, never in a frame: rows follow the shape */
+#define ROW_FLAT 1024              /* of a vector, then */
+#define ROW_LEAST 64               /* trailing dimensions are taken together until a row has as many values */
+
+/* How values that share a scale become codes. */
+struct row_kind {
+	uint8_t codec, variant, options, dtype;
+	uint8_t entropy, odd; /* odd: QUANTIZE's levels */
+	uint8_t bits;         /* of a code in the frame; 0: five a byte */
+	float max;            /* FLOAT8: the largest number */
+	int levels;           /* QUANTIZE: the largest code (even), or the largest magnitude (odd) */
+};
+
+/* From params and the dtype; of other codecs nothing means anything, but entropy is 0. */
+BITS_FN struct row_kind row_kind_of(uint32_t codec, uint32_t variant, uint32_t options, uint32_t bits, uint32_t dtype)
+{
+	struct row_kind q = {(uint8_t)codec, (uint8_t)variant, (uint8_t)options, (uint8_t)dtype, 0, 0, 8, 0, 0};
+
+	if (codec == WIRE_CODEC_SIGN) {
+		q.bits = 1;
+	} else if (codec == WIRE_CODEC_TERNARY) {
+		q.bits = variant == WIRE_TERNARY_2BIT ? 2 : 0;
+		q.entropy = variant == WIRE_TERNARY_ENTROPY;
+	} else if (codec == WIRE_CODEC_FLOAT8) {
+		q.max = variant == WIRE_FLOAT8_E4M3FN ? 448.0f : 57344.0f;
+		q.entropy = (options & WIRE_OPTION_ENTROPY) != 0;
+	} else if (codec == WIRE_CODEC_FLOAT4) {
+		q.bits = 4;
+	} else if (codec == WIRE_CODEC_QUANTIZE) {
+		q.bits = (uint8_t)bits;
+		q.odd = variant == WIRE_LEVELS_ODD;
+		q.levels = q.odd ? (1 << (bits - 1)) - 1 : (1 << bits) - 1;
+	}
+	return q;
+}
+
+/* Rows: how many values share a scale; 0: all of a part. */
+
+/* May a row have so many, wherever a frame says so? */
+BITS_FN int row_allowed(struct row_kind q, uint32_t row)
+{
+	uint32_t most = q.entropy ? WIRE_ROW_BLOCK : WIRE_MAX_ROW;
+
+	if (q.codec == WIRE_CODEC_TERNARY)
+		return row == 0;
+	if (q.codec == WIRE_CODEC_FLOAT4)
+		return row == (q.variant == WIRE_FLOAT4_NVFP4 ? 16u : 32u);
+	return row <= most && (row || q.codec == WIRE_CODEC_SIGN);
+}
+
+/* The row in use where `asked` was asked for, of a tensor or part of this shape. */
+BITS_FN uint32_t row_in_use(struct row_kind q, uint32_t asked, uint32_t rank, const uint64_t *shape)
+{
+	uint64_t row = asked;
+
+	if (asked == ROW_ASKED_LAST) {
+		row = rank > 1 ? 1 : ROW_FLAT;
+		for (uint32_t i = rank; rank > 1 && i > 0 && row < ROW_LEAST; i--)
+			row *= shape[i - 1];
+		if (row > WIRE_MAX_ROW)
+			row = ROW_FLAT;
+	}
+	return (uint32_t)(q.entropy && row > WIRE_ROW_BLOCK ? ROW_FLAT : row);
+}
+
+/* Has a part with such rows scales of its own, beside those of its rows or instead of them? */
+BITS_FN int row_part_scaled(struct row_kind q, uint32_t row)
+{
+	return row == 0 || (q.codec == WIRE_CODEC_FLOAT4 && q.variant == WIRE_FLOAT4_NVFP4);
+}
+
+BITS_FN uint64_t row_count(uint32_t row, uint64_t n)
+{
+	return row ? (n + row - 1) / row : 0;
+}
+
+/* Blocks: whole rows, and never two parts. */
+
+BITS_FN uint64_t row_block(struct row_kind q, uint32_t row)
+{
+	if (!row)
+		return q.bits ? WIRE_ROW_BLOCK : WIRE_TRITS_BLOCK;
+	return row <= WIRE_ROW_BLOCK ? WIRE_ROW_BLOCK / row * row : row;
+}
+
+/* Of a part of n values. */
+BITS_FN uint64_t row_nblocks(struct row_kind q, uint32_t row, uint64_t n)
+{
+	uint64_t block = row_block(q, row);
+
+	return (n + block - 1) / block;
+}
+
+/* Values of its block b, before which come b * row_block. */
+BITS_FN uint64_t row_block_n(struct row_kind q, uint32_t row, uint64_t n, uint64_t b)
+{
+	uint64_t block = row_block(q, row), left = n - b * block;
+
+	return left < block ? left : block;
+}
+
+/* Bytes: of a row's scales, of the codes of m values, and the most of a block of m values. */
+
+BITS_FN uint64_t row_scale_nbytes(struct row_kind q)
+{
+	if (q.codec == WIRE_CODEC_FLOAT4)
+		return 1;
+	return q.codec == WIRE_CODEC_SIGN && q.variant == WIRE_SIGN_TWO_MEAN ? 8 : 4;
+}
+
+BITS_FN uint64_t row_codes_nbytes(struct row_kind q, uint64_t m)
+{
+	return q.bits ? (m * q.bits + 7) / 8 : (m + 4) / 5;
+}
+
+BITS_FN uint64_t row_region_nbytes(struct row_kind q, uint32_t row, uint64_t m)
+{
+	uint64_t nbytes = row_count(row, m) * row_scale_nbytes(q) + (q.entropy ? 4 : 0) + row_codes_nbytes(q, m);
+
+	return (nbytes + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
+}
+
+/*
+ * Sums for means: 32 lanes over at most WIRE_TREE values, folded by halves; those sums in float64, neighbours first,
+ * then neighbouring pairs, and so on.
+ */
+BITS_FN float scale_fold(float *lane)
+{
+	for (int w = WIRE_LANES / 2; w; w /= 2)
+		for (int i = 0; i < w; i++)
+			lane[i] = round_add(lane[i], lane[i + w]);
+	return lane[0];
+}
+
+BITS_FN double scale_fold64(double *lane)
+{
+	for (int w = WIRE_LANES / 2; w; w /= 2)
+		for (int i = 0; i < w; i++)
+			lane[i] = round_add64(lane[i], lane[i + w]);
+	return lane[0];
+}
+
+/* `count` sums went before; of each bit i that is set in it, level[i] (of 64) has the sum of 2^i of them. */
+BITS_FN void scale_push(double *level, uint64_t count, double sum)
+{
+	int i = 0;
+
+	for (; count >> i & 1; i++)
+		sum = round_add64(level[i], sum);
+	level[i] = sum;
+}
+
+/* Of all, the last of which may be without a neighbour. */
+BITS_FN double scale_total(const double *level, uint64_t count)
+{
+	double total = 0;
+	int some = 0;
+
+	for (int i = 0; i < 64; i++)
+		if (count >> i & 1) {
+			total = some ? round_add64(level[i], total) : level[i];
+			some = 1;
+		}
+	return total;
+}
+
+/* Rounded once; sums may have overflown, but no scale lies beyond the dtype's range. */
+BITS_FN float scale_of_sum(double x, uint32_t dtype)
+{
+	double most = dtype == WIRE_FLOAT16 ? 65504.0 : dtype == WIRE_BFLOAT16 ? 0x1.fep127 : 0x1.fffffep127;
+
+	return round_to_float(x < most ? x : most);
+}
+
+BITS_FN float scale_mean(double total, uint64_t n, uint32_t dtype)
+{
+	return n ? scale_of_sum(round_div64(total, (double)n), dtype) : 0.0f;
+}
+
+/* A scale as one of the dtype's numbers: TERNARY's values are 0 and plus or minus it. */
+BITS_FN float scale_in_dtype(float x, uint32_t dtype)
+{
+	if (dtype == WIRE_BFLOAT16)
+		return round_float(round_from_bfloat16(round_to_bfloat16(round_bits(x))));
+	if (dtype == WIRE_FLOAT16)
+		return round_float(round_from_float16(round_to_float16(round_bits(x))));
+	return x;
+}
+
+/* The same, not below x if that can be: values that saturate are not unbiased. Sums with what was lost need it. */
+BITS_FN float scale_above(float x, uint32_t dtype)
+{
+	float y = scale_in_dtype(x, dtype);
+	uint32_t half = dtype == WIRE_FLOAT16 ? round_to_float16(round_bits(x)) : round_to_bfloat16(round_bits(x));
+
+	if (y >= x || half == (dtype == WIRE_FLOAT16 ? 0x7bffu : 0x7f7fu))
+		return y;
+	half++;
+	return round_float(dtype == WIRE_FLOAT16 ? round_from_float16((uint16_t)half)
+						 : round_from_bfloat16((uint16_t)half));
+}
+
+/* Is a scale that was given 0 or Inf as float32 or, TERNARY, in the tensor's dtype? Rounding itself stops short of Inf.
+ */
+BITS_FN int scale_lost(struct row_kind q, float x)
+{
+	uint32_t inf = ROUND_INF;
+
+	if (q.codec == WIRE_CODEC_TERNARY && q.dtype == WIRE_BFLOAT16)
+		inf = 0x7f7f8000; /* half a unit above the largest number */
+	if (q.codec == WIRE_CODEC_TERNARY && q.dtype == WIRE_FLOAT16)
+		inf = 0x477ff000; /* 65520 */
+	return round_bits(x) >= inf || (q.codec == WIRE_CODEC_TERNARY && !(scale_in_dtype(x, q.dtype) > 0));
+}
+
+/*
+ * Scales of a row or part, of n values. `max` is the pattern of the largest magnitude; what is `given` is 0 if nothing
+ * is.
+ */
+
+/* SIGN: positive values' in scale[0], negative ones' in scale[1], which only two_mean has. */
+BITS_FN void scale_sign(struct row_kind q, const double *total, uint64_t negative, uint64_t n, float *scale)
+{
+	scale[1] = 0;
+	if (q.variant == WIRE_SIGN_L1) {
+		scale[0] = scale_mean(total[0], n, q.dtype);
+	} else if (q.variant == WIRE_SIGN_L2) {
+		scale[0] = scale_of_sum(round_sqrt64(round_div64(total[0], (double)n)), q.dtype);
+	} else {
+		scale[0] = scale_mean(total[0], n - negative, q.dtype);
+		scale[1] = scale_mean(total[1], negative, q.dtype);
+	}
+}
+
+/* TERNARY: total has the sums of x^2 and of x, if it is clipped. */
+BITS_FN float scale_ternary(struct row_kind q, uint32_t max, float given, float clip, const double *total, uint64_t n)
+{
+	float s = given > 0 ? given : scale_above(round_float(max), q.dtype), limit;
+	double mean, variance;
+
+	if (!(clip > 0))
+		return s;
+	mean = round_div64(total[1], (double)n);
+	variance = round_sub64(round_div64(total[0], (double)n), round_mul64(mean, mean));
+	limit = scale_of_sum(round_mul64((double)clip, round_sqrt64(variance > 0 ? variance : 0)), q.dtype);
+	limit = scale_in_dtype(limit, q.dtype);
+	return s < limit ? s : limit;
+}
+
+/* FLOAT8: what values are multiplied by. */
+BITS_FN float scale_float8(struct row_kind q, uint32_t max, float given)
+{
+	float scale = given > 0 ? given : round_div(q.max, round_float(max));
+
+	return round_bits(scale) < ROUND_INF ? scale : 1.0f;
+}
+
+/* NVFP4's scale of a part. */
+BITS_FN float scale_nvfp4(uint32_t max)
+{
+	return round_div(round_float(max), 6 * 448.0f);
+}
+
+/* FLOAT4: the byte that a row's scale is stored as, rounded up if rounding is stochastic. `part`: the part's scale. */
+BITS_FN uint8_t scale_float4(struct row_kind q, uint32_t max, float part)
+{
+	int unbiased = (q.options & WIRE_OPTION_STOCHASTIC) != 0;
+	uint32_t stored;
+	float a;
+
+	if (q.variant == WIRE_FLOAT4_MXFP4) { /* the largest comes to lie in [4, 8), or not above 6 */
+		stored = (max >> 23) + (unbiased && (max & 0x7fffff) > 0x400000);
+		stored = stored > 2 ? stored - 2 : 0;
+		return (uint8_t)(stored < 252 ? stored : 252); /* 4 and 6 times it are finite */
+	}
+	a = part > 0 ? round_div(round_div(round_float(max), 6.0f), part) : 0.0f;
+	stored = round_small_nearest(round_bits(a < 448.0f ? a : 448.0f), 3, 7);
+	return (uint8_t)(stored + (unbiased && stored < 126 && round_float(round_small_value(stored, 3, 7)) < a));
+}
+
+/* What FLOAT4's values are divided by. */
+BITS_FN float scale_float4_value(struct row_kind q, uint32_t stored, float part)
+{
+	if (q.variant == WIRE_FLOAT4_MXFP4)
+		return round_float(stored ? stored << 23 : 1u << 22);
+	return round_mul(round_float(round_small_value(stored, 3, 7)), part);
+}
+
+#endif
