@@ -24,6 +24,7 @@ class EncodeRequest(NamedTuple):
     stream: int = 0
     metric: Asked | None = None
     threads: int | None = None
+    feedback: bool = False  # residual is added to x before, and gets what the sums lose
 
     @property
     def views(self) -> list[tuple[str, TensorView]]:
@@ -35,7 +36,7 @@ class EncodeRequest(NamedTuple):
         """Raise SpecError if what would be written lies in what is read, or two outputs in each other."""
         state = [(name, v, False) for name, v in self.metric.read] if self.metric else []
         if self.residual is not None:
-            check_apart("residual=", self.residual, [("x", self.x, True), *state])
+            check_apart("residual=", self.residual, [("x", self.x, not self.feedback), *state])
         if self.out is not None:
             residual = [("residual=", self.residual, False)] if self.residual is not None else []
             check_apart("out=", self.out, [("x", self.x, False), *residual, *state])

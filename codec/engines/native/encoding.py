@@ -35,6 +35,8 @@ def encode(r: EncodeRequest) -> bytes | memoryview:
         call.set_metric(r.metric)
     if r.residual is not None:
         call.context.residual = ffi.cast("float *", r.residual.data)
+        if r.feedback:
+            call.context.flags = lib.CODEC_FEEDBACK
     frame = encode_filled(call, s, r, r.threads)
     structs.give(call)
     return frame
