@@ -16,7 +16,8 @@ struct family {
 	codec_status (*params_ask)(const codec_spec *s, struct header *h);
 	/* Where in params the first value stands that the format forbids; -1 if none does. */
 	int (*params_fault)(const struct header *h);
-	/* The header's other fields, of a frame in blocks; and can it hold so many values (NULL: 8 bytes a block can)? */
+	/* The header's other fields, of a frame in blocks; and can it hold so many values (NULL: 8 bytes a block can)?
+	 */
 	codec_status (*header_check)(const struct header *h, codec_fault *f);
 	codec_status (*header_check_size)(const struct header *h, codec_fault *f);
 
