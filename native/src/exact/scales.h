@@ -281,11 +281,11 @@ BITS_FN uint8_t scale_float4(struct row_kind q, uint32_t max, float part)
 	if (q.variant == WIRE_FLOAT4_MXFP4) { /* the largest comes to lie in [4, 8), or not above 6 */
 		stored = (max >> 23) + (unbiased && (max & 0x7fffff) > 0x400000);
 		stored = stored > 2 ? stored - 2 : 0;
-		return (uint8_t)(stored < 252 ? stored : 252); /* 4 and 6 times it are finite */
+		return (uint8_t)(stored < WIRE_MAX_MXFP4 ? stored : WIRE_MAX_MXFP4); /* 4 and 6 times it are finite */
 	}
 	a = part > 0 ? round_div(round_div(round_float(max), 6.0f), part) : 0.0f;
 	stored = round_small_nearest(round_bits(a < 448.0f ? a : 448.0f), 3, 7);
-	return (uint8_t)(stored + (unbiased && stored < 126 && round_float(round_small_value(stored, 3, 7)) < a));
+	return (uint8_t)(stored + (unbiased && stored < WIRE_MAX_NVFP4 && round_float(round_small_value(stored, 3, 7)) < a));
 }
 
 /* What FLOAT4's values are divided by. */

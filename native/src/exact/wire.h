@@ -79,6 +79,13 @@
 	(1u << 8)          /* region: the first piece of all mantissas is 0 and left out; << i for the others          \
 			    */
 #define WIRE_TAIL_AT 8     /* region, any number of bits: last bits of all fields that are 0 and left out, 5 bits */
+/* By dtype: mantissa bits dropped at levels 0 to 3; bits of the pieces that a field is cut into, from the top. */
+#define WIRE_DROPS_FLOAT32 {0, 6, 12, 18}
+#define WIRE_DROPS_BFLOAT16 {0, 2, 4, 6}
+#define WIRE_DROPS_FLOAT16 {0, 3, 5, 8}
+#define WIRE_PIECES_FLOAT32 {6, 6, 6, 6}
+#define WIRE_PIECES_BFLOAT16 {2, 2, 2, 2}
+#define WIRE_PIECES_FLOAT16 {3, 3, 2, 3}
 #define WIRE_JOINT_BASE 96 /* symbols of exponent and level: exponents 97..159, float16 1..31 */
 
 #define WIRE_ROW_BLOCK 16384   /* values of a block, if rows fit */
@@ -86,6 +93,8 @@
 #define WIRE_PART_MIN 4096     /* smaller segments share a part with their neighbours */
 #define WIRE_MAX_PARTS(n) (2 * ((n) / WIRE_PART_MIN) + 1)
 #define WIRE_MAX_ROW 0x80000000u
+#define WIRE_MAX_NVFP4 126 /* a row's scale: e4m3fn, no sign, no NaN */
+#define WIRE_MAX_MXFP4 252 /* a row's exponent: 6 times it is finite */
 #define WIRE_TREE 4096 /* values summed in float32 lanes; then pairs in float64 */
 
 #define WIRE_LAYOUT_STORED 0
@@ -139,5 +148,6 @@
 #define WIRE_SEED_DIRECTORY 0x200u
 #define WIRE_SEED_REGION 0x300u
 #define WIRE_SEED_PLANE 0x400u /* + plane */
+#define WIRE_SEED_STATE 0x500u /* exponents of A, whose digest stands in a region */
 
 #endif

@@ -13,7 +13,7 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 		uint32_t u;
 
 		if (q->codec == CODEC_FLOAT4) {
-			uint32_t last = q->variant == WIRE_FLOAT4_MXFP4 ? 252 : 126;
+			uint32_t last = q->variant == WIRE_FLOAT4_MXFP4 ? WIRE_MAX_MXFP4 : WIRE_MAX_NVFP4;
 
 			if (frame[at] > last)
 				BAD(at, frame[at], last);

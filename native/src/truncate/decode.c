@@ -89,8 +89,8 @@ static codec_status read_levels(const struct job *j, const struct kernels *k, co
 	switch (j->h.variant) {
 	case WIRE_LEVELS_SHARED:
 		truncate_reference(with, k, first, m, w->ea);
-		if (digest != (uint32_t)k->digest(w->ea, m, TRUNCATE_DIGEST))
-			return fault(f, CODEC_OTHER_STATE, at, digest, (uint32_t)k->digest(w->ea, m, TRUNCATE_DIGEST));
+		if (digest != (uint32_t)k->digest(w->ea, m, WIRE_SEED_STATE))
+			return fault(f, CODEC_OTHER_STATE, at, digest, (uint32_t)k->digest(w->ea, m, WIRE_SEED_STATE));
 		return truncate_drops(j, k, with, q, first, m, w->e, w->ea, w->drop);
 	case WIRE_LEVELS_FIXED: return truncate_drops(j, k, with, q, first, m, w->e, NULL, w->drop);
 	case WIRE_LEVELS_PLANE:

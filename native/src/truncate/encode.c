@@ -207,7 +207,7 @@ codec_status truncate_encode_block(const struct job *j, const struct kernels *k,
 		take_pieces(k, &q, at, n, w, count);
 	}
 	if (j->h.variant == WIRE_LEVELS_SHARED) {
-		store32(p, (uint32_t)k->digest(w->ea, m, TRUNCATE_DIGEST));
+		store32(p, (uint32_t)k->digest(w->ea, m, WIRE_SEED_STATE));
 		p += 4;
 	}
 	p += put_symbols(j, k, &q, first, m, w, p, &head);

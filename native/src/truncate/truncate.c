@@ -4,9 +4,9 @@
 void truncate_kind_of(const struct header *h, struct truncate_kind *q)
 {
 	static const struct truncate_kind KINDS[] = {
-		{.mbits = 23, .sign = 31, .bias = 127, .last = 255, .drop = {0, 6, 12, 18}, .width = {6, 6, 6, 6}},
-		{.mbits = 7, .sign = 15, .bias = 127, .last = 255, .drop = {0, 2, 4, 6}, .width = {2, 2, 2, 2}},
-		{.mbits = 10, .sign = 15, .bias = 15, .last = 31, .drop = {0, 3, 5, 8}, .width = {3, 3, 2, 3}},
+		{23, 31, 127, 255, 0, 0, WIRE_DROPS_FLOAT32, WIRE_PIECES_FLOAT32},
+		{7, 15, 127, 255, 0, 0, WIRE_DROPS_BFLOAT16, WIRE_PIECES_BFLOAT16},
+		{10, 15, 15, 31, 0, 0, WIRE_DROPS_FLOAT16, WIRE_PIECES_FLOAT16},
 	};
 
 	*q = KINDS[h->dtype == CODEC_FLOAT32 ? 0 : h->dtype == CODEC_BFLOAT16 ? 1 : 2];

@@ -9,7 +9,6 @@
 
 #define TRUNCATE_PIECES 4
 #define TRUNCATE_TILE 1024 /* values worked on at once: what they become fits the first-level cache */
-#define TRUNCATE_DIGEST 0x500u
 
 void truncate_kind_of(const struct header *h, struct truncate_kind *q);
 
