@@ -396,7 +396,7 @@ static struct segment segment_make(struct maker *m, uint64_t left, int last, int
 			s.kind = s.count / cols >= 64 ? 3 : 0;
 		}
 	}
-	s.cols = s.kind == 3 ? s.cols : s.kind ? WIRE_FLAT_COLS : 0;
+	s.cols = s.kind == 3 ? s.cols : s.kind ? WIRE_FLAT_ROW : 0;
 	s.nrows = s.kind ? (s.count + s.cols - 1) / s.cols : 0;
 	for (int i = 0; i < 2; i++)
 		s.shift[i] = s.kind >> i & 1 ? octaves ? 3 : (int)below(&m->s, 4) : 0;

@@ -70,6 +70,21 @@ def test_lengths_and_offsets(isa):
         assert (out == memory[:n]).all()
 
 
+@pytest.mark.parametrize("shape", [(1100, 64), (1030, 6001), (3, 1500, 333), (600_000,)])
+@pytest.mark.parametrize("codec_", ["lossless", "truncate"])
+def test_rows_found_by_threads(shape, codec_):
+    """Of more rows than are looked at beforehand, threads find the offsets: those that begin in their blocks."""
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal(shape, np.float32) * np.exp(3 * rng.standard_normal((*shape[:-1], 1), np.float32))
+    spec = codec.Lossless(model="separable") if codec_ == "lossless" else codec.Truncate(level=1)
+    frame = codec.encode(x, spec, threads=1)
+    assert codec.inspect(frame).nsegments == 1 or codec_ == "truncate"
+    for threads in (2, 3, 5):
+        assert codec.encode(x, spec, threads=threads) == frame
+    y = codec.decode(frame)
+    assert y.tobytes() == x.tobytes() or (codec_ == "truncate" and np.allclose(x, y, rtol=2.0**-15))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "uint8", "int32"])
 def test_threads(dtype, isa):
     for kind in KINDS:

@@ -17,7 +17,9 @@
 #include "codec/codec_engine.h"
 
 #define THREADS 4
-#define N 50001
+#define N 80001
+#define ROW 65 /* of a segment of so many rows that threads find their offsets */
+#define NROWS 1100
 #define FRAMES 3
 #define SLICES 7
 
@@ -59,6 +61,7 @@ struct task {
 	codec_spec spec;
 	codec_tensor x, out, sum, theta;
 	codec_metric metric;
+	codec_segment segment;
 	codec_context with;
 	uint8_t *frame[FRAMES], *made, *levels;
 	size_t nbytes[FRAMES], bound, need, job_nbytes, work_nbytes;
@@ -88,7 +91,7 @@ static void fill(codec_tensor *t, uint64_t *s)
 
 	for (uint64_t i = 0; i < N; i++) {
 		uint64_t x = next_random(s);
-		double wide = (double)((int64_t)x >> 20) * 0x1p-43 * (double)(1 + i % 100);
+		double wide = (double)((int64_t)x >> 20) * 0x1p-43 * (double)(1 + i / ROW % 100);
 		float y = (float)wide;
 		uint64_t u = 0;
 
@@ -126,6 +129,11 @@ static void task_open(struct task *k, const struct kind *kind)
 	tensor(&k->theta, CODEC_FLOAT32);
 	k->metric = (codec_metric){.struct_nbytes = sizeof k->metric, .theta_term = 100, .theta = &k->theta};
 	k->with = (codec_context){.struct_nbytes = sizeof k->with, .metric = &k->metric};
+	k->segment = (codec_segment){.offset = 1, .rank = 2, .shape = {NROWS, ROW}};
+	if (kind->spec.codec == CODEC_LOSSLESS || kind->spec.codec == CODEC_TRUNCATE) {
+		k->with.segments = &k->segment;
+		k->with.nsegments = 1;
+	}
 	k->levels = room(N);
 	for (size_t i = 0; i < N; i++)
 		k->levels[i] = i & 3;

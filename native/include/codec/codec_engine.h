@@ -42,9 +42,9 @@ CODEC_API codec_status codec_job_nbytes(const codec_spec *spec, const codec_tens
 CODEC_API codec_status codec_encode_room(const codec_spec *spec, const codec_tensor *like, size_t *nbytes);
 
 /*
- * Sample src, choose model and codebooks, and write the side section; or, if there are pieces to be scanned, leave that
- * to codec_encode_start. Of a tensor that will be stored plan->nblocks is 0, and nothing is written before
- * codec_encode_close.
+ * Sample src, choose model and codebooks; or, if there are pieces to be scanned, leave that to codec_encode_start.
+ * Nothing is written to dst but by codec_encode_blocks and codec_encode_close. Of a tensor that will be stored
+ * plan->nblocks is 0.
  *
  * With a residual, codecs whose values share scales write it along with the blocks, so there must be room for all that
  * could become of them, codec_bound in any case: otherwise CODEC_SHORT_OUTPUT is returned before anything is written.
@@ -69,15 +69,17 @@ CODEC_API codec_status codec_encode_start(const codec_tensor *src, void *dst, si
  * If that is more than there is, a range from plan->regions_at + first * plan->room on, ended where the next one
  * begins, fits but for rare tensors: CODEC_SHORT_OUTPUT then, and codec_encode does it. Where plan->room is 0 that is
  * to be done from the beginning.
+ *
+ * What follows from the blocks' values for the side section is left in the job, in bytes of their own.
  */
 CODEC_API codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capacity,
-					   const codec_context *with, const void *job, uint64_t first, uint64_t count,
+					   const codec_context *with, void *job, uint64_t first, uint64_t count,
 					   uint64_t at, uint64_t *end, uint64_t *seal, void *work, size_t work_nbytes);
 
 /*
- * Move the regions together, seal the frame. nranges ranges of blocks, ascending and without gaps: range i has
- * counts[i] blocks whose regions begin at ats[i]. `seal` is the sum (mod 2^64) of what codec_encode_blocks gave.
- * A frame that would be larger than the tensor is replaced by a stored one.
+ * Move the regions together, write all that precedes the directory, seal the frame. nranges ranges of blocks, ascending
+ * and without gaps: range i has counts[i] blocks whose regions begin at ats[i]. `seal` is the sum (mod 2^64) of what
+ * codec_encode_blocks gave. A frame that would be larger than the tensor is replaced by a stored one.
  */
 CODEC_API codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capacity,
 					  const codec_context *with, void *job, const uint64_t *counts,

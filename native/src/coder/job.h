@@ -3,17 +3,24 @@
 #define CODEC_JOB_H
 
 #include "codec/codec_engine.h"
+#include "exact/choose.h"
 #include "frame/family.h"
 #include "isa/cpu.h"
 
 /* A part of the scale model: an offset for every value, the sum of a base and those of its row and column. */
 struct segment {
 	uint64_t start, count;
-	uint32_t row;         /* values of a row; of kind 0 as of kind 1 */
+	uint32_t row;         /* values of a row; 0: of kind 0 */
 	uint32_t nibbles_at;  /* bytes behind the records: those of rows, then of columns. Twice that in job_offsets */
 	uint16_t base;        /* in eighths of an octave, as those of rows and columns */
 	uint16_t mean;        /* encode: the mean pattern of its rows */
 	uint8_t kind, shifts; /* as in the record */
+};
+
+/* Encoding: offsets of rows that were found for a run of values. */
+struct fitted {
+	uint64_t from; /* the first of these values: a row that begins before has the offset `row` */
+	int8_t row;
 };
 
 struct model {
@@ -36,6 +43,9 @@ struct sample {
 	uint64_t nzeros, nvalues;
 	uint8_t has_zero_run; /* bit p: some run of 128 of plane p is all zero */
 	uint8_t is_constant;  /* bit p */
+	/* plane 0's symbols in bins (choose.h): of a segment's values as they are, and lowered; of all as they will be
+	 */
+	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], all[CHOOSE_BINS];
 };
 
 /* What a job is for, and how far it is: steps out of order, or of the other direction, are refused. */

@@ -7,12 +7,7 @@
  */
 #include "model.h"
 
-#define RUN 32           /* neighbouring values that a row's sample is made of */
-#define RUNS 4           /* of a row: 128 values find its mean to a tenth of a step or so */
-#define SAMPLED_ROWS 128 /* for the columns' offsets */
-#define MODEL_MIN 4096   /* fewer values get no scale model */
-#define SEGMENT_MIN 8192 /* smaller segments, and what lies between, are one flat segment */
-#define DEAD -128        /* a row or column of zeros, until offsets are rounded */
+#define NEAR_NBYTES (1u << 20) /* tensors as small as this are in a cache that is near enough */
 
 uint64_t model_nbytes(const struct dtype *d, uint64_t n)
 {
@@ -21,22 +16,6 @@ uint64_t model_nbytes(const struct dtype *d, uint64_t n)
 	/* a matrix whose sides are at least 64 has at most count / 32 rows and columns; each of both is padded by one
 	 */
 	return ALIGN8(WIRE_MAX_PARTS(n) * (sizeof(struct segment) + 2) + n / 32 + 64);
-}
-
-/* The split of a shape into rows and columns that is most nearly square. */
-static void most_square(uint32_t rank, const uint64_t *shape, uint64_t n, uint64_t *rows, uint64_t *cols)
-{
-	uint64_t r = 1;
-
-	*rows = 1;
-	*cols = n;
-	for (uint32_t i = 0; i < rank; i++) {
-		r *= shape[i];
-		if (MAX(r, n / r) < MAX(*rows, *cols)) {
-			*rows = r;
-			*cols = n / r;
-		}
-	}
 }
 
 static uint64_t nibble_nbytes(const struct segment *s)
@@ -53,7 +32,7 @@ static void add_segment(struct job *j, struct segment *s)
 
 static void add_flat(struct job *j, uint64_t start, uint64_t end)
 {
-	struct segment s = {.start = start, .count = end - start, .row = WIRE_FLAT_COLS, .kind = WIRE_SEGMENT_ROWS};
+	struct segment s = {.start = start, .count = end - start, .row = WIRE_FLAT_ROW, .kind = WIRE_SEGMENT_ROWS};
 
 	if (end > start)
 		add_segment(j, &s);
@@ -61,16 +40,13 @@ static void add_flat(struct job *j, uint64_t start, uint64_t end)
 
 static void add_shape(struct job *j, uint64_t start, uint64_t count, uint32_t rank, const uint64_t *shape)
 {
-	uint64_t rows, cols;
+	struct segment s = {.start = start, .count = count, .kind = WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS};
 
-	most_square(rank, shape, count, &rows, &cols);
-	if (MIN(rows, cols) < WIRE_MATRIX_MIN || cols > UINT32_MAX)
-		add_flat(j, start, start + count);
+	s.row = choose_columns(rank, shape, count);
+	if (s.row)
+		add_segment(j, &s);
 	else
-		add_segment(j, &(struct segment){.start = start,
-						 .count = count,
-						 .row = (uint32_t)cols,
-						 .kind = WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS});
+		add_flat(j, start, start + count);
 }
 
 /* Segments worth a record of their own; what lies between them is flat. */
@@ -79,7 +55,7 @@ static void cut(const codec_context *with, struct job *j)
 	uint64_t flat = 0, end = 0;
 
 	if (!with || !with->nsegments) {
-		if (j->h.n >= SEGMENT_MIN)
+		if (j->h.n >= CHOOSE_SEGMENT_MIN)
 			add_shape(j, 0, j->h.n, j->h.rank, j->h.shape);
 		else
 			add_flat(j, 0, j->h.n);
@@ -90,7 +66,7 @@ static void cut(const codec_context *with, struct job *j)
 		uint64_t count = segment_count(s);
 
 		end = s->offset + count;
-		if (count < SEGMENT_MIN)
+		if (count < CHOOSE_SEGMENT_MIN)
 			continue;
 		add_flat(j, flat, s->offset);
 		add_shape(j, s->offset, count, s->rank, s->shape);
@@ -103,162 +79,174 @@ static void cut(const codec_context *with, struct job *j)
 static void patterns(const struct source *src, const struct kernels *k, uint64_t first, uint64_t n, uint16_t *p)
 {
 	const struct dtype *d = dtype_of(src->dtype);
-
 	uint8_t sums[4 * COLUMNS];
 
 	k->patterns[d->form](load_native(k, src, first, n, sums), n, p);
 }
 
-static int clamp(int x, int lo, int hi)
+/* Samples lie far apart, so that the CPU does not see them coming. */
+static void values_ahead(const struct source *src, const struct dtype *d, uint64_t first, uint64_t n)
 {
-	return x < lo ? lo : x > hi ? hi : x;
+	uintptr_t at = (uintptr_t)src->data + first * d->nbytes;
+
+	if (src->nbytes < NEAR_NBYTES)
+		return;
+	for (uint64_t b = 0; b < n * d->nbytes; b += 64)
+		__builtin_prefetch((const void *)(at + b));
 }
 
-/* Where the mean pattern goes: symbols lie around 128, those of float64 far from where they begin anew. */
-static int centre_of(const struct dtype *d)
+/* What row_mean will look at. */
+static void row_ahead(const struct source *src, const struct dtype *d, const struct segment *s, uint64_t r)
 {
-	return d->form == FORM_FLOAT8 ? 0x4800 : 0x4000;
+	uint64_t first = s->start + r * s->row;
+
+	if (s->row <= CHOOSE_RUNS * CHOOSE_RUN)
+		values_ahead(src, d, first, s->row);
+	else
+		for (uint64_t i = 0; i < CHOOSE_RUNS; i++)
+			values_ahead(src, d, first + choose_run(i, s->row), CHOOSE_RUN);
 }
 
-static int grain_of(const struct dtype *d)
+/* The mean pattern of a few runs of row r; CHOOSE_NONE if there is none. */
+static int row_mean(const struct source *src, const struct kernels *k, const struct job *j, const struct segment *s,
+		    uint64_t r)
 {
-	return d->octave / 8;
-}
+	uint64_t first = s->start + r * s->row, n = MIN(s->row, s->start + s->count - first);
+	uint16_t p[CHOOSE_RUNS * CHOOSE_RUN];
+	uint32_t sum, count;
 
-/*
- * Offsets are kept as nibble << shift, in eighths of an octave. Choose the finest shift from `shift` on under which at
- * most one in 32 is clamped (any offset decodes, so that does no harm), and round.
- */
-static uint8_t round_offsets(int8_t *offset, uint64_t n, int middle, uint8_t shift)
-{
-	for (; shift < WIRE_MAX_SHIFT; shift++) {
-		uint64_t outside = 0;
-
-		for (uint64_t i = 0; i < n; i++)
-			outside += offset[i] != DEAD &&
-				   (offset[i] - middle < -(8 << shift) || offset[i] - middle > 7 << shift);
-		if (32 * outside <= n)
-			break;
+	if (n <= CHOOSE_RUNS * CHOOSE_RUN) {
+		patterns(src, k, first, n, p);
+	} else {
+		for (uint64_t i = 0; i < CHOOSE_RUNS; i++)
+			patterns(src, k, first + choose_run(i, n), CHOOSE_RUN, p + i * CHOOSE_RUN);
+		n = CHOOSE_RUNS * CHOOSE_RUN;
 	}
-	for (uint64_t i = 0; i < n; i++) {
-		int nibble = ((offset[i] == DEAD ? 0 : offset[i] - middle) + (1 << shift >> 1)) >> shift;
-
-		offset[i] = (int8_t)(clamp(nibble, -8, 7) * (1 << shift));
-	}
-	return shift;
+	k->sum(p, n, model_zero(&j->h, dtype_of(src->dtype)), &sum, &count);
+	return choose_mean(sum, count);
 }
 
-/* Rows first: the mean pattern of a few runs of each. Then the base, the mean of those. */
-static void fit_rows(const struct source *src, const struct kernels *k, struct job *j, struct segment *s,
-		     uint8_t finest)
+/* The offset of row r, from its values, the mean of all rows and the shift alone. */
+static int8_t fit_row(const struct source *src, const struct kernels *k, const struct job *j, const struct segment *s,
+		      uint64_t r)
+{
+	int eighths = choose_eighths(row_mean(src, k, j, s, r), s->mean, eighth_log2(dtype_of(src->dtype)));
+
+	return (int8_t)choose_offset(eighths, s->shifts & 15);
+}
+
+/* Have all offsets of rows been found when the job was opened? */
+static int is_fitted(const struct segment *s)
+{
+	return segment_rows(s) <= CHOOSE_ROWS;
+}
+
+/* The mean of all rows and their shift, from a sample of them. */
+static void fit_rows(const struct source *src, const struct kernels *k, struct job *j, struct segment *s, int finest)
 {
 	const struct dtype *d = dtype_of(src->dtype);
-	int8_t *rows = segment_row_offsets(j, s);
-	uint64_t nrows = segment_rows(s);
+	uint64_t nrows = segment_rows(s), take = MIN(nrows, CHOOSE_ROWS);
+	int16_t mean[CHOOSE_ROWS];
+	int8_t eighths[CHOOSE_ROWS];
 	int64_t total = 0, count = 0;
-	int reference = -1, middle;
 
-	for (uint64_t r = 0; r < nrows; r++) {
-		uint64_t first = s->start + r * s->row, n = MIN(s->row, s->start + s->count - first), got = 0;
-		uint16_t p[RUNS * RUN];
-		uint32_t sum, nonzero;
-		int mean;
-
-		if (n <= RUNS * RUN) {
-			patterns(src, k, first, got = n, p);
-		} else {
-			for (uint64_t i = 0; i < RUNS; i++, got += RUN) {
-				uint64_t run = first + i * (n - RUN) / (RUNS - 1);
-				uintptr_t ahead = (uintptr_t)src->data + (run + 4 * (uint64_t)s->row) * d->nbytes;
-
-				/* far apart, so the CPU does not see them coming */
-				for (uint64_t b = 0; b < RUN * d->nbytes; b += 64)
-					__builtin_prefetch((const void *)(ahead + b));
-				patterns(src, k, run, RUN, p + got);
-			}
-		}
-		k->sum(p, got, model_zero(&j->h, d), &sum, &nonzero);
-		rows[r] = DEAD;
-		if (!nonzero)
-			continue;
-		mean = bits_mean(sum, nonzero);
-		reference = reference < 0 ? mean : reference;
-		rows[r] = (int8_t)clamp(bits_mean(mean - reference, grain_of(d)), -127, 127);
-		total += rows[r];
-		count++;
+	for (uint64_t i = 0; i < take; i++) {
+		row_ahead(src, d, s, choose_spread(MIN(i + 4, take - 1), take, nrows));
+		mean[i] = (int16_t)row_mean(src, k, j, s, choose_spread(i, take, nrows));
+		total += mean[i] == CHOOSE_NONE ? 0 : mean[i];
+		count += mean[i] != CHOOSE_NONE;
 	}
-	middle = count ? bits_mean(total, count) : 0;
-	s->mean = (uint16_t)(count ? reference + grain_of(d) * middle : centre_of(d));
-	s->shifts = round_offsets(rows, nrows, middle, finest);
+	s->mean = (uint16_t)(count ? bits_mean(total, count) : choose_centre(d->octave));
+	for (uint64_t i = 0; i < take; i++)
+		eighths[i] = (int8_t)choose_eighths(mean[i], s->mean, eighth_log2(d));
+	s->shifts = (uint8_t)choose_shift(eighths, take, finest);
+	for (uint64_t i = 0; i < take && is_fitted(s); i++)
+		segment_row_offsets(j, s)[i] = (int8_t)choose_offset(eighths[i], s->shifts);
 }
 
-/* Columns: the mean of what the row's offset leaves, over rows spread by the golden ratio. */
-static void fit_cols(const struct source *src, const struct kernels *k, struct job *j, struct segment *s,
-		     uint8_t finest)
+/* The offsets of columns: the mean of what those of a sample of rows leave. */
+static void fit_cols(const struct source *src, const struct kernels *k, struct job *j, struct segment *s, int finest)
 {
 	const struct dtype *d = dtype_of(src->dtype);
-	const int8_t *rows = segment_row_offsets(j, s);
-	int8_t *cols = segment_col_offsets(j, s);
-	uint64_t nrows = segment_rows(s), take = MIN(nrows, MIN(SAMPLED_ROWS, MAX(64, nrows / 2)));
+	int8_t *cols = segment_col_offsets(j, s), offset[CHOOSE_COL_ROWS];
+	uint64_t nrows = segment_rows(s), take = choose_col_rows(nrows);
+	int shift;
 
+	for (uint64_t i = 0; i < take; i++) {
+		uint64_t r = choose_spread(i, take, nrows);
+
+		offset[i] = is_fitted(s) ? segment_row_offsets(j, s)[r] : fit_row(src, k, j, s, r);
+	}
 	for (uint64_t c = 0; c < s->row; c += COLUMNS) {
 		uint64_t n = MIN(COLUMNS, s->row - c);
 		struct columns sums = {0};
 		uint16_t p[COLUMNS];
 
 		for (uint64_t i = 0; i < take; i++) {
-			uint64_t r = take == nrows ? i : (i * 0x9e3779b9u & 0xffffffffu) * nrows >> 32;
-
-			patterns(src, k, s->start + r * s->row + c, n, p);
-			k->columns(p, s->mean + grain_of(d) * rows[r], model_zero(&j->h, d), n, &sums);
+			patterns(src, k, s->start + choose_spread(i, take, nrows) * s->row + c, n, p);
+			k->columns(p, s->mean + offset[i] * (1 << eighth_log2(d)), model_zero(&j->h, d), n, &sums);
 		}
-		for (uint64_t i = 0; i < n; i++) {
-			int64_t count = (int64_t)sums.count[i] * grain_of(d);
-
-			cols[c + i] = count ? (int8_t)clamp(bits_mean(sums.total[i], count), -127, 127) : DEAD;
-		}
+		for (uint64_t i = 0; i < n; i++)
+			cols[c + i] = (int8_t)choose_mean_eighths(sums.total[i], sums.count[i], eighth_log2(d));
 	}
-	s->shifts |= (uint8_t)(round_offsets(cols, s->row, 0, finest) << 4);
+	shift = choose_shift(cols, s->row, finest);
+	for (uint64_t c = 0; c < s->row; c++)
+		cols[c] = (int8_t)choose_offset(cols[c], shift);
+	s->shifts |= (uint8_t)(shift << 4);
 }
 
-/* The base, a multiple of `unit`, that takes the mean pattern to the centre. */
-static void settle_base(const struct job *j, const struct dtype *d, struct segment *s, int unit)
+/*
+ * Find the offsets of rows that begin in values [first, first + n) of a segment and were not found when the job was
+ * opened. Whose values those are may store them: nobody else does, or reads them. The row that holds the first value
+ * may begin before; its offset is f->row.
+ */
+static void fit_range(const struct source *src, const struct kernels *k, struct job *j, const struct segment *s,
+		      uint64_t first, uint64_t n, struct fitted *f)
 {
-	int circle = WIRE_CIRCLE(model_zero(&j->h, d)) / grain_of(d);
-	/* measured: symbols are cheapest if the mean comes to lie just below a power of two */
-	int top = MIN(d->octave, 128) * 7 / 8;
-	int base = unit * bits_mean(s->mean - centre_of(d) - top, unit * grain_of(d));
+	uint64_t i = first - s->start, end = i + n, r;
+	int8_t *rows = segment_row_offsets(j, s);
 
-	s->base = (uint16_t)(base + (base < 0 ? circle : 0));
+	f->from = first;
+	if (!s->kind)
+		return;
+	r = i / s->row;
+	if (i % s->row) {
+		f->row = is_fitted(s) ? rows[r] : fit_row(src, k, j, s, r);
+		r++;
+	}
+	for (; !is_fitted(s) && r * s->row < end; r++)
+		rows[r] = fit_row(src, k, j, s, r);
 }
 
-static void segment_offsets(const struct job *j, const struct kernels *k, const struct segment *s, uint64_t first,
-			    uint64_t n, uint16_t *offset)
+static void segment_offsets(const struct job *j, const struct kernels *k, const struct segment *s,
+			    const struct fitted *f, uint64_t first, uint64_t n, uint16_t *offset)
 {
-	static const int8_t none[WIRE_FLAT_COLS] = {0};
+	static const int8_t none[OFFSETS] = {0};
 	const struct dtype *d = dtype_of(j->h.dtype);
 	const int8_t *rows = segment_row_offsets(j, s), *cols = segment_col_offsets(j, s);
-	int circle = WIRE_CIRCLE(model_zero(&j->h, d)), matrix = s->kind & WIRE_SEGMENT_COLS;
+	int circle = WIRE_CIRCLE(model_zero(&j->h, d)), grain = 1 << eighth_log2(d);
+	uint64_t length = s->kind ? s->row : OFFSETS; /* of runs under one offset, but for columns */
 	uint64_t i = first - s->start;
 
-	for (uint64_t row = i / s->row, col = i % s->row; n; row++, col = 0) {
-		uint64_t m = MIN(n, s->row - col);
-		int start = grain_of(d) * (s->base + (s->kind & WIRE_SEGMENT_ROWS ? rows[row] : 0));
+	for (uint64_t row = i / length, col = i % length; n; row++, col = 0) {
+		uint64_t m = MIN(n, length - col);
+		int start = s->base;
 
+		if (s->kind)
+			start += f && s->start + row * length < f->from ? f->row : rows[row];
+		start *= grain;
 		start = start > circle / 2 ? start - circle : start;
-		k->offsets(matrix ? cols + col : none, start, grain_of(d), model_zero(&j->h, d), m, offset);
+		k->offsets(segment_cols(s) ? cols + col : none, start, grain, model_zero(&j->h, d), m, offset);
 		offset += m;
 		n -= m;
 	}
 }
 
-void model_offsets(const struct job *j, const struct kernels *k, uint64_t first, uint64_t n, uint16_t *offset)
+/* The segment that holds value `first`. */
+static const struct segment *segment_at(const struct job *j, uint64_t first)
 {
 	const struct segment *s = job_segments(j);
 	uint64_t lo = 0, hi = j->model.nsegments;
-
-	if (!hi)
-		memset(offset, 0, n * sizeof *offset);
 
 	while (hi - lo > 1) {
 		uint64_t mid = lo + (hi - lo) / 2;
@@ -268,10 +256,32 @@ void model_offsets(const struct job *j, const struct kernels *k, uint64_t first,
 		else
 			hi = mid;
 	}
-	for (; hi && n; lo++) {
-		uint64_t m = MIN(n, s[lo].start + s[lo].count - first);
+	return s + lo;
+}
 
-		segment_offsets(j, k, s + lo, first, m, offset);
+void model_fit(const struct source *src, const struct kernels *k, struct job *j, uint64_t first, uint64_t n,
+	       struct fitted *f)
+{
+	struct fitted later;
+
+	for (const struct segment *s = segment_at(j, first); j->model.nsegments && n; s++, f = &later) {
+		uint64_t m = MIN(n, s->start + s->count - first);
+
+		fit_range(src, k, j, s, first, m, f);
+		first += m;
+		n -= m;
+	}
+}
+
+void model_offsets(const struct job *j, const struct kernels *k, const struct fitted *f, uint64_t first, uint64_t n,
+		   uint16_t *offset)
+{
+	if (!j->model.nsegments)
+		memset(offset, 0, n * sizeof *offset);
+	for (const struct segment *s = segment_at(j, first); j->model.nsegments && n; s++) {
+		uint64_t m = MIN(n, s->start + s->count - first);
+
+		segment_offsets(j, k, s, f, first, m, offset);
 		offset += m;
 		first += m;
 		n -= m;
@@ -284,59 +294,47 @@ static void count_bytes(const uint8_t *e, uint64_t n, uint32_t counts[256])
 		counts[e[i]]++;
 }
 
-/* Plane 0 of patterns. */
-static void count_patterns(const struct dtype *d, const uint16_t *p, uint64_t n, uint32_t counts[256])
+/* Symbols of n patterns to their bins. */
+static void count_bins(const struct dtype *d, const uint16_t *p, uint64_t n, int parts, uint32_t *bins)
 {
+	int shift = parts == 1 ? dtype_shift(d) : eighth_log2(d);
+
 	for (uint64_t i = 0; i < n; i++)
-		counts[p[i] >> dtype_shift(d) & 255]++;
+		bins[p[i] >> shift & (256 * parts - 1)]++;
 }
 
-/* Counts of the segment's symbols without offsets (raw) and with them (fitted), from every stride-th quad row. */
-static void count_segment(const struct source *src, const struct kernels *k, const struct job *j,
-			  const struct segment *s, uint64_t stride, uint32_t *raw, uint32_t *fitted)
+/* A sample of a segment's symbols, from one of `stride` quad rows: as values are, and (unless NULL) lowered. */
+static void count_segment(const struct source *src, const struct kernels *k, struct job *j, const struct segment *s,
+			  uint64_t stride, int parts, uint32_t *raw, uint32_t *lowered)
 {
 	const struct dtype *d = dtype_of(src->dtype);
-	uint64_t first = (s->start + stride * WIRE_ROW - 1) / (stride * WIRE_ROW) * stride * WIRE_ROW;
+	uint64_t nrows = (s->count + WIRE_ROW - 1) / WIRE_ROW, take = (nrows + stride - 1) / stride;
 
-	for (; first < s->start + s->count; first += stride * WIRE_ROW) {
-		uint64_t n = MIN(WIRE_ROW, s->start + s->count - first);
+	memset(raw, 0, 256 * (size_t)parts * sizeof *raw);
+	if (lowered)
+		memset(lowered, 0, 256 * (size_t)parts * sizeof *lowered);
+	for (uint64_t i = 0; i < take; i++) {
+		uint64_t at = WIRE_ROW * choose_spread(i, take, nrows), n = MIN(WIRE_ROW, s->count - at);
+		uint64_t next = WIRE_ROW * choose_spread(MIN(i + 2, take - 1), take, nrows);
 		uint16_t p[WIRE_ROW], offset[WIRE_ROW];
+		struct fitted f;
 
-		__builtin_prefetch((const void *)((uintptr_t)src->data + (first + stride * WIRE_ROW) * d->nbytes));
-		patterns(src, k, first, n, p);
-		if (raw)
-			count_patterns(d, p, n, raw);
-		if (fitted) {
-			segment_offsets(j, k, s, first, n, offset);
-			k->lower(p, offset, model_zero(&j->h, d), n, p);
-			count_patterns(d, p, n, fitted);
-		}
+		values_ahead(src, d, s->start + next, WIRE_ROW);
+		patterns(src, k, s->start + at, n, p);
+		count_bins(d, p, n, parts, raw);
+		if (!lowered)
+			continue;
+		if (!is_fitted(s))
+			row_ahead(src, d, s, next / s->row);
+		fit_range(src, k, j, s, s->start + at, n, &f);
+		segment_offsets(j, k, s, &f, s->start + at, n, offset);
+		k->lower(p, offset, model_zero(&j->h, d), n, p);
+		count_bins(d, p, n, parts, lowered);
 	}
 }
 
-static uint64_t sum_counts(const uint32_t counts[256])
-{
-	uint64_t total = 0;
-
-	for (int i = 0; i < 256; i++)
-		total += counts[i];
-	return total;
-}
-
-/* Do the offsets save more than the nibbles they cost? */
-static int pays(const struct segment *s, const uint32_t raw[256], const uint32_t fitted[256])
-{
-	uint64_t samples = sum_counts(raw), before = book_entropy_q16(raw), after = book_entropy_q16(fitted);
-	uint64_t nibbles = segment_rows(s) + segment_cols(s);
-
-	if (!samples || before <= after)
-		return 0;
-	/* per value in 1/65536 bit, so that the product stays below 2^64 */
-	return (before - after) / samples * s->count > (4 * nibbles + 64) << 16;
-}
-
 /* Planes other than the exponent: few samples tell whether they are worth coding, constant or full of zeros. */
-static void sample_planes(const struct source *src, const struct kernels *k, const struct job *j, struct sample *s,
+static void sample_planes(const struct source *src, const struct kernels *k, struct job *j, struct sample *s,
 			  int first_plane)
 {
 	const struct dtype *d = dtype_of(src->dtype);
@@ -351,8 +349,10 @@ static void sample_planes(const struct source *src, const struct kernels *k, con
 	for (uint64_t i = 0; i < take; i++) {
 		uint64_t first = i * nrows / take * WIRE_ROW, n = MIN(WIRE_ROW, j->h.n - first);
 		uint16_t offset[WIRE_ROW];
+		struct fitted f;
 
-		model_offsets(j, k, first, n, offset);
+		model_fit(src, k, j, first, n, &f);
+		model_offsets(j, k, &f, first, n, offset);
 		k->split[d->form]((const char *)src->data + first * d->nbytes, n, offset, plane);
 		for (int p = first_plane; p < d->nbytes; p++) {
 			uint8_t any = 0, differ = 0;
@@ -380,7 +380,7 @@ static void sample_planes(const struct source *src, const struct kernels *k, con
  * Offsets that are not whole octaves move mantissas, too. Where these are worth coding (few bits of them are in use,
  * say) they should stay as they are.
  */
-static uint8_t finest_shift(const struct dtype *d, const struct sample *s)
+static int finest_shift(const struct dtype *d, const struct sample *s)
 {
 	int values = 2 << dtype_shift(d);
 	uint32_t counts[256] = {0}; /* of signs and mantissas */
@@ -392,60 +392,90 @@ static uint8_t finest_shift(const struct dtype *d, const struct sample *s)
 	return (s->is_constant | s->has_zero_run) & 2 || !near_uniform(counts, (uint64_t)values) ? WIRE_MAX_SHIFT : 0;
 }
 
+/* Choose a segment's base, and its offsets if they pay; s->raw is its sample then, and s->all has it, too, lowered. */
+static void choose_segment(const struct source *src, const struct kernels *k, struct job *j, struct segment *g,
+			   uint64_t stride, int finest, int parts, struct sample *s)
+{
+	const struct dtype *d = dtype_of(src->dtype);
+	int eighth = eighth_log2(d), zero = model_zero(&j->h, d);
+	uint32_t raw[256], lowered[256];
+	uint64_t samples = 0;
+	uint16_t centre;
+
+	fit_rows(src, k, j, g, finest);
+	if (g->kind & WIRE_SEGMENT_COLS)
+		fit_cols(src, k, j, g, finest);
+	g->base = choose_base(g->mean, eighth, zero, finest);
+	centre = choose_base(g->mean, eighth, zero, parts == 1 ? WIRE_MAX_SHIFT : 0);
+	count_segment(src, k, j, g, stride, parts, s->raw, s->lowered);
+	choose_fold(s->raw, parts, raw);
+	choose_fold(s->lowered, parts, lowered);
+	for (int e = 0; e < 256; e++)
+		samples += raw[e];
+	s->nzeros += lowered[0];
+	s->nvalues += samples;
+	if (model_asked(&j->h) == WIRE_MODEL_SEPARABLE ||
+	    choose_pays(choose_cost(raw), choose_cost(lowered), samples, g->count,
+			4 * (segment_rows(g) + segment_cols(g)) + 64)) {
+		choose_add_lowered(s->lowered, parts, 0, s->all);
+		return;
+	}
+	g->kind = g->shifts = 0;
+	g->row = 0;
+	g->base = centre;
+	if (d->form == FORM_FLOAT8) { /* symbols begin anew after 256, not after the circle's 2047 */
+		count_segment(src, k, j, g, stride, parts, s->raw, s->lowered);
+		choose_add_lowered(s->lowered, parts, 0, s->all);
+	} else {
+		choose_add_lowered(s->raw, parts, d->octave > 128 || parts > 1 ? centre : centre / 8u, s->all);
+	}
+}
+
+/* Model, and counts of all planes. */
 void model_choose(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
 		  struct sample *s)
 {
 	const struct dtype *d = dtype_of(src->dtype);
-	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW;
-	uint64_t stride = MAX(nrows / 2048, MAX(1, MIN(16, nrows / 64)));
-	const struct segment whole = {.count = j->h.n};
-	uint8_t finest;
+	uint64_t stride = choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW), cost = 0;
+	struct segment whole = {.count = j->h.n}, *segment = job_segments(j);
+	uint32_t raw[256];
+	int finest, parts, phase = 0;
 
-	memset(s, 0, sizeof *s);
+	memset(s, 0, offsetof(struct sample, raw));
 	j->model.nsegments = j->model.nibbles = 0;
 	if (j->h.codec != CODEC_TRUNCATE)
 		sample_planes(src, k, j, s, d->octave != 0);
 	if (!d->octave)
 		return;
-	finest = j->h.codec == CODEC_TRUNCATE ? WIRE_MAX_SHIFT : finest_shift(d, s);
-	if (j->h.n >= MODEL_MIN) {
-		cut(with, j);
-		j->model.offsets_at = j->model.segments_at + j->model.nsegments * sizeof(struct segment);
-	}
-	if (model_asked(&j->h) == WIRE_MODEL_FLAT || j->h.n < MODEL_MIN) {
-		j->model.nsegments = 0;
-		count_segment(src, k, j, &whole, stride, s->counts[0], NULL);
+	if (model_asked(&j->h) == WIRE_MODEL_FLAT || j->h.n < CHOOSE_MODEL_MIN) {
+		count_segment(src, k, j, &whole, stride, 1, s->counts[0], NULL);
 		s->nzeros = s->counts[0][0];
-		s->nvalues = sum_counts(s->counts[0]);
+		for (int e = 0; e < 256; e++)
+			s->nvalues += s->counts[0][e];
 		return;
 	}
-	for (uint64_t i = 0; i < j->model.nsegments; i++) {
-		struct segment *g = job_segments(j) + i;
-		uint32_t raw[256] = {0}, fitted[256] = {0};
-
-		fit_rows(src, k, j, g, finest);
-		if (g->kind & WIRE_SEGMENT_COLS)
-			fit_cols(src, k, j, g, finest);
-		settle_base(j, d, g, 1 << finest);
-		count_segment(src, k, j, g, stride, raw, fitted);
-		s->nzeros += fitted[0];
-		s->nvalues += sum_counts(raw);
-		if (model_asked(&j->h) != WIRE_MODEL_SEPARABLE && !pays(g, raw, fitted)) {
-			if (j->model.nsegments == 1) {
-				j->model.nsegments = 0;
-				memcpy(s->counts[0], raw, sizeof raw);
-				return;
-			}
-			g->kind = 0;
-			g->row = WIRE_FLAT_COLS;
-			g->shifts = 0;
-			settle_base(j, d, g, 8);
-			memset(fitted, 0, sizeof fitted);
-			count_segment(src, k, j, g, stride, NULL, fitted);
+	cut(with, j);
+	j->model.offsets_at = j->model.segments_at + j->model.nsegments * sizeof(struct segment);
+	finest = j->h.codec == CODEC_TRUNCATE ? WIRE_MAX_SHIFT : finest_shift(d, s);
+	parts = !finest && d->octave == 128 && j->h.n >= CHOOSE_PARTS_MIN ? CHOOSE_PARTS : 1;
+	memset(s->all, 0, 256 * (size_t)parts * sizeof *s->all);
+	for (uint64_t i = 0; i < j->model.nsegments; i++)
+		choose_segment(src, k, j, segment + i, stride, finest, parts, s);
+	choose_fold(s->all, parts, s->counts[0]);
+	if (parts > 1)
+		phase = choose_phase(s->all, s->counts[0], &cost);
+	if (j->model.nsegments == 1 && !segment->kind) { /* does even a base pay? */
+		choose_fold(s->raw, parts, raw);
+		if (parts == 1 ||
+		    !choose_pays(choose_cost(raw), cost, s->nvalues, j->h.n, 8 * (4 + WIRE_SEGMENT_NBYTES) + 64)) {
+			j->model.nsegments = 0;
+			memcpy(s->counts[0], raw, sizeof raw);
+			return;
 		}
-		for (int v = 0; v < 256; v++)
-			s->counts[0][v] += fitted[v];
 	}
+	for (uint64_t i = 0; i < j->model.nsegments; i++)
+		segment[i].base =
+			(uint16_t)((segment[i].base + phase) % (WIRE_CIRCLE(model_zero(&j->h, d)) >> eighth_log2(d)));
 	if (d->form == FORM_FLOAT8) { /* whose plane 1 has bits of the exponent, as the model moves it */
 		memset(s->counts + 1, 0, sizeof s->counts - sizeof *s->counts);
 		s->has_zero_run = 0;
@@ -486,7 +516,7 @@ void model_write(const struct job *j, uint8_t *dst)
 		uint8_t *record = dst + 4 + WIRE_SEGMENT_NBYTES * i;
 
 		store64(record, s->count);
-		store32(record + 8, s->kind ? s->row : 0);
+		store32(record + 8, s->row);
 		record[12] = s->kind;
 		record[13] = s->shifts;
 		store16(record + 14, s->base);
@@ -501,7 +531,7 @@ void model_write(const struct job *j, uint8_t *dst)
 static codec_status read_record(const uint8_t *frame, uint64_t at, struct job *j, struct segment *s, codec_fault *f)
 {
 	const struct dtype *d = dtype_of(j->h.dtype);
-	uint32_t bases = (uint32_t)(WIRE_CIRCLE(model_zero(&j->h, d)) / grain_of(d));
+	uint32_t bases = (uint32_t)(WIRE_CIRCLE(model_zero(&j->h, d)) >> eighth_log2(d));
 	uint32_t row = load32(frame + at + 8), rows_shift, cols_shift;
 	int matrix;
 
@@ -509,7 +539,7 @@ static codec_status read_record(const uint8_t *frame, uint64_t at, struct job *j
 	s->kind = frame[at + 12];
 	s->shifts = frame[at + 13];
 	s->base = load16(frame + at + 14);
-	s->row = s->kind ? row : WIRE_FLAT_COLS;
+	s->row = row;
 	matrix = s->kind == (WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS);
 	rows_shift = s->shifts & 15;
 	cols_shift = s->shifts >> 4;
@@ -517,8 +547,8 @@ static codec_status read_record(const uint8_t *frame, uint64_t at, struct job *j
 		BAD(at, s->count, j->h.n - s->start);
 	if (s->kind > WIRE_SEGMENT_ROWS && !matrix)
 		BAD(at + 12, s->kind, WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS);
-	if (!matrix && row != (s->kind ? WIRE_FLAT_COLS : 0))
-		BAD(at + 8, row, s->kind ? WIRE_FLAT_COLS : 0);
+	if (!matrix && row != (s->kind ? WIRE_FLAT_ROW : 0))
+		BAD(at + 8, row, s->kind ? WIRE_FLAT_ROW : 0);
 	if (matrix && (row < WIRE_MATRIX_MIN || s->count % row || s->count / row < WIRE_MATRIX_MIN))
 		BAD(at + 8, row, WIRE_MATRIX_MIN);
 	if (rows_shift > (s->kind ? WIRE_MAX_SHIFT : 0) || cols_shift > (matrix ? WIRE_MAX_SHIFT : 0))

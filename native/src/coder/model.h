@@ -8,6 +8,12 @@
 /* Values whose offsets are worked out at once: they stay in the first-level cache. */
 #define OFFSETS 4096
 
+/* log2 of the patterns in an eighth of an octave. */
+static inline int eighth_log2(const struct dtype *d)
+{
+	return __builtin_ctz(d->octave) - 3;
+}
+
 static inline int model_asked(const struct header *h)
 {
 	return h->codec == CODEC_LOSSLESS ? h->variant : WIRE_MODEL_AUTO;
@@ -25,7 +31,16 @@ void model_choose(const struct source *src, const codec_context *with, const str
 uint64_t model_side_nbytes(const struct job *j);
 void model_write(const struct job *j, uint8_t *dst);
 codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f);
-void model_offsets(const struct job *j, const struct kernels *k, uint64_t first, uint64_t n, uint16_t *offset);
+
+/*
+ * Encoding: find the offsets of rows for values [first, first + n). Those of rows that begin there are stored in the
+ * job, which no other thread may be given these values of.
+ */
+void model_fit(const struct source *src, const struct kernels *k, struct job *j, uint64_t first, uint64_t n,
+	       struct fitted *f);
+/* Offsets, in patterns, of values among those that *f is of; or of any, when decoding (NULL). */
+void model_offsets(const struct job *j, const struct kernels *k, const struct fitted *f, uint64_t first, uint64_t n,
+		   uint16_t *offset);
 
 /*
  * Too even for a codebook to save 2%? The sum of squared counts says so much faster than a book: near the uniform

@@ -14,6 +14,7 @@ struct work {
 	uint8_t *symbol, *high;          /* m + 64, m / 2 + 64: a plane on its way from or to its place */
 	uint8_t *region;                 /* encode: the block's; where it is to lie, if it surely fits there */
 	uint16_t *offset;                /* of OFFSETS values */
+	struct fitted fitted;            /* encode: of the block */
 	/* codecs of rows: a chunk's values, scales and draws; codes of a tile */
 	float *x, *y, *scale, *scale_below;
 	uint32_t *max;

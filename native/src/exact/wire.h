@@ -138,7 +138,7 @@
 #define WIRE_SEGMENT_ROWS 1u
 #define WIRE_SEGMENT_COLS 2u
 #define WIRE_MAX_SHIFT 3   /* offsets are nibble << shift eighths of an octave */
-#define WIRE_FLAT_COLS 512 /* a segment without columns has an offset for each run of this many values */
+#define WIRE_FLAT_ROW 512  /* a segment without columns has an offset for each run of this many values */
 #define WIRE_MATRIX_MIN 64 /* the shorter side of a matrix that gets offsets */
 
 /* Seal. */

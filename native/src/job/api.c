@@ -192,7 +192,7 @@ codec_status job_open(void *memory, size_t nbytes, const struct header *h, struc
 
 	if (!memory || nbytes < job_room(h))
 		return CODEC_SHORT_SCRATCH;
-	memset(j, 0, sizeof *j);
+	memset(j, 0, offsetof(struct job, sample)); /* the rest is large, and filled in before it is read */
 	j->h = *h;
 	j->model.segments_at = ALIGN8(sizeof *j);
 	j->model.offsets_at = j->model.segments_at;

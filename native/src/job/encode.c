@@ -47,9 +47,8 @@ static codec_status sample_codes(struct job *j, const struct kernels *k, const s
 	return CODEC_OK;
 }
 
-/* Codecs of rows: after the scan, all that precedes the directory. */
-static codec_status start_rows(struct job *j, const struct kernels *k, const struct source *src, uint8_t *dst,
-			       size_t capacity)
+/* Codecs of rows: after the scan, what will precede the directory. */
+static codec_status start_rows(struct job *j, const struct kernels *k, const struct source *src, size_t capacity)
 {
 	int entropy = header_kind(&j->h).entropy;
 	uint64_t most;
@@ -67,14 +66,13 @@ static codec_status start_rows(struct job *j, const struct kernels *k, const str
 		return CODEC_SHORT_OUTPUT;
 	if (j->residual)
 		j->residual = most > capacity ? RESIDUAL_LAST : RESIDUAL_WITH_BLOCKS;
-	side_write(j, dst + j->h.side_at);
 	j->state = JOB_READY;
 	return CODEC_OK;
 }
 
 /* Codecs of rows: parts are cut and, where nothing must be scanned first, all is ready for blocks. */
 static codec_status open_rows(const codec_spec *spec, struct job *j, const struct kernels *k, const struct source *src,
-			      uint8_t *dst, size_t capacity, const codec_context *with)
+			      size_t capacity, const codec_context *with)
 {
 	codec_spec s = {0};
 
@@ -98,7 +96,7 @@ static codec_status open_rows(const codec_spec *spec, struct job *j, const struc
 		j->state = JOB_SCANNING;
 		return CODEC_OK;
 	}
-	return start_rows(j, k, src, dst, capacity);
+	return start_rows(j, k, src, capacity);
 }
 
 /* Model, planes and codebooks, from a sample. */
@@ -171,7 +169,7 @@ static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, 
 	j->feedback = (with->flags & CODEC_FEEDBACK) != 0;
 	values = source_of(&t, with);
 	if (codec_is_rows(h.codec))
-		return open_rows(spec, j, k, &values, dst, capacity, with);
+		return open_rows(spec, j, k, &values, capacity, with);
 	if (with->ncodebooks)
 		TRY(codebook_load(with->codebooks, &h, &given));
 	if (h.n < WIRE_MIN_CODED)
@@ -185,15 +183,13 @@ static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, 
 	if (j->h.side_nbytes > UINT32_MAX || j->h.regions_at + WIRE_ALIGN * j->h.nblocks > stored_nbytes(&h) ||
 	    j->h.regions_at > capacity || j->h.fixed == (1 << dtype_of(h.dtype)->nbytes) - 1) {
 		j->h = h;
-		return CODEC_OK;
 	}
-	side_write(j, dst + j->h.side_at);
 	return CODEC_OK;
 }
 
 static codec_status blocks(const struct source *src, uint8_t *dst, size_t capacity, const codec_context *with,
-			   const struct job *j, uint64_t first, uint64_t count, uint64_t at, uint64_t *end,
-			   uint64_t *seal, void *work)
+			   struct job *j, uint64_t first, uint64_t count, uint64_t at, uint64_t *end, uint64_t *seal,
+			   void *work)
 {
 	const struct kernels *k = kernels_for(with);
 	uint64_t bound = region_bound(j);
@@ -272,6 +268,7 @@ static codec_status close_frame(const struct source *src, uint8_t *dst, size_t c
 	if (to >= stored_nbytes(&h) && !codec_is_rows(h.codec))
 		return store(src, k, h, dst, capacity, written);
 	h.frame_nbytes = to;
+	side_write(j, dst + h.side_at);
 	h.checksum = header_seal(&h, k, dst + h.side_at) +
 		     k->digest(directory, WIRE_DIRECTORY_ENTRY * h.nblocks, WIRE_SEED_DIRECTORY) + seal;
 	header_write(&h, dst);
@@ -387,7 +384,7 @@ codec_status codec_encode_start(const codec_tensor *src, void *dst, size_t capac
 	TRY(check_step(j, src, dst, capacity, &c));
 	values = source_of(src, &c);
 	saved = call_enter();
-	status = start_rows(j, kernels_for(&c), &values, dst, capacity);
+	status = start_rows(j, kernels_for(&c), &values, capacity);
 	call_leave(saved);
 	TRY(status);
 	plan_ranges(j, capacity, plan);
@@ -395,10 +392,10 @@ codec_status codec_encode_start(const codec_tensor *src, void *dst, size_t capac
 }
 
 codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capacity, const codec_context *with,
-				 const void *job, uint64_t first, uint64_t count, uint64_t at, uint64_t *end,
-				 uint64_t *seal, void *work, size_t work_nbytes)
+				 void *job, uint64_t first, uint64_t count, uint64_t at, uint64_t *end, uint64_t *seal,
+				 void *work, size_t work_nbytes)
 {
-	const struct job *j = job_at(job, JOB_ENCODE, JOB_READY);
+	struct job *j = job_at(job, JOB_ENCODE, JOB_READY);
 	codec_status status;
 	codec_context c;
 	struct source values;
@@ -508,7 +505,7 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 	values = source_of(src, with);
 	if (j->nscans) {
 		rows_scan(j, k, &values, 0, j->nscans);
-		TRY(start_rows(j, k, &values, dst, capacity));
+		TRY(start_rows(j, k, &values, capacity));
 	}
 	job_plan(j, NULL);
 	work = job_work(j, scratch);

@@ -116,7 +116,7 @@ static void merge_block(const struct job *j, const struct kernels *k, const stru
 		n = MIN(OFFSETS, m - i);
 		for (int p = 0; p < d->nbytes; p++)
 			at[p] = plane[p] + i;
-		model_offsets(j, k, first + i, n, w->offset);
+		model_offsets(j, k, NULL, first + i, n, w->offset);
 		k->merge[d->form](at, n, w->offset, values, past);
 	}
 }

@@ -53,7 +53,7 @@ static void split_block(const struct job *j, const struct kernels *k, const stru
 		n = MIN(OFFSETS, m - i);
 		for (int p = 0; p < d->nbytes; p++)
 			at[p] = plane[p] + i;
-		model_offsets(j, k, first + i, n, w->offset);
+		model_offsets(j, k, &w->fitted, first + i, n, w->offset);
 		k->split[d->form](values, n, w->offset, at);
 	}
 }
@@ -153,7 +153,7 @@ static uint64_t put_plane(const struct job *j, const struct kernels *k, struct w
 	return n;
 }
 
-uint64_t encode_block(const struct job *j, const struct kernels *k, const struct source *src, uint8_t *dst, uint64_t b,
+uint64_t encode_block(struct job *j, const struct kernels *k, const struct source *src, uint8_t *dst, uint64_t b,
 		      struct work *w, uint64_t *planes_digest)
 {
 	const struct header *h = &j->h;
@@ -165,6 +165,7 @@ uint64_t encode_block(const struct job *j, const struct kernels *k, const struct
 	uint32_t head = 0;
 
 	place_planes(h, section, stream, w, plane);
+	model_fit(src, k, j, first, m, &w->fitted);
 	split_block(j, k, w, values, first, m, plane);
 	w->ahead = (struct ahead){(uintptr_t)values + h->block * d->nbytes, 0, m * d->nbytes, 1};
 	*planes_digest = put_fixed(h, k, section, stream, first, m, plane);

@@ -11,7 +11,7 @@
  * Block b of src to w->region, of which region_bound bytes may be written; returns its size. Its part of the planes
  * that are fixed goes to their sections of the frame dst; their digest is *planes_digest.
  */
-uint64_t encode_block(const struct job *j, const struct kernels *k, const struct source *src, uint8_t *dst, uint64_t b,
+uint64_t encode_block(struct job *j, const struct kernels *k, const struct source *src, uint8_t *dst, uint64_t b,
 		      struct work *w, uint64_t *planes_digest);
 
 /*

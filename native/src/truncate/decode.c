@@ -59,7 +59,7 @@ static void raise_exponents(const struct job *j, const struct kernels *k, const 
 
 	for (uint64_t i = 0; i < m && j->model.nsegments; i += n) {
 		n = MIN(OFFSETS, m - i);
-		model_offsets(j, k, first + i, n, w->offset);
+		model_offsets(j, k, NULL, first + i, n, w->offset);
 		k->raise_exponents(w->e + i, w->offset, (uint8_t)q->last, shift, n, w->e + i);
 	}
 }

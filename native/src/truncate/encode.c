@@ -46,7 +46,7 @@ static uint64_t symbols(const struct job *j, const struct kernels *k, const stru
 			memcpy(lowered + i, w->e + i, m);
 			continue;
 		}
-		model_offsets(j, k, first + i, m, w->offset);
+		model_offsets(j, k, &w->fitted, first + i, m, w->offset);
 		k->lower_exponents(w->e + i, w->offset, (uint8_t)q->last, shift, m, lowered + i);
 	}
 	if (!joint)
@@ -55,22 +55,24 @@ static uint64_t symbols(const struct job *j, const struct kernels *k, const stru
 	return k->join(lowered, w->level, n, (int)truncate_base(&j->h), w->exponent, symbol);
 }
 
-/* The codebook, from every `stride`-th quad row. */
+/* The codebook, from a sample of quad rows. */
 codec_status truncate_choose(struct job *j, const struct kernels *k, const struct source *src,
 			     const codec_context *with)
 {
-	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW, stride = MAX(nrows / 2048, MAX(1, MIN(16, nrows / 64)));
+	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW, stride = choose_stride(nrows),
+		 take = (nrows + stride - 1) / stride;
 	struct truncate_kind q;
 	struct work w;
 
 	truncate_kind_of(&j->h, &q);
 	work_place(&j->h, (char *)j + j->work_at, &w);
 	memset(j->sample.counts[0], 0, sizeof j->sample.counts[0]);
-	for (uint64_t r = 0; r < nrows; r += stride) {
-		uint64_t n = MIN(WIRE_ROW, j->h.n - r * WIRE_ROW);
+	for (uint64_t r = 0; r < take; r++) {
+		uint64_t first = WIRE_ROW * choose_spread(r, take, nrows), n = MIN(WIRE_ROW, j->h.n - first);
 
-		TRY(cut(j, k, with, &q, src, r * WIRE_ROW, 0, n, &w));
-		symbols(j, k, &q, r * WIRE_ROW, n, &w, w.plane[0]);
+		TRY(cut(j, k, with, &q, src, first, 0, n, &w));
+		model_fit(src, k, j, first, n, &w.fitted);
+		symbols(j, k, &q, first, n, &w, w.plane[0]);
 		for (uint64_t i = 0; i < n; i++)
 			j->sample.counts[0][w.plane[0][i]]++;
 	}
@@ -189,7 +191,7 @@ static uint64_t put_symbols(const struct job *j, const struct kernels *k, const 
 }
 
 /* Fill w->region; w->patterns are the values a decoder will see. */
-codec_status truncate_encode_block(const struct job *j, const struct kernels *k, const codec_context *with,
+codec_status truncate_encode_block(struct job *j, const struct kernels *k, const codec_context *with,
 				   const struct source *src, uint64_t b, struct work *w, uint64_t *nbytes)
 {
 	uint64_t first = b * j->h.block, m = MIN(j->h.block, j->h.n - first), got;
@@ -210,6 +212,7 @@ codec_status truncate_encode_block(const struct job *j, const struct kernels *k,
 		store32(p, (uint32_t)k->digest(w->ea, m, WIRE_SEED_STATE));
 		p += 4;
 	}
+	model_fit(src, k, j, first, m, &w->fitted);
 	p += put_symbols(j, k, &q, first, m, w, p, &head);
 	if (j->h.variant == WIRE_LEVELS_PLANE) {
 		k->levels_of(&q, w->drop, m, w->symbol);

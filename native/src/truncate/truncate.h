@@ -30,7 +30,7 @@ int truncate_reads(const struct header *h, const codec_context *with, int encodi
 codec_status truncate_choose(struct job *j, const struct kernels *k, const struct source *src,
 			     const codec_context *with);
 codec_status choose_symbols(const codec_context *with, struct job *j);
-codec_status truncate_encode_block(const struct job *j, const struct kernels *k, const codec_context *with,
+codec_status truncate_encode_block(struct job *j, const struct kernels *k, const codec_context *with,
 				   const struct source *src, uint64_t b, struct work *w, uint64_t *nbytes);
 codec_status truncate_residual(const struct job *j, const struct kernels *k, const codec_context *with,
 			       const struct source *src);

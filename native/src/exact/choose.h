@@ -1,0 +1,247 @@
+/* choose.h - what an encoder decides, from shapes and sums of samples. C, C++ and NVRTC.
+ *
+ * A decoder needs none of it; two encoders that give the same bytes need all of it. Which values are looked at follows
+ * from shapes alone, and all arithmetic is on integers. `eighth` is log2 of the patterns in an eighth of an octave.
+ */
+#ifndef CODEC_CHOOSE_H
+#define CODEC_CHOOSE_H
+
+#include "bits.h"
+#include "book.h"
+#include "wire.h"
+
+#define CHOOSE_MODEL_MIN 4096   /* fewer values get no scale model */
+#define CHOOSE_SEGMENT_MIN 8192 /* smaller segments, and what lies between, are one flat segment */
+#define CHOOSE_ROWS 1024        /* of a segment, for its base and the rows' shift */
+#define CHOOSE_COL_ROWS 128     /* for the columns' offsets */
+#define CHOOSE_RUNS 4           /* of a row, for its mean, */
+#define CHOOSE_RUN 32           /* of so many neighbours: 128 values find it to a tenth of a step or so */
+#define CHOOSE_PARTS_MIN 262144 /* values for which the best eighth of an octave is looked for */
+#define CHOOSE_PARTS 8
+#define CHOOSE_BINS (256 * CHOOSE_PARTS)
+#define CHOOSE_NONE (-1) /* the mean of a row that has no pattern from zero on */
+
+/* Sample i of `take` among n < 2^32 places: spread by the golden ratio, for regular strides meet 3x3 kernels. */
+BITS_FN uint64_t choose_spread(uint64_t i, uint64_t take, uint64_t n)
+{
+	return take == n ? i : (i * 0x9e3779b9u & 0xffffffffu) * n >> 32;
+}
+
+/* Of how many quad rows one is looked at for symbols' counts, in a tensor that has nrows of them. */
+BITS_FN uint64_t choose_stride(uint64_t nrows)
+{
+	uint64_t few = nrows / 64 < 16 ? nrows / 64 : 16, most = nrows / 2048;
+
+	few = few ? few : 1;
+	return most > few ? most : few;
+}
+
+/* The columns of the matrix as which a shape of n values is seen, the one most nearly square; 0: as rows of 512. */
+BITS_FN uint32_t choose_columns(uint32_t rank, const uint64_t *shape, uint64_t n)
+{
+	uint64_t rows = 1, best_rows = 1, best = n, longer = n;
+
+	for (uint32_t i = 0; i < rank; i++) {
+		uint64_t cols = n / (rows *= shape[i]);
+
+		if ((rows > cols ? rows : cols) < longer) {
+			longer = rows > cols ? rows : cols;
+			best_rows = rows;
+			best = cols;
+		}
+	}
+	return best_rows < WIRE_MATRIX_MIN || best < WIRE_MATRIX_MIN || best > 0xffffffffu ? 0 : (uint32_t)best;
+}
+
+/* The first value of run i of a row of n values, of which n > CHOOSE_RUNS * CHOOSE_RUN; of shorter ones all are taken.
+ */
+BITS_FN uint64_t choose_run(uint64_t i, uint64_t n)
+{
+	return i * (n - CHOOSE_RUN) / (CHOOSE_RUNS - 1);
+}
+
+/* Rows for the columns' offsets. */
+BITS_FN uint64_t choose_col_rows(uint64_t nrows)
+{
+	uint64_t half = nrows / 2 < 64 ? 64 : nrows / 2;
+
+	half = half < CHOOSE_COL_ROWS ? half : CHOOSE_COL_ROWS;
+	return nrows < half ? nrows : half;
+}
+
+/* The mean of `count` patterns, which are at most 2^15; CHOOSE_NONE without any. */
+BITS_FN int choose_mean(uint32_t sum, uint32_t count)
+{
+	return count ? (int)((2 * sum + count) / (2 * count)) : CHOOSE_NONE;
+}
+
+/* How far a mean lies above a centre, in eighths of an octave. */
+BITS_FN int choose_eighths(int mean, int centre, int eighth)
+{
+	int q = (mean - centre + (1 << eighth >> 1)) >> eighth;
+
+	q = q < -127 ? -127 : q > 127 ? 127 : q;
+	return mean == CHOOSE_NONE ? 0 : q;
+}
+
+/* The mean of so many differences, in eighths of an octave; 0 without any. */
+BITS_FN int choose_mean_eighths(int total, int count, int eighth)
+{
+	int q = count ? bits_mean(total, (int64_t)count << eighth) : 0;
+
+	return q < -127 ? -127 : q > 127 ? 127 : q;
+}
+
+/* The nibble for so many eighths, before it is clamped to -8..7. */
+BITS_FN int choose_nibble(int eighths, int shift)
+{
+	return (eighths + (1 << shift >> 1)) >> shift;
+}
+
+BITS_FN int choose_clamped(int nibble)
+{
+	return nibble < -8 ? -8 : nibble > 7 ? 7 : nibble;
+}
+
+/* The finest shift from `shift` on under which at most one of 32 offsets is clamped. Any decodes; those do no harm. */
+BITS_FN int choose_shift(const int8_t *eighths, uint64_t n, int shift)
+{
+	for (; shift < WIRE_MAX_SHIFT; shift++) {
+		uint64_t outside = 0;
+
+		for (uint64_t i = 0; i < n; i++) {
+			int nibble = choose_nibble(eighths[i], shift);
+
+			outside += choose_clamped(nibble) != nibble;
+		}
+		if (32 * outside <= n)
+			break;
+	}
+	return shift;
+}
+
+/* An offset, in eighths. */
+BITS_FN int choose_offset(int eighths, int shift)
+{
+	return choose_clamped(choose_nibble(eighths, shift)) * (1 << shift);
+}
+
+/* Where mean patterns go: symbols lie around 128, those of float64 far from where they begin anew. */
+BITS_FN int choose_centre(int octave)
+{
+	return octave == 16 ? 0x4800 : 0x4000;
+}
+
+/*
+ * The base that takes a mean pattern to the centre, in eighths, a multiple of 1 << shift. The distribution of exponents
+ * falls steeply above its mode: measured, symbols are cheapest if the mean comes to lie just below a power of two.
+ */
+BITS_FN uint16_t choose_base(int mean, int eighth, int zero, int shift)
+{
+	int octave = 8 << eighth, top = (octave < 128 ? octave : 128) * 7 / 8, grain = eighth + shift;
+	int base = ((mean - choose_centre(octave) - top + (1 << grain >> 1)) >> grain) * (1 << shift);
+
+	return (uint16_t)(base < 0 ? base + (WIRE_CIRCLE(zero) >> eighth) : base);
+}
+
+/*
+ * Symbols are counted in bins: `parts` of a symbol, 1, or CHOOSE_PARTS where plane 0 has a symbol an octave and its
+ * eighths matter. Adds bins as they become under a base that lowers by so many of them.
+ */
+BITS_FN void choose_add_lowered(const uint32_t *bins, int parts, uint32_t by, uint32_t *sum)
+{
+	uint32_t zeros = (uint32_t)parts, circle = 255 * zeros, low = by % circle;
+
+	for (uint32_t i = 0; i < zeros; i++)
+		sum[i] += bins[i];
+	for (uint32_t i = low; i < circle; i++)
+		sum[zeros + i - low] += bins[zeros + i];
+	for (uint32_t i = 0; i < low; i++)
+		sum[zeros + circle - low + i] += bins[zeros + i];
+}
+
+/* Counts of symbols from those of their parts. */
+BITS_FN void choose_fold(const uint32_t *bins, int parts, uint32_t counts[256])
+{
+	for (int e = 0; e < 256; e++)
+		counts[e] = bins[e * parts];
+	for (int i = 1; i < parts; i++)
+		for (int e = 0; e < 256; e++)
+			counts[e] += bins[e * parts + i];
+}
+
+/*
+ * Bits that symbols cost under a Huffman code of any length: as book_from_counts, but for its limit. Cheap, for it is
+ * asked eight times and more for each segment.
+ */
+BITS_FN uint64_t choose_cost(const uint32_t counts[256])
+{
+	uint32_t leaf[257], node[257];
+	uint32_t total = 0, rest = 0, least;
+	uint64_t cost = 0;
+	int n = 0, i = 0, from = 0, to = 0;
+
+	for (int e = 0; e < 256; e++)
+		total += counts[e];
+	least = total / 1280; /* book_keeps */
+	for (int e = 0; e <= 256; e++) {
+		uint32_t w = e < 256 ? counts[e] : rest + !rest;
+		int j = n;
+
+		if (e < 256 && w <= least) {
+			rest += w;
+			continue;
+		}
+		for (; j > 0 && leaf[j - 1] > w; j--)
+			leaf[j] = leaf[j - 1];
+		leaf[j] = w;
+		n++;
+	}
+	for (int left = n; left > 1; left--) {
+		uint32_t pair = 0;
+
+		for (int k = 0; k < 2; k++)
+			pair += from == to || (i < n && leaf[i] <= node[from]) ? leaf[i++] : node[from++];
+		node[to++] = pair;
+		cost += pair;
+	}
+	return cost + 8 * (uint64_t)rest;
+}
+
+/*
+ * How many eighths all bases should be raised by, so that symbols cost least: counts of symbols, which cost *cost,
+ * become those under the raised ones. Each step takes the first part of each symbol to the one before.
+ */
+BITS_FN int choose_phase(const uint32_t bins[CHOOSE_BINS], uint32_t counts[256], uint64_t *cost)
+{
+	uint32_t raised[256];
+	int best = 0;
+
+	*cost = choose_cost(counts);
+	for (int e = 0; e < 256; e++)
+		raised[e] = counts[e];
+	for (int phase = 1; phase < CHOOSE_PARTS; phase++) {
+		const uint32_t *part = bins + phase - 1;
+		uint64_t bits;
+
+		for (int e = 1; e < 256; e++)
+			raised[e] += part[(e < 255 ? e + 1 : 1) * CHOOSE_PARTS] - part[e * CHOOSE_PARTS];
+		bits = choose_cost(raised);
+		if (bits >= *cost)
+			continue;
+		*cost = bits;
+		best = phase;
+		for (int e = 0; e < 256; e++)
+			counts[e] = raised[e];
+	}
+	return best;
+}
+
+/* Do `count` values save more than so many bits, if a sample of them has these costs? */
+BITS_FN int choose_pays(uint64_t before, uint64_t after, uint64_t samples, uint64_t count, uint64_t bits)
+{
+	/* per value in 1/65536 bit, so that the product stays below 2^64 */
+	return samples && before > after && ((before - after) << 16) / samples * count > bits << 16;
+}
+
+#endif
