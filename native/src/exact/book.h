@@ -261,8 +261,11 @@ BITS_FN int book_pack(const codebook *b, uint8_t *dst)
 	dst[0] = (uint8_t)(b->length[WIRE_ESCAPE] | b->length[0] << 4);
 	dst[1] = (uint8_t)first;
 	dst[2] = (uint8_t)last;
-	for (int i = first; i <= last; i += 2)
-		dst[n++] = (uint8_t)(b->length[i] | (i < last ? b->length[i + 1] : 0) << 4);
+	for (int i = first; i <= last; i++)
+		if ((i - first) % 2)
+			dst[n - 1] |= (uint8_t)(b->length[i] << 4);
+		else
+			dst[n++] = b->length[i];
 	return n;
 }
 
