@@ -25,6 +25,14 @@
  *   store_quads (s[4], esc, dst, escaped)  interleave the four symbols of a lane, store, note escapes
  */
 
+/*
+ * For vectors that are shorter (NEON) make V a pair of them, with LANES 8: a V's escapes are noted in whole words of 32
+ * bits, at LANES / 8 of them a V, and simd_loops.h counts on it, too.
+ */
+_Static_assert(LANES >= 8, "the escapes of fewer than 8 lanes do not fill a word: make V a pair of vectors");
+_Static_assert(NV *LANES == WIRE_LANES, "NV vectors hold the lanes");
+_Static_assert(LANES <= LANES_SLACK, "PUSH may write, and PULL read, a whole vector where no word is due");
+
 /* Reads past the last word come from here: a row takes at most 32 words, a vector may look LANES_SLACK ahead. */
 struct tail {
 	uint8_t bytes[4 * (WIRE_LANES + 2 * LANES_SLACK)];

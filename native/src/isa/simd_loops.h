@@ -26,6 +26,13 @@
  */
 #define STEP (4 * (size_t)LANES)
 
+/*
+ * Value i of a run belongs to sum i mod 32, which is a lane of vector k mod NV if it is in vector k of a step: so the
+ * four vectors of a step must begin with the first sum, each time. And one scale is spread over a vector.
+ */
+_Static_assert(NV *LANES == 32 && 4 % NV == 0, "sums would go to lanes of others: with fewer lanes make V a pair");
+_Static_assert(16 % LANES == 0, "the shortest rows that share a scale are 16 values, whole vectors");
+
 /* Bytes ahead that are fetched while values are coded: otherwise memory would idle. */
 #define AHEAD 16384
 
