@@ -207,11 +207,11 @@ static inline uint64_t chunk_sum_avx2(const uint8_t *src, const uint32_t *key)
 	for (int i = 0; i < WIRE_CHUNK_WORDS; i += 16) {
 		__m256i v = LOAD256(src + 4 * i), w = LOAD256(src + 4 * i + 32);
 
-		/* even words meet even keys; odd words, shifted down, the keys read one word further on */
+		/* even words meet even keys; odd words, shuffled down, the keys read one word further on */
 		a = _mm256_add_epi64(a, _mm256_mul_epu32(v, LOAD256(key + i)));
-		b = _mm256_add_epi64(b, _mm256_mul_epu32(_mm256_srli_epi64(v, 32), LOAD256(key + i + 1)));
+		b = _mm256_add_epi64(b, _mm256_mul_epu32(_mm256_shuffle_epi32(v, 0xf5), LOAD256(key + i + 1)));
 		c = _mm256_add_epi64(c, _mm256_mul_epu32(w, LOAD256(key + i + 8)));
-		d = _mm256_add_epi64(d, _mm256_mul_epu32(_mm256_srli_epi64(w, 32), LOAD256(key + i + 9)));
+		d = _mm256_add_epi64(d, _mm256_mul_epu32(_mm256_shuffle_epi32(w, 0xf5), LOAD256(key + i + 9)));
 	}
 	a = _mm256_add_epi64(_mm256_add_epi64(a, b), _mm256_add_epi64(c, d));
 	s = _mm_add_epi64(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));

@@ -221,11 +221,13 @@ static inline uint64_t chunk_sum_avx512(const uint8_t *src, const uint32_t *key)
 	for (int i = 0; i < WIRE_CHUNK_WORDS; i += 32) {
 		__m512i v = _mm512_loadu_si512(src + 4 * i), w = _mm512_loadu_si512(src + 4 * i + 64);
 
-		/* even words meet even keys; odd words, shifted down, the keys read one word further on */
+		/* even words meet even keys; odd words, shuffled down, the keys read one word further on */
 		a = _mm512_add_epi64(a, _mm512_mul_epu32(v, _mm512_loadu_si512(key + i)));
-		b = _mm512_add_epi64(b, _mm512_mul_epu32(_mm512_srli_epi64(v, 32), _mm512_loadu_si512(key + i + 1)));
+		b = _mm512_add_epi64(b,
+				     _mm512_mul_epu32(_mm512_shuffle_epi32(v, 0xf5), _mm512_loadu_si512(key + i + 1)));
 		c = _mm512_add_epi64(c, _mm512_mul_epu32(w, _mm512_loadu_si512(key + i + 16)));
-		d = _mm512_add_epi64(d, _mm512_mul_epu32(_mm512_srli_epi64(w, 32), _mm512_loadu_si512(key + i + 17)));
+		d = _mm512_add_epi64(d,
+				     _mm512_mul_epu32(_mm512_shuffle_epi32(w, 0xf5), _mm512_loadu_si512(key + i + 17)));
 	}
 	a = _mm512_add_epi64(_mm512_add_epi64(a, b), _mm512_add_epi64(c, d));
 	h = _mm256_add_epi64(_mm512_castsi512_si256(a), _mm512_extracti64x4_epi64(a, 1));

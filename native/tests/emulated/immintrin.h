@@ -295,6 +295,8 @@ static inline __m512i emulated_shrdv_epi32(__m512i a, __m512i b, __m512i n)
 	return simde_mm512_loadu_si512(x);
 }
 
+#undef _mm512_shuffle_epi32
+#define _mm512_shuffle_epi32(a, choose) emulated_mask_shuffle_epi32(a, 0xffff, a, choose)
 #undef _mm512_mask_shuffle_epi8
 #undef _mm512_shldv_epi32
 #undef _mm512_shrdv_epi32
