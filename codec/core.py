@@ -75,7 +75,7 @@ def _names() -> tuple[str, ...]:
 
 
 _isa_names = _names()
-_isa: int | None = None  # None: CODEC_ISA has not been read yet
+chosen_isa: int | None = None  # None: CODEC_ISA has not been read yet
 
 
 class _Forced:
@@ -88,8 +88,8 @@ class _Forced:
         pass
 
     def __exit__(self, *_: object) -> None:
-        global _isa
-        _isa = self._former
+        global chosen_isa
+        chosen_isa = self._former
 
 
 def use_isa(name: str | None) -> _Forced:
@@ -117,22 +117,22 @@ def use_isa(name: str | None) -> _Forced:
     >>> frame == codec.encode(np.arange(1000.0))
     True
     """
-    global _isa
+    global chosen_isa
     if name and name not in isas():
         raise errors.EngineError(f"instruction set {name!r} is not usable here, these are: {', '.join(isas())}")
     former = current_isa()
-    _isa = _isa_names.index(name) + 1 if name else 0
+    chosen_isa = _isa_names.index(name) + 1 if name else 0
     return _Forced(former)
 
 
 def current_isa() -> int:
-    """The number for ``codec_context.isa``."""
-    global _isa
-    if _isa is None:
-        _isa = 0
+    """The number for ``codec_context.isa``: `chosen_isa`, once the environment has been asked."""
+    global chosen_isa
+    if chosen_isa is None:
+        chosen_isa = 0
         try:
             use_isa(os.environ.get("CODEC_ISA"))
         except errors.EngineError:
-            _isa = None
+            chosen_isa = None
             raise
-    return _isa
+    return chosen_isa

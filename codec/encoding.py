@@ -158,8 +158,10 @@ def encode(
     try:
         return choose(engine, "x", v.device).encode(r)
     finally:
-        mark_written(residual)
-        mark_written(out)
+        if residual is not None:
+            mark_written(residual)
+        if out is not None:
+            mark_written(out)
 
 
 def check_stream(stream: Any) -> int:

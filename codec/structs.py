@@ -42,7 +42,7 @@ class Call:
     runs in the midst of a call (a mapping's, a finalizer, a signal handler) and makes a call of its own takes others.
     """
 
-    __slots__ = ("_blank", "_scratch", "_shape", "context", "fault", "frame", "info", "keep", "size", "tensor")
+    __slots__ = ("_blank", "_isa", "_scratch", "_shape", "context", "fault", "frame", "info", "keep", "size", "tensor")
 
     def __init__(self) -> None:
         self.fault = ffi.new("codec_fault *")
@@ -50,7 +50,8 @@ class Call:
         blank.struct_nbytes = ffi.sizeof("codec_context")
         blank.fault = self.fault
         blank.weight = 1
-        self._blank = blank[0]
+        self._blank = blank
+        self._isa: int | None = -1
         self.context = ffi.new("codec_context *")
         self.tensor = new_tensor(0, ())
         self._shape = self.tensor.shape
@@ -63,8 +64,9 @@ class Call:
     def reset(self) -> None:
         """Make the context one that asks for nothing."""
         context = self.context
-        context[0] = self._blank
-        context.isa = core.current_isa()
+        if self._isa != core.chosen_isa:
+            self._isa = self._blank.isa = core.current_isa()
+        context[0] = self._blank[0]
 
     def fill_tensor(self, v: TensorView) -> Any:
         """The codec_tensor."""

@@ -27,6 +27,7 @@ _CAN = f"these can: {', '.join(DTYPES)}"
 _MAX_RANK = 8
 _UINTPTR = ffi.typeof("uintptr_t")
 _BYTES = ffi.typeof("uint8_t *")
+_CHARS = ffi.typeof("char[]")
 
 
 class TensorView(NamedTuple):
@@ -117,7 +118,8 @@ def _from_torch(x: Any) -> TensorView:
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested tensor" if x.is_nested else f"tensor of layout {x.layout}"
         raise SpecError(f"a {kind} cannot be encoded: make it dense, or encode its parts")
-    _check_storage(x)
+    device = x.device
+    _check_storage(x, device.type)
     x = x.detach()
     if x.is_neg():
         x = x.resolve_neg()
@@ -125,17 +127,17 @@ def _from_torch(x: Any) -> TensorView:
     shape = tuple(x.shape)
     _check_rank(len(shape))
     nbytes = x.numel() * ITEMSIZE[name]
-    if (device := x.device).type == "cpu":
+    if device.type == "cpu":
         return TensorView(name, shape, _pointer(x.data_ptr()), nbytes, x)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
     return TensorView(name, shape, _pointer(x.data_ptr()), nbytes, x, str(device), stream)
 
 
-def _check_storage(x: Any) -> None:
+def _check_storage(x: Any, device: str) -> None:
     """Torch itself does not look whether the memory that shape and strides speak of is there."""
     try:
         storage = x.untyped_storage()
-        there = storage.nbytes() if storage.device.type == x.device.type else -1
+        there = storage.nbytes() if storage.device.type == device else -1
     except (RuntimeError, NotImplementedError):
         there = -1
     if there < 0:
@@ -276,6 +278,14 @@ def view_output(out: Any, dtype: str | None = None) -> TensorView:
 
 def _from_own(array: Array) -> TensorView:
     """An array whose own memory is meant, never a copy."""
+    name = _by_dtype.get(array.dtype)
+    if name is not None and array.ndim <= _MAX_RANK:
+        try:
+            data = ffi.from_buffer(_CHARS, array, True)  # contiguous and writable
+        except (ValueError, BufferError, TypeError):
+            pass
+        else:
+            return TensorView(name, array.shape, data, array.nbytes, array)
     flags = array.flags
     if not flags.c_contiguous:
         raise SpecError("out= must be C-contiguous")
@@ -357,7 +367,10 @@ def device_like(like: Any) -> str:
     """Where a tensor such as `like` would be."""
     if like is None or type(like) is np.ndarray:
         return "cpu"
-    return str(like.device) if is_torch(like) else device_of(like)
+    if not is_torch(like):
+        return device_of(like)
+    device = like.device
+    return "cpu" if device.type == "cpu" else str(device)
 
 
 def empty(dtype: str, shape: tuple[int, ...], like: Any = None) -> tuple[Any, TensorView]:

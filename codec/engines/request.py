@@ -29,8 +29,12 @@ class EncodeRequest(NamedTuple):
     @property
     def views(self) -> list[tuple[str, TensorView]]:
         """Everything that is read or written, by the names it has for the caller."""
-        own = [("x", self.x), ("residual=", self.residual), ("out=", self.out)]
-        return [(name, v) for name, v in own if v is not None] + (self.metric.read if self.metric else [])
+        views = [("x", self.x)]
+        if self.out is not None:
+            views.append(("out=", self.out))
+        if self.residual is not None:
+            views.append(("residual=", self.residual))
+        return views + self.metric.read if self.metric else views
 
     def check_apart(self) -> None:
         """Raise SpecError if what would be written lies in what is read, or two outputs in each other."""
@@ -54,19 +58,20 @@ class DecodeRequest(NamedTuple):
     metric: Any = None  # for as many values as the frame turns out to have
     state: Any = None
 
-    def limit(self) -> int | None:
-        """Bytes of the largest tensor to be made; None: of any, for the caller has made it."""
-        if self.out is not None:
-            return None
+    def limit(self) -> int:
+        """Bytes of the largest tensor to be made."""
         if self.max_nbytes is not None:
             return self.max_nbytes
         return max(_ALWAYS, _TIMES * max(frame.nbytes for frame in self.frames))
 
+    def allows(self, nbytes: int) -> bool:
+        """Whether a tensor may be so large: any may that the caller has made."""
+        return (self.max_nbytes is None and nbytes <= _ALWAYS) or self.out is not None or nbytes <= self.limit()
+
     def check_limit(self, nbytes: int) -> None:
         """Raise LimitError for a tensor that is too large."""
-        most = self.limit()
-        if most is not None and nbytes > most:
-            raise LimitError(f"the tensor has {nbytes} bytes, more than max_nbytes, {most}", Status.LIMIT)
+        if not self.allows(nbytes):
+            raise LimitError(f"the tensor has {nbytes} bytes, more than max_nbytes, {self.limit()}", Status.LIMIT)
 
     def check_apart(self, out: TensorView, asked: Asked | None, in_place: bool) -> None:
         """Raise SpecError if the destination shares memory with what is read. `in_place`: state it may be itself."""

@@ -1,6 +1,6 @@
 """Frames to tensors, by one thread or by several."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from codec import core, pool, structs
 from codec.core import DTYPE_NAMES, check, ffi, lib
@@ -21,27 +21,22 @@ _NULL = ffi.NULL
 _BOMB, _SMALL = 4, 1 << 20
 
 
-class Prepared(NamedTuple):
-    """A frame whose header was read, and where its values go."""
-
-    frame: TensorView
-    v: TensorView
-    result: Any
-    metric: Asked | None
-    verify: bool
+# of a frame whose header was read: where its values go, as seen and as the caller has it; what it needs beside its
+# bytes; whether it is checked before anything is written
+Prepared = tuple[TensorView, Any, Asked | None, bool]
 
 
 def decode(r: DecodeRequest) -> Any:
     """The frame's tensor: the request's `out`, or a new one of the kind of its `like`."""
     call = structs.take()
-    p = prepare(call, r)
-    if p.verify:
+    v, result, metric, verify = prepare(call, r)
+    if verify:
         call.context.flags = lib.CODEC_VERIFY_FIRST
     if r.codebooks:
         call.set_codebooks(r.codebooks)
-    decode_prepared(call, r, p, r.threads)
+    decode_prepared(call, r, v, metric, r.threads)
     structs.give(call)
-    return p.result
+    return result
 
 
 def prepare(call: Call, r: DecodeRequest) -> Prepared:
@@ -56,21 +51,20 @@ def prepare(call: Call, r: DecodeRequest) -> Prepared:
     dtype = DTYPE_NAMES[info.dtype]
     shape = tuple(info.shape[0 : info.rank])
     tensor_nbytes: int = info.tensor_nbytes
-    most = r.limit()
-    if info.frame_nbytes != nbytes or (most is not None and tensor_nbytes > most):
-        _refuse(call, r, frame, TensorView(dtype, shape, _NULL, 0, None), most)
+    if info.frame_nbytes != nbytes or not r.allows(tensor_nbytes):
+        _refuse(call, r, frame, TensorView(dtype, shape, _NULL, 0, None))
     m = _asked(info, r, frame) if r.metric is not None else None
     if r.out is None:
         result, v = empty(dtype, shape, r.like)
-        return Prepared(frame, v, result, m, tensor_nbytes > _BOMB * nbytes + _SMALL)
-    return Prepared(frame, on_host("out=", view_output(r.out, dtype), ME), r.out, m, True)
+        return v, result, m, tensor_nbytes > _BOMB * nbytes + _SMALL
+    return on_host("out=", view_output(r.out, dtype), ME), r.out, m, True
 
 
-def _refuse(call: Call, r: DecodeRequest, frame: TensorView, like: TensorView, most: int | None) -> None:
+def _refuse(call: Call, r: DecodeRequest, frame: TensorView, like: TensorView) -> None:
     """A frame that is not whole, or says that it holds too much: before anything is allocated."""
     tensor_nbytes: int = call.info.tensor_nbytes
-    call.context.max_nbytes = most or 0
-    if most != 0:  # to C, that is no limit
+    call.context.max_nbytes = most = 0 if r.out is not None else r.limit()
+    if most or r.out is not None:  # to C, 0 is no limit
         t = call.fill_tensor(like)
         check(lib.codec_decode(frame.data, frame.nbytes, t, call.context, _NULL, 0), call.fault)
     r.check_limit(tensor_nbytes)
@@ -88,12 +82,12 @@ def _asked(info: Any, r: DecodeRequest, frame: TensorView) -> Asked | None:
     return m
 
 
-def decode_prepared(call: Call, r: DecodeRequest, p: Prepared, threads: int | None) -> None:
+def decode_prepared(call: Call, r: DecodeRequest, v: TensorView, metric: Asked | None, threads: int | None) -> None:
     """Do with a frame's values what the context says."""
-    frame, v = p.frame, p.v
-    call.keep = call.keep, r, p
-    if p.metric is not None:
-        call.set_metric(p.metric)
+    frame = r.frames[0]
+    call.keep = call.keep, r, v
+    if metric is not None:
+        call.set_metric(metric)
     t = call.fill_tensor(v)
     try:
         if v.nbytes > _SMALL_TENSOR or (threads is not None and threads > 1):
@@ -104,7 +98,7 @@ def decode_prepared(call: Call, r: DecodeRequest, p: Prepared, threads: int | No
             check(status, call.fault)
     except SpecError as e:
         if e.code == _BAD_ARGUMENT:
-            r.check_apart(v, p.metric, in_place=True)
+            r.check_apart(v, metric, in_place=True)
         raise
 
 
@@ -186,5 +180,5 @@ def accumulate(r: DecodeRequest, weight: float) -> None:
     context.flags, context.into, context.weight = lib.CODEC_VERIFY_FIRST, lib.CODEC_INTO_ADD, weight
     if r.codebooks:
         call.set_codebooks(r.codebooks)
-    decode_prepared(call, r, Prepared(frame, v, r.out, m, True), r.threads)
+    decode_prepared(call, r, v, m, r.threads)
     structs.give(call)

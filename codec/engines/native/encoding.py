@@ -21,7 +21,10 @@ ME = "the native engine"
 
 def encode(r: EncodeRequest) -> bytes | memoryview:
     """A frame: bytes, or the part of the request's `out` that it takes."""
-    check_host(r)
+    out = r.out
+    here = r.x.device == "cpu" and (out is None or out.device == "cpu")
+    if not here or r.residual is not None or r.metric is not None:
+        check_host(r)
     s = spec_struct(r.spec)
     call = structs.take()
     call.keep = r
@@ -44,10 +47,8 @@ def encode(r: EncodeRequest) -> bytes | memoryview:
 
 def check_host(r: EncodeRequest) -> None:
     """Raise EngineError for what lies on a device."""
-    out = r.out
-    here = r.x.device == "cpu" and (out is None or out.device == "cpu")
-    if not here or r.residual is not None or r.metric is not None:
-        for name, v in r.views:
+    for name, v in r.views:
+        if v.device != "cpu":
             on_host(name, v, ME)
 
 
@@ -75,8 +76,8 @@ def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> 
 def _memory_of(o: TensorView) -> memoryview:
     """Read-only, as bytes are: what is returned can be used alike."""
     array: Any = np.asarray(o.owner)
-    memory = memoryview(array) if array.ndim == 1 else memoryview(array.reshape(-1))
-    return memory.cast("B").toreadonly()
+    memory = memoryview(array if array.ndim == 1 else array.reshape(-1)).toreadonly()
+    return memory if memory.format == "B" else memory.cast("B")
 
 
 def _encode_large(call: Call, s: Any, r: EncodeRequest, threads: int) -> bytes | memoryview:

@@ -44,18 +44,18 @@ def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
     flags = 0
 
     def do(call: Call, i: int, threads: int) -> None:
-        p = prepared[i]
-        call.context.flags = flags or (p.verify and lib.CODEC_VERIFY_FIRST)
-        decode_prepared(call, requests[i], p, threads)
+        v, _, metric, verify = prepared[i]
+        call.context.flags = flags or (verify and lib.CODEC_VERIFY_FIRST)
+        decode_prepared(call, requests[i], v, metric, threads)
 
-    sizes = [p.v.nbytes for p in prepared]
+    sizes = [v.nbytes for v, *_ in prepared]
     if any(r.out is not None for r in requests):
         _check_apart(requests, prepared)
         flags = lib.CODEC_CHECK_ONLY  # nothing is written before all of them are known to be right
         _spread(do, sizes, requests[0].threads, requests[0].codebooks)
         flags = lib.CODEC_NO_CHECKSUM
     _spread(do, sizes, requests[0].threads, requests[0].codebooks)
-    return [p.result for p in prepared]
+    return [result for _, result, *_ in prepared]
 
 
 def _at(i: int, call: Callable[..., Any], *args: Any) -> Any:
@@ -70,11 +70,11 @@ def _check_apart(requests: Sequence[DecodeRequest], prepared: Sequence[Prepared]
     """Each destination apart from the others, and from all that the others are made from."""
     written: list[tuple[int, TensorView]] = []
     read: list[tuple[int, TensorView]] = []
-    for i, (r, p) in enumerate(zip(requests, prepared, strict=True)):
-        read.append((i, p.frame))
-        read += [(i, v) for _, v in (p.metric.read if p.metric else [])]
+    for i, (r, (v, _, metric, _)) in enumerate(zip(requests, prepared, strict=True)):
+        read.append((i, r.frames[0]))
+        read += [(i, array) for _, array in (metric.read if metric else [])]
         if r.out is not None:
-            written.append((i, p.v))
+            written.append((i, v))
     check_all_apart("out=", written, read)
 
 
