@@ -285,7 +285,8 @@ BITS_FN uint8_t scale_float4(struct row_kind q, uint32_t max, float part)
 	}
 	a = part > 0 ? round_div(round_div(round_float(max), 6.0f), part) : 0.0f;
 	stored = round_small_nearest(round_bits(a < 448.0f ? a : 448.0f), 3, 7);
-	return (uint8_t)(stored + (unbiased && stored < WIRE_MAX_NVFP4 && round_float(round_small_value(stored, 3, 7)) < a));
+	return (uint8_t)(stored +
+			 (unbiased && stored < WIRE_MAX_NVFP4 && round_float(round_small_value(stored, 3, 7)) < a));
 }
 
 /* What FLOAT4's values are divided by. */

@@ -76,9 +76,9 @@
 #define WIRE_OPTION_CLIPPED 32u
 
 #define WIRE_PIECE_ZERO                                                                                                \
-	(1u << 8)          /* region: the first piece of all mantissas is 0 and left out; << i for the others          \
-			    */
-#define WIRE_TAIL_AT 8     /* region, any number of bits: last bits of all fields that are 0 and left out, 5 bits */
+	(1u << 8)      /* region: the first piece of all mantissas is 0 and left out; << i for the others              \
+			*/
+#define WIRE_TAIL_AT 8 /* region, any number of bits: last bits of all fields that are 0 and left out, 5 bits */
 /* By dtype: mantissa bits dropped at levels 0 to 3; bits of the pieces that a field is cut into, from the top. */
 #define WIRE_DROPS_FLOAT32 {0, 6, 12, 18}
 #define WIRE_DROPS_BFLOAT16 {0, 2, 4, 6}
@@ -95,7 +95,7 @@
 #define WIRE_MAX_ROW 0x80000000u
 #define WIRE_MAX_NVFP4 126 /* a row's scale: e4m3fn, no sign, no NaN */
 #define WIRE_MAX_MXFP4 252 /* a row's exponent: 6 times it is finite */
-#define WIRE_TREE 4096 /* values summed in float32 lanes; then pairs in float64 */
+#define WIRE_TREE 4096     /* values summed in float32 lanes; then pairs in float64 */
 
 #define WIRE_LAYOUT_STORED 0
 #define WIRE_LAYOUT_BLOCKS 1
