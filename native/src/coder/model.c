@@ -7,7 +7,25 @@
  */
 #include "model.h"
 
+#include "codebook.h"
+
 #define NEAR_NBYTES (1u << 20) /* tensors as small as this are in a cache that is near enough */
+
+/* Frames of blocks of 2^block_log2 values, whose plane 0 or exponents may have a model and an agreed codebook. */
+codec_status model_begin(struct job *j, const codec_context *with)
+{
+	codebook given;
+
+	if (with->ncodebooks)
+		TRY(codebook_load(with->codebooks, &j->h, &given));
+	if (j->h.n < WIRE_MIN_CODED)
+		return CODEC_OK;
+	j->h.layout = WIRE_LAYOUT_BLOCKS;
+	j->h.block_log2 = WIRE_MIN_BLOCK_LOG2;
+	while (j->h.block_log2 < WIRE_MAX_BLOCK_LOG2 && 1ull << j->h.block_log2 < j->h.n)
+		j->h.block_log2++;
+	return CODEC_OK;
+}
 
 uint64_t model_nbytes(const struct dtype *d, uint64_t n)
 {

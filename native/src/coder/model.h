@@ -25,6 +25,7 @@ static inline uint16_t model_zero(const struct header *h, const struct dtype *d)
 	return h->codec == CODEC_TRUNCATE && d->octave == 1024 ? 1024 : dtype_zero(d);
 }
 
+codec_status model_begin(struct job *j, const codec_context *with);
 uint64_t model_nbytes(const struct dtype *d, uint64_t n);
 void model_choose(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
 		  struct sample *s);

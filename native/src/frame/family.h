@@ -6,6 +6,7 @@
 #include "header.h"
 
 struct job;
+struct source;
 struct work;
 
 /* Codecs whose frames are made in one way. */
@@ -29,6 +30,31 @@ struct family {
 	codec_status (*check_state)(const struct header *h, const codec_context *with, int encoding);
 	int (*reads)(const struct header *h, const codec_context *with, int encoding, const void *out, uint64_t nbytes,
 		     int in_place);
+
+	/*
+	 * Encoding: what follows from spec and shape; the layout stays that of stored frames if the tensor is to be
+	 * stored, and j->nscans pieces of it must then be scanned, in any order. What follows from values: all but
+	 * sizes of what precedes the directory.
+	 */
+	codec_status (*begin)(struct job *j, const codec_spec *s, const codec_context *with);
+	void (*scan)(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count);
+	codec_status (*choose)(struct job *j, const struct kernels *k, const struct source *src,
+			       const codec_context *with);
+	/*
+	 * Block b to w->region, which has room for region_bound bytes; *nbytes of them are used. Planes that are fixed
+	 * go to their sections of the frame; *digest is theirs, or 0.
+	 */
+	codec_status (*encode_block)(struct job *j, const struct kernels *k, const codec_context *with,
+				     const struct source *src, uint64_t b, uint8_t *frame, struct work *w,
+				     uint64_t *digest, uint64_t *nbytes);
+	/* Codecs of rows: what block b, just encoded at frame[at], leaves of the tensor. */
+	codec_status (*block_leave)(const struct job *j, const struct kernels *k, const struct source *src,
+				    const uint8_t *frame, uint64_t b, uint64_t at, float *residual, struct work *w);
+	/* Codecs of rows: most bytes of these blocks' regions; without an entropy stage, all that there can be. */
+	uint64_t (*regions_bound)(const struct job *j, uint64_t first, uint64_t count);
+	/* What is left of the tensor, unless that was written with the blocks. NULL: nothing is lost. */
+	codec_status (*leave)(const struct job *j, const struct kernels *k, const codec_context *with,
+			      const struct source *src, void *work);
 
 	/* Blocks [first, first + count) to dst; NULL: through all checks. Their seals are added to *seal. */
 	codec_status (*decode_blocks)(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,

@@ -31,6 +31,15 @@ uint64_t stored_nbytes(const struct header *h)
 	return WIRE_AT_SHAPE + 8 * (uint64_t)h->rank + h->n * dtype_of(h->dtype)->nbytes;
 }
 
+/* Of a stored frame: nothing but what was asked for. */
+codec_status header_store(struct header *h, const struct header *asked)
+{
+	*h = *asked;
+	h->layout = WIRE_LAYOUT_STORED;
+	h->block_log2 = 0;
+	return header_derive(h);
+}
+
 #define BAD(at, found, expected) return fault(f, CODEC_BAD_HEADER, at, found, expected)
 
 /* The header's bytes, read once; `b` is zeros behind them. */

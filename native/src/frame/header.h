@@ -28,5 +28,6 @@ void header_write(const struct header *h, uint8_t *frame);
 uint64_t header_seal(const struct header *h, const struct kernels *k, const uint8_t *side);
 
 uint64_t stored_nbytes(const struct header *h);
+codec_status header_store(struct header *h, const struct header *asked);
 
 #endif

@@ -63,15 +63,6 @@ codec_status context_read(const codec_context *with, codec_context *copy)
 	return CODEC_OK;
 }
 
-uint8_t block_log2_for(uint64_t n)
-{
-	uint8_t log2 = WIRE_MIN_BLOCK_LOG2;
-
-	while (log2 < WIRE_MAX_BLOCK_LOG2 && 1ull << log2 < n)
-		log2++;
-	return log2;
-}
-
 /* Spec and tensor to the header of a frame that has no sections yet. */
 codec_status request(const codec_spec *spec, const codec_tensor *like, int with_data, struct header *h,
 		     codec_tensor *copy)

@@ -26,7 +26,6 @@ codec_status side_read(const uint8_t *frame, const codec_context *with, struct j
 codec_status context_read(const codec_context *with, codec_context *copy);
 codec_status request(const codec_spec *spec, const codec_tensor *like, int with_data, struct header *h,
 		     codec_tensor *copy);
-uint8_t block_log2_for(uint64_t n);
 uint64_t job_room(const struct header *h);
 uint64_t job_scratch(const struct header *h);
 void *job_work(const struct job *j, void *scratch);

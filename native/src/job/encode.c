@@ -27,97 +27,6 @@ static codec_status store(const struct source *src, const struct kernels *k, str
 	return CODEC_OK;
 }
 
-/* Codecs of rows: the book for codes, from a sample of the blocks. */
-static codec_status sample_codes(struct job *j, const struct kernels *k, const struct source *src)
-{
-	uint64_t take = MIN(j->h.nblocks, 16);
-	uint32_t counts[256] = {0};
-	struct work w;
-
-	work_place(&j->h, (char *)j + j->work_at, &w);
-
-	for (uint64_t i = 0; i < take; i++) {
-		uint64_t n;
-
-		TRY(rows_codes(j, k, src, i * j->h.nblocks / take, &n, &w));
-		for (uint64_t v = 0; v < n; v++)
-			counts[w.plane[0][v]]++;
-	}
-	choose_bytes(j, counts);
-	return CODEC_OK;
-}
-
-/* Codecs of rows: after the scan, what will precede the directory. */
-static codec_status start_rows(struct job *j, const struct kernels *k, const struct source *src, size_t capacity)
-{
-	int entropy = header_kind(&j->h).entropy;
-	uint64_t most;
-
-	TRY(rows_finish(j));
-	if (entropy)
-		TRY(sample_codes(j, k, src));
-	j->h.side_nbytes = side_write(j, NULL);
-	TRY(header_derive(&j->h));
-	most = j->h.regions_at + rows_regions_nbytes(j, 0, j->h.nblocks);
-	if (j->h.side_nbytes > UINT32_MAX || most / WIRE_ALIGN > UINT32_MAX)
-		return CODEC_LIMIT;
-	/* before anything is written: only an entropy stage makes frames smaller than this */
-	if ((entropy ? j->h.regions_at : most) > capacity)
-		return CODEC_SHORT_OUTPUT;
-	if (j->residual)
-		j->residual = most > capacity ? RESIDUAL_LAST : RESIDUAL_WITH_BLOCKS;
-	j->state = JOB_READY;
-	return CODEC_OK;
-}
-
-/* Codecs of rows: parts are cut and, where nothing must be scanned first, all is ready for blocks. */
-static codec_status open_rows(const codec_spec *spec, struct job *j, const struct kernels *k, const struct source *src,
-			      size_t capacity, const codec_context *with)
-{
-	codec_spec s = {0};
-
-	memcpy(&s, spec, MIN(spec->struct_nbytes, sizeof s));
-	if (with->ncodebooks)
-		return CODEC_BAD_ARGUMENT;
-	j->residual = with->residual ? RESIDUAL_WITH_BLOCKS : RESIDUAL_NONE;
-	if (!j->h.n) {
-		j->h.row = 0;
-		return CODEC_OK;
-	}
-	j->h.layout = WIRE_LAYOUT_BLOCKS;
-	j->key = (struct philox){s.seed, (uint32_t)with->stream, (uint32_t)(with->stream >> 32)};
-	j->scale = j->h.codec == CODEC_TERNARY ? scale_in_dtype(s.scale, j->h.dtype) : s.scale;
-	if (s.scale > 0 && scale_lost(header_kind(&j->h), s.scale))
-		return CODEC_ROUNDED_SCALE;
-	j->clip = s.clip;
-	rows_cut(j, with);
-	j->nscans = rows_scan_count(j);
-	if (j->nscans) {
-		j->state = JOB_SCANNING;
-		return CODEC_OK;
-	}
-	return start_rows(j, k, src, capacity);
-}
-
-/* Model, planes and codebooks, from a sample. */
-static codec_status choose(struct job *j, const struct kernels *k, const struct source *src, const codec_context *with)
-{
-	model_choose(src, with, k, j, &j->sample);
-	if (j->h.codec != CODEC_TRUNCATE)
-		return choose_planes(with, j, &j->sample);
-	TRY(truncate_choose(j, k, src, with));
-	return choose_symbols(with, j);
-}
-
-/* What is given for TRUNCATE, and with its dtypes the guard that the header will have. */
-static codec_status ask_metric(struct header *h, const codec_context *with)
-{
-	TRY(truncate_check_state(h, with, 1));
-	if (h->variant != WIRE_LEVELS_FIXED && !with->levels)
-		h->guard = truncate_guard(h, with->metric);
-	return CODEC_OK;
-}
-
 /* Is there something to be added, and a codec that then loses something? */
 static codec_status check_feedback(const struct header *h, const codec_context *with)
 {
@@ -143,48 +52,77 @@ static int outputs_overlap(const struct header *h, const codec_tensor *src, cons
 	return family_reads(h, with, 1, dst, capacity, 0) || family_reads(h, with, 1, with->residual, nbytes, 1);
 }
 
+/* No room, or nothing to gain: such a tensor is stored. */
+static int stays_stored(const struct job *j, size_t capacity)
+{
+	return j->h.side_nbytes > UINT32_MAX || j->h.regions_at > capacity ||
+	       j->h.regions_at + WIRE_ALIGN * j->h.nblocks > stored_nbytes(&j->h) ||
+	       j->h.fixed == (1 << dtype_of(j->h.dtype)->nbytes) - 1;
+}
+
+/*
+ * Codecs of rows: where all fits whatever becomes of an entropy stage, what is left is written block by block. Without
+ * that stage this is known for sure, before anything is written.
+ */
+static codec_status fit_rows(struct job *j, size_t capacity)
+{
+	uint64_t most = j->h.regions_at + family_of(&j->h)->regions_bound(j, 0, j->h.nblocks);
+
+	if (j->h.side_nbytes > UINT32_MAX || most / WIRE_ALIGN > UINT32_MAX)
+		return CODEC_LIMIT;
+	if ((j->h.coded ? j->h.regions_at : most) > capacity)
+		return CODEC_SHORT_OUTPUT;
+	if (j->residual)
+		j->residual = most > capacity ? RESIDUAL_LAST : RESIDUAL_WITH_BLOCKS;
+	return CODEC_OK;
+}
+
+/* After any scan: all that precedes the directory is decided. */
+static codec_status start(struct job *j, const struct source *src, size_t capacity, const codec_context *with)
+{
+	const struct header asked = j->h;
+
+	if (j->h.layout == WIRE_LAYOUT_BLOCKS) {
+		TRY(family_of(&j->h)->choose(j, kernels_for(with), src, with));
+		j->h.side_nbytes = side_write(j, NULL);
+		TRY(header_derive(&j->h));
+		if (codec_is_rows(j->h.codec))
+			TRY(fit_rows(j, capacity));
+		else if (stays_stored(j, capacity))
+			TRY(header_store(&j->h, &asked));
+	}
+	j->state = JOB_READY;
+	return CODEC_OK;
+}
+
 static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, uint8_t *dst, size_t capacity,
 			       const codec_context *with, void *memory, size_t job_nbytes, struct job **out)
 {
-	const struct kernels *k = kernels_for(with);
 	struct source values;
-	codebook given;
+	codec_spec s = {0};
 	struct header h;
 	codec_tensor t;
 	struct job *j;
 
 	TRY(request(spec, src, 1, &h, &t));
+	memcpy(&s, spec, MIN(spec->struct_nbytes, sizeof s));
 	TRY(check_feedback(&h, with));
 	if ((!dst && capacity) || with->ncodebooks > 1)
 		return CODEC_BAD_ARGUMENT;
 	TRY(segments_check(with, h.n));
-	if (h.codec == CODEC_TRUNCATE)
-		TRY(ask_metric(&h, with));
+	TRY(family_check_state(&h, with, 1));
 	if (outputs_overlap(&h, &t, dst, capacity, with))
 		return CODEC_BAD_ARGUMENT;
 	TRY(job_open(memory, job_nbytes, &h, &j));
 	*out = j;
 	j->kind = JOB_ENCODE;
-	j->state = JOB_READY;
+	j->state = JOB_SCANNING;
 	j->feedback = (with->flags & CODEC_FEEDBACK) != 0;
-	values = source_of(&t, with);
-	if (codec_is_rows(h.codec))
-		return open_rows(spec, j, k, &values, capacity, with);
-	if (with->ncodebooks)
-		TRY(codebook_load(with->codebooks, &h, &given));
-	if (h.n < WIRE_MIN_CODED)
+	TRY(family_of(&h)->begin(j, &s, with));
+	if (j->nscans)
 		return CODEC_OK;
-	j->h.layout = WIRE_LAYOUT_BLOCKS;
-	j->h.block_log2 = block_log2_for(h.n);
-	TRY(choose(j, k, &values, with));
-	j->h.side_nbytes = side_write(j, NULL);
-	TRY(header_derive(&j->h));
-	/* no room for it, or nothing to gain: stored */
-	if (j->h.side_nbytes > UINT32_MAX || j->h.regions_at + WIRE_ALIGN * j->h.nblocks > stored_nbytes(&h) ||
-	    j->h.regions_at > capacity || j->h.fixed == (1 << dtype_of(h.dtype)->nbytes) - 1) {
-		j->h = h;
-	}
-	return CODEC_OK;
+	values = source_of(&t, with);
+	return start(j, &values, capacity, with);
 }
 
 static codec_status blocks(const struct source *src, uint8_t *dst, size_t capacity, const codec_context *with,
@@ -192,7 +130,10 @@ static codec_status blocks(const struct source *src, uint8_t *dst, size_t capaci
 			   void *work)
 {
 	const struct kernels *k = kernels_for(with);
-	uint64_t bound = region_bound(j);
+	const struct family *family = family_of(&j->h);
+	/* sizes that are known need none */
+	int has_buffer = !family->is_rows || j->h.coded;
+	uint64_t most = region_bound(j);
 	uint8_t *buffer;
 	struct work w;
 
@@ -204,21 +145,18 @@ static codec_status blocks(const struct source *src, uint8_t *dst, size_t capaci
 		uint8_t *entry = dst + j->h.directory_at + WIRE_DIRECTORY_ENTRY * b;
 		uint64_t digest = 0, sealed, nbytes;
 
-		if (codec_is_rows(j->h.codec)) {
-			TRY(rows_encode_block(j, k, src, b, dst + at, capacity - at, &nbytes, &w));
-			if (j->residual == RESIDUAL_WITH_BLOCKS)
-				TRY(rows_residual(j, k, src, dst, b, at, with->residual, &w));
-		} else {
-			w.region = capacity - at < bound ? buffer : dst + at; /* where it will lie, if it surely fits */
-			if (j->h.codec == CODEC_TRUNCATE)
-				TRY(truncate_encode_block(j, k, with, src, b, &w, &nbytes));
-			else
-				nbytes = encode_block(j, k, src, dst, b, &w, &digest);
-			if (nbytes > capacity - at)
-				return CODEC_SHORT_OUTPUT;
-			if (w.region == buffer)
-				memcpy(dst + at, buffer, nbytes);
-		}
+		if (family->regions_bound)
+			most = family->regions_bound(j, b, 1);
+		if (capacity - at < most && !has_buffer)
+			return CODEC_SHORT_OUTPUT;
+		w.region = capacity - at < most ? buffer : dst + at; /* where it will lie, if it surely fits */
+		TRY(family->encode_block(j, k, with, src, b, dst, &w, &digest, &nbytes));
+		if (nbytes > capacity - at)
+			return CODEC_SHORT_OUTPUT;
+		if (w.region == buffer)
+			memcpy(dst + at, buffer, nbytes);
+		if (j->residual == RESIDUAL_WITH_BLOCKS)
+			TRY(family->block_leave(j, k, src, dst, b, at, with->residual, &w));
 		sealed = seal_block(digest + k->digest(dst + at, nbytes, WIRE_SEED_REGION), b);
 		*seal += sealed;
 		at += nbytes;
@@ -366,7 +304,7 @@ codec_status codec_encode_scan(const codec_tensor *src, const codec_context *wit
 		return CODEC_BAD_ARGUMENT;
 	values = source_of(src, &c);
 	saved = call_enter();
-	rows_scan(j, kernels_for(&c), &values, first, count);
+	family_of(&j->h)->scan(j, kernels_for(&c), &values, first, count);
 	call_leave(saved);
 	return CODEC_OK;
 }
@@ -384,7 +322,7 @@ codec_status codec_encode_start(const codec_tensor *src, void *dst, size_t capac
 	TRY(check_step(j, src, dst, capacity, &c));
 	values = source_of(src, &c);
 	saved = call_enter();
-	status = start_rows(j, kernels_for(&c), &values, capacity);
+	status = start(j, &values, capacity, &c);
 	call_leave(saved);
 	TRY(status);
 	plan_ranges(j, capacity, plan);
@@ -409,7 +347,7 @@ codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capa
 	if (work_nbytes < j->plan.work_nbytes)
 		return CODEC_SHORT_SCRATCH;
 	TRY(stepwise(j));
-	if (j->residual && rows_regions_nbytes(j, first, count) > capacity - at)
+	if (j->residual && family_of(&j->h)->regions_bound(j, first, count) > capacity - at)
 		return CODEC_SHORT_OUTPUT;
 	values = source_of(src, &c);
 	saved = call_enter();
@@ -437,27 +375,15 @@ static codec_status leave(const struct job *j, const struct source *src, const u
 			  const codec_context *with, void *work)
 {
 	const struct kernels *k = kernels_for(with);
-	struct work w;
 
-	if (!with->residual || (codec_is_rows(j->h.codec) && j->residual != RESIDUAL_LAST))
+	if (!with->residual)
 		return CODEC_OK;
-	if (j->h.codec == CODEC_TRUNCATE && frame[WIRE_AT_LAYOUT] == WIRE_LAYOUT_BLOCKS)
-		return truncate_residual(j, k, with, src);
-	if (j->feedback && !codec_is_rows(j->h.codec)) {
+	if (frame[WIRE_AT_LAYOUT] == WIRE_LAYOUT_BLOCKS && family_of(&j->h)->leave)
+		return family_of(&j->h)->leave(j, k, with, src, work);
+	if (j->feedback)
 		leave_stored(j, k, src, with->residual);
-		return CODEC_OK;
-	}
-	if (!codec_is_rows(j->h.codec)) {
+	else
 		memset(with->residual, 0, sizeof(float) * j->h.n);
-		return CODEC_OK;
-	}
-	work_place(&j->h, work, &w);
-	for (uint64_t b = 0; b < j->h.nblocks; b++) {
-		uint64_t n;
-
-		TRY(rows_codes(j, k, src, b, &n, &w));
-		TRY(rows_residual(j, k, src, w.region, b, 0, with->residual, &w));
-	}
 	return CODEC_OK;
 }
 
@@ -504,8 +430,8 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 		return CODEC_SHORT_SCRATCH;
 	values = source_of(src, with);
 	if (j->nscans) {
-		rows_scan(j, k, &values, 0, j->nscans);
-		TRY(start_rows(j, k, &values, capacity));
+		family_of(&j->h)->scan(j, k, &values, 0, j->nscans);
+		TRY(start(j, &values, capacity, with));
 	}
 	job_plan(j, NULL);
 	work = job_work(j, scratch);
@@ -560,16 +486,16 @@ codec_status codec_count(const codec_spec *spec, const codec_tensor *src, uint64
 	TRY(has_exponents(&h));
 	TRY(check_feedback(&h, &c));
 	TRY(segments_check(&c, h.n));
-	if (h.codec == CODEC_TRUNCATE)
-		TRY(ask_metric(&h, &c));
+	TRY(family_check_state(&h, &c, 1));
 	TRY(job_open(scratch, scratch_nbytes, &h, &j));
 	if (!h.n)
 		return CODEC_OK;
 	values = source_of(&t, &c);
+	c.ncodebooks = 0;
 	saved = call_enter();
-	model_choose(&values, &c, kernels_for(&c), j, &j->sample);
-	if (h.codec == CODEC_TRUNCATE)
-		status = truncate_choose(j, kernels_for(&c), &values, &c);
+	status = family_of(&h)->begin(j, spec, &c);
+	if (status == CODEC_OK)
+		status = family_of(&h)->choose(j, kernels_for(&c), &values, &c);
 	call_leave(saved);
 	for (int i = 0; i < 256 && status == CODEC_OK; i++)
 		counts[i] += j->sample.counts[0][i];

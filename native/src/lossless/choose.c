@@ -23,7 +23,7 @@ static int halve(const uint32_t counts[256], int cap, uint64_t total, uint64_t *
 }
 
 /* Which planes are coded, which are raw in every block, and the codebooks. */
-codec_status choose_planes(const codec_context *with, struct job *j, const struct sample *s)
+static codec_status choose_planes(const codec_context *with, struct job *j, const struct sample *s)
 {
 	const struct dtype *d = dtype_of(j->h.dtype);
 	/* a plane that could be constant or have runs of zeros, or lose zeros, stays in the regions */
@@ -61,4 +61,18 @@ codec_status choose_planes(const codec_context *with, struct job *j, const struc
 		j->model.nsegments = j->codebook_id = 0;
 	j->h.flags = (uint8_t)((j->codebook_id ? WIRE_FLAG_PRIOR : 0) | (j->model.nsegments ? WIRE_FLAG_SEGMENTS : 0));
 	return CODEC_OK;
+}
+
+codec_status lossless_begin(struct job *j, const codec_spec *s, const codec_context *with)
+{
+	(void)s;
+	return model_begin(j, with);
+}
+
+/* Model, planes and codebooks, from a sample. */
+codec_status lossless_choose(struct job *j, const struct kernels *k, const struct source *src,
+			     const codec_context *with)
+{
+	model_choose(src, with, k, j, &j->sample);
+	return choose_planes(with, j, &j->sample);
 }

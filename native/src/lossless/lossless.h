@@ -32,7 +32,12 @@ void block_decode_top(const struct job *j, const struct kernels *k, struct block
 codec_status block_close(const struct job *j, const struct kernels *k, struct block *o, char *values, int past,
 			 struct work *w, codec_fault *f);
 
-codec_status choose_planes(const codec_context *with, struct job *j, const struct sample *s);
+codec_status lossless_begin(struct job *j, const codec_spec *s, const codec_context *with);
+codec_status lossless_choose(struct job *j, const struct kernels *k, const struct source *src,
+			     const codec_context *with);
+codec_status lossless_encode_block(struct job *j, const struct kernels *k, const codec_context *with,
+				   const struct source *src, uint64_t b, uint8_t *frame, struct work *w,
+				   uint64_t *digest, uint64_t *nbytes);
 
 codec_status lossless_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 				    const struct job *j, uint64_t first, uint64_t count, uint64_t *seal,

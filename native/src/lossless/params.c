@@ -33,5 +33,8 @@ static codec_status header_check(const struct header *h, codec_fault *f)
 const struct family lossless_family = {
 	.params_ask = params_ask,
 	.header_check = header_check,
+	.begin = lossless_begin,
+	.choose = lossless_choose,
+	.encode_block = lossless_encode_block,
 	.decode_blocks = lossless_decode_blocks,
 };

@@ -94,7 +94,7 @@ static codec_status encode_codes(const struct job *j, const struct kernels *k, c
 }
 
 /* A book for the codes of a codec of rows, from counts of a sample. */
-void choose_bytes(struct job *j, const uint32_t counts[256])
+static void choose_bytes(struct job *j, const uint32_t counts[256])
 {
 	book_from_counts(j->books, counts, WIRE_MAX_CAP);
 	book_to_codes(j->books, j->codes);
@@ -111,32 +111,85 @@ codec_status rows_codes(const struct job *j, const struct kernels *k, const stru
 	return encode_codes(j, k, at.part, src, at.first, at.n, w, w->region, w->plane[0]);
 }
 
-/* Block b to `out`, which has `room` bytes. */
-codec_status rows_encode_block(const struct job *j, const struct kernels *k, const struct source *src, uint64_t b,
-			       uint8_t *out, uint64_t room, uint64_t *nbytes, struct work *w)
+codec_status rows_encode_block(struct job *j, const struct kernels *k, const codec_context *with,
+			       const struct source *src, uint64_t b, uint8_t *frame, struct work *w, uint64_t *digest,
+			       uint64_t *nbytes)
 {
 	const struct row_kind q = header_kind(&j->h);
 	struct place at = rows_place(j, b);
-	uint64_t ncodes = row_codes_nbytes(q, at.n), size = at.nscales + ncodes;
-	uint8_t *dst = out;
+	uint64_t ncodes = row_codes_nbytes(q, at.n);
+	uint8_t *codes = w->region + at.nscales;
 
-	*nbytes = row_region_nbytes(q, at.part->row, at.n);
-	if (*nbytes > room) {
-		if (!q.entropy)
-			return CODEC_SHORT_OUTPUT;
-		dst = w->region; /* it may come out smaller */
+	(void)with, (void)frame, (void)digest;
+	TRY(encode_codes(j, k, at.part, src, at.first, at.n, w, w->region, q.entropy ? w->plane[0] : codes));
+	if (q.entropy)
+		ncodes = encode_bytes(j, k, w, ncodes, codes);
+	*nbytes = ALIGN8(at.nscales + ncodes);
+	memset(codes + ncodes, 0, *nbytes - at.nscales - ncodes);
+	return CODEC_OK;
+}
+
+/* Parts are cut; what must be scanned first is counted. */
+codec_status rows_begin(struct job *j, const codec_spec *s, const codec_context *with)
+{
+	if (with->ncodebooks)
+		return CODEC_BAD_ARGUMENT;
+	j->residual = with->residual ? RESIDUAL_WITH_BLOCKS : RESIDUAL_NONE;
+	if (!j->h.n) {
+		j->h.row = 0;
+		return CODEC_OK;
 	}
-	if (q.entropy) {
-		TRY(encode_codes(j, k, at.part, src, at.first, at.n, w, dst, w->plane[0]));
-		size = at.nscales + encode_bytes(j, k, w, ncodes, dst + at.nscales);
-		*nbytes = ALIGN8(size);
-	} else {
-		TRY(encode_codes(j, k, at.part, src, at.first, at.n, w, dst, dst + at.nscales));
+	j->h.layout = WIRE_LAYOUT_BLOCKS;
+	j->key = (struct philox){s->seed, (uint32_t)with->stream, (uint32_t)(with->stream >> 32)};
+	j->scale = j->h.codec == CODEC_TERNARY ? scale_in_dtype(s->scale, j->h.dtype) : s->scale;
+	if (s->scale > 0 && scale_lost(header_kind(&j->h), s->scale))
+		return CODEC_ROUNDED_SCALE;
+	j->clip = s->clip;
+	rows_cut(j, with);
+	j->nscans = rows_scan_count(j);
+	return CODEC_OK;
+}
+
+/* Codecs of rows: the book for codes, from a sample of the blocks. */
+static codec_status sample_codes(struct job *j, const struct kernels *k, const struct source *src)
+{
+	uint64_t take = MIN(j->h.nblocks, 16);
+	uint32_t counts[256] = {0};
+	struct work w;
+
+	work_place(&j->h, (char *)j + j->work_at, &w);
+
+	for (uint64_t i = 0; i < take; i++) {
+		uint64_t n;
+
+		TRY(rows_codes(j, k, src, i * j->h.nblocks / take, &n, &w));
+		for (uint64_t v = 0; v < n; v++)
+			counts[w.plane[0][v]]++;
 	}
-	memset(dst + size, 0, *nbytes - size);
-	if (*nbytes > room)
-		return CODEC_SHORT_OUTPUT;
-	if (dst == w->region)
-		memcpy(out, dst, *nbytes);
+	choose_bytes(j, counts);
+	return CODEC_OK;
+}
+
+codec_status rows_choose(struct job *j, const struct kernels *k, const struct source *src, const codec_context *with)
+{
+	(void)with;
+	TRY(rows_finish(j));
+	return header_kind(&j->h).entropy ? sample_codes(j, k, src) : CODEC_OK;
+}
+
+codec_status rows_leave(const struct job *j, const struct kernels *k, const codec_context *with,
+			const struct source *src, void *work)
+{
+	struct work w;
+
+	if (j->residual != RESIDUAL_LAST)
+		return CODEC_OK;
+	work_place(&j->h, work, &w);
+	for (uint64_t b = 0; b < j->h.nblocks; b++) {
+		uint64_t n;
+
+		TRY(rows_codes(j, k, src, b, &n, &w));
+		TRY(rows_residual(j, k, src, w.region, b, 0, with->residual, &w));
+	}
 	return CODEC_OK;
 }

@@ -86,5 +86,12 @@ const struct family rows_family = {
 	.params_fault = own_fault,
 	.header_check = header_check,
 	.header_check_size = header_check_size,
+	.begin = rows_begin,
+	.scan = rows_scan,
+	.choose = rows_choose,
+	.encode_block = rows_encode_block,
+	.block_leave = rows_residual,
+	.regions_bound = rows_regions_nbytes,
+	.leave = rows_leave,
 	.decode_blocks = rows_decode_blocks,
 };

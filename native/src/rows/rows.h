@@ -38,8 +38,7 @@ static inline uint64_t rows_run(uint32_t row, uint64_t i, uint64_t m)
 
 /* scan.c: what must be known of a part before its first block: its scale, and that all is finite. */
 uint64_t rows_scan_count(const struct job *j);
-codec_status rows_scan(struct job *j, const struct kernels *k, const struct source *src, uint64_t first,
-		       uint64_t count);
+void rows_scan(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count);
 codec_status rows_finish(struct job *j);
 codec_status rows_sign_scales(const struct job *j, const struct kernels *k, const struct source *src, uint64_t first,
 			      uint64_t n, uint32_t row, uint8_t *stored);
@@ -50,9 +49,13 @@ codec_status rows_long_scale(const struct job *j, const struct kernels *k, const
 			     uint8_t *stored);
 
 /* encode.c, decode.c */
-void choose_bytes(struct job *j, const uint32_t counts[256]);
-codec_status rows_encode_block(const struct job *j, const struct kernels *k, const struct source *src, uint64_t b,
-			       uint8_t *dst, uint64_t room, uint64_t *nbytes, struct work *w);
+codec_status rows_begin(struct job *j, const codec_spec *s, const codec_context *with);
+codec_status rows_choose(struct job *j, const struct kernels *k, const struct source *src, const codec_context *with);
+codec_status rows_encode_block(struct job *j, const struct kernels *k, const codec_context *with,
+			       const struct source *src, uint64_t b, uint8_t *frame, struct work *w, uint64_t *digest,
+			       uint64_t *nbytes);
+codec_status rows_leave(const struct job *j, const struct kernels *k, const codec_context *with,
+			const struct source *src, void *work);
 codec_status rows_codes(const struct job *j, const struct kernels *k, const struct source *src, uint64_t b, uint64_t *n,
 			struct work *w);
 codec_status rows_residual(const struct job *j, const struct kernels *k, const struct source *src, const uint8_t *frame,

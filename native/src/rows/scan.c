@@ -72,7 +72,7 @@ uint64_t rows_scan_count(const struct job *j)
 	return j->residual || (row_part_scaled(header_kind(&j->h), job_parts(j)->row) && !given) ? j->nsums : 0;
 }
 
-codec_status rows_scan(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count)
+void rows_scan(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count)
 {
 	struct row_sums *out = job_sums(j) + first;
 	const struct part *p = job_parts(j), *last = p + j->nparts - 1;
@@ -88,7 +88,6 @@ codec_status rows_scan(struct job *j, const struct kernels *k, const struct sour
 		at = (i - p->first_sum) * WIRE_TREE;
 		scan(kind, k, src, p->start + at, MIN(WIRE_TREE, p->count - at), out);
 	}
-	return CODEC_OK;
 }
 
 /* The parts' scales, after all was scanned. */

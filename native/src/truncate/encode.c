@@ -56,8 +56,8 @@ static uint64_t symbols(const struct job *j, const struct kernels *k, const stru
 }
 
 /* The codebook, from a sample of quad rows. */
-codec_status truncate_choose(struct job *j, const struct kernels *k, const struct source *src,
-			     const codec_context *with)
+static codec_status count_symbols(struct job *j, const struct kernels *k, const struct source *src,
+				  const codec_context *with)
 {
 	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW, stride = choose_stride(nrows),
 		 take = (nrows + stride - 1) / stride;
@@ -80,7 +80,7 @@ codec_status truncate_choose(struct job *j, const struct kernels *k, const struc
 }
 
 /* TRUNCATE's book, from the caller or the sample. */
-codec_status choose_symbols(const codec_context *with, struct job *j)
+static codec_status choose_symbols(const codec_context *with, struct job *j)
 {
 	if (with->ncodebooks) {
 		TRY(codebook_load(with->codebooks, &j->h, j->books));
@@ -92,6 +92,23 @@ codec_status choose_symbols(const codec_context *with, struct job *j)
 	j->h.coded = 1;
 	j->h.flags = (uint8_t)((j->codebook_id ? WIRE_FLAG_PRIOR : 0) | (j->model.nsegments ? WIRE_FLAG_SEGMENTS : 0));
 	return CODEC_OK;
+}
+
+/* With what dtypes add, the guard is the header's. */
+codec_status truncate_begin(struct job *j, const codec_spec *s, const codec_context *with)
+{
+	(void)s;
+	if (j->h.variant != WIRE_LEVELS_FIXED && !with->levels)
+		j->h.guard = truncate_guard(&j->h, with->metric);
+	return model_begin(j, with);
+}
+
+codec_status truncate_choose(struct job *j, const struct kernels *k, const struct source *src,
+			     const codec_context *with)
+{
+	model_choose(src, with, k, j, &j->sample);
+	TRY(count_symbols(j, k, src, with));
+	return choose_symbols(with, j);
 }
 
 /*
@@ -192,7 +209,8 @@ static uint64_t put_symbols(const struct job *j, const struct kernels *k, const 
 
 /* Fill w->region; w->patterns are the values a decoder will see. */
 codec_status truncate_encode_block(struct job *j, const struct kernels *k, const codec_context *with,
-				   const struct source *src, uint64_t b, struct work *w, uint64_t *nbytes)
+				   const struct source *src, uint64_t b, uint8_t *frame, struct work *w,
+				   uint64_t *digest, uint64_t *nbytes)
 {
 	uint64_t first = b * j->h.block, m = MIN(j->h.block, j->h.n - first), got;
 	uint64_t count[TRUNCATE_PIECES] = {0};
@@ -200,6 +218,7 @@ codec_status truncate_encode_block(struct job *j, const struct kernels *k, const
 	uint8_t *p = w->region + 4;
 	uint32_t head;
 
+	(void)frame, (void)digest;
 	truncate_kind_of(&j->h, &q);
 	w->ahead.count = 0;
 	for (uint64_t at = 0; at < m; at += TRUNCATE_TILE) {
@@ -228,8 +247,8 @@ codec_status truncate_encode_block(struct job *j, const struct kernels *k, const
 }
 
 /* What is cut off, once nothing can fail any more: work it out again. */
-codec_status truncate_residual(const struct job *j, const struct kernels *k, const codec_context *with,
-			       const struct source *src)
+codec_status truncate_leave(const struct job *j, const struct kernels *k, const codec_context *with,
+			    const struct source *src, void *work)
 {
 	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = with->residual, .nbytes = 4 * j->h.n};
 	const struct sink sink = {.into = SINK_RESIDUAL, .dst = &dst, .src = src};
@@ -237,6 +256,7 @@ codec_status truncate_residual(const struct job *j, const struct kernels *k, con
 	struct truncate_kind q;
 	struct work w;
 
+	(void)work; /* the job has one */
 	truncate_kind_of(&j->h, &q);
 	work_place(&j->h, (char *)j + j->work_at, &w);
 	for (uint64_t first = 0, n; first < j->h.n; first += n) {

@@ -27,13 +27,14 @@ int8_t truncate_guard(const struct header *h, const codec_metric *metric);
 int truncate_reads(const struct header *h, const codec_context *with, int encoding, const void *out, uint64_t nbytes,
 		   int in_place);
 
+codec_status truncate_begin(struct job *j, const codec_spec *s, const codec_context *with);
 codec_status truncate_choose(struct job *j, const struct kernels *k, const struct source *src,
 			     const codec_context *with);
-codec_status choose_symbols(const codec_context *with, struct job *j);
 codec_status truncate_encode_block(struct job *j, const struct kernels *k, const codec_context *with,
-				   const struct source *src, uint64_t b, struct work *w, uint64_t *nbytes);
-codec_status truncate_residual(const struct job *j, const struct kernels *k, const codec_context *with,
-			       const struct source *src);
+				   const struct source *src, uint64_t b, uint8_t *frame, struct work *w,
+				   uint64_t *digest, uint64_t *nbytes);
+codec_status truncate_leave(const struct job *j, const struct kernels *k, const codec_context *with,
+			    const struct source *src, void *work);
 codec_status truncate_decode_block(const struct job *j, const struct kernels *k, const codec_context *with,
 				   const uint8_t *frame, uint64_t b, uint64_t at, uint64_t end, char *values,
 				   struct work *w);
