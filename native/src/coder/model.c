@@ -27,13 +27,13 @@ codec_status model_begin(struct job *j, const codec_context *with)
 	return CODEC_OK;
 }
 
-uint64_t model_nbytes(const struct dtype *d, uint64_t n)
+uint64_t model_job_nbytes(const struct header *h)
 {
-	if (!d->octave)
+	if (!dtype_of(h->dtype)->octave)
 		return 0;
 	/* a matrix whose sides are at least 64 has at most count / 32 rows and columns; each of both is padded by one
 	 */
-	return ALIGN8(WIRE_MAX_PARTS(n) * (sizeof(struct segment) + 2) + n / 32 + 64);
+	return ALIGN8(WIRE_MAX_PARTS(h->n) * (sizeof(struct segment) + 2) + h->n / 32 + 64);
 }
 
 static uint64_t nibble_nbytes(const struct segment *s)
@@ -593,11 +593,14 @@ static codec_status read_nibbles(const uint8_t *frame, uint64_t *p, uint64_t n, 
 	return CODEC_OK;
 }
 
-/* Read the scale model at frame[at, end). */
+/* Read the scale model at frame[at, end), if there is one. */
 codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f)
 {
 	uint64_t nsegments, start = 0, p;
 
+	*used = at;
+	if (!(j->h.flags & WIRE_FLAG_SEGMENTS))
+		return CODEC_OK;
 	if (end - at < 4)
 		BAD(at, end - at, 4);
 	nsegments = load32(frame + at);

@@ -26,7 +26,7 @@ static inline uint16_t model_zero(const struct header *h, const struct dtype *d)
 }
 
 codec_status model_begin(struct job *j, const codec_context *with);
-uint64_t model_nbytes(const struct dtype *d, uint64_t n);
+uint64_t model_job_nbytes(const struct header *h);
 void model_choose(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
 		  struct sample *s);
 uint64_t model_side_nbytes(const struct job *j);

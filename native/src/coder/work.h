@@ -31,6 +31,12 @@ struct work {
 	struct ahead ahead;
 };
 
+/* Values of the largest block of n, padded to quad rows. */
+uint64_t largest_block(uint64_t n);
+/* Room for a region of m values, all of whose bytes may be coded, and all escaped. */
+uint64_t region_room(const struct dtype *d, uint64_t m);
+/* nbytes at *p, which moves behind them. */
+void *work_take(char **p, uint64_t nbytes);
 uint64_t work_nbytes(const struct header *h);
 void work_place(const struct header *h, void *memory, struct work *w);
 /* Most bytes that a block's region takes, and that encoding it writes. */

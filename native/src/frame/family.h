@@ -8,6 +8,7 @@
 struct job;
 struct source;
 struct work;
+struct cursor;
 
 /* Codecs whose frames are made in one way. */
 struct family {
@@ -30,6 +31,25 @@ struct family {
 	codec_status (*check_state)(const struct header *h, const codec_context *with, int encoding);
 	int (*reads)(const struct header *h, const codec_context *with, int encoding, const void *out, uint64_t nbytes,
 		     int in_place);
+
+	/* What is coded, of CODEC_SYMBOLS_*; NULL: nothing that a codebook could be agreed upon for. */
+	uint8_t (*symbols)(const struct header *h);
+
+	/* The largest frame; NULL: a stored one. Bytes behind a job. Does opening one need a thread's buffer? */
+	uint64_t (*bound)(const struct header *h);
+	uint64_t (*job_nbytes)(const struct header *h);
+	int (*opens_with_work)(const struct header *h);
+	/* A thread's buffers beside the coder's, and their places from *p on. NULL: none. */
+	uint64_t (*work_nbytes)(const struct header *h);
+	void (*work_place)(const struct header *h, char **p, struct work *w);
+	/* Most bytes that one block's region takes. */
+	uint64_t (*region_bound)(const struct job *j);
+
+	/* The side section behind codebooks: its size, itself, and itself read from frame[at, end) up to *used. */
+	uint64_t (*side_nbytes)(const struct job *j);
+	void (*side_write)(const struct job *j, uint8_t *dst);
+	codec_status (*side_read)(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used,
+				  codec_fault *f);
 
 	/*
 	 * Encoding: what follows from spec and shape; the layout stays that of stored frames if the tensor is to be

@@ -94,7 +94,7 @@ codec_status request(const codec_spec *spec, const codec_tensor *like, int with_
 /* Does opening a job need a thread's buffer? It is then part of the job, and serves one-call functions throughout. */
 static int job_works(const struct header *h)
 {
-	return header_kind(h).entropy || h->codec == CODEC_TRUNCATE;
+	return family_of(h)->opens_with_work && family_of(h)->opens_with_work(h);
 }
 
 void *job_work(const struct job *j, void *scratch)
@@ -111,8 +111,7 @@ uint64_t job_room(const struct header *h)
 {
 	uint64_t nbytes = ALIGN8(sizeof(struct job)) + 8;
 
-	nbytes += codec_is_rows(h->codec) ? rows_job_nbytes(h) : model_nbytes(dtype_of(h->dtype), h->n);
-	return nbytes + (job_works(h) ? work_nbytes(h) : 0);
+	return nbytes + family_of(h)->job_nbytes(h) + (job_works(h) ? work_nbytes(h) : 0);
 }
 
 codec_status codec_bound(const codec_spec *spec, const codec_tensor *like, size_t *nbytes)
@@ -123,7 +122,7 @@ codec_status codec_bound(const codec_spec *spec, const codec_tensor *like, size_
 	if (!nbytes)
 		return CODEC_BAD_ARGUMENT;
 	TRY(request(spec, like, 0, &h, &t));
-	*nbytes = codec_is_rows(h.codec) ? rows_bound(&h) : stored_nbytes(&h);
+	*nbytes = family_of(&h)->bound ? family_of(&h)->bound(&h) : stored_nbytes(&h);
 	return CODEC_OK;
 }
 
@@ -189,8 +188,7 @@ codec_status job_open(void *memory, size_t nbytes, const struct header *h, struc
 	j->model.offsets_at = j->model.segments_at;
 	j->parts_at = ALIGN8(sizeof *j);
 	j->sums_at = j->parts_at + WIRE_MAX_PARTS(h->n) * sizeof(struct part);
-	j->work_at = codec_is_rows(h->codec) ? j->parts_at + rows_job_nbytes(h)
-					     : j->parts_at + model_nbytes(dtype_of(h->dtype), h->n);
+	j->work_at = j->parts_at + family_of(h)->job_nbytes(h);
 	*out = j;
 	return CODEC_OK;
 }

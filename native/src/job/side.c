@@ -20,15 +20,9 @@ uint64_t side_write(const struct job *j, uint8_t *dst)
 				memcpy(dst + at, packed, (size_t)n);
 			at += (uint64_t)n;
 		}
-	if (codec_is_rows(j->h.codec)) {
-		if (dst)
-			rows_write(j, dst + at);
-		at += rows_side_nbytes(j);
-	} else {
-		if (dst)
-			model_write(j, dst + at);
-		at += model_side_nbytes(j);
-	}
+	if (dst)
+		family_of(&j->h)->side_write(j, dst + at);
+	at += family_of(&j->h)->side_nbytes(j);
 	if (dst)
 		memset(dst + at, 0, ALIGN8(at) - at);
 	return ALIGN8(at);
@@ -70,10 +64,8 @@ codec_status side_read(const uint8_t *frame, const codec_context *with, struct j
 		}
 		book_to_lookup(j->books + p, j->lookup + p);
 	}
-	if (j->h.layout == WIRE_LAYOUT_BLOCKS && codec_is_rows(j->h.codec))
-		TRY(rows_read(frame, at, end, j, &at, f));
-	else if (j->h.flags & WIRE_FLAG_SEGMENTS)
-		TRY(model_read(frame, at, end, j, &at, f));
+	if (j->h.layout == WIRE_LAYOUT_BLOCKS)
+		TRY(family_of(&j->h)->side_read(frame, at, end, j, &at, f));
 	if (end - at >= WIRE_ALIGN)
 		SIDE(at, end - at, WIRE_ALIGN - 1);
 	for (; at < end; at++)

@@ -195,3 +195,11 @@ codec_status lossless_encode_block(struct job *j, const struct kernels *k, const
 	*nbytes = encode_block(j, k, src, frame, b, w, digest);
 	return CODEC_OK;
 }
+
+/* Planes in modes that take no more than they have. */
+uint64_t lossless_region_bound(const struct job *j)
+{
+	uint64_t m = MIN(j->h.n, j->h.block), nplanes = dtype_of(j->h.dtype)->nbytes;
+
+	return ALIGN8(4 + m * (nplanes - (uint64_t)__builtin_popcount(j->h.fixed)));
+}

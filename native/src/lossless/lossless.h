@@ -32,6 +32,7 @@ void block_decode_top(const struct job *j, const struct kernels *k, struct block
 codec_status block_close(const struct job *j, const struct kernels *k, struct block *o, char *values, int past,
 			 struct work *w, codec_fault *f);
 
+uint64_t lossless_region_bound(const struct job *j);
 codec_status lossless_begin(struct job *j, const codec_spec *s, const codec_context *with);
 codec_status lossless_choose(struct job *j, const struct kernels *k, const struct source *src,
 			     const codec_context *with);

@@ -13,6 +13,12 @@ static codec_status params_ask(const codec_spec *s, struct header *h)
 
 #define BAD(at, found, expected) return fault(f, CODEC_BAD_HEADER, at, found, expected)
 
+static uint8_t symbols(const struct header *h)
+{
+	(void)h;
+	return CODEC_SYMBOLS_PATTERN;
+}
+
 static codec_status header_check(const struct header *h, codec_fault *f)
 {
 	const struct dtype *d = dtype_of(h->dtype);
@@ -32,7 +38,13 @@ static codec_status header_check(const struct header *h, codec_fault *f)
 
 const struct family lossless_family = {
 	.params_ask = params_ask,
+	.symbols = symbols,
 	.header_check = header_check,
+	.job_nbytes = model_job_nbytes,
+	.side_nbytes = model_side_nbytes,
+	.side_write = model_write,
+	.side_read = model_read,
+	.region_bound = lossless_region_bound,
 	.begin = lossless_begin,
 	.choose = lossless_choose,
 	.encode_block = lossless_encode_block,

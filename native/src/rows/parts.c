@@ -203,3 +203,39 @@ codec_status rows_read(const uint8_t *frame, uint64_t at, uint64_t end, struct j
 	*used = at;
 	return CODEC_OK;
 }
+
+/* The book for codes comes from a sample of blocks. */
+int rows_opens_with_work(const struct header *h)
+{
+	return header_kind(h).entropy;
+}
+
+#define CODES (WIRE_ROW_BLOCK + 64)
+
+uint64_t rows_work_nbytes(const struct header *h)
+{
+	(void)h;
+	return 4 * WIRE_TREE + 18 * ROW_CHUNK + 64 + CODES + 64;
+}
+
+void rows_work_place(const struct header *h, char **p, struct work *w)
+{
+	(void)h;
+	w->x = work_take(p, 4 * WIRE_TREE);
+	w->y = work_take(p, 4 * ROW_CHUNK);
+	w->scale = work_take(p, 4 * ROW_CHUNK);
+	w->scale_below = work_take(p, 4 * ROW_CHUNK);
+	w->max = work_take(p, 4 * ROW_CHUNK);
+	w->half = work_take(p, 2 * ROW_CHUNK + 32);
+	w->code = work_take(p, CODES);
+}
+
+uint64_t rows_region_bound(const struct job *j)
+{
+	const struct row_kind q = header_kind(&j->h);
+	uint64_t most = 0;
+
+	for (const struct part *p = job_parts(j); p < job_parts(j) + j->nparts; p++)
+		most = MAX(most, row_region_nbytes(q, p->row, MIN(p->count, row_block(q, p->row))));
+	return most;
+}

@@ -49,6 +49,10 @@ codec_status rows_long_scale(const struct job *j, const struct kernels *k, const
 			     uint8_t *stored);
 
 /* encode.c, decode.c */
+int rows_opens_with_work(const struct header *h);
+uint64_t rows_work_nbytes(const struct header *h);
+void rows_work_place(const struct header *h, char **p, struct work *w);
+uint64_t rows_region_bound(const struct job *j);
 codec_status rows_begin(struct job *j, const codec_spec *s, const codec_context *with);
 codec_status rows_choose(struct job *j, const struct kernels *k, const struct source *src, const codec_context *with);
 codec_status rows_encode_block(struct job *j, const struct kernels *k, const codec_context *with,

@@ -32,6 +32,13 @@ static codec_status params_ask(const codec_spec *s, struct header *h)
 	return CODEC_OK;
 }
 
+static uint8_t symbols(const struct header *h)
+{
+	if (h->variant != WIRE_LEVELS_CODED)
+		return CODEC_SYMBOLS_EXPONENT;
+	return h->dtype == CODEC_FLOAT16 ? CODEC_SYMBOLS_JOINT16 : CODEC_SYMBOLS_JOINT;
+}
+
 static codec_status header_check(const struct header *h, codec_fault *f)
 {
 	TRY(header_check_blocks(h, f));
@@ -45,7 +52,16 @@ static codec_status header_check(const struct header *h, codec_fault *f)
 const struct family truncate_family = {
 	.params_ask = params_ask,
 	.params_fault = own_fault,
+	.symbols = symbols,
 	.header_check = header_check,
+	.job_nbytes = model_job_nbytes,
+	.side_nbytes = model_side_nbytes,
+	.side_write = model_write,
+	.side_read = model_read,
+	.opens_with_work = truncate_opens_with_work,
+	.work_nbytes = truncate_work_nbytes,
+	.work_place = truncate_work_place,
+	.region_bound = truncate_region_bound,
 	.begin = truncate_begin,
 	.choose = truncate_choose,
 	.encode_block = truncate_encode_block,

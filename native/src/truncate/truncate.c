@@ -172,3 +172,38 @@ codec_status truncate_drops(const struct job *j, const struct kernels *k, const 
 	}
 	return CODEC_OK;
 }
+
+/* A sample is cut as blocks are. */
+int truncate_opens_with_work(const struct header *h)
+{
+	(void)h;
+	return 1;
+}
+
+uint64_t truncate_work_nbytes(const struct header *h)
+{
+	uint64_t m = largest_block(h->n);
+
+	return 6 * m + 9 * (m + 64) + 64;
+}
+
+void truncate_work_place(const struct header *h, char **p, struct work *w)
+{
+	uint64_t m = largest_block(h->n);
+
+	w->exponent = work_take(p, 2 * m + 64);
+	w->patterns = work_take(p, 4 * m);
+	for (int i = 0; i < TRUNCATE_PIECES; i++)
+		w->piece[i] = work_take(p, m + 64);
+	w->fields = (uint32_t *)w->piece[0];
+	w->e = work_take(p, m + 64);
+	w->ea = work_take(p, m + 64);
+	w->drop = work_take(p, m + 64);
+	w->width = work_take(p, m + 64);
+	w->level = work_take(p, m + 64);
+}
+
+uint64_t truncate_region_bound(const struct job *j)
+{
+	return region_room(dtype_of(j->h.dtype), MIN(j->h.n, j->h.block));
+}

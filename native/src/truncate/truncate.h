@@ -27,6 +27,10 @@ int8_t truncate_guard(const struct header *h, const codec_metric *metric);
 int truncate_reads(const struct header *h, const codec_context *with, int encoding, const void *out, uint64_t nbytes,
 		   int in_place);
 
+int truncate_opens_with_work(const struct header *h);
+uint64_t truncate_work_nbytes(const struct header *h);
+void truncate_work_place(const struct header *h, char **p, struct work *w);
+uint64_t truncate_region_bound(const struct job *j);
 codec_status truncate_begin(struct job *j, const codec_spec *s, const codec_context *with);
 codec_status truncate_choose(struct job *j, const struct kernels *k, const struct source *src,
 			     const codec_context *with);
