@@ -42,7 +42,20 @@ class Call:
     runs in the midst of a call (a mapping's, a finalizer, a signal handler) and makes a call of its own takes others.
     """
 
-    __slots__ = ("_blank", "_isa", "_scratch", "_shape", "context", "fault", "frame", "info", "keep", "size", "tensor")
+    __slots__ = (
+        "_blank",
+        "_isa",
+        "_kind",
+        "_scratch",
+        "_shape",
+        "context",
+        "fault",
+        "frame",
+        "info",
+        "keep",
+        "size",
+        "tensor",
+    )
 
     def __init__(self) -> None:
         self.fault = ffi.new("codec_fault *")
@@ -55,6 +68,7 @@ class Call:
         self.context = ffi.new("codec_context *")
         self.tensor = new_tensor(0, ())
         self._shape = self.tensor.shape
+        self._kind: tuple[str, tuple[int, ...]] | None = None
         self.size = ffi.new("size_t *")
         self.info = new_info()
         self.frame = core.new_bytes(SMALL_FRAME)
@@ -71,11 +85,14 @@ class Call:
     def fill_tensor(self, v: TensorView) -> Any:
         """The codec_tensor."""
         t = self.tensor
-        shape = v.shape
-        rank = len(shape)
-        t.dtype = DTYPES[v.dtype]
-        t.rank = rank
-        self._shape[0:rank] = shape
+        kind = v[:2]  # dtype and shape, often those of the call before
+        if kind != self._kind:
+            dtype, shape = kind
+            rank = len(shape)
+            t.dtype = DTYPES[dtype]
+            t.rank = rank
+            self._shape[0:rank] = shape
+            self._kind = kind
         t.data = v.data
         t.nbytes = v.nbytes
         return t

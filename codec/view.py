@@ -211,7 +211,7 @@ def view(x: Any, dtype: str | None = None) -> TensorView:
         x is not a tensor, or of a dtype or rank that cannot be encoded.
     """
     if type(x) is np.ndarray:
-        v = _from_numpy(cast(Array, x))
+        v = _from_numpy(x)  # pyright: ignore[reportUnknownArgumentType] - a cast would be a call
     elif is_torch(x):
         v = _from_torch(x)
     elif isinstance(x, np.ndarray | np.generic) or hasattr(x, "__array_interface__"):
@@ -253,7 +253,7 @@ def view_output(out: Any, dtype: str | None = None) -> TensorView:
         It cannot be written, or is not contiguous.
     """
     if type(out) is np.ndarray:
-        v = _from_own(cast(Array, out))
+        v = _from_own(out)  # pyright: ignore[reportUnknownArgumentType] - a cast would be a call
     elif is_torch(out):
         if not out.is_contiguous() or out.is_neg():
             raise SpecError("out= must be contiguous")
