@@ -1,6 +1,7 @@
 """GB/s of tensor bytes, into memory that exists, and microseconds of calls that make their own result.
 
 Lossless per dtype, instruction set, size and number of threads; then the lossy family, one thread, on float32.
+``float32:bfloat16`` is float32 whose values were made in bfloat16, as gradients are under autocast.
 
 ``copy`` is the bandwidth of numpy.copyto over the same tensor in the same run; machines differ and are noisy, so the
 fractions of it are what to compare. A copy reads and writes every byte of the tensor; lossless coding reads it and
@@ -38,6 +39,8 @@ def tensor(dtype: str, n: int) -> np.ndarray[Any, Any]:
         return x.astype(np.float16)
     if dtype == "bfloat16":
         return (x.view(np.uint32) >> 16).astype(np.uint16)
+    if dtype == "float32:bfloat16":
+        return (x.view(np.uint32) & 0xFFFF0000).view(np.float32)
     if dtype == "int8":
         return np.clip(x * 8, -127, 127).astype(np.int8)
     return x
@@ -169,7 +172,11 @@ def print_lossy(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "float16", "float64", "int8"])
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        default=["float32", "float32:bfloat16", "bfloat16", "float16", "float64", "int8"],
+    )
     parser.add_argument("--isas", nargs="+", default=list(codec.isas()))
     parser.add_argument(
         "--sizes", nargs="+", type=int, default=[1 << 12, 1 << 20, 1 << 26], help="of tensors, in bytes"
@@ -180,15 +187,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for dtype in args.dtypes if args.only != "lossy" else []:
+    for made in args.dtypes if args.only != "lossy" else []:
+        dtype = made.partition(":")[0]
         for nbytes in args.sizes:
-            x = tensor(dtype, nbytes // codec.core.ITEMSIZE[dtype])
+            x = tensor(made, nbytes // codec.core.ITEMSIZE[dtype])
             out, back = np.empty(codec.bound(x.shape, dtype) * 2 + (1 << 20), np.uint8), np.empty_like(x)
             for isa in args.isas:
                 for threads in args.threads:
                     if threads > 1 and nbytes < 1 << 22:
                         continue
-                    print(f"\r{dtype} {nbytes} {isa} {threads}   ", end="", file=sys.stderr, flush=True)
+                    print(f"\r{made} {nbytes} {isa} {threads}   ", end="", file=sys.stderr, flush=True)
                     with codec.use_isa(isa):
                         enc, frame = best(lambda: codec.encode(x, dtype=dtype, out=out, threads=threads))
                         dec, _ = best(lambda: codec.decode(frame, out=back, threads=threads))
@@ -198,7 +206,7 @@ def main() -> None:
                     copy, _ = best(lambda: np.copyto(back, x))
                     rows.append(
                         {
-                            "dtype": dtype,
+                            "dtype": made,
                             "nbytes": x.nbytes,
                             "isa": isa,
                             "threads": threads,
@@ -223,12 +231,12 @@ def main() -> None:
 
 def print_lossless(rows: list[dict[str, Any]]) -> None:
     print(
-        f"{'dtype':9} {'bytes':>10} {'isa':7} thr   size {'encode':>17} {'decode':>17} {'copy':>9} {'us enc|dec':>17}"
+        f"{'dtype':16} {'bytes':>10} {'isa':7} thr   size {'encode':>17} {'decode':>17} {'copy':>9} {'us enc|dec':>17}"
     )
     for r in rows:
         enc, dec = (f"{r[k]:6.2f} GB/s {100 * r[k] / r['copy_gbps']:3.0f}%" for k in ("encode_gbps", "decode_gbps"))
         print(
-            f"{r['dtype']:9} {r['nbytes']:10} {r['isa']:7} {r['threads']:3}  {r['ratio']:.3f} {enc:>17} {dec:>17} "
+            f"{r['dtype']:16} {r['nbytes']:10} {r['isa']:7} {r['threads']:3}  {r['ratio']:.3f} {enc:>17} {dec:>17} "
             f"{r['copy_gbps']:9.1f} {r['encode_us']:8.1f}|{r['decode_us']:8.1f}"
         )
 
