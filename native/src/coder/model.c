@@ -213,6 +213,30 @@ static void fit_cols(const struct source *src, const struct kernels *k, struct j
 	s->shifts |= (uint8_t)(shift << 4);
 }
 
+/* The offsets of rows [r, end). Short ones lie side by side, so that many are loaded at once. */
+static void fit_whole(const struct source *src, const struct kernels *k, const struct job *j, const struct segment *s,
+		      uint64_t r, uint64_t end, int8_t *rows)
+{
+	const struct dtype *d = dtype_of(src->dtype);
+	uint16_t zero = model_zero(&j->h, d), p[COLUMNS];
+	int eighth = eighth_log2(d), shift = s->shifts & 15, centre = s->mean;
+	uint64_t row = s->row, n;
+
+	for (; row > CHOOSE_RUNS * CHOOSE_RUN && r < end; r++)
+		rows[r] = fit_row(src, k, j, s, r);
+	for (; r < end; r += n) {
+		n = MIN(end - r, COLUMNS / row);
+		patterns(src, k, s->start + r * row, n * row, p);
+		for (uint64_t i = 0; i < n; i++) {
+			uint32_t sum, count;
+
+			k->sum(p + i * row, row, zero, &sum, &count);
+			rows[r + i] =
+				(int8_t)choose_offset(choose_eighths(choose_mean(sum, count), centre, eighth), shift);
+		}
+	}
+}
+
 /*
  * Find the offsets of rows that begin in values [first, first + n) of a segment and were not found when the job was
  * opened. Whose values those are may store them: nobody else does, or reads them. The row that holds the first value
@@ -232,8 +256,8 @@ static void fit_range(const struct source *src, const struct kernels *k, struct 
 		f->row = is_fitted(s) ? rows[r] : fit_row(src, k, j, s, r);
 		r++;
 	}
-	for (; !is_fitted(s) && r * s->row < end; r++)
-		rows[r] = fit_row(src, k, j, s, r);
+	if (!is_fitted(s) && r * s->row < end)
+		fit_whole(src, k, j, s, r, (end + s->row - 1) / s->row, rows);
 }
 
 static void segment_offsets(const struct job *j, const struct kernels *k, const struct segment *s,

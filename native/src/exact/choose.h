@@ -16,7 +16,7 @@
 #define CHOOSE_COL_ROWS 128     /* for the columns' offsets */
 #define CHOOSE_RUNS 4           /* of a row, for its mean, */
 #define CHOOSE_RUN 32           /* of so many neighbours: 128 values find it to a tenth of a step or so */
-#define CHOOSE_PARTS_MIN 262144 /* values for which the best eighth of an octave is looked for */
+#define CHOOSE_PARTS_MIN 524288 /* values for which the best eighth of an octave is looked for */
 #define CHOOSE_PARTS 8
 #define CHOOSE_BINS (256 * CHOOSE_PARTS)
 #define CHOOSE_NONE (-1) /* the mean of a row that has no pattern from zero on */
