@@ -95,7 +95,7 @@ PLANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     (
         "fuzz_frames",
         "a destination written before the last block is checked",
-        [("if (with->flags & CODEC_VERIFY_FIRST)\n\t\tTRY(decode_check", "if (0)\n\t\tTRY(decode_check")],
+        [("if (with->flags & (CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY))", "if (0)")],
     ),
     (
         "fuzz_frames",

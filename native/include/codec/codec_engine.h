@@ -117,6 +117,77 @@ CODEC_API codec_status codec_reduce_blocks(const void *const *frames, const size
 					   size_t work_nbytes);
 
 /*
+ * Engines with loops of their own (in other languages, on devices) take over blocks, and nothing else: what was decided
+ * they find in the job, whose memory they may copy to wherever they work. All of it is fixed when codec_encode_open or
+ * codec_encode_start, or codec_decode_open or codec_decode_plan, returns, except for offsets of rows (below).
+ */
+
+/* An array in a job's memory: the first of `count` items of so many bytes lies `at` bytes from its beginning. */
+typedef struct codec_array {
+	uint64_t at, count, itemsize;
+} codec_array;
+
+/* Values [start, start + count) under the scale model (docs/format.md, section 5.2). */
+typedef struct codec_model_part {
+	uint64_t start, count;
+	uint32_t row;        /* values of a row; 0: of kind 0 */
+	uint32_t nibbles_at; /* twice that in codec_view.offsets: its rows' (an even number), then its columns' */
+	uint16_t base;
+	uint16_t mean; /* encode: the mean pattern of its rows (docs/encoder.md, section 4.2) */
+	uint8_t kind, shifts;
+} codec_model_part;
+
+/* Values whose blocks and rows are their own (section 8). */
+typedef struct codec_row_part {
+	uint64_t start, count, first_block;
+	uint32_t first_sum; /* number of its first piece for codec_encode_scan */
+	uint32_t row;       /* values that share a scale; 0: all do */
+	float scale[2];     /* of the part, if such parts have any */
+} codec_row_part;
+
+/* Fields of the header as in docs/format.md, and what follows from them. Offsets are bytes from the frame's start. */
+typedef struct codec_view {
+	uint32_t struct_nbytes;
+	uint32_t encoding; /* 0: decoding */
+	uint32_t codec, dtype, layout;
+	uint32_t variant, options, bits, row;
+	int32_t guard;
+	uint32_t flags, fixed, coded, halved;
+	uint64_t n, block_nvalues, nblocks, frame_nbytes;
+	uint64_t side_offset, side_nbytes, directory_offset, planes_offset, plane_stride, regions_offset;
+	/* encode, codecs of rows: the key of draws, the scale that was given, the clip; 0: none */
+	uint32_t seed;
+	float scale, clip;
+	uint32_t reserved;
+	uint64_t stream;
+	codec_array lengths; /* a codebook a plane, where `coded` says so: lengths of values 0..255, of the escape */
+	/*
+	 * The same as tables, 256 bytes and 256 bytes and 2. Encode: codes, right-justified; their lengths, with bit 7
+	 * the escape's; then a value without a code, if there is one, and the value of the first code. Decode, by the
+	 * next 8 bits: values, lengths; then the value that stands for the escape, and that of the first code.
+	 */
+	codec_array tables;
+	codec_array model_parts; /* codec_model_part; none: all offsets are 0 */
+	/*
+	 * int8, in eighths of an octave. Encode: of a part of more than 1,024 rows, those of its rows are for the
+	 * blocks in which rows begin, to be stored here before codec_encode_close or codec_encode_head.
+	 */
+	codec_array offsets;
+	codec_array row_parts; /* codec_row_part */
+} codec_view;
+
+CODEC_API codec_status codec_job_view(const void *job, codec_view *view);
+
+/*
+ * Instead of codec_encode_close, where blocks lie elsewhere: all that precedes the directory, with the frame's size and
+ * checksum blank, plan->regions_at bytes at most; then the same with both, where `seal` is the sum of the seals of
+ * blocks and of the directory's digest (section 11).
+ */
+CODEC_API codec_status codec_encode_head(const void *job, void *head, size_t capacity, size_t *written);
+CODEC_API codec_status codec_encode_seal(const void *job, uint64_t frame_nbytes, uint64_t seal, void *head,
+					 size_t head_nbytes);
+
+/*
  * For blocks that are decoded elsewhere: a job from a frame's header and side section alone, the first head_nbytes of
  * its nbytes bytes. With fewer than that takes, CODEC_TRUNCATED is returned and the fault says what is expected. The
  * rest is for whoever decodes: to compare the destination, the directory and what fixed planes end in; to check blocks

@@ -20,6 +20,7 @@ codec_status decode_close(const codec_context *with, const struct job *j, uint64
 
 /* side.c */
 uint64_t side_write(const struct job *j, uint8_t *dst);
+void head_write(const struct job *j, uint64_t frame_nbytes, uint64_t seal, uint8_t *head);
 codec_status side_read(const uint8_t *frame, const codec_context *with, struct job *j);
 
 /* api.c */

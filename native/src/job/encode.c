@@ -205,11 +205,7 @@ static codec_status close_frame(const struct source *src, uint8_t *dst, size_t c
 		return CODEC_BAD_ARGUMENT;
 	if (to >= stored_nbytes(&h) && !codec_is_rows(h.codec))
 		return store(src, k, h, dst, capacity, written);
-	h.frame_nbytes = to;
-	side_write(j, dst + h.side_at);
-	h.checksum = header_seal(&h, k, dst + h.side_at) +
-		     k->digest(directory, WIRE_DIRECTORY_ENTRY * h.nblocks, WIRE_SEED_DIRECTORY) + seal;
-	header_write(&h, dst);
+	head_write(j, to, seal + k->digest(directory, WIRE_DIRECTORY_ENTRY * h.nblocks, WIRE_SEED_DIRECTORY), dst);
 	*written = to;
 	return CODEC_OK;
 }

@@ -28,6 +28,19 @@ uint64_t side_write(const struct job *j, uint8_t *dst)
 	return ALIGN8(at);
 }
 
+/* Header and side section of a frame in blocks. seal: of all that follows them; frame_nbytes 0: not known yet. */
+void head_write(const struct job *j, uint64_t frame_nbytes, uint64_t seal, uint8_t *head)
+{
+	struct header h = j->h;
+
+	side_write(j, head + h.side_at);
+	h.frame_nbytes = frame_nbytes;
+	h.checksum = 0;
+	if (frame_nbytes)
+		h.checksum = header_seal(&h, &kernels_scalar, head + h.side_at) + seal;
+	header_write(&h, head);
+}
+
 #define SIDE(where, found, expected) return fault(f, CODEC_BAD_SIDE, where, found, expected)
 
 codec_status side_read(const uint8_t *frame, const codec_context *with, struct job *j)

@@ -1,0 +1,118 @@
+/* view.c - a job as plain data: what was decided, for engines with loops of their own. */
+#include "api.h"
+
+#define SAME(ours, theirs, field)                                                                                      \
+	_Static_assert(offsetof(struct ours, field) == offsetof(theirs, field) &&                                      \
+			       sizeof(((struct ours *)0)->field) == sizeof(((theirs *)0)->field),                      \
+		       #field)
+
+SAME(segment, codec_model_part, start);
+SAME(segment, codec_model_part, count);
+SAME(segment, codec_model_part, row);
+SAME(segment, codec_model_part, nibbles_at);
+SAME(segment, codec_model_part, base);
+SAME(segment, codec_model_part, mean);
+SAME(segment, codec_model_part, kind);
+SAME(segment, codec_model_part, shifts);
+_Static_assert(sizeof(struct segment) == sizeof(codec_model_part), "a part of the scale model");
+SAME(part, codec_row_part, start);
+SAME(part, codec_row_part, count);
+SAME(part, codec_row_part, first_block);
+SAME(part, codec_row_part, first_sum);
+SAME(part, codec_row_part, row);
+SAME(part, codec_row_part, scale);
+_Static_assert(sizeof(struct part) == sizeof(codec_row_part), "a part of a frame of rows");
+_Static_assert(sizeof(codebook) == 257 && sizeof(book_codes) == 514 && sizeof(book_lookup) == 514, "tables of bytes");
+
+/* Any job, whatever it is for and however far it is. */
+static const struct job *any_job(const void *memory)
+{
+	const struct job *j = job_place((void *)memory);
+
+	return memory && (j->kind == JOB_ENCODE || j->kind == JOB_DECODE) ? j : NULL;
+}
+
+/* An array of a job, from the beginning of the memory that was given for it. */
+static codec_array array_of(const struct job *j, const void *memory, uint64_t at, uint64_t count, uint64_t itemsize)
+{
+	return (codec_array){at + (uint64_t)((const char *)j - (const char *)memory), count, itemsize};
+}
+
+static void view_header(const struct header *h, codec_view *v)
+{
+	v->codec = h->codec;
+	v->dtype = h->dtype;
+	v->layout = h->layout;
+	v->variant = h->variant;
+	v->options = h->options;
+	v->bits = h->bits;
+	v->row = h->row;
+	v->guard = h->guard;
+	v->flags = h->flags;
+	v->fixed = h->fixed;
+	v->coded = h->coded;
+	v->halved = h->halved;
+	v->n = h->n;
+	v->block_nvalues = h->block;
+	v->nblocks = h->nblocks;
+	v->frame_nbytes = h->frame_nbytes;
+	v->side_offset = h->side_at;
+	v->side_nbytes = h->side_nbytes;
+	v->directory_offset = h->directory_at;
+	v->planes_offset = h->planes_at;
+	v->plane_stride = h->plane_stride;
+	v->regions_offset = h->regions_at;
+}
+
+codec_status codec_job_view(const void *job, codec_view *view)
+{
+	const struct job *j = any_job(job);
+	int rows, encoding;
+	codec_view v;
+
+	if (!j || !view || view->struct_nbytes < sizeof(uint32_t))
+		return CODEC_BAD_ARGUMENT;
+	memset(&v, 0, sizeof v);
+	v.struct_nbytes = view->struct_nbytes;
+	rows = codec_is_rows(j->h.codec);
+	encoding = j->kind == JOB_ENCODE;
+	view_header(&j->h, &v);
+	v.encoding = (uint32_t)encoding;
+	v.seed = j->key.seed;
+	v.stream = j->key.stream | (uint64_t)j->key.stream_high << 32;
+	v.scale = j->scale;
+	v.clip = j->clip;
+	v.lengths = array_of(j, job, offsetof(struct job, books), WIRE_MAX_PLANES, sizeof(codebook));
+	v.tables = array_of(j, job, encoding ? offsetof(struct job, codes) : offsetof(struct job, lookup),
+			    WIRE_MAX_PLANES, sizeof(book_codes));
+	v.model_parts = array_of(j, job, j->model.segments_at, rows ? 0 : j->model.nsegments, sizeof(struct segment));
+	v.offsets = array_of(j, job, j->model.offsets_at, rows ? 0 : 2 * j->model.nibbles, sizeof(int8_t));
+	v.row_parts = array_of(j, job, j->parts_at, j->nparts, sizeof(struct part));
+	memcpy(view, &v, MIN(view->struct_nbytes, sizeof v));
+	return CODEC_OK;
+}
+
+codec_status codec_encode_head(const void *job, void *head, size_t capacity, size_t *written)
+{
+	const struct job *j = job_at(job, JOB_ENCODE, JOB_READY);
+
+	if (!j || !head || !written || !j->h.nblocks)
+		return CODEC_BAD_ARGUMENT;
+	*written = 0;
+	if (capacity < j->h.directory_at)
+		return CODEC_SHORT_OUTPUT;
+	head_write(j, 0, 0, head);
+	*written = j->h.directory_at;
+	return CODEC_OK;
+}
+
+codec_status codec_encode_seal(const void *job, uint64_t frame_nbytes, uint64_t seal, void *head, size_t head_nbytes)
+{
+	const struct job *j = job_at(job, JOB_ENCODE, JOB_READY);
+
+	if (!j || !head || !j->h.nblocks || head_nbytes < j->h.directory_at || frame_nbytes % WIRE_ALIGN ||
+	    frame_nbytes < j->h.regions_at)
+		return CODEC_BAD_ARGUMENT;
+	head_write(j, frame_nbytes, seal, head);
+	return CODEC_OK;
+}
