@@ -56,12 +56,6 @@ static void test_bits(void **unused)
 			assert_int_equal(y >> 8, u >> shift & 255);
 			assert_int_equal(bits_unturn(y, o, shift), x);
 		}
-	for (uint32_t x = 1; x < 1 << 20; x++) {
-		uint32_t a = bits_log2_q16(x), b = bits_log2_q16(x + 1);
-
-		assert_true(a <= b && a >> 16 == 31u - (uint32_t)__builtin_clz(x));
-	}
-	assert_int_equal(bits_log2_q16(3), 103872); /* 1.58496 */
 	assert_int_equal(bits_mean(-7, 2), -3);
 	assert_int_equal(bits_mean(7, 2), 4);
 	assert_int_equal(bits_mean(-8, 3), -3);

@@ -21,9 +21,7 @@ codec_status model_begin(struct job *j, const codec_context *with)
 	if (j->h.n < WIRE_MIN_CODED)
 		return CODEC_OK;
 	j->h.layout = WIRE_LAYOUT_BLOCKS;
-	j->h.block_log2 = WIRE_MIN_BLOCK_LOG2;
-	while (j->h.block_log2 < WIRE_MAX_BLOCK_LOG2 && 1ull << j->h.block_log2 < j->h.n)
-		j->h.block_log2++;
+	j->h.block_log2 = (uint8_t)choose_block_log2(j->h.n);
 	return CODEC_OK;
 }
 
@@ -380,7 +378,7 @@ static void sample_planes(const struct source *src, const struct kernels *k, str
 			  int first_plane)
 {
 	const struct dtype *d = dtype_of(src->dtype);
-	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW, take = MIN((nrows + 1) / 2, 64);
+	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW, take = choose_plane_rows(nrows);
 	uint8_t bytes[WIRE_MAX_PLANES][WIRE_ROW], value[WIRE_MAX_PLANES];
 	uint8_t *plane[WIRE_MAX_PLANES], other_zeros = 0;
 	uint32_t zeros = 0, sampled = 0;
@@ -389,7 +387,7 @@ static void sample_planes(const struct source *src, const struct kernels *k, str
 		plane[p] = bytes[p];
 	s->is_constant = 0xff;
 	for (uint64_t i = 0; i < take; i++) {
-		uint64_t first = i * nrows / take * WIRE_ROW, n = MIN(WIRE_ROW, j->h.n - first);
+		uint64_t first = WIRE_ROW * choose_even(i, take, nrows), n = MIN(WIRE_ROW, j->h.n - first);
 		uint16_t offset[WIRE_ROW];
 		struct fitted f;
 
@@ -414,29 +412,14 @@ static void sample_planes(const struct source *src, const struct kernels *k, str
 		sampled += (uint32_t)n;
 	}
 	/* no other value of float64 has this byte, and where they are many and all +0 blocks prune them */
-	if (d->form == FORM_FLOAT8 && 64 * zeros >= sampled && !other_zeros)
+	if (d->form == FORM_FLOAT8 && choose_prunes(zeros, sampled) && !other_zeros)
 		s->counts[1][0] = 0;
 }
 
-/*
- * Offsets that are not whole octaves move mantissas, too. Where these are worth coding (few bits of them are in use,
- * say) they should stay as they are.
- */
-static int finest_shift(const struct dtype *d, const struct sample *s)
-{
-	int values = 2 << dtype_shift(d);
-	uint32_t counts[256] = {0}; /* of signs and mantissas */
-
-	if (d->octave > 128) /* its mantissas' upper bits are in plane 0 */
-		return 0;
-	for (int i = 0; i < 256; i++)
-		counts[i % values] += s->counts[1][i];
-	return (s->is_constant | s->has_zero_run) & 2 || !near_uniform(counts, (uint64_t)values) ? WIRE_MAX_SHIFT : 0;
-}
-
-/* Choose a segment's base, and its offsets if they pay; s->raw is its sample then, and s->all has it, too, lowered. */
+/* Choose a segment's base and, unless flat, its offsets if they pay; s->raw is its sample then, and s->all has it, too,
+ * lowered. */
 static void choose_segment(const struct source *src, const struct kernels *k, struct job *j, struct segment *g,
-			   uint64_t stride, int finest, int parts, struct sample *s)
+			   uint64_t stride, int flat, int finest, int parts, struct sample *s)
 {
 	const struct dtype *d = dtype_of(src->dtype);
 	int eighth = eighth_log2(d), zero = model_zero(&j->h, d);
@@ -445,7 +428,7 @@ static void choose_segment(const struct source *src, const struct kernels *k, st
 	uint16_t centre;
 
 	fit_rows(src, k, j, g, finest);
-	if (g->kind & WIRE_SEGMENT_COLS)
+	if (!flat && g->kind & WIRE_SEGMENT_COLS)
 		fit_cols(src, k, j, g, finest);
 	g->base = choose_base(g->mean, eighth, zero, finest);
 	centre = choose_base(g->mean, eighth, zero, parts == 1 ? WIRE_MAX_SHIFT : 0);
@@ -456,9 +439,9 @@ static void choose_segment(const struct source *src, const struct kernels *k, st
 		samples += raw[e];
 	s->nzeros += lowered[0];
 	s->nvalues += samples;
-	if (model_asked(&j->h) == WIRE_MODEL_SEPARABLE ||
-	    choose_pays(choose_cost(raw), choose_cost(lowered), samples, g->count,
-			4 * (segment_rows(g) + segment_cols(g)) + 64)) {
+	if (!flat && (model_asked(&j->h) == WIRE_MODEL_SEPARABLE ||
+		      choose_pays(choose_cost(raw), choose_cost(lowered), samples, g->count,
+				  4 * (segment_rows(g) + segment_cols(g)) + 64))) {
 		choose_add_lowered(s->lowered, parts, 0, s->all);
 		return;
 	}
@@ -473,15 +456,46 @@ static void choose_segment(const struct source *src, const struct kernels *k, st
 	}
 }
 
+/* The segments' bases and offsets, and with them counts of plane 0. `alone`: one that has neither gets no record. */
+static void choose_segments(const struct source *src, const struct kernels *k, struct job *j, int flat, int alone,
+			    struct sample *s)
+{
+	const struct dtype *d = dtype_of(src->dtype);
+	uint64_t stride = choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW), cost = 0;
+	int pattern = (s->is_constant | s->has_zero_run) >> 1 & 1, phase = 0, finest = WIRE_MAX_SHIFT, parts = 1;
+	struct segment *segment = job_segments(j);
+	uint32_t raw[256];
+
+	if (j->h.codec != CODEC_TRUNCATE)
+		finest = choose_finest(s->counts[1], d->octave, pattern);
+	if (!finest && d->octave == 128 && j->h.n >= CHOOSE_PARTS_MIN)
+		parts = CHOOSE_PARTS;
+	memset(s->all, 0, 256 * (size_t)parts * sizeof *s->all);
+	for (uint64_t i = 0; i < j->model.nsegments; i++)
+		choose_segment(src, k, j, segment + i, stride, flat, finest, parts, s);
+	choose_fold(s->all, parts, s->counts[0]);
+	if (parts > 1)
+		phase = choose_phase(s->all, s->counts[0], &cost);
+	for (uint64_t i = 0; i < j->model.nsegments; i++)
+		segment[i].base =
+			(uint16_t)((segment[i].base + phase) % (WIRE_CIRCLE(model_zero(&j->h, d)) >> eighth_log2(d)));
+	if (!alone || j->model.nsegments > 1 || segment->kind)
+		return;
+	choose_fold(s->raw, parts, raw);
+	if (parts > 1 && choose_pays(choose_cost(raw), cost, s->nvalues, j->h.n, 8 * (4 + WIRE_SEGMENT_NBYTES) + 64))
+		return;
+	j->model.nsegments = 0;
+	memcpy(s->counts[0], raw, sizeof raw);
+}
+
 /* Model, and counts of all planes. */
 void model_choose(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
 		  struct sample *s)
 {
 	const struct dtype *d = dtype_of(src->dtype);
-	uint64_t stride = choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW), cost = 0;
-	struct segment whole = {.count = j->h.n}, *segment = job_segments(j);
-	uint32_t raw[256];
-	int finest, parts, phase = 0;
+	int flat = model_asked(&j->h) == WIRE_MODEL_FLAT || j->h.n < CHOOSE_MODEL_MIN;
+	int based = d->form == FORM_FLOAT8; /* always: its symbols should lie far from where they begin anew */
+	struct segment whole = {.count = j->h.n};
 
 	memset(s, 0, offsetof(struct sample, raw));
 	j->model.nsegments = j->model.nibbles = 0;
@@ -489,36 +503,18 @@ void model_choose(const struct source *src, const codec_context *with, const str
 		sample_planes(src, k, j, s, d->octave != 0);
 	if (!d->octave)
 		return;
-	if (model_asked(&j->h) == WIRE_MODEL_FLAT || j->h.n < CHOOSE_MODEL_MIN) {
-		count_segment(src, k, j, &whole, stride, 1, s->counts[0], NULL);
+	if (flat && !based) {
+		count_segment(src, k, j, &whole, choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW), 1, s->counts[0],
+			      NULL);
 		s->nzeros = s->counts[0][0];
 		for (int e = 0; e < 256; e++)
 			s->nvalues += s->counts[0][e];
 		return;
 	}
-	cut(with, j);
+	cut(flat ? NULL : with, j);
 	j->model.offsets_at = j->model.segments_at + j->model.nsegments * sizeof(struct segment);
-	finest = j->h.codec == CODEC_TRUNCATE ? WIRE_MAX_SHIFT : finest_shift(d, s);
-	parts = !finest && d->octave == 128 && j->h.n >= CHOOSE_PARTS_MIN ? CHOOSE_PARTS : 1;
-	memset(s->all, 0, 256 * (size_t)parts * sizeof *s->all);
-	for (uint64_t i = 0; i < j->model.nsegments; i++)
-		choose_segment(src, k, j, segment + i, stride, finest, parts, s);
-	choose_fold(s->all, parts, s->counts[0]);
-	if (parts > 1)
-		phase = choose_phase(s->all, s->counts[0], &cost);
-	if (j->model.nsegments == 1 && !segment->kind) { /* does even a base pay? */
-		choose_fold(s->raw, parts, raw);
-		if (parts == 1 ||
-		    !choose_pays(choose_cost(raw), cost, s->nvalues, j->h.n, 8 * (4 + WIRE_SEGMENT_NBYTES) + 64)) {
-			j->model.nsegments = 0;
-			memcpy(s->counts[0], raw, sizeof raw);
-			return;
-		}
-	}
-	for (uint64_t i = 0; i < j->model.nsegments; i++)
-		segment[i].base =
-			(uint16_t)((segment[i].base + phase) % (WIRE_CIRCLE(model_zero(&j->h, d)) >> eighth_log2(d)));
-	if (d->form == FORM_FLOAT8) { /* whose plane 1 has bits of the exponent, as the model moves it */
+	choose_segments(src, k, j, flat, !based, s);
+	if (based) { /* plane 1 has bits of the exponent, as the model moves it */
 		memset(s->counts + 1, 0, sizeof s->counts - sizeof *s->counts);
 		s->has_zero_run = 0;
 		sample_planes(src, k, j, s, 1);

@@ -43,20 +43,4 @@ void model_fit(const struct source *src, const struct kernels *k, struct job *j,
 void model_offsets(const struct job *j, const struct kernels *k, const struct fitted *f, uint64_t first, uint64_t n,
 		   uint16_t *offset);
 
-/*
- * Too even for a codebook to save 2%? The sum of squared counts says so much faster than a book: near the uniform
- * distribution it exceeds its least value by 2 ln 2 times the bits that could be saved, and by values / total by chance
- * alone.
- */
-static inline int near_uniform(const uint32_t counts[256], uint64_t values)
-{
-	uint64_t squares = 0, total = 0;
-
-	for (int i = 0; i < 256; i++) {
-		squares += (uint64_t)counts[i] * counts[i];
-		total += counts[i];
-	}
-	return squares * values <= total * total + (values - 1) * total + total * total / 7;
-}
-
 #endif

@@ -1,4 +1,4 @@
-/* bits.h - one-word functions: bit positions, mixing, integer logarithm. C, C++ and NVRTC.
+/* bits.h - one-word functions: bit positions, mixing, rounded quotients. C, C++ and NVRTC.
  *
  * Every function maps words to words and touches no memory; loops over tensors are written once per engine.
  */
@@ -17,11 +17,15 @@ typedef unsigned long long uint64_t;
 #include <stdint.h>
 #endif
 
+/* BITS_LARGE_FN: too large to be inlined wherever it is called. */
 #if defined(BITS_FN) /* a build that looks at the functions themselves */
+#define BITS_LARGE_FN BITS_FN
 #elif defined(__CUDACC__)
 #define BITS_FN static __host__ __device__ __forceinline__
+#define BITS_LARGE_FN static inline __host__ __device__
 #else
 #define BITS_FN static inline
+#define BITS_LARGE_FN static inline
 #endif
 
 /*
@@ -60,6 +64,54 @@ BITS_FN uint16_t bits_unturn(uint16_t y, uint16_t offset, int s)
 	uint16_t u = (uint16_t)(y >> 8 << s | (y & 0xff) >> (s + 1) << (s + 8) | (y & ((1 << s) - 1)));
 
 	return (uint16_t)((y >> s & 1) << 15 | bits_raise(u, offset, (uint16_t)(1 << s)));
+}
+
+/* TRUNCATE lowers exponents alone, around a circle of `last` from 1 on, by less than `last`; 0 stays. */
+BITS_FN uint8_t bits_lower_exponent(uint8_t e, uint8_t by, uint8_t last)
+{
+	uint8_t a = (uint8_t)(e - 1), d = (uint8_t)(a - by);
+
+	d = (uint8_t)(d + (last & -(a < by)) + 1);
+	return (uint8_t)(d & -(e != 0));
+}
+
+BITS_FN uint8_t bits_raise_exponent(uint8_t u, uint8_t by, uint8_t last)
+{
+	return bits_lower_exponent(u, (uint8_t)(last - by), last);
+}
+
+/* A pattern's field: sign and mantissa, right-justified, mbits + 1 bits. And back, +0 where e is 0. */
+BITS_FN uint32_t bits_field(uint32_t x, int mbits, int sign)
+{
+	return (x & ((1u << mbits) - 1)) | x >> sign << mbits;
+}
+
+BITS_FN uint32_t bits_pattern(uint32_t f, uint8_t e, int mbits, int sign)
+{
+	uint32_t y = (f & ((1u << mbits) - 1)) | (uint32_t)e << mbits | f >> mbits << sign;
+
+	return y & -(uint32_t)(e != 0);
+}
+
+/*
+ * A lowered exponent and its level as one number, 0 if the exponent is; and as one symbol, 0 if the exponent is or lies
+ * too far from `base`: then it must be escaped as the former.
+ */
+BITS_FN uint16_t bits_pair(uint8_t e, uint8_t level)
+{
+	return (uint16_t)((e << 2 | level) & -(e != 0));
+}
+
+BITS_FN uint16_t bits_pair_symbol(uint16_t pair, int base)
+{
+	uint16_t t = (uint16_t)(pair - 4 * base);
+
+	return (uint16_t)(t & -(t >= 4 && t < 256 && pair != 0));
+}
+
+BITS_FN uint16_t bits_symbol_pair(uint8_t symbol, int base)
+{
+	return (uint16_t)(symbol ? symbol + 4 * base : 0);
 }
 
 /* Eight codes of `bits` bits, a byte each, side by side, and back. */
@@ -112,25 +164,6 @@ BITS_FN uint32_t bits_mix32(uint32_t x)
 	x ^= x >> 13;
 	x *= 0xc2b2ae35u;
 	return x ^ x >> 16;
-}
-
-/* floor(log2(x) * 65536) for x >= 1, by repeated squaring of the mantissa: integers only, equal everywhere. */
-BITS_FN uint32_t bits_log2_q16(uint32_t x)
-{
-	uint32_t whole = 0, part = 0;
-	uint64_t m;
-
-	while (whole < 31 && x >> (whole + 1))
-		whole++;
-	m = (uint64_t)x << (31 - whole); /* 1.31 */
-	for (int i = 15; i >= 0; i--) {
-		m = m * m >> 31; /* [1, 4) in 1.31 needs 33 bits */
-		if (m >> 32) {
-			m >>= 1;
-			part |= 1u << i;
-		}
-	}
-	return whole << 16 | part;
 }
 
 /* Quotient to the nearest, halves up. n > 0; sum may be negative. */

@@ -45,7 +45,7 @@ typedef struct book_leaves {
 	int n;
 } book_leaves;
 
-BITS_FN void book_add_leaf(book_leaves *t, uint32_t weight, int symbol)
+BITS_LARGE_FN void book_add_leaf(book_leaves *t, uint32_t weight, int symbol)
 {
 	int j = t->n++;
 
@@ -59,7 +59,7 @@ BITS_FN void book_add_leaf(book_leaves *t, uint32_t weight, int symbol)
 }
 
 /* The lightest gives way; among equals the largest value. */
-BITS_FN void book_drop_leaf(book_leaves *t)
+BITS_LARGE_FN void book_drop_leaf(book_leaves *t)
 {
 	int j = 0;
 
@@ -75,7 +75,7 @@ BITS_FN void book_drop_leaf(book_leaves *t)
  * Package-merge (Larmore and Hirschberg 1990) with at most `cap` bits: adds to the lengths of the leaves' symbols. A
  * leaf goes before a package of the same weight. The sum of all weights is below 2^24, so that every sum fits 32 bits.
  */
-BITS_FN void book_merge(codebook *b, const book_leaves *t, int cap)
+BITS_LARGE_FN void book_merge(codebook *b, const book_leaves *t, int cap)
 {
 	uint8_t is_leaf[WIRE_MAX_CAP][514];
 	uint32_t a[514], c[514], *prev = a, *next = c;
@@ -114,7 +114,7 @@ BITS_FN void book_merge(codebook *b, const book_leaves *t, int cap)
 }
 
 /* Counts are halved until their sum is below 2^24. With cap bits there is room for 2^cap codes, one is the escape's. */
-BITS_FN void book_from_counts(codebook *b, const uint32_t counts[256], int cap)
+BITS_LARGE_FN void book_from_counts(codebook *b, const uint32_t counts[256], int cap)
 {
 	book_leaves t;
 	uint64_t total = 0, kept = 0;
@@ -141,7 +141,7 @@ BITS_FN void book_from_counts(codebook *b, const uint32_t counts[256], int cap)
 }
 
 /* A usable book: an escape, at least one value, no code above 8 bits, and a Kraft sum of exactly one. */
-BITS_FN int book_valid(const codebook *b)
+BITS_LARGE_FN int book_valid(const codebook *b)
 {
 	uint32_t kraft = 0, used = 0;
 
@@ -157,7 +157,7 @@ BITS_FN int book_valid(const codebook *b)
 }
 
 /* Canonical codes, first bit on top: shorter first, then by value, the escape after every value of its length. */
-BITS_FN void book_to_codes(const codebook *b, book_codes *t)
+BITS_LARGE_FN void book_to_codes(const codebook *b, book_codes *t)
 {
 	uint32_t next[WIRE_MAX_CAP + 2], code = 0;
 	uint32_t count[WIRE_MAX_CAP + 1] = {0};
@@ -201,7 +201,7 @@ BITS_FN void book_to_codes(const codebook *b, book_codes *t)
 	}
 }
 
-BITS_FN void book_to_lookup(const codebook *b, book_lookup *t)
+BITS_LARGE_FN void book_to_lookup(const codebook *b, book_lookup *t)
 {
 	book_codes codes;
 	int at = 0;
@@ -220,25 +220,8 @@ BITS_FN void book_to_lookup(const codebook *b, book_lookup *t)
 		}
 }
 
-/* Cost in 1/65536 bit of coding `counts` with ideal codes of their own. */
-BITS_FN uint64_t book_entropy_q16(const uint32_t counts[256])
-{
-	uint64_t total = 0, cost = 0;
-	uint32_t log_total;
-
-	for (int i = 0; i < 256; i++)
-		total += counts[i];
-	if (!total)
-		return 0;
-	log_total = bits_log2_q16((uint32_t)total);
-	for (int i = 0; i < 256; i++)
-		if (counts[i])
-			cost += (uint64_t)counts[i] * (log_total - bits_log2_q16(counts[i]));
-	return cost;
-}
-
 /* Bits that `counts` cost under this book, escapes with literals of `literal` bits. */
-BITS_FN uint64_t book_cost(const codebook *b, const uint32_t counts[256], int literal)
+BITS_LARGE_FN uint64_t book_cost(const codebook *b, const uint32_t counts[256], int literal)
 {
 	uint64_t bits = 0;
 
@@ -250,7 +233,7 @@ BITS_FN uint64_t book_cost(const codebook *b, const uint32_t counts[256], int li
 
 /* Bytes: escape length | length of value 0 << 4, first, last, then a nibble for each of first..last. Returns how many.
  */
-BITS_FN int book_pack(const codebook *b, uint8_t *dst)
+BITS_LARGE_FN int book_pack(const codebook *b, uint8_t *dst)
 {
 	int first = 1, last = 255, n = 3;
 
@@ -270,7 +253,7 @@ BITS_FN int book_pack(const codebook *b, uint8_t *dst)
 }
 
 /* Bytes read, or 0 if they are not a book. Each book has one encoding: one of value 0 alone has first 1, last 0. */
-BITS_FN int book_unpack(codebook *b, const uint8_t *src, uint64_t nbytes)
+BITS_LARGE_FN int book_unpack(codebook *b, const uint8_t *src, uint64_t nbytes)
 {
 	int first, last, n = 3;
 

@@ -148,7 +148,7 @@ BITS_FN uint16_t choose_base(int mean, int eighth, int zero, int shift)
  * Symbols are counted in bins: `parts` of a symbol, 1, or CHOOSE_PARTS where plane 0 has a symbol an octave and its
  * eighths matter. Adds bins as they become under a base that lowers by so many of them.
  */
-BITS_FN void choose_add_lowered(const uint32_t *bins, int parts, uint32_t by, uint32_t *sum)
+BITS_LARGE_FN void choose_add_lowered(const uint32_t *bins, int parts, uint32_t by, uint32_t *sum)
 {
 	uint32_t zeros = (uint32_t)parts, circle = 255 * zeros, low = by % circle;
 
@@ -161,7 +161,7 @@ BITS_FN void choose_add_lowered(const uint32_t *bins, int parts, uint32_t by, ui
 }
 
 /* Counts of symbols from those of their parts. */
-BITS_FN void choose_fold(const uint32_t *bins, int parts, uint32_t counts[256])
+BITS_LARGE_FN void choose_fold(const uint32_t *bins, int parts, uint32_t counts[256])
 {
 	for (int e = 0; e < 256; e++)
 		counts[e] = bins[e * parts];
@@ -174,7 +174,7 @@ BITS_FN void choose_fold(const uint32_t *bins, int parts, uint32_t counts[256])
  * Bits that symbols cost under a Huffman code of any length: as book_from_counts, but for its limit. Cheap, for it is
  * asked eight times and more for each segment.
  */
-BITS_FN uint64_t choose_cost(const uint32_t counts[256])
+BITS_LARGE_FN uint64_t choose_cost(const uint32_t counts[256])
 {
 	uint32_t leaf[257], node[257];
 	uint32_t total = 0, rest = 0, least;
@@ -212,7 +212,7 @@ BITS_FN uint64_t choose_cost(const uint32_t counts[256])
  * How many eighths all bases should be raised by, so that symbols cost least: counts of symbols, which cost *cost,
  * become those under the raised ones. Each step takes the first part of each symbol to the one before.
  */
-BITS_FN int choose_phase(const uint32_t bins[CHOOSE_BINS], uint32_t counts[256], uint64_t *cost)
+BITS_LARGE_FN int choose_phase(const uint32_t bins[CHOOSE_BINS], uint32_t counts[256], uint64_t *cost)
 {
 	uint32_t raised[256];
 	int best = 0;
@@ -242,6 +242,157 @@ BITS_FN int choose_pays(uint64_t before, uint64_t after, uint64_t samples, uint6
 {
 	/* per value in 1/65536 bit, so that the product stays below 2^64 */
 	return samples && before > after && ((before - after) << 16) / samples * count > bits << 16;
+}
+
+/*
+ * Too even for a codebook to save 2%? The sum of squared counts says so much faster than a book: near the uniform
+ * distribution it exceeds its least value by 2 ln 2 times the bits that could be saved, and by values / total by chance
+ * alone.
+ */
+BITS_FN int choose_near_uniform(const uint32_t counts[256], uint64_t values)
+{
+	uint64_t squares = 0, total = 0;
+
+	for (int i = 0; i < 256; i++) {
+		squares += (uint64_t)counts[i] * counts[i];
+		total += counts[i];
+	}
+	return squares * values <= total * total + (values - 1) * total + total * total / 7;
+}
+
+/*
+ * The finest shift that a model may have: offsets that are not whole octaves move mantissas, too. Where these are worth
+ * coding (few bits of them are in use, say) they should stay as they are. `plane1` has signs and mantissas in its lower
+ * bits, mantissas of octave / 8 patterns.
+ */
+BITS_FN int choose_finest(const uint32_t plane1[256], int octave, int has_pattern)
+{
+	uint32_t counts[256] = {0}, values = 2 * (uint32_t)octave;
+
+	if (octave > 128) /* mantissas' upper bits are in plane 0 */
+		return 0;
+	for (uint32_t i = 0; i < 256; i++)
+		counts[i % values] += plane1[i];
+	return has_pattern || !choose_near_uniform(counts, values) ? WIRE_MAX_SHIFT : 0;
+}
+
+/* Of planes but the exponent's few quad rows are looked at; of codecs of rows, as many blocks: place i of n. */
+BITS_FN uint64_t choose_plane_rows(uint64_t nrows)
+{
+	uint64_t half = (nrows + 1) / 2;
+
+	return half < 64 ? half : 64;
+}
+
+BITS_FN uint64_t choose_code_blocks(uint64_t nblocks)
+{
+	return nblocks < 16 ? nblocks : 16;
+}
+
+BITS_FN uint64_t choose_even(uint64_t i, uint64_t take, uint64_t n)
+{
+	return i * n / take;
+}
+
+/* Are so many of m values 0 that planes had better not hold them? */
+BITS_FN int choose_prunes(uint64_t nzeros, uint64_t m)
+{
+	return 64 * nzeros >= m;
+}
+
+/* Does coding save 2% of count * raw bits? Less is not worth the time, nor surer than a sample. */
+BITS_FN int choose_saves(uint64_t cost, uint64_t count, uint64_t raw)
+{
+	return 100 * cost < 98 * raw * count;
+}
+
+/* What becomes of a plane: coded with the book that was made, whole or halved; raw in every block; or each decides. */
+enum { CHOOSE_CODED, CHOOSE_HALVED, CHOOSE_FIXED, CHOOSE_BY_BLOCK };
+
+/* What a sample says of a plane, beside its counts. */
+struct choose_sample {
+	int exponent; /* it is plane 0 of a float */
+	int given;    /* and its book is the caller's */
+	int constant; /* all its bytes are one value */
+	int by_block; /* it has runs of zeros, or may lose zeros */
+};
+
+/*
+ * Low bytes of sums of products are even too often: a book of bytes with codes of at most 8 bits cannot say so, a book
+ * of their low nibbles can, and is made where that is cheaper.
+ */
+BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample s, int cap, codebook *b)
+{
+	uint32_t low[256] = {0};
+	uint64_t total = 0, cost;
+	codebook nibbles;
+
+	for (int i = 0; i < 256; i++) {
+		total += counts[i];
+		low[i & 15] += counts[i];
+	}
+	if (s.exponent || (!s.constant && !choose_near_uniform(counts, 256))) {
+		if (!s.given)
+			book_from_counts(b, counts, cap);
+		cost = book_cost(b, counts, 8);
+		if (!s.exponent) {
+			uint64_t halved;
+
+			book_from_counts(&nibbles, low, cap);
+			halved = book_cost(&nibbles, low, 8) + 4 * total;
+			if (halved < cost && choose_saves(halved, total, 8)) {
+				*b = nibbles;
+				return CHOOSE_HALVED;
+			}
+		}
+		if (choose_saves(cost, total, 8))
+			return CHOOSE_CODED;
+	}
+	return s.constant || s.by_block ? CHOOSE_BY_BLOCK : CHOOSE_FIXED;
+}
+
+/* A block's mode for a plane of n bytes: coded, if that takes `coded` > 0 bytes; as runs, with a bitmap, if those that
+ * are not all zero have few bytes. */
+BITS_FN uint32_t choose_mode(uint64_t n, int constant, uint64_t coded, uint64_t bitmap, uint64_t runs)
+{
+	if (constant)
+		return WIRE_MODE_CONSTANT;
+	if (coded)
+		return WIRE_MODE_CODED;
+	return bitmap + runs < n ? WIRE_MODE_ROWS : WIRE_MODE_RAW;
+}
+
+/* Which quad rows of a block tell whether coding a plane (not an exponent) saves enough. */
+#define CHOOSE_BLOCK_STRIDE 8
+
+/* Most bytes of a coded plane and its escapes; halved: without its high nibbles. */
+BITS_FN uint64_t choose_coded_most(uint64_t n, int halved)
+{
+	return (halved ? n / 2 : n) - 1;
+}
+
+/* Blocks: as long as all values, within limits. */
+BITS_FN int choose_block_log2(uint64_t n)
+{
+	int log2 = WIRE_MIN_BLOCK_LOG2;
+
+	while (log2 < WIRE_MAX_BLOCK_LOG2 && 1ull << log2 < n)
+		log2++;
+	return log2;
+}
+
+/* Is a frame of so many bytes, or at least so many, replaced by a stored one? */
+BITS_FN int choose_stored(uint64_t nbytes, uint64_t stored)
+{
+	return nbytes >= stored;
+}
+
+/* TRUNCATE: the guard in the header. A gradient of few mantissa bits tells less of parameters of many. */
+BITS_FN int choose_guard(int asked, int theta_mbits, int mbits)
+{
+	int guard = asked + theta_mbits - mbits;
+
+	return guard < -128 ? -128 : guard > 127 ? 127 : guard;
 }
 
 #endif

@@ -421,6 +421,20 @@ BITS_FN uint8_t round_drop_level(uint8_t e, uint8_t ea, uint8_t last, short guar
 	return (uint8_t)(d >= k3 ? k3 : k);
 }
 
+/* The level that drops so many bits, and back. */
+BITS_FN uint8_t round_level_of_drop(uint8_t drop, uint8_t k1, uint8_t k2, uint8_t k3)
+{
+	return (uint8_t)((drop >= k1) + (drop >= k2) + (drop >= k3));
+}
+
+BITS_FN uint8_t round_drop_of_level(uint8_t level, uint8_t k1, uint8_t k2, uint8_t k3)
+{
+	uint8_t k = level >= 1 ? k1 : 0;
+
+	k = level >= 2 ? k2 : k;
+	return level >= 3 ? k3 : k;
+}
+
 /* Pattern x without its last k bits; without a sign and mantissa where the exponent is 0. */
 BITS_FN uint32_t round_truncate(uint32_t x, uint32_t k, uint32_t nearest, uint32_t mbits, uint32_t last)
 {

@@ -66,46 +66,30 @@ static void levels_of(const struct truncate_kind *q, const uint8_t *drop, size_t
 	uint8_t k1 = q->drop[1], k2 = q->drop[2], k3 = q->drop[3];
 
 	for (size_t i = 0; i < n; i++)
-		level[i] = (uint8_t)((drop[i] >= k1) + (drop[i] >= k2) + (drop[i] >= k3));
+		level[i] = round_level_of_drop(drop[i], k1, k2, k3);
 }
 
 static void drops_at(const struct truncate_kind *q, const uint8_t *level, size_t n, uint8_t *restrict drop)
 {
 	uint8_t k1 = q->drop[1], k2 = q->drop[2], k3 = q->drop[3];
 
-	for (size_t i = 0; i < n; i++) {
-		uint8_t k = level[i] >= 1 ? k1 : 0;
-
-		k = level[i] >= 2 ? k2 : k;
-		drop[i] = level[i] >= 3 ? k3 : k;
-	}
+	for (size_t i = 0; i < n; i++)
+		drop[i] = round_drop_of_level(level[i], k1, k2, k3);
 }
 
-/* bits_lower and bits_raise of e << shift, where offsets have no lower bits: a circle of `last` exponents from 1 on. */
 static void lower_exponents(const uint8_t *e, const uint16_t *offset, uint8_t last, int shift, size_t n, uint8_t *u)
 {
-	for (size_t i = 0; i < n; i++) {
-		uint8_t o = (uint8_t)(offset[i] >> shift), a = (uint8_t)(e[i] - 1), d = (uint8_t)(a - o);
-
-		d = (uint8_t)(d + (last & -(a < o)) + 1);
-		u[i] = (uint8_t)(d & -(e[i] != 0));
-	}
+	for (size_t i = 0; i < n; i++)
+		u[i] = bits_lower_exponent(e[i], (uint8_t)(offset[i] >> shift), last);
 }
 
 static void raise_exponents(const uint8_t *u, const uint16_t *offset, uint8_t last, int shift, size_t n, uint8_t *e)
 {
-	for (size_t i = 0; i < n; i++) {
-		uint8_t back = (uint8_t)(last - (offset[i] >> shift)), a = (uint8_t)(u[i] - 1), d = (uint8_t)(a - back);
-
-		d = (uint8_t)(d + (last & -(a < back)) + 1);
-		e[i] = (uint8_t)(d & -(u[i] != 0));
-	}
+	for (size_t i = 0; i < n; i++)
+		e[i] = bits_raise_exponent(u[i], (uint8_t)(offset[i] >> shift), last);
 }
 
-/*
- * One symbol for a lowered exponent and its level: 0 if the exponent is, or if it lies too far from the others; then it
- * must be escaped as its pair, 4 e + level. Returns how many.
- */
+/* Returns how many must be escaped. */
 static size_t join(const uint8_t *e, const uint8_t *level, size_t n, int base, uint16_t *restrict pair,
 		   uint8_t *restrict symbol)
 {
@@ -116,12 +100,11 @@ static size_t join(const uint8_t *e, const uint8_t *level, size_t n, int base, u
 		uint16_t some = 0;
 
 		for (size_t i = at; i < at + m; i++) {
-			uint16_t has = (uint16_t)-(e[i] != 0), both = (uint16_t)((e[i] << 2 | level[i]) & has);
-			uint16_t t = (uint16_t)(both - 4 * base), in = (uint16_t)-(t >= 4 && t < 256);
+			uint16_t both = bits_pair(e[i], level[i]), one = bits_pair_symbol(both, base);
 
 			pair[i] = both;
-			symbol[i] = (uint8_t)(t & in & has);
-			some = (uint16_t)(some + (has & ~in & 1));
+			symbol[i] = (uint8_t)one;
+			some = (uint16_t)(some + (both != 0 && one == 0));
 		}
 		outside += some;
 	}
@@ -131,7 +114,7 @@ static size_t join(const uint8_t *e, const uint8_t *level, size_t n, int base, u
 static void pairs_of(const uint8_t *symbol, size_t n, int base, uint16_t *restrict pair)
 {
 	for (size_t i = 0; i < n; i++)
-		pair[i] = (uint16_t)(symbol[i] ? symbol[i] + 4 * base : 0);
+		pair[i] = bits_symbol_pair(symbol[i], base);
 }
 
 static void unjoin(const uint16_t *pair, size_t n, uint8_t *restrict e, uint8_t *restrict level)
@@ -205,25 +188,12 @@ static uint32_t any_field(const uint32_t *f, size_t n)
 	return any;
 }
 
-/* Sign and mantissa, right-justified: mbits + 1 bits. */
-static inline uint32_t field_of(uint32_t x, int mbits, int sign)
-{
-	return (x & ((1u << mbits) - 1)) | x >> sign << mbits;
-}
-
-static inline uint32_t pattern_of(uint32_t f, uint8_t e, int mbits, int sign)
-{
-	uint32_t y = (f & ((1u << mbits) - 1)) | (uint32_t)e << mbits | f >> mbits << sign;
-
-	return y & -(uint32_t)(e != 0);
-}
-
 static void fields(const struct truncate_kind *q, const uint32_t *x, size_t n, uint32_t *restrict f)
 {
 	int mbits = q->mbits, sign = q->sign;
 
 	for (size_t i = 0; i < n; i++)
-		f[i] = field_of(x[i], mbits, sign);
+		f[i] = bits_field(x[i], mbits, sign);
 }
 
 static void assemble(const struct truncate_kind *q, const uint32_t *f, const uint8_t *e, size_t n, uint32_t *restrict x)
@@ -231,7 +201,7 @@ static void assemble(const struct truncate_kind *q, const uint32_t *f, const uin
 	int mbits = q->mbits, sign = q->sign;
 
 	for (size_t i = 0; i < n; i++)
-		x[i] = pattern_of(f[i], e[i], mbits, sign);
+		x[i] = bits_pattern(f[i], e[i], mbits, sign);
 }
 
 static void split_pieces(const struct truncate_kind *q, const uint32_t *x, size_t n, uint8_t *const piece[4])
@@ -242,7 +212,7 @@ static void split_pieces(const struct truncate_kind *q, const uint32_t *x, size_
 	uint32_t b_mask = (1u << q->width[1]) - 1, c_mask = (1u << q->width[2]) - 1, d_mask = (1u << to_c) - 1;
 
 	for (size_t i = 0; i < n; i++) {
-		uint32_t f = field_of(x[i], mbits, sign);
+		uint32_t f = bits_field(x[i], mbits, sign);
 
 		a[i] = (uint8_t)(f >> to_a);
 		b[i] = (uint8_t)(f >> to_b & b_mask);
@@ -261,7 +231,7 @@ static void join_pieces(const struct truncate_kind *q, const uint8_t *const piec
 	for (size_t i = JOIN_PIECES(q, piece, e, n, x); i < n; i++) {
 		uint32_t f = (uint32_t)a[i] << to_a | (uint32_t)b[i] << to_b | (uint32_t)c[i] << to_c | d[i];
 
-		x[i] = pattern_of(f, e[i], mbits, sign);
+		x[i] = bits_pattern(f, e[i], mbits, sign);
 	}
 }
 

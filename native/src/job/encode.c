@@ -56,7 +56,7 @@ static int outputs_overlap(const struct header *h, const codec_tensor *src, cons
 static int stays_stored(const struct job *j, size_t capacity)
 {
 	return j->h.side_nbytes > UINT32_MAX || j->h.regions_at > capacity ||
-	       j->h.regions_at + WIRE_ALIGN * j->h.nblocks > stored_nbytes(&j->h) ||
+	       choose_stored(j->h.regions_at + WIRE_ALIGN * j->h.nblocks, stored_nbytes(&j->h)) ||
 	       j->h.fixed == (1 << dtype_of(j->h.dtype)->nbytes) - 1;
 }
 
@@ -203,7 +203,7 @@ static codec_status close_frame(const struct source *src, uint8_t *dst, size_t c
 	}
 	if (b != h.nblocks)
 		return CODEC_BAD_ARGUMENT;
-	if (to >= stored_nbytes(&h) && !codec_is_rows(h.codec))
+	if (!codec_is_rows(h.codec) && choose_stored(to, stored_nbytes(&h)))
 		return store(src, k, h, dst, capacity, written);
 	head_write(j, to, seal + k->digest(directory, WIRE_DIRECTORY_ENTRY * h.nblocks, WIRE_SEED_DIRECTORY), dst);
 	*written = to;

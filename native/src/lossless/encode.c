@@ -1,20 +1,20 @@
 /* encode.c - one block of values to its region: a head (u32), then the planes that are not fixed, by number. */
 #include "lossless.h"
 
-/* Would coding plane i of a block save 2%? From every 8th quad row; an exponent is not asked. */
+/* Would coding plane i of a block save enough? From some of its quad rows; an exponent is not asked. */
 static int plane_pays(const struct job *j, int i, const uint8_t *plane, uint64_t n)
 {
-	int is_halved = j->h.halved >> i & 1, raw = is_halved ? 4 : 8;
+	int is_halved = j->h.halved >> i & 1;
 	const book_codes *codes = &j->codes[i];
-	uint64_t cost = 0, count = 0;
+	uint64_t cost = 0, count = 0, raw = is_halved ? 4 : 8;
 
-	for (uint64_t r = 0; r < n; r += 8 * WIRE_ROW)
+	for (uint64_t r = 0; r < n; r += CHOOSE_BLOCK_STRIDE * WIRE_ROW)
 		for (uint64_t v = r; v < MIN(n, r + WIRE_ROW); v++, count++) {
 			uint8_t length = codes->length[is_halved ? plane[v] & 15 : plane[v]];
 
 			cost += (length & 15) + (length & 0x80) / 16;
 		}
-	return 100 * cost < 98 * (uint64_t)raw * count;
+	return choose_saves(cost, count, raw);
 }
 
 /*
@@ -26,7 +26,7 @@ static uint64_t prune_zeros(const struct header *h, const struct kernels *k, uin
 {
 	uint64_t nzeros = m - k->count(plane[0], 1, m);
 
-	if (64 * nzeros < m)
+	if (!choose_prunes(nzeros, m))
 		return 0;
 	for (int p = 1; p < nplanes; p++)
 		if (k->under_zeros(plane[0], plane[p], m))
@@ -96,28 +96,26 @@ static uint64_t put_coded(const struct job *j, const struct kernels *k, struct w
 {
 	const book_codes *codes = &j->codes[i];
 	int exponent = i == 0 && dtype_of(j->h.dtype)->octave;
-	uint64_t got, half = (n + 1) / 2;
+	int halved = j->h.halved >> i & 1;
+	uint64_t got, half = (n + 1) / 2, most = choose_coded_most(n, halved);
 
 	if (!(j->h.coded >> i & 1) || (!exponent && !plane_pays(j, i, plane, n)))
 		return 0;
-	if (j->h.halved >> i & 1) {
+	if (halved) {
 		k->halve(plane, n, w->symbol, w->high);
-		got = encode_plane(codes, k, w, w->symbol, n, (struct literals){.byte = w->symbol}, n / 2 - 1, p);
+		got = encode_plane(codes, k, w, w->symbol, n, (struct literals){.byte = w->symbol}, most, p);
 		if (got)
 			memcpy(p + got, w->high, half);
 		return got ? got + half : 0;
 	}
-	return encode_plane(codes, k, w, plane, n, (struct literals){.byte = plane}, n - 1, p);
+	return encode_plane(codes, k, w, plane, n, (struct literals){.byte = plane}, most, p);
 }
 
-/* The runs of 128 that are not all zero: fewer than n bytes, or 0. */
-static uint64_t put_rows(const struct kernels *k, const uint8_t *plane, uint64_t n, uint8_t *p)
+/* The runs of 128 whose bit is set. Returns the bytes stored at p, bitmap included. */
+static uint64_t put_rows(const uint8_t *plane, uint64_t n, const uint8_t *bitmap, uint64_t nbitmap, uint8_t *p)
 {
-	uint64_t nbitmap = (padded(n) / WIRE_ROW + 7) / 8;
-	uint8_t bitmap[(1 << WIRE_MAX_BLOCK_LOG2) / WIRE_ROW / 8], *to = p + nbitmap;
+	uint8_t *to = p + nbitmap;
 
-	if (nbitmap + k->rows(plane, n, bitmap) >= n)
-		return 0;
 	memcpy(p, bitmap, nbitmap);
 	for (uint64_t r = 0; r * WIRE_ROW < n; r++)
 		if (bitmap[r / 8] >> r % 8 & 1) {
@@ -133,24 +131,21 @@ static uint64_t put_rows(const struct kernels *k, const uint8_t *plane, uint64_t
 static uint64_t put_plane(const struct job *j, const struct kernels *k, struct work *w, int i, uint8_t *plane,
 			  uint64_t n, uint8_t *p, uint32_t *mode)
 {
-	uint64_t got;
+	uint64_t nbitmap = (padded(n) / WIRE_ROW + 7) / 8, got = 0, runs = 0;
+	uint8_t bitmap[(1 << WIRE_MAX_BLOCK_LOG2) / WIRE_ROW / 8];
+	int constant = is_constant(plane, n);
 
-	if (is_constant(plane, n)) {
-		*mode = WIRE_MODE_CONSTANT;
-		*p = plane[0];
-		return 1;
+	if (!constant)
+		got = put_coded(j, k, w, i, plane, n, p);
+	if (!constant && !got)
+		runs = k->rows(plane, n, bitmap);
+	*mode = choose_mode(n, constant, got, nbitmap, runs);
+	switch (*mode) {
+	case WIRE_MODE_CONSTANT: *p = plane[0]; return 1;
+	case WIRE_MODE_CODED: return got;
+	case WIRE_MODE_ROWS: return put_rows(plane, n, bitmap, nbitmap, p);
+	default: memcpy(p, plane, n); return n;
 	}
-	*mode = WIRE_MODE_CODED;
-	got = put_coded(j, k, w, i, plane, n, p);
-	if (got)
-		return got;
-	*mode = WIRE_MODE_ROWS;
-	got = put_rows(k, plane, n, p);
-	if (got)
-		return got;
-	*mode = WIRE_MODE_RAW;
-	memcpy(p, plane, n);
-	return n;
 }
 
 uint64_t encode_block(struct job *j, const struct kernels *k, const struct source *src, uint8_t *dst, uint64_t b,

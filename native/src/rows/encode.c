@@ -153,7 +153,7 @@ codec_status rows_begin(struct job *j, const codec_spec *s, const codec_context 
 /* Codecs of rows: the book for codes, from a sample of the blocks. */
 static codec_status sample_codes(struct job *j, const struct kernels *k, const struct source *src)
 {
-	uint64_t take = MIN(j->h.nblocks, 16);
+	uint64_t take = choose_code_blocks(j->h.nblocks);
 	uint32_t counts[256] = {0};
 	struct work w;
 
@@ -162,7 +162,7 @@ static codec_status sample_codes(struct job *j, const struct kernels *k, const s
 	for (uint64_t i = 0; i < take; i++) {
 		uint64_t n;
 
-		TRY(rows_codes(j, k, src, i * j->h.nblocks / take, &n, &w));
+		TRY(rows_codes(j, k, src, choose_even(i, take, j->h.nblocks), &n, &w));
 		for (uint64_t v = 0; v < n; v++)
 			counts[w.plane[0][v]]++;
 	}

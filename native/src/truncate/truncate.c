@@ -94,15 +94,14 @@ uint32_t codec_level_bits(uint32_t dtype, uint32_t level)
  */
 int8_t truncate_guard(const struct header *h, const codec_metric *metric)
 {
-	int theta = 0, guard;
+	int theta = 0;
 
 	for (const codec_metric *t = metric; t; t = t->until ? t->next : NULL) {
 		uint32_t dtype = t->theta_dtype ? t->theta_dtype : t->theta ? t->theta->dtype : CODEC_FLOAT32;
 
 		theta = MAX(theta, mantissa_bits(dtype));
 	}
-	guard = h->guard + theta - mantissa_bits(h->dtype);
-	return (int8_t)MAX(MIN(guard, INT8_MAX), INT8_MIN);
+	return (int8_t)choose_guard(h->guard, theta, mantissa_bits(h->dtype));
 }
 
 /* Does memory that will be written overlap with what levels are worked out from? */
