@@ -8,6 +8,15 @@
 #include "rows/rows.h"
 #include "truncate/truncate.h"
 
+/* close.c: once all blocks are done, or instead of them. */
+codec_status encode_store(const struct source *src, const struct kernels *k, struct header h, uint8_t *dst,
+			  size_t capacity, size_t *written);
+codec_status encode_finish(const struct source *src, uint8_t *dst, size_t capacity, const codec_context *with,
+			   const struct job *j, const uint64_t *counts, const uint64_t *ats, size_t nranges,
+			   uint64_t seal, size_t *written);
+codec_status encode_leave(const struct job *j, const struct source *src, const uint8_t *frame,
+			  const codec_context *with, void *work);
+
 /* decode.c: a frame's jobs, for codec_reduce as well. */
 codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
 			 void *memory, size_t job_nbytes, struct job **out);

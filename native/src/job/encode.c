@@ -1,31 +1,5 @@
-/* encode.c - a tensor to a frame: open (sample, choose), blocks, close (move together, seal). */
+/* encode.c - a tensor to a frame: open (sample, choose), blocks; close.c has the end of it. */
 #include "api.h"
-
-/* Write a stored frame over whatever is there. */
-static codec_status store(const struct source *src, const struct kernels *k, struct header h, uint8_t *dst,
-			  size_t capacity, size_t *written)
-{
-	h.layout = WIRE_LAYOUT_STORED;
-	h.block_log2 = h.fixed = h.coded = h.halved = h.flags = 0;
-	h.side_nbytes = 0;
-	TRY(header_derive(&h));
-	h.frame_nbytes = stored_nbytes(&h);
-	if (h.frame_nbytes > capacity)
-		return CODEC_SHORT_OUTPUT;
-	if (src->nbytes) {
-		const void *values = load_native(k, src, 0, h.n, dst + h.side_at);
-
-		if (values != dst + h.side_at) /* where sums are put */
-			memcpy(dst + h.side_at, values, src->nbytes);
-	}
-#if CODEC_BIG_ENDIAN
-	swap_bytes(dst + h.side_at, src->nbytes, dtype_of(h.dtype)->nbytes);
-#endif
-	h.checksum = header_seal(&h, k, dst) + seal_block(k->digest(dst + h.side_at, src->nbytes, WIRE_SEED_REGION), 0);
-	header_write(&h, dst);
-	*written = h.frame_nbytes;
-	return CODEC_OK;
-}
 
 /* Is there something to be added, and a codec that then loses something? */
 static codec_status check_feedback(const struct header *h, const codec_context *with)
@@ -166,47 +140,6 @@ static codec_status blocks(const struct source *src, uint8_t *dst, size_t capaci
 		store32(entry + 4, seal_short(sealed));
 		*end = at;
 	}
-	return CODEC_OK;
-}
-
-static codec_status close_frame(const struct source *src, uint8_t *dst, size_t capacity, const codec_context *with,
-				const struct job *j, const uint64_t *counts, const uint64_t *ats, size_t nranges,
-				uint64_t seal, size_t *written)
-{
-	const struct kernels *k = kernels_for(with);
-	uint64_t to = j->h.regions_at, b = 0;
-	struct header h = j->h;
-	uint8_t *directory;
-
-	if (h.nblocks == 0)
-		return store(src, k, h, dst, capacity, written);
-	directory = dst + h.directory_at;
-	for (size_t i = 0; i < nranges; i++) {
-		uint64_t end;
-
-		if (!counts[i])
-			continue;
-		if (counts[i] > h.nblocks - b)
-			return CODEC_BAD_ARGUMENT;
-		end = (uint64_t)WIRE_ALIGN * load32(directory + WIRE_DIRECTORY_ENTRY * (b + counts[i] - 1));
-		if (ats[i] < to || end < ats[i] || end > capacity)
-			return CODEC_BAD_ARGUMENT;
-		if (ats[i] != to) {
-			memmove(dst + to, dst + ats[i], end - ats[i]);
-			for (uint64_t e = b; e < b + counts[i]; e++)
-				store32(directory + WIRE_DIRECTORY_ENTRY * e,
-					load32(directory + WIRE_DIRECTORY_ENTRY * e) -
-						(uint32_t)((ats[i] - to) / WIRE_ALIGN));
-		}
-		to += end - ats[i];
-		b += counts[i];
-	}
-	if (b != h.nblocks)
-		return CODEC_BAD_ARGUMENT;
-	if (!codec_is_rows(h.codec) && choose_stored(to, stored_nbytes(&h)))
-		return store(src, k, h, dst, capacity, written);
-	head_write(j, to, seal + k->digest(directory, WIRE_DIRECTORY_ENTRY * h.nblocks, WIRE_SEED_DIRECTORY), dst);
-	*written = to;
 	return CODEC_OK;
 }
 
@@ -352,37 +285,6 @@ codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capa
 	return status;
 }
 
-/* What rounding to the dtype leaves of sums that are stored. */
-static void leave_stored(const struct job *j, const struct kernels *k, const struct source *src, float *residual)
-{
-	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = residual, .nbytes = sizeof(float) * j->h.n};
-	const struct sink sink = {.into = SINK_RESIDUAL, .dst = &dst, .src = src};
-	float sums[512], seen[512];
-
-	for (uint64_t i = 0, m; i < j->h.n; i += m) {
-		m = MIN(512, j->h.n - i);
-		load_native(k, src, i, m, sums);
-		sink_put(k, &sink, i, m, (const float *)load_floats(k, src->dtype, sums, 0, m, seen));
-	}
-}
-
-/* What is left of the tensor, where it was not written with the blocks. */
-static codec_status leave(const struct job *j, const struct source *src, const uint8_t *frame,
-			  const codec_context *with, void *work)
-{
-	const struct kernels *k = kernels_for(with);
-
-	if (!with->residual)
-		return CODEC_OK;
-	if (frame[WIRE_AT_LAYOUT] == WIRE_LAYOUT_BLOCKS && family_of(&j->h)->leave)
-		return family_of(&j->h)->leave(j, k, with, src, work);
-	if (j->feedback)
-		leave_stored(j, k, src, with->residual);
-	else
-		memset(with->residual, 0, sizeof(float) * j->h.n);
-	return CODEC_OK;
-}
-
 codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capacity, const codec_context *with,
 				void *job, const uint64_t *counts, const uint64_t *ats, size_t nranges, uint64_t seal,
 				size_t *written)
@@ -402,9 +304,9 @@ codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capac
 		return CODEC_BAD_ARGUMENT;
 	values = source_of(src, &c);
 	saved = call_enter();
-	status = close_frame(&values, dst, capacity, &c, j, counts, ats, nranges, seal, written);
+	status = encode_finish(&values, dst, capacity, &c, j, counts, ats, nranges, seal, written);
 	if (status == CODEC_OK)
-		status = leave(j, &values, dst, &c, NULL);
+		status = encode_leave(j, &values, dst, &c, NULL);
 	call_leave(saved);
 	if (status != CODEC_BAD_ARGUMENT)
 		j->state = JOB_CLOSED;
@@ -435,13 +337,13 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 	if (j->h.nblocks) {
 		status = blocks(&values, dst, capacity, with, j, 0, j->h.nblocks, at, &end, &seal, work);
 		if ((status == CODEC_SHORT_OUTPUT || status == CODEC_LIMIT) && !codec_is_rows(j->h.codec)) {
-			TRY(store(&values, k, j->h, dst, capacity, written)); /* perhaps it fits as it is */
-			return leave(j, &values, dst, with, work);
+			TRY(encode_store(&values, k, j->h, dst, capacity, written)); /* perhaps it fits as it is */
+			return encode_leave(j, &values, dst, with, work);
 		}
 		TRY(status);
 	}
-	TRY(close_frame(&values, dst, capacity, with, j, &j->h.nblocks, &at, 1, seal, written));
-	return leave(j, &values, dst, with, work);
+	TRY(encode_finish(&values, dst, capacity, with, j, &j->h.nblocks, &at, 1, seal, written));
+	return encode_leave(j, &values, dst, with, work);
 }
 
 codec_status codec_encode(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity, size_t *written,
