@@ -52,7 +52,8 @@ format: $(VENV)/tools
 
 ctest: $(VENV)/debian
 	$(CMAKE) -S native -B build/native -DCODEC_TESTS=ON -DCODEC_WERROR=ON
-	$(VENV)/bin/cmake --build build/native
+	$(VENV)/bin/cmake --build build/native --target all codec_static
+	nm -g --defined-only build/native/libcodec.a | awk 'NF == 3 && $$3 !~ /^codec_/ { print; bad = 1 } END { exit bad }'
 	build/native/test_core
 	build/native/test_contract
 	build/native/test_lossy
