@@ -1,6 +1,7 @@
 """Arrows point down only: no module imports one that stands above it."""
 
 import ast
+import re
 from pathlib import Path
 
 import codec
@@ -73,3 +74,36 @@ def test_import_needs_numpy_and_cffi_alone():
     out = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     foreign = {m for m in out.stdout.split() if m not in sys.stdlib_module_names and not m.startswith("_")}
     assert foreign <= allowed
+
+
+# of native/src, from the bottom; families do not know each other
+FLOORS = [{"exact"}, {"isa"}, {"frame"}, {"coder"}, {"lossless", "rows", "truncate"}, {"job"}]
+SOURCES = Path(__file__).parents[1] / "native/src"
+C_FILES = {str(p.relative_to(SOURCES)): p for p in SOURCES.rglob("*.[ch]")}
+
+
+def includes(name):
+    """Files of native/src that one of them includes."""
+    for given in re.findall(r'^#include "([^"]+)"', C_FILES[name].read_text(), re.MULTILINE):
+        beside = str(Path(name).parent / given)
+        if beside in C_FILES or given in C_FILES:
+            yield beside if beside in C_FILES else given
+
+
+def test_floors_of_the_core():
+    floor = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+    for name in C_FILES:
+        here = name.split("/")[0]
+        for other in includes(name):
+            there = other.split("/")[0]
+            assert here == there or floor[there] < floor[here], f"{name} includes {other}"
+
+
+def test_no_circle_among_files():
+    """A file and its header are one; what includes a header uses what stands in the file of that name."""
+    unit = {name: name.rsplit(".", 1)[0] for name in C_FILES}
+    below = {u: {unit[o] for n in C_FILES if unit[n] == u for o in includes(n)} - {u} for u in unit.values()}
+    while below:
+        free = {u for u, others in below.items() if not others & below.keys()}
+        assert free, f"a circle among {sorted(below)}"
+        below = {u: others for u, others in below.items() if u not in free}

@@ -49,6 +49,11 @@ static unsigned cpu(void)
 	}
 	return found;
 }
+#else
+static unsigned cpu(void)
+{
+	return 0;
+}
 #endif
 
 #if defined(__x86_64__)
@@ -93,11 +98,21 @@ void call_leave(uint64_t saved)
 }
 #endif
 
-static const struct kernels *const ALL[] = {
-	&kernels_scalar,
+/* Slowest first. An instruction set is its file, which includes the loops, and its line here. */
+extern const struct kernels kernels_avx2, kernels_avx512;
+
+static const struct {
+	const struct kernels *kernels;
+	unsigned needs; /* of what detect finds */
+} ALL[] = {
+	{&kernels_scalar, 0},
 #if defined(__x86_64__)
-	&kernels_avx2,
-	&kernels_avx512,
+	{&kernels_avx2, X86_AVX2},
+#if defined(CODEC_EMULATED)
+	{&kernels_avx512, 0},
+#else
+	{&kernels_avx512, X86_AVX512},
+#endif
 #endif
 };
 
@@ -105,31 +120,21 @@ static const struct kernels *const ALL[] = {
 
 const char *codec_isa_name(uint32_t index)
 {
-	return index < COUNT ? ALL[index]->name : NULL;
+	return index < COUNT ? ALL[index].kernels->name : NULL;
 }
 
 int codec_isa_usable(uint32_t index)
 {
-#if defined(CODEC_EMULATED)
-	if (index == 2)
-		return 1;
-#endif
-#if defined(__x86_64__)
-	if (index == 1)
-		return (cpu() & X86_AVX2) != 0;
-	if (index == 2)
-		return (cpu() & X86_AVX512) != 0;
-#endif
-	return index == 0;
+	return index < COUNT && (!ALL[index].needs || cpu() & ALL[index].needs);
 }
 
 /* NULL: there is no such instruction set, or not here. */
 const struct kernels *kernels_for(const codec_context *with)
 {
 	if (with && with->isa)
-		return with->isa <= COUNT && codec_isa_usable(with->isa - 1) ? ALL[with->isa - 1] : NULL;
+		return with->isa <= COUNT && codec_isa_usable(with->isa - 1) ? ALL[with->isa - 1].kernels : NULL;
 	for (uint32_t i = COUNT - 1; i > 0; i--)
 		if (codec_isa_usable(i))
-			return ALL[i];
-	return ALL[0];
+			return ALL[i].kernels;
+	return ALL[0].kernels;
 }

@@ -286,6 +286,6 @@ struct kernels {
 	uint8_t (*below_four)(const uint8_t *p, size_t n);
 };
 
-extern const struct kernels kernels_scalar, kernels_avx2, kernels_avx512;
+extern const struct kernels kernels_scalar; /* the others: cpu.c */
 
 #endif
