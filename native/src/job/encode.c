@@ -90,11 +90,12 @@ static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, 
 	TRY(job_open(memory, job_nbytes, &h, &j));
 	*out = j;
 	j->kind = JOB_ENCODE;
-	j->state = JOB_SCANNING;
 	j->feedback = (with->flags & CODEC_FEEDBACK) != 0;
 	TRY(family_of(&h)->begin(j, &s, with));
-	if (j->nscans)
+	if (j->nscans) {
+		j->state = JOB_SCANNING;
 		return CODEC_OK;
+	}
 	values = source_of(&t, with);
 	return start(j, &values, capacity, with);
 }
