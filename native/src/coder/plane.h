@@ -4,13 +4,6 @@
 
 #include "work.h"
 
-#define STATE_NBYTES 22 /* u16 and 32 x 5 bits */
-
-static inline uint64_t padded(uint64_t n)
-{
-	return (n + WIRE_ROW - 1) / WIRE_ROW * WIRE_ROW;
-}
-
 static inline uint64_t escaped_bits(const uint32_t *escaped, uint64_t word, uint64_t m)
 {
 	uint64_t bits = escaped[2 * word] | (uint64_t)escaped[2 * word + 1] << 32;

@@ -2,7 +2,6 @@
 #include "work.h"
 
 #include "model.h"
-#include "plane.h"
 
 uint64_t largest_block(uint64_t n)
 {

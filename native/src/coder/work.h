@@ -4,6 +4,13 @@
 
 #include "job.h"
 
+#define STATE_NBYTES 22 /* u16 and 32 x 5 bits */
+
+static inline uint64_t padded(uint64_t n)
+{
+	return (n + WIRE_ROW - 1) / WIRE_ROW * WIRE_ROW;
+}
+
 /* Codecs of rows: values worked on at once: they, their codes and random halves fit the first-level cache. A multiple
  * of 40. */
 #define ROW_CHUNK 2560

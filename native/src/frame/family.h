@@ -124,7 +124,4 @@ static inline int family_reads(const struct header *h, const codec_context *with
 	return family_of(h)->reads && family_of(h)->reads(h, with, encoding, out, nbytes, in_place);
 }
 
-/* What families that cut tensors into blocks of 2^block_log2 values have in common. */
-codec_status header_check_blocks(const struct header *h, codec_fault *f);
-
 #endif

@@ -2,7 +2,7 @@
 #ifndef CODEC_FRAME_H
 #define CODEC_FRAME_H
 
-#include "header.h"
+#include "head.h"
 
 codec_status frame_head(const uint8_t *head, size_t head_nbytes, uint64_t nbytes, const codec_context *with,
 			struct header *h);

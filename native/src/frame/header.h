@@ -1,4 +1,4 @@
-/* header.h - a frame's header as read once, checked whole; nothing else reads or writes a header field. */
+/* header.h - a frame's header in memory, and what follows from it. */
 #ifndef CODEC_HEADER_H
 #define CODEC_HEADER_H
 
@@ -23,9 +23,6 @@ static inline struct row_kind header_kind(const struct header *h)
 }
 
 codec_status header_derive(struct header *h);
-codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, codec_fault *f);
-void header_write(const struct header *h, uint8_t *frame);
-uint64_t header_seal(const struct header *h, const struct kernels *k, const uint8_t *side);
 
 uint64_t stored_nbytes(const struct header *h);
 codec_status header_store(struct header *h, const struct header *asked);

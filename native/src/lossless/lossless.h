@@ -6,6 +6,7 @@
 #include "coder/model.h"
 #include "coder/plane.h"
 #include "coder/sink.h"
+#include "frame/head.h"
 
 /*
  * Block b of src to w->region, of which region_bound bytes may be written; returns its size. Its part of the planes

@@ -6,6 +6,7 @@
 #include "coder/model.h"
 #include "coder/plane.h"
 #include "coder/sink.h"
+#include "frame/head.h"
 
 #define TRUNCATE_PIECES 4
 #define TRUNCATE_TILE 1024 /* values worked on at once: what they become fits the first-level cache */
