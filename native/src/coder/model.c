@@ -416,6 +416,13 @@ static void sample_planes(const struct source *src, const struct kernels *k, str
 		s->counts[1][0] = 0;
 }
 
+static void base_alone(struct segment *s, uint16_t base)
+{
+	s->kind = s->shifts = 0;
+	s->row = 0;
+	s->base = base;
+}
+
 /* Choose a segment's base and, unless flat, its offsets if they pay; s->raw is its sample then, and s->all has it, too,
  * lowered. */
 static void choose_segment(const struct source *src, const struct kernels *k, struct job *j, struct segment *g,
@@ -428,10 +435,14 @@ static void choose_segment(const struct source *src, const struct kernels *k, st
 	uint16_t centre;
 
 	fit_rows(src, k, j, g, finest);
-	if (!flat && g->kind & WIRE_SEGMENT_COLS)
-		fit_cols(src, k, j, g, finest);
-	g->base = choose_base(g->mean, eighth, zero, finest);
 	centre = choose_base(g->mean, eighth, zero, parts == 1 ? WIRE_MAX_SHIFT : 0);
+	if (flat) {
+		base_alone(g, centre);
+	} else {
+		g->base = choose_base(g->mean, eighth, zero, finest);
+		if (g->kind & WIRE_SEGMENT_COLS)
+			fit_cols(src, k, j, g, finest);
+	}
 	count_segment(src, k, j, g, stride, parts, s->raw, s->lowered);
 	choose_fold(s->raw, parts, raw);
 	choose_fold(s->lowered, parts, lowered);
@@ -439,15 +450,13 @@ static void choose_segment(const struct source *src, const struct kernels *k, st
 		samples += raw[e];
 	s->nzeros += lowered[0];
 	s->nvalues += samples;
-	if (!flat && (model_asked(&j->h) == WIRE_MODEL_SEPARABLE ||
-		      choose_pays(choose_cost(raw), choose_cost(lowered), samples, g->count,
-				  4 * (segment_rows(g) + segment_cols(g)) + 64))) {
+	if (flat || model_asked(&j->h) == WIRE_MODEL_SEPARABLE ||
+	    choose_pays(choose_cost(raw), choose_cost(lowered), samples, g->count,
+			4 * (segment_rows(g) + segment_cols(g)) + 64)) {
 		choose_add_lowered(s->lowered, parts, 0, s->all);
 		return;
 	}
-	g->kind = g->shifts = 0;
-	g->row = 0;
-	g->base = centre;
+	base_alone(g, centre);
 	if (d->form == FORM_FLOAT8) { /* symbols begin anew after 256, not after the circle's 2047 */
 		count_segment(src, k, j, g, stride, parts, s->raw, s->lowered);
 		choose_add_lowered(s->lowered, parts, 0, s->all);
