@@ -25,22 +25,26 @@ static inline uint16_t model_zero(const struct header *h, const struct dtype *d)
 	return h->codec == CODEC_TRUNCATE && d->octave == 1024 ? 1024 : dtype_zero(d);
 }
 
+/* model.c */
 codec_status model_begin(struct job *j, const codec_context *with);
 uint64_t model_job_nbytes(const struct header *h);
-void model_choose(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
-		  struct sample *s);
+void model_add(struct job *j, struct segment *s);
+const struct segment *model_segment_at(const struct job *j, uint64_t first);
+/* Offsets, in patterns, of values among those that *f is of; or of any, when decoding (NULL). */
+void model_offsets(const struct job *j, const struct kernels *k, const struct fitted *f, uint64_t first, uint64_t n,
+		   uint16_t *offset);
 uint64_t model_side_nbytes(const struct job *j);
 void model_write(const struct job *j, uint8_t *dst);
 codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f);
 
+/* fit.c. Model, and counts of all planes. */
+void model_choose(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
+		  struct sample *s);
 /*
- * Encoding: find the offsets of rows for values [first, first + n). Those of rows that begin there are stored in the
+ * Find the offsets of rows for values [first, first + n). Those of rows that begin there are stored in the
  * job, which no other thread may be given these values of.
  */
 void model_fit(const struct source *src, const struct kernels *k, struct job *j, uint64_t first, uint64_t n,
 	       struct fitted *f);
-/* Offsets, in patterns, of values among those that *f is of; or of any, when decoding (NULL). */
-void model_offsets(const struct job *j, const struct kernels *k, const struct fitted *f, uint64_t first, uint64_t n,
-		   uint16_t *offset);
 
 #endif

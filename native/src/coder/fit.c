@@ -1,0 +1,437 @@
+/* fit.c - an encoder's scale model: segments, offsets and bases, from samples (exact/choose.h).
+ *
+ * Logarithms of a gradient matrix are nearly row + column. A float's pattern is such a logarithm, but for the
+ * mantissa's curve. A segment (a parameter in a flat bucket, or the whole tensor) has a base, and where it pays an
+ * offset for each row and column. Which values are looked at depends on the shape alone. All arithmetic is on integers.
+ */
+#include "model.h"
+
+#define NEAR_NBYTES (1u << 20) /* tensors as small as this are in a cache that is near enough */
+
+static void add_flat(struct job *j, uint64_t start, uint64_t end)
+{
+	struct segment s = {.start = start, .count = end - start, .row = WIRE_FLAT_ROW, .kind = WIRE_SEGMENT_ROWS};
+
+	if (end > start)
+		model_add(j, &s);
+}
+
+static void add_shape(struct job *j, uint64_t start, uint64_t count, uint32_t rank, const uint64_t *shape)
+{
+	struct segment s = {.start = start, .count = count, .kind = WIRE_SEGMENT_ROWS | WIRE_SEGMENT_COLS};
+
+	s.row = choose_columns(rank, shape, count);
+	if (s.row)
+		model_add(j, &s);
+	else
+		add_flat(j, start, start + count);
+}
+
+/* Segments worth a record of their own; what lies between them is flat. */
+static void cut(const codec_context *with, struct job *j)
+{
+	uint64_t flat = 0, end = 0;
+
+	if (!with || !with->nsegments) {
+		if (j->h.n >= CHOOSE_SEGMENT_MIN)
+			add_shape(j, 0, j->h.n, j->h.rank, j->h.shape);
+		else
+			add_flat(j, 0, j->h.n);
+		return;
+	}
+	for (uint64_t i = 0; i < with->nsegments; i++) {
+		const codec_segment *s = with->segments + i;
+		uint64_t count = segment_count(s);
+
+		end = s->offset + count;
+		if (count < CHOOSE_SEGMENT_MIN)
+			continue;
+		add_flat(j, flat, s->offset);
+		add_shape(j, s->offset, count, s->rank, s->shape);
+		flat = end;
+	}
+	add_flat(j, flat, j->h.n);
+}
+
+/* Patterns of n values from `first` on, COLUMNS at most. */
+static void patterns(const struct source *src, const struct kernels *k, uint64_t first, uint64_t n, uint16_t *p)
+{
+	const struct dtype *d = dtype_of(src->dtype);
+	uint8_t sums[4 * COLUMNS];
+
+	k->patterns[d->form](load_native(k, src, first, n, sums), n, p);
+}
+
+/* Samples lie far apart, so that the CPU does not see them coming. */
+static void values_ahead(const struct source *src, const struct dtype *d, uint64_t first, uint64_t n)
+{
+	uintptr_t at = (uintptr_t)src->data + first * d->nbytes;
+
+	if (src->nbytes < NEAR_NBYTES)
+		return;
+	for (uint64_t b = 0; b < n * d->nbytes; b += 64)
+		__builtin_prefetch((const void *)(at + b));
+}
+
+/* What row_mean will look at. */
+static void row_ahead(const struct source *src, const struct dtype *d, const struct segment *s, uint64_t r)
+{
+	uint64_t first = s->start + r * s->row;
+
+	if (s->row <= CHOOSE_RUNS * CHOOSE_RUN)
+		values_ahead(src, d, first, s->row);
+	else
+		for (uint64_t i = 0; i < CHOOSE_RUNS; i++)
+			values_ahead(src, d, first + choose_run(i, s->row), CHOOSE_RUN);
+}
+
+/* The mean pattern of a few runs of row r; CHOOSE_NONE if there is none. */
+static int row_mean(const struct source *src, const struct kernels *k, const struct job *j, const struct segment *s,
+		    uint64_t r)
+{
+	uint64_t first = s->start + r * s->row, n = MIN(s->row, s->start + s->count - first);
+	uint16_t p[CHOOSE_RUNS * CHOOSE_RUN];
+	uint32_t sum, count;
+
+	if (n <= CHOOSE_RUNS * CHOOSE_RUN) {
+		patterns(src, k, first, n, p);
+	} else {
+		for (uint64_t i = 0; i < CHOOSE_RUNS; i++)
+			patterns(src, k, first + choose_run(i, n), CHOOSE_RUN, p + i * CHOOSE_RUN);
+		n = CHOOSE_RUNS * CHOOSE_RUN;
+	}
+	k->sum(p, n, model_zero(&j->h, dtype_of(src->dtype)), &sum, &count);
+	return choose_mean(sum, count);
+}
+
+/* The offset of row r, from its values, the mean of all rows and the shift alone. */
+static int8_t fit_row(const struct source *src, const struct kernels *k, const struct job *j, const struct segment *s,
+		      uint64_t r)
+{
+	int eighths = choose_eighths(row_mean(src, k, j, s, r), s->mean, eighth_log2(dtype_of(src->dtype)));
+
+	return (int8_t)choose_offset(eighths, s->shifts & 15);
+}
+
+/* Have all offsets of rows been found when the job was opened? */
+static int is_fitted(const struct segment *s)
+{
+	return segment_rows(s) <= CHOOSE_ROWS;
+}
+
+/* The mean of all rows and their shift, from a sample of them. */
+static void fit_rows(const struct source *src, const struct kernels *k, struct job *j, struct segment *s, int finest)
+{
+	const struct dtype *d = dtype_of(src->dtype);
+	uint64_t nrows = segment_rows(s), take = MIN(nrows, CHOOSE_ROWS);
+	int16_t mean[CHOOSE_ROWS];
+	int8_t eighths[CHOOSE_ROWS];
+	int64_t total = 0, count = 0;
+
+	for (uint64_t i = 0; i < take; i++) {
+		row_ahead(src, d, s, choose_spread(MIN(i + 4, take - 1), take, nrows));
+		mean[i] = (int16_t)row_mean(src, k, j, s, choose_spread(i, take, nrows));
+		total += mean[i] == CHOOSE_NONE ? 0 : mean[i];
+		count += mean[i] != CHOOSE_NONE;
+	}
+	s->mean = (uint16_t)(count ? bits_mean(total, count) : choose_centre(d->octave));
+	for (uint64_t i = 0; i < take; i++)
+		eighths[i] = (int8_t)choose_eighths(mean[i], s->mean, eighth_log2(d));
+	s->shifts = (uint8_t)choose_shift(eighths, take, finest);
+	for (uint64_t i = 0; i < take && is_fitted(s); i++)
+		segment_row_offsets(j, s)[i] = (int8_t)choose_offset(eighths[i], s->shifts);
+}
+
+/* The offsets of columns: the mean of what those of a sample of rows leave. */
+static void fit_cols(const struct source *src, const struct kernels *k, struct job *j, struct segment *s, int finest)
+{
+	const struct dtype *d = dtype_of(src->dtype);
+	int8_t *cols = segment_col_offsets(j, s), offset[CHOOSE_COL_ROWS];
+	uint64_t nrows = segment_rows(s), take = choose_col_rows(nrows);
+	int shift;
+
+	for (uint64_t i = 0; i < take; i++) {
+		uint64_t r = choose_spread(i, take, nrows);
+
+		offset[i] = is_fitted(s) ? segment_row_offsets(j, s)[r] : fit_row(src, k, j, s, r);
+	}
+	for (uint64_t c = 0; c < s->row; c += COLUMNS) {
+		uint64_t n = MIN(COLUMNS, s->row - c);
+		struct columns sums = {0};
+		uint16_t p[COLUMNS];
+
+		for (uint64_t i = 0; i < take; i++) {
+			patterns(src, k, s->start + choose_spread(i, take, nrows) * s->row + c, n, p);
+			k->columns(p, s->mean + offset[i] * (1 << eighth_log2(d)), model_zero(&j->h, d), n, &sums);
+		}
+		for (uint64_t i = 0; i < n; i++)
+			cols[c + i] = (int8_t)choose_mean_eighths(sums.total[i], sums.count[i], eighth_log2(d));
+	}
+	shift = choose_shift(cols, s->row, finest);
+	for (uint64_t c = 0; c < s->row; c++)
+		cols[c] = (int8_t)choose_offset(cols[c], shift);
+	s->shifts |= (uint8_t)(shift << 4);
+}
+
+/* The offsets of rows [r, end). Short ones lie side by side, so that many are loaded at once. */
+static void fit_whole(const struct source *src, const struct kernels *k, const struct job *j, const struct segment *s,
+		      uint64_t r, uint64_t end, int8_t *rows)
+{
+	const struct dtype *d = dtype_of(src->dtype);
+	uint16_t zero = model_zero(&j->h, d), p[COLUMNS];
+	int eighth = eighth_log2(d), shift = s->shifts & 15, centre = s->mean;
+	uint64_t row = s->row, n;
+
+	for (; row > CHOOSE_RUNS * CHOOSE_RUN && r < end; r++)
+		rows[r] = fit_row(src, k, j, s, r);
+	for (; r < end; r += n) {
+		n = MIN(end - r, COLUMNS / row);
+		patterns(src, k, s->start + r * row, n * row, p);
+		for (uint64_t i = 0; i < n; i++) {
+			uint32_t sum, count;
+
+			k->sum(p + i * row, row, zero, &sum, &count);
+			rows[r + i] =
+				(int8_t)choose_offset(choose_eighths(choose_mean(sum, count), centre, eighth), shift);
+		}
+	}
+}
+
+/*
+ * Find the offsets of rows that begin in values [first, first + n) of a segment and were not found when the job was
+ * opened. Whose values those are may store them: nobody else does, or reads them. The row that holds the first value
+ * may begin before; its offset is f->row.
+ */
+static void fit_range(const struct source *src, const struct kernels *k, struct job *j, const struct segment *s,
+		      uint64_t first, uint64_t n, struct fitted *f)
+{
+	uint64_t i = first - s->start, end = i + n, r;
+	int8_t *rows = segment_row_offsets(j, s);
+
+	f->from = first;
+	if (!s->kind)
+		return;
+	r = i / s->row;
+	if (i % s->row) {
+		f->row = is_fitted(s) ? rows[r] : fit_row(src, k, j, s, r);
+		r++;
+	}
+	if (!is_fitted(s) && r * s->row < end)
+		fit_whole(src, k, j, s, r, (end + s->row - 1) / s->row, rows);
+}
+
+void model_fit(const struct source *src, const struct kernels *k, struct job *j, uint64_t first, uint64_t n,
+	       struct fitted *f)
+{
+	struct fitted later;
+
+	for (const struct segment *s = model_segment_at(j, first); j->model.nsegments && n; s++, f = &later) {
+		uint64_t m = MIN(n, s->start + s->count - first);
+
+		fit_range(src, k, j, s, first, m, f);
+		first += m;
+		n -= m;
+	}
+}
+
+static void count_bytes(const uint8_t *e, uint64_t n, uint32_t counts[256])
+{
+	for (uint64_t i = 0; i < n; i++)
+		counts[e[i]]++;
+}
+
+/* Symbols of n patterns to their bins. */
+static void count_bins(const struct dtype *d, const uint16_t *p, uint64_t n, int parts, uint32_t *bins)
+{
+	int shift = parts == 1 ? dtype_shift(d) : eighth_log2(d);
+
+	for (uint64_t i = 0; i < n; i++)
+		bins[p[i] >> shift & (256 * parts - 1)]++;
+}
+
+/* A sample of a segment's symbols, from one of `stride` quad rows: as values are, and (unless NULL) lowered. */
+static void count_segment(const struct source *src, const struct kernels *k, struct job *j, const struct segment *s,
+			  uint64_t stride, int parts, uint32_t *raw, uint32_t *lowered)
+{
+	const struct dtype *d = dtype_of(src->dtype);
+	uint64_t nrows = (s->count + WIRE_ROW - 1) / WIRE_ROW, take = (nrows + stride - 1) / stride;
+
+	memset(raw, 0, 256 * (size_t)parts * sizeof *raw);
+	if (lowered)
+		memset(lowered, 0, 256 * (size_t)parts * sizeof *lowered);
+	for (uint64_t i = 0; i < take; i++) {
+		uint64_t at = WIRE_ROW * choose_spread(i, take, nrows), n = MIN(WIRE_ROW, s->count - at);
+		uint64_t next = WIRE_ROW * choose_spread(MIN(i + 2, take - 1), take, nrows);
+		uint16_t p[WIRE_ROW], offset[WIRE_ROW];
+		struct fitted f;
+
+		values_ahead(src, d, s->start + next, WIRE_ROW);
+		patterns(src, k, s->start + at, n, p);
+		count_bins(d, p, n, parts, raw);
+		if (!lowered)
+			continue;
+		if (!is_fitted(s))
+			row_ahead(src, d, s, next / s->row);
+		fit_range(src, k, j, s, s->start + at, n, &f);
+		model_offsets(j, k, &f, s->start + at, n, offset);
+		k->lower(p, offset, model_zero(&j->h, d), n, p);
+		count_bins(d, p, n, parts, lowered);
+	}
+}
+
+/* Planes other than the exponent: few samples tell whether they are worth coding, constant or full of zeros. */
+static void sample_planes(const struct source *src, const struct kernels *k, struct job *j, struct sample *s,
+			  int first_plane)
+{
+	const struct dtype *d = dtype_of(src->dtype);
+	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW, take = choose_plane_rows(nrows);
+	uint8_t bytes[WIRE_MAX_PLANES][WIRE_ROW], value[WIRE_MAX_PLANES];
+	uint8_t *plane[WIRE_MAX_PLANES], other_zeros = 0;
+	uint32_t zeros = 0, sampled = 0;
+
+	for (int p = 0; p < WIRE_MAX_PLANES; p++)
+		plane[p] = bytes[p];
+	s->is_constant = 0xff;
+	for (uint64_t i = 0; i < take; i++) {
+		uint64_t first = WIRE_ROW * choose_even(i, take, nrows), n = MIN(WIRE_ROW, j->h.n - first);
+		uint16_t offset[WIRE_ROW];
+		struct fitted f;
+
+		model_fit(src, k, j, first, n, &f);
+		model_offsets(j, k, &f, first, n, offset);
+		k->split[d->form]((const char *)src->data + first * d->nbytes, n, offset, plane);
+		for (int p = first_plane; p < d->nbytes; p++) {
+			uint8_t any = 0, differ = 0;
+
+			if (i == 0)
+				value[p] = plane[p][0];
+			for (uint64_t v = 0; v < n; v++) {
+				any |= plane[p][v];
+				differ |= plane[p][v] ^ value[p];
+			}
+			s->has_zero_run |= (uint8_t)(!any << p);
+			s->is_constant &= (uint8_t)~(!!differ << p);
+			count_bytes(plane[p], n, s->counts[p]);
+			other_zeros |= k->under_zeros(plane[0], plane[p], n);
+		}
+		zeros += (uint32_t)(n - k->count(plane[0], 1, n));
+		sampled += (uint32_t)n;
+	}
+	/* no other value of float64 has this byte, and where they are many and all +0 blocks prune them */
+	if (d->form == FORM_FLOAT8 && choose_prunes(zeros, sampled) && !other_zeros)
+		s->counts[1][0] = 0;
+}
+
+static void base_alone(struct segment *s, uint16_t base)
+{
+	s->kind = s->shifts = 0;
+	s->row = 0;
+	s->base = base;
+}
+
+/* Choose a segment's base and, unless flat, its offsets if they pay; s->raw is its sample then, and s->all has it, too,
+ * lowered. */
+static void choose_segment(const struct source *src, const struct kernels *k, struct job *j, struct segment *g,
+			   uint64_t stride, int flat, int finest, int parts, struct sample *s)
+{
+	const struct dtype *d = dtype_of(src->dtype);
+	int eighth = eighth_log2(d), zero = model_zero(&j->h, d);
+	uint32_t raw[256], lowered[256];
+	uint64_t samples = 0;
+	uint16_t centre;
+
+	fit_rows(src, k, j, g, finest);
+	centre = choose_base(g->mean, eighth, zero, parts == 1 ? WIRE_MAX_SHIFT : 0);
+	if (flat) {
+		base_alone(g, centre);
+	} else {
+		g->base = choose_base(g->mean, eighth, zero, finest);
+		if (g->kind & WIRE_SEGMENT_COLS)
+			fit_cols(src, k, j, g, finest);
+	}
+	count_segment(src, k, j, g, stride, parts, s->raw, s->lowered);
+	choose_fold(s->raw, parts, raw);
+	choose_fold(s->lowered, parts, lowered);
+	for (int e = 0; e < 256; e++)
+		samples += raw[e];
+	s->nzeros += lowered[0];
+	s->nvalues += samples;
+	if (flat || model_asked(&j->h) == WIRE_MODEL_SEPARABLE ||
+	    choose_pays(choose_cost(raw), choose_cost(lowered), samples, g->count,
+			4 * (segment_rows(g) + segment_cols(g)) + 64)) {
+		choose_add_lowered(s->lowered, parts, 0, s->all);
+		return;
+	}
+	base_alone(g, centre);
+	if (d->form == FORM_FLOAT8) { /* symbols begin anew after 256, not after the circle's 2047 */
+		count_segment(src, k, j, g, stride, parts, s->raw, s->lowered);
+		choose_add_lowered(s->lowered, parts, 0, s->all);
+	} else {
+		choose_add_lowered(s->raw, parts, d->octave > 128 || parts > 1 ? centre : centre / 8u, s->all);
+	}
+}
+
+/* The segments' bases and offsets, and with them counts of plane 0. `alone`: one that has neither gets no record. */
+static void choose_segments(const struct source *src, const struct kernels *k, struct job *j, int flat, int alone,
+			    struct sample *s)
+{
+	const struct dtype *d = dtype_of(src->dtype);
+	uint64_t stride = choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW), cost = 0;
+	int pattern = (s->is_constant | s->has_zero_run) >> 1 & 1, phase = 0, finest = WIRE_MAX_SHIFT, parts = 1;
+	struct segment *segment = job_segments(j);
+	uint32_t raw[256];
+
+	if (j->h.codec != CODEC_TRUNCATE)
+		finest = choose_finest(s->counts[1], d->octave, pattern);
+	if (!finest && d->octave == 128 && j->h.n >= CHOOSE_PARTS_MIN)
+		parts = CHOOSE_PARTS;
+	memset(s->all, 0, 256 * (size_t)parts * sizeof *s->all);
+	for (uint64_t i = 0; i < j->model.nsegments; i++)
+		choose_segment(src, k, j, segment + i, stride, flat, finest, parts, s);
+	choose_fold(s->all, parts, s->counts[0]);
+	if (parts > 1)
+		phase = choose_phase(s->all, s->counts[0], &cost);
+	for (uint64_t i = 0; i < j->model.nsegments; i++)
+		segment[i].base =
+			(uint16_t)((segment[i].base + phase) % (WIRE_CIRCLE(model_zero(&j->h, d)) >> eighth_log2(d)));
+	if (!alone || j->model.nsegments > 1 || segment->kind)
+		return;
+	choose_fold(s->raw, parts, raw);
+	if (parts > 1 && choose_pays(choose_cost(raw), cost, s->nvalues, j->h.n, 8 * (4 + WIRE_SEGMENT_NBYTES) + 64))
+		return;
+	j->model.nsegments = 0;
+	memcpy(s->counts[0], raw, sizeof raw);
+}
+
+/* Model, and counts of all planes. */
+void model_choose(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
+		  struct sample *s)
+{
+	const struct dtype *d = dtype_of(src->dtype);
+	int flat = model_asked(&j->h) == WIRE_MODEL_FLAT || j->h.n < CHOOSE_MODEL_MIN;
+	int based = d->form == FORM_FLOAT8; /* always: its symbols should lie far from where they begin anew */
+	struct segment whole = {.count = j->h.n};
+
+	memset(s, 0, offsetof(struct sample, raw));
+	j->model.nsegments = j->model.nibbles = 0;
+	if (j->h.codec != CODEC_TRUNCATE)
+		sample_planes(src, k, j, s, d->octave != 0);
+	if (!d->octave)
+		return;
+	if (flat && !based) {
+		count_segment(src, k, j, &whole, choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW), 1, s->counts[0],
+			      NULL);
+		s->nzeros = s->counts[0][0];
+		for (int e = 0; e < 256; e++)
+			s->nvalues += s->counts[0][e];
+		return;
+	}
+	cut(flat ? NULL : with, j);
+	j->model.offsets_at = j->model.segments_at + j->model.nsegments * sizeof(struct segment);
+	choose_segments(src, k, j, flat, !based, s);
+	if (based) { /* plane 1 has bits of the exponent, as the model moves it */
+		memset(s->counts + 1, 0, sizeof s->counts - sizeof *s->counts);
+		s->has_zero_run = 0;
+		sample_planes(src, k, j, s, 1);
+	}
+}
