@@ -381,7 +381,7 @@ static void choose_segments(const struct source *src, const struct kernels *k, s
 	struct segment *segment = job_segments(j);
 	uint32_t raw[256];
 
-	if (j->h.codec != CODEC_TRUNCATE)
+	if (!family_of(&j->h)->whole_octaves)
 		finest = choose_finest(s->counts[1], d->octave, pattern);
 	if (!finest && d->octave == 128 && j->h.n >= CHOOSE_PARTS_MIN)
 		parts = CHOOSE_PARTS;
@@ -414,7 +414,7 @@ void model_choose(const struct source *src, const codec_context *with, const str
 
 	memset(s, 0, offsetof(struct sample, raw));
 	j->model.nsegments = j->model.nibbles = 0;
-	if (j->h.codec != CODEC_TRUNCATE)
+	if (!family_of(&j->h)->whole_octaves)
 		sample_planes(src, k, j, s, d->octave != 0);
 	if (!d->octave)
 		return;

@@ -167,8 +167,8 @@ static codec_status read_record(const uint8_t *frame, uint64_t at, struct job *j
 		BAD(at + 13, s->shifts, WIRE_MAX_SHIFT);
 	if (s->base >= bases)
 		BAD(at + 14, s->base, bases - 1);
-	if (j->h.codec == CODEC_TRUNCATE && (s->base % 8 || rows_shift != (s->kind ? WIRE_MAX_SHIFT : 0) ||
-					     cols_shift != (matrix ? WIRE_MAX_SHIFT : 0)))
+	if (family_of(&j->h)->whole_octaves && (s->base % 8 || rows_shift != (s->kind ? WIRE_MAX_SHIFT : 0) ||
+						cols_shift != (matrix ? WIRE_MAX_SHIFT : 0)))
 		BAD(at + 13, s->shifts, WIRE_MAX_SHIFT);
 	return CODEC_OK;
 }

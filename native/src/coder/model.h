@@ -16,13 +16,13 @@ static inline int eighth_log2(const struct dtype *d)
 
 static inline int model_asked(const struct header *h)
 {
-	return h->codec == CODEC_LOSSLESS ? h->variant : WIRE_MODEL_AUTO;
+	return family_of(h)->whole_octaves ? WIRE_MODEL_AUTO : h->variant;
 }
 
-/* Where the scale model begins: TRUNCATE moves exponents alone, and float16's zero exponent is 1024 patterns. */
+/* Where the scale model begins: at the first pattern whose plane 0 is not 0, or whose exponent is not. */
 static inline uint16_t model_zero(const struct header *h, const struct dtype *d)
 {
-	return h->codec == CODEC_TRUNCATE && d->octave == 1024 ? 1024 : dtype_zero(d);
+	return family_of(h)->whole_octaves ? d->octave : dtype_zero(d);
 }
 
 /* model.c */

@@ -14,6 +14,8 @@ struct cursor;
 struct family {
 	int is_rows; /* values share scales: blocks follow rows and parts, and nothing but an empty tensor is stored */
 
+	int whole_octaves; /* the scale model moves exponents alone, under offsets of whole octaves */
+
 	/* params.c. What is asked for, as header fields; and what the table of codecs does not say of params. */
 	codec_status (*params_ask)(const codec_spec *s, struct header *h);
 	/* Where in params the first value stands that the format forbids; -1 if none does. */

@@ -50,6 +50,7 @@ static codec_status header_check(const struct header *h, codec_fault *f)
 }
 
 const struct family truncate_family = {
+	.whole_octaves = 1,
 	.params_ask = params_ask,
 	.params_fault = own_fault,
 	.symbols = symbols,
