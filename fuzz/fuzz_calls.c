@@ -104,7 +104,7 @@ static void pick(struct source *s, struct memory *m, struct arguments *a)
 	a->next.theta_v_term = 1;
 	a->next.v = one_in(s, 2) ? &a->state : NULL;
 	a->with = (codec_context){.struct_nbytes = STRUCT(s, codec_context),
-				  .flags = one_in(s, 2) ? 0 : odd(s, 40),
+				  .flags = one_in(s, 2) ? 0 : odd(s, 128),
 				  .isa = odd(s, 4),
 				  .into = one_in(s, 3) ? odd(s, 5) : 0,
 				  .max_nbytes = one_in(s, 12) ? below(s, 100000) : 0,

@@ -39,13 +39,16 @@ uint32_t codec_abi_version(void)
 	return CODEC_ABI_VERSION;
 }
 
-/* Structs of callers may be older (shorter) or newer than ours: what is missing is zero. */
+/*
+ * Structs of callers may be newer (longer) than ours, and will one day be older: what is missing is zero. But they have
+ * all fields of version 1, which are all there are: cut in the midst of a pointer, one would lead anywhere.
+ */
 #define READ_STRUCT(copy, given)                                                                                       \
 	do {                                                                                                           \
 		memset(&(copy), 0, sizeof(copy));                                                                      \
-		if (!(given) || (given)->struct_nbytes < sizeof(uint32_t))                                             \
+		if (!(given) || (given)->struct_nbytes < sizeof(copy))                                                 \
 			return CODEC_BAD_ARGUMENT;                                                                     \
-		memcpy(&(copy), (given), MIN((given)->struct_nbytes, sizeof(copy)));                                   \
+		memcpy(&(copy), (given), sizeof(copy));                                                                \
 	} while (0)
 
 codec_status context_read(const codec_context *with, codec_context *copy)

@@ -79,7 +79,7 @@ static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, 
 	struct job *j;
 
 	TRY(request(spec, src, 1, &h, &t));
-	memcpy(&s, spec, MIN(spec->struct_nbytes, sizeof s));
+	memcpy(&s, spec, sizeof s);
 	TRY(check_feedback(&h, with));
 	if ((!dst && capacity) || with->ncodebooks > 1)
 		return CODEC_BAD_ARGUMENT;
