@@ -6,7 +6,7 @@ conversions are those of the decoder beside it, oracle.py. Sections named here a
 
 import heapq
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -658,13 +658,15 @@ def scale_model(
     """Section 4: the model, counts of symbols, how many of the sample are 0 under offsets, and all."""
     n, s, grain = len(pattern), 4 if octave == 16 else 7, octave // 8
     stride, circle = stride_of(n), (32768 - zero) // grain
-    if how == 1 or n < 4096:
+    flat, based = how == 1 or n < 4096, octave == 16
+    if flat and not based:
         plain = histogram(pattern[sampled(n, stride)] >> s & 255)
         return None, plain, int(plain[0]), int(plain.sum())
     centre = 0x4800 if octave == 16 else 0x4000
-    by_eighths = finest == 0 and octave == 128 and n >= 262144
+    by_eighths = finest == 0 and octave == 128 and n >= 524288
+    cuts = cut_parts(replace(ask, segments=None) if flat else ask, n, shape if n >= 8192 else (), 8192)
     raw, zeros, parts, samples = np.zeros(256, np.int64), 0, [], []
-    for start, count, dims in cut_parts(ask, n, shape if n >= 8192 else (), 8192):
+    for start, count, dims in cuts:
         row = columns_of(dims, count)
         none = np.zeros(0, np.int64)
         part = Part(start, count, row or 512, 3 if row else 1, 0, [0, 0], none, none)
@@ -675,12 +677,14 @@ def scale_model(
             return unit * mean(middle - centre - min(octave, 128) * 7 // 8, unit * grain) % circle
 
         part.base = base(1 << finest)
+        if flat:
+            part.kind, part.shifts, part.rows, part.cols, part.base = 0, [0, 0], none, none, base(8)
         i = sampled(count, stride)
         raw = histogram(p[i] >> s & 255)
         fitted = histogram(lowered(p[i], grain * part.eighths()[i], zero) >> s & 255)
         zeros += int(fitted[0])
         cost_of_nibbles = 4 * (len(part.rows) + len(part.cols)) + 64
-        if how != 2 and not pays(huffman(raw), huffman(fitted), len(i), count, cost_of_nibbles):
+        if not flat and how != 2 and not pays(huffman(raw), huffman(fitted), len(i), count, cost_of_nibbles):
             part.kind, part.shifts, part.rows, part.cols = 0, [0, 0], none, none
             part.base = base(1 if by_eighths else 8)
         parts.append(part)
@@ -690,7 +694,7 @@ def scale_model(
     costs = [huffman(c) for c in phases]
     best = costs.index(min(costs))
     base_pays = by_eighths and pays(huffman(raw), costs[best], len(p), n, 224)
-    if len(parts) == 1 and not parts[0].kind and not base_pays:
+    if len(parts) == 1 and not parts[0].kind and not base_pays and not based:
         return None, raw, zeros, len(p)
     for part in parts:
         part.base = (part.base + best) % circle
