@@ -210,9 +210,10 @@ def test_codebooks_that_are_agreed_upon(spec):
 def test_codebooks_from_counts(data):
     """Of any counts: ties, many values, sums above 2^24."""
     most = data.draw(st.sampled_from([1, 2, 30, 1 << 14, 1 << 31]))
+    close = st.lists(st.integers(83_000, 83_003), min_size=256, max_size=256)  # whose sum is above 2^24
     few = st.lists(st.integers(0, most), min_size=256, max_size=256)
     steep = st.builds(lambda r, k: [int(1 + k * r**i) for i in range(256)], st.floats(0.5, 1), st.integers(1, most))
-    counts, cap = data.draw(few | steep), data.draw(st.integers(2, 8))
+    counts, cap = data.draw(few | steep | close), data.draw(st.integers(2, 8))
     book = codec.Codebook.from_counts(counts, codec.Lossless(cap=cap))
     assert [*book.lengths, book.escape_length] == encoder.codebook(np.array(counts), cap)
 
@@ -226,6 +227,65 @@ def test_any_lossless(dtype, n, kind, seed, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, prod(shape)), max_size=4)))
     segments = [(a, (b - a,)) for a, b in itertools.pairwise(cuts)]
     same(make(dtype, n, kind, seed)[: prod(shape)], spec, dtype=dtype, shape=shape, segments=segments or None)
+
+
+def skewed(n, skew, seed=0):
+    """Bytes of which some are more frequent than others."""
+    rng = np.random.default_rng(seed)
+    return np.minimum(rng.integers(0, 256, n), rng.integers(0, 256 + skew, n)).astype(np.uint8)
+
+
+def test_edges_of_planes():
+    """Where it is just, or just not, worth coding a plane, a block, a nibble; where 1 in 64 values is 0."""
+    for skew in range(0, 240, 8):
+        for n in (1100, 3333):
+            x = skewed(n, skew)
+            same(np.where(x > 200 - skew // 4, x & 0xF0, x).astype(np.uint8))
+            same(255 - x)
+            same(x.astype(np.uint32) << 8 | skewed(n, 240 - skew, 1), dtype="float32")
+            same(skewed(n, 0, 2) & 0xF0 | x >> 4)
+    gradient = np.random.default_rng(4).standard_normal(4096).astype(F32)
+    gradient[::64] = 0
+    for dtype, zero in itertools.product(PATTERNS, (0, 1.0)):
+        x = bits_of(gradient, dtype)
+        same(x, dtype=dtype)
+        x[64 * 9] = bits_of(np.array([zero or 0.5]), dtype)[0]
+        same(x, dtype=dtype)
+        same(x, codec.Lossless(model="separable"), dtype=dtype)
+
+
+def test_edges_of_shapes():
+    """Sides of 64, segments and tensors of 8,192 values, and one less."""
+    for dtype, rows, cols in itertools.product(("float32", "float64"), (63, 64, 128), (127, 128, 129)):
+        x = matrix(dtype, rows, cols)
+        same(x, codec.Lossless(model="separable"), dtype=dtype, shape=(rows, cols))
+        for shape in ((rows, cols), (rows * cols,)):
+            same(np.concatenate([x, x]), codec.Lossless(model="separable"), dtype=dtype, segments=[(100, shape)])
+    x = make("float32", 12_000, "normal")
+    for count in (4095, 4096):
+        same(x, codec.Sign(), dtype="float32", segments=[(3, (count,))])
+
+
+@pytest.mark.parametrize("dtype", PATTERNS)
+def test_edges_of_scale_models(dtype):
+    """Offsets that just, or just do not, pay; some that must be clamped."""
+    rng = np.random.default_rng(6)
+    for spread in np.linspace(0, 0.5, 25):
+        scales = np.exp(spread * (rng.standard_normal((70, 1)) + rng.standard_normal((1, 120))))
+        x = rng.standard_normal((70, 120)) * scales
+        same(bits_of(x.ravel(), dtype), dtype=dtype, shape=x.shape)
+        rows = np.exp(spread * rng.standard_normal((24, 1)))
+        x = rng.standard_normal((24, 512)) * rows
+        same(bits_of(x.ravel(), dtype), dtype=dtype, segments=[(0, (9000,))])
+        x = rng.standard_normal((200, 64))
+        x[rng.permutation(200)[: int(40 * spread)]] *= 40.0
+        same(bits_of(x.ravel(), dtype), dtype=dtype, shape=x.shape)
+
+
+def test_many_values():
+    """More than 4,000,000, of which fewer than 1 in 16 quad rows are looked at."""
+    x = np.random.default_rng(8).standard_normal(4_600_000).astype(F32)
+    same((x.view(np.uint32) >> 16).astype(np.uint16), dtype="bfloat16")
 
 
 # ---- codecs of rows
@@ -268,6 +328,16 @@ def test_several_blocks(packing):
     """Those of base 3 are longer; with more than 16 blocks some are not looked at."""
     same(tame("bfloat16", 170_000, "normal"), codec.Ternary(packing), dtype="bfloat16")
     same(tame("float32", 17_000, "normal"), codec.Float8(row=512, entropy=True), dtype="float32")
+    for n, row in itertools.product((511, 512), (100, 20_000)):
+        same(
+            tame("float32", n, "constant") ^ (np.arange(n, dtype=np.uint32) & 1) << 31,
+            codec.Float8(row=row, entropy=True),
+            dtype="float32",
+        )
+    for row in (16_383, 16_384, 16_385):
+        same(tame("float32", 40_000, "normal"), codec.Float8(row=row, entropy=True), dtype="float32")
+    for shape in ((9, 7, 9), (9, 8, 8), (9, 2, 32), (100, 63), (100, 64), (5, 70_000)):
+        same(tame("bfloat16", prod(shape), "normal"), codec.Sign("l1", "row"), dtype="bfloat16", shape=shape)
     same(tame("float32", 290_000, "zeros"), codec.Float8(row=14_000, entropy=True), dtype="float32")
 
 
