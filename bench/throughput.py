@@ -1,5 +1,8 @@
 """GB/s of tensor bytes, into memory that exists, and microseconds of calls that make their own result.
 
+``decode`` checks all of a frame before it writes, as ``out=`` promises; ``decode once`` (one thread) checks as it
+writes, as C callers may.
+
 Lossless per dtype, instruction set, size and number of threads; then the lossy family, one thread, on float32.
 ``float32:bfloat16`` is float32 whose values were made in bfloat16, as gradients are under autocast.
 
@@ -23,6 +26,9 @@ from peers import best
 
 import codec
 from codec import metrics
+from codec.core import check, ffi, lib, new_bytes
+from codec.spec_structs import spec_struct
+from codec.structs import new_tensor
 
 
 def tensor(dtype: str, n: int) -> np.ndarray[Any, Any]:
@@ -170,6 +176,22 @@ def print_lossy(result: dict[str, Any]) -> None:
         print(f"{name:35} {r['encode_gbps']:6.2f} GB/s {r['decode_gbps']:12.2f} GB/s")
 
 
+def once_through(frame: Any, back: np.ndarray[Any, Any], isa: str) -> Any:
+    """A call that decodes in one thread as it checks, as C callers may: what is wrong may be found after writing."""
+    data = np.frombuffer(frame, np.uint8)
+    t = new_tensor(codec.core.DTYPES[codec.inspect(frame).dtype], back.shape, ffi.from_buffer(back), back.nbytes)
+    context = ffi.new("codec_context *")
+    context.struct_nbytes, context.isa = ffi.sizeof("codec_context"), 1 + codec.isas().index(isa)
+    size = ffi.new("size_t *")
+    check(lib.codec_scratch(spec_struct(codec.Lossless()), t, size))
+    scratch = new_bytes(size[0])
+
+    def call() -> None:
+        check(lib.codec_decode(ffi.from_buffer(data), data.nbytes, t, context, scratch, size[0]))
+
+    return call
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -200,6 +222,7 @@ def main() -> None:
                     with codec.use_isa(isa):
                         enc, frame = best(lambda: codec.encode(x, dtype=dtype, out=out, threads=threads))
                         dec, _ = best(lambda: codec.decode(frame, out=back, threads=threads))
+                        once, _ = best(once_through(frame, back, isa))
                         # small tensors: what a call takes that makes its own result
                         enc_new, _ = best(lambda: codec.encode(x, dtype=dtype, threads=threads))
                         dec_new, _ = best(lambda: codec.decode(frame, like=x, threads=threads))
@@ -213,6 +236,7 @@ def main() -> None:
                             "ratio": len(frame) / x.nbytes,
                             "encode_gbps": x.nbytes / enc / 1e9,
                             "decode_gbps": x.nbytes / dec / 1e9,
+                            "once_gbps": x.nbytes / once / 1e9,
                             "copy_gbps": x.nbytes / copy / 1e9,
                             "encode_us": enc_new * 1e6,
                             "decode_us": dec_new * 1e6,
@@ -231,13 +255,16 @@ def main() -> None:
 
 def print_lossless(rows: list[dict[str, Any]]) -> None:
     print(
-        f"{'dtype':16} {'bytes':>10} {'isa':7} thr   size {'encode':>17} {'decode':>17} {'copy':>9} {'us enc|dec':>17}"
+        f"{'dtype':16} {'bytes':>10} {'isa':7} thr   size {'encode':>17} {'decode':>17} {'decode once':>17} "
+        f"{'copy':>9} {'us enc|dec':>17}"
     )
     for r in rows:
-        enc, dec = (f"{r[k]:6.2f} GB/s {100 * r[k] / r['copy_gbps']:3.0f}%" for k in ("encode_gbps", "decode_gbps"))
+        enc, dec, once = (
+            f"{r[k]:6.2f} GB/s {100 * r[k] / r['copy_gbps']:3.0f}%" for k in ("encode_gbps", "decode_gbps", "once_gbps")
+        )
         print(
             f"{r['dtype']:16} {r['nbytes']:10} {r['isa']:7} {r['threads']:3}  {r['ratio']:.3f} {enc:>17} {dec:>17} "
-            f"{r['copy_gbps']:9.1f} {r['encode_us']:8.1f}|{r['decode_us']:8.1f}"
+            f"{once:>17} {r['copy_gbps']:9.1f} {r['encode_us']:8.1f}|{r['decode_us']:8.1f}"
         )
 
 
