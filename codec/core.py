@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from codec import _cffi, errors  # pyright: ignore[reportAttributeAccessIssue] - written by the build
+from codec import _cffi, errors
 from codec.errors import Status
 
 ffi: Any = _cffi.ffi

@@ -28,7 +28,7 @@ static void add_shape(struct job *j, uint64_t start, uint64_t count, uint32_t ra
 }
 
 /* Segments worth a record of their own; what lies between them is flat. */
-static void cut(const codec_context *with, struct job *j)
+static void cut_parts(const codec_context *with, struct job *j)
 {
 	uint64_t flat = 0, end = 0;
 
@@ -426,7 +426,7 @@ void model_choose(const struct source *src, const codec_context *with, const str
 			s->nvalues += s->counts[0][e];
 		return;
 	}
-	cut(flat ? NULL : with, j);
+	cut_parts(flat ? NULL : with, j);
 	j->model.offsets_at = j->model.segments_at + j->model.nsegments * sizeof(struct segment);
 	choose_segments(src, k, j, flat, !based, s);
 	if (based) { /* plane 1 has bits of the exponent, as the model moves it */

@@ -314,30 +314,30 @@ BITS_FN float round_sign_below(float scale)
  * x / scale * n by two products, since a division takes many times longer: (x * up) * by. n is a power of two, so that
  * |x| <= scale gives at most n, whatever the roundings; `up` keeps `by` finite.
  */
-struct round_over {
+struct over {
 	float up, by;
 };
 
-BITS_FN struct round_over round_over(float scale, float n)
+BITS_FN struct over round_over(float scale, float n)
 {
 	float up = scale < 0x1p-60f ? 0x1p64f : 1.0f;
-	struct round_over o = {up, round_div(n, round_mul(scale, up))};
+	struct over o = {up, round_div(n, round_mul(scale, up))};
 
 	return o;
 }
 
-BITS_FN float round_over_times(float x, struct round_over o)
+BITS_FN float round_over_times(float x, struct over o)
 {
 	return round_mul(round_mul(x, o.up), o.by);
 }
 
 /* x over a scale, as an index into levels 0..n from -amax to amax (even) or 0..n from 0 to amax (odd, of |x|). */
-BITS_FN float round_even_place(float x, struct round_over amax, float n)
+BITS_FN float round_even_place(float x, struct over amax, float n)
 {
 	return round_mul(round_add(round_over_times(x, amax), 1.0f), round_mul(n, 0.5f));
 }
 
-BITS_FN float round_odd_place(float ax, struct round_over amax, float n)
+BITS_FN float round_odd_place(float ax, struct over amax, float n)
 {
 	return round_mul(round_over_times(ax, amax), n);
 }
@@ -359,7 +359,7 @@ BITS_FN float round_level(int c, float n, float amax)
 }
 
 /* The code of x, whose sign bit is above its magnitude; amax > 0. Of a row of zeros it is round_level_zero. */
-BITS_FN uint8_t round_level_code(uint32_t x, int odd, int levels, struct round_over amax, uint32_t h)
+BITS_FN uint8_t round_level_code(uint32_t x, int odd, int levels, struct over amax, uint32_t h)
 {
 	int c;
 
@@ -449,7 +449,7 @@ BITS_FN uint32_t round_truncate(uint32_t x, uint32_t k, uint32_t nearest, uint32
  * TernGrad: |x| / s as a fraction of 2^32, cut in two; `over` is round_over(s, 65536). A value is kept if the first
  * draw is below `high`, or equal to it and the second below `low`, and always if |x| = s.
  */
-BITS_FN uint32_t round_ternary(float ax, struct round_over over, uint32_t *low)
+BITS_FN uint32_t round_ternary(float ax, struct over over, uint32_t *low)
 {
 	float q = round_over_times(ax, over), most = 65536.0f;
 	int high;
@@ -465,7 +465,7 @@ BITS_FN uint32_t round_ternary(float ax, struct round_over over, uint32_t *low)
 #define TERNARY_TIE 3
 
 /* 0 for 0, 1 for s, 2 for -s, or TERNARY_TIE, from the first draw. `top` is s > 0, the pattern; x may lie beyond it. */
-BITS_FN uint8_t round_ternary_code(uint32_t x, uint32_t top, struct round_over over, uint32_t h)
+BITS_FN uint8_t round_ternary_code(uint32_t x, uint32_t top, struct over over, uint32_t h)
 {
 	uint32_t a = x & ROUND_ABS, low, high;
 
@@ -475,7 +475,7 @@ BITS_FN uint8_t round_ternary_code(uint32_t x, uint32_t top, struct round_over o
 }
 
 /* The same of a tie, from the second draw. */
-BITS_FN uint8_t round_ternary_settled(uint32_t x, struct round_over over, uint32_t h)
+BITS_FN uint8_t round_ternary_settled(uint32_t x, struct over over, uint32_t h)
 {
 	uint32_t low;
 

@@ -164,7 +164,7 @@ static void halves(struct philox key, uint64_t block, size_t nblocks, uint16_t *
 /* Codes 0, 1, 2 for 0, 1, -1; TERNARY_TIE where the second draw decides. Returns whether some value exceeds s > 0. */
 static int ternary_run(const float_any *x, size_t n, float s, const uint16_t *h, uint8_t *restrict code)
 {
-	const struct round_over over = round_over(s, 65536);
+	const struct over over = round_over(s, 65536);
 	const uint32_t top = round_bits(s);
 	int32_t most = 0;
 
@@ -224,7 +224,7 @@ static inline void float4_run(const float_any *x, size_t n, size_t row, const fl
 static inline void level_run(int odd, const float_any *x, size_t n, float amax, int levels, const uint16_t *h,
 			     uint8_t *restrict code)
 {
-	const struct round_over over = round_over(amax, 1);
+	const struct over over = round_over(amax, 1);
 
 	for (size_t i = LEVEL_CODES(odd, x, n, amax, levels, h, code); i < n; i++)
 		code[i] = round_level_code(round_bits(x[i]), odd, levels, over, h ? h[i] : 0x8000);

@@ -227,7 +227,7 @@ static inline V fine_draws(const uint16_t *h, size_t i)
 static inline size_t ternary_codes_simd(const float_any *x, size_t n, float s, const uint16_t *h, uint8_t *code,
 					int32_t *most)
 {
-	const struct round_over over = round_over(s, 65536);
+	const struct over over = round_over(s, 65536);
 	const F up = SETF(over.up), by = SETF(over.by);
 	const V top = AS_V(SETF(s)), one = SET1(1);
 	const int tiny = over.up != 1;
@@ -327,7 +327,7 @@ static inline size_t float4_codes_simd(const float_any *x, size_t n, size_t row,
 static inline size_t level_codes_simd(int odd, const float_any *x, size_t n, float amax, int levels, const uint16_t *h,
 				      uint8_t *code)
 {
-	const struct round_over over = round_over(amax, 1);
+	const struct over over = round_over(amax, 1);
 	const F up = SETF(over.up), by = SETF(over.by), steps = SETF((float)levels * (odd ? 131072 : 65536));
 	const int tiny = over.up != 1;
 	size_t i = 0;

@@ -69,8 +69,8 @@ static codec_status start(struct job *j, const struct source *src, size_t capaci
 	return CODEC_OK;
 }
 
-static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, uint8_t *dst, size_t capacity,
-			       const codec_context *with, void *memory, size_t job_nbytes, struct job **out)
+static codec_status encode_open(const codec_spec *spec, const codec_tensor *src, uint8_t *dst, size_t capacity,
+				const codec_context *with, void *memory, size_t job_nbytes, struct job **out)
 {
 	struct source values;
 	codec_spec s = {0};
@@ -100,9 +100,9 @@ static codec_status open_frame(const codec_spec *spec, const codec_tensor *src, 
 	return start(j, &values, capacity, with);
 }
 
-static codec_status blocks(const struct source *src, uint8_t *dst, size_t capacity, const codec_context *with,
-			   struct job *j, uint64_t first, uint64_t count, uint64_t at, uint64_t *end, uint64_t *seal,
-			   void *work)
+static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t capacity, const codec_context *with,
+				  struct job *j, uint64_t first, uint64_t count, uint64_t at, uint64_t *end,
+				  uint64_t *seal, void *work)
 {
 	const struct kernels *k = kernels_for(with);
 	const struct family *family = family_of(&j->h);
@@ -214,7 +214,7 @@ codec_status codec_encode_open(const codec_spec *spec, const codec_tensor *src, 
 
 	TRY(context_read(with, &c));
 	saved = call_enter();
-	status = open_frame(spec, src, dst, capacity, &c, job, job_nbytes, &j);
+	status = encode_open(spec, src, dst, capacity, &c, job, job_nbytes, &j);
 	call_leave(saved);
 	TRY(status);
 	plan_ranges(j, capacity, plan);
@@ -281,7 +281,7 @@ codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capa
 		return CODEC_SHORT_OUTPUT;
 	values = source_of(src, &c);
 	saved = call_enter();
-	status = blocks(&values, dst, capacity, &c, j, first, count, at, end, seal, work);
+	status = encode_blocks(&values, dst, capacity, &c, j, first, count, at, end, seal, work);
 	call_leave(saved);
 	return status;
 }
@@ -324,7 +324,7 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 	struct job *j;
 	void *work;
 
-	TRY(open_frame(spec, src, dst, capacity, with, scratch, scratch_nbytes, &j));
+	TRY(encode_open(spec, src, dst, capacity, with, scratch, scratch_nbytes, &j));
 	if (scratch_nbytes < job_scratch(&j->h))
 		return CODEC_SHORT_SCRATCH;
 	values = source_of(src, with);
@@ -336,7 +336,7 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 	work = job_work(j, scratch);
 	at = j->h.regions_at;
 	if (j->h.nblocks) {
-		status = blocks(&values, dst, capacity, with, j, 0, j->h.nblocks, at, &end, &seal, work);
+		status = encode_blocks(&values, dst, capacity, with, j, 0, j->h.nblocks, at, &end, &seal, work);
 		if ((status == CODEC_SHORT_OUTPUT || status == CODEC_LIMIT) && !codec_is_rows(j->h.codec)) {
 			TRY(encode_store(&values, k, j->h, dst, capacity, written)); /* perhaps it fits as it is */
 			return encode_leave(j, &values, dst, with, work);

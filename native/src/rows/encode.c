@@ -4,7 +4,7 @@
 /* Where TERNARY's first draw decides nothing, the second does. */
 static void settle_ties(const struct job *j, const float_any *x, uint64_t first, uint64_t n, float s, uint8_t *code)
 {
-	const struct round_over over = round_over(s, 65536);
+	const struct over over = round_over(s, 65536);
 	uint8_t *tie = code;
 
 	while ((tie = memchr(tie, TERNARY_TIE, (size_t)(code + n - tie)))) {
