@@ -203,21 +203,29 @@ BITS_LARGE_FN void book_to_codes(const codebook *b, book_codes *t)
 
 BITS_LARGE_FN void book_to_lookup(const codebook *b, book_lookup *t)
 {
+	uint32_t at[WIRE_MAX_CAP + 1] = {0}, used = 0;
 	book_codes codes;
-	int at = 0;
 
 	book_to_codes(b, &codes);
 	t->escape = codes.escape;
 	t->pad = codes.pad;
-	for (int l = 1; l <= WIRE_MAX_CAP; l++)
-		for (int i = 0; i < 257; i++) {
-			if (b->length[i] != l)
-				continue;
-			for (int j = 0; j < 256 >> l; j++, at++) {
-				t->symbol[at & 255] = i == WIRE_ESCAPE ? codes.escape : (uint8_t)i;
-				t->length[at & 255] = (uint8_t)l;
-			}
+	/* where the codes of each length begin: shorter ones take 256 >> length places each */
+	for (int i = 0; i < 257; i++)
+		at[b->length[i]] += 256u >> b->length[i];
+	for (int l = 1; l <= WIRE_MAX_CAP; l++) {
+		uint32_t places = at[l];
+
+		at[l] = used;
+		used += places;
+	}
+	for (int i = 0; i < 257; i++) {
+		int l = b->length[i];
+
+		for (int j = 0; l && j < 256 >> l; j++, at[l]++) {
+			t->symbol[at[l] & 255] = i == WIRE_ESCAPE ? codes.escape : (uint8_t)i;
+			t->length[at[l] & 255] = (uint8_t)l;
 		}
+	}
 }
 
 /* Bits that `counts` cost under this book, escapes with literals of `literal` bits. */

@@ -319,32 +319,37 @@ struct choose_sample {
 
 /*
  * Low bytes of sums of products are even too often: a book of bytes with codes of at most 8 bits cannot say so, a book
- * of their low nibbles can, and is made where that is cheaper.
+ * of their low nibbles can. Is that cheaper than `cost` bits? Then it takes the place of *b.
  */
-BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample s, int cap, codebook *b)
+BITS_LARGE_FN int choose_halved(const uint32_t counts[256], uint64_t total, int cap, uint64_t cost, codebook *b)
 {
 	uint32_t low[256] = {0};
-	uint64_t total = 0, cost;
+	uint64_t halved;
 	codebook nibbles;
 
-	for (int i = 0; i < 256; i++) {
-		total += counts[i];
+	for (int i = 0; i < 256; i++)
 		low[i & 15] += counts[i];
-	}
+	book_from_counts(&nibbles, low, cap);
+	halved = book_cost(&nibbles, low, 8) + 4 * total;
+	if (halved >= cost || !choose_saves(halved, total, 8))
+		return 0;
+	*b = nibbles;
+	return 1;
+}
+
+/* What becomes of a plane; a book that was made is *b. */
+BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample s, int cap, codebook *b)
+{
+	uint64_t total = 0, cost;
+
+	for (int i = 0; i < 256; i++)
+		total += counts[i];
 	if (s.exponent || (!s.constant && !choose_near_uniform(counts, 256))) {
 		if (!s.given)
 			book_from_counts(b, counts, cap);
 		cost = book_cost(b, counts, 8);
-		if (!s.exponent) {
-			uint64_t halved;
-
-			book_from_counts(&nibbles, low, cap);
-			halved = book_cost(&nibbles, low, 8) + 4 * total;
-			if (halved < cost && choose_saves(halved, total, 8)) {
-				*b = nibbles;
-				return CHOOSE_HALVED;
-			}
-		}
+		if (!s.exponent && choose_halved(counts, total, cap, cost, b))
+			return CHOOSE_HALVED;
 		if (choose_saves(cost, total, 8))
 			return CHOOSE_CODED;
 	}
