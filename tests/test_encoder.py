@@ -244,6 +244,7 @@ def test_edges_of_planes():
             same(255 - x)
             same(x.astype(np.uint32) << 8 | skewed(n, 240 - skew, 1), dtype="float32")
             same(skewed(n, 0, 2) & 0xF0 | x >> 4)
+    same(np.concatenate([skewed(16_384, skew, skew) for skew in range(60, 140, 4)]))  # each a block
     gradient = np.random.default_rng(4).standard_normal(4096).astype(F32)
     gradient[::64] = 0
     for dtype, zero in itertools.product(PATTERNS, (0, 1.0)):
@@ -280,11 +281,15 @@ def test_edges_of_scale_models(dtype):
         x = rng.standard_normal((200, 64))
         x[rng.permutation(200)[: int(40 * spread)]] *= 40.0
         same(bits_of(x.ravel(), dtype), dtype=dtype, shape=x.shape)
+    for n in (95, 96):
+        x = rng.standard_normal((n, 90))
+        x[5:8] *= 20.0
+        same(bits_of(x.ravel(), dtype), codec.Lossless(model="separable"), dtype=dtype, shape=x.shape)
 
 
 def test_many_values():
     """More than 4,000,000, of which fewer than 1 in 16 quad rows are looked at."""
-    x = np.random.default_rng(8).standard_normal(4_600_000).astype(F32)
+    x = np.random.default_rng(8).standard_normal(36_863 * 128).astype(F32)
     same((x.view(np.uint32) >> 16).astype(np.uint16), dtype="bfloat16")
 
 
