@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 from family import FAMILY, TRUNCATE, optimizer_state
-from peers import SAMPLE, best, block_entropy, exponent_nbytes, exponents, segments, tensors
+from measure import best
+from peers import SAMPLE, block_entropy, exponent_nbytes, exponents, segments, tensors
 
 import codec
 

@@ -10,12 +10,12 @@ import argparse
 import ast
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measure import best, tensor
 
 import codec
 
@@ -40,8 +40,6 @@ def tensors(path: Path) -> Iterator[tuple[str, np.ndarray[Any, Any], str, list[t
 
 def made() -> Iterator[tuple[str, np.ndarray[Any, Any], str, list[tuple[int, ...]]]]:
     """Matrices like gradients, float32 and bfloat16, and the latter without its shape."""
-    from throughput import tensor
-
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         x = tensor(dtype, (9 << 20) // size)
         yield f"matrix {x.shape[0]}x{x.shape[1]}", x.reshape(-1), dtype, [x.shape]
@@ -82,18 +80,6 @@ def exponent_nbytes(x: np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...],
     mantissa = (upper >> 8 & 0x80 | upper & 0x7F).astype(np.uint8)
     frame = len(codec.encode(y.reshape(shape), dtype=dtype, segments=inside))
     return frame - (x.itemsize - 2) * x.size - block_entropy(mantissa)
-
-
-def best(f: Callable[[], Any], seconds: float = 0.4) -> tuple[float, Any]:
-    """Shortest time of a call, and its result."""
-    result = f()
-    shortest, end = float("inf"), time.perf_counter() + seconds
-    while True:
-        start = time.perf_counter()
-        result = f()
-        shortest = min(shortest, time.perf_counter() - start)
-        if time.perf_counter() > end:
-            return shortest, result
 
 
 def openzl(dtype: str) -> tuple[Callable[[np.ndarray[Any, Any]], bytes], Callable[[bytes], Any]]:

@@ -22,34 +22,13 @@ from typing import Any
 
 import numpy as np
 from family import FAMILY, TRUNCATE, moved
-from peers import best
+from measure import best, tensor
 
 import codec
 from codec import metrics
 from codec.core import check, ffi, lib, new_bytes
 from codec.spec_structs import spec_struct
 from codec.structs import new_tensor
-
-
-def tensor(dtype: str, n: int) -> np.ndarray[Any, Any]:
-    """A matrix with scales by row and column, as gradients have, as bits."""
-    rng = np.random.default_rng(0)
-    cols = min(1024, n)
-    rows = n // cols
-    x = rng.standard_normal((rows, cols), np.float32)
-    x *= np.exp(rng.standard_normal((rows, 1), np.float32))
-    x *= np.exp(0.5 * rng.standard_normal(cols, np.float32))
-    if dtype == "float64":
-        return x.astype(np.float64) * (1 + 1e-9)
-    if dtype == "float16":
-        return x.astype(np.float16)
-    if dtype == "bfloat16":
-        return (x.view(np.uint32) >> 16).astype(np.uint16)
-    if dtype == "float32:bfloat16":
-        return (x.view(np.uint32) & 0xFFFF0000).view(np.float32)
-    if dtype == "int8":
-        return np.clip(x * 8, -127, 127).astype(np.int8)
-    return x
 
 
 def lossy_peers(x: np.ndarray[Any, Any]) -> dict[str, tuple[float, float]]:
