@@ -19,10 +19,10 @@ def best(f: Callable[[], Any], seconds: float = 0.4) -> tuple[float, Any]:
             return shortest, result
 
 
-def tensor(dtype: str, n: int) -> np.ndarray[Any, Any]:
+def tensor(dtype: str, n: int, cols: int = 1024) -> np.ndarray[Any, Any]:
     """A matrix with scales by row and column, as gradients have, as bits."""
     rng = np.random.default_rng(0)
-    cols = min(1024, n)
+    cols = min(cols, n)
     rows = n // cols
     x = rng.standard_normal((rows, cols), np.float32)
     x *= np.exp(rng.standard_normal((rows, 1), np.float32))

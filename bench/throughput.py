@@ -183,6 +183,7 @@ def main() -> None:
         "--sizes", nargs="+", type=int, default=[1 << 12, 1 << 20, 1 << 26], help="of tensors, in bytes"
     )
     parser.add_argument("--threads", nargs="+", type=int, default=[1, len(os.sched_getaffinity(0))])
+    parser.add_argument("--cols", type=int, default=1024, help="columns of the matrices (1,024)")
     parser.add_argument("--lossy-dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--only", choices=("lossless", "lossy"))
     parser.add_argument("--json", action="store_true")
@@ -191,7 +192,7 @@ def main() -> None:
     for made in args.dtypes if args.only != "lossy" else []:
         dtype = made.partition(":")[0]
         for nbytes in args.sizes:
-            x = tensor(made, nbytes // codec.core.ITEMSIZE[dtype])
+            x = tensor(made, nbytes // codec.core.ITEMSIZE[dtype], args.cols)
             out, back = np.empty(codec.bound(x.shape, dtype) * 2 + (1 << 20), np.uint8), np.empty_like(x)
             for isa in args.isas:
                 for threads in args.threads:
