@@ -1,10 +1,12 @@
-"""GB/s of tensor bytes, into memory that exists, and microseconds of calls that make their own result.
+"""GB/s of tensor bytes, into memory that exists.
 
 ``decode`` checks all of a frame before it writes, as ``out=`` promises; ``decode once`` (one thread) checks as it
 writes, as C callers may.
 
 Lossless per dtype, instruction set, size and number of threads; then the lossy family, one thread, on float32.
 ``float32:bfloat16`` is float32 whose values were made in bfloat16, as gradients are under autocast.
+``scaling`` is how many times as fast as by one thread a tensor is encoded by several; in brackets what the machine can
+do: as many one-thread calls at once, each with its part of the rows, over the same calls one after the other.
 
 ``copy`` is the bandwidth of numpy.copyto over the same tensor in the same run; machines differ and are noisy, so the
 fractions of it are what to compare. A copy reads and writes every byte of the tensor; lossless coding reads it and
@@ -15,6 +17,8 @@ tensors together.
 """
 
 import argparse
+import concurrent.futures
+import functools
 import json
 import os
 import sys
@@ -171,6 +175,18 @@ def once_through(frame: Any, back: np.ndarray[Any, Any], isa: str) -> Any:
     return call
 
 
+def side_by_side(x: np.ndarray[Any, Any], dtype: str, out: np.ndarray[Any, Any], threads: int) -> float:
+    """How much faster one-thread calls are at once than one after the other."""
+    calls = [
+        functools.partial(codec.encode, part, dtype=dtype, out=room, threads=1)
+        for part, room in zip(np.array_split(x, threads), np.array_split(out, threads), strict=True)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(threads) as executor:
+        at_once, _ = best(lambda: concurrent.futures.wait([executor.submit(call) for call in calls]))
+        in_turn, _ = best(lambda: [call() for call in calls])
+    return in_turn / at_once
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -203,9 +219,8 @@ def main() -> None:
                         enc, frame = best(lambda: codec.encode(x, dtype=dtype, out=out, threads=threads))
                         dec, _ = best(lambda: codec.decode(frame, out=back, threads=threads))
                         once, _ = best(once_through(frame, back, isa))
-                        # small tensors: what a call takes that makes its own result
-                        enc_new, _ = best(lambda: codec.encode(x, dtype=dtype, threads=threads))
-                        dec_new, _ = best(lambda: codec.decode(frame, like=x, threads=threads))
+                        alone, _ = best(lambda: codec.encode(x, dtype=dtype, out=out, threads=1))
+                        beside = side_by_side(x, dtype, out, threads) if threads > 1 else 1
                     copy, _ = best(lambda: np.copyto(back, x))
                     rows.append(
                         {
@@ -218,8 +233,8 @@ def main() -> None:
                             "decode_gbps": x.nbytes / dec / 1e9,
                             "once_gbps": x.nbytes / once / 1e9,
                             "copy_gbps": x.nbytes / copy / 1e9,
-                            "encode_us": enc_new * 1e6,
-                            "decode_us": dec_new * 1e6,
+                            "scaling": alone / enc,
+                            "side_by_side": beside,
                         }
                     )
     print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
@@ -236,7 +251,7 @@ def main() -> None:
 def print_lossless(rows: list[dict[str, Any]]) -> None:
     print(
         f"{'dtype':16} {'bytes':>10} {'isa':7} thr   size {'encode':>17} {'decode':>17} {'decode once':>17} "
-        f"{'copy':>9} {'us enc|dec':>17}"
+        f"{'copy':>9} {'scaling':>13}"
     )
     for r in rows:
         enc, dec, once = (
@@ -244,7 +259,8 @@ def print_lossless(rows: list[dict[str, Any]]) -> None:
         )
         print(
             f"{r['dtype']:16} {r['nbytes']:10} {r['isa']:7} {r['threads']:3}  {r['ratio']:.3f} {enc:>17} {dec:>17} "
-            f"{once:>17} {r['copy_gbps']:9.1f} {r['encode_us']:8.1f}|{r['decode_us']:8.1f}"
+            f"{once:>17} {r['copy_gbps']:9.1f}"
+            + (f" {r['scaling']:6.2f} ({r['side_by_side']:.2f})" if r["threads"] > 1 else "")
         )
 
 

@@ -10,7 +10,7 @@ from codec.engines import Engine, choose
 from codec.engines.request import DecodeRequest
 from codec.errors import SpecError
 from codec.specs import float32, shown, whole
-from codec.view import TensorView, device_like, mark_written, view_bytes
+from codec.view import TensorView, device_like, mark_written, new, view_bytes
 
 
 def decode(
@@ -80,7 +80,7 @@ def decode(
     codec.errors.FrameError: the frame is truncated ...
     """
     v = view_bytes(frame)
-    r = DecodeRequest(
+    fields = (
         (v,),
         out,
         like,
@@ -90,6 +90,7 @@ def decode(
         metric,
         state,
     )
+    r: DecodeRequest = new(DecodeRequest, fields)
     try:
         return engine_for(engine, v, out, like).decode(r)
     finally:

@@ -13,7 +13,7 @@ from codec.metrics.asked import Asked, asked
 from codec.segmenting import pack
 from codec.spec_structs import spec_struct
 from codec.specs import Lossless, Spec, Truncate, shown, whole
-from codec.view import TensorView, dtype_name, mark_written, view, view_output
+from codec.view import TensorView, dtype_name, mark_written, new, view, view_output
 
 DEFAULT = Lossless()
 
@@ -141,7 +141,8 @@ def encode(
     if threads is not None:
         threads = pool.check_threads(threads)
     v = view(x, dtype)
-    r = EncodeRequest(
+    levels = metric is not None or state is not None or type(spec) is Truncate
+    fields = (
         v,
         spec,
         _view_out(out) if out is not None else None,
@@ -149,10 +150,11 @@ def encode(
         one_codebook(codebook) if codebook is not None else None,
         pack(segments) if segments is not None else None,
         stream if type(stream) is int and 0 <= stream < 1 << 64 else check_stream(stream),
-        asked_of(spec, metric, state, v) if metric is not None or state is not None or type(spec) is Truncate else None,
+        asked_of(spec, metric, state, v) if levels else None,
         threads,
         feedback if feedback is False else _check_feedback(feedback, residual, spec),
     )
+    r: EncodeRequest = new(EncodeRequest, fields)
     if r.residual is not None and r.metric is not None:
         r.check_apart()  # to C, a residual may be an array of the state; to us that is a mistake
     try:

@@ -11,7 +11,7 @@ from codec.engines import choose
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import CodecError, SpecError
 from codec.specs import Spec, Truncate
-from codec.view import mark_written, view, view_bytes
+from codec.view import mark_written, new, view, view_bytes
 
 
 def encode_many(
@@ -73,7 +73,7 @@ def encode_many(
             m = asked_of(spec, metric, states[at], v) if levels else None
             chosen = choose(engine, "x", v.device)
             draws = (stream + (at << 32)) % (1 << 64)
-            requests.append(EncodeRequest(v, spec, None, None, book, None, draws, m, threads))
+            requests.append(new(EncodeRequest, (v, spec, None, None, book, None, draws, m, threads, False)))
         at = None
         frames = chosen.encode_many(requests)
     except CodecError as e:
@@ -133,7 +133,7 @@ def decode_many(
     try:
         for at, frame in enumerate(given):
             v = view_bytes(frame)
-            requests.append(DecodeRequest((v,), outs[at], like, books, most, threads, metric, states[at]))
+            requests.append(new(DecodeRequest, ((v,), outs[at], like, books, most, threads, metric, states[at])))
             chosen = engine_for(engine, v, outs[at], like)
         at = None
         tensors = chosen.decode_many(requests)

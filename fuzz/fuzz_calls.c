@@ -191,7 +191,7 @@ static void steps(struct source *s, struct memory *m, struct arguments *a, size_
 		codec_tensor *like = OR_NULL(s, &a->like), *to = OR_NULL(s, &a->to);
 		codec_context *with = OR_NULL(s, &a->with);
 
-		switch (below(s, 12)) {
+		switch (below(s, 13)) {
 		case 0:
 		case 1:
 			said(codec_job_nbytes(OR_NULL(s, &a->spec), like, OR_NULL(s, &need), &need));
@@ -214,6 +214,10 @@ static void steps(struct source *s, struct memory *m, struct arguments *a, size_
 			}
 			said(codec_encode_close(like, frame, room, with, job, OR_NULL(s, a->ranges), OR_NULL(s, a->ats),
 						below(s, 5), seal, OR_NULL(s, &need)));
+			break;
+		case 11:
+			said(codec_encode_move(job, frame, room, first, count, at,
+					       one_in(s, 2) ? plan.regions_at : at - below(s, 64), OR_NULL(s, &end)));
 			break;
 		case 7:
 		case 8: said(codec_decode_open(frame, OR_LESS(s, written), to, with, job, job_nbytes, &plan)); break;

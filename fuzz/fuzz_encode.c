@@ -483,6 +483,15 @@ static struct result encode_steps(struct task *k, uint32_t isa, int residual)
 			seal += sum;
 			exact_free(&work);
 		}
+		where = plan.regions_at;
+		for (uint64_t i = 0, some = below(&k->s, nranges + 1); i < some && r.status == CODEC_OK; i++) {
+			uint64_t from = ats[i];
+
+			if (!counts[i])
+				continue;
+			ats[i] = where;
+			r.status = codec_encode_move(job.p, r.frame.p, room, cut[i], counts[i], from, ats[i], &where);
+		}
 	}
 	if (r.status == CODEC_OK)
 		r.status = codec_encode_close(&k->t, r.frame.p, room, &k->with, job.p, counts, ats,

@@ -1,7 +1,5 @@
 """Many tensors at once: what single calls give, for all or for none, and an error says which one it was."""
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -167,18 +165,3 @@ def test_a_bucket_of_segments():
     for bad in ([5], ["ab"], [(3, -1)], [(2.5,)], [None]):
         with pytest.raises(codec.SpecError):
             codec.segments(bad)
-
-
-def test_many_calls_at_once_are_cheaper():
-    """200 small tensors take less than 200 calls."""
-    xs = [rng.standard_normal(64).astype(np.float32) for _ in range(200)]
-
-    def best(call):
-        times = []
-        for _ in range(20):
-            begin = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - begin)
-        return min(times)
-
-    assert best(lambda: codec.encode_many(xs)) < best(lambda: [codec.encode(x) for x in xs])

@@ -68,6 +68,7 @@ static void test_order(void **unused)
 #define SCAN() codec_encode_scan(&t, &with, job, 0, plan.nscans)
 #define START() codec_encode_start(&t, frame, sizeof frame, &with, job, &plan)
 #define BLOCKS() codec_encode_blocks(&t, frame, sizeof frame, &with, job, 0, count, at, &end, &seal, work, work_nbytes)
+#define MOVE(count, from, to) codec_encode_move(job, frame, sizeof frame, 0, count, from, to, &end)
 #define CLOSE() codec_encode_close(&t, frame, sizeof frame, &with, job, &count, &at, 1, seal, &written)
 	count = at = seal = 0;
 	plan.nscans = 0;
@@ -79,6 +80,7 @@ static void test_order(void **unused)
 	count = plan.nblocks;
 	at = plan.regions_at;
 	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT); /* before the scales are known */
+	assert_int_equal(MOVE(count, at, at), CODEC_BAD_ARGUMENT);
 	assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
 	assert_int_equal(SCAN(), CODEC_OK);
 	assert_int_equal(codec_encode_start(&t, frame, 60, &with, job, &plan), CODEC_SHORT_OUTPUT);
@@ -92,7 +94,17 @@ static void test_order(void **unused)
 	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT); /* opened without one: not all is known to be finite */
 	with.residual = NULL;
 	assert_int_equal(BLOCKS(), CODEC_OK);
+	at += 64;
 	assert_int_equal(BLOCKS(), CODEC_OK);
+	assert_int_equal(MOVE(count, at, at + 8), CODEC_BAD_ARGUMENT); /* later than where they are */
+	assert_int_equal(MOVE(count, at, plan.regions_at + 4), CODEC_BAD_ARGUMENT);
+	assert_int_equal(MOVE(count, at, plan.regions_at - 8), CODEC_BAD_ARGUMENT);
+	assert_int_equal(MOVE(count, end + 8, at), CODEC_BAD_ARGUMENT); /* where they are not */
+	assert_int_equal(MOVE(0, at, at), CODEC_BAD_ARGUMENT);
+	assert_int_equal(MOVE(count + 1, at, at), CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_encode_move(job, frame, end - 8, 0, count, at, at, &end), CODEC_BAD_ARGUMENT);
+	assert_int_equal(MOVE(count, at, plan.regions_at), CODEC_OK);
+	at = plan.regions_at;
 	assert_int_equal(CLOSE(), CODEC_OK);
 	assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
 	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT);

@@ -208,6 +208,10 @@ struct steps {
 	codec_status status[SLICES];
 	int add;
 	uint32_t op;
+	/* encode: ranges are moved together by whichever thread is done with one and finds nobody at it */
+	atomic_int done[SLICES];
+	pthread_mutex_t moving;
+	uint64_t moved, to;
 };
 
 static uint64_t cut(const struct steps *s, uint64_t i)
@@ -234,6 +238,19 @@ static void encode(void *p, uint64_t i)
 		codec_encode_blocks(&s->k->x, s->k->made, 2 * s->k->bound + 65536, &s->k->with, s->job[0], cut(s, i),
 				    s->count[i], s->at[i], s->end + i, s->seal[i], work, s->plan.work_nbytes);
 	free(work);
+	atomic_store(s->done + i, s->status[i] == CODEC_OK);
+	if (pthread_mutex_trylock(&s->moving))
+		return;
+	for (; s->moved < SLICES && atomic_load(s->done + s->moved); s->moved++) {
+		uint64_t m = s->moved, to = s->to;
+
+		if (!s->count[m])
+			continue;
+		MUST(codec_encode_move(s->job[0], s->k->made, 2 * s->k->bound + 65536, cut(s, m), s->count[m], s->at[m],
+				       to, &s->to) == CODEC_OK);
+		s->at[m] = to;
+	}
+	pthread_mutex_unlock(&s->moving);
 }
 
 static void decode(void *p, uint64_t i)
@@ -298,12 +315,15 @@ static codec_status encode_steps(struct task *k, size_t *written)
 		TRY(codec_encode_start(&k->x, k->made, capacity, &k->with, s.job[0], &s.plan));
 	}
 	blocks = s.plan.nblocks;
+	s.to = s.plan.regions_at;
+	pthread_mutex_init(&s.moving, NULL);
 	if (status == CODEC_OK && blocks) {
 		crowd(encode, &s, SLICES);
 		TRY(status_of(&s));
 	}
 	TRY(codec_encode_close(&k->x, k->made, capacity, &k->with, s.job[0], s.count, s.at, blocks ? SLICES : 0,
 			       seal_of(&s, 0), written));
+	pthread_mutex_destroy(&s.moving);
 	free(s.job[0]);
 	return status;
 }

@@ -21,26 +21,26 @@ ME = "the native engine"
 
 def encode(r: EncodeRequest) -> bytes | memoryview:
     """A frame: bytes, or the part of the request's `out` that it takes."""
-    out = r.out
-    here = r.x.device == "cpu" and (out is None or out.device == "cpu")
-    if not here or r.residual is not None or r.metric is not None:
+    x, spec, out, residual, codebook, segments, stream, metric, threads, feedback = r
+    here = x.device == "cpu" and (out is None or out.device == "cpu")
+    if not here or residual is not None or metric is not None:
         check_host(r)
-    s = spec_struct(r.spec)
+    s = spec_struct(spec)
     call = structs.take()
     call.keep = r
-    if r.stream:
-        call.context.stream = r.stream
-    if r.codebook is not None:
-        call.set_codebooks((r.codebook,))
-    if r.segments is not None:
-        call.set_segments(r.segments)
-    if r.metric is not None:
-        call.set_metric(r.metric)
-    if r.residual is not None:
-        call.context.residual = ffi.cast("float *", r.residual.data)
-        if r.feedback:
+    if stream:
+        call.context.stream = stream
+    if codebook is not None:
+        call.set_codebooks((codebook,))
+    if segments is not None:
+        call.set_segments(segments)
+    if metric is not None:
+        call.set_metric(metric)
+    if residual is not None:
+        call.context.residual = ffi.cast("float *", residual.data)
+        if feedback:
             call.context.flags = lib.CODEC_FEEDBACK
-    frame = encode_filled(call, s, r, r.threads)
+    frame = encode_filled(call, s, r, threads)
     structs.give(call)
     return frame
 
@@ -141,11 +141,27 @@ def _encode_threads(call: Call, spec: Any, dst: Any, capacity: int, threads: int
     seals, end = ffi.new("uint64_t[]", len(cuts)), ffi.new("uint64_t[]", len(cuts))
     nbytes = work_size[0]
     works = [core.new_bytes(nbytes) for _ in range(min(threads, len(cuts)))]
+    done = [False] * len(cuts)
+    turn = [(0, plan.regions_at)]  # which range is to be moved next, and where to, while no thread moves one
 
     def task(i: int, w: int) -> int:
-        return lib.codec_encode_blocks(
+        status: int = lib.codec_encode_blocks(
             call.tensor, dst, limits[i], call.context, job, *cuts[i], places[i], end + i, seals + i, works[w], nbytes
         )
+        done[i] = status == 0
+        move()
+        return status
+
+    def move() -> None:
+        """Move ranges together as they get done, by whichever thread comes: it would take long in the end."""
+        try:
+            i, to = turn.pop()
+        except IndexError:
+            return
+        while i < len(cuts) and done[i]:
+            check(lib.codec_encode_move(job, dst, limits[i], *cuts[i], places[i], to, end + i))
+            places[i], to, i = to, end[i], i + 1
+        turn.append((i, to))
 
     for status in pool.run(task, len(cuts), threads):
         if status in (_SHORT_OUTPUT, Status.LIMIT):

@@ -77,6 +77,14 @@ CODEC_API codec_status codec_encode_blocks(const codec_tensor *src, void *dst, s
 					   uint64_t at, uint64_t *end, uint64_t *seal, void *work, size_t work_nbytes);
 
 /*
+ * Move the regions of a range that was encoded at `at` to `to`, not after it, where those of the blocks before end now:
+ * *end is where these do. codec_encode_close moves what was not moved; but threads that are done with one range may do
+ * this while others encode the ranges behind.
+ */
+CODEC_API codec_status codec_encode_move(const void *job, void *dst, size_t capacity, uint64_t first, uint64_t count,
+					 uint64_t at, uint64_t to, uint64_t *end);
+
+/*
  * Move the regions together, write all that precedes the directory, seal the frame. nranges ranges of blocks, ascending
  * and without gaps: range i has counts[i] blocks whose regions begin at ats[i]. `seal` is the sum (mod 2^64) of what
  * codec_encode_blocks gave. A frame that would be larger than the tensor is replaced by a stored one.

@@ -240,13 +240,30 @@ static void count_bytes(const uint8_t *e, uint64_t n, uint32_t counts[256])
 		counts[e[i]]++;
 }
 
+/* 256 bins are kept twice, for every other value: to count one symbol over and over takes the time of a store each. */
+static void open_bins(uint32_t *bins, int parts)
+{
+	memset(bins, 0, (parts == 1 ? 512 : 256 * (size_t)parts) * sizeof *bins);
+}
+
 /* Symbols of n patterns to their bins. */
 static void count_bins(const struct dtype *d, const uint16_t *p, uint64_t n, int parts, uint32_t *bins)
 {
-	int shift = parts == 1 ? dtype_shift(d) : eighth_log2(d);
+	int shift = parts == 1 ? dtype_shift(d) : eighth_log2(d), mask = 256 * parts - 1;
+	uint32_t *other = parts == 1 ? bins + 256 : bins;
 
-	for (uint64_t i = 0; i < n; i++)
-		bins[p[i] >> shift & (256 * parts - 1)]++;
+	for (uint64_t i = 0; i + 1 < n; i += 2) {
+		bins[p[i] >> shift & mask]++;
+		other[p[i + 1] >> shift & mask]++;
+	}
+	if (n % 2)
+		bins[p[n - 1] >> shift & mask]++;
+}
+
+static void close_bins(uint32_t *bins, int parts)
+{
+	for (int e = 0; e < 256 && parts == 1; e++)
+		bins[e] += bins[256 + e];
 }
 
 /* A sample of a segment's symbols, from one of `stride` quad rows: as values are, and (unless NULL) lowered. */
@@ -256,9 +273,9 @@ static void count_segment(const struct source *src, const struct kernels *k, str
 	const struct dtype *d = dtype_of(src->dtype);
 	uint64_t nrows = (s->count + WIRE_ROW - 1) / WIRE_ROW, take = (nrows + stride - 1) / stride;
 
-	memset(raw, 0, 256 * (size_t)parts * sizeof *raw);
+	open_bins(raw, parts);
 	if (lowered)
-		memset(lowered, 0, 256 * (size_t)parts * sizeof *lowered);
+		open_bins(lowered, parts);
 	for (uint64_t i = 0; i < take; i++) {
 		uint64_t at = WIRE_ROW * choose_spread(i, take, nrows), n = MIN(WIRE_ROW, s->count - at);
 		uint64_t next = WIRE_ROW * choose_spread(MIN(i + 2, take - 1), take, nrows);
@@ -277,6 +294,9 @@ static void count_segment(const struct source *src, const struct kernels *k, str
 		k->lower(p, offset, model_zero(&j->h, d), n, p);
 		count_bins(d, p, n, parts, lowered);
 	}
+	close_bins(raw, parts);
+	if (lowered)
+		close_bins(lowered, parts);
 }
 
 /* Planes other than the exponent: few samples tell whether they are worth coding, constant or full of zeros. */
@@ -311,7 +331,10 @@ static void sample_planes(const struct source *src, const struct kernels *k, str
 			}
 			s->has_zero_run |= (uint8_t)(!any << p);
 			s->is_constant &= (uint8_t)~(!!differ << p);
-			count_bytes(plane[p], n, s->counts[p]);
+			if (differ)
+				count_bytes(plane[p], n, s->counts[p]);
+			else
+				s->counts[p][value[p]] += (uint32_t)n;
 			other_zeros |= k->under_zeros(plane[0], plane[p], n);
 		}
 		zeros += (uint32_t)(n - k->count(plane[0], 1, n));
@@ -419,8 +442,8 @@ void model_choose(const struct source *src, const codec_context *with, const str
 	if (!d->octave)
 		return;
 	if (flat && !based) {
-		count_segment(src, k, j, &whole, choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW), 1, s->counts[0],
-			      NULL);
+		count_segment(src, k, j, &whole, choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW), 1, s->raw, NULL);
+		memcpy(s->counts[0], s->raw, sizeof s->counts[0]);
 		s->nzeros = s->counts[0][0];
 		for (int e = 0; e < 256; e++)
 			s->nvalues += s->counts[0][e];

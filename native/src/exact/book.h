@@ -156,44 +156,46 @@ BITS_LARGE_FN int book_valid(const codebook *b)
 	return b->length[WIRE_ESCAPE] && used >= 2 && used <= 256 && kraft == 256;
 }
 
+/* The values that have codes, in order; how many. Most have none: what is made from a book goes through these alone. */
+BITS_LARGE_FN int book_values(const codebook *b, uint8_t value[256])
+{
+	int n = 0;
+
+	for (int i = 0; i < 256; i++) {
+		value[n] = (uint8_t)i;
+		n += b->length[i] != 0;
+	}
+	return n;
+}
+
 /* Canonical codes, first bit on top: shorter first, then by value, the escape after every value of its length. */
 BITS_LARGE_FN void book_to_codes(const codebook *b, book_codes *t)
 {
 	uint32_t next[WIRE_MAX_CAP + 2], code = 0;
 	uint32_t count[WIRE_MAX_CAP + 1] = {0};
-	int shortest = 0;
+	uint8_t value[256], escape;
+	int n = book_values(b, value), length = b->length[WIRE_ESCAPE], shortest = 0, largest = 255;
 
-	for (int i = 0; i < 257; i++)
-		count[b->length[i]]++;
+	for (int k = 0; k < n; k++)
+		count[b->length[value[k]]]++;
+	count[length]++;
 	for (int l = 1; l <= WIRE_MAX_CAP; l++) {
 		next[l] = code;
 		code = (code + count[l]) << 1;
 		if (!shortest && count[l])
 			shortest = l;
 	}
-	t->escape = 0;
-	t->pad = 0;
-	for (int i = 255; i >= 0; i--)
-		if (!b->length[i]) {
-			t->escape = (uint8_t)i;
-			break;
-		}
-	{
-		int l = b->length[WIRE_ESCAPE];
-		uint8_t c = (uint8_t)(next[l] + count[l] - 1);
-
-		for (int i = 0; i < 256; i++) {
-			t->code[i] = c;
-			t->length[i] = (uint8_t)(0x80 | l);
-		}
-		if (l == shortest && count[l] == 1)
-			t->pad = t->escape;
-	}
+	escape = (uint8_t)(next[length] + count[length] - 1);
 	for (int i = 0; i < 256; i++) {
-		int l = b->length[i];
+		t->code[i] = escape;
+		t->length[i] = (uint8_t)(0x80 | length);
+	}
+	while (largest && b->length[largest])
+		largest--;
+	t->escape = t->pad = (uint8_t)largest;
+	for (int k = 0; k < n; k++) {
+		int i = value[k], l = b->length[i];
 
-		if (!l)
-			continue;
 		if (l == shortest && next[l] == 0)
 			t->pad = (uint8_t)i;
 		t->code[i] = (uint8_t)next[l]++;
@@ -203,27 +205,20 @@ BITS_LARGE_FN void book_to_codes(const codebook *b, book_codes *t)
 
 BITS_LARGE_FN void book_to_lookup(const codebook *b, book_lookup *t)
 {
-	uint32_t at[WIRE_MAX_CAP + 1] = {0}, used = 0;
 	book_codes codes;
+	uint8_t value[257];
+	int n = book_values(b, value);
 
 	book_to_codes(b, &codes);
 	t->escape = codes.escape;
 	t->pad = codes.pad;
-	/* where the codes of each length begin: shorter ones take 256 >> length places each */
-	for (int i = 0; i < 257; i++)
-		at[b->length[i]] += 256u >> b->length[i];
-	for (int l = 1; l <= WIRE_MAX_CAP; l++) {
-		uint32_t places = at[l];
+	value[n] = codes.escape;
+	for (int k = 0; k <= n; k++) {
+		int i = value[k], l = codes.length[i] & 15, first = codes.code[i] << (8 - l);
 
-		at[l] = used;
-		used += places;
-	}
-	for (int i = 0; i < 257; i++) {
-		int l = b->length[i];
-
-		for (int j = 0; l && j < 256 >> l; j++, at[l]++) {
-			t->symbol[at[l] & 255] = i == WIRE_ESCAPE ? codes.escape : (uint8_t)i;
-			t->length[at[l] & 255] = (uint8_t)l;
+		for (int j = 0; j < 256 >> l; j++) {
+			t->symbol[first + j] = (uint8_t)i;
+			t->length[first + j] = (uint8_t)l;
 		}
 	}
 }

@@ -11,6 +11,8 @@
 /* close.c: once all blocks are done, or instead of them. */
 codec_status encode_store(const struct source *src, const struct kernels *k, struct header h, uint8_t *dst,
 			  size_t capacity, size_t *written);
+uint64_t encode_move(const struct header *h, uint8_t *dst, size_t capacity, uint64_t first, uint64_t count, uint64_t at,
+		     uint64_t to);
 codec_status encode_finish(const struct source *src, uint8_t *dst, size_t capacity, const codec_context *with,
 			   const struct job *j, const uint64_t *counts, const uint64_t *ats, size_t nranges,
 			   uint64_t seal, size_t *written);

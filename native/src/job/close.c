@@ -27,6 +27,24 @@ codec_status encode_store(const struct source *src, const struct kernels *k, str
 	return CODEC_OK;
 }
 
+/* Regions of blocks [first, first + count) from `at` to `to`: where they end then, or 0 if that cannot be. */
+uint64_t encode_move(const struct header *h, uint8_t *dst, size_t capacity, uint64_t first, uint64_t count, uint64_t at,
+		     uint64_t to)
+{
+	uint8_t *entries = dst + h->directory_at + WIRE_DIRECTORY_ENTRY * first;
+	uint64_t end = (uint64_t)WIRE_ALIGN * load32(entries + WIRE_DIRECTORY_ENTRY * (count - 1));
+
+	if (at < to || end < at || end > capacity)
+		return 0;
+	if (at > to) {
+		memmove(dst + to, dst + at, end - at);
+		for (uint64_t i = 0; i < count; i++)
+			store32(entries + WIRE_DIRECTORY_ENTRY * i,
+				load32(entries + WIRE_DIRECTORY_ENTRY * i) - (uint32_t)((at - to) / WIRE_ALIGN));
+	}
+	return to + end - at;
+}
+
 codec_status encode_finish(const struct source *src, uint8_t *dst, size_t capacity, const codec_context *with,
 			   const struct job *j, const uint64_t *counts, const uint64_t *ats, size_t nranges,
 			   uint64_t seal, size_t *written)
@@ -40,23 +58,13 @@ codec_status encode_finish(const struct source *src, uint8_t *dst, size_t capaci
 		return encode_store(src, k, h, dst, capacity, written);
 	directory = dst + h.directory_at;
 	for (size_t i = 0; i < nranges; i++) {
-		uint64_t end;
-
 		if (!counts[i])
 			continue;
 		if (counts[i] > h.nblocks - b)
 			return CODEC_BAD_ARGUMENT;
-		end = (uint64_t)WIRE_ALIGN * load32(directory + WIRE_DIRECTORY_ENTRY * (b + counts[i] - 1));
-		if (ats[i] < to || end < ats[i] || end > capacity)
+		to = encode_move(&h, dst, capacity, b, counts[i], ats[i], to);
+		if (!to)
 			return CODEC_BAD_ARGUMENT;
-		if (ats[i] != to) {
-			memmove(dst + to, dst + ats[i], end - ats[i]);
-			for (uint64_t e = b; e < b + counts[i]; e++)
-				store32(directory + WIRE_DIRECTORY_ENTRY * e,
-					load32(directory + WIRE_DIRECTORY_ENTRY * e) -
-						(uint32_t)((ats[i] - to) / WIRE_ALIGN));
-		}
-		to += end - ats[i];
 		b += counts[i];
 	}
 	if (b != h.nblocks)

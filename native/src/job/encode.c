@@ -286,6 +286,22 @@ codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capa
 	return status;
 }
 
+codec_status codec_encode_move(const void *job, void *dst, size_t capacity, uint64_t first, uint64_t count, uint64_t at,
+			       uint64_t to, uint64_t *end)
+{
+	const struct job *j = job_at(job, JOB_ENCODE, JOB_READY);
+	uint64_t moved;
+
+	if (!j || !dst || !end || !count || first > j->h.nblocks || count > j->h.nblocks - first ||
+	    (at | to) % WIRE_ALIGN || to < j->h.regions_at || capacity < j->h.regions_at)
+		return CODEC_BAD_ARGUMENT;
+	moved = encode_move(&j->h, dst, capacity, first, count, at, to);
+	if (!moved)
+		return CODEC_BAD_ARGUMENT;
+	*end = moved;
+	return CODEC_OK;
+}
+
 codec_status codec_encode_close(const codec_tensor *src, void *dst, size_t capacity, const codec_context *with,
 				void *job, const uint64_t *counts, const uint64_t *ats, size_t nranges, uint64_t seal,
 				size_t *written)

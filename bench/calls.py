@@ -1,0 +1,69 @@
+"""Microseconds of calls with small tensors, whose time is mostly that of calling.
+
+`1 of 200` is a share of encode_many and decode_many, and `alone` the same tensors one call each. Calls of all kinds
+take turns, so that each finds the caches and the CPU's predictions as the others have left them.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from measure import tensor
+
+import codec
+
+COUNT = 200
+ROUNDS = 100
+
+
+def calls_of(x: np.ndarray[Any, Any]) -> dict[str, tuple[int, Callable[[], Any]]]:
+    """What is timed, and how many tensors it does."""
+    frame, many = codec.encode(x), [x.copy() for _ in range(COUNT)]
+    frames = codec.encode_many(many)
+    out, back = np.empty(codec.bound(x.shape, x.dtype), np.uint8), np.empty_like(x)
+    return {
+        "encode": (1, lambda: codec.encode(x)),
+        "encode, out=": (1, lambda: codec.encode(x, out=out)),
+        "decode": (1, lambda: codec.decode(frame)),
+        "decode, out=": (1, lambda: codec.decode(frame, out=back)),
+        f"encode_many, 1 of {COUNT}": (COUNT, lambda: codec.encode_many(many, threads=1)),
+        "encode, alone": (COUNT, lambda: [codec.encode(y, threads=1) for y in many]),
+        f"decode_many, 1 of {COUNT}": (COUNT, lambda: codec.decode_many(frames, threads=1)),
+        "decode, alone": (COUNT, lambda: [codec.decode(f, threads=1) for f in frames]),
+    }
+
+
+def measure(x: np.ndarray[Any, Any]) -> dict[str, float]:
+    """Microseconds a tensor."""
+    shortest: dict[str, float] = {}
+    calls = calls_of(x)
+    for _ in range(ROUNDS):
+        for name, (count, call) in calls.items():
+            times = 1 if count > 1 else 50
+            begin = time.perf_counter()
+            for _ in range(times):
+                call()
+            took = (time.perf_counter() - begin) / (times * count)
+            shortest[name] = min(took * 1e6, shortest.get(name, took * 1e6))
+    return shortest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--values", nargs="+", type=int, default=[64, 1024], help="of a tensor, float32 (64 1024)")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    results = {n: measure(tensor("float32", n)) for n in args.values}
+    if args.json:
+        print(json.dumps(results, indent=1))
+        return
+    print(f"{'us':24}" + "".join(f"{n:>14,}" for n in results) + "  float32 values")
+    for name in next(iter(results.values())):
+        print(f"{name:24}" + "".join(f"{r[name]:14.1f}" for r in results.values()))
+
+
+if __name__ == "__main__":
+    main()
