@@ -1,6 +1,6 @@
 """Tensors to frames, by one thread or by several."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -63,7 +63,7 @@ def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> 
         status = lib.codec_encode(s, t, dst, room, call.size, _NULL, call.context, call.small_scratch(), _SCRATCH)
         if status == 0:
             n = call.size[0]
-            return ffi.buffer(dst, n)[:] if out is None else _memory_of(out)[:n]
+            return ffi.buffer(dst, n)[:] if out is None else _frame_in(out, n)
         if status != _SHORT_OUTPUT:  # rows of one value may make a frame larger than the tensor
             check(status)
         return _encode_large(call, s, r, 1)
@@ -73,17 +73,18 @@ def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> 
         raise
 
 
-def _memory_of(o: TensorView) -> memoryview:
-    """Read-only, as bytes are: what is returned can be used alike."""
-    array: Any = np.asarray(o.owner)
-    memory = memoryview(array if array.ndim == 1 else array.reshape(-1)).toreadonly()
-    return memory if memory.format == "B" else memory.cast("B")
+def _frame_in(out: TensorView, n: int) -> memoryview:
+    """The first n bytes, read-only as bytes objects are: what is returned can be used alike."""
+    memory = memoryview(cast(Any, out.owner if type(out.owner) is np.ndarray else np.asarray(out.owner)))
+    if memory.ndim != 1 or memory.format != "B":
+        memory = memory.cast("B")
+    return memory[:n].toreadonly()
 
 
 def _encode_large(call: Call, s: Any, r: EncodeRequest, threads: int) -> bytes | memoryview:
     """Into memory that has to be made, by more than one thread, or with more scratch."""
     if r.out is not None:
-        return _memory_of(r.out)[: _encode_at(call, s, r.out.data, r.out.nbytes, threads)]
+        return _frame_in(r.out, _encode_at(call, s, r.out.data, r.out.nbytes, threads))
     check((lib.codec_encode_room if threads > 1 else lib.codec_bound)(s, call.tensor, call.size))
     room: int = call.size[0]
     new = NewBytes(room)
