@@ -25,6 +25,10 @@ LAYERS = [
     {"engines"},
     {"encoding", "decoding"},
     {"many"},
+    {"torch.slices", "torch.worker", "torch.channel", "torch.choosing"},
+    {"torch.reduction"},
+    {"torch.collectives"},
+    {"torch"},
 ]
 ROOT = Path(codec.__file__).parent
 
@@ -35,7 +39,8 @@ def module(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = {module(p): p for p in ROOT.rglob("*.py") if p.stem != "_cffi" and p != ROOT / "__init__.py"}
+PATHS = {*ROOT.rglob("*.py"), *(ROOT / "torch").glob("*.py")}  # which may be a link
+FILES = {module(p): p for p in PATHS if p.stem != "_cffi" and p != ROOT / "__init__.py"}
 
 
 def imports(path):
@@ -45,7 +50,8 @@ def imports(path):
             inner = node.module.partition(".")[2]
             for a in node.names:
                 name = f"{inner}.{a.name}".removeprefix(".")
-                yield name if name in FILES else inner or name
+                if inner or name in FILES:  # else a name that users have, too
+                    yield name if name in FILES else inner
         elif isinstance(node, ast.Import):
             yield from (a.name.partition(".")[2] for a in node.names if a.name.startswith("codec."))
 

@@ -1,0 +1,11 @@
+"""Collectives and hooks for torch.distributed whose tensors travel as frames.
+
+>>> import codec.torch
+>>> codec.torch.all_reduce(gradient, codec.Float8())  # doctest: +SKIP
+>>> codec.torch.ddp_hook(codec.Float8()).register(model)  # doctest: +SKIP
+"""
+
+from codec.torch.collectives import all_gather, all_reduce, all_to_all, exchange, reduce_scatter
+from codec.torch.worker import Pending
+
+__all__ = ["Pending", "all_gather", "all_reduce", "all_to_all", "exchange", "reduce_scatter"]

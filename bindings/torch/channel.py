@@ -1,0 +1,227 @@
+"""Frames between the ranks of a group, and agreement on how a collective went."""
+
+import gc
+import struct
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from codec import FrameError, PeerError
+
+Array = np.ndarray[Any, Any]
+
+_LENGTH = struct.Struct("<Q")  # before each frame, in a buffer that has room for the largest one
+_ALIGN = 64
+_OK, _LEFT, _REFUSED = 0, 1, 2  # what a rank tells of its part; _LEFT: it has found others to be at fault
+
+
+def _timeout_of(group: Any) -> timedelta:
+    """How long a group's collectives may take."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout
+    return dist.distributed_c10d.default_pg_timeout
+
+
+class Incoming:
+    """A message on its way."""
+
+    def __init__(self, channel: "Channel", room: Array, source: int) -> None:
+        self._channel, self._room, self._source = channel, room, source
+        self._work = channel.post("recv", room, source)
+
+    def frame(self) -> Array:
+        """Its frame, once it is there.
+
+        Raises
+        ------
+        PeerError
+            The connection broke, nothing came in time, or the sender had no frame to send.
+        FrameError
+            The length cannot be.
+        """
+        self._channel.wait(self._work, self._source)
+        (nbytes,) = _LENGTH.unpack(self._room[: _LENGTH.size].tobytes())
+        if not nbytes:
+            raise PeerError(f"rank {self._source} has given up")
+        if nbytes > self._room.nbytes - _LENGTH.size:
+            raise FrameError(f"rank {self._source} sends a frame of {nbytes} bytes, which cannot be")
+        return self._room[_LENGTH.size : _LENGTH.size + nbytes]
+
+
+class Channel:
+    """A group of ranks with connections of its own, so that what others send on theirs does not come between.
+
+    One collective at a time, on all ranks in the same order. After a :class:`PeerError` that broke a connection the
+    channel is closed, and the ranks that wait for this one learn of it.
+
+    Parameters
+    ----------
+    group : ProcessGroup or None
+        Whose ranks; None for all. Every rank must make its channel at the same point of the program.
+    timeout : float or None
+        Seconds that a peer may keep this one waiting; None: as long as in `group`.
+    """
+
+    def __init__(self, group: Any, timeout: float | None) -> None:
+        group = group or dist.group.WORLD
+        self._timeout = _timeout_of(group) if timeout is None else timedelta(seconds=timeout)
+        ranks = dist.get_process_group_ranks(group)
+        self._pg: Any = dist.new_group(ranks, self._timeout, "gloo", use_local_synchronization=True)
+        self.rank: int = self._pg.rank()
+        self.size: int = self._pg.size()
+        self.calls = 0  # collectives so far: equal on all ranks
+        self.sent_nbytes = 0
+        self._arena = np.empty(0, np.uint8)
+        self._result = np.empty(0, np.uint8)
+        self._taken = 0
+        self._sending: list[tuple[Any, int]] = []
+
+    @property
+    def closed(self) -> bool:
+        """Whether a connection was lost, or :meth:`close` was called."""
+        return self._pg is None
+
+    def begin(self, room: int) -> None:
+        """A new collective, which will take so many bytes of :meth:`room`."""
+        if self._arena.nbytes < room:
+            self._arena = np.empty(room, np.uint8)
+        self._taken = 0
+        self.calls += 1
+
+    def take(self, nbytes: int) -> Array:
+        """Room for a message whose frame has so many bytes at most."""
+        begin = self._taken
+        end = begin + _LENGTH.size + nbytes
+        if end > self._arena.nbytes:
+            raise AssertionError("a collective takes more room than it has asked for")
+        self._taken = -(-end // _ALIGN) * _ALIGN
+        return self._arena[begin:end]
+
+    def result(self, n: int, dtype: Any) -> Array:
+        """An array of n values, whose memory is that of the result before."""
+        nbytes = n * np.dtype(dtype).itemsize
+        if self._result.nbytes < nbytes:
+            self._result = np.empty(nbytes, np.uint8)
+        return self._result[:nbytes].view(dtype)
+
+    @staticmethod
+    def room_for(frames: Sequence[int]) -> int:
+        """What to ask :meth:`begin` for: frames of so many bytes at most."""
+        return sum(-(-(n + _LENGTH.size) // _ALIGN) * _ALIGN for n in frames)
+
+    def give_back(self, message: Array, nbytes: int) -> Array:
+        """The message with a frame of so many bytes, which was put behind its first 8; the rest is free again.
+
+        For the room that was taken last.
+        """
+        _LENGTH.pack_into(message.data, 0, nbytes)
+        message = message[: _LENGTH.size + nbytes]
+        self._taken = -(-(self._offset(message) + message.nbytes) // _ALIGN) * _ALIGN
+        return message
+
+    def _offset(self, message: Array) -> int:
+        return message.ctypes.data - self._arena.ctypes.data
+
+    @staticmethod
+    def frame_room(message: Array) -> Array:
+        """Where the frame of a message goes."""
+        return message[_LENGTH.size :]
+
+    def receive(self, nbytes: int, source: int) -> Incoming:
+        """Expect a frame of so many bytes at most. All that will come should be expected before anything is sent."""
+        return Incoming(self, self.take(nbytes), source)
+
+    def send(self, message: Array | None, to: int) -> None:
+        """Send what :meth:`give_back` made, which stays as it is until :meth:`finish`; None: there is no frame."""
+        if message is None:
+            message = np.zeros(_LENGTH.size, np.uint8)
+        self.sent_nbytes += message.nbytes
+        self._sending.append((self.post("send", message, to), to))
+
+    def send_values(self, values: Array, to: int) -> None:
+        """Send values as they are, which must stay so until :meth:`finish`."""
+        self.sent_nbytes += values.nbytes
+        self._sending.append((self.post("send", values.view(np.uint8), to), to))
+
+    def post(self, what: str, message: Array, rank: int) -> Any:
+        """Begin to send or to receive."""
+        try:
+            tensor = torch.from_numpy(message)
+            if what == "send":
+                return dist.isend(tensor, group=self._pg, group_dst=rank)
+            return dist.irecv(tensor, group=self._pg, group_src=rank)
+        except RuntimeError as e:
+            self._lose(rank, e)
+
+    def wait(self, work: Any, rank: int | None) -> None:
+        """Until it is done."""
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as e:
+            self._lose(rank, e)
+
+    def finish(self) -> None:
+        """Wait until all is sent."""
+        for work, to in self._sending:
+            self.wait(work, to)
+        self._sending.clear()
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What each rank has: as many integers of 64 bits on all of them."""
+        if self._pg is None:
+            raise PeerError("a peer was lost: make a new group")
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        everyones = torch.empty(self.size * len(numbers), dtype=torch.int64)
+        try:
+            work: Any = dist.all_gather_single(everyones, mine, self._pg, async_op=True)
+            work.wait(self._timeout)
+        except RuntimeError as e:
+            self._lose(None, e)
+        return everyones.view(self.size, -1).tolist()
+
+    def check_same(self, what: str, numbers: Sequence[int]) -> None:
+        """Raise PeerError unless all ranks have the same."""
+        for rank, theirs in enumerate(self.gather(numbers)):
+            if theirs != list(numbers):
+                raise PeerError(f"rank {rank} asks for another {what} than rank {self.rank}")
+
+    def conclude(self, error: Exception | None) -> None:
+        """All ranks learn whether all have succeeded; only if they have does this return.
+
+        Raises
+        ------
+        CodecError
+            `error`, if this rank is the cause; else PeerError, which names the rank that is.
+        """
+        status = _OK if error is None else _LEFT if isinstance(error, PeerError) else _REFUSED
+        statuses = [s for (s,) in self.gather([status])]
+        if error is not None and not isinstance(error, PeerError):
+            raise error
+        if _REFUSED in statuses:
+            raise PeerError(f"rank {statuses.index(_REFUSED)} could not do its part: nothing was changed") from error
+        if error is not None:
+            raise error
+        if any(statuses):
+            raise PeerError("a rank has lost another one: nothing was changed")
+
+    def _lose(self, rank: int | None, error: RuntimeError) -> NoReturn:
+        """A connection is gone. Close the others, so that no rank waits for this one."""
+        who = "a rank" if rank is None else f"rank {rank}"
+        self.close()
+        raise PeerError(f"{who} is gone or does not answer: {error}") from error
+
+    def close(self) -> None:
+        """Give the connections up."""
+        pg, self._pg = self._pg, None
+        self._sending.clear()
+        if pg is not None:
+            dist.destroy_process_group(pg)
+            del pg
+            gc.collect()  # Gloo closes them when the last one forgets the group
+        self._arena = np.empty(0, np.uint8)  # something may still be written to the old one

@@ -1,0 +1,443 @@
+"""Collectives over torch.distributed whose tensors travel as frames."""
+
+import hashlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any, Literal, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import codec
+from codec import PeerError, SpecError
+from codec.segmenting import Segments, pack
+from codec.specs import Lossless, Spec
+from codec.torch import reduction
+from codec.torch.channel import Array, Channel
+from codec.torch.choosing import Choice
+from codec.torch.reduction import Attempt, Reduction
+from codec.torch.worker import Pending, Worker
+
+Algorithm = Literal["auto", "two_shot", "all_gather", "ring", "raw"]
+Op = Literal["mean", "sum", "max"]
+T = TypeVar("T")
+
+_ALGORITHMS = {
+    "two_shot": reduction.two_shot,
+    "all_gather": reduction.all_gather,
+    "ring": reduction.ring,
+    "raw": reduction.raw,
+}
+_SMALL = 1 << 16  # bytes of a tensor: two phases take longer than what one sends more
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_OPS: dict[Any, Op] = {
+    "mean": "mean",
+    "sum": "sum",
+    "max": "max",
+    dist.ReduceOp.AVG: "mean",
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.MAX: "max",
+}
+
+
+class Line:
+    """A group's channel, with the thread that alone uses it."""
+
+    def __init__(self, group: Any, timeout: float | None) -> None:
+        self.channel = Channel(group, timeout)
+        self.worker = Worker(f"codec, rank {self.channel.rank}")
+        self.choices: dict[int, Choice] = {}
+        weakref.finalize(self, self.worker.stop)
+        self.channel.check_same("version of codec", [_hash(codec.__version__)])
+
+
+_lines: dict[Any, Line] = {}
+
+
+def line_of(group: Any, timeout: float | None = None) -> Line:
+    """The line of a group, made when it is first asked for: a collective call then."""
+    key = group or dist.group.WORLD
+    if key is None:
+        raise SpecError("torch.distributed is not initialized: call init_process_group first")
+    line = _lines.get(key)
+    if line is None:
+        for gone in [g for g in _lines if g not in dist.distributed_c10d._world.pg_map]:
+            del _lines[gone]
+        line = _lines[key] = Line(key, timeout)
+    return line
+
+
+def _hash(*what: Any) -> int:
+    """64 bits that tell arguments apart on different ranks."""
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+    *,
+    group: Any = None,
+    op: Any = "mean",
+    algorithm: Algorithm = "auto",
+    segments: Segments | None = None,
+    metric: Any = None,
+    state: Mapping[str, Any] | None = None,
+    stream: int = 0,
+    timeout: float | None = None,
+    async_op: bool = False,
+) -> Pending | None:
+    """Reduce a tensor over all ranks of a group, in place, as ``dist.all_reduce`` does, with frames on the wire.
+
+    Values are summed in float32, in the order of ranks, so that all ranks get the same bits; lossless, the bits of that
+    sum. A rank's own values are encoded as all others'. If anything goes wrong on any rank, all of them raise, and all
+    tensors are as they were.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        float32, bfloat16 or float16; of the same shape on all ranks.
+    spec : Spec
+        How frames are encoded; lossless if left out.
+    group : ProcessGroup, optional
+        Whose ranks; all if left out. It gets connections of its own, over Gloo, with its first collective.
+    op : {"mean", "sum", "max"} or ReduceOp
+        What is made of the values.
+    algorithm : {"auto", "two_shot", "all_gather", "ring", "raw"}
+        Who sends what to whom. Two-shot: each rank reduces a slice, 2 (N - 1) / N frames on the wire; all-gather: one
+        phase, N - 1 frames; ring: as much as two-shot, to one neighbour, encoded N - 1 times; raw: two-shot without
+        frames, values as they are. Left out: all-gather for two ranks and small tensors, else two-shot; but raw where
+        ranks are busy encoding and it has turned out to be faster, which is tried out by the first calls with tensors
+        of a size. Then what lossy codecs give depends on the time: name an algorithm if runs must be alike.
+    segments : list of (int, tuple of int), optional
+        Parameters inside a flat bucket, as :func:`codec.encode` takes them. Left out: the tensor's own shape.
+    metric, state : optional
+        What :class:`codec.Truncate` goes by. State tensors have as many values as `tensor`.
+    stream : int
+        Tells tensors of one step apart, where a codec draws at random.
+    timeout : float, optional
+        Seconds that a rank may keep others waiting, set with the group's first collective; left out: the group's.
+    async_op : bool
+        Return at once, and reduce in the background, in the order of calls.
+
+    Returns
+    -------
+    None, or Pending if `async_op`
+        With ``wait()`` and ``get_future()``.
+
+    Raises
+    ------
+    SpecError
+        The tensor or an argument cannot be used; the values hold NaN or Inf, which lossy codecs refuse.
+    FrameError
+        What another rank sent was damaged.
+    PeerError
+        Another rank raised one of these, asked for something else, is gone or did not answer in time. If a connection
+        was lost a new group is needed.
+
+    Examples
+    --------
+    >>> codec.torch.all_reduce(gradient, codec.Float8(row=128))  # doctest: +SKIP
+    """
+    line = line_of(group, timeout)
+    pending = line.worker.submit(
+        lambda: _all_reduce(line, tensor, spec, op, algorithm, segments, metric, state, stream)
+    )
+    if async_op:
+        return pending
+    pending.wait()
+    return None
+
+
+def _all_reduce(
+    line: Line,
+    tensor: torch.Tensor,
+    spec: Spec,
+    op: Any,
+    algorithm: Algorithm,
+    segments: Segments | None,
+    metric: Any,
+    state: Mapping[str, Any] | None,
+    stream: int,
+) -> torch.Tensor:
+    def prepare() -> Reduction:
+        whole = [(0, tuple(tensor.shape))] if tensor.dim() > 1 else None
+        inside = whole if segments is None else list(segments)
+        return reduction_of(tensor, spec, op, inside, metric, state, stream)
+
+    result, r = run(line, prepare, algorithm)
+    publish(result, r, tensor)
+    return tensor
+
+
+def run(line: Line, prepare: Callable[[], Reduction], asked: Algorithm) -> tuple[Array, Reduction]:
+    """The reduced values of what prepare() returns, once all ranks have them."""
+    channel = line.channel
+    choice = Choice()
+
+    def begin() -> tuple[Reduction, list[int]]:
+        nonlocal choice
+        r = prepare()
+        sign = signature(r, choose_algorithm(asked, r, channel.size))
+        choice = line.choices.setdefault(sign, choice)
+        return r, [sign, *choice.report()]
+
+    r, reports = agree(channel, begin)
+    algorithm = choose_algorithm(asked, r, channel.size)
+    if asked == "auto" and r.x.nbytes > _SMALL and choice.decide(reports) == "values":
+        algorithm = "raw"
+    with choice:
+        result, error = _ALGORITHMS[algorithm](channel, r)
+    channel.conclude(error)
+    return result, r
+
+
+def agree(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> tuple[T, list[list[int]]]:
+    """What prepare() returns, and from all ranks the numbers beside it but the first, which must be the same on all.
+
+    An error on one rank is an error on all.
+    """
+    error: Exception | None = None
+    prepared: T | None = None
+    numbers = [0] * (1 + Choice.REPORT)
+    try:
+        prepared, given = prepare()
+        numbers[: len(given)] = given
+    except Exception as e:
+        error = e
+    everyones = channel.gather([*numbers, error is not None])
+    if error is not None:
+        raise error
+    for rank, theirs in enumerate(everyones):
+        if theirs[-1]:
+            raise PeerError(f"rank {rank} could not begin: nothing was changed")
+        if theirs[0] != numbers[0]:
+            raise PeerError(f"rank {rank} asks for something else than rank {channel.rank}: nothing was changed")
+    return cast(T, prepared), [theirs[1:-1] for theirs in everyones]
+
+
+def signature(r: Reduction, algorithm: str) -> int:
+    """What must be the same on all ranks."""
+    return _hash(r.spec, r.dtype, r.x.size, r.op, algorithm, r.segments, r.metric is None)
+
+
+def choose_algorithm(asked: Algorithm, r: Reduction, size: int) -> str:
+    """Who sends what to whom."""
+    if asked != "auto" and asked not in _ALGORITHMS:
+        raise SpecError(f"algorithm must be 'auto' or one of {tuple(_ALGORITHMS)}, got {asked!r}")
+    if size == 1 or (asked == "auto" and (size == 2 or r.x.nbytes <= _SMALL)):
+        return "all_gather"
+    return "two_shot" if asked == "auto" else asked
+
+
+def reduction_of(
+    tensor: torch.Tensor,
+    spec: Spec,
+    op: Any,
+    segments: Segments | None,
+    metric: Any,
+    state: Mapping[str, Any] | None,
+    stream: int,
+) -> Reduction:
+    """Arguments that were looked through."""
+    if tensor.dtype not in _NAMES:
+        raise SpecError(f"only float32, bfloat16 and float16 can be reduced, not {tensor.dtype}")
+    if op not in _OPS:
+        raise SpecError(f"op must be one of mean, sum, max, got {op!r}")
+    if segments is not None:
+        _check_inside(segments, tensor.numel())
+    flat = None if state is None else {name: as_array(x).reshape(-1) for name, x in state.items()}
+    return Reduction(as_array(tensor), _NAMES[tensor.dtype], spec, _OPS[op], stream, segments, metric, flat)
+
+
+def _check_inside(segments: Segments, n: int) -> None:
+    pack(segments)
+    end = 0
+    for offset, shape in segments:
+        if offset < end or offset + prod(shape) > n:
+            raise SpecError(f"segment {shape} at {offset} overlaps with the one before it or ends after value {n}")
+        end = offset + prod(shape)
+
+
+def as_array(x: Any) -> Array:
+    """A flat array of a tensor's values; bfloat16 as uint16. It shares memory where it can."""
+    t = x.detach() if isinstance(x, torch.Tensor) else torch.as_tensor(np.asarray(x))
+    t = t.cpu().contiguous().view(-1)
+    return (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy()
+
+
+def publish(result: Array, r: Reduction, tensor: torch.Tensor) -> None:
+    """Store what was reduced."""
+    values = torch.from_numpy(result)
+    if r.dtype == "bfloat16":
+        values = values.view(torch.bfloat16)
+    with torch.no_grad():
+        tensor.copy_(values.view(tensor.shape))
+
+
+def exchange(frames: Sequence[Any], *, group: Any = None, timeout: float | None = None) -> list[bytes]:
+    """Send a frame to each rank and get one from each: what ``all_to_all`` is for tensors.
+
+    Parameters
+    ----------
+    frames : sequence of bytes or buffers
+        For each rank of the group one, in order, this rank's own included; of any size, and any bytes.
+    group, timeout : optional
+        As for :func:`all_reduce`.
+
+    Returns
+    -------
+    list of bytes
+        From each rank, in order.
+
+    Raises
+    ------
+    PeerError, SpecError
+        As for :func:`all_reduce`.
+    """
+    line = line_of(group, timeout)
+    return line.worker.submit(lambda: _exchange(line.channel, frames)).wait()
+
+
+def _exchange(channel: Channel, frames: Sequence[Any]) -> list[bytes]:
+    def prepare() -> tuple[list[Array], list[int]]:
+        arrays = [np.frombuffer(frame, np.uint8) for frame in frames]
+        if len(arrays) != channel.size:
+            raise SpecError(f"there are {channel.size} ranks, so as many frames, not {len(arrays)}")
+        return arrays, [0]
+
+    arrays, _ = agree(channel, prepare)
+    sizes = [sizes[channel.rank] for sizes in channel.gather([a.nbytes for a in arrays])]
+    others = [(channel.rank + i) % channel.size for i in range(1, channel.size)]
+    channel.begin(Channel.room_for([sizes[o] for o in others] + [arrays[o].nbytes for o in others]))
+    incoming = {o: channel.receive(sizes[o], o) for o in others if sizes[o]}
+    attempt = Attempt(channel)
+    for o in others:
+        if arrays[o].nbytes:
+            channel.send(attempt(reduction.copied, channel, arrays[o]), o)
+    received = {o: attempt(lambda o=o: incoming[o].frame().tobytes()) for o in incoming}
+    received[channel.rank] = arrays[channel.rank].tobytes()
+    channel.finish()
+    channel.conclude(attempt.error)
+    return [received.get(rank, b"") for rank in range(channel.size)]
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+    *,
+    group: Any = None,
+    op: Any = "mean",
+    stream: int = 0,
+    timeout: float | None = None,
+    async_op: bool = False,
+) -> Pending | None:
+    """Reduce a tensor over all ranks and give each rank its part, as ``dist.reduce_scatter_tensor`` does.
+
+    Parameters
+    ----------
+    output : torch.Tensor
+        Gets the part of this rank: the `rank`-th of N equal parts of the flattened sum. It may be a part of `tensor`.
+    tensor : torch.Tensor
+        N times as many values, of the same dtype: float32, bfloat16 or float16.
+    spec, group, op, stream, timeout, async_op
+        As for :func:`all_reduce`, and so are the errors.
+    """
+
+    def prepare(size: int) -> Reduction:
+        _check_sizes(tensor.numel(), size * output.numel(), tensor.dtype, output.dtype)
+        return reduction_of(tensor, spec, op, None, None, None, stream)
+
+    return _begin(group, timeout, async_op, reduction.reduce_scatter, prepare, output)
+
+
+def all_gather(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+    *,
+    group: Any = None,
+    stream: int = 0,
+    timeout: float | None = None,
+    async_op: bool = False,
+) -> Pending | None:
+    """Give all ranks the tensors of all, as ``dist.all_gather_single`` does. The sender sees its own as others do.
+
+    Parameters
+    ----------
+    output : torch.Tensor
+        N times as many values: those of rank 0 first.
+    tensor : torch.Tensor
+        float32, bfloat16 or float16.
+    spec, group, stream, timeout, async_op
+        As for :func:`all_reduce`, and so are the errors.
+    """
+
+    def prepare(size: int) -> Reduction:
+        _check_sizes(output.numel(), size * tensor.numel(), tensor.dtype, output.dtype)
+        return reduction_of(tensor, spec, "sum", None, None, None, stream)
+
+    return _begin(group, timeout, async_op, reduction.gather, prepare, output)
+
+
+def all_to_all(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+    *,
+    group: Any = None,
+    stream: int = 0,
+    timeout: float | None = None,
+    async_op: bool = False,
+) -> Pending | None:
+    """Send the i-th of N equal parts of a flattened tensor to rank i, as ``dist.all_to_all_single`` does.
+
+    Parameters
+    ----------
+    output : torch.Tensor
+        As many values as `tensor`: the part that rank 0 sent first.
+    tensor : torch.Tensor
+        float32, bfloat16 or float16.
+    spec, group, stream, timeout, async_op
+        As for :func:`all_reduce`, and so are the errors.
+    """
+
+    def prepare(size: int) -> Reduction:
+        _check_sizes(output.numel(), tensor.numel(), tensor.dtype, output.dtype)
+        if tensor.numel() % size:
+            raise SpecError(f"{tensor.numel()} values cannot be cut into {size} equal parts")
+        return reduction_of(tensor, spec, "sum", None, None, None, stream)
+
+    return _begin(group, timeout, async_op, reduction.all_to_all, prepare, output)
+
+
+def _check_sizes(have: int, want: int, dtype: torch.dtype, other: torch.dtype) -> None:
+    if have != want or dtype != other:
+        raise SpecError(f"output and tensor do not go together: {have} values for {want}, {other} and {dtype}")
+
+
+def _begin(
+    group: Any, timeout: float | None, async_op: bool, algorithm: Any, prepare: Any, output: torch.Tensor
+) -> Pending | None:
+    """Run an algorithm over what prepare(size) returns, into `output`."""
+    line = line_of(group, timeout)
+    channel = line.channel
+
+    def work() -> torch.Tensor:
+        def both() -> tuple[Reduction, list[int]]:
+            r = prepare(channel.size)
+            return r, [signature(r, algorithm.__name__)]
+
+        r, _ = agree(channel, both)
+        result, error = algorithm(channel, r)
+        channel.conclude(error)
+        publish(result, r, output)
+        return output
+
+    pending = line.worker.submit(work)
+    if async_op:
+        return pending
+    pending.wait()
+    return None

@@ -1,0 +1,69 @@
+"""Collectives one after the other, in a thread of their own."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+
+class Pending:
+    """A collective that goes on in the background."""
+
+    def __init__(self, done: "Future[Any]") -> None:
+        self._done = done
+
+    def wait(self) -> Any:
+        """Its result, once it is there; or its error."""
+        return self._done.result()
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return self._done.done()
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        """The same as a future of torch's, as hooks return them."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+
+        def pass_on(done: "Future[Any]") -> None:
+            error = done.exception()
+            if error is None:
+                future.set_result(done.result())
+            else:
+                future.set_exception(error)
+
+        self._done.add_done_callback(pass_on)
+        return future
+
+
+class Worker:
+    """A thread that does what it is given in the order in which it came.
+
+    Gloo matches collectives by their order, so two threads must not begin them on one group; and a collective that is
+    begun inside a future's callback may wait for the thread that it runs on.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def submit(self, work: Callable[[], Any]) -> Pending:
+        """Do this after what was submitted before."""
+        done: Future[Any] = Future()
+        self._queue.put((done, work))
+        return Pending(done)
+
+    def stop(self) -> None:
+        """End the thread, after what was submitted before."""
+        self._queue.put(None)
+
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            done, work = item
+            try:
+                done.set_result(work())
+            except BaseException as e:
+                done.set_exception(e)
+            del item, done, work

@@ -1,0 +1,309 @@
+"""All-reduces between processes: the same bits on all ranks, and after any failure the tensors that were there."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import ranks
+
+import codec
+import codec.torch
+from codec.torch import collectives
+
+SPECS = [
+    codec.Lossless(),
+    codec.Float8(),
+    codec.Float8(row=128),
+    codec.Float4(),
+    codec.Quantize(8),
+    codec.Quantize(4),
+    codec.Sign(block=1024),
+    codec.Ternary(),
+    codec.Truncate(2),
+]
+ALGORITHMS = ["two_shot", "all_gather", "ring", "raw"]
+
+
+def values(rank, shape, dtype=torch.float32):
+    g = torch.Generator().manual_seed(7 + rank)
+    return (torch.randn(shape, generator=g) * 2.0 ** torch.randint(-9, 0, shape[-1:], generator=g)).to(dtype)
+
+
+def in_order(tensors, op):
+    """Summed in float32 in the order of ranks, and rounded once."""
+    total = tensors[0].float()
+    for t in tensors[1:]:
+        total = torch.maximum(total, t.float()) if op == "max" else total + t.float()
+    return ((total / len(tensors)) if op == "mean" else total).to(tensors[0].dtype)
+
+
+def bits(t):
+    return t.detach().contiguous().view(torch.uint8).numpy().tobytes() if t.dim() else t.numpy().tobytes()
+
+
+def _exact(rank, size):
+    """Lossless and raw: the sum in the order of ranks, whatever the shape, dtype and operation."""
+    found = []
+    for shape in [(), (1,), (5,), (0,), (1000,), (300, 100), (3, 5, 7, 11), (1100, 1000)]:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            if dtype != torch.float32 and len(shape) > 2:
+                continue
+            every = [values(r, shape or (1,), dtype).view(shape) for r in range(size)]
+            for op in ("mean", "sum", "max"):
+                want = in_order(every, op)
+                for algorithm in ("two_shot", "all_gather", "raw"):
+                    t = every[rank].clone()
+                    codec.torch.all_reduce(t, op=op, algorithm=algorithm)
+                    assert torch.equal(t, want), (shape, dtype, op, algorithm)
+            found.append(want.sum().item())
+    t = values(rank, (40, 30)).t()  # not contiguous
+    want = in_order([values(r, (40, 30)).t() for r in range(size)], "sum")
+    codec.torch.all_reduce(t, op=dist.ReduceOp.SUM, algorithm="two_shot")
+    assert torch.equal(t, want)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_lossless_is_the_sum_in_the_order_of_ranks(size):
+    results = ranks(size, _exact)
+    assert all(r == results[0] for r in results)
+
+
+def _lossy(rank, size):
+    results = {}
+    shapes = [(64, 100), (40, 30, 3, 3), (77,), (200_000,)]
+    every = [torch.cat([values(10 * r + i, s).flatten() for i, s in enumerate(shapes)]) for r in range(size)]
+    want = in_order(every, "mean")
+    for spec in SPECS:
+        for algorithm in ALGORITHMS:
+            t = every[rank].clone()
+            codec.torch.all_reduce(t, spec, algorithm=algorithm, segments=codec.segments(shapes))
+            error = float((t - want).norm() / want.norm())
+            results[repr(spec), algorithm] = bits(t), error
+            if algorithm == "all_gather":  # what the frames say, and nothing else
+                again = every[rank].clone()
+                codec.torch.all_reduce(
+                    again, spec, algorithm=algorithm, segments=codec.segments(shapes), stream=1 << 40
+                )
+                results[repr(spec), "again"] = bits(again), error
+    return results
+
+
+def test_replicas_are_identical():
+    """Every codec by every algorithm; loss is what the codec's rate allows."""
+    results = ranks(4, _lossy)
+    limits = {
+        "Lossless": 1e-6,
+        "Truncate": 0.2,
+        "Float8": 0.08,
+        "Float4": 0.4,
+        "Quantize": 0.5,
+        "Sign": 1.2,
+        "Ternary": 9,
+    }
+    for key, (first, error) in results[0].items():
+        assert all(r[key][0] == first for r in results), key
+        assert error <= (1e-6 if key[1] == "raw" else limits[key[0].partition("(")[0]]), (key, error)
+
+
+def _one_phase(rank, size):
+    x = values(rank, (9000,))
+    frames = [codec.encode(values(r, (9000,)), codec.Float8()) for r in range(size)]
+    want = codec.reduce(frames, "mean", like=x)
+    codec.torch.all_reduce(x, codec.Float8(), algorithm="all_gather")
+    assert torch.equal(x, want)
+
+
+def test_all_gather_is_reduce_of_frames():
+    ranks(3, _one_phase)
+
+
+def _background(rank, size):
+    tensors = [values(10 * rank + i, (300, 100 + i)) for i in range(6)]
+    pending = [codec.torch.all_reduce(t, async_op=True) for t in tensors]
+    futures = [p.get_future() for p in pending]
+    for i, t in enumerate(tensors):
+        assert futures[i].wait() is t
+        assert torch.equal(t, in_order([values(10 * r + i, (300, 100 + i)) for r in range(size)], "mean"))
+    assert all(p.is_completed() for p in pending)
+
+
+def test_in_the_background():
+    ranks(3, _background)
+
+
+def _refused(rank, size):
+    """What is wrong on one rank is an error on all; nothing changes, and the next one works."""
+    raised = []
+    for case in range(6):
+        x = values(rank, (400_000,))
+        spec, kwargs = codec.Float8(), {}
+        wrong = rank == 1
+        if case == 0 and wrong:
+            x[399_999] = float("nan")
+        elif case == 1 and wrong:
+            spec = codec.Quantize(4)
+        elif case == 2 and wrong:
+            x = x[:-1].clone()
+        elif case == 3 and wrong:
+            x = x.double()
+        elif case == 4 and wrong:
+            kwargs = {"op": "product"}
+        elif case == 5 and wrong:
+            kwargs = {"segments": [(0, (400_001,))]}
+        before = bits(x)
+        with pytest.raises(codec.CodecError) as e:
+            codec.torch.all_reduce(x, spec, algorithm="two_shot", **kwargs)
+        assert bits(x) == before
+        raised.append(type(e.value).__name__)
+        y = values(rank, (1000,))
+        codec.torch.all_reduce(y)
+        assert torch.equal(y, in_order([values(r, (1000,)) for r in range(size)], "mean"))
+    return raised
+
+
+def test_an_error_on_one_rank_is_one_on_all():
+    results = ranks(3, _refused)
+    other = ["PeerError"] * 6
+    assert results == [other, ["SpecError", "PeerError", "PeerError", "SpecError", "SpecError", "SpecError"], other]
+
+
+def _damaged(rank, size):
+    x = values(rank, (300_000,))
+    channel = collectives.line_of(None).channel
+    raised = []
+    for algorithm in ("two_shot", "all_gather", "ring"):
+        before = bits(x)
+        send = channel.send
+        if rank == 2:
+
+            def damage(message, to, send=send):
+                if message is not None:
+                    message = message.copy()  # it goes to others, too
+                    message[message.nbytes // 2] ^= 4
+                send(message, to)
+
+            channel.send = damage
+        with pytest.raises((codec.FrameError, codec.PeerError)) as e:
+            codec.torch.all_reduce(x, codec.Quantize(4), algorithm=algorithm)
+        channel.send = send
+        assert bits(x) == before
+        raised.append(type(e.value).__name__)
+        codec.torch.all_reduce(x.clone(), codec.Quantize(4), algorithm=algorithm)
+    return raised
+
+
+def test_a_damaged_frame_is_an_error_on_all():
+    results = ranks(3, _damaged)
+    assert all("ChecksumError" in {r[i] for r in results} for i in range(3))
+
+
+def _lost(rank, size, how, moment):
+    x = values(rank, (2_000_000,))
+    codec.torch.all_reduce(x.clone())  # all are there
+    channel = collectives.line_of(None).channel
+    if rank == 1:
+        count, post = [0], channel.post
+
+        def die(*args):
+            count[0] += 1
+            if count[0] > moment:
+                os.kill(os.getpid(), how)
+            return post(*args)
+
+        channel.post = die
+    before, begin = bits(x), time.monotonic()
+    with pytest.raises(codec.PeerError):
+        codec.torch.all_reduce(x, codec.Float8(), algorithm="two_shot")
+    took = time.monotonic() - begin
+    assert bits(x) == before
+    with pytest.raises(codec.PeerError, match="new group"):
+        codec.torch.all_reduce(x)
+    dist.destroy_process_group()
+    return took
+
+
+@pytest.mark.parametrize(("how", "moment"), [(signal.SIGKILL, 0), (signal.SIGKILL, 17), (signal.SIGSTOP, 9)])
+def test_a_lost_peer_is_an_error_on_all_others(how, moment):
+    took = ranks(3, _lost, how, moment, timeout=3, gone=(1,))
+    assert all(t < 3 + 1 + 2 for t in (took[0], took[2])), took  # CPUs are shared
+
+
+def _exchanged(rank, size):
+    frames = [bytes([rank, to]) * (1000 * (rank + 3 * to) % 70_001) for to in range(size)]
+    got = codec.torch.exchange(frames)
+    assert got == [bytes([r, rank]) * (1000 * (r + 3 * rank) % 70_001) for r in range(size)]
+    with pytest.raises(codec.CodecError):
+        codec.torch.exchange(frames[: size - (rank == 0)])
+    assert codec.torch.exchange([b""] * size) == [b""] * size
+
+
+def test_exchange():
+    ranks(4, _exchanged)
+
+
+def test_without_a_group():
+    with pytest.raises(codec.SpecError, match="init_process_group"):
+        codec.torch.all_reduce(torch.ones(3))
+
+
+def test_slices_cover_all_and_keep_rows():
+    """The same cuts from sizes alone; every value in one piece; segments inside describe rows that are whole."""
+    shapes = [(64, 100), (64,), (128, 64, 3, 3), (1000,), (3000, 1100), (2, 500_000), ()]
+    inside = codec.segments(shapes)
+    n = inside[-1][0] + 1
+    shape_of = np.zeros(n, int)
+    for i, (offset, shape) in enumerate(inside):
+        shape_of[offset : offset + int(np.prod(shape, dtype=int))] = i
+    for size in (1, 2, 3, 4, 7):
+        pieces = [p for each in codec.torch.slices.cut(n, size, 4, inside) for p in each]
+        assert [p.begin for p in pieces] == [0, *[p.end for p in pieces[:-1]]]
+        assert pieces[-1].end == n
+        for p in pieces:
+            end = 0
+            for offset, shape in p.segments or []:
+                count = int(np.prod(shape, dtype=int))
+                assert end <= offset
+                end = offset + count
+                assert end <= p.n
+                i = shape_of[p.begin + offset]
+                first, whole = inside[i]
+                assert shape == whole or shape[1:] == whole[1:]
+                row = int(np.prod(whole[1:], dtype=int)) if whole else 1
+                assert (p.begin + offset - first) % row == 0
+
+
+def _others(rank, size):
+    for dtype in (torch.float32, torch.bfloat16):
+        for n in (0, 3, 1000, 400_000):
+            every = [values(r, (size, n), dtype) for r in range(size)]
+            out = torch.full((n,), 7, dtype=dtype)
+            codec.torch.reduce_scatter(out, every[rank], op="sum")
+            assert torch.equal(out, in_order([x[rank] for x in every], "sum"))
+            out = torch.full((size, n), 7, dtype=dtype)
+            codec.torch.all_gather(out, every[rank][0])
+            assert torch.equal(out, torch.stack([x[0] for x in every]))
+            codec.torch.all_to_all(out, every[rank])
+            assert torch.equal(out, torch.stack([x[rank] for x in every]))
+    x = values(rank, (size, 1000))
+    out = torch.zeros(size, 1000)
+    codec.torch.all_gather(out, x[0], codec.Float8())
+    want = [
+        torch.from_numpy(codec.decode(codec.encode(values(r, (size, 1000))[0], codec.Float8()))) for r in range(size)
+    ]
+    assert torch.equal(out, torch.stack(want))
+    before = bits(x)
+    with pytest.raises(codec.CodecError):
+        codec.torch.reduce_scatter(torch.zeros(1000 + (rank == 1)), x)
+    with pytest.raises(codec.CodecError):
+        codec.torch.all_to_all(x, torch.zeros(size, 1000) if rank else x.double())
+    assert bits(x) == before
+
+
+def test_other_collectives():
+    """Reduce-scatter, all-gather and all-to-all: lossless what torch's give, in the order of ranks."""
+    ranks(3, _others)
