@@ -1,6 +1,5 @@
 """Which codec pays on a link: measured on the tensors themselves, on this machine."""
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -138,6 +137,8 @@ class Advice:
 
     def to_json(self) -> str:
         """:meth:`to_dict` as text."""
+        import json  # not for everyone who imports this package
+
         return json.dumps(self.to_dict(), indent=1)
 
 
