@@ -8,6 +8,7 @@ True
 """
 
 from codec import metrics
+from codec.advising import Advice, advise
 from codec.codebook import Codebook
 from codec.core import isas, use_isa
 from codec.decoding import accumulate, decode, reduce
@@ -27,12 +28,14 @@ from codec.errors import (
 )
 from codec.frame import Info, inspect, verify
 from codec.many import decode_many, encode_many
+from codec.predicting import Link
 from codec.segmenting import segments
 from codec.specs import Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advice",
     "ChecksumError",
     "Codebook",
     "CodecError",
@@ -42,6 +45,7 @@ __all__ = [
     "FrameError",
     "Info",
     "LimitError",
+    "Link",
     "Lossless",
     "PeerError",
     "Quantize",
@@ -54,6 +58,7 @@ __all__ = [
     "Truncate",
     "UnsupportedError",
     "accumulate",
+    "advise",
     "bound",
     "decode",
     "decode_many",

@@ -21,6 +21,7 @@ SHOWN = [
     "inspect",
     "encode_many",
     "segments",
+    "advise",
     "engines",
     "use_isa",
 ]

@@ -10,7 +10,7 @@ import codec
 LAYERS = [
     {"errors"},
     {"specs", "core", "dlpack"},
-    {"spec_structs", "segmenting", "pool", "view"},
+    {"spec_structs", "segmenting", "pool", "view", "predicting"},
     {"metrics.formulas", "metrics.custom"},
     {"metrics.asked", "metrics.optimizers"},
     {"metrics"},
@@ -24,7 +24,9 @@ LAYERS = [
     {"engines.native"},
     {"engines"},
     {"encoding", "decoding"},
-    {"many"},
+    {"many", "sampling"},
+    {"advising"},
+    {"__main__"},
     {"torch.slices", "torch.worker", "torch.channel", "torch.choosing"},
     {"torch.reduction"},
     {"torch.collectives"},
@@ -66,7 +68,7 @@ def test_arrows():
 
 def test_only_engines_know_engines():
     """What users call makes requests and chooses; it does not know how an engine works."""
-    for name in ("encoding", "decoding", "many"):
+    for name in ("encoding", "decoding", "many", "advising"):
         assert not any(other.startswith("engines.native") for other in imports(FILES[name])), name
 
 

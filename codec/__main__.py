@@ -1,0 +1,85 @@
+"""``python -m codec advise FILE.npz --link 100mbit``: which codec pays for the gradients in a file."""
+
+import argparse
+import sys
+import zlib
+from typing import Any, cast, get_args
+from zipfile import BadZipFile
+
+import numpy as np
+
+from codec.advising import advise
+from codec.errors import CodecError, SpecError
+from codec.predicting import Algorithm
+from codec.view import Array
+
+
+def arrays_of(path: str, names: list[str]) -> dict[str, Array]:
+    """Arrays of an .npz file: those named, or else all of floats.
+
+    Raises
+    ------
+    SpecError
+        The file has no array of a name, or is no .npz file.
+    """
+    try:
+        with open(path, "rb") as f:
+            file = np.load(f)
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise SpecError(f"{path} holds one array: save it by numpy.savez")
+            if missing := set(names) - set(file.files):
+                raise SpecError(f"{path} has {', '.join(file.files)}, not {', '.join(sorted(missing))}")
+            found = {name: cast(Array, file[name]) for name in names or file.files}
+    except SpecError:
+        raise
+    except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as e:
+        raise SpecError(f"{path} cannot be read: {e}") from None
+    return found if names else {name: x for name, x in found.items() if x.dtype in (np.float32, np.float16) and x.ndim}
+
+
+def run_advise(args: argparse.Namespace) -> None:
+    """Print what :func:`codec.advise` says of a file."""
+    arrays = arrays_of(args.file, args.arrays)
+    total = sum(x.nbytes for x in arrays.values()) / 1e6
+    print(f"measuring {', '.join(arrays) or 'nothing'}: {total:.3g} MB", file=sys.stderr, flush=True)
+    advice = advise(
+        arrays,
+        args.link,
+        world_size=args.ranks,
+        algorithm=args.algorithm,
+        lossy=args.lossy,
+        feedback=args.feedback,
+        threads=args.threads,
+        dtype=args.dtype,
+    )
+    print(advice.to_json() if args.json else advice)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; 1 if it failed, for what stands on stderr."""
+    parser: Any = argparse.ArgumentParser(prog="python -m codec", description="Compression of tensors on the wire.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    told = "Measure gradients and say which codec makes an all-reduce of them fastest on a link."
+    p = commands.add_parser("advise", help="which codec pays on a link", description=told)
+    p.add_argument("file", help=".npz file with the gradients of a step")
+    p.add_argument("arrays", nargs="*", help="its arrays that are meant; left out: all of float32 and float16")
+    p.add_argument("--link", required=True, help="100mbit, 10gbit, or bits a second")
+    p.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
+    p.add_argument("--algorithm", choices=get_args(Algorithm), default="two_shot", help="default: %(default)s")
+    p.add_argument("--lossy", action="store_true", help="codecs that lose something are candidates, too")
+    p.add_argument("--feedback", action="store_true", help="with error feedback: Ternary and Sign, too")
+    p.add_argument("--threads", type=int, help="to encode and decode; left out: as many as pay")
+    p.add_argument("--dtype", help="take arrays as this dtype: bfloat16 for uint16")
+    p.add_argument("--json", action="store_true", help="print JSON")
+    p.set_defaults(run=run_advise)
+    args = parser.parse_args(argv)
+    try:
+        args.run(args)
+    except CodecError as e:
+        print(f"{parser.prog}: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
