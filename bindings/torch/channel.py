@@ -28,6 +28,15 @@ def _timeout_of(group: Any) -> timedelta:
     return dist.distributed_c10d.default_pg_timeout
 
 
+def _connect(group: Any, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """Connections between the ranks of a group which nobody else uses."""
+    try:
+        store = dist.PrefixStore("codec", group.get_group_store())
+        return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+    except RuntimeError as e:
+        raise PeerError(f"the ranks of the group cannot be connected: {e}") from e
+
+
 class Incoming:
     """A message on its way."""
 
@@ -57,6 +66,9 @@ class Incoming:
 class Channel:
     """A group of ranks with connections of its own, so that what others send on theirs does not come between.
 
+    They are made over Gloo, through the store by which the group's ranks have found each other; so this works for groups
+    of any backend, also for those that torch.distributed has no list of.
+
     One collective at a time, on all ranks in the same order. After a :class:`PeerError` that broke a connection the
     channel is closed, and the ranks that wait for this one learn of it.
 
@@ -71,10 +83,9 @@ class Channel:
     def __init__(self, group: Any, timeout: float | None) -> None:
         group = group or dist.group.WORLD
         self._timeout = _timeout_of(group) if timeout is None else timedelta(seconds=timeout)
-        ranks = dist.get_process_group_ranks(group)
-        self._pg: Any = dist.new_group(ranks, self._timeout, "gloo", use_local_synchronization=True)
-        self.rank: int = self._pg.rank()
-        self.size: int = self._pg.size()
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self._pg: Any = _connect(group, self._timeout)
         self.calls = 0  # collectives so far: equal on all ranks
         self.sent_nbytes = 0
         self._arena = np.empty(0, np.uint8)
@@ -153,9 +164,7 @@ class Channel:
         """Begin to send or to receive."""
         try:
             tensor = torch.from_numpy(message)
-            if what == "send":
-                return dist.isend(tensor, group=self._pg, group_dst=rank)
-            return dist.irecv(tensor, group=self._pg, group_src=rank)
+            return (self._pg.send if what == "send" else self._pg.recv)([tensor], rank, 0)
         except RuntimeError as e:
             self._lose(rank, e)
 
@@ -179,8 +188,7 @@ class Channel:
         mine = torch.tensor(numbers, dtype=torch.int64)
         everyones = torch.empty(self.size * len(numbers), dtype=torch.int64)
         try:
-            work: Any = dist.all_gather_single(everyones, mine, self._pg, async_op=True)
-            work.wait(self._timeout)
+            self._pg._allgather_base(everyones, mine).wait(self._timeout)
         except RuntimeError as e:
             self._lose(None, e)
         return everyones.view(self.size, -1).tolist()
@@ -221,7 +229,6 @@ class Channel:
         pg, self._pg = self._pg, None
         self._sending.clear()
         if pg is not None:
-            dist.destroy_process_group(pg)
             del pg
             gc.collect()  # Gloo closes them when the last one forgets the group
         self._arena = np.empty(0, np.uint8)  # something may still be written to the old one

@@ -53,7 +53,7 @@ class Line:
         self.channel.check_same("version of codec", [_hash(codec.__version__)])
 
 
-_lines: dict[Any, Line] = {}
+_lines: "weakref.WeakKeyDictionary[Any, Line]" = weakref.WeakKeyDictionary()
 
 
 def line_of(group: Any, timeout: float | None = None) -> Line:
@@ -63,8 +63,6 @@ def line_of(group: Any, timeout: float | None = None) -> Line:
         raise SpecError("torch.distributed is not initialized: call init_process_group first")
     line = _lines.get(key)
     if line is None:
-        for gone in [g for g in _lines if g not in dist.distributed_c10d._world.pg_map]:
-            del _lines[gone]
         line = _lines[key] = Line(key, timeout)
     return line
 
