@@ -16,7 +16,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch.distributed", "codec.torch"])
 
 
-def _rank(function, rank, size, path, timeout, out, args):
+def _rank(function, rank, size, path, backend, timeout, out, args):
     import torch
     import torch.distributed as dist
 
@@ -24,7 +24,7 @@ def _rank(function, rank, size, path, timeout, out, args):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{path}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+            backend, init_method=f"file://{path}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
         )
         result = function(rank, size, *args)
         out.send((True, pickle.dumps(result)))
@@ -33,14 +33,14 @@ def _rank(function, rank, size, path, timeout, out, args):
     os._exit(0)  # nobody waits for those who are gone
 
 
-def ranks(size, function, *args, timeout=20, limit=100, gone=()):
+def ranks(size, function, *args, backend="gloo", timeout=20, limit=100, gone=()):
     """Results of function(rank, size, *args) on all ranks; those in `gone` are expected to die."""
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):
             here, there = _context.Pipe(duplex=False)
             p = _context.Process(
-                target=_rank, args=(function, rank, size, f"{folder}/store", timeout, there, args), daemon=True
+                target=_rank, args=(function, rank, size, f"{folder}/store", backend, timeout, there, args), daemon=True
             )
             p.start()
             there.close()

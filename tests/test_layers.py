@@ -28,8 +28,9 @@ LAYERS = [
     {"advising"},
     {"__main__"},
     {"torch.slices", "torch.worker", "torch.channel", "torch.choosing"},
-    {"torch.reduction"},
+    {"torch.reduction", "torch.handle"},
     {"torch.collectives"},
+    {"torch.fsdp", "torch.backend"},
     {"torch"},
 ]
 ROOT = Path(codec.__file__).parent

@@ -5,7 +5,23 @@
 >>> codec.torch.ddp_hook(codec.Float8()).register(model)  # doctest: +SKIP
 """
 
+from codec.torch.backend import Options, ProcessGroup, register_backend
 from codec.torch.collectives import all_gather, all_reduce, all_to_all, exchange, reduce_scatter
+from codec.torch.fsdp import AllGather, ReduceScatter
 from codec.torch.worker import Pending
 
-__all__ = ["Pending", "all_gather", "all_reduce", "all_to_all", "exchange", "reduce_scatter"]
+__all__ = [
+    "AllGather",
+    "Options",
+    "Pending",
+    "ProcessGroup",
+    "ReduceScatter",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "exchange",
+    "reduce_scatter",
+    "register_backend",
+]
+
+register_backend()  # so that init_process_group("codec") works

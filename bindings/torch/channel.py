@@ -92,6 +92,7 @@ class Channel:
         self._result = np.empty(0, np.uint8)
         self._taken = 0
         self._sending: list[tuple[Any, int]] = []
+        self._abandoned = False
 
     @property
     def closed(self) -> bool:
@@ -183,8 +184,10 @@ class Channel:
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """What each rank has: as many integers of 64 bits on all of them."""
+        if self._abandoned:
+            self.close()
         if self._pg is None:
-            raise PeerError("a peer was lost: make a new group")
+            raise PeerError("a peer was lost, or the group was shut down: make a new group")
         mine = torch.tensor(numbers, dtype=torch.int64)
         everyones = torch.empty(self.size * len(numbers), dtype=torch.int64)
         try:
@@ -223,6 +226,10 @@ class Channel:
         who = "a rank" if rank is None else f"rank {rank}"
         self.close()
         raise PeerError(f"{who} is gone or does not answer: {error}") from error
+
+    def abandon(self) -> None:
+        """Let the collective under way fail before it ends, and all that come; the one call for other threads."""
+        self._abandoned = True
 
     def close(self) -> None:
         """Give the connections up."""

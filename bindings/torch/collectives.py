@@ -31,7 +31,7 @@ _ALGORITHMS = {
     "raw": reduction.raw,
 }
 _SMALL = 1 << 16  # bytes of a tensor: two phases take longer than what one sends more
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _OPS: dict[Any, Op] = {
     "mean": "mean",
     "sum": "sum",
@@ -65,6 +65,14 @@ def line_of(group: Any, timeout: float | None = None) -> Line:
     if line is None:
         line = _lines[key] = Line(key, timeout)
     return line
+
+
+def hang_up(group: Any) -> None:
+    """End a group's line, from any thread: what is under way fails and writes nothing, and its peers learn of it."""
+    line = _lines.get(group)
+    if line is not None:
+        line.channel.abandon()
+        line.worker.submit(line.channel.close)
 
 
 def _hash(*what: Any) -> int:
@@ -239,14 +247,15 @@ def reduction_of(
     stream: int,
 ) -> Reduction:
     """Arguments that were looked through."""
-    if tensor.dtype not in _NAMES:
+    if tensor.dtype not in NAMES:
         raise SpecError(f"only float32, bfloat16 and float16 can be reduced, not {tensor.dtype}")
+    op = getattr(op, "op", op)  # options of torch's hold what kind of operation it is inside
     if op not in _OPS:
         raise SpecError(f"op must be one of mean, sum, max, got {op!r}")
     if segments is not None:
         _check_inside(segments, tensor.numel())
     flat = None if state is None else {name: as_array(x).reshape(-1) for name, x in state.items()}
-    return Reduction(as_array(tensor), _NAMES[tensor.dtype], spec, _OPS[op], stream, segments, metric, flat)
+    return Reduction(as_array(tensor), NAMES[tensor.dtype], spec, _OPS[op], stream, segments, metric, flat)
 
 
 def _check_inside(segments: Segments, n: int) -> None:

@@ -15,13 +15,17 @@ class Pending:
     def __init__(self, done: "Future[Any]") -> None:
         self._done = done
 
-    def wait(self) -> Any:
-        """Its result, once it is there; or its error."""
-        return self._done.result()
+    def wait(self, timeout: float | None = None) -> Any:
+        """Its result, once it is there; or its error; or, after so many seconds, TimeoutError."""
+        return self._done.result(timeout)
 
     def is_completed(self) -> bool:
         """Whether it is over."""
         return self._done.done()
+
+    def when_over(self, then: Callable[[], None]) -> None:
+        """Call this once it is over, in the thread of the collectives, or now if it is."""
+        self._done.add_done_callback(lambda _: then())
 
     def get_future(self) -> "torch.futures.Future[Any]":
         """The same as a future of torch's, as hooks return them."""

@@ -1,0 +1,280 @@
+"""A backend of torch.distributed, `codec`: Gloo, but large tensors of floats travel as frames.
+
+>>> import codec.torch
+>>> torch.distributed.init_process_group("codec")  # doctest: +SKIP
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from codec import PeerError
+from codec.segmenting import segments
+from codec.specs import Lossless, Spec
+from codec.torch import collectives
+from codec.torch.collectives import Algorithm
+from codec.torch.handle import Handle
+from codec.torch.worker import Pending
+
+_STREAM = 1 << 32  # draws of one collective: more than it has frames
+_SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a group's tensors travel, for `pg_options` of ``init_process_group`` and ``new_group``.
+
+    Parameters
+    ----------
+    spec : Spec
+        How tensors are encoded that are summed or averaged: gradients, most of all. Lossless if left out: then all ranks
+        get the sum in the order of ranks. Maxima are always exact.
+    gather : Spec
+        How tensors are encoded that are gathered: parameters, for instance.
+    algorithm : {"auto", "two_shot", "all_gather", "ring", "raw"}
+        Of all-reduces, as for :func:`all_reduce`.
+    small : int
+        Tensors of fewer bytes go over Gloo as they are.
+    """
+
+    spec: Spec = Lossless()  # noqa: RUF009 - it cannot change
+    gather: Spec = Lossless()  # noqa: RUF009
+    algorithm: Algorithm = "auto"
+    small: int = 1 << 14
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """Ranks that reduce and gather large tensors of floats as frames, and do all else over Gloo.
+
+    Frames carry all-reduces, reduce-scatters and all-gathers of float32, bfloat16 and float16 on the CPU: sums, means and
+    maxima. Anything else is Gloo's: small tensors, integers, broadcasts, point-to-point, objects, barriers.
+
+    Parameters
+    ----------
+    store : Store
+        By which the ranks find each other. No one else may have used it, so give it a prefix.
+    rank, size : int
+        This rank, and how many there are.
+    timeout : timedelta
+        How long a rank may keep others waiting.
+    options : Options
+        How tensors travel.
+
+    Notes
+    -----
+    torch.distributed makes these for the backend `codec`. For torchft's Manager, which makes a new group whenever a
+    replica comes or goes, a few lines suffice::
+
+        class CodecGroup(torchft.process_group.ProcessGroupWrapper):
+            def _create_pg(self, store, rank, world_size):
+                return codec.torch.ProcessGroup(store, rank, world_size, self._timeout)
+
+            def getBackendName(self):
+                return "torchft-codec"
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta = dist.distributed_c10d.default_pg_timeout,
+        options: Options | None = None,
+    ) -> None:
+        super().__init__(rank, size)
+        self._store = store
+        self._options = options or Options()
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        gloo._set_sequence_number_for_group()
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._calls = 0  # equal on all ranks
+        self._over = False
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """`codec`."""
+        return "codec"
+
+    def get_group_store(self) -> dist.Store:
+        """By which its ranks find each other; so do those of the channel that its frames go through."""
+        return self._store
+
+    def _travels(self, tensors: Sequence[torch.Tensor], op: Any = dist.ReduceOp.SUM) -> bool:
+        """Whether these go as frames: decided from what is the same on all ranks."""
+        dtype = tensors[0].dtype if tensors else None
+        return (
+            dtype in collectives.NAMES
+            and op in (*_SUMS, dist.ReduceOp.MAX)
+            and all(t.dtype == dtype and t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
+            and sum(t.nbytes for t in tensors) >= self._options.small
+        )
+
+    def _how(self, spec: Spec) -> dict[str, Any]:
+        """Arguments of a collective, each of which draws anew."""
+        if self._over:
+            raise PeerError("the group was shut down: make a new one")
+        self._calls += 1
+        return {"spec": spec, "group": self, "stream": self._calls * _STREAM}
+
+    def _spec_for(self, op: Any) -> Spec:
+        return self._options.spec if op in _SUMS else Lossless()
+
+    def _all_reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> Handle:
+        how = self._how(self._spec_for(op)) | {"op": op, "algorithm": self._options.algorithm}
+        if len(tensors) == 1:
+            return Handle(_begin(collectives.all_reduce, tensors[0], **how), tensors)
+        flat = torch.cat([t.detach().reshape(-1) for t in tensors])
+        pending = _begin(collectives.all_reduce, flat, segments=segments(tensors), **how)
+        parts = flat.split([t.numel() for t in tensors])
+        return self._then(pending, lambda: _copy(parts, tensors), tensors)
+
+    def _reduce_scatter(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any) -> Handle:
+        how = self._how(self._spec_for(op)) | {"op": op}
+        if len(outputs) == 1:
+            return Handle(_begin(collectives.reduce_scatter, outputs[0], inputs[0], **how), outputs)
+        flat = torch.cat([t.detach().reshape(self.size(), -1) for t in inputs], 1)
+        output = torch.empty(flat.shape[1], dtype=flat.dtype)
+        pending = _begin(collectives.reduce_scatter, output, flat, **how)
+        parts = output.split([t.numel() for t in outputs])
+        return self._then(pending, lambda: _copy(parts, outputs), outputs)
+
+    def _all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Handle:
+        how = self._how(self._options.gather)
+        if len(outputs) == 1:
+            return Handle(_begin(collectives.all_gather, outputs[0], inputs[0], **how), outputs)
+        flat = torch.cat([t.detach().reshape(-1) for t in inputs])
+        output = torch.empty(self.size(), flat.numel(), dtype=flat.dtype)
+        pending = _begin(collectives.all_gather, output, flat, **how)
+        parts = output.split([t.numel() for t in inputs], 1)
+        return self._then(pending, lambda: _copy(parts, outputs), outputs)
+
+    def _then(self, pending: Pending, finish: Callable[[], None], outputs: Sequence[torch.Tensor]) -> Handle:
+        """The collective and what is to be done after it, in the thread of the collectives: nothing comes between."""
+
+        def work() -> None:
+            pending.wait()
+            finish()
+
+        return Handle(collectives.line_of(self).worker.submit(work), outputs)
+
+    # Each of these is as torch.distributed's; what does not travel goes on to the class above, so to Gloo.
+
+    def allreduce(self, tensors: Any, opts: Any = dist.ReduceOp.SUM, *rest: Any) -> Any:
+        """Reduce a tensor over all ranks."""
+        listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        if len(listed) != 1 or not self._travels(listed, _op_of(opts)):
+            return super().allreduce(tensors, opts, *rest)
+        return self._all_reduce(listed, _op_of(opts))
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Reduce tensors over all ranks: all of them, or none."""
+        if not self._travels(tensors, _op_of(opts)):
+            return super().allreduce_coalesced(tensors, opts)
+        return self._all_reduce(tensors, _op_of(opts))
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any, *rest: Any) -> Any:
+        """Reduce a list of tensors, of which each rank gets one."""
+        to, parts = ([outputs], [inputs]) if isinstance(outputs, torch.Tensor) else (outputs, inputs)
+        if len(to) != 1 or not _alike([to[0], *parts[0]]) or not self._travels(parts[0], _op_of(opts)):
+            return super().reduce_scatter(outputs, inputs, opts, *rest)
+        return self._reduce_scatter(to, [torch.stack(parts[0])], _op_of(opts))
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
+        """Reduce a tensor, of which each rank gets its part."""
+        if not self._travels([tensor], _op_of(opts)):
+            return super().reduce_scatter_single(output, tensor, opts)
+        return self._reduce_scatter([output], [tensor], _op_of(opts))
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        """The same for many."""
+        if not self._travels(inputs, _op_of(opts)):
+            return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
+        return self._reduce_scatter(outputs, inputs, _op_of(opts))
+
+    def allgather(self, outputs: Any, inputs: Any, *rest: Any) -> Any:
+        """Give all ranks the tensors of all, as a list."""
+        to, tensors = ([outputs], [inputs]) if isinstance(inputs, torch.Tensor) else (outputs, inputs)
+        if len(to) != 1 or not _alike([*tensors, *to[0]]) or not self._travels(tensors):
+            return super().allgather(outputs, inputs, *rest)
+        gathered = torch.empty(self.size(), *tensors[0].shape, dtype=tensors[0].dtype)
+        pending = _begin(collectives.all_gather, gathered, tensors[0], **self._how(self._options.gather))
+        return self._then(pending, lambda: _copy(gathered.unbind(), to[0]), to[0])
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> Any:
+        """Give all ranks the tensors of all."""
+        if not self._travels([tensor]):
+            return super().all_gather_single(output, tensor, *rest)
+        return self._all_gather([output], [tensor])
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *rest: Any) -> Any:
+        """The same for many."""
+        if not self._travels(inputs):
+            return super().all_gather_single_coalesced(outputs, inputs, *rest)
+        return self._all_gather(outputs, inputs)
+
+    def abort(self) -> None:
+        """Begin nothing more; what is under way changes no tensor any more."""
+        self._end()
+        super().abort()
+
+    def shutdown(self) -> None:
+        """The same: torch.distributed calls it when a group is destroyed."""
+        self._end()
+        super().shutdown()
+
+    def _end(self) -> None:
+        self._over = True
+        collectives.hang_up(self)
+
+
+def _op_of(opts: Any) -> Any:
+    """The operation in a call's options, or that is given in their place."""
+    op = getattr(opts, "reduceOp", opts)
+    return getattr(op, "op", op)
+
+
+def _alike(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(t.shape == tensors[0].shape for t in tensors)
+
+
+def _copy(values: Sequence[torch.Tensor], to: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for t, value in zip(to, values, strict=True):
+            t.copy_(value.reshape(t.shape))
+
+
+def _begin(collective: Callable[..., Pending | None], *tensors: torch.Tensor, **how: Any) -> Pending:
+    return cast(Pending, collective(*tensors, async_op=True, **how))
+
+
+def register_backend(
+    spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+    *,
+    gather: Spec = Lossless(),  # noqa: B008
+    algorithm: Algorithm = "auto",
+    small: int = Options.small,
+) -> None:
+    """Say how tensors travel in groups of the backend `codec` that are made without options of their own.
+
+    Importing :mod:`codec.torch` registers the backend; lossless, until this is called. All ranks must call it alike.
+
+    Parameters
+    ----------
+    spec, gather, algorithm, small
+        As in :class:`Options`.
+
+    Examples
+    --------
+    >>> codec.torch.register_backend(codec.Float8())  # doctest: +SKIP
+    >>> torch.distributed.init_process_group("codec")  # doctest: +SKIP
+    """
+    usual = Options(spec, gather, algorithm, small)
+
+    def create(how: Any, options: Options | None) -> ProcessGroup:
+        return ProcessGroup(how.store, how.group_rank, how.group_size, how.timeout, options or usual)
+
+    dist.Backend.register_backend("codec", create, extended_api=True, devices=["cpu"])
