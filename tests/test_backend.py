@@ -3,6 +3,8 @@
 import copy
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -50,7 +52,9 @@ def _reduced(rank, size):
             dist.all_reduce(t, op)
             assert torch.equal(t, in_order(every, name)), (dtype, name)
     shapes = [(30, 200), (77,), ()]
-    every = [[values(10 * r + i, max(1, torch.Size(s).numel())).view(s) for i, s in enumerate(shapes)] for r in range(size)]
+    every = [
+        [values(10 * r + i, max(1, torch.Size(s).numel())).view(s) for i, s in enumerate(shapes)] for r in range(size)
+    ]
     mine = [t.clone() for t in every[rank]]
     with dist._coalescing_manager():
         for t in mine:
@@ -137,6 +141,7 @@ def _many(rank, size):
         assert futures[i].wait()[0] is t
         assert torch.equal(t, in_order([values(10 * r + i, 20_000 + i) for r in range(size)]))
     import torch.distributed._functional_collectives as functional
+
     t = functional.all_reduce(values(rank, 20_000), "sum", dist.group.WORLD)
     assert torch.equal(t + 0, in_order([values(r, 20_000) for r in range(size)]))
 
@@ -323,3 +328,51 @@ def _lost(rank, size, how, path):
 def test_a_lost_rank_is_an_error_and_the_others_go_on(how, tmp_path):
     took = ranks(3, _lost, how, str(tmp_path / "store"), gone=(1,))
     assert max(took[0], took[2]) < 4 + 1 + 2, took
+
+
+def _aborted(rank, size):
+    """One gives up in the midst of a collective: it is an error on all, and nothing is written."""
+    t = values(rank, 20_000)
+    before = t.clone()
+    collectives.line_of(dist.group.WORLD)  # all are connected
+    if rank == 0:
+        work = dist.all_reduce(t, async_op=True)
+        dist.group.WORLD.abort()
+    else:
+        time.sleep(0.5)
+        work = dist.all_reduce(t, async_op=True)
+    with pytest.raises(codec.PeerError):
+        work.wait()
+    assert torch.equal(t, before)
+
+
+def test_abort():
+    ranks(2, _aborted, backend="codec")
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist, codec.torch
+way, path, rank = sys.argv[1:]
+dist.init_process_group("codec", init_method=f"file://{path}", rank=int(rank), world_size=2)
+tensor = torch.ones(100_000)
+dist.all_reduce(tensor)
+print(tensor[0].item())
+if way == "destroy":
+    dist.all_reduce(tensor, async_op=True)
+    dist.destroy_process_group()
+elif way == "abort":
+    dist.group.WORLD.abort()
+"""
+
+
+@pytest.mark.parametrize("way", ["leave", "destroy", "abort"])
+def test_processes_end_well(way, tmp_path):
+    """However a script leaves its group, the thread of the collectives does not die in the midst of something."""
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, way, str(tmp_path / "store")]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*command, str(rank)], env=environment, **pipes) for rank in range(2)]
+    ends = [p.communicate(timeout=60) for p in processes]
+    assert [(p.returncode, out, error) for p, (out, error) in zip(processes, ends, strict=True)] == [
+        (0, "2.0\n", "")
+    ] * 2

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from codec import PeerError
 from codec.segmenting import segments
@@ -31,8 +32,8 @@ class Options:
     Parameters
     ----------
     spec : Spec
-        How tensors are encoded that are summed or averaged: gradients, most of all. Lossless if left out: then all ranks
-        get the sum in the order of ranks. Maxima are always exact.
+        How tensors are encoded that are summed or averaged: gradients, most of all. Lossless if left out: all ranks get
+        the sum in the order of ranks. Maxima are always exact.
     gather : Spec
         How tensors are encoded that are gathered: parameters, for instance.
     algorithm : {"auto", "two_shot", "all_gather", "ring", "raw"}
@@ -47,11 +48,14 @@ class Options:
     small: int = 1 << 14
 
 
-class ProcessGroup(dist.ProcessGroup):
+_Base: Any = dist.ProcessGroup  # whose methods have overloads that differ by how many tensors they take
+
+
+class ProcessGroup(_Base):
     """Ranks that reduce and gather large tensors of floats as frames, and do all else over Gloo.
 
-    Frames carry all-reduces, reduce-scatters and all-gathers of float32, bfloat16 and float16 on the CPU: sums, means and
-    maxima. Anything else is Gloo's: small tensors, integers, broadcasts, point-to-point, objects, barriers.
+    Frames carry all-reduces, reduce-scatters and all-gathers of float32, bfloat16 and float16 on the CPU: sums, means
+    and maxima. Anything else is Gloo's: small tensors, integers, broadcasts, point-to-point, objects, barriers.
 
     Parameters
     ----------
@@ -79,7 +83,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         size: int,
         timeout: timedelta = dist.distributed_c10d.default_pg_timeout,
@@ -88,18 +92,23 @@ class ProcessGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._store = store
         self._options = options or Options()
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        self._plain = dist.ProcessGroup(store, rank, size)
+        gloo, kind = (
+            dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout),
+            dist.ProcessGroup.BackendType,
+        )
         gloo._set_sequence_number_for_group()
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        for group in (self, self._plain):
+            group._set_default_backend(kind.GLOO)
+            group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
         self._calls = 0  # equal on all ranks
         self._over = False
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+    def getBackendName(self) -> str:
         """`codec`."""
         return "codec"
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         """By which its ranks find each other; so do those of the channel that its frames go through."""
         return self._store
 
@@ -161,45 +170,46 @@ class ProcessGroup(dist.ProcessGroup):
 
         return Handle(collectives.line_of(self).worker.submit(work), outputs)
 
-    # Each of these is as torch.distributed's; what does not travel goes on to the class above, so to Gloo.
+    # Each of these is as torch.distributed's. What does not travel is for the plain group: methods of the class above
+    # that Python may override hold the interpreter's lock while they wait for one of Gloo's, whose holder may want it.
 
     def allreduce(self, tensors: Any, opts: Any = dist.ReduceOp.SUM, *rest: Any) -> Any:
         """Reduce a tensor over all ranks."""
         listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         if len(listed) != 1 or not self._travels(listed, _op_of(opts)):
-            return super().allreduce(tensors, opts, *rest)
+            return self._plain.allreduce(tensors, opts, *rest)
         return self._all_reduce(listed, _op_of(opts))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Reduce tensors over all ranks: all of them, or none."""
         if not self._travels(tensors, _op_of(opts)):
-            return super().allreduce_coalesced(tensors, opts)
+            return self._plain.allreduce_coalesced(tensors, opts)
         return self._all_reduce(tensors, _op_of(opts))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any, *rest: Any) -> Any:
         """Reduce a list of tensors, of which each rank gets one."""
         to, parts = ([outputs], [inputs]) if isinstance(outputs, torch.Tensor) else (outputs, inputs)
         if len(to) != 1 or not _alike([to[0], *parts[0]]) or not self._travels(parts[0], _op_of(opts)):
-            return super().reduce_scatter(outputs, inputs, opts, *rest)
+            return self._plain.reduce_scatter(outputs, inputs, opts, *rest)
         return self._reduce_scatter(to, [torch.stack(parts[0])], _op_of(opts))
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         """Reduce a tensor, of which each rank gets its part."""
         if not self._travels([tensor], _op_of(opts)):
-            return super().reduce_scatter_single(output, tensor, opts)
+            return self._plain.reduce_scatter_single(output, tensor, opts)
         return self._reduce_scatter([output], [tensor], _op_of(opts))
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """The same for many."""
         if not self._travels(inputs, _op_of(opts)):
-            return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
+            return self._plain.reduce_scatter_single_coalesced(outputs, inputs, opts)
         return self._reduce_scatter(outputs, inputs, _op_of(opts))
 
     def allgather(self, outputs: Any, inputs: Any, *rest: Any) -> Any:
         """Give all ranks the tensors of all, as a list."""
         to, tensors = ([outputs], [inputs]) if isinstance(inputs, torch.Tensor) else (outputs, inputs)
         if len(to) != 1 or not _alike([*tensors, *to[0]]) or not self._travels(tensors):
-            return super().allgather(outputs, inputs, *rest)
+            return self._plain.allgather(outputs, inputs, *rest)
         gathered = torch.empty(self.size(), *tensors[0].shape, dtype=tensors[0].dtype)
         pending = _begin(collectives.all_gather, gathered, tensors[0], **self._how(self._options.gather))
         return self._then(pending, lambda: _copy(gathered.unbind(), to[0]), to[0])
@@ -207,28 +217,46 @@ class ProcessGroup(dist.ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> Any:
         """Give all ranks the tensors of all."""
         if not self._travels([tensor]):
-            return super().all_gather_single(output, tensor, *rest)
+            return self._plain.all_gather_single(output, tensor, *rest)
         return self._all_gather([output], [tensor])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *rest: Any) -> Any:
         """The same for many."""
         if not self._travels(inputs):
-            return super().all_gather_single_coalesced(outputs, inputs, *rest)
+            return self._plain.all_gather_single_coalesced(outputs, inputs, *rest)
         return self._all_gather(outputs, inputs)
 
+    def broadcast(self, *args: Any, **how: Any) -> Any:
+        """Give all ranks what one has."""
+        return self._plain.broadcast(*args, **how)
+
+    def all_to_all_single(self, *args: Any, **how: Any) -> Any:
+        """Give each rank a part of what each has."""
+        return self._plain.all_to_all_single(*args, **how)
+
+    def send(self, *args: Any, **how: Any) -> Any:
+        """Send a tensor to one rank."""
+        return self._plain.send(*args, **how)
+
+    def recv(self, *args: Any, **how: Any) -> Any:
+        """Receive one."""
+        return self._plain.recv(*args, **how)
+
+    def barrier(self, *args: Any, **how: Any) -> Any:
+        """Wait for all ranks."""
+        return self._plain.barrier(*args, **how)
+
     def abort(self) -> None:
-        """Begin nothing more; what is under way changes no tensor any more."""
-        self._end()
-        super().abort()
+        """Begin nothing more; what is under way fails, and changes no tensor any more."""
+        self._over = True
+        collectives.hang_up(self, now=True)
+        self._plain.abort()
 
     def shutdown(self) -> None:
-        """The same: torch.distributed calls it when a group is destroyed."""
-        self._end()
-        super().shutdown()
-
-    def _end(self) -> None:
+        """Begin nothing more, and wait for what is under way: torch.distributed calls this to destroy a group."""
         self._over = True
-        collectives.hang_up(self)
+        collectives.hang_up(self, now=False)
+        self._plain.shutdown()
 
 
 def _op_of(opts: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from codec import FrameError, PeerError
 
@@ -31,7 +32,7 @@ def _timeout_of(group: Any) -> timedelta:
 def _connect(group: Any, timeout: timedelta) -> dist.ProcessGroupGloo:
     """Connections between the ranks of a group which nobody else uses."""
     try:
-        store = dist.PrefixStore("codec", group.get_group_store())
+        store = PrefixStore("codec", group.get_group_store())
         return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
     except RuntimeError as e:
         raise PeerError(f"the ranks of the group cannot be connected: {e}") from e
@@ -66,8 +67,8 @@ class Incoming:
 class Channel:
     """A group of ranks with connections of its own, so that what others send on theirs does not come between.
 
-    They are made over Gloo, through the store by which the group's ranks have found each other; so this works for groups
-    of any backend, also for those that torch.distributed has no list of.
+    They are made over Gloo, through the store by which the group's ranks have found each other; so this works for
+    groups of any backend, also for those that torch.distributed has no list of.
 
     One collective at a time, on all ranks in the same order. After a :class:`PeerError` that broke a connection the
     channel is closed, and the ranks that wait for this one learn of it.

@@ -67,12 +67,16 @@ def line_of(group: Any, timeout: float | None = None) -> Line:
     return line
 
 
-def hang_up(group: Any) -> None:
-    """End a group's line, from any thread: what is under way fails and writes nothing, and its peers learn of it."""
+def hang_up(group: Any, *, now: bool) -> None:
+    """End a group's line, after what was begun; or now: what is under way fails and writes nothing."""
     line = _lines.get(group)
-    if line is not None:
+    if line is None:
+        return
+    if now:
         line.channel.abandon()
-        line.worker.submit(line.channel.close)
+    closed = line.worker.submit(line.channel.close)
+    if not now:
+        closed.wait()
 
 
 def _hash(*what: Any) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+_PATIENCE = 2.0  # seconds
+
 
 class Pending:
     """A collective that goes on in the background."""
@@ -51,7 +53,8 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
 
     def submit(self, work: Callable[[], Any]) -> Pending:
         """Do this after what was submitted before."""
@@ -60,8 +63,13 @@ class Worker:
         return Pending(done)
 
     def stop(self) -> None:
-        """End the thread, after what was submitted before."""
+        """End the thread, after what was submitted before.
+
+        Wait for that a little: a process that ends while one of its threads closes connections is aborted.
+        """
         self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_PATIENCE)
 
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
