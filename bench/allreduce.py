@@ -13,6 +13,7 @@ A row is what one all-reduce took, from when the first rank starts until the las
 
 sent        bytes that left a rank's interface, with headers and acknowledgements; the average of the ranks
 frames      bytes that its frames of both phases have, had each rank's tensor been encoded as a whole
+cpu         a rank's own processor time, without that of the kernel's network; where ranks share cores they wait for it
 x raw       how many times as fast as dist.all_reduce of float32 on the same link in the same run, by medians
 allowed     how many times as fast it would be if frames were all that counts: 2 / (r1 + r2), sizes as fractions of the
             tensor in the first and in the second phase
@@ -204,7 +205,9 @@ def hooks(g: Gradients) -> list[Contender]:
 
     found = [Contender(HOOKS[0], g, fp16, (0.5, 0.5), 0.1)]
     for name, order in zip(HOOKS[1:], (1, 4), strict=True):
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=order, start_powerSGD_iter=2)
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=order, start_powerSGD_iter=2, batch_tensors_with_same_shape=True
+        )
         state.iter = state.start_powerSGD_iter  # the steps before are plain all-reduces
 
         def power(t: Any, _: int, state: Any = state) -> None:
@@ -298,7 +301,7 @@ def worker(plan: dict[str, Any]) -> None:
         dist.init_process_group("gloo", address, timedelta(seconds=300), world, rank)
         say(kind="link", link=link, rate=netns.tcp_rate(rank, world), congestion=congestion())
         for c in [*contenders, contenders[0]]:  # raw again at the end, for machines whose speed changes
-            repeat(c, link, plan["repeat"], plan["pause"], exact.get(c.gradients.source))
+            repeat(c, link, plan, exact.get(c.gradients.source))
         dist.barrier()
         dist.destroy_process_group()
 
@@ -307,30 +310,33 @@ def congestion() -> str:
     return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
 
 
-def repeat(c: Contender, link: str, least: int, pause: float, exact: Array | None) -> None:
-    """Run a contender as often as half a second allows, at least so often, and say what came of it."""
+def repeat(c: Contender, link: str, plan: dict[str, Any], exact: Array | None) -> None:
+    """Run a contender as often as the time for it allows, at least so often, and say what came of it."""
     import torch
     import torch.distributed as dist
 
     source, t = torch.from_numpy(c.gradients.values), torch.empty(c.gradients.values.size)
     times: list[tuple[float, float]] = []
+    cpu: list[float] = []
     digests: list[int] = []
     sent: list[int] = []
+    least, seconds = plan["repeat"], plan["seconds"]
     count, repetition = torch.tensor([1 + least]), 0
     while repetition < count:
         t.copy_(source)
         c.before()
-        time.sleep(pause)
+        time.sleep(plan["pause"])
         dist.barrier()
-        before, start = netns.sent_nbytes(), time.perf_counter()
+        before, cpu_before, start = netns.sent_nbytes(), time.process_time(), time.perf_counter()
         c.call(t, repetition)
         times.append((start, time.perf_counter()))
+        cpu.append(time.process_time() - cpu_before)
         dist.barrier()  # what was queued has left
         sent.append(netns.sent_nbytes() - before)
         digests.append(zlib.crc32(t.numpy()))
         if repetition == 0:
             took = times[0][1] - times[0][0]
-            count[0] = 1 + max(least, min(8 * least, int(0.5 / took)))
+            count[0] = 1 + max(least, min(8 * least, int(seconds / took)))
             dist.broadcast(count, 0)
         repetition += 1
     say(
@@ -340,6 +346,7 @@ def repeat(c: Contender, link: str, least: int, pause: float, exact: Array | Non
         source=c.gradients.source,
         times=times[1:],  # the first one makes connections and memory
         sent=statistics.mean(sent[1:]),
+        cpu=statistics.median(cpu[1:]),
         digests=digests,
         nbytes=t.numel() * 4,
         ratios=c.after() if c.after else c.ratios,
@@ -360,35 +367,33 @@ def run(ranks: int, plan: dict[str, Any], args: argparse.Namespace, tick: Callab
         return network.run(command, timeout=args.timeout, environment=threads, on_line=tick)
 
 
-def of_links(said: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What ranks said, put together: a table a link. Stops at what they disagree about."""
+def of_links(said: list[list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """What ranks said, put together: a table a link; and what was wrong."""
     tables: list[dict[str, Any]] = []
+    wrong: list[str] = []
     for events in zip(*([e for e in events if e["kind"] != "prepared"] for events in said), strict=True):
         first = events[0]
         if first["kind"] == "link":
             rates = [e["rate"] for e in events]
             tables.append({"ranks": len(events), **first, "rates": rates, "rate": statistics.mean(rates), "rows": {}})
             continue
+        where = f"{first['name']}, {len(events)} ranks, {netns.shown(first['link'])}"
         if any(e["digests"] != first["digests"] for e in events):
-            raise SystemExit(f"{first['name']}, {len(events)} ranks, {first['link']}: replicas differ")
+            wrong.append(f"{where}: replicas differ")
+        if not first["error"] <= first["limit"]:  # so that NaN is found
+            wrong.append(f"{where}: wrong values, error {first['error']:.3g} is above {first['limit']:.3g}")
         # as the ranks' clock is one: from the first start to the last end
         spans = zip(*(e["times"] for e in events), strict=True)
         seconds = [max(end for _, end in s) - min(start for start, _ in s) for s in spans]
         row = {k: first[k] for k in ("name", "source", "nbytes", "ratios", "error", "limit")}
-        row |= {"seconds": seconds, "sent": statistics.mean(e["sent"] for e in events)}
+        row |= {"seconds": seconds} | {k: statistics.mean(e[k] for e in events) for k in ("sent", "cpu")}
         if row["name"] in tables[-1]["rows"]:
             tables[-1]["rows"][row["name"]]["seconds"] += seconds
         else:
             tables[-1]["rows"][row["name"]] = row
-        # an error that is not a number is wrong, too
-        if not math.isfinite(row["error"]) or row["error"] > row["limit"]:
-            raise SystemExit(
-                f"{first['name']}, {len(events)} ranks, {first['link']}: error {row['error']:.3g}, "
-                f"above {row['limit']:.3g}: wrong values"
-            )
     for table in tables:
         finish(table)
-    return tables
+    return tables, wrong
 
 
 def finish(table: dict[str, Any]) -> None:
@@ -410,7 +415,7 @@ def report(table: dict[str, Any]) -> None:
     low, high = min(table["rates"]) / 1e6, max(table["rates"]) / 1e6
     title = f"{table['ranks']} ranks, {netns.shown(table['link'])} (TCP payload {low:,.0f} - {high:,.0f} Mbit/s a rank)"
     grid = Table(title=title, title_justify="left")
-    for column in ("", "sent", "frames", "median", "best", "x raw", "allowed", "reached", "error"):
+    for column in ("", "sent", "frames", "median", "best", "cpu", "x raw", "allowed", "reached", "error"):
         grid.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for r in table["rows"]:
         grid.add_row(
@@ -419,12 +424,13 @@ def report(table: dict[str, Any]) -> None:
             f"{r['frames'] / 1e6:.2f} MB",
             f"{1e3 * r['median']:,.1f} ms",
             f"{1e3 * r['best']:,.1f} ms",
+            f"{1e3 * r['cpu']:,.1f} ms",
             f"{r['speedup']:.2f}",
             f"{r['allowed']:.2f}",
             f"{100 * r['reached']:.0f}%",
             f"{r['error']:.2g}",
         )
-    Console(width=max(120, Console().width)).print(grid)
+    Console(width=max(132, Console().width)).print(grid)
 
 
 def plot(tables: list[dict[str, Any]], path: str) -> None:
@@ -480,6 +486,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--codecs", nargs="+", help="codecs by the beginning of their names, or none (all)")
     parser.add_argument("--mib", type=float, help="of float32 a rank (25)")
     parser.add_argument("--repeat", type=int, help="least number of timed repetitions (5)")
+    parser.add_argument("--seconds", type=float, help="time for repetitions of one row, if there is more of it (0.5)")
     parser.add_argument(
         "--pause", type=float, default=0, help="seconds before each repetition, such as backward() takes"
     )
@@ -497,6 +504,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.mib = args.mib or (4 if args.quick else 25)
     args.repeat = args.repeat or (2 if args.quick else 5)
+    args.seconds = args.seconds or (0.1 if args.quick else 0.5)
     return args
 
 
@@ -536,31 +544,43 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
 
     cores = len(os.sched_getaffinity(0))
     tables: list[dict[str, Any]] = []
+    wrong: list[str] = []
     each = len(names) + len(args.links) * (len(names) + len(HOOKS) + 3)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=each * len(args.ranks))
-        for ranks in args.ranks:
-            plan = {k: getattr(args, k) for k in ("links", "mib", "repeat", "pause", "algorithm")}
-            plan |= {"codecs": names, "data": str(args.data), "threads": args.threads or max(1, cores // ranks)}
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("", total=each * len(args.ranks))
+            for ranks in args.ranks:
+                plan = {k: getattr(args, k) for k in ("links", "mib", "repeat", "seconds", "pause", "algorithm")}
+                plan |= {"codecs": names, "data": str(args.data), "threads": args.threads or max(1, cores // ranks)}
 
-            def tick(rank: int, line: str, ranks: int = ranks) -> None:
-                if rank == 0 and line.startswith("{"):
-                    event = json.loads(line)
-                    what = (netns.shown(event["link"]) if "link" in event else "frames", event.get("name", ""))
-                    bar.update(task, advance=1, description=f"{ranks} ranks, {' '.join(what)}")
+                def tick(rank: int, line: str, ranks: int = ranks) -> None:
+                    if rank == 0 and line.startswith("{"):
+                        event = json.loads(line)
+                        what = netns.shown(event["link"]) if "link" in event else "frames"
+                        bar.update(task, advance=1, description=f"{ranks} ranks, {what} {event.get('name', '')}")
 
-            bar.update(task, description=f"{ranks} ranks")
-            tables += of_links(run(ranks, plan, args, tick))
+                bar.update(task, description=f"{ranks} ranks")
+                found, problems = of_links(run(ranks, plan, args, tick))
+                tables += found
+                wrong += problems
+    finally:  # after an error, too: what was measured may have taken long
+        if tables:
+            show(tables, args, {"cores": cores, "isa": codec.isas()[-1]})
+    if wrong:
+        raise SystemExit("WRONG\n" + "\n".join(wrong))
+    print("Replicas were identical to the bit in all repetitions.")
+
+
+def show(tables: list[dict[str, Any]], args: argparse.Namespace, about: dict[str, Any]) -> None:
+    about |= {"congestion": tables[0]["congestion"], "algorithm": args.algorithm, "both_ways": args.both_ways}
+    about |= {"slow_start_after_idle": not args.no_restart, "pause": args.pause}
     sources = dict.fromkeys(r["source"] for t in tables for r in t["rows"])
-    print(
-        f"{args.mib:g} MiB of float32 a rank ({', '.join(sources)}), {cores} cores, {tables[0]['congestion']}"
-        f"{'' if args.algorithm == 'two_shot' else ', ' + args.algorithm}; replicas were identical to the bit"
-    )
+    print(f"{args.mib:g} MiB of float32 a rank: {', '.join(sources)}")
+    print(", ".join(f"{k} {v}" for k, v in about.items()))
     for table in tables:
         report(table)
     if args.json:
-        about = {"mib": args.mib, "cores": cores, "algorithm": args.algorithm, "isa": codec.isas()[-1]}
-        Path(args.json).write_text(json.dumps({**about, "tables": tables}, indent=1))
+        Path(args.json).write_text(json.dumps({"mib": args.mib, **about, "tables": tables}, indent=1))
     if args.plot:
         plot(tables, args.plot)
 

@@ -348,7 +348,7 @@ def follow(ranks: list[Rank], deadline: float, on_line: Callable[[int, str], Non
             raise NetworkError(f"rank {r.rank}, exit status {r.process.returncode}:\n{r.said()}")
 
 
-def tcp_rate(rank: int, world: int, seconds: float = 0.6) -> float:
+def tcp_rate(rank: int, world: int, seconds: float = 1) -> float:
     """Bits per second that this rank gets from the one before while each sends to the next over one connection.
 
     The first fifth of the time is not counted: it has the token bucket's contents and TCP's slow start.
