@@ -26,6 +26,7 @@ Hooks get one bucket with all parameters, outside of a model: torch's PowerSGD h
 
 import argparse
 import ast
+import importlib.util
 import json
 import math
 import os
@@ -205,9 +206,7 @@ def hooks(g: Gradients) -> list[Contender]:
 
     found = [Contender(HOOKS[0], g, fp16, (0.5, 0.5), 0.1)]
     for name, order in zip(HOOKS[1:], (1, 4), strict=True):
-        state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=order, start_powerSGD_iter=2, batch_tensors_with_same_shape=True
-        )
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=order, start_powerSGD_iter=2)
         state.iter = state.start_powerSGD_iter  # the steps before are plain all-reduces
 
         def power(t: Any, _: int, state: Any = state) -> None:
@@ -515,8 +514,8 @@ def check(args: argparse.Namespace) -> list[str]:
         netns.bits(link)
     if min(args.ranks) < 2:
         raise SystemExit("an all-reduce needs two ranks")
-    if args.plot:
-        import matplotlib  # noqa: F401
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit("--plot needs matplotlib")
     names = chosen(args.codecs or (QUICK if args.quick else list(SPECS)))
     if names:
         import codec.torch  # noqa: F401
