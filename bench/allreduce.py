@@ -1,7 +1,7 @@
 """All-reduce of real gradients over slow links: Gloo in float32, torch's hooks, and every codec.
 
     sudo python bench/allreduce.py                       # 2 and 4 ranks, five links, every codec: about half an hour
-    sudo python bench/allreduce.py --quick               # a few codecs on 4 MiB: under two minutes
+    sudo python bench/allreduce.py --quick               # a few codecs on 2 MiB: under two minutes
     sudo python bench/allreduce.py --ranks 4 --links 100mbit --codecs lossless float8 "sign, block"
 
 Ranks are processes in network namespaces (bench/netns.py: Linux, root, iproute2); a token bucket limits what each may
@@ -19,6 +19,9 @@ allowed     how many times as fast it would be if frames were all that counts: 2
             tensor in the first and in the second phase
 reached     x raw over allowed
 error       root mean square of the result less the exact mean, over that of the mean
+
+Where other work shares the cores, rows vary by factors: compare those of a quiet machine. Links differ from their
+names, too, once the cores cannot fill them; the TCP rate that each rank really had stands above each table.
 
 If ranks end with different bits, or a codec's error is above what one two-shot with its frames has, the run fails.
 Hooks get one bucket with all parameters, outside of a model: torch's PowerSGD hook hangs on Gloo with two.
@@ -496,12 +499,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--congestion", help="TCP's congestion control (the machine's)")
     parser.add_argument("--no-restart", action="store_true", help="net.ipv4.tcp_slow_start_after_idle=0")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for a number of ranks (3,600)")
-    parser.add_argument("--quick", action="store_true", help="a few codecs, 4 MiB, 2 repetitions: under two minutes")
+    parser.add_argument("--quick", action="store_true", help="a few codecs, 2 MiB, 2 repetitions: under two minutes")
     parser.add_argument("--json", metavar="FILE", help="write all that was measured")
     parser.add_argument("--plot", metavar="FILE", help="draw it (.png; needs matplotlib)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.mib = args.mib or (4 if args.quick else 25)
+    args.mib = args.mib or (2 if args.quick else 25)
     args.repeat = args.repeat or (2 if args.quick else 5)
     args.seconds = args.seconds or (0.1 if args.quick else 0.5)
     return args
@@ -573,6 +576,7 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
 def show(tables: list[dict[str, Any]], args: argparse.Namespace, about: dict[str, Any]) -> None:
     about |= {"congestion": tables[0]["congestion"], "algorithm": args.algorithm, "both_ways": args.both_ways}
     about |= {"slow_start_after_idle": not args.no_restart, "pause": args.pause}
+    about |= {"load": [round(x, 1) for x in os.getloadavg()]}  # above the number of ranks: others were there
     sources = dict.fromkeys(r["source"] for t in tables for r in t["rows"])
     print(f"{args.mib:g} MiB of float32 a rank: {', '.join(sources)}")
     print(", ".join(f"{k} {v}" for k, v in about.items()))
