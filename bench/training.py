@@ -149,7 +149,7 @@ def digits_task(seed: int, steps: int, rank: int = 0, world: int = 1, batch: int
     return _task(model, optimizer, steps, share, (images[held], labels[held]))
 
 
-def language_task(seed: int, steps: int, rank: int = 0, world: int = 1, batch: int = 32) -> Task:
+def language_task(seed: int, steps: int, rank: int = 0, world: int = 1, batch: int = 16) -> Task:
     """The transformer by AdamW; every 16th stretch of 4 KiB of the text is held out, and 512 windows of it are used."""
     context, stretch = 64, 4096
     stretches = text().unfold(0, stretch, stretch)
