@@ -29,14 +29,17 @@ from codec.frame import Info, inspect, verify
 from codec.many import decode_many, encode_many
 from codec.segmenting import segments
 from codec.specs import Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
+from codec.stateful import CodebookRefresher, ErrorFeedback
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ChecksumError",
     "Codebook",
+    "CodebookRefresher",
     "CodecError",
     "EngineError",
+    "ErrorFeedback",
     "Float4",
     "Float8",
     "FrameError",

@@ -24,7 +24,11 @@ LAYERS = [
     {"engines.native"},
     {"engines"},
     {"encoding", "decoding"},
-    {"many"},
+    {"many", "stateful.ranges"},
+    {"stateful.saved"},
+    {"stateful.resharding", "stateful.refresher"},
+    {"stateful.feedback"},
+    {"stateful"},
 ]
 ROOT = Path(codec.__file__).parent
 
