@@ -231,6 +231,7 @@ def hooks(g: Gradients) -> list[Contender]:
 def codecs(names: Sequence[str], plain: Gradients, stateful: Gradients | None, algorithm: str) -> list[Contender]:
     """Those of the codec's own."""
     import torch
+
     from codec.torch import all_reduce
 
     found: list[Contender] = []

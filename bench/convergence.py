@@ -144,7 +144,7 @@ def sharing(way: str, task: Task, model: DistributedDataParallel) -> Callable[[]
         warnings.simplefilter("ignore")  # Sign under Adam is warned of: here it is what is to be seen
         hook = ddp_hook(WAYS[way].spec, optimizer=task.optimizer, feedback=WAYS[way].feedback)
     hook.register(model)
-    return lambda: int(hook.stats()["bytes_sent"])
+    return lambda: int(hook.stats().sent_nbytes)
 
 
 def average_statistics(model: torch.nn.Module) -> None:

@@ -33,6 +33,7 @@ LAYERS = [
     {"torch.slices", "torch.worker", "torch.channel", "torch.choosing"},
     {"torch.reduction"},
     {"torch.collectives"},
+    {"torch.ddp"},
     {"torch"},
 ]
 ROOT = Path(codec.__file__).parent

@@ -6,6 +6,19 @@
 """
 
 from codec.torch.collectives import all_gather, all_reduce, all_to_all, exchange, reduce_scatter
+from codec.torch.ddp import Hook, Policy, Stats, ddp_hook, default_policy
 from codec.torch.worker import Pending
 
-__all__ = ["Pending", "all_gather", "all_reduce", "all_to_all", "exchange", "reduce_scatter"]
+__all__ = [
+    "Hook",
+    "Pending",
+    "Policy",
+    "Stats",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "ddp_hook",
+    "default_policy",
+    "exchange",
+    "reduce_scatter",
+]

@@ -9,7 +9,7 @@ from codec.core import ITEMSIZE
 from codec.encoding import encode
 from codec.errors import SpecError, StateError
 from codec.specs import Lossless, Spec
-from codec.stateful.ranges import Array, Store, gather, layout_of, numel, shared, shown, without
+from codec.stateful.ranges import Array, Store, gather, layout_of, numel, shared, shown, union, without
 from codec.stateful.resharding import reshard
 from codec.stateful.saved import ROLES, load, save
 from codec.view import view
@@ -133,6 +133,37 @@ class ErrorFeedback:
         now = self._now
         again = {at: buffer for at, buffer in now.pending.items() if at in now.kept}
         self._now = _Now(now.kept, {}, {**now.spare, **again})
+
+    def pass_on(self, layout: Any, to: "ErrorFeedback", scale: float) -> None:
+        """Have another one owe what is owed to some ranges here, times `scale`, from now on.
+
+        For a server whose ranges go to another rank: a residual of a mean is owed as well by a worker of this rank, as
+        many times as there are ranks. Nothing is lost, so that this needs no commit, and cannot be rolled back.
+
+        Parameters
+        ----------
+        layout : iterable of (str, int) or (str, int, int)
+            As for :meth:`begin`.
+        to : ErrorFeedback
+            Who owes it then.
+        scale : float
+            What residuals are multiplied by.
+
+        Raises
+        ------
+        StateError
+            Some of these ranges have been begun, here or there.
+        """
+        at = layout_of(layout)
+        for feedback in (self, to):
+            if (begun := shared([*union(at), *union(r for other in feedback._now.pending for r in other)])) is not None:
+                raise StateError(f"{shown(begun)} has been begun, and neither committed nor rolled back")
+        values = gather(self._now.kept, at) * np.float32(scale)
+        if not values.any():
+            return
+        values += gather(to._now.kept, at)
+        to._now = _Now({**without(to._now.kept, [at]), at: values}, to._now.pending, {})
+        self._now = _Now(without(self._now.kept, [at]), self._now.pending, {})
 
     def encode(self, key: str, x: Any, **keywords: Any) -> bytes | memoryview:
         """Encode a tensor that is a parameter's gradient, with what is owed to it.
