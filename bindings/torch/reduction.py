@@ -14,6 +14,7 @@ from codec.specs import Lossless, Spec, Truncate
 from codec.torch.channel import Array, Channel, Incoming
 from codec.torch.slices import Piece, cut, cut_evenly
 
+_LARGE = 1 << 21  # values
 _APART = 0x9E3779B97F4A7C15  # odd: so far do streams lie apart that numbers of pieces do not meet the next one's
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -55,6 +56,7 @@ class Reduction:
             dtype=self.dtype,
             out=out,
             segments=piece.segments,
+            threads=_threads(piece),
             stream=(self.stream * _APART + number) % (1 << 64),
             **how,
             **self._state(piece),
@@ -64,13 +66,13 @@ class Reduction:
     def decode(self, frame: Array, piece: Piece, into: Array) -> None:
         """The values of a frame, to a piece of a tensor like x."""
         self.check(frame, piece)
-        codec.decode(frame, out=into[piece.begin : piece.end], **self.shared(piece))
+        codec.decode(frame, out=into[piece.begin : piece.end], threads=_threads(piece), **self.shared(piece))
 
     def sum(self, frames: Sequence[Array], piece: Piece, total: Array) -> None:
         """Frames of a piece to their sum, mean or maximum, in the order of ranks."""
         for frame in frames:
             self.check(frame, piece)
-        codec.reduce(frames, self.op, out=total, **self.shared(piece))
+        codec.reduce(frames, self.op, out=total, threads=_threads(piece), **self.shared(piece))
 
     def check(self, frame: Array, piece: Piece) -> None:
         """Raise FrameError unless it is a frame of such a piece."""
@@ -94,6 +96,11 @@ class Reduction:
             return total
         rounded = torch.from_numpy(total).to(_FLOATS[self.dtype])
         return rounded.view(torch.uint16).numpy().view(self.x.dtype)
+
+
+def _threads(piece: Piece) -> int | None:
+    """For a chunk that is not large one is enough: other ranks on this machine have work for other cores."""
+    return 1 if piece.n <= _LARGE else None
 
 
 def _metric_of(metric: Any, piece: Piece) -> Any:
