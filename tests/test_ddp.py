@@ -129,7 +129,7 @@ def test_replicas_stay_equal():
         assert sum(losses[-3:]) < sum(losses[:3]) + 0.3, key
 
 
-def _owed(rank, size):
+def _owed(rank, size, paid):
     """What the optimizer saw and what is still owed is what the gradients were."""
     spec = codec.Quantize(2)
     model = wrapped()
@@ -137,6 +137,8 @@ def _owed(rank, size):
     names = [n for n, _ in model.module.named_parameters()]
     seen, sent = ({n: torch.zeros(p.shape) for n, p in model.module.named_parameters()} for _ in range(2))
     for step in range(7):
+        if step == 6 and paid:
+            hook._algorithm = "raw"  # as it is where values are faster: all that is owed is sent
         x, y = data(rank, step)
         model.zero_grad()
         with model.no_sync():
@@ -160,13 +162,15 @@ def _owed(rank, size):
         dist.all_reduce(owed)
         dist.all_reduce(mean)
         torch.testing.assert_close(sent[n].view(-1) + owed, mean.view(-1), atol=1e-5, rtol=1e-4)
+        assert owed.any() == (not paid)
     return sum(len(x) for k, x in hook.state_dict()["server"].items() if k not in ("version", "role"))
 
 
 def test_what_is_lost_is_owed():
     """Over buckets that are rebuilt after the first step, on workers and where sums are encoded; each sum's by one."""
-    owned = ranks(3, _owed)
-    assert sum(owned) == sum(p.numel() for p in net().parameters())
+    for paid in (False, True):
+        owned = ranks(3, _owed, paid)
+        assert sum(owned) == sum(p.numel() for p in net().parameters())
 
 
 def _refused(rank, size):
@@ -191,6 +195,32 @@ def test_nan_on_one_rank_refuses_the_step_on_all():
     results = ranks(3, _refused)
     assert all(refused == 1 for refused, _ in results)
     assert len({b for _, b in results}) == 1
+
+
+def _scaled(rank, size):
+    model = wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024)
+    hook = codec.torch.ddp_hook(codec.Quantize(4), feedback=True, grad_scaler=scaler).register(model)
+    for step in range(6):
+        x, y = data(rank, step)
+        if step == 3 and rank == 1:
+            x[3, 4] = float("inf")
+        before, state, scale = bits(model), pickle.dumps(hook.state_dict()), scaler.get_scale()
+        optimizer.zero_grad()
+        scaler.scale(torch.nn.functional.cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert (bits(model) == before) == (step == 3)
+        assert (pickle.dumps(hook.state_dict()) == state) == (step == 3)
+        assert scaler.get_scale() == scale / (2 if step == 3 else 1)
+    return bits(model), hook.stats().steps, hook.stats().refused
+
+
+def test_scaled_gradients_that_overflow_are_skipped_on_all():
+    results = ranks(2, _scaled)
+    assert results[0] == results[1]
+    assert results[0][1:] == (5, 1)
 
 
 def _continued(rank, size):

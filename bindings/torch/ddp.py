@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import codec
-from codec import SpecError, metrics
+from codec import SpecError, Status, metrics
 from codec.segmenting import Segments
 from codec.specs import Lossless, Sign, Spec, Ternary, Truncate
 from codec.stateful import ErrorFeedback
@@ -144,6 +144,8 @@ class Hook:
             except BaseException as e:
                 self._error = self._error or e
                 self._rollback()
+                if self._is_overflow(e):
+                    buffer.fill_(torch.nan)  # on all ranks: their scalers skip the step
             return buffer
 
         return line.worker.submit(work).get_future()
@@ -153,7 +155,12 @@ class Hook:
         error, self._error = self._error, None
         if error is not None:
             self._stats.refused += 1
-            raise error
+            if not self._is_overflow(error):
+                raise error
+
+    def _is_overflow(self, error: BaseException) -> bool:
+        """Whether a gradient was scaled too much, which is for the scaler to notice."""
+        return self._scaler is not None and getattr(error, "code", None) == Status.NONFINITE
 
     def _parts_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[_Part]:
         names = [self._names[p] for p in parameters]
@@ -180,33 +187,27 @@ class Hook:
     def _reduce(self, line: Line, buffer: torch.Tensor, parts: list[_Part]) -> None:
         """In the worker's thread: the mean of a bucket over all ranks, into its buffer."""
         before = line.channel.sent_nbytes
-        results = [(part, self._reduce_part(line, buffer, part)) for part in parts]
-        for part, (result, r) in results:
+        results = collectives.run_all(line, lambda: [self._prepare(line, buffer, p) for p in parts], self._algorithm)
+        for part, (result, r) in zip(parts, results, strict=True):
             _scatter(result, r, part, buffer)
         self._stats.buckets += 1
         self._stats.raw_nbytes += buffer.numel() * buffer.element_size()
         self._stats.sent_nbytes += line.channel.sent_nbytes - before
 
-    def _reduce_part(self, line: Line, buffer: torch.Tensor, part: _Part) -> tuple[Array, Reduction]:
+    def _prepare(self, line: Line, buffer: torch.Tensor, part: _Part) -> Reduction:
         channel = line.channel
-
-        def prepare() -> Reduction:
-            x = buffer if part.whole else _gather(buffer, part)
-            metric, state = self._metric(part)
-            r = collectives.reduction_of(x, part.spec, "mean", part.segments, metric, state, channel.calls << 32)
-            self._feed(r, part, channel.rank, channel.size)
-            return r
-
-        result, r = collectives.run(line, prepare, self._algorithm)
-        # the next part's result takes the same memory
-        return (result if part.whole else result.copy()), r
+        x = buffer if part.whole else _gather(buffer, part)
+        metric, state = self._metric(part)
+        r = collectives.reduction_of(x, part.spec, "mean", part.segments, metric, state, channel.calls << 32)
+        self._feed(r, part, channel.rank, channel.size)
+        return r
 
     def _feed(self, r: Reduction, part: _Part, rank: int, size: int) -> None:
         """Have lossy frames add what earlier ones have lost."""
         if self.worker_feedback is None or self.server_feedback is None or isinstance(part.spec, Lossless):
             return
         begin = end = 0
-        if collectives.choose_algorithm(self._algorithm, r, size) == "two_shot":
+        if collectives.choose_algorithm(self._algorithm, r, size) in ("two_shot", "raw"):
             mine = slices.cut(r.x.size, size, r.x.itemsize, r.segments)[rank]
             begin, end = mine[0].begin, mine[-1].end
         if part.new:  # others own other ranges of its parameters' sums now
@@ -322,7 +323,8 @@ def ddp_hook(
     algorithm : str
         As for :func:`all_reduce`.
     grad_scaler : torch.amp.GradScaler, optional
-        If gradients are scaled: for Truncate.
+        If gradients are scaled. NaN and Inf are no error then: all ranks get NaN, all scalers skip the step, and what
+        is owed stays as it was. Truncate takes the scale from it.
     group : ProcessGroup, optional
         Whose ranks; left out: the model's.
     timeout : float, optional

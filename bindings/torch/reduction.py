@@ -401,8 +401,10 @@ def raw(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     Lossless frames would give the same bits.
     """
     size, me = channel.size, channel.rank
-    slices = cut(r.x.size, size, r.x.itemsize, None)
-    others = [(me + i) % size for i in range(1, size)]
+    slices = cut(
+        r.x.size, size, r.x.itemsize, r.segments
+    )  # as for frames: what is owed to sums is of this rank's slice
+    others = _others(channel)
     chunks = range(len(slices[me]))
     result = channel.result(r.x.size, r.x.dtype)
     channel.begin(Channel.room_for([piece.n * r.x.itemsize for piece in slices[me] for _ in range(size)]))
@@ -428,7 +430,8 @@ def raw(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     for c, piece in enumerate(slices[me]):
         parts = {o: there() for o, there in firsts[c].items()} | {me: x[piece.begin : piece.end]}
         total = result[piece.begin : piece.end]
-        _add_up([parts[rank] for rank in range(size)], r, total)
+        residual = None if r.sums_residual is None else r.sums_residual(piece.begin, piece.end)
+        _add_up([parts[rank] for rank in range(size)], r, residual, total)
         for o in others:
             channel.send_values(total, o)
     for there in [there for each in seconds for there in each.values()]:
@@ -439,8 +442,8 @@ def raw(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     return result, None
 
 
-def _add_up(parts: Sequence[Array], r: Reduction, total: Array) -> None:
-    """Sum, mean or maximum as codec.reduce has it, in the dtype of x."""
+def _add_up(parts: Sequence[Array], r: Reduction, residual: Array | None, total: Array) -> None:
+    """Sum, mean or maximum as codec.reduce has it, in the dtype of x; what is owed is added, and is no more."""
     dtype = _FLOATS[r.dtype]
     tensors = [torch.from_numpy(part).view(dtype) for part in parts]
     add = torch.maximum if r.op == "max" else torch.add
@@ -453,5 +456,8 @@ def _add_up(parts: Sequence[Array], r: Reduction, total: Array) -> None:
         add(out, t.float(), out=out)
     if r.op == "mean":
         out /= len(parts)
+    if residual is not None:
+        out += torch.from_numpy(residual)
+        residual[:] = 0
     if r.dtype != "float32":
         torch.from_numpy(total).view(dtype).copy_(out)
