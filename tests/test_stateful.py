@@ -493,7 +493,7 @@ def refreshed(tensors, **how):
 def test_only_where_it_pays():
     """A codebook is proposed where frames are smaller with it, and not where they are larger."""
     rng = np.random.default_rng(0)
-    cnn = np.load(Path(codec.__file__).parents[1] / "bench/data/cnn_float32.npz")["grad"]
+    cnn = np.load(Path(__file__).parents[1] / "bench/data/cnn_float32.npz")["grad"]
     alike = grads_of(0, 0)
     pieces = [p for p in np.array_split(cnn, 17)]
     for tensors, pays in [(alike, True), (pieces, False)]:
