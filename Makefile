@@ -40,14 +40,14 @@ $(VENV)/debian: $(VENV)/tools
 	touch $@
 
 lint: $(VENV)/tools $(VENV)/test
-	$(VENV)/bin/ruff check codec tests bench bindings fuzz
-	$(VENV)/bin/ruff format --check codec tests bench bindings fuzz
+	$(VENV)/bin/ruff check codec tests bench bindings examples fuzz
+	$(VENV)/bin/ruff format --check codec tests bench bindings examples fuzz
 	$(VENV)/bin/clang-format --dry-run --Werror $(C_FILES)
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
 format: $(VENV)/tools
-	$(VENV)/bin/ruff check --fix codec tests bench bindings fuzz
-	$(VENV)/bin/ruff format codec tests bench bindings fuzz
+	$(VENV)/bin/ruff check --fix codec tests bench bindings examples fuzz
+	$(VENV)/bin/ruff format codec tests bench bindings examples fuzz
 	$(VENV)/bin/clang-format -i $(C_FILES)
 
 ctest: $(VENV)/debian

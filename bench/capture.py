@@ -19,7 +19,6 @@ block only in the third, for the sample's size.
 """
 
 import argparse
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -27,55 +26,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from training import Language, cnn_model, digits, text
 
 HERE = Path(__file__).parent / "data"
-
-
-class Residual(nn.Module):
-    """Two 3x3 convolutions around a shortcut."""
-
-    def __init__(self, inside: int, outside: int) -> None:
-        super().__init__()
-        self.a, self.b = (
-            nn.Conv2d(inside, outside, 3, padding=1, bias=False),
-            nn.Conv2d(outside, outside, 3, padding=1, bias=False),
-        )
-        self.na, self.nb = nn.BatchNorm2d(outside), nn.BatchNorm2d(outside)
-        self.short = nn.Conv2d(inside, outside, 1, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.nb(self.b(F.relu(self.na(self.a(x))))) + self.short(x))
-
-
-class Attention(nn.Module):
-    """A transformer block."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        b, t, w = x.shape
-        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.n1(x)).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, w)
-        x = x + self.out(y)
-        return x + self.down(F.gelu(self.up(self.n2(x))))
-
-
-class Language(nn.Module):
-    """Bytes in, next byte out."""
-
-    def __init__(self, width: int, layers: int, context: int) -> None:
-        super().__init__()
-        self.token, self.place = nn.Embedding(256, width), nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(Attention(width, 4) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks(self.token(x) + self.place.weight[: x.shape[1]])))
 
 
 def bucket(model: nn.Module, skip: tuple[str, ...] = ()) -> tuple[torch.Tensor, list[list[int]]]:
@@ -84,25 +37,6 @@ def bucket(model: nn.Module, skip: tuple[str, ...] = ()) -> tuple[torch.Tensor, 
     return torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None]), [
         list(p.shape) for p in parameters
     ]
-
-
-def cnn_model() -> nn.Module:
-    return nn.Sequential(
-        Residual(1, 32),
-        Residual(32, 64),
-        nn.MaxPool2d(2),
-        Residual(64, 64),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(64, 10),
-    )
-
-
-def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    return torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
 
 
 def cnn_adamw(steps: int) -> dict[str, Any]:
@@ -149,11 +83,6 @@ def cnn(steps: int) -> dict[str, Any]:
     grad, shapes = bucket(model)
     print(f"cnn_float32: {grad.numel()} values, loss {loss.item():.3f}")
     return {"grad": grad.numpy(), "shapes": str(shapes)}
-
-
-def text() -> torch.Tensor:
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
 
 
 def transformer(steps: int, half: bool) -> dict[str, Any]:

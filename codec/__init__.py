@@ -31,6 +31,7 @@ from codec.many import decode_many, encode_many
 from codec.predicting import Link
 from codec.segmenting import segments
 from codec.specs import Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
+from codec.stateful import CodebookRefresher, ErrorFeedback
 
 __version__ = "0.1.0"
 
@@ -38,8 +39,10 @@ __all__ = [
     "Advice",
     "ChecksumError",
     "Codebook",
+    "CodebookRefresher",
     "CodecError",
     "EngineError",
+    "ErrorFeedback",
     "Float4",
     "Float8",
     "FrameError",

@@ -118,7 +118,10 @@ class Codebook:
         array = np.asarray(counts)
         if array.shape != (256,) or array.dtype.kind not in "iu" or (array.dtype.kind == "i" and (array < 0).any()):
             raise SpecError("counts must be 256 integers, none below 0")
-        return cls._build(spec, dtype, ffi.new("uint64_t[256]", array.astype(np.uint64).tolist()))
+        book = ffi.new("codec_codebook *")
+        numbers = ffi.from_buffer("uint64_t[]", array.astype(np.uint64))
+        check(lib.codec_codebook_build(spec_struct(spec), core.DTYPES.get(dtype, 0), numbers, book))
+        return cls._of(book)
 
     @classmethod
     def from_tensors(
@@ -149,41 +152,62 @@ class Codebook:
         _check_spec(spec)
         if len(tensors) != 1 and not (segments is None and metric is None and state is None):
             raise SpecError("segments=, metric= and state= go with a single tensor")
-        counts = ffi.new("uint64_t[256]")
+        counts = np.zeros(256, np.int64)
         symbols: set[int] = set()
-        packed = pack(segments) if segments is not None else None
         for x in tensors:
-            v = on_host("a tensor", view(x))
-            if v.dtype not in _FLOATS:
-                raise SpecError(f"codebooks are for the exponents of {', '.join(_FLOATS)}, not for {v.dtype}")
-            s = spec_struct(spec)
-            m = asked(metric, state, v.nbytes // ITEMSIZE[v.dtype])
-            call = structs.take()
-            if packed is not None:
-                call.set_segments(packed)
-            if m is not None:
-                for name, array in m.read:
-                    on_host(name, array)
-                call.set_metric(m)
-            t = call.fill_tensor(v)
-            check(lib.codec_scratch(s, t, call.size))
-            nbytes = call.size[0]
-            check(lib.codec_count(s, t, counts, call.context, call.scratch(nbytes), nbytes))
-            structs.give(call)
-            symbols.add(cls._build(spec, v.dtype, counts).symbols)
+            dtype, _, own = count_symbols(x, spec, segments, metric, state)
+            counts += own
+            symbols.add(cls.from_counts(own, spec, dtype).symbols)
         if len(symbols) > 1:
             raise SpecError(f"tensors of these dtypes have no symbols in common under {spec}")
-        return cls._build(spec, view(tensors[0]).dtype if tensors else "float32", counts)
-
-    @classmethod
-    def _build(cls, spec: Lossless | Truncate, dtype: str, counts: Any) -> "Codebook":
-        book = ffi.new("codec_codebook *")
-        check(lib.codec_codebook_build(spec_struct(spec), core.DTYPES.get(dtype, 0), counts, book))
-        return cls._of(book)
+        return cls.from_counts(counts, spec, view(tensors[0]).dtype if tensors else "float32")
 
     @classmethod
     def _of(cls, struct: Any) -> "Codebook":
         return cls(bytes(struct.length), struct.escape_length, struct.id, struct.symbols)
+
+
+def count_symbols(
+    x: Any,
+    spec: Lossless | Truncate,
+    segments: Any = None,
+    metric: Any = None,
+    state: Mapping[str, Any] | None = None,
+) -> tuple[str, int, np.ndarray[Any, np.dtype[np.int64]]]:
+    """How often each symbol occurs in the sample that encoding would take of a tensor.
+
+    Returns
+    -------
+    str, int, numpy.ndarray of int64, shape (256,)
+        The tensor's dtype and number of values, and the counts.
+
+    Raises
+    ------
+    SpecError
+        As :meth:`Codebook.from_tensors`.
+    """
+    _check_spec(spec)
+    v = on_host("a tensor", view(x))
+    if v.dtype not in _FLOATS:
+        raise SpecError(f"codebooks are for the exponents of {', '.join(_FLOATS)}, not for {v.dtype}")
+    s = spec_struct(spec)
+    n = v.nbytes // ITEMSIZE[v.dtype]
+    m = asked(metric, state, n)
+    call = structs.take()
+    if segments is not None:
+        call.set_segments(pack(segments))
+    if m is not None:
+        for name, array in m.read:
+            on_host(name, array)
+        call.set_metric(m)
+    t = call.fill_tensor(v)
+    check(lib.codec_scratch(s, t, call.size))
+    nbytes = call.size[0]
+    counts = np.zeros(256, np.int64)
+    into = ffi.from_buffer("uint64_t[]", counts, True)
+    check(lib.codec_count(s, t, into, call.context, call.scratch(nbytes), nbytes))
+    structs.give(call)
+    return v.dtype, n, counts
 
 
 def _check_spec(spec: object) -> None:

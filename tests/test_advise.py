@@ -507,7 +507,7 @@ def test_advice(clock):
 
 def test_command():
     """In a process of its own: JSON alone on stdout, progress on stderr."""
-    command = [sys.executable, "-m", "codec", "advise", str(DATA / "transformer_bfloat16.npz"), "grad_bits"]
+    command = [sys.executable, "-P", "-m", "codec", "advise", str(DATA / "transformer_bfloat16.npz"), "grad_bits"]
     how = ["--dtype", "bfloat16", "--link", "1mbit", "--ranks", "2", "--json"]
     done = subprocess.run([*command, *how], capture_output=True, text=True, check=True)
     told = json.loads(done.stdout)

@@ -307,3 +307,48 @@ def _others(rank, size):
 def test_other_collectives():
     """Reduce-scatter, all-gather and all-to-all: lossless what torch's give, in the order of ranks."""
     ranks(3, _others)
+
+
+def decided(frames, values, load, n):
+    """What is chosen for n collectives that take so long, as two ranks see it."""
+    choices = [codec.torch.choosing.Choice() for _ in range(2)]
+    kinds = []
+    for i in range(n):
+        reports = [c.report() for c in choices]
+        kind, other = (c.decide(reports) for c in choices)
+        assert kind == other  # ranks with other clocks agree
+        kinds.append(kind)
+        for rank, c in enumerate(choices):
+            c._wall = {"frames": frames, "values": values}[kind] * (5 if i % 200 == 0 else 1 + rank / 10)
+            c._busy = load * c._wall
+    return kinds
+
+
+def test_what_is_faster_is_sent():
+    """Frames at first; values where ranks are busy and values have turned out faster; on a slow link never tried."""
+    assert set(decided(1.0, 25.0, 0.05, 500)) == {"frames"}
+    fast = decided(1.0, 0.5, 0.8, 450)
+    assert fast[:3] == ["frames"] * 3
+    assert set(fast[6:200]) == {"values"}
+    assert fast[200] == "frames"  # looked at again
+    assert set(fast[206:400]) == {"values"}
+    near = decided(1.0, 1.5, 0.8, 100)
+    assert near[3:6] == ["values"] * 3
+    assert set(near[6:]) == {"frames"}
+
+
+def _chosen(rank, size):
+    every = [values(r, (500, 1000)) for r in range(size)]
+    want = in_order(every, "mean")
+    for _ in range(12):
+        t = every[rank].clone()
+        codec.torch.all_reduce(t)
+        assert torch.equal(t, want)
+    return [c._kind for c in collectives.line_of(None).choices.values()]
+
+
+def test_ranks_choose_alike():
+    """Frames or values: the same bits, and all ranks take the same way."""
+    results = ranks(3, _chosen)
+    assert len(results[0]) == 1
+    assert all(r == results[0] for r in results)

@@ -40,5 +40,5 @@ def test_what_has_examples():
     for name in SHOWN:
         (found,) = finder.find(getattr(codec, name), name)
         assert found.examples, name
-    for member in (codec.Codebook, codec.metrics.from_optimizer):
+    for member in (codec.Codebook, codec.ErrorFeedback, codec.CodebookRefresher, codec.metrics.from_optimizer):
         assert any(t.examples for t in finder.find(member, "it"))

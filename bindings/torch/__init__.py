@@ -7,18 +7,24 @@
 
 from codec.torch.backend import Options, ProcessGroup, register_backend
 from codec.torch.collectives import all_gather, all_reduce, all_to_all, exchange, reduce_scatter
+from codec.torch.ddp import Hook, Policy, Stats, ddp_hook, default_policy
 from codec.torch.fsdp import AllGather, ReduceScatter
 from codec.torch.worker import Pending
 
 __all__ = [
     "AllGather",
+    "Hook",
     "Options",
     "Pending",
+    "Policy",
     "ProcessGroup",
     "ReduceScatter",
+    "Stats",
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "ddp_hook",
+    "default_policy",
     "exchange",
     "reduce_scatter",
     "register_backend",

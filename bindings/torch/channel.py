@@ -11,13 +11,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from codec import FrameError, PeerError
+from codec import FrameError, PeerError, Status
 
 Array = np.ndarray[Any, Any]
 
 _LENGTH = struct.Struct("<Q")  # before each frame, in a buffer that has room for the largest one
 _ALIGN = 64
-_OK, _LEFT, _REFUSED = 0, 1, 2  # what a rank tells of its part; _LEFT: it has found others to be at fault
+_OK, _LEFT, _REFUSED, _NONFINITE = (
+    0,
+    1,
+    2,
+    3,
+)  # what a rank tells of its part; _LEFT: it has found others to be at fault
 
 
 def _timeout_of(group: Any) -> timedelta:
@@ -36,6 +41,15 @@ def _connect(group: Any, timeout: timedelta) -> dist.ProcessGroupGloo:
         return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
     except RuntimeError as e:
         raise PeerError(f"the ranks of the group cannot be connected: {e}") from e
+
+
+def _status_of(error: Exception | None) -> int:
+    """What a rank tells of its part."""
+    if error is None:
+        return _OK
+    if isinstance(error, PeerError):
+        return _LEFT
+    return _NONFINITE if getattr(error, "code", None) == Status.NONFINITE else _REFUSED
 
 
 class Incoming:
@@ -211,10 +225,13 @@ class Channel:
         CodecError
             `error`, if this rank is the cause; else PeerError, which names the rank that is.
         """
-        status = _OK if error is None else _LEFT if isinstance(error, PeerError) else _REFUSED
+        status = _status_of(error)
         statuses = [s for (s,) in self.gather([status])]
-        if error is not None and not isinstance(error, PeerError):
+        if error is not None and status != _LEFT:
             raise error
+        if _NONFINITE in statuses:
+            rank = statuses.index(_NONFINITE)
+            raise PeerError(f"rank {rank} has NaN or Inf: nothing was changed", Status.NONFINITE) from error
         if _REFUSED in statuses:
             raise PeerError(f"rank {statuses.index(_REFUSED)} could not do its part: nothing was changed") from error
         if error is not None:

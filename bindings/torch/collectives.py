@@ -183,24 +183,45 @@ def _all_reduce(
 
 def run(line: Line, prepare: Callable[[], Reduction], asked: Algorithm) -> tuple[Array, Reduction]:
     """The reduced values of what prepare() returns, once all ranks have them."""
+    return run_all(line, lambda: [prepare()], asked)[0]
+
+
+def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm) -> list[tuple[Array, Reduction]]:
+    """The same for several: all are reduced, or none."""
     channel = line.channel
     choice = Choice()
 
-    def begin() -> tuple[Reduction, list[int]]:
+    def begin() -> tuple[list[Reduction], list[int]]:
         nonlocal choice
-        r = prepare()
-        sign = signature(r, choose_algorithm(asked, r, channel.size))
+        reductions = prepare()
+        sign = _hash([signature(r, choose_algorithm(asked, r, channel.size)) for r in reductions])
         choice = line.choices.setdefault(sign, choice)
-        return r, [sign, *choice.report()]
+        return reductions, [sign, *choice.report()]
 
-    r, reports = agree(channel, begin)
-    algorithm = choose_algorithm(asked, r, channel.size)
-    if asked == "auto" and r.x.nbytes > _SMALL and choice.decide(reports) == "values":
-        algorithm = "raw"
+    reductions, reports = agree(channel, begin)
+    as_they_are = asked == "auto" and choice.decide(reports) == "values"
+    done: list[tuple[Array, Reduction]] = []
+    first: Exception | None = None
     with choice:
-        result, error = _ALGORITHMS[algorithm](channel, r)
-    channel.conclude(error)
-    return result, r
+        for i, r in enumerate(reductions):
+            algorithm = choose_algorithm(asked, r, channel.size)
+            if as_they_are and r.x.nbytes > _SMALL:
+                algorithm = "raw"
+            result, error = go_through(channel, _ALGORITHMS[algorithm], r)
+            first = first or error
+            # the next one's result takes the same memory
+            done.append((result if i == len(reductions) - 1 else result.copy(), r))
+    channel.conclude(first)
+    return done
+
+
+def go_through(channel: Channel, algorithm: Callable[..., T], r: Reduction) -> T:
+    """Run an algorithm; if it ends in its midst, such as for want of memory, no rank waits for what never comes."""
+    try:
+        return algorithm(channel, r)
+    except BaseException:
+        channel.close()
+        raise
 
 
 def agree(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> tuple[T, list[list[int]]]:
@@ -442,7 +463,7 @@ def _begin(
             return r, [signature(r, algorithm.__name__)]
 
         r, _ = agree(channel, both)
-        result, error = algorithm(channel, r)
+        result, error = go_through(channel, algorithm, r)
         channel.conclude(error)
         publish(result, r, output)
         return output

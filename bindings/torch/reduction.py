@@ -14,6 +14,8 @@ from codec.specs import Lossless, Spec, Truncate
 from codec.torch.channel import Array, Channel, Incoming
 from codec.torch.slices import Piece, cut, cut_evenly
 
+_LARGE = 1 << 21  # values
+_APART = 0x9E3779B97F4A7C15  # odd: so far do streams lie apart that numbers of pieces do not meet the next one's
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -54,7 +56,8 @@ class Reduction:
             dtype=self.dtype,
             out=out,
             segments=piece.segments,
-            stream=(self.stream + number) % (1 << 64),
+            threads=_threads(piece),
+            stream=(self.stream * _APART + number) % (1 << 64),
             **how,
             **self._state(piece),
         )
@@ -63,13 +66,13 @@ class Reduction:
     def decode(self, frame: Array, piece: Piece, into: Array) -> None:
         """The values of a frame, to a piece of a tensor like x."""
         self.check(frame, piece)
-        codec.decode(frame, out=into[piece.begin : piece.end], **self.shared(piece))
+        codec.decode(frame, out=into[piece.begin : piece.end], threads=_threads(piece), **self.shared(piece))
 
     def sum(self, frames: Sequence[Array], piece: Piece, total: Array) -> None:
         """Frames of a piece to their sum, mean or maximum, in the order of ranks."""
         for frame in frames:
             self.check(frame, piece)
-        codec.reduce(frames, self.op, out=total, **self.shared(piece))
+        codec.reduce(frames, self.op, out=total, threads=_threads(piece), **self.shared(piece))
 
     def check(self, frame: Array, piece: Piece) -> None:
         """Raise FrameError unless it is a frame of such a piece."""
@@ -93,6 +96,11 @@ class Reduction:
             return total
         rounded = torch.from_numpy(total).to(_FLOATS[self.dtype])
         return rounded.view(torch.uint16).numpy().view(self.x.dtype)
+
+
+def _threads(piece: Piece) -> int | None:
+    """For a chunk that is not large one is enough: other ranks on this machine have work for other cores."""
+    return 1 if piece.n <= _LARGE else None
 
 
 def _metric_of(metric: Any, piece: Piece) -> Any:
@@ -393,8 +401,10 @@ def raw(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     Lossless frames would give the same bits.
     """
     size, me = channel.size, channel.rank
-    slices = cut(r.x.size, size, r.x.itemsize, None)
-    others = [(me + i) % size for i in range(1, size)]
+    slices = cut(
+        r.x.size, size, r.x.itemsize, r.segments
+    )  # as for frames: what is owed to sums is of this rank's slice
+    others = _others(channel)
     chunks = range(len(slices[me]))
     result = channel.result(r.x.size, r.x.dtype)
     channel.begin(Channel.room_for([piece.n * r.x.itemsize for piece in slices[me] for _ in range(size)]))
@@ -420,7 +430,8 @@ def raw(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     for c, piece in enumerate(slices[me]):
         parts = {o: there() for o, there in firsts[c].items()} | {me: x[piece.begin : piece.end]}
         total = result[piece.begin : piece.end]
-        _add_up([parts[rank] for rank in range(size)], r, total)
+        residual = None if r.sums_residual is None else r.sums_residual(piece.begin, piece.end)
+        _add_up([parts[rank] for rank in range(size)], r, residual, total)
         for o in others:
             channel.send_values(total, o)
     for there in [there for each in seconds for there in each.values()]:
@@ -431,8 +442,8 @@ def raw(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     return result, None
 
 
-def _add_up(parts: Sequence[Array], r: Reduction, total: Array) -> None:
-    """Sum, mean or maximum as codec.reduce has it, in the dtype of x."""
+def _add_up(parts: Sequence[Array], r: Reduction, residual: Array | None, total: Array) -> None:
+    """Sum, mean or maximum as codec.reduce has it, in the dtype of x; what is owed is added, and is no more."""
     dtype = _FLOATS[r.dtype]
     tensors = [torch.from_numpy(part).view(dtype) for part in parts]
     add = torch.maximum if r.op == "max" else torch.add
@@ -445,5 +456,8 @@ def _add_up(parts: Sequence[Array], r: Reduction, total: Array) -> None:
         add(out, t.float(), out=out)
     if r.op == "mean":
         out /= len(parts)
+    if residual is not None:
+        out += torch.from_numpy(residual)
+        residual[:] = 0
     if r.dtype != "float32":
         torch.from_numpy(total).view(dtype).copy_(out)

@@ -1,0 +1,593 @@
+"""All-reduce of real gradients over slow links: Gloo in float32, torch's hooks, and every codec.
+
+    sudo python bench/allreduce.py                       # 2 and 4 ranks, five links, every codec: about half an hour
+    sudo python bench/allreduce.py --quick               # a few codecs on 2 MiB: under two minutes
+    sudo python bench/allreduce.py --ranks 4 --links 100mbit --codecs lossless float8 "sign, block"
+
+Ranks are processes in network namespaces (bench/netns.py: Linux, root, iproute2); a token bucket limits what each may
+send. Each has gradients of its own: those of one real step, float32 that were made in bfloat16 as under autocast, with
+their parameters' shapes; Truncate has gradients with the optimizer's state beside them. A capture that is too short is
+taken again with the rows of its parameters turned, so that no two ranks have the same.
+
+A row is what one all-reduce took, from when the first rank starts until the last has the mean:
+
+sent        bytes that left a rank's interface, with headers and acknowledgements; the average of the ranks
+frames      bytes that its frames of both phases have, had each rank's tensor been encoded as a whole
+cpu         a rank's own processor time, without that of the kernel's network; where ranks share cores they wait for it
+x raw       how many times as fast as dist.all_reduce of float32 on the same link in the same run, by medians
+allowed     how many times as fast it would be if frames were all that counts: 2 / (r1 + r2), sizes as fractions of the
+            tensor in the first and in the second phase
+reached     x raw over allowed
+error       root mean square of the result less the exact mean, over that of the mean
+
+Where other work shares the cores, rows vary by factors: compare those of a quiet machine. Links differ from their
+names, too, once the cores cannot fill them; the TCP rate that each rank really had stands above each table.
+
+If ranks end with different bits, or a codec's error is above what one two-shot with its frames has, the run fails.
+Hooks get one bucket with all parameters, outside of a model: torch's PowerSGD hook hangs on Gloo with two.
+"""
+
+import argparse
+import ast
+import importlib.util
+import json
+import math
+import os
+import statistics
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import netns
+import numpy as np
+from family import FAMILY, TRUNCATE, optimizer_state
+from peers import segments, tensors
+
+import codec
+
+HERE = Path(__file__).parent
+SPECS: dict[str, codec.Spec] = {"Lossless": codec.Lossless(), **FAMILY, **TRUNCATE}
+QUICK = ("Lossless", "Truncate near, by bit", "Float8 e4m3fn", "Quantize 4", "Sign, block 1024")
+RAW = "Gloo float32"
+HOOKS = ("fp16 hook", "PowerSGD hook, rank 1", "PowerSGD hook, rank 4")
+ROUNDING = 1e-6  # of sums in float32
+SLACK = 1.5  # frames of slices have other blocks, other draws
+
+Array = np.ndarray[Any, Any]
+Shapes = list[tuple[int, ...]]
+
+
+# gradients
+
+
+@dataclass
+class Capture:
+    """Gradients of one step, and the optimizer's state if the file has it."""
+
+    path: Path
+    values: Array
+    shapes: Shapes
+    optimizer: Any = None
+
+    def made_in_bfloat16(self) -> float:
+        """Share of values whose lower half is empty."""
+        return float((self.values.view(np.uint32) & 0xFFFF == 0).mean())
+
+
+def captures(folder: Path) -> list[Capture]:
+    """Float32 gradients with their shapes, of all files of a folder."""
+    found: list[Capture] = []
+    for path in sorted(folder.glob("*.npz")):
+        for name, values, dtype, shapes in tensors(path):
+            if ":grad" in name and dtype == "float32" and shapes:
+                found.append(Capture(path, values, shapes))
+        with np.load(path) as file:
+            few = int(file["param"].size) if "param" in file.files else 0
+            if few:
+                every = [tuple(s) for s in ast.literal_eval(str(file["shapes"]))]
+                sizes = np.cumsum([math.prod(s) for s in every])
+                shapes = every[: int(np.searchsorted(sizes, few)) + 1]
+                found.append(Capture(path, file["grad"][:few], shapes, optimizer_state(path, few)))
+    return found
+
+
+def turned(values: Array, shapes: Shapes, turn: int) -> Array:
+    """The same parameters, each with its rows moved on by so many."""
+    parts = np.split(values, np.cumsum([math.prod(s) for s in shapes])[:-1])
+    return np.concatenate([np.roll(p.reshape(s), turn, 0).ravel() for p, s in zip(parts, shapes, strict=True)])
+
+
+def cut(shapes: Shapes, n: int) -> Shapes:
+    """Shapes again and again, up to n values: of the last one whole rows, and the rest of a row."""
+    found: Shapes = []
+    while n:
+        for shape in shapes:
+            size = math.prod(shape)
+            if size > n:
+                row = size // shape[0]
+                found += [(n // row, *shape[1:])] if n >= row else []
+                found += [(n % row,)] if n % row else []
+                return found
+            found.append(shape)
+            n -= size
+    return found
+
+
+@dataclass
+class Gradients:
+    """What one rank has: n values, where parameters lie in them, and for Truncate what it asks for."""
+
+    source: str
+    values: Array
+    shapes: Shapes
+    how: dict[str, Any]
+
+
+def gradients(which: Sequence[Capture], n: int, rank: int, world: int) -> Gradients:
+    """Values of a rank: captures (of the same parameters) in turn, rows moved on after each round."""
+    first = which[0]
+    count = -(-n // first.values.size)
+    tiles: list[Array] = []
+    for tile in range(count):
+        turn = tile * world + rank
+        tiles.append(turned(which[turn % len(which)].values, first.shapes, turn // len(which)))
+    how: dict[str, Any] = {}
+    if first.optimizer is not None:
+        # the state is every rank's, so it does not move on with the rank
+        metric, state = first.optimizer
+        moved = {
+            k: np.concatenate([turned(v, first.shapes, t * world) for t in range(count)]) for k, v in state.items()
+        }
+        how = {"metric": metric, "state": {k: v[:n] for k, v in moved.items()}}
+    return Gradients(first.path.stem, np.concatenate(tiles)[:n], cut(first.shapes, n), how)
+
+
+def kinds(folder: Path) -> tuple[list[Capture], list[Capture]]:
+    """Captures for all codecs, and those for Truncate: of the same parameters, to be taken in turn."""
+    found = captures(folder)
+    plain, stateful = [c for c in found if c.optimizer is None], [c for c in found if c.optimizer is not None]
+    if not plain:
+        raise SystemExit(f"{folder}: no float32 gradients with shapes")
+    main = max(plain, key=Capture.made_in_bfloat16)
+    same = [c for c in plain if c.shapes == main.shapes]
+    return same, stateful[:1]
+
+
+# what a rank does
+
+
+@dataclass
+class Contender:
+    """An all-reduce to the mean, in place, and what its frames would be."""
+
+    name: str
+    gradients: Gradients
+    call: Callable[[Any, int], None]
+    ratios: tuple[float, float] | None = (1.0, 1.0)
+    limit: float = math.inf
+    before: Callable[[], None] = lambda: None
+    after: Callable[[], tuple[float, float]] | None = None
+
+
+class FlatBucket:
+    """What hooks ask of DDP's bucket: a flat tensor with all parameters."""
+
+    def __init__(self, flat: Any, shapes: Shapes) -> None:
+        self.flat, self.shapes = flat, shapes
+
+    def buffer(self) -> Any:
+        return self.flat
+
+    def gradients(self) -> list[Any]:
+        sizes = [math.prod(s) for s in self.shapes]
+        return [p.view(s) for p, s in zip(self.flat.split(sizes), self.shapes, strict=True)]
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
+def raw(g: Gradients) -> Contender:
+    import torch.distributed as dist
+
+    return Contender(RAW, g, lambda t, _: dist.all_reduce(t, op=dist.ReduceOp.AVG), limit=ROUNDING)
+
+
+def hooks(g: Gradients) -> list[Contender]:
+    """Torch's own compression. PowerSGD's error of the step before is forgotten: each repetition is a first step."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    def fp16(t: Any, _: int) -> None:
+        default_hooks.fp16_compress_hook(None, FlatBucket(t, g.shapes)).wait()  # type: ignore[arg-type]
+
+    found = [Contender(HOOKS[0], g, fp16, (0.5, 0.5), 0.1)]
+    for name, order in zip(HOOKS[1:], (1, 4), strict=True):
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=order, start_powerSGD_iter=2)
+        state.iter = state.start_powerSGD_iter  # the steps before are plain all-reduces
+
+        def power(t: Any, _: int, state: Any = state) -> None:
+            powerSGD_hook.powerSGD_hook(state, FlatBucket(t, g.shapes)).wait()  # type: ignore[arg-type]
+
+        def forget(state: Any = state) -> None:
+            state.total_numel_before_compression = state.total_numel_after_compression = 0
+            for error in state.error_dict.values():
+                error.zero_()
+
+        def ratios(state: Any = state) -> tuple[float, float]:
+            ratio = state.total_numel_after_compression / state.total_numel_before_compression
+            return ratio, ratio
+
+        found.append(Contender(name, g, power, None, before=forget, after=ratios))
+    return found
+
+
+def codecs(names: Sequence[str], plain: Gradients, stateful: Gradients | None, algorithm: str) -> list[Contender]:
+    """Those of the codec's own."""
+    import torch
+
+    from codec.torch import all_reduce
+
+    found: list[Contender] = []
+    for name in names:
+        spec = SPECS[name]
+        g = stateful if isinstance(spec, codec.Truncate) else plain
+        if g is None:
+            continue  # no capture has the optimizer's state
+        how: dict[str, Any] = {"algorithm": algorithm, "segments": segments(g.shapes), **g.how}
+        if g.how:
+            how["state"] = {k: torch.from_numpy(v) for k, v in g.how["state"].items()}
+
+        def call(t: Any, repetition: int, spec: codec.Spec = spec, how: dict[str, Any] = how) -> None:
+            all_reduce(t, spec, op="mean", stream=repetition, **how)
+
+        found.append(Contender(name, g, call, None))
+    return found
+
+
+def error_of(result: Array, exact: Array) -> float:
+    return float(np.sqrt(((result - exact) ** 2).mean()) / np.sqrt((exact**2).mean()))
+
+
+def exact_mean(of_ranks: Sequence[Gradients]) -> Array:
+    return sum((g.values.astype(np.float64) for g in of_ranks), np.zeros(1)) / len(of_ranks)
+
+
+def two_shot(spec: codec.Spec, of_ranks: Sequence[Gradients], exact: Array) -> tuple[tuple[float, float], float]:
+    """Sizes of frames of both phases, as fractions, and the error of what comes out: all ranks' work done by one."""
+    inside = segments(of_ranks[0].shapes)
+    nbytes = of_ranks[0].values.nbytes
+    how = of_ranks[0].how
+    frames = [codec.encode(g.values, spec, segments=inside, stream=r, **how) for r, g in enumerate(of_ranks)]
+    mean = codec.reduce(frames, "mean", **how)
+    frame = codec.encode(mean, spec, segments=inside, stream=len(frames), **how)
+    r1 = sum(map(len, frames)) / len(frames) / nbytes
+    return (r1, len(frame) / nbytes), error_of(codec.decode(frame, max_nbytes=1 << 40, **how), exact)
+
+
+def say(**event: Any) -> None:
+    print(json.dumps(event), flush=True)
+
+
+def worker(plan: dict[str, Any]) -> None:
+    """One rank: every link, every contender."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(plan["threads"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    n = round(plan["mib"] * (1 << 18))
+    of_kinds = [[gradients(k, n, r, world) for r in range(world)] for k in kinds(Path(plan["data"])) if k]
+    mine = [of_ranks[rank] for of_ranks in of_kinds]
+    plain, stateful = mine[0], mine[1] if len(mine) > 1 else None
+    contenders = [raw(plain), *hooks(plain)]
+    if plan["codecs"]:
+        contenders += codecs(plan["codecs"], plain, stateful, plan["algorithm"])
+    exact: dict[str, Array] = {}
+    if rank == 0:  # the others wait for it
+        exact = {of_ranks[0].source: exact_mean(of_ranks) for of_ranks in of_kinds}
+        for c in contenders:
+            if c.name in SPECS:
+                of_ranks = of_kinds[0] if c.gradients is plain else of_kinds[1]
+                c.ratios, least = two_shot(SPECS[c.name], of_ranks, exact[c.gradients.source])
+                c.limit = SLACK * least + ROUNDING
+                say(kind="prepared", name=c.name)
+    for turn, link in enumerate(plan["links"]):
+        netns.shape(link)
+        address = f"tcp://{os.environ['MASTER_ADDR']}:{netns.PORT + 1 + turn}"
+        dist.init_process_group("gloo", address, timedelta(seconds=300), world, rank)
+        say(kind="link", link=link, rate=netns.tcp_rate(rank, world), congestion=congestion())
+        for c in [*contenders, contenders[0]]:  # raw again at the end, for machines whose speed changes
+            repeat(c, link, plan, exact.get(c.gradients.source))
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def congestion() -> str:
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+
+
+def repeat(c: Contender, link: str, plan: dict[str, Any], exact: Array | None) -> None:
+    """Run a contender as often as the time for it allows, at least so often, and say what came of it."""
+    import torch
+    import torch.distributed as dist
+
+    source, t = torch.from_numpy(c.gradients.values), torch.empty(c.gradients.values.size)
+    times: list[tuple[float, float]] = []
+    cpu: list[float] = []
+    digests: list[int] = []
+    sent: list[int] = []
+    least, seconds = plan["repeat"], plan["seconds"]
+    count, repetition = torch.tensor([1 + least]), 0
+    while repetition < count:
+        t.copy_(source)
+        c.before()
+        time.sleep(plan["pause"])
+        dist.barrier()
+        before, cpu_before, start = netns.sent_nbytes(), time.process_time(), time.perf_counter()
+        c.call(t, repetition)
+        times.append((start, time.perf_counter()))
+        cpu.append(time.process_time() - cpu_before)
+        dist.barrier()  # what was queued has left
+        sent.append(netns.sent_nbytes() - before)
+        digests.append(zlib.crc32(t.numpy()))
+        if repetition == 0:
+            took = times[0][1] - times[0][0]
+            count[0] = 1 + max(least, min(8 * least, int(seconds / took)))
+            dist.broadcast(count, 0)
+        repetition += 1
+    say(
+        kind="result",
+        link=link,
+        name=c.name,
+        source=c.gradients.source,
+        times=times[1:],  # the first one makes connections and memory
+        sent=statistics.mean(sent[1:]),
+        cpu=statistics.median(cpu[1:]),
+        digests=digests,
+        nbytes=t.numel() * 4,
+        ratios=c.after() if c.after else c.ratios,
+        limit=c.limit,
+        error=None if exact is None else error_of(t.numpy(), exact),
+    )
+
+
+# what the parent does
+
+
+def run(ranks: int, plan: dict[str, Any], args: argparse.Namespace, tick: Callable[[int, str], None]) -> list[Any]:
+    """Measure with so many ranks; what each said."""
+    threads = {k: str(plan["threads"]) for k in ("OMP_NUM_THREADS", "CODEC_NUM_THREADS")}
+    how = {"both_ways": args.both_ways, "congestion": args.congestion, "slow_start_after_idle": not args.no_restart}
+    command = [sys.executable, __file__, "--worker", json.dumps(plan)]
+    with netns.Network(ranks, **how) as network:
+        return network.run(command, timeout=args.timeout, environment=threads, on_line=tick)
+
+
+def of_links(said: list[list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """What ranks said, put together: a table a link; and what was wrong."""
+    tables: list[dict[str, Any]] = []
+    wrong: list[str] = []
+    for events in zip(*([e for e in events if e["kind"] != "prepared"] for events in said), strict=True):
+        first = events[0]
+        if first["kind"] == "link":
+            rates = [e["rate"] for e in events]
+            tables.append({"ranks": len(events), **first, "rates": rates, "rate": statistics.mean(rates), "rows": {}})
+            continue
+        where = f"{first['name']}, {len(events)} ranks, {netns.shown(first['link'])}"
+        if any(e["digests"] != first["digests"] for e in events):
+            wrong.append(f"{where}: replicas differ")
+        if not first["error"] <= first["limit"]:  # so that NaN is found
+            wrong.append(f"{where}: wrong values, error {first['error']:.3g} is above {first['limit']:.3g}")
+        # as the ranks' clock is one: from the first start to the last end
+        spans = zip(*(e["times"] for e in events), strict=True)
+        seconds = [max(end for _, end in s) - min(start for start, _ in s) for s in spans]
+        row = {k: first[k] for k in ("name", "source", "nbytes", "ratios", "error", "limit")}
+        row |= {"seconds": seconds} | {k: statistics.mean(e[k] for e in events) for k in ("sent", "cpu")}
+        if row["name"] in tables[-1]["rows"]:
+            tables[-1]["rows"][row["name"]]["seconds"] += seconds
+        else:
+            tables[-1]["rows"][row["name"]] = row
+    for table in tables:
+        finish(table)
+    return tables, wrong
+
+
+def finish(table: dict[str, Any]) -> None:
+    """Speeds of a link's rows beside raw Gloo's."""
+    base = table["rows"][RAW]
+    for row in table["rows"].values():
+        row["median"], row["best"] = statistics.median(row["seconds"]), min(row["seconds"])
+        row["speedup"] = statistics.median(base["seconds"]) / row["median"]
+        row["frames"] = sum(row["ratios"]) * row["nbytes"] * (table["ranks"] - 1) / table["ranks"]
+        row["allowed"] = 2 / sum(row["ratios"])
+        row["reached"] = row["speedup"] / row["allowed"]
+    table["rows"] = list(table["rows"].values())
+
+
+def report(table: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    low, high = min(table["rates"]) / 1e6, max(table["rates"]) / 1e6
+    title = f"{table['ranks']} ranks, {netns.shown(table['link'])} (TCP payload {low:,.0f} - {high:,.0f} Mbit/s a rank)"
+    grid = Table(title=title, title_justify="left")
+    for column in ("", "sent", "frames", "median", "best", "cpu", "x raw", "allowed", "reached", "error"):
+        grid.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    for r in table["rows"]:
+        grid.add_row(
+            r["name"],
+            f"{r['sent'] / 1e6:.2f} MB",
+            f"{r['frames'] / 1e6:.2f} MB",
+            f"{1e3 * r['median']:,.1f} ms",
+            f"{1e3 * r['best']:,.1f} ms",
+            f"{1e3 * r['cpu']:,.1f} ms",
+            f"{r['speedup']:.2f}",
+            f"{r['allowed']:.2f}",
+            f"{100 * r['reached']:.0f}%",
+            f"{r['error']:.2g}",
+        )
+    Console(width=max(132, Console().width)).print(grid)
+
+
+def plot(tables: list[dict[str, Any]], path: str) -> None:
+    """Speed beside raw Gloo over the links, a panel for each number of ranks; hollow: what frames allow."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    counts = list(dict.fromkeys(t["ranks"] for t in tables))
+    names = list(dict.fromkeys(r["name"] for t in tables for r in t["rows"] if r["name"] != RAW))
+    colours = dict(zip(names, pyplot.get_cmap("turbo")(np.linspace(0.02, 0.98, max(len(names), 2))), strict=False))
+    figure, panels = pyplot.subplots(1, len(counts), figsize=(2 + 5 * len(counts), 6), sharey=True, squeeze=False)
+    for panel, ranks in zip(panels[0], counts, strict=True):
+        some = [t for t in tables if t["ranks"] == ranks]
+        where = range(len(some))
+        for name in names:
+            rows = [next((r for r in t["rows"] if r["name"] == name), None) for t in some]
+            style = {"color": colours[name], "marker": "o"}
+            panel.plot(where, [r["speedup"] if r else math.nan for r in rows], label=name, lw=1.2, ms=4, **style)
+            allowed = [r["allowed"] if r else math.nan for r in rows]
+            panel.plot(where, allowed, ls="none", ms=7, mfc="none", mew=0.7, **style)
+        panel.axhline(1, color="black", lw=0.8)
+        panel.set_xticks(list(where), [netns.shown(t["link"]) for t in some])
+        panel.set_yscale("log")
+        panel.set_title(f"{ranks} ranks")
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("times as fast as Gloo in float32 (hollow: what frames allow)")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+
+
+def chosen(asked: Sequence[str]) -> list[str]:
+    """Names of codecs from their beginnings."""
+    found: list[str] = []
+    for text in asked:
+        if text.lower() == "none":
+            continue
+        exact = [name for name in SPECS if name.lower() == text.lower()]
+        matches = exact or [name for name in SPECS if name.lower().startswith(text.lower())]
+        if not matches:
+            raise SystemExit(f"no codec begins with {text!r}; there are: {'; '.join(SPECS)}; none")
+        found += [m for m in matches if m not in found]
+    return found
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="numbers of ranks (2 4)")
+    links = " ".join(netns.LINKS)
+    parser.add_argument("--links", nargs="+", default=list(netns.LINKS), help=f"what a rank may send ({links})")
+    parser.add_argument("--codecs", nargs="+", help="codecs by the beginning of their names, or none (all)")
+    parser.add_argument("--mib", type=float, help="of float32 a rank (25)")
+    parser.add_argument("--repeat", type=int, help="least number of timed repetitions (5)")
+    parser.add_argument("--seconds", type=float, help="time for repetitions of one row, if there is more of it (0.5)")
+    parser.add_argument(
+        "--pause", type=float, default=0, help="seconds before each repetition, such as backward() takes"
+    )
+    parser.add_argument("--data", type=Path, default=HERE / "data", help="folder with other captures (.npz)")
+    parser.add_argument("--algorithm", default="two_shot", help="of codec.torch.all_reduce (two_shot)")
+    parser.add_argument("--threads", type=int, help="of each rank (cores / ranks, at least 1)")
+    parser.add_argument("--both-ways", action="store_true", help="limit what a rank receives, too")
+    parser.add_argument("--congestion", help="TCP's congestion control (the machine's)")
+    parser.add_argument("--no-restart", action="store_true", help="net.ipv4.tcp_slow_start_after_idle=0")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds for a number of ranks (3,600)")
+    parser.add_argument("--quick", action="store_true", help="a few codecs, 2 MiB, 2 repetitions: under two minutes")
+    parser.add_argument("--json", metavar="FILE", help="write all that was measured")
+    parser.add_argument("--plot", metavar="FILE", help="draw it (.png; needs matplotlib)")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.mib = args.mib or (2 if args.quick else 25)
+    args.repeat = args.repeat or (2 if args.quick else 5)
+    args.seconds = args.seconds or (0.1 if args.quick else 0.5)
+    return args
+
+
+def check(args: argparse.Namespace) -> list[str]:
+    """What would fail later fails at once; the names of the codecs."""
+    netns.require()
+    for link in args.links:
+        netns.bits(link)
+    if min(args.ranks) < 2:
+        raise SystemExit("an all-reduce needs two ranks")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit("--plot needs matplotlib")
+    names = chosen(args.codecs or (QUICK if args.quick else list(SPECS)))
+    if names:
+        import codec.torch  # noqa: F401
+    kinds(args.data)
+    return names
+
+
+def main() -> None:
+    args = arguments()
+    if args.worker:
+        worker(json.loads(args.worker))
+        return
+    netns.end_on_sigterm()
+    try:
+        measure(args, check(args))
+    except netns.NetworkError as e:
+        raise SystemExit(f"bench/allreduce.py: {e}") from None
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def measure(args: argparse.Namespace, names: list[str]) -> None:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    cores = len(os.sched_getaffinity(0))
+    tables: list[dict[str, Any]] = []
+    wrong: list[str] = []
+    each = len(names) + len(args.links) * (len(names) + len(HOOKS) + 3)
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("", total=each * len(args.ranks))
+            for ranks in args.ranks:
+                plan = {k: getattr(args, k) for k in ("links", "mib", "repeat", "seconds", "pause", "algorithm")}
+                plan |= {"codecs": names, "data": str(args.data), "threads": args.threads or max(1, cores // ranks)}
+
+                def tick(rank: int, line: str, ranks: int = ranks) -> None:
+                    if rank == 0 and line.startswith("{"):
+                        event = json.loads(line)
+                        what = netns.shown(event["link"]) if "link" in event else "frames"
+                        bar.update(task, advance=1, description=f"{ranks} ranks, {what} {event.get('name', '')}")
+
+                bar.update(task, description=f"{ranks} ranks")
+                found, problems = of_links(run(ranks, plan, args, tick))
+                tables += found
+                wrong += problems
+    finally:  # after an error, too: what was measured may have taken long
+        if tables:
+            show(tables, args, {"cores": cores, "isa": codec.isas()[-1]})
+    if wrong:
+        raise SystemExit("WRONG\n" + "\n".join(wrong))
+    print("Replicas were identical to the bit in all repetitions.")
+
+
+def show(tables: list[dict[str, Any]], args: argparse.Namespace, about: dict[str, Any]) -> None:
+    about |= {"congestion": tables[0]["congestion"], "algorithm": args.algorithm, "both_ways": args.both_ways}
+    about |= {"slow_start_after_idle": not args.no_restart, "pause": args.pause}
+    about |= {"load": [round(x, 1) for x in os.getloadavg()]}  # above the number of ranks: others were there
+    sources = dict.fromkeys(r["source"] for t in tables for r in t["rows"])
+    print(f"{args.mib:g} MiB of float32 a rank: {', '.join(sources)}")
+    print(", ".join(f"{k} {v}" for k, v in about.items()))
+    for table in tables:
+        report(table)
+    if args.json:
+        Path(args.json).write_text(json.dumps({"mib": args.mib, **about, "tables": tables}, indent=1))
+    if args.plot:
+        plot(tables, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,453 @@
+"""Slow links on one machine: network namespaces joined by a bridge, and a token bucket on what each of them sends.
+
+    python bench/netns.py                                          # the TCP rate that each link really has
+    python bench/netns.py --ranks 4 --rate 100mbit -- python train.py
+
+The second form starts the command once a rank, in a namespace of its own, with RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT and GLOO_SOCKET_IFNAME set, as torchrun would on as many machines. If one fails, the others are ended.
+
+It needs Linux, root and iproute2. Everything that is made, the bridge too, is in namespaces whose names begin with
+``codec-``; the machine's own network is not touched. They are removed at the end, after an error and after Ctrl-C;
+what a killed run left behind is removed by the next one.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import re
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+DEVICE = "eth0"
+PORT = 29500
+PROBE_PORT = 29400
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+LINKS = ("100mbit", "500mbit", "1gbit", "10gbit", "none")
+SEARCH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # where ip is, for shells without them
+SERIAL = itertools.count()
+
+
+class NetworkError(RuntimeError):
+    """A network could not be made, or what ran in it failed."""
+
+
+def bits(rate: str) -> float | None:
+    """Bits per second of "100mbit"; None for "none", a link without limit."""
+    if rate == "none":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
+    if match is None:
+        raise NetworkError(f"a rate is a number with kbit, mbit or gbit, such as 100mbit, or none: {rate!r}")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def shown(rate: str) -> str:
+    """A rate as people write it."""
+    return "unthrottled" if rate == "none" else re.sub(r"([kmg])bit", lambda m: f" {m[1].upper()}bit", rate)
+
+
+def tool(*command: str) -> str:
+    """Run ip or tc; what it prints."""
+    path = shutil.which(command[0], path=SEARCH)
+    if path is None:
+        raise NetworkError(f"{command[0]} is missing: install iproute2 (apt-get install iproute2)")
+    done = subprocess.run([path, *command[1:]], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NetworkError(f"{' '.join(command)}: {done.stderr.strip() or f'exit status {done.returncode}'}")
+    return done.stdout
+
+
+def require() -> None:
+    """Say what is missing, before anything is made."""
+    if sys.platform != "linux":
+        raise NetworkError("network namespaces are Linux's")
+    for name in ("ip", "tc"):
+        if shutil.which(name, path=SEARCH) is None:
+            raise NetworkError(f"{name} is missing: install iproute2 (apt-get install iproute2)")
+    if os.geteuid() != 0:
+        raise NetworkError("network namespaces need root: run this with sudo (a container needs --privileged)")
+
+
+def bucket_nbytes(rate: float) -> int:
+    """Size of a link's token bucket.
+
+    It is a gift to whoever sends after a pause, so it should be small: a millisecond of the rate. Below that a timer
+    that fires late loses tokens, and the link is slower than its name.
+    """
+    return max(20_000, int(rate / 8 / 1000))
+
+
+def shape(rate: str, *namespace: str, device: str = DEVICE) -> None:
+    """Limit what leaves a device, of this namespace or of ``-n NAME``."""
+    speed = bits(rate)
+    if "qdisc tbf" in tool("tc", *namespace, "qdisc", "show", "dev", device):
+        tool("tc", *namespace, "qdisc", "del", "dev", device, "root")
+    # tbf cuts packets above its bucket into Ethernet frames one by one, which costs a core at 500 Mbit: no such packets
+    largest = 65536 if speed is None else min(65536, bucket_nbytes(speed) * 3 // 4)
+    tool("ip", *namespace, "link", "set", device, "gso_max_size", str(largest))
+    if speed is not None:
+        limits = ("rate", f"{speed:.0f}bit", "burst", str(bucket_nbytes(speed)), "latency", "100ms")
+        tool("tc", *namespace, "qdisc", "add", "dev", device, "root", "tbf", *limits)
+
+
+def sent_nbytes(device: str = DEVICE) -> int:
+    """Bytes that this namespace has sent: headers of packets as the driver sees them, and acknowledgements, too."""
+    return int(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text())
+
+
+def sweep() -> None:
+    """Remove what runs left that were killed."""
+    for line in tool("ip", "netns", "list").splitlines():
+        match = re.match(r"(codec-(\d+)-\S+)", line)
+        if match and not alive(int(match[2])):
+            remove(match[1])
+
+
+def alive(pid: int) -> bool:
+    """Is it running? One that was killed may be listed until its parent has looked."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def remove(name: str) -> None:
+    """End what runs in a namespace, and the namespace with its devices."""
+    for pid in tool("ip", "netns", "pids", name).split():
+        with contextlib.suppress(ProcessLookupError):  # it may just have ended by itself
+            os.kill(int(pid), signal.SIGKILL)
+    tool("ip", "netns", "del", name)
+
+
+class Network:
+    """Ranks in namespaces of their own, with addresses 10.77.0.1 and up, while the ``with`` statement lasts.
+
+    Parameters
+    ----------
+    ranks : int
+        How many.
+    rate : str
+        What each may send: ``"100mbit"``, or ``"none"``.
+    both_ways : bool
+        Limit what each receives, too, in a queue of the bridge, as a switch's port does.
+    congestion : str, optional
+        TCP's congestion control, if not the machine's.
+    slow_start_after_idle : bool
+        False: connections keep their window over pauses (net.ipv4.tcp_slow_start_after_idle=0).
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        rate: str = "none",
+        *,
+        both_ways: bool = False,
+        congestion: str | None = None,
+        slow_start_after_idle: bool = True,
+    ) -> None:
+        bits(rate)
+        self.rate, self.both_ways, self.congestion, self.restart = rate, both_ways, congestion, slow_start_after_idle
+        prefix = f"codec-{os.getpid()}-{next(SERIAL)}"
+        self.hub = f"{prefix}-hub"
+        self.names = [f"{prefix}-{rank}" for rank in range(ranks)]
+        self.made: list[str] = []
+
+    def __enter__(self) -> "Network":
+        require()
+        sweep()
+        try:
+            self.make()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def make(self) -> None:
+        for name in (self.hub, *self.names):
+            self.made.append(name)
+            tool("ip", "netns", "add", name)
+            # an address that nobody asked for would be one that Gloo may choose
+            if Path("/proc/sys/net/ipv6").exists():
+                tool("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
+        tool("ip", "-n", self.hub, "link", "add", "bridge", "type", "bridge")
+        tool("ip", "-n", self.hub, "link", "set", "bridge", "up")
+        for rank, name in enumerate(self.names):
+            port = f"port{rank}"
+            peer = ("peer", "name", DEVICE, "netns", name)
+            tool("ip", "-n", self.hub, "link", "add", port, "type", "veth", *peer)
+            tool("ip", "-n", self.hub, "link", "set", port, "master", "bridge", "up")
+            tool("ip", "-n", name, "addr", "add", f"{self.address(rank)}/24", "dev", DEVICE)
+            tool("ip", "-n", name, "link", "set", "lo", "up")
+            tool("ip", "-n", name, "link", "set", DEVICE, "up")
+            settings = [] if self.congestion is None else [f"net.ipv4.tcp_congestion_control={self.congestion}"]
+            if not self.restart:
+                settings.append("net.ipv4.tcp_slow_start_after_idle=0")
+            for setting in settings:
+                tool("ip", "netns", "exec", name, "sysctl", "-qw", setting)
+            shape(self.rate, "-n", name)
+            if self.both_ways:
+                shape(self.rate, "-n", self.hub, device=port)
+
+    def close(self) -> None:
+        errors: list[str] = []
+        while self.made:
+            name = self.made.pop()
+            try:
+                if (Path("/run/netns") / name).exists():
+                    remove(name)
+            except NetworkError as e:
+                errors.append(str(e))
+        if errors:
+            raise NetworkError("; ".join(errors))
+
+    @staticmethod
+    def address(rank: int) -> str:
+        return f"10.77.0.{rank + 1}"
+
+    def environment(self, rank: int) -> dict[str, str]:
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(len(self.names)),
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": str(PORT),
+            "GLOO_SOCKET_IFNAME": DEVICE,
+        }
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        timeout: float = 600,
+        environment: Mapping[str, str] | None = None,
+        on_line: Callable[[int, str], None] | None = None,
+    ) -> list[list[Any]]:
+        """Run a command once a rank.
+
+        Parameters
+        ----------
+        command : sequence of str
+            What to run; ``[sys.executable, "worker.py"]``.
+        timeout : float
+            Seconds for all of it.
+        environment : mapping, optional
+            More variables.
+        on_line : callable, optional
+            Gets rank and text of every line of standard output as it comes.
+
+        Returns
+        -------
+        list of list
+            For each rank what it printed as JSON objects, one a line.
+
+        Raises
+        ------
+        NetworkError
+            A rank failed, or the time was over; with the end of what the ranks that failed said. No rank is left.
+        """
+        ranks: list[Rank] = []
+        ip = shutil.which("ip", path=SEARCH) or "ip"
+        try:
+            for rank, name in enumerate(self.names):
+                env = {**os.environ, **self.environment(rank), **(environment or {})}
+                ranks.append(Rank(rank, [ip, "netns", "exec", name, *command], env))
+            follow(ranks, time.monotonic() + timeout, on_line or (lambda rank, line: None))
+        except BaseException:
+            for r in ranks:
+                r.kill()
+            raise
+        finally:
+            for r in ranks:
+                r.close()
+        return [r.found for r in ranks]
+
+
+class Rank:
+    """A process in a namespace, and what it has said."""
+
+    def __init__(self, rank: int, command: list[str], env: dict[str, str]) -> None:
+        self.rank, self.found = rank, []
+        self.partial = b""
+        self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
+        # a session of its own: Ctrl-C reaches the parent alone, which then ends all that the rank has started
+        self.process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            start_new_session=True,
+        )
+
+    def read(self, on_line: Callable[[int, str], None]) -> bool:
+        """Take what there is; False at the end."""
+        assert self.process.stdout is not None
+        data = os.read(self.process.stdout.fileno(), 1 << 16)
+        *lines, self.partial = (self.partial + data).split(b"\n")
+        if not data and self.partial:
+            lines, self.partial = [self.partial], b""
+        for raw in lines:
+            line = raw.decode(errors="replace")
+            if line.startswith("{"):
+                with contextlib.suppress(ValueError):  # it may only look like JSON
+                    self.found.append(json.loads(line))
+            on_line(self.rank, line)
+        return bool(data)
+
+    def said(self, most: int = 4000) -> str:
+        """The end of its standard error."""
+        self.errors.seek(0)
+        return self.errors.read().decode(errors="replace")[-most:].strip()
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.errors.close()
+
+
+def follow(ranks: list[Rank], deadline: float, on_line: Callable[[int, str], None]) -> None:
+    """Read what ranks say until all have ended well; an error as soon as one has not."""
+    with selectors.DefaultSelector() as selector:
+        for r in ranks:
+            selector.register(r.process.stdout, selectors.EVENT_READ, r)  # type: ignore[arg-type]
+        while selector.get_map():
+            for key, _ in selector.select(0.2):
+                if not key.data.read(on_line):
+                    selector.unregister(key.fileobj)
+            if any(r.process.poll() for r in ranks):
+                # the one that failed first may have been seen last: the others fail because their peer is gone
+                time.sleep(0.5)
+                failed = [r for r in ranks if r.process.poll()]
+                said = "\n".join(f"rank {r.rank}, exit status {r.process.returncode}:\n{r.said()}" for r in failed)
+                raise NetworkError(f"{len(failed)} of {len(ranks)} ranks failed\n{said}")
+            if time.monotonic() > deadline:
+                said = "\n".join(f"rank {r.rank}: {r.said(600)}" for r in ranks if r.process.poll() is None)
+                raise NetworkError(f"the ranks took too long and were ended\n{said}")
+    for r in ranks:
+        if r.process.wait():
+            raise NetworkError(f"rank {r.rank}, exit status {r.process.returncode}:\n{r.said()}")
+
+
+def tcp_rate(rank: int, world: int, seconds: float = 1) -> float:
+    """Bits per second that this rank gets from the one before while each sends to the next over one connection.
+
+    The first fifth of the time is not counted: it has the token bucket's contents and TCP's slow start.
+    """
+    with socket.create_server(("0.0.0.0", PROBE_PORT), backlog=1) as server:
+        out = connect((Network.address((rank + 1) % world), PROBE_PORT))
+        received, _ = server.accept()
+    start = time.perf_counter()
+    sender = threading.Thread(target=flood, args=(out, start + seconds))
+    sender.start()
+    room, samples = bytearray(1 << 18), [(start, 0)]
+    with received:
+        while n := received.recv_into(room):
+            samples.append((time.perf_counter(), samples[-1][1] + n))
+    sender.join()
+    inside = [s for s in samples if start + 0.2 * seconds < s[0] < start + seconds] or samples[-2:]
+    (t0, n0), (t1, n1) = inside[0], inside[-1]
+    return 8 * (n1 - n0) / max(t1 - t0, 1e-9)
+
+
+def connect(address: tuple[str, int], patience: float = 20) -> socket.socket:
+    """Connect to a rank that may not listen yet."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            return socket.create_connection(address, timeout=patience)
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.02)
+
+
+def flood(out: socket.socket, end: float) -> None:
+    data = memoryview(bytes(1 << 18))
+    with out:
+        while time.perf_counter() < end:
+            out.sendall(data)
+
+
+def probe(links: Sequence[str]) -> None:
+    """What a rank does to measure links: prints one JSON line each."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for link in links:
+        shape(link)
+        before = sent_nbytes()
+        rate = tcp_rate(rank, world)
+        print(json.dumps({"link": link, "rate": rate, "sent": sent_nbytes() - before}), flush=True)
+        time.sleep(0.3)  # queues run empty, and all are here
+
+
+def report_rates(ranks: Sequence[int], links: Sequence[str], **how: Any) -> None:
+    """Print nominal and measured rates."""
+    here = [sys.executable, __file__, "--probe", "--links", *links]
+    print(f"{'ranks':>5}  {'link':12} {'TCP payload, Mbit/s a rank':>28} {'of nominal':>11}")
+    for count in ranks:
+        with Network(count, **how) as network:
+            found = network.run(here, timeout=60)
+        for i, link in enumerate(links):
+            rates = [rows[i]["rate"] for rows in found]
+            nominal = bits(link)
+            share = "" if nominal is None else f"{100 * sum(rates) / len(rates) / nominal:.1f}%"
+            span = f"{min(rates) / 1e6:,.1f} - {max(rates) / 1e6:,.1f}"
+            print(f"{count:5}  {shown(link):12} {span:>28} {share:>11}")
+
+
+def end_on_sigterm() -> None:
+    """Leave by an exception when told to end, so that namespaces are removed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", nargs="+", type=int, help="how many (2 and 4; with a command one number, 2)")
+    parser.add_argument("--links", nargs="+", default=list(LINKS), help="rates to measure: 100mbit, 1gbit, none")
+    parser.add_argument("--rate", default="none", help="what each rank may send while the command runs")
+    parser.add_argument("--both-ways", action="store_true", help="limit what each receives, too")
+    parser.add_argument("--congestion", help="TCP's congestion control: cubic, bbr, reno")
+    parser.add_argument("--no-restart", action="store_true", help="net.ipv4.tcp_slow_start_after_idle=0")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds that the command may take (3,600)")
+    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs="*", help="after --: what to run once a rank")
+    args = parser.parse_args()
+    end_on_sigterm()
+    if args.probe:
+        probe(args.links)
+        return
+    how: dict[str, Any] = {"both_ways": args.both_ways, "congestion": args.congestion}
+    how["slow_start_after_idle"] = not args.no_restart
+    try:
+        if not args.command:
+            report_rates(args.ranks or [2, 4], args.links, **how)
+            return
+        with Network((args.ranks or [2])[0], args.rate, **how) as network:
+            network.run(args.command, timeout=args.timeout, on_line=lambda rank, line: print(f"[{rank}] {line}"))
+    except NetworkError as e:
+        raise SystemExit(f"bench/netns.py: {e}") from None
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

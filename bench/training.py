@@ -1,0 +1,174 @@
+"""Small real models and data that ships in packages, for benchmarks; and their training as one rank of many sees it.
+
+A convolutional net on scikit-learn's handwritten digits, and a causal transformer on the bytes of the source of
+Python's standard library. :data:`TASKS` builds a training of either: all that is random in it follows from the seed,
+and ranks take shares of the same batches, so that the number of ranks makes no difference but for the order of sums and
+the statistics of norms.
+"""
+
+import math
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Residual(nn.Module):
+    """Two 3x3 convolutions around a shortcut."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.a, self.b = (
+            nn.Conv2d(inside, outside, 3, padding=1, bias=False),
+            nn.Conv2d(outside, outside, 3, padding=1, bias=False),
+        )
+        self.na, self.nb = nn.BatchNorm2d(outside), nn.BatchNorm2d(outside)
+        self.short = nn.Conv2d(inside, outside, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.nb(self.b(F.relu(self.na(self.a(x))))) + self.short(x))
+
+
+class Attention(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, w = x.shape
+        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.n1(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, w)
+        x = x + self.out(y)
+        return x + self.down(F.gelu(self.up(self.n2(x))))
+
+
+class Language(nn.Module):
+    """Bytes in, next byte out."""
+
+    def __init__(self, width: int, layers: int, context: int) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Attention(width, 4) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.token(x) + self.place.weight[: x.shape[1]])))
+
+
+def cnn_model() -> nn.Module:
+    return nn.Sequential(
+        Residual(1, 32),
+        Residual(32, 64),
+        nn.MaxPool2d(2),
+        Residual(64, 64),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
+
+
+def digits() -> Batch:
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    return torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(data.target)
+
+
+def text() -> torch.Tensor:
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model in training: what is in a step of one rank, and what it must do well in the end."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    batch: Callable[[], Batch]  # the next one's share of this rank
+    held_out: Batch  # the share of this rank
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """`model` is this task's, maybe inside of something that ranks share."""
+        x, y = batch
+        return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+    @torch.no_grad()
+    def evaluate(self) -> torch.Tensor:
+        """Sum of losses, predictions that are right and their number, in the share of this rank: ranks' add up."""
+        self.model.eval()
+        found = torch.zeros(3, dtype=torch.float64)
+        for x, y in zip(*(part.split(128) for part in self.held_out), strict=True):
+            out, to = self.model(x).flatten(0, -2), y.flatten()
+            right = (out.argmax(-1) == to).sum()
+            found += torch.stack(
+                [F.cross_entropy(out, to, reduction="sum").double(), right.double(), right * 0 + len(to)]
+            )
+        self.model.train()
+        return found
+
+
+def _warm(steps: int, rise: int) -> Callable[[int], float]:
+    """Up over the first steps, then down along a cosine to a fiftieth."""
+    return lambda step: min((step + 1) / rise, 0.51 + 0.49 * math.cos(math.pi * step / steps))
+
+
+def _task(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, batch: Callable[[], Batch], held: Batch
+) -> Task:
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm(steps, max(1, steps // 20)))
+    return Task(model, optimizer, schedule, batch, held)
+
+
+def digits_task(seed: int, steps: int, rank: int = 0, world: int = 1, batch: int = 64) -> Task:
+    """The convolutional net by SGD with momentum; a fifth of the digits, always the same, is held out."""
+    images, labels = digits()
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    held, kept = order[: len(order) // 5][rank::world], order[len(order) // 5 :]
+    draws = torch.Generator().manual_seed(seed)
+
+    def share() -> Batch:
+        i = kept[torch.randint(len(kept), (batch,), generator=draws)[rank::world]]
+        return images[i], labels[i]
+
+    torch.manual_seed(seed)
+    model = cnn_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    return _task(model, optimizer, steps, share, (images[held], labels[held]))
+
+
+def language_task(seed: int, steps: int, rank: int = 0, world: int = 1, batch: int = 16) -> Task:
+    """The transformer by AdamW; every 16th stretch of 4 KiB of the text is held out, and 512 windows of it are used."""
+    context, stretch = 64, 4096
+    stretches = text().unfold(0, stretch, stretch)
+    held = torch.arange(len(stretches)) % 16 == 0
+    windows = stretches[held].unfold(1, context + 1, context + 1).flatten(0, 1)
+    windows = windows[:: len(windows) // 512][:512][rank::world].long()
+    kept, within = stretches[~held], torch.arange(context + 1)
+    draws = torch.Generator().manual_seed(seed)
+
+    def share() -> Batch:
+        of = torch.randint(len(kept), (batch,), generator=draws)[rank::world]
+        at = torch.randint(stretch - context, (batch,), generator=draws)[rank::world]
+        rows = kept[of[:, None], at[:, None] + within].long()
+        return rows[:, :-1], rows[:, 1:]
+
+    torch.manual_seed(seed)
+    model = Language(64, 2, context)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+    return _task(model, optimizer, steps, share, (windows[:, :-1], windows[:, 1:]))
+
+
+TASKS: dict[str, Callable[..., Task]] = {"digits": digits_task, "lm": language_task}

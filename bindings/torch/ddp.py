@@ -1,0 +1,362 @@
+"""A communication hook for DistributedDataParallel."""
+
+# no `from __future__ import annotations`: torch looks at the hook's annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+import codec
+from codec import SpecError, Status, metrics
+from codec.segmenting import Segments
+from codec.specs import Lossless, Sign, Spec, Ternary, Truncate
+from codec.stateful import ErrorFeedback
+from codec.torch import collectives, slices
+from codec.torch.channel import Array
+from codec.torch.collectives import Algorithm, Line
+from codec.torch.reduction import Reduction
+
+Policy = Callable[[str, torch.nn.Parameter], Spec | None]
+
+_SMALL = 4096  # values
+
+
+def default_policy(name: str, parameter: torch.nn.Parameter) -> Spec | None:
+    """Norms, biases and small tensors lossless, all others as the hook has it."""
+    del name
+    return Lossless() if parameter.dim() < 2 or parameter.numel() < _SMALL else None
+
+
+@dataclass
+class Stats:
+    """What a hook has done so far, on this rank."""
+
+    steps: int = 0  # that went well
+    buckets: int = 0
+    raw_nbytes: int = 0  # of the gradients
+    sent_nbytes: int = 0  # to all other ranks together
+    refused: int = 0  # steps that failed
+
+
+@dataclass
+class _Part:
+    """Parameters of a bucket that are encoded alike."""
+
+    spec: Spec
+    names: list[str]
+    parameters: list[torch.nn.Parameter]
+    offsets: list[int]  # in the bucket
+    whole: bool  # all of the bucket, in its order
+    new: bool = True  # it was not reduced yet
+
+    @property
+    def layout(self) -> list[tuple[str, int]]:
+        return [(name, p.numel()) for name, p in zip(self.names, self.parameters, strict=True)]
+
+    @property
+    def segments(self) -> Segments:
+        return codec.segments([tuple(p.shape) for p in self.parameters])
+
+    @property
+    def n(self) -> int:
+        return sum(p.numel() for p in self.parameters)
+
+
+class Hook:
+    """What :func:`ddp_hook` returns."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        optimizer: torch.optim.Optimizer | None,
+        feedback: bool,
+        policy: Policy,
+        algorithm: Algorithm,
+        grad_scaler: Any,
+        group: Any,
+        timeout: float | None,
+    ) -> None:
+        self.spec, self.optimizer, self.policy = spec, optimizer, policy
+        self._algorithm: Algorithm = algorithm
+        self._scaler = grad_scaler
+        self._group, self._timeout = group, timeout
+        self._names: dict[torch.nn.Parameter, str] = {}
+        self._parts: dict[tuple[str, ...], list[_Part]] = {}  # of a bucket, by the names of its parameters
+        self._error: BaseException | None = None  # of a bucket of this backward
+        self._stats = Stats()
+        self.worker_feedback = ErrorFeedback(spec, role="worker") if feedback else None
+        self.server_feedback = ErrorFeedback(spec, role="server") if feedback else None
+
+    def register(self, model: torch.nn.parallel.DistributedDataParallel) -> "Hook":
+        """Have a model's gradients go through this hook; itself."""
+        self._names = {p: name for name, p in model.module.named_parameters()}
+        self._parts.clear()
+        if self._group is None:
+            self._group = model.process_group
+        model.register_comm_hook(None, self._hook)
+        return self
+
+    def stats(self) -> Stats:
+        """What was done so far."""
+        return replace(self._stats)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved with a checkpoint, by each rank its own: errors that are still to be sent."""
+        feedback = {"worker": self.worker_feedback, "server": self.server_feedback}
+        return {name: fb.state_dict() for name, fb in feedback.items() if fb is not None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a :meth:`state_dict`."""
+        feedback = {"worker": self.worker_feedback, "server": self.server_feedback}
+        have = {name for name, fb in feedback.items() if fb is not None}
+        if set(state) != have:
+            raise codec.StateError(f"a state of {sorted(state)} was given, this hook has {sorted(have)}")
+        for name in have:
+            fb = feedback[name]
+            assert fb is not None
+            fb.load_state_dict(state[name])
+        self._parts.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the process group, which belongs to this process."""
+        return self.__dict__ | {"_group": None, "_names": {}, "_parts": {}}
+
+    def _hook(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
+        """What torch calls with each bucket, in the same order on all ranks."""
+        buffer, first, last = bucket.buffer(), bucket.index() == 0, bucket.is_last()
+        parts = self._parts_of(cast(list[torch.nn.Parameter], bucket.parameters()))
+        if first:
+            self._error = None
+            _when_backward_ends(self._raise)
+        line = collectives.line_of(self._group, self._timeout)
+
+        def work() -> torch.Tensor:
+            try:
+                if first:
+                    self._rollback()  # of a step that was never ended
+                self._reduce(line, buffer, parts)
+                if last and self._error is None:
+                    self._commit()
+            except BaseException as e:
+                self._error = self._error or e
+                self._rollback()
+                if self._is_overflow(e):
+                    buffer.fill_(torch.nan)  # on all ranks: their scalers skip the step
+            return buffer
+
+        return line.worker.submit(work).get_future()
+
+    def _raise(self) -> None:
+        """What went wrong with a bucket. Not by its future: after that the model could not be used any more."""
+        error, self._error = self._error, None
+        if error is not None:
+            self._stats.refused += 1
+            if not self._is_overflow(error):
+                raise error
+
+    def _is_overflow(self, error: BaseException) -> bool:
+        """Whether a gradient was scaled too much, which is for the scaler to notice."""
+        return self._scaler is not None and getattr(error, "code", None) == Status.NONFINITE
+
+    def _parts_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[_Part]:
+        names = [self._names[p] for p in parameters]
+        parts = self._parts.get(tuple(names))
+        if parts is None:
+            parts = self._parts[tuple(names)] = self._cut(names, parameters)
+        return parts
+
+    def _cut(self, names: list[str], parameters: Sequence[torch.nn.Parameter]) -> list[_Part]:
+        """Parameters of a bucket by what the policy says of each."""
+        found: dict[Spec, _Part] = {}
+        offset = 0
+        for name, p in zip(names, parameters, strict=True):
+            spec = self.policy(name, p) or self.spec
+            part = found.setdefault(spec, _Part(spec, [], [], [], False))
+            part.names.append(name)
+            part.parameters.append(p)
+            part.offsets.append(offset)
+            offset += p.numel()
+        parts = list(found.values())
+        parts[0].whole = len(parts) == 1
+        return parts
+
+    def _reduce(self, line: Line, buffer: torch.Tensor, parts: list[_Part]) -> None:
+        """In the worker's thread: the mean of a bucket over all ranks, into its buffer."""
+        before = line.channel.sent_nbytes
+        results = collectives.run_all(line, lambda: [self._prepare(line, buffer, p) for p in parts], self._algorithm)
+        for part, (result, r) in zip(parts, results, strict=True):
+            _scatter(result, r, part, buffer)
+        self._stats.buckets += 1
+        self._stats.raw_nbytes += buffer.numel() * buffer.element_size()
+        self._stats.sent_nbytes += line.channel.sent_nbytes - before
+
+    def _prepare(self, line: Line, buffer: torch.Tensor, part: _Part) -> Reduction:
+        channel = line.channel
+        x = buffer if part.whole else _gather(buffer, part)
+        metric, state = self._metric(part)
+        r = collectives.reduction_of(x, part.spec, "mean", part.segments, metric, state, channel.calls << 32)
+        self._feed(r, part, channel.rank, channel.size)
+        return r
+
+    def _feed(self, r: Reduction, part: _Part, rank: int, size: int) -> None:
+        """Have lossy frames add what earlier ones have lost."""
+        if self.worker_feedback is None or self.server_feedback is None or isinstance(part.spec, Lossless):
+            return
+        begin = end = 0
+        if collectives.choose_algorithm(self._algorithm, r, size) in ("two_shot", "raw"):
+            mine = slices.cut(r.x.size, size, r.x.itemsize, r.segments)[rank]
+            begin, end = mine[0].begin, mine[-1].end
+        if part.new:  # others own other ranges of its parameters' sums now
+            part.new = False
+            elsewhere = _ranges(part, 0, begin) + _ranges(part, end, part.n)
+            self.server_feedback.pass_on(elsewhere, self.worker_feedback, size)
+        r.residual = self.worker_feedback.begin(part.layout)
+        if begin == end:
+            return
+        sums = self.server_feedback.begin(_ranges(part, begin, end))
+        r.sums_residual = lambda a, b: sums[a - begin : b - begin]
+
+    def _metric(self, part: _Part) -> tuple[Any, dict[str, torch.Tensor] | None]:
+        """What Truncate goes by: the optimizer's metrics, by group, and its state, in the order of the part."""
+        if not isinstance(part.spec, Truncate) or part.spec.fixed_level is not None:
+            return None, None
+        if self.optimizer is None:
+            raise SpecError(f"{part.spec} needs ddp_hook(optimizer=)")
+        group_of = {p: i for i, g in enumerate(self.optimizer.param_groups) for p in g["params"]}
+        scale = self._scaler.get_scale() if self._scaler is not None else 1
+        of_group = {
+            i: replace(metrics.from_optimizer(self.optimizer, i), grad_scale=scale)
+            for i in {group_of[p] for p in part.parameters}
+        }
+        groups: list[tuple[int, Any]] = []
+        offset = 0
+        for p in part.parameters:
+            metric = of_group[group_of[p]]
+            if not groups or groups[-1][1] != metric:
+                groups.append((offset, metric))
+            offset += p.numel()
+        states = [metrics.state_of(self.optimizer, p) for p in part.parameters]
+        common = [name for name in ("theta", "m", "v") if all(name in s for s in states)]
+        return groups, {name: torch.cat([s[name].detach().reshape(-1) for s in states]) for name in common}
+
+    def _commit(self) -> None:
+        self._stats.steps += 1
+        for fb in (self.worker_feedback, self.server_feedback):
+            if fb is not None:
+                fb.commit()
+
+    def _rollback(self) -> None:
+        for fb in (self.worker_feedback, self.server_feedback):
+            if fb is not None:
+                fb.rollback()
+
+
+def _when_backward_ends(call: Callable[[], None]) -> None:
+    """Call it at the end of this backward, after DistributedDataParallel has stored its gradients."""
+    engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue]
+    # callbacks run in order, also those that are queued by one; the model's own is queued after its last bucket
+    engine.queue_callback(lambda: engine.queue_callback(call))
+
+
+def _ranges(part: _Part, begin: int, end: int) -> list[tuple[str, int, int]]:
+    """What of the parameters lies in values [begin, end) of a part."""
+    found: list[tuple[str, int, int]] = []
+    offset = 0
+    for name, n in part.layout:
+        a, b = max(begin, offset), min(end, offset + n)
+        if a < b:
+            found.append((name, a - offset, b - offset))
+        offset += n
+    return found
+
+
+def _gather(buffer: torch.Tensor, part: _Part) -> torch.Tensor:
+    """A part's values, one parameter after the other."""
+    return torch.cat([buffer[o : o + p.numel()] for o, p in zip(part.offsets, part.parameters, strict=True)])
+
+
+def _scatter(result: Array, r: Reduction, part: _Part, buffer: torch.Tensor) -> None:
+    """The inverse, into the bucket."""
+    if part.whole:
+        collectives.publish(result, r, buffer)
+        return
+    begin = 0
+    for offset, p in zip(part.offsets, part.parameters, strict=True):
+        collectives.publish(result[begin : begin + p.numel()], r, buffer[offset : offset + p.numel()])
+        begin += p.numel()
+
+
+def ddp_hook(
+    spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    feedback: bool | None = None,
+    policy: Policy = default_policy,
+    algorithm: Algorithm = "auto",
+    grad_scaler: Any = None,
+    group: Any = None,
+    timeout: float | None = None,
+) -> Hook:
+    """A communication hook that sends DistributedDataParallel's gradients as frames.
+
+    Buckets are reduced one after the other by a thread of their own, over connections of their own, while backward goes
+    on. All ranks get the same bits. After an error on any rank all of them raise, and what error feedback remembers is
+    as it was before the step.
+
+    Parameters
+    ----------
+    spec : Spec
+        How gradients are encoded; lossless if left out.
+    optimizer : torch.optim.Optimizer, optional
+        What :class:`codec.Truncate` goes by: its step tells how many bits of a gradient matter
+        (:func:`codec.metrics.from_optimizer`).
+    feedback : bool, optional
+        Error feedback: what frames lose is added to the next step's gradients, on each rank and once more where sums
+        are encoded. Left out: for :class:`codec.Sign` and :class:`codec.Ternary`, which do not converge well without.
+    policy : callable
+        policy(name, parameter) gives the spec of a parameter, None for `spec`. Left out: norms, biases and tensors of
+        fewer than 4,096 values are sent lossless.
+    algorithm : str
+        As for :func:`all_reduce`.
+    grad_scaler : torch.amp.GradScaler, optional
+        If gradients are scaled. NaN and Inf are no error then: all ranks get NaN, all scalers skip the step, and what
+        is owed stays as it was. Truncate takes the scale from it.
+    group : ProcessGroup, optional
+        Whose ranks; left out: the model's.
+    timeout : float, optional
+        Seconds that a rank may keep others waiting; left out: the group's.
+
+    Returns
+    -------
+    Hook
+        With ``register(model)``, ``state_dict()``, ``load_state_dict()`` and ``stats()``.
+
+    Raises
+    ------
+    SpecError
+        The arguments do not go together.
+
+    Examples
+    --------
+    >>> model = DistributedDataParallel(net)  # doctest: +SKIP
+    >>> hook = codec.torch.ddp_hook(codec.Truncate(), optimizer=optimizer).register(model)  # doctest: +SKIP
+    """
+    if isinstance(spec, Truncate) and spec.fixed_level is None and optimizer is None:
+        raise SpecError(f"{spec} goes by the optimizer's step: pass optimizer=")
+    if feedback is None:
+        feedback = isinstance(spec, Sign | Ternary)
+    if feedback and isinstance(spec, Lossless):
+        raise SpecError("Lossless loses nothing that could be fed back")
+    if feedback and algorithm == "ring":
+        raise SpecError("a ring has no error feedback: its frames hold sums of other ranks' values")
+    if isinstance(spec, Sign) and type(optimizer).__name__.startswith("Adam"):
+        warnings.warn(
+            "signs of gradients, even with error feedback, distort the second moments that Adam divides by: "
+            "1-bit Adam compresses the momentum instead",
+            stacklevel=2,
+        )
+    return Hook(spec, optimizer, feedback, policy, algorithm, grad_scaler, group, timeout)

@@ -1,0 +1,242 @@
+"""Error feedback: what a lossy frame loses is sent with the next one."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from codec.core import ITEMSIZE
+from codec.encoding import encode
+from codec.errors import SpecError, StateError
+from codec.specs import Lossless, Spec
+from codec.stateful.ranges import Array, Store, gather, layout_of, numel, shared, shown, union, without
+from codec.stateful.resharding import reshard
+from codec.stateful.saved import ROLES, load, save
+from codec.view import view
+
+Role = Literal["worker", "server"]
+
+
+class _Now(NamedTuple):
+    """All that there is, replaced as a whole: nothing that interrupts can leave half of a step."""
+
+    kept: Store  # what is owed
+    pending: Store  # what will be, once it is committed
+    spare: Store  # memory for the next pending ones
+
+
+class ErrorFeedback:
+    """Residuals by parameter and range, whatever buckets the parameters come in.
+
+    A frame of g + e is sent, and e becomes what that frame loses: e' = g + e - decode(frame), each sum rounded to
+    float32. So the sum of all that was decoded, and e, is the sum of all g. That holds for what is done with sums and
+    means of gradients, such as SGD's step, not through Adam's, which divides by a magnitude that the error is part of.
+
+    Begin, encode, commit: what is begun is a copy, so that a step that fails, or that another rank refuses, is rolled
+    back to the bit. It takes 8 bytes a value (twice 4 bytes; for a server's ranges: of those that it owns), and memory
+    is allocated only when a layout is new. Not for several threads at once, but slices of one buffer may be encoded in
+    several.
+
+    Parameters
+    ----------
+    spec : Spec
+        What :meth:`encode` does. Buffers of :meth:`begin` can be used with any.
+    role : {"worker", "server"}
+        Whether residuals are of what every rank sends of its own, or of what the only owner of a range sends of the
+        reduced gradients. A two-shot all-reduce that compresses both ways has one of each. They reshard differently.
+
+    Raises
+    ------
+    SpecError
+        The spec loses nothing, or there is no such role.
+
+    References
+    ----------
+    .. [1] F. Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
+       Training of Speech DNNs", Interspeech 2014.
+    .. [2] S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019.
+    .. [3] H. Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-Pass Error-Compensated
+       Compression", ICML 2019: the server's.
+
+    Examples
+    --------
+    >>> feedback = codec.ErrorFeedback(codec.Sign())
+    >>> grad = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    >>> sent = sum(codec.decode(feedback.encode("weight", grad)) for step in range(100))
+    >>> bool(np.abs(sent / 100 - grad).mean() < 0.05)
+    True
+
+    A bucket of several parameters, in two frames; its parameters may come in other buckets the next time.
+
+    >>> bucket = np.concatenate([grad, grad])
+    >>> error = feedback.begin([("bias", 1000), ("weight", 1000)])
+    >>> for part in (slice(0, 500), slice(500, 2000)):
+    ...     frame = codec.encode(bucket[part], codec.Sign(), residual=error[part], feedback=True)
+    >>> feedback.commit()
+    """
+
+    reshard = staticmethod(reshard)
+
+    def __init__(self, spec: Spec, *, role: Role = "worker") -> None:
+        if not isinstance(spec, Spec):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SpecError(f"not a spec: {spec!r}")
+        if isinstance(spec, Lossless):
+            raise SpecError("Lossless loses nothing that could be fed back")
+        if role not in ROLES:
+            raise SpecError(f"role must be one of {ROLES}, got {role!r}")
+        self.spec = spec
+        self.role = role
+        self._now = _Now({}, {}, {})
+
+    def begin(self, layout: Any) -> Array:
+        """Residuals of a bucket, to be given to :func:`codec.encode` and then committed or rolled back.
+
+        Parameters
+        ----------
+        layout : iterable of (str, int) or (str, int, int)
+            What the bucket is made of, in its order: (key, number of values), or (key, start, stop) for a range of a
+            parameter's values.
+
+        Returns
+        -------
+        numpy.ndarray of float32
+            Flat: what each value is still owed, zeros for those not seen before. It is the caller's to change, in
+            parts or whole, until :meth:`commit` or :meth:`rollback`, and not afterwards.
+
+        Raises
+        ------
+        SpecError
+            It is not a layout, or has a value twice.
+        StateError
+            A value has been begun already, and neither committed nor rolled back.
+        """
+        at, now = layout_of(layout), self._now
+        new = at not in now.kept
+        # layouts that are kept have nothing in common
+        others = now.pending if new else [other for other in now.pending if other == at or other not in now.kept]
+        if others and (begun := shared(r for other in (at, *others) for r in other)):
+            raise StateError(f"{shown(begun)} has been begun, and neither committed nor rolled back")
+        if new:
+            buffer = gather(now.kept, at)
+        else:
+            buffer = now.spare[at] if at in now.spare else np.empty(numel(at), np.float32)
+            np.copyto(buffer, now.kept[at])
+        self._now = now._replace(pending={**now.pending, at: buffer})
+        return buffer
+
+    def commit(self) -> None:
+        """Make all that was begun what is owed from now on."""
+        self._commit(self._now.pending)
+
+    def rollback(self) -> None:
+        """Forget all that was begun: what is owed is, to the bit, what it was before."""
+        now = self._now
+        again = {at: buffer for at, buffer in now.pending.items() if at in now.kept}
+        self._now = _Now(now.kept, {}, {**now.spare, **again})
+
+    def pass_on(self, layout: Any, to: "ErrorFeedback", scale: float) -> None:
+        """Have another one owe what is owed to some ranges here, times `scale`, from now on.
+
+        For a server whose ranges go to another rank: a residual of a mean is owed as well by a worker of this rank, as
+        many times as there are ranks. Nothing is lost, so that this needs no commit, and cannot be rolled back.
+
+        Parameters
+        ----------
+        layout : iterable of (str, int) or (str, int, int)
+            As for :meth:`begin`.
+        to : ErrorFeedback
+            Who owes it then.
+        scale : float
+            What residuals are multiplied by.
+
+        Raises
+        ------
+        StateError
+            Some of these ranges have been begun, here or there.
+        """
+        at = layout_of(layout)
+        for feedback in (self, to):
+            if (begun := shared([*union(at), *union(r for other in feedback._now.pending for r in other)])) is not None:
+                raise StateError(f"{shown(begun)} has been begun, and neither committed nor rolled back")
+        values = gather(self._now.kept, at) * np.float32(scale)
+        if not values.any():
+            return
+        values += gather(to._now.kept, at)
+        to._now = _Now({**without(to._now.kept, [at]), at: values}, to._now.pending, {})
+        self._now = _Now(without(self._now.kept, [at]), self._now.pending, {})
+
+    def encode(self, key: str, x: Any, **keywords: Any) -> bytes | memoryview:
+        """Encode a tensor that is a parameter's gradient, with what is owed to it.
+
+        Apart from what else may have been begun: nothing needs to be committed.
+
+        Parameters
+        ----------
+        key : str
+            The parameter.
+        x : array, tensor or buffer
+            As in :func:`codec.encode`, in host memory.
+        **keywords
+            As in :func:`codec.encode`, all but ``residual`` and ``feedback``.
+
+        Returns
+        -------
+        bytes, or memoryview of ``out``
+            The frame.
+
+        Raises
+        ------
+        SpecError, EngineError, StateError
+            As in :func:`codec.encode` and :meth:`begin`. What is owed is as it was.
+        """
+        v, before = view(x, keywords.get("dtype")), self._now
+        try:
+            at = layout_of([(key, v.nbytes // ITEMSIZE[v.dtype])])
+            error = self.begin(at)
+            frame = encode(x, self.spec, residual=error, feedback=True, **keywords)
+            self._commit({at: error})
+        except BaseException:
+            self._now = before
+            raise
+        return frame
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is owed, and to whom.
+
+        Returns
+        -------
+        dict
+            ``version``, ``role`` and, for each range, ``"key[start:stop]"`` with a copy of its residuals, float32 of
+            shape (stop - start,). Ranges are the longest there are, in order: buckets leave no trace. What is begun
+            and not committed is not in it.
+        """
+        return save(self.role, self._now.kept)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Owe what a state dict says instead of what is owed now; what was begun is forgotten.
+
+        Parameters
+        ----------
+        state_dict : mapping
+            What :meth:`state_dict` or :meth:`reshard` gave, also after a way through a file: of torch tensors, or of
+            numpy's arrays where there were ints and strings. It is copied.
+
+        Raises
+        ------
+        StateError
+            It is not a state dict, is of another role or version, or holds NaN or Inf. All is as it was.
+        """
+        role, store = load(state_dict)
+        if role != self.role:
+            raise StateError(f"these are residuals of a {role}, not of a {self.role}")
+        self._now = _Now(store, {}, {})
+
+    def _commit(self, begun: Store) -> None:
+        now = self._now
+        kept = now.kept
+        if new := begun.keys() - kept.keys():
+            kept = without(kept, new)  # parameters that are in other buckets now
+        pending = {at: buffer for at, buffer in now.pending.items() if at not in begun}
+        spare = {**now.spare, **{at: now.kept[at] for at in begun if at in kept}}
+        spare = {at: array for at, array in spare.items() if at in kept}
+        self._now = _Now({**kept, **begun}, pending, spare)

@@ -1,0 +1,121 @@
+"""Residuals of one number of ranks, for another."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from codec.errors import SpecError, StateError
+from codec.specs import whole
+from codec.stateful.ranges import Layout, Range, Store, gather, layout_of, pieces, shared, shown, union, without
+from codec.stateful.saved import load, save
+
+Reduction = Literal["mean", "sum"]
+
+
+def reshard(
+    state_dicts: Sequence[Any],
+    world_size: int,
+    *,
+    op: Reduction = "mean",
+    owned: Callable[[int], Any] | None = None,
+) -> list[dict[str, Any]]:
+    r"""State dicts of all old ranks as those of the new ranks, which owe the parameters the same correction.
+
+    *Workers.* Each of N ranks sends Q(g + e) and keeps what that loses. What reaches the parameters is the mean (or the
+    sum) over ranks, so that what is still owed to them is
+
+    .. math:: c = \frac{1}{N} \sum_{r=0}^{N-1} e_r \quad (\text{mean}), \qquad c = \sum_{r=0}^{N-1} e_r \quad
+       (\text{sum}).
+
+    M ranks with equal residuals e' owe e' under a mean and M e' under a sum. So every new rank gets
+
+    .. math:: e' = \frac{1}{N} \sum_r e_r \quad (\text{mean}), \qquad e' = \frac{1}{M} \sum_r e_r \quad (\text{sum}),
+
+    which leaves c as it was. (To keep each old rank's own, or their sum, would scale it by N / M or by N.) A rank
+    that has no residual for a range owes nothing there: zeros. Sums are made in float64 and rounded once.
+
+    *Servers.* The owner of a range reduces it, sends Q(reduced + e) to all, and keeps what that loses. There is one
+    for each value, so that c is e itself under a mean and a sum alike: residuals move, and nothing is scaled. (An
+    owner that sends sums, which the workers then divide by the number of ranks, owes e / N: scale that by M / N.)
+
+    Parameters
+    ----------
+    state_dicts : sequence of dict
+        Of all old ranks, in their order, of one role.
+    world_size : int
+        M, how many ranks there will be.
+    op : {"mean", "sum"}
+        What the all-reduce gives. For servers it makes no difference.
+    owned : callable, optional
+        For servers: rank -> layout of the ranges that this new rank owns, cut and put together from those that there
+        are. Together they must have all of them, none twice. Left out: ranges stay as they are and move to rank
+        floor(old rank * M / N), where they wait, and can be resharded again, until that rank begins them.
+
+    Returns
+    -------
+    list of dict
+        One for each new rank. Those of workers share their arrays; :meth:`ErrorFeedback.load_state_dict` copies them.
+
+    Raises
+    ------
+    StateError
+        A state dict is not one, their roles differ, two old servers have a value in common, or no new one owns it.
+    SpecError
+        An argument that cannot be used as asked, or two new ranks that own a value.
+
+    Examples
+    --------
+    >>> ranks = []
+    >>> for rank in range(4):
+    ...     feedback = codec.ErrorFeedback(codec.Sign())
+    ...     frame = feedback.encode("w", np.array([1, 2, 6], np.float32) * rank)
+    ...     ranks.append(feedback.state_dict())
+    >>> mean = np.mean([r["w[0:3]"] for r in ranks], axis=0)
+    >>> [bool((r["w[0:3]"] == mean).all()) for r in codec.ErrorFeedback.reshard(ranks, 2)]
+    [True, True]
+    """
+    world_size = whole("world_size", world_size, 1)
+    if op not in get_args(Reduction):
+        raise SpecError(f"op must be one of {get_args(Reduction)}, got {op!r}")
+    loaded = [load(saved) for saved in state_dicts]
+    if not loaded:
+        raise SpecError("reshard needs the state dicts of all old ranks, and got none")
+    if len(roles := sorted({role for role, _ in loaded})) > 1:
+        raise StateError(f"these states are of different roles: {' and '.join(roles)}")
+    stores = [store for _, store in loaded]
+    if roles == ["worker"]:
+        if owned is not None:
+            raise SpecError("owned= is for servers: every worker has a residual for all that it sends")
+        return [_evenly(stores, len(stores) if op == "mean" else world_size)] * world_size
+    return [save("server", store) for store in _among_servers(stores, world_size, owned)]
+
+
+def _evenly(stores: list[Store], share: int) -> dict[str, Any]:
+    layout = tuple(union(_ranges(stores)))
+    total = np.zeros(sum(stop - start for _, start, stop in layout))
+    for store in stores:
+        total += gather(store, layout)
+    return save("worker", {layout: (total / share).astype(np.float32)})
+
+
+def _among_servers(stores: list[Store], world_size: int, owned: Callable[[int], Any] | None) -> list[Store]:
+    if (twice := shared(_ranges(stores))) is not None:
+        raise StateError(f"two of the old servers have {shown(twice)}")
+    if owned is None:
+        moved: list[Store] = [{} for _ in range(world_size)]
+        for rank, store in enumerate(stores):
+            new = rank * world_size // len(stores)
+            moved[new] = {**moved[new], **store}
+        return moved
+    everything = {layout: array for store in stores for layout, array in store.items()}
+    layouts: list[Layout] = [layout_of(owned(rank)) for rank in range(world_size)]
+    if (twice := shared(r for layout in layouts for r in layout)) is not None:
+        raise SpecError(f"two of the new servers own {shown(twice)}")
+    for r, _ in pieces(without(everything, layouts)):
+        raise StateError(f"none of the new servers owns {shown(r)}, whose correction would be lost")
+    return [{layout: gather(everything, layout)} for layout in layouts]
+
+
+def _ranges(stores: list[Store]) -> list[Range]:
+    return [r for store in stores for r, _ in pieces(store)]

@@ -1,0 +1,326 @@
+"""DistributedDataParallel with frames: replicas stay equal, lossless is the sum, a step that fails leaves no trace."""
+
+import io
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import codec
+import codec.torch
+
+
+def net():
+    torch.manual_seed(3)
+    middle = [m for _ in range(9) for m in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+    return torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.LayerNorm(64), *middle, torch.nn.Linear(64, 5))
+
+
+def data(rank, step):
+    g = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(16, 20, generator=g)
+    return x, (x[:, :5] * x[:, 5:10]).argmax(1)
+
+
+def wrapped(model=None, **kwargs):
+    """In 8 buckets or more."""
+    return DistributedDataParallel(model or net(), bucket_cap_mb=0.015, **kwargs)
+
+
+def bits(model):
+    return b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+
+
+def train(model, optimizer, rank, steps, first=0):
+    """The losses."""
+    losses = []
+    for step in range(first, first + steps):
+        x, y = data(rank, step)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _lossless(rank, size):
+    model, plain = wrapped(), net()
+    hook = codec.torch.ddp_hook().register(model)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, plain)]
+    for step in range(6):
+        train(model, optimizers[0], rank, 1, step)
+        grads = []
+        for r in range(size):
+            x, y = data(r, step)
+            plain.zero_grad()
+            torch.nn.functional.cross_entropy(plain(x), y).backward()
+            grads.append([p.grad for p in plain.parameters()])
+        for p, *each in zip(plain.parameters(), *grads, strict=True):
+            total = each[0].clone()
+            for g in each[1:]:
+                total += g
+            p.grad = total / size
+        optimizers[1].step()
+        assert bits(model) == bits(plain), step
+    stats = hook.stats()
+    assert stats.steps == 6
+    assert stats.buckets > 5 * 8, stats
+    assert 0 < stats.sent_nbytes < stats.raw_nbytes * 2 * (size - 1)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_lossless_is_training_with_sums_in_the_order_of_ranks(size):
+    ranks(size, _lossless)
+
+
+CASES = [
+    (codec.Float8(row=128), {}),
+    (codec.Float8(), {"feedback": True}),
+    (codec.Quantize(4), {"feedback": True}),
+    (codec.Sign(block=1024), {}),
+    (codec.Ternary(), {}),
+    (codec.Truncate(), {"optimizer": True}),
+    (codec.Truncate(levels="shared"), {"optimizer": True}),
+    (codec.Truncate(levels="shared", granularity="bit", guard=-11), {"optimizer": True, "feedback": True}),
+]
+
+
+def _lossy(rank, size):
+    torch.use_deterministic_algorithms(True)
+    found = {}
+    for spec, how in CASES:
+        for algorithm in ("two_shot", "all_gather"):
+            model = wrapped()
+            named = dict(model.module.named_parameters())
+            groups = [
+                {"params": [p for n, p in named.items() if n.endswith("weight")], "lr": 2e-3},
+                {"params": [p for n, p in named.items() if not n.endswith("weight")], "weight_decay": 0},
+            ]
+            adam = "optimizer" in how
+            optimizer = torch.optim.AdamW(groups) if adam else torch.optim.SGD(groups, 0.02, momentum=0.9)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+            kwargs = how | ({"optimizer": optimizer} if adam else {})
+            codec.torch.ddp_hook(spec, algorithm=algorithm, **kwargs).register(model)
+            losses = []
+            for step in range(10):
+                losses += train(model, optimizer, rank, 1, step)
+                schedule.step()
+            found[repr(spec), repr(how), algorithm] = bits(model), losses
+    return found
+
+
+def test_replicas_stay_equal():
+    """Every kind of codec, with schedules and parameter groups; and the loss is that of float32, or near it."""
+    results = ranks(3, _lossy)
+    assert len(results[0]) == 2 * len(CASES)
+    for key, (mine, losses) in results[0].items():
+        assert all(r[key][0] == mine for r in results), key
+        assert sum(losses[-3:]) < sum(losses[:3]) + 0.3, key
+
+
+def _owed(rank, size, paid):
+    """What the optimizer saw and what is still owed is what the gradients were."""
+    spec = codec.Quantize(2)
+    model = wrapped()
+    hook = codec.torch.ddp_hook(spec, feedback=True, algorithm="two_shot", policy=lambda name, p: None).register(model)
+    names = [n for n, _ in model.module.named_parameters()]
+    seen, sent = ({n: torch.zeros(p.shape) for n, p in model.module.named_parameters()} for _ in range(2))
+    for step in range(7):
+        if step == 6 and paid:
+            hook._algorithm = "raw"  # as it is where values are faster: all that is owed is sent
+        x, y = data(rank, step)
+        model.zero_grad()
+        with model.no_sync():
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+        for n, p in model.module.named_parameters():
+            seen[n] += p.grad
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        for n, p in model.module.named_parameters():
+            sent[n] += p.grad
+    for n in names:
+        owed = torch.zeros_like(seen[n]).view(-1)
+        state = hook.state_dict()
+        for role, scale in (("worker", 1 / size), ("server", 1)):
+            for key, values in state[role].items():
+                name, _, where = str(key).rpartition("[")
+                if name == n:
+                    start, stop = map(int, where[:-1].split(":"))
+                    owed[start:stop] += torch.as_tensor(values) * scale
+        mean = seen[n] / size
+        dist.all_reduce(owed)
+        dist.all_reduce(mean)
+        torch.testing.assert_close(sent[n].view(-1) + owed, mean.view(-1), atol=1e-5, rtol=1e-4)
+        assert owed.any() == (not paid)
+    return sum(len(x) for k, x in hook.state_dict()["server"].items() if k not in ("version", "role"))
+
+
+def test_what_is_lost_is_owed():
+    """Over buckets that are rebuilt after the first step, on workers and where sums are encoded; each sum's by one."""
+    for paid in (False, True):
+        owned = ranks(3, _owed, paid)
+        assert sum(owned) == sum(p.numel() for p in net().parameters())
+
+
+def _refused(rank, size):
+    model = wrapped()
+    hook = codec.torch.ddp_hook(codec.Quantize(4), feedback=True, algorithm="two_shot").register(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    train(model, optimizer, rank, 3)
+    before, state = bits(model), pickle.dumps(hook.state_dict())
+    x, y = data(rank, 3)
+    if rank == 1:
+        x[3, 4] = float("nan")
+    optimizer.zero_grad()
+    with pytest.raises(codec.SpecError if rank == 1 else codec.PeerError, match=r"NaN|nothing was changed"):
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+    assert bits(model) == before
+    assert pickle.dumps(hook.state_dict()) == state
+    train(model, optimizer, rank, 3, 4)  # as if there had been no such step
+    return hook.stats().refused, bits(model)
+
+
+def test_nan_on_one_rank_refuses_the_step_on_all():
+    results = ranks(3, _refused)
+    assert all(refused == 1 for refused, _ in results)
+    assert len({b for _, b in results}) == 1
+
+
+def _scaled(rank, size):
+    model = wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024)
+    hook = codec.torch.ddp_hook(codec.Quantize(4), feedback=True, grad_scaler=scaler).register(model)
+    for step in range(6):
+        x, y = data(rank, step)
+        if step == 3 and rank == 1:
+            x[3, 4] = float("inf")
+        before, state, scale = bits(model), pickle.dumps(hook.state_dict()), scaler.get_scale()
+        optimizer.zero_grad()
+        scaler.scale(torch.nn.functional.cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert (bits(model) == before) == (step == 3)
+        assert (pickle.dumps(hook.state_dict()) == state) == (step == 3)
+        assert scaler.get_scale() == scale / (2 if step == 3 else 1)
+    return bits(model), hook.stats().steps, hook.stats().refused
+
+
+def test_scaled_gradients_that_overflow_are_skipped_on_all():
+    results = ranks(2, _scaled)
+    assert results[0] == results[1]
+    assert results[0][1:] == (5, 1)
+
+
+def _continued(rank, size):
+    results = []
+    for cut in (False, True):
+        model = wrapped()
+        hook = codec.torch.ddp_hook(codec.Sign(block=64), algorithm="two_shot").register(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        train(model, optimizer, rank, 4)
+        if cut:
+            file = io.BytesIO()
+            torch.save([model.module.state_dict(), optimizer.state_dict(), hook.state_dict()], file)
+            file.seek(0)
+            saved = torch.load(file, weights_only=False)
+            model = wrapped()
+            model.module.load_state_dict(saved[0])
+            hook = codec.torch.ddp_hook(codec.Sign(block=64), algorithm="two_shot").register(model)
+            optimizer = torch.optim.SGD(model.parameters(), 0.05)
+            optimizer.load_state_dict(saved[1])
+            hook.load_state_dict(saved[2])
+            with pytest.raises(codec.StateError):
+                hook.load_state_dict({})
+        else:  # buckets are those of a new model, as they are after a restart
+            model2 = wrapped()
+            model2.module.load_state_dict(model.module.state_dict())
+            hook.register(model2)
+            new = torch.optim.SGD(model2.parameters(), 0.05)
+            new.load_state_dict(optimizer.state_dict())
+            model, optimizer = model2, new
+        train(model, optimizer, rank, 4, 4)
+        results.append(bits(model))
+    assert results[0] == results[1]
+
+
+def test_a_checkpoint_is_taken_up_to_the_bit():
+    ranks(2, _continued)
+
+
+def _lost(rank, size):
+    model = wrapped()
+    hook = codec.torch.ddp_hook(codec.Quantize(4), feedback=True).register(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    train(model, optimizer, rank, 2)
+    before, state = bits(model), pickle.dumps(hook.state_dict())
+    x, y = data(rank, 2)
+    if rank == 1:
+        post, count = codec.torch.collectives.line_of(model.process_group).channel.post, [0]
+
+        def die(*args):
+            count[0] += 1
+            if count[0] > 25:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return post(*args)
+
+        codec.torch.collectives.line_of(model.process_group).channel.post = die
+    begin = time.monotonic()
+    with pytest.raises(codec.PeerError, match=r"gone|new group"):
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+    assert bits(model) == before
+    assert pickle.dumps(hook.state_dict()) == state
+    return time.monotonic() - begin
+
+
+def test_a_lost_peer_ends_backward_on_all_others():
+    took = ranks(3, _lost, timeout=3, gone=(1,))
+    assert max(took[0], took[2]) < 6
+
+
+def test_arguments():
+    with pytest.raises(codec.SpecError, match="optimizer="):
+        codec.torch.ddp_hook(codec.Truncate())
+    with pytest.raises(codec.SpecError, match="loses nothing"):
+        codec.torch.ddp_hook(codec.Lossless(), feedback=True)
+    with pytest.raises(codec.SpecError, match="ring"):
+        codec.torch.ddp_hook(codec.Sign(), algorithm="ring")
+    with pytest.warns(UserWarning, match="1-bit Adam"):
+        codec.torch.ddp_hook(codec.Sign(), optimizer=torch.optim.Adam(net().parameters()))
+    again = pickle.loads(pickle.dumps(codec.torch.ddp_hook(codec.Float8())))
+    assert again.spec == codec.Float8()
+
+
+def _many(rank, size, steps):
+    model = wrapped()
+    codec.torch.ddp_hook(codec.Float8(row=128)).register(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    train(model, optimizer, rank, steps)
+    return bits(model)
+
+
+def test_many_steps():
+    """Buckets in the background while backward goes on, step after step: nothing hangs, and replicas are equal."""
+    results = ranks(4, _many, 60)
+    assert len(set(results)) == 1
+
+
+def test_the_example_runs_as_it_is():
+    script = Path(__file__).parents[1] / "examples/ddp.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "--steps", "40"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    lines = done.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["lossless", "near", "float8", "quantize4"]
+    sent = [float(re.search(r"sent ([\d.]+) MB", line)[1]) for line in lines]
+    assert sent == sorted(sent, reverse=True)
