@@ -368,7 +368,7 @@ elif way == "abort":
 @pytest.mark.parametrize("way", ["leave", "destroy", "abort"])
 def test_processes_end_well(way, tmp_path):
     """However a script leaves its group, the thread of the collectives does not die in the midst of something."""
-    command = [sys.executable, "-W", "error", "-c", SCRIPT, way, str(tmp_path / "store")]
+    command = [sys.executable, "-P", "-W", "error", "-c", SCRIPT, way, str(tmp_path / "store")]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([*command, str(rank)], env=environment, **pipes) for rank in range(2)]
