@@ -166,6 +166,34 @@ def _owed(rank, size, paid):
     return sum(len(x) for k, x in hook.state_dict()["server"].items() if k not in ("version", "role"))
 
 
+def _rounded(rank, size):
+    """Values of bfloat16 as they are: what rounding takes is owed, too."""
+    every = [(torch.arange(70_000) % 251 + r).to(torch.bfloat16) for r in range(size)]
+    from codec.torch import reduction, slices
+
+    line = codec.torch.collectives.line_of(None)
+    r = codec.torch.collectives.reduction_of(every[rank], codec.Float8(), "mean", None, None, None, 0)
+    r.residual = torch.full((70_000,), 0.3).numpy()
+    owned = slices.cut(70_000, size, 2, None)[rank]
+    begin, end = owned[0].begin, owned[-1].end
+    sums = torch.full((end - begin,), 0.2).numpy()
+    r.sums_residual = lambda a, b: sums[a - begin : b - begin]
+    result, error = reduction.raw(line.channel, r)
+    line.channel.conclude(error)
+    mean = torch.stack([t.float() for t in every]).mean(0) + 0.3 + 0.2
+    owed = torch.from_numpy(r.residual.copy())
+    dist.all_reduce(owed)
+    owed /= size
+    owed[begin:end] += torch.from_numpy(sums)
+    seen = torch.from_numpy(result.copy()).view(torch.bfloat16).float()
+    torch.testing.assert_close((seen + owed)[begin:end], mean[begin:end], atol=1e-4, rtol=0)
+    assert owed.any()
+
+
+def test_rounding_of_values_is_owed():
+    ranks(3, _rounded)
+
+
 def test_what_is_lost_is_owed():
     """Over buckets that are rebuilt after the first step, on workers and where sums are encoded; each sum's by one."""
     for paid in (False, True):

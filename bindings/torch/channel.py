@@ -256,4 +256,4 @@ class Channel:
         if pg is not None:
             del pg
             gc.collect()  # Gloo closes them when the last one forgets the group
-        self._arena = np.empty(0, np.uint8)  # something may still be written to the old one
+        self._arena = self._result = np.empty(0, np.uint8)  # something may still be written to the old ones

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 import codec
-from codec import CodecError, SpecError
+from codec import CodecError, SpecError, Status
 from codec.segmenting import Segments
 from codec.specs import Lossless, Spec, Truncate
 from codec.torch.channel import Array, Channel, Incoming
@@ -358,6 +358,11 @@ def ring(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     return result, attempt.error
 
 
+def _floats(x: Array, r: Reduction) -> Array:
+    """Values in the dtype of a reduction as float32; the same memory if they are."""
+    return torch.from_numpy(x).view(_FLOATS[r.dtype]).float().numpy()
+
+
 def _as_float32(r: Reduction) -> Array:
     """A copy of the values."""
     return torch.from_numpy(r.x).view(_FLOATS[r.dtype]).to(torch.float32, copy=True).numpy()
@@ -401,9 +406,8 @@ def raw(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     Lossless frames would give the same bits.
     """
     size, me = channel.size, channel.rank
-    slices = cut(
-        r.x.size, size, r.x.itemsize, r.segments
-    )  # as for frames: what is owed to sums is of this rank's slice
+    # as for frames: what is owed to sums is owed to those of this rank's slice
+    slices = cut(r.x.size, size, r.x.itemsize, r.segments)
     others = _others(channel)
     chunks = range(len(slices[me]))
     result = channel.result(r.x.size, r.x.dtype)
@@ -423,7 +427,11 @@ def raw(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
 
     firsts = [{o: receive(room(piece.n), o) for o in others} for piece in slices[me]]
     seconds = [{o: receive(result[slices[o][c].begin : slices[o][c].end], o) for o in others} for c in chunks]
-    x = r.x if r.residual is None else r.rounded(_as_float32(r) + r.residual)
+    x, error = r.x, _refused(r)
+    if r.residual is not None:
+        owed = _as_float32(r) + r.residual
+        x = r.rounded(owed)
+        r.residual[:] = owed - _floats(x, r)
     for c in chunks:
         for o in others:
             channel.send_values(x[slices[o][c].begin : slices[o][c].end], o)
@@ -437,13 +445,18 @@ def raw(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     for there in [there for each in seconds for there in each.values()]:
         there()
     channel.finish()
-    if r.residual is not None:
-        r.residual[:] = 0  # nothing is lost any more
-    return result, None
+    return result, error
+
+
+def _refused(r: Reduction) -> SpecError | None:
+    """What encoding would have said of NaN and Inf: which way values travel must not decide whether a step is good."""
+    if isinstance(r.spec, Lossless) or np.isfinite(_floats(r.x, r)).all():
+        return None
+    return SpecError("the tensor holds NaN or Inf, which this codec does not take", Status.NONFINITE)
 
 
 def _add_up(parts: Sequence[Array], r: Reduction, residual: Array | None, total: Array) -> None:
-    """Sum, mean or maximum as codec.reduce has it, in the dtype of x; what is owed is added, and is no more."""
+    """Sum, mean or maximum as codec.reduce has it, in the dtype of x; `residual` is added, and gets what rounding takes."""
     dtype = _FLOATS[r.dtype]
     tensors = [torch.from_numpy(part).view(dtype) for part in parts]
     add = torch.maximum if r.op == "max" else torch.add
@@ -458,6 +471,7 @@ def _add_up(parts: Sequence[Array], r: Reduction, residual: Array | None, total:
         out /= len(parts)
     if residual is not None:
         out += torch.from_numpy(residual)
-        residual[:] = 0
     if r.dtype != "float32":
         torch.from_numpy(total).view(dtype).copy_(out)
+    if residual is not None:
+        residual[:] = out.numpy() - _floats(total, r)
