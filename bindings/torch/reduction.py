@@ -456,7 +456,7 @@ def _refused(r: Reduction) -> SpecError | None:
 
 
 def _add_up(parts: Sequence[Array], r: Reduction, residual: Array | None, total: Array) -> None:
-    """Sum, mean or maximum as codec.reduce has it, in the dtype of x; `residual` is added, and gets what rounding takes."""
+    """Sum, mean or maximum as codec.reduce has it, in the dtype of x; `residual` is added, and gets what is lost."""
     dtype = _FLOATS[r.dtype]
     tensors = [torch.from_numpy(part).view(dtype) for part in parts]
     add = torch.maximum if r.op == "max" else torch.add
