@@ -74,7 +74,7 @@ class Reduction:
         return channel.result(n, self.x.dtype) if self.out is None else self.out
 
     def own(self, piece: Piece) -> Array:
-        """This rank's values."""
+        """What there is on this rank."""
         return self.x[piece.begin : piece.end]
 
     def decode(self, frame: Array, piece: Piece, into: Array) -> None:
