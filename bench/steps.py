@@ -1,0 +1,204 @@
+"""Whole training steps over slow links: what the hook costs beyond computing, encoding, sending and decoding.
+
+    sudo python bench/steps.py                                   # 4 ranks at 100 Mbit and 1 Gbit, five codecs
+    sudo python bench/steps.py --ranks 2 --links 100mbit --codecs Lossless Float8
+
+Ranks are processes in network namespaces (bench/netns.py: Linux, root, iproute2) that train a transformer on text
+(bench/training.py, wider) with DistributedDataParallel, in buckets as it makes them.
+
+step        seconds from one optimizer's step to the next, median of the slowest rank
+compute     the same without communication (no_sync)
+codec       of one rank, all ranks at once, its own gradients: to encode all, to add up a slice, to encode that and to
+            decode all, one after the other
+wire        what a rank sent in a step over the TCP rate that it really had, measured before
+model       compute + codec + wire: nothing overlaps
+over        step / model
+x DDP       how many times as fast as DDP without a hook on the same link
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import netns
+
+CODECS = ("Lossless", "Truncate", "Float8", "Quantize 4", "Sign")
+
+
+def spec_of(name: str) -> Any:
+    """And whether what it loses is fed back."""
+    import codec
+
+    return {
+        "Lossless": (codec.Lossless(), False),
+        "Truncate": (codec.Truncate(levels="shared", granularity="bit", guard="feedback"), True),
+        "Float8": (codec.Float8(row=128), False),
+        "Quantize 4": (codec.Quantize(4), True),
+        "Sign": (codec.Sign(block=1024), True),
+    }[name]
+
+
+def most(seconds: float) -> float:
+    """Of the slowest rank."""
+    import torch
+    import torch.distributed as dist
+
+    t = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(t, op=dist.ReduceOp.MAX)
+    return float(t)
+
+
+class Training:
+    """A model in data-parallel training, with or without a hook."""
+
+    def __init__(self, name: str | None, width: int, layers: int) -> None:
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+        from training import Language
+
+        torch.manual_seed(0)
+        net = Language(width, layers, 64)
+        self.model = DistributedDataParallel(net)
+        self.optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        self.generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+        self.hook = None
+        if name is not None:
+            import codec.torch
+
+            spec, feedback = spec_of(name)
+            how = {"feedback": feedback, "optimizer": self.optimizer, "algorithm": "two_shot"}
+            self.hook = codec.torch.ddp_hook(spec, **how).register(self.model)
+
+    def step(self, batch: int) -> None:
+        import torch
+        from torch.nn import functional as F
+
+        x = torch.randint(256, (batch, 65), generator=self.generator)
+        self.optimizer.zero_grad()
+        F.cross_entropy(self.model(x[:, :-1]).flatten(0, -2), x[:, 1:].flatten()).backward()
+        self.optimizer.step()
+
+    def seconds(self, batch: int, steps: int) -> float:
+        """Of a step, median."""
+        import torch.distributed as dist
+
+        times: list[float] = []
+        for _ in range(steps):
+            dist.barrier()
+            begin = time.perf_counter()
+            self.step(batch)
+            times.append(most(time.perf_counter() - begin))
+        return statistics.median(times)
+
+
+def codec_seconds(training: Training, name: str, world: int) -> float:
+    """To encode all gradients, add up a slice of all ranks, encode that, and decode all; all ranks at once."""
+    import torch
+    import torch.distributed as dist
+
+    from codec import advising, predicting, sampling
+
+    spec, feedback = spec_of(name)
+    optimizer = training.optimizer if name == "Truncate" else None
+    tensors, _ = sampling.tensors_of(training.model.module, None, optimizer)
+    dist.barrier()
+    total = 0.0
+    for s in sampling.samples(tensors, world, optimizer):
+        cost = advising.measure(s, spec, torch.get_num_threads(), feedback)
+        total += predicting.compute_seconds(cost, world) * s.n / s.x.size
+    return most(total)
+
+
+def worker(plan: dict[str, Any]) -> None:
+    """One rank."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(plan["threads"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for turn, link in enumerate(plan["links"]):
+        netns.shape(link)
+        address = f"tcp://{os.environ['MASTER_ADDR']}:{netns.PORT + 1 + turn}"
+        dist.init_process_group("gloo", address, timedelta(seconds=300), world, rank)
+        rate = netns.tcp_rate(rank, world)
+        for name in [None, *plan["codecs"]]:
+            training = Training(name, plan["width"], plan["layers"])
+            for _ in range(2):  # buckets are made anew after the first step
+                training.step(plan["batch"])
+            before = training.hook.stats().sent_nbytes if training.hook else 0
+            step = training.seconds(plan["batch"], plan["steps"])
+            values = sum(p.numel() for p in training.model.parameters())
+            sent = 2 * (world - 1) / world * 4 * values
+            if training.hook:
+                sent = (training.hook.stats().sent_nbytes - before) / plan["steps"]
+            with training.model.no_sync():
+                compute = training.seconds(plan["batch"], plan["steps"])
+            codec = codec_seconds(training, name, world) if name else 0.0
+            row = {"link": link, "codec": name or "DDP", "step": step, "compute": compute, "codec_seconds": codec}
+            row |= {"wire": most(8 * sent / rate), "sent": sent, "values": values, "rate": rate}
+            if rank == 0:
+                print(json.dumps(row), flush=True)
+            del training
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--links", nargs="+", default=["100mbit", "1gbit"])
+    parser.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
+    parser.add_argument("--steps", type=int, default=8, help="that are timed (8)")
+    parser.add_argument("--width", type=int, default=256, help="of the transformer (256)")
+    parser.add_argument("--layers", type=int, default=4, help="of it (4: 3.3 million values)")
+    parser.add_argument("--batch", type=int, default=8, help="of each rank, 64 bytes each (8)")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(json.loads(args.worker))
+        return
+    from rich.progress import Progress
+
+    netns.require()
+    plan = {k: getattr(args, k) for k in ("links", "codecs", "steps", "width", "layers", "batch")}
+    plan["threads"] = max(1, len(os.sched_getaffinity(0)) // args.ranks)
+    threads = {k: str(plan["threads"]) for k in ("OMP_NUM_THREADS", "CODEC_NUM_THREADS")}
+    command = [sys.executable, __file__, "--worker", json.dumps(plan)]
+    with netns.Network(args.ranks) as network, Progress(transient=True) as bar:
+        task = bar.add_task("steps", total=len(args.links) * (1 + len(args.codecs)))
+
+        def tick(rank: int, line: str) -> None:
+            if rank == 0 and line.startswith("{"):
+                bar.update(task, advance=1)
+
+        rows = network.run(command, environment=threads, timeout=1800, on_line=tick)[0]
+    for row in rows:
+        row["model"] = row["compute"] + row["codec_seconds"] + row["wire"]
+        row["over"] = row["step"] / row["model"]
+    if args.json:
+        with open(args.json, "w") as f:
+            json.dump(rows, f, indent=1)
+    show(rows, args.ranks)
+
+
+def show(rows: list[dict[str, Any]], ranks: int) -> None:
+    for link in dict.fromkeys(row["link"] for row in rows):
+        some = [row for row in rows if row["link"] == link]
+        plain = some[0]
+        print(f"{ranks} ranks, {netns.shown(link)}, TCP {plain['rate'] / 1e6:.0f} Mbit/s, {plain['values']:,} values")
+        heads = ("step ms", "compute", "codec", "wire", "model", "over", "x DDP")
+        print(f"{'':12}" + "".join(f"{head:>9}" for head in heads))
+        for row in some:
+            ms = (f"{1e3 * row[k]:9.1f}" for k in ("step", "compute", "codec_seconds", "wire", "model"))
+            print(f"{row['codec']:12}{''.join(ms)}{row['over']:9.2f}{plain['step'] / row['step']:9.2f}")
+        print()
+
+
+if __name__ == "__main__":
+    main()
