@@ -15,7 +15,7 @@ from codec import SpecError, Status, metrics
 from codec.segmenting import Segments
 from codec.specs import Lossless, Sign, Spec, Ternary, Truncate
 from codec.stateful import ErrorFeedback
-from codec.torch import collectives, slices
+from codec.torch import collectives, slices, ternary
 from codec.torch.channel import Array
 from codec.torch.collectives import Algorithm, Line
 from codec.torch.reduction import Reduction
@@ -351,6 +351,8 @@ def ddp_hook(
         feedback = isinstance(spec, Sign | Ternary)
     if feedback and isinstance(spec, Lossless):
         raise SpecError("Lossless loses nothing that could be fed back")
+    if algorithm == "shared_scale":
+        ternary.check(spec, "mean")
     if feedback and algorithm == "ring":
         raise SpecError("a ring has no error feedback: its frames hold sums of other ranks' values")
     if isinstance(spec, Sign) and type(optimizer).__name__.startswith("Adam"):

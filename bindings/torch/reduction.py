@@ -90,6 +90,10 @@ class Reduction:
         """What decoding needs of the state."""
         return self._state(piece) if isinstance(self.spec, Truncate) and self.spec.levels == "shared" else {}
 
+    def tensor_of(self, x: Array) -> torch.Tensor:
+        """Values in the dtype of x as a tensor of the same memory."""
+        return torch.from_numpy(x).view(_FLOATS[self.dtype])
+
     def rounded(self, total: Array) -> Array:
         """Float32 sums in the dtype of x."""
         if self.dtype == "float32":
