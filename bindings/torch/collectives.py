@@ -256,7 +256,8 @@ def agree(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> tuple
 
 def signature(r: Reduction, algorithm: str) -> int:
     """What must be the same on all ranks."""
-    return _hash(r.spec, r.dtype, r.x.size, r.op, algorithm, r.segments, r.metric is None)
+    book = r.codebook and r.codebook.id
+    return _hash(r.spec, r.dtype, r.x.size, r.op, algorithm, r.segments, r.metric is None, book)
 
 
 def choose_algorithm(asked: Algorithm, r: Reduction, size: int) -> str:
