@@ -1,11 +1,12 @@
-"""What a hook remembers: codebooks that ranks agree on."""
+"""What a hook remembers: codebooks that ranks agree on, and what is owed, whoever owes it next."""
 
 import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import ranks
-from test_ddp import bits, wrapped
+from test_ddp import bits, data, wrapped
 
 import codec
 import codec.torch
@@ -178,3 +179,118 @@ def test_refresher_arguments():
     hook = codec.torch.ddp_hook(refresher=codec.CodebookRefresher(interval=7, delay=2))
     assert pickle.loads(pickle.dumps(hook)).refresher.interval == 7
     assert set(hook.state_dict()) == {"refresher"}
+
+
+def everyones(t):
+    """The mean over ranks."""
+    t = t.clone()
+    dist.all_reduce(t)
+    return t / dist.get_world_size()
+
+
+def owed(hook, model):
+    """What parameters are still owed by all ranks together, one after the other."""
+    found = []
+    state = hook.state_dict()
+    for name, p in model.module.named_parameters():
+        left = torch.zeros(p.numel())
+        for role, scale in (("worker", 1), ("server", dist.get_world_size())):  # which has a mean's, once
+            for key, values in state[role].items():
+                at, _, where = key.rpartition("[")
+                if at == name:
+                    start, stop = map(int, where[:-1].split(":"))
+                    left[start:stop] += scale * torch.as_tensor(values)
+        found.append(left)
+    return everyones(torch.cat(found))
+
+
+def followed(model, rank, steps):
+    """The sum of mean gradients, and of what the optimizer saw."""
+    sums = []
+    for sync in (False, True):
+        total = 0
+        for step in steps:
+            x, y = data(rank, step)
+            model.zero_grad()
+            model.require_backward_grad_sync = sync
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+            total = total + torch.cat([p.grad.flatten() for p in model.parameters()])
+        sums.append(total)
+    return everyones(sums[0]), sums[1]
+
+
+def owing(spec, algorithm):
+    model = wrapped()
+    return model, codec.torch.ddp_hook(spec, feedback=True, algorithm=algorithm, **EVERYTHING).register(model)
+
+
+CHANGES = [
+    (codec.Quantize(2), "two_shot", "all_gather"),
+    (codec.Quantize(2), "all_gather", "two_shot"),
+    (codec.Quantize(2), "two_shot", "raw"),
+    (codec.Quantize(2), "two_shot", "auto"),  # frames at first, then values
+    (codec.Ternary(clip=2.5), "two_shot", "shared_scale"),
+    (codec.Ternary(clip=2.5), "shared_scale", "two_shot"),
+]
+
+
+def _changed(rank, size):
+    left = []
+    decide, small = collectives.Choice.decide, collectives._SMALL
+    for spec, before, after in CHANGES:
+        model, hook = owing(spec, before)
+        followed(model, rank, [0, 1])
+        was = owed(hook, model)
+        state = pickle.loads(pickle.dumps(hook.state_dict()))
+        model, hook = owing(spec, after)
+        hook.load_state_dict(state)
+        assert torch.equal(owed(hook, model), was)
+        for step in (2, 3, 4):  # the first one in one bucket
+            if after == "auto":
+                collectives._SMALL = 100
+                collectives.Choice.decide = lambda self, reports, step=step: "values" if step > 2 else "frames"
+            mean, sent = followed(model, rank, [step])
+            now = owed(hook, model)
+            torch.testing.assert_close(sent + now, mean + was, atol=1e-5, rtol=1e-4)
+            was = now
+        collectives.Choice.decide, collectives._SMALL = decide, small
+        left.append((bool(now.any()), len(hook.state_dict()["server"].keys() - {"version", "role"})))
+    return left
+
+
+def test_another_algorithm_owes_as_much():
+    """What workers and owners of sums have not sent yet is sent, whoever owes it, also where values go as they are."""
+    results = ranks(3, _changed)
+    owing_still = [now for now, _ in results[0]]
+    assert owing_still == [True, True, False, False, True, True]
+    for i, (_, _, after) in enumerate(CHANGES):
+        servers = sum(r[i][1] for r in results)
+        assert bool(servers) == (after in ("two_shot", "raw", "auto")), after
+
+
+def _some(rank, size):
+    model, hook = owing(codec.Quantize(2), "two_shot")
+    followed(model, rank, [0, 1, 2])
+    state = hook.state_dict()
+    with pytest.raises(codec.StateError):  # one part that cannot be loaded: none is
+        hook.load_state_dict({"worker": {"version": 1, "role": "worker"}, "server": {}})
+    assert pickle.dumps(hook.state_dict()) == pickle.dumps(state)
+    return state, owed(hook, model)
+
+
+def _others(rank, size, states, was, algorithm):
+    model, hook = owing(codec.Quantize(2), algorithm)
+    hook.load_state_dict({role: each[rank] for role, each in states.items()})
+    torch.testing.assert_close(owed(hook, model), was, atol=1e-6, rtol=1e-5)
+    mean, sent = followed(model, rank, [3, 4])
+    torch.testing.assert_close(sent + owed(hook, model), mean + was, atol=1e-5, rtol=1e-4)
+    return was.any() and sent.any()
+
+
+def test_another_number_of_ranks_owes_as_much():
+    old = ranks(3, _some)
+    for size, algorithm in ((2, "two_shot"), (4, "two_shot"), (1, "auto")):
+        states = {
+            role: codec.ErrorFeedback.reshard([state[role] for state, _ in old], size) for role in ("worker", "server")
+        }
+        assert all(ranks(size, _others, states, old[0][1], algorithm))
