@@ -9,7 +9,8 @@ send. Each has gradients of its own: those of one real step, float32 that were m
 their parameters' shapes; Truncate has gradients with the optimizer's state beside them. A capture that is too short is
 taken again with the rows of its parameters turned, so that no two ranks have the same.
 
-A row is what one all-reduce took, from when the first rank starts until the last has the mean:
+A row is what one all-reduce took, from when the first rank starts until the last has the mean; codecs write it apart
+(`out=`), Gloo and hooks in place:
 
 sent        bytes that left a rank's interface, with headers and acknowledgements; the average of the ranks
 frames      bytes that its frames of both phases have, had each rank's tensor been encoded as a whole
@@ -163,11 +164,11 @@ def kinds(folder: Path) -> tuple[list[Capture], list[Capture]]:
 
 @dataclass
 class Contender:
-    """An all-reduce to the mean, in place, and what its frames would be."""
+    """An all-reduce to the mean, and what its frames would be."""
 
     name: str
     gradients: Gradients
-    call: Callable[[Any, int], None]
+    call: Callable[[Any, int], Any]  # what to reduce and which repetition; where the mean is then
     ratios: tuple[float, float] | None = (1.0, 1.0)
     limit: float = math.inf
     before: Callable[[], None] = lambda: None
@@ -197,23 +198,29 @@ class FlatBucket:
 def raw(g: Gradients) -> Contender:
     import torch.distributed as dist
 
-    return Contender(RAW, g, lambda t, _: dist.all_reduce(t, op=dist.ReduceOp.AVG), limit=ROUNDING)
+    def call(t: Any, _: int) -> Any:
+        dist.all_reduce(t, op=dist.ReduceOp.AVG)
+        return t
+
+    return Contender(RAW, g, call, limit=ROUNDING)
 
 
 def hooks(g: Gradients) -> list[Contender]:
     """Torch's own compression. PowerSGD's error of the step before is forgotten: each repetition is a first step."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    def fp16(t: Any, _: int) -> None:
+    def fp16(t: Any, _: int) -> Any:
         default_hooks.fp16_compress_hook(None, FlatBucket(t, g.shapes)).wait()  # type: ignore[arg-type]
+        return t
 
     found = [Contender(HOOKS[0], g, fp16, (0.5, 0.5), 0.1)]
     for name, order in zip(HOOKS[1:], (1, 4), strict=True):
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=order, start_powerSGD_iter=2)
         state.iter = state.start_powerSGD_iter  # the steps before are plain all-reduces
 
-        def power(t: Any, _: int, state: Any = state) -> None:
+        def power(t: Any, _: int, state: Any = state) -> Any:
             powerSGD_hook.powerSGD_hook(state, FlatBucket(t, g.shapes)).wait()  # type: ignore[arg-type]
+            return t
 
         def forget(state: Any = state) -> None:
             state.total_numel_before_compression = state.total_numel_after_compression = 0
@@ -228,24 +235,26 @@ def hooks(g: Gradients) -> list[Contender]:
     return found
 
 
-def codecs(names: Sequence[str], plain: Gradients, stateful: Gradients | None, algorithm: str) -> list[Contender]:
+def codecs(names: Sequence[str], plain: Gradients, stateful: Gradients | None, plan: dict[str, Any]) -> list[Contender]:
     """Those of the codec's own."""
     import torch
 
     from codec.torch import all_reduce
 
     found: list[Contender] = []
+    out = None if plan["in_place"] else torch.empty(plain.values.size)
     for name in names:
         spec = SPECS[name]
         g = stateful if isinstance(spec, codec.Truncate) else plain
         if g is None:
             continue  # no capture has the optimizer's state
-        how: dict[str, Any] = {"algorithm": algorithm, "segments": segments(g.shapes), **g.how}
+        how: dict[str, Any] = {"algorithm": plan["algorithm"], "segments": segments(g.shapes), "out": out, **g.how}
         if g.how:
             how["state"] = {k: torch.from_numpy(v) for k, v in g.how["state"].items()}
 
-        def call(t: Any, repetition: int, spec: codec.Spec = spec, how: dict[str, Any] = how) -> None:
+        def call(t: Any, repetition: int, spec: codec.Spec = spec, how: dict[str, Any] = how) -> Any:
             all_reduce(t, spec, op="mean", stream=repetition, **how)
+            return t if how["out"] is None else how["out"]
 
         found.append(Contender(name, g, call, None))
     return found
@@ -288,7 +297,7 @@ def worker(plan: dict[str, Any]) -> None:
     plain, stateful = mine[0], mine[1] if len(mine) > 1 else None
     contenders = [raw(plain), *hooks(plain)]
     if plan["codecs"]:
-        contenders += codecs(plan["codecs"], plain, stateful, plan["algorithm"])
+        contenders += codecs(plan["codecs"], plain, stateful, plan)
     exact: dict[str, Array] = {}
     if rank == 0:  # the others wait for it
         exact = {of_ranks[0].source: exact_mean(of_ranks) for of_ranks in of_kinds}
@@ -319,6 +328,7 @@ def repeat(c: Contender, link: str, plan: dict[str, Any], exact: Array | None) -
     import torch.distributed as dist
 
     source, t = torch.from_numpy(c.gradients.values), torch.empty(c.gradients.values.size)
+    mean = t
     times: list[tuple[float, float]] = []
     cpu: list[float] = []
     digests: list[int] = []
@@ -331,12 +341,12 @@ def repeat(c: Contender, link: str, plan: dict[str, Any], exact: Array | None) -
         time.sleep(plan["pause"])
         dist.barrier()
         before, cpu_before, start = netns.sent_nbytes(), time.process_time(), time.perf_counter()
-        c.call(t, repetition)
+        mean = c.call(t, repetition)
         times.append((start, time.perf_counter()))
         cpu.append(time.process_time() - cpu_before)
         dist.barrier()  # what was queued has left
         sent.append(netns.sent_nbytes() - before)
-        digests.append(zlib.crc32(t.numpy()))
+        digests.append(zlib.crc32(mean.numpy()))
         if repetition == 0:
             took = times[0][1] - times[0][0]
             count[0] = 1 + max(least, min(8 * least, int(seconds / took)))
@@ -354,7 +364,7 @@ def repeat(c: Contender, link: str, plan: dict[str, Any], exact: Array | None) -
         nbytes=t.numel() * 4,
         ratios=c.after() if c.after else c.ratios,
         limit=c.limit,
-        error=None if exact is None else error_of(t.numpy(), exact),
+        error=None if exact is None else error_of(mean.numpy(), exact),
     )
 
 
@@ -495,6 +505,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, default=HERE / "data", help="folder with other captures (.npz)")
     parser.add_argument("--algorithm", default="two_shot", help="of codec.torch.all_reduce (two_shot)")
+    parser.add_argument("--in-place", action="store_true", help="codecs write to the tensor itself: a copy more")
     parser.add_argument("--threads", type=int, help="of each rank (cores / ranks, at least 1)")
     parser.add_argument("--both-ways", action="store_true", help="limit what a rank receives, too")
     parser.add_argument("--congestion", help="TCP's congestion control (the machine's)")
@@ -553,7 +564,9 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("", total=each * len(args.ranks))
             for ranks in args.ranks:
-                plan = {k: getattr(args, k) for k in ("links", "mib", "repeat", "seconds", "pause", "algorithm")}
+                plan = {
+                    k: getattr(args, k) for k in ("links", "mib", "repeat", "seconds", "pause", "algorithm", "in_place")
+                }
                 plan |= {"codecs": names, "data": str(args.data), "threads": args.threads or max(1, cores // ranks)}
 
                 def tick(rank: int, line: str, ranks: int = ranks) -> None:
@@ -575,7 +588,12 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
 
 
 def show(tables: list[dict[str, Any]], args: argparse.Namespace, about: dict[str, Any]) -> None:
-    about |= {"congestion": tables[0]["congestion"], "algorithm": args.algorithm, "both_ways": args.both_ways}
+    about |= {
+        "congestion": tables[0]["congestion"],
+        "algorithm": args.algorithm,
+        "in_place": args.in_place,
+        "both_ways": args.both_ways,
+    }
     about |= {"slow_start_after_idle": not args.no_restart, "pause": args.pause}
     about |= {"load": [round(x, 1) for x in os.getloadavg()]}  # above the number of ranks: others were there
     sources = dict.fromkeys(r["source"] for t in tables for r in t["rows"])

@@ -16,7 +16,7 @@ from measure import tensor
 import codec
 
 COUNT = 200
-ROUNDS = 100
+ROUNDS = 400
 
 
 def calls_of(x: np.ndarray[Any, Any]) -> dict[str, tuple[int, Callable[[], Any]]]:
@@ -42,7 +42,7 @@ def measure(x: np.ndarray[Any, Any]) -> dict[str, float]:
     calls = calls_of(x)
     for _ in range(ROUNDS):
         for name, (count, call) in calls.items():
-            times = 1 if count > 1 else 50
+            times = 1 if count > 1 else 12
             begin = time.perf_counter()
             for _ in range(times):
                 call()

@@ -24,6 +24,7 @@ def decode(
     threads: int | None = None,
     metric: Any = None,
     state: Mapping[str, Any] | None = None,
+    check_first: bool = True,
 ) -> Any:
     """Decode a frame.
 
@@ -49,6 +50,8 @@ def decode(
         As in :func:`encode`.
     metric, state : optional
         What the sender had, for frames of :class:`codec.Truncate` with shared levels.
+    check_first : bool
+        False: write to `out` while the frame is checked. That saves a pass, and after an error `out` holds anything.
 
     Returns
     -------
@@ -89,6 +92,7 @@ def decode(
         None if threads is None else pool.check_threads(threads),
         metric,
         state,
+        check_first,
     )
     r: DecodeRequest = new(DecodeRequest, fields)
     try:
@@ -122,6 +126,7 @@ def accumulate(
     threads: int | None = None,
     metric: Any = None,
     state: Mapping[str, Any] | None = None,
+    check_first: bool = True,
 ) -> Any:
     """Add a frame's values to a tensor: ``out += weight * decode(frame)``, without the tensor in between.
 
@@ -134,7 +139,7 @@ def accumulate(
         first value is changed, so that after any error `out` is as it was.
     weight : float
         As float32.
-    engine, codebooks, threads, metric, state
+    engine, codebooks, threads, metric, state, check_first
         As in :func:`decode`.
 
     Returns
@@ -161,7 +166,7 @@ def accumulate(
     factor = _weight_of(weight)
     v = view_bytes(frame)
     books = given_codebooks(codebooks) if codebooks is not None else ()
-    r = DecodeRequest((v,), out, None, books, None, threads, metric, state)
+    r = DecodeRequest((v,), out, None, books, None, threads, metric, state, check_first)
     try:
         engine_for(engine, v, out, None).accumulate(r, factor)
     finally:
@@ -194,6 +199,7 @@ def reduce(
     threads: int | None = None,
     metric: Any = None,
     state: Mapping[str, Any] | None = None,
+    check_first: bool = True,
 ) -> Any:
     """Decode frames of one shape to their sum, mean or maximum, in float32.
 
@@ -209,7 +215,7 @@ def reduce(
         The mean is the sum divided by the number of frames; "decode_average" is another name for it.
     out : float32 array or tensor, optional
         Where to put the result. All frames are checked first, so that after any error it is as it was.
-    like, engine, codebooks, max_nbytes, threads, metric, state
+    like, engine, codebooks, max_nbytes, threads, metric, state, check_first
         As in :func:`decode`; `max_nbytes` is that of the result, by default 1 GiB or 256 times the largest frame.
 
     Returns
@@ -238,7 +244,7 @@ def reduce(
     if not views:
         raise SpecError("there are no frames to reduce")
     books = given_codebooks(codebooks) if codebooks is not None else ()
-    r = DecodeRequest(views, out, like, books, most, threads, metric, state)
+    r = DecodeRequest(views, out, like, books, most, threads, metric, state, check_first)
     try:
         return engine_for(engine, views[0], out, like).reduce(r, _OPS[op])
     finally:

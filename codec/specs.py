@@ -17,7 +17,7 @@ Rounding = Literal["nearest", "stochastic"]
 Cut = Literal["nearest", "truncate"]
 Sent = Literal["plane", "coded", "shared"]
 Granularity = Literal["six", "bit"]
-Guard = Literal["exact", "near", "max"]
+Guard = Literal["exact", "near", "feedback", "max"]
 Nonfinite = Literal["error", "propagate"]
 
 
@@ -320,9 +320,10 @@ class Truncate(Spec):
         metric and state, which :func:`codec.decode` must then be given. A digest makes sure that they are the same.
     granularity : {"six", "bit"}
         Four levels, or, with shared levels, any number of bits.
-    guard : int or {"exact", "near", "max"}
+    guard : int or {"exact", "near", "feedback", "max"}
         Bits that are kept beyond those that reach the parameter; negative ones give up its last bits. "exact", 4 (6 by
-        the bit), leaves nearly all parameters as they would be; "near" is -8; "max" drops the most from all values.
+        the bit), leaves nearly all parameters as they would be; "near" is -8; "feedback", -11, is for training that
+        feeds back what is lost (``residual=``) and then ends as without; "max" drops the most from all values.
         With momentum mu, bits that must last for many steps need log2(1 / (1 - mu)) more.
     cap : int
         Longest code in bits, 2 to 8.
@@ -363,6 +364,6 @@ class Truncate(Spec):
     @property
     def guard_bits(self) -> int:
         """`guard` as a number."""
-        if self.guard == "exact":
-            return 6 if self.granularity == "bit" else 4
-        return self.guard if isinstance(self.guard, int) else -8
+        if isinstance(self.guard, int):
+            return self.guard
+        return {"exact": 6 if self.granularity == "bit" else 4, "feedback": -11}.get(self.guard, -8)

@@ -46,11 +46,13 @@ class Call:
         "_blank",
         "_isa",
         "_kind",
+        "_nothing",
         "_scratch",
         "_shape",
         "context",
         "fault",
         "frame",
+        "frame_bytes",
         "info",
         "keep",
         "size",
@@ -64,6 +66,7 @@ class Call:
         blank.fault = self.fault
         blank.weight = 1
         self._blank = blank
+        self._nothing = blank[0]  # asked for
         self._isa: int | None = -1
         self.context = ffi.new("codec_context *")
         self.tensor = new_tensor(0, ())
@@ -72,15 +75,15 @@ class Call:
         self.size = ffi.new("size_t *")
         self.info = new_info()
         self.frame = core.new_bytes(SMALL_FRAME)
+        self.frame_bytes = ffi.buffer(self.frame)
         self._scratch: Any = None
         self.keep: Any = None  # what the structs point to
 
     def reset(self) -> None:
         """Make the context one that asks for nothing."""
-        context = self.context
         if self._isa != core.chosen_isa:
             self._isa = self._blank.isa = core.current_isa()
-        context[0] = self._blank[0]
+        self.context[0] = self._nothing
 
     def fill_tensor(self, v: TensorView) -> Any:
         """The codec_tensor."""

@@ -459,9 +459,13 @@ def encode_rows(ask: Ask, frame: Frame, v: Array, dtype: int) -> bytes:
 # ---- samples and the scale model: sections 1, 4 and 5.1
 
 
-def uneven(c: Array, v: int) -> bool:
+def excess(c: Array, v: int) -> int:
     t = int(c.sum())
-    return sum(int(x) ** 2 for x in c) * v > t * t + (v - 1) * t + t * t // 7
+    return sum(int(x) ** 2 for x in c) * v - t * t - (v - 1) * t
+
+
+def uneven(c: Array, v: int) -> bool:
+    return excess(c, v) > int(c.sum()) ** 2 // 7
 
 
 @dataclass
@@ -736,20 +740,25 @@ class Chosen:
     fixed: set[int]
 
 
-def choose_planes(ask: Ask, dtype: int, sample: Sample, zeros: int, values: int) -> Chosen:
+def choose_planes(ask: Ask, dtype: int, n: int, sample: Sample, zeros: int, values: int) -> Chosen:
     _, nplanes, octave, _ = DTYPES[dtype]
     chosen = Chosen({}, set(), set())
     for p in range(nplanes):
         c, top = sample.counts[p], p == 0 and octave != 0
-        total, half, book, bits = int(c.sum()), False, None, 0
-        if top or (not sample.constant[p] and uneven(c, 256)):
-            book = ask.book if top and ask.book else codebook(c, ask.cap)
+        total, half, book = int(c.sum()), False, None
+        bits, is_uneven = 8 * total, not sample.constant[p] and uneven(c, 256)
+        if top:
+            book = ask.book or codebook(c, ask.cap)
             bits = cost(book, c)
-        if book and not top:
+        elif is_uneven and excess(c, 256) > total**2 // 7 + 655 * total**2 // n:
+            book = codebook(c, ask.cap)
+            bits = cost(book, c) + 8 * len(book_bytes(book)) * total // n
+        if is_uneven and not top:
             low = np.concatenate([c.reshape(16, 16).sum(0), np.zeros(240, np.int64)])
             nibbles = codebook(low, ask.cap)
-            if cost(nibbles, low) + 4 * total < bits:
-                book, bits, half = nibbles, cost(nibbles, low) + 4 * total, True
+            all_nibbles = cost(nibbles, low) + 4 * total + 8 * len(book_bytes(nibbles)) * total // n
+            if all_nibbles < bits:
+                book, bits, half = nibbles, all_nibbles, True
         if book and 100 * bits < 98 * 8 * total:
             chosen.books[p] = book
             chosen.halved |= {p} if half else set()
@@ -799,7 +808,7 @@ def encode_lossless(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
     sample = sample_planes(bits, dtype, model.offsets if model and dtype == 2 else 0)
     if counts is not None:
         sample.counts[0] = counts
-    chosen = choose_planes(ask, dtype, sample, zeros, values)
+    chosen = choose_planes(ask, dtype, n, sample, zeros, values)
     if len(chosen.fixed) == nplanes:
         return stored
     model = model if 0 in chosen.books else None

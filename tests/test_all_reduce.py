@@ -237,6 +237,27 @@ def test_a_lost_peer_is_an_error_on_all_others(how, moment):
     assert all(t < 3 + 1 + 2 for t in (took[0], took[2])), took  # CPUs are shared
 
 
+def _apart(rank, size):
+    for dtype in (torch.float32, torch.bfloat16):
+        every = [values(r, (300, 1000), dtype) for r in range(size)]
+        for algorithm in ("two_shot", "all_gather", "ring", "raw"):
+            for spec in (codec.Lossless(), codec.Float8()):
+                x, y, out = every[rank].clone(), every[rank].clone(), torch.full((300_000,), 7, dtype=dtype)
+                codec.torch.all_reduce(x, spec, algorithm=algorithm)
+                codec.torch.all_reduce(y, spec, algorithm=algorithm, out=out)
+                assert torch.equal(x.view(-1), out)
+                assert torch.equal(y, every[rank])
+    x = every[rank].clone()
+    for out in (x, x.view(-1), torch.empty(300_000), torch.empty(299_999, dtype=dtype), torch.empty(1000, 600)[:, ::2]):
+        with pytest.raises(codec.CodecError):
+            codec.torch.all_reduce(x, out=out)
+    assert torch.equal(x, every[rank])
+
+
+def test_into_another_tensor():
+    ranks(3, _apart)
+
+
 def _exchanged(rank, size):
     frames = [bytes([rank, to]) * (1000 * (rank + 3 * to) % 70_001) for to in range(size)]
     got = codec.torch.exchange(frames)

@@ -107,8 +107,23 @@ def test_decoding(name, threads):
             assert (out == 7).all(), what
             if what.endswith("damaged"):
                 assert isinstance(caught.value, codec.FrameError), what
+            with pytest.raises((codec.FrameError, codec.StateError)) as unchecked:
+                call(*given, out=np.zeros(N, np.float32), check_first=False, **keywords)
+            assert (unchecked.type, unchecked.value.code) == (caught.type, caught.value.code), what
         if state is not None:
             assert (state == before).all(), what
+
+
+@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("name", SPECS)
+def test_what_is_not_checked_first(name, threads):
+    """Frames that are good give the same."""
+    frame, keywords = FRAMES[name], {**how(SPECS[name]), "threads": threads}
+    for call, given in ((codec.decode, [frame]), (codec.accumulate, [frame]), (codec.reduce, [[frame, frame]])):
+        a, b = np.full(N, 7, np.float32), np.full(N, 7, np.float32)
+        call(*given, out=a, **keywords)
+        call(*given, out=b, check_first=False, **keywords)
+        assert a.tobytes() == b.tobytes()
 
 
 @pytest.mark.parametrize("threads", THREADS)

@@ -106,6 +106,11 @@ def _exact(rank, size):
         found.append(bits(again))
         if spec.packing == "2bit" and size > 1:
             assert torch.equal(again, out)
+    t, apart = values(rank, (1e-3, 7.0)), torch.empty(sum(end - begin for begin, end in bounds()))
+    codec.torch.all_reduce(t, codec.Ternary(), algorithm="shared_scale", out=apart)
+    assert torch.equal(t, values(rank, (1e-3, 7.0)))
+    codec.torch.all_reduce(t, codec.Ternary(), algorithm="shared_scale")
+    assert torch.equal(t, apart)
     empty = torch.zeros(0)
     codec.torch.all_reduce(empty, codec.Ternary(), algorithm="shared_scale")
     zeros = -torch.zeros(500)

@@ -496,3 +496,21 @@ def test_flush_denormal_changes_nothing():
             assert codec.decode(frame, metric=ADAMW, state=arrays).tobytes() == y.tobytes()
         finally:
             torch.set_flush_denormal(False)
+
+
+def test_guards_by_name():
+    """Frames are those of the numbers."""
+    x, state = np.linspace(-1, 1, 5000, dtype=F32), {"theta": np.full(5000, 3, F32)}
+    for name, granularity, guard in (
+        ("exact", "six", 4),
+        ("exact", "bit", 6),
+        ("near", "bit", -8),
+        ("feedback", "bit", -11),
+    ):
+        frames = {
+            codec.encode(
+                x, Truncate(levels="shared", granularity=granularity, guard=g), metric=metrics.SGD(0.1), state=state
+            )
+            for g in (name, guard)
+        }
+        assert len(frames) == 1

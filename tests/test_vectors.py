@@ -1,5 +1,7 @@
 """Golden frames: written once by ``python tests/test_vectors.py --write NAME...``, decoded for ever.
 
+Where an encoder learns to decide better, what it made before goes to ``vectors/older``.
+
 Their tensors come from integer formulas below, so that they need no other library to stay what it is.
 """
 
@@ -148,8 +150,22 @@ def test_vector(name, isa):
     assert oracle.decode(frame, lengths, exponents(how)) == (dtype, x.shape, y.tobytes())
 
 
+OLDER = sorted((HERE / "older").glob("*.codec"))
+
+
+@pytest.mark.parametrize("path", OLDER, ids=[path.stem for path in OLDER])
+def test_older(path, isa):
+    """What earlier encoders made of the same tensors, when they decided otherwise."""
+    frame = path.read_bytes()
+    x, dtype, how = tensor(path.stem)
+    assert codec.encode(x, dtype=dtype, **how) != frame
+    assert codec.decode(frame, out=np.empty_like(x)).tobytes() == x.tobytes()
+    assert oracle.decode(frame) == (dtype, x.shape, x.tobytes())
+
+
 def test_all_are_there():
     assert set(json.loads(INDEX.read_text())) == set(NAMES)
+    assert OLDER
 
 
 def test_example_of_the_document():

@@ -105,6 +105,7 @@ class Channel:
         self.sent_nbytes = 0
         self._arena = np.empty(0, np.uint8)
         self._result = np.empty(0, np.uint8)
+        self._total = np.empty(0, np.float32)
         self._taken = 0
         self._sending: list[tuple[Any, int]] = []
         self._abandoned = False
@@ -136,6 +137,12 @@ class Channel:
         if self._result.nbytes < nbytes:
             self._result = np.empty(nbytes, np.uint8)
         return self._result[:nbytes].view(dtype)
+
+    def total(self, n: int) -> Array:
+        """The same for n values of float32 that are needed for a moment."""
+        if self._total.size < n:
+            self._total = np.empty(n, np.float32)
+        return self._total[:n]
 
     @staticmethod
     def room_for(frames: Sequence[int]) -> int:

@@ -96,6 +96,7 @@ def all_reduce(
     metric: Any = None,
     state: Mapping[str, Any] | None = None,
     stream: int = 0,
+    out: torch.Tensor | None = None,
     timeout: float | None = None,
     async_op: bool = False,
 ) -> Pending | None:
@@ -129,6 +130,10 @@ def all_reduce(
         What :class:`codec.Truncate` goes by. State tensors have as many values as `tensor`.
     stream : int
         Tells tensors of one step apart, where a codec draws at random.
+    out : torch.Tensor, optional
+        Where to put the result instead of into `tensor`, which then stays as it is: contiguous, of the same dtype and
+        size, in host memory of its own. It saves a copy, for in place nothing may be written before all have succeeded;
+        after an error `out` holds anything.
     timeout : float, optional
         Seconds that a rank may keep others waiting, set with the group's first collective; left out: the group's.
     async_op : bool
@@ -155,7 +160,7 @@ def all_reduce(
     """
     line = line_of(group, timeout)
     pending = line.worker.submit(
-        lambda: _all_reduce(line, tensor, spec, op, algorithm, segments, metric, state, stream)
+        lambda: _all_reduce(line, tensor, spec, op, algorithm, segments, metric, state, stream, out)
     )
     if async_op:
         return pending
@@ -173,6 +178,7 @@ def _all_reduce(
     metric: Any,
     state: Mapping[str, Any] | None,
     stream: int,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     def prepare() -> Reduction:
         whole = [(0, tuple(tensor.shape))] if tensor.dim() > 1 else None
@@ -180,11 +186,24 @@ def _all_reduce(
         r = reduction_of(tensor, spec, op, inside, metric, state, stream)
         if algorithm == "shared_scale":
             ternary.check(r.spec, r.op)
+        r.out = None if out is None else _place(out, tensor, r)
         return r
 
     result, r = run(line, prepare, algorithm)
+    if out is not None:
+        return out
     publish(result, r, tensor)
     return tensor
+
+
+def _place(out: torch.Tensor, tensor: torch.Tensor, r: Reduction) -> Array:
+    """Where a result goes that is not written to the tensor itself."""
+    if (out.dtype, out.numel(), out.device.type) != (tensor.dtype, tensor.numel(), "cpu") or not out.is_contiguous():
+        raise SpecError(f"out= must be contiguous, in host memory, with {tensor.numel()} values of {tensor.dtype}")
+    place = as_array(out)
+    if np.may_share_memory(place, r.x):
+        raise SpecError("out= shares memory with the tensor")
+    return place
 
 
 def run(line: Line, prepare: Callable[[], Reduction], asked: Algorithm) -> tuple[Array, Reduction]:

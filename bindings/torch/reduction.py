@@ -36,6 +36,7 @@ class Reduction:
     codebook: Codebook | None = None  # that all ranks encode with
     codebooks: Sequence[Codebook] = ()  # that frames may name
     count: Callable[..., None] | None = None  # told what was encoded: values, segments, metric and state
+    out: Array | None = None  # for what comes out; None: memory of the channel's
 
     def bound(self, n: int) -> int:
         """Bytes of the largest frame of n values."""
@@ -44,7 +45,7 @@ class Reduction:
     def encode(self, piece: Piece, out: Array, number: int) -> int:
         """Put the frame of a piece into `out`; its size in bytes."""
         residual = None if self.residual is None else self.residual[piece.begin : piece.end]
-        return self._encode(self.x[piece.begin : piece.end], piece, out, residual, number)
+        return self._encode(self.own(piece), piece, out, residual, number)
 
     def encode_sum(self, total: Array, piece: Piece, out: Array, number: int) -> int:
         """The same of a piece's sum, float32."""
@@ -69,16 +70,44 @@ class Reduction:
             self.count(self.tensor_of(x), segments=piece.segments, **self._state(piece))
         return len(frame)
 
+    @property
+    def own_as_is(self) -> bool:
+        """Whether frames would say of this rank's values just what they are, so that it needs none for itself."""
+        return isinstance(self.spec, Lossless) and self.op != "max"
+
+    def result(self, channel: Channel, n: int) -> Array:
+        """Where n values go that come out."""
+        return channel.result(n, self.x.dtype) if self.out is None else self.out
+
+    def own(self, piece: Piece) -> Array:
+        """What there is on this rank."""
+        return self.x[piece.begin : piece.end]
+
     def decode(self, frame: Array, piece: Piece, into: Array) -> None:
         """The values of a frame, to a piece of a tensor like x."""
         self.check(frame, piece)
-        codec.decode(frame, out=into[piece.begin : piece.end], threads=_threads(piece), **self.shared(piece))
+        into = into[piece.begin : piece.end]
+        codec.decode(frame, out=into, threads=_threads(piece), check_first=False, **self.shared(piece))
 
-    def sum(self, frames: Sequence[Array], piece: Piece, total: Array) -> None:
-        """Frames of a piece to their sum, mean or maximum, in the order of ranks."""
+    def sum(self, parts: Sequence[Array | None], piece: Piece, total: Array) -> None:
+        """Frames of a piece to their sum, mean or maximum, in the order of ranks; None: this rank's values."""
+        frames = [part for part in parts if part is not None]
         for frame in frames:
             self.check(frame, piece)
-        codec.reduce(frames, self.op, out=total, threads=_threads(piece), **self.shared(piece))
+        how: dict[str, Any] = {"threads": _threads(piece), "check_first": False, **self.shared(piece)}
+        if len(frames) == len(parts):
+            codec.reduce(frames, self.op, out=total, **how)
+            return
+        for i, part in enumerate(parts):
+            if part is None:
+                own = _floats(self.own(piece), self)
+                np.add(total, own, out=total) if i else np.copyto(total, own)
+            elif i:
+                codec.accumulate(part, total, **how)
+            else:
+                codec.reduce([part], "sum", out=total, **how)
+        if self.op == "mean":
+            total /= np.float32(len(parts))
 
     def check(self, frame: Array, piece: Piece) -> None:
         """Raise FrameError unless it is a frame of such a piece."""
@@ -190,29 +219,34 @@ class Scatter:
                     continue
                 number = (me * size + o) * most + c
                 piece, bound = self._slices[o][c], self._bounds[o][c]
+                if o == me and self._r.own_as_is:
+                    continue
                 message = self._attempt(_encoded, self._channel, self._r, piece, bound, number)
                 if o == me:
                     self._own.append(message)
                 else:
                     self._channel.send(message, o)
 
-    def frames(self, c: int) -> list[Array] | None:
-        """The frames of chunk c of this rank's slice, in the order of ranks."""
-        return _ordered(self._channel, self._attempt, self._incoming[c], self._own[c])
+    def parts(self, c: int) -> list[Array | None] | None:
+        """Chunk c of this rank's slice from all ranks, in their order, as :meth:`Reduction.sum` takes them."""
+        own = None if self._r.own_as_is else self._own[c]
+        return _ordered(self._channel, self._r, self._attempt, self._incoming[c], own)
 
 
 def _ordered(
-    channel: Channel, attempt: Attempt, incoming: Mapping[int, Incoming], own: Array | None
-) -> list[Array] | None:
-    """Frames of all ranks, in their order, this one's own among them; None if one is missing."""
+    channel: Channel, r: Reduction, attempt: Attempt, incoming: Mapping[int, Incoming], own: Array | None
+) -> list[Array | None] | None:
+    """Frames of all ranks, in their order; of this one what it sends, or None for its values; no list if one lacks."""
     found: dict[int, Array | None] = {o: attempt(frame_of, there) for o, there in incoming.items()}
     found[channel.rank] = None if own is None else channel.frame_room(own)
-    ordered = [frame for _, frame in sorted(found.items()) if frame is not None]
-    return ordered if len(ordered) == channel.size else None
+    lacks = [rank for rank, frame in found.items() if frame is None]
+    if lacks and not (r.own_as_is and lacks == [channel.rank]):
+        return None
+    return [found[rank] for rank in range(channel.size)]
 
 
-def _spread(channel: Channel, r: Reduction, attempt: Attempt) -> Iterator[tuple[Piece, list[Array] | None]]:
-    """Send this rank's frames to all; the pieces, and the frames of all ranks."""
+def _spread(channel: Channel, r: Reduction, attempt: Attempt) -> Iterator[tuple[Piece, list[Array | None] | None]]:
+    """Send this rank's frames to all; the pieces, and what there is of all ranks."""
     pieces = [piece for pieces in cut(r.x.size, 1, r.x.itemsize, r.segments) for piece in pieces]
     bounds = [r.bound(piece.n) for piece in pieces]
     channel.begin(Channel.room_for(bounds * channel.size))
@@ -223,7 +257,7 @@ def _spread(channel: Channel, r: Reduction, attempt: Attempt) -> Iterator[tuple[
         for o in _others(channel):
             channel.send(own[c], o)
     for c, piece in enumerate(pieces):
-        yield piece, _ordered(channel, attempt, incoming[c], own[c])
+        yield piece, _ordered(channel, r, attempt, incoming[c], None if r.own_as_is else own[c])
     channel.finish()
 
 
@@ -242,11 +276,11 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     chunks = range(len(slices[me]))
     sums = {(c, o): channel.receive(bounds[o][c], o) for c in chunks for o in others}
     scatter.send()
-    result = channel.result(r.x.size, r.x.dtype)
+    result = r.result(channel, r.x.size)
     for c, piece in enumerate(slices[me]):
-        frames = scatter.frames(c)
+        parts = scatter.parts(c)
         number = (size * size + me) * len(chunks) + c
-        message = attempt(_summed, channel, r, piece, bounds[me][c], frames, result, number)
+        message = attempt(_summed, channel, r, piece, bounds[me][c], parts, result, number)
         for o in others:
             channel.send(message, o)
     for c in chunks:
@@ -265,10 +299,10 @@ def reduce_scatter(channel: Channel, r: Reduction) -> tuple[Array, Exception | N
     scatter = Scatter(channel, r, slices, attempt)
     scatter.send()
     mine = slices[channel.rank]
-    result = channel.result(r.x.size // channel.size, r.x.dtype)
+    result = r.result(channel, r.x.size // channel.size)
     for c, piece in enumerate(mine):
-        frames = scatter.frames(c)
-        attempt(_sum_into, r, piece, frames, result[piece.begin - mine[0].begin :])
+        parts = scatter.parts(c)
+        attempt(_sum_into, channel, r, piece, parts, result[piece.begin - mine[0].begin :])
     channel.finish()
     return result, attempt.error
 
@@ -280,11 +314,10 @@ def all_to_all(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]
     attempt = Attempt(channel)
     scatter = Scatter(channel, r, slices, attempt)
     scatter.send()
-    result = channel.result(r.x.size, r.x.dtype)
+    result = r.result(channel, r.x.size)
     for c in range(len(slices[0])):
-        frames = scatter.frames(c)
-        for frame, pieces in zip(frames or (), slices, strict=False):
-            attempt(r.decode, frame, pieces[c], result)
+        for rank, part in enumerate(scatter.parts(c) or ()):
+            attempt(_put, r, part, slices[rank][c], result)
     channel.finish()
     return result, attempt.error
 
@@ -294,42 +327,53 @@ def _encoded(channel: Channel, r: Reduction, piece: Piece, bound: int, number: i
 
 
 def _summed(
-    channel: Channel, r: Reduction, piece: Piece, bound: int, frames: Sequence[Array], result: Array, number: int
+    channel: Channel, r: Reduction, piece: Piece, bound: int, parts: Sequence[Array | None], result: Array, number: int
 ) -> Array:
     """The message with the sum of a piece; its values, as others will see them, are put into the result."""
-    total = np.empty(piece.n, np.float32)
-    r.sum(frames, piece, total)
+    place = result[piece.begin : piece.end]
+    total = place if r.dtype == "float32" else channel.total(piece.n)
+    r.sum(parts, piece, total)
     message = _message(channel, bound, lambda room: r.encode_sum(total, piece, room, number))
-    if isinstance(r.spec, Lossless):
-        result[piece.begin : piece.end] = r.rounded(total)
-    else:
+    if not isinstance(r.spec, Lossless):
         r.decode(channel.frame_room(message), piece, result)
+    elif total is not place:
+        place[:] = r.rounded(total)
     return message
 
 
-def _sum_into(r: Reduction, piece: Piece, frames: Sequence[Array], place: Array) -> None:
-    total = np.empty(piece.n, np.float32)
-    r.sum(frames, piece, total)
-    place[: piece.n] = r.rounded(total)
+def _sum_into(channel: Channel, r: Reduction, piece: Piece, parts: Sequence[Array | None], place: Array) -> None:
+    place = place[: piece.n]
+    total = place if r.dtype == "float32" else channel.total(piece.n)
+    r.sum(parts, piece, total)
+    if total is not place:
+        place[:] = r.rounded(total)
+
+
+def _put(r: Reduction, part: Array | None, piece: Piece, result: Array) -> None:
+    """What there is of a rank into a piece of the result; None: this rank's own values."""
+    if part is None:
+        result[piece.begin : piece.end] = r.own(piece)
+    else:
+        r.decode(part, piece, result)
 
 
 def all_gather(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     """Each rank sends its frame to all, and each reduces all of them: one phase, N - 1 frames on the wire."""
-    result = channel.result(r.x.size, r.x.dtype)
+    result = r.result(channel, r.x.size)
     attempt = Attempt(channel)
-    for piece, frames in _spread(channel, r, attempt):
-        attempt(_sum_into, r, piece, frames, result[piece.begin :])
+    for piece, parts in _spread(channel, r, attempt):
+        attempt(_sum_into, channel, r, piece, parts, result[piece.begin :])
     return result, attempt.error
 
 
 def gather(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     """The values of all ranks, one after the other: N - 1 frames on the wire."""
     n = r.x.size
-    result = channel.result(channel.size * n, r.x.dtype)
+    result = r.result(channel, channel.size * n)
     attempt = Attempt(channel)
-    for piece, frames in _spread(channel, r, attempt):
-        for rank, frame in enumerate(frames or ()):
-            attempt(r.decode, frame, piece, result[rank * n : (rank + 1) * n])
+    for piece, parts in _spread(channel, r, attempt):
+        for rank, part in enumerate(parts or ()):
+            attempt(_put, r, part, piece, result[rank * n : (rank + 1) * n])
     return result, attempt.error
 
 
@@ -355,7 +399,7 @@ def ring(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
             channel.send(attempt(_partial, channel, r, piece, bounds[(me - s) % size][c], total, number), right)
         for c, piece in enumerate(slices[(me - s - 1) % size]):
             attempt(_add, r, attempt(frame_of, sums[s][c]), piece, total)
-    result = channel.result(r.x.size, r.x.dtype)
+    result = r.result(channel, r.x.size)
     for c, piece in enumerate(slices[right]):
         number = (size * size + me) * len(slices[me]) + c
         channel.send(attempt(_last, channel, r, piece, bounds[right][c], total, result, number), right)
@@ -421,7 +465,7 @@ def raw(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     slices = cut(r.x.size, size, r.x.itemsize, r.segments)
     others = _others(channel)
     chunks = range(len(slices[me]))
-    result = channel.result(r.x.size, r.x.dtype)
+    result = r.result(channel, r.x.size)
     channel.begin(Channel.room_for([piece.n * r.x.itemsize for piece in slices[me] for _ in range(size)]))
 
     def receive(place: Array, source: int) -> Callable[[], Array]:

@@ -78,7 +78,7 @@ class _Shared(Reduction):
     def __init__(
         self, r: Reduction, owed: Array, parts: Sequence[_Part], scales: Array, size: int, error: Exception | None
     ) -> None:
-        super().__init__(r.x, r.dtype, r.spec, r.op, r.stream)
+        super().__init__(r.x, r.dtype, r.spec, r.op, r.stream, out=r.out)
         assert isinstance(r.spec, Ternary)
         self._owed, self._parts, self._scales, self._error = owed, parts, scales, error
         self._lossy = r.residual is not None
@@ -122,9 +122,9 @@ class _Shared(Reduction):
                 self._owed[there] -= scale * x[here]
         return nbytes
 
-    def sum(self, frames: Sequence[Array], piece: Piece, total: Array) -> None:
+    def sum(self, parts: Sequence[Array | None], piece: Piece, total: Array) -> None:
         """The sum of ternary values, exact."""
-        self._signs.sum(frames, piece, total)
+        self._signs.sum(parts, piece, total)
 
     def encode_sum(self, total: Array, piece: Piece, out: Array, number: int) -> int:
         """The frame of such a sum."""

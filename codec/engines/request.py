@@ -57,6 +57,7 @@ class DecodeRequest(NamedTuple):
     threads: int | None = None
     metric: Any = None  # for as many values as the frame turns out to have
     state: Any = None
+    check_first: bool = True  # all of the frame, before `out` is written
 
     def limit(self) -> int:
         """Bytes of the largest tensor to be made."""

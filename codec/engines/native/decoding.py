@@ -57,7 +57,7 @@ def prepare(call: Call, r: DecodeRequest) -> Prepared:
     if r.out is None:
         result, v = empty(dtype, shape, r.like)
         return v, result, m, tensor_nbytes > _BOMB * nbytes + _SMALL
-    return on_host("out=", view_output(r.out, dtype), ME), r.out, m, True
+    return on_host("out=", view_output(r.out, dtype), ME), r.out, m, r.check_first
 
 
 def _refuse(call: Call, r: DecodeRequest, frame: TensorView, like: TensorView) -> None:
@@ -177,7 +177,8 @@ def accumulate(r: DecodeRequest, weight: float) -> None:
     v = on_host("out=", view_output(r.out), ME)
     call = structs.take()
     context = call.context
-    context.flags, context.into, context.weight = lib.CODEC_VERIFY_FIRST, lib.CODEC_INTO_ADD, weight
+    context.flags = lib.CODEC_VERIFY_FIRST if r.check_first else 0
+    context.into, context.weight = lib.CODEC_INTO_ADD, weight
     if r.codebooks:
         call.set_codebooks(r.codebooks)
     decode_prepared(call, r, v, m, r.threads)

@@ -63,7 +63,7 @@ def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> 
         status = lib.codec_encode(s, t, dst, room, call.size, _NULL, call.context, call.small_scratch(), _SCRATCH)
         if status == 0:
             n = call.size[0]
-            return ffi.buffer(dst, n)[:] if out is None else _frame_in(out, n)
+            return call.frame_bytes[:n] if out is None else _frame_in(out, n)
         if status != _SHORT_OUTPUT:  # rows of one value may make a frame larger than the tensor
             check(status)
         return _encode_large(call, s, r, 1)

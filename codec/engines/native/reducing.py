@@ -36,7 +36,7 @@ def reduce(r: DecodeRequest, op: str) -> Any:
     else:
         result, v = r.out, on_host("out=", view_output(r.out), ME)
     call = structs.take()
-    call.context.flags = lib.CODEC_VERIFY_FIRST if r.out is not None else 0
+    call.context.flags = lib.CODEC_VERIFY_FIRST if r.out is not None and r.check_first else 0
     call.keep = r, v
     if r.codebooks:
         call.set_codebooks(r.codebooks)

@@ -236,7 +236,14 @@ void model_fit(const struct source *src, const struct kernels *k, struct job *j,
 
 static void count_bytes(const uint8_t *e, uint64_t n, uint32_t counts[256])
 {
-	for (uint64_t i = 0; i < n; i++)
+	uint64_t i = 0, x;
+
+	for (; i + 8 <= n; i += 8) { /* one load for eight */
+		memcpy(&x, e + i, 8);
+		for (int k = 0; k < 8; k++)
+			counts[x >> 8 * k & 255]++;
+	}
+	for (; i < n; i++)
 		counts[e[i]]++;
 }
 
@@ -251,18 +258,25 @@ static void count_bins(const struct dtype *d, const uint16_t *p, uint64_t n, int
 {
 	int shift = parts == 1 ? dtype_shift(d) : eighth_log2(d), mask = 256 * parts - 1;
 	uint32_t *other = parts == 1 ? bins + 256 : bins;
+	uint64_t i = 0, x;
 
-	for (uint64_t i = 0; i + 1 < n; i += 2) {
-		bins[p[i] >> shift & mask]++;
-		other[p[i + 1] >> shift & mask]++;
+	for (; i + 4 <= n; i += 4) { /* one load, shift and mask for four */
+		memcpy(&x, p + i, 8);
+		x = x >> shift & (uint64_t)mask * 0x0001000100010001;
+		bins[x & 0xffff]++;
+		other[x >> 16 & 0xffff]++;
+		bins[x >> 32 & 0xffff]++;
+		other[x >> 48]++;
 	}
-	if (n % 2)
-		bins[p[n - 1] >> shift & mask]++;
+	for (; i < n; i++)
+		bins[p[i] >> shift & mask]++;
 }
 
 static void close_bins(uint32_t *bins, int parts)
 {
-	for (int e = 0; e < 256 && parts == 1; e++)
+	if (parts > 1)
+		return;
+	for (int e = 0; e < 256; e++)
 		bins[e] += bins[256 + e];
 }
 
@@ -335,7 +349,8 @@ static void sample_planes(const struct source *src, const struct kernels *k, str
 				count_bytes(plane[p], n, s->counts[p]);
 			else
 				s->counts[p][value[p]] += (uint32_t)n;
-			other_zeros |= k->under_zeros(plane[0], plane[p], n);
+			if (d->form == FORM_FLOAT8)
+				other_zeros |= k->under_zeros(plane[0], plane[p], n);
 		}
 		zeros += (uint32_t)(n - k->count(plane[0], 1, n));
 		sampled += (uint32_t)n;
@@ -360,7 +375,7 @@ static void choose_segment(const struct source *src, const struct kernels *k, st
 	const struct dtype *d = dtype_of(src->dtype);
 	int eighth = eighth_log2(d), zero = model_zero(&j->h, d);
 	uint32_t raw[256], lowered[256];
-	uint64_t samples = 0;
+	uint64_t samples;
 	uint16_t centre;
 
 	fit_rows(src, k, j, g, finest);
@@ -375,8 +390,7 @@ static void choose_segment(const struct source *src, const struct kernels *k, st
 	count_segment(src, k, j, g, stride, parts, s->raw, s->lowered);
 	choose_fold(s->raw, parts, raw);
 	choose_fold(s->lowered, parts, lowered);
-	for (int e = 0; e < 256; e++)
-		samples += raw[e];
+	samples = choose_total(raw);
 	s->nzeros += lowered[0];
 	s->nvalues += samples;
 	if (flat || model_asked(&j->h) == WIRE_MODEL_SEPARABLE ||
@@ -435,7 +449,8 @@ void model_choose(const struct source *src, const codec_context *with, const str
 	int based = d->form == FORM_FLOAT8; /* always: its symbols should lie far from where they begin anew */
 	struct segment whole = {.count = j->h.n};
 
-	memset(s, 0, offsetof(struct sample, raw));
+	memset(s->counts, 0, d->nbytes * sizeof *s->counts);
+	s->nzeros = s->nvalues = s->has_zero_run = s->is_constant = 0;
 	j->model.nsegments = j->model.nibbles = 0;
 	if (!family_of(&j->h)->whole_octaves)
 		sample_planes(src, k, j, s, d->octave != 0);
@@ -445,15 +460,14 @@ void model_choose(const struct source *src, const codec_context *with, const str
 		count_segment(src, k, j, &whole, choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW), 1, s->raw, NULL);
 		memcpy(s->counts[0], s->raw, sizeof s->counts[0]);
 		s->nzeros = s->counts[0][0];
-		for (int e = 0; e < 256; e++)
-			s->nvalues += s->counts[0][e];
+		s->nvalues = choose_total(s->counts[0]);
 		return;
 	}
 	cut_parts(flat ? NULL : with, j);
 	j->model.offsets_at = j->model.segments_at + j->model.nsegments * sizeof(struct segment);
 	choose_segments(src, k, j, flat, !based, s);
 	if (based) { /* plane 1 has bits of the exponent, as the model moves it */
-		memset(s->counts + 1, 0, sizeof s->counts - sizeof *s->counts);
+		memset(s->counts + 1, 0, (d->nbytes - 1u) * sizeof *s->counts);
 		s->has_zero_run = 0;
 		sample_planes(src, k, j, s, 1);
 	}

@@ -127,9 +127,13 @@ BITS_LARGE_FN void book_from_counts(codebook *b, const uint32_t counts[256], int
 		total += counts[i];
 	while (total >> shift >= 1u << 24)
 		shift++;
-	for (int i = 0; i < 256; i++)
-		if (book_keeps(counts[i], total))
-			book_add_leaf(&t, counts[i] >> shift, i);
+	for (int i = 0; i < 256; i += 4) {
+		if (!(counts[i] | counts[i + 1] | counts[i + 2] | counts[i + 3])) /* most have not come */
+			continue;
+		for (int k = i; k < i + 4; k++)
+			if (book_keeps(counts[k], total))
+				book_add_leaf(&t, counts[k] >> shift, k);
+	}
 	while (t.n > (1 << cap) - 1)
 		book_drop_leaf(&t);
 	if (t.n == 0) /* nothing to count: 0 stands for everything */
@@ -228,22 +232,55 @@ BITS_LARGE_FN uint64_t book_cost(const codebook *b, const uint32_t counts[256], 
 {
 	uint64_t bits = 0;
 
-	for (int i = 0; i < 256; i++)
-		bits += (uint64_t)counts[i] *
-			(b->length[i] ? b->length[i] : (uint32_t)(b->length[WIRE_ESCAPE] + literal));
+	uint32_t escape = (uint32_t)(b->length[WIRE_ESCAPE] + literal);
+
+	for (int i = 0; i < 256; i++) /* without a branch, many at once */
+		bits += (uint64_t)counts[i] * (b->length[i] + (escape & (0u - !b->length[i])));
 	return bits;
+}
+
+BITS_FN int book_any(const uint8_t length[8])
+{
+	int any = 0;
+
+	for (int i = 0; i < 8; i++)
+		any |= length[i];
+	return any;
+}
+
+/* The least and the largest value with a code, 0 aside. A book of value 0 alone has 1 and 0. */
+BITS_LARGE_FN void book_span(const codebook *b, int *first, int *last)
+{
+	int lo = 1, hi = 255;
+
+	while (hi > 8 && !book_any(b->length + hi - 7))
+		hi -= 8;
+	while (hi && !b->length[hi])
+		hi--;
+	while (lo + 8 <= hi && !book_any(b->length + lo))
+		lo += 8;
+	while (lo < hi && !b->length[lo])
+		lo++;
+	*first = lo;
+	*last = hi;
+}
+
+/* Bytes that book_pack takes. */
+BITS_LARGE_FN int book_nbytes(const codebook *b)
+{
+	int first, last;
+
+	book_span(b, &first, &last);
+	return 3 + (last - first + 2) / 2;
 }
 
 /* Bytes: escape length | length of value 0 << 4, first, last, then a nibble for each of first..last. Returns how many.
  */
 BITS_LARGE_FN int book_pack(const codebook *b, uint8_t *dst)
 {
-	int first = 1, last = 255, n = 3;
+	int first, last, n = 3;
 
-	while (last && !b->length[last])
-		last--;
-	while (first < last && !b->length[first])
-		first++;
+	book_span(b, &first, &last);
 	dst[0] = (uint8_t)(b->length[WIRE_ESCAPE] | b->length[0] << 4);
 	dst[1] = (uint8_t)first;
 	dst[2] = (uint8_t)last;

@@ -244,20 +244,33 @@ BITS_FN int choose_pays(uint64_t before, uint64_t after, uint64_t samples, uint6
 	return samples && before > after && ((before - after) << 16) / samples * count > bits << 16;
 }
 
-/*
- * Too even for a codebook to save 2%? The sum of squared counts says so much faster than a book: near the uniform
- * distribution it exceeds its least value by 2 ln 2 times the bits that could be saved, and by values / total by chance
- * alone.
- */
-BITS_FN int choose_near_uniform(const uint32_t counts[256], uint64_t values)
+BITS_FN uint64_t choose_total(const uint32_t counts[256])
 {
-	uint64_t squares = 0, total = 0;
+	uint64_t total = 0;
 
-	for (int i = 0; i < 256; i++) {
-		squares += (uint64_t)counts[i] * counts[i];
+	for (int i = 0; i < 256; i++)
 		total += counts[i];
-	}
-	return squares * values <= total * total + (values - 1) * total + total * total / 7;
+	return total;
+}
+
+/*
+ * How uneven counts are: the sum of their squares, times how many values there may be, beyond what it is if all are as
+ * frequent, with what chance adds. In shares of total^2 it is at least ln 2 times the bits a value that a codebook can
+ * save, and near the uniform distribution twice that; it is found much faster than a book.
+ */
+BITS_FN uint64_t choose_excess(const uint32_t counts[256], uint64_t values, uint64_t total)
+{
+	uint64_t squares = 0, even = total * total + (values - 1) * total;
+
+	for (int i = 0; i < 256; i++)
+		squares += (uint64_t)counts[i] * counts[i];
+	return squares * values > even ? squares * values - even : 0;
+}
+
+/* Is that too little for a codebook to save 2%? */
+BITS_FN int choose_near_uniform(uint64_t excess, uint64_t total)
+{
+	return excess <= total * total / 7;
 }
 
 /*
@@ -268,12 +281,14 @@ BITS_FN int choose_near_uniform(const uint32_t counts[256], uint64_t values)
 BITS_FN int choose_finest(const uint32_t plane1[256], int octave, int has_pattern)
 {
 	uint32_t counts[256] = {0}, values = 2 * (uint32_t)octave;
+	uint64_t total;
 
 	if (octave > 128) /* mantissas' upper bits are in plane 0 */
 		return 0;
 	for (uint32_t i = 0; i < 256; i++)
 		counts[i % values] += plane1[i];
-	return has_pattern || !choose_near_uniform(counts, values) ? WIRE_MAX_SHIFT : 0;
+	total = choose_total(counts);
+	return has_pattern || !choose_near_uniform(choose_excess(counts, values, total), total) ? WIRE_MAX_SHIFT : 0;
 }
 
 /* Of planes but the exponent's few quad rows are looked at; of codecs of rows, as many blocks: place i of n. */
@@ -317,11 +332,18 @@ struct choose_sample {
 	int by_block; /* it has runs of zeros, or may lose zeros */
 };
 
+/* The share in a book's own bits of a sample: so many of n values. */
+BITS_LARGE_FN uint64_t choose_price(const codebook *b, uint64_t sample, uint64_t n)
+{
+	return 8 * (uint64_t)book_nbytes(b) * sample / n;
+}
+
 /*
  * Low bytes of sums of products are even too often: a book of bytes with codes of at most 8 bits cannot say so, a book
- * of their low nibbles can. Is that cheaper than `cost` bits? Then it takes the place of *b.
+ * of their low nibbles can. Is that cheaper than *cost bits? Then it takes the place of *b.
  */
-BITS_LARGE_FN int choose_halved(const uint32_t counts[256], uint64_t total, int cap, uint64_t cost, codebook *b)
+BITS_LARGE_FN int choose_halved(const uint32_t counts[256], uint64_t total, uint64_t n, int cap, uint64_t *cost,
+				codebook *b)
 {
 	uint32_t low[256] = {0};
 	uint64_t halved;
@@ -330,29 +352,36 @@ BITS_LARGE_FN int choose_halved(const uint32_t counts[256], uint64_t total, int 
 	for (int i = 0; i < 256; i++)
 		low[i & 15] += counts[i];
 	book_from_counts(&nibbles, low, cap);
-	halved = book_cost(&nibbles, low, 8) + 4 * total;
-	if (halved >= cost || !choose_saves(halved, total, 8))
+	halved = book_cost(&nibbles, low, 8) + 4 * total + choose_price(&nibbles, total, n);
+	if (halved >= *cost)
 		return 0;
+	*cost = halved;
 	*b = nibbles;
 	return 1;
 }
 
-/* What becomes of a plane; a book that was made is *b. */
-BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample s, int cap, codebook *b)
+/* What becomes of a plane of n values; a book that was made is *b. */
+BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample s, uint64_t n, int cap, codebook *b)
 {
-	uint64_t total = 0, cost;
+	uint64_t total = choose_total(counts), cost = 8 * total, excess = 0;
+	int uneven = 0, halved = 0;
 
-	for (int i = 0; i < 256; i++)
-		total += counts[i];
-	if (s.exponent || (!s.constant && !choose_near_uniform(counts, 256))) {
+	if (s.exponent) {
 		if (!s.given)
 			book_from_counts(b, counts, cap);
 		cost = book_cost(b, counts, 8);
-		if (!s.exponent && choose_halved(counts, total, cap, cost, b))
-			return CHOOSE_HALVED;
-		if (choose_saves(cost, total, 8))
-			return CHOOSE_CODED;
+	} else if (!s.constant) {
+		excess = choose_excess(counts, 256, total);
+		uneven = !choose_near_uniform(excess, total);
 	}
+	if (uneven && excess > total * total / 7 + 5 * BOOK_MAX_NBYTES * total * total / n) {
+		book_from_counts(b, counts, cap);
+		cost = book_cost(b, counts, 8) + choose_price(b, total, n);
+	}
+	if (uneven)
+		halved = choose_halved(counts, total, n, cap, &cost, b);
+	if (choose_saves(cost, total, 8))
+		return halved ? CHOOSE_HALVED : CHOOSE_CODED;
 	return s.constant || s.by_block ? CHOOSE_BY_BLOCK : CHOOSE_FIXED;
 }
 
