@@ -53,6 +53,7 @@ class Way:
 
     spec: codec.Spec | None = None
     feedback: bool = False
+    algorithm: str = "two_shot"  # left to itself it would find that on one machine values travel faster as they are
 
 
 def _by_bit(guard: int) -> codec.Truncate:
@@ -79,6 +80,8 @@ WAYS: dict[str, Way] = {
     "Sign +e": Way(codec.Sign(block=1024), feedback=True),
     "Ternary": Way(codec.Ternary("base3")),
     "Ternary clipped +e": Way(codec.Ternary("base3", clip=2.5), feedback=True),
+    "Ternary shared": Way(codec.Ternary("base3"), algorithm="shared_scale"),
+    "Ternary shared +e": Way(codec.Ternary("base3", clip=2.5), feedback=True, algorithm="shared_scale"),
 }
 QUICK = (PLAIN, ORDERED, "Lossless", "Truncate bit -11 +e", "Float8", "Sign +e")
 FRONT = tuple(way for way in WAYS if way.startswith("Truncate bit"))  # of the language model, if nothing else is asked
@@ -142,8 +145,7 @@ def sharing(way: str, task: Task, model: DistributedDataParallel) -> Callable[[]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Sign under Adam is warned of: here it is what is to be seen
-        # left to itself it would find that on one machine values travel faster as they are
-        how = {"optimizer": task.optimizer, "feedback": WAYS[way].feedback, "algorithm": "two_shot"}
+        how = {"optimizer": task.optimizer, "feedback": WAYS[way].feedback, "algorithm": WAYS[way].algorithm}
         hook = ddp_hook(WAYS[way].spec, **how)
     hook.register(model)
     return lambda: int(hook.stats().sent_nbytes)

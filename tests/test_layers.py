@@ -32,6 +32,7 @@ LAYERS = [
     {"__main__"},
     {"torch.slices", "torch.worker", "torch.channel", "torch.choosing"},
     {"torch.reduction", "torch.handle"},
+    {"torch.ternary"},
     {"torch.collectives"},
     {"torch.ddp", "torch.fsdp", "torch.backend"},
     {"torch"},

@@ -592,7 +592,9 @@ def test_rollback_of_a_switch():
     for rank in (a, b):
         assert rank.current(20) is None
         assert rank.books == ()
+    b.count(grads_of(0, 0)[0])
     a.rollback(12), b.rollback(12)
+    assert not b.counts().any()
     for rank in (a, b):
         rank.propose(10, sums)
     assert a.current(15) == b.current(15) == a.books[0]

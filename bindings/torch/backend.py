@@ -36,8 +36,8 @@ class Options:
         the sum in the order of ranks. Maxima are always exact.
     gather : Spec
         How tensors are encoded that are gathered: parameters, for instance.
-    algorithm : {"auto", "two_shot", "all_gather", "ring", "raw"}
-        Of all-reduces, as for :func:`all_reduce`.
+    algorithm : {"auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"}
+        Of sums and means, as for :func:`all_reduce`.
     small : int
         Tensors of fewer bytes go over Gloo as they are.
     """
@@ -133,7 +133,8 @@ class ProcessGroup(_Base):
         return self._options.spec if op in _SUMS else Lossless()
 
     def _all_reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> Handle:
-        how = self._how(self._spec_for(op)) | {"op": op, "algorithm": self._options.algorithm}
+        algorithm = self._options.algorithm if op in _SUMS else "auto"
+        how = self._how(self._spec_for(op)) | {"op": op, "algorithm": algorithm}
         if len(tensors) == 1:
             return Handle(_begin(collectives.all_reduce, tensors[0], **how), tensors)
         flat = torch.cat([t.detach().reshape(-1) for t in tensors])

@@ -13,14 +13,14 @@ import torch.distributed as dist
 import codec
 from codec import PeerError, SpecError
 from codec.segmenting import Segments, pack
-from codec.specs import Lossless, Spec
-from codec.torch import reduction
+from codec.specs import Lossless, Spec, Ternary
+from codec.torch import reduction, ternary
 from codec.torch.channel import Array, Channel
 from codec.torch.choosing import Choice
 from codec.torch.reduction import Attempt, Reduction
 from codec.torch.worker import Pending, Worker
 
-Algorithm = Literal["auto", "two_shot", "all_gather", "ring", "raw"]
+Algorithm = Literal["auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"]
 Op = Literal["mean", "sum", "max"]
 T = TypeVar("T")
 
@@ -29,6 +29,7 @@ _ALGORITHMS = {
     "all_gather": reduction.all_gather,
     "ring": reduction.ring,
     "raw": reduction.raw,
+    "shared_scale": ternary.shared_scale,
 }
 _SMALL = 1 << 16  # bytes of a tensor: two phases take longer than what one sends more
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -115,12 +116,14 @@ def all_reduce(
         Whose ranks; all if left out. It gets connections of its own, over Gloo, with its first collective.
     op : {"mean", "sum", "max"} or ReduceOp
         What is made of the values.
-    algorithm : {"auto", "two_shot", "all_gather", "ring", "raw"}
+    algorithm : {"auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"}
         Who sends what to whom. Two-shot: each rank reduces a slice, 2 (N - 1) / N frames on the wire; all-gather: one
         phase, N - 1 frames; ring: as much as two-shot, to one neighbour, encoded N - 1 times; raw: two-shot without
-        frames, values as they are. Left out: all-gather for two ranks and small tensors, else two-shot; but raw where
-        ranks are busy encoding and it has turned out to be faster, which is tried out by the first calls with tensors
-        of a size. Then what lossy codecs give depends on the time: name an algorithm if runs must be alike.
+        frames, values as they are; shared scale: two-shot for :class:`codec.Ternary`, each parameter under one scale of
+        all ranks, so that sums come back whole. Left out: all-gather for two ranks and small tensors, else two-shot;
+        but raw where ranks are busy encoding and it has turned out to be faster, which is tried out by the first calls
+        with tensors of a size. Then what lossy codecs give depends on the time: name an algorithm if runs must be
+        alike.
     segments : list of (int, tuple of int), optional
         Parameters inside a flat bucket, as :func:`codec.encode` takes them. Left out: the tensor's own shape.
     metric, state : optional
@@ -181,6 +184,8 @@ def _all_reduce(
         whole = [(0, tuple(tensor.shape))] if tensor.dim() > 1 else None
         inside = whole if segments is None else list(segments)
         r = reduction_of(tensor, spec, op, inside, metric, state, stream)
+        if algorithm == "shared_scale":
+            ternary.check(r.spec, r.op)
         r.out = None if out is None else _place(out, tensor, r)
         return r
 
@@ -270,13 +275,18 @@ def agree(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> tuple
 
 def signature(r: Reduction, algorithm: str) -> int:
     """What must be the same on all ranks."""
-    return _hash(r.spec, r.dtype, r.x.size, r.op, algorithm, r.segments, r.metric is None)
+    book = r.codebook and r.codebook.id
+    return _hash(r.spec, r.dtype, r.x.size, r.op, algorithm, r.segments, r.metric is None, book)
 
 
 def choose_algorithm(asked: Algorithm, r: Reduction, size: int) -> str:
     """Who sends what to whom."""
     if asked != "auto" and asked not in _ALGORITHMS:
         raise SpecError(f"algorithm must be 'auto' or one of {tuple(_ALGORITHMS)}, got {asked!r}")
+    if asked == "shared_scale":
+        if isinstance(r.spec, Ternary):
+            return asked
+        asked = "auto"  # of what a hook's policy has beside
     if size == 1 or (asked == "auto" and (size == 2 or r.x.nbytes <= _SMALL)):
         return "all_gather"
     return "two_shot" if asked == "auto" else asked

@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 
 import codec
-from codec import SpecError, Status, metrics
+from codec import CodecError, SpecError, Status, metrics
 from codec.segmenting import Segments
 from codec.specs import Lossless, Sign, Spec, Ternary, Truncate
-from codec.stateful import ErrorFeedback
-from codec.torch import collectives, slices
-from codec.torch.channel import Array
+from codec.stateful import CodebookRefresher, ErrorFeedback
+from codec.torch import collectives, reduction, slices, ternary
+from codec.torch.channel import Array, Channel
 from codec.torch.collectives import Algorithm, Line
 from codec.torch.reduction import Reduction
+from codec.torch.worker import Pending
 
 Policy = Callable[[str, torch.nn.Parameter], Spec | None]
 
@@ -76,6 +77,7 @@ class Hook:
         feedback: bool,
         policy: Policy,
         algorithm: Algorithm,
+        refresher: CodebookRefresher | None,
         grad_scaler: Any,
         group: Any,
         timeout: float | None,
@@ -90,9 +92,15 @@ class Hook:
         self._stats = Stats()
         self.worker_feedback = ErrorFeedback(spec, role="worker") if feedback else None
         self.server_feedback = ErrorFeedback(spec, role="server") if feedback else None
+        self.refresher = refresher
+        self._step = _latest(refresher)  # failed ones count, too
+        self._alike = False  # all ranks are known to have the same step and codebooks
+        self._refreshing: Pending | None = None
 
     def register(self, model: torch.nn.parallel.DistributedDataParallel) -> "Hook":
         """Have a model's gradients go through this hook; itself."""
+        self._settle()
+        self._alike = False
         self._names = {p: name for name, p in model.module.named_parameters()}
         self._parts.clear()
         if self._group is None:
@@ -105,25 +113,33 @@ class Hook:
         return replace(self._stats)
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved with a checkpoint, by each rank its own: errors that are still to be sent."""
-        feedback = {"worker": self.worker_feedback, "server": self.server_feedback}
-        return {name: fb.state_dict() for name, fb in feedback.items() if fb is not None}
+        """What must be saved with a checkpoint, by each rank its own: errors still to be sent, and agreed codebooks."""
+        self._settle()
+        return {name: part.state_dict() for name, part in self._stateful().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a :meth:`state_dict`."""
-        feedback = {"worker": self.worker_feedback, "server": self.server_feedback}
-        have = {name for name, fb in feedback.items() if fb is not None}
-        if set(state) != have:
-            raise codec.StateError(f"a state of {sorted(state)} was given, this hook has {sorted(have)}")
-        for name in have:
-            fb = feedback[name]
-            assert fb is not None
-            fb.load_state_dict(state[name])
+        """Go on from a :meth:`state_dict`; after an error all is as it was."""
+        before, parts = self.state_dict(), self._stateful()
+        if set(state) != set(parts):
+            raise codec.StateError(f"a state of {sorted(state)} was given, this hook has {sorted(parts)}")
+        try:
+            for name, part in parts.items():
+                part.load_state_dict(state[name])
+        except BaseException:
+            for name, part in parts.items():
+                part.load_state_dict(before[name])
+            raise
+        self._step = _latest(self.refresher)
+        self._alike = False
         self._parts.clear()
+
+    def _stateful(self) -> dict[str, Any]:
+        parts = {"worker": self.worker_feedback, "server": self.server_feedback, "refresher": self.refresher}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the process group, which belongs to this process."""
-        return self.__dict__ | {"_group": None, "_names": {}, "_parts": {}}
+        return self.__dict__ | {"_group": None, "_names": {}, "_parts": {}, "_alike": False, "_refreshing": None}
 
     def _hook(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
         """What torch calls with each bucket, in the same order on all ranks."""
@@ -138,17 +154,22 @@ class Hook:
             try:
                 if first:
                     self._rollback()  # of a step that was never ended
+                    self._begin_step(line.channel)
                 self._reduce(line, buffer, parts)
                 if last and self._error is None:
                     self._commit()
             except BaseException as e:
                 self._error = self._error or e
+                self._alike = False
                 self._rollback()
                 if self._is_overflow(e):
                     buffer.fill_(torch.nan)  # on all ranks: their scalers skip the step
             return buffer
 
-        return line.worker.submit(work).get_future()
+        done = line.worker.submit(work).get_future()
+        if last and self.refresher is not None:
+            self._refreshing = line.worker.submit(lambda: self._refresh(line.channel))
+        return done
 
     def _raise(self) -> None:
         """What went wrong with a bucket. Not by its future: after that the model could not be used any more."""
@@ -200,6 +221,7 @@ class Hook:
         metric, state = self._metric(part)
         r = collectives.reduction_of(x, part.spec, "mean", part.segments, metric, state, channel.calls << 32)
         self._feed(r, part, channel.rank, channel.size)
+        self._agree(r)
         return r
 
     def _feed(self, r: Reduction, part: _Part, rank: int, size: int) -> None:
@@ -219,6 +241,59 @@ class Hook:
             return
         sums = self.server_feedback.begin(_ranges(part, begin, end))
         r.sums_residual = lambda a, b: sums[a - begin : b - begin]
+
+    def _begin_step(self, channel: Channel) -> None:
+        """Count steps as all ranks do. Where they know other codebooks, as a rank that is new does, all begin anew."""
+        if self.refresher is None:
+            return
+        if not self._alike:
+            known = self._known(self.refresher)
+            everyones = [(step, books) for step, books, *_ in collectives.agree(channel, lambda: (None, known))[1]]
+            if len(set(everyones)) > 1:
+                _begin_anew(self.refresher)
+            self._step = max(step for step, _ in everyones)
+            self._alike = True
+        self._step += 1
+
+    def _known(self, refresher: CodebookRefresher) -> list[int]:
+        """What must be the same on all ranks, in a number; the step; the codebooks, in a number."""
+        how = refresher.spec, refresher.dtype, refresher.interval, refresher.delay
+        books = {name: bytes(book) for name, book in refresher.state_dict().items() if name.startswith("book")}
+        return [collectives._hash("codebooks", how), self._step, collectives._hash(books)]
+
+    def _agree(self, r: Reduction) -> None:
+        """Have it encode with the codebook that all ranks know, and be counted if that is to be refreshed."""
+        refresher = self.refresher
+        if refresher is None or r.spec != refresher.spec:
+            return
+        if isinstance(r.spec, Truncate) and r.dtype != refresher.dtype:
+            return  # other symbols
+        r.codebook, r.codebooks = refresher.current(self._step), refresher.books
+        if refresher.due(self._step):
+            r.count = refresher.count
+
+    def _refresh(self, channel: Channel) -> None:
+        """Behind a step's buckets: all ranks sum what was counted, and propose the same codebook for a later step."""
+        refresher = self.refresher
+        if refresher is None or not refresher.due(self._step):
+            return
+        r = Reduction(refresher.counts(), "int64", Lossless(), "sum", 0)
+        refresher.rollback(self._step)  # counts of a step that fails are forgotten
+        if not self._alike:
+            return
+        try:
+            collectives.agree(channel, lambda: (None, [collectives.signature(r, "refresh")]))
+            counts, error = collectives.go_through(channel, reduction.gather, r)
+            channel.conclude(error)
+            refresher.propose(self._step, counts.reshape(channel.size, -1).sum(0))
+        except CodecError:
+            pass  # on all ranks: the codebook that they have will do
+
+    def _settle(self) -> None:
+        """Wait until no codebook is being agreed on."""
+        refreshing, self._refreshing = self._refreshing, None
+        if refreshing is not None:
+            refreshing.wait()
 
     def _metric(self, part: _Part) -> tuple[Any, dict[str, torch.Tensor] | None]:
         """What Truncate goes by: the optimizer's metrics, by group, and its state, in the order of the part."""
@@ -253,6 +328,17 @@ class Hook:
         for fb in (self.worker_feedback, self.server_feedback):
             if fb is not None:
                 fb.rollback()
+
+
+def _latest(refresher: CodebookRefresher | None) -> int:
+    """The step that it was last used in."""
+    return -1 if refresher is None else refresher.state_dict()["latest"]
+
+
+def _begin_anew(refresher: CodebookRefresher) -> None:
+    """Forget codebooks, counts and steps."""
+    how = {"interval": refresher.interval, "delay": refresher.delay}
+    refresher.load_state_dict(CodebookRefresher(refresher.spec, refresher.dtype, **how).state_dict())
 
 
 def _when_backward_ends(call: Callable[[], None]) -> None:
@@ -297,6 +383,7 @@ def ddp_hook(
     feedback: bool | None = None,
     policy: Policy = default_policy,
     algorithm: Algorithm = "auto",
+    refresher: CodebookRefresher | None = None,
     grad_scaler: Any = None,
     group: Any = None,
     timeout: float | None = None,
@@ -322,6 +409,12 @@ def ddp_hook(
         fewer than 4,096 values are sent lossless.
     algorithm : str
         As for :func:`all_reduce`.
+    refresher : CodebookRefresher, optional
+        For :class:`codec.Lossless` and :class:`codec.Truncate`, of the same spec: frames name codebooks that all ranks
+        make of what all of them send, instead of bringing their own along. Counts are summed behind the buckets of a
+        step in which it is due; it is part of the state. Ranks that know other codebooks, since one has joined, begin
+        anew together. Left out: gradients of different layers are smaller with codebooks of their own, and a refresher
+        then only finds that none pays.
     grad_scaler : torch.amp.GradScaler, optional
         If gradients are scaled. NaN and Inf are no error then: all ranks get NaN, all scalers skip the step, and what
         is owed stays as it was. Truncate takes the scale from it.
@@ -351,12 +444,16 @@ def ddp_hook(
         feedback = isinstance(spec, Sign | Ternary)
     if feedback and isinstance(spec, Lossless):
         raise SpecError("Lossless loses nothing that could be fed back")
+    if algorithm == "shared_scale":
+        ternary.check(spec, "mean")
     if feedback and algorithm == "ring":
         raise SpecError("a ring has no error feedback: its frames hold sums of other ranks' values")
+    if refresher is not None and refresher.spec != spec:
+        raise SpecError(f"a refresher of {refresher.spec} does not go with {spec}")
     if isinstance(spec, Sign) and type(optimizer).__name__.startswith("Adam"):
         warnings.warn(
             "signs of gradients, even with error feedback, distort the second moments that Adam divides by: "
             "1-bit Adam compresses the momentum instead",
             stacklevel=2,
         )
-    return Hook(spec, optimizer, feedback, policy, algorithm, grad_scaler, group, timeout)
+    return Hook(spec, optimizer, feedback, policy, algorithm, refresher, grad_scaler, group, timeout)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 import codec
-from codec import CodecError, SpecError, Status
+from codec import Codebook, CodecError, SpecError, Status
 from codec.segmenting import Segments
 from codec.specs import Lossless, Spec, Truncate
 from codec.torch.channel import Array, Channel, Incoming
@@ -33,6 +33,9 @@ class Reduction:
     state: Mapping[str, Array] | None = None  # flat, each as long as x
     residual: Array | None = None  # float32, as long as x: what this rank's frames have lost; written
     sums_residual: Callable[[int, int], Array] | None = None  # the same of the sums [begin, end) that it encodes
+    codebook: Codebook | None = None  # that all ranks encode with
+    codebooks: Sequence[Codebook] = ()  # that frames may name
+    count: Callable[..., None] | None = None  # told what was encoded: values, segments, metric and state
     out: Array | None = None  # for what comes out; None: memory of the channel's
 
     def bound(self, n: int) -> int:
@@ -59,9 +62,12 @@ class Reduction:
             segments=piece.segments,
             threads=_threads(piece),
             stream=(self.stream * _APART + number) % (1 << 64),
+            codebook=self.codebook,
             **how,
             **self._state(piece),
         )
+        if self.count is not None:
+            self.count(self.tensor_of(x), segments=piece.segments, **self._state(piece))
         return len(frame)
 
     @property
@@ -116,8 +122,13 @@ class Reduction:
         return {"metric": _metric_of(self.metric, piece), "state": state}
 
     def shared(self, piece: Piece) -> dict[str, Any]:
-        """What decoding needs of the state."""
-        return self._state(piece) if isinstance(self.spec, Truncate) and self.spec.levels == "shared" else {}
+        """What decoding needs of the state, and codebooks."""
+        how = self._state(piece) if isinstance(self.spec, Truncate) and self.spec.levels == "shared" else {}
+        return {**how, "codebooks": self.codebooks} if self.codebooks else how
+
+    def tensor_of(self, x: Array) -> torch.Tensor:
+        """Values in the dtype of x as a tensor of the same memory."""
+        return torch.from_numpy(x).view(_FLOATS[self.dtype])
 
     def rounded(self, total: Array) -> Array:
         """Float32 sums in the dtype of x."""

@@ -200,7 +200,7 @@ class CodebookRefresher:
         return tuple(book for book in self._books.values() if book is not None)
 
     def rollback(self, step: int) -> None:
-        """Forget codebooks that a step, which is to be tried again, does not know yet.
+        """Forget codebooks that a step, which is to be tried again, does not know yet, and all counts.
 
         After a failure some ranks may have a sum that others did not get. If all roll back to the same step they agree.
         A sum that was under way is made anew or left out, on all ranks alike.
@@ -212,6 +212,7 @@ class CodebookRefresher:
         """
         self._books = self._until(step)
         self._latest = min(self._latest, step)
+        self._counts = np.zeros(257, np.int64)
 
     def state_dict(self) -> dict[str, Any]:
         """Codebooks, with the steps from which they are in use, and counts.

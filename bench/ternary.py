@@ -1,0 +1,86 @@
+"""Means of real gradients by ternary all-reduces: bytes and error of two-shot, all-gather and shared scales.
+
+Ranks are processes of this machine; each has the parameters of the committed gradients, or of the .npz files given,
+with their rows moved on, so that no two have the same. Bits a value: what a rank sends over what it would send with
+one bit a value in both phases of an all-reduce; all of a message counts. Error: the root mean square of the result
+less the exact mean, over that of the mean.
+"""
+
+import argparse
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from peers import SAMPLE, segments, tensors
+from torch import multiprocessing
+
+import codec
+import codec.torch
+from codec.specs import Packing
+from codec.torch import collectives
+
+ALGORITHMS = ("two_shot", "all_gather", "shared_scale")
+CLIPS = (None, 2.5)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def turned(x: np.ndarray[Any, Any], shapes: list[tuple[int, ...]], rank: int) -> np.ndarray[Any, Any]:
+    """The same parameters with other values in most places."""
+    parts = np.split(x, np.cumsum([math.prod(s) for s in shapes])[:-1])
+    return np.concatenate([np.roll(p, 97 * rank) for p in parts])
+
+
+def measured(path: Path, rank: int, world: int) -> list[str]:
+    """Lines of a table."""
+    channel = collectives.line_of(None).channel
+    lines: list[str] = []
+    for name, x, dtype, shapes in tensors(path):
+        if ":grad" not in name or not shapes or dtype not in DTYPES:
+            continue
+        every = [torch.from_numpy(turned(x, shapes, r)).view(DTYPES[dtype]) for r in range(world)]
+        mean = sum(t.double() for t in every) / world
+        both = 2 * (world - 1) / world * x.size / 8  # bytes of one bit a value
+        for clip in CLIPS:
+            for packing in get_args(Packing):
+                for algorithm in ALGORITHMS:
+                    t, sent = every[rank].clone(), channel.sent_nbytes
+                    codec.torch.all_reduce(
+                        t, codec.Ternary(packing, clip=clip), algorithm=algorithm, segments=segments(shapes)
+                    )
+                    error = float((t.double() - mean).norm() / mean.norm())
+                    most = torch.tensor(float(channel.sent_nbytes - sent))
+                    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+                    bits = float(most) / both
+                    how = f"{packing}, clip {clip}" if clip else packing
+                    lines.append(f"{name:32} {how:20} {algorithm:14} {bits:6.2f} {error:8.3f}")
+    return lines
+
+
+def rank_main(rank: int, world: int, paths: list[Path], meet: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{meet}", rank=rank, world_size=world)
+    for path in paths:
+        lines = measured(path, rank, world)
+        if rank == 0 and lines:
+            print(*lines, sep="\n", flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, default=SAMPLE)
+    parser.add_argument("--ranks", type=int, default=4)
+    args = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "CODEC_NUM_THREADS": "1"}
+    print(f"{'gradients':32} {f'{args.ranks} ranks':20} {'algorithm':14} {'bits':>6} {'error':>8}")
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(rank_main, (args.ranks, args.files, f"{folder}/meet"), nprocs=args.ranks)
+
+
+if __name__ == "__main__":
+    main()
