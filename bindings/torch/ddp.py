@@ -83,9 +83,10 @@ class Hook:
         self.spec, self.optimizer, self.policy = spec, optimizer, policy
         self._algorithm: Algorithm = algorithm
         self._scaler = grad_scaler
-        self._group, self._timeout = group, timeout
+        self._asked_group, self._group, self._timeout = group, group, timeout
         self._names: dict[torch.nn.Parameter, str] = {}
         self._parts: dict[tuple[str, ...], list[_Part]] = {}  # of a bucket, by the names of its parameters
+        self._moved: list[_Part] = []  # that are reduced for the first time in this step
         self._error: BaseException | None = None  # of a bucket of this backward
         self._stats = Stats()
         self.worker_feedback = ErrorFeedback(spec, role="worker") if feedback else None
@@ -95,8 +96,7 @@ class Hook:
         """Have a model's gradients go through this hook; itself."""
         self._names = {p: name for name, p in model.module.named_parameters()}
         self._parts.clear()
-        if self._group is None:
-            self._group = model.process_group
+        self._group = self._asked_group or model.process_group  # a new one, perhaps, after a rank was lost
         model.register_comm_hook(None, self._hook)
         return self
 
@@ -123,7 +123,7 @@ class Hook:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the process group, which belongs to this process."""
-        return self.__dict__ | {"_group": None, "_names": {}, "_parts": {}}
+        return self.__dict__ | {"_asked_group": None, "_group": None, "_names": {}, "_parts": {}, "_moved": []}
 
     def _hook(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
         """What torch calls with each bucket, in the same order on all ranks."""
@@ -211,7 +211,7 @@ class Hook:
             mine = slices.cut(r.x.size, size, r.x.itemsize, r.segments)[rank]
             begin, end = mine[0].begin, mine[-1].end
         if part.new:  # others own other ranges of its parameters' sums now
-            part.new = False
+            self._moved.append(part)
             elsewhere = _ranges(part, 0, begin) + _ranges(part, end, part.n)
             self.server_feedback.pass_on(elsewhere, self.worker_feedback, size)
         r.residual = self.worker_feedback.begin(part.layout)
@@ -245,11 +245,15 @@ class Hook:
 
     def _commit(self) -> None:
         self._stats.steps += 1
+        for part in self._moved:
+            part.new = False
+        self._moved.clear()
         for fb in (self.worker_feedback, self.server_feedback):
             if fb is not None:
                 fb.commit()
 
     def _rollback(self) -> None:
+        self._moved.clear()
         for fb in (self.worker_feedback, self.server_feedback):
             if fb is not None:
                 fb.rollback()
