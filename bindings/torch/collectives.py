@@ -46,11 +46,28 @@ class Line:
     """A group's channel, with the thread that alone uses it."""
 
     def __init__(self, group: Any, timeout: float | None) -> None:
-        self.channel = Channel(group, timeout)
-        self.worker = Worker(f"codec, rank {self.channel.rank}")
-        self.choices: dict[int, Choice] = {}
+        self.worker = Worker(f"codec, rank {group.rank()}")
         weakref.finalize(self, self.worker.stop)
-        self.channel.check_same("version of codec", [_hash(codec.__version__)])
+        # a thread that waits for another one hears Ctrl-C, one that waits for peers does not
+        self.channel: Channel = self.worker.submit(lambda: Channel(group, timeout)).wait()
+        self.choices: dict[int, Choice] = {}
+        self.finish(lambda: self.channel.check_same("version of codec", [_hash(codec.__version__)]))
+
+    def finish(self, work: Callable[[], T]) -> T:
+        """Do this now. Where Ctrl-C ends the wait for it, it is given up: what it would write is the caller's again."""
+        pending = None
+        try:
+            pending = self.worker.submit(work)
+            return pending.wait()
+        except BaseException:
+            if pending is None or not pending.is_completed():
+                self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """What is under way fails and writes nothing, and so does all that comes; peers are told."""
+        self.channel.abandon()
+        self.worker.submit(self.channel.close)
 
 
 _lines: "weakref.WeakKeyDictionary[Any, Line]" = weakref.WeakKeyDictionary()
@@ -73,10 +90,9 @@ def hang_up(group: Any, *, now: bool) -> None:
     if line is None:
         return
     if now:
-        line.channel.abandon()
-    closed = line.worker.submit(line.channel.close)
-    if not now:
-        closed.wait()
+        line.give_up()
+    else:
+        line.worker.submit(line.channel.close).wait()
 
 
 def _hash(*what: Any) -> int:
@@ -151,12 +167,13 @@ def all_reduce(
     >>> codec.torch.all_reduce(gradient, codec.Float8(row=128))  # doctest: +SKIP
     """
     line = line_of(group, timeout)
-    pending = line.worker.submit(
-        lambda: _all_reduce(line, tensor, spec, op, algorithm, segments, metric, state, stream)
-    )
+
+    def work() -> torch.Tensor:
+        return _all_reduce(line, tensor, spec, op, algorithm, segments, metric, state, stream)
+
     if async_op:
-        return pending
-    pending.wait()
+        return line.worker.submit(work)
+    line.finish(work)
     return None
 
 
@@ -177,7 +194,8 @@ def _all_reduce(
         return reduction_of(tensor, spec, op, inside, metric, state, stream)
 
     result, r = run(line, prepare, algorithm)
-    publish(result, r, tensor)
+    with line.channel.writing():
+        publish(result, r, tensor)
     return tensor
 
 
@@ -329,7 +347,7 @@ def exchange(frames: Sequence[Any], *, group: Any = None, timeout: float | None 
         As for :func:`all_reduce`.
     """
     line = line_of(group, timeout)
-    return line.worker.submit(lambda: _exchange(line.channel, frames)).wait()
+    return line.finish(lambda: _exchange(line.channel, frames))
 
 
 def _exchange(channel: Channel, frames: Sequence[Any]) -> list[bytes]:
@@ -465,11 +483,11 @@ def _begin(
         r, _ = agree(channel, both)
         result, error = go_through(channel, algorithm, r)
         channel.conclude(error)
-        publish(result, r, output)
+        with channel.writing():
+            publish(result, r, output)
         return output
 
-    pending = line.worker.submit(work)
     if async_op:
-        return pending
-    pending.wait()
+        return line.worker.submit(work)
+    line.finish(work)
     return None

@@ -2,16 +2,18 @@
 
 # no `from __future__ import annotations`: torch looks at the hook's annotations
 
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 import codec
-from codec import SpecError, Status, metrics
+from codec import PeerError, SpecError, Status, metrics
 from codec.segmenting import Segments
 from codec.specs import Lossless, Sign, Spec, Ternary, Truncate
 from codec.stateful import ErrorFeedback
@@ -19,10 +21,12 @@ from codec.torch import collectives, slices
 from codec.torch.channel import Array
 from codec.torch.collectives import Algorithm, Line
 from codec.torch.reduction import Reduction
+from codec.torch.worker import Pending
 
 Policy = Callable[[str, torch.nn.Parameter], Spec | None]
 
 _SMALL = 4096  # values
+_changing = threading.Lock()  # what hooks remember
 
 
 def default_policy(name: str, parameter: torch.nn.Parameter) -> Spec | None:
@@ -66,6 +70,32 @@ class _Part:
         return sum(p.numel() for p in self.parameters)
 
 
+@dataclass
+class _Step:
+    """A backward pass."""
+
+    error: BaseException | None = None  # of a bucket
+    moved: list[_Part] = field(default_factory=list[_Part])  # that were never reduced before
+
+
+class _End:
+    """Called when a backward pass ends; one that is not, because an exception ended the pass before, is given up.
+
+    Ctrl-C in the midst of it arrives when Python is called the next time: before the hook's first line.
+    """
+
+    def __init__(self, hook: "Hook", step: _Step) -> None:
+        self._hook, self._step, self._called = hook, step, False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._hook._raise()
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._hook._give_up(self._step)
+
+
 class Hook:
     """What :func:`ddp_hook` returns."""
 
@@ -86,8 +116,7 @@ class Hook:
         self._asked_group, self._group, self._timeout = group, group, timeout
         self._names: dict[torch.nn.Parameter, str] = {}
         self._parts: dict[tuple[str, ...], list[_Part]] = {}  # of a bucket, by the names of its parameters
-        self._moved: list[_Part] = []  # that are reduced for the first time in this step
-        self._error: BaseException | None = None  # of a bucket of this backward
+        self._step = _Step()
         self._stats = Stats()
         self.worker_feedback = ErrorFeedback(spec, role="worker") if feedback else None
         self.server_feedback = ErrorFeedback(spec, role="server") if feedback else None
@@ -123,36 +152,71 @@ class Hook:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the process group, which belongs to this process."""
-        return self.__dict__ | {"_asked_group": None, "_group": None, "_names": {}, "_parts": {}, "_moved": []}
+        return self.__dict__ | {"_asked_group": None, "_group": None, "_names": {}, "_parts": {}, "_step": _Step()}
 
     def _hook(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
         """What torch calls with each bucket, in the same order on all ranks."""
+        try:
+            pending = self._begin(bucket)
+            if bucket.is_last():
+                pending.wait()  # the model would wait, too, but would not hear Ctrl-C meanwhile
+            return pending.get_future()
+        except BaseException:
+            self._give_up(self._step)
+            raise
+
+    def _begin(self, bucket: Any) -> Pending:
+        """Reduce a bucket in the background."""
         buffer, first, last = bucket.buffer(), bucket.index() == 0, bucket.is_last()
         parts = self._parts_of(cast(list[torch.nn.Parameter], bucket.parameters()))
         if first:
-            self._error = None
-            _when_backward_ends(self._raise)
+            self._step = _Step()
+            _when_backward_ends(_End(self, self._step))
+        step = self._step
         line = collectives.line_of(self._group, self._timeout)
 
         def work() -> torch.Tensor:
             try:
                 if first:
-                    self._rollback()  # of a step that was never ended
-                self._reduce(line, buffer, parts)
-                if last and self._error is None:
-                    self._commit()
+                    with self._under_way(step):
+                        self._rollback()  # of a step that was never ended
+                self._reduce(line, buffer, parts, step)
+                if last and step.error is None:
+                    with self._under_way(step):
+                        self._commit(step)
             except BaseException as e:
-                self._error = self._error or e
-                self._rollback()
-                if self._is_overflow(e):
-                    buffer.fill_(torch.nan)  # on all ranks: their scalers skip the step
+                step.error = step.error or e
+                with suppress(PeerError), self._under_way(step):
+                    self._rollback()
+                    if self._is_overflow(e):
+                        buffer.fill_(torch.nan)  # on all ranks: their scalers skip the step
             return buffer
 
-        return line.worker.submit(work).get_future()
+        return line.worker.submit(work)
+
+    @contextmanager
+    def _under_way(self, step: _Step) -> Iterator[None]:
+        """While what is remembered is changed: an error if another step has begun, or this one was given up."""
+        with _changing:
+            if step is not self._step:
+                raise PeerError("the step was given up")
+            yield
+
+    def _give_up(self, step: _Step) -> None:
+        """End a step in its midst: peers are told, and what goes on in the background changes nothing any more."""
+        if step is not self._step:
+            return
+        collectives.hang_up(self._group, now=True)
+        with _changing:
+            self._step = _Step()
+            self._rollback()
+            # what goes on may still write to buffers of the old ones
+            self.worker_feedback = _copied(self.worker_feedback)
+            self.server_feedback = _copied(self.server_feedback)
 
     def _raise(self) -> None:
         """What went wrong with a bucket. Not by its future: after that the model could not be used any more."""
-        error, self._error = self._error, None
+        error, self._step.error = self._step.error, None
         if error is not None:
             self._stats.refused += 1
             if not self._is_overflow(error):
@@ -184,25 +248,31 @@ class Hook:
         parts[0].whole = len(parts) == 1
         return parts
 
-    def _reduce(self, line: Line, buffer: torch.Tensor, parts: list[_Part]) -> None:
+    def _reduce(self, line: Line, buffer: torch.Tensor, parts: list[_Part], step: _Step) -> None:
         """In the worker's thread: the mean of a bucket over all ranks, into its buffer."""
         before = line.channel.sent_nbytes
-        results = collectives.run_all(line, lambda: [self._prepare(line, buffer, p) for p in parts], self._algorithm)
-        for part, (result, r) in zip(parts, results, strict=True):
-            _scatter(result, r, part, buffer)
+
+        def prepare() -> list[Reduction]:
+            with self._under_way(step):
+                return [self._prepare(line, buffer, p, step) for p in parts]
+
+        results = collectives.run_all(line, prepare, self._algorithm)
+        with line.channel.writing():
+            for part, (result, r) in zip(parts, results, strict=True):
+                _scatter(result, r, part, buffer)
         self._stats.buckets += 1
         self._stats.raw_nbytes += buffer.numel() * buffer.element_size()
         self._stats.sent_nbytes += line.channel.sent_nbytes - before
 
-    def _prepare(self, line: Line, buffer: torch.Tensor, part: _Part) -> Reduction:
+    def _prepare(self, line: Line, buffer: torch.Tensor, part: _Part, step: _Step) -> Reduction:
         channel = line.channel
         x = buffer if part.whole else _gather(buffer, part)
         metric, state = self._metric(part)
         r = collectives.reduction_of(x, part.spec, "mean", part.segments, metric, state, channel.calls << 32)
-        self._feed(r, part, channel.rank, channel.size)
+        self._feed(r, part, channel.rank, channel.size, step)
         return r
 
-    def _feed(self, r: Reduction, part: _Part, rank: int, size: int) -> None:
+    def _feed(self, r: Reduction, part: _Part, rank: int, size: int, step: _Step) -> None:
         """Have lossy frames add what earlier ones have lost."""
         if self.worker_feedback is None or self.server_feedback is None or isinstance(part.spec, Lossless):
             return
@@ -211,7 +281,7 @@ class Hook:
             mine = slices.cut(r.x.size, size, r.x.itemsize, r.segments)[rank]
             begin, end = mine[0].begin, mine[-1].end
         if part.new:  # others own other ranges of its parameters' sums now
-            self._moved.append(part)
+            step.moved.append(part)
             elsewhere = _ranges(part, 0, begin) + _ranges(part, end, part.n)
             self.server_feedback.pass_on(elsewhere, self.worker_feedback, size)
         r.residual = self.worker_feedback.begin(part.layout)
@@ -243,20 +313,27 @@ class Hook:
         common = [name for name in ("theta", "m", "v") if all(name in s for s in states)]
         return groups, {name: torch.cat([s[name].detach().reshape(-1) for s in states]) for name in common}
 
-    def _commit(self) -> None:
+    def _commit(self, step: _Step) -> None:
         self._stats.steps += 1
-        for part in self._moved:
+        for part in step.moved:
             part.new = False
-        self._moved.clear()
         for fb in (self.worker_feedback, self.server_feedback):
             if fb is not None:
                 fb.commit()
 
     def _rollback(self) -> None:
-        self._moved.clear()
         for fb in (self.worker_feedback, self.server_feedback):
             if fb is not None:
                 fb.rollback()
+
+
+def _copied(feedback: ErrorFeedback | None) -> ErrorFeedback | None:
+    """The same with memory of its own."""
+    if feedback is None:
+        return None
+    again = ErrorFeedback(feedback.spec, role=feedback.role)
+    again.load_state_dict(feedback.state_dict())
+    return again
 
 
 def _when_backward_ends(call: Callable[[], None]) -> None:

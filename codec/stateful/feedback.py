@@ -90,7 +90,7 @@ class ErrorFeedback:
         if role not in ROLES:
             raise SpecError(f"role must be one of {ROLES}, got {role!r}")
         self.spec = spec
-        self.role = role
+        self.role: Role = role
         self._now = _Now({}, {}, {})
 
     def begin(self, layout: Any) -> Array:
@@ -144,8 +144,8 @@ class ErrorFeedback:
         """Have another one owe what is owed to some ranges here, times `scale`, from now on.
 
         For a server whose ranges go to another rank: a residual of a mean is owed as well by a worker of this rank, as
-        many times as there are ranks. Nothing is lost, so that this needs no commit; but a :meth:`rollback` of both takes
-        it back, unless something was committed meanwhile.
+        many times as there are ranks. Nothing is lost, so that this needs no commit; but a :meth:`rollback` of both
+        takes it back, unless something was committed meanwhile.
 
         Parameters
         ----------
