@@ -111,6 +111,28 @@ def test_a_rank_is_lost_at_any_moment_of_an_all_reduce(act, most):
             print(act.__name__, *row)
 
 
+def _unconnected(rank, size, act):
+    """Lost before the group's first collective."""
+    if rank == VICTIM:
+        act()
+    x = values(rank)
+    begin = time.monotonic()
+    with pytest.raises(codec.PeerError) as e:
+        codec.torch.all_reduce(x, timeout=TIMEOUT)
+    took = time.monotonic() - begin
+    assert digest(x) == digest(values(rank))
+    return type(e.value).__name__, took
+
+
+@pytest.mark.parametrize("act", [die, freeze])
+def test_a_rank_is_lost_before_all_are_connected(act):
+    with Team(3) as team:
+        team.regroup()
+        print(act.__name__, lose(team, act, _unconnected))
+        team.regroup()
+        assert len({result for result, _ in team.all(_reduce, "two_shot", codec.Quantize(4))}) == 1
+
+
 def _acked(rank, size, algorithm, spec):
     """Undisturbed: how many bytes go over the busiest connection."""
     with new_connections() as found:
@@ -199,7 +221,7 @@ _training = None
 
 
 def _train(rank, size, saved, steps):
-    """From what was saved, or from where it is: the state after each step, events of the last one, what is saved then."""
+    """On from what was saved, or None: the state after each step, events of the last one, what is saved then."""
     global _training
     _training = _training or Training()
     if saved is not None:
