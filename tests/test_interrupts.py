@@ -118,6 +118,38 @@ def test_ctrl_c_in_a_training_step():
             assert [states for states, _, _ in team.all(training._train, saved, done + 1)] == [w[0] for w in want[done]]
 
 
+def _broken_off(rank, size):
+    """After the first buckets, before the last one."""
+    now = training._training
+    line = collectives.line_of(now.model.process_group)
+
+    def midway(*_):
+        line.worker.submit(int).wait()  # those that came first are reduced
+        interrupt()
+
+    hooks = [now.net[3].register_full_backward_hook(midway)] if rank == VICTIM else []
+    before = now.state()
+    with pytest.raises(KeyboardInterrupt if rank == VICTIM else codec.PeerError):
+        now.step(rank)
+    assert now.state() == before
+    for hook in hooks:
+        hook.remove()
+
+
+def test_what_is_owed_is_as_before_a_backward_that_was_broken_off():
+    """In the step after buckets were rebuilt, when ranks hand over what they owe to sums."""
+    with Team(3) as team:
+        team.regroup()
+        saved = [s for _, _, s in team.all(training._train, None, 2)]
+        team.regroup()
+        want = [states for states, _, _ in team.all(training._train, saved, 2)]
+        team.regroup()
+        team.all(training._train, saved, 1)
+        team.all(_broken_off)
+        team.regroup()
+        assert [states for states, _, _ in team.all(training._train, saved, 2)] == want
+
+
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist, codec.torch
 torch.set_num_threads(1)
