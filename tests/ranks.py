@@ -1,6 +1,7 @@
 """Functions run by real processes that are the ranks of a real Gloo group, and what befalls such processes."""
 
 import ctypes
+import gc
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -68,6 +69,7 @@ class Rank:
 def _serve(pipe, namespace):
     import torch
 
+    gc.freeze()  # what was imported: closing connections collects garbage
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server's children ignore it
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if namespace is None else "eth0"

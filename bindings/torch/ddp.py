@@ -21,7 +21,7 @@ from codec.torch import collectives, slices
 from codec.torch.channel import Array
 from codec.torch.collectives import Algorithm, Line
 from codec.torch.reduction import Reduction
-from codec.torch.worker import Pending
+from codec.torch.worker import Pending, let_go
 
 Policy = Callable[[str, torch.nn.Parameter], Spec | None]
 
@@ -185,6 +185,7 @@ class Hook:
                     with self._under_way(step):
                         self._commit(step)
             except BaseException as e:
+                let_go(e)
                 step.error = step.error or e
                 with suppress(PeerError), self._under_way(step):
                     self._rollback()

@@ -1,6 +1,7 @@
 """Collectives one after the other, in a thread of their own."""
 
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -77,5 +78,13 @@ class Worker:
             try:
                 done.set_result(work())
             except BaseException as e:
+                let_go(e)
                 done.set_exception(e)
             del item, done, work
+
+
+def let_go(error: BaseException | None) -> None:
+    """Forget what an error's frames hold: messages under way keep connections open, whose other ends wait for them."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
