@@ -204,7 +204,7 @@ def die():
 
 
 def freeze():
-    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # by this thread, before it goes on, for all
 
 
 def _connections():

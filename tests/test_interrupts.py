@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import test_peer_failures as training
-from ranks import Team, at_event
-from test_peer_failures import MOMENTS, PROMISED, SLACK, VICTIM, channel, digest, spread, values
+from ranks import Team, at_event, freeze
+from test_peer_failures import MOMENTS, PROMISED, SLACK, TIMEOUT, VICTIM, channel, digest, spread, values
 
 import codec
 import codec.torch
@@ -78,6 +78,34 @@ def test_ctrl_c_while_waiting_for_what_goes_on_in_the_background():
         for moment in spread(want[VICTIM][1], MOMENTS or 8):
             found = team.all(_wait_again, moment)
             assert found == [(rank == VICTIM, want[rank][0]) for rank in range(3)], moment
+
+
+def _connecting(rank, size):
+    """While connections are made to one that does not answer."""
+    if rank == VICTIM:
+        freeze()
+    connect = collectives.Channel
+
+    def interrupted(*args):
+        interrupt()
+        return connect(*args)
+
+    if rank != VICTIM:
+        collectives.Channel = interrupted
+    with pytest.raises(codec.PeerError if rank == VICTIM else KeyboardInterrupt):
+        codec.torch.all_reduce(values(rank), timeout=TIMEOUT)
+    collectives.Channel = connect
+
+
+def test_ctrl_c_before_all_are_connected():
+    with Team(3) as team:
+        team.regroup()
+        team.begin(_connecting)
+        team.answers([r for r in range(3) if r != VICTIM])
+        team[VICTIM].signal(signal.SIGCONT)
+        team.answers([VICTIM])
+        team.regroup()
+        assert len({result for result, _ in team.all(training._reduce, "two_shot", codec.Quantize(4))}) == 1
 
 
 def _train_interrupted(rank, size, moment):
@@ -151,7 +179,8 @@ def test_what_is_owed_is_as_before_a_backward_that_was_broken_off():
 
 
 SCRIPT = """
-import os, sys, torch, torch.distributed as dist, codec.torch
+import os, signal, sys, torch, torch.distributed as dist, codec.torch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a shell's background
 torch.set_num_threads(1)
 if len(sys.argv) > 1:
     path, rank, size = sys.argv[1:]

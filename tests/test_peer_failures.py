@@ -149,12 +149,16 @@ def _acked(rank, size, algorithm, spec):
     return result, max(acked_nbytes(s) - begun for s, begun in zip(found, before, strict=True))
 
 
-def _cut(rank, size, algorithm, spec, nbytes):
+def _cut(rank, size, algorithm, spec, nbytes, rate):
+    """What _disturbed returns; None for how long it took if all was there before the cut."""
     with new_connections() as found:
         channel()
     if rank == VICTIM:
-        cut_after(found, nbytes, 1 << 20)
-    return _disturbed(rank, size, algorithm, spec, -1, None)
+        cut_after(found, nbytes, rate)
+    try:
+        return _disturbed(rank, size, algorithm, spec, -1, None)
+    except pytest.fail.Exception:
+        return "too late", None
 
 
 def _sweep_bytes(algorithm, most):
@@ -164,18 +168,21 @@ def _sweep_bytes(algorithm, most):
         both = team.all(_acked, algorithm, spec)
         want, most_nbytes = [result for result, _ in both], both[VICTIM][1]
         for nbytes in spread(most_nbytes * 9 // 10, MOMENTS or most):
-            team.regroup()
-            found = team.all(_cut, algorithm, spec, nbytes)
+            for rate in (1 << 20, 1 << 18, 1 << 17):  # slower where a busy machine did not see the bytes in time
+                team.regroup()
+                found = team.all(_cut, algorithm, spec, nbytes, rate)
+                if found[VICTIM][1] is not None:
+                    break
             assert all(error == "PeerError" and took < PROMISED + SLACK for error, took in found), (nbytes, found)
             team.regroup()
             assert team.all(_reduce, algorithm, spec) == want, nbytes
-    return algorithm, most_nbytes
+    return f"cut {algorithm}: {MOMENTS or most} of {most_nbytes} bytes"
 
 
 def test_a_connection_is_cut_at_any_byte_of_an_all_reduce():
     with ThreadPoolExecutor() as pool:
         for row in pool.map(lambda algorithm: _sweep_bytes(algorithm, 4), ALGORITHMS):
-            print("cut", *row)
+            print("", row, sep="\n")
 
 
 class Training:
