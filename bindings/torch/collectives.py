@@ -15,7 +15,7 @@ from codec import PeerError, SpecError
 from codec.segmenting import Segments, pack
 from codec.specs import Lossless, Spec
 from codec.torch import reduction
-from codec.torch.channel import Array, Channel
+from codec.torch.channel import Array, Channel, Incoming
 from codec.torch.choosing import Choice
 from codec.torch.reduction import Attempt, Reduction
 from codec.torch.worker import Pending, Worker
@@ -366,11 +366,15 @@ def _exchange(channel: Channel, frames: Sequence[Any]) -> list[bytes]:
     for o in others:
         if arrays[o].nbytes:
             channel.send(attempt(reduction.copied, channel, arrays[o]), o)
-    received = {o: attempt(lambda o=o: incoming[o].frame().tobytes()) for o in incoming}
+    received = {o: attempt(_bytes_of, incoming[o]) for o in incoming}
     received[channel.rank] = arrays[channel.rank].tobytes()
     channel.finish()
     channel.conclude(attempt.error)
     return [received.get(rank, b"") for rank in range(channel.size)]
+
+
+def _bytes_of(incoming: Incoming) -> bytes:
+    return incoming.frame().tobytes()
 
 
 def reduce_scatter(

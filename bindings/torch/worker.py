@@ -99,7 +99,10 @@ class Worker:
 
 
 def let_go(error: BaseException | None) -> None:
-    """Forget what an error's frames hold: messages under way keep connections open, whose other ends wait for them."""
+    """Forget what an error's frames hold: messages under way keep connections open, whose other ends wait for them.
+
+    Frames keep their functions, so no closure may hold a message.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
