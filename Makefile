@@ -35,8 +35,8 @@ $(VENV)/tools: $(VENV)/bin/pip
 	touch $@
 
 $(VENV)/debian: $(VENV)/tools
-	{ dpkg -s g++ libcmocka-dev libsimde-dev >/dev/null 2>&1; } || \
-	{ $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq g++ libcmocka-dev libsimde-dev; }
+	{ dpkg -s g++ libcmocka-dev libsimde-dev iproute2 >/dev/null 2>&1; } || \
+	{ $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq g++ libcmocka-dev libsimde-dev iproute2; }
 	touch $@
 
 lint: $(VENV)/tools $(VENV)/test
@@ -112,6 +112,12 @@ foreign: $(VENV)/foreign
 		$(VENV)/bin/cmake --build build/$$m --target test_vectors && \
 		qemu-$$m build/$$m/test_vectors tests/vectors || exit 1; \
 	done
+
+# ranks killed, frozen, cut off and interrupted at many moments of collectives and training steps; as root links fail, too
+MOMENTS ?= 20
+failures: $(VENV)/debian $(VENV)/test
+	CODEC_MOMENTS=$(MOMENTS) $(VENV)/bin/pytest -s tests/test_peer_failures.py tests/test_links.py tests/test_interrupts.py
+.PHONY: failures
 
 bench: $(VENV)/test ctest
 	$(PIP) '.[bench]'

@@ -1,69 +1,265 @@
-"""Functions run by real processes that are the ranks of a real Gloo group."""
+"""Functions run by real processes that are the ranks of a real Gloo group, and what befalls such processes."""
 
+import ctypes
+import gc
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import signal
+import socket
+import struct
 import tempfile
+import threading
 import time
 import traceback
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 GONE = "gone"  # the result of a rank that was killed
+_CLONE_NEWNET = 0x40000000
+_BYTES_ACKED = 120  # where it is in Linux's struct tcp_info
+_MAX_PACING_RATE = 47  # Linux's SO_MAX_PACING_RATE
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "codec.torch"])
+_context.set_forkserver_preload(["pytest", "torch._dynamo", "codec.torch"])  # what is slow to import, once for all
 
 
-def _rank(function, rank, size, path, backend, timeout, out, args):
+class Rank:
+    """A process that does what it is told, as a rank of one group after the other.
+
+    Parameters
+    ----------
+    namespace : str, optional
+        The network namespace in which it lives, if not this one.
+    """
+
+    def __init__(self, namespace=None):
+        self._pipe, there = _context.Pipe()
+        self._process = _context.Process(target=_serve, args=(there, namespace), daemon=True)
+        self._process.start()
+        there.close()
+
+    def ask(self, function, *args):
+        """Have it do function(*args)."""
+        self._pipe.send((function, args))
+
+    def answer(self, end):
+        """Whether that went well, and what came of it; `end` is when it should be there, on the monotonic clock."""
+        if not self._pipe.poll(max(0, end - time.monotonic())):
+            return False, "hangs"
+        try:
+            good, result = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return True, GONE
+        return good, pickle.loads(result) if good else result
+
+    def signal(self, how):
+        os.kill(self._process.pid, how)
+
+    def close(self):
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def _serve(pipe, namespace):
     import torch
+
+    gc.freeze()  # what was imported: closing connections collects garbage
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server's children ignore it
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if namespace is None else "eth0"
+    if namespace is not None:
+        _enter(namespace)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            answer = True, pickle.dumps(function(*args))
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send(answer)
+
+
+def _enter(namespace):
+    """Go over to a network namespace; os.setns came with Python 3.12."""
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+
+
+class Team:
+    """Ranks that outlive their groups.
+
+    Parameters
+    ----------
+    size : int
+        How many.
+    timeout : float
+        Seconds, of their groups.
+    namespaces : sequence of str, optional
+        Where they live.
+    limit : float
+        Seconds that any answer may take.
+    """
+
+    def __init__(self, size, timeout=20, namespaces=None, limit=60):
+        self._namespaces = namespaces or [None] * size
+        self._timeout, self._limit = timeout, limit
+        self._ranks = [Rank(namespace) for namespace in self._namespaces]
+        self._folder = tempfile.TemporaryDirectory()
+        self._groups = itertools.count()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for rank in self._ranks:
+            rank.close()
+        self._folder.cleanup()
+
+    def __getitem__(self, i):
+        return self._ranks[i]
+
+    def begin(self, function, *args):
+        """Have all do function(rank, size, *args)."""
+        for i, rank in enumerate(self._ranks):
+            rank.ask(function, i, len(self._ranks), *args)
+
+    def answers(self, of=None):
+        """What came of it, in the order of ranks; of these ranks, of all if left out. GONE of those who have died."""
+        end = time.monotonic() + self._limit
+        found = {i: self._ranks[i].answer(end) for i in (range(len(self._ranks)) if of is None else of)}
+        if bad := [f"rank {i}: {result}" for i, (good, result) in found.items() if not good]:
+            pytest.fail("\n".join(bad))
+        return [result for _, result in found.values()]
+
+    def all(self, function, *args):
+        """Both."""
+        self.begin(function, *args)
+        return self.answers()
+
+    def one(self, i, function, *args):
+        """What comes of function(*args) on one rank."""
+        self._ranks[i].ask(function, *args)
+        return self.answers([i])[0]
+
+    def replace(self, i):
+        """A new process in the place of one."""
+        self._ranks[i].close()
+        self._ranks[i] = Rank(self._namespaces[i])
+
+    def regroup(self, backend="gloo"):
+        """A new group of all; what is left of the one before is given up."""
+        assert self.all(_join, f"{self._folder.name}/{next(self._groups)}", self._timeout, backend) == [None] * len(
+            self._ranks
+        )
+
+
+def _join(rank, size, path, timeout, backend):
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    timeout = timedelta(seconds=timeout)
+    dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=size, timeout=timeout)
+
+
+@contextmanager
+def at_event(channel, moment, act):
+    """Have act() come before event number `moment` of a channel; yields a function that says how many there were.
+
+    An event is a message that is posted, one that is waited for, an agreement that begins.
+    """
+    count = 0
+    names = ("post", "wait", "gather")
+
+    def before(call):
+        def counted(*args):
+            nonlocal count
+            count += 1
+            if count - 1 == moment:
+                act()
+            return call(*args)
+
+        return counted
+
+    for name in names:
+        setattr(channel, name, before(getattr(channel, name)))
     try:
-        dist.init_process_group(
-            backend, init_method=f"file://{path}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
-        )
-        result = function(rank, size, *args)
-        out.send((True, pickle.dumps(result)))
-    except BaseException:
-        out.send((False, traceback.format_exc()))
-    os._exit(0)  # nobody waits for those who are gone
+        yield lambda: count
+    finally:
+        for name in names:
+            delattr(channel, name)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze():
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # by this thread, before it goes on, for all
+
+
+def _connections():
+    """This process's TCP connections: file descriptors by inode."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            inode = os.readlink(entry)
+            if inode.startswith("socket:"):
+                s = socket.socket(fileno=os.dup(int(entry.name)))
+                with s:
+                    if s.family in (socket.AF_INET, socket.AF_INET6) and s.getpeername():
+                        found[inode] = int(entry.name)
+    return found
+
+
+@contextmanager
+def new_connections():
+    """Sockets of the connections that are made meanwhile: a list, filled at the end."""
+    found, before = [], _connections()
+    yield found
+    found += [socket.socket(fileno=os.dup(fd)) for inode, fd in _connections().items() if inode not in before]
+
+
+def acked_nbytes(s):
+    """How many bytes the other side of a connection has confirmed."""
+    return struct.unpack_from("Q", s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), _BYTES_ACKED)[0]
+
+
+def cut_after(connections, nbytes, rate):
+    """Send at so many bytes a second, and cut the connection over which so many have arrived first."""
+    for s in connections:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+        s.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, rate)
+    before = [acked_nbytes(s) for s in connections]
+
+    def watch():
+        while True:
+            for s, begun in zip(connections, before, strict=True):
+                if acked_nbytes(s) - begun >= nbytes:
+                    with suppress(OSError):  # the other side may have gone already
+                        s.shutdown(socket.SHUT_RDWR)
+                    return
+            time.sleep(0.0005)  # there is no event for bytes that arrive elsewhere
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def ranks(size, function, *args, backend="gloo", timeout=20, limit=100, gone=()):
     """Results of function(rank, size, *args) on all ranks; those in `gone` are expected to die."""
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(size):
-            here, there = _context.Pipe(duplex=False)
-            p = _context.Process(
-                target=_rank, args=(function, rank, size, f"{folder}/store", backend, timeout, there, args), daemon=True
-            )
-            p.start()
-            there.close()
-            pipes.append(here)
-            processes.append(p)
-        end = time.monotonic() + limit
-        results = []
-        try:
-            for rank, pipe in enumerate(pipes):
-                if rank in gone:
-                    results.append(GONE)
-                    continue
-                if not pipe.poll(max(0, end - time.monotonic())):
-                    pytest.fail(f"rank {rank} hangs")
-                try:
-                    good, result = pipe.recv()
-                except EOFError:
-                    pytest.fail(f"rank {rank} has died")
-                if not good:
-                    pytest.fail(f"rank {rank}:\n{result}")
-                results.append(pickle.loads(result))
-        finally:
-            for p in processes:
-                p.kill()
-                p.join()
-        return results
+    with Team(size, timeout, limit=limit) as team:
+        team.regroup(backend)
+        team.begin(function, *args)
+        left = [i for i in range(size) if i not in gone]
+        results = dict(zip(left, team.answers(left), strict=True))
+        for i in left:
+            assert results[i] is not GONE, f"rank {i} has died"
+        return [results.get(i, GONE) for i in range(size)]

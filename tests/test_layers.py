@@ -34,6 +34,7 @@ LAYERS = [
     {"torch.reduction", "torch.handle"},
     {"torch.ternary"},
     {"torch.collectives"},
+    {"torch.refreshing"},
     {"torch.ddp", "torch.fsdp", "torch.backend"},
     {"torch"},
 ]

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -657,3 +658,24 @@ def test_other_states_of_a_refresher():
         assert same(a.state_dict(), good)
     with pytest.raises(codec.StateError, match="other symbols"):
         codec.CodebookRefresher(codec.Truncate()).load_state_dict(good)
+
+
+def test_what_was_passed_on_is_taken_back():
+    """By a rollback of both, whatever was begun meanwhile; not after a commit."""
+    worker, server = (codec.ErrorFeedback(codec.Sign(), role=role) for role in ("worker", "server"))
+    for feedback in (worker, server):
+        feedback.begin([("a", 300), ("b", 50)])[:] = np.arange(350, dtype=np.float32)
+        feedback.commit()
+    before = pickle.dumps([worker.state_dict(), server.state_dict()])
+    for committed in (False, True):
+        server.pass_on([("a", 0, 100)], worker, 3)
+        server.pass_on([("b", 0, 50)], worker, 3)
+        for feedback in (worker, server):
+            feedback.begin([("a", 100, 300)])[:] = 7
+            if committed:
+                feedback.commit()
+            feedback.rollback()
+        assert (pickle.dumps([worker.state_dict(), server.state_dict()]) == before) != committed
+    owed = worker.state_dict()
+    assert owed["a[0:300]"][99] == 4 * 99
+    assert owed["b[0:50]"][49] == 4 * 349

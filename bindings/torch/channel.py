@@ -2,7 +2,9 @@
 
 import gc
 import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -109,6 +111,7 @@ class Channel:
         self._taken = 0
         self._sending: list[tuple[Any, int]] = []
         self._abandoned = False
+        self._writing = threading.Lock()
 
     @property
     def closed(self) -> bool:
@@ -253,8 +256,20 @@ class Channel:
         raise PeerError(f"{who} is gone or does not answer: {error}") from error
 
     def abandon(self) -> None:
-        """Let the collective under way fail before it ends, and all that come; the one call for other threads."""
-        self._abandoned = True
+        """Let the collective under way fail before it ends, and all that come; the one call for other threads.
+
+        What is the caller's is not written from then on.
+        """
+        with self._writing:
+            self._abandoned = True
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """While what is the caller's is written: :meth:`abandon` waits for the end, and after it this is an error."""
+        with self._writing:
+            if self._abandoned:
+                raise PeerError("the collective was given up: make a new group")
+            yield
 
     def close(self) -> None:
         """Give the connections up."""

@@ -15,7 +15,7 @@ from codec import PeerError, SpecError
 from codec.segmenting import Segments, pack
 from codec.specs import Lossless, Spec, Ternary
 from codec.torch import reduction, ternary
-from codec.torch.channel import Array, Channel
+from codec.torch.channel import Array, Channel, Incoming
 from codec.torch.choosing import Choice
 from codec.torch.reduction import Attempt, Reduction
 from codec.torch.worker import Pending, Worker
@@ -47,11 +47,28 @@ class Line:
     """A group's channel, with the thread that alone uses it."""
 
     def __init__(self, group: Any, timeout: float | None) -> None:
-        self.channel = Channel(group, timeout)
-        self.worker = Worker(f"codec, rank {self.channel.rank}")
-        self.choices: dict[int, Choice] = {}
+        self.worker = Worker(f"codec, rank {group.rank()}")
         weakref.finalize(self, self.worker.stop)
-        self.channel.check_same("version of codec", [_hash(codec.__version__)])
+        # a thread that waits for another one hears Ctrl-C, one that waits for peers does not
+        self.channel: Channel = self.worker.submit(lambda: Channel(group, timeout)).wait()
+        self.choices: dict[int, Choice] = {}
+        self.finish(lambda: self.channel.check_same("version of codec", [hashed(codec.__version__)]))
+
+    def finish(self, work: Callable[[], T]) -> T:
+        """Do this now. Where Ctrl-C ends the wait for it, it is given up: what it would write is the caller's again."""
+        pending = None
+        try:
+            pending = self.worker.submit(work)
+            return pending.wait()
+        except BaseException:
+            if pending is None or not pending.is_completed():
+                self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """What is under way fails and writes nothing, and so does all that comes; peers are told."""
+        self.channel.abandon()
+        self.worker.submit(self.channel.close)
 
 
 _lines: "weakref.WeakKeyDictionary[Any, Line]" = weakref.WeakKeyDictionary()
@@ -74,13 +91,12 @@ def hang_up(group: Any, *, now: bool) -> None:
     if line is None:
         return
     if now:
-        line.channel.abandon()
-    closed = line.worker.submit(line.channel.close)
-    if not now:
-        closed.wait()
+        line.give_up()
+    else:
+        line.worker.submit(line.channel.close).wait()
 
 
-def _hash(*what: Any) -> int:
+def hashed(*what: Any) -> int:
     """64 bits that tell arguments apart on different ranks."""
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little", signed=True)
 
@@ -159,12 +175,13 @@ def all_reduce(
     >>> codec.torch.all_reduce(gradient, codec.Float8(row=128))  # doctest: +SKIP
     """
     line = line_of(group, timeout)
-    pending = line.worker.submit(
-        lambda: _all_reduce(line, tensor, spec, op, algorithm, segments, metric, state, stream, out)
-    )
+
+    def work() -> torch.Tensor:
+        return _all_reduce(line, tensor, spec, op, algorithm, segments, metric, state, stream, out)
+
     if async_op:
-        return pending
-    pending.wait()
+        return line.worker.submit(work)
+    line.finish(work)
     return None
 
 
@@ -192,7 +209,8 @@ def _all_reduce(
     result, r = run(line, prepare, algorithm)
     if out is not None:
         return out
-    publish(result, r, tensor)
+    with line.channel.writing():
+        publish(result, r, tensor)
     return tensor
 
 
@@ -219,7 +237,7 @@ def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm
     def begin() -> tuple[list[Reduction], list[int]]:
         nonlocal choice
         reductions = prepare()
-        sign = _hash([signature(r, choose_algorithm(asked, r, channel.size)) for r in reductions])
+        sign = hashed([signature(r, choose_algorithm(asked, r, channel.size)) for r in reductions])
         choice = line.choices.setdefault(sign, choice)
         return reductions, [sign, *choice.report()]
 
@@ -276,7 +294,7 @@ def agree(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> tuple
 def signature(r: Reduction, algorithm: str) -> int:
     """What must be the same on all ranks."""
     book = r.codebook and r.codebook.id
-    return _hash(r.spec, r.dtype, r.x.size, r.op, algorithm, r.segments, r.metric is None, book)
+    return hashed(r.spec, r.dtype, r.x.size, r.op, algorithm, r.segments, r.metric is None, book)
 
 
 def choose_algorithm(asked: Algorithm, r: Reduction, size: int) -> str:
@@ -359,7 +377,7 @@ def exchange(frames: Sequence[Any], *, group: Any = None, timeout: float | None 
         As for :func:`all_reduce`.
     """
     line = line_of(group, timeout)
-    return line.worker.submit(lambda: _exchange(line.channel, frames)).wait()
+    return line.finish(lambda: _exchange(line.channel, frames))
 
 
 def _exchange(channel: Channel, frames: Sequence[Any]) -> list[bytes]:
@@ -378,11 +396,15 @@ def _exchange(channel: Channel, frames: Sequence[Any]) -> list[bytes]:
     for o in others:
         if arrays[o].nbytes:
             channel.send(attempt(reduction.copied, channel, arrays[o]), o)
-    received = {o: attempt(lambda o=o: incoming[o].frame().tobytes()) for o in incoming}
+    received = {o: attempt(_bytes_of, incoming[o]) for o in incoming}
     received[channel.rank] = arrays[channel.rank].tobytes()
     channel.finish()
     channel.conclude(attempt.error)
     return [received.get(rank, b"") for rank in range(channel.size)]
+
+
+def _bytes_of(incoming: Incoming) -> bytes:
+    return incoming.frame().tobytes()
 
 
 def reduce_scatter(
@@ -495,11 +517,11 @@ def _begin(
         r, _ = agree(channel, both)
         result, error = go_through(channel, algorithm, r)
         channel.conclude(error)
-        publish(result, r, output)
+        with channel.writing():
+            publish(result, r, output)
         return output
 
-    pending = line.worker.submit(work)
     if async_op:
-        return pending
-    pending.wait()
+        return line.worker.submit(work)
+    line.finish(work)
     return None

@@ -2,28 +2,32 @@
 
 # no `from __future__ import annotations`: torch looks at the hook's annotations
 
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 import codec
-from codec import CodecError, SpecError, Status, metrics
+from codec import PeerError, SpecError, Status, metrics
 from codec.segmenting import Segments
 from codec.specs import Lossless, Sign, Spec, Ternary, Truncate
 from codec.stateful import CodebookRefresher, ErrorFeedback
-from codec.torch import collectives, reduction, slices, ternary
-from codec.torch.channel import Array, Channel
+from codec.torch import collectives, slices, ternary
+from codec.torch.channel import Array
 from codec.torch.collectives import Algorithm, Line
 from codec.torch.reduction import Reduction
-from codec.torch.worker import Pending
+from codec.torch.refreshing import Refreshing
+from codec.torch.worker import Pending, let_go
 
 Policy = Callable[[str, torch.nn.Parameter], Spec | None]
 
 _SMALL = 4096  # values
+_changing = threading.Lock()  # what hooks remember
 
 
 def default_policy(name: str, parameter: torch.nn.Parameter) -> Spec | None:
@@ -53,6 +57,7 @@ class _Part:
     offsets: list[int]  # in the bucket
     whole: bool  # all of the bucket, in its order
     new: bool = True  # it was not reduced yet
+    out: torch.Tensor | None = None  # what comes out, if it is all of the bucket: the model takes it from there
 
     @property
     def layout(self) -> list[tuple[str, int]]:
@@ -65,6 +70,32 @@ class _Part:
     @property
     def n(self) -> int:
         return sum(p.numel() for p in self.parameters)
+
+
+@dataclass
+class _Step:
+    """A backward pass."""
+
+    error: BaseException | None = None  # of a bucket
+    moved: list[_Part] = field(default_factory=list[_Part])  # that were never reduced before
+
+
+class _End:
+    """Called when a backward pass ends; one that is not, because an exception ended the pass before, is given up.
+
+    Ctrl-C in the midst of it arrives when Python is called the next time: before the hook's first line.
+    """
+
+    def __init__(self, hook: "Hook", step: _Step) -> None:
+        self._hook, self._step, self._called = hook, step, False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._hook._raise()
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._hook._give_up(self._step)
 
 
 class Hook:
@@ -85,26 +116,24 @@ class Hook:
         self.spec, self.optimizer, self.policy = spec, optimizer, policy
         self._algorithm: Algorithm = algorithm
         self._scaler = grad_scaler
-        self._group, self._timeout = group, timeout
+        self._asked_group, self._group, self._timeout = group, group, timeout
         self._names: dict[torch.nn.Parameter, str] = {}
         self._parts: dict[tuple[str, ...], list[_Part]] = {}  # of a bucket, by the names of its parameters
-        self._error: BaseException | None = None  # of a bucket of this backward
+        self._step = _Step()
         self._stats = Stats()
         self.worker_feedback = ErrorFeedback(spec, role="worker") if feedback else None
         self.server_feedback = ErrorFeedback(spec, role="server") if feedback else None
         self.refresher = refresher
-        self._step = _latest(refresher)  # failed ones count, too
-        self._alike = False  # all ranks are known to have the same step and codebooks
-        self._refreshing: Pending | None = None
+        self._books = None if refresher is None else Refreshing(refresher)
 
     def register(self, model: torch.nn.parallel.DistributedDataParallel) -> "Hook":
         """Have a model's gradients go through this hook; itself."""
-        self._settle()
-        self._alike = False
+        if self._books is not None:
+            self._books.settle()
+            self._books.doubt()
         self._names = {p: name for name, p in model.module.named_parameters()}
         self._parts.clear()
-        if self._group is None:
-            self._group = model.process_group
+        self._group = self._asked_group or model.process_group  # a new one, perhaps, after a rank was lost
         model.register_comm_hook(None, self._hook)
         return self
 
@@ -114,7 +143,8 @@ class Hook:
 
     def state_dict(self) -> dict[str, Any]:
         """What must be saved with a checkpoint, by each rank its own: errors still to be sent, and agreed codebooks."""
-        self._settle()
+        if self._books is not None:
+            self._books.settle()
         return {name: part.state_dict() for name, part in self._stateful().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -129,8 +159,8 @@ class Hook:
             for name, part in parts.items():
                 part.load_state_dict(before[name])
             raise
-        self._step = _latest(self.refresher)
-        self._alike = False
+        if self._books is not None:
+            self._books.restart()
         self._parts.clear()
 
     def _stateful(self) -> dict[str, Any]:
@@ -139,41 +169,80 @@ class Hook:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the process group, which belongs to this process."""
-        return self.__dict__ | {"_group": None, "_names": {}, "_parts": {}, "_alike": False, "_refreshing": None}
+        return self.__dict__ | {"_asked_group": None, "_group": None, "_names": {}, "_parts": {}, "_step": _Step()}
 
     def _hook(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
         """What torch calls with each bucket, in the same order on all ranks."""
+        try:
+            pending = self._begin(bucket)
+            if bucket.is_last():
+                pending.wait()  # the model would wait, too, but would not hear Ctrl-C meanwhile
+            return pending.get_future()
+        except BaseException:
+            self._give_up(self._step)
+            raise
+
+    def _begin(self, bucket: Any) -> Pending:
+        """Reduce a bucket in the background."""
         buffer, first, last = bucket.buffer(), bucket.index() == 0, bucket.is_last()
         parts = self._parts_of(cast(list[torch.nn.Parameter], bucket.parameters()))
         if first:
-            self._error = None
-            _when_backward_ends(self._raise)
+            self._step = _Step()
+            _when_backward_ends(_End(self, self._step))
+        step = self._step
         line = collectives.line_of(self._group, self._timeout)
 
         def work() -> torch.Tensor:
             try:
                 if first:
-                    self._rollback()  # of a step that was never ended
-                    self._begin_step(line.channel)
-                self._reduce(line, buffer, parts)
-                if last and self._error is None:
-                    self._commit()
+                    with self._under_way(step):
+                        self._rollback()  # of a step that was never ended
+                    if self._books is not None:
+                        self._books.begin_step(line.channel)
+                reduced = self._reduce(line, buffer, parts, step)
+                if last and step.error is None:
+                    with self._under_way(step):
+                        self._commit(step)
+                return reduced
             except BaseException as e:
-                self._error = self._error or e
-                self._alike = False
-                self._rollback()
-                if self._is_overflow(e):
-                    buffer.fill_(torch.nan)  # on all ranks: their scalers skip the step
+                let_go(e)
+                step.error = step.error or e
+                if self._books is not None:
+                    self._books.doubt()
+                with suppress(PeerError), self._under_way(step):
+                    self._rollback()
+                    if self._is_overflow(e):
+                        buffer.fill_(torch.nan)  # on all ranks: their scalers skip the step
             return buffer
 
-        done = line.worker.submit(work).get_future()
-        if last and self.refresher is not None:
-            self._refreshing = line.worker.submit(lambda: self._refresh(line.channel))
-        return done
+        reduced = line.worker.submit(work)
+        if last and self._books is not None:
+            self._books.submit(line)
+        return reduced
+
+    @contextmanager
+    def _under_way(self, step: _Step) -> Iterator[None]:
+        """While what is remembered is changed: an error if another step has begun, or this one was given up."""
+        with _changing:
+            if step is not self._step:
+                raise PeerError("the step was given up")
+            yield
+
+    def _give_up(self, step: _Step) -> None:
+        """End a step in its midst: peers are told, and what goes on in the background changes nothing any more."""
+        if step is not self._step:
+            return
+        collectives.hang_up(self._group, now=True)
+        with _changing:
+            self._step = _Step()
+            self._rollback()
+            # what goes on may still write to buffers of the old ones
+            self.worker_feedback = _copied(self.worker_feedback)
+            self.server_feedback = _copied(self.server_feedback)
 
     def _raise(self) -> None:
         """What went wrong with a bucket. Not by its future: after that the model could not be used any more."""
-        error, self._error = self._error, None
+        error, self._step.error = self._step.error, None
         if error is not None:
             self._stats.refused += 1
             if not self._is_overflow(error):
@@ -205,26 +274,39 @@ class Hook:
         parts[0].whole = len(parts) == 1
         return parts
 
-    def _reduce(self, line: Line, buffer: torch.Tensor, parts: list[_Part]) -> None:
-        """In the worker's thread: the mean of a bucket over all ranks, into its buffer."""
+    def _reduce(self, line: Line, buffer: torch.Tensor, parts: list[_Part], step: _Step) -> torch.Tensor:
+        """In the worker's thread: the mean of a bucket over all ranks, in its buffer or beside it."""
         before = line.channel.sent_nbytes
-        results = collectives.run_all(line, lambda: [self._prepare(line, buffer, p) for p in parts], self._algorithm)
-        for part, (result, r) in zip(parts, results, strict=True):
-            _scatter(result, r, part, buffer)
+
+        def prepare() -> list[Reduction]:
+            with self._under_way(step):
+                return [self._prepare(line, buffer, p, step) for p in parts]
+
+        results = collectives.run_all(line, prepare, self._algorithm)
+        out = parts[0].out
+        if out is None:
+            with line.channel.writing():
+                for part, (result, r) in zip(parts, results, strict=True):
+                    _scatter(result, r, part, buffer)
         self._stats.buckets += 1
         self._stats.raw_nbytes += buffer.numel() * buffer.element_size()
         self._stats.sent_nbytes += line.channel.sent_nbytes - before
+        return buffer if out is None else out
 
-    def _prepare(self, line: Line, buffer: torch.Tensor, part: _Part) -> Reduction:
+    def _prepare(self, line: Line, buffer: torch.Tensor, part: _Part, step: _Step) -> Reduction:
         channel = line.channel
         x = buffer if part.whole else _gather(buffer, part)
         metric, state = self._metric(part)
         r = collectives.reduction_of(x, part.spec, "mean", part.segments, metric, state, channel.calls << 32)
-        self._feed(r, part, channel.rank, channel.size)
-        self._agree(r)
+        if part.whole and buffer.device.type == "cpu":
+            part.out = torch.empty_like(buffer) if part.out is None else part.out
+            r.out = collectives.as_array(part.out)
+        self._feed(r, part, channel.rank, channel.size, step)
+        if self._books is not None:
+            self._books.prepare(r)
         return r
 
-    def _feed(self, r: Reduction, part: _Part, rank: int, size: int) -> None:
+    def _feed(self, r: Reduction, part: _Part, rank: int, size: int, step: _Step) -> None:
         """Have lossy frames add what earlier ones have lost."""
         if self.worker_feedback is None or self.server_feedback is None or isinstance(part.spec, Lossless):
             return
@@ -233,7 +315,7 @@ class Hook:
             mine = slices.cut(r.x.size, size, r.x.itemsize, r.segments)[rank]
             begin, end = mine[0].begin, mine[-1].end
         if part.new:  # others own other ranges of its parameters' sums now
-            part.new = False
+            step.moved.append(part)
             elsewhere = _ranges(part, 0, begin) + _ranges(part, end, part.n)
             self.server_feedback.pass_on(elsewhere, self.worker_feedback, size)
         r.residual = self.worker_feedback.begin(part.layout)
@@ -241,59 +323,6 @@ class Hook:
             return
         sums = self.server_feedback.begin(_ranges(part, begin, end))
         r.sums_residual = lambda a, b: sums[a - begin : b - begin]
-
-    def _begin_step(self, channel: Channel) -> None:
-        """Count steps as all ranks do. Where they know other codebooks, as a rank that is new does, all begin anew."""
-        if self.refresher is None:
-            return
-        if not self._alike:
-            known = self._known(self.refresher)
-            everyones = [(step, books) for step, books, *_ in collectives.agree(channel, lambda: (None, known))[1]]
-            if len(set(everyones)) > 1:
-                _begin_anew(self.refresher)
-            self._step = max(step for step, _ in everyones)
-            self._alike = True
-        self._step += 1
-
-    def _known(self, refresher: CodebookRefresher) -> list[int]:
-        """What must be the same on all ranks, in a number; the step; the codebooks, in a number."""
-        how = refresher.spec, refresher.dtype, refresher.interval, refresher.delay
-        books = {name: bytes(book) for name, book in refresher.state_dict().items() if name.startswith("book")}
-        return [collectives._hash("codebooks", how), self._step, collectives._hash(books)]
-
-    def _agree(self, r: Reduction) -> None:
-        """Have it encode with the codebook that all ranks know, and be counted if that is to be refreshed."""
-        refresher = self.refresher
-        if refresher is None or r.spec != refresher.spec:
-            return
-        if isinstance(r.spec, Truncate) and r.dtype != refresher.dtype:
-            return  # other symbols
-        r.codebook, r.codebooks = refresher.current(self._step), refresher.books
-        if refresher.due(self._step):
-            r.count = refresher.count
-
-    def _refresh(self, channel: Channel) -> None:
-        """Behind a step's buckets: all ranks sum what was counted, and propose the same codebook for a later step."""
-        refresher = self.refresher
-        if refresher is None or not refresher.due(self._step):
-            return
-        r = Reduction(refresher.counts(), "int64", Lossless(), "sum", 0)
-        refresher.rollback(self._step)  # counts of a step that fails are forgotten
-        if not self._alike:
-            return
-        try:
-            collectives.agree(channel, lambda: (None, [collectives.signature(r, "refresh")]))
-            counts, error = collectives.go_through(channel, reduction.gather, r)
-            channel.conclude(error)
-            refresher.propose(self._step, counts.reshape(channel.size, -1).sum(0))
-        except CodecError:
-            pass  # on all ranks: the codebook that they have will do
-
-    def _settle(self) -> None:
-        """Wait until no codebook is being agreed on."""
-        refreshing, self._refreshing = self._refreshing, None
-        if refreshing is not None:
-            refreshing.wait()
 
     def _metric(self, part: _Part) -> tuple[Any, dict[str, torch.Tensor] | None]:
         """What Truncate goes by: the optimizer's metrics, by group, and its state, in the order of the part."""
@@ -318,8 +347,10 @@ class Hook:
         common = [name for name in ("theta", "m", "v") if all(name in s for s in states)]
         return groups, {name: torch.cat([s[name].detach().reshape(-1) for s in states]) for name in common}
 
-    def _commit(self) -> None:
+    def _commit(self, step: _Step) -> None:
         self._stats.steps += 1
+        for part in step.moved:
+            part.new = False
         for fb in (self.worker_feedback, self.server_feedback):
             if fb is not None:
                 fb.commit()
@@ -330,15 +361,13 @@ class Hook:
                 fb.rollback()
 
 
-def _latest(refresher: CodebookRefresher | None) -> int:
-    """The step that it was last used in."""
-    return -1 if refresher is None else refresher.state_dict()["latest"]
-
-
-def _begin_anew(refresher: CodebookRefresher) -> None:
-    """Forget codebooks, counts and steps."""
-    how = {"interval": refresher.interval, "delay": refresher.delay}
-    refresher.load_state_dict(CodebookRefresher(refresher.spec, refresher.dtype, **how).state_dict())
+def _copied(feedback: ErrorFeedback | None) -> ErrorFeedback | None:
+    """The same with memory of its own."""
+    if feedback is None:
+        return None
+    again = ErrorFeedback(feedback.spec, role=feedback.role)
+    again.load_state_dict(feedback.state_dict())
+    return again
 
 
 def _when_backward_ends(call: Callable[[], None]) -> None:
@@ -403,7 +432,8 @@ def ddp_hook(
         (:func:`codec.metrics.from_optimizer`).
     feedback : bool, optional
         Error feedback: what frames lose is added to the next step's gradients, on each rank and once more where sums
-        are encoded. Left out: for :class:`codec.Sign` and :class:`codec.Ternary`, which do not converge well without.
+        are encoded. Left out: for :class:`codec.Sign` and :class:`codec.Ternary`, which do not converge well without,
+        and :class:`codec.Truncate` with the guard that is meant for it.
     policy : callable
         policy(name, parameter) gives the spec of a parameter, None for `spec`. Left out: norms, biases and tensors of
         fewer than 4,096 values are sent lossless.
@@ -441,7 +471,7 @@ def ddp_hook(
     if isinstance(spec, Truncate) and spec.fixed_level is None and optimizer is None:
         raise SpecError(f"{spec} goes by the optimizer's step: pass optimizer=")
     if feedback is None:
-        feedback = isinstance(spec, Sign | Ternary)
+        feedback = isinstance(spec, Sign | Ternary) or (isinstance(spec, Truncate) and spec.guard == "feedback")
     if feedback and isinstance(spec, Lossless):
         raise SpecError("Lossless loses nothing that could be fed back")
     if algorithm == "shared_scale":

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -469,13 +470,8 @@ def raw(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     channel.begin(Channel.room_for([piece.n * r.x.itemsize for piece in slices[me] for _ in range(size)]))
 
     def receive(place: Array, source: int) -> Callable[[], Array]:
-        work = channel.post("recv", place.view(np.uint8), source)
-
-        def there() -> Array:
-            channel.wait(work, source)
-            return place
-
-        return there
+        # no closure: an error's frame would keep it, and with it the connection, whose other end waits
+        return partial(_there, channel, channel.post("recv", place.view(np.uint8), source), source, place)
 
     def room(n: int) -> Array:
         return channel.take(n * r.x.itemsize)[: n * r.x.itemsize].view(r.x.dtype)
@@ -501,6 +497,11 @@ def raw(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
         there()
     channel.finish()
     return result, error
+
+
+def _there(channel: Channel, work: Any, source: int, place: Array) -> Array:
+    channel.wait(work, source)
+    return place
 
 
 def _refused(r: Reduction) -> SpecError | None:

@@ -1,6 +1,8 @@
 """Collectives one after the other, in a thread of their own."""
 
 import threading
+import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -53,6 +55,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._clock = 0
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
@@ -65,17 +68,41 @@ class Worker:
     def stop(self) -> None:
         """End the thread, after what was submitted before.
 
-        Wait for that a little: a process that ends while one of its threads closes connections is aborted.
+        Wait for that while it computes: a process that ends while one of its threads is about to return from C++, or
+        closes connections, is aborted. Not while it waits for peers, who may not answer.
         """
         self._queue.put(None)
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is self._thread:
+            return
+        used = None
+        while self._thread.is_alive() and used != (now := self._seconds()):
+            used = now
             self._thread.join(_PATIENCE)
 
+    def _seconds(self) -> float:
+        """What the thread has computed so far; 0 before and after."""
+        try:
+            return time.clock_gettime(self._clock) if self._clock else 0.0
+        except OSError:
+            return 0.0
+
     def _serve(self) -> None:
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
         while (item := self._queue.get()) is not None:
             done, work = item
             try:
                 done.set_result(work())
             except BaseException as e:
+                let_go(e)
                 done.set_exception(e)
             del item, done, work
+
+
+def let_go(error: BaseException | None) -> None:
+    """Forget what an error's frames hold: messages under way keep connections open, whose other ends wait for them.
+
+    Frames keep their functions, so no closure may hold a message.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

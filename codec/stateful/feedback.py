@@ -23,6 +23,11 @@ class _Now(NamedTuple):
     kept: Store  # what is owed
     pending: Store  # what will be, once it is committed
     spare: Store  # memory for the next pending ones
+    before: Store | None = None  # what was owed before some of it was passed on, until something is committed
+
+    def passed(self, kept: Store) -> "_Now":
+        """The same after something was passed on."""
+        return _Now(kept, self.pending, {}, self.kept if self.before is None else self.before)
 
 
 class ErrorFeedback:
@@ -85,7 +90,7 @@ class ErrorFeedback:
         if role not in ROLES:
             raise SpecError(f"role must be one of {ROLES}, got {role!r}")
         self.spec = spec
-        self.role = role
+        self.role: Role = role
         self._now = _Now({}, {}, {})
 
     def begin(self, layout: Any) -> Array:
@@ -131,14 +136,16 @@ class ErrorFeedback:
     def rollback(self) -> None:
         """Forget all that was begun: what is owed is, to the bit, what it was before."""
         now = self._now
-        again = {at: buffer for at, buffer in now.pending.items() if at in now.kept}
-        self._now = _Now(now.kept, {}, {**now.spare, **again})
+        kept = now.kept if now.before is None else now.before
+        again = {at: buffer for at, buffer in {**now.spare, **now.pending}.items() if at in kept}
+        self._now = _Now(kept, {}, again)
 
     def pass_on(self, layout: Any, to: "ErrorFeedback", scale: float) -> None:
         """Have another one owe what is owed to some ranges here, times `scale`, from now on.
 
         For a server whose ranges go to another rank: a residual of a mean is owed as well by a worker of this rank, as
-        many times as there are ranks. Nothing is lost, so that this needs no commit, and cannot be rolled back.
+        many times as there are ranks. Nothing is lost, so that this needs no commit; but a :meth:`rollback` of both
+        takes it back, unless something was committed meanwhile.
 
         Parameters
         ----------
@@ -162,8 +169,8 @@ class ErrorFeedback:
         if not values.any():
             return
         values += gather(to._now.kept, at)
-        to._now = _Now({**without(to._now.kept, [at]), at: values}, to._now.pending, {})
-        self._now = _Now(without(self._now.kept, [at]), self._now.pending, {})
+        to._now = to._now.passed({**without(to._now.kept, [at]), at: values})
+        self._now = self._now.passed(without(self._now.kept, [at]))
 
     def encode(self, key: str, x: Any, **keywords: Any) -> bytes | memoryview:
         """Encode a tensor that is a parameter's gradient, with what is owed to it.

@@ -1,0 +1,98 @@
+"""Codebooks of what all ranks send, agreed on behind a step's buckets."""
+
+from typing import Any
+
+from codec import CodecError
+from codec.specs import Lossless, Truncate
+from codec.stateful import CodebookRefresher
+from codec.torch import collectives, reduction
+from codec.torch.channel import Channel
+from codec.torch.collectives import Line
+from codec.torch.reduction import Reduction
+from codec.torch.worker import Pending
+
+
+class Refreshing:
+    """A refresher whose steps are counted alike on all ranks, and whose codebooks all of them know.
+
+    Counts are gathered by the thread and over the connections of the gradients, after a step's last bucket.
+    """
+
+    def __init__(self, refresher: CodebookRefresher) -> None:
+        self.refresher = refresher
+        self._alike = False  # all ranks are known to have the same step and codebooks
+        self._refreshing: Pending | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Go on from the refresher's state."""
+        self._step: int = self.refresher.state_dict()["latest"]  # failed ones count, too
+        self._alike = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is under way."""
+        return self.__dict__ | {"_alike": False, "_refreshing": None}
+
+    def doubt(self) -> None:
+        """Ranks may know other codebooks now: others have come, or a step has failed."""
+        self._alike = False
+
+    def begin_step(self, channel: Channel) -> None:
+        """Count steps as all ranks do. Where they know other codebooks, as a rank that is new does, all begin anew."""
+        if not self._alike:
+            known = self._known()
+            everyones = [(step, books) for step, books, *_ in collectives.agree(channel, lambda: (None, known))[1]]
+            if len(set(everyones)) > 1:
+                self._begin_anew()
+            self._step = max(step for step, _ in everyones)
+            self._alike = True
+        self._step += 1
+
+    def _known(self) -> list[int]:
+        """What must be the same on all ranks, in a number; the step; the codebooks, in a number."""
+        refresher = self.refresher
+        how = refresher.spec, refresher.dtype, refresher.interval, refresher.delay
+        books = {name: bytes(book) for name, book in refresher.state_dict().items() if name.startswith("book")}
+        return [collectives.hashed("codebooks", how), self._step, collectives.hashed(books)]
+
+    def _begin_anew(self) -> None:
+        """Forget codebooks, counts and steps."""
+        refresher = self.refresher
+        how = {"interval": refresher.interval, "delay": refresher.delay}
+        refresher.load_state_dict(CodebookRefresher(refresher.spec, refresher.dtype, **how).state_dict())
+
+    def prepare(self, r: Reduction) -> None:
+        """Have it encode with the codebook that all ranks know, and be counted if that is to be refreshed."""
+        refresher = self.refresher
+        if r.spec != refresher.spec or (isinstance(r.spec, Truncate) and r.dtype != refresher.dtype):
+            return  # other symbols
+        r.codebook, r.codebooks = refresher.current(self._step), refresher.books
+        if refresher.due(self._step):
+            r.count = refresher.count
+
+    def submit(self, line: Line) -> None:
+        """Refresh behind all that was submitted."""
+        self._refreshing = line.worker.submit(lambda: self._refresh(line.channel))
+
+    def _refresh(self, channel: Channel) -> None:
+        """All ranks sum what was counted, and propose the same codebook for a later step."""
+        refresher = self.refresher
+        if not refresher.due(self._step):
+            return
+        r = Reduction(refresher.counts(), "int64", Lossless(), "sum", 0)
+        refresher.rollback(self._step)  # counts of a step that fails are forgotten
+        if not self._alike:
+            return
+        try:
+            collectives.agree(channel, lambda: (None, [collectives.signature(r, "refresh")]))
+            counts, error = collectives.go_through(channel, reduction.gather, r)
+            channel.conclude(error)
+            refresher.propose(self._step, counts.reshape(channel.size, -1).sum(0))
+        except CodecError:
+            pass  # on all ranks: the codebook that they have will do
+
+    def settle(self) -> None:
+        """Wait until no codebook is being agreed on."""
+        refreshing, self._refreshing = self._refreshing, None
+        if refreshing is not None:
+            refreshing.wait()

@@ -1,0 +1,98 @@
+"""Links that fail between ranks in network namespaces: all raise in time, and once it is up again all is as it was."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import test_peer_failures as training
+from ranks import Team
+from test_peer_failures import ALGORITHMS, MOMENTS, PROMISED, SLACK, VICTIM, spread
+
+import codec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+import netns
+
+# everything that the rank sends is dropped, while it still receives; both ways, and its link is down; the same at the
+# other end, of which the rank sees nothing; a switch that forwards nothing any more
+FAULTS = {
+    "drop": ("tc", "qdisc", "replace", "dev", "eth0", "root", "blackhole"),
+    "down": ("ip", "link", "set", "eth0", "down"),
+    "far": ("ip", "link", "set", f"port{VICTIM}", "down"),
+    "switch": ("ip", "link", "set", f"port{VICTIM}", "nomaster"),
+}
+REPAIRS = {
+    "drop": ("tc", "qdisc", "del", "dev", "eth0", "root"),
+    "down": ("ip", "link", "set", "eth0", "up"),
+    "far": ("ip", "link", "set", f"port{VICTIM}", "up"),
+    "switch": ("ip", "link", "set", f"port{VICTIM}", "master", "bridge"),
+}
+
+
+class Break:
+    """What befalls a link, done by the rank behind it in the midst of a collective."""
+
+    def __init__(self, name, fault):
+        self.name, self.fault = name, fault
+
+    def __call__(self):
+        self.run(FAULTS)
+
+    def run(self, commands):
+        tool, *rest = commands[self.fault]
+        netns.tool(tool, "-n", self.name, *rest)
+
+
+@pytest.fixture
+def network():
+    if os.geteuid():
+        pytest.skip("network namespaces need root")
+    try:
+        made = netns.Network(3).__enter__()
+    except netns.NetworkError as e:
+        if "not permitted" in str(e):  # root without its privileges, as in a container
+            pytest.skip(f"network namespaces need root's privileges: {e}")
+        raise
+    with contextlib.closing(made):
+        yield made
+
+
+def _rounds(network, team, faults, undisturbed, disturbed):
+    """For each fault, at another moment: an error on all in time, then the undisturbed result."""
+    for i, fault in enumerate(faults):
+        want = undisturbed(i)
+        moment = spread(want[VICTIM][1], len(faults))[i]
+        act = Break(network.names[VICTIM] if fault in ("drop", "down") else network.hub, fault)
+        found = team.all(*disturbed(i), moment, act)
+        act.run(REPAIRS)
+        assert all(error == "PeerError" and took < PROMISED + SLACK for error, took in found), (fault, moment, found)
+        print(fault, moment, max(took for _, took in found))
+        assert undisturbed(i) == want, (fault, moment)
+
+
+def test_a_link_fails_in_an_all_reduce(network):
+    faults = list(FAULTS) * (MOMENTS or 1)
+    names = [ALGORITHMS[(i + i // 4) % 4] for i in range(len(faults))]
+    how = [(name, codec.Lossless() if name == "raw" else codec.Quantize(4)) for name in names]
+    with Team(3, namespaces=network.names) as team:
+
+        def undisturbed(i):
+            team.regroup()
+            return team.all(training._reduce, *how[i])
+
+        _rounds(network, team, faults, undisturbed, lambda i: (training._disturbed, *how[i]))
+
+
+def test_a_link_fails_in_a_training_step(network):
+    faults = ["drop", "down"] * (MOMENTS or 1)
+    with Team(3, namespaces=network.names) as team:
+        team.regroup()
+        saved = [s for _, _, s in team.all(training._train, None, 2)]
+
+        def undisturbed(i):
+            team.regroup()
+            return [result[:2] for result in team.all(training._train, saved, 1 + i % 2)]
+
+        _rounds(network, team, faults, undisturbed, lambda i: (training._train_disturbed,))
