@@ -240,12 +240,16 @@ def view(x: Any, dtype: str | None = None) -> TensorView:
 
 def view_bytes(frame: Any) -> TensorView:
     """See a frame as bytes."""
-    if type(frame) is bytes or (type(frame) is memoryview and frame.format == "B" and frame.c_contiguous):
-        data = ffi.from_buffer(frame)
-        n = len(data)
-        return new(TensorView, ("uint8", (n,), data, n, frame, "cpu", None))
-    v = view(frame)
-    return v._replace(dtype="uint8", shape=(v.nbytes,))
+    if type(frame) is memoryview and frame.nbytes and frame.c_contiguous:
+        # not by itself: CPython crashes if it collects a memoryview whose buffer is in use, as after an error whose
+        # traceback refers to itself; an array does not use it
+        frame = np.frombuffer(frame, np.uint8)
+    elif type(frame) is not bytes:
+        v = view(frame)
+        return v._replace(dtype="uint8", shape=(v.nbytes,))
+    data = ffi.from_buffer(frame)
+    n = len(data)
+    return new(TensorView, ("uint8", (n,), data, n, frame, "cpu", None))
 
 
 def view_output(out: Any, dtype: str | None = None) -> TensorView:

@@ -128,6 +128,45 @@ print("the end")
     )
 
 
+def test_errors_that_hold_what_was_given():
+    """CPython crashes when it collects a memoryview whose buffer another object uses: no traceback may hold one."""
+    run(
+        """
+import gc
+frame = codec.encode(small)
+
+def fail():
+    given = memoryview(bytearray(frame[:-1]))
+    rest = memoryview(np.frombuffer(bytearray(small.tobytes()), np.float32))
+    caught = []
+    many = lambda x: codec.decode_many([x])
+    for call in (codec.decode, codec.inspect, codec.verify, lambda x: codec.reduce([x, x]), many):
+        try:
+            call(given)
+        except codec.FrameError as e:
+            caught.append(e)
+    for call in (
+        lambda: codec.encode(rest, out=given[:3]),
+        lambda: codec.encode(rest, codec.Sign(), residual=rest[1:]),
+        lambda: codec.decode(given, out=rest),
+        lambda: codec.accumulate(given, rest),
+    ):
+        try:
+            call()
+        except codec.CodecError as e:
+            caught.append(e)
+    caught.append(caught)
+    return len(caught)
+
+for _ in range(300):
+    n = fail()
+    assert n == 9, n
+gc.collect()
+print("the end")
+"""
+    )
+
+
 def test_interrupts_are_prompt():
     """What was not begun when a signal came is left, by this thread and by the others."""
     run(
