@@ -108,7 +108,7 @@ class Channel:
         self._arena = np.empty(0, np.uint8)
         self._result = np.empty(0, np.uint8)
         self._total = np.empty(0, np.float32)
-        self._taken = 0
+        self._taken = self._last = 0  # of the arena, and where what was taken last begins
         self._sending: list[tuple[Any, int]] = []
         self._abandoned = False
         self._writing = threading.Lock()
@@ -127,7 +127,7 @@ class Channel:
 
     def take(self, nbytes: int) -> Array:
         """Room for a message whose frame has so many bytes at most."""
-        begin = self._taken
+        begin = self._last = self._taken
         end = begin + _LENGTH.size + nbytes
         if end > self._arena.nbytes:
             raise AssertionError("a collective takes more room than it has asked for")
@@ -159,11 +159,8 @@ class Channel:
         """
         _LENGTH.pack_into(message.data, 0, nbytes)
         message = message[: _LENGTH.size + nbytes]
-        self._taken = -(-(self._offset(message) + message.nbytes) // _ALIGN) * _ALIGN
+        self._taken = -(-(self._last + message.nbytes) // _ALIGN) * _ALIGN
         return message
-
-    def _offset(self, message: Array) -> int:
-        return message.ctypes.data - self._arena.ctypes.data
 
     @staticmethod
     def frame_room(message: Array) -> Array:

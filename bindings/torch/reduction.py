@@ -1,5 +1,6 @@
 """All-reduces of frames: two-shot, all-gather, ring. Nothing of the caller's is written."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +11,15 @@ import torch
 
 import codec
 from codec import Codebook, CodecError, SpecError, Status
+from codec.core import DTYPES
+from codec.frame import read_header
 from codec.segmenting import Segments
 from codec.specs import Lossless, Spec, Truncate
 from codec.torch.channel import Array, Channel, Incoming
 from codec.torch.slices import Piece, cut, cut_evenly
+from codec.view import view_bytes
 
+bound = functools.lru_cache(1024)(codec.bound)  # of few sizes, again and again
 _LARGE = 1 << 21  # values
 _APART = 0x9E3779B97F4A7C15  # odd: so far do streams lie apart that numbers of pieces do not meet the next one's
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -41,7 +46,7 @@ class Reduction:
 
     def bound(self, n: int) -> int:
         """Bytes of the largest frame of n values."""
-        return codec.bound(n, self.dtype, self.spec)
+        return bound(n, self.dtype, self.spec)
 
     def encode(self, piece: Piece, out: Array, number: int) -> int:
         """Put the frame of a piece into `out`; its size in bytes."""
@@ -112,9 +117,10 @@ class Reduction:
 
     def check(self, frame: Array, piece: Piece) -> None:
         """Raise FrameError unless it is a frame of such a piece."""
-        info = codec.inspect(frame)
-        if info.dtype != self.dtype or info.shape != (piece.n,):
-            raise codec.FrameError(f"a frame of {info.dtype} {info.shape} came for {self.dtype} ({piece.n},)")
+        info = read_header(view_bytes(frame))
+        if info.dtype != DTYPES[self.dtype] or info.rank != 1 or info.n != piece.n:
+            found = codec.inspect(frame)
+            raise codec.FrameError(f"a frame of {found.dtype} {found.shape} came for {self.dtype} ({piece.n},)")
 
     def _state(self, piece: Piece) -> dict[str, Any]:
         if self.metric is None:

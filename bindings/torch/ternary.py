@@ -7,12 +7,11 @@ from math import prod
 import numpy as np
 import torch
 
-import codec
 from codec import FrameError, SpecError, Status
 from codec.segmenting import Segments
 from codec.specs import Lossless, Spec, Ternary, float32
 from codec.torch.channel import Array, Channel
-from codec.torch.reduction import Reduction, all_gather, two_shot
+from codec.torch.reduction import Reduction, all_gather, bound, two_shot
 from codec.torch.slices import Piece
 
 _Part = tuple[int, int, int]  # begin, end, number of the scale
@@ -101,7 +100,7 @@ class _Shared(Reduction):
 
     def bound(self, n: int) -> int:
         """Bytes of the largest frame of n values, whichever way it goes."""
-        return max(self._signs.bound(n), codec.bound(*self._room(n), Lossless()))
+        return max(self._signs.bound(n), bound(*self._room(n), Lossless()))
 
     def _room(self, n: int) -> tuple[int, str]:
         """How many integers hold n sums, and of which dtype."""
