@@ -207,6 +207,7 @@ def test_a_damaged_frame_is_an_error_on_all():
 
 
 def _lost(rank, size, how, moment):
+    codec.torch.slices.CHUNK_NBYTES = 1 << 20  # several chunks a slice
     x = values(rank, (2_000_000,))
     codec.torch.all_reduce(x.clone())  # all are there
     channel = collectives.line_of(None).channel

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from codec.segmenting import Segments
 
-CHUNK_NBYTES = 1 << 20  # of a tensor: while one is on the wire, others are encoded and decoded
+CHUNK_NBYTES = 1 << 22  # of a tensor: while one is on the wire, others are encoded and decoded; each costs messages
 _MOST = 16  # chunks of a slice: each costs messages
 _LONG = 1 << 16  # values of a row that is cut like any others
 _ALIGN = 1024  # values: no block or group of a codec of rows is cut, as long as it divides this
