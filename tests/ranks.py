@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import importlib
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -168,6 +169,7 @@ def _join(rank, size, path, timeout, backend):
     if dist.is_initialized():
         dist.destroy_process_group()
     timeout = timedelta(seconds=timeout)
+    importlib.import_module("codec.torch")  # a backend's name is known from then on
     dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=size, timeout=timeout)
 
 
