@@ -14,8 +14,16 @@ SOURCES := $(shell find native bindings codec -name '*.[ch]' -o -name '*.py' -o 
 demo: $(VENV)/demo
 	$(PY) bench/demo.py
 
+# Ranks wait for each other most of the time, so the other tests run beside them. In the background: there a shell has
+# its children ignore SIGINT, which some of the tests send.
+FOREGROUND := $(foreach t,all_reduce backend ddp fsdp hook_state interrupts links peer_failures shared_scale sound,tests/test_$(t).py)
+
 test: lint ctest sanitize emulated foreign $(VENV)/test
-	$(VENV)/bin/pytest
+	@mkdir -p build
+	$(VENV)/bin/pytest $(FOREGROUND:%=--ignore=%) >build/tests.log 2>&1 & others=$$!; \
+	trap "kill $$others" INT TERM; \
+	$(VENV)/bin/pytest $(FOREGROUND); ranks=$$?; wait $$others; others=$$?; cat build/tests.log; \
+	[ $$ranks = 0 ] && [ $$others = 0 ]
 
 # the package is built and installed for the tests; `pip install -e .` does for work on the Python files
 $(VENV)/bin/pip:
