@@ -54,8 +54,8 @@ def train(model, optimizer, rank, steps, first=0):
     return losses
 
 
-def _lossless(rank, size):
-    model, plain = wrapped(), net()
+def _lossless(rank, size, views):
+    model, plain = wrapped(gradient_as_bucket_view=views), net()
     hook = codec.torch.ddp_hook().register(model)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, plain)]
     for step in range(6):
@@ -79,9 +79,9 @@ def _lossless(rank, size):
     assert 0 < stats.sent_nbytes < stats.raw_nbytes * 2 * (size - 1)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_lossless_is_training_with_sums_in_the_order_of_ranks(size):
-    ranks(size, _lossless)
+@pytest.mark.parametrize(("size", "views"), [(2, False), (3, False), (3, True)])
+def test_lossless_is_training_with_sums_in_the_order_of_ranks(size, views):
+    ranks(size, _lossless, views)
 
 
 CASES = [

@@ -230,15 +230,15 @@ BITS_LARGE_FN void book_to_lookup(const codebook *b, book_lookup *t)
 /* Bits that `counts` cost under this book, escapes with literals of `literal` bits. */
 BITS_LARGE_FN uint64_t book_cost(const codebook *b, const uint32_t counts[256], int literal)
 {
-	uint64_t bits = 0;
-
 	uint32_t escape = (uint32_t)(b->length[WIRE_ESCAPE] + literal);
+	uint64_t bits = 0;
 
 	for (int i = 0; i < 256; i++) /* without a branch, many at once */
 		bits += (uint64_t)counts[i] * (b->length[i] + (escape & (0u - !b->length[i])));
 	return bits;
 }
 
+/* Has any of eight values a code? */
 BITS_FN int book_any(const uint8_t length[8])
 {
 	int any = 0;

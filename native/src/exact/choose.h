@@ -332,7 +332,7 @@ struct choose_sample {
 	int by_block; /* it has runs of zeros, or may lose zeros */
 };
 
-/* The share in a book's own bits of a sample: so many of n values. */
+/* A book's own bits, shared among n values: what `sample` of them pay. */
 BITS_LARGE_FN uint64_t choose_price(const codebook *b, uint64_t sample, uint64_t n)
 {
 	return 8 * (uint64_t)book_nbytes(b) * sample / n;
@@ -374,6 +374,7 @@ BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample 
 		excess = choose_excess(counts, 256, total);
 		uneven = !choose_near_uniform(excess, total);
 	}
+	/* a book is not even made where it would save less than its bytes: 8 ln 2 of the excess each, rounded down */
 	if (uneven && excess > total * total / 7 + 5 * BOOK_MAX_NBYTES * total * total / n) {
 		book_from_counts(b, counts, cap);
 		cost = book_cost(b, counts, 8) + choose_price(b, total, n);
