@@ -226,29 +226,40 @@ def test_nan_on_one_rank_refuses_the_step_on_all():
 
 
 def _scaled(rank, size):
-    model = wrapped()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024)
-    hook = codec.torch.ddp_hook(codec.Quantize(4), feedback=True, grad_scaler=scaler).register(model)
-    for step in range(6):
+    """Steps of a scaled loss, whose scale grows and falls, are those of the loss itself."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=2)
+    models = [wrapped() for _ in range(2)]
+    optimizers = [torch.optim.SGD(m.parameters(), 0.05) for m in models]
+    sign = codec.Sign(block=64)
+    hooks = [codec.torch.ddp_hook(sign, grad_scaler=s).register(m) for s, m in zip((scaler, None), models, strict=True)]
+    scales = []
+    for step in range(9):
         x, y = data(rank, step)
-        if step == 3 and rank == 1:
+        before, state = bits(models[0]), pickle.dumps(hooks[0].state_dict())
+        scales.append(scaler.get_scale() / 1024)
+        if step != 3:
+            optimizers[1].zero_grad()
+            torch.nn.functional.cross_entropy(models[1](x), y).backward()
+            optimizers[1].step()
+        elif rank == 1:
             x[3, 4] = float("inf")
-        before, state, scale = bits(model), pickle.dumps(hook.state_dict()), scaler.get_scale()
-        optimizer.zero_grad()
-        scaler.scale(torch.nn.functional.cross_entropy(model(x), y)).backward()
-        scaler.step(optimizer)
+        optimizers[0].zero_grad()
+        scaler.scale(torch.nn.functional.cross_entropy(models[0](x), y)).backward()
+        scaler.step(optimizers[0])
         scaler.update()
-        assert (bits(model) == before) == (step == 3)
-        assert (pickle.dumps(hook.state_dict()) == state) == (step == 3)
-        assert scaler.get_scale() == scale / (2 if step == 3 else 1)
-    return bits(model), hook.stats().steps, hook.stats().refused
+        assert (bits(models[0]) == before) == (step == 3)
+        assert (pickle.dumps(hooks[0].state_dict()) == state) == (step == 3)
+        assert bits(models[0]) == bits(models[1])
+        assert pickle.dumps(hooks[0].state_dict()) == pickle.dumps(hooks[1].state_dict())
+        if step == 6:
+            hooks[0].load_state_dict(pickle.loads(pickle.dumps(hooks[1].state_dict())))
+    return bits(models[0]), hooks[0].stats().steps, hooks[0].stats().refused, scales
 
 
 def test_scaled_gradients_that_overflow_are_skipped_on_all():
     results = ranks(2, _scaled)
     assert results[0] == results[1]
-    assert results[0][1:] == (5, 1)
+    assert results[0][1:] == (8, 1, [1, 1, 2, 2, 1, 1, 2, 2, 4])
 
 
 def _continued(rank, size):

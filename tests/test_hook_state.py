@@ -220,8 +220,10 @@ def followed(model, rank, steps):
 
 
 def owing(spec, algorithm):
-    model = wrapped()
-    return model, codec.torch.ddp_hook(spec, feedback=True, algorithm=algorithm, **EVERYTHING).register(model)
+    model, how = wrapped(), {"algorithm": algorithm, **EVERYTHING}
+    if algorithm == "lossless":
+        how = {"policy": lambda name, p: codec.Lossless()}
+    return model, codec.torch.ddp_hook(spec, feedback=True, **how).register(model)
 
 
 CHANGES = [
@@ -231,6 +233,7 @@ CHANGES = [
     (codec.Quantize(2), "two_shot", "auto"),  # frames at first, then values
     (codec.Ternary(clip=2.5), "two_shot", "shared_scale"),
     (codec.Ternary(clip=2.5), "shared_scale", "two_shot"),
+    (codec.Quantize(2), "two_shot", "lossless"),  # by the policy
 ]
 
 
@@ -262,7 +265,7 @@ def test_another_algorithm_owes_as_much():
     """What workers and owners of sums have not sent yet is sent, whoever owes it, also where values go as they are."""
     results = ranks(3, _changed)
     owing_still = [now for now, _ in results[0]]
-    assert owing_still == [True, True, False, False, True, True]
+    assert owing_still == [True, True, False, False, True, True, False]
     for i, (_, _, after) in enumerate(CHANGES):
         servers = sum(r[i][1] for r in results)
         assert bool(servers) == (after in ("two_shot", "raw", "auto")), after

@@ -660,6 +660,40 @@ def test_other_states_of_a_refresher():
         codec.CodebookRefresher(codec.Truncate()).load_state_dict(good)
 
 
+def test_scaled_gradients_are_owed_scaled_residuals():
+    feedback = codec.ErrorFeedback(codec.Sign())
+    feedback.begin([("a", 10)])[:] = np.arange(10, dtype=np.float32)
+    feedback.commit()
+    state = pickle.dumps(feedback.state_dict())
+    feedback.rescale(1024)
+    assert feedback.begin([("a", 2, 5)]).tolist() == [2048, 3072, 4096]
+    assert pickle.dumps(feedback.state_dict()) == state
+    with pytest.raises(codec.StateError):
+        feedback.rescale(2)
+    feedback.rollback()  # of the scale, too
+    assert feedback.begin([("a", 2, 5)]).tolist() == [2, 3, 4]
+    feedback.rollback()
+    feedback.rescale(0.5)
+    feedback.begin([("b", 1)])[:] = 1
+    feedback.commit()
+    feedback.rollback()
+    assert feedback.begin([("a", 8, 10)]).tolist() == [4, 4.5]
+    assert feedback.state_dict()["b[0:1]"] == [2]
+    feedback.rollback()
+    server = codec.ErrorFeedback(codec.Sign(), role="server")
+    feedback.pass_on([("a", 8, 10)], server, 3)
+    assert server.state_dict()["a[8:10]"].tolist() == [24, 27]
+    assert server.settle([("a", 9, 12)]).tolist() == [27, 0, 0]
+    assert list(server.state_dict())[2:] == ["a[8:9]"]
+    server.rollback()
+    assert list(server.state_dict())[2:] == []
+    feedback.load_state_dict(pickle.loads(state))
+    assert pickle.dumps(feedback.state_dict()) == state
+    for scale in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(codec.SpecError):
+            feedback.rescale(scale)
+
+
 def test_what_was_passed_on_is_taken_back():
     """By a rollback of both, whatever was begun meanwhile; not after a commit."""
     worker, server = (codec.ErrorFeedback(codec.Sign(), role=role) for role in ("worker", "server"))

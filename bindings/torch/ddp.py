@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -189,7 +190,7 @@ class Hook:
         if first:
             self._step = _Step()
             _when_backward_ends(_End(self, self._step))
-        step = self._step
+        step, scale = self._step, self._scale()
         line = collectives.line_of(self._group, self._timeout)
 
         def work() -> torch.Tensor:
@@ -197,6 +198,7 @@ class Hook:
                 if first:
                     with self._under_way(step):
                         self._rollback()  # of a step that was never ended
+                        self._rescale(scale)
                     if self._books is not None:
                         self._books.begin_step(line.channel)
                 reduced = self._reduce(line, buffer, parts, step)
@@ -251,6 +253,10 @@ class Hook:
     def _is_overflow(self, error: BaseException) -> bool:
         """Whether a gradient was scaled too much, which is for the scaler to notice."""
         return self._scaler is not None and getattr(error, "code", None) == Status.NONFINITE
+
+    def _scale(self) -> float:
+        """What gradients are multiplied by."""
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def _parts_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[_Part]:
         names = [self._names[p] for p in parameters]
@@ -307,8 +313,15 @@ class Hook:
         return r
 
     def _feed(self, r: Reduction, part: _Part, rank: int, size: int, step: _Step) -> None:
-        """Have lossy frames add what earlier ones have lost."""
-        if self.worker_feedback is None or self.server_feedback is None or isinstance(part.spec, Lossless):
+        """Have frames add what earlier ones have lost: lossy ones always, lossless ones once."""
+        if self.worker_feedback is None or self.server_feedback is None:
+            return
+        if isinstance(part.spec, Lossless):
+            if part.new:  # it was not lossless before, perhaps
+                step.moved.append(part)
+                owed = self.server_feedback.settle(part.layout) * np.float32(size)
+                owed += self.worker_feedback.settle(part.layout)
+                r.add(owed)
             return
         begin = end = 0
         if collectives.choose_algorithm(self._algorithm, r, size) in ("two_shot", "raw"):
@@ -331,9 +344,8 @@ class Hook:
         if self.optimizer is None:
             raise SpecError(f"{part.spec} needs ddp_hook(optimizer=)")
         group_of = {p: i for i, g in enumerate(self.optimizer.param_groups) for p in g["params"]}
-        scale = self._scaler.get_scale() if self._scaler is not None else 1
         of_group = {
-            i: replace(metrics.from_optimizer(self.optimizer, i), grad_scale=scale)
+            i: replace(metrics.from_optimizer(self.optimizer, i), grad_scale=self._scale())
             for i in {group_of[p] for p in part.parameters}
         }
         groups: list[tuple[int, Any]] = []
@@ -359,6 +371,11 @@ class Hook:
         for fb in (self.worker_feedback, self.server_feedback):
             if fb is not None:
                 fb.rollback()
+
+    def _rescale(self, scale: float) -> None:
+        for fb in (self.worker_feedback, self.server_feedback):
+            if fb is not None:
+                fb.rescale(scale)
 
 
 def _copied(feedback: ErrorFeedback | None) -> ErrorFeedback | None:

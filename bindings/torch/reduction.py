@@ -85,6 +85,11 @@ class Reduction:
         """Where n values go that come out."""
         return channel.result(n, self.x.dtype) if self.out is None else self.out
 
+    def add(self, owed: Array) -> None:
+        """Reduce x and these values, float32, instead of x."""
+        if owed.any():
+            self.x = self.rounded(_floats(self.x, self) + owed)
+
     def own(self, piece: Piece) -> Array:
         """What there is on this rank."""
         return self.x[piece.begin : piece.end]

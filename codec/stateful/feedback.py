@@ -1,5 +1,6 @@
 """Error feedback: what a lossy frame loses is sent with the next one."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -9,7 +10,7 @@ from codec.core import ITEMSIZE
 from codec.encoding import encode
 from codec.errors import SpecError, StateError
 from codec.specs import Lossless, Spec
-from codec.stateful.ranges import Array, Store, gather, layout_of, numel, shared, shown, union, without
+from codec.stateful.ranges import Array, Layout, Store, gather, layout_of, numel, scaled, shared, shown, union, without
 from codec.stateful.resharding import reshard
 from codec.stateful.saved import ROLES, load, save
 from codec.view import view
@@ -23,11 +24,12 @@ class _Now(NamedTuple):
     kept: Store  # what is owed
     pending: Store  # what will be, once it is committed
     spare: Store  # memory for the next pending ones
-    before: Store | None = None  # what was owed before some of it was passed on, until something is committed
+    scale: float = 1.0  # of all of them
+    before: "_Now | None" = None  # all this before some of it was settled or scaled, until something is committed
 
-    def passed(self, kept: Store) -> "_Now":
-        """The same after something was passed on."""
-        return _Now(kept, self.pending, {}, self.kept if self.before is None else self.before)
+    def changed(self, kept: Store, scale: float) -> "_Now":
+        """The same with something else owed."""
+        return _Now(kept, self.pending, {}, scale, self if self.before is None else self.before)
 
 
 class ErrorFeedback:
@@ -136,9 +138,9 @@ class ErrorFeedback:
     def rollback(self) -> None:
         """Forget all that was begun: what is owed is, to the bit, what it was before."""
         now = self._now
-        kept = now.kept if now.before is None else now.before
-        again = {at: buffer for at, buffer in {**now.spare, **now.pending}.items() if at in kept}
-        self._now = _Now(kept, {}, again)
+        before = now if now.before is None else now.before
+        again = {at: buffer for at, buffer in {**now.spare, **now.pending}.items() if at in before.kept}
+        self._now = _Now(before.kept, {}, again, before.scale)
 
     def pass_on(self, layout: Any, to: "ErrorFeedback", scale: float) -> None:
         """Have another one owe what is owed to some ranges here, times `scale`, from now on.
@@ -162,15 +164,66 @@ class ErrorFeedback:
             Some of these ranges have been begun, here or there.
         """
         at = layout_of(layout)
-        for feedback in (self, to):
-            if (begun := shared([*union(at), *union(r for other in feedback._now.pending for r in other)])) is not None:
-                raise StateError(f"{shown(begun)} has been begun, and neither committed nor rolled back")
-        values = gather(self._now.kept, at) * np.float32(scale)
-        if not values.any():
-            return
-        values += gather(to._now.kept, at)
-        to._now = to._now.passed({**without(to._now.kept, [at]), at: values})
-        self._now = self._now.passed(without(self._now.kept, [at]))
+        to._refuse_begun(at)
+        values = self.settle(at) * np.float32(scale * to._now.scale / self._now.scale)
+        if values.any():
+            values += gather(to._now.kept, at)
+            to._now = to._now.changed({**without(to._now.kept, [at]), at: values}, to._now.scale)
+
+    def settle(self, layout: Any) -> Array:
+        """What is owed to some ranges, for the caller to pay in another way: nothing is owed to them from now on.
+
+        This needs no commit; but a :meth:`rollback` takes it back, unless something was committed meanwhile.
+
+        Parameters
+        ----------
+        layout : iterable of (str, int) or (str, int, int)
+            As for :meth:`begin`.
+
+        Returns
+        -------
+        numpy.ndarray of float32
+            Flat, as from :meth:`begin`.
+
+        Raises
+        ------
+        StateError
+            Some of these ranges have been begun.
+        """
+        at, now = layout_of(layout), self._now
+        self._refuse_begun(at)
+        values = gather(now.kept, at)
+        if values.any():
+            self._now = now.changed(without(now.kept, [at]), now.scale)
+        return values
+
+    def rescale(self, scale: float) -> None:
+        """Go on with gradients that are multiplied by `scale`, as those of a scaled loss are: so is what they are owed.
+
+        States hold what gradients are owed that are not scaled. This needs no commit; but a :meth:`rollback` takes it
+        back, unless something was committed meanwhile.
+
+        Parameters
+        ----------
+        scale : float
+            Positive; before the first call it is 1. Powers of two change no residual's bits.
+
+        Raises
+        ------
+        SpecError
+            It is not a positive number.
+        StateError
+            Something has been begun.
+        """
+        now = self._now
+        if not 0 < scale < math.inf:
+            raise SpecError(f"a scale must be a positive number, got {scale!r}")
+        if now.pending:
+            raise StateError(
+                "residuals cannot be rescaled while some have been begun, and not committed nor rolled back"
+            )
+        if scale != now.scale:
+            self._now = now.changed(scaled(now.kept, scale / now.scale), float(scale))
 
     def encode(self, key: str, x: Any, **keywords: Any) -> bytes | memoryview:
         """Encode a tensor that is a parameter's gradient, with what is owed to it.
@@ -217,7 +270,7 @@ class ErrorFeedback:
             shape (stop - start,). Ranges are the longest there are, in order: buckets leave no trace. What is begun
             and not committed is not in it.
         """
-        return save(self.role, self._now.kept)
+        return save(self.role, scaled(self._now.kept, 1 / self._now.scale))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Owe what a state dict says instead of what is owed now; what was begun is forgotten.
@@ -246,4 +299,9 @@ class ErrorFeedback:
         pending = {at: buffer for at, buffer in now.pending.items() if at not in begun}
         spare = {**now.spare, **{at: now.kept[at] for at in begun if at in kept}}
         spare = {at: array for at, array in spare.items() if at in kept}
-        self._now = _Now({**kept, **begun}, pending, spare)
+        self._now = _Now({**kept, **begun}, pending, spare, now.scale)
+
+    def _refuse_begun(self, at: Layout) -> None:
+        begun = union(r for other in self._now.pending for r in other)
+        if (twice := shared([*union(at), *begun])) is not None:
+            raise StateError(f"{shown(twice)} has been begun, and neither committed nor rolled back")

@@ -105,6 +105,14 @@ def gather(store: Store, layout: Layout) -> Array:
     return found
 
 
+def scaled(store: Store, factor: float) -> Store:
+    """A store of the same values times a factor; the same store if that is 1."""
+    if factor == 1:
+        return store
+    with np.errstate(over="ignore"):  # encoders refuse what is infinite then
+        return {layout: array * np.float32(factor) for layout, array in store.items()}
+
+
 def without(store: Store, layouts: Iterable[Layout]) -> dict[Layout, Array]:
     """A store of all other values. Arrays that none is taken from stay as they are; of others the rest is copied."""
     taken: dict[str, list[Range]] = {}
