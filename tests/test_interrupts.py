@@ -102,7 +102,7 @@ def test_ctrl_c_before_all_are_connected():
         team.regroup()
         team.begin(_connecting)
         team.answers([r for r in range(3) if r != VICTIM])
-        team[VICTIM].signal(signal.SIGCONT)
+        team[VICTIM].thaw()
         team.answers([VICTIM])
         team.regroup()
         assert len({result for result, _ in team.all(training._reduce, "two_shot", codec.Quantize(4))}) == 1

