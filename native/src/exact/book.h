@@ -144,20 +144,14 @@ BITS_LARGE_FN void book_from_counts(codebook *b, const uint32_t counts[256], int
 	book_merge(b, &t, cap);
 }
 
-/* A usable book: an escape, at least one value, no code above 8 bits, and a Kraft sum of exactly one. */
-BITS_LARGE_FN int book_valid(const codebook *b)
+/* Has any of eight values a code? */
+BITS_FN int book_any(const uint8_t length[8])
 {
-	uint32_t kraft = 0, used = 0;
+	uint8_t any = 0;
 
-	for (int i = 0; i < 257; i++) {
-		if (b->length[i] > WIRE_MAX_CAP)
-			return 0;
-		if (b->length[i]) {
-			kraft += 256u >> b->length[i];
-			used++;
-		}
-	}
-	return b->length[WIRE_ESCAPE] && used >= 2 && used <= 256 && kraft == 256;
+	for (int i = 0; i < 8; i++)
+		any |= length[i];
+	return any;
 }
 
 /* The values that have codes, in order; how many. Most have none: what is made from a book goes through these alone. */
@@ -165,66 +159,100 @@ BITS_LARGE_FN int book_values(const codebook *b, uint8_t value[256])
 {
 	int n = 0;
 
-	for (int i = 0; i < 256; i++) {
-		value[n] = (uint8_t)i;
-		n += b->length[i] != 0;
+	for (int i = 0; i < 256; i += 8) {
+		if (!book_any(b->length + i))
+			continue;
+		for (int k = i; k < i + 8; k++) {
+			value[n] = (uint8_t)k;
+			n += b->length[k] != 0;
+		}
 	}
 	return n;
 }
 
-/* Canonical codes, first bit on top: shorter first, then by value, the escape after every value of its length. */
-BITS_LARGE_FN void book_to_codes(const codebook *b, book_codes *t)
+/* A usable book: an escape, at least one value, no code above 8 bits, and a Kraft sum of exactly one. */
+BITS_LARGE_FN int book_valid(const codebook *b)
 {
-	uint32_t next[WIRE_MAX_CAP + 2], code = 0;
+	uint8_t value[256], escape = b->length[WIRE_ESCAPE];
+	int n = book_values(b, value);
+	uint32_t kraft = 256u >> (escape & 15);
+
+	for (int k = 0; k < n; k++) {
+		if (b->length[value[k]] > WIRE_MAX_CAP)
+			return 0;
+		kraft += 256u >> b->length[value[k]];
+	}
+	return escape && escape <= WIRE_MAX_CAP && n && n < 256 && kraft == 256;
+}
+
+/* The largest value without a code. */
+BITS_FN uint8_t book_escape(const codebook *b)
+{
+	int i = 255;
+
+	while (i && b->length[i])
+		i--;
+	return (uint8_t)i;
+}
+
+/*
+ * The first code of each length, of n values and the escape. Codes are canonical, first bit on top: shorter first, then
+ * by value, the escape after every value of its length, as the last before next[length + 1] / 2.
+ */
+BITS_LARGE_FN void book_first_codes(const codebook *b, const uint8_t *value, int n, uint32_t next[WIRE_MAX_CAP + 2])
+{
 	uint32_t count[WIRE_MAX_CAP + 1] = {0};
-	uint8_t value[256], escape;
-	int n = book_values(b, value), length = b->length[WIRE_ESCAPE], shortest = 0, largest = 255;
 
 	for (int k = 0; k < n; k++)
 		count[b->length[value[k]]]++;
-	count[length]++;
-	for (int l = 1; l <= WIRE_MAX_CAP; l++) {
-		next[l] = code;
-		code = (code + count[l]) << 1;
-		if (!shortest && count[l])
-			shortest = l;
-	}
-	escape = (uint8_t)(next[length] + count[length] - 1);
+	count[b->length[WIRE_ESCAPE]]++;
+	next[1] = 0;
+	for (int l = 1; l <= WIRE_MAX_CAP; l++)
+		next[l + 1] = (next[l] + count[l]) << 1;
+}
+
+BITS_LARGE_FN void book_to_codes(const codebook *b, book_codes *t)
+{
+	uint32_t next[WIRE_MAX_CAP + 2];
+	uint8_t value[256], escape;
+	int n = book_values(b, value), length = b->length[WIRE_ESCAPE];
+
+	book_first_codes(b, value, n, next);
+	escape = (uint8_t)(next[length + 1] / 2 - 1);
 	for (int i = 0; i < 256; i++) {
 		t->code[i] = escape;
 		t->length[i] = (uint8_t)(0x80 | length);
 	}
-	while (largest && b->length[largest])
-		largest--;
-	t->escape = t->pad = (uint8_t)largest;
+	t->escape = t->pad = book_escape(b);
 	for (int k = 0; k < n; k++) {
 		int i = value[k], l = b->length[i];
+		uint32_t code = next[l]++;
 
-		if (l == shortest && next[l] == 0)
+		if (code == 0)
 			t->pad = (uint8_t)i;
-		t->code[i] = (uint8_t)next[l]++;
+		t->code[i] = (uint8_t)code;
 		t->length[i] = (uint8_t)l;
 	}
 }
 
 BITS_LARGE_FN void book_to_lookup(const codebook *b, book_lookup *t)
 {
-	book_codes codes;
+	uint32_t next[WIRE_MAX_CAP + 2];
 	uint8_t value[257];
 	int n = book_values(b, value);
 
-	book_to_codes(b, &codes);
-	t->escape = codes.escape;
-	t->pad = codes.pad;
-	value[n] = codes.escape;
+	book_first_codes(b, value, n, next);
+	value[n] = t->escape = book_escape(b);
 	for (int k = 0; k <= n; k++) {
-		int i = value[k], l = codes.length[i] & 15, first = codes.code[i] << (8 - l);
+		int l = b->length[k < n ? value[k] : WIRE_ESCAPE];
+		uint32_t first = next[l]++ << (8 - l);
 
-		for (int j = 0; j < 256 >> l; j++) {
-			t->symbol[first + j] = (uint8_t)i;
-			t->length[first + j] = (uint8_t)l;
+		for (uint32_t j = first; j < first + (256u >> l); j++) {
+			t->symbol[j] = value[k];
+			t->length[j] = (uint8_t)l;
 		}
 	}
+	t->pad = t->symbol[0];
 }
 
 /* Bits that `counts` cost under this book, escapes with literals of `literal` bits. */
@@ -236,16 +264,6 @@ BITS_LARGE_FN uint64_t book_cost(const codebook *b, const uint32_t counts[256], 
 	for (int i = 0; i < 256; i++) /* without a branch, many at once */
 		bits += (uint64_t)counts[i] * (b->length[i] + (escape & (0u - !b->length[i])));
 	return bits;
-}
-
-/* Has any of eight values a code? */
-BITS_FN int book_any(const uint8_t length[8])
-{
-	int any = 0;
-
-	for (int i = 0; i < 8; i++)
-		any |= length[i];
-	return any;
 }
 
 /* The least and the largest value with a code, 0 aside. A book of value 0 alone has 1 and 0. */
