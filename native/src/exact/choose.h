@@ -256,14 +256,16 @@ BITS_FN uint64_t choose_total(const uint32_t counts[256])
 /*
  * How uneven counts are: the sum of their squares, times how many values there may be, beyond what it is if all are as
  * frequent, with what chance adds. In shares of total^2 it is at least ln 2 times the bits a value that a codebook can
- * save, and near the uniform distribution twice that; it is found much faster than a book.
+ * save, and near the uniform distribution twice that; it is found much faster than a book. A sample of a plane has
+ * 64 quad rows at most, so that squares are added in 32 bits, many at once.
  */
 BITS_FN uint64_t choose_excess(const uint32_t counts[256], uint64_t values, uint64_t total)
 {
-	uint64_t squares = 0, even = total * total + (values - 1) * total;
+	uint64_t even = total * total + (values - 1) * total;
+	uint32_t squares = 0;
 
 	for (int i = 0; i < 256; i++)
-		squares += (uint64_t)counts[i] * counts[i];
+		squares += counts[i] * counts[i];
 	return squares * values > even ? squares * values - even : 0;
 }
 
