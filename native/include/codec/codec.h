@@ -227,7 +227,7 @@ typedef struct codec_fault {
 #define CODEC_ALLOW_SLACK 1u /* bytes behind the frame are ignored */
 /*
  * Decoding in one call: check everything, checksums, structure and state, before the first byte of the destination is
- * written, so that on any error it is as it was. The coder's loop is then done twice, values are not.
+ * written, so that on any error it is as it was. The coder's loop is then done twice (of one block values are copied).
  */
 #define CODEC_VERIFY_FIRST 2u
 #define CODEC_CHECK_ONLY 64u /* decoding in one call: check all of that, write nothing */
