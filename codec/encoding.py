@@ -141,11 +141,14 @@ def encode(
     if threads is not None:
         threads = pool.check_threads(threads)
     v = view(x, dtype)
+    o = view_output(out) if out is not None else None
+    if o is not None and o.dtype not in ("uint8", "int8"):
+        raise SpecError(f"out= must hold bytes, not {o.dtype}")
     levels = metric is not None or state is not None or type(spec) is Truncate
     fields = (
         v,
         spec,
-        _view_out(out) if out is not None else None,
+        o,
         _view_residual(residual, v) if residual is not None else None,
         one_codebook(codebook) if codebook is not None else None,
         pack(segments) if segments is not None else None,
@@ -155,7 +158,7 @@ def encode(
         feedback if feedback is False else _check_feedback(feedback, residual, spec),
     )
     r: EncodeRequest = new(EncodeRequest, fields)
-    if r.residual is not None and r.metric is not None:
+    if levels and r.residual is not None and r.metric is not None:
         r.check_apart()  # to C, a residual may be an array of the state; to us that is a mistake
     try:
         return choose(engine, "x", v.device).encode(r)
@@ -196,13 +199,6 @@ def _check_feedback(feedback: Any, residual: Any, spec: Spec) -> bool:
     if isinstance(spec, Lossless):
         raise SpecError("Lossless loses nothing that could be fed back")
     return True
-
-
-def _view_out(out: Any) -> TensorView:
-    o = view_output(out)
-    if o.dtype not in ("uint8", "int8"):
-        raise SpecError(f"out= must hold bytes, not {o.dtype}")
-    return o
 
 
 def _view_residual(residual: Any, v: TensorView) -> TensorView:

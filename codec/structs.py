@@ -47,7 +47,6 @@ class Call:
         "_isa",
         "_kind",
         "_nothing",
-        "_scratch",
         "_shape",
         "context",
         "fault",
@@ -56,6 +55,7 @@ class Call:
         "info",
         "keep",
         "size",
+        "small_scratch",
         "tensor",
     )
 
@@ -76,7 +76,7 @@ class Call:
         self.info = new_info()
         self.frame = core.new_bytes(SMALL_FRAME)
         self.frame_bytes = ffi.buffer(self.frame)
-        self._scratch: Any = None
+        self.small_scratch = core.new_bytes(SMALL_SCRATCH)  # enough for any tensor of 64 KiB
         self.keep: Any = None  # what the structs point to
 
     def reset(self) -> None:
@@ -100,15 +100,9 @@ class Call:
         t.nbytes = v.nbytes
         return t
 
-    def small_scratch(self) -> Any:
-        """SMALL_SCRATCH bytes, enough for any tensor of 64 KiB."""
-        if self._scratch is None:
-            self._scratch = core.new_bytes(SMALL_SCRATCH)
-        return self._scratch
-
     def scratch(self, nbytes: int) -> Any:
         """At least nbytes."""
-        return self.small_scratch() if nbytes <= SMALL_SCRATCH else core.new_bytes(nbytes)
+        return self.small_scratch if nbytes <= SMALL_SCRATCH else core.new_bytes(nbytes)
 
     def set_codebooks(self, books: Sequence[Any]) -> None:
         """Those to use, or that frames may name: each a :class:`codec.Codebook`."""

@@ -159,7 +159,7 @@ def _check_storage(x: Any, device: str) -> None:
 
 def mark_written(out: Any) -> None:
     """Tell autograd that a tensor's values are others now."""
-    if is_torch(out):
+    if type(out) is not np.ndarray and is_torch(out):
         sys.modules["torch"].autograd.graph.increment_version(out)
 
 
@@ -248,7 +248,7 @@ def view_bytes(frame: Any) -> TensorView:
         v = view(frame)
         return v._replace(dtype="uint8", shape=(v.nbytes,))
     data = ffi.from_buffer(frame)
-    n = len(data)
+    n = len(frame)
     return new(TensorView, ("uint8", (n,), data, n, frame, "cpu", None))
 
 

@@ -14,7 +14,8 @@ from codec.view import TensorView, empty, on_host, view_output
 
 _SCRATCH, _SMALL_TENSOR = structs.SMALL_SCRATCH, structs.SMALL_TENSOR
 _BAD_ARGUMENT = int(Status.BAD_ARGUMENT)
-_NULL = ffi.NULL
+_NULL, _VERIFY_FIRST = ffi.NULL, lib.CODEC_VERIFY_FIRST
+_MAX_HEADER = 112  # bytes, all that is read of a frame before there is a tensor
 
 # A frame that holds many times its own size is checked before its tensor is touched: that costs little there, and one
 # that turns out bad at its end must not have filled the memory first.
@@ -31,7 +32,7 @@ def decode(r: DecodeRequest) -> Any:
     call = structs.take()
     v, result, metric, verify = prepare(call, r)
     if verify:
-        call.context.flags = lib.CODEC_VERIFY_FIRST
+        call.context.flags = _VERIFY_FIRST
     if r.codebooks:
         call.set_codebooks(r.codebooks)
     decode_prepared(call, r, v, metric, r.threads)
@@ -45,7 +46,7 @@ def prepare(call: Call, r: DecodeRequest) -> Prepared:
     nbytes, info = frame.nbytes, call.info
     if frame.device != "cpu":
         on_host("the frame", frame, ME)
-    status = lib.codec_inspect(frame.data, nbytes, info)
+    status = lib.codec_inspect(frame.data, nbytes if nbytes < _MAX_HEADER else _MAX_HEADER, info)
     if status:
         check(status, info.fault)
     dtype = DTYPE_NAMES[info.dtype]
@@ -93,7 +94,7 @@ def decode_prepared(call: Call, r: DecodeRequest, v: TensorView, metric: Asked |
         if v.nbytes > _SMALL_TENSOR or (threads is not None and threads > 1):
             _decode_large(call, frame, pool.choose_threads(threads, v.nbytes))
             return
-        status = lib.codec_decode(frame.data, frame.nbytes, t, call.context, call.small_scratch(), _SCRATCH)
+        status = lib.codec_decode(frame.data, frame.nbytes, t, call.context, call.small_scratch, _SCRATCH)
         if status:
             check(status, call.fault)
     except SpecError as e:
@@ -177,7 +178,7 @@ def accumulate(r: DecodeRequest, weight: float) -> None:
     v = on_host("out=", view_output(r.out), ME)
     call = structs.take()
     context = call.context
-    context.flags = lib.CODEC_VERIFY_FIRST if r.check_first else 0
+    context.flags = _VERIFY_FIRST if r.check_first else 0
     context.into, context.weight = lib.CODEC_INTO_ADD, weight
     if r.codebooks:
         call.set_codebooks(r.codebooks)

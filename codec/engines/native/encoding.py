@@ -1,6 +1,6 @@
 """Tensors to frames, by one thread or by several."""
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +60,7 @@ def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> 
         if x.nbytes > _SMALL_TENSOR or (threads is not None and threads > 1):
             return _encode_large(call, s, r, pool.choose_threads(threads, x.nbytes))
         dst, room = (call.frame, _ROOM) if out is None else (out.data, out.nbytes)
-        status = lib.codec_encode(s, t, dst, room, call.size, _NULL, call.context, call.small_scratch(), _SCRATCH)
+        status = lib.codec_encode(s, t, dst, room, call.size, _NULL, call.context, call.small_scratch, _SCRATCH)
         if status == 0:
             n = call.size[0]
             return call.frame_bytes[:n] if out is None else _frame_in(out, n)
@@ -75,7 +75,9 @@ def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> 
 
 def _frame_in(out: TensorView, n: int) -> memoryview:
     """The first n bytes, read-only as bytes objects are: what is returned can be used alike."""
-    memory = memoryview(cast(Any, out.owner if type(out.owner) is np.ndarray else np.asarray(out.owner)))
+    owner: Any = out.owner
+    array: Any = owner if type(owner) is np.ndarray else np.asarray(owner)
+    memory = memoryview(array)  # pyright: ignore[reportArgumentType] - a cast would be a call
     if memory.ndim != 1 or memory.format != "B":
         memory = memory.cast("B")
     return memory[:n].toreadonly()
