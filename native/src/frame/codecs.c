@@ -40,7 +40,7 @@ SAME(WIRE_MAX_RANK, CODEC_MAX_RANK);
 #define FLOATS (1u << CODEC_FLOAT32 | 1u << CODEC_BFLOAT16 | 1u << CODEC_FLOAT16)
 #define ANY 0xffffffffu
 
-static const struct codec CODECS[] = {
+const struct codec codecs[] = {
 	[CODEC_LOSSLESS] = {&lossless_family, ANY, 3, 0, 0, WIRE_MIN_CAP},
 	[CODEC_SIGN] = {&rows_family, FLOATS, 3, 0, 0, 0},
 	[CODEC_TERNARY] = {&rows_family, FLOATS, 3, WIRE_OPTION_CLIPPED, 0, 0},
@@ -50,11 +50,6 @@ static const struct codec CODECS[] = {
 	[CODEC_QUANTIZE] = {&rows_family, FLOATS, 2, WIRE_OPTION_STOCHASTIC, 8, 0},
 	[CODEC_TRUNCATE] = {&truncate_family, FLOATS, 4, WIRE_OPTION_BITS | WIRE_OPTION_CUT, 3, WIRE_MIN_CAP},
 };
-
-const struct codec *codec_of(uint32_t id)
-{
-	return id < sizeof CODECS / sizeof *CODECS && CODECS[id].family ? CODECS + id : NULL;
-}
 
 int codec_takes(uint32_t id, uint32_t dtype)
 {

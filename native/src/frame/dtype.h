@@ -22,6 +22,12 @@ static inline uint16_t dtype_zero(const struct dtype *d)
 	return (uint16_t)(1 << dtype_shift(d));
 }
 
-const struct dtype *dtype_of(uint32_t number);
+extern const struct dtype dtypes[CODEC_UINT64 + 1]; /* of 0 bytes: there is none of this number */
+
+/* NULL: there is none. Small frames ask dozens of times, so this is no call. */
+static inline const struct dtype *dtype_of(uint32_t number)
+{
+	return number < sizeof dtypes / sizeof *dtypes && dtypes[number].nbytes ? dtypes + number : NULL;
+}
 
 #endif

@@ -1,7 +1,7 @@
 /* dtypes.c - what each dtype is to the coder. */
 #include "dtype.h"
 
-static const struct dtype DTYPES[] = {
+const struct dtype dtypes[] = {
 	[CODEC_FLOAT32] = {4, FORM_FLOAT4, 128},
 	[CODEC_FLOAT64] = {8, FORM_FLOAT8, 16},
 	[CODEC_BFLOAT16] = {2, FORM_FLOAT2, 128},
@@ -21,13 +21,6 @@ static const struct dtype DTYPES[] = {
 	[CODEC_UINT32] = {4, FORM_BYTES4, 0},
 	[CODEC_UINT64] = {8, FORM_BYTES8, 0},
 };
-
-const struct dtype *dtype_of(uint32_t number)
-{
-	if (number >= sizeof DTYPES / sizeof *DTYPES || !DTYPES[number].nbytes)
-		return NULL;
-	return DTYPES + number;
-}
 
 uint32_t codec_dtype_nbytes(uint32_t dtype)
 {

@@ -96,8 +96,14 @@ struct codec {
 	uint8_t min_cap; /* 0: has none */
 };
 
-/* codecs.c. NULL: there is no such codec. */
-const struct codec *codec_of(uint32_t id);
+extern const struct codec codecs[CODEC_TRUNCATE + 1];
+
+/* NULL: there is no such codec. */
+static inline const struct codec *codec_of(uint32_t id)
+{
+	return id < sizeof codecs / sizeof *codecs && codecs[id].family ? codecs + id : NULL;
+}
+
 int codec_takes(uint32_t id, uint32_t dtype);
 
 /* Where in params the first value stands that the format forbids; -1 if none does. */
