@@ -191,7 +191,7 @@ class Channel:
     def _begin(self, what: str, message: Array, rank: int) -> Any:
         return (self._pg.send if what == "send" else self._pg.recv)([torch.from_numpy(message)], rank, 0)
 
-    def wait(self, work: Any, rank: int | None) -> None:
+    def wait(self, work: Any, rank: int) -> None:
         """Until it is done."""
         try:
             work.wait(self._timeout)
@@ -298,11 +298,10 @@ class Channel:
         if lost:
             self.close()
 
-    def _lose(self, rank: int | None, error: RuntimeError) -> NoReturn:
+    def _lose(self, rank: int, error: RuntimeError) -> NoReturn:
         """A connection is gone. Close the others, so that no rank waits for this one."""
-        who = "a rank" if rank is None else f"rank {rank}"
         self.close()
-        raise PeerError(f"{who} is gone or does not answer: {error}") from error
+        raise PeerError(f"rank {rank} is gone or does not answer: {error}") from error
 
     def abandon(self) -> None:
         """Let the collective under way fail before it ends, and all that come; the one call for other threads.

@@ -77,6 +77,7 @@ class _Part:
 class _Step:
     """A backward pass."""
 
+    scale: float = 1.0  # what its gradients are multiplied by
     error: BaseException | None = None  # of a bucket
     moved: list[_Part] = field(default_factory=list[_Part])  # that were never reduced before
 
@@ -188,9 +189,9 @@ class Hook:
         buffer, first, last = bucket.buffer(), bucket.index() == 0, bucket.is_last()
         parts = self._parts_of(cast(list[torch.nn.Parameter], bucket.parameters()))
         if first:
-            self._step = _Step()
+            self._step = _Step(1.0 if self._scaler is None else self._scaler.get_scale())
             _when_backward_ends(_End(self, self._step))
-        step, scale = self._step, self._scale()
+        step = self._step
         line = collectives.line_of(self._group, self._timeout)
 
         def work() -> torch.Tensor:
@@ -198,7 +199,7 @@ class Hook:
                 if first:
                     with self._under_way(step):
                         self._rollback()  # of a step that was never ended
-                        self._rescale(scale)
+                        self._rescale(step.scale)
                     if self._books is not None:
                         self._books.begin_step(line.channel)
                 reduced = self._reduce(line, buffer, parts, step)
@@ -254,10 +255,6 @@ class Hook:
         """Whether a gradient was scaled too much, which is for the scaler to notice."""
         return self._scaler is not None and getattr(error, "code", None) == Status.NONFINITE
 
-    def _scale(self) -> float:
-        """What gradients are multiplied by."""
-        return 1.0 if self._scaler is None else self._scaler.get_scale()
-
     def _parts_of(self, parameters: Sequence[torch.nn.Parameter]) -> list[_Part]:
         names = [self._names[p] for p in parameters]
         parts = self._parts.get(tuple(names))
@@ -302,7 +299,7 @@ class Hook:
     def _prepare(self, line: Line, buffer: torch.Tensor, part: _Part, step: _Step) -> Reduction:
         channel = line.channel
         x = buffer if part.whole else _gather(buffer, part)
-        metric, state = self._metric(part)
+        metric, state = self._metric(part, step.scale)
         r = collectives.reduction_of(x, part.spec, "mean", part.segments, metric, state, channel.calls << 32)
         if part.whole and buffer.device.type == "cpu":
             part.out = torch.empty_like(buffer) if part.out is None else part.out
@@ -337,7 +334,7 @@ class Hook:
         sums = self.server_feedback.begin(_ranges(part, begin, end))
         r.sums_residual = lambda a, b: sums[a - begin : b - begin]
 
-    def _metric(self, part: _Part) -> tuple[Any, dict[str, torch.Tensor] | None]:
+    def _metric(self, part: _Part, scale: float) -> tuple[Any, dict[str, torch.Tensor] | None]:
         """What Truncate goes by: the optimizer's metrics, by group, and its state, in the order of the part."""
         if not isinstance(part.spec, Truncate) or part.spec.fixed_level is not None:
             return None, None
@@ -345,7 +342,7 @@ class Hook:
             raise SpecError(f"{part.spec} needs ddp_hook(optimizer=)")
         group_of = {p: i for i, g in enumerate(self.optimizer.param_groups) for p in g["params"]}
         of_group = {
-            i: replace(metrics.from_optimizer(self.optimizer, i), grad_scale=self._scale())
+            i: replace(metrics.from_optimizer(self.optimizer, i), grad_scale=scale)
             for i in {group_of[p] for p in part.parameters}
         }
         groups: list[tuple[int, Any]] = []
