@@ -7,7 +7,7 @@ Ranks are processes in network namespaces (bench/netns.py: Linux, root, iproute2
 (bench/training.py, wider) with DistributedDataParallel, in buckets as it makes them.
 
 step        seconds from one optimizer's step to the next, median of the slowest rank
-compute     the same without communication (no_sync)
+compute     the same with torch's noop_hook: DistributedDataParallel's own work, but no communication
 codec       of one rank, all ranks at once, its own gradients: to encode all, to add up a slice, to encode that and to
             decode all, one after the other
 wire        what a rank sent in a step over the TCP rate that it really had, measured before
@@ -118,6 +118,7 @@ def worker(plan: dict[str, Any]) -> None:
     """One rank."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 
     torch.set_num_threads(plan["threads"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -126,6 +127,8 @@ def worker(plan: dict[str, Any]) -> None:
         address = f"tcp://{os.environ['MASTER_ADDR']}:{netns.PORT + 1 + turn}"
         dist.init_process_group("gloo", address, timedelta(seconds=300), world, rank)
         rate = netns.tcp_rate(rank, world)
+        idle = Training(None, plan["width"], plan["layers"])
+        idle.model.register_comm_hook(None, noop_hook)
         for name in [None, *plan["codecs"]]:
             training = Training(name, plan["width"], plan["layers"])
             for _ in range(2):  # buckets are made anew after the first step
@@ -136,14 +139,14 @@ def worker(plan: dict[str, Any]) -> None:
             sent = 2 * (world - 1) / world * 4 * values
             if training.hook:
                 sent = (training.hook.stats().sent_nbytes - before) / plan["steps"]
-            with training.model.no_sync():
-                compute = training.seconds(plan["batch"], plan["steps"])
+            compute = idle.seconds(plan["batch"], plan["steps"])
             codec = codec_seconds(training, name, world) if name else 0.0
             row = {"link": link, "codec": name or "DDP", "step": step, "compute": compute, "codec_seconds": codec}
             row |= {"wire": most(8 * sent / rate), "sent": sent, "values": values, "rate": rate}
             if rank == 0:
                 print(json.dumps(row), flush=True)
             del training
+        del idle
         dist.barrier()
         dist.destroy_process_group()
 
