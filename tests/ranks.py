@@ -241,23 +241,32 @@ def acked_nbytes(s):
     return struct.unpack_from("Q", s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), _BYTES_ACKED)[0]
 
 
+SEND_BUFFER = 1 << 14  # bytes, of which the kernel makes twice as many
+
+
 def cut_after(connections, nbytes, rate):
-    """Send at so many bytes a second, and cut the connection over which so many have arrived first."""
+    """Send at so many bytes a second, and cut the connection over which so many have arrived first.
+
+    How many had then: a list, filled at the cut. What the kernel had to send by then may arrive yet.
+    """
+    arrived = []
     for s in connections:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         s.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, rate)
     before = [acked_nbytes(s) for s in connections]
 
     def watch():
         while True:
             for s, begun in zip(connections, before, strict=True):
-                if acked_nbytes(s) - begun >= nbytes:
+                if (now := acked_nbytes(s) - begun) >= nbytes:
+                    arrived.append(now)
                     with suppress(OSError):  # the other side may have gone already
                         s.shutdown(socket.SHUT_RDWR)
                     return
             time.sleep(0.0005)  # there is no event for bytes that arrive elsewhere
 
     threading.Thread(target=watch, daemon=True).start()
+    return arrived
 
 
 def ranks(size, function, *args, backend="gloo", timeout=20, limit=100, gone=()):

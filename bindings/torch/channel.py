@@ -207,7 +207,7 @@ class Channel:
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """What each rank has: as many integers of 64 bits on all of them.
 
-        A message to each: Gloo's own all-gather hands on from rank to rank, and takes three times as long.
+        A message to each: Gloo's own all-gather hands on from rank to rank, and so all wait for the sum of all delays.
         """
         rows = self._rows(numbers)
         self._swap(rows, self.others, self.others)
