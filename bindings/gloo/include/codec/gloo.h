@@ -1,0 +1,497 @@
+/*
+ * gloo.h - Gloo's collectives with frames on the wire. C++17, headers only, over codec.h and Gloo (libgloo).
+ *
+ *     codec_spec spec = codec::gloo::spec_of(CODEC_FLOAT8);
+ *     codec::gloo::Group group(context);                 // a connected gloo::Context
+ *     group.allreduce(gradient, n, CODEC_FLOAT32, spec); // the mean of all ranks, in place
+ *
+ * What is promised
+ *   - All ranks get the same bits: sums are made in float32, in an order that does not depend on time, and what is
+ *     encoded again is taken by all from its frame. Lossless gives the float32 sum in the order of ranks. The bits are
+ *     those of codec.torch.
+ *   - An error on one rank is an error on all: whatever goes wrong, every rank throws an Error within the timeout, and
+ *     tensors and residuals are as they were (`out` holds anything). Only rank 0, lost in the moment in which it tells
+ * the others how it went, can leave some with the result and some with a PeerError.
+ *   - After a PeerError because of a lost or silent rank the context's connections are closed, as after an exception of
+ *     Gloo's own: make a new one.
+ *   - Bytes that are not what was sent are a FrameError. Gloo's own headers around them are not checked by Gloo: ranks
+ * must trust each other, or their network, that far.
+ *
+ * Each rank computes in the thread that calls; Gloo's thread sends and receives meanwhile. Ranks call the same
+ * functions in the same order. Collectives of different groups over one context may be under way at once, from
+ * different threads, if the groups have different tags.
+ */
+#ifndef CODEC_GLOO_H
+#define CODEC_GLOO_H
+
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <codec/codec.h>
+#include <gloo/context.h>
+
+#include "gloo/algorithms.h"
+#include "gloo/blocks.h"
+#include "gloo/channel.h"
+#include "gloo/choosing.h"
+#include "gloo/errors.h"
+#include "gloo/frames.h"
+#include "gloo/slices.h"
+
+namespace codec::gloo
+{
+
+/* A codec with its defaults. */
+inline codec_spec spec_of(uint32_t codec)
+{
+	auto spec = detail::blank<codec_spec>();
+
+	spec.codec = codec;
+	return spec;
+}
+
+/* Who sends what to whom. */
+enum class Algorithm {
+	/*
+	 * All-gather for two ranks and small tensors, else two-shot; but raw where ranks are busy encoding and it has
+	 * turned out to be faster, which is tried out by a group's first calls with tensors of a size. Then what lossy
+	 * codecs give depends on the time: name an algorithm if runs must be alike.
+	 */
+	automatic,
+	two_shot,   /* each rank reduces a slice: 2 (N - 1) / N frames on the wire */
+	all_gather, /* each rank reduces all: N - 1 frames, in one phase */
+	ring,       /* as much as two-shot, to one neighbour, encoded N - 1 times */
+	raw,        /* two-shot with the values as they are */
+	blocks,     /* gloo::allreduce over frames of one size: see Blocks */
+};
+
+/* What a collective may be given beyond its arguments. Pointers stay the caller's. */
+struct Options {
+	Op op = Op::mean;
+	Algorithm algorithm = Algorithm::automatic;
+	std::vector<codec_segment> segments;      /* parameters inside a flat bucket */
+	const codec_metric *metric = nullptr;     /* CODEC_TRUNCATE; its arrays have as many values as the tensor */
+	const codec_codebook *codebook = nullptr; /* what all ranks encode with */
+	std::vector<codec_codebook> codebooks;    /* what frames may name */
+	uint64_t stream = 0;                      /* tells tensors of one step apart, where a codec draws at random */
+	void *out = nullptr;                      /* where the result goes, if not to the tensor: that saves a copy */
+	/*
+	 * Error feedback, n values each: what this rank's frames have lost is added, and gets what they lose now. The
+	 * second is for the sums that this rank encodes; the ring and blocks have none.
+	 */
+	float *residual = nullptr;
+	float *sums_residual = nullptr;
+	std::chrono::milliseconds timeout{0}; /* that a rank may keep others waiting; 0: the context's */
+};
+
+/* Ranks that do collectives, with memory that is kept from one to the next. One thread at a time. */
+class Group
+{
+public:
+	explicit Group(std::shared_ptr<::gloo::Context> context, uint32_t tag = 0)
+	    : channel_(std::move(context), tag), tag_(tag)
+	{
+	}
+
+	/* Reduce n values of float32, bfloat16 or float16 over all ranks, in place. */
+	void allreduce(void *values, size_t n, uint32_t dtype, const codec_spec &spec, const Options &options = {})
+	{
+		uint8_t *out = static_cast<uint8_t *>(options.out);
+
+		run(
+			Kind::allreduce,
+			[&] {
+				detail::Reduction r = reduction(values, n, dtype, spec, options);
+
+				if ((r.residual || r.sums_residual) && chosen(options, r) == Algorithm::ring)
+					throw SpecError(
+						CODEC_BAD_ARGUMENT,
+						"a ring has no error feedback: its frames hold other ranks' values");
+				if (chosen(options, r) == Algorithm::blocks)
+					check_blocks(options, r);
+				place(r, out, n);
+				return r;
+			},
+			[&](detail::Reduction &r, bool as_they_are) {
+				Algorithm algorithm = chosen(options, r);
+
+				if (as_they_are && n * r.itemsize > SMALL)
+					algorithm = Algorithm::raw;
+				return reduce(algorithm, r, options);
+			},
+			values, out ? 0 : n, options);
+	}
+
+	/* The reduced values of this rank's slice: `values` has n for each rank, `out` n. */
+	void reduce_scatter(const void *values, void *out, size_t n, uint32_t dtype, const codec_spec &spec,
+			    const Options &options = {})
+	{
+		run(
+			Kind::reduce_scatter,
+			[&] {
+				detail::Reduction r = reduction(values, n * channel_.size, dtype, spec, options);
+
+				only_plain(options);
+				place(r, nullptr, n);
+				return r;
+			},
+			[&](detail::Reduction &r, bool) { return detail::scatter_sums(channel_, r); }, out, n, options);
+	}
+
+	/* The n values of each rank, one after the other, as their frames have them. */
+	void allgather(const void *values, void *out, size_t n, uint32_t dtype, const codec_spec &spec,
+		       const Options &options = {})
+	{
+		run(
+			Kind::allgather,
+			[&] {
+				Options plain = options;
+				plain.op = Op::sum; /* nothing is reduced */
+				detail::Reduction r = reduction(values, n, dtype, spec, plain);
+
+				only_plain(options);
+				place(r, nullptr, n * channel_.size);
+				return r;
+			},
+			[&](detail::Reduction &r, bool) { return detail::gather(channel_, r); }, out, n * channel_.size,
+			options);
+	}
+
+	/* Bytes that this rank has sent: frames and values, not what Gloo and TCP add. */
+	uint64_t sent_nbytes() const
+	{
+		return channel_.sent_nbytes;
+	}
+
+	/* Whether a rank was lost: every call throws PeerError then. */
+	bool closed() const
+	{
+		return channel_.closed();
+	}
+
+private:
+	static constexpr uint64_t PROTOCOL = 1; /* of the messages: ranks must have the same */
+	static constexpr size_t SMALL = 1
+					<< 16; /* bytes of a tensor: two phases take longer than what one sends more */
+	/* what a rank tells of its part, the worst last; LEFT: it has found others to be at fault */
+	enum Told : uint64_t { FINE, LEFT, REFUSED, NOT_FINITE };
+	enum class Kind { allreduce, reduce_scatter, allgather };
+
+	/* Arguments that were looked through. */
+	detail::Reduction reduction(const void *values, size_t n, uint32_t dtype, const codec_spec &spec,
+				    const Options &options)
+	{
+		if (dtype != CODEC_FLOAT32 && dtype != CODEC_BFLOAT16 && dtype != CODEC_FLOAT16)
+			throw SpecError(CODEC_BAD_DTYPE, "only float32, bfloat16 and float16 can be reduced");
+		if (!values && n)
+			throw SpecError(CODEC_BAD_ARGUMENT, "no tensor");
+		detail::check_segments(options.segments, n);
+		if (options.codebook)
+			detail::check(codec_codebook_check(options.codebook));
+
+		detail::Reduction r(work_);
+		r.x = static_cast<const uint8_t *>(values);
+		r.n = n;
+		r.dtype = dtype;
+		r.itemsize = codec_dtype_nbytes(dtype);
+		r.spec = spec;
+		r.op = options.op;
+		r.stream = options.stream;
+		r.segments = options.segments;
+		r.metric = options.metric;
+		r.codebook = options.codebook;
+		r.codebooks = options.codebooks;
+		r.residual = options.residual;
+		r.sums_residual = options.sums_residual;
+		r.bound(n); /* the spec is one */
+		return r;
+	}
+
+	/* Memory for a result: the caller's, or that of the result before. */
+	void place(detail::Reduction &r, uint8_t *out, size_t n)
+	{
+		uintptr_t x = reinterpret_cast<uintptr_t>(r.x), y = reinterpret_cast<uintptr_t>(out);
+		size_t nbytes = n * r.itemsize;
+
+		if (out && (y % r.itemsize || (x < y + nbytes && y < x + nbytes)))
+			throw SpecError(CODEC_BAD_ARGUMENT, "out is not aligned, or overlaps with the tensor");
+		r.result = out ? out : detail::Workspace::room(work_.result, nbytes);
+	}
+
+	static void only_plain(const Options &options)
+	{
+		if (options.algorithm != Algorithm::automatic || options.out || options.sums_residual ||
+		    !options.segments.empty())
+			throw SpecError(CODEC_BAD_ARGUMENT,
+					"only an all-reduce takes an algorithm, segments, out and sums_residual");
+	}
+
+	static void check_blocks(const Options &options, const detail::Reduction &r)
+	{
+		if (!is_fixed_rate(r.spec))
+			throw SpecError(CODEC_BAD_SPEC, "frames of this codec differ in size: they cannot be elements");
+		if (options.sums_residual || !options.segments.empty())
+			throw SpecError(CODEC_BAD_ARGUMENT, "blocks have no segments, and no error feedback of sums");
+	}
+
+	Algorithm chosen(const Options &options, const detail::Reduction &r) const
+	{
+		bool automatic = options.algorithm == Algorithm::automatic;
+
+		if (channel_.size == 1 || (automatic && (channel_.size == 2 || r.n * r.itemsize <= SMALL)))
+			return Algorithm::all_gather;
+		return automatic ? Algorithm::two_shot : options.algorithm;
+	}
+
+	std::exception_ptr reduce(Algorithm algorithm, detail::Reduction &r, const Options &options)
+	{
+		switch (algorithm) {
+		case Algorithm::all_gather: return detail::all_gather(channel_, r);
+		case Algorithm::ring: return detail::ring(channel_, r);
+		case Algorithm::raw: return detail::raw(channel_, r);
+		case Algorithm::blocks: return blocks(r, options);
+		default: return detail::two_shot(channel_, r);
+		}
+	}
+
+	/* Gloo's own ring has a segment on the wire while another is reduced, so each rank gets several blocks. */
+	std::exception_ptr blocks(detail::Reduction &r, const Options &)
+	{
+		constexpr uint64_t PARTS = 8;
+		uint64_t each = r.n / (PARTS * channel_.size) / detail::CUT_ALIGN * detail::CUT_ALIGN;
+		uint64_t block = std::clamp(each, detail::CUT_ALIGN, Blocks::BLOCK);
+		std::exception_ptr error;
+
+		Blocks of(r.spec, r.dtype, r.n, r.op, (r.stream * channel_.size + channel_.rank) << 32, block);
+		try {
+			of.encode(r.x, r.residual);
+		} catch (const Error &) {
+			error = std::current_exception();
+			of.give_up();
+		}
+		Blocks::Options with(channel_.context());
+		of.fill(with);
+		with.setTag(tag_);
+		with.setTimeout(channel_.timeout);
+		channel_.sent_nbytes += 2 * (channel_.size - 1) * of.count() * of.element_nbytes() / channel_.size;
+		try {
+			::gloo::allreduce(with);
+		} catch (const ::gloo::Exception &e) {
+			channel_.close();
+			throw PeerError(std::string("a rank is gone or does not answer: ") + e.what());
+		}
+		try {
+			if (!error)
+				of.decode(r.result, r.op == Op::mean ? static_cast<float>(channel_.size) : 1);
+		} catch (const Error &) {
+			error = std::current_exception();
+		}
+		return error;
+	}
+
+	/* Prepare, agree, reduce, conclude; then the caller's n values are written. */
+	template <class Prepare, class Reduce>
+	void run(Kind kind, Prepare &&prepare, Reduce &&reduce, void *values, size_t n, const Options &options)
+	{
+		std::optional<detail::Reduction> r;
+		std::exception_ptr error;
+		uint64_t signature = 0;
+
+		channel_.timeout = options.timeout.count() > 0 ? options.timeout : channel_.context()->getTimeout();
+		try {
+			r.emplace(prepare());
+			signature = signature_of(*r, kind, chosen(options, *r));
+		} catch (const Error &) {
+			error = std::current_exception();
+		}
+		detail::Choice unused, &choice = error ? unused : choices_[signature];
+		const std::vector<detail::Choice::Report> reports = agree(signature, choice.report(), error);
+		const bool as_they_are = choice.as_they_are(reports) && options.algorithm == Algorithm::automatic;
+		Keep keep(work_.residuals, options, *r, channel_);
+
+		{
+			detail::Choice::Timer timer(choice);
+			try {
+				error = reduce(*r, as_they_are);
+			} catch (...) { /* in its midst: no rank is to wait for what never comes */
+				channel_.close();
+				throw;
+			}
+		}
+		conclude(error);
+		keep.as_it_is();
+		if (n)
+			std::memcpy(values, r->result, n * r->itemsize);
+	}
+
+	/* Residuals as they were, unless all went well. */
+	class Keep
+	{
+	public:
+		Keep(std::vector<float> &room, const Options &options, const detail::Reduction &r,
+		     const detail::Channel &channel)
+		    : residual_(options.residual), sums_(options.sums_residual), n_(residual_ ? r.n : 0)
+		{
+			if (sums_) {
+				const auto slices = detail::cut(r.n, channel.size, r.itemsize, r.segments);
+				const detail::Slice &mine = slices[channel.rank];
+
+				sums_ += mine.front().begin;
+				sums_n_ = mine.back().end - mine.front().begin;
+			}
+			copy_ = detail::Workspace::room(room, n_ + sums_n_);
+			if (n_)
+				std::memcpy(copy_, residual_, n_ * sizeof *copy_);
+			if (sums_n_)
+				std::memcpy(copy_ + n_, sums_, sums_n_ * sizeof *copy_);
+		}
+
+		~Keep()
+		{
+			if (n_)
+				std::memcpy(residual_, copy_, n_ * sizeof *copy_);
+			if (sums_n_)
+				std::memcpy(sums_, copy_ + n_, sums_n_ * sizeof *copy_);
+		}
+
+		Keep(const Keep &) = delete;
+		Keep &operator=(const Keep &) = delete;
+
+		void as_it_is()
+		{
+			n_ = sums_n_ = 0;
+		}
+
+	private:
+		float *residual_, *sums_, *copy_;
+		uint64_t n_, sums_n_ = 0;
+	};
+
+	/* All ranks are here, ask for the same, and could begin; what each reports. */
+	std::vector<detail::Choice::Report> agree(uint64_t signature, detail::Choice::Report mine,
+						  std::exception_ptr error)
+	{
+		const std::vector<detail::Numbers> all =
+			channel_.gather({signature, mine.wall, mine.busy, error ? uint64_t(1) : 0});
+		std::vector<detail::Choice::Report> reports;
+
+		if (error)
+			std::rethrow_exception(error);
+		for (int rank = 0; rank < channel_.size; rank++) {
+			const detail::Numbers &theirs = all[rank];
+
+			if (theirs[3])
+				throw PeerError(detail::Channel::name(rank) + " could not begin: nothing was changed");
+			if (theirs[0] != signature)
+				throw PeerError(detail::Channel::name(rank) + " asks for something else than " +
+						detail::Channel::name(channel_.rank) + ": nothing was changed");
+			reports.push_back({theirs[1], theirs[2]});
+		}
+		return reports;
+	}
+
+	/* All ranks learn whether all have succeeded; only if they have does this return. */
+	void conclude(std::exception_ptr error)
+	{
+		const uint64_t status = told(error);
+		const detail::Numbers verdict = channel_.verdict(status);
+		const std::string who = detail::Channel::name(static_cast<int>(verdict[1]));
+
+		if (error && status != LEFT)
+			std::rethrow_exception(error);
+		if (verdict[0] == NOT_FINITE)
+			throw PeerError(who + " has NaN or Inf: nothing was changed", CODEC_NONFINITE);
+		if (verdict[0] == REFUSED)
+			throw PeerError(who + " could not do its part: nothing was changed");
+		if (error)
+			std::rethrow_exception(error);
+		if (verdict[0])
+			throw PeerError("a rank has lost another one: nothing was changed");
+	}
+
+	static uint64_t told(std::exception_ptr error)
+	{
+		try {
+			if (error)
+				std::rethrow_exception(error);
+		} catch (const PeerError &) {
+			return LEFT;
+		} catch (const Error &e) {
+			return e.status() == CODEC_NONFINITE ? NOT_FINITE : REFUSED;
+		}
+		return FINE;
+	}
+
+	/* What must be the same on all ranks, as a number. */
+	static uint64_t signature_of(const detail::Reduction &r, Kind kind, Algorithm algorithm)
+	{
+		uint64_t hash = 0xcbf29ce484222325; /* FNV-1a */
+		const auto mix = [&](const auto &word) {
+			uint64_t wide = 0;
+
+			static_assert(sizeof word <= sizeof wide);
+			std::memcpy(&wide, &word, sizeof word);
+			for (int i = 0; i < 8; i++)
+				hash = (hash ^ (wide >> 8 * i & 0xff)) * 0x100000001b3;
+		};
+		const codec_spec &s = r.spec;
+
+		mix(PROTOCOL);
+		mix(kind);
+		mix(uint32_t(CODEC_FORMAT_VERSION));
+		for (uint32_t word : {s.codec, s.cap, s.model, s.variant, s.options, s.bits, s.row, s.seed})
+			mix(word);
+		mix(s.scale);
+		mix(s.clip);
+		mix(s.guard);
+		mix(r.dtype);
+		mix(r.n);
+		mix(r.op);
+		mix(algorithm);
+		mix(uint64_t(r.metric != nullptr));
+		mix(r.codebook ? r.codebook->id : 0);
+		for (const codec_segment &segment : r.segments) {
+			mix(segment.offset);
+			for (uint32_t d = 0; d < segment.rank; d++)
+				mix(segment.shape[d]);
+			mix(segment.rank);
+		}
+		return hash;
+	}
+
+	detail::Channel channel_;
+	detail::Workspace work_;
+	std::map<uint64_t, detail::Choice> choices_; /* by signature */
+	const uint32_t tag_;
+};
+
+/* One all-reduce. A Group keeps its memory, and finds out whether frames pay. */
+inline void allreduce(const std::shared_ptr<::gloo::Context> &context, void *values, size_t n, uint32_t dtype,
+		      const codec_spec &spec, const Options &options = {}, uint32_t tag = 0)
+{
+	Group(context, tag).allreduce(values, n, dtype, spec, options);
+}
+
+/* One reduce-scatter. */
+inline void reduce_scatter(const std::shared_ptr<::gloo::Context> &context, const void *values, void *out, size_t n,
+			   uint32_t dtype, const codec_spec &spec, const Options &options = {}, uint32_t tag = 0)
+{
+	Group(context, tag).reduce_scatter(values, out, n, dtype, spec, options);
+}
+
+/* One all-gather. */
+inline void allgather(const std::shared_ptr<::gloo::Context> &context, const void *values, void *out, size_t n,
+		      uint32_t dtype, const codec_spec &spec, const Options &options = {}, uint32_t tag = 0)
+{
+	Group(context, tag).allgather(values, out, n, dtype, spec, options);
+}
+
+} // namespace codec::gloo
+
+#endif

@@ -1,0 +1,214 @@
+/* blocks.h - frames of one size as the elements of Gloo's own all-reduce. */
+#pragma once
+
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <vector>
+
+#include <gloo/allreduce.h>
+
+#include "frames.h"
+
+namespace codec::gloo
+{
+
+/* Whether frames of a spec have the same size whatever the values: so that they can be elements. */
+inline bool is_fixed_rate(const codec_spec &spec)
+{
+	switch (spec.codec) {
+	case CODEC_SIGN:
+	case CODEC_FLOAT4:
+	case CODEC_QUANTIZE: return true;
+	case CODEC_FLOAT8: return !(spec.options & CODEC_OPTION_ENTROPY);
+	case CODEC_TERNARY: return spec.variant != CODEC_TERNARY_ENTROPY;
+	default: return false;
+	}
+}
+
+/*
+ * A tensor as a row of elements, each a frame of `block` of its values, for gloo::allreduce with a reduce function that
+ * decodes two, adds, and encodes what comes out. Sums are encoded anew at each hop, and what is lost adds up.
+ *
+ *     Blocks blocks(spec, CODEC_FLOAT32, n);
+ *     blocks.encode(gradient);
+ *     ::codec::gloo::Blocks::Options options(context);
+ *     blocks.fill(options);
+ *     ::gloo::allreduce(options);
+ *     blocks.decode(gradient, 1.0f / size);
+ *
+ * The reduce function does not throw, for then other ranks would wait for this one: what went wrong is thrown by
+ * decode(), on all ranks that get to see an element that could not be made.
+ */
+class Blocks
+{
+public:
+	/* Gloo's options take the size of an element from a type; ours is known at run time. */
+	class Options : public ::gloo::AllreduceOptions
+	{
+	public:
+		using ::gloo::AllreduceOptions::AllreduceOptions;
+
+		void set_output(uint8_t *elements, size_t count, size_t element_nbytes)
+		{
+			setOutput(elements, count * element_nbytes);
+			impl_.elements = count;
+			impl_.elementSize = element_nbytes;
+		}
+	};
+
+	static constexpr uint64_t BLOCK = 1 << 16; /* values: the header of a frame is 1% of 65,536 signs */
+
+	/* For n values. `stream` tells ranks and tensors apart where a codec draws at random. */
+	Blocks(const codec_spec &spec, uint32_t dtype, uint64_t n, Op op = Op::sum, uint64_t stream = 0,
+	       uint64_t block = BLOCK)
+	    : spec_(spec), dtype_(dtype), itemsize_(codec_dtype_nbytes(dtype)), n_(n), block_(block), op_(op),
+	      stream_(stream)
+	{
+		codec_tensor like = detail::tensor_of(dtype, nullptr, block);
+		size_t nbytes;
+
+		if (!is_fixed_rate(spec))
+			throw SpecError(CODEC_BAD_SPEC, "frames of this codec differ in size: they cannot be elements");
+		detail::check(codec_bound(&spec, &like, &element_nbytes_));
+		detail::check(codec_scratch(&spec, &like, &nbytes));
+		scratch_.resize(nbytes);
+		total_.resize(block);
+		halves_.resize(dtype == CODEC_FLOAT32 ? 0 : block);
+		elements_.resize(count() * element_nbytes_);
+	}
+
+	uint64_t count() const
+	{
+		return (n_ + block_ - 1) / block_;
+	}
+
+	size_t element_nbytes() const
+	{
+		return element_nbytes_;
+	}
+
+	/* Make the elements of n values. `residual`: as codec_encode's, with CODEC_FEEDBACK. */
+	void encode(const void *values, float *residual = nullptr)
+	{
+		error_ = nullptr;
+		for (uint64_t i = 0; i < count(); i++) {
+			const auto *x = static_cast<const uint8_t *>(values) + i * block_ * itemsize_;
+
+			put(x, values_of(i), &elements_[i * element_nbytes_],
+			    residual ? residual + i * block_ : nullptr);
+		}
+	}
+
+	/* Make no elements: other ranks learn of it from what they get. */
+	void give_up()
+	{
+		std::fill(elements_.begin(), elements_.end(), 0);
+	}
+
+	/* Have Gloo reduce them in place. */
+	void fill(Options &options)
+	{
+		options.set_output(elements_.data(), count(), element_nbytes_);
+		options.setReduceFunction(reduce_function());
+	}
+
+	/* out = a + b of so many elements, as Gloo asks for it. */
+	::gloo::AllreduceOptions::Func reduce_function()
+	{
+		return [this](void *out, const void *a, const void *b, size_t n) {
+			for (size_t i = 0; i < n; i++)
+				reduce(static_cast<uint8_t *>(out) + i * element_nbytes_,
+				       static_cast<const uint8_t *>(a) + i * element_nbytes_,
+				       static_cast<const uint8_t *>(b) + i * element_nbytes_);
+		};
+	}
+
+	/* The values that the elements have come to, each divided by `divisor`. On an error they are unspecified. */
+	void decode(void *values, float divisor = 1)
+	{
+		if (error_)
+			std::rethrow_exception(error_);
+		for (uint64_t i = 0; i < count(); i++) {
+			uint8_t *place = static_cast<uint8_t *>(values) + i * block_ * itemsize_;
+
+			get(&elements_[i * element_nbytes_], values_of(i), CODEC_FLOAT32, total_.data(),
+			    CODEC_INTO_FLOAT32, divisor);
+			detail::narrow(dtype_, total_.data(), values_of(i), place);
+		}
+	}
+
+private:
+	uint64_t values_of(uint64_t i) const
+	{
+		return std::min(block_, n_ - i * block_);
+	}
+
+	void put(const void *x, uint64_t n, uint8_t *element, float *residual)
+	{
+		codec_tensor src = detail::tensor_of(dtype_, x, n);
+		auto with = detail::blank<codec_context>();
+		size_t written;
+
+		with.stream = stream_ + draws_++;
+		with.flags = residual ? CODEC_FEEDBACK : 0;
+		detail::check(codec_encode(&spec_, &src, element, element_nbytes_, &written, residual, &with,
+					   scratch_.data(), scratch_.size()));
+		std::memset(element + written, 0, element_nbytes_ - written);
+	}
+
+	/* A frame to n values; how many they are says its header. */
+	void get(const uint8_t *element, uint64_t n, uint32_t dtype, void *values, uint32_t into, float divisor)
+	{
+		codec_tensor dst = detail::tensor_of(dtype, values, n);
+		codec_fault fault{};
+		auto with = detail::blank<codec_context>();
+
+		with.flags = CODEC_ALLOW_SLACK;
+		with.into = into;
+		with.weight = 1;
+		with.divide = divisor;
+		with.fault = &fault;
+		detail::check(codec_decode(element, element_nbytes_, &dst, &with, scratch_.data(), scratch_.size()),
+			      &fault);
+	}
+
+	void reduce(uint8_t *out, const uint8_t *a, const uint8_t *b)
+	{
+		auto info = detail::blank<codec_info>();
+		const void *sum = total_.data();
+
+		try {
+			if (error_)
+				std::rethrow_exception(error_);
+			detail::check(codec_inspect(a, element_nbytes_, &info), &info.fault);
+			if (info.spec.codec != spec_.codec || info.dtype != dtype_ || info.rank != 1 || info.n > block_)
+				throw FrameError(CODEC_SHAPE_MISMATCH, "an element came that is not of this tensor");
+			get(a, info.n, CODEC_FLOAT32, total_.data(), CODEC_INTO_FLOAT32, 1);
+			get(b, info.n, CODEC_FLOAT32, total_.data(), op_ == Op::max ? CODEC_INTO_MAX : CODEC_INTO_ADD,
+			    1);
+			if (dtype_ != CODEC_FLOAT32) {
+				detail::narrow(dtype_, total_.data(), info.n, halves_.data());
+				sum = halves_.data();
+			}
+			put(sum, info.n, out, nullptr);
+		} catch (...) {
+			if (!error_)
+				error_ = std::current_exception();
+			std::memset(out, 0, element_nbytes_); /* no frame: whoever gets it learns of this */
+		}
+	}
+
+	codec_spec spec_;
+	uint32_t dtype_, itemsize_;
+	uint64_t n_, block_;
+	Op op_;
+	uint64_t stream_, draws_ = 0;
+	size_t element_nbytes_ = 0;
+	std::vector<uint8_t> scratch_, elements_;
+	std::vector<float> total_;
+	std::vector<uint16_t> halves_;
+	std::exception_ptr error_;
+};
+
+} // namespace codec::gloo

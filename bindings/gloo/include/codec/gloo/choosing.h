@@ -1,0 +1,119 @@
+/* choosing.h - whether frames pay: decided from what collectives have taken, alike on all ranks. */
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <limits>
+#include <time.h>
+#include <vector>
+
+namespace codec::gloo::detail
+{
+
+/*
+ * For collectives of one size and spec: frames at first; values too if ranks are busy; then what took less time.
+ *
+ * Each rank reports, with the next collective, what the last one took; all see all reports, and so decide alike. On a
+ * slow link the processor waits, values would take longer still, and are never tried.
+ */
+class Choice
+{
+public:
+	struct Report {
+		uint64_t wall = 0, busy = 0; /* microseconds that a collective took, and of those that it computed */
+	};
+
+	/* What the collective before took on this rank. */
+	Report report() const
+	{
+		return report_;
+	}
+
+	/* Whether values are to travel as they are, from the reports of all ranks. */
+	bool as_they_are(const std::vector<Report> &reports)
+	{
+		uint64_t wall = 0;
+		double load = 0;
+
+		for (const Report &each : reports) {
+			wall = std::max(wall, each.wall);
+			load = std::max(load, static_cast<double>(each.busy) / std::max<uint64_t>(1, each.wall));
+		}
+		if (calls_ && wall) {
+			best_[values_] = std::min(best_[values_], wall);
+			if (!values_)
+				load_ = load;
+		}
+		calls_++;
+		return values_ = next();
+	}
+
+	/* Time a collective. */
+	class Timer
+	{
+	public:
+		explicit Timer(Choice &choice)
+		    : choice_(choice), wall_(now(CLOCK_MONOTONIC)), busy_(now(CLOCK_THREAD_CPUTIME_ID))
+		{
+		}
+
+		~Timer()
+		{
+			choice_.report_ = {now(CLOCK_MONOTONIC) - wall_, now(CLOCK_THREAD_CPUTIME_ID) - busy_};
+		}
+
+		Timer(const Timer &) = delete;
+		Timer &operator=(const Timer &) = delete;
+
+	private:
+		static uint64_t now(clockid_t clock)
+		{
+			timespec t;
+
+			clock_gettime(clock, &t);
+			return static_cast<uint64_t>(t.tv_sec) * 1000000 + t.tv_nsec / 1000;
+		}
+
+		Choice &choice_;
+		uint64_t wall_, busy_;
+	};
+
+private:
+	static constexpr uint64_t WARM =
+		1; /* collectives of a kind that are not timed: they allocate, links are slow at first */
+	static constexpr uint64_t TIMED = 2, TRIAL = WARM + TIMED;
+	static constexpr uint64_t AGAIN = 200; /* collectives until it is looked at again: links and loads change */
+	static constexpr double BUSY = 0.25; /* a rank that computes for so much of the time may be what all wait for */
+	static constexpr uint64_t NONE = std::numeric_limits<uint64_t>::max();
+
+	/* By the number of this collective. */
+	bool next()
+	{
+		uint64_t i = (calls_ - 1) % AGAIN;
+
+		if (i == 0)
+			best_[1] = NONE;
+		if (i < TRIAL) {
+			if (i <= WARM)
+				best_[0] = NONE;
+			return false;
+		}
+		if (load_ < BUSY)
+			return false;
+		if (i < 2 * TRIAL) {
+			if (i <= TRIAL + WARM)
+				best_[1] = NONE;
+			return true;
+		}
+		return best_[1] < best_[0];
+	}
+
+	bool values_ = false; /* what travels in the collective that is reported next */
+	uint64_t calls_ = 0;
+	uint64_t best_[2] = {NONE, NONE}; /* microseconds of the slowest rank: of frames, of values */
+	double load_ = 0;                 /* most of the time that any rank computed */
+	Report report_;
+};
+
+} // namespace codec::gloo::detail

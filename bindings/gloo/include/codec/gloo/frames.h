@@ -1,0 +1,387 @@
+/* frames.h - pieces of a tensor to frames and back, and sums of them. */
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <codec/codec.h>
+
+#include "channel.h"
+#include "errors.h"
+#include "halves.h"
+#include "slices.h"
+
+namespace codec::gloo
+{
+
+/* What is made of the values of all ranks. */
+enum class Op { mean, sum, max };
+
+namespace detail
+{
+
+template <class T> T blank()
+{
+	T found{};
+
+	found.struct_nbytes = sizeof found;
+	return found;
+}
+
+inline codec_tensor tensor_of(uint32_t dtype, const void *data, uint64_t n)
+{
+	auto t = blank<codec_tensor>();
+
+	t.dtype = dtype;
+	t.rank = 1;
+	t.shape[0] = n;
+	t.data = const_cast<void *>(data);
+	t.nbytes = n * codec_dtype_nbytes(dtype);
+	return t;
+}
+
+/* Values [begin, end) of what a metric goes by, counted from `begin`; parameter groups that lie elsewhere are left out.
+ */
+class MetricOf
+{
+public:
+	MetricOf(const codec_metric *metric, const Piece &piece)
+	{
+		for (const codec_metric *m = metric; m; m = m->next) {
+			bool last = !m->until || m->until >= piece.end;
+
+			if (!last && m->until <= piece.begin)
+				continue;
+			each_.push_back(std::make_unique<Each>(*m, piece, last));
+			if (each_.size() > 1)
+				each_[each_.size() - 2]->metric.next = &each_.back()->metric;
+			if (last)
+				break;
+		}
+	}
+
+	const codec_metric *get() const
+	{
+		return each_.empty() ? nullptr : &each_.front()->metric;
+	}
+
+private:
+	struct Each {
+		Each(const codec_metric &whole, const Piece &piece, bool last)
+		    : metric(whole), user(whole), begin(piece.begin)
+		{
+			metric.next = nullptr;
+			metric.until = last ? 0 : whole.until - begin;
+			metric.theta = part(whole.theta, theta, piece);
+			metric.v = part(whole.v, v, piece);
+			metric.m = part(whole.m, m, piece);
+			if (whole.user) {
+				metric.user = later;
+				metric.data = this;
+			}
+		}
+
+		static const codec_tensor *part(const codec_tensor *whole, codec_tensor &of, const Piece &piece)
+		{
+			if (!whole)
+				return nullptr;
+			of = tensor_of(whole->dtype,
+				       static_cast<const uint8_t *>(whole->data) +
+					       piece.begin * codec_dtype_nbytes(whole->dtype),
+				       piece.n());
+			return &of;
+		}
+
+		static void later(void *data, uint64_t first, uint64_t n, float *a)
+		{
+			const auto *each = static_cast<const Each *>(data);
+
+			each->user.user(each->user.data, each->begin + first, n, a);
+		}
+
+		codec_metric metric, user;
+		codec_tensor theta, v, m;
+		uint64_t begin;
+	};
+	std::vector<std::unique_ptr<Each>> each_;
+};
+
+/* Memory that is kept from call to call. */
+struct Workspace {
+	std::vector<uint8_t> scratch, result;
+	std::vector<uint16_t> halves;
+	std::vector<float> total, wide, residuals;
+
+	/* Room for n values. */
+	template <class T> static T *room(std::vector<T> &of, uint64_t n)
+	{
+		if (of.size() < n)
+			of.resize(n);
+		return of.data();
+	}
+};
+
+/* What is to be reduced, and how it is encoded: the same on all ranks but for the values. */
+struct Reduction {
+	explicit Reduction(Workspace &memory) : work(memory)
+	{
+	}
+
+	Workspace &work;
+	const uint8_t *x = nullptr;
+	uint64_t n = 0;
+	uint32_t dtype = CODEC_FLOAT32, itemsize = 4;
+	codec_spec spec{};
+	Op op = Op::mean;
+	uint64_t stream = 0;
+	Segments segments;
+	const codec_metric *metric = nullptr;
+	const codec_codebook *codebook = nullptr; /* that all ranks encode with */
+	std::vector<codec_codebook> codebooks;    /* that frames may name */
+	float *residual = nullptr;                /* as long as x: what this rank's frames have lost; written */
+	float *sums_residual = nullptr;           /* the same of the sums that it encodes */
+	uint8_t *result = nullptr;                /* where what comes out goes */
+	size_t encoded_nbytes = 0;                /* the frames of this rank, so far */
+
+	/*
+	 * Whether frames would say of this rank's values just what they are, so that it needs none for itself. Of a
+	 * maximum codec_reduce says what becomes of NaN.
+	 */
+	bool own_as_is() const
+	{
+		return spec.codec == CODEC_LOSSLESS && op != Op::max;
+	}
+
+	const uint8_t *own(const Piece &piece) const
+	{
+		return x + piece.begin * itemsize;
+	}
+
+	/* Bytes of the largest frame of n values. */
+	size_t bound(uint64_t count) const
+	{
+		codec_tensor t = tensor_of(dtype, nullptr, count);
+		size_t nbytes;
+
+		check(codec_bound(&spec, &t, &nbytes));
+		return nbytes;
+	}
+
+	std::vector<size_t> bounds(const Slice &pieces) const
+	{
+		std::vector<size_t> found;
+
+		for (const Piece &piece : pieces)
+			found.push_back(bound(piece.n()));
+		return found;
+	}
+
+	/* The message with the frame of this rank's piece, which has at most `most` bytes; `number` keeps draws apart.
+	 */
+	Bytes encode(Channel &channel, const Piece &piece, size_t most, uint64_t number)
+	{
+		return encode(channel, own(piece), piece, most, number, residual);
+	}
+
+	/* The same of its sum, float32. */
+	Bytes encode_sum(Channel &channel, const float *sum, const Piece &piece, size_t most, uint64_t number)
+	{
+		const void *values = sum;
+
+		if (dtype != CODEC_FLOAT32) {
+			uint16_t *halves = Workspace::room(work.halves, piece.n());
+
+			narrow(dtype, sum, piece.n(), halves);
+			values = halves;
+		}
+		return encode(channel, values, piece, most, number, sums_residual);
+	}
+
+	/* The values of a frame of a piece to memory for them. */
+	void decode(Bytes frame, const Piece &piece, void *into)
+	{
+		decode(frame, check_frame(frame, piece), piece, dtype, into, CODEC_INTO_STORE);
+	}
+
+	/* Add the values of a frame of a piece to float32. */
+	void accumulate(Bytes frame, const Piece &piece, float *total)
+	{
+		uint32_t into = op == Op::max ? CODEC_INTO_MAX : CODEC_INTO_ADD;
+
+		decode(frame, check_frame(frame, piece), piece, CODEC_FLOAT32, total, into);
+	}
+
+	/* Frames of a piece, of all ranks in their order, to what comes out, float32; an empty one: this rank's values.
+	 */
+	void sum(const std::vector<Bytes> &parts, const Piece &piece, float *total)
+	{
+		std::vector<codec_spec> specs;
+		bool all = true;
+
+		for (Bytes part : parts) {
+			all = all && part;
+			specs.push_back(part ? check_frame(part, piece) : spec);
+		}
+		if (all) {
+			reduce(parts, piece, total);
+			return;
+		}
+		for (size_t i = 0; i < parts.size(); i++) {
+			uint32_t into = i ? CODEC_INTO_ADD : CODEC_INTO_FLOAT32;
+
+			if (parts[i])
+				decode(parts[i], specs[i], piece, CODEC_FLOAT32, total, into);
+			else
+				add_own(piece, total, !i);
+		}
+		if (op == Op::mean)
+			divide(total, piece.n(), static_cast<float>(parts.size()));
+	}
+
+	/* Where values of float32 go that are needed for a moment; for float32 the result's own memory will do. */
+	float *total(const Piece &piece, uint8_t *place)
+	{
+		if (dtype == CODEC_FLOAT32)
+			return reinterpret_cast<float *>(place);
+		return Workspace::room(work.total, piece.n());
+	}
+
+	static void divide(float *total, uint64_t n, float by)
+	{
+		for (uint64_t i = 0; i < n; i++)
+			total[i] /= by;
+	}
+
+	/* The spec of a frame; throws FrameError unless it is one of such a piece. */
+	codec_spec check_frame(Bytes frame, const Piece &piece) const
+	{
+		auto info = blank<codec_info>();
+
+		check(codec_inspect(frame.p, frame.nbytes, &info), &info.fault);
+		if (info.dtype != dtype || info.rank != 1 || info.n != piece.n())
+			throw FrameError(CODEC_SHAPE_MISMATCH, "a frame came that is not of this tensor");
+		return info.spec;
+	}
+
+private:
+	/* odd: so far do streams lie apart that numbers of pieces do not meet the next one's */
+	static constexpr uint64_t APART = 0x9E3779B97F4A7C15;
+
+	codec_context context_for(const Piece &piece)
+	{
+		auto with = blank<codec_context>();
+
+		fault_ = {};
+		with.fault = &fault_;
+		with.weight = 1;
+		with.segments = piece.segments.data();
+		with.nsegments = piece.segments.size();
+		return with;
+	}
+
+	Bytes encode(Channel &channel, const void *values, const Piece &piece, size_t most, uint64_t number,
+		     float *owed)
+	{
+		Bytes message = channel.take(most), room_for_it = Channel::frame_of(message);
+		codec_tensor src = tensor_of(dtype, values, piece.n());
+		codec_context with = context_for(piece);
+		MetricOf part(metric, piece);
+		size_t written, nbytes;
+
+		with.metric = part.get();
+		with.codebooks = codebook;
+		with.ncodebooks = codebook != nullptr;
+		with.stream = stream * APART + number;
+		if (owed) {
+			with.flags = CODEC_FEEDBACK;
+			owed += piece.begin;
+		}
+		check(codec_scratch(&spec, &src, &nbytes));
+		check(codec_encode(&spec, &src, room_for_it.p, room_for_it.nbytes, &written, owed, &with,
+				   Workspace::room(work.scratch, nbytes), nbytes));
+		encoded_nbytes += written;
+		return channel.sized(message, written);
+	}
+
+	/* What a receiver needs to know of the state. */
+	codec_context context_of_frame(const Piece &piece, const MetricOf &part)
+	{
+		codec_context with = context_for(piece);
+
+		with.segments = nullptr;
+		with.nsegments = 0;
+		with.codebooks = codebooks.data();
+		with.ncodebooks = codebooks.size();
+		with.metric = part.get();
+		return with;
+	}
+
+	const codec_metric *shared() const
+	{
+		return spec.codec == CODEC_TRUNCATE && spec.variant == CODEC_LEVELS_SHARED ? metric : nullptr;
+	}
+
+	void decode(Bytes frame, const codec_spec &of, const Piece &piece, uint32_t to_dtype, void *to, uint32_t into)
+	{
+		codec_tensor dst = tensor_of(to_dtype, to, piece.n());
+		MetricOf part(shared(), piece);
+		codec_context with = context_of_frame(piece, part);
+		codec_tensor like = tensor_of(dtype, nullptr, piece.n());
+		size_t nbytes;
+
+		with.into = into;
+		check(codec_scratch(&of, &like, &nbytes));
+		check(codec_decode(frame.p, frame.nbytes, &dst, &with, Workspace::room(work.scratch, nbytes), nbytes),
+		      &fault_);
+	}
+
+	void reduce(const std::vector<Bytes> &parts, const Piece &piece, float *total)
+	{
+		codec_tensor dst = tensor_of(CODEC_FLOAT32, total, piece.n());
+		MetricOf part(shared(), piece);
+		codec_context with = context_of_frame(piece, part);
+		std::vector<const void *> frames;
+		std::vector<size_t> sizes;
+		size_t nbytes;
+		uint32_t how = op == Op::sum ? CODEC_REDUCE_SUM : op == Op::mean ? CODEC_REDUCE_MEAN : CODEC_REDUCE_MAX;
+
+		for (Bytes each : parts) {
+			frames.push_back(each.p);
+			sizes.push_back(each.nbytes);
+		}
+		check(codec_reduce_scratch(frames.data(), sizes.data(), frames.size(), &nbytes));
+		check(codec_reduce(frames.data(), sizes.data(), frames.size(), how, &dst, &with,
+				   Workspace::room(work.scratch, nbytes), nbytes),
+		      &fault_);
+	}
+
+	void add_own(const Piece &piece, float *total, bool first)
+	{
+		const void *values = own(piece);
+
+		if (first) {
+			widen(dtype, values, piece.n(), total);
+			return;
+		}
+		if (dtype == CODEC_FLOAT32) {
+			for (uint64_t i = 0; i < piece.n(); i++) {
+				float each;
+
+				std::memcpy(&each, static_cast<const float *>(values) + i, sizeof each);
+				total[i] += each;
+			}
+			return;
+		}
+		float *wide = Workspace::room(work.wide, piece.n());
+
+		widen(dtype, values, piece.n(), wide);
+		for (uint64_t i = 0; i < piece.n(); i++)
+			total[i] += wide[i];
+	}
+
+	codec_fault fault_{};
+};
+
+} // namespace detail
+} // namespace codec::gloo

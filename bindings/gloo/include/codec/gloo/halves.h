@@ -1,0 +1,96 @@
+/* halves.h - bfloat16 and float16 to float32 and back, rounded to nearest even. NaN stays one, its payload may not. */
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include <codec/codec.h>
+
+namespace codec::gloo::detail
+{
+
+inline uint32_t bits_of(float x)
+{
+	uint32_t u;
+
+	std::memcpy(&u, &x, sizeof u);
+	return u;
+}
+
+inline float float_of(uint32_t u)
+{
+	float x;
+
+	std::memcpy(&x, &u, sizeof x);
+	return x;
+}
+
+inline uint16_t to_bfloat16(float x)
+{
+	uint32_t u = bits_of(x), rounded = (u + 0x7fff + (u >> 16 & 1)) >> 16;
+
+	return static_cast<uint16_t>((u & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+inline float from_bfloat16(uint16_t h)
+{
+	return float_of(static_cast<uint32_t>(h) << 16);
+}
+
+inline uint16_t to_float16(float x)
+{
+	uint32_t u = bits_of(x), sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffff;
+	/* the exponent's bias is 112 less; a carry out of the mantissa is right there */
+	uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+	/* 0.5 has its last bit where the smallest subnormal is, so that the addition rounds */
+	uint32_t small = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+	uint32_t found = magnitude < 113u << 23 ? small : normal;
+
+	found = magnitude >= 143u << 23 ? 0x7c00 : found;
+	found = magnitude > 0x7f800000 ? 0x7e00 : found;
+	return static_cast<uint16_t>(sign | found);
+}
+
+inline float from_float16(uint16_t h)
+{
+	uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, magnitude = static_cast<uint32_t>(h & 0x7fff) << 13;
+	/* 0.5 and a subnormal, less 0.5 */
+	float small = float_of(bits_of(0.5f) + (magnitude >> 13)) - 0.5f;
+	uint32_t normal = magnitude + (112u << 23);
+
+	normal = magnitude >= 31u << 23 ? magnitude | 255u << 23 : normal;
+	return float_of(sign | (magnitude < 1u << 23 ? bits_of(small) : normal));
+}
+
+/* n values of a dtype as float32. */
+inline void widen(uint32_t dtype, const void *from, size_t n, float *to)
+{
+	const auto *halves = static_cast<const uint16_t *>(from);
+
+	if (dtype == CODEC_FLOAT32)
+		std::memcpy(to, from, n * sizeof *to);
+	else if (dtype == CODEC_BFLOAT16)
+		for (size_t i = 0; i < n; i++)
+			to[i] = from_bfloat16(halves[i]);
+	else
+		for (size_t i = 0; i < n; i++)
+			to[i] = from_float16(halves[i]);
+}
+
+/* n values of float32 in a dtype. */
+inline void narrow(uint32_t dtype, const float *from, size_t n, void *to)
+{
+	auto *halves = static_cast<uint16_t *>(to);
+
+	if (dtype == CODEC_FLOAT32)
+		std::memcpy(to, from, n * sizeof *from);
+	else if (dtype == CODEC_BFLOAT16)
+		for (size_t i = 0; i < n; i++)
+			halves[i] = to_bfloat16(from[i]);
+	else
+		for (size_t i = 0; i < n; i++)
+			halves[i] = to_float16(from[i]);
+}
+
+} // namespace codec::gloo::detail
