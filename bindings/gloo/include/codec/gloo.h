@@ -191,6 +191,8 @@ private:
 			throw SpecError(CODEC_BAD_DTYPE, "only float32, bfloat16 and float16 can be reduced");
 		if (!values && n)
 			throw SpecError(CODEC_BAD_ARGUMENT, "no tensor");
+		if (reinterpret_cast<uintptr_t>(values) % codec_dtype_nbytes(dtype))
+			throw SpecError(CODEC_BAD_ARGUMENT, "the tensor is not aligned to its values");
 		detail::check_segments(options.segments, n);
 		if (options.codebook)
 			detail::check(codec_codebook_check(options.codebook));

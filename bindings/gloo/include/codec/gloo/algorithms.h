@@ -381,43 +381,38 @@ inline void check_finite(Reduction &r)
 		check(CODEC_NONFINITE);
 }
 
+/* The larger one; NaN if either is. */
+inline void keep_larger(float *total, const float *x, uint64_t n)
+{
+	for (uint64_t i = 0; i < n; i++)
+		total[i] = total[i] >= x[i] || total[i] != total[i] ? total[i] : x[i];
+}
+
 /* Values of all ranks to what comes out, as codec_reduce has it, in the tensor's dtype. */
 inline void add_up(Reduction &r, const std::vector<const uint8_t *> &parts, const Piece &piece, uint8_t *place)
 {
-	float *total = r.total(piece, place), *wide = nullptr;
-	float *residual = r.sums_residual ? r.sums_residual + piece.begin : nullptr;
+	float *total = r.total(piece, place), *residual = r.sums_residual ? r.sums_residual + piece.begin : nullptr;
 
-	for (size_t k = 0; k < parts.size(); k++) {
-		const float *next = reinterpret_cast<const float *>(parts[k]);
+	widen(r.dtype, parts[0], piece.n(), total);
+	for (size_t k = 1; k < parts.size(); k++) {
+		const float *next = r.as_float32(parts[k], piece);
 
-		if (!k) {
-			widen(r.dtype, parts[k], piece.n(), total);
-			continue;
-		}
-		if (r.dtype != CODEC_FLOAT32 || reinterpret_cast<uintptr_t>(next) % sizeof *next) {
-			wide = Workspace::room(r.work.wide, piece.n());
-			widen(r.dtype, parts[k], piece.n(), wide);
-			next = wide;
-		}
-		for (uint64_t i = 0; i < piece.n(); i++) {
-			if (r.op != Op::max)
-				total[i] += next[i];
-			else /* NaN if either is */
-				total[i] = total[i] >= next[i] || total[i] != total[i] ? total[i] : next[i];
-		}
+		if (r.op == Op::max)
+			keep_larger(total, next, piece.n());
+		else
+			Reduction::add(total, next, piece.n());
 	}
 	if (r.op == Op::mean)
 		Reduction::divide(total, piece.n(), static_cast<float>(parts.size()));
 	if (residual)
-		for (uint64_t i = 0; i < piece.n(); i++)
-			total[i] += residual[i];
+		Reduction::add(total, residual, piece.n());
 	if (r.dtype != CODEC_FLOAT32)
 		narrow(r.dtype, total, piece.n(), place);
-	if (residual) {
-		wide = Workspace::room(r.work.wide, piece.n());
-		widen(r.dtype, place, piece.n(), wide);
+	if (residual) { /* of float32 nothing is lost */
+		const float *seen = r.as_float32(place, piece);
+
 		for (uint64_t i = 0; i < piece.n(); i++)
-			residual[i] = total[i] - wide[i];
+			residual[i] = total[i] - seen[i];
 	}
 }
 

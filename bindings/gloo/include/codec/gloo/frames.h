@@ -247,6 +247,23 @@ struct Reduction {
 		return Workspace::room(work.total, piece.n());
 	}
 
+	/* Values of a piece as float32, until the next call; those of float32 are not copied. */
+	const float *as_float32(const uint8_t *values, const Piece &piece)
+	{
+		if (dtype == CODEC_FLOAT32)
+			return reinterpret_cast<const float *>(values);
+		float *wide = Workspace::room(work.wide, piece.n());
+
+		widen(dtype, values, piece.n(), wide);
+		return wide;
+	}
+
+	static void add(float *total, const float *x, uint64_t n)
+	{
+		for (uint64_t i = 0; i < n; i++)
+			total[i] += x[i];
+	}
+
 	static void divide(float *total, uint64_t n, float by)
 	{
 		for (uint64_t i = 0; i < n; i++)
@@ -358,26 +375,10 @@ private:
 
 	void add_own(const Piece &piece, float *total, bool first)
 	{
-		const void *values = own(piece);
-
-		if (first) {
-			widen(dtype, values, piece.n(), total);
-			return;
-		}
-		if (dtype == CODEC_FLOAT32) {
-			for (uint64_t i = 0; i < piece.n(); i++) {
-				float each;
-
-				std::memcpy(&each, static_cast<const float *>(values) + i, sizeof each);
-				total[i] += each;
-			}
-			return;
-		}
-		float *wide = Workspace::room(work.wide, piece.n());
-
-		widen(dtype, values, piece.n(), wide);
-		for (uint64_t i = 0; i < piece.n(); i++)
-			total[i] += wide[i];
+		if (first)
+			widen(dtype, own(piece), piece.n(), total);
+		else
+			add(total, as_float32(own(piece), piece), piece.n());
 	}
 
 	codec_fault fault_{};
