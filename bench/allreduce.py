@@ -81,9 +81,9 @@ class Capture:
 
 
 def captures(folder: Path) -> list[Capture]:
-    """Float32 gradients with their shapes, of all files of a folder."""
+    """Float32 gradients with their shapes, of all files of a folder, or of one."""
     found: list[Capture] = []
-    for path in sorted(folder.glob("*.npz")):
+    for path in sorted(folder.glob("*.npz")) if folder.is_dir() else [folder]:
         for name, values, dtype, shapes in tensors(path):
             if ":grad" in name and dtype == "float32" and shapes:
                 found.append(Capture(path, values, shapes))

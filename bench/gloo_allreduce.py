@@ -1,0 +1,301 @@
+"""All-reduce in C++ over slow links: Gloo's own in float32, and every codec by every algorithm of codec/gloo.h.
+
+    sudo python bench/gloo_allreduce.py                      # 2 and 4 ranks, four links: about a quarter of an hour
+    sudo python bench/gloo_allreduce.py --quick              # a few codecs on 2 MiB: under two minutes
+    sudo python bench/gloo_allreduce.py --ranks 4 --links 100mbit --codecs lossless "sign, block" --algorithms ring
+
+It is GComp's experiment (SoCC 2024, figure 10): the time of an all-reduce of real gradients, over that of gloo::allreduce
+of float32 in the same run. `make gloo` builds the program that is a rank (bench/gloo_allreduce.cc). Ranks are processes
+in network namespaces (bench/netns.py: Linux, root, iproute2); gradients are those of bench/allreduce.py.
+
+sent        bytes of frames and values that a rank sends: the average of the ranks
+less        how much less that is than Gloo sends
+cpu         a rank's own processor time, Gloo's thread included
+normalised  median time over that of Gloo's ring on the same link in the same run, as the paper draws it
+reached     how many times as fast as Gloo's ring, over how many times as few bytes it sends
+error       root mean square of the result less the exact mean, over that of the mean
+
+If ranks end with different bits, or an error is far above what one encoding of each value has, the run fails.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import allreduce
+import netns
+import numpy as np
+
+import codec
+from codec import structs
+from codec.core import ffi
+from codec.metrics.asked import asked
+from codec.spec_structs import spec_struct
+
+HERE = Path(__file__).parent
+PROGRAM = HERE.parent / "build" / "native" / "gloo_allreduce"
+LINKS = ("100mbit", "500mbit", "1gbit", "10gbit")
+STOCK = "Gloo float32"
+ALGORITHMS = ("two_shot", "all_gather", "ring", "raw", "blocks", "auto")
+FIXED_RATE = (codec.Sign, codec.Float8, codec.Float4, codec.Quantize, codec.Ternary)
+HOPS = 3.0  # a ring encodes sums at each hop: so many times the error of one encoding, and room for other blocks
+
+
+def blocks_take(spec: codec.Spec) -> bool:
+    """Whether frames of a spec have one size."""
+    entropy = getattr(spec, "entropy", False) or getattr(spec, "packing", "") == "entropy"
+    return isinstance(spec, FIXED_RATE) and not entropy
+
+
+def hexed(struct: Any) -> str:
+    return bytes(ffi.buffer(struct)).hex()
+
+
+class Plan:
+    """What ranks do, in files for them."""
+
+    def __init__(self, folder: Path, ranks: int, args: argparse.Namespace, names: Sequence[str]) -> None:
+        self.folder, self.ranks = folder, ranks
+        n = round(args.mib * (1 << 18))
+        self.lines = [f"n {n}", f"repeat {args.repeat}", f"seconds {args.seconds}", f"pause {args.pause}"]
+        self.limits: dict[str, float] = {}
+        self.about: dict[str, tuple[str, str]] = {}  # rows: name and algorithm
+        kinds = [[allreduce.gradients(k, n, r, ranks) for r in range(ranks)] for k in args.kinds if k]
+        exact = [allreduce.exact_mean(of_ranks) for of_ranks in kinds]
+        self.sources = [of_ranks[0].source for of_ranks in kinds]
+        for i, of_ranks in enumerate(kinds):
+            self.add_data(f"data{i}", of_ranks, exact[i])
+        blank = "00" * ffi.sizeof("codec_spec")
+        self.add_row(STOCK, "ring", f"data0 stock_ring {blank}", allreduce.ROUNDING)
+        if args.bcube:
+            self.add_row(STOCK, "bcube", f"data0 stock_bcube {blank}", allreduce.ROUNDING)
+        for name in names:
+            spec = allreduce.SPECS[name]
+            stateful = isinstance(spec, codec.Truncate)
+            if stateful and len(kinds) == 1 and not kinds[0][0].how:
+                continue  # no capture has the optimizer's state
+            which = len(kinds) - 1 if stateful else 0
+            _, least = allreduce.two_shot(spec, kinds[which], exact[which])
+            for algorithm in args.algorithms:
+                if algorithm == "blocks" and not blocks_take(spec):
+                    continue
+                hops = allreduce.SLACK if algorithm in ("two_shot", "all_gather", "auto") else HOPS
+                row = f"data{which} {algorithm} {hexed(spec_struct(spec))}"
+                self.add_row(name, algorithm, row, hops * least + allreduce.ROUNDING)
+        self.add_row(STOCK, "ring", f"data0 stock_ring {blank}", allreduce.ROUNDING)  # for machines whose speed changes
+        self.path = folder / "plan"
+        self.path.write_text("\n".join(self.lines) + "\n")
+
+    def add_data(self, name: str, of_ranks: Sequence[allreduce.Gradients], exact: allreduce.Array) -> None:
+        for r, g in enumerate(of_ranks):
+            g.values.astype("<f4").tofile(self.folder / f"{name}-{r}")
+        exact.tofile(self.folder / f"{name}-exact")
+        self.lines.append(f"data {name} {self.folder}/{name}-%r {self.folder}/{name}-exact")
+        offset = 0
+        for shape in of_ranks[0].shapes:
+            self.lines.append(f"segment {name} {offset} {' '.join(map(str, shape))}")
+            offset += int(np.prod(shape))
+        how = of_ranks[0].how
+        if how:
+            call = structs.take()
+            request = asked(how["metric"], how["state"], exact.size)
+            assert request is not None
+            call.set_metric(request)
+            metric = call.context.metric
+            self.lines.append(f"metric {name} {hexed(metric)}")
+            for field in ("theta", "v", "m"):
+                if getattr(metric, field):
+                    how["state"][field].astype("<f4").tofile(self.folder / f"{name}-{field}")
+                    self.lines.append(f"state {name} {field} {self.folder}/{name}-{field}")
+
+    def add_row(self, name: str, algorithm: str, rest: str, limit: float) -> None:
+        key = f"row{len(self.about)}"
+        self.about[key] = name, algorithm
+        self.limits[key] = limit
+        self.lines.append(f"row {key} {rest}")
+
+
+def table_of(plan: Plan, said: list[list[dict[str, Any]]], link: str, rates: list[float]) -> tuple[Any, list[str]]:
+    """What ranks said of a link, put together; and what was wrong."""
+    wrong: list[str] = []
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for events in zip(*said, strict=True):
+        first = events[0]
+        name, algorithm = plan.about[first["name"]]
+        where = f"{name} by {algorithm}, {plan.ranks} ranks, {netns.shown(link)}"
+        if any(e["digests"] != first["digests"] for e in events):
+            wrong.append(f"{where}: replicas differ")
+        if not first["error"] <= plan.limits[first["name"]]:  # so that NaN is found
+            wrong.append(f"{where}: error {first['error']:.3g} is above {plan.limits[first['name']]:.3g}")
+        # as the ranks' clock is one: from the first start to the last end
+        spans = zip(*(e["times"] for e in events), strict=True)
+        seconds = [max(end for _, end in s) - min(start for start, _ in s) for s in spans]
+        row = rows.setdefault((name, algorithm), {"name": name, "algorithm": algorithm, "seconds": []})
+        row["seconds"] += seconds
+        row["error"] = first["error"]
+        row |= {k: statistics.mean(e[k] for e in events) for k in ("sent", "cpu")}
+    base = rows[STOCK, "ring"]
+    nbytes = np.fromfile(plan.folder / "data0-0", "<f4").nbytes
+    stock_sent = 2 * (plan.ranks - 1) / plan.ranks * nbytes
+    for row in rows.values():
+        if row["name"] == STOCK:
+            row["sent"] = stock_sent
+        row["median"], row["best"] = statistics.median(row["seconds"]), min(row["seconds"])
+        row["normalised"] = row["median"] / statistics.median(base["seconds"])
+        row["less"] = 1 - row["sent"] / stock_sent
+        row["reached"] = row["sent"] / stock_sent / row["normalised"]
+    return {"ranks": plan.ranks, "link": link, "rates": rates, "rows": list(rows.values())}, wrong
+
+
+def report(table: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    low, high = min(table["rates"]) / 1e6, max(table["rates"]) / 1e6
+    title = f"{table['ranks']} ranks, {netns.shown(table['link'])} (TCP payload {low:,.0f} - {high:,.0f} Mbit/s a rank)"
+    grid = Table(title=title, title_justify="left")
+    for column in ("", "algorithm", "sent", "less", "median", "best", "cpu", "normalised", "reached", "error"):
+        grid.add_column(column, justify="left" if column in ("", "algorithm") else "right", no_wrap=True)
+    for r in table["rows"]:
+        grid.add_row(
+            r["name"],
+            r["algorithm"],
+            f"{r['sent'] / 1e6:.2f} MB",
+            f"{100 * r['less']:.1f}%",
+            f"{1e3 * r['median']:,.1f} ms",
+            f"{1e3 * r['best']:,.1f} ms",
+            f"{1e3 * r['cpu']:,.1f} ms",
+            f"{r['normalised']:.3f}",
+            f"{100 * r['reached']:.0f}%",
+            f"{r['error']:.2g}",
+        )
+    Console(width=max(132, Console().width)).print(grid)
+
+
+def plot(tables: list[dict[str, Any]], path: str) -> None:
+    """Normalised time, a panel for each link and number of ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(tables), figsize=(1 + 3.2 * len(tables), 5), sharey=True, squeeze=False)
+    for panel, table in zip(panels[0], tables, strict=True):
+        labels = [f"{r['name']}\n{r['algorithm']}" for r in table["rows"]]
+        panel.barh(labels, [r["normalised"] for r in table["rows"]])
+        panel.axvline(1, color="black", lw=0.8)
+        panel.invert_yaxis()
+        panel.set_title(f"{table['ranks']} ranks, {netns.shown(table['link'])}", fontsize=9)
+        panel.tick_params(labelsize=7)
+        panel.set_xlabel("time over Gloo's float32")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def measure(args: argparse.Namespace, names: list[str]) -> None:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    tables: list[dict[str, Any]] = []
+    wrong: list[str] = []
+    how = {"congestion": args.congestion, "slow_start_after_idle": not args.no_restart}
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            for ranks in args.ranks:
+                task = bar.add_task(f"{ranks} ranks: preparing", total=None)
+                with tempfile.TemporaryDirectory() as folder, netns.Network(ranks, **how) as network:
+                    plan = Plan(Path(folder), ranks, args, names)
+                    bar.update(task, total=len(plan.about) * len(args.links))
+                    for link in args.links:
+                        probe = [sys.executable, str(HERE / "netns.py"), "--probe", "--links", link]
+                        rates = [found[0]["rate"] for found in network.run(probe, timeout=60)]
+                        with tempfile.TemporaryDirectory() as store:
+
+                            def tick(rank: int, line: str, ranks: int = ranks, link: str = link) -> None:
+                                if rank == 0 and line.startswith("{"):
+                                    bar.update(task, advance=1, description=f"{ranks} ranks, {netns.shown(link)}")
+
+                            command = [str(args.program), str(plan.path), store]
+                            said = network.run(command, timeout=args.timeout, on_line=tick)
+                        table, problems = table_of(plan, said, link, rates)
+                        tables.append(table)
+                        wrong += problems
+                bar.remove_task(task)
+    finally:  # after an error, too: what was measured may have taken long
+        if tables:
+            about = {"mib": args.mib, "cores": len(os.sched_getaffinity(0)), "isa": codec.isas()[-1]}
+            about |= {"sources": ", ".join(plan.sources), "load": [round(x, 1) for x in os.getloadavg()]}
+            print(", ".join(f"{k} {v}" for k, v in about.items()))
+            for table in tables:
+                report(table)
+            if args.json:
+                Path(args.json).write_text(json.dumps({**about, "tables": tables}, indent=1))
+            if args.plot:
+                plot(tables, args.plot)
+    if wrong:
+        raise SystemExit("WRONG\n" + "\n".join(wrong))
+    print("Replicas were identical to the bit in all repetitions.")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="numbers of ranks (2 4)")
+    parser.add_argument("--links", nargs="+", default=list(LINKS), help=f"what a rank may send ({' '.join(LINKS)})")
+    parser.add_argument("--codecs", nargs="+", help="codecs by the beginning of their names, or none (all)")
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, help="two_shot ring blocks auto")
+    parser.add_argument("--bcube", action="store_true", help="Gloo's other algorithm, too")
+    parser.add_argument("--mib", type=float, help="of float32 a rank (25)")
+    parser.add_argument("--repeat", type=int, help="least number of timed repetitions (5)")
+    parser.add_argument("--seconds", type=float, help="time for repetitions of one row, if there is more of it (0.5)")
+    parser.add_argument("--pause", type=float, default=0, help="seconds before each repetition")
+    parser.add_argument("--data", type=Path, default=HERE / "data", help="a capture (.npz), or a folder of them")
+    parser.add_argument("--program", type=Path, default=PROGRAM, help="the program that is a rank")
+    parser.add_argument("--congestion", help="TCP's congestion control (the machine's)")
+    parser.add_argument("--no-restart", action="store_true", help="net.ipv4.tcp_slow_start_after_idle=0")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds for a link (3,600)")
+    parser.add_argument("--quick", action="store_true", help="a few codecs, 2 MiB, 2 repetitions: under two minutes")
+    parser.add_argument("--json", metavar="FILE", help="write all that was measured")
+    parser.add_argument("--plot", metavar="FILE", help="draw it (.png; needs matplotlib)")
+    args = parser.parse_args()
+    args.mib = args.mib or (2 if args.quick else 25)
+    args.repeat = args.repeat or (2 if args.quick else 5)
+    args.seconds = args.seconds or (0.1 if args.quick else 0.5)
+    args.algorithms = args.algorithms or (["two_shot"] if args.quick else ["two_shot", "ring", "blocks", "auto"])
+    return args
+
+
+def check(args: argparse.Namespace) -> list[str]:
+    """What would fail later fails at once; the names of the codecs."""
+    netns.require()
+    for link in args.links:
+        netns.bits(link)
+    if min(args.ranks) < 2:
+        raise SystemExit("an all-reduce needs two ranks")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit("--plot needs matplotlib")
+    if not args.program.exists():
+        raise SystemExit(f"{args.program} is missing: make gloo")
+    args.kinds = allreduce.kinds(args.data)
+    return allreduce.chosen(args.codecs or (allreduce.QUICK if args.quick else list(allreduce.SPECS)))
+
+
+def main() -> None:
+    args = arguments()
+    netns.end_on_sigterm()
+    try:
+        measure(args, check(args))
+    except netns.NetworkError as e:
+        raise SystemExit(f"bench/gloo_allreduce.py: {e}") from None
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
