@@ -63,7 +63,8 @@ template <class T> T struct_of(const std::string &hex)
 	if (hex.size() != 2 * sizeof found)
 		throw std::runtime_error("a struct of the plan has another size");
 	for (size_t i = 0; i < sizeof found; i++)
-		reinterpret_cast<uint8_t *>(&found)[i] = static_cast<uint8_t>(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
+		reinterpret_cast<uint8_t *>(&found)[i] =
+			static_cast<uint8_t>(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
 	return found;
 }
 
@@ -187,8 +188,9 @@ public:
 			sent = group_.sent_nbytes() - before;
 			digests.push_back(digest(stock ? tensor_ : out_));
 			if (i == 0)
-				count = same(1 + std::max(plan_.repeat, std::min(8 * plan_.repeat,
-										 uint64_t(plan_.seconds / (ends[0] - begin)))));
+				count = same(1 + std::max(plan_.repeat,
+							  std::min(8 * plan_.repeat,
+								   uint64_t(plan_.seconds / (ends[0] - begin)))));
 		}
 		std::nth_element(cpu.begin() + 1, cpu.begin() + 1 + cpu.size() / 2, cpu.end());
 		say(row, begins, ends, digests, sent, cpu[1 + cpu.size() / 2 - (cpu.size() == 2)],
@@ -267,8 +269,8 @@ private:
 		std::ostringstream out;
 
 		out.precision(17);
-		out << "{\"name\": \"" << row.name << "\", \"sent\": " << sent << ", \"cpu\": " << cpu << ", \"error\": " << error
-		    << ", \"times\": [";
+		out << "{\"name\": \"" << row.name << "\", \"sent\": " << sent << ", \"cpu\": " << cpu
+		    << ", \"error\": " << error << ", \"times\": [";
 		for (size_t i = 1; i < begins.size(); i++)
 			out << (i > 1 ? ", " : "") << "[" << begins[i] << ", " << ends[i] << "]";
 		out << "], \"digests\": [";
@@ -307,8 +309,9 @@ int main(int argc, char **argv)
 		::gloo::transport::tcp::attr attr;
 
 		attr.iface = environment("GLOO_SOCKET_IFNAME");
-		auto context = codec::gloo::connect(rank, size, std::make_shared<::gloo::rendezvous::FileStore>(argv[2]),
-						    ::gloo::transport::tcp::CreateDevice(attr));
+		auto context =
+			codec::gloo::connect(rank, size, std::make_shared<::gloo::rendezvous::FileStore>(argv[2]),
+					     ::gloo::transport::tcp::CreateDevice(attr));
 		context->setTimeout(std::chrono::seconds(300));
 		Rank of(context, plan);
 		for (const Row &row : plan.rows)
