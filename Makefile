@@ -9,7 +9,7 @@ CMAKE := $(VENV)/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/n
 C_FILES := $(filter-out %permute_avx2.h %seal.h,$(shell find native bindings bench fuzz -name '*.[ch]'))
 SOURCES := $(shell find native bindings codec -name '*.[ch]' -o -name '*.py' -o -name CMakeLists.txt) pyproject.toml
 
-.PHONY: demo test lint ctest sanitize emulated foreign bench format clean
+.PHONY: demo test lint docs ctest sanitize emulated foreign bench format clean
 
 demo: $(VENV)/demo
 	$(PY) bench/demo.py
@@ -42,16 +42,21 @@ $(VENV)/tools: $(VENV)/bin/pip
 	$(PIP) cmake ninja ruff==0.17.5 pyright==1.1.414 clang-format==23.1.5 numpy cffi
 	touch $@
 
-$(VENV)/debian: $(VENV)/tools
-	{ dpkg -s g++ libcmocka-dev libsimde-dev iproute2 >/dev/null 2>&1; } || \
-	{ $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq g++ libcmocka-dev libsimde-dev iproute2; }
+DEBIAN := g++ libcmocka-dev libsimde-dev iproute2 abigail-tools doxygen pkg-config
+$(VENV)/debian: $(VENV)/tools Makefile
+	{ dpkg -s $(DEBIAN) >/dev/null 2>&1; } || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq $(DEBIAN); }
 	touch $@
 
-lint: $(VENV)/tools $(VENV)/test
+lint: $(VENV)/tools $(VENV)/test docs
 	$(VENV)/bin/ruff check codec tests bench bindings examples fuzz
 	$(VENV)/bin/ruff format --check codec tests bench bindings examples fuzz
 	$(VENV)/bin/clang-format --dry-run --Werror $(C_FILES)
 	$(VENV)/bin/pyright --pythonpath $(PY)
+
+# the C interface as pages, build/docs/html
+docs: $(VENV)/debian
+	@mkdir -p build
+	doxygen docs/Doxyfile
 
 format: $(VENV)/tools
 	$(VENV)/bin/ruff check --fix codec tests bench bindings examples fuzz
