@@ -50,8 +50,10 @@ def check(status: int, fault: Any = None) -> None:
     error = _FRAME_ERRORS.get(status, errors.FrameError)
     if fault is None:
         raise error(text, status)
-    where = f"{text} (byte {fault.offset}: found {fault.found:#x}, expected {fault.expected:#x})"
-    raise error(where, status, fault.offset, fault.found, fault.expected)
+    where = f"byte {fault.offset}: found {fault.found:#x}, expected {fault.expected:#x}"
+    if status == Status.TRUNCATED:
+        where = f"{fault.found} bytes, {fault.expected} are needed"
+    raise error(f"{text} ({where})", status, fault.offset, fault.found, fault.expected)
 
 
 _new_uninitialized = ffi.new_allocator(should_clear_after_alloc=False)

@@ -105,7 +105,8 @@ def inspect(frame: Any) -> Info:
     Raises
     ------
     FrameError
-        The bytes are not the beginning of a frame.
+        The bytes are not the beginning of a frame; or too few of one, then ``code`` is ``Status.TRUNCATED`` and
+        ``expected`` how many it takes to go on.
 
     Examples
     --------

@@ -205,6 +205,23 @@ def test_errors_say_where():
         codec.decode(frame)
 
 
+def test_of_an_arriving_frame_it_is_known_how_much_is_needed():
+    """What `inspect` says of too few bytes leads to a header, and that to the whole frame."""
+    frame = codec.encode(np.arange(5000.0).reshape(5, 1000))
+    have, asked = 0, []
+    while have < len(frame):
+        try:
+            have = codec.inspect(frame[:have]).nbytes
+        except codec.FrameError as e:
+            assert e.code is codec.Status.TRUNCATED
+            assert f"({have} bytes, {e.expected} are needed)" in str(e)
+            have = e.expected
+        asked.append(have)
+    assert asked == [48, 64, len(frame)]
+    with pytest.raises(codec.FrameError, match=f"{len(frame) - 1} bytes, {len(frame)} are needed"):
+        codec.decode(frame[:-1])
+
+
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_bound(dtype):
     """Adversaries of the coder: uniform bytes, Fibonacci counts, escapes only; and capacity one short."""

@@ -404,6 +404,77 @@ static void test_no_room(void **unused)
 	}
 }
 
+/* Every beginning of a frame, and nothing behind it, in memory that ends there. */
+static void arrive(size_t written, size_t header)
+{
+	codec_tensor to = tensor(out, 1);
+	codec_fault fault;
+	codec_context with = context();
+
+	with.fault = &fault;
+	for (size_t n = 0; n <= written; n++) {
+		struct guarded g = guard(n);
+		codec_info info = {.struct_nbytes = sizeof info};
+		codec_status status;
+
+		memcpy(g.p, frame, n);
+		status = codec_inspect(g.p, n, &info);
+		if (n < header) {
+			assert_int_equal(status, CODEC_TRUNCATED);
+			assert_int_equal(info.fault.found, n);
+			assert_true(info.fault.expected > n && info.fault.expected <= header);
+		} else {
+			assert_int_equal(status, CODEC_OK);
+			assert_int_equal(info.side_offset, header);
+			assert_int_equal(info.frame_nbytes, written);
+		}
+		if (n < written) {
+			assert_int_equal(codec_verify(g.p, n), CODEC_TRUNCATED);
+			assert_int_equal(codec_decode(g.p, n, &to, &with, scratch, sizeof scratch), CODEC_TRUNCATED);
+			assert_int_equal(fault.found, n);
+			assert_int_equal(fault.expected, n < header ? info.fault.expected : written);
+		} else {
+			assert_int_equal(codec_verify(g.p, n), CODEC_OK);
+		}
+		unguard(g);
+	}
+}
+
+/* Of a frame that is still arriving it is known at any time how many bytes it takes to go on. */
+static void test_arriving(void **unused)
+{
+	static const uint32_t RANKS[] = {0, 1, CODEC_MAX_RANK};
+
+	(void)unused;
+	fill();
+	for (uint32_t codec = CODEC_LOSSLESS; codec <= CODEC_TRUNCATE; codec++)
+		for (int i = 0; i < 3; i++) {
+			uint32_t rank = RANKS[i];
+			codec_spec spec = spec_of(codec);
+			codec_tensor t = tensor(x, rank ? 600 : 1);
+			codec_info info = {.struct_nbytes = sizeof info};
+			size_t written, need = 0, asked = 0;
+
+			t.rank = rank;
+			for (uint32_t d = 0; d < rank; d++)
+				t.shape[d] = d + 1 == rank ? 600 : 1;
+			if (codec == CODEC_TRUNCATE)
+				spec.variant = CODEC_LEVELS_FIXED;
+			assert_int_equal(codec_encode(&spec, &t, frame, sizeof frame, &written, NULL, NULL, scratch,
+						      sizeof scratch),
+					 CODEC_OK);
+			arrive(written, 48 + 8 * rank);
+			for (; codec_inspect(frame, need, &info) == CODEC_TRUNCATED; asked++)
+				need = info.fault.expected;
+			assert_int_equal(need, 48 + 8 * rank);
+			assert_true(need <= CODEC_HEADER_NBYTES && asked <= 2);
+			frame[3] ^= 1; /* not a frame: said as soon as it can be */
+			assert_int_equal(codec_inspect(frame, 3, &info), CODEC_TRUNCATED);
+			assert_int_equal(codec_inspect(frame, 4, &info), CODEC_BAD_MAGIC);
+		}
+	assert_true(all_seven(out));
+}
+
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
@@ -411,6 +482,7 @@ int main(void)
 		cmocka_unit_test(test_steps_residual), cmocka_unit_test(test_overlap),
 		cmocka_unit_test(test_theta_dtype),    cmocka_unit_test(test_reduce_scratch),
 		cmocka_unit_test(test_codebooks),      cmocka_unit_test(test_no_room),
+		cmocka_unit_test(test_arriving),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);

@@ -377,9 +377,16 @@ typedef struct codec_info {
 	uint32_t reserved;         /**< 0 */
 } codec_info;
 
+#define CODEC_HEADER_NBYTES 112 /**< bytes of a header, at most */
+
 /**
  * Read and check a header, and nothing behind it: nbytes may be less than the frame. codebook_id and nsegments are
  * read from the side section and are 0 if it was not given. *info is filled in up to the first field at fault.
+ *
+ * Of a frame that is still arriving, from no byte on: CODEC_TRUNCATED says that there is no whole header yet, and
+ * info->fault.expected how many bytes it takes to go on, more than nbytes and at most CODEC_HEADER_NBYTES. CODEC_OK
+ * says that the header is whole and right, and info->frame_nbytes how many bytes the frame has. Who reads only what is
+ * asked for reads nothing behind the frame.
  */
 CODEC_API codec_status codec_inspect(const void *frame, size_t nbytes, codec_info *info);
 

@@ -3,6 +3,7 @@
 
 /* What codec.h calls by its own names is what frames hold. */
 #define SAME(wire, ours) _Static_assert((wire) == (ours), #ours)
+SAME(WIRE_MAX_HEADER, CODEC_HEADER_NBYTES);
 SAME(WIRE_CODEC_LOSSLESS, CODEC_LOSSLESS);
 SAME(WIRE_CODEC_SIGN, CODEC_SIGN);
 SAME(WIRE_CODEC_TERNARY, CODEC_TERNARY);
