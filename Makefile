@@ -9,7 +9,7 @@ CMAKE := $(VENV)/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/n
 C_FILES := $(filter-out %permute_avx2.h %seal.h,$(shell find native bindings bench fuzz -name '*.[ch]'))
 SOURCES := $(shell find native bindings codec -name '*.[ch]' -o -name '*.py' -o -name CMakeLists.txt) pyproject.toml
 
-.PHONY: demo test lint docs ctest sanitize emulated foreign bench format clean
+.PHONY: demo test lint docs native ctest abi abi-baseline sanitize emulated foreign bench format clean
 
 demo: $(VENV)/demo
 	$(PY) bench/demo.py
@@ -18,7 +18,7 @@ demo: $(VENV)/demo
 # its children ignore SIGINT, which some of the tests send.
 FOREGROUND := $(foreach t,all_reduce backend ddp fsdp hook_state interrupts links peer_failures shared_scale sound,tests/test_$(t).py)
 
-test: lint ctest sanitize emulated foreign $(VENV)/test
+test: lint ctest abi sanitize emulated foreign $(VENV)/test
 	@mkdir -p build
 	$(VENV)/bin/pytest $(FOREGROUND:%=--ignore=%) >build/tests.log 2>&1 & others=$$!; \
 	trap "kill $$others" INT TERM; \
@@ -63,13 +63,22 @@ format: $(VENV)/tools
 	$(VENV)/bin/ruff format codec tests bench bindings examples fuzz
 	$(VENV)/bin/clang-format -i $(C_FILES)
 
-ctest: $(VENV)/debian
-	$(CMAKE) -S native -B build/native -DCODEC_TESTS=ON -DCODEC_WERROR=ON
+# debug information is for make abi; the code is the same
+native: $(VENV)/debian
+	$(CMAKE) -S native -B build/native -DCODEC_TESTS=ON -DCODEC_WERROR=ON -DCMAKE_C_FLAGS='-g -fno-var-tracking'
 	$(VENV)/bin/cmake --build build/native --target all codec_static
-	nm -g --defined-only build/native/libcodec.a | awk 'NF == 3 && $$3 !~ /^codec_/ { print; bad = 1 } END { exit bad }'
+
+ctest: native
 	build/native/test_core
 	build/native/test_contract
 	build/native/test_lossy
+
+# what programs built against the library rely on, compared with what is kept of it, or kept
+abi: native $(VENV)/clang
+	native/abi/abi.sh check build/native
+
+abi-baseline: native
+	native/abi/abi.sh write build/native
 
 $(VENV)/clang: $(VENV)/tools
 	{ dpkg -s clang llvm libclang-rt-dev >/dev/null 2>&1; } || \

@@ -7,6 +7,24 @@
 #include "codec/codec_engine.h"
 #include "guard.h"
 
+/* What other engines read in a job's memory keeps its place; no function's arguments lead abidiff there. */
+#define PLACE(type, field, at) _Static_assert(offsetof(type, field) == (at), #field)
+PLACE(codec_model_part, start, 0);
+PLACE(codec_model_part, count, 8);
+PLACE(codec_model_part, row, 16);
+PLACE(codec_model_part, nibbles_at, 20);
+PLACE(codec_model_part, base, 24);
+PLACE(codec_model_part, mean, 26);
+PLACE(codec_model_part, kind, 28);
+PLACE(codec_model_part, shifts, 29);
+PLACE(codec_row_part, start, 0);
+PLACE(codec_row_part, count, 8);
+PLACE(codec_row_part, first_block, 16);
+PLACE(codec_row_part, first_sum, 24);
+PLACE(codec_row_part, row, 28);
+PLACE(codec_row_part, scale, 32);
+_Static_assert(sizeof(codec_model_part) == 32 && sizeof(codec_row_part) == 40, "arrays of them");
+
 enum { N = 40000, SCRATCH = 4 << 20 };
 
 static float x[N], theta[N + 1], residual[N], out[N];
