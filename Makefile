@@ -6,7 +6,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 CMAKE := $(VENV)/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja
 # tables of numbers keep their own shape
-C_FILES := $(filter-out %permute_avx2.h %seal.h,$(shell find native bindings bench fuzz -name '*.[ch]'))
+C_FILES := $(filter-out %permute_avx2.h %seal.h,$(shell find native bindings bench fuzz examples tests -name '*.[ch]'))
 SOURCES := $(shell find native bindings codec -name '*.[ch]' -o -name '*.py' -o -name CMakeLists.txt) pyproject.toml
 
 .PHONY: demo test lint docs native ctest abi abi-baseline sanitize emulated foreign bench format clean
@@ -73,9 +73,14 @@ ctest: native
 	build/native/test_contract
 	build/native/test_lossy
 
-# what programs built against the library rely on, compared with what is kept of it, or kept
+# What programs built against the library rely on: compared with what is kept of it, or kept. And a program is built
+# against an installation without Python, statically.
+INSTALLED := build/native/installed
 abi: native $(VENV)/clang
 	native/abi/abi.sh check build/native
+	$(VENV)/bin/cmake --install build/native --prefix $(INSTALLED) >build/native/installed.log
+	cc -std=c99 examples/c/floats.c -I$(INSTALLED)/include $(INSTALLED)/lib/libcodec.a -o $(INSTALLED)/floats
+	cd $(INSTALLED) && head -c 400000 lib/libcodec.a >any && ./floats encode any frame && ./floats decode frame back && cmp any back
 
 abi-baseline: native
 	native/abi/abi.sh write build/native

@@ -1,13 +1,20 @@
-"""``python -m codec advise FILE.npz --link 100mbit``: which codec pays for the gradients in a file."""
+"""The command line.
+
+``python -m codec advise FILE.npz --link 100mbit``: which codec pays for the gradients in a file.
+``python -m codec --cflags --libs``: how to build C against the library in this package.
+"""
 
 import argparse
+import shlex
 import sys
 import zlib
+from pathlib import Path
 from typing import Any, cast, get_args
 from zipfile import BadZipFile
 
 import numpy as np
 
+from codec import _cffi
 from codec.advising import advise
 from codec.errors import CodecError, SpecError
 from codec.predicting import Algorithm
@@ -55,10 +62,33 @@ def run_advise(args: argparse.Namespace) -> None:
     print(advice.to_json() if args.json else advice)
 
 
+def run_told(args: argparse.Namespace) -> None:
+    """Print what build tools ask, a line each, in the order asked."""
+    package = Path(_cffi.__file__).parent  # this file may lie elsewhere
+    include, lib = package / "include", package / "lib"
+    if not (include / "codec" / "codec.h").exists():
+        raise CodecError(f"no C headers in {include}: they come with the installed package (pip install)")
+    say = {
+        "cflags": shlex.quote(f"-I{include}"),
+        "libs": shlex.join([f"-L{lib}", "-lcodec", f"-Wl,-rpath,{lib}"]),  # found there at run time, too
+        "pkgconfigdir": str(lib / "pkgconfig"),
+        "cmakedir": str(lib / "cmake" / "codec"),
+    }
+    print(*(say[name] for name in args.told), sep="\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command; 1 if it failed, for what stands on stderr."""
     parser: Any = argparse.ArgumentParser(prog="python -m codec", description="Compression of tensors on the wire.")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, of in {
+        "cflags": "compiler flags for programs that use the C library",
+        "libs": "linker flags for them",
+        "pkgconfigdir": "folder of codec.pc, for PKG_CONFIG_PATH",
+        "cmakedir": "folder of the CMake package, for -Dcodec_DIR=",
+    }.items():
+        parser.add_argument(f"--{name}", dest="told", action="append_const", const=name, help=f"print {of}")
+    parser.set_defaults(run=run_told)
+    commands = parser.add_subparsers(metavar="command")
     told = "Measure gradients and say which codec makes an all-reduce of them fastest on a link."
     p = commands.add_parser("advise", help="which codec pays on a link", description=told)
     p.add_argument("file", help=".npz file with the gradients of a step")
@@ -73,6 +103,8 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--json", action="store_true", help="print JSON")
     p.set_defaults(run=run_advise)
     args = parser.parse_args(argv)
+    if args.run is run_told and not args.told:
+        parser.error("nothing to do: see --help")
     try:
         args.run(args)
     except CodecError as e:

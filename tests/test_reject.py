@@ -208,16 +208,11 @@ def test_errors_say_where():
 def test_of_an_arriving_frame_it_is_known_how_much_is_needed():
     """What `inspect` says of too few bytes leads to a header, and that to the whole frame."""
     frame = codec.encode(np.arange(5000.0).reshape(5, 1000))
-    have, asked = 0, []
-    while have < len(frame):
-        try:
-            have = codec.inspect(frame[:have]).nbytes
-        except codec.FrameError as e:
-            assert e.code is codec.Status.TRUNCATED
-            assert f"({have} bytes, {e.expected} are needed)" in str(e)
-            have = e.expected
-        asked.append(have)
-    assert asked == [48, 64, len(frame)]
+    for have, needed in ((0, 48), (47, 48), (48, 64), (63, 64)):
+        with pytest.raises(codec.FrameError, match=rf"\({have} bytes, {needed} are needed\)") as caught:
+            codec.inspect(frame[:have])
+        assert (caught.value.code, caught.value.expected) == (codec.Status.TRUNCATED, needed)
+    assert codec.inspect(frame[:64]).nbytes == len(frame)
     with pytest.raises(codec.FrameError, match=f"{len(frame) - 1} bytes, {len(frame)} are needed"):
         codec.decode(frame[:-1])
 
