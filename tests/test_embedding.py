@@ -44,7 +44,7 @@ def test_the_page_s_c(tmp_path):
     """It compiles as C99 without a warning, and does what is said around it."""
     (tmp_path / "page.h").write_text("\n".join(blocks("c")))
     shutil.copy(ROOT / "tests/embedding.c", tmp_path)
-    strict = "-std=c99 -D_POSIX_C_SOURCE=200809L -Wall -Wextra -Wpedantic -Wshadow -Werror"
+    strict = "-std=c99 -D_POSIX_C_SOURCE=200809L -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Werror"
     run(f"cc {strict} embedding.c $(python -m codec --cflags --libs) -pthread -o embedding && ./embedding", tmp_path)
 
 
@@ -99,6 +99,7 @@ def test_floats_refuses(floats, tmp_path):
         frame.write_bytes(content)
         assert floats("decode", frame, back)
         assert list(tmp_path.iterdir()) == [frame]
+    assert floats("decode", frame, back) == "floats: the frame is larger than we take\n"
     back.write_text("precious")
     assert floats("decode", frame, back)
     assert back.read_text() == "precious"
