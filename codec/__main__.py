@@ -103,8 +103,8 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--json", action="store_true", help="print JSON")
     p.set_defaults(run=run_advise)
     args = parser.parse_args(argv)
-    if args.run is run_told and not args.told:
-        parser.error("nothing to do: see --help")
+    if (args.run is run_told) != bool(args.told):
+        parser.error("a command is needed, or flags are: see --help")
     try:
         args.run(args)
     except CodecError as e:

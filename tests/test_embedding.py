@@ -126,6 +126,7 @@ def test_flags(tmp_path, monkeypatch, capsys):
     assert shlex.split(capsys.readouterr().out) == expected
     assert cli.main(["--cmakedir", "--pkgconfigdir"]) == 0
     assert capsys.readouterr().out == f"{lib}/cmake/codec\n{lib}/pkgconfig\n"
-    with pytest.raises(SystemExit) as caught:
-        cli.main([])
-    assert caught.value.code == 2
+    for neither in ([], ["--libs", "advise", "x.npz", "--link", "1gbit"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(neither)
+        assert caught.value.code == 2

@@ -12,7 +12,8 @@ library=$2/libcodec
 
 describe() {
 	abidw --exported-interfaces-only --headers-dir "$include" --drop-private-types --no-show-locs \
-		--no-comp-dir-path --no-corpus-path --no-elf-needed --no-architecture "$library.so" | sed "s,path='.*/native/,path='native/," >"$1/codec.abi"
+		--no-comp-dir-path --no-corpus-path --no-elf-needed --no-architecture "$library.so" |
+		sed "s,path='.*/native/,path='native/," >"$1/codec.abi" # on every machine the same
 	nm -D --defined-only "$library.so" | awk '{ print $3 }' | sort >"$1/symbols.txt"
 	sed -nE 's/^(#define |\t)(CODEC_[A-Z0-9_]+) (= )?([0-9]+)u?\>.*/\2 \4/p' "$include"/codec/*.h >"$1/constants.txt"
 }

@@ -198,7 +198,7 @@ typedef struct codec_spec {
 	uint32_t model;         /**< LOSSLESS: CODEC_MODEL_* */
 	uint32_t variant;       /**< the rest: not LOSSLESS */
 	uint32_t options;       /**< CODEC_OPTION_* */
-	uint32_t bits;          /**< QUANTIZE: 0 for 4, else 1..8; TRUNCATE, LEVELS_FIXED: the level */
+	uint32_t bits;          /**< QUANTIZE: 0 for 4, else 1..8; TRUNCATE, LEVELS_FIXED: the level, 0..3 */
 	/** Values that share a scale. SIGN: 0 for all; FLOAT8: 0 for CODEC_ROW_LAST; QUANTIZE: 0 for 64. */
 	uint32_t row;
 	uint32_t seed; /**< of random draws */
