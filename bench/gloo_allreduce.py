@@ -6,7 +6,8 @@
 
 It is GComp's experiment (SoCC 2024, figure 10): the time of an all-reduce of real gradients, over that of
 gloo::allreduce of float32 in the same run. `make gloo` builds the program that is a rank (bench/gloo_allreduce.cc).
-Ranks are processes in network namespaces (bench/netns.py: Linux, root, iproute2); gradients are those of bench/allreduce.py.
+Ranks are processes in network namespaces (bench/netns.py: Linux, root, iproute2); gradients are those of
+bench/allreduce.py.
 
 sent        bytes of frames and values that a rank sends: the average of the ranks
 less        how much less that is than Gloo sends
