@@ -1,0 +1,265 @@
+/*
+ * ranks.h - functions run by real processes that are the ranks of a real Gloo context, and what befalls such processes.
+ *
+ * Processes are forked, which is safe only while the parent has one thread: a rank's device, and with it Gloo's thread,
+ * is made in the child.
+ */
+#pragma once
+
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/types.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <gloo/rendezvous/file_store.h>
+#include <gloo/transport/tcp/device.h>
+
+#include <codec/gloo.h>
+#include <codec/gloo/connect.h>
+
+/* Looks for leaks and ends the process if there are any; there is none without AddressSanitizer. */
+extern "C" void __lsan_do_leak_check(void) __attribute__((weak));
+
+namespace ranks
+{
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+/* What is expected does not hold. Thrown, not counted: a rank that goes on would leave the others waiting. */
+#define EXPECT(...)                                                                                                    \
+	((__VA_ARGS__) ? (void)0                                                                                       \
+		       : throw std::logic_error(std::string(__FILE__ ":") + std::to_string(__LINE__) + ": " #__VA_ARGS__))
+
+/* The error that work() throws, of just this class; with what is expected of it. */
+template <class E, class F> codec_status thrown(F &&work, const std::string &words = "")
+{
+	try {
+		work();
+	} catch (const codec::gloo::Error &e) {
+		if (typeid(e) != typeid(E) || std::string(e.what()).find(words) == std::string::npos)
+			throw std::logic_error(std::string(typeid(e).name()) + " was not expected: " + e.what());
+		return e.status();
+	}
+	throw std::logic_error(std::string("nothing was thrown, but expected: ") + typeid(E).name());
+}
+
+/* One of the processes, for itself. */
+struct Rank {
+	int rank, size;
+	std::string folder; /* of this team */
+
+	/* A context over loopback; contexts of one team have different names. */
+	std::shared_ptr<::gloo::Context> connect(milliseconds timeout = milliseconds(20000),
+						 const std::string &name = "first") const
+	{
+		::gloo::transport::tcp::attr attr;
+
+		attr.iface = "lo";
+		std::filesystem::create_directories(folder + "/" + name);
+		auto store = std::make_shared<::gloo::rendezvous::FileStore>(folder + "/" + name);
+		auto context =
+			codec::gloo::connect(rank, size, store, ::gloo::transport::tcp::CreateDevice(attr));
+		context->setTimeout(timeout);
+		return context;
+	}
+};
+
+using Function = std::function<std::string(Rank &)>;
+
+/* Processes that do the same function, each as another rank. */
+class Team
+{
+public:
+	/* Begin. All must have ended after `limit`. */
+	Team(int size, const Function &function, milliseconds limit = milliseconds(60000)) : end_(Clock::now() + limit)
+	{
+		char name[] = "/tmp/codec-ranks-XXXXXX";
+
+		if (!mkdtemp(name))
+			throw std::runtime_error("no folder can be made for the ranks");
+		folder_ = name;
+		for (int rank = 0; rank < size; rank++)
+			begin({rank, size, folder_}, function);
+	}
+
+	~Team()
+	{
+		for (Process &each : processes_) {
+			if (!each.ended) {
+				kill(each.pid, SIGKILL);
+				waitpid(each.pid, nullptr, 0);
+			}
+			close(each.pipe);
+		}
+		std::filesystem::remove_all(folder_);
+	}
+
+	Team(const Team &) = delete;
+	Team &operator=(const Team &) = delete;
+
+	/* One more process, which is a rank, too: it takes the place of one that is lost. */
+	void replace(int rank, const Function &function)
+	{
+		begin({rank, static_cast<int>(processes_.size()), folder_}, function);
+	}
+
+	/* What a process returned: in the order in which they were begun. An exception if it threw one, or died, or hangs.
+	 */
+	std::string result(size_t i)
+	{
+		Process &p = processes_[i];
+		const std::string who = "process " + std::to_string(i);
+
+		read(p);
+		if (!p.ended)
+			throw std::runtime_error(who + " hangs");
+		if (WIFSIGNALED(p.status))
+			throw std::runtime_error(who + " was ended by signal " + std::to_string(WTERMSIG(p.status)) +
+						 error_of(p));
+		if (WEXITSTATUS(p.status) || p.said.empty())
+			throw std::runtime_error(who + " ended with " + std::to_string(WEXITSTATUS(p.status)) +
+						 error_of(p));
+		if (p.said[0] != GOOD)
+			throw std::runtime_error(who + error_of(p));
+		return p.said.substr(1);
+	}
+
+	std::vector<std::string> results()
+	{
+		std::vector<std::string> found;
+
+		for (size_t i = 0; i < processes_.size(); i++)
+			found.push_back(result(i));
+		return found;
+	}
+
+	/* Whether a process was ended by a signal, for which this waits. */
+	bool ended_by(size_t i, int number)
+	{
+		Process &p = processes_[i];
+
+		read(p);
+		return p.ended && WIFSIGNALED(p.status) && WTERMSIG(p.status) == number;
+	}
+
+	/* Wait for a process to freeze, and have it go on. */
+	void thaw(size_t i)
+	{
+		int status;
+
+		if (waitpid(processes_[i].pid, &status, WUNTRACED) < 0 || !WIFSTOPPED(status))
+			throw std::runtime_error("process " + std::to_string(i) + " did not freeze");
+		kill(processes_[i].pid, SIGCONT);
+	}
+
+private:
+	static constexpr char GOOD = '+', BAD = '-';
+
+	struct Process {
+		pid_t pid;
+		int pipe;
+		std::string said;
+		int status = 0;
+		bool ended = false;
+	};
+
+	void begin(Rank as, const Function &function)
+	{
+		int ends[2];
+
+		if (pipe2(ends, O_CLOEXEC))
+			throw std::runtime_error("no pipe");
+		fflush(nullptr);
+		const pid_t pid = fork();
+		if (pid < 0)
+			throw std::runtime_error("no process");
+		if (!pid)
+			serve(as, function, ends[1]);
+		close(ends[1]);
+		processes_.push_back({pid, ends[0]});
+	}
+
+	/* The child's life. It ends without what others have registered for the end of the program. */
+	[[noreturn]] static void serve(Rank as, const Function &function, int pipe)
+	{
+		std::string said;
+
+		try {
+			said = GOOD + function(as);
+		} catch (const std::exception &e) {
+			said = BAD + std::string(e.what());
+		}
+		for (size_t i = 0; i < said.size();) {
+			const ssize_t n = write(pipe, said.data() + i, said.size() - i);
+
+			if (n < 0)
+				break;
+			i += static_cast<size_t>(n);
+		}
+		if (__lsan_do_leak_check && said[0] == GOOD)
+			__lsan_do_leak_check();
+		_exit(0);
+	}
+
+	/* All that a process says, and how it ends, if it does in time. */
+	void read(Process &p)
+	{
+		std::vector<char> room(1 << 20);
+
+		while (!p.ended) {
+			const auto left = std::chrono::duration_cast<milliseconds>(end_ - Clock::now()).count();
+			pollfd waiting{p.pipe, POLLIN, 0};
+
+			if (left <= 0 || poll(&waiting, 1, static_cast<int>(left)) <= 0)
+				return;
+			const ssize_t n = ::read(p.pipe, room.data(), room.size());
+			if (n > 0)
+				p.said.append(room.data(), static_cast<size_t>(n));
+			else
+				p.ended = waitpid(p.pid, &p.status, 0) == p.pid;
+		}
+	}
+
+	static std::string error_of(const Process &p)
+	{
+		return p.said.empty() ? "" : ": " + p.said.substr(1);
+	}
+
+	Clock::time_point end_;
+	std::string folder_;
+	std::vector<Process> processes_;
+};
+
+/* What each rank's function returns. */
+inline std::vector<std::string> run(int size, const Function &function)
+{
+	return Team(size, function).results();
+}
+
+/* The same, which must be the same on all ranks. */
+inline std::string run_alike(int size, const Function &function)
+{
+	const std::vector<std::string> all = run(size, function);
+
+	for (const std::string &each : all)
+		if (each != all[0])
+			throw std::runtime_error("ranks differ in what they return");
+	return all[0];
+}
+
+} // namespace ranks

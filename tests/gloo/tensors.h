@@ -1,0 +1,229 @@
+/* tensors.h - tensors and codecs for tests, and what an all-reduce must come to. */
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include <codec/gloo.h>
+
+namespace tensors
+{
+
+using codec::gloo::Op;
+using codec::gloo::spec_of;
+namespace detail = codec::gloo::detail;
+
+constexpr uint32_t DTYPES[] = {CODEC_FLOAT32, CODEC_BFLOAT16, CODEC_FLOAT16};
+constexpr Op OPS[] = {Op::mean, Op::sum, Op::max};
+
+/* splitmix64: random words of a seed. */
+class Random
+{
+public:
+	explicit Random(uint64_t seed) : state_(seed * 0x632BE59BD9B4E019 + 1)
+	{
+	}
+
+	uint64_t operator()()
+	{
+		uint64_t z = state_ += 0x9E3779B97F4A7C15;
+
+		z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
+		z = (z ^ z >> 27) * 0x94D049BB133111EB;
+		return z ^ z >> 31;
+	}
+
+	uint64_t below(uint64_t n)
+	{
+		return (*this)() % n;
+	}
+
+	/* Nearly normal. */
+	float normal()
+	{
+		const uint64_t u = (*this)();
+
+		return static_cast<float>((u & 0xffff) + (u >> 16 & 0xffff) + (u >> 32 & 0xffff) + (u >> 48)) / 37837 -
+		       3.4640f;
+	}
+
+private:
+	uint64_t state_;
+};
+
+/* Values of a dtype as they lie in memory. */
+struct Tensor {
+	uint32_t dtype;
+	std::vector<uint8_t> bytes;
+
+	Tensor(uint32_t d, const std::vector<float> &values) : dtype(d), bytes(values.size() * codec_dtype_nbytes(d))
+	{
+		detail::narrow(dtype, values.data(), values.size(), bytes.data());
+	}
+
+	size_t n() const
+	{
+		return bytes.size() / codec_dtype_nbytes(dtype);
+	}
+
+	void *data()
+	{
+		return bytes.data();
+	}
+
+	std::vector<float> floats() const
+	{
+		std::vector<float> found(n());
+
+		detail::widen(dtype, bytes.data(), n(), found.data());
+		return found;
+	}
+
+	std::string str() const
+	{
+		return {bytes.begin(), bytes.end()};
+	}
+
+	bool operator==(const Tensor &other) const
+	{
+		return dtype == other.dtype && bytes == other.bytes;
+	}
+};
+
+/* A rank's gradient: sizes of values differ from place to place, as they do in layers. */
+inline std::vector<float> values(int rank, size_t n, uint64_t seed = 0)
+{
+	Random random(seed * 100 + static_cast<uint64_t>(rank) + 1), places(seed + 7);
+	std::vector<float> found(n);
+	float scale = 1;
+
+	for (size_t i = 0; i < n; i++) {
+		if (i % 37 == 0)
+			scale = std::ldexp(1.0f, -static_cast<int>(places.below(9)));
+		found[i] = random.normal() * scale;
+	}
+	return found;
+}
+
+inline Tensor tensor(int rank, uint32_t dtype, size_t n, uint64_t seed = 0)
+{
+	return {dtype, values(rank, n, seed)};
+}
+
+/* Summed in float32 in the order of ranks, and rounded once. */
+inline Tensor in_order(int size, uint32_t dtype, size_t n, Op op, uint64_t seed = 0)
+{
+	std::vector<float> total = tensor(0, dtype, n, seed).floats();
+
+	for (int rank = 1; rank < size; rank++) {
+		const std::vector<float> next = tensor(rank, dtype, n, seed).floats();
+
+		for (size_t i = 0; i < n; i++)
+			total[i] = op == Op::max ? std::max(total[i], next[i]) : total[i] + next[i];
+	}
+	for (float &x : total)
+		x = op == Op::mean ? x / static_cast<float>(size) : x;
+	return {dtype, total};
+}
+
+/* How far one is from the other, relative to it. */
+inline double error(const Tensor &found, const Tensor &want)
+{
+	const std::vector<float> x = found.floats(), y = want.floats();
+	double lost = 0, all = 0;
+
+	for (size_t i = 0; i < x.size(); i++) {
+		lost += (double(x[i]) - y[i]) * (double(x[i]) - y[i]);
+		all += double(y[i]) * y[i];
+	}
+	return std::sqrt(lost) / (all > 0 ? std::sqrt(all) : 1);
+}
+
+/* A codec, and how much it may lose of values that are encoded once. */
+struct Case {
+	std::string name;
+	codec_spec spec;
+	double limit;
+};
+
+inline Case made(const std::string &name, uint32_t codec, double limit, const std::function<void(codec_spec &)> &set)
+{
+	codec_spec spec = spec_of(codec);
+
+	set(spec);
+	return {name, spec, limit};
+}
+
+/* Every codec, and its ways to write; but for metrics, which need state. */
+inline std::vector<Case> codecs()
+{
+	std::vector<Case> found;
+	const auto add = [&](const std::string &name, uint32_t codec, double limit,
+			     const std::function<void(codec_spec &)> &set) {
+		found.push_back(made(name, codec, limit, set));
+	};
+
+	add("lossless", CODEC_LOSSLESS, 0, [](codec_spec &) {});
+	add("lossless, flat", CODEC_LOSSLESS, 0, [](codec_spec &s) { s.model = CODEC_MODEL_FLAT, s.cap = 5; });
+	for (uint32_t level = 0; level < 4; level++)
+		add("truncate " + std::to_string(level), CODEC_TRUNCATE, level == 3 ? 0.3 : 0.02, [&](codec_spec &s) {
+			s.variant = CODEC_LEVELS_FIXED, s.bits = level;
+			s.options = level == 1 ? CODEC_OPTION_CUT : 0;
+		});
+	add("float8", CODEC_FLOAT8, 0.06, [](codec_spec &) {});
+	add("float8, rows", CODEC_FLOAT8, 0.06, [](codec_spec &s) { s.row = 128; });
+	add("float8, last", CODEC_FLOAT8, 0.06, [](codec_spec &s) { s.row = CODEC_ROW_LAST; });
+	add("float8, e5m2", CODEC_FLOAT8, 0.2, [](codec_spec &s) {
+		s.variant = CODEC_E5M2, s.row = 100, s.options = CODEC_OPTION_STOCHASTIC;
+	});
+	add("float8, entropy", CODEC_FLOAT8, 0.06, [](codec_spec &s) { s.options = CODEC_OPTION_ENTROPY; });
+	add("float4, nvfp4", CODEC_FLOAT4, 0.3, [](codec_spec &) {});
+	add("float4, mxfp4", CODEC_FLOAT4, 0.5, [](codec_spec &s) {
+		s.variant = CODEC_FLOAT4_MXFP4, s.options = CODEC_OPTION_STOCHASTIC;
+	});
+	for (uint32_t bits : {1u, 2u, 3u, 5u, 8u})
+		add("quantize " + std::to_string(bits), CODEC_QUANTIZE, 3.0 / (1 << bits), [&](codec_spec &s) {
+			s.bits = bits, s.row = 40 * bits, s.variant = bits == 3 ? CODEC_LEVELS_ODD : CODEC_LEVELS_EVEN;
+			s.options = bits % 2 ? CODEC_OPTION_STOCHASTIC : 0;
+		});
+	add("sign", CODEC_SIGN, 1.2, [](codec_spec &) {});
+	add("sign, rows", CODEC_SIGN, 1.2, [](codec_spec &s) { s.variant = CODEC_SIGN_L2, s.row = 64; });
+	add("sign, two means", CODEC_SIGN, 1.2, [](codec_spec &s) {
+		s.variant = CODEC_SIGN_TWO_MEAN, s.row = CODEC_ROW_LAST;
+	});
+	add("ternary", CODEC_TERNARY, 9, [](codec_spec &) {});
+	add("ternary, base 3", CODEC_TERNARY, 9, [](codec_spec &s) {
+		s.variant = CODEC_TERNARY_BASE3, s.seed = 5;
+	});
+	add("ternary, entropy", CODEC_TERNARY, 9, [](codec_spec &s) {
+		s.variant = CODEC_TERNARY_ENTROPY, s.clip = 2.5f;
+	});
+	return found;
+}
+
+inline codec_segment segment(uint64_t offset, const std::vector<uint64_t> &shape)
+{
+	codec_segment found{};
+
+	found.offset = offset;
+	found.rank = static_cast<uint32_t>(shape.size());
+	std::copy(shape.begin(), shape.end(), found.shape);
+	return found;
+}
+
+/* Parameters one after the other; how many values they have. */
+inline uint64_t laid_out(const std::vector<std::vector<uint64_t>> &shapes, std::vector<codec_segment> &segments)
+{
+	uint64_t n = 0;
+
+	for (const auto &shape : shapes) {
+		segments.push_back(segment(n, shape));
+		n += detail::values_of(segments.back());
+	}
+	return n;
+}
+
+} // namespace tensors

@@ -1,0 +1,366 @@
+/* test_words.cc - what needs no ranks: halves, where tensors are cut, whether frames pay, how contexts are connected. */
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <numeric>
+
+#include <codec/gloo.h>
+#include <codec/gloo/connect.h>
+
+#include "tensors.h"
+
+using namespace codec::gloo::detail;
+using tensors::laid_out;
+using tensors::segment;
+
+namespace
+{
+
+/* What a half stands for, from its definition: so many bits of exponent and mantissa. */
+double value_of(uint16_t h, int exponent_bits, int mantissa_bits)
+{
+	const int most = (1 << exponent_bits) - 1, bias = most >> 1;
+	const int exponent = h >> mantissa_bits & most, mantissa = h & ((1 << mantissa_bits) - 1);
+	const double sign = h >> 15 ? -1 : 1;
+
+	if (exponent == most)
+		return mantissa ? NAN : sign * INFINITY;
+	if (!exponent)
+		return sign * std::ldexp(mantissa, 1 - bias - mantissa_bits);
+	return sign * std::ldexp((1 << mantissa_bits) + mantissa, exponent - bias - mantissa_bits);
+}
+
+/* The nearest half of x >= 0, ties to even, by distances in double precision, in which those of float32 are exact. */
+uint16_t nearest(double x, int exponent_bits, int mantissa_bits)
+{
+	const uint16_t infinite = static_cast<uint16_t>(((1 << exponent_bits) - 1) << mantissa_bits);
+	uint16_t low = 0, high = infinite; /* low <= x < high */
+
+	if (std::isinf(x))
+		return infinite;
+	while (high - low > 1) {
+		const uint16_t middle = static_cast<uint16_t>((low + high) / 2);
+
+		(value_of(middle, exponent_bits, mantissa_bits) <= x ? low : high) = middle;
+	}
+	/* beyond the largest number one more step of the same width is Inf */
+	const double below = value_of(low, exponent_bits, mantissa_bits);
+	const double above = high == infinite ? 2 * below - value_of(static_cast<uint16_t>(low - 1), exponent_bits,
+								      mantissa_bits)
+					      : value_of(high, exponent_bits, mantissa_bits);
+	if (x - below == above - x)
+		return low & 1 ? high : low;
+	return x - below < above - x ? low : high;
+}
+
+struct Half {
+	uint16_t (*narrow)(float);
+	float (*widen)(uint16_t);
+	int exponent_bits, mantissa_bits;
+};
+
+constexpr Half HALVES[] = {{to_bfloat16, from_bfloat16, 8, 7}, {to_float16, from_float16, 5, 10}};
+
+bool as_nearest(const Half &half, float x)
+{
+	const uint16_t sign = std::signbit(x) ? 0x8000 : 0, found = half.narrow(x);
+
+	if (std::isnan(x))
+		return std::isnan(half.widen(found)) && (found & 0x8000) == (half.mantissa_bits == 7 ? 0 : sign);
+	return found == (sign | nearest(std::fabs(double(x)), half.exponent_bits, half.mantissa_bits));
+}
+
+} // namespace
+
+TEST_CASE("Every half widens to the number it stands for, and narrows to itself")
+{
+	for (const Half &half : HALVES) {
+		for (uint32_t h = 0; h < 65536; h++) {
+			const float x = half.widen(static_cast<uint16_t>(h));
+			const double want = value_of(static_cast<uint16_t>(h), half.exponent_bits, half.mantissa_bits);
+
+			if (std::isnan(want)) {
+				REQUIRE(std::isnan(x));
+				REQUIRE(std::isnan(half.widen(half.narrow(x))));
+			} else {
+				REQUIRE(x == want);
+				REQUIRE(std::signbit(x) == (h >> 15));
+				REQUIRE(half.narrow(x) == h);
+			}
+		}
+	}
+}
+
+TEST_CASE("Floats narrow to the nearest half, ties to even, also subnormals and overflow")
+{
+	tensors::Random random(1);
+
+	for (const Half &half : HALVES) {
+		/* each half, the middle to the next one, and the floats beside both */
+		for (uint32_t h = 0; h < 65536; h++) {
+			const uint16_t next = static_cast<uint16_t>(h + 1);
+			const float x = half.widen(static_cast<uint16_t>(h)), y = half.widen(next);
+			const uint32_t middle = half.mantissa_bits == 7 ? bits_of(x) + 0x8000
+									: bits_of(static_cast<float>((double(x) + y) / 2));
+
+			for (uint32_t u : {bits_of(x), middle})
+				for (int d = -1; d <= 1; d++)
+					REQUIRE(as_nearest(half, float_of(u + static_cast<uint32_t>(d))));
+		}
+		for (int i = 0; i < 200000; i++)
+			REQUIRE(as_nearest(half, float_of(static_cast<uint32_t>(random()))));
+		/* the last that is a number, the tie beside it, what is more */
+		for (float x : {65504.0f, 65519.996f, 65520.0f, 65536.0f, 3.3895314e38f, 3.4e38f, INFINITY, 1e-45f, 0.0f})
+			for (float sign : {1.0f, -1.0f})
+				REQUIRE(as_nearest(half, sign * x));
+	}
+}
+
+namespace
+{
+
+/* Pieces of all ranks follow each other and cover all; what has a shape in them lies where it did, in whole rows. */
+void check_cut(uint64_t n, int size, uint32_t itemsize, const Segments &segments)
+{
+	const std::vector<Slice> slices = cut(n, size, itemsize, segments);
+	uint64_t at = 0;
+
+	REQUIRE(slices.size() == static_cast<size_t>(size));
+	for (const Slice &slice : slices) {
+		REQUIRE(slice.size() == slices[0].size());
+		for (const Piece &piece : slice) {
+			REQUIRE(piece.begin == at);
+			REQUIRE(piece.end >= at);
+			at = piece.end;
+			check_segments(piece.segments, piece.n());
+			for (const codec_segment &part : piece.segments) {
+				uint64_t offset = piece.begin + part.offset;
+				const codec_segment *whole = nullptr;
+
+				for (const codec_segment &s : segments)
+					if (s.offset <= offset && offset < s.offset + values_of(s))
+						whole = &s;
+				REQUIRE(whole);
+				REQUIRE(part.rank == whole->rank);
+				REQUIRE(values_of(part, 1) == values_of(*whole, 1));
+				REQUIRE((offset - whole->offset) % values_of(*whole, 1) == 0);
+				REQUIRE(values_of(part) > 0);
+			}
+		}
+	}
+	REQUIRE(at == n);
+}
+
+} // namespace
+
+TEST_CASE("Slices cover a tensor in the order of ranks and keep short rows whole")
+{
+	const std::vector<std::vector<std::vector<uint64_t>>> layouts = {
+		{},
+		{{64, 100}, {64}, {128, 64, 3, 3}, {1000}, {3000, 1100}, {2, 500000}, {}},
+		{{0, 5}, {7}, {}, {}, {3, 0, 2}, {1, 1, 1}, {100000, 1}, {5, 70000}},
+		{{33, 65536}, {3, 65537}},
+		{{1, 300000}, {}, {0}, {300000, 2}},
+	};
+
+	for (const auto &shapes : layouts) {
+		for (uint64_t before : {0, 1, 5000}) { /* values without a shape on both sides */
+			Segments segments;
+			uint64_t n = laid_out(shapes, segments) + before + before / 2;
+
+			for (codec_segment &s : segments)
+				s.offset += before;
+			check_segments(segments, n);
+			for (int size : {1, 2, 3, 4, 7, 64})
+				for (uint32_t itemsize : {2u, 4u})
+					check_cut(n, size, itemsize, segments);
+		}
+	}
+	for (uint64_t n : {0, 1, 2, 3, 997, 1023, 1024, 1025, 3071, 3072, 3073, 1 << 22, (1 << 24) + 1})
+		for (int size : {1, 2, 3, 4, 5, 16})
+			check_cut(n, size, 4, {});
+}
+
+TEST_CASE("Even slices have one size and cover each rank's part")
+{
+	for (int size : {1, 2, 3, 5}) {
+		for (uint64_t each : {0, 1, 1000, 5000001}) {
+			const std::vector<Slice> slices = cut_evenly(each * size, size, 4);
+			uint64_t at = 0;
+
+			for (int r = 0; r < size; r++) {
+				REQUIRE(slices[r].front().begin == r * each);
+				REQUIRE(slices[r].back().end == (r + 1) * each);
+				for (const Piece &piece : slices[r]) {
+					REQUIRE(piece.begin == at);
+					at = piece.end;
+				}
+			}
+			REQUIRE(at == each * size);
+		}
+	}
+}
+
+TEST_CASE("A share is what integers without a limit would give")
+{
+	for (uint64_t n : {uint64_t(0), uint64_t(7), uint64_t(1) << 40, ~uint64_t(0)})
+		for (uint64_t m : {1, 3, 64, 1000})
+			for (uint64_t i : {uint64_t(0), uint64_t(1), m / 2, m})
+				REQUIRE(share(n, i, m) ==
+					static_cast<uint64_t>(static_cast<unsigned __int128>(n) * i / m));
+}
+
+TEST_CASE("Segments that overlap, descend, end outside or are no shapes are refused")
+{
+	const uint64_t huge = uint64_t(1) << 40;
+	codec_segment reserved = segment(0, {2}), deep = segment(0, {});
+
+	reserved.reserved = 1;
+	deep.rank = CODEC_MAX_RANK + 1;
+	for (const Segments &good :
+	     {Segments{}, {segment(0, {10})}, {segment(10, {0})}, {segment(0, {})}, {segment(9, {})},
+	      {segment(0, {2, 3}), segment(6, {0, huge}), segment(6, {4})}, {segment(5, {huge, huge, 0, huge})}})
+		CHECK_NOTHROW(check_segments(good, 10));
+	for (const Segments &bad :
+	     {Segments{segment(0, {11})}, {segment(1, {10})}, {segment(10, {})}, {segment(11, {0})}, {reserved}, {deep},
+	      {segment(0, {2}), segment(1, {2})}, {segment(4, {2}), segment(0, {2})}, {segment(0, {huge, huge})},
+	      {segment(0, {uint64_t(1) << 32, uint64_t(1) << 32})}, {segment(0, {5}), segment(4, {0})}})
+		CHECK_THROWS_AS(check_segments(bad, 10), codec::gloo::SpecError);
+}
+
+namespace
+{
+
+/* What is chosen for n collectives that take so long: whether values travel, as two ranks see it. */
+std::vector<bool> chosen(uint64_t frames, uint64_t values, double load, int n)
+{
+	Choice here, there;
+	std::vector<Choice::Report> reports(2);
+	std::vector<bool> found;
+
+	for (int i = 0; i < n; i++) {
+		const bool mine = here.as_they_are(reports);
+
+		REQUIRE(mine == there.as_they_are({reports[1], reports[0]}));
+		found.push_back(mine);
+		const uint64_t wall = (mine ? values : frames) * (i % 200 ? 1 : 5);
+		reports = {{wall, static_cast<uint64_t>(static_cast<double>(wall) * load)}, {wall / 2, 0}};
+	}
+	return found;
+}
+
+int counted(const std::vector<bool> &x, int begin, int end)
+{
+	return static_cast<int>(std::count(x.begin() + begin, x.begin() + end, true));
+}
+
+} // namespace
+
+TEST_CASE("Frames at first; values where ranks are busy and they turned out faster; on a slow link never")
+{
+	CHECK(counted(chosen(1000, 25000, 0.05, 500), 0, 500) == 0);
+
+	const std::vector<bool> fast = chosen(1000, 500, 0.8, 450);
+	CHECK(counted(fast, 0, 3) == 0);
+	CHECK(counted(fast, 3, 200) == 197);
+	CHECK(counted(fast, 200, 203) == 0); /* looked at again */
+	CHECK(counted(fast, 206, 400) == 194);
+
+	const std::vector<bool> near = chosen(1000, 1500, 0.8, 100);
+	CHECK(counted(near, 3, 6) == 3);
+	CHECK(counted(near, 6, 100) == 0);
+}
+
+TEST_CASE("What a collective took is reported with the next one")
+{
+	Choice choice;
+	timespec begin, now;
+
+	CHECK(choice.report().wall == 0);
+	{
+		Choice::Timer timer(choice);
+
+		clock_gettime(CLOCK_THREAD_CPUTIME_ID, &begin);
+		do
+			clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+		while ((now.tv_sec - begin.tv_sec) * 1000000000 + now.tv_nsec - begin.tv_nsec < 3000000);
+		timespec pause{0, 20000000};
+		nanosleep(&pause, nullptr);
+	}
+	CHECK(choice.report().busy >= 3000);
+	CHECK(choice.report().wall >= choice.report().busy + 19000);
+}
+
+namespace
+{
+
+/* Contexts with the signatures that Gloo has had. */
+struct Old {
+	Old(int r, int s) : rank(r), size(s)
+	{
+	}
+
+	int rank, size;
+	const ::gloo::rendezvous::Store *store = nullptr;
+	::gloo::transport::Device *device = nullptr;
+
+	void connectFullMesh(::gloo::rendezvous::Store &s, std::shared_ptr<::gloo::transport::Device> &d)
+	{
+		store = &s;
+		device = d.get();
+	}
+};
+
+struct Current {
+	Current(int r, int s) : rank(r), size(s)
+	{
+	}
+
+	int rank, size;
+	std::shared_ptr<::gloo::rendezvous::Store> store;
+	::gloo::transport::Device *device = nullptr;
+
+	void connectFullMesh(std::shared_ptr<::gloo::rendezvous::Store> s, std::shared_ptr<::gloo::transport::Device> &d)
+	{
+		store = std::move(s);
+		device = d.get();
+	}
+};
+
+struct NoStore : ::gloo::rendezvous::Store {
+	void set(const std::string &, const std::vector<char> &) override
+	{
+	}
+
+	std::vector<char> get(const std::string &) override
+	{
+		return {};
+	}
+
+	void wait(const std::vector<std::string> &) override
+	{
+	}
+
+	void wait(const std::vector<std::string> &, const std::chrono::milliseconds &) override
+	{
+	}
+};
+
+} // namespace
+
+TEST_CASE("Contexts are connected whether Gloo takes a reference to the store or a shared pointer")
+{
+	auto store = std::make_shared<NoStore>();
+	/* never looked into */
+	std::shared_ptr<::gloo::transport::Device> device(reinterpret_cast<::gloo::transport::Device *>(store.get()),
+							  [](void *) {});
+	auto old = codec::gloo::connect<Old>(1, 3, store, device);
+	auto current = codec::gloo::connect<Current>(2, 3, store, device);
+
+	CHECK(old->store == store.get());
+	CHECK(old->device == device.get());
+	CHECK(old->rank == 1);
+	CHECK(current->store == store);
+	CHECK(current->device == device.get());
+	CHECK(current->size == 3);
+}
