@@ -191,7 +191,7 @@ private:
 		if (!pid)
 			serve(as, function, ends[1]);
 		close(ends[1]);
-		processes_.push_back({pid, ends[0]});
+		processes_.push_back({pid, ends[0], {}, 0, false});
 	}
 
 	/* The child's life. It ends without what others have registered for the end of the program. */

@@ -1,0 +1,368 @@
+/* test_bits.cc - collectives between processes: the same bits on all ranks, and the values that they should be. */
+#include <doctest/doctest.h>
+
+#include <thread>
+
+#include <gloo/allreduce.h>
+
+#include "ranks.h"
+#include "tensors.h"
+
+using namespace codec::gloo;
+using namespace tensors;
+using ranks::Rank;
+
+namespace
+{
+
+constexpr Algorithm ALGORITHMS[] = {Algorithm::two_shot, Algorithm::all_gather, Algorithm::ring,
+				    Algorithm::raw,      Algorithm::automatic,  Algorithm::blocks};
+
+/* Parameters of odd shapes: of no dimension, empty, with rows of one value and long ones, a gap before the last. */
+uint64_t odd_shapes(std::vector<codec_segment> &segments)
+{
+	const uint64_t n = laid_out({{}, {64, 30}, {0, 7}, {5, 3, 3, 3}, {1}, {2, 2000}, {700, 1}}, segments);
+
+	segments.push_back(segment(n + 100, {3, 5}));
+	return n + 115 + 50;
+}
+
+/*
+ * Each codec by each algorithm, in all dtypes and operations once the three sizes of groups are taken together. What
+ * comes back is what this rank got.
+ */
+std::string each_codec(Rank &me)
+{
+	Group group(me.connect());
+	std::string found;
+	std::vector<codec_segment> segments;
+	const uint64_t shaped = odd_shapes(segments);
+	const std::vector<Case> cases = codecs();
+
+	for (size_t s = 0; s < cases.size(); s++) {
+		for (size_t a = 0; a < std::size(ALGORITHMS); a++) {
+			for (size_t round = 0; round < 3; round++) {
+				const Case &c = cases[s];
+				const uint32_t dtype = DTYPES[(s + a + me.size + round) % 3];
+				const bool blocks = ALGORITHMS[a] == Algorithm::blocks;
+				const uint64_t n = round % 2 || blocks ? 3001 + 1024 * round : shaped;
+				Tensor t = tensor(me.rank, dtype, n, s);
+				Options options;
+
+				if (blocks && !is_fixed_rate(c.spec))
+					continue;
+				options.op = OPS[(s + 2 * a + round) % 3];
+				options.algorithm = ALGORITHMS[a];
+				options.stream = 100 * s + a;
+				if (n == shaped)
+					options.segments = segments;
+				group.allreduce(t.data(), n, dtype, c.spec, options);
+				found += t.str();
+
+				const Tensor want = in_order(me.size, dtype, n, options.op, s);
+				const std::string which = c.name + ", algorithm " + std::to_string(a) + ", round " +
+							  std::to_string(round);
+				/* one rank alone has nobody to send values to, and sees what its frames say */
+				if ((options.algorithm == Algorithm::raw && me.size > 1) ||
+				    (!c.limit && options.algorithm != Algorithm::ring)) {
+					if (!(t == want))
+						throw std::logic_error(which + " is not the sum");
+					continue;
+				}
+				/* what is lost adds up where sums are encoded again and again */
+				const double lost = error(t, want), limit = c.limit * (1 + me.size) + 0.01;
+				if (!(lost <= limit))
+					throw std::logic_error(which + " loses " + std::to_string(lost));
+			}
+		}
+	}
+	return found;
+}
+
+} // namespace
+
+TEST_CASE("Every codec by every algorithm: replicas are identical, lossless is the sum in the order of ranks")
+{
+	for (int size : {1, 2, 3, 4})
+		ranks::run_alike(size, each_codec);
+}
+
+namespace
+{
+
+/* Sizes where slices, chunks and blocks begin and end. */
+std::string each_size(Rank &me)
+{
+	Group group(me.connect());
+	std::string found;
+
+	for (size_t n : {0, 1, 2, 3, 7, 997, 1023, 1024, 1025, 2047, 2048, 3073, 4096, 8191, 65537}) {
+		for (Algorithm algorithm : ALGORITHMS) {
+			for (uint32_t codec : {CODEC_LOSSLESS, CODEC_QUANTIZE}) {
+				const uint32_t dtype = DTYPES[n % 3];
+				Tensor t = tensor(me.rank, dtype, n, n);
+				Options options;
+
+				if (codec == CODEC_LOSSLESS && algorithm == Algorithm::blocks)
+					continue;
+				options.algorithm = algorithm;
+				group.allreduce(t.data(), n, dtype, spec_of(codec), options);
+				found += t.str();
+				EXPECT(error(t, in_order(me.size, dtype, n, Op::mean, n)) <= (codec == CODEC_QUANTIZE ? 0.5 : 0.01));
+			}
+		}
+	}
+	group.allreduce(nullptr, 0, CODEC_FLOAT32, spec_of(CODEC_LOSSLESS));
+	return found;
+}
+
+} // namespace
+
+TEST_CASE("Tensors of any size, also of none, one, primes, and around blocks")
+{
+	for (int size : {2, 3, 4})
+		ranks::run_alike(size, each_size);
+}
+
+namespace
+{
+
+/* 64 MiB: many chunks a slice, and messages that the kernel takes in parts. */
+std::string large(Rank &me)
+{
+	constexpr size_t N = 1 << 24;
+	Group group(me.connect());
+	std::string found;
+
+	for (uint32_t codec : {CODEC_LOSSLESS, CODEC_FLOAT8}) {
+		Tensor t = tensor(me.rank, CODEC_FLOAT32, N);
+		Options options;
+
+		options.algorithm = Algorithm::two_shot;
+		group.allreduce(t.data(), N, CODEC_FLOAT32, spec_of(codec), options);
+		const double lost = error(t, in_order(me.size, CODEC_FLOAT32, N, Op::mean));
+		EXPECT(codec == CODEC_LOSSLESS ? !lost : lost > 0 && lost < 0.05);
+		found += std::to_string(std::hash<std::string>()(t.str())) + " ";
+	}
+	return found;
+}
+
+} // namespace
+
+TEST_CASE("A tensor of 64 MiB")
+{
+	ranks::run_alike(3, large);
+}
+
+namespace
+{
+
+std::string others(Rank &me)
+{
+	auto context = me.connect();
+	Group group(context);
+	std::string found;
+
+	for (uint32_t dtype : DTYPES) {
+		for (size_t n : {0, 1, 1000, 5000}) {
+			for (Op op : OPS) {
+				const size_t all = n * me.size;
+				const Tensor x = tensor(me.rank, dtype, all), want = in_order(me.size, dtype, all, op);
+				Tensor out = tensor(9, dtype, n);
+				Options options;
+
+				options.op = op;
+				group.reduce_scatter(x.bytes.data(), out.data(), n, dtype, spec_of(CODEC_LOSSLESS), options);
+				EXPECT(!std::memcmp(out.data(), want.bytes.data() + me.rank * out.bytes.size(),
+						    out.bytes.size()));
+				group.reduce_scatter(x.bytes.data(), out.data(), n, dtype, spec_of(CODEC_FLOAT8), options);
+				EXPECT(x == tensor(me.rank, dtype, all));
+				reduce_scatter(context, x.bytes.data(), out.data(), n, dtype, spec_of(CODEC_FLOAT8), options, 5);
+				/* free functions are a group's first call */
+				Tensor again = tensor(9, dtype, n);
+				Group(context, 6).reduce_scatter(x.bytes.data(), again.data(), n, dtype, spec_of(CODEC_FLOAT8),
+								 options);
+				EXPECT(again == out);
+			}
+			const Tensor x = tensor(me.rank, dtype, n);
+			for (uint32_t codec : {CODEC_LOSSLESS, CODEC_TERNARY}) {
+				Tensor out = tensor(9, dtype, n * me.size);
+
+				group.allgather(x.bytes.data(), out.data(), n, dtype, spec_of(codec));
+				found += out.str();
+				for (int rank = 0; codec == CODEC_LOSSLESS && rank < me.size; rank++)
+					EXPECT(!std::memcmp(out.bytes.data() + rank * x.bytes.size(),
+							    tensor(rank, dtype, n).bytes.data(), x.bytes.size()));
+				Tensor free = tensor(9, dtype, n * me.size);
+				allgather(context, x.bytes.data(), free.data(), n, dtype, spec_of(codec), {}, 7);
+				EXPECT(free == out);
+			}
+			/* a part of the tensor may be the output, as with torch */
+			Tensor both = tensor(me.rank, dtype, n * me.size);
+			group.reduce_scatter(both.data(), both.bytes.data() + me.rank * x.bytes.size(), n, dtype,
+					     spec_of(CODEC_LOSSLESS));
+			EXPECT(!std::memcmp(both.bytes.data() + me.rank * x.bytes.size(),
+					    in_order(me.size, dtype, n * me.size, Op::mean).bytes.data() +
+						    me.rank * x.bytes.size(),
+					    x.bytes.size()));
+		}
+	}
+	return found;
+}
+
+} // namespace
+
+TEST_CASE("Reduce-scatter gives each rank its part of the sum, all-gather what each rank's frames say")
+{
+	for (int size : {1, 2, 3})
+		ranks::run_alike(size, others);
+}
+
+namespace
+{
+
+std::string apart(Rank &me)
+{
+	constexpr size_t N = 20000;
+	auto context = me.connect();
+	Group group(context);
+
+	for (uint32_t dtype : DTYPES) {
+		for (Algorithm algorithm : ALGORITHMS) {
+			const Tensor x = tensor(me.rank, dtype, N);
+			Tensor in_place = x, source = x, out = tensor(50, dtype, N), free = x;
+			Options options;
+
+			if (algorithm == Algorithm::automatic)
+				continue; /* it may choose another one the next time */
+			options.algorithm = algorithm;
+			group.allreduce(in_place.data(), N, dtype, spec_of(CODEC_FLOAT8), options);
+			options.out = out.data();
+			group.allreduce(source.data(), N, dtype, spec_of(CODEC_FLOAT8), options);
+			EXPECT(source == x);
+			EXPECT(out == in_place);
+			options.out = nullptr;
+			allreduce(context, free.data(), N, dtype, spec_of(CODEC_FLOAT8), options, 3);
+			EXPECT(free == in_place);
+		}
+	}
+	return "";
+}
+
+} // namespace
+
+TEST_CASE("Out of place and by the free function: the same bits, and the tensor stays as it is")
+{
+	ranks::run(3, apart);
+}
+
+namespace
+{
+
+/* Gloo's own all-reduce of as many ones as there are ranks. */
+void stock(const std::shared_ptr<::gloo::Context> &context, uint32_t tag)
+{
+	std::vector<float> ones(1000, 1);
+	::gloo::AllreduceOptions options(context);
+
+	options.setOutput(ones.data(), ones.size());
+	options.setTag(tag);
+	options.setReduceFunction([](void *out, const void *a, const void *b, size_t n) {
+		for (size_t i = 0; i < n; i++)
+			static_cast<float *>(out)[i] = static_cast<const float *>(a)[i] + static_cast<const float *>(b)[i];
+	});
+	::gloo::allreduce(options);
+	EXPECT(ones == std::vector<float>(1000, static_cast<float>(context->size)));
+}
+
+/* Collectives of one thread; each rank waits at other moments. */
+void hammer(const std::shared_ptr<::gloo::Context> &context, uint32_t tag, int calls)
+{
+	Group group(context, tag);
+	Random random(tag * 10 + context->rank);
+
+	for (int i = 0; i < calls; i++) {
+		const size_t n = 1000 + 977 * static_cast<size_t>(i % 40);
+		Tensor t = tensor(context->rank, CODEC_FLOAT32, n, tag + i);
+		Options options;
+
+		options.algorithm = ALGORITHMS[i % 5];
+		if (random.below(4) == 0)
+			std::this_thread::sleep_for(std::chrono::microseconds(random.below(300)));
+		group.allreduce(t.data(), n, CODEC_FLOAT32, spec_of(CODEC_LOSSLESS), options);
+		EXPECT(error(t, in_order(context->size, CODEC_FLOAT32, n, Op::mean, tag + i)) < 1e-6);
+		if (i % 10 == 0)
+			stock(context, 100 + tag);
+	}
+}
+
+std::string threads(Rank &me)
+{
+	auto context = me.connect();
+	std::exception_ptr error;
+	std::thread other([&] {
+		try {
+			hammer(context, 1, 60);
+		} catch (...) {
+			error = std::current_exception();
+		}
+	});
+
+	try {
+		hammer(context, 2, 60);
+	} catch (...) {
+		other.join();
+		throw;
+	}
+	other.join();
+	if (error)
+		std::rethrow_exception(error);
+	return "";
+}
+
+} // namespace
+
+TEST_CASE("Groups of different tags in two threads over one context, and Gloo's own collectives between them")
+{
+	ranks::run(3, threads);
+}
+
+namespace
+{
+
+std::string over_and_over(Rank &me)
+{
+	constexpr size_t N = 50000;
+	Group group(me.connect());
+	const Tensor want = in_order(me.size, CODEC_FLOAT32, N, Op::mean);
+	std::vector<uint64_t> sent;
+
+	for (int i = 0; i < 30; i++) {
+		Tensor t = tensor(me.rank, CODEC_FLOAT32, N);
+		const uint64_t before = group.sent_nbytes();
+
+		group.allreduce(t.data(), N, CODEC_FLOAT32, spec_of(CODEC_LOSSLESS));
+		EXPECT(t == want);
+		sent.push_back(group.sent_nbytes() - before);
+	}
+	/* frames at first, and in the trial of values just what values take, if there was one */
+	const uint64_t frames = sent[0], values = 2 * (me.size - 1) * N * 4 / me.size;
+	EXPECT(frames < values);
+	std::string kinds;
+	for (uint64_t nbytes : sent) {
+		const bool raw = nbytes != frames;
+
+		EXPECT(!raw || (nbytes > values - 10000 && nbytes < values + 10000));
+		kinds += raw ? 'v' : 'f';
+	}
+	return kinds;
+}
+
+} // namespace
+
+TEST_CASE("Ranks choose alike between frames and values, and the bits are the same either way")
+{
+	const std::string kinds = ranks::run_alike(3, over_and_over);
+
+	CHECK(kinds.substr(0, 3) == "fff");
+}
