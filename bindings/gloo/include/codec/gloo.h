@@ -302,20 +302,21 @@ private:
 	void run(Kind kind, Prepare &&prepare, Reduce &&reduce, void *values, size_t n, const Options &options)
 	{
 		std::optional<detail::Reduction> r;
+		std::optional<Keep> keep;
 		std::exception_ptr error;
 		uint64_t signature = 0;
 
 		channel_.timeout = options.timeout.count() > 0 ? options.timeout : channel_.context()->getTimeout();
 		try {
 			r.emplace(prepare());
-			signature = signature_of(*r, kind, chosen(options, *r));
-		} catch (const Error &) {
+			signature = signature_of(*r, kind, options.algorithm, chosen(options, *r));
+			keep.emplace(work_.residuals, options, *r, channel_);
+		} catch (const std::exception &) { /* an Error, or no memory */
 			error = std::current_exception();
 		}
 		detail::Choice unused, &choice = error ? unused : choices_[signature];
 		const std::vector<detail::Choice::Report> reports = agree(signature, choice.report(), error);
 		const bool as_they_are = choice.as_they_are(reports) && options.algorithm == Algorithm::automatic;
-		Keep keep(work_.residuals, options, *r, channel_);
 
 		{
 			detail::Choice::Timer timer(choice);
@@ -327,7 +328,7 @@ private:
 			}
 		}
 		conclude(error);
-		keep.as_it_is();
+		keep->as_it_is();
 		if (n)
 			std::memcpy(values, r->result, n * r->itemsize);
 	}
@@ -431,7 +432,7 @@ private:
 	}
 
 	/* What must be the same on all ranks, as a number. */
-	static uint64_t signature_of(const detail::Reduction &r, Kind kind, Algorithm algorithm)
+	static uint64_t signature_of(const detail::Reduction &r, Kind kind, Algorithm asked, Algorithm algorithm)
 	{
 		uint64_t hash = 0xcbf29ce484222325; /* FNV-1a */
 		const auto mix = [&](const auto &word) {
@@ -455,6 +456,7 @@ private:
 		mix(r.dtype);
 		mix(r.n);
 		mix(r.op);
+		mix(asked); /* what is automatic may come to be another one */
 		mix(algorithm);
 		mix(uint64_t(r.metric != nullptr));
 		mix(r.codebook ? r.codebook->id : 0);

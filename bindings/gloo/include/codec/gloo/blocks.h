@@ -157,6 +157,15 @@ private:
 		std::memset(element + written, 0, element_nbytes_ - written);
 	}
 
+	/* Throw PeerError if a rank had nothing to put there: it knows why. No frame begins so. */
+	static void check_there(const uint8_t *element)
+	{
+		const uint8_t nothing[4] = {};
+
+		if (!std::memcmp(element, nothing, sizeof nothing))
+			throw PeerError("a rank has given up");
+	}
+
 	/* A frame to n values; how many they are says its header. */
 	void get(const uint8_t *element, uint64_t n, uint32_t dtype, void *values, uint32_t into, float divisor)
 	{
@@ -164,6 +173,7 @@ private:
 		codec_fault fault{};
 		auto with = detail::blank<codec_context>();
 
+		check_there(element);
 		with.flags = CODEC_ALLOW_SLACK;
 		with.into = into;
 		with.weight = 1;
@@ -181,6 +191,7 @@ private:
 		try {
 			if (error_)
 				std::rethrow_exception(error_);
+			check_there(a);
 			detail::check(codec_inspect(a, element_nbytes_, &info), &info.fault);
 			if (info.spec.codec != spec_.codec || info.dtype != dtype_ || info.rank != 1 || info.n > block_)
 				throw FrameError(CODEC_SHAPE_MISMATCH, "an element came that is not of this tensor");
