@@ -1,0 +1,361 @@
+/* test_errors.cc - what is wrong on one rank is an error on all; nothing changes, and the next collective works. */
+#include <doctest/doctest.h>
+
+#include <cmath>
+
+#include "ranks.h"
+#include "tensors.h"
+
+using namespace codec::gloo;
+using namespace tensors;
+using ranks::Rank;
+using ranks::thrown;
+
+namespace
+{
+
+constexpr int WRONG = 1; /* the rank that is */
+constexpr size_t N = 40000;
+constexpr Algorithm ALGORITHMS[] = {Algorithm::two_shot, Algorithm::all_gather, Algorithm::ring, Algorithm::raw,
+				    Algorithm::blocks};
+
+/* A collective's arguments, for one rank to have others. */
+struct Call {
+	Tensor x, out;
+	std::vector<float> residual, sums;
+	void *data;
+	size_t n = N;
+	uint32_t dtype;
+	codec_spec spec = spec_of(CODEC_QUANTIZE);
+	Options options;
+
+	Call(int rank, uint32_t d)
+	    : x(tensor(rank, d, N)), out(tensor(9, d, N)), residual(values(rank, N, 3)), sums(values(rank, N, 4)),
+	      data(x.data()), dtype(d)
+	{
+		options.algorithm = Algorithm::two_shot;
+		options.residual = residual.data();
+		options.sums_residual = sums.data();
+	}
+
+	void run(Group &group)
+	{
+		group.allreduce(data, n, dtype, spec, options);
+	}
+};
+
+/* All is as it was, and the group works. */
+void check_unharmed(Group &group, const Rank &me, const Call &call)
+{
+	EXPECT(call.x == tensor(me.rank, call.x.dtype, N));
+	EXPECT(call.residual == values(me.rank, N, 3));
+	EXPECT(call.sums == values(me.rank, N, 4));
+	Tensor t = tensor(me.rank, CODEC_FLOAT32, 300);
+	group.allreduce(t.data(), 300, CODEC_FLOAT32, spec_of(CODEC_LOSSLESS));
+	EXPECT(t == in_order(me.size, CODEC_FLOAT32, 300, Op::mean));
+	EXPECT(!group.closed());
+}
+
+struct Mistake {
+	codec_status status; /* of the rank that makes it */
+	std::function<void(Call &)> make;
+};
+
+const codec_codebook NO_BOOK{};
+
+std::vector<Mistake> mistakes()
+{
+	return {
+		{CODEC_BAD_SPEC, [](Call &c) { c.spec.codec = 99; }},
+		{CODEC_BAD_SPEC, [](Call &c) { c.spec.bits = 9; }},
+		{CODEC_BAD_SPEC, [](Call &c) { c.spec.clip = 1; }},
+		{CODEC_BAD_ARGUMENT, [](Call &c) { c.spec.struct_nbytes = 0; }},
+		{CODEC_BAD_DTYPE, [](Call &c) { c.dtype = CODEC_FLOAT64; }},
+		{CODEC_BAD_DTYPE, [](Call &c) { c.dtype = 0; }},
+		{CODEC_BAD_SEGMENTS, [](Call &c) { c.options.segments = {segment(0, {N + 1})}; }},
+		{CODEC_BAD_SEGMENTS, [](Call &c) { c.options.segments = {segment(5, {9}), segment(0, {2})}; }},
+		{CODEC_BAD_CODEBOOK, [](Call &c) { c.options.codebook = &NO_BOOK; }},
+		{CODEC_BAD_ARGUMENT, [](Call &c) { c.data = nullptr; }},
+		{CODEC_BAD_ARGUMENT, [](Call &c) { c.data = c.x.bytes.data() + 1; }},
+		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.out = c.x.data(); }},
+		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.out = c.x.bytes.data() + 4; }},
+		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.out = c.out.bytes.data() + 1; }},
+		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.algorithm = Algorithm::ring; }},
+		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.algorithm = Algorithm::blocks; }},
+		{CODEC_BAD_SPEC, [](Call &c) {
+			 c.options.algorithm = Algorithm::blocks;
+			 c.spec = spec_of(CODEC_LOSSLESS);
+		 }},
+	};
+}
+
+std::string mistaken(Rank &me)
+{
+	Group group(me.connect());
+
+	for (uint32_t dtype : {CODEC_FLOAT32, CODEC_BFLOAT16}) {
+		size_t number = 0;
+
+		for (const Mistake &mistake : mistakes()) {
+			Call call(me.rank, dtype);
+			const std::string which = "mistake " + std::to_string(number++) + ": ";
+
+			try {
+				if (me.rank == WRONG) {
+					mistake.make(call);
+					EXPECT(thrown<SpecError>([&] { call.run(group); }) == mistake.status);
+				} else {
+					thrown<PeerError>([&] { call.run(group); }, "rank 1 could not begin");
+				}
+				check_unharmed(group, me, call);
+			} catch (const std::exception &e) {
+				throw std::logic_error(which + e.what());
+			}
+		}
+		Call call(me.rank, dtype);
+		if (me.rank == WRONG) {
+			bool no_memory = false;
+
+			call.n = size_t(1) << 46;
+			try {
+				call.run(group);
+			} catch (const std::bad_alloc &) {
+				no_memory = true;
+			}
+			EXPECT(no_memory);
+		} else {
+			thrown<PeerError>([&] { call.run(group); }, "rank 1 could not begin");
+		}
+		check_unharmed(group, me, call);
+	}
+	return "";
+}
+
+} // namespace
+
+TEST_CASE("Arguments that cannot be used on one rank: SpecError there, PeerError elsewhere")
+{
+	ranks::run(3, mistaken);
+}
+
+namespace
+{
+
+/* One rank asks for something else, which is good by itself. */
+std::string other_wish(Rank &me)
+{
+	Group group(me.connect());
+	const std::vector<std::function<void(Group &, Call &)>> wishes = {
+		[](Group &g, Call &c) { c.n = N - 1, c.run(g); },
+		[](Group &g, Call &c) { c.spec.bits = 5, c.run(g); },
+		[](Group &g, Call &c) { c.spec.seed = 1, c.run(g); },
+		[](Group &g, Call &c) { c.spec = spec_of(CODEC_SIGN), c.run(g); },
+		[](Group &g, Call &c) { c.dtype = CODEC_FLOAT16, c.run(g); },
+		[](Group &g, Call &c) { c.options.op = Op::sum, c.run(g); },
+		[](Group &g, Call &c) { c.options.op = Op::max, c.run(g); },
+		[](Group &g, Call &c) { c.options.algorithm = Algorithm::all_gather, c.run(g); },
+		[](Group &g, Call &c) { c.options.algorithm = Algorithm::raw, c.run(g); },
+		/* which is the same at first, but not once it has tried out values */
+		[](Group &g, Call &c) { c.options.algorithm = Algorithm::automatic, c.run(g); },
+		[](Group &g, Call &c) { c.options.segments = {segment(0, {100, 20})}, c.run(g); },
+		[](Group &g, Call &c) { c.options.segments = {segment(0, {N})}, c.run(g); },
+		[](Group &g, Call &c) {
+			std::vector<uint8_t> all(c.x.bytes.size() * 3);
+			g.allgather(c.x.data(), all.data(), N, c.dtype, c.spec);
+		},
+		[](Group &g, Call &c) { g.reduce_scatter(c.x.data(), c.out.data(), N / 4, c.dtype, c.spec); },
+	};
+
+	for (size_t i = 0; i < wishes.size(); i++) {
+		Call call(me.rank, CODEC_BFLOAT16);
+
+		try {
+			thrown<PeerError>(
+				[&] {
+					if (me.rank == WRONG)
+						wishes[i](group, call);
+					else
+						call.run(group);
+				},
+				"asks for something else");
+			check_unharmed(group, me, call);
+		} catch (const std::exception &e) {
+			throw std::logic_error("wish " + std::to_string(i) + ": " + e.what());
+		}
+	}
+	return "";
+}
+
+} // namespace
+
+TEST_CASE("Another size, spec, operation, algorithm or collective on one rank is a PeerError on all")
+{
+	ranks::run(3, other_wish);
+}
+
+namespace
+{
+
+/* NaN or Inf on one rank: the codec's refusal there, and its name elsewhere, whichever way values travel. */
+std::string not_finite(Rank &me)
+{
+	Group group(me.connect());
+	Random random(8);
+
+	for (const Case &c : codecs()) {
+		if (c.spec.codec == CODEC_LOSSLESS || c.spec.codec == CODEC_TRUNCATE)
+			continue; /* which have words for them */
+		for (Algorithm algorithm : ALGORITHMS) {
+			const uint32_t dtype = DTYPES[random.below(3)];
+			const size_t at = random.below(N);
+			const float what = random.below(2) ? NAN : -INFINITY;
+			Call call(me.rank, dtype);
+			const Tensor before = call.x;
+
+			if (algorithm == Algorithm::blocks && !is_fixed_rate(c.spec))
+				continue;
+			call.spec = c.spec;
+			call.options.algorithm = algorithm;
+			if (algorithm == Algorithm::ring)
+				call.options.residual = nullptr;
+			if (algorithm == Algorithm::ring || algorithm == Algorithm::blocks)
+				call.options.sums_residual = nullptr;
+			if (me.rank == WRONG)
+				detail::narrow(dtype, &what, 1,
+					       call.x.bytes.data() + at * codec_dtype_nbytes(dtype));
+			const Tensor given = call.x;
+			try {
+				if (me.rank == WRONG)
+					EXPECT(thrown<SpecError>([&] { call.run(group); }) == CODEC_NONFINITE);
+				else
+					EXPECT(thrown<PeerError>([&] { call.run(group); }, "rank 1 has NaN") ==
+					       CODEC_NONFINITE);
+				EXPECT(call.x == given);
+				call.x = before;
+				check_unharmed(group, me, call);
+			} catch (const std::exception &e) {
+				throw std::logic_error(c.name + ", algorithm " + std::to_string(int(algorithm)) + ": " +
+						       e.what());
+			}
+		}
+	}
+	return "";
+}
+
+} // namespace
+
+TEST_CASE("NaN or Inf on one rank is an error on all, for every lossy codec by every algorithm")
+{
+	ranks::run(3, not_finite);
+}
+
+namespace
+{
+
+/* Frames that can say it do, and lossless ones keep NaN and Inf on all ranks alike. */
+std::string said(Rank &me)
+{
+	Group group(me.connect());
+	std::string found;
+	codec_spec propagate = spec_of(CODEC_FLOAT8);
+
+	propagate.options = CODEC_OPTION_PROPAGATE;
+	for (const codec_spec &spec : {spec_of(CODEC_LOSSLESS), propagate}) {
+		for (Algorithm algorithm : {Algorithm::two_shot, Algorithm::all_gather, Algorithm::ring}) {
+			for (Op op : OPS) {
+				std::vector<float> x = values(me.rank, 3000);
+				Options options;
+
+				if (me.rank == WRONG)
+					x[7] = NAN, x[2999] = INFINITY;
+				options.algorithm = algorithm;
+				options.op = op;
+				group.allreduce(x.data(), x.size(), CODEC_FLOAT32, spec, options);
+				EXPECT(std::isnan(x[7]));
+				EXPECT(spec.codec == CODEC_LOSSLESS ? std::isinf(x[2999]) : std::isnan(x[2999]));
+				EXPECT(std::isfinite(x[8]));
+				found += Tensor(CODEC_FLOAT32, x).str();
+			}
+		}
+	}
+	return found;
+}
+
+} // namespace
+
+TEST_CASE("NaN that a frame can say arrives on all ranks")
+{
+	ranks::run_alike(3, said);
+}
+
+namespace
+{
+
+/* A codebook for what ranks have at some step. */
+codec_codebook book_of(const codec_spec &spec, uint64_t seed)
+{
+	Tensor t = tensor(0, CODEC_FLOAT32, N, seed);
+	codec_tensor src = detail::tensor_of(CODEC_FLOAT32, t.data(), N);
+	uint64_t counts[256] = {};
+	size_t nbytes;
+	auto book = codec_codebook{};
+
+	for (float *x = reinterpret_cast<float *>(t.data()); x < reinterpret_cast<float *>(t.data()) + N; x++)
+		*x *= static_cast<float>(std::ldexp(1, static_cast<int>(seed)));
+	detail::check(codec_scratch(&spec, &src, &nbytes));
+	std::vector<uint8_t> scratch(nbytes);
+	detail::check(codec_count(&spec, &src, counts, nullptr, scratch.data(), nbytes));
+	detail::check(codec_codebook_build(&spec, CODEC_FLOAT32, counts, &book));
+	return book;
+}
+
+std::string books(Rank &me)
+{
+	Group group(me.connect());
+	codec_spec truncate = spec_of(CODEC_TRUNCATE);
+
+	truncate.variant = CODEC_LEVELS_FIXED;
+	for (const codec_spec &spec : {spec_of(CODEC_LOSSLESS), truncate}) {
+		const codec_codebook a = book_of(spec, 1), b = book_of(spec, 6);
+		const auto reduce = [&](const codec_codebook *book, const std::vector<codec_codebook> &known) {
+			Tensor t = tensor(me.rank, CODEC_FLOAT32, N);
+			Options options;
+
+			options.algorithm = Algorithm::two_shot;
+			options.codebook = book;
+			options.codebooks = known;
+			group.allreduce(t.data(), N, CODEC_FLOAT32, spec, options);
+			return t;
+		};
+		EXPECT(a.id != b.id);
+		const Tensor want = in_order(me.size, CODEC_FLOAT32, N, Op::mean);
+		const uint64_t before = group.sent_nbytes();
+		for (int step = 0; step < 3; step++)
+			EXPECT(reduce(&a, {a}) == want);
+		const uint64_t with_a = group.sent_nbytes() - before;
+		EXPECT(reduce(&a, {a, b}) == want); /* receivers have heard of it, senders do not use it yet */
+		EXPECT(reduce(&b, {a, b}) == want);
+		EXPECT(reduce(&b, {b}) == want);
+		EXPECT(group.sent_nbytes() - before != 2 * with_a); /* another book makes other frames */
+		/* ranks that encode with different ones */
+		const codec_codebook &mine = me.rank == WRONG ? b : a;
+		thrown<PeerError>([&] { reduce(&mine, {a, b}); }, "asks for something else");
+		thrown<PeerError>([&] { reduce(me.rank == WRONG ? nullptr : &a, {a, b}); }, "asks for something else");
+		/* a frame names A, which nobody knows any more: each has an error of its own */
+		EXPECT(thrown<SpecError>([&] { reduce(&a, {b}); }) == CODEC_UNKNOWN_CODEBOOK);
+		/* one rank has not heard of it */
+		if (me.rank == WRONG)
+			EXPECT(thrown<SpecError>([&] { reduce(&a, {b}); }) == CODEC_UNKNOWN_CODEBOOK);
+		else
+			thrown<PeerError>([&] { reduce(&a, {a}); }, "rank 1 could not do its part");
+		EXPECT(reduce(&b, {b}) == want);
+	}
+	return "";
+}
+
+} // namespace
+
+TEST_CASE("A codebook may change while others know both; frames that name one not known are an error on all")
+{
+	ranks::run(3, books);
+}
