@@ -20,7 +20,7 @@ namespace
 constexpr uint64_t NEVER = ~uint64_t(0);
 
 std::mutex mutex; /* ranks write in the thread that calls and in Gloo's */
-uint64_t sent = 0, moment = NEVER, number = NEVER, offset = 0, longer = 0;
+uint64_t sent = 0, moment = NEVER, number = NEVER, offset = 0, framed = 0;
 uint8_t bits = 0;
 std::function<void()> act;
 
@@ -59,13 +59,13 @@ extern "C" ssize_t writev(int fd, const iovec *parts, int count)
 		act();
 	}
 	/* a message that was cut short goes on with its second part alone, which begins elsewhere */
-	if (number != NEVER && count == 2 && parts[0].iov_len == wire::HEADER && parts[1].iov_len > offset &&
-	    longer++ == number) {
+	if (number != NEVER && count == 2 && parts[0].iov_len == wire::HEADER &&
+	    parts[1].iov_len > std::max(wire::NUMBERS, offset) && framed++ == number) {
 		n = send_damaged(fd, parts);
 		if (n > static_cast<ssize_t>(wire::HEADER + offset))
 			number = NEVER;
 		else
-			longer--; /* not gone yet: again */
+			framed--; /* not gone yet: again */
 	} else {
 		n = send_some(fd, parts, count, moment == NEVER ? NEVER : moment - sent);
 	}
@@ -104,19 +104,12 @@ void wire::flip(uint64_t which, uint64_t at, uint8_t what)
 	number = which;
 	offset = at;
 	bits = what;
-	longer = 0;
+	framed = 0;
 }
 
 bool wire::flipped()
 {
 	const std::lock_guard<std::mutex> lock(mutex);
 
-	return number == NEVER;
-}
-
-uint64_t wire::passed()
-{
-	const std::lock_guard<std::mutex> lock(mutex);
-
-	return longer;
+	return std::exchange(number, NEVER) == NEVER;
 }

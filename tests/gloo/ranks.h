@@ -13,6 +13,7 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -139,13 +140,31 @@ public:
 		return p.said.substr(1);
 	}
 
-	std::vector<std::string> results()
+	/* What these processes returned. What went wrong with the first may be no more than what came of another one. */
+	std::vector<std::string> results(const std::vector<size_t> &of)
 	{
 		std::vector<std::string> found;
+		std::string wrong;
 
-		for (size_t i = 0; i < processes_.size(); i++)
-			found.push_back(result(i));
+		for (size_t i : of) {
+			try {
+				found.push_back(result(i));
+			} catch (const std::exception &e) {
+				wrong += std::string(wrong.empty() ? "" : "\n") + e.what();
+			}
+		}
+		if (!wrong.empty())
+			throw std::runtime_error(wrong);
 		return found;
+	}
+
+	/* The same of all. */
+	std::vector<std::string> results()
+	{
+		std::vector<size_t> all(processes_.size());
+
+		std::iota(all.begin(), all.end(), 0);
+		return results(all);
 	}
 
 	/* Whether a process was ended by a signal, for which this waits. */

@@ -22,13 +22,13 @@ void restart();
 /* Do this as soon as so many bytes have been sent, before any more is; then go on, if there is still anyone to. */
 void at(uint64_t nbytes, const std::function<void()> &act);
 
-/* Flip these bits of the byte at `offset` in what is sent: of message number `number` of those that are longer. */
+/* Messages of numbers are not longer than that, those with frames are. */
+constexpr uint64_t NUMBERS = 64;
+
+/* Flip these bits of the byte at `offset` in what is sent: of message number `number` of those with frames. */
 void flip(uint64_t number, uint64_t offset, uint8_t bits);
 
-/* Whether that has happened; it is not asked for any more then. */
+/* Whether that has happened. If not it is not asked for any more. */
 bool flipped();
-
-/* How many messages were longer than `offset`, since the last flip() that asked for one there. */
-uint64_t passed();
 
 } // namespace wire

@@ -14,6 +14,7 @@
  * the others how it went, can leave some with the result and some with a PeerError.
  *   - After a PeerError because of a lost or silent rank the context's connections are closed, as after an exception of
  *     Gloo's own: make a new one.
+ *   - SIGPIPE, by which a lost rank would end the others, is ignored from the first Group on, unless it is handled.
  *   - Bytes that are not what was sent are a FrameError. Gloo's own headers around them are not checked by Gloo: ranks
  * must trust each other, or their network, that far.
  *

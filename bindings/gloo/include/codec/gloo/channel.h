@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <cstdint>
 #include <cstring>
 #include <exception>
@@ -56,6 +57,7 @@ public:
 	{
 		for (int i = 1; i < size; i++)
 			others.push_back((rank + i) % size);
+		ignore_broken_pipes();
 	}
 
 	Channel(const Channel &) = delete;
@@ -272,6 +274,15 @@ private:
 		std::unique_ptr<uint8_t, Free> p_;
 		size_t nbytes_ = 0;
 	};
+
+	/* Gloo writes to connections whose other end is gone. The signal for that ends the process, if left alone. */
+	static void ignore_broken_pipes()
+	{
+		struct sigaction now;
+
+		if (!sigaction(SIGPIPE, nullptr, &now) && !(now.sa_flags & SA_SIGINFO) && now.sa_handler == SIG_DFL)
+			std::signal(SIGPIPE, SIG_IGN);
+	}
 
 	static size_t words(const Numbers &numbers)
 	{

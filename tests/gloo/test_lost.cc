@@ -1,0 +1,227 @@
+/*
+ * test_lost.cc - a rank dies or freezes: an error on all others in time, nothing changed, and then as if it had not been.
+ *
+ * Moments are counted in bytes that the rank has sent, so that messages break off in their midst, too. The variable
+ * CODEC_MOMENTS says how many are tried of each algorithm.
+ */
+#include <doctest/doctest.h>
+
+#include "ranks.h"
+#include "tensors.h"
+#include "wire.h"
+
+using namespace codec::gloo;
+using namespace tensors;
+using ranks::Clock;
+using ranks::milliseconds;
+using ranks::Rank;
+using ranks::thrown;
+
+namespace
+{
+
+constexpr int SIZE = 3, VICTIM = 1;
+constexpr size_t N = 1000000; /* more than what the kernel takes at once */
+constexpr milliseconds TIMEOUT(1000), PROMISED(2000), SLACK(2000); /* CPUs are shared */
+
+struct Way {
+	const char *name;
+	Algorithm algorithm;
+	uint32_t codec;
+	bool feedback;
+};
+
+constexpr Way WAYS[] = {
+	{"two-shot", Algorithm::two_shot, CODEC_QUANTIZE, true},  {"all-gather", Algorithm::all_gather, CODEC_SIGN, true},
+	{"ring", Algorithm::ring, CODEC_LOSSLESS, false},         {"raw", Algorithm::raw, CODEC_FLOAT8, true},
+	{"blocks", Algorithm::blocks, CODEC_QUANTIZE, false},
+};
+
+/* One all-reduce, with all that belongs to it. */
+struct Step {
+	Tensor x;
+	std::vector<float> residual, sums;
+	Options options;
+	codec_spec spec;
+
+	Step(const Way &way, int rank)
+	    : x(tensor(rank, CODEC_FLOAT32, N)), residual(way.feedback ? N : 0, 0.01f), sums(residual),
+	      spec(spec_of(way.codec))
+	{
+		options.algorithm = way.algorithm;
+		options.residual = way.feedback ? residual.data() : nullptr;
+		options.sums_residual = way.feedback ? sums.data() : nullptr;
+	}
+
+	void run(Group &group)
+	{
+		group.allreduce(x.data(), N, CODEC_FLOAT32, spec, options);
+	}
+
+	std::string digest() const
+	{
+		const auto text = [](const std::vector<float> &y) {
+			return std::string(reinterpret_cast<const char *>(y.data()), y.size() * sizeof y[0]);
+		};
+
+		return std::to_string(std::hash<std::string>()(x.str() + text(residual) + text(sums)));
+	}
+};
+
+/* What all ranks have after an all-reduce that nothing disturbs, and how many bytes the victim has sent. */
+struct Undisturbed {
+	std::vector<std::string> digests;
+	uint64_t nbytes;
+};
+
+Undisturbed undisturbed(const Way &way)
+{
+	const std::vector<std::string> results = ranks::run(SIZE, [&](Rank &me) {
+		Group group(me.connect());
+		Step step(way, me.rank);
+
+		group.allreduce(nullptr, 0, CODEC_FLOAT32, step.spec);
+		wire::restart();
+		step.run(group);
+		return step.digest() + " " + std::to_string(wire::sent_nbytes());
+	});
+	Undisturbed found{{}, std::stoull(results[VICTIM].substr(results[VICTIM].find(' ')))};
+
+	for (const std::string &each : results)
+		found.digests.push_back(each.substr(0, each.find(' ')));
+	return found;
+}
+
+/* What a rank does that is not lost, or only for a while. The error comes within `within`; nothing has changed. */
+std::string survive(Rank &me, const Way &way, milliseconds within, bool voted, const std::string &want)
+{
+	Step step(way, me.rank);
+	const std::string before = step.digest();
+	bool raised = false;
+
+	{
+		Group group(me.connect(TIMEOUT));
+
+		group.allreduce(nullptr, 0, CODEC_FLOAT32, step.spec);
+		const Clock::time_point begin = Clock::now();
+		try {
+			step.run(group);
+		} catch (const PeerError &) {
+			raised = true;
+		}
+		const auto took = std::chrono::duration_cast<milliseconds>(Clock::now() - begin);
+		if (took > within)
+			throw std::logic_error("it took " + std::to_string(took.count()) + " ms");
+		/* its last message is whether its part went well: who has sent that may be lost */
+		EXPECT(raised || voted);
+		EXPECT(step.digest() == (raised ? before : want));
+		if (raised)
+			thrown<PeerError>([&] { step.run(group); }, "make a new context");
+		EXPECT(group.closed() || !raised);
+	}
+	Rank again = me;
+	again.size = SIZE;
+	Group group(again.connect(milliseconds(20000), "second"));
+	Step anew(way, me.rank);
+	anew.run(group);
+	EXPECT(anew.digest() == want);
+	return raised ? "raised" : "none";
+}
+
+int moments(int few)
+{
+	const char *asked = std::getenv("CODEC_MOMENTS");
+
+	return asked ? std::max(2, std::atoi(asked)) : few;
+}
+
+/* The victim: what befalls it comes once it has sent so many bytes. */
+std::string be_lost(Rank &me, const Way &way, uint64_t moment, int number)
+{
+	Group group(me.connect(TIMEOUT));
+	Step step(way, me.rank);
+	const std::string before = step.digest();
+
+	group.allreduce(nullptr, 0, CODEC_FLOAT32, step.spec);
+	wire::at(moment, [&] { raise(number); });
+	try {
+		step.run(group);
+	} catch (const PeerError &) {
+		EXPECT(step.digest() == before);
+		return "raised";
+	}
+	return "none";
+}
+
+/* Begin a group one of whose ranks is lost; another process takes its place in the next group. */
+std::unique_ptr<ranks::Team> lose(const Way &way, const Undisturbed &want, uint64_t moment, int number)
+{
+	const bool voted = moment + 2 * (wire::HEADER + 64) >= want.nbytes;
+	auto team = std::make_unique<ranks::Team>(SIZE, [=, &way](Rank &me) {
+		return me.rank == VICTIM ? be_lost(me, way, moment, number)
+					 : survive(me, way, PROMISED + SLACK, voted, want.digests[me.rank]);
+	});
+
+	team->replace(VICTIM, [=, &way](Rank &me) {
+		Rank as{VICTIM, SIZE, me.folder};
+		Group group(as.connect(milliseconds(20000), "second"));
+		Step step(way, VICTIM);
+
+		step.run(group);
+		EXPECT(step.digest() == want.digests[VICTIM]);
+		return std::string();
+	});
+	return team;
+}
+
+/* What came of a group one of whose ranks was lost. */
+void check(ranks::Team &team, int number)
+{
+	if (number == SIGKILL) {
+		CHECK(team.ended_by(VICTIM, SIGKILL));
+	}
+	const std::vector<std::string> found = team.results({0, 2, 3});
+	CHECK(found[0] == found[1]);
+	if (number == SIGSTOP) { /* and once it goes on it learns of it, too */
+		team.thaw(VICTIM);
+		CHECK(team.result(VICTIM) == found[0]);
+	}
+}
+
+/* All algorithms at once: most of the time ranks wait. */
+void sweep(int number, int most)
+{
+	std::vector<Undisturbed> wants;
+	const int n = moments(most);
+
+	for (const Way &way : WAYS) {
+		wants.push_back(undisturbed(way));
+		REQUIRE(wants.back().nbytes > 50000);
+	}
+	for (int i = 0; i < n; i++) {
+		std::vector<std::unique_ptr<ranks::Team>> teams;
+
+		for (size_t w = 0; w < std::size(WAYS); w++) {
+			const uint64_t moment = (wants[w].nbytes - 1) * static_cast<uint64_t>(i) / static_cast<uint64_t>(n - 1);
+
+			teams.push_back(lose(WAYS[w], wants[w], moment, number));
+		}
+		for (size_t w = 0; w < std::size(WAYS); w++) {
+			CAPTURE(WAYS[w].name);
+			CAPTURE(i);
+			check(*teams[w], number);
+		}
+	}
+}
+
+} // namespace
+
+TEST_CASE("A rank dies at any moment of an all-reduce: PeerError on all others, nothing changed, and a new group goes on")
+{
+	sweep(SIGKILL, 4);
+}
+
+TEST_CASE("A rank freezes at any moment of an all-reduce: PeerError on all others after the timeout, and on it, too")
+{
+	sweep(SIGSTOP, 3);
+}

@@ -1,0 +1,130 @@
+/* test_wire.cc - bytes that are flipped on the way: an error on all ranks, nothing changed, and the next one works. */
+#include <doctest/doctest.h>
+
+#include <sstream>
+
+#include "ranks.h"
+#include "tensors.h"
+#include "wire.h"
+
+using namespace codec::gloo;
+using namespace tensors;
+using ranks::Rank;
+
+namespace
+{
+
+constexpr int SIZE = 3, SENDER = 1;
+constexpr size_t N = 30000;
+
+struct Way {
+	const char *name;
+	Algorithm algorithm;
+	uint32_t codec;
+};
+
+constexpr Way WAYS[] = {{"two-shot", Algorithm::two_shot, CODEC_LOSSLESS}, {"two-shot", Algorithm::two_shot, CODEC_QUANTIZE},
+			{"all-gather", Algorithm::all_gather, CODEC_SIGN},  {"all-gather", Algorithm::all_gather, CODEC_LOSSLESS},
+			{"ring", Algorithm::ring, CODEC_TERNARY},           {"blocks", Algorithm::blocks, CODEC_FLOAT8},
+			{"blocks", Algorithm::blocks, CODEC_QUANTIZE}};
+
+/* What is flipped: in which of the messages with frames, where, which bits. */
+struct Flip {
+	uint64_t number, offset;
+	uint8_t bits;
+};
+
+/* One all-reduce in which a rank sends a damaged byte. What each rank makes of it. */
+std::string damaged(Group &group, const Rank &me, const Way &way, const Flip &flip)
+{
+	const bool feedback = way.codec != CODEC_LOSSLESS && way.algorithm != Algorithm::ring;
+	Tensor x = tensor(me.rank, CODEC_FLOAT32, N);
+	std::vector<float> residual(feedback ? N : 0, 0.125f), before = residual;
+	std::string raised = "nothing";
+	Options options;
+
+	options.algorithm = way.algorithm;
+	options.residual = feedback ? residual.data() : nullptr;
+	if (me.rank == SENDER)
+		wire::flip(flip.number, flip.offset, flip.bits);
+	try {
+		group.allreduce(x.data(), N, CODEC_FLOAT32, spec_of(way.codec), options);
+	} catch (const FrameError &) {
+		raised = "FrameError";
+	} catch (const PeerError &) {
+		raised = "PeerError";
+	}
+	EXPECT(wire::flipped() || me.rank != SENDER);
+	if (raised != "nothing") {
+		EXPECT(x == tensor(me.rank, CODEC_FLOAT32, N));
+		EXPECT(residual == before);
+	}
+	EXPECT(!group.closed());
+	Tensor y = tensor(me.rank, CODEC_FLOAT32, 100);
+	group.allreduce(y.data(), 100, CODEC_FLOAT32, spec_of(CODEC_LOSSLESS));
+	EXPECT(y == in_order(SIZE, CODEC_FLOAT32, 100, Op::mean));
+	return raised;
+}
+
+} // namespace
+
+TEST_CASE("A flipped byte of a frame is a FrameError where it arrives, and a PeerError elsewhere")
+{
+	for (const Way &way : WAYS) {
+		const bool blocks = way.algorithm == Algorithm::blocks;
+		std::vector<Flip> flips;
+		Random random(3);
+
+		/* the header's first bytes, and any place of the first messages */
+		for (uint64_t offset : {8, 12, 16, 40, 80})
+			flips.push_back({random.below(2), offset - (blocks ? 8 : 0), 1});
+		for (int i = 0; i < 20; i++)
+			flips.push_back({random.below(2), 100 + random.below(900),
+					 static_cast<uint8_t>(1 << random.below(8))});
+		const auto results = ranks::run(SIZE, [&](Rank &me) {
+			Group group(me.connect());
+			std::string found;
+
+			for (const Flip &flip : flips)
+				found += damaged(group, me, way, flip) + " ";
+			return found;
+		});
+		std::vector<std::istringstream> said;
+		for (const std::string &each : results)
+			said.emplace_back(each);
+		CAPTURE(way.name);
+		for (size_t i = 0; i < flips.size(); i++) {
+			std::string all;
+			int frame_errors = 0;
+
+			CAPTURE(flips[i].number);
+			CAPTURE(flips[i].offset);
+			for (int rank = 0; rank < SIZE; rank++) {
+				std::string raised;
+
+				said[rank] >> raised;
+				CHECK(raised != "nothing");
+				frame_errors += raised == "FrameError";
+			}
+			/* to one rank, or the same message to more */
+			CHECK(frame_errors >= 1);
+			CHECK(frame_errors < SIZE);
+		}
+	}
+}
+
+TEST_CASE("A length that cannot be is a FrameError or a PeerError, and nothing is read beyond the message")
+{
+	for (const Way &way : WAYS) {
+		if (way.algorithm == Algorithm::blocks)
+			continue; /* whose elements have no lengths */
+		ranks::run(SIZE, [&](Rank &me) {
+			Group group(me.connect());
+
+			/* too long by one, by 64 KiB, huge, negative */
+			for (const Flip &flip : {Flip{0, 0, 1}, Flip{1, 0, 3}, Flip{0, 2, 1}, Flip{1, 5, 255}, Flip{0, 7, 128}})
+				EXPECT(damaged(group, me, way, flip) != "nothing");
+			return "";
+		});
+	}
+}
