@@ -1,0 +1,318 @@
+/* test_state.cc - what belongs to a tensor beside its values: an optimizer's state, and what frames have lost so far. */
+#include <doctest/doctest.h>
+
+#include <cmath>
+
+#include "ranks.h"
+#include "tensors.h"
+
+using namespace codec::gloo;
+using namespace tensors;
+using ranks::Rank;
+using ranks::thrown;
+
+namespace
+{
+
+constexpr size_t N = 60000;
+
+/* An optimizer's state, as a metric takes it: the same on all ranks. */
+struct State {
+	Tensor theta, v, m;
+	codec_tensor t, w, k;
+	std::vector<codec_metric> metrics;
+
+	/* One metric, or a group for each place where one begins. */
+	State(uint32_t dtype, const std::vector<uint64_t> &begins)
+	    : theta(tensor(90, dtype, N)), v(CODEC_FLOAT32, squares()), m(tensor(92, dtype, N)),
+	      t(detail::tensor_of(dtype, theta.data(), N)), w(detail::tensor_of(CODEC_FLOAT32, v.data(), N)),
+	      k(detail::tensor_of(dtype, m.data(), N)), metrics(begins.size(), detail::blank<codec_metric>())
+	{
+		for (size_t i = 0; i < metrics.size(); i++) {
+			codec_metric &each = metrics[i];
+
+			each.theta = &t;
+			each.theta_term = std::ldexp(0.3f, static_cast<int>(i));
+			if (i % 2 == 0) {
+				each.v = &w;
+				each.m = &k;
+				each.theta_v_term = 3;
+				each.v_term = 1.5f;
+				each.eps = 1e-8f;
+				each.m_term = 9;
+			}
+			if (i + 1 < metrics.size()) {
+				each.until = begins[i + 1];
+				each.next = &metrics[i + 1];
+			}
+		}
+	}
+
+	static std::vector<float> squares()
+	{
+		std::vector<float> x = values(91, N);
+
+		for (float &each : x)
+			each *= each;
+		return x;
+	}
+};
+
+/* The same A as the built-in metric's. */
+void as_built_in(void *data, uint64_t first, uint64_t n, float *a)
+{
+	const codec_metric &metric = static_cast<State *>(data)->metrics[0];
+	const auto *theta = static_cast<const float *>(metric.theta->data) + first;
+	const auto *v = static_cast<const float *>(metric.v->data) + first;
+	const auto *m = static_cast<const float *>(metric.m->data) + first;
+
+	for (uint64_t i = 0; i < n; i++) {
+		const float step = (std::sqrt(metric.v_term * v[i]) + metric.eps) * metric.theta_v_term;
+
+		a[i] = theta[i] * (step + metric.theta_term) + metric.m_term * m[i];
+	}
+}
+
+/* What is left of values once they were a frame of the whole tensor: levels belong to values, wherever it is cut. */
+std::vector<float> through_frame(const codec_spec &spec, const codec_metric *metric, const Tensor &x)
+{
+	codec_tensor like = detail::tensor_of(x.dtype, x.bytes.data(), N);
+	auto with = detail::blank<codec_context>();
+	size_t bound, nbytes;
+
+	with.metric = metric;
+	detail::check(codec_bound(&spec, &like, &bound));
+	detail::check(codec_scratch(&spec, &like, &nbytes));
+	std::vector<uint8_t> frame(bound), scratch(nbytes);
+	std::vector<float> found(N);
+	detail::check(codec_encode(&spec, &like, frame.data(), bound, &bound, nullptr, &with, scratch.data(), nbytes));
+	codec_tensor dst = detail::tensor_of(CODEC_FLOAT32, found.data(), N);
+	with.into = CODEC_INTO_FLOAT32;
+	if (spec.variant != CODEC_LEVELS_SHARED)
+		with.metric = nullptr;
+	detail::check(codec_decode(frame.data(), bound, &dst, &with, scratch.data(), nbytes));
+	return found;
+}
+
+/* The mean of what all ranks' frames say, in a frame again if sums are sent. */
+Tensor expected(int size, uint32_t dtype, const codec_spec &spec, const codec_metric *metric, bool again)
+{
+	std::vector<float> total = through_frame(spec, metric, tensor(0, dtype, N));
+
+	for (int rank = 1; rank < size; rank++) {
+		const std::vector<float> next = through_frame(spec, metric, tensor(rank, dtype, N));
+
+		detail::Reduction::add(total.data(), next.data(), N);
+	}
+	detail::Reduction::divide(total.data(), N, static_cast<float>(size));
+	return again ? Tensor(dtype, through_frame(spec, metric, {dtype, total})) : Tensor(dtype, total);
+}
+
+std::string by_metric(Rank &me)
+{
+	Group group(me.connect());
+	std::string found;
+
+	for (uint32_t variant : {CODEC_LEVELS_PLANE, CODEC_LEVELS_CODED, CODEC_LEVELS_SHARED}) {
+		for (uint32_t dtype : {CODEC_FLOAT32, CODEC_BFLOAT16}) {
+			const uint32_t of_state = dtype == CODEC_BFLOAT16 ? CODEC_BFLOAT16 : CODEC_FLOAT32;
+			/* groups that begin inside of slices, and one within a few values */
+			for (const std::vector<uint64_t> &begins :
+			     {std::vector<uint64_t>{0}, {0, 21001, 21003, 26000, N - 1}, {0, 1, 30000}}) {
+				const State state(of_state, begins);
+				codec_spec spec = spec_of(CODEC_TRUNCATE);
+				Options options;
+
+				spec.variant = variant;
+				spec.guard = -2;
+				options.metric = state.metrics.data();
+				for (Algorithm algorithm : {Algorithm::two_shot, Algorithm::all_gather}) {
+					Tensor x = tensor(me.rank, dtype, N);
+
+					options.algorithm = algorithm;
+					group.allreduce(x.data(), N, dtype, spec, options);
+					const bool again = algorithm == Algorithm::two_shot;
+					EXPECT(x == expected(me.size, dtype, spec, options.metric, again));
+					EXPECT(!(x == in_order(me.size, dtype, N, Op::mean)) || dtype != CODEC_FLOAT32);
+				}
+				Tensor x = tensor(me.rank, dtype, N);
+				options.algorithm = Algorithm::ring;
+				group.allreduce(x.data(), N, dtype, spec, options);
+				EXPECT(error(x, in_order(me.size, dtype, N, Op::mean)) < 0.5);
+				found += std::to_string(std::hash<std::string>()(x.str()));
+			}
+		}
+	}
+	return found;
+}
+
+} // namespace
+
+TEST_CASE("Levels go by each value's own state, in groups of parameters too, wherever a tensor is cut")
+{
+	ranks::run_alike(3, by_metric);
+}
+
+namespace
+{
+
+std::string by_users_metric(Rank &me)
+{
+	Group group(me.connect());
+	State state(CODEC_FLOAT32, {0});
+	codec_metric mine = detail::blank<codec_metric>();
+
+	mine.user = as_built_in;
+	mine.data = &state;
+	for (uint32_t variant : {CODEC_LEVELS_CODED, CODEC_LEVELS_SHARED}) {
+		codec_spec spec = spec_of(CODEC_TRUNCATE);
+		Tensor x = tensor(me.rank, CODEC_FLOAT32, N), y = x;
+		Options options;
+
+		spec.variant = variant;
+		options.algorithm = Algorithm::two_shot;
+		options.metric = &mine;
+		group.allreduce(x.data(), N, CODEC_FLOAT32, spec, options);
+		options.metric = state.metrics.data();
+		group.allreduce(y.data(), N, CODEC_FLOAT32, spec, options);
+		EXPECT(x == y);
+
+		/* a receiver whose state is another one */
+		const Tensor before = tensor(me.rank, CODEC_FLOAT32, N);
+		x = before;
+		if (me.rank == 1)
+			state.metrics[0].theta_term *= 1024;
+		bool raised = false;
+		try {
+			group.allreduce(x.data(), N, CODEC_FLOAT32, spec, options);
+		} catch (const Error &) {
+			raised = true;
+		}
+		EXPECT(raised == (variant == CODEC_LEVELS_SHARED));
+		EXPECT(!raised || x == before);
+		if (me.rank == 1)
+			state.metrics[0].theta_term /= 1024;
+		/* none at all */
+		x = before;
+		options.metric = me.rank == 1 ? nullptr : options.metric;
+		thrown<PeerError>([&] { group.allreduce(x.data(), N, CODEC_FLOAT32, spec, options); },
+				  "asks for something else");
+	}
+	return "";
+}
+
+} // namespace
+
+TEST_CASE("A metric of the user's own is asked for the values of the whole tensor; other state is an error on all")
+{
+	ranks::run(3, by_users_metric);
+}
+
+namespace
+{
+
+/* Summed over all ranks, in double precision enough. */
+std::vector<float> everyones(Group &group, std::vector<float> mine)
+{
+	Options options;
+
+	options.op = Op::sum;
+	options.algorithm = Algorithm::two_shot;
+	group.allreduce(mine.data(), mine.size(), CODEC_FLOAT32, spec_of(CODEC_LOSSLESS), options);
+	return mine;
+}
+
+/* So many steps: what they gave, what they should have, what is owed. All of it summed over steps. */
+struct Steps {
+	std::vector<float> residual = std::vector<float>(N), sums = residual, given = residual;
+	std::vector<double> wanted = std::vector<double>(N);
+	int taken = 0;
+
+	void take(Group &group, const Rank &me, uint32_t dtype, const codec_spec &spec, Algorithm algorithm)
+	{
+		const uint64_t seed = 1000 + static_cast<uint64_t>(taken++);
+		Tensor x = tensor(me.rank, dtype, N, seed);
+		Options options;
+
+		options.algorithm = algorithm;
+		options.stream = seed;
+		options.residual = residual.data();
+		options.sums_residual = algorithm == Algorithm::blocks ? nullptr : sums.data();
+		for (int rank = 0; rank < me.size; rank++) {
+			const std::vector<float> g = tensor(rank, dtype, N, seed).floats();
+
+			for (size_t i = 0; i < N; i++)
+				wanted[i] += double(g[i]) / me.size;
+		}
+		group.allreduce(x.data(), N, dtype, spec, options);
+		const std::vector<float> got = x.floats();
+		detail::Reduction::add(given.data(), got.data(), N);
+	}
+
+	/* The largest difference between what was given and what should have been, less what is owed. */
+	double untold(Group &group, const Rank &me)
+	{
+		const std::vector<float> owed = everyones(group, residual), of_sums = everyones(group, sums);
+		double worst = 0;
+
+		for (size_t i = 0; i < N; i++) {
+			const double want = wanted[i] - double(owed[i]) / me.size - of_sums[i];
+
+			worst = std::max(worst, std::fabs(want - given[i]));
+		}
+		return worst;
+	}
+
+	double owed() const
+	{
+		double worst = 0;
+
+		for (size_t i = 0; i < N; i++)
+			worst = std::max({worst, std::fabs(double(residual[i])), std::fabs(double(sums[i]))});
+		return worst;
+	}
+};
+
+std::string telescoped(Rank &me)
+{
+	Group group(me.connect());
+
+	for (uint32_t dtype : DTYPES) {
+		for (uint32_t codec : {CODEC_QUANTIZE, CODEC_SIGN, CODEC_FLOAT8}) {
+			/* sums are rounded to the dtype before they are encoded, which nobody owes */
+			const double limit = dtype == CODEC_FLOAT32 ? 2e-6 : dtype == CODEC_BFLOAT16 ? 0.04 : 0.005;
+			codec_spec spec = spec_of(codec);
+			Steps steps;
+
+			if (codec == CODEC_SIGN)
+				spec.row = 1024;
+			for (int i = 0; i < 4; i++)
+				steps.take(group, me, dtype, spec, Algorithm::two_shot);
+			EXPECT(steps.owed() > 1e-3);
+			EXPECT(steps.untold(group, me) < limit);
+			/* in one phase nothing is owed to sums */
+			Steps one_phase;
+			for (int i = 0; i < 3; i++)
+				one_phase.take(group, me, dtype, spec, Algorithm::all_gather);
+			EXPECT(one_phase.sums == std::vector<float>(N));
+			EXPECT(one_phase.untold(group, me) < limit);
+			/* values as they are pay all back, but for what their dtype cannot hold */
+			steps.take(group, me, dtype, spec, Algorithm::raw);
+			EXPECT(steps.owed() <= (dtype == CODEC_FLOAT32 ? 0 : limit));
+			EXPECT(steps.untold(group, me) < limit);
+			Steps as_they_are; /* which know of all roundings */
+			for (int i = 0; i < 3; i++)
+				as_they_are.take(group, me, dtype, spec, Algorithm::raw);
+			EXPECT(as_they_are.untold(group, me) < 2e-6);
+		}
+	}
+	return "";
+}
+
+} // namespace
+
+TEST_CASE("Error feedback: what was given and what is owed are what should have been given")
+{
+	ranks::run(2, telescoped);
+	ranks::run(3, telescoped);
+}
