@@ -6,7 +6,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 CMAKE := $(VENV)/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja
 # tables of numbers keep their own shape
-C_FILES := $(filter-out %permute_avx2.h %seal.h,$(shell find native bindings bench fuzz examples tests -name '*.[ch]'))
+C_FILES := $(filter-out %permute_avx2.h %seal.h,$(shell find native bindings bench fuzz examples tests -name '*.[ch]' -o -name '*.cc'))
 SOURCES := $(shell find native bindings codec -name '*.[ch]' -o -name '*.py' -o -name CMakeLists.txt) pyproject.toml
 
 .PHONY: demo test lint docs native ctest abi abi-baseline sanitize emulated foreign bench format clean
@@ -16,9 +16,9 @@ demo: $(VENV)/demo
 
 # Ranks wait for each other most of the time, so the other tests run beside them. In the background: there a shell has
 # its children ignore SIGINT, which some of the tests send.
-FOREGROUND := $(foreach t,all_reduce backend ddp fsdp hook_state interrupts links peer_failures shared_scale sound,tests/test_$(t).py)
+FOREGROUND := $(foreach t,all_reduce backend ddp fsdp gloo hook_state interrupts links peer_failures shared_scale sound,tests/test_$(t).py)
 
-test: lint ctest abi sanitize emulated foreign $(VENV)/test
+test: lint ctest abi gloo sanitize emulated foreign $(VENV)/test
 	@mkdir -p build
 	$(VENV)/bin/pytest $(FOREGROUND:%=--ignore=%) >build/tests.log 2>&1 & others=$$!; \
 	trap "kill $$others" INT TERM; \
@@ -84,6 +84,30 @@ abi: native $(VENV)/clang
 
 abi-baseline: native
 	native/abi/abi.sh write build/native
+
+$(VENV)/gloo: $(VENV)/tools
+	{ dpkg -s g++ libgloo-dev doctest-dev >/dev/null 2>&1; } || \
+	{ $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq g++ libgloo-dev doctest-dev; }
+	touch $@
+
+# bindings/gloo between processes, and what tests/test_gloo.py runs; GLOO='-tc=*dies*' names some of the tests
+gloo: $(VENV)/gloo
+	$(CMAKE) -S native -B build/native -DCODEC_GLOO=ON -DCODEC_WERROR=ON
+	$(VENV)/bin/cmake --build build/native --target test_gloo gloo_peer
+	build/native/test_gloo $(GLOO)
+
+# the same under AddressSanitizer and UndefinedBehaviorSanitizer, and what threads share under ThreadSanitizer
+gloo-sanitize: $(VENV)/gloo
+	$(CMAKE) -S native -B build/gloo-sanitize -DCODEC_GLOO=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+		-DCMAKE_C_FLAGS='$(SANITIZED)' -DCMAKE_CXX_FLAGS='$(SANITIZED)'
+	$(VENV)/bin/cmake --build build/gloo-sanitize --target test_gloo
+	build/gloo-sanitize/test_gloo $(GLOO)
+	$(CMAKE) -S native -B build/gloo-tsan -DCODEC_GLOO=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+		-DCMAKE_C_FLAGS=-fsanitize=thread -DCMAKE_CXX_FLAGS=-fsanitize=thread
+	$(VENV)/bin/cmake --build build/gloo-tsan --target test_gloo
+	build/gloo-tsan/test_gloo -tc='*threads*'
+SANITIZED := -fsanitize=address,undefined -fno-sanitize-recover=all
+.PHONY: gloo gloo-sanitize
 
 $(VENV)/clang: $(VENV)/tools
 	{ dpkg -s clang llvm libclang-rt-dev >/dev/null 2>&1; } || \

@@ -43,8 +43,9 @@ using std::chrono::milliseconds;
 
 /* What is expected does not hold. Thrown, not counted: a rank that goes on would leave the others waiting. */
 #define EXPECT(...)                                                                                                    \
-	((__VA_ARGS__) ? (void)0                                                                                       \
-		       : throw std::logic_error(std::string(__FILE__ ":") + std::to_string(__LINE__) + ": " #__VA_ARGS__))
+	((__VA_ARGS__)                                                                                                 \
+		 ? (void)0                                                                                             \
+		 : throw std::logic_error(std::string(__FILE__ ":") + std::to_string(__LINE__) + ": " #__VA_ARGS__))
 
 /* The error that work() throws, of just this class; with what is expected of it. */
 template <class E, class F> codec_status thrown(F &&work, const std::string &words = "")
@@ -65,17 +66,15 @@ struct Rank {
 	std::string folder; /* of this team */
 
 	/* A context over loopback; contexts of one team have different names. */
-	std::shared_ptr<::gloo::Context> connect(milliseconds timeout = milliseconds(20000),
-						 const std::string &name = "first") const
+	std::shared_ptr<::gloo::Context> connect(const std::string &name = "first") const
 	{
 		::gloo::transport::tcp::attr attr;
 
 		attr.iface = "lo";
 		std::filesystem::create_directories(folder + "/" + name);
 		auto store = std::make_shared<::gloo::rendezvous::FileStore>(folder + "/" + name);
-		auto context =
-			codec::gloo::connect(rank, size, store, ::gloo::transport::tcp::CreateDevice(attr));
-		context->setTimeout(timeout);
+		auto context = codec::gloo::connect(rank, size, store, ::gloo::transport::tcp::CreateDevice(attr));
+		context->setTimeout(milliseconds(20000));
 		return context;
 	}
 };
@@ -119,7 +118,8 @@ public:
 		begin({rank, static_cast<int>(processes_.size()), folder_}, function);
 	}
 
-	/* What a process returned: in the order in which they were begun. An exception if it threw one, or died, or hangs.
+	/* What a process returned: in the order in which they were begun. An exception if it threw one, or died, or
+	 * hangs.
 	 */
 	std::string result(size_t i)
 	{
@@ -140,7 +140,8 @@ public:
 		return p.said.substr(1);
 	}
 
-	/* What these processes returned. What went wrong with the first may be no more than what came of another one. */
+	/* What these processes returned. What went wrong with the first may be no more than what came of another one.
+	 */
 	std::vector<std::string> results(const std::vector<size_t> &of)
 	{
 		std::vector<std::string> found;

@@ -108,7 +108,8 @@ std::string each_size(Rank &me)
 				options.algorithm = algorithm;
 				group.allreduce(t.data(), n, dtype, spec_of(codec), options);
 				found += t.str();
-				EXPECT(error(t, in_order(me.size, dtype, n, Op::mean, n)) <= (codec == CODEC_QUANTIZE ? 0.5 : 0.01));
+				EXPECT(error(t, in_order(me.size, dtype, n, Op::mean, n)) <=
+				       (codec == CODEC_QUANTIZE ? 0.5 : 0.01));
 			}
 		}
 	}
@@ -132,6 +133,7 @@ std::string large(Rank &me)
 {
 	constexpr size_t N = 1 << 24;
 	Group group(me.connect());
+	const Tensor want = in_order(me.size, CODEC_FLOAT32, N, Op::mean);
 	std::string found;
 
 	for (uint32_t codec : {CODEC_LOSSLESS, CODEC_FLOAT8}) {
@@ -140,7 +142,7 @@ std::string large(Rank &me)
 
 		options.algorithm = Algorithm::two_shot;
 		group.allreduce(t.data(), N, CODEC_FLOAT32, spec_of(codec), options);
-		const double lost = error(t, in_order(me.size, CODEC_FLOAT32, N, Op::mean));
+		const double lost = error(t, want);
 		EXPECT(codec == CODEC_LOSSLESS ? !lost : lost > 0 && lost < 0.05);
 		found += std::to_string(std::hash<std::string>()(t.str())) + " ";
 	}
@@ -151,7 +153,7 @@ std::string large(Rank &me)
 
 TEST_CASE("A tensor of 64 MiB")
 {
-	ranks::run_alike(3, large);
+	ranks::run_alike(2, large);
 }
 
 namespace
@@ -172,16 +174,20 @@ std::string others(Rank &me)
 				Options options;
 
 				options.op = op;
-				group.reduce_scatter(x.bytes.data(), out.data(), n, dtype, spec_of(CODEC_LOSSLESS), options);
+				group.reduce_scatter(x.bytes.data(), out.data(), n, dtype, spec_of(CODEC_LOSSLESS),
+						     options);
 				EXPECT(!std::memcmp(out.data(), want.bytes.data() + me.rank * out.bytes.size(),
 						    out.bytes.size()));
-				group.reduce_scatter(x.bytes.data(), out.data(), n, dtype, spec_of(CODEC_FLOAT8), options);
+				group.reduce_scatter(x.bytes.data(), out.data(), n, dtype, spec_of(CODEC_FLOAT8),
+						     options);
 				EXPECT(x == tensor(me.rank, dtype, all));
-				reduce_scatter(context, x.bytes.data(), out.data(), n, dtype, spec_of(CODEC_FLOAT8), options, 5);
+				reduce_scatter(context, x.bytes.data(), out.data(), n, dtype, spec_of(CODEC_FLOAT8),
+					       options, 5);
 				/* free functions are a group's first call */
 				Tensor again = tensor(9, dtype, n);
-				Group(context, 6).reduce_scatter(x.bytes.data(), again.data(), n, dtype, spec_of(CODEC_FLOAT8),
-								 options);
+				Group(context, 6)
+					.reduce_scatter(x.bytes.data(), again.data(), n, dtype, spec_of(CODEC_FLOAT8),
+							options);
 				EXPECT(again == out);
 			}
 			const Tensor x = tensor(me.rank, dtype, n);
@@ -269,7 +275,8 @@ void stock(const std::shared_ptr<::gloo::Context> &context, uint32_t tag)
 	options.setTag(tag);
 	options.setReduceFunction([](void *out, const void *a, const void *b, size_t n) {
 		for (size_t i = 0; i < n; i++)
-			static_cast<float *>(out)[i] = static_cast<const float *>(a)[i] + static_cast<const float *>(b)[i];
+			static_cast<float *>(out)[i] =
+				static_cast<const float *>(a)[i] + static_cast<const float *>(b)[i];
 	});
 	::gloo::allreduce(options);
 	EXPECT(ones == std::vector<float>(1000, static_cast<float>(context->size)));

@@ -42,7 +42,8 @@ std::string by_hand(Rank &me)
 		for (Gloo how : HOW) {
 			for (Op op : {Op::sum, Op::max}) {
 				const uint32_t dtype = DTYPES[number++ % 3];
-				const size_t n = number % 5 ? 3000 * (number % 7) + 1 : 0; /* the last block is a part */
+				const size_t n =
+					number % 5 ? 3000 * (number % 7) + 1 : 0; /* the last block is a part */
 				Tensor x = tensor(me.rank, dtype, n);
 				Blocks blocks(c.spec, dtype, n, op, static_cast<uint64_t>(me.rank) << 32, 1024);
 

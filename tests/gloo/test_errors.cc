@@ -82,7 +82,8 @@ std::vector<Mistake> mistakes()
 		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.out = c.out.bytes.data() + 1; }},
 		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.algorithm = Algorithm::ring; }},
 		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.algorithm = Algorithm::blocks; }},
-		{CODEC_BAD_SPEC, [](Call &c) {
+		{CODEC_BAD_SPEC,
+		 [](Call &c) {
 			 c.options.algorithm = Algorithm::blocks;
 			 c.spec = spec_of(CODEC_LOSSLESS);
 		 }},
@@ -221,8 +222,7 @@ std::string not_finite(Rank &me)
 			if (algorithm == Algorithm::ring || algorithm == Algorithm::blocks)
 				call.options.sums_residual = nullptr;
 			if (me.rank == WRONG)
-				detail::narrow(dtype, &what, 1,
-					       call.x.bytes.data() + at * codec_dtype_nbytes(dtype));
+				detail::narrow(dtype, &what, 1, call.x.bytes.data() + at * codec_dtype_nbytes(dtype));
 			const Tensor given = call.x;
 			try {
 				if (me.rank == WRONG)

@@ -1,4 +1,5 @@
-/* test_state.cc - what belongs to a tensor beside its values: an optimizer's state, and what frames have lost so far. */
+/* test_state.cc - what belongs to a tensor beside its values: an optimizer's state, and what frames have lost so far.
+ */
 #include <doctest/doctest.h>
 
 #include <cmath>

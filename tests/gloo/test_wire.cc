@@ -23,10 +23,11 @@ struct Way {
 	uint32_t codec;
 };
 
-constexpr Way WAYS[] = {{"two-shot", Algorithm::two_shot, CODEC_LOSSLESS}, {"two-shot", Algorithm::two_shot, CODEC_QUANTIZE},
-			{"all-gather", Algorithm::all_gather, CODEC_SIGN},  {"all-gather", Algorithm::all_gather, CODEC_LOSSLESS},
-			{"ring", Algorithm::ring, CODEC_TERNARY},           {"blocks", Algorithm::blocks, CODEC_FLOAT8},
-			{"blocks", Algorithm::blocks, CODEC_QUANTIZE}};
+constexpr Way WAYS[] = {
+	{"two-shot", Algorithm::two_shot, CODEC_LOSSLESS}, {"two-shot", Algorithm::two_shot, CODEC_QUANTIZE},
+	{"all-gather", Algorithm::all_gather, CODEC_SIGN}, {"all-gather", Algorithm::all_gather, CODEC_LOSSLESS},
+	{"ring", Algorithm::ring, CODEC_TERNARY},          {"blocks", Algorithm::blocks, CODEC_FLOAT8},
+	{"blocks", Algorithm::blocks, CODEC_QUANTIZE}};
 
 /* What is flipped: in which of the messages with frames, where, which bits. */
 struct Flip {
@@ -79,8 +80,8 @@ TEST_CASE("A flipped byte of a frame is a FrameError where it arrives, and a Pee
 		for (uint64_t offset : {8, 12, 16, 40, 80})
 			flips.push_back({random.below(2), offset - (blocks ? 8 : 0), 1});
 		for (int i = 0; i < 20; i++)
-			flips.push_back({random.below(2), 100 + random.below(900),
-					 static_cast<uint8_t>(1 << random.below(8))});
+			flips.push_back(
+				{random.below(2), 100 + random.below(900), static_cast<uint8_t>(1 << random.below(8))});
 		const auto results = ranks::run(SIZE, [&](Rank &me) {
 			Group group(me.connect());
 			std::string found;
@@ -122,7 +123,8 @@ TEST_CASE("A length that cannot be is a FrameError or a PeerError, and nothing i
 			Group group(me.connect());
 
 			/* too long by one, by 64 KiB, huge, negative */
-			for (const Flip &flip : {Flip{0, 0, 1}, Flip{1, 0, 3}, Flip{0, 2, 1}, Flip{1, 5, 255}, Flip{0, 7, 128}})
+			for (const Flip &flip :
+			     {Flip{0, 0, 1}, Flip{1, 0, 3}, Flip{0, 2, 1}, Flip{1, 5, 255}, Flip{0, 7, 128}})
 				EXPECT(damaged(group, me, way, flip) != "nothing");
 			return "";
 		});

@@ -1,4 +1,5 @@
-/* test_words.cc - what needs no ranks: halves, where tensors are cut, whether frames pay, how contexts are connected. */
+/* test_words.cc - what needs no ranks: halves, where tensors are cut, whether frames pay, how contexts are connected.
+ */
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -45,9 +46,9 @@ uint16_t nearest(double x, int exponent_bits, int mantissa_bits)
 	}
 	/* beyond the largest number one more step of the same width is Inf */
 	const double below = value_of(low, exponent_bits, mantissa_bits);
-	const double above = high == infinite ? 2 * below - value_of(static_cast<uint16_t>(low - 1), exponent_bits,
-								      mantissa_bits)
-					      : value_of(high, exponent_bits, mantissa_bits);
+	const double above =
+		high == infinite ? 2 * below - value_of(static_cast<uint16_t>(low - 1), exponent_bits, mantissa_bits)
+				 : value_of(high, exponent_bits, mantissa_bits);
 	if (x - below == above - x)
 		return low & 1 ? high : low;
 	return x - below < above - x ? low : high;
@@ -100,8 +101,9 @@ TEST_CASE("Floats narrow to the nearest half, ties to even, also subnormals and 
 		for (uint32_t h = 0; h < 65536; h++) {
 			const uint16_t next = static_cast<uint16_t>(h + 1);
 			const float x = half.widen(static_cast<uint16_t>(h)), y = half.widen(next);
-			const uint32_t middle = half.mantissa_bits == 7 ? bits_of(x) + 0x8000
-									: bits_of(static_cast<float>((double(x) + y) / 2));
+			const uint32_t middle = half.mantissa_bits == 7
+							? bits_of(x) + 0x8000
+							: bits_of(static_cast<float>((double(x) + y) / 2));
 
 			for (uint32_t u : {bits_of(x), middle})
 				for (int d = -1; d <= 1; d++)
@@ -110,7 +112,8 @@ TEST_CASE("Floats narrow to the nearest half, ties to even, also subnormals and 
 		for (int i = 0; i < 200000; i++)
 			REQUIRE(as_nearest(half, float_of(static_cast<uint32_t>(random()))));
 		/* the last that is a number, the tie beside it, what is more */
-		for (float x : {65504.0f, 65519.996f, 65520.0f, 65536.0f, 3.3895314e38f, 3.4e38f, INFINITY, 1e-45f, 0.0f})
+		for (float x :
+		     {65504.0f, 65519.996f, 65520.0f, 65536.0f, 3.3895314e38f, 3.4e38f, INFINITY, 1e-45f, 0.0f})
 			for (float sign : {1.0f, -1.0f})
 				REQUIRE(as_nearest(half, sign * x));
 	}
@@ -217,14 +220,25 @@ TEST_CASE("Segments that overlap, descend, end outside or are no shapes are refu
 
 	reserved.reserved = 1;
 	deep.rank = CODEC_MAX_RANK + 1;
-	for (const Segments &good :
-	     {Segments{}, {segment(0, {10})}, {segment(10, {0})}, {segment(0, {})}, {segment(9, {})},
-	      {segment(0, {2, 3}), segment(6, {0, huge}), segment(6, {4})}, {segment(5, {huge, huge, 0, huge})}})
+	for (const Segments &good : {Segments{},
+				     {segment(0, {10})},
+				     {segment(10, {0})},
+				     {segment(0, {})},
+				     {segment(9, {})},
+				     {segment(0, {2, 3}), segment(6, {0, huge}), segment(6, {4})},
+				     {segment(5, {huge, huge, 0, huge})}})
 		CHECK_NOTHROW(check_segments(good, 10));
-	for (const Segments &bad :
-	     {Segments{segment(0, {11})}, {segment(1, {10})}, {segment(10, {})}, {segment(11, {0})}, {reserved}, {deep},
-	      {segment(0, {2}), segment(1, {2})}, {segment(4, {2}), segment(0, {2})}, {segment(0, {huge, huge})},
-	      {segment(0, {uint64_t(1) << 32, uint64_t(1) << 32})}, {segment(0, {5}), segment(4, {0})}})
+	for (const Segments &bad : {Segments{segment(0, {11})},
+				    {segment(1, {10})},
+				    {segment(10, {})},
+				    {segment(11, {0})},
+				    {reserved},
+				    {deep},
+				    {segment(0, {2}), segment(1, {2})},
+				    {segment(4, {2}), segment(0, {2})},
+				    {segment(0, {huge, huge})},
+				    {segment(0, {uint64_t(1) << 32, uint64_t(1) << 32})},
+				    {segment(0, {5}), segment(4, {0})}})
 		CHECK_THROWS_AS(check_segments(bad, 10), codec::gloo::SpecError);
 }
 
@@ -320,7 +334,8 @@ struct Current {
 	std::shared_ptr<::gloo::rendezvous::Store> store;
 	::gloo::transport::Device *device = nullptr;
 
-	void connectFullMesh(std::shared_ptr<::gloo::rendezvous::Store> s, std::shared_ptr<::gloo::transport::Device> &d)
+	void connectFullMesh(std::shared_ptr<::gloo::rendezvous::Store> s,
+			     std::shared_ptr<::gloo::transport::Device> &d)
 	{
 		store = std::move(s);
 		device = d.get();
