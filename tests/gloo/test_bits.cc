@@ -373,3 +373,41 @@ TEST_CASE("Ranks choose alike between frames and values, and the bits are the sa
 
 	CHECK(kinds.substr(0, 3) == "fff");
 }
+
+namespace
+{
+
+std::string both_zeros(Rank &me)
+{
+	Group group(me.connect());
+	Random random(static_cast<uint64_t>(me.rank));
+	std::vector<float> x(5000);
+	std::string found;
+
+	for (float &each : x)
+		each = random.below(4) ? std::copysign(0.0f, random.below(2) ? -1.0f : 1.0f) : random.normal();
+	for (Op op : OPS) {
+		std::vector<std::string> each;
+
+		for (Algorithm algorithm : {Algorithm::two_shot, Algorithm::all_gather, Algorithm::raw}) {
+			Tensor t(CODEC_FLOAT32, x);
+			Options options;
+
+			options.op = op;
+			options.algorithm = algorithm;
+			group.allreduce(t.data(), x.size(), CODEC_FLOAT32, spec_of(CODEC_LOSSLESS), options);
+			each.push_back(t.str());
+		}
+		EXPECT(each[0] == each[1]);
+		EXPECT(each[0] == each[2]);
+		found += each[0];
+	}
+	return found;
+}
+
+} // namespace
+
+TEST_CASE("Raw values give the bits that lossless frames give, zeros of both signs too")
+{
+	ranks::run_alike(3, both_zeros);
+}

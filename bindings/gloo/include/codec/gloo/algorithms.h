@@ -284,7 +284,7 @@ inline std::exception_ptr gather(Channel &channel, Reduction &r)
 
 			if (parts[rank])
 				r.decode(parts[rank], piece, place);
-			else
+			else if (piece.n())
 				std::memcpy(place, r.own(piece), piece.n() * r.itemsize);
 		}
 	});

@@ -68,6 +68,8 @@ inline void widen(uint32_t dtype, const void *from, size_t n, float *to)
 {
 	const auto *halves = static_cast<const uint16_t *>(from);
 
+	if (!n) /* of which there may be no address */
+		return;
 	if (dtype == CODEC_FLOAT32)
 		std::memcpy(to, from, n * sizeof *to);
 	else if (dtype == CODEC_BFLOAT16)
@@ -83,6 +85,8 @@ inline void narrow(uint32_t dtype, const float *from, size_t n, void *to)
 {
 	auto *halves = static_cast<uint16_t *>(to);
 
+	if (!n)
+		return;
 	if (dtype == CODEC_FLOAT32)
 		std::memcpy(to, from, n * sizeof *from);
 	else if (dtype == CODEC_BFLOAT16)
