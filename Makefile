@@ -93,7 +93,7 @@ $(VENV)/gloo: $(VENV)/tools
 # bindings/gloo between processes, and what tests/test_gloo.py runs; GLOO='-tc=*dies*' names some of the tests
 gloo: $(VENV)/gloo
 	$(CMAKE) -S native -B build/native -DCODEC_GLOO=ON -DCODEC_WERROR=ON
-	$(VENV)/bin/cmake --build build/native --target test_gloo gloo_peer
+	$(VENV)/bin/cmake --build build/native --target test_gloo gloo_peer gloo_allreduce
 	build/native/test_gloo $(GLOO)
 
 # the same under AddressSanitizer and UndefinedBehaviorSanitizer, and what threads share under ThreadSanitizer
