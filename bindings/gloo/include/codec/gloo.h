@@ -124,7 +124,7 @@ public:
 
 				if (as_they_are && n * r.itemsize > SMALL)
 					algorithm = Algorithm::raw;
-				return reduce(algorithm, r, options);
+				return collective(algorithm, r);
 			},
 			values, out ? 0 : n, options);
 	}
@@ -142,7 +142,10 @@ public:
 				place(r, nullptr, n);
 				return r;
 			},
-			[&](detail::Reduction &r, bool) { return detail::scatter_sums(channel_, r); }, out, n, options);
+			[&](detail::Reduction &r, bool) {
+				return std::make_unique<detail::ReduceScatter>(channel_, r);
+			},
+			out, n, options);
 	}
 
 	/* The n values of each rank, one after the other, as their frames have them. */
@@ -160,8 +163,8 @@ public:
 				place(r, nullptr, n * channel_.size);
 				return r;
 			},
-			[&](detail::Reduction &r, bool) { return detail::gather(channel_, r); }, out, n * channel_.size,
-			options);
+			[&](detail::Reduction &r, bool) { return std::make_unique<detail::Gather>(channel_, r); }, out,
+			n * channel_.size, options);
 	}
 
 	/* Bytes that this rank has sent: frames and values, not what Gloo and TCP add. */
@@ -252,55 +255,20 @@ private:
 		return automatic ? Algorithm::two_shot : options.algorithm;
 	}
 
-	std::exception_ptr reduce(Algorithm algorithm, detail::Reduction &r, const Options &options)
+	std::unique_ptr<detail::Collective> collective(Algorithm algorithm, detail::Reduction &r)
 	{
 		switch (algorithm) {
-		case Algorithm::all_gather: return detail::all_gather(channel_, r);
-		case Algorithm::ring: return detail::ring(channel_, r);
-		case Algorithm::raw: return detail::raw(channel_, r);
-		case Algorithm::blocks: return blocks(r, options);
-		default: return detail::two_shot(channel_, r);
+		case Algorithm::all_gather: return std::make_unique<detail::AllGather>(channel_, r);
+		case Algorithm::ring: return std::make_unique<detail::Ring>(channel_, r);
+		case Algorithm::raw: return std::make_unique<detail::Raw>(channel_, r);
+		case Algorithm::blocks: return std::make_unique<detail::OfBlocks>(channel_, r, tag_);
+		default: return std::make_unique<detail::TwoShot>(channel_, r);
 		}
-	}
-
-	/* Gloo's own ring has a segment on the wire while another is reduced, so each rank gets several blocks. */
-	std::exception_ptr blocks(detail::Reduction &r, const Options &)
-	{
-		constexpr uint64_t PARTS = 8;
-		uint64_t each = r.n / (PARTS * channel_.size) / detail::CUT_ALIGN * detail::CUT_ALIGN;
-		uint64_t block = std::clamp(each, detail::CUT_ALIGN, Blocks::BLOCK);
-		std::exception_ptr error;
-
-		Blocks of(r.spec, r.dtype, r.n, r.op, (r.stream * channel_.size + channel_.rank) << 32, block);
-		try {
-			of.encode(r.x, r.residual);
-		} catch (const Error &) {
-			error = std::current_exception();
-			of.give_up();
-		}
-		Blocks::Options with(channel_.context());
-		of.fill(with);
-		with.setTag(tag_);
-		with.setTimeout(channel_.timeout);
-		channel_.sent_nbytes += 2 * (channel_.size - 1) * of.count() * of.element_nbytes() / channel_.size;
-		try {
-			::gloo::allreduce(with);
-		} catch (const ::gloo::Exception &e) {
-			channel_.close();
-			throw PeerError(std::string("a rank is gone or does not answer: ") + e.what());
-		}
-		try {
-			if (!error)
-				of.decode(r.result, r.op == Op::mean ? static_cast<float>(channel_.size) : 1);
-		} catch (const Error &) {
-			error = std::current_exception();
-		}
-		return error;
 	}
 
 	/* Prepare, agree, reduce, conclude; then the caller's n values are written. */
-	template <class Prepare, class Reduce>
-	void run(Kind kind, Prepare &&prepare, Reduce &&reduce, void *values, size_t n, const Options &options)
+	template <class Prepare, class Make>
+	void run(Kind kind, Prepare &&prepare, Make &&make, void *values, size_t n, const Options &options)
 	{
 		std::optional<detail::Reduction> r;
 		std::optional<Keep> keep;
@@ -315,23 +283,49 @@ private:
 		} catch (const std::exception &) { /* an Error, or no memory */
 			error = std::current_exception();
 		}
-		detail::Choice unused, &choice = error ? unused : choices_[signature];
-		const std::vector<detail::Choice::Report> reports = agree(signature, choice.report(), error);
-		const bool as_they_are = choice.as_they_are(reports) && options.algorithm == Algorithm::automatic;
+		const bool choosing = !error && kind == Kind::allreduce && options.algorithm == Algorithm::automatic;
+		detail::Choice unused, &choice = choosing ? choices_[signature] : unused;
+		detail::Channel::Asked asked =
+			channel_.ask({signature, choice.report().wall, choice.report().busy, error ? uint64_t(1) : 0});
+		std::unique_ptr<detail::Collective> of;
+		std::vector<detail::Numbers> told;
 
-		{
-			detail::Choice::Timer timer(choice);
-			try {
-				error = reduce(*r, as_they_are);
-			} catch (...) { /* in its midst: no rank is to wait for what never comes */
-				channel_.close();
-				throw;
+		counted_on([&] {
+			if (!error) { /* while the others' answers are on their way */
+				of = make(*r, choice.last());
+				of->prepare();
 			}
-		}
+			told = channel_.hear(asked);
+		});
+		if (error)
+			std::rethrow_exception(error);
+		check_agreed(told, signature);
+		const bool before = choice.last(), as_they_are = choice.as_they_are(reports_of(told));
+		counted_on([&] {
+			if (as_they_are != before) {
+				keep->restore();
+				of = make(*r, as_they_are);
+				of->prepare();
+			}
+			detail::Choice::Timer timer(choice);
+			of->run();
+		});
+		error = of->error();
 		conclude(error);
 		keep->as_it_is();
 		if (n)
 			std::memcpy(values, r->result, n * r->itemsize);
+	}
+
+	/* Do what other ranks wait for: if it ends in its midst, they are not to wait for what never comes. */
+	template <class F> void counted_on(F &&work)
+	{
+		try {
+			work();
+		} catch (...) {
+			channel_.close();
+			throw;
+		}
 	}
 
 	/* Residuals as they were, unless all went well. */
@@ -358,14 +352,19 @@ private:
 
 		~Keep()
 		{
+			restore();
+		}
+
+		Keep(const Keep &) = delete;
+		Keep &operator=(const Keep &) = delete;
+
+		void restore()
+		{
 			if (n_)
 				std::memcpy(residual_, copy_, n_ * sizeof *copy_);
 			if (sums_n_)
 				std::memcpy(sums_, copy_ + n_, sums_n_ * sizeof *copy_);
 		}
-
-		Keep(const Keep &) = delete;
-		Keep &operator=(const Keep &) = delete;
 
 		void as_it_is()
 		{
@@ -377,27 +376,25 @@ private:
 		uint64_t n_, sums_n_ = 0;
 	};
 
-	/* All ranks are here, ask for the same, and could begin; what each reports. */
-	std::vector<detail::Choice::Report> agree(uint64_t signature, detail::Choice::Report mine,
-						  std::exception_ptr error)
+	/* Throw unless all ranks could begin, and ask for the same. */
+	void check_agreed(const std::vector<detail::Numbers> &told, uint64_t signature) const
 	{
-		const std::vector<detail::Numbers> all =
-			channel_.gather({signature, mine.wall, mine.busy, error ? uint64_t(1) : 0});
-		std::vector<detail::Choice::Report> reports;
-
-		if (error)
-			std::rethrow_exception(error);
 		for (int rank = 0; rank < channel_.size; rank++) {
-			const detail::Numbers &theirs = all[rank];
-
-			if (theirs[3])
+			if (told[rank][3])
 				throw PeerError(detail::Channel::name(rank) + " could not begin: nothing was changed");
-			if (theirs[0] != signature)
+			if (told[rank][0] != signature)
 				throw PeerError(detail::Channel::name(rank) + " asks for something else than " +
 						detail::Channel::name(channel_.rank) + ": nothing was changed");
-			reports.push_back({theirs[1], theirs[2]});
 		}
-		return reports;
+	}
+
+	static std::vector<detail::Choice::Report> reports_of(const std::vector<detail::Numbers> &told)
+	{
+		std::vector<detail::Choice::Report> found;
+
+		for (const detail::Numbers &each : told)
+			found.push_back({each[1], each[2]});
+		return found;
 	}
 
 	/* All ranks learn whether all have succeeded; only if they have does this return. */

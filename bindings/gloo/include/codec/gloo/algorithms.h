@@ -53,6 +53,44 @@ private:
 	Channel &channel_;
 };
 
+/* One collective, in steps. Residuals are written in both. */
+class Collective
+{
+public:
+	Collective(Channel &channel, Reduction &r) : channel_(channel), r_(r), attempt_(channel)
+	{
+	}
+
+	virtual ~Collective() = default;
+	Collective(const Collective &) = delete;
+	Collective &operator=(const Collective &) = delete;
+
+	/* What can be done while ranks agree to do it: nothing is sent, and nothing expected. */
+	virtual void prepare()
+	{
+	}
+
+	/* All the rest. */
+	virtual void run() = 0;
+
+	/* What went wrong on this rank. */
+	std::exception_ptr error() const
+	{
+		return attempt_.error;
+	}
+
+protected:
+	/* Where the values of a piece go. */
+	uint8_t *place(const Piece &piece) const
+	{
+		return r_.result + piece.begin * r_.itemsize;
+	}
+
+	Channel &channel_;
+	Reduction &r_;
+	Attempt attempt_;
+};
+
 using Messages = std::vector<std::vector<Channel::Incoming>>; /* by chunk, then by rank */
 
 inline size_t room_for(const std::vector<std::vector<size_t>> &bounds)
@@ -73,77 +111,6 @@ inline std::vector<std::vector<size_t>> bounds_of(const Reduction &r, const std:
 		found.push_back(r.bounds(slice));
 	return found;
 }
-
-/* The first phase of most algorithms: each rank gets the frames of its slice from all. */
-class Scatter
-{
-public:
-	Scatter(Channel &channel, Reduction &r, const std::vector<Slice> &slices, Attempt &attempt)
-	    : channel_(channel), r_(r), slices_(slices), bounds_(bounds_of(r, slices)), attempt_(attempt)
-	{
-	}
-
-	const std::vector<std::vector<size_t>> &bounds() const
-	{
-		return bounds_;
-	}
-
-	size_t room() const
-	{
-		return room_for(bounds_) + (channel_.size - 1) * room_for({bounds_[channel_.rank]});
-	}
-
-	/* Expect what will come. */
-	void receive()
-	{
-		for (size_t nbytes : bounds_[channel_.rank]) {
-			incoming_.emplace_back();
-			for (int o : channel_.others)
-				incoming_.back().push_back(channel_.receive(nbytes, o));
-		}
-	}
-
-	/* Send all other slices' chunks, the first ones of all first. */
-	void send()
-	{
-		const int me = channel_.rank, size = channel_.size;
-		const size_t chunks = slices_[me].size();
-
-		for (size_t c = 0; c < chunks; c++) {
-			for (int o : channel_.others)
-				channel_.send(encode(o, c, (uint64_t(me) * size + o) * chunks + c), o);
-			own_.push_back(r_.own_as_is() ? Bytes{}
-						      : encode(me, c, (uint64_t(me) * size + me) * chunks + c));
-		}
-	}
-
-	/* Chunk c of this rank's slice from all ranks, in their order, as Reduction::sum takes them; none if one lacks.
-	 */
-	std::vector<Bytes> parts(size_t c)
-	{
-		std::vector<Bytes> found(channel_.size);
-
-		for (Channel::Incoming &each : incoming_[c])
-			found[each.source] = attempt_.frame(each);
-		if (own_[c])
-			found[channel_.rank] = Channel::frame_of(own_[c]);
-		return found;
-	}
-
-private:
-	Bytes encode(int o, size_t c, uint64_t number)
-	{
-		return attempt_([&] { return r_.encode(channel_, slices_[o][c], bounds_[o][c], number); });
-	}
-
-	Channel &channel_;
-	Reduction &r_;
-	const std::vector<Slice> &slices_;
-	const std::vector<std::vector<size_t>> bounds_;
-	Attempt &attempt_;
-	Messages incoming_;
-	std::vector<Bytes> own_;
-};
 
 /* Put the sum of a piece where its values go. */
 inline void sum_into(Reduction &r, const Piece &piece, const std::vector<Bytes> &parts, uint8_t *place)
@@ -169,197 +136,352 @@ inline Bytes publish(Channel &channel, Reduction &r, const float *total, const P
 	return message;
 }
 
+/* The first phase of most collectives: each rank gets the frames of its slice from all. */
+class Scatter : public Collective
+{
+public:
+	Scatter(Channel &channel, Reduction &r, std::vector<Slice> slices)
+	    : Collective(channel, r), slices_(std::move(slices)), bounds_(bounds_of(r, slices_)),
+	      chunks_(slices_[channel.rank].size())
+	{
+	}
+
+	void prepare() override
+	{
+		channel_.begin(room());
+		if (channel_.size > 1)
+			first_ = encode(channel_.others[0], 0);
+	}
+
+protected:
+	/* Bytes of messages. */
+	virtual size_t room() const
+	{
+		return room_for(bounds_) + (channel_.size - 1) * room_for({bounds_[channel_.rank]});
+	}
+
+	const Slice &mine() const
+	{
+		return slices_[channel_.rank];
+	}
+
+	/* Expect what will come. */
+	void receive()
+	{
+		for (size_t nbytes : bounds_[channel_.rank]) {
+			incoming_.emplace_back();
+			for (int o : channel_.others)
+				incoming_.back().push_back(channel_.receive(nbytes, o));
+		}
+	}
+
+	/* Send all other slices' chunks, the first ones of all first. */
+	void send()
+	{
+		for (size_t c = 0; c < chunks_; c++) {
+			for (int o : channel_.others)
+				channel_.send(c || o != channel_.others[0] ? encode(o, c) : first_, o);
+			own_.push_back(r_.own_as_is() ? Bytes{} : encode(channel_.rank, c));
+		}
+	}
+
+	/* Chunk c of this rank's slice from all ranks, in their order, as Reduction::sum takes them. */
+	std::vector<Bytes> parts(size_t c)
+	{
+		std::vector<Bytes> found(channel_.size);
+
+		for (Channel::Incoming &each : incoming_[c])
+			found[each.source] = attempt_.frame(each);
+		if (own_[c])
+			found[channel_.rank] = Channel::frame_of(own_[c]);
+		return found;
+	}
+
+	const std::vector<Slice> slices_;
+	const std::vector<std::vector<size_t>> bounds_;
+	const size_t chunks_;
+
+private:
+	Bytes encode(int o, size_t c)
+	{
+		const uint64_t number = (uint64_t(channel_.rank) * channel_.size + o) * chunks_ + c;
+
+		return attempt_([&] { return r_.encode(channel_, slices_[o][c], bounds_[o][c], number); });
+	}
+
+	Messages incoming_;
+	Bytes first_;
+	std::vector<Bytes> own_;
+};
+
 /*
  * Each rank reduces a slice of all frames and sends what comes out to all: 2 (N - 1) / N frames on the wire. Chunks of
  * slices follow each other, so that encoding, wire and decoding overlap.
  */
-inline std::exception_ptr two_shot(Channel &channel, Reduction &r)
+class TwoShot : public Scatter
 {
-	const int size = channel.size, me = channel.rank;
-	const std::vector<Slice> slices = cut(r.n, size, r.itemsize, r.segments);
-	const size_t chunks = slices[me].size();
-	Attempt attempt(channel);
-	Scatter scatter(channel, r, slices, attempt);
-	Messages sums(chunks);
-
-	channel.begin(scatter.room() + room_for(scatter.bounds()));
-	scatter.receive();
-	for (size_t c = 0; c < chunks; c++)
-		for (int o : channel.others)
-			sums[c].push_back(channel.receive(scatter.bounds()[o][c], o));
-	scatter.send();
-	for (size_t c = 0; c < chunks; c++) {
-		const Piece &piece = slices[me][c];
-		const std::vector<Bytes> parts = scatter.parts(c);
-		const Bytes message = attempt([&] {
-			float *total = r.total(piece, r.result + piece.begin * r.itemsize);
-
-			r.sum(parts, piece, total);
-			return publish(channel, r, total, piece, scatter.bounds()[me][c],
-				       (uint64_t(size) * size + me) * chunks + c);
-		});
-		for (int o : channel.others)
-			channel.send(message, o);
+public:
+	TwoShot(Channel &channel, Reduction &r) : Scatter(channel, r, cut(r.n, channel.size, r.itemsize, r.segments))
+	{
 	}
-	for (size_t c = 0; c < chunks; c++) {
-		for (Channel::Incoming &each : sums[c]) {
-			const Bytes frame = attempt.frame(each);
-			const Piece &piece = slices[each.source][c];
 
-			attempt([&] { r.decode(frame, piece, r.result + piece.begin * r.itemsize); });
+	void run() override
+	{
+		Messages sums(chunks_);
+
+		receive();
+		for (size_t c = 0; c < chunks_; c++)
+			for (int o : channel_.others)
+				sums[c].push_back(channel_.receive(bounds_[o][c], o));
+		send();
+		for (size_t c = 0; c < chunks_; c++) {
+			const Bytes message = sum(c);
+
+			for (int o : channel_.others)
+				channel_.send(message, o);
 		}
+		for (size_t c = 0; c < chunks_; c++) {
+			for (Channel::Incoming &each : sums[c]) {
+				const Bytes frame = attempt_.frame(each);
+				const Piece &piece = slices_[each.source][c];
+
+				attempt_([&] { r_.decode(frame, piece, place(piece)); });
+			}
+		}
+		channel_.finish();
 	}
-	channel.finish();
-	return attempt.error;
-}
+
+private:
+	size_t room() const override
+	{
+		return Scatter::room() + room_for(bounds_);
+	}
+
+	Bytes sum(size_t c)
+	{
+		const Piece &piece = mine()[c];
+		const std::vector<Bytes> of_ranks = parts(c);
+		const uint64_t number = (uint64_t(channel_.size) * channel_.size + channel_.rank) * chunks_ + c;
+
+		return attempt_([&] {
+			float *total = r_.total(piece, place(piece));
+
+			r_.sum(of_ranks, piece, total);
+			return publish(channel_, r_, total, piece, bounds_[channel_.rank][c], number);
+		});
+	}
+};
 
 /* Each rank reduces a slice of all frames: (N - 1) / N frames on the wire. The slices are of one size. */
-inline std::exception_ptr scatter_sums(Channel &channel, Reduction &r)
+class ReduceScatter : public Scatter
 {
-	const std::vector<Slice> slices = cut_evenly(r.n, channel.size, r.itemsize);
-	const Slice &mine = slices[channel.rank];
-	Attempt attempt(channel);
-	Scatter scatter(channel, r, slices, attempt);
-
-	channel.begin(scatter.room());
-	scatter.receive();
-	scatter.send();
-	for (size_t c = 0; c < mine.size(); c++) {
-		const std::vector<Bytes> parts = scatter.parts(c);
-		uint8_t *place = r.result + (mine[c].begin - mine[0].begin) * r.itemsize;
-
-		attempt([&] { sum_into(r, mine[c], parts, place); });
+public:
+	ReduceScatter(Channel &channel, Reduction &r) : Scatter(channel, r, cut_evenly(r.n, channel.size, r.itemsize))
+	{
 	}
-	channel.finish();
-	return attempt.error;
-}
 
-/* Send this rank's frames to all, and take(piece, parts) what there is of all ranks. */
-template <class F> std::exception_ptr spread(Channel &channel, Reduction &r, F &&take)
-{
-	const Slice pieces = cut(r.n, 1, r.itemsize, r.segments)[0];
-	const std::vector<size_t> bounds = r.bounds(pieces);
-	Attempt attempt(channel);
-	Messages incoming(pieces.size());
-	std::vector<Bytes> own;
+	void run() override
+	{
+		receive();
+		send();
+		for (size_t c = 0; c < chunks_; c++) {
+			const Piece &piece = mine()[c];
+			const std::vector<Bytes> of_ranks = parts(c);
+			uint8_t *there = r_.result + (piece.begin - mine()[0].begin) * r_.itemsize;
 
-	channel.begin(channel.size * room_for({bounds}));
-	for (size_t c = 0; c < pieces.size(); c++)
-		for (int o : channel.others)
-			incoming[c].push_back(channel.receive(bounds[c], o));
-	for (size_t c = 0; c < pieces.size(); c++) {
-		own.push_back(attempt([&] {
-			return r.encode(channel, pieces[c], bounds[c], uint64_t(channel.rank) * pieces.size() + c);
-		}));
-		for (int o : channel.others)
-			channel.send(own[c], o);
+			attempt_([&] { sum_into(r_, piece, of_ranks, there); });
+		}
+		channel_.finish();
 	}
-	for (size_t c = 0; c < pieces.size(); c++) {
-		std::vector<Bytes> parts(channel.size);
+};
 
-		for (Channel::Incoming &each : incoming[c])
-			parts[each.source] = attempt.frame(each);
-		if (own[c] && !r.own_as_is())
-			parts[channel.rank] = Channel::frame_of(own[c]);
-		attempt([&] { take(pieces[c], parts); });
+/* Each rank sends its frames to all: one phase, N - 1 frames on the wire. */
+class Spread : public Collective
+{
+public:
+	Spread(Channel &channel, Reduction &r)
+	    : Collective(channel, r), pieces_(cut(r.n, 1, r.itemsize, r.segments)[0]), bounds_(r.bounds(pieces_))
+	{
 	}
-	channel.finish();
-	return attempt.error;
-}
 
-/* Each rank sends its frame to all, and each reduces all of them: one phase, N - 1 frames on the wire. */
-inline std::exception_ptr all_gather(Channel &channel, Reduction &r)
-{
-	return spread(channel, r, [&](const Piece &piece, const std::vector<Bytes> &parts) {
-		sum_into(r, piece, parts, r.result + piece.begin * r.itemsize);
-	});
-}
+	void prepare() override
+	{
+		channel_.begin(channel_.size * room_for({bounds_}));
+		own_.push_back(encode(0));
+	}
 
-/* The values of all ranks, one after the other: N - 1 frames on the wire. */
-inline std::exception_ptr gather(Channel &channel, Reduction &r)
+	void run() override
+	{
+		Messages incoming(pieces_.size());
+
+		for (size_t c = 0; c < pieces_.size(); c++)
+			for (int o : channel_.others)
+				incoming[c].push_back(channel_.receive(bounds_[c], o));
+		for (size_t c = 0; c < pieces_.size(); c++) {
+			if (c)
+				own_.push_back(encode(c));
+			for (int o : channel_.others)
+				channel_.send(own_[c], o);
+		}
+		for (size_t c = 0; c < pieces_.size(); c++) {
+			std::vector<Bytes> parts(channel_.size);
+
+			for (Channel::Incoming &each : incoming[c])
+				parts[each.source] = attempt_.frame(each);
+			if (own_[c] && !r_.own_as_is())
+				parts[channel_.rank] = Channel::frame_of(own_[c]);
+			attempt_([&] { take(pieces_[c], parts); });
+		}
+		channel_.finish();
+	}
+
+private:
+	/* What there is of a piece on all ranks, in their order, as Reduction::sum takes it. */
+	virtual void take(const Piece &piece, const std::vector<Bytes> &parts) = 0;
+
+	Bytes encode(size_t c)
+	{
+		const uint64_t number = uint64_t(channel_.rank) * pieces_.size() + c;
+
+		return attempt_([&] { return r_.encode(channel_, pieces_[c], bounds_[c], number); });
+	}
+
+	const Slice pieces_;
+	const std::vector<size_t> bounds_;
+	std::vector<Bytes> own_;
+};
+
+/* Each rank reduces the frames of all. */
+class AllGather : public Spread
 {
-	return spread(channel, r, [&](const Piece &piece, const std::vector<Bytes> &parts) {
-		for (int rank = 0; rank < channel.size; rank++) {
-			uint8_t *place = r.result + (rank * r.n + piece.begin) * r.itemsize;
+	using Spread::Spread;
+
+	void take(const Piece &piece, const std::vector<Bytes> &parts) override
+	{
+		sum_into(r_, piece, parts, place(piece));
+	}
+};
+
+/* The values of all ranks, one after the other. */
+class Gather : public Spread
+{
+	using Spread::Spread;
+
+	void take(const Piece &piece, const std::vector<Bytes> &parts) override
+	{
+		for (int rank = 0; rank < channel_.size; rank++) {
+			uint8_t *there = place(piece) + rank * r_.n * r_.itemsize;
 
 			if (parts[rank])
-				r.decode(parts[rank], piece, place);
+				r_.decode(parts[rank], piece, there);
 			else if (piece.n())
-				std::memcpy(place, r.own(piece), piece.n() * r.itemsize);
+				std::memcpy(there, r_.own(piece), piece.n() * r_.itemsize);
 		}
-	});
-}
+	}
+};
 
 /*
  * Sums of slices go around, encoded anew by each rank, then what comes out: 2 (N - 1) / N frames, to one peer only. A
  * chunk goes on as soon as it is added to, while the next one is on the wire. Sums are added in the order in which they
  * pass the ranks; what lossy codecs lose adds up.
  */
-inline std::exception_ptr ring(Channel &channel, Reduction &r)
+class Ring : public Collective
 {
-	const int size = channel.size, me = channel.rank, left = (me + size - 1) % size, right = (me + 1) % size;
-	const std::vector<Slice> slices = cut(r.n, size, r.itemsize, r.segments);
-	const std::vector<std::vector<size_t>> bounds = bounds_of(r, slices);
-	const size_t chunks = slices[me].size();
-	const auto turn = [&](int steps) { return ((me - steps) % size + size) % size; };
-	Attempt attempt(channel);
-	Messages sums(size - 1), results(size - 1);
-
-	channel.begin(4 * room_for(bounds));
-	for (int s = 0; s < size - 1; s++)
-		for (size_t nbytes : bounds[turn(s + 1)])
-			sums[s].push_back(channel.receive(nbytes, left));
-	for (int s = 0; s < size - 1; s++)
-		for (size_t nbytes : bounds[turn(s)])
-			results[s].push_back(channel.receive(nbytes, left));
-
-	float *total = Workspace::room(r.work.total, r.n);
-	widen(r.dtype, r.x, r.n, total);
-	for (size_t c = 0; c < chunks; c++) {
-		const Piece &piece = slices[me][c];
-
-		channel.send(attempt([&] {
-				     return r.encode_sum(channel, total + piece.begin, piece, bounds[me][c],
-							 uint64_t(me) * chunks + c);
-			     }),
-			     right);
+public:
+	Ring(Channel &channel, Reduction &r)
+	    : Collective(channel, r), slices_(cut(r.n, channel.size, r.itemsize, r.segments)),
+	      bounds_(bounds_of(r, slices_)), chunks_(slices_[0].size()),
+	      left_((channel.rank + channel.size - 1) % channel.size), right_((channel.rank + 1) % channel.size)
+	{
 	}
-	for (int s = 0; s < size - 1; s++) {
-		const int slice = turn(s + 1);
-		const bool last = s == size - 2;
-		const uint64_t number = (uint64_t(last ? size : s + 1) * size + me) * chunks;
 
-		for (size_t c = 0; c < chunks; c++) {
-			const Piece &piece = slices[slice][c];
-			const Bytes frame = attempt.frame(sums[s][c]);
+	void prepare() override
+	{
+		channel_.begin(4 * room_for(bounds_));
+		total_ = Workspace::room(r_.work.total, r_.n);
+		widen(r_.dtype, r_.x, r_.n, total_);
+		first_ = encode(0, 0);
+	}
 
-			channel.send(attempt([&] {
-					     float *part = total + piece.begin;
+	void run() override
+	{
+		const int steps = channel_.size - 1;
+		Messages sums(steps), results(steps);
 
-					     r.accumulate(frame, piece, part);
-					     if (!last)
-						     return r.encode_sum(channel, part, piece, bounds[slice][c],
-									 number + c);
-					     if (r.op == Op::mean)
-						     Reduction::divide(part, piece.n(), static_cast<float>(size));
-					     return publish(channel, r, part, piece, bounds[slice][c], number + c);
-				     }),
-				     right);
+		for (int s = 0; s < steps; s++)
+			for (size_t nbytes : bounds_[slice(s + 1)])
+				sums[s].push_back(channel_.receive(nbytes, left_));
+		for (int s = 0; s < steps; s++)
+			for (size_t nbytes : bounds_[slice(s)])
+				results[s].push_back(channel_.receive(nbytes, left_));
+		for (size_t c = 0; c < chunks_; c++)
+			channel_.send(c ? encode(0, c) : first_, right_);
+		for (int s = 0; s < steps; s++) {
+			for (size_t c = 0; c < chunks_; c++) {
+				const Bytes frame = attempt_.frame(sums[s][c]);
+
+				channel_.send(add(frame, s + 1, c), right_);
+			}
 		}
-	}
-	for (int s = 0; s < size - 1; s++) {
-		for (size_t c = 0; c < chunks; c++) {
-			const Piece &piece = slices[turn(s)][c];
-			const Bytes frame = attempt.frame(results[s][c]);
+		for (int s = 0; s < steps; s++) {
+			for (size_t c = 0; c < chunks_; c++) {
+				const Piece &piece = slices_[slice(s)][c];
+				const Bytes frame = attempt_.frame(results[s][c]);
 
-			if (s < size - 2)
-				channel.pass_on(attempt.error ? Bytes{} : frame, right);
-			attempt([&] { r.decode(frame, piece, r.result + piece.begin * r.itemsize); });
+				if (s < steps - 1)
+					channel_.pass_on(attempt_.error ? Bytes{} : frame, right_);
+				attempt_([&] { r_.decode(frame, piece, place(piece)); });
+			}
 		}
+		channel_.finish();
 	}
-	channel.finish();
-	return attempt.error;
-}
+
+private:
+	/* The slice that this rank sends in a step. */
+	int slice(int step) const
+	{
+		return (channel_.rank - step + channel_.size) % channel_.size;
+	}
+
+	uint64_t number(int step, size_t c) const
+	{
+		return (uint64_t(step) * channel_.size + channel_.rank) * chunks_ + c;
+	}
+
+	Bytes encode(int step, size_t c)
+	{
+		const Piece &piece = slices_[slice(step)][c];
+		const size_t most = bounds_[slice(step)][c];
+
+		return attempt_(
+			[&] { return r_.encode_sum(channel_, total_ + piece.begin, piece, most, number(step, c)); });
+	}
+
+	/* The message of a step, once this rank's values are added to what came; in the last step, with what comes out.
+	 */
+	Bytes add(Bytes frame, int step, size_t c)
+	{
+		const Piece &piece = slices_[slice(step)][c];
+		const size_t most = bounds_[slice(step)][c];
+		float *total = total_ + piece.begin;
+
+		attempt_([&] { r_.accumulate(frame, piece, total); });
+		if (step < channel_.size - 1)
+			return encode(step, c);
+		return attempt_([&] {
+			if (r_.op == Op::mean)
+				Reduction::divide(total, piece.n(), static_cast<float>(channel_.size));
+			return publish(channel_, r_, total, piece, most, number(channel_.size, c));
+		});
+	}
+
+	const std::vector<Slice> slices_;
+	const std::vector<std::vector<size_t>> bounds_;
+	const size_t chunks_;
+	const int left_, right_;
+	float *total_ = nullptr;
+	Bytes first_;
+};
 
 /* What encoding would have said of NaN and Inf: which way values travel must not decide whether a step is good. */
 inline void check_finite(Reduction &r)
@@ -420,66 +542,78 @@ inline void add_up(Reduction &r, const std::vector<const uint8_t *> &parts, cons
  * Two-shot with the values themselves: where a link is so fast that encoding would take longer than sending. Lossless
  * frames would give the same bits.
  */
-inline std::exception_ptr raw(Channel &channel, Reduction &r)
+class Raw : public Collective
 {
-	const int size = channel.size, me = channel.rank;
-	const std::vector<Slice> slices = cut(r.n, size, r.itemsize, r.segments);
-	const Slice &mine = slices[me];
-	const auto nbytes = [&](const Piece &piece) { return piece.n() * r.itemsize; };
-	Attempt attempt(channel);
-	Messages firsts(mine.size()), seconds(mine.size());
-	size_t needed = 0;
-
-	for (const Piece &piece : mine)
-		needed += size * Channel::room_for(nbytes(piece));
-	channel.begin(needed);
-	for (size_t c = 0; c < mine.size(); c++)
-		for (int o : channel.others)
-			firsts[c].push_back(
-				channel.receive_values(channel.take(nbytes(mine[c])).p, nbytes(mine[c]), o));
-	for (size_t c = 0; c < mine.size(); c++)
-		for (int o : channel.others)
-			seconds[c].push_back(channel.receive_values(r.result + slices[o][c].begin * r.itemsize,
-								    nbytes(slices[o][c]), o));
-	attempt([&] { check_finite(r); });
-
-	const uint8_t *x = r.x;
-	std::vector<uint8_t> owed;
-	if (r.residual) {
-		std::vector<float> sums(r.n), rounded(r.n);
-
-		widen(r.dtype, r.x, r.n, sums.data());
-		for (uint64_t i = 0; i < r.n; i++)
-			sums[i] += r.residual[i];
-		owed.resize(r.n * r.itemsize);
-		narrow(r.dtype, sums.data(), r.n, owed.data());
-		widen(r.dtype, owed.data(), r.n, rounded.data());
-		for (uint64_t i = 0; i < r.n; i++)
-			r.residual[i] = sums[i] - rounded[i];
-		x = owed.data();
+public:
+	Raw(Channel &channel, Reduction &r)
+	    : Collective(channel, r), slices_(cut(r.n, channel.size, r.itemsize, r.segments))
+	{
 	}
-	for (size_t c = 0; c < mine.size(); c++)
-		for (int o : channel.others)
-			channel.send_values(x + slices[o][c].begin * r.itemsize, nbytes(slices[o][c]), o);
-	for (size_t c = 0; c < mine.size(); c++) {
-		const Piece &piece = mine[c];
-		uint8_t *place = r.result + piece.begin * r.itemsize;
-		std::vector<const uint8_t *> parts(size);
 
-		parts[me] = x + piece.begin * r.itemsize;
-		for (Channel::Incoming &each : firsts[c]) {
-			channel.wait(each);
-			parts[each.source] = static_cast<const uint8_t *>(each.buffer->ptr);
+	void run() override
+	{
+		const Slice &mine = slices_[channel_.rank];
+		Messages firsts(mine.size()), seconds(mine.size());
+		size_t room = 0;
+
+		for (const Piece &piece : mine)
+			room += channel_.size * Channel::room_for(nbytes(piece));
+		channel_.begin(room);
+		for (size_t c = 0; c < mine.size(); c++)
+			for (int o : channel_.others)
+				firsts[c].push_back(
+					channel_.receive_values(channel_.take(nbytes(mine[c])).p, nbytes(mine[c]), o));
+		for (size_t c = 0; c < mine.size(); c++)
+			for (int o : channel_.others)
+				seconds[c].push_back(
+					channel_.receive_values(place(slices_[o][c]), nbytes(slices_[o][c]), o));
+		attempt_([&] { check_finite(r_); });
+
+		const uint8_t *x = r_.residual ? owed() : r_.x;
+		for (size_t c = 0; c < mine.size(); c++)
+			for (int o : channel_.others)
+				channel_.send_values(x + slices_[o][c].begin * r_.itemsize, nbytes(slices_[o][c]), o);
+		for (size_t c = 0; c < mine.size(); c++) {
+			std::vector<const uint8_t *> parts(channel_.size);
+
+			parts[channel_.rank] = x + mine[c].begin * r_.itemsize;
+			for (Channel::Incoming &each : firsts[c]) {
+				channel_.wait(each);
+				parts[each.source] = static_cast<const uint8_t *>(each.buffer->ptr);
+			}
+			add_up(r_, parts, mine[c], place(mine[c]));
+			for (int o : channel_.others)
+				channel_.send_values(place(mine[c]), nbytes(mine[c]), o);
 		}
-		add_up(r, parts, piece, place);
-		for (int o : channel.others)
-			channel.send_values(place, nbytes(piece), o);
+		for (auto &chunk : seconds)
+			for (Channel::Incoming &each : chunk)
+				channel_.wait(each);
+		channel_.finish();
 	}
-	for (auto &chunk : seconds)
-		for (Channel::Incoming &each : chunk)
-			channel.wait(each);
-	channel.finish();
-	return attempt.error;
-}
+
+private:
+	size_t nbytes(const Piece &piece) const
+	{
+		return piece.n() * r_.itemsize;
+	}
+
+	/* The values with what is owed to them; of float32 nothing is lost. */
+	const uint8_t *owed()
+	{
+		std::vector<float> sums(r_.n);
+
+		owed_.resize(r_.n * r_.itemsize);
+		widen(r_.dtype, r_.x, r_.n, sums.data());
+		Reduction::add(sums.data(), r_.residual, r_.n);
+		narrow(r_.dtype, sums.data(), r_.n, owed_.data());
+		widen(r_.dtype, owed_.data(), r_.n, r_.residual);
+		for (uint64_t i = 0; i < r_.n; i++)
+			r_.residual[i] = sums[i] - r_.residual[i];
+		return owed_.data();
+	}
+
+	const std::vector<Slice> slices_;
+	std::vector<uint8_t> owed_;
+};
 
 } // namespace codec::gloo::detail

@@ -8,6 +8,7 @@
 
 #include <gloo/allreduce.h>
 
+#include "algorithms.h"
 #include "frames.h"
 
 namespace codec::gloo
@@ -222,4 +223,52 @@ private:
 	std::exception_ptr error_;
 };
 
+namespace detail
+{
+
+/* gloo::allreduce over blocks. Its ring has a segment on the wire while another is reduced: each rank has several
+ * blocks. */
+class OfBlocks : public Collective
+{
+public:
+	OfBlocks(Channel &channel, Reduction &r, uint32_t tag)
+	    : Collective(channel, r), tag_(tag),
+	      blocks_(r.spec, r.dtype, r.n, r.op, (r.stream * channel.size + channel.rank) << 32,
+		      std::clamp(r.n / (PARTS * channel.size) / CUT_ALIGN * CUT_ALIGN, CUT_ALIGN, Blocks::BLOCK))
+	{
+	}
+
+	void prepare() override
+	{
+		attempt_([&] { blocks_.encode(r_.x, r_.residual); });
+		if (attempt_.error)
+			blocks_.give_up();
+	}
+
+	void run() override
+	{
+		Blocks::Options options(channel_.context());
+
+		blocks_.fill(options);
+		options.setTag(tag_);
+		options.setTimeout(channel_.timeout);
+		channel_.sent_nbytes +=
+			2 * (channel_.size - 1) * blocks_.count() * blocks_.element_nbytes() / channel_.size;
+		try {
+			::gloo::allreduce(options);
+		} catch (const ::gloo::Exception &e) {
+			channel_.close();
+			throw PeerError(std::string("a rank is gone or does not answer: ") + e.what());
+		}
+		attempt_([&] { blocks_.decode(r_.result, r_.op == Op::mean ? static_cast<float>(channel_.size) : 1); });
+	}
+
+private:
+	static constexpr uint64_t PARTS = 8;
+
+	const uint32_t tag_;
+	Blocks blocks_;
+};
+
+} // namespace detail
 } // namespace codec::gloo

@@ -193,17 +193,31 @@ public:
 		sending_.clear();
 	}
 
-	/* What each rank has: as many numbers on all of them. */
-	std::vector<Numbers> gather(const Numbers &mine)
-	{
-		std::vector<Numbers> all(size, Numbers(words(mine)));
+	/* Numbers on their way. */
+	struct Asked {
+		std::vector<Numbers> all;
+		std::vector<Incoming> in, out;
+	};
 
-		put(mine, all[rank]);
-		swap(all, others, others);
-		check(all, mine.size(), others);
-		for (Numbers &each : all)
-			each.assign(each.begin() + 1, each.begin() + 1 + mine.size());
-		return all;
+	/* Tell all ranks, and ask them; hear() waits for what each has: as many numbers on all of them. */
+	Asked ask(const Numbers &mine)
+	{
+		Asked asked{std::vector<Numbers>(size, Numbers(words(mine))), {}, {}};
+
+		put(mine, asked.all[rank]);
+		post_numbers(asked, others, others);
+		return asked;
+	}
+
+	std::vector<Numbers> hear(Asked &asked)
+	{
+		const size_t n = asked.all[rank][0];
+
+		wait(asked);
+		check(asked.all, n, others);
+		for (Numbers &each : asked.all)
+			each.assign(each.begin() + 1, each.begin() + 1 + n);
+		return asked.all;
 	}
 
 	/*
@@ -212,17 +226,17 @@ public:
 	 */
 	Numbers verdict(uint64_t status)
 	{
-		Numbers mine{status, static_cast<uint64_t>(rank)};
-		std::vector<Numbers> all(size, Numbers(words(mine)));
+		const Numbers mine{status, static_cast<uint64_t>(rank)};
+		Asked asked{std::vector<Numbers>(size, Numbers(words(mine))), {}, {}};
+		const std::vector<Numbers> &all = asked.all;
+		const std::vector<int> sources = rank ? std::vector<int>{0} : others;
 
-		put(mine, all[rank]);
-		if (rank) {
-			swap(all, {0}, {0});
-			check(all, mine.size(), {0});
+		put(mine, asked.all[rank]);
+		post_numbers(asked, sources, rank ? sources : std::vector<int>{});
+		wait(asked);
+		check(all, mine.size(), sources);
+		if (rank)
 			return {all[0][1], all[0][2]};
-		}
-		swap(all, others, {});
-		check(all, mine.size(), others);
 		const Numbers &worst = *std::max_element(
 			all.begin(), all.end(), [](const Numbers &a, const Numbers &b) { return a[1] < b[1]; });
 		Numbers found(worst);
@@ -309,20 +323,22 @@ private:
 		return found;
 	}
 
-	/* Receive some ranks' messages, and send this one's to others. */
-	void swap(std::vector<Numbers> &all, const std::vector<int> &sources, const std::vector<int> &to)
+	/* Begin to receive some ranks' messages, and to send this one's to others. */
+	void post_numbers(Asked &asked, const std::vector<int> &sources, const std::vector<int> &to)
 	{
-		std::vector<Incoming> in, out;
+		const size_t nbytes = asked.all[rank].size() * sizeof(uint64_t);
 
-		if (closed_)
-			throw PeerError("a peer was lost: make a new context");
 		for (int o : sources)
-			in.push_back(post(all[o].data(), all[o].size() * sizeof(uint64_t), o, false, NUMBERS));
+			asked.in.push_back(post(asked.all[o].data(), nbytes, o, false, NUMBERS));
 		for (int o : to)
-			out.push_back(post(all[rank].data(), all[rank].size() * sizeof(uint64_t), o, true, NUMBERS));
-		for (Incoming &each : in)
+			asked.out.push_back(post(asked.all[rank].data(), nbytes, o, true, NUMBERS));
+	}
+
+	void wait(Asked &asked)
+	{
+		for (Incoming &each : asked.in)
 			wait(each);
-		for (Incoming &each : out)
+		for (Incoming &each : asked.out)
 			guarded(each.source, [&] { each.buffer->waitSend(timeout); });
 	}
 

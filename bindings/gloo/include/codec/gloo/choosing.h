@@ -30,6 +30,12 @@ public:
 		return report_;
 	}
 
+	/* What was decided last: most likely what will be next. */
+	bool last() const
+	{
+		return values_;
+	}
+
 	/* Whether values are to travel as they are, from the reports of all ranks. */
 	bool as_they_are(const std::vector<Report> &reports)
 	{

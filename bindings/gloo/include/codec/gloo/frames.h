@@ -142,7 +142,6 @@ struct Reduction {
 	float *residual = nullptr;                /* as long as x: what this rank's frames have lost; written */
 	float *sums_residual = nullptr;           /* the same of the sums that it encodes */
 	uint8_t *result = nullptr;                /* where what comes out goes */
-	size_t encoded_nbytes = 0;                /* the frames of this rank, so far */
 
 	/*
 	 * Whether frames would say of this rank's values just what they are, so that it needs none for itself. Of a
@@ -317,7 +316,6 @@ private:
 		check(codec_scratch(&spec, &src, &nbytes));
 		check(codec_encode(&spec, &src, room_for_it.p, room_for_it.nbytes, &written, owed, &with,
 				   Workspace::room(work.scratch, nbytes), nbytes));
-		encoded_nbytes += written;
 		return channel.sized(message, written);
 	}
 
