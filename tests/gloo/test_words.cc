@@ -184,6 +184,26 @@ TEST_CASE("Slices cover a tensor in the order of ranks and keep short rows whole
 			check_cut(n, size, 4, {});
 }
 
+TEST_CASE("A cut is at the begin of the row in which it would be, and elsewhere at a multiple of 1,024 values")
+{
+	Segments segments;
+	const uint64_t n = laid_out({{700, 30}, {5000}, {0, 3}, {2, 65536}, {2, 65537}, {}, {9, 1}}, segments);
+
+	for (uint64_t at = 0; at < n; at += 7) {
+		const uint64_t found = near(at, n, segments);
+		const uint64_t row = at < 21000 ? 30 : at - 26000 < 131072 ? 65536 : 0;
+
+		if (row)
+			REQUIRE(found == at - (at - (row == 30 ? 0 : 26000)) % row);
+		else if (at - 157072 < 131074)
+			REQUIRE(found == at); /* whose rows are long */
+		else
+			REQUIRE(found == at / 1024 * 1024);
+	}
+	CHECK(near(n, n, segments) == n);
+	CHECK(near(5000, 6000, {}) == 4096);
+}
+
 TEST_CASE("Even slices have one size and cover each rank's part")
 {
 	for (int size : {1, 2, 3, 5}) {

@@ -15,8 +15,8 @@
  *   - After a PeerError because of a lost or silent rank the context's connections are closed, as after an exception of
  *     Gloo's own: make a new one.
  *   - SIGPIPE, by which a lost rank would end the others, is ignored from the first Group on, unless it is handled.
- *   - Bytes that are not what was sent are a FrameError. Gloo's own headers around them are not checked by Gloo: ranks
- * must trust each other, or their network, that far.
+ *   - Frames that are not what was sent are a FrameError. Values that travel as they are (raw) have no checksum but the
+ *     network's, nor have Gloo's own headers: ranks must trust each other, or their network, that far.
  *
  * Each rank computes in the thread that calls; Gloo's thread sends and receives meanwhile. Ranks call the same
  * functions in the same order. Collectives of different groups over one context may be under way at once, from
