@@ -186,6 +186,7 @@ public:
 			cpu.push_back(seconds(CLOCK_PROCESS_CPUTIME_ID) - busy);
 			begins.push_back(begin);
 			sent = group_.sent_nbytes() - before;
+			barrier(); /* a digest takes a core from ranks that are not done */
 			digests.push_back(digest(stock ? tensor_ : out_));
 			if (i == 0)
 				count = same(1 + std::max(plan_.repeat,
@@ -221,7 +222,7 @@ private:
 		options.setOutput(tensor_.data(), plan_.n);
 		options.setReduceFunction(add);
 		::gloo::allreduce(options);
-		codec::gloo::detail::Reduction::divide(tensor_.data(), plan_.n, static_cast<float>(context_->size));
+		codec::gloo::detail::divide(tensor_.data(), plan_.n, static_cast<float>(context_->size));
 	}
 
 	void barrier()

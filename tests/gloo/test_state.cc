@@ -103,9 +103,9 @@ Tensor expected(int size, uint32_t dtype, const codec_spec &spec, const codec_me
 	for (int rank = 1; rank < size; rank++) {
 		const std::vector<float> next = through_frame(spec, metric, tensor(rank, dtype, N));
 
-		detail::Reduction::add(total.data(), next.data(), N);
+		detail::add(total.data(), next.data(), N);
 	}
-	detail::Reduction::divide(total.data(), N, static_cast<float>(size));
+	detail::divide(total.data(), N, static_cast<float>(size));
 	return again ? Tensor(dtype, through_frame(spec, metric, {dtype, total})) : Tensor(dtype, total);
 }
 
@@ -247,7 +247,7 @@ struct Steps {
 		}
 		group.allreduce(x.data(), N, dtype, spec, options);
 		const std::vector<float> got = x.floats();
-		detail::Reduction::add(given.data(), got.data(), N);
+		detail::add(given.data(), got.data(), N);
 	}
 
 	/* The largest difference between what was given and what should have been, less what is owed. */

@@ -470,7 +470,7 @@ private:
 			return encode(step, c);
 		return attempt_([&] {
 			if (r_.op == Op::mean)
-				Reduction::divide(total, piece.n(), static_cast<float>(channel_.size));
+				divide(total, piece.n(), static_cast<float>(channel_.size));
 			return publish(channel_, r_, total, piece, most, number(channel_.size, c));
 		});
 	}
@@ -484,30 +484,10 @@ private:
 };
 
 /* What encoding would have said of NaN and Inf: which way values travel must not decide whether a step is good. */
-inline void check_finite(Reduction &r)
+inline void check_finite(const Reduction &r)
 {
-	constexpr uint64_t STEP = 4096;
-	float values[STEP];
-	uint32_t worst = 0;
-
-	if (r.spec.codec == CODEC_LOSSLESS)
-		return;
-	for (uint64_t i = 0; i < r.n; i += STEP) {
-		uint64_t count = std::min(STEP, r.n - i);
-
-		widen(r.dtype, r.x + i * r.itemsize, count, values);
-		for (uint64_t k = 0; k < count; k++)
-			worst = std::max(worst, bits_of(values[k]) & 0x7fffffff);
-	}
-	if (worst >= 0x7f800000)
+	if (r.spec.codec != CODEC_LOSSLESS && !finite(r.dtype, r.x, r.n))
 		check(CODEC_NONFINITE);
-}
-
-/* The larger one; NaN if either is. */
-inline void keep_larger(float *total, const float *x, uint64_t n)
-{
-	for (uint64_t i = 0; i < n; i++)
-		total[i] = total[i] >= x[i] || total[i] != total[i] ? total[i] : x[i];
 }
 
 /* Values of all ranks to what comes out, as codec_reduce has it, in the tensor's dtype. */
@@ -522,20 +502,18 @@ inline void add_up(Reduction &r, const std::vector<const uint8_t *> &parts, cons
 		if (r.op == Op::max)
 			keep_larger(total, next, piece.n());
 		else
-			Reduction::add(total, next, piece.n());
+			add(total, next, piece.n());
 	}
 	if (r.op == Op::mean)
-		Reduction::divide(total, piece.n(), static_cast<float>(parts.size()));
+		divide(total, piece.n(), static_cast<float>(parts.size()));
 	if (residual)
-		Reduction::add(total, residual, piece.n());
+		add(total, residual, piece.n());
 	if (r.dtype != CODEC_FLOAT32)
 		narrow(r.dtype, total, piece.n(), place);
-	if (residual) { /* of float32 nothing is lost */
-		const float *seen = r.as_float32(place, piece);
-
-		for (uint64_t i = 0; i < piece.n(); i++)
-			residual[i] = total[i] - seen[i];
-	}
+	if (residual && r.dtype != CODEC_FLOAT32)
+		lost(residual, total, r.as_float32(place, piece), piece.n());
+	else if (residual)
+		std::fill_n(residual, piece.n(), 0.0f);
 }
 
 /*
@@ -597,18 +575,17 @@ private:
 		return piece.n() * r_.itemsize;
 	}
 
-	/* The values with what is owed to them; of float32 nothing is lost. */
+	/* The values with what is owed to them. */
 	const uint8_t *owed()
 	{
-		std::vector<float> sums(r_.n);
+		std::vector<float> sums(r_.n), seen(r_.n);
 
 		owed_.resize(r_.n * r_.itemsize);
 		widen(r_.dtype, r_.x, r_.n, sums.data());
-		Reduction::add(sums.data(), r_.residual, r_.n);
+		add(sums.data(), r_.residual, r_.n);
 		narrow(r_.dtype, sums.data(), r_.n, owed_.data());
-		widen(r_.dtype, owed_.data(), r_.n, r_.residual);
-		for (uint64_t i = 0; i < r_.n; i++)
-			r_.residual[i] = sums[i] - r_.residual[i];
+		widen(r_.dtype, owed_.data(), r_.n, seen.data());
+		lost(r_.residual, sums.data(), seen.data(), r_.n);
 		return owed_.data();
 	}
 

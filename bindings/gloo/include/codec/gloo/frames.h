@@ -9,8 +9,8 @@
 
 #include "channel.h"
 #include "errors.h"
-#include "halves.h"
 #include "slices.h"
+#include "values.h"
 
 namespace codec::gloo
 {
@@ -255,18 +255,6 @@ struct Reduction {
 
 		widen(dtype, values, piece.n(), wide);
 		return wide;
-	}
-
-	static void add(float *total, const float *x, uint64_t n)
-	{
-		for (uint64_t i = 0; i < n; i++)
-			total[i] += x[i];
-	}
-
-	static void divide(float *total, uint64_t n, float by)
-	{
-		for (uint64_t i = 0; i < n; i++)
-			total[i] /= by;
 	}
 
 	/* The spec of a frame; throws FrameError unless it is one of such a piece. */

@@ -1,6 +1,10 @@
-/* halves.h - bfloat16 and float16 to float32 and back, rounded to nearest even. NaN stays one, its payload may not. */
+/*
+ * values.h - loops over values: bfloat16 and float16 to float32 and back, rounded to nearest even (NaN stays one, its
+ * payload may not), and sums of float32.
+ */
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -9,6 +13,19 @@
 
 namespace codec::gloo::detail
 {
+
+/* f(i) for all i < n. Of loops of a known length compilers make vectors at -O2, too. */
+template <class F> inline void each(uint64_t n, F f)
+{
+	constexpr uint64_t BLOCK = 256;
+	uint64_t i = 0;
+
+	for (; n - i >= BLOCK; i += BLOCK)
+		for (uint64_t k = 0; k < BLOCK; k++)
+			f(i + k);
+	for (; i < n; i++)
+		f(i);
+}
 
 inline uint32_t bits_of(float x)
 {
@@ -64,7 +81,7 @@ inline float from_float16(uint16_t h)
 }
 
 /* n values of a dtype as float32. */
-inline void widen(uint32_t dtype, const void *from, size_t n, float *to)
+inline void widen(uint32_t dtype, const void *from, size_t n, float *__restrict to)
 {
 	const auto *halves = static_cast<const uint16_t *>(from);
 
@@ -73,15 +90,13 @@ inline void widen(uint32_t dtype, const void *from, size_t n, float *to)
 	if (dtype == CODEC_FLOAT32)
 		std::memcpy(to, from, n * sizeof *to);
 	else if (dtype == CODEC_BFLOAT16)
-		for (size_t i = 0; i < n; i++)
-			to[i] = from_bfloat16(halves[i]);
+		each(n, [=](uint64_t i) { to[i] = from_bfloat16(halves[i]); });
 	else
-		for (size_t i = 0; i < n; i++)
-			to[i] = from_float16(halves[i]);
+		each(n, [=](uint64_t i) { to[i] = from_float16(halves[i]); });
 }
 
 /* n values of float32 in a dtype. */
-inline void narrow(uint32_t dtype, const float *from, size_t n, void *to)
+inline void narrow(uint32_t dtype, const float *__restrict from, size_t n, void *to)
 {
 	auto *halves = static_cast<uint16_t *>(to);
 
@@ -90,11 +105,46 @@ inline void narrow(uint32_t dtype, const float *from, size_t n, void *to)
 	if (dtype == CODEC_FLOAT32)
 		std::memcpy(to, from, n * sizeof *from);
 	else if (dtype == CODEC_BFLOAT16)
-		for (size_t i = 0; i < n; i++)
-			halves[i] = to_bfloat16(from[i]);
+		each(n, [=](uint64_t i) { halves[i] = to_bfloat16(from[i]); });
 	else
-		for (size_t i = 0; i < n; i++)
-			halves[i] = to_float16(from[i]);
+		each(n, [=](uint64_t i) { halves[i] = to_float16(from[i]); });
+}
+
+inline void add(float *__restrict total, const float *__restrict x, uint64_t n)
+{
+	each(n, [=](uint64_t i) { total[i] += x[i]; });
+}
+
+inline void divide(float *total, uint64_t n, float by)
+{
+	each(n, [=](uint64_t i) { total[i] /= by; });
+}
+
+/* The larger one; NaN if either is. */
+inline void keep_larger(float *__restrict total, const float *__restrict x, uint64_t n)
+{
+	each(n, [=](uint64_t i) { total[i] = total[i] >= x[i] || total[i] != total[i] ? total[i] : x[i]; });
+}
+
+/* What is lost where values are seen as others. */
+inline void lost(float *__restrict residual, const float *__restrict values, const float *__restrict seen, uint64_t n)
+{
+	each(n, [=](uint64_t i) { residual[i] = values[i] - seen[i]; });
+}
+
+/* Whether none of n values is NaN or Inf. */
+inline bool finite(uint32_t dtype, const void *x, uint64_t n)
+{
+	const uint32_t infinite = dtype == CODEC_FLOAT32 ? 0x7f800000 : dtype == CODEC_BFLOAT16 ? 0x7f80 : 0x7c00;
+	const auto *words = static_cast<const float *>(x);
+	const auto *halves = static_cast<const uint16_t *>(x);
+	uint32_t most = 0;
+
+	if (dtype == CODEC_FLOAT32)
+		each(n, [&](uint64_t i) { most = std::max(most, bits_of(words[i]) & 0x7fffffff); });
+	else
+		each(n, [&](uint64_t i) { most = std::max<uint32_t>(most, halves[i] & 0x7fff); });
+	return most < infinite;
 }
 
 } // namespace codec::gloo::detail
