@@ -237,7 +237,8 @@ def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm
     def begin() -> tuple[list[Reduction], list[int]]:
         nonlocal choice
         reductions = prepare()
-        sign = hashed([signature(r, choose_algorithm(asked, r, channel.size)) for r in reductions])
+        # what is left to us may come to be another algorithm later: all must have left it
+        sign = hashed(asked, [signature(r, choose_algorithm(asked, r, channel.size)) for r in reductions])
         choice = line.choices.setdefault(sign, choice)
         return reductions, [sign, *choice.report()]
 
@@ -327,7 +328,7 @@ def reduction_of(
         raise SpecError(f"op must be one of mean, sum, max, got {op!r}")
     if segments is not None:
         _check_inside(segments, tensor.numel())
-    flat = None if state is None else {name: as_array(x).reshape(-1) for name, x in state.items()}
+    flat = None if state is None else {name: _flat(x) for name, x in state.items()}
     return Reduction(as_array(tensor), NAMES[tensor.dtype], spec, _OPS[op], stream, segments, metric, flat)
 
 
@@ -338,6 +339,13 @@ def _check_inside(segments: Segments, n: int) -> None:
         if offset < end or offset + prod(shape) > n:
             raise SpecError(f"segment {shape} at {offset} overlaps with the one before it or ends after value {n}")
         end = offset + prod(shape)
+
+
+def _flat(x: Any) -> Any:
+    """Values of an optimizer's state, which tell their dtype: numpy has no bfloat16."""
+    if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16:
+        return x.detach().cpu().contiguous().view(-1)
+    return as_array(x).reshape(-1)
 
 
 def as_array(x: Any) -> Array:

@@ -36,7 +36,7 @@ class Reduction:
     stream: int
     segments: Segments | None = None
     metric: Any = None
-    state: Mapping[str, Array] | None = None  # flat, each as long as x
+    state: Mapping[str, Any] | None = None  # flat, each as long as x
     residual: Array | None = None  # float32, as long as x: what this rank's frames have lost; written
     sums_residual: Callable[[int, int], Array] | None = None  # the same of the sums [begin, end) that it encodes
     codebook: Codebook | None = None  # that all ranks encode with
@@ -387,7 +387,8 @@ def gather(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
 def ring(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     """Sums of slices go around, encoded anew by each rank, then what comes out: 2 (N - 1) / N frames, to one peer only.
 
-    Sums are added in the order in which they pass the ranks; what lossy codecs lose adds up.
+    A chunk goes on as soon as it is added to, while the next one is on the wire. Sums are added in the order in which
+    they pass the ranks; what lossy codecs lose adds up.
     """
     size, me = channel.size, channel.rank
     if r.residual is not None or r.sums_residual is not None:
@@ -400,16 +401,22 @@ def ring(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     results = [[channel.receive(b, left) for b in bounds[(me - s) % size]] for s in steps]
     attempt = Attempt(channel)
     total = _as_float32(r)
+    result = r.result(channel, r.x.size)
+
+    def message(step: int, c: int) -> Array:
+        which, last = (me - step) % size, step == size - 1
+        piece, bound = slices[which][c], bounds[which][c]
+        number = ((size if last else step) * size + me) * len(slices[me]) + c
+        if last:
+            return attempt(_last, channel, r, piece, bound, total, result, number)
+        return attempt(_partial, channel, r, piece, bound, total, number)
+
+    for c in range(len(slices[me])):
+        channel.send(message(0, c), right)
     for s in steps:
-        for c, piece in enumerate(slices[(me - s) % size]):
-            number = (s * size + me) * len(slices[me]) + c
-            channel.send(attempt(_partial, channel, r, piece, bounds[(me - s) % size][c], total, number), right)
         for c, piece in enumerate(slices[(me - s - 1) % size]):
             attempt(_add, r, attempt(frame_of, sums[s][c]), piece, total)
-    result = r.result(channel, r.x.size)
-    for c, piece in enumerate(slices[right]):
-        number = (size * size + me) * len(slices[me]) + c
-        channel.send(attempt(_last, channel, r, piece, bounds[right][c], total, result, number), right)
+            channel.send(message(s + 1, c), right)
     for s in steps:
         for c, piece in enumerate(slices[(me - s) % size]):
             frame = attempt(frame_of, results[s][c])
