@@ -250,7 +250,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="numbers of ranks (2 4)")
     parser.add_argument("--links", nargs="+", default=list(LINKS), help=f"what a rank may send ({' '.join(LINKS)})")
     parser.add_argument("--codecs", nargs="+", help="codecs by the beginning of their names, or none (all)")
-    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, help="two_shot ring blocks auto")
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, help="two_shot ring auto")
     parser.add_argument("--bcube", action="store_true", help="Gloo's other algorithm, too")
     parser.add_argument("--mib", type=float, help="of float32 a rank (25)")
     parser.add_argument("--repeat", type=int, help="least number of timed repetitions (5)")
@@ -268,7 +268,7 @@ def arguments() -> argparse.Namespace:
     args.mib = args.mib or (2 if args.quick else 25)
     args.repeat = args.repeat or (2 if args.quick else 5)
     args.seconds = args.seconds or (0.1 if args.quick else 0.5)
-    args.algorithms = args.algorithms or (["two_shot"] if args.quick else ["two_shot", "ring", "blocks", "auto"])
+    args.algorithms = args.algorithms or (["two_shot"] if args.quick else ["two_shot", "ring", "auto"])
     return args
 
 

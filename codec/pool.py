@@ -8,11 +8,12 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-from codec.core import ffi
+from codec.core import ffi, lib
 from codec.specs import whole
 
 MIN_NBYTES = 1 << 20  # of tensor a thread: less is not worth waking it
 MAX_THREADS = 1024  # more would only wait for each other
+_OWN_NBYTES = 1 << 16  # more than cffi and others have for a thread
 
 # CPython's own locks. Unlike those of `threading` they are waited for without running signal handlers, so that nothing
 # can be raised; by CDLL, not PyDLL, so that other threads run meanwhile.
@@ -62,6 +63,13 @@ os.register_at_fork(after_in_child=_forget)
 
 def _serve(number: int, queue: "SimpleQueue[_Helper]") -> None:
     """What a thread of the pool does."""
+    # glibc ends the process where a thread's first call into a library finds no memory for what is the thread's own.
+    # So memory is asked for in a way that can be refused, and the call takes what that has left.
+    try:
+        bytes(_OWN_NBYTES)
+    except MemoryError:
+        return  # as if it had not been started
+    lib.codec_abi_version()
     me = _thread.get_ident()
     if _workers.setdefault(number, me) != me:
         return  # two calls have started it at once

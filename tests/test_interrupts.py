@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -60,10 +61,12 @@ def test_ctrl_c_in_an_all_reduce():
 
 def _wait_again(rank, size, moment):
     """An interrupted wait is no end of the collective."""
-    x, interrupted = values(rank), False
+    x, interrupted, gate = values(rank), False, threading.Event()
+    collectives.line_of(None).worker.submit(gate.wait)  # the interrupt comes when there is something to wait for
+    pending = codec.torch.all_reduce(x, codec.Quantize(4), algorithm="two_shot", async_op=True)
     try:
         with at_event(channel(), moment if rank == VICTIM else -1, interrupt):
-            pending = codec.torch.all_reduce(x, codec.Quantize(4), algorithm="two_shot", async_op=True)
+            gate.set()
             pending.wait()
     except KeyboardInterrupt:
         interrupted = True

@@ -11,7 +11,7 @@
  *     those of codec.torch.
  *   - An error on one rank is an error on all: whatever goes wrong, every rank throws an Error within the timeout, and
  *     tensors and residuals are as they were (`out` holds anything). Only rank 0, lost in the moment in which it tells
- * the others how it went, can leave some with the result and some with a PeerError.
+ *     the others how it went, can leave some with the result and some with a PeerError.
  *   - After a PeerError because of a lost or silent rank the context's connections are closed, as after an exception of
  *     Gloo's own: make a new one.
  *   - SIGPIPE, by which a lost rank would end the others, is ignored from the first Group on, unless it is handled.
