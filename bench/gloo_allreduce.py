@@ -1,6 +1,6 @@
 """All-reduce in C++ over slow links: Gloo's own in float32, and every codec by every algorithm of codec/gloo.h.
 
-    sudo python bench/gloo_allreduce.py                      # 2 and 4 ranks, four links: about a quarter of an hour
+    sudo python bench/gloo_allreduce.py                      # 2 and 4 ranks, four links: about 25 minutes
     sudo python bench/gloo_allreduce.py --quick              # a few codecs on 2 MiB: under two minutes
     sudo python bench/gloo_allreduce.py --ranks 4 --links 100mbit --codecs lossless "sign, block" --algorithms ring
 

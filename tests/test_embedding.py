@@ -110,6 +110,29 @@ def test_floats_refuses(floats, tmp_path):
     assert "encode|decode" in floats("encode", frame)
 
 
+@pytest.mark.parametrize("command", blocks("sh", SECTIONS["All-reduce over Gloo"]), ids=["pkg-config", "cmake"])
+def test_allreduce(command, tmp_path):
+    """examples/gloo/allreduce.cc, built as the page says: two ranks find the same parameters, near the right ones."""
+    folder = tmp_path / "empty"
+    shutil.copytree(ROOT / "examples/gloo", folder)
+    strict = "-std=c++17 -fsyntax-only -Wall -Wextra -Wpedantic -Wshadow -Werror"
+    run(f"g++ {strict} allreduce.cc $(python -m codec --cflags)", folder)
+    run(command, folder)
+    (folder / "store").mkdir()
+    ranks = [
+        subprocess.Popen([folder / "allreduce", str(rank), "2", folder / "store"], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    found = [re.fullmatch(r"rank \d: sent ([\d.]+) MB where .+ off by (\S+)\n", line) for line in said]
+    assert all(found), said
+    assert found[0].groups() == found[1].groups()
+    sent, error = map(float, found[0].groups())
+    assert sent < 12  # FP8 and its scales
+    assert error < 0.01
+
+
 def test_flags(tmp_path, monkeypatch, capsys):
     """In the order asked, a line each, safe for a shell; none for headers that are not there."""
     package = tmp_path / "in a folder"

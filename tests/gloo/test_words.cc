@@ -265,20 +265,24 @@ TEST_CASE("Segments that overlap, descend, end outside or are no shapes are refu
 namespace
 {
 
-/* What is chosen for n collectives that take so long: whether values travel, as two ranks see it. */
-std::vector<bool> chosen(uint64_t frames, uint64_t values, double load, int n)
+/*
+ * What is chosen for n collectives that take so long: whether values travel, as two ranks see it. Frames are so many
+ * times smaller than values.
+ */
+std::vector<bool> chosen(uint64_t frames, uint64_t values, double load, int n, uint64_t smaller = 1)
 {
 	Choice here, there;
 	std::vector<Choice::Report> reports(2);
 	std::vector<bool> found;
 
 	for (int i = 0; i < n; i++) {
-		const bool mine = here.as_they_are(reports);
+		const bool mine = here.as_they_are(reports, 1000);
 
-		REQUIRE(mine == there.as_they_are({reports[1], reports[0]}));
+		REQUIRE(mine == there.as_they_are({reports[1], reports[0]}, 1000));
 		found.push_back(mine);
 		const uint64_t wall = (mine ? values : frames) * (i % 200 ? 1 : 5);
-		reports = {{wall, static_cast<uint64_t>(static_cast<double>(wall) * load)}, {wall / 2, 0}};
+		const uint64_t busy = static_cast<uint64_t>(static_cast<double>(wall) * load);
+		reports = {{wall, busy, 1000 / smaller}, {wall / 2, 0, 1000}};
 	}
 	return found;
 }
@@ -303,26 +307,33 @@ TEST_CASE("Frames at first; values where ranks are busy and they turned out fast
 	const std::vector<bool> near = chosen(1000, 1500, 0.8, 100);
 	CHECK(counted(near, 3, 6) == 3);
 	CHECK(counted(near, 6, 100) == 0);
+
+	/* busy, but values would take the time that is left as often as they are larger */
+	CHECK(counted(chosen(1000, 25000, 0.5, 500, 50), 0, 500) == 0);
+	CHECK(counted(chosen(1000, 900, 0.5, 100, 3), 3, 100) == 97);
 }
 
 TEST_CASE("What a collective took is reported with the next one")
 {
+	uint64_t sent = 7;
 	Choice choice;
 	timespec begin, now;
 
 	CHECK(choice.report().wall == 0);
 	{
-		Choice::Timer timer(choice);
+		Choice::Timer timer(choice, sent);
 
 		clock_gettime(CLOCK_THREAD_CPUTIME_ID, &begin);
 		do
 			clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
 		while ((now.tv_sec - begin.tv_sec) * 1000000000 + now.tv_nsec - begin.tv_nsec < 3000000);
+		sent += 5;
 		timespec pause{0, 20000000};
 		nanosleep(&pause, nullptr);
 	}
 	CHECK(choice.report().busy >= 3000);
 	CHECK(choice.report().wall >= choice.report().busy + 19000);
+	CHECK(choice.report().sent == 5);
 }
 
 namespace

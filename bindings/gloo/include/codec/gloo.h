@@ -285,8 +285,8 @@ private:
 		}
 		const bool choosing = !error && kind == Kind::allreduce && options.algorithm == Algorithm::automatic;
 		detail::Choice unused, &choice = choosing ? choices_[signature] : unused;
-		detail::Channel::Asked asked =
-			channel_.ask({signature, choice.report().wall, choice.report().busy, error ? uint64_t(1) : 0});
+		detail::Channel::Asked asked = channel_.ask({signature, error ? uint64_t(1) : 0, choice.report().wall,
+							     choice.report().busy, choice.report().sent});
 		std::unique_ptr<detail::Collective> of;
 		std::vector<detail::Numbers> told;
 
@@ -300,14 +300,14 @@ private:
 		if (error)
 			std::rethrow_exception(error);
 		check_agreed(told, signature);
-		const bool before = choice.last(), as_they_are = choice.as_they_are(reports_of(told));
+		const bool before = choice.last(), as_they_are = choice.as_they_are(reports_of(told), raw_nbytes(*r));
 		counted_on([&] {
 			if (as_they_are != before) {
 				keep->restore();
 				of = make(*r, as_they_are);
 				of->prepare();
 			}
-			detail::Choice::Timer timer(choice);
+			detail::Choice::Timer timer(choice, channel_.sent_nbytes);
 			of->run();
 		});
 		error = of->error();
@@ -315,6 +315,12 @@ private:
 		keep->as_it_is();
 		if (n)
 			std::memcpy(values, r->result, n * r->itemsize);
+	}
+
+	/* What a rank sends if values travel as they are. */
+	uint64_t raw_nbytes(const detail::Reduction &r) const
+	{
+		return 2 * r.n * r.itemsize * (channel_.size - 1) / channel_.size;
 	}
 
 	/* Do what other ranks wait for: if it ends in its midst, they are not to wait for what never comes. */
@@ -380,7 +386,7 @@ private:
 	void check_agreed(const std::vector<detail::Numbers> &told, uint64_t signature) const
 	{
 		for (int rank = 0; rank < channel_.size; rank++) {
-			if (told[rank][3])
+			if (told[rank][1])
 				throw PeerError(detail::Channel::name(rank) + " could not begin: nothing was changed");
 			if (told[rank][0] != signature)
 				throw PeerError(detail::Channel::name(rank) + " asks for something else than " +
@@ -393,7 +399,7 @@ private:
 		std::vector<detail::Choice::Report> found;
 
 		for (const detail::Numbers &each : told)
-			found.push_back({each[1], each[2]});
+			found.push_back({each[2], each[3], each[4]});
 		return found;
 	}
 

@@ -15,13 +15,15 @@ namespace codec::gloo::detail
  * For collectives of one size and spec: frames at first; values too if ranks are busy; then what took less time.
  *
  * Each rank reports, with the next collective, what the last one took; all see all reports, and so decide alike. On a
- * slow link the processor waits, values would take longer still, and are never tried.
+ * slow link the processor waits, values would take longer still, and are never tried: they need at least the time that
+ * ranks did not compute, as often as they are larger than frames. (Half of that, for ranks wait for each other, too.)
  */
 class Choice
 {
 public:
 	struct Report {
 		uint64_t wall = 0, busy = 0; /* microseconds that a collective took, and of those that it computed */
+		uint64_t sent = 0;           /* bytes */
 	};
 
 	/* What the collective before took on this rank. */
@@ -36,20 +38,25 @@ public:
 		return values_;
 	}
 
-	/* Whether values are to travel as they are, from the reports of all ranks. */
-	bool as_they_are(const std::vector<Report> &reports)
+	/* Whether values are to travel as they are, so many bytes a rank, from the reports of all ranks. */
+	bool as_they_are(const std::vector<Report> &reports, uint64_t nbytes)
 	{
 		uint64_t wall = 0;
-		double load = 0;
+		double load = 0, waited = 0;
 
 		for (const Report &each : reports) {
+			const double idle = static_cast<double>(each.wall - std::min(each.wall, each.busy));
+
 			wall = std::max(wall, each.wall);
 			load = std::max(load, static_cast<double>(each.busy) / std::max<uint64_t>(1, each.wall));
+			if (each.sent)
+				waited = std::max(waited,
+						  idle * static_cast<double>(nbytes) / static_cast<double>(each.sent));
 		}
 		if (calls_ && wall) {
 			best_[values_] = std::min(best_[values_], wall);
 			if (!values_)
-				load_ = load;
+				worth_trying_ = load >= BUSY && waited <= 2 * static_cast<double>(wall);
 		}
 		calls_++;
 		return values_ = next();
@@ -59,14 +66,17 @@ public:
 	class Timer
 	{
 	public:
-		explicit Timer(Choice &choice)
-		    : choice_(choice), wall_(now(CLOCK_MONOTONIC)), busy_(now(CLOCK_THREAD_CPUTIME_ID))
+		/* `sent` counts the bytes that this rank sends. */
+		Timer(Choice &choice, const uint64_t &sent)
+		    : choice_(choice), sent_(sent), before_(sent), wall_(now(CLOCK_MONOTONIC)),
+		      busy_(now(CLOCK_THREAD_CPUTIME_ID))
 		{
 		}
 
 		~Timer()
 		{
-			choice_.report_ = {now(CLOCK_MONOTONIC) - wall_, now(CLOCK_THREAD_CPUTIME_ID) - busy_};
+			choice_.report_ = {now(CLOCK_MONOTONIC) - wall_, now(CLOCK_THREAD_CPUTIME_ID) - busy_,
+					   sent_ - before_};
 		}
 
 		Timer(const Timer &) = delete;
@@ -82,12 +92,13 @@ public:
 		}
 
 		Choice &choice_;
+		const uint64_t &sent_, before_;
 		uint64_t wall_, busy_;
 	};
 
 private:
-	static constexpr uint64_t WARM =
-		1; /* collectives of a kind that are not timed: they allocate, links are slow at first */
+	/* collectives of a kind that are not timed: they allocate, and links are slow at first */
+	static constexpr uint64_t WARM = 1;
 	static constexpr uint64_t TIMED = 2, TRIAL = WARM + TIMED;
 	static constexpr uint64_t AGAIN = 200; /* collectives until it is looked at again: links and loads change */
 	static constexpr double BUSY = 0.25; /* a rank that computes for so much of the time may be what all wait for */
@@ -105,7 +116,7 @@ private:
 				best_[0] = NONE;
 			return false;
 		}
-		if (load_ < BUSY)
+		if (!worth_trying_)
 			return false;
 		if (i < 2 * TRIAL) {
 			if (i <= TRIAL + WARM)
@@ -118,7 +129,7 @@ private:
 	bool values_ = false; /* what travels in the collective that is reported next */
 	uint64_t calls_ = 0;
 	uint64_t best_[2] = {NONE, NONE}; /* microseconds of the slowest rank: of frames, of values */
-	double load_ = 0;                 /* most of the time that any rank computed */
+	bool worth_trying_ = false;
 	Report report_;
 };
 
