@@ -273,6 +273,7 @@ private:
 		std::optional<detail::Reduction> r;
 		std::optional<Keep> keep;
 		std::exception_ptr error;
+		detail::Choice unused, *choice = &unused;
 		uint64_t signature = 0;
 
 		channel_.timeout = options.timeout.count() > 0 ? options.timeout : channel_.context()->getTimeout();
@@ -280,19 +281,21 @@ private:
 			r.emplace(prepare());
 			signature = signature_of(*r, kind, options.algorithm, chosen(options, *r));
 			keep.emplace(work_.residuals, options, *r, channel_);
+			if (kind == Kind::allreduce && options.algorithm == Algorithm::automatic)
+				choice = &choices_[signature];
 		} catch (const std::exception &) { /* an Error, or no memory */
 			error = std::current_exception();
 		}
-		const bool choosing = !error && kind == Kind::allreduce && options.algorithm == Algorithm::automatic;
-		detail::Choice unused, &choice = choosing ? choices_[signature] : unused;
-		detail::Channel::Asked asked = channel_.ask({signature, error ? uint64_t(1) : 0, choice.report().wall,
-							     choice.report().busy, choice.report().sent});
+		detail::Channel::Asked asked;
 		std::unique_ptr<detail::Collective> of;
 		std::vector<detail::Numbers> told;
 
 		counted_on([&] {
+			const detail::Choice::Report mine = choice->report();
+
+			asked = channel_.ask({signature, error ? uint64_t(1) : 0, mine.wall, mine.busy, mine.sent});
 			if (!error) { /* while the others' answers are on their way */
-				of = make(*r, choice.last());
+				of = make(*r, choice->last());
 				of->prepare();
 			}
 			told = channel_.hear(asked);
@@ -300,14 +303,14 @@ private:
 		if (error)
 			std::rethrow_exception(error);
 		check_agreed(told, signature);
-		const bool before = choice.last(), as_they_are = choice.as_they_are(reports_of(told), raw_nbytes(*r));
+		const bool before = choice->last(), as_they_are = choice->as_they_are(reports_of(told), raw_nbytes(*r));
 		counted_on([&] {
 			if (as_they_are != before) {
 				keep->restore();
 				of = make(*r, as_they_are);
 				of->prepare();
 			}
-			detail::Choice::Timer timer(choice, channel_.sent_nbytes);
+			detail::Choice::Timer timer(*choice, channel_.sent_nbytes);
 			of->run();
 		});
 		error = of->error();

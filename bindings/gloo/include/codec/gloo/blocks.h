@@ -36,7 +36,7 @@ inline bool is_fixed_rate(const codec_spec &spec)
  *     ::codec::gloo::Blocks::Options options(context);
  *     blocks.fill(options);
  *     ::gloo::allreduce(options);
- *     blocks.decode(gradient, 1.0f / size);
+ *     blocks.decode(gradient, size); // divided by it: the mean
  *
  * The reduce function does not throw, for then other ranks would wait for this one: what went wrong is thrown by
  * decode(), on all ranks that get to see an element that could not be made.
