@@ -352,18 +352,19 @@ def test_other_collectives():
     ranks(3, _others)
 
 
-def decided(frames, values, load, n):
-    """What is chosen for n collectives that take so long, as two ranks see it."""
+def decided(frames, values, load, n, smaller=1):
+    """What is chosen for n collectives that take so long, as two ranks see it; frames are so many times smaller."""
     choices = [codec.torch.choosing.Choice() for _ in range(2)]
     kinds = []
     for i in range(n):
         reports = [c.report() for c in choices]
-        kind, other = (c.decide(reports) for c in choices)
+        kind, other = (c.decide(reports, 1000) for c in choices)
         assert kind == other  # ranks with other clocks agree
         kinds.append(kind)
         for rank, c in enumerate(choices):
             c._wall = {"frames": frames, "values": values}[kind] * (5 if i % 200 == 0 else 1 + rank / 10)
             c._busy = load * c._wall
+            c.sent_nbytes = 1000 // smaller
     return kinds
 
 
@@ -378,6 +379,9 @@ def test_what_is_faster_is_sent():
     near = decided(1.0, 1.5, 0.8, 100)
     assert near[3:6] == ["values"] * 3
     assert set(near[6:]) == {"frames"}
+    # busy, but values would take the time that is left as often as they are larger
+    assert set(decided(1.0, 25.0, 0.5, 500, 50)) == {"frames"}
+    assert set(decided(1.0, 0.9, 0.5, 100, 3)[3:]) == {"values"}
 
 
 def _chosen(rank, size):

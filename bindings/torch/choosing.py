@@ -15,10 +15,11 @@ class Choice:
     """For collectives of one size and spec: frames at first; values too if ranks are busy; then what took less time.
 
     Each rank reports, with the next collective, what the last one took; all see all reports, and so decide alike. On a
-    slow link the processor waits, values would take longer still, and are never tried.
+    slow link the processor waits, values would take longer still, and are never tried: they need at least the time that
+    ranks did not compute, as often as they are larger than frames. (Half of that, for ranks wait for each other, too.)
     """
 
-    REPORT = 2
+    REPORT = 3
 
     def __init__(self) -> None:
         self._kind = "frames"  # of the collective that is reported next
@@ -26,19 +27,22 @@ class Choice:
         self._begin = (0.0, 0.0)
         self._calls = 0
         self._best: dict[str, float] = {}  # seconds, of the slowest rank
-        self._load = 0.0  # most of the time that any rank computed
+        self._worth_trying = False
+        self.sent_nbytes = 0  # in the collective that is reported next, by this rank: to be set
 
     def report(self) -> Report:
-        """What the collective before took here: microseconds, and how many of them this rank computed."""
-        return [round(self._wall * 1e6), round(self._busy * 1e6)]
+        """What the collective before took here: microseconds, how many of them this rank computed, bytes sent."""
+        return [round(self._wall * 1e6), round(self._busy * 1e6), self.sent_nbytes]
 
-    def decide(self, reports: Sequence[Report]) -> str:
-        """`frames` or `values`, from the reports of all ranks."""
-        wall = max(wall for wall, _ in reports) / 1e6
+    def decide(self, reports: Sequence[Report], nbytes: int) -> str:
+        """`frames` or `values`, of which a rank sends so many bytes, from the reports of all ranks."""
+        wall = max(wall for wall, _, _ in reports) / 1e6
         if self._calls and wall:
             self._best[self._kind] = min(wall, self._best.get(self._kind, wall))
             if self._kind == "frames":
-                self._load = max(busy / max(1, took) for took, busy in reports)
+                load = max(busy / max(1, took) for took, busy, _ in reports)
+                waited = max((took - busy) / 1e6 * nbytes / max(1, sent) for took, busy, sent in reports)
+                self._worth_trying = load * _BUSY >= 1 and waited <= 2 * wall
         self._calls += 1
         self._kind = self._next()
         return self._kind
@@ -53,7 +57,7 @@ class Choice:
             if i <= _WARM:
                 self._best.pop("frames", None)
             return "frames"
-        if self._load * _BUSY < 1:
+        if not self._worth_trying:
             return "frames"
         if i < 2 * trial:
             if i <= trial + _WARM:

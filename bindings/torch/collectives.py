@@ -243,7 +243,9 @@ def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm
         return reductions, [sign, *choice.report()]
 
     reductions, reports = agree(channel, begin)
-    as_they_are = asked == "auto" and choice.decide(reports) == "values"
+    nbytes = sum(2 * r.x.nbytes * (channel.size - 1) // channel.size for r in reductions)
+    as_they_are = asked == "auto" and choice.decide(reports, nbytes) == "values"
+    before = channel.sent_nbytes
     done: list[tuple[Array, Reduction]] = []
     first: Exception | None = None
     with choice:
@@ -255,6 +257,7 @@ def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm
             first = first or error
             # the next one's result takes the same memory
             done.append((result if i == len(reductions) - 1 else result.copy(), r))
+    choice.sent_nbytes = channel.sent_nbytes - before
     channel.conclude(first)
     return done
 
