@@ -116,7 +116,7 @@ def choose_threads(asked: int | None, nbytes: int) -> int:
 
 def ranges(nblocks: int, threads: int) -> list[tuple[int, int]]:
     """Cut blocks into (first, count), a few a thread so that a slow thread does not hold up the others."""
-    pieces = min(nblocks, 4 * threads)
+    pieces = min(nblocks, 4 * threads if threads > 1 else 1)
     cuts = [i * nblocks // pieces for i in range(pieces + 1)]
     return [(a, b - a) for a, b in itertools.pairwise(cuts)]
 

@@ -78,7 +78,7 @@ def engines() -> dict[str, str | None]:
     Examples
     --------
     >>> [name for name, why_not in codec.engines().items() if why_not is None]
-    ['native']
+    ['native', 'numba']
     """
     return {name: _find(name)[1] for name in _NAMES}
 

@@ -4,8 +4,16 @@ import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 from codec.errors import EngineError, SpecError
+
+_by_address: "WeakValueDictionary[int, Custom]" = WeakValueDictionary()
+
+
+def custom_at(address: int) -> "Custom":
+    """The metric whose C function this is."""
+    return _by_address[address]
 
 
 class Custom:
@@ -50,7 +58,9 @@ class Custom:
             for i in range(n):
                 a[i] = compiled(data[0][first + i], data[1][first + i], data[2][first + i])
 
+        self.compiled = compiled
         self._callback = numba.cfunc(signature)((one, two, three)[count - 1])
+        _by_address[self.address] = self
 
     @property
     def address(self) -> int:

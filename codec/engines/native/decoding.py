@@ -1,9 +1,11 @@
 """Frames to tensors, by one thread or by several."""
 
+from collections.abc import Callable
 from typing import Any
 
-from codec import core, pool, structs
+from codec import pool, structs
 from codec.core import DTYPE_NAMES, check, ffi, lib
+from codec.engines import steps
 from codec.engines.native.encoding import ME
 from codec.engines.request import DecodeRequest
 from codec.errors import FrameError, SpecError, StateError, Status
@@ -25,17 +27,18 @@ _BOMB, _SMALL = 4, 1 << 20
 # of a frame whose header was read: where its values go, as seen and as the caller has it; what it needs beside its
 # bytes; whether it is checked before anything is written
 Prepared = tuple[TensorView, Any, Asked | None, bool]
+DecodePrepared = Callable[[Call, DecodeRequest, TensorView, Asked | None, int | None], None]
 
 
-def decode(r: DecodeRequest) -> Any:
-    """The frame's tensor: the request's `out`, or a new one of the kind of its `like`."""
+def decode(r: DecodeRequest, make: DecodePrepared | None = None) -> Any:
+    """The frame's tensor: the request's `out`, or a new one of the kind of its `like`. `make`: as for encode."""
     call = structs.take()
     v, result, metric, verify = prepare(call, r)
     if verify:
         call.context.flags = _VERIFY_FIRST
     if r.codebooks:
         call.set_codebooks(r.codebooks)
-    decode_prepared(call, r, v, metric, r.threads)
+    (make or decode_prepared)(call, r, v, metric, r.threads)
     structs.give(call)
     return result
 
@@ -106,60 +109,11 @@ def decode_prepared(call: Call, r: DecodeRequest, v: TensorView, metric: Asked |
 def _decode_large(call: Call, frame: TensorView, threads: int) -> None:
     info, source, nbytes = read_header(frame), frame.data, frame.nbytes
     if threads > 1 and info.nblocks > 1:
-        _decode_threads(call, info, source, nbytes, threads)
+        steps.decode(lib, call, info, source, nbytes, threads)
         return
-    check(lib.codec_scratch(ffi.addressof(info.spec), _tensor_like(info), call.size))
+    check(lib.codec_scratch(ffi.addressof(info.spec), steps.tensor_like(info), call.size))
     size = call.size[0]
     check(lib.codec_decode(source, nbytes, call.tensor, call.context, call.scratch(size), size), call.fault)
-
-
-def _tensor_like(info: Any) -> Any:
-    """The frame's tensor, without data."""
-    return structs.new_tensor(info.dtype, tuple(info.shape[0 : info.rank]))
-
-
-def _decode_threads(call: Call, info: Any, source: Any, nbytes: int, threads: int) -> None:
-    context = call.context
-    flags = context.flags
-    context.flags &= ~(lib.CODEC_VERIFY_FIRST | lib.CODEC_CHECK_ONLY)  # in steps, that is a pass of its own
-    job, work_nbytes = open_job(call, context, info, source, nbytes)
-    if flags & (lib.CODEC_VERIFY_FIRST | lib.CODEC_CHECK_ONLY):
-        pass_over_blocks(call, None, info, source, nbytes, job, work_nbytes, threads)
-        context.flags |= lib.CODEC_NO_CHECKSUM
-    if not flags & lib.CODEC_CHECK_ONLY:
-        pass_over_blocks(call, call.tensor, info, source, nbytes, job, work_nbytes, threads)
-    context.flags = flags
-
-
-def open_job(call: Call, context: Any, info: Any, source: Any, nbytes: int) -> tuple[Any, int]:
-    """A job for decoding, and the bytes of one thread's buffer."""
-    job_size, work_size = ffi.new("size_t *"), ffi.new("size_t *")
-    check(lib.codec_job_nbytes(ffi.addressof(info.spec), _tensor_like(info), job_size, work_size))
-    job = core.new_bytes(job_size[0])
-    check(lib.codec_decode_open(source, nbytes, call.tensor, context, job, job_size[0], _NULL), call.fault)
-    return job, work_size[0]
-
-
-def pass_over_blocks(
-    call: Call, t: Any, info: Any, source: Any, nbytes: int, job: Any, work_nbytes: int, threads: int
-) -> None:
-    """Decode all blocks of a job into t, or check them if t is None; the error is that of the lowest block."""
-    cuts = pool.ranges(info.nblocks, threads)
-    faults, seals = ffi.new("codec_fault[]", len(cuts)), ffi.new("uint64_t[]", len(cuts))
-    contexts = structs.copy_contexts(call.context, faults, len(cuts))
-    works = [core.new_bytes(work_nbytes) for _ in range(min(threads, len(cuts)))]
-
-    def task(i: int, w: int) -> int:
-        # `call` keeps alive what is pointed to
-        rest = contexts + i, job, *cuts[i], seals + i, works[w], work_nbytes
-        if t is None:
-            return lib.codec_decode_check(source, nbytes, *rest)
-        return lib.codec_decode_blocks(source, nbytes, call.tensor, *rest)
-
-    for i, status in enumerate(pool.run(task, len(cuts), threads)):
-        check(status, faults[i])
-    if not call.context.flags & lib.CODEC_NO_CHECKSUM:
-        check(lib.codec_decode_close(call.context, job, sum(seals) % (1 << 64)), call.fault)
 
 
 def read_whole(frame: TensorView) -> Any:
@@ -170,7 +124,7 @@ def read_whole(frame: TensorView) -> Any:
     return info
 
 
-def accumulate(r: DecodeRequest, weight: float) -> None:
+def accumulate(r: DecodeRequest, weight: float, make: DecodePrepared | None = None) -> None:
     """The request's `out` += weight * the frame's values."""
     frame = r.frames[0]
     info = read_whole(frame)
@@ -182,5 +136,5 @@ def accumulate(r: DecodeRequest, weight: float) -> None:
     context.into, context.weight = lib.CODEC_INTO_ADD, weight
     if r.codebooks:
         call.set_codebooks(r.codebooks)
-    decode_prepared(call, r, v, m, r.threads)
+    (make or decode_prepared)(call, r, v, m, r.threads)
     structs.give(call)

@@ -5,8 +5,8 @@ from typing import Any
 
 from codec import pool, structs
 from codec.core import lib
-from codec.engines.native.decoding import Prepared, decode_prepared, prepare
-from codec.engines.native.encoding import check_host, encode_filled
+from codec.engines.native.decoding import DecodePrepared, Prepared, decode_prepared, prepare
+from codec.engines.native.encoding import EncodeFilled, check_host, encode_filled
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import CodecError
 from codec.spec_structs import spec_struct
@@ -14,7 +14,7 @@ from codec.structs import Call
 from codec.view import TensorView, check_all_apart
 
 
-def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
+def encode_many(requests: Sequence[EncodeRequest], make: EncodeFilled = encode_filled) -> list[Any]:
     """The frames of requests that differ by tensor, stream and state; an error's item is the index of the first."""
     for i, r in enumerate(requests):
         if r.x.device != "cpu" or r.metric is not None:
@@ -26,7 +26,7 @@ def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
         call.context.stream = r.stream
         if r.metric is not None:
             call.set_metric(r.metric)
-        frames[i] = encode_filled(call, s, r, threads)
+        frames[i] = make(call, s, r, threads)
 
     if requests:
         s = spec_struct(requests[0].spec)
@@ -35,7 +35,7 @@ def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
     return frames
 
 
-def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
+def decode_many(requests: Sequence[DecodeRequest], make: DecodePrepared = decode_prepared) -> list[Any]:
     """The tensors of requests that differ by frame, `out` and state; an error's item is the index of the first."""
     call = structs.take()
     prepared = [_at(i, prepare, call, r) for i, r in enumerate(requests)]
@@ -47,7 +47,7 @@ def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
     def do(call: Call, i: int, threads: int) -> None:
         v, _, metric, verify = prepared[i]
         call.context.flags = flags or (verify and lib.CODEC_VERIFY_FIRST)
-        decode_prepared(call, requests[i], v, metric, threads)
+        make(call, requests[i], v, metric, threads)
 
     sizes = [v.nbytes for v, *_ in prepared]
     if any(r.out is not None for r in requests):

@@ -15,7 +15,7 @@
  * Engines with loops of their own (in other languages, on devices) take over blocks, and nothing else: codec_job_view
  * says what was decided and where it lies in the job's memory, which they may copy to wherever they work. All of it is
  * fixed when codec_encode_open or codec_encode_start, or codec_decode_open or codec_decode_plan, returns, except for
- * offsets of rows (codec_view.offsets).
+ * offsets of rows (codec_view.offsets); and what a scan leaves (codec_view.row_sums) is taken up by codec_encode_start.
  */
 #ifndef CODEC_ENGINE_H
 #define CODEC_ENGINE_H
@@ -161,6 +161,13 @@ typedef struct codec_row_part {
 	float scale[2];       /**< of the part, if such parts have any */
 } codec_row_part;
 
+/** What a piece of codec_encode_scan leaves: sums as in docs/encoder.md, section 7.2. */
+typedef struct codec_row_sums {
+	double sum[2];     /**< of abs(v), or of v^2 and v; two_mean: without a sign bit, and with one */
+	uint32_t negative; /**< two_mean: how many have one */
+	uint32_t max;      /**< bits of the largest abs(v), as float32 */
+} codec_row_sums;
+
 /** Fields of the header as in docs/format.md, and what follows from them. Offsets are bytes from the frame's start. */
 typedef struct codec_view {
 	uint32_t struct_nbytes; /**< sizeof(codec_view), set by the caller */
@@ -198,6 +205,8 @@ typedef struct codec_view {
 	 */
 	codec_array offsets;
 	codec_array row_parts; /**< codec_row_part */
+	/** Encode: codec_row_sums of all pieces, which may be stored here instead of by codec_encode_scan. */
+	codec_array row_sums;
 } codec_view;
 
 /** Describe a job, whatever it is for and however far it is. */

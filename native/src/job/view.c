@@ -22,6 +22,10 @@ SAME(part, codec_row_part, first_sum);
 SAME(part, codec_row_part, row);
 SAME(part, codec_row_part, scale);
 _Static_assert(sizeof(struct part) == sizeof(codec_row_part), "a part of a frame of rows");
+SAME(row_sums, codec_row_sums, sum);
+SAME(row_sums, codec_row_sums, negative);
+SAME(row_sums, codec_row_sums, max);
+_Static_assert(sizeof(struct row_sums) == sizeof(codec_row_sums), "what a scan leaves");
 _Static_assert(sizeof(codebook) == 257 && sizeof(book_codes) == 514 && sizeof(book_lookup) == 514, "tables of bytes");
 
 /* Any job, whatever it is for and however far it is. */
@@ -88,6 +92,7 @@ codec_status codec_job_view(const void *job, codec_view *view)
 	v.model_parts = array_of(j, job, j->model.segments_at, rows ? 0 : j->model.nsegments, sizeof(struct segment));
 	v.offsets = array_of(j, job, j->model.offsets_at, rows ? 0 : 2 * j->model.nibbles, sizeof(int8_t));
 	v.row_parts = array_of(j, job, j->parts_at, j->nparts, sizeof(struct part));
+	v.row_sums = array_of(j, job, j->sums_at, j->nscans, sizeof(struct row_sums));
 	memcpy(view, &v, MIN(view->struct_nbytes, sizeof v));
 	return CODEC_OK;
 }

@@ -1,0 +1,117 @@
+"""Requests to jobs in steps, whose blocks are done by this engine's loops."""
+
+from typing import Any
+
+import numpy as np
+
+from codec import pool, structs
+from codec.core import check, ffi, lib
+from codec.engines import steps
+from codec.engines.native import decoding, encoding
+from codec.engines.native.memory import NewBytes
+from codec.engines.numba import loops
+from codec.engines.request import DecodeRequest, EncodeRequest
+from codec.errors import SpecError, Status
+from codec.frame import read_header
+from codec.metrics.asked import Asked
+from codec.structs import Call
+from codec.view import TensorView
+
+_BAD_ARGUMENT, _SHORT_OUTPUT = int(Status.BAD_ARGUMENT), int(Status.SHORT_OUTPUT)
+
+
+def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> bytes | memoryview:
+    """The frame of a request whose context is filled in."""
+    t, out = call.fill_tensor(r.x), r.out
+    count = pool.choose_threads(threads, r.x.nbytes)
+    try:
+        if out is not None:
+            check(lib.codec_bound(s, t, call.size))
+            if out.nbytes >= call.size[0]:
+                n = steps.encode(loops, call, s, out.data, out.nbytes, count)
+                if n is not None:
+                    return encoding.frame_in(out, n)
+            return _encode_apart(call, s, r, out, count)
+        check(lib.codec_encode_room(s, t, call.size))
+        return _encode_new(call, s, r, call.size[0], count)
+    except SpecError as e:
+        if e.code == _BAD_ARGUMENT:
+            r.check_apart()
+        raise
+
+
+def _encode_new(call: Call, s: Any, r: EncodeRequest, room: int, threads: int) -> bytes | memoryview:
+    """Into new memory, more of it where regions are much larger than their values on their way to a stored frame."""
+    for times in (1, 2, 4):
+        new = NewBytes(times * room)
+        call.keep = call.keep, new
+        n = steps.encode(loops, call, s, ffi.cast("uint8_t *", new.address), times * room, threads)
+        if n is not None:
+            return new.finish(n)
+    return encoding.encode_filled(call, s, r, threads)  # above 32 GiB: stored
+
+
+def _encode_apart(call: Call, s: Any, r: EncodeRequest, out: TensorView, threads: int) -> bytes | memoryview:
+    """Through memory of its own, for `out` may be large enough for the frame alone: it, and the residual, come last."""
+    residual: Any = None
+    if r.residual is not None:
+        residual = np.frombuffer(ffi.buffer(r.residual.data, r.residual.nbytes), np.uint8).copy()
+        call.context.residual = ffi.cast("float *", ffi.from_buffer(residual))
+    check(lib.codec_encode_room(s, call.tensor, call.size))
+    frame = _encode_new(call, s, r, call.size[0], threads)
+    if len(frame) > out.nbytes:
+        raise SpecError(
+            f"out= has {out.nbytes} bytes, which is too few; bound() says how many are enough", _SHORT_OUTPUT
+        )
+    ffi.memmove(out.data, frame, len(frame))
+    if r.residual is not None:
+        ffi.memmove(r.residual.data, residual, r.residual.nbytes)
+    return encoding.frame_in(out, len(frame))
+
+
+def decode_prepared(call: Call, r: DecodeRequest, v: TensorView, metric: Asked | None, threads: int | None) -> None:
+    """Do with a frame's values what the context says."""
+    frame = r.frames[0]
+    info = read_header(frame)
+    if not info.nblocks:
+        decoding.decode_prepared(call, r, v, metric, threads)
+        return
+    call.keep = call.keep, r, v
+    if metric is not None:
+        call.set_metric(metric)
+    call.fill_tensor(v)
+    try:
+        steps.decode(loops, call, info, frame.data, frame.nbytes, pool.choose_threads(threads, v.nbytes))
+    except SpecError as e:
+        if e.code == _BAD_ARGUMENT:
+            r.check_apart(v, metric, in_place=True)
+        raise
+
+
+def reduce_into(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:
+    """The frames' sum, mean or maximum to the call's tensor."""
+    nblocks = read[0][0].nblocks
+    if all(info.nblocks == nblocks > 0 for info, _ in read) and steps.reduce(loops, call, read, op, threads):
+        return
+    context, flags = call.context, call.context.flags
+    if flags & lib.CODEC_VERIFY_FIRST:
+        context.flags = lib.CODEC_CHECK_ONLY
+        for info, frame in read:
+            _decode_one(call, info, frame, threads)
+        context.flags = lib.CODEC_NO_CHECKSUM
+    for i, (info, frame) in enumerate(read):
+        context.into = loops.into(i, op)
+        context.divide = len(read) if op == lib.CODEC_REDUCE_MEAN and i == len(read) - 1 else 0
+        _decode_one(call, info, frame, threads)
+    context.flags = flags
+
+
+def _decode_one(call: Call, info: Any, frame: TensorView, threads: int) -> None:
+    """As the context says."""
+    if info.nblocks:
+        steps.decode(loops, call, info, frame.data, frame.nbytes, threads)
+        return
+    status = lib.codec_decode(
+        frame.data, frame.nbytes, call.tensor, call.context, call.small_scratch, structs.SMALL_SCRATCH
+    )
+    check(status, call.fault)

@@ -1,0 +1,107 @@
+# pyright: basic
+"""The coder's loops over 32 lanes (docs/format.md, section 7), and its tables of pairs."""
+
+import numpy as np
+
+from codec.engines.numba.jit import jit, kernel
+
+U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
+
+LANES, ROW = 32, 128  # symbols of a quad row
+PAIR_BITS = 12  # looked up at once: nearly all pairs of codes, and a table that leaves room in the cache
+LONG = U32(64)  # of a pair that is longer; its place has the first symbol alone
+ESCAPED = U32(1 << 31)
+
+
+@kernel
+def codes_of_pairs(code, length, pair):
+    """Of symbols a and b at b * 256 + a, which are two bytes one after the other: both codes | their bits << 16."""
+    for b in range(256):
+        second = U32(length[b]) & U32(15)
+        low = U32(code[b]) | U32(second << U32(16)) | (ESCAPED if length[b] >= 128 else U32(0))
+        ahead = pair[256 * b : 256 * b + 256]
+        for a in range(256):
+            high = U32(U32(code[a]) << second) | U32(U32(length[a] & U8(15)) << U32(16))
+            ahead[a] = U32(high + low) | (ESCAPED if length[a] >= 128 else U32(0))
+
+
+@jit
+def encode_lanes(pair, symbol, rows, words, bits, have, escaped):
+    """Code quad rows, the last one first, words downwards from the end of `words`: where the first one is.
+
+    `bits` and `have` become the lanes' reservoirs; escaped[r] says whether row r has escapes.
+    """
+    end = len(words)
+    for lane in range(LANES):
+        bits[lane] = U64(0)
+        have[lane] = U64(32)
+    for r in range(rows - 1, -1, -1):
+        halves = symbol[ROW * r : ROW * r + ROW].view(U16)
+        some = U32(0)
+        for lane in range(LANES - 1, -1, -1):
+            a, b = pair[halves[2 * lane]], pair[halves[2 * lane + 1]]
+            some |= a | b
+            second = U64(b >> U32(16)) & U64(31)
+            quad = (U64(a) & U64(0xFFFF)) << second | U64(b) & U64(0xFFFF)
+            n = (U64(a >> U32(16)) & U64(31)) + second
+            x, k = bits[lane], have[lane]
+            # whether a word is due cannot be predicted: it is stored in any case, and stays if it is
+            due = (k + n) >> U64(6)
+            words[end - 1] = U32(x)
+            end -= np.int64(due)
+            x >>= due << U64(5)
+            k -= due << U64(5)
+            bits[lane] = quad << k | x
+            have[lane] = k + n
+        escaped[r] = U8((some & ESCAPED) != 0)
+    return end
+
+
+@kernel
+def pairs_of(value, length, pair):
+    """By the next 12 bits: first symbol << 16 | second << 24 | bits of both; or, where these are more, the first's."""
+    for i in range(len(pair)):
+        top = i >> (PAIR_BITS - 8)
+        first = U32(length[top])
+        rest = U32(U32(i) << first) & U32((1 << PAIR_BITS) - 1)
+        second = rest >> U32(PAIR_BITS - 8)
+        n = first + U32(length[second])
+        if n <= PAIR_BITS:
+            pair[i] = U32(value[top]) << U32(16) | U32(value[second]) << U32(24) | n
+        else:
+            pair[i] = U32(value[top]) << U32(16) | first | LONG
+
+
+@jit
+def decode_lanes(pair, value, length, words, rows, bits, used, quad):
+    """Decode quad rows to `quad`, four symbols an item: how many words were taken.
+
+    A lane is 64 bits and how many of them are used up, less one: 0 to 31. `words` goes on for as many as there may be.
+    """
+    at = U64(0)
+    for r in range(rows):
+        quads = quad[LANES * r : LANES * r + LANES]
+        for lane in range(LANES):
+            x = bits[lane]
+            a = pair[x >> U64(64 - PAIR_BITS)]
+            y = x << (U64(a) & U64(63))
+            b = pair[y >> U64(64 - PAIR_BITS)]
+            y <<= U64(b) & U64(63)
+            n = U32(a + b)
+            four = U32(U32(a >> U32(16)) | U32(b & U32(0xFFFF0000)))
+            if n & U32(3 * LONG):  # one pair is, or both: symbol by symbol
+                y, n, four = x, U32(0), U32(0)
+                for i in range(4):
+                    k = y >> U64(56)
+                    four = U32(four | U32(U32(value[k]) << U32(8 * i)))
+                    y <<= U64(length[k])
+                    n = U32(n + U32(length[k]))
+            u = U32(used[lane] + n)
+            due = U64(U32(u >> U32(5)) & U32(1))
+            u = U32(u & U32(31))
+            word = U64(words[at]) & (U64(0) - due)
+            bits[lane] = y | word << U64(1) << U64(u)
+            used[lane] = u
+            at += due
+            quads[lane] = four
+    return np.int64(at)

@@ -1,0 +1,506 @@
+# pyright: basic
+"""Lossless: values to byte planes, planes to regions, and back (docs/format.md, sections 3 to 7)."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from codec.engines.numba.floats import NOWHERE, STORE, put, to_floats
+from codec.engines.numba.jit import jit, kernel
+from codec.engines.numba.lanes import ROW
+from codec.engines.numba.model import fill_offsets, find_rows
+from codec.engines.numba.region import (
+    BAD_REGION,
+    BLOCK,
+    CODED,
+    CONSTANT,
+    LIMIT,
+    OK,
+    RAW,
+    ROWS,
+    SHORT_OUTPUT,
+    bad,
+    close_block,
+    close_region,
+    coder_room,
+    count_from,
+    end_region,
+    get_coded,
+    get_literals,
+    is_constant,
+    keep_from,
+    largest,
+    load32,
+    open_block,
+    put_coded,
+    spread_from,
+    store32,
+)
+from codec.engines.numba.seal import PLANE, digest
+from codec.engines.numba.words import F32, I64, U8, U16, U32, U64, copy, turn, unturn
+
+PRUNED = 1 << 16
+SHIFT, SHIFT64 = 7, 4  # s of the format: float32, bfloat16, float16; float64
+MANY = 64  # values are pruned if at least one in so many is +0
+PLANE_ROOM = BLOCK + ROW
+
+
+@jit
+def _split2(x, offset, is_float, p0, p1):
+    n = len(x)
+    if is_float:
+        for i in range(n):
+            y = turn(x[i], offset[i], SHIFT)
+            p0[i], p1[i] = U8(y >> U16(8)), U8(y)
+    else:
+        for i in range(n):
+            p0[i], p1[i] = U8(x[i] >> U16(8)), U8(x[i])
+
+
+@jit
+def _split4(x, offset, is_float, p0, p1, p2, p3):
+    n = len(x)
+    if is_float:
+        for i in range(n):
+            y = turn(U16(x[i] >> U32(16)), offset[i], SHIFT)
+            p0[i], p1[i] = U8(y >> U16(8)), U8(y)
+    else:
+        for i in range(n):
+            p0[i], p1[i] = U8(x[i] >> U32(24)), U8(x[i] >> U32(16))
+    for i in range(n):  # apart: LLVM compares addresses of a few arrays at most before it makes vectors
+        p2[i], p3[i] = U8(x[i] >> U32(8)), U8(x[i])
+
+
+@jit
+def _split8(x, offset, is_float, half, planes):
+    n = len(x)
+    for i in range(n):
+        half[i] = U32(x[i] >> U64(32))
+    _split4(half, offset, False, planes[0], planes[1], planes[2], planes[3])
+    for i in range(n):
+        half[i] = U32(x[i])
+    _split4(half, offset, False, planes[4], planes[5], planes[6], planes[7])
+    p0, p1 = planes[0], planes[1]
+    for i in range(n if is_float else 0):
+        y = turn(U16(U16(U16(p0[i]) << U16(8)) | U16(p1[i])), offset[i], SHIFT64)
+        p0[i], p1[i] = U8(y >> U16(8)), U8(y)
+
+
+@jit
+def _split(job, data, offset, half, planes):
+    """Values, their bytes, to planes."""
+    is_float = job.octave > 0
+    if job.size == 1:
+        copy(planes[0], data)
+    elif job.size == 2:
+        _split2(data.view(U16), offset, is_float, planes[0], planes[1])
+    elif job.size == 4:
+        _split4(data.view(U32), offset, is_float, planes[0], planes[1], planes[2], planes[3])
+    else:
+        _split8(data.view(U64), offset, is_float, half, planes)
+
+
+@jit
+def _merge2(p0, p1, offset, is_float, x):
+    n = len(x)
+    if is_float:
+        for i in range(n):
+            x[i] = unturn(U16(U16(U16(p0[i]) << U16(8)) | U16(p1[i])), offset[i], SHIFT)
+    else:
+        for i in range(n):
+            x[i] = U16(U16(U16(p0[i]) << U16(8)) | U16(p1[i]))
+
+
+@jit
+def _merge4(p0, p1, p2, p3, offset, is_float, x):
+    n = len(x)
+    if is_float:
+        for i in range(n):
+            high = unturn(U16(U16(U16(p0[i]) << U16(8)) | U16(p1[i])), offset[i], SHIFT)
+            x[i] = U32(U32(U32(high) << U32(16)) | U32(U32(p2[i]) << U32(8)) | U32(p3[i]))
+    else:
+        for i in range(n):
+            high = U32(U32(U32(p0[i]) << U32(24)) | U32(U32(p1[i]) << U32(16)))
+            x[i] = U32(high | U32(U32(p2[i]) << U32(8)) | U32(p3[i]))
+
+
+@jit
+def _merge8(planes, offset, is_float, half, x):
+    n = len(x)
+    p0, p1 = planes[0], planes[1]
+    for i in range(n):
+        y = U16(U16(U16(p0[i]) << U16(8)) | U16(p1[i]))
+        y = unturn(y, offset[i], SHIFT64) if is_float else y
+        half[i] = U32(U32(U32(y) << U32(16)) | U32(U32(planes[2][i]) << U32(8)) | U32(planes[3][i]))
+    for i in range(n):
+        x[i] = U64(half[i]) << U64(32)
+    _merge4(planes[4], planes[5], planes[6], planes[7], offset, False, half)
+    for i in range(n):
+        x[i] |= U64(half[i])
+
+
+@jit
+def _merge(job, planes, offset, half, data):
+    """The inverse."""
+    is_float = job.octave > 0
+    if job.size == 1:
+        copy(data, planes[0][: len(data)])
+    elif job.size == 2:
+        _merge2(planes[0], planes[1], offset, is_float, data.view(U16))
+    elif job.size == 4:
+        _merge4(planes[0], planes[1], planes[2], planes[3], offset, is_float, data.view(U32))
+    else:
+        _merge8(planes, offset, is_float, half, data.view(U64))
+
+
+@jit
+def _pays(halved, lengths, plane):
+    """Would coding a plane save enough? From some of its quad rows."""
+    n, raw = len(plane), 4 if halved else 8
+    cost, count = 0, 0
+    for r in range(0, n, 8 * ROW):
+        for i in range(r, min(n, r + ROW)):
+            length = lengths[plane[i] & U8(15) if halved else plane[i]]
+            cost += np.int64(length & U8(15)) + np.int64(length >> U8(7)) * 8
+            count += 1
+    return 100 * cost < 98 * raw * count
+
+
+@jit
+def _halve(plane, low, high):
+    """Low nibbles, and the high ones of values i and i + (n + 1) / 2 as a byte."""
+    n, half = len(plane), len(high)
+    for i in range(n):
+        low[i] = plane[i] & U8(15)
+    for i in range(half):
+        high[i] = plane[i] >> U8(4)
+    for i in range(n - half):
+        high[i] |= plane[half + i] & U8(0xF0)
+
+
+@jit
+def _unhalve(low, high):
+    n, half = len(low), len(high)
+    for i in range(half):
+        low[i] |= U8(high[i] << U8(4))
+    for i in range(half, n):
+        low[i] |= high[i - half] & U8(0xF0)
+
+
+@jit
+def _put_rows(plane, out, at):
+    """As runs of 128 with a bit each, those that are all zero left out: where it ends, or 0 if that saves nothing."""
+    n = len(plane)
+    rows = (n + ROW - 1) // ROW
+    bitmap, kept = (rows + 7) // 8, 0
+    out[at : at + bitmap] = U8(0)
+    for r in range(rows):
+        if largest(plane[ROW * r : ROW * r + ROW]):
+            out[at + r // 8] |= U8(1 << r % 8)
+            kept += min(ROW, n - ROW * r)
+    if bitmap + kept >= n:
+        return 0
+    p = at + bitmap
+    for r in range(rows):
+        run = plane[ROW * r : ROW * r + ROW]
+        if out[at + r // 8] >> U8(r % 8) & U8(1):
+            copy(out[p:], run)
+            p += len(run)
+    return p
+
+
+@jit
+def _put_plane(job, i, memory, k, room, low, out, at):
+    """Plane i, the first k bytes of its memory, in the mode that serves it best: mode, and where it ends."""
+    plane, end = memory[:k], 0
+    if is_constant(plane):
+        out[at] = plane[0]
+        return CONSTANT, at + 1
+    halved = job.halved >> i & 1
+    lengths = job.tables[i, 256:512]
+    if job.coded >> i & 1 and ((i == 0 and job.octave) or _pays(halved, lengths, plane)):
+        if halved:
+            half = (k + 1) // 2
+            high = low[BLOCK:][:half]
+            _halve(plane, low, high)
+            end = put_coded(job, i, low, k, room.none, k // 2 - 1, room, out, at)
+            if end:
+                copy(out[end:], high)
+                end += half
+        else:
+            end = put_coded(job, i, memory, k, room.none, k - 1, room, out, at)
+    if end:
+        return CODED, end
+    end = _put_rows(plane, out, at)
+    if end:
+        return ROWS, end
+    copy(out[at:], plane)
+    return RAW, at + k
+
+
+@jit
+def _put_fixed(job, frame, planes, first, m):
+    """A block's fixed planes to their sections: their digest. Zeros behind the last block's."""
+    total, section = U64(0), job.planes + first
+    for p in range(job.size):
+        if job.fixed >> p & 1:
+            total += digest(planes[p][:m], PLANE + p)
+            copy(frame[section:], planes[p][:m])
+            if first + m == job.n:
+                frame[section + m : section + m + job.plane_stride - job.n] = U8(0)
+            section += job.plane_stride
+    return total
+
+
+@jit
+def _under_zeros(top, plane):
+    """What is set in a plane where plane 0 is 0."""
+    some = U8(0)
+    for i in range(len(top)):
+        some |= plane[i] if top[i] == 0 else U8(0)
+    return some
+
+
+@jit
+def _prune(job, planes, m):
+    """Take out values that are +0, if they are many and plane 0 is 0 of no others: how many are left."""
+    top = planes[0][:m]
+    left = count_from(top, 1)
+    if MANY * (m - left) < m:
+        return m
+    for p in range(1, job.size):
+        if _under_zeros(top, planes[p][:m]):
+            return m
+    for p in range(1, job.size):
+        if not job.fixed >> p & 1:
+            keep_from(top, 1, planes[p][:m], planes[p])
+    return left
+
+
+@jit
+def _put_block(job, planes, m, room, low, region):
+    """Planes of a block to its region: the size."""
+    head, at, k = 0, 4, m
+    for p in range(job.size):
+        if job.fixed >> p & 1:
+            continue
+        mode, at = _put_plane(job, p, planes[p], m if p == 0 else k, room, low, region, at)
+        head |= mode << 2 * p
+        if p == 0 and mode == CODED and job.octave and (job.fixed | 1) != (1 << job.size) - 1:
+            k = _prune(job, planes, m)
+    store32(region, 0, head | (PRUNED if k < m else 0))
+    return close_region(region, at)
+
+
+class Work(NamedTuple):
+    """Memory of one thread."""
+
+    coder: Any
+    planes: Any
+    low: Any  # nibbles, and the high ones behind them
+    region: Any
+    offset: Any
+    half: Any
+    x: Any
+    native: Any
+    mode: Any
+    c: Any
+
+
+def work_of(job):
+    """Memory for a job's blocks."""
+    return Work(
+        coder_room(job, BLOCK),
+        np.empty((8, PLANE_ROOM), U8),
+        np.empty(2 * BLOCK + ROW, U8),
+        np.empty(8 * BLOCK + 64, U8),
+        np.empty(BLOCK, U16),
+        np.empty(BLOCK, U32),
+        np.empty(ROW, F32),
+        np.empty(8 * ROW, U8),
+        np.empty(8, I64),
+        np.empty(2, I64),
+    )
+
+
+@kernel
+def encode_blocks(job, work, data, frame, limit, first, count, result):
+    """Blocks [first, first + count) to regions from frame[result[0]] on; result becomes their end and seal."""
+    if job.octave:
+        end = min((first + count) * job.block, job.n)
+        find_rows(job, data, work.x[:0], first * job.block, end, work.x, work.native)
+    for b in range(first, first + count):
+        start = b * job.block
+        m, at = min(job.block, job.n - start), np.int64(result[0])
+        if job.octave:
+            fill_offsets(job, start, work.offset[:m])
+        _split(job, data[job.size * start : job.size * (start + m)], work.offset, work.half, work.planes)
+        fixed = _put_fixed(job, frame, work.planes, start, m)
+        fits = limit - at >= m * job.size + 8
+        region = frame[at:limit] if fits else work.region
+        size = _put_block(job, work.planes, m, work.coder, work.low, region)
+        if size > limit - at:
+            return SHORT_OUTPUT
+        if not fits:
+            copy(frame[at:], region[:size])
+        if (at + size) // 8 > 0xFFFFFFFF:
+            return LIMIT
+        result[0] += U64(size)
+        result[1] += close_block(frame, job, b, region[:size], fixed, at + size)
+    return OK
+
+
+@jit
+def _read_head(job, head, at, mode, fault):
+    """Modes of a region's planes."""
+    known = PRUNED | ((1 << 2 * job.size) - 1)
+    if head & ~known:
+        return bad(fault, BAD_REGION, at, head, known)
+    for p in range(job.size):
+        mode[p] = head >> 2 * p & 3
+        fixed, coded = job.fixed >> p & 1, job.coded >> p & 1
+        if (mode[p] != 0) if fixed else (mode[p] == CODED and not coded):
+            return bad(fault, BAD_REGION, at, head, job.coded)
+    if head & PRUNED and (not job.octave or mode[0] != CODED):
+        return bad(fault, BAD_REGION, at, head, CODED)
+    return OK
+
+
+@jit
+def _get_high(frame, low, c, fault):
+    """The high nibbles of a halved plane."""
+    n = len(low)
+    half = (n + 1) // 2
+    if c[1] - c[0] < half:
+        return bad(fault, BAD_REGION, c[0], c[1] - c[0], half)
+    some = U8(0)
+    for i in range(n):
+        some |= low[i]
+    if some > 15:
+        return bad(fault, BAD_REGION, c[0], some, 15)
+    high = frame[c[0] : c[0] + half]
+    if n % 2 and high[half - 1] > 15:
+        return bad(fault, BAD_REGION, c[0] + half - 1, high[half - 1], 15)
+    _unhalve(low, high)
+    c[0] += half
+    return OK
+
+
+@jit
+def _get_rows(frame, plane, c, fault):
+    """The inverse of _put_rows."""
+    n = len(plane)
+    rows = (n + ROW - 1) // ROW
+    nbytes = (rows + 7) // 8
+    if c[1] - c[0] < nbytes:
+        return bad(fault, BAD_REGION, c[0], c[1] - c[0], nbytes)
+    bitmap = frame[c[0] : c[0] + nbytes]
+    if rows % 8 and bitmap[nbytes - 1] >> U8(rows % 8):
+        return bad(fault, BAD_REGION, c[0] + nbytes - 1, bitmap[nbytes - 1], 0)
+    c[0] += nbytes
+    for r in range(rows):
+        run = plane[ROW * r : ROW * r + ROW]
+        if not bitmap[r // 8] >> U8(r % 8) & U8(1):
+            run[:] = U8(0)
+            continue
+        if c[1] - c[0] < len(run):
+            return bad(fault, BAD_REGION, c[0], c[1] - c[0], len(run))
+        copy(run, frame[c[0] : c[0] + len(run)])
+        c[0] += len(run)
+    return OK
+
+
+@jit
+def _get_plane(frame, job, p, mode, k, room, memory, c, fault):
+    """Plane p, of k values, to the beginning of its memory."""
+    if mode == CODED:
+        status = get_coded(frame, job, p, k, room, memory, c, fault)
+        if not status:
+            status = get_literals(frame, job.tables[p, 512], room.escaped, k, memory, room.none, c, fault)
+        if not status and job.halved >> p & 1:
+            status = _get_high(frame, memory[:k], c, fault)
+        return status
+    if mode == ROWS:
+        return _get_rows(frame, memory[:k], c, fault)
+    nbytes = k if mode == RAW else 1
+    if c[1] - c[0] < nbytes:
+        return bad(fault, BAD_REGION, c[0], c[1] - c[0], nbytes)
+    if mode == RAW:
+        copy(memory, frame[c[0] : c[0] + k])
+    else:
+        memory[:k] = frame[c[0]]
+    c[0] += nbytes
+    return OK
+
+
+@jit
+def _get_fixed(frame, job, first, m, planes):
+    """Planes that are fixed, from their sections."""
+    section = job.planes + first
+    for p in range(job.size):
+        if job.fixed >> p & 1:
+            copy(planes[p], frame[section : section + m])
+            section += job.plane_stride
+
+
+@jit
+def _check_pruned(job, first, m, planes, fault):
+    """Values that were taken out are +0, also where a plane holds a byte for each value."""
+    section = job.planes + first
+    for p in range(job.size):
+        if job.fixed >> p & 1:
+            some = _under_zeros(planes[0][:m], planes[p][:m]) if p else U8(0)
+            if some:
+                return bad(fault, BAD_REGION, section, some, 0)
+            section += job.plane_stride
+    return OK
+
+
+@jit
+def _get_block(frame, job, work, first, m, fault):
+    """A region to planes."""
+    c, planes, mode = work.c, work.planes, work.mode
+    head = np.int64(load32(frame, c[0]))
+    status = _read_head(job, head, c[0], mode, fault)
+    c[0] += 4
+    _get_fixed(frame, job, first, m, planes)
+    k = m
+    for p in range(job.size):
+        if status or job.fixed >> p & 1:
+            continue
+        if p == 0 or not head & PRUNED:
+            status = _get_plane(frame, job, p, mode[p], m, work.coder, planes[p], c, fault)
+        else:
+            status = _get_plane(frame, job, p, mode[p], k, work.coder, work.low, c, fault)
+            if not status:
+                spread_from(planes[0][:m], 1, work.low, planes[p][:m])
+        if not status and p == 0 and head & PRUNED:
+            k = count_from(planes[0][:m], 1)
+            status = _check_pruned(job, first, m, planes, fault) if k else bad(fault, BAD_REGION, c[0], 0, 1)
+    return status if status else end_region(frame, c, fault)
+
+
+@kernel
+def decode_blocks(job, work, frame, checks, first, count, sink, seal, fault):
+    """Blocks [first, first + count) to their values; or, if there is no sink, only their checks."""
+    for b in range(first, first + count):
+        start = b * job.block
+        m = min(job.block, job.n - start)
+        status = open_block(frame, job, b, checks, work.c, seal, fault)
+        if not status:
+            status = _get_block(frame, job, work, start, m, fault)
+        if status:
+            return status
+        if sink.into == NOWHERE:
+            continue
+        if job.octave:
+            fill_offsets(job, start, work.offset[:m])
+        stores = sink.into == STORE
+        data = sink.data[job.size * start : job.size * (start + m)] if stores else work.region[: job.size * m]
+        _merge(job, work.planes, work.offset, work.half, data)
+        if not stores:
+            for i in range(0, m, len(work.x)):
+                x = work.x[: min(len(work.x), m - i)]
+                to_floats(job.dtype, data, i, x)
+                put(sink, F32(0), x, start + i)
+    return OK

@@ -1,0 +1,15 @@
+"""Memory behind C pointers as arrays."""
+
+from typing import Any
+
+import numpy as np
+
+from codec.core import ffi
+
+Array = np.ndarray[Any, Any]
+NOTHING: Array = np.empty(0, np.uint8)
+
+
+def memory_of(pointer: Any, nbytes: int) -> Array:
+    """Its bytes, without a copy."""
+    return np.frombuffer(ffi.buffer(ffi.cast("uint8_t *", pointer), nbytes), np.uint8) if nbytes else NOTHING

@@ -1,0 +1,127 @@
+# pyright: basic
+"""The scale model: an offset for every value (docs/format.md, 5.2), and those of rows (docs/encoder.md, 4.2)."""
+
+import numpy as np
+
+from codec.engines.numba.floats import load_native
+from codec.engines.numba.jit import jit
+from codec.engines.numba.words import I16, U8, U16
+
+ROWS, COLUMNS = 1, 2  # bits of a part's kind
+FOUND = 1024  # offsets of so many rows are found when the job is opened
+FLOAT64_ZERO, ZERO = 16, 128  # where lowered patterns begin; of truncate: the first octave
+TRUNCATE = 7
+
+
+@jit
+def zero_of(job):
+    """The first pattern that is lowered."""
+    if job.codec == TRUNCATE:
+        return job.octave
+    return FLOAT64_ZERO if job.octave == FLOAT64_ZERO else ZERO
+
+
+@jit
+def row_count(part):
+    """Of a part; 0 if rows have no offsets."""
+    if part.kind & ROWS == 0:
+        return 0
+    return (np.int64(part.count) + np.int64(part.row) - 1) // np.int64(part.row)
+
+
+@jit
+def part_at(parts, first):
+    """The index of the part that holds value `first`."""
+    low, high = 0, len(parts)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if np.int64(parts[middle].start) <= first:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@jit
+def fill_offsets(job, first, offset):
+    """The offsets of values from `first` on, in patterns: t of the format, around the circle."""
+    zero = zero_of(job)
+    circle, grain = 32768 - zero, job.octave // 8
+    n, at = len(offset), 0
+    p = part_at(job.parts, first) if len(job.parts) else 0
+    if not len(job.parts):
+        offset[:] = U16(0)
+        return
+    while at < n:
+        part = job.parts[p]
+        i = first + at - np.int64(part.start)
+        end = min(n, at + np.int64(part.count) - i)
+        rows = 2 * np.int64(part.nibbles_at)
+        columns = rows + (row_count(part) + 1) // 2 * 2
+        length = np.int64(part.row) if part.kind else end - at
+        while at < end:
+            row, column = (i // length, i % length) if part.kind else (0, 0)
+            m = min(end - at, length - column)
+            here = offset[at : at + m]
+            base = np.int64(part.base)
+            if part.kind:
+                base += job.offsets[rows + row]
+            start = base * grain % circle
+            if part.kind & COLUMNS:
+                some = job.offsets[columns + column : columns + column + m]
+                begin, step, around = I16(start - circle if start > circle // 2 else start), I16(grain), I16(circle)
+                for k in range(m):
+                    t = I16(begin + I16(step * I16(some[k])))
+                    here[k] = U16(I16(t + (around if t < I16(0) else I16(0))))
+            else:
+                here[:] = U16(start)
+            at += m
+            i += m
+        p += 1
+
+
+@jit
+def _add_patterns(data, size, first, n, zero):
+    """The sum of patterns from `zero` on, of n values, and how many they are."""
+    total, some = 0, 0
+    for i in range((first + 1) * size - 2, (first + n) * size, size):
+        pattern = np.int64(data[i]) | np.int64(data[i + 1] & U8(127)) << 8
+        if pattern >= zero:
+            total += pattern
+            some += 1
+    return total, some
+
+
+@jit
+def find_rows(job, data, error, first, end, x, native):
+    """Find offsets of rows that lie in values [first, end), where that was left for the blocks.
+
+    Threads that share a row find the same. `x` and `native` are room for 128 values.
+    """
+    zero, grain = zero_of(job), job.octave // 8
+    for p in range(len(job.parts)):
+        part = job.parts[p]
+        start, count, length = np.int64(part.start), np.int64(part.count), np.int64(part.row)
+        if row_count(part) <= FOUND or start >= end or start + count <= first:
+            continue
+        shift = np.int64(part.shifts & 15)
+        for row in range(max(first - start, 0) // length, (min(end, start + count) - start - 1) // length + 1):
+            at = start + row * length
+            m = min(length, start + count - at)
+            total, some = 0, 0
+            for run in range(4 if m > 128 else 1):
+                begin = at + run * (m - 32) // 3 if m > 128 else at
+                k = 32 if m > 128 else m
+                if len(error):
+                    load_native(job.dtype, data, error, begin, x[:k], native)
+                    more, live = _add_patterns(native, job.size, 0, k, zero)
+                else:
+                    more, live = _add_patterns(data, job.size, begin, k, zero)
+                total += more
+                some += live
+            q = 0
+            if some:
+                mean = (2 * total + some) // (2 * some)
+                q = min(max((mean - np.int64(part.mean) + grain // 2) // grain, -127), 127)
+            nibble = (q + (1 << shift) // 2) >> shift
+            job.offsets[2 * np.int64(part.nibbles_at) + row] = min(max(nibble, -8), 7) << shift

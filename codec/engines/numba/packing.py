@@ -1,0 +1,111 @@
+# pyright: basic
+"""Codes of a few bits each to bytes and back (docs/format.md, section 8.4)."""
+
+from codec.engines.numba.jit import jit
+from codec.engines.numba.words import U8, U16, U32, U64, copy
+
+
+@jit
+def _squeeze(x, bits):
+    """Eight codes, a byte each, side by side."""
+    gap = U64(8 - bits)
+    x = x & U64(0x00FF00FF00FF00FF) | (x & U64(0xFF00FF00FF00FF00)) >> gap
+    x = x & U64(0x0000FFFF0000FFFF) | (x & U64(0xFFFF0000FFFF0000)) >> (U64(2) * gap)
+    return x & U64(0x00000000FFFFFFFF) | (x & U64(0xFFFFFFFF00000000)) >> (U64(4) * gap)
+
+
+@jit
+def _stretch(x, bits):
+    """The inverse."""
+    b = U64(bits)
+    one, two, four = (U64(1) << b) - U64(1), (U64(1) << U64(2) * b) - U64(1), (U64(1) << U64(4) * b) - U64(1)
+    x = x & four | (x >> (U64(4) * b) & four) << U64(32)
+    two |= two << U64(32)
+    x = x & two | (x >> (U64(2) * b) & two) << U64(16)
+    one |= one << U64(32)
+    one |= one << U64(16)
+    return x & one | (x >> b & one) << U64(8)
+
+
+@jit
+def pack(code, n, bits, out):
+    """N codes, whose memory goes on to a multiple of 8, to bytes; what is left of the last one is 0."""
+    code[n : (n + 7) // 8 * 8] = U8(0)
+    eights = code[: (n + 7) // 8 * 8].view(U64)
+    whole = n // 8
+    if bits == 8:
+        copy(out, code[:n])
+        return
+    if bits == 4:
+        to4 = out[: 4 * whole].view(U32)
+        for i in range(whole):
+            to4[i] = U32(_squeeze(eights[i], 4))
+    elif bits == 2:
+        to2 = out[: 2 * whole].view(U16)
+        for i in range(whole):
+            to2[i] = U16(_squeeze(eights[i], 2))
+    elif bits == 1:
+        for i in range(whole):
+            out[i] = U8(eights[i] * U64(0x0102040810204080) >> U64(56))
+    else:
+        for i in range(whole):
+            x = _squeeze(eights[i], bits)
+            for k in range(bits):
+                out[bits * i + k] = U8(x >> U64(8 * k))
+    if n % 8:
+        x = _squeeze(eights[whole], bits)
+        for k in range(((n % 8) * bits + 7) // 8):
+            out[bits * whole + k] = U8(x >> U64(8 * k))
+
+
+@jit
+def unpack(data, n, bits, code):
+    """The inverse; the memory of codes goes on to a multiple of 8."""
+    eights = code[: (n + 7) // 8 * 8].view(U64)
+    whole = n // 8
+    if bits == 8:
+        copy(code, data[:n])
+        return
+    if bits == 4:
+        from4 = data[: 4 * whole].view(U32)
+        for i in range(whole):
+            eights[i] = _stretch(U64(from4[i]), 4)
+    elif bits == 2:
+        from2 = data[: 2 * whole].view(U16)
+        for i in range(whole):
+            eights[i] = _stretch(U64(from2[i]), 2)
+    elif bits == 1:
+        for i in range(whole):
+            eights[i] = _stretch(U64(data[i]), 1)
+    else:
+        for i in range(whole):
+            x = U64(0)
+            for k in range(bits):
+                x |= U64(data[bits * i + k]) << U64(8 * k)
+            eights[i] = _stretch(x, bits)
+    if n % 8:
+        x = U64(0)
+        for k in range(((n % 8) * bits + 7) // 8):
+            x |= U64(data[bits * whole + k]) << U64(8 * k)
+        eights[whole] = _stretch(x, bits)
+
+
+@jit
+def pack_trits(code, n, out):
+    """Five a byte, the first one most significant; missing ones are 0."""
+    code[n : (n + 4) // 5 * 5] = U8(0)
+    for i in range((n + 4) // 5):
+        a, b, c = U32(code[5 * i]), U32(code[5 * i + 1]), U32(code[5 * i + 2])
+        d, e = U32(code[5 * i + 3]), U32(code[5 * i + 4])
+        out[i] = U8(U32(81) * a + U32(27) * b + U32(9) * c + U32(3) * d + e)
+
+
+@jit
+def unpack_trits(data, n, code):
+    """The inverse."""
+    for i in range((n + 4) // 5):
+        b = U32(data[i])
+        for k in range(4, -1, -1):
+            third = U32(U32(b * U32(171)) >> U32(9))
+            code[5 * i + k] = U8(b - U32(U32(3) * third))
+            b = third

@@ -1,0 +1,601 @@
+# pyright: basic
+"""Truncate: exponents through the coder, mantissas cut to levels (docs/format.md, section 9; docs/encoder.md, 8)."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from codec.core import DTYPE_NAMES, LEVEL_BITS, MANTISSA_BITS
+from codec.engines.numba.floats import NOWHERE, STORE, load_native, put, to_floats
+from codec.engines.numba.jit import enter_floats, jit, kernel, leave_floats
+from codec.engines.numba.model import fill_offsets, find_rows
+from codec.engines.numba.packing import pack, unpack
+from codec.engines.numba.region import (
+    BAD_REGION,
+    BLOCK,
+    CODED,
+    CONSTANT,
+    LIMIT,
+    OK,
+    RAW,
+    ROWS,
+    SHORT_OUTPUT,
+    bad,
+    close_block,
+    close_region,
+    coder_room,
+    count_from,
+    end_region,
+    get_coded,
+    get_literals,
+    is_constant,
+    keep_from,
+    largest,
+    load32,
+    open_block,
+    put_coded,
+    spread_from,
+    store32,
+)
+from codec.engines.numba.seal import STATE, digest
+from codec.engines.numba.words import F32, I16, I64, U8, U16, U32, U64, copy
+from codec.errors import Status
+
+OTHER_STATE, BAD_ARGUMENT = int(Status.OTHER_STATE), int(Status.BAD_ARGUMENT)
+PLANE, CODED_LEVELS, SHARED, FIXED = 0, 1, 2, 3  # how levels are sent
+BITS, CUT = 8, 16  # options
+FLOAT16 = 4
+BASE = 96  # symbols of exponent and level: exponents 97 to 159, float16 1 to 31
+PIECES = 4
+MUCH = 1000  # of slack: as much as there is
+_PIECES = {"float32": (6, 6, 6, 6), "bfloat16": (2, 2, 2, 2), "float16": (3, 3, 2, 3)}
+TILE = 1024  # values summed with what was lost
+
+
+class Kind(NamedTuple):
+    """What the dtype says (format, 9.1)."""
+
+    mbits: int
+    sign: int  # its place
+    bias: int
+    last: int  # the exponent of Inf and NaN
+    base: int
+    drops: Any  # bits that a level drops
+    pieces: Any  # bits of the pieces of a field, from the top
+
+
+class Work(NamedTuple):
+    """Memory of one thread."""
+
+    coder: Any
+    kind: Kind
+    region: Any
+    native: Any
+    x: Any
+    offset: Any
+    pattern: Any
+    pair: Any
+    symbol: Any
+    e: Any
+    drop: Any
+    width: Any
+    level: Any
+    piece: Any
+    kept: Any
+    c: Any
+    floats: Any  # the thread's way with floats
+
+
+def work_of(job):
+    """Memory for a job's blocks."""
+    name = DTYPE_NAMES[job.dtype]
+    mbits, bits = MANTISSA_BITS[name], 8 * job.size
+    last = (1 << bits - 1 - mbits) - 1
+    pieces = np.array(_PIECES[name], I64)
+    base = 0 if job.dtype == FLOAT16 else BASE
+    room = BLOCK + 128
+    return Work(
+        coder_room(job, BLOCK),
+        Kind(mbits, bits - 1, last // 2, last, base, np.array(LEVEL_BITS[name], I64), pieces),
+        np.empty((job.size + 3) * BLOCK + 1024, U8),
+        np.empty(4 * BLOCK, U8),
+        np.empty(BLOCK, F32),
+        np.empty(BLOCK, U16),
+        np.empty(BLOCK, U32),
+        np.empty(BLOCK, U16),
+        np.empty(room, U8),
+        np.empty(room, U8),
+        np.empty(room, U8),
+        np.empty(room, U8),
+        np.empty(room, U8),
+        np.empty(room, U8),
+        np.empty(room, U8),
+        np.empty(2, I64),
+        np.empty(64, U8),
+    )
+
+
+@jit
+def _drop_bits(e, ea, kind, guard, by_bit, drop):
+    """How many bits each value may lose, from its exponent and that of A."""
+    shift, last, mbits = I16(guard + 127 - kind.bias), U8(kind.last), I16(kind.mbits)
+    k1, k2, k3 = I16(kind.drops[1]), I16(kind.drops[2]), I16(kind.drops[3])
+    for i in range(len(e)):
+        d = I16(I16(I16(ea[i]) - I16(e[i])) - shift)
+        d = I16(MUCH) if ea[i] == U8(255) else d
+        d = I16(-MUCH) if ea[i] == U8(0) or e[i] == last else d
+        level = k3 if d >= k3 else k2 if d >= k2 else k1 if d >= k1 else I16(0)
+        drop[i] = U8(min(max(d, I16(0)), mbits) if by_bit else level)
+
+
+@jit
+def _drops(job, kind, e, ea, levels, drop):
+    """The same, or as levels say that are fixed or given."""
+    last, drops = U8(kind.last), kind.drops
+    if job.variant == FIXED:
+        k = U8(drops[job.bits])
+        for i in range(len(e)):
+            drop[i] = U8(0) if e[i] == last else k
+    elif len(levels):
+        if largest(levels) > 3:
+            return BAD_ARGUMENT
+        for i in range(len(e)):
+            drop[i] = U8(0) if e[i] == last else U8(drops[levels[i]])
+    else:
+        _drop_bits(e, ea, kind, job.guard, job.options & BITS != 0, drop)
+    return OK
+
+
+@jit
+def _cut(kind, nearest, drop, x, e):
+    """Patterns without their last bits, and their exponents then (encoder, 8.1)."""
+    mbits, last = U32(kind.mbits), U32(kind.last)
+    for i in range(len(x)):
+        k, u = U32(drop[i]), x[i]
+        mask = U32(U32(U32(1) << k) - U32(1))
+        half = U32(U32(U32(U32(U32(1) << k) >> U32(1)) - U32(1)) + U32(U32(u >> k) & U32(1)))
+        up = U32(U32(u + (half if nearest and k else U32(0))) & U32(~mask))
+        up = U32(u & U32(~mask)) if U32(U32(up >> mbits) & last) == last else up
+        x[i] = up if U32(U32(u >> mbits) & last) else U32(0)
+    for i in range(len(x)):
+        e[i] = U8(U32(x[i] >> mbits) & last)
+
+
+@jit
+def _exponents(kind, x, e):
+    mbits, last = U32(kind.mbits), U32(kind.last)
+    for i in range(len(x)):
+        e[i] = U8(U32(x[i] >> mbits) & last)
+
+
+@jit
+def _load_patterns(job, work, data, error, first, x):
+    """Bits of values in 32 each."""
+    m = len(x)
+    if len(error):
+        for i in range(0, m, TILE):
+            n = min(TILE, m - i)
+            load_native(job.dtype, data, error, first + i, work.x[:n], work.native[job.size * i :])
+    else:
+        copy(work.native, data[job.size * first : job.size * (first + m)])
+    if job.size == 4:
+        copy(x, work.native[: 4 * m].view(U32))
+    else:
+        h = work.native[: 2 * m].view(U16)
+        for i in range(m):
+            x[i] = U32(h[i])
+
+
+@jit
+def _lower_exponents(e, offset, shift, last, lowered):
+    """Around a circle of `last` from 1 on; 0 stays."""
+    for i in range(len(e)):
+        by = U8(offset[i] >> U16(shift))
+        a = U8(e[i] - U8(1))
+        d = U8(U8(a - by) + U8((U8(last) if a < by else U8(0)) + U8(1)))
+        lowered[i] = d if e[i] else U8(0)
+
+
+@jit
+def _raise_exponents(e, offset, shift, last):
+    for i in range(len(e)):
+        by = U8(U8(last) - U8(offset[i] >> U16(shift)))
+        a = U8(e[i] - U8(1))
+        d = U8(U8(a - by) + U8((U8(last) if a < by else U8(0)) + U8(1)))
+        e[i] = d if e[i] else U8(0)
+
+
+@jit
+def _levels_of(kind, drop, level):
+    """The level that drops so many bits."""
+    k1, k2, k3 = U8(kind.drops[1]), U8(kind.drops[2]), U8(kind.drops[3])
+    for i in range(len(drop)):
+        level[i] = U8(U8(drop[i] >= k1) + U8(drop[i] >= k2) + U8(drop[i] >= k3))
+
+
+@jit
+def _drops_at(kind, level, drop):
+    k1, k2, k3 = U8(kind.drops[1]), U8(kind.drops[2]), U8(kind.drops[3])
+    for i in range(len(level)):
+        k = U8(level[i])
+        drop[i] = k3 if k >= 3 else k2 if k >= 2 else k1 if k >= 1 else U8(0)
+
+
+@jit
+def _join(lowered, level, base, pair, symbol):
+    """Exponents and levels as pairs and, where there is one, as symbols: how many have none."""
+    outside = 0
+    for i in range(len(pair)):
+        both = U16(U16(U16(lowered[i]) << U16(2)) | U16(level[i])) if lowered[i] else U16(0)
+        t = U16(both - U16(4 * base))
+        one = U8(t) if t >= U16(4) and t < U16(256) and both else U8(0)
+        pair[i], symbol[i] = both, one
+        outside += U8(one == 0 and both != 0)
+    return outside
+
+
+@jit
+def _put_symbols(job, work, m, out, at):
+    """Symbols of a block in the mode that serves them best: mode, and where they end."""
+    kind, joint = work.kind, job.variant == CODED_LEVELS
+    symbol, e = work.symbol[:m], work.e[:m]
+    lowered, outside = work.kept[:m] if joint else symbol, 0
+    if len(job.parts):
+        _lower_exponents(e, work.offset[:m], 10 if job.dtype == FLOAT16 else 7, kind.last, lowered)
+    else:
+        copy(lowered, e)
+    if joint:
+        _levels_of(kind, work.drop[:m], work.level[:m])
+        outside = _join(lowered, work.level[:m], kind.base, work.pair[:m], symbol)
+    if not outside and is_constant(symbol):
+        out[at] = symbol[0]
+        return CONSTANT, at + 1
+    if outside:
+        for i in range(m):
+            if work.pair[i] and symbol[i] == 0:
+                symbol[i] = job.tables[0, 512]
+    wide = work.pair if joint else work.coder.none
+    end = put_coded(job, 0, work.symbol, m, wide, 1 << 40 if joint else m - 1, work.coder, out, at)
+    if end:
+        return CODED, end
+    copy(out[at:], symbol)
+    return RAW, at + m
+
+
+@jit
+def _widths(e, drop, total, most, width):
+    """How many bits of its field each value keeps."""
+    for i in range(len(e)):
+        keeps = min(U8(U8(total) - drop[i]), U8(most))
+        width[i] = keeps if e[i] else U8(0)
+
+
+@jit
+def _fields(kind, x, f):
+    """Sign and mantissa; may be in place."""
+    mask, mbits, sign = U32((1 << kind.mbits) - 1), U32(kind.mbits), U32(kind.sign)
+    for i in range(len(x)):
+        f[i] = U32(U32(x[i] & mask) | U32(U32(x[i] >> sign) << mbits))
+
+
+@jit
+def _patterns(kind, f, e):
+    """The inverse, in place; +0 where e is 0."""
+    mask, mbits, sign = U32((1 << kind.mbits) - 1), U32(kind.mbits), U32(kind.sign)
+    for i in range(len(f)):
+        x = U32(U32(f[i] & mask) | U32(U32(e[i]) << mbits) | U32(U32(f[i] >> mbits) << sign))
+        f[i] = x if e[i] else U32(0)
+
+
+@jit
+def _pack_widths(f, width, total, out, at):
+    """The upper bits of fields, any number of each: where they end."""
+    word, have = U64(0), U64(0)
+    for i in range(len(f)):
+        n = U64(width[i])
+        word |= U64(f[i] >> U32(U64(total) - n)) << have
+        have += n
+        while have >= U64(8):
+            out[at] = U8(word)
+            word >>= U64(8)
+            have -= U64(8)
+            at += 1
+    if have:
+        out[at] = U8(word)
+        at += 1
+    return at
+
+
+@jit
+def _unpack_widths(data, width, total, f):
+    """The inverse."""
+    word, have, at = U64(0), U64(0), 0
+    for i in range(len(f)):
+        n = U64(width[i])
+        while have < n:
+            word |= U64(data[at]) << have
+            have += U64(8)
+            at += 1
+        f[i] = U32(U32(word & ((U64(1) << n) - U64(1))) << U32(U64(total) - n))
+        word >>= n
+        have -= n
+
+
+@jit
+def _piece(f, below, bits, piece):
+    """Some bits of all fields."""
+    mask = U32((1 << bits) - 1)
+    for i in range(len(f)):
+        piece[i] = U8(U32(f[i] >> U32(below)) & mask)
+
+
+@jit
+def _put_pieces(job, work, m, out, at):
+    """What values keep of their fields: what that adds to the head, and where it ends."""
+    kind, head = work.kind, 0
+    total, f, width = kind.mbits + 1, work.pattern[:m], work.width[:m]
+    _fields(kind, f, f)
+    if job.options & BITS:
+        some, tail = U32(0), 0
+        for i in range(m):
+            some |= f[i]
+        while tail < total and not some >> U32(tail) & U32(1):
+            tail += 1
+        _widths(work.e[:m], work.drop[:m], total, total - tail, width)
+        return tail << 8, _pack_widths(f, width, total, out, at)
+    _widths(work.e[:m], work.drop[:m], total, total, width)
+    least = 0
+    for p in range(PIECES):
+        bits = kind.pieces[p]
+        least += bits
+        _piece(f, total - least, bits, work.piece[:m])
+        n = keep_from(width, least, work.piece[:m], work.kept)
+        if n and largest(work.kept[:n]) == 0:
+            head |= 1 << 8 + p
+            continue
+        pack(work.kept, n, bits, out[at:])
+        at += (n * bits + 7) // 8
+    return head, at
+
+
+@jit
+def _put_block(job, work, m, digest_of_state, region):
+    """A block that was cut to its region: the size."""
+    at = 4
+    if job.variant == SHARED:
+        store32(region, at, digest_of_state)
+        at += 4
+    mode, at = _put_symbols(job, work, m, region, at)
+    if job.variant == PLANE:
+        _levels_of(work.kind, work.drop[:m], work.level[:m])
+        n = keep_from(work.e[:m], 1, work.level[:m], work.kept)
+        pack(work.kept, n, 2, region[at:])
+        at += (n + 3) // 4
+    head, at = _put_pieces(job, work, m, region, at)
+    store32(region, 0, head | mode)
+    return close_region(region, at)
+
+
+@kernel
+def encode_blocks(job, work, data, error, levels, exponents, from_, frame, limit, first, count, result):
+    """Blocks [first, first + count) to regions from frame[result[0]] on; result becomes their end and seal.
+
+    `levels` are the caller's, of all values, or empty; `exponents` are those of A, of values from `from_` on.
+    """
+    enter_floats(work.floats)
+    status, lost, kind = OK, error.view(F32), work.kind
+    find_rows(job, data, lost, first * job.block, min((first + count) * job.block, job.n), work.x, work.native)
+    for b in range(first, first + count):
+        start, at = b * job.block, I64(result[0])
+        m = min(job.block, job.n - start)
+        x, e, drop = work.pattern[:m], work.e[:m], work.drop[:m]
+        ea, given = exponents[start - from_ :][:m], levels[start:][:m]
+        _load_patterns(job, work, data, lost, start, x)
+        _exponents(kind, x, e)
+        status = _drops(job, kind, e, ea, given, drop)
+        if status:
+            break
+        _cut(kind, job.options & CUT == 0, drop, x, e)
+        if job.variant == SHARED:  # a receiver works levels out from the new exponents
+            _drops(job, kind, e, ea, given, drop)
+        if len(job.parts):
+            fill_offsets(job, start, work.offset[:m])
+        state = digest(ea, STATE) if job.variant == SHARED else U64(0)
+        fits = limit - at >= len(work.region)
+        region = frame[at:limit] if fits else work.region
+        size = _put_block(job, work, m, U32(state), region)
+        if size > limit - at:
+            status = SHORT_OUTPUT
+            break
+        if not fits:
+            copy(frame[at:], region[:size])
+        if (at + size) // 8 > 0xFFFFFFFF:
+            status = LIMIT
+            break
+        result[0] += U64(size)
+        result[1] += close_block(frame, job, b, frame[at : at + size], U64(0), at + size)
+    leave_floats(work.floats)
+    return status
+
+
+@jit
+def _get_symbols(frame, job, work, mode, m, c, fault):
+    """Exponents, lowered, to work.e; levels that are coded to work.level."""
+    kind, joint, symbol = work.kind, job.variant == CODED_LEVELS, work.symbol
+    escaped, escape = work.coder.escaped, job.tables[0, 512]
+    if mode == CODED:
+        status = get_coded(frame, job, 0, m, work.coder, symbol, c, fault)
+        if not status and not joint:
+            status = get_literals(frame, escape, escaped, m, symbol, work.coder.none, c, fault)
+        if status:
+            return status
+    elif mode == RAW:
+        if joint or c[1] - c[0] < m:
+            return bad(fault, BAD_REGION, c[0], c[1] - c[0], m)
+        copy(symbol, frame[c[0] : c[0] + m])
+        c[0] += m
+    else:
+        if c[1] == c[0]:
+            return bad(fault, BAD_REGION, c[0], 0, 1)
+        symbol[:m] = frame[c[0]]
+        c[0] += 1
+    e, level, pair = work.e[:m], work.level[:m], work.pair[:m]
+    if not joint:
+        most = largest(symbol[:m])
+        if most > kind.last:
+            return bad(fault, BAD_REGION, c[0], most, kind.last)
+        copy(e, symbol[:m])
+        return OK
+    for i in range(m):
+        pair[i] = U16(symbol[i] + 4 * kind.base) if symbol[i] else U16(0)
+    if mode == CODED:
+        status = get_literals(frame, escape, escaped, m, symbol, pair, c, fault)
+        if status:
+            return status
+        for r in range((m + 127) // 128):
+            for i in range(128 * r, min(m, 128 * r + 128) if escaped[r] else 0):
+                if symbol[i] == escape:
+                    if (pair[i] and pair[i] < 4) or pair[i] >> U16(2) > kind.last:
+                        return bad(fault, BAD_REGION, c[0], pair[i], 4)
+                    symbol[i] = U8(0)
+    few = U8(0)
+    for i in range(m):
+        few |= symbol[i] if symbol[i] < 4 else U8(0)
+    if few or largest(symbol[:m]) > 4 * (kind.last - kind.base) + 3:
+        return bad(fault, BAD_REGION, c[0], few, 0)
+    for i in range(m):
+        e[i] = U8(pair[i] >> U16(2))
+        level[i] = U8(pair[i] & U16(3))
+    return OK
+
+
+@jit
+def _get_codes(frame, n, bits, code, c, fault):
+    """Codes of so many bits, the rest of the last byte 0."""
+    nbytes = (n * bits + 7) // 8
+    if c[1] - c[0] < nbytes:
+        return bad(fault, BAD_REGION, c[0], c[1] - c[0], nbytes)
+    at = c[0] + nbytes - 1
+    if n * bits % 8 and frame[at] >> U8(n * bits % 8):
+        return bad(fault, BAD_REGION, at, frame[at], 0)
+    unpack(frame[c[0] :], n, bits, code)
+    c[0] += nbytes
+    return OK
+
+
+@jit
+def _get_levels(frame, job, work, found, ea, none, m, c, fault):
+    """How many bits values have lost, to work.drop."""
+    kind, e, drop, at = work.kind, work.e[:m], work.drop[:m], c[0]
+    if job.variant == SHARED:
+        state = U32(digest(ea, STATE))
+        if found != state:
+            return bad(fault, OTHER_STATE, at, found, state)
+        return _drops(job, kind, e, ea, none, drop)
+    if job.variant == FIXED:
+        return _drops(job, kind, e, ea, none, drop)
+    if job.variant == PLANE:
+        status = _get_codes(frame, count_from(e, 1), 2, work.kept, c, fault)
+        if status:
+            return status
+        spread_from(e, 1, work.kept, work.level[:m])
+    _drops_at(kind, work.level[:m], drop)
+    some, last = U8(0), U8(kind.last)
+    for i in range(m):
+        some |= drop[i] if e[i] == last else U8(0)
+    return bad(fault, BAD_REGION, at, 1, 0) if some else OK
+
+
+@jit
+def _get_pieces(frame, job, work, head, m, c, fault):
+    """Fields to work.pattern."""
+    kind, f, width = work.kind, work.pattern[:m], work.width[:m]
+    total = kind.mbits + 1
+    tail = head >> 8 if job.options & BITS else 0
+    _widths(work.e[:m], work.drop[:m], total, total - tail, width)
+    if job.options & BITS:
+        nbits = 0
+        for i in range(m):
+            nbits += I64(width[i])
+        nbytes = (nbits + 7) // 8
+        if c[1] - c[0] < nbytes:
+            return bad(fault, BAD_REGION, c[0], c[1] - c[0], nbytes)
+        c[0] += nbytes
+        if nbits % 8 and frame[c[0] - 1] >> U8(nbits % 8):
+            return bad(fault, BAD_REGION, c[0] - 1, frame[c[0] - 1], 0)
+        _unpack_widths(frame[c[0] - nbytes : c[0]], width, total, f)
+        return OK
+    f[:] = U32(0)
+    least = 0
+    for p in range(PIECES):
+        bits = kind.pieces[p]
+        least += bits
+        if head >> 8 + p & 1:
+            continue
+        status = _get_codes(frame, count_from(width, least), bits, work.kept, c, fault)
+        if status:
+            return status
+        piece, below = work.piece[:m], U32(total - least)
+        spread_from(width, least, work.kept, piece)
+        for i in range(m):
+            f[i] |= U32(U32(piece[i]) << below)
+    return OK
+
+
+@jit
+def _get_block(frame, job, work, ea, none, first, m, fault):
+    """A region to bits of values, in work.pattern."""
+    c, kind = work.c, work.kind
+    at = c[0]
+    head = I64(load32(frame, at))
+    by_bit = job.options & BITS != 0
+    known = 3 | (31 << 8 if by_bit else 15 << 8)
+    if head & ~known or head & 3 == ROWS or (by_bit and head >> 8 > kind.mbits + 1):
+        return bad(fault, BAD_REGION, at, head, known)
+    c[0] += 4
+    found = U32(0)
+    if job.variant == SHARED:
+        found = load32(frame, c[0])
+        c[0] += 4
+    status = _get_symbols(frame, job, work, head & 3, m, c, fault)
+    if status:
+        return status
+    if len(job.parts):
+        fill_offsets(job, first, work.offset[:m])
+        _raise_exponents(work.e[:m], work.offset[:m], 10 if job.dtype == FLOAT16 else 7, kind.last)
+    status = _get_levels(frame, job, work, found, ea, none, m, c, fault)
+    if not status:
+        status = _get_pieces(frame, job, work, head, m, c, fault)
+    return status if status else end_region(frame, c, fault)
+
+
+@kernel
+def decode_blocks(job, work, frame, checks, exponents, from_, first, count, sink, seal, fault):
+    """Blocks [first, first + count) to their values; or, if there is no sink, only their checks."""
+    enter_floats(work.floats)
+    status = OK
+    for b in range(first, first + count):
+        start = b * job.block
+        m = min(job.block, job.n - start)
+        status = open_block(frame, job, b, checks, work.c, seal, fault)
+        if not status:
+            ea = exponents[start - from_ :][:m]
+            status = _get_block(frame, job, work, ea, work.kept[:0], start, m, fault)
+        if status:
+            break
+        if sink.into == NOWHERE:
+            continue
+        _patterns(work.kind, work.pattern[:m], work.e[:m])
+        stores = sink.into == STORE
+        data = sink.data[job.size * start : job.size * (start + m)] if stores else work.native[: job.size * m]
+        if job.size == 4:
+            copy(data.view(U32), work.pattern[:m])
+        else:
+            h = data.view(U16)
+            for i in range(m):
+                h[i] = U16(work.pattern[i])
+        if not stores:
+            to_floats(job.dtype, data, 0, work.x[:m])
+            put(sink, F32(0), work.x[:m], start)
+    leave_floats(work.floats)
+    return status

@@ -1,0 +1,118 @@
+"""A job as kernels see it: what the C core decided, and arrays in the job's memory."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from codec.core import DTYPE_NAMES, ITEMSIZE, check, ffi, lib
+
+Array = np.ndarray[Any, Any]
+
+_MODEL_PART = np.dtype(
+    [
+        ("start", "u8"),
+        ("count", "u8"),
+        ("row", "u4"),
+        ("nibbles_at", "u4"),
+        ("base", "u2"),
+        ("mean", "u2"),
+        ("kind", "u1"),
+        ("shifts", "u1"),
+    ],
+    align=True,
+)
+_ROW_PART = np.dtype(
+    [
+        ("start", "u8"),
+        ("count", "u8"),
+        ("first_block", "u8"),
+        ("first_sum", "u4"),
+        ("row", "u4"),
+        ("scale", "f4"),
+        ("scale_below", "f4"),
+    ]
+)
+_ROW_SUMS = np.dtype([("sum0", "f8"), ("sum1", "f8"), ("negative", "u4"), ("max", "u4")])
+_OCTAVES = {"float32": 128, "float64": 16, "bfloat16": 128, "float16": 1024}
+
+
+class Job(NamedTuple):
+    """Fields of ``codec_view``, by their names there, and what the dtype says."""
+
+    encoding: int
+    codec: int
+    dtype: int
+    variant: int
+    options: int
+    bits: int
+    row: int
+    guard: int
+    fixed: int
+    coded: int
+    halved: int
+    n: int
+    block: int  # values
+    frame_nbytes: int
+    directory: int  # offsets in the frame
+    planes: int
+    plane_stride: int
+    regions: int
+    seed: int
+    stream: int
+    scale: Any  # float32
+    clip: Any
+    size: int  # bytes of a value
+    octave: int  # patterns; 0: it has none
+    tables: Array  # uint8, 514 a plane
+    parts: Array  # of the scale model
+    offsets: Array  # int8
+    row_parts: Array
+    row_sums: Array
+
+
+def view_job(job: Any) -> Job:
+    """What stands in a job's memory, which the arrays share."""
+    v = ffi.new("codec_view *")
+    v.struct_nbytes = ffi.sizeof("codec_view")
+    check(lib.codec_job_view(job, v))
+    memory = ffi.cast("uint8_t *", job)
+
+    def array(a: Any, dtype: Any) -> Array:
+        dtype = np.dtype(dtype)
+        if not a.count:
+            return np.empty(0, dtype)
+        assert a.itemsize == dtype.itemsize
+        return np.frombuffer(ffi.buffer(memory + a.at, a.count * a.itemsize), dtype)
+
+    name = DTYPE_NAMES[v.dtype]
+    return Job(
+        v.encoding,
+        v.codec,
+        v.dtype,
+        v.variant,
+        v.options,
+        v.bits,
+        v.row,
+        v.guard,
+        v.fixed,
+        v.coded,
+        v.halved,
+        v.n,
+        v.block_nvalues,
+        v.frame_nbytes,
+        v.directory_offset,
+        v.planes_offset,
+        v.plane_stride,
+        v.regions_offset,
+        v.seed,
+        v.stream,
+        np.float32(v.scale),
+        np.float32(v.clip),
+        ITEMSIZE[name],
+        _OCTAVES.get(name, 0),
+        array(v.tables, "514u1"),
+        array(v.model_parts, _MODEL_PART),
+        array(v.offsets, "i1"),
+        array(v.row_parts, _ROW_PART),
+        array(v.row_sums, _ROW_SUMS),
+    )

@@ -1,0 +1,176 @@
+# pyright: basic
+"""One-word functions: bit positions and roundings, as `native/src/exact/bits.h` and `round.h` have them.
+
+Numbers are unsigned words of a fixed width. Numba widens what it adds; each step is cut back to its width, which also
+is what makes LLVM turn loops over these into narrow vectors. Float operations are float32 and rounded one by one.
+"""
+
+import numpy as np
+
+from codec.engines.numba.jit import jit
+
+I16, I32, I64 = np.int16, np.int32, np.int64
+U8, U16, U32, U64, F32 = np.uint8, np.uint16, np.uint32, np.uint64, np.float32
+
+ABS, INF, MAX, NAN = U32(0x7FFFFFFF), U32(0x7F800000), U32(0x7F7FFFFF), U32(0x7FC00000)
+
+
+@jit
+def bits_of(x):
+    """Of a float32."""
+    return F32(x).view(U32)
+
+
+@jit
+def float_of(u):
+    """The float32 of some bits."""
+    return U32(u).view(F32)
+
+
+@jit
+def lower(p, offset, zero):
+    """A pattern lowered by an offset around the circle (format, section 5.2); those below `zero` stay."""
+    d = U16(p - zero - offset)
+    u = U16((d & U16(0x7FFF)) + (zero if d < U16(0x8000) else U16(0)))
+    return u if p >= zero else p
+
+
+@jit
+def raise_(u, offset, zero):
+    """The inverse."""
+    s = U16(u + offset)
+    p = U16((s & U16(0x7FFF)) + (zero if s >= U16(0x8000) else U16(0)))
+    return p if u >= zero else u
+
+
+@jit
+def turn(x, offset, s):
+    """The upper 16 bits of a float as bytes of plane 0 (on top) and plane 1, its pattern lowered (section 3)."""
+    u = lower(U16(x & U16(0x7FFF)), offset, U16(1 << s))
+    top = U16(U16(U16(u >> U16(s)) & U16(0xFF)) << U16(8))
+    above = U16(U16(u >> U16(s + 8)) << U16(s + 1))
+    sign = U16(U16(x >> U16(15)) << U16(s))
+    return U16(top | above | sign | U16(u & U16((1 << s) - 1)))
+
+
+@jit
+def unturn(y, offset, s):
+    """The inverse."""
+    above = U16(U16(U16(y & U16(0xFF)) >> U16(s + 1)) << U16(s + 8))
+    u = U16(U16(U16(y >> U16(8)) << U16(s)) | above | U16(y & U16((1 << s) - 1)))
+    sign = U16(U16(U16(y >> U16(s)) & U16(1)) << U16(15))
+    return U16(sign | raise_(u, offset, U16(1 << s)))
+
+
+@jit
+def from_bfloat16(h):
+    """Bits of the float32."""
+    return U32(U32(h) << U32(16))
+
+
+@jit
+def from_float16(h):
+    """Bits of the float32; NaN becomes quiet."""
+    a, sign = U32(h) & U32(0x7FFF), U32(U32(U32(h) & U32(0x8000)) << U32(16))
+    wide = U32(U32(a) << U32(13))
+    normal = U32(wide + U32(112 << 23))
+    # subnormal: as a fraction above 2^-14, which is then taken away
+    small = bits_of(F32(float_of(U32(wide + U32(113 << 23))) - F32(2.0**-14)))
+    special = U32(wide | INF) | (U32(1 << 22) if a > U32(0x7C00) else U32(0))
+    u = small if a < U32(0x400) else normal if a < U32(0x7C00) else special
+    return U32(sign | u)
+
+
+@jit
+def to_bfloat16(u):
+    """The nearest number, of two the even one, at most the largest; NaN is quiet."""
+    a = U32(u & ABS)
+    up = U32(U32(a + U32(0x7FFF) + (U32(a >> U32(16)) & U32(1))) >> U32(16))
+    up = min(up, U32(0x7F7F))
+    return U16(U16(U32(u >> U32(16)) & U32(0x8000)) | U16(U32(0x7FC0) if a > INF else up))
+
+
+@jit
+def to_float16(u):
+    """The same."""
+    a = U32(u & ABS)
+    normal = U32(U32(U32(a + U32(0xFFF) + (U32(a >> U32(13)) & U32(1))) >> U32(13)) - U32(112 << 10))
+    # below 2^-14 a number has as many bits as are left of 2^-24: those of a sum with 1/2
+    small = U32(bits_of(F32(float_of(a) + F32(0.5))) - U32(0x3F000000))
+    finite = min(small if a < U32(113 << 23) else normal, U32(0x7BFF))
+    return U16(U16(U32(u >> U32(16)) & U32(0x8000)) | U16(U32(0x7E00) if a > INF else finite))
+
+
+@jit
+def plus(x, e):
+    """A value and what was lost of earlier ones; NaN is one, whichever of the two it comes from."""
+    total = F32(x + e)
+    return float_of(NAN) if np.isnan(total) else total
+
+
+@jit
+def minus(x, y):
+    """What is lost of x where y is seen: nothing of NaN and Inf."""
+    lost = F32(x - y)
+    return lost if U32(bits_of(x) & ABS) < INF else F32(0)
+
+
+@jit
+def copy(to, values):
+    """All values, to the beginning of `to`."""
+    for i in range(len(values)):
+        to[i] = values[i]
+
+
+@jit
+def small_nearest(y, mbits, bias):
+    """The nearest small float of so many bits of mantissa; y, its bits, is at most the largest one (encoder, 7.4)."""
+    shift = U32(23 - mbits)
+    normal = U32(y + U32((1 << (22 - mbits)) - 1) + (U32(y >> shift) & U32(1)))
+    normal = U32(U32(normal >> shift) - U32((127 - bias) << mbits))
+    # below the normal range: a sum with a power of two whose last bit is worth a step
+    step = U32((127 + 23 + 1 - bias - mbits) << 23)
+    small = U32(bits_of(F32(float_of(y) + float_of(step))) - step)
+    return small if y < U32((128 - bias) << 23) else normal
+
+
+@jit
+def small_stochastic(y, mbits, bias, h):
+    """One of its neighbours, by 16 random bits."""
+    shift, lost = U32(23 - mbits), U32(7 - mbits)
+    normal = U32(U32(y + U32(U32(h) << lost) + U32((1 << (7 - mbits)) >> 1)) >> shift)
+    normal = U32(normal - U32((127 - bias) << mbits))
+    is_small = y < U32((128 - bias) << 23)
+    steps = F32(float_of(y) * float_of(U32((127 + 17 + bias + mbits - 1) << 23)))
+    small = U32(U32(U32(I32(steps if is_small else F32(0))) + U32(U32(h) << U32(1)) + U32(1)) >> U32(17))
+    return small if is_small else normal
+
+
+@jit
+def small_value(code, mbits, bias):
+    """What a code without sign is worth."""
+    # read as if all were normal a subnormal number is too large: twice that less the smallest normal one is right
+    normal = float_of(U32(U32(U32(code) << U32(23 - mbits)) + U32((127 - bias) << 23)))
+    small = F32(F32(normal + normal) - float_of(U32((128 - bias) << 23)))
+    return small if small < normal else normal
+
+
+@jit
+def place(x, h):
+    """A place in 0..255 to one of its neighbours, by 16 random bits, exactly."""
+    x = x if x > F32(0) else F32(0)
+    x = x if x < F32(255) else F32(255)
+    return I32(I32(I32(F32(x * F32(131072))) + I32(I32(h) * I32(2)) + I32(1)) >> I32(17))
+
+
+@jit
+def over_of(scale, n):
+    """The two factors that make n x / scale of x; the first keeps the second finite."""
+    up = F32(2.0**64) if scale < F32(2.0**-60) else F32(1)
+    return up, F32(F32(n) / F32(scale * up))
+
+
+@jit
+def over(x, up, by):
+    """Both factors of a value."""
+    return F32(F32(x * up) * by)
