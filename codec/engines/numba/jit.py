@@ -56,9 +56,15 @@ def _compiled(function: Any, **options: Any) -> Any:
     return numba.njit(**options)(function)
 
 
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise TypeError("only kernels can call this function; its .py_func is the one that Python can")
+
+
 def jit(function: Any) -> Any:
-    """What kernels call. Python cannot: leaving that out halves the time to compile."""
-    return _compiled(function, no_cpython_wrapper=True, pipeline_class=_PartCompiler)
+    """What kernels call. Python cannot, which more than halves the time to compile."""
+    part = _compiled(function, no_cpython_wrapper=True, pipeline_class=_PartCompiler)
+    part._compile_for_args, part._insert = _refuse, lambda *_, **__: None
+    return part
 
 
 def kernel(function: Any) -> Any:

@@ -1,8 +1,12 @@
 # pyright: basic
 """Codes of a few bits each to bytes and back (docs/format.md, section 8.4)."""
 
+import numpy as np
+
 from codec.engines.numba.jit import jit
 from codec.engines.numba.words import U8, U16, U32, U64, copy
+
+TRITS = (np.arange(256)[:, None] // 3 ** np.arange(4, -1, -1) % 3).astype(U8).reshape(-1)  # five of each byte
 
 
 @jit
@@ -48,10 +52,19 @@ def pack(code, n, bits, out):
         for i in range(whole):
             out[i] = U8(eights[i] * U64(0x0102040810204080) >> U64(56))
     else:
+        words = out[: whole * bits // 8 * 8].view(U64)
+        word, have, at = U64(0), U64(0), 0
         for i in range(whole):
             x = _squeeze(eights[i], bits)
-            for k in range(bits):
-                out[bits * i + k] = U8(x >> U64(8 * k))
+            word |= x << have
+            have += U64(8 * bits)
+            if have >= U64(64):
+                words[at] = word
+                at += 1
+                have -= U64(64)
+                word = x >> (U64(8 * bits) - have) if have else U64(0)
+        for k in range(np.int64(have) // 8):
+            out[8 * at + k] = U8(word >> U64(8 * k))
     if n % 8:
         x = _squeeze(eights[whole], bits)
         for k in range(((n % 8) * bits + 7) // 8):
@@ -76,9 +89,19 @@ def unpack(data, n, bits, code):
             eights[i] = _stretch(U64(from2[i]), 2)
     elif bits == 1:
         for i in range(whole):
-            eights[i] = _stretch(U64(data[i]), 1)
+            x = (U64(data[i]) * U64(0x0101010101010101)) & U64(0x8040201008040201)
+            eights[i] = (x + U64(0x7F7F7F7F7F7F7F7F)) >> U64(7) & U64(0x0101010101010101)
     else:
-        for i in range(whole):
+        words = data[: whole * bits // 8 * 8].view(U64)
+        last, mask = len(words) - 1, (U64(1) << U64(8 * bits)) - U64(1)
+        near = 8 * (last + 1) // bits if last >= 0 else 0  # of which all bits lie in words
+        for i in range(near):
+            at = bits * i
+            k, shift = at // 8, U64(8 * (at % 8))
+            x = words[k] >> shift
+            x |= words[min(k + 1, last)] << U64(1) << (U64(63) - shift)
+            eights[i] = _stretch(x & mask, bits)
+        for i in range(near, whole):
             x = U64(0)
             for k in range(bits):
                 x |= U64(data[bits * i + k]) << U64(8 * k)
@@ -104,8 +127,6 @@ def pack_trits(code, n, out):
 def unpack_trits(data, n, code):
     """The inverse."""
     for i in range((n + 4) // 5):
-        b = U32(data[i])
-        for k in range(4, -1, -1):
-            third = U32(U32(b * U32(171)) >> U32(9))
-            code[5 * i + k] = U8(b - U32(U32(3) * third))
-            b = third
+        five = 5 * np.int64(data[i])
+        for k in range(5):
+            code[5 * i + k] = TRITS[five + k]

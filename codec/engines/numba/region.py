@@ -120,7 +120,8 @@ def spread_from(e, least, kept, p):
     n = 0
     for i in range(len(p)):
         keeps = e[i] >= least
-        p[i] = kept[n] if keeps else U8(0)
+        x = kept[n]  # in any case, for nothing can be predicted here: it has one more
+        p[i] = x if keeps else U8(0)
         n += keeps
     return n
 

@@ -254,8 +254,10 @@ def _fold(lanes):
 @jit
 def _piece(job, work, data, error, first, n, total):
     """Sums of at most 4,096 values to total[0..1]; how many are negative, and the bits of the largest magnitude."""
-    x = work.x[:n]
-    load(job.dtype, data, error, first, x)
+    direct = job.dtype == FLOAT32 and not len(error)
+    x = data[4 * first : 4 * (first + n)].view(F32) if direct else work.x[:n]
+    if not direct:
+        load(job.dtype, data, error, first, x)
     if (job.codec == SIGN and job.variant == L2) or job.clip > F32(0):
         work.sums64[:, :] = 0.0
         _add_squares(x, work.sums64)
@@ -502,13 +504,15 @@ def _settle_ties(keys, first, x, scale, code):
 @jit
 def _encode_run(job, work, data, error, part, first, i, n, m, region, code):
     """Codes of values [i, i + n) of a block, a byte each; scales of rows that begin there."""
-    x, half, row = work.x[:n], work.half, I64(part.row)
+    half, row, direct = work.half, I64(part.row), job.dtype == FLOAT32 and not len(error)
+    x = data[4 * (first + i) : 4 * (first + i + n)].view(F32) if direct else work.x[:n]
     random = job.codec == TERNARY or job.options & STOCHASTIC != 0
     if random:
         half = half[draw(work.keys, first + i, n, half) :]
     else:
         half[:n] = U16(0x8000)
-    load(job.dtype, data, error, first + i, x)
+    if not direct:
+        load(job.dtype, data, error, first + i, x)
     if row:
         status = _find_scales(job, work, data, error, part, first, i, n, m, x, region)
         if status:
@@ -557,8 +561,10 @@ def _encode_codes(job, work, data, error, part, first, m, region, codes):
                 return status
         for i in range(0, m, RUN):
             n = min(RUN, m - i)
-            x = work.x[:n]
-            load(job.dtype, data, error, first + i, x)
+            direct = job.dtype == FLOAT32 and not len(error)
+            x = data[4 * (first + i) : 4 * (first + i + n)].view(F32) if direct else work.x[:n]
+            if not direct:
+                load(job.dtype, data, error, first + i, x)
             u = x.view(U32)
             for k in range(n):
                 work.code[k] = U8(u[k] <= ABS)
@@ -678,15 +684,19 @@ def _largest_code(job):
 
 
 @jit
-def _open_codes(job, work, codes, codes_at, t, end, fault):
-    """Codes [t, end) of a block, a byte each, to work.code: none is larger than there are, what is left over is 0."""
+def _open_codes(job, work, codes, codes_at, t, end, checking, fault):
+    """Codes [t, end) of a block, a byte each, to work.code: none is larger than there are, what is left over is 0.
+
+    `checking`: those of which no more is to be known may be left out.
+    """
     bits, n = code_bits(job), end - t
     if bits == 0:
         nbytes = (n + 4) // 5
         some = codes[t // 5 : t // 5 + nbytes]
         if largest(some) > 242:
             return bad(fault, BAD_REGION, codes_at + t // 5, 243, 242)
-        unpack_trits(some, n, work.code)
+        from_ = nbytes - 1 if checking else 0
+        unpack_trits(some[from_:], n - 5 * from_, work.code[5 * from_ :])
         for i in range(n, 5 * nbytes):
             if work.code[i]:
                 return bad(fault, BAD_REGION, codes_at + t // 5 + nbytes - 1, work.code[i], 0)
@@ -695,9 +705,11 @@ def _open_codes(job, work, codes, codes_at, t, end, fault):
     at = (t * bits + nbits) // 8
     if nbits % 8 and codes[at] >> U8(nbits % 8):
         return bad(fault, BAD_REGION, codes_at + at, codes[at] >> U8(nbits % 8), 0)
-    unpack(codes[t * bits // 8 :], n, bits, work.code)
     most = _largest_code(job)
-    if job.codec != SIGN and most < (1 << bits) - 1:
+    all_are = job.codec == SIGN or most >= (1 << bits) - 1
+    if not (checking and all_are):
+        unpack(codes[t * bits // 8 :], n, bits, work.code)
+    if not all_are:
         found = largest(work.code[:n])
         if found > most:
             return bad(fault, BAD_REGION, codes_at, found, most)
@@ -748,9 +760,9 @@ def _other_values(job, code, scale, y):
 
 
 @jit
-def _values(job, work, part, unscaled, i, n, code):
-    """Values of a run to work.y."""
-    row, y = I64(part.row), work.y[:n]
+def _values(job, work, part, unscaled, code, y):
+    """Values of a run."""
+    row, n = I64(part.row), len(y)
     scale, other = work.scale[:n], work.other[:n]
     if row == 0:
         work.row_scale[0] = F32(1) if unscaled else part.scale
@@ -781,14 +793,14 @@ def _leave(job, work, data, error, residual, part, first, m, region, codes):
     tile, nbytes = (m if row and row <= ROW_BLOCK else TILE), scale_nbytes(job)
     for t in range(0, m, tile):
         end = min(t + tile, m)
-        _open_codes(job, work, codes, 0, t, end, work.fault)
+        _open_codes(job, work, codes, 0, t, end, False, work.fault)
         i = t
         while i < end:
             n = run_length(row, i, end)
             if row and (row <= RUN or i % row == 0):
                 _read_scales(job, region, i // row * nbytes, part, n if row <= RUN else 1, work, work.fault)
-            _values(job, work, part, False, i, n, work.code[i - t : i - t + n])
             y, x = work.y[:n], work.x[:n]
+            _values(job, work, part, False, work.code[i - t : i - t + n], y)
             if job.dtype != FLOAT32:
                 _round_to(job, y, work.region)
             load(job.dtype, data, error, first + i, x)
@@ -852,18 +864,21 @@ def _decode_block(job, work, frame, part, first, m, sink, fault):
     rounds = job.dtype != FLOAT32 and sink.into != STORE and not sink.unscaled
     for t in range(0, m, tile):
         end = min(t + tile, m)
-        status = _open_codes(job, work, codes, codes_at, t, end, fault)
+        status = _open_codes(job, work, codes, codes_at, t, end, sink.into == NOWHERE, fault)
         i = t
         while i < end and not status:
             n = run_length(row, i, end)
             if row and (row <= RUN or i % row == 0):
                 status = _read_scales(job, frame, at + i // row * nbytes, part, n if row <= RUN else 1, work, fault)
             if not status and sink.into != NOWHERE:
-                _values(job, work, part, sink.unscaled, i, n, work.code[i - t : i - t + n])
-                y = work.y[:n]
+                at_once = sink.into == STORE and job.dtype == FLOAT32
+                y = sink.data[4 * (first + i) : 4 * (first + i + n)].view(F32) if at_once else work.y[:n]
+                _values(job, work, part, sink.unscaled, work.code[i - t : i - t + n], y)
                 if rounds:
                     _round_to(job, y, work.region)
-                if sink.into == STORE:
+                if at_once:
+                    pass
+                elif sink.into == STORE:
                     from_floats(job.dtype, y, sink.data, first + i)
                 else:
                     put(sink, part.scale, y, first + i)

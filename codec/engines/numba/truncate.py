@@ -470,15 +470,16 @@ def _get_symbols(frame, job, work, mode, m, c, fault):
 
 
 @jit
-def _get_codes(frame, n, bits, code, c, fault):
-    """Codes of so many bits, the rest of the last byte 0."""
+def _get_codes(frame, n, bits, checking, code, c, fault):
+    """Codes of so many bits, the rest of the last byte 0; or only their checks."""
     nbytes = (n * bits + 7) // 8
     if c[1] - c[0] < nbytes:
         return bad(fault, BAD_REGION, c[0], c[1] - c[0], nbytes)
     at = c[0] + nbytes - 1
     if n * bits % 8 and frame[at] >> U8(n * bits % 8):
         return bad(fault, BAD_REGION, at, frame[at], 0)
-    unpack(frame[c[0] :], n, bits, code)
+    if not checking:
+        unpack(frame[c[0] : c[0] + nbytes], n, bits, code)
     c[0] += nbytes
     return OK
 
@@ -495,7 +496,7 @@ def _get_levels(frame, job, work, found, ea, none, m, c, fault):
     if job.variant == FIXED:
         return _drops(job, kind, e, ea, none, drop)
     if job.variant == PLANE:
-        status = _get_codes(frame, count_from(e, 1), 2, work.kept, c, fault)
+        status = _get_codes(frame, count_from(e, 1), 2, False, work.kept, c, fault)
         if status:
             return status
         spread_from(e, 1, work.kept, work.level[:m])
@@ -507,8 +508,8 @@ def _get_levels(frame, job, work, found, ea, none, m, c, fault):
 
 
 @jit
-def _get_pieces(frame, job, work, head, m, c, fault):
-    """Fields to work.pattern."""
+def _get_pieces(frame, job, work, head, m, checking, c, fault):
+    """Fields to work.pattern; or only their checks."""
     kind, f, width = work.kind, work.pattern[:m], work.width[:m]
     total = kind.mbits + 1
     tail = head >> 8 if job.options & BITS else 0
@@ -523,7 +524,8 @@ def _get_pieces(frame, job, work, head, m, c, fault):
         c[0] += nbytes
         if nbits % 8 and frame[c[0] - 1] >> U8(nbits % 8):
             return bad(fault, BAD_REGION, c[0] - 1, frame[c[0] - 1], 0)
-        _unpack_widths(frame[c[0] - nbytes : c[0]], width, total, f)
+        if not checking:
+            _unpack_widths(frame[c[0] - nbytes : c[0]], width, total, f)
         return OK
     f[:] = U32(0)
     least = 0
@@ -532,9 +534,11 @@ def _get_pieces(frame, job, work, head, m, c, fault):
         least += bits
         if head >> 8 + p & 1:
             continue
-        status = _get_codes(frame, count_from(width, least), bits, work.kept, c, fault)
+        status = _get_codes(frame, count_from(width, least), bits, checking, work.kept, c, fault)
         if status:
             return status
+        if checking:
+            continue
         piece, below = work.piece[:m], U32(total - least)
         spread_from(width, least, work.kept, piece)
         for i in range(m):
@@ -543,7 +547,7 @@ def _get_pieces(frame, job, work, head, m, c, fault):
 
 
 @jit
-def _get_block(frame, job, work, ea, none, first, m, fault):
+def _get_block(frame, job, work, ea, none, first, m, checking, fault):
     """A region to bits of values, in work.pattern."""
     c, kind = work.c, work.kind
     at = c[0]
@@ -565,7 +569,7 @@ def _get_block(frame, job, work, ea, none, first, m, fault):
         _raise_exponents(work.e[:m], work.offset[:m], 10 if job.dtype == FLOAT16 else 7, kind.last)
     status = _get_levels(frame, job, work, found, ea, none, m, c, fault)
     if not status:
-        status = _get_pieces(frame, job, work, head, m, c, fault)
+        status = _get_pieces(frame, job, work, head, m, checking, c, fault)
     return status if status else end_region(frame, c, fault)
 
 
@@ -580,7 +584,7 @@ def decode_blocks(job, work, frame, checks, exponents, from_, first, count, sink
         status = open_block(frame, job, b, checks, work.c, seal, fault)
         if not status:
             ea = exponents[start - from_ :][:m]
-            status = _get_block(frame, job, work, ea, work.kept[:0], start, m, fault)
+            status = _get_block(frame, job, work, ea, work.kept[:0], start, m, sink.into == NOWHERE, fault)
         if status:
             break
         if sink.into == NOWHERE:
