@@ -5,7 +5,7 @@ import numpy as np
 
 from codec.engines.numba.floats import load_native
 from codec.engines.numba.jit import jit
-from codec.engines.numba.words import I16, U8, U16
+from codec.engines.numba.words import I64, U8, U16
 
 ROWS, COLUMNS = 1, 2  # bits of a part's kind
 FOUND = 1024  # offsets of so many rows are found when the job is opened
@@ -69,10 +69,11 @@ def fill_offsets(job, first, offset):
             start = base * grain % circle
             if part.kind & COLUMNS:
                 some = job.offsets[columns + column : columns + column + m]
-                begin, step, around = I16(start - circle if start > circle // 2 else start), I16(grain), I16(circle)
+                begin, around = U16(start - circle if start > circle // 2 else start), U16(circle)
+                shift = U16(7 if grain == 128 else 4 if grain == 16 else 1)
                 for k in range(m):
-                    t = I16(begin + I16(step * I16(some[k])))
-                    here[k] = U16(I16(t + (around if t < I16(0) else I16(0))))
+                    t = U16(begin + U16(U16(some[k]) << shift))
+                    here[k] = U16(t + (around & U16(-I64(t >> U16(15)))))  # no choice: of those LLVM makes wide vectors
             else:
                 here[:] = U16(start)
             at += m

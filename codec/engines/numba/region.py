@@ -228,6 +228,7 @@ def _unpack(data, at, fields, widths):
         fields[lane] = word >> U64(have) & ((U64(1) << U64(width)) - U64(1))
 
 
+ONES = U64(0x0101010101010101)
 FIVE = np.full(LANES, 5, U64)
 
 
@@ -326,9 +327,14 @@ def get_coded(frame, job, p, k, room, symbol, c, fault):
 @jit
 def get_literals(frame, escape, escaped, k, symbol, wide, c, fault):
     """Literals to the places of escapes: to `symbol`, or two bytes each to `wide`, if that is not empty."""
+    eights = symbol[: (k + ROW - 1) // ROW * ROW].view(U64)
+    all_of_them = U64(escape) * ONES
     for r in range((k + ROW - 1) // ROW):
-        if escaped[r]:
-            for i in range(ROW * r, min(k, ROW * r + ROW)):
+        for e in range(ROW // 8 * r, ROW // 8 * (r + 1) if escaped[r] else 0):
+            other = eights[e] ^ all_of_them
+            if not (other - ONES) & ~other & (ONES << U64(7)):  # no byte of it is 0
+                continue
+            for i in range(8 * e, min(k, 8 * e + 8)):
                 if symbol[i] != escape:
                     continue
                 if len(wide):
