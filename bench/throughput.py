@@ -14,6 +14,8 @@ writes `size` of it (and back), so no coder can go faster than 2 / (1 + size) co
 bytes that must be read and written (a tensor twice if one scale serves all of it) at the copy's rate. Truncate is given
 as a fraction of the copy, for it also reads the optimizer's state. `reduce 4` adds up four frames: GB/s of their
 tensors together.
+
+``--engine numba`` prints that engine's rate and the fraction that it is of the native engine's by AVX2, codec by codec.
 """
 
 import argparse
@@ -187,6 +189,53 @@ def side_by_side(x: np.ndarray[Any, Any], dtype: str, out: np.ndarray[Any, Any],
     return in_turn / at_once
 
 
+def beside_native(engine: str, nbytes: int) -> list[dict[str, Any]]:
+    """Lossless dtypes, and the family on float32: GB/s of an engine and of the native one by AVX2, one thread."""
+    cases: dict[str, tuple[str, codec.Spec]] = {
+        **{f"Lossless {made}": (made, codec.Lossless()) for made in ("float32", "float32:bfloat16", "bfloat16")},
+        **{name: ("float32", spec) for name, spec in {**FAMILY, **TRUNCATE}.items()},
+    }
+    rng = np.random.default_rng(1)
+    rows: list[dict[str, Any]] = []
+    for name, (made, spec) in cases.items():
+        print(f"\r{name:30}", end="", file=sys.stderr, flush=True)
+        dtype = made.partition(":")[0]
+        x = tensor(made, nbytes // codec.core.ITEMSIZE[dtype])
+        how: dict[str, Any] = {"threads": 1}
+        if name in TRUNCATE:
+            state = {k: rng.standard_normal(x.shape, np.float32) * np.float32(0.02) for k in ("theta", "m", "v")}
+            state["v"] *= state["v"]
+            how |= {"metric": metrics.AdamW(1e-5, step=999), "state": state}
+        out, back = np.empty(codec.bound(x.shape, dtype, spec) * 2 + (1 << 20), np.uint8), np.empty_like(x)
+        row: dict[str, Any] = {"codec": name}
+        seconds: dict[tuple[str, str], float] = {}
+        for _ in range(4):  # in turn, so that what else the machine does meets both
+            for who in (engine, "native"):
+                with codec.use_isa("avx2" if who == "native" else None):
+                    enc, frame = best(lambda: codec.encode(x, spec, dtype=dtype, out=out, engine=who, **how), 0.1)
+                    dec, _ = best(lambda: codec.decode(frame, out=back, engine=who, **how), 0.1)
+                    once, _ = best(lambda: codec.decode(frame, out=back, engine=who, check_first=False, **how), 0.1)
+                for what, t in (("encode", enc), ("decode", dec), ("once", once)):
+                    seconds[what, who] = min(t, seconds.get((what, who), t))
+        for (what, who), t in seconds.items():
+            row[f"{what}_{who}_gbps"] = x.nbytes / t / 1e9
+        for what in ("encode", "decode", "once"):
+            row[what] = seconds[what, "native"] / seconds[what, engine]
+        rows.append(row)
+    print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
+    return rows
+
+
+def print_beside(engine: str, rows: list[dict[str, Any]]) -> None:
+    print(f"{'one thread, GB/s':30}" + "".join(f"{w + ': ' + engine:>18}{'native avx2':>14}" for w in WAYS))
+    for r in rows:
+        columns = (f"{r[f'{w}_{engine}_gbps']:11.2f} {100 * r[w]:4.0f}% {r[f'{w}_native_gbps']:13.2f} " for w in WAYS)
+        print(f"{r['codec']:31}" + "  ".join(columns))
+
+
+WAYS = ("encode", "decode", "once")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -202,8 +251,13 @@ def main() -> None:
     parser.add_argument("--cols", type=int, default=1024, help="columns of the matrices (1,024)")
     parser.add_argument("--lossy-dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--only", choices=("lossless", "lossy"))
+    parser.add_argument("--engine", default="native", choices=("native", "numba"), help="numba: beside AVX2")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.engine != "native":
+        beside = beside_native(args.engine, min(max(args.sizes), 1 << 24))
+        print(json.dumps(beside, indent=1)) if args.json else print_beside(args.engine, beside)
+        return
     rows: list[dict[str, Any]] = []
     for made in args.dtypes if args.only != "lossy" else []:
         dtype = made.partition(":")[0]

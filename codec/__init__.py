@@ -32,6 +32,7 @@ from codec.predicting import Link
 from codec.segmenting import segments
 from codec.specs import Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
 from codec.stateful import CodebookRefresher, ErrorFeedback
+from codec.warming import warmup
 
 __version__ = "0.1.0"
 
@@ -75,4 +76,5 @@ __all__ = [
     "segments",
     "use_isa",
     "verify",
+    "warmup",
 ]

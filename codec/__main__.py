@@ -1,6 +1,7 @@
 """The command line.
 
 ``python -m codec advise FILE.npz --link 100mbit``: which codec pays for the gradients in a file.
+``python -m codec warmup``: compile the Numba engine's kernels, in an image for example.
 ``python -m codec --cflags --libs``: how to build C against the library in this package.
 """
 
@@ -19,6 +20,7 @@ from codec.advising import advise
 from codec.errors import CodecError, SpecError
 from codec.predicting import Algorithm
 from codec.view import Array
+from codec.warming import warmup
 
 
 def arrays_of(path: str, names: list[str]) -> dict[str, Array]:
@@ -62,6 +64,11 @@ def run_advise(args: argparse.Namespace) -> None:
     print(advice.to_json() if args.json else advice)
 
 
+def run_warmup(args: argparse.Namespace) -> None:
+    """Compile the kernels that dtypes need."""
+    warmup(dtypes=args.dtypes)
+
+
 def run_told(args: argparse.Namespace) -> None:
     """Print what build tools ask, a line each, in the order asked."""
     package = Path(_cffi.__file__).parent  # this file may lie elsewhere
@@ -90,6 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.set_defaults(run=run_told)
     commands = parser.add_subparsers(metavar="command")
     told = "Measure gradients and say which codec makes an all-reduce of them fastest on a link."
+    compiled = "Compile all kernels of the Numba engine ahead, and keep them for all processes to come."
     p = commands.add_parser("advise", help="which codec pays on a link", description=told)
     p.add_argument("file", help=".npz file with the gradients of a step")
     p.add_argument("arrays", nargs="*", help="its arrays that are meant; left out: all of float32 and float16")
@@ -102,6 +110,9 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--dtype", help="take arrays as this dtype: bfloat16 for uint16")
     p.add_argument("--json", action="store_true", help="print JSON")
     p.set_defaults(run=run_advise)
+    p = commands.add_parser("warmup", help="compile the Numba engine's kernels", description=compiled)
+    p.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="default: %(default)s")
+    p.set_defaults(run=run_warmup)
     args = parser.parse_args(argv)
     if (args.run is run_told) != bool(args.told):
         parser.error("a command is needed, or flags are: see --help")

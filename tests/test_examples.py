@@ -24,6 +24,7 @@ SHOWN = [
     "advise",
     "engines",
     "use_isa",
+    "warmup",
 ]
 
 

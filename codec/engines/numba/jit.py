@@ -3,6 +3,8 @@
 
 import hashlib
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +72,23 @@ def jit(function: Any) -> Any:
 def kernel(function: Any) -> Any:
     """Compiled when it is first called, kept on disk, run without the interpreter's lock."""
     dispatcher = _compiled(function)
-    dispatcher._cache = _Cache(function)
+    if _keeping:
+        dispatcher._cache = _Cache(function)
     return dispatcher
+
+
+_keeping = True
+
+
+@contextmanager
+def without_cache() -> Generator[None]:
+    """Kernels that are defined meanwhile are not kept on disk, nor looked for there."""
+    global _keeping
+    _keeping = False
+    try:
+        yield
+    finally:
+        _keeping = True
 
 
 _save: Any = ExternalFunction("fegetenv", numba.int32(numba.intp))

@@ -31,7 +31,7 @@ def encode_lanes(pair, symbol, rows, words, bits, have, escaped):
 
     `bits` and `have` become the lanes' reservoirs; escaped[r] says whether row r has escapes.
     """
-    end = len(words)
+    end = U64(len(words))
     for lane in range(LANES):
         bits[lane] = U64(0)
         have[lane] = U64(32)
@@ -47,14 +47,14 @@ def encode_lanes(pair, symbol, rows, words, bits, have, escaped):
             x, k = bits[lane], have[lane]
             # whether a word is due cannot be predicted: it is stored in any case, and stays if it is
             due = (k + n) >> U64(6)
-            words[end - 1] = U32(x)
-            end -= np.int64(due)
+            words[end - U64(1)] = U32(x)
+            end -= due
             x >>= due << U64(5)
             k -= due << U64(5)
             bits[lane] = quad << k | x
             have[lane] = k + n
         escaped[r] = U8((some & ESCAPED) != 0)
-    return end
+    return np.int64(end)
 
 
 @kernel

@@ -61,8 +61,9 @@ def _split2(x, offset, is_float, p0, p1):
 def _split4(x, offset, is_float, p0, p1, p2, p3):
     n = len(x)
     if is_float:
+        halves = x.view(U16)  # no word of the loop is wider
         for i in range(n):
-            y = turn(U16(x[i] >> U32(16)), offset[i], SHIFT)
+            y = turn(halves[2 * i + 1], offset[i], SHIFT)
             p0[i], p1[i] = U8(y >> U16(8)), U8(y)
     else:
         for i in range(n):

@@ -128,7 +128,7 @@ def work_of(job):
         np.empty(3, U64),
         np.empty(64, U8),
     )
-    fill_keys(job.seed, U64(job.stream), work.keys)
+    fill_keys(job.seed, job.stream, work.keys)
     return work
 
 

@@ -57,8 +57,8 @@ class Job(NamedTuple):
     planes: int
     plane_stride: int
     regions: int
-    seed: int
-    stream: int
+    seed: Any  # uint32
+    stream: Any  # uint64, always: a kernel is compiled for one type
     scale: Any  # float32
     clip: Any
     size: int  # bytes of a value
@@ -104,8 +104,8 @@ def view_job(job: Any) -> Job:
         v.planes_offset,
         v.plane_stride,
         v.regions_offset,
-        v.seed,
-        v.stream,
+        np.uint32(v.seed),
+        np.uint64(v.stream),
         np.float32(v.scale),
         np.float32(v.clip),
         ITEMSIZE[name],
