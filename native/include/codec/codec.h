@@ -50,7 +50,7 @@ extern "C" {
 #endif
 #endif
 
-#define CODEC_ABI_VERSION 1    /**< of this header: what programs built against it rely on */
+#define CODEC_ABI_VERSION 2    /**< of this header: what programs built against it rely on */
 #define CODEC_FORMAT_VERSION 1 /**< of the frames that this library writes */
 #define CODEC_MAX_RANK 8       /**< dimensions of a tensor, at most */
 
