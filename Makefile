@@ -18,12 +18,14 @@ demo: $(VENV)/demo
 # its children ignore SIGINT, which some of the tests send.
 FOREGROUND := $(foreach t,all_reduce backend ddp fsdp gloo hook_state interrupts links peer_failures shared_scale sound,tests/test_$(t).py)
 
-test: lint ctest abi gloo sanitize emulated foreign $(VENV)/test
+test: $(VENV)/test $(VENV)/debian $(VENV)/gloo $(VENV)/clang $(VENV)/foreign
 	@mkdir -p build
-	$(VENV)/bin/pytest $(FOREGROUND:%=--ignore=%) >build/tests.log 2>&1 & others=$$!; \
-	trap "kill $$others" INT TERM; \
-	$(VENV)/bin/pytest $(FOREGROUND); ranks=$$?; wait $$others; others=$$?; cat build/tests.log; \
-	[ $$ranks = 0 ] && [ $$others = 0 ]
+	$(MAKE) sanitize emulated foreign >build/others.log 2>&1 & others=$$!; $(BESIDE); \
+	$(MAKE) lint ctest abi gloo; $(BOTH)
+	$(VENV)/bin/pytest $(FOREGROUND:%=--ignore=%) >build/others.log 2>&1 & others=$$!; $(BESIDE); \
+	$(VENV)/bin/pytest $(FOREGROUND); $(BOTH)
+BESIDE = trap "kill $$others" INT TERM
+BOTH = mine=$$?; wait $$others; others=$$?; cat build/others.log; [ $$mine = 0 ] && [ $$others = 0 ]
 
 # the package is built and installed for the tests; `pip install -e .` does for work on the Python files
 $(VENV)/bin/pip:

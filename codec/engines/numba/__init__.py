@@ -11,6 +11,7 @@ from typing import Any
 
 from codec.engines import native
 from codec.engines.request import DecodeRequest, EncodeRequest
+from codec.errors import EngineError
 
 __all__ = ["accumulate", "decode", "decode_many", "encode", "encode_many", "reduce", "why_not"]
 
@@ -24,7 +25,10 @@ def why_not() -> str | None:
 
 def _calls() -> Any:
     """Imported when it is used: Numba takes half a second."""
-    return importlib.import_module("codec.engines.numba.calls")
+    try:
+        return importlib.import_module("codec.engines.numba.calls")
+    except ImportError as e:  # which does not go with this numpy, say
+        raise EngineError(f"the numba engine cannot be used here: {e}") from e
 
 
 def encode(r: EncodeRequest) -> bytes | memoryview:
