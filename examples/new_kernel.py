@@ -23,8 +23,7 @@ def narrow_codes(odd, levels, x, up, by, half, code):
 def measure(x: np.ndarray, spec: codec.Spec) -> tuple[float, float]:
     """The error of one frame, and of the mean of 64 of them, in shares of the values' own size."""
     frames = [codec.encode(x, spec, stream=i, engine="numba") for i in range(64)]
-    one = codec.decode(frames[0])  # by the native engine: it need not know
-    mean = codec.reduce(frames, "mean", engine="numba")
+    one, mean = codec.decode(frames[0]), codec.reduce(frames, "mean")  # by the native engine, which need not know
     size = np.sqrt(np.mean(x**2))
     return float(np.sqrt(np.mean((one - x) ** 2)) / size), float(np.sqrt(np.mean((mean - x) ** 2)) / size)
 

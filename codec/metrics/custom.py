@@ -22,7 +22,8 @@ class Custom:
     Parameters
     ----------
     function : callable
-        Of some of ``theta``, ``m`` and ``v``, by name; float32 each. Compiled by ``numba.njit`` unless it is already.
+        Of some of ``theta``, ``m`` and ``v``, by name; float32 each. Compiled by ``numba.njit`` unless it is already; a
+        division by 0 is Inf or NaN then.
         Sender and receiver need results that are equal to the bit for shared levels.
 
     Raises
@@ -38,7 +39,7 @@ class Custom:
             numba: Any = importlib.import_module("numba")
         except ImportError:
             raise EngineError("a metric of your own needs numba") from None
-        compiled: Any = function if hasattr(function, "py_func") else numba.njit(function)
+        compiled: Any = function if hasattr(function, "py_func") else numba.njit(error_model="numpy")(function)
         self.names = tuple(inspect.signature(compiled.py_func).parameters)
         if not self.names or set(self.names) - {"theta", "m", "v"}:
             raise SpecError(f"a metric is a function of theta, m and v, not of {', '.join(self.names)}")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from codec.engines.numba.floats import NOWHERE, STORE, put, to_floats
-from codec.engines.numba.jit import jit, kernel
+from codec.engines.numba.jit import enter_floats, jit, kernel, leave_floats
 from codec.engines.numba.lanes import ROW
 from codec.engines.numba.model import fill_offsets, find_rows
 from codec.engines.numba.region import (
@@ -306,6 +306,7 @@ class Work(NamedTuple):
     native: Any
     mode: Any
     c: Any
+    floats: Any  # the thread's way with floats
 
 
 def work_of(job):
@@ -321,6 +322,7 @@ def work_of(job):
         np.empty(8 * ROW, U8),
         np.empty(8, I64),
         np.empty(2, I64),
+        np.empty(64, U8),
     )
 
 
@@ -484,6 +486,8 @@ def _get_block(frame, job, work, first, m, fault):
 @kernel
 def decode_blocks(job, work, frame, checks, first, count, sink, seal, fault):
     """Blocks [first, first + count) to their values; or, if there is no sink, only their checks."""
+    enter_floats(work.floats)
+    status = OK
     for b in range(first, first + count):
         start = b * job.block
         m = min(job.block, job.n - start)
@@ -491,7 +495,7 @@ def decode_blocks(job, work, frame, checks, first, count, sink, seal, fault):
         if not status:
             status = _get_block(frame, job, work, start, m, fault)
         if status:
-            return status
+            break
         if sink.into == NOWHERE:
             continue
         if job.octave:
@@ -504,4 +508,5 @@ def decode_blocks(job, work, frame, checks, first, count, sink, seal, fault):
                 x = work.x[: min(len(work.x), m - i)]
                 to_floats(job.dtype, data, i, x)
                 put(sink, F32(0), x, start + i)
-    return OK
+    leave_floats(work.floats)
+    return status

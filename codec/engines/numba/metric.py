@@ -52,6 +52,11 @@ def _by_formula(
     leave_floats(saved)
 
 
+@kernel
+def _restore(saved: Any) -> None:
+    leave_floats(saved)
+
+
 _kernels: "WeakKeyDictionary[Custom, Any]" = WeakKeyDictionary()
 
 
@@ -95,7 +100,11 @@ def fill_exponents(context: Any, n: int, first: int, ea: Array) -> None:
             custom = custom_at(int(ffi.cast("uintptr_t", t.user)))
             pointers = ffi.cast("float **", t.data)
             arrays = tuple(memory_of(pointers[i], 4 * n).view(np.float32) for i in range(len(custom.names)))
-            _kernel_of(custom)(arrays, first + at, saved, ea[at:end])
+            try:
+                _kernel_of(custom)(arrays, first + at, saved, ea[at:end])
+            except BaseException:
+                _restore(saved)
+                raise
         else:
             terms = np.array([t.theta_term, t.theta_v_term, t.v_term, t.eps, t.m_term], np.float32)
             state = [t.theta, t.v, t.m]
