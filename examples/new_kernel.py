@@ -12,7 +12,7 @@ from codec.engines.numba.words import F32, I64, U8, U16, over, place
 
 
 def narrow_codes(odd, levels, x, up, by, half, code):
-    """rows._level_codes for even levels, but draws are from [1/4, 3/4) of a step instead of [0, 1)."""
+    """codes.level_codes for even levels, but draws are from [1/4, 3/4) of a step instead of [0, 1)."""
     half_n = F32(F32(levels) * F32(0.5))
     for i in range(len(x)):
         draw = U16((I64(half[i]) >> 1) + 0x4000)
@@ -35,7 +35,7 @@ def main() -> None:
     print("            error of one   of the mean of 64")
     noise, bias = measure(x, spec)
     print(f"full dither {noise:14.4f} {bias:12.4f}")
-    with trying(rows, _level_codes=narrow_codes):
+    with trying(rows, level_codes=narrow_codes):
         noise, bias = measure(x, spec)
     print(f"half dither {noise:14.4f} {bias:12.4f}")
 

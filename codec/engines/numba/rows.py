@@ -9,18 +9,40 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from codec.engines.numba.draws import ROUNDS, draw, draw_one, fill_keys
-from codec.engines.numba.floats import (
-    FLOAT32,
-    NOWHERE,
-    STORE,
-    from_floats,
-    load,
-    put,
-    to_floats,
+from codec.engines.numba.codes import (
+    float4_codes,
+    float8_codes,
+    largest_code,
+    level_codes,
+    settle_ties,
+    ternary_codes,
+    values,
 )
+from codec.engines.numba.draws import ROUNDS, draw, fill_keys
+from codec.engines.numba.floats import FLOAT32, NOWHERE, STORE, from_floats, load, put, to_floats
 from codec.engines.numba.jit import enter_floats, jit, kernel, leave_floats
 from codec.engines.numba.packing import pack, pack_trits, unpack, unpack_trits
+from codec.engines.numba.parts import (
+    BAD_SCALE,
+    FLOAT8,
+    LANES,
+    MIN_CODED,
+    NONFINITE,
+    QUANTIZE,
+    ROW_BLOCK,
+    RUN,
+    SIGN,
+    STOCHASTIC,
+    TERNARY,
+    TILE,
+    TREE,
+    block_place,
+    code_bits,
+    codes_nbytes,
+    has_entropy,
+    run_length,
+    scale_nbytes,
+)
 from codec.engines.numba.region import (
     BAD_REGION,
     CODED,
@@ -43,41 +65,8 @@ from codec.engines.numba.region import (
     put_coded,
     store32,
 )
-from codec.engines.numba.words import (
-    ABS,
-    F32,
-    I32,
-    I64,
-    INF,
-    MAX,
-    NAN,
-    U8,
-    U16,
-    U32,
-    U64,
-    bits_of,
-    copy,
-    float_of,
-    minus,
-    over,
-    over_of,
-    place,
-    small_nearest,
-    small_stochastic,
-    small_value,
-)
-from codec.errors import Status
-
-NONFINITE, BAD_SCALE = int(Status.NONFINITE), int(Status.BAD_SCALE)
-SIGN, TERNARY, FLOAT8, FLOAT4, QUANTIZE = 2, 3, 4, 5, 6
-L1, L2, TWO_MEAN = 0, 1, 2  # sign's variants
-E4M3FN, NVFP4 = 0, 0  # float8's, float4's
-STOCHASTIC, PROPAGATE, ENTROPY = 1, 2, 4  # options
-ROW_BLOCK, TRITS_BLOCK = 16384, 81920
-RUN, TILE = 2560, 10240  # values: multiples of 40, so that codes of any width begin at a byte
-TREE, LANES = 4096, 32  # of sums
-TIE = 3  # ternary's code where the second draw decides
-MIN_CODED = 512
+from codec.engines.numba.scales import find_scales, magnitude, piece, read_scales, sign_scales, spread
+from codec.engines.numba.words import ABS, F32, I64, INF, U8, U16, U32, U64, bits_of, copy, minus, over_of
 
 
 class Work(NamedTuple):
@@ -132,143 +121,6 @@ def work_of(job):
     return work
 
 
-@jit
-def code_bits(job):
-    """Of a code; 0: five a byte."""
-    if job.codec == SIGN:
-        return 1
-    if job.codec == TERNARY:
-        return 2 if job.variant == 0 else 0
-    if job.codec == FLOAT8:
-        return 8
-    return 4 if job.codec == FLOAT4 else job.bits
-
-
-@jit
-def has_entropy(job):
-    """Whether there is an entropy stage."""
-    return (job.codec == TERNARY and job.variant == 2) or (job.codec == FLOAT8 and job.options & ENTROPY != 0)
-
-
-@jit
-def scale_nbytes(job):
-    """Of a row."""
-    if job.codec == FLOAT4:
-        return 1
-    return 8 if job.codec == SIGN and job.variant == TWO_MEAN else 4
-
-
-@jit
-def codes_nbytes(job, m):
-    """Of m values."""
-    bits = code_bits(job)
-    return (m * bits + 7) // 8 if bits else (m + 4) // 5
-
-
-@jit
-def block_place(job, b):
-    """Block b: the part it belongs to, its first value, how many it has."""
-    low, high = 0, len(job.row_parts)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if I64(job.row_parts[middle].first_block) <= b:
-            low = middle
-        else:
-            high = middle
-    part = job.row_parts[low]
-    row = I64(part.row)
-    if row:
-        block = ROW_BLOCK // row * row if row <= ROW_BLOCK else row
-    else:
-        block = ROW_BLOCK if code_bits(job) else TRITS_BLOCK
-    before = (b - I64(part.first_block)) * block
-    return low, I64(part.start) + before, min(block, I64(part.count) - before)
-
-
-@jit
-def run_length(row, i, m):
-    """How far a run from value i of m goes."""
-    n = RUN
-    if row and row <= RUN:
-        n = RUN // row * row
-    elif row:
-        n = min(n, row - i % row)
-    return min(n, m - i)
-
-
-# Scales.
-
-
-@jit
-def _magnitude(x, limit):
-    """The largest |x|, its bits, those from `limit` on left out."""
-    u, most = x.view(U32), U32(0)
-    for i in range(len(u)):
-        a = U32(u[i] & ABS)
-        a = a if a < limit else U32(0)
-        most = max(most, a)
-    return most
-
-
-@jit
-def _add_magnitudes(x, by_sign, lanes):
-    """|x| to lanes; or negative ones' to other lanes: how many these are."""
-    a, b, negative = lanes[0], lanes[1], 0
-    n = len(x)
-    for at in range(0, n, LANES):
-        some = x[at : at + LANES].view(U32)
-        for k in range(len(some)):
-            u = some[k]
-            v = float_of(U32(u & ABS))
-            below = by_sign and u > ABS
-            a[k] = F32(a[k] + (F32(0) if below else v))
-            b[k] = F32(b[k] + (v if below else F32(0)))
-            negative += below
-    return negative
-
-
-@jit
-def _add_squares(x, lanes):
-    """x^2 and x to lanes."""
-    s, t = lanes[0], lanes[1]
-    n = len(x)
-    for at in range(0, n, LANES):
-        some = x[at : at + LANES]
-        for k in range(len(some)):
-            v = np.float64(some[k])
-            s[k] = s[k] + v * v
-            t[k] = t[k] + v
-
-
-@jit
-def _fold(lanes):
-    """Lanes by halves."""
-    w = LANES // 2
-    while w:
-        for k in range(w):
-            lanes[k] = lanes[k] + lanes[k + w]
-        w //= 2
-    return np.float64(lanes[0])
-
-
-@jit
-def _piece(job, work, data, error, first, n, total):
-    """Sums of at most 4,096 values to total[0..1]; how many are negative, and the bits of the largest magnitude."""
-    direct = job.dtype == FLOAT32 and not len(error)
-    x = data[4 * first : 4 * (first + n)].view(F32) if direct else work.x[:n]
-    if not direct:
-        load(job.dtype, data, error, first, x)
-    if (job.codec == SIGN and job.variant == L2) or job.clip > F32(0):
-        work.sums64[:, :] = 0.0
-        _add_squares(x, work.sums64)
-        total[0], total[1] = _fold(work.sums64[0]), _fold(work.sums64[1])
-        return 0, _magnitude(x, U32(ABS + U32(1)))
-    work.sums[:, :] = F32(0)
-    negative = _add_magnitudes(x, job.codec == SIGN and job.variant == TWO_MEAN, work.sums)
-    total[0], total[1] = _fold(work.sums[0]), _fold(work.sums[1])
-    return negative, _magnitude(x, U32(ABS + U32(1)))
-
-
 @kernel
 def scan(job, work, data, error, first, count):
     """Pieces of 4,096 values of parts: what the C library makes scales of."""
@@ -280,225 +132,11 @@ def scan(job, work, data, error, first, count):
             p -= 1
         part = job.row_parts[p]
         at = (i - I64(part.first_sum)) * TREE
-        negative, most = _piece(
-            job, work, data, lost, I64(part.start) + at, min(TREE, I64(part.count) - at), work.total
-        )
+        negative, most = piece(job, work, data, lost, I64(part.start) + at, min(TREE, I64(part.count) - at), work.total)
         sums = job.row_sums[i]
         sums.sum0, sums.sum1 = work.total[0], work.total[1]
         sums.negative, sums.max = U32(negative), most
     leave_floats(work.floats)
-
-
-@jit
-def _push(levels, count, total):
-    """`count` sums went before: neighbours are added first, then neighbouring pairs, and so on."""
-    for k in range(2):
-        i, s = 0, total[k]
-        while count >> i & 1:
-            s = levels[k, i] + s
-            i += 1
-        levels[k, i] = s
-
-
-@jit
-def _sum_of(levels, count):
-    """Of all; the last one may be without a neighbour."""
-    total, some = 0.0, False
-    for i in range(64):
-        if count >> i & 1:
-            total = levels[i] + total if some else levels[i]
-            some = True
-    return total
-
-
-@jit
-def _of_sum(dtype, x):
-    """A mean or root as a scale: rounded once, at most the dtype's largest number."""
-    most = 65504.0 if dtype == 4 else 3.3895313892515355e38 if dtype == 3 else 3.4028234663852886e38
-    return F32(x if x < most else most)
-
-
-@jit
-def _mean(dtype, total, n):
-    return _of_sum(dtype, total / np.float64(n)) if n else F32(0)
-
-
-@jit
-def _sign_scales(job, work, data, error, first, m, row, region):
-    """Of the rows of a block, to its region."""
-    at = 0
-    for i in range(0, m, row):
-        n, negative, pieces = min(row, m - i), 0, 0
-        for k in range(0, n, TREE):
-            some, most = _piece(job, work, data, error, first + i + k, min(TREE, n - k), work.total)
-            if most >= INF:
-                return NONFINITE
-            _push(work.levels, pieces, work.total)
-            pieces += 1
-            negative += some
-        one, two = _sum_of(work.levels[0], pieces), _sum_of(work.levels[1], pieces)
-        if job.variant == L1:
-            above, below = _mean(job.dtype, one, n), F32(0)
-        elif job.variant == L2:
-            above, below = _of_sum(job.dtype, np.sqrt(one / np.float64(n))), F32(0)
-        else:
-            above, below = _mean(job.dtype, one, n - negative), _mean(job.dtype, two, negative)
-        store32(region, at, bits_of(above))
-        at += 4
-        if job.variant == TWO_MEAN:
-            store32(region, at, bits_of(below))
-            at += 4
-    return OK
-
-
-@jit
-def _float4_scale(variant, stored, part):
-    """What a row's values are divided by."""
-    if variant == NVFP4:
-        return F32(small_value(U32(stored), 3, 7) * part)
-    return float_of(U32(U32(stored) << U32(23)) if stored else U32(1 << 22))
-
-
-@jit
-def _float4_stored(variant, up, most, part):
-    """The byte that a row's scale is stored as; `up`: never below."""
-    if variant != NVFP4:
-        e = I64(most >> U32(23)) + (1 if up and U32(most & U32(0x7FFFFF)) > U32(0x400000) else 0)
-        return U8(min(max(e - 2, 0), 252))
-    a = F32(F32(float_of(most) / F32(6)) / part) if part > F32(0) else F32(0)
-    stored = small_nearest(bits_of(a if a < F32(448) else F32(448)), 3, 7)
-    if up and stored < U32(126) and small_value(stored, 3, 7) < a:
-        stored = U32(stored + U32(1))
-    return U8(stored)
-
-
-@jit
-def _row_scale(job, part_scale, most, region, at):
-    """From a row's largest magnitude: what its values are multiplied or divided by; and what says so, to region[at]."""
-    scale = float_of(most)
-    if job.codec == FLOAT4:
-        region[at] = _float4_stored(job.variant, job.options & STOCHASTIC != 0, most, part_scale)
-        return _float4_scale(job.variant, region[at], part_scale)
-    if job.codec == FLOAT8:
-        top = F32(448) if job.variant == E4M3FN else F32(57344)
-        scale = job.scale if job.scale > F32(0) else F32(top / scale)
-        scale = scale if bits_of(scale) < INF else F32(1)
-    store32(region, at, bits_of(scale))
-    return scale
-
-
-@jit
-def _find_scales(job, work, data, error, part, first, i, n, m, x, region):
-    """Of the rows that begin in a run, to the region and to work.row_scale."""
-    row, nbytes = I64(part.row), scale_nbytes(job)
-    limit = INF if job.options & PROPAGATE else U32(ABS + U32(1))
-    if row > RUN:
-        if i % row:
-            return OK
-        most = U32(0)
-        for at in range(first + i, first + min(i + row, m), RUN):
-            some = work.y[: min(RUN, first + min(i + row, m) - at)]
-            load(job.dtype, data, error, at, some)
-            most = max(most, _magnitude(some, limit))
-        if most >= INF:
-            return NONFINITE
-        work.row_scale[0] = _row_scale(job, part.scale, most, region, i // row * nbytes)
-        return OK
-    for r in range((n + row - 1) // row):
-        most = _magnitude(x[r * row : (r + 1) * row], limit)
-        if most >= INF:
-            return NONFINITE
-        work.row_scale[r] = _row_scale(job, part.scale, most, region, (i // row + r) * nbytes)
-    return OK
-
-
-@jit
-def _spread(row_scale, row, scale):
-    """A scale for each value."""
-    if row == 0 or row > RUN:
-        scale[:] = row_scale[0]
-        return
-    n = len(scale)
-    for r in range((n + row - 1) // row):
-        here = scale[r * row : (r + 1) * row]
-        here[:] = row_scale[r]
-
-
-# Values to codes.
-
-
-@jit
-def _float8_codes(variant, x, scale, random, half, code):
-    mbits, bias = (3, 7) if variant == E4M3FN else (2, 15)
-    top = bits_of(F32(448) if variant == E4M3FN else F32(57344))
-    u = x.view(U32)
-    for i in range(len(u)):
-        a = U32(u[i] & ABS)
-        y = min(bits_of(F32(float_of(a) * scale[i])), top)
-        c = small_stochastic(y, mbits, bias, half[i]) if random else small_nearest(y, mbits, bias)
-        code[i] = U8(U32(c if a < INF else U32(0x7F)) | U32(U32(u[i] >> U32(24)) & U32(0x80)))
-
-
-@jit
-def _float4_codes(x, scale, random, half, code):
-    u = x.view(U32)
-    for i in range(len(u)):
-        d = scale[i] if scale[i] > F32(0) else float_of(INF)
-        y = min(bits_of(F32(float_of(U32(u[i] & ABS)) / d)), U32(0x40C00000))
-        c = small_stochastic(y, 1, 1, half[i]) if random else small_nearest(y, 1, 1)
-        code[i] = U8(c | U32(U32(u[i] >> U32(28)) & U32(8)))
-
-
-@jit
-def _level_codes(odd, levels, x, up, by, half, code):
-    """`by` is 0 where all values of a row are."""
-    n, top = F32(levels), U8(levels)
-    u = x.view(U32)
-    if odd:
-        for i in range(len(u)):
-            c = place(F32(over(float_of(U32(u[i] & ABS)), up[i], by[i]) * n), half[i])
-            c = U8(levels + (-c if u[i] > ABS else c))
-            code[i] = c if by[i] > F32(0) else top
-    else:
-        half_n = F32(n * F32(0.5))
-        for i in range(len(u)):
-            c = U8(place(F32(F32(over(x[i], up[i], by[i]) + F32(1)) * half_n), half[i]))
-            code[i] = c if by[i] > F32(0) else U8(0)
-
-
-@jit
-def _ternary_part(a, up, by):
-    """|x| / s as a fraction of 2^32, cut in two."""
-    q = over(float_of(a), up, by)
-    q = q if q < F32(65536) else F32(65536)
-    high = min(I32(q), I32(65535))
-    return high, F32(F32(q - F32(high)) * F32(65536))
-
-
-@jit
-def _ternary_codes(x, scale, half, code):
-    up, by = over_of(scale, F32(65536))
-    u, top = x.view(U32), bits_of(scale)
-    for i in range(len(u)):
-        a = min(U32(u[i] & ABS), top)
-        high, _ = _ternary_part(a, up, by)
-        h = I32(half[i])
-        kept = U8(U32(U32(1) + U32(u[i] >> U32(31))))
-        code[i] = kept if h < high or a == top else U8(TIE) if h == high else U8(0)
-
-
-@jit
-def _settle_ties(keys, first, x, scale, code):
-    """Where the first draw decides nothing, the second does."""
-    if largest(code) < TIE:
-        return
-    up, by = over_of(scale, F32(65536))
-    u = x.view(U32)
-    for i in range(len(code)):
-        if code[i] == TIE:
-            _, low = _ternary_part(U32(u[i] & ABS), up, by)
-            kept = I32(draw_one(keys, first + i, 1)) < I32(low)
-            code[i] = U8(1 + I64(u[i] >> U32(31))) if kept else U8(0)
 
 
 @jit
@@ -514,19 +152,19 @@ def _encode_run(job, work, data, error, part, first, i, n, m, region, code):
     if not direct:
         load(job.dtype, data, error, first + i, x)
     if row:
-        status = _find_scales(job, work, data, error, part, first, i, n, m, x, region)
+        status = find_scales(job, work, data, error, part, first, i, n, m, x, region)
         if status:
             return status
     if job.codec == TERNARY:
         if not part.scale > F32(0):
             code[:] = U8(0)
             return OK
-        _ternary_codes(x, part.scale, half, code)
+        ternary_codes(x, part.scale, half, code)
         if job.scale > F32(0) and not job.clip > F32(0):
-            most = _magnitude(x, U32(ABS + U32(1)))
+            most = magnitude(x, U32(ABS + U32(1)))
             if most > bits_of(part.scale):
                 return NONFINITE if most >= INF else BAD_SCALE
-        _settle_ties(work.keys, first + i, x, part.scale, code)
+        settle_ties(work.keys, first + i, x, part.scale, code)
         return OK
     scale, other = work.scale[:n], work.other[:n]
     if job.codec == QUANTIZE:
@@ -536,17 +174,17 @@ def _encode_run(job, work, data, error, part, first, i, n, m, region, code):
                 work.row_other[r], work.y[r] = over_of(amax, F32(1))
             else:
                 work.row_other[r], work.y[r] = F32(1), F32(0)
-        _spread(work.row_other, row, other)
-        _spread(work.y, row, scale)
+        spread(work.row_other, row, other)
+        spread(work.y, row, scale)
         odd = job.variant == 1
         levels = (1 << (job.bits - 1)) - 1 if odd else (1 << job.bits) - 1
-        _level_codes(odd, levels, x, other, scale, half, code)
+        level_codes(odd, levels, x, other, scale, half, code)
         return OK
-    _spread(work.row_scale, row, scale)
+    spread(work.row_scale, row, scale)
     if job.codec == FLOAT8:
-        _float8_codes(job.variant, x, scale, random, half, code)
+        float8_codes(job.variant, x, scale, random, half, code)
     else:
-        _float4_codes(x, scale, random, half, code)
+        float4_codes(x, scale, random, half, code)
     return OK
 
 
@@ -556,7 +194,7 @@ def _encode_codes(job, work, data, error, part, first, m, region, codes):
     row, bits = I64(part.row), code_bits(job)
     if job.codec == SIGN:
         if row:
-            status = _sign_scales(job, work, data, error, first, m, row, region)
+            status = sign_scales(job, work, data, error, first, m, row, region)
             if status:
                 return status
         for i in range(0, m, RUN):
@@ -643,46 +281,6 @@ def encode_blocks(job, work, data, error, residual, frame, limit, first, count, 
     return status
 
 
-# Back to values.
-
-
-@jit
-def _read_scales(job, frame, at, part, n, work, fault):
-    """Scales of n values of whole rows."""
-    row, nbytes = I64(part.row), scale_nbytes(job)
-    for r in range((n + row - 1) // row):
-        if job.codec == FLOAT4:
-            last = 126 if job.variant == NVFP4 else 252
-            if frame[at] > last:
-                return bad(fault, BAD_REGION, at, frame[at], last)
-            work.row_scale[r] = _float4_scale(job.variant, frame[at], part.scale)
-            u = bits_of(work.row_scale[r])
-            if u >= INF:
-                return bad(fault, BAD_REGION, at, u, MAX)
-        else:
-            u = load32(frame, at)
-            if u >= INF or (job.codec == FLOAT8 and u == 0):
-                return bad(fault, BAD_REGION, at, u, INF)
-            work.row_scale[r] = work.row_other[r] = float_of(u)
-            if nbytes == 8:
-                u = load32(frame, at + 4)
-                if u >= INF:
-                    return bad(fault, BAD_REGION, at + 4, u, INF)
-                work.row_other[r] = float_of(u)
-        at += nbytes
-    return OK
-
-
-@jit
-def _largest_code(job):
-    """That this codec writes."""
-    if job.codec == TERNARY:
-        return 2
-    if job.codec == QUANTIZE:
-        return 2 * ((1 << (job.bits - 1)) - 1) if job.variant == 1 else (1 << job.bits) - 1
-    return 255
-
-
 @jit
 def _open_codes(job, work, codes, codes_at, t, end, checking, fault):
     """Codes [t, end) of a block, a byte each, to work.code: none is larger than there are, what is left over is 0.
@@ -705,7 +303,7 @@ def _open_codes(job, work, codes, codes_at, t, end, checking, fault):
     at = (t * bits + nbits) // 8
     if nbits % 8 and codes[at] >> U8(nbits % 8):
         return bad(fault, BAD_REGION, codes_at + at, codes[at] >> U8(nbits % 8), 0)
-    most = _largest_code(job)
+    most = largest_code(job)
     all_are = job.codec == SIGN or most >= (1 << bits) - 1
     if not (checking and all_are):
         unpack(codes[t * bits // 8 :], n, bits, work.code)
@@ -714,69 +312,6 @@ def _open_codes(job, work, codes, codes_at, t, end, checking, fault):
         if found > most:
             return bad(fault, BAD_REGION, codes_at, found, most)
     return OK
-
-
-@jit
-def _sign_values(code, above, below, y):
-    for i in range(len(y)):
-        y[i] = above[i] if code[i] else below[i]
-
-
-@jit
-def _float8_values(variant, code, scale, y):
-    mbits, bias, last = (3, 7, 0x7E) if variant == E4M3FN else (2, 15, 0x7B)
-    u = y.view(U32)
-    for i in range(len(u)):
-        c = U32(code[i] & U8(0x7F))
-        v = min(bits_of(F32(small_value(c, mbits, bias) / scale[i])), MAX)
-        u[i] = U32((NAN if c > last else v) | U32(U32(code[i] & U8(0x80)) << U32(24)))
-
-
-@jit
-def _scaled(ratio, scale):
-    """The product's bits, at most the largest number."""
-    u = bits_of(F32(ratio * scale))
-    return U32(U32(u & ~ABS) | min(U32(u & ABS), MAX))
-
-
-@jit
-def _other_values(job, code, scale, y):
-    u = y.view(U32)
-    if job.codec == TERNARY:
-        for i in range(len(u)):
-            ratio = F32(1) if code[i] == 1 else F32(-1) if code[i] == 2 else F32(0)
-            u[i] = _scaled(ratio, scale[i])
-    elif job.codec == FLOAT4:
-        for i in range(len(u)):
-            v = bits_of(small_value(U32(code[i] & U8(7)), 1, 1))
-            u[i] = _scaled(float_of(U32(v | U32(U32(code[i] & U8(8)) << U32(28)))), scale[i])
-    else:
-        odd = job.variant == 1
-        levels = (1 << (job.bits - 1)) - 1 if odd else (1 << job.bits) - 1
-        n, each = F32(levels), I32(1 if odd else 2)
-        for i in range(len(u)):
-            level = I32(I32(I32(code[i]) * each) - I32(levels))
-            u[i] = _scaled(F32(F32(level) / n), scale[i]) if scale[i] > F32(0) else U32(0)
-
-
-@jit
-def _values(job, work, part, unscaled, code, y):
-    """Values of a run."""
-    row, n = I64(part.row), len(y)
-    scale, other = work.scale[:n], work.other[:n]
-    if row == 0:
-        work.row_scale[0] = F32(1) if unscaled else part.scale
-        work.row_other[0] = part.scale_below if job.variant == TWO_MEAN else part.scale
-    _spread(work.row_scale, row, scale)
-    if job.codec == SIGN:
-        _spread(work.row_other, row, other)
-        for k in range(n):
-            other[k] = F32(-other[k]) if other[k] > F32(0) else F32(0)
-        _sign_values(code, scale, other, y)
-    elif job.codec == FLOAT8:
-        _float8_values(job.variant, code, scale, y)
-    else:
-        _other_values(job, code, scale, y)
 
 
 @jit
@@ -798,9 +333,9 @@ def _leave(job, work, data, error, residual, part, first, m, region, codes):
         while i < end:
             n = run_length(row, i, end)
             if row and (row <= RUN or i % row == 0):
-                _read_scales(job, region, i // row * nbytes, part, n if row <= RUN else 1, work, work.fault)
+                read_scales(job, region, i // row * nbytes, part, n if row <= RUN else 1, work, work.fault)
             y, x = work.y[:n], work.x[:n]
-            _values(job, work, part, False, work.code[i - t : i - t + n], y)
+            values(job, work, part, False, work.code[i - t : i - t + n], y)
             if job.dtype != FLOAT32:
                 _round_to(job, y, work.region)
             load(job.dtype, data, error, first + i, x)
@@ -869,11 +404,11 @@ def _decode_block(job, work, frame, part, first, m, sink, fault):
         while i < end and not status:
             n = run_length(row, i, end)
             if row and (row <= RUN or i % row == 0):
-                status = _read_scales(job, frame, at + i // row * nbytes, part, n if row <= RUN else 1, work, fault)
+                status = read_scales(job, frame, at + i // row * nbytes, part, n if row <= RUN else 1, work, fault)
             if not status and sink.into != NOWHERE:
                 at_once = sink.into == STORE and job.dtype == FLOAT32
                 y = sink.data[4 * (first + i) : 4 * (first + i + n)].view(F32) if at_once else work.y[:n]
-                _values(job, work, part, sink.unscaled, work.code[i - t : i - t + n], y)
+                values(job, work, part, sink.unscaled, work.code[i - t : i - t + n], y)
                 if rounds:
                     _round_to(job, y, work.region)
                 if at_once:

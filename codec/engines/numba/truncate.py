@@ -187,22 +187,15 @@ def _load_patterns(job, work, data, error, first, x):
 
 
 @jit
-def _lower_exponents(e, offset, shift, last, lowered):
-    """Around a circle of `last` from 1 on; 0 stays."""
+def _move_exponents(e, offset, shift, last, back, moved):
+    """Lowered around a circle of `last` from 1 on, or back; 0 stays. May be in place."""
+    around = U8(last)
     for i in range(len(e)):
         by = U8(offset[i] >> U16(shift))
+        by = U8(around - by) if back else by
         a = U8(e[i] - U8(1))
-        d = U8(U8(a - by) + U8((U8(last) if a < by else U8(0)) + U8(1)))
-        lowered[i] = d if e[i] else U8(0)
-
-
-@jit
-def _raise_exponents(e, offset, shift, last):
-    for i in range(len(e)):
-        by = U8(U8(last) - U8(offset[i] >> U16(shift)))
-        a = U8(e[i] - U8(1))
-        d = U8(U8(a - by) + U8((U8(last) if a < by else U8(0)) + U8(1)))
-        e[i] = d if e[i] else U8(0)
+        d = U8(U8(a - by) + U8((around if a < by else U8(0)) + U8(1)))
+        moved[i] = d if e[i] else U8(0)
 
 
 @jit
@@ -241,7 +234,7 @@ def _put_symbols(job, work, m, out, at):
     symbol, e = work.symbol[:m], work.e[:m]
     lowered, outside = work.kept[:m] if joint else symbol, 0
     if len(job.parts):
-        _lower_exponents(e, work.offset[:m], 10 if job.dtype == FLOAT16 else 7, kind.last, lowered)
+        _move_exponents(e, work.offset[:m], 10 if job.dtype == FLOAT16 else 7, kind.last, False, lowered)
     else:
         copy(lowered, e)
     if joint:
@@ -566,7 +559,8 @@ def _get_block(frame, job, work, ea, none, first, m, checking, fault):
         return status
     if len(job.parts):
         fill_offsets(job, first, work.offset[:m])
-        _raise_exponents(work.e[:m], work.offset[:m], 10 if job.dtype == FLOAT16 else 7, kind.last)
+        e = work.e[:m]
+        _move_exponents(e, work.offset[:m], 10 if job.dtype == FLOAT16 else 7, kind.last, True, e)
     status = _get_levels(frame, job, work, found, ea, none, m, c, fault)
     if not status:
         status = _get_pieces(frame, job, work, head, m, checking, c, fault)

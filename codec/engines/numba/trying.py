@@ -23,8 +23,8 @@ def trying(module: ModuleType, **functions: Callable[..., Any]) -> Generator[Mod
     module : module
         ``lossless``, ``rows`` or ``truncate`` of ``codec.engines.numba``.
     **functions : callable
-        Python functions, by the names of those that they replace, with the same arguments. They may call others of this
-        engine.
+        Python functions, by the names of those that they replace where the module calls them, with the same arguments.
+        They may call others of this engine.
 
     Yields
     ------

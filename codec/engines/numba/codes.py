@@ -1,0 +1,177 @@
+# pyright: basic
+"""Values to codes of codecs of rows, and back (docs/encoder.md, section 7.4; docs/format.md, section 8.5)."""
+
+from codec.engines.numba.draws import draw_one
+from codec.engines.numba.jit import jit
+from codec.engines.numba.parts import E4M3FN, FLOAT4, FLOAT8, QUANTIZE, SIGN, TERNARY, TIE, TWO_MEAN
+from codec.engines.numba.region import largest
+from codec.engines.numba.scales import spread
+from codec.engines.numba.words import (
+    ABS,
+    F32,
+    I32,
+    I64,
+    INF,
+    MAX,
+    NAN,
+    U8,
+    U32,
+    bits_of,
+    float_of,
+    over,
+    over_of,
+    place,
+    small_nearest,
+    small_stochastic,
+    small_value,
+)
+
+
+@jit
+def float8_codes(variant, x, scale, random, half, code):
+    """Bytes; `scale` is what values are multiplied by."""
+    mbits, bias = (3, 7) if variant == E4M3FN else (2, 15)
+    top = bits_of(F32(448) if variant == E4M3FN else F32(57344))
+    u = x.view(U32)
+    for i in range(len(u)):
+        a = U32(u[i] & ABS)
+        y = min(bits_of(F32(float_of(a) * scale[i])), top)
+        c = small_stochastic(y, mbits, bias, half[i]) if random else small_nearest(y, mbits, bias)
+        code[i] = U8(U32(c if a < INF else U32(0x7F)) | U32(U32(u[i] >> U32(24)) & U32(0x80)))
+
+
+@jit
+def float4_codes(x, scale, random, half, code):
+    """Sign and three bits; `scale` is what values are divided by."""
+    u = x.view(U32)
+    for i in range(len(u)):
+        d = scale[i] if scale[i] > F32(0) else float_of(INF)
+        y = min(bits_of(F32(float_of(U32(u[i] & ABS)) / d)), U32(0x40C00000))
+        c = small_stochastic(y, 1, 1, half[i]) if random else small_nearest(y, 1, 1)
+        code[i] = U8(c | U32(U32(u[i] >> U32(28)) & U32(8)))
+
+
+@jit
+def level_codes(odd, levels, x, up, by, half, code):
+    """Levels, between two of which a draw decides; `by` is 0 where all values of a row are."""
+    n, top = F32(levels), U8(levels)
+    u = x.view(U32)
+    if odd:
+        for i in range(len(u)):
+            c = place(F32(over(float_of(U32(u[i] & ABS)), up[i], by[i]) * n), half[i])
+            c = U8(levels + (-c if u[i] > ABS else c))
+            code[i] = c if by[i] > F32(0) else top
+    else:
+        half_n = F32(n * F32(0.5))
+        for i in range(len(u)):
+            c = U8(place(F32(F32(over(x[i], up[i], by[i]) + F32(1)) * half_n), half[i]))
+            code[i] = c if by[i] > F32(0) else U8(0)
+
+
+@jit
+def _ternary_part(a, up, by):
+    """|x| / s as a fraction of 2^32, cut in two."""
+    q = over(float_of(a), up, by)
+    q = q if q < F32(65536) else F32(65536)
+    high = min(I32(q), I32(65535))
+    return high, F32(F32(q - F32(high)) * F32(65536))
+
+
+@jit
+def ternary_codes(x, scale, half, code):
+    """0, 1 for the scale, 2 for minus the scale; 3 where the first draw decides nothing."""
+    up, by = over_of(scale, F32(65536))
+    u, top = x.view(U32), bits_of(scale)
+    for i in range(len(u)):
+        a = min(U32(u[i] & ABS), top)
+        high, _ = _ternary_part(a, up, by)
+        h = I32(half[i])
+        kept = U8(U32(U32(1) + U32(u[i] >> U32(31))))
+        code[i] = kept if h < high or a == top else U8(TIE) if h == high else U8(0)
+
+
+@jit
+def settle_ties(keys, first, x, scale, code):
+    """Where the first draw decides nothing, the second does."""
+    if largest(code) < TIE:
+        return
+    up, by = over_of(scale, F32(65536))
+    u = x.view(U32)
+    for i in range(len(code)):
+        if code[i] == TIE:
+            _, low = _ternary_part(U32(u[i] & ABS), up, by)
+            kept = I32(draw_one(keys, first + i, 1)) < I32(low)
+            code[i] = U8(1 + I64(u[i] >> U32(31))) if kept else U8(0)
+
+
+@jit
+def largest_code(job):
+    """That this codec writes."""
+    if job.codec == TERNARY:
+        return 2
+    if job.codec == QUANTIZE:
+        return 2 * ((1 << (job.bits - 1)) - 1) if job.variant == 1 else (1 << job.bits) - 1
+    return 255
+
+
+@jit
+def _sign_values(code, above, below, y):
+    for i in range(len(y)):
+        y[i] = above[i] if code[i] else below[i]
+
+
+@jit
+def _float8_values(variant, code, scale, y):
+    mbits, bias, last = (3, 7, 0x7E) if variant == E4M3FN else (2, 15, 0x7B)
+    u = y.view(U32)
+    for i in range(len(u)):
+        c = U32(code[i] & U8(0x7F))
+        v = min(bits_of(F32(small_value(c, mbits, bias) / scale[i])), MAX)
+        u[i] = U32((NAN if c > last else v) | U32(U32(code[i] & U8(0x80)) << U32(24)))
+
+
+@jit
+def _scaled(ratio, scale):
+    """The product's bits, at most the largest number."""
+    u = bits_of(F32(ratio * scale))
+    return U32(U32(u & ~ABS) | min(U32(u & ABS), MAX))
+
+
+@jit
+def _other_values(job, code, scale, y):
+    u = y.view(U32)
+    if job.codec == TERNARY:
+        for i in range(len(u)):
+            ratio = F32(1) if code[i] == 1 else F32(-1) if code[i] == 2 else F32(0)
+            u[i] = _scaled(ratio, scale[i])
+    elif job.codec == FLOAT4:
+        for i in range(len(u)):
+            v = bits_of(small_value(U32(code[i] & U8(7)), 1, 1))
+            u[i] = _scaled(float_of(U32(v | U32(U32(code[i] & U8(8)) << U32(28)))), scale[i])
+    else:
+        odd = job.variant == 1
+        levels = (1 << (job.bits - 1)) - 1 if odd else (1 << job.bits) - 1
+        n, each = F32(levels), I32(1 if odd else 2)
+        for i in range(len(u)):
+            level = I32(I32(I32(code[i]) * each) - I32(levels))
+            u[i] = _scaled(F32(F32(level) / n), scale[i]) if scale[i] > F32(0) else U32(0)
+
+
+@jit
+def values(job, work, part, unscaled, code, y):
+    """Values of a run."""
+    row, n = I64(part.row), len(y)
+    scale, other = work.scale[:n], work.other[:n]
+    if row == 0:
+        work.row_scale[0] = F32(1) if unscaled else part.scale
+        work.row_other[0] = part.scale_below if job.variant == TWO_MEAN else part.scale
+    spread(work.row_scale, row, scale)
+    if job.codec == SIGN:
+        spread(work.row_other, row, other)
+        for k in range(n):
+            other[k] = F32(-other[k]) if other[k] > F32(0) else F32(0)
+        _sign_values(code, scale, other, y)
+    elif job.codec == FLOAT8:
+        _float8_values(job.variant, code, scale, y)
+    else:
+        _other_values(job, code, scale, y)

@@ -1,0 +1,81 @@
+# pyright: basic
+"""Parts, rows and blocks of codecs whose values share scales (docs/format.md, sections 8.1 to 8.4)."""
+
+from codec.engines.numba.jit import jit
+from codec.engines.numba.words import I64
+from codec.errors import Status
+
+NONFINITE, BAD_SCALE = int(Status.NONFINITE), int(Status.BAD_SCALE)
+SIGN, TERNARY, FLOAT8, FLOAT4, QUANTIZE = 2, 3, 4, 5, 6
+L1, L2, TWO_MEAN = 0, 1, 2  # sign's variants
+E4M3FN, NVFP4 = 0, 0  # float8's, float4's
+STOCHASTIC, PROPAGATE, ENTROPY = 1, 2, 4  # options
+ROW_BLOCK, TRITS_BLOCK = 16384, 81920
+RUN, TILE = 2560, 10240  # values: multiples of 40, so that codes of any width begin at a byte
+TREE, LANES = 4096, 32  # of sums
+TIE = 3  # ternary's code where the second draw decides
+MIN_CODED = 512
+
+
+@jit
+def code_bits(job):
+    """Of a code; 0: five a byte."""
+    if job.codec == SIGN:
+        return 1
+    if job.codec == TERNARY:
+        return 2 if job.variant == 0 else 0
+    if job.codec == FLOAT8:
+        return 8
+    return 4 if job.codec == FLOAT4 else job.bits
+
+
+@jit
+def has_entropy(job):
+    """Whether there is an entropy stage."""
+    return (job.codec == TERNARY and job.variant == 2) or (job.codec == FLOAT8 and job.options & ENTROPY != 0)
+
+
+@jit
+def scale_nbytes(job):
+    """Of a row."""
+    if job.codec == FLOAT4:
+        return 1
+    return 8 if job.codec == SIGN and job.variant == TWO_MEAN else 4
+
+
+@jit
+def codes_nbytes(job, m):
+    """Of m values."""
+    bits = code_bits(job)
+    return (m * bits + 7) // 8 if bits else (m + 4) // 5
+
+
+@jit
+def block_place(job, b):
+    """Block b: the part it belongs to, its first value, how many it has."""
+    low, high = 0, len(job.row_parts)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if I64(job.row_parts[middle].first_block) <= b:
+            low = middle
+        else:
+            high = middle
+    part = job.row_parts[low]
+    row = I64(part.row)
+    if row:
+        block = ROW_BLOCK // row * row if row <= ROW_BLOCK else row
+    else:
+        block = ROW_BLOCK if code_bits(job) else TRITS_BLOCK
+    before = (b - I64(part.first_block)) * block
+    return low, I64(part.start) + before, min(block, I64(part.count) - before)
+
+
+@jit
+def run_length(row, i, m):
+    """How far a run from value i of m goes."""
+    n = RUN
+    if row and row <= RUN:
+        n = RUN // row * row
+    elif row:
+        n = min(n, row - i % row)
+    return min(n, m - i)

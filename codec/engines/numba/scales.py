@@ -1,0 +1,258 @@
+# pyright: basic
+"""Scales of rows and parts (docs/encoder.md, section 7.2)."""
+
+import numpy as np
+
+from codec.engines.numba.floats import FLOAT32, load
+from codec.engines.numba.jit import jit
+from codec.engines.numba.parts import (
+    E4M3FN,
+    FLOAT4,
+    FLOAT8,
+    L1,
+    L2,
+    LANES,
+    NONFINITE,
+    NVFP4,
+    PROPAGATE,
+    RUN,
+    SIGN,
+    STOCHASTIC,
+    TREE,
+    TWO_MEAN,
+    scale_nbytes,
+)
+from codec.engines.numba.region import BAD_REGION, OK, bad, load32, store32
+from codec.engines.numba.words import ABS, F32, I64, INF, MAX, U8, U32, bits_of, float_of, small_nearest, small_value
+
+
+@jit
+def magnitude(x, limit):
+    """The largest |x|, its bits, those from `limit` on left out."""
+    u, most = x.view(U32), U32(0)
+    for i in range(len(u)):
+        a = U32(u[i] & ABS)
+        a = a if a < limit else U32(0)
+        most = max(most, a)
+    return most
+
+
+@jit
+def _add_magnitudes(x, by_sign, lanes):
+    """|x| to lanes; or negative ones' to other lanes: how many these are."""
+    a, b, negative = lanes[0], lanes[1], 0
+    n = len(x)
+    for at in range(0, n, LANES):
+        some = x[at : at + LANES].view(U32)
+        for k in range(len(some)):
+            u = some[k]
+            v = float_of(U32(u & ABS))
+            below = by_sign and u > ABS
+            a[k] = F32(a[k] + (F32(0) if below else v))
+            b[k] = F32(b[k] + (v if below else F32(0)))
+            negative += below
+    return negative
+
+
+@jit
+def _add_squares(x, lanes):
+    """x^2 and x to lanes."""
+    s, t = lanes[0], lanes[1]
+    n = len(x)
+    for at in range(0, n, LANES):
+        some = x[at : at + LANES]
+        for k in range(len(some)):
+            v = np.float64(some[k])
+            s[k] = s[k] + v * v
+            t[k] = t[k] + v
+
+
+@jit
+def _fold(lanes):
+    """Lanes by halves."""
+    w = LANES // 2
+    while w:
+        for k in range(w):
+            lanes[k] = lanes[k] + lanes[k + w]
+        w //= 2
+    return np.float64(lanes[0])
+
+
+@jit
+def piece(job, work, data, error, first, n, total):
+    """Sums of at most 4,096 values to total[0..1]; how many are negative, and the bits of the largest magnitude."""
+    direct = job.dtype == FLOAT32 and not len(error)
+    x = data[4 * first : 4 * (first + n)].view(F32) if direct else work.x[:n]
+    if not direct:
+        load(job.dtype, data, error, first, x)
+    if (job.codec == SIGN and job.variant == L2) or job.clip > F32(0):
+        work.sums64[:, :] = 0.0
+        _add_squares(x, work.sums64)
+        total[0], total[1] = _fold(work.sums64[0]), _fold(work.sums64[1])
+        return 0, magnitude(x, U32(ABS + U32(1)))
+    work.sums[:, :] = F32(0)
+    negative = _add_magnitudes(x, job.codec == SIGN and job.variant == TWO_MEAN, work.sums)
+    total[0], total[1] = _fold(work.sums[0]), _fold(work.sums[1])
+    return negative, magnitude(x, U32(ABS + U32(1)))
+
+
+@jit
+def _push(levels, count, total):
+    """`count` sums went before: neighbours are added first, then neighbouring pairs, and so on."""
+    for k in range(2):
+        i, s = 0, total[k]
+        while count >> i & 1:
+            s = levels[k, i] + s
+            i += 1
+        levels[k, i] = s
+
+
+@jit
+def _sum_of(levels, count):
+    """Of all; the last one may be without a neighbour."""
+    total, some = 0.0, False
+    for i in range(64):
+        if count >> i & 1:
+            total = levels[i] + total if some else levels[i]
+            some = True
+    return total
+
+
+@jit
+def _of_sum(dtype, x):
+    """A mean or root as a scale: rounded once, at most the dtype's largest number."""
+    most = 65504.0 if dtype == 4 else 3.3895313892515355e38 if dtype == 3 else 3.4028234663852886e38
+    return F32(x if x < most else most)
+
+
+@jit
+def _mean(dtype, total, n):
+    return _of_sum(dtype, total / np.float64(n)) if n else F32(0)
+
+
+@jit
+def sign_scales(job, work, data, error, first, m, row, region):
+    """Of the rows of a block, to its region."""
+    at = 0
+    for i in range(0, m, row):
+        n, negative, pieces = min(row, m - i), 0, 0
+        for k in range(0, n, TREE):
+            some, most = piece(job, work, data, error, first + i + k, min(TREE, n - k), work.total)
+            if most >= INF:
+                return NONFINITE
+            _push(work.levels, pieces, work.total)
+            pieces += 1
+            negative += some
+        one, two = _sum_of(work.levels[0], pieces), _sum_of(work.levels[1], pieces)
+        if job.variant == L1:
+            above, below = _mean(job.dtype, one, n), F32(0)
+        elif job.variant == L2:
+            above, below = _of_sum(job.dtype, np.sqrt(one / np.float64(n))), F32(0)
+        else:
+            above, below = _mean(job.dtype, one, n - negative), _mean(job.dtype, two, negative)
+        store32(region, at, bits_of(above))
+        at += 4
+        if job.variant == TWO_MEAN:
+            store32(region, at, bits_of(below))
+            at += 4
+    return OK
+
+
+@jit
+def _float4_scale(variant, stored, part):
+    """What a row's values are divided by."""
+    if variant == NVFP4:
+        return F32(small_value(U32(stored), 3, 7) * part)
+    return float_of(U32(U32(stored) << U32(23)) if stored else U32(1 << 22))
+
+
+@jit
+def _float4_stored(variant, up, most, part):
+    """The byte that a row's scale is stored as; `up`: never below."""
+    if variant != NVFP4:
+        e = I64(most >> U32(23)) + (1 if up and U32(most & U32(0x7FFFFF)) > U32(0x400000) else 0)
+        return U8(min(max(e - 2, 0), 252))
+    a = F32(F32(float_of(most) / F32(6)) / part) if part > F32(0) else F32(0)
+    stored = small_nearest(bits_of(a if a < F32(448) else F32(448)), 3, 7)
+    if up and stored < U32(126) and small_value(stored, 3, 7) < a:
+        stored = U32(stored + U32(1))
+    return U8(stored)
+
+
+@jit
+def _row_scale(job, part_scale, most, region, at):
+    """From a row's largest magnitude: what its values are multiplied or divided by; and what says so, to region[at]."""
+    scale = float_of(most)
+    if job.codec == FLOAT4:
+        region[at] = _float4_stored(job.variant, job.options & STOCHASTIC != 0, most, part_scale)
+        return _float4_scale(job.variant, region[at], part_scale)
+    if job.codec == FLOAT8:
+        top = F32(448) if job.variant == E4M3FN else F32(57344)
+        scale = job.scale if job.scale > F32(0) else F32(top / scale)
+        scale = scale if bits_of(scale) < INF else F32(1)
+    store32(region, at, bits_of(scale))
+    return scale
+
+
+@jit
+def find_scales(job, work, data, error, part, first, i, n, m, x, region):
+    """Of the rows that begin in a run, to the region and to work.row_scale."""
+    row, nbytes = I64(part.row), scale_nbytes(job)
+    limit = INF if job.options & PROPAGATE else U32(ABS + U32(1))
+    if row > RUN:
+        if i % row:
+            return OK
+        most = U32(0)
+        for at in range(first + i, first + min(i + row, m), RUN):
+            some = work.y[: min(RUN, first + min(i + row, m) - at)]
+            load(job.dtype, data, error, at, some)
+            most = max(most, magnitude(some, limit))
+        if most >= INF:
+            return NONFINITE
+        work.row_scale[0] = _row_scale(job, part.scale, most, region, i // row * nbytes)
+        return OK
+    for r in range((n + row - 1) // row):
+        most = magnitude(x[r * row : (r + 1) * row], limit)
+        if most >= INF:
+            return NONFINITE
+        work.row_scale[r] = _row_scale(job, part.scale, most, region, (i // row + r) * nbytes)
+    return OK
+
+
+@jit
+def read_scales(job, frame, at, part, n, work, fault):
+    """Scales of n values of whole rows."""
+    row, nbytes = I64(part.row), scale_nbytes(job)
+    for r in range((n + row - 1) // row):
+        if job.codec == FLOAT4:
+            last = 126 if job.variant == NVFP4 else 252
+            if frame[at] > last:
+                return bad(fault, BAD_REGION, at, frame[at], last)
+            work.row_scale[r] = _float4_scale(job.variant, frame[at], part.scale)
+            u = bits_of(work.row_scale[r])
+            if u >= INF:
+                return bad(fault, BAD_REGION, at, u, MAX)
+        else:
+            u = load32(frame, at)
+            if u >= INF or (job.codec == FLOAT8 and u == 0):
+                return bad(fault, BAD_REGION, at, u, INF)
+            work.row_scale[r] = work.row_other[r] = float_of(u)
+            if nbytes == 8:
+                u = load32(frame, at + 4)
+                if u >= INF:
+                    return bad(fault, BAD_REGION, at + 4, u, INF)
+                work.row_other[r] = float_of(u)
+        at += nbytes
+    return OK
+
+
+@jit
+def spread(row_scale, row, scale):
+    """A scale for each value."""
+    if row == 0 or row > RUN:
+        scale[:] = row_scale[0]
+        return
+    n = len(scale)
+    for r in range((n + row - 1) // row):
+        here = scale[r * row : (r + 1) * row]
+        here[:] = row_scale[r]
