@@ -28,7 +28,7 @@ PARTS = {"rows": "of_rows", "others": "not of_rows"}  # kernels to be compiled s
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
-    """Tests of hostile and golden frames, on their way in processes where each index is checked.
+    """Tests of hostile and hand-made frames, on their way in processes where each index is checked.
 
     Not optimized: that takes half the time to compile, and Numba can keep nothing of it then.
     """
@@ -37,7 +37,7 @@ def checked(tmp_path_factory):
         cache = tmp_path_factory.mktemp(name)
         env = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_OPT": "0", "NUMBA_CACHE_DIR": str(cache)}
         options = ("-p", "no:cacheprovider", "-W", "ignore::numba.core.errors.NumbaWarning")
-        tests = f"(golden or hostile or by_hand) and {chosen}"
+        tests = f"(hostile or by_hand) and {chosen}"
         command = [sys.executable, "-m", "pytest", *options, str(TESTS / "test_numba.py"), "-k", tests]
         processes[name] = subprocess.Popen(
             command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cache
@@ -50,7 +50,7 @@ def checked(tmp_path_factory):
 
 @pytest.mark.parametrize("name", PARTS)
 def test_no_access_is_out_of_range(name, checked):
-    """Golden frames both ways, and hostile ones: an access out of range would be an IndexError."""
+    """Hostile frames and those made by hand: an access out of range would be an IndexError."""
     out, _ = checked[name].communicate(timeout=300)
     assert checked[name].returncode == 0, out[-5000:]
     assert " passed" in out

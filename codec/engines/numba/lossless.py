@@ -14,11 +14,9 @@ from codec.engines.numba.region import (
     BLOCK,
     CODED,
     CONSTANT,
-    LIMIT,
     OK,
     RAW,
     ROWS,
-    SHORT_OUTPUT,
     bad,
     close_block,
     close_region,
@@ -342,14 +340,9 @@ def encode_blocks(job, work, data, frame, limit, first, count, result):
         fits = limit - at >= m * job.size + 8
         region = frame[at:limit] if fits else work.region
         size = _put_block(job, work.planes, m, work.coder, work.low, region)
-        if size > limit - at:
-            return SHORT_OUTPUT
-        if not fits:
-            copy(frame[at:], region[:size])
-        if (at + size) // 8 > 0xFFFFFFFF:
-            return LIMIT
-        result[0] += U64(size)
-        result[1] += close_block(frame, job, b, region[:size], fixed, at + size)
+        status = close_block(frame, job, b, region, size, fits, limit, fixed, result)
+        if status:
+            return status
     return OK
 
 

@@ -136,13 +136,26 @@ def close_region(region, size):
 
 
 @jit
-def close_block(frame, job, b, region, planes, end):
-    """Write the directory's entry of a block whose region ends at `end`; planes: digest of fixed ones. Its seal."""
-    sealed = seal_block(digest(region, REGION) + planes, b)
+def close_block(frame, job, b, region, size, in_place, limit, planes, result):
+    """Block b's region to frame[result[0]], unless it was made there, and its entry; `planes`: digest of fixed ones.
+
+    result becomes where the region ends and, added to it, the block's seal.
+    """
+    at = np.int64(result[0])
+    end = at + size
+    if end > limit:
+        return SHORT_OUTPUT
+    if end // 8 > 0xFFFFFFFF:
+        return LIMIT
+    if not in_place:
+        copy(frame[at:], region[:size])
+    sealed = seal_block(digest(region[:size], REGION) + planes, b)
     entry = job.directory + 8 * b
     store32(frame, entry, end // 8)
     store32(frame, entry + 4, sealed >> U64(32))
-    return sealed
+    result[0] = U64(end)
+    result[1] += sealed
+    return OK
 
 
 @jit

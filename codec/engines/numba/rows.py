@@ -47,7 +47,6 @@ from codec.engines.numba.region import (
     BAD_REGION,
     CODED,
     CONSTANT,
-    LIMIT,
     OK,
     RAW,
     SHORT_OUTPUT,
@@ -265,18 +264,11 @@ def encode_blocks(job, work, data, error, residual, frame, limit, first, count, 
         if status:
             break
         size = close_region(region, _put_bytes(job, work, ncodes, region, nscales) if entropy else nscales + ncodes)
-        if size > limit - at:
-            status = SHORT_OUTPUT
-            break
-        if not fits:
-            copy(frame[at:], region[:size])
-        if (at + size) // 8 > 0xFFFFFFFF:
-            status = LIMIT
+        status = close_block(frame, job, b, region, size, fits, limit, U64(0), result)
+        if status:
             break
         if len(residual):
             _leave(job, work, data, lost, residual, part, start, m, frame[at : at + size], codes)
-        result[0] += U64(size)
-        result[1] += close_block(frame, job, b, frame[at : at + size], U64(0), at + size)
     leave_floats(work.floats)
     return status
 

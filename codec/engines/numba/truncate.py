@@ -15,11 +15,9 @@ from codec.engines.numba.region import (
     BLOCK,
     CODED,
     CONSTANT,
-    LIMIT,
     OK,
     RAW,
     ROWS,
-    SHORT_OUTPUT,
     bad,
     close_block,
     close_region,
@@ -397,16 +395,9 @@ def encode_blocks(job, work, data, error, levels, exponents, from_, frame, limit
         fits = limit - at >= len(work.region)
         region = frame[at:limit] if fits else work.region
         size = _put_block(job, work, m, U32(state), region)
-        if size > limit - at:
-            status = SHORT_OUTPUT
+        status = close_block(frame, job, b, region, size, fits, limit, U64(0), result)
+        if status:
             break
-        if not fits:
-            copy(frame[at:], region[:size])
-        if (at + size) // 8 > 0xFFFFFFFF:
-            status = LIMIT
-            break
-        result[0] += U64(size)
-        result[1] += close_block(frame, job, b, frame[at : at + size], U64(0), at + size)
     leave_floats(work.floats)
     return status
 
