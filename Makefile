@@ -22,16 +22,16 @@ test: $(VENV)/test $(VENV)/debian $(VENV)/gloo $(VENV)/clang $(VENV)/foreign
 	@mkdir -p build
 	$(MAKE) sanitize emulated foreign >build/others.log 2>&1 & others=$$!; $(BESIDE); \
 	$(MAKE) lint ctest abi gloo kernels; $(ALL)
-	{ $(VENV)/bin/pytest $(NUMBA) & numba=$$!; $(VENV)/bin/pytest $(FOREGROUND:%=--ignore=%) $(NUMBA:%=--ignore=%) && \
-		wait $$numba; } >build/others.log 2>&1 & others=$$!; $(BESIDE); \
+	$(VENV)/bin/pytest $(FOREGROUND:%=--ignore=%) $(NUMBA:%=--ignore=%) >build/others.log 2>&1 & others=$$!; $(BESIDE); \
 	$(VENV)/bin/pytest $(FOREGROUND); $(ALL)
 BESIDE = trap "kill $$others" INT TERM
 ALL = mine=$$?; wait $$others; others=$$?; cat build/others.log; [ $$mine = 0 ] && [ $$others = 0 ]
 NUMBA := $(foreach t,numba numba_processes kernels,tests/test_$(t).py)
 
-# what the Numba engine compiles, once for all tests
+# The Numba engine: what it compiles is kept for all tests. Not beside ranks, which want their share of two cores.
 kernels: $(VENV)/test
 	$(PY) -P -m codec warmup
+	$(VENV)/bin/pytest $(NUMBA)
 .PHONY: kernels
 
 # the package is built and installed for the tests; `pip install -e .` does for work on the Python files
