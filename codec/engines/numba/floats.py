@@ -22,7 +22,7 @@ from codec.engines.numba.words import (
 
 FLOAT32, BFLOAT16, FLOAT16 = 1, 3, 4
 STORE, ADD, MAXIMUM = 0, 1, 2  # codec_context.into; 3 is STORE as float32
-RESIDUAL, NOWHERE = 100, 101
+NOWHERE = 101
 
 
 @jit
