@@ -10,19 +10,19 @@ U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
 LANES, ROW = 32, 128  # symbols of a quad row
 PAIR_BITS = 12  # looked up at once: nearly all pairs of codes, and a table that leaves room in the cache
 LONG = U32(64)  # of a pair that is longer; its place has the first symbol alone
-ESCAPED = U32(1 << 31)
+BITS, ESCAPED = U64(63), U32(64)  # of codes of pairs: how many, and whether a symbol is an escape; codes above 16
 
 
 @kernel
 def codes_of_pairs(code, length, pair):
-    """Of symbols a and b at b * 256 + a, which are two bytes one after the other: both codes | their bits << 16."""
+    """Of symbols a and b at b * 256 + a, which are two bytes one after the other: their bits | both codes << 16."""
     for b in range(256):
         second = U32(length[b]) & U32(15)
-        low = U32(code[b]) | U32(second << U32(16)) | (ESCAPED if length[b] >= 128 else U32(0))
+        low = U32(U32(code[b]) << U32(16)) | second | (ESCAPED if length[b] >= 128 else U32(0))
         ahead = pair[256 * b : 256 * b + 256]
         for a in range(256):
-            high = U32(U32(code[a]) << second) | U32(U32(length[a] & U8(15)) << U32(16))
-            ahead[a] = U32(high + low) | (ESCAPED if length[a] >= 128 else U32(0))
+            high = U32(U32(code[a]) << U32(second + U32(16))) | (ESCAPED if length[a] >= 128 else U32(0))
+            ahead[a] = U32((low | high) + U32(length[a] & U8(15)))
 
 
 @jit
@@ -41,18 +41,16 @@ def encode_lanes(pair, symbol, rows, words, bits, have, escaped):
         for lane in range(LANES - 1, -1, -1):
             a, b = pair[halves[2 * lane]], pair[halves[2 * lane + 1]]
             some |= a | b
-            second = U64(b >> U32(16)) & U64(31)
-            quad = (U64(a) & U64(0xFFFF)) << second | U64(b) & U64(0xFFFF)
-            n = (U64(a >> U32(16)) & U64(31)) + second
+            quad = U64(a >> U32(16)) << (U64(b) & BITS) | U64(b >> U32(16))
             x, k = bits[lane], have[lane]
+            n = k + (U64(a) & BITS) + (U64(b) & BITS)
             # whether a word is due cannot be predicted: it is stored in any case, and stays if it is
-            due = (k + n) >> U64(6)
+            due = n >> U64(6)
             words[end - U64(1)] = U32(x)
             end -= due
-            x >>= due << U64(5)
-            k -= due << U64(5)
-            bits[lane] = quad << k | x
-            have[lane] = k + n
+            due <<= U64(5)
+            bits[lane] = quad << (k - due) | x >> due
+            have[lane] = n - due
         escaped[r] = U8((some & ESCAPED) != 0)
     return np.int64(end)
 
@@ -73,10 +71,11 @@ def pairs_of(value, length, pair):
 
 
 @jit
-def decode_lanes(pair, value, length, words, rows, bits, used, quad):
+def decode_lanes(pair, value, length, words, rows, bits, quad):
     """Decode quad rows to `quad`, four symbols an item: how many words were taken.
 
-    A lane is 64 bits and how many of them are used up, less one: 0 to 31. `words` goes on for as many as there may be.
+    A lane is 64 bits: its next ones on top, 32 to 63 of them, a 1 that marks their end, and zeros. `words` goes on for
+    as many as there may be.
     """
     at = U64(0)
     for r in range(rows):
@@ -87,21 +86,17 @@ def decode_lanes(pair, value, length, words, rows, bits, used, quad):
             y = x << (U64(a) & U64(63))
             b = pair[y >> U64(64 - PAIR_BITS)]
             y <<= U64(b) & U64(63)
-            n = U32(a + b)
             four = U32(U32(a >> U32(16)) | U32(b & U32(0xFFFF0000)))
-            if n & U32(3 * LONG):  # one pair is, or both: symbol by symbol
-                y, n, four = x, U32(0), U32(0)
+            if (a | b) & LONG:  # one pair is, or both: symbol by symbol
+                y, four = x, U32(0)
                 for i in range(4):
                     k = y >> U64(56)
                     four = U32(four | U32(U32(value[k]) << U32(8 * i)))
                     y <<= U64(length[k])
-                    n = U32(n + U32(length[k]))
-            u = U32(used[lane] + n)
-            due = U64(U32(u >> U32(5)) & U32(1))
-            u = U32(u & U32(31))
-            word = U64(words[at]) & (U64(0) - due)
-            bits[lane] = y | word << U64(1) << U64(u)
-            used[lane] = u
-            at += due
+            # If fewer than 32 are left, the mark is bit 32 + d: a word goes where it is, and the mark to d. Without
+            # a branch, which could not be predicted: 2^d, or 0, times what a word and a mark in its place add up to.
+            due = (y & (U64(0) - y)) >> U64(32)
+            bits[lane] = y + due * (U64(words[at]) * U64(2) - U64(0xFFFFFFFF))
+            at += U64(due != 0)
             quads[lane] = four
     return np.int64(at)

@@ -28,7 +28,6 @@ class Room(NamedTuple):
     words: Any
     bits: Any  # the lanes' reservoirs, and how many bits of each
     have: Any
-    used: Any
     escaped: Any  # a byte a quad row
     literals: Any
     pairs: Any  # a table for each plane that has a codebook
@@ -46,9 +45,7 @@ def coder_room(job, n):
             make(job.tables[p, :256], job.tables[p, 256:512], pairs[p])
     words = np.empty(LANES * rows + 3 * LANES, U32)
     bits, have = np.empty(LANES, U64), np.empty(LANES, U64)
-    return Room(
-        words, bits, have, np.empty(LANES, U32), np.empty(rows, U8), np.empty(2 * n, U8), pairs, np.empty(0, U16)
-    )
+    return Room(words, bits, have, np.empty(rows, U8), np.empty(2 * n, U8), pairs, np.empty(0, U16))
 
 
 @jit
@@ -313,14 +310,14 @@ def get_coded(frame, job, p, k, room, symbol, c, fault):
     copy(words.view(U8), frame[c[0] : c[0] + 4 * most])
     words[most : LANES * rows + LANES + 1] = U32(0)
     for lane in range(LANES):
-        bits[lane] = U64(words[lane]) << U64(32) | bits[lane] << (U64(32) - have[lane])
-        room.used[lane] = U32(U64(31) - have[lane])
+        tail = U64(2) * bits[lane] + U64(1)  # and the mark
+        bits[lane] = U64(words[lane]) << U64(32) | tail << (U64(31) - have[lane])
     c[0] += 4 * nwords
     quad = symbol[: ROW * rows].view(U32)
-    taken = decode_lanes(room.pairs[p], table[:256], table[256:512], words[LANES:], rows, bits, room.used, quad)
+    taken = decode_lanes(room.pairs[p], table[:256], table[256:512], words[LANES:], rows, bits, quad)
     some = U64(0)
     for lane in range(LANES):
-        some |= bits[lane] | U64(room.used[lane] ^ U32(31))
+        some |= bits[lane] ^ U64(1 << 31)
     after = max(nwords - LANES, 0)
     if some or taken < after:
         return bad(fault, BAD_REGION, c[0], after, k)
