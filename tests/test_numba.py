@@ -611,16 +611,11 @@ def test_flush_denormal_changes_nothing(name):
         assert flushed[1] == expected
 
 
-def of_families(frames):
-    """Names of frames, and in their ids whether their codec is one of rows: other kernels."""
-    return [pytest.param(name, id=f"{name}-of_rows" if 2 <= frame[5] <= 6 else name) for name, frame in frames.items()]
-
-
 GOLDEN = json.loads(test_vectors.INDEX.read_text())
 GOLDEN_FRAMES = {name: (test_vectors.HERE / f"{name}.codec").read_bytes() for name in GOLDEN}
 
 
-@pytest.mark.parametrize("name", of_families(GOLDEN_FRAMES))
+@pytest.mark.parametrize("name", GOLDEN_FRAMES)
 def test_golden_frames(name):
     """Both ways."""
     about, frame = GOLDEN[name], GOLDEN_FRAMES[name]
@@ -680,7 +675,7 @@ def damage(frame, rng):
     return sealed or bytes(mutant)
 
 
-@pytest.mark.parametrize("name", of_families({name: frame for name, (frame, *_) in HOSTILE.items()}))
+@pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_frames(name):
     """The same tensor or the same error, by its type, code and text, by any number of threads; and memory as it was."""
     frame, dtype, n, how = HOSTILE[name]
@@ -745,9 +740,7 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=f"{case}-of_rows" if "rows" in case[:4] else case) for case in BY_HAND]
-)
+@pytest.mark.parametrize("case", BY_HAND)
 def test_frames_made_by_hand(case, monkeypatch):
     """All that no encoder writes and the format allows or forbids."""
     test, *arguments = BY_HAND[case]
