@@ -14,27 +14,29 @@ SOURCES := $(shell find native bindings codec -name '*.[ch]' -o -name '*.py' -o 
 demo: $(VENV)/demo
 	$(PY) bench/demo.py
 
-# Ranks wait for each other most of the time, so the other tests run beside them. In the background: there a shell has
-# its children ignore SIGINT, which some of the tests send.
-FOREGROUND := $(foreach t,all_reduce backend ddp fsdp gloo hook_state interrupts links peer_failures shared_scale sound,tests/test_$(t).py)
-
-# Two at a time, on two cores. What would not see anything new on a CPU with AVX-512 is left out there.
+# Two lanes for two cores, about as long. What a CPU with AVX-512 sees without emulating it is not emulated there.
 test: $(VENV)/debian $(VENV)/gloo $(VENV)/clang $(VENV)/foreign
 	@mkdir -p build
 	$(MAKE) sanitize >build/others.log 2>&1 & others=$$!; $(BESIDE); \
-	$(MAKE) $(VENV)/test; $(ALL)
-	{ $(MAKE) foreign kernels && $(VENV)/bin/pytest $(FOREGROUND:%=--ignore=%) $(NUMBA:%=--ignore=%); } \
-		>build/others.log 2>&1 & others=$$!; $(BESIDE); \
-	{ $(MAKE) lint ctest abi gloo $(if $(AVX512),,emulated) && $(VENV)/bin/pytest $(FOREGROUND); }; $(ALL)
+	$(MAKE) $(VENV)/test lint; $(ALL)
+	$(MAKE) -k kernels others >build/others.log 2>&1 & others=$$!; $(BESIDE); \
+	$(MAKE) -k ctest abi gloo foreign $(if $(AVX512),,emulated) ranks; $(ALL)
 BESIDE = trap "kill $$others" INT TERM
 ALL = mine=$$?; wait $$others; others=$$?; cat build/others.log; [ $$mine = 0 ] && [ $$others = 0 ]
-NUMBA := $(foreach t,numba numba_processes kernels,tests/test_$(t).py)
 AVX512 := $(shell grep -om1 avx512_vbmi2 /proc/cpuinfo)
 
-# the Numba engine: what it compiles is kept for all tests
+# Ranks wait for each other most of the time, and some tests send SIGINT, which a shell's children in the background
+# ignore; and as many more that the lanes take as long. The Numba engine: what it compiles is kept for all its tests.
+RANKS := $(foreach t,all_reduce backend ddp fsdp gloo hook_state interrupts links peer_failures shared_scale sound \
+	embedding exact reject,tests/test_$(t).py)
+NUMBA := $(foreach t,numba numba_processes kernels,tests/test_$(t).py)
+ranks: $(VENV)/test
+	$(VENV)/bin/pytest $(RANKS)
 kernels: $(VENV)/test
 	$(VENV)/bin/pytest $(NUMBA)
-.PHONY: kernels
+others: $(VENV)/test
+	$(VENV)/bin/pytest $(RANKS:%=--ignore=%) $(NUMBA:%=--ignore=%)
+.PHONY: ranks kernels others
 
 # the package is built and installed for the tests; `pip install -e .` does for work on the Python files
 $(VENV)/bin/pip:

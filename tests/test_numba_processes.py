@@ -14,9 +14,9 @@ TESTS, PACKAGE = Path(__file__).parent, Path(codec.__file__).parent
 LIBRARY = os.environ.get("CODEC_LIBRARY") or str(Path(_cffi.__file__).with_name("lib") / "libcodec.so")
 
 
-def run(*command, **env):
+def run(*command, cwd=None, **env):
     """A process's output, which must end well."""
-    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     return done.stdout
 
@@ -28,7 +28,7 @@ def test_no_access_is_out_of_range(tmp_path):
     """
     options = ("-p", "no:cacheprovider", "-W", "ignore::numba.core.errors.NumbaWarning")
     command = [sys.executable, "-m", "pytest", *options, str(TESTS / "test_numba.py"), "-k", "hostile or by_hand"]
-    out = run(*command, NUMBA_BOUNDSCHECK="1", NUMBA_OPT="0", NUMBA_CACHE_DIR=str(tmp_path))
+    out = run(*command, cwd=tmp_path, NUMBA_BOUNDSCHECK="1", NUMBA_OPT="0", NUMBA_CACHE_DIR=str(tmp_path))
     assert " passed" in out
 
 

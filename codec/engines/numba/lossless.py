@@ -111,20 +111,15 @@ def _merge2(p0, p1, offset, is_float, x):
 
 
 @jit
-def _merge4(p0, p1, p2, p3, offset, is_float, x):
+def _merge4(p0, p1, p2, p3, offset, is_float, upper, x):
     n = len(x)
-    if is_float:
-        for i in range(n):
-            high = unturn(U16(U16(U16(p0[i]) << U16(8)) | U16(p1[i])), offset[i], SHIFT)
-            x[i] = U32(U32(U32(high) << U32(16)) | U32(U32(p2[i]) << U32(8)) | U32(p3[i]))
-    else:
-        for i in range(n):
-            high = U32(U32(U32(p0[i]) << U32(24)) | U32(U32(p1[i]) << U32(16)))
-            x[i] = U32(high | U32(U32(p2[i]) << U32(8)) | U32(p3[i]))
+    _merge2(p0, p1, offset, is_float, upper[:n])  # apart: its vectors hold twice as many words
+    for i in range(n):
+        x[i] = U32(U32(U32(upper[i]) << U32(16)) | U32(U32(p2[i]) << U32(8)) | U32(p3[i]))
 
 
 @jit
-def _merge8(planes, offset, is_float, half, x):
+def _merge8(planes, offset, is_float, upper, half, x):
     n = len(x)
     p0, p1 = planes[0], planes[1]
     for i in range(n):
@@ -133,13 +128,13 @@ def _merge8(planes, offset, is_float, half, x):
         half[i] = U32(U32(U32(y) << U32(16)) | U32(U32(planes[2][i]) << U32(8)) | U32(planes[3][i]))
     for i in range(n):
         x[i] = U64(half[i]) << U64(32)
-    _merge4(planes[4], planes[5], planes[6], planes[7], offset, False, half)
+    _merge4(planes[4], planes[5], planes[6], planes[7], offset, False, upper, half)
     for i in range(n):
         x[i] |= U64(half[i])
 
 
 @jit
-def _merge(job, planes, offset, half, data):
+def _merge(job, planes, offset, upper, half, data):
     """The inverse."""
     is_float = job.octave > 0
     if job.size == 1:
@@ -147,9 +142,9 @@ def _merge(job, planes, offset, half, data):
     elif job.size == 2:
         _merge2(planes[0], planes[1], offset, is_float, data.view(U16))
     elif job.size == 4:
-        _merge4(planes[0], planes[1], planes[2], planes[3], offset, is_float, data.view(U32))
+        _merge4(planes[0], planes[1], planes[2], planes[3], offset, is_float, upper, data.view(U32))
     else:
-        _merge8(planes, offset, is_float, half, data.view(U64))
+        _merge8(planes, offset, is_float, upper, half, data.view(U64))
 
 
 @jit
@@ -299,6 +294,7 @@ class Work(NamedTuple):
     low: Any  # nibbles, and the high ones behind them
     region: Any
     offset: Any
+    upper: Any  # of values: 16 bits, 32 bits
     half: Any
     x: Any
     native: Any
@@ -314,6 +310,7 @@ def work_of(job):
         np.empty((8, PLANE_ROOM), U8),
         np.empty(2 * BLOCK + ROW, U8),
         np.empty(8 * BLOCK + 64, U8),
+        np.empty(BLOCK, U16),
         np.empty(BLOCK, U16),
         np.empty(BLOCK, U32),
         np.empty(ROW, F32),
@@ -453,13 +450,14 @@ def _check_pruned(job, first, m, planes, fault):
 
 
 @jit
-def _get_block(frame, job, work, first, m, fault):
-    """A region to planes."""
+def _get_block(frame, job, work, first, m, merges, fault):
+    """A region to planes; without those that are fixed if nothing is made of them."""
     c, planes, mode = work.c, work.planes, work.mode
     head = np.int64(load32(frame, c[0]))
     status = _read_head(job, head, c[0], mode, fault)
     c[0] += 4
-    _get_fixed(frame, job, first, m, planes)
+    if merges or head & PRUNED:
+        _get_fixed(frame, job, first, m, planes)
     k = m
     for p in range(job.size):
         if status or job.fixed >> p & 1:
@@ -486,7 +484,7 @@ def decode_blocks(job, work, frame, checks, first, count, sink, seal, fault):
         m = min(job.block, job.n - start)
         status = open_block(frame, job, b, checks, work.c, seal, fault)
         if not status:
-            status = _get_block(frame, job, work, start, m, fault)
+            status = _get_block(frame, job, work, start, m, sink.into != NOWHERE, fault)
         if status:
             break
         if sink.into == NOWHERE:
@@ -495,7 +493,7 @@ def decode_blocks(job, work, frame, checks, first, count, sink, seal, fault):
             fill_offsets(job, start, work.offset[:m])
         stores = sink.into == STORE
         data = sink.data[job.size * start : job.size * (start + m)] if stores else work.region[: job.size * m]
-        _merge(job, work.planes, work.offset, work.half, data)
+        _merge(job, work.planes, work.offset, work.upper, work.half, data)
         if not stores:
             for i in range(0, m, len(work.x)):
                 x = work.x[: min(len(work.x), m - i)]

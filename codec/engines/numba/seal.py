@@ -8,19 +8,20 @@ from codec.engines.numba.jit import jit
 U32, U64 = np.uint32, np.uint64
 GOLDEN = U64(0x9E3779B97F4A7C15)
 REGION, PLANE, STATE = 0x300, 0x400, 0x500  # seeds
-WORDS = 256  # of a chunk
+PAIRS = 128  # of words, in a chunk
+LOWER = U64(0xFFFFFFFF)
 
 
 def _keys() -> np.ndarray:
     """h(i + 1) | 1."""
     with np.errstate(over="ignore"):
-        x = np.arange(1, WORDS + 1, dtype=U32)
+        x = np.arange(1, 2 * PAIRS + 1, dtype=U32)
         x = (x ^ x >> U32(16)) * U32(0x85EBCA6B)
         x = (x ^ x >> U32(13)) * U32(0xC2B2AE35)
         return x ^ x >> U32(16) | U32(1)
 
 
-KEYS = _keys()
+EVEN, ODD = _keys()[::2].astype(U64), _keys()[1::2].astype(U64)
 
 
 @jit
@@ -34,23 +35,28 @@ def mix(x):
 
 
 @jit
+def _product(x, i):
+    """Of words 2 i and 2 i + 1 of a chunk and their keys."""
+    return (x & LOWER) * EVEN[i] + (x >> U64(32)) * ODD[i]
+
+
+@jit
 def digest(data, seed):
     """Of bytes."""
     total = U64(0)
-    whole = len(data) // 4
-    words = data[: 4 * whole].view(U32)
-    nchunks = (len(data) + 4 * WORDS - 1) // (4 * WORDS)
+    whole = len(data) // 8
+    pairs = data[: 8 * whole].view(U64)
+    nchunks = (len(data) + 8 * PAIRS - 1) // (8 * PAIRS)
     for c in range(nchunks):
-        chunk = words[WORDS * c : WORDS * c + WORDS]
+        chunk = pairs[PAIRS * c : PAIRS * c + PAIRS]
         s = U64(0)
         for i in range(len(chunk)):
-            s += U64(chunk[i]) * U64(KEYS[i])
+            s += _product(chunk[i], i)
         if c == nchunks - 1:
             last = U64(0)
-            for i in range(4 * whole, len(data)):
-                last |= U64(data[i]) << U64(8 * (i % 4))
-            if last:
-                s += last * U64(KEYS[whole % WORDS])
+            for i in range(8 * whole, len(data)):
+                last |= U64(data[i]) << U64(8 * (i % 8))
+            s += _product(last, whole % PAIRS)
         total += mix(s + ((U64(seed) << U64(40)) + U64(c)) * GOLDEN)
     return total
 

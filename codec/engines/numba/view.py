@@ -32,6 +32,7 @@ _ROW_PART = np.dtype(
         ("scale_below", "f4"),
     ]
 )
+_TABLE, _OFFSET = np.dtype("514u1"), np.dtype("i1")
 _ROW_SUMS = np.dtype([("sum0", "f8"), ("sum1", "f8"), ("negative", "u4"), ("max", "u4")])
 _OCTAVES = {"float32": 128, "float64": 16, "bfloat16": 128, "float16": 1024}
 
@@ -77,8 +78,7 @@ def view_job(job: Any) -> Job:
     check(lib.codec_job_view(job, v))
     memory = ffi.cast("uint8_t *", job)
 
-    def array(a: Any, dtype: Any) -> Array:
-        dtype = np.dtype(dtype)
+    def array(a: Any, dtype: np.dtype[Any]) -> Array:
         if not a.count:
             return np.empty(0, dtype)
         assert a.itemsize == dtype.itemsize
@@ -110,9 +110,9 @@ def view_job(job: Any) -> Job:
         np.float32(v.clip),
         ITEMSIZE[name],
         _OCTAVES.get(name, 0),
-        array(v.tables, "514u1"),
+        array(v.tables, _TABLE),
         array(v.model_parts, _MODEL_PART),
-        array(v.offsets, "i1"),
+        array(v.offsets, _OFFSET),
         array(v.row_parts, _ROW_PART),
         array(v.row_sums, _ROW_SUMS),
     )
