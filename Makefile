@@ -6,7 +6,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 CMAKE := $(VENV)/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja
 # tables of numbers keep their own shape
-C_FILES := $(filter-out %permute_avx2.h %seal.h,$(shell find native bindings bench fuzz examples tests -name '*.[ch]' -o -name '*.cc'))
+C_FILES := $(filter-out %permute_avx2.h %seal.h,$(shell find native bindings bench fuzz examples tests -name '*.[ch]' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh'))
 SOURCES := $(shell find native bindings codec -name '*.[ch]' -o -name '*.py' -o -name CMakeLists.txt) pyproject.toml
 
 .PHONY: demo test lint docs native ctest abi abi-baseline sanitize emulated foreign bench format clean
@@ -26,9 +26,9 @@ ALL = mine=$$?; wait $$others; others=$$?; cat build/others.log; [ $$mine = 0 ] 
 AVX512 := $(shell grep -om1 avx512_vbmi2 /proc/cpuinfo)
 
 # Ranks wait for each other most of the time, and some tests send SIGINT, which a shell's children in the background
-# ignore; and as many more that the lanes take as long. The Numba engine: what it compiles is kept for all its tests.
+# ignore. The Numba engine: what it compiles is kept for all its tests.
 RANKS := $(foreach t,all_reduce backend ddp fsdp gloo hook_state interrupts links peer_failures shared_scale sound \
-	embedding exact reject,tests/test_$(t).py)
+	embedding exact,tests/test_$(t).py)
 NUMBA := $(foreach t,numba numba_processes kernels,tests/test_$(t).py)
 ranks: $(VENV)/test
 	$(VENV)/bin/pytest $(RANKS)

@@ -21,32 +21,32 @@ def nvrtc() -> ctypes.CDLL:
     return ctypes.CDLL(str(next(f.locate() for f in installed if re.fullmatch(r"libnvrtc\.so\.\d+", f.name))))
 
 
-def ptx_of(*options: str, source: str = EVERYTHING) -> str:
-    """PTX of all functions of all headers: other files might call them, so that each is there."""
-    lib = nvrtc()
-    program = ctypes.c_void_p()
-    texts = [(EXACT / name).read_bytes() for name in HEADERS]
-    arguments = [option.encode() for option in options]
-    status = lib.nvrtcCreateProgram(
-        ctypes.byref(program),
-        source.encode(),
-        b"exact.cu",
-        len(HEADERS),
-        (ctypes.c_char_p * len(HEADERS))(*texts),
-        (ctypes.c_char_p * len(HEADERS))(*(name.encode() for name in HEADERS)),
-    )
+def compiled(source: str, headers: dict[str, str], options: list[str]) -> tuple[str, str]:
+    """What NVRTC says of a source whose headers are given with it, and its PTX."""
+    lib, program = nvrtc(), ctypes.c_void_p()
+    texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
+    names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
+    arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    status = lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"source.cu", len(headers), texts, names)
     assert status == 0
-    status = lib.nvrtcCompileProgram(program, len(arguments), (ctypes.c_char_p * len(arguments))(*arguments))
+    status = lib.nvrtcCompileProgram(program, len(options), arguments)
     size = ctypes.c_size_t()
     lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
     lib.nvrtcGetProgramLog(program, log)
-    assert (status, log.value.decode().strip()) == (0, "")
+    assert status == 0, log.value.decode()
     lib.nvrtcGetPTXSize(program, ctypes.byref(size))
     ptx = ctypes.create_string_buffer(size.value)
     lib.nvrtcGetPTX(program, ptx)
     lib.nvrtcDestroyProgram(ctypes.byref(program))
-    return ptx.value.decode()
+    return log.value.decode(), ptx.value.decode()
+
+
+def ptx_of(*options: str, source: str = EVERYTHING) -> str:
+    """PTX of all functions of all headers: other files might call them, so that each is there."""
+    log, ptx = compiled(source, {name: (EXACT / name).read_text() for name in HEADERS}, list(options))
+    assert not log.strip()
+    return ptx
 
 
 ALONE = ("-default-device", "--relocatable-device-code=true", "-DBITS_FN=__device__")

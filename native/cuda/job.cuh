@@ -1,0 +1,73 @@
+/* job.cuh - what the C core decided, as kernels are given it: codec_view, and the job's memory on the device. */
+#ifndef CODEC_JOB_CUH
+#define CODEC_JOB_CUH
+
+#include "warp.cuh"
+
+/* What the blocks of a frame have found out together; all ones and zeros at first. */
+struct codec_found {
+	unsigned long long fault; /* block << 8 | status, of the first block at fault; ~0: none is */
+	unsigned long long seal;  /* of blocks and directory */
+};
+
+/* A job's parts and tables, where they lie. */
+struct job {
+	codec_view v;
+	const uint8_t *memory;
+};
+
+/* Where a region is read: what is left of it are the bytes frame[at, end). The same in all lanes. */
+struct cursor {
+	const uint8_t *frame;
+	uint64_t at, end;
+};
+
+DEVICE uint64_t left(const cursor *c)
+{
+	return c->end - c->at;
+}
+
+DEVICE const uint8_t *here(const cursor *c)
+{
+	return c->frame + c->at;
+}
+
+/* Tables of plane p's codebook for decoding: see codec_view.tables. */
+#define TABLE_NBYTES 514
+#define TABLE_LENGTHS 256
+#define TABLE_ESCAPE 512
+#define TABLE_PAD 513
+
+DEVICE const uint8_t *table_of(const job *j, uint32_t p)
+{
+	return j->memory + j->v.tables.at + TABLE_NBYTES * p;
+}
+
+DEVICE uint64_t block_values(const codec_view *v, uint64_t b)
+{
+	uint64_t first = b * v->block_nvalues;
+
+	return v->n - first < v->block_nvalues ? v->n - first : v->block_nvalues;
+}
+
+/* Block b's region. */
+DEVICE codec_status open_region(const codec_view *v, const uint8_t *frame, uint64_t b, cursor *c)
+{
+	const uint8_t *entry = frame + v->directory_offset + WIRE_DIRECTORY_ENTRY * b;
+
+	c->frame = frame;
+	c->at = b ? (uint64_t)WIRE_ALIGN * load32(entry - WIRE_DIRECTORY_ENTRY) : v->regions_offset;
+	c->end = (uint64_t)WIRE_ALIGN * load32(entry);
+	return c->at < v->regions_offset || c->end <= c->at || c->end > v->frame_nbytes ? CODEC_BAD_DIRECTORY
+											: CODEC_OK;
+}
+
+/* A region ends with fewer than 8 zero bytes. */
+DEVICE codec_status close_region(const cursor *c, uint32_t lane)
+{
+	bool bad = left(c) >= WIRE_ALIGN || (lane < left(c) && here(c)[lane]);
+
+	return __any_sync(FULL, bad) ? CODEC_BAD_REGION : CODEC_OK;
+}
+
+#endif

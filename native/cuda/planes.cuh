@@ -1,0 +1,127 @@
+/* planes.cuh - planes of a region, read row by row. docs/format.md, sections 6 and 7. */
+#ifndef CODEC_PLANES_CUH
+#define CODEC_PLANES_CUH
+
+#include "coder.cuh"
+
+#define PLANE_ROOM ((1u << WIRE_MAX_BLOCK_LOG2) + WIRE_ROW) /* of a warp's memory for a plane: whole rows are written  \
+							     */
+
+/* A plane of k values that is being read. */
+struct plane {
+	uint32_t mode, k;
+	const uint8_t *bytes; /* raw: the next row; constant: one byte; rows: the bitmap */
+	const uint32_t *pair; /* coded: tables; without that of pairs one symbol is looked up at a time */
+	const uint8_t *table;
+	coded coder;
+	bool bad;
+};
+
+/* Begin with plane p, in any mode. The cursor moves behind what is known to be there. */
+static __device__ codec_status plane_open(plane *o, const job *j, uint32_t p, uint32_t mode, const uint32_t *pair,
+					  uint32_t k, cursor *c, uint32_t lane)
+{
+	uint32_t rows = (k + WIRE_ROW - 1) / WIRE_ROW;
+	uint64_t nbytes = mode == WIRE_MODE_RAW ? k : mode == WIRE_MODE_ROWS ? (rows + 7) / 8 : 1;
+
+	*o = {mode, k, here(c), pair, table_of(j, p), {0, NULL, 0, 0}, false};
+	if (mode == WIRE_MODE_CODED)
+		return open_plane(c, &o->coder, lane);
+	if (left(c) < nbytes || (mode == WIRE_MODE_ROWS && rows % 8 && o->bytes[nbytes - 1] >> rows % 8))
+		return CODEC_BAD_REGION;
+	c->at += nbytes;
+	return CODEC_OK;
+}
+
+/* Literals of a row's escapes, a byte each, to their places; the cursor moves behind them. */
+DEVICE uint32_t take_literals(plane *o, cursor *c, uint32_t quad, uint32_t escapes, uint32_t lane)
+{
+	uint32_t total, at = warp_scan(__popc(escapes), lane, &total);
+
+	o->bad |= left(c) < total;
+	if (left(c) < total)
+		return quad;
+	for (uint32_t i = 0; i < 4; i++)
+		if (escapes >> i & 1)
+			quad = (quad & ~(255u << 8 * i)) | (uint32_t)here(c)[at++] << 8 * i;
+	c->at += total;
+	return quad;
+}
+
+/* Four bytes of row r, those of values from k on 0. Rows are to be read in order. */
+static __device__ uint32_t plane_row(plane *o, uint32_t r, cursor *c, uint32_t lane)
+{
+	uint32_t n = there(r, lane, o->k), run = o->k - WIRE_ROW * r, escapes;
+
+	if (o->mode == WIRE_MODE_CODED) {
+		uint32_t quad = decode_row(&o->coder, o->pair, o->table, r, o->k, lane, &escapes, &o->bad);
+
+		if (__any_sync(FULL, escapes != 0))
+			quad = take_literals(o, c, quad, escapes, lane);
+		return keep_bytes(quad, n);
+	}
+	if (o->mode == WIRE_MODE_CONSTANT)
+		return keep_bytes(o->bytes[0] * ONES, n);
+	if (o->mode == WIRE_MODE_RAW)
+		return load_bytes(o->bytes + WIRE_ROW * r + 4 * lane, n);
+	run = run < WIRE_ROW ? run : WIRE_ROW;
+	if (!(o->bytes[r / 8] >> r % 8 & 1))
+		return 0;
+	o->bad |= left(c) < run;
+	if (left(c) < run)
+		return 0;
+	c->at += run;
+	return load_bytes(here(c) - run + 4 * lane, n);
+}
+
+/* After the last row. */
+DEVICE codec_status plane_close(const plane *o)
+{
+	bool bad = o->bad || (o->mode == WIRE_MODE_CODED && !ends_well(&o->coder));
+
+	return __any_sync(FULL, bad) ? CODEC_BAD_REGION : CODEC_OK;
+}
+
+/* The high nibbles that belong to the k low ones of `plane`. */
+static __device__ codec_status read_high(uint32_t *plane, uint32_t k, cursor *c, uint32_t lane)
+{
+	uint32_t nbytes = (k + 1) / 2, any = 0;
+	const uint8_t *high = here(c);
+
+	if (left(c) < nbytes)
+		return CODEC_BAD_REGION;
+	c->at += nbytes;
+	for (uint32_t r = 0; WIRE_ROW * r < k; r++) {
+		uint32_t quad = plane[32 * r + lane];
+
+		any |= quad & 0xf0f0f0f0u;
+		for (uint32_t i = 0; i < there(r, lane, k); i++) {
+			uint32_t at = WIRE_ROW * r + 4 * lane + i;
+
+			quad |= (at < nbytes ? (uint32_t)high[at] << 4 & 0xf0 : high[at - nbytes] & 0xf0) << 8 * i;
+		}
+		plane[32 * r + lane] = quad;
+	}
+	any |= k % 2 && high[nbytes - 1] > 15;
+	return __any_sync(FULL, any != 0) ? CODEC_BAD_REGION : CODEC_OK;
+}
+
+/* All of plane p of k values to memory for whole rows. */
+static __device__ codec_status read_plane(const job *j, uint32_t p, uint32_t mode, const uint32_t *pair, uint32_t k,
+					  uint32_t *to, cursor *c, uint32_t lane)
+{
+	plane o;
+	codec_status status = plane_open(&o, j, p, mode, pair, k, c, lane);
+
+	if (status != CODEC_OK)
+		return status;
+	for (uint32_t r = 0; WIRE_ROW * r < k; r++)
+		to[32 * r + lane] = plane_row(&o, r, c, lane);
+	status = plane_close(&o);
+	if (status == CODEC_OK && mode == WIRE_MODE_CODED && j->v.halved >> p & 1)
+		status = read_high(to, k, c, lane);
+	__syncwarp();
+	return status;
+}
+
+#endif

@@ -1,0 +1,183 @@
+/* rows.cuh - sign, ternary, float8, float4, quantize: a warp does a block. docs/format.md, section 8. */
+#ifndef CODEC_ROWS_CUH
+#define CODEC_ROWS_CUH
+
+#include "exact/scales.h"
+#include "planes.cuh"
+#include "seal.cuh"
+#include "sink.cuh"
+
+/* A block: the part it belongs to, its first value, how many it has. */
+struct row_place {
+	const codec_row_part *part;
+	uint64_t first;
+	uint32_t m;
+};
+
+DEVICE struct row_kind kind_of(const codec_view *v)
+{
+	return row_kind_of(v->codec, v->variant, v->options, v->bits, v->dtype);
+}
+
+static __device__ row_place row_place_of(const job *j, struct row_kind q, uint64_t b)
+{
+	const codec_row_part *part = (const codec_row_part *)(j->memory + j->v.row_parts.at);
+	uint64_t low = 0, high = j->v.row_parts.count;
+
+	while (high - low > 1) {
+		uint64_t middle = (low + high) / 2;
+
+		if (part[middle].first_block <= b)
+			low = middle;
+		else
+			high = middle;
+	}
+	part += low;
+	b -= part->first_block;
+	return {part, part->start + b * row_block(q, part->row), (uint32_t)row_block_n(q, part->row, part->count, b)};
+}
+
+/* What values of a row go by: their scale or, of signs, what positive and negative values are. False: not allowed. */
+DEVICE bool read_scale(struct row_kind q, const codec_row_part *part, const uint8_t *p, float *scale, float *below)
+{
+	uint32_t u = 0, w = 0;
+
+	if (q.codec == WIRE_CODEC_FLOAT4) {
+		*scale = scale_float4_value(q, *p, part->scale[0]);
+		return *p <= (q.variant == WIRE_FLOAT4_MXFP4 ? WIRE_MAX_MXFP4 : WIRE_MAX_NVFP4) &&
+		       round_bits(*scale) < ROUND_INF;
+	}
+	u = w = load32(p);
+	if (q.codec == WIRE_CODEC_SIGN && q.variant == WIRE_SIGN_TWO_MEAN)
+		w = load32(p + 4);
+	*scale = round_float(u);
+	*below = round_sign_below(round_float(w));
+	return u < ROUND_INF && w < ROUND_INF && (u || q.codec != WIRE_CODEC_FLOAT8);
+}
+
+/* Codes i to i + 3 of those that lie in nbytes bytes, a byte each. */
+DEVICE uint32_t read_codes(struct row_kind q, const uint8_t *codes, uint64_t nbytes, uint64_t i, uint32_t n)
+{
+	uint32_t quad = 0;
+
+	if (q.bits == 8)
+		return load_bytes(codes + i, n);
+	if (!q.bits) {
+		for (uint32_t k = 0; k < n; k++) {
+			uint32_t byte = codes[(i + k) / 5];
+
+			for (uint32_t after = 4 - (uint32_t)((i + k) % 5); after; after--)
+				byte = bits_third(byte);
+			quad |= (byte - 3 * bits_third(byte)) << 8 * k;
+		}
+		return quad;
+	}
+	uint64_t bit = i * q.bits, x = 0;
+
+	for (uint32_t k = 0; k < (bit % 8 + 4 * q.bits + 7) / 8 && bit / 8 + k < nbytes; k++)
+		x |= (uint64_t)codes[bit / 8 + k] << 8 * k;
+	return keep_bytes((uint32_t)bits_spread(x >> bit % 8 & ((1ull << 4 * q.bits) - 1), q.bits), n);
+}
+
+/* Do codes only say what they can? Of a quad; of all together, by one lane. */
+DEVICE bool allowed_codes(struct row_kind q, uint32_t quad, uint32_t n)
+{
+	uint32_t most = q.codec == WIRE_CODEC_TERNARY    ? 2
+			: q.codec == WIRE_CODEC_QUANTIZE ? (q.odd ? 2 * q.levels : q.levels)
+							 : 255;
+
+	for (uint32_t k = 0; k < n; k++)
+		if ((quad >> 8 * k & 255) > most)
+			return false;
+	return true;
+}
+
+DEVICE bool allowed_end(struct row_kind q, const uint8_t *codes, uint64_t nbytes, uint64_t m)
+{
+	uint32_t last = codes[nbytes - 1], missing = (uint32_t)(5 * nbytes - m);
+
+	if (q.bits)
+		return m * q.bits % 8 == 0 || last >> m * q.bits % 8 == 0;
+	for (; missing; missing--, last = bits_third(last))
+		if (last != 3 * bits_third(last))
+			return false;
+	return true;
+}
+
+/* What a code is worth. */
+template <int CODEC> DEVICE float code_value(struct row_kind q, uint32_t code, float scale, float below)
+{
+	if (CODEC == WIRE_CODEC_SIGN)
+		return code ? scale : below;
+	if (CODEC == WIRE_CODEC_TERNARY)
+		return round_scaled(round_ternary_ratio(code), scale);
+	if (CODEC == WIRE_CODEC_FLOAT8)
+		return q.variant == WIRE_FLOAT8_E4M3FN ? round_float8_value(code, scale, 3, 7, 0x7e)
+						       : round_float8_value(code, scale, 2, 15, 0x7b);
+	if (CODEC == WIRE_CODEC_FLOAT4)
+		return round_scaled(round_float4_ratio(code), scale);
+	return round_level(round_level_of(code, q.odd, q.levels), (float)q.levels, scale);
+}
+
+/* A region's values. `scratch` is memory for the bytes of its codes, where they come out of the coder. */
+template <int CODEC>
+static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, const uint32_t *pair, uint8_t *scratch,
+					 const codec_sink *sink, uint32_t lane)
+{
+	const struct row_kind q = kind_of(&j->v);
+	const row_place p = row_place_of(j, q, b);
+	uint32_t row = p.part->row, each = (uint32_t)row_scale_nbytes(q);
+	uint64_t nrows = row_count(row, p.m), nscales = nrows * each, ncodes = row_codes_nbytes(q, p.m);
+	const uint8_t *scales = here(&c), *codes = scales + nscales;
+	codec_status status = CODEC_OK;
+	bool bad = false;
+
+	if (q.entropy) {
+		if (left(&c) < nscales + 4)
+			return CODEC_BAD_REGION;
+		uint32_t mode = load32(codes);
+
+		if (mode > WIRE_MODE_CODED)
+			return CODEC_BAD_REGION;
+		c.at += nscales + 4;
+		status = read_plane(j, 0, mode, pair, (uint32_t)ncodes, (uint32_t *)scratch, &c, lane);
+		codes = scratch;
+	} else {
+		if (left(&c) < nscales + ncodes)
+			return CODEC_BAD_REGION;
+		c.at += nscales + ncodes;
+	}
+	if (status == CODEC_OK)
+		status = close_region(&c, lane);
+	if (status != CODEC_OK)
+		return status;
+	if (lane == 0)
+		bad = !allowed_end(q, codes, ncodes, p.m);
+	for (uint64_t i = lane; i < ncodes && !q.bits; i += 32)
+		bad |= codes[i] > 242;
+
+	float scale = p.part->scale[0], below = round_sign_below(p.part->scale[q.variant == WIRE_SIGN_TWO_MEAN]);
+	uint64_t known = ~0ull; /* the row whose scale that is */
+
+	if (sink->unscaled)
+		scale = 1;
+	for (uint32_t r = 0; (uint64_t)WIRE_ROW * r < p.m; r++) {
+		uint32_t n = there(r, lane, p.m), i = WIRE_ROW * r + 4 * lane;
+		uint32_t quad = n ? read_codes(q, codes, ncodes, i, n) : 0;
+
+		bad |= !allowed_codes(q, quad, n);
+		for (uint32_t k = 0; k < n; k++) {
+			if (row && (i + k) / row != known) {
+				known = (i + k) / row;
+				bad |= !read_scale(q, p.part, scales + known * each, &scale, &below);
+			}
+			if (!sink->data || bad)
+				continue;
+			put_value(sink, j->v.dtype, p.first + i + k,
+				  code_value<CODEC>(q, quad >> 8 * k & 255, scale, below), p.part->scale[0]);
+		}
+	}
+	return __any_sync(FULL, bad) ? CODEC_BAD_REGION : CODEC_OK;
+}
+
+#endif

@@ -1,0 +1,77 @@
+/* warp.cuh - memory at any address, and what 32 lanes find out together. */
+#ifndef CODEC_WARP_CUH
+#define CODEC_WARP_CUH
+
+#include "codec/codec_engine.h"
+#include "exact/bits.h"
+#include "exact/seal.h"
+#include "exact/wire.h"
+
+#ifndef CUDA_ON_CPU
+extern __shared__ uint4 dynamic_shared[];
+#endif
+
+#define DEVICE static __device__ __forceinline__
+#define FULL 0xffffffffu
+#define ONES 0x01010101u
+
+static_assert(WIRE_LANES == 32, "a lane of the coder is a lane of a warp");
+
+DEVICE uint64_t warp_sum(uint64_t x)
+{
+	for (int by = 16; by; by /= 2)
+		x += __shfl_xor_sync(FULL, x, by);
+	return x;
+}
+
+/* Sum of x over the lanes below; over all of them to *total. */
+DEVICE uint32_t warp_scan(uint32_t x, uint32_t lane, uint32_t *total)
+{
+	uint32_t sum = x;
+
+	for (uint32_t by = 1; by < 32; by *= 2) {
+		uint32_t y = __shfl_up_sync(FULL, sum, by);
+
+		sum += lane >= by ? y : 0;
+	}
+	*total = __shfl_sync(FULL, sum, 31);
+	return sum - x;
+}
+
+/* A little-endian word at any address. */
+DEVICE uint32_t load32(const uint8_t *p)
+{
+	const uint32_t *w = (const uint32_t *)((uint64_t)p & ~3ull);
+	uint32_t by = (uint32_t)((uint64_t)p & 3) * 8;
+
+	return by ? w[0] >> by | w[1] << (32 - by) : w[0];
+}
+
+/* The first n of its bytes, and none behind them. */
+DEVICE uint32_t load_bytes(const uint8_t *p, uint32_t n)
+{
+	uint32_t x = 0;
+
+	if (n >= 4)
+		return load32(p);
+	for (uint32_t i = 0; i < n; i++)
+		x |= (uint32_t)p[i] << 8 * i;
+	return x;
+}
+
+/* The first n bytes of a word. */
+DEVICE uint32_t keep_bytes(uint32_t x, uint32_t n)
+{
+	return n < 4 ? x & ((1u << 8 * n) - 1) : x;
+}
+
+/* Bit i: byte i is equal. */
+DEVICE uint32_t equal_bytes(uint32_t x, uint32_t byte)
+{
+	uint32_t d = x ^ byte * ONES;
+	uint32_t zero = ~(((d & 0x7f7f7f7fu) + 0x7f7f7f7fu) | d) & 0x80808080u; /* exact, for every byte */
+
+	return (zero >> 7 & 1) | (zero >> 14 & 2) | (zero >> 21 & 4) | (zero >> 28 & 8);
+}
+
+#endif

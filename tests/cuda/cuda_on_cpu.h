@@ -1,0 +1,206 @@
+/* cuda_on_cpu.h - CUDA kernels as plain C++, for tests without a GPU: the same source, the same bytes. Included first.
+ *
+ * A thread of a block is a fiber. Fibers change only where a collective waits for the lanes of its mask, or a barrier
+ * for the block. What a GPU leaves undefined ends the launch with a message: threads that wait for ever (for what, in
+ * which line), a shuffle from a lane outside of the mask, a lane that is not in its own mask.
+ *
+ * Blocks run one after the other and __shared__ is static, so that AddressSanitizer guards it; dynamic_shared is heap
+ * memory of just the size asked for. With -DCUDA_ON_CPU_WORKERS=n so many blocks run at once: for protocols between
+ * them. CUDA_ON_CPU_ORDER in the environment (up, down, or a seed) is the order in which threads run between
+ * collectives: where results depend on it, a barrier is missing.
+ */
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#else
+#define __asan_unpoison_memory_region(p, n) ((void)(p), (void)(n))
+#endif
+
+#define CUDA_ON_CPU 1
+#ifdef CUDA_ON_CPU_WORKERS
+#define __shared__ thread_local
+#else
+#define CUDA_ON_CPU_WORKERS 1
+#define __shared__ static
+#endif
+
+/* x86-64: save registers, leave the stack pointer in *from, go on where `to` was left. */
+extern "C" void cuda_on_cpu_switch(void **from, void *to);
+asm(".weak cuda_on_cpu_switch\ncuda_on_cpu_switch:\n"
+    "pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15; movq %rsp, (%rdi)\n"
+    "movq %rsi, %rsp; popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp; ret\n");
+
+namespace cuda_on_cpu
+{
+struct dim {
+	uint32_t x, y, z;
+};
+enum op { NOTHING, BARRIER, WARP, SHUFFLE, BALLOT, ADD, OR };
+constexpr const char *NAMES[] = {"", " __syncthreads", " __syncwarp", " shuffle", " vote", " add", " or"};
+constexpr size_t STACK_NBYTES = 256 << 10;
+
+struct fiber {
+	std::unique_ptr<char[]> stack;
+	void *sp;
+	bool done;
+	op waits; /* with line and mask: the collective that it stands in */
+	int line;
+	uint32_t mask, source;
+	uint64_t value; /* what it gave, then what it gets */
+};
+
+struct block {
+	dim index, size, grid;
+	std::function<void()> body;
+	void *shared;
+	std::vector<fiber> fibers;
+	uint32_t self, order;
+	void *home;
+	std::string error;
+};
+inline thread_local block *now;
+inline thread_local dim thread;
+
+/* On to a thread that can run; home if there is none. */
+inline void next()
+{
+	block &b = *now;
+	void **from = &b.fibers[b.self].sp;
+	uint32_t n = b.size.x, i = b.self;
+	bool stuck = b.error.empty();
+
+	if (b.order > 1)
+		i = (b.order = (b.order * 1664525u + 1013904223u) | 2) / 16 % n;
+	for (uint32_t k = 0; k < n && b.error.empty(); k++) {
+		i = (i + (b.order == 1 ? n - 1 : 1)) % n;
+		if (!b.fibers[i].done && b.fibers[i].waits == NOTHING) {
+			b.self = thread.x = i;
+			return cuda_on_cpu_switch(from, b.fibers[i].sp);
+		}
+	}
+	for (i = 0; stuck && i < n; i++)
+		if (!b.fibers[i].done)
+			b.error += (b.error.empty() ? "waiting for ever: thread " : ", ") + std::to_string(i) +
+				   NAMES[b.fibers[i].waits] + " in line " + std::to_string(b.fibers[i].line);
+	cuda_on_cpu_switch(from, b.home);
+}
+
+inline void entry()
+{
+	try {
+		now->body();
+	} catch (const std::exception &e) {
+		now->error = e.what();
+	}
+	now->fibers[now->self].done = true;
+	next();
+}
+
+inline uint64_t result_of(const fiber *lane, const fiber &me)
+{
+	uint64_t r = me.waits == SHUFFLE ? lane[me.source].value : 0;
+
+	if (me.waits == SHUFFLE && !(me.mask >> me.source & 1))
+		throw std::runtime_error("shuffle from outside of the mask in line " + std::to_string(me.line));
+	for (uint32_t i = 0; i < 32 && me.waits > SHUFFLE; i++)
+		if (me.mask >> i & 1)
+			r = me.waits == ADD
+				    ? r + lane[i].value
+				    : r | (me.waits == OR ? lane[i].value : (uint64_t)(lane[i].value != 0) << i);
+	return r;
+}
+
+/* Wait for the lanes of `mask` (at a barrier for the block). The last one to arrive gives each its result. */
+inline uint64_t collective(op what, uint32_t mask, uint64_t value, uint32_t source, int line)
+{
+	block &b = *now;
+	bool all = what == BARRIER;
+	uint32_t first = all ? 0 : b.self / 32 * 32, count = all ? b.size.x : 32;
+	fiber *lane = &b.fibers[first], &me = b.fibers[b.self];
+	uint64_t result[32] = {0};
+
+	if (!all && !(mask >> b.self % 32 & 1))
+		throw std::runtime_error("thread " + std::to_string(b.self) + " is not in its own mask in line " +
+					 std::to_string(line));
+	me.waits = what, me.line = line, me.mask = mask, me.source = source, me.value = value;
+	for (uint32_t i = 0; i < count; i++)
+		if ((all || mask >> i & 1) &&
+		    (first + i >= b.size.x || lane[i].waits != what || lane[i].line != line || lane[i].mask != mask))
+			return next(), me.value;
+	for (uint32_t i = 0; i < 32 && !all; i++)
+		result[i] = mask >> i & 1 ? result_of(lane, lane[i]) : 0;
+	for (uint32_t i = 0; i < count; i++)
+		if (all || mask >> i & 1)
+			lane[i].waits = NOTHING, lane[i].value = result[i % 32];
+	return me.value;
+}
+
+inline void run_block(block &b, size_t shared_nbytes)
+{
+	std::string order = getenv("CUDA_ON_CPU_ORDER") ? getenv("CUDA_ON_CPU_ORDER") : "up";
+	std::unique_ptr<char[]> memory(new char[shared_nbytes]);
+
+	b.order = order == "up" ? 0 : order == "down" ? 1 : (uint32_t)atoi(order.c_str()) | 2;
+	b.shared = memset(memory.get(), 0xa5, shared_nbytes);
+	b.fibers.resize(b.size.x);
+	for (fiber &f : b.fibers) {
+		if (!f.stack)
+			f.stack.reset(new char[STACK_NBYTES]);
+		__asan_unpoison_memory_region(f.stack.get(), STACK_NBYTES); /* it was left, not returned from */
+		f.sp = (void *)(((uintptr_t)f.stack.get() + STACK_NBYTES - 64) & ~(uintptr_t)15);
+		((void **)f.sp)[6] = (void *)entry; /* returned to, after six registers */
+		f.done = false, f.waits = NOTHING;
+	}
+	now = &b;
+	b.self = thread.x = b.order == 0 ? 0 : b.order == 1 ? b.size.x - 1 : b.order % b.size.x;
+	cuda_on_cpu_switch(&b.home, b.fibers[b.self].sp);
+}
+
+/* As cuLaunchKernel: pointers to the arguments. Returns what went wrong, or "". */
+template <class... A>
+std::string launch(void (*kernel)(A...), void **args, uint32_t grid, uint32_t threads, size_t shared)
+{
+	std::vector<std::thread> workers;
+	std::atomic<uint32_t> todo{0};
+	std::string error[CUDA_ON_CPU_WORKERS];
+	auto call = [&]<size_t... I>(std::index_sequence<I...>) { kernel(*(A *)args[I]...); };
+	auto work = [&](int w) {
+		block b{};
+
+		b.size = {threads, 1, 1}, b.grid = {grid, 1, 1},
+		b.body = [&] { call(std::index_sequence_for<A...>()); };
+		while (error[w].empty() && (b.index.x = todo++) < grid) {
+			run_block(b, shared);
+			error[w] = b.error;
+		}
+	};
+
+	for (int w = 0; w < CUDA_ON_CPU_WORKERS; w++)
+		workers.emplace_back(work, w);
+	for (auto &w : workers)
+		w.join();
+	for (auto &e : error)
+		error[0] = error[0].empty() ? e : error[0];
+	return error[0];
+}
+} // namespace cuda_on_cpu
+
+/* const char *KERNEL_launch(void **args, uint32_t grid, uint32_t threads, size_t shared_nbytes) */
+#define CUDA_ON_CPU_EXPORT(kernel)                                                                                     \
+	extern "C" const char *kernel##_launch(void **a, uint32_t g, uint32_t t, size_t s)                             \
+	{                                                                                                              \
+		static thread_local std::string error;                                                                 \
+		return (error = cuda_on_cpu::launch(kernel, a, g, t, s)).c_str();                                      \
+	}
+#include "cuda_builtins.h"

@@ -1,0 +1,15 @@
+/* kernels.cc - the kernels as functions of a shared library: NAME_launch(arguments, grid, threads, shared bytes). */
+#include "cuda_on_cpu.h"
+
+#include "decode.cu"
+
+CUDA_ON_CPU_EXPORT(decode_lossless1)
+CUDA_ON_CPU_EXPORT(decode_lossless2)
+CUDA_ON_CPU_EXPORT(decode_lossless4)
+CUDA_ON_CPU_EXPORT(decode_lossless8)
+CUDA_ON_CPU_EXPORT(decode_sign)
+CUDA_ON_CPU_EXPORT(decode_ternary)
+CUDA_ON_CPU_EXPORT(decode_float8)
+CUDA_ON_CPU_EXPORT(decode_float4)
+CUDA_ON_CPU_EXPORT(decode_quantize)
+CUDA_ON_CPU_EXPORT(decode_truncate)

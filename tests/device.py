@@ -1,0 +1,156 @@
+"""The CUDA kernels as g++ compiles them, launched as the driver would: `tests/cuda/`."""
+
+import ctypes
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import test_exact
+
+import codec
+from codec.core import DTYPE_NAMES, ITEMSIZE, check, ffi, lib
+from codec.engines.steps import tensor_like
+from codec.errors import CodecError, Status
+from codec.frame import read_header
+from codec.view import view_bytes
+
+ROOT = Path(__file__).parents[1]
+INCLUDED = [f"-I{ROOT / folder}" for folder in ("native/include", "native/src", "native/cuda", "tests/cuda")]
+FLAGS = [
+    "-std=c++20",
+    "-O1",
+    "-g1",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-shared",
+    "-Wall",
+    "-Wextra",
+]
+FAMILIES = {2: "sign", 3: "ternary", 4: "float8", 5: "float4", 6: "quantize", 7: "truncate"}
+STORE, ADD, MAXIMUM, FLOAT32 = 0, 1, 2, 3
+WARPS, PLANE = 4, (1 << 14) + 128  # of a block; bytes of a warp's memory for a plane
+NONE = 2**64 - 1
+
+
+class LaunchError(Exception):
+    """What a GPU leaves undefined, in words."""
+
+
+class Fault(Exception):
+    """A frame that is refused: status and, but for what concerns all of it, the first block at fault."""
+
+    def __init__(self, status, block=None):
+        super().__init__(Status(status).name, block)
+        self.status, self.block = status, block
+
+
+def build(folder, source=ROOT / "tests/cuda/kernels.cc", options=()):
+    """Kernels as a shared library."""
+    out = Path(folder) / f"{Path(source).stem}.so"
+    subprocess.run(["g++", *FLAGS, *options, *INCLUDED, str(source), "-o", str(out)], check=True)
+    return ctypes.CDLL(str(out))
+
+
+def compile_kernels(arch):
+    """By NVRTC, for a GPU that need not be there: what its assembler says, and the PTX."""
+    stubs = {"stdint.h": '#pragma once\n#include "exact/bits.h"\n', "stddef.h": "#pragma once\n"}
+    options = [f"-arch={arch}", "-fmad=false", "-default-device", "-Xptxas=-v", *INCLUDED]
+    return test_exact.compiled('#include "decode.cu"\n', stubs, options)
+
+
+def launch(library, kernel, grid, threads, *args):
+    """`args`: ctypes values and buffers, which are passed as they are."""
+    call = getattr(library, f"{kernel}_launch")
+    call.restype, call.argtypes = ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_size_t]
+    pointers = (ctypes.c_void_p * len(args))(*[ctypes.addressof(a) for a in args])
+    if said := call(pointers, grid, threads, 0):
+        raise LaunchError(said.decode())
+
+
+def aligned(data):
+    """A copy at a multiple of 16, whose memory ends with it: AddressSanitizer guards that."""
+    copy = np.frombuffer(data, np.uint8).copy()
+    assert copy.ctypes.data % 16 == 0
+    return copy
+
+
+def address(x):
+    """As a kernel's argument."""
+    return ctypes.c_uint64(0 if x is None else x.ctypes.data)
+
+
+def plan(frame):
+    """A job for a frame from its header and side section alone: its memory, and what is to be seen of it."""
+    info = read_header(view_bytes(frame))
+    context, fault = ffi.new("codec_context *"), ffi.new("codec_fault *")
+    context.struct_nbytes, context.fault = ffi.sizeof("codec_context"), fault
+    size, view = ffi.new("size_t[2]"), ffi.new("codec_view *")
+    check(lib.codec_job_nbytes(ffi.addressof(info.spec), tensor_like(info), size, size + 1))
+    job = aligned(bytes(size[0]))
+    memory = ffi.cast("void *", job.ctypes.data)
+    source = ffi.from_buffer(frame)
+    check(
+        lib.codec_decode_plan(source, len(frame), len(frame), context, memory, size[0], ffi.new("codec_plan *")), fault
+    )
+    view.struct_nbytes = ffi.sizeof("codec_view")
+    check(lib.codec_job_view(memory, view))
+
+    def close(seal):
+        assert context.fault == fault  # which lives as long as this function
+        return lib.codec_decode_close(context, memory, seal)
+
+    return job, view, close
+
+
+def check_frame(frame):
+    """The directory's last entry, and what fixed planes are filled up with."""
+    info = codec.inspect(frame)
+    if info.nblocks:
+        begin, size = info.sections["directory"]
+        if 8 * int.from_bytes(frame[begin + size - 8 : begin + size - 4], "little") != len(frame):
+            raise Fault(Status.BAD_DIRECTORY)
+        begin, size = info.sections["planes"]
+        n = int(np.prod(info.shape))
+        if any(any(frame[p + n : p + -(-n // 8) * 8]) for p in range(begin, begin + size, -(-n // 8) * 8)):
+            raise Fault(Status.BAD_HEADER)
+
+
+def decode(
+    library, frame, *, into=STORE, out=None, weight=1.0, divide=0.0, checks=True, stores=True, exponents=None, grid=2
+):
+    """A frame's values, their bytes; or Fault, or the CodecError of its header or side section."""
+    try:
+        job, view, close = plan(frame)
+    except CodecError as e:
+        if e.code in (Status.BAD_SIDE, Status.UNKNOWN_CODEBOOK):
+            check_frame(frame)  # which comes before the side section
+        raise
+    if view.codec == lib.CODEC_TRUNCATE and view.variant == lib.CODEC_LEVELS_SHARED and exponents is None:
+        raise Fault(Status.MISSING_STATE)
+    dtype = DTYPE_NAMES[view.dtype]
+    size = ITEMSIZE[dtype]
+    kernel = f"decode_{FAMILIES.get(view.codec, f'lossless{size}')}"
+    planes = {lib.CODEC_TRUNCATE: 2, lib.CODEC_LOSSLESS: size + 1}.get(view.codec, 1)
+    scratch = np.empty(grid * WARPS * planes * PLANE, np.uint8)
+    out = np.zeros(view.n * (size if into == STORE else 4), np.uint8) if out is None else out
+    found = np.array([NONE, 0], np.uint64)
+    sink = struct.pack("<QIffII4x", out.ctypes.data if stores else 0, into, weight, divide, 0, 0)
+    source = aligned(frame)
+    args = [
+        (ctypes.c_char * len(ffi.buffer(view))).from_buffer_copy(ffi.buffer(view)),
+        *map(address, (job, source, scratch)),
+        (ctypes.c_char * len(sink)).from_buffer_copy(sink),
+        ctypes.c_uint32(checks),
+        address(found),
+    ]
+    if view.codec == lib.CODEC_TRUNCATE:
+        args.append(address(exponents))
+    launch(library, kernel, grid, 32 * WARPS, *args)
+    if found[0] != NONE:
+        order = int(found[0]) >> 8
+        raise Fault(int(found[0]) & 255, order - 1 if order else None)
+    if checks and (status := close(int(found[1]))):
+        raise Fault(status)
+    return out.tobytes()

@@ -1,0 +1,233 @@
+"""The CUDA kernels on the CPU: the values and the errors of the native engine."""
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import test_numba
+import test_page
+import test_truncate
+import test_vectors
+from conftest import ALL_DTYPES, KINDS, LOSSY, TRUNCATES, make
+from device import ADD, FLOAT32, MAXIMUM, Fault, LaunchError, address, build, compile_kernels, decode, launch
+
+import codec
+from codec.core import ITEMSIZE
+
+F32 = np.float32
+HALVES = ("float32", "bfloat16", "float16")
+ROWS = {name: spec for name, spec in (LOSSY | test_numba.MORE).items() if not isinstance(spec, codec.Truncate)}
+
+# Registers of a thread, sm_90: 64 let 1,024 threads run on a multiprocessor, 128 half of that.
+REGISTERS = {
+    "decode_lossless1": 64,
+    "decode_lossless2": 96,
+    "decode_lossless4": 128,
+    "decode_lossless8": 168,
+    **{f"decode_{name}": 64 for name in ("sign", "ternary", "float8", "float4", "quantize")},
+    "decode_truncate": 80,
+}
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("cuda"), options=os.environ.get("CUDA_ON_CPU_FLAGS", "").split())
+
+
+def like(dtype):
+    return np.empty(0, f"u{ITEMSIZE[dtype]}")
+
+
+def expected(frame, dtype, **how):
+    """By the native engine: values, or an error's code."""
+    try:
+        return codec.decode(frame, like=like(dtype), **how).tobytes()
+    except codec.CodecError as e:
+        return e.code
+
+
+def found(library, frame, **how):
+    try:
+        return decode(library, frame, **how)
+    except Fault as e:
+        return e.status
+    except codec.CodecError as e:
+        return e.code
+
+
+def exponents(how):
+    """Of A."""
+    return test_truncate.a_exponents(how["metric"], how["state"]) if how.get("metric") else None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_lossless(dtype, kind, library):
+    for n in (512, 513, 700, 5000, 40_001):
+        x = make(dtype, n, kind)
+        frame = codec.encode(x, dtype=dtype)
+        if not codec.inspect(frame).stored:
+            assert decode(library, frame) == x.tobytes()
+            decode(library, frame, stores=False)
+
+
+@pytest.mark.parametrize("shape", [(1100, 64), (1030, 601), (3, 150, 133), (300_000,)])
+@pytest.mark.parametrize("dtype", ["float64", *HALVES])
+def test_scale_models(dtype, shape, library):
+    x = make(dtype, int(np.prod(shape)), "normal").reshape(shape)
+    for model in ("separable", "flat"):
+        assert decode(library, codec.encode(x, codec.Lossless(model=model), dtype=dtype), grid=5) == x.tobytes()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows(name, library):
+    for dtype in HALVES:
+        for n in (1, 5, 63, 64, 100, 513, 5000, 40_001):
+            x = test_numba.tensor(dtype, n, "normal", odd=0 if "scale" in name else 3)
+            frame = codec.encode(x, ROWS[name], dtype=dtype)
+            assert decode(library, frame) == expected(frame, dtype), (dtype, n)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TRUNCATES)
+def test_cut_mantissas(name, kind, library):
+    for dtype in HALVES:
+        for n in (513, 5000, 40_001):
+            x = make(dtype, n, kind)
+            how = test_numba.levels_by(TRUNCATES[name], n)
+            frame = codec.encode(x, TRUNCATES[name], dtype=dtype, **how)
+            if codec.inspect(frame).stored:
+                continue
+            given = how if TRUNCATES[name].levels == "shared" else {}
+            assert decode(library, frame, exponents=exponents(how)) == expected(frame, dtype, **given), (dtype, n)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("spec", [codec.Lossless(), codec.Float8(), codec.Quantize(3), codec.Truncate(1)], ids=repr)
+def test_sums(spec, dtype, library):
+    """What is added, compared and divided."""
+    n = 20_001
+    frames = [codec.encode(test_numba.tensor(dtype, n, seed=i), spec, dtype=dtype) for i in range(3)]
+    total = np.linspace(-1, 1, n, dtype=F32)
+    ours = total.copy()
+    codec.accumulate(frames[0], total, 0.3)
+    decode(library, frames[0], into=ADD, weight=0.3, out=ours)
+    assert ours.tobytes() == total.tobytes()
+    for op, into in (("mean", ADD), ("max", MAXIMUM)):
+        for i, frame in enumerate(frames):
+            divide = 3.0 if op == "mean" and i == 2 else 0.0
+            decode(library, frame, into=into if i else FLOAT32, divide=divide, out=ours)
+        assert ours.tobytes() == codec.reduce(frames, op).tobytes()
+
+
+@pytest.mark.parametrize("order", ["down", "3", "17"])
+def test_order_of_threads(order, library, monkeypatch):
+    """Between collectives threads may run in any order."""
+    monkeypatch.setenv("CUDA_ON_CPU_ORDER", order)
+    for name, (frame, dtype, _, how) in test_numba.HOSTILE.items():
+        if not codec.inspect(frame).stored:
+            assert found(library, frame, exponents=exponents(how)) == expected(frame, dtype, **how), name
+
+
+@pytest.mark.parametrize("name", test_numba.GOLDEN)
+def test_golden_frames(name, library):
+    frame, about = test_numba.GOLDEN_FRAMES[name], test_numba.GOLDEN[name]
+    _, _, how = test_vectors.tensor(name)
+    if not codec.inspect(frame).stored and "codebook" not in how:
+        values = decode(library, frame, exponents=exponents(how))
+        assert hashlib.sha256(values).hexdigest() == about.get("values_sha256", about["tensor_sha256"])
+
+
+def test_faults_of_launches(tmp_path):
+    """What a GPU leaves undefined ends a launch, and says which thread and line."""
+    source = tmp_path / "wrong.cc"
+    source.write_text(
+        '#include "cuda_on_cpu.h"\n'
+        "void diverges(uint32_t *x) { if (threadIdx.x % 2) x[0] = __ballot_sync(~0u, 1); }\n"
+        "void outside(uint32_t *x) { if (threadIdx.x < 16) x[0] = __shfl_sync(0xffffu, 1u, 20); }\n"
+        "void alien(uint32_t *x) { x[0] = __ballot_sync(1u, 1); }\n"
+        "void barrier(uint32_t *x) { if (threadIdx.x) __syncthreads(); x[0] = 1; }\n"
+        "void fine(uint32_t *x) { x[threadIdx.x] = __shfl_xor_sync(~0u, threadIdx.x, 1); __syncthreads(); }\n"
+        + "".join(f"CUDA_ON_CPU_EXPORT({name})\n" for name in ("diverges", "outside", "alien", "barrier", "fine"))
+    )
+    wrong, x = build(tmp_path, source), np.zeros(64, np.uint32)
+    for kernel, said in (
+        ("diverges", "waiting for ever: thread 1 vote in line 2"),
+        ("outside", "shuffle from outside of the mask in line 3"),
+        ("alien", "thread 1 is not in its own mask in line 4"),
+        ("barrier", "waiting for ever: thread 1 __syncthreads in line 5"),
+    ):
+        with pytest.raises(LaunchError, match=said):
+            launch(wrong, kernel, 1, 64, address(x))
+    launch(wrong, "fine", 1, 64, address(x))
+    assert (x == np.arange(64) ^ 1).all()
+
+
+@pytest.mark.parametrize("name", test_numba.HOSTILE)
+def test_hostile_frames(name, library):
+    """The same tensor or the same error."""
+    frame, dtype, _, how = test_numba.HOSTILE[name]
+    rng = np.random.default_rng(sorted(test_numba.HOSTILE).index(name))
+    refused = 0
+    for _ in range(int(os.environ.get("CUDA_ON_CPU_FRAMES", test_numba.EACH))):
+        mutant = test_numba.damage(frame, rng)
+        native = expected(mutant, dtype, max_nbytes=1 << 24, **how)
+        try:
+            info = codec.inspect(mutant)
+        except codec.CodecError:
+            continue
+        if native is None or info.stored or info.nbytes > 1 << 24:
+            continue
+        ours = found(library, mutant, exponents=exponents(how))
+        assert ours == native
+        refused += isinstance(ours, int)
+    assert refused or codec.inspect(frame).stored
+
+
+@pytest.mark.parametrize("case", test_numba.BY_HAND)
+def test_frames_made_by_hand(case, library, monkeypatch):
+    """All that no encoder writes and the format allows or forbids."""
+
+    def outcomes(frame, **how):
+        dtype = codec.core.DTYPE_NAMES[frame[6]]
+        given = {k: v for k, v in how.items() if k in ("metric", "state")}
+        native, ours = expected(frame, dtype, **how), found(library, frame, exponents=exponents(given))
+        assert ours == native
+        return dict.fromkeys((1, 4), ours if isinstance(ours, bytes) else None)
+
+    test, *arguments = test_numba.BY_HAND[case]
+    monkeypatch.setattr(test_page, "outcomes", outcomes)
+    test(*arguments)
+
+
+def test_no_access_is_out_of_range():
+    """Damaged frames and those made by hand, under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    asan, ubsan = (
+        subprocess.run(["gcc", f"-print-file-name=lib{name}.so"], capture_output=True, text=True, check=True).stdout
+        for name in ("asan", "ubsan")
+    )
+    env = {
+        **os.environ,
+        "CUDA_ON_CPU_FLAGS": "-fsanitize=address,undefined -fno-sanitize-recover=all",
+        "CUDA_ON_CPU_FRAMES": "20",
+        "LD_PRELOAD": f"{asan.strip()} {ubsan.strip()}",
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONMALLOC": "malloc",
+    }
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "hostile or by_hand or golden"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert " passed" in done.stdout
+
+
+def test_nvrtc_takes_them():
+    """For a GPU: what a thread needs of registers, and nothing that rounds otherwise."""
+    log, ptx = compile_kernels("sm_90")
+    used = dict(re.findall(r"entry function '(\w+)'.*?Used (\d+) registers", log, re.DOTALL))
+    assert {name: int(n) for name, n in used.items() if int(n) > REGISTERS[name]} == {}
+    assert used.keys() == REGISTERS.keys()
+    assert not re.findall(r"\bfma\.|\bmad\.rn|\.ftz|\.approx|\bdiv\.full", ptx), "fused, flushed or approximated"
