@@ -4,8 +4,8 @@
 
 #include "coder.cuh"
 
-#define PLANE_ROOM ((1u << WIRE_MAX_BLOCK_LOG2) + WIRE_ROW) /* of a warp's memory for a plane: whole rows are written  \
-							     */
+/* Of a warp's memory for a plane: whole rows are written. */
+#define PLANE_ROOM ((1u << WIRE_MAX_BLOCK_LOG2) + WIRE_ROW)
 
 /* A plane of k values that is being read. */
 struct plane {
