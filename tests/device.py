@@ -6,13 +6,16 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import oracle
 import test_exact
 
 import codec
-from codec.core import DTYPE_NAMES, ITEMSIZE, check, ffi, lib
+from codec.core import DTYPE_NAMES, DTYPES, ITEMSIZE, check, ffi, lib
 from codec.engines.steps import tensor_like
 from codec.errors import CodecError, Status
 from codec.frame import read_header
+from codec.spec_structs import spec_struct
+from codec.structs import new_tensor
 from codec.view import view_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +33,8 @@ FLAGS = [
 ]
 FAMILIES = {2: "sign", 3: "ternary", 4: "float8", 5: "float4", 6: "quantize", 7: "truncate"}
 STORE, ADD, MAXIMUM, FLOAT32 = 0, 1, 2, 3
-WARPS, PLANE = 4, (1 << 14) + 128  # of a block; bytes of a warp's memory for a plane
+WARPS = 4  # of a block
+PLANE, WORDS = (1 << 14) + 128, 4 * ((1 << 12) + 64)  # bytes of a warp's memory for a plane, for a coded one's words
 NONE = 2**64 - 1
 
 
@@ -57,7 +61,7 @@ def compile_kernels(arch):
     """By NVRTC, for a GPU that need not be there: what its assembler says, and the PTX."""
     stubs = {"stdint.h": '#pragma once\n#include "exact/bits.h"\n', "stddef.h": "#pragma once\n"}
     options = [f"-arch={arch}", "-fmad=false", "-default-device", "-Xptxas=-v", *INCLUDED]
-    return test_exact.compiled('#include "decode.cu"\n', stubs, options)
+    return test_exact.compiled('#include "decode.cu"\n#include "encode.cu"\n', stubs, options)
 
 
 def launch(library, kernel, grid, threads, *args):
@@ -76,9 +80,25 @@ def aligned(data):
     return copy
 
 
+def pointer(x):
+    return ffi.cast("void *", x.ctypes.data)
+
+
 def address(x):
     """As a kernel's argument."""
     return ctypes.c_uint64(0 if x is None else x.ctypes.data)
+
+
+def copied(struct):
+    """A struct of cffi, likewise."""
+    return (ctypes.c_char * len(ffi.buffer(struct))).from_buffer_copy(ffi.buffer(struct))
+
+
+def view_of(job):
+    view = ffi.new("codec_view *")
+    view.struct_nbytes = ffi.sizeof("codec_view")
+    check(lib.codec_job_view(pointer(job), view))
+    return view
 
 
 def plan(frame):
@@ -86,22 +106,17 @@ def plan(frame):
     info = read_header(view_bytes(frame))
     context, fault = ffi.new("codec_context *"), ffi.new("codec_fault *")
     context.struct_nbytes, context.fault = ffi.sizeof("codec_context"), fault
-    size, view = ffi.new("size_t[2]"), ffi.new("codec_view *")
+    size, n = ffi.new("size_t[2]"), len(frame)
     check(lib.codec_job_nbytes(ffi.addressof(info.spec), tensor_like(info), size, size + 1))
     job = aligned(bytes(size[0]))
-    memory = ffi.cast("void *", job.ctypes.data)
     source = ffi.from_buffer(frame)
-    check(
-        lib.codec_decode_plan(source, len(frame), len(frame), context, memory, size[0], ffi.new("codec_plan *")), fault
-    )
-    view.struct_nbytes = ffi.sizeof("codec_view")
-    check(lib.codec_job_view(memory, view))
+    check(lib.codec_decode_plan(source, n, n, context, pointer(job), size[0], ffi.new("codec_plan *")), fault)
 
     def close(seal):
         assert context.fault == fault  # which lives as long as this function
-        return lib.codec_decode_close(context, memory, seal)
+        return lib.codec_decode_close(context, pointer(job), seal)
 
-    return job, view, close
+    return job, view_of(job), close
 
 
 def check_frame(frame):
@@ -139,7 +154,7 @@ def decode(
     sink = struct.pack("<QIffII4x", out.ctypes.data if stores else 0, into, weight, divide, 0, 0)
     source = aligned(frame)
     args = [
-        (ctypes.c_char * len(ffi.buffer(view))).from_buffer_copy(ffi.buffer(view)),
+        copied(view),
         *map(address, (job, source, scratch)),
         (ctypes.c_char * len(sink)).from_buffer_copy(sink),
         ctypes.c_uint32(checks),
@@ -154,3 +169,33 @@ def decode(
     if checks and (status := close(int(found[1]))):
         raise Fault(status)
     return out.tobytes()
+
+
+def encode(library, x, spec, dtype, *, grid=2):
+    """The frame of bits, by a job that the host has opened; None: it is to be stored."""
+    source = aligned(x.tobytes())
+    t, s = new_tensor(DTYPES[dtype], x.shape, pointer(source), x.nbytes), spec_struct(spec)
+    size, n = ffi.new("size_t[2]"), ffi.new("size_t *")
+    check(lib.codec_job_nbytes(s, t, size, size + 1))
+    job, context, plan = aligned(bytes(size[0])), ffi.new("codec_context *"), ffi.new("codec_plan *")
+    context.struct_nbytes = ffi.sizeof("codec_context")
+    check(lib.codec_encode_room(s, t, n))
+    frame, room = aligned(bytes(n[0])), n[0]
+    check(lib.codec_encode_open(s, t, pointer(frame), room, context, pointer(job), size[0], plan))
+    if not plan.nblocks:
+        return None
+    item = ITEMSIZE[dtype]
+    scratch = np.empty(grid * WARPS * ((2 * item + 1) * PLANE + WORDS + 64), np.uint8)
+    places, written = np.zeros(plan.nblocks, np.uint64), np.zeros(3, np.uint64)
+    args = [copied(view_of(job)), *map(address, (job, source, frame)), ctypes.c_uint64(room)]
+    launch(library, f"encode_lossless{item}", grid, 32 * WARPS, *args, *map(address, (scratch, places, written)))
+    seal, end, fault = int(written[0]), int(written[1]), int(written[2]) >> 32
+    if fault:
+        raise Fault(fault)
+    if end >= 48 + 8 * x.ndim + x.nbytes:
+        return None
+    directory = view_of(job).directory_offset
+    seal += oracle.digest(frame[directory : directory + 8 * plan.nblocks].tobytes(), 0x200)
+    check(lib.codec_encode_head(pointer(job), pointer(frame), plan.regions_at, n))
+    check(lib.codec_encode_seal(pointer(job), end, seal % 2**64, pointer(frame), n[0]))
+    return frame[:end].tobytes()

@@ -1,4 +1,4 @@
-"""The CUDA kernels on the CPU: the values and the errors of the native engine."""
+"""The CUDA kernels on the CPU: the bytes, the values and the errors of the native engine."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ import test_page
 import test_truncate
 import test_vectors
 from conftest import ALL_DTYPES, KINDS, LOSSY, TRUNCATES, make
-from device import ADD, FLOAT32, MAXIMUM, Fault, LaunchError, address, build, compile_kernels, decode, launch
+from device import ADD, FLOAT32, MAXIMUM, Fault, LaunchError, address, build, compile_kernels, decode, encode, launch
 
 import codec
 from codec.core import ITEMSIZE
@@ -30,6 +30,10 @@ REGISTERS = {
     "decode_lossless8": 168,
     **{f"decode_{name}": 64 for name in ("sign", "ternary", "float8", "float4", "quantize")},
     "decode_truncate": 80,
+    "encode_lossless1": 64,
+    "encode_lossless2": 96,
+    "encode_lossless4": 128,
+    "encode_lossless8": 168,
 }
 
 
@@ -69,10 +73,13 @@ def exponents(how):
 def test_lossless(dtype, kind, library):
     for n in (512, 513, 700, 5000, 40_001):
         x = make(dtype, n, kind)
-        frame = codec.encode(x, dtype=dtype)
-        if not codec.inspect(frame).stored:
-            assert decode(library, frame) == x.tobytes()
-            decode(library, frame, stores=False)
+        frame = bytes(codec.encode(x, dtype=dtype))
+        if codec.inspect(frame).stored:
+            assert encode(library, x, codec.Lossless(), dtype) is None
+            continue
+        assert encode(library, x, codec.Lossless(), dtype) == frame
+        assert decode(library, frame) == x.tobytes()
+        decode(library, frame, stores=False)
 
 
 @pytest.mark.parametrize("shape", [(1100, 64), (1030, 601), (3, 150, 133), (300_000,)])
@@ -80,7 +87,9 @@ def test_lossless(dtype, kind, library):
 def test_scale_models(dtype, shape, library):
     x = make(dtype, int(np.prod(shape)), "normal").reshape(shape)
     for model in ("separable", "flat"):
-        assert decode(library, codec.encode(x, codec.Lossless(model=model), dtype=dtype), grid=5) == x.tobytes()
+        frame = bytes(codec.encode(x, codec.Lossless(model=model), dtype=dtype))
+        assert encode(library, x, codec.Lossless(model=model), dtype, grid=3) == frame
+        assert decode(library, frame, grid=5) == x.tobytes()
 
 
 @pytest.mark.parametrize("name", ROWS)

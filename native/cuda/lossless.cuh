@@ -7,18 +7,6 @@
 #include "seal.cuh"
 #include "sink.cuh"
 
-/* Patterns from one power of two to the next; 0: no pattern. */
-DEVICE int octave_of(uint32_t dtype)
-{
-	return dtype == CODEC_FLOAT32 || dtype == CODEC_BFLOAT16 ? 128
-	       : dtype == CODEC_FLOAT16                          ? 1024
-	       : dtype == CODEC_FLOAT64                          ? 16
-								 : 0;
-}
-
-/* Patterns from 1 << this on are lowered; by how wide a value is. */
-#define SHIFT_OF(size) ((size) == 8 ? 4 : 7)
-
 /* Value i of four from the words of their planes, which are the bytes from the top; the offset is in patterns. */
 template <int SIZE> DEVICE uint64_t merge_value(const uint32_t *plane, uint32_t i, bool is_float, uint16_t offset)
 {

@@ -4,6 +4,18 @@
 
 #include "job.cuh"
 
+/* Patterns from one power of two to the next; 0: no pattern. */
+DEVICE int octave_of(uint32_t dtype)
+{
+	return dtype == CODEC_FLOAT32 || dtype == CODEC_BFLOAT16 ? 128
+	       : dtype == CODEC_FLOAT16                          ? 1024
+	       : dtype == CODEC_FLOAT64                          ? 16
+								 : 0;
+}
+
+/* Patterns from 1 << this on are lowered; by how wide a value is. */
+#define SHIFT_OF(size) ((size) == 8 ? 4 : 7)
+
 /* Where a value is: its part; under rows, its row and column there. */
 struct place {
 	const codec_model_part *part;

@@ -2,6 +2,7 @@
 #include "cuda_on_cpu.h"
 
 #include "decode.cu"
+#include "encode.cu"
 
 CUDA_ON_CPU_EXPORT(decode_lossless1)
 CUDA_ON_CPU_EXPORT(decode_lossless2)
@@ -13,3 +14,7 @@ CUDA_ON_CPU_EXPORT(decode_float8)
 CUDA_ON_CPU_EXPORT(decode_float4)
 CUDA_ON_CPU_EXPORT(decode_quantize)
 CUDA_ON_CPU_EXPORT(decode_truncate)
+CUDA_ON_CPU_EXPORT(encode_lossless1)
+CUDA_ON_CPU_EXPORT(encode_lossless2)
+CUDA_ON_CPU_EXPORT(encode_lossless4)
+CUDA_ON_CPU_EXPORT(encode_lossless8)

@@ -1,0 +1,272 @@
+/* encode_lossless.cuh - values to regions: a warp does a block. docs/encoder.md, sections 4.2 and 6. */
+#ifndef CODEC_ENCODE_LOSSLESS_CUH
+#define CODEC_ENCODE_LOSSLESS_CUH
+
+#include "encode_coder.cuh"
+#include "model.cuh"
+#include "seal.cuh"
+
+/* A value's pattern, of its bytes. */
+DEVICE uint32_t pattern_at(const uint8_t *values, uint32_t size, uint64_t i)
+{
+	return (values[(i + 1) * size - 2] | (uint32_t)values[(i + 1) * size - 1] << 8) & 0x7fff;
+}
+
+/* The offset of row r of a part, which docs/encoder.md, section 4.2 has. */
+static __device__ int fit_row(const codec_model_part *part, const uint8_t *values, uint32_t size, int octave,
+			      uint64_t r, uint32_t lane)
+{
+	uint64_t first = part->start + r * part->row, n = part->start + part->count - first;
+	uint32_t zero = 1u << SHIFT_OF(size), eighth = (uint32_t)__ffs(octave) - 4, sum = 0, count = 0;
+
+	n = n < part->row ? n : part->row;
+	for (uint64_t i = lane; i < (n > CHOOSE_RUNS * CHOOSE_RUN ? CHOOSE_RUNS * CHOOSE_RUN : n); i += 32) {
+		uint64_t at = n > CHOOSE_RUNS * CHOOSE_RUN ? choose_run(i / CHOOSE_RUN, n) + i % CHOOSE_RUN : i;
+		uint32_t pattern = pattern_at(values, size, first + at);
+
+		sum += pattern >= zero ? pattern : 0;
+		count += pattern >= zero;
+	}
+	sum = (uint32_t)warp_sum(sum);
+	count = (uint32_t)warp_sum(count);
+	return choose_offset(choose_eighths(choose_mean(sum, count), part->mean, (int)eighth), part->shifts & 15);
+}
+
+/*
+ * Offsets of rows that values [first, first + m) lie in, where that was left for the blocks, to the job's memory. Warps
+ * that share a row find the same.
+ */
+static __device__ void fit_rows(const job *j, uint8_t *memory, const uint8_t *values, uint32_t size, int octave,
+				uint64_t first, uint32_t m, uint32_t lane)
+{
+	place o = place_at(j, first);
+
+	for (uint64_t i = first; i < first + m;) {
+		uint64_t nrows = o.part->row ? (o.part->count + o.part->row - 1) / o.part->row : 0;
+		uint64_t after = o.part->start + o.part->count, step = after - i;
+
+		if (o.part->kind & WIRE_SEGMENT_ROWS) {
+			uint64_t row = (i - o.part->start) / o.part->row, end = o.part->start + (row + 1) * o.part->row;
+
+			if (nrows > CHOOSE_ROWS) {
+				int offset = fit_row(o.part, values, size, octave, row, lane);
+
+				if (lane == 0)
+					((int8_t *)memory)[j->v.offsets.at + 2ull * o.part->nibbles_at + row] =
+						(int8_t)offset;
+			}
+			step = (end < after ? end : after) - i;
+		}
+		i += step;
+		if (i >= after && i < first + m)
+			o = place_at(j, i);
+	}
+	__syncwarp();
+}
+
+/* Values of a row, this lane's four, as a word of each plane. */
+template <int SIZE>
+DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_float, const uint16_t *offset,
+		       uint32_t *word)
+{
+	for (int p = 0; p < SIZE; p++)
+		word[p] = 0;
+	for (uint32_t k = 0; k < n; k++) {
+		uint64_t x = 0;
+
+		if (SIZE == 1)
+			x = values[i + k];
+		else if (SIZE == 2)
+			x = ((const uint16_t *)values)[i + k];
+		else if (SIZE == 4)
+			x = ((const uint32_t *)values)[i + k];
+		else
+			x = ((const uint64_t *)values)[i + k];
+		if (SIZE > 1 && is_float) {
+			const int low = SIZE > 1 ? 8 * SIZE - 16 : 0;
+			uint16_t top = bits_turn((uint16_t)(x >> low), offset[k], SHIFT_OF(SIZE));
+
+			x = (x & ((1ull << low) - 1)) | (uint64_t)top << low;
+		}
+		for (int p = 0; p < SIZE; p++)
+			word[p] |= (uint32_t)(x >> 8 * (SIZE - 1 - p) & 255) << 8 * k;
+	}
+}
+
+/* Would coding a plane of k bytes save enough? */
+static __device__ bool plane_pays(const job *j, uint32_t p, const uint32_t *plane, uint32_t k, uint32_t lane)
+{
+	const uint8_t *length = table_of(j, p) + TABLE_LENGTHS;
+	uint32_t halved = j->v.halved >> p & 1, cost = 0, count = 0;
+
+	for (uint32_t r = 0; WIRE_ROW * r < k; r += CHOOSE_BLOCK_STRIDE)
+		for (uint32_t i = 0; i < there(r, lane, k); i++) {
+			uint32_t byte = plane[32 * r + lane] >> 8 * i & (halved ? 15 : 255);
+
+			cost += (length[byte] & 15u) + (length[byte] & 0x80u) / 16;
+			count++;
+		}
+	return choose_saves(warp_sum(cost), warp_sum(count), halved ? 4 : 8);
+}
+
+/* Plane p of k bytes, in whole rows, in the mode that serves it best: bytes at `out`. */
+static __device__ uint32_t put_plane(const job *j, uint32_t p, uint32_t *plane, uint32_t k, uint32_t *symbol,
+				     uint32_t *words, uint8_t *out, uint32_t *mode, uint32_t lane)
+{
+	const uint8_t *bytes = (const uint8_t *)plane;
+	uint32_t rows = (k + WIRE_ROW - 1) / WIRE_ROW, nbitmap = (rows + 7) / 8, got = 0, runs = 0, differ = 0;
+	uint32_t first = bytes[0] * ONES, halved = j->v.halved >> p & 1;
+
+	for (uint32_t r = 0; r < rows; r++)
+		differ |= keep_bytes(plane[32 * r + lane] ^ first, there(r, lane, k));
+	bool constant = !__any_sync(FULL, differ != 0);
+
+	if (!constant && j->v.coded >> p & 1 &&
+	    ((p == 0 && octave_of(j->v.dtype)) || plane_pays(j, p, plane, k, lane))) {
+		uint32_t most = (uint32_t)choose_coded_most(k, (int)halved), half = (k + 1) / 2;
+
+		for (uint32_t r = 0; halved && r < rows; r++)
+			symbol[32 * r + lane] = plane[32 * r + lane] & 0x0f0f0f0fu;
+		got = encode_plane(j, p, halved ? symbol : plane, k, most, words, out, lane);
+		for (uint32_t i = lane; got && halved && i < half; i += 32)
+			out[got + i] = (uint8_t)(bytes[i] >> 4 | (half + i < k ? bytes[half + i] & 0xf0 : 0));
+		got += got && halved ? half : 0;
+	}
+	for (uint32_t r = 0; !constant && !got && r < rows; r++)
+		if (__any_sync(FULL, keep_bytes(plane[32 * r + lane], there(r, lane, k)) != 0))
+			runs += k - WIRE_ROW * r < WIRE_ROW ? k - WIRE_ROW * r : WIRE_ROW;
+	*mode = choose_mode(k, constant, got, nbitmap, runs);
+	if (*mode == WIRE_MODE_CODED)
+		return got;
+	if (*mode == WIRE_MODE_CONSTANT) {
+		if (lane == 0)
+			out[0] = (uint8_t)first;
+		return 1;
+	}
+	if (*mode == WIRE_MODE_RAW) {
+		copy_bytes(out, bytes, k, lane);
+		return k;
+	}
+	uint32_t at = nbitmap, bits = 0;
+
+	for (uint32_t r = 0; r < rows; r++) {
+		uint32_t run = k - WIRE_ROW * r < WIRE_ROW ? k - WIRE_ROW * r : WIRE_ROW;
+
+		if (__any_sync(FULL, keep_bytes(plane[32 * r + lane], there(r, lane, k)) != 0)) {
+			copy_bytes(out + at, bytes + WIRE_ROW * r, run, lane);
+			at += run;
+			bits |= 1u << r % 8;
+		}
+		if ((r % 8 == 7 || r + 1 == rows) && lane == 0)
+			out[r / 8] = (uint8_t)bits;
+		bits = r % 8 == 7 ? 0 : bits;
+	}
+	return at;
+}
+
+/* Bytes of values whose plane 0 is not 0, one after the other; `plane` and `kept` may be the same. */
+static __device__ void prune(const uint32_t *top, uint32_t m, uint32_t *plane, uint32_t lane)
+{
+	uint32_t seen = 0, total;
+
+	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
+		uint32_t quad = plane[32 * r + lane], lives = ~equal_bytes(top[32 * r + lane], 0) & 15;
+		uint32_t at = seen + warp_scan(__popc(lives), lane, &total); /* after which all have read the row */
+
+		for (uint32_t i = 0; i < 4; i++)
+			if (lives >> i & 1)
+				((uint8_t *)plane)[at++] = (uint8_t)(quad >> 8 * i);
+		seen += total;
+		__syncwarp();
+	}
+}
+
+/*
+ * Block b to a region at `region`, fixed planes to their sections of the frame, whose digests become *sealed. Returns
+ * the region's size. `scratch`: memory for a plane more than values have, and for WORDS_ROOM.
+ */
+template <int SIZE>
+static __device__ uint32_t write_block(const job *j, uint8_t *memory, const uint8_t *values, uint8_t *frame, uint64_t b,
+				       uint8_t *scratch, uint8_t *region, uint64_t *sealed, uint32_t lane)
+{
+	const codec_view &v = j->v;
+	uint64_t first = b * v.block_nvalues;
+	uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW, k = m, head = 0, at = 4;
+	uint32_t all = (1u << SIZE) - 1, *top = (uint32_t *)scratch, under = 0, zeros = 0;
+	uint32_t *symbol = (uint32_t *)(scratch + SIZE * PLANE_ROOM);
+	uint32_t *words = (uint32_t *)(scratch + (SIZE + 1) * PLANE_ROOM);
+	int octave = octave_of(v.dtype);
+	bool offsets = v.model_parts.count > 0;
+	digest sums[SIZE];
+	place o = {NULL, 0, 0, 0};
+
+	if (offsets) {
+		fit_rows(j, memory, values, SIZE, octave, first, m, lane);
+		o = place_at(j, first + 4 * lane);
+	}
+	for (int p = 0; p < SIZE; p++)
+		sums[p] = {0, 0};
+	for (uint32_t r = 0; r < rows; r++) {
+		uint32_t n = there(r, lane, m), word[SIZE], i = WIRE_ROW * r + 4 * lane, others = 0;
+		uint64_t section = v.planes_offset + first + i;
+		uint16_t offset[4] = {0};
+		place at = o;
+
+		for (uint32_t c = 0; offsets && c < n; c++) {
+			uint32_t circle = WIRE_CIRCLE(1u << SHIFT_OF(SIZE));
+
+			offset[c] = offset_at(j, &at, octave / 8, (int)circle);
+			if (c + 1 < n)
+				move_on(j, &at, 1);
+		}
+		if (offsets && n == 4)
+			move_on(j, &o, WIRE_ROW);
+		split_quad<SIZE>(values, first + i, n, octave > 0, offset, word);
+		for (int p = 0; p < SIZE; p++) {
+			others |= p ? word[p] : 0;
+			if (!(v.fixed >> p & 1)) {
+				((uint32_t *)(scratch + p * PLANE_ROOM))[32 * r + lane] = word[p];
+				continue;
+			}
+			digest_row(&sums[p], word[p], r, r + 1 == rows, WIRE_SEED_PLANE + p, lane);
+			if (first + i < v.plane_stride)
+				*(uint32_t *)(frame + section) = word[p];
+			section += v.plane_stride;
+		}
+		uint32_t none = equal_bytes(word[0], 0) & ((1u << n) - 1);
+
+		zeros += __popc(none);
+		under |= none & ~equal_bytes(others, 0); /* something is set where plane 0 is 0 */
+	}
+	__syncwarp();
+	zeros = (uint32_t)warp_sum(zeros);
+	for (uint32_t p = 0; p < SIZE; p++) {
+		uint32_t mode, *plane = (uint32_t *)(scratch + p * PLANE_ROOM);
+
+		if (v.fixed >> p & 1)
+			continue;
+		at += put_plane(j, p, plane, p ? k : m, symbol, words, region + at, &mode, lane);
+		head |= mode << 2 * p;
+		__syncwarp();
+		if (p || mode != WIRE_MODE_CODED || !octave || (v.fixed | 1) == all || !choose_prunes(zeros, m) ||
+		    __any_sync(FULL, under != 0))
+			continue;
+		k = m - zeros;
+		for (int f = 1; f < SIZE; f++)
+			if (!(v.fixed >> f & 1))
+				prune(top, m, (uint32_t *)(scratch + f * PLANE_ROOM), lane);
+	}
+	head |= k < m ? WIRE_REGION_PRUNED : 0;
+	if (lane < 4)
+		region[lane] = (uint8_t)(head >> 8 * lane);
+	for (int p = 0; p < SIZE; p++)
+		*sealed += sums[p].total;
+	uint32_t size = (at + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
+
+	if (at + lane < size)
+		region[at + lane] = 0;
+	__syncwarp();
+	return size;
+}
+
+#endif
