@@ -182,17 +182,21 @@ def encode(library, x, spec, dtype, *, grid=2):
     check(lib.codec_encode_room(s, t, n))
     frame, room = aligned(bytes(n[0])), n[0]
     check(lib.codec_encode_open(s, t, pointer(frame), room, context, pointer(job), size[0], plan))
+    if plan.nscans:
+        launch(library, "scan_rows", grid, 32 * WARPS, copied(view_of(job)), address(job), address(source))
+        check(lib.codec_encode_start(t, pointer(frame), room, context, pointer(job), plan))
     if not plan.nblocks:
         return None
-    item = ITEMSIZE[dtype]
-    scratch = np.empty(grid * WARPS * ((2 * item + 1) * PLANE + WORDS + 64), np.uint8)
+    item, lossless = ITEMSIZE[dtype], s.codec == lib.CODEC_LOSSLESS
+    scratch = np.empty(grid * WARPS * ((2 * item + 1 if lossless else 2) * PLANE + WORDS + 64), np.uint8)
     places, written = np.zeros(plan.nblocks, np.uint64), np.zeros(3, np.uint64)
     args = [copied(view_of(job)), *map(address, (job, source, frame)), ctypes.c_uint64(room)]
-    launch(library, f"encode_lossless{item}", grid, 32 * WARPS, *args, *map(address, (scratch, places, written)))
+    kernel = f"encode_lossless{item}" if lossless else "encode_rows"
+    launch(library, kernel, grid, 32 * WARPS, *args, *map(address, (scratch, places, written)))
     seal, end, fault = int(written[0]), int(written[1]), int(written[2]) >> 32
     if fault:
         raise Fault(fault)
-    if end >= 48 + 8 * x.ndim + x.nbytes:
+    if lossless and end >= 48 + 8 * x.ndim + x.nbytes:
         return None
     directory = view_of(job).directory_offset
     seal += oracle.digest(frame[directory : directory + 8 * plan.nblocks].tobytes(), 0x200)
