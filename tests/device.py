@@ -14,8 +14,9 @@ from codec.core import DTYPE_NAMES, DTYPES, ITEMSIZE, check, ffi, lib
 from codec.engines.steps import tensor_like
 from codec.errors import CodecError, Status
 from codec.frame import read_header
+from codec.metrics.asked import asked
 from codec.spec_structs import spec_struct
-from codec.structs import new_tensor
+from codec.structs import Call, new_tensor
 from codec.view import view_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -171,14 +172,17 @@ def decode(
     return out.tobytes()
 
 
-def encode(library, x, spec, dtype, *, grid=2):
+def encode(library, x, spec, dtype, *, grid=2, exponents=None, metric=None, state=None):
     """The frame of bits, by a job that the host has opened; None: it is to be stored."""
     source = aligned(x.tobytes())
     t, s = new_tensor(DTYPES[dtype], x.shape, pointer(source), x.nbytes), spec_struct(spec)
     size, n = ffi.new("size_t[2]"), ffi.new("size_t *")
     check(lib.codec_job_nbytes(s, t, size, size + 1))
-    job, context, plan = aligned(bytes(size[0])), ffi.new("codec_context *"), ffi.new("codec_plan *")
-    context.struct_nbytes = ffi.sizeof("codec_context")
+    job, call, plan = aligned(bytes(size[0])), Call(), ffi.new("codec_plan *")
+    call.reset()
+    context = call.context
+    if metric is not None:
+        call.set_metric(asked(metric, state, x.size))
     check(lib.codec_encode_room(s, t, n))
     frame, room = aligned(bytes(n[0])), n[0]
     check(lib.codec_encode_open(s, t, pointer(frame), room, context, pointer(job), size[0], plan))
@@ -187,16 +191,18 @@ def encode(library, x, spec, dtype, *, grid=2):
         check(lib.codec_encode_start(t, pointer(frame), room, context, pointer(job), plan))
     if not plan.nblocks:
         return None
-    item, lossless = ITEMSIZE[dtype], s.codec == lib.CODEC_LOSSLESS
-    scratch = np.empty(grid * WARPS * ((2 * item + 1 if lossless else 2) * PLANE + WORDS + 64), np.uint8)
-    places, written = np.zeros(plan.nblocks, np.uint64), np.zeros(3, np.uint64)
     args = [copied(view_of(job)), *map(address, (job, source, frame)), ctypes.c_uint64(room)]
-    kernel = f"encode_lossless{item}" if lossless else "encode_rows"
-    launch(library, kernel, grid, 32 * WARPS, *args, *map(address, (scratch, places, written)))
+    item, lossless, cut = ITEMSIZE[dtype], s.codec == lib.CODEC_LOSSLESS, s.codec == lib.CODEC_TRUNCATE
+    kernel = f"encode_lossless{item}" if lossless else "encode_truncate" if cut else "encode_rows"
+    planes = 2 * item + 1 if lossless else 17 if cut else 2
+    scratch = np.empty(grid * WARPS * (planes * PLANE + WORDS + (0 if cut else 64)), np.uint8)
+    places, written = np.zeros(plan.nblocks, np.uint64), np.zeros(3, np.uint64)
+    args += map(address, (scratch, places, written, *([exponents] if cut else [])))
+    launch(library, kernel, grid, 32 * WARPS, *args)
     seal, end, fault = int(written[0]), int(written[1]), int(written[2]) >> 32
     if fault:
         raise Fault(fault)
-    if lossless and end >= 48 + 8 * x.ndim + x.nbytes:
+    if (lossless or cut) and end >= 48 + 8 * x.ndim + x.nbytes:
         return None
     directory = view_of(job).directory_offset
     seal += oracle.digest(frame[directory : directory + 8 * plan.nblocks].tobytes(), 0x200)

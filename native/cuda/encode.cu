@@ -1,6 +1,7 @@
 /* encode.cu - kernels that write frames. A warp does a block, then the next one that nobody has begun. */
 #include "encode_lossless.cuh"
 #include "encode_rows.cuh"
+#include "encode_truncate.cuh"
 
 #define WARPS 4
 
@@ -145,6 +146,25 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 				  seal_block(digest_bytes(region, size, WIRE_SEED_REGION, lane), b), out, lane);
 		else
 			put_entry(&v, frame, capacity, b, at + size, 0, out, lane);
+	}
+}
+
+/* And for Truncate; scratch: CUT_PLANES + 8 planes and WORDS_ROOM a warp. `exponents`: of A, unless levels are fixed.
+ */
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+	encode_truncate(const codec_view v, uint8_t *memory, const uint8_t *values, uint8_t *frame, uint64_t capacity,
+			uint8_t *scratch, unsigned long long *places, codec_written *out, const uint8_t *exponents)
+{
+	uint32_t lane = threadIdx.x % 32;
+	const job j = {v, memory};
+
+	scratch += ((uint64_t)blockIdx.x * WARPS + threadIdx.x / 32) * ((CUT_PLANES + 8) * PLANE_ROOM + 4 * WORDS_ROOM);
+	uint8_t *region = scratch + CUT_PLANES * PLANE_ROOM + 4 * WORDS_ROOM;
+
+	for (uint64_t b; (b = next_block(out, lane)) < v.nblocks;) {
+		uint32_t size = write_cut(&j, memory, values, exponents, b, scratch, region, lane);
+
+		put_region(&v, frame, capacity, b, region, size, 0, places, out, lane);
 	}
 }
 

@@ -71,7 +71,7 @@ static __device__ void put_tails(uint8_t *p, uint32_t t, uint32_t tail, uint32_t
  * that takes, or 0 if more than `most`, and then writes nothing. `words`: memory for WORDS_ROOM.
  */
 static __device__ uint32_t encode_plane(const job *j, uint32_t p, const uint32_t *symbol, uint32_t k, uint32_t most,
-					uint32_t *words, uint8_t *out, uint32_t lane)
+					const uint16_t *wide, uint32_t *words, uint8_t *out, uint32_t lane)
 {
 	const uint8_t *table = table_of(j, p);
 	uint32_t rows = (k + WIRE_ROW - 1) / WIRE_ROW, at = WORDS_ROOM, nliterals = 0, nwords, sum, some, size;
@@ -94,7 +94,7 @@ static __device__ uint32_t encode_plane(const job *j, uint32_t p, const uint32_t
 		some = __ballot_sync(FULL, lane < nwords && words[at + nwords - 1 - lane] != 0);
 		nwords -= some ? (uint32_t)__ffs((int)some) - 1 : nwords < 32 ? nwords : 32;
 	} while (!some && nwords);
-	nliterals = (uint32_t)warp_sum(nliterals);
+	nliterals = (uint32_t)warp_sum(nliterals) * (wide ? 2 : 1);
 	size = (STATE_NBYTES + (sum + 7) / 8 + 3) / 4 * 4;
 	if (size + 4 * nwords + nliterals > most)
 		return 0;
@@ -110,12 +110,22 @@ static __device__ uint32_t encode_plane(const job *j, uint32_t p, const uint32_t
 
 		if (!__any_sync(FULL, mine != 0))
 			continue;
-		uint32_t to = size + warp_scan(__popc(mine), lane, &some);
+		uint32_t before = warp_scan(__popc(mine), lane, &some);
+		uint8_t *to = out + size + before * (wide ? 2 : 1);
 
-		for (uint32_t i = 0; i < 4; i++)
-			if (mine >> i & 1)
-				out[to++] = (uint8_t)(quad >> 8 * i);
-		size += some;
+		for (uint32_t i = 0; i < 4; i++) {
+			if (!(mine >> i & 1))
+				continue;
+			if (wide) {
+				uint16_t literal = wide[WIRE_ROW * r + 4 * lane + i];
+
+				*to++ = (uint8_t)literal;
+				*to++ = (uint8_t)(literal >> 8);
+			} else {
+				*to++ = (uint8_t)(quad >> 8 * i);
+			}
+		}
+		size += some * (wide ? 2 : 1);
 	}
 	return size;
 }

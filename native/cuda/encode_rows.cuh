@@ -245,7 +245,7 @@ static __device__ codec_status write_rows(const job *j, const uint8_t *values, u
 		bool constant = !__any_sync(FULL, differ != 0);
 
 		if (!constant && ncodes >= WIRE_MIN_CODED)
-			got = encode_plane(j, 0, bytes, ncodes, ncodes - 1, (uint32_t *)(scratch + PLANE_ROOM),
+			got = encode_plane(j, 0, bytes, ncodes, ncodes - 1, NULL, (uint32_t *)(scratch + PLANE_ROOM),
 					   region + at + 4, lane);
 		if (lane < 4)
 			region[at + lane] = (uint8_t)(lane       ? 0
