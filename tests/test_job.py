@@ -164,3 +164,49 @@ def test_blocks_encoded_elsewhere(segments) -> None:
     check(lib.codec_encode_seal(job, at, seal, dst, len(frame)))
     assert bytes(frame[:at]) == expected
     codec.verify(expected)
+
+
+@pytest.mark.parametrize("spec", [codec.Lossless(), codec.Lossless(model="flat"), codec.Sign(), codec.Truncate(1)])
+def test_a_job_without_values(spec) -> None:
+    """What shapes say: the parts of an opened job, the header of its frame; and nothing else can be done with it."""
+    x = np.random.default_rng(1).standard_normal((500, 100)).astype(np.float32)
+    frame = bytes(codec.encode(x, spec))
+    s, t = spec_struct(spec), new_tensor(DTYPES["float32"], x.shape, ffi.from_buffer(x), x.nbytes)
+    nothing = new_tensor(DTYPES["float32"], x.shape)
+    sizes, plan = ffi.new("size_t[2]"), ffi.new("codec_plan *")
+    check(lib.codec_job_nbytes(s, t, sizes, sizes + 1))
+    job, opened, head = (new_bytes(n) for n in (sizes[0], sizes[0], 2 * x.nbytes))
+    assert lib.codec_encode_plan(s, nothing, ffi.NULL, job, sizes[0] - 1, plan) == lib.CODEC_SHORT_SCRATCH
+    check(lib.codec_encode_plan(s, nothing, ffi.NULL, job, sizes[0], plan))
+    assert plan.nblocks == codec.inspect(frame).nblocks
+    check(lib.codec_encode_open(s, t, head, 2 * x.nbytes, ffi.NULL, opened, sizes[0], ffi.new("codec_plan *")))
+    ours, theirs = view_of(job), view_of(opened)
+    assert ours.row_parts.count == theirs.row_parts.count
+    if theirs.model_parts.count:
+        starts = [array(ffi.buffer(m), v.model_parts, MODEL_PART)["start"] for m, v in ((job, ours), (opened, theirs))]
+        assert (starts[0] == starts[1]).all()
+    assert lib.codec_encode_head(job, head, 63, sizes) == lib.CODEC_SHORT_OUTPUT
+    check(lib.codec_encode_head(job, head, 64, sizes))
+    assert sizes[0] == 64
+    decided = {10, 11, *range(12, 16), *range(16, 32), 40, 41}  # planes, sizes, checksum, flags
+    assert all(ffi.buffer(head)[i] == frame[i : i + 1] for i in range(64) if i not in decided)
+    end, work = ffi.new("uint64_t[2]"), new_bytes(1 << 20)
+    steps = [
+        lib.codec_encode_scan(t, ffi.NULL, job, 0, 0),
+        lib.codec_encode_start(t, head, 2 * x.nbytes, ffi.NULL, job, plan),
+        lib.codec_encode_blocks(t, head, 2 * x.nbytes, ffi.NULL, job, 0, 1, 4096, end, end + 1, work, len(work)),
+        lib.codec_encode_close(t, head, 2 * x.nbytes, ffi.NULL, job, end, end, 0, 0, sizes),
+        lib.codec_encode_seal(job, 1 << 16, 0, head, 2 * x.nbytes),
+    ]
+    assert steps == [lib.CODEC_BAD_ARGUMENT] * 5
+
+
+def test_a_job_without_values_that_is_stored() -> None:
+    s, t = spec_struct(codec.Lossless()), new_tensor(DTYPES["float32"], (511,))
+    sizes, plan = ffi.new("size_t[2]"), ffi.new("codec_plan *")
+    check(lib.codec_job_nbytes(s, t, sizes, sizes + 1))
+    job, head = new_bytes(sizes[0]), new_bytes(112)
+    check(lib.codec_encode_plan(s, t, ffi.NULL, job, sizes[0], plan))
+    assert plan.nblocks == 0
+    check(lib.codec_encode_head(job, head, 112, sizes))
+    assert ffi.buffer(head)[:16] == bytes(codec.encode(np.zeros(511, np.float32)))[:16]

@@ -185,10 +185,10 @@ typedef struct codec_view {
 	uint64_t side_offset, side_nbytes, directory_offset, planes_offset, plane_stride, regions_offset;
 	/** @} */
 	/** @{ */
-	/** Encode, codecs of rows: the key of draws, the scale that was given, the clip; 0: none. */
+	/** Encode. Codecs of rows: the key of draws, the scale that was given, the clip; 0: none. */
 	uint32_t seed;
 	float scale, clip;
-	uint32_t reserved;
+	uint32_t cap; /* encode: bits of the longest code */
 	uint64_t stream;
 	/** @} */
 	codec_array lengths; /**< a codebook a plane, where `coded` says so: lengths of values 0..255, of the escape */
@@ -207,10 +207,19 @@ typedef struct codec_view {
 	codec_array row_parts; /**< codec_row_part */
 	/** Encode: codec_row_sums of all pieces, which may be stored here instead of by codec_encode_scan. */
 	codec_array row_sums;
+	uint64_t codebook_id; /**< what the frame calls a codebook that was given; 0: none was */
 } codec_view;
 
 /** Describe a job, whatever it is for and however far it is. */
 CODEC_API codec_status codec_job_view(const void *job, codec_view *view);
+
+/**
+ * For tensors that lie elsewhere, where all that depends on values is decided: a job from what is known without them.
+ * Parts of the scale model are cut but have no bases, a codebook that was given has its tables; plan->nblocks is 0 if
+ * such a tensor is stored whatever its values are. codec_encode_head then writes the header alone.
+ */
+CODEC_API codec_status codec_encode_plan(const codec_spec *spec, const codec_tensor *like, const codec_context *with,
+					 void *job, size_t job_nbytes, codec_plan *plan);
 
 /**
  * Instead of codec_encode_close, where blocks lie elsewhere: all that precedes the directory, with the frame's size and

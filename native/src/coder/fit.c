@@ -27,12 +27,24 @@ static void add_shape(struct job *j, uint64_t start, uint64_t count, uint32_t ra
 		add_flat(j, start, start + count);
 }
 
+/* Is one base to serve all values? */
+static int is_flat(const struct job *j)
+{
+	return model_asked(&j->h) == WIRE_MODEL_FLAT || j->h.n < CHOOSE_MODEL_MIN;
+}
+
+/* Have values a base in any case? Symbols of float64 should lie far from where they begin anew. */
+static int is_based(const struct job *j)
+{
+	return dtype_of(j->h.dtype)->form == FORM_FLOAT8;
+}
+
 /* Segments worth a record of their own; what lies between them is flat. */
 static void cut_parts(const codec_context *with, struct job *j)
 {
 	uint64_t flat = 0, end = 0;
 
-	if (!with || !with->nsegments) {
+	if (is_flat(j) || !with->nsegments) {
 		if (j->h.n >= CHOOSE_SEGMENT_MIN)
 			add_shape(j, 0, j->h.n, j->h.rank, j->h.shape);
 		else
@@ -51,6 +63,14 @@ static void cut_parts(const codec_context *with, struct job *j)
 		flat = end;
 	}
 	add_flat(j, flat, j->h.n);
+}
+
+void model_cut(struct job *j, const codec_context *with)
+{
+	j->model.nsegments = j->model.nibbles = 0;
+	if (dtype_of(j->h.dtype)->octave && (!is_flat(j) || is_based(j)))
+		cut_parts(with, j);
+	j->model.offsets_at = j->model.segments_at + j->model.nsegments * sizeof(struct segment);
 }
 
 /* Patterns of n values from `first` on, COLUMNS at most. */
@@ -445,8 +465,6 @@ void model_choose(const struct source *src, const codec_context *with, const str
 		  struct sample *s)
 {
 	const struct dtype *d = dtype_of(src->dtype);
-	int flat = model_asked(&j->h) == WIRE_MODEL_FLAT || j->h.n < CHOOSE_MODEL_MIN;
-	int based = d->form == FORM_FLOAT8; /* always: its symbols should lie far from where they begin anew */
 	struct segment whole = {.count = j->h.n};
 
 	memset(s->counts, 0, d->nbytes * sizeof *s->counts);
@@ -456,17 +474,16 @@ void model_choose(const struct source *src, const codec_context *with, const str
 		sample_planes(src, k, j, s, d->octave != 0);
 	if (!d->octave)
 		return;
-	if (flat && !based) {
+	model_cut(j, with);
+	if (!j->model.nsegments) {
 		count_segment(src, k, j, &whole, choose_stride((j->h.n + WIRE_ROW - 1) / WIRE_ROW), 1, s->raw, NULL);
 		memcpy(s->counts[0], s->raw, sizeof s->counts[0]);
 		s->nzeros = s->counts[0][0];
 		s->nvalues = choose_total(s->counts[0]);
 		return;
 	}
-	cut_parts(flat ? NULL : with, j);
-	j->model.offsets_at = j->model.segments_at + j->model.nsegments * sizeof(struct segment);
-	choose_segments(src, k, j, flat, !based, s);
-	if (based) { /* plane 1 has bits of the exponent, as the model moves it */
+	choose_segments(src, k, j, is_flat(j), !is_based(j), s);
+	if (is_based(j)) { /* plane 1 has bits of the exponent, as the model moves it */
 		memset(s->counts + 1, 0, (d->nbytes - 1u) * sizeof *s->counts);
 		s->has_zero_run = 0;
 		sample_planes(src, k, j, s, 1);

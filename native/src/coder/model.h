@@ -37,7 +37,9 @@ uint64_t model_side_nbytes(const struct job *j);
 void model_write(const struct job *j, uint8_t *dst);
 codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f);
 
-/* fit.c. Model, and counts of all planes. */
+/* fit.c. Its segments, by shapes alone; none: there is no model. */
+void model_cut(struct job *j, const codec_context *with);
+/* Model, and counts of all planes. */
 void model_choose(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
 		  struct sample *s);
 /*

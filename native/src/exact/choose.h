@@ -259,20 +259,32 @@ BITS_FN uint64_t choose_total(const uint32_t counts[256])
  * save, and near the uniform distribution twice that; it is found much faster than a book. A sample of a plane has
  * 64 quad rows at most, so that squares are added in 32 bits, many at once.
  */
-BITS_FN uint64_t choose_excess(const uint32_t counts[256], uint64_t values, uint64_t total)
+BITS_FN uint64_t choose_excess_of(uint32_t squares, uint64_t values, uint64_t total)
 {
 	uint64_t even = total * total + (values - 1) * total;
+
+	return squares * values > even ? squares * values - even : 0;
+}
+
+BITS_FN uint64_t choose_excess(const uint32_t counts[256], uint64_t values, uint64_t total)
+{
 	uint32_t squares = 0;
 
 	for (int i = 0; i < 256; i++)
 		squares += counts[i] * counts[i];
-	return squares * values > even ? squares * values - even : 0;
+	return choose_excess_of(squares, values, total);
 }
 
 /* Is that too little for a codebook to save 2%? */
 BITS_FN int choose_near_uniform(uint64_t excess, uint64_t total)
 {
 	return excess <= total * total / 7;
+}
+
+/* The finest shift, by how uneven mantissas are. */
+BITS_FN int choose_finest_of(int has_pattern, uint64_t excess, uint64_t total)
+{
+	return has_pattern || !choose_near_uniform(excess, total) ? WIRE_MAX_SHIFT : 0;
 }
 
 /*
@@ -290,7 +302,7 @@ BITS_FN int choose_finest(const uint32_t plane1[256], int octave, int has_patter
 	for (uint32_t i = 0; i < 256; i++)
 		counts[i % values] += plane1[i];
 	total = choose_total(counts);
-	return has_pattern || !choose_near_uniform(choose_excess(counts, values, total), total) ? WIRE_MAX_SHIFT : 0;
+	return choose_finest_of(has_pattern, choose_excess(counts, values, total), total);
 }
 
 /* Of planes but the exponent's few quad rows are looked at; of codecs of rows, as many blocks: place i of n. */

@@ -59,6 +59,8 @@ struct family {
 	 * sizes of what precedes the directory.
 	 */
 	codec_status (*begin)(struct job *j, const codec_spec *s, const codec_context *with);
+	/* The scale model's parts, as choose will cut them; NULL: begin has cut all parts that there are. */
+	void (*cut)(struct job *j, const codec_context *with);
 	void (*scan)(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count);
 	codec_status (*choose)(struct job *j, const struct kernels *k, const struct source *src,
 			       const codec_context *with);

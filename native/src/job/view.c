@@ -86,6 +86,8 @@ codec_status codec_job_view(const void *job, codec_view *view)
 	v.stream = j->key.stream | (uint64_t)j->key.stream_high << 32;
 	v.scale = j->scale;
 	v.clip = j->clip;
+	v.cap = j->h.cap;
+	v.codebook_id = j->codebook_id;
 	v.lengths = array_of(j, job, offsetof(struct job, books), WIRE_MAX_PLANES, sizeof(codebook));
 	v.tables = array_of(j, job, encoding ? offsetof(struct job, codes) : offsetof(struct job, lookup),
 			    WIRE_MAX_PLANES, sizeof(book_codes));
@@ -97,13 +99,60 @@ codec_status codec_job_view(const void *job, codec_view *view)
 	return CODEC_OK;
 }
 
+/* Without values: what begins a job, then parts that are cut by shapes, and a codebook that was given. */
+codec_status codec_encode_plan(const codec_spec *spec, const codec_tensor *like, const codec_context *with, void *job,
+			       size_t job_nbytes, codec_plan *plan)
+{
+	struct header h;
+	codec_context c;
+	codec_tensor t;
+	codec_spec s;
+	struct job *j;
+
+	TRY(context_read(with, &c));
+	TRY(request(spec, like, 0, &h, &t));
+	memcpy(&s, spec, sizeof s);
+	TRY(segments_check(&c, h.n));
+	TRY(family_check_state(&h, &c, 1));
+	TRY(job_open(job, job_nbytes, &h, &j));
+	memset(&j->sample, 0, sizeof *j - offsetof(struct job, sample)); /* for others to fill in */
+	j->kind = JOB_ENCODE;
+	TRY(family_of(&h)->begin(j, &s, &c));
+	if (j->h.layout == WIRE_LAYOUT_BLOCKS && family_of(&h)->cut)
+		family_of(&h)->cut(j, &c);
+	if (j->h.layout == WIRE_LAYOUT_BLOCKS && c.ncodebooks) {
+		TRY(codebook_load(c.codebooks, &h, j->books));
+		book_to_codes(j->books, j->codes);
+		j->codebook_id = c.codebooks->id;
+	}
+	TRY(header_derive(&j->h));
+	j->state = JOB_PLANNED;
+	job_plan(j, plan);
+	return CODEC_OK;
+}
+
+/* A job that knows the header, if not what it depends on. */
+static const struct job *head_job(const void *job)
+{
+	const struct job *j = job_at(job, JOB_ENCODE, JOB_PLANNED);
+
+	return j ? j : job_at(job, JOB_ENCODE, JOB_READY);
+}
+
 codec_status codec_encode_head(const void *job, void *head, size_t capacity, size_t *written)
 {
-	const struct job *j = job_at(job, JOB_ENCODE, JOB_READY);
+	const struct job *j = head_job(job);
 
-	if (!j || !head || !written || !j->h.nblocks)
+	if (!j || !head || !written || (!j->h.nblocks && j->state == JOB_READY))
 		return CODEC_BAD_ARGUMENT;
 	*written = 0;
+	if (j->state == JOB_PLANNED) {
+		if (capacity < j->h.side_at)
+			return CODEC_SHORT_OUTPUT;
+		header_write(&j->h, head);
+		*written = j->h.side_at;
+		return CODEC_OK;
+	}
 	if (capacity < j->h.directory_at)
 		return CODEC_SHORT_OUTPUT;
 	head_write(j, 0, 0, head);

@@ -46,6 +46,7 @@ const struct family lossless_family = {
 	.side_read = model_read,
 	.region_bound = lossless_region_bound,
 	.begin = lossless_begin,
+	.cut = model_cut,
 	.choose = lossless_choose,
 	.encode_block = lossless_encode_block,
 	.decode_blocks = lossless_decode_blocks,

@@ -64,6 +64,7 @@ const struct family truncate_family = {
 	.work_place = truncate_work_place,
 	.region_bound = truncate_region_bound,
 	.begin = truncate_begin,
+	.cut = model_cut,
 	.choose = truncate_choose,
 	.encode_block = truncate_encode_block,
 	.leave = truncate_leave,
