@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
-import oracle
 import test_exact
 
 import codec
@@ -15,6 +14,7 @@ from codec.engines.steps import tensor_like
 from codec.errors import CodecError, Status
 from codec.frame import read_header
 from codec.metrics.asked import asked
+from codec.segmenting import pack
 from codec.spec_structs import spec_struct
 from codec.structs import Call, new_tensor
 from codec.view import view_bytes
@@ -62,7 +62,8 @@ def compile_kernels(arch):
     """By NVRTC, for a GPU that need not be there: what its assembler says, and the PTX."""
     stubs = {"stdint.h": '#pragma once\n#include "exact/bits.h"\n', "stddef.h": "#pragma once\n"}
     options = [f"-arch={arch}", "-fmad=false", "-default-device", "-Xptxas=-v", *INCLUDED]
-    return test_exact.compiled('#include "decode.cu"\n#include "encode.cu"\n', stubs, options)
+    source = "".join(f'#include "{path.name}"\n' for path in sorted((ROOT / "native/cuda").glob("*.cu")))
+    return test_exact.compiled(source, stubs, options)
 
 
 def launch(library, kernel, grid, threads, *args):
@@ -172,40 +173,59 @@ def decode(
     return out.tobytes()
 
 
-def encode(library, x, spec, dtype, *, grid=2, exponents=None, metric=None, state=None):
-    """The frame of bits, by a job that the host has opened; None: it is to be stored."""
-    source = aligned(x.tobytes())
-    t, s = new_tensor(DTYPES[dtype], x.shape, pointer(source), x.nbytes), spec_struct(spec)
-    size, n = ffi.new("size_t[2]"), ffi.new("size_t *")
-    check(lib.codec_job_nbytes(s, t, size, size + 1))
-    job, call, plan = aligned(bytes(size[0])), Call(), ffi.new("codec_plan *")
+def sizes_of(library, name, count):
+    return (ctypes.c_uint64 * count).in_dll(library, name)
+
+
+def planned(x, spec, dtype, how):
+    """A job for bits from what is known without them: its memory, its view, its header."""
+    t, s = new_tensor(DTYPES[dtype], x.shape, ffi.NULL, x.nbytes), spec_struct(spec)
+    size, n, call = ffi.new("size_t[2]"), ffi.new("size_t *"), Call()
     call.reset()
-    context = call.context
-    if metric is not None:
-        call.set_metric(asked(metric, state, x.size))
+    if "metric" in how:
+        call.set_metric(asked(how["metric"], how["state"], x.size))
+    if "segments" in how:
+        call.set_segments(pack(how["segments"]))
+    call.context.stream = how.get("stream", 0)
+    if "codebook" in how:
+        call.set_codebooks([how["codebook"]])
+    check(lib.codec_job_nbytes(s, t, size, size + 1))
+    job, head = aligned(bytes(size[0])), aligned(bytes(112))
+    plan = ffi.new("codec_plan *")
+    check(lib.codec_encode_plan(s, t, call.context, pointer(job), size[0], plan))
+    check(lib.codec_encode_head(pointer(job), pointer(head), head.nbytes, n))
     check(lib.codec_encode_room(s, t, n))
-    frame, room = aligned(bytes(n[0])), n[0]
-    check(lib.codec_encode_open(s, t, pointer(frame), room, context, pointer(job), size[0], plan))
-    if plan.nscans:
-        launch(library, "scan_rows", grid, 32 * WARPS, copied(view_of(job)), address(job), address(source))
-        check(lib.codec_encode_start(t, pointer(frame), room, context, pointer(job), plan))
-    if not plan.nblocks:
-        return None
-    args = [copied(view_of(job)), *map(address, (job, source, frame)), ctypes.c_uint64(room)]
-    item, lossless, cut = ITEMSIZE[dtype], s.codec == lib.CODEC_LOSSLESS, s.codec == lib.CODEC_TRUNCATE
-    kernel = f"encode_lossless{item}" if lossless else "encode_truncate" if cut else "encode_rows"
-    planes = 2 * item + 1 if lossless else 17 if cut else 2
-    scratch = np.empty(grid * WARPS * (planes * PLANE + WORDS + (0 if cut else 64)), np.uint8)
-    places, written = np.zeros(plan.nblocks, np.uint64), np.zeros(3, np.uint64)
-    args += map(address, (scratch, places, written, *([exponents] if cut else [])))
-    launch(library, kernel, grid, 32 * WARPS, *args)
-    seal, end, fault = int(written[0]), int(written[1]), int(written[2]) >> 32
-    if fault:
+    view = aligned(bytes(ffi.buffer(view_of(job))))
+    most = -(-plan.region_bound // 64) * 64
+    return job, view, head, n[0], most
+
+
+def encode(library, x, spec, dtype, *, grid=2, exponents=None, capacity=None, **how):
+    """The frame of bits."""
+    source = aligned(x.tobytes())
+    job, view, head, room, region = planned(x, spec, dtype, how)
+    room = room if capacity is None else capacity
+    v = ffi.from_buffer("codec_view *", view)
+    frame, item = aligned(bytes(room)), ITEMSIZE[dtype]
+    sizes, nparts = sizes_of(library, "choose_nbytes", 2), v.model_parts.count
+    choice, places = np.zeros(sizes[0] + max(nparts, 1) * sizes[1], np.uint8), np.zeros(max(v.nblocks, 1), np.uint64)
+    written = np.zeros(6, np.uint64)
+    kind = {lib.CODEC_LOSSLESS: item.bit_length() - 1, lib.CODEC_TRUNCATE: 5}.get(v.codec, 4)
+    each = ctypes.c_uint64(sizes_of(library, "encode_nbytes", 6)[kind] + region)
+    scratch = np.empty(grid * WARPS * each.value, np.uint8)
+    cut = [address(exponents)] if kind == 5 else []
+    if v.nblocks:
+        args = [*map(address, (view, job, source))]
+        if kind == 4:
+            args += [address(choice), address(scratch), each, address(written)]
+        else:
+            args += [ctypes.c_uint32(nparts), address(choice), ctypes.c_uint64(room), *cut]
+        launch(library, ("choose_lossless", "choose_rows", "choose_truncate")[max(kind - 3, 0)], grid, 256, *args)
+        args = [*map(address, (view, job, source, frame)), ctypes.c_uint64(room), address(scratch), each]
+        kernel = f"encode_lossless{item}" if kind < 4 else ("encode_rows", "encode_truncate")[kind - 4]
+        launch(library, kernel, grid, 32 * WARPS, *args, address(places), address(written), *cut)
+    args = [*map(address, (view, job, source, frame)), ctypes.c_uint64(room), *map(address, (choice, head, written))]
+    launch(library, "close_frame", grid, 256, *args)
+    if fault := int(written[5]) & 0xFFFFFFFF:
         raise Fault(fault)
-    if (lossless or cut) and end >= 48 + 8 * x.ndim + x.nbytes:
-        return None
-    directory = view_of(job).directory_offset
-    seal += oracle.digest(frame[directory : directory + 8 * plan.nblocks].tobytes(), 0x200)
-    check(lib.codec_encode_head(pointer(job), pointer(frame), plan.regions_at, n))
-    check(lib.codec_encode_seal(pointer(job), end, seal % 2**64, pointer(frame), n[0]))
-    return frame[:end].tobytes()
+    return frame[: written[3]].tobytes()

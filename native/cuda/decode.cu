@@ -19,16 +19,6 @@ static __device__ codec_status check_frame(const codec_view *v, const uint8_t *f
 	return __any_sync(FULL, bad) ? CODEC_BAD_HEADER : CODEC_OK;
 }
 
-/* Of the directory's entries [128 i, 128 i + 128): their digest. */
-static __device__ uint64_t digest_entries(const codec_view *v, const uint8_t *frame, uint64_t i, uint32_t lane)
-{
-	uint64_t from = 4 * WIRE_CHUNK_WORDS * i, nbytes = WIRE_DIRECTORY_ENTRY * v->nblocks, sum = 0;
-
-	for (uint32_t k = lane; k < WIRE_CHUNK_WORDS && from + 4 * k < nbytes; k += 32)
-		sum += (uint64_t)load32(frame + v->directory_offset + from + 4 * k) * SEAL_KEY[k];
-	return seal_chunk(warp_sum(sum), WIRE_SEED_DIRECTORY, i);
-}
-
 DEVICE void blame(codec_found *found, uint64_t order, codec_status status, uint32_t lane)
 {
 	if (lane == 0 && status != CODEC_OK)
@@ -74,7 +64,8 @@ DEVICE void decode_blocks(const codec_view &v, const uint8_t *memory, const uint
 			if (load32(entry + 4) != seal_short(sealed))
 				status = CODEC_CHECKSUM;
 			if (b % ENTRIES == 0)
-				sealed += digest_entries(&v, frame, b / ENTRIES, lane);
+				sealed += digest_chunk(frame + v.directory_offset, WIRE_DIRECTORY_ENTRY * v.nblocks,
+						       WIRE_SEED_DIRECTORY, b / ENTRIES, lane);
 			if (lane == 0)
 				atomicAdd(&found->seal, (unsigned long long)sealed);
 		}

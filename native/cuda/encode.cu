@@ -2,15 +2,9 @@
 #include "encode_lossless.cuh"
 #include "encode_rows.cuh"
 #include "encode_truncate.cuh"
+#include "written.cuh"
 
 #define WARPS 4
-
-/* What blocks of a frame share; zeros at first. */
-struct codec_written {
-	unsigned long long seal; /* the sum of blocks' seals */
-	unsigned long long end;  /* of the last region */
-	uint32_t ticket, fault;  /* blocks begun; a status */
-};
 
 #define PLACE_KNOWN (1ull << 62)  /* what a block takes is known */
 #define PLACE_SUMMED (2ull << 62) /* and what all up to it take */
@@ -58,8 +52,8 @@ static __device__ void put_entry(const codec_view *v, uint8_t *frame, uint64_t c
 			lane ? seal_short(sealed) : (uint32_t)(end / WIRE_ALIGN);
 	if (lane == 0) {
 		atomicAdd(&out->seal, (unsigned long long)sealed);
-		if (end > capacity)
-			atomicOr(&out->fault, (uint32_t)CODEC_SHORT_OUTPUT);
+		if (end > capacity || end / WIRE_ALIGN > 0xffffffffu)
+			atomicMax(&out->fault, (uint32_t)(end > capacity ? CODEC_SHORT_OUTPUT : CODEC_LIMIT));
 		if (b + 1 == v->nblocks)
 			out->end = end;
 	}
@@ -80,19 +74,30 @@ static __device__ void put_region(const codec_view *v, uint8_t *frame, uint64_t 
 }
 
 /*
+ * Sizes, for whoever launches: a warp's scratch, of lossless frames by the log2 of a value's size, of rows, of cut
+ * mantissas; to which a region comes, the largest that there can be.
+ */
+#define LOSSLESS_ROOM(size) (((size) + 1) * PLANE_ROOM + 4 * WORDS_ROOM)
+#define ROWS_ROOM (PLANE_ROOM + 4 * WORDS_ROOM)
+#define CUT_ROOM (CUT_PLANES * PLANE_ROOM + 4 * WORDS_ROOM)
+extern "C" __device__ const uint64_t encode_nbytes[] = {LOSSLESS_ROOM(1), LOSSLESS_ROOM(2), LOSSLESS_ROOM(4),
+							LOSSLESS_ROOM(8), ROWS_ROOM,        CUT_ROOM};
+
+/*
  * Values, at a multiple of their size, to a frame's directory, fixed planes and regions, `capacity` bytes in all.
- * places: zeros, one a block. scratch: (2 SIZE + 1) planes, WORDS_ROOM and 64 bytes a warp.
+ * places: zeros, one a block. scratch: so many bytes a warp.
  */
 template <int SIZE>
-DEVICE void encode_lossless(const codec_view &v, uint8_t *memory, const uint8_t *values, uint8_t *frame,
-			    uint64_t capacity, uint8_t *scratch, unsigned long long *places, codec_written *out)
+DEVICE void encode_lossless(const codec_view &view, uint8_t *memory, const uint8_t *values, uint8_t *frame,
+			    uint64_t capacity, uint8_t *scratch, uint64_t scratch_nbytes, unsigned long long *places,
+			    codec_written *out)
 {
-	const uint32_t room = (2 * SIZE + 1) * PLANE_ROOM + 4 * WORDS_ROOM + 64;
 	uint32_t lane = threadIdx.x % 32;
-	const job j = {v, memory};
+	const job j = {view, memory};
+	const codec_view &v = j.v;
 
-	scratch += ((uint64_t)blockIdx.x * WARPS + threadIdx.x / 32) * room;
-	uint8_t *region = scratch + (SIZE + 1) * PLANE_ROOM + 4 * WORDS_ROOM;
+	scratch += ((uint64_t)blockIdx.x * WARPS + threadIdx.x / 32) * scratch_nbytes;
+	uint8_t *region = scratch + LOSSLESS_ROOM(SIZE);
 
 	for (uint64_t b; (b = next_block(out, lane)) < v.nblocks;) {
 		uint64_t sealed = 0;
@@ -104,28 +109,29 @@ DEVICE void encode_lossless(const codec_view &v, uint8_t *memory, const uint8_t 
 
 #define ENCODE_LOSSLESS(size)                                                                                          \
 	extern "C" __global__ void __launch_bounds__(32 * WARPS) encode_lossless##size(                                \
-		const codec_view v, uint8_t *memory, const uint8_t *values, uint8_t *frame, uint64_t capacity,         \
-		uint8_t *scratch, unsigned long long *places, codec_written *out)                                      \
+		const codec_view *view, uint8_t *memory, const uint8_t *values, uint8_t *frame, uint64_t capacity,     \
+		uint8_t *scratch, uint64_t scratch_nbytes, unsigned long long *places, codec_written *out)             \
 	{                                                                                                              \
-		encode_lossless<size>(v, memory, values, frame, capacity, scratch, places, out);                       \
+		encode_lossless<size>(*view, memory, values, frame, capacity, scratch, scratch_nbytes, places, out);   \
 	}
 ENCODE_LOSSLESS(1)
 ENCODE_LOSSLESS(2)
 ENCODE_LOSSLESS(4)
 ENCODE_LOSSLESS(8)
 
-/* The same for codecs of rows; scratch: two planes, WORDS_ROOM and 64 bytes a warp, with an entropy stage. */
+/* The same for codecs of rows, which need scratch for an entropy stage only. */
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-	encode_rows(const codec_view v, uint8_t *memory, const uint8_t *values, uint8_t *frame, uint64_t capacity,
-		    uint8_t *scratch, unsigned long long *places, codec_written *out)
+	encode_rows(const codec_view *view, uint8_t *memory, const uint8_t *values, uint8_t *frame, uint64_t capacity,
+		    uint8_t *scratch, uint64_t scratch_nbytes, unsigned long long *places, codec_written *out)
 {
 	uint32_t lane = threadIdx.x % 32;
+	const job j = {*view, memory};
+	const codec_view &v = j.v;
 	const struct row_kind q = kind_of(&v);
-	const job j = {v, memory};
 
-	scratch += ((uint64_t)blockIdx.x * WARPS + threadIdx.x / 32) * (2 * PLANE_ROOM + 4 * WORDS_ROOM + 64);
+	scratch += ((uint64_t)blockIdx.x * WARPS + threadIdx.x / 32) * scratch_nbytes;
 	for (uint64_t b; (b = next_block(out, lane)) < v.nblocks;) {
-		uint8_t *region = scratch + PLANE_ROOM + 4 * WORDS_ROOM;
+		uint8_t *region = scratch + ROWS_ROOM;
 		const row_place p = row_place_of(&j, q, b);
 		uint64_t at = 0;
 		uint32_t size = (uint32_t)row_region_nbytes(q, p.part->row, p.m);
@@ -138,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 		if (q.entropy || at + size <= capacity)
 			status = write_rows(&j, values, b, scratch, region, &size, lane);
 		if (lane == 0 && status != CODEC_OK)
-			atomicOr(&out->fault, (uint32_t)status);
+			atomicMax(&out->fault, (uint32_t)status);
 		if (q.entropy)
 			put_region(&v, frame, capacity, b, region, status == CODEC_OK ? size : 8, 0, places, out, lane);
 		else if (at + size <= capacity)
@@ -149,44 +155,22 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 	}
 }
 
-/* And for Truncate; scratch: CUT_PLANES + 8 planes and WORDS_ROOM a warp. `exponents`: of A, unless levels are fixed.
- */
+/* And for Truncate. `exponents`: of A, unless levels are fixed. */
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-	encode_truncate(const codec_view v, uint8_t *memory, const uint8_t *values, uint8_t *frame, uint64_t capacity,
-			uint8_t *scratch, unsigned long long *places, codec_written *out, const uint8_t *exponents)
+	encode_truncate(const codec_view *view, uint8_t *memory, const uint8_t *values, uint8_t *frame,
+			uint64_t capacity, uint8_t *scratch, uint64_t scratch_nbytes, unsigned long long *places,
+			codec_written *out, const uint8_t *exponents)
 {
 	uint32_t lane = threadIdx.x % 32;
-	const job j = {v, memory};
+	const job j = {*view, memory};
+	const codec_view &v = j.v;
 
-	scratch += ((uint64_t)blockIdx.x * WARPS + threadIdx.x / 32) * ((CUT_PLANES + 8) * PLANE_ROOM + 4 * WORDS_ROOM);
-	uint8_t *region = scratch + CUT_PLANES * PLANE_ROOM + 4 * WORDS_ROOM;
+	scratch += ((uint64_t)blockIdx.x * WARPS + threadIdx.x / 32) * scratch_nbytes;
+	uint8_t *region = scratch + CUT_ROOM;
 
 	for (uint64_t b; (b = next_block(out, lane)) < v.nblocks;) {
 		uint32_t size = write_cut(&j, memory, values, exponents, b, scratch, region, lane);
 
 		put_region(&v, frame, capacity, b, region, size, 0, places, out, lane);
-	}
-}
-
-/* What must be known of a part before its first block: pieces of 4,096 values, a warp each, to the job's memory. */
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-	scan_rows(const codec_view v, uint8_t *memory, const uint8_t *values)
-{
-	const codec_row_part *part = (const codec_row_part *)(memory + v.row_parts.at);
-	codec_row_sums *sums = (codec_row_sums *)(memory + v.row_sums.at);
-	uint32_t lane = threadIdx.x % 32;
-
-	for (uint64_t i = (uint64_t)blockIdx.x * WARPS + threadIdx.x / 32; i < v.row_sums.count;
-	     i += (uint64_t)gridDim.x * WARPS) {
-		uint64_t p = v.row_parts.count - 1;
-
-		while (part[p].first_sum > i)
-			p--;
-		uint64_t from = (i - part[p].first_sum) * WIRE_TREE, n = part[p].count - from;
-		codec_row_sums some =
-			sums_of(&v, values, part[p].start + from, n < WIRE_TREE ? (uint32_t)n : WIRE_TREE, lane);
-
-		if (lane == 0)
-			sums[i] = some;
 	}
 }

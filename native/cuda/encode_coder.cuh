@@ -15,6 +15,24 @@ static __device__ void copy_bytes(uint8_t *to, const uint8_t *from, uint64_t n, 
 		to[i] = from[i];
 }
 
+/* A region of `at` bytes filled up with zeros: its size. */
+DEVICE uint32_t end_region(uint8_t *region, uint32_t at, uint32_t lane)
+{
+	uint32_t size = (at + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
+
+	if (at + lane < size)
+		region[at + lane] = 0;
+	__syncwarp();
+	return size;
+}
+
+/* A word at the beginning of a region or of what it holds. */
+DEVICE void put32(uint8_t *to, uint32_t x, uint32_t lane)
+{
+	if (lane < 4)
+		to[lane] = (uint8_t)(x >> 8 * lane);
+}
+
 /* Escapes among a quad, by the lengths of codes, whose bit 7 says so. */
 DEVICE uint32_t escapes_of(const uint8_t *table, uint32_t quad, uint32_t n)
 {

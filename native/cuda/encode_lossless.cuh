@@ -199,16 +199,10 @@ static __device__ uint32_t write_block(const job *j, uint8_t *memory, const uint
 				prune(top, m, (uint32_t *)(scratch + f * PLANE_ROOM), lane);
 	}
 	head |= k < m ? WIRE_REGION_PRUNED : 0;
-	if (lane < 4)
-		region[lane] = (uint8_t)(head >> 8 * lane);
+	put32(region, head, lane);
 	for (int p = 0; p < SIZE; p++)
 		*sealed += sums[p].total;
-	uint32_t size = (at + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
-
-	if (at + lane < size)
-		region[at + lane] = 0;
-	__syncwarp();
-	return size;
+	return end_region(region, at, lane);
 }
 
 #endif

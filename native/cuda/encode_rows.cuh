@@ -92,21 +92,23 @@ static __device__ codec_status put_sign_scale(const codec_view *v, struct row_ki
 	return CODEC_OK;
 }
 
-/* The scales of a block's rows. */
+/* The scales of a block's rows: of each so many warps do a share. */
 static __device__ codec_status put_scales(const codec_view *v, struct row_kind q, const row_place &p,
-					  const uint8_t *values, uint8_t *to, uint32_t lane)
+					  const uint8_t *values, uint8_t *to, uint32_t warp, uint32_t warps,
+					  uint32_t lane)
 {
 	uint32_t row = p.part->row, limit = v->options & WIRE_OPTION_PROPAGATE ? ROUND_INF : ~0u;
+	uint32_t each = (uint32_t)row_scale_nbytes(q);
 
-	for (uint32_t i = 0; row && i < p.m; to += row_scale_nbytes(q)) {
-		uint32_t n = p.m - i < row ? p.m - i : row, max, bits;
+	to += each * warp;
+	for (uint64_t i = (uint64_t)row * warp; row && i < p.m; i += (uint64_t)row * warps, to += each * warps) {
+		uint32_t n = p.m - i < row ? (uint32_t)(p.m - i) : row, max, bits;
 
 		if (q.codec == WIRE_CODEC_SIGN) {
 			codec_status status = put_sign_scale(v, q, values, p.first + i, n, to, lane);
 
 			if (status != CODEC_OK)
 				return status;
-			i += n;
 			continue;
 		}
 		max = largest(v->dtype, values, p.first + i, n, limit, lane);
@@ -115,9 +117,8 @@ static __device__ codec_status put_scales(const codec_view *v, struct row_kind q
 		bits = q.codec == WIRE_CODEC_FLOAT4   ? scale_float4(q, max, p.part->scale[0])
 		       : q.codec == WIRE_CODEC_FLOAT8 ? round_bits(scale_float8(q, max, v->scale))
 						      : max;
-		if (lane < row_scale_nbytes(q))
+		if (lane < each)
 			to[lane] = (uint8_t)(bits >> 8 * lane);
-		i += n;
 	}
 	__syncwarp();
 	return CODEC_OK;
@@ -164,12 +165,12 @@ DEVICE uint8_t code_of(const codec_view *v, struct row_kind q, struct philox key
 }
 
 /*
- * Codes of a block, packed, to nbytes bytes: 8 values of a lane become as many bytes as a code has bits; or 5 of them
- * one, in base 3.
+ * Codes of a block, packed, to nbytes bytes, or a share of them: 8 values of a lane become as many bytes as a code has
+ * bits; or 5 of them one, in base 3.
  */
 static __device__ codec_status put_codes(const codec_view *v, struct row_kind q, const row_place &p,
 					 const uint8_t *values, const uint8_t *scales, uint8_t *to, uint64_t nbytes,
-					 uint32_t lane)
+					 uint32_t warp, uint32_t warps, uint32_t lane)
 {
 	const struct philox key = {v->seed, (uint32_t)v->stream, (uint32_t)(v->stream >> 32)};
 	uint32_t row = p.part->row, each = (uint32_t)row_scale_nbytes(q), per = q.bits ? 8 : 5,
@@ -181,7 +182,7 @@ static __device__ codec_status put_codes(const codec_view *v, struct row_kind q,
 
 	if (q.codec == WIRE_CODEC_TERNARY && s.scale > 0)
 		s.over = round_over(s.scale, 65536);
-	for (uint64_t i = per * lane; i < p.m; i += 32 * per) {
+	for (uint64_t i = per * (32 * warp + lane); i < p.m; i += 32 * per * warps) {
 		uint32_t n = p.m - i < per ? (uint32_t)(p.m - i) : per, trits = 0;
 		uint64_t codes = 0, at = i / per * bytes;
 
@@ -231,10 +232,10 @@ static __device__ codec_status write_rows(const job *j, const uint8_t *values, u
 	uint32_t nscales = (uint32_t)(row_count(p.part->row, p.m) * row_scale_nbytes(q));
 	uint32_t ncodes = (uint32_t)row_codes_nbytes(q, p.m), at = nscales, got = 0, differ = 0;
 	uint32_t *bytes = (uint32_t *)scratch, rows = (ncodes + WIRE_ROW - 1) / WIRE_ROW;
-	codec_status status = put_scales(&j->v, q, p, values, region, lane);
+	codec_status status = put_scales(&j->v, q, p, values, region, 0, 1, lane);
 
 	if (status == CODEC_OK)
-		status = put_codes(&j->v, q, p, values, region, q.entropy ? scratch : region + at, ncodes, lane);
+		status = put_codes(&j->v, q, p, values, region, q.entropy ? scratch : region + at, ncodes, 0, 1, lane);
 	if (status != CODEC_OK)
 		return status;
 	if (!q.entropy) {
@@ -247,19 +248,12 @@ static __device__ codec_status write_rows(const job *j, const uint8_t *values, u
 		if (!constant && ncodes >= WIRE_MIN_CODED)
 			got = encode_plane(j, 0, bytes, ncodes, ncodes - 1, NULL, (uint32_t *)(scratch + PLANE_ROOM),
 					   region + at + 4, lane);
-		if (lane < 4)
-			region[at + lane] = (uint8_t)(lane       ? 0
-						      : constant ? WIRE_MODE_CONSTANT
-						      : got      ? WIRE_MODE_CODED
-								 : WIRE_MODE_RAW);
+		put32(region + at, constant ? WIRE_MODE_CONSTANT : got ? WIRE_MODE_CODED : WIRE_MODE_RAW, lane);
 		if (!got)
 			copy_bytes(region + at + 4, scratch, constant ? 1 : ncodes, lane);
 		at += 4 + (constant ? 1 : got ? got : ncodes);
 	}
-	*size = (at + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
-	if (at + lane < *size)
-		region[at + lane] = 0;
-	__syncwarp();
+	*size = end_region(region, at, lane);
 	return CODEC_OK;
 }
 

@@ -76,6 +76,40 @@ DEVICE uint32_t level_of(const cut_kind &q, uint32_t drop)
 	return round_level_of_drop((uint8_t)drop, q.drop[1], q.drop[2], q.drop[3]);
 }
 
+/*
+ * Symbols of a lane's values of row r, and with joint levels their pairs; *o is its first value's place, or that of the
+ * row's after it. *outside: those whose pair has no symbol, which are 0.
+ */
+static __device__ uint32_t symbol_quad(const job *j, const cut_kind &q, place *o, uint32_t r, uint32_t m, uint32_t e4,
+				       uint32_t drop4, uint16_t *pairs, uint32_t *outside, uint32_t lane)
+{
+	bool joint = j->v.variant == WIRE_LEVELS_CODED, model = j->v.model_parts.count > 0;
+	uint32_t n = there(r, lane, m), quad = 0;
+	place at = *o;
+
+	*outside = 0;
+	for (uint32_t k = 0; k < n; k++) {
+		uint8_t lowered = (uint8_t)(e4 >> 8 * k);
+		uint32_t by = 0;
+
+		if (model) {
+			by = offset_at(j, &at, (int)q.octave / 8, WIRE_CIRCLE((int)q.octave)) / q.octave;
+			if (k + 1 < n)
+				move_on(j, &at, 1);
+		}
+		lowered = bits_lower_exponent(lowered, (uint8_t)by, (uint8_t)q.last);
+		uint16_t pair = bits_pair(lowered, (uint8_t)level_of(q, drop4 >> 8 * k & 255));
+		uint16_t one = joint ? bits_pair_symbol(pair, (int)q.base) : lowered;
+
+		pairs[k] = pair;
+		*outside |= (uint32_t)(joint && pair && !one) << k;
+		quad |= (uint32_t)one << 8 * k;
+	}
+	if (model && n == 4)
+		move_on(j, o, WIRE_ROW);
+	return quad;
+}
+
 /* Symbols, in the mode that serves them best: bytes at `out`. */
 static __device__ uint32_t put_symbols(const job *j, const cut_kind &q, uint64_t first, uint32_t m, const uint32_t *e,
 				       const uint32_t *drops, uint32_t *symbol, uint16_t *pairs, uint32_t *words,
@@ -88,36 +122,15 @@ static __device__ uint32_t put_symbols(const job *j, const cut_kind &q, uint64_t
 	if (j->v.model_parts.count)
 		o = place_at(j, first + 4 * lane);
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
-		uint32_t n = there(r, lane, m), quad = 0;
-		place at = o;
+		uint32_t none, quad = symbol_quad(j, q, &o, r, m, e[32 * r + lane], drops[32 * r + lane],
+						  pairs + WIRE_ROW * r + 4 * lane, &none, lane);
 
-		for (uint32_t k = 0; k < n; k++) {
-			uint8_t lowered = (uint8_t)(e[32 * r + lane] >> 8 * k);
-			uint32_t by = 0;
-
-			if (j->v.model_parts.count) {
-				by = offset_at(j, &at, (int)q.octave / 8, WIRE_CIRCLE((int)q.octave)) / q.octave;
-				if (k + 1 < n)
-					move_on(j, &at, 1);
-			}
-			lowered = bits_lower_exponent(lowered, (uint8_t)by, (uint8_t)q.last);
-			uint16_t pair = bits_pair(lowered, (uint8_t)level_of(q, drops[32 * r + lane] >> 8 * k & 255));
-			uint16_t one = joint ? bits_pair_symbol(pair, (int)q.base) : lowered;
-
-			if (joint) {
-				pairs[WIRE_ROW * r + 4 * lane + k] = pair;
-				if (pair && !one) {
-					outside = true;
-					one = table_of(j, 0)[TABLE_ESCAPE];
-				}
-			}
-			quad |= (uint32_t)one << 8 * k;
-		}
-		if (j->v.model_parts.count && n == 4)
-			move_on(j, &o, WIRE_ROW);
+		for (uint32_t k = 0; k < 4; k++)
+			quad |= none >> k & 1 ? (uint32_t)table_of(j, 0)[TABLE_ESCAPE] << 8 * k : 0;
+		outside |= none != 0;
 		symbol[32 * r + lane] = quad;
 		first4 = r ? first4 : __shfl_sync(FULL, quad & 255, 0) * ONES;
-		differ |= keep_bytes(quad ^ first4, n);
+		differ |= keep_bytes(quad ^ first4, there(r, lane, m));
 	}
 	__syncwarp();
 	if (!__any_sync(FULL, differ != 0 || outside)) {
@@ -238,8 +251,7 @@ static __device__ uint32_t write_cut(const job *j, uint8_t *memory, const uint8_
 	if (v.variant == WIRE_LEVELS_SHARED) {
 		uint32_t found = (uint32_t)digest_bytes(exponents + first, m, WIRE_SEED_STATE, lane);
 
-		if (lane < 4)
-			region[at + lane] = (uint8_t)(found >> 8 * lane);
+		put32(region + at, found, lane);
 		at += 4;
 	}
 	if (v.model_parts.count)
@@ -249,14 +261,8 @@ static __device__ uint32_t write_cut(const job *j, uint8_t *memory, const uint8_
 	if (v.variant == WIRE_LEVELS_PLANE)
 		at += put_levels(q, m, e, drops, region, at, lane);
 	at += put_pieces(q, v.options & WIRE_OPTION_BITS, m, e, drops, patterns, region, at, &head, lane);
-	if (lane < 4)
-		region[lane] = (uint8_t)(head >> 8 * lane);
-	uint32_t size = (at + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
-
-	if (at + lane < size)
-		region[at + lane] = 0;
-	__syncwarp();
-	return size;
+	put32(region, head, lane);
+	return end_region(region, at, lane);
 }
 
 #endif

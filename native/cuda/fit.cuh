@@ -11,12 +11,12 @@ DEVICE uint32_t pattern_at(const uint8_t *values, uint32_t size, uint64_t i)
 	return (values[(i + 1) * size - 2] | (uint32_t)values[(i + 1) * size - 1] << 8) & 0x7fff;
 }
 
-/* The offset of row r of a part, which docs/encoder.md, section 4.2 has. */
-static __device__ int fit_row(const codec_model_part *part, const uint8_t *values, uint32_t size, int octave,
-			      uint32_t zero, uint64_t r, uint32_t lane)
+/* The mean pattern of row r of a part; CHOOSE_NONE if there is none. */
+DEVICE_CALL int row_mean(const codec_model_part *part, const uint8_t *values, uint32_t size, uint32_t zero, uint64_t r,
+			 uint32_t lane)
 {
 	uint64_t first = part->start + r * part->row, n = part->start + part->count - first;
-	uint32_t eighth = (uint32_t)__ffs(octave) - 4, sum = 0, count = 0;
+	uint32_t sum = 0, count = 0;
 
 	n = n < part->row ? n : part->row;
 	for (uint64_t i = lane; i < (n > CHOOSE_RUNS * CHOOSE_RUN ? CHOOSE_RUNS * CHOOSE_RUN : n); i += 32) {
@@ -28,31 +28,71 @@ static __device__ int fit_row(const codec_model_part *part, const uint8_t *value
 	}
 	sum = (uint32_t)warp_sum(sum);
 	count = (uint32_t)warp_sum(count);
-	return choose_offset(choose_eighths(choose_mean(sum, count), part->mean, (int)eighth), part->shifts & 15);
+	return choose_mean(sum, count);
+}
+
+/* log2 of the patterns in an eighth of an octave. */
+DEVICE int eighth_log2(int octave)
+{
+	return __ffs(octave) - 4;
+}
+
+/* The offset of row r of a part, which docs/encoder.md, section 4.2 has. */
+DEVICE_CALL int fit_row(const codec_model_part *part, const uint8_t *values, uint32_t size, int octave, uint32_t zero,
+			uint64_t r, uint32_t lane)
+{
+	int mean = row_mean(part, values, size, zero, r, lane);
+
+	return choose_offset(choose_eighths(mean, part->mean, eighth_log2(octave)), part->shifts & 15);
+}
+
+DEVICE uint64_t part_rows(const codec_model_part *part)
+{
+	return part->kind & WIRE_SEGMENT_ROWS ? (part->count + part->row - 1) / part->row : 0;
+}
+
+DEVICE uint64_t part_cols(const codec_model_part *part)
+{
+	return part->kind & WIRE_SEGMENT_COLS ? part->row : 0;
+}
+
+/* Have all offsets of rows been found before there are blocks? */
+DEVICE bool is_fitted(const codec_model_part *part)
+{
+	return part_rows(part) <= CHOOSE_ROWS;
+}
+
+/* Where offsets of rows, then of columns, are. */
+DEVICE int8_t *row_offsets(const codec_view *v, uint8_t *memory, const codec_model_part *part)
+{
+	return (int8_t *)memory + v->offsets.at + 2ull * part->nibbles_at;
+}
+
+DEVICE int8_t *col_offsets(const codec_view *v, uint8_t *memory, const codec_model_part *part)
+{
+	return row_offsets(v, memory, part) + (part_rows(part) + 1) / 2 * 2;
 }
 
 /*
  * Offsets of rows that values [first, first + m) lie in, where that was left for the blocks, to the job's memory. Warps
  * that share a row find the same.
  */
-static __device__ void fit_rows(const job *j, uint8_t *memory, const uint8_t *values, uint32_t size, int octave,
-				uint32_t zero, uint64_t first, uint32_t m, uint32_t lane)
+DEVICE_CALL void fit_rows(const job *j, uint8_t *memory, const uint8_t *values, uint32_t size, int octave,
+			  uint32_t zero, uint64_t first, uint32_t m, uint32_t lane)
 {
 	place o = place_at(j, first);
 
 	for (uint64_t i = first; i < first + m;) {
-		uint64_t nrows = o.part->row ? (o.part->count + o.part->row - 1) / o.part->row : 0;
 		uint64_t after = o.part->start + o.part->count, step = after - i;
 
 		if (o.part->kind & WIRE_SEGMENT_ROWS) {
 			uint64_t row = (i - o.part->start) / o.part->row, end = o.part->start + (row + 1) * o.part->row;
 
-			if (nrows > CHOOSE_ROWS) {
+			if (!is_fitted(o.part)) {
 				int offset = fit_row(o.part, values, size, octave, zero, row, lane);
 
 				if (lane == 0)
-					((int8_t *)memory)[j->v.offsets.at + 2ull * o.part->nibbles_at + row] =
-						(int8_t)offset;
+					row_offsets(&j->v, memory, o.part)[row] = (int8_t)offset;
 			}
 			step = (end < after ? end : after) - i;
 		}

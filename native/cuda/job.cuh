@@ -32,6 +32,16 @@ DEVICE const uint8_t *here(const cursor *c)
 	return c->frame + c->at;
 }
 
+DEVICE codec_model_part *model_parts(const codec_view *v, const uint8_t *memory)
+{
+	return (codec_model_part *)(memory + v->model_parts.at);
+}
+
+DEVICE codec_row_part *row_parts(const codec_view *v, const uint8_t *memory)
+{
+	return (codec_row_part *)(memory + v->row_parts.at);
+}
+
 /* Tables of plane p's codebook for decoding: see codec_view.tables. */
 #define TABLE_NBYTES 514
 #define TABLE_LENGTHS 256
@@ -41,6 +51,24 @@ DEVICE const uint8_t *here(const cursor *c)
 DEVICE const uint8_t *table_of(const job *j, uint32_t p)
 {
 	return j->memory + j->v.tables.at + TABLE_NBYTES * p;
+}
+
+/* The last of `count` parts that begins at or before `place`; they ascend from 0, and a member says where they begin.
+ */
+template <class PART>
+DEVICE const PART *part_at(const PART *part, uint64_t count, uint64_t PART::*begins, uint64_t place)
+{
+	uint64_t low = 0, high = count;
+
+	while (high - low > 1) {
+		uint64_t middle = (low + high) / 2;
+
+		if (part[middle].*begins <= place)
+			low = middle;
+		else
+			high = middle;
+	}
+	return part + low;
 }
 
 DEVICE uint64_t block_values(const codec_view *v, uint64_t b)

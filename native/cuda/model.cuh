@@ -23,26 +23,11 @@ struct place {
 	uint32_t row, column;
 };
 
-DEVICE const codec_model_part *parts_of(const job *j)
-{
-	return (const codec_model_part *)(j->memory + j->v.model_parts.at);
-}
-
 /* Of value `first`. */
 static __device__ place place_at(const job *j, uint64_t first)
 {
-	const codec_model_part *part = parts_of(j);
-	uint64_t low = 0, high = j->v.model_parts.count;
-
-	while (high - low > 1) {
-		uint64_t middle = (low + high) / 2;
-
-		if (part[middle].start <= first)
-			low = middle;
-		else
-			high = middle;
-	}
-	part += low;
+	const codec_model_part *part =
+		part_at(model_parts(&j->v, j->memory), j->v.model_parts.count, &codec_model_part::start, first);
 	uint64_t i = first - part->start;
 
 	return {part, part->count - i, part->row ? (uint32_t)(i / part->row) : 0,

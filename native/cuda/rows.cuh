@@ -21,18 +21,9 @@ DEVICE struct row_kind kind_of(const codec_view *v)
 
 static __device__ row_place row_place_of(const job *j, struct row_kind q, uint64_t b)
 {
-	const codec_row_part *part = (const codec_row_part *)(j->memory + j->v.row_parts.at);
-	uint64_t low = 0, high = j->v.row_parts.count;
+	const codec_row_part *part =
+		part_at(row_parts(&j->v, j->memory), j->v.row_parts.count, &codec_row_part::first_block, b);
 
-	while (high - low > 1) {
-		uint64_t middle = (low + high) / 2;
-
-		if (part[middle].first_block <= b)
-			low = middle;
-		else
-			high = middle;
-	}
-	part += low;
 	b -= part->first_block;
 	return {part, part->start + b * row_block(q, part->row), (uint32_t)row_block_n(q, part->row, part->count, b)};
 }

@@ -37,4 +37,17 @@ static __device__ uint64_t digest_bytes(const uint8_t *p, uint64_t nbytes, uint3
 	return d.total;
 }
 
+/* Of the i-th chunk of bytes in memory. */
+static __device__ uint64_t digest_chunk(const uint8_t *p, uint64_t nbytes, uint32_t seed, uint64_t i, uint32_t lane)
+{
+	uint64_t from = 4 * WIRE_CHUNK_WORDS * i, sum = 0;
+
+	for (uint32_t k = lane; k < WIRE_CHUNK_WORDS && from + 4 * k < nbytes; k += 32) {
+		uint64_t left = nbytes - from - 4 * k;
+
+		sum += (uint64_t)load_bytes(p + from + 4 * k, left < 4 ? (uint32_t)left : 4) * SEAL_KEY[k];
+	}
+	return seal_chunk(warp_sum(sum), seed, i);
+}
+
 #endif

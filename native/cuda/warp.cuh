@@ -7,11 +7,8 @@
 #include "exact/seal.h"
 #include "exact/wire.h"
 
-#ifndef CUDA_ON_CPU
-extern __shared__ uint4 dynamic_shared[];
-#endif
-
 #define DEVICE static __device__ __forceinline__
+#define DEVICE_CALL static __device__ __noinline__ /* large, and not in a loop over values */
 #define FULL 0xffffffffu
 #define ONES 0x01010101u
 

@@ -107,12 +107,18 @@ inline void entry()
 	next();
 }
 
-inline uint64_t result_of(const fiber *lane, const fiber &me)
+/* What a lane gets by a shuffle; what all get otherwise. */
+inline uint64_t shuffled(const fiber *lane, const fiber &me)
 {
-	uint64_t r = me.waits == SHUFFLE ? lane[me.source].value : 0;
-
-	if (me.waits == SHUFFLE && !(me.mask >> me.source & 1))
+	if (!(me.mask >> me.source & 1))
 		throw std::runtime_error("shuffle from outside of the mask in line " + std::to_string(me.line));
+	return lane[me.source].value;
+}
+
+inline uint64_t reduced(const fiber *lane, const fiber &me)
+{
+	uint64_t r = 0;
+
 	for (uint32_t i = 0; i < 32 && me.waits > SHUFFLE; i++)
 		if (me.mask >> i & 1)
 			r = me.waits == ADD
@@ -134,12 +140,16 @@ inline uint64_t collective(op what, uint32_t mask, uint64_t value, uint32_t sour
 		throw std::runtime_error("thread " + std::to_string(b.self) + " is not in its own mask in line " +
 					 std::to_string(line));
 	me.waits = what, me.line = line, me.mask = mask, me.source = source, me.value = value;
-	for (uint32_t i = 0; i < count; i++)
+	for (uint32_t k = 1, i = b.self - first; k <= count; k++) { /* who runs next has not arrived yet */
+		i = (i + (b.order == 1 ? count - 1 : 1)) % count;
 		if ((all || mask >> i & 1) &&
 		    (first + i >= b.size.x || lane[i].waits != what || lane[i].line != line || lane[i].mask != mask))
 			return next(), me.value;
+	}
+	value = reduced(lane, me);
 	for (uint32_t i = 0; i < 32 && !all; i++)
-		result[i] = mask >> i & 1 ? result_of(lane, lane[i]) : 0;
+		if (mask >> i & 1)
+			result[i] = what == SHUFFLE ? shuffled(lane, lane[i]) : value;
 	for (uint32_t i = 0; i < count; i++)
 		if (all || mask >> i & 1)
 			lane[i].waits = NOTHING, lane[i].value = result[i % 32];

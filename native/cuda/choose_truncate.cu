@@ -1,0 +1,114 @@
+/* choose_truncate.cu - what frames of cut mantissas begin with: a scale model, a codebook. docs/encoder.md, section 8.
+ *
+ * One launch, as of choose.cu; symbols are counted under the model, as blocks will have them.
+ */
+#include "choose_model.cuh"
+#include "encode_truncate.cuh"
+
+#define SYMBOL_SHARES 32
+
+/* A team's shared memory, for one thing after the other. */
+union cut_room {
+	model_room model;
+	struct {
+		uint32_t counts[256];
+		struct {
+			uint32_t exponents[32], drops[32], patterns[WIRE_ROW];
+		} row[TEAM_WARPS];
+	} sample;
+	struct {
+		uint32_t counts[256];
+		book_room book;
+	} codes;
+};
+
+/* A share of a sample of the symbols. `exponents`: of A, unless levels are fixed. */
+DEVICE_CALL void sample_cut(const codec_view *v, uint8_t *memory, const uint8_t *values, const uint8_t *exponents,
+			    uint32_t share, codec_choice *c, cut_room *room)
+{
+	const job j = {*v, memory};
+	const cut_kind q = cut_kind_of(v->dtype);
+	uint64_t nrows = (v->n + WIRE_ROW - 1) / WIRE_ROW, stride = choose_stride(nrows);
+	uint64_t take = (nrows + stride - 1) / stride;
+	uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+	auto *row = room->sample.row + warp;
+
+	room->sample.counts[threadIdx.x] = 0;
+	__syncthreads();
+	for (uint64_t i = share * TEAM_WARPS + warp; i < take; i += SYMBOL_SHARES * TEAM_WARPS) {
+		uint64_t first = WIRE_ROW * choose_spread(i, take, nrows);
+		uint32_t n = v->n - first < WIRE_ROW ? (uint32_t)(v->n - first) : WIRE_ROW, none, quad;
+		place o = {NULL, 0, 0, 0};
+		uint16_t pairs[4];
+
+		cut_values(v, q, values, exponents, first, n, row->exponents, row->drops, row->patterns, lane);
+		if (v->model_parts.count) {
+			fit_rows(&j, memory, values, size_of(v->dtype), (int)q.octave, q.octave, first, n, lane);
+			o = place_at(&j, 4 * lane < n ? first + 4 * lane : first);
+		}
+		quad = symbol_quad(&j, q, &o, 0, n, row->exponents[lane], row->drops[lane], pairs, &none, lane);
+		for (uint32_t k = 0; k < there(0, lane, n); k++)
+			atomicAdd(room->sample.counts + (quad >> 8 * k & 255), 1u);
+		__syncwarp();
+	}
+	__syncthreads();
+	if (room->sample.counts[threadIdx.x])
+		atomicAdd(c->all + threadIdx.x, room->sample.counts[threadIdx.x]);
+}
+
+/* All is counted: the job, as codec_encode_open would leave it. */
+DEVICE_CALL void conclude_cut(codec_view *v, uint8_t *memory, uint64_t capacity, codec_choice *c,
+			      codec_part_found *found, cut_room *room)
+{
+	uint8_t *lengths = memory + v->lengths.at;
+	uint64_t nparts = v->model_parts.count, side_nbytes;
+
+	room->codes.counts[threadIdx.x] = ((const volatile uint32_t *)c->all)[threadIdx.x];
+	__syncthreads();
+	if (!v->codebook_id)
+		team_book(room->codes.counts, v->cap, lengths, &room->codes.book);
+	team_codes(lengths, memory + v->tables.at, &room->codes.book);
+	__syncthreads();
+	lead_side(v, memory, 1, v->codebook_id, nparts, c);
+	side_nbytes = place_nibbles(v, memory, nparts, c, found);
+	if (threadIdx.x)
+		return;
+	v->coded = 1;
+	v->flags = (v->codebook_id ? WIRE_FLAG_PRIOR : 0) | (nparts ? WIRE_FLAG_SEGMENTS : 0);
+	place_sections(v, side_nbytes);
+	if (stays_stored(v, size_of(v->dtype), capacity))
+		store(v);
+}
+
+/* As choose_lossless, of TRUNCATE. */
+extern "C" __global__ void __launch_bounds__(TEAM)
+	choose_truncate(codec_view *v, uint8_t *memory, const uint8_t *values, uint32_t nparts, codec_choice *c,
+			uint64_t capacity, const uint8_t *exponents)
+{
+	__shared__ cut_room room;
+	codec_part_found *found = (codec_part_found *)(c + 1);
+	const sample_kind q = sample_kind_of(v);
+	const model_tasks tasks = model_tasks_of(nparts);
+	const uint32_t all = 1 + 3 * tasks.step + SYMBOL_SHARES;
+
+	for (uint32_t t; (t = team_draw(&c->ticket)) < all;) {
+		if (t == 0) { /* offsets are whole octaves */
+			if (threadIdx.x == 0) {
+				c->finest = WIRE_MAX_SHIFT;
+				c->bins = 1;
+			}
+			team_tell(c->told + PLANES);
+		} else if (t <= 3 * tasks.step) {
+			if (model_task(v, memory, values, q, tasks, t - 1, c, found, &room.model)) {
+				for (uint32_t i = threadIdx.x; i < 256; i += TEAM)
+					c->all[i] = 0; /* for symbols from here on */
+				team_tell(c->told + PARTS);
+			}
+		} else {
+			team_wait(c->told + PARTS);
+			sample_cut(v, memory, values, exponents, t - 1 - 3 * tasks.step, c, &room);
+			if (team_last(c->done + SYMBOLS, SYMBOL_SHARES))
+				conclude_cut(v, memory, capacity, c, found, &room);
+		}
+	}
+}
