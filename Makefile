@@ -2,7 +2,8 @@
 
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+# what is not imported need not be compiled: half of the time
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 CMAKE := $(VENV)/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja
 # tables of numbers keep their own shape

@@ -52,9 +52,9 @@ def ptx_of(*options: str, source: str = EVERYTHING) -> str:
 ALONE = ("-default-device", "--relocatable-device-code=true", "-DBITS_FN=__device__")
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_a_gpu_computes_as_a_cpu_does(arch: str) -> None:
-    ptx = ptx_of(f"-arch=compute_{arch[3:]}", "-fmad=false", *ALONE)
+def test_a_gpu_computes_as_a_cpu_does() -> None:
+    """The least GPU that there may be; tests/test_cuda.py has the kernels for another."""
+    ptx = ptx_of("-arch=compute_80", "-fmad=false", *ALONE)
     missing = [name for name in FUNCTIONS if f"_Z{len(name)}{name}" not in ptx]
     assert FUNCTIONS
     assert not missing
