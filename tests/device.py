@@ -91,9 +91,14 @@ def address(x):
     return ctypes.c_uint64(0 if x is None else x.ctypes.data)
 
 
+def bytes_of(struct):
+    """A struct, likewise."""
+    return (ctypes.c_char * len(struct)).from_buffer_copy(struct)
+
+
 def copied(struct):
-    """A struct of cffi, likewise."""
-    return (ctypes.c_char * len(ffi.buffer(struct))).from_buffer_copy(ffi.buffer(struct))
+    """One of cffi."""
+    return bytes_of(ffi.buffer(struct))
 
 
 def view_of(job):
@@ -134,9 +139,7 @@ def check_frame(frame):
             raise Fault(Status.BAD_HEADER)
 
 
-def decode(
-    library, frame, *, into=STORE, out=None, weight=1.0, divide=0.0, checks=True, stores=True, exponents=None, grid=2
-):
+def decode(library, frame, *, into=STORE, out=None, weight=1.0, divide=0.0, checks=True, stores=True, grid=2, **how):
     """A frame's values, their bytes; or Fault, or the CodecError of its header or side section."""
     try:
         job, view, close = plan(frame)
@@ -144,7 +147,9 @@ def decode(
         if e.code in (Status.BAD_SIDE, Status.UNKNOWN_CODEBOOK):
             check_frame(frame)  # which comes before the side section
         raise
-    if view.codec == lib.CODEC_TRUNCATE and view.variant == lib.CODEC_LEVELS_SHARED and exponents is None:
+    shared = view.layout and view.codec == lib.CODEC_TRUNCATE and view.variant == lib.CODEC_LEVELS_SHARED
+    exponents = exponents_of(library, how, view.n) if shared else None
+    if shared and exponents is None:
         raise Fault(Status.MISSING_STATE)
     dtype = DTYPE_NAMES[view.dtype]
     size = ITEMSIZE[dtype]
@@ -152,17 +157,15 @@ def decode(
     planes = {lib.CODEC_TRUNCATE: 2, lib.CODEC_LOSSLESS: size + 1}.get(view.codec, 1)
     scratch = np.empty(grid * WARPS * planes * PLANE, np.uint8)
     out = np.zeros(view.n * (size if into == STORE else 4), np.uint8) if out is None else out
-    found = np.array([NONE, 0], np.uint64)
+    found = np.array([NONE, 0, 0], np.uint64)
     sink = struct.pack("<QIffII4x", out.ctypes.data if stores else 0, into, weight, divide, 0, 0)
     source = aligned(frame)
-    args = [
-        copied(view),
-        *map(address, (job, source, scratch)),
-        (ctypes.c_char * len(sink)).from_buffer_copy(sink),
-        ctypes.c_uint32(checks),
-        address(found),
-    ]
-    if view.codec == lib.CODEC_TRUNCATE:
+    stored = view.layout == 0
+    args = [copied(view), *map(address, (source,) if stored else (job, source, scratch))]
+    args += [bytes_of(sink), ctypes.c_uint32(checks), address(found)]
+    if stored:
+        kernel = "decode_stored"
+    elif view.codec == lib.CODEC_TRUNCATE:
         args.append(address(exponents))
     launch(library, kernel, grid, 32 * WARPS, *args)
     if found[0] != NONE:
@@ -177,21 +180,44 @@ def sizes_of(library, name, count):
     return (ctypes.c_uint64 * count).in_dll(library, name)
 
 
-def planned(x, spec, dtype, how):
-    """A job for bits from what is known without them: its memory, its view, its header."""
-    t, s = new_tensor(DTYPES[dtype], x.shape, ffi.NULL, x.nbytes), spec_struct(spec)
-    size, n, call = ffi.new("size_t[2]"), ffi.new("size_t *"), Call()
+def call_of(how, n):
+    """What is asked for of n values."""
+    call = Call()
     call.reset()
-    if "metric" in how:
-        call.set_metric(asked(how["metric"], how["state"], x.size))
+    if how.get("metric") is not None:
+        call.set_metric(asked(how["metric"], how.get("state"), n))
     if "segments" in how:
         call.set_segments(pack(how["segments"]))
-    call.context.stream = how.get("stream", 0)
     if "codebook" in how:
         call.set_codebooks([how["codebook"]])
+    call.context.stream = how.get("stream", 0)
+    return call
+
+
+def exponents_of(library, how, n, grid=2):
+    """Those of A, by a metric and its state; None where there is none."""
+    if how.get("metric") is None or isinstance(how["metric"], np.ndarray):
+        return None
+    call, found, first = call_of(how, n), np.full(n, 0xEE, np.uint8), 0
+    metric = call.context.metric
+    while first < n:
+        states = [(t.data, t.dtype) if t else (0, 0) for t in (metric.theta, metric.v, metric.m)]
+        data = (int(ffi.cast("uintptr_t", at)) for at, _ in states)
+        floats = (metric.theta_term, metric.theta_v_term, metric.v_term, metric.eps, metric.m_term)
+        terms = struct.pack("<3Q3I5f", *data, *(dtype for _, dtype in states), *floats)
+        end = min(metric.until or n, n)
+        span = (ctypes.c_uint64(first), ctypes.c_uint64(end))
+        launch(library, "metric_exponents", grid, 96, bytes_of(terms), *span, address(found))
+        first, metric = end, metric.next
+    return found
+
+
+def planned(x, spec, dtype, call):
+    """A job for bits from what is known without them: its memory, its view, its header."""
+    t, s = new_tensor(DTYPES[dtype], x.shape, ffi.NULL, x.nbytes), spec_struct(spec)
+    size, n, plan = ffi.new("size_t[2]"), ffi.new("size_t *"), ffi.new("codec_plan *")
     check(lib.codec_job_nbytes(s, t, size, size + 1))
     job, head = aligned(bytes(size[0])), aligned(bytes(112))
-    plan = ffi.new("codec_plan *")
     check(lib.codec_encode_plan(s, t, call.context, pointer(job), size[0], plan))
     check(lib.codec_encode_head(pointer(job), pointer(head), head.nbytes, n))
     check(lib.codec_encode_room(s, t, n))
@@ -200,31 +226,53 @@ def planned(x, spec, dtype, how):
     return job, view, head, n[0], most
 
 
-def encode(library, x, spec, dtype, *, grid=2, exponents=None, capacity=None, **how):
-    """The frame of bits."""
-    source = aligned(x.tobytes())
-    job, view, head, room, region = planned(x, spec, dtype, how)
-    room = room if capacity is None else capacity
+def encode(library, x, spec, dtype, *, grid=2, capacity=None, residual=None, feedback=False, **how):
+    """The frame of bits; what it does not have to `residual`, if that is an array."""
+    tensor, call = aligned(x.tobytes()), call_of(how, x.size)
+    if residual is not None:
+        call.context.residual = ffi.cast("float *", residual.ctypes.data)
+    written, n, sums = np.zeros(6, np.uint64), ctypes.c_uint64(x.size), None
+    if feedback:
+        given, tensor, sums = tensor, aligned(bytes(x.nbytes)), np.empty(x.size, np.float32)
+        dtype_number = ctypes.c_uint32(DTYPES[dtype])
+        launch(
+            library,
+            "add_feedback",
+            grid,
+            96,
+            dtype_number,
+            *map(address, (given, residual)),
+            n,
+            *map(address, (sums, tensor)),
+        )
+    source = bytes_of(struct.pack("<3Q", *(0 if a is None else a.ctypes.data for a in (tensor, sums, residual))))
+    job, view, head, room, region = planned(x, spec, dtype, call)
+    room = ctypes.c_uint64(room if capacity is None else capacity)
     v = ffi.from_buffer("codec_view *", view)
-    frame, item = aligned(bytes(room)), ITEMSIZE[dtype]
+    frame, item = aligned(bytes(room.value)), ITEMSIZE[dtype]
     sizes, nparts = sizes_of(library, "choose_nbytes", 2), v.model_parts.count
     choice, places = np.zeros(sizes[0] + max(nparts, 1) * sizes[1], np.uint8), np.zeros(max(v.nblocks, 1), np.uint64)
-    written = np.zeros(6, np.uint64)
     kind = {lib.CODEC_LOSSLESS: item.bit_length() - 1, lib.CODEC_TRUNCATE: 5}.get(v.codec, 4)
     each = ctypes.c_uint64(sizes_of(library, "encode_nbytes", 6)[kind] + region)
     scratch = np.empty(grid * WARPS * each.value, np.uint8)
-    cut = [address(exponents)] if kind == 5 else []
+    values = address(tensor) if kind < 4 else source
     if v.nblocks:
-        args = [*map(address, (view, job, source))]
+        levels = how["metric"] if isinstance(how.get("metric"), np.ndarray) else None
+        exponents = exponents_of(library, how, x.size) if kind == 5 else None
+        if levels is not None:
+            launch(library, "check_levels", grid, 96, address(levels), n, address(written))
+        by = bytes_of(struct.pack("<2Q", *(0 if a is None else a.ctypes.data for a in (exponents, levels))))
+        args = [address(view), address(job), values]
         if kind == 4:
             args += [address(choice), address(scratch), each, address(written)]
         else:
-            args += [ctypes.c_uint32(nparts), address(choice), ctypes.c_uint64(room), *cut]
+            args += [ctypes.c_uint32(nparts), address(choice), room, by, address(written)][: 5 if kind == 5 else 3]
         launch(library, ("choose_lossless", "choose_rows", "choose_truncate")[max(kind - 3, 0)], grid, 256, *args)
-        args = [*map(address, (view, job, source, frame)), ctypes.c_uint64(room), address(scratch), each]
+        args = [address(view), address(job), values, address(frame), room, address(scratch), each]
+        args += [address(places), address(written), by][: 3 if kind == 5 else 2]
         kernel = f"encode_lossless{item}" if kind < 4 else ("encode_rows", "encode_truncate")[kind - 4]
-        launch(library, kernel, grid, 32 * WARPS, *args, address(places), address(written), *cut)
-    args = [*map(address, (view, job, source, frame)), ctypes.c_uint64(room), *map(address, (choice, head, written))]
+        launch(library, kernel, grid, 32 * WARPS, *args)
+    args = [address(view), address(job), source, address(frame), room, *map(address, (choice, head, written))]
     launch(library, "close_frame", grid, 256, *args)
     if fault := int(written[5]) & 0xFFFFFFFF:
         raise Fault(fault)

@@ -20,7 +20,7 @@ union rows_room {
 	} codes;
 };
 
-DEVICE_CALL void scan_pieces(const codec_view *v, uint8_t *memory, const uint8_t *values, uint64_t first)
+DEVICE_CALL void scan_pieces(const codec_view *v, uint8_t *memory, const codec_source *source, uint64_t first)
 {
 	const codec_row_part *part = row_parts(v, memory);
 	codec_row_sums *sums = (codec_row_sums *)(memory + v->row_sums.at);
@@ -39,7 +39,7 @@ DEVICE_CALL void scan_pieces(const codec_view *v, uint8_t *memory, const uint8_t
 		}
 		uint64_t from = (i - part[low].first_sum) * WIRE_TREE, n = part[low].count - from;
 		codec_row_sums some =
-			sums_of(v, values, part[low].start + from, n < WIRE_TREE ? (uint32_t)n : WIRE_TREE, lane);
+			sums_of(v, source, part[low].start + from, n < WIRE_TREE ? (uint32_t)n : WIRE_TREE, lane);
 
 		if (lane == 0)
 			sums[i] = some;
@@ -134,7 +134,7 @@ DEVICE_CALL codec_status scale_part(const codec_view *v, const uint8_t *memory, 
 }
 
 /* Codes of block b, to be counted. `scratch`: memory for them, and for a region's scales. */
-DEVICE_CALL codec_status count_codes(const codec_view *v, const uint8_t *memory, const uint8_t *values, uint64_t b,
+DEVICE_CALL codec_status count_codes(const codec_view *v, const uint8_t *memory, const codec_source *source, uint64_t b,
 				     uint8_t *scratch, codec_choice *c, rows_room *room)
 {
 	const struct row_kind q = kind_of(v);
@@ -142,12 +142,12 @@ DEVICE_CALL codec_status count_codes(const codec_view *v, const uint8_t *memory,
 	const row_place p = row_place_of(&j, q, b);
 	uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, ncodes = (uint32_t)row_codes_nbytes(q, p.m);
 	uint8_t *scales = scratch + PLANE_ROOM;
-	codec_status status = put_scales(v, q, p, values, scales, warp, TEAM_WARPS, lane);
+	codec_status status = put_scales(v, q, p, source, scales, warp, TEAM_WARPS, lane);
 
 	room->codes.counts[threadIdx.x] = 0;
 	__syncthreads();
 	if (status == CODEC_OK)
-		status = put_codes(v, q, p, values, scales, scratch, ncodes, warp, TEAM_WARPS, lane);
+		status = put_codes(v, q, p, source, scales, scratch, ncodes, warp, TEAM_WARPS, lane);
 	__syncthreads();
 	for (uint32_t i = threadIdx.x; i < ncodes; i += TEAM)
 		atomicAdd(room->codes.counts + scratch[i], 1u);
@@ -187,7 +187,7 @@ DEVICE_CALL void conclude_rows(codec_view *v, uint8_t *memory, codec_choice *c, 
  * out->fault why. c: zeros. scratch: so many bytes a team, as a warp of encode_rows has.
  */
 extern "C" __global__ void __launch_bounds__(TEAM)
-	choose_rows(codec_view *v, uint8_t *memory, const uint8_t *values, codec_choice *c, uint8_t *scratch,
+	choose_rows(codec_view *v, uint8_t *memory, codec_source source, codec_choice *c, uint8_t *scratch,
 		    uint64_t scratch_nbytes, codec_written *out)
 {
 	__shared__ rows_room room;
@@ -196,12 +196,13 @@ extern "C" __global__ void __launch_bounds__(TEAM)
 	const uint32_t take = kind_of(v).entropy ? (uint32_t)choose_code_blocks(v->nblocks) : 0;
 	const uint64_t nblocks = v->nblocks;
 
+	source.residual = NULL; /* is written once, with the blocks */
 	for (uint32_t t; (t = team_draw(&c->ticket)) < scans + nparts + take;) {
 		codec_status status = CODEC_OK;
 		bool last;
 
 		if (t < scans) {
-			scan_pieces(v, memory, values, (uint64_t)t * SCANNED);
+			scan_pieces(v, memory, &source, (uint64_t)t * SCANNED);
 			if (team_last(c->done, scans))
 				team_tell(c->told);
 			continue;
@@ -220,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(TEAM)
 			continue;
 		}
 		team_wait(c->told + PARTS);
-		status = count_codes(v, memory, values, choose_even(t - scans - nparts, take, nblocks),
+		status = count_codes(v, memory, &source, choose_even(t - scans - nparts, take, nblocks),
 				     scratch + blockIdx.x * scratch_nbytes, c, &room);
 		if (status != CODEC_OK)
 			atomicMax(&out->fault, (uint32_t)status);

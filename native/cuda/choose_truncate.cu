@@ -4,6 +4,7 @@
  */
 #include "choose_model.cuh"
 #include "encode_truncate.cuh"
+#include "written.cuh"
 
 #define SYMBOL_SHARES 32
 
@@ -22,8 +23,8 @@ union cut_room {
 	} codes;
 };
 
-/* A share of a sample of the symbols. `exponents`: of A, unless levels are fixed. */
-DEVICE_CALL void sample_cut(const codec_view *v, uint8_t *memory, const uint8_t *values, const uint8_t *exponents,
+/* A share of a sample of the symbols. */
+DEVICE_CALL void sample_cut(const codec_view *v, uint8_t *memory, const codec_source *source, const codec_cuts &by,
 			    uint32_t share, codec_choice *c, cut_room *room)
 {
 	const job j = {*v, memory};
@@ -41,9 +42,10 @@ DEVICE_CALL void sample_cut(const codec_view *v, uint8_t *memory, const uint8_t 
 		place o = {NULL, 0, 0, 0};
 		uint16_t pairs[4];
 
-		cut_values(v, q, values, exponents, first, n, row->exponents, row->drops, row->patterns, lane);
+		cut_values(v, q, source, by, first, n, row->exponents, row->drops, row->patterns, lane);
 		if (v->model_parts.count) {
-			fit_rows(&j, memory, values, size_of(v->dtype), (int)q.octave, q.octave, first, n, lane);
+			fit_rows(&j, memory, source->values, size_of(v->dtype), (int)q.octave, q.octave, first, n,
+				 lane);
 			o = place_at(&j, 4 * lane < n ? first + 4 * lane : first);
 		}
 		quad = symbol_quad(&j, q, &o, 0, n, row->exponents[lane], row->drops[lane], pairs, &none, lane);
@@ -80,10 +82,10 @@ DEVICE_CALL void conclude_cut(codec_view *v, uint8_t *memory, uint64_t capacity,
 		store(v);
 }
 
-/* As choose_lossless, of TRUNCATE. */
+/* As choose_lossless, of TRUNCATE. Where levels are wrong (out->fault) there are no blocks. */
 extern "C" __global__ void __launch_bounds__(TEAM)
-	choose_truncate(codec_view *v, uint8_t *memory, const uint8_t *values, uint32_t nparts, codec_choice *c,
-			uint64_t capacity, const uint8_t *exponents)
+	choose_truncate(codec_view *v, uint8_t *memory, codec_source source, uint32_t nparts, codec_choice *c,
+			uint64_t capacity, const codec_cuts by, const codec_written *out)
 {
 	__shared__ cut_room room;
 	codec_part_found *found = (codec_part_found *)(c + 1);
@@ -91,6 +93,7 @@ extern "C" __global__ void __launch_bounds__(TEAM)
 	const model_tasks tasks = model_tasks_of(nparts);
 	const uint32_t all = 1 + 3 * tasks.step + SYMBOL_SHARES;
 
+	source.residual = NULL; /* is written once, with the blocks */
 	for (uint32_t t; (t = team_draw(&c->ticket)) < all;) {
 		if (t == 0) { /* offsets are whole octaves */
 			if (threadIdx.x == 0) {
@@ -99,16 +102,16 @@ extern "C" __global__ void __launch_bounds__(TEAM)
 			}
 			team_tell(c->told + PLANES);
 		} else if (t <= 3 * tasks.step) {
-			if (model_task(v, memory, values, q, tasks, t - 1, c, found, &room.model)) {
+			if (model_task(v, memory, source.values, q, tasks, t - 1, c, found, &room.model)) {
 				for (uint32_t i = threadIdx.x; i < 256; i += TEAM)
 					c->all[i] = 0; /* for symbols from here on */
 				team_tell(c->told + PARTS);
 			}
 		} else {
 			team_wait(c->told + PARTS);
-			sample_cut(v, memory, values, exponents, t - 1 - 3 * tasks.step, c, &room);
+			sample_cut(v, memory, &source, by, t - 1 - 3 * tasks.step, c, &room);
 			if (team_last(c->done + SYMBOLS, SYMBOL_SHARES))
-				conclude_cut(v, memory, capacity, c, found, &room);
+				conclude_cut(v, memory, out->fault ? 0 : capacity, c, found, &room);
 		}
 	}
 }

@@ -96,6 +96,14 @@ DEVICE_CALL uint64_t put_stored(const uint8_t *values, uint64_t nbytes, uint8_t 
 	return seal_chunk(warp_sum(sum), WIRE_SEED_REGION, i);
 }
 
+/* What is left of a value that is stored: what rounding a sum has cost. */
+DEVICE float leave_stored(const codec_view *v, const codec_source *source, uint64_t i)
+{
+	const codec_source rounded = {source->values, NULL, NULL};
+
+	return source->sums ? round_minus(source->sums[i], value_at(v->dtype, &rounded, i)) : 0;
+}
+
 DEVICE void put_field(uint8_t *to, uint64_t x, uint32_t nbytes)
 {
 	for (uint32_t i = 0; i < nbytes; i++)
@@ -135,7 +143,7 @@ DEVICE_CALL void put_header(const codec_view *v, const uint8_t *head, bool store
  * out->nbytes is its size, unless out->fault is an error; then there is none.
  */
 extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS)
-	close_frame(const codec_view *view, const uint8_t *memory, const uint8_t *values, uint8_t *frame,
+	close_frame(const codec_view *view, const uint8_t *memory, const codec_source source, uint8_t *frame,
 		    uint64_t capacity, const codec_choice *c, const uint8_t *head, codec_written *out)
 {
 	__shared__ uint64_t image[WIRE_MAX_HEADER / 8];
@@ -151,7 +159,9 @@ extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS)
 
 	if (!fault && stored) {
 		for (uint64_t i = warp; chunk * i < nbytes; i += warps)
-			seal += put_stored(values, nbytes, frame + v.side_offset, i, lane);
+			seal += put_stored(source.values, nbytes, frame + v.side_offset, i, lane);
+		for (uint64_t i = 32 * warp + lane; source.residual && i < v.n; i += 32 * warps)
+			source.residual[i] = leave_stored(&v, &source, i);
 	} else if (!fault) {
 		for (uint64_t i = warp; chunk * i < v.side_nbytes; i += warps)
 			seal += put_side(&v, memory, c, frame, i, lane);

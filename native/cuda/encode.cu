@@ -121,8 +121,9 @@ ENCODE_LOSSLESS(8)
 
 /* The same for codecs of rows, which need scratch for an entropy stage only. */
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-	encode_rows(const codec_view *view, uint8_t *memory, const uint8_t *values, uint8_t *frame, uint64_t capacity,
-		    uint8_t *scratch, uint64_t scratch_nbytes, unsigned long long *places, codec_written *out)
+	encode_rows(const codec_view *view, uint8_t *memory, const codec_source source, uint8_t *frame,
+		    uint64_t capacity, uint8_t *scratch, uint64_t scratch_nbytes, unsigned long long *places,
+		    codec_written *out)
 {
 	uint32_t lane = threadIdx.x % 32;
 	const job j = {*view, memory};
@@ -142,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 			region = frame + at;
 		}
 		if (q.entropy || at + size <= capacity)
-			status = write_rows(&j, values, b, scratch, region, &size, lane);
+			status = write_rows(&j, &source, b, scratch, region, &size, lane);
 		if (lane == 0 && status != CODEC_OK)
 			atomicMax(&out->fault, (uint32_t)status);
 		if (q.entropy)
@@ -155,11 +156,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 	}
 }
 
-/* And for Truncate. `exponents`: of A, unless levels are fixed. */
+/* And for Truncate. The residual is not an array of the source. */
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-	encode_truncate(const codec_view *view, uint8_t *memory, const uint8_t *values, uint8_t *frame,
+	encode_truncate(const codec_view *view, uint8_t *memory, const codec_source source, uint8_t *frame,
 			uint64_t capacity, uint8_t *scratch, uint64_t scratch_nbytes, unsigned long long *places,
-			codec_written *out, const uint8_t *exponents)
+			codec_written *out, const codec_cuts by)
 {
 	uint32_t lane = threadIdx.x % 32;
 	const job j = {*view, memory};
@@ -169,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 	uint8_t *region = scratch + CUT_ROOM;
 
 	for (uint64_t b; (b = next_block(out, lane)) < v.nblocks;) {
-		uint32_t size = write_cut(&j, memory, values, exponents, b, scratch, region, lane);
+		uint32_t size = write_cut(&j, memory, &source, by, b, scratch, region, lane);
 
 		put_region(&v, frame, capacity, b, region, size, 0, places, out, lane);
 	}

@@ -5,20 +5,14 @@
 #include "encode_coder.cuh"
 #include "rows.cuh"
 
-/* Value i of a tensor, as float32. */
-DEVICE float value_at(uint32_t dtype, const uint8_t *values, uint64_t i)
-{
-	return dtype == WIRE_FLOAT32 ? ((const float *)values)[i] : float_of(dtype, ((const uint16_t *)values)[i]);
-}
-
 /* The bits of the largest |x| of n values, those from `limit` on left out. */
-static __device__ uint32_t largest(uint32_t dtype, const uint8_t *values, uint64_t first, uint64_t n, uint32_t limit,
-				   uint32_t lane)
+static __device__ uint32_t largest(uint32_t dtype, const codec_source *source, uint64_t first, uint64_t n,
+				   uint32_t limit, uint32_t lane)
 {
 	uint32_t most = 0;
 
 	for (uint64_t i = lane; i < n; i += 32) {
-		uint32_t a = round_bits(value_at(dtype, values, first + i)) & ROUND_ABS;
+		uint32_t a = round_bits(value_at(dtype, source, first + i)) & ROUND_ABS;
 
 		most = a < limit && a > most ? a : most;
 	}
@@ -32,17 +26,17 @@ static __device__ uint32_t largest(uint32_t dtype, const uint8_t *values, uint64
 
 /* Sums of at most WIRE_TREE values, as docs/encoder.md, section 7.2, has them: in 32 lanes, which are folded by halves.
  */
-static __device__ codec_row_sums sums_of(const codec_view *v, const uint8_t *values, uint64_t first, uint32_t n,
+static __device__ codec_row_sums sums_of(const codec_view *v, const codec_source *source, uint64_t first, uint32_t n,
 					 uint32_t lane)
 {
 	bool squares = (v->codec == WIRE_CODEC_SIGN && v->variant == WIRE_SIGN_L2) || v->clip > 0;
 	bool by_sign = v->codec == WIRE_CODEC_SIGN && v->variant == WIRE_SIGN_TWO_MEAN;
-	codec_row_sums out = {{0, 0}, 0, largest(v->dtype, values, first, n, ~0u, lane)};
+	codec_row_sums out = {{0, 0}, 0, largest(v->dtype, source, first, n, ~0u, lane)};
 	double s = 0, t = 0;
 	float a = 0, b = 0;
 
 	for (uint32_t i = lane; i < n; i += 32) {
-		float x = value_at(v->dtype, values, first + i), ax = round_float(round_bits(x) & ROUND_ABS);
+		float x = value_at(v->dtype, source, first + i), ax = round_float(round_bits(x) & ROUND_ABS);
 		bool below = by_sign && round_bits(x) > ROUND_ABS;
 
 		if (squares) {
@@ -67,7 +61,7 @@ static __device__ codec_row_sums sums_of(const codec_view *v, const uint8_t *val
 }
 
 /* SIGN: scales of a row of n values, to 4 or 8 bytes. */
-static __device__ codec_status put_sign_scale(const codec_view *v, struct row_kind q, const uint8_t *values,
+static __device__ codec_status put_sign_scale(const codec_view *v, struct row_kind q, const codec_source *source,
 					      uint64_t first, uint64_t n, uint8_t *to, uint32_t lane)
 {
 	double level[2][64], total[2];
@@ -76,7 +70,7 @@ static __device__ codec_status put_sign_scale(const codec_view *v, struct row_ki
 
 	for (uint64_t i = 0; i < n; i += WIRE_TREE, npieces++) {
 		codec_row_sums some =
-			sums_of(v, values, first + i, n - i < WIRE_TREE ? (uint32_t)(n - i) : WIRE_TREE, lane);
+			sums_of(v, source, first + i, n - i < WIRE_TREE ? (uint32_t)(n - i) : WIRE_TREE, lane);
 
 		if (some.max >= ROUND_INF)
 			return CODEC_NONFINITE;
@@ -94,7 +88,7 @@ static __device__ codec_status put_sign_scale(const codec_view *v, struct row_ki
 
 /* The scales of a block's rows: of each so many warps do a share. */
 static __device__ codec_status put_scales(const codec_view *v, struct row_kind q, const row_place &p,
-					  const uint8_t *values, uint8_t *to, uint32_t warp, uint32_t warps,
+					  const codec_source *source, uint8_t *to, uint32_t warp, uint32_t warps,
 					  uint32_t lane)
 {
 	uint32_t row = p.part->row, limit = v->options & WIRE_OPTION_PROPAGATE ? ROUND_INF : ~0u;
@@ -105,13 +99,13 @@ static __device__ codec_status put_scales(const codec_view *v, struct row_kind q
 		uint32_t n = p.m - i < row ? (uint32_t)(p.m - i) : row, max, bits;
 
 		if (q.codec == WIRE_CODEC_SIGN) {
-			codec_status status = put_sign_scale(v, q, values, p.first + i, n, to, lane);
+			codec_status status = put_sign_scale(v, q, source, p.first + i, n, to, lane);
 
 			if (status != CODEC_OK)
 				return status;
 			continue;
 		}
-		max = largest(v->dtype, values, p.first + i, n, limit, lane);
+		max = largest(v->dtype, source, p.first + i, n, limit, lane);
 		if (max >= ROUND_INF)
 			return CODEC_NONFINITE;
 		bits = q.codec == WIRE_CODEC_FLOAT4   ? scale_float4(q, max, p.part->scale[0])
@@ -124,18 +118,17 @@ static __device__ codec_status put_scales(const codec_view *v, struct row_kind q
 	return CODEC_OK;
 }
 
-/* What codes of a row go by. */
+/* What codes of a row go by, and what they are worth. */
 struct row_scale {
-	float scale;
+	float scale, below;
 	struct over over;
 };
 
 DEVICE row_scale open_scale(struct row_kind q, const codec_row_part *part, const uint8_t *p)
 {
-	row_scale s = {q.codec == WIRE_CODEC_FLOAT4 ? scale_float4_value(q, *p, part->scale[0])
-						    : round_float(load_bytes(p, 4)),
-		       {1, 0}};
+	row_scale s = {0, 0, {1, 0}};
 
+	read_scale(q, part, p, &s.scale, &s.below);
 	if (q.codec == WIRE_CODEC_QUANTIZE && s.scale > 0)
 		s.over = round_over(s.scale, 1);
 	return s;
@@ -164,19 +157,31 @@ DEVICE uint8_t code_of(const codec_view *v, struct row_kind q, struct philox key
 	}
 }
 
+/* The value that a decoder will see. */
+DEVICE float decoded(const codec_view *v, struct row_kind q, uint32_t code, const row_scale &s)
+{
+	float y = q.codec == WIRE_CODEC_SIGN      ? code_value<WIRE_CODEC_SIGN>(q, code, s.scale, s.below)
+		  : q.codec == WIRE_CODEC_TERNARY ? code_value<WIRE_CODEC_TERNARY>(q, code, s.scale, s.below)
+		  : q.codec == WIRE_CODEC_FLOAT8  ? code_value<WIRE_CODEC_FLOAT8>(q, code, s.scale, s.below)
+		  : q.codec == WIRE_CODEC_FLOAT4  ? code_value<WIRE_CODEC_FLOAT4>(q, code, s.scale, s.below)
+						  : code_value<WIRE_CODEC_QUANTIZE>(q, code, s.scale, s.below);
+
+	return float_of(v->dtype, bits_of_float(v->dtype, y));
+}
+
 /*
  * Codes of a block, packed, to nbytes bytes, or a share of them: 8 values of a lane become as many bytes as a code has
  * bits; or 5 of them one, in base 3.
  */
 static __device__ codec_status put_codes(const codec_view *v, struct row_kind q, const row_place &p,
-					 const uint8_t *values, const uint8_t *scales, uint8_t *to, uint64_t nbytes,
-					 uint32_t warp, uint32_t warps, uint32_t lane)
+					 const codec_source *source, const uint8_t *scales, uint8_t *to,
+					 uint64_t nbytes, uint32_t warp, uint32_t warps, uint32_t lane)
 {
 	const struct philox key = {v->seed, (uint32_t)v->stream, (uint32_t)(v->stream >> 32)};
 	uint32_t row = p.part->row, each = (uint32_t)row_scale_nbytes(q), per = q.bits ? 8 : 5,
 		 bytes = q.bits ? q.bits : 1;
 	bool random = q.codec == WIRE_CODEC_TERNARY || v->options & WIRE_OPTION_STOCHASTIC;
-	row_scale s = {p.part->scale[0], {1, 0}};
+	row_scale s = {p.part->scale[0], round_sign_below(p.part->scale[q.variant == WIRE_SIGN_TWO_MEAN]), {1, 0}};
 	uint64_t known = ~0ull, drawn = ~0ull; /* the row whose scale that is; the block of draws */
 	uint32_t draws[4], most = 0;
 
@@ -191,7 +196,7 @@ static __device__ codec_status put_codes(const codec_view *v, struct row_kind q,
 			uint8_t code = 0;
 
 			if (k < n) {
-				uint32_t x = round_bits(value_at(v->dtype, values, e)), h = 0;
+				uint32_t x = round_bits(value_at(v->dtype, source, e)), h = 0;
 
 				if (row && (i + k) / row != known) {
 					known = (i + k) / row;
@@ -205,6 +210,8 @@ static __device__ codec_status put_codes(const codec_view *v, struct row_kind q,
 					h = draws[e / 2 % 4] >> 16 * (e % 2) & 0xffff;
 				most = (x & ROUND_ABS) > most ? x & ROUND_ABS : most;
 				code = code_of(v, q, key, e, x, s, h);
+				if (source->residual)
+					source->residual[e] = round_minus(round_float(x), decoded(v, q, code, s));
 			}
 			codes |= (uint64_t)code << 8 * (k % 8);
 			trits = 3 * trits + code;
@@ -224,7 +231,7 @@ static __device__ codec_status put_codes(const codec_view *v, struct row_kind q,
 }
 
 /* Block b to a region: its size to *size. `scratch`: memory for a plane, and for WORDS_ROOM. */
-static __device__ codec_status write_rows(const job *j, const uint8_t *values, uint64_t b, uint8_t *scratch,
+static __device__ codec_status write_rows(const job *j, const codec_source *source, uint64_t b, uint8_t *scratch,
 					  uint8_t *region, uint32_t *size, uint32_t lane)
 {
 	const struct row_kind q = kind_of(&j->v);
@@ -232,10 +239,10 @@ static __device__ codec_status write_rows(const job *j, const uint8_t *values, u
 	uint32_t nscales = (uint32_t)(row_count(p.part->row, p.m) * row_scale_nbytes(q));
 	uint32_t ncodes = (uint32_t)row_codes_nbytes(q, p.m), at = nscales, got = 0, differ = 0;
 	uint32_t *bytes = (uint32_t *)scratch, rows = (ncodes + WIRE_ROW - 1) / WIRE_ROW;
-	codec_status status = put_scales(&j->v, q, p, values, region, 0, 1, lane);
+	codec_status status = put_scales(&j->v, q, p, source, region, 0, 1, lane);
 
 	if (status == CODEC_OK)
-		status = put_codes(&j->v, q, p, values, region, q.entropy ? scratch : region + at, ncodes, 0, 1, lane);
+		status = put_codes(&j->v, q, p, source, region, q.entropy ? scratch : region + at, ncodes, 0, 1, lane);
 	if (status != CODEC_OK)
 		return status;
 	if (!q.entropy) {

@@ -29,21 +29,28 @@ static __device__ void clear_bytes(uint8_t *region, uint32_t at, uint64_t nbytes
 	__syncwarp();
 }
 
-/* How many bits a value with this exponent may lose; ea: of A. */
-DEVICE uint32_t drop_of(const codec_view *v, const cut_kind &q, uint8_t e, const uint8_t *exponents, uint64_t i)
+/* How many bits each value may lose: by the exponents of A or, an encoder's, by levels. NULL: the other; levels are
+ * fixed.
+ */
+struct codec_cuts {
+	const uint8_t *exponents, *levels;
+};
+
+/* How many bits a value with this exponent may lose. */
+DEVICE uint32_t drop_of(const codec_view *v, const cut_kind &q, uint8_t e, const codec_cuts &by, uint64_t i)
 {
 	short guard = (short)(v->guard + 127 - (int)q.bias);
 
-	if (v->variant == WIRE_LEVELS_FIXED)
-		return e == q.last ? 0 : q.drop[v->bits & 3];
+	if (v->variant == WIRE_LEVELS_FIXED || by.levels)
+		return e == q.last ? 0 : q.drop[(by.levels ? by.levels[i] : v->bits) & 3];
 	if (v->options & WIRE_OPTION_BITS)
-		return round_drop_bits(e, exponents[i], (uint8_t)q.last, guard, (short)q.mbits);
-	return round_drop_level(e, exponents[i], (uint8_t)q.last, guard, q.drop[1], q.drop[2], q.drop[3]);
+		return round_drop_bits(e, by.exponents[i], (uint8_t)q.last, guard, (short)q.mbits);
+	return round_drop_level(e, by.exponents[i], (uint8_t)q.last, guard, q.drop[1], q.drop[2], q.drop[3]);
 }
 
-/* Cut a block's values: patterns, their exponents, bits dropped. */
-static __device__ void cut_values(const codec_view *v, const cut_kind &q, const uint8_t *values,
-				  const uint8_t *exponents, uint64_t first, uint32_t m, uint32_t *e, uint32_t *drops,
+/* Cut a block's values: patterns, their exponents, bits dropped. What is cut off goes where the source says. */
+static __device__ void cut_values(const codec_view *v, const cut_kind &q, const codec_source *source,
+				  const codec_cuts &by, uint64_t first, uint32_t m, uint32_t *e, uint32_t *drops,
 				  uint32_t *patterns, uint32_t lane)
 {
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
@@ -51,17 +58,19 @@ static __device__ void cut_values(const codec_view *v, const cut_kind &q, const 
 
 		for (uint32_t k = 0; k < there(r, lane, m); k++) {
 			uint64_t i = first + WIRE_ROW * r + 4 * lane + k;
-			uint32_t x = v->dtype == WIRE_FLOAT32 ? ((const uint32_t *)values)[i]
-							      : ((const uint16_t *)values)[i];
-			uint32_t drop = drop_of(v, q, (uint8_t)(x >> q.mbits & q.last), exponents, i);
+			uint32_t x = v->dtype == WIRE_FLOAT32 ? ((const uint32_t *)source->values)[i]
+							      : ((const uint16_t *)source->values)[i];
+			uint32_t drop = drop_of(v, q, (uint8_t)(x >> q.mbits & q.last), by, i);
 
 			x = round_truncate(x, drop, !(v->options & WIRE_OPTION_CUT), q.mbits, q.last);
 			uint8_t exponent = (uint8_t)(x >> q.mbits & q.last);
 
 			/* a receiver that works levels out has the new exponents */
 			if (v->variant == WIRE_LEVELS_SHARED)
-				drop = drop_of(v, q, exponent, exponents, i);
+				drop = drop_of(v, q, exponent, by, i);
 			patterns[WIRE_ROW * r + 4 * lane + k] = x;
+			if (source->residual)
+				source->residual[i] = round_minus(value_at(v->dtype, source, i), float_of(v->dtype, x));
 			exponent4 |= (uint32_t)exponent << 8 * k;
 			drop4 |= drop << 8 * k;
 		}
@@ -234,8 +243,8 @@ static __device__ uint32_t put_pieces(const cut_kind &q, bool by_bit, uint32_t m
 	return at - begin;
 }
 
-/* Block b to a region: its size. `exponents`: of A, for all values, but where levels are fixed. */
-static __device__ uint32_t write_cut(const job *j, uint8_t *memory, const uint8_t *values, const uint8_t *exponents,
+/* Block b to a region: its size. */
+static __device__ uint32_t write_cut(const job *j, uint8_t *memory, const codec_source *source, const codec_cuts &by,
 				     uint64_t b, uint8_t *scratch, uint8_t *region, uint32_t lane)
 {
 	const codec_view &v = j->v;
@@ -247,15 +256,16 @@ static __device__ uint32_t write_cut(const job *j, uint8_t *memory, const uint8_
 	uint16_t *pairs = (uint16_t *)(scratch + 7 * PLANE_ROOM);
 	uint32_t *words = (uint32_t *)(scratch + CUT_PLANES * PLANE_ROOM);
 
-	cut_values(&v, q, values, exponents, first, m, e, drops, patterns, lane);
+	cut_values(&v, q, source, by, first, m, e, drops, patterns, lane);
 	if (v.variant == WIRE_LEVELS_SHARED) {
-		uint32_t found = (uint32_t)digest_bytes(exponents + first, m, WIRE_SEED_STATE, lane);
+		uint32_t found = (uint32_t)digest_bytes(by.exponents + first, m, WIRE_SEED_STATE, lane);
 
 		put32(region + at, found, lane);
 		at += 4;
 	}
 	if (v.model_parts.count)
-		fit_rows(j, memory, values, v.dtype == WIRE_FLOAT32 ? 4 : 2, (int)q.octave, q.octave, first, m, lane);
+		fit_rows(j, memory, source->values, v.dtype == WIRE_FLOAT32 ? 4 : 2, (int)q.octave, q.octave, first, m,
+			 lane);
 	at += put_symbols(j, q, first, m, e, drops, symbol, pairs, words, region + at, &head, lane);
 	__syncwarp();
 	if (v.variant == WIRE_LEVELS_PLANE)

@@ -7,7 +7,8 @@
 /* What the blocks of a frame have found out together; all ones and zeros at first. */
 struct codec_found {
 	unsigned long long fault; /* block << 8 | status, of the first block at fault; ~0: none is */
-	unsigned long long seal;  /* of blocks and directory */
+	unsigned long long seal;  /* of blocks and directory; of a stored tensor, as block 0 */
+	uint32_t done, reserved;  /* warps, where a tensor is stored */
 };
 
 /* A job's parts and tables, where they lie. */

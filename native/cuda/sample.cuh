@@ -338,7 +338,6 @@ DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const samp
 		uint64_t at = WIRE_ROW * choose_spread(i, take, nrows), r = row ? at / row : 0;
 		int offset[3] = {0}; /* of the rows that 128 values lie in: rows have 64 at least */
 
-#pragma unroll 1
 		for (uint32_t k = 0;
 		     part->kind && k < 3 && (r + k) * row < at + WIRE_ROW && (r + k) * row < part->count; k++)
 			offset[k] = is_fitted(part) ? row_offsets(v, memory, part)[r + k]

@@ -28,6 +28,22 @@ DEVICE uint32_t bits_of_float(uint32_t dtype, float y)
 	return dtype == WIRE_FLOAT32 ? u : dtype == WIRE_BFLOAT16 ? round_to_bfloat16(u) : round_to_float16(u);
 }
 
+/* What is encoded, and what is to be left of it; all of n values. */
+struct codec_source {
+	const uint8_t
+		*values;   /* the tensor's, at a multiple of their size; under feedback sums, rounded to its dtype */
+	const float *sums; /* under feedback: before they were rounded; else NULL */
+	float *residual;   /* what decoding will miss; NULL: nobody wants to know */
+};
+
+/* Value i, as float32. */
+DEVICE float value_at(uint32_t dtype, const codec_source *s, uint64_t i)
+{
+	return s->sums                 ? s->sums[i]
+	       : dtype == WIRE_FLOAT32 ? ((const float *)s->values)[i]
+				       : float_of(dtype, ((const uint16_t *)s->values)[i]);
+}
+
 /* To value i of a float32 tensor; y is the frame's. `scale`: its part's. */
 DEVICE void put_float(const codec_sink *s, uint64_t i, float y, float scale)
 {
