@@ -15,13 +15,13 @@ SOURCES := $(shell find native bindings codec -name '*.[ch]' -o -name '*.py' -o 
 demo: $(VENV)/demo
 	$(PY) bench/demo.py
 
-# For two cores. Tests of ranks, which wait for each other and for time to pass, have them first; two more lanes take
-# what they leave. What a CPU with AVX-512 sees without emulating it is not emulated there.
+# Two lanes for two cores, about as long. Tests of ranks, which wait for each other and for time to pass, have these
+# first. What a CPU with AVX-512 sees without emulating it is not emulated there.
 test: $(VENV)/debian $(VENV)/gloo $(VENV)/clang $(VENV)/foreign
 	@mkdir -p build
 	$(MAKE) sanitize >build/others.log 2>&1 & others=$$!; $(BESIDE); \
 	$(MAKE) $(VENV)/test lint; $(ALL)
-	nice -n 15 $(MAKE) -k -j2 --output-sync=target kernels others >build/others.log 2>&1 & others=$$!; $(BESIDE); \
+	nice -n 15 $(MAKE) -k kernels others >build/others.log 2>&1 & others=$$!; $(BESIDE); \
 	$(MAKE) -k ctest abi gloo foreign $(if $(AVX512),,emulated) ranks; $(ALL)
 BESIDE = trap "kill $$others" INT TERM
 ALL = mine=$$?; wait $$others; others=$$?; cat build/others.log; [ $$mine = 0 ] && [ $$others = 0 ]
@@ -30,7 +30,7 @@ AVX512 := $(shell grep -om1 avx512_vbmi2 /proc/cpuinfo)
 # Of ranks some tests send SIGINT, which a shell's children in the background ignore. The Numba engine: what it compiles
 # is kept for all its tests.
 RANKS := $(foreach t,all_reduce backend ddp fsdp gloo hook_state interrupts links peer_failures shared_scale sound \
-	embedding exact,tests/test_$(t).py)
+	embedding exact cuda_compiled,tests/test_$(t).py)
 NUMBA := $(foreach t,numba numba_processes kernels,tests/test_$(t).py)
 ranks: $(VENV)/test
 	$(VENV)/bin/pytest $(RANKS)

@@ -32,10 +32,23 @@ FLAGS = [
     "-Wall",
     "-Wextra",
 ]
-FAMILIES = {2: "sign", 3: "ternary", 4: "float8", 5: "float4", 6: "quantize", 7: "truncate"}
+SIZES, ROWS = (1, 2, 4, 8), (2, 3, 4, 5, 6)  # bytes of a value; codecs of rows
+KERNELS = {  # by the file that has them
+    "before": ("add_feedback", "check_levels", "metric_exponents", "value_exponents"),
+    "choose_lossless": ("choose_lossless",),
+    "choose_rows": ("choose_rows",),
+    "choose_truncate": ("choose_truncate",),
+    "encode_lossless": tuple(f"encode_lossless<{n}>" for n in SIZES),
+    "encode_rows": ("encode_rows",),
+    "encode_truncate": ("encode_truncate",),
+    "close": ("close_frame",),
+    "decode_lossless": tuple(f"decode_lossless<{n}>" for n in SIZES),
+    "decode_rows": tuple(f"decode_rows<{n}>" for n in ROWS),
+    "decode_truncate": ("decode_truncate",),
+    "decode_stored": ("decode_stored",),
+}
 STORE, ADD, MAXIMUM, FLOAT32 = 0, 1, 2, 3
 WARPS = 4  # of a block
-PLANE, WORDS = (1 << 14) + 128, 4 * ((1 << 12) + 64)  # bytes of a warp's memory for a plane, for a coded one's words
 NONE = 2**64 - 1
 
 
@@ -58,17 +71,16 @@ def build(folder, source=ROOT / "tests/cuda/kernels.cc", options=()):
     return ctypes.CDLL(str(out))
 
 
-def compile_kernels(arch):
+def compile_kernels(file, arch):
     """By NVRTC, for a GPU that need not be there: what its assembler says, and the PTX."""
     stubs = {"stdint.h": '#pragma once\n#include "exact/bits.h"\n', "stddef.h": "#pragma once\n"}
     options = [f"-arch={arch}", "-fmad=false", "-default-device", "-Xptxas=-v", *INCLUDED]
-    source = "".join(f'#include "{path.name}"\n' for path in sorted((ROOT / "native/cuda").glob("*.cu")))
-    return test_exact.compiled(source, stubs, options)
+    return test_exact.compiled(f'#include "{file}.cu"\n', stubs, options, KERNELS[file])
 
 
 def launch(library, kernel, grid, threads, *args):
     """`args`: ctypes values and buffers, which are passed as they are."""
-    call = getattr(library, f"{kernel}_launch")
+    call = getattr(library, f"{kernel.replace('<', '_').rstrip('>')}_launch")
     call.restype, call.argtypes = ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_size_t]
     pointers = (ctypes.c_void_p * len(args))(*[ctypes.addressof(a) for a in args])
     if said := call(pointers, grid, threads, 0):
@@ -106,6 +118,17 @@ def view_of(job):
     view.struct_nbytes = ffi.sizeof("codec_view")
     check(lib.codec_job_view(pointer(job), view))
     return view
+
+
+def family_of(view, size):
+    """Whose kernels do it, and which of them: by values' size or by codec."""
+    if view.codec == lib.CODEC_LOSSLESS:
+        return "lossless", size
+    return ("truncate", 0) if view.codec == lib.CODEC_TRUNCATE else ("rows", view.codec)
+
+
+def sizes_of(library, name, count):
+    return (ctypes.c_uint64 * count).in_dll(library, name)
 
 
 def plan(frame):
@@ -153,19 +176,18 @@ def decode(library, frame, *, into=STORE, out=None, weight=1.0, divide=0.0, chec
         raise Fault(Status.MISSING_STATE)
     dtype = DTYPE_NAMES[view.dtype]
     size = ITEMSIZE[dtype]
-    kernel = f"decode_{FAMILIES.get(view.codec, f'lossless{size}')}"
-    planes = {lib.CODEC_TRUNCATE: 2, lib.CODEC_LOSSLESS: size + 1}.get(view.codec, 1)
-    scratch = np.empty(grid * WARPS * planes * PLANE, np.uint8)
+    family, which = family_of(view, size)
+    stored = view.layout == 0
+    kernel = "decode_stored" if stored else f"decode_{family}" + (f"<{which}>" if which else "")
+    each = sizes_of(library, f"decode_{family}_nbytes", 4)[size.bit_length() - 1 if family == "lossless" else 0]
+    scratch = np.empty(0 if stored else grid * WARPS * each, np.uint8)
     out = np.zeros(view.n * (size if into == STORE else 4), np.uint8) if out is None else out
     found = np.array([NONE, 0, 0], np.uint64)
     sink = struct.pack("<QIffII4x", out.ctypes.data if stores else 0, into, weight, divide, 0, 0)
     source = aligned(frame)
-    stored = view.layout == 0
     args = [copied(view), *map(address, (source,) if stored else (job, source, scratch))]
     args += [bytes_of(sink), ctypes.c_uint32(checks), address(found)]
-    if stored:
-        kernel = "decode_stored"
-    elif view.codec == lib.CODEC_TRUNCATE:
+    if kernel == "decode_truncate":
         args.append(address(exponents))
     launch(library, kernel, grid, 32 * WARPS, *args)
     if found[0] != NONE:
@@ -174,10 +196,6 @@ def decode(library, frame, *, into=STORE, out=None, weight=1.0, divide=0.0, chec
     if checks and (status := close(int(found[1]))):
         raise Fault(status)
     return out.tobytes()
-
-
-def sizes_of(library, name, count):
-    return (ctypes.c_uint64 * count).in_dll(library, name)
 
 
 def call_of(how, n):
@@ -252,26 +270,28 @@ def encode(library, x, spec, dtype, *, grid=2, capacity=None, residual=None, fee
     frame, item = aligned(bytes(room.value)), ITEMSIZE[dtype]
     sizes, nparts = sizes_of(library, "choose_nbytes", 2), v.model_parts.count
     choice, places = np.zeros(sizes[0] + max(nparts, 1) * sizes[1], np.uint8), np.zeros(max(v.nblocks, 1), np.uint64)
-    kind = {lib.CODEC_LOSSLESS: item.bit_length() - 1, lib.CODEC_TRUNCATE: 5}.get(v.codec, 4)
-    each = ctypes.c_uint64(sizes_of(library, "encode_nbytes", 6)[kind] + region)
+    family, which = family_of(v, item)
+    sized = item.bit_length() - 1 if family == "lossless" else 0
+    each = ctypes.c_uint64(sizes_of(library, f"encode_{family}_nbytes", 4)[sized] + region)
     scratch = np.empty(grid * WARPS * each.value, np.uint8)
-    values = address(tensor) if kind < 4 else source
+    values = address(tensor) if family == "lossless" else source
     if v.nblocks:
-        levels = how["metric"] if isinstance(how.get("metric"), np.ndarray) else None
-        exponents = exponents_of(library, how, x.size) if kind == 5 else None
-        if levels is not None:
-            launch(library, "check_levels", grid, 96, address(levels), n, address(written))
-        by = bytes_of(struct.pack("<2Q", *(0 if a is None else a.ctypes.data for a in (exponents, levels))))
+        cut = []
+        if family == "truncate":
+            levels = how["metric"] if isinstance(how.get("metric"), np.ndarray) else None
+            exponents = exponents_of(library, how, x.size)
+            if levels is not None:
+                launch(library, "check_levels", grid, 96, address(levels), n, address(written))
+            cut = [bytes_of(struct.pack("<2Q", *(0 if a is None else a.ctypes.data for a in (exponents, levels))))]
         args = [address(view), address(job), values]
-        if kind == 4:
+        if family == "rows":
             args += [address(choice), address(scratch), each, address(written)]
         else:
-            args += [ctypes.c_uint32(nparts), address(choice), room, by, address(written)][: 5 if kind == 5 else 3]
-        launch(library, ("choose_lossless", "choose_rows", "choose_truncate")[max(kind - 3, 0)], grid, 256, *args)
+            args += [ctypes.c_uint32(nparts), address(choice), room, *cut, *([address(written)] if cut else [])]
+        launch(library, f"choose_{family}", grid, 256, *args)
         args = [address(view), address(job), values, address(frame), room, address(scratch), each]
-        args += [address(places), address(written), by][: 3 if kind == 5 else 2]
-        kernel = f"encode_lossless{item}" if kind < 4 else ("encode_rows", "encode_truncate")[kind - 4]
-        launch(library, kernel, grid, 32 * WARPS, *args)
+        kernel = f"encode_{family}" + (f"<{which}>" if family == "lossless" else "")
+        launch(library, kernel, grid, 32 * WARPS, *args, address(places), address(written), *cut)
     args = [address(view), address(job), source, address(frame), room, *map(address, (choice, head, written))]
     launch(library, "close_frame", grid, 256, *args)
     if fault := int(written[5]) & 0xFFFFFFFF:

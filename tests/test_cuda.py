@@ -2,9 +2,6 @@
 
 import hashlib
 import os
-import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,7 +11,15 @@ import test_page
 import test_truncate
 import test_vectors
 from conftest import ALL_DTYPES, KINDS, LOSSY, TRUNCATES, make
-from device import ADD, FLOAT32, MAXIMUM, Fault, LaunchError, address, build, compile_kernels, decode, encode, launch
+from device import (
+    ADD,
+    FLOAT32,
+    MAXIMUM,
+    Fault,
+    build,
+    decode,
+    encode,
+)
 
 import codec
 from codec import metrics
@@ -24,30 +29,6 @@ from codec.errors import Status
 F32 = np.float32
 HALVES = ("float32", "bfloat16", "float16")
 ROWS = {name: spec for name, spec in (LOSSY | test_numba.MORE).items() if not isinstance(spec, codec.Truncate)}
-
-# Registers of a thread, sm_90: 64 let 1,024 threads run on a multiprocessor, 128 half of that.
-REGISTERS = {
-    "choose_lossless": 128,
-    "choose_rows": 128,
-    "choose_truncate": 128,
-    "close_frame": 64,
-    "decode_lossless1": 64,
-    "decode_lossless2": 96,
-    "decode_lossless4": 128,
-    "decode_lossless8": 168,
-    **{f"decode_{name}": 64 for name in ("sign", "ternary", "float8", "float4", "quantize")},
-    "decode_truncate": 80,
-    "decode_stored": 64,
-    **{f"{name}_exponents": 32 for name in ("metric", "value")},
-    "add_feedback": 32,
-    "check_levels": 32,
-    "encode_truncate": 96,
-    "encode_rows": 96,
-    "encode_lossless1": 96,
-    "encode_lossless2": 96,
-    "encode_lossless4": 96,
-    "encode_lossless8": 128,
-}
 
 
 @pytest.fixture(scope="session")
@@ -79,7 +60,7 @@ def found(library, frame, **how):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_lossless(dtype, kind, library):
-    for n in (512, 513, 5000, 20_001):
+    for n in (512, 513, 9001):
         x = make(dtype, n, kind)
         frame = bytes(codec.encode(x, dtype=dtype))
         assert encode(library, x, codec.Lossless(), dtype) == frame
@@ -111,7 +92,7 @@ def test_rows(name, library):
 @pytest.mark.parametrize("name", TRUNCATES)
 def test_cut_mantissas(name, kind, library):
     for dtype in HALVES:
-        for n in (513, 20_001):
+        for n in (513, 20_001 if kind == "mixed" else 3000):
             x = make(dtype, n, kind)
             how = test_numba.levels_by(TRUNCATES[name], n)
             frame = bytes(codec.encode(x, TRUNCATES[name], dtype=dtype, **how))
@@ -127,7 +108,7 @@ BUCKET = [(0, (100, 90)), (9000, (130, 80)), (19_400, (7,)), (19_407, (5000,)), 
 def test_segments(name, library):
     """Parts of a bucket: models, rows and scales of their own."""
     spec = (test_numba.SPECS | ROWS)[name]
-    for dtype in HALVES:
+    for dtype in HALVES if name == "lossless" else [HALVES[len(name) % 3]]:
         x = test_numba.tensor(dtype, 100_000, "normal")
         how = test_numba.levels_by(spec, len(x))
         for segments in (BUCKET, BUCKET[1:]) if name == "lossless" else (BUCKET,):
@@ -315,31 +296,6 @@ def test_golden_frames(name, library):
         assert hashlib.sha256(values).hexdigest() == about.get("values_sha256", about["tensor_sha256"])
 
 
-def test_faults_of_launches(tmp_path):
-    """What a GPU leaves undefined ends a launch, and says which thread and line."""
-    source = tmp_path / "wrong.cc"
-    source.write_text(
-        '#include "cuda_on_cpu.h"\n'
-        "void diverges(uint32_t *x) { if (threadIdx.x % 2) x[0] = __ballot_sync(~0u, 1); }\n"
-        "void outside(uint32_t *x) { if (threadIdx.x < 16) x[0] = __shfl_sync(0xffffu, 1u, 20); }\n"
-        "void alien(uint32_t *x) { x[0] = __ballot_sync(1u, 1); }\n"
-        "void barrier(uint32_t *x) { if (threadIdx.x) __syncthreads(); x[0] = 1; }\n"
-        "void fine(uint32_t *x) { x[threadIdx.x] = __shfl_xor_sync(~0u, threadIdx.x, 1); __syncthreads(); }\n"
-        + "".join(f"CUDA_ON_CPU_EXPORT({name})\n" for name in ("diverges", "outside", "alien", "barrier", "fine"))
-    )
-    wrong, x = build(tmp_path, source), np.zeros(64, np.uint32)
-    for kernel, said in (
-        ("diverges", "waiting for ever: thread 1 vote in line 2"),
-        ("outside", "shuffle from outside of the mask in line 3"),
-        ("alien", "thread 1 is not in its own mask in line 4"),
-        ("barrier", "waiting for ever: thread 1 __syncthreads in line 5"),
-    ):
-        with pytest.raises(LaunchError, match=said):
-            launch(wrong, kernel, 1, 64, address(x))
-    launch(wrong, "fine", 1, 64, address(x))
-    assert (x == np.arange(64) ^ 1).all()
-
-
 @pytest.mark.parametrize("name", test_numba.HOSTILE)
 def test_hostile_frames(name, library):
     """The same tensor or the same error."""
@@ -375,33 +331,3 @@ def test_frames_made_by_hand(case, library, monkeypatch):
     test, *arguments = test_numba.BY_HAND[case]
     monkeypatch.setattr(test_page, "outcomes", outcomes)
     test(*arguments)
-
-
-def test_no_access_is_out_of_range(tmp_path):
-    """Damaged frames and those made by hand, under AddressSanitizer and UndefinedBehaviorSanitizer."""
-    asan, ubsan = (
-        subprocess.run(["gcc", f"-print-file-name=lib{name}.so"], capture_output=True, text=True, check=True).stdout
-        for name in ("asan", "ubsan")
-    )
-    env = {
-        **os.environ,
-        "CUDA_ON_CPU_FLAGS": "-fsanitize=address,undefined -fno-sanitize-recover=all",
-        "CUDA_ON_CPU_FRAMES": "20",
-        "LD_PRELOAD": f"{asan.strip()} {ubsan.strip()}",
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "PYTHONMALLOC": "malloc",
-    }
-    some = "hostile or by_hand or golden or test_few_values or test_rows_of_few"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", some]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    assert " passed" in done.stdout
-
-
-def test_nvrtc_takes_them():
-    """For a GPU: what a thread needs of registers, and nothing that rounds otherwise."""
-    log, ptx = compile_kernels("sm_90")
-    used = dict(re.findall(r"entry function '(\w+)'.*?Used (\d+) registers", log, re.DOTALL))
-    assert {name: int(n) for name, n in used.items() if int(n) > REGISTERS[name]} == {}
-    assert used.keys() == REGISTERS.keys()
-    assert not re.findall(r"\bfma\.|\bmad\.rn|\.ftz|\.approx|\bdiv\.full", ptx), "fused, flushed or approximated"

@@ -3,6 +3,7 @@
 import ctypes
 import re
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import files
 from pathlib import Path
 
@@ -21,14 +22,16 @@ def nvrtc() -> ctypes.CDLL:
     return ctypes.CDLL(str(next(f.locate() for f in installed if re.fullmatch(r"libnvrtc\.so\.\d+", f.name))))
 
 
-def compiled(source: str, headers: dict[str, str], options: list[str]) -> tuple[str, str]:
-    """What NVRTC says of a source whose headers are given with it, and its PTX."""
+def compiled(source: str, headers: dict[str, str], options: list[str], kernels: Sequence[str] = ()) -> tuple[str, str]:
+    """What NVRTC says of a source whose headers are given with it, and its PTX; both have kernels' own names."""
     lib, program = nvrtc(), ctypes.c_void_p()
     texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
     names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
     arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     status = lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"source.cu", len(headers), texts, names)
     assert status == 0
+    for name in kernels:
+        assert lib.nvrtcAddNameExpression(program, name.encode()) == 0
     status = lib.nvrtcCompileProgram(program, len(options), arguments)
     size = ctypes.c_size_t()
     lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
@@ -38,8 +41,14 @@ def compiled(source: str, headers: dict[str, str], options: list[str]) -> tuple[
     lib.nvrtcGetPTXSize(program, ctypes.byref(size))
     ptx = ctypes.create_string_buffer(size.value)
     lib.nvrtcGetPTX(program, ptx)
+    texts_found = [log.value.decode(), ptx.value.decode()]
+    for name in kernels:
+        lowered = ctypes.c_char_p()
+        assert lib.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(lowered)) == 0
+        assert lowered.value is not None
+        texts_found = [text.replace(lowered.value.decode(), name) for text in texts_found]
     lib.nvrtcDestroyProgram(ctypes.byref(program))
-    return log.value.decode(), ptx.value.decode()
+    return texts_found[0], texts_found[1]
 
 
 def ptx_of(*options: str, source: str = EVERYTHING) -> str:

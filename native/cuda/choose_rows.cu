@@ -1,7 +1,8 @@
 /* choose_rows.cu - what must be known of a tensor of rows before its first block: scales of parts, a codebook.
  * docs/encoder.md, section 7.
  *
- * One launch, as of choose.cu: pieces are scanned, then parts get their scales, then codes of a sample are counted.
+ * One launch, as of choose_lossless.cu: pieces are scanned, then parts get their scales, then codes of a sample are
+ * counted.
  */
 #include "encode_rows.cuh"
 #include "sample.cuh"

@@ -1,6 +1,6 @@
 /* choose_truncate.cu - what frames of cut mantissas begin with: a scale model, a codebook. docs/encoder.md, section 8.
  *
- * One launch, as of choose.cu; symbols are counted under the model, as blocks will have them.
+ * One launch, as of choose_lossless.cu; symbols are counted under the model, as blocks will have them.
  */
 #include "choose_model.cuh"
 #include "encode_truncate.cuh"
@@ -39,7 +39,7 @@ DEVICE_CALL void sample_cut(const codec_view *v, uint8_t *memory, const codec_so
 	for (uint64_t i = share * TEAM_WARPS + warp; i < take; i += SYMBOL_SHARES * TEAM_WARPS) {
 		uint64_t first = WIRE_ROW * choose_spread(i, take, nrows);
 		uint32_t n = v->n - first < WIRE_ROW ? (uint32_t)(v->n - first) : WIRE_ROW, none, quad;
-		place o = {NULL, 0, 0, 0};
+		place o = {};
 		uint16_t pairs[4];
 
 		cut_values(v, q, source, by, first, n, row->exponents, row->drops, row->patterns, lane);

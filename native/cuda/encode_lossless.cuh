@@ -13,17 +13,12 @@ DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_fl
 {
 	for (int p = 0; p < SIZE; p++)
 		word[p] = 0;
-	for (uint32_t k = 0; k < n; k++) {
-		uint64_t x = 0;
+	uint64_t four[4];
 
-		if (SIZE == 1)
-			x = values[i + k];
-		else if (SIZE == 2)
-			x = ((const uint16_t *)values)[i + k];
-		else if (SIZE == 4)
-			x = ((const uint32_t *)values)[i + k];
-		else
-			x = ((const uint64_t *)values)[i + k];
+	load_quad<SIZE>(values + SIZE * i, n, four);
+	for (uint32_t k = 0; k < n; k++) {
+		uint64_t x = four[k];
+
 		if (SIZE > 1 && is_float) {
 			const int low = SIZE > 1 ? 8 * SIZE - 16 : 0;
 			uint16_t top = bits_turn((uint16_t)(x >> low), offset[k], SHIFT_OF(SIZE));
@@ -140,11 +135,11 @@ static __device__ uint32_t write_block(const job *j, uint8_t *memory, const uint
 	int octave = octave_of(v.dtype);
 	bool offsets = v.model_parts.count > 0;
 	digest sums[SIZE];
-	place o = {NULL, 0, 0, 0};
+	place o = {};
 
 	if (offsets) {
 		fit_rows(j, memory, values, SIZE, octave, 1u << SHIFT_OF(SIZE), first, m, lane);
-		o = place_at(j, first + 4 * lane);
+		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
 	}
 	for (int p = 0; p < SIZE; p++)
 		sums[p] = {0, 0};
@@ -152,17 +147,9 @@ static __device__ uint32_t write_block(const job *j, uint8_t *memory, const uint
 		uint32_t n = there(r, lane, m), word[SIZE], i = WIRE_ROW * r + 4 * lane, others = 0;
 		uint64_t section = v.planes_offset + first + i;
 		uint16_t offset[4] = {0};
-		place at = o;
 
-		for (uint32_t c = 0; offsets && c < n; c++) {
-			uint32_t circle = WIRE_CIRCLE(1u << SHIFT_OF(SIZE));
-
-			offset[c] = offset_at(j, &at, octave / 8, (int)circle);
-			if (c + 1 < n)
-				move_on(j, &at, 1);
-		}
-		if (offsets && n == 4)
-			move_on(j, &o, WIRE_ROW);
+		if (offsets && n)
+			quad_offsets(j, &o, n, octave / 8, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)), offset);
 		split_quad<SIZE>(values, first + i, n, octave > 0, offset, word);
 		for (int p = 0; p < SIZE; p++) {
 			others |= p ? word[p] : 0;

@@ -182,7 +182,7 @@ static __device__ codec_status put_codes(const codec_view *v, struct row_kind q,
 		 bytes = q.bits ? q.bits : 1;
 	bool random = q.codec == WIRE_CODEC_TERNARY || v->options & WIRE_OPTION_STOCHASTIC;
 	row_scale s = {p.part->scale[0], round_sign_below(p.part->scale[q.variant == WIRE_SIGN_TWO_MEAN]), {1, 0}};
-	uint64_t known = ~0ull, drawn = ~0ull; /* the row whose scale that is; the block of draws */
+	uint64_t end = 0, drawn = ~0ull; /* of the row whose scale that is; the block of draws */
 	uint32_t draws[4], most = 0;
 
 	if (q.codec == WIRE_CODEC_TERNARY && s.scale > 0)
@@ -198,9 +198,11 @@ static __device__ codec_status put_codes(const codec_view *v, struct row_kind q,
 			if (k < n) {
 				uint32_t x = round_bits(value_at(v->dtype, source, e)), h = 0;
 
-				if (row && (i + k) / row != known) {
-					known = (i + k) / row;
-					s = open_scale(q, p.part, scales + known * each);
+				if (row && i + k >= end) {
+					uint64_t r = (i + k) / row;
+
+					s = open_scale(q, p.part, scales + r * each);
+					end = (r + 1) * row;
 				}
 				if (random && e / 8 != drawn) {
 					drawn = e / 8;

@@ -94,19 +94,15 @@ static __device__ uint32_t symbol_quad(const job *j, const cut_kind &q, place *o
 {
 	bool joint = j->v.variant == WIRE_LEVELS_CODED, model = j->v.model_parts.count > 0;
 	uint32_t n = there(r, lane, m), quad = 0;
-	place at = *o;
+	uint16_t offset[4] = {0};
 
 	*outside = 0;
+	if (model && n)
+		quad_offsets(j, o, n, (int)q.octave / 8, WIRE_CIRCLE((int)q.octave), offset);
 	for (uint32_t k = 0; k < n; k++) {
 		uint8_t lowered = (uint8_t)(e4 >> 8 * k);
-		uint32_t by = 0;
 
-		if (model) {
-			by = offset_at(j, &at, (int)q.octave / 8, WIRE_CIRCLE((int)q.octave)) / q.octave;
-			if (k + 1 < n)
-				move_on(j, &at, 1);
-		}
-		lowered = bits_lower_exponent(lowered, (uint8_t)by, (uint8_t)q.last);
+		lowered = bits_lower_exponent(lowered, (uint8_t)(offset[k] / q.octave), (uint8_t)q.last);
 		uint16_t pair = bits_pair(lowered, (uint8_t)level_of(q, drop4 >> 8 * k & 255));
 		uint16_t one = joint ? bits_pair_symbol(pair, (int)q.base) : lowered;
 
@@ -114,8 +110,6 @@ static __device__ uint32_t symbol_quad(const job *j, const cut_kind &q, place *o
 		*outside |= (uint32_t)(joint && pair && !one) << k;
 		quad |= (uint32_t)one << 8 * k;
 	}
-	if (model && n == 4)
-		move_on(j, o, WIRE_ROW);
 	return quad;
 }
 
@@ -126,10 +120,10 @@ static __device__ uint32_t put_symbols(const job *j, const cut_kind &q, uint64_t
 {
 	bool joint = j->v.variant == WIRE_LEVELS_CODED, outside = false;
 	uint32_t differ = 0, first4 = 0, got;
-	place o = {NULL, 0, 0, 0};
+	place o = {};
 
 	if (j->v.model_parts.count)
-		o = place_at(j, first + 4 * lane);
+		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
 		uint32_t none, quad = symbol_quad(j, q, &o, r, m, e[32 * r + lane], drops[32 * r + lane],
 						  pairs + WIRE_ROW * r + 4 * lane, &none, lane);

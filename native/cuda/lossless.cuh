@@ -23,21 +23,6 @@ template <int SIZE> DEVICE uint64_t merge_value(const uint32_t *plane, uint32_t 
 	return x;
 }
 
-/* Value i, its bits, to where it goes; other than into a tensor of its own dtype floats that codecs 2 to 7 take. */
-template <int SIZE> DEVICE void put_bits(const codec_sink *s, uint32_t dtype, uint64_t i, uint64_t x)
-{
-	if (s->into != CODEC_INTO_STORE && SIZE <= 4)
-		put_float(s, i, float_of(dtype, (uint32_t)x), 0);
-	else if (SIZE == 1)
-		s->data[i] = (uint8_t)x;
-	else if (SIZE == 2)
-		((uint16_t *)s->data)[i] = (uint16_t)x;
-	else if (SIZE == 4)
-		((uint32_t *)s->data)[i] = (uint32_t)x;
-	else
-		((uint64_t *)s->data)[i] = x;
-}
-
 /* A region's head: modes of its planes, and whether values were taken out. */
 DEVICE codec_status check_head(const codec_view *v, uint32_t head, int size)
 {
@@ -51,20 +36,6 @@ DEVICE codec_status check_head(const codec_view *v, uint32_t head, int size)
 	}
 	return head & WIRE_REGION_PRUNED && (!octave_of(v->dtype) || (head & 3) != WIRE_MODE_CODED) ? CODEC_BAD_REGION
 												    : CODEC_OK;
-}
-
-/* Block b's digest, from its bytes alone. */
-static __device__ uint64_t digest_block(const codec_view *v, uint64_t b, const cursor *c, int size, uint32_t lane)
-{
-	uint64_t total = digest_bytes(here(c), left(c), WIRE_SEED_REGION, lane), at = v->planes_offset;
-
-	for (int p = 0; p < size; p++)
-		if (v->fixed >> p & 1) {
-			total += digest_bytes(c->frame + at + b * v->block_nvalues, block_values(v, b),
-					      WIRE_SEED_PLANE + p, lane);
-			at += v->plane_stride;
-		}
-	return total;
 }
 
 /*
@@ -125,7 +96,7 @@ static __device__ codec_status read_block(const job *j, uint64_t b, cursor c, co
 	const uint8_t *fixed[SIZE];
 	digest sums[SIZE];
 	plane top;
-	place o = {NULL, 0, 0, 0};
+	place o = {};
 
 	if (status != CODEC_OK)
 		return status;
@@ -164,7 +135,7 @@ static __device__ codec_status read_block(const job *j, uint64_t b, cursor c, co
 	if (status != CODEC_OK)
 		return status;
 	if (v.model_parts.count)
-		o = place_at(j, first + 4 * lane);
+		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
 	for (uint32_t r = 0; r < rows; r++) {
 		uint32_t n = there(r, lane, m), word[SIZE];
 
@@ -181,21 +152,15 @@ static __device__ codec_status read_block(const job *j, uint64_t b, cursor c, co
 			word[0] = plane_row(&top, r, &c, lane);
 		if (!sink->data)
 			continue;
-		place at = o;
+		uint16_t offset[4] = {0};
 
-		for (uint32_t i = 0; i < n; i++) {
-			uint16_t offset = 0;
+		if (v.model_parts.count && n)
+			quad_offsets(j, &o, n, octave / 8, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)), offset);
+		uint64_t values[4];
 
-			if (v.model_parts.count) {
-				offset = offset_at(j, &at, octave / 8, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)));
-				if (i + 1 < n)
-					move_on(j, &at, 1);
-			}
-			put_bits<SIZE>(sink, v.dtype, first + WIRE_ROW * r + 4 * lane + i,
-				       merge_value<SIZE>(word, i, octave > 0, offset));
-		}
-		if (v.model_parts.count && n == 4)
-			move_on(j, &o, WIRE_ROW);
+		for (uint32_t i = 0; i < 4; i++)
+			values[i] = merge_value<SIZE>(word, i, octave > 0, offset[i]);
+		put_quad<SIZE>(sink, v.dtype, first + WIRE_ROW * r + 4 * lane, n, values);
 	}
 	for (int p = 0; p < SIZE; p++)
 		*sealed += sums[p].total;

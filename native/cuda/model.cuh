@@ -19,51 +19,104 @@ DEVICE int octave_of(uint32_t dtype)
 /* Where a value is: its part; under rows, its row and column there. */
 struct place {
 	const codec_model_part *part;
-	uint64_t left; /* values of the part from here on */
-	uint32_t row, column;
+	uint64_t left;                /* values of the part from here on */
+	uint32_t row, column, length; /* length: values of a row; 0: there are none */
+	int eighths;                  /* offset of the row, the base included */
+	const int8_t *rows, *cols;    /* offsets of rows, of columns; NULL: there are none */
 };
 
+DEVICE void enter_row(place *o)
+{
+	o->eighths = o->part->base + (o->rows ? o->rows[o->row] : 0);
+}
+
 /* Of value `first`. */
-static __device__ place place_at(const job *j, uint64_t first)
+DEVICE_CALL place place_at(const job *j, uint64_t first)
 {
 	const codec_model_part *part =
 		part_at(model_parts(&j->v, j->memory), j->v.model_parts.count, &codec_model_part::start, first);
+	const int8_t *offsets = (const int8_t *)(j->memory + j->v.offsets.at) + 2ull * part->nibbles_at;
 	uint64_t i = first - part->start;
+	place o = {part, part->count - i, 0, 0, 0, 0, NULL, NULL};
 
-	return {part, part->count - i, part->row ? (uint32_t)(i / part->row) : 0,
-		part->row ? (uint32_t)(i % part->row) : 0};
+	if (part->kind & WIRE_SEGMENT_ROWS) {
+		o.length = part->row;
+		o.row = (uint32_t)(i / part->row);
+		o.column = (uint32_t)(i % part->row);
+		o.rows = offsets;
+	}
+	if (part->kind & WIRE_SEGMENT_COLS)
+		o.cols = offsets + ((part->count + part->row - 1) / part->row + 1) / 2 * 2;
+	enter_row(&o);
+	return o;
 }
 
-/* On by n values, not beyond the tensor's end. */
+/* On by n values; beyond the tensor's end it is nowhere. */
 DEVICE void move_on(const job *j, place *o, uint32_t n)
 {
 	if (n >= o->left) { /* a part may be shorter than that */
-		*o = place_at(j, o->part->start + o->part->count - o->left + n);
+		uint64_t next = o->part->start + o->part->count - o->left + n;
+
+		if (next < j->v.n)
+			*o = place_at(j, next);
 		return;
 	}
 	o->left -= n;
 	o->column += n;
-	if (o->part->row && o->column >= o->part->row) {
-		o->row += o->column / o->part->row;
-		o->column %= o->part->row;
+	if (!o->length || o->column < o->length)
+		return;
+	for (; o->column >= o->length; o->row++) /* rows have 64 values at least: no division */
+		o->column -= o->length;
+	enter_row(o);
+}
+
+/*
+ * Eighths of an octave, each of `grain` patterns, on the circle of `around`: base, row and column add up to less than
+ * two rounds.
+ */
+DEVICE uint16_t on_circle(int eighths, int grain, int around)
+{
+	int x = eighths * grain;
+
+	x += x < 0 ? around : 0;
+	return (uint16_t)(x - (x >= around ? around : 0));
+}
+
+/* A value's offset in patterns. */
+DEVICE uint16_t offset_at(const place *o, int grain, int around)
+{
+	return on_circle(o->eighths + (o->cols ? o->cols[o->column] : 0), grain, around);
+}
+
+/* Of n values that need not be in one row or part. */
+DEVICE_CALL void scattered_offsets(const job *j, const place *o, uint32_t n, int grain, int around, uint16_t *offset)
+{
+	place at = *o;
+
+	for (uint32_t k = 0; k < n; k++) {
+		offset[k] = offset_at(&at, grain, around);
+		if (k + 1 < n)
+			move_on(j, &at, 1);
 	}
 }
 
-/* Its offset in patterns, around the circle of `around`; grain: patterns of an eighth of an octave. */
-DEVICE uint16_t offset_at(const job *j, const place *o, int grain, int around)
+/* Of n values, 1 to 4; then on to where those of the next row of 128 are. */
+DEVICE void quad_offsets(const job *j, place *o, uint32_t n, int grain, int around, uint16_t offset[4])
 {
-	const int8_t *offsets = (const int8_t *)(j->memory + j->v.offsets.at) + 2ull * o->part->nibbles_at;
-	int t = o->part->base;
+	if (o->left >= 4 && (!o->length || o->column + 4 <= o->length)) {
+		uint32_t cols = o->cols ? load32((const uint8_t *)o->cols + o->column) : 0;
 
-	if (o->part->kind & WIRE_SEGMENT_ROWS) {
-		uint64_t rows = (o->part->count + o->part->row - 1) / o->part->row;
+		for (int k = 0; k < 4; k++)
+			offset[k] = on_circle(o->eighths + (int8_t)(cols >> 8 * k), grain, around);
+	} else {
+		uint16_t some[4] = {0};
 
-		t += offsets[o->row];
-		if (o->part->kind & WIRE_SEGMENT_COLS)
-			t += offsets[(rows + 1) / 2 * 2 + o->column];
+		scattered_offsets(j, o, n, grain, around, some);
+		for (int k = 0; k < 4; k++)
+			offset[k] = some[k];
 	}
-	t = t * grain % around;
-	return (uint16_t)(t < 0 ? t + around : t);
+	if (n == 4)
+		move_on(j, o, WIRE_ROW);
 }
 
 #endif

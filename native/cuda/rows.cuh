@@ -148,7 +148,7 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 		bad |= codes[i] > 242;
 
 	float scale = p.part->scale[0], below = round_sign_below(p.part->scale[q.variant == WIRE_SIGN_TWO_MEAN]);
-	uint64_t known = ~0ull; /* the row whose scale that is */
+	uint64_t end = 0; /* of the row whose scale that is */
 
 	if (sink->unscaled)
 		scale = 1;
@@ -156,17 +156,20 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 		uint32_t n = there(r, lane, p.m), i = WIRE_ROW * r + 4 * lane;
 		uint32_t quad = n ? read_codes(q, codes, ncodes, i, n) : 0;
 
+		float y[4] = {0};
+
 		bad |= !allowed_codes(q, quad, n);
-		for (uint32_t k = 0; k < n; k++) {
-			if (row && (i + k) / row != known) {
-				known = (i + k) / row;
-				bad |= !read_scale(q, p.part, scales + known * each, &scale, &below);
+		for (uint32_t k = 0; k < 4; k++) {
+			if (k < n && row && i + k >= end) {
+				uint64_t at = (i + k) / row;
+
+				bad |= !read_scale(q, p.part, scales + at * each, &scale, &below);
+				end = (at + 1) * row;
 			}
-			if (!sink->data || bad)
-				continue;
-			put_value(sink, j->v.dtype, p.first + i + k,
-				  code_value<CODEC>(q, quad >> 8 * k & 255, scale, below), p.part->scale[0]);
+			y[k] = code_value<CODEC>(q, quad >> 8 * k & 255, scale, below);
 		}
+		if (sink->data && !bad)
+			put_values(sink, j->v.dtype, p.first + i, n, y, p.part->scale[0]);
 	}
 	return __any_sync(FULL, bad) ? CODEC_BAD_REGION : CODEC_OK;
 }

@@ -83,9 +83,7 @@ DEVICE sample_kind sample_kind_of(const codec_view *v)
 /* An offset in eighths of an octave, in patterns. */
 DEVICE uint16_t around(const sample_kind &q, int eighths)
 {
-	int circle = WIRE_CIRCLE((int)q.zero), t = eighths * (1 << q.eighth) % circle;
-
-	return (uint16_t)(t < 0 ? t + circle : t);
+	return on_circle(eighths, 1 << q.eighth, WIRE_CIRCLE((int)q.zero));
 }
 
 /* The offset of value i under a job's model. */
@@ -93,7 +91,7 @@ DEVICE uint16_t offset_of(const job *j, const sample_kind &q, uint64_t i)
 {
 	place o = place_at(j, i);
 
-	return offset_at(j, &o, q.octave / 8, WIRE_CIRCLE((int)q.zero));
+	return offset_at(&o, q.octave / 8, WIRE_CIRCLE((int)q.zero));
 }
 
 /* Byte of plane p of value i. */

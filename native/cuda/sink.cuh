@@ -58,18 +58,37 @@ DEVICE void put_float(const codec_sink *s, uint64_t i, float y, float scale)
 	*out = s->divide > 0 ? round_div(y, s->divide) : y;
 }
 
-/* A float32 that was decoded to value i of a tensor of a frame's dtype, or of float32, into which it then goes rounded.
+/*
+ * Values i to i + n - 1, at most four, their bits, to where they go; other than into a tensor of its own dtype floats
+ * that codecs 2 to 7 take.
  */
-DEVICE void put_value(const codec_sink *s, uint32_t dtype, uint64_t i, float y, float scale)
+template <int SIZE>
+DEVICE void put_quad(const codec_sink *s, uint32_t dtype, uint64_t i, uint32_t n, const uint64_t x[4])
 {
-	if (s->into == CODEC_INTO_STORE) {
-		if (dtype == WIRE_FLOAT32)
-			((float *)s->data)[i] = y;
-		else
-			((uint16_t *)s->data)[i] = (uint16_t)bits_of_float(dtype, y);
+	if (s->into == CODEC_INTO_STORE || SIZE > 4)
+		return store_quad<SIZE>(s->data + SIZE * i, n, x);
+	for (uint32_t k = 0; k < n; k++)
+		put_float(s, i + k, float_of(dtype, (uint32_t)x[k]), 0);
+}
+
+/* Float32 that were decoded to values i to i + n - 1, at most four, of a tensor of a frame's dtype, or of float32, into
+ * which they then go rounded.
+ */
+DEVICE void put_values(const codec_sink *s, uint32_t dtype, uint64_t i, uint32_t n, const float y[4], float scale)
+{
+	uint64_t x[4];
+
+	if (s->into != CODEC_INTO_STORE) {
+		for (uint32_t k = 0; k < n; k++)
+			put_float(s, i + k, s->unscaled ? y[k] : float_of(dtype, bits_of_float(dtype, y[k])), scale);
 		return;
 	}
-	put_float(s, i, s->unscaled ? y : float_of(dtype, bits_of_float(dtype, y)), scale);
+	for (uint32_t k = 0; k < 4; k++)
+		x[k] = bits_of_float(dtype, y[k]);
+	if (dtype == WIRE_FLOAT32)
+		store_quad<4>(s->data + 4 * i, n, x);
+	else
+		store_quad<2>(s->data + 2 * i, n, x);
 }
 
 #endif

@@ -148,27 +148,22 @@ static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, cons
 		if (sent != found)
 			return CODEC_OTHER_STATE;
 	}
-	place o = {NULL, 0, 0, 0};
+	place o = {};
 
 	if (v.model_parts.count)
-		o = place_at(j, first + 4 * lane);
+		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
 	/* exponents as they are, where they were lowered */
 	for (uint32_t r = 0; v.model_parts.count && r < rows; r++) {
 		uint32_t n = there(r, lane, m), raised = 0;
-		place at = o;
+		uint16_t offset[4];
 
-		for (uint32_t k = 0; k < n; k++) {
-			uint32_t by = offset_at(j, &at, (int)q.octave / 8, WIRE_CIRCLE((int)q.octave)) / q.octave;
-
-			raised |= (uint32_t)bits_raise_exponent((uint8_t)(e[32 * r + lane] >> 8 * k), (uint8_t)by,
-								(uint8_t)q.last)
+		if (n)
+			quad_offsets(j, &o, n, (int)q.octave / 8, WIRE_CIRCLE((int)q.octave), offset);
+		for (uint32_t k = 0; k < n; k++)
+			raised |= (uint32_t)bits_raise_exponent((uint8_t)(e[32 * r + lane] >> 8 * k),
+								(uint8_t)(offset[k] / q.octave), (uint8_t)q.last)
 				  << 8 * k;
-			if (k + 1 < n)
-				move_on(j, &at, 1);
-		}
 		e[32 * r + lane] = raised;
-		if (n == 4)
-			move_on(j, &o, WIRE_ROW);
 	}
 	if (v.variant == WIRE_LEVELS_PLANE) { /* two bits for each value that is not 0 */
 		uint32_t live = 0;
@@ -254,17 +249,14 @@ static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, cons
 				bit += some;
 			}
 		}
-		for (uint32_t k = 0; k < there(r, lane, m); k++) {
-			uint32_t x = bits_pattern(field[k], (uint8_t)(quad >> 8 * k), (int)q.mbits, (int)q.sign);
-			uint64_t i = first + WIRE_ROW * r + 4 * lane + k;
+		uint64_t i = first + WIRE_ROW * r + 4 * lane, x[4];
 
-			if (sink->into != CODEC_INTO_STORE)
-				put_float(sink, i, float_of(v.dtype, x), 0);
-			else if (v.dtype == WIRE_FLOAT32)
-				((uint32_t *)sink->data)[i] = x;
-			else
-				((uint16_t *)sink->data)[i] = (uint16_t)x;
-		}
+		for (uint32_t k = 0; k < 4; k++)
+			x[k] = bits_pattern(field[k], (uint8_t)(quad >> 8 * k), (int)q.mbits, (int)q.sign);
+		if (v.dtype == WIRE_FLOAT32)
+			put_quad<4>(sink, v.dtype, i, there(r, lane, m), x);
+		else
+			put_quad<2>(sink, v.dtype, i, there(r, lane, m), x);
 	}
 	return CODEC_OK;
 }

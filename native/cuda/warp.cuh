@@ -56,6 +56,66 @@ DEVICE uint32_t load_bytes(const uint8_t *p, uint32_t n)
 	return x;
 }
 
+/* n values of SIZE bytes, at a multiple of that: all four by one access where they lie at a multiple of theirs. */
+template <int SIZE> DEVICE void load_quad(const uint8_t *p, uint32_t n, uint64_t x[4])
+{
+	if (n == 4 && (uint64_t)p % (SIZE < 8 ? 4 * SIZE : 16) == 0) {
+		if (SIZE == 1) {
+			uint32_t w = *(const uint32_t *)p;
+
+			for (int k = 0; k < 4; k++)
+				x[k] = w >> 8 * k & 255;
+		} else if (SIZE == 2) {
+			uint2 w = *(const uint2 *)p;
+
+			x[0] = w.x & 0xffff, x[1] = w.x >> 16, x[2] = w.y & 0xffff, x[3] = w.y >> 16;
+		} else {
+			uint4 w = *(const uint4 *)p, u = w;
+
+			if (SIZE == 8)
+				u = *(const uint4 *)(p + 16);
+			x[0] = SIZE == 4 ? w.x : w.x | (uint64_t)w.y << 32;
+			x[1] = SIZE == 4 ? w.y : w.z | (uint64_t)w.w << 32;
+			x[2] = SIZE == 4 ? w.z : u.x | (uint64_t)u.y << 32;
+			x[3] = SIZE == 4 ? w.w : u.z | (uint64_t)u.w << 32;
+		}
+		return;
+	}
+	for (uint32_t k = 0; k < 4; k++)
+		x[k] = k >= n      ? 0
+		       : SIZE == 1 ? p[k]
+		       : SIZE == 2 ? ((const uint16_t *)p)[k]
+		       : SIZE == 4 ? ((const uint32_t *)p)[k]
+				   : ((const uint64_t *)p)[k];
+}
+
+template <int SIZE> DEVICE void store_quad(uint8_t *p, uint32_t n, const uint64_t x[4])
+{
+	if (n == 4 && (uint64_t)p % (SIZE < 8 ? 4 * SIZE : 16) == 0) {
+		if (SIZE == 1) {
+			*(uint32_t *)p = (uint32_t)(x[0] | x[1] << 8 | x[2] << 16 | x[3] << 24);
+		} else if (SIZE == 2) {
+			*(uint2 *)p = {(uint32_t)(x[0] | x[1] << 16), (uint32_t)(x[2] | x[3] << 16)};
+		} else if (SIZE == 4) {
+			*(uint4 *)p = {(uint32_t)x[0], (uint32_t)x[1], (uint32_t)x[2], (uint32_t)x[3]};
+		} else {
+			for (int k = 0; k < 4; k += 2)
+				*(uint4 *)(p + 8 * k) = {(uint32_t)x[k], (uint32_t)(x[k] >> 32), (uint32_t)x[k + 1],
+							 (uint32_t)(x[k + 1] >> 32)};
+		}
+		return;
+	}
+	for (uint32_t k = 0; k < n; k++)
+		if (SIZE == 1)
+			p[k] = (uint8_t)x[k];
+		else if (SIZE == 2)
+			((uint16_t *)p)[k] = (uint16_t)x[k];
+		else if (SIZE == 4)
+			((uint32_t *)p)[k] = (uint32_t)x[k];
+		else
+			((uint64_t *)p)[k] = x[k];
+}
+
 /* The first n bytes of a word. */
 DEVICE uint32_t keep_bytes(uint32_t x, uint32_t n)
 {

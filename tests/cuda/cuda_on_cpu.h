@@ -206,11 +206,11 @@ std::string launch(void (*kernel)(A...), void **args, uint32_t grid, uint32_t th
 }
 } // namespace cuda_on_cpu
 
-/* const char *KERNEL_launch(void **args, uint32_t grid, uint32_t threads, size_t shared_nbytes) */
-#define CUDA_ON_CPU_EXPORT(kernel)                                                                                     \
-	extern "C" const char *kernel##_launch(void **a, uint32_t g, uint32_t t, size_t s)                             \
+/* const char *NAME_launch(void **args, uint32_t grid, uint32_t threads, size_t shared_nbytes) */
+#define CUDA_ON_CPU_EXPORT(name, ...)                                                                                  \
+	extern "C" const char *name##_launch(void **a, uint32_t g, uint32_t t, size_t s)                               \
 	{                                                                                                              \
 		static thread_local std::string error;                                                                 \
-		return (error = cuda_on_cpu::launch(kernel, a, g, t, s)).c_str();                                      \
+		return (error = cuda_on_cpu::launch(__VA_ARGS__, a, g, t, s)).c_str();                                 \
 	}
 #include "cuda_builtins.h"

@@ -1,4 +1,5 @@
-/* choose.cu - what lossless frames begin with: a scale model, what becomes of planes, codebooks. docs/encoder.md.
+/* choose_lossless.cu - what lossless frames begin with: a scale model, what becomes of planes, codebooks.
+ * docs/encoder.md.
  *
  * One launch: tasks are drawn in the order in which they follow from each other, see team.cuh; the team that ends last
  * decides.

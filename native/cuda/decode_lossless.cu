@@ -1,0 +1,19 @@
+/* decode_lossless.cu - lossless frames of values of SIZE bytes. */
+#include "decode.cuh"
+#include "lossless.cuh"
+
+/* For whoever launches: a warp's scratch, by the log2 of a value's size. */
+extern "C" __device__ const uint64_t decode_lossless_nbytes[] = {2 * PLANE_ROOM, 3 * PLANE_ROOM, 5 * PLANE_ROOM,
+								 9 * PLANE_ROOM};
+
+template <int SIZE>
+__global__ void __launch_bounds__(32 * WARPS)
+	decode_lossless(const codec_view v, const uint8_t *memory, const uint8_t *frame, uint8_t *scratch,
+			const codec_sink sink, uint32_t checks, codec_found *found)
+{
+	decode_blocks(v, memory, frame, scratch, (SIZE + 1) * PLANE_ROOM, checks, found, SIZE,
+		      [&](const job *j, uint64_t b, cursor c, const uint32_t *pair, uint32_t paired, uint8_t *mine,
+			  uint32_t lane, uint64_t *sealed) {
+			      return read_block<SIZE>(j, b, c, pair, paired, mine, &sink, checks, sealed, lane);
+		      });
+}

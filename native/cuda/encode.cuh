@@ -1,0 +1,78 @@
+/* encode.cuh - what kernels that write frames share. A warp does a block, then the next one that nobody has begun. */
+#ifndef CODEC_ENCODE_CUH
+#define CODEC_ENCODE_CUH
+
+#include "job.cuh"
+#include "seal.cuh"
+#include "written.cuh"
+
+#define WARPS 4
+
+#define PLACE_KNOWN (1ull << 62)  /* what a block takes is known */
+#define PLACE_SUMMED (2ull << 62) /* and what all up to it take */
+
+/* What blocks before b take. They publish it, and their sum as soon as it is known. */
+static __device__ uint64_t look_back(volatile unsigned long long *places, uint64_t b, uint64_t mine, uint32_t lane)
+{
+	const unsigned long long mask = PLACE_KNOWN - 1;
+	uint64_t before = 0;
+
+	if (lane == 0)
+		places[b] = (b ? PLACE_KNOWN : PLACE_SUMMED) | mine;
+	for (int64_t i = (int64_t)b - 1 - lane;; i -= 32) {
+		unsigned long long s;
+
+		do
+			s = i >= 0 ? places[i] : PLACE_SUMMED;
+		while (__any_sync(FULL, !(s >> 62)));
+		uint32_t summed = __ballot_sync(FULL, s >> 63 != 0),
+			 last = summed ? (uint32_t)__ffs((int)summed) - 1 : 31;
+
+		before += warp_sum(lane <= last ? s & mask : 0);
+		if (summed)
+			break;
+	}
+	if (lane == 0 && b)
+		places[b] = PLACE_SUMMED | (before + mine);
+	return before;
+}
+
+/* The next block that nobody has begun; v->nblocks if there is none. */
+DEVICE uint64_t next_block(codec_written *out, uint32_t lane)
+{
+	uint64_t b = lane == 0 ? atomicAdd(&out->ticket, 1u) : 0;
+
+	return __shfl_sync(FULL, b, 0);
+}
+
+/* Block b's region of `size` bytes ends at `end`: its entry, and what it adds to what blocks share. */
+static __device__ void put_entry(const codec_view *v, uint8_t *frame, uint64_t capacity, uint64_t b, uint64_t end,
+				 uint64_t sealed, codec_written *out, uint32_t lane)
+{
+	if (end <= capacity && lane < 2)
+		((uint32_t *)(frame + v->directory_offset + WIRE_DIRECTORY_ENTRY * b))[lane] =
+			lane ? seal_short(sealed) : (uint32_t)(end / WIRE_ALIGN);
+	if (lane == 0) {
+		atomicAdd(&out->seal, (unsigned long long)sealed);
+		if (end > capacity || end / WIRE_ALIGN > 0xffffffffu)
+			atomicMax(&out->fault, (uint32_t)(end > capacity ? CODEC_SHORT_OUTPUT : CODEC_LIMIT));
+		if (b + 1 == v->nblocks)
+			out->end = end;
+	}
+	__syncwarp();
+}
+
+/* A region of which only now is known where it belongs. */
+static __device__ void put_region(const codec_view *v, uint8_t *frame, uint64_t capacity, uint64_t b,
+				  const uint8_t *region, uint32_t size, uint64_t planes, unsigned long long *places,
+				  codec_written *out, uint32_t lane)
+{
+	uint64_t at = v->regions_offset + look_back(places, b, size, lane), end = at + size;
+	uint64_t sealed = seal_block(planes + digest_bytes(region, size, WIRE_SEED_REGION, lane), b);
+
+	for (uint32_t i = lane; end <= capacity && i < size / 4; i += 32)
+		((uint32_t *)(frame + at))[i] = ((const uint32_t *)region)[i];
+	put_entry(v, frame, capacity, b, end, sealed, out, lane);
+}
+
+#endif

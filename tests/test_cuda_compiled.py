@@ -1,0 +1,91 @@
+"""The CUDA kernels compiled otherwise: with sanitizers, for a GPU, made wrong."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from device import KERNELS, ROOT, LaunchError, address, build, compile_kernels, launch
+
+TESTS = ROOT / "tests"
+
+# Registers of a thread, sm_90: 64 let 1,024 threads run on a multiprocessor, 128 half of that.
+REGISTERS = {
+    "before": (32, 32, 32, 32),
+    "choose_lossless": (128,),
+    "choose_rows": (128,),
+    "choose_truncate": (128,),
+    "encode_lossless": (96, 96, 96, 128),
+    "encode_rows": (96,),
+    "encode_truncate": (128,),
+    "close": (64,),
+    "decode_lossless": (96, 128, 128, 168),
+    "decode_rows": (64, 64, 64, 64, 64),
+    "decode_truncate": (96,),
+    "decode_stored": (64,),
+}
+
+
+def test_faults_of_launches(tmp_path):
+    """What a GPU leaves undefined ends a launch, and says which thread and line."""
+    source = tmp_path / "wrong.cc"
+    source.write_text(
+        '#include "cuda_on_cpu.h"\n'
+        "void diverges(uint32_t *x) { if (threadIdx.x % 2) x[0] = __ballot_sync(~0u, 1); }\n"
+        "void outside(uint32_t *x) { if (threadIdx.x < 16) x[0] = __shfl_sync(0xffffu, 1u, 20); }\n"
+        "void alien(uint32_t *x) { x[0] = __ballot_sync(1u, 1); }\n"
+        "void barrier(uint32_t *x) { if (threadIdx.x) __syncthreads(); x[0] = 1; }\n"
+        "void fine(uint32_t *x) { x[threadIdx.x] = __shfl_xor_sync(~0u, threadIdx.x, 1); __syncthreads(); }\n"
+        + "".join(
+            f"CUDA_ON_CPU_EXPORT({name}, {name})\n" for name in ("diverges", "outside", "alien", "barrier", "fine")
+        )
+    )
+    wrong, x = build(tmp_path, source), np.zeros(64, np.uint32)
+    for kernel, said in (
+        ("diverges", "waiting for ever: thread 1 vote in line 2"),
+        ("outside", "shuffle from outside of the mask in line 3"),
+        ("alien", "thread 1 is not in its own mask in line 4"),
+        ("barrier", "waiting for ever: thread 1 __syncthreads in line 5"),
+    ):
+        with pytest.raises(LaunchError, match=said):
+            launch(wrong, kernel, 1, 64, address(x))
+    launch(wrong, "fine", 1, 64, address(x))
+    assert (x == np.arange(64) ^ 1).all()
+
+
+def test_no_access_is_out_of_range(tmp_path):
+    """Damaged frames and those made by hand, under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    asan, ubsan = (
+        subprocess.run(["gcc", f"-print-file-name=lib{name}.so"], capture_output=True, text=True, check=True).stdout
+        for name in ("asan", "ubsan")
+    )
+    env = {
+        **os.environ,
+        "CUDA_ON_CPU_FLAGS": "-fsanitize=address,undefined -fno-sanitize-recover=all",
+        "CUDA_ON_CPU_FRAMES": "20",
+        "LD_PRELOAD": f"{asan.strip()} {ubsan.strip()}",
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONMALLOC": "malloc",
+    }
+    some = "hostile or by_hand or golden or test_few_values or test_rows_of_few"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(TESTS / "test_cuda.py"), "-k", some]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("file", KERNELS)
+def test_nvrtc_takes_them(file):
+    """For a GPU: what a thread needs of registers, and nothing that rounds otherwise."""
+    log, ptx = compile_kernels(file, "sm_90")
+    used = dict(re.findall(r"entry function '([\w<>]+)'.*?Used (\d+) registers", log, re.DOTALL))
+    most = dict(zip(KERNELS[file], REGISTERS[file], strict=True))
+    assert {name: int(n) for name, n in used.items() if int(n) > most[name]} == {}
+    assert used.keys() == most.keys()
+    assert not re.findall(r"\bfma\.|\bmad\.rn|\.ftz|\.approx|\bdiv\.full", ptx), "fused, flushed or approximated"
+
+
+def test_all_kernels_are_known():
+    assert {path.stem for path in (ROOT / "native/cuda").glob("*.cu")} == KERNELS.keys()
