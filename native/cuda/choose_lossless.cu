@@ -37,7 +37,7 @@ DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t
 		excess = choose_excess_of((uint32_t)team_sum(counts[i] * counts[i]), 256, total);
 		uneven = !choose_near_uniform(excess, total);
 	}
-	if (uneven && excess > total * total / 7 + 5 * BOOK_MAX_NBYTES * total * total / n) {
+	if (uneven && choose_may_pay(excess, total, n)) {
 		team_book(room->plane.counts, cap, lengths, &room->plane.book);
 		cost = team_cost(lengths, room->plane.counts, 8) + choose_price((const codebook *)lengths, total, n);
 	}
@@ -54,9 +54,7 @@ DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t
 			lengths[k] = room->plane.nibbles[k];
 	}
 	__syncthreads();
-	if (choose_saves(cost, total, 8))
-		return halved ? CHOOSE_HALVED : CHOOSE_CODED;
-	return s.constant || s.by_block ? CHOOSE_BY_BLOCK : CHOOSE_FIXED;
+	return choose_fate(cost, total, halved, s);
 }
 
 /* Counts of planes but the first anew: plane 1 has bits of the exponent, as the model moves it. */

@@ -74,8 +74,7 @@ DEVICE_CALL uint64_t conclude_bases(const codec_view *v, uint8_t *memory, const 
 			room->settle.bits[0] = bits;
 	}
 	__syncthreads();
-	if (bins > 1 &&
-	    choose_pays(room->settle.bits[0], cost, seen->nvalues, v->n, 8 * (4 + WIRE_SEGMENT_NBYTES) + 64))
+	if (bins > 1 && choose_record_pays(room->settle.bits[0], cost, seen->nvalues, v->n))
 		return nparts;
 	c->counts[0][threadIdx.x] = room->settle.raw[threadIdx.x];
 	__syncthreads();

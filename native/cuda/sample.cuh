@@ -25,7 +25,8 @@ struct codec_part_found {
 struct codec_choice {
 	uint32_t ticket;                    /* numbers drawn */
 	uint32_t done[3], told[2];          /* of each step: shares done; and whether others may build on it */
-	uint32_t zero_runs, varied, under;  /* bits: planes with runs of zeros, with more than one value; see FORM */
+	uint32_t zero_runs, varied;         /* bits: planes with runs of zeros, with more than one value */
+	uint32_t under;                     /* is anything set under a plane 0 that is 0? */
 	int32_t finest, bins;               /* shift; bins a symbol */
 	unsigned long long zeros, sampled;  /* of plane 0 among the sample of planes */
 	unsigned long long nzeros, nvalues; /* among that of symbols */
@@ -419,8 +420,8 @@ DEVICE_CALL void settle_part(const codec_view *v, const sample_kind &q, codec_mo
 	}
 	uint64_t samples = team_sum(room->raw[threadIdx.x]); /* after which costs are there, too */
 
-	pays |= choose_pays(room->bits[0], room->bits[1], samples, part->count,
-			    4 * (part_rows(part) + part_cols(part)) + 64);
+	pays |= choose_offsets_pay(room->bits[0], room->bits[1], samples, part->count,
+				   part_rows(part) + part_cols(part));
 	if (threadIdx.x == 0) {
 		atomicAdd(&c->nzeros, (unsigned long long)room->lowered[0]);
 		atomicAdd(&c->nvalues, (unsigned long long)samples);

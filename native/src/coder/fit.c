@@ -414,8 +414,8 @@ static void choose_segment(const struct source *src, const struct kernels *k, st
 	s->nzeros += lowered[0];
 	s->nvalues += samples;
 	if (flat || model_asked(&j->h) == WIRE_MODEL_SEPARABLE ||
-	    choose_pays(choose_cost(raw), choose_cost(lowered), samples, g->count,
-			4 * (segment_rows(g) + segment_cols(g)) + 64)) {
+	    choose_offsets_pay(choose_cost(raw), choose_cost(lowered), samples, g->count,
+			       segment_rows(g) + segment_cols(g))) {
 		choose_add_lowered(s->lowered, parts, 0, s->all);
 		return;
 	}
@@ -454,7 +454,7 @@ static void choose_segments(const struct source *src, const struct kernels *k, s
 	if (!alone || j->model.nsegments > 1 || segment->kind)
 		return;
 	choose_fold(s->raw, parts, raw);
-	if (parts > 1 && choose_pays(choose_cost(raw), cost, s->nvalues, j->h.n, 8 * (4 + WIRE_SEGMENT_NBYTES) + 64))
+	if (parts > 1 && choose_record_pays(choose_cost(raw), cost, s->nvalues, j->h.n))
 		return;
 	j->model.nsegments = 0;
 	memcpy(s->counts[0], raw, sizeof raw);

@@ -244,6 +244,17 @@ BITS_FN int choose_pays(uint64_t before, uint64_t after, uint64_t samples, uint6
 	return samples && before > after && ((before - after) << 16) / samples * count > bits << 16;
 }
 
+/* The same of so many offsets, and of a record for a part that has none. */
+BITS_FN int choose_offsets_pay(uint64_t before, uint64_t after, uint64_t samples, uint64_t count, uint64_t offsets)
+{
+	return choose_pays(before, after, samples, count, 4 * offsets + 64);
+}
+
+BITS_FN int choose_record_pays(uint64_t before, uint64_t after, uint64_t samples, uint64_t count)
+{
+	return choose_pays(before, after, samples, count, 8 * (4 + WIRE_SEGMENT_NBYTES) + 64);
+}
+
 BITS_FN uint64_t choose_total(const uint32_t counts[256])
 {
 	uint64_t total = 0;
@@ -374,6 +385,20 @@ BITS_LARGE_FN int choose_halved(const uint32_t counts[256], uint64_t total, uint
 	return 1;
 }
 
+/* Is a book worth making, where it saves no more than 8 ln 2 of the excess, rounded down, less its bytes? */
+BITS_FN int choose_may_pay(uint64_t excess, uint64_t total, uint64_t n)
+{
+	return excess > total * total / 7 + 5 * BOOK_MAX_NBYTES * total * total / n;
+}
+
+/* What becomes of a plane of which `total` values cost so much. */
+BITS_FN int choose_fate(uint64_t cost, uint64_t total, int halved, struct choose_sample s)
+{
+	if (choose_saves(cost, total, 8))
+		return halved ? CHOOSE_HALVED : CHOOSE_CODED;
+	return s.constant || s.by_block ? CHOOSE_BY_BLOCK : CHOOSE_FIXED;
+}
+
 /* What becomes of a plane of n values; a book that was made is *b. */
 BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample s, uint64_t n, int cap, codebook *b)
 {
@@ -388,16 +413,13 @@ BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample 
 		excess = choose_excess(counts, 256, total);
 		uneven = !choose_near_uniform(excess, total);
 	}
-	/* a book is not even made where it would save less than its bytes: 8 ln 2 of the excess each, rounded down */
-	if (uneven && excess > total * total / 7 + 5 * BOOK_MAX_NBYTES * total * total / n) {
+	if (uneven && choose_may_pay(excess, total, n)) {
 		book_from_counts(b, counts, cap);
 		cost = book_cost(b, counts, 8) + choose_price(b, total, n);
 	}
 	if (uneven)
 		halved = choose_halved(counts, total, n, cap, &cost, b);
-	if (choose_saves(cost, total, 8))
-		return halved ? CHOOSE_HALVED : CHOOSE_CODED;
-	return s.constant || s.by_block ? CHOOSE_BY_BLOCK : CHOOSE_FIXED;
+	return choose_fate(cost, total, halved, s);
 }
 
 /* A block's mode for a plane of n bytes: coded, if that takes `coded` > 0 bytes; as runs, with a bitmap, if those that
