@@ -15,13 +15,13 @@ SOURCES := $(shell find native bindings codec -name '*.[ch]' -o -name '*.py' -o 
 demo: $(VENV)/demo
 	$(PY) bench/demo.py
 
-# Two lanes for two cores, about as long. Tests of ranks, which wait for each other and for time to pass, have these
-# first. What a CPU with AVX-512 sees without emulating it is not emulated there.
+# For two cores. Tests of ranks, which wait for each other and for time to pass, have them first; two more lanes take
+# what they leave. What a CPU with AVX-512 sees without emulating it is not emulated there.
 test: $(VENV)/debian $(VENV)/gloo $(VENV)/clang $(VENV)/foreign
 	@mkdir -p build
 	$(MAKE) sanitize >build/others.log 2>&1 & others=$$!; $(BESIDE); \
 	$(MAKE) $(VENV)/test lint; $(ALL)
-	nice -n 15 $(MAKE) -k kernels others >build/others.log 2>&1 & others=$$!; $(BESIDE); \
+	nice -n 15 $(MAKE) -k -j2 --output-sync=target kernels others >build/others.log 2>&1 & others=$$!; $(BESIDE); \
 	$(MAKE) -k ctest abi gloo foreign $(if $(AVX512),,emulated) ranks; $(ALL)
 BESIDE = trap "kill $$others" INT TERM
 ALL = mine=$$?; wait $$others; others=$$?; cat build/others.log; [ $$mine = 0 ] && [ $$others = 0 ]

@@ -81,7 +81,7 @@ def test_scale_models(dtype, shape, library):
 @pytest.mark.parametrize("name", ROWS)
 def test_rows(name, library):
     for dtype in HALVES:
-        for n in (1, 5, 63, 64, 100, 513, 5000, 40_001):
+        for n in (1, 5, 63, 64, 100, 513, 17_001):
             x = test_numba.tensor(dtype, n, "normal", odd=0 if "scale" in name else 3)
             frame = bytes(codec.encode(x, ROWS[name], dtype=dtype))
             assert encode(library, x, ROWS[name], dtype) == frame, (dtype, n)
@@ -92,7 +92,7 @@ def test_rows(name, library):
 @pytest.mark.parametrize("name", TRUNCATES)
 def test_cut_mantissas(name, kind, library):
     for dtype in HALVES:
-        for n in (513, 20_001 if kind == "mixed" else 3000):
+        for n in (513, 20_001) if kind == "mixed" else (513,):
             x = make(dtype, n, kind)
             how = test_numba.levels_by(TRUNCATES[name], n)
             frame = bytes(codec.encode(x, TRUNCATES[name], dtype=dtype, **how))
@@ -126,7 +126,7 @@ def test_large_tensors(dtype, library):
     bucket = [(i * 9000 + i, (100, 90)) for i in range(50)]
     for values in (x, y):
         for model in ("auto", "flat"):
-            for segments in (None, bucket):
+            for segments in (None, bucket) if model == "auto" else (None,):
                 spec, how = codec.Lossless(model=model), {} if segments is None else {"segments": segments}
                 frame = bytes(codec.encode(values, spec, dtype=dtype, **how))
                 assert encode(library, values, spec, dtype, grid=5, **how) == frame, (model, segments is None)
@@ -149,7 +149,7 @@ def test_what_is_lost(name, library):
     """Without feedback and with it; of tensors that are stored, too; and untouched where encoding fails."""
     spec = (ROWS | TRUNCATES)[name]
     for dtype in HALVES:
-        for n in (300, 20_001):
+        for n in (300, 5001):
             x = test_numba.tensor(dtype, n, "normal", odd=0 if "scale" in name else 3)
             how = test_numba.levels_by(spec, n)
             left, ours = (np.full(n, 1e-3, F32) for _ in range(2))
@@ -202,7 +202,7 @@ def test_few_values(library):
 
 def test_rows_of_few_values(library):
     """Whose scales take more than their codes."""
-    x = test_numba.tensor("float32", 40_000, "normal").view(F32)
+    x = test_numba.tensor("float32", 17_000, "normal").view(F32)
     for row in (1, 3, 100):
         for spec in (codec.Float8(row=row, entropy=True), codec.Float8(row=row), codec.Quantize(2, row)):
             frame = bytes(codec.encode(x, spec, stream=1 << 40))
