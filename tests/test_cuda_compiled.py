@@ -64,7 +64,7 @@ def test_no_access_is_out_of_range(tmp_path):
     env = {
         **os.environ,
         "CUDA_ON_CPU_FLAGS": "-fsanitize=address,undefined -fno-sanitize-recover=all",
-        "CUDA_ON_CPU_FRAMES": "10",
+        "CUDA_ON_CPU_FRAMES": "20",
         "LD_PRELOAD": f"{asan.strip()} {ubsan.strip()}",
         "ASAN_OPTIONS": "detect_leaks=0",
         "PYTHONMALLOC": "malloc",
