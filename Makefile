@@ -185,6 +185,17 @@ failures: $(VENV)/debian $(VENV)/test
 	CODEC_MOMENTS=$(MOMENTS) $(VENV)/bin/pytest -s tests/test_peer_failures.py tests/test_links.py tests/test_interrupts.py
 .PHONY: failures
 
+# where there is an NVIDIA GPU: the CUDA engine's tests on it, some of them under compute-sanitizer, and its table
+SANITIZER ?= compute-sanitizer
+gpu: $(VENV)/test
+	$(PIP) '.[cuda12]'
+	$(VENV)/bin/pytest -m gpu tests/test_cuda.py
+	for tool in memcheck racecheck synccheck; do \
+		$(SANITIZER) --tool $$tool --error-exitcode 1 $(VENV)/bin/pytest -m gpu tests/test_cuda.py -k "golden or few" || exit 1; \
+	done
+	$(PY) bench/gpu.py
+.PHONY: gpu
+
 bench: $(VENV)/test ctest
 	$(PIP) '.[bench]'
 	$(PY) bench/throughput.py

@@ -12,7 +12,7 @@ from codec.advising import Advice, advise
 from codec.codebook import Codebook
 from codec.core import isas, use_isa
 from codec.decoding import accumulate, decode, reduce
-from codec.encoding import bound, encode
+from codec.encoding import bound, encode, encode_async
 from codec.engines import engines
 from codec.errors import (
     ChecksumError,
@@ -67,6 +67,7 @@ __all__ = [
     "decode",
     "decode_many",
     "encode",
+    "encode_async",
     "encode_many",
     "engines",
     "inspect",

@@ -39,7 +39,7 @@ def decode(
     like : array or tensor, optional
         Return a tensor of this one's kind; a torch tensor, for example.
     engine : str, optional
-        One of :func:`engines`. Left out: the one for where `out` or `like` lies or, without them, the frame.
+        One of :func:`engines`. Left out: the one for the GPU on which `out`, `like` or the frame lies, if one does.
     codebooks : Codebook or sequence of Codebook, optional
         Those that the frame may name.
     max_nbytes : int, optional
@@ -103,12 +103,9 @@ def decode(
 
 
 def engine_for(engine: Any, frame: TensorView, out: Any, like: Any) -> Engine:
-    """The engine asked for, or the one for where the result is to be."""
-    if out is not None:
-        return choose(engine, "out=", device_like(out))
-    if like is not None:
-        return choose(engine, "like=", device_like(like))
-    return choose(engine, "the frame", frame.device)
+    """The engine asked for, or the one for where the result is to be; if that is the host, where the frame is."""
+    name, device = ("out=", device_like(out)) if out is not None else ("like=", device_like(like))
+    return choose(engine, name, device) if device != "cpu" else choose(engine, "the frame", frame.device)
 
 
 def check_limit(max_nbytes: Any) -> int:

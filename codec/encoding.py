@@ -8,7 +8,7 @@ from codec.codebook import Codebook, given_codebooks
 from codec.core import DTYPES, ITEMSIZE, check, ffi, lib
 from codec.engines import choose
 from codec.engines.request import EncodeRequest
-from codec.errors import SpecError
+from codec.errors import EngineError, SpecError
 from codec.metrics.asked import Asked, asked
 from codec.segmenting import pack
 from codec.spec_structs import spec_struct
@@ -167,6 +167,74 @@ def encode(
             mark_written(residual)
         if out is not None:
             mark_written(out)
+
+
+def encode_async(
+    x: Any,
+    spec: Spec = DEFAULT,
+    *,
+    out: Any,
+    residual: Any = None,
+    feedback: bool = False,
+    codebook: Codebook | None = None,
+    segments: Sequence[tuple[int, tuple[int, ...]]] | None = None,
+    stream: int = 0,
+    metric: Any = None,
+    state: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+) -> Any:
+    """Encode a tensor on a GPU, without waiting for it at all: not for the frame, nor for what the tensor waits for.
+
+    That can be captured in a graph, after it was done once: then kernels are compiled, and CuPy has memory for them. A
+    graph uses the memory of what is returned whenever it runs: keep that as long.
+
+    Parameters
+    ----------
+    x : array or tensor on a GPU
+    out : writable array or tensor on the same GPU
+        Where to put the frame, at a multiple of 8 bytes. :func:`bound` bytes are always enough, and needed if there is
+        a residual.
+    spec, residual, feedback, codebook, segments, stream, metric, state, dtype
+        As in :func:`encode`, all on the same GPU.
+
+    Returns
+    -------
+    Pending
+        With the frame's size, ``nbytes``, and ``status`` on the GPU, and ``wait()`` that returns the frame.
+
+    Raises
+    ------
+    SpecError
+        As in :func:`encode`, if it can be said without x's values.
+    EngineError
+        x or something else lies in host memory; there is no GPU that can be used.
+
+    Examples
+    --------
+    >>> codec.encode_async(np.ones(1000), out=np.empty(10_000, np.uint8))
+    Traceback (most recent call last):
+    codec.errors.EngineError: encode_async is for tensors on a GPU ...
+    """
+    v = view(x, dtype)
+    chosen = choose(None, "x", v.device)
+    begin = getattr(chosen, "encode_async", None)
+    if begin is None:
+        raise EngineError("encode_async is for tensors on a GPU: what encode returns for others is there already")
+    r = EncodeRequest(
+        v,
+        spec,
+        view_output(out),
+        _view_residual(residual, v) if residual is not None else None,
+        one_codebook(codebook) if codebook is not None else None,
+        pack(segments) if segments is not None else None,
+        check_stream(stream),
+        asked_of(spec, metric, state, v),
+        None,
+        feedback if feedback is False else _check_feedback(feedback, residual, spec),
+    )
+    mark_written(out)
+    mark_written(residual)
+    return begin(r)
 
 
 def check_stream(stream: Any) -> int:

@@ -7,7 +7,9 @@ from codec import structs
 from codec.core import DTYPE_NAMES, check, lib
 from codec.spec_structs import spec_of
 from codec.specs import Spec
-from codec.view import TensorView, on_host, view_bytes
+from codec.view import TensorView, fetch, view_bytes
+
+_HEAD = 1 << 16  # bytes of a frame on a device that are looked at: more than all but large side sections take
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def verify(frame: Any) -> None:
     FrameError
         It is not what was written.
     """
-    v = on_host("a frame", view_bytes(frame))
+    v = fetch("a frame", view_bytes(frame))
     check(lib.codec_verify(v.data, v.nbytes))
 
 
@@ -114,7 +116,7 @@ def inspect(frame: Any) -> Info:
     >>> info.dtype, info.shape, info.clipped, info.spec
     ('float32', (3, 1000), True, Ternary(packing='base3', scale=None, clip=None, seed=0))
     """
-    v = on_host("a frame", view_bytes(frame))
+    v = fetch("a frame", view_bytes(frame), _HEAD)
     info = read_header(v)
     sections = {
         "header": (0, info.side_offset),

@@ -118,8 +118,8 @@ class Call:
         self.context.segments, self.context.nsegments = array, len(array)
         self.keep = self.keep, array
 
-    def set_metric(self, asked: Asked) -> None:
-        """A metric and its state, or levels."""
+    def set_metric(self, asked: Asked, *, read: bool = True) -> None:
+        """A metric and its state, or levels; not `read`: which lie where the host need not be able to."""
         if asked.levels is not None:
             self.context.levels = ffi.cast("uint8_t *", asked.levels.data)
             return
@@ -131,7 +131,7 @@ class Call:
             struct.struct_nbytes = ffi.sizeof("codec_metric")
             struct.until, struct.next = until, following
             if isinstance(metric, Custom):
-                keep += [struct, _fill_custom(struct, metric, asked.state)]
+                keep += [struct, _fill_custom(struct, metric, asked.state, read)]
             else:
                 keep += [struct, _fill_terms(struct, metric, asked.state)]
             following, until = struct, offset
@@ -171,11 +171,11 @@ def fill_codebook(struct: Any, book: Any) -> None:
     struct.symbols = book.symbols
 
 
-def _fill_custom(struct: Any, metric: Custom, state: Mapping[str, TensorView]) -> list[Any]:
+def _fill_custom(struct: Any, metric: Custom, state: Mapping[str, TensorView], read: bool) -> list[Any]:
     missing = [name for name in metric.names if name not in state]
     if missing:
         raise StateError(f"the metric needs {', '.join(missing)} in state=")
-    floats = [floats_of(state[name]) for name in metric.names]
+    floats = [floats_of(state[name]) for name in metric.names] if read else []
     pointers = ffi.new("float *[]", [ffi.cast("float *", x.ctypes.data) for x in floats])
     struct.user = ffi.cast("void (*)(void *, uint64_t, uint64_t, float *)", metric.address)
     struct.data = pointers

@@ -157,6 +157,23 @@ def _check_storage(x: Any, device: str) -> None:
         )
 
 
+def is_cupy(x: object) -> TypeGuard[Any]:
+    """Is it a CuPy array? Without importing CuPy."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(x, getattr(cupy, "ndarray", ()))
+
+
+def _from_cupy(x: Any) -> TensorView:
+    """By itself, not by DLPack: that would have it ready on a stream which others do not wait for."""
+    cupy: Any = sys.modules["cupy"]
+    name = dtype_name(x.dtype)
+    _check_rank(x.ndim)
+    with x.device:
+        x = cupy.ascontiguousarray(x) if x.ndim else x
+        stream = cupy.cuda.get_current_stream().ptr
+    return TensorView(name, x.shape, _pointer(x.data.ptr), x.nbytes, x, f"cuda:{x.device.id}", stream)
+
+
 def mark_written(out: Any) -> None:
     """Tell autograd that a tensor's values are others now."""
     if type(out) is not np.ndarray and is_torch(out):
@@ -217,6 +234,8 @@ def view(x: Any, dtype: str | None = None) -> TensorView:
         v = _from_numpy(x)  # pyright: ignore[reportUnknownArgumentType] - a cast would be a call
     elif is_torch(x):
         v = _from_torch(x)
+    elif is_cupy(x):
+        v = _from_cupy(x)
     elif isinstance(x, np.ndarray | np.generic) or hasattr(x, "__array_interface__"):
         _refuse_masked(x)
         v = _from_numpy(np.asarray(cast(Any, x)))
@@ -266,6 +285,10 @@ def view_output(out: Any, dtype: str | None = None) -> TensorView:
         if not out.is_contiguous() or out.is_neg():
             raise SpecError("out= must be contiguous")
         v = _from_torch(out)
+    elif is_cupy(out):
+        if not out.flags.c_contiguous:
+            raise SpecError("out= must be C-contiguous")
+        v = _from_cupy(out)
     elif isinstance(out, np.ndarray):
         _refuse_masked(out)
         v = _from_own(cast(Array, out))
@@ -315,6 +338,24 @@ def on_host(name: str, v: TensorView, who: str = "this") -> TensorView:
     if v.device != "cpu":
         raise EngineError(refusal(name, v.device, who))
     return v
+
+
+def fetch(name: str, v: TensorView, nbytes: int | None = None) -> TensorView:
+    """Bytes in host memory, all or the first ones: copied there if they lie on a device.
+
+    Raises
+    ------
+    EngineError
+        They cannot be: the array is neither torch's nor CuPy's.
+    """
+    if v.device == "cpu":
+        return v
+    x: Any = v.owner
+    if not is_torch(x) and not hasattr(x, "get"):
+        return on_host(name, v)
+    x = x.reshape(-1)[: -(-(v.nbytes if nbytes is None else nbytes) // ITEMSIZE[v.dtype])]
+    array = x.cpu().numpy() if is_torch(x) else np.asarray(x.get())
+    return view_bytes(array)
 
 
 def refusal(name: str, device: str, who: str) -> str:

@@ -7,7 +7,12 @@ import sys
 
 import numpy as np
 import pytest
-from device import KERNELS, ROOT, LaunchError, address, build, compile_kernels, launch
+from device import ROOT, LaunchError, build, compile_kernels, launch
+
+import codec
+from codec.engines.cuda import kernels
+from codec.engines.cuda.kernels import FILES
+from codec.engines.cuda.work import pointer
 
 TESTS = ROOT / "tests"
 
@@ -42,7 +47,7 @@ def test_faults_of_launches(tmp_path):
             f"CUDA_ON_CPU_EXPORT({name}, {name})\n" for name in ("diverges", "outside", "alien", "barrier", "fine")
         )
     )
-    wrong, x = build(tmp_path, source), np.zeros(64, np.uint32)
+    wrong, x = build(source), np.zeros(64, np.uint32)
     for kernel, said in (
         ("diverges", "waiting for ever: thread 1 vote in line 2"),
         ("outside", "shuffle from outside of the mask in line 3"),
@@ -50,8 +55,8 @@ def test_faults_of_launches(tmp_path):
         ("barrier", "waiting for ever: thread 1 __syncthreads in line 5"),
     ):
         with pytest.raises(LaunchError, match=said):
-            launch(wrong, kernel, 1, 64, address(x))
-    launch(wrong, "fine", 1, 64, address(x))
+            launch(wrong, kernel, 1, 64, pointer(x.ctypes.data))
+    launch(wrong, "fine", 1, 64, pointer(x.ctypes.data))
     assert (x == np.arange(64) ^ 1).all()
 
 
@@ -76,16 +81,49 @@ def test_no_access_is_out_of_range(tmp_path):
     assert " passed" in done.stdout
 
 
-@pytest.mark.parametrize("file", KERNELS)
+@pytest.mark.parametrize("file", FILES)
 def test_nvrtc_takes_them(file):
     """For a GPU: what a thread needs of registers, and nothing that rounds otherwise."""
     log, ptx = compile_kernels(file, "sm_90")
     used = dict(re.findall(r"entry function '([\w<>]+)'.*?Used (\d+) registers", log, re.DOTALL))
-    most = dict(zip(KERNELS[file], REGISTERS[file], strict=True))
+    most = dict(zip(FILES[file].kernels, REGISTERS[file], strict=True))
     assert {name: int(n) for name, n in used.items() if int(n) > most[name]} == {}
     assert used.keys() == most.keys()
     assert not re.findall(r"\bfma\.|\bmad\.rn|\.ftz|\.approx|\bdiv\.full", ptx), "fused, flushed or approximated"
 
 
+ARCHS = ("sm_80", "sm_100", "sm_120")
+SOME = [(file, ARCHS[i % 3]) for i, file in enumerate(FILES)]
+ALL = [(file, arch) for file in FILES for arch in ARCHS]
+
+
+@pytest.mark.parametrize(("file", "arch"), ALL if os.environ.get("CODEC_ALL_ARCHS") else SOME)
+def test_other_architectures(file, arch, tmp_path, monkeypatch):
+    """As the engine compiles them: once, whole or not at all, and again what was damaged on the disk."""
+    monkeypatch.setenv("CODEC_CACHE_DIR", str(tmp_path / "made"))
+    wanted = FILES[file].alone(FILES[file].kernels[-1])
+    code = kernels.compiled(file, wanted, arch)
+    assert code.image.startswith(b"\x7fELF")
+    assert code.names.keys() == set(wanted)
+    assert all(name.encode() in code.image for name in code.names.values())
+    with monkeypatch.context() as m:
+        m.setattr(kernels, "_compile", lambda *_: pytest.fail("compiled again"))
+        assert kernels.compiled(file, wanted, arch) == code
+    if file == "close":
+        [path] = (tmp_path / "made").iterdir()
+        for damaged in (path.read_bytes()[:-1], b"", b"\n\n\n"):
+            path.write_bytes(damaged)
+            assert kernels.compiled(file, wanted, arch) == code
+        monkeypatch.setenv("CODEC_CACHE_DIR", "/dev/null/nowhere")
+        assert kernels.compiled(file, wanted, arch) == code
+
+
+def test_what_cannot_be_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("CODEC_CACHE_DIR", str(tmp_path))
+    with pytest.raises(codec.EngineError, match=r"cannot compile close.cu for sm_19: nvrtc: error"):
+        kernels.compiled("close", ("close_frame",), "sm_19")
+    assert not list(tmp_path.iterdir())
+
+
 def test_all_kernels_are_known():
-    assert {path.stem for path in (ROOT / "native/cuda").glob("*.cu")} == KERNELS.keys()
+    assert {path.stem for path in (ROOT / "native/cuda").glob("*.cu")} == FILES.keys()

@@ -1,5 +1,7 @@
 """Which engine does the work, and why another does not: in words, before anything is read or written."""
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -50,10 +52,10 @@ class ByDLPack:
 
 def test_names_and_reasons():
     """All engines there may be: None for those that work, for others a reason, which asking for them repeats."""
-    said = codec.engines()
-    assert set(said) >= {"native", "numba", "cuda"}
-    assert said["native"] is None
-    for name, why_not in said.items():
+    engines = codec.engines()
+    assert set(engines) == {"native", "numba", "cuda"}
+    assert engines["native"] is None
+    for name, why_not in engines.items():
         calls = (
             lambda: codec.encode(X, engine=name),  # noqa: B023
             lambda: codec.decode(FRAME, engine=name),  # noqa: B023
@@ -66,7 +68,8 @@ def test_names_and_reasons():
             if why_not is None:
                 call()
             else:
-                with pytest.raises(codec.EngineError, match=f"the {name} engine cannot be used here: {why_not}"):
+                said = re.escape(f"the {name} engine cannot be used here: {why_not}")
+                with pytest.raises(codec.EngineError, match=said):
                     call()
     for name in ("abacus", "request", "", 5, ["native"]):
         with pytest.raises(codec.EngineError, match="there are native, numba, cuda"):

@@ -56,15 +56,20 @@ def prepare(call: Call, r: DecodeRequest) -> Prepared:
     shape = tuple(info.shape[0 : info.rank])
     tensor_nbytes: int = info.tensor_nbytes
     if info.frame_nbytes != nbytes or not r.allows(tensor_nbytes):
-        _refuse(call, r, frame, TensorView(dtype, shape, _NULL, 0, None))
+        refuse(call, r, frame, TensorView(dtype, shape, _NULL, 0, None))
     m = _asked(info, r, frame) if r.metric is not None else None
     if r.out is None:
         result, v = empty(dtype, shape, r.like)
-        return v, result, m, tensor_nbytes > _BOMB * nbytes + _SMALL
+        return v, result, m, is_bomb(info)
     return on_host("out=", view_output(r.out, dtype), ME), r.out, m, r.check_first
 
 
-def _refuse(call: Call, r: DecodeRequest, frame: TensorView, like: TensorView) -> None:
+def is_bomb(info: Any) -> bool:
+    """Whether a frame holds so many times its own size that it is to be checked before memory is filled from it."""
+    return info.tensor_nbytes > _BOMB * info.frame_nbytes + _SMALL
+
+
+def refuse(call: Call, r: DecodeRequest, frame: TensorView, like: TensorView) -> None:
     """A frame that is not whole, or says that it holds too much: before anything is allocated."""
     tensor_nbytes: int = call.info.tensor_nbytes
     call.context.max_nbytes = most = 0 if r.out is not None else r.limit()
@@ -119,9 +124,14 @@ def _decode_large(call: Call, frame: TensorView, threads: int) -> None:
 def read_whole(frame: TensorView) -> Any:
     """The header of a frame, which must be all of the bytes."""
     info = read_header(on_host("a frame", frame, ME))
+    check_whole(info, frame)
+    return info
+
+
+def check_whole(info: Any, frame: TensorView) -> None:
+    """Raise FrameError for a frame that is not all of the bytes."""
     if info.frame_nbytes != frame.nbytes:
         raise FrameError(f"the frame has {info.frame_nbytes} bytes, {frame.nbytes} were given", Status.TRUNCATED)
-    return info
 
 
 def accumulate(r: DecodeRequest, weight: float, make: DecodePrepared | None = None) -> None:

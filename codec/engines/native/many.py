@@ -5,10 +5,11 @@ from typing import Any
 
 from codec import pool, structs
 from codec.core import lib
-from codec.engines.native.decoding import DecodePrepared, Prepared, decode_prepared, prepare
+from codec.engines.native.decoding import DecodePrepared, decode_prepared, prepare
 from codec.engines.native.encoding import EncodeFilled, check_host, encode_filled
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import CodecError
+from codec.metrics.asked import Asked
 from codec.spec_structs import spec_struct
 from codec.structs import Call
 from codec.view import TensorView, check_all_apart
@@ -51,7 +52,7 @@ def decode_many(requests: Sequence[DecodeRequest], make: DecodePrepared = decode
 
     sizes = [v.nbytes for v, *_ in prepared]
     if any(r.out is not None for r in requests):
-        _check_apart(requests, prepared)
+        check_many_apart(requests, [(v, metric) for v, _, metric, _ in prepared])
         flags = lib.CODEC_CHECK_ONLY  # nothing is written before all of them are known to be right
         _spread(do, sizes, requests[0].threads, requests[0].codebooks)
         flags = lib.CODEC_NO_CHECKSUM
@@ -67,11 +68,14 @@ def _at(i: int, call: Callable[..., Any], *args: Any) -> Any:
         raise
 
 
-def _check_apart(requests: Sequence[DecodeRequest], prepared: Sequence[Prepared]) -> None:
-    """Each destination apart from the others, and from all that the others are made from."""
+def check_many_apart(requests: Sequence[DecodeRequest], made: Sequence[tuple[TensorView, Asked | None]]) -> None:
+    """Each destination apart from the others, and from all that the others are made from.
+
+    `made`: of each request where its values go, and what levels go by.
+    """
     written: list[tuple[int, TensorView]] = []
     read: list[tuple[int, TensorView]] = []
-    for i, (r, (v, _, metric, _)) in enumerate(zip(requests, prepared, strict=True)):
+    for i, (r, (v, metric)) in enumerate(zip(requests, made, strict=True)):
         read.append((i, r.frames[0]))
         read += [(i, array) for _, array in (metric.read if metric else [])]
         if r.out is not None:

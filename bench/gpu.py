@@ -1,0 +1,283 @@
+"""Encoding and decoding on an NVIDIA GPU, as fractions of a device copy in the same run.
+
+    python bench/gpu.py                       # 2^28 values; --values 20 for fewer, --json for programs
+    python bench/gpu.py --compiling           # seconds that the kernels take to compile, and to load from the cache
+
+A time is the median of 20 by CUDA events, of a graph with all that a call has to do: sampling, codebooks, checksums.
+Beside the GB/s of the tensor stands (tensor bytes + frame bytes) / time over the same of a copy, which reads and writes
+as much: 100% is what no coder exceeds. Truncate's optimizer state counts as read. `decode` checks all as it writes, and
+knows the header. nvCOMP's ANS (nvidia-nvcomp-cu12) is measured beside, if it is installed.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+
+import codec
+from codec import metrics
+from codec.core import lib
+from codec.engines.cuda import devices, gpu, kernels
+from codec.engines.cuda.decoding import Frame
+from codec.engines.cuda.work import Work
+from codec.engines.request import DecodeRequest
+from codec.view import view_bytes, view_output
+
+
+def timed(begin: Callable[[], Any], times: int = 20) -> float:
+    """Seconds of what a call begins, without waiting for it, on the GPU alone: the median of runs of a graph of it."""
+    import cupy
+
+    stream, taken = cupy.cuda.Stream(non_blocking=True), []
+    with stream:
+        begin()
+        stream.synchronize()
+        stream.begin_capture()
+        kept = begin()  # with the memory that the graph works on
+        graph = stream.end_capture()
+        for _ in range(times + 1):
+            start, end = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record()
+            graph.launch()
+            end.record()
+            end.synchronize()
+            taken.append(cupy.cuda.get_elapsed_time(start, end) / 1e3)
+    del kept
+    return statistics.median(taken[1:])
+
+
+def clock(call: Callable[[], Any], times: int = 20) -> float:
+    """Seconds of a call that waits, or of all that it begins: the median."""
+    import cupy
+
+    call()
+    taken = []
+    for _ in range(times):
+        cupy.cuda.runtime.deviceSynchronize()
+        start = time.perf_counter()
+        call()
+        cupy.cuda.runtime.deviceSynchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def copy_rate(n: int) -> float:
+    """Bytes a second that a copy of n float32 reads and writes."""
+    import cupy
+
+    a = cupy.empty(n, cupy.float32)
+    b = cupy.empty_like(a)
+    return 2 * a.nbytes / timed(lambda: b.data.copy_from_device_async(a.data, a.nbytes))
+
+
+def row_of(name: str, size: float, moved: float, values: float, bits: float, rate: float, **seconds: float) -> Any:
+    """A line: GB/s of the tensor, and fractions of a copy's rate."""
+    row: dict[str, Any] = {"name": name, "bits": bits / values}
+    for way, taken in seconds.items():
+        row |= {way: size / taken, f"{way} of a copy": moved / taken / rate, f"{way} us": 1e6 * taken}
+    return row
+
+
+def gradient(shape: tuple[int, ...], kind: str) -> Any:
+    """Values with scales by row and column, as gradients have; flat: with none."""
+    import cupy
+
+    rng = cupy.random.default_rng(0)
+    x = rng.standard_normal(shape, dtype=cupy.float32)
+    if len(shape) == 2 and "flat" not in kind:
+        x *= cupy.exp(rng.standard_normal((shape[0], 1), dtype=cupy.float32))
+        x *= cupy.exp(0.5 * rng.standard_normal(shape[1], dtype=cupy.float32))
+    if "zeros" in kind:
+        x[rng.random(shape, dtype=cupy.float32) < 0.02] = 0
+    if "halved" in kind:  # made with 12 bits of mantissa
+        x = (x.view(cupy.uint32) & 0xFFFFF000).view(cupy.float32)
+    if "in bfloat16" in kind:
+        x = (x.view(cupy.uint32) & 0xFFFF0000).view(cupy.float32)
+    return (x.view(cupy.uint32) >> 16).astype(cupy.uint16) if kind.startswith("bfloat16") else x
+
+
+def cases(log2: int) -> dict[str, tuple[tuple[int, ...], str, str, codec.Spec, dict[str, Any]]]:
+    """Shape, kind of values, dtype, spec and arguments, by name."""
+    n = 1 << log2
+    rows = (n >> 12, 1 << 12)
+    auto, flat = codec.Lossless(), codec.Lossless(model="flat")
+    found: dict[str, Any] = {
+        "Lossless bfloat16, prior codebook": (rows, "bfloat16 flat", "bfloat16", flat, {}),
+        "Lossless bfloat16, no scale model": (rows, "bfloat16 flat", "bfloat16", flat, {}),
+        "Lossless bfloat16, offsets": (rows, "bfloat16", "bfloat16", auto, {}),
+        "Lossless float32, offsets": (rows, "float32", "float32", auto, {}),
+        "Lossless float32 made in bfloat16": (rows, "float32 in bfloat16", "float32", auto, {}),
+        "Lossless float32, 2% zeros": (rows, "float32 zeros", "float32", auto, {}),
+        "Lossless float32, a halved plane": (rows, "float32 halved", "float32", auto, {}),
+        "Lossless bfloat16, flat tensor": ((n,), "bfloat16 flat", "bfloat16", auto, {}),
+        "Sign": (rows, "float32", "float32", codec.Sign(), {}),
+        "Ternary": (rows, "float32", "float32", codec.Ternary(), {}),
+        "Quantize 4": (rows, "float32", "float32", codec.Quantize(4), {}),
+        "Float8": (rows, "float32", "float32", codec.Float8(), {}),
+        "Truncate, AdamW, shared": (rows, "float32", "float32", codec.Truncate(levels="shared"), {"metric": True}),
+    }
+    return found
+
+
+def measured(name: str, case: Any, rate: float) -> dict[str, Any]:
+    """Both ways; the GPU's time alone."""
+    import cupy
+
+    shape, kind, dtype, spec, how = case
+    x = gradient(shape, kind)
+    given: dict[str, Any] = {}
+    if how:
+        rng = cupy.random.default_rng(1)
+        state = {k: 0.02 * rng.standard_normal(shape, dtype=cupy.float32) for k in ("theta", "m", "v")}
+        state["v"] *= state["v"]
+        given = {"metric": metrics.AdamW(1e-5, step=999), "state": state}
+    books: tuple[codec.Codebook, ...] = ()
+    if name.startswith("Lossless bfloat16, prior"):
+        books = (codec.Codebook.from_tensors(x[:64].get().view(ml_dtypes.bfloat16), spec=spec),)
+    asked = {**given, "codebook": books[0]} if books else given
+    out, back = cupy.empty(codec.bound(shape, dtype, spec), cupy.uint8), cupy.empty_like(x)
+    frame = codec.encode(x, spec, dtype=dtype, out=out, **asked)
+    assert codec.decode(frame, out=back, codebooks=books, **given) is back
+    assert not isinstance(spec, codec.Lossless) or bool((back == x).all())
+    moved = x.nbytes + frame.nbytes + sum(a.nbytes for a in given.get("state", {}).values())
+    encode = timed(lambda: codec.encode_async(x, spec, dtype=dtype, out=out, **asked))
+    decode = timed(decoding(frame, back, codebooks=books, **given))
+    return row_of(name, x.nbytes, moved, x.size, 8 * frame.nbytes, rate, encode=encode, decode=decode)
+
+
+def decoding(frame: Any, back: Any, **given: Any) -> Callable[[], Any]:
+    """What decode does once it knows the header, which it waits for."""
+    metric, state = given.get("metric"), given.get("state")
+    r = DecodeRequest((view_bytes(frame),), back, codebooks=given["codebooks"], metric=metric, state=state)
+    device = devices.device_for([("the frame", r.frames[0])])
+    work = Work(device, 0)
+    opened = Frame(work, r, r.frames[0])
+    v = view_output(back, opened.dtype)
+    opened.open(v, lib.CODEC_INTO_STORE)
+    return lambda: opened.begin(work.write(v))
+
+
+def nvcomp(x: Any, rate: float) -> dict[str, Any] | None:
+    """ANS of nvCOMP, in chunks as it likes them, on the host's clock: its calls cannot be captured."""
+    import cupy
+
+    try:
+        from nvidia import nvcomp as library
+    except ImportError:
+        print("nvCOMP is not installed: pip install nvidia-nvcomp-cu12", file=sys.stderr)
+        return None
+    coder = library.Codec(algorithm="ANS", chunk_size=1 << 16)
+    array = library.as_array(x.view(cupy.uint8).reshape(-1))
+    frame = coder.encode(array)
+    nbytes = frame.buffer_size
+    encode, decode = clock(lambda: coder.encode(array)), clock(lambda: coder.decode(frame))
+    return row_of(
+        "nvCOMP ANS, bfloat16", x.nbytes, x.nbytes + nbytes, x.size, 8 * nbytes, rate, encode=encode, decode=decode
+    )
+
+
+def reduced(rate: float, log2: int) -> dict[str, Any]:
+    """Eight frames to their mean, on the host's clock."""
+    import cupy
+
+    shape = (1 << log2 - 12, 1 << 12)
+    frames = [codec.encode(gradient(shape, "float32"), codec.Float8()) for _ in range(8)]
+    out = cupy.empty(shape, cupy.float32)
+    taken = clock(lambda: codec.reduce(frames, out=out, check_first=False))
+    nbytes = sum(frame.nbytes for frame in frames)
+    moved = out.nbytes + nbytes
+    return row_of("reduce of 8 Float8", 8 * out.nbytes, moved, 8 * out.size, 8 * nbytes, rate, decode=taken)
+
+
+def many(rate: float) -> dict[str, Any]:
+    """200 tensors in one call, on the host's clock."""
+    import cupy
+
+    xs = [gradient((100_000,), "float32 flat").astype(cupy.float16) for _ in range(200)]
+    frames = codec.encode_many(xs)
+    encode, decode = clock(lambda: codec.encode_many(xs)), clock(lambda: codec.decode_many(frames, like=xs[0]))
+    size, nbytes = sum(x.nbytes for x in xs), sum(frame.nbytes for frame in frames)
+    name = "200 tensors of 100,000 float16"
+    return row_of(name, size, size + nbytes, size / 2, 8 * nbytes, rate, encode=encode, decode=decode)
+
+
+def compiling() -> list[dict[str, Any]]:
+    """Seconds a kernel, compiled and from the disk."""
+    arch = os.environ.get("ARCH", "sm_90")
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["CODEC_CACHE_DIR"] = folder
+        for file, about in kernels.FILES.items():
+            for kernel in about.kernels if about.kernels[0].endswith(">") else about.kernels[:1]:
+                seconds: list[float] = []
+                for _ in range(2):
+                    start = time.perf_counter()
+                    kernels.compiled(file, about.alone(kernel), arch)
+                    seconds.append(time.perf_counter() - start)
+                rows.append({"kernel": kernel, "compiled": seconds[0], "cached": seconds[1]})
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    """A line of the table."""
+    both = [
+        f"{row[way] / 1e9:10.0f}{row[f'{way} of a copy']:6.0%}{row[f'{way} us']:10.1f}" if way in row else " " * 26
+        for way in ("encode", "decode")
+    ]
+    print(f"{row['name']:38}{row['bits']:6.2f}{''.join(both)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--values", type=int, default=28, help="log2 of the values of a tensor (28)")
+    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--compiling", action="store_true", help="time the compiler; needs no GPU")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if args.compiling:
+        rows = compiling()
+        if args.json:
+            print(json.dumps(rows))
+        else:
+            for row in rows:
+                print(f"{row['kernel']:24}{row['compiled']:8.2f} s{1e3 * row['cached']:8.2f} ms from the cache")
+        return
+    if (why_not := gpu.CupyBackend().why_not()) is not None:
+        sys.exit(f"no figures: {why_not}")
+    import cupy
+
+    rate = copy_rate(1 << args.values)
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    rows = []
+    if not args.json:
+        print(f"{name}: a copy reads and writes {rate / 1e9:.0f} GB/s; tensors of 2^{args.values} values")
+        print(f"{'':38}{'bits':>6}{'encode GB/s, of a copy, us':>26}{'decode GB/s, of a copy, us':>26}")
+    large, small = cases(args.values), cases(20)
+    found: list[Callable[[], dict[str, Any] | None]] = [
+        *(lambda n=n, c=c: measured(n, c, rate) for n, c in large.items()),
+        *(lambda n=n, c=c: measured(f"{n}, 1M", c, rate) for n, c in small.items()),
+        lambda: reduced(rate, args.values - 3),
+        lambda: many(rate),
+        lambda: nvcomp(gradient((1 << args.values - 12, 1 << 12), "bfloat16"), rate),
+    ]
+    names = [*large, *(f"{n}, 1M" for n in small), "reduce of 8 Float8", "200 tensors", "nvCOMP ANS"]
+    for label, call in zip(names, found, strict=True):
+        row = call() if args.only in label else None
+        if row is not None:
+            rows.append(row)
+            if not args.json:
+                show(row)
+        cupy.get_default_memory_pool().free_all_blocks()
+    if args.json:
+        print(json.dumps({"gpu": name, "copy": rate, "values": 1 << args.values, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Requests to launches, and what their users get."""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from codec.core import lib
+from codec.engines.cuda.decoding import Frame
+from codec.engines.cuda.devices import device_for
+from codec.engines.cuda.encoding import Encoding
+from codec.engines.cuda.pending import Pending
+from codec.engines.cuda.work import Work
+from codec.engines.native.decoding import check_whole, is_bomb
+from codec.engines.native.many import check_many_apart
+from codec.engines.request import DecodeRequest, EncodeRequest
+from codec.errors import CodecError, SpecError
+from codec.view import TensorView, device_like, empty, view, view_output
+
+_STORE, _ADD, _MAX, _FLOAT32 = lib.CODEC_INTO_STORE, lib.CODEC_INTO_ADD, lib.CODEC_INTO_MAX, lib.CODEC_INTO_FLOAT32
+Named = list[tuple[str, TensorView]]
+
+
+@contextmanager
+def _working(views: Named) -> Generator[Work]:
+    """Memory on the device where arguments lie, in the order of the first one's stream, which the others join."""
+    device = device_for(views)
+    streams = [v.stream for _, v in views if v.device != "cpu" and v.stream is not None]
+    stream = streams[0] if streams else device.stream()
+    others = set(streams) - {stream}
+    with device.on(stream):
+        for other in others:
+            device.wait_for(other)
+        yield Work(device, stream)
+        for other in others:
+            device.hold(other)
+
+
+def encode(r: EncodeRequest) -> Any:
+    """A frame: on the tensor's device, or bytes for one in host memory; or the part of `out` that it takes."""
+    with _working(r.views) as work:
+        return Encoding(work, r).finish()
+
+
+def encode_async(r: EncodeRequest) -> Pending:
+    """A frame in the request's `out`, in time."""
+    with _working(r.views) as work:
+        return Pending(work, r)
+
+
+def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
+    """The frames of requests; nothing is waited for until all are begun."""
+    if not requests:
+        return []
+    with _working([named for r in requests for named in r.views]) as work:
+        begun = [_at(i, Encoding, work.beside(), r) for i, r in enumerate(requests)]
+        return [_at(i, encoding.finish) for i, encoding in enumerate(begun)]
+
+
+def _at(i: int, call: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return call(*args)
+    except CodecError as e:
+        e.item = i
+        raise
+
+
+def _views(r: DecodeRequest) -> Named:
+    """All that is read or written, as far as it can be seen before the frame is."""
+    named = [("the frame", frame) for frame in r.frames]
+    if r.out is not None and device_like(r.out) != "cpu":
+        named.append(("out=", view_output(r.out)))
+    elif r.out is None and r.like is not None and device_like(r.like) != "cpu":
+        named.append(("like=", view(r.like)))
+    if hasattr(r.state, "items"):
+        named += [(f"state's {name}", view(x)) for name, x in r.state.items() if device_like(x) != "cpu"]
+    return named
+
+
+def _target(work: Work, r: DecodeRequest, dtype: str, shape: tuple[int, ...]) -> tuple[Any, TensorView]:
+    """Where values go, as the caller and as the engine sees it."""
+    if r.out is not None:
+        return r.out, view_output(r.out, dtype)
+    first = r.frames[0]
+    like = r.like if r.like is not None else first.owner if first.device != "cpu" else None
+    if device_like(like) == "cpu":
+        return empty(dtype, shape, like)
+    return work.device.empty(dtype, shape, like)
+
+
+def _open(work: Work, r: DecodeRequest) -> tuple[Frame, Any, TensorView]:
+    """A frame to be decoded; its tensor as the caller and as the engine sees it."""
+    frame = Frame(work, r, r.frames[0])
+    info = frame.info
+    if info.frame_nbytes != frame.frame.nbytes or not r.allows(info.tensor_nbytes):
+        frame.refuse_size()
+    result, v = _target(work, r, frame.dtype, frame.shape)
+    frame.open(v, _STORE)
+    if r.out is not None:
+        r.check_apart(v, frame.metric, in_place=True)
+    return frame, result, v
+
+
+def _check(*frames: Frame) -> None:
+    """All of them, before anything is written."""
+    for frame in frames:
+        frame.begin(0)
+    for frame in frames:
+        frame.end()
+
+
+def decode(r: DecodeRequest) -> Any:
+    """The frame's tensor: the request's `out`, or a new one of the kind of its `like`."""
+    with _working(_views(r)) as work:
+        frame, result, v = _open(work, r)
+        if r.check_first if r.out is not None else is_bomb(frame.info):
+            _check(frame)
+        frame.begin(work.write(v))
+        frame.end()
+        work.finish()
+    return result
+
+
+def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
+    """The tensors of requests; with `out`, nothing is written before all frames are known to be right."""
+    if not requests:
+        return []
+    with _working([named for r in requests for named in _views(r)]) as work:
+        opened = [_at(i, _open, work, r) for i, r in enumerate(requests)]
+        if any(r.out is not None for r in requests):
+            check_many_apart(requests, [(v, frame.metric) for frame, _, v in opened])
+            for frame, *_ in opened:
+                frame.begin(0)
+            for i, (frame, *_) in enumerate(opened):
+                _at(i, frame.end)
+        for frame, _, v in opened:
+            frame.begin(work.write(v))
+        for i, (frame, *_) in enumerate(opened):
+            _at(i, frame.end)
+        work.finish()
+    return [result for _, result, _ in opened]
+
+
+def accumulate(r: DecodeRequest, weight: float) -> None:
+    """The request's `out` += weight * the frame's values."""
+    with _working(_views(r)) as work:
+        frame = Frame(work, r, r.frames[0])
+        check_whole(frame.info, frame.frame)
+        v = view_output(r.out)
+        frame.open(v, _ADD)
+        r.check_apart(v, frame.metric, in_place=True)
+        if r.check_first:
+            _check(frame)
+        frame.begin(work.write(v, read=True), _ADD, weight)
+        frame.end()
+        work.finish()
+
+
+def reduce(r: DecodeRequest, op: str) -> Any:
+    """The frames' sum, mean or maximum as float32: the request's `out`, or a new tensor of the kind of its `like`."""
+    with _working(_views(r)) as work:
+        frames = [Frame(work, r, frame) for frame in r.frames]
+        for frame in frames:
+            check_whole(frame.info, frame.frame)
+        shape = frames[0].shape
+        for frame in frames:
+            if frame.shape != shape:
+                for each in frames:  # or one is damaged
+                    each.verify()
+                raise SpecError(f"frames of shapes {shape} and {frame.shape} cannot be reduced")
+        r.check_limit(4 * frames[0].info.n)
+        result, v = _target(work, r, "float32", shape)
+        for i, frame in enumerate(frames):
+            try:
+                frame.open(v, _FLOAT32)
+            except CodecError:
+                _check(*frames[:i])  # of several faults, the first frame's is reported
+                raise
+        if r.out is not None:
+            r.check_apart(v, frames[0].metric, in_place=len(frames) == 1)
+            if r.check_first:
+                _check(*frames)
+        _add_up(frames, work.write(v), op)
+        for frame in frames:
+            frame.end()
+        work.finish()
+    return result
+
+
+def _add_up(frames: list[Frame], to: int, op: str) -> None:
+    """One after the other; codes of ternary frames with the same scales as integers, which are scaled at last."""
+    first, count = frames[0], len(frames)
+    codes = op != "max" and all(frame.adds_up_with(first) for frame in frames)
+    for i, frame in enumerate(frames):
+        into = _FLOAT32 if i == 0 else _MAX if op == "max" else _ADD
+        last = i == count - 1
+        flags = (lib.CODEC_UNSCALED | (lib.CODEC_RESCALE if last else 0)) if codes else 0
+        frame.begin(to, into, divide=count if op == "mean" and last else 0, codes=flags)

@@ -1,0 +1,151 @@
+"""The kernels of ``native/cuda``, and machine code made of them: once for an architecture, and kept on disk.
+
+NVRTC is called as it is: CuPy's own way to compile sources would flush subnormals.
+"""
+
+import functools
+import hashlib
+import importlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from codec import _cffi
+from codec.errors import EngineError
+
+_SIZES, _ROWS = (1, 2, 4, 8), (2, 3, 4, 5, 6)  # bytes of a value; codecs of rows
+
+
+class File(NamedTuple):
+    """Kernels of one ``.cu`` file."""
+
+    threads: int  # of a block
+    kernels: tuple[str, ...]
+
+    def alone(self, kernel: str) -> tuple[str, ...]:
+        """What is compiled when one of them is wanted: of a template nothing else."""
+        return (kernel,) if kernel.endswith(">") else self.kernels
+
+
+FILES = {
+    "before": File(256, ("add_feedback", "check_levels", "metric_exponents", "value_exponents")),
+    "choose_lossless": File(256, ("choose_lossless",)),
+    "choose_rows": File(256, ("choose_rows",)),
+    "choose_truncate": File(256, ("choose_truncate",)),
+    "encode_lossless": File(128, tuple(f"encode_lossless<{n}>" for n in _SIZES)),
+    "encode_rows": File(128, ("encode_rows",)),
+    "encode_truncate": File(128, ("encode_truncate",)),
+    "close": File(256, ("close_frame",)),
+    "decode_lossless": File(128, tuple(f"decode_lossless<{n}>" for n in _SIZES)),
+    "decode_rows": File(128, tuple(f"decode_rows<{n}>" for n in _ROWS)),
+    "decode_truncate": File(128, ("decode_truncate",)),
+    "decode_stored": File(128, ("decode_stored",)),
+}
+FILE_OF = {kernel: name for name, file in FILES.items() for kernel in file.kernels}
+
+# a product and a sum are two roundings, as on a CPU
+_OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
+_STANDARD = {"stdint.h": '#pragma once\n#include "exact/bits.h"\n', "stddef.h": "#pragma once\n"}  # NVRTC has no libc
+
+
+class Code(NamedTuple):
+    """Machine code, and what kernels are called in it."""
+
+    image: bytes
+    names: dict[str, str]
+
+
+@functools.cache
+def folders() -> tuple[Path, ...]:
+    """Where sources and headers lie: in the package, or beside it in the repository."""
+    package = Path(_cffi.__file__).parent
+    if (package / "kernels").is_dir():
+        return package / "kernels/cuda", package / "kernels", package / "include"
+    native = Path(__file__).parents[3] / "native"
+    return native / "cuda", native / "src", native / "include"
+
+
+@functools.cache
+def _sources() -> bytes:
+    """A digest of all that can be included."""
+    digest = hashlib.sha256()
+    for folder in folders():
+        for path in sorted((*folder.glob("*.cu*"), *folder.glob("exact/*.h"), *folder.glob("codec/*.h"))):
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return digest.digest()
+
+
+def compiled(file: str, kernels: tuple[str, ...], arch: str) -> Code:
+    """Kernels of a file for an architecture such as ``"sm_90"``, from the disk if they were compiled before.
+
+    Raises
+    ------
+    EngineError
+        NVRTC cannot be used, or does not know the architecture.
+    """
+    nvrtc: Any = importlib.import_module("cupy.cuda").nvrtc
+    try:
+        version = nvrtc.getVersion()
+    except Exception as e:  # of many kinds: CuPy finds it on its first call
+        raise EngineError(f"NVRTC, which compiles kernels for the GPU, cannot be used: {e}") from e
+    asked = json.dumps([file, kernels, arch, _OPTIONS, version])
+    key = hashlib.sha256(asked.encode() + _sources()).hexdigest()
+    code = _load(key)
+    if code is None:
+        code = _compile(nvrtc, file, kernels, arch)
+        _store(key, code)
+    return code
+
+
+def _compile(nvrtc: Any, file: str, kernels: tuple[str, ...], arch: str) -> Code:
+    names, texts = _STANDARD, _STANDARD.values()
+    program = nvrtc.createProgram(
+        f'#include "{file}.cu"\n', "codec.cu", [text.encode() for text in texts], [name.encode() for name in names]
+    )
+    try:
+        for kernel in kernels:
+            nvrtc.addNameExpression(program, kernel)
+        options = [*_OPTIONS, f"-arch={arch}", *(f"-I{folder}" for folder in folders())]
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as e:
+            said = nvrtc.getProgramLog(program).strip()
+            version = ".".join(map(str, nvrtc.getVersion()))
+            raise EngineError(f"NVRTC {version} cannot compile {file}.cu for {arch}: {said or e}") from e
+        return Code(nvrtc.getCUBIN(program), {kernel: nvrtc.getLoweredName(program, kernel) for kernel in kernels})
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def cache_folder() -> Path:
+    """Where machine code is kept: ``CODEC_CACHE_DIR``, or ``codec`` in the user's cache folder."""
+    if own := os.environ.get("CODEC_CACHE_DIR"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "codec"
+
+
+def _load(key: str) -> Code | None:
+    """What was stored; None if nothing was, or if it is damaged."""
+    try:
+        digest, names, image = (cache_folder() / key).read_bytes().split(b"\n", 2)
+        if hashlib.sha256(names + image).hexdigest().encode() != digest:
+            return None
+        return Code(image, json.loads(names))
+    except (OSError, ValueError):
+        return None
+
+
+def _store(key: str, code: Code) -> None:
+    """For all processes to come. Where that cannot be, each compiles for itself."""
+    names = json.dumps(code.names).encode()
+    digest = hashlib.sha256(names + code.image).hexdigest().encode()
+    folder = cache_folder()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as f:
+            f.write(b"\n".join((digest, names, code.image)))
+        Path(f.name).replace(folder / key)  # whole, or not at all
+    except OSError:
+        pass

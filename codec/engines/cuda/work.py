@@ -1,0 +1,137 @@
+"""The memory that one call has on a device."""
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from codec.core import ITEMSIZE, ffi
+from codec.engines.cuda.devices import Device
+from codec.view import TensorView
+
+_VALUES = 4096  # a block of threads
+
+
+class Work:
+    """Memory on a device for one call, kept until this object is gone.
+
+    What lies elsewhere, or where kernels cannot read it, is copied: tensors in host memory can be encoded, too.
+    """
+
+    def __init__(self, device: Device, stream: int) -> None:
+        self.device, self._stream = device, stream
+        self._keep: list[object] = []
+        self._written: list[tuple[TensorView, int]] = []
+
+    def again(self) -> AbstractContextManager[Any]:
+        """Work on the device and stream once more."""
+        return self.device.on(self._stream)
+
+    def beside(self) -> "Work":
+        """Memory for another call on the same stream."""
+        return Work(self.device, self._stream)
+
+    def new(self, nbytes: int) -> int:
+        """The address of new bytes, at a multiple of 256."""
+        address, owner = self.device.allocate(max(nbytes, 1))
+        self._keep.append(owner)
+        return address
+
+    def zeros(self, *sizes: int) -> list[int]:
+        """Addresses of zeros, so many bytes each."""
+        places, total = _places(sizes)
+        address = self.new(total)
+        self.device.clear(address, total)
+        return [address + at for at in places]
+
+    def put(self, *buffers: Any) -> list[int]:
+        """Addresses of copies of buffers in host memory, which get there together."""
+        places, total = _places([len(buffer) for buffer in buffers])
+        address = self.new(total)
+        if len(buffers) == 1:
+            self._keep.append(self.device.upload(address, buffers[0]))
+        else:
+            image = bytearray(total)
+            for at, buffer in zip(places, buffers, strict=True):
+                image[at : at + len(buffer)] = buffer
+            self._keep.append(self.device.upload(address, image))
+        return [address + at for at in places]
+
+    def read(self, v: TensorView, multiple: int = 0) -> int:
+        """The address of a tensor's values, at a multiple of a value's size or of another number."""
+        self._keep.append(v)
+        if v.device == "cpu":
+            return self.put(_host_bytes(v))[0]
+        if v.address % (multiple or ITEMSIZE[v.dtype]) == 0:
+            return v.address
+        return self.copy(v)
+
+    def copy(self, v: TensorView) -> int:
+        """The address of a copy of what lies on the device."""
+        address = self.new(v.nbytes)
+        self.device.copy(address, v.address, v.nbytes)
+        return address
+
+    def write(self, v: TensorView, *, read: bool = False, apart: bool = False) -> int:
+        """The address of what is to be a tensor's values by :meth:`finish`.
+
+        `read`: it is to have them before, too; `apart`: the tensor itself must stay as it is until then.
+        """
+        self._keep.append(v)
+        if v.device != "cpu" and v.address % ITEMSIZE[v.dtype] == 0 and not apart:
+            return v.address
+        address = self.new(v.nbytes) if not read else self.read(v) if v.device == "cpu" else self.copy(v)
+        self._written.append((v, address))
+        return address
+
+    def finish(self) -> None:
+        """All that was to be written has been: copy it where it does not lie where it should."""
+        for v, address in self._written:
+            self.deliver(v, address, v.nbytes)
+
+    def deliver(self, v: TensorView, address: int, nbytes: int) -> None:
+        """The first bytes of a tensor are those here."""
+        if v.device == "cpu":
+            ffi.memmove(v.data, self.device.download(address, nbytes), nbytes)
+        elif v.address != address:
+            self.device.copy(v.address, address, nbytes)
+
+
+def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where things of such sizes begin, one behind the other, and all that they take."""
+    places = [0]
+    for size in sizes:
+        places.append(places[-1] + -(-size // 16) * 16)
+    return places[:-1], places[-2] + sizes[-1]
+
+
+def _host_bytes(v: TensorView) -> Any:
+    """The bytes of a tensor in host memory."""
+    return ffi.buffer(v.data, v.nbytes) if v.nbytes else b""
+
+
+def pointer(address: int) -> Any:
+    """An address as a kernel's argument."""
+    return ctypes.c_uint64(address)
+
+
+def number(n: int) -> Any:
+    """A uint64, likewise."""
+    return ctypes.c_uint64(n)
+
+
+def small(n: int) -> Any:
+    """A uint32, likewise."""
+    return ctypes.c_uint32(n)
+
+
+def struct_of(layout: str, *fields: Any) -> Any:
+    """A struct, likewise."""
+    data = struct.pack(layout, *fields)
+    return (ctypes.c_char * len(data)).from_buffer_copy(data)
+
+
+def grid_for(device: Device, n: int) -> int:
+    """Blocks of threads that go over n values, a few each."""
+    return max(1, min(-(-n // _VALUES), 8 * device.processors))
