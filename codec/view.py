@@ -49,6 +49,11 @@ class TensorView(NamedTuple):
         """Where the values are."""
         return int(ffi.cast(_UINTPTR, self.data))
 
+    def first(self, nbytes: int) -> "TensorView":
+        """Of bytes the first ones, at most so many."""
+        n = min(self.nbytes, nbytes)
+        return self._replace(shape=(n,), nbytes=n)
+
 
 def _pointer(address: int) -> Any:
     return ffi.cast(_BYTES, address)

@@ -35,8 +35,8 @@ def warmup(
 
     The Numba engine compiles a family of codecs in some ten seconds for each direction, and keeps the result on disk
     for all processes to come: in ``NUMBA_CACHE_DIR``, or beside the package, or else in the user's cache folder. The
-    CUDA engine compiles a kernel in one to three seconds, and keeps it in ``CODEC_CACHE_DIR`` or the user's cache folder.
-    The native engine has nothing to compile.
+    CUDA engine compiles a kernel in one to three seconds, and keeps it in ``CODEC_CACHE_DIR`` or the user's cache
+    folder. The native engine has nothing to compile.
 
     Parameters
     ----------

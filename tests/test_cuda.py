@@ -416,16 +416,23 @@ def test_metrics_of_ones_own(device):
 
 
 def test_how_many_launches(device):
-    x = device.put(test_numba.tensor("float32", 300_000, "normal").view(F32))
-    state = {"theta": x}
-    for spec, most in ((codec.Lossless(), 3), (codec.Float8(), 3), (codec.Truncate(), 4)):
-        how = {"metric": metrics.SGD(0.1), "state": state} if most == 4 else {}
+    """At most four to encode, whatever is asked for, and three to decode into what must stay as it is on errors."""
+    x = device.put(np.random.default_rng(1).standard_normal(20_000, F32))
+    groups = {"metric": [(0, metrics.SGD(0.1)), (500, metrics.SGD(0.2))], "state": {"theta": x}}
+    owed = {"residual": device.put(np.zeros(20_000, F32)), "feedback": True}
+    shared = TRUNCATES["truncate_shared"]
+    for spec, how, most in (
+        (codec.Lossless(), {}, 3),
+        (codec.Float8(), {}, 3),
+        (codec.Sign(), owed, 4),
+        (shared, groups | owed, 4),
+    ):
         device.launched.clear()
         frame = codec.encode(x, spec, **how)
         assert len(device.launched) == most
         device.launched.clear()
-        codec.decode(frame, out=device.put(np.zeros(300_000, F32)))
-        assert len(device.launched) == 2
+        codec.decode(frame, out=device.put(np.zeros(20_000, F32)), **(groups if spec is shared else {}))
+        assert len(device.launched) == (3 if spec is shared else 2)
 
 
 @on_cpu

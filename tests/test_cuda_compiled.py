@@ -18,7 +18,7 @@ TESTS = ROOT / "tests"
 
 # Registers of a thread, sm_90: 64 let 1,024 threads run on a multiprocessor, 128 half of that.
 REGISTERS = {
-    "before": (32, 32, 32, 32),
+    "before": (48,),
     "choose_lossless": (128,),
     "choose_rows": (128,),
     "choose_truncate": (128,),

@@ -37,7 +37,7 @@ LAYERS = [
     {"engines.cuda.gpu"},
     {"engines.cuda.devices"},
     {"engines.cuda.work"},
-    {"engines.cuda.exponents"},
+    {"engines.cuda.before"},
     {"engines.cuda.encoding"},
     {"engines.cuda.decoding", "engines.cuda.pending"},
     {"engines.cuda.calls"},

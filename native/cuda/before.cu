@@ -1,12 +1,32 @@
-/* before.cu - what comes before a tensor is encoded: sums under error feedback, exponents of a metric's A, levels. */
+/* before.cu - what must be known of values before they are encoded or decoded: sums under error feedback, exponents of
+ * a metric's A, whether levels are levels. One launch for all of it.
+ */
 #include "sink.cuh"
 #include "written.cuh"
 
-/* A metric's terms and its state, as codec_metric has them; v, m: NULL where it does not look at them. */
-struct codec_terms {
+/*
+ * The metric of values [first, end): its terms and its state, as codec_metric has them; v, m: NULL where it does not
+ * look at them. Or values of A, the first of them a[0], where it is its user's.
+ */
+struct codec_group {
+	uint64_t first, end;
+	const float *a;
 	const uint8_t *theta, *v, *m;
 	uint32_t theta_dtype, v_dtype, m_dtype;
 	float theta_term, theta_v_term, v_term, eps, m_term;
+};
+
+/* Of n values; pointers are NULL where nothing of the kind is wanted. */
+struct codec_before {
+	uint64_t n;
+	const uint8_t *values; /* under feedback: the tensor's, */
+	const float *owed;     /* what is added to them, */
+	float *sums;           /* the sums, */
+	uint8_t *rounded;      /* and these in the tensor's dtype */
+	const codec_group *groups;
+	uint8_t *exponents; /* of A */
+	const uint8_t *levels;
+	uint32_t dtype, reserved;
 };
 
 /* A sum in the tensor's dtype: to nearest even, and at most its largest number. */
@@ -19,56 +39,51 @@ DEVICE uint32_t rounded_sum(uint32_t dtype, float sum)
 	return (u & ROUND_ABS) == ROUND_INF ? (u >> 16 & 0x8000) | inf : bits_of_float(dtype, sum);
 }
 
-/* n values and what is owed, added: `sums`, and the same rounded to the dtype (NULL: nobody wants to know). */
-extern "C" __global__ void add_feedback(uint32_t dtype, const uint8_t *values, const float *owed, uint64_t n,
-					float *sums, uint8_t *rounded)
+DEVICE void add_owed(const codec_before &b, uint64_t i)
 {
-	const codec_source source = {values, NULL, NULL};
+	const codec_source source = {b.values, NULL, NULL};
+	float sum = round_plus(value_at(b.dtype, &source, i), b.owed[i]);
+	uint32_t x = rounded_sum(b.dtype, sum);
 
-	for (uint64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (uint64_t)gridDim.x * blockDim.x) {
-		float sum = round_plus(value_at(dtype, &source, i), owed[i]);
+	b.sums[i] = sum;
+	if (b.dtype == WIRE_FLOAT32)
+		((uint32_t *)b.rounded)[i] = x;
+	else
+		((uint16_t *)b.rounded)[i] = (uint16_t)x;
+}
 
-		sums[i] = sum;
-		if (rounded && dtype == WIRE_FLOAT32)
-			((uint32_t *)rounded)[i] = round_bits(sum);
-		else if (rounded)
-			((uint16_t *)rounded)[i] = (uint16_t)rounded_sum(dtype, sum);
+/* A of value i, docs/format.md, section 9. */
+DEVICE float metric_of(const codec_group &g, uint64_t i)
+{
+	const codec_source theta = {g.theta, NULL, NULL}, v = {g.v, NULL, NULL}, m = {g.m, NULL, NULL};
+	float factor = g.theta_term, a;
+
+	if (g.a)
+		return g.a[i - g.first];
+	if (g.v) {
+		float root = round_sqrt(round_mul(g.v_term, value_at(g.v_dtype, &v, i)));
+
+		factor = round_add(round_mul(round_add(root, g.eps), g.theta_v_term), g.theta_term);
 	}
+	a = round_mul(value_at(g.theta_dtype, &theta, i), factor);
+	return g.m ? round_weighted(a, g.m_term, value_at(g.m_dtype, &m, i)) : a;
 }
 
-/* Exponents of A for values [first, end), of docs/format.md, section 9. */
-extern "C" __global__ void metric_exponents(const codec_terms t, uint64_t first, uint64_t end, uint8_t *exponents)
+/* out->fault, if there is an `out`: levels that are none are a wrong argument. */
+extern "C" __global__ void before(const codec_before b, codec_written *out)
 {
-	const codec_source theta = {t.theta, NULL, NULL}, v = {t.v, NULL, NULL}, m = {t.m, NULL, NULL};
-
-	for (uint64_t i = first + blockIdx.x * blockDim.x + threadIdx.x; i < end;
-	     i += (uint64_t)gridDim.x * blockDim.x) {
-		float factor = t.theta_term, a;
-
-		if (t.v) {
-			float root = round_sqrt(round_mul(t.v_term, value_at(t.v_dtype, &v, i)));
-
-			factor = round_add(round_mul(round_add(root, t.eps), t.theta_v_term), t.theta_term);
-		}
-		a = round_mul(value_at(t.theta_dtype, &theta, i), factor);
-		exponents[i] = round_exponent(t.m ? round_weighted(a, t.m_term, value_at(t.m_dtype, &m, i)) : a);
-	}
-}
-
-/* And of values of A, where a metric is its user's. */
-extern "C" __global__ void value_exponents(const float *a, uint64_t n, uint8_t *exponents)
-{
-	for (uint64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (uint64_t)gridDim.x * blockDim.x)
-		exponents[i] = round_exponent(a[i]);
-}
-
-/* Are n levels in range? Else out->fault says that an argument is wrong. */
-extern "C" __global__ void check_levels(const uint8_t *levels, uint64_t n, codec_written *out)
-{
+	const codec_group *g = b.groups;
 	bool bad = false;
 
-	for (uint64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (uint64_t)gridDim.x * blockDim.x)
-		bad |= levels[i] > 3;
+	for (uint64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < b.n; i += (uint64_t)gridDim.x * blockDim.x) {
+		if (b.owed)
+			add_owed(b, i);
+		while (g && i >= g->end)
+			g++;
+		if (g)
+			b.exponents[i] = round_exponent(metric_of(*g, i));
+		bad |= b.levels && b.levels[i] > 3;
+	}
 	if (__any_sync(FULL, bad) && threadIdx.x % 32 == 0)
 		atomicMax(&out->fault, (uint32_t)CODEC_BAD_ARGUMENT);
 }

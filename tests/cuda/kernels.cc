@@ -20,10 +20,7 @@
 	CUDA_ON_CPU_EXPORT(kernel##_2, kernel<2>)                                                                      \
 	CUDA_ON_CPU_EXPORT(kernel##_4, kernel<4>)                                                                      \
 	CUDA_ON_CPU_EXPORT(kernel##_8, kernel<8>)
-EXPORT(add_feedback)
-EXPORT(check_levels)
-EXPORT(metric_exponents)
-EXPORT(value_exponents)
+EXPORT(before)
 EXPORT(choose_lossless)
 EXPORT(choose_rows)
 EXPORT(choose_truncate)

@@ -5,8 +5,8 @@ from typing import Any
 
 from codec import structs
 from codec.core import DTYPE_NAMES, ITEMSIZE, MANTISSA_BITS, check, ffi, lib, new_bytes
+from codec.engines.cuda.before import Before
 from codec.engines.cuda.encoding import ALIGNMENT, WARPS
-from codec.engines.cuda.exponents import exponents
 from codec.engines.cuda.work import Work, grid_for, pointer, small, struct_of
 from codec.engines.native import decoding as native
 from codec.engines.request import DecodeRequest
@@ -48,7 +48,7 @@ class Frame:
 
     def on_host(self) -> TensorView:
         """All of it."""
-        return _fetched(self.work, self.frame, self.frame.nbytes) if self.frame.device != "cpu" else self.frame
+        return self.work.fetch(self.frame)
 
     def refuse_size(self) -> None:
         """Raise what is wrong with a frame that is not whole, or declares too large a tensor."""
@@ -81,7 +81,11 @@ class Frame:
         found = _FOUND.pack(_NONE, 0, 0, 0)
         self._job_at, self._found = work.put(ffi.buffer(job), found)
         self._at = work.read(self.frame, ALIGNMENT)
-        self._exponents = exponents(work, metric, info.n) if self._shared and metric is not None else 0
+        before = Before(work, info.n)
+        if self._shared and metric is not None:
+            before.ask(metric)
+        before.begin()
+        self._exponents = before.exponents
         self._choose()
 
     def _choose(self) -> None:
@@ -187,15 +191,10 @@ def _head(work: Work, frame: TensorView) -> TensorView:
     """The header and the side section, in host memory."""
     if frame.device == "cpu":
         return frame
-    head = _fetched(work, frame, min(frame.nbytes, _HEAD))
+    head = work.fetch(frame.first(_HEAD))
     info = read_header(head)
     need = min(frame.nbytes, info.side_offset + info.side_nbytes)
-    return head if need <= head.nbytes else _fetched(work, frame, need)
-
-
-def _fetched(work: Work, frame: TensorView, nbytes: int) -> TensorView:
-    data = work.device.download(frame.address, nbytes)
-    return TensorView("uint8", (nbytes,), ffi.from_buffer(data), nbytes, data)
+    return head if need <= head.nbytes else work.fetch(frame.first(need))
 
 
 def _kernel(v: Any, size: int) -> tuple[str, str, tuple[str, int] | None]:

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from codec import structs
 from codec.core import DTYPES, ITEMSIZE, check, ffi, lib, new_bytes
-from codec.engines.cuda.exponents import exponents
-from codec.engines.cuda.work import Work, grid_for, number, pointer, small, struct_of
+from codec.engines.cuda.before import Before
+from codec.engines.cuda.work import Work, number, pointer, small, struct_of
 from codec.engines.native.encoding import frame_in
 from codec.engines.request import EncodeRequest
 from codec.errors import SpecError, Status
@@ -104,24 +104,15 @@ class Encoding:
         in_place = r.residual is not None and r.residual.address == r.x.address and r.x.device != "cpu"
         values = work.copy(r.x) if in_place else work.read(r.x)
         residual = work.write(r.residual, read=r.feedback, apart=short) if r.residual is not None else 0
-        sums = 0
+        before = Before(work, plan.view.n)
+        if r.metric is not None:
+            before.ask(r.metric)
         if r.feedback:
-            values, sums = self._add(values, residual)
-        self._launch(values, struct_of("<3Q", values, sums, residual))
+            before.add(r.x, values, residual)
+            values = before.rounded
+        self._launch(before, values, struct_of("<3Q", values, before.sums, residual))
 
-    @property
-    def _n(self) -> int:
-        return self._plan.view.n
-
-    def _add(self, values: int, residual: int) -> tuple[int, int]:
-        """What is encoded under feedback: sums rounded to the tensor's dtype, and as they were before that."""
-        work, x = self.work, self.request.x
-        sums, rounded = work.new(4 * self._n), work.new(x.nbytes)
-        args = pointer(values), pointer(residual), number(self._n), pointer(sums), pointer(rounded)
-        work.device.launch("add_feedback", grid_for(work.device, self._n), small(DTYPES[x.dtype]), *args)
-        return rounded, sums
-
-    def _launch(self, values: int, source: Any) -> None:
+    def _launch(self, before: Before, values: int, source: Any) -> None:
         """Begin the kernels. `source`: a codec_source."""
         work, device = self.work, self.work.device
         v, job, head, _, region = self._plan
@@ -139,10 +130,11 @@ class Encoding:
         frame, room = pointer(self.frame), number(self._capacity)
         grid = max(1, min(-(-v.nblocks // WARPS), 4 * device.processors))
         teams = min(WARPS * grid, 2 * device.processors)
+        before.begin(self._written)
         if v.nblocks:
             scratch_each = device.numbers(block_kernel, *numbers)[-1] + region
             scratch = pointer(work.new(WARPS * grid * scratch_each)), number(scratch_each)
-            cuts = [self._cuts()] if family == "truncate" else []
+            cuts = [struct_of("<2Q", before.exponents, before.levels)] if family == "truncate" else []
             x = pointer(values) if family == "lossless" else source
             if family == "rows":
                 rest = [pointer(choice), *scratch, pointer(self._written)]
@@ -153,18 +145,6 @@ class Encoding:
             device.launch(block_kernel, grid, view_at, job_at, x, frame, room, *scratch, *shared, *cuts)
         rest = [frame, room, pointer(choice), head_at, pointer(self._written)]
         device.launch("close_frame", teams, view_at, job_at, source, *rest)
-
-    def _cuts(self) -> Any:
-        """A codec_cuts: exponents of A, or levels themselves."""
-        work, metric = self.work, self.request.metric
-        if metric is None:
-            return struct_of("<2Q", 0, 0)
-        if metric.levels is None:
-            return struct_of("<2Q", exponents(work, metric, self._n), 0)
-        levels = work.read(metric.levels)
-        grid = grid_for(work.device, self._n)
-        work.device.launch("check_levels", grid, pointer(levels), number(self._n), pointer(self._written))
-        return struct_of("<2Q", 0, levels)
 
     def finish(self) -> Any:
         """Wait, and return the frame.

@@ -30,7 +30,7 @@ class File(NamedTuple):
 
 
 FILES = {
-    "before": File(256, ("add_feedback", "check_levels", "metric_exponents", "value_exponents")),
+    "before": File(256, ("before",)),
     "choose_lossless": File(256, ("choose_lossless",)),
     "choose_rows": File(256, ("choose_rows",)),
     "choose_truncate": File(256, ("choose_truncate",)),

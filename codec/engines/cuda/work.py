@@ -67,6 +67,13 @@ class Work:
             return v.address
         return self.copy(v)
 
+    def fetch(self, v: TensorView) -> TensorView:
+        """The tensor in host memory: what was begun is waited for."""
+        if v.device == "cpu":
+            return v
+        data = self.device.download(v.address, v.nbytes)
+        return v._replace(data=ffi.from_buffer(data), owner=data, device="cpu", stream=None)
+
     def copy(self, v: TensorView) -> int:
         """The address of a copy of what lies on the device."""
         address = self.new(v.nbytes)
