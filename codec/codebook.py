@@ -1,6 +1,6 @@
 """Codebooks that both sides hold before a frame is sent."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +9,11 @@ import numpy as np
 from codec import core, structs
 from codec.core import ITEMSIZE, check, ffi, lib
 from codec.errors import SpecError
-from codec.metrics.asked import asked
+from codec.metrics.asked import Asked, asked
 from codec.segmenting import pack
 from codec.spec_structs import spec_struct
-from codec.specs import Lossless, Truncate, whole
-from codec.view import on_host, view, view_bytes
+from codec.specs import Lossless, Spec, Truncate, whole
+from codec.view import TensorView, fetch, on_host, view, view_bytes
 
 _DEFAULT = Lossless()
 _FLOATS = ("float32", "float64", "bfloat16", "float16")
@@ -167,13 +167,23 @@ class Codebook:
         return cls(bytes(struct.length), struct.escape_length, struct.id, struct.symbols)
 
 
+Counted = np.ndarray[Any, np.dtype[np.int64]]
+_count_elsewhere: Callable[[TensorView, Spec, bytes | None, Asked | None], Counted | None] | None = None
+
+
+def count_elsewhere_by(count: Callable[[TensorView, Spec, bytes | None, Asked | None], Counted | None]) -> None:
+    """Say how symbols of tensors on a device are counted, for engines stand above; None: there are too few values."""
+    global _count_elsewhere
+    _count_elsewhere = count
+
+
 def count_symbols(
     x: Any,
     spec: Lossless | Truncate,
     segments: Any = None,
     metric: Any = None,
     state: Mapping[str, Any] | None = None,
-) -> tuple[str, int, np.ndarray[Any, np.dtype[np.int64]]]:
+) -> tuple[str, int, Counted]:
     """How often each symbol occurs in the sample that encoding would take of a tensor.
 
     Returns
@@ -187,15 +197,22 @@ def count_symbols(
         As :meth:`Codebook.from_tensors`.
     """
     _check_spec(spec)
-    v = on_host("a tensor", view(x))
+    v = view(x)
     if v.dtype not in _FLOATS:
         raise SpecError(f"codebooks are for the exponents of {', '.join(_FLOATS)}, not for {v.dtype}")
     s = spec_struct(spec)
     n = v.nbytes // ITEMSIZE[v.dtype]
     m = asked(metric, state, n)
+    packed = pack(segments) if segments is not None else None
+    if v.device != "cpu" and _count_elsewhere is not None:
+        found = _count_elsewhere(v, spec, packed, m)
+        if found is not None:
+            return v.dtype, n, found
+        v = fetch("a tensor", v)._replace(dtype=v.dtype, shape=v.shape)
+    on_host("a tensor", v)
     call = structs.take()
-    if segments is not None:
-        call.set_segments(pack(segments))
+    if packed is not None:
+        call.set_segments(packed)
     if m is not None:
         for name, array in m.read:
             on_host(name, array)

@@ -25,6 +25,7 @@ def decode(
     metric: Any = None,
     state: Mapping[str, Any] | None = None,
     check_first: bool = True,
+    head: Any = None,
 ) -> Any:
     """Decode a frame.
 
@@ -52,6 +53,9 @@ def decode(
         What the sender had, for frames of :class:`codec.Truncate` with shared levels.
     check_first : bool
         False: write to `out` while the frame is checked. That saves a pass, and after an error `out` holds anything.
+    head : bytes or buffer, optional
+        The first bytes of a frame on a GPU, if they are at hand: 4,096 are mostly enough. Then they need not be copied
+        from there, which is waited for. Elsewhere it is ignored.
 
     Returns
     -------
@@ -93,6 +97,7 @@ def decode(
         metric,
         state,
         check_first,
+        None if head is None else view_bytes(head),
     )
     r: DecodeRequest = new(DecodeRequest, fields)
     try:
@@ -124,6 +129,7 @@ def accumulate(
     metric: Any = None,
     state: Mapping[str, Any] | None = None,
     check_first: bool = True,
+    head: Any = None,
 ) -> Any:
     """Add a frame's values to a tensor: ``out += weight * decode(frame)``, without the tensor in between.
 
@@ -136,7 +142,7 @@ def accumulate(
         first value is changed, so that after any error `out` is as it was.
     weight : float
         As float32.
-    engine, codebooks, threads, metric, state, check_first
+    engine, codebooks, threads, metric, state, check_first, head
         As in :func:`decode`.
 
     Returns
@@ -163,7 +169,8 @@ def accumulate(
     factor = _weight_of(weight)
     v = view_bytes(frame)
     books = given_codebooks(codebooks) if codebooks is not None else ()
-    r = DecodeRequest((v,), out, None, books, None, threads, metric, state, check_first)
+    first = None if head is None else view_bytes(head)
+    r = DecodeRequest((v,), out, None, books, None, threads, metric, state, check_first, first)
     try:
         engine_for(engine, v, out, None).accumulate(r, factor)
     finally:

@@ -133,7 +133,9 @@ def decode_many(
     try:
         for at, frame in enumerate(given):
             v = view_bytes(frame)
-            requests.append(new(DecodeRequest, ((v,), outs[at], like, books, most, threads, metric, states[at], True)))
+            requests.append(
+                new(DecodeRequest, ((v,), outs[at], like, books, most, threads, metric, states[at], True, None))
+            )
             chosen = engine_for(engine, v, outs[at], like)
         at = None
         tensors = chosen.decode_many(requests)

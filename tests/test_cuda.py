@@ -371,6 +371,39 @@ def test_many(device):
     assert codec.encode_many([], engine="cuda") == codec.decode_many([], engine="cuda") == []
 
 
+def test_headers_that_are_at_hand(device, monkeypatch):
+    """Are not fetched; nor believed, if they are another frame's."""
+    x = np.random.default_rng(4).standard_normal((300, 70), F32)
+    for y, other in ((x, -x), (x[:3], -x[:3])):
+        frame, another, short = codec.encode(y), codec.encode(other), codec.encode(y[:-1])
+        there, out = device.put(np.frombuffer(frame, np.uint8)), device.put(np.zeros_like(y))
+        for head in (frame[:4096], frame, frame[:120]):
+            codec.decode(there, out=out, head=head)
+            codec.accumulate(there, out, head=head)
+            assert got(out) == (2 * y).tobytes()
+        for wrong in (another, short, frame[:20], b""):
+            with pytest.raises(codec.FrameError):
+                codec.decode(there, out=out, head=wrong)
+        assert got(out) == (2 * y).tobytes()
+
+
+def test_symbols_are_counted_where_they_lie(device):
+    """For codebooks, by the sample that encoding takes; of a few values on the host."""
+    rng = np.random.default_rng(2)
+    x = (rng.standard_normal((300, 128)) * np.exp(rng.standard_normal((300, 1)))).astype(F32)
+    lossless = [codec.Lossless(), codec.Lossless(model="flat"), codec.Lossless(model="separable")]
+    for dtype, specs in ((F32, [*lossless, codec.Truncate(1)]), (np.float64, lossless), (np.float16, lossless[:1])):
+        y = x.astype(dtype)
+        for spec in specs:
+            for some in (y, y[:3]):
+                book = codec.Codebook.from_tensors(device.put(some), spec=spec)
+                assert book == codec.Codebook.from_tensors(some, spec=spec)
+    spec, metric, state = codec.Truncate(), metrics.SGD(0.1), {"theta": x[::-1] * F32(0.1)}
+    there = {name: device.put(array) for name, array in state.items()}
+    ours = codec.Codebook.from_tensors(device.put(x), spec=spec, metric=metric, state=there)
+    assert ours == codec.Codebook.from_tensors(x, spec=spec, metric=metric, state=state)
+
+
 def test_nobody_waits(device):
     """For size and status, which stay on the device; nor for what would have to be copied."""
     x = np.random.default_rng(8).standard_normal(20_000, F32)
@@ -381,6 +414,9 @@ def test_nobody_waits(device):
         out = device.put(np.zeros(codec.bound(x.shape, "float32", spec), np.uint8))
         pending = codec.encode_async(device.put(x), spec, out=out)
         assert (pending.nbytes.get(), pending.status.get()) == (len(frame), 0)
+        if isinstance(spec, codec.Lossless | codec.Truncate):
+            book = codec.Codebook.from_counts(pending.counts.get(), spec)
+            assert book == codec.Codebook.from_tensors(x, spec=spec)
         assert got(pending.wait()) == got(out)[: len(frame)] == frame
         assert codec.inspect(out[: len(frame)]) == codec.inspect(frame)
         codec.verify(out[: len(frame)])

@@ -38,6 +38,7 @@ LAYERS = [
     {"engines.cuda.devices"},
     {"engines.cuda.work"},
     {"engines.cuda.before"},
+    {"engines.cuda.job"},
     {"engines.cuda.encoding"},
     {"engines.cuda.decoding", "engines.cuda.pending"},
     {"engines.cuda.calls"},

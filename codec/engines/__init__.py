@@ -5,7 +5,9 @@ An engine is a module of this package, imported when it is first asked for, with
 * ``why_not() -> str | None``: why it cannot be used here, or None;
 * ``encode(request) -> bytes | memoryview``, ``decode(request)`` and ``reduce(request, op)`` that return the tensor, and
   ``accumulate(request, weight)``, over the requests of :mod:`codec.engines.request`;
-* ``encode_many(requests)``, ``decode_many(request)``: lists of what one call each would give.
+* ``encode_many(requests)``, ``decode_many(request)``: lists of what one call each would give;
+* for tensors on a device ``encode_async(request)``, a :class:`codec.engines.cuda.pending.Pending`, and
+  ``count(request)``: how often each symbol occurs in the sample that encoding takes; None: the tensor is too small.
 
 What it cannot read it refuses by :class:`codec.EngineError`, in words that help.
 """
@@ -16,10 +18,13 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Protocol, cast
 
+from codec.codebook import count_elsewhere_by
 from codec.engines import native
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import EngineError
-from codec.view import refusal
+from codec.metrics.asked import Asked
+from codec.specs import Spec
+from codec.view import TensorView, refusal
 
 
 class Engine(Protocol):
@@ -81,6 +86,15 @@ def engines() -> dict[str, str | None]:
     ['native', 'numba']
     """
     return {name: _find(name)[1] for name in _NAMES}
+
+
+def _count(v: TensorView, spec: Spec, segments: bytes | None, metric: Asked | None) -> Any:
+    """Symbols of what lies on a device."""
+    engine: Any = choose(None, "a tensor", v.device)
+    return engine.count(EncodeRequest(v, spec, segments=segments, metric=metric))
+
+
+count_elsewhere_by(_count)
 
 
 def choose(name: Any, argument: str, device: str) -> Engine:

@@ -58,6 +58,7 @@ class DecodeRequest(NamedTuple):
     metric: Any = None  # for as many values as the frame turns out to have
     state: Any = None
     check_first: bool = True  # all of the frame, before `out` is written
+    head: TensorView | None = None  # the first bytes of the only frame, which lies on a device
 
     def limit(self) -> int:
         """Bytes of the largest tensor to be made."""

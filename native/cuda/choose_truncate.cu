@@ -65,7 +65,7 @@ DEVICE_CALL void conclude_cut(codec_view *v, uint8_t *memory, uint64_t capacity,
 	uint8_t *lengths = memory + v->lengths.at;
 	uint64_t nparts = v->model_parts.count, side_nbytes;
 
-	room->codes.counts[threadIdx.x] = ((const volatile uint32_t *)c->all)[threadIdx.x];
+	room->codes.counts[threadIdx.x] = c->counts[0][threadIdx.x] = ((const volatile uint32_t *)c->all)[threadIdx.x];
 	__syncthreads();
 	if (!v->codebook_id)
 		team_book(room->codes.counts, v->cap, lengths, &room->codes.book);

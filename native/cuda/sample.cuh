@@ -21,8 +21,9 @@ struct codec_part_found {
 	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], based[256]; /* float64: based[] under its base alone */
 };
 
-/* And about the tensor; zeros at first. The parts follow. */
+/* And about the tensor; zeros at first. The parts follow. It begins with what codec_count counts, in the end. */
 struct codec_choice {
+	uint32_t counts[WIRE_MAX_PLANES][256], all[CHOOSE_BINS];
 	uint32_t ticket;                    /* numbers drawn */
 	uint32_t done[3], told[2];          /* of each step: shares done; and whether others may build on it */
 	uint32_t zero_runs, varied;         /* bits: planes with runs of zeros, with more than one value */
@@ -30,8 +31,7 @@ struct codec_choice {
 	int32_t finest, bins;               /* shift; bins a symbol */
 	unsigned long long zeros, sampled;  /* of plane 0 among the sample of planes */
 	unsigned long long nzeros, nvalues; /* among that of symbols */
-	uint32_t counts[WIRE_MAX_PLANES][256], all[CHOOSE_BINS];
-	uint32_t lead_nbytes; /* of the side section: codebooks, the number of parts */
+	uint32_t lead_nbytes;               /* of the side section: codebooks, the number of parts */
 	uint8_t lead[8 + WIRE_MAX_PLANES * BOOK_MAX_NBYTES + 4];
 };
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from codec.engines.request import DecodeRequest, EncodeRequest
 
-__all__ = ["accumulate", "decode", "decode_many", "encode", "encode_async", "encode_many", "reduce", "why_not"]
+__all__ = ["accumulate", "count", "decode", "decode_many", "encode", "encode_async", "encode_many", "reduce", "why_not"]
 
 
 def why_not() -> str | None:
@@ -26,6 +26,11 @@ def _calls() -> Any:
 def encode(r: EncodeRequest) -> Any:
     """A frame."""
     return _calls().encode(r)
+
+
+def count(r: EncodeRequest) -> Any:
+    """How often each symbol occurs in the sample of a tensor."""
+    return _calls().count(r)
 
 
 def encode_async(r: EncodeRequest) -> Any:

@@ -4,10 +4,13 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from codec.core import lib
 from codec.engines.cuda.decoding import Frame
 from codec.engines.cuda.devices import device_for
 from codec.engines.cuda.encoding import Encoding
+from codec.engines.cuda.job import COUNTS_NBYTES, Job, plan_of
 from codec.engines.cuda.pending import Pending
 from codec.engines.cuda.work import Work
 from codec.engines.native.decoding import check_whole, is_bomb
@@ -39,6 +42,17 @@ def encode(r: EncodeRequest) -> Any:
     """A frame: on the tensor's device, or bytes for one in host memory; or the part of `out` that it takes."""
     with _working(r.views) as work:
         return Encoding(work, r).finish()
+
+
+def count(r: EncodeRequest) -> Any:
+    """How often each symbol occurs in the sample of a tensor on a device: 256 integers."""
+    with _working(r.views) as work:
+        plan = plan_of(r)
+        if not plan.view.nblocks:  # so few values that no frame has symbols
+            return None
+        job = Job(work, r, plan)
+        job.choose(plan.bound)
+        return np.frombuffer(work.device.download(job.counts, COUNTS_NBYTES), np.uint32).astype(np.int64)
 
 
 def encode_async(r: EncodeRequest) -> Pending:

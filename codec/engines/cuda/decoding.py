@@ -6,12 +6,13 @@ from typing import Any
 from codec import structs
 from codec.core import DTYPE_NAMES, ITEMSIZE, MANTISSA_BITS, check, ffi, lib, new_bytes
 from codec.engines.cuda.before import Before
-from codec.engines.cuda.encoding import ALIGNMENT, WARPS
+from codec.engines.cuda.encoding import ALIGNMENT
+from codec.engines.cuda.job import WARPS
 from codec.engines.cuda.work import Work, grid_for, pointer, small, struct_of
 from codec.engines.native import decoding as native
 from codec.engines.request import DecodeRequest
 from codec.engines.steps import tensor_like
-from codec.errors import CodecError, EngineError, SpecError, StateError
+from codec.errors import CodecError, FrameError, SpecError, StateError, Status
 from codec.frame import read_header
 from codec.metrics.asked import Asked, asked
 from codec.structs import Call
@@ -40,7 +41,7 @@ class Frame:
 
     def __init__(self, work: Work, r: DecodeRequest, frame: TensorView) -> None:
         self.work, self.request, self.frame = work, r, frame
-        self._head = _head(work, frame)
+        self._head = _head(work, frame, r.head)
         self.info = info = read_header(self._head)
         self.shape = tuple(info.shape[0 : info.rank])
         self.dtype = DTYPE_NAMES[info.dtype]
@@ -56,7 +57,7 @@ class Frame:
         call = structs.take()
         call.info.tensor_nbytes = self.info.tensor_nbytes
         native.refuse(call, self.request, self.on_host(), nothing)
-        raise EngineError("a frame of another size than its header says")
+        raise FrameError("head= is not this frame's", Status.BAD_HEADER)
 
     def open(self, v: TensorView, into: int) -> None:
         """Make the job for a destination like this one."""
@@ -128,7 +129,7 @@ class Frame:
         call.context.flags |= lib.CODEC_CHECK_ONLY
         t = call.fill_tensor(v)
         check(lib.codec_decode(frame.data, frame.nbytes, t, call.context, call.scratch(size), size), call.fault)
-        raise EngineError("the cuda engine refuses a frame that the native one takes: please report it")
+        raise FrameError("head= is not this frame's", Status.BAD_HEADER)
 
     def verify(self) -> None:
         """Raise FrameError if it is not what was written."""
@@ -187,11 +188,11 @@ class Frame:
         structs.give(self._call)
 
 
-def _head(work: Work, frame: TensorView) -> TensorView:
+def _head(work: Work, frame: TensorView, given: TensorView | None) -> TensorView:
     """The header and the side section, in host memory."""
     if frame.device == "cpu":
         return frame
-    head = work.fetch(frame.first(_HEAD))
+    head = work.fetch(frame.first(_HEAD)) if given is None else given.first(frame.nbytes)
     info = read_header(head)
     need = min(frame.nbytes, info.side_offset + info.side_nbytes)
     return head if need <= head.nbytes else work.fetch(frame.first(need))

@@ -3,7 +3,8 @@
 import sys
 from typing import Any
 
-from codec.engines.cuda.encoding import ALIGNMENT, WRITTEN_NBYTES, Encoding, bound_of
+from codec.engines.cuda.encoding import ALIGNMENT, Encoding
+from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, bound_of
 from codec.engines.cuda.work import Work
 from codec.engines.request import EncodeRequest
 from codec.errors import EngineError, SpecError
@@ -22,13 +23,18 @@ class Pending:
         Size of the frame in bytes; 0 as long as there is none, and if the tensor cannot be encoded.
     status : array or tensor of one int32, on the device
         Once the frame should be there a :class:`codec.Status`.
+    counts : array or tensor of 256 int32, on the device
+        Of :class:`codec.Lossless` floats and :class:`codec.Truncate`: how often each symbol of the exponent occurs in
+        the sample, for :meth:`codec.Codebook.from_counts` of a later step.
     """
 
     def __init__(self, work: Work, r: EncodeRequest) -> None:
         _check(r)
-        written, v = work.device.empty("uint8", (WRITTEN_NBYTES,), r.x.owner)
+        written, v = work.device.empty("uint8", (WRITTEN_NBYTES + COUNTS_NBYTES,), r.x.owner)
         self._encoding = Encoding(work, r, v.address)
+        work.device.copy(v.address + WRITTEN_NBYTES, self._encoding.counts, COUNTS_NBYTES)
         self.nbytes = _seen(written[24:32], "int64")
+        self.counts = _seen(written[WRITTEN_NBYTES:], "int32")
         self.status = _seen(written[40:44], "int32")
 
     def wait(self) -> Any:
