@@ -381,6 +381,8 @@ def test_headers_that_are_at_hand(device, monkeypatch):
             codec.decode(there, out=out, head=head)
             codec.accumulate(there, out, head=head)
             assert got(out) == (2 * y).tobytes()
+        with pytest.raises(codec.LimitError):
+            codec.decode(there, head=frame, max_nbytes=y.nbytes - 1)
         for wrong in (another, short, frame[:20], b""):
             with pytest.raises(codec.FrameError):
                 codec.decode(there, out=out, head=wrong)

@@ -53,11 +53,13 @@ class Frame:
 
     def refuse_size(self) -> None:
         """Raise what is wrong with a frame that is not whole, or declares too large a tensor."""
+        frame_nbytes = self.info.frame_nbytes
+        if self.request.head is not None and frame_nbytes != self.frame.nbytes:
+            raise FrameError(f"a frame of {self.frame.nbytes} bytes, of {frame_nbytes} by head=", Status.BAD_HEADER)
         nothing = TensorView(self.dtype, self.shape, ffi.NULL, 0, None)
         call = structs.take()
         call.info.tensor_nbytes = self.info.tensor_nbytes
         native.refuse(call, self.request, self.on_host(), nothing)
-        raise FrameError("head= is not this frame's", Status.BAD_HEADER)
 
     def open(self, v: TensorView, into: int) -> None:
         """Make the job for a destination like this one."""
