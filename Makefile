@@ -185,6 +185,12 @@ failures: $(VENV)/debian $(VENV)/test
 	CODEC_MOMENTS=$(MOMENTS) $(VENV)/bin/pytest -s tests/test_peer_failures.py tests/test_links.py tests/test_interrupts.py
 .PHONY: failures
 
+# HOSTILE damaged frames of each kind to the CUDA engine's kernels on this CPU, under sanitizers; all architectures
+HOSTILE ?= 450
+kernels-on-cpu: $(VENV)/test
+	CODEC_HOSTILE=$(HOSTILE) CODEC_ALL_ARCHS=1 $(VENV)/bin/pytest tests/test_cuda_compiled.py
+.PHONY: kernels-on-cpu
+
 # where there is an NVIDIA GPU: the CUDA engine's tests on it, some of them under compute-sanitizer, and its table
 SANITIZER ?= compute-sanitizer
 gpu: $(VENV)/test

@@ -213,7 +213,7 @@ def encode_async(
     --------
     >>> codec.encode_async(np.ones(1000), out=np.empty(10_000, np.uint8))
     Traceback (most recent call last):
-    codec.errors.EngineError: encode_async is for tensors on a GPU ...
+    codec.errors.EngineError: encode_async is for tensors on a GPU...
     """
     v = view(x, dtype)
     chosen = choose(None, "x", v.device)

@@ -4,6 +4,7 @@ import hashlib
 import os
 
 import numpy as np
+import oracle
 import pytest
 import test_lossy
 import test_numba
@@ -12,6 +13,9 @@ import test_truncate
 import test_vectors
 from conftest import ALL_DTYPES, KINDS, LOSSY, TRUNCATES, make
 from device import Emulated, Real, build, use
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sealing import reseal
 
 import codec
 from codec import metrics
@@ -72,6 +76,80 @@ def outcome(call, *args, **how):
 def outcomes(frame, dtype, **how):
     """Of decoding by this engine and by the native one."""
     return [outcome(codec.decode, frame, like=like(dtype), engine=name, **how) for name in ("cuda", "native")]
+
+
+def planes_of_many_kinds():
+    """Tensors, some of floats, some of integers, whose planes are sent in every way that there is."""
+    rng, n = np.random.default_rng(0), 66_000
+    x, noise = rng.standard_normal(n, F32).view(np.uint32), rng.integers(0, 1 << 32, n, np.uint32)
+    short, zero, rare, runs = x & 0xFFFF0000, rng.random(n) < 0.3, rng.random(n) < 0.05, np.arange(n) // 512 % 2 == 0
+    some = (runs, noise, 0), (runs, 0, noise), (runs, noise, noise & 0xFFFF0000), (runs, x, short), (runs, 0, x)
+    for where, a, b in (*some, (zero, 0, np.where(runs, x, short)), (rare, 0, x & 0xFFFFF000)):
+        for dtype in ("float32", "uint32"):
+            yield np.where(where, a, b).astype(np.uint32), dtype
+
+
+WAYS = {"fixed", "constant", "raw", "coded", "halved", "rows"}
+PRUNED = {"constant", "raw", "coded", "halved"}  # of values whose first plane is 0 nothing is sent
+
+
+def test_every_way_to_send_a_plane(monkeypatch):
+    """And the list of them is complete: an independent decoder tells which one it meets."""
+    seen, read = set(), oracle.decode_region
+
+    def watched(frame, at, end, m, nplanes, shift, fixed, coded, halved, *rest):
+        head = int.from_bytes(frame[at : at + 4], "little")
+        for p in range(nplanes):
+            way = "fixed" if fixed >> p & 1 else ("constant", "raw", "coded", "rows")[head >> 2 * p & 3]
+            way = "halved" if way == "coded" and halved >> p & 1 else way
+            seen.add((way, bool(p and head >> 16 & 1)))
+        return read(frame, at, end, m, nplanes, shift, fixed, coded, halved, *rest)
+
+    monkeypatch.setattr(oracle, "decode_region", watched)
+    for x, dtype in planes_of_many_kinds():
+        frame = codec.encode(x, dtype=dtype)
+        assert oracle.decode(frame)[2] == x.tobytes()
+        assert encode(x, codec.Lossless(), dtype) == frame
+        assert decode(frame) == x.tobytes()
+    assert seen >= {(way, False) for way in WAYS} | {(way, True) for way in PRUNED}
+
+
+@pytest.fixture
+def as_native(monkeypatch):
+    """Comparisons of tests/test_numba.py are of this engine with the native one."""
+    monkeypatch.setattr(test_numba, "ENGINES", ("native", "cuda"))
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(st.data())
+def test_same_bytes_values_and_errors(as_native, data):
+    test_numba.compare(data.draw)
+
+
+def test_every_length(as_native):
+    """0 to 512, by all codecs in turn, at every offset in a cache line."""
+    x = {dtype: test_numba.tensor(dtype, 512, "zeros", odd=9) for dtype in HALVES}
+    specs = sorted(test_numba.SPECS.items())
+    for n in range(513):
+        for i in range(4):
+            _, spec = specs[(4 * n + i) % len(specs)]
+            dtype, how = HALVES[(n + i) % 3], test_numba.levels_by(spec, n)
+            frame = test_numba.encoded(test_numba.moved(x[dtype][:n], n % 13), spec, dtype, stream=n, **how)
+            if isinstance(frame, bytes):
+                test_numba.decoded(frame, dtype, n, **how)
+
+
+def test_every_width(as_native):
+    """Rows of 64 to 1,000 values, in segments that begin anywhere."""
+    for i, columns in enumerate(range(64, 1001, 17)):
+        dtype, rows = ("float64", *HALVES)[i % 4], 1 + 20_000 // columns
+        x = make(dtype, 3 + 2 * rows * columns, "normal")
+        segments = [(3, (rows, columns)), (3 + rows * columns, (rows // 2, 2 * columns))]
+        for spec in (codec.Lossless(), codec.Lossless(model="separable"), codec.Float8(row=columns)):
+            if dtype != "float64" or isinstance(spec, codec.Lossless):
+                frame = test_numba.encoded(x, spec, dtype, segments=segments)
+                if isinstance(frame, bytes):
+                    test_numba.decoded(frame, dtype, x.size)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -282,10 +360,10 @@ def test_where_tensors_are_decoded(device):
             assert got(codec.decode(there)) == x.tobytes()
             assert codec.decode(there, like=x).tobytes() == x.tobytes()
             out, far = np.zeros_like(x), device.put(np.zeros_like(x))
-            for given, broken in ((there, bad), (frame, damaged)):
-                assert codec.decode(given, out=far) is far
+            for whole, broken in ((there, bad), (frame, damaged)):
+                assert codec.decode(whole, out=far) is far
                 assert got(far) == x.tobytes()
-                assert codec.decode(given, out=out, engine="cuda") is out
+                assert codec.decode(whole, out=out, engine="cuda") is out
                 assert out.tobytes() == x.tobytes()
                 for kept in (far, out):
                     with pytest.raises(codec.ChecksumError):
@@ -483,10 +561,10 @@ def test_blocks_at_once(monkeypatch):
     cases = [(x, codec.Lossless(), "bfloat16", {}), (x, codec.Lossless(), "bfloat16", {"segments": BUCKET})]
     cases += [(y, codec.Lossless(), "float64", {}), (x, codec.Truncate(), "bfloat16", how)]
     cases += [(x, spec, "bfloat16", {}) for spec in (codec.Ternary("entropy"), codec.Sign(), codec.Float8())]
-    for values, spec, dtype, given in cases:
-        frame = bytes(codec.encode(values, spec, dtype=dtype, **given))
+    for values, spec, dtype, how in cases:
+        frame = bytes(codec.encode(values, spec, dtype=dtype, **how))
         for _ in range(3):
-            assert encode(values, spec, dtype, **given) == frame, spec
+            assert encode(values, spec, dtype, **how) == frame, spec
             ours, native = outcomes(frame, dtype)
             assert ours == native, spec
 
@@ -510,6 +588,17 @@ def test_golden_frames(name):
         given["codebooks"] = how["codebook"]
     assert hashlib.sha256(decode(frame, **given)).hexdigest() == about.get("values_sha256", about["tensor_sha256"])
     assert encode(x, how.pop("spec", codec.Lossless()), dtype, **how) == frame
+
+
+@pytest.mark.parametrize("name", list(test_numba.GOLDEN)[::3])
+def test_golden_frames_cut_off(name):
+    """Anywhere; and by what they say of their size, too."""
+    frame = test_numba.GOLDEN_FRAMES[name]
+    for n in {0, 1, 47, *np.random.default_rng(len(frame)).integers(0, len(frame), 9).tolist()}:
+        for cut in (frame[:n], reseal(frame[:16] + n.to_bytes(8, "little") + frame[24:n])):
+            if cut is not None:
+                ours, native = outcomes(cut, codec.inspect(frame).dtype)
+                assert ours == native
 
 
 @pytest.mark.parametrize("name", test_numba.HOSTILE)

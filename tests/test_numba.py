@@ -8,13 +8,15 @@ import numpy as np
 import oracle
 import pytest
 import test_lossy
+import test_numba
 import test_page
 import test_reject
 import test_truncate
 import test_vectors
 import torch
 from conftest import ALL_DTYPES, KINDS, LOSSY, TRUNCATES, make
-from hypothesis import given, settings
+from device import Emulated, build, use
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sealing import coded, reseal
 
@@ -67,10 +69,10 @@ def outcome(call):
 
 
 def agreed(call):
-    """What a call gives with either engine."""
-    expected, got = (outcome(lambda: call(engine)) for engine in ENGINES)  # noqa: B023
-    assert got == expected
-    return got
+    """What a call gives with any engine."""
+    expected, *others = (outcome(lambda: call(engine)) for engine in ENGINES)  # noqa: B023
+    assert others == [expected] * len(others)
+    return expected
 
 
 def dtypes_of(spec):
@@ -141,7 +143,7 @@ def decoded(frame, dtype, shape, **how):
     values = agreed(lambda engine: codec.decode(frame, like=like(dtype), engine=engine, **how).tobytes())
     out = moved(np.zeros(shape, like(dtype).dtype))
     codec.decode(
-        moved(np.frombuffer(frame, np.uint8), 5), out=out, engine="numba", check_first=len(frame) % 16 == 0, **how
+        moved(np.frombuffer(frame, np.uint8), 5), out=out, engine=ENGINES[-1], check_first=len(frame) % 16 == 0, **how
     )
     assert out.tobytes() == values
     return values
@@ -161,11 +163,8 @@ def summed(frames, dtype, n, op="mean", **how):
         agreed(lambda engine: same_nan(codec.reduce(frames, op, engine=engine, **how)))
 
 
-@settings(max_examples=400)
-@given(st.data())
-def test_same_bytes_values_and_errors(data):
-    """For any tensor, in any way of asking."""
-    draw = data.draw
+def compare(draw):
+    """Engines, by any tensor in any way of asking."""
     name = draw(st.sampled_from(sorted(SPECS)))
     spec = SPECS[name]
     dtype = draw(st.sampled_from(dtypes_of(spec)))
@@ -202,6 +201,21 @@ def test_same_bytes_values_and_errors(data):
         if dtype in HALVES:
             agreed(lambda engine: same_nan(codec.reduce(frames, op, engine=engine, **threads, **levels)))
             agreed(lambda engine: same_nan(codec.accumulate(frames[-1], total.copy(), 0.7, engine=engine, **levels)))
+
+
+@settings(max_examples=400)
+@given(st.data())
+def test_same_bytes_values_and_errors(data):
+    compare(data.draw)
+
+
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(st.data())
+def test_three_engines(monkeypatch, data):
+    """native = numba = cuda, on a GPU that is this CPU."""
+    use(monkeypatch, Emulated(build()))
+    monkeypatch.setattr(test_numba, "ENGINES", ("native", "numba", "cuda"))
+    compare(data.draw)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -58,6 +58,8 @@ class Encoding:
         work.device.launch(
             "close_frame", job.teams, job.view, job.job, job.source, *place, job.choice, job.head, shared
         )
+        if residual and job.family == "lossless":  # whose kernels need not know that nothing is left
+            work.device.clear(residual, 4 * plan.view.n)
 
     def finish(self) -> Any:
         """Wait, and return the frame.
