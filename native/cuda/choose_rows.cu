@@ -23,24 +23,15 @@ union rows_room {
 
 DEVICE_CALL void scan_pieces(const codec_view *v, uint8_t *memory, const codec_source *source, uint64_t first)
 {
-	const codec_row_part *part = row_parts(v, memory);
+	const codec_row_part *parts = row_parts(v, memory);
 	codec_row_sums *sums = (codec_row_sums *)(memory + v->row_sums.at);
 	uint32_t lane = threadIdx.x % 32;
 
 	for (uint64_t i = first + threadIdx.x / 32; i < first + SCANNED && i < v->row_sums.count; i += TEAM_WARPS) {
-		uint64_t low = 0, high = v->row_parts.count;
-
-		while (high - low > 1) {
-			uint64_t middle = (low + high) / 2;
-
-			if (part[middle].first_sum <= i)
-				low = middle;
-			else
-				high = middle;
-		}
-		uint64_t from = (i - part[low].first_sum) * WIRE_TREE, n = part[low].count - from;
+		const codec_row_part *part = part_at(parts, v->row_parts.count, &codec_row_part::first_sum, i);
+		uint64_t from = (i - part->first_sum) * WIRE_TREE, n = part->count - from;
 		codec_row_sums some =
-			sums_of(v, source, part[low].start + from, n < WIRE_TREE ? (uint32_t)n : WIRE_TREE, lane);
+			sums_of(v, source, part->start + from, n < WIRE_TREE ? (uint32_t)n : WIRE_TREE, lane);
 
 		if (lane == 0)
 			sums[i] = some;
@@ -69,19 +60,7 @@ DEVICE_CALL void add_pieces(const codec_row_sums *sums, uint64_t count, rows_roo
 		below += s.negative;
 	}
 	*negative = team_sum(below);
-	for (int by = 16; by; by /= 2) {
-		uint32_t other = __shfl_xor_sync(FULL, most, by);
-
-		most = other > most ? other : most;
-	}
-	uint32_t all = 0;
-
-	for (uint32_t w = 0; w < TEAM_WARPS; w++) { /* the largest of warps' */
-		uint64_t some = team_sum(t == 32 * w ? most : 0);
-
-		all = some > all ? (uint32_t)some : all;
-	}
-	*max = all;
+	*max = team_max(most);
 	for (int k = 0; k < 2; k++) {
 		if (mine == each)
 			room->tree.node[k][t] = level[k][log2];

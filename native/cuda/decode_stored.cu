@@ -3,8 +3,7 @@
 #include "sink.cuh"
 
 /* Values i to i + 3 of a stored tensor of values of so many bytes. */
-template <int SIZE>
-DEVICE void put_stored(const codec_view &v, const uint8_t *frame, const codec_sink &sink, uint64_t i)
+template <int SIZE> DEVICE void put_four(const codec_view &v, const uint8_t *frame, const codec_sink &sink, uint64_t i)
 {
 	uint32_t n = v.n - i < 4 ? (uint32_t)(v.n - i) : 4;
 	uint64_t x[4];
@@ -27,10 +26,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 	for (uint64_t i = warp; checks && chunk * i < nbytes; i += warps)
 		digest += digest_chunk(frame + v.side_offset, nbytes, WIRE_SEED_REGION, i, lane);
 	for (uint64_t i = 4 * (32 * warp + lane); sink.data && i < v.n; i += 128 * warps)
-		size == 1   ? put_stored<1>(v, frame, sink, i)
-		: size == 2 ? put_stored<2>(v, frame, sink, i)
-		: size == 4 ? put_stored<4>(v, frame, sink, i)
-			    : put_stored<8>(v, frame, sink, i);
+		size == 1   ? put_four<1>(v, frame, sink, i)
+		: size == 2 ? put_four<2>(v, frame, sink, i)
+		: size == 4 ? put_four<4>(v, frame, sink, i)
+			    : put_four<8>(v, frame, sink, i);
 	if (lane)
 		return;
 	atomicAdd(&found->seal, (unsigned long long)digest);

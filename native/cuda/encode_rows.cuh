@@ -16,12 +16,7 @@ static __device__ uint32_t largest(uint32_t dtype, const codec_source *source, u
 
 		most = a < limit && a > most ? a : most;
 	}
-	for (int by = 16; by; by /= 2) {
-		uint32_t other = __shfl_xor_sync(FULL, most, by);
-
-		most = other > most ? other : most;
-	}
-	return most;
+	return warp_max(most);
 }
 
 /* Sums of at most WIRE_TREE values, as docs/encoder.md, section 7.2, has them: in 32 lanes, which are folded by halves.

@@ -186,13 +186,13 @@ static __device__ uint32_t put_pieces(const cut_kind &q, bool by_bit, uint32_t m
 		*head |= tail << WIRE_TAIL_AT;
 	}
 	for (int i = 0; i < (by_bit ? 1 : PIECES); i++) {
-		uint32_t width = q.width[i], seen = 0, count = 0, some = 0;
+		uint32_t width = q.width[i], seen = 0, some = 0;
 
 		ends += width;
 		for (int pass = 0; pass < 2; pass++) { /* is a piece 0 in all that have it? Then write it */
 			uint32_t nbits = 0;
 
-			if (pass && !by_bit && count && !__reduce_or_sync(FULL, some)) {
+			if (pass && !by_bit && seen && !__reduce_or_sync(FULL, some)) {
 				*head |= WIRE_PIECE_ZERO << i;
 				break;
 			}
@@ -228,7 +228,6 @@ static __device__ uint32_t put_pieces(const cut_kind &q, bool by_bit, uint32_t m
 				}
 			}
 			seen = nbits;
-			count = nbits;
 			if (pass)
 				at += (nbits + 7) / 8;
 		}

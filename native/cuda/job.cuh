@@ -56,8 +56,8 @@ DEVICE const uint8_t *table_of(const job *j, uint32_t p)
 
 /* The last of `count` parts that begins at or before `place`; they ascend from 0, and a member says where they begin.
  */
-template <class PART>
-DEVICE const PART *part_at(const PART *part, uint64_t count, uint64_t PART::*begins, uint64_t place)
+template <class PART, class NUMBER>
+DEVICE const PART *part_at(const PART *part, uint64_t count, NUMBER PART::*begins, uint64_t place)
 {
 	uint64_t low = 0, high = count;
 

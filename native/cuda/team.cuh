@@ -28,6 +28,19 @@ DEVICE_CALL uint64_t team_sum(uint64_t x)
 	return sum;
 }
 
+/* The largest, to all. */
+DEVICE_CALL uint32_t team_max(uint32_t x)
+{
+	__shared__ uint32_t most[TEAM_WARPS];
+
+	x = warp_max(x);
+	__syncthreads();
+	if (threadIdx.x % 32 == 0)
+		most[threadIdx.x / 32] = x;
+	__syncthreads();
+	return warp_max(most[threadIdx.x % TEAM_WARPS]);
+}
+
 /* Sum of x over the threads below; over all of them to *total. */
 DEVICE_CALL uint64_t team_scan(uint32_t x, uint64_t *total)
 {

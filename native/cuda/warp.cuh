@@ -21,6 +21,16 @@ DEVICE uint64_t warp_sum(uint64_t x)
 	return x;
 }
 
+DEVICE uint32_t warp_max(uint32_t x)
+{
+	for (int by = 16; by; by /= 2) {
+		uint32_t other = __shfl_xor_sync(FULL, x, by);
+
+		x = other > x ? other : x;
+	}
+	return x;
+}
+
 /* Sum of x over the lanes below; over all of them to *total. */
 DEVICE uint32_t warp_scan(uint32_t x, uint32_t lane, uint32_t *total)
 {

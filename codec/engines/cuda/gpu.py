@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
@@ -49,7 +50,8 @@ class Gpu:
         self._arch = f"sm_{self._device.compute_capability}"
         self._functions: dict[str, Any] = {}
         self._numbers: dict[tuple[str, str], tuple[int, ...]] = {}
-        self._sent: list[tuple[Any, Any]] = []  # pinned memory, and the event after which it is free
+        self._sent: list[list[Any]] = []  # pinned memory, and the event after which it is free
+        self._sending = threading.Lock()
 
     @contextmanager
     def on(self, stream: int) -> Generator[None]:
@@ -82,13 +84,15 @@ class Gpu:
         if nbytes > _PINNED and not capturing:
             runtime.memcpyAsync(to, _address(data), nbytes, runtime.memcpyHostToDevice, stream.ptr)
             return None  # the driver has read all of it by now
-        if not capturing:
-            self._sent = [(memory, event) for memory, event in self._sent if not event.done]
         pinned = self._cupy.cuda.alloc_pinned_memory(nbytes)
         ctypes.memmove(pinned.ptr, _address(data), nbytes)
-        runtime.memcpyAsync(to, pinned.ptr, nbytes, runtime.memcpyHostToDevice, stream.ptr)
+        sent = [pinned, None]
         if not capturing:  # a graph's memory is kept by who has the graph
-            self._sent.append((pinned, stream.record()))
+            with self._sending:
+                self._sent = [*(s for s in self._sent if s[1] is None or not s[1].done), sent]
+        runtime.memcpyAsync(to, pinned.ptr, nbytes, runtime.memcpyHostToDevice, stream.ptr)
+        if not capturing:
+            sent[1] = stream.record()
         return pinned
 
     def download(self, at: int, nbytes: int) -> bytearray:
