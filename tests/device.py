@@ -56,9 +56,9 @@ def build(source=ROOT / "tests/cuda/kernels.cc", options=()):
 def launch(library, kernel, grid, threads, *args):
     """`args`: ctypes values and buffers, which are passed as they are."""
     call = getattr(library, f"{kernel.replace('<', '_').rstrip('>')}_launch")
-    call.restype, call.argtypes = ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_size_t]
+    call.restype, call.argtypes = ctypes.c_char_p, [ctypes.c_void_p, *[ctypes.c_uint32] * 3, ctypes.c_size_t]
     pointers = (ctypes.c_void_p * len(args))(*[ctypes.addressof(a) for a in args])
-    if said := call(pointers, grid, threads, 0):
+    if said := call(pointers, *grid, threads, 0):
         raise LaunchError(said.decode())
 
 
@@ -154,7 +154,7 @@ class Emulated:
     def numbers(self, kernel: str, name: str, count: int) -> tuple[int, ...]:
         return tuple((ctypes.c_uint64 * count).in_dll(self.library, name))
 
-    def launch(self, kernel: str, grid: int, *args: Any) -> None:
+    def launch(self, kernel: str, grid: tuple[int, int], *args: Any) -> None:
         self.launched.append(kernel)
         launch(self.library, kernel, grid, FILES[FILE_OF[kernel]].threads, *args)
 
@@ -175,7 +175,7 @@ class Real:
         self.launched: list[str] = []
         begin = Gpu.launch
 
-        def launch(gpu: Gpu, kernel: str, grid: int, *args: Any) -> None:
+        def launch(gpu: Gpu, kernel: str, grid: tuple[int, int], *args: Any) -> None:
             self.launched.append(kernel)
             begin(gpu, kernel, grid, *args)
 

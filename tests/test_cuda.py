@@ -532,7 +532,16 @@ def test_metrics_of_ones_own(device):
 
 
 def test_how_many_launches(device):
-    """At most four to encode, whatever is asked for, and three to decode into what must stay as it is on errors."""
+    """At most four to encode, whatever is asked for, and three to decode into what must stay as it is on errors.
+
+    No more for many tensors, but for those that need other kernels.
+    """
+    xs = [device.put(np.random.default_rng(n).standard_normal(n, F32)) for n in (5, 600, 40_000, 513, 20_000)]
+    codec.encode_many(xs)
+    assert device.launched == ["choose_lossless", "encode_lossless<4>", "close_frame"]
+    device.launched.clear()
+    codec.encode_many([*xs[1:], *(device.put(np.ones(1000, np.int16)) for _ in range(3))])
+    assert device.launched == ["choose_lossless", "encode_lossless<2>", "encode_lossless<4>", "close_frame"]
     x = device.put(np.random.default_rng(1).standard_normal(20_000, F32))
     groups = {"metric": [(0, metrics.SGD(0.1)), (500, metrics.SGD(0.2))], "state": {"theta": x}}
     owed = {"residual": device.put(np.zeros(20_000, F32)), "feedback": True}

@@ -23,7 +23,7 @@ REGISTERS = {
     "choose_rows": (128,),
     "choose_truncate": (128,),
     "encode_lossless": (96, 96, 96, 128),
-    "encode_rows": (96,),
+    "encode_rows": (128,),
     "encode_truncate": (128,),
     "close": (64,),
     "decode_lossless": (96, 128, 128, 168),
@@ -55,8 +55,8 @@ def test_faults_of_launches(tmp_path):
         ("barrier", "waiting for ever: thread 1 __syncthreads in line 5"),
     ):
         with pytest.raises(LaunchError, match=said):
-            launch(wrong, kernel, 1, 64, pointer(x.ctypes.data))
-    launch(wrong, "fine", 1, 64, pointer(x.ctypes.data))
+            launch(wrong, kernel, (1, 1), 64, pointer(x.ctypes.data))
+    launch(wrong, "fine", (1, 1), 64, pointer(x.ctypes.data))
     assert (x == np.arange(64) ^ 1).all()
 
 

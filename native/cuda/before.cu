@@ -2,7 +2,7 @@
  * a metric's A, whether levels are levels. One launch for all of it.
  */
 #include "sink.cuh"
-#include "written.cuh"
+#include "encoding.cuh"
 
 /*
  * The metric of values [first, end): its terms and its state, as codec_metric has them; v, m: NULL where it does not
@@ -27,6 +27,7 @@ struct codec_before {
 	uint8_t *exponents; /* of A */
 	const uint8_t *levels;
 	uint32_t dtype, reserved;
+	codec_written *out; /* whose fault says that levels are none */
 };
 
 /* A sum in the tensor's dtype: to nearest even, and at most its largest number. */
@@ -69,9 +70,9 @@ DEVICE float metric_of(const codec_group &g, uint64_t i)
 	return g.m ? round_weighted(a, g.m_term, value_at(g.m_dtype, &m, i)) : a;
 }
 
-/* out->fault, if there is an `out`: levels that are none are a wrong argument. */
-extern "C" __global__ void before(const codec_before b, codec_written *out)
+extern "C" __global__ void before(const codec_before *tensors)
 {
+	const codec_before &b = tensors[blockIdx.y];
 	const codec_group *g = b.groups;
 	bool bad = false;
 
@@ -85,5 +86,5 @@ extern "C" __global__ void before(const codec_before b, codec_written *out)
 		bad |= b.levels && b.levels[i] > 3;
 	}
 	if (__any_sync(FULL, bad) && threadIdx.x % 32 == 0)
-		atomicMax(&out->fault, (uint32_t)CODEC_BAD_ARGUMENT);
+		atomicMax(&b.out->fault, (uint32_t)CODEC_BAD_ARGUMENT);
 }

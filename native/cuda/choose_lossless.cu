@@ -5,6 +5,7 @@
  * decides.
  */
 #include "choose_model.cuh"
+#include "encoding.cuh"
 
 /* A team's shared memory, for one thing after the other. */
 union choose_room {
@@ -124,23 +125,25 @@ DEVICE_CALL void conclude(codec_view *v, uint8_t *memory, const uint8_t *values,
 
 /*
  * A planned job (codec_encode_plan) of LOSSLESS becomes one that kernels of blocks take; v->nblocks is 0 if the tensor
- * is to be stored. nparts: of the model as planned. `capacity`: of the frame. c: zeros, for as many parts, one at
- * least.
+ * is to be stored.
  */
-extern "C" __global__ void __launch_bounds__(TEAM)
-	choose_lossless(codec_view *v, uint8_t *memory, const uint8_t *values, uint32_t nparts, codec_choice *c,
-			uint64_t capacity)
+extern "C" __global__ void __launch_bounds__(TEAM) choose_lossless(const codec_encoding *encodings)
 {
 	__shared__ choose_room room;
+	const codec_encoding &e = encodings[blockIdx.y];
+	codec_view *v = e.view;
+	uint8_t *memory = e.memory;
+	const uint8_t *values = e.source.values;
+	codec_choice *c = e.found;
 	codec_part_found *found = (codec_part_found *)(c + 1);
 	const sample_kind q = sample_kind_of(v);
-	const model_tasks tasks = model_tasks_of(nparts);
+	const model_tasks tasks = model_tasks_of((uint32_t)e.nparts);
 	const uint32_t all = PLANE_SHARES + (q.octave ? 3 * tasks.step : 0);
 
 	for (uint32_t t; (t = team_draw(&c->ticket)) < all;) {
 		if (t >= PLANE_SHARES) {
 			if (model_task(v, memory, values, q, tasks, t - PLANE_SHARES, c, found, &room.model))
-				conclude(v, memory, values, capacity, c, found, &room);
+				conclude(v, memory, values, e.capacity, c, found, &room);
 			continue;
 		}
 		sample_planes(v, NULL, memory, values, q.octave != 0, t, PLANE_SHARES, c, room.bins);
@@ -149,6 +152,6 @@ extern "C" __global__ void __launch_bounds__(TEAM)
 		know_planes(v, c, room.bins);
 		team_tell(c->told + PLANES);
 		if (!q.octave)
-			conclude(v, memory, values, capacity, c, found, &room);
+			conclude(v, memory, values, e.capacity, c, found, &room);
 	}
 }

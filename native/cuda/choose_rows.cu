@@ -6,7 +6,7 @@
  */
 #include "encode_rows.cuh"
 #include "sample.cuh"
-#include "written.cuh"
+#include "encoding.cuh"
 
 #define SCANNED (4 * TEAM_WARPS) /* of WIRE_TREE values, that a team scans at a time */
 
@@ -164,19 +164,23 @@ DEVICE_CALL void conclude_rows(codec_view *v, uint8_t *memory, codec_choice *c, 
 
 /*
  * A planned job of a codec of rows becomes one that kernels of blocks take; v->nblocks is 0 if it cannot be, and
- * out->fault why. c: zeros. scratch: so many bytes a team, as a warp of encode_rows has.
+ * out->fault why. A team has the scratch of a warp.
  */
-extern "C" __global__ void __launch_bounds__(TEAM)
-	choose_rows(codec_view *v, uint8_t *memory, codec_source source, codec_choice *c, uint8_t *scratch,
-		    uint64_t scratch_nbytes, codec_written *out)
+extern "C" __global__ void __launch_bounds__(TEAM) choose_rows(const codec_encoding *encodings)
 {
 	__shared__ rows_room room;
+	const codec_encoding &e = encodings[blockIdx.y];
+	const codec_source source = {e.source.values, e.source.sums,
+				     NULL}; /* what is left is written with the blocks */
+	codec_view *v = e.view;
+	uint8_t *memory = e.memory;
+	codec_choice *c = e.found;
+	codec_written *out = e.out;
 	const uint32_t scans = (uint32_t)((v->row_sums.count + SCANNED - 1) / SCANNED);
 	const uint32_t nparts = (uint32_t)v->row_parts.count;
 	const uint32_t take = kind_of(v).entropy ? (uint32_t)choose_code_blocks(v->nblocks) : 0;
 	const uint64_t nblocks = v->nblocks;
 
-	source.residual = NULL; /* is written once, with the blocks */
 	for (uint32_t t; (t = team_draw(&c->ticket)) < scans + nparts + take;) {
 		codec_status status = CODEC_OK;
 		bool last;
@@ -202,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(TEAM)
 		}
 		team_wait(c->told + PARTS);
 		status = count_codes(v, memory, &source, choose_even(t - scans - nparts, take, nblocks),
-				     scratch + blockIdx.x * scratch_nbytes, c, &room);
+				     e.scratch + blockIdx.x * e.each, c, &room);
 		if (status != CODEC_OK)
 			atomicMax(&out->fault, (uint32_t)status);
 		if (team_last(c->done + SYMBOLS, take))

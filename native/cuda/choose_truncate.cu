@@ -4,7 +4,7 @@
  */
 #include "choose_model.cuh"
 #include "encode_truncate.cuh"
-#include "written.cuh"
+#include "encoding.cuh"
 
 #define SYMBOL_SHARES 32
 
@@ -83,17 +83,20 @@ DEVICE_CALL void conclude_cut(codec_view *v, uint8_t *memory, uint64_t capacity,
 }
 
 /* As choose_lossless, of TRUNCATE. Where levels are wrong (out->fault) there are no blocks. */
-extern "C" __global__ void __launch_bounds__(TEAM)
-	choose_truncate(codec_view *v, uint8_t *memory, codec_source source, uint32_t nparts, codec_choice *c,
-			uint64_t capacity, const codec_cuts by, const codec_written *out)
+extern "C" __global__ void __launch_bounds__(TEAM) choose_truncate(const codec_encoding *encodings)
 {
 	__shared__ cut_room room;
+	const codec_encoding &e = encodings[blockIdx.y];
+	const codec_source source = {e.source.values, e.source.sums,
+				     NULL}; /* what is left is written with the blocks */
+	codec_view *v = e.view;
+	uint8_t *memory = e.memory;
+	codec_choice *c = e.found;
 	codec_part_found *found = (codec_part_found *)(c + 1);
 	const sample_kind q = sample_kind_of(v);
-	const model_tasks tasks = model_tasks_of(nparts);
+	const model_tasks tasks = model_tasks_of((uint32_t)e.nparts);
 	const uint32_t all = 1 + 3 * tasks.step + SYMBOL_SHARES;
 
-	source.residual = NULL; /* is written once, with the blocks */
 	for (uint32_t t; (t = team_draw(&c->ticket)) < all;) {
 		if (t == 0) { /* offsets are whole octaves */
 			if (threadIdx.x == 0) {
@@ -109,9 +112,9 @@ extern "C" __global__ void __launch_bounds__(TEAM)
 			}
 		} else {
 			team_wait(c->told + PARTS);
-			sample_cut(v, memory, &source, by, t - 1 - 3 * tasks.step, c, &room);
+			sample_cut(v, memory, &source, e.by, t - 1 - 3 * tasks.step, c, &room);
 			if (team_last(c->done + SYMBOLS, SYMBOL_SHARES))
-				conclude_cut(v, memory, out->fault ? 0 : capacity, c, found, &room);
+				conclude_cut(v, memory, e.out->fault ? 0 : e.capacity, c, found, &room);
 		}
 	}
 }

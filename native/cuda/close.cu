@@ -1,7 +1,7 @@
 /* close.cu - what regions are not: side section, digests, header; or the tensor as it is. docs/format.md, section 2. */
 #include "rows.cuh"
 #include "sample.cuh"
-#include "written.cuh"
+#include "encoding.cuh"
 
 #define CLOSE_WARPS 8
 
@@ -96,7 +96,7 @@ DEVICE_CALL uint64_t put_stored(const uint8_t *values, uint64_t nbytes, uint8_t 
 	return seal_chunk(warp_sum(sum), WIRE_SEED_REGION, i);
 }
 
-/* What is left of a value that is stored: what rounding a sum has cost. */
+/* What is left of a value that is kept whole: what rounding a sum has cost. */
 DEVICE float leave_stored(const codec_view *v, const codec_source *source, uint64_t i)
 {
 	const codec_source rounded = {source->values, NULL, NULL};
@@ -139,36 +139,39 @@ DEVICE_CALL void put_header(const codec_view *v, const uint8_t *head, bool store
 }
 
 /*
- * After all blocks: the frame, as codec_encode_close would leave it. `head`: by codec_encode_head of the planned job.
+ * After all blocks: the frame, as codec_encode_close would leave it.
  * out->nbytes is its size, unless out->fault is an error; then there is none.
  */
-extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS)
-	close_frame(const codec_view *view, const uint8_t *memory, const codec_source source, uint8_t *frame,
-		    uint64_t capacity, const codec_choice *c, const uint8_t *head, codec_written *out)
+extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const codec_encoding *encodings)
 {
 	__shared__ uint64_t image[WIRE_MAX_HEADER / 8];
-	const codec_view v = *view;
+	const codec_encoding &e = encodings[blockIdx.y];
+	const codec_source &source = e.source;
+	const codec_view v = *e.view;
+	uint8_t *frame = e.frame;
+	codec_written *out = e.out;
 	const uint32_t size = size_of(v.dtype), lane = threadIdx.x % 32;
 	const uint64_t warp = blockIdx.x * CLOSE_WARPS + threadIdx.x / 32, warps = gridDim.x * CLOSE_WARPS;
 	const uint64_t nbytes = v.n * size, stored_nbytes = v.side_offset + nbytes, chunk = 4 * WIRE_CHUNK_WORDS;
 	const bool rows = v.row_parts.count > 0, large = out->fault == CODEC_SHORT_OUTPUT || out->fault == CODEC_LIMIT;
 	const bool stored =
 		!rows && (!out->fault || large) && (!v.nblocks || large || choose_stored(out->end, stored_nbytes));
-	const uint32_t fault = !stored ? out->fault : stored_nbytes > capacity ? (uint32_t)CODEC_SHORT_OUTPUT : 0;
+	const uint32_t fault = !stored ? out->fault : stored_nbytes > e.capacity ? (uint32_t)CODEC_SHORT_OUTPUT : 0;
 	uint64_t seal = 0;
 
 	if (!fault && stored) {
 		for (uint64_t i = warp; chunk * i < nbytes; i += warps)
 			seal += put_stored(source.values, nbytes, frame + v.side_offset, i, lane);
-		for (uint64_t i = 32 * warp + lane; source.residual && i < v.n; i += 32 * warps)
-			source.residual[i] = leave_stored(&v, &source, i);
 	} else if (!fault) {
 		for (uint64_t i = warp; chunk * i < v.side_nbytes; i += warps)
-			seal += put_side(&v, memory, c, frame, i, lane);
+			seal += put_side(&v, e.memory, e.found, frame, i, lane);
 		for (uint64_t i = warp; chunk * i < WIRE_DIRECTORY_ENTRY * v.nblocks; i += warps)
 			seal += digest_chunk(frame + v.directory_offset, WIRE_DIRECTORY_ENTRY * v.nblocks,
 					     WIRE_SEED_DIRECTORY, i, lane);
 	}
+	const bool leaves = source.residual && !fault && (stored || v.codec == WIRE_CODEC_LOSSLESS);
+	for (uint64_t i = 32 * warp + lane; leaves && i < v.n; i += 32 * warps)
+		source.residual[i] = leave_stored(&v, &source, i);
 	if (lane == 0 && seal)
 		atomicAdd(stored ? &out->stored : &out->seal, (unsigned long long)seal);
 	__threadfence();
@@ -180,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS)
 	const volatile codec_written *seen = out;
 
 	if (!fault)
-		put_header(&v, head, stored, stored ? stored_nbytes : seen->end,
+		put_header(&v, e.head, stored, stored ? stored_nbytes : seen->end,
 			   stored ? seal_block(seen->stored, 0) : seen->seal, frame, (uint8_t *)image, lane);
 	if (lane == 0) {
 		out->nbytes = fault ? 0 : stored ? stored_nbytes : seen->end;

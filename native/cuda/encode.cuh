@@ -4,7 +4,7 @@
 
 #include "job.cuh"
 #include "seal.cuh"
-#include "written.cuh"
+#include "encoding.cuh"
 
 #define WARPS 4
 
@@ -37,6 +37,12 @@ static __device__ uint64_t look_back(volatile unsigned long long *places, uint64
 	return before;
 }
 
+/* This warp's. */
+DEVICE uint8_t *scratch_of(const codec_encoding &e)
+{
+	return e.scratch + ((uint64_t)blockIdx.x * WARPS + threadIdx.x / 32) * e.each;
+}
+
 /* The next block that nobody has begun; v->nblocks if there is none. */
 DEVICE uint64_t next_block(codec_written *out, uint32_t lane)
 {
@@ -46,33 +52,32 @@ DEVICE uint64_t next_block(codec_written *out, uint32_t lane)
 }
 
 /* Block b's region of `size` bytes ends at `end`: its entry, and what it adds to what blocks share. */
-static __device__ void put_entry(const codec_view *v, uint8_t *frame, uint64_t capacity, uint64_t b, uint64_t end,
-				 uint64_t sealed, codec_written *out, uint32_t lane)
+static __device__ void put_entry(const codec_view *v, const codec_encoding &e, uint64_t b, uint64_t end,
+				 uint64_t sealed, uint32_t lane)
 {
-	if (end <= capacity && lane < 2)
-		((uint32_t *)(frame + v->directory_offset + WIRE_DIRECTORY_ENTRY * b))[lane] =
+	if (end <= e.capacity && lane < 2)
+		((uint32_t *)(e.frame + v->directory_offset + WIRE_DIRECTORY_ENTRY * b))[lane] =
 			lane ? seal_short(sealed) : (uint32_t)(end / WIRE_ALIGN);
 	if (lane == 0) {
-		atomicAdd(&out->seal, (unsigned long long)sealed);
-		if (end > capacity || end / WIRE_ALIGN > 0xffffffffu)
-			atomicMax(&out->fault, (uint32_t)(end > capacity ? CODEC_SHORT_OUTPUT : CODEC_LIMIT));
+		atomicAdd(&e.out->seal, (unsigned long long)sealed);
+		if (end > e.capacity || end / WIRE_ALIGN > 0xffffffffu)
+			atomicMax(&e.out->fault, (uint32_t)(end > e.capacity ? CODEC_SHORT_OUTPUT : CODEC_LIMIT));
 		if (b + 1 == v->nblocks)
-			out->end = end;
+			e.out->end = end;
 	}
 	__syncwarp();
 }
 
 /* A region of which only now is known where it belongs. */
-static __device__ void put_region(const codec_view *v, uint8_t *frame, uint64_t capacity, uint64_t b,
-				  const uint8_t *region, uint32_t size, uint64_t planes, unsigned long long *places,
-				  codec_written *out, uint32_t lane)
+static __device__ void put_region(const codec_view *v, const codec_encoding &e, uint64_t b, const uint8_t *region,
+				  uint32_t size, uint64_t planes, uint32_t lane)
 {
-	uint64_t at = v->regions_offset + look_back(places, b, size, lane), end = at + size;
+	uint64_t at = v->regions_offset + look_back(e.places, b, size, lane), end = at + size;
 	uint64_t sealed = seal_block(planes + digest_bytes(region, size, WIRE_SEED_REGION, lane), b);
 
-	for (uint32_t i = lane; end <= capacity && i < size / 4; i += 32)
-		((uint32_t *)(frame + at))[i] = ((const uint32_t *)region)[i];
-	put_entry(v, frame, capacity, b, end, sealed, out, lane);
+	for (uint32_t i = lane; end <= e.capacity && i < size / 4; i += 32)
+		((uint32_t *)(e.frame + at))[i] = ((const uint32_t *)region)[i];
+	put_entry(v, e, b, end, sealed, lane);
 }
 
 #endif

@@ -10,27 +10,19 @@
 extern "C" __device__ const uint64_t encode_lossless_nbytes[] = {LOSSLESS_ROOM(1), LOSSLESS_ROOM(2), LOSSLESS_ROOM(4),
 								 LOSSLESS_ROOM(8)};
 
-/*
- * Values, at a multiple of their size, to a frame's directory, fixed planes and regions, `capacity` bytes in all.
- * places: zeros, one a block. scratch: so many bytes a warp.
- */
-template <int SIZE>
-__global__ void __launch_bounds__(32 * WARPS)
-	encode_lossless(const codec_view *view, uint8_t *memory, const uint8_t *values, uint8_t *frame,
-			uint64_t capacity, uint8_t *scratch, uint64_t scratch_nbytes, unsigned long long *places,
-			codec_written *out)
+/* Values, at a multiple of their size, to a frame's directory, fixed planes and regions. */
+template <int SIZE> __global__ void __launch_bounds__(32 * WARPS) encode_lossless(const codec_encoding *encodings)
 {
+	const codec_encoding &e = encodings[blockIdx.y];
 	uint32_t lane = threadIdx.x % 32;
-	const job j = {*view, memory};
-	const codec_view &v = j.v;
+	const job j = {*e.view, e.memory};
+	uint8_t *scratch = scratch_of(e), *region = scratch + LOSSLESS_ROOM(SIZE);
 
-	scratch += ((uint64_t)blockIdx.x * WARPS + threadIdx.x / 32) * scratch_nbytes;
-	uint8_t *region = scratch + LOSSLESS_ROOM(SIZE);
-
-	for (uint64_t b; (b = next_block(out, lane)) < v.nblocks;) {
+	for (uint64_t b; (b = next_block(e.out, lane)) < j.v.nblocks;) {
 		uint64_t sealed = 0;
-		uint32_t size = write_block<SIZE>(&j, memory, values, frame, b, scratch, region, &sealed, lane);
+		uint32_t size =
+			write_block<SIZE>(&j, e.memory, e.source.values, e.frame, b, scratch, region, &sealed, lane);
 
-		put_region(&v, frame, capacity, b, region, size, sealed, places, out, lane);
+		put_region(&j.v, e, b, region, size, sealed, lane);
 	}
 }

@@ -7,18 +7,17 @@
 extern "C" __device__ const uint64_t encode_rows_nbytes[] = {ROWS_ROOM};
 
 /* As encode_lossless; scratch is for an entropy stage. What is left of the values goes where the source says. */
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-	encode_rows(const codec_view *view, uint8_t *memory, const codec_source source, uint8_t *frame,
-		    uint64_t capacity, uint8_t *scratch, uint64_t scratch_nbytes, unsigned long long *places,
-		    codec_written *out)
+extern "C" __global__ void __launch_bounds__(32 * WARPS) encode_rows(const codec_encoding *encodings)
 {
+	const codec_encoding &e = encodings[blockIdx.y];
+	const codec_source source = e.source;
 	uint32_t lane = threadIdx.x % 32;
-	const job j = {*view, memory};
+	const job j = {*e.view, e.memory};
 	const codec_view &v = j.v;
 	const struct row_kind q = kind_of(&v);
+	uint8_t *scratch = scratch_of(e);
 
-	scratch += ((uint64_t)blockIdx.x * WARPS + threadIdx.x / 32) * scratch_nbytes;
-	for (uint64_t b; (b = next_block(out, lane)) < v.nblocks;) {
+	for (uint64_t b; (b = next_block(e.out, lane)) < v.nblocks;) {
 		uint8_t *region = scratch + ROWS_ROOM;
 		const row_place p = row_place_of(&j, q, b);
 		uint64_t at = 0;
@@ -26,19 +25,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 		codec_status status = CODEC_OK;
 
 		if (!q.entropy) { /* where it belongs is known before */
-			at = v.regions_offset + look_back(places, b, size, lane);
-			region = frame + at;
+			at = v.regions_offset + look_back(e.places, b, size, lane);
+			region = e.frame + at;
 		}
-		if (q.entropy || at + size <= capacity)
+		if (q.entropy || at + size <= e.capacity)
 			status = write_rows(&j, &source, b, scratch, region, &size, lane);
 		if (lane == 0 && status != CODEC_OK)
-			atomicMax(&out->fault, (uint32_t)status);
+			atomicMax(&e.out->fault, (uint32_t)status);
 		if (q.entropy)
-			put_region(&v, frame, capacity, b, region, status == CODEC_OK ? size : 8, 0, places, out, lane);
-		else if (at + size <= capacity)
-			put_entry(&v, frame, capacity, b, at + size,
-				  seal_block(digest_bytes(region, size, WIRE_SEED_REGION, lane), b), out, lane);
+			put_region(&v, e, b, region, status == CODEC_OK ? size : 8, 0, lane);
+		else if (at + size <= e.capacity)
+			put_entry(&v, e, b, at + size,
+				  seal_block(digest_bytes(region, size, WIRE_SEED_REGION, lane), b), lane);
 		else
-			put_entry(&v, frame, capacity, b, at + size, 0, out, lane);
+			put_entry(&v, e, b, at + size, 0, lane);
 	}
 }

@@ -7,21 +7,17 @@
 extern "C" __device__ const uint64_t encode_truncate_nbytes[] = {CUT_ROOM};
 
 /* As encode_lossless. What is cut off goes where the source says, which is not an array of the source. */
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-	encode_truncate(const codec_view *view, uint8_t *memory, const codec_source source, uint8_t *frame,
-			uint64_t capacity, uint8_t *scratch, uint64_t scratch_nbytes, unsigned long long *places,
-			codec_written *out, const codec_cuts by)
+extern "C" __global__ void __launch_bounds__(32 * WARPS) encode_truncate(const codec_encoding *encodings)
 {
+	const codec_encoding &e = encodings[blockIdx.y];
+	const codec_source source = e.source;
 	uint32_t lane = threadIdx.x % 32;
-	const job j = {*view, memory};
-	const codec_view &v = j.v;
+	const job j = {*e.view, e.memory};
+	uint8_t *scratch = scratch_of(e), *region = scratch + CUT_ROOM;
 
-	scratch += ((uint64_t)blockIdx.x * WARPS + threadIdx.x / 32) * scratch_nbytes;
-	uint8_t *region = scratch + CUT_ROOM;
+	for (uint64_t b; (b = next_block(e.out, lane)) < j.v.nblocks;) {
+		uint32_t size = write_cut(&j, e.memory, &source, e.by, b, scratch, region, lane);
 
-	for (uint64_t b; (b = next_block(out, lane)) < v.nblocks;) {
-		uint32_t size = write_cut(&j, memory, &source, by, b, scratch, region, lane);
-
-		put_region(&v, frame, capacity, b, region, size, 0, places, out, lane);
+		put_region(&j.v, e, b, region, size, 0, lane);
 	}
 }

@@ -3,6 +3,7 @@
 #define CODEC_ENCODE_TRUNCATE_CUH
 
 #include "encode_coder.cuh"
+#include "encoding.cuh"
 #include "fit.cuh"
 #include "truncate.cuh"
 
@@ -28,13 +29,6 @@ static __device__ void clear_bytes(uint8_t *region, uint32_t at, uint64_t nbytes
 		region[i] = 0;
 	__syncwarp();
 }
-
-/* How many bits each value may lose: by the exponents of A or, an encoder's, by levels. NULL: the other; levels are
- * fixed.
- */
-struct codec_cuts {
-	const uint8_t *exponents, *levels;
-};
 
 /* How many bits a value with this exponent may lose. */
 DEVICE uint32_t drop_of(const codec_view *v, const cut_kind &q, uint8_t e, const codec_cuts &by, uint64_t i)

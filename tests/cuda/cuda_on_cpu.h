@@ -179,7 +179,7 @@ inline void run_block(block &b, size_t shared_nbytes)
 
 /* As cuLaunchKernel: pointers to the arguments. Returns what went wrong, or "". */
 template <class... A>
-std::string launch(void (*kernel)(A...), void **args, uint32_t grid, uint32_t threads, size_t shared)
+std::string launch(void (*kernel)(A...), void **args, uint32_t grid, uint32_t many, uint32_t threads, size_t shared)
 {
 	std::vector<std::thread> workers;
 	std::atomic<uint32_t> todo{0};
@@ -188,9 +188,10 @@ std::string launch(void (*kernel)(A...), void **args, uint32_t grid, uint32_t th
 	auto work = [&](int w) {
 		block b{};
 
-		b.size = {threads, 1, 1}, b.grid = {grid, 1, 1},
+		b.size = {threads, 1, 1}, b.grid = {grid, many, 1},
 		b.body = [&] { call(std::index_sequence_for<A...>()); };
-		while (error[w].empty() && (b.index.x = todo++) < grid) {
+		for (uint32_t i; error[w].empty() && (i = todo++) < grid * many;) {
+			b.index = {i % grid, i / grid, 0};
 			run_block(b, shared);
 			error[w] = b.error;
 		}
@@ -206,11 +207,11 @@ std::string launch(void (*kernel)(A...), void **args, uint32_t grid, uint32_t th
 }
 } // namespace cuda_on_cpu
 
-/* const char *NAME_launch(void **args, uint32_t grid, uint32_t threads, size_t shared_nbytes) */
+/* const char *NAME_launch(void **args, uint32_t grid_x, uint32_t grid_y, uint32_t threads, size_t shared_nbytes) */
 #define CUDA_ON_CPU_EXPORT(name, ...)                                                                                  \
-	extern "C" const char *name##_launch(void **a, uint32_t g, uint32_t t, size_t s)                               \
+	extern "C" const char *name##_launch(void **a, uint32_t g, uint32_t m, uint32_t t, size_t s)                   \
 	{                                                                                                              \
 		static thread_local std::string error;                                                                 \
-		return (error = cuda_on_cpu::launch(__VA_ARGS__, a, g, t, s)).c_str();                                 \
+		return (error = cuda_on_cpu::launch(__VA_ARGS__, a, g, m, t, s)).c_str();                              \
 	}
 #include "cuda_builtins.h"

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from codec.core import DTYPES, ffi
-from codec.engines.cuda.work import Work, grid_for, pointer, struct_of
+from codec.engines.cuda.work import Work
 from codec.metrics.asked import Asked
 from codec.metrics.custom import Custom
 from codec.metrics.formulas import Metric, floats_of
@@ -64,13 +64,12 @@ class Before:
         dtypes = (DTYPES[v.dtype] if v else 0 for _, v in arrays)
         return _GROUP.pack(first, end, 0, *addresses, *dtypes, t.theta, t.theta_v, t.v, t.eps, t.m)
 
-    def begin(self, written: int = 0) -> None:
-        """Begin it, if anything is wanted. `written`: address of a codec_written, where wrong levels are told."""
+    def struct(self, written: int = 0) -> bytes:
+        """The codec_before; empty if nothing is wanted. `written`: address of a codec_written, for wrong levels."""
         if not (self._owed or self.exponents or self.levels):
-            return
+            return b""
         addresses = self._values, self._owed, self.sums, self.rounded, self._groups, self.exponents, self.levels
-        asked = struct_of("<8Q2I", self._n, *addresses, self._dtype, 0)
-        self._work.device.launch("before", grid_for(self._work.device, self._n), asked, pointer(written))
+        return struct.pack("<8Q2IQ", self._n, *addresses, self._dtype, 0, written)
 
 
 def _values_of(metric: Custom, state: dict[str, TensorView], first: int, end: int) -> np.ndarray[Any, Any]:

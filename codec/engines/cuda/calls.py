@@ -10,7 +10,7 @@ from codec.core import lib
 from codec.engines.cuda.decoding import Frame
 from codec.engines.cuda.devices import device_for
 from codec.engines.cuda.encoding import Encoding
-from codec.engines.cuda.job import COUNTS_NBYTES, Job, plan_of
+from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, Job, begin, plan_of
 from codec.engines.cuda.pending import Pending
 from codec.engines.cuda.work import Work
 from codec.engines.native.decoding import check_whole, is_bomb
@@ -41,7 +41,9 @@ def _working(views: Named) -> Generator[Work]:
 def encode(r: EncodeRequest) -> Any:
     """A frame: on the tensor's device, or bytes for one in host memory; or the part of `out` that it takes."""
     with _working(r.views) as work:
-        return Encoding(work, r).finish()
+        encoding = Encoding(work, r)
+        begin(work, [encoding.job])
+        return encoding.finish()
 
 
 def count(r: EncodeRequest) -> Any:
@@ -50,8 +52,8 @@ def count(r: EncodeRequest) -> Any:
         plan = plan_of(r)
         if not plan.view.nblocks:  # so few values that no frame has symbols
             return None
-        job = Job(work, r, plan)
-        job.choose(plan.bound)
+        job = Job(work, r, plan, 0, plan.bound)
+        begin(work, [job], close=False)
         return np.frombuffer(work.device.download(job.counts, COUNTS_NBYTES), np.uint32).astype(np.int64)
 
 
@@ -66,8 +68,12 @@ def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
     if not requests:
         return []
     with _working([named for r in requests for named in r.views]) as work:
-        begun = [_at(i, Encoding, work.beside(), r) for i, r in enumerate(requests)]
-        return [_at(i, encoding.finish) for i, encoding in enumerate(begun)]
+        encodings = [_at(i, Encoding, work.beside(), r) for i, r in enumerate(requests)]
+        begin(work, [encoding.job for encoding in encodings])
+        first = min(encoding.job.written for encoding in encodings)
+        written = bytes(work.device.download(first, WRITTEN_NBYTES * len(encodings)))  # they lie together
+        at = [encoding.job.written - first for encoding in encodings]
+        return [_at(i, e.finish, written[at[i] : at[i] + WRITTEN_NBYTES]) for i, e in enumerate(encodings)]
 
 
 def _at(i: int, call: Callable[..., Any], *args: Any) -> Any:

@@ -87,7 +87,8 @@ class Frame:
         before = Before(work, info.n)
         if self._shared and metric is not None:
             before.ask(metric)
-        before.begin()
+        if asked_for := before.struct():
+            self.work.device.launch("before", (grid_for(work.device, info.n), 1), pointer(work.put(asked_for)[0]))
         self._exponents = before.exponents
         self._choose()
 
@@ -165,7 +166,7 @@ class Frame:
         place = [pointer(at) for at in ((self._job_at, self._at, self._scratch) if self._scratch else (self._at,))]
         rest = [pointer(self._exponents)] if self._kernel == "decode_truncate" else []
         checks = small(not self._checked), pointer(self._found)
-        self.work.device.launch(self._kernel, self._grid, view, *place, sink, *checks, *rest)
+        self.work.device.launch(self._kernel, (self._grid, 1), view, *place, sink, *checks, *rest)
 
     def end(self) -> None:
         """Wait for what was begun.

@@ -59,8 +59,8 @@ class Device(Protocol):
         """What a kernel's file exports, an array of uint64."""
         ...
 
-    def launch(self, kernel: str, grid: int, *args: Any) -> None:
-        """Begin a kernel with so many blocks. Arguments are ctypes values, which are copied."""
+    def launch(self, kernel: str, grid: tuple[int, int], *args: Any) -> None:
+        """Begin a kernel with so many blocks, for so many tensors. Arguments are ctypes values, which are copied."""
         ...
 
     def empty(self, dtype: str, shape: tuple[int, ...], like: Any) -> tuple[Any, TensorView]:

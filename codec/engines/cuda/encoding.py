@@ -4,34 +4,32 @@ import struct
 from typing import Any
 
 from codec.core import check
-from codec.engines.cuda.job import Job, plan_of
-from codec.engines.cuda.work import Work, number, pointer
+from codec.engines.cuda.job import WRITTEN_NBYTES, Job, plan_of
+from codec.engines.cuda.work import Work
 from codec.engines.native.encoding import frame_in
 from codec.engines.request import EncodeRequest
 from codec.errors import SpecError, Status
 from codec.view import TensorView
 
 ALIGNMENT = 8  # of a frame's sections
-_WRITTEN = struct.Struct("<4Q4I")  # codec_written of native/cuda/written.cuh
+_WRITTEN = struct.Struct("<4Q4I")  # codec_written of native/cuda/encoding.cuh
 _SHORT_OUTPUT = int(Status.SHORT_OUTPUT)
 
 
 class Encoding:
-    """A frame on its way. All that it takes is in `work`'s memory, and nothing was waited for.
+    """A frame on its way, whose job is to be begun. All that it takes is in `work`'s memory.
 
     Attributes
     ----------
     frame : int
         Address of the frame.
-    counts : int
-        As of a :class:`Job`.
 
     Parameters
     ----------
     work : Work
     r : EncodeRequest
     written : int, optional
-        Address of memory for a codec_written of ``native/cuda/written.cuh``: size and status will be there.
+        Address of memory for a codec_written of ``native/cuda/encoding.cuh``: size and status will be there.
     """
 
     def __init__(self, work: Work, r: EncodeRequest, written: int = 0) -> None:
@@ -48,28 +46,22 @@ class Encoding:
         else:
             self.frame, self._capacity = r.out.address, r.out.nbytes
         residual = work.write(r.residual, read=r.feedback, apart=short) if r.residual is not None else 0
-        job = Job(work, r, plan, residual, written)
-        self._written, self.counts = job.written, job.counts
-        job.choose(self._capacity)
-        place, shared = (pointer(self.frame), number(self._capacity)), pointer(job.written)
-        if plan.view.nblocks:
-            rest = [*job.scratch, job.places, shared, *job.cuts]
-            work.device.launch(job.kernel, job.grid, job.view, job.job, job.x, *place, *rest)
-        work.device.launch(
-            "close_frame", job.teams, job.view, job.job, job.source, *place, job.choice, job.head, shared
-        )
-        if residual and job.family == "lossless":  # whose kernels need not know that nothing is left
-            work.device.clear(residual, 4 * plan.view.n)
+        self.job = Job(work, r, plan, self.frame, self._capacity, residual, written)
 
-    def finish(self) -> Any:
+    def finish(self, written: bytes | None = None) -> Any:
         """Wait, and return the frame.
+
+        Parameters
+        ----------
+        written : bytes, optional
+            The codec_written, if that has been waited for.
 
         Raises
         ------
         CodecError
             The tensor cannot be encoded.
         """
-        said = _WRITTEN.unpack(self.work.device.download(self._written, _WRITTEN.size))
+        said = _WRITTEN.unpack(written or self.work.device.download(self.job.written, WRITTEN_NBYTES))
         nbytes, fault, out = said[3], said[6], self.request.out
         if fault == _SHORT_OUTPUT or (out is not None and nbytes > out.nbytes):
             raise SpecError(

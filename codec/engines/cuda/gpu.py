@@ -127,13 +127,13 @@ class Gpu:
             self._numbers[kernel, name] = tuple(np.frombuffer(data, np.uint64).tolist())
         return self._numbers[kernel, name]
 
-    def launch(self, kernel: str, grid: int, *args: Any) -> None:
+    def launch(self, kernel: str, grid: tuple[int, int], *args: Any) -> None:
         self.prepare([kernel])
         pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, args))
         threads = FILES[FILE_OF[kernel]].threads
         function, stream = self._functions[kernel], self._stream()
         at = ctypes.addressof(pointers)
-        self._cupy.cuda.driver.launchKernel(function.ptr, grid, 1, 1, threads, 1, 1, 0, stream.ptr, at, 0)
+        self._cupy.cuda.driver.launchKernel(function.ptr, *grid, 1, threads, 1, 1, 0, stream.ptr, at, 0)
 
     def empty(self, dtype: str, shape: tuple[int, ...], like: Any) -> tuple[Any, TensorView]:
         if is_torch(like):

@@ -1,17 +1,22 @@
 """What is decided before a frame's first block: by shapes here, by values in a kernel."""
 
+import itertools
+import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from codec import structs
 from codec.core import DTYPES, ITEMSIZE, check, ffi, lib, new_bytes
 from codec.engines.cuda.before import Before
-from codec.engines.cuda.work import Work, number, pointer, small, struct_of
+from codec.engines.cuda.devices import Device
+from codec.engines.cuda.work import Work, grid_for, pointer
 from codec.engines.request import EncodeRequest
 from codec.spec_structs import spec_struct
 from codec.structs import Call, new_tensor
 
 WARPS = 4  # of a block of threads that does blocks of values
-WRITTEN_NBYTES = 48  # a codec_written of native/cuda/written.cuh
+WRITTEN_NBYTES = 48  # a codec_written of native/cuda/encoding.cuh
+ENCODING_NBYTES = 128  # a codec_encoding of native/cuda/encoding.cuh
 COUNTS_NBYTES = 1024  # of plane 0's symbols, with which a codec_choice of native/cuda/sample.cuh begins
 _MAX_HEADER = 112
 
@@ -66,13 +71,15 @@ def _call(r: EncodeRequest) -> Call:
 
 
 class Job:
-    """A plan on the device, with memory for what is decided there.
+    """What one frame's kernels are given: a codec_encoding of ``native/cuda/encoding.cuh``.
 
     Parameters
     ----------
     work : Work
     r : EncodeRequest
     plan : Plan
+    frame, capacity : int
+        Where the frame is to be, and the most bytes that it may take.
     residual : int, optional
         Address of what is left, and is added first if that is asked for.
     written : int, optional
@@ -80,58 +87,83 @@ class Job:
 
     Attributes
     ----------
-    family, kernel : str
-        The kernel for blocks, and whose it is.
+    kernel : str
+        The kernel for its blocks.
     grid, teams : int
         Blocks of threads: that do blocks of values, and that do all else.
-    source, x : ctypes values
-        A codec_source, and what kernels for blocks take.
-    counts : int
-        Address of 256 uint32: how often each symbol of plane 0 occurs in the sample.
+    counts, places, written : int
+        Addresses of a codec_choice, which begins with 256 uint32: how often each symbol of plane 0 occurs in the
+        sample; of where blocks go; of a codec_written.
     """
 
-    def __init__(self, work: Work, r: EncodeRequest, plan: Plan, residual: int = 0, written: int = 0) -> None:
+    def __init__(
+        self, work: Work, r: EncodeRequest, plan: Plan, frame: int, capacity: int, residual: int = 0, written: int = 0
+    ) -> None:
         device, v = work.device, plan.view
-        self._work, self.plan = work, plan
+        self.plan, self.written = plan, written
+        self.counts = self.places = 0
         self.family, self.kernel, numbers = _kernels(v, ITEMSIZE[r.x.dtype])
-        device.prepare([f"choose_{self.family}", self.kernel, "close_frame"] if v.nblocks else ["close_frame"])
         # a tensor is read at any time while what is left of it is written, by other threads
         in_place = r.residual is not None and residual == r.x.address
         values = work.copy(r.x) if in_place else work.read(r.x)
-        self._before = before = Before(work, v.n)
+        self.before = before = Before(work, v.n)
         if r.metric is not None:
             before.ask(r.metric)
         if r.feedback:
             before.add(r.x, values, residual)
             values = before.rounded
-        self.source = struct_of("<3Q", values, before.sums, residual)
-        self.x = pointer(values) if self.family == "lossless" else self.source
-        self.cuts = [struct_of("<2Q", before.exponents, before.levels)] if self.family == "truncate" else []
-        self.view, self.job, self.head = map(pointer, work.put(*map(ffi.buffer, (v, plan.job, plan.head))))
-        each, each_part = device.numbers("close_frame", "choose_nbytes", 2)
-        sizes = each + max(v.model_parts.count, 1) * each_part, 8 * v.nblocks, WRITTEN_NBYTES
-        self.counts, places, own = work.zeros(*sizes)
-        self.written = written or own
-        if written:
-            device.clear(written, WRITTEN_NBYTES)
-        self.choice, self.places = pointer(self.counts), pointer(places)
         self.grid = max(1, min(-(-v.nblocks // WARPS), 4 * device.processors))
         self.teams = min(WARPS * self.grid, 2 * device.processors)
         each = device.numbers(self.kernel, *numbers)[-1] + plan.region if v.nblocks else 0
-        self.scratch = pointer(work.new(WARPS * self.grid * each)), number(each)
+        self._source = values, before.sums, residual, frame, capacity, work.new(WARPS * self.grid * each), each
 
-    def choose(self, room: int) -> None:
-        """Begin to decide what depends on values, for a frame of at most so many bytes."""
-        self._before.begin(self.written)
-        if not self.plan.view.nblocks:
-            return
-        written = pointer(self.written)
-        if self.family == "rows":
-            rest = [self.choice, *self.scratch, written]
-        else:
-            parts = small(self.plan.view.model_parts.count)
-            rest = [parts, self.choice, number(room), *self.cuts, *([written] if self.cuts else [])]
-        self._work.device.launch(f"choose_{self.family}", self.teams, self.view, self.job, self.x, *rest)
+    @property
+    def kernels(self) -> list[str]:
+        """Those that it goes through, one after the other."""
+        return [f"choose_{self.family}", self.kernel, "close_frame"] if self.plan.view.nblocks else ["close_frame"]
+
+    def zeros(self, device: Device) -> tuple[int, int]:
+        """Bytes that are to be zeros: of what is found out about the tensor, and of where blocks go."""
+        each, each_part = device.numbers("close_frame", "choose_nbytes", 2)
+        v = self.plan.view
+        return each + max(v.model_parts.count, 1) * each_part, 8 * v.nblocks
+
+    def struct(self, view: int, job: int, head: int) -> bytes:
+        """The codec_encoding, from the addresses of what is uploaded."""
+        zeros, ends = (head, self.places, self.written), (self.before.exponents, self.before.levels)
+        nparts = self.plan.view.model_parts.count
+        return struct.pack("<16Q", view, job, *self._source, self.counts, *zeros, *ends, nparts)
+
+
+def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
+    """Begin all kernels of all jobs, each once for those that take it; not `close`: only what decides."""
+    device = work.device
+    jobs = sorted(jobs, key=lambda job: job.kernels)  # those of one kernel follow each other
+    device.prepare({kernel for job in jobs for kernel in job.kernels})
+    sizes = [size for job in jobs for size in job.zeros(device)]
+    zeros = work.zeros(*[0 if job.written else WRITTEN_NBYTES for job in jobs], *sizes)
+    for i, job in enumerate(jobs):
+        if job.written:
+            device.clear(job.written, WRITTEN_NBYTES)
+        job.written = job.written or zeros[i]
+        job.counts, job.places = zeros[len(jobs) + 2 * i : len(jobs) + 2 * i + 2]
+    images = [ffi.buffer(part) for job in jobs for part in (job.plan.view, job.plan.job, job.plan.head)]
+    before = [some for job in jobs if (some := job.before.struct(job.written))]
+    sizes = [sum(map(len, before)), ENCODING_NBYTES * len(jobs), *map(len, images)]
+    first, all_at, *parts = places = work.reserve(*sizes)
+    encodings = b"".join(job.struct(*parts[3 * i : 3 * i + 3]) for i, job in enumerate(jobs))
+    work.send(places, b"".join(before), encodings, *images)
+    if before:
+        grid = grid_for(device, max(job.plan.view.n for job in jobs))
+        device.launch("before", (grid, len(before)), pointer(first))
+    with_blocks = [(i, job) for i, job in enumerate(jobs) if job.plan.view.nblocks]
+    for step in (0, 1) if close else (0,):
+        for kernel, some in itertools.groupby(with_blocks, key=lambda item: item[1].kernels[step]):
+            own = list(some)
+            grid = max(job.grid if step else job.teams for _, job in own)
+            device.launch(kernel, (grid, len(own)), pointer(all_at + ENCODING_NBYTES * own[0][0]))
+    if close:
+        device.launch("close_frame", (max(job.teams for job in jobs), len(jobs)), pointer(all_at))
 
 
 def _kernels(v: Any, size: int) -> tuple[str, str, tuple[str, int]]:

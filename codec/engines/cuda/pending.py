@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 from codec.engines.cuda.encoding import ALIGNMENT, Encoding
-from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, bound_of
+from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, begin, bound_of
 from codec.engines.cuda.work import Work
 from codec.engines.request import EncodeRequest
 from codec.errors import EngineError, SpecError
@@ -32,7 +32,8 @@ class Pending:
         _check(r)
         written, v = work.device.empty("uint8", (WRITTEN_NBYTES + COUNTS_NBYTES,), r.x.owner)
         self._encoding = Encoding(work, r, v.address)
-        work.device.copy(v.address + WRITTEN_NBYTES, self._encoding.counts, COUNTS_NBYTES)
+        begin(work, [self._encoding.job])
+        work.device.copy(v.address + WRITTEN_NBYTES, self._encoding.job.counts, COUNTS_NBYTES)
         self.nbytes = _seen(written[24:32], "int64")
         self.counts = _seen(written[WRITTEN_NBYTES:], "int32")
         self.status = _seen(written[40:44], "int32")

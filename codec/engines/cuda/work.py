@@ -45,18 +45,29 @@ class Work:
         self.device.clear(address, total)
         return [address + at for at in places]
 
+    def reserve(self, *sizes: int) -> list[int]:
+        """Addresses of memory for several things, one behind the other, which :meth:`send` fills."""
+        places, total = _places(sizes)
+        address = self.new(total)
+        return [address + at for at in places]
+
+    def send(self, places: Sequence[int], *buffers: Any) -> None:
+        """Copy buffers in host memory to where there is a place for each, all at once."""
+        if len(buffers) == 1:
+            [image] = buffers
+        else:
+            image = bytearray(places[-1] - places[0] + len(buffers[-1]))
+            for place, buffer in zip(places, buffers, strict=True):
+                at = place - places[0]
+                image[at : at + len(buffer)] = buffer
+        if image:
+            self._keep.append(self.device.upload(places[0], image))
+
     def put(self, *buffers: Any) -> list[int]:
         """Addresses of copies of buffers in host memory, which get there together."""
-        places, total = _places([len(buffer) for buffer in buffers])
-        address = self.new(total)
-        if len(buffers) == 1:
-            self._keep.append(self.device.upload(address, buffers[0]))
-        else:
-            image = bytearray(total)
-            for at, buffer in zip(places, buffers, strict=True):
-                image[at : at + len(buffer)] = buffer
-            self._keep.append(self.device.upload(address, image))
-        return [address + at for at in places]
+        places = self.reserve(*map(len, buffers))
+        self.send(places, *buffers)
+        return places
 
     def read(self, v: TensorView, multiple: int = 0) -> int:
         """The address of a tensor's values, at a multiple of a value's size or of another number."""
@@ -110,7 +121,7 @@ def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
     places = [0]
     for size in sizes:
         places.append(places[-1] + -(-size // 16) * 16)
-    return places[:-1], places[-2] + sizes[-1]
+    return places[:-1], places[-1]
 
 
 def _host_bytes(v: TensorView) -> Any:
