@@ -461,10 +461,21 @@ def test_headers_that_are_at_hand(device, monkeypatch):
             assert got(out) == (2 * y).tobytes()
         with pytest.raises(codec.LimitError):
             codec.decode(there, head=frame, max_nbytes=y.nbytes - 1)
+        codec.decode(there, out=out, head=device.put(np.frombuffer(frame, np.uint8)))
+        assert got(out) == y.tobytes()
+        codec.accumulate(there, out, head=frame)
         for wrong in (another, short, frame[:20], b""):
             with pytest.raises(codec.FrameError):
                 codec.decode(there, out=out, head=wrong)
         assert got(out) == (2 * y).tobytes()
+    spec, state = TRUNCATES["truncate_shared"], {"theta": device.put(x)}
+    how = {"metric": metrics.SGD(0.1), "state": state}
+    frame, another = (codec.encode(device.put(z), spec, **how) for z in (x, -x))
+    damaged = bytearray(got(another)[:4096])
+    damaged[-1] ^= 255
+    for head in (got(another), bytes(damaged), got(another)[:48] + bytes(60)):
+        with pytest.raises(codec.CodecError):
+            codec.decode(frame, head=head, **how)
 
 
 def test_symbols_are_counted_where_they_lie(device):

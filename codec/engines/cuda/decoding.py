@@ -125,8 +125,16 @@ class Frame:
         return takes and state and (v.dtype, v.shape) == (dtype, self.shape)
 
     def _refuse(self, call: Call, v: TensorView) -> None:
-        """Raise what the C library says of all that precedes the blocks, to which it does not get."""
-        frame, info = self.on_host(), self.info
+        """Raise what the C library says of all that precedes the blocks.
+
+        It does not get to these, unless head= is another frame's or the frame changes meanwhile: so what it would read
+        then is copied for it, too.
+        """
+        frame, info, metric = self.on_host(), self.info, self.metric
+        if metric is not None:
+            state = {name: self.work.fetch(array) for name, array in metric.state.items()}
+            levels = self.work.fetch(metric.levels) if metric.levels is not None else None
+            call.set_metric(Asked(metric.groups, state, levels))
         check(lib.codec_scratch(ffi.addressof(info.spec), tensor_like(info), call.size))
         size = call.size[0]
         call.context.flags |= lib.CODEC_CHECK_ONLY
@@ -195,7 +203,7 @@ def _head(work: Work, frame: TensorView, given: TensorView | None) -> TensorView
     """The header and the side section, in host memory."""
     if frame.device == "cpu":
         return frame
-    head = work.fetch(frame.first(_HEAD)) if given is None else given.first(frame.nbytes)
+    head = work.fetch(frame.first(_HEAD) if given is None else given.first(frame.nbytes))
     info = read_header(head)
     need = min(frame.nbytes, info.side_offset + info.side_nbytes)
     return head if need <= head.nbytes else work.fetch(frame.first(need))
