@@ -1,7 +1,6 @@
 """Encoding and decoding on an NVIDIA GPU, as fractions of a device copy in the same run.
 
     python bench/gpu.py                       # 2^28 values; --values 20 for fewer, --json for programs
-    python bench/gpu.py --compiling           # seconds that the kernels take to compile, and to load from the cache
 
 A time is the median of 20 by CUDA events, of a graph with all that a call has to do: sampling, codebooks, checksums.
 Beside the GB/s of the tensor stands (tensor bytes + frame bytes) / time over the same of a copy, which reads and writes
@@ -11,10 +10,8 @@ knows the header. nvCOMP's ANS (nvidia-nvcomp-cu12) is measured beside, if it is
 
 import argparse
 import json
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +21,7 @@ import ml_dtypes
 import codec
 from codec import metrics
 from codec.core import lib
-from codec.engines.cuda import devices, gpu, kernels
+from codec.engines.cuda import devices, gpu
 from codec.engines.cuda.decoding import Frame
 from codec.engines.cuda.work import Work
 from codec.engines.request import DecodeRequest
@@ -208,23 +205,6 @@ def many(rate: float) -> dict[str, Any]:
     return row_of(name, size, size + nbytes, size / 2, 8 * nbytes, rate, encode=encode, decode=decode)
 
 
-def compiling() -> list[dict[str, Any]]:
-    """Seconds a kernel, compiled and from the disk."""
-    arch = os.environ.get("ARCH", "sm_90")
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["CODEC_CACHE_DIR"] = folder
-        for file, about in kernels.FILES.items():
-            for kernel in about.kernels if about.kernels[0].endswith(">") else about.kernels[:1]:
-                seconds: list[float] = []
-                for _ in range(2):
-                    start = time.perf_counter()
-                    kernels.compiled(file, about.alone(kernel), arch)
-                    seconds.append(time.perf_counter() - start)
-                rows.append({"kernel": kernel, "compiled": seconds[0], "cached": seconds[1]})
-    return rows
-
-
 def show(row: dict[str, Any]) -> None:
     """A line of the table."""
     both = [
@@ -238,17 +218,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--values", type=int, default=28, help="log2 of the values of a tensor (28)")
     parser.add_argument("--only", default="", help="cases whose names contain this")
-    parser.add_argument("--compiling", action="store_true", help="time the compiler; needs no GPU")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if args.compiling:
-        rows = compiling()
-        if args.json:
-            print(json.dumps(rows))
-        else:
-            for row in rows:
-                print(f"{row['kernel']:24}{row['compiled']:8.2f} s{1e3 * row['cached']:8.2f} ms from the cache")
-        return
     if (why_not := gpu.CupyBackend().why_not()) is not None:
         sys.exit(f"no figures: {why_not}")
     import cupy

@@ -85,12 +85,13 @@ def compiled(file: str, kernels: tuple[str, ...], arch: str) -> Code:
     EngineError
         NVRTC cannot be used, or does not know the architecture.
     """
-    nvrtc: Any = importlib.import_module("cupy.cuda").nvrtc
+    cupy: Any = importlib.import_module("cupy")
+    nvrtc = cupy.cuda.nvrtc
     try:
         version = nvrtc.getVersion()
     except Exception as e:  # of many kinds: CuPy finds it on its first call
         raise EngineError(f"NVRTC, which compiles kernels for the GPU, cannot be used: {e}") from e
-    asked = json.dumps([file, kernels, arch, _OPTIONS, version])
+    asked = json.dumps([file, kernels, arch, _OPTIONS, version, cupy.__version__])
     key = hashlib.sha256(asked.encode() + _sources()).hexdigest()
     code = _load(key)
     if code is None:
@@ -114,7 +115,8 @@ def _compile(nvrtc: Any, file: str, kernels: tuple[str, ...], arch: str) -> Code
             said = nvrtc.getProgramLog(program).strip()
             version = ".".join(map(str, nvrtc.getVersion()))
             raise EngineError(f"NVRTC {version} cannot compile {file}.cu for {arch}: {said or e}") from e
-        return Code(nvrtc.getCUBIN(program), {kernel: nvrtc.getLoweredName(program, kernel) for kernel in kernels})
+        image = nvrtc.getCUBIN(program) + b"\0"  # CuPy takes the last byte for the end of a string
+        return Code(image, {kernel: nvrtc.getLoweredName(program, kernel) for kernel in kernels})
     finally:
         nvrtc.destroyProgram(program)
 

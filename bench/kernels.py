@@ -1,0 +1,46 @@
+"""How long NVRTC takes for each of the CUDA engine's kernels, and loading it from the cache. No GPU is needed.
+
+python bench/kernels.py --arch sm_90
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from typing import Any
+
+from codec.engines.cuda import kernels
+
+
+def compiling(arch: str) -> list[dict[str, Any]]:
+    """Seconds a kernel, compiled and from the disk."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["CODEC_CACHE_DIR"] = folder
+        for file, about in kernels.FILES.items():
+            for kernel in about.kernels if about.kernels[0].endswith(">") else about.kernels[:1]:
+                seconds: list[float] = []
+                for _ in range(2):
+                    start = time.perf_counter()
+                    kernels.compiled(file, about.alone(kernel), arch)
+                    seconds.append(time.perf_counter() - start)
+                rows.append({"kernel": kernel, "compiled": seconds[0], "cached": seconds[1]})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="sm_90", help="of which GPUs (sm_90)")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    rows = compiling(args.arch)
+    if args.json:
+        print(json.dumps(rows))
+    else:
+        for row in rows:
+            print(f"{row['kernel']:24}{row['compiled']:8.2f} s{1e3 * row['cached']:8.2f} ms from the cache")
+
+
+if __name__ == "__main__":
+    main()
