@@ -1,6 +1,6 @@
 """Requests to launches, and what their users get."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, Job, begin, pl
 from codec.engines.cuda.pending import Pending
 from codec.engines.cuda.work import Work
 from codec.engines.native.decoding import check_whole, is_bomb
-from codec.engines.native.many import check_many_apart
+from codec.engines.native.many import at_item, check_many_apart
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import CodecError, SpecError
 from codec.view import TensorView, device_like, empty, view, view_output
@@ -68,20 +68,12 @@ def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
     if not requests:
         return []
     with _working([named for r in requests for named in r.views]) as work:
-        encodings = [_at(i, Encoding, work.beside(), r) for i, r in enumerate(requests)]
+        encodings = [at_item(i, Encoding, work.beside(), r) for i, r in enumerate(requests)]
         begin(work, [encoding.job for encoding in encodings])
         first = min(encoding.job.written for encoding in encodings)
         written = bytes(work.device.download(first, WRITTEN_NBYTES * len(encodings)))  # they lie together
         at = [encoding.job.written - first for encoding in encodings]
-        return [_at(i, e.finish, written[at[i] : at[i] + WRITTEN_NBYTES]) for i, e in enumerate(encodings)]
-
-
-def _at(i: int, call: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return call(*args)
-    except CodecError as e:
-        e.item = i
-        raise
+        return [at_item(i, e.finish, written[at[i] : at[i] + WRITTEN_NBYTES]) for i, e in enumerate(encodings)]
 
 
 def _views(r: DecodeRequest) -> Named:
@@ -145,17 +137,17 @@ def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
     if not requests:
         return []
     with _working([named for r in requests for named in _views(r)]) as work:
-        opened = [_at(i, _open, work, r) for i, r in enumerate(requests)]
+        opened = [at_item(i, _open, work, r) for i, r in enumerate(requests)]
         if any(r.out is not None for r in requests):
             check_many_apart(requests, [(v, frame.metric) for frame, _, v in opened])
             for frame, *_ in opened:
                 frame.begin(0)
             for i, (frame, *_) in enumerate(opened):
-                _at(i, frame.end)
+                at_item(i, frame.end)
         for frame, _, v in opened:
             frame.begin(work.write(v))
         for i, (frame, *_) in enumerate(opened):
-            _at(i, frame.end)
+            at_item(i, frame.end)
         work.finish()
     return [result for _, result, _ in opened]
 

@@ -19,7 +19,7 @@ def encode_many(requests: Sequence[EncodeRequest], make: EncodeFilled = encode_f
     """The frames of requests that differ by tensor, stream and state; an error's item is the index of the first."""
     for i, r in enumerate(requests):
         if r.x.device != "cpu" or r.metric is not None:
-            _at(i, check_host, r)
+            at_item(i, check_host, r)
     frames: list[Any] = [None] * len(requests)
 
     def do(call: Call, i: int, threads: int) -> None:
@@ -39,7 +39,7 @@ def encode_many(requests: Sequence[EncodeRequest], make: EncodeFilled = encode_f
 def decode_many(requests: Sequence[DecodeRequest], make: DecodePrepared = decode_prepared) -> list[Any]:
     """The tensors of requests that differ by frame, `out` and state; an error's item is the index of the first."""
     call = structs.take()
-    prepared = [_at(i, prepare, call, r) for i, r in enumerate(requests)]
+    prepared = [at_item(i, prepare, call, r) for i, r in enumerate(requests)]
     structs.give(call)
     if not requests:
         return []
@@ -60,7 +60,8 @@ def decode_many(requests: Sequence[DecodeRequest], make: DecodePrepared = decode
     return [result for _, result, *_ in prepared]
 
 
-def _at(i: int, call: Callable[..., Any], *args: Any) -> Any:
+def at_item(i: int, call: Callable[..., Any], *args: Any) -> Any:
+    """What the call returns; its error's item is i."""
     try:
         return call(*args)
     except CodecError as e:
