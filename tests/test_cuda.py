@@ -542,6 +542,18 @@ def test_metrics_of_ones_own(device):
     assert got(codec.decode(ours, metric=metric, state=there)) == expected
 
 
+@on_cpu
+def test_many_of_any_size_in_any_order(device, monkeypatch):
+    """Blocks of threads for the largest have nothing to do for others, whichever runs first."""
+    monkeypatch.setenv("CUDA_ON_CPU_ORDER", "down")
+    rng = np.random.default_rng(6)
+    xs = [rng.standard_normal(n, F32) for n in (600, 150_000, 5000, 1, 20_000)]
+    for spec in (codec.Lossless(), codec.Float8(entropy=True), codec.Quantize(4), codec.Truncate(1)):
+        assert codec.encode_many(xs, spec, engine="cuda") == [
+            codec.encode(x, spec, stream=i << 32) for i, x in enumerate(xs)
+        ]
+
+
 def test_how_many_launches(device):
     """At most four to encode, whatever is asked for, and three to decode into what must stay as it is on errors.
 

@@ -181,6 +181,8 @@ extern "C" __global__ void __launch_bounds__(TEAM) choose_rows(const codec_encod
 	const uint32_t take = kind_of(v).entropy ? (uint32_t)choose_code_blocks(v->nblocks) : 0;
 	const uint64_t nblocks = v->nblocks;
 
+	if (blockIdx.x >= e.warps)
+		return;
 	for (uint32_t t; (t = team_draw(&c->ticket)) < scans + nparts + take;) {
 		codec_status status = CODEC_OK;
 		bool last;

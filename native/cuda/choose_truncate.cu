@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(TEAM) choose_truncate(const codec_e
 	codec_choice *c = e.found;
 	codec_part_found *found = (codec_part_found *)(c + 1);
 	const sample_kind q = sample_kind_of(v);
-	const model_tasks tasks = model_tasks_of((uint32_t)e.nparts);
+	const model_tasks tasks = model_tasks_of(e.nparts);
 	const uint32_t all = 1 + 3 * tasks.step + SYMBOL_SHARES;
 
 	for (uint32_t t; (t = team_draw(&c->ticket)) < all;) {

@@ -18,6 +18,8 @@ template <int SIZE> __global__ void __launch_bounds__(32 * WARPS) encode_lossles
 	const job j = {*e.view, e.memory};
 	uint8_t *scratch = scratch_of(e), *region = scratch + LOSSLESS_ROOM(SIZE);
 
+	if (blockIdx.x * WARPS >= e.warps)
+		return;
 	for (uint64_t b; (b = next_block(e.out, lane)) < j.v.nblocks;) {
 		uint64_t sealed = 0;
 		uint32_t size =

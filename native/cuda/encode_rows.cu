@@ -17,6 +17,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) encode_rows(const codec
 	const struct row_kind q = kind_of(&v);
 	uint8_t *scratch = scratch_of(e);
 
+	if (blockIdx.x * WARPS >= e.warps)
+		return;
 	for (uint64_t b; (b = next_block(e.out, lane)) < v.nblocks;) {
 		uint8_t *region = scratch + ROWS_ROOM;
 		const row_place p = row_place_of(&j, q, b);

@@ -15,6 +15,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) encode_truncate(const c
 	const job j = {*e.view, e.memory};
 	uint8_t *scratch = scratch_of(e), *region = scratch + CUT_ROOM;
 
+	if (blockIdx.x * WARPS >= e.warps)
+		return;
 	for (uint64_t b; (b = next_block(e.out, lane)) < j.v.nblocks;) {
 		uint32_t size = write_cut(&j, e.memory, &source, e.by, b, scratch, region, lane);
 

@@ -37,7 +37,8 @@ struct codec_encoding {
 	unsigned long long *places; /* zeros, one a block */
 	codec_written *out;
 	codec_cuts by;
-	uint64_t nparts; /* of the model as planned */
+	uint32_t nparts; /* of the model as planned */
+	uint32_t warps; /* that there is scratch for: others, of a launch for larger tensors, have nothing to do here */
 };
 
 /* This block's, near all of its threads. */

@@ -183,6 +183,7 @@ std::string launch(void (*kernel)(A...), void **args, uint32_t grid, uint32_t ma
 {
 	std::vector<std::thread> workers;
 	std::atomic<uint32_t> todo{0};
+	bool down = getenv("CUDA_ON_CPU_ORDER") && !strcmp(getenv("CUDA_ON_CPU_ORDER"), "down"); /* blocks, too */
 	std::string error[CUDA_ON_CPU_WORKERS];
 	auto call = [&]<size_t... I>(std::index_sequence<I...>) { kernel(*(A *)args[I]...); };
 	auto work = [&](int w) {
@@ -191,6 +192,7 @@ std::string launch(void (*kernel)(A...), void **args, uint32_t grid, uint32_t ma
 		b.size = {threads, 1, 1}, b.grid = {grid, many, 1},
 		b.body = [&] { call(std::index_sequence_for<A...>()); };
 		for (uint32_t i; error[w].empty() && (i = todo++) < grid * many;) {
+			i = down ? grid * many - 1 - i : i;
 			b.index = {i % grid, i / grid, 0};
 			run_block(b, shared);
 			error[w] = b.error;

@@ -132,7 +132,8 @@ class Job:
         """The codec_encoding, from the addresses of what is uploaded."""
         zeros, ends = (head, self.places, self.written), (self.before.exponents, self.before.levels)
         nparts = self.plan.view.model_parts.count
-        return struct.pack("<16Q", view, job, *self._source, self.counts, *zeros, *ends, nparts)
+        warps = WARPS * self.grid
+        return struct.pack("<15Q2I", view, job, *self._source, self.counts, *zeros, *ends, nparts, warps)
 
 
 def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:

@@ -134,11 +134,6 @@ def pointer(address: int) -> Any:
     return ctypes.c_uint64(address)
 
 
-def number(n: int) -> Any:
-    """A uint64, likewise."""
-    return ctypes.c_uint64(n)
-
-
 def small(n: int) -> Any:
     """A uint32, likewise."""
     return ctypes.c_uint32(n)
