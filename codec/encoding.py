@@ -117,9 +117,9 @@ def encode(
     Returns
     -------
     bytes, or memoryview of `out`; for a tensor on a GPU an array or tensor of uint8 there
-        The frame. The first two are read-only and used alike: length, index, slice, comparison, ``join``, files and sockets,
-        :func:`decode`. But a frame in `out` is gone when something else is written there, so it cannot be hashed or
-        pickled; ``bytes(frame)`` can.
+        The frame. The first two are read-only and used alike: length, index, slice, comparison, ``join``, files and
+        sockets, :func:`decode`. But a frame in `out` is gone when something else is written there, so it cannot be
+        hashed or pickled; ``bytes(frame)`` can.
 
     Raises
     ------
