@@ -15,7 +15,8 @@ bytes that must be read and written (a tensor twice if one scale serves all of i
 as a fraction of the copy, for it also reads the optimizer's state. `reduce 4` adds up four frames: GB/s of their
 tensors together.
 
-``--engine numba`` prints that engine's rate and the fraction that it is of the native engine's by AVX2, codec by codec.
+``--engine numba`` prints that engine's rate and the fraction that it is of the native engine's by AVX2, codec by codec:
+rates are the best of five rounds, the fraction is the median of theirs.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import concurrent.futures
 import functools
 import json
 import os
+import statistics
 import sys
 from typing import Any
 
@@ -207,20 +209,24 @@ def beside_native(engine: str, nbytes: int) -> list[dict[str, Any]]:
             state["v"] *= state["v"]
             how |= {"metric": metrics.AdamW(1e-5, step=999), "state": state}
         out, back = np.empty(codec.bound(x.shape, dtype, spec) * 2 + (1 << 20), np.uint8), np.empty_like(x)
-        row: dict[str, Any] = {"codec": name}
-        seconds: dict[tuple[str, str], float] = {}
-        for _ in range(4):  # in turn, so that what else the machine does meets both
+        rounds: list[dict[tuple[str, str], float]] = []
+        for _ in range(5):  # in turn, so that what else the machine does meets both
+            seconds: dict[tuple[str, str], float] = {}
             for who in (engine, "native"):
                 with codec.use_isa("avx2" if who == "native" else None):
-                    enc, frame = best(lambda: codec.encode(x, spec, dtype=dtype, out=out, engine=who, **how), 0.1)
-                    dec, _ = best(lambda: codec.decode(frame, out=back, engine=who, **how), 0.1)
-                    once, _ = best(lambda: codec.decode(frame, out=back, engine=who, check_first=False, **how), 0.1)
-                for what, t in (("encode", enc), ("decode", dec), ("once", once)):
-                    seconds[what, who] = min(t, seconds.get((what, who), t))
-        for (what, who), t in seconds.items():
-            row[f"{what}_{who}_gbps"] = x.nbytes / t / 1e9
-        for what in ("encode", "decode", "once"):
-            row[what] = seconds[what, "native"] / seconds[what, engine]
+                    seconds["encode", who], frame = best(
+                        lambda: codec.encode(x, spec, dtype=dtype, out=out, engine=who, **how), 0.1
+                    )
+                    seconds["decode", who], _ = best(lambda: codec.decode(frame, out=back, engine=who, **how), 0.1)
+                    seconds["once", who], _ = best(
+                        lambda: codec.decode(frame, out=back, engine=who, check_first=False, **how), 0.1
+                    )
+            rounds.append(seconds)
+        row: dict[str, Any] = {"codec": name}
+        for what in WAYS:
+            row[what] = statistics.median(r[what, "native"] / r[what, engine] for r in rounds)
+            for who in (engine, "native"):
+                row[f"{what}_{who}_gbps"] = x.nbytes / min(r[what, who] for r in rounds) / 1e9
         rows.append(row)
     print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
     return rows

@@ -69,8 +69,18 @@ struct block {
 	void *home;
 	std::string error;
 };
-inline thread_local block *now;
-inline thread_local dim thread;
+#define OFTEN __attribute__((tls_model("initial-exec"))) /* found without a call */
+inline thread_local block *now OFTEN;
+inline thread_local dim thread OFTEN;
+inline thread_local std::vector<fiber> idle; /* their stacks serve the next launch */
+
+/* The one after i of n, in the order in which threads run. */
+inline uint32_t after(const block &b, uint32_t i, uint32_t n)
+{
+	if (b.order == 1)
+		return i ? i - 1 : n - 1;
+	return i + 1 < n ? i + 1 : 0;
+}
 
 /* On to a thread that can run; home if there is none. */
 inline void next()
@@ -82,8 +92,8 @@ inline void next()
 
 	if (b.order > 1)
 		i = (b.order = (b.order * 1664525u + 1013904223u) | 2) / 16 % n;
-	for (uint32_t k = 0; k < n && b.error.empty(); k++) {
-		i = (i + (b.order == 1 ? n - 1 : 1)) % n;
+	for (uint32_t k = 0; k < n && stuck; k++) {
+		i = after(b, i, n);
 		if (!b.fibers[i].done && b.fibers[i].waits == NOTHING) {
 			b.self = thread.x = i;
 			return cuda_on_cpu_switch(from, b.fibers[i].sp);
@@ -119,7 +129,7 @@ inline uint64_t reduced(const fiber *lane, const fiber &me)
 {
 	uint64_t r = 0;
 
-	for (uint32_t i = 0; i < 32 && me.waits > SHUFFLE; i++)
+	for (uint32_t i = 0; i < 32; i++)
 		if (me.mask >> i & 1)
 			r = me.waits == ADD
 				    ? r + lane[i].value
@@ -134,22 +144,21 @@ inline uint64_t collective(op what, uint32_t mask, uint64_t value, uint32_t sour
 	bool all = what == BARRIER;
 	uint32_t first = all ? 0 : b.self / 32 * 32, count = all ? b.size.x : 32;
 	fiber *lane = &b.fibers[first], &me = b.fibers[b.self];
-	uint64_t result[32] = {0};
+	uint64_t result[32];
 
 	if (!all && !(mask >> b.self % 32 & 1))
 		throw std::runtime_error("thread " + std::to_string(b.self) + " is not in its own mask in line " +
 					 std::to_string(line));
 	me.waits = what, me.line = line, me.mask = mask, me.source = source, me.value = value;
 	for (uint32_t k = 1, i = b.self - first; k <= count; k++) { /* who runs next has not arrived yet */
-		i = (i + (b.order == 1 ? count - 1 : 1)) % count;
+		i = after(b, i, count);
 		if ((all || mask >> i & 1) &&
 		    (first + i >= b.size.x || lane[i].waits != what || lane[i].line != line || lane[i].mask != mask))
 			return next(), me.value;
 	}
-	value = reduced(lane, me);
-	for (uint32_t i = 0; i < 32 && !all; i++)
-		if (mask >> i & 1)
-			result[i] = what == SHUFFLE ? shuffled(lane, lane[i]) : value;
+	value = what > SHUFFLE ? reduced(lane, me) : 0;
+	for (uint32_t i = 0; i < 32; i++)
+		result[i] = what == SHUFFLE && mask >> i & 1 ? shuffled(lane, lane[i]) : value;
 	for (uint32_t i = 0; i < count; i++)
 		if (all || mask >> i & 1)
 			lane[i].waits = NOTHING, lane[i].value = result[i % 32];
@@ -163,8 +172,11 @@ inline void run_block(block &b, size_t shared_nbytes)
 
 	b.order = order == "up" ? 0 : order == "down" ? 1 : (uint32_t)atoi(order.c_str()) | 2;
 	b.shared = memset(memory.get(), 0xa5, shared_nbytes);
-	b.fibers.resize(b.size.x);
-	for (fiber &f : b.fibers) {
+	if (b.fibers.size() < b.size.x)
+		b.fibers.resize(b.size.x);
+	for (uint32_t i = 0; i < b.size.x; i++) {
+		fiber &f = b.fibers[i];
+
 		if (!f.stack)
 			f.stack.reset(new char[STACK_NBYTES]);
 		__asan_unpoison_memory_region(f.stack.get(), STACK_NBYTES); /* it was left, not returned from */
@@ -189,6 +201,7 @@ std::string launch(void (*kernel)(A...), void **args, uint32_t grid, uint32_t ma
 	auto work = [&](int w) {
 		block b{};
 
+		b.fibers.swap(idle);
 		b.size = {threads, 1, 1}, b.grid = {grid, many, 1},
 		b.body = [&] { call(std::index_sequence_for<A...>()); };
 		for (uint32_t i; error[w].empty() && (i = todo++) < grid * many;) {
@@ -197,8 +210,11 @@ std::string launch(void (*kernel)(A...), void **args, uint32_t grid, uint32_t ma
 			run_block(b, shared);
 			error[w] = b.error;
 		}
+		b.fibers.swap(idle);
 	};
 
+	if (CUDA_ON_CPU_WORKERS == 1)
+		return work(0), error[0];
 	for (int w = 0; w < CUDA_ON_CPU_WORKERS; w++)
 		workers.emplace_back(work, w);
 	for (auto &w : workers)
