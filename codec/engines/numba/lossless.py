@@ -56,13 +56,12 @@ def _split2(x, offset, is_float, p0, p1):
 
 
 @jit
-def _split4(x, offset, is_float, p0, p1, p2, p3):
+def _split4(x, offset, is_float, upper, p0, p1, p2, p3):
     n = len(x)
     if is_float:
-        halves = x.view(U16)  # no word of the loop is wider
-        for i in range(n):
-            y = turn(halves[2 * i + 1], offset[i], SHIFT)
-            p0[i], p1[i] = U8(y >> U16(8)), U8(y)
+        for i in range(n):  # apart: no word of the next loop is wider, so that its vectors hold twice as many
+            upper[i] = U16(x[i] >> U32(16))
+        _split2(upper[:n], offset, is_float, p0, p1)
     else:
         for i in range(n):
             p0[i], p1[i] = U8(x[i] >> U32(24)), U8(x[i] >> U32(16))
@@ -71,14 +70,14 @@ def _split4(x, offset, is_float, p0, p1, p2, p3):
 
 
 @jit
-def _split8(x, offset, is_float, half, planes):
+def _split8(x, offset, is_float, upper, half, planes):
     n = len(x)
     for i in range(n):
         half[i] = U32(x[i] >> U64(32))
-    _split4(half, offset, False, planes[0], planes[1], planes[2], planes[3])
+    _split4(half, offset, False, upper, planes[0], planes[1], planes[2], planes[3])
     for i in range(n):
         half[i] = U32(x[i])
-    _split4(half, offset, False, planes[4], planes[5], planes[6], planes[7])
+    _split4(half, offset, False, upper, planes[4], planes[5], planes[6], planes[7])
     p0, p1 = planes[0], planes[1]
     for i in range(n if is_float else 0):
         y = turn(U16(U16(U16(p0[i]) << U16(8)) | U16(p1[i])), offset[i], SHIFT64)
@@ -86,7 +85,7 @@ def _split8(x, offset, is_float, half, planes):
 
 
 @jit
-def _split(job, data, offset, half, planes):
+def _split(job, data, offset, upper, half, planes):
     """Values, their bytes, to planes."""
     is_float = job.octave > 0
     if job.size == 1:
@@ -94,9 +93,9 @@ def _split(job, data, offset, half, planes):
     elif job.size == 2:
         _split2(data.view(U16), offset, is_float, planes[0], planes[1])
     elif job.size == 4:
-        _split4(data.view(U32), offset, is_float, planes[0], planes[1], planes[2], planes[3])
+        _split4(data.view(U32), offset, is_float, upper, planes[0], planes[1], planes[2], planes[3])
     else:
-        _split8(data.view(U64), offset, is_float, half, planes)
+        _split8(data.view(U64), offset, is_float, upper, half, planes)
 
 
 @jit
@@ -332,7 +331,8 @@ def encode_blocks(job, work, data, frame, limit, first, count, result):
         m, at = min(job.block, job.n - start), np.int64(result[0])
         if job.octave:
             fill_offsets(job, start, work.offset[:m])
-        _split(job, data[job.size * start : job.size * (start + m)], work.offset, work.half, work.planes)
+        values = data[job.size * start : job.size * (start + m)]
+        _split(job, values, work.offset, work.upper, work.half, work.planes)
         fixed = _put_fixed(job, frame, work.planes, start, m)
         fits = limit - at >= m * job.size + 8
         region = frame[at:limit] if fits else work.region

@@ -20,6 +20,7 @@ BAD_DIRECTORY, BAD_REGION, CHECKSUM = int(Status.BAD_DIRECTORY), int(Status.BAD_
 CONSTANT, RAW, CODED, ROWS = 0, 1, 2, 3  # modes
 BLOCK = 16384  # values of the largest block but those of rows
 STATE = 22  # bytes of a coded plane before its tails
+ONES = U64(0x0101010101010101)
 
 
 class Room(NamedTuple):
@@ -72,11 +73,18 @@ def store32(data, at, x):
 def is_constant(plane):
     """Whether all bytes are equal."""
     n = len(plane)
-    if n and plane[0] != plane[n - 1]:
-        return False
+    if not n:
+        return True
+    words, all_equal = plane[: n // 8 * 8].view(U64), U64(plane[0]) * ONES
+    for at in range(0, len(words), 32):  # a few at a time: of most planes the first ones tell
+        some = U64(0)
+        for word in words[at : at + 32]:
+            some |= word ^ all_equal
+        if some:
+            return False
     some = U8(0)
-    for i in range(1, n):
-        some |= plane[i] ^ plane[i - 1]
+    for x in plane[n // 8 * 8 :]:
+        some |= x ^ plane[0]
     return some == 0
 
 
@@ -238,7 +246,6 @@ def _unpack(data, at, fields, widths):
         fields[lane] = word >> U64(have) & ((U64(1) << U64(width)) - U64(1))
 
 
-ONES = U64(0x0101010101010101)
 FIVE = np.full(LANES, 5, U64)
 
 
