@@ -404,8 +404,8 @@ def _get_rows(frame, plane, c, fault):
 
 
 @jit
-def _get_plane(frame, job, p, mode, k, room, memory, c, fault):
-    """Plane p, of k values, to the beginning of its memory."""
+def _get_plane(frame, job, p, mode, k, room, memory, wanted, c, fault):
+    """Plane p, of k values, to the beginning of its memory; where it is not wanted, only its checks."""
     if mode == CODED:
         status = get_coded(frame, job, p, k, room, memory, c, fault)
         if not status:
@@ -418,9 +418,9 @@ def _get_plane(frame, job, p, mode, k, room, memory, c, fault):
     nbytes = k if mode == RAW else 1
     if c[1] - c[0] < nbytes:
         return bad(fault, BAD_REGION, c[0], c[1] - c[0], nbytes)
-    if mode == RAW:
+    if wanted and mode == RAW:
         copy(memory, frame[c[0] : c[0] + k])
-    else:
+    elif wanted:
         memory[:k] = frame[c[0]]
     c[0] += nbytes
     return OK
@@ -451,22 +451,23 @@ def _check_pruned(job, first, m, planes, fault):
 
 @jit
 def _get_block(frame, job, work, first, m, merges, fault):
-    """A region to planes; without those that are fixed if nothing is made of them."""
+    """A region to planes; only what must be checked if nothing is made of them."""
     c, planes, mode = work.c, work.planes, work.mode
     head = np.int64(load32(frame, c[0]))
     status = _read_head(job, head, c[0], mode, fault)
     c[0] += 4
-    if merges or head & PRUNED:
+    wanted = merges or head & PRUNED != 0
+    if wanted:
         _get_fixed(frame, job, first, m, planes)
     k = m
     for p in range(job.size):
         if status or job.fixed >> p & 1:
             continue
         if p == 0 or not head & PRUNED:
-            status = _get_plane(frame, job, p, mode[p], m, work.coder, planes[p], c, fault)
+            status = _get_plane(frame, job, p, mode[p], m, work.coder, planes[p], wanted, c, fault)
         else:
-            status = _get_plane(frame, job, p, mode[p], k, work.coder, work.low, c, fault)
-            if not status:
+            status = _get_plane(frame, job, p, mode[p], k, work.coder, work.low, merges, c, fault)
+            if not status and merges:
                 spread_from(planes[0][:m], 1, work.low, planes[p][:m])
         if not status and p == 0 and head & PRUNED:
             k = count_from(planes[0][:m], 1)
