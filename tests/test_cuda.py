@@ -549,9 +549,10 @@ def test_many_of_any_size_in_any_order(device, monkeypatch):
     rng = np.random.default_rng(6)
     xs = [rng.standard_normal(n, F32) for n in (600, 150_000, 5000, 1, 20_000)]
     for spec in (codec.Lossless(), codec.Float8(entropy=True), codec.Quantize(4), codec.Truncate(1)):
-        assert codec.encode_many(xs, spec, engine="cuda") == [
-            codec.encode(x, spec, stream=i << 32) for i, x in enumerate(xs)
-        ]
+        frames = [codec.encode(x, spec, stream=i << 32) for i, x in enumerate(xs)]
+        assert codec.encode_many(xs, spec, engine="cuda") == frames
+        there = [device.put(np.frombuffer(frame, np.uint8)) for frame in frames]
+        assert list(map(got, codec.decode_many(there))) == [codec.decode(frame).tobytes() for frame in frames]
 
 
 def test_how_many_launches(device):
@@ -563,8 +564,11 @@ def test_how_many_launches(device):
     codec.encode_many(xs)
     assert device.launched == ["choose_lossless", "encode_lossless<4>", "close_frame"]
     device.launched.clear()
-    codec.encode_many([*xs[1:], *(device.put(np.ones(1000, np.int16)) for _ in range(3))])
+    frames = codec.encode_many([*xs[1:], *(device.put(np.ones(1000, np.int16)) for _ in range(3))])
     assert device.launched == ["choose_lossless", "encode_lossless<2>", "encode_lossless<4>", "close_frame"]
+    device.launched.clear()
+    codec.decode_many(frames)
+    assert device.launched == ["gather", "decode_lossless<2>", "decode_lossless<4>"]
     x = device.put(np.random.default_rng(1).standard_normal(20_000, F32))
     groups = {"metric": [(0, metrics.SGD(0.1)), (500, metrics.SGD(0.2))], "state": {"theta": x}}
     owed = {"residual": device.put(np.zeros(20_000, F32)), "feedback": True}

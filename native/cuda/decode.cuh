@@ -5,6 +5,7 @@
 #define CODEC_DECODE_CUH
 
 #include "coder.cuh"
+#include "decoding.cuh"
 #include "seal.cuh"
 
 #define WARPS 4
@@ -43,23 +44,36 @@ DEVICE void blame(codec_found *found, uint64_t order, codec_status status, uint3
 		atomicMin(&found->fault, (unsigned long long)(order << 8 | status));
 }
 
+/* This block's, near all of its threads. */
+DEVICE const codec_decoding &decoding_of(const codec_decoding *decodings)
+{
+	__shared__ codec_decoding d;
+
+	share(&d, decodings + blockIdx.y);
+	return d;
+}
+
 /*
- * All blocks, or all of their checks, by read(job, block, cursor, table of pairs and its plane, memory of the warp's,
- * lane, what to add fixed planes' digests to). `checks`: of digests, too.
+ * All blocks, or all of their checks, by read(decoding, job, block, cursor, table of pairs and its plane, memory of the
+ * warp's of so many bytes, lane, what to add digests of `size` planes to, those that are fixed).
  */
-template <class F>
-DEVICE void decode_blocks(const codec_view &v, const uint8_t *memory, const uint8_t *frame, uint8_t *scratch,
-			  uint64_t scratch_nbytes, uint32_t checks, codec_found *found, int size, F read)
+template <class F> DEVICE void decode_blocks(const codec_decoding *decodings, uint64_t scratch_nbytes, int size, F read)
 {
 	__shared__ uint32_t pair[1 << PAIR_BITS];
+	const codec_decoding &d = decoding_of(decodings);
+	const job &j = share_job(d.view, d.memory);
+	const codec_view &v = j.v;
+	const uint8_t *frame = d.frame;
+	codec_found *found = d.found;
 	uint32_t lane = threadIdx.x % 32, paired = v.coded ? (uint32_t)__ffs((int)v.coded) - 1 : WIRE_MAX_PLANES;
-	uint64_t warp = blockIdx.x * WARPS + threadIdx.x / 32, warps = (uint64_t)gridDim.x * WARPS;
-	const job j = {v, memory};
+	uint64_t warp = blockIdx.x * WARPS + threadIdx.x / 32, warps = d.warps;
+	uint8_t *scratch = d.scratch + warp * scratch_nbytes;
 
+	if (warp >= warps)
+		return;
 	if (v.coded)
 		fill_pairs(pair, table_of(&j, paired));
 	__syncthreads();
-	scratch += warp * scratch_nbytes;
 	if (warp == 0)
 		blame(found, 0, check_frame(&v, frame, lane), lane);
 	for (uint64_t b = warp; b < v.nblocks; b += warps) {
@@ -72,8 +86,8 @@ DEVICE void decode_blocks(const codec_view &v, const uint8_t *memory, const uint
 			blame(found, b + 1, status, lane);
 			continue;
 		}
-		status = read(&j, b, c, pair, paired, scratch, lane, &sealed);
-		if (checks) {
+		status = read(d, &j, b, c, pair, paired, scratch, lane, &sealed);
+		if (d.checks) {
 			if (status == CODEC_OK)
 				sealed += digest_bytes(here(&c), left(&c), WIRE_SEED_REGION, lane);
 			else /* not all of it was read */

@@ -6,14 +6,11 @@
 extern "C" __device__ const uint64_t decode_lossless_nbytes[] = {2 * PLANE_ROOM, 3 * PLANE_ROOM, 5 * PLANE_ROOM,
 								 9 * PLANE_ROOM};
 
-template <int SIZE>
-__global__ void __launch_bounds__(32 * WARPS)
-	decode_lossless(const codec_view v, const uint8_t *memory, const uint8_t *frame, uint8_t *scratch,
-			const codec_sink sink, uint32_t checks, codec_found *found)
+template <int SIZE> __global__ void __launch_bounds__(32 * WARPS) decode_lossless(const codec_decoding *decodings)
 {
-	decode_blocks(v, memory, frame, scratch, (SIZE + 1) * PLANE_ROOM, checks, found, SIZE,
-		      [&](const job *j, uint64_t b, cursor c, const uint32_t *pair, uint32_t paired, uint8_t *mine,
-			  uint32_t lane, uint64_t *sealed) {
-			      return read_block<SIZE>(j, b, c, pair, paired, mine, &sink, checks, sealed, lane);
+	decode_blocks(decodings, (SIZE + 1) * PLANE_ROOM, SIZE,
+		      [](const codec_decoding &d, const job *j, uint64_t b, cursor c, const uint32_t *pair,
+			 uint32_t paired, uint8_t *mine, uint32_t lane, uint64_t *sealed) {
+			      return read_block<SIZE>(j, b, c, pair, paired, mine, &d.sink, d.checks, sealed, lane);
 		      });
 }

@@ -5,12 +5,10 @@
 /* For whoever launches: a warp's scratch. */
 extern "C" __device__ const uint64_t decode_rows_nbytes[] = {PLANE_ROOM};
 
-template <int CODEC>
-__global__ void __launch_bounds__(32 * WARPS)
-	decode_rows(const codec_view v, const uint8_t *memory, const uint8_t *frame, uint8_t *scratch,
-		    const codec_sink sink, uint32_t checks, codec_found *found)
+template <int CODEC> __global__ void __launch_bounds__(32 * WARPS) decode_rows(const codec_decoding *decodings)
 {
-	decode_blocks(v, memory, frame, scratch, PLANE_ROOM, checks, found, 0,
-		      [&](const job *j, uint64_t b, cursor c, const uint32_t *pair, uint32_t, uint8_t *mine,
-			  uint32_t lane, uint64_t *) { return read_rows<CODEC>(j, b, c, pair, mine, &sink, lane); });
+	decode_blocks(decodings, PLANE_ROOM, 0,
+		      [](const codec_decoding &d, const job *j, uint64_t b, cursor c, const uint32_t *pair, uint32_t,
+			 uint8_t *mine, uint32_t lane,
+			 uint64_t *) { return read_rows<CODEC>(j, b, c, pair, mine, &d.sink, lane); });
 }

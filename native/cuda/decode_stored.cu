@@ -13,23 +13,27 @@ template <int SIZE> DEVICE void put_four(const codec_view &v, const uint8_t *fra
 }
 
 /* A tensor that is stored, or its check alone. */
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-	decode_stored(const codec_view v, const uint8_t *frame, const codec_sink sink, uint32_t checks,
-		      codec_found *found)
+extern "C" __global__ void __launch_bounds__(32 * WARPS) decode_stored(const codec_decoding *decodings)
 {
+	const codec_decoding &d = decoding_of(decodings);
+	const codec_view &v = share_job(d.view, d.memory).v;
+	const uint8_t *frame = d.frame;
+	codec_found *found = d.found;
 	const uint64_t nbytes = v.frame_nbytes - v.side_offset, chunk = 4 * WIRE_CHUNK_WORDS,
 		       size = v.n ? nbytes / v.n : 1;
-	const uint64_t warp = blockIdx.x * WARPS + threadIdx.x / 32, warps = (uint64_t)gridDim.x * WARPS;
+	const uint64_t warp = blockIdx.x * WARPS + threadIdx.x / 32, warps = d.warps;
 	const uint32_t lane = threadIdx.x % 32;
 	uint64_t digest = 0;
 
-	for (uint64_t i = warp; checks && chunk * i < nbytes; i += warps)
+	if (warp >= warps)
+		return;
+	for (uint64_t i = warp; d.checks && chunk * i < nbytes; i += warps)
 		digest += digest_chunk(frame + v.side_offset, nbytes, WIRE_SEED_REGION, i, lane);
-	for (uint64_t i = 4 * (32 * warp + lane); sink.data && i < v.n; i += 128 * warps)
-		size == 1   ? put_four<1>(v, frame, sink, i)
-		: size == 2 ? put_four<2>(v, frame, sink, i)
-		: size == 4 ? put_four<4>(v, frame, sink, i)
-			    : put_four<8>(v, frame, sink, i);
+	for (uint64_t i = 4 * (32 * warp + lane); d.sink.data && i < v.n; i += 128 * warps)
+		size == 1   ? put_four<1>(v, frame, d.sink, i)
+		: size == 2 ? put_four<2>(v, frame, d.sink, i)
+		: size == 4 ? put_four<4>(v, frame, d.sink, i)
+			    : put_four<8>(v, frame, d.sink, i);
 	if (lane)
 		return;
 	atomicAdd(&found->seal, (unsigned long long)digest);

@@ -13,9 +13,9 @@ extern "C" __device__ const uint64_t encode_lossless_nbytes[] = {LOSSLESS_ROOM(1
 /* Values, at a multiple of their size, to a frame's directory, fixed planes and regions. */
 template <int SIZE> __global__ void __launch_bounds__(32 * WARPS) encode_lossless(const codec_encoding *encodings)
 {
-	const codec_encoding &e = encodings[blockIdx.y];
+	const codec_encoding &e = encoding_of(encodings);
 	uint32_t lane = threadIdx.x % 32;
-	const job j = {*e.view, e.memory};
+	const job &j = share_job(e.view, e.memory);
 	uint8_t *scratch = scratch_of(e), *region = scratch + LOSSLESS_ROOM(SIZE);
 
 	if (blockIdx.x * WARPS >= e.warps)

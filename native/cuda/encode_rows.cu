@@ -9,10 +9,10 @@ extern "C" __device__ const uint64_t encode_rows_nbytes[] = {ROWS_ROOM};
 /* As encode_lossless; scratch is for an entropy stage. What is left of the values goes where the source says. */
 extern "C" __global__ void __launch_bounds__(32 * WARPS) encode_rows(const codec_encoding *encodings)
 {
-	const codec_encoding &e = encodings[blockIdx.y];
+	const codec_encoding &e = encoding_of(encodings);
 	const codec_source source = e.source;
 	uint32_t lane = threadIdx.x % 32;
-	const job j = {*e.view, e.memory};
+	const job &j = share_job(e.view, e.memory);
 	const codec_view &v = j.v;
 	const struct row_kind q = kind_of(&v);
 	uint8_t *scratch = scratch_of(e);

@@ -9,10 +9,10 @@ extern "C" __device__ const uint64_t encode_truncate_nbytes[] = {CUT_ROOM};
 /* As encode_lossless. What is cut off goes where the source says, which is not an array of the source. */
 extern "C" __global__ void __launch_bounds__(32 * WARPS) encode_truncate(const codec_encoding *encodings)
 {
-	const codec_encoding &e = encodings[blockIdx.y];
+	const codec_encoding &e = encoding_of(encodings);
 	const codec_source source = e.source;
 	uint32_t lane = threadIdx.x % 32;
-	const job j = {*e.view, e.memory};
+	const job &j = share_job(e.view, e.memory);
 	uint8_t *scratch = scratch_of(e), *region = scratch + CUT_ROOM;
 
 	if (blockIdx.x * WARPS >= e.warps)

@@ -5,6 +5,7 @@
 #ifndef CODEC_ENCODING_CUH
 #define CODEC_ENCODING_CUH
 
+#include "job.cuh"
 #include "sink.cuh"
 
 /* What blocks of a frame share; zeros at first. */
@@ -45,11 +46,8 @@ struct codec_encoding {
 DEVICE const codec_encoding &encoding_of(const codec_encoding *encodings)
 {
 	__shared__ codec_encoding e;
-	constexpr uint32_t WORDS = sizeof e / sizeof(uint64_t);
 
-	if (threadIdx.x < WORDS)
-		((uint64_t *)&e)[threadIdx.x] = ((const uint64_t *)(encodings + blockIdx.y))[threadIdx.x];
-	__syncthreads();
+	share(&e, encodings + blockIdx.y);
 	return e;
 }
 

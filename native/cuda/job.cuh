@@ -4,18 +4,30 @@
 
 #include "warp.cuh"
 
-/* What the blocks of a frame have found out together; all ones and zeros at first. */
-struct codec_found {
-	unsigned long long fault; /* block << 8 | status, of the first block at fault; ~0: none is */
-	unsigned long long seal;  /* of blocks and directory; of a stored tensor, as block 0 */
-	uint32_t done, reserved;  /* warps, where a tensor is stored */
-};
-
-/* A job's parts and tables, where they lie. */
+/* A job, and where its parts and tables lie. */
 struct job {
 	codec_view v;
 	const uint8_t *memory;
 };
+
+/* Copy what all threads of a block read to shared memory, near all of them. */
+template <class T> DEVICE void share(T *to, const T *from)
+{
+	for (uint32_t i = threadIdx.x; i < sizeof(T) / sizeof(uint64_t); i += blockDim.x)
+		((uint64_t *)to)[i] = ((const uint64_t *)from)[i];
+	__syncthreads();
+}
+
+/* The job that a block of threads has to do. */
+DEVICE const job &share_job(const codec_view *view, const uint8_t *memory)
+{
+	__shared__ job j;
+
+	if (threadIdx.x == 0)
+		j.memory = memory;
+	share(&j.v, view);
+	return j;
+}
 
 /* Where a region is read: what is left of it are the bytes frame[at, end). The same in all lanes. */
 struct cursor {

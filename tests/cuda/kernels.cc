@@ -13,6 +13,7 @@
 #include "encode_lossless.cu"
 #include "encode_rows.cu"
 #include "encode_truncate.cu"
+#include "gather.cu"
 
 #define EXPORT(kernel) CUDA_ON_CPU_EXPORT(kernel, kernel)
 #define EXPORT_SIZES(kernel)                                                                                           \
@@ -21,6 +22,7 @@
 	CUDA_ON_CPU_EXPORT(kernel##_4, kernel<4>)                                                                      \
 	CUDA_ON_CPU_EXPORT(kernel##_8, kernel<8>)
 EXPORT(before)
+EXPORT(gather)
 EXPORT(choose_lossless)
 EXPORT(choose_rows)
 EXPORT(choose_truncate)

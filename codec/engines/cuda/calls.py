@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from codec.core import lib
-from codec.engines.cuda.decoding import Frame
+from codec.engines.cuda.decoding import Frame, Sink
 from codec.engines.cuda.devices import device_for
 from codec.engines.cuda.encoding import Encoding
 from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, Job, begin, plan_of
 from codec.engines.cuda.pending import Pending
+from codec.engines.cuda.reading import Step, open_frames, read
 from codec.engines.cuda.work import Work
 from codec.engines.native.decoding import check_whole, is_bomb
 from codec.engines.native.many import at_item, check_many_apart
@@ -99,9 +100,8 @@ def _target(work: Work, r: DecodeRequest, dtype: str, shape: tuple[int, ...]) ->
     return work.device.empty(dtype, shape, like)
 
 
-def _open(work: Work, r: DecodeRequest) -> tuple[Frame, Any, TensorView]:
-    """A frame to be decoded; its tensor as the caller and as the engine sees it."""
-    frame = Frame(work, r, r.frames[0])
+def _prepare(work: Work, r: DecodeRequest, frame: Frame) -> tuple[Any, TensorView]:
+    """Make a frame ready to be decoded: its tensor as the caller and as the engine sees it."""
     info = frame.info
     if info.frame_nbytes != frame.frame.nbytes or not r.allows(info.tensor_nbytes):
         frame.refuse_size()
@@ -109,25 +109,16 @@ def _open(work: Work, r: DecodeRequest) -> tuple[Frame, Any, TensorView]:
     frame.open(v, _STORE)
     if r.out is not None:
         r.check_apart(v, frame.metric, in_place=True)
-    return frame, result, v
-
-
-def _check(*frames: Frame) -> None:
-    """All of them, before anything is written."""
-    for frame in frames:
-        frame.begin(0)
-    for frame in frames:
-        frame.end()
+    return result, v
 
 
 def decode(r: DecodeRequest) -> Any:
     """The frame's tensor: the request's `out`, or a new one of the kind of its `like`."""
     with _working(_views(r)) as work:
-        frame, result, v = _open(work, r)
-        if r.check_first if r.out is not None else is_bomb(frame.info):
-            _check(frame)
-        frame.begin(work.write(v))
-        frame.end()
+        [frame] = open_frames([(work, r, r.frames[0])])
+        result, v = _prepare(work, r, frame)
+        check_first = r.check_first if r.out is not None else is_bomb(frame.info)
+        read(work, [frame], [[(frame, Sink(work.write(v)))]], check_first=check_first)
         work.finish()
     return result
 
@@ -137,40 +128,34 @@ def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
     if not requests:
         return []
     with _working([named for r in requests for named in _views(r)]) as work:
-        opened = [at_item(i, _open, work, r) for i, r in enumerate(requests)]
-        if any(r.out is not None for r in requests):
-            check_many_apart(requests, [(v, frame.metric) for frame, _, v in opened])
-            for frame, *_ in opened:
-                frame.begin(0)
-            for i, (frame, *_) in enumerate(opened):
-                at_item(i, frame.end)
-        for frame, _, v in opened:
-            frame.begin(work.write(v))
-        for i, (frame, *_) in enumerate(opened):
-            at_item(i, frame.end)
+        frames = open_frames([(work, r, r.frames[0]) for r in requests], at_item)
+        made = [at_item(i, _prepare, work, r, frames[i]) for i, r in enumerate(requests)]
+        check_first = any(r.out is not None for r in requests)
+        if check_first:
+            check_many_apart(requests, [(v, frame.metric) for frame, (_, v) in zip(frames, made, strict=True)])
+        step = [(frame, Sink(work.write(v))) for frame, (_, v) in zip(frames, made, strict=True)]
+        read(work, frames, [step], check_first=check_first, each=at_item)
         work.finish()
-    return [result for _, result, _ in opened]
+    return [result for result, _ in made]
 
 
 def accumulate(r: DecodeRequest, weight: float) -> None:
     """The request's `out` += weight * the frame's values."""
     with _working(_views(r)) as work:
-        frame = Frame(work, r, r.frames[0])
+        [frame] = open_frames([(work, r, r.frames[0])])
         check_whole(frame.info, frame.frame)
         v = view_output(r.out)
         frame.open(v, _ADD)
         r.check_apart(v, frame.metric, in_place=True)
-        if r.check_first:
-            _check(frame)
-        frame.begin(work.write(v, read=True), _ADD, weight)
-        frame.end()
+        sink = Sink(work.write(v, read=True), _ADD, weight)
+        read(work, [frame], [[(frame, sink)]], check_first=r.check_first)
         work.finish()
 
 
 def reduce(r: DecodeRequest, op: str) -> Any:
     """The frames' sum, mean or maximum as float32: the request's `out`, or a new tensor of the kind of its `like`."""
     with _working(_views(r)) as work:
-        frames = [Frame(work, r, frame) for frame in r.frames]
+        frames = open_frames([(work, r, frame) for frame in r.frames])
         for frame in frames:
             check_whole(frame.info, frame.frame)
         shape = frames[0].shape
@@ -185,25 +170,25 @@ def reduce(r: DecodeRequest, op: str) -> Any:
             try:
                 frame.open(v, _FLOAT32)
             except CodecError:
-                _check(*frames[:i])  # of several faults, the first frame's is reported
+                read(work, frames[:i], [], check_first=True)  # of several faults, the first frame's is reported
                 raise
         if r.out is not None:
             r.check_apart(v, frames[0].metric, in_place=len(frames) == 1)
-            if r.check_first:
-                _check(*frames)
-        _add_up(frames, work.write(v), op)
-        for frame in frames:
-            frame.end()
+        check_first = r.out is not None and r.check_first
+        read(work, frames, _sums(frames, work.write(v), op), check_first=check_first)
         work.finish()
     return result
 
 
-def _add_up(frames: list[Frame], to: int, op: str) -> None:
+def _sums(frames: list[Frame], to: int, op: str) -> list[Step]:
     """One after the other; codes of ternary frames with the same scales as integers, which are scaled at last."""
     first, count = frames[0], len(frames)
     codes = op != "max" and all(frame.adds_up_with(first) for frame in frames)
+    steps: list[Step] = []
     for i, frame in enumerate(frames):
         into = _FLOAT32 if i == 0 else _MAX if op == "max" else _ADD
         last = i == count - 1
         flags = (lib.CODEC_UNSCALED | (lib.CODEC_RESCALE if last else 0)) if codes else 0
-        frame.begin(to, into, divide=count if op == "mean" and last else 0, codes=flags)
+        sink = Sink(to, into, divide=count if op == "mean" and last else 0, codes=flags)
+        steps.append([(frame, sink)])
+    return steps

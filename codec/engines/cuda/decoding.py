@@ -1,14 +1,15 @@
-"""Frames to tensors: headers are read by the host, blocks by one kernel."""
+"""A frame to be decoded: what the host reads of it, and what its kernel is given."""
 
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 from codec import structs
 from codec.core import DTYPE_NAMES, ITEMSIZE, MANTISSA_BITS, check, ffi, lib, new_bytes
 from codec.engines.cuda.before import Before
 from codec.engines.cuda.encoding import ALIGNMENT
+from codec.engines.cuda.image import Image
 from codec.engines.cuda.job import WARPS
-from codec.engines.cuda.work import Work, grid_for, pointer, small, struct_of
+from codec.engines.cuda.work import Work, grid_for
 from codec.engines.native import decoding as native
 from codec.engines.request import DecodeRequest
 from codec.engines.steps import tensor_like
@@ -18,13 +19,33 @@ from codec.metrics.asked import Asked, asked
 from codec.structs import Call
 from codec.view import TensorView
 
-_HEAD = 4096  # bytes of a frame that come to the host at first: most have no longer side section
-_FOUND = struct.Struct("<QQII")  # codec_found of native/cuda/job.cuh
+_FOUND = struct.Struct("<QQII")  # codec_found of native/cuda/decoding.cuh
+_DECODING = struct.Struct("<6Q QIffII4x 2I")  # codec_decoding
 _NONE = 2**64 - 1
+FOUND_NBYTES, DECODING_NBYTES = _FOUND.size, _DECODING.size
+NOTHING_FOUND = _FOUND.pack(_NONE, 0, 0, 0)
+
+
+class Sink(NamedTuple):
+    """Where values go, and how.
+
+    Attributes
+    ----------
+    to : int
+        An address; 0: nowhere, they are only checked.
+    into, weight, divide, codes
+        Fields of a codec_context, of whose flags CODEC_UNSCALED and CODEC_RESCALE.
+    """
+
+    to: int
+    into: int = lib.CODEC_INTO_STORE
+    weight: float = 1
+    divide: float = 0
+    codes: int = 0
 
 
 class Frame:
-    """A frame whose header was read, with its job on the device.
+    """A frame whose header was read.
 
     Parameters
     ----------
@@ -32,6 +53,17 @@ class Frame:
     r : DecodeRequest
     frame : TensorView
         One of the request's.
+    head : TensorView
+        Its first bytes, in host memory.
+
+    Attributes
+    ----------
+    head : TensorView
+        The same, to be replaced by :attr:`head_nbytes` if these are more.
+    kernel, grid
+        What decodes it, and by how many blocks of threads.
+    image : Image
+        Of its job.
 
     Raises
     ------
@@ -39,13 +71,12 @@ class Frame:
         All that can be said without the frame's blocks.
     """
 
-    def __init__(self, work: Work, r: DecodeRequest, frame: TensorView) -> None:
-        self.work, self.request, self.frame = work, r, frame
-        self._head = _head(work, frame, r.head)
-        self.info = info = read_header(self._head)
+    def __init__(self, work: Work, r: DecodeRequest, frame: TensorView, head: TensorView) -> None:
+        self.work, self.request, self.frame, self.head = work, r, frame, head
+        self.info = info = read_header(head)
+        self.head_nbytes = min(frame.nbytes, info.side_offset + info.side_nbytes)
         self.shape = tuple(info.shape[0 : info.rank])
         self.dtype = DTYPE_NAMES[info.dtype]
-        self._checked = False
 
     def on_host(self) -> TensorView:
         """All of it."""
@@ -63,7 +94,7 @@ class Frame:
 
     def open(self, v: TensorView, into: int) -> None:
         """Make the job for a destination like this one."""
-        info, work, head = self.info, self.work, self._head
+        info, work, head = self.info, self.work, self.head
         self.metric = metric = self._asked() if self.request.metric is not None else None
         call = structs.take()
         call.context.into = into
@@ -81,28 +112,16 @@ class Frame:
         view.struct_nbytes = ffi.sizeof("codec_view")
         check(lib.codec_job_view(job, view))
         self._call, self._job, self.view = call, job, view
-        found = _FOUND.pack(_NONE, 0, 0, 0)
-        self._job_at, self._found = work.put(ffi.buffer(job), found)
+        view.tables.count = view.coded.bit_length()  # of planes that have one
+        self.image = Image(view, job, ["tables", "model_parts", "offsets", "row_parts"])
         self._at = work.read(self.frame, ALIGNMENT)
-        before = Before(work, info.n)
+        self.before = before = Before(work, info.n)
         if self._shared and metric is not None:
             before.ask(metric)
-        if asked_for := before.struct():
-            self.work.device.launch("before", (grid_for(work.device, info.n), 1), pointer(work.put(asked_for)[0]))
-        self._exponents = before.exponents
-        self._choose()
-
-    def _choose(self) -> None:
-        """The kernel that decodes it, and how many blocks of threads; memory for their warps."""
-        device, v = self.work.device, self.view
-        family, which, numbers = _kernel(v, ITEMSIZE[self.dtype])
-        self._kernel, self._scratch = f"decode_{family}{which}", 0
-        device.prepare([self._kernel])
-        if numbers is None:
-            self._grid = grid_for(device, v.n)
-            return
-        self._grid = min(-(-v.nblocks // WARPS), 4 * device.processors)
-        self._scratch = self.work.new(self._grid * WARPS * device.numbers(self._kernel, *numbers)[-1])
+        family, which, self._numbers = _kernel(view, ITEMSIZE[self.dtype])
+        self.kernel, self._scratch = f"decode_{family}{which}", 0
+        one_each = min(-(-view.nblocks // WARPS), 4 * work.device.processors)
+        self.grid = one_each if self._numbers else grid_for(work.device, view.n)
 
     def _asked(self) -> Asked | None:
         """What levels go by; but if that does not fit, see first that it is not the frame's fault."""
@@ -161,32 +180,29 @@ class Frame:
         records = struct.iter_unpack("<QQQIIII", ffi.buffer(self._job + a.at, a.count * a.itemsize))
         return [(count, row, scale) for _, count, _, _, row, scale, _ in records]
 
-    def begin(
-        self, to: int, into: int = lib.CODEC_INTO_STORE, weight: float = 1, divide: float = 0, codes: int = 0
-    ) -> None:
-        """Begin to decode to an address; 0: to check all of it without a destination.
+    def decoding(self, view: int, data: int, found: int, sink: Sink, *, checks: bool) -> bytes:
+        """The codec_decoding, from the addresses of what was uploaded. Its kernel has been prepared."""
+        device, warps = self.work.device, WARPS * self.grid
+        if self._numbers and not self._scratch:
+            self._scratch = self.work.new(warps * device.numbers(self.kernel, *self._numbers)[-1])
+        codes = bool(sink.codes & lib.CODEC_UNSCALED), bool(sink.codes & lib.CODEC_RESCALE)
+        addresses = view, data, self._at, self._scratch, self.before.exponents, found
+        return _DECODING.pack(*addresses, *sink[:4], *codes, checks, warps)
 
-        `codes`: CODEC_UNSCALED and CODEC_RESCALE, as in a context's flags.
-        """
-        unscaled, rescale = bool(codes & lib.CODEC_UNSCALED), bool(codes & lib.CODEC_RESCALE)
-        sink = struct_of("<QIffII4x", to, into, weight, divide, unscaled, rescale)
-        view = struct_of(f"{ffi.sizeof('codec_view')}s", bytes(ffi.buffer(self.view)))
-        place = [pointer(at) for at in ((self._job_at, self._at, self._scratch) if self._scratch else (self._at,))]
-        rest = [pointer(self._exponents)] if self._kernel == "decode_truncate" else []
-        checks = small(not self._checked), pointer(self._found)
-        self.work.device.launch(self._kernel, (self._grid, 1), view, *place, sink, *checks, *rest)
+    def close(self, found: bytes) -> None:
+        """Raise what is wrong with it.
 
-    def end(self) -> None:
-        """Wait for what was begun.
+        Parameters
+        ----------
+        found : bytes
+            The codec_found, of all its checks.
 
         Raises
         ------
         FrameError, StateError
-            What is wrong with the frame: of its blocks the first one's.
+            Of its blocks the first one's.
         """
-        if self._checked:
-            return
-        fault, seal, _, _ = _FOUND.unpack(self.work.device.download(self._found, _FOUND.size))
+        fault, seal, _, _ = _FOUND.unpack(found)
         if fault != _NONE:
             try:
                 check(fault & 255)
@@ -195,18 +211,7 @@ class Frame:
                     e.args = (f"{e.args[0]} (block {(fault >> 8) - 1})", *e.args[1:])
                 raise
         check(lib.codec_decode_close(self._call.context, self._job, seal), self._call.fault)
-        self._checked = True
         structs.give(self._call)
-
-
-def _head(work: Work, frame: TensorView, given: TensorView | None) -> TensorView:
-    """The header and the side section, in host memory."""
-    if frame.device == "cpu":
-        return frame
-    head = work.fetch(frame.first(_HEAD) if given is None else given.first(frame.nbytes))
-    info = read_header(head)
-    need = min(frame.nbytes, info.side_offset + info.side_nbytes)
-    return head if need <= head.nbytes else work.fetch(frame.first(need))
 
 
 def _kernel(v: Any, size: int) -> tuple[str, str, tuple[str, int] | None]:

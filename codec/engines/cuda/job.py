@@ -9,6 +9,7 @@ from codec import structs
 from codec.core import DTYPES, ITEMSIZE, check, ffi, lib, new_bytes
 from codec.engines.cuda.before import Before
 from codec.engines.cuda.devices import Device
+from codec.engines.cuda.image import VIEW_NBYTES, Image
 from codec.engines.cuda.work import Work, grid_for, pointer
 from codec.engines.request import EncodeRequest
 from codec.spec_structs import spec_struct
@@ -22,10 +23,10 @@ _MAX_HEADER = 112
 
 
 class Plan(NamedTuple):
-    """What is known of a frame without its values: the C library's codec_view, its job and the header."""
+    """What is known of a frame without its values: the C library's codec_view, its job for kernels and the header."""
 
     view: Any
-    job: Any
+    image: Image
     head: Any
     bound: int  # bytes of the frame
     region: int  # and of its largest region
@@ -52,7 +53,10 @@ def plan_of(r: EncodeRequest) -> Plan:
     view.struct_nbytes = ffi.sizeof("codec_view")
     check(lib.codec_job_view(job, view))
     most = -(-plan.region_bound // 64) * 64
-    return Plan(view, job, head, bound_of(r), most)
+    planned, books = ["model_parts", "row_parts"], ["lengths", "tables"]
+    found = ["offsets", "row_sums"]
+    image = Image(view, job, planned + books, found) if view.codebook_id else Image(view, job, planned, found + books)
+    return Plan(view, image, head, bound_of(r), most)
 
 
 def _call(r: EncodeRequest) -> Call:
@@ -148,12 +152,19 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
             device.clear(job.written, WRITTEN_NBYTES)
         job.written = job.written or zeros[i]
         job.counts, job.places = zeros[len(jobs) + 2 * i : len(jobs) + 2 * i + 2]
-    images = [ffi.buffer(part) for job in jobs for part in (job.plan.view, job.plan.job, job.plan.head)]
     before = [some for job in jobs if (some := job.before.struct(job.written))]
-    sizes = [sum(map(len, before)), ENCODING_NBYTES * len(jobs), *map(len, images)]
-    first, all_at, *parts = places = work.reserve(*sizes)
-    encodings = b"".join(job.struct(*parts[3 * i : 3 * i + 3]) for i, job in enumerate(jobs))
-    work.send(places, b"".join(before), encodings, *images)
+    plans = [job.plan for job in jobs]
+    parts = [size for p in plans for size in (VIEW_NBYTES, len(p.image.data), len(p.head))]
+    sizes = [sum(map(len, before)), ENCODING_NBYTES * len(jobs), *parts]
+    places = work.reserve(*sizes, *[p.image.made_nbytes for p in plans])
+    (first, all_at, *parts), made = places[: len(sizes)], places[len(sizes) :]
+    images: list[Any] = []
+    encodings = b""
+    for i, job in enumerate(jobs):
+        view, data, head = parts[3 * i : 3 * i + 3]
+        images += [job.plan.image.view(data, made[i]), job.plan.image.data, ffi.buffer(job.plan.head)]
+        encodings += job.struct(view, data, head)
+    work.send(places[: len(sizes)], b"".join(before), encodings, *images)
     if before:
         grid = grid_for(device, max(job.plan.view.n for job in jobs))
         device.launch("before", (grid, len(before)), pointer(first))

@@ -30,6 +30,7 @@ class File(NamedTuple):
 
 
 FILES = {
+    "gather": File(256, ("gather",)),
     "before": File(256, ("before",)),
     "choose_lossless": File(256, ("choose_lossless",)),
     "choose_rows": File(256, ("choose_rows",)),

@@ -11,6 +11,7 @@ from codec.engines.cuda.devices import Device
 from codec.view import TensorView
 
 _VALUES = 4096  # a block of threads
+_PIECE = struct.Struct("<3Q")  # codec_piece of native/cuda/gather.cu
 
 
 class Work:
@@ -82,8 +83,22 @@ class Work:
         """The tensor in host memory: what was begun is waited for."""
         if v.device == "cpu":
             return v
-        data = self.device.download(v.address, v.nbytes)
-        return v._replace(data=ffi.from_buffer(data), owner=data, device="cpu", stream=None)
+        return _on_host(v, self.device.download(v.address, v.nbytes))
+
+    def fetch_all(self, views: Sequence[TensorView]) -> list[TensorView]:
+        """The same of a few bytes each, all at once."""
+        there = [v for v in views if v.device != "cpu"]
+        if len(there) < 2:
+            return [self.fetch(v) for v in views]
+        at, *places = self.reserve(_PIECE.size * len(there), *[v.nbytes for v in there])
+        pieces = (_PIECE.pack(v.address, place, v.nbytes) for v, place in zip(there, places, strict=True))
+        self.send([at], b"".join(pieces))
+        self.device.prepare(["gather"])
+        self.device.launch("gather", (len(there), 1), pointer(at))
+        end = places[-1] + there[-1].nbytes
+        data = memoryview(self.device.download(places[0], end - places[0]))
+        found = iter([data[place - places[0] :] for place in places])
+        return [v if v.device == "cpu" else _on_host(v, next(found)) for v in views]
 
     def copy(self, v: TensorView) -> int:
         """The address of a copy of what lies on the device."""
@@ -116,6 +131,11 @@ class Work:
             self.device.copy(v.address, address, nbytes)
 
 
+def _on_host(v: TensorView, data: Any) -> TensorView:
+    """A tensor on a device, by a copy of its bytes."""
+    return v._replace(data=ffi.from_buffer(data), owner=data, device="cpu", stream=None)
+
+
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Where things of such sizes begin, one behind the other, and all that they take."""
     places = [0]
@@ -132,17 +152,6 @@ def _host_bytes(v: TensorView) -> Any:
 def pointer(address: int) -> Any:
     """An address as a kernel's argument."""
     return ctypes.c_uint64(address)
-
-
-def small(n: int) -> Any:
-    """A uint32, likewise."""
-    return ctypes.c_uint32(n)
-
-
-def struct_of(layout: str, *fields: Any) -> Any:
-    """A struct, likewise."""
-    data = struct.pack(layout, *fields)
-    return (ctypes.c_char * len(data)).from_buffer_copy(data)
 
 
 def grid_for(device: Device, n: int) -> int:
