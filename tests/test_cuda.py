@@ -425,6 +425,21 @@ def test_sums_of_codes():
             assert codec.reduce(frames, op, engine="cuda").tobytes() == codec.reduce(frames, op).tobytes()
 
 
+@pytest.mark.parametrize("name", [name for name in ROWS if "scale" not in name])
+def test_sums_at_once(name, device):
+    """Of frames that are cut alike; of more than one launch takes."""
+    segments = [(0, (40, 90)), (3600, (13, 80)), (4641, (7,))]
+    coded = getattr(ROWS[name], "entropy", name == "ternary_entropy")  # those are added one after the other
+    for n, count, how in ((20_001, 3, {}), (600, 70, {}), (5000, 3, {"segments": segments}), (9, 2, {})):
+        dtype = HALVES[(n + count) % 3]
+        xs = [test_numba.tensor(dtype, n, seed=i, odd=3) for i in range(count)]
+        frames = [codec.encode(x, ROWS[name], dtype=dtype, stream=i, **how) for i, x in enumerate(xs)]
+        for op in ("sum", "mean", "max"):
+            device.launched.clear()
+            assert codec.reduce(frames, op, engine="cuda").tobytes() == codec.reduce(frames, op).tobytes(), (n, op)
+            assert n == 9 or len(device.launched) == (count if coded else -(-count // 32))
+
+
 def test_many(device):
     """Of any size, at either side; all or none; the first at fault."""
     rng = np.random.default_rng(3)
@@ -648,6 +663,9 @@ def test_hostile_frames(name):
         ours, native = outcomes(mutant, dtype, max_nbytes=1 << 22, **how)
         assert ours == native
         refused += isinstance(ours, int)
+        if name in (*ROWS, "blocks_quantize_3_odd", "parts") and refused % 3 == 0:
+            ours, native = (outcome(codec.reduce, [frame, mutant, frame], engine=by) for by in ("cuda", "native"))
+            assert ours == native
     assert refused
 
 

@@ -6,7 +6,8 @@
 extern "C" __device__ const uint64_t decode_lossless_nbytes[] = {2 * PLANE_ROOM, 3 * PLANE_ROOM, 5 * PLANE_ROOM,
 								 9 * PLANE_ROOM};
 
-template <int SIZE> __global__ void __launch_bounds__(32 * WARPS) decode_lossless(const codec_decoding *decodings)
+template <int SIZE>
+__global__ void __launch_bounds__(32 * WARPS, SIZE > 4 ? 3 : 4) decode_lossless(const codec_decoding *decodings)
 {
 	decode_blocks(decodings, (SIZE + 1) * PLANE_ROOM, SIZE,
 		      [](const codec_decoding &d, const job *j, uint64_t b, cursor c, const uint32_t *pair,

@@ -5,7 +5,7 @@
 /* For whoever launches: a warp's scratch. */
 extern "C" __device__ const uint64_t decode_rows_nbytes[] = {PLANE_ROOM};
 
-template <int CODEC> __global__ void __launch_bounds__(32 * WARPS) decode_rows(const codec_decoding *decodings)
+template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 6) decode_rows(const codec_decoding *decodings)
 {
 	decode_blocks(decodings, PLANE_ROOM, 0,
 		      [](const codec_decoding &d, const job *j, uint64_t b, cursor c, const uint32_t *pair, uint32_t,

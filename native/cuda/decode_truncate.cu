@@ -5,7 +5,7 @@
 /* For whoever launches: a warp's scratch. */
 extern "C" __device__ const uint64_t decode_truncate_nbytes[] = {2 * PLANE_ROOM};
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) decode_truncate(const codec_decoding *decodings)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) decode_truncate(const codec_decoding *decodings)
 {
 	decode_blocks(decodings, 2 * PLANE_ROOM, 0,
 		      [](const codec_decoding &d, const job *j, uint64_t b, cursor c, const uint32_t *pair, uint32_t,

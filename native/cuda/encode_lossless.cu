@@ -11,7 +11,7 @@ extern "C" __device__ const uint64_t encode_lossless_nbytes[] = {LOSSLESS_ROOM(1
 								 LOSSLESS_ROOM(8)};
 
 /* Values, at a multiple of their size, to a frame's directory, fixed planes and regions. */
-template <int SIZE> __global__ void __launch_bounds__(32 * WARPS) encode_lossless(const codec_encoding *encodings)
+template <int SIZE> __global__ void __launch_bounds__(32 * WARPS, 4) encode_lossless(const codec_encoding *encodings)
 {
 	const codec_encoding &e = encoding_of(encodings);
 	uint32_t lane = threadIdx.x % 32;

@@ -46,8 +46,9 @@ DEVICE bool read_scale(struct row_kind q, const codec_row_part *part, const uint
 	return u < ROUND_INF && w < ROUND_INF && (u || q.codec != WIRE_CODEC_FLOAT8);
 }
 
-/* Codes i to i + 3 of those that lie in nbytes bytes, a byte each. */
-DEVICE uint32_t read_codes(struct row_kind q, const uint8_t *codes, uint64_t nbytes, uint64_t i, uint32_t n)
+/* Codes i to i + n - 1, a byte each; i is a multiple of 4. Of what is in memory from `codes` on `room` bytes are there.
+ */
+DEVICE uint32_t read_codes(struct row_kind q, const uint8_t *codes, uint64_t room, uint64_t i, uint32_t n)
 {
 	uint32_t quad = 0;
 
@@ -63,10 +64,9 @@ DEVICE uint32_t read_codes(struct row_kind q, const uint8_t *codes, uint64_t nby
 		}
 		return quad;
 	}
-	uint64_t bit = i * q.bits, x = 0;
+	uint64_t bit = i * q.bits; /* of a byte bit 0 or 4: so all are in four bytes */
+	uint32_t x = load_bytes(codes + bit / 8, room - bit / 8 < 4 ? (uint32_t)(room - bit / 8) : 4);
 
-	for (uint32_t k = 0; k < (bit % 8 + 4 * q.bits + 7) / 8 && bit / 8 + k < nbytes; k++)
-		x |= (uint64_t)codes[bit / 8 + k] << 8 * k;
 	return keep_bytes((uint32_t)bits_spread(x >> bit % 8 & ((1ull << 4 * q.bits) - 1), q.bits), n);
 }
 
@@ -110,6 +110,41 @@ template <int CODEC> DEVICE float code_value(struct row_kind q, uint32_t code, f
 	return round_level(round_level_of(code, q.odd, q.levels), (float)q.levels, scale);
 }
 
+/* A block's scales and codes, and what the values go by that are read from it, one quad after the other. */
+struct row_walk {
+	const codec_row_part *part;
+	const uint8_t *scales, *codes;
+	uint64_t room; /* bytes from `codes` on that may be read */
+	float scale, below;
+	uint64_t end; /* of the row whose scale that is */
+};
+
+DEVICE row_walk walk_rows(struct row_kind q, const codec_row_part *part, const uint8_t *scales, const uint8_t *codes,
+			  uint64_t room, bool unscaled)
+{
+	float below = round_sign_below(part->scale[q.variant == WIRE_SIGN_TWO_MEAN]);
+
+	return {part, scales, codes, room, unscaled ? 1 : part->scale[0], below, 0};
+}
+
+/* Values i to i + n - 1 of a block, at most four; i ascends. False: they are none. */
+template <int CODEC> DEVICE bool walk_quad(struct row_kind q, row_walk *w, uint32_t i, uint32_t n, float y[4])
+{
+	uint32_t quad = n ? read_codes(q, w->codes, w->room, i, n) : 0, row = w->part->row;
+	bool good = allowed_codes(q, quad, n);
+
+	for (uint32_t k = 0; k < 4; k++) {
+		if (k < n && row && i + k >= w->end) {
+			uint64_t at = (i + k) / row;
+
+			good &= read_scale(q, w->part, w->scales + at * row_scale_nbytes(q), &w->scale, &w->below);
+			w->end = (at + 1) * row;
+		}
+		y[k] = code_value<CODEC>(q, quad >> 8 * k & 255, w->scale, w->below);
+	}
+	return good;
+}
+
 /* A region's values. `scratch` is memory for the bytes of its codes, where they come out of the coder. */
 template <int CODEC>
 static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, const uint32_t *pair, uint8_t *scratch,
@@ -117,9 +152,9 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 {
 	const struct row_kind q = kind_of(&j->v);
 	const row_place p = row_place_of(j, q, b);
-	uint32_t row = p.part->row, each = (uint32_t)row_scale_nbytes(q);
-	uint64_t nrows = row_count(row, p.m), nscales = nrows * each, ncodes = row_codes_nbytes(q, p.m);
+	uint64_t nscales = row_count(p.part->row, p.m) * row_scale_nbytes(q), ncodes = row_codes_nbytes(q, p.m);
 	const uint8_t *scales = here(&c), *codes = scales + nscales;
+	uint64_t room = q.entropy ? ncodes : left(&c) - nscales;
 	codec_status status = CODEC_OK;
 	bool bad = false;
 
@@ -147,27 +182,13 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 	for (uint64_t i = lane; i < ncodes && !q.bits; i += 32)
 		bad |= codes[i] > 242;
 
-	float scale = p.part->scale[0], below = round_sign_below(p.part->scale[q.variant == WIRE_SIGN_TWO_MEAN]);
-	uint64_t end = 0; /* of the row whose scale that is */
+	row_walk w = walk_rows(q, p.part, scales, codes, room, sink->unscaled);
 
-	if (sink->unscaled)
-		scale = 1;
 	for (uint32_t r = 0; (uint64_t)WIRE_ROW * r < p.m; r++) {
 		uint32_t n = there(r, lane, p.m), i = WIRE_ROW * r + 4 * lane;
-		uint32_t quad = n ? read_codes(q, codes, ncodes, i, n) : 0;
+		float y[4];
 
-		float y[4] = {0};
-
-		bad |= !allowed_codes(q, quad, n);
-		for (uint32_t k = 0; k < 4; k++) {
-			if (k < n && row && i + k >= end) {
-				uint64_t at = (i + k) / row;
-
-				bad |= !read_scale(q, p.part, scales + at * each, &scale, &below);
-				end = (at + 1) * row;
-			}
-			y[k] = code_value<CODEC>(q, quad >> 8 * k & 255, scale, below);
-		}
+		bad |= !walk_quad<CODEC>(q, &w, i, n, y);
 		if (sink->data && !bad)
 			put_values(sink, j->v.dtype, p.first + i, n, y, p.part->scale[0]);
 	}

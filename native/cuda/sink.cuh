@@ -44,18 +44,44 @@ DEVICE float value_at(uint32_t dtype, const codec_source *s, uint64_t i)
 				       : float_of(dtype, ((const uint16_t *)s->values)[i]);
 }
 
-/* To value i of a float32 tensor; y is the frame's. `scale`: its part's. */
-DEVICE void put_float(const codec_sink *s, uint64_t i, float y, float scale)
+/* What becomes of a float32 by y of a frame. `scale`: its part's. */
+DEVICE float put_float(const codec_sink *s, float before, float y, float scale)
 {
-	float *out = (float *)s->data + i;
-
 	if (s->into == CODEC_INTO_ADD)
-		y = round_weighted(*out, s->weight, y);
+		y = round_weighted(before, s->weight, y);
 	else if (s->into == CODEC_INTO_MAX)
-		y = round_larger(*out, y);
+		y = round_larger(before, y);
 	if (s->rescale)
 		y = round_mul(y, scale);
-	*out = s->divide > 0 ? round_div(y, s->divide) : y;
+	return s->divide > 0 ? round_div(y, s->divide) : y;
+}
+
+/* Values i to i + n - 1, at most four, of a float32 tensor, as far as anything depends on them. */
+DEVICE void load_floats(const codec_sink *s, uint64_t i, uint32_t n, float x[4])
+{
+	uint64_t words[4] = {0};
+
+	if (s->into != CODEC_INTO_FLOAT32)
+		load_quad<4>(s->data + 4 * i, n, words);
+	for (uint32_t k = 0; k < 4; k++)
+		x[k] = round_float((uint32_t)words[k]);
+}
+
+DEVICE void store_floats(const codec_sink *s, uint64_t i, uint32_t n, const float x[4])
+{
+	const uint64_t words[4] = {round_bits(x[0]), round_bits(x[1]), round_bits(x[2]), round_bits(x[3])};
+
+	store_quad<4>(s->data + 4 * i, n, words);
+}
+
+DEVICE void put_floats(const codec_sink *s, uint64_t i, uint32_t n, const float y[4], float scale)
+{
+	float x[4];
+
+	load_floats(s, i, n, x);
+	for (uint32_t k = 0; k < 4; k++)
+		x[k] = put_float(s, x[k], y[k], scale);
+	store_floats(s, i, n, x);
 }
 
 /*
@@ -65,10 +91,19 @@ DEVICE void put_float(const codec_sink *s, uint64_t i, float y, float scale)
 template <int SIZE>
 DEVICE void put_quad(const codec_sink *s, uint32_t dtype, uint64_t i, uint32_t n, const uint64_t x[4])
 {
+	float y[4];
+
 	if (s->into == CODEC_INTO_STORE || SIZE > 4)
 		return store_quad<SIZE>(s->data + SIZE * i, n, x);
-	for (uint32_t k = 0; k < n; k++)
-		put_float(s, i + k, float_of(dtype, (uint32_t)x[k]), 0);
+	for (uint32_t k = 0; k < 4; k++)
+		y[k] = float_of(dtype, (uint32_t)x[k]);
+	put_floats(s, i, n, y, 0);
+}
+
+/* Float32 that were decoded, as values of a frame's dtype, which are added and compared. */
+DEVICE float decoded_float(const codec_sink *s, uint32_t dtype, float y)
+{
+	return s->unscaled ? y : float_of(dtype, bits_of_float(dtype, y));
 }
 
 /* Float32 that were decoded to values i to i + n - 1, at most four, of a tensor of a frame's dtype, or of float32, into
@@ -77,11 +112,12 @@ DEVICE void put_quad(const codec_sink *s, uint32_t dtype, uint64_t i, uint32_t n
 DEVICE void put_values(const codec_sink *s, uint32_t dtype, uint64_t i, uint32_t n, const float y[4], float scale)
 {
 	uint64_t x[4];
+	float z[4];
 
 	if (s->into != CODEC_INTO_STORE) {
-		for (uint32_t k = 0; k < n; k++)
-			put_float(s, i + k, s->unscaled ? y[k] : float_of(dtype, bits_of_float(dtype, y[k])), scale);
-		return;
+		for (uint32_t k = 0; k < 4; k++)
+			z[k] = decoded_float(s, dtype, y[k]);
+		return put_floats(s, i, n, z, scale);
 	}
 	for (uint32_t k = 0; k < 4; k++)
 		x[k] = bits_of_float(dtype, y[k]);

@@ -14,6 +14,7 @@
 #include "encode_rows.cu"
 #include "encode_truncate.cu"
 #include "gather.cu"
+#include "reduce_rows.cu"
 
 #define EXPORT(kernel) CUDA_ON_CPU_EXPORT(kernel, kernel)
 #define EXPORT_SIZES(kernel)                                                                                           \
@@ -21,6 +22,12 @@
 	CUDA_ON_CPU_EXPORT(kernel##_2, kernel<2>)                                                                      \
 	CUDA_ON_CPU_EXPORT(kernel##_4, kernel<4>)                                                                      \
 	CUDA_ON_CPU_EXPORT(kernel##_8, kernel<8>)
+#define EXPORT_ROWS(kernel)                                                                                            \
+	CUDA_ON_CPU_EXPORT(kernel##_2, kernel<2>)                                                                      \
+	CUDA_ON_CPU_EXPORT(kernel##_3, kernel<3>)                                                                      \
+	CUDA_ON_CPU_EXPORT(kernel##_4, kernel<4>)                                                                      \
+	CUDA_ON_CPU_EXPORT(kernel##_5, kernel<5>)                                                                      \
+	CUDA_ON_CPU_EXPORT(kernel##_6, kernel<6>)
 EXPORT(before)
 EXPORT(gather)
 EXPORT(choose_lossless)
@@ -28,13 +35,10 @@ EXPORT(choose_rows)
 EXPORT(choose_truncate)
 EXPORT(close_frame)
 EXPORT_SIZES(decode_lossless)
-CUDA_ON_CPU_EXPORT(decode_rows_2, decode_rows<2>)
-CUDA_ON_CPU_EXPORT(decode_rows_3, decode_rows<3>)
-CUDA_ON_CPU_EXPORT(decode_rows_4, decode_rows<4>)
-CUDA_ON_CPU_EXPORT(decode_rows_5, decode_rows<5>)
-CUDA_ON_CPU_EXPORT(decode_rows_6, decode_rows<6>)
+EXPORT_ROWS(decode_rows)
 EXPORT(decode_stored)
 EXPORT(decode_truncate)
 EXPORT_SIZES(encode_lossless)
+EXPORT_ROWS(reduce_rows)
 EXPORT(encode_rows)
 EXPORT(encode_truncate)

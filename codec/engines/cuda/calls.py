@@ -21,6 +21,7 @@ from codec.errors import CodecError, SpecError
 from codec.view import TensorView, device_like, empty, view, view_output
 
 _STORE, _ADD, _MAX, _FLOAT32 = lib.CODEC_INTO_STORE, lib.CODEC_INTO_ADD, lib.CODEC_INTO_MAX, lib.CODEC_INTO_FLOAT32
+_AT_ONCE = 32  # frames that native/cuda/reduce_rows.cu takes
 Named = list[tuple[str, TensorView]]
 
 
@@ -118,7 +119,7 @@ def decode(r: DecodeRequest) -> Any:
         [frame] = open_frames([(work, r, r.frames[0])])
         result, v = _prepare(work, r, frame)
         check_first = r.check_first if r.out is not None else is_bomb(frame.info)
-        read(work, [frame], [[(frame, Sink(work.write(v)))]], check_first=check_first)
+        read(work, [frame], [Step([(frame, Sink(work.write(v)))])], check_first=check_first)
         work.finish()
     return result
 
@@ -134,7 +135,7 @@ def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
         if check_first:
             check_many_apart(requests, [(v, frame.metric) for frame, (_, v) in zip(frames, made, strict=True)])
         step = [(frame, Sink(work.write(v))) for frame, (_, v) in zip(frames, made, strict=True)]
-        read(work, frames, [step], check_first=check_first, each=at_item)
+        read(work, frames, [Step(step)], check_first=check_first, each=at_item)
         work.finish()
     return [result for result, _ in made]
 
@@ -148,7 +149,7 @@ def accumulate(r: DecodeRequest, weight: float) -> None:
         frame.open(v, _ADD)
         r.check_apart(v, frame.metric, in_place=True)
         sink = Sink(work.write(v, read=True), _ADD, weight)
-        read(work, [frame], [[(frame, sink)]], check_first=r.check_first)
+        read(work, [frame], [Step([(frame, sink)])], check_first=r.check_first)
         work.finish()
 
 
@@ -175,20 +176,21 @@ def reduce(r: DecodeRequest, op: str) -> Any:
         if r.out is not None:
             r.check_apart(v, frames[0].metric, in_place=len(frames) == 1)
         check_first = r.out is not None and r.check_first
-        read(work, frames, _sums(frames, work.write(v), op), check_first=check_first)
+        read(work, frames, sums(frames, work.write(v), op), check_first=check_first)
         work.finish()
     return result
 
 
-def _sums(frames: list[Frame], to: int, op: str) -> list[Step]:
-    """One after the other; codes of ternary frames with the same scales as integers, which are scaled at last."""
+def sums(frames: list[Frame], to: int, op: str) -> list[Step]:
+    """In this order; codes of ternary frames with the same scales as integers, which are scaled at last."""
     first, count = frames[0], len(frames)
     codes = op != "max" and all(frame.adds_up_with(first) for frame in frames)
-    steps: list[Step] = []
+    items: list[tuple[Frame, Sink]] = []
     for i, frame in enumerate(frames):
         into = _FLOAT32 if i == 0 else _MAX if op == "max" else _ADD
         last = i == count - 1
         flags = (lib.CODEC_UNSCALED | (lib.CODEC_RESCALE if last else 0)) if codes else 0
-        sink = Sink(to, into, divide=count if op == "mean" and last else 0, codes=flags)
-        steps.append([(frame, sink)])
-    return steps
+        items.append((frame, Sink(to, into, divide=count if op == "mean" and last else 0, codes=flags)))
+    if first.summing and all(frame.is_cut_like(first) for frame in frames):
+        return [Step(items[i : i + _AT_ONCE], summing=True) for i in range(0, count, _AT_ONCE)]
+    return [Step([item]) for item in items]

@@ -9,6 +9,7 @@ from codec.engines.cuda.before import Before
 from codec.engines.cuda.encoding import ALIGNMENT
 from codec.engines.cuda.image import Image
 from codec.engines.cuda.job import WARPS
+from codec.engines.cuda.kernels import blocks_for
 from codec.engines.cuda.work import Work, grid_for
 from codec.engines.native import decoding as native
 from codec.engines.request import DecodeRequest
@@ -62,6 +63,8 @@ class Frame:
         The same, to be replaced by :attr:`head_nbytes` if these are more.
     kernel, grid
         What decodes it, and by how many blocks of threads.
+    summing
+        The kernel that adds up several such frames at once, if there is one.
     image : Image
         Of its job.
 
@@ -118,10 +121,11 @@ class Frame:
         self.before = before = Before(work, info.n)
         if self._shared and metric is not None:
             before.ask(metric)
-        family, which, self._numbers = _kernel(view, ITEMSIZE[self.dtype])
-        self.kernel, self._scratch = f"decode_{family}{which}", 0
-        one_each = min(-(-view.nblocks // WARPS), 4 * work.device.processors)
-        self.grid = one_each if self._numbers else grid_for(work.device, view.n)
+        self.kernel, self._numbers, self.summing = _kernels(view, ITEMSIZE[self.dtype])
+        self._scratch = 0
+        device = work.device
+        blocks = blocks_for(self.kernel, device.processors, view.nblocks)
+        self.grid = blocks if view.nblocks else grid_for(device, view.n)
 
     def _asked(self) -> Asked | None:
         """What levels go by; but if that does not fit, see first that it is not the frame's fault."""
@@ -174,17 +178,23 @@ class Frame:
             and self._parts() == other._parts()
         )
 
+    def is_cut_like(self, other: "Frame") -> bool:
+        """Whether :attr:`summing` takes both at once."""
+        a, b = self.view, other.view
+        same = all(getattr(a, name) == getattr(b, name) for name in ("codec", "variant", "options", "bits", "dtype"))
+        return same and a.nblocks == b.nblocks and [p[:2] for p in self._parts()] == [p[:2] for p in other._parts()]
+
     def _parts(self) -> list[tuple[int, ...]]:
         """Values, row and scale of each part of values, as bits."""
         a = self.view.row_parts
         records = struct.iter_unpack("<QQQIIII", ffi.buffer(self._job + a.at, a.count * a.itemsize))
         return [(count, row, scale) for _, count, _, _, row, scale, _ in records]
 
-    def decoding(self, view: int, data: int, found: int, sink: Sink, *, checks: bool) -> bytes:
-        """The codec_decoding, from the addresses of what was uploaded. Its kernel has been prepared."""
+    def decoding(self, kernel: str, view: int, data: int, found: int, sink: Sink, *, checks: bool) -> bytes:
+        """The codec_decoding, from the addresses of what was uploaded, for a kernel that has been prepared."""
         device, warps = self.work.device, WARPS * self.grid
-        if self._numbers and not self._scratch:
-            self._scratch = self.work.new(warps * device.numbers(self.kernel, *self._numbers)[-1])
+        if kernel == self.kernel and self._numbers and not self._scratch:
+            self._scratch = self.work.new(warps * device.numbers(kernel, *self._numbers)[-1])
         codes = bool(sink.codes & lib.CODEC_UNSCALED), bool(sink.codes & lib.CODEC_RESCALE)
         addresses = view, data, self._at, self._scratch, self.before.exponents, found
         return _DECODING.pack(*addresses, *sink[:4], *codes, checks, warps)
@@ -214,12 +224,18 @@ class Frame:
         structs.give(self._call)
 
 
-def _kernel(v: Any, size: int) -> tuple[str, str, tuple[str, int] | None]:
-    """The family, which of its kernels, and of which numbers the last is a warp's scratch."""
+def _kernels(v: Any, size: int) -> tuple[str, tuple[str, int] | None, str]:
+    """What decodes it, of which numbers the last is a warp's scratch, and what adds up several at once."""
     if v.layout == 0:
-        return "stored", "", None
+        return "decode_stored", None, ""
     if v.codec == lib.CODEC_LOSSLESS:
-        return "lossless", f"<{size}>", ("decode_lossless_nbytes", size.bit_length())
+        return f"decode_lossless<{size}>", ("decode_lossless_nbytes", size.bit_length()), ""
     if v.codec == lib.CODEC_TRUNCATE:
-        return "truncate", "", ("decode_truncate_nbytes", 1)
-    return "rows", f"<{v.codec}>", ("decode_rows_nbytes", 1)
+        return "decode_truncate", ("decode_truncate_nbytes", 1), ""
+    coded = {
+        lib.CODEC_TERNARY: v.variant == lib.CODEC_TERNARY_ENTROPY,
+        lib.CODEC_FLOAT8: v.options & lib.CODEC_OPTION_ENTROPY,
+    }
+    if coded.get(v.codec):
+        return f"decode_rows<{v.codec}>", ("decode_rows_nbytes", 1), ""
+    return f"decode_rows<{v.codec}>", None, f"reduce_rows<{v.codec}>"

@@ -10,6 +10,7 @@ from codec.core import DTYPES, ITEMSIZE, check, ffi, lib, new_bytes
 from codec.engines.cuda.before import Before
 from codec.engines.cuda.devices import Device
 from codec.engines.cuda.image import VIEW_NBYTES, Image
+from codec.engines.cuda.kernels import blocks_for
 from codec.engines.cuda.work import Work, grid_for, pointer
 from codec.engines.request import EncodeRequest
 from codec.spec_structs import spec_struct
@@ -116,7 +117,7 @@ class Job:
         if r.feedback:
             before.add(r.x, values, residual)
             values = before.rounded
-        self.grid = max(1, min(-(-v.nblocks // WARPS), 4 * device.processors))
+        self.grid = blocks_for(self.kernel, device.processors, v.nblocks)
         self.teams = min(WARPS * self.grid, 2 * device.processors)
         each = device.numbers(self.kernel, *numbers)[-1] + plan.region if v.nblocks else 0
         self._source = values, before.sums, residual, frame, capacity, work.new(WARPS * self.grid * each), each

@@ -23,6 +23,7 @@ class File(NamedTuple):
 
     threads: int  # of a block
     kernels: tuple[str, ...]
+    resident: int = 4  # blocks of threads that a multiprocessor is given: as many as registers let it have
 
     def alone(self, kernel: str) -> tuple[str, ...]:
         """What is compiled when one of them is wanted: of a template nothing else."""
@@ -40,11 +41,19 @@ FILES = {
     "encode_truncate": File(128, ("encode_truncate",)),
     "close": File(256, ("close_frame",)),
     "decode_lossless": File(128, tuple(f"decode_lossless<{n}>" for n in _SIZES)),
-    "decode_rows": File(128, tuple(f"decode_rows<{n}>" for n in _ROWS)),
+    "decode_rows": File(128, tuple(f"decode_rows<{n}>" for n in _ROWS), 6),
+    "reduce_rows": File(128, tuple(f"reduce_rows<{n}>" for n in _ROWS), 6),
     "decode_truncate": File(128, ("decode_truncate",)),
     "decode_stored": File(128, ("decode_stored",)),
 }
 FILE_OF = {kernel: name for name, file in FILES.items() for kernel in file.kernels}
+
+
+def blocks_for(kernel: str, processors: int, nblocks: int) -> int:
+    """Blocks of threads for so many blocks of values, of which each of their warps does one after the other."""
+    file = FILES[FILE_OF[kernel]]
+    return max(1, min(-(-nblocks // (file.threads // 32)), file.resident * processors))
+
 
 # a product and a sum are two roundings, as on a CPU
 _OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")

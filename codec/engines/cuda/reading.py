@@ -2,18 +2,32 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from codec.engines.cuda.decoding import DECODING_NBYTES, FOUND_NBYTES, NOTHING_FOUND, Frame, Sink
 from codec.engines.cuda.image import VIEW_NBYTES
-from codec.engines.cuda.work import Work, grid_for, pointer
+from codec.engines.cuda.work import Work, grid_for, pointer, small
 from codec.engines.request import DecodeRequest
 from codec.view import TensorView
 
 _HEAD = 4096  # bytes of a frame that come to the host at first: most have no longer side section
 _NOWHERE = Sink(0)
 
-Step = Sequence[tuple[Frame, Sink]]
+
+class Step(NamedTuple):
+    """What is begun at once: frames and where their values go; `summing`: by one kernel, which adds them up."""
+
+    items: Sequence[tuple[Frame, Sink]]
+    summing: bool = False
+
+    def launches(self) -> list[tuple[str, list[tuple[Frame, Sink]]]]:
+        """Kernels, and what is for each."""
+        if self.summing:
+            return [(self.items[0][0].summing, list(self.items))]
+        ordered = sorted(self.items, key=lambda item: item[0].kernel)
+        return [(kernel, list(own)) for kernel, own in itertools.groupby(ordered, key=lambda item: item[0].kernel)]
+
+
 Each = Callable[..., Any]  # (i, call, *arguments): what the call about frame i returns
 
 
@@ -41,62 +55,70 @@ def open_frames(asked: Sequence[tuple[Work, DecodeRequest, TensorView]], each: E
     return frames
 
 
-def read(
-    work: Work, frames: Sequence[Frame], steps: Sequence[Step], *, check_first: bool = False, each: Each = alone
-) -> None:
-    """Decode frames that are open: steps follow each other, what belongs to one is begun at once.
+class Reading:
+    """Frames that are open, on their way: what kernels need has been sent to the device.
 
     Parameters
     ----------
     work : Work
     frames : sequence of Frame
-    steps : sequence of sequence of (Frame, Sink)
-        All frames are among them.
-    check_first : bool
-        Whether all frames are to be right before anything is written.
-    each : callable, optional
-        What is called to raise what is wrong with a frame.
-
-    Raises
-    ------
-    FrameError, StateError
-        What is wrong with the first one that something is wrong with.
+    steps : sequence of Step
+        They follow each other; all frames are in them. A frame's digests are checked where it is first.
     """
+
+    def __init__(self, work: Work, frames: Sequence[Frame], steps: Sequence[Step]) -> None:
+        self._work, self._frames, device = work, frames, work.device
+        self._launches = [step.launches() for step in steps]
+        self._before = [some for frame in frames if (some := frame.before.struct())]
+        kernels = {kernel for launch in self._launches for kernel, _ in launch}
+        device.prepare(kernels | {"before"} if self._before else kernels)
+        parts = [size for frame in frames for size in (VIEW_NBYTES, len(frame.image.data))]
+        sizes = sum(map(len, self._before)), DECODING_NBYTES * sum(len(step.items) for step in steps)
+        self._before_at, self._at, self._found, *parts = places = work.reserve(
+            *sizes, FOUND_NBYTES * len(frames), *parts
+        )
+        index = {id(frame): i for i, frame in enumerate(frames)}
+        images = [part for i, f in enumerate(frames) for part in (f.image.view(parts[2 * i + 1]), f.image.data)]
+        decodings, seen = b"", set[int]()
+        for kernel, items in itertools.chain(*self._launches):
+            for frame, sink in items:
+                i = index[id(frame)]
+                where = parts[2 * i], parts[2 * i + 1], self._found + FOUND_NBYTES * i
+                decodings += frame.decoding(kernel, *where, sink, checks=i not in seen)
+                seen.add(i)
+        work.send(places, b"".join(self._before), decodings, NOTHING_FOUND * len(frames), *images)
+
+    def begin(self, i: int) -> None:
+        """Begin a step, each in its turn."""
+        device = self._work.device
+        if i == 0 and self._before:
+            grid = grid_for(device, max(frame.info.n for frame in self._frames))
+            device.launch("before", (grid, len(self._before)), pointer(self._before_at))
+        for kernel, items in self._launches[i]:
+            grid = max(frame.grid for frame, _ in items)
+            if kernel == items[0][0].summing:
+                device.launch(kernel, (grid, 1), pointer(self._at), small(len(items)))
+            else:
+                device.launch(kernel, (grid, len(items)), pointer(self._at))
+            self._at += DECODING_NBYTES * len(items)
+
+    def close(self, each: Each = alone) -> None:
+        """Wait, and raise what is wrong with the first frame that something is wrong with."""
+        said = bytes(self._work.device.download(self._found, FOUND_NBYTES * len(self._frames)))
+        for i, frame in enumerate(self._frames):
+            each(i, frame.close, said[FOUND_NBYTES * i : FOUND_NBYTES * (i + 1)])
+
+
+def read(
+    work: Work, frames: Sequence[Frame], steps: Sequence[Step], *, check_first: bool = False, each: Each = alone
+) -> None:
+    """Decode frames that are open, and raise what is wrong with them; `check_first`: before anything is written."""
     if not frames:
         return
-    device = work.device
-    device.prepare({frame.kernel for frame in frames} | {"before" for frame in frames if frame.before.struct()})
     if check_first:
-        steps = [[(frame, _NOWHERE) for frame in frames], *steps]
-    steps = [sorted(step, key=lambda item: item[0].kernel) for step in steps]  # those of one kernel follow each other
-    before = [(frame, some) for frame in frames if (some := frame.before.struct())]
-    parts = [size for frame in frames for size in (VIEW_NBYTES, len(frame.image.data))]
-    nsinks = sum(map(len, steps))
-    first, at, found, *parts = places = work.reserve(
-        sum(len(some) for _, some in before), DECODING_NBYTES * nsinks, FOUND_NBYTES * len(frames), *parts
-    )
-    index = {id(frame): i for i, frame in enumerate(frames)}
-    images = [part for i, f in enumerate(frames) for part in (f.image.view(parts[2 * i + 1]), f.image.data)]
-    decodings, seen = b"", set[int]()
-    for frame, sink in itertools.chain(*steps):
-        i = index[id(frame)]
-        where = parts[2 * i], parts[2 * i + 1], found + FOUND_NBYTES * i
-        decodings += frame.decoding(*where, sink, checks=i not in seen)
-        seen.add(i)
-    work.send(places, b"".join(some for _, some in before), decodings, NOTHING_FOUND * len(frames), *images)
-    if before:
-        device.launch("before", (grid_for(device, max(f.info.n for f, _ in before)), len(before)), pointer(first))
-    for i, step in enumerate(steps):
-        for kernel, some in itertools.groupby(step, key=lambda item: item[0].kernel):
-            own = list(some)
-            device.launch(kernel, (max(frame.grid for frame, _ in own), len(own)), pointer(at))
-            at += DECODING_NBYTES * len(own)
+        steps = [Step([(frame, _NOWHERE) for frame in frames]), *steps]
+    reading = Reading(work, frames, steps)
+    for i in range(len(steps)):
+        reading.begin(i)
         if i == (0 if check_first else len(steps) - 1):
-            _close(work, frames, found, each)
-
-
-def _close(work: Work, frames: Sequence[Frame], found: int, each: Each) -> None:
-    """Wait, and raise what is wrong."""
-    said = bytes(work.device.download(found, FOUND_NBYTES * len(frames)))
-    for i, frame in enumerate(frames):
-        each(i, frame.close, said[FOUND_NBYTES * i : FOUND_NBYTES * (i + 1)])
+            reading.close(each)

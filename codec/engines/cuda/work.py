@@ -154,6 +154,11 @@ def pointer(address: int) -> Any:
     return ctypes.c_uint64(address)
 
 
+def small(n: int) -> Any:
+    """A uint32, likewise."""
+    return ctypes.c_uint32(n)
+
+
 def grid_for(device: Device, n: int) -> int:
     """Blocks of threads that go over n values, a few each."""
     return max(1, min(-(-n // _VALUES), 8 * device.processors))
