@@ -27,6 +27,7 @@ FLAGS = [
     "-fno-strict-aliasing",
     "-ffp-contract=off",
     "-fPIC",
+    "-fno-gnu-unique",  # variables of templates are one library's
     "-shared",
     "-Wall",
     "-Wextra",

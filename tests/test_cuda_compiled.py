@@ -22,7 +22,7 @@ REGISTERS = {
     "choose_lossless": (128,),
     "choose_rows": (128,),
     "choose_truncate": (128,),
-    "encode_lossless": (112, 128, 128, 128),
+    "encode_lossless": (128, 128, 128, 128),
     "encode_rows": (128,),
     "encode_truncate": (128,),
     "close": (64,),

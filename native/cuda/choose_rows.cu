@@ -118,7 +118,7 @@ DEVICE_CALL codec_status count_codes(const codec_view *v, const uint8_t *memory,
 				     uint8_t *scratch, codec_choice *c, rows_room *room)
 {
 	const struct row_kind q = kind_of(v);
-	const job j = {*v, memory};
+	const job j = {*v, memory, NULL};
 	const row_place p = row_place_of(&j, q, b);
 	uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, ncodes = (uint32_t)row_codes_nbytes(q, p.m);
 	uint8_t *scales = scratch + PLANE_ROOM;

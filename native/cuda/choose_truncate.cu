@@ -27,7 +27,7 @@ union cut_room {
 DEVICE_CALL void sample_cut(const codec_view *v, uint8_t *memory, const codec_source *source, const codec_cuts &by,
 			    uint32_t share, codec_choice *c, cut_room *room)
 {
-	const job j = {*v, memory};
+	const job j = {*v, memory, NULL};
 	const cut_kind q = cut_kind_of(v->dtype);
 	uint64_t nrows = (v->n + WIRE_ROW - 1) / WIRE_ROW, stride = choose_stride(nrows);
 	uint64_t take = (nrows + stride - 1) / stride;

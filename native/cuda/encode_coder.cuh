@@ -33,14 +33,24 @@ DEVICE void put32(uint8_t *to, uint32_t x, uint32_t lane)
 		to[lane] = (uint8_t)(x >> 8 * lane);
 }
 
-/* Escapes among a quad, by the lengths of codes, whose bit 7 says so. */
-DEVICE uint32_t escapes_of(const uint8_t *table, uint32_t quad, uint32_t n)
-{
-	uint32_t some = 0;
+/* A symbol's code, whether it is an escape, bits of the code. */
+#define CODE(entry) ((entry) >> 8)
+#define CODE_ESCAPES(entry) ((entry) >> 7 & 1)
+#define CODE_LENGTH(entry) ((entry) & 15)
 
-	for (uint32_t i = 0; i < n; i++)
-		some |= (uint32_t)table[TABLE_LENGTHS + (quad >> 8 * i & 255)] >> 7 << i;
-	return some;
+/* The job that a block of threads has to do, with such codes for `planes` planes, which are in shared memory, too. */
+DEVICE const job &share_coding(const codec_view *view, const uint8_t *memory, uint32_t *codes, uint32_t planes)
+{
+	const job &j = share_job(view, memory, codes);
+
+	for (uint32_t i = threadIdx.x; i < 256 * planes; i += blockDim.x)
+		if (j.v.coded >> i / 256 & 1) {
+			const uint8_t *table = table_of(&j, i / 256);
+
+			codes[i] = (uint32_t)table[i % 256] << 8 | table[TABLE_LENGTHS + i % 256];
+		}
+	__syncthreads();
+	return j;
 }
 
 /* A lane's bits, the next ones to be decoded on top, 32 to 63 of them, right-justified. */
@@ -49,14 +59,16 @@ struct coding {
 	uint32_t have;
 };
 
-/* Four symbols in front of the lane's bits. The words that lanes give away go below words[*at]. */
-DEVICE void encode_quad(const uint8_t *table, uint32_t quad, coding *s, uint32_t *words, uint32_t *at, uint32_t lane)
+/*
+ * Four symbols in front of the lane's bits. The words that lanes give away go below words[*at]. Returns which of the
+ * four are escapes.
+ */
+DEVICE uint32_t encode_quad(const uint32_t *codes, uint32_t quad, coding *s, uint32_t *words, uint32_t *at,
+			    uint32_t lane)
 {
-	const uint8_t *length = table + TABLE_LENGTHS;
-	uint32_t a = quad & 255, b = quad >> 8 & 255, c = quad >> 16 & 255, d = quad >> 24;
-	uint32_t lb = length[b] & 15, ld = length[d] & 15, lower = (length[c] & 15) + ld;
-	uint32_t n = (length[a] & 15) + lb + lower;
-	uint32_t codes = ((uint32_t)table[a] << lb | table[b]) << lower | (uint32_t)table[c] << ld | table[d];
+	uint32_t a = codes[quad & 255], b = codes[quad >> 8 & 255], c = codes[quad >> 16 & 255], d = codes[quad >> 24];
+	uint32_t lower = CODE_LENGTH(c) + CODE_LENGTH(d), n = CODE_LENGTH(a) + CODE_LENGTH(b) + lower;
+	uint32_t upper = CODE(a) << CODE_LENGTH(b) | CODE(b), four = CODE(c) << CODE_LENGTH(d) | CODE(d);
 	uint32_t giving = __ballot_sync(FULL, s->have + n >= 64);
 
 	*at -= __popc(giving);
@@ -65,8 +77,19 @@ DEVICE void encode_quad(const uint8_t *table, uint32_t quad, coding *s, uint32_t
 		s->bits >>= 32;
 		s->have -= 32;
 	}
-	s->bits |= (uint64_t)codes << s->have;
+	s->bits |= (uint64_t)(upper << lower | four) << s->have;
 	s->have += n;
+	return CODE_ESCAPES(a) | CODE_ESCAPES(b) << 1 | CODE_ESCAPES(c) << 2 | CODE_ESCAPES(d) << 3;
+}
+
+/* The same, without coding them, of the first n. */
+DEVICE uint32_t escapes_of(const uint32_t *codes, uint32_t quad, uint32_t n)
+{
+	uint32_t some = 0;
+
+	for (uint32_t i = 0; i < n; i++)
+		some |= CODE_ESCAPES(codes[quad >> 8 * i & 255]) << i;
+	return some;
 }
 
 /* Bits before the words, from the second byte on: tails' lengths, tails. */
@@ -85,22 +108,30 @@ static __device__ void put_tails(uint8_t *p, uint32_t t, uint32_t tail, uint32_t
 }
 
 /*
- * Code k symbols of plane p, in memory for whole rows, to `out`; literals are symbols' bytes. Returns how many bytes
- * that takes, or 0 if more than `most`, and then writes nothing. `words`: memory for WORDS_ROOM.
+ * Code k symbols of plane p to `out`. They come from quad(r), four of row r, the last row first; `symbol`, memory for
+ * whole rows, keeps those that have escapes: literals are symbols' bytes, or lie in `wide`. Returns how many bytes that
+ * takes, or 0 if more than `most`, and then writes nothing. `words`: memory for WORDS_ROOM.
  */
-static __device__ uint32_t encode_plane(const job *j, uint32_t p, const uint32_t *symbol, uint32_t k, uint32_t most,
-					const uint16_t *wide, uint32_t *words, uint8_t *out, uint32_t lane)
+template <class F>
+static __device__ uint32_t encode_quads(const job *j, uint32_t p, F quad_of, uint32_t *symbol, uint32_t k,
+					uint32_t most, const uint16_t *wide, uint32_t *words, uint8_t *out,
+					uint32_t lane)
 {
-	const uint8_t *table = table_of(j, p);
+	const uint32_t *codes = j->codes + 256 * p, pad = table_of(j, p)[TABLE_PAD] * ONES;
 	uint32_t rows = (k + WIRE_ROW - 1) / WIRE_ROW, at = WORDS_ROOM, nliterals = 0, nwords, sum, some, size;
+	uint32_t kept = 0; /* bit i: row 32 i + lane */
 	coding s = {0, 32};
 
 	for (uint32_t r = rows; r-- > 0;) {
-		uint32_t n = there(r, lane, k), quad = symbol[32 * r + lane];
+		uint32_t n = there(r, lane, k), quad = quad_of(r);
+		uint32_t whole = n < 4 ? keep_bytes(quad, n) | (pad & ~keep_bytes(FULL, n)) : quad;
+		uint32_t escapes = encode_quad(codes, whole, &s, words, &at, lane) & ((1u << n) - 1);
 
-		nliterals += __popc(escapes_of(table, quad, n));
-		quad = n < 4 ? keep_bytes(quad, n) | (table[TABLE_PAD] * ONES & ~keep_bytes(FULL, n)) : quad;
-		encode_quad(table, quad, &s, words, &at, lane);
+		nliterals += __popc(escapes);
+		if (__any_sync(FULL, escapes != 0)) {
+			symbol[32 * r + lane] = quad;
+			kept |= (r % 32 == lane ? 1u : 0) << r / 32;
+		}
 	}
 	uint32_t t = s.have - 32, from = warp_scan(t, lane, &sum);
 
@@ -124,10 +155,9 @@ static __device__ uint32_t encode_plane(const job *j, uint32_t p, const uint32_t
 	copy_bytes(out + size, (const uint8_t *)(words + at), 4 * nwords, lane);
 	size += 4 * nwords;
 	for (uint32_t r = 0; nliterals && r < rows; r++) {
-		uint32_t quad = symbol[32 * r + lane], mine = escapes_of(table, quad, there(r, lane, k));
-
-		if (!__any_sync(FULL, mine != 0))
+		if (!(__shfl_sync(FULL, kept, (int)(r % 32)) >> r / 32 & 1))
 			continue;
+		uint32_t quad = symbol[32 * r + lane], mine = escapes_of(codes, quad, there(r, lane, k));
 		uint32_t before = warp_scan(__popc(mine), lane, &some);
 		uint8_t *to = out + size + before * (wide ? 2 : 1);
 
@@ -146,6 +176,14 @@ static __device__ uint32_t encode_plane(const job *j, uint32_t p, const uint32_t
 		size += some * (wide ? 2 : 1);
 	}
 	return size;
+}
+
+/* The same of symbols that are in memory. */
+DEVICE_CALL uint32_t encode_plane(const job *j, uint32_t p, uint32_t *symbol, uint32_t k, uint32_t most,
+				  const uint16_t *wide, uint32_t *words, uint8_t *out, uint32_t lane)
+{
+	return encode_quads(
+		j, p, [&](uint32_t r) { return symbol[32 * r + lane]; }, symbol, k, most, wide, words, out, lane);
 }
 
 #endif

@@ -15,7 +15,8 @@ template <int SIZE> __global__ void __launch_bounds__(32 * WARPS, 4) encode_loss
 {
 	const codec_encoding &e = encoding_of(encodings);
 	uint32_t lane = threadIdx.x % 32;
-	const job &j = share_job(e.view, e.memory);
+	__shared__ uint32_t codes[256 * SIZE];
+	const job &j = share_coding(e.view, e.memory, codes, SIZE);
 	uint8_t *scratch = scratch_of(e), *region = scratch + LOSSLESS_ROOM(SIZE);
 
 	if (blockIdx.x * WARPS >= e.warps)

@@ -33,22 +33,22 @@ DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_fl
 /* Would coding a plane of k bytes save enough? */
 static __device__ bool plane_pays(const job *j, uint32_t p, const uint32_t *plane, uint32_t k, uint32_t lane)
 {
-	const uint8_t *length = table_of(j, p) + TABLE_LENGTHS;
+	const uint32_t *codes = j->codes + 256 * p;
 	uint32_t halved = j->v.halved >> p & 1, cost = 0, count = 0;
 
 	for (uint32_t r = 0; WIRE_ROW * r < k; r += CHOOSE_BLOCK_STRIDE)
 		for (uint32_t i = 0; i < there(r, lane, k); i++) {
-			uint32_t byte = plane[32 * r + lane] >> 8 * i & (halved ? 15 : 255);
+			uint32_t entry = codes[plane[32 * r + lane] >> 8 * i & (halved ? 15 : 255)];
 
-			cost += (length[byte] & 15u) + (length[byte] & 0x80u) / 16;
+			cost += CODE_LENGTH(entry) + 8 * CODE_ESCAPES(entry);
 			count++;
 		}
 	return choose_saves(warp_sum(cost), warp_sum(count), halved ? 4 : 8);
 }
 
 /* Plane p of k bytes, in whole rows, in the mode that serves it best: bytes at `out`. */
-static __device__ uint32_t put_plane(const job *j, uint32_t p, uint32_t *plane, uint32_t k, uint32_t *symbol,
-				     uint32_t *words, uint8_t *out, uint32_t *mode, uint32_t lane)
+DEVICE_CALL uint32_t put_plane(const job *j, uint32_t p, uint32_t *plane, uint32_t k, uint32_t *symbol, uint32_t *words,
+			       uint8_t *out, uint32_t *mode, uint32_t lane)
 {
 	const uint8_t *bytes = (const uint8_t *)plane;
 	uint32_t rows = (k + WIRE_ROW - 1) / WIRE_ROW, nbitmap = (rows + 7) / 8, got = 0, runs = 0, differ = 0;
@@ -118,6 +118,68 @@ static __device__ void prune(const uint32_t *top, uint32_t m, uint32_t *plane, u
 	}
 }
 
+/* A quad of plane p, which is fixed, to its section; value i of the tensor is its first. */
+DEVICE void put_fixed(const codec_view *v, uint8_t *frame, uint64_t section, uint64_t i, uint32_t word)
+{
+	if (i < v->plane_stride)
+		*(uint32_t *)(frame + section + i) = word;
+}
+
+/*
+ * Block b where only plane 0 is in the region, and is one that is coded: values are read once, the last row first, and
+ * coded at once. Returns the region's size; 0: it is not to be coded after all. `symbol`, `words`: memory for a plane
+ * and for WORDS_ROOM.
+ */
+template <int SIZE>
+static __device__ uint32_t write_alone(const job *j, const uint8_t *values, uint8_t *frame, uint64_t b,
+				       uint32_t *symbol, uint32_t *words, uint8_t *region, uint64_t *sealed,
+				       uint32_t lane)
+{
+	const codec_view &v = j->v;
+	const uint64_t first = b * v.block_nvalues;
+	const uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW;
+	const uint32_t last = there(rows - 1, lane, m) ? rows - 1 : rows - 2; /* of this lane's rows; ~0: it has none */
+	const bool offsets = v.model_parts.count > 0;
+	const int octave = octave_of(v.dtype);
+	uint32_t differ = 0, some = 0;
+	digest sums[SIZE];
+	place o = {};
+
+	for (int p = 0; p < SIZE; p++)
+		sums[p] = {0, 0};
+	if (offsets && last != ~0u)
+		o = place_at(j, first + WIRE_ROW * last + 4 * lane);
+	auto quad_of = [&](uint32_t r) {
+		uint32_t n = there(r, lane, m), word[SIZE], i = WIRE_ROW * r + 4 * lane;
+		uint64_t section = v.planes_offset;
+		uint16_t offset[4] = {0};
+
+		if (offsets && n) {
+			quad_offsets_here(j, &o, n, octave / 8, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)), offset);
+			if (r)
+				move_back(j, &o, WIRE_ROW);
+		}
+		split_quad<SIZE>(values, first + i, n, octave > 0, offset, word);
+		for (int p = 1; p < SIZE; p++, section += v.plane_stride) {
+			digest_row_back(&sums[p], word[p], r, WIRE_SEED_PLANE + p, lane);
+			put_fixed(&v, frame, section, first + i, word[p]);
+		}
+		if (r == rows - 1)
+			some = __shfl_sync(FULL, word[0], 0) & 255;
+		differ |= keep_bytes(word[0] ^ some * ONES, n);
+		return word[0];
+	};
+	uint32_t most = (uint32_t)choose_coded_most(m, 0);
+	uint32_t got = encode_quads(j, 0, quad_of, symbol, m, most, NULL, words, region + 4, lane);
+
+	if (!got || !__any_sync(FULL, differ != 0))
+		return 0;
+	put32(region, WIRE_MODE_CODED, lane);
+	for (int p = 1; p < SIZE; p++)
+		*sealed += sums[p].total;
+	return end_region(region, 4 + got, lane);
+}
+
 /*
  * Block b to a region at `region`, fixed planes to their sections of the frame, whose digests become *sealed. Returns
  * the region's size. `scratch`: memory for a plane more than values have, and for WORDS_ROOM.
@@ -141,11 +203,18 @@ static __device__ uint32_t write_block(const job *j, uint8_t *memory, const uint
 		fit_rows(j, memory, values, SIZE, octave, 1u << SHIFT_OF(SIZE), first, m, lane);
 		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
 	}
+	if (SIZE > 1 && octave && v.coded & 1 && !(v.halved & 1) && v.fixed == (all & ~1u)) {
+		uint32_t size = write_alone<SIZE>(j, values, frame, b, symbol, words, region, sealed, lane);
+
+		if (size)
+			return size;
+		__syncwarp();
+	}
 	for (int p = 0; p < SIZE; p++)
 		sums[p] = {0, 0};
 	for (uint32_t r = 0; r < rows; r++) {
 		uint32_t n = there(r, lane, m), word[SIZE], i = WIRE_ROW * r + 4 * lane, others = 0;
-		uint64_t section = v.planes_offset + first + i;
+		uint64_t section = v.planes_offset;
 		uint16_t offset[4] = {0};
 
 		if (offsets && n)
@@ -158,8 +227,7 @@ static __device__ uint32_t write_block(const job *j, uint8_t *memory, const uint
 				continue;
 			}
 			digest_row(&sums[p], word[p], r, r + 1 == rows, WIRE_SEED_PLANE + p, lane);
-			if (first + i < v.plane_stride)
-				*(uint32_t *)(frame + section) = word[p];
+			put_fixed(&v, frame, section, first + i, word[p]);
 			section += v.plane_stride;
 		}
 		uint32_t none = equal_bytes(word[0], 0) & ((1u << n) - 1);

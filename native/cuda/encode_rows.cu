@@ -7,12 +7,13 @@
 extern "C" __device__ const uint64_t encode_rows_nbytes[] = {ROWS_ROOM};
 
 /* As encode_lossless; scratch is for an entropy stage. What is left of the values goes where the source says. */
-extern "C" __global__ void __launch_bounds__(32 * WARPS) encode_rows(const codec_encoding *encodings)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) encode_rows(const codec_encoding *encodings)
 {
 	const codec_encoding &e = encoding_of(encodings);
 	const codec_source source = e.source;
 	uint32_t lane = threadIdx.x % 32;
-	const job &j = share_job(e.view, e.memory);
+	__shared__ uint32_t codes[256];
+	const job &j = share_coding(e.view, e.memory, codes, 1);
 	const codec_view &v = j.v;
 	const struct row_kind q = kind_of(&v);
 	uint8_t *scratch = scratch_of(e);

@@ -7,12 +7,13 @@
 extern "C" __device__ const uint64_t encode_truncate_nbytes[] = {CUT_ROOM};
 
 /* As encode_lossless. What is cut off goes where the source says, which is not an array of the source. */
-extern "C" __global__ void __launch_bounds__(32 * WARPS) encode_truncate(const codec_encoding *encodings)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) encode_truncate(const codec_encoding *encodings)
 {
 	const codec_encoding &e = encoding_of(encodings);
 	const codec_source source = e.source;
 	uint32_t lane = threadIdx.x % 32;
-	const job &j = share_job(e.view, e.memory);
+	__shared__ uint32_t codes[256];
+	const job &j = share_coding(e.view, e.memory, codes, 1);
 	uint8_t *scratch = scratch_of(e), *region = scratch + CUT_ROOM;
 
 	if (blockIdx.x * WARPS >= e.warps)

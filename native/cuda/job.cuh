@@ -8,6 +8,7 @@
 struct job {
 	codec_view v;
 	const uint8_t *memory;
+	const uint32_t *codes; /* to encode: of 256 symbols of each plane, see encode_coder.cuh */
 };
 
 /* Copy what all threads of a block read to shared memory, near all of them. */
@@ -19,12 +20,12 @@ template <class T> DEVICE void share(T *to, const T *from)
 }
 
 /* The job that a block of threads has to do. */
-DEVICE const job &share_job(const codec_view *view, const uint8_t *memory)
+DEVICE const job &share_job(const codec_view *view, const uint8_t *memory, const uint32_t *codes = NULL)
 {
 	__shared__ job j;
 
 	if (threadIdx.x == 0)
-		j.memory = memory;
+		j.memory = memory, j.codes = codes;
 	share(&j.v, view);
 	return j;
 }

@@ -70,6 +70,24 @@ DEVICE void move_on(const job *j, place *o, uint32_t n)
 	enter_row(o);
 }
 
+/* Back by n values, where the tensor has some. */
+DEVICE void move_back(const job *j, place *o, uint32_t n)
+{
+	uint64_t i = o->part->count - o->left;
+
+	if (n > i) {
+		*o = place_at(j, o->part->start + i - n);
+		return;
+	}
+	o->left += n;
+	if (o->length && o->column < n) {
+		for (; o->column < n; o->row--)
+			o->column += o->length;
+		enter_row(o);
+	}
+	o->column -= n;
+}
+
 /*
  * Eighths of an octave, each of `grain` patterns, on the circle of `around`: base, row and column add up to less than
  * two rounds.
@@ -100,8 +118,8 @@ DEVICE_CALL void scattered_offsets(const job *j, const place *o, uint32_t n, int
 	}
 }
 
-/* Of n values, 1 to 4; then on to where those of the next row of 128 are. */
-DEVICE void quad_offsets(const job *j, place *o, uint32_t n, int grain, int around, uint16_t offset[4])
+/* Of n values, 1 to 4. */
+DEVICE void quad_offsets_here(const job *j, const place *o, uint32_t n, int grain, int around, uint16_t offset[4])
 {
 	if (o->left >= 4 && (!o->length || o->column + 4 <= o->length)) {
 		uint32_t cols = o->cols ? load32((const uint8_t *)o->cols + o->column) : 0;
@@ -115,6 +133,12 @@ DEVICE void quad_offsets(const job *j, place *o, uint32_t n, int grain, int arou
 		for (int k = 0; k < 4; k++)
 			offset[k] = some[k];
 	}
+}
+
+/* The same; then on to where those of the next row of 128 are. */
+DEVICE void quad_offsets(const job *j, place *o, uint32_t n, int grain, int around, uint16_t offset[4])
+{
+	quad_offsets_here(j, o, n, grain, around, offset);
 	if (n == 4)
 		move_on(j, o, WIRE_ROW);
 }

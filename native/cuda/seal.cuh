@@ -23,6 +23,16 @@ DEVICE void digest_row(digest *d, uint32_t word, uint32_t row, bool ends, uint32
 	}
 }
 
+/* The same of rows that come the last one first. */
+DEVICE void digest_row_back(digest *d, uint32_t word, uint32_t row, uint32_t seed, uint32_t lane)
+{
+	d->sum += (uint64_t)word * SEAL_KEY[row % CHUNK_ROWS * 32 + lane];
+	if (row % CHUNK_ROWS == 0) {
+		d->total += seal_chunk(warp_sum(d->sum), seed, row / CHUNK_ROWS);
+		d->sum = 0;
+	}
+}
+
 /* Of bytes in memory. */
 static __device__ uint64_t digest_bytes(const uint8_t *p, uint64_t nbytes, uint32_t seed, uint32_t lane)
 {

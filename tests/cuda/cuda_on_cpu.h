@@ -30,7 +30,9 @@
 #define CUDA_ON_CPU 1
 #ifdef CUDA_ON_CPU_WORKERS
 #define __shared__ thread_local
+#define OFTEN
 #else
+#define OFTEN __attribute__((tls_model("initial-exec"))) /* of a few bytes, which are found without a call */
 #define CUDA_ON_CPU_WORKERS 1
 #define __shared__ static
 #endif
@@ -69,7 +71,6 @@ struct block {
 	void *home;
 	std::string error;
 };
-#define OFTEN __attribute__((tls_model("initial-exec"))) /* found without a call */
 inline thread_local block *now OFTEN;
 inline thread_local dim thread OFTEN;
 inline thread_local std::vector<fiber> idle; /* their stacks serve the next launch */
