@@ -20,6 +20,7 @@ from sealing import reseal
 import codec
 from codec import metrics
 from codec.core import ITEMSIZE
+from codec.engines.cuda import work
 from codec.errors import Status
 
 F32 = np.float32
@@ -112,6 +113,25 @@ def test_every_way_to_send_a_plane(monkeypatch):
         assert encode(x, codec.Lossless(), dtype) == frame
         assert decode(frame) == x.tobytes()
     assert seen >= {(way, False) for way in WAYS} | {(way, True) for way in PRUNED}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_that_are_not_coded(dtype, monkeypatch):
+    """Where the first plane alone is in regions, which is coded as values are read: but one value, or noise."""
+    n, heads, read = 16_384, [], oracle.decode_region
+    x = make(dtype, 6 * n, "normal")
+    x[n : 2 * n] = x[0]
+    x[3 * n : 4 * n] = np.random.default_rng(5).integers(0, 256, (n, ITEMSIZE[dtype]), np.uint8).view(x.dtype).ravel()
+
+    def watched(frame, at, *rest):
+        heads.append((int.from_bytes(frame[at : at + 4], "little"), rest[4]))
+        return read(frame, at, *rest)
+
+    monkeypatch.setattr(oracle, "decode_region", watched)
+    frame = codec.encode(x, codec.Lossless(model="flat"), dtype=dtype)
+    assert oracle.decode(frame)[2] == x.tobytes()
+    assert heads == [(mode, (1 << ITEMSIZE[dtype]) - 2) for mode in (2, 0, 2, 1, 2, 2)]
+    assert encode(x, codec.Lossless(model="flat"), dtype) == frame
 
 
 @pytest.fixture
@@ -440,8 +460,10 @@ def test_sums_at_once(name, device):
             assert n == 9 or len(device.launched) == (count if coded else -(-count // 32))
 
 
-def test_many(device):
-    """Of any size, at either side; all or none; the first at fault."""
+@pytest.mark.parametrize("at_once", [2, 65_535])
+def test_many(device, monkeypatch, at_once):
+    """Of any size, at either side; all or none; the first at fault; more than a launch may be for, too."""
+    monkeypatch.setattr(work, "_AT_ONCE", at_once)
     rng = np.random.default_rng(3)
     xs = {i: rng.standard_normal(n).astype(F32) for i, n in enumerate((0, 1, 600, 20_000, 512))}
     frames = codec.encode_many(xs)

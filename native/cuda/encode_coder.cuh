@@ -8,10 +8,14 @@
 /* Words that k symbols become at most, each lane's first one included. */
 #define WORDS_ROOM ((1u << WIRE_MAX_BLOCK_LOG2) / 4 + 2 * WIRE_LANES)
 
-/* Bytes between memory at any addresses. */
+/* Bytes between memory at any addresses; a word at a time where words are. */
 static __device__ void copy_bytes(uint8_t *to, const uint8_t *from, uint64_t n, uint32_t lane)
 {
-	for (uint64_t i = lane; i < n; i += 32)
+	uint64_t whole = ((uint64_t)to | (uint64_t)from) % 4 ? 0 : n / 4;
+
+	for (uint64_t i = lane; i < whole; i += 32)
+		((uint32_t *)to)[i] = ((const uint32_t *)from)[i];
+	for (uint64_t i = 4 * whole + lane; i < n; i += 32)
 		to[i] = from[i];
 }
 
@@ -108,14 +112,13 @@ static __device__ void put_tails(uint8_t *p, uint32_t t, uint32_t tail, uint32_t
 }
 
 /*
- * Code k symbols of plane p to `out`. They come from quad(r), four of row r, the last row first; `symbol`, memory for
- * whole rows, keeps those that have escapes: literals are symbols' bytes, or lie in `wide`. Returns how many bytes that
- * takes, or 0 if more than `most`, and then writes nothing. `words`: memory for WORDS_ROOM.
+ * Code k symbols of plane p. They come from quad_of(r), four of row r, the last row first; `symbol`, memory for whole
+ * rows, keeps those that have escapes: literals are symbols' bytes, or lie in `wide`. Returns how many bytes that
+ * takes, which go to place(bytes); or 0 if they are more than `most`, or have no place. `words`: memory for WORDS_ROOM.
  */
-template <class F>
+template <class F, class G>
 static __device__ uint32_t encode_quads(const job *j, uint32_t p, F quad_of, uint32_t *symbol, uint32_t k,
-					uint32_t most, const uint16_t *wide, uint32_t *words, uint8_t *out,
-					uint32_t lane)
+					uint32_t most, const uint16_t *wide, uint32_t *words, G place, uint32_t lane)
 {
 	const uint32_t *codes = j->codes + 256 * p, pad = table_of(j, p)[TABLE_PAD] * ONES;
 	uint32_t rows = (k + WIRE_ROW - 1) / WIRE_ROW, at = WORDS_ROOM, nliterals = 0, nwords, sum, some, size;
@@ -146,6 +149,10 @@ static __device__ uint32_t encode_quads(const job *j, uint32_t p, F quad_of, uin
 	nliterals = (uint32_t)warp_sum(nliterals) * (wide ? 2 : 1);
 	size = (STATE_NBYTES + (sum + 7) / 8 + 3) / 4 * 4;
 	if (size + 4 * nwords + nliterals > most)
+		return 0;
+	uint8_t *out = place(size + 4 * nwords + nliterals);
+
+	if (!out)
 		return 0;
 	for (uint32_t i = STATE_NBYTES + (sum + 7) / 8 + lane; i < size; i += 32)
 		out[i] = 0;
@@ -183,7 +190,8 @@ DEVICE_CALL uint32_t encode_plane(const job *j, uint32_t p, uint32_t *symbol, ui
 				  const uint16_t *wide, uint32_t *words, uint8_t *out, uint32_t lane)
 {
 	return encode_quads(
-		j, p, [&](uint32_t r) { return symbol[32 * r + lane]; }, symbol, k, most, wide, words, out, lane);
+		j, p, [&](uint32_t r) { return symbol[32 * r + lane]; }, symbol, k, most, wide, words,
+		[&](uint32_t) { return out; }, lane);
 }
 
 #endif

@@ -125,15 +125,20 @@ DEVICE void put_fixed(const codec_view *v, uint8_t *frame, uint64_t section, uin
 		*(uint32_t *)(frame + section + i) = word;
 }
 
+/* Is only plane 0 in regions, and one that is coded, whatever its values? */
+DEVICE bool is_alone(const codec_view &v, int size)
+{
+	return size > 1 && octave_of(v.dtype) && v.coded & 1 && !(v.halved & 1) && v.fixed == (1u << size) - 2;
+}
+
 /*
- * Block b where only plane 0 is in the region, and is one that is coded: values are read once, the last row first, and
- * coded at once. Returns the region's size; 0: it is not to be coded after all. `symbol`, `words`: memory for a plane
- * and for WORDS_ROOM.
+ * Block b of a tensor of which that is true: values are read once, the last row first, and coded at once; as soon as
+ * the region's size is known it is written to its place. False: it is not to be coded after all, and nothing has
+ * happened but that fixed planes may have been written. `symbol`, `words`: memory for a plane and for WORDS_ROOM.
  */
 template <int SIZE>
-static __device__ uint32_t write_alone(const job *j, const uint8_t *values, uint8_t *frame, uint64_t b,
-				       uint32_t *symbol, uint32_t *words, uint8_t *region, uint64_t *sealed,
-				       uint32_t lane)
+static __device__ bool write_alone(const codec_encoding &e, const job *j, uint64_t b, uint32_t *symbol, uint32_t *words,
+				   uint32_t lane)
 {
 	const codec_view &v = j->v;
 	const uint64_t first = b * v.block_nvalues;
@@ -141,7 +146,8 @@ static __device__ uint32_t write_alone(const job *j, const uint8_t *values, uint
 	const uint32_t last = there(rows - 1, lane, m) ? rows - 1 : rows - 2; /* of this lane's rows; ~0: it has none */
 	const bool offsets = v.model_parts.count > 0;
 	const int octave = octave_of(v.dtype);
-	uint32_t differ = 0, some = 0;
+	uint32_t differ = 0, some = 0, size = 0;
+	uint64_t at = 0, sealed = 0;
 	digest sums[SIZE];
 	place o = {};
 
@@ -159,25 +165,37 @@ static __device__ uint32_t write_alone(const job *j, const uint8_t *values, uint
 			if (r)
 				move_back(j, &o, WIRE_ROW);
 		}
-		split_quad<SIZE>(values, first + i, n, octave > 0, offset, word);
+		split_quad<SIZE>(e.source.values, first + i, n, octave > 0, offset, word);
 		for (int p = 1; p < SIZE; p++, section += v.plane_stride) {
 			digest_row_back(&sums[p], word[p], r, WIRE_SEED_PLANE + p, lane);
-			put_fixed(&v, frame, section, first + i, word[p]);
+			put_fixed(&v, e.frame, section, first + i, word[p]);
 		}
 		if (r == rows - 1)
 			some = __shfl_sync(FULL, word[0], 0) & 255;
 		differ |= keep_bytes(word[0] ^ some * ONES, n);
 		return word[0];
 	};
+	auto place_for = [&](uint32_t nbytes) -> uint8_t * {
+		if (!__any_sync(FULL, differ != 0))
+			return NULL;
+		size = (4 + nbytes + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
+		at = v.regions_offset + look_back(e.places, b, size, lane);
+		return at + size <= e.capacity ? e.frame + at + 4 : NULL;
+	};
 	uint32_t most = (uint32_t)choose_coded_most(m, 0);
-	uint32_t got = encode_quads(j, 0, quad_of, symbol, m, most, NULL, words, region + 4, lane);
+	uint32_t got = encode_quads(j, 0, quad_of, symbol, m, most, NULL, words, place_for, lane);
 
-	if (!got || !__any_sync(FULL, differ != 0))
-		return 0;
-	put32(region, WIRE_MODE_CODED, lane);
-	for (int p = 1; p < SIZE; p++)
-		*sealed += sums[p].total;
-	return end_region(region, 4 + got, lane);
+	if (!size)
+		return false;
+	if (got) {
+		for (int p = 1; p < SIZE; p++)
+			sealed += sums[p].total;
+		put32(e.frame + at, WIRE_MODE_CODED, lane);
+		end_region(e.frame + at, 4 + got, lane);
+		sealed = seal_block(sealed + digest_bytes(e.frame + at, size, WIRE_SEED_REGION, lane), b);
+	}
+	put_entry(&v, e, b, at + size, sealed, lane);
+	return true;
 }
 
 /*
@@ -185,7 +203,7 @@ static __device__ uint32_t write_alone(const job *j, const uint8_t *values, uint
  * the region's size. `scratch`: memory for a plane more than values have, and for WORDS_ROOM.
  */
 template <int SIZE>
-static __device__ uint32_t write_block(const job *j, uint8_t *memory, const uint8_t *values, uint8_t *frame, uint64_t b,
+static __device__ uint32_t write_block(const job *j, const uint8_t *values, uint8_t *frame, uint64_t b,
 				       uint8_t *scratch, uint8_t *region, uint64_t *sealed, uint32_t lane)
 {
 	const codec_view &v = j->v;
@@ -199,17 +217,8 @@ static __device__ uint32_t write_block(const job *j, uint8_t *memory, const uint
 	digest sums[SIZE];
 	place o = {};
 
-	if (offsets) {
-		fit_rows(j, memory, values, SIZE, octave, 1u << SHIFT_OF(SIZE), first, m, lane);
+	if (offsets)
 		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
-	}
-	if (SIZE > 1 && octave && v.coded & 1 && !(v.halved & 1) && v.fixed == (all & ~1u)) {
-		uint32_t size = write_alone<SIZE>(j, values, frame, b, symbol, words, region, sealed, lane);
-
-		if (size)
-			return size;
-		__syncwarp();
-	}
 	for (int p = 0; p < SIZE; p++)
 		sums[p] = {0, 0};
 	for (uint32_t r = 0; r < rows; r++) {

@@ -12,7 +12,8 @@ from codec.metrics.custom import Custom
 from codec.metrics.formulas import Metric, floats_of
 from codec.view import TensorView
 
-_GROUP = struct.Struct("<6Q3I5f")  # codec_group
+_BEFORE, _GROUP = struct.Struct("<8Q2IQ"), struct.Struct("<6Q3I5f")  # codec_before, codec_group
+BEFORE_NBYTES = _BEFORE.size
 State = dict[str, tuple[int, TensorView]]
 
 
@@ -69,7 +70,7 @@ class Before:
         if not (self._owed or self.exponents or self.levels):
             return b""
         addresses = self._values, self._owed, self.sums, self.rounded, self._groups, self.exponents, self.levels
-        return struct.pack("<8Q2IQ", self._n, *addresses, self._dtype, 0, written)
+        return _BEFORE.pack(self._n, *addresses, self._dtype, 0, written)
 
 
 def _values_of(metric: Custom, state: dict[str, TensorView], first: int, end: int) -> np.ndarray[Any, Any]:

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from codec import structs
 from codec.core import DTYPES, ITEMSIZE, check, ffi, lib, new_bytes
-from codec.engines.cuda.before import Before
+from codec.engines.cuda.before import BEFORE_NBYTES, Before
 from codec.engines.cuda.devices import Device
 from codec.engines.cuda.image import VIEW_NBYTES, Image
 from codec.engines.cuda.kernels import blocks_for
-from codec.engines.cuda.work import Work, grid_for, pointer
+from codec.engines.cuda.work import Work, grid_for, launch_each
 from codec.engines.request import EncodeRequest
 from codec.spec_structs import spec_struct
 from codec.structs import Call, new_tensor
@@ -168,15 +168,15 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
     work.send(places[: len(sizes)], b"".join(before), encodings, *images)
     if before:
         grid = grid_for(device, max(job.plan.view.n for job in jobs))
-        device.launch("before", (grid, len(before)), pointer(first))
+        launch_each(device, "before", [grid] * len(before), first, BEFORE_NBYTES)
     with_blocks = [(i, job) for i, job in enumerate(jobs) if job.plan.view.nblocks]
     for step in (0, 1) if close else (0,):
         for kernel, some in itertools.groupby(with_blocks, key=lambda item: item[1].kernels[step]):
             own = list(some)
-            grid = max(job.grid if step else job.teams for _, job in own)
-            device.launch(kernel, (grid, len(own)), pointer(all_at + ENCODING_NBYTES * own[0][0]))
+            grids = [job.grid if step else job.teams for _, job in own]
+            launch_each(device, kernel, grids, all_at + ENCODING_NBYTES * own[0][0], ENCODING_NBYTES)
     if close:
-        device.launch("close_frame", (max(job.teams for job in jobs), len(jobs)), pointer(all_at))
+        launch_each(device, "close_frame", [job.teams for job in jobs], all_at, ENCODING_NBYTES)
 
 
 def _kernels(v: Any, size: int) -> tuple[str, str, tuple[str, int]]:

@@ -4,9 +4,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from codec.engines.cuda.before import BEFORE_NBYTES
 from codec.engines.cuda.decoding import DECODING_NBYTES, FOUND_NBYTES, NOTHING_FOUND, Frame, Sink
 from codec.engines.cuda.image import VIEW_NBYTES
-from codec.engines.cuda.work import Work, grid_for, pointer, small
+from codec.engines.cuda.work import Work, grid_for, launch_each, pointer, small
 from codec.engines.request import DecodeRequest
 from codec.view import TensorView
 
@@ -93,13 +94,13 @@ class Reading:
         device = self._work.device
         if i == 0 and self._before:
             grid = grid_for(device, max(frame.info.n for frame in self._frames))
-            device.launch("before", (grid, len(self._before)), pointer(self._before_at))
+            launch_each(device, "before", [grid] * len(self._before), self._before_at, BEFORE_NBYTES)
         for kernel, items in self._launches[i]:
-            grid = max(frame.grid for frame, _ in items)
+            grids = [frame.grid for frame, _ in items]
             if kernel == items[0][0].summing:
-                device.launch(kernel, (grid, 1), pointer(self._at), small(len(items)))
+                device.launch(kernel, (max(grids), 1), pointer(self._at), small(len(items)))
             else:
-                device.launch(kernel, (grid, len(items)), pointer(self._at))
+                launch_each(device, kernel, grids, self._at, DECODING_NBYTES)
             self._at += DECODING_NBYTES * len(items)
 
     def close(self, each: Each = alone) -> None:

@@ -11,6 +11,7 @@ from codec.engines.cuda.devices import Device
 from codec.view import TensorView
 
 _VALUES = 4096  # a block of threads
+_AT_ONCE = 65_535  # CUDA's limit of a grid's second dimension
 _PIECE = struct.Struct("<3Q")  # codec_piece of native/cuda/gather.cu
 
 
@@ -157,6 +158,13 @@ def pointer(address: int) -> Any:
 def small(n: int) -> Any:
     """A uint32, likewise."""
     return ctypes.c_uint32(n)
+
+
+def launch_each(device: Device, kernel: str, grids: Sequence[int], at: int, nbytes: int) -> None:
+    """Launch a kernel for structs of so many bytes that follow each other, each with so many blocks of threads."""
+    for i in range(0, len(grids), _AT_ONCE):
+        some = grids[i : i + _AT_ONCE]
+        device.launch(kernel, (max(some), len(some)), pointer(at + nbytes * i))
 
 
 def grid_for(device: Device, n: int) -> int:
