@@ -30,6 +30,7 @@ from codec.engines.numba.region import (
     largest,
     load32,
     open_block,
+    pass_literals,
     put_coded,
     spread_from,
     store32,
@@ -408,9 +409,12 @@ def _get_plane(frame, job, p, mode, k, room, memory, wanted, c, fault):
     """Plane p, of k values, to the beginning of its memory; where it is not wanted, only its checks."""
     if mode == CODED:
         status = get_coded(frame, job, p, k, room, memory, c, fault)
-        if not status:
+        halved = job.halved >> p & 1
+        if not status and (wanted or halved):
             status = get_literals(frame, job.tables[p, 512], room.escaped, k, memory, room.none, c, fault)
-        if not status and job.halved >> p & 1:
+        elif not status:
+            status = pass_literals(room.escaped, k, c, fault)
+        if not status and halved:
             status = _get_high(frame, memory[:k], c, fault)
         return status
     if mode == ROWS:

@@ -286,7 +286,7 @@ def put_coded(job, p, symbol, k, wide, most, room, out, at):
 def get_coded(frame, job, p, k, room, symbol, c, fault):
     """Decode k symbols of plane p, escapes among them as such, to `symbol`, which goes on to whole quad rows.
 
-    room.escaped[r] says whether row r has escapes.
+    room.escaped[r] says how many escapes row r has.
     """
     words, bits, have, escaped, table = room.words, room.bits, room.have, room.escaped, job.tables[p]
     start = c[0]
@@ -333,11 +333,24 @@ def get_coded(frame, job, p, k, room, symbol, c, fault):
             return bad(fault, BAD_REGION, c[0], symbol[i], table[513])
     escape = table[512]
     for r in range(rows):
-        quads = symbol[ROW * r : ROW * r + ROW]
-        any_ = False
-        for i in range(ROW):
-            any_ |= quads[i] == escape
-        escaped[r] = U8(any_)
+        some_escape = U8(0)
+        for x in symbol[ROW * r : ROW * r + ROW]:
+            some_escape += U8(x == escape)
+        escaped[r] = some_escape
+    if k < ROW * rows and table[513] == escape:
+        escaped[rows - 1] -= U8(ROW * rows - k)
+    return OK
+
+
+@jit
+def pass_literals(escaped, k, c, fault):
+    """Past literals of a byte each, which nobody wants."""
+    total = 0
+    for n in escaped[: (k + ROW - 1) // ROW]:
+        total += np.int64(n)
+    if c[1] - c[0] < total:
+        return bad(fault, BAD_REGION, c[1], 0, 1)
+    c[0] += total
     return OK
 
 
@@ -347,13 +360,17 @@ def get_literals(frame, escape, escaped, k, symbol, wide, c, fault):
     eights = symbol[: (k + ROW - 1) // ROW * ROW].view(U64)
     all_of_them = U64(escape) * ONES
     for r in range((k + ROW - 1) // ROW):
-        for e in range(ROW // 8 * r, ROW // 8 * (r + 1) if escaped[r] else 0):
+        after = np.int64(escaped[r])  # so many are still to come in this row
+        for e in range(ROW // 8 * r, ROW // 8 * (r + 1)):
+            if not after:
+                break
             other = eights[e] ^ all_of_them
             if not (other - ONES) & ~other & (ONES << U64(7)):  # no byte of it is 0
                 continue
             for i in range(8 * e, min(k, 8 * e + 8)):
                 if symbol[i] != escape:
                     continue
+                after -= 1
                 if len(wide):
                     if c[1] - c[0] < 2:
                         return bad(fault, BAD_REGION, c[0], c[1] - c[0], 2)
