@@ -28,6 +28,50 @@ DEVICE const uint8_t *address_of(const uint8_t *p, uint32_t f)
 }
 
 /*
+ * Sums of a block's values; lane f knows frame f's region, bit f of `good` says that it is one. `part`: the number of
+ * the block's. Bit f of what it returns: in frame f this lane has read something that is not allowed.
+ */
+template <int CODEC>
+static __device__ uint32_t add_up(const codec_decoding *decodings, uint32_t count, uint32_t good, struct row_kind q,
+				  row_place p, uint64_t part, uint64_t nscales, const cursor *c, uint32_t dtype,
+				  uint32_t lane)
+{
+	uint32_t bad = 0;
+
+	for (uint32_t r = 0; (uint64_t)WIRE_ROW * r < p.m; r += QUADS) {
+		float sum[QUADS][4], y[4];
+
+		for (uint32_t i = 0; i < QUADS; i++)
+			load_floats(&decodings->sink, p.first + WIRE_ROW * (r + i) + 4 * lane, there(r + i, lane, p.m),
+				    sum[i]);
+		for (uint32_t f = 0; f < count; f++) {
+			const codec_decoding *of = decodings + f;
+			const uint8_t *scales = address_of(here(c), f);
+			const uint64_t room = __shfl_sync(FULL, (unsigned long long)left(c), (int)f) - nscales;
+
+			if (!(good >> f & 1))
+				continue;
+			row_walk w = walk_rows(q, row_parts(of->view, of->memory) + part, scales, scales + nscales,
+					       room, of->sink.unscaled);
+
+			for (uint32_t i = 0; i < QUADS; i++) {
+				uint32_t n = there(r + i, lane, p.m);
+
+				if (!walk_quad<CODEC>(q, &w, WIRE_ROW * (r + i) + 4 * lane, n, y))
+					bad |= 1u << f;
+				for (uint32_t k = 0; k < 4; k++)
+					sum[i][k] = put_float(&of->sink, sum[i][k],
+							      decoded_float(&of->sink, dtype, y[k]), w.part->scale[0]);
+			}
+		}
+		for (uint32_t i = 0; i < QUADS; i++)
+			store_floats(&decodings->sink, p.first + WIRE_ROW * (r + i) + 4 * lane, there(r + i, lane, p.m),
+				     sum[i]);
+	}
+	return bad;
+}
+
+/*
  * Of at most 32 frames, one a decoding, by whose sinks their values go to one and the same place, in this order. What
  * is wrong with a frame is found as by decode_rows.
  */
@@ -61,37 +105,7 @@ __global__ void __launch_bounds__(32 * WARPS, 6) reduce_rows(const codec_decodin
 			for (uint64_t i = lane; good >> f & 1 && i < ncodes; i += 32)
 				bad |= (uint32_t)(codes[i] > 242) << f;
 		}
-		for (uint32_t r = 0; (uint64_t)WIRE_ROW * r < p.m; r += QUADS) {
-			float sum[QUADS][4], y[4];
-
-			for (uint32_t i = 0; i < QUADS; i++)
-				load_floats(&d.sink, p.first + WIRE_ROW * (r + i) + 4 * lane, there(r + i, lane, p.m),
-					    sum[i]);
-			for (uint32_t f = 0; f < count; f++) {
-				const codec_decoding *of = decodings + f;
-				const uint8_t *scales = address_of(here(&c), f);
-				const uint64_t room = __shfl_sync(FULL, (unsigned long long)left(&c), (int)f) - nscales;
-
-				if (!(good >> f & 1))
-					continue;
-				row_walk w = walk_rows(q, row_parts(of->view, of->memory) + part, scales,
-						       scales + nscales, room, of->sink.unscaled);
-
-				for (uint32_t i = 0; i < QUADS; i++) {
-					uint32_t n = there(r + i, lane, p.m);
-
-					if (!walk_quad<CODEC>(q, &w, WIRE_ROW * (r + i) + 4 * lane, n, y))
-						bad |= 1u << f;
-					for (uint32_t k = 0; k < 4; k++)
-						sum[i][k] = put_float(&of->sink, sum[i][k],
-								      decoded_float(&of->sink, v.dtype, y[k]),
-								      w.part->scale[0]);
-				}
-			}
-			for (uint32_t i = 0; i < QUADS; i++)
-				store_floats(&d.sink, p.first + WIRE_ROW * (r + i) + 4 * lane, there(r + i, lane, p.m),
-					     sum[i]);
-		}
+		bad |= add_up<CODEC>(decodings, count, good, q, p, part, nscales, &c, v.dtype, lane);
 		for (uint32_t f = 0; f < count; f++)
 			if (__any_sync(FULL, bad >> f & 1) && lane == f)
 				status = CODEC_BAD_REGION;
