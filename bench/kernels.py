@@ -19,7 +19,7 @@ def compiling(arch: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CODEC_CACHE_DIR"] = folder
         for file, about in kernels.FILES.items():
-            for kernel in about.kernels if about.kernels[0].endswith(">") else about.kernels[:1]:
+            for kernel in about.kernels:
                 seconds: list[float] = []
                 for _ in range(2):
                     start = time.perf_counter()

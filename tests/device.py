@@ -104,7 +104,7 @@ class Emulated:
     name = "cuda:0"
 
     def __init__(self, library: Any, processors: int = 1) -> None:
-        self.library, self.processors, self.launched = library, processors, []
+        self.library, self.processors, self.launched, self.uploaded = library, processors, [], []
 
     def put(self, array: Any) -> DeviceArray:
         """A copy that lies on this device."""
@@ -138,6 +138,7 @@ class Emulated:
 
     def upload(self, to: int, data: Any) -> object:
         ctypes.memmove(to, bytes(data), len(data))
+        self.uploaded.append(len(data))
         return None
 
     def download(self, at: int, nbytes: int) -> bytearray:

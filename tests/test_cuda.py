@@ -468,9 +468,13 @@ def test_many(device, monkeypatch, at_once):
     xs = {i: rng.standard_normal(n).astype(F32) for i, n in enumerate((0, 1, 600, 20_000, 512))}
     frames = codec.encode_many(xs)
     there = {i: device.put(x) for i, x in xs.items()}
+    device.launched.clear()
     assert {i: got(f) for i, f in codec.encode_many(there).items()} == frames
+    assert device.launched.count("close_frame") == -(-len(xs) // at_once)
     assert codec.encode_many(xs, engine="cuda") == frames
+    device.launched.clear()
     decoded = codec.decode_many(frames, engine="cuda")
+    assert device.launched.count("decode_lossless<4>") == (1 if at_once > 2 else 2)  # some of few values have no blocks
     assert all((decoded[i] == x).all() for i, x in xs.items())
     codec.decode_many(frames, out={i: device.put(np.zeros_like(x)) for i, x in xs.items()})
     bad = frames | {3: frames[3][:-1] + b"\1"}
@@ -622,6 +626,22 @@ def test_how_many_launches(device):
         device.launched.clear()
         codec.decode(frame, out=device.put(np.zeros(20_000, F32)), **(groups if spec is shared else {}))
         assert len(device.launched) == (3 if spec is shared else 2)
+
+
+@on_cpu
+def test_how_much_is_uploaded(device):
+    """Of a job no more than is used."""
+    x = np.random.default_rng(7).standard_normal(20_000, F32)
+    there = device.put(x)
+    for spec in (codec.Lossless(), codec.Truncate(), *ROWS.values()):
+        how = test_numba.levels_by(spec, len(x))
+        how |= {"state": {key: device.put(v) for key, v in how["state"].items()}} if how else {}
+        device.uploaded.clear()
+        frame = codec.encode(there, spec, **how)
+        assert 0 < sum(device.uploaded) < 800, spec
+        device.uploaded.clear()
+        codec.decode(frame)
+        assert 0 < sum(device.uploaded) < 1100, spec
 
 
 @on_cpu

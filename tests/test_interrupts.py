@@ -145,7 +145,7 @@ def test_ctrl_c_in_a_training_step():
                 assert raised in expected, (moment, found)
                 after = want[done][rank][0][-1]
                 assert now == (before if raised else after) or (rank == VICTIM and through), (moment, found)
-                # pressed when all was there for all ranks: the model's as before, what is owed perhaps as after the step
+                # pressed when all ranks had all: the model is as before the step, what is owed perhaps as after it
                 assert raised is None or now in (before, (*before[:2], after[2])), (moment, found)
                 assert took < PROMISED + SLACK, (moment, found)
             team.regroup()

@@ -21,7 +21,7 @@ from codec.errors import CodecError, SpecError
 from codec.view import TensorView, device_like, empty, view, view_output
 
 _STORE, _ADD, _MAX, _FLOAT32 = lib.CODEC_INTO_STORE, lib.CODEC_INTO_ADD, lib.CODEC_INTO_MAX, lib.CODEC_INTO_FLOAT32
-_AT_ONCE = 32  # frames that native/cuda/reduce_rows.cu takes
+_SUMMED = 32  # frames that native/cuda/reduce_rows.cu takes
 Named = list[tuple[str, TensorView]]
 
 
@@ -192,5 +192,5 @@ def sums(frames: list[Frame], to: int, op: str) -> list[Step]:
         flags = (lib.CODEC_UNSCALED | (lib.CODEC_RESCALE if last else 0)) if codes else 0
         items.append((frame, Sink(to, into, divide=count if op == "mean" and last else 0, codes=flags)))
     if first.summing and all(frame.is_cut_like(first) for frame in frames):
-        return [Step(items[i : i + _AT_ONCE], summing=True) for i in range(0, count, _AT_ONCE)]
+        return [Step(items[i : i + _SUMMED], summing=True) for i in range(0, count, _SUMMED)]
     return [Step([item]) for item in items]

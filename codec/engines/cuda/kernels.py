@@ -22,29 +22,32 @@ class File(NamedTuple):
     """Kernels of one ``.cu`` file."""
 
     threads: int  # of a block
-    kernels: tuple[str, ...]
-    resident: int = 4  # blocks of threads that a multiprocessor is given: as many as registers let it have
+    kernels: dict[str, int]  # and how many blocks a multiprocessor is given: as many as its registers let it have
 
     def alone(self, kernel: str) -> tuple[str, ...]:
         """What is compiled when one of them is wanted: of a template nothing else."""
-        return (kernel,) if kernel.endswith(">") else self.kernels
+        return (kernel,) if kernel.endswith(">") else tuple(self.kernels)
+
+
+def _each(template: str, arguments: tuple[int, ...], resident: int) -> dict[str, int]:
+    return {f"{template}<{n}>": resident for n in arguments}
 
 
 FILES = {
-    "gather": File(256, ("gather",)),
-    "before": File(256, ("before",)),
-    "choose_lossless": File(256, ("choose_lossless",)),
-    "choose_rows": File(256, ("choose_rows",)),
-    "choose_truncate": File(256, ("choose_truncate",)),
-    "encode_lossless": File(128, tuple(f"encode_lossless<{n}>" for n in _SIZES)),
-    "encode_rows": File(128, ("encode_rows",)),
-    "encode_truncate": File(128, ("encode_truncate",)),
-    "close": File(256, ("close_frame",)),
-    "decode_lossless": File(128, tuple(f"decode_lossless<{n}>" for n in _SIZES)),
-    "decode_rows": File(128, tuple(f"decode_rows<{n}>" for n in _ROWS), 6),
-    "reduce_rows": File(128, tuple(f"reduce_rows<{n}>" for n in _ROWS), 6),
-    "decode_truncate": File(128, ("decode_truncate",)),
-    "decode_stored": File(128, ("decode_stored",)),
+    "gather": File(256, {"gather": 4}),
+    "before": File(256, {"before": 4}),
+    "choose_lossless": File(256, {"choose_lossless": 2}),
+    "choose_rows": File(256, {"choose_rows": 2}),
+    "choose_truncate": File(256, {"choose_truncate": 2}),
+    "encode_lossless": File(128, _each("encode_lossless", _SIZES, 4)),
+    "encode_rows": File(128, {"encode_rows": 4}),
+    "encode_truncate": File(128, {"encode_truncate": 4}),
+    "close": File(256, {"close_frame": 4}),
+    "decode_lossless": File(128, _each("decode_lossless", _SIZES[:3], 4) | _each("decode_lossless", _SIZES[3:], 3)),
+    "decode_rows": File(128, _each("decode_rows", _ROWS, 6)),
+    "reduce_rows": File(128, _each("reduce_rows", _ROWS, 6)),
+    "decode_truncate": File(128, {"decode_truncate": 4}),
+    "decode_stored": File(128, {"decode_stored": 4}),
 }
 FILE_OF = {kernel: name for name, file in FILES.items() for kernel in file.kernels}
 
@@ -52,7 +55,7 @@ FILE_OF = {kernel: name for name, file in FILES.items() for kernel in file.kerne
 def blocks_for(kernel: str, processors: int, nblocks: int) -> int:
     """Blocks of threads for so many blocks of values, of which each of their warps does one after the other."""
     file = FILES[FILE_OF[kernel]]
-    return max(1, min(-(-nblocks // (file.threads // 32)), file.resident * processors))
+    return max(1, min(-(-nblocks // (file.threads // 32)), file.kernels[kernel] * processors))
 
 
 # a product and a sum are two roundings, as on a CPU
