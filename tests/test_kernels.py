@@ -46,7 +46,7 @@ def test_functions_inside_of_kernels_cannot_be_called():
     with pytest.raises(TypeError, match="only kernels"):
         to_floats(1, np.zeros(8, np.uint8), 0, np.zeros(2, np.float32))
     pair = np.zeros(4096, np.uint32)
-    pairs_of(np.zeros(256, np.uint8), np.full(256, 8, np.uint8), pair)
+    pairs_of(np.zeros(256, np.uint8), np.full(256, 8, np.uint8), 255, pair)
     assert pair.any()
 
 

@@ -104,9 +104,11 @@ class Copy:
 
 
 def test_kernels_are_compiled_once_and_again_when_a_source_changes(tmp_path):
-    """By two processes at once, each; then by none, until a file changes that is not the kernel's own."""
+    """By two processes at once, or by one if the other is late; then by none, until another file changes."""
     copy = Copy(tmp_path)
-    assert copy.call(2) == [("True", 0, 1)] * 2
+    both = copy.call(2)
+    assert ("True", 0, 1) in both
+    assert set(both) <= {("True", 0, 1), ("True", 1, 0)}
     assert copy.call() == [("True", 1, 0)]
     words = copy.numba / "words.py"
     words.write_text(words.read_text() + "\n\n@jit\ndef small_value(code, mbits, bias):\n    return F32(1)\n")

@@ -9,7 +9,7 @@ U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
 
 LANES, ROW = 32, 128  # symbols of a quad row
 PAIR_BITS = 12  # looked up at once: nearly all pairs of codes, and a table that leaves room in the cache
-LONG = U32(64)  # of a pair that is longer; its place has the first symbol alone
+APART = U32(63)  # for the bits of a pair that has more, or an escape
 BITS, ESCAPED = U64(63), U32(64)  # of codes of pairs: how many, and whether a symbol is an escape; codes above 16
 
 
@@ -56,47 +56,49 @@ def encode_lanes(pair, symbol, rows, words, bits, have, escaped):
 
 
 @kernel
-def pairs_of(value, length, pair):
-    """By the next 12 bits: first symbol << 16 | second << 24 | bits of both; or, where these are more, the first's."""
+def pairs_of(value, length, escape, pair):
+    """By the next 12 bits: first symbol << 16 | second << 24 | bits of both, or APART."""
     for i in range(len(pair)):
         top = i >> (PAIR_BITS - 8)
         first = U32(length[top])
         rest = U32(U32(i) << first) & U32((1 << PAIR_BITS) - 1)
         second = rest >> U32(PAIR_BITS - 8)
         n = first + U32(length[second])
-        if n <= PAIR_BITS:
-            pair[i] = U32(value[top]) << U32(16) | U32(value[second]) << U32(24) | n
-        else:
-            pair[i] = U32(value[top]) << U32(16) | first | LONG
+        apart = n > PAIR_BITS or value[top] == escape or value[second] == escape
+        pair[i] = U32(value[top]) << U32(16) | U32(value[second]) << U32(24) | (APART if apart else n)
 
 
 @jit
-def decode_lanes(pair, value, length, words, rows, bits, quad):
-    """Decode quad rows to `quad`, four symbols an item: how many words were taken.
+def decode_lanes(pair, value, length, escape, words, rows, bits, quad, escaped):
+    """Decode quad rows to `quad`, four symbols an item, or nowhere if that is None: how many words were taken.
 
     A lane is 64 bits: its next ones on top, 32 to 63 of them, a 1 that marks their end, and zeros. `words` goes on for
-    as many as there may be.
+    as many as there may be. escaped[r] says how many escapes row r has.
     """
     at = U64(0)
     for r in range(rows):
-        quads = quad[LANES * r : LANES * r + LANES]
+        some = U8(0)
         for lane in range(LANES):
             x = bits[lane]
             a = pair[x >> U64(64 - PAIR_BITS)]
             y = x << (U64(a) & U64(63))
             b = pair[y >> U64(64 - PAIR_BITS)]
             y <<= U64(b) & U64(63)
-            four = U32(U32(a >> U32(16)) | U32(b & U32(0xFFFF0000)))
-            if (a | b) & LONG:  # one pair is, or both: symbol by symbol
+            if quad is not None:
+                quad[LANES * r + lane] = U32(a >> U32(16)) | U32(b & U32(0xFFFF0000))
+            if not y:  # not even the mark is left: a pair is read symbol by symbol, or both
                 y, four = x, U32(0)
                 for i in range(4):
                     k = y >> U64(56)
                     four = U32(four | U32(U32(value[k]) << U32(8 * i)))
+                    some += U8(value[k] == escape)
                     y <<= U64(length[k])
+                if quad is not None:
+                    quad[LANES * r + lane] = four
             # If fewer than 32 are left, the mark is bit 32 + d: a word goes where it is, and the mark to d. Without
             # a branch, which could not be predicted: 2^d, or 0, times what a word and a mark in its place add up to.
             due = (y & (U64(0) - y)) >> U64(32)
             bits[lane] = y + due * (U64(words[at]) * U64(2) - U64(0xFFFFFFFF))
             at += U64(due != 0)
-            quads[lane] = four
+        escaped[r] = some
     return np.int64(at)

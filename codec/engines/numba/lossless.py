@@ -119,32 +119,64 @@ def _merge4(p0, p1, p2, p3, offset, is_float, upper, x):
 
 
 @jit
-def _merge8(planes, offset, is_float, upper, half, x):
+def _merge8(p0, p1, p2, p3, p4, p5, p6, p7, offset, is_float, upper, half, x):
     n = len(x)
-    p0, p1 = planes[0], planes[1]
     for i in range(n):
         y = U16(U16(U16(p0[i]) << U16(8)) | U16(p1[i]))
         y = unturn(y, offset[i], SHIFT64) if is_float else y
-        half[i] = U32(U32(U32(y) << U32(16)) | U32(U32(planes[2][i]) << U32(8)) | U32(planes[3][i]))
+        half[i] = U32(U32(U32(y) << U32(16)) | U32(U32(p2[i]) << U32(8)) | U32(p3[i]))
     for i in range(n):
         x[i] = U64(half[i]) << U64(32)
-    _merge4(planes[4], planes[5], planes[6], planes[7], offset, False, upper, half)
+    _merge4(p4, p5, p6, p7, offset, False, upper, half[:n])
     for i in range(n):
         x[i] |= U64(half[i])
 
 
 @jit
-def _merge(job, planes, offset, upper, half, data):
-    """The inverse."""
-    is_float = job.octave > 0
+def _section(job, p, first):
+    """Where a block's part of fixed plane p is in the frame."""
+    at = job.planes + first
+    for q in range(p):
+        at += job.plane_stride * (job.fixed >> q & 1)
+    return at
+
+
+@jit
+def _memory(frame, job, flat, p):
+    """What plane p is in: the frame if it is fixed, or a thread's memory of planes."""
+    if job.fixed >> p & 1:
+        return frame
+    return flat
+
+
+@jit
+def _at(job, p, first):
+    """And where."""
+    return _section(job, p, first) if job.fixed >> p & 1 else PLANE_ROOM * p
+
+
+@jit
+def _merge(frame, job, work, first, data):
+    """Planes of a block to values, their bytes."""
+    is_float, flat = job.octave > 0, work.flat
+    p0 = _memory(frame, job, flat, 0)[_at(job, 0, first) :]
     if job.size == 1:
-        copy(data, planes[0][: len(data)])
-    elif job.size == 2:
-        _merge2(planes[0], planes[1], offset, is_float, data.view(U16))
-    elif job.size == 4:
-        _merge4(planes[0], planes[1], planes[2], planes[3], offset, is_float, upper, data.view(U32))
-    else:
-        _merge8(planes, offset, is_float, upper, half, data.view(U64))
+        copy(data, p0[: len(data)])
+        return
+    p1 = _memory(frame, job, flat, 1)[_at(job, 1, first) :]
+    if job.size == 2:
+        _merge2(p0, p1, work.offset, is_float, data.view(U16))
+        return
+    p2 = _memory(frame, job, flat, 2)[_at(job, 2, first) :]
+    p3 = _memory(frame, job, flat, 3)[_at(job, 3, first) :]
+    if job.size == 4:
+        _merge4(p0, p1, p2, p3, work.offset, is_float, work.upper, data.view(U32))
+        return
+    p4 = _memory(frame, job, flat, 4)[_at(job, 4, first) :]
+    p5 = _memory(frame, job, flat, 5)[_at(job, 5, first) :]
+    p6 = _memory(frame, job, flat, 6)[_at(job, 6, first) :]
+    p7 = _memory(frame, job, flat, 7)[_at(job, 7, first) :]
+    _merge8(p0, p1, p2, p3, p4, p5, p6, p7, work.offset, is_float, work.upper, work.half, data.view(U64))
 
 
 @jit
@@ -291,6 +323,7 @@ class Work(NamedTuple):
 
     coder: Any
     planes: Any
+    flat: Any  # the same
     low: Any  # nibbles, and the high ones behind them
     region: Any
     offset: Any
@@ -305,9 +338,11 @@ class Work(NamedTuple):
 
 def work_of(job):
     """Memory for a job's blocks."""
+    planes = np.empty((8, PLANE_ROOM), U8)
     return Work(
         coder_room(job, BLOCK),
-        np.empty((8, PLANE_ROOM), U8),
+        planes,
+        planes.reshape(-1),
         np.empty(2 * BLOCK + ROW, U8),
         np.empty(8 * BLOCK + 64, U8),
         np.empty(BLOCK, U16),
@@ -408,9 +443,10 @@ def _get_rows(frame, plane, c, fault):
 def _get_plane(frame, job, p, mode, k, room, memory, wanted, c, fault):
     """Plane p, of k values, to the beginning of its memory; where it is not wanted, only its checks."""
     if mode == CODED:
-        status = get_coded(frame, job, p, k, room, memory, c, fault)
         halved = job.halved >> p & 1
-        if not status and (wanted or halved):
+        symbols = wanted or halved > 0
+        status = get_coded(frame, job, p, k, room, symbols, memory, c, fault)
+        if not status and symbols:
             status = get_literals(frame, job.tables[p, 512], room.escaped, k, memory, room.none, c, fault)
         elif not status:
             status = pass_literals(room.escaped, k, c, fault)
@@ -431,25 +467,14 @@ def _get_plane(frame, job, p, mode, k, room, memory, wanted, c, fault):
 
 
 @jit
-def _get_fixed(frame, job, first, m, planes):
-    """Planes that are fixed, from their sections."""
-    section = job.planes + first
-    for p in range(job.size):
-        if job.fixed >> p & 1:
-            copy(planes[p], frame[section : section + m])
-            section += job.plane_stride
-
-
-@jit
-def _check_pruned(job, first, m, planes, fault):
+def _check_pruned(frame, job, first, m, planes, fault):
     """Values that were taken out are +0, also where a plane holds a byte for each value."""
-    section = job.planes + first
-    for p in range(job.size):
+    for p in range(1, job.size):
         if job.fixed >> p & 1:
-            some = _under_zeros(planes[0][:m], planes[p][:m]) if p else U8(0)
+            at = _section(job, p, first)
+            some = _under_zeros(planes[0][:m], frame[at : at + m])
             if some:
-                return bad(fault, BAD_REGION, section, some, 0)
-            section += job.plane_stride
+                return bad(fault, BAD_REGION, at, some, 0)
     return OK
 
 
@@ -461,8 +486,6 @@ def _get_block(frame, job, work, first, m, merges, fault):
     status = _read_head(job, head, c[0], mode, fault)
     c[0] += 4
     wanted = merges or head & PRUNED != 0
-    if wanted:
-        _get_fixed(frame, job, first, m, planes)
     k = m
     for p in range(job.size):
         if status or job.fixed >> p & 1:
@@ -475,7 +498,7 @@ def _get_block(frame, job, work, first, m, merges, fault):
                 spread_from(planes[0][:m], 1, work.low, planes[p][:m])
         if not status and p == 0 and head & PRUNED:
             k = count_from(planes[0][:m], 1)
-            status = _check_pruned(job, first, m, planes, fault) if k else bad(fault, BAD_REGION, c[0], 0, 1)
+            status = _check_pruned(frame, job, first, m, planes, fault) if k else bad(fault, BAD_REGION, c[0], 0, 1)
     return status if status else end_region(frame, c, fault)
 
 
@@ -498,7 +521,7 @@ def decode_blocks(job, work, frame, checks, first, count, sink, seal, fault):
             fill_offsets(job, start, work.offset[:m])
         stores = sink.into == STORE
         data = sink.data[job.size * start : job.size * (start + m)] if stores else work.region[: job.size * m]
-        _merge(job, work.planes, work.offset, work.upper, work.half, data)
+        _merge(frame, job, work, start, data)
         if not stores:
             for i in range(0, m, len(work.x)):
                 x = work.x[: min(len(work.x), m - i)]

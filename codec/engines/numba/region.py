@@ -42,8 +42,11 @@ def coder_room(job, n):
     pairs = np.empty((planes, 1 << 16 if job.encoding else 1 << PAIR_BITS), U32)
     for p in range(planes):
         if job.coded >> p & 1:
-            make = codes_of_pairs if job.encoding else pairs_of
-            make(job.tables[p, :256], job.tables[p, 256:512], pairs[p])
+            table = job.tables[p]
+            if job.encoding:
+                codes_of_pairs(table[:256], table[256:512], pairs[p])
+            else:
+                pairs_of(table[:256], table[256:512], table[512], pairs[p])
     words = np.empty(LANES * rows + 3 * LANES, U32)
     bits, have = np.empty(LANES, U64), np.empty(LANES, U64)
     return Room(words, bits, have, np.empty(rows, U8), np.empty(2 * n, U8), pairs, np.empty(0, U16))
@@ -283,10 +286,10 @@ def put_coded(job, p, symbol, k, wide, most, room, out, at):
 
 
 @jit
-def get_coded(frame, job, p, k, room, symbol, c, fault):
+def get_coded(frame, job, p, k, room, wanted, symbol, c, fault):
     """Decode k symbols of plane p, escapes among them as such, to `symbol`, which goes on to whole quad rows.
 
-    room.escaped[r] says how many escapes row r has.
+    room.escaped[r] says how many escapes row r has. Where symbols are not wanted, only that, and the checks.
     """
     words, bits, have, escaped, table = room.words, room.bits, room.have, room.escaped, job.tables[p]
     start = c[0]
@@ -320,8 +323,12 @@ def get_coded(frame, job, p, k, room, symbol, c, fault):
         tail = U64(2) * bits[lane] + U64(1)  # and the mark
         bits[lane] = U64(words[lane]) << U64(32) | tail << (U64(31) - have[lane])
     c[0] += 4 * nwords
-    quad = symbol[: ROW * rows].view(U32)
-    taken = decode_lanes(room.pairs[p], table[:256], table[256:512], words[LANES:], rows, bits, quad)
+    padding, escape = ROW * rows - k, table[512]
+    how = room.pairs[p], table[:256], table[256:512], escape, words[LANES:], rows, bits
+    if wanted or padding:  # that is checked
+        taken = decode_lanes(*how, symbol[: ROW * rows].view(U32), escaped)
+    else:
+        taken = decode_lanes(*how, None, escaped)
     some = U64(0)
     for lane in range(LANES):
         some |= bits[lane] ^ U64(1 << 31)
@@ -331,14 +338,8 @@ def get_coded(frame, job, p, k, room, symbol, c, fault):
     for i in range(k, ROW * rows):
         if symbol[i] != table[513]:
             return bad(fault, BAD_REGION, c[0], symbol[i], table[513])
-    escape = table[512]
-    for r in range(rows):
-        some_escape = U8(0)
-        for x in symbol[ROW * r : ROW * r + ROW]:
-            some_escape += U8(x == escape)
-        escaped[r] = some_escape
-    if k < ROW * rows and table[513] == escape:
-        escaped[rows - 1] -= U8(ROW * rows - k)
+    if padding and table[513] == escape:
+        escaped[rows - 1] -= U8(padding)
     return OK
 
 

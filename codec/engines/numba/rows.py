@@ -344,7 +344,7 @@ def _get_bytes(job, work, frame, n, c, fault):
     c[0] += 4
     codes = work.codes
     if mode == CODED:
-        status = get_coded(frame, job, 0, n, work.coder, codes, c, fault)
+        status = get_coded(frame, job, 0, n, work.coder, True, codes, c, fault)
         return (
             status
             if status

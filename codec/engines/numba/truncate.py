@@ -408,7 +408,7 @@ def _get_symbols(frame, job, work, mode, m, c, fault):
     kind, joint, symbol = work.kind, job.variant == CODED_LEVELS, work.symbol
     escaped, escape = work.coder.escaped, job.tables[0, 512]
     if mode == CODED:
-        status = get_coded(frame, job, 0, m, work.coder, symbol, c, fault)
+        status = get_coded(frame, job, 0, m, work.coder, True, symbol, c, fault)
         if not status and not joint:
             status = get_literals(frame, escape, escaped, m, symbol, work.coder.none, c, fault)
         if status:
