@@ -20,7 +20,6 @@ WARPS = 4  # of a block of threads that does blocks of values
 WRITTEN_NBYTES = 48  # a codec_written of native/cuda/encoding.cuh
 ENCODING_NBYTES = 128  # a codec_encoding of native/cuda/encoding.cuh
 COUNTS_NBYTES = 1024  # of plane 0's symbols, with which a codec_choice of native/cuda/sample.cuh begins
-_MAX_HEADER = 112
 
 
 class Plan(NamedTuple):
@@ -47,9 +46,9 @@ def plan_of(r: EncodeRequest) -> Plan:
     call = _call(r)
     size, plan = ffi.new("size_t[2]"), ffi.new("codec_plan *")
     check(lib.codec_job_nbytes(spec, like, size, size + 1))
-    job, view, head = new_bytes(size[0]), ffi.new("codec_view *"), new_bytes(_MAX_HEADER)
+    job, view, head = new_bytes(size[0]), ffi.new("codec_view *"), new_bytes(lib.CODEC_HEADER_NBYTES)
     check(lib.codec_encode_plan(spec, like, call.context, job, size[0], plan))
-    check(lib.codec_encode_head(job, head, _MAX_HEADER, size + 1))
+    check(lib.codec_encode_head(job, head, lib.CODEC_HEADER_NBYTES, size + 1))
     structs.give(call)
     view.struct_nbytes = ffi.sizeof("codec_view")
     check(lib.codec_job_view(job, view))

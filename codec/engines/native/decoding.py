@@ -17,7 +17,7 @@ from codec.view import TensorView, empty, on_host, view_output
 _SCRATCH, _SMALL_TENSOR = structs.SMALL_SCRATCH, structs.SMALL_TENSOR
 _BAD_ARGUMENT = int(Status.BAD_ARGUMENT)
 _NULL, _VERIFY_FIRST = ffi.NULL, lib.CODEC_VERIFY_FIRST
-_MAX_HEADER = 112  # bytes, all that is read of a frame before there is a tensor
+_MAX_HEADER: int = lib.CODEC_HEADER_NBYTES  # all that is read of a frame before there is a tensor
 
 # A frame that holds many times its own size is checked before its tensor is touched: that costs little there, and one
 # that turns out bad at its end must not have filled the memory first.
