@@ -455,6 +455,19 @@ def test_sizes_are_what_definitions_imply():
         assert 8 * len(codec.encode(x, spec)) / x.size <= 1.01 * bits
 
 
+@pytest.mark.parametrize("isa", codec.isas())
+def test_a_mean_is_the_quotient(isa):
+    """To the bit, subnormal or not, whether the engine divides or multiplies by an inverse."""
+    odd = np.array([0x3, 0x5, 0x7FFFFF, 0x800001, 0x7F7FFFFF, 0x80000003, 0x3F800001, 0, 0x80000000], np.uint32)
+    x = np.concatenate([odd.view(F32), tensor(3000, scale=1e-38), tensor(3000)])
+    zeros = codec.encode(np.zeros_like(x))
+    with codec.use_isa(isa):
+        for count in (1, 2, 3, 4, 6, 8, 16):
+            mean = codec.reduce([codec.encode(x)] + [zeros] * (count - 1), "mean")
+            total = x + F32(0) if count > 1 else x  # -0 and 0 are 0
+            assert mean.tobytes() == (total / F32(count)).tobytes()
+
+
 @SPECS
 def test_flush_denormal_changes_nothing(spec):
     import torch

@@ -55,6 +55,8 @@ void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uin
 		break;
 	}
 	default:
+		if (!y)
+			break;
 		if (s->dst->dtype != CODEC_FLOAT32)
 			k->from_float[s->dst->dtype == CODEC_FLOAT16](y, n, at);
 		else

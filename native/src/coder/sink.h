@@ -60,6 +60,17 @@ struct sink {
 #define SINK_RESIDUAL 100
 #define SINK_NONE 101
 
+/* Where values can be made: where they belong, if they go there as they are and not past the caches; else NULL. */
+static inline float_any *sink_room(const struct sink *s, uint64_t first)
+{
+	int stores = s->into == CODEC_INTO_STORE || s->into == CODEC_INTO_FLOAT32;
+
+	if (!stores || s->dst->dtype != CODEC_FLOAT32 || s->dst->nbytes >= STREAM_NBYTES)
+		return NULL;
+	return (float_any *)s->dst->data + first;
+}
+
+/* y: NULL if they were made in sink_room(). */
 void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uint64_t n, const float *y);
 
 /* Values as they were in a tensor (`wire`: in a frame) to where `with` says: not to a tensor of their own dtype. */

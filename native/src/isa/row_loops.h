@@ -462,8 +462,13 @@ static void multiply(float_any *out, size_t n, float by)
 		out[i] = round_mul(out[i], by);
 }
 
+/* A power of two has an inverse: the product with it is the quotient, and rounded alike, but sooner there. */
 static void divide(float_any *out, size_t n, float by)
 {
+	if (!(round_bits(by) & 0x7fffff)) {
+		multiply(out, n, round_div(1, by));
+		return;
+	}
 	for (size_t i = 0; i < n; i++)
 		out[i] = round_div(out[i], by);
 }

@@ -39,7 +39,7 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 }
 
 static void sign_run(const struct kernels *k, const uint8_t *bits, uint64_t from, uint64_t n, uint64_t row,
-		     const struct work *w, float *y)
+		     const struct work *w, float_any *y)
 {
 	for (uint64_t i = 0; i < n; i += row) {
 		float above = w->scale[i / row], below = w->scale_below[i / row];
@@ -112,6 +112,7 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 	int half = j->h.dtype == CODEC_FLOAT16;
 	/* what is added up is what decoding gives */
 	int rounds = j->h.dtype != CODEC_FLOAT32 && sink->into != CODEC_INTO_STORE && !sink->unscaled;
+	float_any *there;
 
 	for (uint64_t i = t; i < end; i += n) {
 		n = rows_run(c->part->row, i, end);
@@ -120,15 +121,16 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 					row ? n : 1, w, f));
 		if (sink->into == SINK_NONE)
 			continue;
+		there = rounds ? NULL : sink_room(sink, c->first + i);
 		if (q->codec == CODEC_SIGN)
-			sign_run(k, code, i, n, row ? row : n, w, w->y);
+			sign_run(k, code, i, n, row ? row : n, w, there ? there : w->y);
 		else
-			k->decode_rows(q, code + i - t, n, row ? row : n, w->scale, w->y);
+			k->decode_rows(q, code + i - t, n, row ? row : n, w->scale, there ? there : w->y);
 		if (rounds) {
 			k->from_float[half](w->y, n, w->half);
 			k->to_float[half](w->half, n, w->y);
 		}
-		sink_put(k, sink, c->first + i, n, w->y);
+		sink_put(k, sink, c->first + i, n, there ? NULL : w->y);
 	}
 	return CODEC_OK;
 }
