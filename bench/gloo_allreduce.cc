@@ -312,7 +312,7 @@ int main(int argc, char **argv)
 		attr.iface = environment("GLOO_SOCKET_IFNAME");
 		auto context =
 			codec::gloo::connect(rank, size, std::make_shared<::gloo::rendezvous::FileStore>(argv[2]),
-					     ::gloo::transport::tcp::CreateDevice(attr));
+					     codec::gloo::create_device(attr));
 		context->setTimeout(std::chrono::seconds(300));
 		Rank of(context, plan);
 		for (const Row &row : plan.rows)

@@ -289,6 +289,26 @@ def test_exchange():
     ranks(4, _exchanged)
 
 
+def _policies(rank, size):
+    """The threads behind our messages interrupt nobody; this one stays what it was."""
+
+    def batch():
+        return {t for t in os.listdir("/proc/self/task") if os.sched_getscheduler(int(t)) == os.SCHED_BATCH}
+
+    before = batch()
+    codec.torch.all_reduce(values(rank, (1000,)))
+    assert not before and batch()
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    group = dist.new_group()
+    codec.torch.all_reduce(values(rank, (1000,)), group=group)
+    assert os.sched_getscheduler(0) == os.SCHED_BATCH
+
+
+def test_threads_that_interrupt_nobody():
+    ranks(2, _policies)
+
+
 def test_without_a_group():
     with pytest.raises(codec.SpecError, match="init_process_group"):
         codec.torch.all_reduce(torch.ones(3))

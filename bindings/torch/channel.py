@@ -1,10 +1,11 @@
 """Frames between the ranks of a group, and agreement on how a collective went."""
 
 import gc
+import os
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -33,11 +34,31 @@ def _timeout_of(group: Any) -> timedelta:
     return dist.distributed_c10d.default_pg_timeout
 
 
+@contextmanager
+def _patient() -> Iterator[None]:
+    """Threads that this one starts interrupt nobody who computes: they get a core that is free, or their turn.
+
+    Gloo's thread spins while another one holds the lock of a connection: where it interrupts the one that does, both
+    lose milliseconds, until its slice of time is over.
+    """
+    plain, none = os.sched_getscheduler(0) == os.SCHED_OTHER, os.sched_param(0)
+    try:
+        with suppress(OSError):  # where it is forbidden, threads are as ever
+            if plain:
+                os.sched_setscheduler(0, os.SCHED_BATCH, none)
+        yield
+    finally:
+        with suppress(OSError):
+            if plain:
+                os.sched_setscheduler(0, os.SCHED_OTHER, none)
+
+
 def _connect(group: Any, timeout: timedelta) -> dist.ProcessGroupGloo:
     """Connections between the ranks of a group which nobody else uses."""
     try:
         store = PrefixStore("codec", group.get_group_store())
-        return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+        with _patient():
+            return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
     except RuntimeError as e:
         raise PeerError(f"the ranks of the group cannot be connected: {e}") from e
 
@@ -189,10 +210,13 @@ class Channel:
             self._lose(rank, e)
 
     def _begin(self, what: str, message: Array, rank: int) -> Any:
+        if what == "send":
+            os.sched_yield()  # to Gloo's thread, if it waits for this core: before a connection is locked
         return (self._pg.send if what == "send" else self._pg.recv)([torch.from_numpy(message)], rank, 0)
 
     def wait(self, work: Any, rank: int) -> None:
         """Until it is done."""
+        os.sched_yield()
         try:
             work.wait(self._timeout)
         except RuntimeError as e:

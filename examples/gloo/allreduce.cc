@@ -25,7 +25,7 @@ static void train(int rank, int size, const char *folder)
 
 	attr.iface = std::getenv("GLOO_SOCKET_IFNAME") ? std::getenv("GLOO_SOCKET_IFNAME") : "lo";
 	auto context = codec::gloo::connect(rank, size, std::make_shared<::gloo::rendezvous::FileStore>(folder),
-					    ::gloo::transport::tcp::CreateDevice(attr));
+					    codec::gloo::create_device(attr));
 	codec::gloo::Group group(context);
 	codec_spec spec = codec::gloo::spec_of(CODEC_FLOAT8);
 	std::vector<float> gradient(N), residual(N), sums_residual(N), theta(N);

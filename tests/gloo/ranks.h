@@ -73,7 +73,7 @@ struct Rank {
 		attr.iface = "lo";
 		std::filesystem::create_directories(folder + "/" + name);
 		auto store = std::make_shared<::gloo::rendezvous::FileStore>(folder + "/" + name);
-		auto context = codec::gloo::connect(rank, size, store, ::gloo::transport::tcp::CreateDevice(attr));
+		auto context = codec::gloo::connect(rank, size, store, codec::gloo::create_device(attr));
 		context->setTimeout(milliseconds(20000));
 		return context;
 	}

@@ -3,6 +3,8 @@
 #include <doctest/doctest.h>
 
 #include <cmath>
+#include <filesystem>
+#include <map>
 #include <numeric>
 
 #include <codec/gloo.h>
@@ -393,6 +395,65 @@ struct NoStore : ::gloo::rendezvous::Store {
 };
 
 } // namespace
+
+TEST_CASE("A mean is the quotient to the bit, whether it is divided or multiplied")
+{
+	const float odd[] = {
+		0,    -0.0f,         0x1p-149f, 0x1.fffffep-127f, 0x1.8p-148f, 0x1.000002p-126f, 0x1.fffffep127f,
+		1.0f, 0x1.fffffep0f, -3.0f,     -0x1p-126f,       INFINITY,    -INFINITY,        NAN};
+
+	for (float by : {1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f, 7.0f, 8.0f, 64.0f, 96.0f, 1024.0f}) {
+		std::vector<float> x(std::begin(odd), std::end(odd)), quotients;
+
+		for (uint32_t i = 0; i < 5000; i++)
+			x.push_back(float_of(0x9e3779b9u * i));
+		for (float value : x) {
+			volatile float divided = value;
+
+			divided /= by;
+			quotients.push_back(float(divided));
+		}
+		divide(x.data(), x.size(), by);
+		for (size_t i = 0; i < x.size(); i++)
+			CHECK((bits_of(x[i]) == bits_of(quotients[i]) ||
+			       (std::isnan(x[i]) && std::isnan(quotients[i]))));
+	}
+}
+
+/* By policy, how many threads of this process there are. */
+static std::map<int, int> policies()
+{
+	std::map<int, int> found;
+
+	for (const auto &task : std::filesystem::directory_iterator("/proc/self/task"))
+		found[sched_getscheduler(std::stoi(task.path().filename()))]++;
+	return found;
+}
+
+TEST_CASE("A device's thread interrupts nobody; whoever makes it stays what it was, also where making it fails")
+{
+	const sched_param none{};
+	::gloo::transport::tcp::attr attr;
+
+	for (int mine : {SCHED_OTHER, SCHED_BATCH}) {
+		std::map<int, int> before;
+
+		REQUIRE(!sched_setscheduler(0, mine, &none));
+		before = policies();
+		attr.iface = "lo";
+		{
+			auto device = codec::gloo::create_device(attr);
+
+			before[SCHED_BATCH]++;
+			CHECK(policies() == before);
+			CHECK(sched_getscheduler(0) == mine);
+		}
+		attr.iface = "no such interface";
+		CHECK_THROWS(codec::gloo::create_device(attr));
+		CHECK(sched_getscheduler(0) == mine);
+	}
+	REQUIRE(!sched_setscheduler(0, SCHED_OTHER, &none));
+}
 
 TEST_CASE("Contexts are connected whether Gloo takes a reference to the store or a shared pointer")
 {
