@@ -297,7 +297,8 @@ def _policies(rank, size):
 
     before = batch()
     codec.torch.all_reduce(values(rank, (1000,)))
-    assert not before and batch()
+    assert not before
+    assert batch()
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     group = dist.new_group()
