@@ -210,13 +210,10 @@ class Channel:
             self._lose(rank, e)
 
     def _begin(self, what: str, message: Array, rank: int) -> Any:
-        if what == "send":
-            os.sched_yield()  # to Gloo's thread, if it waits for this core: before a connection is locked
         return (self._pg.send if what == "send" else self._pg.recv)([torch.from_numpy(message)], rank, 0)
 
     def wait(self, work: Any, rank: int) -> None:
         """Until it is done."""
-        os.sched_yield()
         try:
             work.wait(self._timeout)
         except RuntimeError as e:

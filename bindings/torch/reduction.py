@@ -1,6 +1,7 @@
 """All-reduces of frames: two-shot, all-gather, ring. Nothing of the caller's is written."""
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -177,8 +178,18 @@ class Attempt:
 
     def __call__(self, step: Callable[..., Any], *args: Any) -> Any:
         """step(*args), or None after an error; but where no connection is left there is nothing to go on with."""
-        if self.error is not None and step is not frame_of:
+        if self.error is not None:
             return None
+        try:
+            return self._tried(step, *args)
+        finally:  # Gloo's thread goes next, if it waits for this core: no connection is locked now, so it need not spin
+            os.sched_yield()
+
+    def frame(self, incoming: Incoming) -> Array | None:
+        """The frame of a message, waited for whatever has happened."""
+        return self._tried(incoming.frame)
+
+    def _tried(self, step: Callable[..., Any], *args: Any) -> Any:
         try:
             return step(*args)
         except CodecError as e:
@@ -187,11 +198,6 @@ class Attempt:
             if self.error is None:
                 self.error = e
             return None
-
-
-def frame_of(incoming: Incoming) -> Array:
-    """The frame of a message, for :class:`Attempt` to wait for whatever has happened."""
-    return incoming.frame()
 
 
 def _message(channel: Channel, nbytes: int, encode: Callable[[Array], int]) -> Array:
@@ -244,7 +250,7 @@ def _ordered(
     channel: Channel, r: Reduction, attempt: Attempt, incoming: Mapping[int, Incoming], own: Array | None
 ) -> list[Array | None] | None:
     """Frames of all ranks, in their order; of this one what it sends, or None for its values; no list if one lacks."""
-    found: dict[int, Array | None] = {o: attempt(frame_of, there) for o, there in incoming.items()}
+    found: dict[int, Array | None] = {o: attempt.frame(there) for o, there in incoming.items()}
     found[channel.rank] = None if own is None else channel.frame_room(own)
     lacks = [rank for rank, frame in found.items() if frame is None]
     if lacks and not (r.own_as_is and lacks == [channel.rank]):
@@ -292,7 +298,7 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
             channel.send(message, o)
     for c in chunks:
         for o in others:
-            frame = attempt(frame_of, sums[c, o])
+            frame = attempt.frame(sums[c, o])
             attempt(r.decode, frame, slices[o][c], result)
     channel.finish()
     return result, attempt.error
@@ -415,11 +421,11 @@ def ring(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
         channel.send(message(0, c), right)
     for s in steps:
         for c, piece in enumerate(slices[(me - s - 1) % size]):
-            attempt(_add, r, attempt(frame_of, sums[s][c]), piece, total)
+            attempt(_add, r, attempt.frame(sums[s][c]), piece, total)
             channel.send(message(s + 1, c), right)
     for s in steps:
         for c, piece in enumerate(slices[(me - s) % size]):
-            frame = attempt(frame_of, results[s][c])
+            frame = attempt.frame(results[s][c])
             attempt(r.decode, frame, piece, result)
             if s < size - 2:
                 channel.send(attempt(copied, channel, frame), right)

@@ -3,6 +3,7 @@
 
 #include <cstring>
 #include <exception>
+#include <thread>
 #include <vector>
 
 #include "channel.h"
@@ -25,6 +26,8 @@ public:
 	/* What step() gives; nothing after an error. But where no connection is left there is nothing to go on with. */
 	template <class F> auto operator()(F &&step) -> decltype(step())
 	{
+		const GiveWay after;
+
 		return error ? decltype(step())() : tried(step);
 	}
 
@@ -37,6 +40,15 @@ public:
 	}
 
 private:
+	/* Where Gloo's thread waits for this core it goes next: no connection is locked now, for whose lock it spins.
+	 */
+	struct GiveWay {
+		~GiveWay()
+		{
+			std::this_thread::yield();
+		}
+	};
+
 	template <class F> auto tried(F &step) -> decltype(step())
 	{
 		try {

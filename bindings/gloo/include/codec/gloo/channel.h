@@ -9,7 +9,6 @@
 #include <exception>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include <gloo/common/error.h>
@@ -164,7 +163,6 @@ public:
 
 	void wait(Incoming &incoming)
 	{
-		std::this_thread::yield();
 		guarded(incoming.source, [&] { incoming.buffer->waitRecv(timeout); });
 	}
 
@@ -311,16 +309,11 @@ private:
 		std::copy(numbers.begin(), numbers.end(), message.begin() + 1);
 	}
 
-	/*
-	 * Begin to send or to receive. Gloo's thread spins while this one holds the lock of a connection, so it is let
-	 * go first, if it waits for this core.
-	 */
+	/* Begin to send or to receive. */
 	Incoming post(void *p, size_t nbytes, int peer, bool to_send, uint64_t kind)
 	{
 		Incoming found{context_->createUnboundBuffer(p, nbytes), peer};
 
-		if (to_send)
-			std::this_thread::yield();
 		guarded(peer, [&] {
 			if (to_send)
 				found.buffer->send(peer, slot_ | kind);
