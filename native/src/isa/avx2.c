@@ -282,7 +282,8 @@ static inline size_t unprune_avx2(const uint8_t *e, uint8_t least, const uint8_t
 #define PRUNE prune_avx2
 #define UNPRUNE unprune_avx2
 
-#include "lanes.h"
+#include "encode_lanes.h"
+#include "decode_lanes.h"
 #include "simd_loops.h"
 #include "plane_loops.h"
 #include "row_loops.h"

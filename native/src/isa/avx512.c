@@ -96,7 +96,9 @@ static inline size_t unprune_avx512(const uint8_t *e, uint8_t least, const uint8
 #define PRUNE prune_avx512
 #define UNPRUNE unprune_avx512
 
-#include "lanes_avx512.h"
+#include "encode_lanes_avx512.h"
+#include "encode_lanes.h"
+#include "decode_lanes_avx512.h"
 #include "simd_loops.h"
 #include "plane_loops.h"
 #include "row_loops.h"

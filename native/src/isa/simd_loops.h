@@ -1,6 +1,6 @@
 /* simd_loops.h - loops of row_loops.h and truncate_loops.h over vectors of LANES 32-bit words, written once.
  *
- * Included by avx2.c and avx512.c, which define, besides what lanes.h asks for:
+ * Included by avx2.c and avx512.c, which define, besides what encode_lanes.h asks for:
  *   F, SETF, LOADF, STOREF   a vector of floats
  *   AS_F AS_V                the same bits as floats, as words
  *   ADDF MULF DIVF MINF      on floats; MINF gives b where a is NaN
