@@ -12,7 +12,7 @@ from ranks import ranks
 
 import codec
 import codec.torch
-from codec.torch import collectives
+from codec.torch import channel, collectives
 
 SPECS = [
     codec.Lossless(),
@@ -308,6 +308,24 @@ def _policies(rank, size):
 
 def test_threads_that_interrupt_nobody():
     ranks(2, _policies)
+
+
+def test_a_policy_is_given_back_or_done_without(monkeypatch):
+    def forbidden(*args):
+        raise PermissionError
+
+    def failing():
+        with channel._patient():
+            assert os.sched_getscheduler(0) == os.SCHED_BATCH
+            raise codec.PeerError("no connection")
+
+    with pytest.raises(codec.PeerError, match="no connection"):
+        failing()
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    for name in ("sched_setscheduler", "sched_getscheduler"):
+        monkeypatch.setattr(os, name, forbidden)
+        with channel._patient():
+            pass
 
 
 def test_without_a_group():

@@ -41,15 +41,16 @@ def _patient() -> Iterator[None]:
     Gloo's thread spins while another one holds the lock of a connection: where it interrupts the one that does, both
     lose milliseconds, until its slice of time is over.
     """
-    plain, none = os.sched_getscheduler(0) == os.SCHED_OTHER, os.sched_param(0)
+    plain, none = False, os.sched_param(0)
     try:
         with suppress(OSError):  # where it is forbidden, threads are as ever
+            plain = os.sched_getscheduler(0) == os.SCHED_OTHER
             if plain:
                 os.sched_setscheduler(0, os.SCHED_BATCH, none)
         yield
     finally:
-        with suppress(OSError):
-            if plain:
+        if plain:
+            with suppress(OSError):
                 os.sched_setscheduler(0, os.SCHED_OTHER, none)
 
 

@@ -1,4 +1,6 @@
-/* decode_lanes_avx512.h - decode_lanes.h in 512-bit vectors: look-ups by byte permutations, and two streams together.
+/* decode_lanes_avx512.h - what decode_lanes.h does, by byte permutations and for two streams together.
+ *
+ * Included by avx512.c, with its words for vectors.
  */
 #include "bytes_avx512.h"
 #include "place.h"

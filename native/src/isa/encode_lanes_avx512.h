@@ -1,4 +1,4 @@
-/* encode_lanes_avx512.h - what encode_lanes.h asks for, by byte permutations. */
+/* encode_lanes_avx512.h - what encode_lanes.h asks for, look-ups by byte permutations. Included by avx512.c. */
 #include "bytes_avx512.h"
 
 static inline uint32_t *PUSH(uint32_t *end, __m512i v, __mmask16 m)

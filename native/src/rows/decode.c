@@ -112,9 +112,10 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 	int half = j->h.dtype == CODEC_FLOAT16;
 	/* what is added up is what decoding gives */
 	int rounds = j->h.dtype != CODEC_FLOAT32 && sink->into != CODEC_INTO_STORE && !sink->unscaled;
-	float_any *there;
 
 	for (uint64_t i = t; i < end; i += n) {
+		float_any *there, *y;
+
 		n = rows_run(c->part->row, i, end);
 		if (row || (c->part->row && i % c->part->row == 0))
 			TRY(read_scales(c->frame, c->scales_at + i / c->part->row * nbytes, q, nbytes, c->part,
@@ -122,10 +123,11 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 		if (sink->into == SINK_NONE)
 			continue;
 		there = rounds ? NULL : sink_room(sink, c->first + i);
+		y = there ? there : w->y;
 		if (q->codec == CODEC_SIGN)
-			sign_run(k, code, i, n, row ? row : n, w, there ? there : w->y);
+			sign_run(k, code, i, n, row ? row : n, w, y);
 		else
-			k->decode_rows(q, code + i - t, n, row ? row : n, w->scale, there ? there : w->y);
+			k->decode_rows(q, code + i - t, n, row ? row : n, w->scale, y);
 		if (rounds) {
 			k->from_float[half](w->y, n, w->half);
 			k->to_float[half](w->half, n, w->y);

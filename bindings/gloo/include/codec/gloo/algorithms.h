@@ -40,8 +40,7 @@ public:
 	}
 
 private:
-	/* Where Gloo's thread waits for this core it goes next: no connection is locked now, for whose lock it spins.
-	 */
+	/* Gloo's thread goes next, if it waits for this core: no connection is locked now, so it need not spin. */
 	struct GiveWay {
 		~GiveWay()
 		{
