@@ -455,6 +455,21 @@ def test_sizes_are_what_definitions_imply():
         assert 8 * len(codec.encode(x, spec)) / x.size <= 1.01 * bits
 
 
+@SPECS
+def test_nothing_is_written_around_a_tensor(spec):
+    """Values are made where they belong, at any address, by whole vectors."""
+    for isa in codec.isas():
+        for n, at in ((1, 64), (63, 65), (1000, 68), (5001, 127)):
+            frame = codec.encode(tensor(n), spec)
+            room = np.full(256 + 4 * n, 0xA5, np.uint8)
+            inside = slice(at, at + 4 * n)
+            with codec.use_isa(isa):
+                codec.decode(frame, out=room[inside].view(F32))
+                assert room[inside].tobytes() == codec.decode(frame).tobytes()
+                codec.reduce([frame, frame], "mean", out=room[inside].view(F32))
+            assert (np.delete(room, inside) == 0xA5).all()
+
+
 @pytest.mark.parametrize("isa", codec.isas())
 def test_a_mean_is_the_quotient(isa):
     """To the bit, subnormal or not, whether the engine divides or multiplies by an inverse."""
