@@ -103,19 +103,23 @@ static double decode(struct run *r, const struct kernels *k, const codec_context
 	start = now();
 	for (uint64_t b = 0; b < plan.nblocks; b += 2) {
 		struct block open[2];
-		int count = b + 1 < plan.nblocks ? 2 : 1;
+		size_t count = b + 1 < plan.nblocks ? 2 : 1;
 
-		for (int i = 0; i < count; i++) {
+		for (size_t i = 0; i < count; i++) {
 			uint64_t at, end;
 
-			if (frame_region(r->frame, &j->h, b + (uint64_t)i, &at, &end, NULL) != CODEC_OK ||
-			    block_open(j, r->frame, b + (uint64_t)i, at, end, w.top + i, open + i, NULL) != CODEC_OK)
+			if (frame_region(r->frame, &j->h, b + i, &at, &end, NULL) != CODEC_OK)
+				fail("region");
+			block_begin(j, r->frame, b + i, at, end, w.top + i, open + i);
+			if (lossless_steps.open(j, open + i, NULL) != CODEC_OK)
 				fail("region");
 		}
-		block_decode_top(j, k, open, count, &w);
-		for (int i = 0; i < count; i++)
-			if (block_close(j, k, open + i, (char *)r->back + 2 * (b + (uint64_t)i) * j->h.block, 1, &w,
-					NULL) != CODEC_OK)
+		lossless_steps.ahead(j, open, count, &w.ahead);
+		block_decode_top(j, k, open, count, &w.ahead);
+		w.ahead.count = 0;
+		for (size_t i = 0; i < count; i++)
+			if (lossless_steps.close(j, k, with, open + i, (char *)r->back + 2 * (b + i) * j->h.block, 1,
+						 &w) != CODEC_OK)
 				fail("decode");
 	}
 	start = now() - start;

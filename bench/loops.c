@@ -9,6 +9,7 @@
 
 #include "coder/model.h"
 #include "isa/cpu.h"
+#include "truncate/truncate.h"
 
 #define N ((size_t)1 << WIRE_MAX_BLOCK_LOG2)
 #define WORDS (N / 2 + 2 * LANES_SLACK)
@@ -27,6 +28,7 @@ static struct fixture {
 	_Alignas(64) uint8_t decoded[2][N + 64];
 	_Alignas(64) uint16_t offset[N], pattern[N];
 	int8_t cols[N];
+	uint8_t exponent[N], drop[N], width[N]; /* of truncated floats */
 	uint32_t words[WORDS], escaped[2][N / 32], *first;
 	lanes state, start, scratch[2];
 	size_t nwords;
@@ -171,6 +173,56 @@ static void rows(void)
 	f.sink += f.k->rows(f.plane[3], N, bitmap);
 }
 
+/* Float32 under AdamW, rounded by levels or by bit; a tile at a time, as blocks are. */
+static const struct metric_terms TERMS = {1.0f, 1e5f, 1000.0f, 1e-8f, 0.1f};
+static const struct truncate_kind LEVELS = {23, 31, 127, 255, -3, 0, WIRE_DROPS_FLOAT32, WIRE_PIECES_FLOAT32};
+static const struct truncate_kind BITS = {23, 31, 127, 255, -3, 1, WIRE_DROPS_FLOAT32, WIRE_PIECES_FLOAT32};
+
+#define TRUNCATE_LOOP(name, call)                                                                                      \
+	static void name(void)                                                                                         \
+	{                                                                                                              \
+		for (size_t i = 0; i < N; i += TRUNCATE_TILE) {                                                        \
+			uint8_t *e = f.exponent + i, *drop = f.drop + i, *width = f.width + i;                         \
+			static uint8_t piece[4][TRUNCATE_TILE];                                                        \
+			uint8_t *const to[] = {piece[0], piece[1], piece[2], piece[3]};                                \
+			const uint8_t *const from[] = {piece[0], piece[1], piece[2], piece[3]};                        \
+			const float_any *x = (const float_any *)f.values + i;                                          \
+			uint32_t *y = (uint32_t *)f.back + i;                                                          \
+                                                                                                                       \
+			(void)e, (void)drop, (void)width, (void)to, (void)from, (void)x, (void)y;                      \
+			call;                                                                                          \
+		}                                                                                                      \
+	}
+#define TILE TRUNCATE_TILE
+TRUNCATE_LOOP(metric_exponents, f.k->metric_exponents(&TERMS, x, x, x, TILE, f.decoded[0]))
+TRUNCATE_LOOP(exponents, f.k->exponents((const uint32_t *)x, TILE, 23, 255, f.decoded[0]))
+TRUNCATE_LOOP(drop_levels, f.k->drops_of(&LEVELS, e, e, TILE, f.decoded[0]))
+TRUNCATE_LOOP(drop_bits, f.k->drops_of(&BITS, e, e, TILE, f.decoded[0]))
+TRUNCATE_LOOP(truncate, f.k->truncate(&LEVELS, drop, 1, TILE, y, f.decoded[0]))
+TRUNCATE_LOOP(widths, f.k->widths(e, drop, TILE, 24, 24, f.decoded[0]))
+TRUNCATE_LOOP(fields, f.k->fields(&BITS, (const uint32_t *)x, TILE, y))
+TRUNCATE_LOOP(pack_fields, f.k->pack_fields((const uint32_t *)f.pattern, width, TILE, 24, (uint8_t *)y))
+TRUNCATE_LOOP(unpack_fields, f.k->unpack_fields(f.values + i, 3 * TILE, width, TILE, 24, y))
+TRUNCATE_LOOP(assemble, f.k->assemble(&BITS, (const uint32_t *)x, e, TILE, y))
+TRUNCATE_LOOP(split_pieces, f.k->split_pieces(&LEVELS, (const uint32_t *)x, TILE, to))
+TRUNCATE_LOOP(join_pieces, f.k->join_pieces(&LEVELS, from, e, TILE, y))
+TRUNCATE_LOOP(count, f.sink += f.k->count(width, 12, TILE))
+TRUNCATE_LOOP(prune, f.k->prune(width, 12, e, TILE, f.decoded[0]))
+TRUNCATE_LOOP(unprune, f.k->unprune(width, 12, e, TILE, f.decoded[0]))
+static void pack_six(void)
+{
+	f.k->pack_codes(f.plane[3], N, 6, f.decoded[0]);
+}
+
+static void unpack_six(void)
+{
+	f.k->unpack_codes(f.plane[3], N, 6, f.decoded[0]);
+}
+
+TRUNCATE_LOOP(lower_exponents, f.k->lower_exponents(e, f.offset, 255, 7, TILE, f.decoded[0]))
+TRUNCATE_LOOP(raise_exponents, f.k->raise_exponents(e, f.offset, 255, 7, TILE, f.decoded[0]))
+TRUNCATE_LOOP(join, f.sink += f.k->join(e, f.drop + i, TILE, 96, f.pattern, f.decoded[0]))
+
 static void copy(void)
 {
 	memcpy(f.back, f.values, N);
@@ -205,6 +257,26 @@ static const struct {
 	{"unhalve", unhalve, N},
 	{"rows", rows, N},
 	{"stream, a byte a value", stream, N},
+	{"metric exponents", metric_exponents, N},
+	{"exponents", exponents, N},
+	{"drops, of levels", drop_levels, N},
+	{"drops, by bit", drop_bits, N},
+	{"truncate", truncate, N},
+	{"widths", widths, N},
+	{"fields", fields, N},
+	{"pack fields", pack_fields, N},
+	{"unpack fields", unpack_fields, N},
+	{"assemble", assemble, N},
+	{"split pieces", split_pieces, N},
+	{"join pieces", join_pieces, N},
+	{"count", count, N},
+	{"prune", prune, N},
+	{"unprune", unprune, N},
+	{"pack 6 bits", pack_six, N},
+	{"unpack 6 bits", unpack_six, N},
+	{"lower exponents", lower_exponents, N},
+	{"raise exponents", raise_exponents, N},
+	{"join levels", join, N},
 };
 
 /* Shortest time of a run, of several. */
@@ -263,6 +335,9 @@ int main(int argc, char **argv)
 		f.offset[i] = (uint16_t)(noise() % WIRE_CIRCLE(128));
 		for (int p = 0; p < 4; p++)
 			f.plane[p][i] = (uint8_t)noise();
+		f.exponent[i] = (uint8_t)e;
+		f.drop[i] = (uint8_t)(noise() % 24);
+		f.width[i] = 24 - f.drop[i];
 	}
 	begin(0);
 	table(argc > 1 ? argv[1] : NULL);

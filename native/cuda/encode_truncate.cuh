@@ -38,7 +38,7 @@ DEVICE uint32_t drop_of(const codec_view *v, const cut_kind &q, uint8_t e, const
 	if (v->variant == WIRE_LEVELS_FIXED || by.levels)
 		return e == q.last ? 0 : q.drop[(by.levels ? by.levels[i] : v->bits) & 3];
 	if (v->options & WIRE_OPTION_BITS)
-		return round_drop_bits(e, by.exponents[i], (uint8_t)q.last, guard, (short)q.mbits);
+		return round_drop_bits(e, by.exponents[i], (uint8_t)q.last, guard, (uint8_t)q.mbits);
 	return round_drop_level(e, by.exponents[i], (uint8_t)q.last, guard, q.drop[1], q.drop[2], q.drop[3]);
 }
 

@@ -189,7 +189,7 @@ static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, cons
 				short guard = (short)(v.guard + 127 - (int)q.bias);
 
 				drop = by_bit ? round_drop_bits(exponent, exponents[first + i], (uint8_t)q.last, guard,
-								(short)q.mbits)
+								(uint8_t)q.mbits)
 					      : round_drop_level(exponent, exponents[first + i], (uint8_t)q.last, guard,
 								 q.drop[1], q.drop[2], q.drop[3]);
 			} else if (v.variant == WIRE_LEVELS_FIXED) {

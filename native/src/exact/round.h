@@ -392,33 +392,48 @@ BITS_FN uint8_t round_exponent(float a)
 	return (uint8_t)(u > ROUND_INF ? 0 : u >> 23);
 }
 
-#define ROUND_SLACK 1000
-
-/* guard here is that of the spec + 127 - the dtype's bias. All fits 16 bits, so that loops become narrow vectors. */
-BITS_FN short round_slack(uint8_t e, uint8_t ea, uint8_t last, short guard)
+BITS_FN uint8_t round_minus8(uint8_t a, uint8_t b)
 {
-	short d = (short)(ea - e - guard);
+	uint8_t larger = a > b ? a : b;
 
-	d = ea == 255 ? ROUND_SLACK : d;
-	d = ea == 0 ? -ROUND_SLACK : d;
-	return e == last ? -ROUND_SLACK : d;
+	return (uint8_t)(larger - b);
 }
 
-BITS_FN uint8_t round_drop_bits(uint8_t e, uint8_t ea, uint8_t last, short guard, short mbits)
+BITS_FN uint8_t round_plus8(uint8_t a, uint8_t b)
 {
-	short d = round_slack(e, ea, last, guard);
+	uint8_t most = (uint8_t)(255 - b), less = a < most ? a : most;
 
-	d = d < 0 ? 0 : d;
-	return (uint8_t)(d > mbits ? mbits : d);
+	return (uint8_t)(less + b);
 }
 
-BITS_FN uint8_t round_drop_level(uint8_t e, uint8_t ea, uint8_t last, short guard, short k1, short k2, short k3)
+/*
+ * ea - e - guard, from 0 to 255; guard here is that of the spec + 127 - the dtype's bias. In bytes, so that a vector
+ * has as many values: one of the differences is 0, and what is below 0 or above 255 does not matter.
+ */
+BITS_FN uint8_t round_slack(uint8_t e, uint8_t ea, uint8_t last, short guard)
 {
-	short d = round_slack(e, ea, last, guard), k;
+	uint8_t up = (uint8_t)(guard < 0 ? -guard : 0), down = (uint8_t)(guard > 0 ? guard : 0);
+	uint8_t d = round_plus8(round_minus8(ea, e), up);
 
-	k = d >= k1 ? k1 : 0;
+	d = round_minus8(round_minus8(d, round_minus8(e, ea)), down);
+	d = ea == 255 ? 255 : d;
+	d = ea == 0 ? 0 : d;
+	return e == last ? 0 : d;
+}
+
+BITS_FN uint8_t round_drop_bits(uint8_t e, uint8_t ea, uint8_t last, short guard, uint8_t mbits)
+{
+	uint8_t d = round_slack(e, ea, last, guard);
+
+	return d > mbits ? mbits : d;
+}
+
+BITS_FN uint8_t round_drop_level(uint8_t e, uint8_t ea, uint8_t last, short guard, uint8_t k1, uint8_t k2, uint8_t k3)
+{
+	uint8_t d = round_slack(e, ea, last, guard), k = d >= k1 ? k1 : 0;
+
 	k = d >= k2 ? k2 : k;
-	return (uint8_t)(d >= k3 ? k3 : k);
+	return d >= k3 ? k3 : k;
 }
 
 /* The level that drops so many bits, and back. */

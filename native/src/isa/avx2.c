@@ -3,6 +3,7 @@
 
 #include "planes_avx2.h"
 #include "rows_avx2.h"
+#include "truncate_avx2.h"
 #include "permute_avx2.h"
 
 #define V __m256i
@@ -52,6 +53,7 @@
 #define MULU _mm256_mul_epu32
 #define ADDQ _mm256_add_epi64
 #define SRLQ _mm256_srli_epi64
+#define SHLQ _mm256_sllv_epi64
 #define SETQ _mm256_set1_epi64x
 #define SEQUENCE _mm256_setr_epi64x(0, 2, 1, 3)
 #define UNPACKLOQ _mm256_unpacklo_epi64

@@ -3,6 +3,7 @@
 
 #include "planes_avx512.h"
 #include "rows_avx512.h"
+#include "truncate_avx512.h"
 
 #define V __m512i
 #define MASK __mmask16
@@ -48,6 +49,7 @@
 #define MULU _mm512_mul_epu32
 #define ADDQ _mm512_add_epi64
 #define SRLQ _mm512_srli_epi64
+#define SHLQ _mm512_sllv_epi64
 #define SETQ _mm512_set1_epi64
 #define SEQUENCE _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7)
 #define UNPACKLOQ _mm512_unpacklo_epi64
@@ -63,6 +65,17 @@
 #define TABLE_LOAD(x, by) _mm512_mul_ps(_mm512_loadu_ps(x), by)
 #define TABLE_FIND(t, c, few) ((void)(few), _mm512_permutexvar_ps(c, t))
 #define CHAINS 4
+
+static inline size_t count_avx512(const uint8_t *e, uint8_t least, size_t n, size_t *m)
+{
+	size_t i = 0, some = 0;
+
+	for (; i + 64 <= n; i += 64)
+		some += (size_t)__builtin_popcountll(
+			_mm512_cmpge_epu8_mask(_mm512_loadu_si512(e + i), _mm512_set1_epi8((char)least)));
+	*m = some;
+	return i;
+}
 
 static inline size_t prune_avx512(const uint8_t *e, uint8_t least, const uint8_t *p, size_t n, uint8_t *dst, size_t *m)
 {
@@ -93,6 +106,7 @@ static inline size_t unprune_avx512(const uint8_t *e, uint8_t least, const uint8
 	return i;
 }
 
+#define COUNT_LEAST count_avx512
 #define PRUNE prune_avx512
 #define UNPRUNE unprune_avx512
 

@@ -100,12 +100,12 @@ typedef struct lanes {
 } lanes;
 
 /*
- * Memory that comes next: `count` pieces of n bytes, `stride` apart. Kernels that compute bring it closer meanwhile. An
- * address, for it may lie behind the object, where no pointer may.
+ * Memory that comes next: `count` pieces of n bytes. Kernels that compute bring it closer meanwhile. Addresses, for
+ * they may lie behind objects, where no pointer may.
  */
 struct ahead {
-	uintptr_t at;
-	size_t stride, n, count;
+	uintptr_t at[WIRE_MAX_PLANES];
+	size_t n, count;
 };
 
 /* Words that a kernel may write below, or read above, what it was given. */
@@ -262,10 +262,17 @@ struct kernels {
 	/* e: the exponents that come out. */
 	void (*truncate)(const struct truncate_kind *q, const uint8_t *drop, int nearest, size_t n, uint32_t *x,
 			 uint8_t *e);
-	/* Bits of its field that a value keeps, `most` at most: none where e is 0. */
-	void (*widths)(const uint8_t *e, const uint8_t *drop, size_t n, int total, int most, uint8_t *width);
+	/* Bits of its field that a value keeps, `most` at most: none where e is 0. Returns their sum. */
+	size_t (*widths)(const uint8_t *e, const uint8_t *drop, size_t n, int total, int most, uint8_t *width);
 	/* The OR of all fields. */
 	uint32_t (*any_field)(const uint32_t *f, size_t n);
+	/*
+	 * The upper `width` bits of fields of `total` ones, one after the other from bit 0 of the first byte on; 8
+	 * bytes more may be written. And back, from nbytes bytes, which are as many as widths say.
+	 */
+	void (*pack_fields)(const uint32_t *f, const uint8_t *width, size_t n, int total, uint8_t *dst);
+	void (*unpack_fields)(const uint8_t *src, size_t nbytes, const uint8_t *width, size_t n, int total,
+			      uint32_t *f);
 	/* Values to fields or their pieces, and back; where e is 0, to 0. */
 	void (*fields)(const struct truncate_kind *q, const uint32_t *x, size_t n, uint32_t *f);
 	void (*assemble)(const struct truncate_kind *q, const uint32_t *f, const uint8_t *e, size_t n, uint32_t *x);

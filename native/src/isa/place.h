@@ -14,7 +14,7 @@ static inline void ahead_fetch(const struct ahead *ahead, size_t step, size_t ro
 {
 	for (size_t c = 0; c < ahead->count; c++)
 		for (size_t i = 0; i < step; i += 64)
-			__builtin_prefetch((const void *)(ahead->at + c * ahead->stride + row * step + i));
+			__builtin_prefetch((const void *)(ahead->at[c] + row * step + i));
 }
 
 /* Reads past the last word come from here: a row takes at most 32 words, a vector may look LANES_SLACK ahead. */

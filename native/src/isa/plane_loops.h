@@ -311,11 +311,15 @@ static void unhalve(uint8_t *restrict symbol, const uint8_t *restrict high, size
 		symbol[i] = (uint8_t)(symbol[i] | (high[i - half] & 0xf0));
 }
 
+#ifndef COUNT_LEAST
+#define COUNT_LEAST(e, least, n, m) 0
+#endif
+
 static size_t count(const uint8_t *e, uint8_t least, size_t n)
 {
 	size_t total = 0;
 
-	for (size_t i = 0; i < n; i += 128) { /* byte counters that cannot overflow */
+	for (size_t i = COUNT_LEAST(e, least, n, &total); i < n; i += 128) { /* byte counters that cannot overflow */
 		size_t end = i + 128 < n ? i + 128 : n;
 		uint8_t some = 0;
 

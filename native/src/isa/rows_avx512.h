@@ -28,6 +28,45 @@ static inline size_t sign_values_avx512(const uint8_t *bits, size_t n, float neg
 	return i;
 }
 
+/*
+ * 8 codes a 64-bit lane, by doubling: pairs, quads, all of them; then the lanes' bytes without what lies between.
+ * Stores and loads are of 64 bytes: as many are there.
+ */
+static inline size_t pack_codes_avx512(const uint8_t *code, size_t n, int bits, uint8_t *dst)
+{
+	const __m512i pairs = _mm512_set1_epi16((short)(1 | 256 << bits));
+	const __m512i quads = _mm512_set1_epi32(1 | 65536 << 2 * bits);
+	const __m512i low = _mm512_set1_epi64((1ll << 4 * bits) - 1);
+	const __mmask64 bytes = ((1u << bits) - 1) * 0x0101010101010101u;
+	const __m128i gap = _mm_cvtsi32_si128(32 - 4 * bits);
+	size_t i = 0;
+
+	if (bits == 4 || bits == 7) /* of 4 a pair is a byte; the weight of 7 is no signed one */
+		return pack_codes_avx2(code, n, bits, dst);
+	for (; (n - i) * (size_t)bits >= 512; i += 64) {
+		__m512i x = _mm512_madd_epi16(_mm512_maddubs_epi16(_mm512_loadu_si512(code + i), pairs), quads);
+
+		x = _mm512_ternarylogic_epi64(low, x, _mm512_srl_epi64(x, gap), 0xca);
+		_mm512_storeu_si512(dst + i / 8 * (size_t)bits, _mm512_maskz_compress_epi8(bytes, x));
+	}
+	return i;
+}
+
+static inline size_t unpack_codes_avx512(const uint8_t *src, size_t n, int bits, uint8_t *code)
+{
+	const __m512i places = _mm512_set1_epi64(0x0706050403020100 * bits),
+		      mask = _mm512_set1_epi8((char)((1 << bits) - 1));
+	const __mmask64 bytes = ((1u << bits) - 1) * 0x0101010101010101u;
+	size_t i = 0;
+
+	for (; (n - i) * (size_t)bits >= 512; i += 64) {
+		__m512i x = _mm512_maskz_expand_epi8(bytes, _mm512_loadu_si512(src + i / 8 * (size_t)bits));
+
+		_mm512_storeu_si512(code + i, _mm512_and_si512(_mm512_multishift_epi64_epi8(places, x), mask));
+	}
+	return i;
+}
+
 static inline void narrow_avx512(uint8_t *p, const __m512i v[4])
 {
 	const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -38,7 +77,11 @@ static inline void narrow_avx512(uint8_t *p, const __m512i v[4])
 
 #undef SIGN_BITS
 #undef SIGN_VALUES
+#undef PACK_CODES
+#undef UNPACK_CODES
 #define SIGN_BITS sign_bits_avx512
 #define SIGN_VALUES sign_values_avx512
+#define PACK_CODES pack_codes_avx512
+#define UNPACK_CODES unpack_codes_avx512
 
 #endif

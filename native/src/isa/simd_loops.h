@@ -18,6 +18,7 @@
  *   FROM_HALVES TO_HALVES    float16 at p to floats; floats, to nearest even, to float16 at p
  *   STORE16 (p, v)           numbers below 65536 as LANES halves
  *   NARROW (p, v[4])         numbers below 256 as 4 * LANES bytes
+ *   SHLQ (v, w)              64-bit lanes shifted, each by its own
  *   TABLE, TABLE_LOAD (x, by) 16 floats, times by
  *   TABLE_FIND (t, v, few)   those at v, which is below 16, or 8 if few
  *   CHAINS                   how many generators run side by side
@@ -461,8 +462,27 @@ static inline size_t join_pieces_simd(const struct truncate_kind *q, const uint8
 	return i;
 }
 
+/* Two fields a 64-bit lane. */
+static inline size_t field_pairs_simd(const uint32_t *f, const uint8_t *width, size_t n, int total, uint64_t *pair,
+				      uint64_t *wide)
+{
+	const V all = SET1(total), low = SETQ(0xffffffff);
+	size_t i = 0;
+
+	for (; i + LANES <= n; i += LANES) {
+		V w = WIDEN8(width + i), first = AND(w, low), x = SHR(LOAD(f + i), SUB(all, w));
+
+		STORE(pair + i / 2, OR(AND(x, low), SHLQ(SRLQ(x, 32), first)));
+		STORE(wide + i / 2, ADDQ(first, SRLQ(w, 32)));
+	}
+	return i;
+}
+
+#define FIELD_PAIRS field_pairs_simd
 #define TRUNCATE_PATTERNS truncate_simd
+#ifndef JOIN_PIECES
 #define JOIN_PIECES join_pieces_simd
+#endif
 #define FROM_BFLOAT16 from_bfloat16_simd
 #define TO_BFLOAT16 to_bfloat16_simd
 #define FROM_FLOAT16 from_float16_simd

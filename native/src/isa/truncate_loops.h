@@ -49,9 +49,9 @@ static void exponents_of(const float *a, size_t n, uint8_t *restrict ea)
 
 static void drops_of(const struct truncate_kind *q, const uint8_t *e, const uint8_t *ea, size_t n, uint8_t *restrict k)
 {
-	short guard = (short)(q->guard + 127 - (int)q->bias), mbits = (short)q->mbits;
-	short k1 = q->drop[1], k2 = q->drop[2], k3 = q->drop[3];
-	uint8_t last = (uint8_t)q->last;
+	short guard = (short)(q->guard + 127 - (int)q->bias);
+	uint8_t k1 = q->drop[1], k2 = q->drop[2], k3 = q->drop[3];
+	uint8_t last = (uint8_t)q->last, mbits = (uint8_t)q->mbits;
 
 	if (q->by_bit)
 		for (size_t i = 0; i < n; i++)
@@ -155,6 +155,9 @@ static void exponents(const uint32_t *x, size_t n, int mbits, uint32_t last, uin
 #define TRUNCATE_PATTERNS(q, drop, nearest, n, x, e) 0
 #define JOIN_PIECES(q, piece, e, n, x) 0
 #endif
+#ifndef SPLIT_PIECES
+#define SPLIT_PIECES(q, x, n, piece) 0
+#endif
 
 static void truncate(const struct truncate_kind *q, const uint8_t *drop, int nearest, size_t n, uint32_t *restrict x,
 		     uint8_t *restrict e)
@@ -167,16 +170,26 @@ static void truncate(const struct truncate_kind *q, const uint8_t *drop, int nea
 	}
 }
 
-static void widths(const uint8_t *e, const uint8_t *drop, size_t n, int total, int most, uint8_t *restrict width)
+static size_t widths(const uint8_t *e, const uint8_t *drop, size_t n, int total, int most, uint8_t *restrict width)
 {
 	uint8_t all = (uint8_t)total, limit = (uint8_t)most;
+	size_t sum = 0;
 
-	for (size_t i = 0; i < n; i++) {
-		uint8_t keeps = (uint8_t)(all - drop[i]);
+	for (size_t at = 0; at < n; at += 2048) { /* 16 bits can add up so many */
+		size_t end = n - at < 2048 ? n : at + 2048;
+		uint16_t some = 0;
 
-		keeps = keeps < limit ? keeps : limit;
-		width[i] = (uint8_t)(keeps & -(e[i] != 0));
+		for (size_t i = at; i < end; i++) {
+			uint8_t keeps = (uint8_t)(all - drop[i]);
+
+			keeps = keeps < limit ? keeps : limit;
+			keeps = (uint8_t)(keeps & -(e[i] != 0));
+			width[i] = keeps;
+			some = (uint16_t)(some + keeps);
+		}
+		sum += some;
 	}
+	return sum;
 }
 
 static uint32_t any_field(const uint32_t *f, size_t n)
@@ -211,7 +224,7 @@ static void split_pieces(const struct truncate_kind *q, const uint32_t *x, size_
 	int to_c = q->width[3], to_b = to_c + q->width[2], to_a = to_b + q->width[1];
 	uint32_t b_mask = (1u << q->width[1]) - 1, c_mask = (1u << q->width[2]) - 1, d_mask = (1u << to_c) - 1;
 
-	for (size_t i = 0; i < n; i++) {
+	for (size_t i = SPLIT_PIECES(q, x, n, piece); i < n; i++) {
 		uint32_t f = bits_field(x[i], mbits, sign);
 
 		a[i] = (uint8_t)(f >> to_a);
@@ -235,10 +248,62 @@ static void join_pieces(const struct truncate_kind *q, const uint8_t *const piec
 	}
 }
 
+#ifndef FIELD_PAIRS
+#define FIELD_PAIRS(f, width, n, total, pair, wide) 0
+#define UNPACK_FIELDS(src, nbytes, width, n, total, f, bit) 0
+#endif
+#define PAIRS 64
+
+/*
+ * Two at a time, of 48 bits at most: behind 7 that wait they fit a word. What follows depends on nothing but the sum of
+ * widths, and on what waits.
+ */
+static void pack_fields(const uint32_t *f, const uint8_t *width, size_t n, int total, uint8_t *dst)
+{
+	uint64_t pair[PAIRS], wide[PAIRS], waits = 0;
+	size_t bit = 0;
+
+	for (size_t at = 0, m; at < n; at += m) {
+		m = n - at < 2 * PAIRS ? n - at : 2 * PAIRS;
+		for (size_t i = FIELD_PAIRS(f + at, width + at, m, total, pair, wide); i < m; i += 2) {
+			uint32_t first = width[at + i], second = i + 1 < m ? width[at + i + 1] : 0;
+
+			pair[i / 2] = f[at + i] >> ((uint32_t)total - first);
+			if (second)
+				pair[i / 2] |= (uint64_t)(f[at + i + 1] >> ((uint32_t)total - second)) << first;
+			wide[i / 2] = first + second;
+		}
+		for (size_t i = 0; i < (m + 1) / 2; i++) {
+			uint64_t word = pair[i] << bit % 8 | waits;
+			size_t next = bit + (size_t)wide[i];
+
+			store64(dst + bit / 8, word);
+			waits = word >> 8 * (next / 8 - bit / 8);
+			bit = next;
+		}
+	}
+}
+
+static void unpack_fields(const uint8_t *src, size_t nbytes, const uint8_t *width, size_t n, int total,
+			  uint32_t *restrict f)
+{
+	size_t bit = 0, last = nbytes - (nbytes < 16 ? nbytes : 16);
+	uint8_t tail[24] = {0}; /* where 8 bytes cannot be read any more they are read from a copy */
+
+	memcpy(tail, src + last, nbytes - last);
+	for (size_t i = UNPACK_FIELDS(src, nbytes, width, n, total, f, &bit); i < n; i++) {
+		const uint8_t *p = bit / 8 + 8 <= nbytes ? src + bit / 8 : tail + (bit / 8 - last);
+
+		f[i] = (uint32_t)(load64(p) >> bit % 8 & ((1u << width[i]) - 1)) << (total - width[i]);
+		bit += width[i];
+	}
+}
+
 #define TRUNCATE_LOOPS                                                                                                 \
 	.load_patterns = load_patterns, .store_patterns = store_patterns, .metric_exponents = metric_exponents,        \
 	.exponents_of = exponents_of, .drops_of = drops_of, .exponents = exponents, .truncate = truncate,              \
-	.widths = widths, .any_field = any_field, .fields = fields, .assemble = assemble,                              \
-	.split_pieces = split_pieces, .join_pieces = join_pieces, .levels_of = levels_of, .drops_at = drops_at,        \
-	.lower_exponents = lower_exponents, .raise_exponents = raise_exponents, .join = join, .pairs_of = pairs_of,    \
-	.unjoin = unjoin, .below_four = below_four, .drops_under = drops_under
+	.widths = widths, .any_field = any_field, .fields = fields, .assemble = assemble, .pack_fields = pack_fields,  \
+	.unpack_fields = unpack_fields, .split_pieces = split_pieces, .join_pieces = join_pieces,                      \
+	.levels_of = levels_of, .drops_at = drops_at, .lower_exponents = lower_exponents,                              \
+	.raise_exponents = raise_exponents, .join = join, .pairs_of = pairs_of, .unjoin = unjoin,                      \
+	.below_four = below_four, .drops_under = drops_under

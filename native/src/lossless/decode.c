@@ -66,38 +66,22 @@ static codec_status read_head(const struct header *h, const struct dtype *d, uin
 	return CODEC_OK;
 }
 
-/* Begin with the region frame[at, end), at least 8 bytes, of block b: all up to the coder's loop for plane 0. */
-codec_status block_open(const struct job *j, const uint8_t *frame, uint64_t b, uint64_t at, uint64_t end,
-			const struct stream *top, struct block *o, codec_fault *f)
+static codec_status block_open(const struct job *j, struct block *o, codec_fault *f)
 {
-	o->b = b;
-	o->m = MIN(j->h.block, j->h.n - b * j->h.block);
-	o->head = load32(frame + at);
-	o->c = (struct cursor){frame, at + 4, end};
-	o->top = *top;
-	TRY(read_head(&j->h, dtype_of(j->h.dtype), o->head, at, o->mode, f));
-	if (!(j->h.fixed & 1) && o->mode[0] == WIRE_MODE_CODED)
-		return open_plane(&o->c, &o->top, f);
-	return CODEC_OK;
+	TRY(read_head(&j->h, dtype_of(j->h.dtype), o->head, o->at, o->mode, f));
+	o->coded = !(j->h.fixed & 1) && o->mode[0] == WIRE_MODE_CODED;
+	return o->coded ? open_plane(&o->c, &o->top, f) : CODEC_OK;
 }
 
-/* The coder's loop for plane 0 of one or two blocks. */
-void block_decode_top(const struct job *j, const struct kernels *k, struct block *o, int count, struct work *w)
+/* Fixed planes of the blocks behind these. */
+static void block_ahead(const struct job *j, const struct block *o, size_t count, struct ahead *ahead)
 {
-	uintptr_t section = (uintptr_t)o->c.frame + j->h.planes_at + (o->b + (uint64_t)count) * j->h.block;
-	int coded[2] = {0, 0};
+	uintptr_t section = (uintptr_t)o->c.frame + j->h.planes_at + (o->b + count) * j->h.block;
 
-	w->ahead = (struct ahead){section, j->h.plane_stride, j->h.block * (uint64_t)count,
-				  (size_t)__builtin_popcount(j->h.fixed)};
-	for (int i = 0; i < count; i++)
-		coded[i] = !(j->h.fixed & 1) && o[i].mode[0] == WIRE_MODE_CODED;
-	if (coded[0] && coded[1] && padded(o[0].m) == padded(o[1].m)) {
-		k->decode_lanes(j->lookup, &o[0].top, &o[1].top, padded(o->m) / WIRE_ROW, &w->ahead);
-		return;
-	}
-	for (int i = 0; i < count; i++)
-		if (coded[i])
-			k->decode_lanes(j->lookup, &o[i].top, NULL, padded(o[i].m) / WIRE_ROW, &w->ahead);
+	ahead->n = j->h.block * count;
+	ahead->count = (size_t)__builtin_popcount(j->h.fixed);
+	for (size_t i = 0; i < ahead->count; i++)
+		ahead->at[i] = section + i * j->h.plane_stride;
 }
 
 static void merge_block(const struct job *j, const struct kernels *k, const struct work *w, const uint8_t **plane,
@@ -169,9 +153,8 @@ static codec_status read_plane(const struct job *j, const struct kernels *k, str
 	}
 }
 
-/* The rest: the block's values, past the caches if wanted; NULL: only its checks. */
-codec_status block_close(const struct job *j, const struct kernels *k, struct block *o, char *values, int past,
-			 struct work *w, codec_fault *f)
+static codec_status block_close(const struct job *j, const struct kernels *k, const codec_context *with,
+				struct block *o, char *values, int past, struct work *w)
 {
 	const struct header *h = &j->h;
 	const struct dtype *d = dtype_of(h->dtype);
@@ -179,8 +162,8 @@ codec_status block_close(const struct job *j, const struct kernels *k, struct bl
 	const uint8_t *plane[WIRE_MAX_PLANES], *section = o->c.frame + h->planes_at;
 	int pruning = (o->head & WIRE_REGION_PRUNED) != 0;
 	uint8_t *top = o->top.symbol;
+	codec_fault *f = with->fault;
 
-	w->ahead.count = 0;
 	for (int i = 0; i < d->nbytes; i++)
 		if (h->fixed >> i & 1) {
 			plane[i] = section + first;
@@ -211,41 +194,10 @@ codec_status block_close(const struct job *j, const struct kernels *k, struct bl
 	return CODEC_OK;
 }
 
-/* One or two blocks go through the coder's loop together; the first one's faults are found first. */
+const struct block_steps lossless_steps = {block_open, block_ahead, block_close};
+
 codec_status lossless_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 				    const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, struct work *w)
 {
-	const struct kernels *k = kernels_for(with);
-	uint64_t size = dtype_of(j->h.dtype)->nbytes, end = first + count, n;
-	int past = dst && with->into == CODEC_INTO_STORE && dst->nbytes >= STREAM_NBYTES;
-
-	for (uint64_t b = first; b < end; b += n) {
-		codec_status behind = CODEC_OK;
-		struct block open[2];
-
-		for (n = 0; n < 2 && b + n < end; n++) {
-			uint64_t at, to;
-
-			behind = job_block(j, frame, with, b + n, &at, &to, seal);
-			if (behind == CODEC_OK)
-				behind = block_open(j, frame, b + n, at, to, w->top + n, open + n, with->fault);
-			if (behind != CODEC_OK)
-				break;
-		}
-		if (!n)
-			return behind;
-		block_decode_top(j, k, open, (int)n, w);
-		for (uint64_t i = 0; i < n; i++) {
-			uint64_t from = (b + i) * j->h.block;
-			char *values = !dst                             ? NULL
-				       : with->into == CODEC_INTO_STORE ? (char *)dst->data + from * size
-									: w->values;
-
-			TRY(block_close(j, k, open + i, values, past, w, with->fault));
-			if (dst && with->into != CODEC_INTO_STORE)
-				sink_values(k, j->h.dtype, values, 0, from, open[i].m, with, dst);
-		}
-		TRY(behind);
-	}
-	return CODEC_OK;
+	return decode_in_pairs(&lossless_steps, frame, dst, with, j, first, count, seal, w);
 }

@@ -162,7 +162,7 @@ uint64_t encode_block(struct job *j, const struct kernels *k, const struct sourc
 	place_planes(h, section, stream, w, plane);
 	model_fit(src, k, j, first, m, &w->fitted);
 	split_block(j, k, w, values, first, m, plane);
-	w->ahead = (struct ahead){(uintptr_t)values + h->block * d->nbytes, 0, m * d->nbytes, 1};
+	w->ahead = (struct ahead){{(uintptr_t)values + h->block * d->nbytes}, m * d->nbytes, 1};
 	*planes_digest = put_fixed(h, k, section, stream, first, m, plane);
 	for (int i = 0; i < d->nbytes; i++) {
 		uint32_t mode;

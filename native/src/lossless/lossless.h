@@ -4,7 +4,7 @@
 
 #include "coder/codebook.h"
 #include "coder/model.h"
-#include "coder/plane.h"
+#include "coder/pairs.h"
 #include "coder/sink.h"
 #include "frame/head.h"
 
@@ -15,23 +15,7 @@
 uint64_t encode_block(struct job *j, const struct kernels *k, const struct source *src, uint8_t *dst, uint64_t b,
 		      struct work *w, uint64_t *planes_digest);
 
-/*
- * A block being decoded, in three steps: open reads up to the coder's loop for plane 0, which then runs for one block
- * or two at once, and close does the rest. Two may be open, each with memory of its own for plane 0 (top); w is shared.
- */
-struct block {
-	struct cursor c;
-	struct stream top;
-	uint64_t b, m;
-	uint32_t head;
-	uint8_t mode[WIRE_MAX_PLANES];
-};
-
-codec_status block_open(const struct job *j, const uint8_t *frame, uint64_t b, uint64_t at, uint64_t end,
-			const struct stream *top, struct block *o, codec_fault *f);
-void block_decode_top(const struct job *j, const struct kernels *k, struct block *o, int count, struct work *w);
-codec_status block_close(const struct job *j, const struct kernels *k, struct block *o, char *values, int past,
-			 struct work *w, codec_fault *f);
+extern const struct block_steps lossless_steps;
 
 uint64_t lossless_region_bound(const struct job *j);
 codec_status lossless_begin(struct job *j, const codec_spec *s, const codec_context *with);

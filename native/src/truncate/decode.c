@@ -3,80 +3,120 @@
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
 
-/* The block's lowered exponents to w->e; joint levels to w->level. */
-static codec_status read_symbols(const struct job *j, const struct kernels *k, uint32_t mode, struct cursor *c,
-				 uint64_t m, struct work *w, codec_fault *f)
+static codec_status region_open(const struct job *j, struct block *o, codec_fault *f)
 {
-	int joint = j->h.variant == WIRE_LEVELS_CODED;
-	uint32_t base = truncate_base(&j->h), last = j->h.dtype == CODEC_FLOAT16 ? 31 : 255;
+	int by_bit = (j->h.options & WIRE_OPTION_BITS) != 0;
+	uint32_t known = 3 | (by_bit ? 31u << WIRE_TAIL_AT : 15 * WIRE_PIECE_ZERO);
+	struct truncate_kind q;
 
-	switch (mode) {
-	case WIRE_MODE_CODED:
-		TRY(decode_plane(j->lookup, k, w, c, m, w->symbol, f));
-		if (!joint)
-			TRY(read_literals(w->top[0].escaped, c, w->symbol, m, f));
-		break;
-	case WIRE_MODE_RAW:
-		if (joint || c->end - c->at < m)
-			BAD(c->at, c->end - c->at, m);
-		memcpy(w->symbol, c->frame + c->at, m);
-		c->at += m;
-		break;
-	default:
-		if (c->end == c->at)
-			BAD(c->at, 0, 1);
-		memset(w->symbol, c->frame[c->at++], m);
-	}
-	if (!joint) {
-		if (k->max_byte(w->symbol, m) > last)
-			BAD(c->at, k->max_byte(w->symbol, m), last);
-		memcpy(w->e, w->symbol, m);
-		return CODEC_OK;
-	}
-	k->pairs_of(w->symbol, m, (int)base, w->exponent);
-	if (mode == WIRE_MODE_CODED) {
-		TRY(read_wide_literals(w->top[0].escaped, c, w->exponent, m, f));
-		FOR_ESCAPED (i, w->top[0].escaped, m) {
+	truncate_kind_of(&j->h, &q);
+	if (o->head & ~known || (o->head & 3) == WIRE_MODE_ROWS ||
+	    (by_bit && (int)(o->head >> WIRE_TAIL_AT) > q.mbits + 1))
+		BAD(o->at, o->head, known);
+	if (j->h.variant == WIRE_LEVELS_SHARED)
+		o->c.at += 4; /* the digest */
+	o->coded = (o->head & 3) == WIRE_MODE_CODED;
+	return o->coded ? open_plane(&o->c, &o->top, f) : CODEC_OK;
+}
+
+/* Literals of pairs, and the pairs taken apart: lowered exponents to w->e, levels to w->level. */
+static codec_status read_pairs(const struct job *j, const struct kernels *k, struct block *o, struct work *w,
+			       codec_fault *f)
+{
+	uint32_t base = truncate_base(&j->h), last = j->h.dtype == CODEC_FLOAT16 ? 31 : 255;
+	uint8_t *symbol = o->top.symbol;
+	struct cursor *c = &o->c;
+
+	k->pairs_of(symbol, o->m, (int)base, w->exponent);
+	if (o->coded) {
+		TRY(read_wide_literals(o->top.escaped, c, w->exponent, o->m, f));
+		FOR_ESCAPED (i, o->top.escaped, o->m) {
 			uint16_t pair = w->exponent[i];
 
 			if ((pair && pair < 4) || pair >> 2 > last)
 				BAD(c->at, pair, 4);
-			w->symbol[i] = 0; /* whatever the escape was */
+			symbol[i] = 0; /* whatever the escape was */
 		}
 	}
-	if (k->below_four(w->symbol, m) || k->max_byte(w->symbol, m) > 4 * (last - base) + 3)
-		BAD(c->at, k->below_four(w->symbol, m), 0);
-	k->unjoin(w->exponent, m, w->e, w->level);
+	if (k->below_four(symbol, o->m) || k->max_byte(symbol, o->m) > 4 * (last - base) + 3)
+		BAD(c->at, k->below_four(symbol, o->m), 0);
+	k->unjoin(w->exponent, o->m, w->e, w->level);
 	return CODEC_OK;
 }
 
-/* Exponents as they are, from lowered ones. */
+/* The block's lowered exponents: *lowered, in top.symbol or w->e; joint levels to w->level. */
+static codec_status read_symbols(const struct job *j, const struct kernels *k, struct block *o, struct work *w,
+				 const uint8_t **lowered, codec_fault *f)
+{
+	int joint = j->h.variant == WIRE_LEVELS_CODED;
+	uint32_t last = j->h.dtype == CODEC_FLOAT16 ? 31 : 255;
+	uint8_t *symbol = o->top.symbol;
+	struct cursor *c = &o->c;
+
+	switch (o->head & 3) {
+	case WIRE_MODE_CODED:
+		TRY(close_plane(j->lookup, c, &o->top, o->m, f));
+		if (!joint)
+			TRY(read_literals(o->top.escaped, c, symbol, o->m, f));
+		break;
+	case WIRE_MODE_RAW:
+		if (joint || c->end - c->at < o->m)
+			BAD(c->at, c->end - c->at, o->m);
+		memcpy(symbol, c->frame + c->at, o->m);
+		c->at += o->m;
+		break;
+	default:
+		if (c->end == c->at)
+			BAD(c->at, 0, 1);
+		memset(symbol, c->frame[c->at++], o->m);
+	}
+	*lowered = joint ? w->e : symbol;
+	if (joint)
+		return read_pairs(j, k, o, w, f);
+	if (k->max_byte(symbol, o->m) > last)
+		BAD(c->at, k->max_byte(symbol, o->m), last);
+	return CODEC_OK;
+}
+
+/* Exponents as they are to w->e, from lowered ones, which may lie there. */
 static void raise_exponents(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t first,
-			    uint64_t m, struct work *w)
+			    uint64_t m, const uint8_t *lowered, struct work *w)
 {
 	int shift = q->mbits == 10 ? 10 : 7;
 	uint64_t n;
 
+	if (!j->model.nsegments && lowered != w->e)
+		memcpy(w->e, lowered, m);
 	for (uint64_t i = 0; i < m && j->model.nsegments; i += n) {
 		n = MIN(OFFSETS, m - i);
 		model_offsets(j, k, NULL, first + i, n, w->offset);
-		k->raise_exponents(w->e + i, w->offset, (uint8_t)q->last, shift, n, w->e + i);
+		k->raise_exponents(lowered + i, w->offset, (uint8_t)q->last, shift, n, w->e + i);
 	}
 }
 
-/* Bytes for n codes of `bits` bits at the cursor, the rest of the last byte 0; to `code`, unless that is NULL. */
+/* Bytes for that many bits at the cursor, the rest of the last one 0. */
+static codec_status take_bits(struct cursor *c, uint64_t nbits, const uint8_t **bytes, uint64_t *nbytes, codec_fault *f)
+{
+	*nbytes = (nbits + 7) / 8;
+	*bytes = c->frame + c->at;
+	if (c->end - c->at < *nbytes)
+		BAD(c->at, c->end - c->at, *nbytes);
+	c->at += *nbytes;
+	if (nbits % 8 && c->frame[c->at - 1] >> nbits % 8)
+		BAD(c->at - 1, c->frame[c->at - 1], 0);
+	return CODEC_OK;
+}
+
+/* n codes of `bits` bits; to `code`, unless that is NULL. */
 static codec_status take_codes(struct cursor *c, const struct kernels *k, uint64_t n, int bits, uint8_t *code,
 			       codec_fault *f)
 {
-	uint64_t nbits = n * (uint64_t)bits, nbytes = (nbits + 7) / 8;
+	const uint8_t *src;
+	uint64_t nbytes;
 
-	if (c->end - c->at < nbytes)
-		BAD(c->at, c->end - c->at, nbytes);
-	if (nbits % 8 && c->frame[c->at + nbytes - 1] >> nbits % 8)
-		BAD(c->at + nbytes - 1, c->frame[c->at + nbytes - 1], 0);
+	TRY(take_bits(c, n * (uint64_t)bits, &src, &nbytes, f));
 	if (code)
-		k->unpack_codes(c->frame + c->at, n, bits, code);
-	c->at += nbytes;
+		k->unpack_codes(src, n, bits, code);
 	return CODEC_OK;
 }
 
@@ -106,46 +146,21 @@ static codec_status read_levels(const struct job *j, const struct kernels *k, co
 	return CODEC_OK;
 }
 
-/* n fields of these widths at the cursor, to `fields`, unless that is NULL. */
-static codec_status unpack_widths(struct cursor *c, const uint8_t *widths, uint64_t n, int nbits, uint32_t *fields,
-				  codec_fault *f)
-{
-	const uint8_t *src = c->frame + c->at;
-	uint8_t tail[24] = {0};
-	uint64_t total = 0, nbytes, last;
-
-	for (uint64_t i = 0; i < n; i++)
-		total += widths[i];
-	nbytes = (total + 7) / 8;
-	if (c->end - c->at < nbytes)
-		BAD(c->at, c->end - c->at, nbytes);
-	c->at += nbytes;
-	if (total % 8 && c->frame[c->at - 1] >> total % 8)
-		BAD(c->at - 1, c->frame[c->at - 1], 0);
-	if (!fields)
-		return CODEC_OK;
-	last = nbytes - MIN(nbytes, 16); /* where 8 bytes cannot be read any more they are read from a copy */
-	memcpy(tail, src + last, nbytes - last);
-	for (uint64_t i = 0, bit = 0; i < n; i++) {
-		const uint8_t *p = bit / 8 + 8 <= nbytes ? src + bit / 8 : tail + (bit / 8 - last);
-		uint32_t width = widths[i];
-
-		fields[i] = (uint32_t)(load64(p) >> bit % 8 & ((1u << width) - 1)) << (nbits - (int)width);
-		bit += width;
-	}
-	return CODEC_OK;
-}
-
 /* What the block's values keep: fields to w->fields, or pieces to w->piece, one after the other; or only its checks. */
 static codec_status read_pieces(const struct kernels *k, const struct truncate_kind *q, struct cursor *c, uint32_t head,
 				uint64_t m, int checking, struct work *w, codec_fault *f)
 {
 	int total = q->mbits + 1, tail = q->by_bit ? (int)(head >> WIRE_TAIL_AT) : 0;
+	uint64_t nbits = k->widths(w->e, w->drop, m, total, total - tail, w->width), nbytes;
+	const uint8_t *src;
 	uint8_t least = 0;
 
-	k->widths(w->e, w->drop, m, total, total - tail, w->width);
-	if (q->by_bit)
-		return unpack_widths(c, w->width, m, total, checking ? NULL : w->fields, f);
+	if (q->by_bit) {
+		TRY(take_bits(c, nbits, &src, &nbytes, f));
+		if (!checking)
+			k->unpack_fields(src, nbytes, w->width, m, total, w->fields);
+		return CODEC_OK;
+	}
 	for (int i = 0; i < TRUNCATE_PIECES; i++) {
 		least = (uint8_t)(least + q->width[i]);
 		if (head & WIRE_PIECE_ZERO << i)
@@ -180,55 +195,35 @@ static void put_together(const struct kernels *k, const struct truncate_kind *q,
 	}
 }
 
-/* Block b, whose region is frame[at, end), to `values`; NULL: only its checks. */
-codec_status truncate_decode_block(const struct job *j, const struct kernels *k, const codec_context *with,
-				   const uint8_t *frame, uint64_t b, uint64_t at, uint64_t end, char *values,
-				   struct work *w)
+static codec_status region_close(const struct job *j, const struct kernels *k, const codec_context *with,
+				 struct block *o, char *values, int past, struct work *w)
 {
-	uint64_t first = b * j->h.block, m = MIN(j->h.block, j->h.n - first);
-	uint32_t head = load32(frame + at),
-		 known = 3 | (j->h.options & WIRE_OPTION_BITS ? 31u << WIRE_TAIL_AT : 15 * WIRE_PIECE_ZERO);
-	struct cursor c = {frame, at + 4, end};
+	uint32_t nbytes = dtype_of(j->h.dtype)->nbytes, digest = load32(o->c.frame + o->at + 4); /* if it is there */
+	uint64_t first = o->b * j->h.block, m = o->m;
 	codec_fault *f = with->fault;
+	const uint8_t *lowered;
 	struct truncate_kind q;
-	uint32_t digest = 0;
 
 	truncate_kind_of(&j->h, &q);
-	w->ahead.count = 0;
-	if (head & ~known || (head & 3) == WIRE_MODE_ROWS || (q.by_bit && (int)(head >> WIRE_TAIL_AT) > q.mbits + 1))
-		BAD(at, head, known);
-	if (j->h.variant == WIRE_LEVELS_SHARED) {
-		digest = load32(frame + c.at);
-		c.at += 4;
-	}
-	TRY(read_symbols(j, k, head & 3, &c, m, w, f));
-	raise_exponents(j, k, &q, first, m, w);
-	TRY(read_levels(j, k, with, &q, &c, digest, first, m, w, f));
-	TRY(read_pieces(k, &q, &c, head, m, !values, w, f));
-	TRY(close_region(&c, f));
+	TRY(read_symbols(j, k, o, w, &lowered, f));
+	raise_exponents(j, k, &q, first, m, lowered, w);
+	TRY(read_levels(j, k, with, &q, &o->c, digest, first, m, w, f));
+	TRY(read_pieces(k, &q, &o->c, o->head, m, !values, w, f));
+	TRY(close_region(&o->c, f));
 	if (!values)
 		return CODEC_OK;
 	put_together(k, &q, m, w);
-	k->store_patterns(w->patterns, m, dtype_of(j->h.dtype)->nbytes, values);
+	if (past && nbytes == 4)
+		k->stream((uint8_t *)values, (const uint8_t *)w->patterns, 4 * m);
+	else
+		k->store_patterns(w->patterns, m, (int)nbytes, values);
 	return CODEC_OK;
 }
+
+static const struct block_steps STEPS = {region_open, NULL, region_close};
 
 codec_status truncate_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 				    const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, struct work *w)
 {
-	const struct kernels *k = kernels_for(with);
-
-	for (uint64_t b = first; b < first + count; b++) {
-		uint64_t at, end, from = b * j->h.block, m = MIN(j->h.block, j->h.n - from);
-		char *values = !dst ? NULL
-			       : with->into == CODEC_INTO_STORE
-				       ? (char *)dst->data + from * dtype_of(j->h.dtype)->nbytes
-				       : w->values;
-
-		TRY(job_block(j, frame, with, b, &at, &end, seal));
-		TRY(truncate_decode_block(j, k, with, frame, b, at, end, values, w));
-		if (dst && with->into != CODEC_INTO_STORE)
-			sink_values(k, j->h.dtype, values, 0, from, m, with, dst);
-	}
-	return CODEC_OK;
+	return decode_in_pairs(&STEPS, frame, dst, with, j, first, count, seal, w);
 }

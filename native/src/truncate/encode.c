@@ -5,6 +5,19 @@
  */
 #include "truncate.h"
 
+#define FETCH 512 /* bytes */
+
+/* What the next tile is made from, a little of it between two steps: memory would idle while they compute. */
+static void fetch(struct ahead *next)
+{
+	size_t n = MIN(next->n, FETCH);
+
+	for (size_t c = 0; c < next->count; c++, next->at[c - 1] += n)
+		for (size_t i = 0; i < n; i += 64)
+			__builtin_prefetch((const void *)(next->at[c] + i));
+	next->n -= n;
+}
+
 static int needs_reference(const struct job *j, const codec_context *with)
 {
 	return j->h.variant != WIRE_LEVELS_FIXED && !with->levels;
@@ -24,9 +37,12 @@ static codec_status cut(const struct job *j, const struct kernels *k, const code
 	first += at;
 	k->load_patterns(load_native(k, src, first, n, sums), n, d->nbytes, x);
 	k->exponents(x, n, q->mbits, q->last, e);
+	fetch(&w->ahead);
 	if (needs_reference(j, with))
 		truncate_reference(with, k, first, n, ea);
+	fetch(&w->ahead);
 	TRY(truncate_drops(j, k, with, q, first, n, e, ea, drop));
+	fetch(&w->ahead);
 	k->truncate(q, drop, !(j->h.options & WIRE_OPTION_CUT), n, x, e);
 	/* a receiver that works levels out has the new exponents; where they changed, mantissas are 0 at any width */
 	return j->h.variant == WIRE_LEVELS_SHARED ? truncate_drops(j, k, with, q, first, n, e, ea, drop) : CODEC_OK;
@@ -66,6 +82,7 @@ static codec_status count_symbols(struct job *j, const struct kernels *k, const 
 
 	truncate_kind_of(&j->h, &q);
 	work_place(&j->h, (char *)j + j->work_at, &w);
+	w.ahead.count = 0;
 	memset(j->sample.counts[0], 0, sizeof j->sample.counts[0]);
 	for (uint64_t r = 0; r < take; r++) {
 		uint64_t first = WIRE_ROW * choose_spread(r, take, nrows), n = MIN(WIRE_ROW, j->h.n - first);
@@ -111,32 +128,6 @@ codec_status truncate_choose(struct job *j, const struct kernels *k, const struc
 	return choose_symbols(with, j);
 }
 
-/*
- * Fields of any width, one after the other from bit 0 of the first byte on. Two at a time, of 48 bits at most: with 7
- * that wait they fit a word. Returns the bytes; 8 more may be written.
- */
-static uint64_t pack_widths(const uint32_t *f, const uint8_t *width, uint64_t n, int total, uint8_t *dst)
-{
-	uint64_t bits = 0;
-	uint32_t have = 0;
-	uint8_t *p = dst;
-
-	for (uint64_t i = 0; i < n; i += 2) {
-		uint32_t first = width[i], second = i + 1 < n ? width[i + 1] : 0;
-		uint64_t pair = f[i] >> ((uint32_t)total - first);
-
-		if (second)
-			pair |= (uint64_t)(f[i + 1] >> ((uint32_t)total - second)) << first;
-		bits |= pair << have;
-		store64(p, bits);
-		have += first + second;
-		p += have / 8;
-		bits >>= have / 8 * 8;
-		have %= 8;
-	}
-	return (uint64_t)(p - dst) + (have != 0);
-}
-
 /* The pieces that values [at, at + n) keep, behind the count[i] that others kept; or their fields. */
 static void take_pieces(const struct kernels *k, const struct truncate_kind *q, uint64_t at, uint64_t n, struct work *w,
 			uint64_t count[TRUNCATE_PIECES])
@@ -144,6 +135,7 @@ static void take_pieces(const struct kernels *k, const struct truncate_kind *q, 
 	uint8_t piece[TRUNCATE_PIECES][TRUNCATE_TILE];
 	uint8_t *const pieces[] = {piece[0], piece[1], piece[2], piece[3]}, least = 0;
 
+	fetch(&w->ahead);
 	k->widths(w->e + at, w->drop + at, n, q->mbits + 1, q->mbits + 1, w->width + at);
 	if (q->by_bit) {
 		k->fields(q, w->patterns + at, n, w->fields + at);
@@ -151,6 +143,7 @@ static void take_pieces(const struct kernels *k, const struct truncate_kind *q, 
 	}
 	k->split_pieces(q, w->patterns + at, n, pieces);
 	for (int i = 0; i < TRUNCATE_PIECES; i++) {
+		fetch(&w->ahead);
 		least = (uint8_t)(least + q->width[i]);
 		count[i] += k->prune(w->width + at, least, piece[i], n, w->piece[i] + count[i]);
 	}
@@ -160,12 +153,14 @@ static uint8_t *put_pieces(const struct kernels *k, const struct truncate_kind *
 			   const uint64_t count[TRUNCATE_PIECES], uint8_t *p, uint32_t *head)
 {
 	if (q->by_bit) {
+		/* gradients made in a narrower type than theirs end in zeros */
 		int total = q->mbits + 1, tail = __builtin_ctz(k->any_field(w->fields, m) | 1u << total);
 
-		/* gradients made in a narrower type than theirs end in zeros */
-		k->widths(w->e, w->drop, m, total, total - tail, w->width);
+		uint64_t nbits = k->widths(w->e, w->drop, m, total, total - tail, w->width);
+
+		k->pack_fields(w->fields, w->width, m, total, p);
 		*head |= (uint32_t)tail << WIRE_TAIL_AT;
-		return p + pack_widths(w->fields, w->width, m, total, p);
+		return p + (nbits + 7) / 8;
 	}
 	for (int i = 0; i < TRUNCATE_PIECES; i++) {
 		if (count[i] && k->max_byte(w->piece[i], count[i]) == 0) {
@@ -207,6 +202,16 @@ static uint64_t put_symbols(const struct job *j, const struct kernels *k, const 
 	return m;
 }
 
+static void next_tile(const struct job *j, const codec_context *with, const struct source *src, uint64_t first,
+		      uint64_t n, struct ahead *next)
+{
+	size_t size = dtype_of(j->h.dtype)->nbytes;
+
+	*next = (struct ahead){{(uintptr_t)src->data + first * size}, n * size, 1};
+	if (needs_reference(j, with))
+		truncate_ahead(with, first, n, next);
+}
+
 /* Fill w->region; w->patterns are the values a decoder will see. */
 codec_status truncate_encode_block(struct job *j, const struct kernels *k, const codec_context *with,
 				   const struct source *src, uint64_t b, uint8_t *frame, struct work *w,
@@ -220,13 +225,14 @@ codec_status truncate_encode_block(struct job *j, const struct kernels *k, const
 
 	(void)frame, (void)digest;
 	truncate_kind_of(&j->h, &q);
-	w->ahead.count = 0;
 	for (uint64_t at = 0; at < m; at += TRUNCATE_TILE) {
 		uint64_t n = MIN(TRUNCATE_TILE, m - at);
 
+		next_tile(j, with, src, first + at + n, n, &w->ahead);
 		TRY(cut(j, k, with, &q, src, first, at, n, w));
 		take_pieces(k, &q, at, n, w, count);
 	}
+	w->ahead.count = 0;
 	if (j->h.variant == WIRE_LEVELS_SHARED) {
 		store32(p, (uint32_t)k->digest(w->ea, m, WIRE_SEED_STATE));
 		p += 4;
@@ -259,6 +265,7 @@ codec_status truncate_leave(const struct job *j, const struct kernels *k, const 
 	(void)work; /* the job has one */
 	truncate_kind_of(&j->h, &q);
 	work_place(&j->h, (char *)j + j->work_at, &w);
+	w.ahead.count = 0;
 	for (uint64_t first = 0, n; first < j->h.n; first += n) {
 		n = MIN(512, j->h.n - first);
 		TRY(cut(j, k, with, &q, src, first, 0, n, &w));

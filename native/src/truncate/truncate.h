@@ -4,7 +4,7 @@
 
 #include "coder/codebook.h"
 #include "coder/model.h"
-#include "coder/plane.h"
+#include "coder/pairs.h"
 #include "coder/sink.h"
 #include "frame/head.h"
 
@@ -20,6 +20,9 @@ static inline uint32_t truncate_base(const struct header *h)
 
 /* Exponents of A for values [first, first + n), by metric; n is at most a block. */
 void truncate_reference(const codec_context *with, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *ea);
+/* What levels of values [first, first + n) are worked out from, as memory to fetch, behind what `ahead` already names.
+ */
+void truncate_ahead(const codec_context *with, uint64_t first, uint64_t n, struct ahead *ahead);
 codec_status truncate_drops(const struct job *j, const struct kernels *k, const codec_context *with,
 			    const struct truncate_kind *q, uint64_t first, uint64_t n, const uint8_t *e,
 			    const uint8_t *ea, uint8_t *drop);
@@ -40,10 +43,6 @@ codec_status truncate_encode_block(struct job *j, const struct kernels *k, const
 				   uint64_t *digest, uint64_t *nbytes);
 codec_status truncate_leave(const struct job *j, const struct kernels *k, const codec_context *with,
 			    const struct source *src, void *work);
-codec_status truncate_decode_block(const struct job *j, const struct kernels *k, const codec_context *with,
-				   const uint8_t *frame, uint64_t b, uint64_t at, uint64_t end, char *values,
-				   struct work *w);
-
 codec_status truncate_decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 				    const struct job *j, uint64_t first, uint64_t count, uint64_t *seal,
 				    struct work *w);
