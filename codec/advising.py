@@ -26,7 +26,7 @@ from codec.sampling import Sample, samples, tensors_of
 from codec.specs import Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate, shown, whole
 from codec.view import Array
 
-CHUNK_NBYTES = 4 << 20  # of tensor
+CHUNK_NBYTES = 1 << 20  # of a slice
 MAX_CHUNKS = 16
 RUNS = 3  # of which the shortest counts
 
@@ -191,7 +191,8 @@ def advise(
     threads : int, optional
         As in :func:`encode`.
     chunks : int, optional
-        Pieces that overlap: one is on the wire while another is encoded. Left out: one for each 4 MiB, 16 at most.
+        Pieces that overlap: one is on the wire while another is encoded. Left out: one for each MiB of a rank's slice,
+        16 at most.
     dtype : str, optional
         Take the bits of tensors as values of this dtype, as in :func:`encode`.
 
@@ -225,7 +226,8 @@ def advise(
     specs = _specs(candidates, lossy, feedback, optimizer)
     tensors, weights = tensors_of(tensor_or_model, dtype, optimizer)
     nbytes = sum(t.v.nbytes for t in tensors)
-    chunks = max(1, min(MAX_CHUNKS, nbytes // CHUNK_NBYTES)) if chunks is None else whole("chunks", chunks, 1)
+    overlapping = max(1, min(MAX_CHUNKS, nbytes // world_size // CHUNK_NBYTES))
+    chunks = overlapping if chunks is None else whole("chunks", chunks, 1)
     taken = samples(tensors, world_size, optimizer)
 
     def row(spec: Spec | None, cost: Cost, way: Algorithm) -> Row:

@@ -224,7 +224,7 @@ def test_a_damaged_frame_is_an_error_on_all():
 
 
 def _lost(rank, size, how, moment):
-    codec.torch.slices.CHUNK_NBYTES = 1 << 20  # several chunks a slice
+    codec.torch.slices.MOST_NBYTES = 1 << 20  # several chunks a slice
     x = values(rank, (2_000_000,))
     codec.torch.all_reduce(x.clone())  # all are there
     channel = collectives.line_of(None).channel
@@ -342,7 +342,9 @@ def test_slices_cover_all_and_keep_rows():
     for i, (offset, shape) in enumerate(inside):
         shape_of[offset : offset + int(np.prod(shape, dtype=int))] = i
     for size in (1, 2, 3, 4, 7):
-        pieces = [p for each in codec.torch.slices.cut(n, size, 4, inside) for p in each]
+        few, many = (codec.torch.slices.cut(n, size, 4, inside, nbytes) for nbytes in (1 << 22, 1 << 20))
+        assert [(s[0].begin, s[-1].end) for s in few] == [(s[0].begin, s[-1].end) for s in many]
+        pieces = [p for each in many for p in each]
         assert [p.begin for p in pieces] == [0, *[p.end for p in pieces[:-1]]]
         assert pieces[-1].end == n
         for p in pieces:

@@ -17,7 +17,7 @@ from codec.frame import read_header
 from codec.segmenting import Segments
 from codec.specs import Lossless, Spec, Truncate
 from codec.torch.channel import Array, Channel, Incoming
-from codec.torch.slices import Piece, cut, cut_evenly
+from codec.torch.slices import Piece, chunk_nbytes, cut, cut_evenly
 from codec.view import view_bytes
 
 bound = functools.lru_cache(1024)(codec.bound)  # of few sizes, again and again
@@ -48,6 +48,18 @@ class Reduction:
     def bound(self, n: int) -> int:
         """Bytes of the largest frame of n values."""
         return bound(n, self.dtype, self.spec)
+
+    def slices(self, size: int) -> list[list[Piece]]:
+        """A slice for each of `size` ranks, in chunks."""
+        return cut(self.x.size, size, self.x.itemsize, self.segments, self._chunk_nbytes)
+
+    def even_slices(self, size: int) -> list[list[Piece]]:
+        """The same, of one size."""
+        return cut_evenly(self.x.size, size, self.x.itemsize, self._chunk_nbytes)
+
+    @property
+    def _chunk_nbytes(self) -> int:
+        return chunk_nbytes(self.x.itemsize, self.bound)
 
     def encode(self, piece: Piece, out: Array, number: int) -> int:
         """Put the frame of a piece into `out`; its size in bytes."""
@@ -260,7 +272,7 @@ def _ordered(
 
 def _spread(channel: Channel, r: Reduction, attempt: Attempt) -> Iterator[tuple[Piece, list[Array | None] | None]]:
     """Send this rank's frames to all; the pieces, and what there is of all ranks."""
-    pieces = [piece for pieces in cut(r.x.size, 1, r.x.itemsize, r.segments) for piece in pieces]
+    pieces = [piece for pieces in r.slices(1) for piece in pieces]
     bounds = [r.bound(piece.n) for piece in pieces]
     channel.begin(Channel.room_for(bounds * channel.size))
     incoming = [{o: channel.receive(b, o) for o in channel.others} for b in bounds]
@@ -280,7 +292,7 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     Chunks of slices follow each other, so that encoding, wire and decoding overlap.
     """
     size, me, others = channel.size, channel.rank, channel.others
-    slices = cut(r.x.size, size, r.x.itemsize, r.segments)
+    slices = r.slices(size)
     bounds = [[r.bound(piece.n) for piece in pieces] for pieces in slices]
     back = [b for each in bounds for b in each]
     channel.begin(Channel.room_for(Scatter.rooms(channel, r, slices) + back))
@@ -306,7 +318,7 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
 
 def reduce_scatter(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     """Each rank reduces a slice of all frames: (N - 1) / N frames on the wire. The slices are of one size."""
-    slices = cut_evenly(r.x.size, channel.size, r.x.itemsize)
+    slices = r.even_slices(channel.size)
     channel.begin(Channel.room_for(Scatter.rooms(channel, r, slices)))
     attempt = Attempt(channel)
     scatter = Scatter(channel, r, slices, attempt)
@@ -322,7 +334,7 @@ def reduce_scatter(channel: Channel, r: Reduction) -> tuple[Array, Exception | N
 
 def all_to_all(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     """Slice i of each rank goes to rank i: (N - 1) / N frames on the wire. The slices are of one size."""
-    slices = cut_evenly(r.x.size, channel.size, r.x.itemsize)
+    slices = r.even_slices(channel.size)
     channel.begin(Channel.room_for(Scatter.rooms(channel, r, slices)))
     attempt = Attempt(channel)
     scatter = Scatter(channel, r, slices, attempt)
@@ -399,7 +411,7 @@ def ring(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     size, me = channel.size, channel.rank
     if r.residual is not None or r.sums_residual is not None:
         raise SpecError("a ring has no error feedback: its frames hold sums of other ranks' values")
-    slices = cut(r.x.size, size, r.x.itemsize, r.segments)
+    slices = r.slices(size)
     bounds = [[r.bound(piece.n) for piece in pieces] for pieces in slices]
     left, right, steps = (me - 1) % size, (me + 1) % size, range(size - 1)
     channel.begin(Channel.room_for(4 * [b for each in bounds for b in each]))

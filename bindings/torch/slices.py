@@ -1,14 +1,17 @@
 """Where a flat tensor is cut: equally on all ranks, for it follows from sizes and shapes alone."""
 
 import bisect
+from collections.abc import Callable
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
 from codec.segmenting import Segments
 
-CHUNK_NBYTES = 1 << 22  # of a tensor: while one is on the wire, others are encoded and decoded; each costs messages
-_MOST = 16  # chunks of a slice: each costs messages
+CHUNK_NBYTES = 1 << 20  # of a tensor: while one is on the wire, others are encoded and decoded
+_FRAME_NBYTES = 1 << 19  # each chunk costs messages: if their frames are smaller than that, chunks are larger,
+MOST_NBYTES = 1 << 22  # up to this
+_MOST = 16  # chunks of a slice
 _LONG = 1 << 16  # values of a row that is cut like any others
 _ALIGN = 1024  # values: no block or group of a codec of rows is cut, as long as it divides this
 
@@ -26,28 +29,36 @@ class Piece(NamedTuple):
         return self.end - self.begin
 
 
-def cut(n: int, size: int, itemsize: int, segments: Segments | None) -> list[list[Piece]]:
-    """A slice for each of `size` ranks, in chunks of about CHUNK_NBYTES; some may be empty.
+def chunk_nbytes(itemsize: int, bound: Callable[[int], int]) -> int:
+    """About how large chunks of a tensor are whose frames of n values have bound(n) bytes at most."""
+    frame_nbytes = bound(CHUNK_NBYTES // itemsize)
+    return max(CHUNK_NBYTES, min(MOST_NBYTES, CHUNK_NBYTES * _FRAME_NBYTES // frame_nbytes))
 
-    Rows of parameters stay whole where they are much shorter than a chunk.
+
+def cut(
+    n: int, size: int, itemsize: int, segments: Segments | None, chunk_nbytes: int | None = None
+) -> list[list[Piece]]:
+    """A slice for each of `size` ranks, in chunks of CHUNK_NBYTES or as many as are given; some may be empty.
+
+    Where slices begin does not depend on them. Rows of parameters stay whole where they are much shorter than a chunk.
     """
-    chunks = _chunks(n * itemsize / size)
+    chunks = _chunks(n * itemsize / size, chunk_nbytes or CHUNK_NBYTES)
     starts = _row_starts(segments) if segments else None
     cuts = [_near(i * n // (size * chunks), n, starts) for i in range(size * chunks + 1)]
     pieces = [Piece(a, b, _inside(segments, a, b)) for a, b in pairwise(cuts)]
     return [pieces[r * chunks : (r + 1) * chunks] for r in range(size)]
 
 
-def cut_evenly(n: int, size: int, itemsize: int) -> list[list[Piece]]:
+def cut_evenly(n: int, size: int, itemsize: int, chunk_nbytes: int) -> list[list[Piece]]:
     """The same with slices of n / size values, a whole number."""
     each = n // size
-    chunks = _chunks(each * itemsize)
+    chunks = _chunks(each * itemsize, chunk_nbytes)
     cuts = [i * each // chunks for i in range(chunks + 1)]
     return [[Piece(r * each + a, r * each + b, None) for a, b in pairwise(cuts)] for r in range(size)]
 
 
-def _chunks(nbytes: float) -> int:
-    return max(1, min(_MOST, round(nbytes / CHUNK_NBYTES)))
+def _chunks(nbytes: float, chunk_nbytes: int) -> int:
+    return max(1, min(_MOST, round(nbytes / chunk_nbytes)))
 
 
 class _Rows(NamedTuple):

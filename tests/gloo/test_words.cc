@@ -125,9 +125,9 @@ namespace
 {
 
 /* Pieces of all ranks follow each other and cover all; what has a shape in them lies where it did, in whole rows. */
-void check_cut(uint64_t n, int size, uint32_t itemsize, const Segments &segments)
+void check_cut(uint64_t n, int size, uint32_t itemsize, const Segments &segments, uint64_t chunk = CHUNK_NBYTES)
 {
-	const std::vector<Slice> slices = cut(n, size, itemsize, segments);
+	const std::vector<Slice> slices = cut(n, size, itemsize, segments, chunk);
 	uint64_t at = 0;
 
 	REQUIRE(slices.size() == static_cast<size_t>(size));
@@ -178,7 +178,8 @@ TEST_CASE("Slices cover a tensor in the order of ranks and keep short rows whole
 			check_segments(segments, n);
 			for (int size : {1, 2, 3, 4, 7, 64})
 				for (uint32_t itemsize : {2u, 4u})
-					check_cut(n, size, itemsize, segments);
+					for (uint64_t chunk : {CHUNK_NBYTES, MOST_NBYTES})
+						check_cut(n, size, itemsize, segments, chunk);
 		}
 	}
 	for (uint64_t n : {0, 1, 2, 3, 997, 1023, 1024, 1025, 3071, 3072, 3073, 1 << 22, (1 << 24) + 1})
@@ -206,11 +207,29 @@ TEST_CASE("A cut is at the begin of the row in which it would be, and elsewhere 
 	CHECK(near(5000, 6000, {}) == 4096);
 }
 
+TEST_CASE("Chunks are larger where their frames are small, and slices begin where they did")
+{
+	CHECK(chunk_nbytes(1) == MOST_NBYTES);
+	CHECK(chunk_nbytes(FRAME_NBYTES / 4) == MOST_NBYTES);
+	CHECK(chunk_nbytes(FRAME_NBYTES / 2) == 2 * CHUNK_NBYTES);
+	CHECK(chunk_nbytes(FRAME_NBYTES) == CHUNK_NBYTES);
+	CHECK(chunk_nbytes(2 * CHUNK_NBYTES) == CHUNK_NBYTES);
+	for (uint64_t n : {5, 1 << 20, 6553600, 99999999}) {
+		const std::vector<Slice> few = cut(n, 3, 4, {}, MOST_NBYTES), many = cut(n, 3, 4, {});
+
+		for (int r = 0; r < 3; r++) {
+			CHECK(few[r].size() <= many[r].size());
+			CHECK(few[r].front().begin == many[r].front().begin);
+			CHECK(few[r].back().end == many[r].back().end);
+		}
+	}
+}
+
 TEST_CASE("Even slices have one size and cover each rank's part")
 {
 	for (int size : {1, 2, 3, 5}) {
 		for (uint64_t each : {0, 1, 1000, 5000001}) {
-			const std::vector<Slice> slices = cut_evenly(each * size, size, 4);
+			const std::vector<Slice> slices = cut_evenly(each * size, size, 4, CHUNK_NBYTES);
 			uint64_t at = 0;
 
 			for (int r = 0; r < size; r++) {

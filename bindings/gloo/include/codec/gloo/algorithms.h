@@ -232,7 +232,7 @@ private:
 class TwoShot : public Scatter
 {
 public:
-	TwoShot(Channel &channel, Reduction &r) : Scatter(channel, r, cut(r.n, channel.size, r.itemsize, r.segments))
+	TwoShot(Channel &channel, Reduction &r) : Scatter(channel, r, r.slices(channel.size))
 	{
 	}
 
@@ -287,7 +287,7 @@ private:
 class ReduceScatter : public Scatter
 {
 public:
-	ReduceScatter(Channel &channel, Reduction &r) : Scatter(channel, r, cut_evenly(r.n, channel.size, r.itemsize))
+	ReduceScatter(Channel &channel, Reduction &r) : Scatter(channel, r, r.even_slices(channel.size))
 	{
 	}
 
@@ -311,7 +311,7 @@ class Spread : public Collective
 {
 public:
 	Spread(Channel &channel, Reduction &r)
-	    : Collective(channel, r), pieces_(cut(r.n, 1, r.itemsize, r.segments)[0]), bounds_(r.bounds(pieces_))
+	    : Collective(channel, r), pieces_(r.slices(1)[0]), bounds_(r.bounds(pieces_))
 	{
 	}
 
@@ -400,9 +400,9 @@ class Ring : public Collective
 {
 public:
 	Ring(Channel &channel, Reduction &r)
-	    : Collective(channel, r), slices_(cut(r.n, channel.size, r.itemsize, r.segments)),
-	      bounds_(bounds_of(r, slices_)), chunks_(slices_[0].size()),
-	      left_((channel.rank + channel.size - 1) % channel.size), right_((channel.rank + 1) % channel.size)
+	    : Collective(channel, r), slices_(r.slices(channel.size)), bounds_(bounds_of(r, slices_)),
+	      chunks_(slices_[0].size()), left_((channel.rank + channel.size - 1) % channel.size),
+	      right_((channel.rank + 1) % channel.size)
 	{
 	}
 

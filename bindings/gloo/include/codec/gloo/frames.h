@@ -167,6 +167,22 @@ struct Reduction {
 		return nbytes;
 	}
 
+	uint64_t chunk_nbytes() const
+	{
+		return detail::chunk_nbytes(bound(CHUNK_NBYTES / itemsize));
+	}
+
+	/* A slice for each of `size` ranks, in chunks; and the same, of one size. */
+	std::vector<Slice> slices(int size) const
+	{
+		return cut(n, size, itemsize, segments, chunk_nbytes());
+	}
+
+	std::vector<Slice> even_slices(int size) const
+	{
+		return cut_evenly(n, size, itemsize, chunk_nbytes());
+	}
+
 	std::vector<size_t> bounds(const Slice &pieces) const
 	{
 		std::vector<size_t> found;

@@ -14,9 +14,11 @@
 namespace codec::gloo::detail
 {
 
-constexpr double CHUNK_NBYTES = 1 << 22; /* of a tensor: while one is on the wire, others are encoded and decoded */
-constexpr int MOST_CHUNKS = 16;          /* of a slice: each costs messages */
-constexpr uint64_t LONG_ROW = 1 << 16;   /* values of a row that is cut like any others */
+constexpr uint64_t CHUNK_NBYTES = 1 << 20; /* of a tensor: while one is on the wire, others are encoded and decoded */
+constexpr uint64_t FRAME_NBYTES = 1 << 19; /* each costs messages: if their frames are smaller, chunks are larger, */
+constexpr uint64_t MOST_NBYTES = 1 << 22;  /* up to this */
+constexpr int MOST_CHUNKS = 16;            /* of a slice */
+constexpr uint64_t LONG_ROW = 1 << 16;     /* values of a row that is cut like any others */
 constexpr uint64_t CUT_ALIGN =
 	1024; /* values: no block or group of a codec of rows is cut, as long as it divides this */
 
@@ -68,9 +70,16 @@ inline void check_segments(const Segments &segments, uint64_t n)
 	}
 }
 
-inline uint64_t chunks_of(double nbytes)
+/* About how large chunks of a tensor are, if CHUNK_NBYTES of it become a frame of so many bytes at most. */
+inline uint64_t chunk_nbytes(uint64_t frame_nbytes)
 {
-	return static_cast<uint64_t>(std::clamp(std::nearbyint(nbytes / CHUNK_NBYTES), 1.0, double(MOST_CHUNKS)));
+	return std::clamp(CHUNK_NBYTES * FRAME_NBYTES / frame_nbytes, CHUNK_NBYTES, MOST_NBYTES);
+}
+
+inline uint64_t chunks_of(double nbytes, uint64_t chunk_nbytes)
+{
+	return static_cast<uint64_t>(
+		std::clamp(std::nearbyint(nbytes / double(chunk_nbytes)), 1.0, double(MOST_CHUNKS)));
 }
 
 /* The part i of m equal ones of n: where it begins. */
@@ -125,10 +134,15 @@ inline Segments inside(const Segments &segments, uint64_t begin, uint64_t end)
 	return found;
 }
 
-/* A slice for each of `size` ranks, in chunks; some may be empty. Short rows of parameters stay whole. */
-inline std::vector<Slice> cut(uint64_t n, int size, uint32_t itemsize, const Segments &segments)
+/*
+ * A slice for each of `size` ranks, in chunks; some may be empty. Where slices begin does not depend on chunks. Short
+ * rows of parameters stay whole.
+ */
+inline std::vector<Slice> cut(uint64_t n, int size, uint32_t itemsize, const Segments &segments,
+			      uint64_t chunk_nbytes = CHUNK_NBYTES)
 {
-	uint64_t chunks = chunks_of(double(n) * itemsize / size), m = size * chunks, begin = near(0, n, segments);
+	uint64_t chunks = chunks_of(double(n) * itemsize / size, chunk_nbytes), m = size * chunks,
+		 begin = near(0, n, segments);
 	std::vector<Slice> slices(size);
 
 	for (uint64_t i = 0; i < m; i++) {
@@ -141,9 +155,9 @@ inline std::vector<Slice> cut(uint64_t n, int size, uint32_t itemsize, const Seg
 }
 
 /* The same with slices of n / size values, a whole number, and nothing that has a shape. */
-inline std::vector<Slice> cut_evenly(uint64_t n, int size, uint32_t itemsize)
+inline std::vector<Slice> cut_evenly(uint64_t n, int size, uint32_t itemsize, uint64_t chunk_nbytes)
 {
-	uint64_t each = n / size, chunks = chunks_of(double(each) * itemsize);
+	uint64_t each = n / size, chunks = chunks_of(double(each) * itemsize, chunk_nbytes);
 	std::vector<Slice> slices(size);
 
 	for (int r = 0; r < size; r++)
