@@ -88,6 +88,7 @@ void work_place(const struct header *h, void *memory, struct work *w)
 	w->offset = work_take(&p, 2 * MIN(m, OFFSETS) + 64);
 	w->region = work_take(&p, region_buffer(h, d, m));
 	w->values = (char *)w->region;
+	w->ahead = (struct ahead){.count = 0};
 	if (family_of(h)->work_place)
 		family_of(h)->work_place(h, &p, w);
 }

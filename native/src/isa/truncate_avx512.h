@@ -55,7 +55,7 @@ static inline void quarters_avx512(__m512i v[4])
 	v[3] = _mm512_shuffle_i64x2(b, d, 0xdd);
 }
 
-/* A byte of each of four widths, in 64-bit lanes. */
+/* Four bytes, the first one lowest, in each word. */
 static inline __m512i of_pieces(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
 {
 	return _mm512_set1_epi32((int)(a | b << 8 | c << 16 | d << 24));

@@ -82,7 +82,6 @@ static codec_status count_symbols(struct job *j, const struct kernels *k, const 
 
 	truncate_kind_of(&j->h, &q);
 	work_place(&j->h, (char *)j + j->work_at, &w);
-	w.ahead.count = 0;
 	memset(j->sample.counts[0], 0, sizeof j->sample.counts[0]);
 	for (uint64_t r = 0; r < take; r++) {
 		uint64_t first = WIRE_ROW * choose_spread(r, take, nrows), n = MIN(WIRE_ROW, j->h.n - first);
@@ -265,7 +264,6 @@ codec_status truncate_leave(const struct job *j, const struct kernels *k, const 
 	(void)work; /* the job has one */
 	truncate_kind_of(&j->h, &q);
 	work_place(&j->h, (char *)j + j->work_at, &w);
-	w.ahead.count = 0;
 	for (uint64_t first = 0, n; first < j->h.n; first += n) {
 		n = MIN(512, j->h.n - first);
 		TRY(cut(j, k, with, &q, src, first, 0, n, &w));
