@@ -2,9 +2,9 @@
 #ifndef CODEC_LOSSLESS_H
 #define CODEC_LOSSLESS_H
 
+#include "coder/block.h"
 #include "coder/codebook.h"
 #include "coder/model.h"
-#include "coder/pairs.h"
 #include "coder/sink.h"
 #include "frame/head.h"
 

@@ -5,7 +5,7 @@
  */
 #include "truncate.h"
 
-#define FETCH 512 /* bytes */
+#define FETCH 512 /* bytes of each array: eight times are a tile of float32 */
 
 /* What the next tile is made from, a little of it between two steps: memory would idle while they compute. */
 static void fetch(struct ahead *next)
@@ -154,7 +154,6 @@ static uint8_t *put_pieces(const struct kernels *k, const struct truncate_kind *
 	if (q->by_bit) {
 		/* gradients made in a narrower type than theirs end in zeros */
 		int total = q->mbits + 1, tail = __builtin_ctz(k->any_field(w->fields, m) | 1u << total);
-
 		uint64_t nbits = k->widths(w->e, w->drop, m, total, total - tail, w->width);
 
 		k->pack_fields(w->fields, w->width, m, total, p);
@@ -201,14 +200,25 @@ static uint64_t put_symbols(const struct job *j, const struct kernels *k, const 
 	return m;
 }
 
+/* Values [first, first + n) and their metric's state, as memory to fetch. */
 static void next_tile(const struct job *j, const codec_context *with, const struct source *src, uint64_t first,
 		      uint64_t n, struct ahead *next)
 {
+	const codec_metric *t = needs_reference(j, with) ? with->metric : NULL;
 	size_t size = dtype_of(j->h.dtype)->nbytes;
 
 	*next = (struct ahead){{(uintptr_t)src->data + first * size}, n * size, 1};
-	if (needs_reference(j, with))
-		truncate_ahead(with, first, n, next);
+	while (t && t->until && t->until <= first)
+		t = t->next;
+	for (int i = 0; i < 3 && t && !t->user; i++) {
+		const codec_tensor *s = i == 0 ? t->theta : i == 1 ? t->v : t->m;
+
+		if (!s)
+			continue;
+		size = dtype_of(s->dtype)->nbytes;
+		next->at[next->count++] = (uintptr_t)s->data + first * size;
+		next->n = MAX(next->n, n * size);
+	}
 }
 
 /* Fill w->region; w->patterns are the values a decoder will see. */

@@ -153,24 +153,6 @@ void truncate_reference(const codec_context *with, const struct kernels *k, uint
 	}
 }
 
-void truncate_ahead(const codec_context *with, uint64_t first, uint64_t n, struct ahead *ahead)
-{
-	const codec_metric *t = with->metric;
-
-	while (t && t->until && t->until <= first)
-		t = t->next;
-	if (!t || t->user)
-		return;
-	for (int i = 0; i < 3; i++) {
-		const codec_tensor *s = i == 0 ? t->theta : i == 1 ? t->v : t->m;
-
-		if (!s)
-			continue;
-		ahead->at[ahead->count++] = (uintptr_t)s->data + first * dtype_of(s->dtype)->nbytes;
-		ahead->n = MAX(ahead->n, n * dtype_of(s->dtype)->nbytes);
-	}
-}
-
 /* How many bits each of values [first, first + n), whose exponents are e, may lose. ea: by truncate_reference. */
 codec_status truncate_drops(const struct job *j, const struct kernels *k, const codec_context *with,
 			    const struct truncate_kind *q, uint64_t first, uint64_t n, const uint8_t *e,

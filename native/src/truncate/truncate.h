@@ -2,9 +2,9 @@
 #ifndef CODEC_TRUNCATE_H
 #define CODEC_TRUNCATE_H
 
+#include "coder/block.h"
 #include "coder/codebook.h"
 #include "coder/model.h"
-#include "coder/pairs.h"
 #include "coder/sink.h"
 #include "frame/head.h"
 
@@ -20,9 +20,6 @@ static inline uint32_t truncate_base(const struct header *h)
 
 /* Exponents of A for values [first, first + n), by metric; n is at most a block. */
 void truncate_reference(const codec_context *with, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *ea);
-/* What levels of values [first, first + n) are worked out from, as memory to fetch, behind what `ahead` already names.
- */
-void truncate_ahead(const codec_context *with, uint64_t first, uint64_t n, struct ahead *ahead);
 codec_status truncate_drops(const struct job *j, const struct kernels *k, const codec_context *with,
 			    const struct truncate_kind *q, uint64_t first, uint64_t n, const uint8_t *e,
 			    const uint8_t *ea, uint8_t *drop);

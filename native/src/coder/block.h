@@ -1,6 +1,6 @@
-/* pairs.h - blocks decoded one after the other, two of them through the coder's loop at once. */
-#ifndef CODEC_PAIRS_H
-#define CODEC_PAIRS_H
+/* block.h - blocks decoded one after the other, two of them through the coder's loop at once. */
+#ifndef CODEC_BLOCK_H
+#define CODEC_BLOCK_H
 
 #include "plane.h"
 

@@ -1,5 +1,5 @@
-/* pairs.c - see pairs.h. */
-#include "pairs.h"
+/* block.c - see block.h. */
+#include "block.h"
 
 #include "sink.h"
 
