@@ -26,6 +26,7 @@ def decode(
     state: Mapping[str, Any] | None = None,
     check_first: bool = True,
     head: Any = None,
+    nontemporal: bool = False,
 ) -> Any:
     """Decode a frame.
 
@@ -56,6 +57,9 @@ def decode(
     head : bytes or buffer, optional
         The first bytes of a frame on a GPU, if they are at hand: 4,096 are mostly enough. Then they need not be copied
         from there, which is waited for. Elsewhere it is ignored.
+    nontemporal : bool
+        True: the values will not be read soon, `out` being part of something larger than the caches, say; they are
+        written past them, as those of tensors of 8 MiB or more are. The values are the same.
 
     Returns
     -------
@@ -98,6 +102,7 @@ def decode(
         state,
         check_first,
         None if head is None else view_bytes(head),
+        nontemporal,
     )
     r: DecodeRequest = new(DecodeRequest, fields)
     try:

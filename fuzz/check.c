@@ -295,6 +295,7 @@ static void check_flags(const struct subject *f, const struct result *plain)
 	if (plain->status >= CODEC_UNKNOWN_CODEBOOK)
 		CHECK(sealed == CODEC_OK, plain->status, sealed);
 	agree(f, plain, (struct way){.flags = CODEC_VERIFY_FIRST});
+	agree(f, plain, (struct way){.flags = CODEC_NONTEMPORAL, .isa = w.isa, .steps = w.steps});
 	agree(f, plain, (struct way){.steps = STEPS});
 	agree(f, plain, (struct way){.steps = CHECKED_STEPS});
 	/* without checksums: the same, but for what only they would have found, or blamed on the frame */
@@ -355,6 +356,7 @@ static void check_floats(const struct subject *f, const struct result *plain)
 	struct result r;
 
 	w.flags = !w.steps && below(f->s, 2) ? CODEC_VERIFY_FIRST : 0;
+	w.flags |= below(f->s, 2) ? CODEC_NONTEMPORAL : 0;
 	w.weight = below(f->s, 2) ? 1 : round_float((uint32_t)noise(f->s) >> 2);
 	w.divide = one_in(f->s, 3) ? 3 : 0;
 	if (one_in(f->s, 3) && !w.divide)

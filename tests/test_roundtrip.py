@@ -28,6 +28,23 @@ def test_dtypes(dtype, kind, isa):
         same(make(dtype, n, kind), dtype)
 
 
+@pytest.mark.parametrize(
+    "spec", [codec.Lossless(), codec.Sign(), codec.Float8(), codec.Quantize(4), codec.Truncate(level=1)]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_past_the_caches(spec, dtype, isa):
+    """The same values, and nothing around them, wherever they lie."""
+    n = 40_000
+    x = make(dtype, n, "normal")
+    frame = codec.encode(x, spec, dtype=dtype)
+    expected = codec.decode(frame, out=np.empty_like(x))
+    for offset in (0, 1, 7, 31):
+        room = np.full(n + 64, 7, x.dtype)
+        codec.decode(frame, out=room[offset : offset + n], nontemporal=True)
+        assert room[offset : offset + n].tobytes() == expected.tobytes()
+        assert (np.delete(room, slice(offset, offset + n)) == 7).all()
+
+
 @given(
     hnp.arrays(
         st.sampled_from([np.float32, np.float64, np.float16, np.int8, np.int16, np.int64, np.uint32, np.bool_]),

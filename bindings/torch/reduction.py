@@ -22,6 +22,7 @@ from codec.view import view_bytes
 
 bound = functools.lru_cache(1024)(codec.bound)  # of few sizes, again and again
 _LARGE = 1 << 21  # values
+_UNCACHED = 8 << 20  # bytes of results that caches do not keep
 _APART = 0x9E3779B97F4A7C15  # odd: so far do streams lie apart that numbers of pieces do not meet the next one's
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -111,7 +112,8 @@ class Reduction:
         """The values of a frame, to a piece of a tensor like x."""
         self.check(frame, piece)
         into = into[piece.begin : piece.end]
-        codec.decode(frame, out=into, threads=_threads(piece), check_first=False, **self.shared(piece))
+        how: dict[str, Any] = {"threads": _threads(piece), "check_first": False, **self.shared(piece)}
+        codec.decode(frame, out=into, nontemporal=self.x.nbytes >= _UNCACHED, **how)
 
     def sum(self, parts: Sequence[Array | None], piece: Piece, total: Array) -> None:
         """Frames of a piece to their sum, mean or maximum, in the order of ranks; None: this rank's values."""
@@ -356,7 +358,7 @@ def _summed(
 ) -> Array:
     """The message with the sum of a piece; its values, as others will see them, are put into the result."""
     place = result[piece.begin : piece.end]
-    total = place if r.dtype == "float32" else channel.total(piece.n)
+    total = place if r.dtype == "float32" and isinstance(r.spec, Lossless) else channel.total(piece.n)
     r.sum(parts, piece, total)
     message = _message(channel, bound, lambda room: r.encode_sum(total, piece, room, number))
     if not isinstance(r.spec, Lossless):

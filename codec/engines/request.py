@@ -59,6 +59,7 @@ class DecodeRequest(NamedTuple):
     state: Any = None
     check_first: bool = True  # all of the frame, before `out` is written
     head: TensorView | None = None  # the first bytes of the only frame, which lies on a device
+    nontemporal: bool = False  # what is decoded will not be read soon
 
     def limit(self) -> int:
         """Bytes of the largest tensor to be made."""

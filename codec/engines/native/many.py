@@ -14,6 +14,8 @@ from codec.spec_structs import spec_struct
 from codec.structs import Call
 from codec.view import TensorView, check_all_apart
 
+_UNCACHED = 8 << 20  # bytes of results that caches do not keep
+
 
 def encode_many(requests: Sequence[EncodeRequest], make: EncodeFilled = encode_filled) -> list[Any]:
     """The frames of requests that differ by tensor, stream and state; an error's item is the index of the first."""
@@ -44,13 +46,14 @@ def decode_many(requests: Sequence[DecodeRequest], make: DecodePrepared = decode
     if not requests:
         return []
     flags = 0
+    sizes = [v.nbytes for v, *_ in prepared]
+    past = lib.CODEC_NONTEMPORAL if sum(sizes) >= _UNCACHED else 0
 
     def do(call: Call, i: int, threads: int) -> None:
         v, _, metric, verify = prepared[i]
-        call.context.flags = flags or (verify and lib.CODEC_VERIFY_FIRST)
+        call.context.flags = past | (flags or (verify and lib.CODEC_VERIFY_FIRST))
         make(call, requests[i], v, metric, threads)
 
-    sizes = [v.nbytes for v, *_ in prepared]
     if any(r.out is not None for r in requests):
         check_many_apart(requests, [(v, metric) for v, _, metric, _ in prepared])
         flags = lib.CODEC_CHECK_ONLY  # nothing is written before all of them are known to be right

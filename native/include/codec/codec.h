@@ -261,6 +261,11 @@ typedef struct codec_fault {
  * 7fc00000. The residual must not be the tensor then. Not for LOSSLESS, which loses nothing: CODEC_BAD_ARGUMENT.
  */
 #define CODEC_FEEDBACK 32u
+/**
+ * Decoding: the destination will not be read soon, being part of something larger than the caches, say. Values stored
+ * there go past them, as those of destinations of 8 MiB or more do; they are the same.
+ */
+#define CODEC_NONTEMPORAL 128u
 /** @} */
 
 /**
@@ -302,7 +307,7 @@ typedef struct codec_metric {
 /** What a call may be given beyond its arguments. NULL for none; zero in every field but the first is the same. */
 typedef struct codec_context {
 	uint32_t struct_nbytes;          /**< sizeof(codec_context) */
-	uint32_t flags;                  /**< CODEC_ALLOW_SLACK to CODEC_FEEDBACK */
+	uint32_t flags;                  /**< CODEC_ALLOW_SLACK to CODEC_NONTEMPORAL */
 	uint32_t isa;                    /**< 0: the best of this CPU; else 1 + index into codec_isa_name */
 	uint32_t into;                   /**< decode: CODEC_INTO_* */
 	uint64_t max_nbytes;             /**< decode: largest tensor, in bytes; 0 for no limit */

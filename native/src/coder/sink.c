@@ -1,12 +1,28 @@
 /* sink.c - decoded values to where they go. */
 #include "sink.h"
 
-static void store_floats(const struct kernels *k, const codec_tensor *dst, uint8_t *at, const float *y, uint64_t n)
+static void store_floats(const struct kernels *k, int past, uint8_t *at, const float *y, uint64_t n)
 {
-	if (dst->nbytes >= STREAM_NBYTES)
+	if (past)
 		k->stream(at, (const uint8_t *)y, 4 * n);
 	else
 		memcpy(at, y, 4 * n);
+}
+
+static void store_halves(const struct kernels *k, const struct sink *s, uint8_t *at, const float *y, uint64_t n)
+{
+	int half = s->dst->dtype == CODEC_FLOAT16;
+	uint16_t buffer[512];
+
+	if (!s->past) {
+		k->from_float[half](y, n, at);
+		return;
+	}
+	for (uint64_t i = 0, m; i < n; i += m) {
+		m = MIN(512, n - i);
+		k->from_float[half](y + i, m, buffer);
+		k->stream(at + 2 * i, (const uint8_t *)buffer, 2 * m);
+	}
 }
 
 const void *load_native(const struct kernels *k, const struct source *s, uint64_t first, uint64_t n, void *buffer)
@@ -50,7 +66,7 @@ void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uin
 		for (uint64_t i = 0, m; i < n; i += m) {
 			m = MIN(512, n - i);
 			k->subtract(load_values(k, s->src, first + i, m, buffer), y + i, m, (float_any *)buffer);
-			store_floats(k, s->dst, at + 4 * i, buffer, m);
+			store_floats(k, s->dst->nbytes >= STREAM_NBYTES, at + 4 * i, buffer, m);
 		}
 		break;
 	}
@@ -58,9 +74,9 @@ void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uin
 		if (!y)
 			break;
 		if (s->dst->dtype != CODEC_FLOAT32)
-			k->from_float[s->dst->dtype == CODEC_FLOAT16](y, n, at);
+			store_halves(k, s, at, y, n);
 		else
-			store_floats(k, s->dst, at, y, n);
+			store_floats(k, s->past, at, y, n);
 	}
 	if (s->rescale)
 		k->multiply((float_any *)at, n, s->scale);
@@ -75,7 +91,11 @@ void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uin
 void sink_values(const struct kernels *k, uint32_t dtype, const void *values, int wire, uint64_t first, uint64_t n,
 		 const codec_context *with, const codec_tensor *dst)
 {
-	const struct sink sink = {.into = (int)with->into, .weight = with->weight, .divide = with->divide, .dst = dst};
+	const struct sink sink = {.into = (int)with->into,
+				  .weight = with->weight,
+				  .divide = with->divide,
+				  .past = past_caches(with, dst),
+				  .dst = dst};
 	const void *from = values;
 	float buffer[512], aligned[512];
 

@@ -4,8 +4,16 @@
 
 #include "frame/dtype.h"
 
-/* Results this large go past the caches: they would only sweep them out, and be read before they are overwritten. */
+/*
+ * What is written to so large a tensor goes past the caches: it would only sweep them out, and be read before it is
+ * overwritten. From memory, reading takes longer than writing.
+ */
 #define STREAM_NBYTES (8u << 20)
+
+static inline int past_caches(const codec_context *with, const codec_tensor *dst)
+{
+	return with->flags & CODEC_NONTEMPORAL || dst->nbytes >= STREAM_NBYTES;
+}
 
 /* Values [first, first + n) of an array as float32: where they lie, or in `buffer`. */
 static inline const float_any *load_floats(const struct kernels *k, uint32_t dtype, const void *data, uint64_t first,
@@ -54,6 +62,7 @@ struct sink {
 	float weight;
 	float scale, divide; /* of the result; 0: not */
 	int unscaled, rescale;
+	int past; /* past the caches, what is stored */
 	const codec_tensor *dst;
 	const struct source *src; /* SINK_RESIDUAL: x */
 };
@@ -65,7 +74,7 @@ static inline float_any *sink_room(const struct sink *s, uint64_t first)
 {
 	int stores = s->into == CODEC_INTO_STORE || s->into == CODEC_INTO_FLOAT32;
 
-	if (!stores || s->dst->dtype != CODEC_FLOAT32 || s->dst->nbytes >= STREAM_NBYTES)
+	if (!stores || s->dst->dtype != CODEC_FLOAT32 || s->past)
 		return NULL;
 	return (float_any *)s->dst->data + first;
 }

@@ -205,6 +205,7 @@ codec_status rows_decode_blocks(const uint8_t *frame, const codec_tensor *dst, c
 				  .rescale = unscaled && with->flags & CODEC_RESCALE,
 				  .divide = with->divide,
 				  .unscaled = unscaled,
+				  .past = dst && past_caches(with, dst),
 				  .dst = dst};
 
 	for (uint64_t b = first; b < first + count; b++) {

@@ -213,10 +213,14 @@ static codec_status region_close(const struct job *j, const struct kernels *k, c
 	if (!values)
 		return CODEC_OK;
 	put_together(k, &q, m, w);
-	if (past && nbytes == 4)
+	if (past && nbytes == 4) {
 		k->stream((uint8_t *)values, (const uint8_t *)w->patterns, 4 * m);
-	else
+	} else if (past) { /* fields and exponents are in the patterns now */
+		k->store_patterns(w->patterns, m, (int)nbytes, w->fields);
+		k->stream((uint8_t *)values, (const uint8_t *)w->fields, nbytes * m);
+	} else {
 		k->store_patterns(w->patterns, m, (int)nbytes, values);
+	}
 	return CODEC_OK;
 }
 

@@ -275,7 +275,7 @@ private:
 		const uint64_t number = (uint64_t(channel_.size) * channel_.size + channel_.rank) * chunks_ + c;
 
 		return attempt_([&] {
-			float *total = r_.total(piece, place(piece));
+			float *total = r_.total_to_encode(piece, place(piece));
 
 			r_.sum(of_ranks, piece, total);
 			return publish(channel_, r_, total, piece, bounds_[channel_.rank][c], number);

@@ -259,7 +259,14 @@ struct Reduction {
 	{
 		if (dtype == CODEC_FLOAT32)
 			return reinterpret_cast<float *>(place);
-		return Workspace::room(work.total, piece.n());
+		return room_for_total(piece);
+	}
+
+	/* The same of sums that are encoded: what a lossy codec makes of them goes to the place, they themselves do
+	 * not. */
+	float *total_to_encode(const Piece &piece, uint8_t *place)
+	{
+		return spec.codec == CODEC_LOSSLESS ? total(piece, place) : room_for_total(piece);
 	}
 
 	/* Values of a piece as float32, until the next call; those of float32 are not copied. */
@@ -285,8 +292,15 @@ struct Reduction {
 	}
 
 private:
+	static constexpr uint64_t LARGE = 8 << 20; /* bytes of results that caches do not keep */
+
 	/* odd: so far do streams lie apart that numbers of pieces do not meet the next one's */
 	static constexpr uint64_t APART = 0x9E3779B97F4A7C15;
+
+	float *room_for_total(const Piece &piece)
+	{
+		return Workspace::room(work.total, piece.n());
+	}
 
 	codec_context context_for(const Piece &piece)
 	{
@@ -350,6 +364,7 @@ private:
 		size_t nbytes;
 
 		with.into = into;
+		with.flags = n * itemsize >= LARGE ? CODEC_NONTEMPORAL : 0;
 		check(codec_scratch(&of, &like, &nbytes));
 		check(codec_decode(frame.p, frame.nbytes, &dst, &with, Workspace::room(work.scratch, nbytes), nbytes),
 		      &fault_);
