@@ -159,9 +159,15 @@ struct truncate_kind {
 /* Sums over at most WIRE_TREE values: of |x|; of x^2 and x; or of |x| where the sign is clear, and where it is set. */
 enum { ROW_SUM_ABS, ROW_SUM_SQUARES, ROW_SUM_SIGNS };
 struct row_lanes {
-	float a[32], b[32];
-	double s[32], t[32];
-	int32_t max[32]; /* patterns of |x| */
+	union {
+		struct {
+			float a[WIRE_LANES], b[WIRE_LANES];
+		};
+		struct {
+			double s[WIRE_LANES], t[WIRE_LANES]; /* ROW_SUM_SQUARES */
+		};
+	};
+	int32_t max[WIRE_LANES]; /* patterns of |x| */
 	uint32_t negative;
 };
 
@@ -228,7 +234,9 @@ struct kernels {
 	void (*from_float[2])(const float *x, size_t n, void *dst);
 	/* max[r]: the largest pattern of |x| in row r, those from `limit` on left out. */
 	void (*abs_max)(const float_any *x, size_t n, size_t row, uint32_t limit, uint32_t *max);
-	void (*row_sums)(int kind, const float_any *x, size_t n, struct row_lanes *sums);
+	/* `first`: the lanes begin anew. row_fold makes of them what the values are known by; it may be done once. */
+	void (*row_sums)(int kind, const float_any *x, size_t n, int first, struct row_lanes *sums);
+	void (*row_fold)(int kind, struct row_lanes *sums, struct row_sums *out);
 	void (*sign_bits)(const float_any *x, size_t n, uint8_t *bits);
 	void (*sign_values)(const uint8_t *bits, size_t from, size_t n, float negative, float positive, float_any *y);
 	void (*halves)(struct philox key, uint64_t block, size_t nblocks, uint16_t *h);

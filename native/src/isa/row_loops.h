@@ -97,11 +97,26 @@ static inline void add_magnitudes(int by_sign, const float_any *x, size_t n, str
 	}
 }
 
+static inline void clear_lanes(int kind, struct row_lanes *sums)
+{
+	if (kind == ROW_SUM_SQUARES) {
+		memset(sums, 0, sizeof *sums);
+		return;
+	}
+	for (int l = 0; l < WIRE_LANES; l++) { /* a row may be short */
+		sums->a[l] = sums->b[l] = 0;
+		sums->max[l] = 0;
+	}
+	sums->negative = 0;
+}
+
 /* Value i goes to lane i % 32; n is a multiple of 32 but for the last values. */
-static void row_sums(int kind, const float_any *x, size_t n, struct row_lanes *sums)
+static void row_sums(int kind, const float_any *x, size_t n, int first, struct row_lanes *sums)
 {
 	size_t i = 0;
 
+	if (first)
+		clear_lanes(kind, sums);
 	switch (kind) {
 	case ROW_SUM_ABS:
 		for (i = ROW_SUMS(0, x, n, sums); i + 32 <= n; i += 32)
@@ -118,6 +133,18 @@ static void row_sums(int kind, const float_any *x, size_t n, struct row_lanes *s
 			add_squares(x + i, 32, sums);
 		add_squares(x + i, n - i, sums);
 	}
+}
+
+static void row_fold(int kind, struct row_lanes *l, struct row_sums *out)
+{
+	int32_t max = 0;
+
+	for (int i = 0; i < WIRE_LANES; i++)
+		max = l->max[i] > max ? l->max[i] : max;
+	out->max = (uint32_t)max;
+	out->negative = l->negative;
+	out->sum[0] = kind == ROW_SUM_SQUARES ? scale_fold64(l->s) : (double)scale_fold(l->a);
+	out->sum[1] = kind == ROW_SUM_SQUARES ? scale_fold64(l->t) : (double)scale_fold(l->b);
 }
 
 #ifndef SIGN_BITS
@@ -481,7 +508,8 @@ static void maximum(const float *y, size_t n, float_any *out)
 
 #define ROW_LOOPS                                                                                                      \
 	.to_float = {to_float_bfloat16, to_float_float16}, .from_float = {from_float_bfloat16, from_float_float16},    \
-	.abs_max = abs_max, .row_sums = row_sums, .sign_bits = sign_bits, .sign_values = sign_values,                  \
-	.halves = halves, .encode_rows = encode_rows, .decode_rows = decode_rows, .pack_codes = pack_codes,            \
-	.unpack_codes = unpack_codes, .pack_trits = pack_trits, .unpack_trits = unpack_trits, .max_byte = max_byte,    \
-	.plus = plus, .subtract = subtract, .add = add, .multiply = multiply, .divide = divide, .maximum = maximum
+	.abs_max = abs_max, .row_sums = row_sums, .row_fold = row_fold, .sign_bits = sign_bits,                        \
+	.sign_values = sign_values, .halves = halves, .encode_rows = encode_rows, .decode_rows = decode_rows,          \
+	.pack_codes = pack_codes, .unpack_codes = unpack_codes, .pack_trits = pack_trits,                              \
+	.unpack_trits = unpack_trits, .max_byte = max_byte, .plus = plus, .subtract = subtract, .add = add,            \
+	.multiply = multiply, .divide = divide, .maximum = maximum

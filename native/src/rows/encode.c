@@ -66,9 +66,11 @@ static codec_status encode_codes(const struct job *j, const struct kernels *k, c
 	const struct row_kind q = header_kind(&j->h);
 
 	if (q.codec == CODEC_SIGN) {
+		int together = p->row && p->row % 8 == 0; /* while a row is in the cache */
+
 		if (p->row)
-			TRY(rows_sign_scales(j, k, src, first, m, p->row, stored));
-		for (uint64_t i = 0; i < m; i += ROW_CHUNK) {
+			TRY(rows_sign_scales(j, k, src, first, m, p->row, stored, together ? dst : NULL));
+		for (uint64_t i = together ? m : 0; i < m; i += ROW_CHUNK) {
 			uint64_t n = MIN(ROW_CHUNK, m - i);
 
 			k->sign_bits(load_values(k, src, first + i, n, w->x), n, dst + i / 8);

@@ -41,7 +41,7 @@ uint64_t rows_scan_count(const struct job *j);
 void rows_scan(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count);
 codec_status rows_finish(struct job *j);
 codec_status rows_sign_scales(const struct job *j, const struct kernels *k, const struct source *src, uint64_t first,
-			      uint64_t n, uint32_t row, uint8_t *stored);
+			      uint64_t n, uint32_t row, uint8_t *stored, uint8_t *bits);
 codec_status rows_scales(const struct job *j, const struct kernels *k, const struct row_kind *q, const struct part *p,
 			 const float_any *x, uint64_t n, struct work *w, uint8_t *stored);
 codec_status rows_long_scale(const struct job *j, const struct kernels *k, const struct row_kind *q,

@@ -27,32 +27,23 @@ static void pairs_total(const struct pairs *p, double total[2])
 		total[i] = scale_total(p->sum[i], p->count);
 }
 
-/* Lanes to what a piece is known by. */
-static void fold(int kind, struct row_lanes *l, struct row_sums *out)
-{
-	out->sum[0] = kind == ROW_SUM_SQUARES ? scale_fold64(l->s) : (double)scale_fold(l->a);
-	out->sum[1] = kind == ROW_SUM_SQUARES ? scale_fold64(l->t) : (double)scale_fold(l->b);
-	out->negative = l->negative;
-	out->max = 0;
-	for (int i = 0; i < WIRE_LANES; i++)
-		out->max = MAX(out->max, (uint32_t)l->max[i]);
-}
-
-/* Largest magnitude of at most WIRE_TREE values, and their sums. */
-static void scan(int kind, const struct kernels *k, const struct source *src, uint64_t first, uint64_t n,
+/* Largest magnitude of at most WIRE_TREE values, and their sums; their signs' bits, too, where there is room for them.
+ */
+static void scan(int kind, const struct kernels *k, const struct source *src, uint64_t first, uint64_t n, uint8_t *bits,
 		 struct row_sums *out)
 {
 	struct row_lanes sums;
 	float buffer[PIECE];
 
-	memset(&sums, 0, sizeof sums);
 	for (uint64_t i = 0; i < n; i += PIECE) {
 		uint64_t m = MIN(PIECE, n - i);
 		const float_any *x = load_values(k, src, first + i, m, buffer);
 
-		k->row_sums(kind, x, m, &sums);
+		k->row_sums(kind, x, m, i == 0, &sums);
+		if (bits)
+			k->sign_bits(x, m, bits + i / 8);
 	}
-	fold(kind, &sums, out);
+	k->row_fold(kind, &sums, out);
 }
 
 static int sums_kind(const struct header *h, int clips)
@@ -86,7 +77,7 @@ void rows_scan(struct job *j, const struct kernels *k, const struct source *src,
 		if (p < last && p[1].first_sum <= i)
 			p++;
 		at = (i - p->first_sum) * WIRE_TREE;
-		scan(kind, k, src, p->start + at, MIN(WIRE_TREE, p->count - at), out);
+		scan(kind, k, src, p->start + at, MIN(WIRE_TREE, p->count - at), NULL, out);
 	}
 }
 
@@ -127,7 +118,7 @@ codec_status rows_finish(struct job *j)
 }
 
 static codec_status sign_row(struct row_kind q, int kind, const struct kernels *k, const struct source *src,
-			     uint64_t first, uint64_t n, float scale[2])
+			     uint64_t first, uint64_t n, uint8_t *bits, float scale[2])
 {
 	struct pairs pairs = {.count = 0};
 	uint64_t negative = 0;
@@ -136,7 +127,7 @@ static codec_status sign_row(struct row_kind q, int kind, const struct kernels *
 	for (uint64_t i = 0; i < n; i += WIRE_TREE) {
 		struct row_sums sums;
 
-		scan(kind, k, src, first + i, MIN(WIRE_TREE, n - i), &sums);
+		scan(kind, k, src, first + i, MIN(WIRE_TREE, n - i), bits ? bits + i / 8 : NULL, &sums);
 		if (sums.max >= ROUND_INF)
 			return CODEC_NONFINITE;
 		if (n <= WIRE_TREE) { /* what one pair alone adds up to */
@@ -167,17 +158,18 @@ static float scale_of(const struct job *j, const struct row_kind *q, const struc
 	return scale;
 }
 
-/* SIGN's scales of the rows of values [first, first + n), as they stand in the region. */
+/* SIGN's scales of the rows of values [first, first + n), as they stand in the region; and their bits, unless NULL. */
 codec_status rows_sign_scales(const struct job *j, const struct kernels *k, const struct source *src, uint64_t first,
-			      uint64_t n, uint32_t row, uint8_t *stored)
+			      uint64_t n, uint32_t row, uint8_t *stored, uint8_t *bits)
 {
 	const struct row_kind q = header_kind(&j->h);
 	uint64_t nbytes = row_scale_nbytes(q);
+	int kind = sums_kind(&j->h, 0);
 
 	for (uint64_t i = 0; i < n; i += row, stored += nbytes) {
 		float s[2];
 
-		TRY(sign_row(q, sums_kind(&j->h, 0), k, src, first + i, MIN(row, n - i), s));
+		TRY(sign_row(q, kind, k, src, first + i, MIN(row, n - i), bits ? bits + i / 8 : NULL, s));
 		for (uint64_t t = 0; t < nbytes / 4; t++)
 			store32(stored + 4 * t, round_bits(s[t]));
 	}
