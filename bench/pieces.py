@@ -1,0 +1,94 @@
+"""GB/s of pieces of a large tensor, one thread: as all-reduces encode and decode them.
+
+``memory``: from or to tensors that no cache holds any more, eight of them in turn. ``cache``: the same one each time,
+as benchmarks mostly measure. ``past``: to memory, past the caches (``decode(nontemporal=True)``): a line that is
+stored the usual way is read from memory before it is overwritten, and from there reading takes longer than all the
+rest. ``copy`` is numpy.copyto from memory to memory, in the same run; of encoding the tensor is read, of decoding it is
+written, and a frame has at most as many bytes again.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from family import FAMILY
+from measure import tensor
+
+import codec
+
+CODECS: dict[str, codec.Spec] = {
+    "Lossless": codec.Lossless(),
+    **{name: FAMILY[name] for name in ("Float8 e5m2", "Quantize 4 nearest", "Sign, block 1024")},
+}
+TENSORS, ROUNDS = 8, 24
+
+
+def seconds(do: Callable[[int], Any], tensors: int) -> float:
+    """Of a processor, that do(which tensor) takes: median."""
+    times: list[float] = []
+    for i in range(ROUNDS):
+        start = time.thread_time()
+        do(i % tensors)
+        times.append(time.thread_time() - start)
+    return statistics.median(times)
+
+
+def measure(x: np.ndarray[Any, Any], piece: int) -> list[dict[str, Any]]:
+    """Rows of the table: copies first."""
+    sources = [x + np.float32(0) for _ in range(TENSORS)]
+    targets = [np.zeros_like(x) for _ in range(TENSORS)]
+    cuts = [slice(i, i + piece) for i in range(0, x.size, piece)]
+    copied = {n: seconds(lambda i: np.copyto(targets[i], sources[i - 4]), n) for n in (TENSORS, 1)}
+    rows = [
+        {"codec": "copy", "memory_gbps": x.nbytes / copied[TENSORS] / 1e9, "cache_gbps": x.nbytes / copied[1] / 1e9}
+    ]
+    for name, spec in CODECS.items():
+        print(f"\r{name:20}", end="", file=sys.stderr, flush=True)
+        room = np.empty(codec.bound(piece, "float32", spec), np.uint8)
+        frames = [codec.encode(x[cut], spec) for cut in cuts]
+
+        def encode(i: int, spec: codec.Spec = spec, room: Any = room) -> None:
+            for cut in cuts:
+                codec.encode(sources[i][cut], spec, out=room, threads=1)
+
+        def decode(i: int, past: bool = False, frames: Any = frames) -> None:
+            for cut, frame in zip(cuts, frames, strict=True):
+                codec.decode(frame, out=targets[i][cut], threads=1, check_first=False, nontemporal=past)
+
+        took = {
+            "encode_memory": seconds(encode, TENSORS),
+            "encode_cache": seconds(encode, 1),
+            "decode_memory": seconds(decode, TENSORS),
+            "decode_past": seconds(lambda i: decode(i, past=True), TENSORS),
+            "decode_cache": seconds(decode, 1),
+        }
+        rows.append({"codec": name} | {f"{k}_gbps": x.nbytes / t / 1e9 for k, t in took.items()})
+    print("\r" + " " * 20 + "\r", end="", file=sys.stderr)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=25, help="of the tensor (25)")
+    parser.add_argument("--piece", type=int, default=1 << 20, help="values of a piece (1,048,576)")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    rows = measure(tensor("float32", args.mib << 18).ravel(), args.piece)
+    if args.json:
+        print(json.dumps(rows, indent=1))
+        return
+    print(f"{'GB/s':20} {'encode: memory':>15} {'cache':>8} {'decode: memory':>16} {'past':>8} {'cache':>8}")
+    copy, *others = rows
+    print(f"{'copy':20} {copy['memory_gbps']:15.1f} {copy['cache_gbps']:8.1f}")
+    for r in others:
+        name, e, f, d, p, c = r.values()
+        print(f"{name:20} {e:15.1f} {f:8.1f} {d:16.1f} {p:8.1f} {c:8.1f}")
+
+
+if __name__ == "__main__":
+    main()
