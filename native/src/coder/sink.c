@@ -58,7 +58,10 @@ void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uin
 	uint8_t *at = (uint8_t *)s->dst->data + first * dtype_of(s->dst->dtype)->nbytes;
 
 	switch (s->into) {
-	case CODEC_INTO_ADD: k->add(y, n, s->weight, (float_any *)at); break;
+	case CODEC_INTO_ADD:
+		if (y)
+			k->add(y, n, s->weight, (float_any *)at);
+		break;
 	case CODEC_INTO_MAX: k->maximum(y, n, (float_any *)at); break;
 	case SINK_RESIDUAL: {
 		float buffer[512];

@@ -79,7 +79,7 @@ static inline float_any *sink_room(const struct sink *s, uint64_t first)
 	return (float_any *)s->dst->data + first;
 }
 
-/* y: NULL if they were made in sink_room(). */
+/* y: NULL if they were made in sink_room(), or added there. */
 void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uint64_t n, const float *y);
 
 /* Values as they were in a tensor (`wire`: in a frame) to where `with` says: not to a tensor of their own dtype. */

@@ -238,7 +238,9 @@ struct kernels {
 	void (*row_sums)(int kind, const float_any *x, size_t n, int first, struct row_lanes *sums);
 	void (*row_fold)(int kind, struct row_lanes *sums, struct row_sums *out);
 	void (*sign_bits)(const float_any *x, size_t n, uint8_t *bits);
-	void (*sign_values)(const uint8_t *bits, size_t from, size_t n, float negative, float positive, float_any *y);
+	/* `add`: to what is there. */
+	void (*sign_values)(const uint8_t *bits, size_t from, size_t n, float negative, float positive, int add,
+			    float_any *y);
 	void (*halves)(struct philox key, uint64_t block, size_t nblocks, uint16_t *h);
 	/* h: random halves, NULL for nearest. Returns whether a magnitude lies above TERNARY's scale. */
 	int (*encode_rows)(const struct row_kind *q, const float_any *x, size_t n, size_t row, const float *scale,

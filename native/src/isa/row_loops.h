@@ -149,7 +149,7 @@ static void row_fold(int kind, struct row_lanes *l, struct row_sums *out)
 
 #ifndef SIGN_BITS
 #define SIGN_BITS(x, n, bits) 0
-#define SIGN_VALUES(bits, n, negative, positive, y) 0
+#define SIGN_VALUES(bits, n, negative, positive, add, y) 0
 #endif
 
 /* Bit i % 8 of byte i / 8: the sign bit of x[i] is clear. Bits behind the last value are 0. */
@@ -165,13 +165,24 @@ static void sign_bits(const float_any *x, size_t n, uint8_t *bits)
 	}
 }
 
-/* From value `from` of the bits on; from is a multiple of 8 unless rows are. */
-static void sign_values(const uint8_t *bits, size_t from, size_t n, float negative, float positive, float_any *y)
+static inline void put_signs(const uint8_t *bits, size_t from, size_t n, float negative, float positive, int add,
+			     float_any *y)
 {
-	uint32_t p = round_bits(positive), q = round_bits(negative);
+	for (size_t i = from % 8 ? 0 : SIGN_VALUES(bits + from / 8, n, negative, positive, add, y); i < n; i++) {
+		float x = bits[(from + i) / 8] >> (from + i) % 8 & 1 ? positive : negative;
 
-	for (size_t i = from % 8 ? 0 : SIGN_VALUES(bits + from / 8, n, negative, positive, y); i < n; i++)
-		y[i] = round_float(bits[(from + i) / 8] >> (from + i) % 8 & 1 ? p : q);
+		y[i] = add ? round_add(y[i], x) : x;
+	}
+}
+
+/* From value `from` of the bits on; from is a multiple of 8 unless rows are. */
+static void sign_values(const uint8_t *bits, size_t from, size_t n, float negative, float positive, int add,
+			float_any *y)
+{
+	if (add) /* a constant makes faster loops */
+		put_signs(bits, from, n, negative, positive, 1, y);
+	else
+		put_signs(bits, from, n, negative, positive, 0, y);
 }
 
 /* The first words of nblocks blocks, as halves in element order. */

@@ -30,7 +30,8 @@ static inline size_t sign_bits_avx2(const float_any *x, size_t n, uint8_t *bits)
 	return i;
 }
 
-static inline size_t sign_values_avx2(const uint8_t *bits, size_t n, float negative, float positive, float_any *y)
+static inline size_t sign_values_avx2(const uint8_t *bits, size_t n, float negative, float positive, int add,
+				      float_any *y)
 {
 	const __m256i count = _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0);
 	const __m256 p = _mm256_set1_ps(positive), q = _mm256_set1_ps(negative);
@@ -41,9 +42,10 @@ static inline size_t sign_values_avx2(const uint8_t *bits, size_t n, float negat
 
 		for (int k = 0; k < 4; k++) { /* each bit on top of its lane in turn, where blendv looks */
 			__m256i v = _mm256_set1_epi32((int)(word << (24 - 8 * k)));
+			__m256 x = _mm256_blendv_ps(q, p, _mm256_castsi256_ps(_mm256_sllv_epi32(v, count)));
+			float_any *there = y + i + 8 * k;
 
-			_mm256_storeu_ps(y + i + 8 * k,
-					 _mm256_blendv_ps(q, p, _mm256_castsi256_ps(_mm256_sllv_epi32(v, count))));
+			_mm256_storeu_ps(there, add ? _mm256_add_ps(_mm256_loadu_ps(there), x) : x);
 		}
 	}
 	return i;

@@ -18,13 +18,17 @@ static inline size_t sign_bits_avx512(const float_any *x, size_t n, uint8_t *bit
 	return i;
 }
 
-static inline size_t sign_values_avx512(const uint8_t *bits, size_t n, float negative, float positive, float_any *y)
+static inline size_t sign_values_avx512(const uint8_t *bits, size_t n, float negative, float positive, int add,
+					float_any *y)
 {
 	const __m512 p = _mm512_set1_ps(positive), q = _mm512_set1_ps(negative);
 	size_t i = 0;
 
-	for (; i + 16 <= n; i += 16)
-		_mm512_storeu_ps(y + i, _mm512_mask_blend_ps(load16(bits + i / 8), q, p));
+	for (; i + 16 <= n; i += 16) {
+		__m512 x = _mm512_mask_blend_ps(load16(bits + i / 8), q, p);
+
+		_mm512_storeu_ps(y + i, add ? _mm512_add_ps(_mm512_loadu_ps(y + i), x) : x);
+	}
 	return i;
 }
 

@@ -39,12 +39,12 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 }
 
 static void sign_run(const struct kernels *k, const uint8_t *bits, uint64_t from, uint64_t n, uint64_t row,
-		     const struct work *w, float_any *y)
+		     const struct work *w, int add, float_any *y)
 {
 	for (uint64_t i = 0; i < n; i += row) {
 		float above = w->scale[i / row], below = w->scale_below[i / row];
 
-		k->sign_values(bits, from + i, MIN(row, n - i), round_sign_below(below), above, y + i);
+		k->sign_values(bits, from + i, MIN(row, n - i), round_sign_below(below), above, add, y + i);
 	}
 }
 
@@ -112,6 +112,7 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 	int half = j->h.dtype == CODEC_FLOAT16;
 	/* what is added up is what decoding gives */
 	int rounds = j->h.dtype != CODEC_FLOAT32 && sink->into != CODEC_INTO_STORE && !sink->unscaled;
+	int add = !rounds && q->codec == CODEC_SIGN && sink->into == CODEC_INTO_ADD && sink->weight == 1;
 
 	for (uint64_t i = t; i < end; i += n) {
 		float_any *there, *y;
@@ -122,10 +123,12 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 					row ? n : 1, w, f));
 		if (sink->into == SINK_NONE)
 			continue;
-		there = rounds ? NULL : sink_room(sink, c->first + i);
+		there = add      ? (float_any *)sink->dst->data + c->first + i
+			: rounds ? NULL
+				 : sink_room(sink, c->first + i);
 		y = there ? there : w->y;
 		if (q->codec == CODEC_SIGN)
-			sign_run(k, code, i, n, row ? row : n, w, y);
+			sign_run(k, code, i, n, row ? row : n, w, add, y);
 		else
 			k->decode_rows(q, code + i - t, n, row ? row : n, w->scale, y);
 		if (rounds) {
