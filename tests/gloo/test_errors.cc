@@ -63,6 +63,32 @@ struct Mistake {
 
 const codec_codebook NO_BOOK{};
 
+/* A metric whose arrays do not have the tensor's size, in one way or another. */
+struct BadMetric {
+	std::vector<float> state = std::vector<float>(N, 1);
+	codec_tensor theta = detail::tensor_of(CODEC_FLOAT32, state.data(), N), other = theta;
+	codec_metric first = detail::blank<codec_metric>(), second = first;
+
+	explicit BadMetric(const std::function<void(BadMetric &)> &spoil)
+	{
+		first.theta_term = second.theta_term = 1;
+		first.theta = second.theta = &theta;
+		first.until = N / 2;
+		first.next = &second;
+		spoil(*this);
+	}
+};
+
+Mistake bad_metric(const std::function<void(BadMetric &)> &spoil)
+{
+	const auto bad = std::make_shared<BadMetric>(spoil);
+
+	return {CODEC_BAD_ARGUMENT, [=](Call &c) {
+			c.spec = spec_of(CODEC_TRUNCATE);
+			c.options.metric = &bad->first;
+		}};
+}
+
 std::vector<Mistake> mistakes()
 {
 	return {
@@ -87,6 +113,15 @@ std::vector<Mistake> mistakes()
 			 c.options.algorithm = Algorithm::blocks;
 			 c.spec = spec_of(CODEC_LOSSLESS);
 		 }},
+		bad_metric([](BadMetric &b) { b.theta.nbytes = 1024 * sizeof(float); }),
+		bad_metric([](BadMetric &b) { b.theta = detail::tensor_of(CODEC_FLOAT32, nullptr, N); }),
+		bad_metric([](BadMetric &b) { b.theta.dtype = CODEC_FLOAT16; }),
+		bad_metric([](BadMetric &b) { b.theta.struct_nbytes = 0; }),
+		bad_metric([](BadMetric &b) { b.first.v = &b.other, b.other.nbytes += sizeof(float); }),
+		bad_metric([](BadMetric &b) { b.second.m = &b.other, b.other.nbytes = 0; }),
+		bad_metric([](BadMetric &b) { b.second.struct_nbytes = 0; }),
+		bad_metric([](BadMetric &b) { b.second.until = N / 2, b.second.next = &b.first; }),
+		bad_metric([](BadMetric &b) { b.second.until = N; }),
 	};
 }
 

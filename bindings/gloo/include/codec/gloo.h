@@ -216,6 +216,7 @@ private:
 		r.residual = options.residual;
 		r.sums_residual = options.sums_residual;
 		r.bound(n); /* the spec is one */
+		detail::check_metrics(options.metric, n);
 		return r;
 	}
 
