@@ -179,6 +179,51 @@ TEST_CASE("Arguments that cannot be used on one rank: SpecError there, PeerError
 namespace
 {
 
+/* What one of the other collectives is given: where to put what comes out, and of how many values. */
+struct Given {
+	codec_status status;
+	bool out;
+	size_t n;
+};
+
+std::string others_mistaken(Rank &me)
+{
+	Group group(me.connect());
+	const size_t size = static_cast<size_t>(me.size);
+
+	for (const Given &given : {Given{CODEC_BAD_ARGUMENT, false, 100},
+				   {CODEC_BAD_SHAPE, true, SIZE_MAX / size + 2},
+				   {CODEC_BAD_SHAPE, true, SIZE_MAX / size / 4 + 2}}) {
+		for (bool gather : {false, true}) {
+			std::vector<float> x(100 * size, 1), out = x;
+			const auto call = [&](float *place, size_t n) {
+				if (gather)
+					group.allgather(x.data(), place, n, CODEC_FLOAT32, spec_of(CODEC_SIGN));
+				else
+					group.reduce_scatter(x.data(), place, n, CODEC_FLOAT32, spec_of(CODEC_SIGN));
+			};
+
+			if (me.rank == WRONG)
+				EXPECT(thrown<SpecError>([&] { call(given.out ? out.data() : nullptr, given.n); }) ==
+				       given.status);
+			else
+				thrown<PeerError>([&] { call(out.data(), 100); }, "rank 1 could not begin");
+			EXPECT(x == out);
+		}
+	}
+	return "";
+}
+
+} // namespace
+
+TEST_CASE("A reduce-scatter or an all-gather to nowhere, or of more values than there can be, is refused")
+{
+	ranks::run(3, others_mistaken);
+}
+
+namespace
+{
+
 /* One rank asks for something else, which is good by itself. */
 std::string other_wish(Rank &me)
 {

@@ -136,7 +136,8 @@ public:
 		run(
 			Kind::reduce_scatter,
 			[&] {
-				detail::Reduction r = reduction(values, n * channel_.size, dtype, spec, options);
+				const size_t all = of_all(n, out);
+				detail::Reduction r = reduction(values, all, dtype, spec, options);
 
 				only_plain(options);
 				place(r, nullptr, n);
@@ -155,12 +156,13 @@ public:
 		run(
 			Kind::allgather,
 			[&] {
+				const size_t all = of_all(n, out);
 				Options plain = options;
 				plain.op = Op::sum; /* nothing is reduced */
 				detail::Reduction r = reduction(values, n, dtype, spec, plain);
 
 				only_plain(options);
-				place(r, nullptr, n * channel_.size);
+				place(r, nullptr, all);
 				return r;
 			},
 			[&](detail::Reduction &r, bool) { return std::make_unique<detail::Gather>(channel_, r); }, out,
@@ -186,6 +188,16 @@ private:
 	/* what a rank tells of its part, the worst last; LEFT: it has found others to be at fault */
 	enum Told : uint64_t { FINE, LEFT, REFUSED, NOT_FINITE };
 	enum class Kind { allreduce, reduce_scatter, allgather };
+
+	/* How many values all ranks have, n each. Throws if no memory holds so many, or the result goes nowhere. */
+	size_t of_all(size_t n, const void *out) const
+	{
+		if (!out && n)
+			throw SpecError(CODEC_BAD_ARGUMENT, "no memory for the result");
+		if (n > SIZE_MAX / sizeof(float) / channel_.size)
+			throw SpecError(CODEC_BAD_SHAPE, "there is no memory for as many values");
+		return n * channel_.size;
+	}
 
 	/* Arguments that were looked through. */
 	detail::Reduction reduction(const void *values, size_t n, uint32_t dtype, const codec_spec &spec,
