@@ -215,8 +215,10 @@ public:
 
 		wait(asked);
 		check(asked.all, n, others);
-		for (Numbers &each : asked.all)
-			each.assign(each.begin() + 1, each.begin() + 1 + n);
+		for (Numbers &each : asked.all) {
+			each.erase(each.begin());
+			each.resize(n);
+		}
 		return asked.all;
 	}
 
