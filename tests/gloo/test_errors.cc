@@ -224,6 +224,48 @@ TEST_CASE("A reduce-scatter or an all-gather to nowhere, or of more values than 
 namespace
 {
 
+/* More kinds of calls than are remembered, which not all ranks can begin: what they remember stays the same. */
+std::string many_kinds(Rank &me)
+{
+	constexpr size_t LARGE = 50000; /* of which ranks may choose to send values */
+	Group group(me.connect());
+	const Tensor want = in_order(me.size, CODEC_FLOAT32, LARGE, Op::mean);
+	const auto large = [&] {
+		Tensor t = tensor(me.rank, CODEC_FLOAT32, LARGE);
+
+		group.allreduce(t.data(), LARGE, CODEC_FLOAT32, spec_of(CODEC_LOSSLESS));
+		EXPECT(t == want);
+	};
+
+	for (int round = 0; round < 2; round++) {
+		for (int i = 0; i < 4; i++) /* the next one is of those by which values are tried */
+			large();
+		/* the others must not take it for one more kind: they would forget what this rank remembers */
+		std::vector<float> x(300, 1);
+		const auto refused = [&] {
+			group.allreduce(me.rank == WRONG ? nullptr : x.data(), x.size(), CODEC_FLOAT32,
+					spec_of(CODEC_LOSSLESS));
+		};
+		if (me.rank == WRONG)
+			thrown<SpecError>(refused);
+		else
+			thrown<PeerError>(refused, "rank 1 could not begin");
+		for (size_t n = 1; n < detail::Choices::MOST; n++)
+			group.allreduce(x.data(), n, CODEC_FLOAT32, spec_of(CODEC_LOSSLESS));
+	}
+	return "";
+}
+
+} // namespace
+
+TEST_CASE("Ranks remember the same of the calls before, also where one of them could not begin")
+{
+	ranks::run(3, many_kinds);
+}
+
+namespace
+{
+
 /* One rank asks for something else, which is good by itself. */
 std::string other_wish(Rank &me)
 {

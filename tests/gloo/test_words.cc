@@ -334,6 +334,24 @@ TEST_CASE("Frames at first; values where ranks are busy and they turned out fast
 	CHECK(counted(chosen(1000, 900, 0.5, 100, 3), 3, 100) == 97);
 }
 
+TEST_CASE("Of kinds of collectives the last 256 are remembered, wherever others lie")
+{
+	Choices choices;
+	Choice *first = choices.add(0);
+
+	CHECK(choices.find(0) == first);
+	CHECK(!choices.find(1));
+	for (uint64_t i = 1; i < 256; i++)
+		choices.add(i * i);
+	CHECK(choices.find(0) == first);
+	Choice *second = choices.find(1), *last = choices.add(7);
+	CHECK(!choices.find(0));
+	CHECK(choices.find(1) == second);
+	CHECK(choices.find(7) == last);
+	choices.add(8);
+	CHECK(!choices.find(1));
+}
+
 TEST_CASE("What a collective took is reported with the next one")
 {
 	uint64_t sent = 7;

@@ -28,7 +28,6 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
-#include <map>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -286,7 +285,8 @@ private:
 		std::optional<detail::Reduction> r;
 		std::optional<Keep> keep;
 		std::exception_ptr error;
-		detail::Choice unused, *choice = &unused;
+		const bool automatic = kind == Kind::allreduce && options.algorithm == Algorithm::automatic;
+		detail::Choice fresh, *choice = &fresh;
 		uint64_t signature = 0;
 
 		channel_.timeout = options.timeout.count() > 0 ? options.timeout : channel_.context()->getTimeout();
@@ -294,8 +294,8 @@ private:
 			r.emplace(prepare());
 			signature = signature_of(*r, kind, options.algorithm, chosen(options, *r));
 			keep.emplace(work_.residuals, options, *r, channel_);
-			if (kind == Kind::allreduce && options.algorithm == Algorithm::automatic)
-				choice = &choices_[signature];
+			if (detail::Choice *known = automatic ? choices_.find(signature) : nullptr)
+				choice = known;
 		} catch (const std::exception &) { /* an Error, or no memory */
 			error = std::current_exception();
 		}
@@ -316,6 +316,8 @@ private:
 		if (error)
 			std::rethrow_exception(error);
 		check_agreed(told, signature);
+		if (automatic && choice == &fresh) /* now that all ranks do */
+			choice = choices_.add(signature);
 		const bool before = choice->last(), as_they_are = choice->as_they_are(reports_of(told), raw_nbytes(*r));
 		counted_on([&] {
 			if (as_they_are != before) {
@@ -491,7 +493,7 @@ private:
 
 	detail::Channel channel_;
 	detail::Workspace work_;
-	std::map<uint64_t, detail::Choice> choices_; /* by signature */
+	detail::Choices choices_;
 	const uint32_t tag_;
 };
 
