@@ -10,8 +10,9 @@
  *     encoded again is taken by all from its frame. Lossless gives the float32 sum in the order of ranks. The bits are
  *     those of codec.torch.
  *   - An error on one rank is an error on all: whatever goes wrong, every rank throws an Error within the timeout, and
- *     tensors and residuals are as they were (`out` holds anything). Only rank 0, lost in the moment in which it tells
- *     the others how it went, can leave some with the result and some with a PeerError.
+ *     tensors and residuals are as they were (`out` holds anything). Only rank 0, lost or silent in the moment in which
+ *     it tells the others how it went, can leave some with the result and some with a PeerError, which then takes twice
+ *     the timeout.
  *   - After a PeerError because of a lost or silent rank the context's connections are closed, as after an exception of
  *     Gloo's own: make a new one.
  *   - SIGPIPE, by which a lost rank would end the others, is ignored from the first Group on, unless it is handled.
