@@ -415,6 +415,51 @@ TEST_CASE("NaN that a frame can say arrives on all ranks")
 namespace
 {
 
+/* Each rank's NaNs have other bits, of both signs, quiet and signaling; and some ranks have a number or Inf there. */
+std::string many_nans(Rank &me)
+{
+	Group group(me.connect());
+	std::string found;
+
+	for (uint32_t dtype : DTYPES) {
+		const int fraction = dtype == CODEC_FLOAT32 ? 23 : dtype == CODEC_BFLOAT16 ? 7 : 10;
+		const size_t itemsize = codec_dtype_nbytes(dtype);
+		const uint64_t sign = uint64_t(1) << (8 * itemsize - 1), infinite = sign - (uint64_t(1) << fraction);
+
+		for (Algorithm algorithm : {Algorithm::all_gather, Algorithm::two_shot, Algorithm::raw}) {
+			for (Op op : OPS) {
+				Random random(static_cast<uint64_t>(me.rank) + 20);
+				Tensor t = tensor(me.rank, dtype, 3000);
+				Options options;
+
+				for (size_t i = 0; i < t.n(); i++) {
+					const uint64_t bits = infinite | (random() & ((uint64_t(1) << fraction) - 1)) |
+							      (random() & sign);
+
+					if (random.below(4))
+						std::memcpy(t.bytes.data() + i * itemsize, &bits, itemsize);
+				}
+				options.algorithm = algorithm;
+				options.op = op;
+				group.allreduce(t.data(), t.n(), dtype, spec_of(CODEC_LOSSLESS), options);
+				found += t.str();
+			}
+		}
+	}
+	return found;
+}
+
+} // namespace
+
+TEST_CASE("NaNs of different bits come to the same bits on all ranks")
+{
+	for (int size : {2, 3})
+		ranks::run_alike(size, many_nans);
+}
+
+namespace
+{
+
 /* A codebook for what ranks have at some step. */
 codec_codebook book_of(const codec_spec &spec, uint64_t seed)
 {

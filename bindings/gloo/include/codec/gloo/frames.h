@@ -267,6 +267,7 @@ struct Reduction {
 			else
 				add_own(piece, total, !i);
 		}
+		one_nan(total, piece.n()); /* which part was no frame differs from rank to rank */
 		if (op == Op::mean)
 			divide(total, piece.n(), static_cast<float>(parts.size()));
 	}

@@ -132,6 +132,12 @@ inline void keep_larger(float *__restrict total, const float *__restrict x, uint
 	each(n, [=](uint64_t i) { total[i] = total[i] >= x[i] || total[i] != total[i] ? total[i] : x[i]; });
 }
 
+/* Make every NaN the same one: with which bits an addition leaves it is for processors and compilers to say. */
+inline void one_nan(float *total, uint64_t n)
+{
+	each(n, [=](uint64_t i) { total[i] = total[i] != total[i] ? float_of(0x7fc00000) : total[i]; });
+}
+
 /* What is lost where values are seen as others. */
 inline void lost(float *__restrict residual, const float *__restrict values, const float *__restrict seen, uint64_t n)
 {
