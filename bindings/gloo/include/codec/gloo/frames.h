@@ -169,6 +169,13 @@ struct Reduction {
 		return spec.codec == CODEC_LOSSLESS && op != Op::max;
 	}
 
+	/* Whether encoding refuses Inf and NaN: frames have no words for them. */
+	bool only_numbers() const
+	{
+		return spec.codec != CODEC_LOSSLESS && spec.codec != CODEC_TRUNCATE &&
+		       !(spec.codec == CODEC_FLOAT8 && (spec.options & CODEC_OPTION_PROPAGATE));
+	}
+
 	const uint8_t *own(const Piece &piece) const
 	{
 		return x + piece.begin * itemsize;
