@@ -63,6 +63,32 @@ struct Mistake {
 
 const codec_codebook NO_BOOK{};
 
+/* A metric whose arrays do not have the tensor's size, in one way or another. */
+struct BadMetric {
+	std::vector<float> state = std::vector<float>(N, 1);
+	codec_tensor theta = detail::tensor_of(CODEC_FLOAT32, state.data(), N), other = theta;
+	codec_metric first = detail::blank<codec_metric>(), second = first;
+
+	explicit BadMetric(const std::function<void(BadMetric &)> &spoil)
+	{
+		first.theta_term = second.theta_term = 1;
+		first.theta = second.theta = &theta;
+		first.until = N / 2;
+		first.next = &second;
+		spoil(*this);
+	}
+};
+
+Mistake bad_metric(const std::function<void(BadMetric &)> &spoil)
+{
+	const auto bad = std::make_shared<BadMetric>(spoil);
+
+	return {CODEC_BAD_ARGUMENT, [=](Call &c) {
+			c.spec = spec_of(CODEC_TRUNCATE);
+			c.options.metric = &bad->first;
+		}};
+}
+
 std::vector<Mistake> mistakes()
 {
 	return {
@@ -87,6 +113,15 @@ std::vector<Mistake> mistakes()
 			 c.options.algorithm = Algorithm::blocks;
 			 c.spec = spec_of(CODEC_LOSSLESS);
 		 }},
+		bad_metric([](BadMetric &b) { b.theta.nbytes = 1024 * sizeof(float); }),
+		bad_metric([](BadMetric &b) { b.theta = detail::tensor_of(CODEC_FLOAT32, nullptr, N); }),
+		bad_metric([](BadMetric &b) { b.theta.dtype = CODEC_FLOAT16; }),
+		bad_metric([](BadMetric &b) { b.theta.struct_nbytes = 0; }),
+		bad_metric([](BadMetric &b) { b.first.v = &b.other, b.other.nbytes += sizeof(float); }),
+		bad_metric([](BadMetric &b) { b.second.m = &b.other, b.other.nbytes = 0; }),
+		bad_metric([](BadMetric &b) { b.second.struct_nbytes = 0; }),
+		bad_metric([](BadMetric &b) { b.second.until = N / 2, b.second.next = &b.first; }),
+		bad_metric([](BadMetric &b) { b.second.until = N; }),
 	};
 }
 
@@ -139,6 +174,93 @@ std::string mistaken(Rank &me)
 TEST_CASE("Arguments that cannot be used on one rank: SpecError there, PeerError elsewhere")
 {
 	ranks::run(3, mistaken);
+}
+
+namespace
+{
+
+/* What one of the other collectives is given: where to put what comes out, and of how many values. */
+struct Given {
+	codec_status status;
+	bool out;
+	size_t n;
+};
+
+std::string others_mistaken(Rank &me)
+{
+	Group group(me.connect());
+	const size_t size = static_cast<size_t>(me.size);
+
+	for (const Given &given : {Given{CODEC_BAD_ARGUMENT, false, 100},
+				   {CODEC_BAD_SHAPE, true, SIZE_MAX / size + 2},
+				   {CODEC_BAD_SHAPE, true, SIZE_MAX / size / 4 + 2}}) {
+		for (bool gather : {false, true}) {
+			std::vector<float> x(100 * size, 1), out = x;
+			const auto call = [&](float *place, size_t n) {
+				if (gather)
+					group.allgather(x.data(), place, n, CODEC_FLOAT32, spec_of(CODEC_SIGN));
+				else
+					group.reduce_scatter(x.data(), place, n, CODEC_FLOAT32, spec_of(CODEC_SIGN));
+			};
+
+			if (me.rank == WRONG)
+				EXPECT(thrown<SpecError>([&] { call(given.out ? out.data() : nullptr, given.n); }) ==
+				       given.status);
+			else
+				thrown<PeerError>([&] { call(out.data(), 100); }, "rank 1 could not begin");
+			EXPECT(x == out);
+		}
+	}
+	return "";
+}
+
+} // namespace
+
+TEST_CASE("A reduce-scatter or an all-gather to nowhere, or of more values than there can be, is refused")
+{
+	ranks::run(3, others_mistaken);
+}
+
+namespace
+{
+
+/* More kinds of calls than are remembered, which not all ranks can begin: what they remember stays the same. */
+std::string many_kinds(Rank &me)
+{
+	constexpr size_t LARGE = 50000; /* of which ranks may choose to send values */
+	Group group(me.connect());
+	const Tensor want = in_order(me.size, CODEC_FLOAT32, LARGE, Op::mean);
+	const auto large = [&] {
+		Tensor t = tensor(me.rank, CODEC_FLOAT32, LARGE);
+
+		group.allreduce(t.data(), LARGE, CODEC_FLOAT32, spec_of(CODEC_LOSSLESS));
+		EXPECT(t == want);
+	};
+
+	for (int round = 0; round < 2; round++) {
+		for (int i = 0; i < 4; i++) /* the next one is of those by which values are tried */
+			large();
+		/* the others must not take it for one more kind: they would forget what this rank remembers */
+		std::vector<float> x(300, 1);
+		const auto refused = [&] {
+			group.allreduce(me.rank == WRONG ? nullptr : x.data(), x.size(), CODEC_FLOAT32,
+					spec_of(CODEC_LOSSLESS));
+		};
+		if (me.rank == WRONG)
+			thrown<SpecError>(refused);
+		else
+			thrown<PeerError>(refused, "rank 1 could not begin");
+		for (size_t n = 1; n < detail::Choices::MOST; n++)
+			group.allreduce(x.data(), n, CODEC_FLOAT32, spec_of(CODEC_LOSSLESS));
+	}
+	return "";
+}
+
+} // namespace
+
+TEST_CASE("Ranks remember the same of the calls before, also where one of them could not begin")
+{
+	ranks::run(3, many_kinds);
 }
 
 namespace
@@ -288,6 +410,51 @@ std::string said(Rank &me)
 TEST_CASE("NaN that a frame can say arrives on all ranks")
 {
 	ranks::run_alike(3, said);
+}
+
+namespace
+{
+
+/* Each rank's NaNs have other bits, of both signs, quiet and signaling; and some ranks have a number or Inf there. */
+std::string many_nans(Rank &me)
+{
+	Group group(me.connect());
+	std::string found;
+
+	for (uint32_t dtype : DTYPES) {
+		const int fraction = dtype == CODEC_FLOAT32 ? 23 : dtype == CODEC_BFLOAT16 ? 7 : 10;
+		const size_t itemsize = codec_dtype_nbytes(dtype);
+		const uint64_t sign = uint64_t(1) << (8 * itemsize - 1), infinite = sign - (uint64_t(1) << fraction);
+
+		for (Algorithm algorithm : {Algorithm::all_gather, Algorithm::two_shot, Algorithm::raw}) {
+			for (Op op : OPS) {
+				Random random(static_cast<uint64_t>(me.rank) + 20);
+				Tensor t = tensor(me.rank, dtype, 3000);
+				Options options;
+
+				for (size_t i = 0; i < t.n(); i++) {
+					const uint64_t bits = infinite | (random() & ((uint64_t(1) << fraction) - 1)) |
+							      (random() & sign);
+
+					if (random.below(4))
+						std::memcpy(t.bytes.data() + i * itemsize, &bits, itemsize);
+				}
+				options.algorithm = algorithm;
+				options.op = op;
+				group.allreduce(t.data(), t.n(), dtype, spec_of(CODEC_LOSSLESS), options);
+				found += t.str();
+			}
+		}
+	}
+	return found;
+}
+
+} // namespace
+
+TEST_CASE("NaNs of different bits come to the same bits on all ranks")
+{
+	for (int size : {2, 3})
+		ranks::run_alike(size, many_nans);
 }
 
 namespace

@@ -227,6 +227,35 @@ TEST_CASE(
 	sweep(SIGKILL, 3);
 }
 
+namespace
+{
+
+/* The last message of a collective comes from ranks one after the other; or rank 3's after the timeout. */
+std::string last_message(Rank &me, bool too_late)
+{
+	const int wait_ms[] = {700, 0, 1300, too_late ? 2500 : 1400};
+	detail::Channel channel(me.connect(), 0);
+
+	channel.timeout = TIMEOUT;
+	channel.hear(*std::make_unique<detail::Channel::Asked>(channel.ask({0}))); /* all are there */
+	std::this_thread::sleep_for(milliseconds(wait_ms[me.rank]));
+	try {
+		channel.verdict(0);
+	} catch (const PeerError &) {
+		EXPECT(channel.closed());
+		return "raised";
+	}
+	return "none";
+}
+
+} // namespace
+
+TEST_CASE("Ranks wait for the last message together: all succeed, or none")
+{
+	CHECK(ranks::run_alike(4, [](Rank &me) { return last_message(me, false); }) == "none");
+	CHECK(ranks::run_alike(4, [](Rank &me) { return last_message(me, true); }) == "raised");
+}
+
 TEST_CASE("A rank freezes at any moment of an all-reduce: PeerError on all others after the timeout, and on it, too")
 {
 	sweep(SIGSTOP, 2);

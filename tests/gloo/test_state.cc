@@ -317,3 +317,108 @@ TEST_CASE("Error feedback: what was given and what is owed are what should have 
 	ranks::run(2, telescoped);
 	ranks::run(3, telescoped);
 }
+
+namespace
+{
+
+/* Rank 1's value and the others', what is owed to it and to the sum; whether codecs that say no Inf and NaN take that.
+ */
+struct Extreme {
+	const char *name;
+	uint32_t dtype;
+	Op op;
+	float mine, others, owed, owed_sum;
+	bool good;
+};
+
+constexpr float MOST = 3.4e38f, MOST_BFLOAT16 = 3.3895e38f;
+
+const Extreme EXTREMES[] = {
+	{"what is owed leaves the dtype", CODEC_FLOAT16, Op::mean, 65000, 0, 600, 0, true},
+	{"the same of bfloat16", CODEC_BFLOAT16, Op::mean, MOST_BFLOAT16, 0, 1e36f, 0, true},
+	{"what is owed to the sum leaves the dtype", CODEC_FLOAT16, Op::sum, 65000, 0, 0, 600, true},
+	{"what is owed leaves float32", CODEC_FLOAT32, Op::mean, MOST, 0, MOST, 0, false},
+	{"what is owed to the sum leaves float32", CODEC_FLOAT32, Op::max, MOST, 0, 0, MOST, false},
+	{"the sum leaves the dtype", CODEC_FLOAT16, Op::sum, 40000, 40000, 0, 0, false},
+	{"the sum leaves the dtype, for all that it owes", CODEC_FLOAT16, Op::sum, 40000, 40000, 0, -60000, false},
+	{"the sum leaves float32", CODEC_FLOAT32, Op::mean, MOST, MOST, 0, 0, false},
+	{"Inf", CODEC_FLOAT32, Op::mean, INFINITY, 0, 0, 0, false},
+	{"NaN", CODEC_FLOAT16, Op::max, NAN, 0, 0, 0, false},
+	{"Inf is owed", CODEC_BFLOAT16, Op::mean, 1, 0, -INFINITY, 0, false},
+};
+
+/* Whether a step is good. If not all is as it was; if it is, what is owed is a number. */
+bool take(Group &group, const Rank &me, const Extreme &of, const codec_spec &spec, Algorithm algorithm, bool feedback)
+{
+	constexpr size_t AT = 2500; /* in the last rank's slice */
+	std::vector<float> x = values(me.rank, 3000), residual(x.size()), sums(x.size());
+	Options options;
+
+	x[AT] = me.rank == 1 ? of.mine : of.others;
+	residual[AT] = me.rank == 1 ? of.owed : 0;
+	sums[AT] = of.owed_sum;
+	Tensor t(of.dtype, x);
+	const Tensor given = t;
+	const std::vector<float> owed = residual, owed_sums = sums;
+	options.op = of.op;
+	options.algorithm = algorithm;
+	options.residual = feedback ? residual.data() : nullptr;
+	options.sums_residual = feedback && algorithm != Algorithm::blocks ? sums.data() : nullptr;
+	try {
+		group.allreduce(t.data(), x.size(), of.dtype, spec, options);
+	} catch (const Error &e) {
+		EXPECT(e.status() == CODEC_NONFINITE);
+		EXPECT(t == given);
+		EXPECT(residual == owed);
+		EXPECT(sums == owed_sums);
+		return false;
+	}
+	EXPECT(!feedback || (std::isfinite(residual[AT]) && std::isfinite(sums[AT])));
+	return true;
+}
+
+std::string extremes(Rank &me)
+{
+	Group group(me.connect());
+	codec_spec quantize = spec_of(CODEC_QUANTIZE), propagate = spec_of(CODEC_FLOAT8),
+		   truncate = spec_of(CODEC_TRUNCATE);
+
+	quantize.bits = 8;
+	propagate.options = CODEC_OPTION_PROPAGATE;
+	truncate.variant = CODEC_LEVELS_FIXED;
+	for (const Extreme &of : EXTREMES) {
+		for (const codec_spec &spec : {quantize, propagate, truncate}) {
+			for (Algorithm algorithm :
+			     {Algorithm::two_shot, Algorithm::all_gather, Algorithm::raw, Algorithm::blocks}) {
+				const bool owes_sums = algorithm == Algorithm::two_shot || algorithm == Algorithm::raw;
+
+				if (algorithm == Algorithm::blocks && !is_fixed_rate(spec))
+					continue;
+				for (bool feedback : {false, true}) {
+					if (!feedback && (of.owed || of.owed_sum))
+						continue;
+					if (of.owed_sum && !owes_sums)
+						continue;
+					const bool want = of.good || spec.codec != CODEC_QUANTIZE;
+					const std::string which = std::string(of.name) + ", codec " +
+								  std::to_string(spec.codec) + ", algorithm " +
+								  std::to_string(int(algorithm)) + ": ";
+
+					try {
+						EXPECT(take(group, me, of, spec, algorithm, feedback) == want);
+					} catch (const std::exception &e) {
+						throw std::logic_error(which + e.what());
+					}
+				}
+			}
+		}
+	}
+	return "";
+}
+
+} // namespace
+
+TEST_CASE("Where a dtype ends a step is good or not whichever way values travel, and what is owed stays a number")
+{
+	ranks::run(3, extremes);
+}

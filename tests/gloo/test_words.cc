@@ -283,6 +283,23 @@ TEST_CASE("Segments that overlap, descend, end outside or are no shapes are refu
 		CHECK_THROWS_AS(check_segments(bad, 10), codec::gloo::SpecError);
 }
 
+TEST_CASE("Numbers beyond a half's largest become that one, Inf and NaN stay")
+{
+	const std::vector<float> x = {65504,    65519,    65520,     -1e30f, 3.3895e38f,
+				      -3.4e38f, INFINITY, -INFINITY, NAN,    1.5f};
+	const auto narrowed = [&](uint32_t dtype) {
+		std::vector<uint16_t> found(x.size());
+
+		narrow_numbers(dtype, x.data(), x.size(), found.data());
+		return found;
+	};
+
+	CHECK(narrowed(CODEC_FLOAT16) ==
+	      std::vector<uint16_t>{0x7bff, 0x7bff, 0x7bff, 0xfbff, 0x7bff, 0xfbff, 0x7c00, 0xfc00, 0x7e00, 0x3e00});
+	CHECK(narrowed(CODEC_BFLOAT16) ==
+	      std::vector<uint16_t>{0x4780, 0x4780, 0x4780, 0xf14a, 0x7f7f, 0xff7f, 0x7f80, 0xff80, 0x7fc0, 0x3fc0});
+}
+
 namespace
 {
 
@@ -332,6 +349,24 @@ TEST_CASE("Frames at first; values where ranks are busy and they turned out fast
 	/* busy, but values would take the time that is left as often as they are larger */
 	CHECK(counted(chosen(1000, 25000, 0.5, 500, 50), 0, 500) == 0);
 	CHECK(counted(chosen(1000, 900, 0.5, 100, 3), 3, 100) == 97);
+}
+
+TEST_CASE("Of kinds of collectives the last 256 are remembered, wherever others lie")
+{
+	Choices choices;
+	Choice *first = choices.add(0);
+
+	CHECK(choices.find(0) == first);
+	CHECK(!choices.find(1));
+	for (uint64_t i = 1; i < 256; i++)
+		choices.add(i * i);
+	CHECK(choices.find(0) == first);
+	Choice *second = choices.find(1), *last = choices.add(7);
+	CHECK(!choices.find(0));
+	CHECK(choices.find(1) == second);
+	CHECK(choices.find(7) == last);
+	choices.add(8);
+	CHECK(!choices.find(1));
 }
 
 TEST_CASE("What a collective took is reported with the next one")

@@ -10,8 +10,9 @@
  *     encoded again is taken by all from its frame. Lossless gives the float32 sum in the order of ranks. The bits are
  *     those of codec.torch.
  *   - An error on one rank is an error on all: whatever goes wrong, every rank throws an Error within the timeout, and
- *     tensors and residuals are as they were (`out` holds anything). Only rank 0, lost in the moment in which it tells
- *     the others how it went, can leave some with the result and some with a PeerError.
+ *     tensors and residuals are as they were (`out` holds anything). Only rank 0, lost or silent in the moment in which
+ *     it tells the others how it went, can leave some with the result and some with a PeerError, which then takes twice
+ *     the timeout.
  *   - After a PeerError because of a lost or silent rank the context's connections are closed, as after an exception of
  *     Gloo's own: make a new one.
  *   - SIGPIPE, by which a lost rank would end the others, is ignored from the first Group on, unless it is handled.
@@ -28,7 +29,6 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
-#include <map>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -136,7 +136,8 @@ public:
 		run(
 			Kind::reduce_scatter,
 			[&] {
-				detail::Reduction r = reduction(values, n * channel_.size, dtype, spec, options);
+				const size_t all = of_all(n, out);
+				detail::Reduction r = reduction(values, all, dtype, spec, options);
 
 				only_plain(options);
 				place(r, nullptr, n);
@@ -155,12 +156,13 @@ public:
 		run(
 			Kind::allgather,
 			[&] {
+				const size_t all = of_all(n, out);
 				Options plain = options;
 				plain.op = Op::sum; /* nothing is reduced */
 				detail::Reduction r = reduction(values, n, dtype, spec, plain);
 
 				only_plain(options);
-				place(r, nullptr, n * channel_.size);
+				place(r, nullptr, all);
 				return r;
 			},
 			[&](detail::Reduction &r, bool) { return std::make_unique<detail::Gather>(channel_, r); }, out,
@@ -186,6 +188,16 @@ private:
 	/* what a rank tells of its part, the worst last; LEFT: it has found others to be at fault */
 	enum Told : uint64_t { FINE, LEFT, REFUSED, NOT_FINITE };
 	enum class Kind { allreduce, reduce_scatter, allgather };
+
+	/* How many values all ranks have, n each. Throws if no memory holds so many, or the result goes nowhere. */
+	size_t of_all(size_t n, const void *out) const
+	{
+		if (!out && n)
+			throw SpecError(CODEC_BAD_ARGUMENT, "no memory for the result");
+		if (n > SIZE_MAX / sizeof(float) / channel_.size)
+			throw SpecError(CODEC_BAD_SHAPE, "there is no memory for as many values");
+		return n * channel_.size;
+	}
 
 	/* Arguments that were looked through. */
 	detail::Reduction reduction(const void *values, size_t n, uint32_t dtype, const codec_spec &spec,
@@ -216,6 +228,7 @@ private:
 		r.residual = options.residual;
 		r.sums_residual = options.sums_residual;
 		r.bound(n); /* the spec is one */
+		detail::check_metrics(options.metric, n);
 		return r;
 	}
 
@@ -273,7 +286,8 @@ private:
 		std::optional<detail::Reduction> r;
 		std::optional<Keep> keep;
 		std::exception_ptr error;
-		detail::Choice unused, *choice = &unused;
+		const bool automatic = kind == Kind::allreduce && options.algorithm == Algorithm::automatic;
+		detail::Choice fresh, *choice = &fresh;
 		uint64_t signature = 0;
 
 		channel_.timeout = options.timeout.count() > 0 ? options.timeout : channel_.context()->getTimeout();
@@ -281,8 +295,8 @@ private:
 			r.emplace(prepare());
 			signature = signature_of(*r, kind, options.algorithm, chosen(options, *r));
 			keep.emplace(work_.residuals, options, *r, channel_);
-			if (kind == Kind::allreduce && options.algorithm == Algorithm::automatic)
-				choice = &choices_[signature];
+			if (detail::Choice *known = automatic ? choices_.find(signature) : nullptr)
+				choice = known;
 		} catch (const std::exception &) { /* an Error, or no memory */
 			error = std::current_exception();
 		}
@@ -303,6 +317,8 @@ private:
 		if (error)
 			std::rethrow_exception(error);
 		check_agreed(told, signature);
+		if (automatic && choice == &fresh) /* now that all ranks do */
+			choice = choices_.add(signature);
 		const bool before = choice->last(), as_they_are = choice->as_they_are(reports_of(told), raw_nbytes(*r));
 		counted_on([&] {
 			if (as_they_are != before) {
@@ -478,7 +494,7 @@ private:
 
 	detail::Channel channel_;
 	detail::Workspace work_;
-	std::map<uint64_t, detail::Choice> choices_; /* by signature */
+	detail::Choices choices_;
 	const uint32_t tag_;
 };
 

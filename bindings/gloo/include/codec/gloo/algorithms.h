@@ -123,6 +123,16 @@ inline std::vector<std::vector<size_t>> bounds_of(const Reduction &r, const std:
 	return found;
 }
 
+/*
+ * What encoding says of Inf and NaN, where values or sums are not encoded: which way they travel must not decide
+ * whether a step is good.
+ */
+inline void check_finite(const Reduction &r, uint32_t dtype, const void *values, uint64_t n)
+{
+	if (r.only_numbers() && !finite(dtype, values, n))
+		check(CODEC_NONFINITE);
+}
+
 /* Put the sum of a piece where its values go. */
 inline void sum_into(Reduction &r, const Piece &piece, const std::vector<Bytes> &parts, uint8_t *place)
 {
@@ -370,6 +380,7 @@ class AllGather : public Spread
 	void take(const Piece &piece, const std::vector<Bytes> &parts) override
 	{
 		sum_into(r_, piece, parts, place(piece));
+		check_finite(r_, r_.dtype, place(piece), piece.n());
 	}
 };
 
@@ -494,11 +505,16 @@ private:
 	Bytes first_;
 };
 
-/* What encoding would have said of NaN and Inf: which way values travel must not decide whether a step is good. */
-inline void check_finite(const Reduction &r)
+/* The same of a sum of n values of all ranks; of what was sent its sender says so. */
+inline void check_sum(const Reduction &r, uint32_t dtype, const void *sum, const std::vector<const uint8_t *> &parts,
+		      uint64_t n)
 {
-	if (r.spec.codec != CODEC_LOSSLESS && !finite(r.dtype, r.x, r.n))
-		check(CODEC_NONFINITE);
+	if (!r.only_numbers() || finite(dtype, sum, n))
+		return;
+	for (const uint8_t *part : parts)
+		if (!finite(r.dtype, part, n))
+			throw PeerError("a rank has sent Inf or NaN");
+	check(CODEC_NONFINITE);
 }
 
 /* Values of all ranks to what comes out, as codec_reduce has it, in the tensor's dtype. */
@@ -517,14 +533,16 @@ inline void add_up(Reduction &r, const std::vector<const uint8_t *> &parts, cons
 	}
 	if (r.op == Op::mean)
 		divide(total, piece.n(), static_cast<float>(parts.size()));
-	if (residual)
-		add(total, residual, piece.n());
 	if (r.dtype != CODEC_FLOAT32)
 		narrow(r.dtype, total, piece.n(), place);
-	if (residual && r.dtype != CODEC_FLOAT32)
-		lost(residual, total, r.as_float32(place, piece), piece.n());
-	else if (residual)
-		std::fill_n(residual, piece.n(), 0.0f);
+	check_sum(r, r.dtype, place, parts, piece.n());
+	if (!residual)
+		return;
+	add(total, residual, piece.n());
+	check_sum(r, CODEC_FLOAT32, total, parts, piece.n());
+	if (r.dtype != CODEC_FLOAT32)
+		narrow_numbers(r.dtype, total, piece.n(), place);
+	lost(residual, total, r.as_float32(place, piece), piece.n());
 }
 
 /*
@@ -556,9 +574,8 @@ public:
 			for (int o : channel_.others)
 				seconds[c].push_back(
 					channel_.receive_values(place(slices_[o][c]), nbytes(slices_[o][c]), o));
-		attempt_([&] { check_finite(r_); });
 
-		const uint8_t *x = r_.residual ? owed() : r_.x;
+		const uint8_t *x = values();
 		for (size_t c = 0; c < mine.size(); c++)
 			for (int o : channel_.others)
 				channel_.send_values(x + slices_[o][c].begin * r_.itemsize, nbytes(slices_[o][c]), o);
@@ -570,7 +587,7 @@ public:
 				channel_.wait(each);
 				parts[each.source] = static_cast<const uint8_t *>(each.buffer->ptr);
 			}
-			add_up(r_, parts, mine[c], place(mine[c]));
+			attempt_([&] { add_up(r_, parts, mine[c], place(mine[c])); });
 			for (int o : channel_.others)
 				channel_.send_values(place(mine[c]), nbytes(mine[c]), o);
 		}
@@ -586,15 +603,20 @@ private:
 		return piece.n() * r_.itemsize;
 	}
 
-	/* The values with what is owed to them. */
-	const uint8_t *owed()
+	/* What is sent: the values with what is owed to them. */
+	const uint8_t *values()
 	{
+		if (!r_.residual) {
+			attempt_([&] { check_finite(r_, r_.dtype, r_.x, r_.n); });
+			return r_.x;
+		}
 		std::vector<float> sums(r_.n), seen(r_.n);
 
 		owed_.resize(r_.n * r_.itemsize);
 		widen(r_.dtype, r_.x, r_.n, sums.data());
 		add(sums.data(), r_.residual, r_.n);
-		narrow(r_.dtype, sums.data(), r_.n, owed_.data());
+		attempt_([&] { check_finite(r_, CODEC_FLOAT32, sums.data(), r_.n); });
+		narrow_numbers(r_.dtype, sums.data(), r_.n, owed_.data());
 		widen(r_.dtype, owed_.data(), r_.n, seen.data());
 		lost(r_.residual, sums.data(), seen.data(), r_.n);
 		return owed_.data();

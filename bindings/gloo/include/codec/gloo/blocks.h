@@ -260,7 +260,10 @@ public:
 			channel_.close();
 			throw PeerError(std::string("a rank is gone or does not answer: ") + e.what());
 		}
-		attempt_([&] { blocks_.decode(r_.result, r_.op == Op::mean ? static_cast<float>(channel_.size) : 1); });
+		attempt_([&] {
+			blocks_.decode(r_.result, r_.op == Op::mean ? static_cast<float>(channel_.size) : 1);
+			check_finite(r_, r_.dtype, r_.result, r_.n);
+		});
 	}
 
 private:

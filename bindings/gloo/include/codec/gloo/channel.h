@@ -163,7 +163,7 @@ public:
 
 	void wait(Incoming &incoming)
 	{
-		guarded(incoming.source, [&] { incoming.buffer->waitRecv(timeout); });
+		wait(incoming, timeout);
 	}
 
 	/* Send a message, which stays as it is until finish(); an empty one: there is no frame. */
@@ -213,16 +213,19 @@ public:
 	{
 		const size_t n = asked.all[rank][0];
 
-		wait(asked);
+		wait(asked, timeout);
 		check(asked.all, n, others);
-		for (Numbers &each : asked.all)
-			each.assign(each.begin() + 1, each.begin() + 1 + n);
+		for (Numbers &each : asked.all) {
+			each.erase(each.begin());
+			each.resize(n);
+		}
 		return asked.all;
 	}
 
 	/*
 	 * The worst that any rank has to tell, and which one has. Rank 0 asks all, and then tells all: whichever other
-	 * one is lost meanwhile, either all succeed or none does.
+	 * one is lost meanwhile, either all succeed or none does. It may have begun to wait a timeout after this one,
+	 * and then waits for one itself.
 	 */
 	Numbers verdict(uint64_t status)
 	{
@@ -233,7 +236,7 @@ public:
 
 		put(mine, asked.all[rank]);
 		post_numbers(asked, sources, rank ? sources : std::vector<int>{});
-		wait(asked);
+		wait(asked, rank ? 2 * timeout : timeout);
 		check(all, mine.size(), sources);
 		if (rank)
 			return {all[0][1], all[0][2]};
@@ -334,10 +337,23 @@ private:
 			asked.out.push_back(post(asked.all[rank].data(), nbytes, o, true, NUMBERS));
 	}
 
-	void wait(Asked &asked)
+	void wait(Incoming &incoming, std::chrono::milliseconds within)
 	{
+		guarded(incoming.source, [&] { incoming.buffer->waitRecv(within); });
+	}
+
+	/* All of them within this time, not one after the other. */
+	void wait(Asked &asked, std::chrono::milliseconds within)
+	{
+		const auto end = std::chrono::steady_clock::now() + within;
+		const auto left = [&] {
+			const auto time = end - std::chrono::steady_clock::now();
+
+			return std::max({}, std::chrono::duration_cast<std::chrono::milliseconds>(time));
+		};
+
 		for (Incoming &each : asked.in)
-			wait(each);
+			wait(each, left());
 		for (Incoming &each : asked.out)
 			guarded(each.source, [&] { each.buffer->waitSend(timeout); });
 	}

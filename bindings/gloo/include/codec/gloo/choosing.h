@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <limits>
 #include <time.h>
+#include <utility>
 #include <vector>
 
 namespace codec::gloo::detail
@@ -131,6 +133,36 @@ private:
 	uint64_t best_[2] = {NONE, NONE}; /* microseconds of the slowest rank: of frames, of values */
 	bool worth_trying_ = false;
 	Report report_;
+};
+
+/*
+ * What was chosen for collectives of a kind, of the kinds that came last: where sizes change from call to call there is
+ * no end to them. Ranks must keep the same ones, or they would choose differently.
+ */
+class Choices
+{
+public:
+	static constexpr size_t MOST = 256;
+
+	/* That of a kind; nullptr: there is none. */
+	Choice *find(uint64_t signature)
+	{
+		for (auto &[kind, choice] : kept_)
+			if (kind == signature)
+				return &choice;
+		return nullptr;
+	}
+
+	/* Begin one; the oldest is forgotten if there are too many. */
+	Choice *add(uint64_t signature)
+	{
+		if (kept_.size() == MOST)
+			kept_.pop_front();
+		return &kept_.emplace_back(signature, Choice()).second;
+	}
+
+private:
+	std::deque<std::pair<uint64_t, Choice>> kept_;
 };
 
 } // namespace codec::gloo::detail

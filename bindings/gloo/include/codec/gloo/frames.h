@@ -41,6 +41,23 @@ inline codec_tensor tensor_of(uint32_t dtype, const void *data, uint64_t n)
 	return t;
 }
 
+/* Throw unless metrics ascend and their arrays have n values each: pieces are cut from them without a further look. */
+inline void check_metrics(const codec_metric *metric, uint64_t n)
+{
+	uint64_t from = 0;
+
+	for (const codec_metric *m = metric; m; from = m->until, m = m->until ? m->next : nullptr) {
+		bool good = m->struct_nbytes >= sizeof *m && (!m->until || (m->until > from && m->next));
+
+		if (good && !m->user)
+			for (const codec_tensor *t : {m->theta, m->v, m->m})
+				good = good && (!t || (t->struct_nbytes >= sizeof *t && (t->data || !n) &&
+						       t->nbytes == n * codec_dtype_nbytes(t->dtype)));
+		if (!good)
+			throw SpecError(CODEC_BAD_ARGUMENT, "a metric, or an array of it, does not fit the tensor");
+	}
+}
+
 /* Values [begin, end) of what a metric goes by, counted from `begin`; parameter groups that lie elsewhere are left out.
  */
 class MetricOf
@@ -152,6 +169,13 @@ struct Reduction {
 		return spec.codec == CODEC_LOSSLESS && op != Op::max;
 	}
 
+	/* Whether encoding refuses Inf and NaN: frames have no words for them. */
+	bool only_numbers() const
+	{
+		return spec.codec != CODEC_LOSSLESS && spec.codec != CODEC_TRUNCATE &&
+		       !(spec.codec == CODEC_FLOAT8 && (spec.options & CODEC_OPTION_PROPAGATE));
+	}
+
 	const uint8_t *own(const Piece &piece) const
 	{
 		return x + piece.begin * itemsize;
@@ -250,6 +274,7 @@ struct Reduction {
 			else
 				add_own(piece, total, !i);
 		}
+		one_nan(total, piece.n()); /* which part was no frame differs from rank to rank */
 		if (op == Op::mean)
 			divide(total, piece.n(), static_cast<float>(parts.size()));
 	}

@@ -110,6 +110,19 @@ inline void narrow(uint32_t dtype, const float *__restrict from, size_t n, void 
 		each(n, [=](uint64_t i) { halves[i] = to_float16(from[i]); });
 }
 
+/* The same, but numbers stay numbers: at most the dtype's largest, which comes before Inf. */
+inline void narrow_numbers(uint32_t dtype, const float *__restrict from, size_t n, void *to)
+{
+	const uint16_t infinite = dtype == CODEC_BFLOAT16 ? 0x7f80 : 0x7c00;
+	auto *halves = static_cast<uint16_t *>(to);
+
+	narrow(dtype, from, n, to);
+	if (dtype != CODEC_FLOAT32)
+		each(n, [=](uint64_t i) {
+			halves[i] -= (halves[i] & 0x7fff) == infinite && (bits_of(from[i]) & 0x7fffffff) < 0x7f800000;
+		});
+}
+
 inline void add(float *__restrict total, const float *__restrict x, uint64_t n)
 {
 	each(n, [=](uint64_t i) { total[i] += x[i]; });
@@ -132,10 +145,18 @@ inline void keep_larger(float *__restrict total, const float *__restrict x, uint
 	each(n, [=](uint64_t i) { total[i] = total[i] >= x[i] || total[i] != total[i] ? total[i] : x[i]; });
 }
 
-/* What is lost where values are seen as others. */
+/* Make every NaN the same one: with which bits an addition leaves it is for processors and compilers to say. */
+inline void one_nan(float *total, uint64_t n)
+{
+	each(n, [=](uint64_t i) { total[i] = total[i] != total[i] ? float_of(0x7fc00000) : total[i]; });
+}
+
+/* What is lost where values are seen as others; nothing of Inf and NaN, or it would never be made up for. */
 inline void lost(float *__restrict residual, const float *__restrict values, const float *__restrict seen, uint64_t n)
 {
-	each(n, [=](uint64_t i) { residual[i] = values[i] - seen[i]; });
+	each(n, [=](uint64_t i) {
+		residual[i] = (bits_of(values[i]) & 0x7fffffff) < 0x7f800000 ? values[i] - seen[i] : 0;
+	});
 }
 
 /* Whether none of n values is NaN or Inf. */
