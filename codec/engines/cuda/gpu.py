@@ -123,7 +123,7 @@ class Gpu:
         self.prepare([kernel])
         if (kernel, name) not in self._numbers:
             module = self._functions[kernel].module
-            data = self.download(module.get_global_var(name).ptr, 8 * count)
+            data = self.download(module.get_global_var(name), 8 * count)
             self._numbers[kernel, name] = tuple(np.frombuffer(data, np.uint64).tolist())
         return self._numbers[kernel, name]
 
