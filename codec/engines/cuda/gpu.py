@@ -113,6 +113,8 @@ class Gpu:
 
     def prepare(self, wanted: Iterable[str]) -> None:
         todo = [kernel for kernel in wanted if kernel not in self._functions]
+        if not todo:
+            return
         for code in compile_all(todo, self._arch):
             module = self._cupy.cuda.Module()
             module.load(code.image)
