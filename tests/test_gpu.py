@@ -1,0 +1,117 @@
+"""What `codec/engines/cuda/gpu.py` asks CuPy for; and that the one of `cupy_on_cpu.py` is like CuPy itself."""
+
+import importlib
+import inspect
+import re
+import types
+
+import cupy_on_cpu
+import ml_dtypes
+import numpy as np
+import pytest
+from cupy_on_cpu import Stream, cupy
+from device import build
+
+import codec
+from codec import metrics
+
+F32 = np.float32
+X = np.random.default_rng(0).standard_normal(20_000, F32)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    return cupy_on_cpu.install(monkeypatch, build())
+
+
+def parameters(call):
+    """Their names; of what Cython compiled, as its documentation begins."""
+    try:
+        names = list(inspect.signature(call).parameters)
+    except (TypeError, ValueError):
+        names = ["args"]
+    if "args" in names:
+        written = re.search(r"\(([^)]*)\)", call.__doc__)[1]
+        names = [part.split("=")[0].split()[-1].strip("*") for part in written.split(",") if part]
+    return [name for name in names if name not in ("self", "cls")]
+
+
+def same(ours, real, path):
+    """Whether what is here is there, too, and is called alike."""
+    if inspect.ismodule(ours):
+        for name in vars(ours).keys() - vars(types.ModuleType("")).keys() - {"__version__"}:
+            same(getattr(ours, name), getattr(real, name), f"{path}.{name}")
+    elif isinstance(ours, type):
+        assert isinstance(real, type), path
+        one = getattr(real, "null", real)  # has what is an object's
+        for name, member in vars(ours).items():
+            if isinstance(member, property):
+                assert not callable(getattr(real, name)), f"{path}.{name}"
+            elif inspect.isroutine(getattr(ours, name)) and name[0] != "_":
+                same(getattr(ours, name), getattr(real, name), f"{path}.{name}")
+        assert all(hasattr(one, name) for name in inspect.get_annotations(ours) if name[0] != "_"), path
+        assert all(hasattr(real, name) for name in vars(ours) if name in ("__add__", "__enter__", "__dlpack_device__"))
+        if "__init__" in vars(ours):
+            called_alike(ours, real, path)
+    elif inspect.isroutine(ours):
+        assert not isinstance(real, type), path
+        called_alike(ours, real, path)
+    else:
+        assert type(ours) is type(real), path
+        assert type(ours) is not int or ours == real, path
+
+
+def called_alike(ours, real, path):
+    expected = parameters(ours)
+    assert parameters(real)[: len(expected)] == expected, path
+
+
+def test_cupy_is_like_that():
+    real = importlib.import_module("cupy")
+    same(cupy, real, "cupy")
+    assert real.cuda.driver.moduleGetGlobal.__doc__.endswith("-> intptr_t")  # what get_global_var returns
+    assert hasattr(real.cuda.runtime.PointerAttributes, "device")
+    assert issubclass(real.cuda.runtime.CUDARuntimeError, RuntimeError)
+
+
+class OnStream:
+    """An array of another library's, with the stream on which it is ready."""
+
+    def __init__(self, array, stream):
+        self.array = array
+        self.__cuda_array_interface__ = {
+            "shape": array.shape,
+            "typestr": array.dtype.str,
+            "data": (array.data.ptr, False),
+            "version": 3,
+            "stream": stream.ptr,
+        }
+
+
+def test_order_of_streams(machine):
+    """What is made on others is waited for, and what they do then waits for us."""
+    a, b = Stream(), Stream()
+    spec, metric, theta = codec.Truncate(), metrics.SGD(0.1), np.sqrt(np.abs(X))
+    with a:
+        x = OnStream(cupy.array(X), a)
+    with b:
+        state = {"theta": OnStream(cupy.array(theta), b)}
+    frame = codec.encode(X, spec, metric=metric, state={"theta": theta})
+    out = cupy.empty(codec.bound(X.shape, "float32", spec), np.uint8)
+    assert bytes(codec.encode(x, spec, metric=metric, state=state).get()) == frame
+    pending = codec.encode_async(x, spec, out=out, metric=metric, state=state)
+    with b:
+        state["theta"].array.set(-theta)
+    b.synchronize()
+    assert bytes(pending.wait().get()) == frame
+
+
+def test_dtypes_that_cupy_lacks(machine):
+    x = X.astype(ml_dtypes.float8_e4m3fn)
+    frame = cupy.array(np.frombuffer(codec.encode(x), np.uint8))
+    with pytest.raises(codec.EngineError, match="CuPy has no float8_e4m3fn"):
+        codec.decode(frame, like=cupy.empty(0, F32))
+    assert codec.decode(frame).get().tobytes() == x.tobytes()
+    y = X.astype(ml_dtypes.bfloat16)
+    decoded = codec.decode(cupy.array(np.frombuffer(codec.encode(y), np.uint8)))
+    assert (decoded.dtype, decoded.get().tobytes()) == (y.dtype, y.tobytes())
