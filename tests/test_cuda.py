@@ -695,6 +695,21 @@ def test_order_of_threads(order, monkeypatch):
         assert ours == native, name
 
 
+@on_cpu
+@pytest.mark.parametrize("order", ["up", "down", "3", "17"])
+def test_rows_in_any_order(order, monkeypatch):
+    """So many that blocks find their offsets; in a sample all values are compared with the first one's."""
+    monkeypatch.setenv("CUDA_ON_CPU_ORDER", order)
+    powers = np.ldexp(1.0, np.random.default_rng(0).integers(-20, 20, (1040, 1))) * np.ones((1040, 160))
+    for x, spec in (
+        (np.ones((1040, 160)), codec.Lossless(model="separable")),
+        (powers, codec.Lossless()),
+        (powers.astype(F32), codec.Lossless(model="separable")),
+        (powers.astype(F32), codec.Truncate(1)),
+    ):
+        assert encode(x, spec, str(x.dtype)) == codec.encode(x, spec)
+
+
 @by_cupy
 @pytest.mark.parametrize("name", test_numba.GOLDEN)
 def test_golden_frames(name):
