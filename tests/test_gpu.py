@@ -1,5 +1,6 @@
 """What `codec/engines/cuda/gpu.py` asks CuPy for; and that the one of `cupy_on_cpu.py` is like CuPy itself."""
 
+import contextlib
 import importlib
 import inspect
 import re
@@ -104,6 +105,21 @@ def test_order_of_streams(machine):
         state["theta"].array.set(-theta)
     b.synchronize()
     assert bytes(pending.wait().get()) == frame
+
+
+def test_the_stream_of_a_caller_stays(machine):
+    """Chosen by `with` or by `use`, also where something is wrong."""
+    a, b, other = Stream(), Stream(), Stream()
+    x = cupy.array(X)
+    Stream.null.synchronize()
+    for work in (lambda: codec.encode(OnStream(x, other)), lambda: codec.decode(codec.encode(X)[:-1], like=x)):
+        with a:
+            for now in (a, b):
+                now.use()
+                with contextlib.suppress(codec.FrameError):
+                    work()
+                assert cupy.cuda.get_current_stream() is now
+        assert cupy.cuda.get_current_stream() is Stream.null
 
 
 def test_dtypes_that_cupy_lacks(machine):

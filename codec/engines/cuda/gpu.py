@@ -55,8 +55,13 @@ class Gpu:
 
     @contextmanager
     def on(self, stream: int) -> Generator[None]:
-        with self._device, self._other(stream):
-            yield
+        with self._device:
+            before = self._stream()  # CuPy's own `with` would not go back to one that was chosen by use()
+            self._other(stream).use()
+            try:
+                yield
+            finally:
+                before.use()
 
     def _stream(self) -> Any:
         return self._cupy.cuda.get_current_stream()
