@@ -191,24 +191,29 @@ class Device:
 
 
 class _Pooled:
-    """Memory of a pool, or new one. What is free was overwritten, or is about to be."""
+    """Memory of a pool: a stream's number, or None for pinned memory."""
 
-    def __init__(self, size: int, pool: int | None) -> None:
-        self._machine, self._pool, self._size = machine, pool, -(-size // 512) * 512
-        free = machine.free[pool, self._size]
-        if not free:
-            machine.unsafe()
-            memory = np.full(self._size + 512, 0xE5, np.uint8)
-            free.append(memory[-memory.ctypes.data % 512 :][: self._size])
-        self._memory = free.pop()
-        self.ptr = self._memory.ctypes.data
+    def __init__(self, memory: Any, pool: int | None) -> None:
+        self._machine, self._memory, self._pool, self.ptr = machine, memory, pool, memory.ctypes.data
 
     def __del__(self) -> None:
+        overwrite = functools.partial(self._memory.fill, 0xE5)
         if self._pool is None:
-            self._memory.fill(0xE5)
+            overwrite()
         else:
-            self._machine.todo[self._pool].append(functools.partial(self._memory.fill, 0xE5))
-        self._machine.free[self._pool, self._size].append(self._memory)
+            self._machine.todo[self._pool].append(overwrite)
+        self._machine.free[self._pool, len(self._memory)].append(self._memory)
+
+
+def _take(size: int, pool: int | None) -> _Pooled:
+    """What is free, or new memory."""
+    size = -(-size // 512) * 512
+    free = machine.free[pool, size]
+    if not free:
+        machine.unsafe()
+        memory = np.full(size + 512, 0xE5, np.uint8)
+        free.append(memory[-memory.ctypes.data % 512 :][:size])
+    return _Pooled(free.pop(), pool)
 
 
 class UnownedMemory:
@@ -227,7 +232,7 @@ class MemoryPointer:
 
 
 def alloc(size: int) -> MemoryPointer:
-    return MemoryPointer(_Pooled(size, _number(machine.current.ptr)), 0)
+    return MemoryPointer(_take(size, _number(machine.current.ptr)), 0)
 
 
 class PinnedMemoryPointer:
@@ -238,7 +243,7 @@ class PinnedMemoryPointer:
 
 
 def alloc_pinned_memory(size: int) -> PinnedMemoryPointer:
-    return PinnedMemoryPointer(_Pooled(size, None), 0)
+    return PinnedMemoryPointer(_take(size, None), 0)
 
 
 def getDevice() -> int:
@@ -442,5 +447,6 @@ def install(monkeypatch: Any, library: Any, capabilities: tuple[str, ...] = ("90
     machine = Machine(library, capabilities)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(gpu, "_gpu", functools.cache(gpu.Gpu))
+    monkeypatch.setattr(gpu, "_driver", lambda: types.SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange))
     monkeypatch.setattr(kernels, "cache_folder", lambda: kernels.Path("/dev/null/nowhere"))
     return machine

@@ -122,6 +122,41 @@ def test_the_stream_of_a_caller_stays(machine):
         assert cupy.cuda.get_current_stream() is Stream.null
 
 
+@pytest.mark.parametrize("mode", [cupy_on_cpu.GLOBAL, cupy_on_cpu.RELAXED])
+def test_graphs(machine, mode):
+    """Captured as torch does it, or CuPy: then memory must not be asked for as usual. They run on other values."""
+    spec, s = codec.Float8(entropy=True), Stream()
+    left, out = (cupy.empty(n, dtype) for n, dtype in ((X.shape, F32), (codec.bound(X.shape, "float32", spec), "u1")))
+    x = cupy.array(X)
+    codec.encode_async(x, spec, out=out, residual=left)  # on another stream
+    with s:
+        s.begin_capture(mode)
+        pending = codec.encode_async(x, spec, out=out, residual=left)
+        graph = s.end_capture()
+        assert machine.mode == cupy_on_cpu.GLOBAL
+        for y in (X[::-1], X * F32(3)):
+            x.set(y)
+            graph.launch()
+            codec.encode(cupy.array(np.ones(30_000, F32)))  # takes memory that is free
+            kept = np.empty_like(X)
+            assert bytes(pending.wait().get()) == codec.encode(y, spec, residual=kept)
+            assert left.get().tobytes() == kept.tobytes()
+
+
+def test_graphs_of_what_waits(machine):
+    """End with an error, and other calls go on as before."""
+    s, x = Stream(), cupy.array(X)
+    frame = codec.encode(x).get()
+    with s:
+        s.begin_capture()
+        with pytest.raises(cupy_on_cpu.CUDARuntimeError, match="Unsupported"):
+            codec.encode(x)
+        with pytest.raises(cupy_on_cpu.CUDARuntimeError, match="Invalidated"):
+            s.end_capture()
+        assert machine.mode == cupy_on_cpu.GLOBAL
+        assert codec.encode(x).get().tobytes() == frame.tobytes()
+
+
 def test_dtypes_that_cupy_lacks(machine):
     x = X.astype(ml_dtypes.float8_e4m3fn)
     frame = cupy.array(np.frombuffer(codec.encode(x), np.uint8))

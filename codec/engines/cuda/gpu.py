@@ -9,7 +9,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,30 @@ from codec.errors import EngineError
 from codec.view import TensorView, is_torch, view
 
 _PINNED = 1 << 16  # bytes: longer copies from memory that can be paged wait for the stream
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _INSTALL = "pip install 'tensor-codec[cuda12]', or [cuda13] beside a driver of CUDA 13"
 
 
 def _cupy() -> Any:
     return importlib.import_module("cupy")
+
+
+@functools.cache
+def _driver() -> Any:
+    """For what CuPy does not pass on."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@contextmanager
+def _relaxed() -> Generator[None]:
+    """Let this thread ask for memory while a stream is captured, by whoever: it is kept, and no part of the graph."""
+    mode = ctypes.c_int(_RELAXED)
+    exchange = _driver().cuThreadExchangeStreamCaptureMode
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 class _Number:
@@ -57,9 +76,10 @@ class Gpu:
     def on(self, stream: int) -> Generator[None]:
         with self._device:
             before = self._stream()  # CuPy's own `with` would not go back to one that was chosen by use()
-            self._other(stream).use()
+            now = self._other(stream).use()
             try:
-                yield
+                with _relaxed() if now.is_capturing() else nullcontext():
+                    yield
             finally:
                 before.use()
 
