@@ -5,6 +5,7 @@ import importlib
 import inspect
 import re
 import types
+import weakref
 
 import cupy_on_cpu
 import ml_dtypes
@@ -15,6 +16,7 @@ from device import build
 
 import codec
 from codec import metrics
+from codec.engines.cuda import gpu
 
 F32 = np.float32
 X = np.random.default_rng(0).standard_normal(20_000, F32)
@@ -155,6 +157,29 @@ def test_graphs_of_what_waits(machine):
             s.end_capture()
         assert machine.mode == cupy_on_cpu.GLOBAL
         assert codec.encode(x).get().tobytes() == frame.tobytes()
+
+
+@pytest.mark.parametrize("nbytes", [100, 100_000])
+def test_memory_that_is_copied_from(machine, nbytes):
+    """Is kept until the copy is done, pinned or not, and no longer; nor if it was never begun."""
+    device, there = gpu._gpu(0), cupy.empty(nbytes, np.uint8)
+    data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    expected, alive = data.tobytes(), weakref.ref(data)
+    device.upload(there.data.ptr, data)
+    del data
+    assert (alive() is None) == (nbytes == 100)  # then it was copied to pinned memory
+    assert there.get().tobytes() == expected
+    first, second = (getattr(device.upload(there.data.ptr, bytes(nbytes)), "ptr", 0) for _ in range(2))
+    assert alive() is None
+    assert first != second or nbytes > 100
+    Stream.null.synchronize()
+    assert getattr(device.upload(there.data.ptr, bytes(nbytes)), "ptr", 0) in (first, second)
+    Stream.null.synchronize()
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(cupy.cuda.runtime, "memcpyAsync", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            device.upload(there.data.ptr, bytes(nbytes))
+    assert not device._sent
 
 
 def test_dtypes_that_cupy_lacks(machine):

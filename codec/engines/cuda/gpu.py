@@ -69,7 +69,7 @@ class Gpu:
         self._arch = f"sm_{self._device.compute_capability}"
         self._functions: dict[str, Any] = {}
         self._numbers: dict[tuple[str, str], tuple[int, ...]] = {}
-        self._sent: list[list[Any]] = []  # pinned memory, and the event after which it is free
+        self._sent: list[list[Any]] = []  # memory that is copied from, and the event after which it is free
         self._sending = threading.Lock()
 
     @contextmanager
@@ -104,21 +104,30 @@ class Gpu:
         return memory.ptr, memory
 
     def upload(self, to: int, data: Any) -> object:
+        self._forget()
         runtime, stream, nbytes = self._cupy.cuda.runtime, self._stream(), len(data)
-        capturing = stream.is_capturing()
-        if nbytes > _PINNED and not capturing:
-            runtime.memcpyAsync(to, _address(data), nbytes, runtime.memcpyHostToDevice, stream.ptr)
-            return None  # the driver has read all of it by now
-        pinned = self._cupy.cuda.alloc_pinned_memory(nbytes)
-        ctypes.memmove(pinned.ptr, _address(data), nbytes)
-        sent = [pinned, None]
+        kept, at, capturing = data, _address(data), stream.is_capturing()
+        if capturing or nbytes <= _PINNED:
+            kept = self._cupy.cuda.alloc_pinned_memory(nbytes)
+            ctypes.memmove(kept.ptr, at, nbytes)
+            at = kept.ptr
+        sent = [kept, None]
         if not capturing:  # a graph's memory is kept by who has the graph
             with self._sending:
-                self._sent = [*(s for s in self._sent if s[1] is None or not s[1].done), sent]
-        runtime.memcpyAsync(to, pinned.ptr, nbytes, runtime.memcpyHostToDevice, stream.ptr)
+                self._sent.append(sent)
+        try:
+            runtime.memcpyAsync(to, at, nbytes, runtime.memcpyHostToDevice, stream.ptr)
+        except Exception:
+            self._forget(sent)
+            raise
         if not capturing:
             sent[1] = stream.record()
-        return pinned
+        return kept
+
+    def _forget(self, failed: list[Any] | None = None) -> None:
+        """Copies that are done, and one that was not begun."""
+        with self._sending:
+            self._sent = [s for s in self._sent if s is not failed and (s[1] is None or not s[1].done)]
 
     def download(self, at: int, nbytes: int) -> bytearray:
         runtime, data, stream = self._cupy.cuda.runtime, bytearray(nbytes), self._stream()
