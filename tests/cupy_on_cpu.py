@@ -254,6 +254,10 @@ def getDeviceCount() -> int:
     return len(machine.capabilities)
 
 
+def deviceGetAttribute(attrib: int, device: int) -> int:
+    return {75: int(machine.capabilities[device][:-1]), 76: int(machine.capabilities[device][-1])}[attrib]
+
+
 def pointerGetAttributes(ptr: int) -> Any:
     return types.SimpleNamespace(device=0)
 
@@ -431,7 +435,7 @@ _RUNTIME = {
     "streamCaptureModeRelaxed": RELAXED,
 }
 _nvrtc = _Compiler()
-_functions = getDevice, getDeviceCount, pointerGetAttributes, memcpyAsync, memsetAsync
+_functions = deviceGetAttribute, getDevice, getDeviceCount, pointerGetAttributes, memcpyAsync, memsetAsync
 runtime = _module("runtime", CUDARuntimeError, *_functions, **_RUNTIME)
 driver = _module("driver", launchKernel)
 nvrtc = _module("nvrtc", NVRTCError, *(getattr(_nvrtc, name) for name in dir(_nvrtc) if name[0] != "_"))

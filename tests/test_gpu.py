@@ -124,6 +124,24 @@ def test_the_stream_of_a_caller_stays(machine):
         assert cupy.cuda.get_current_stream() is Stream.null
 
 
+def test_gpus_that_are_too_old(monkeypatch):
+    """Are refused by name; others beside them are not."""
+    for capabilities, said in (
+        ((), "there is no GPU"),
+        (("75",), r"cuda:0 has compute capability 7\.5, and 8\.0 or more"),
+        (("75", "70"), r"cuda:1 has compute capability 7\.0"),
+    ):
+        cupy_on_cpu.install(monkeypatch, build(), capabilities)
+        assert re.match(said, codec.engines()["cuda"])
+        with pytest.raises(codec.EngineError, match=said):
+            codec.encode(X, engine="cuda")
+    for capabilities in (("80",), ("121", "75"), ("75", "90")):
+        cupy_on_cpu.install(monkeypatch, build(), capabilities)
+        assert codec.engines()["cuda"] is None
+    with pytest.raises(codec.EngineError, match="cuda:0 has"):
+        codec.encode(X, engine="cuda")
+
+
 @pytest.mark.parametrize("mode", [cupy_on_cpu.GLOBAL, cupy_on_cpu.RELAXED])
 def test_graphs(machine, mode):
     """Captured as torch does it, or CuPy: then memory must not be asked for as usual. They run on other values."""

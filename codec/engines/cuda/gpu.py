@@ -23,6 +23,8 @@ from codec.view import TensorView, is_torch, view
 
 _PINNED = 1 << 16  # bytes: longer copies from memory that can be paged wait for the stream
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_MAJOR, _MINOR = 75, 76  # cudaDevAttrComputeCapabilityMajor and Minor, which CuPy does not name
+_OLDEST = 8  # since then a warp adds and ors by one instruction
 _INSTALL = "pip install 'tensor-codec[cuda12]', or [cuda13] beside a driver of CUDA 13"
 
 
@@ -48,6 +50,14 @@ def _relaxed() -> Generator[None]:
         exchange(ctypes.byref(mode))
 
 
+def _too_old(cupy: Any, index: int) -> str | None:
+    """Why kernels cannot run on a GPU, or None. It is not made the current one, which would take memory there."""
+    major, minor = (cupy.cuda.runtime.deviceGetAttribute(which, index) for which in (_MAJOR, _MINOR))
+    if major >= _OLDEST:
+        return None
+    return f"cuda:{index} has compute capability {major}.{minor}, and 8.0 or more is needed: A100, RTX 30 or later"
+
+
 class _Number:
     """A stream of another library's, as CuPy takes it."""
 
@@ -63,6 +73,8 @@ class Gpu:
 
     def __init__(self, index: int) -> None:
         self._cupy = _cupy()
+        if said := _too_old(self._cupy, index):
+            raise EngineError(said)
         self._device = self._cupy.cuda.Device(index)
         self.name = f"cuda:{index}"
         self.processors = self._device.attributes["MultiProcessorCount"]
@@ -234,8 +246,13 @@ class CupyBackend:
             return f"CuPy cannot be imported: {e}"
         if not hasattr(cupy.cuda.Stream, "from_external"):
             return f"CuPy {cupy.__version__} is too old: {_INSTALL}"
+        said: str | None = "there is no GPU"
         try:
-            return None if cupy.cuda.runtime.getDeviceCount() else "there is no GPU"
+            for i in range(cupy.cuda.runtime.getDeviceCount()):
+                said = _too_old(cupy, i)
+                if said is None:
+                    break
+            return said
         except Exception as e:  # of CuPy's own kinds
             return f"there is no GPU that can be used: {e}"
 
