@@ -143,8 +143,9 @@ def accumulate(
     frame : bytes or buffer
         A frame of float32, bfloat16 or float16 values, whole.
     out : float32 array or tensor
-        Of the frame's shape, contiguous. Product and sum are rounded to float32. All of the frame is checked before the
-        first value is changed, so that after any error `out` is as it was.
+        Of the frame's shape, contiguous. Product and sum are rounded to float32; of a sum that is NaN, which one is up
+        to the machine. All of the frame is checked before the first value is changed, so that after any error `out` is
+        as it was.
     weight : float
         As float32.
     engine, codebooks, threads, metric, state, check_first, head
@@ -213,8 +214,9 @@ def reduce(
     """Decode frames of one shape to their sum, mean or maximum, in float32.
 
     Frames are added in the order given, each addition rounded to float32, so that ranks with the same list get the same
-    bits. Codes of ternary frames with one scale are added as integers and scaled once. Frames of one codec are
-    decoded block by block, so that the result is written to memory once.
+    bits; only of a sum or mean that is NaN, which one is up to the machine: GPUs and CPUs differ. Codes of ternary
+    frames with one scale are added as integers and scaled once. Frames of one codec are decoded block by block, so that
+    the result is written to memory once.
 
     Parameters
     ----------

@@ -185,8 +185,9 @@ def encode_async(
 ) -> Any:
     """Encode a tensor on a GPU, without waiting for it at all: not for the frame, nor for what the tensor waits for.
 
-    That can be captured in a graph, after it was done once: then kernels are compiled, and CuPy has memory for them. A
-    graph uses the memory of what is returned whenever it runs: keep that as long.
+    That can be captured in a graph, in any mode, after the same was done once on any stream: then kernels are compiled
+    and loaded. Whenever it runs, a graph uses the memory of all arguments and of what is returned: keep that as long.
+    Random draws are the same each time.
 
     Parameters
     ----------

@@ -3,6 +3,7 @@
 import hashlib
 import os
 
+import cupy_on_cpu
 import numpy as np
 import oracle
 import pytest
@@ -37,17 +38,23 @@ def like(dtype):
     return np.empty(0, f"u{ITEMSIZE[dtype]}")
 
 
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)], autouse=True)
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["cpu", GPU], autouse=True)
 def device(request, monkeypatch):
-    """The CPU as a GPU; with ``-m gpu`` a real one."""
-    if request.param == "gpu":
-        return Real(monkeypatch)
-    device = Emulated(request.getfixturevalue("library"))
-    use(monkeypatch, device)
-    return device
+    """The CPU as a GPU; or as one that CuPy knows; with ``-m gpu`` a real one."""
+    if request.param == "cpu":
+        device = Emulated(request.getfixturevalue("library"))
+        use(monkeypatch, device)
+        return device
+    if request.param == "cupy":
+        cupy_on_cpu.install(monkeypatch, request.getfixturevalue("library"))
+    return Real(monkeypatch)
 
 
 on_cpu = pytest.mark.parametrize("device", ["cpu"], indirect=True)
+by_cupy = pytest.mark.parametrize("device", ["cpu", "cupy", GPU], indirect=True)
 
 
 def encode(x, spec, dtype, **how):
@@ -278,6 +285,7 @@ def test_what_is_lost(name, device):
                 assert ours.tobytes() == got(on_device) == left.tobytes(), (dtype, n, feedback)
 
 
+@by_cupy
 def test_what_is_lost_in_place(device):
     """A residual that is the tensor itself."""
     for spec in (codec.Float8(), codec.Sign(), codec.Truncate(1), codec.Truncate(3)):
@@ -313,6 +321,7 @@ def test_metrics(dtype):
     assert error.value.code == Status.BAD_ARGUMENT
 
 
+@by_cupy
 def test_few_values():
     for name, spec in (test_numba.SPECS | ROWS).items():
         for n in (0, 1, 2, 7, 511):
@@ -331,6 +340,7 @@ def test_rows_of_few_values():
             assert encode(x, spec, "float32", stream=1 << 40) == frame, (row, spec)
 
 
+@by_cupy
 def test_what_cannot_be_encoded():
     """The same errors; a tensor that needs more room than there is is stored, if there is as much."""
     x = test_numba.tensor("float32", 100_000, "normal").view(F32)
@@ -345,6 +355,7 @@ def test_what_cannot_be_encoded():
         assert outcome(encode, x, spec, "float32") == Status.BAD_SCALE
 
 
+@by_cupy
 def test_outputs(device):
     """Where frames go: memory on either side, at any address, that is too small or just large enough."""
     x = test_numba.tensor("float32", 30_000, "normal").view(F32)
@@ -370,6 +381,7 @@ def test_outputs(device):
                         assert (left.get() == 1).all() == (nbytes < len(frame))
 
 
+@by_cupy
 def test_where_tensors_are_decoded(device):
     """From either side to either side, at any address; the destination as it was if the frame is damaged."""
     for x in (np.random.default_rng(0).standard_normal(9000, F32), np.ones(100, F32)):
@@ -391,6 +403,7 @@ def test_where_tensors_are_decoded(device):
                     assert got(kept) == x.tobytes()
 
 
+@by_cupy
 def test_what_lies_elsewhere(device):
     x = device.put(np.random.default_rng(0).standard_normal(600, F32))
     with pytest.raises(codec.SpecError, match="shares memory"):
@@ -403,6 +416,7 @@ def test_what_lies_elsewhere(device):
         codec.encode(x, engine="native")
 
 
+@by_cupy
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("spec", [codec.Lossless(), codec.Float8(), codec.Quantize(3), codec.Truncate(1)], ids=repr)
 def test_sums(spec, dtype, device):
@@ -428,6 +442,7 @@ def test_sums(spec, dtype, device):
     assert got(there) == expected
 
 
+@by_cupy
 def test_sums_of_codes():
     """Of ternary frames with one scale and with several, of the same segments and of others."""
     rng = np.random.default_rng(2)
@@ -445,6 +460,7 @@ def test_sums_of_codes():
             assert codec.reduce(frames, op, engine="cuda").tobytes() == codec.reduce(frames, op).tobytes()
 
 
+@by_cupy
 @pytest.mark.parametrize("name", [name for name in ROWS if "scale" not in name])
 def test_sums_at_once(name, device):
     """Of frames that are cut alike; of more than one launch takes."""
@@ -460,6 +476,7 @@ def test_sums_at_once(name, device):
             assert n == 9 or len(device.launched) == (count if coded else -(-count // 32))
 
 
+@by_cupy
 @pytest.mark.parametrize("at_once", [2, 65_535])
 def test_many(device, monkeypatch, at_once):
     """Of any size, at either side; all or none; the first at fault; more than a launch may be for, too."""
@@ -490,6 +507,7 @@ def test_many(device, monkeypatch, at_once):
     assert codec.encode_many([], engine="cuda") == codec.decode_many([], engine="cuda") == []
 
 
+@by_cupy
 def test_headers_that_are_at_hand(device, monkeypatch):
     """Are not fetched; nor believed, if they are another frame's."""
     x = np.random.default_rng(4).standard_normal((300, 70), F32)
@@ -519,6 +537,7 @@ def test_headers_that_are_at_hand(device, monkeypatch):
             codec.decode(frame, head=head, **how)
 
 
+@by_cupy
 def test_symbols_are_counted_where_they_lie(device):
     """For codebooks, by the sample that encoding takes; of a few values on the host."""
     rng = np.random.default_rng(2)
@@ -536,6 +555,7 @@ def test_symbols_are_counted_where_they_lie(device):
     assert ours == codec.Codebook.from_tensors(x, spec=spec, metric=metric, state=state)
 
 
+@by_cupy
 def test_nobody_waits(device):
     """For size and status, which stay on the device; nor for what would have to be copied."""
     x = np.random.default_rng(8).standard_normal(20_000, F32)
@@ -565,11 +585,13 @@ def test_nobody_waits(device):
         codec.encode_async(x, out=wrong)
 
 
+@by_cupy
 def test_compiling_ahead(device):
     codec.warmup([codec.Sign(), codec.Lossless()], "float32", engine="cuda", progress=False)
     assert {"encode_rows", "decode_rows<2>", "encode_lossless<4>", "decode_lossless<4>"} <= set(device.launched)
 
 
+@by_cupy
 def test_metrics_of_ones_own(device):
     """Are worked out on the host, wherever the state lies."""
     x = test_truncate.gradient(9000)
@@ -596,6 +618,7 @@ def test_many_of_any_size_in_any_order(device, monkeypatch):
         assert list(map(got, codec.decode_many(there))) == [codec.decode(frame).tobytes() for frame in frames]
 
 
+@by_cupy
 def test_how_many_launches(device):
     """At most four to encode, whatever is asked for, and three to decode into what must stay as it is on errors.
 
@@ -672,6 +695,22 @@ def test_order_of_threads(order, monkeypatch):
         assert ours == native, name
 
 
+@on_cpu
+@pytest.mark.parametrize("order", ["up", "down", "3", "17"])
+def test_rows_in_any_order(order, monkeypatch):
+    """So many that blocks find their offsets; in a sample all values are compared with the first one's."""
+    monkeypatch.setenv("CUDA_ON_CPU_ORDER", order)
+    powers = np.ldexp(1.0, np.random.default_rng(0).integers(-20, 20, (1040, 1))) * np.ones((1040, 160))
+    for x, spec in (
+        (np.ones((1040, 160)), codec.Lossless(model="separable")),
+        (powers, codec.Lossless()),
+        (powers.astype(F32), codec.Lossless(model="separable")),
+        (powers.astype(F32), codec.Truncate(1)),
+    ):
+        assert encode(x, spec, str(x.dtype)) == codec.encode(x, spec)
+
+
+@by_cupy
 @pytest.mark.parametrize("name", test_numba.GOLDEN)
 def test_golden_frames(name):
     frame, about = test_numba.GOLDEN_FRAMES[name], test_numba.GOLDEN[name]

@@ -108,8 +108,9 @@ static __device__ void prune(const uint32_t *top, uint32_t m, uint32_t *plane, u
 
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
 		uint32_t quad = plane[32 * r + lane], lives = ~equal_bytes(top[32 * r + lane], 0) & 15;
-		uint32_t at = seen + warp_scan(__popc(lives), lane, &total); /* after which all have read the row */
+		uint32_t at = seen + warp_scan(__popc(lives), lane, &total);
 
+		__syncwarp(); /* all have read the row; a shuffle orders no memory */
 		for (uint32_t i = 0; i < 4; i++)
 			if (lives >> i & 1)
 				((uint8_t *)plane)[at++] = (uint8_t)(quad >> 8 * i);

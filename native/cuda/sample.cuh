@@ -118,6 +118,8 @@ DEVICE_CALL void sample_planes(const codec_view *v, const job *j, uint8_t *memor
 
 	for (uint32_t i = threadIdx.x; i < 256 * q.size; i += TEAM)
 		bins[i] = 0;
+	if (j && warp == 0) /* the first value's, with which all warps compare */
+		fit_rows(j, memory, values, q.size, q.octave, q.zero, 0, 1, lane);
 	__syncthreads();
 	for (uint64_t i = share * TEAM_WARPS + warp; i < take; i += shares * TEAM_WARPS) {
 		uint64_t first = WIRE_ROW * choose_even(i, take, nrows);

@@ -78,11 +78,21 @@ DEVICE_CALL uint32_t team_draw(uint32_t *ticket)
 	return team_share(threadIdx.x == 0 ? atomicAdd(ticket, 1u) : 0);
 }
 
-/* Is this the last of so many teams that are done with something? It sees all that they have written. */
-DEVICE_CALL bool team_last(uint32_t *done, uint32_t teams)
+/* What all threads have written comes before what thread 0 writes next, for other teams, too: of what it has only seen
+ * at the barrier by a fence of its own.
+ */
+DEVICE void team_fence()
 {
 	__threadfence();
 	__syncthreads();
+	if (threadIdx.x == 0)
+		__threadfence();
+}
+
+/* Is this the last of so many teams that are done with something? It sees all that they have written. */
+DEVICE_CALL bool team_last(uint32_t *done, uint32_t teams)
+{
+	team_fence();
 	uint32_t last = team_share(threadIdx.x == 0 && atomicAdd(done, 1u) == teams - 1);
 
 	__threadfence();
@@ -92,8 +102,7 @@ DEVICE_CALL bool team_last(uint32_t *done, uint32_t teams)
 /* Tell those who wait that all is written. */
 DEVICE_CALL void team_tell(volatile uint32_t *flag)
 {
-	__threadfence();
-	__syncthreads();
+	team_fence();
 	if (threadIdx.x == 0)
 		*flag = 1;
 }

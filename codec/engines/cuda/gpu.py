@@ -9,7 +9,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,40 @@ from codec.errors import EngineError
 from codec.view import TensorView, is_torch, view
 
 _PINNED = 1 << 16  # bytes: longer copies from memory that can be paged wait for the stream
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_MAJOR, _MINOR = 75, 76  # cudaDevAttrComputeCapabilityMajor and Minor, which CuPy does not name
+_OLDEST = 8  # since then a warp adds and ors by one instruction
 _INSTALL = "pip install 'tensor-codec[cuda12]', or [cuda13] beside a driver of CUDA 13"
 
 
 def _cupy() -> Any:
     return importlib.import_module("cupy")
+
+
+@functools.cache
+def _driver() -> Any:
+    """For what CuPy does not pass on."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@contextmanager
+def _relaxed() -> Generator[None]:
+    """Let this thread ask for memory while a stream is captured, by whoever: it is kept, and no part of the graph."""
+    mode = ctypes.c_int(_RELAXED)
+    exchange = _driver().cuThreadExchangeStreamCaptureMode
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+def _too_old(cupy: Any, index: int) -> str | None:
+    """Why kernels cannot run on a GPU, or None. It is not made the current one, which would take memory there."""
+    major, minor = (cupy.cuda.runtime.deviceGetAttribute(which, index) for which in (_MAJOR, _MINOR))
+    if major >= _OLDEST:
+        return None
+    return f"cuda:{index} has compute capability {major}.{minor}, and 8.0 or more is needed: A100, RTX 30 or later"
 
 
 class _Number:
@@ -44,19 +73,27 @@ class Gpu:
 
     def __init__(self, index: int) -> None:
         self._cupy = _cupy()
+        if said := _too_old(self._cupy, index):
+            raise EngineError(said)
         self._device = self._cupy.cuda.Device(index)
         self.name = f"cuda:{index}"
         self.processors = self._device.attributes["MultiProcessorCount"]
         self._arch = f"sm_{self._device.compute_capability}"
         self._functions: dict[str, Any] = {}
         self._numbers: dict[tuple[str, str], tuple[int, ...]] = {}
-        self._sent: list[list[Any]] = []  # pinned memory, and the event after which it is free
+        self._sent: list[list[Any]] = []  # memory that is copied from, and the event after which it is free
         self._sending = threading.Lock()
 
     @contextmanager
     def on(self, stream: int) -> Generator[None]:
-        with self._device, self._other(stream):
-            yield
+        with self._device:
+            before = self._stream()  # CuPy's own `with` would not go back to one that was chosen by use()
+            now = self._other(stream).use()
+            try:
+                with _relaxed() if now.is_capturing() else nullcontext():
+                    yield
+            finally:
+                before.use()
 
     def _stream(self) -> Any:
         return self._cupy.cuda.get_current_stream()
@@ -79,21 +116,30 @@ class Gpu:
         return memory.ptr, memory
 
     def upload(self, to: int, data: Any) -> object:
+        self._forget()
         runtime, stream, nbytes = self._cupy.cuda.runtime, self._stream(), len(data)
-        capturing = stream.is_capturing()
-        if nbytes > _PINNED and not capturing:
-            runtime.memcpyAsync(to, _address(data), nbytes, runtime.memcpyHostToDevice, stream.ptr)
-            return None  # the driver has read all of it by now
-        pinned = self._cupy.cuda.alloc_pinned_memory(nbytes)
-        ctypes.memmove(pinned.ptr, _address(data), nbytes)
-        sent = [pinned, None]
+        kept, at, capturing = data, _address(data), stream.is_capturing()
+        if capturing or nbytes <= _PINNED:
+            kept = self._cupy.cuda.alloc_pinned_memory(nbytes)
+            ctypes.memmove(kept.ptr, at, nbytes)
+            at = kept.ptr
+        sent = [kept, None]
         if not capturing:  # a graph's memory is kept by who has the graph
             with self._sending:
-                self._sent = [*(s for s in self._sent if s[1] is None or not s[1].done), sent]
-        runtime.memcpyAsync(to, pinned.ptr, nbytes, runtime.memcpyHostToDevice, stream.ptr)
+                self._sent.append(sent)
+        try:
+            runtime.memcpyAsync(to, at, nbytes, runtime.memcpyHostToDevice, stream.ptr)
+        except Exception:
+            self._forget(sent)
+            raise
         if not capturing:
             sent[1] = stream.record()
-        return pinned
+        return kept
+
+    def _forget(self, failed: list[Any] | None = None) -> None:
+        """Copies that are done, and one that was not begun."""
+        with self._sending:
+            self._sent = [s for s in self._sent if s is not failed and (s[1] is None or not s[1].done)]
 
     def download(self, at: int, nbytes: int) -> bytearray:
         runtime, data, stream = self._cupy.cuda.runtime, bytearray(nbytes), self._stream()
@@ -113,6 +159,8 @@ class Gpu:
 
     def prepare(self, wanted: Iterable[str]) -> None:
         todo = [kernel for kernel in wanted if kernel not in self._functions]
+        if not todo:
+            return
         for code in compile_all(todo, self._arch):
             module = self._cupy.cuda.Module()
             module.load(code.image)
@@ -123,7 +171,7 @@ class Gpu:
         self.prepare([kernel])
         if (kernel, name) not in self._numbers:
             module = self._functions[kernel].module
-            data = self.download(module.get_global_var(name).ptr, 8 * count)
+            data = self.download(module.get_global_var(name), 8 * count)
             self._numbers[kernel, name] = tuple(np.frombuffer(data, np.uint64).tolist())
         return self._numbers[kernel, name]
 
@@ -198,8 +246,13 @@ class CupyBackend:
             return f"CuPy cannot be imported: {e}"
         if not hasattr(cupy.cuda.Stream, "from_external"):
             return f"CuPy {cupy.__version__} is too old: {_INSTALL}"
+        said: str | None = "there is no GPU"
         try:
-            return None if cupy.cuda.runtime.getDeviceCount() else "there is no GPU"
+            for i in range(cupy.cuda.runtime.getDeviceCount()):
+                said = _too_old(cupy, i)
+                if said is None:
+                    break
+            return said
         except Exception as e:  # of CuPy's own kinds
             return f"there is no GPU that can be used: {e}"
 

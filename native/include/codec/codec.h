@@ -299,7 +299,7 @@ typedef struct codec_metric {
  * @{
  */
 #define CODEC_INTO_STORE 0   /**< stored, in the frame's dtype */
-#define CODEC_INTO_ADD 1     /**< out = out + weight * value, rounded twice */
+#define CODEC_INTO_ADD 1     /**< out = out + weight * value, rounded twice; which NaN is up to the machine */
 #define CODEC_INTO_MAX 2     /**< the larger one; NaN if either is */
 #define CODEC_INTO_FLOAT32 3 /**< stored, as float32 */
 /** @} */
