@@ -12,7 +12,7 @@ from hashlib import sha256
 import numpy as np
 import pytest
 import torch
-from ranks import GONE, SEND_BUFFER, Team, acked_nbytes, at_event, cut_after, die, freeze, new_connections
+from ranks import GONE, SEND_BUFFER, Team, acked_nbytes, at_event, cut_after, die, freeze, new_connections, ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import codec
@@ -199,6 +199,21 @@ def _sweep_bytes(algorithm, most):
             assert team.all(_reduce, algorithm, spec) == want, nbytes
         assert cut, algorithm
     return f"cut {algorithm}: {cut} of {len(moments)} moments of {most_nbytes} bytes"
+
+
+def _late_at_the_end(rank, size):
+    x = torch.full((1000,), float(rank))
+    codec.torch.all_reduce(torch.ones(3), timeout=TIMEOUT)
+    line = channel()
+    conclude = line.conclude
+    line.conclude = lambda error: (time.sleep((0.4, 0, 1.2)[rank] * TIMEOUT), conclude(error))
+    codec.torch.all_reduce(x, algorithm="two_shot")
+    return x.tolist()
+
+
+def test_who_waits_for_rank_0_waits_as_long_as_rank_0_may():
+    """Else a rank would be left alone by others none of whom was late by a timeout."""
+    assert ranks(3, _late_at_the_end) == [[1.0] * 1000] * 3
 
 
 def test_a_connection_is_cut_at_any_byte_of_an_all_reduce():

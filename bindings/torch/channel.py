@@ -4,6 +4,7 @@ import gc
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -213,10 +214,10 @@ class Channel:
     def _begin(self, what: str, message: Array, rank: int) -> Any:
         return (self._pg.send if what == "send" else self._pg.recv)([torch.from_numpy(message)], rank, 0)
 
-    def wait(self, work: Any, rank: int) -> None:
-        """Until it is done."""
+    def wait(self, work: Any, rank: int, within: timedelta | None = None) -> None:
+        """Until it is done; in as long as a peer may keep this one waiting, if not said otherwise."""
         try:
-            work.wait(self._timeout)
+            work.wait(within or self._timeout)
         except RuntimeError as e:
             self._lose(rank, e)
 
@@ -245,13 +246,15 @@ class Channel:
         rows[self.rank, : 1 + len(numbers)] = len(numbers), *numbers
         return rows
 
-    def _swap(self, rows: Array, sources: Sequence[int], to: Sequence[int]) -> None:
-        """Receive some ranks' messages, and send this one's to others."""
+    def _swap(self, rows: Array, sources: Sequence[int], to: Sequence[int], patience: int = 1) -> None:
+        """Receive some ranks' messages, and send this one's to others: all in so many timeouts, not one by one."""
         messages = rows.view(np.uint8)
         works = [(self.post("recv", messages[o], o), o) for o in sources]
         works += [(self.post("send", messages[self.rank], o), o) for o in to]
+        end = time.monotonic() + patience * self._timeout.total_seconds()
         for work, o in works:
-            self.wait(work, o)
+            left = max(0.001, end - time.monotonic())  # torch takes 0 for its own timeout
+            self.wait(work, o, timedelta(seconds=left))
 
     def _numbers(self, rows: Array, n: int, sources: Sequence[int]) -> list[list[int]]:
         """What is in messages, some of which came from others."""
@@ -291,11 +294,12 @@ class Channel:
     def _verdict(self, status: int) -> list[int]:
         """The worst that any rank has to tell, and which one has.
 
-        Rank 0 asks all, and then tells all: whichever other one is lost meanwhile, either all succeed or none does.
+        Rank 0 asks all, and then tells all: whichever other one is lost meanwhile, either all succeed or none does. It
+        may have begun to wait a timeout after this one, and then waits for one itself.
         """
         rows = self._rows([status, self.rank])
         if self.rank:
-            self._swap(rows, [0], [0])
+            self._swap(rows, [0], [0], patience=2)
             return self._numbers(rows, 2, [0])[0]
         self._swap(rows, self.others, [])
         verdict = max(self._numbers(rows, 2, self.others), key=lambda told: told[0])

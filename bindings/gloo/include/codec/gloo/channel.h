@@ -348,8 +348,9 @@ private:
 		const auto end = std::chrono::steady_clock::now() + within;
 		const auto left = [&] {
 			const auto time = end - std::chrono::steady_clock::now();
+			const std::chrono::milliseconds least(1); /* Gloo may take 0 for no limit */
 
-			return std::max({}, std::chrono::duration_cast<std::chrono::milliseconds>(time));
+			return std::max(least, std::chrono::duration_cast<std::chrono::milliseconds>(time));
 		};
 
 		for (Incoming &each : asked.in)
