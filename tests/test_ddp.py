@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from ranks import ranks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import codec
 import codec.torch
@@ -223,6 +224,58 @@ def test_nan_on_one_rank_refuses_the_step_on_all():
     results = ranks(3, _refused)
     assert all(refused == 1 for refused, _ in results)
     assert len({b for _, b in results}) == 1
+
+
+class Nested(torch.nn.Module):
+    """Layers whose backward passes run inside of the whole one, each a bucket."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def _nested(rank, size):
+    model, other = wrapped(Nested()), wrapped(Nested())
+    hook = codec.torch.ddp_hook(codec.Float8(), policy=lambda name, p: None).register(model)
+
+    def step():
+        model.zero_grad()
+        model(torch.randn(16, 64, requires_grad=True)).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    found = [step()]
+    for i, layer in enumerate(model.module.layers):
+        poison = layer.weight.register_hook(lambda g: g * (torch.nan if rank else 1))
+        with pytest.raises(codec.SpecError if rank else codec.PeerError, match=r"NaN|nothing was changed"):
+            step()
+        poison.remove()
+        assert hook.stats().refused == i + 1
+        found.append(step())
+
+    def broken(*_):  # between two passes inside, where no bucket is under way
+        assert not torch.is_grad_enabled()
+
+    if rank:
+        model.module.layers[1].register_forward_pre_hook(broken)
+    with pytest.raises(AssertionError if rank else codec.PeerError):
+        step()
+    if rank:
+        hook.register(other)  # the other one does not wait any longer
+    with pytest.raises(codec.PeerError, match="new group"):
+        codec.torch.all_reduce(torch.ones(3))
+    return [g.tolist() for grads in found for g in grads]
+
+
+def test_reentrant_checkpoints():
+    """What goes wrong with any bucket is raised, also after passes of earlier ones have ended."""
+    results = ranks(2, _nested)
+    assert results[0] == results[1]
 
 
 def _scaled(rank, size):

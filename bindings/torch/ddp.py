@@ -78,22 +78,25 @@ class _Step:
     """A backward pass."""
 
     scale: float = 1.0  # what its gradients are multiplied by
+    under_way: bool = False  # begun, and what went wrong with it was not raised
     error: BaseException | None = None  # of a bucket
     moved: list[_Part] = field(default_factory=list[_Part])  # that were never reduced before
 
 
 class _End:
-    """Called when a backward pass ends; one that is not, because an exception ended the pass before, is given up.
+    """Called when the backward pass of a bucket ends; if it is not, an exception ended that pass: the step is given up.
 
-    Ctrl-C in the midst of it arrives when Python is called the next time: before the hook's first line.
+    Ctrl-C in the midst of it arrives when Python is called the next time: before the hook's first line. Reentrant
+    checkpoints run passes inside of the pass, so that a step may have several: it is over with that of the last bucket.
     """
 
-    def __init__(self, hook: "Hook", step: _Step) -> None:
-        self._hook, self._step, self._called = hook, step, False
+    def __init__(self, hook: "Hook", step: _Step, last: bool) -> None:
+        self._hook, self._step, self._last, self._called = hook, step, last, False
 
     def __call__(self) -> None:
         self._called = True
-        self._hook._raise()
+        if self._last:
+            self._hook._raise()
 
     def __del__(self) -> None:
         if not self._called:
@@ -130,6 +133,8 @@ class Hook:
 
     def register(self, model: torch.nn.parallel.DistributedDataParallel) -> "Hook":
         """Have a model's gradients go through this hook; itself."""
+        if self._step.under_way:
+            self._give_up(self._step)
         if self._books is not None:
             self._books.settle()
             self._books.doubt()
@@ -189,9 +194,11 @@ class Hook:
         buffer, first, last = bucket.buffer(), bucket.index() == 0, bucket.is_last()
         parts = self._parts_of(cast(list[torch.nn.Parameter], bucket.parameters()))
         if first:
-            self._step = _Step(1.0 if self._scaler is None else self._scaler.get_scale())
-            _when_backward_ends(_End(self, self._step))
+            if self._step.under_way:  # other ranks may wait for its other buckets
+                raise PeerError("the backward pass before this one did not end: make a new group") from self._step.error
+            self._step = _Step(1.0 if self._scaler is None else self._scaler.get_scale(), under_way=True)
         step = self._step
+        _when_backward_ends(_End(self, step, last))
         line = collectives.line_of(self._group, self._timeout)
 
         def work() -> torch.Tensor:
@@ -246,6 +253,7 @@ class Hook:
     def _raise(self) -> None:
         """What went wrong with a bucket. Not by its future: after that the model could not be used any more."""
         error, self._step.error = self._step.error, None
+        self._step.under_way = False
         if error is not None:
             self._stats.refused += 1
             if not self._is_overflow(error):
