@@ -244,7 +244,7 @@ def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm
 
     reductions, reports = agree(channel, begin)
     nbytes = sum(2 * r.x.nbytes * (channel.size - 1) // channel.size for r in reductions)
-    as_they_are = asked == "auto" and choice.decide(reports, nbytes) == "values"
+    as_they_are = asked == "auto" and channel.size > 1 and choice.decide(reports, nbytes) == "values"
     before = channel.sent_nbytes
     done: list[tuple[Array, Reduction]] = []
     first: Exception | None = None
