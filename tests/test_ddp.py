@@ -226,22 +226,23 @@ def test_nan_on_one_rank_refuses_the_step_on_all():
     assert len({b for _, b in results}) == 1
 
 
-class Nested(torch.nn.Module):
-    """Layers whose backward passes run inside of the whole one, each a bucket."""
+class Alike(torch.nn.Module):
+    """Layers of one size, each in a bucket; `nested`: whose backward passes run inside of the whole one."""
 
-    def __init__(self):
+    def __init__(self, nested=False):
         super().__init__()
         torch.manual_seed(3)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+        self.nested = nested
 
     def forward(self, x):
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=True)
+            x = checkpoint(layer, x, use_reentrant=True) if self.nested else layer(x)
         return x
 
 
 def _nested(rank, size):
-    model, other = wrapped(Nested()), wrapped(Nested())
+    model, other = wrapped(Alike(nested=True)), wrapped(Alike(nested=True))
     hook = codec.torch.ddp_hook(codec.Float8(), policy=lambda name, p: None).register(model)
 
     def step():
@@ -275,6 +276,43 @@ def _nested(rank, size):
 def test_reentrant_checkpoints():
     """What goes wrong with any bucket is raised, also after passes of earlier ones have ended."""
     results = ranks(2, _nested)
+    assert results[0] == results[1]
+
+
+def _alone(rank, size):
+    """What fails on one rank, before its first message or after the last one of a bucket."""
+    found = []
+    for where, name in ((codec.torch.ddp.Hook, "_rescale"), (codec.torch.ddp, "_scatter")):
+        model = wrapped(Alike(), process_group=dist.new_group())
+        codec.torch.ddp_hook(codec.Quantize(4), feedback=True).register(model)
+        call = getattr(where, name)
+
+        def fails(*args, where=where, name=name, call=call):
+            setattr(where, name, call)
+            raise MemoryError
+
+        def step(i, model=model):
+            model.zero_grad()
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(size * i + rank))
+            model(x).square().sum().backward()
+            return [p.grad.tolist() for p in model.parameters()]
+
+        found.append(step(0))
+        if rank:
+            setattr(where, name, fails)
+        with pytest.raises(MemoryError if rank else codec.PeerError):
+            step(1)
+        if name == "_rescale":  # nothing was sent: all go on
+            found.append(step(2))
+        else:
+            with pytest.raises(codec.PeerError, match="new group"):
+                step(2)
+    return found
+
+
+def test_what_fails_on_one_rank_alone_leaves_none_behind():
+    """Buckets of the same size are not taken for each other."""
+    results = ranks(2, _alone)
     assert results[0] == results[1]
 
 

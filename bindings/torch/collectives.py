@@ -2,7 +2,8 @@
 
 import hashlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, Literal, TypeVar, cast
 
@@ -244,16 +245,16 @@ def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm
 
     reductions, reports = agree(channel, begin)
     nbytes = sum(2 * r.x.nbytes * (channel.size - 1) // channel.size for r in reductions)
-    as_they_are = asked == "auto" and channel.size > 1 and choice.decide(reports, nbytes) == "values"
     before = channel.sent_nbytes
     done: list[tuple[Array, Reduction]] = []
     first: Exception | None = None
-    with choice:
+    with in_step(channel), choice:
+        as_they_are = asked == "auto" and channel.size > 1 and choice.decide(reports, nbytes) == "values"
         for i, r in enumerate(reductions):
             algorithm = choose_algorithm(asked, r, channel.size)
             if as_they_are and r.x.nbytes > _SMALL:
                 algorithm = "raw"
-            result, error = go_through(channel, _ALGORITHMS[algorithm], r)
+            result, error = _ALGORITHMS[algorithm](channel, r)
             first = first or error
             # the next one's result takes the same memory
             done.append((result if i == len(reductions) - 1 else result.copy(), r))
@@ -262,10 +263,14 @@ def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm
     return done
 
 
-def go_through(channel: Channel, algorithm: Callable[..., T], r: Reduction) -> T:
-    """Run an algorithm; if it ends in its midst, such as for want of memory, no rank waits for what never comes."""
+@contextmanager
+def in_step(channel: Channel) -> Iterator[None]:
+    """What ends this on one rank alone, such as want of memory, ends the channel.
+
+    No rank waits for what never comes, or takes for this collective what belongs to the next one.
+    """
     try:
-        return algorithm(channel, r)
+        yield
     except BaseException:
         channel.close()
         raise
@@ -284,7 +289,8 @@ def agree(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> tuple
         numbers[: len(given)] = given
     except Exception as e:
         error = e
-    everyones = channel.gather([*numbers, error is not None])
+    with in_step(channel):
+        everyones = channel.gather([*numbers, error is not None])
     if error is not None:
         raise error
     for rank, theirs in enumerate(everyones):
@@ -526,7 +532,8 @@ def _begin(
             return r, [signature(r, algorithm.__name__)]
 
         r, _ = agree(channel, both)
-        result, error = go_through(channel, algorithm, r)
+        with in_step(channel):
+            result, error = algorithm(channel, r)
         channel.conclude(error)
         with channel.writing():
             publish(result, r, output)

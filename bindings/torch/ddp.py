@@ -203,15 +203,11 @@ class Hook:
 
         def work() -> torch.Tensor:
             try:
-                if first:
-                    with self._under_way(step):
-                        self._rollback()  # of a step that was never ended
-                        self._rescale(step.scale)
-                    if self._books is not None:
-                        self._books.begin_step(line.channel)
-                reduced = self._reduce(line, buffer, parts, step)
+                if first and self._books is not None:
+                    self._books.begin_step(line.channel)
+                reduced = self._reduce(line, buffer, parts, step, first)
                 if last and step.error is None:
-                    with self._under_way(step):
+                    with collectives.in_step(line.channel), self._under_way(step):
                         self._commit(step)
                 return reduced
             except BaseException as e:
@@ -285,18 +281,21 @@ class Hook:
         parts[0].whole = len(parts) == 1
         return parts
 
-    def _reduce(self, line: Line, buffer: torch.Tensor, parts: list[_Part], step: _Step) -> torch.Tensor:
+    def _reduce(self, line: Line, buffer: torch.Tensor, parts: list[_Part], step: _Step, first: bool) -> torch.Tensor:
         """In the worker's thread: the mean of a bucket over all ranks, in its buffer or beside it."""
         before = line.channel.sent_nbytes
 
         def prepare() -> list[Reduction]:
             with self._under_way(step):
+                if first:
+                    self._rollback()  # of a step that was never ended
+                    self._rescale(step.scale)
                 return [self._prepare(line, buffer, p, step) for p in parts]
 
         results = collectives.run_all(line, prepare, self._algorithm)
         out = parts[0].out
         if out is None:
-            with line.channel.writing():
+            with collectives.in_step(line.channel), line.channel.writing():
                 for part, (result, r) in zip(parts, results, strict=True):
                     _scatter(result, r, part, buffer)
         self._stats.buckets += 1
