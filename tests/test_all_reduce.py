@@ -293,6 +293,36 @@ def test_exchange():
     ranks(4, _exchanged)
 
 
+def _announced(rank, size):
+    """Sizes that cannot be, and room that there is not: on one rank, an error on all."""
+    raised = []
+    for lie in (1 << 60, -1, None):
+        group = dist.new_group()
+        codec.torch.exchange([b"x"] * size, group=group)
+        line = collectives.line_of(group).channel
+        gather, begin = line.gather, line.begin
+
+        def lying(numbers, gather=gather, lie=lie):
+            return gather([lie] * len(numbers) if len(numbers) == size else numbers)
+
+        def failing(room):
+            raise MemoryError
+
+        if rank == 1:
+            line.gather, line.begin = (gather, failing) if lie is None else (lying, begin)
+        for _ in range(2):
+            with pytest.raises((codec.CodecError, MemoryError)) as e:
+                codec.torch.exchange([b"y" * 5000] * size, group=group)
+            raised.append(type(e.value).__name__)
+    return raised
+
+
+def test_an_exchange_that_cannot_be():
+    results = ranks(3, _announced)
+    wrong = ["FrameError", "PeerError"] * 2
+    assert results == [[*wrong, "PeerError", "PeerError"], [*wrong, "MemoryError", "PeerError"], results[0]]
+
+
 def _policies(rank, size):
     """The threads behind our messages interrupt nobody; this one stays what it was."""
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import codec
-from codec import PeerError, SpecError
+from codec import FrameError, PeerError, SpecError
 from codec.segmenting import Segments, pack
 from codec.specs import Lossless, Spec, Ternary
 from codec.torch import reduction, ternary
@@ -32,6 +32,7 @@ _ALGORITHMS = {
     "raw": reduction.raw,
     "shared_scale": ternary.shared_scale,
 }
+_MOST_NBYTES = 1 << 36  # of what one rank sends another by exchange()
 _SMALL = 1 << 16  # bytes of a tensor: two phases take longer than what one sends more
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _OPS: dict[Any, Op] = {
@@ -379,7 +380,7 @@ def exchange(frames: Sequence[Any], *, group: Any = None, timeout: float | None 
     Parameters
     ----------
     frames : sequence of bytes or buffers
-        For each rank of the group one, in order, this rank's own included; of any size, and any bytes.
+        For each rank of the group one, in order, this rank's own included; any bytes, up to 64 GiB.
     group, timeout : optional
         As for :func:`all_reduce`.
 
@@ -392,6 +393,8 @@ def exchange(frames: Sequence[Any], *, group: Any = None, timeout: float | None 
     ------
     PeerError, SpecError
         As for :func:`all_reduce`.
+    FrameError
+        A rank announces frames of a size that cannot be; a new group is needed.
     """
     line = line_of(group, timeout)
     return line.finish(lambda: _exchange(line.channel, frames))
@@ -402,11 +405,23 @@ def _exchange(channel: Channel, frames: Sequence[Any]) -> list[bytes]:
         arrays = [np.frombuffer(frame, np.uint8) for frame in frames]
         if len(arrays) != channel.size:
             raise SpecError(f"there are {channel.size} ranks, so as many frames, not {len(arrays)}")
+        if max(a.nbytes for a in arrays) > _MOST_NBYTES:
+            raise SpecError(f"a frame has more than {_MOST_NBYTES} bytes")
         return arrays, [0]
 
     arrays, _ = agree(channel, prepare)
-    sizes = [sizes[channel.rank] for sizes in channel.gather([a.nbytes for a in arrays])]
-    others = [(channel.rank + i) % channel.size for i in range(1, channel.size)]
+    with in_step(channel):
+        received, error = _swap(channel, arrays)
+    channel.conclude(error)
+    return [received.get(rank, b"") for rank in range(channel.size)]
+
+
+def _swap(channel: Channel, arrays: Sequence[Array]) -> tuple[dict[int, bytes], Exception | None]:
+    announced = channel.gather([a.nbytes for a in arrays])
+    for rank, theirs in enumerate(announced):
+        if not all(0 <= n <= _MOST_NBYTES for n in theirs):
+            raise FrameError(f"rank {rank} announces frames of {theirs} bytes, which cannot be")
+    sizes, others = [theirs[channel.rank] for theirs in announced], channel.others
     channel.begin(Channel.room_for([sizes[o] for o in others] + [arrays[o].nbytes for o in others]))
     incoming = {o: channel.receive(sizes[o], o) for o in others if sizes[o]}
     attempt = Attempt(channel)
@@ -416,8 +431,7 @@ def _exchange(channel: Channel, frames: Sequence[Any]) -> list[bytes]:
     received = {o: attempt(_bytes_of, incoming[o]) for o in incoming}
     received[channel.rank] = arrays[channel.rank].tobytes()
     channel.finish()
-    channel.conclude(attempt.error)
-    return [received.get(rank, b"") for rank in range(channel.size)]
+    return received, attempt.error
 
 
 def _bytes_of(incoming: Incoming) -> bytes:
