@@ -130,6 +130,37 @@ def test_replicas_stay_equal():
         assert sum(losses[-3:]) < sum(losses[:3]) + 0.3, key
 
 
+def _channels_last(rank, size):
+    """What comes out is what comes out of the same values in the order of memory."""
+    torch.manual_seed(5)
+    net = torch.nn.Conv2d(16, 32, 3, bias=False)
+    net.weight.data *= torch.logspace(-4, 3, 16).view(1, 16, 1, 1)
+    model = wrapped(net.to(memory_format=torch.channels_last))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    spec, algorithm = codec.Truncate(), "all_gather"
+    codec.torch.ddp_hook(spec, optimizer=optimizer, algorithm=algorithm).register(model)
+    x = torch.randn(8, 16, 8, 8, generator=torch.Generator().manual_seed(rank))
+    for _ in range(2):
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(x).square().mean().backward()
+        state = {"theta": net.weight.detach()}
+        for momentum in optimizer.state.values():  # its own memory may be in another order
+            momentum["momentum_buffer"] = momentum["momentum_buffer"].contiguous()
+            state["m"] = momentum["momentum_buffer"]
+        want, *values = (t.permute(0, 2, 3, 1).contiguous() for t in (net.weight.grad, *state.values()))
+        metric, state = codec.metrics.from_optimizer(optimizer), dict(zip(state, values, strict=True))
+        codec.torch.all_reduce(want, spec, metric=metric, state=state, algorithm=algorithm)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        assert torch.equal(net.weight.grad.permute(0, 2, 3, 1), want)
+        optimizer.step()
+
+
+def test_parameters_in_another_order_of_memory():
+    ranks(2, _channels_last)
+
+
 def _owed(rank, size, paid):
     """What the optimizer saw and what is still owed is what the gradients were."""
     spec = codec.Quantize(2)

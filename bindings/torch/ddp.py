@@ -66,7 +66,7 @@ class _Part:
 
     @property
     def segments(self) -> Segments:
-        return codec.segments([tuple(p.shape) for p in self.parameters])
+        return codec.segments([tuple(p.permute(_order(p)).shape) for p in self.parameters])
 
     @property
     def n(self) -> int:
@@ -359,9 +359,11 @@ class Hook:
             if not groups or groups[-1][1] != metric:
                 groups.append((offset, metric))
             offset += p.numel()
-        states = [metrics.state_of(self.optimizer, p) for p in part.parameters]
-        common = [name for name in ("theta", "m", "v") if all(name in s for s in states)]
-        return groups, {name: torch.cat([s[name].detach().reshape(-1) for s in states]) for name in common}
+        states = [(_order(p), metrics.state_of(self.optimizer, p)) for p in part.parameters]
+        common = [name for name in ("theta", "m", "v") if all(name in s for _, s in states)]
+        return groups, {
+            name: torch.cat([s[name].detach().permute(order).reshape(-1) for order, s in states]) for name in common
+        }
 
     def _commit(self, step: _Step) -> None:
         self._stats.steps += 1
@@ -396,6 +398,13 @@ def _when_backward_ends(call: Callable[[], None]) -> None:
     engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue]
     # callbacks run in order, also those that are queued by one; the model's own is queued after its last bucket
     engine.queue_callback(lambda: engine.queue_callback(call))
+
+
+def _order(p: torch.Tensor) -> list[int]:
+    """A parameter's dimensions in the order in which a bucket has its values: that of memory, if they leave no gaps."""
+    dims = list(range(p.dim()))
+    in_memory = sorted(dims, key=p.stride, reverse=True)
+    return in_memory if not p.is_contiguous() and p.permute(in_memory).is_contiguous() else dims
 
 
 def _ranges(part: _Part, begin: int, end: int) -> list[tuple[str, int, int]]:
