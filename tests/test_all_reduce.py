@@ -182,6 +182,30 @@ def test_an_error_on_one_rank_is_one_on_all():
     assert results == [other, mine, other]
 
 
+def _not_finite(rank, size):
+    """Frames or values: the same is refused, by the same rank, and the same is not."""
+    found = []
+    for algorithm in ("two_shot", "raw"):
+        for spec in (codec.Float8(), codec.Float8(nonfinite="propagate"), codec.Truncate(2), codec.Lossless()):
+            for value, dtype in ((torch.inf, torch.float32), (6e4, torch.float16), (3e38, torch.float32)):
+                x = torch.ones(30_000, dtype=dtype)
+                if rank == 1 or value < torch.inf:
+                    x[7] = value  # of which one is too much, or the sum of all
+                try:
+                    codec.torch.all_reduce(x, spec, op="sum", algorithm=algorithm)
+                    found.append(x.isfinite().all().item())
+                except codec.CodecError as e:
+                    found.append(type(e).__name__)
+    assert found[:12] == found[12:]
+    return found[:3], set(found[3:12])
+
+
+def test_what_is_refused_does_not_depend_on_how_it_travels():
+    owner, wrong, other = ("SpecError", "PeerError", "PeerError"), ("PeerError", "SpecError", "PeerError"), {False}
+    want = [([wrong[rank], owner[rank], owner[rank]], other) for rank in range(3)]
+    assert ranks(3, _not_finite) == want
+
+
 def _of_bfloat16(rank, size):
     metric = codec.metrics.AdamW(lr=1e-3, step=10)
     state = {name: values(7, (5000,), torch.bfloat16).abs() for name in ("theta", "m", "v")}

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -220,6 +221,21 @@ def _rounded(rank, size):
     seen = torch.from_numpy(result.copy()).view(torch.bfloat16).float()
     torch.testing.assert_close((seen + owed)[begin:end], mean[begin:end], atol=1e-4, rtol=0)
     assert owed.any()
+    # at most the largest number, as frames have it; what is not finite is owed nothing
+    x = torch.full((70_000,), 65_000.0).half()
+    x[begin] = torch.inf
+    r = codec.torch.collectives.reduction_of(x, codec.Truncate(2), "mean", None, None, None, 0)
+    r.residual = torch.full((70_000,), 600.0).numpy()
+    sums = torch.full((end - begin,), 100.0).numpy()
+    r.sums_residual = lambda a, b: sums[a - begin : b - begin]
+    result, error = reduction.raw(line.channel, r)
+    line.channel.conclude(error)
+    infinite = [slices.cut(70_000, size, 2, None)[i][0].begin for i in range(size)]
+    assert set(np.delete(result, infinite)) == {65_504}
+    assert set(result[infinite]) == {torch.inf}
+    assert set(np.delete(r.residual, begin)) == {64_992 + 600 - 65_504}
+    assert set(sums[1:]) == {100}
+    assert r.residual[begin] == sums[0] == 0
 
 
 def test_rounding_of_values_is_owed():
