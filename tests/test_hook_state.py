@@ -271,6 +271,27 @@ def test_another_algorithm_owes_as_much():
         assert bool(servers) == (after in ("two_shot", "raw", "auto")), after
 
 
+def _settled(rank, size):
+    """A step whose first bucket is refused: later ones hand over and pay what is owed for the first time."""
+    model, hook = owing(codec.Quantize(2), "two_shot")
+    followed(model, rank, [0, 1])
+    state = hook.state_dict()
+    for policy in (lambda name, p: None, lambda name, p: None if name[:2] in ("20", "18") else codec.Lossless()):
+        model = wrapped()
+        hook = codec.torch.ddp_hook(codec.Quantize(2), feedback=True, policy=policy).register(model)
+        followed(model, rank, [2])  # buckets are rebuilt
+        hook.load_state_dict(state)
+        was = pickle.dumps(hook.state_dict())
+        list(model.parameters())[-1].register_hook(lambda g: g * (torch.nan if rank else 1))
+        with pytest.raises(codec.CodecError):
+            followed(model, rank, [3])
+        assert pickle.dumps(hook.state_dict()) == was
+
+
+def test_a_step_that_is_refused_leaves_what_is_owed():
+    ranks(3, _settled)
+
+
 def _some(rank, size):
     model, hook = owing(codec.Quantize(2), "two_shot")
     followed(model, rank, [0, 1, 2])

@@ -202,6 +202,7 @@ class Hook:
         line = collectives.line_of(self._group, self._timeout)
 
         def work() -> torch.Tensor:
+            reduced = buffer
             try:
                 if first and self._books is not None:
                     self._books.begin_step(line.channel)
@@ -209,17 +210,18 @@ class Hook:
                 if last and step.error is None:
                     with collectives.in_step(line.channel), self._under_way(step):
                         self._commit(step)
-                return reduced
             except BaseException as e:
                 let_go(e)
                 step.error = step.error or e
                 if self._books is not None:
                     self._books.doubt()
+                if self._is_overflow(e):
+                    with suppress(PeerError), self._under_way(step):
+                        buffer.fill_(torch.nan)  # on all ranks: their scalers skip the step
+            if last and step.error is not None:  # later buckets than that of the error have changed something, too
                 with suppress(PeerError), self._under_way(step):
                     self._rollback()
-                    if self._is_overflow(e):
-                        buffer.fill_(torch.nan)  # on all ranks: their scalers skip the step
-            return buffer
+            return reduced
 
         reduced = line.worker.submit(work)
         if last and self._books is not None:
