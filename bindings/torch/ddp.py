@@ -149,10 +149,13 @@ class Hook:
         return replace(self._stats)
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved with a checkpoint, by each rank its own: errors still to be sent, and agreed codebooks."""
+        """What must be saved with a checkpoint, by each rank its own: errors still to be sent, and agreed codebooks.
+
+        Tensors, integers and strings, which ``torch.load`` takes as it is.
+        """
         if self._books is not None:
             self._books.settle()
-        return {name: part.state_dict() for name, part in self._stateful().items()}
+        return {name: _of_tensors(part.state_dict()) for name, part in self._stateful().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a :meth:`state_dict`; after an error all is as it was."""
@@ -384,6 +387,10 @@ class Hook:
         for fb in (self.worker_feedback, self.server_feedback):
             if fb is not None:
                 fb.rescale(scale)
+
+
+def _of_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in state.items()}
 
 
 def _copied(feedback: ErrorFeedback | None) -> ErrorFeedback | None:
