@@ -371,6 +371,38 @@ def test_what_fails_on_one_rank_alone_leaves_none_behind():
     assert results[0] == results[1]
 
 
+def _joined(rank, size):
+    """Ranks that are through send zeros; and hear of what goes wrong."""
+    found = []
+    for hooked in (False, True):
+        model = wrapped(Alike())
+        if hooked:
+            hook = codec.torch.ddp_hook().register(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        with model.join():
+            for step in range(2 + 2 * rank):
+                optimizer.zero_grad()
+                model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+                optimizer.step()
+        found.append(bits(model))
+    assert hook.stats().steps == 4
+    assert found[0] == found[1]
+    model = wrapped(Alike())
+    codec.torch.ddp_hook(codec.Float8()).register(model)
+
+    def through():
+        with model.join():
+            for _ in range(rank):
+                model(torch.full((4, 64), torch.nan)).sum().backward()
+
+    with pytest.raises(codec.SpecError if rank else codec.PeerError):
+        through()
+
+
+def test_ranks_with_fewer_batches():
+    ranks(2, _joined)
+
+
 def _scaled(rank, size):
     """Steps of a scaled loss, whose scale grows and falls, are those of the loss itself."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=2)

@@ -187,10 +187,12 @@ class Hook:
             pending = self._begin(bucket)
             if bucket.is_last():
                 pending.wait()  # the model would wait, too, but would not hear Ctrl-C meanwhile
-            return pending.get_future()
         except BaseException:
             self._give_up(self._step)
             raise
+        if bucket.is_last() and not _in_backward():  # but in join(), which sends zeros for ranks that are through
+            self._raise()
+        return pending.get_future()
 
     def _begin(self, bucket: Any) -> Pending:
         """Reduce a bucket in the background."""
@@ -201,7 +203,8 @@ class Hook:
                 raise PeerError("the backward pass before this one did not end: make a new group") from self._step.error
             self._step = _Step(1.0 if self._scaler is None else self._scaler.get_scale(), under_way=True)
         step = self._step
-        _when_backward_ends(_End(self, step, last))
+        if _in_backward():
+            _when_backward_ends(_End(self, step, last))
         line = collectives.line_of(self._group, self._timeout)
 
         def work() -> torch.Tensor:
@@ -400,6 +403,10 @@ def _copied(feedback: ErrorFeedback | None) -> ErrorFeedback | None:
     again = ErrorFeedback(feedback.spec, role=feedback.role)
     again.load_state_dict(feedback.state_dict())
     return again
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _when_backward_ends(call: Callable[[], None]) -> None:
