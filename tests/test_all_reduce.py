@@ -304,6 +304,39 @@ def test_into_another_tensor():
     ranks(3, _apart)
 
 
+def _odd(rank, size):
+    """Tensors that cannot be used; a rank that is not of a group."""
+    x, metric, state = torch.ones(600, 500), codec.metrics.SGD(lr=0.1), {"theta": np.ones(300_001, np.float32)}
+    wide = torch.zeros(600, 1000)
+    for tensor, kwargs in (
+        (x.to_sparse(), {}),
+        (x.to("meta"), {}),
+        (torch._neg_view(x), {}),
+        (wide[:, ::2], {"out": wide.view(-1)[300_000:]}),
+        (x, {"spec": codec.Truncate(), "metric": metric, "state": state}),
+    ):
+        with pytest.raises(codec.SpecError, match=r"sparse|shares|300001"):
+            codec.torch.all_reduce(tensor, **kwargs)
+    with pytest.raises(codec.SpecError, match="sparse"):
+        codec.torch.all_gather(torch.empty(size * 300_000, device="meta"), x)
+    state["theta"] = state["theta"][:0:-1]  # which torch has no strides for
+    codec.torch.all_reduce(x, codec.Truncate(), metric=metric, state=state)
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        codec.torch.all_reduce(x, group=group)
+        return codec.torch.exchange([b"a", b"b"], group=group)
+    with pytest.warns(UserWarning, match="does not belong"):
+        codec.torch.all_reduce(x, group=group)
+    with pytest.warns(UserWarning, match="does not belong"):
+        codec.torch.all_gather(torch.empty(1), x, group=group)
+    with pytest.warns(UserWarning, match="does not belong"):
+        return codec.torch.exchange([], group=group)
+
+
+def test_what_cannot_be_used():
+    assert ranks(3, _odd) == [[b"a", b"a"], [b"b", b"b"], []]
+
+
 def _exchanged(rank, size):
     frames = [bytes([rank, to]) * (1000 * (rank + 3 * to) % 70_001) for to in range(size)]
     got = codec.torch.exchange(frames)
@@ -490,11 +523,19 @@ def _chosen(rank, size):
         t = every[rank].clone()
         codec.torch.all_reduce(t)
         assert torch.equal(t, want)
-    return [c._kind for c in collectives.line_of(None).choices.values()]
+    kinds = [c._kind for c in collectives.line_of(None).choices.values()]
+    collectives._CHOICES = 3
+    with pytest.raises(codec.PeerError):
+        codec.torch.all_reduce(torch.ones(5 + rank))  # of which none is remembered
+    for n in (1, 2, 3, 1, 4):
+        codec.torch.all_reduce(torch.ones(n))
+    choices = collectives.line_of(None).choices
+    assert [c._calls for c in choices.values()] == [1, 2, 1]
+    return [*kinds, *choices]
 
 
 def test_ranks_choose_alike():
     """Frames or values: the same bits, and all ranks take the same way."""
     results = ranks(3, _chosen)
-    assert len(results[0]) == 1
+    assert len(results[0]) == 1 + 3
     assert all(r == results[0] for r in results)

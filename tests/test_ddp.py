@@ -371,6 +371,18 @@ def test_what_fails_on_one_rank_alone_leaves_none_behind():
     assert results[0] == results[1]
 
 
+def _lacking(rank, size):
+    model = wrapped(Alike())
+    optimizer = torch.optim.SGD(model.module.layers[:3].parameters(), 0.1)
+    codec.torch.ddp_hook(codec.Truncate(), optimizer=optimizer).register(model)
+    with pytest.raises(codec.SpecError, match=r"does not have layers\.3\.weight"):
+        model(torch.ones(4, 64)).sum().backward()
+
+
+def test_parameters_of_another_optimizer():
+    ranks(1, _lacking)
+
+
 def _joined(rank, size):
     """Ranks that are through send zeros; and hear of what goes wrong."""
     found = []

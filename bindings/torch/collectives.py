@@ -32,6 +32,7 @@ _ALGORITHMS = {
     "raw": reduction.raw,
     "shared_scale": ternary.shared_scale,
 }
+_CHOICES = 256  # that a group remembers
 _MOST_NBYTES = 1 << 36  # of what one rank sends another by exchange()
 _SMALL = 1 << 16  # bytes of a tensor: two phases take longer than what one sends more
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -85,6 +86,14 @@ def line_of(group: Any, timeout: float | None = None) -> Line:
     if line is None:
         line = _lines[key] = Line(key, timeout)
     return line
+
+
+def _is_apart(group: Any, what: str) -> bool:
+    """Whether this rank is not of a group: it does nothing then, with a warning, as torch.distributed has it."""
+    apart = dist.distributed_c10d._rank_not_in_group(group)
+    if apart:
+        dist.distributed_c10d._warn_not_in_group(what)
+    return apart
 
 
 def hang_up(group: Any, *, now: bool) -> None:
@@ -176,6 +185,8 @@ def all_reduce(
     --------
     >>> codec.torch.all_reduce(gradient, codec.Float8(row=128))  # doctest: +SKIP
     """
+    if _is_apart(group, "all_reduce"):
+        return None
     line = line_of(group, timeout)
 
     def work() -> torch.Tensor:
@@ -218,10 +229,12 @@ def _all_reduce(
 
 def _place(out: torch.Tensor, tensor: torch.Tensor, r: Reduction) -> Array:
     """Where a result goes that is not written to the tensor itself."""
+    _check_dense(out)
     if (out.dtype, out.numel(), out.device.type) != (tensor.dtype, tensor.numel(), "cpu") or not out.is_contiguous():
         raise SpecError(f"out= must be contiguous, in host memory, with {tensor.numel()} values of {tensor.dtype}")
     place = as_array(out)
-    if np.may_share_memory(place, r.x):
+    inside = out.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    if np.may_share_memory(place, r.x) or (inside and not tensor.is_contiguous()):
         raise SpecError("out= shares memory with the tensor")
     return place
 
@@ -234,17 +247,20 @@ def run(line: Line, prepare: Callable[[], Reduction], asked: Algorithm) -> tuple
 def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm) -> list[tuple[Array, Reduction]]:
     """The same for several: all are reduced, or none."""
     channel = line.channel
-    choice = Choice()
+    choice, sign = Choice(), 0
 
     def begin() -> tuple[list[Reduction], list[int]]:
-        nonlocal choice
+        nonlocal choice, sign
         reductions = prepare()
         # what is left to us may come to be another algorithm later: all must have left it
         sign = hashed(asked, [signature(r, choose_algorithm(asked, r, channel.size)) for r in reductions])
-        choice = line.choices.setdefault(sign, choice)
+        choice = line.choices.get(sign, choice)
         return reductions, [sign, *choice.report()]
 
     reductions, reports = agree(channel, begin)
+    line.choices[sign] = line.choices.pop(sign, choice)
+    if len(line.choices) > _CHOICES:  # that of the longest ago, on all ranks
+        del line.choices[next(iter(line.choices))]
     nbytes = sum(2 * r.x.nbytes * (channel.size - 1) // channel.size for r in reductions)
     before = channel.sent_nbytes
     done: list[tuple[Array, Reduction]] = []
@@ -331,6 +347,7 @@ def reduction_of(
     stream: int,
 ) -> Reduction:
     """Arguments that were looked through."""
+    _check_dense(tensor)
     if tensor.dtype not in NAMES:
         raise SpecError(f"only float32, bfloat16 and float16 can be reduced, not {tensor.dtype}")
     op = getattr(op, "op", op)  # options of torch's hold what kind of operation it is inside
@@ -339,7 +356,15 @@ def reduction_of(
     if segments is not None:
         _check_inside(segments, tensor.numel())
     flat = None if state is None else {name: _flat(x) for name, x in state.items()}
+    for name, x in (flat or {}).items():
+        if len(x) != tensor.numel():
+            raise SpecError(f"state {name!r} has {len(x)} values, the tensor {tensor.numel()}")
     return Reduction(as_array(tensor), NAMES[tensor.dtype], spec, _OPS[op], stream, segments, metric, flat)
+
+
+def _check_dense(tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_neg():
+        raise SpecError("only dense tensors that hold values can be used, no sparse, meta or negated ones")
 
 
 def _check_inside(segments: Segments, n: int) -> None:
@@ -360,7 +385,7 @@ def _flat(x: Any) -> Any:
 
 def as_array(x: Any) -> Array:
     """A flat array of a tensor's values; bfloat16 as uint16. It shares memory where it can."""
-    t = x.detach() if isinstance(x, torch.Tensor) else torch.as_tensor(np.asarray(x))
+    t = x.detach() if isinstance(x, torch.Tensor) else torch.as_tensor(np.ascontiguousarray(x))
     t = t.cpu().contiguous().view(-1)
     return (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy()
 
@@ -387,7 +412,7 @@ def exchange(frames: Sequence[Any], *, group: Any = None, timeout: float | None 
     Returns
     -------
     list of bytes
-        From each rank, in order.
+        From each rank, in order; none where this rank is not of the group.
 
     Raises
     ------
@@ -396,6 +421,8 @@ def exchange(frames: Sequence[Any], *, group: Any = None, timeout: float | None 
     FrameError
         A rank announces frames of a size that cannot be; a new group is needed.
     """
+    if _is_apart(group, "exchange"):
+        return []
     line = line_of(group, timeout)
     return line.finish(lambda: _exchange(line.channel, frames))
 
@@ -537,11 +564,14 @@ def _begin(
     group: Any, timeout: float | None, async_op: bool, algorithm: Any, prepare: Any, output: torch.Tensor
 ) -> Pending | None:
     """Run an algorithm over what prepare(size) returns, into `output`."""
+    if _is_apart(group, algorithm.__name__):
+        return None
     line = line_of(group, timeout)
     channel = line.channel
 
     def work() -> torch.Tensor:
         def both() -> tuple[Reduction, list[int]]:
+            _check_dense(output)
             r = prepare(channel.size)
             return r, [signature(r, algorithm.__name__)]
 

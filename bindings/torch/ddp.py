@@ -356,6 +356,8 @@ class Hook:
         if self.optimizer is None:
             raise SpecError(f"{part.spec} needs ddp_hook(optimizer=)")
         group_of = {p: i for i, g in enumerate(self.optimizer.param_groups) for p in g["params"]}
+        if lacking := [name for name, p in zip(part.names, part.parameters, strict=True) if p not in group_of]:
+            raise SpecError(f"optimizer= does not have {', '.join(lacking)}: give another spec for it by policy=")
         of_group = {
             i: replace(metrics.from_optimizer(self.optimizer, i), grad_scale=scale)
             for i in {group_of[p] for p in part.parameters}
