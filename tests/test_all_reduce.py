@@ -77,6 +77,24 @@ def test_lossless_is_the_sum_in_the_order_of_ranks(size):
     assert all(r == results[0] for r in results)
 
 
+def _nans(rank, size):
+    """Of other bits on each rank, several in a sum."""
+    found = []
+    for dtype, quiet in ((torch.float32, 0x7FC00001), (torch.bfloat16, 0x7FC1), (torch.float16, 0x7E01)):
+        for n in (1000, 100_000):
+            for algorithm in ("two_shot", "all_gather", "ring", "raw"):
+                x = values(rank, (n,), dtype)
+                x.view(torch.int32 if dtype == torch.float32 else torch.int16)[rank :: rank + 2] = quiet + rank
+                codec.torch.all_reduce(x, algorithm=algorithm)
+                found.append(bits(x))
+    return found
+
+
+def test_nans_are_the_same_on_all_ranks():
+    results = ranks(3, _nans)
+    assert all(r == results[0] for r in results)
+
+
 def _lossy(rank, size):
     results = {}
     shapes = [(64, 100), (40, 30, 3, 3), (77,), (200_000,)]

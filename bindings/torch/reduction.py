@@ -132,6 +132,8 @@ class Reduction:
                 codec.reduce([part], "sum", out=total, **how)
         if self.op == "mean":
             total /= np.float32(len(parts))
+        if total.size and np.isnan(total.min()):  # which of two a sum keeps depends on how it is added
+            total[np.isnan(total)] = np.nan
 
     def check(self, frame: Array, piece: Piece) -> None:
         """Raise FrameError unless it is a frame of such a piece."""
