@@ -60,6 +60,10 @@ def _exact(rank, size):
                     codec.torch.all_reduce(t, op=op, algorithm=algorithm)
                     assert torch.equal(t, want), (shape, dtype, op, algorithm)
             found.append(want.sum().item())
+    want = in_order(large := [values(r, (300, 100)) for r in range(size)], "mean")
+    for _ in range(8):  # frames at first, then values if they are faster
+        codec.torch.all_reduce(t := large[rank].clone())
+        assert torch.equal(t, want)
     t = values(rank, (40, 30)).t()  # not contiguous
     want = in_order([values(r, (40, 30)).t() for r in range(size)], "sum")
     codec.torch.all_reduce(t, op=dist.ReduceOp.SUM, algorithm="two_shot")
@@ -70,6 +74,24 @@ def _exact(rank, size):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_lossless_is_the_sum_in_the_order_of_ranks(size):
     results = ranks(size, _exact)
+    assert all(r == results[0] for r in results)
+
+
+def _nans(rank, size):
+    """Of other bits on each rank, several in a sum."""
+    found = []
+    for dtype, quiet in ((torch.float32, 0x7FC00001), (torch.bfloat16, 0x7FC1), (torch.float16, 0x7E01)):
+        for n in (1000, 100_000):
+            for algorithm in ("two_shot", "all_gather", "ring", "raw"):
+                x = values(rank, (n,), dtype)
+                x.view(torch.int32 if dtype == torch.float32 else torch.int16)[rank :: rank + 2] = quiet + rank
+                codec.torch.all_reduce(x, algorithm=algorithm)
+                found.append(bits(x))
+    return found
+
+
+def test_nans_are_the_same_on_all_ranks():
+    results = ranks(3, _nans)
     assert all(r == results[0] for r in results)
 
 
@@ -178,6 +200,30 @@ def test_an_error_on_one_rank_is_one_on_all():
     assert results == [other, mine, other]
 
 
+def _not_finite(rank, size):
+    """Frames or values: the same is refused, by the same rank, and the same is not."""
+    found = []
+    for algorithm in ("two_shot", "raw"):
+        for spec in (codec.Float8(), codec.Float8(nonfinite="propagate"), codec.Truncate(2), codec.Lossless()):
+            for value, dtype in ((torch.inf, torch.float32), (6e4, torch.float16), (3e38, torch.float32)):
+                x = torch.ones(30_000, dtype=dtype)
+                if rank == 1 or value < torch.inf:
+                    x[7] = value  # of which one is too much, or the sum of all
+                try:
+                    codec.torch.all_reduce(x, spec, op="sum", algorithm=algorithm)
+                    found.append(x.isfinite().all().item())
+                except codec.CodecError as e:
+                    found.append(type(e).__name__)
+    assert found[:12] == found[12:]
+    return found[:3], set(found[3:12])
+
+
+def test_what_is_refused_does_not_depend_on_how_it_travels():
+    owner, wrong, other = ("SpecError", "PeerError", "PeerError"), ("PeerError", "SpecError", "PeerError"), {False}
+    want = [([wrong[rank], owner[rank], owner[rank]], other) for rank in range(3)]
+    assert ranks(3, _not_finite) == want
+
+
 def _of_bfloat16(rank, size):
     metric = codec.metrics.AdamW(lr=1e-3, step=10)
     state = {name: values(7, (5000,), torch.bfloat16).abs() for name in ("theta", "m", "v")}
@@ -276,6 +322,39 @@ def test_into_another_tensor():
     ranks(3, _apart)
 
 
+def _odd(rank, size):
+    """Tensors that cannot be used; a rank that is not of a group."""
+    x, metric, state = torch.ones(600, 500), codec.metrics.SGD(lr=0.1), {"theta": np.ones(300_001, np.float32)}
+    wide = torch.zeros(600, 1000)
+    for tensor, kwargs in (
+        (x.to_sparse(), {}),
+        (x.to("meta"), {}),
+        (torch._neg_view(x), {}),
+        (wide[:, ::2], {"out": wide.view(-1)[300_000:]}),
+        (x, {"spec": codec.Truncate(), "metric": metric, "state": state}),
+    ):
+        with pytest.raises(codec.SpecError, match=r"sparse|shares|300001"):
+            codec.torch.all_reduce(tensor, **kwargs)
+    with pytest.raises(codec.SpecError, match="sparse"):
+        codec.torch.all_gather(torch.empty(size * 300_000, device="meta"), x)
+    state["theta"] = state["theta"][:0:-1]  # which torch has no strides for
+    codec.torch.all_reduce(x, codec.Truncate(), metric=metric, state=state)
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        codec.torch.all_reduce(x, group=group)
+        return codec.torch.exchange([b"a", b"b"], group=group)
+    with pytest.warns(UserWarning, match="does not belong"):
+        codec.torch.all_reduce(x, group=group)
+    with pytest.warns(UserWarning, match="does not belong"):
+        codec.torch.all_gather(torch.empty(1), x, group=group)
+    with pytest.warns(UserWarning, match="does not belong"):
+        return codec.torch.exchange([], group=group)
+
+
+def test_what_cannot_be_used():
+    assert ranks(3, _odd) == [[b"a", b"a"], [b"b", b"b"], []]
+
+
 def _exchanged(rank, size):
     frames = [bytes([rank, to]) * (1000 * (rank + 3 * to) % 70_001) for to in range(size)]
     got = codec.torch.exchange(frames)
@@ -287,6 +366,36 @@ def _exchanged(rank, size):
 
 def test_exchange():
     ranks(4, _exchanged)
+
+
+def _announced(rank, size):
+    """Sizes that cannot be, and room that there is not: on one rank, an error on all."""
+    raised = []
+    for lie in (1 << 60, -1, None):
+        group = dist.new_group()
+        codec.torch.exchange([b"x"] * size, group=group)
+        line = collectives.line_of(group).channel
+        gather, begin = line.gather, line.begin
+
+        def lying(numbers, gather=gather, lie=lie):
+            return gather([lie] * len(numbers) if len(numbers) == size else numbers)
+
+        def failing(room):
+            raise MemoryError
+
+        if rank == 1:
+            line.gather, line.begin = (gather, failing) if lie is None else (lying, begin)
+        for _ in range(2):
+            with pytest.raises((codec.CodecError, MemoryError)) as e:
+                codec.torch.exchange([b"y" * 5000] * size, group=group)
+            raised.append(type(e.value).__name__)
+    return raised
+
+
+def test_an_exchange_that_cannot_be():
+    results = ranks(3, _announced)
+    wrong = ["FrameError", "PeerError"] * 2
+    assert results == [[*wrong, "PeerError", "PeerError"], [*wrong, "MemoryError", "PeerError"], results[0]]
 
 
 def _policies(rank, size):
@@ -432,11 +541,19 @@ def _chosen(rank, size):
         t = every[rank].clone()
         codec.torch.all_reduce(t)
         assert torch.equal(t, want)
-    return [c._kind for c in collectives.line_of(None).choices.values()]
+    kinds = [c._kind for c in collectives.line_of(None).choices.values()]
+    collectives._CHOICES = 3
+    with pytest.raises(codec.PeerError):
+        codec.torch.all_reduce(torch.ones(5 + rank))  # of which none is remembered
+    for n in (1, 2, 3, 1, 4):
+        codec.torch.all_reduce(torch.ones(n))
+    choices = collectives.line_of(None).choices
+    assert [c._calls for c in choices.values()] == [1, 2, 1]
+    return [*kinds, *choices]
 
 
 def test_ranks_choose_alike():
     """Frames or values: the same bits, and all ranks take the same way."""
     results = ranks(3, _chosen)
-    assert len(results[0]) == 1
+    assert len(results[0]) == 1 + 3
     assert all(r == results[0] for r in results)

@@ -350,6 +350,31 @@ def test_abort():
     ranks(2, _aborted, backend="codec")
 
 
+def _aborted_before_copies(rank, size):
+    """Gathered, but not yet where it belongs."""
+    group, gate, there = dist.group.WORLD, threading.Event(), threading.Event()
+    begin, line = codec.torch.backend._begin, codec.torch.collectives.line_of(group)
+
+    def and_wait(*args, **how):
+        pending = begin(*args, **how)
+        line.worker.submit(lambda: (there.set(), gate.wait()))
+        return pending
+
+    codec.torch.backend._begin = and_wait
+    lists = [torch.zeros(9000) for _ in range(size)]
+    work = dist.all_gather(lists, values(rank, 9000), async_op=True)
+    there.wait()
+    group.abort()
+    gate.set()
+    with pytest.raises(codec.PeerError):
+        work.wait()
+    assert not torch.cat(lists).any()
+
+
+def test_abort_before_all_is_copied():
+    ranks(2, _aborted_before_copies, backend="codec")
+
+
 SCRIPT = """
 import sys, torch, torch.distributed as dist, codec.torch
 way, path, rank = sys.argv[1:]

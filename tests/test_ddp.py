@@ -10,11 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import ranks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import codec
 import codec.torch
@@ -39,6 +41,14 @@ def wrapped(model=None, **kwargs):
 
 def bits(model):
     return b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+
+
+def remembered(hook):
+    """Its state, to be compared: as arrays, for pickles of tensors say where their memory is."""
+    state = hook.state_dict()
+    for part in state.values():
+        part.update({name: x.numpy() for name, x in part.items() if isinstance(x, torch.Tensor)})
+    return pickle.dumps(state)
 
 
 def train(model, optimizer, rank, steps, first=0):
@@ -129,6 +139,37 @@ def test_replicas_stay_equal():
         assert sum(losses[-3:]) < sum(losses[:3]) + 0.3, key
 
 
+def _channels_last(rank, size):
+    """What comes out is what comes out of the same values in the order of memory."""
+    torch.manual_seed(5)
+    net = torch.nn.Conv2d(16, 32, 3, bias=False)
+    net.weight.data *= torch.logspace(-4, 3, 16).view(1, 16, 1, 1)
+    model = wrapped(net.to(memory_format=torch.channels_last))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    spec, algorithm = codec.Truncate(), "all_gather"
+    codec.torch.ddp_hook(spec, optimizer=optimizer, algorithm=algorithm).register(model)
+    x = torch.randn(8, 16, 8, 8, generator=torch.Generator().manual_seed(rank))
+    for _ in range(2):
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(x).square().mean().backward()
+        state = {"theta": net.weight.detach()}
+        for momentum in optimizer.state.values():  # its own memory may be in another order
+            momentum["momentum_buffer"] = momentum["momentum_buffer"].contiguous()
+            state["m"] = momentum["momentum_buffer"]
+        want, *values = (t.permute(0, 2, 3, 1).contiguous() for t in (net.weight.grad, *state.values()))
+        metric, state = codec.metrics.from_optimizer(optimizer), dict(zip(state, values, strict=True))
+        codec.torch.all_reduce(want, spec, metric=metric, state=state, algorithm=algorithm)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        assert torch.equal(net.weight.grad.permute(0, 2, 3, 1), want)
+        optimizer.step()
+
+
+def test_parameters_in_another_order_of_memory():
+    ranks(2, _channels_last)
+
+
 def _owed(rank, size, paid):
     """What the optimizer saw and what is still owed is what the gradients were."""
     spec = codec.Quantize(2)
@@ -188,6 +229,21 @@ def _rounded(rank, size):
     seen = torch.from_numpy(result.copy()).view(torch.bfloat16).float()
     torch.testing.assert_close((seen + owed)[begin:end], mean[begin:end], atol=1e-4, rtol=0)
     assert owed.any()
+    # at most the largest number, as frames have it; what is not finite is owed nothing
+    x = torch.full((70_000,), 65_000.0).half()
+    x[begin] = torch.inf
+    r = codec.torch.collectives.reduction_of(x, codec.Truncate(2), "mean", None, None, None, 0)
+    r.residual = torch.full((70_000,), 600.0).numpy()
+    sums = torch.full((end - begin,), 100.0).numpy()
+    r.sums_residual = lambda a, b: sums[a - begin : b - begin]
+    result, error = reduction.raw(line.channel, r)
+    line.channel.conclude(error)
+    infinite = [slices.cut(70_000, size, 2, None)[i][0].begin for i in range(size)]
+    assert set(np.delete(result, infinite)) == {65_504}
+    assert set(result[infinite]) == {torch.inf}
+    assert set(np.delete(r.residual, begin)) == {64_992 + 600 - 65_504}
+    assert set(sums[1:]) == {100}
+    assert r.residual[begin] == sums[0] == 0
 
 
 def test_rounding_of_values_is_owed():
@@ -206,7 +262,7 @@ def _refused(rank, size):
     hook = codec.torch.ddp_hook(codec.Quantize(4), feedback=True, algorithm="two_shot").register(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     train(model, optimizer, rank, 3)
-    before, state = bits(model), pickle.dumps(hook.state_dict())
+    before, state = bits(model), remembered(hook)
     x, y = data(rank, 3)
     if rank == 1:
         x[3, 4] = float("nan")
@@ -214,7 +270,7 @@ def _refused(rank, size):
     with pytest.raises(codec.SpecError if rank == 1 else codec.PeerError, match=r"NaN|nothing was changed"):
         torch.nn.functional.cross_entropy(model(x), y).backward()
     assert bits(model) == before
-    assert pickle.dumps(hook.state_dict()) == state
+    assert remembered(hook) == state
     train(model, optimizer, rank, 3, 4)  # as if there had been no such step
     return hook.stats().refused, bits(model)
 
@@ -223,6 +279,140 @@ def test_nan_on_one_rank_refuses_the_step_on_all():
     results = ranks(3, _refused)
     assert all(refused == 1 for refused, _ in results)
     assert len({b for _, b in results}) == 1
+
+
+class Alike(torch.nn.Module):
+    """Layers of one size, each in a bucket; `nested`: whose backward passes run inside of the whole one."""
+
+    def __init__(self, nested=False):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+        self.nested = nested
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True) if self.nested else layer(x)
+        return x
+
+
+def _nested(rank, size):
+    model, other = wrapped(Alike(nested=True)), wrapped(Alike(nested=True))
+    hook = codec.torch.ddp_hook(codec.Float8(), policy=lambda name, p: None).register(model)
+
+    def step():
+        model.zero_grad()
+        model(torch.randn(16, 64, requires_grad=True)).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    found = [step()]
+    for i, layer in enumerate(model.module.layers):
+        poison = layer.weight.register_hook(lambda g: g * (torch.nan if rank else 1))
+        with pytest.raises(codec.SpecError if rank else codec.PeerError, match=r"NaN|nothing was changed"):
+            step()
+        poison.remove()
+        assert hook.stats().refused == i + 1
+        found.append(step())
+
+    def broken(*_):  # between two passes inside, where no bucket is under way
+        assert not torch.is_grad_enabled()
+
+    if rank:
+        model.module.layers[1].register_forward_pre_hook(broken)
+    with pytest.raises(AssertionError if rank else codec.PeerError):
+        step()
+    if rank:
+        hook.register(other)  # the other one does not wait any longer
+    with pytest.raises(codec.PeerError, match="new group"):
+        codec.torch.all_reduce(torch.ones(3))
+    return [g.tolist() for grads in found for g in grads]
+
+
+def test_reentrant_checkpoints():
+    """What goes wrong with any bucket is raised, also after passes of earlier ones have ended."""
+    results = ranks(2, _nested)
+    assert results[0] == results[1]
+
+
+def _alone(rank, size):
+    """What fails on one rank, before its first message or after the last one of a bucket."""
+    found = []
+    for where, name in ((codec.torch.ddp.Hook, "_rescale"), (codec.torch.ddp, "_scatter")):
+        model = wrapped(Alike(), process_group=dist.new_group())
+        codec.torch.ddp_hook(codec.Quantize(4), feedback=True).register(model)
+        call = getattr(where, name)
+
+        def fails(*args, where=where, name=name, call=call):
+            setattr(where, name, call)
+            raise MemoryError
+
+        def step(i, model=model):
+            model.zero_grad()
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(size * i + rank))
+            model(x).square().sum().backward()
+            return [p.grad.tolist() for p in model.parameters()]
+
+        found.append(step(0))
+        if rank:
+            setattr(where, name, fails)
+        with pytest.raises(MemoryError if rank else codec.PeerError):
+            step(1)
+        if name == "_rescale":  # nothing was sent: all go on
+            found.append(step(2))
+        else:
+            with pytest.raises(codec.PeerError, match="new group"):
+                step(2)
+    return found
+
+
+def test_what_fails_on_one_rank_alone_leaves_none_behind():
+    """Buckets of the same size are not taken for each other."""
+    results = ranks(2, _alone)
+    assert results[0] == results[1]
+
+
+def _lacking(rank, size):
+    model = wrapped(Alike())
+    optimizer = torch.optim.SGD(model.module.layers[:3].parameters(), 0.1)
+    codec.torch.ddp_hook(codec.Truncate(), optimizer=optimizer).register(model)
+    with pytest.raises(codec.SpecError, match=r"does not have layers\.3\.weight"):
+        model(torch.ones(4, 64)).sum().backward()
+
+
+def test_parameters_of_another_optimizer():
+    ranks(1, _lacking)
+
+
+def _joined(rank, size):
+    """Ranks that are through send zeros; and hear of what goes wrong."""
+    found = []
+    for hooked in (False, True):
+        model = wrapped(Alike())
+        if hooked:
+            hook = codec.torch.ddp_hook().register(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        with model.join():
+            for step in range(2 + 2 * rank):
+                optimizer.zero_grad()
+                model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+                optimizer.step()
+        found.append(bits(model))
+    assert hook.stats().steps == 4
+    assert found[0] == found[1]
+    model = wrapped(Alike())
+    codec.torch.ddp_hook(codec.Float8()).register(model)
+
+    def through():
+        with model.join():
+            for _ in range(rank):
+                model(torch.full((4, 64), torch.nan)).sum().backward()
+
+    with pytest.raises(codec.SpecError if rank else codec.PeerError):
+        through()
+
+
+def test_ranks_with_fewer_batches():
+    ranks(2, _joined)
 
 
 def _scaled(rank, size):
@@ -235,7 +425,7 @@ def _scaled(rank, size):
     scales = []
     for step in range(9):
         x, y = data(rank, step)
-        before, state = bits(models[0]), pickle.dumps(hooks[0].state_dict())
+        before, state = bits(models[0]), remembered(hooks[0])
         scales.append(scaler.get_scale() / 1024)
         if step != 3:
             optimizers[1].zero_grad()
@@ -248,9 +438,9 @@ def _scaled(rank, size):
         scaler.step(optimizers[0])
         scaler.update()
         assert (bits(models[0]) == before) == (step == 3)
-        assert (pickle.dumps(hooks[0].state_dict()) == state) == (step == 3)
+        assert (remembered(hooks[0]) == state) == (step == 3)
         assert bits(models[0]) == bits(models[1])
-        assert pickle.dumps(hooks[0].state_dict()) == pickle.dumps(hooks[1].state_dict())
+        assert remembered(hooks[0]) == remembered(hooks[1])
         if step == 6:
             hooks[0].load_state_dict(pickle.loads(pickle.dumps(hooks[1].state_dict())))
     return bits(models[0]), hooks[0].stats().steps, hooks[0].stats().refused, scales
@@ -273,7 +463,7 @@ def _continued(rank, size):
             file = io.BytesIO()
             torch.save([model.module.state_dict(), optimizer.state_dict(), hook.state_dict()], file)
             file.seek(0)
-            saved = torch.load(file, weights_only=False)
+            saved = torch.load(file)
             model = wrapped()
             model.module.load_state_dict(saved[0])
             hook = codec.torch.ddp_hook(codec.Sign(block=64), algorithm="two_shot").register(model)
@@ -303,7 +493,7 @@ def _lost(rank, size):
     hook = codec.torch.ddp_hook(codec.Quantize(4), feedback=True).register(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     train(model, optimizer, rank, 2)
-    before, state = bits(model), pickle.dumps(hook.state_dict())
+    before, state = bits(model), remembered(hook)
     x, y = data(rank, 2)
     if rank == 1:
         post, count = codec.torch.collectives.line_of(model.process_group).channel.post, [0]
@@ -319,7 +509,7 @@ def _lost(rank, size):
     with pytest.raises(codec.PeerError, match=r"gone|new group"):
         torch.nn.functional.cross_entropy(model(x), y).backward()
     assert bits(model) == before
-    assert pickle.dumps(hook.state_dict()) == state
+    assert remembered(hook) == state
     return time.monotonic() - begin
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import ranks
-from test_ddp import bits, data, wrapped
+from test_ddp import bits, data, remembered, wrapped
 
 import codec
 import codec.torch
@@ -152,11 +152,11 @@ def _failed(rank, size):
     if rank != 2:  # where one rank has no state all begin anew
         hook.load_state_dict(saved)
     go(21, 22)
-    before = pickle.dumps(hook.state_dict())
+    before = remembered(hook)
     for broken in ({}, {"refresher": {**saved["refresher"], "latest": "now"}}):
         with pytest.raises(codec.StateError):
             hook.load_state_dict(broken)
-        assert pickle.dumps(hook.state_dict()) == before
+        assert remembered(hook) == before
     model, optimizer, hook = hooked(codec.Lossless(), 3 + (rank == 1), model=model.module)
     go(23, fails=True)  # other intervals: an error on all, and no rank waits
     return log, bits(model)
@@ -271,13 +271,34 @@ def test_another_algorithm_owes_as_much():
         assert bool(servers) == (after in ("two_shot", "raw", "auto")), after
 
 
+def _settled(rank, size):
+    """A step whose first bucket is refused: later ones hand over and pay what is owed for the first time."""
+    model, hook = owing(codec.Quantize(2), "two_shot")
+    followed(model, rank, [0, 1])
+    state = hook.state_dict()
+    for policy in (lambda name, p: None, lambda name, p: None if name[:2] in ("20", "18") else codec.Lossless()):
+        model = wrapped()
+        hook = codec.torch.ddp_hook(codec.Quantize(2), feedback=True, policy=policy).register(model)
+        followed(model, rank, [2])  # buckets are rebuilt
+        hook.load_state_dict(state)
+        was = remembered(hook)
+        list(model.parameters())[-1].register_hook(lambda g: g * (torch.nan if rank else 1))
+        with pytest.raises(codec.CodecError):
+            followed(model, rank, [3])
+        assert remembered(hook) == was
+
+
+def test_a_step_that_is_refused_leaves_what_is_owed():
+    ranks(3, _settled)
+
+
 def _some(rank, size):
     model, hook = owing(codec.Quantize(2), "two_shot")
     followed(model, rank, [0, 1, 2])
-    state = hook.state_dict()
+    state, before = hook.state_dict(), remembered(hook)
     with pytest.raises(codec.StateError):  # one part that cannot be loaded: none is
         hook.load_state_dict({"worker": {"version": 1, "role": "worker"}, "server": {}})
-    assert pickle.dumps(hook.state_dict()) == pickle.dumps(state)
+    assert remembered(hook) == before
     return state, owed(hook, model)
 
 

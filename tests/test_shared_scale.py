@@ -1,7 +1,6 @@
 """Ternary all-reduces under one scale of all ranks: exact sums, the same bits everywhere, no trace of failures."""
 
 import itertools
-import pickle
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ranks import ranks
 from test_ddp import bits as bits_of_model
-from test_ddp import data, train, wrapped
+from test_ddp import data, remembered, train, wrapped
 
 import codec
 import codec.torch
@@ -322,7 +321,7 @@ def _trained(rank, size):
         hook = codec.torch.ddp_hook(spec, algorithm="shared_scale", **how).register(model)
         optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
         losses = train(model, optimizer, rank, 8)
-        before, state = bits_of_model(model), pickle.dumps(hook.state_dict())
+        before, state = bits_of_model(model), remembered(hook)
         x, y = data(rank, 8)
         if rank == 1:
             x[3, 4] = float("nan")
@@ -330,7 +329,7 @@ def _trained(rank, size):
         with pytest.raises(codec.SpecError if rank == 1 else codec.PeerError, match=r"NaN|nothing was changed"):
             torch.nn.functional.cross_entropy(model(x), y).backward()
         assert bits_of_model(model) == before
-        assert pickle.dumps(hook.state_dict()) == state
+        assert remembered(hook) == state
         losses += train(model, optimizer, rank, 4, 9)
         kept = {role: len(s) - 2 for role, s in hook.state_dict().items()}
         found[i] = bits_of_model(model), losses, kept
@@ -364,7 +363,7 @@ def _owed(rank, size):
                 total[n] += p.grad
     state = hook.state_dict()["worker"]
     for n, p in named.items():
-        left = seen[n] - torch.from_numpy(state[f"{n}[0:{p.numel()}]"]).view(p.shape)
+        left = seen[n] - state[f"{n}[0:{p.numel()}]"].view(p.shape)
         dist.all_reduce(left)
         torch.testing.assert_close(sent[n], left / size, atol=1e-5, rtol=1e-4)
 

@@ -164,12 +164,14 @@ class ProcessGroup(_Base):
 
     def _then(self, pending: Pending, finish: Callable[[], None], outputs: Sequence[torch.Tensor]) -> Handle:
         """The collective and what is to be done after it, in the thread of the collectives: nothing comes between."""
+        line = collectives.line_of(self)
 
         def work() -> None:
             pending.wait()
-            finish()
+            with line.channel.writing():
+                finish()
 
-        return Handle(collectives.line_of(self).worker.submit(work), outputs)
+        return Handle(line.worker.submit(work), outputs)
 
     # Each of these is as torch.distributed's. What does not travel is for the plain group: methods of the class above
     # that Python may override hold the interpreter's lock while they wait for one of Gloo's, whose holder may want it.

@@ -2,7 +2,8 @@
 
 import hashlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any, Literal, TypeVar, cast
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import codec
-from codec import PeerError, SpecError
+from codec import FrameError, PeerError, SpecError
 from codec.segmenting import Segments, pack
 from codec.specs import Lossless, Spec, Ternary
 from codec.torch import reduction, ternary
@@ -32,6 +33,8 @@ _ALGORITHMS = {
     "raw": reduction.raw,
     "shared_scale": ternary.shared_scale,
 }
+_CHOICES = 256  # that a group remembers
+_MOST_NBYTES = 1 << 36  # of what one rank sends another by exchange()
 _SMALL = 1 << 16  # bytes of a tensor: two phases take longer than what one sends more
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _OPS: dict[Any, Op] = {
@@ -84,6 +87,14 @@ def line_of(group: Any, timeout: float | None = None) -> Line:
     if line is None:
         line = _lines[key] = Line(key, timeout)
     return line
+
+
+def _is_apart(group: Any, what: str) -> bool:
+    """Whether this rank is not of a group: it does nothing then, with a warning, as torch.distributed has it."""
+    apart = dist.distributed_c10d._rank_not_in_group(group)
+    if apart:
+        dist.distributed_c10d._warn_not_in_group(what)
+    return apart
 
 
 def hang_up(group: Any, *, now: bool) -> None:
@@ -175,6 +186,8 @@ def all_reduce(
     --------
     >>> codec.torch.all_reduce(gradient, codec.Float8(row=128))  # doctest: +SKIP
     """
+    if _is_apart(group, "all_reduce"):
+        return None
     line = line_of(group, timeout)
 
     def work() -> torch.Tensor:
@@ -217,10 +230,12 @@ def _all_reduce(
 
 def _place(out: torch.Tensor, tensor: torch.Tensor, r: Reduction) -> Array:
     """Where a result goes that is not written to the tensor itself."""
+    _check_dense(out)
     if (out.dtype, out.numel(), out.device.type) != (tensor.dtype, tensor.numel(), "cpu") or not out.is_contiguous():
         raise SpecError(f"out= must be contiguous, in host memory, with {tensor.numel()} values of {tensor.dtype}")
     place = as_array(out)
-    if np.may_share_memory(place, r.x):
+    inside = out.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    if np.may_share_memory(place, r.x) or (inside and not tensor.is_contiguous()):
         raise SpecError("out= shares memory with the tensor")
     return place
 
@@ -233,28 +248,31 @@ def run(line: Line, prepare: Callable[[], Reduction], asked: Algorithm) -> tuple
 def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm) -> list[tuple[Array, Reduction]]:
     """The same for several: all are reduced, or none."""
     channel = line.channel
-    choice = Choice()
+    choice, sign = Choice(), 0
 
     def begin() -> tuple[list[Reduction], list[int]]:
-        nonlocal choice
+        nonlocal choice, sign
         reductions = prepare()
         # what is left to us may come to be another algorithm later: all must have left it
         sign = hashed(asked, [signature(r, choose_algorithm(asked, r, channel.size)) for r in reductions])
-        choice = line.choices.setdefault(sign, choice)
+        choice = line.choices.get(sign, choice)
         return reductions, [sign, *choice.report()]
 
     reductions, reports = agree(channel, begin)
+    line.choices[sign] = line.choices.pop(sign, choice)
+    if len(line.choices) > _CHOICES:  # that of the longest ago, on all ranks
+        del line.choices[next(iter(line.choices))]
     nbytes = sum(2 * r.x.nbytes * (channel.size - 1) // channel.size for r in reductions)
-    as_they_are = asked == "auto" and choice.decide(reports, nbytes) == "values"
     before = channel.sent_nbytes
     done: list[tuple[Array, Reduction]] = []
     first: Exception | None = None
-    with choice:
+    with in_step(channel), choice:
+        as_they_are = asked == "auto" and channel.size > 1 and choice.decide(reports, nbytes) == "values"
         for i, r in enumerate(reductions):
             algorithm = choose_algorithm(asked, r, channel.size)
             if as_they_are and r.x.nbytes > _SMALL:
                 algorithm = "raw"
-            result, error = go_through(channel, _ALGORITHMS[algorithm], r)
+            result, error = _ALGORITHMS[algorithm](channel, r)
             first = first or error
             # the next one's result takes the same memory
             done.append((result if i == len(reductions) - 1 else result.copy(), r))
@@ -263,10 +281,14 @@ def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm
     return done
 
 
-def go_through(channel: Channel, algorithm: Callable[..., T], r: Reduction) -> T:
-    """Run an algorithm; if it ends in its midst, such as for want of memory, no rank waits for what never comes."""
+@contextmanager
+def in_step(channel: Channel) -> Iterator[None]:
+    """What ends this on one rank alone, such as want of memory, ends the channel.
+
+    No rank waits for what never comes, or takes for this collective what belongs to the next one.
+    """
     try:
-        return algorithm(channel, r)
+        yield
     except BaseException:
         channel.close()
         raise
@@ -285,7 +307,8 @@ def agree(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> tuple
         numbers[: len(given)] = given
     except Exception as e:
         error = e
-    everyones = channel.gather([*numbers, error is not None])
+    with in_step(channel):
+        everyones = channel.gather([*numbers, error is not None])
     if error is not None:
         raise error
     for rank, theirs in enumerate(everyones):
@@ -325,6 +348,7 @@ def reduction_of(
     stream: int,
 ) -> Reduction:
     """Arguments that were looked through."""
+    _check_dense(tensor)
     if tensor.dtype not in NAMES:
         raise SpecError(f"only float32, bfloat16 and float16 can be reduced, not {tensor.dtype}")
     op = getattr(op, "op", op)  # options of torch's hold what kind of operation it is inside
@@ -333,7 +357,15 @@ def reduction_of(
     if segments is not None:
         _check_inside(segments, tensor.numel())
     flat = None if state is None else {name: _flat(x) for name, x in state.items()}
+    for name, x in (flat or {}).items():
+        if len(x) != tensor.numel():
+            raise SpecError(f"state {name!r} has {len(x)} values, the tensor {tensor.numel()}")
     return Reduction(as_array(tensor), NAMES[tensor.dtype], spec, _OPS[op], stream, segments, metric, flat)
+
+
+def _check_dense(tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_neg():
+        raise SpecError("only dense tensors that hold values can be used, no sparse, meta or negated ones")
 
 
 def _check_inside(segments: Segments, n: int) -> None:
@@ -354,7 +386,7 @@ def _flat(x: Any) -> Any:
 
 def as_array(x: Any) -> Array:
     """A flat array of a tensor's values; bfloat16 as uint16. It shares memory where it can."""
-    t = x.detach() if isinstance(x, torch.Tensor) else torch.as_tensor(np.asarray(x))
+    t = x.detach() if isinstance(x, torch.Tensor) else torch.as_tensor(np.ascontiguousarray(x))
     t = t.cpu().contiguous().view(-1)
     return (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy()
 
@@ -378,20 +410,24 @@ def exchange(frames: Sequence[Any], *, group: Any = None, timeout: float | None 
     Parameters
     ----------
     frames : sequence of bytes or buffers
-        For each rank of the group one, in order, this rank's own included; of any size, and any bytes.
+        For each rank of the group one, in order, this rank's own included; any bytes, up to 64 GiB.
     group, timeout : optional
         As for :func:`all_reduce`.
 
     Returns
     -------
     list of bytes
-        From each rank, in order.
+        From each rank, in order; none where this rank is not of the group.
 
     Raises
     ------
     PeerError, SpecError
         As for :func:`all_reduce`.
+    FrameError
+        A rank announces frames of a size that cannot be; a new group is needed.
     """
+    if _is_apart(group, "exchange"):
+        return []
     line = line_of(group, timeout)
     return line.finish(lambda: _exchange(line.channel, frames))
 
@@ -401,11 +437,23 @@ def _exchange(channel: Channel, frames: Sequence[Any]) -> list[bytes]:
         arrays = [np.frombuffer(frame, np.uint8) for frame in frames]
         if len(arrays) != channel.size:
             raise SpecError(f"there are {channel.size} ranks, so as many frames, not {len(arrays)}")
+        if max(a.nbytes for a in arrays) > _MOST_NBYTES:
+            raise SpecError(f"a frame has more than {_MOST_NBYTES} bytes")
         return arrays, [0]
 
     arrays, _ = agree(channel, prepare)
-    sizes = [sizes[channel.rank] for sizes in channel.gather([a.nbytes for a in arrays])]
-    others = [(channel.rank + i) % channel.size for i in range(1, channel.size)]
+    with in_step(channel):
+        received, error = _swap(channel, arrays)
+    channel.conclude(error)
+    return [received.get(rank, b"") for rank in range(channel.size)]
+
+
+def _swap(channel: Channel, arrays: Sequence[Array]) -> tuple[dict[int, bytes], Exception | None]:
+    announced = channel.gather([a.nbytes for a in arrays])
+    for rank, theirs in enumerate(announced):
+        if not all(0 <= n <= _MOST_NBYTES for n in theirs):
+            raise FrameError(f"rank {rank} announces frames of {theirs} bytes, which cannot be")
+    sizes, others = [theirs[channel.rank] for theirs in announced], channel.others
     channel.begin(Channel.room_for([sizes[o] for o in others] + [arrays[o].nbytes for o in others]))
     incoming = {o: channel.receive(sizes[o], o) for o in others if sizes[o]}
     attempt = Attempt(channel)
@@ -415,8 +463,7 @@ def _exchange(channel: Channel, frames: Sequence[Any]) -> list[bytes]:
     received = {o: attempt(_bytes_of, incoming[o]) for o in incoming}
     received[channel.rank] = arrays[channel.rank].tobytes()
     channel.finish()
-    channel.conclude(attempt.error)
-    return [received.get(rank, b"") for rank in range(channel.size)]
+    return received, attempt.error
 
 
 def _bytes_of(incoming: Incoming) -> bytes:
@@ -522,16 +569,20 @@ def _begin(
     group: Any, timeout: float | None, async_op: bool, algorithm: Any, prepare: Any, output: torch.Tensor
 ) -> Pending | None:
     """Run an algorithm over what prepare(size) returns, into `output`."""
+    if _is_apart(group, algorithm.__name__):
+        return None
     line = line_of(group, timeout)
     channel = line.channel
 
     def work() -> torch.Tensor:
         def both() -> tuple[Reduction, list[int]]:
+            _check_dense(output)
             r = prepare(channel.size)
             return r, [signature(r, algorithm.__name__)]
 
         r, _ = agree(channel, both)
-        result, error = go_through(channel, algorithm, r)
+        with in_step(channel):
+            result, error = algorithm(channel, r)
         channel.conclude(error)
         with channel.writing():
             publish(result, r, output)

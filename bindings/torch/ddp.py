@@ -66,7 +66,7 @@ class _Part:
 
     @property
     def segments(self) -> Segments:
-        return codec.segments([tuple(p.shape) for p in self.parameters])
+        return codec.segments([tuple(p.permute(_order(p)).shape) for p in self.parameters])
 
     @property
     def n(self) -> int:
@@ -78,22 +78,25 @@ class _Step:
     """A backward pass."""
 
     scale: float = 1.0  # what its gradients are multiplied by
+    under_way: bool = False  # begun, and what went wrong with it was not raised
     error: BaseException | None = None  # of a bucket
     moved: list[_Part] = field(default_factory=list[_Part])  # that were never reduced before
 
 
 class _End:
-    """Called when a backward pass ends; one that is not, because an exception ended the pass before, is given up.
+    """Called when the backward pass of a bucket ends; if it is not, an exception ended that pass: the step is given up.
 
-    Ctrl-C in the midst of it arrives when Python is called the next time: before the hook's first line.
+    Ctrl-C in the midst of it arrives when Python is called the next time: before the hook's first line. Reentrant
+    checkpoints run passes inside of the pass, so that a step may have several: it is over with that of the last bucket.
     """
 
-    def __init__(self, hook: "Hook", step: _Step) -> None:
-        self._hook, self._step, self._called = hook, step, False
+    def __init__(self, hook: "Hook", step: _Step, last: bool) -> None:
+        self._hook, self._step, self._last, self._called = hook, step, last, False
 
     def __call__(self) -> None:
         self._called = True
-        self._hook._raise()
+        if self._last:
+            self._hook._raise()
 
     def __del__(self) -> None:
         if not self._called:
@@ -130,6 +133,8 @@ class Hook:
 
     def register(self, model: torch.nn.parallel.DistributedDataParallel) -> "Hook":
         """Have a model's gradients go through this hook; itself."""
+        if self._step.under_way:
+            self._give_up(self._step)
         if self._books is not None:
             self._books.settle()
             self._books.doubt()
@@ -144,10 +149,13 @@ class Hook:
         return replace(self._stats)
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved with a checkpoint, by each rank its own: errors still to be sent, and agreed codebooks."""
+        """What must be saved with a checkpoint, by each rank its own: errors still to be sent, and agreed codebooks.
+
+        Tensors, integers and strings, which ``torch.load`` takes as it is.
+        """
         if self._books is not None:
             self._books.settle()
-        return {name: part.state_dict() for name, part in self._stateful().items()}
+        return {name: _of_tensors(part.state_dict()) for name, part in self._stateful().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a :meth:`state_dict`; after an error all is as it was."""
@@ -179,44 +187,47 @@ class Hook:
             pending = self._begin(bucket)
             if bucket.is_last():
                 pending.wait()  # the model would wait, too, but would not hear Ctrl-C meanwhile
-            return pending.get_future()
         except BaseException:
             self._give_up(self._step)
             raise
+        if bucket.is_last() and not _in_backward():  # but in join(), which sends zeros for ranks that are through
+            self._raise()
+        return pending.get_future()
 
     def _begin(self, bucket: Any) -> Pending:
         """Reduce a bucket in the background."""
         buffer, first, last = bucket.buffer(), bucket.index() == 0, bucket.is_last()
         parts = self._parts_of(cast(list[torch.nn.Parameter], bucket.parameters()))
         if first:
-            self._step = _Step(1.0 if self._scaler is None else self._scaler.get_scale())
-            _when_backward_ends(_End(self, self._step))
+            if self._step.under_way:  # other ranks may wait for its other buckets
+                raise PeerError("the backward pass before this one did not end: make a new group") from self._step.error
+            self._step = _Step(1.0 if self._scaler is None else self._scaler.get_scale(), under_way=True)
         step = self._step
+        if _in_backward():
+            _when_backward_ends(_End(self, step, last))
         line = collectives.line_of(self._group, self._timeout)
 
         def work() -> torch.Tensor:
+            reduced = buffer
             try:
-                if first:
-                    with self._under_way(step):
-                        self._rollback()  # of a step that was never ended
-                        self._rescale(step.scale)
-                    if self._books is not None:
-                        self._books.begin_step(line.channel)
-                reduced = self._reduce(line, buffer, parts, step)
+                if first and self._books is not None:
+                    self._books.begin_step(line.channel)
+                reduced = self._reduce(line, buffer, parts, step, first)
                 if last and step.error is None:
-                    with self._under_way(step):
+                    with collectives.in_step(line.channel), self._under_way(step):
                         self._commit(step)
-                return reduced
             except BaseException as e:
                 let_go(e)
                 step.error = step.error or e
                 if self._books is not None:
                     self._books.doubt()
+                if self._is_overflow(e):
+                    with suppress(PeerError), self._under_way(step):
+                        buffer.fill_(torch.nan)  # on all ranks: their scalers skip the step
+            if last and step.error is not None:  # later buckets than that of the error have changed something, too
                 with suppress(PeerError), self._under_way(step):
                     self._rollback()
-                    if self._is_overflow(e):
-                        buffer.fill_(torch.nan)  # on all ranks: their scalers skip the step
-            return buffer
+            return reduced
 
         reduced = line.worker.submit(work)
         if last and self._books is not None:
@@ -246,6 +257,7 @@ class Hook:
     def _raise(self) -> None:
         """What went wrong with a bucket. Not by its future: after that the model could not be used any more."""
         error, self._step.error = self._step.error, None
+        self._step.under_way = False
         if error is not None:
             self._stats.refused += 1
             if not self._is_overflow(error):
@@ -277,18 +289,21 @@ class Hook:
         parts[0].whole = len(parts) == 1
         return parts
 
-    def _reduce(self, line: Line, buffer: torch.Tensor, parts: list[_Part], step: _Step) -> torch.Tensor:
+    def _reduce(self, line: Line, buffer: torch.Tensor, parts: list[_Part], step: _Step, first: bool) -> torch.Tensor:
         """In the worker's thread: the mean of a bucket over all ranks, in its buffer or beside it."""
         before = line.channel.sent_nbytes
 
         def prepare() -> list[Reduction]:
             with self._under_way(step):
+                if first:
+                    self._rollback()  # of a step that was never ended
+                    self._rescale(step.scale)
                 return [self._prepare(line, buffer, p, step) for p in parts]
 
         results = collectives.run_all(line, prepare, self._algorithm)
         out = parts[0].out
         if out is None:
-            with line.channel.writing():
+            with collectives.in_step(line.channel), line.channel.writing():
                 for part, (result, r) in zip(parts, results, strict=True):
                     _scatter(result, r, part, buffer)
         self._stats.buckets += 1
@@ -341,6 +356,8 @@ class Hook:
         if self.optimizer is None:
             raise SpecError(f"{part.spec} needs ddp_hook(optimizer=)")
         group_of = {p: i for i, g in enumerate(self.optimizer.param_groups) for p in g["params"]}
+        if lacking := [name for name, p in zip(part.names, part.parameters, strict=True) if p not in group_of]:
+            raise SpecError(f"optimizer= does not have {', '.join(lacking)}: give another spec for it by policy=")
         of_group = {
             i: replace(metrics.from_optimizer(self.optimizer, i), grad_scale=scale)
             for i in {group_of[p] for p in part.parameters}
@@ -352,9 +369,11 @@ class Hook:
             if not groups or groups[-1][1] != metric:
                 groups.append((offset, metric))
             offset += p.numel()
-        states = [metrics.state_of(self.optimizer, p) for p in part.parameters]
-        common = [name for name in ("theta", "m", "v") if all(name in s for s in states)]
-        return groups, {name: torch.cat([s[name].detach().reshape(-1) for s in states]) for name in common}
+        states = [(_order(p), metrics.state_of(self.optimizer, p)) for p in part.parameters]
+        common = [name for name in ("theta", "m", "v") if all(name in s for _, s in states)]
+        return groups, {
+            name: torch.cat([s[name].detach().permute(order).reshape(-1) for order, s in states]) for name in common
+        }
 
     def _commit(self, step: _Step) -> None:
         self._stats.steps += 1
@@ -375,6 +394,10 @@ class Hook:
                 fb.rescale(scale)
 
 
+def _of_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in state.items()}
+
+
 def _copied(feedback: ErrorFeedback | None) -> ErrorFeedback | None:
     """The same with memory of its own."""
     if feedback is None:
@@ -384,11 +407,22 @@ def _copied(feedback: ErrorFeedback | None) -> ErrorFeedback | None:
     return again
 
 
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 def _when_backward_ends(call: Callable[[], None]) -> None:
     """Call it at the end of this backward, after DistributedDataParallel has stored its gradients."""
     engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue]
     # callbacks run in order, also those that are queued by one; the model's own is queued after its last bucket
     engine.queue_callback(lambda: engine.queue_callback(call))
+
+
+def _order(p: torch.Tensor) -> list[int]:
+    """A parameter's dimensions in the order in which a bucket has its values: that of memory, if they leave no gaps."""
+    dims = list(range(p.dim()))
+    in_memory = sorted(dims, key=p.stride, reverse=True)
+    return in_memory if not p.is_contiguous() and p.permute(in_memory).is_contiguous() else dims
 
 
 def _ranges(part: _Part, begin: int, end: int) -> list[tuple[str, int, int]]:

@@ -134,6 +134,8 @@ class Reduction:
                 codec.reduce([part], "sum", out=total, **how)
         if self.op == "mean":
             total /= np.float32(len(parts))
+        if total.size and np.isnan(total.min()):  # which of two a sum keeps depends on how it is added
+            total[np.isnan(total)] = np.nan
 
     def check(self, frame: Array, piece: Piece) -> None:
         """Raise FrameError unless it is a frame of such a piece."""
@@ -511,11 +513,11 @@ def raw(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
 
     firsts = [{o: receive(room(piece.n), o) for o in others} for piece in slices[me]]
     seconds = [{o: receive(result[slices[o][c].begin : slices[o][c].end], o) for o in others} for c in chunks]
-    x, error = r.x, _refused(r)
+    x = r.x
     if r.residual is not None:
-        owed = _as_float32(r) + r.residual
-        x = r.rounded(owed)
-        r.residual[:] = owed - _floats(x, r)
+        x = np.empty_like(x)
+        _settle(_floats(r.x, r), r, r.residual, x)
+    error = _refused(r, x)
     for c in chunks:
         for o in others:
             channel.send_values(x[slices[o][c].begin : slices[o][c].end], o)
@@ -523,7 +525,10 @@ def raw(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
         parts = {o: there() for o, there in firsts[c].items()} | {me: x[piece.begin : piece.end]}
         total = result[piece.begin : piece.end]
         residual = None if r.sums_residual is None else r.sums_residual(piece.begin, piece.end)
-        _add_up([parts[rank] for rank in range(size)], r, residual, total)
+        _settle(_add_up([parts[rank] for rank in range(size)], r, total), r, residual, total)
+        fault = _refused(r, total) if size > 2 else None  # frames of two ranks hold no sums
+        if fault is not None and not any(_refused(r, part) for part in parts.values()):  # whose rank says so itself
+            error = error or fault
         for o in others:
             channel.send_values(total, o)
     for there in [there for each in seconds for there in each.values()]:
@@ -537,15 +542,17 @@ def _there(channel: Channel, work: Any, source: int, place: Array) -> Array:
     return place
 
 
-def _refused(r: Reduction) -> SpecError | None:
+def _refused(r: Reduction, x: Array) -> SpecError | None:
     """What encoding would have said of NaN and Inf: which way values travel must not decide whether a step is good."""
-    if isinstance(r.spec, Lossless) or np.isfinite(_floats(r.x, r)).all():
+    if isinstance(r.spec, Lossless | Truncate) or getattr(r.spec, "nonfinite", "") == "propagate":
+        return None
+    if np.isfinite(_floats(x, r)).all():
         return None
     return SpecError("the tensor holds NaN or Inf, which this codec does not take", Status.NONFINITE)
 
 
-def _add_up(parts: Sequence[Array], r: Reduction, residual: Array | None, total: Array) -> None:
-    """Sum, mean or maximum as codec.reduce has it, in the dtype of x; `residual` is added, and gets what is lost."""
+def _add_up(parts: Sequence[Array], r: Reduction, total: Array) -> Array:
+    """Sum, mean or maximum as codec.reduce has it, in float32; in `total` if that is its dtype."""
     dtype = _FLOATS[r.dtype]
     tensors = [torch.from_numpy(part).view(dtype) for part in parts]
     add = torch.maximum if r.op == "max" else torch.add
@@ -558,9 +565,26 @@ def _add_up(parts: Sequence[Array], r: Reduction, residual: Array | None, total:
         add(out, t.float(), out=out)
     if r.op == "mean":
         out /= len(parts)
-    if residual is not None:
-        out += torch.from_numpy(residual)
-    if r.dtype != "float32":
-        torch.from_numpy(total).view(dtype).copy_(out)
-    if residual is not None:
-        residual[:] = out.numpy() - _floats(total, r)
+    return total if r.dtype == "float32" else out.numpy()
+
+
+def _settle(values: Array, r: Reduction, residual: Array | None, place: Array) -> None:
+    """Put float32 values into `place`, in the dtype of x, with what is owed to them; the residual gets what is lost.
+
+    As encoders have it: what is finite stays so, at most the largest number; what is not is owed nothing.
+    """
+    rounded = r.rounded(values)
+    if residual is None:
+        if values is not place:
+            place[:] = rounded
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        if r.dtype == "float32":
+            np.add(values, residual, out=place)
+            residual[:] = 0
+            return
+        seen = _floats(rounded, r)
+        owed = np.where(np.isinf(seen), seen, values) + residual
+        finite, most = np.isfinite(owed), torch.finfo(_FLOATS[r.dtype]).max
+        place[:] = r.rounded(np.where(finite, np.clip(owed, -most, most), owed))
+        residual[:] = np.where(finite, owed - _floats(place, r), 0)

@@ -40,10 +40,11 @@ class Refreshing:
     def begin_step(self, channel: Channel) -> None:
         """Count steps as all ranks do. Where they know other codebooks, as a rank that is new does, all begin anew."""
         if not self._alike:
-            known = self._known()
-            everyones = [(step, books) for step, books, *_ in collectives.agree(channel, lambda: (None, known))[1]]
+            _, known = collectives.agree(channel, lambda: (None, self._known()))
+            everyones = [(step, books) for step, books, *_ in known]
             if len(set(everyones)) > 1:
-                self._begin_anew()
+                with collectives.in_step(channel):
+                    self._begin_anew()
             self._step = max(step for step, _ in everyones)
             self._alike = True
         self._step += 1
@@ -79,13 +80,19 @@ class Refreshing:
         refresher = self.refresher
         if not refresher.due(self._step):
             return
-        r = Reduction(refresher.counts(), "int64", Lossless(), "sum", 0)
-        refresher.rollback(self._step)  # counts of a step that fails are forgotten
+
+        def prepare() -> tuple[Reduction, list[int]]:
+            r = Reduction(refresher.counts(), "int64", Lossless(), "sum", 0)
+            refresher.rollback(self._step)  # counts of a step that fails are forgotten
+            return r, [collectives.signature(r, "refresh")]
+
         if not self._alike:
+            refresher.rollback(self._step)
             return
         try:
-            collectives.agree(channel, lambda: (None, [collectives.signature(r, "refresh")]))
-            counts, error = collectives.go_through(channel, reduction.gather, r)
+            r, _ = collectives.agree(channel, prepare)
+            with collectives.in_step(channel):
+                counts, error = reduction.gather(channel, r)
             channel.conclude(error)
             refresher.propose(self._step, counts.reshape(channel.size, -1).sum(0))
         except CodecError:
