@@ -392,7 +392,14 @@ def all_gather(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]
     attempt = Attempt(channel)
     for piece, parts in _spread(channel, r, attempt):
         attempt(_sum_into, channel, r, piece, parts, result[piece.begin :])
+        attempt(_check_sum, r, result[piece.begin : piece.end])
     return result, attempt.error
+
+
+def _check_sum(r: Reduction, total: Array) -> None:
+    """As if it had been encoded, by which other algorithms find out that the dtype cannot hold it."""
+    if fault := _refused(r, total):
+        raise fault
 
 
 def gather(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
@@ -526,7 +533,7 @@ def raw(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
         total = result[piece.begin : piece.end]
         residual = None if r.sums_residual is None else r.sums_residual(piece.begin, piece.end)
         _settle(_add_up([parts[rank] for rank in range(size)], r, total), r, residual, total)
-        fault = _refused(r, total) if size > 2 else None  # frames of two ranks hold no sums
+        fault = _refused(r, total)
         if fault is not None and not any(_refused(r, part) for part in parts.values()):  # whose rank says so itself
             error = error or fault
         for o in others:
@@ -546,7 +553,7 @@ def _refused(r: Reduction, x: Array) -> SpecError | None:
     """What encoding would have said of NaN and Inf: which way values travel must not decide whether a step is good."""
     if isinstance(r.spec, Lossless | Truncate) or getattr(r.spec, "nonfinite", "") == "propagate":
         return None
-    if np.isfinite(_floats(x, r)).all():
+    if not x.size or all(torch.isfinite(t) for t in torch.aminmax(r.tensor_of(x))):
         return None
     return SpecError("the tensor holds NaN or Inf, which this codec does not take", Status.NONFINITE)
 
