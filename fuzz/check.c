@@ -393,6 +393,18 @@ static void check_floats(const struct subject *f, const struct result *plain)
 	exact_free(&r.out);
 }
 
+/* What is done with results is done in float32, and refused where they are stored in the frame's dtype. */
+static void check_results(const struct subject *f)
+{
+	struct way w = {.steps = below(f->s, 3), .isa = check_some_isa(f->s), .divide = one_in(f->s, 2) ? 3 : 0};
+	struct result r;
+
+	w.flags = w.divide > 0 ? 0 : CODEC_RESCALE | (one_in(f->s, 2) ? CODEC_UNSCALED : 0);
+	r = decode(f, w);
+	CHECK(r.status == CODEC_BAD_ARGUMENT && r.untouched, r.status, w.flags);
+	exact_free(&r.out);
+}
+
 /* Bytes behind a frame: refused, or ignored where that is asked for. */
 static void check_slack(const struct subject *f, const struct result *plain)
 {
@@ -650,6 +662,7 @@ codec_status check_frame(const struct given *given, const struct given *others, 
 		check_flags(f, &plain);
 		check_missing(f, &plain);
 		check_floats(f, &plain);
+		check_results(f);
 		if (one_in(s, 2)) {
 			check_room(f, &plain);
 			check_slack(f, &plain);

@@ -458,6 +458,59 @@ static void arrive(size_t written, size_t header)
 	}
 }
 
+/* What divides or rescales does so in float32: a destination of the frame's dtype may be half of that. */
+static void test_results(void **unused)
+{
+	static const uint32_t DTYPES[] = {CODEC_FLOAT32, CODEC_BFLOAT16, CODEC_FLOAT16};
+	static const float WRONG[] = {-1, INFINITY, -INFINITY, NAN};
+	const void *frames[] = {frame};
+
+	(void)unused;
+	for (int i = 0; i < 9; i++) {
+		codec_spec spec = spec_of(CODEC_LOSSLESS + (uint32_t)i / 3);
+		codec_tensor t = tensor(x, 600), to, sum = tensor(out, 600);
+		codec_context with = context();
+		struct guarded g;
+		size_t written;
+
+		fill();
+		memset(x, 0, sizeof x);
+		t.dtype = DTYPES[i % 3];
+		t.nbytes = 600 * codec_dtype_nbytes(t.dtype);
+		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+		g = guard(t.nbytes);
+		to = t;
+		to.data = g.p;
+		for (int steps = 0; steps < 2; steps++)
+			for (int how = 0; how < 3; how++) {
+				with.divide = how ? 0 : 2;
+				with.flags = how == 2 ? CODEC_RESCALE : how ? CODEC_UNSCALED | CODEC_RESCALE : 0;
+				memset(g.p, 7, t.nbytes);
+				assert_int_equal(
+					steps ? codec_decode_open(frame, written, &to, &with, scratch, sizeof scratch,
+								  NULL)
+					      : codec_decode(frame, written, &to, &with, scratch, sizeof scratch),
+					CODEC_BAD_ARGUMENT);
+				for (size_t k = 0; k < t.nbytes; k++)
+					assert_true(g.p[k] == 7);
+			}
+		unguard(g);
+		/* these say themselves where values go */
+		with.divide = 2;
+		assert_int_equal(codec_accumulate(frame, written, 1, &sum, &with, scratch, sizeof scratch), CODEC_OK);
+		assert_true(out[0] == 3.5f);
+		assert_int_equal(
+			codec_reduce(frames, &written, 1, CODEC_REDUCE_SUM, &sum, &with, scratch, sizeof scratch),
+			CODEC_OK);
+		with.into = CODEC_INTO_FLOAT32;
+		for (int k = 0; k < 4; k++) {
+			with.divide = WRONG[k];
+			assert_int_equal(codec_decode(frame, written, &sum, &with, scratch, sizeof scratch),
+					 CODEC_BAD_ARGUMENT);
+		}
+	}
+}
+
 /* Of a frame that is still arriving it is known at any time how many bytes it takes to go on. */
 static void test_arriving(void **unused)
 {
@@ -500,7 +553,7 @@ int main(void)
 		cmocka_unit_test(test_steps_residual), cmocka_unit_test(test_overlap),
 		cmocka_unit_test(test_theta_dtype),    cmocka_unit_test(test_reduce_scratch),
 		cmocka_unit_test(test_codebooks),      cmocka_unit_test(test_no_room),
-		cmocka_unit_test(test_arriving),
+		cmocka_unit_test(test_arriving),       cmocka_unit_test(test_results),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);

@@ -253,7 +253,8 @@ typedef struct codec_fault {
 #define CODEC_CHECK_ONLY 64u /**< decoding in one call: check all of that, write nothing */
 #define CODEC_NO_CHECKSUM 4u /**< skip the checksums; structure is checked all the same */
 #define CODEC_UNSCALED 8u    /**< decode, TERNARY: values are -1, 0 and 1 */
-#define CODEC_RESCALE 16u    /**< with UNSCALED: what came out is multiplied by the scale, last of all but `divide` */
+/** With UNSCALED: what came out is multiplied by the scale, last of all but `divide`. Not with CODEC_INTO_STORE. */
+#define CODEC_RESCALE 16u
 /**
  * Error feedback: what the residual holds is added to the tensor before it is encoded, each sum rounded to float32, and
  * then it gets what the sums lose. As if the sums had been encoded, but in the tensor's dtype, to which TRUNCATE rounds
@@ -295,7 +296,8 @@ typedef struct codec_metric {
 /**
  * @name codec_context.into
  * What becomes of decoded values. All but the first take a destination of float32 with the frame's shape, and frames
- * of float32, bfloat16 or float16.
+ * of float32, bfloat16 or float16. What comes out may be divided or rescaled then: with CODEC_INTO_STORE that is
+ * CODEC_BAD_ARGUMENT, and so is a divisor that is negative, infinite or NaN.
  * @{
  */
 #define CODEC_INTO_STORE 0   /**< stored, in the frame's dtype */
@@ -319,7 +321,7 @@ typedef struct codec_context {
 	uint64_t stream;                 /**< encode: draws of different streams are independent: rank, step, tensor */
 	float *residual;                 /**< encode: as codec_encode's */
 	float weight;                    /**< decode, INTO_ADD */
-	float divide;                    /**< decode: divide what came out; 0: do not */
+	float divide;                    /**< decode, not INTO_STORE: divide what came out by this; 0: do not */
 	const codec_metric *metric;      /**< TRUNCATE: encode, and decode with shared levels */
 	const uint8_t *levels;           /**< TRUNCATE, encode: a level 0..3 for each value, instead of a metric */
 } codec_context;

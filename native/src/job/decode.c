@@ -1,10 +1,13 @@
 /* decode.c - a frame to a tensor: open (check, build tables), blocks, close (checksum). */
 #include "api.h"
 
-/* Is this a tensor that decoding can write at all? */
-static codec_status read_destination(const codec_tensor *dst, codec_tensor *copy)
+/* Is this a tensor that decoding can write at all? What is done with results is done in float32, which such a tensor
+ * has.
+ */
+static codec_status read_destination(const codec_tensor *dst, const codec_context *with, codec_tensor *copy)
 {
-	if (!dst || dst->struct_nbytes < sizeof *dst)
+	if (!dst || dst->struct_nbytes < sizeof *dst ||
+	    (with->into == CODEC_INTO_STORE && (with->divide > 0 || with->flags & CODEC_RESCALE)))
 		return CODEC_BAD_ARGUMENT;
 	*copy = *dst;
 	return copy->nbytes && !copy->data ? CODEC_BAD_ARGUMENT : CODEC_OK;
@@ -87,7 +90,7 @@ codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor
 	struct header h;
 	struct job *j;
 
-	TRY(read_destination(dst, &t));
+	TRY(read_destination(dst, with, &t));
 	TRY(frame_open(frame, nbytes, with, &h));
 	TRY(blame(check_destination(&h, &t, with->into, with->fault), frame, &h, with));
 	TRY(blame(check_caller(frame, &t, with, &h), frame, &h, with));
@@ -203,7 +206,7 @@ static codec_status step(const uint8_t *frame, size_t nbytes, const codec_tensor
 	    nbytes < j->h.frame_nbytes)
 		return CODEC_BAD_ARGUMENT;
 	if (dst) {
-		TRY(read_destination(dst, &t));
+		TRY(read_destination(dst, &c, &t));
 		TRY(check_destination(&j->h, &t, c.into, c.fault));
 	}
 	TRY(check_caller(frame, dst ? &t : NULL, &c, &j->h));
