@@ -405,6 +405,16 @@ static void check_results(const struct subject *f)
 	exact_free(&r.out);
 }
 
+/* All that decoding would say, and nothing written; steps have a call of their own for that. */
+static void check_only(const struct subject *f, const struct result *plain)
+{
+	struct way w = {.flags = CODEC_CHECK_ONLY, .steps = below(f->s, 2), .isa = check_some_isa(f->s)};
+	struct result r = decode(f, w);
+
+	CHECK(r.status == (w.steps ? CODEC_BAD_ARGUMENT : plain->status) && r.untouched, plain->status, r.status);
+	exact_free(&r.out);
+}
+
 /* Bytes behind a frame: refused, or ignored where that is asked for. */
 static void check_slack(const struct subject *f, const struct result *plain)
 {
@@ -663,6 +673,7 @@ codec_status check_frame(const struct given *given, const struct given *others, 
 		check_missing(f, &plain);
 		check_floats(f, &plain);
 		check_results(f);
+		check_only(f, &plain);
 		if (one_in(s, 2)) {
 			check_room(f, &plain);
 			check_slack(f, &plain);

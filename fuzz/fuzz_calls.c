@@ -237,8 +237,9 @@ static void steps(struct source *s, struct memory *m, struct arguments *a, size_
 			a->nbytes[0] = a->nbytes[1] = OR_LESS(s, written);
 			jobs[below(s, 2)] = job;
 			said(codec_reduce_blocks(OR_NULL(s, a->frames), OR_NULL(s, a->nbytes), below(s, 3), odd(s, 4),
-						 to, with, OR_NULL(s, jobs), first, below(s, 3), OR_NULL(s, a->ats),
-						 work, OR_LESS(s, m->work.n)));
+						 to, with, OR_NULL(s, jobs), first,
+						 one_in(s, 12) ? noise(s) : below(s, 3), OR_NULL(s, a->ats), work,
+						 OR_LESS(s, m->work.n)));
 		}
 	}
 }

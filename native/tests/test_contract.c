@@ -511,6 +511,101 @@ static void test_results(void **unused)
 	}
 }
 
+/* What only checks writes nothing, whichever call it is; steps, which have calls of their own for that, refuse it. */
+static void test_check_only(void **unused)
+{
+	static const uint32_t FLAGS[] = {CODEC_CHECK_ONLY, CODEC_VERIFY_FIRST, CODEC_CHECK_ONLY | CODEC_VERIFY_FIRST};
+
+	(void)unused;
+	for (int i = 0; i < 6; i++) {
+		codec_spec spec = spec_of(i % 3 == 2 ? CODEC_QUANTIZE : CODEC_LOSSLESS);
+		uint64_t n = i % 3 ? N : 100, seal, seals[2]; /* 100 values are stored */
+		codec_tensor t = tensor(x, n), to = tensor(out, n);
+		codec_context with = context();
+		const void *frames[] = {frame, i < 3 ? frame : other}, *jobs[2] = {0};
+		size_t written, nbytes[2];
+		codec_plan plan;
+		void *job, *work = malloc(SCRATCH);
+
+		fill();
+		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+		nbytes[0] = written;
+		spec.codec = CODEC_SIGN; /* whose blocks do not match */
+		if (i >= 3)
+			assert_int_equal(ENCODE(other, sizeof other, NULL), CODEC_OK);
+		nbytes[1] = written;
+		with.flags = CODEC_CHECK_ONLY;
+#define DO(call) call(frame, nbytes[0], &to, &with, scratch, sizeof scratch)
+#define ADD() codec_accumulate(frame, nbytes[0], 1, &to, &with, scratch, sizeof scratch)
+#define REDUCE() codec_reduce(frames, nbytes, 2, CODEC_REDUCE_SUM, &to, &with, scratch, sizeof scratch)
+		assert_int_equal(DO(codec_decode), CODEC_OK);
+		assert_int_equal(ADD(), CODEC_OK);
+		assert_int_equal(REDUCE(), CODEC_OK);
+		frame[nbytes[0] - 20] ^= 1;
+		assert_int_equal(DO(codec_decode), CODEC_CHECKSUM);
+		assert_int_equal(REDUCE(), CODEC_CHECKSUM);
+		frame[nbytes[0] - 20] ^= 1;
+		jobs[0] = jobs[1] = job = malloc(SCRATCH);
+		with.into = CODEC_INTO_FLOAT32;
+		for (int k = 0; k < 3; k++) {
+			with.flags = FLAGS[k];
+			assert_int_equal(codec_decode_open(frame, nbytes[0], &to, &with, job, SCRATCH, &plan),
+					 CODEC_BAD_ARGUMENT);
+		}
+		assert_true(all_seven(out));
+		if (n == N) {
+			with.flags = 0;
+			assert_int_equal(codec_decode_open(frame, nbytes[0], &to, &with, job, SCRATCH, &plan),
+					 CODEC_OK);
+			for (int k = 0; k < 3; k++) {
+				with.flags = FLAGS[k];
+				assert_int_equal(
+					codec_decode_check(frame, nbytes[0], &with, job, 0, 1, &seal, work, SCRATCH),
+					CODEC_BAD_ARGUMENT);
+				assert_int_equal(codec_decode_blocks(frame, nbytes[0], &to, &with, job, 0, 1, &seal,
+								     work, SCRATCH),
+						 CODEC_BAD_ARGUMENT);
+				assert_int_equal(codec_reduce_blocks(frames, nbytes, 1, CODEC_REDUCE_SUM, &to, &with,
+								     jobs, 0, 1, seals, work, SCRATCH),
+						 CODEC_BAD_ARGUMENT);
+			}
+			assert_true(all_seven(out));
+		}
+		free(job);
+		free(work);
+	}
+}
+
+/* A range of blocks is a part of those that there are, however large its numbers. */
+static void test_ranges(void **unused)
+{
+	codec_spec spec = spec_of(CODEC_QUANTIZE);
+	codec_tensor t = tensor(x, N), to = tensor(out, N);
+	codec_context with = context();
+	const void *frames[] = {frame}, *jobs[1];
+	size_t written;
+	uint64_t seal;
+	codec_plan plan;
+	void *job = malloc(SCRATCH), *work = malloc(SCRATCH);
+
+	(void)unused;
+	fill();
+	jobs[0] = job;
+	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+	with.into = CODEC_INTO_FLOAT32;
+	assert_int_equal(codec_decode_open(frame, written, &to, &with, job, SCRATCH, &plan), CODEC_OK);
+#define SOME(first, n)                                                                                                 \
+	codec_reduce_blocks(frames, &written, 1, CODEC_REDUCE_SUM, &to, &with, jobs, first, n, &seal, work, SCRATCH)
+	assert_int_equal(SOME(2, UINT64_MAX), CODEC_BAD_ARGUMENT);
+	assert_int_equal(SOME(0, plan.nblocks + 1), CODEC_BAD_ARGUMENT);
+	assert_int_equal(SOME(plan.nblocks + 1, 0), CODEC_BAD_ARGUMENT);
+	assert_true(all_seven(out));
+	assert_int_equal(SOME(plan.nblocks, 0), CODEC_OK);
+	assert_int_equal(SOME(0, plan.nblocks), CODEC_OK);
+	free(job);
+	free(work);
+}
+
 /* Of a frame that is still arriving it is known at any time how many bytes it takes to go on. */
 static void test_arriving(void **unused)
 {
@@ -554,6 +649,7 @@ int main(void)
 		cmocka_unit_test(test_theta_dtype),    cmocka_unit_test(test_reduce_scratch),
 		cmocka_unit_test(test_codebooks),      cmocka_unit_test(test_no_room),
 		cmocka_unit_test(test_arriving),       cmocka_unit_test(test_results),
+		cmocka_unit_test(test_check_only),     cmocka_unit_test(test_ranges),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);

@@ -250,7 +250,7 @@ typedef struct codec_fault {
  * written, so that on any error it is as it was. The coder's loop is then done twice (of one block values are copied).
  */
 #define CODEC_VERIFY_FIRST 2u
-#define CODEC_CHECK_ONLY 64u /**< decoding in one call: check all of that, write nothing */
+#define CODEC_CHECK_ONLY 64u /**< decoding or reducing in one call: check all of that, write nothing */
 #define CODEC_NO_CHECKSUM 4u /**< skip the checksums; structure is checked all the same */
 #define CODEC_UNSCALED 8u    /**< decode, TERNARY: values are -1, 0 and 1 */
 /** With UNSCALED: what came out is multiplied by the scale, last of all but `divide`. Not with CODEC_INTO_STORE. */
@@ -425,8 +425,9 @@ CODEC_API codec_status codec_accumulate(const void *frame, size_t nbytes, float 
 /**
  * The sum, mean or maximum of frames of one shape, as float32, in the order given: each addition is rounded, and the
  * mean is the sum divided by count. Codes of TERNARY frames with equal scales are summed as integers, then scaled. As
- * with codec_decode, CODEC_VERIFY_FIRST leaves dst as it was on any error; of several faults the first frame's is
- * reported. dst must not be an array of the metric's state, unless there is one frame.
+ * with codec_decode, CODEC_VERIFY_FIRST leaves dst as it was on any error, and CODEC_CHECK_ONLY on success, too; of
+ * several faults the first frame's is reported. dst must not be an array of the metric's state, unless there is one
+ * frame.
  */
 CODEC_API codec_status codec_reduce(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
 				    codec_tensor *dst, const codec_context *with, void *scratch, size_t scratch_nbytes);

@@ -103,7 +103,7 @@ CODEC_API codec_status codec_encode_close(const codec_tensor *src, void *dst, si
 
 /**
  * Check header, side section and directory, and build what decoding needs. A stored tensor is decoded here, after its
- * checksum. CODEC_VERIFY_FIRST is not for steps: see codec_decode_check.
+ * checksum. CODEC_VERIFY_FIRST and CODEC_CHECK_ONLY are not for steps: see codec_decode_check.
  */
 CODEC_API codec_status codec_decode_open(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
 					 void *job, size_t job_nbytes, codec_plan *plan);

@@ -1,6 +1,8 @@
 /* decode.c - a frame to a tensor: open (check, build tables), blocks, close (checksum). */
 #include "api.h"
 
+#define FIRST (CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY) /* a pass of its own, which steps leave to their caller */
+
 /* Is this a tensor that decoding can write at all? What is done with results is done in float32, which such a tensor
  * has.
  */
@@ -159,7 +161,7 @@ codec_status codec_decode_open(const void *frame, size_t nbytes, codec_tensor *d
 	struct job *j;
 
 	TRY(context_read(with, &c));
-	if (c.flags & CODEC_VERIFY_FIRST)
+	if (c.flags & FIRST)
 		return CODEC_BAD_ARGUMENT;
 	saved = call_enter();
 	status = decode_open(frame, nbytes, dst, &c, job, job_nbytes, &j);
@@ -202,7 +204,7 @@ static codec_status step(const uint8_t *frame, size_t nbytes, const codec_tensor
 	uint64_t saved;
 
 	TRY(context_read(with, &c));
-	if (!frame || !j || !seal || !work || first > j->h.nblocks || count > j->h.nblocks - first ||
+	if (c.flags & FIRST || !frame || !j || !seal || !work || first > j->h.nblocks || count > j->h.nblocks - first ||
 	    nbytes < j->h.frame_nbytes)
 		return CODEC_BAD_ARGUMENT;
 	if (dst) {
@@ -275,7 +277,7 @@ static codec_status decode(const uint8_t *frame, size_t nbytes, const codec_tens
 	work = job_work(j, scratch);
 	if (goes_by_buffer(j, with))
 		return decode_by_buffer(frame, dst, with, j, work);
-	if (with->flags & (CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY))
+	if (with->flags & FIRST)
 		TRY(decode_check(frame, with, j, work));
 	return with->flags & CODEC_CHECK_ONLY ? CODEC_OK : decode_values(frame, dst, with, j, work);
 }

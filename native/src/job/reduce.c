@@ -64,11 +64,15 @@ codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes
 				 uint64_t nblocks, uint64_t *seals, void *work, size_t work_nbytes)
 {
 	codec_context c;
+	uint64_t all;
 	int unscaled;
 
 	TRY(context_read(with, &c));
 	if (!frames || !nbytes || !jobs || !seals || !count || op > CODEC_REDUCE_MAX ||
 	    !side_by_side(jobs, count, op, &unscaled))
+		return CODEC_BAD_ARGUMENT;
+	all = job_place((void *)jobs[0])->h.nblocks;
+	if (first > all || nblocks > all - first)
 		return CODEC_BAD_ARGUMENT;
 	TRY(check_state(jobs, count, dst, &c));
 	memset(seals, 0, count * sizeof *seals);
@@ -157,8 +161,10 @@ static codec_status reduce(const void *const *frames, const size_t *nbytes, size
 			return CODEC_SHORT_SCRATCH;
 	}
 	TRY(check_state((const void *const *)jobs, count, dst, with));
-	if (with->flags & CODEC_VERIFY_FIRST)
+	if (with->flags & (CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY))
 		TRY(first_fault(CODEC_OK, frames, count, with, jobs, work));
+	if (with->flags & CODEC_CHECK_ONLY)
+		return CODEC_OK;
 	if (!side_by_side((const void *const *)jobs, count, op, &unscaled)) {
 		for (size_t i = 0; i < count; i++) { /* each passes over the whole result */
 			turn_of(&turn, i, count, op, 0);
