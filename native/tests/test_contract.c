@@ -231,6 +231,58 @@ static void test_steps_residual(void **unused)
 	}
 }
 
+/* Room for the frame, but not for all that could become of it: no step follows, but the same one with more room may. */
+static void test_steps_short(void **unused)
+{
+	codec_tensor t = tensor(x, N);
+	codec_context with = context(), plain = context();
+	void *job = malloc(SCRATCH), *work = malloc(SCRATCH);
+	const size_t work_nbytes = SCRATCH;
+	uint64_t end, seal, at, count;
+
+	(void)unused;
+	for (int i = 0; i < 2; i++) {
+		codec_spec spec = spec_of(i ? CODEC_FLOAT8 : CODEC_TERNARY);
+		codec_status status;
+		size_t written, room;
+		codec_plan plan;
+
+		fill();
+		spec.variant = i ? 0 : CODEC_TERNARY_ENTROPY;
+		spec.options = i ? CODEC_OPTION_ENTROPY : 0;
+		assert_int_equal(
+			codec_encode(&spec, &t, other, sizeof other, &room, NULL, &plain, scratch, sizeof scratch),
+			CODEC_OK);
+		with.residual = residual;
+		memset(frame, 0xff, sizeof frame);
+		status = codec_encode_open(&spec, &t, frame, room, &with, job, SCRATCH, &plan);
+		assert_true(plan.nscans || status == CODEC_SHORT_OUTPUT);
+		if (plan.nscans) {
+			assert_int_equal(SCAN(), CODEC_OK);
+			status = codec_encode_start(&t, frame, room, &with, job, &plan);
+		}
+		assert_int_equal(status, CODEC_SHORT_OUTPUT);
+		count = plan.nblocks;
+		at = plan.regions_at;
+		seal = 0;
+		assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT);
+		assert_int_equal(MOVE(count, at, at), CODEC_BAD_ARGUMENT);
+		assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
+		assert_true(all_seven(residual));
+		if (plan.nscans)
+			assert_int_equal(START(), CODEC_OK);
+		else
+			assert_int_equal(codec_encode_open(&spec, &t, frame, sizeof frame, &with, job, SCRATCH, &plan),
+					 CODEC_OK);
+		assert_int_equal(BLOCKS(), CODEC_OK);
+		assert_int_equal(CLOSE(), CODEC_OK);
+		assert_int_equal(written, room);
+		assert_memory_equal(frame, other, written);
+	}
+	free(job);
+	free(work);
+}
+
 /* What is written may be what is read, value by value, or lie apart from it. */
 static void test_overlap(void **unused)
 {
@@ -650,6 +702,7 @@ int main(void)
 		cmocka_unit_test(test_codebooks),      cmocka_unit_test(test_no_room),
 		cmocka_unit_test(test_arriving),       cmocka_unit_test(test_results),
 		cmocka_unit_test(test_check_only),     cmocka_unit_test(test_ranges),
+		cmocka_unit_test(test_steps_short),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);

@@ -168,10 +168,17 @@ static codec_status check_step(const struct job *j, const codec_tensor *src, con
 	return outputs_overlap(&j->h, src, dst, capacity, with) ? CODEC_BAD_ARGUMENT : CODEC_OK;
 }
 
-/* In steps the residual is written with the blocks or not at all: they could not be done a second time. */
-static codec_status stepwise(const struct job *j)
+/*
+ * In steps the residual is written with the blocks or not at all: they could not be done a second time. With more room
+ * this step may be repeated, but no other may follow.
+ */
+static codec_status stepwise(struct job *j)
 {
-	return j->state == JOB_READY && j->residual == RESIDUAL_LAST ? CODEC_SHORT_OUTPUT : CODEC_OK;
+	if (j->state != JOB_READY || j->residual != RESIDUAL_LAST)
+		return CODEC_OK;
+	j->residual = RESIDUAL_WITH_BLOCKS;
+	j->state = j->nscans ? JOB_SCANNING : JOB_OPEN;
+	return CODEC_SHORT_OUTPUT;
 }
 
 /*
@@ -276,7 +283,6 @@ codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capa
 		return CODEC_BAD_ARGUMENT;
 	if (work_nbytes < j->plan.work_nbytes)
 		return CODEC_SHORT_SCRATCH;
-	TRY(stepwise(j));
 	if (j->residual && family_of(&j->h)->regions_bound(j, first, count) > capacity - at)
 		return CODEC_SHORT_OUTPUT;
 	values = source_of(src, &c);
