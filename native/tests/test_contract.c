@@ -1,4 +1,5 @@
 /* test_contract.c - what codec.h and codec_engine.h say of wrong calls: refused, and nothing written that counts. */
+#include <fenv.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -658,6 +659,40 @@ static void test_ranges(void **unused)
 	free(work);
 }
 
+/* Plans, too, are the same whatever the caller's rounding mode, which stays as it was. */
+static void test_rounding_mode(void **unused)
+{
+	static const int MODES[] = {FE_TONEAREST, FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO};
+	codec_spec spec = spec_of(CODEC_TERNARY);
+	codec_tensor t = tensor(x, N);
+	codec_context with = context();
+	size_t written;
+	codec_plan plan;
+	float scale = 0;
+
+	(void)unused;
+	memset(x, 0, sizeof x);
+	spec.scale = 1.3e-7f; /* between two subnormals of float16 */
+	t.dtype = CODEC_FLOAT16;
+	t.nbytes = 2 * N;
+	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+	for (int i = 0; i < 4; i++) {
+		codec_view view = {.struct_nbytes = sizeof view};
+		codec_status planned, read;
+
+		assert_int_equal(fesetround(MODES[i]), 0);
+		planned = codec_encode_plan(&spec, &t, &with, scratch, sizeof scratch, &plan);
+		codec_job_view(scratch, &view);
+		read = codec_decode_plan(frame, 200, written, &with, scratch, sizeof scratch, &plan);
+		assert_int_equal(fegetround(), MODES[i]);
+		fesetround(FE_TONEAREST);
+		assert_int_equal(planned, CODEC_OK);
+		assert_int_equal(read, CODEC_OK);
+		assert_true(view.scale > 0 && (!i || view.scale == scale));
+		scale = view.scale;
+	}
+}
+
 /* Of a frame that is still arriving it is known at any time how many bytes it takes to go on. */
 static void test_arriving(void **unused)
 {
@@ -702,7 +737,7 @@ int main(void)
 		cmocka_unit_test(test_codebooks),      cmocka_unit_test(test_no_room),
 		cmocka_unit_test(test_arriving),       cmocka_unit_test(test_results),
 		cmocka_unit_test(test_check_only),     cmocka_unit_test(test_ranges),
-		cmocka_unit_test(test_steps_short),
+		cmocka_unit_test(test_steps_short),    cmocka_unit_test(test_rounding_mode),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);

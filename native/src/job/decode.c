@@ -176,15 +176,20 @@ codec_status codec_decode_open(const void *frame, size_t nbytes, codec_tensor *d
 codec_status codec_decode_plan(const void *head, size_t head_nbytes, size_t nbytes, const codec_context *with,
 			       void *job, size_t job_nbytes, codec_plan *plan)
 {
+	codec_status status;
 	codec_context c;
 	struct header h;
+	uint64_t saved;
 	struct job *j;
 
 	TRY(context_read(with, &c));
 	TRY(frame_head(head, head_nbytes, nbytes, &c, &h));
 	if (head_nbytes < h.directory_at)
 		return fault(c.fault, CODEC_TRUNCATED, head_nbytes, head_nbytes, h.directory_at);
-	TRY(open_job(head, &h, &c, job, job_nbytes, &j));
+	saved = call_enter();
+	status = open_job(head, &h, &c, job, job_nbytes, &j);
+	call_leave(saved);
+	TRY(status);
 	if (!j->checked)
 		j->seal = header_seal(&h, kernels_for(&c), (const uint8_t *)head + h.side_at);
 	j->state = JOB_PLANNED;
