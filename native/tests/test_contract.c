@@ -299,6 +299,7 @@ static void test_overlap(void **unused)
 	fill();
 	spec.variant = CODEC_LEVELS_SHARED;
 	with.metric = &metric;
+#define DECODE(n) codec_decode(frame, n, &to, &with, scratch, sizeof scratch)
 #define ENCODE(dst, room, r) codec_encode(&spec, &t, dst, room, &written, r, &with, scratch, sizeof scratch)
 	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
 	assert_int_equal(ENCODE(x + 100, sizeof x - 400, NULL), CODEC_BAD_ARGUMENT);
@@ -379,6 +380,51 @@ static void test_theta_dtype(void **unused)
 	with.metric = &first;
 	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
 	assert_int_equal(frame[36], 128 - 8); /* not 16 bits less */
+}
+
+/* The group of a value says what it is cut by: groups that say the same are as one, others are told apart. */
+static void test_groups(void **unused)
+{
+	enum { MOST = 4000 };
+	static const uint64_t EACH[] = {10, 513, 16384, 20000};
+	static codec_metric groups[MOST];
+	codec_spec spec = spec_of(CODEC_TRUNCATE);
+	codec_tensor t = tensor(x, N), state = tensor(theta, N), to = tensor(out, N);
+	codec_context with = context();
+	codec_metric one = {.struct_nbytes = sizeof one, .theta_term = 3, .theta = &state};
+	static float left[N], values[N];
+	size_t n, written;
+
+	(void)unused;
+	fill();
+	spec.variant = CODEC_LEVELS_SHARED;
+	with.metric = &one;
+	assert_int_equal(ENCODE(frame, sizeof frame, left), CODEC_OK);
+	n = written;
+	assert_int_equal(DECODE(n), CODEC_OK);
+	memcpy(values, out, sizeof values);
+	for (int i = 0; i < 8; i++) {
+		uint64_t each = EACH[i % 4], count = (N + each - 1) / each;
+
+		for (uint64_t g = 0; g < count; g++) {
+			groups[g] = one;
+			groups[g].theta_term = i < 4 || g % 2 ? 3 : 0.01f;
+			groups[g].until = g + 1 < count ? (g + 1) * each : 0;
+			groups[g].next = groups + g + 1;
+		}
+		with.metric = groups;
+		assert_int_equal(ENCODE(other, sizeof other, residual), CODEC_OK);
+		assert_int_equal(codec_decode(other, written, &to, &with, scratch, sizeof scratch), CODEC_OK);
+		if (i < 4) {
+			assert_int_equal(written, n);
+			assert_memory_equal(other, frame, n);
+			assert_memory_equal(residual, left, sizeof left);
+		}
+		for (uint64_t v = 0; v < N; v++) {
+			assert_true(out[v] == (i < 4 || v / each % 2 ? values[v] : x[v] - residual[v]));
+			assert_true(i < 4 || v / each % 2 || fabsf(residual[v]) <= fabsf(left[v]));
+		}
+	}
 }
 
 /* Scratch of a reduction follows from frames that are there, not from what a header of 56 bytes claims. */
@@ -588,14 +634,13 @@ static void test_check_only(void **unused)
 			assert_int_equal(ENCODE(other, sizeof other, NULL), CODEC_OK);
 		nbytes[1] = written;
 		with.flags = CODEC_CHECK_ONLY;
-#define DO(call) call(frame, nbytes[0], &to, &with, scratch, sizeof scratch)
 #define ADD() codec_accumulate(frame, nbytes[0], 1, &to, &with, scratch, sizeof scratch)
 #define REDUCE() codec_reduce(frames, nbytes, 2, CODEC_REDUCE_SUM, &to, &with, scratch, sizeof scratch)
-		assert_int_equal(DO(codec_decode), CODEC_OK);
+		assert_int_equal(DECODE(nbytes[0]), CODEC_OK);
 		assert_int_equal(ADD(), CODEC_OK);
 		assert_int_equal(REDUCE(), CODEC_OK);
 		frame[nbytes[0] - 20] ^= 1;
-		assert_int_equal(DO(codec_decode), CODEC_CHECKSUM);
+		assert_int_equal(DECODE(nbytes[0]), CODEC_CHECKSUM);
 		assert_int_equal(REDUCE(), CODEC_CHECKSUM);
 		frame[nbytes[0] - 20] ^= 1;
 		jobs[0] = jobs[1] = job = malloc(SCRATCH);
@@ -738,6 +783,7 @@ int main(void)
 		cmocka_unit_test(test_arriving),       cmocka_unit_test(test_results),
 		cmocka_unit_test(test_check_only),     cmocka_unit_test(test_ranges),
 		cmocka_unit_test(test_steps_short),    cmocka_unit_test(test_rounding_mode),
+		cmocka_unit_test(test_groups),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);

@@ -124,11 +124,12 @@ static codec_status read_levels(const struct job *j, const struct kernels *k, co
 				const struct truncate_kind *q, struct cursor *c, uint32_t digest, uint64_t first,
 				uint64_t m, struct work *w, codec_fault *f)
 {
+	const codec_metric *t = with->metric;
 	uint64_t at = c->at, count;
 
 	switch (j->h.variant) {
 	case WIRE_LEVELS_SHARED:
-		truncate_reference(with, k, first, m, w->ea);
+		truncate_reference(&t, k, first, m, w->ea);
 		if (digest != (uint32_t)k->digest(w->ea, m, WIRE_SEED_STATE))
 			return fault(f, CODEC_OTHER_STATE, at, digest, (uint32_t)k->digest(w->ea, m, WIRE_SEED_STATE));
 		return truncate_drops(j, k, with, q, first, m, w->e, w->ea, w->drop);

@@ -39,7 +39,7 @@ static codec_status cut(const struct job *j, const struct kernels *k, const code
 	k->exponents(x, n, q->mbits, q->last, e);
 	fetch(&w->ahead);
 	if (needs_reference(j, with))
-		truncate_reference(with, k, first, n, ea);
+		truncate_reference(&w->metric, k, first, n, ea);
 	fetch(&w->ahead);
 	TRY(truncate_drops(j, k, with, q, first, n, e, ea, drop));
 	fetch(&w->ahead);
@@ -71,21 +71,35 @@ static uint64_t symbols(const struct job *j, const struct kernels *k, const stru
 	return k->join(lowered, w->level, n, (int)truncate_base(&j->h), w->exponent, symbol);
 }
 
+#define NEAR 64
+
+/* The sample's rows lie in no order: the metric of every NEAR-th part of all values, to find theirs from. */
+static void metrics_near(const struct job *j, const codec_context *with, uint64_t each, const codec_metric *near[NEAR])
+{
+	near[0] = with->metric;
+	for (uint64_t i = 1; i < NEAR; i++)
+		near[i] = needs_reference(j, with) ? truncate_metric(near[i - 1], i * each) : NULL;
+}
+
 /* The codebook, from a sample of quad rows. */
 static codec_status count_symbols(struct job *j, const struct kernels *k, const struct source *src,
 				  const codec_context *with)
 {
 	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW, stride = choose_stride(nrows),
 		 take = (nrows + stride - 1) / stride;
+	uint64_t each = j->h.n / NEAR + 1;
+	const codec_metric *near[NEAR];
 	struct truncate_kind q;
 	struct work w;
 
 	truncate_kind_of(&j->h, &q);
 	work_place(&j->h, (char *)j + j->work_at, &w);
+	metrics_near(j, with, each, near);
 	memset(j->sample.counts[0], 0, sizeof j->sample.counts[0]);
 	for (uint64_t r = 0; r < take; r++) {
 		uint64_t first = WIRE_ROW * choose_spread(r, take, nrows), n = MIN(WIRE_ROW, j->h.n - first);
 
+		w.metric = near[first / each];
 		TRY(cut(j, k, with, &q, src, first, 0, n, &w));
 		model_fit(src, k, j, first, n, &w.fitted);
 		symbols(j, k, &q, first, n, &w, w.plane[0]);
@@ -202,14 +216,13 @@ static uint64_t put_symbols(const struct job *j, const struct kernels *k, const 
 
 /* Values [first, first + n) and their metric's state, as memory to fetch. */
 static void next_tile(const struct job *j, const codec_context *with, const struct source *src, uint64_t first,
-		      uint64_t n, struct ahead *next)
+		      uint64_t n, struct work *w)
 {
-	const codec_metric *t = needs_reference(j, with) ? with->metric : NULL;
+	const codec_metric *t = needs_reference(j, with) ? truncate_metric(w->metric, first) : NULL;
 	size_t size = dtype_of(j->h.dtype)->nbytes;
+	struct ahead *next = &w->ahead;
 
 	*next = (struct ahead){{(uintptr_t)src->data + first * size}, n * size, 1};
-	while (t && t->until && t->until <= first)
-		t = t->next;
 	for (int i = 0; i < 3 && t && !t->user; i++) {
 		const codec_tensor *s = i == 0 ? t->theta : i == 1 ? t->v : t->m;
 
@@ -234,10 +247,11 @@ codec_status truncate_encode_block(struct job *j, const struct kernels *k, const
 
 	(void)frame, (void)digest;
 	truncate_kind_of(&j->h, &q);
+	w->metric = with->metric;
 	for (uint64_t at = 0; at < m; at += TRUNCATE_TILE) {
 		uint64_t n = MIN(TRUNCATE_TILE, m - at);
 
-		next_tile(j, with, src, first + at + n, n, &w->ahead);
+		next_tile(j, with, src, first + at + n, n, w);
 		TRY(cut(j, k, with, &q, src, first, at, n, w));
 		take_pieces(k, &q, at, n, w, count);
 	}
@@ -274,6 +288,7 @@ codec_status truncate_leave(const struct job *j, const struct kernels *k, const 
 	(void)work; /* the job has one */
 	truncate_kind_of(&j->h, &q);
 	work_place(&j->h, (char *)j + j->work_at, &w);
+	w.metric = with->metric;
 	for (uint64_t first = 0, n; first < j->h.n; first += n) {
 		n = MIN(512, j->h.n - first);
 		TRY(cut(j, k, with, &q, src, first, 0, n, &w));
