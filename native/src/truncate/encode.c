@@ -5,12 +5,10 @@
  */
 #include "truncate.h"
 
-#define FETCH 512 /* bytes of each array: eight times are a tile of float32 */
-
 /* What the next tile is made from, a little of it between two steps: memory would idle while they compute. */
-static void fetch(struct ahead *next)
+static void fetch(const struct truncate_kind *q, struct ahead *next)
 {
-	size_t n = MIN(next->n, FETCH);
+	size_t n = MIN(next->n, 4 * TRUNCATE_TILE / (q->by_bit ? 4 : 8)); /* a tile of float32 in as many steps */
 
 	for (size_t c = 0; c < next->count; c++, next->at[c - 1] += n)
 		for (size_t i = 0; i < n; i += 64)
@@ -37,12 +35,12 @@ static codec_status cut(const struct job *j, const struct kernels *k, const code
 	first += at;
 	k->load_patterns(load_native(k, src, first, n, sums), n, d->nbytes, x);
 	k->exponents(x, n, q->mbits, q->last, e);
-	fetch(&w->ahead);
+	fetch(q, &w->ahead);
 	if (needs_reference(j, with))
 		truncate_reference(&w->metric, k, first, n, ea);
-	fetch(&w->ahead);
+	fetch(q, &w->ahead);
 	TRY(truncate_drops(j, k, with, q, first, n, e, ea, drop));
-	fetch(&w->ahead);
+	fetch(q, &w->ahead);
 	k->truncate(q, drop, !(j->h.options & WIRE_OPTION_CUT), n, x, e);
 	/* a receiver that works levels out has the new exponents; where they changed, mantissas are 0 at any width */
 	return j->h.variant == WIRE_LEVELS_SHARED ? truncate_drops(j, k, with, q, first, n, e, ea, drop) : CODEC_OK;
@@ -148,7 +146,7 @@ static void take_pieces(const struct kernels *k, const struct truncate_kind *q, 
 	uint8_t piece[TRUNCATE_PIECES][TRUNCATE_TILE];
 	uint8_t *const pieces[] = {piece[0], piece[1], piece[2], piece[3]}, least = 0;
 
-	fetch(&w->ahead);
+	fetch(q, &w->ahead);
 	k->widths(w->e + at, w->drop + at, n, q->mbits + 1, q->mbits + 1, w->width + at);
 	if (q->by_bit) {
 		k->fields(q, w->patterns + at, n, w->fields + at);
@@ -156,7 +154,7 @@ static void take_pieces(const struct kernels *k, const struct truncate_kind *q, 
 	}
 	k->split_pieces(q, w->patterns + at, n, pieces);
 	for (int i = 0; i < TRUNCATE_PIECES; i++) {
-		fetch(&w->ahead);
+		fetch(q, &w->ahead);
 		least = (uint8_t)(least + q->width[i]);
 		count[i] += k->prune(w->width + at, least, piece[i], n, w->piece[i] + count[i]);
 	}
