@@ -738,6 +738,53 @@ static void test_rounding_mode(void **unused)
 	}
 }
 
+/* A fault is where the first wrong byte stands, and says what stands there and what may. */
+static void test_places(void **unused)
+{
+	static const struct {
+		uint32_t codec, variant, dtype, byte, value, found, most;
+	} CASES[] = {
+		{CODEC_TERNARY, CODEC_TERNARY_BASE3, CODEC_FLOAT32, 1234, 250, 250, 242},
+		{CODEC_TERNARY, CODEC_TERNARY_2BIT, CODEC_FLOAT32, 2345, 0x30, 3, 2},
+		{CODEC_TERNARY, CODEC_TERNARY_2BIT, CODEC_FLOAT16, 0, 0xff, 3, 2},
+		{CODEC_TRUNCATE, CODEC_LEVELS_FIXED, CODEC_FLOAT16, 4, 33, 33, 31},
+		{CODEC_TRUNCATE, CODEC_LEVELS_CODED, CODEC_FLOAT32, 4, 2, 2, 4},
+		{CODEC_TRUNCATE, CODEC_LEVELS_CODED, CODEC_FLOAT16, 4, 200, 200, 4 * 31 + 3},
+	};
+	static uint8_t levels[N];
+	codec_fault fault;
+
+	(void)unused;
+	for (size_t i = 0; i < sizeof CASES / sizeof *CASES; i++) {
+		codec_spec spec = spec_of(CASES[i].codec);
+		codec_tensor t = tensor(x, N), to = tensor(out, N);
+		codec_context with = context();
+		codec_info info = {.struct_nbytes = sizeof info};
+		size_t written;
+
+		memset(x, 0, sizeof x); /* one exponent: a single symbol stands for all */
+		spec.variant = CASES[i].variant;
+		t.dtype = to.dtype = CASES[i].dtype;
+		t.nbytes = to.nbytes = N * codec_dtype_nbytes(t.dtype);
+		with.levels = spec.variant == CODEC_LEVELS_CODED && spec.codec == CODEC_TRUNCATE ? levels : NULL;
+		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+		assert_int_equal(codec_inspect(frame, written, &info), CODEC_OK);
+		frame[info.regions_offset + CASES[i].byte] = (uint8_t)CASES[i].value;
+		frame[info.regions_offset + CASES[i].byte + 1] |= spec.codec == CODEC_TERNARY ? 243 : 0;
+		with.flags = CODEC_NO_CHECKSUM;
+		with.fault = &fault;
+		for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
+			if (!codec_isa_usable(isa))
+				continue;
+			with.isa = isa + 1;
+			assert_int_equal(DECODE(written), CODEC_BAD_REGION);
+			assert_int_equal(fault.offset, info.regions_offset + CASES[i].byte);
+			assert_int_equal(fault.found, CASES[i].found);
+			assert_int_equal(fault.expected, CASES[i].most);
+		}
+	}
+}
+
 /* Of a frame that is still arriving it is known at any time how many bytes it takes to go on. */
 static void test_arriving(void **unused)
 {
@@ -783,7 +830,7 @@ int main(void)
 		cmocka_unit_test(test_arriving),       cmocka_unit_test(test_results),
 		cmocka_unit_test(test_check_only),     cmocka_unit_test(test_ranges),
 		cmocka_unit_test(test_steps_short),    cmocka_unit_test(test_rounding_mode),
-		cmocka_unit_test(test_groups),
+		cmocka_unit_test(test_groups),         cmocka_unit_test(test_places),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);

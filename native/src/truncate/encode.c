@@ -50,7 +50,7 @@ static codec_status cut(const struct job *j, const struct kernels *k, const code
 static uint64_t symbols(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t first,
 			uint64_t n, struct work *w, uint8_t *symbol)
 {
-	int shift = q->mbits == 10 ? 10 : 7, joint = j->h.variant == WIRE_LEVELS_CODED;
+	int shift = truncate_shift(q), joint = j->h.variant == WIRE_LEVELS_CODED;
 	uint8_t *lowered = joint ? w->ea : symbol; /* those of A have served */
 	uint64_t m;
 

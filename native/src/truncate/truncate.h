@@ -13,6 +13,12 @@
 
 void truncate_kind_of(const struct header *h, struct truncate_kind *q);
 
+/* Exponents are the upper 15 bits of a number >> this: as the scale model has them. */
+static inline int truncate_shift(const struct truncate_kind *q)
+{
+	return q->mbits + 15 - q->sign;
+}
+
 static inline uint32_t truncate_base(const struct header *h)
 {
 	return h->dtype == CODEC_FLOAT16 ? 0 : WIRE_JOINT_BASE;
