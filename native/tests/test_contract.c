@@ -461,6 +461,62 @@ static void test_reduce_scratch(void **unused)
 			 CODEC_SHORT_SCRATCH);
 }
 
+/* A single frame's sum, mean and maximum are its values to the bit, signalling NaN and -0 too. */
+static void test_reduce_one(void **unused)
+{
+	const void *frames[] = {frame};
+	codec_tensor t = tensor(x, N), to = tensor(out, N);
+	codec_context with = context();
+	static float plain[N];
+	size_t written;
+
+	(void)unused;
+	for (uint32_t codec = CODEC_LOSSLESS; codec <= CODEC_TERNARY; codec += 2) {
+		codec_spec spec = spec_of(codec);
+		uint32_t odd[] = {0x7f800001, 0xff812345, 0x80000000, 1, 0x7f800000};
+
+		fill();
+		if (codec == CODEC_LOSSLESS)
+			memcpy(x, odd, sizeof odd);
+		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+		assert_int_equal(DECODE(written), CODEC_OK);
+		memcpy(plain, out, sizeof plain);
+		for (uint32_t op = CODEC_REDUCE_SUM; op <= CODEC_REDUCE_MAX; op++) {
+			memset(out, 0xee, sizeof out);
+			assert_int_equal(codec_reduce(frames, &written, 1, op, &to, &with, scratch, sizeof scratch),
+					 CODEC_OK);
+			assert_memory_equal(out, plain, sizeof plain);
+		}
+	}
+}
+
+/* Blocks bound values, before anyone allocates: as many as theirs hold at most. */
+static void test_values_of_blocks(void **unused)
+{
+	codec_tensor t = tensor(x, 3000);
+	codec_context with = context();
+	codec_info info = {.struct_nbytes = sizeof info};
+	size_t written;
+
+	(void)unused;
+	fill();
+	for (int i = 0; i < 2; i++) {
+		codec_spec spec = spec_of(i ? CODEC_FLOAT8 : CODEC_TERNARY);
+		uint64_t block = i ? 16384 : 81920;
+
+		spec.variant = i ? 0 : CODEC_TERNARY_ENTROPY;
+		spec.options = i ? CODEC_OPTION_ENTROPY : 0;
+		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+		assert_int_equal(codec_inspect(frame, written, &info), CODEC_OK);
+		assert_int_equal(info.nblocks, 1);
+		for (uint64_t n = 2 * block - 1; n <= 2 * block; n++) {
+			memcpy(frame + 48, &n, 8);
+			assert_int_equal(codec_inspect(frame, written, &info),
+					 n < 2 * block ? CODEC_OK : CODEC_BAD_HEADER);
+		}
+	}
+}
+
 /* One id, one book, one kind of symbols. */
 static void test_codebooks(void **unused)
 {
@@ -831,6 +887,7 @@ int main(void)
 		cmocka_unit_test(test_check_only),     cmocka_unit_test(test_ranges),
 		cmocka_unit_test(test_steps_short),    cmocka_unit_test(test_rounding_mode),
 		cmocka_unit_test(test_groups),         cmocka_unit_test(test_places),
+		cmocka_unit_test(test_reduce_one),     cmocka_unit_test(test_values_of_blocks),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);

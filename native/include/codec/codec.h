@@ -424,10 +424,10 @@ CODEC_API codec_status codec_accumulate(const void *frame, size_t nbytes, float 
 
 /**
  * The sum, mean or maximum of frames of one shape, as float32, in the order given: each addition is rounded, and the
- * mean is the sum divided by count. Codes of TERNARY frames with equal scales are summed as integers, then scaled. As
- * with codec_decode, CODEC_VERIFY_FIRST leaves dst as it was on any error, and CODEC_CHECK_ONLY on success, too; of
- * several faults the first frame's is reported. dst must not be an array of the metric's state, unless there is one
- * frame.
+ * mean is the sum divided by count, unless that is 1. Codes of TERNARY frames with equal scales are summed as integers,
+ * then scaled. As with codec_decode, CODEC_VERIFY_FIRST leaves dst as it was on any error, and CODEC_CHECK_ONLY on
+ * success, too; of several faults the first frame's is reported. dst must not be an array of the metric's state, unless
+ * there is one frame.
  */
 CODEC_API codec_status codec_reduce(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
 				    codec_tensor *dst, const codec_context *with, void *scratch, size_t scratch_nbytes);

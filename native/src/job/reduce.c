@@ -1,12 +1,13 @@
 /* reduce.c - frames of one shape to their sum, mean or maximum, block by block: the result is written once. */
 #include "api.h"
 
-/* How frame i of `count` goes into the result. */
+/* How frame i of `count` goes into the result. A single one is its own mean, to every bit: a division may change NaN.
+ */
 static void turn_of(codec_context *c, size_t i, size_t count, uint32_t op, int unscaled)
 {
 	c->into = i == 0 ? CODEC_INTO_FLOAT32 : op == CODEC_REDUCE_MAX ? CODEC_INTO_MAX : CODEC_INTO_ADD;
 	c->weight = 1;
-	c->divide = op == CODEC_REDUCE_MEAN && i == count - 1 ? (float)count : 0;
+	c->divide = op == CODEC_REDUCE_MEAN && count > 1 && i == count - 1 ? (float)count : 0;
 	c->flags &=
 		~(CODEC_UNSCALED | CODEC_RESCALE | (count > 1 ? CODEC_NONTEMPORAL : 0)); /* the next frame reads it */
 	c->flags |= unscaled ? CODEC_UNSCALED : 0;
@@ -29,12 +30,12 @@ static int same_parts(const struct job *a, const struct job *b, int *same_scale)
 	return 1;
 }
 
-/* Opened jobs: can their blocks be done side by side, and do TERNARY's codes add up? */
+/* Opened jobs: can their blocks be done side by side, and do TERNARY's codes add up to more than those of one frame? */
 static int side_by_side(const void *const *jobs, size_t count, uint32_t op, int *unscaled)
 {
 	const struct job *a = job_at(jobs[0], JOB_DECODE, JOB_READY);
 
-	*unscaled = a && a->h.codec == CODEC_TERNARY && op != CODEC_REDUCE_MAX;
+	*unscaled = a && count > 1 && a->h.codec == CODEC_TERNARY && op != CODEC_REDUCE_MAX;
 	for (size_t i = 0; i < count; i++) {
 		const struct job *b = job_at(jobs[i], JOB_DECODE, JOB_READY);
 
