@@ -480,6 +480,10 @@ static void check_room(const struct subject *f, const struct result *plain)
 		CHECK(status == CODEC_SHORT_SCRATCH && is_filled(out.p, out.n), status, need);
 	exact_free(&scratch);
 	codec_job_nbytes(&f->info.spec, &like, &job_nbytes, &work_nbytes);
+	scratch = exact(job_nbytes, f->s);
+	if (codec_decode_open(f->frame.p, f->frame.n, &t, &with, scratch.p, scratch.n, &plan) == CODEC_OK)
+		job_nbytes = plan.job_nbytes;
+	exact_free(&scratch);
 	scratch = exact(job_nbytes - 1, f->s);
 	fill(out.p, out.n);
 	status = codec_decode_open(f->frame.p, f->frame.n, &t, &with, scratch.p, scratch.n, &plan);

@@ -517,6 +517,51 @@ static void test_values_of_blocks(void **unused)
 	}
 }
 
+/* A job takes what its plan says: to decode, none has the buffer that some encoders begin with. */
+static void test_job_sizes(void **unused)
+{
+	static const codec_spec SPECS[] = {
+		{.codec = CODEC_LOSSLESS},
+		{.codec = CODEC_SIGN},
+		{.codec = CODEC_TERNARY, .variant = CODEC_TERNARY_ENTROPY},
+		{.codec = CODEC_FLOAT8, .options = CODEC_OPTION_ENTROPY},
+		{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVELS_FIXED, .bits = 2},
+	};
+	codec_tensor t = tensor(x, N), to = tensor(out, N);
+	codec_context with = context();
+	void *work = malloc(SCRATCH);
+
+	(void)unused;
+	fill();
+	for (int i = 0; i < 5; i++) {
+		size_t written, most, work_nbytes, both, short_of;
+		codec_spec spec = SPECS[i];
+		codec_plan plan;
+		uint64_t seal;
+		struct guarded g;
+
+		spec.struct_nbytes = sizeof spec;
+		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+		assert_int_equal(codec_job_nbytes(&spec, &t, &most, &work_nbytes), CODEC_OK);
+		assert_int_equal(codec_scratch(&spec, &t, &both), CODEC_OK);
+		assert_int_equal(codec_decode_open(frame, written, &to, &with, scratch, sizeof scratch, &plan),
+				 CODEC_OK);
+		assert_true(i < 2 ? plan.job_nbytes == most : plan.job_nbytes + work_nbytes <= most);
+		assert_true(plan.job_nbytes + work_nbytes <= both);
+		g = guard(plan.job_nbytes);
+		short_of = plan.job_nbytes - 1;
+		assert_int_equal(codec_decode_open(frame, written, &to, &with, g.p + 1, short_of, NULL),
+				 CODEC_SHORT_SCRATCH);
+		assert_int_equal(codec_decode_open(frame, written, &to, &with, g.p, plan.job_nbytes, NULL), CODEC_OK);
+		assert_int_equal(
+			codec_decode_blocks(frame, written, &to, &with, g.p, 0, plan.nblocks, &seal, work, work_nbytes),
+			CODEC_OK);
+		assert_int_equal(codec_decode_close(&with, g.p, seal), CODEC_OK);
+		unguard(g);
+	}
+	free(work);
+}
+
 /* One id, one book, one kind of symbols. */
 static void test_codebooks(void **unused)
 {
@@ -879,15 +924,25 @@ static void test_arriving(void **unused)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_order),          cmocka_unit_test(test_steps_metric),
-		cmocka_unit_test(test_steps_residual), cmocka_unit_test(test_overlap),
-		cmocka_unit_test(test_theta_dtype),    cmocka_unit_test(test_reduce_scratch),
-		cmocka_unit_test(test_codebooks),      cmocka_unit_test(test_no_room),
-		cmocka_unit_test(test_arriving),       cmocka_unit_test(test_results),
-		cmocka_unit_test(test_check_only),     cmocka_unit_test(test_ranges),
-		cmocka_unit_test(test_steps_short),    cmocka_unit_test(test_rounding_mode),
-		cmocka_unit_test(test_groups),         cmocka_unit_test(test_places),
-		cmocka_unit_test(test_reduce_one),     cmocka_unit_test(test_values_of_blocks),
+		cmocka_unit_test(test_order),
+		cmocka_unit_test(test_steps_metric),
+		cmocka_unit_test(test_steps_residual),
+		cmocka_unit_test(test_overlap),
+		cmocka_unit_test(test_theta_dtype),
+		cmocka_unit_test(test_reduce_scratch),
+		cmocka_unit_test(test_codebooks),
+		cmocka_unit_test(test_no_room),
+		cmocka_unit_test(test_arriving),
+		cmocka_unit_test(test_results),
+		cmocka_unit_test(test_check_only),
+		cmocka_unit_test(test_ranges),
+		cmocka_unit_test(test_steps_short),
+		cmocka_unit_test(test_rounding_mode),
+		cmocka_unit_test(test_groups),
+		cmocka_unit_test(test_places),
+		cmocka_unit_test(test_reduce_one),
+		cmocka_unit_test(test_job_sizes),
+		cmocka_unit_test(test_values_of_blocks),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);

@@ -37,7 +37,7 @@ typedef struct codec_plan {
 	uint64_t room;         /**< encode: bytes a block to lay ranges out by, see codec_encode_blocks */
 } codec_plan;
 
-/** Sizes of a job for a tensor like this one. */
+/** Sizes of a job for a tensor like this one. One for decoding may take less: see codec_plan. */
 CODEC_API codec_status codec_job_nbytes(const codec_spec *spec, const codec_tensor *like, size_t *job_nbytes,
 					size_t *work_nbytes);
 

@@ -76,8 +76,7 @@ static codec_status check_caller(const uint8_t *frame, const codec_tensor *dst, 
 static codec_status open_job(const uint8_t *frame, const struct header *h, const codec_context *with, void *memory,
 			     size_t job_nbytes, struct job **out)
 {
-	TRY(job_open(memory, job_nbytes, h, out));
-	(*out)->kind = JOB_DECODE;
+	TRY(job_open(memory, job_nbytes, h, JOB_DECODE, out));
 	(*out)->checked = (with->flags & CODEC_NO_CHECKSUM) != 0;
 	TRY(side_read(frame, with, *out));
 	job_plan(*out, NULL);

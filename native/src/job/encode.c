@@ -87,9 +87,8 @@ static codec_status encode_open(const codec_spec *spec, const codec_tensor *src,
 	TRY(family_check_state(&h, with, 1));
 	if (outputs_overlap(&h, &t, dst, capacity, with))
 		return CODEC_BAD_ARGUMENT;
-	TRY(job_open(memory, job_nbytes, &h, &j));
+	TRY(job_open(memory, job_nbytes, &h, JOB_ENCODE, &j));
 	*out = j;
-	j->kind = JOB_ENCODE;
 	j->feedback = (with->flags & CODEC_FEEDBACK) != 0;
 	TRY(family_of(&h)->begin(j, &s, with));
 	if (j->nscans) {
@@ -408,7 +407,7 @@ codec_status codec_count(const codec_spec *spec, const codec_tensor *src, uint64
 	TRY(check_feedback(&h, &c));
 	TRY(segments_check(&c, h.n));
 	TRY(family_check_state(&h, &c, 1));
-	TRY(job_open(scratch, scratch_nbytes, &h, &j));
+	TRY(job_open(scratch, scratch_nbytes, &h, JOB_ENCODE, &j));
 	if (!h.n)
 		return CODEC_OK;
 	values = source_of(&t, &c);

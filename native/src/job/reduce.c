@@ -110,7 +110,7 @@ static codec_status lay_out(const void *const *frames, const size_t *nbytes, siz
 		struct header h;
 
 		TRY(frame_open(frames[i], nbytes[i], with, &h));
-		l->each = MAX(l->each, ALIGN8(job_room(&h)));
+		l->each = MAX(l->each, ALIGN8(job_room(&h, JOB_DECODE)));
 		l->work = MAX(l->work, work_nbytes(&h));
 	}
 	if (__builtin_mul_overflow(count, l->each + sizeof(void *) + sizeof(uint64_t), &l->total) ||
