@@ -349,7 +349,7 @@ class Truncate(Spec):
         if isinstance(self.guard, str):
             _one_of("guard", self.guard, Guard)
         else:
-            _whole("guard", self.guard, -128, 127)
+            _whole("guard", self.guard, -128, 126)
         _whole("cap", self.cap, 2, 8)
         if self.granularity == "bit" and (self.levels != "shared" or self.fixed_level is not None):
             raise SpecError('granularity="bit" needs levels="shared" and a metric: fields of any width cannot be sent')

@@ -562,6 +562,73 @@ static void test_job_sizes(void **unused)
 	free(work);
 }
 
+/* TRUNCATE's guards are those that codec.h says, however values are rounded; what a frame says of its own can be asked
+ * for. */
+static void test_guards(void **unused)
+{
+	codec_tensor t = tensor(x, 600), state = tensor(theta, 600);
+	codec_metric metric = {.struct_nbytes = sizeof metric, .theta_term = 3, .theta = &state};
+	codec_context with = context();
+	codec_info info = {.struct_nbytes = sizeof info};
+	size_t written, need;
+
+	(void)unused;
+	memset(x, 0, sizeof x);
+	memset(theta, 0, sizeof theta);
+	with.metric = &metric;
+	for (int i = 0; i < 8; i++)
+		for (int guard = -130; guard < 130; guard++) {
+			codec_spec spec = spec_of(CODEC_TRUNCATE);
+			int good = guard >= -128 && guard <= 126;
+
+			spec.guard = guard;
+			spec.options = i % 2 ? CODEC_OPTION_CUT : 0;
+			metric.theta_dtype = i & 2 ? CODEC_BFLOAT16 : CODEC_FLOAT32;
+			t.dtype = i & 4 ? CODEC_BFLOAT16 : CODEC_FLOAT32;
+			t.nbytes = i & 4 ? 1200 : 2400;
+			assert_int_equal(ENCODE(frame, sizeof frame, NULL), good ? CODEC_OK : CODEC_BAD_SPEC);
+			if (!good)
+				continue;
+			assert_int_equal(codec_inspect(frame, written, &info), CODEC_OK);
+			assert_int_equal(codec_scratch(&info.spec, &t, &need), CODEC_OK);
+			if (metric.theta_dtype == t.dtype)
+				assert_int_equal(info.spec.guard, guard);
+		}
+}
+
+/* What a context's fault is after which error. */
+static void test_fault(void **unused)
+{
+	codec_fault fault = {7, 7, 7};
+	codec_spec spec = spec_of(CODEC_TRUNCATE);
+	codec_tensor t = tensor(x, N), state = tensor(theta, N), to = tensor(out, N);
+	codec_metric metric = {.struct_nbytes = sizeof metric, .theta_term = 3, .theta = &state};
+	codec_context with = context();
+	size_t written;
+
+	(void)unused;
+	fill();
+	spec.variant = CODEC_LEVELS_SHARED;
+	with.metric = &metric;
+	with.fault = &fault;
+	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+	assert_int_equal(ENCODE(frame, 8, NULL), CODEC_SHORT_OUTPUT);
+	with.metric = NULL;
+	assert_int_equal(DECODE(written), CODEC_MISSING_STATE);
+	assert_true(fault.offset == 7 && fault.found == 7 && fault.expected == 7);
+	with.metric = &metric;
+	to.shape[0] = N - 1;
+	assert_int_equal(DECODE(written), CODEC_SHAPE_MISMATCH);
+	assert_true(fault.offset == 48 && fault.found == N && fault.expected == N - 1);
+	to.shape[0] = N;
+	metric.theta_term = 48;
+	assert_int_equal(DECODE(written), CODEC_OTHER_STATE);
+	assert_true(fault.offset > 48 && fault.found != fault.expected);
+	with.max_nbytes = 4 * N - 1;
+	assert_int_equal(DECODE(written), CODEC_LIMIT);
+	assert_true(fault.offset == 48 && fault.found == 4 * N && fault.expected == 4 * N - 1);
+}
+
 /* One id, one book, one kind of symbols. */
 static void test_codebooks(void **unused)
 {
@@ -941,6 +1008,8 @@ int main(void)
 		cmocka_unit_test(test_groups),
 		cmocka_unit_test(test_places),
 		cmocka_unit_test(test_reduce_one),
+		cmocka_unit_test(test_guards),
+		cmocka_unit_test(test_fault),
 		cmocka_unit_test(test_job_sizes),
 		cmocka_unit_test(test_values_of_blocks),
 	};

@@ -110,6 +110,9 @@ int codec_takes(uint32_t id, uint32_t dtype);
 
 /* Where in params the first value stands that the format forbids; -1 if none does. */
 int params_fault(const struct header *h);
+/* TRUNCATE's guard as it may be asked for: with one more for CODEC_OPTION_CUT it fits its byte. */
+#define LEAST_GUARD (-128)
+#define MOST_GUARD 126
 void params_spec(const struct header *h, codec_spec *s);
 
 /* Of a header whose codec there is. */
