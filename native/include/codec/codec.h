@@ -190,11 +190,14 @@ typedef struct codec_tensor {
 #define CODEC_MODEL_SEPARABLE 2 /**< wherever the shape allows */
 /** @} */
 
-/** What is asked for. Zero in every field but the first two is the default of that codec. */
+/**
+ * What is asked for. Zero in every field but the first two is the default of that codec. Python's differ for two:
+ * Quantize has CODEC_OPTION_STOCHASTIC, Truncate CODEC_LEVELS_CODED and a guard of -8.
+ */
 typedef struct codec_spec {
 	uint32_t struct_nbytes; /**< sizeof(codec_spec) */
 	uint32_t codec;         /**< CODEC_LOSSLESS to CODEC_TRUNCATE */
-	uint32_t cap;           /**< LOSSLESS: longest code in bits: 0 for 8, else 2..8 */
+	uint32_t cap;           /**< LOSSLESS, TRUNCATE: longest code in bits: 0 for 8, else 2..8 */
 	uint32_t model;         /**< LOSSLESS: CODEC_MODEL_* */
 	uint32_t variant;       /**< the rest: not LOSSLESS */
 	uint32_t options;       /**< CODEC_OPTION_* */
@@ -309,7 +312,7 @@ typedef struct codec_metric {
 /** What a call may be given beyond its arguments. NULL for none; zero in every field but the first is the same. */
 typedef struct codec_context {
 	uint32_t struct_nbytes;          /**< sizeof(codec_context) */
-	uint32_t flags;                  /**< CODEC_ALLOW_SLACK to CODEC_NONTEMPORAL */
+	uint32_t flags;                  /**< of those above, from CODEC_ALLOW_SLACK on; no others */
 	uint32_t isa;                    /**< 0: the best of this CPU; else 1 + index into codec_isa_name */
 	uint32_t into;                   /**< decode: CODEC_INTO_* */
 	uint64_t max_nbytes;             /**< decode: largest tensor, in bytes; 0 for no limit */
@@ -317,7 +320,7 @@ typedef struct codec_context {
 	uint64_t nsegments;              /**< how many */
 	const codec_codebook *codebooks; /**< encode: the one to use; decode: those that frames may name */
 	uint64_t ncodebooks;             /**< how many */
-	codec_fault *fault;              /**< filled in when the status is 30 or more */
+	codec_fault *fault;              /**< decode: filled in with 30 to 60 and 62, and 12 and 16; else as it was */
 	uint64_t stream;                 /**< encode: draws of different streams are independent: rank, step, tensor */
 	float *residual;                 /**< encode: as codec_encode's */
 	float weight;                    /**< decode, INTO_ADD */
@@ -357,11 +360,11 @@ typedef struct codec_info {
 	uint64_t shape[CODEC_MAX_RANK]; /**< 0 behind the last of them */
 	/**
 	 * What was asked for, with the row in use. Parts have their own, which stand in the side section:
-	 * CODEC_ROW_LAST if they differ, 0 if that was not given.
+	 * CODEC_ROW_LAST if they differ, 0 if that was not given. TRUNCATE: with the guard in use, which dtypes add to.
 	 */
 	codec_spec spec;
 	uint32_t stored;           /**< 1: the tensor's bytes follow the header as they are */
-	uint32_t block_nvalues;    /**< values a block, 0 if stored */
+	uint32_t block_nvalues;    /**< values a block; 0 if stored, or where blocks follow rows: codecs 2 to 6 */
 	uint64_t nblocks;          /**< 0 if stored */
 	uint64_t n;                /**< values */
 	uint64_t tensor_nbytes;    /**< n times the bytes an element */

@@ -26,7 +26,7 @@
 extern "C" {
 #endif
 
-/** What a job looks like from outside, at the beginning of its memory. */
+/** What a job takes and what has become of it: from whoever opens, plans or starts it. */
 typedef struct codec_plan {
 	uint64_t nblocks;      /**< 0: the frame is complete (encode) or the tensor is (decode) after opening */
 	uint64_t job_nbytes;   /**< size of a job's memory */

@@ -205,9 +205,10 @@ static uint64_t range_room(const struct job *j, size_t capacity)
 
 static void plan_ranges(struct job *j, size_t capacity, codec_plan *plan)
 {
-	job_plan(j, plan);
+	job_plan(j, NULL);
+	j->plan.room = range_room(j, capacity);
 	if (plan)
-		plan->room = range_room(j, capacity);
+		*plan = j->plan;
 }
 
 codec_status codec_encode_open(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
