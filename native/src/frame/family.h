@@ -37,7 +37,7 @@ struct family {
 	/* What is coded, of CODEC_SYMBOLS_*; NULL: nothing that a codebook could be agreed upon for. */
 	uint8_t (*symbols)(const struct header *h);
 
-	/* The largest frame; NULL: a stored one. Bytes behind a job. Does an encoder's begin with a thread's buffer? */
+	/* The largest frame; NULL: a stored one. Bytes behind a job. Does encoding open with a thread's buffer? */
 	uint64_t (*bound)(const struct header *h);
 	uint64_t (*job_nbytes)(const struct header *h);
 	int (*opens_with_work)(const struct header *h);

@@ -3,9 +3,7 @@
 
 #define FIRST (CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY) /* a pass of its own, which steps leave to their caller */
 
-/* Is this a tensor that decoding can write at all? What is done with results is done in float32, which such a tensor
- * has.
- */
+/* Is this a tensor that decoding can write at all? What divides or rescales results does so in float32. */
 static codec_status read_destination(const codec_tensor *dst, const codec_context *with, codec_tensor *copy)
 {
 	if (!dst || dst->struct_nbytes < sizeof *dst ||

@@ -1,8 +1,7 @@
 /* reduce.c - frames of one shape to their sum, mean or maximum, block by block: the result is written once. */
 #include "api.h"
 
-/* How frame i of `count` goes into the result. A single one is its own mean, to every bit: a division may change NaN.
- */
+/* How frame i of `count` goes into the result. A single one is its own mean: dividing it would change some NaN. */
 static void turn_of(codec_context *c, size_t i, size_t count, uint32_t op, int unscaled)
 {
 	c->into = i == 0 ? CODEC_INTO_FLOAT32 : op == CODEC_REDUCE_MAX ? CODEC_INTO_MAX : CODEC_INTO_ADD;
