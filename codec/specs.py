@@ -321,9 +321,10 @@ class Truncate(Spec):
     granularity : {"six", "bit"}
         Four levels, or, with shared levels, any number of bits.
     guard : int or {"exact", "near", "feedback", "max"}
-        Bits that are kept beyond those that reach the parameter; negative ones give up its last bits. "exact", 4 (6 by
-        the bit), leaves nearly all parameters as they would be; "near" is -8; "feedback", -11, is for training that
-        feeds back what is lost (``residual=``) and then ends as without; "max" drops the most from all values.
+        Bits that are kept beyond those that reach the parameter, -128 to 126; negative ones give up its last bits.
+        "exact", 4 (6 by the bit), leaves nearly all parameters as they would be; "near" is -8; "feedback", -11, is for
+        training that feeds back what is lost (``residual=``) and then ends as without; "max" drops the most from all
+        values.
         With momentum mu, bits that must last for many steps need log2(1 / (1 - mu)) more.
     cap : int
         Longest code in bits, 2 to 8.
@@ -349,7 +350,7 @@ class Truncate(Spec):
         if isinstance(self.guard, str):
             _one_of("guard", self.guard, Guard)
         else:
-            _whole("guard", self.guard, -128, 127)
+            _whole("guard", self.guard, -128, 126)
         _whole("cap", self.cap, 2, 8)
         if self.granularity == "bit" and (self.levels != "shared" or self.fixed_level is not None):
             raise SpecError('granularity="bit" needs levels="shared" and a metric: fields of any width cannot be sent')

@@ -393,6 +393,28 @@ static void check_floats(const struct subject *f, const struct result *plain)
 	exact_free(&r.out);
 }
 
+/* What is done with results is done in float32, and refused where they are stored in the frame's dtype. */
+static void check_results(const struct subject *f)
+{
+	struct way w = {.steps = below(f->s, 3), .isa = check_some_isa(f->s), .divide = one_in(f->s, 2) ? 3 : 0};
+	struct result r;
+
+	w.flags = w.divide > 0 ? 0 : CODEC_RESCALE | (one_in(f->s, 2) ? CODEC_UNSCALED : 0);
+	r = decode(f, w);
+	CHECK(r.status == CODEC_BAD_ARGUMENT && r.untouched, r.status, w.flags);
+	exact_free(&r.out);
+}
+
+/* All that decoding would say, and nothing written; steps have a call of their own for that. */
+static void check_only(const struct subject *f, const struct result *plain)
+{
+	struct way w = {.flags = CODEC_CHECK_ONLY, .steps = below(f->s, 2), .isa = check_some_isa(f->s)};
+	struct result r = decode(f, w);
+
+	CHECK(r.status == (w.steps ? CODEC_BAD_ARGUMENT : plain->status) && r.untouched, plain->status, r.status);
+	exact_free(&r.out);
+}
+
 /* Bytes behind a frame: refused, or ignored where that is asked for. */
 static void check_slack(const struct subject *f, const struct result *plain)
 {
@@ -458,6 +480,10 @@ static void check_room(const struct subject *f, const struct result *plain)
 		CHECK(status == CODEC_SHORT_SCRATCH && is_filled(out.p, out.n), status, need);
 	exact_free(&scratch);
 	codec_job_nbytes(&f->info.spec, &like, &job_nbytes, &work_nbytes);
+	scratch = exact(job_nbytes, f->s);
+	if (codec_decode_open(f->frame.p, f->frame.n, &t, &with, scratch.p, scratch.n, &plan) == CODEC_OK)
+		job_nbytes = plan.job_nbytes;
+	exact_free(&scratch);
 	scratch = exact(job_nbytes - 1, f->s);
 	fill(out.p, out.n);
 	status = codec_decode_open(f->frame.p, f->frame.n, &t, &with, scratch.p, scratch.n, &plan);
@@ -650,6 +676,8 @@ codec_status check_frame(const struct given *given, const struct given *others, 
 		check_flags(f, &plain);
 		check_missing(f, &plain);
 		check_floats(f, &plain);
+		check_results(f);
+		check_only(f, &plain);
 		if (one_in(s, 2)) {
 			check_room(f, &plain);
 			check_slack(f, &plain);

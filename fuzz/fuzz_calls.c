@@ -6,6 +6,7 @@
 
 #include "check.h"
 #include "codec/codec_engine.h"
+#include "exact/round.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
@@ -104,9 +105,10 @@ static void pick(struct source *s, struct memory *m, struct arguments *a)
 	a->next.theta_v_term = 1;
 	a->next.v = one_in(s, 2) ? &a->state : NULL;
 	a->with = (codec_context){.struct_nbytes = STRUCT(s, codec_context),
-				  .flags = one_in(s, 2) ? 0 : odd(s, 128),
+				  .flags = one_in(s, 2) ? 0 : odd(s, 256),
 				  .isa = odd(s, 4),
 				  .into = one_in(s, 3) ? odd(s, 5) : 0,
+				  .divide = one_in(s, 6) ? round_float(odd(s, 3) << 30) : 0,
 				  .max_nbytes = one_in(s, 12) ? below(s, 100000) : 0,
 				  .metric = one_in(s, 8) ? NULL : &a->metric,
 				  .levels = one_in(s, 12) ? m->state.p : NULL,
@@ -235,8 +237,9 @@ static void steps(struct source *s, struct memory *m, struct arguments *a, size_
 			a->nbytes[0] = a->nbytes[1] = OR_LESS(s, written);
 			jobs[below(s, 2)] = job;
 			said(codec_reduce_blocks(OR_NULL(s, a->frames), OR_NULL(s, a->nbytes), below(s, 3), odd(s, 4),
-						 to, with, OR_NULL(s, jobs), first, below(s, 3), OR_NULL(s, a->ats),
-						 work, OR_LESS(s, m->work.n)));
+						 to, with, OR_NULL(s, jobs), first,
+						 one_in(s, 12) ? noise(s) : below(s, 3), OR_NULL(s, a->ats), work,
+						 OR_LESS(s, m->work.n)));
 		}
 	}
 }

@@ -818,7 +818,7 @@ def encode_lossless(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
     side += b"".join(book_bytes(chosen.books[p]) for p in sorted(chosen.books) if p or not prior)
     side = pad8(side + (model.side if model else b""))
     log2, blocks = cut_blocks(n)
-    if 48 + 8 * len(frame.shape) + len(side) + 16 * len(blocks) + len(chosen.fixed) * (n + 7 & -8) > len(stored):
+    if 48 + 8 * len(frame.shape) + len(side) + 16 * len(blocks) + len(chosen.fixed) * (n + 7 & -8) >= len(stored):
         return stored
     regions = [region(dtype, chosen, [p[first : first + m] for p in planes]) for first, m in blocks]
     built = frame.blocks(
@@ -960,7 +960,7 @@ def encode_truncate(ask: Ask, frame: Frame, x: Array, dtype: int) -> bytes:
     side = struct.pack("<Q", codebook_id(ask.book, name)) if ask.book else book_bytes(book)
     side = pad8(side + (s.model.side if s.model else b""))
     log2, blocks = cut_blocks(n)
-    if 48 + 8 * len(frame.shape) + len(side) + 16 * len(blocks) > len(stored):
+    if 48 + 8 * len(frame.shape) + len(side) + 16 * len(blocks) >= len(stored):
         return stored
     regions = []
     for first, m in blocks:

@@ -1,6 +1,7 @@
 """The exact headers are one text for C, C++ and GPUs: NVRTC must take them, and must neither fuse nor flush."""
 
 import ctypes
+import platform
 import re
 import subprocess
 from collections.abc import Sequence
@@ -107,3 +108,21 @@ def _freestanding() -> str:
     return subprocess.run(
         ["gcc", "-print-file-name=include"], text=True, capture_output=True, check=True
     ).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ([], False),
+        (["-ffast-math"], True),
+        (["-m32", "-ffreestanding", "-march=i686"], True),
+        (["-m32", "-ffreestanding", "-msse2", "-mfpmath=sse"], False),
+    ],
+)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are its compiler's options")
+def test_builds_that_compute_otherwise_are_refused(options: list[str], refused: bool) -> None:
+    """What may reorder floats, or has more bits than they do."""
+    command = ["gcc", "-std=c11", "-fsyntax-only", *options, f"-I{EXACT}", "-xc", "-"]
+    said = subprocess.run(command, input=EVERYTHING, capture_output=True, text=True, check=False)
+    assert ("numbers would depend on the build" in said.stderr) == refused
+    assert refused or not said.returncode, said.stderr

@@ -231,7 +231,7 @@ def optimizers():
 def test_frames_that_would_grow(n, dtype, isa):
     """They are stored, some only when blocks are written already: what is left over is written all the same."""
     x = np.random.default_rng(n).integers(0, 1 << 16, n * DTYPES[dtype].itemsize // 2, np.uint16).view(DTYPES[dtype])
-    spec, how = Truncate(guard=127), {"metric": metrics.SGD(1.0), "state": {"theta": np.full(n, 1e-30, F32)}}
+    spec, how = Truncate(guard=126), {"metric": metrics.SGD(1.0), "state": {"theta": np.full(n, 1e-30, F32)}}
     finite = np.isfinite(x.astype(F32))
     for threads in (1, 2):
         for room in (0, 8):
@@ -415,6 +415,21 @@ def test_state_must_be_the_same():
     assert (out == 7).all()
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "truncate"])
+def test_frames_of_all_guards_are_told_of(rounding):
+    """Whatever dtypes add to the guard: what is said of a frame is a spec that there is."""
+    x, half = gradient(600), gradient(600).astype(DTYPES["bfloat16"])
+    theta = np.full(600, 1e-30, F32)
+    for guard in range(-128, 127):
+        spec = Truncate("metric", rounding, "shared", guard=guard)
+        for values, of, more in ((x, theta, 0), (half, theta, 16), (x, theta.astype(DTYPES["bfloat16"]), -16)):
+            how = {"metric": metrics.SGD(1.0), "state": {"theta": of}}
+            frame = codec.encode(values, spec, **how)
+            found = codec.inspect(frame).spec
+            assert found == Truncate("metric", rounding, "shared", guard=min(max(guard + more, -128), 126))
+            assert codec.decode(frame, like=values, **how).shape == (600,)
+
+
 def test_arguments():
     x, arrays = gradient(5000), state(5000)
     for bad in (
@@ -424,7 +439,8 @@ def test_arguments():
         lambda: Truncate(levels="none"),
         lambda: Truncate(granularity="bit"),
         lambda: Truncate(2, levels="shared", granularity="bit"),
-        lambda: Truncate(guard=200),
+        lambda: Truncate(guard=127),
+        lambda: Truncate(guard=-129),
         lambda: Truncate(guard="far"),
         lambda: Truncate(cap=9),
         lambda: codec.encode(x, Truncate()),

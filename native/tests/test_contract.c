@@ -1,4 +1,5 @@
 /* test_contract.c - what codec.h and codec_engine.h say of wrong calls: refused, and nothing written that counts. */
+#include <fenv.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -231,6 +232,58 @@ static void test_steps_residual(void **unused)
 	}
 }
 
+/* Room for the frame, but not for all that could become of it: no step follows, but the same one with more room may. */
+static void test_steps_short(void **unused)
+{
+	codec_tensor t = tensor(x, N);
+	codec_context with = context(), plain = context();
+	void *job = malloc(SCRATCH), *work = malloc(SCRATCH);
+	const size_t work_nbytes = SCRATCH;
+	uint64_t end, seal, at, count;
+
+	(void)unused;
+	for (int i = 0; i < 2; i++) {
+		codec_spec spec = spec_of(i ? CODEC_FLOAT8 : CODEC_TERNARY);
+		codec_status status;
+		size_t written, room;
+		codec_plan plan;
+
+		fill();
+		spec.variant = i ? 0 : CODEC_TERNARY_ENTROPY;
+		spec.options = i ? CODEC_OPTION_ENTROPY : 0;
+		assert_int_equal(
+			codec_encode(&spec, &t, other, sizeof other, &room, NULL, &plain, scratch, sizeof scratch),
+			CODEC_OK);
+		with.residual = residual;
+		memset(frame, 0xff, sizeof frame);
+		status = codec_encode_open(&spec, &t, frame, room, &with, job, SCRATCH, &plan);
+		assert_true(plan.nscans || status == CODEC_SHORT_OUTPUT);
+		if (plan.nscans) {
+			assert_int_equal(SCAN(), CODEC_OK);
+			status = codec_encode_start(&t, frame, room, &with, job, &plan);
+		}
+		assert_int_equal(status, CODEC_SHORT_OUTPUT);
+		count = plan.nblocks;
+		at = plan.regions_at;
+		seal = 0;
+		assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT);
+		assert_int_equal(MOVE(count, at, at), CODEC_BAD_ARGUMENT);
+		assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
+		assert_true(all_seven(residual));
+		if (plan.nscans)
+			assert_int_equal(START(), CODEC_OK);
+		else
+			assert_int_equal(codec_encode_open(&spec, &t, frame, sizeof frame, &with, job, SCRATCH, &plan),
+					 CODEC_OK);
+		assert_int_equal(BLOCKS(), CODEC_OK);
+		assert_int_equal(CLOSE(), CODEC_OK);
+		assert_int_equal(written, room);
+		assert_memory_equal(frame, other, written);
+	}
+	free(job);
+	free(work);
+}
+
 /* What is written may be what is read, value by value, or lie apart from it. */
 static void test_overlap(void **unused)
 {
@@ -246,6 +299,7 @@ static void test_overlap(void **unused)
 	fill();
 	spec.variant = CODEC_LEVELS_SHARED;
 	with.metric = &metric;
+#define DECODE(n) codec_decode(frame, n, &to, &with, scratch, sizeof scratch)
 #define ENCODE(dst, room, r) codec_encode(&spec, &t, dst, room, &written, r, &with, scratch, sizeof scratch)
 	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
 	assert_int_equal(ENCODE(x + 100, sizeof x - 400, NULL), CODEC_BAD_ARGUMENT);
@@ -328,6 +382,51 @@ static void test_theta_dtype(void **unused)
 	assert_int_equal(frame[36], 128 - 8); /* not 16 bits less */
 }
 
+/* The group of a value says what it is cut by: groups that say the same are as one, others are told apart. */
+static void test_groups(void **unused)
+{
+	enum { MOST = 4000 };
+	static const uint64_t EACH[] = {10, 513, 16384, 20000};
+	static codec_metric groups[MOST];
+	codec_spec spec = spec_of(CODEC_TRUNCATE);
+	codec_tensor t = tensor(x, N), state = tensor(theta, N), to = tensor(out, N);
+	codec_context with = context();
+	codec_metric one = {.struct_nbytes = sizeof one, .theta_term = 3, .theta = &state};
+	static float left[N], values[N];
+	size_t n, written;
+
+	(void)unused;
+	fill();
+	spec.variant = CODEC_LEVELS_SHARED;
+	with.metric = &one;
+	assert_int_equal(ENCODE(frame, sizeof frame, left), CODEC_OK);
+	n = written;
+	assert_int_equal(DECODE(n), CODEC_OK);
+	memcpy(values, out, sizeof values);
+	for (int i = 0; i < 8; i++) {
+		uint64_t each = EACH[i % 4], count = (N + each - 1) / each;
+
+		for (uint64_t g = 0; g < count; g++) {
+			groups[g] = one;
+			groups[g].theta_term = i < 4 || g % 2 ? 3 : 0.01f;
+			groups[g].until = g + 1 < count ? (g + 1) * each : 0;
+			groups[g].next = groups + g + 1;
+		}
+		with.metric = groups;
+		assert_int_equal(ENCODE(other, sizeof other, residual), CODEC_OK);
+		assert_int_equal(codec_decode(other, written, &to, &with, scratch, sizeof scratch), CODEC_OK);
+		if (i < 4) {
+			assert_int_equal(written, n);
+			assert_memory_equal(other, frame, n);
+			assert_memory_equal(residual, left, sizeof left);
+		}
+		for (uint64_t v = 0; v < N; v++) {
+			assert_true(out[v] == (i < 4 || v / each % 2 ? values[v] : x[v] - residual[v]));
+			assert_true(i < 4 || v / each % 2 || fabsf(residual[v]) <= fabsf(left[v]));
+		}
+	}
+}
+
 /* Scratch of a reduction follows from frames that are there, not from what a header of 56 bytes claims. */
 static void test_reduce_scratch(void **unused)
 {
@@ -360,6 +459,174 @@ static void test_reduce_scratch(void **unused)
 	assert_true(out[0] == 2 * x[0]);
 	assert_int_equal(codec_reduce(frames, nbytes, 2, CODEC_REDUCE_SUM, &to, NULL, scratch, need - 1),
 			 CODEC_SHORT_SCRATCH);
+}
+
+/* A single frame's sum, mean and maximum are its values to the bit, signalling NaN and -0 too. */
+static void test_reduce_one(void **unused)
+{
+	const void *frames[] = {frame};
+	codec_tensor t = tensor(x, N), to = tensor(out, N);
+	codec_context with = context();
+	static float plain[N];
+	size_t written;
+
+	(void)unused;
+	for (uint32_t codec = CODEC_LOSSLESS; codec <= CODEC_TERNARY; codec += 2) {
+		codec_spec spec = spec_of(codec);
+		uint32_t odd[] = {0x7f800001, 0xff812345, 0x80000000, 1, 0x7f800000};
+
+		fill();
+		if (codec == CODEC_LOSSLESS)
+			memcpy(x, odd, sizeof odd);
+		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+		assert_int_equal(DECODE(written), CODEC_OK);
+		memcpy(plain, out, sizeof plain);
+		for (uint32_t op = CODEC_REDUCE_SUM; op <= CODEC_REDUCE_MAX; op++) {
+			memset(out, 0xee, sizeof out);
+			assert_int_equal(codec_reduce(frames, &written, 1, op, &to, &with, scratch, sizeof scratch),
+					 CODEC_OK);
+			assert_memory_equal(out, plain, sizeof plain);
+		}
+	}
+}
+
+/* Blocks bound values, before anyone allocates: as many as theirs hold at most. */
+static void test_values_of_blocks(void **unused)
+{
+	codec_tensor t = tensor(x, 3000);
+	codec_context with = context();
+	codec_info info = {.struct_nbytes = sizeof info};
+	size_t written;
+
+	(void)unused;
+	fill();
+	for (int i = 0; i < 2; i++) {
+		codec_spec spec = spec_of(i ? CODEC_FLOAT8 : CODEC_TERNARY);
+		uint64_t block = i ? 16384 : 81920;
+
+		spec.variant = i ? 0 : CODEC_TERNARY_ENTROPY;
+		spec.options = i ? CODEC_OPTION_ENTROPY : 0;
+		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+		assert_int_equal(codec_inspect(frame, written, &info), CODEC_OK);
+		assert_int_equal(info.nblocks, 1);
+		for (uint64_t n = 2 * block - 1; n <= 2 * block; n++) {
+			memcpy(frame + 48, &n, 8);
+			assert_int_equal(codec_inspect(frame, written, &info),
+					 n < 2 * block ? CODEC_OK : CODEC_BAD_HEADER);
+		}
+	}
+}
+
+/* A job takes what its plan says: to decode, none has the buffer that some encoders begin with. */
+static void test_job_sizes(void **unused)
+{
+	static const codec_spec SPECS[] = {
+		{.codec = CODEC_LOSSLESS},
+		{.codec = CODEC_SIGN},
+		{.codec = CODEC_TERNARY, .variant = CODEC_TERNARY_ENTROPY},
+		{.codec = CODEC_FLOAT8, .options = CODEC_OPTION_ENTROPY},
+		{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVELS_FIXED, .bits = 2},
+	};
+	codec_tensor t = tensor(x, N), to = tensor(out, N);
+	codec_context with = context();
+	void *work = malloc(SCRATCH);
+
+	(void)unused;
+	fill();
+	for (int i = 0; i < 5; i++) {
+		size_t written, most, work_nbytes, both, short_of;
+		codec_spec spec = SPECS[i];
+		codec_plan plan;
+		uint64_t seal;
+		struct guarded g;
+
+		spec.struct_nbytes = sizeof spec;
+		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+		assert_int_equal(codec_job_nbytes(&spec, &t, &most, &work_nbytes), CODEC_OK);
+		assert_int_equal(codec_scratch(&spec, &t, &both), CODEC_OK);
+		assert_int_equal(codec_decode_open(frame, written, &to, &with, scratch, sizeof scratch, &plan),
+				 CODEC_OK);
+		assert_true(i < 2 ? plan.job_nbytes == most : plan.job_nbytes + work_nbytes <= most);
+		assert_true(plan.job_nbytes + work_nbytes <= both);
+		g = guard(plan.job_nbytes);
+		short_of = plan.job_nbytes - 1;
+		assert_int_equal(codec_decode_open(frame, written, &to, &with, g.p + 1, short_of, NULL),
+				 CODEC_SHORT_SCRATCH);
+		assert_int_equal(codec_decode_open(frame, written, &to, &with, g.p, plan.job_nbytes, NULL), CODEC_OK);
+		assert_int_equal(
+			codec_decode_blocks(frame, written, &to, &with, g.p, 0, plan.nblocks, &seal, work, work_nbytes),
+			CODEC_OK);
+		assert_int_equal(codec_decode_close(&with, g.p, seal), CODEC_OK);
+		unguard(g);
+	}
+	free(work);
+}
+
+/* TRUNCATE's guards are those that codec.h says, however values are rounded; what a frame says of its own can be asked
+ * for. */
+static void test_guards(void **unused)
+{
+	codec_tensor t = tensor(x, 600), state = tensor(theta, 600);
+	codec_metric metric = {.struct_nbytes = sizeof metric, .theta_term = 3, .theta = &state};
+	codec_context with = context();
+	codec_info info = {.struct_nbytes = sizeof info};
+	size_t written, need;
+
+	(void)unused;
+	memset(x, 0, sizeof x);
+	memset(theta, 0, sizeof theta);
+	with.metric = &metric;
+	for (int i = 0; i < 8; i++)
+		for (int guard = -130; guard < 130; guard++) {
+			codec_spec spec = spec_of(CODEC_TRUNCATE);
+			int good = guard >= -128 && guard <= 126;
+
+			spec.guard = guard;
+			spec.options = i % 2 ? CODEC_OPTION_CUT : 0;
+			metric.theta_dtype = i & 2 ? CODEC_BFLOAT16 : CODEC_FLOAT32;
+			t.dtype = i & 4 ? CODEC_BFLOAT16 : CODEC_FLOAT32;
+			t.nbytes = i & 4 ? 1200 : 2400;
+			assert_int_equal(ENCODE(frame, sizeof frame, NULL), good ? CODEC_OK : CODEC_BAD_SPEC);
+			if (!good)
+				continue;
+			assert_int_equal(codec_inspect(frame, written, &info), CODEC_OK);
+			assert_int_equal(codec_scratch(&info.spec, &t, &need), CODEC_OK);
+			if (metric.theta_dtype == t.dtype)
+				assert_int_equal(info.spec.guard, guard);
+		}
+}
+
+/* A context's fault is filled in by decoding, where there is a place in the frame; else it is as it was. */
+static void test_fault(void **unused)
+{
+	codec_fault fault = {7, 7, 7};
+	codec_spec spec = spec_of(CODEC_TRUNCATE);
+	codec_tensor t = tensor(x, N), state = tensor(theta, N), to = tensor(out, N);
+	codec_metric metric = {.struct_nbytes = sizeof metric, .theta_term = 3, .theta = &state};
+	codec_context with = context();
+	size_t written;
+
+	(void)unused;
+	fill();
+	spec.variant = CODEC_LEVELS_SHARED;
+	with.metric = &metric;
+	with.fault = &fault;
+	assert_int_equal(ENCODE(frame, 8, NULL), CODEC_SHORT_OUTPUT);
+	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+	with.metric = NULL;
+	assert_int_equal(DECODE(written), CODEC_MISSING_STATE);
+	assert_true(fault.offset == 7 && fault.found == 7 && fault.expected == 7);
+	with.metric = &metric;
+	to.shape[0] = N - 1;
+	assert_int_equal(DECODE(written), CODEC_SHAPE_MISMATCH);
+	assert_true(fault.offset == 48 && fault.found == N && fault.expected == N - 1);
+	to.shape[0] = N;
+	metric.theta_term = 48;
+	assert_int_equal(DECODE(written), CODEC_OTHER_STATE);
+	assert_true(fault.offset > 48 && fault.found != fault.expected);
+	with.max_nbytes = 4 * N - 1;
+	assert_int_equal(DECODE(written), CODEC_LIMIT);
+	assert_true(fault.offset == 48 && fault.found == 4 * N && fault.expected == 4 * N - 1);
 }
 
 /* One id, one book, one kind of symbols. */
@@ -458,6 +725,234 @@ static void arrive(size_t written, size_t header)
 	}
 }
 
+/* What divides or rescales does so in float32: a destination of the frame's dtype may be half of that. */
+static void test_results(void **unused)
+{
+	static const uint32_t DTYPES[] = {CODEC_FLOAT32, CODEC_BFLOAT16, CODEC_FLOAT16};
+	static const float WRONG[] = {-1, INFINITY, -INFINITY, NAN};
+	const void *frames[] = {frame};
+
+	(void)unused;
+	for (int i = 0; i < 9; i++) {
+		codec_spec spec = spec_of(CODEC_LOSSLESS + (uint32_t)i / 3);
+		codec_tensor t = tensor(x, 600), to, sum = tensor(out, 600);
+		codec_context with = context();
+		struct guarded g;
+		size_t written;
+
+		fill();
+		memset(x, 0, sizeof x);
+		t.dtype = DTYPES[i % 3];
+		t.nbytes = 600 * codec_dtype_nbytes(t.dtype);
+		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+		g = guard(t.nbytes);
+		to = t;
+		to.data = g.p;
+		for (int steps = 0; steps < 2; steps++)
+			for (int how = 0; how < 3; how++) {
+				with.divide = how ? 0 : 2;
+				with.flags = how == 2 ? CODEC_RESCALE : how ? CODEC_UNSCALED | CODEC_RESCALE : 0;
+				memset(g.p, 7, t.nbytes);
+				assert_int_equal(
+					steps ? codec_decode_open(frame, written, &to, &with, scratch, sizeof scratch,
+								  NULL)
+					      : codec_decode(frame, written, &to, &with, scratch, sizeof scratch),
+					CODEC_BAD_ARGUMENT);
+				for (size_t k = 0; k < t.nbytes; k++)
+					assert_true(g.p[k] == 7);
+			}
+		unguard(g);
+		/* these say themselves where values go */
+		with.divide = 2;
+		assert_int_equal(codec_accumulate(frame, written, 1, &sum, &with, scratch, sizeof scratch), CODEC_OK);
+		assert_true(out[0] == 3.5f);
+		assert_int_equal(
+			codec_reduce(frames, &written, 1, CODEC_REDUCE_SUM, &sum, &with, scratch, sizeof scratch),
+			CODEC_OK);
+		with.into = CODEC_INTO_FLOAT32;
+		for (int k = 0; k < 4; k++) {
+			with.divide = WRONG[k];
+			assert_int_equal(codec_decode(frame, written, &sum, &with, scratch, sizeof scratch),
+					 CODEC_BAD_ARGUMENT);
+		}
+	}
+}
+
+/* What only checks writes nothing, whichever call it is; steps, which have calls of their own for that, refuse it. */
+static void test_check_only(void **unused)
+{
+	static const uint32_t FLAGS[] = {CODEC_CHECK_ONLY, CODEC_VERIFY_FIRST, CODEC_CHECK_ONLY | CODEC_VERIFY_FIRST};
+
+	(void)unused;
+	for (int i = 0; i < 6; i++) {
+		codec_spec spec = spec_of(i % 3 == 2 ? CODEC_QUANTIZE : CODEC_LOSSLESS);
+		uint64_t n = i % 3 ? N : 100, seal, seals[2]; /* 100 values are stored */
+		codec_tensor t = tensor(x, n), to = tensor(out, n);
+		codec_context with = context();
+		const void *frames[] = {frame, i < 3 ? frame : other}, *jobs[2] = {0};
+		size_t written, nbytes[2];
+		codec_plan plan;
+		void *job, *work = malloc(SCRATCH);
+
+		fill();
+		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+		nbytes[0] = written;
+		spec.codec = CODEC_SIGN; /* whose blocks do not match */
+		if (i >= 3)
+			assert_int_equal(ENCODE(other, sizeof other, NULL), CODEC_OK);
+		nbytes[1] = written;
+		with.flags = CODEC_CHECK_ONLY;
+#define ADD() codec_accumulate(frame, nbytes[0], 1, &to, &with, scratch, sizeof scratch)
+#define REDUCE() codec_reduce(frames, nbytes, 2, CODEC_REDUCE_SUM, &to, &with, scratch, sizeof scratch)
+		assert_int_equal(DECODE(nbytes[0]), CODEC_OK);
+		assert_int_equal(ADD(), CODEC_OK);
+		assert_int_equal(REDUCE(), CODEC_OK);
+		frame[nbytes[0] - 20] ^= 1;
+		assert_int_equal(DECODE(nbytes[0]), CODEC_CHECKSUM);
+		assert_int_equal(REDUCE(), CODEC_CHECKSUM);
+		frame[nbytes[0] - 20] ^= 1;
+		jobs[0] = jobs[1] = job = malloc(SCRATCH);
+		with.into = CODEC_INTO_FLOAT32;
+		for (int k = 0; k < 3; k++) {
+			with.flags = FLAGS[k];
+			assert_int_equal(codec_decode_open(frame, nbytes[0], &to, &with, job, SCRATCH, &plan),
+					 CODEC_BAD_ARGUMENT);
+		}
+		assert_true(all_seven(out));
+		if (n == N) {
+			with.flags = 0;
+			assert_int_equal(codec_decode_open(frame, nbytes[0], &to, &with, job, SCRATCH, &plan),
+					 CODEC_OK);
+			for (int k = 0; k < 3; k++) {
+				with.flags = FLAGS[k];
+				assert_int_equal(
+					codec_decode_check(frame, nbytes[0], &with, job, 0, 1, &seal, work, SCRATCH),
+					CODEC_BAD_ARGUMENT);
+				assert_int_equal(codec_decode_blocks(frame, nbytes[0], &to, &with, job, 0, 1, &seal,
+								     work, SCRATCH),
+						 CODEC_BAD_ARGUMENT);
+				assert_int_equal(codec_reduce_blocks(frames, nbytes, 1, CODEC_REDUCE_SUM, &to, &with,
+								     jobs, 0, 1, seals, work, SCRATCH),
+						 CODEC_BAD_ARGUMENT);
+			}
+			assert_true(all_seven(out));
+		}
+		free(job);
+		free(work);
+	}
+}
+
+/* A range of blocks is a part of those that there are, however large its numbers. */
+static void test_ranges(void **unused)
+{
+	codec_spec spec = spec_of(CODEC_QUANTIZE);
+	codec_tensor t = tensor(x, N), to = tensor(out, N);
+	codec_context with = context();
+	const void *frames[] = {frame}, *jobs[1];
+	size_t written;
+	uint64_t seal;
+	codec_plan plan;
+	void *job = malloc(SCRATCH), *work = malloc(SCRATCH);
+
+	(void)unused;
+	fill();
+	jobs[0] = job;
+	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+	with.into = CODEC_INTO_FLOAT32;
+	assert_int_equal(codec_decode_open(frame, written, &to, &with, job, SCRATCH, &plan), CODEC_OK);
+#define SOME(first, n)                                                                                                 \
+	codec_reduce_blocks(frames, &written, 1, CODEC_REDUCE_SUM, &to, &with, jobs, first, n, &seal, work, SCRATCH)
+	assert_int_equal(SOME(2, UINT64_MAX), CODEC_BAD_ARGUMENT);
+	assert_int_equal(SOME(0, plan.nblocks + 1), CODEC_BAD_ARGUMENT);
+	assert_int_equal(SOME(plan.nblocks + 1, 0), CODEC_BAD_ARGUMENT);
+	assert_true(all_seven(out));
+	assert_int_equal(SOME(plan.nblocks, 0), CODEC_OK);
+	assert_int_equal(SOME(0, plan.nblocks), CODEC_OK);
+	free(job);
+	free(work);
+}
+
+/* Plans, too, are the same whatever the caller's rounding mode, which stays as it was. */
+static void test_rounding_mode(void **unused)
+{
+	static const int MODES[] = {FE_TONEAREST, FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO};
+	codec_spec spec = spec_of(CODEC_TERNARY);
+	codec_tensor t = tensor(x, N);
+	codec_context with = context();
+	size_t written;
+	codec_plan plan;
+	float scale = 0;
+
+	(void)unused;
+	memset(x, 0, sizeof x);
+	spec.scale = 1.3e-7f; /* between two subnormals of float16 */
+	t.dtype = CODEC_FLOAT16;
+	t.nbytes = 2 * N;
+	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+	for (int i = 0; i < 4; i++) {
+		codec_view view = {.struct_nbytes = sizeof view};
+		codec_status planned, read;
+
+		assert_int_equal(fesetround(MODES[i]), 0);
+		planned = codec_encode_plan(&spec, &t, &with, scratch, sizeof scratch, &plan);
+		codec_job_view(scratch, &view);
+		read = codec_decode_plan(frame, 200, written, &with, scratch, sizeof scratch, &plan);
+		assert_int_equal(fegetround(), MODES[i]);
+		fesetround(FE_TONEAREST);
+		assert_int_equal(planned, CODEC_OK);
+		assert_int_equal(read, CODEC_OK);
+		assert_true(view.scale > 0 && (!i || view.scale == scale));
+		scale = view.scale;
+	}
+}
+
+/* A fault is where the first wrong byte stands, and says what stands there and what may. */
+static void test_places(void **unused)
+{
+	static const struct {
+		uint32_t codec, variant, dtype, byte, value, found, most;
+	} CASES[] = {
+		{CODEC_TERNARY, CODEC_TERNARY_BASE3, CODEC_FLOAT32, 1234, 250, 250, 242},
+		{CODEC_TERNARY, CODEC_TERNARY_2BIT, CODEC_FLOAT32, 2345, 0x30, 3, 2},
+		{CODEC_TERNARY, CODEC_TERNARY_2BIT, CODEC_FLOAT16, 0, 0xff, 3, 2},
+		{CODEC_TRUNCATE, CODEC_LEVELS_FIXED, CODEC_FLOAT16, 4, 33, 33, 31},
+		{CODEC_TRUNCATE, CODEC_LEVELS_CODED, CODEC_FLOAT32, 4, 2, 2, 4},
+		{CODEC_TRUNCATE, CODEC_LEVELS_CODED, CODEC_FLOAT16, 4, 200, 200, 4 * 31 + 3},
+	};
+	static uint8_t levels[N];
+	codec_fault fault;
+
+	(void)unused;
+	for (size_t i = 0; i < sizeof CASES / sizeof *CASES; i++) {
+		codec_spec spec = spec_of(CASES[i].codec);
+		codec_tensor t = tensor(x, N), to = tensor(out, N);
+		codec_context with = context();
+		codec_info info = {.struct_nbytes = sizeof info};
+		size_t written;
+
+		memset(x, 0, sizeof x); /* one exponent: a single symbol stands for all */
+		spec.variant = CASES[i].variant;
+		t.dtype = to.dtype = CASES[i].dtype;
+		t.nbytes = to.nbytes = N * codec_dtype_nbytes(t.dtype);
+		with.levels = spec.variant == CODEC_LEVELS_CODED && spec.codec == CODEC_TRUNCATE ? levels : NULL;
+		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+		assert_int_equal(codec_inspect(frame, written, &info), CODEC_OK);
+		frame[info.regions_offset + CASES[i].byte] = (uint8_t)CASES[i].value;
+		frame[info.regions_offset + CASES[i].byte + 1] |= spec.codec == CODEC_TERNARY ? 243 : 0;
+		with.flags = CODEC_NO_CHECKSUM;
+		with.fault = &fault;
+		for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
+			if (!codec_isa_usable(isa))
+				continue;
+			with.isa = isa + 1;
+			assert_int_equal(DECODE(written), CODEC_BAD_REGION);
+			assert_int_equal(fault.offset, info.regions_offset + CASES[i].byte);
+			assert_int_equal(fault.found, CASES[i].found);
+			assert_int_equal(fault.expected, CASES[i].most);
+		}
+	}
+}
+
 /* Of a frame that is still arriving it is known at any time how many bytes it takes to go on. */
 static void test_arriving(void **unused)
 {
@@ -496,11 +991,27 @@ static void test_arriving(void **unused)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_order),          cmocka_unit_test(test_steps_metric),
-		cmocka_unit_test(test_steps_residual), cmocka_unit_test(test_overlap),
-		cmocka_unit_test(test_theta_dtype),    cmocka_unit_test(test_reduce_scratch),
-		cmocka_unit_test(test_codebooks),      cmocka_unit_test(test_no_room),
+		cmocka_unit_test(test_order),
+		cmocka_unit_test(test_steps_metric),
+		cmocka_unit_test(test_steps_residual),
+		cmocka_unit_test(test_overlap),
+		cmocka_unit_test(test_theta_dtype),
+		cmocka_unit_test(test_reduce_scratch),
+		cmocka_unit_test(test_codebooks),
+		cmocka_unit_test(test_no_room),
 		cmocka_unit_test(test_arriving),
+		cmocka_unit_test(test_results),
+		cmocka_unit_test(test_check_only),
+		cmocka_unit_test(test_ranges),
+		cmocka_unit_test(test_steps_short),
+		cmocka_unit_test(test_rounding_mode),
+		cmocka_unit_test(test_groups),
+		cmocka_unit_test(test_places),
+		cmocka_unit_test(test_reduce_one),
+		cmocka_unit_test(test_guards),
+		cmocka_unit_test(test_fault),
+		cmocka_unit_test(test_job_sizes),
+		cmocka_unit_test(test_values_of_blocks),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);

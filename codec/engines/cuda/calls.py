@@ -184,13 +184,13 @@ def reduce(r: DecodeRequest, op: str) -> Any:
 def sums(frames: list[Frame], to: int, op: str) -> list[Step]:
     """In this order; codes of ternary frames with the same scales as integers, which are scaled at last."""
     first, count = frames[0], len(frames)
-    codes = op != "max" and all(frame.adds_up_with(first) for frame in frames)
+    codes = op != "max" and count > 1 and all(frame.adds_up_with(first) for frame in frames)
     items: list[tuple[Frame, Sink]] = []
     for i, frame in enumerate(frames):
         into = _FLOAT32 if i == 0 else _MAX if op == "max" else _ADD
         last = i == count - 1
         flags = (lib.CODEC_UNSCALED | (lib.CODEC_RESCALE if last else 0)) if codes else 0
-        items.append((frame, Sink(to, into, divide=count if op == "mean" and last else 0, codes=flags)))
+        items.append((frame, Sink(to, into, divide=count if op == "mean" and 1 < count == i + 1 else 0, codes=flags)))
     if first.summing and all(frame.is_cut_like(first) for frame in frames):
         return [Step(items[i : i + _SUMMED], summing=True) for i in range(0, count, _SUMMED)]
     return [Step([item]) for item in items]

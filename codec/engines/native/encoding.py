@@ -105,7 +105,7 @@ def _encode_one(call: Call, spec: Any, dst: Any, capacity: int) -> None:
     status = lib.codec_encode(spec, call.tensor, dst, capacity, call.size, _NULL, call.context, scratch, nbytes)
     if status == _SHORT_OUTPUT:
         raise SpecError(f"out= has {capacity} bytes, which is too few; bound() says how many are enough", status)
-    check(status, call.fault)
+    check(status)
 
 
 def _encode_at(call: Call, spec: Any, dst: Any, capacity: int, threads: int) -> int:

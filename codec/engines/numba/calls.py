@@ -101,7 +101,7 @@ def reduce_into(call: Call, read: list[tuple[Any, TensorView]], op: int, threads
         context.flags = lib.CODEC_NO_CHECKSUM
     for i, (info, frame) in enumerate(read):
         context.into = loops.into(i, op)
-        context.divide = len(read) if op == lib.CODEC_REDUCE_MEAN and i == len(read) - 1 else 0
+        context.divide = len(read) if op == lib.CODEC_REDUCE_MEAN and 1 < len(read) == i + 1 else 0
         _decode_one(call, info, frame, threads)
     context.flags = flags
 

@@ -199,12 +199,12 @@ def codec_reduce_blocks(
     opened = [_Decoding(frames[i], nbytes[i], context, jobs[i]) for i in range(count)]
     scales = [d.job.row_parts["scale"].tobytes() for d in opened]
     ternary = opened[0].job.codec == lib.CODEC_TERNARY
-    unscaled = ternary and op != lib.CODEC_REDUCE_MAX and all(s == scales[0] for s in scales)
+    unscaled = ternary and count > 1 and op != lib.CODEC_REDUCE_MAX and all(s == scales[0] for s in scales)
     sinks = [
         Sink(
             into(i, op),
             np.float32(1),
-            np.float32(count if op == lib.CODEC_REDUCE_MEAN and i == count - 1 else 0),
+            np.float32(count if op == lib.CODEC_REDUCE_MEAN and 1 < count == i + 1 else 0),
             unscaled,
             unscaled and i == count - 1,
             memory_of(dst.data, dst.nbytes),

@@ -101,6 +101,15 @@ def largest(p):
 
 
 @jit
+def first_above(p, most):
+    """The place of the first byte above `most`: there is one."""
+    i = 0
+    while p[i] <= most:
+        i += 1
+    return i
+
+
+@jit
 def count_from(p, least):
     """How many bytes are at least so large."""
     n = 0

@@ -55,6 +55,7 @@ from codec.engines.numba.region import (
     close_region,
     coder_room,
     end_region,
+    first_above,
     get_coded,
     get_literals,
     is_constant,
@@ -284,12 +285,14 @@ def _open_codes(job, work, codes, codes_at, t, end, checking, fault):
         nbytes = (n + 4) // 5
         some = codes[t // 5 : t // 5 + nbytes]
         if largest(some) > 242:
-            return bad(fault, BAD_REGION, codes_at + t // 5, 243, 242)
+            i = first_above(some, 242)
+            return bad(fault, BAD_REGION, codes_at + (0 if has_entropy(job) else t // 5 + i), some[i], 242)
         from_ = nbytes - 1 if checking else 0
         unpack_trits(some[from_:], n - 5 * from_, work.code[5 * from_ :])
         for i in range(n, 5 * nbytes):
             if work.code[i]:
-                return bad(fault, BAD_REGION, codes_at + t // 5 + nbytes - 1, work.code[i], 0)
+                last = 0 if has_entropy(job) else t // 5 + nbytes - 1
+                return bad(fault, BAD_REGION, codes_at + last, work.code[i], 0)
         return OK
     nbits = n * bits
     at = (t * bits + nbits) // 8
@@ -299,10 +302,9 @@ def _open_codes(job, work, codes, codes_at, t, end, checking, fault):
     all_are = job.codec == SIGN or most >= (1 << bits) - 1
     if not (checking and all_are):
         unpack(codes[t * bits // 8 :], n, bits, work.code)
-    if not all_are:
-        found = largest(work.code[:n])
-        if found > most:
-            return bad(fault, BAD_REGION, codes_at, found, most)
+    if not all_are and largest(work.code[:n]) > most:
+        i = first_above(work.code, most)
+        return bad(fault, BAD_REGION, codes_at + (t + i) * bits // 8, work.code[i], most)
     return OK
 
 

@@ -24,6 +24,7 @@ from codec.engines.numba.region import (
     coder_room,
     count_from,
     end_region,
+    first_above,
     get_coded,
     get_literals,
     is_constant,
@@ -407,8 +408,10 @@ def _get_symbols(frame, job, work, mode, m, c, fault):
     """Exponents, lowered, to work.e; levels that are coded to work.level."""
     kind, joint, symbol = work.kind, job.variant == CODED_LEVELS, work.symbol
     escaped, escape = work.coder.escaped, job.tables[0, 512]
+    at = c[0]
     if mode == CODED:
         status = get_coded(frame, job, 0, m, work.coder, True, symbol, c, fault)
+        at = c[0]  # behind their words
         if not status and not joint:
             status = get_literals(frame, escape, escaped, m, symbol, work.coder.none, c, fault)
         if status:
@@ -425,9 +428,9 @@ def _get_symbols(frame, job, work, mode, m, c, fault):
         c[0] += 1
     e, level, pair = work.e[:m], work.level[:m], work.pair[:m]
     if not joint:
-        most = largest(symbol[:m])
-        if most > kind.last:
-            return bad(fault, BAD_REGION, c[0], most, kind.last)
+        if largest(symbol[:m]) > kind.last:
+            i = first_above(symbol, kind.last)
+            return bad(fault, BAD_REGION, at + (i if mode == RAW else 0), symbol[i], kind.last)
         copy(e, symbol[:m])
         return OK
     for i in range(m):
@@ -436,17 +439,21 @@ def _get_symbols(frame, job, work, mode, m, c, fault):
         status = get_literals(frame, escape, escaped, m, symbol, pair, c, fault)
         if status:
             return status
+        literal = at
         for r in range((m + 127) // 128):
             for i in range(128 * r, min(m, 128 * r + 128) if escaped[r] else 0):
                 if symbol[i] == escape:
                     if (pair[i] and pair[i] < 4) or pair[i] >> U16(2) > kind.last:
-                        return bad(fault, BAD_REGION, c[0], pair[i], 4)
+                        return bad(fault, BAD_REGION, literal, pair[i], 4 if pair[i] < 4 else 4 * kind.last + 3)
                     symbol[i] = U8(0)
-    few = U8(0)
+                    literal += 2
+    few, most = U8(0), 4 * (kind.last - kind.base) + 3
     for i in range(m):
         few |= symbol[i] if symbol[i] < 4 else U8(0)
-    if few or largest(symbol[:m]) > 4 * (kind.last - kind.base) + 3:
-        return bad(fault, BAD_REGION, c[0], few, 0)
+    if few or largest(symbol[:m]) > most:
+        for i in range(m):
+            if (symbol[i] and symbol[i] < 4) or symbol[i] > most:
+                return bad(fault, BAD_REGION, at, symbol[i], 4 if symbol[i] < 4 else most)
     for i in range(m):
         e[i] = U8(pair[i] >> U16(2))
         level[i] = U8(pair[i] & U16(3))

@@ -190,11 +190,14 @@ typedef struct codec_tensor {
 #define CODEC_MODEL_SEPARABLE 2 /**< wherever the shape allows */
 /** @} */
 
-/** What is asked for. Zero in every field but the first two is the default of that codec. */
+/**
+ * What is asked for. Zero in every field but the first two is the default of that codec. Python's differ for two:
+ * Quantize has CODEC_OPTION_STOCHASTIC, Truncate CODEC_LEVELS_CODED and a guard of -8.
+ */
 typedef struct codec_spec {
 	uint32_t struct_nbytes; /**< sizeof(codec_spec) */
 	uint32_t codec;         /**< CODEC_LOSSLESS to CODEC_TRUNCATE */
-	uint32_t cap;           /**< LOSSLESS: longest code in bits: 0 for 8, else 2..8 */
+	uint32_t cap;           /**< LOSSLESS, TRUNCATE: longest code in bits: 0 for 8, else 2..8 */
 	uint32_t model;         /**< LOSSLESS: CODEC_MODEL_* */
 	uint32_t variant;       /**< the rest: not LOSSLESS */
 	uint32_t options;       /**< CODEC_OPTION_* */
@@ -250,10 +253,11 @@ typedef struct codec_fault {
  * written, so that on any error it is as it was. The coder's loop is then done twice (of one block values are copied).
  */
 #define CODEC_VERIFY_FIRST 2u
-#define CODEC_CHECK_ONLY 64u /**< decoding in one call: check all of that, write nothing */
+#define CODEC_CHECK_ONLY 64u /**< decoding or reducing in one call: check all of that, write nothing */
 #define CODEC_NO_CHECKSUM 4u /**< skip the checksums; structure is checked all the same */
 #define CODEC_UNSCALED 8u    /**< decode, TERNARY: values are -1, 0 and 1 */
-#define CODEC_RESCALE 16u    /**< with UNSCALED: what came out is multiplied by the scale, last of all but `divide` */
+/** With UNSCALED: what came out is multiplied by the scale, last of all but `divide`. Not with CODEC_INTO_STORE. */
+#define CODEC_RESCALE 16u
 /**
  * Error feedback: what the residual holds is added to the tensor before it is encoded, each sum rounded to float32, and
  * then it gets what the sums lose. As if the sums had been encoded, but in the tensor's dtype, to which TRUNCATE rounds
@@ -295,7 +299,8 @@ typedef struct codec_metric {
 /**
  * @name codec_context.into
  * What becomes of decoded values. All but the first take a destination of float32 with the frame's shape, and frames
- * of float32, bfloat16 or float16.
+ * of float32, bfloat16 or float16. What comes out may be divided or rescaled then: with CODEC_INTO_STORE that is
+ * CODEC_BAD_ARGUMENT, and so is a divisor that is negative, infinite or NaN.
  * @{
  */
 #define CODEC_INTO_STORE 0   /**< stored, in the frame's dtype */
@@ -307,7 +312,7 @@ typedef struct codec_metric {
 /** What a call may be given beyond its arguments. NULL for none; zero in every field but the first is the same. */
 typedef struct codec_context {
 	uint32_t struct_nbytes;          /**< sizeof(codec_context) */
-	uint32_t flags;                  /**< CODEC_ALLOW_SLACK to CODEC_NONTEMPORAL */
+	uint32_t flags;                  /**< of those above, from CODEC_ALLOW_SLACK on; no others */
 	uint32_t isa;                    /**< 0: the best of this CPU; else 1 + index into codec_isa_name */
 	uint32_t into;                   /**< decode: CODEC_INTO_* */
 	uint64_t max_nbytes;             /**< decode: largest tensor, in bytes; 0 for no limit */
@@ -315,11 +320,11 @@ typedef struct codec_context {
 	uint64_t nsegments;              /**< how many */
 	const codec_codebook *codebooks; /**< encode: the one to use; decode: those that frames may name */
 	uint64_t ncodebooks;             /**< how many */
-	codec_fault *fault;              /**< filled in when the status is 30 or more */
+	codec_fault *fault;              /**< decode: filled in with 30 to 60 and 62, and 12 and 16; else as it was */
 	uint64_t stream;                 /**< encode: draws of different streams are independent: rank, step, tensor */
 	float *residual;                 /**< encode: as codec_encode's */
 	float weight;                    /**< decode, INTO_ADD */
-	float divide;                    /**< decode: divide what came out; 0: do not */
+	float divide;                    /**< decode, not INTO_STORE: divide what came out by this; 0: do not */
 	const codec_metric *metric;      /**< TRUNCATE: encode, and decode with shared levels */
 	const uint8_t *levels;           /**< TRUNCATE, encode: a level 0..3 for each value, instead of a metric */
 } codec_context;
@@ -355,11 +360,11 @@ typedef struct codec_info {
 	uint64_t shape[CODEC_MAX_RANK]; /**< 0 behind the last of them */
 	/**
 	 * What was asked for, with the row in use. Parts have their own, which stand in the side section:
-	 * CODEC_ROW_LAST if they differ, 0 if that was not given.
+	 * CODEC_ROW_LAST if they differ, 0 if that was not given. TRUNCATE: with the guard in use, which dtypes add to.
 	 */
 	codec_spec spec;
 	uint32_t stored;           /**< 1: the tensor's bytes follow the header as they are */
-	uint32_t block_nvalues;    /**< values a block, 0 if stored */
+	uint32_t block_nvalues;    /**< values a block; 0 if stored, or where blocks follow rows: codecs 2 to 6 */
 	uint64_t nblocks;          /**< 0 if stored */
 	uint64_t n;                /**< values */
 	uint64_t tensor_nbytes;    /**< n times the bytes an element */
@@ -422,9 +427,10 @@ CODEC_API codec_status codec_accumulate(const void *frame, size_t nbytes, float 
 
 /**
  * The sum, mean or maximum of frames of one shape, as float32, in the order given: each addition is rounded, and the
- * mean is the sum divided by count. Codes of TERNARY frames with equal scales are summed as integers, then scaled. As
- * with codec_decode, CODEC_VERIFY_FIRST leaves dst as it was on any error; of several faults the first frame's is
- * reported. dst must not be an array of the metric's state, unless there is one frame.
+ * mean is the sum divided by count, unless that is 1. Codes of TERNARY frames with equal scales are summed as integers,
+ * then scaled. As with codec_decode, CODEC_VERIFY_FIRST leaves dst as it was on any error, and CODEC_CHECK_ONLY on
+ * success, too; of several faults the first frame's is reported. dst must not be an array of the metric's state, unless
+ * there is one frame.
  */
 CODEC_API codec_status codec_reduce(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
 				    codec_tensor *dst, const codec_context *with, void *scratch, size_t scratch_nbytes);

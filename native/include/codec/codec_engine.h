@@ -26,7 +26,7 @@
 extern "C" {
 #endif
 
-/** What a job looks like from outside, at the beginning of its memory. */
+/** What a job takes and what has become of it: from whoever opens, plans or starts it. */
 typedef struct codec_plan {
 	uint64_t nblocks;      /**< 0: the frame is complete (encode) or the tensor is (decode) after opening */
 	uint64_t job_nbytes;   /**< size of a job's memory */
@@ -37,7 +37,7 @@ typedef struct codec_plan {
 	uint64_t room;         /**< encode: bytes a block to lay ranges out by, see codec_encode_blocks */
 } codec_plan;
 
-/** Sizes of a job for a tensor like this one. */
+/** Sizes of a job for a tensor like this one. One for decoding may take less: see codec_plan. */
 CODEC_API codec_status codec_job_nbytes(const codec_spec *spec, const codec_tensor *like, size_t *job_nbytes,
 					size_t *work_nbytes);
 
@@ -103,7 +103,7 @@ CODEC_API codec_status codec_encode_close(const codec_tensor *src, void *dst, si
 
 /**
  * Check header, side section and directory, and build what decoding needs. A stored tensor is decoded here, after its
- * checksum. CODEC_VERIFY_FIRST is not for steps: see codec_decode_check.
+ * checksum. CODEC_VERIFY_FIRST and CODEC_CHECK_ONLY are not for steps: see codec_decode_check.
  */
 CODEC_API codec_status codec_decode_open(const void *frame, size_t nbytes, codec_tensor *dst, const codec_context *with,
 					 void *job, size_t job_nbytes, codec_plan *plan);

@@ -22,6 +22,16 @@ static inline int is_constant(const uint8_t *p, uint64_t n)
 	return n < 2 || (p[0] == p[n - 1] && memcmp(p, p + 1, n - 1) == 0);
 }
 
+/* The place of the first byte above `most`: there is one. */
+static inline uint64_t first_above(const uint8_t *p, uint8_t most)
+{
+	uint64_t i = 0;
+
+	while (p[i] <= most)
+		i++;
+	return i;
+}
+
 /* Where a region is read: what is left of it are the bytes frame[at, end). */
 struct cursor {
 	const uint8_t *frame;

@@ -8,15 +8,15 @@ uint64_t largest_block(uint64_t n)
 	return padded(MIN(n, 1u << WIRE_MAX_BLOCK_LOG2));
 }
 
-/* Most bytes of a coded plane: every value escaped under codes of 8 bits. */
-static uint64_t coded_bound(uint64_t m, int literal_nbytes)
+/* Most bytes of a coded plane: every value escaped under codes of 8 bits, to literals of two bytes. */
+static uint64_t coded_bound(uint64_t m)
 {
-	return STATE_NBYTES + 4 * WIRE_LANES + 4 * WIRE_LANES + 8 + padded(m) * (uint64_t)(1 + literal_nbytes);
+	return STATE_NBYTES + 4 * WIRE_LANES + 4 * WIRE_LANES + 8 + padded(m) * (1 + 2);
 }
 
 uint64_t region_room(const struct dtype *d, uint64_t m)
 {
-	return ALIGN8(16 + m * d->nbytes + coded_bound(m, 2) + 64);
+	return ALIGN8(16 + m * d->nbytes + coded_bound(m) + 64);
 }
 
 /* As much again for scales of rows of a single value. */

@@ -32,6 +32,7 @@ struct work {
 	uint16_t *exponent;
 	uint32_t *patterns, *fields;
 	uint8_t *piece[4], *e, *ea, *drop, *width, *level;
+	const codec_metric *metric; /* of the values that come next, or of some before them */
 	char *values; /* of a block that is not decoded into its tensor: lies where encoding has its region */
 	uint32_t *words, *words_end;
 	struct stream top[2]; /* memory for plane 0 of two blocks; plane[0] is the first's */

@@ -7,6 +7,10 @@
 
 #include "bits.h"
 
+#if defined(__FAST_MATH__) || (defined(__i386__) && !defined(__SSE2_MATH__))
+#error "numbers would depend on the build: without -ffast-math, on 32-bit x86 with -msse2 -mfpmath=sse"
+#endif
+
 /*
  * The float operations of these headers, and nothing else in them adds, multiplies, divides or converts floats: a build
  * that neither fuses these nor flushes subnormals to zero gives the same words everywhere.

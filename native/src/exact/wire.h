@@ -131,7 +131,6 @@
 #define WIRE_MODE_CODED 2u
 #define WIRE_MODE_ROWS 3u
 #define WIRE_REGION_PRUNED (1u << 16)
-#define WIRE_REGION_KNOWN 0x1ffffu
 
 /* Scale model: a record a segment, then nibbles. Parts of codecs of rows have the same record. */
 #define WIRE_SEGMENT_NBYTES 16 /* its number is at most WIRE_MAX_PARTS */

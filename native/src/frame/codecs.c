@@ -87,6 +87,7 @@ void params_spec(const struct header *h, codec_spec *s)
 			  .options = h->options & ~WIRE_OPTION_CLIPPED,
 			  .bits = h->bits,
 			  .row = h->row};
-	/* see truncate/params.c */
+	/* see truncate/params.c; what dtypes add may lead out of what can be asked for */
 	s->guard = h->guard - (h->options & WIRE_OPTION_CUT && h->variant != WIRE_LEVELS_FIXED);
+	s->guard = MIN(MAX(s->guard, LEAST_GUARD), MOST_GUARD);
 }

@@ -37,7 +37,7 @@ struct family {
 	/* What is coded, of CODEC_SYMBOLS_*; NULL: nothing that a codebook could be agreed upon for. */
 	uint8_t (*symbols)(const struct header *h);
 
-	/* The largest frame; NULL: a stored one. Bytes behind a job. Does opening one need a thread's buffer? */
+	/* The largest frame; NULL: a stored one. Bytes behind a job. Does encoding open with a thread's buffer? */
 	uint64_t (*bound)(const struct header *h);
 	uint64_t (*job_nbytes)(const struct header *h);
 	int (*opens_with_work)(const struct header *h);
@@ -110,6 +110,9 @@ int codec_takes(uint32_t id, uint32_t dtype);
 
 /* Where in params the first value stands that the format forbids; -1 if none does. */
 int params_fault(const struct header *h);
+/* TRUNCATE's guard as it may be asked for: with one more for CODEC_OPTION_CUT it fits its byte. */
+#define LEAST_GUARD (-128)
+#define MOST_GUARD 126
 void params_spec(const struct header *h, codec_spec *s);
 
 /* Of a header whose codec there is. */

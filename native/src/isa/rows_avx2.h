@@ -176,8 +176,8 @@ static inline size_t unpack_codes_avx2(const uint8_t *src, size_t n, int bits, u
 }
 
 /*
- * Six bytes from 30 codes at a time: 15 in each half, dealt so that pairs meet their weights. Reads 2 codes more, and
- * writes 2 bytes more.
+ * Six bytes from 30 codes at a time: 15 in each half, dealt so that pairs meet their weights. Reads a code more, and
+ * writes a byte more.
  */
 static inline size_t pack_trits_avx2(const uint8_t *code, size_t n, uint8_t *dst)
 {
@@ -206,7 +206,7 @@ static inline size_t pack_trits_avx2(const uint8_t *code, size_t n, uint8_t *dst
 
 /*
  * And back, 3 bytes in each half: b * 3^k / 243 as a fraction of 2^16 gives each digit on top. ceil(2^16 / 243) = 270
- * is near enough for 243 numerators. Writes 2 codes more.
+ * is near enough for 243 numerators. Writes a code more.
  */
 static inline size_t unpack_trits_avx2(const uint8_t *src, size_t n, uint8_t *code)
 {

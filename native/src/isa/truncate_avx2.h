@@ -22,7 +22,7 @@ static inline size_t unpack_fields_avx2(const uint8_t *src, size_t nbytes, const
 	const __m128i above = _mm_cvtsi32_si128(32 - total);
 	size_t i = 0, at = 0;
 
-	/* the second half begins 13 bytes on, at most, and 16 are read there */
+	/* the second half begins 12 bytes on, at most, and 16 are read there */
 	for (; i + 8 <= n && at / 8 + 32 <= nbytes; i += 8) {
 		uint64_t sums = running_sums(width + i), half = sums >> 24 & 255;
 		const uint8_t *p = src + at / 8, *q = src + (at + half) / 8;

@@ -60,8 +60,8 @@ codec_status context_read(const codec_context *with, codec_context *copy)
 	READ_STRUCT(*copy, with);
 	if (copy->flags & ~(CODEC_ALLOW_SLACK | CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY | CODEC_NO_CHECKSUM |
 			    CODEC_UNSCALED | CODEC_RESCALE | CODEC_FEEDBACK | CODEC_NONTEMPORAL) ||
-	    copy->into > CODEC_INTO_FLOAT32 || (copy->nsegments && !copy->segments) ||
-	    (copy->ncodebooks && !copy->codebooks) || !kernels_for(copy))
+	    copy->into > CODEC_INTO_FLOAT32 || !(copy->divide >= 0 && copy->divide < INFINITY) ||
+	    (copy->nsegments && !copy->segments) || (copy->ncodebooks && !copy->codebooks) || !kernels_for(copy))
 		return CODEC_BAD_ARGUMENT;
 	return CODEC_OK;
 }
@@ -95,26 +95,27 @@ codec_status request(const codec_spec *spec, const codec_tensor *like, int with_
 }
 
 /* Does opening a job need a thread's buffer? It is then part of the job, and serves one-call functions throughout. */
-static int job_works(const struct header *h)
+static int job_works(const struct header *h, uint32_t kind)
 {
-	return family_of(h)->opens_with_work && family_of(h)->opens_with_work(h);
+	return kind == JOB_ENCODE && family_of(h)->opens_with_work && family_of(h)->opens_with_work(h);
 }
 
 void *job_work(const struct job *j, void *scratch)
 {
-	return job_works(&j->h) ? (char *)j + j->work_at : (char *)scratch + job_room(&j->h);
+	return job_works(&j->h, j->kind) ? (char *)j + j->work_at : (char *)scratch + job_room(&j->h, j->kind);
 }
 
+/* A job and one buffer, of either direction. */
 uint64_t job_scratch(const struct header *h)
 {
-	return job_room(h) + (job_works(h) ? 0 : work_nbytes(h));
+	return job_room(h, JOB_DECODE) + work_nbytes(h);
 }
 
-uint64_t job_room(const struct header *h)
+uint64_t job_room(const struct header *h, uint32_t kind)
 {
 	uint64_t nbytes = ALIGN8(sizeof(struct job)) + 8;
 
-	return nbytes + family_of(h)->job_nbytes(h) + (job_works(h) ? work_nbytes(h) : 0);
+	return nbytes + family_of(h)->job_nbytes(h) + (job_works(h, kind) ? work_nbytes(h) : 0);
 }
 
 codec_status codec_bound(const codec_spec *spec, const codec_tensor *like, size_t *nbytes)
@@ -148,7 +149,7 @@ codec_status codec_job_nbytes(const codec_spec *spec, const codec_tensor *like, 
 	if (!job_nbytes || !work)
 		return CODEC_BAD_ARGUMENT;
 	TRY(request(spec, like, 0, &h, &t));
-	*job_nbytes = job_room(&h);
+	*job_nbytes = job_room(&h, JOB_ENCODE);
 	*work = work_nbytes(&h);
 	return CODEC_OK;
 }
@@ -179,13 +180,14 @@ struct job *job_at(const void *memory, uint32_t kind, uint32_t state)
 	return memory && j->kind == kind && j->state == state ? j : NULL;
 }
 
-codec_status job_open(void *memory, size_t nbytes, const struct header *h, struct job **out)
+codec_status job_open(void *memory, size_t nbytes, const struct header *h, uint32_t kind, struct job **out)
 {
 	struct job *j = job_place(memory);
 
-	if (!memory || nbytes < job_room(h))
+	if (!memory || nbytes < job_room(h, kind))
 		return CODEC_SHORT_SCRATCH;
 	memset(j, 0, offsetof(struct job, sample)); /* the rest is large, and filled in before it is read */
+	j->kind = kind;
 	j->h = *h;
 	j->model.segments_at = ALIGN8(sizeof *j);
 	j->model.offsets_at = j->model.segments_at;
@@ -200,7 +202,7 @@ void job_plan(struct job *j, codec_plan *plan)
 {
 	j->plan = (codec_plan){.nblocks = j->h.nblocks,
 			       .nscans = j->nscans,
-			       .job_nbytes = job_room(&j->h),
+			       .job_nbytes = job_room(&j->h, j->kind),
 			       .work_nbytes = work_nbytes(&j->h),
 			       .region_bound = region_bound(j),
 			       .regions_at = j->h.regions_at};

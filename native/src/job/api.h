@@ -38,12 +38,12 @@ codec_status side_read(const uint8_t *frame, const codec_context *with, struct j
 codec_status context_read(const codec_context *with, codec_context *copy);
 codec_status request(const codec_spec *spec, const codec_tensor *like, int with_data, struct header *h,
 		     codec_tensor *copy);
-uint64_t job_room(const struct header *h);
+uint64_t job_room(const struct header *h, uint32_t kind);
 uint64_t job_scratch(const struct header *h);
 void *job_work(const struct job *j, void *scratch);
 struct job *job_place(void *memory);
 struct job *job_at(const void *memory, uint32_t kind, uint32_t state);
-codec_status job_open(void *memory, size_t nbytes, const struct header *h, struct job **out);
+codec_status job_open(void *memory, size_t nbytes, const struct header *h, uint32_t kind, struct job **out);
 void job_plan(struct job *j, codec_plan *plan);
 
 #endif

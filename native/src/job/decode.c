@@ -1,10 +1,13 @@
 /* decode.c - a frame to a tensor: open (check, build tables), blocks, close (checksum). */
 #include "api.h"
 
-/* Is this a tensor that decoding can write at all? */
-static codec_status read_destination(const codec_tensor *dst, codec_tensor *copy)
+#define FIRST (CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY) /* a pass of its own, which steps leave to their caller */
+
+/* Is this a tensor that decoding can write at all? What divides or rescales results does so in float32. */
+static codec_status read_destination(const codec_tensor *dst, const codec_context *with, codec_tensor *copy)
 {
-	if (!dst || dst->struct_nbytes < sizeof *dst)
+	if (!dst || dst->struct_nbytes < sizeof *dst ||
+	    (with->into == CODEC_INTO_STORE && (with->divide > 0 || with->flags & CODEC_RESCALE)))
 		return CODEC_BAD_ARGUMENT;
 	*copy = *dst;
 	return copy->nbytes && !copy->data ? CODEC_BAD_ARGUMENT : CODEC_OK;
@@ -71,8 +74,7 @@ static codec_status check_caller(const uint8_t *frame, const codec_tensor *dst, 
 static codec_status open_job(const uint8_t *frame, const struct header *h, const codec_context *with, void *memory,
 			     size_t job_nbytes, struct job **out)
 {
-	TRY(job_open(memory, job_nbytes, h, out));
-	(*out)->kind = JOB_DECODE;
+	TRY(job_open(memory, job_nbytes, h, JOB_DECODE, out));
 	(*out)->checked = (with->flags & CODEC_NO_CHECKSUM) != 0;
 	TRY(side_read(frame, with, *out));
 	job_plan(*out, NULL);
@@ -87,7 +89,7 @@ codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor
 	struct header h;
 	struct job *j;
 
-	TRY(read_destination(dst, &t));
+	TRY(read_destination(dst, with, &t));
 	TRY(frame_open(frame, nbytes, with, &h));
 	TRY(blame(check_destination(&h, &t, with->into, with->fault), frame, &h, with));
 	TRY(blame(check_caller(frame, &t, with, &h), frame, &h, with));
@@ -156,7 +158,7 @@ codec_status codec_decode_open(const void *frame, size_t nbytes, codec_tensor *d
 	struct job *j;
 
 	TRY(context_read(with, &c));
-	if (c.flags & CODEC_VERIFY_FIRST)
+	if (c.flags & FIRST)
 		return CODEC_BAD_ARGUMENT;
 	saved = call_enter();
 	status = decode_open(frame, nbytes, dst, &c, job, job_nbytes, &j);
@@ -171,15 +173,20 @@ codec_status codec_decode_open(const void *frame, size_t nbytes, codec_tensor *d
 codec_status codec_decode_plan(const void *head, size_t head_nbytes, size_t nbytes, const codec_context *with,
 			       void *job, size_t job_nbytes, codec_plan *plan)
 {
+	codec_status status;
 	codec_context c;
 	struct header h;
+	uint64_t saved;
 	struct job *j;
 
 	TRY(context_read(with, &c));
 	TRY(frame_head(head, head_nbytes, nbytes, &c, &h));
 	if (head_nbytes < h.directory_at)
 		return fault(c.fault, CODEC_TRUNCATED, head_nbytes, head_nbytes, h.directory_at);
-	TRY(open_job(head, &h, &c, job, job_nbytes, &j));
+	saved = call_enter();
+	status = open_job(head, &h, &c, job, job_nbytes, &j);
+	call_leave(saved);
+	TRY(status);
 	if (!j->checked)
 		j->seal = header_seal(&h, kernels_for(&c), (const uint8_t *)head + h.side_at);
 	j->state = JOB_PLANNED;
@@ -199,11 +206,11 @@ static codec_status step(const uint8_t *frame, size_t nbytes, const codec_tensor
 	uint64_t saved;
 
 	TRY(context_read(with, &c));
-	if (!frame || !j || !seal || !work || first > j->h.nblocks || count > j->h.nblocks - first ||
+	if (c.flags & FIRST || !frame || !j || !seal || !work || first > j->h.nblocks || count > j->h.nblocks - first ||
 	    nbytes < j->h.frame_nbytes)
 		return CODEC_BAD_ARGUMENT;
 	if (dst) {
-		TRY(read_destination(dst, &t));
+		TRY(read_destination(dst, &c, &t));
 		TRY(check_destination(&j->h, &t, c.into, c.fault));
 	}
 	TRY(check_caller(frame, dst ? &t : NULL, &c, &j->h));
@@ -272,7 +279,7 @@ static codec_status decode(const uint8_t *frame, size_t nbytes, const codec_tens
 	work = job_work(j, scratch);
 	if (goes_by_buffer(j, with))
 		return decode_by_buffer(frame, dst, with, j, work);
-	if (with->flags & (CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY))
+	if (with->flags & FIRST)
 		TRY(decode_check(frame, with, j, work));
 	return with->flags & CODEC_CHECK_ONLY ? CODEC_OK : decode_values(frame, dst, with, j, work);
 }

@@ -87,9 +87,8 @@ static codec_status encode_open(const codec_spec *spec, const codec_tensor *src,
 	TRY(family_check_state(&h, with, 1));
 	if (outputs_overlap(&h, &t, dst, capacity, with))
 		return CODEC_BAD_ARGUMENT;
-	TRY(job_open(memory, job_nbytes, &h, &j));
+	TRY(job_open(memory, job_nbytes, &h, JOB_ENCODE, &j));
 	*out = j;
-	j->kind = JOB_ENCODE;
 	j->feedback = (with->flags & CODEC_FEEDBACK) != 0;
 	TRY(family_of(&h)->begin(j, &s, with));
 	if (j->nscans) {
@@ -168,10 +167,17 @@ static codec_status check_step(const struct job *j, const codec_tensor *src, con
 	return outputs_overlap(&j->h, src, dst, capacity, with) ? CODEC_BAD_ARGUMENT : CODEC_OK;
 }
 
-/* In steps the residual is written with the blocks or not at all: they could not be done a second time. */
-static codec_status stepwise(const struct job *j)
+/*
+ * In steps the residual is written with the blocks or not at all: they could not be done a second time. With more room
+ * this step may be repeated, but no other may follow.
+ */
+static codec_status stepwise(struct job *j)
 {
-	return j->state == JOB_READY && j->residual == RESIDUAL_LAST ? CODEC_SHORT_OUTPUT : CODEC_OK;
+	if (j->state != JOB_READY || j->residual != RESIDUAL_LAST)
+		return CODEC_OK;
+	j->residual = RESIDUAL_WITH_BLOCKS;
+	j->state = j->nscans ? JOB_SCANNING : JOB_OPEN;
+	return CODEC_SHORT_OUTPUT;
 }
 
 /*
@@ -199,9 +205,10 @@ static uint64_t range_room(const struct job *j, size_t capacity)
 
 static void plan_ranges(struct job *j, size_t capacity, codec_plan *plan)
 {
-	job_plan(j, plan);
+	job_plan(j, NULL);
+	j->plan.room = range_room(j, capacity);
 	if (plan)
-		plan->room = range_room(j, capacity);
+		*plan = j->plan;
 }
 
 codec_status codec_encode_open(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
@@ -276,7 +283,6 @@ codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capa
 		return CODEC_BAD_ARGUMENT;
 	if (work_nbytes < j->plan.work_nbytes)
 		return CODEC_SHORT_SCRATCH;
-	TRY(stepwise(j));
 	if (j->residual && family_of(&j->h)->regions_bound(j, first, count) > capacity - at)
 		return CODEC_SHORT_OUTPUT;
 	values = source_of(src, &c);
@@ -402,7 +408,7 @@ codec_status codec_count(const codec_spec *spec, const codec_tensor *src, uint64
 	TRY(check_feedback(&h, &c));
 	TRY(segments_check(&c, h.n));
 	TRY(family_check_state(&h, &c, 1));
-	TRY(job_open(scratch, scratch_nbytes, &h, &j));
+	TRY(job_open(scratch, scratch_nbytes, &h, JOB_ENCODE, &j));
 	if (!h.n)
 		return CODEC_OK;
 	values = source_of(&t, &c);

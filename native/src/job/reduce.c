@@ -1,12 +1,12 @@
 /* reduce.c - frames of one shape to their sum, mean or maximum, block by block: the result is written once. */
 #include "api.h"
 
-/* How frame i of `count` goes into the result. */
+/* How frame i of `count` goes into the result. A single one is its own mean: dividing it would change some NaN. */
 static void turn_of(codec_context *c, size_t i, size_t count, uint32_t op, int unscaled)
 {
 	c->into = i == 0 ? CODEC_INTO_FLOAT32 : op == CODEC_REDUCE_MAX ? CODEC_INTO_MAX : CODEC_INTO_ADD;
 	c->weight = 1;
-	c->divide = op == CODEC_REDUCE_MEAN && i == count - 1 ? (float)count : 0;
+	c->divide = op == CODEC_REDUCE_MEAN && count > 1 && i == count - 1 ? (float)count : 0;
 	c->flags &=
 		~(CODEC_UNSCALED | CODEC_RESCALE | (count > 1 ? CODEC_NONTEMPORAL : 0)); /* the next frame reads it */
 	c->flags |= unscaled ? CODEC_UNSCALED : 0;
@@ -29,12 +29,12 @@ static int same_parts(const struct job *a, const struct job *b, int *same_scale)
 	return 1;
 }
 
-/* Opened jobs: can their blocks be done side by side, and do TERNARY's codes add up? */
+/* Opened jobs: can their blocks be done side by side, and do TERNARY's codes add up to more than those of one frame? */
 static int side_by_side(const void *const *jobs, size_t count, uint32_t op, int *unscaled)
 {
 	const struct job *a = job_at(jobs[0], JOB_DECODE, JOB_READY);
 
-	*unscaled = a && a->h.codec == CODEC_TERNARY && op != CODEC_REDUCE_MAX;
+	*unscaled = a && count > 1 && a->h.codec == CODEC_TERNARY && op != CODEC_REDUCE_MAX;
 	for (size_t i = 0; i < count; i++) {
 		const struct job *b = job_at(jobs[i], JOB_DECODE, JOB_READY);
 
@@ -64,11 +64,15 @@ codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes
 				 uint64_t nblocks, uint64_t *seals, void *work, size_t work_nbytes)
 {
 	codec_context c;
+	uint64_t all;
 	int unscaled;
 
 	TRY(context_read(with, &c));
 	if (!frames || !nbytes || !jobs || !seals || !count || op > CODEC_REDUCE_MAX ||
 	    !side_by_side(jobs, count, op, &unscaled))
+		return CODEC_BAD_ARGUMENT;
+	all = job_place((void *)jobs[0])->h.nblocks;
+	if (first > all || nblocks > all - first)
 		return CODEC_BAD_ARGUMENT;
 	TRY(check_state(jobs, count, dst, &c));
 	memset(seals, 0, count * sizeof *seals);
@@ -105,7 +109,7 @@ static codec_status lay_out(const void *const *frames, const size_t *nbytes, siz
 		struct header h;
 
 		TRY(frame_open(frames[i], nbytes[i], with, &h));
-		l->each = MAX(l->each, ALIGN8(job_room(&h)));
+		l->each = MAX(l->each, ALIGN8(job_room(&h, JOB_DECODE)));
 		l->work = MAX(l->work, work_nbytes(&h));
 	}
 	if (__builtin_mul_overflow(count, l->each + sizeof(void *) + sizeof(uint64_t), &l->total) ||
@@ -157,8 +161,10 @@ static codec_status reduce(const void *const *frames, const size_t *nbytes, size
 			return CODEC_SHORT_SCRATCH;
 	}
 	TRY(check_state((const void *const *)jobs, count, dst, with));
-	if (with->flags & CODEC_VERIFY_FIRST)
+	if (with->flags & (CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY))
 		TRY(first_fault(CODEC_OK, frames, count, with, jobs, work));
+	if (with->flags & CODEC_CHECK_ONLY)
+		return CODEC_OK;
 	if (!side_by_side((const void *const *)jobs, count, op, &unscaled)) {
 		for (size_t i = 0; i < count; i++) { /* each passes over the whole result */
 			turn_of(&turn, i, count, op, 0);

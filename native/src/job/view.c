@@ -100,33 +100,47 @@ codec_status codec_job_view(const void *job, codec_view *view)
 }
 
 /* Without values: what begins a job, then parts that are cut by shapes, and a codebook that was given. */
-codec_status codec_encode_plan(const codec_spec *spec, const codec_tensor *like, const codec_context *with, void *job,
-			       size_t job_nbytes, codec_plan *plan)
+static codec_status encode_plan(const codec_spec *spec, const codec_tensor *like, const codec_context *with,
+				void *memory, size_t job_nbytes, struct job **out)
 {
 	struct header h;
-	codec_context c;
 	codec_tensor t;
 	codec_spec s;
 	struct job *j;
 
-	TRY(context_read(with, &c));
 	TRY(request(spec, like, 0, &h, &t));
 	memcpy(&s, spec, sizeof s);
-	TRY(segments_check(&c, h.n));
-	TRY(family_check_state(&h, &c, 1));
-	TRY(job_open(job, job_nbytes, &h, &j));
+	TRY(segments_check(with, h.n));
+	TRY(family_check_state(&h, with, 1));
+	TRY(job_open(memory, job_nbytes, &h, JOB_ENCODE, &j));
 	memset(&j->sample, 0, sizeof *j - offsetof(struct job, sample)); /* for others to fill in */
-	j->kind = JOB_ENCODE;
-	TRY(family_of(&h)->begin(j, &s, &c));
+	TRY(family_of(&h)->begin(j, &s, with));
 	if (j->h.layout == WIRE_LAYOUT_BLOCKS && family_of(&h)->cut)
-		family_of(&h)->cut(j, &c);
-	if (j->h.layout == WIRE_LAYOUT_BLOCKS && c.ncodebooks) {
-		TRY(codebook_load(c.codebooks, &h, j->books));
+		family_of(&h)->cut(j, with);
+	if (j->h.layout == WIRE_LAYOUT_BLOCKS && with->ncodebooks) {
+		TRY(codebook_load(with->codebooks, &h, j->books));
 		book_to_codes(j->books, j->codes);
-		j->codebook_id = c.codebooks->id;
+		j->codebook_id = with->codebooks->id;
 	}
 	TRY(header_derive(&j->h));
 	j->state = JOB_PLANNED;
+	*out = j;
+	return CODEC_OK;
+}
+
+codec_status codec_encode_plan(const codec_spec *spec, const codec_tensor *like, const codec_context *with, void *job,
+			       size_t job_nbytes, codec_plan *plan)
+{
+	codec_status status;
+	codec_context c;
+	uint64_t saved;
+	struct job *j;
+
+	TRY(context_read(with, &c));
+	saved = call_enter();
+	status = encode_plan(spec, like, &c, job, job_nbytes, &j);
+	call_leave(saved);
+	TRY(status);
 	job_plan(j, plan);
 	return CODEC_OK;
 }

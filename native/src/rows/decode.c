@@ -56,6 +56,12 @@ struct coded {
 	uint64_t first, m;
 };
 
+/* Where a byte of codes stands; of those that went through an entropy coder, where these begin. */
+static uint64_t code_at(const struct coded *c, const uint8_t *code)
+{
+	return c->codes == c->frame + c->codes_at ? c->codes_at + (uint64_t)(code - c->codes) : c->codes_at;
+}
+
 /* Largest code that this codec writes. */
 static uint8_t largest_code(const struct row_kind *q)
 {
@@ -72,11 +78,11 @@ static codec_status open_trits(const struct kernels *k, const struct coded *c, u
 	const uint8_t *src = c->codes + t / 5;
 
 	if (k->max_byte(src, nbytes) > 242)
-		BAD(c->codes_at + t / 5, 243, 242);
+		BAD(code_at(c, src + first_above(src, 242)), src[first_above(src, 242)], 242);
 	k->unpack_trits(src + from, 5 * (nbytes - from), w->code + 5 * from);
 	for (uint64_t i = end - t; i < 5 * nbytes; i++)
 		if (w->code[i])
-			BAD(c->codes_at + t / 5 + nbytes - 1, w->code[i], 0);
+			BAD(code_at(c, src + nbytes - 1), w->code[i], 0);
 	return CODEC_OK;
 }
 
@@ -98,8 +104,11 @@ static codec_status open_codes(const struct kernels *k, const struct row_kind *q
 		BAD(c->codes_at + at, rest, 0);
 	if (*code == w->code && !(checking && all))
 		k->unpack_codes(c->codes + t * q->bits / 8, end - t, q->bits, w->code);
-	if (!all && k->max_byte(*code, end - t) > most)
-		BAD(c->codes_at, k->max_byte(*code, end - t), most);
+	if (!all && k->max_byte(*code, end - t) > most) {
+		uint64_t i = first_above(*code, most);
+
+		BAD(c->codes_at + (t + i) * q->bits / 8, (*code)[i], most);
+	}
 	return CODEC_OK;
 }
 

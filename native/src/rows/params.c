@@ -72,9 +72,10 @@ static codec_status header_check_size(const struct header *h, codec_fault *f)
 {
 	const struct row_kind q = header_kind(h);
 	uint64_t least = h->regions_at + row_codes_nbytes(q, h->n);
+	uint64_t blocks = h->n / (q.bits ? WIRE_ROW_BLOCK : WIRE_TRITS_BLOCK); /* full ones, at most */
 
-	if (q.entropy && h->n / WIRE_TRITS_BLOCK > h->nblocks)
-		BAD(WIRE_AT_NBLOCKS, h->nblocks, h->n / WIRE_TRITS_BLOCK);
+	if (q.entropy && blocks > h->nblocks)
+		BAD(WIRE_AT_NBLOCKS, h->nblocks, blocks);
 	if (!q.entropy && h->frame_nbytes < least)
 		BAD(WIRE_AT_FRAME_NBYTES, h->frame_nbytes, least);
 	return CODEC_OK;

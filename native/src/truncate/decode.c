@@ -20,38 +20,41 @@ static codec_status region_open(const struct job *j, struct block *o, codec_faul
 }
 
 /* Literals of pairs, and the pairs taken apart: lowered exponents to w->e, levels to w->level. */
-static codec_status read_pairs(const struct job *j, const struct kernels *k, struct block *o, struct work *w,
-			       codec_fault *f)
+static codec_status read_pairs(const struct job *j, const struct kernels *k, const struct truncate_kind *q,
+			       struct block *o, uint64_t at, struct work *w, codec_fault *f)
 {
-	uint32_t base = truncate_base(&j->h), last = j->h.dtype == CODEC_FLOAT16 ? 31 : 255;
+	uint32_t base = truncate_base(&j->h), last = q->last, most = 4 * (last - base) + 3;
 	uint8_t *symbol = o->top.symbol;
-	struct cursor *c = &o->c;
+	uint64_t literal = at;
 
 	k->pairs_of(symbol, o->m, (int)base, w->exponent);
 	if (o->coded) {
-		TRY(read_wide_literals(o->top.escaped, c, w->exponent, o->m, f));
+		TRY(read_wide_literals(o->top.escaped, &o->c, w->exponent, o->m, f));
 		FOR_ESCAPED (i, o->top.escaped, o->m) {
 			uint16_t pair = w->exponent[i];
 
 			if ((pair && pair < 4) || pair >> 2 > last)
-				BAD(c->at, pair, 4);
+				BAD(literal, pair, pair < 4 ? 4 : 4 * last + 3);
 			symbol[i] = 0; /* whatever the escape was */
+			literal += 2;
 		}
 	}
-	if (k->below_four(symbol, o->m) || k->max_byte(symbol, o->m) > 4 * (last - base) + 3)
-		BAD(c->at, k->below_four(symbol, o->m), 0);
+	if (k->below_four(symbol, o->m) || k->max_byte(symbol, o->m) > most)
+		for (;; symbol++)
+			if ((*symbol && *symbol < 4) || *symbol > most)
+				BAD(at, *symbol, *symbol < 4 ? 4 : most);
 	k->unjoin(w->exponent, o->m, w->e, w->level);
 	return CODEC_OK;
 }
 
 /* The block's lowered exponents: *lowered, in top.symbol or w->e; joint levels to w->level. */
-static codec_status read_symbols(const struct job *j, const struct kernels *k, struct block *o, struct work *w,
-				 const uint8_t **lowered, codec_fault *f)
+static codec_status read_symbols(const struct job *j, const struct kernels *k, const struct truncate_kind *q,
+				 struct block *o, struct work *w, const uint8_t **lowered, codec_fault *f)
 {
 	int joint = j->h.variant == WIRE_LEVELS_CODED;
-	uint32_t last = j->h.dtype == CODEC_FLOAT16 ? 31 : 255;
 	uint8_t *symbol = o->top.symbol;
 	struct cursor *c = &o->c;
+	uint64_t at = c->at, i; /* coded ones stand before it, but for literals */
 
 	switch (o->head & 3) {
 	case WIRE_MODE_CODED:
@@ -72,17 +75,18 @@ static codec_status read_symbols(const struct job *j, const struct kernels *k, s
 	}
 	*lowered = joint ? w->e : symbol;
 	if (joint)
-		return read_pairs(j, k, o, w, f);
-	if (k->max_byte(symbol, o->m) > last)
-		BAD(c->at, k->max_byte(symbol, o->m), last);
-	return CODEC_OK;
+		return read_pairs(j, k, q, o, at, w, f);
+	if (k->max_byte(symbol, o->m) <= q->last)
+		return CODEC_OK;
+	i = first_above(symbol, (uint8_t)q->last);
+	BAD(at + ((o->head & 3) == WIRE_MODE_RAW ? i : 0), symbol[i], q->last);
 }
 
 /* Exponents as they are to w->e, from lowered ones, which may lie there. */
 static void raise_exponents(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t first,
 			    uint64_t m, const uint8_t *lowered, struct work *w)
 {
-	int shift = q->mbits == 10 ? 10 : 7;
+	int shift = truncate_shift(q);
 	uint64_t n;
 
 	if (!j->model.nsegments && lowered != w->e)
@@ -124,11 +128,12 @@ static codec_status read_levels(const struct job *j, const struct kernels *k, co
 				const struct truncate_kind *q, struct cursor *c, uint32_t digest, uint64_t first,
 				uint64_t m, struct work *w, codec_fault *f)
 {
+	const codec_metric *t = with->metric;
 	uint64_t at = c->at, count;
 
 	switch (j->h.variant) {
 	case WIRE_LEVELS_SHARED:
-		truncate_reference(with, k, first, m, w->ea);
+		truncate_reference(&t, k, first, m, w->ea);
 		if (digest != (uint32_t)k->digest(w->ea, m, WIRE_SEED_STATE))
 			return fault(f, CODEC_OTHER_STATE, at, digest, (uint32_t)k->digest(w->ea, m, WIRE_SEED_STATE));
 		return truncate_drops(j, k, with, q, first, m, w->e, w->ea, w->drop);
@@ -205,7 +210,7 @@ static codec_status region_close(const struct job *j, const struct kernels *k, c
 	struct truncate_kind q;
 
 	truncate_kind_of(&j->h, &q);
-	TRY(read_symbols(j, k, o, w, &lowered, f));
+	TRY(read_symbols(j, k, &q, o, w, &lowered, f));
 	raise_exponents(j, k, &q, first, m, lowered, w);
 	TRY(read_levels(j, k, with, &q, &o->c, digest, first, m, w, f));
 	TRY(read_pieces(k, &q, &o->c, o->head, m, !values, w, f));

@@ -5,12 +5,10 @@
  */
 #include "truncate.h"
 
-#define FETCH 512 /* bytes of each array: eight times are a tile of float32 */
-
 /* What the next tile is made from, a little of it between two steps: memory would idle while they compute. */
-static void fetch(struct ahead *next)
+static void fetch(const struct truncate_kind *q, struct ahead *next)
 {
-	size_t n = MIN(next->n, FETCH);
+	size_t n = MIN(next->n, 4 * TRUNCATE_TILE / (q->by_bit ? 4 : 8)); /* a tile of float32 in as many steps */
 
 	for (size_t c = 0; c < next->count; c++, next->at[c - 1] += n)
 		for (size_t i = 0; i < n; i += 64)
@@ -37,12 +35,12 @@ static codec_status cut(const struct job *j, const struct kernels *k, const code
 	first += at;
 	k->load_patterns(load_native(k, src, first, n, sums), n, d->nbytes, x);
 	k->exponents(x, n, q->mbits, q->last, e);
-	fetch(&w->ahead);
+	fetch(q, &w->ahead);
 	if (needs_reference(j, with))
-		truncate_reference(with, k, first, n, ea);
-	fetch(&w->ahead);
+		truncate_reference(&w->metric, k, first, n, ea);
+	fetch(q, &w->ahead);
 	TRY(truncate_drops(j, k, with, q, first, n, e, ea, drop));
-	fetch(&w->ahead);
+	fetch(q, &w->ahead);
 	k->truncate(q, drop, !(j->h.options & WIRE_OPTION_CUT), n, x, e);
 	/* a receiver that works levels out has the new exponents; where they changed, mantissas are 0 at any width */
 	return j->h.variant == WIRE_LEVELS_SHARED ? truncate_drops(j, k, with, q, first, n, e, ea, drop) : CODEC_OK;
@@ -52,7 +50,7 @@ static codec_status cut(const struct job *j, const struct kernels *k, const code
 static uint64_t symbols(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t first,
 			uint64_t n, struct work *w, uint8_t *symbol)
 {
-	int shift = q->mbits == 10 ? 10 : 7, joint = j->h.variant == WIRE_LEVELS_CODED;
+	int shift = truncate_shift(q), joint = j->h.variant == WIRE_LEVELS_CODED;
 	uint8_t *lowered = joint ? w->ea : symbol; /* those of A have served */
 	uint64_t m;
 
@@ -71,21 +69,35 @@ static uint64_t symbols(const struct job *j, const struct kernels *k, const stru
 	return k->join(lowered, w->level, n, (int)truncate_base(&j->h), w->exponent, symbol);
 }
 
+#define NEAR 64
+
+/* The sample's rows lie in no order: the metric of every NEAR-th part of all values, to find theirs from. */
+static void metrics_near(const struct job *j, const codec_context *with, uint64_t each, const codec_metric *near[NEAR])
+{
+	near[0] = with->metric;
+	for (uint64_t i = 1; i < NEAR; i++)
+		near[i] = needs_reference(j, with) ? truncate_metric(near[i - 1], i * each) : NULL;
+}
+
 /* The codebook, from a sample of quad rows. */
 static codec_status count_symbols(struct job *j, const struct kernels *k, const struct source *src,
 				  const codec_context *with)
 {
 	uint64_t nrows = (j->h.n + WIRE_ROW - 1) / WIRE_ROW, stride = choose_stride(nrows),
 		 take = (nrows + stride - 1) / stride;
+	uint64_t each = j->h.n / NEAR + 1;
+	const codec_metric *near[NEAR];
 	struct truncate_kind q;
 	struct work w;
 
 	truncate_kind_of(&j->h, &q);
 	work_place(&j->h, (char *)j + j->work_at, &w);
+	metrics_near(j, with, each, near);
 	memset(j->sample.counts[0], 0, sizeof j->sample.counts[0]);
 	for (uint64_t r = 0; r < take; r++) {
 		uint64_t first = WIRE_ROW * choose_spread(r, take, nrows), n = MIN(WIRE_ROW, j->h.n - first);
 
+		w.metric = near[first / each];
 		TRY(cut(j, k, with, &q, src, first, 0, n, &w));
 		model_fit(src, k, j, first, n, &w.fitted);
 		symbols(j, k, &q, first, n, &w, w.plane[0]);
@@ -134,7 +146,7 @@ static void take_pieces(const struct kernels *k, const struct truncate_kind *q, 
 	uint8_t piece[TRUNCATE_PIECES][TRUNCATE_TILE];
 	uint8_t *const pieces[] = {piece[0], piece[1], piece[2], piece[3]}, least = 0;
 
-	fetch(&w->ahead);
+	fetch(q, &w->ahead);
 	k->widths(w->e + at, w->drop + at, n, q->mbits + 1, q->mbits + 1, w->width + at);
 	if (q->by_bit) {
 		k->fields(q, w->patterns + at, n, w->fields + at);
@@ -142,7 +154,7 @@ static void take_pieces(const struct kernels *k, const struct truncate_kind *q, 
 	}
 	k->split_pieces(q, w->patterns + at, n, pieces);
 	for (int i = 0; i < TRUNCATE_PIECES; i++) {
-		fetch(&w->ahead);
+		fetch(q, &w->ahead);
 		least = (uint8_t)(least + q->width[i]);
 		count[i] += k->prune(w->width + at, least, piece[i], n, w->piece[i] + count[i]);
 	}
@@ -202,14 +214,13 @@ static uint64_t put_symbols(const struct job *j, const struct kernels *k, const 
 
 /* Values [first, first + n) and their metric's state, as memory to fetch. */
 static void next_tile(const struct job *j, const codec_context *with, const struct source *src, uint64_t first,
-		      uint64_t n, struct ahead *next)
+		      uint64_t n, struct work *w)
 {
-	const codec_metric *t = needs_reference(j, with) ? with->metric : NULL;
+	const codec_metric *t = needs_reference(j, with) ? truncate_metric(w->metric, first) : NULL;
 	size_t size = dtype_of(j->h.dtype)->nbytes;
+	struct ahead *next = &w->ahead;
 
 	*next = (struct ahead){{(uintptr_t)src->data + first * size}, n * size, 1};
-	while (t && t->until && t->until <= first)
-		t = t->next;
 	for (int i = 0; i < 3 && t && !t->user; i++) {
 		const codec_tensor *s = i == 0 ? t->theta : i == 1 ? t->v : t->m;
 
@@ -234,10 +245,11 @@ codec_status truncate_encode_block(struct job *j, const struct kernels *k, const
 
 	(void)frame, (void)digest;
 	truncate_kind_of(&j->h, &q);
+	w->metric = with->metric;
 	for (uint64_t at = 0; at < m; at += TRUNCATE_TILE) {
 		uint64_t n = MIN(TRUNCATE_TILE, m - at);
 
-		next_tile(j, with, src, first + at + n, n, &w->ahead);
+		next_tile(j, with, src, first + at + n, n, w);
 		TRY(cut(j, k, with, &q, src, first, at, n, w));
 		take_pieces(k, &q, at, n, w, count);
 	}
@@ -274,6 +286,7 @@ codec_status truncate_leave(const struct job *j, const struct kernels *k, const 
 	(void)work; /* the job has one */
 	truncate_kind_of(&j->h, &q);
 	work_place(&j->h, (char *)j + j->work_at, &w);
+	w.metric = with->metric;
 	for (uint64_t first = 0, n; first < j->h.n; first += n) {
 		n = MIN(512, j->h.n - first);
 		TRY(cut(j, k, with, &q, src, first, 0, n, &w));

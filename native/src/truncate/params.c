@@ -13,10 +13,9 @@ static int own_fault(const struct header *h)
 static codec_status params_ask(const codec_spec *s, struct header *h)
 {
 	const struct codec *c = codec_of(h->codec);
-	int64_t guard;
 
 	if (s->model || s->row || s->seed || s->scale != 0 || s->clip != 0 || s->bits > c->max_bits ||
-	    s->variant >= c->nvariants || s->cap > WIRE_MAX_CAP ||
+	    s->variant >= c->nvariants || s->cap > WIRE_MAX_CAP || s->guard < LEAST_GUARD || s->guard > MOST_GUARD ||
 	    s->options & ~(uint32_t)(CODEC_OPTION_BITS | CODEC_OPTION_CUT))
 		return CODEC_BAD_SPEC;
 	h->cap = (uint8_t)(s->cap ? s->cap : WIRE_MAX_CAP);
@@ -24,11 +23,8 @@ static codec_status params_ask(const codec_spec *s, struct header *h)
 	h->bits = (uint8_t)s->bits;
 	h->options = (uint8_t)s->options;
 	/* without rounding the error is twice as large */
-	guard = (int64_t)s->guard + (s->options & CODEC_OPTION_CUT ? 1 : 0);
-	guard = h->variant == WIRE_LEVELS_FIXED ? 0 : guard;
-	if (guard < INT8_MIN || guard > INT8_MAX)
-		return CODEC_BAD_SPEC;
-	h->guard = (int8_t)guard;
+	if (h->variant != WIRE_LEVELS_FIXED)
+		h->guard = (int8_t)(s->guard + (s->options & CODEC_OPTION_CUT ? 1 : 0));
 	return CODEC_OK;
 }
 

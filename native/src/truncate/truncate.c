@@ -129,14 +129,13 @@ static const float_any *load_state(const struct kernels *k, const codec_tensor *
 	return load_floats(k, t->dtype, t->data, first, n, buffer);
 }
 
-void truncate_reference(const codec_context *with, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *ea)
+void truncate_reference(const codec_metric **from, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *ea)
 {
-	const codec_metric *t = with->metric;
 	float a[512], b[512], c[512];
 
 	for (uint64_t i = 0, m; i < n; i += m) {
-		while (t->until && t->until <= first + i)
-			t = t->next;
+		const codec_metric *t = *from = truncate_metric(*from, first + i);
+
 		m = MIN(512, n - i);
 		m = t->until ? MIN(m, t->until - first - i) : m;
 		if (t->user) {

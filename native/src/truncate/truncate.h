@@ -13,13 +13,30 @@
 
 void truncate_kind_of(const struct header *h, struct truncate_kind *q);
 
+/* Exponents are the upper 15 bits of a number >> this: as the scale model has them. */
+static inline int truncate_shift(const struct truncate_kind *q)
+{
+	return q->mbits + 15 - q->sign;
+}
+
 static inline uint32_t truncate_base(const struct header *h)
 {
 	return h->dtype == CODEC_FLOAT16 ? 0 : WIRE_JOINT_BASE;
 }
 
-/* Exponents of A for values [first, first + n), by metric; n is at most a block. */
-void truncate_reference(const codec_context *with, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *ea);
+/* The metric of value `first`, from that of a value before it on. */
+static inline const codec_metric *truncate_metric(const codec_metric *t, uint64_t first)
+{
+	while (t->until && t->until <= first)
+		t = t->next;
+	return t;
+}
+
+/*
+ * Exponents of A for values [first, first + n), n at most a block. *t is the metric of a value before them, then that
+ * of the last: there may be as many as values, to be passed but once.
+ */
+void truncate_reference(const codec_metric **t, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *ea);
 codec_status truncate_drops(const struct job *j, const struct kernels *k, const codec_context *with,
 			    const struct truncate_kind *q, uint64_t first, uint64_t n, const uint8_t *e,
 			    const uint8_t *ea, uint8_t *drop);

@@ -48,7 +48,10 @@
 namespace codec::gloo
 {
 
-/* A codec with its defaults. */
+/*
+ * A codec with codec.h's defaults. Python's differ for two: Quantize has CODEC_OPTION_STOCHASTIC, Truncate
+ * CODEC_LEVELS_CODED and a guard of -8.
+ */
 inline codec_spec spec_of(uint32_t codec)
 {
 	auto spec = detail::blank<codec_spec>();
