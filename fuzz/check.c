@@ -607,6 +607,11 @@ static void check_reduce(const struct subject *f, size_t count)
 			t.data = again.p;
 			step = codec_reduce(frames, nbytes, count, op, &t, &with, scratch.p, scratch.n);
 			CHECK(step == CODEC_SHORT_SCRATCH && is_filled(again.p, again.n), step, need);
+			exact_free(&scratch);
+			scratch = exact(need, f->s);
+			with.flags |= CODEC_CHECK_ONLY;
+			step = codec_reduce(frames, nbytes, count, op, &t, &with, scratch.p, scratch.n);
+			CHECK(step == CODEC_OK && is_filled(again.p, again.n), step, op);
 			step = reduce_steps(f, count, op, &t, w.isa);
 			if (step != CODEC_BAD_ARGUMENT)
 				CHECK(step == CODEC_OK && (!out.n || !memcmp(out.p, again.p, out.n)), step, op);

@@ -82,8 +82,8 @@ PLANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "levels or pieces beyond the region",
         [
             (
-                "if (c->end - c->at < nbytes)\n\t\tBAD(c->at, c->end - c->at, nbytes);\n\tif (nbits",
-                "if (0)\n\t\tBAD(c->at, c->end - c->at, nbytes);\n\tif (nbits",
+                "if (c->end - c->at < *nbytes)\n\t\tBAD(c->at, c->end - c->at, *nbytes);\n\tc->at",
+                "if (0)\n\t\tBAD(c->at, c->end - c->at, *nbytes);\n\tc->at",
             )
         ],
     ),
@@ -133,6 +133,16 @@ PLANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "memory && j->kind == kind ? j : NULL",
             )
         ],
+    ),
+    (
+        "fuzz_frames",
+        "results divided in float32, where they are stored in 16 bits",
+        [("(with->divide > 0 || with->flags & CODEC_RESCALE)", "0")],
+    ),
+    (
+        "fuzz_frames",
+        "a reduction that writes though it is only to check",
+        [("if (with->flags & CODEC_CHECK_ONLY)\n\t\treturn CODEC_OK;", "")],
     ),
 ]
 
