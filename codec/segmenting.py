@@ -54,12 +54,17 @@ def segments(tensors: Any) -> Segments:
     return found
 
 
-def pack(pairs: Any) -> bytes:
-    """``segments=`` as an array of codec_segment."""
+def pairs_of(given: Any) -> Segments:
+    """``segments=``, which may be any iterable of pairs."""
     try:
-        pairs = [(offset, tuple(shape)) for offset, shape in pairs]
+        return [(offset, tuple(shape)) for offset, shape in given]
     except (TypeError, ValueError):
         raise SpecError("segments are pairs (offset, shape)") from None
+
+
+def pack(pairs: Any) -> bytes:
+    """``segments=`` as an array of codec_segment."""
+    pairs = pairs_of(pairs)
     for _, shape in pairs:
         if len(shape) > len(_NO_SHAPE):
             raise SpecError(f"segment of rank {len(shape)} is above {len(_NO_SHAPE)}")

@@ -134,11 +134,16 @@ def _from_torch(x: Any) -> TensorView:
     x = x.contiguous()
     shape = tuple(x.shape)
     _check_rank(len(shape))
-    nbytes = x.numel() * ITEMSIZE[name]
+    nbytes, address = x.numel() * ITEMSIZE[name], x.data_ptr()
+    if nbytes and not address and device.type != "meta":  # others hold the values of this one
+        raise SpecError(
+            f"a {type(x).__name__} that has no memory of its own: encode what holds its values; "
+            "of a DTensor that is .to_local()"
+        )
     if device.type == "cpu":
-        return TensorView(name, shape, _pointer(x.data_ptr()), nbytes, x)
+        return TensorView(name, shape, _pointer(address), nbytes, x)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-    return TensorView(name, shape, _pointer(x.data_ptr()), nbytes, x, str(device), stream)
+    return TensorView(name, shape, _pointer(address), nbytes, x, str(device), stream)
 
 
 def _check_storage(x: Any, device: str) -> None:

@@ -273,6 +273,34 @@ def test_torch_without_memory():
         assert torch.equal(codec.decode(codec.encode(t), like=t), t)
 
 
+def test_torch_that_wraps_others():
+    """A subclass whose values lie in other tensors, as a DTensor's do, has no address to read from or write to."""
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            return args[0] if function in (torch.ops.aten.detach.default,) else NotImplemented
+
+    x, frame = torch.randn(9_000), codec.encode(torch.randn(9_000))
+    w = Wrapper(x)
+    sgd = codec.metrics.SGD(0.1)
+    for call in (
+        lambda: codec.encode(w),
+        lambda: codec.encode(x, codec.Sign(), residual=w),
+        lambda: codec.encode(x, codec.Truncate(), metric=sgd, state={"theta": w}),
+        lambda: codec.decode(frame, out=w),
+        lambda: codec.accumulate(frame, w),
+        lambda: codec.advise([w], "1gbit"),
+    ):
+        with pytest.raises(codec.SpecError, match="a Wrapper that has no memory of its own"):
+            call()
+    assert codec.decode(codec.encode(Wrapper(torch.zeros(0)))).shape == (0,)
+
+
 def test_like_is_on_the_cpu():
     """A result is where `like` is, or there is an error; a default device has no say."""
     frame = codec.encode(np.zeros(10, np.float32))
