@@ -467,7 +467,7 @@ def test_arguments():
         ({"candidates": [codec.Sign]}, "candidates must be specs"),
         ({"threads": 0}, "threads must be"),
         ({"chunks": 0}, "chunks must be"),
-        ({"dtype": "float31"}, "no such dtype"),
+        ({"dtype": "float31"}, "float31 cannot be encoded"),
     ):
         with pytest.raises(codec.SpecError, match=words):
             codec.advise(x, **{"link": "1gbit", **how})
