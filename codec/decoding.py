@@ -213,7 +213,7 @@ def _weight_of(weight: Any) -> float:
 
 
 def _views_of(frames: Any) -> list[TensorView]:
-    one = isinstance(frames, str | bytes | bytearray | Mapping) or getattr(frames, "ndim", 2) < 2
+    one = getattr(frames, "ndim", 2) < 2 or type(frames) in (str, bytes, bytearray) or hasattr(frames, "keys")
     if one or not hasattr(frames, "__iter__"):
         raise SpecError(f"frames must be a sequence of frames, not {kind_of(frames)}")
     return [view_bytes(frame) for frame in frames]

@@ -439,10 +439,10 @@ def device_like(like: Any) -> str:
 
 
 def _check_kind(like: Any) -> None:
-    if not isinstance(like, type) and (hasattr(like, "__array_interface__") or hasattr(like, "__dlpack__")):
-        return
+    known = hasattr(like, "__array_interface__") or hasattr(like, "__dlpack__")
     try:
-        memoryview(like)
+        if isinstance(like, type) or not known:
+            memoryview(cast(Any, like))
     except TypeError:
         raise SpecError(f"like= must be an array or tensor, not {kind_of(like)}") from None
 

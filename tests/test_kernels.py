@@ -123,10 +123,14 @@ def test_warmup():
     codec.warmup([codec.Sign(), codec.Float8()], ("float32", np.float16, "int8"), progress=False)
     codec.warmup(codec.Truncate(), torch.bfloat16, metric=codec.metrics.Custom(lambda m, v: m * v))
     codec.warmup(codec.Lossless(), engine="native")
+    codec.warmup({codec.Sign()}, (name for name in ("float32", torch.bfloat16)), engine="native")
     for bad in (
         lambda: codec.warmup(codec.Sign(), "int8"),
         lambda: codec.warmup(codec.Sign(), "complex64"),
         lambda: codec.warmup([codec.Sign(), "sign"]),
+        lambda: codec.warmup(codec.Sign),
+        lambda: codec.warmup(5),
+        lambda: codec.warmup(codec.Sign(), None),
     ):
         with pytest.raises(codec.SpecError):
             bad()

@@ -159,6 +159,8 @@ def test_what_is_not_known():
     for group in (1, -2, "0", None, 0.0):
         with pytest.raises(codec.SpecError, match="group"):
             metrics.from_optimizer(optimizer, group)
+    with pytest.raises(codec.SpecError, match=r"one of torch\.optim's, not NoneType"):
+        metrics.state_of(None, w)
     with pytest.raises(codec.SpecError, match="not among the optimizer's"):
         metrics.state_of(optimizer, torch.nn.Parameter(torch.ones(3)))
     other.grad = None

@@ -1,9 +1,11 @@
 """Every kind of tensor goes in without a copy and comes out as its kind."""
 
 import array
+import json
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import codec
+from codec.__main__ import main
 from codec.dlpack import DLTensor
 from codec.view import view
 
@@ -448,3 +451,40 @@ def test_inspect_tells_what_a_frame_knows():
         assert info.clipped is clipped
         if isinstance(spec, codec.Ternary):
             assert info.spec == codec.Ternary(spec.packing)
+
+
+def test_segments():
+    """Of tensors, shapes, a mapping of them or a module's parameters; of one tensor there are none."""
+    model = torch.nn.Linear(30, 40)
+    expected = [(0, (40, 30)), (1200, (40,))]
+    for given in (model, model.parameters(), dict(model.named_parameters()), [(40, 30), [40]]):
+        assert codec.segments(given) == expected
+    for bad in (model.weight, np.zeros((3, 4)), np.float32(1), None, 5, [5], ["ab"]):
+        with pytest.raises(codec.SpecError, match=r"segment|dimension"):
+            codec.segments(bad)
+
+
+def test_commands_for_frames(tmp_path, capsys):
+    """What a frame in a file says, for people and for programs; and whether it is whole."""
+    x = np.ones((3, 1000), np.float32)
+    good, bad = (str(tmp_path / name) for name in ("good", "bad"))
+    Path(good).write_bytes(frame := codec.encode(x, codec.Sign(block=64)))
+    Path(bad).write_bytes(frame[:-1])
+    assert main(["inspect", good]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert (lines["spec"], lines["shape"], lines["nbytes"]) == ("Sign(block=64)", "(3, 1000)", str(len(frame)))
+    assert main(["inspect", bad, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["spec"], told["shape"], told["sections"]["header"][0]) == ("Sign(block=64)", [3, 1000], 0)
+    assert main(["verify", good, good]) == 0
+    assert capsys.readouterr().out == 2 * f"{good}: a whole frame\n"
+    for arguments, words in (
+        (["verify", good, bad], f"{bad!r}: the frame is truncated"),
+        (["verify", str(tmp_path / "none")], "none cannot be read"),
+        (["inspect", __file__], "not a codec frame"),
+    ):
+        assert main(arguments) == 1
+        assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"{codec.__version__}\n"
