@@ -254,7 +254,7 @@ def advise(
 
 def _specs(candidates: Any, lossy: Any, feedback: Any, optimizer: Any) -> list[Spec]:
     """What to choose among: from all bits to the fewest."""
-    if lossy is not True and lossy is not False and lossy != "near":
+    if lossy is not True and lossy is not False and not (isinstance(lossy, str) and lossy == "near"):
         raise SpecError(f'lossy must be False, "near" or True, got {shown(lossy)}')
     if feedback is not True and feedback is not False:
         raise SpecError(f"feedback must be True or False, got {shown(feedback)}")

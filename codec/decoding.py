@@ -122,7 +122,7 @@ def explain(error: SpecError, frame: TensorView, out: Any, *, adds: bool = False
     if error.code == Status.SHAPE_MISMATCH:
         info, o = inspect(frame.owner), view_output(out)
         dtype = "float32" if adds else info.dtype
-        error.args = (f"the frame needs an out= of {dtype} {info.shape}, not of {o.dtype} {o.shape}",)
+        error.args = (f"the frame needs an out= of {dtype} and shape {info.shape}, not of {o.dtype} and {o.shape}",)
     elif error.code == Status.BAD_DTYPE:
         floats = ", ".join(MANTISSA_BITS)
         error.args = (f"a frame of {inspect(frame.owner).dtype} cannot be added up, only those of {floats}",)

@@ -136,7 +136,7 @@ def test_what_does_not_go_with_a_frame(engine):
     frame, how = codec.encode(X), {"engine": engine}
     others = (np.zeros(9_000), np.zeros((90, 100), np.float32), np.zeros(8_999, np.float32))
     for out in others:
-        words = rf"needs an out= of float32 \(9000,\), not of {out.dtype} \({out.shape[0]}, ?"
+        words = rf"needs an out= of float32 and shape \(9000,\), not of {out.dtype} and \({out.shape[0]}, ?"
         for call in (
             lambda out: codec.decode(frame, out=out, **how),
             lambda out: codec.accumulate(frame, out, **how),
@@ -262,6 +262,17 @@ def test_choices_are_named():
     for no in ("metrics", np.arange(3), 4):
         with refused(match='level must be "metric" or an int from 0 to 3'):
             codec.Truncate(no)
+    for call in (
+        lambda: codec.advise(X, "1gbit", lossy=X),
+        lambda: codec.advise(X, "1gbit", algorithm=X),
+        lambda: codec.reduce([codec.encode(X)], X),
+        lambda: codec.ErrorFeedback(codec.Sign(), role=X),
+        lambda: codec.ErrorFeedback.reshard([], 2, op=X),
+        lambda: codec.Sign(X),
+        lambda: codec.Float8(rounding=X),
+    ):
+        with refused(match="must be"):
+            call()
     with refused(match="guard must be one of .*feedback"):
         codec.Truncate(guard="exac")
 

@@ -306,7 +306,7 @@ def signature(r: Reduction, algorithm: str) -> int:
 
 def check_algorithm(asked: Any) -> None:
     """Raise SpecError unless there is such an algorithm."""
-    if asked not in ("auto", *_ALGORITHMS):
+    if not isinstance(asked, str) or asked not in ("auto", *_ALGORITHMS):
         raise SpecError(f"algorithm must be 'auto' or one of {tuple(_ALGORITHMS)}, got {asked!r}")
 
 

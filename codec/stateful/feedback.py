@@ -89,7 +89,7 @@ class ErrorFeedback:
             raise SpecError(f"not a spec: {spec!r}")
         if isinstance(spec, Lossless):
             raise SpecError("Lossless loses nothing that could be fed back")
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SpecError(f"role must be one of {ROLES}, got {role!r}")
         self.spec = spec
         self.role: Role = role
