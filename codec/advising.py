@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -85,6 +85,8 @@ class Advice:
     world_size : int
     tensor_nbytes : int
         Of all tensors.
+    algorithm : {"two_shot", "ring", "all_gather"}
+        That all but the raw one are predicted with.
     """
 
     spec: Spec | None
@@ -96,11 +98,12 @@ class Advice:
     link: Link
     world_size: int
     tensor_nbytes: int
+    algorithm: Algorithm
 
     def __str__(self) -> str:
         width = max(len(named(row.spec)) for row in self.table)
         lines = [
-            f"all-reduce of {_mb(self.tensor_nbytes)}, {self.world_size} ranks, {self.link}",
+            f"{self.algorithm} all-reduce of {_mb(self.tensor_nbytes)}, {self.world_size} ranks, {self.link}",
             f"  {'':{width}}   frames   of sums     on the wire    compute      total   speedup",
         ]
         for row in self.table:
@@ -113,33 +116,26 @@ class Advice:
         return "\n".join([*lines, self.why])
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON has it: specs as constructor calls, None for raw and for an infinite rate."""
+        """All of it as JSON has it: specs as constructor calls, None for raw and for what is infinite."""
 
-        def told(spec: Spec | None) -> str | None:
-            return None if spec is None else named(spec)
+        def told(value: Any) -> Any:
+            if isinstance(value, Spec):
+                return named(value)
+            if isinstance(value, tuple):
+                return [told(each) for each in cast(tuple[Any, ...], value)]
+            if isinstance(value, Row | Cost | Link | Advice):
+                return {f.name: told(getattr(value, f.name)) for f in fields(value)}
+            if value is None or isinstance(value, str | int):
+                return value
+            return float(value) if math.isfinite(value) else None
 
-        rate = float(self.link.bits_per_second)
-        return {
-            "spec": told(self.spec),
-            "seconds": self.seconds,
-            "raw_seconds": self.raw_seconds,
-            "nbytes": self.nbytes,
-            "why": self.why,
-            "link": {"bits_per_second": rate if math.isfinite(rate) else None, "latency": self.link.latency},
-            "world_size": self.world_size,
-            "tensor_nbytes": self.tensor_nbytes,
-            "table": [
-                {name: getattr(row, name) for name in ("seconds", "wire_seconds", "compute_seconds", "nbytes")}
-                | {"spec": told(row.spec), "cost": {name: getattr(row.cost, name) for name in Cost.__slots__}}
-                for row in self.table
-            ],
-        }
+        return told(self)
 
     def to_json(self) -> str:
         """:meth:`to_dict` as text."""
         import json  # not for everyone who imports this package
 
-        return json.dumps(self.to_dict(), indent=1)
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
 
 def advise(
@@ -154,7 +150,7 @@ def advise(
     optimizer: Any = None,
     threads: int | None = None,
     chunks: int | None = None,
-    dtype: str | None = None,
+    dtype: Any = None,
 ) -> Advice:
     """Choose what to send gradients with, by measuring.
 
@@ -170,10 +166,11 @@ def advise(
     ----------
     tensor_or_model : array, tensor, sequence or mapping of them, or torch.nn.Module
         float32, bfloat16 or float16, in host memory: gradients, in the order of their bucket. Of a module the gradients
-        of its parameters or, if there are none yet, the parameters themselves, whose sizes are not quite the same.
+        of its parameters or, if there are none yet, the parameters themselves, whose frames are not quite of the same
+        size; parameters that are given without it are measured as they are.
     link : str, number or Link
-        What a rank sends and receives by: ``"100mbit"``, ``"10gbit"``, bits a second, or ``codec.Link(10e9,
-        latency=5e-5)``.
+        What a rank sends and receives by: ``"100mbit"``, ``"10Gbps"``, bits a second (also as text), or
+        ``codec.Link(10e9, latency=5e-5)``.
     world_size : int
         Ranks.
     algorithm : {"two_shot", "ring", "all_gather"}
@@ -193,7 +190,7 @@ def advise(
     chunks : int, optional
         Pieces that overlap: one is on the wire while another is encoded. Left out: one for each MiB of a rank's slice,
         16 at most.
-    dtype : str, optional
+    dtype : str, type or dtype, optional
         Take the bits of tensors as values of this dtype, as in :func:`encode`.
 
     Returns
@@ -250,13 +247,14 @@ def advise(
     best = min(table, key=lambda r: r.seconds)  # raw of equals
     why = _why(best, table, world_size)
     if weights:
-        why += " Measured on weights, for no parameter has a gradient yet."
-    return Advice(best.spec, best.seconds, raw.seconds, best.nbytes, why, tuple(table), link, world_size, nbytes)
+        why += " Measured on weights: for gradients give the model once it has some."
+    found = best.spec, best.seconds, raw.seconds, best.nbytes
+    return Advice(*found, why, tuple(table), link, world_size, nbytes, algorithm)
 
 
 def _specs(candidates: Any, lossy: Any, feedback: Any, optimizer: Any) -> list[Spec]:
     """What to choose among: from all bits to the fewest."""
-    if lossy is not True and lossy is not False and lossy != "near":
+    if lossy is not True and lossy is not False and not (isinstance(lossy, str) and lossy == "near"):
         raise SpecError(f'lossy must be False, "near" or True, got {shown(lossy)}')
     if feedback is not True and feedback is not False:
         raise SpecError(f"feedback must be True or False, got {shown(feedback)}")

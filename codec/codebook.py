@@ -13,7 +13,7 @@ from codec.metrics.asked import Asked, asked
 from codec.segmenting import pack
 from codec.spec_structs import spec_struct
 from codec.specs import Lossless, Spec, Truncate, whole
-from codec.view import TensorView, fetch, on_host, view, view_bytes
+from codec.view import TensorView, dtype_name, fetch, on_host, view, view_bytes
 
 _DEFAULT = Lossless()
 _FLOATS = ("float32", "float64", "bfloat16", "float16")
@@ -97,7 +97,7 @@ class Codebook:
         return cls._of(book)
 
     @classmethod
-    def from_counts(cls, counts: Any, spec: Lossless | Truncate = _DEFAULT, dtype: str = "float32") -> "Codebook":
+    def from_counts(cls, counts: Any, spec: Lossless | Truncate = _DEFAULT, dtype: Any = "float32") -> "Codebook":
         """Build from how often each symbol occurs.
 
         Parameters
@@ -106,7 +106,7 @@ class Codebook:
             Counts of symbols, not negative.
         spec : Lossless or Truncate
             Of the frames that it is for; its cap is the longest code in bits.
-        dtype : str
+        dtype : str, type or dtype
             Of the tensors, such as ``"float16"``: Truncate's symbols depend on it.
 
         Raises
@@ -120,7 +120,7 @@ class Codebook:
             raise SpecError("counts must be 256 integers, none below 0")
         book = ffi.new("codec_codebook *")
         numbers = ffi.from_buffer("uint64_t[]", array.astype(np.uint64))
-        check(lib.codec_codebook_build(spec_struct(spec), core.DTYPES.get(dtype, 0), numbers, book))
+        check(lib.codec_codebook_build(spec_struct(spec), core.DTYPES[dtype_name(dtype)], numbers, book))
         return cls._of(book)
 
     @classmethod
@@ -147,9 +147,11 @@ class Codebook:
         Raises
         ------
         SpecError
-            A tensor of another dtype, tensors whose symbols differ, or a spec without exponents.
+            No tensors, one of another dtype, tensors whose symbols differ, or a spec without exponents.
         """
         _check_spec(spec)
+        if not tensors:
+            raise SpecError("there are no tensors to count in")
         if len(tensors) != 1 and not (segments is None and metric is None and state is None):
             raise SpecError("segments=, metric= and state= go with a single tensor")
         counts = np.zeros(256, np.int64)
@@ -160,7 +162,7 @@ class Codebook:
             symbols.add(cls.from_counts(own, spec, dtype).symbols)
         if len(symbols) > 1:
             raise SpecError(f"tensors of these dtypes have no symbols in common under {spec}")
-        return cls.from_counts(counts, spec, view(tensors[0]).dtype if tensors else "float32")
+        return cls.from_counts(counts, spec, view(tensors[0]).dtype)
 
     @classmethod
     def _of(cls, struct: Any) -> "Codebook":

@@ -83,7 +83,7 @@ chosen_isa: int | None = None  # None: CODEC_ISA has not been read yet
 class _Forced:
     """Restores the former choice when used as a context manager."""
 
-    def __init__(self, former: int) -> None:
+    def __init__(self, former: int | None) -> None:
         self._former = former
 
     def __enter__(self) -> None:
@@ -100,7 +100,8 @@ def use_isa(name: str | None) -> _Forced:
     Parameters
     ----------
     name : str or None
-        One of :func:`codec.isas`, or None for the best one. The environment variable ``CODEC_ISA`` does the same.
+        One of :func:`codec.isas`, or None for the best one. The environment variable ``CODEC_ISA`` does the same where
+        this is not called.
 
     Returns
     -------
@@ -120,21 +121,22 @@ def use_isa(name: str | None) -> _Forced:
     True
     """
     global chosen_isa
+    former, chosen_isa = chosen_isa, _number_of(name)
+    return _Forced(former)
+
+
+def _number_of(name: str | None) -> int:
     if name and name not in isas():
         raise errors.EngineError(f"instruction set {name!r} is not usable here, these are: {', '.join(isas())}")
-    former = current_isa()
-    chosen_isa = _isa_names.index(name) + 1 if name else 0
-    return _Forced(former)
+    return _isa_names.index(name) + 1 if name else 0
 
 
 def current_isa() -> int:
     """The number for ``codec_context.isa``: `chosen_isa`, once the environment has been asked."""
     global chosen_isa
     if chosen_isa is None:
-        chosen_isa = 0
         try:
-            use_isa(os.environ.get("CODEC_ISA"))
-        except errors.EngineError:
-            chosen_isa = None
-            raise
+            chosen_isa = _number_of(os.environ.get("CODEC_ISA"))
+        except errors.EngineError as e:
+            raise errors.EngineError(f"CODEC_ISA: {e}") from None
     return chosen_isa

@@ -6,11 +6,13 @@ from typing import Any
 
 from codec import pool
 from codec.codebook import Codebook, given_codebooks
+from codec.core import MANTISSA_BITS
 from codec.engines import Engine, choose
 from codec.engines.request import DecodeRequest
-from codec.errors import SpecError
+from codec.errors import SpecError, Status
+from codec.frame import inspect
 from codec.specs import float32, shown, whole
-from codec.view import TensorView, device_like, mark_written, new, view_bytes
+from codec.view import TensorView, device_like, kind_of, mark_written, new, view_bytes, view_output
 
 
 def decode(
@@ -107,9 +109,23 @@ def decode(
     r: DecodeRequest = new(DecodeRequest, fields)
     try:
         return engine_for(engine, v, out, like).decode(r)
+    except SpecError as e:
+        explain(e, v, out)
+        raise
     finally:
         if out is not None:
             mark_written(out)
+
+
+def explain(error: SpecError, frame: TensorView, out: Any, *, adds: bool = False) -> None:
+    """Have an error say of a tensor that does not go with a frame what both are. `adds`: to float32."""
+    if error.code == Status.SHAPE_MISMATCH:
+        info, o = inspect(frame.owner), view_output(out)
+        dtype = "float32" if adds else info.dtype
+        error.args = (f"the frame needs an out= of {dtype} and shape {info.shape}, not of {o.dtype} and {o.shape}",)
+    elif error.code == Status.BAD_DTYPE:
+        floats = ", ".join(MANTISSA_BITS)
+        error.args = (f"a frame of {inspect(frame.owner).dtype} cannot be added up, only those of {floats}",)
 
 
 def engine_for(engine: Any, frame: TensorView, out: Any, like: Any) -> Engine:
@@ -179,6 +195,9 @@ def accumulate(
     r = DecodeRequest((v,), out, None, books, None, threads, metric, state, check_first, first)
     try:
         engine_for(engine, v, out, None).accumulate(r, factor)
+    except SpecError as e:
+        explain(e, v, out, adds=True)
+        raise
     finally:
         mark_written(out)
     return out
@@ -192,6 +211,13 @@ def _weight_of(weight: Any) -> float:
     if number is None or (math.isfinite(number) and not math.isfinite(float32(number) or 0)):
         raise SpecError(f"weight must be a number that float32 can hold, got {shown(weight)}")
     return number
+
+
+def _views_of(frames: Any) -> list[TensorView]:
+    one = getattr(frames, "ndim", 2) < 2 or type(frames) in (str, bytes, bytearray) or hasattr(frames, "keys")
+    if one or not hasattr(frames, "__iter__"):
+        raise SpecError(f"frames must be a sequence of frames, not {kind_of(frames)}")
+    return [view_bytes(frame) for frame in frames]
 
 
 _OPS = {"mean": "mean", "decode_average": "mean", "sum": "sum", "max": "max"}
@@ -251,12 +277,16 @@ def reduce(
     most = None if max_nbytes is None else check_limit(max_nbytes)
     if not isinstance(op, str) or op not in _OPS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SpecError(f"op must be one of {tuple(_OPS)}, got {op!r}")
-    views = [view_bytes(frame) for frame in frames]
+    views = _views_of(frames)
     if not views:
         raise SpecError("there are no frames to reduce")
     books = given_codebooks(codebooks) if codebooks is not None else ()
     r = DecodeRequest(views, out, like, books, most, threads, metric, state, check_first)
     try:
         return engine_for(engine, views[0], out, like).reduce(r, _OPS[op])
+    except SpecError as e:
+        wrong = (v for v in views if inspect(v.owner).dtype not in MANTISSA_BITS)
+        explain(e, next(wrong, views[0]), out, adds=True)
+        raise
     finally:
         mark_written(out)

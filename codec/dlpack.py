@@ -105,6 +105,8 @@ def from_cuda_array_interface(x: Any) -> Exported:
 
 def device_of(x: Any) -> str:
     """Where an object says that its values are; "cpu" if it says nothing."""
+    if isinstance(x, type):  # which has methods, but nobody to call them on
+        return "cpu"
     if hasattr(x, "__dlpack_device__"):
         return device_name(x.__dlpack_device__())
     return "cuda" if hasattr(x, "__cuda_array_interface__") else "cpu"

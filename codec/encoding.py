@@ -68,7 +68,7 @@ def encode(
     stream: int = 0,
     metric: Any = None,
     state: Mapping[str, Any] | None = None,
-    dtype: str | None = None,
+    dtype: Any = None,
 ) -> bytes | memoryview:
     """Encode a tensor as a frame.
 
@@ -111,7 +111,7 @@ def encode(
         or the level of each value.
     state : mapping, optional
         The metric's arrays, ``theta``, ``m`` and ``v``, of as many values as x.
-    dtype : str, optional
+    dtype : str, type or dtype, optional
         Take the bits of x as values of this dtype, such as ``"bfloat16"`` for an array of uint16.
 
     Returns
@@ -150,7 +150,7 @@ def encode(
         spec,
         o,
         _view_residual(residual, v) if residual is not None else None,
-        one_codebook(codebook) if codebook is not None else None,
+        one_codebook(codebook, spec) if codebook is not None else None,
         pack(segments) if segments is not None else None,
         stream if type(stream) is int and 0 <= stream < 1 << 64 else check_stream(stream),
         asked_of(spec, metric, state, v) if levels else None,
@@ -181,7 +181,7 @@ def encode_async(
     stream: int = 0,
     metric: Any = None,
     state: Mapping[str, Any] | None = None,
-    dtype: str | None = None,
+    dtype: Any = None,
 ) -> Any:
     """Encode a tensor on a GPU, without waiting for it at all: not for the frame, nor for what the tensor waits for.
 
@@ -226,7 +226,7 @@ def encode_async(
         spec,
         view_output(out),
         _view_residual(residual, v) if residual is not None else None,
-        one_codebook(codebook) if codebook is not None else None,
+        one_codebook(codebook, spec) if codebook is not None else None,
         pack(segments) if segments is not None else None,
         check_stream(stream),
         asked_of(spec, metric, state, v),
@@ -243,8 +243,10 @@ def check_stream(stream: Any) -> int:
     return whole("stream", stream, 0, (1 << 64) - 1)
 
 
-def one_codebook(codebook: Any) -> Codebook:
-    """The argument, if it is one."""
+def one_codebook(codebook: Any, spec: Spec) -> Codebook:
+    """The argument, if it is one and goes with the spec."""
+    if isinstance(spec, Spec) and not isinstance(spec, Lossless | Truncate):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise SpecError(f"codebook= is for Lossless and Truncate, not for {type(spec).__name__}")
     return given_codebooks([codebook])[0]
 
 
@@ -271,7 +273,7 @@ def _check_feedback(feedback: Any, residual: Any, spec: Spec) -> bool:
 
 
 def _view_residual(residual: Any, v: TensorView) -> TensorView:
-    r = view_output(residual)
+    r = view_output(residual, name="residual=")
     if r.dtype != "float32" or r.nbytes // 4 != v.nbytes // ITEMSIZE[v.dtype]:
         raise SpecError(f"residual= must be float32 with as many values as x, not {r.dtype} of shape {r.shape}")
     return r

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from codec import structs
-from codec.core import DTYPE_NAMES, check, lib
+from codec.core import DTYPE_NAMES, check, ffi, lib
 from codec.spec_structs import spec_of
 from codec.specs import Spec
 from codec.view import TensorView, fetch, view_bytes
@@ -21,7 +21,9 @@ class Info:
     spec : Spec
         What was asked for, as far as decoding depends on it, with the row in use if the shape chose it. A frame does
         not hold the seed of random draws, nor a ``scale`` or ``clip`` that was asked for: these are 0 or None here,
-        whatever they were.
+        whatever they were. A ``guard`` is a number, greater by as many bits as the dtype of the state's ``theta`` has
+        more of mantissa than the tensor's. Where segments have records, ``block``, ``row`` and ``group`` are known only
+        if the side section is there too, and of a tensor without values never: they are as by default then.
     dtype : str
         Name of the dtype, such as ``"bfloat16"``.
     shape : tuple of int
@@ -91,8 +93,16 @@ def verify(frame: Any) -> None:
     FrameError
         It is not what was written.
     """
-    v = fetch("a frame", view_bytes(frame))
-    check(lib.codec_verify(v.data, v.nbytes))
+    check_frame(fetch("a frame", view_bytes(frame)))
+
+
+def check_frame(v: TensorView) -> None:
+    """Raise FrameError for bytes in host memory that are not a frame, as far as it shows without decoding."""
+    if lib.codec_verify(v.data, v.nbytes):
+        # once more, by a call that says where it was; no frame goes with a tensor of no dtype
+        call = structs.take()
+        status = lib.codec_decode(v.data, v.nbytes, structs.new_tensor(0, ()), call.context, ffi.NULL, 0)
+        check(status, call.fault)
 
 
 def inspect(frame: Any) -> Info:

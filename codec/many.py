@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from codec import pool
 from codec.codebook import Codebook, given_codebooks
-from codec.decoding import check_limit, engine_for
+from codec.decoding import check_limit, engine_for, explain
 from codec.encoding import DEFAULT, asked_of, check_stream, one_codebook
 from codec.engines import choose
 from codec.engines.request import DecodeRequest, EncodeRequest
@@ -60,7 +60,7 @@ def encode_many(
     if threads is not None:
         threads = pool.check_threads(threads)
     stream = check_stream(stream)
-    book = one_codebook(codebook) if codebook is not None else None
+    book = one_codebook(codebook, spec) if codebook is not None else None
     levels = metric is not None or state is not None or isinstance(spec, Truncate)
     keys, xs = _items("tensors", tensors)
     states = _alike("state=", state, tensors, keys)
@@ -140,6 +140,9 @@ def decode_many(
         at = None
         tensors = chosen.decode_many(requests)
     except CodecError as e:
+        index = e.item if at is None else at
+        if isinstance(e, SpecError) and isinstance(index, int):
+            explain(e, view_bytes(given[index]), outs[index])
         _name(e, keys, at)
         raise
     finally:

@@ -10,7 +10,10 @@ from codec.specs import shown, whole
 
 Algorithm = Literal["two_shot", "ring", "all_gather"]
 
-_RATE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)bit(?:/s)?\s*", re.IGNORECASE | re.ASCII)
+# tc's "mbps" are bytes, so of "bps" only what nobody takes for these
+_RATE = re.compile(
+    r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?:([kmgtKMGT]?)(?i:bit(?:s?/s)?)|([MGT])bps)?\s*", re.ASCII
+)
 _TIMES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}  # ascending
 _UNITS = {unit.lower(): times for unit, times in _TIMES.items()}
 
@@ -55,7 +58,7 @@ class Link:
 
 
 def link_of(link: Any) -> Link:
-    """A link as users say it: one, ``"100mbit"`` and the like, or a number of bits a second.
+    """A link as users say it: one, ``"100mbit"``, ``"1Gbps"`` and the like, or a number of bits a second.
 
     Raises
     ------
@@ -65,10 +68,10 @@ def link_of(link: Any) -> Link:
     if isinstance(link, Link):
         return link
     if isinstance(link, str) and (found := _RATE.fullmatch(link)):
-        return Link(float(found[1]) * _UNITS[found[2].lower()])
+        return Link(float(found[1]) * _UNITS[(found[2] or found[3] or "").lower()])
     if hasattr(link, "__float__") and not isinstance(link, bool):
         return Link(cast(float, link))
-    raise SpecError(f'link must be such as "100mbit" or "10gbit", bits a second, or a codec.Link, got {shown(link)}')
+    raise SpecError(f'link must be such as "100mbit" or "10Gbps", bits a second, or a codec.Link, got {shown(link)}')
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Sample(NamedTuple):
     state: dict[str, Array] | None = None
 
 
-def tensors_of(given: Any, dtype: str | None, optimizer: Any) -> tuple[list[Tensor], bool]:
+def tensors_of(given: Any, dtype: Any, optimizer: Any) -> tuple[list[Tensor], bool]:
     """Look through what the user gave; True beside it if these are weights, which have no gradients yet.
 
     Raises
@@ -86,11 +86,13 @@ def _items(given: Any) -> tuple[Iterable[tuple[Any, Any, Any]], bool]:
         if grads := [(name, p.grad, p) for name, p in named if p.grad is not None]:
             return grads, False
         return [(name, p, p) for name, p in named], True
+    items: list[tuple[Any, Any, Any]] = [(None, given, None)]
     if isinstance(given, Mapping):
-        return [(key, x, None) for key, x in cast(Mapping[Any, Any], given).items()], False
-    if isinstance(given, list | tuple) or hasattr(given, "__next__"):
-        return [(i, x, None) for i, x in enumerate(cast(Iterable[Any], given))], False
-    return [(None, given, None)], False
+        items = [(key, x, None) for key, x in cast(Mapping[Any, Any], given).items()]
+    elif isinstance(given, list | tuple) or hasattr(given, "__next__"):
+        items = [(i, x, None) for i, x in enumerate(cast(Iterable[Any], given))]
+    parameter: Any = getattr(getattr(sys.modules.get("torch"), "nn", None), "Parameter", ())
+    return items, any(isinstance(x, parameter) for _, x, _ in items)
 
 
 def samples(tensors: Sequence[Tensor], world_size: int, optimizer: Any) -> list[Sample]:

@@ -19,8 +19,9 @@ def segments(tensors: Any) -> Segments:
 
     Parameters
     ----------
-    tensors : iterable of tensors or shapes, or mapping of them
-        In the order of the bucket; a shape is a tuple or list of ints. Scalars have the shape ().
+    tensors : iterable of tensors or shapes, mapping of them, or torch.nn.Module
+        In the order of the bucket; a shape is a tuple or list of ints. Scalars have the shape (). Of a module its
+        parameters.
 
     Returns
     -------
@@ -30,7 +31,7 @@ def segments(tensors: Any) -> Segments:
     Raises
     ------
     SpecError
-        One of them has no shape.
+        One of them has no shape, or it is a single tensor.
 
     Examples
     --------
@@ -40,6 +41,10 @@ def segments(tensors: Any) -> Segments:
     >>> bucket = np.concatenate([p.ravel() for p in parameters])
     >>> frame = codec.encode(bucket, segments=codec.segments(parameters))
     """
+    if hasattr(tensors, "parameters"):
+        tensors = tensors.parameters()
+    if hasattr(tensors, "shape") or not isinstance(tensors, Iterable):
+        raise SpecError(f"segments are made of many tensors or shapes, not of {type(tensors).__name__}")
     items = cast(Mapping[Any, Any], tensors).values() if isinstance(tensors, Mapping) else cast(Iterable[Any], tensors)
     found: Segments = []
     offset = 0
@@ -54,12 +59,17 @@ def segments(tensors: Any) -> Segments:
     return found
 
 
-def pack(pairs: Any) -> bytes:
-    """``segments=`` as an array of codec_segment."""
+def pairs_of(given: Any) -> Segments:
+    """``segments=``, which may be any iterable of pairs."""
     try:
-        pairs = [(offset, tuple(shape)) for offset, shape in pairs]
+        return [(offset, tuple(shape)) for offset, shape in given]
     except (TypeError, ValueError):
         raise SpecError("segments are pairs (offset, shape)") from None
+
+
+def pack(pairs: Any) -> bytes:
+    """``segments=`` as an array of codec_segment."""
+    pairs = pairs_of(pairs)
     for _, shape in pairs:
         if len(shape) > len(_NO_SHAPE):
             raise SpecError(f"segment of rank {len(shape)} is above {len(_NO_SHAPE)}")

@@ -34,9 +34,9 @@ def _one_of(name: str, value: object, choices: object) -> None:
         raise SpecError(f"{name} must be one of {get_args(choices)}, got {shown(value)}")
 
 
-def _whole(name: str, value: object, least: int, most: int) -> None:
+def _whole(name: str, value: object, least: int, most: int, or_else: str = "") -> None:
     if type(value) is not int or not least <= value <= most:
-        raise SpecError(f"{name} must be an int from {least} to {most}, got {shown(value)}")
+        raise SpecError(f"{name} must be {or_else}an int from {least} to {most}, got {shown(value)}")
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
@@ -51,9 +51,27 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
     return number
 
 
+def plain(value: Any) -> Any:
+    """A number of another kind, such as numpy's or a tensor of rank 0, as one of Python's; all else as it is."""
+    if value is None or type(value) in (int, float, bool, str):
+        return value
+    if getattr(value, "shape", ()) or any(name in str(getattr(value, "dtype", "")) for name in ("bool", "complex")):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return float(value) if hasattr(value, "__float__") else value
+
+
+def _store_plain(spec: "Spec", *names: str) -> None:
+    """Numbers as Python's, which specs are printed and compared by."""
+    for name in names:
+        object.__setattr__(spec, name, plain(getattr(spec, name)))
+
+
 def float32(value: object) -> float | None:
     """A number rounded to float32, maybe to Inf; None if it is no number."""
-    if not isinstance(value, int | float):
+    if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:
         return struct.unpack("f", struct.pack("f", value))[0]
@@ -105,6 +123,7 @@ class Lossless(Spec):
     model: Model = "auto"
 
     def __post_init__(self) -> None:
+        _store_plain(self, "cap")
         _whole("cap", self.cap, 2, 8)
         _one_of("model", self.model, Model)
 
@@ -114,7 +133,9 @@ class Sign(Spec):
     """One bit a value: its sign, and a scale for many.
 
     A value decodes to plus or minus the scale. -0 and NaN with a set sign bit count as negative, but NaN and Inf are
-    refused. Where all values that share a scale are zero they decode to zero. Use it with error feedback.
+    refused. Where all values that share a scale are zero they decode to zero. Use it with error feedback. Means are
+    made of float32 sums of 4,096 values: where magnitudes lie above 8e34 such a sum may be infinite, and the scale of
+    "l1" and "two_mean" the dtype's largest number; that of "l2" is right.
 
     Parameters
     ----------
@@ -137,9 +158,10 @@ class Sign(Spec):
     block: int | Literal["row"] | None = None
 
     def __post_init__(self) -> None:
+        _store_plain(self, "block")
         _one_of("scale", self.scale, SignScale)
-        if self.block not in ("row", None):
-            _whole("block", self.block, 1, 1 << 31)
+        if self.block is not None and not (isinstance(self.block, str) and self.block == "row"):
+            _whole("block", self.block, 1, 1 << 31, '"row", None or ')
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +195,7 @@ class Ternary(Spec):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _store_plain(self, "scale", "clip", "seed")
         _one_of("packing", self.packing, Packing)
         _positive("scale", self.scale)
         _positive("clip", self.clip)
@@ -216,6 +239,7 @@ class Float8(Spec):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _store_plain(self, "row", "scale", "seed")
         _one_of("format", self.format, Format8)
         if self.row is not None:
             _whole("row", self.row, 1, 1 << 31)
@@ -253,6 +277,7 @@ class Float4(Spec):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _store_plain(self, "seed")
         _one_of("format", self.format, Format4)
         _one_of("rounding", self.rounding, Rounding)
         _whole("seed", self.seed, 0, (1 << 32) - 1)
@@ -291,6 +316,7 @@ class Quantize(Spec):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _store_plain(self, "bits", "group", "seed")
         _whole("bits", self.bits, 1, 8)
         _whole("group", self.group, 1, 1 << 31)
         _one_of("levels", self.levels, Levels)
@@ -342,8 +368,9 @@ class Truncate(Spec):
     cap: int = 8
 
     def __post_init__(self) -> None:
-        if self.level != "metric":
-            _whole("level", self.level, 0, 3)
+        _store_plain(self, "level", "guard", "cap")
+        if not (isinstance(self.level, str) and self.level == "metric"):
+            _whole("level", self.level, 0, 3, '"metric" or ')
         _one_of("rounding", self.rounding, Cut)
         _one_of("levels", self.levels, Sent)
         _one_of("granularity", self.granularity, Granularity)

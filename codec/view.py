@@ -134,11 +134,16 @@ def _from_torch(x: Any) -> TensorView:
     x = x.contiguous()
     shape = tuple(x.shape)
     _check_rank(len(shape))
-    nbytes = x.numel() * ITEMSIZE[name]
+    nbytes, address = x.numel() * ITEMSIZE[name], x.data_ptr()
+    if nbytes and not address and device.type != "meta":  # others hold the values of this one
+        raise SpecError(
+            f"a {type(x).__name__} that has no memory of its own: encode what holds its values; "
+            "of a DTensor that is .to_local()"
+        )
     if device.type == "cpu":
-        return TensorView(name, shape, _pointer(x.data_ptr()), nbytes, x)
+        return TensorView(name, shape, _pointer(address), nbytes, x)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-    return TensorView(name, shape, _pointer(x.data_ptr()), nbytes, x, str(device), stream)
+    return TensorView(name, shape, _pointer(address), nbytes, x, str(device), stream)
 
 
 def _check_storage(x: Any, device: str) -> None:
@@ -220,14 +225,14 @@ def _from_exported(e: Exported) -> TensorView:
     return v._replace(dtype=e.dtype, owner=(e.owner, v.owner))
 
 
-def view(x: Any, dtype: str | None = None) -> TensorView:
+def view(x: Any, dtype: Any = None) -> TensorView:
     """See x as a tensor.
 
     Parameters
     ----------
     x : array, tensor or buffer
         Anything with a buffer, ``__array_interface__``, DLPack or ``__cuda_array_interface__``.
-    dtype : str, optional
+    dtype : str, type or dtype, optional
         Take the bits of x, whose items must be as large, as values of this dtype.
 
     Raises
@@ -241,6 +246,8 @@ def view(x: Any, dtype: str | None = None) -> TensorView:
         v = _from_torch(x)
     elif is_cupy(x):
         v = _from_cupy(x)
+    elif isinstance(x, type):
+        raise SpecError(f"not a tensor: {kind_of(x)}")
     elif isinstance(x, np.ndarray | np.generic) or hasattr(x, "__array_interface__"):
         _refuse_masked(x)
         v = _from_numpy(np.asarray(cast(Any, x)))
@@ -252,14 +259,13 @@ def view(x: Any, dtype: str | None = None) -> TensorView:
         try:
             v = _from_numpy(np.asarray(memoryview(x)))
         except TypeError:
-            raise SpecError(f"not a tensor: {type(x).__name__} has no buffer, array interface or DLPack") from None
-    if dtype is None or dtype == v.dtype:
+            raise SpecError(f"not a tensor: {kind_of(x)} has no buffer, array interface or DLPack") from None
+    if dtype is None:
         return v
-    if not isinstance(dtype, str) or dtype not in DTYPES:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise SpecError(f"no such dtype: {dtype!r}; these are: {', '.join(DTYPES)}")
-    if ITEMSIZE[dtype] != ITEMSIZE[v.dtype]:
-        raise SpecError(f"{v.dtype} has {ITEMSIZE[v.dtype]} bytes an item, {dtype} has {ITEMSIZE[dtype]}")
-    return v._replace(dtype=dtype)
+    name = dtype if type(dtype) is str and dtype in DTYPES else dtype_name(dtype)
+    if ITEMSIZE[name] != ITEMSIZE[v.dtype]:
+        raise SpecError(f"{v.dtype} has {ITEMSIZE[v.dtype]} bytes an item, {name} has {ITEMSIZE[name]}")
+    return v._replace(dtype=name)
 
 
 def view_bytes(frame: Any) -> TensorView:
@@ -276,8 +282,8 @@ def view_bytes(frame: Any) -> TensorView:
     return new(TensorView, ("uint8", (n,), data, n, frame, "cpu", None))
 
 
-def view_output(out: Any, dtype: str | None = None) -> TensorView:
-    """See `out` as a tensor that can be written in place; as bits of `dtype` if it holds unsigned integers.
+def view_output(out: Any, dtype: str | None = None, name: str = "out=") -> TensorView:
+    """See an argument as a tensor that can be written in place; as bits of `dtype` if it holds unsigned integers.
 
     Raises
     ------
@@ -285,34 +291,39 @@ def view_output(out: Any, dtype: str | None = None) -> TensorView:
         It cannot be written, or is not contiguous.
     """
     if type(out) is np.ndarray:
-        v = _from_own(out)  # pyright: ignore[reportUnknownArgumentType] - a cast would be a call
+        v = _from_own(out, name)  # pyright: ignore[reportUnknownArgumentType] - a cast would be a call
     elif is_torch(out):
-        if not out.is_contiguous() or out.is_neg():
-            raise SpecError("out= must be contiguous")
         v = _from_torch(out)
+        if not out.is_contiguous() or out.is_neg():
+            raise SpecError(f"{name} must be contiguous")
     elif is_cupy(out):
         if not out.flags.c_contiguous:
-            raise SpecError("out= must be C-contiguous")
+            raise SpecError(f"{name} must be C-contiguous")
         v = _from_cupy(out)
     elif isinstance(out, np.ndarray):
         _refuse_masked(out)
-        v = _from_own(cast(Array, out))
+        v = _from_own(cast(Array, out), name)
     elif (device := device_of(out)) != "cpu":
         e = from_cuda_array_interface(out) if hasattr(out, "__cuda_array_interface__") else from_dlpack(out)
         if e.readonly:
-            raise SpecError("out= is read-only")
+            raise SpecError(f"{name} is read-only")
         v = _from_exported(e)._replace(device=device)
     else:
         try:
-            v = _from_own(np.asarray(memoryview(out)))
+            v = _from_own(np.asarray(memoryview(out)), name)
         except TypeError:
-            raise SpecError(f"cannot write into {type(out).__name__}") from None
+            raise SpecError(f"{name} must be an array or tensor to write to, not {kind_of(out)}") from None
     if dtype and v.dtype != dtype and v.dtype == f"uint{8 * ITEMSIZE[dtype]}":
         v = v._replace(dtype=dtype)
     return v
 
 
-def _from_own(array: Array) -> TensorView:
+def kind_of(x: object) -> str:
+    """What something is that should be something else, for a message."""
+    return f"the class {x.__name__}" if isinstance(x, type) else type(x).__name__
+
+
+def _from_own(array: Array, argument: str) -> TensorView:
     """An array whose own memory is meant, never a copy."""
     name = _by_dtype.get(array.dtype)
     if name is not None and array.ndim <= _MAX_RANK:
@@ -324,11 +335,11 @@ def _from_own(array: Array) -> TensorView:
             return new(TensorView, (name, array.shape, data, array.nbytes, array, "cpu", None))
     flags = array.flags
     if not flags.c_contiguous:
-        raise SpecError("out= must be C-contiguous")
+        raise SpecError(f"{argument} must be C-contiguous")
     if not flags.writeable:
-        raise SpecError("out= is read-only")
+        raise SpecError(f"{argument} is read-only")
     if not array.dtype.isnative:
-        raise SpecError("out= must be in native byte order")
+        raise SpecError(f"{argument} must be in native byte order")
     return _from_numpy(array)
 
 
@@ -427,6 +438,15 @@ def device_like(like: Any) -> str:
     return "cpu" if device.type == "cpu" else str(device)
 
 
+def _check_kind(like: Any) -> None:
+    known = hasattr(like, "__array_interface__") or hasattr(like, "__dlpack__")
+    try:
+        if isinstance(like, type) or not known:
+            memoryview(cast(Any, like))
+    except TypeError:
+        raise SpecError(f"like= must be an array or tensor, not {kind_of(like)}") from None
+
+
 def empty(dtype: str, shape: tuple[int, ...], like: Any = None) -> tuple[Any, TensorView]:
     """Make a tensor to decode into, in host memory: of like's kind, or a numpy array."""
     if like is None and (known := _NUMPY.get(dtype)) is not None:
@@ -436,6 +456,8 @@ def empty(dtype: str, shape: tuple[int, ...], like: Any = None) -> tuple[Any, Te
         torch: Any = sys.modules["torch"]
         t = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")  # whatever torch's default is
         return t, _from_torch(t)
+    if not isinstance(like, np.ndarray | None):
+        _check_kind(like)
     if dtype in _NUMPY:
         return empty(dtype, shape)
     if isinstance(like, np.ndarray) and cast(Array, like).dtype == _UINT[ITEMSIZE[dtype]]:

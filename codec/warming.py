@@ -5,7 +5,7 @@ import importlib.util
 import sys
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -64,10 +64,10 @@ def warmup(
     >>> codec.warmup(codec.Sign(), "float32")
     """
     choose(engine, "x", "cpu")
-    wanted = _SPECS if specs is None else (specs,) if isinstance(specs, Spec) else tuple(specs)
+    wanted: tuple[Any, ...] = _SPECS if specs is None else tuple(specs) if _are_many(specs) else (specs,)
     for spec in wanted:
         spec_struct(spec)  # or it is not one
-    names = [dtype_name(d) for d in (cast(Iterable[Any], dtypes) if isinstance(dtypes, list | tuple) else (dtypes,))]
+    names = [dtype_name(d) for d in (dtypes if _are_many(dtypes) else (dtypes,))]
     todo = [(spec, name) for spec in wanted for name in names]
     done = 0
     with _bar(len(todo), progress) as advance:
@@ -76,6 +76,10 @@ def warmup(
             done += _try(spec, name, engine, metric)
     if not done:
         raise SpecError(f"none of these specs takes {', '.join(names)}")
+
+
+def _are_many(given: Any) -> TypeGuard[Iterable[Any]]:
+    return isinstance(given, Iterable) and not isinstance(given, str | type)
 
 
 def _try(spec: Spec, dtype: str, engine: str, metric: Custom | None) -> bool:

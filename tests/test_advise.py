@@ -121,7 +121,7 @@ def test_links():
         "4 Tbit/s",
         "inf Tbit/s",
     ]
-    for bad in ("fast", "", "100", "100mb", "100mbps", "-1gbit", "1e3mbit", "\u0661gbit", None, True, [1], 1j):
+    for bad in ("fast", "", "100mb", "100mbps", "-1gbit", "\u0661gbit", None, True, [1], 1j):
         with pytest.raises(codec.SpecError, match='link must be such as "100mbit"'):
             link_of(bad)
     for bad in (0, -1, math.nan, "0gbit", np.arange(2), 10**5000):
@@ -467,7 +467,7 @@ def test_arguments():
         ({"candidates": [codec.Sign]}, "candidates must be specs"),
         ({"threads": 0}, "threads must be"),
         ({"chunks": 0}, "chunks must be"),
-        ({"dtype": "float31"}, "no such dtype"),
+        ({"dtype": "float31"}, "float31 cannot be encoded"),
     ):
         with pytest.raises(codec.SpecError, match=words):
             codec.advise(x, **{"link": "1gbit", **how})
@@ -483,7 +483,7 @@ def test_advice(clock):
     with pytest.raises(dataclasses.FrozenInstanceError):
         advice.spec = None
     lines = str(advice).splitlines()
-    assert lines[0] == "all-reduce of 0.584 MB, 4 ranks, 100 Mbit/s"
+    assert lines[0] == "two_shot all-reduce of 0.584 MB, 4 ranks, 100 Mbit/s"
     assert lines[-1] == advice.why
     assert [line[2:].split()[0] for line in lines[2:-1]] == [
         "raw",
@@ -540,3 +540,50 @@ def test_command_in_words(clock, tmp_path, capsys):
         out, err = capsys.readouterr()
         assert words in err
         assert not out
+
+
+def test_links_as_text():
+    """Units, plain numbers, powers of ten; "B" would be bytes."""
+    for text, rate in (
+        ("1e9", 1e9), ("100", 100), ("1Gbps", 1e9), ("1 Gbps", 1e9), ("1.5e3 kbit", 1.5e6), ("10gbit", 1e10),
+        ("100Mbit/s", 1e8), ("100 Mbits/s", 1e8), (" .5Mbps ", 5e5),
+    ):  # fmt: skip
+        assert link_of(text).bits_per_second == rate
+    for text in ("1GBps", "5bps", "1 GB/s", "fast", "", "1e", "-1", "1 2", "1Gbps2", "nan", "0x1"):
+        with pytest.raises(codec.SpecError, match="link must be"):
+            link_of(text)
+
+
+def test_command_takes_arrays_of_bits(clock, tmp_path, capsys):
+    """Under --dtype those that may hold it, also as numpy saves ml_dtypes' arrays; and only those."""
+    path = str(tmp_path / "x.npz")
+    x = gradients("cnn_float32")[0].astype(ml_dtypes.bfloat16)
+    np.savez(
+        path, saved=x, bits=x.view(np.uint16), signed=x.view(np.int16), wide=x.astype(np.float32), one=np.uint16(1)
+    )
+    for names in ([], ["saved", "bits"], ["saved"]):
+        assert main(["advise", path, *names, "--link", "1e6", "--dtype", "bfloat16"]) == 0
+        assert f"measuring {', '.join(names or ['saved', 'bits'])}:" in capsys.readouterr().err
+    assert main(["advise", path, "--link", "1e6", "--dtype", "float31"]) == 1
+    assert "float31 cannot be encoded" in capsys.readouterr().err
+
+
+def test_advice_is_json_whatever_the_link():
+    """What is infinite is null; the algorithm is named."""
+    for rate in (1e-323, 1e9, float("inf")):
+        for algorithm in ("ring", "two_shot"):
+            advice = codec.advise(np.ones(1000, np.float32), codec.Link(rate), algorithm=algorithm)
+            told = json.loads(advice.to_json(), parse_constant=pytest.fail)
+            assert told == advice.to_dict()
+            assert told["algorithm"] == advice.algorithm == algorithm
+            assert str(advice).startswith(f"{algorithm} all-reduce of")
+
+
+def test_parameters_without_their_model():
+    """They are weights, and that is said."""
+    model = torch.nn.Linear(30, 40)
+    for parameters in (model.parameters(), list(model.parameters()), dict(model.named_parameters())):
+        assert "Measured on weights" in codec.advise(parameters, NEVER).why
+    model(torch.ones(30)).sum().backward()
+    assert "weights" not in codec.advise(model, NEVER).why
+    assert "weights" not in codec.advise([p.grad for p in model.parameters()], NEVER).why

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -224,6 +225,68 @@ def test_what_is_refused_does_not_depend_on_how_it_travels():
     owner, wrong, other = ("SpecError", "PeerError", "PeerError"), ("PeerError", "SpecError", "PeerError"), {False}
     want = [([wrong[rank], owner[rank], owner[rank]], other) for rank in range(3)]
     assert ranks(3, _not_finite) == want
+
+
+def _wrong(rank, size):
+    """An argument that one rank alone got wrong: an error on all, and the next call works."""
+    x, wrong = values(rank, (3000,)), rank == 1
+    reduce, scatter, exchange = codec.torch.all_reduce, codec.torch.reduce_scatter, codec.torch.exchange
+    part = torch.zeros(3000 // size)
+    truncate, sgd = codec.Truncate(), codec.metrics.SGD(0.1)
+    good = {"metric": sgd, "state": {"theta": x, "m": None}}
+    reduce(x.clone(), truncate, **good)
+    raised = []
+    for call, bad in [
+        *((reduce, (x, spec)) for spec in ("float8", codec.Sign, None, [])),
+        *((reduce, (y,)) for y in (x.numpy(), None, distributed(x), x.to_sparse())),
+        (reduce, (x, truncate)),
+        (reduce, (x, truncate, {"metric": sgd, "state": [x]})),
+        (reduce, (x, truncate, {"metric": sgd, "state": {"theta": x[1:]}})),
+        *((reduce, (x, codec.Lossless(), {"segments": s})) for s in (5, [5], "ab")),
+        *((reduce, (x, codec.Lossless(), {"op": op})) for op in (["sum"], None)),
+        *((reduce, (x, codec.Lossless(), {"stream": stream})) for stream in ("a", -1, 1.5)),
+        (reduce, (x, codec.Lossless(), {"algorithm": "foo"})),
+        (reduce, (x, codec.Lossless(), {"out": x.numpy()})),
+        *((scatter, (part, x, spec)) for spec in ("x", codec.Sign)),
+        *((scatter, (y, x)) for y in (part.numpy(), None)),
+        *((exchange, (frames,)) for frames in (["a"] * size, 5, [b""])),
+    ]:
+        *args, how = bad if isinstance(bad[-1], dict) else (*bad, {})
+        if not wrong:
+            args, how = {reduce: (x,), scatter: (part, x), exchange: ([b"ab"] * size,)}[call], {}
+        before = bits(x)
+        with pytest.raises(codec.SpecError if wrong else codec.PeerError):
+            call(*args, **how)
+        assert bits(x) == before
+        y = values(rank, (1000,))
+        reduce(y, timeout=timedelta(seconds=20))
+        raised.append(y)
+    return len(raised)
+
+
+def distributed(x):
+    """The same as a DTensor, whose memory is that of another."""
+    from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+
+    return distribute_tensor(x, DeviceMesh("cpu", list(range(dist.get_world_size()))), [Replicate()])
+
+
+def test_arguments_that_are_wrong_on_one_rank():
+    """Whatever it is, it is said before anything is sent, and the group can still be used."""
+    assert len(set(ranks(3, _wrong))) == 1
+
+
+def _timeouts(rank, size):
+    for bad in ("a", [1], 1e300):
+        with pytest.raises(codec.SpecError, match="timeout must be seconds or a timedelta"):
+            codec.torch.all_reduce(torch.ones(3), timeout=bad)
+    pending = codec.torch.all_reduce(torch.ones(3), timeout=timedelta(seconds=20), async_op=True)
+    assert torch.equal(pending.wait(timedelta(seconds=20)), torch.ones(3))
+
+
+def test_timeouts():
+    """Seconds, or what torch takes."""
+    ranks(1, _timeouts)
 
 
 def _of_bfloat16(rank, size):

@@ -1,7 +1,9 @@
 """Arguments that cannot be used as asked: one of our errors, in words that help, and no other exception."""
 
+import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from test_sound import run
 
 import codec
@@ -61,7 +63,7 @@ def test_numbers_of_metrics():
     for metric in (
         metrics.Adam(1e300, step=10**300),
         metrics.AdamW(0, step=1, betas=(0, 0)),
-        metrics.Adam(5e-324, eps=1e308),
+        metrics.Adam(5e-324, eps=1e308, step=1),
         metrics.Momentum(0.1, dampening=1, momentum=1e308),
         metrics.Adagrad(1e-300, lr_decay=1e308, step=10**300),
         metrics.RMSprop(10**300, alpha=1e300),
@@ -121,8 +123,158 @@ def test_arguments_that_are_no_numbers():
     for op in (["sum"], "product", None):
         with refused(match="op must be"):
             codec.reduce([frame], op)
-    with refused(match="no such dtype"):
+    with refused(match="cannot be encoded; these can"):
         codec.encode(X, dtype=["float32"])
+
+
+ENGINES = ("native", "numba")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_does_not_go_with_a_frame(engine):
+    """Both sides are named: a frame's dtype and shape, and what was given."""
+    frame, how = codec.encode(X), {"engine": engine}
+    others = (np.zeros(9_000), np.zeros((90, 100), np.float32), np.zeros(8_999, np.float32))
+    for out in others:
+        words = rf"needs an out= of float32 and shape \(9000,\), not of {out.dtype} and \({out.shape[0]}, ?"
+        for call in (
+            lambda out: codec.decode(frame, out=out, **how),
+            lambda out: codec.accumulate(frame, out, **how),
+            lambda out: codec.reduce([frame, frame], out=out, **how),
+            lambda out: codec.decode_many([frame, frame], out=[X.copy(), out], **how),
+        ):
+            with refused(match=words) as e:
+                call(out)
+            assert e.value.code == codec.Status.SHAPE_MISMATCH
+    for x in (np.arange(9_000), X.astype(np.float64)):
+        other = codec.encode(x)
+        for call in (
+            lambda f: codec.accumulate(f, X.copy(), **how),
+            lambda f: codec.reduce([frame, f], **how),
+            lambda f: codec.reduce([f], out=X.copy(), **how),
+        ):
+            with refused(match=f"a frame of {x.dtype} cannot be added up, only those of float"):
+                call(other)
+    for bytes_, code in ((frame[:-1], "TRUNCATED"), (frame + b"?", "TRAILING")):
+        for call in (
+            lambda f: codec.decode(f, **how),
+            lambda f: codec.accumulate(f, X.copy(), **how),
+            lambda f: codec.reduce([frame, f], **how),
+        ):
+            with refused(codec.FrameError) as e:
+                call(bytes_)
+            assert (e.value.code.name, e.value.found, e.value.expected) == (code, len(bytes_), len(frame))
+
+
+def test_what_is_no_tensor():
+    """Classes, objects, tensors of other layouts, one frame instead of many: each is named in words."""
+    frame = codec.encode(X)
+    for frames in (frame, {"a": frame}, None, 5, "ab", memoryview(frame), np.frombuffer(frame, np.uint8)):
+        with refused(match="frames must be a sequence of frames, not"):
+            codec.reduce(frames)
+    assert (codec.reduce(np.stack([np.frombuffer(frame, np.uint8)] * 2)) == X).all()
+    for x in (torch.Tensor, np.ndarray, np.float32):
+        with refused(match="not a tensor: the class"):
+            codec.encode(x)
+    for like in (object(), torch.Tensor, np.ndarray, 5, "torch"):
+        with refused(match="like= must be an array or tensor, not"):
+            codec.decode(frame, like=like)
+    for like in (bytearray(4), X[0], ml_dtypes.bfloat16(1)):
+        assert type(codec.decode(frame, like=like)) is np.ndarray
+    for out in (object(), np.ndarray, "x"):
+        with refused(match="out= must be an array or tensor to write to, not"):
+            codec.decode(frame, out=out)
+    with refused(match="layout"):
+        codec.decode(frame, out=torch.eye(3).to_sparse())
+    with refused(match="out= must be contiguous"):
+        codec.decode(frame, out=torch.zeros(18_000)[::2])
+    readonly = X.copy()
+    readonly.flags.writeable = False
+    for residual in (torch.zeros(18_000)[::2], np.zeros(18_000, np.float32)[::2], readonly, 5, X.astype(">f4")):
+        with refused(match="residual="):
+            codec.encode(X, codec.Sign(), residual=residual)
+    book = codec.Codebook.from_tensors(X)
+    with refused(match="codebook= is for Lossless and Truncate, not for Sign"):
+        codec.encode(X, codec.Sign(), codebook=book)
+    with refused(match="no tensors"):
+        codec.Codebook.from_tensors()
+
+
+def test_dtypes_of_any_kind():
+    """By name, as numpy's, torch's or ml_dtypes'."""
+    x = np.arange(9_000, dtype=np.uint16)
+    frames = {codec.encode(x, dtype=d) for d in ("bfloat16", torch.bfloat16, ml_dtypes.bfloat16)}
+    assert len(frames) == 1
+    assert codec.encode(x, dtype=np.float16) == codec.encode(x, dtype="f2") == codec.encode(x.view(np.float16))
+    counts, spec = np.arange(256), codec.Truncate(2)
+    books = {codec.Codebook.from_counts(counts, spec, d) for d in ("float16", np.float16, torch.float16)}
+    assert len(books) == 1
+    assert codec.CodebookRefresher(dtype=torch.float16).dtype == "float16"
+    for bad in ([], None, "float31", 7):
+        with refused(match="cannot be encoded"):
+            codec.Codebook.from_counts(counts, dtype=bad)
+        with refused(match="cannot be encoded"):
+            codec.CodebookRefresher(dtype=bad)
+
+
+def test_numbers_of_other_kinds():
+    """They are taken, and kept as Python's; bools are none."""
+    f, i, t = np.float32, np.int64, torch.tensor
+    for given, kept in (
+        (codec.Ternary(scale=f(0.5), clip=t(2.5), seed=i(3)), codec.Ternary(scale=0.5, clip=2.5, seed=3)),
+        (codec.Quantize(i(4), t(32), seed=np.uint8(7)), codec.Quantize(4, 32, seed=7)),
+        (codec.Float8(row=i(128), scale=np.float64(2)), codec.Float8(row=128, scale=2.0)),
+        (codec.Sign(block=t(64)), codec.Sign(block=64)),
+        (codec.Truncate(np.uint8(2), guard=i(-3), cap=i(7)), codec.Truncate(2, guard=-3, cap=7)),
+        (codec.Lossless(i(7)), codec.Lossless(7)),
+        (
+            codec.metrics.AdamW(f(0.25), betas=(f(0.5), t(0.75)), step=t(3.0)),
+            codec.metrics.AdamW(0.25, betas=(0.5, 0.75), step=3),
+        ),
+        (codec.metrics.SGD(t(0.5), maximize=np.True_), codec.metrics.SGD(0.5, maximize=True)),
+        (codec.metrics.Adagrad(step=2.0), codec.metrics.Adagrad(step=2)),
+    ):
+        assert given == kept
+        assert repr(given) == repr(kept)
+    for no in (True, np.True_, t(True), "1", [1], np.ones(1), 1j, np.complex64(1)):
+        for make in (
+            lambda x: codec.Ternary(scale=x),
+            lambda x: codec.Quantize(x),
+            lambda x: codec.Sign(block=x),
+            lambda x: codec.Truncate(x),
+            lambda x: codec.metrics.SGD(x),
+            lambda x: codec.metrics.Adam(step=x),
+        ):
+            with refused(match="must be"):
+                make(no)
+    for no in (2.5, t(2.5), -1, float("nan")):
+        with refused(match="step must be"):
+            codec.metrics.Adam(step=no)
+    with refused(match="maximize must be True or False"):
+        codec.metrics.SGD(maximize="no")
+
+
+def test_choices_are_named():
+    """What could have been given instead."""
+    for no in ("rows", np.arange(3), 0):
+        with refused(match='block must be "row", None or an int from 1'):
+            codec.Sign(block=no)
+    for no in ("metrics", np.arange(3), 4):
+        with refused(match='level must be "metric" or an int from 0 to 3'):
+            codec.Truncate(no)
+    for call in (
+        lambda: codec.advise(X, "1gbit", lossy=X),
+        lambda: codec.advise(X, "1gbit", algorithm=X),
+        lambda: codec.reduce([codec.encode(X)], X),
+        lambda: codec.ErrorFeedback(codec.Sign(), role=X),
+        lambda: codec.ErrorFeedback.reshard([], 2, op=X),
+        lambda: codec.Sign(X),
+        lambda: codec.Float8(rounding=X),
+    ):
+        with refused(match="must be"):
+            call()
+    with refused(match="guard must be one of .*feedback"):
+        codec.Truncate(guard="exac")
 
 
 def test_scales():

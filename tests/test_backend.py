@@ -401,3 +401,19 @@ def test_processes_end_well(way, tmp_path):
     assert [(p.returncode, out, error) for p, (out, error) in zip(processes, ends, strict=True)] == [
         (0, "2.0\n", "")
     ] * 2
+
+
+def test_options_that_are_wrong():
+    """They are refused where they are given, not with the first tensor."""
+    for make in (codec.torch.Options, codec.torch.register_backend):
+        for how in ({"spec": "x"}, {"spec": codec.Sign}, {"gather": None}):
+            with pytest.raises(codec.SpecError, match="not a spec"):
+                make(**how)
+        for algorithm in ("foo", None, ["auto"]):
+            with pytest.raises(codec.SpecError, match="algorithm must be"):
+                make(algorithm=algorithm)
+        with pytest.raises(codec.SpecError, match="small must be"):
+            make(small="1")
+    for make in (codec.torch.ReduceScatter, codec.torch.AllGather):
+        with pytest.raises(codec.SpecError, match="not a spec"):
+            make("x")

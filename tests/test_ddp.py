@@ -529,6 +529,30 @@ def test_arguments():
         codec.torch.ddp_hook(codec.Sign(), optimizer=torch.optim.Adam(net().parameters()))
     again = pickle.loads(pickle.dumps(codec.torch.ddp_hook(codec.Float8())))
     assert again.spec == codec.Float8()
+    for bad in ("x", codec.Sign, None):
+        with pytest.raises(codec.SpecError, match="not a spec"):
+            codec.torch.ddp_hook(bad)
+    for bad in ("foo", None, []):
+        with pytest.raises(codec.SpecError, match="algorithm must be"):
+            codec.torch.ddp_hook(algorithm=bad)
+    with pytest.raises(codec.SpecError, match="a DistributedDataParallel, not for Sequential"):
+        again.register(torch.nn.Sequential())
+    for bad in (None, [1], {"worker": 1}):
+        with pytest.raises(codec.StateError, match="this hook has"):
+            again.load_state_dict(bad)
+
+
+def _bad_policies(rank, size):
+    for bad in ("x", codec.Sign, ["x"]):
+        hook = codec.torch.ddp_hook(policy=lambda name, p, bad=bad: bad)
+        with pytest.raises(codec.SpecError, match="not a spec"):
+            hook.register(wrapped())
+    _lossless(rank, size, False)
+
+
+def test_policies_that_are_wrong():
+    """What they give is looked at before there is a gradient."""
+    ranks(2, _bad_policies)
 
 
 def _many(rank, size, steps):

@@ -529,11 +529,11 @@ METRICS = {
     "nesterov": metrics.Nesterov(1e-3, momentum=0.9, weight_decay=0.1),
     "adagrad": metrics.Adagrad(1e-2),
     "rmsprop": metrics.RMSprop(1e-3),
-    "adam": metrics.Adam(1e-3, weight_decay=0.1),
+    "adam": metrics.Adam(1e-3, weight_decay=0.1, step=1),
     "adamw": ADAMW,
-    "unknown": metrics.AdamW(1e-3, maximize=True),
+    "unknown": metrics.AdamW(1e-3, maximize=True, step=1),
     "still": metrics.SGD(0),
-    "groups": [(0, ADAMW), (700, metrics.SGD(1e-4)), (701, metrics.Adam(1e-2)), (6000, metrics.SGD(1e-9))],
+    "groups": [(0, ADAMW), (700, metrics.SGD(1e-4)), (701, metrics.Adam(1e-2, step=1)), (6000, metrics.SGD(1e-9))],
 }
 WAYS = [("plane", "six"), ("coded", "six"), ("shared", "six"), ("shared", "bit")]
 

@@ -126,7 +126,12 @@ def test_environment_chooses_isa():
         frames.add(subprocess.run([*PYTHON, code], env=env, capture_output=True, check=True).stdout)
     assert len(frames) == 1
     bad = subprocess.run([*PYTHON, code], env={**os.environ, "CODEC_ISA": "mmx"}, capture_output=True, check=False)
-    assert b"EngineError" in bad.stderr
+    assert b"EngineError: CODEC_ISA: instruction set 'mmx'" in bad.stderr
+    for chosen in ("None", "'scalar'"):
+        told = f"import codec; codec.use_isa({chosen}); {code}"
+        env = {**os.environ, "CODEC_ISA": "mmx"}
+        frames.add(subprocess.run([*PYTHON, told], env=env, capture_output=True, check=True).stdout)
+    assert len(frames) == 1
     # using it fails, importing does not
     subprocess.run([*PYTHON, "import codec"], env={**os.environ, "CODEC_ISA": "mmx"}, check=True)
 

@@ -51,19 +51,61 @@ def test_functions_inside_of_kernels_cannot_be_called():
 
 
 def test_a_metric_that_raises():
-    """An error of the user's own function is theirs; the thread goes on as it was."""
+    """A value for which a function raises keeps all bits, by every engine; the thread goes on as it was."""
+
+    def of_most(theta):
+        if -0.5 < theta < 0:
+            raise ValueError("not of this one")
+        return 100 / theta
+
+    def by_nan(theta):
+        return np.nan if -0.5 < theta < 0 else 100 / theta
+
     x = np.linspace(-1, 1, 5001, dtype=np.float32)
-    metric = codec.metrics.Custom(numba.njit(lambda theta: 1 / theta))
-    how = {"metric": metric, "state": {"theta": x}, "engine": "numba"}
+    metric = codec.metrics.Custom(numba.njit(of_most))
     torch.set_flush_denormal(True)
     try:
-        with pytest.raises(ZeroDivisionError):
-            loops.fill_exponents(context_of(metric, x), len(x), 0, np.empty(len(x), np.uint8))
+        loops.fill_exponents(context_of(metric, x), len(x), 0, ea := np.empty(len(x), np.uint8))
+        assert not ea[1251:2500].any()
         assert (np.full(100, 1e-40, np.float32) * np.float32(1) == 0).all()  # still flushed
     finally:
         torch.set_flush_denormal(False)
-    mine = codec.metrics.Custom(lambda theta: 1 / theta)
-    assert codec.decode(codec.encode(x, codec.Truncate(), **{**how, "metric": mine})).shape == x.shape
+    frames = [
+        codec.encode(x, codec.Truncate(), metric=m, state={"theta": x}, engine=engine, threads=threads)
+        for m in (metric, codec.metrics.Custom(of_most), codec.metrics.Custom(by_nan))
+        for engine in ("native", "numba")
+        for threads in (1, 3)
+    ]
+    assert len(set(frames)) == 1
+    y = codec.decode(frames[0])
+    assert (y[1251:2500] == x[1251:2500]).all()
+    assert (y != x).any()
+
+
+def test_a_metric_compiled_already():
+    """A division by 0 is Inf or NaN, whatever it was before."""
+    x = np.linspace(-1, 1, 5001, dtype=np.float32)
+    frames = [
+        codec.encode(x, codec.Truncate(), metric=codec.metrics.Custom(f), state={"theta": x}, engine=engine)
+        for f in (
+            lambda theta: 1 / theta,
+            numba.njit(lambda theta: 1 / theta),
+            numba.njit(lambda theta: 1 / theta, fastmath=False),
+        )
+        for engine in ("native", "numba")
+    ]
+    assert len(set(frames)) == 1
+
+
+def test_metrics_that_are_none():
+    """What Numba cannot compile to a number is refused in words."""
+    for f in (lambda theta: theta.foo, lambda theta: {1: theta}, lambda theta: "a", lambda theta: None,
+              lambda theta: 1j * theta, lambda theta: input(theta)):  # fmt: skip
+        with pytest.raises(codec.SpecError, match="cannot compile this function of theta to a number"):
+            codec.metrics.Custom(f)
+    for f in (5, None, "theta", print):
+        with pytest.raises(codec.SpecError, match="a metric is a function of theta, m and v"):
+            codec.metrics.Custom(f)
 
 
 def context_of(metric, theta):
@@ -81,10 +123,14 @@ def test_warmup():
     codec.warmup([codec.Sign(), codec.Float8()], ("float32", np.float16, "int8"), progress=False)
     codec.warmup(codec.Truncate(), torch.bfloat16, metric=codec.metrics.Custom(lambda m, v: m * v))
     codec.warmup(codec.Lossless(), engine="native")
+    codec.warmup({codec.Sign()}, (name for name in ("float32", torch.bfloat16)), engine="native")
     for bad in (
         lambda: codec.warmup(codec.Sign(), "int8"),
         lambda: codec.warmup(codec.Sign(), "complex64"),
         lambda: codec.warmup([codec.Sign(), "sign"]),
+        lambda: codec.warmup(codec.Sign),
+        lambda: codec.warmup(5),
+        lambda: codec.warmup(codec.Sign(), None),
     ):
         with pytest.raises(codec.SpecError):
             bad()

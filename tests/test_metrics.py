@@ -159,6 +159,8 @@ def test_what_is_not_known():
     for group in (1, -2, "0", None, 0.0):
         with pytest.raises(codec.SpecError, match="group"):
             metrics.from_optimizer(optimizer, group)
+    with pytest.raises(codec.SpecError, match=r"one of torch\.optim's, not NoneType"):
+        metrics.state_of(None, w)
     with pytest.raises(codec.SpecError, match="not among the optimizer's"):
         metrics.state_of(optimizer, torch.nn.Parameter(torch.ones(3)))
     other.grad = None
@@ -180,3 +182,32 @@ def test_step_is_torchs():
     t = metrics.Adam(0.5, step=1).final({"v": 0})
     assert t.theta_v == pytest.approx((1 - 0.9**2) / (0.5 * 0.1))
     assert t.v == pytest.approx(0.999 / (1 - 0.999**2))
+
+
+def test_levels_by_name_of_the_guard():
+    """As Truncate has them; of g's shape; what does not fit is said."""
+    x = np.random.default_rng(0).standard_normal((30, 40)).astype(np.float32)
+    theta, metric = np.ones(1200, np.float32), metrics.SGD(0.1)
+    for guard, bits in (("exact", 4), ("near", -8), ("feedback", -11)):
+        levels = metric.levels(x, theta, guard=guard)
+        assert levels.shape == x.shape
+        assert (levels == metric.levels(x, theta, guard=bits)).all()
+        frame = codec.encode(x, codec.Truncate(guard=guard), metric=metric, state={"theta": theta})
+        assert frame == codec.encode(x, codec.Truncate(guard=guard), metric=levels)
+    assert (metric.levels(x, theta, guard="max") == 3).all()
+    for how in ({"guard": "exac"}, {"guard": 1.5}, {"m": theta[1:]}):
+        with pytest.raises(codec.SpecError):
+            metric.levels(x, theta, **how)
+    with pytest.raises(codec.SpecError, match="theta has 3 values, g has 1200"):
+        metric.levels(x, np.ones(3, np.float32))
+
+
+def test_a_step_that_was_forgotten():
+    """A mean square that is not zero tells that there were some; one of zeros, as torch makes it, does not."""
+    x = np.ones(1000, np.float32)
+    for kind in (metrics.Adam, metrics.AdamW):
+        with pytest.warns(UserWarning, match="step is 0"):
+            codec.encode(x, codec.Truncate(), metric=kind(), state={"theta": x, "v": x})
+        codec.encode(x, codec.Truncate(), metric=kind(), state={"theta": x, "v": 0 * x})
+        codec.encode(x, codec.Truncate(), metric=kind(step=1), state={"theta": x, "v": x})
+    codec.encode(x, codec.Truncate(), metric=metrics.Adagrad(), state={"theta": x, "v": x})

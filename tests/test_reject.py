@@ -93,6 +93,20 @@ def test_bit_flips(name):
 
 
 @pytest.mark.parametrize("name", FRAMES)
+def test_verifying_tells_where(name):
+    """As decoding does."""
+    frame, dtype, n = FRAMES[name]
+    for damaged in (frame[:-1], frame[:60], b"", frame + b"?", b"?" + frame[1:], frame[:-1] + bytes([frame[-1] ^ 1])):
+        errors = []
+        for call in (codec.verify, lambda f: bits(f, dtype, n)):
+            with pytest.raises(codec.FrameError) as caught:
+                call(damaged)
+            errors.append((str(caught.value), vars(caught.value)))
+        assert errors[0] == errors[1]
+        assert caught.value.expected
+
+
+@pytest.mark.parametrize("name", FRAMES)
 def test_trailing_bytes(name):
     frame, dtype, n = FRAMES[name]
     with pytest.raises(codec.FrameError, match="behind the frame"):

@@ -689,9 +689,13 @@ def test_scaled_gradients_are_owed_scaled_residuals():
     assert list(server.state_dict())[2:] == []
     feedback.load_state_dict(pickle.loads(state))
     assert pickle.dumps(feedback.state_dict()) == state
-    for scale in (0, -1, float("inf"), float("nan")):
-        with pytest.raises(codec.SpecError):
+    for scale in (0, -1, float("inf"), float("nan"), "a", None, True, [1], 2.0**-127, 2.0**127, 10**400):
+        with pytest.raises(codec.SpecError, match="a scale must be a number"):
             feedback.rescale(scale)
+    feedback.rescale(np.float32(2.0**100))
+    with pytest.raises(codec.SpecError, match="no factor"):
+        feedback.rescale(2.0**-100)
+    assert pickle.dumps(feedback.state_dict()) == state
 
 
 def test_what_was_passed_on_is_taken_back():

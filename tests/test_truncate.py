@@ -304,17 +304,19 @@ def test_odd_rates():
     assert (codec.decode(codec.encode(x, Truncate(), metric=metrics.SGD(0.0), state=arrays)) == top).all()
     for metric in (
         metrics.SGD(0.1, maximize=True),
-        metrics.Adam(1e-3, amsgrad=True),
-        metrics.AdamW(1e-3, amsgrad=True),
+        metrics.Adam(1e-3, amsgrad=True, step=1),
+        metrics.AdamW(1e-3, amsgrad=True, step=1),
         metrics.RMSprop(1e-3, centered=True),
         metrics.RMSprop(1e-3, momentum=0.9),
     ):
         y = codec.decode(codec.encode(x, Truncate(guard=-99), metric=metric, state=arrays))
         assert (y == x).all()
     scaled = codec.decode(
-        codec.encode(x * F32(1024), Truncate(), metric=metrics.Adam(1e-3, grad_scale=1024.0), state=arrays)
+        codec.encode(x * F32(1024), Truncate(), metric=metrics.Adam(1e-3, grad_scale=1024.0, step=1), state=arrays)
     )
-    assert (scaled / 1024 == codec.decode(codec.encode(x, Truncate(), metric=metrics.Adam(1e-3), state=arrays))).all()
+    assert (
+        scaled / 1024 == codec.decode(codec.encode(x, Truncate(), metric=metrics.Adam(1e-3, step=1), state=arrays))
+    ).all()
 
 
 def test_guard_follows_dtypes():

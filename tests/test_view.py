@@ -1,9 +1,11 @@
 """Every kind of tensor goes in without a copy and comes out as its kind."""
 
 import array
+import json
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import codec
+from codec.__main__ import main
 from codec.dlpack import DLTensor
 from codec.view import view
 
@@ -273,6 +276,34 @@ def test_torch_without_memory():
         assert torch.equal(codec.decode(codec.encode(t), like=t), t)
 
 
+def test_torch_that_wraps_others():
+    """A subclass whose values lie in other tensors, as a DTensor's do, has no address to read from or write to."""
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            return args[0] if function in (torch.ops.aten.detach.default,) else NotImplemented
+
+    x, frame = torch.randn(9_000), codec.encode(torch.randn(9_000))
+    w = Wrapper(x)
+    sgd = codec.metrics.SGD(0.1)
+    for call in (
+        lambda: codec.encode(w),
+        lambda: codec.encode(x, codec.Sign(), residual=w),
+        lambda: codec.encode(x, codec.Truncate(), metric=sgd, state={"theta": w}),
+        lambda: codec.decode(frame, out=w),
+        lambda: codec.accumulate(frame, w),
+        lambda: codec.advise([w], "1gbit"),
+    ):
+        with pytest.raises(codec.SpecError, match="a Wrapper that has no memory of its own"):
+            call()
+    assert codec.decode(codec.encode(Wrapper(torch.zeros(0)))).shape == (0,)
+
+
 def test_like_is_on_the_cpu():
     """A result is where `like` is, or there is an error; a default device has no say."""
     frame = codec.encode(np.zeros(10, np.float32))
@@ -420,3 +451,40 @@ def test_inspect_tells_what_a_frame_knows():
         assert info.clipped is clipped
         if isinstance(spec, codec.Ternary):
             assert info.spec == codec.Ternary(spec.packing)
+
+
+def test_segments():
+    """Of tensors, shapes, a mapping of them or a module's parameters; of one tensor there are none."""
+    model = torch.nn.Linear(30, 40)
+    expected = [(0, (40, 30)), (1200, (40,))]
+    for given in (model, model.parameters(), dict(model.named_parameters()), [(40, 30), [40]]):
+        assert codec.segments(given) == expected
+    for bad in (model.weight, np.zeros((3, 4)), np.float32(1), None, 5, [5], ["ab"]):
+        with pytest.raises(codec.SpecError, match=r"segment|dimension"):
+            codec.segments(bad)
+
+
+def test_commands_for_frames(tmp_path, capsys):
+    """What a frame in a file says, for people and for programs; and whether it is whole."""
+    x = np.ones((3, 1000), np.float32)
+    good, bad = (str(tmp_path / name) for name in ("good", "bad"))
+    Path(good).write_bytes(frame := codec.encode(x, codec.Sign(block=64)))
+    Path(bad).write_bytes(frame[:-1])
+    assert main(["inspect", good]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert (lines["spec"], lines["shape"], lines["nbytes"]) == ("Sign(block=64)", "(3, 1000)", str(len(frame)))
+    assert main(["inspect", bad, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["spec"], told["shape"], told["sections"]["header"][0]) == ("Sign(block=64)", [3, 1000], 0)
+    assert main(["verify", good, good]) == 0
+    assert capsys.readouterr().out == 2 * f"{good}: a whole frame\n"
+    for arguments, words in (
+        (["verify", good, bad], f"{bad!r}: the frame is truncated"),
+        (["verify", str(tmp_path / "none")], "none cannot be read"),
+        (["inspect", __file__], "not a codec frame"),
+    ):
+        assert main(arguments) == 1
+        assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"{codec.__version__}\n"

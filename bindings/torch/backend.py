@@ -15,7 +15,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from codec import PeerError
 from codec.segmenting import segments
-from codec.specs import Lossless, Spec
+from codec.spec_structs import spec_struct
+from codec.specs import Lossless, Spec, whole
 from codec.torch import collectives
 from codec.torch.collectives import Algorithm
 from codec.torch.handle import Handle
@@ -46,6 +47,12 @@ class Options:
     gather: Spec = Lossless()  # noqa: RUF009
     algorithm: Algorithm = "auto"
     small: int = 1 << 14
+
+    def __post_init__(self) -> None:
+        for spec in (self.spec, self.gather):
+            spec_struct(spec)  # or it is not one
+        collectives.check_algorithm(self.algorithm)
+        whole("small", self.small, 0)
 
 
 _Base: Any = dist.ProcessGroup  # whose methods have overloads that differ by how many tensors they take

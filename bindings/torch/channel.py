@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from codec import FrameError, PeerError, Status
+from codec import FrameError, PeerError, SpecError, Status
+from codec.specs import shown
 
 Array = np.ndarray[Any, Any]
+Timeout = float | timedelta  # float: seconds
 
 _LENGTH = struct.Struct("<Q")  # before each frame, in a buffer that has room for the largest one
 _ALIGN = 64
@@ -26,8 +28,13 @@ _WORDS = 8  # of a message of numbers, or a multiple: how many, and they. Gloo a
 _OK, _LEFT, _REFUSED, _NONFINITE = range(4)
 
 
-def _timeout_of(group: Any) -> timedelta:
-    """How long a group's collectives may take."""
+def _timeout_of(group: Any, asked: Timeout | None) -> timedelta:
+    """How long collectives may take: as long as asked, or as a group's."""
+    if asked is not None:
+        try:
+            return asked if isinstance(asked, timedelta) else timedelta(seconds=asked)
+        except (TypeError, ValueError, OverflowError):
+            raise SpecError(f"timeout must be seconds or a timedelta, got {shown(asked)}") from None
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
@@ -113,13 +120,13 @@ class Channel:
     ----------
     group : ProcessGroup or None
         Whose ranks; None for all. Every rank must make its channel at the same point of the program.
-    timeout : float or None
+    timeout : float, timedelta or None
         Seconds that a peer may keep this one waiting; None: as long as in `group`.
     """
 
-    def __init__(self, group: Any, timeout: float | None) -> None:
+    def __init__(self, group: Any, timeout: Timeout | None) -> None:
         group = group or dist.group.WORLD
-        self._timeout = _timeout_of(group) if timeout is None else timedelta(seconds=timeout)
+        self._timeout = _timeout_of(group, timeout)
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.others = [(self.rank + i) % self.size for i in range(1, self.size)]  # each rank's begin with another one

@@ -2,7 +2,7 @@
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, Literal, TypeVar, cast
@@ -13,14 +13,15 @@ import torch.distributed as dist
 
 import codec
 from codec import FrameError, PeerError, SpecError
-from codec.segmenting import Segments, pack
+from codec.encoding import asked_of, bound, check_stream
+from codec.segmenting import Segments, pack, pairs_of
 from codec.specs import Lossless, Spec, Ternary
 from codec.torch import reduction, ternary
-from codec.torch.channel import Array, Channel, Incoming
+from codec.torch.channel import Array, Channel, Incoming, Timeout
 from codec.torch.choosing import Choice
 from codec.torch.reduction import Attempt, Reduction
 from codec.torch.worker import Pending, Worker
-from codec.view import mark_written
+from codec.view import mark_written, view
 
 Algorithm = Literal["auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"]
 Op = Literal["mean", "sum", "max"]
@@ -50,7 +51,7 @@ _OPS: dict[Any, Op] = {
 class Line:
     """A group's channel, with the thread that alone uses it."""
 
-    def __init__(self, group: Any, timeout: float | None) -> None:
+    def __init__(self, group: Any, timeout: Timeout | None) -> None:
         self.worker = Worker(f"codec, rank {group.rank()}")
         weakref.finalize(self, self.worker.stop)
         # a thread that waits for another one hears Ctrl-C, one that waits for peers does not
@@ -78,7 +79,7 @@ class Line:
 _lines: "weakref.WeakKeyDictionary[Any, Line]" = weakref.WeakKeyDictionary()
 
 
-def line_of(group: Any, timeout: float | None = None) -> Line:
+def line_of(group: Any, timeout: Timeout | None = None) -> Line:
     """The line of a group, made when it is first asked for: a collective call then."""
     key = group or dist.group.WORLD
     if key is None:
@@ -125,7 +126,7 @@ def all_reduce(
     state: Mapping[str, Any] | None = None,
     stream: int = 0,
     out: torch.Tensor | None = None,
-    timeout: float | None = None,
+    timeout: Timeout | None = None,
     async_op: bool = False,
 ) -> Pending | None:
     """Reduce a tensor over all ranks of a group, in place, as ``dist.all_reduce`` does, with frames on the wire.
@@ -162,7 +163,7 @@ def all_reduce(
         Where to put the result instead of into `tensor`, which then stays as it is: contiguous, of the same dtype and
         size, in host memory of its own. It saves a copy, for in place nothing may be written before all have succeeded;
         after an error `out` holds anything.
-    timeout : float, optional
+    timeout : float or timedelta, optional
         Seconds that a rank may keep others waiting, set with the group's first collective; left out: the group's.
     async_op : bool
         Return at once, and reduce in the background, in the order of calls.
@@ -212,8 +213,8 @@ def _all_reduce(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     def prepare() -> Reduction:
-        whole = [(0, tuple(tensor.shape))] if tensor.dim() > 1 else None
-        inside = whole if segments is None else list(segments)
+        whole = [(0, tuple(tensor.shape))] if len(getattr(tensor, "shape", ())) > 1 else None
+        inside = whole if segments is None else pairs_of(segments)
         r = reduction_of(tensor, spec, op, inside, metric, state, stream)
         if algorithm == "shared_scale":
             ternary.check(r.spec, r.op)
@@ -231,7 +232,8 @@ def _all_reduce(
 def _place(out: torch.Tensor, tensor: torch.Tensor, r: Reduction) -> Array:
     """Where a result goes that is not written to the tensor itself."""
     _check_dense(out)
-    if (out.dtype, out.numel(), out.device.type) != (tensor.dtype, tensor.numel(), "cpu") or not out.is_contiguous():
+    like = (tensor.dtype, tensor.numel(), "cpu")
+    if (out.dtype, out.numel(), out.device.type) != like or not out.is_contiguous():
         raise SpecError(f"out= must be contiguous, in host memory, with {tensor.numel()} values of {tensor.dtype}")
     place = as_array(out)
     inside = out.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
@@ -325,10 +327,15 @@ def signature(r: Reduction, algorithm: str) -> int:
     return hashed(r.spec, r.dtype, r.x.size, r.op, algorithm, r.segments, r.metric is None, book)
 
 
+def check_algorithm(asked: Any) -> None:
+    """Raise SpecError unless there is such an algorithm."""
+    if not isinstance(asked, str) or asked not in ("auto", *_ALGORITHMS):
+        raise SpecError(f"algorithm must be 'auto' or one of {tuple(_ALGORITHMS)}, got {asked!r}")
+
+
 def choose_algorithm(asked: Algorithm, r: Reduction, size: int) -> str:
     """Who sends what to whom."""
-    if asked != "auto" and asked not in _ALGORITHMS:
-        raise SpecError(f"algorithm must be 'auto' or one of {tuple(_ALGORITHMS)}, got {asked!r}")
+    check_algorithm(asked)
     if asked == "shared_scale":
         if isinstance(r.spec, Ternary):
             return asked
@@ -347,23 +354,26 @@ def reduction_of(
     state: Mapping[str, Any] | None,
     stream: int,
 ) -> Reduction:
-    """Arguments that were looked through."""
+    """Arguments that were looked through: what is wrong with them is known before anything is sent."""
     _check_dense(tensor)
-    if tensor.dtype not in NAMES:
+    dtype = NAMES.get(tensor.dtype)
+    if dtype is None:
         raise SpecError(f"only float32, bfloat16 and float16 can be reduced, not {tensor.dtype}")
     op = getattr(op, "op", op)  # options of torch's hold what kind of operation it is inside
-    if op not in _OPS:
+    if not isinstance(op, Hashable) or op not in _OPS:
         raise SpecError(f"op must be one of mean, sum, max, got {op!r}")
     if segments is not None:
         _check_inside(segments, tensor.numel())
-    flat = None if state is None else {name: _flat(x) for name, x in state.items()}
-    for name, x in (flat or {}).items():
-        if len(x) != tensor.numel():
-            raise SpecError(f"state {name!r} has {len(x)} values, the tensor {tensor.numel()}")
-    return Reduction(as_array(tensor), NAMES[tensor.dtype], spec, _OPS[op], stream, segments, metric, flat)
+    bound(tensor.numel(), dtype, spec)
+    x = as_array(tensor)
+    asked_of(spec, metric, state, view(x, dtype))
+    flat = None if state is None else {name: _flat(x) for name, x in state.items() if x is not None}
+    return Reduction(x, dtype, spec, _OPS[op], check_stream(stream), segments, metric, flat)
 
 
-def _check_dense(tensor: torch.Tensor) -> None:
+def _check_dense(tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise SpecError(f"not a torch tensor: {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_neg():
         raise SpecError("only dense tensors that hold values can be used, no sparse, meta or negated ones")
 
@@ -387,7 +397,7 @@ def _flat(x: Any) -> Any:
 def as_array(x: Any) -> Array:
     """A flat array of a tensor's values; bfloat16 as uint16. It shares memory where it can."""
     t = x.detach() if isinstance(x, torch.Tensor) else torch.as_tensor(np.ascontiguousarray(x))
-    t = t.cpu().contiguous().view(-1)
+    t = cast(torch.Tensor, view(t.cpu()).owner).view(-1)  # contiguous, and with memory of its own
     return (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy()
 
 
@@ -404,7 +414,7 @@ def publish(result: Array, r: Reduction, tensor: torch.Tensor) -> None:
         tensor.copy_(values.view(tensor.shape))
 
 
-def exchange(frames: Sequence[Any], *, group: Any = None, timeout: float | None = None) -> list[bytes]:
+def exchange(frames: Sequence[Any], *, group: Any = None, timeout: Timeout | None = None) -> list[bytes]:
     """Send a frame to each rank and get one from each: what ``all_to_all`` is for tensors.
 
     Parameters
@@ -434,7 +444,10 @@ def exchange(frames: Sequence[Any], *, group: Any = None, timeout: float | None 
 
 def _exchange(channel: Channel, frames: Sequence[Any]) -> list[bytes]:
     def prepare() -> tuple[list[Array], list[int]]:
-        arrays = [np.frombuffer(frame, np.uint8) for frame in frames]
+        try:
+            arrays = [np.frombuffer(frame, np.uint8) for frame in frames]
+        except (TypeError, ValueError, BufferError) as e:
+            raise SpecError(f"frames must be bytes or buffers, for each rank one: {e}") from None
         if len(arrays) != channel.size:
             raise SpecError(f"there are {channel.size} ranks, so as many frames, not {len(arrays)}")
         if max(a.nbytes for a in arrays) > _MOST_NBYTES:
@@ -478,7 +491,7 @@ def reduce_scatter(
     group: Any = None,
     op: Any = "mean",
     stream: int = 0,
-    timeout: float | None = None,
+    timeout: Timeout | None = None,
     async_op: bool = False,
 ) -> Pending | None:
     """Reduce a tensor over all ranks and give each rank its part, as ``dist.reduce_scatter_tensor`` does.
@@ -494,7 +507,7 @@ def reduce_scatter(
     """
 
     def prepare(size: int) -> Reduction:
-        _check_sizes(tensor.numel(), size * output.numel(), tensor.dtype, output.dtype)
+        _check_sizes(tensor, size, output)
         return reduction_of(tensor, spec, op, None, None, None, stream)
 
     return _begin(group, timeout, async_op, reduction.reduce_scatter, prepare, output)
@@ -507,7 +520,7 @@ def all_gather(
     *,
     group: Any = None,
     stream: int = 0,
-    timeout: float | None = None,
+    timeout: Timeout | None = None,
     async_op: bool = False,
 ) -> Pending | None:
     """Give all ranks the tensors of all, as ``dist.all_gather_single`` does. The sender sees its own as others do.
@@ -523,7 +536,7 @@ def all_gather(
     """
 
     def prepare(size: int) -> Reduction:
-        _check_sizes(output.numel(), size * tensor.numel(), tensor.dtype, output.dtype)
+        _check_sizes(output, size, tensor)
         return reduction_of(tensor, spec, "sum", None, None, None, stream)
 
     return _begin(group, timeout, async_op, reduction.gather, prepare, output)
@@ -536,7 +549,7 @@ def all_to_all(
     *,
     group: Any = None,
     stream: int = 0,
-    timeout: float | None = None,
+    timeout: Timeout | None = None,
     async_op: bool = False,
 ) -> Pending | None:
     """Send the i-th of N equal parts of a flattened tensor to rank i, as ``dist.all_to_all_single`` does.
@@ -552,7 +565,7 @@ def all_to_all(
     """
 
     def prepare(size: int) -> Reduction:
-        _check_sizes(output.numel(), tensor.numel(), tensor.dtype, output.dtype)
+        _check_sizes(output, 1, tensor)
         if tensor.numel() % size:
             raise SpecError(f"{tensor.numel()} values cannot be cut into {size} equal parts")
         return reduction_of(tensor, spec, "sum", None, None, None, stream)
@@ -560,13 +573,16 @@ def all_to_all(
     return _begin(group, timeout, async_op, reduction.all_to_all, prepare, output)
 
 
-def _check_sizes(have: int, want: int, dtype: torch.dtype, other: torch.dtype) -> None:
+def _check_sizes(large: torch.Tensor, times: int, small: torch.Tensor) -> None:
+    _check_dense(large)
+    _check_dense(small)
+    have, want, dtype, other = large.numel(), times * small.numel(), large.dtype, small.dtype
     if have != want or dtype != other:
-        raise SpecError(f"output and tensor do not go together: {have} values for {want}, {other} and {dtype}")
+        raise SpecError(f"output and tensor do not go together: {have} values for {want}, {dtype} and {other}")
 
 
 def _begin(
-    group: Any, timeout: float | None, async_op: bool, algorithm: Any, prepare: Any, output: torch.Tensor
+    group: Any, timeout: Timeout | None, async_op: bool, algorithm: Any, prepare: Any, output: torch.Tensor
 ) -> Pending | None:
     """Run an algorithm over what prepare(size) returns, into `output`."""
     if _is_apart(group, algorithm.__name__):
@@ -576,7 +592,6 @@ def _begin(
 
     def work() -> torch.Tensor:
         def both() -> tuple[Reduction, list[int]]:
-            _check_dense(output)
             r = prepare(channel.size)
             return r, [signature(r, algorithm.__name__)]
 

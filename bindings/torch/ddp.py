@@ -16,10 +16,11 @@ import torch.distributed as dist
 import codec
 from codec import PeerError, SpecError, Status, metrics
 from codec.segmenting import Segments
+from codec.spec_structs import spec_struct
 from codec.specs import Lossless, Sign, Spec, Ternary, Truncate
 from codec.stateful import CodebookRefresher, ErrorFeedback
 from codec.torch import collectives, slices, ternary
-from codec.torch.channel import Array
+from codec.torch.channel import Array, Timeout
 from codec.torch.collectives import Algorithm, Line
 from codec.torch.reduction import Reduction
 from codec.torch.refreshing import Refreshing
@@ -116,7 +117,7 @@ class Hook:
         refresher: CodebookRefresher | None,
         grad_scaler: Any,
         group: Any,
-        timeout: float | None,
+        timeout: Timeout | None,
     ) -> None:
         self.spec, self.optimizer, self.policy = spec, optimizer, policy
         self._algorithm: Algorithm = algorithm
@@ -133,6 +134,10 @@ class Hook:
 
     def register(self, model: torch.nn.parallel.DistributedDataParallel) -> "Hook":
         """Have a model's gradients go through this hook; itself."""
+        if not isinstance(model, torch.nn.parallel.DistributedDataParallel):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SpecError(f"a hook is for a DistributedDataParallel, not for {type(model).__name__}")
+        for name, p in model.module.named_parameters():
+            spec_struct(self.policy(name, p) or self.spec)  # or the policy gives what is none
         if self._step.under_way:
             self._give_up(self._step)
         if self._books is not None:
@@ -160,8 +165,9 @@ class Hook:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a :meth:`state_dict`; after an error all is as it was."""
         before, parts = self.state_dict(), self._stateful()
-        if set(state) != set(parts):
-            raise codec.StateError(f"a state of {sorted(state)} was given, this hook has {sorted(parts)}")
+        if not isinstance(state, Mapping) or set(state) != set(parts):  # pyright: ignore[reportUnnecessaryIsInstance]
+            given = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise codec.StateError(f"a state of {given} was given, this hook has {sorted(parts)}")
         try:
             for name, part in parts.items():
                 part.load_state_dict(state[name])
@@ -463,7 +469,7 @@ def ddp_hook(
     refresher: CodebookRefresher | None = None,
     grad_scaler: Any = None,
     group: Any = None,
-    timeout: float | None = None,
+    timeout: Timeout | None = None,
 ) -> Hook:
     """A communication hook that sends DistributedDataParallel's gradients as frames.
 
@@ -498,7 +504,7 @@ def ddp_hook(
         is owed stays as it was. Truncate takes the scale from it.
     group : ProcessGroup, optional
         Whose ranks; left out: the model's.
-    timeout : float, optional
+    timeout : float or timedelta, optional
         Seconds that a rank may keep others waiting; left out: the group's.
 
     Returns
@@ -516,6 +522,8 @@ def ddp_hook(
     >>> model = DistributedDataParallel(net)  # doctest: +SKIP
     >>> hook = codec.torch.ddp_hook(codec.Truncate(), optimizer=optimizer).register(model)  # doctest: +SKIP
     """
+    spec_struct(spec)  # or it is not one
+    collectives.check_algorithm(algorithm)
     if isinstance(spec, Truncate) and spec.fixed_level is None and optimizer is None:
         raise SpecError(f"{spec} goes by the optimizer's step: pass optimizer=")
     if feedback is None:

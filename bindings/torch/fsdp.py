@@ -6,8 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from codec.spec_structs import spec_struct
 from codec.specs import Lossless, Spec
 from codec.torch import collectives
+from codec.torch.channel import Timeout
 from codec.torch.handle import Handle
 
 _STREAM = 1 << 32  # draws of one collective: more than it has frames
@@ -16,7 +18,8 @@ _STREAM = 1 << 32  # draws of one collective: more than it has frames
 class _Comm:
     """What both have in common."""
 
-    def __init__(self, spec: Spec = Lossless(), *, timeout: float | None = None) -> None:  # noqa: B008
+    def __init__(self, spec: Spec = Lossless(), *, timeout: Timeout | None = None) -> None:  # noqa: B008
+        spec_struct(spec)  # or it is not one
         self._spec, self._timeout = spec, timeout
         self._calls = 0
 
@@ -38,7 +41,7 @@ class ReduceScatter(_Comm):
     ----------
     spec : Spec
         How gradients are encoded; lossless if left out.
-    timeout : float, optional
+    timeout : float or timedelta, optional
         Seconds that a rank may keep others waiting; left out: as long as the group allows.
 
     Notes
@@ -72,7 +75,7 @@ class AllGather(_Comm):
     spec : Spec
         How parameters are encoded; lossless if left out. What is lost is lost in the forward and the backward pass, on
         all ranks alike; the optimizer's shards stay as they are.
-    timeout : float, optional
+    timeout : float or timedelta, optional
         As for :class:`ReduceScatter`.
 
     Examples

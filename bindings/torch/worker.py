@@ -5,6 +5,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
@@ -19,9 +20,9 @@ class Pending:
     def __init__(self, done: "Future[Any]") -> None:
         self._done = done
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | timedelta | None = None) -> Any:
         """Its result, once it is there; or its error; or, after so many seconds, TimeoutError."""
-        return self._done.result(timeout)
+        return self._done.result(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
 
     def is_completed(self) -> bool:
         """Whether it is over."""

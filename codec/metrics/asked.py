@@ -1,13 +1,14 @@
 """What was asked for by ``metric=`` and ``state=``, looked through."""
 
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from codec.core import ITEMSIZE, MANTISSA_BITS
+from codec.core import ITEMSIZE, MANTISSA_BITS, ffi
 from codec.errors import SpecError
 from codec.metrics.custom import Custom
-from codec.metrics.formulas import Metric
+from codec.metrics.formulas import Adam, Metric
 from codec.specs import whole
 from codec.view import TensorView, view
 
@@ -50,7 +51,18 @@ def asked(metric: Any, state: Mapping[str, Any] | None, n: int) -> Asked | None:
     for name, v in views.items():
         if v.dtype not in MANTISSA_BITS or v.nbytes // ITEMSIZE[v.dtype] != n:
             raise SpecError(f"{name} must be {n} values of float32, bfloat16 or float16, not {v.dtype} of {v.shape}")
+    if (v := views.get("v")) is not None and any(isinstance(m, Adam) and not m.step for _, m in groups):
+        _doubt(v)
     return Asked(groups, views)
+
+
+def _doubt(v: TensorView) -> None:
+    """Warn of a mean square, by its first values, that counts as many times as large, for lack of a step."""
+    if v.device == "cpu" and any(bytes(ffi.buffer(v.data, min(v.nbytes, 256)))):
+        warnings.warn(
+            "state's v is not zero, yet the metric's step is 0, as before the first one: pass step=, of torch's state",
+            stacklevel=5,
+        )
 
 
 def _groups(metric: Any) -> list[tuple[int, Metric | Custom]]:

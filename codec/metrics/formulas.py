@@ -10,7 +10,7 @@ import numpy as np
 
 from codec.core import ITEMSIZE, LEVEL_BITS, MANTISSA_BITS, ffi
 from codec.errors import SpecError
-from codec.specs import shown
+from codec.specs import Guard, Truncate, plain, shown
 from codec.view import TensorView, on_host, view
 
 F32 = np.float32
@@ -53,7 +53,7 @@ class Metric(ABC):
     Raises
     ------
     SpecError
-        A number that is negative or not finite, or a beta of 1 or more.
+        A number that is negative or not finite, a beta of 1 or more, or a step that is not whole.
     """
 
     lr: float
@@ -64,10 +64,9 @@ class Metric(ABC):
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            value: object = getattr(self, name)
-            for number in _betas(value) if name == "betas" else (value,):
-                if not isinstance(number, int | float) or not (number >= 0 and _is_float64(number)):
-                    raise SpecError(f"{name} must be a finite number that is not negative, got {shown(number)}")
+            given: object = getattr(self, name)
+            value = _betas(given) if name == "betas" else _number(name, given)
+            object.__setattr__(self, name, value)
 
     @abstractmethod
     def terms(self, state: Mapping[str, Any]) -> Terms:
@@ -89,23 +88,40 @@ class Metric(ABC):
             m = float(F32(s * t.m)) if "m" in state else 0.0
             return Terms(float(theta), float(theta_v), float(F32(t.v)), float(F32(t.eps)), m)
 
-    def levels(self, g: Any, theta: Any, *, m: Any = None, v: Any = None, guard: int = -8) -> np.ndarray[Any, Any]:
+    def levels(
+        self, g: Any, theta: Any, *, m: Any = None, v: Any = None, guard: int | Guard = -8
+    ) -> np.ndarray[Any, Any]:
         """The level of each value of g, 0 to 3, as :class:`codec.Truncate` chooses them.
 
         Parameters
         ----------
-        g, theta, m, v : arrays or tensors of one shape
-            float32, bfloat16 or float16.
-        guard : int
+        g, theta, m, v : arrays or tensors
+            float32, bfloat16 or float16; of as many values.
+        guard : int or str
             As in :class:`codec.Truncate`.
 
         Returns
         -------
         numpy.ndarray of uint8, shape of g
+
+        Raises
+        ------
+        SpecError
+            An array of another dtype or size, or no such guard.
         """
+        spec = Truncate(guard=guard)
         arrays = {name: x for name, x in (("theta", theta), ("m", m), ("v", v)) if x is not None}
         t = self.final(arrays)
-        p, a = {name: _floats(x) for name, x in arrays.items()}, F32(0)
+        p, a = {name: _floats(x).reshape(-1) for name, x in arrays.items()}, F32(0)
+        x = on_host("g", view(g))
+        if x.dtype not in MANTISSA_BITS:
+            raise SpecError(f"g must be float32, bfloat16 or float16, not {x.dtype}")
+        n = x.nbytes // ITEMSIZE[x.dtype]
+        for name, values in p.items():
+            if values.size != n:
+                raise SpecError(f"{name} has {values.size} values, g has {n}")
+        if (level := spec.fixed_level) is not None:
+            return np.full(x.shape, level, np.uint8)
         with np.errstate(all="ignore"):
             if "v" in p and t.theta_v != 0:
                 factor = (np.sqrt(F32(t.v) * p["v"]) + F32(t.eps)) * F32(t.theta_v) + F32(t.theta)
@@ -115,28 +131,44 @@ class Metric(ABC):
             if "m" in p:
                 a = a + F32(t.m) * p["m"]
         ea = np.where(np.isnan(a), 0, a.view(np.uint32) >> 23 & 255).astype(int)
-        x = on_host("g", view(g))
-        if x.dtype not in MANTISSA_BITS:
-            raise SpecError(f"g must be float32, bfloat16 or float16, not {x.dtype}")
         mbits = MANTISSA_BITS[x.dtype]
         last = (1 << 8 * ITEMSIZE[x.dtype] - 1 - mbits) - 1  # the exponent of NaN and Inf
         bits = np.frombuffer(ffi.buffer(x.data, x.nbytes), f"u{ITEMSIZE[x.dtype]}").astype(np.int64)
-        e = (bits >> mbits & last).reshape(a.shape)
-        slack = ea - 127 - (e - last // 2) - guard - (MANTISSA_BITS[view(theta).dtype] - mbits)
+        e = bits >> mbits & last
+        slack = ea - 127 - (e - last // 2) - spec.guard_bits - (MANTISSA_BITS[view(theta).dtype] - mbits)
         slack = np.where(ea == 255, 1000, slack)
         slack = np.where((ea == 0) | (e == last), -1000, slack)
-        return sum((slack >= k for k in LEVEL_BITS[x.dtype][1:]), np.zeros(a.shape, np.uint8)).astype(np.uint8)
+        levels = sum((slack >= k for k in LEVEL_BITS[x.dtype][1:]), np.zeros(n, np.uint8))
+        return levels.astype(np.uint8).reshape(x.shape)
 
 
-def _betas(value: object) -> tuple[object, ...]:
+_FLAGS = ("maximize", "amsgrad", "centered")
+
+
+def _number(name: str, given: object) -> Any:
+    """A field's value as one of Python's numbers."""
+    if name in _FLAGS:
+        flag: object = cast(Any, given).item() if getattr(given, "shape", None) == () else given
+        if not isinstance(flag, bool | int):
+            raise SpecError(f"{name} must be True or False, got {shown(given)}")
+        return bool(flag)
+    number = plain(given)
+    if isinstance(number, bool) or not isinstance(number, int | float) or not (number >= 0 and _is_float64(number)):
+        raise SpecError(f"{name} must be a finite number that is not negative, got {shown(given)}")
+    if name == "step" and number != (number := int(number)):
+        raise SpecError(f"step must be a whole number, got {shown(given)}")
+    return number
+
+
+def _betas(value: object) -> tuple[float, ...]:
     """Of Adam, which must be below 1."""
     betas = tuple(cast(Sequence[object], value)) if isinstance(value, tuple | list) else ()
     if len(betas) != 2:
         raise SpecError(f"betas must be two numbers, got {shown(cast(object, value))}")
-    for beta in betas:
-        if isinstance(beta, int | float) and beta >= 1:
-            raise SpecError(f"betas must be below 1, got {shown(beta)}")
-    return betas
+    numbers = tuple(_number("betas", beta) for beta in betas)
+    if max(numbers) >= 1:
+        raise SpecError(f"betas must be below 1, got {shown(max(numbers))}")
+    return numbers
 
 
 def _floats(x: Any) -> np.ndarray[Any, Any]:

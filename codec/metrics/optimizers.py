@@ -112,8 +112,10 @@ def state_of(optimizer: Any, parameter: Any) -> dict[str, Any]:
     Raises
     ------
     SpecError
-        The parameter is not the optimizer's.
+        It is no optimizer, or the parameter is not the optimizer's.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise SpecError(f"optimizer must be one of torch.optim's, not {type(optimizer).__name__}")
     if not any(parameter is p for g in optimizer.param_groups for p in g["params"]):
         raise SpecError("the parameter is not among the optimizer's")
     have: Mapping[str, Any] = optimizer.state.get(parameter, {})

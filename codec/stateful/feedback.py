@@ -1,6 +1,5 @@
 """Error feedback: what a lossy frame loses is sent with the next one."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -9,7 +8,8 @@ import numpy as np
 from codec.core import ITEMSIZE
 from codec.encoding import encode
 from codec.errors import SpecError, StateError
-from codec.specs import Lossless, Spec
+from codec.specs import Lossless, Spec, plain
+from codec.specs import shown as told
 from codec.stateful.ranges import Array, Layout, Store, gather, layout_of, numel, scaled, shared, shown, union, without
 from codec.stateful.resharding import reshard
 from codec.stateful.saved import ROLES, load, save
@@ -89,7 +89,7 @@ class ErrorFeedback:
             raise SpecError(f"not a spec: {spec!r}")
         if isinstance(spec, Lossless):
             raise SpecError("Lossless loses nothing that could be fed back")
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SpecError(f"role must be one of {ROLES}, got {role!r}")
         self.spec = spec
         self.role: Role = role
@@ -206,24 +206,27 @@ class ErrorFeedback:
         Parameters
         ----------
         scale : float
-            Positive; before the first call it is 1. Powers of two change no residual's bits.
+            From 2^-126 to 2^126; before the first call it is 1. Powers of two change no residual's bits.
 
         Raises
         ------
         SpecError
-            It is not a positive number.
+            It is not such a number, or farther than that from the one before.
         StateError
             Something has been begun.
         """
-        now = self._now
-        if not 0 < scale < math.inf:
-            raise SpecError(f"a scale must be a positive number, got {scale!r}")
+        now, number = self._now, plain(scale)
+        # beyond, float32 has no factor or its inverse: residuals would come back as others, or not at all
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 2.0**-126 <= number <= 2.0**126:
+            raise SpecError(f"a scale must be a number from 2^-126 to 2^126, got {told(scale)}")
+        if not 2.0**-126 <= number / now.scale <= 2.0**126:
+            raise SpecError(f"residuals of scale {now.scale!r} cannot be those of {told(scale)}: float32 has no factor")
         if now.pending:
             raise StateError(
                 "residuals cannot be rescaled while some have been begun, and not committed nor rolled back"
             )
-        if scale != now.scale:
-            self._now = now.changed(scaled(now.kept, scale / now.scale), float(scale))
+        if number != now.scale:
+            self._now = now.changed(scaled(now.kept, number / now.scale), float(number))
 
     def encode(self, key: str, x: Any, **keywords: Any) -> bytes | memoryview:
         """Encode a tensor that is a parameter's gradient, with what is owed to it.

@@ -10,6 +10,7 @@ from codec.codebook import Codebook, count_symbols
 from codec.errors import SpecError, StateError
 from codec.specs import Lossless, Truncate, whole
 from codec.stateful.saved import VERSION, array_of, opened, plain
+from codec.view import dtype_name
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -35,7 +36,7 @@ class CodebookRefresher:
     ----------
     spec : Lossless or Truncate
         Of the frames.
-    dtype : str
+    dtype : str, type or dtype
         Of the tensors; for Lossless any that has exponents will do.
     interval : int
         Steps between sums, more than `delay`.
@@ -72,10 +73,10 @@ class CodebookRefresher:
     """
 
     def __init__(
-        self, spec: Lossless | Truncate = _DEFAULT, dtype: str = "float32", *, interval: int = 50, delay: int = 10
+        self, spec: Lossless | Truncate = _DEFAULT, dtype: Any = "float32", *, interval: int = 50, delay: int = 10
     ) -> None:
         self.spec = spec
-        self.dtype = dtype
+        self.dtype = dtype_name(dtype)
         self.delay = whole("delay", delay, 1, _STEPS)
         self.interval = whole("interval", interval, self.delay + 1, _STEPS)
         self._symbols = Codebook.from_counts(np.zeros(256, int), spec, dtype).symbols

@@ -76,7 +76,7 @@ def reshard(
     [True, True]
     """
     world_size = whole("world_size", world_size, 1)
-    if op not in get_args(Reduction):
+    if not isinstance(op, str) or op not in get_args(Reduction):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SpecError(f"op must be one of {get_args(Reduction)}, got {op!r}")
     loaded = [load(saved) for saved in state_dicts]
     if not loaded:

@@ -8,8 +8,8 @@ from codec.core import DTYPE_NAMES, check, ffi, lib
 from codec.engines import steps
 from codec.engines.native.encoding import ME
 from codec.engines.request import DecodeRequest
-from codec.errors import FrameError, SpecError, StateError, Status
-from codec.frame import read_header
+from codec.errors import SpecError, StateError, Status
+from codec.frame import check_frame, read_header
 from codec.metrics.asked import Asked, asked
 from codec.structs import Call
 from codec.view import TensorView, empty, on_host, view_output
@@ -84,7 +84,7 @@ def _asked(info: Any, r: DecodeRequest, frame: TensorView) -> Asked | None:
     try:
         m = asked(r.metric, r.state, info.n)
     except (SpecError, StateError):
-        check(lib.codec_verify(frame.data, frame.nbytes))
+        check_frame(frame)
         raise
     for name, v in m.read if m else ():
         on_host(name, v, ME)
@@ -130,8 +130,10 @@ def read_whole(frame: TensorView) -> Any:
 
 def check_whole(info: Any, frame: TensorView) -> None:
     """Raise FrameError for a frame that is not all of the bytes."""
-    if info.frame_nbytes != frame.nbytes:
-        raise FrameError(f"the frame has {info.frame_nbytes} bytes, {frame.nbytes} were given", Status.TRUNCATED)
+    has, given = info.frame_nbytes, frame.nbytes
+    if has != given:
+        status = Status.TRUNCATED if given < has else Status.TRAILING
+        check(status, ffi.new("codec_fault *", (min(has, given), given, has)))
 
 
 def accumulate(r: DecodeRequest, weight: float, make: DecodePrepared | None = None) -> None:

@@ -10,6 +10,7 @@ from codec.engines.native.decoding import read_whole
 from codec.engines.native.encoding import ME
 from codec.engines.request import DecodeRequest
 from codec.errors import SpecError, Status
+from codec.frame import check_frame
 from codec.metrics.asked import asked
 from codec.structs import Call
 from codec.view import TensorView, empty, on_host, view_output
@@ -31,7 +32,7 @@ def reduce(r: DecodeRequest, op: str, make: ReduceInto | None = None) -> Any:
     for info, _ in read:
         if tuple(info.shape[0 : info.rank]) != shape:
             for frame in r.frames:  # or one is damaged
-                check(lib.codec_verify(frame.data, frame.nbytes))
+                check_frame(frame)
             raise SpecError(f"frames of shapes {shape} and {tuple(info.shape[0 : info.rank])} cannot be reduced")
     r.check_limit(4 * first.n)
     m = asked(r.metric, r.state, first.n)
