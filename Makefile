@@ -193,14 +193,21 @@ kernels-on-cpu: $(VENV)/test
 
 # where there is an NVIDIA GPU: the CUDA engine's tests on it, some of them under compute-sanitizer, and its table
 SANITIZER ?= compute-sanitizer
+GPU_PYTHON ?= $(PY)
 gpu: $(VENV)/test
 	$(PIP) '.[cuda12]'
-	$(VENV)/bin/pytest -m gpu tests/test_cuda.py
+	$(MAKE) gpu-tests gpu-sanitizer gpu-table
+# each by itself, with any Python that has the package, pytest, CuPy and what tests need: `make gpu-table GPU_PYTHON=python3`
+gpu-tests:
+	$(GPU_PYTHON) -P -m pytest -m gpu tests/test_cuda.py
+gpu-sanitizer:
 	for tool in memcheck racecheck synccheck; do \
-		$(SANITIZER) --tool $$tool --error-exitcode 1 $(VENV)/bin/pytest -m gpu tests/test_cuda.py -k "golden or few" || exit 1; \
+		$(SANITIZER) --tool $$tool --launch-timeout 300 --error-exitcode 1 \
+			$(GPU_PYTHON) -P -m pytest -m gpu tests/test_cuda.py -k "golden or few" || exit 1; \
 	done
-	$(PY) bench/gpu.py
-.PHONY: gpu
+gpu-table:
+	$(GPU_PYTHON) bench/gpu.py
+.PHONY: gpu gpu-tests gpu-sanitizer gpu-table
 
 bench: $(VENV)/test ctest
 	$(PIP) '.[bench]'

@@ -182,10 +182,6 @@ class Device:
         pass
 
     @property
-    def attributes(self) -> dict[str, int]:
-        return {"MultiProcessorCount": 2}
-
-    @property
     def compute_capability(self) -> str:
         return machine.capabilities[self.id]
 
@@ -255,7 +251,8 @@ def getDeviceCount() -> int:
 
 
 def deviceGetAttribute(attrib: int, device: int) -> int:
-    return {75: int(machine.capabilities[device][:-1]), 76: int(machine.capabilities[device][-1])}[attrib]
+    capability = machine.capabilities[device]
+    return {16: 2, 75: int(capability[:-1]), 76: int(capability[-1])}[attrib]
 
 
 def pointerGetAttributes(ptr: int) -> Any:

@@ -733,6 +733,11 @@ def test_golden_frames_cut_off(name):
                 assert ours == native
 
 
+def summed(frames, engine):
+    """Of NaN a GPU's sums have other bits than a CPU's."""
+    return test_numba.same_nan(np.frombuffer(got(codec.reduce(frames, engine=engine)), np.float32))
+
+
 @pytest.mark.parametrize("name", test_numba.HOSTILE)
 def test_hostile_frames(name):
     """The same tensor or the same error."""
@@ -745,7 +750,7 @@ def test_hostile_frames(name):
         assert ours == native
         refused += isinstance(ours, int)
         if name in (*ROWS, "blocks_quantize_3_odd", "parts") and refused % 3 == 0:
-            ours, native = (outcome(codec.reduce, [frame, mutant, frame], engine=by) for by in ("cuda", "native"))
+            ours, native = (outcome(summed, [frame, mutant, frame], by) for by in ("cuda", "native"))
             assert ours == native
     assert refused
 

@@ -131,6 +131,7 @@ DEVICE_CALL void put_header(const codec_view *v, const uint8_t *head, bool store
 	}
 	__syncwarp();
 	seal += digest_bytes(image, v->side_offset, WIRE_SEED_HEADER, lane);
+	__syncwarp(); /* all have read it */
 	if (lane == 0)
 		put_field(image + WIRE_AT_CHECKSUM, seal, 8);
 	__syncwarp();

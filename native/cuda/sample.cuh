@@ -283,8 +283,11 @@ DEVICE_CALL void sample_cols(const codec_view *v, uint8_t *memory, const sample_
 	for (uint64_t i = threadIdx.x / 32; i < take; i += TEAM_WARPS) {
 		uint64_t r = choose_spread(i, take, nrows);
 
-		room->offset[i] = (int8_t)(is_fitted(part) ? row_offsets(v, memory, part)[r]
-							   : fit_row(part, values, q.size, q.octave, q.zero, r, lane));
+		int offset = is_fitted(part) ? row_offsets(v, memory, part)[r]
+					     : fit_row(part, values, q.size, q.octave, q.zero, r, lane);
+
+		if (lane == 0)
+			room->offset[i] = (int8_t)offset;
 	}
 	__syncthreads();
 	for (uint64_t col = share * TEAM + threadIdx.x; col < part->row; col += shares * TEAM) {

@@ -23,7 +23,8 @@ from codec.view import TensorView, is_torch, view
 
 _PINNED = 1 << 16  # bytes: longer copies from memory that can be paged wait for the stream
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-_MAJOR, _MINOR = 75, 76  # cudaDevAttrComputeCapabilityMajor and Minor, which CuPy does not name
+# cudaDevAttrMultiProcessorCount, ComputeCapabilityMajor and Minor, which CuPy does not name
+_PROCESSORS, _MAJOR, _MINOR = 16, 75, 76
 _OLDEST = 8  # since then a warp adds and ors by one instruction
 _INSTALL = "pip install 'tensor-codec[cuda12]', or [cuda13] beside a driver of CUDA 13"
 
@@ -77,7 +78,7 @@ class Gpu:
             raise EngineError(said)
         self._device = self._cupy.cuda.Device(index)
         self.name = f"cuda:{index}"
-        self.processors = self._device.attributes["MultiProcessorCount"]
+        self.processors = self._cupy.cuda.runtime.deviceGetAttribute(_PROCESSORS, index)
         self._arch = f"sm_{self._device.compute_capability}"
         self._functions: dict[str, Any] = {}
         self._numbers: dict[tuple[str, str], tuple[int, ...]] = {}
