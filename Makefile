@@ -86,6 +86,7 @@ native: $(VENV)/debian
 ctest: native
 	build/native/test_core
 	build/native/test_contract
+	build/native/test_steps
 	build/native/test_lossy
 
 # What programs built against the library rely on: compared with what is kept of it, or kept. And a program is built
@@ -138,9 +139,10 @@ BRIEFLY := -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_C_FLAGS_RELWITHDEBINFO='-O1
 sanitize: SECONDS ?= 3
 sanitize: $(VENV)/debian $(VENV)/clang
 	$(CMAKE) -S native -B build/sanitize -DCODEC_TESTS=ON $(BRIEFLY) -DCMAKE_C_FLAGS='$(SANITIZED)'
-	$(VENV)/bin/cmake --build build/sanitize --target test_core test_contract test_lossy test_race
+	$(VENV)/bin/cmake --build build/sanitize --target test_core test_contract test_steps test_lossy test_race
 	build/sanitize/test_core
 	build/sanitize/test_contract
+	build/sanitize/test_steps
 	build/sanitize/test_lossy
 	build/sanitize/test_race hostile $(SECONDS)
 	$(CMAKE) -S native -B build/tsan -DCODEC_TESTS=ON $(BRIEFLY) -DCMAKE_C_FLAGS=-fsanitize=thread
@@ -159,6 +161,7 @@ emulated: $(VENV)/debian $(VENV)/test
 	$(VENV)/bin/cmake --build build/emulated
 	build/emulated/test_core
 	build/emulated/test_contract
+	build/emulated/test_steps
 	build/emulated/test_lossy
 	CODEC_LIBRARY=$(CURDIR)/build/emulated/libcodec.so $(VENV)/bin/pytest \
 		tests/test_identity.py tests/test_vectors.py tests/test_lossy.py tests/test_truncate.py

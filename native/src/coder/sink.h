@@ -69,14 +69,16 @@ struct sink {
 #define SINK_RESIDUAL 100
 #define SINK_NONE 101
 
-/* Where values can be made: where they belong, if they go there as they are and not past the caches; else NULL. */
-static inline float_any *sink_room(const struct sink *s, uint64_t first)
+/*
+ * Where values can be made: where they belong, if they go there as they are and not past the caches, or are added as
+ * they are by whoever makes them (`adds`: who can do that); else NULL.
+ */
+static inline float_any *sink_room(const struct sink *s, uint64_t first, int adds)
 {
-	int stores = s->into == CODEC_INTO_STORE || s->into == CODEC_INTO_FLOAT32;
+	int stores = (s->into == CODEC_INTO_STORE || s->into == CODEC_INTO_FLOAT32) && !s->past;
 
-	if (!stores || s->dst->dtype != CODEC_FLOAT32 || s->past)
-		return NULL;
-	return (float_any *)s->dst->data + first;
+	adds = adds && s->into == CODEC_INTO_ADD && s->weight == 1;
+	return s->dst->dtype == CODEC_FLOAT32 && (stores || adds) ? (float_any *)s->dst->data + first : NULL;
 }
 
 /* y: NULL if they were made in sink_room(), or added there. */

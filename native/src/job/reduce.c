@@ -7,8 +7,9 @@ static void turn_of(codec_context *c, size_t i, size_t count, uint32_t op, int u
 	c->into = i == 0 ? CODEC_INTO_FLOAT32 : op == CODEC_REDUCE_MAX ? CODEC_INTO_MAX : CODEC_INTO_ADD;
 	c->weight = 1;
 	c->divide = op == CODEC_REDUCE_MEAN && count > 1 && i == count - 1 ? (float)count : 0;
-	c->flags &=
-		~(CODEC_UNSCALED | CODEC_RESCALE | (count > 1 ? CODEC_NONTEMPORAL : 0)); /* the next frame reads it */
+	c->flags &= ~(CODEC_UNSCALED | CODEC_RESCALE);
+	if (count > 1) /* what one frame stores the next one reads */
+		c->flags &= ~CODEC_NONTEMPORAL;
 	c->flags |= unscaled ? CODEC_UNSCALED : 0;
 	c->flags |= unscaled && i == count - 1 ? CODEC_RESCALE : 0;
 }

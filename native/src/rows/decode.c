@@ -121,7 +121,6 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 	int half = j->h.dtype == CODEC_FLOAT16;
 	/* what is added up is what decoding gives */
 	int rounds = j->h.dtype != CODEC_FLOAT32 && sink->into != CODEC_INTO_STORE && !sink->unscaled;
-	int add = !rounds && q->codec == CODEC_SIGN && sink->into == CODEC_INTO_ADD && sink->weight == 1;
 
 	for (uint64_t i = t; i < end; i += n) {
 		float_any *there, *y;
@@ -132,12 +131,10 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 					row ? n : 1, w, f));
 		if (sink->into == SINK_NONE)
 			continue;
-		there = add      ? (float_any *)sink->dst->data + c->first + i
-			: rounds ? NULL
-				 : sink_room(sink, c->first + i);
+		there = rounds ? NULL : sink_room(sink, c->first + i, q->codec == CODEC_SIGN);
 		y = there ? there : w->y;
 		if (q->codec == CODEC_SIGN)
-			sign_run(k, code, i, n, row ? row : n, w, add, y);
+			sign_run(k, code, i, n, row ? row : n, w, there && sink->into == CODEC_INTO_ADD, y);
 		else
 			k->decode_rows(q, code + i - t, n, row ? row : n, w->scale, y);
 		if (rounds) {

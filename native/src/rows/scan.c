@@ -27,8 +27,7 @@ static void pairs_total(const struct pairs *p, double total[2])
 		total[i] = scale_total(p->sum[i], p->count);
 }
 
-/* Largest magnitude of at most WIRE_TREE values, and their sums; their signs' bits, too, where there is room for them.
- */
+/* Largest magnitude of at most WIRE_TREE values, their sums and, unless NULL, the bits of their signs. */
 static void scan(int kind, const struct kernels *k, const struct source *src, uint64_t first, uint64_t n, uint8_t *bits,
 		 struct row_sums *out)
 {

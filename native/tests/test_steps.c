@@ -1,0 +1,425 @@
+/* test_steps.c - what codec_engine.h says of steps, jobs and plans, above all of wrong ones: refused, and nothing
+ * written. */
+#include <fenv.h>
+#include <stdlib.h>
+
+#include "contract.h"
+
+/* What other engines read in a job's memory keeps its place; no function's arguments lead abidiff there. */
+#define PLACE(type, field, at) _Static_assert(offsetof(type, field) == (at), #field)
+PLACE(codec_model_part, start, 0);
+PLACE(codec_model_part, count, 8);
+PLACE(codec_model_part, row, 16);
+PLACE(codec_model_part, nibbles_at, 20);
+PLACE(codec_model_part, base, 24);
+PLACE(codec_model_part, mean, 26);
+PLACE(codec_model_part, kind, 28);
+PLACE(codec_model_part, shifts, 29);
+PLACE(codec_row_part, start, 0);
+PLACE(codec_row_part, count, 8);
+PLACE(codec_row_part, first_block, 16);
+PLACE(codec_row_part, first_sum, 24);
+PLACE(codec_row_part, row, 28);
+PLACE(codec_row_part, scale, 32);
+_Static_assert(sizeof(codec_model_part) == 32 && sizeof(codec_row_part) == 40, "arrays of them");
+
+/* A job knows what it is for and how far it is. */
+static void test_order(void **unused)
+{
+	codec_spec spec = spec_of(CODEC_SIGN);
+	codec_tensor t = tensor(x, N), to = tensor(out, N);
+	codec_context with = context();
+	uint64_t end, seal, at, count;
+	size_t job_nbytes, work_nbytes, written;
+	codec_plan plan;
+	void *job, *work;
+
+	(void)unused;
+	fill();
+	assert_int_equal(codec_job_nbytes(&spec, &t, &job_nbytes, &work_nbytes), CODEC_OK);
+	job = calloc(1, job_nbytes);
+	work = malloc(work_nbytes);
+#define SCAN() codec_encode_scan(&t, &with, job, 0, plan.nscans)
+#define START() codec_encode_start(&t, frame, sizeof frame, &with, job, &plan)
+#define BLOCKS() codec_encode_blocks(&t, frame, sizeof frame, &with, job, 0, count, at, &end, &seal, work, work_nbytes)
+#define MOVE(count, from, to) codec_encode_move(job, frame, sizeof frame, 0, count, from, to, &end)
+#define CLOSE() codec_encode_close(&t, frame, sizeof frame, &with, job, &count, &at, 1, seal, &written)
+	count = at = seal = 0;
+	plan.nscans = 0;
+	assert_int_equal(SCAN(), CODEC_BAD_ARGUMENT); /* memory that is no job */
+	assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_decode_close(&with, job, 0), CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_encode_open(&spec, &t, frame, sizeof frame, &with, job, job_nbytes, &plan), CODEC_OK);
+	assert_true(plan.nscans > 0);
+	count = plan.nblocks;
+	at = plan.regions_at;
+	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT); /* before the scales are known */
+	assert_int_equal(MOVE(count, at, at), CODEC_BAD_ARGUMENT);
+	assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
+	assert_int_equal(SCAN(), CODEC_OK);
+	assert_int_equal(codec_encode_start(&t, frame, 60, &with, job, &plan), CODEC_SHORT_OUTPUT);
+	assert_int_equal(START(), CODEC_OK); /* a step that failed may be repeated */
+	assert_int_equal(START(), CODEC_BAD_ARGUMENT);
+	assert_int_equal(SCAN(), CODEC_BAD_ARGUMENT);
+	at = plan.regions_at;
+	assert_int_equal(codec_decode_blocks(frame, sizeof frame, &to, &with, job, 0, 1, &seal, work, work_nbytes),
+			 CODEC_BAD_ARGUMENT);
+	with.residual = residual;
+	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT); /* opened without one: not all is known to be finite */
+	with.residual = NULL;
+	assert_int_equal(BLOCKS(), CODEC_OK);
+	at += 64;
+	assert_int_equal(BLOCKS(), CODEC_OK);
+	assert_int_equal(MOVE(count, at, at + 8), CODEC_BAD_ARGUMENT); /* later than where they are */
+	assert_int_equal(MOVE(count, at, plan.regions_at + 4), CODEC_BAD_ARGUMENT);
+	assert_int_equal(MOVE(count, at, plan.regions_at - 8), CODEC_BAD_ARGUMENT);
+	assert_int_equal(MOVE(count, end + 8, at), CODEC_BAD_ARGUMENT); /* where they are not */
+	assert_int_equal(MOVE(0, at, at), CODEC_BAD_ARGUMENT);
+	assert_int_equal(MOVE(count + 1, at, at), CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_encode_move(job, frame, end - 8, 0, count, at, at, &end), CODEC_BAD_ARGUMENT);
+	assert_int_equal(MOVE(count, at, plan.regions_at), CODEC_OK);
+	at = plan.regions_at;
+	assert_int_equal(CLOSE(), CODEC_OK);
+	assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
+	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT);
+
+	with.flags = CODEC_VERIFY_FIRST;
+	assert_int_equal(codec_decode_open(frame, written, &to, &with, job, job_nbytes, &plan), CODEC_BAD_ARGUMENT);
+	with.flags = 0;
+	assert_int_equal(codec_decode_open(frame, written, &to, &with, job, job_nbytes, &plan), CODEC_OK);
+	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_decode_check(frame, written, &with, job, 0, count, &seal, work, work_nbytes), CODEC_OK);
+	assert_int_equal(codec_decode_close(&with, job, seal), CODEC_OK);
+	assert_true(all_seven(out));
+	assert_int_equal(codec_decode_blocks(frame, written, NULL, &with, job, 0, count, &seal, work, work_nbytes),
+			 CODEC_BAD_ARGUMENT);
+	assert_int_equal(codec_decode_blocks(frame, written, &to, &with, job, 0, count, &seal, work, work_nbytes),
+			 CODEC_OK);
+	assert_int_equal(codec_decode_close(&with, job, seal), CODEC_OK);
+	assert_int_equal(codec_decode_close(&with, job, seal + 1), CODEC_CHECKSUM);
+	free(job);
+	free(work);
+}
+
+/* A metric is given to every step that needs it, not only to the first. */
+static void test_steps_metric(void **unused)
+{
+	codec_spec spec = spec_of(CODEC_TRUNCATE);
+	codec_tensor t = tensor(x, N), state = tensor(theta, N), to = tensor(out, N);
+	codec_metric metric = {.struct_nbytes = sizeof metric, .theta_term = 3, .theta = &state};
+	codec_context with = context();
+	uint64_t end, seal, at, count;
+	size_t written;
+	codec_plan plan;
+	void *job = malloc(SCRATCH), *work = malloc(SCRATCH);
+	const size_t job_nbytes = SCRATCH, work_nbytes = SCRATCH;
+
+	(void)unused;
+	fill();
+	spec.variant = CODEC_LEVELS_SHARED;
+	with.metric = &metric;
+	assert_int_equal(codec_encode_open(&spec, &t, frame, sizeof frame, &with, job, job_nbytes, &plan), CODEC_OK);
+	count = plan.nblocks;
+	at = plan.regions_at;
+	with.metric = NULL;
+	assert_int_equal(BLOCKS(), CODEC_MISSING_STATE);
+	with.metric = &metric;
+	assert_int_equal(BLOCKS(), CODEC_OK);
+	with.metric = NULL;
+	with.residual = residual;
+	assert_int_equal(CLOSE(), CODEC_MISSING_STATE);
+	assert_true(all_seven(residual));
+	with.metric = &metric;
+	assert_int_equal(CLOSE(), CODEC_OK);
+	with.residual = NULL;
+	assert_int_equal(codec_decode_open(frame, written, &to, &with, job, job_nbytes, NULL), CODEC_OK);
+	with.metric = NULL;
+	assert_int_equal(codec_decode_check(frame, written, &with, job, 0, count, &seal, work, work_nbytes),
+			 CODEC_MISSING_STATE);
+	assert_int_equal(codec_decode_blocks(frame, written, &to, &with, job, 0, count, &seal, work, work_nbytes),
+			 CODEC_MISSING_STATE);
+	assert_true(all_seven(out));
+	free(job);
+	free(work);
+}
+
+/* Steps with a residual are refused before one value of it is written, if there may not be room for all. */
+static void test_steps_residual(void **unused)
+{
+	static const uint32_t CODECS[] = {CODEC_SIGN, CODEC_TERNARY, CODEC_FLOAT8, CODEC_FLOAT4, CODEC_QUANTIZE};
+	codec_tensor t = tensor(x, N);
+	codec_context with = context();
+	size_t job_nbytes, work_nbytes, bound;
+	uint64_t end, seal;
+
+	(void)unused;
+	fill();
+	with.residual = residual;
+	for (int i = 0; i < 10; i++) {
+		codec_spec spec = spec_of(CODECS[i % 5]);
+		codec_status status;
+		codec_plan plan;
+		void *job, *work;
+
+		if (i == 6)
+			spec.variant = CODEC_TERNARY_ENTROPY;
+		if (i == 7)
+			spec.options = CODEC_OPTION_ENTROPY;
+		codec_bound(&spec, &t, &bound);
+		codec_job_nbytes(&spec, &t, &job_nbytes, &work_nbytes);
+		job = malloc(job_nbytes);
+		work = malloc(work_nbytes);
+		for (size_t room = bound; room > bound / 4; room -= bound / 7) {
+			status = codec_encode_open(&spec, &t, frame, room, &with, job, job_nbytes, &plan);
+			if (status == CODEC_OK) {
+				assert_int_equal(codec_encode_scan(&t, &with, job, 0, plan.nscans), CODEC_OK);
+				status = codec_encode_start(&t, frame, room, &with, job, &plan);
+			}
+			if (status == CODEC_OK)
+				status = codec_encode_blocks(&t, frame, plan.regions_at + plan.region_bound - 8, &with,
+							     job, 0, plan.nblocks, plan.regions_at, &end, &seal, work,
+							     work_nbytes);
+			assert_int_equal(status, CODEC_SHORT_OUTPUT);
+			assert_true(all_seven(residual));
+		}
+		free(job);
+		free(work);
+	}
+}
+
+/* Room for the frame, but not for all that could become of it: no step follows, but the same one with more room may. */
+static void test_steps_short(void **unused)
+{
+	codec_tensor t = tensor(x, N);
+	codec_context with = context(), plain = context();
+	void *job = malloc(SCRATCH), *work = malloc(SCRATCH);
+	const size_t work_nbytes = SCRATCH;
+	uint64_t end, seal, at, count;
+
+	(void)unused;
+	for (int i = 0; i < 2; i++) {
+		codec_spec spec = spec_of(i ? CODEC_FLOAT8 : CODEC_TERNARY);
+		codec_status status;
+		size_t written, room;
+		codec_plan plan;
+
+		fill();
+		spec.variant = i ? 0 : CODEC_TERNARY_ENTROPY;
+		spec.options = i ? CODEC_OPTION_ENTROPY : 0;
+		assert_int_equal(
+			codec_encode(&spec, &t, other, sizeof other, &room, NULL, &plain, scratch, sizeof scratch),
+			CODEC_OK);
+		with.residual = residual;
+		memset(frame, 0xff, sizeof frame);
+		status = codec_encode_open(&spec, &t, frame, room, &with, job, SCRATCH, &plan);
+		assert_true(plan.nscans || status == CODEC_SHORT_OUTPUT);
+		if (plan.nscans) {
+			assert_int_equal(SCAN(), CODEC_OK);
+			status = codec_encode_start(&t, frame, room, &with, job, &plan);
+		}
+		assert_int_equal(status, CODEC_SHORT_OUTPUT);
+		count = plan.nblocks;
+		at = plan.regions_at;
+		seal = 0;
+		assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT);
+		assert_int_equal(MOVE(count, at, at), CODEC_BAD_ARGUMENT);
+		assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
+		assert_true(all_seven(residual));
+		if (plan.nscans)
+			assert_int_equal(START(), CODEC_OK);
+		else
+			assert_int_equal(codec_encode_open(&spec, &t, frame, sizeof frame, &with, job, SCRATCH, &plan),
+					 CODEC_OK);
+		assert_int_equal(BLOCKS(), CODEC_OK);
+		assert_int_equal(CLOSE(), CODEC_OK);
+		assert_int_equal(written, room);
+		assert_memory_equal(frame, other, written);
+	}
+	free(job);
+	free(work);
+}
+
+/* A job takes what its plan says: to decode, none has the buffer that some encoders begin with. */
+static void test_job_sizes(void **unused)
+{
+	static const codec_spec SPECS[] = {
+		{.codec = CODEC_LOSSLESS},
+		{.codec = CODEC_SIGN},
+		{.codec = CODEC_TERNARY, .variant = CODEC_TERNARY_ENTROPY},
+		{.codec = CODEC_FLOAT8, .options = CODEC_OPTION_ENTROPY},
+		{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVELS_FIXED, .bits = 2},
+	};
+	codec_tensor t = tensor(x, N), to = tensor(out, N);
+	codec_context with = context();
+	void *work = malloc(SCRATCH);
+
+	(void)unused;
+	fill();
+	for (int i = 0; i < 5; i++) {
+		size_t written, most, work_nbytes, both, short_of;
+		codec_spec spec = SPECS[i];
+		codec_plan plan;
+		uint64_t seal;
+		struct guarded g;
+
+		spec.struct_nbytes = sizeof spec;
+		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+		assert_int_equal(codec_job_nbytes(&spec, &t, &most, &work_nbytes), CODEC_OK);
+		assert_int_equal(codec_scratch(&spec, &t, &both), CODEC_OK);
+		assert_int_equal(codec_decode_open(frame, written, &to, &with, scratch, sizeof scratch, &plan),
+				 CODEC_OK);
+		assert_true(i < 2 ? plan.job_nbytes == most : plan.job_nbytes + work_nbytes <= most);
+		assert_true(plan.job_nbytes + work_nbytes <= both);
+		g = guard(plan.job_nbytes);
+		short_of = plan.job_nbytes - 1;
+		assert_int_equal(codec_decode_open(frame, written, &to, &with, g.p + 1, short_of, NULL),
+				 CODEC_SHORT_SCRATCH);
+		assert_int_equal(codec_decode_open(frame, written, &to, &with, g.p, plan.job_nbytes, NULL), CODEC_OK);
+		assert_int_equal(
+			codec_decode_blocks(frame, written, &to, &with, g.p, 0, plan.nblocks, &seal, work, work_nbytes),
+			CODEC_OK);
+		assert_int_equal(codec_decode_close(&with, g.p, seal), CODEC_OK);
+		unguard(g);
+	}
+	free(work);
+}
+
+/* What only checks writes nothing, whichever call it is; steps, which have calls of their own for that, refuse it. */
+static void test_check_only(void **unused)
+{
+	static const uint32_t FLAGS[] = {CODEC_CHECK_ONLY, CODEC_VERIFY_FIRST, CODEC_CHECK_ONLY | CODEC_VERIFY_FIRST};
+
+	(void)unused;
+	for (int i = 0; i < 6; i++) {
+		codec_spec spec = spec_of(i % 3 == 2 ? CODEC_QUANTIZE : CODEC_LOSSLESS);
+		uint64_t n = i % 3 ? N : 100, seal, seals[2]; /* 100 values are stored */
+		codec_tensor t = tensor(x, n), to = tensor(out, n);
+		codec_context with = context();
+		const void *frames[] = {frame, i < 3 ? frame : other}, *jobs[2] = {0};
+		size_t written, nbytes[2];
+		codec_plan plan;
+		void *job, *work = malloc(SCRATCH);
+
+		fill();
+		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+		nbytes[0] = written;
+		spec.codec = CODEC_SIGN; /* whose blocks do not match */
+		if (i >= 3)
+			assert_int_equal(ENCODE(other, sizeof other, NULL), CODEC_OK);
+		nbytes[1] = written;
+		with.flags = CODEC_CHECK_ONLY;
+#define ADD() codec_accumulate(frame, nbytes[0], 1, &to, &with, scratch, sizeof scratch)
+#define REDUCE() codec_reduce(frames, nbytes, 2, CODEC_REDUCE_SUM, &to, &with, scratch, sizeof scratch)
+		assert_int_equal(DECODE(nbytes[0]), CODEC_OK);
+		assert_int_equal(ADD(), CODEC_OK);
+		assert_int_equal(REDUCE(), CODEC_OK);
+		frame[nbytes[0] - 20] ^= 1;
+		assert_int_equal(DECODE(nbytes[0]), CODEC_CHECKSUM);
+		assert_int_equal(REDUCE(), CODEC_CHECKSUM);
+		frame[nbytes[0] - 20] ^= 1;
+		jobs[0] = jobs[1] = job = malloc(SCRATCH);
+		with.into = CODEC_INTO_FLOAT32;
+		for (int k = 0; k < 3; k++) {
+			with.flags = FLAGS[k];
+			assert_int_equal(codec_decode_open(frame, nbytes[0], &to, &with, job, SCRATCH, &plan),
+					 CODEC_BAD_ARGUMENT);
+		}
+		assert_true(all_seven(out));
+		if (n == N) {
+			with.flags = 0;
+			assert_int_equal(codec_decode_open(frame, nbytes[0], &to, &with, job, SCRATCH, &plan),
+					 CODEC_OK);
+			for (int k = 0; k < 3; k++) {
+				with.flags = FLAGS[k];
+				assert_int_equal(
+					codec_decode_check(frame, nbytes[0], &with, job, 0, 1, &seal, work, SCRATCH),
+					CODEC_BAD_ARGUMENT);
+				assert_int_equal(codec_decode_blocks(frame, nbytes[0], &to, &with, job, 0, 1, &seal,
+								     work, SCRATCH),
+						 CODEC_BAD_ARGUMENT);
+				assert_int_equal(codec_reduce_blocks(frames, nbytes, 1, CODEC_REDUCE_SUM, &to, &with,
+								     jobs, 0, 1, seals, work, SCRATCH),
+						 CODEC_BAD_ARGUMENT);
+			}
+			assert_true(all_seven(out));
+		}
+		free(job);
+		free(work);
+	}
+}
+
+/* A range of blocks is a part of those that there are, however large its numbers. */
+static void test_ranges(void **unused)
+{
+	codec_spec spec = spec_of(CODEC_QUANTIZE);
+	codec_tensor t = tensor(x, N), to = tensor(out, N);
+	codec_context with = context();
+	const void *frames[] = {frame}, *jobs[1];
+	size_t written;
+	uint64_t seal;
+	codec_plan plan;
+	void *job = malloc(SCRATCH), *work = malloc(SCRATCH);
+
+	(void)unused;
+	fill();
+	jobs[0] = job;
+	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+	with.into = CODEC_INTO_FLOAT32;
+	assert_int_equal(codec_decode_open(frame, written, &to, &with, job, SCRATCH, &plan), CODEC_OK);
+#define SOME(first, n)                                                                                                 \
+	codec_reduce_blocks(frames, &written, 1, CODEC_REDUCE_SUM, &to, &with, jobs, first, n, &seal, work, SCRATCH)
+	assert_int_equal(SOME(2, UINT64_MAX), CODEC_BAD_ARGUMENT);
+	assert_int_equal(SOME(0, plan.nblocks + 1), CODEC_BAD_ARGUMENT);
+	assert_int_equal(SOME(plan.nblocks + 1, 0), CODEC_BAD_ARGUMENT);
+	assert_true(all_seven(out));
+	assert_int_equal(SOME(plan.nblocks, 0), CODEC_OK);
+	assert_int_equal(SOME(0, plan.nblocks), CODEC_OK);
+	free(job);
+	free(work);
+}
+
+/* Plans, too, are the same whatever the caller's rounding mode, which stays as it was. */
+static void test_rounding_mode(void **unused)
+{
+	static const int MODES[] = {FE_TONEAREST, FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO};
+	codec_spec spec = spec_of(CODEC_TERNARY);
+	codec_tensor t = tensor(x, N);
+	codec_context with = context();
+	size_t written;
+	codec_plan plan;
+	float scale = 0;
+
+	(void)unused;
+	memset(x, 0, sizeof x);
+	spec.scale = 1.3e-7f; /* between two subnormals of float16 */
+	t.dtype = CODEC_FLOAT16;
+	t.nbytes = 2 * N;
+	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
+	for (int i = 0; i < 4; i++) {
+		codec_view view = {.struct_nbytes = sizeof view};
+		codec_status planned, read;
+
+		assert_int_equal(fesetround(MODES[i]), 0);
+		planned = codec_encode_plan(&spec, &t, &with, scratch, sizeof scratch, &plan);
+		codec_job_view(scratch, &view);
+		read = codec_decode_plan(frame, 200, written, &with, scratch, sizeof scratch, &plan);
+		assert_int_equal(fegetround(), MODES[i]);
+		fesetround(FE_TONEAREST);
+		assert_int_equal(planned, CODEC_OK);
+		assert_int_equal(read, CODEC_OK);
+		assert_true(view.scale > 0 && (!i || view.scale == scale));
+		scale = view.scale;
+	}
+}
+
+int main(void)
+{
+	const struct CMUnitTest tests[] = {
+		cmocka_unit_test(test_order),          cmocka_unit_test(test_steps_metric),
+		cmocka_unit_test(test_steps_residual), cmocka_unit_test(test_check_only),
+		cmocka_unit_test(test_ranges),         cmocka_unit_test(test_steps_short),
+		cmocka_unit_test(test_rounding_mode),  cmocka_unit_test(test_job_sizes),
+	};
+
+	return cmocka_run_group_tests(tests, NULL, NULL);
+}
