@@ -102,9 +102,9 @@ def largest(p):
 
 @jit
 def first_above(p, most):
-    """The place of the first byte above `most`: there is one."""
+    """The place of the first byte above `most`; the last one's if there is none, for a frame may change meanwhile."""
     i = 0
-    while p[i] <= most:
+    while i + 1 < len(p) and p[i] <= most:
         i += 1
     return i
 

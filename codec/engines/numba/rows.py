@@ -303,7 +303,7 @@ def _open_codes(job, work, codes, codes_at, t, end, checking, fault):
     if not (checking and all_are):
         unpack(codes[t * bits // 8 :], n, bits, work.code)
     if not all_are and largest(work.code[:n]) > most:
-        i = first_above(work.code, most)
+        i = first_above(work.code[:n], most)
         return bad(fault, BAD_REGION, codes_at + (t + i) * bits // 8, work.code[i], most)
     return OK
 

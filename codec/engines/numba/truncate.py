@@ -429,7 +429,7 @@ def _get_symbols(frame, job, work, mode, m, c, fault):
     e, level, pair = work.e[:m], work.level[:m], work.pair[:m]
     if not joint:
         if largest(symbol[:m]) > kind.last:
-            i = first_above(symbol, kind.last)
+            i = first_above(symbol[:m], kind.last)
             return bad(fault, BAD_REGION, at + (i if mode == RAW else 0), symbol[i], kind.last)
         copy(e, symbol[:m])
         return OK

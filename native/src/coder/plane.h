@@ -22,12 +22,12 @@ static inline int is_constant(const uint8_t *p, uint64_t n)
 	return n < 2 || (p[0] == p[n - 1] && memcmp(p, p + 1, n - 1) == 0);
 }
 
-/* The place of the first byte above `most`: there is one. */
-static inline uint64_t first_above(const uint8_t *p, uint8_t most)
+/* The place of the first of n bytes above `most`; the last one's if there is none, for a frame may change meanwhile. */
+static inline uint64_t first_above(const uint8_t *p, uint64_t n, uint8_t most)
 {
 	uint64_t i = 0;
 
-	while (p[i] <= most)
+	while (i + 1 < n && p[i] <= most)
 		i++;
 	return i;
 }

@@ -77,8 +77,10 @@ static codec_status open_trits(const struct kernels *k, const struct coded *c, u
 	uint64_t nbytes = (end - t + 4) / 5, from = last ? nbytes - 1 : 0;
 	const uint8_t *src = c->codes + t / 5;
 
-	if (k->max_byte(src, nbytes) > 242)
-		BAD(code_at(c, src + first_above(src, 242)), src[first_above(src, 242)], 242);
+	if (k->max_byte(src, nbytes) > 242) {
+		src += first_above(src, nbytes, 242);
+		BAD(code_at(c, src), *src, 242);
+	}
 	k->unpack_trits(src + from, 5 * (nbytes - from), w->code + 5 * from);
 	for (uint64_t i = end - t; i < 5 * nbytes; i++)
 		if (w->code[i])
@@ -105,7 +107,7 @@ static codec_status open_codes(const struct kernels *k, const struct row_kind *q
 	if (*code == w->code && !(checking && all))
 		k->unpack_codes(c->codes + t * q->bits / 8, end - t, q->bits, w->code);
 	if (!all && k->max_byte(*code, end - t) > most) {
-		uint64_t i = first_above(*code, most);
+		uint64_t i = first_above(*code, end - t, most);
 
 		BAD(c->codes_at + (t + i) * q->bits / 8, (*code)[i], most);
 	}

@@ -78,7 +78,7 @@ static codec_status read_symbols(const struct job *j, const struct kernels *k, c
 		return read_pairs(j, k, q, o, at, w, f);
 	if (k->max_byte(symbol, o->m) <= q->last)
 		return CODEC_OK;
-	i = first_above(symbol, (uint8_t)q->last);
+	i = first_above(symbol, o->m, (uint8_t)q->last);
 	BAD(at + ((o->head & 3) == WIRE_MODE_RAW ? i : 0), symbol[i], q->last);
 }
 
