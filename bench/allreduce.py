@@ -4,10 +4,11 @@
     sudo python bench/allreduce.py --quick               # a few codecs on 2 MiB: under two minutes
     sudo python bench/allreduce.py --ranks 4 --links 100mbit --codecs lossless float8 "sign, block"
 
-Ranks are processes in network namespaces (bench/netns.py: Linux, root, iproute2); a token bucket limits what each may
-send. Each has gradients of its own: those of one real step, float32 that were made in bfloat16 as under autocast, with
-their parameters' shapes; Truncate has gradients with the optimizer's state beside them. A capture that is too short is
-taken again with the rows of its parameters turned, so that no two ranks have the same.
+Ranks are processes in network namespaces (bench/netns.py: Linux, root, iproute2), each on cores of its own, or two on
+one where there are half as many; a token bucket limits what each may send. Each has gradients of its own: those of one
+real step, float32 that were made in bfloat16 as under autocast, with their parameters' shapes; Truncate has gradients
+with the optimizer's state beside them. A capture that is too short is taken again with the rows of its parameters
+turned, so that no two ranks have the same.
 
 A row is what one all-reduce took, from when the first rank starts until the last has the mean; codecs write it apart
 (`out=`), Gloo and hooks in place:
@@ -377,7 +378,7 @@ def run(ranks: int, plan: dict[str, Any], args: argparse.Namespace, tick: Callab
     how = {"both_ways": args.both_ways, "congestion": args.congestion, "slow_start_after_idle": not args.no_restart}
     command = [sys.executable, __file__, "--worker", json.dumps(plan)]
     with netns.Network(ranks, **how) as network:
-        return network.run(command, timeout=args.timeout, environment=threads, on_line=tick)
+        return network.run(command, timeout=args.timeout, environment=threads, on_line=tick, bind=not args.unbound)
 
 
 def of_links(said: list[list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -507,6 +508,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--algorithm", default="two_shot", help="of codec.torch.all_reduce (two_shot)")
     parser.add_argument("--in-place", action="store_true", help="codecs write to the tensor itself: a copy more")
     parser.add_argument("--threads", type=int, help="of each rank (cores / ranks, at least 1)")
+    parser.add_argument("--unbound", action="store_true", help="ranks may go from core to core")
     parser.add_argument("--both-ways", action="store_true", help="limit what a rank receives, too")
     parser.add_argument("--congestion", help="TCP's congestion control (the machine's)")
     parser.add_argument("--no-restart", action="store_true", help="net.ipv4.tcp_slow_start_after_idle=0")
@@ -593,6 +595,7 @@ def show(tables: list[dict[str, Any]], args: argparse.Namespace, about: dict[str
         "algorithm": args.algorithm,
         "in_place": args.in_place,
         "both_ways": args.both_ways,
+        "bound": not args.unbound,
     }
     about |= {"slow_start_after_idle": not args.no_restart, "pause": args.pause}
     about |= {"load": [round(x, 1) for x in os.getloadavg()]}  # above the number of ranks: others were there

@@ -6,8 +6,8 @@
 
 It is GComp's experiment (SoCC 2024, figure 10): the time of an all-reduce of real gradients, over that of
 gloo::allreduce of float32 in the same run. `make gloo` builds the program that is a rank (bench/gloo_allreduce.cc).
-Ranks are processes in network namespaces (bench/netns.py: Linux, root, iproute2); gradients are those of
-bench/allreduce.py.
+Ranks are processes in network namespaces (bench/netns.py: Linux, root, iproute2), each on cores of its own, or two on
+one where there are half as many; gradients are those of bench/allreduce.py.
 
 sent        bytes of frames and values that a rank sends: the average of the ranks
 less        how much less that is than Gloo sends
@@ -207,6 +207,7 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
     tables: list[dict[str, Any]] = []
     wrong: list[str] = []
     how = {"congestion": args.congestion, "slow_start_after_idle": not args.no_restart}
+    bind = not args.unbound
     try:
         with Progress(console=Console(stderr=True), transient=True) as bar:
             for ranks in args.ranks:
@@ -216,7 +217,7 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
                     bar.update(task, total=len(plan.about) * len(args.links))
                     for link in args.links:
                         probe = [sys.executable, str(HERE / "netns.py"), "--probe", "--links", link]
-                        rates = [found[0]["rate"] for found in network.run(probe, timeout=60)]
+                        rates = [found[0]["rate"] for found in network.run(probe, timeout=60, bind=bind)]
                         with tempfile.TemporaryDirectory() as store:
 
                             def tick(rank: int, line: str, ranks: int = ranks, link: str = link) -> None:
@@ -224,14 +225,14 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
                                     bar.update(task, advance=1, description=f"{ranks} ranks, {netns.shown(link)}")
 
                             command = [str(args.program), str(plan.path), store]
-                            said = network.run(command, timeout=args.timeout, on_line=tick)
+                            said = network.run(command, timeout=args.timeout, on_line=tick, bind=bind)
                         table, problems = table_of(plan, said, link, rates)
                         tables.append(table)
                         wrong += problems
                 bar.remove_task(task)
     finally:  # after an error, too: what was measured may have taken long
         if tables:
-            about = {"mib": args.mib, "cores": len(os.sched_getaffinity(0)), "isa": codec.isas()[-1]}
+            about = {"mib": args.mib, "cores": len(os.sched_getaffinity(0)), "bound": bind, "isa": codec.isas()[-1]}
             about |= {"sources": ", ".join(plan.sources), "load": [round(x, 1) for x in os.getloadavg()]}
             print(", ".join(f"{k} {v}" for k, v in about.items()))
             for table in tables:
@@ -258,6 +259,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pause", type=float, default=0, help="seconds before each repetition")
     parser.add_argument("--data", type=Path, default=HERE / "data", help="a capture (.npz), or a folder of them")
     parser.add_argument("--program", type=Path, default=PROGRAM, help="the program that is a rank")
+    parser.add_argument("--unbound", action="store_true", help="ranks may go from core to core")
     parser.add_argument("--congestion", help="TCP's congestion control (the machine's)")
     parser.add_argument("--no-restart", action="store_true", help="net.ipv4.tcp_slow_start_after_idle=0")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for a link (3,600)")

@@ -3,8 +3,9 @@
 ``memory``: from or to tensors that no cache holds any more, eight of them in turn. ``cache``: the same one each time,
 as benchmarks mostly measure. ``past``: to memory, past the caches (``decode(nontemporal=True)``): a line that is
 stored the usual way is read from memory before it is overwritten, and from there reading takes longer than all the
-rest. ``copy`` is numpy.copyto from memory to memory, in the same run; of encoding the tensor is read, of decoding it is
-written, and a frame has at most as many bytes again.
+rest. ``mean of 2`` is codec.reduce of two frames, as an all-gather of two ranks has it, to memory and past the caches,
+with ``check_finite=True``. ``copy`` is numpy.copyto from memory to memory, in the same run; of encoding the tensor is
+read, of decoding it is written, and a frame has at most as many bytes again.
 """
 
 import argparse
@@ -60,12 +61,19 @@ def measure(x: np.ndarray[Any, Any], piece: int) -> list[dict[str, Any]]:
             for cut, frame in zip(cuts, frames, strict=True):
                 codec.decode(frame, out=targets[i][cut], threads=1, check_first=False, nontemporal=past)
 
+        def reduce(i: int, past: bool = False, frames: Any = frames) -> None:
+            for cut, frame in zip(cuts, frames, strict=True):
+                how: dict[str, Any] = {"threads": 1, "check_first": False, "nontemporal": past, "check_finite": True}
+                codec.reduce([frame, frame], out=targets[i][cut], **how)
+
         took = {
             "encode_memory": seconds(encode, TENSORS),
             "encode_cache": seconds(encode, 1),
             "decode_memory": seconds(decode, TENSORS),
             "decode_past": seconds(lambda i: decode(i, past=True), TENSORS),
             "decode_cache": seconds(decode, 1),
+            "mean_memory": seconds(reduce, TENSORS),
+            "mean_past": seconds(lambda i: reduce(i, past=True), TENSORS),
         }
         rows.append({"codec": name} | {f"{k}_gbps": x.nbytes / t / 1e9 for k, t in took.items()})
     print("\r" + " " * 20 + "\r", end="", file=sys.stderr)
@@ -82,12 +90,13 @@ def main() -> None:
     if args.json:
         print(json.dumps(rows, indent=1))
         return
-    print(f"{'GB/s':20} {'encode: memory':>15} {'cache':>8} {'decode: memory':>16} {'past':>8} {'cache':>8}")
+    heads = f"{'encode: memory':>15} {'cache':>8} {'decode: memory':>16} {'past':>8} {'cache':>8}"
+    print(f"{'GB/s':20} {heads} {'mean of 2':>11} {'past':>8}")
     copy, *others = rows
     print(f"{'copy':20} {copy['memory_gbps']:15.1f} {copy['cache_gbps']:8.1f}")
     for r in others:
-        name, e, f, d, p, c = r.values()
-        print(f"{name:20} {e:15.1f} {f:8.1f} {d:16.1f} {p:8.1f} {c:8.1f}")
+        name, e, f, d, p, c, m, n = r.values()
+        print(f"{name:20} {e:15.1f} {f:8.1f} {d:16.1f} {p:8.1f} {c:8.1f} {m:11.1f} {n:8.1f}")
 
 
 if __name__ == "__main__":

@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256, help="of the transformer (256)")
     parser.add_argument("--layers", type=int, default=4, help="of it (4: 3.3 million values)")
     parser.add_argument("--batch", type=int, default=8, help="of each rank, 64 bytes each (8)")
+    parser.add_argument("--unbound", action="store_true", help="ranks may go from core to core")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -180,7 +181,7 @@ def main() -> None:
             if rank == 0 and line.startswith("{"):
                 bar.update(task, advance=1)
 
-        rows = network.run(command, environment=threads, timeout=1800, on_line=tick)[0]
+        rows = network.run(command, environment=threads, timeout=1800, on_line=tick, bind=not args.unbound)[0]
     for row in rows:
         row["model"] = row["compute"] + row["codec_seconds"] + row["wire"]
         row["over"] = row["step"] / row["model"]

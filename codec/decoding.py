@@ -126,6 +126,8 @@ def explain(error: SpecError, frame: TensorView, out: Any, *, adds: bool = False
     elif error.code == Status.BAD_DTYPE:
         floats = ", ".join(MANTISSA_BITS)
         error.args = (f"a frame of {inspect(frame.owner).dtype} cannot be added up, only those of {floats}",)
+    elif error.code == Status.NONFINITE:
+        error.args = ("the result holds NaN or Inf",)
 
 
 def engine_for(engine: Any, frame: TensorView, out: Any, like: Any) -> Engine:
@@ -236,6 +238,8 @@ def reduce(
     metric: Any = None,
     state: Mapping[str, Any] | None = None,
     check_first: bool = True,
+    nontemporal: bool = False,
+    check_finite: bool = False,
 ) -> Any:
     """Decode frames of one shape to their sum, mean or maximum, in float32.
 
@@ -252,8 +256,11 @@ def reduce(
         The mean is the sum divided by the number of frames; "decode_average" is another name for it.
     out : float32 array or tensor, optional
         Where to put the result. All frames are checked first, so that after any error it is as it was.
-    like, engine, codebooks, max_nbytes, threads, metric, state, check_first
+    like, engine, codebooks, max_nbytes, threads, metric, state, check_first, nontemporal
         As in :func:`decode`; `max_nbytes` is that of the result, by default 1 GiB or 256 times the largest frame.
+    check_finite : bool
+        Whether NaN and Inf in the result, such as a sum that overflows, are an error. It is found as the result is
+        made: `out` then holds anything.
 
     Returns
     -------
@@ -264,7 +271,7 @@ def reduce(
     FrameError, StateError
         As in :func:`decode`, for any of the frames.
     SpecError
-        No frames, shapes that differ, or an `out` that does not fit them.
+        No frames, shapes that differ, an `out` that does not fit them; or by `check_finite`.
 
     Examples
     --------
@@ -281,7 +288,8 @@ def reduce(
     if not views:
         raise SpecError("there are no frames to reduce")
     books = given_codebooks(codebooks) if codebooks is not None else ()
-    r = DecodeRequest(views, out, like, books, most, threads, metric, state, check_first)
+    given = (views, out, like, books, most, threads, metric, state, check_first)
+    r = DecodeRequest(*given, nontemporal=nontemporal, check_finite=check_finite)
     try:
         return engine_for(engine, views[0], out, like).reduce(r, _OPS[op])
     except SpecError as e:

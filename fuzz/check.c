@@ -566,6 +566,16 @@ static codec_status reduce_steps(const struct subject *f, size_t count, uint32_t
 	return status;
 }
 
+/* Are n floats numbers? */
+static int are_numbers(const uint8_t *p, uint64_t n)
+{
+	float x = 0;
+
+	for (uint64_t i = 0; i < n && fabsf(x) < INFINITY; i++)
+		memcpy(&x, p + 4 * i, 4);
+	return fabsf(x) < INFINITY;
+}
+
 /* Up to four frames to one: as they decode to float32 each, one after the other. */
 static void check_reduce(const struct subject *f, size_t count)
 {
@@ -612,6 +622,12 @@ static void check_reduce(const struct subject *f, size_t count)
 			with.flags |= CODEC_CHECK_ONLY;
 			step = codec_reduce(frames, nbytes, count, op, &t, &with, scratch.p, scratch.n);
 			CHECK(step == CODEC_OK && is_filled(again.p, again.n), step, op);
+			with.flags = CODEC_NONTEMPORAL | CODEC_FINITE;
+			step = codec_reduce(frames, nbytes, count, op, &t, &with, scratch.p, scratch.n);
+			if (are_numbers(out.p, f->info.n))
+				CHECK(step == CODEC_OK && (!out.n || !memcmp(out.p, again.p, out.n)), step, op);
+			else
+				CHECK(step == CODEC_NONFINITE, step, op);
 			step = reduce_steps(f, count, op, &t, w.isa);
 			if (step != CODEC_BAD_ARGUMENT)
 				CHECK(step == CODEC_OK && (!out.n || !memcmp(out.p, again.p, out.n)), step, op);

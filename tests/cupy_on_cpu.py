@@ -267,6 +267,9 @@ def memsetAsync(ptr: int, value: int, size: int, stream: int) -> None:
     machine.do(stream, functools.partial(ctypes.memset, ptr, value, size))
 
 
+_ARGUMENTS = {"reduce_rows": [ctypes.c_uint64, ctypes.c_uint32], "check_finite": [ctypes.c_uint64] * 3}
+
+
 def launchKernel(
     f: int,
     grid_dim_x: int,
@@ -285,7 +288,7 @@ def launchKernel(
     assert grid_dim_x > 0
     assert 0 < grid_dim_y <= _MANY
     kernel = machine.functions[f]
-    kinds = [ctypes.c_uint64, ctypes.c_uint32] if kernel.startswith("reduce_rows") else [ctypes.c_uint64]
+    kinds = _ARGUMENTS.get(kernel.split("<")[0], [ctypes.c_uint64])
     places = (ctypes.c_void_p * len(kinds)).from_address(kernel_params)
     args = [kind.from_address(at).value for kind, at in zip(kinds, places, strict=True)]
     args = [kind(value) for kind, value in zip(kinds, args, strict=True)]

@@ -1,6 +1,7 @@
 """The CUDA engine on a GPU that is this CPU: the bytes, the values and the errors of the native engine."""
 
 import hashlib
+import itertools
 import os
 
 import cupy_on_cpu
@@ -440,6 +441,25 @@ def test_sums(spec, dtype, device):
     with pytest.raises(codec.FrameError):
         codec.reduce([frames[0], bytes(damaged), frames[2][:-1]], out=there)
     assert got(there) == expected
+
+
+@by_cupy
+def test_results_must_be_numbers(device):
+    """If asked for: one that is none, wherever it is."""
+    for n in (1, 31, 33, 5000):
+        x = np.linspace(-1, 1, n, dtype=F32)
+        frames = [codec.encode(x), codec.encode(x, codec.Float8())]
+        assert codec.reduce(frames, check_finite=True, engine="cuda").tobytes() == codec.reduce(frames).tobytes()
+        for at, odd in itertools.product({0, n // 2, n - 1}, (np.nan, -np.inf)):
+            wrong = x.copy()
+            wrong[at] = odd
+            some = [*frames, codec.encode(wrong)]
+            for how in ({"engine": "cuda"}, {"out": device.put(x.copy())}):
+                with pytest.raises(codec.SpecError, match="the result holds NaN or Inf") as caught:
+                    codec.reduce(some, check_finite=True, **how)
+                assert caught.value.code == codec.Status.NONFINITE
+                codec.reduce(some, **how)
+    assert codec.reduce([codec.encode(np.empty(0, F32))], engine="cuda", check_finite=True).size == 0
 
 
 @by_cupy

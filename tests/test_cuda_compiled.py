@@ -34,6 +34,7 @@ REGISTERS = {
     "decode_truncate": (112,),
     "decode_stored": (64,),
     "gather": (32,),
+    "check_finite": (32,),
 }
 
 

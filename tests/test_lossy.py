@@ -1,5 +1,7 @@
 """What each lossy codec promises: its definition, its rounding, its rules for odd numbers, and what is left over."""
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import oracle
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import codec
+from codec import Status
 
 F32 = np.float32
 HALVES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -388,6 +391,57 @@ def test_accumulate_and_reduce(spec, dtype, isa):
         assert (codec.reduce(frames, "decode_average", out=out) == total / F32(5)).all()
         assert (codec.reduce(frames, "max", threads=threads) == np.maximum.reduce(values)).all()
         assert (codec.reduce(frames[:1], threads=threads) == values[0]).all()
+
+
+@SPECS
+def test_reduce_past_caches(spec, isa):
+    """Sums that are made in a cache, and stored from there, at any address."""
+    for n in (1, 100, 40_000, 200_001):
+        frames = [codec.encode(tensor(n, i), spec, stream=i) for i in range(3)]
+        room = np.empty(4 * n + 128, np.uint8)
+        for count, op, offset in itertools.product((1, 2, 3), ("sum", "mean", "max"), (0, 4, 60, 1, 18)):
+            out = room[offset : offset + 4 * n].view(F32)
+            room[:] = 0xA5
+            codec.reduce(frames[:count], op, out=out, threads=1, nontemporal=True)
+            assert out.tobytes() == codec.reduce(frames[:count], op).tobytes()
+            assert (room[:offset] == 0xA5).all()
+            assert (room[offset + 4 * n :] == 0xA5).all()
+
+
+def test_a_large_sum():
+    """What goes past the caches because of its size alone."""
+    xs = [np.resize(tensor(100_000, i), 2_100_000) for i in range(3)]
+    for spec in (codec.Sign(block=1024), codec.Lossless(), codec.Ternary("base3")):
+        frames = [codec.encode(x, spec) for x in xs]
+        a, b, c = (codec.decode(frame) for frame in frames)
+        for threads in (1, 2):
+            assert (codec.reduce(frames, threads=threads) == (a + b + c) / F32(3)).all()
+
+
+@pytest.mark.parametrize("engine", ["native", "numba"])
+def test_results_must_be_numbers(engine):
+    """If asked for; what is wrong with a frame is said before."""
+    large, some = np.full(300_000, 1e38, F32), tensor(300_000)
+    large[:204_800] = 1  # whole rows
+    wrong = np.where(np.arange(300_000) == 250_000, np.nan, some)
+    for spec in (codec.Float8(), codec.Sign("l2", block=1024), codec.Lossless(), codec.Float8("e5m2", entropy=True)):
+        frames = [codec.encode(x, spec) for x in (large, some, large, large, large)]
+        for threads, past in itertools.product((1, 3), (False, True)):
+            how = {"threads": threads, "engine": engine, "nontemporal": past, "check_finite": True}
+            with pytest.raises(codec.SpecError, match="the result holds NaN or Inf") as caught:
+                codec.reduce(frames, "sum", **how)
+            assert caught.value.code == Status.NONFINITE
+            with pytest.raises(codec.SpecError, match="the result holds"):
+                codec.reduce(frames, "mean", **how)
+            assert np.isinf(codec.reduce(frames, "sum", threads=threads, engine=engine)).sum() == 95_200
+            for few, op in ((frames[:3], "sum"), (frames, "max"), (frames[:1], "sum")):
+                assert (codec.reduce(few, op, **how) == codec.reduce(few, op)).all()
+            with pytest.raises(codec.ChecksumError):
+                codec.reduce([*frames, frames[0][:-9] + bytes([frames[0][-9] ^ 1]) + frames[0][-8:]], "sum", **how)
+    for few in ([codec.encode(wrong)], [codec.encode(wrong), codec.encode(some, codec.Sign())]):  # of several codecs
+        with pytest.raises(codec.SpecError, match="the result holds"):
+            codec.reduce(few, "sum", engine=engine, check_finite=True)
+    assert codec.reduce([codec.encode(np.empty(0, F32))], engine=engine, check_finite=True).size == 0
 
 
 def test_reduce_mixed_frames():

@@ -95,6 +95,11 @@ class Reduction:
         """Whether frames would say of this rank's values just what they are, so that it needs none for itself."""
         return isinstance(self.spec, Lossless) and self.op != "max"
 
+    @property
+    def only_numbers(self) -> bool:
+        """Whether encoding refuses NaN and Inf: frames have no words for them."""
+        return not isinstance(self.spec, Lossless | Truncate) and getattr(self.spec, "nonfinite", "") != "propagate"
+
     def result(self, channel: Channel, n: int) -> Array:
         """Where n values go that come out."""
         return channel.result(n, self.x.dtype) if self.out is None else self.out
@@ -113,16 +118,32 @@ class Reduction:
         self.check(frame, piece)
         into = into[piece.begin : piece.end]
         how: dict[str, Any] = {"threads": _threads(piece), "check_first": False, **self.shared(piece)}
-        codec.decode(frame, out=into, nontemporal=self.x.nbytes >= _UNCACHED, **how)
+        codec.decode(frame, out=into, nontemporal=self.past_caches, **how)
 
-    def sum(self, parts: Sequence[Array | None], piece: Piece, total: Array) -> None:
-        """Frames of a piece to their sum, mean or maximum, in the order of ranks; None: this rank's values."""
+    @property
+    def past_caches(self) -> bool:
+        """How results are stored that are not read again."""
+        return self.x.nbytes >= _UNCACHED
+
+    def sum(
+        self,
+        parts: Sequence[Array | None],
+        piece: Piece,
+        total: Array,
+        *,
+        nontemporal: bool = False,
+        check_finite: bool = False,
+    ) -> None:
+        """Frames of a piece to their sum, mean or maximum, in the order of ranks; None: this rank's values.
+
+        If there are frames of all ranks, then as :func:`codec.reduce` is told.
+        """
         frames = [part for part in parts if part is not None]
         for frame in frames:
             self.check(frame, piece)
         how: dict[str, Any] = {"threads": _threads(piece), "check_first": False, **self.shared(piece)}
         if len(frames) == len(parts):
-            codec.reduce(frames, self.op, out=total, **how)
+            codec.reduce(frames, self.op, out=total, nontemporal=nontemporal, check_finite=check_finite, **how)
             return
         for i, part in enumerate(parts):
             if part is None:
@@ -370,12 +391,19 @@ def _summed(
     return message
 
 
-def _sum_into(channel: Channel, r: Reduction, piece: Piece, parts: Sequence[Array | None], place: Array) -> None:
-    place = place[: piece.n]
-    total = place if r.dtype == "float32" else channel.total(piece.n)
-    r.sum(parts, piece, total)
-    if total is not place:
-        place[:] = r.rounded(total)
+def _sum_into(
+    channel: Channel, r: Reduction, piece: Piece, parts: Sequence[Array | None], place: Array, *, check: bool = False
+) -> None:
+    """The sum of a piece to where it goes; `check`: as encoding it would."""
+    place, check = place[: piece.n], check and r.only_numbers
+    if r.dtype == "float32":
+        r.sum(parts, piece, place, nontemporal=r.past_caches, check_finite=check)
+        return
+    total = channel.total(piece.n)
+    r.sum(parts, piece, total, check_finite=check)
+    place[:] = r.rounded(total)
+    if check and (fault := _refused(r, place)):  # what the sum's dtype holds and this one does not
+        raise fault
 
 
 def _put(r: Reduction, part: Array | None, piece: Piece, result: Array) -> None:
@@ -391,15 +419,9 @@ def all_gather(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]
     result = r.result(channel, r.x.size)
     attempt = Attempt(channel)
     for piece, parts in _spread(channel, r, attempt):
-        attempt(_sum_into, channel, r, piece, parts, result[piece.begin :])
-        attempt(_check_sum, r, result[piece.begin : piece.end])
+        # by encoding sums other algorithms find out that the dtype cannot hold them
+        attempt(partial(_sum_into, check=True), channel, r, piece, parts, result[piece.begin :])
     return result, attempt.error
-
-
-def _check_sum(r: Reduction, total: Array) -> None:
-    """As if it had been encoded, by which other algorithms find out that the dtype cannot hold it."""
-    if fault := _refused(r, total):
-        raise fault
 
 
 def gather(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
@@ -551,9 +573,7 @@ def _there(channel: Channel, work: Any, source: int, place: Array) -> Array:
 
 def _refused(r: Reduction, x: Array) -> SpecError | None:
     """What encoding would have said of NaN and Inf: which way values travel must not decide whether a step is good."""
-    if isinstance(r.spec, Lossless | Truncate) or getattr(r.spec, "nonfinite", "") == "propagate":
-        return None
-    if not x.size or all(torch.isfinite(t) for t in torch.aminmax(r.tensor_of(x))):
+    if not r.only_numbers or not x.size or all(torch.isfinite(t) for t in torch.aminmax(r.tensor_of(x))):
         return None
     return SpecError("the tensor holds NaN or Inf, which this codec does not take", Status.NONFINITE)
 

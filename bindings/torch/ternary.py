@@ -121,8 +121,16 @@ class _Shared(Reduction):
                 self._owed[there] -= scale * x[here]
         return nbytes
 
-    def sum(self, parts: Sequence[Array | None], piece: Piece, total: Array) -> None:
-        """The sum of ternary values, exact."""
+    def sum(
+        self,
+        parts: Sequence[Array | None],
+        piece: Piece,
+        total: Array,
+        *,
+        nontemporal: bool = False,
+        check_finite: bool = False,
+    ) -> None:
+        """The sum of ternary values, exact; it is read at once, and a number."""
         self._signs.sum(parts, piece, total)
 
     def encode_sum(self, total: Array, piece: Piece, out: Array, number: int) -> int:

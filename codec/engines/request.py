@@ -60,6 +60,7 @@ class DecodeRequest(NamedTuple):
     check_first: bool = True  # all of the frame, before `out` is written
     head: TensorView | None = None  # the first bytes of the only frame, which lies on a device
     nontemporal: bool = False  # what is decoded will not be read soon
+    check_finite: bool = False  # what is reduced
 
     def limit(self) -> int:
         """Bytes of the largest tensor to be made."""

@@ -146,8 +146,8 @@ def reduce(loops: Any, call: Call, read: Sequence[tuple[Any, TensorView]], op: i
     """The frames' sum, mean or maximum to the call's tensor, block by block; False: their blocks do not match."""
     pointers = ffi.new("void *[]", [frame.data for _, frame in read])
     sizes = ffi.new("size_t[]", [frame.nbytes for _, frame in read])
-    context = call.context
-    verify = context.flags & lib.CODEC_VERIFY_FIRST
+    context, flags = call.context, call.context.flags
+    verify = flags & lib.CODEC_VERIFY_FIRST
     context.flags &= ~lib.CODEC_VERIFY_FIRST  # in steps, that is a pass of its own
     own = structs.copy_contexts(context, call.fault, 1)
     own[0].into = lib.CODEC_INTO_FLOAT32
@@ -182,7 +182,7 @@ def reduce(loops: Any, call: Call, read: Sequence[tuple[Any, TensorView]], op: i
 
     done = pool.run(task, len(cuts), threads)
     if _BAD_ARGUMENT in done:
-        context.flags = verify
+        context.flags = flags
         return False
     if any(done):
         check_all()

@@ -13,6 +13,7 @@
 #include "encode_lossless.cu"
 #include "encode_rows.cu"
 #include "encode_truncate.cu"
+#include "check_finite.cu"
 #include "gather.cu"
 #include "reduce_rows.cu"
 
@@ -30,6 +31,7 @@
 	CUDA_ON_CPU_EXPORT(kernel##_6, kernel<6>)
 EXPORT(before)
 EXPORT(gather)
+EXPORT(check_finite)
 EXPORT(choose_lossless)
 EXPORT(choose_rows)
 EXPORT(choose_truncate)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from codec.core import lib
+from codec.core import check, lib
 from codec.engines.cuda.decoding import Frame, Sink
 from codec.engines.cuda.devices import device_for
 from codec.engines.cuda.encoding import Encoding
@@ -17,7 +17,7 @@ from codec.engines.cuda.work import Work
 from codec.engines.native.decoding import check_whole, is_bomb
 from codec.engines.native.many import at_item, check_many_apart
 from codec.engines.request import DecodeRequest, EncodeRequest
-from codec.errors import CodecError, SpecError
+from codec.errors import CodecError, SpecError, Status
 from codec.view import TensorView, device_like, empty, view, view_output
 
 _STORE, _ADD, _MAX, _FLOAT32 = lib.CODEC_INTO_STORE, lib.CODEC_INTO_ADD, lib.CODEC_INTO_MAX, lib.CODEC_INTO_FLOAT32
@@ -176,7 +176,10 @@ def reduce(r: DecodeRequest, op: str) -> Any:
         if r.out is not None:
             r.check_apart(v, frames[0].metric, in_place=len(frames) == 1)
         check_first = r.out is not None and r.check_first
-        read(work, frames, sums(frames, work.write(v), op), check_first=check_first)
+        to = work.write(v)
+        read(work, frames, sums(frames, to, op), check_first=check_first)
+        if r.check_finite and not work.finite(to, frames[0].info.n):
+            check(int(Status.NONFINITE))
         work.finish()
     return result
 

@@ -35,6 +35,7 @@ def _each(template: str, arguments: tuple[int, ...], resident: int) -> dict[str,
 
 FILES = {
     "gather": File(256, {"gather": 4}),
+    "check_finite": File(256, {"check_finite": 4}),
     "before": File(256, {"before": 4}),
     "choose_lossless": File(256, {"choose_lossless": 2}),
     "choose_rows": File(256, {"choose_rows": 2}),

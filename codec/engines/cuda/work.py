@@ -119,6 +119,12 @@ class Work:
         self._written.append((v, address))
         return address
 
+    def finite(self, address: int, n: int) -> bool:
+        """Whether n float32 are numbers: what was begun is waited for."""
+        [found] = self.zeros(4)
+        self.device.launch("check_finite", (grid_for(self.device, n), 1), pointer(address), wide(n), pointer(found))
+        return not any(self.device.download(found, 4))
+
     def finish(self) -> None:
         """All that was to be written has been: copy it where it does not lie where it should."""
         for v, address in self._written:
@@ -153,6 +159,11 @@ def _host_bytes(v: TensorView) -> Any:
 def pointer(address: int) -> Any:
     """An address as a kernel's argument."""
     return ctypes.c_uint64(address)
+
+
+def wide(n: int) -> Any:
+    """A uint64, likewise."""
+    return ctypes.c_uint64(n)
 
 
 def small(n: int) -> Any:

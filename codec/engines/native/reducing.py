@@ -43,7 +43,11 @@ def reduce(r: DecodeRequest, op: str, make: ReduceInto | None = None) -> Any:
     else:
         result, v = r.out, on_host("out=", view_output(r.out), ME)
     call = structs.take()
-    call.context.flags = lib.CODEC_VERIFY_FIRST if r.out is not None and r.check_first else 0
+    call.context.flags = (
+        (lib.CODEC_VERIFY_FIRST if r.out is not None and r.check_first else 0)
+        | (lib.CODEC_NONTEMPORAL if r.nontemporal else 0)
+        | (lib.CODEC_FINITE if r.check_finite else 0)
+    )
     call.keep = r, v
     if r.codebooks:
         call.set_codebooks(r.codebooks)

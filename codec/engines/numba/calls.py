@@ -90,6 +90,13 @@ def decode_prepared(call: Call, r: DecodeRequest, v: TensorView, metric: Asked |
 
 def reduce_into(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:
     """The frames' sum, mean or maximum to the call's tensor."""
+    _reduce(call, read, op, threads)
+    result = loops.memory_of(call.tensor.data, call.tensor.nbytes).view(np.float32)
+    if call.context.flags & lib.CODEC_FINITE and not np.isfinite(result).all():
+        check(int(Status.NONFINITE))
+
+
+def _reduce(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:
     nblocks = read[0][0].nblocks
     if all(info.nblocks == nblocks > 0 for info, _ in read) and steps.reduce(loops, call, read, op, threads):
         return

@@ -270,6 +270,11 @@ typedef struct codec_fault {
  * there go past them, as those of destinations of 8 MiB or more do; they are the same.
  */
 #define CODEC_NONTEMPORAL 128u
+/**
+ * Reducing: a result that is NaN or Inf, since a sum overflows, say, is CODEC_NONFINITE, as encoding it would be. It is
+ * found as results are made: dst then holds anything, whatever other flags say.
+ */
+#define CODEC_FINITE 256u
 /** @} */
 
 /**

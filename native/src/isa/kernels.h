@@ -176,6 +176,8 @@ struct row_sums {
 	uint32_t negative, max; /* max: the largest pattern of |x| */
 };
 
+enum { SETTLE_AS_IS, SETTLE_TIMES, SETTLE_OVER }; /* what a loop does to values that are settled */
+
 struct kernels {
 	const char *name;
 
@@ -234,8 +236,9 @@ struct kernels {
 	void (*from_float[2])(const float *x, size_t n, void *dst);
 	/* max[r]: the largest pattern of |x| in row r, those from `limit` on left out. */
 	void (*abs_max)(const float_any *x, size_t n, size_t row, uint32_t limit, uint32_t *max);
-	/* `first`: the lanes begin anew. row_fold makes of them what the values are known by; it may be done once. */
-	void (*row_sums)(int kind, const float_any *x, size_t n, int first, struct row_lanes *sums);
+	/* `first`: the lanes begin anew; bits: as of sign_bits, unless NULL. row_fold makes of them what the values are
+	 * known by; it may be done once. */
+	void (*row_sums)(int kind, const float_any *x, size_t n, int first, uint8_t *bits, struct row_lanes *sums);
 	void (*row_fold)(int kind, struct row_lanes *sums, struct row_sums *out);
 	void (*sign_bits)(const float_any *x, size_t n, uint8_t *bits);
 	/* `add`: to what is there. */
@@ -260,6 +263,8 @@ struct kernels {
 	void (*multiply)(float_any *out, size_t n, float by);
 	void (*divide)(float_any *out, size_t n, float by);
 	void (*maximum)(const float *y, size_t n, float_any *out);
+	/* x over `by`, 0: as it is, to dst, past the caches. Returns the largest pattern of |x / by|. */
+	uint32_t (*settle)(const float_any *x, size_t n, float by, float_any *dst);
 
 	/* truncate_loops.h */
 	void (*load_patterns)(const void *src, size_t n, int nbytes, uint32_t *x);

@@ -12,7 +12,9 @@
 #define FROM_FLOAT16(src, n, x) 0
 #define TO_FLOAT16(x, n, dst) 0
 #define ABS_MAX(x, n, most) 0
-#define ROW_SUMS(by_sign, x, n, sums) 0
+#define ROW_SUMS(by_sign, x, n, bits, sums) 0
+#define SETTLE(how, x, n, by, dst, most) 0
+#define SETTLE_ALIGN 4
 #define HALVES(key, block, nblocks, h) 0
 #define TERNARY_CODES(x, n, s, h, code, most) 0
 #define FLOAT8_CODES(mbits, bias, max, x, n, scale, h, finite, code) ((void)(finite), (size_t)0)
@@ -110,31 +112,6 @@ static inline void clear_lanes(int kind, struct row_lanes *sums)
 	sums->negative = 0;
 }
 
-/* Value i goes to lane i % 32; n is a multiple of 32 but for the last values. */
-static void row_sums(int kind, const float_any *x, size_t n, int first, struct row_lanes *sums)
-{
-	size_t i = 0;
-
-	if (first)
-		clear_lanes(kind, sums);
-	switch (kind) {
-	case ROW_SUM_ABS:
-		for (i = ROW_SUMS(0, x, n, sums); i + 32 <= n; i += 32)
-			add_magnitudes(0, x + i, 32, sums);
-		add_magnitudes(0, x + i, n - i, sums);
-		break;
-	case ROW_SUM_SIGNS:
-		for (i = ROW_SUMS(1, x, n, sums); i + 32 <= n; i += 32)
-			add_magnitudes(1, x + i, 32, sums);
-		add_magnitudes(1, x + i, n - i, sums);
-		break;
-	default:
-		for (; i + 32 <= n; i += 32)
-			add_squares(x + i, 32, sums);
-		add_squares(x + i, n - i, sums);
-	}
-}
-
 static void row_fold(int kind, struct row_lanes *l, struct row_sums *out)
 {
 	int32_t max = 0;
@@ -163,6 +140,33 @@ static void sign_bits(const float_any *x, size_t n, uint8_t *bits)
 			byte |= (uint32_t)(~round_bits(x[i + l]) >> 31) << l;
 		bits[i / 8] = (uint8_t)byte;
 	}
+}
+
+/* Value i goes to lane i % 32; n is a multiple of 32 but for the last values. */
+static void row_sums(int kind, const float_any *x, size_t n, int first, uint8_t *bits, struct row_lanes *sums)
+{
+	size_t i = 0, signs = 0;
+
+	if (first)
+		clear_lanes(kind, sums);
+	switch (kind) {
+	case ROW_SUM_ABS:
+		for (i = signs = ROW_SUMS(0, x, n, bits, sums); i + 32 <= n; i += 32)
+			add_magnitudes(0, x + i, 32, sums);
+		add_magnitudes(0, x + i, n - i, sums);
+		break;
+	case ROW_SUM_SIGNS:
+		for (i = signs = ROW_SUMS(1, x, n, bits, sums); i + 32 <= n; i += 32)
+			add_magnitudes(1, x + i, 32, sums);
+		add_magnitudes(1, x + i, n - i, sums);
+		break;
+	default:
+		for (; i + 32 <= n; i += 32)
+			add_squares(x + i, 32, sums);
+		add_squares(x + i, n - i, sums);
+	}
+	if (bits)
+		sign_bits(x + signs, n - signs, bits + signs / 8);
 }
 
 static inline void put_signs(const uint8_t *bits, size_t from, size_t n, float negative, float positive, int add,
@@ -501,9 +505,14 @@ static void multiply(float_any *out, size_t n, float by)
 }
 
 /* A power of two has an inverse: the product with it is the quotient, and rounded alike, but sooner there. */
+static inline int has_inverse(float by)
+{
+	return !(round_bits(by) & 0x7fffff);
+}
+
 static void divide(float_any *out, size_t n, float by)
 {
-	if (!(round_bits(by) & 0x7fffff)) {
+	if (has_inverse(by)) {
 		multiply(out, n, round_div(1, by));
 		return;
 	}
@@ -517,10 +526,41 @@ static void maximum(const float *y, size_t n, float_any *out)
 		out[i] = round_larger(out[i], y[i]);
 }
 
+static inline uint32_t settle_how(int how, const float_any *x, size_t n, float by, float_any *dst)
+{
+	size_t behind = (uintptr_t)dst % SETTLE_ALIGN, lead = behind ? (SETTLE_ALIGN - behind) / sizeof *dst : 0;
+	int32_t most = 0;
+
+	if (behind % sizeof *dst) /* no float of it is aligned */
+		lead = n;
+	for (size_t i = 0; i < n; i++) {
+		if (i == lead)
+			i += SETTLE(how, x + i, n - i, by, dst + i, &most);
+		if (i < n) {
+			float y = how == SETTLE_TIMES  ? round_mul(x[i], by)
+				  : how == SETTLE_OVER ? round_div(x[i], by)
+						       : x[i];
+			int32_t a = (int32_t)(round_bits(y) & ROUND_ABS);
+
+			dst[i] = y;
+			most = a > most ? a : most;
+		}
+	}
+	return (uint32_t)most;
+}
+
+static uint32_t settle(const float_any *x, size_t n, float by, float_any *dst)
+{
+	if (!(by > 0))
+		return settle_how(SETTLE_AS_IS, x, n, by, dst);
+	return has_inverse(by) ? settle_how(SETTLE_TIMES, x, n, round_div(1, by), dst)
+			       : settle_how(SETTLE_OVER, x, n, by, dst);
+}
+
 #define ROW_LOOPS                                                                                                      \
 	.to_float = {to_float_bfloat16, to_float_float16}, .from_float = {from_float_bfloat16, from_float_float16},    \
 	.abs_max = abs_max, .row_sums = row_sums, .row_fold = row_fold, .sign_bits = sign_bits,                        \
 	.sign_values = sign_values, .halves = halves, .encode_rows = encode_rows, .decode_rows = decode_rows,          \
 	.pack_codes = pack_codes, .unpack_codes = unpack_codes, .pack_trits = pack_trits,                              \
 	.unpack_trits = unpack_trits, .max_byte = max_byte, .plus = plus, .subtract = subtract, .add = add,            \
-	.multiply = multiply, .divide = divide, .maximum = maximum
+	.multiply = multiply, .divide = divide, .maximum = maximum, .settle = settle

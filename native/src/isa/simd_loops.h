@@ -21,6 +21,8 @@
  *   SHLQ (v, w)              64-bit lanes shifted, each by its own
  *   TABLE, TABLE_LOAD (x, by) 16 floats, times by
  *   TABLE_FIND (t, v, few)   those at v, which is below 16, or 8 if few
+ *   SIGNS                    the lanes' highest bits, the first one's lowest
+ *   PUT_PAST (p, v)          to memory, past the caches; p is a multiple of SETTLE_ALIGN
  *   CHAINS                   how many generators run side by side
  *
  * Each loop returns how many values it did; the plain ones do the rest.
@@ -116,8 +118,8 @@ static inline size_t abs_max_simd(const float_any *x, size_t n, int32_t *most)
 	return i;
 }
 
-/* add_magnitudes. */
-static inline size_t row_sums_simd(int by_sign, const float_any *x, size_t n, struct row_lanes *sums)
+/* add_magnitudes and sign_bits. */
+static inline size_t add_row(int by_sign, const float_any *x, size_t n, uint8_t *bits, struct row_lanes *sums)
 {
 	const V magnitude = SET1((int)ROUND_ABS);
 	F a[NV], b[NV];
@@ -131,10 +133,13 @@ static inline size_t row_sums_simd(int by_sign, const float_any *x, size_t n, st
 		max[k] = LOAD(sums->max + LANES * k);
 	}
 	for (; i + STEP <= n; i += STEP) {
+		uint64_t signs = 0;
+
 		fetch_ahead(x + i);
 		for (int k = 0; k < 4; k++) {
 			V u = LOAD(x + i + LANES * k), minus = SRA(u, 31), below = AND(u, minus);
 
+			signs |= bits ? (uint64_t)SIGNS(u) << LANES * k : 0;
 			max[k % NV] = MAX(max[k % NV], AND(u, magnitude));
 			a[k % NV] = ADDF(a[k % NV], AS_F(by_sign ? XOR(u, below) : AND(u, magnitude)));
 			if (by_sign) {
@@ -142,6 +147,9 @@ static inline size_t row_sums_simd(int by_sign, const float_any *x, size_t n, st
 				negative = SUB(negative, minus);
 			}
 		}
+		signs = ~signs;
+		if (bits)
+			memcpy(bits + i / 8, &signs, STEP / 8);
 	}
 	for (int k = 0; k < NV; k++) {
 		STOREF(sums->a + LANES * k, a[k]);
@@ -151,6 +159,32 @@ static inline size_t row_sums_simd(int by_sign, const float_any *x, size_t n, st
 	STORE(count, negative);
 	for (int k = 0; k < LANES; k++)
 		sums->negative += count[k];
+	return i;
+}
+
+static inline size_t row_sums_simd(int by_sign, const float_any *x, size_t n, uint8_t *bits, struct row_lanes *sums)
+{
+	return bits ? add_row(by_sign, x, n, bits, sums) : add_row(by_sign, x, n, NULL, sums);
+}
+
+/* dst: at a multiple of SETTLE_ALIGN. */
+static inline size_t settle_simd(int how, const float_any *x, size_t n, float by, float_any *dst, int32_t *most)
+{
+	const V magnitude = SET1((int)ROUND_ABS);
+	const F factor = SETF(by);
+	V m[4] = {SET1(0), SET1(0), SET1(0), SET1(0)};
+	size_t i = 0;
+
+	for (; i + STEP <= n; i += STEP)
+		for (int k = 0; k < 4; k++) {
+			F y = LOADF(x + i + LANES * k);
+
+			if (how)
+				y = how == SETTLE_TIMES ? MULF(y, factor) : DIVF(y, factor);
+			m[k] = MAX(m[k], AND(magnitude, AS_V(y)));
+			PUT_PAST(dst + i + LANES * k, AS_V(y));
+		}
+	*most = largest(MAX(MAX(m[0], m[1]), MAX(m[2], m[3])), *most);
 	return i;
 }
 
@@ -489,6 +523,7 @@ static inline size_t field_pairs_simd(const uint32_t *f, const uint8_t *width, s
 #define TO_FLOAT16 to_float16_simd
 #define ABS_MAX abs_max_simd
 #define ROW_SUMS row_sums_simd
+#define SETTLE settle_simd
 #define HALVES halves_simd
 #define TERNARY_CODES ternary_codes_simd
 #define FLOAT8_CODES float8_codes_simd

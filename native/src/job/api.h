@@ -22,6 +22,9 @@ codec_status encode_leave(const struct job *j, const struct source *src, const u
 /* decode.c: a frame's jobs, for codec_reduce as well. */
 codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
 			 void *memory, size_t job_nbytes, struct job **out);
+codec_status decode_step(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
+			 const void *job, uint64_t first, uint64_t count, const void *work, size_t work_nbytes,
+			 codec_tensor *copy);
 codec_status decode_check(const uint8_t *frame, const codec_context *with, struct job *j, void *work);
 codec_status decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 			   const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, void *work);

@@ -194,30 +194,39 @@ codec_status codec_decode_plan(const void *head, size_t head_nbytes, size_t nbyt
 	return CODEC_OK;
 }
 
-/* A step over blocks [first, first + count) of a job. */
+/* May a step go over blocks [first, first + count) of a job? *copy gets the destination, if there is one. */
+codec_status decode_step(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
+			 const void *job, uint64_t first, uint64_t count, const void *work, size_t work_nbytes,
+			 codec_tensor *copy)
+{
+	const struct job *j = job_at(job, JOB_DECODE, JOB_READY);
+
+	if (with->flags & FIRST || !frame || !j || !work || first > j->h.nblocks || count > j->h.nblocks - first ||
+	    nbytes < j->h.frame_nbytes)
+		return CODEC_BAD_ARGUMENT;
+	if (dst) {
+		TRY(read_destination(dst, with, copy));
+		TRY(check_destination(&j->h, copy, with->into, with->fault));
+	}
+	TRY(check_caller(frame, dst ? copy : NULL, with, &j->h));
+	return work_nbytes < j->plan.work_nbytes ? CODEC_SHORT_SCRATCH : CODEC_OK;
+}
+
 static codec_status step(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
 			 const void *job, uint64_t first, uint64_t count, uint64_t *seal, void *work,
 			 size_t work_nbytes)
 {
-	const struct job *j = job_at(job, JOB_DECODE, JOB_READY);
 	codec_status status;
 	codec_context c;
 	codec_tensor t;
 	uint64_t saved;
 
 	TRY(context_read(with, &c));
-	if (c.flags & FIRST || !frame || !j || !seal || !work || first > j->h.nblocks || count > j->h.nblocks - first ||
-	    nbytes < j->h.frame_nbytes)
+	if (!seal)
 		return CODEC_BAD_ARGUMENT;
-	if (dst) {
-		TRY(read_destination(dst, &c, &t));
-		TRY(check_destination(&j->h, &t, c.into, c.fault));
-	}
-	TRY(check_caller(frame, dst ? &t : NULL, &c, &j->h));
-	if (work_nbytes < j->plan.work_nbytes)
-		return CODEC_SHORT_SCRATCH;
+	TRY(decode_step(frame, nbytes, dst, &c, job, first, count, work, work_nbytes, &t));
 	saved = call_enter();
-	status = decode_blocks(frame, dst ? &t : NULL, &c, j, first, count, seal, work);
+	status = decode_blocks(frame, dst ? &t : NULL, &c, job_place((void *)job), first, count, seal, work);
 	call_leave(saved);
 	return status;
 }

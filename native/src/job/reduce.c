@@ -1,6 +1,8 @@
 /* reduce.c - frames of one shape to their sum, mean or maximum, block by block: the result is written once. */
 #include "api.h"
 
+#define TILE WIRE_TRITS_BLOCK /* values of the largest blocks but those of long rows: second-level caches hold them */
+
 /* How frame i of `count` goes into the result. A single one is its own mean: dividing it would change some NaN. */
 static void turn_of(codec_context *c, size_t i, size_t count, uint32_t op, int unscaled)
 {
@@ -8,8 +10,6 @@ static void turn_of(codec_context *c, size_t i, size_t count, uint32_t op, int u
 	c->weight = 1;
 	c->divide = op == CODEC_REDUCE_MEAN && count > 1 && i == count - 1 ? (float)count : 0;
 	c->flags &= ~(CODEC_UNSCALED | CODEC_RESCALE);
-	if (count > 1) /* what one frame stores the next one reads */
-		c->flags &= ~CODEC_NONTEMPORAL;
 	c->flags |= unscaled ? CODEC_UNSCALED : 0;
 	c->flags |= unscaled && i == count - 1 ? CODEC_RESCALE : 0;
 }
@@ -60,44 +60,118 @@ static codec_status check_state(const void *const *jobs, size_t count, const cod
 	return CODEC_OK;
 }
 
+/* Where the values of block b begin; behind the last block, how many there are. */
+static uint64_t first_value(const struct job *j, uint64_t b)
+{
+	if (b == j->h.nblocks)
+		return j->h.n;
+	return codec_is_rows(j->h.codec) ? rows_place(j, b).first : b * j->h.block;
+}
+
+/* Frames whose blocks match, and what is to become of them. */
+struct sum {
+	const void *const *frames, *const *jobs;
+	size_t count;
+	uint32_t op;
+	int unscaled;
+	const codec_tensor *dst;
+	const codec_context *with;
+	void *work;
+	float *tile; /* for a result that is to go past the caches: where it is made; NULL: where it belongs */
+};
+
+/* Values [at, at + n), which are those of so many blocks from b on, to `there`; their seals are added. */
+static codec_status add_up(const struct sum *s, uint64_t b, uint64_t nblocks, uint64_t at, uint64_t n, float_any *there,
+			   uint64_t *seals)
+{
+	const int tiled = there == (float_any *)s->tile;
+	codec_tensor part = *s->dst;
+	codec_context turn = *s->with;
+
+	part.data = (void *)((uintptr_t)there - 4 * at); /* values are counted from the tensor's first */
+	part.nbytes = 4 * n;
+	turn.flags &= ~CODEC_NONTEMPORAL; /* what one frame stores the next one reads */
+	turn.flags |= s->count == 1 && past_caches(s->with, s->dst) ? CODEC_NONTEMPORAL : 0;
+	for (size_t i = 0; i < s->count; i++) {
+		uint64_t seal;
+
+		turn_of(&turn, i, s->count, s->op, s->unscaled);
+		turn.divide = tiled ? 0 : turn.divide;
+		TRY(decode_blocks(s->frames[i], &part, &turn, job_place((void *)s->jobs[i]), b, nblocks, &seal,
+				  s->work));
+		seals[i] += seal;
+	}
+	return CODEC_OK;
+}
+
+/*
+ * Blocks [first, first + nblocks) of all frames, as many in turn as are decoded at once: what one frame stores the next
+ * one finds in a cache.
+ */
+static codec_status sum_blocks(const struct sum *s, uint64_t first, uint64_t nblocks, uint64_t *seals)
+{
+	const struct kernels *k = kernels_for(s->with);
+	const struct job *j = job_place((void *)s->jobs[0]);
+	const uint64_t once = codec_is_rows(j->h.codec) ? 1 : 2;
+
+	memset(seals, 0, s->count * sizeof *seals);
+	for (uint64_t b = first, n; b < first + nblocks; b += n) {
+		float_any *there, *place;
+		uint64_t at, m;
+		uint32_t most;
+
+		n = MIN(once, first + nblocks - b);
+		at = first_value(j, b);
+		m = first_value(j, b + n) - at;
+		place = (float_any *)s->dst->data + at;
+		there = s->tile && m <= TILE ? (float_any *)s->tile : place;
+		TRY(add_up(s, b, n, at, m, there, seals));
+		if (there != place)
+			most = k->settle(there, m, s->op == CODEC_REDUCE_MEAN ? (float)s->count : 0, place);
+		else if (s->with->flags & CODEC_FINITE)
+			k->abs_max(there, m, m, ROUND_ABS + 1, &most);
+		else
+			continue;
+		if (s->with->flags & CODEC_FINITE && most >= ROUND_INF)
+			return CODEC_NONFINITE;
+	}
+	return CODEC_OK;
+}
+
 codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
 				 codec_tensor *dst, const codec_context *with, const void *const *jobs, uint64_t first,
 				 uint64_t nblocks, uint64_t *seals, void *work, size_t work_nbytes)
 {
-	codec_context c;
-	uint64_t all;
+	codec_status status;
+	codec_context c, turn;
+	codec_tensor t;
+	uint64_t saved;
 	int unscaled;
 
 	TRY(context_read(with, &c));
 	if (!frames || !nbytes || !jobs || !seals || !count || op > CODEC_REDUCE_MAX ||
 	    !side_by_side(jobs, count, op, &unscaled))
 		return CODEC_BAD_ARGUMENT;
-	all = job_place((void *)jobs[0])->h.nblocks;
-	if (first > all || nblocks > all - first)
-		return CODEC_BAD_ARGUMENT;
 	TRY(check_state(jobs, count, dst, &c));
-	memset(seals, 0, count * sizeof *seals);
-	c.struct_nbytes = sizeof c;
-	for (uint64_t b = first; b < first + nblocks; b += 2)
-		for (size_t i = 0; i < count; i++) {
-			codec_context turn = c;
-			uint64_t seal;
-
-			turn_of(&turn, i, count, op, unscaled);
-			TRY(codec_decode_blocks(frames[i], nbytes[i], dst, &turn, jobs[i], b,
-						MIN(2, first + nblocks - b), &seal, work, work_nbytes));
-			seals[i] += seal;
-		}
-	return CODEC_OK;
+	for (size_t i = 0; i < count; i++) {
+		turn = c;
+		turn_of(&turn, i, count, op, unscaled);
+		TRY(decode_step(frames[i], nbytes[i], dst, &turn, jobs[i], first, nblocks, work, work_nbytes, &t));
+	}
+	saved = call_enter();
+	status =
+		sum_blocks(&(struct sum){frames, jobs, count, op, unscaled, &t, &c, work, NULL}, first, nblocks, seals);
+	call_leave(saved);
+	return status;
 }
 
 /*
- * Where things lie in a reduction's scratch: pointers to jobs and their seals, the jobs, one buffer for work. It
- * follows from one reading of the headers, and each job, which reads its own once more, is held to the room that it
+ * Where things lie in a reduction's scratch: pointers to jobs and their seals, the jobs, one buffer for work, the tile.
+ * It follows from one reading of the headers, and each job, which reads its own once more, is held to the room that it
  * got.
  */
 struct layout {
-	size_t each, work, total;
+	size_t each, work, tile, total;
 };
 
 static codec_status lay_out(const void *const *frames, const size_t *nbytes, size_t count, const codec_context *with,
@@ -111,10 +185,11 @@ static codec_status lay_out(const void *const *frames, const size_t *nbytes, siz
 
 		TRY(frame_open(frames[i], nbytes[i], with, &h));
 		l->each = MAX(l->each, ALIGN8(job_room(&h, JOB_DECODE)));
-		l->work = MAX(l->work, work_nbytes(&h));
+		l->work = MAX(l->work, ALIGN8(work_nbytes(&h)));
+		l->tile = count > 1 ? sizeof(float) * (size_t)MIN(h.n, TILE) : 0;
 	}
 	if (__builtin_mul_overflow(count, l->each + sizeof(void *) + sizeof(uint64_t), &l->total) ||
-	    __builtin_add_overflow(l->total, l->work + 8, &l->total))
+	    __builtin_add_overflow(l->total, l->work + l->tile + 8, &l->total))
 		return CODEC_LIMIT;
 	return CODEC_OK;
 }
@@ -142,14 +217,34 @@ static codec_status first_fault(codec_status status, const void *const *frames, 
 	return status == CODEC_OK ? CODEC_OK : fault(with->fault, status, found.offset, found.found, found.expected);
 }
 
+/* Frames whose blocks do not match: each passes over the whole result. */
+static codec_status one_by_one(const void *const *frames, size_t count, uint32_t op, const codec_tensor *dst,
+			       const codec_context *with, struct job *const *jobs, void *work)
+{
+	uint32_t most = 0;
+
+	for (size_t i = 0; i < count; i++) {
+		codec_context turn = *with;
+
+		turn_of(&turn, i, count, op, 0);
+		turn.flags &= count > 1 ? ~CODEC_NONTEMPORAL : ~0u;
+		TRY(decode_values(frames[i], dst, &turn, jobs[i], work));
+	}
+	if (with->flags & CODEC_FINITE && jobs[0]->h.n)
+		kernels_for(with)->abs_max(dst->data, jobs[0]->h.n, jobs[0]->h.n, ROUND_ABS + 1, &most);
+	return most < ROUND_INF ? CODEC_OK : CODEC_NONFINITE;
+}
+
 static codec_status reduce(const void *const *frames, const size_t *nbytes, size_t count, uint32_t op,
 			   codec_tensor *dst, const codec_context *with, void *scratch, const struct layout *l)
 {
 	struct job **jobs = (struct job **)ALIGN8((uintptr_t)scratch);
 	uint64_t *seals = (uint64_t *)(jobs + count);
 	char *memory = (char *)(seals + count), *work = memory + count * l->each;
+	float *tile = count > 1 && past_caches(with, dst) ? (float *)(work + l->work) : NULL;
 	codec_context turn = *with;
 	codec_status status;
+	struct sum sum;
 	int unscaled;
 
 	turn.struct_nbytes = sizeof turn;
@@ -166,16 +261,10 @@ static codec_status reduce(const void *const *frames, const size_t *nbytes, size
 		TRY(first_fault(CODEC_OK, frames, count, with, jobs, work));
 	if (with->flags & CODEC_CHECK_ONLY)
 		return CODEC_OK;
-	if (!side_by_side((const void *const *)jobs, count, op, &unscaled)) {
-		for (size_t i = 0; i < count; i++) { /* each passes over the whole result */
-			turn_of(&turn, i, count, op, 0);
-			TRY(decode_values(frames[i], dst, &turn, jobs[i], work));
-		}
-		return CODEC_OK;
-	}
-	turn.flags &= ~CODEC_VERIFY_FIRST;
-	status = codec_reduce_blocks(frames, nbytes, count, op, dst, &turn, (const void *const *)jobs, 0,
-				     jobs[0]->h.nblocks, seals, work, l->work);
+	if (!side_by_side((const void *const *)jobs, count, op, &unscaled))
+		return one_by_one(frames, count, op, dst, with, jobs, work);
+	sum = (struct sum){frames, (const void *const *)jobs, count, op, unscaled, dst, with, work, tile};
+	status = sum_blocks(&sum, 0, jobs[0]->h.nblocks, seals);
 	for (size_t i = 0; i < count && status == CODEC_OK; i++)
 		status = decode_close(with, jobs[i], seals[i]);
 	/* blocks were taken in turn */

@@ -38,9 +38,7 @@ static void scan(int kind, const struct kernels *k, const struct source *src, ui
 		uint64_t m = MIN(PIECE, n - i);
 		const float_any *x = load_values(k, src, first + i, m, buffer);
 
-		k->row_sums(kind, x, m, i == 0, &sums);
-		if (bits)
-			k->sign_bits(x, m, bits + i / 8);
+		k->row_sums(kind, x, m, i == 0, bits ? bits + i / 8 : NULL, &sums);
 	}
 	k->row_fold(kind, &sums, out);
 }

@@ -133,14 +133,18 @@ inline void check_finite(const Reduction &r, uint32_t dtype, const void *values,
 		check(CODEC_NONFINITE);
 }
 
-/* Put the sum of a piece where its values go. */
-inline void sum_into(Reduction &r, const Piece &piece, const std::vector<Bytes> &parts, uint8_t *place)
+/* Put the sum of a piece where its values go. `flags`: CODEC_FINITE, as encoding it would find out, or 0. */
+inline void sum_into(Reduction &r, const Piece &piece, const std::vector<Bytes> &parts, uint8_t *place, uint32_t flags)
 {
 	float *total = r.total(piece, place);
+	bool there = r.dtype == CODEC_FLOAT32;
 
-	r.sum(parts, piece, total);
-	if (r.dtype != CODEC_FLOAT32)
-		narrow(r.dtype, total, piece.n(), place);
+	r.sum(parts, piece, total, flags | (there ? r.past_caches() : 0));
+	if (there)
+		return;
+	narrow(r.dtype, total, piece.n(), place);
+	if (flags)
+		check_finite(r, r.dtype, place, piece.n());
 }
 
 /* The message with what came out for a piece; its values, as others will see them, are put into the result. */
@@ -310,7 +314,7 @@ public:
 			const std::vector<Bytes> of_ranks = parts(c);
 			uint8_t *there = r_.result + (piece.begin - mine()[0].begin) * r_.itemsize;
 
-			attempt_([&] { sum_into(r_, piece, of_ranks, there); });
+			attempt_([&] { sum_into(r_, piece, of_ranks, there, 0); });
 		}
 		channel_.finish();
 	}
@@ -379,8 +383,7 @@ class AllGather : public Spread
 
 	void take(const Piece &piece, const std::vector<Bytes> &parts) override
 	{
-		sum_into(r_, piece, parts, place(piece));
-		check_finite(r_, r_.dtype, place(piece), piece.n());
+		sum_into(r_, piece, parts, place(piece), r_.only_numbers() ? CODEC_FINITE : 0);
 	}
 };
 

@@ -251,9 +251,11 @@ struct Reduction {
 		decode(frame, check_frame(frame, piece), piece, CODEC_FLOAT32, total, into);
 	}
 
-	/* Frames of a piece, of all ranks in their order, to what comes out, float32; an empty one: this rank's values.
+	/*
+	 * Frames of a piece, of all ranks in their order, to what comes out, float32; an empty one: this rank's values.
+	 * `flags`: CODEC_FINITE, CODEC_NONTEMPORAL, of which the first needs frames of all ranks.
 	 */
-	void sum(const std::vector<Bytes> &parts, const Piece &piece, float *total)
+	void sum(const std::vector<Bytes> &parts, const Piece &piece, float *total, uint32_t flags = 0)
 	{
 		std::vector<codec_spec> specs;
 		bool all = true;
@@ -263,7 +265,7 @@ struct Reduction {
 			specs.push_back(part ? check_frame(part, piece) : spec);
 		}
 		if (all) {
-			reduce(parts, piece, total);
+			reduce(parts, piece, total, flags);
 			return;
 		}
 		for (size_t i = 0; i < parts.size(); i++) {
@@ -303,6 +305,12 @@ struct Reduction {
 
 		widen(dtype, values, piece.n(), wide);
 		return wide;
+	}
+
+	/* How results are stored that are not read again. */
+	uint32_t past_caches() const
+	{
+		return n * itemsize >= LARGE ? CODEC_NONTEMPORAL : 0;
 	}
 
 	/* The spec of a frame; throws FrameError unless it is one of such a piece. */
@@ -389,13 +397,13 @@ private:
 		size_t nbytes;
 
 		with.into = into;
-		with.flags = n * itemsize >= LARGE ? CODEC_NONTEMPORAL : 0;
+		with.flags = past_caches();
 		check(codec_scratch(&of, &like, &nbytes));
 		check(codec_decode(frame.p, frame.nbytes, &dst, &with, Workspace::room(work.scratch, nbytes), nbytes),
 		      &fault_);
 	}
 
-	void reduce(const std::vector<Bytes> &parts, const Piece &piece, float *total)
+	void reduce(const std::vector<Bytes> &parts, const Piece &piece, float *total, uint32_t flags)
 	{
 		codec_tensor dst = tensor_of(CODEC_FLOAT32, total, piece.n());
 		MetricOf part(shared(), piece);
@@ -409,6 +417,7 @@ private:
 			frames.push_back(each.p);
 			sizes.push_back(each.nbytes);
 		}
+		with.flags = flags;
 		check(codec_reduce_scratch(frames.data(), sizes.data(), frames.size(), &nbytes));
 		check(codec_reduce(frames.data(), sizes.data(), frames.size(), how, &dst, &with,
 				   Workspace::room(work.scratch, nbytes), nbytes),
