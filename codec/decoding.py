@@ -105,6 +105,8 @@ def decode(
         check_first,
         None if head is None else view_bytes(head),
         nontemporal,
+        False,
+        False,
     )
     r: DecodeRequest = new(DecodeRequest, fields)
     try:
@@ -115,6 +117,16 @@ def decode(
     finally:
         if out is not None:
             mark_written(out)
+
+
+def check_values(frame: Any, out: Any, *, threads: int | None = None) -> None:
+    """Raise what :func:`decode` of a frame that needs no state would; `out`, in host memory, is not written."""
+    v = view_bytes(frame)
+    try:
+        engine_for(None, v, out, None).decode(DecodeRequest((v,), out, threads=threads, check_only=True))
+    except SpecError as e:
+        explain(e, v, out)
+        raise
 
 
 def explain(error: SpecError, frame: TensorView, out: Any, *, adds: bool = False) -> None:

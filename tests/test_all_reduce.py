@@ -26,6 +26,7 @@ SPECS = [
     codec.Ternary(),
     codec.Truncate(2),
 ]
+LARGE = 2_200_000  # values of float32: their frames wait until all ranks have succeeded
 ALGORITHMS = ["two_shot", "all_gather", "ring", "raw"]
 
 
@@ -304,8 +305,8 @@ def test_state_may_be_bfloat16():
     ranks(2, _of_bfloat16)
 
 
-def _damaged(rank, size):
-    x = values(rank, (300_000,))
+def _damaged(rank, size, n):
+    x = values(rank, (n,))
     channel = collectives.line_of(None).channel
     raised = []
     for algorithm in ("two_shot", "all_gather", "ring"):
@@ -329,14 +330,15 @@ def _damaged(rank, size):
     return raised
 
 
-def test_a_damaged_frame_is_an_error_on_all():
-    results = ranks(3, _damaged)
+@pytest.mark.parametrize("n", [300_000, LARGE])
+def test_a_damaged_frame_is_an_error_on_all(n):
+    results = ranks(3, _damaged, n)
     assert all("ChecksumError" in {r[i] for r in results} for i in range(3))
 
 
 def _lost(rank, size, how, moment):
     codec.torch.slices.MOST_NBYTES = 1 << 20  # several chunks a slice
-    x = values(rank, (2_000_000,))
+    x = values(rank, (LARGE,))
     codec.torch.all_reduce(x.clone())  # all are there
     channel = collectives.line_of(None).channel
     if rank == 1:
@@ -385,6 +387,34 @@ def _apart(rank, size):
 
 def test_into_another_tensor():
     ranks(3, _apart)
+
+
+def _large(rank, size):
+    """Frames wait until all ranks have succeeded: the same bits as out of place; after an error nothing is new."""
+    found = []
+    for algorithm in ("two_shot", "all_gather", "ring"):
+        for spec, dtype, high in ((codec.Sign(block=1024), torch.float32, 3e38), (codec.Float8(), torch.float16, 6e4)):
+            x = values(rank, (LARGE * 4 // dtype.itemsize // 1000, 1000), dtype)
+            given, out = x.clone(), torch.empty_like(x).view(-1)
+            codec.torch.all_reduce(x, spec, algorithm=algorithm)
+            codec.torch.all_reduce(given, spec, algorithm=algorithm, out=out)
+            assert torch.equal(x.view(-1), out)
+            turned, straight = given.T, given.T.contiguous()  # memory that has its values in another order
+            codec.torch.all_reduce(turned, spec, algorithm=algorithm)
+            codec.torch.all_reduce(straight, spec, algorithm=algorithm)
+            assert torch.equal(turned, straight)
+            found.append(bits(x)[:1000])
+            above = torch.full_like(x, high)
+            with pytest.raises(codec.SpecError) as caught:
+                codec.torch.all_reduce(above, spec, op="sum", algorithm=algorithm)
+            assert caught.value.code == codec.Status.NONFINITE
+            assert (above == above[0, 0]).all()
+    return found
+
+
+def test_large_tensors_in_place():
+    results = ranks(3, _large)
+    assert results[1:] == results[:1] * 2
 
 
 def _odd(rank, size):

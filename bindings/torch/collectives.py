@@ -34,6 +34,7 @@ _ALGORITHMS = {
     "raw": reduction.raw,
     "shared_scale": ternary.shared_scale,
 }
+_OF_FRAMES = ("two_shot", "all_gather", "ring")  # their results can wait in them
 _CHOICES = 256  # that a group remembers
 _MOST_NBYTES = 1 << 36  # of what one rank sends another by exchange()
 _SMALL = 1 << 16  # bytes of a tensor: two phases take longer than what one sends more
@@ -219,13 +220,20 @@ def _all_reduce(
         if algorithm == "shared_scale":
             ternary.check(r.spec, r.op)
         r.out = None if out is None else _place(out, tensor, r)
+        if out is None and r.can_wait and r.x.ctypes.data == tensor.data_ptr():
+            r.late = []
         return r
 
     result, r = run(line, prepare, algorithm)
     if out is not None:
         return out
     with line.channel.writing():
-        publish(result, r, tensor)
+        for each in r.late or ():
+            each()
+        if r.late is None:
+            publish(result, r, tensor)
+        else:
+            mark_written(tensor)
     return tensor
 
 
@@ -274,6 +282,8 @@ def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm
             algorithm = choose_algorithm(asked, r, channel.size)
             if as_they_are and r.x.nbytes > _SMALL:
                 algorithm = "raw"
+            if algorithm not in _OF_FRAMES:
+                r.late = None
             result, error = _ALGORITHMS[algorithm](channel, r)
             first = first or error
             # the next one's result takes the same memory

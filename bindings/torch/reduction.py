@@ -13,6 +13,7 @@ import torch
 import codec
 from codec import Codebook, CodecError, SpecError, Status
 from codec.core import DTYPES
+from codec.decoding import check_values
 from codec.frame import read_header
 from codec.segmenting import Segments
 from codec.specs import Lossless, Spec, Truncate
@@ -45,6 +46,9 @@ class Reduction:
     codebooks: Sequence[Codebook] = ()  # that frames may name
     count: Callable[..., None] | None = None  # told what was encoded: values, segments, metric and state
     out: Array | None = None  # for what comes out; None: memory of the channel's
+    # What is to be done when all ranks have succeeded, if the result goes to x itself and is left in frames until then:
+    # where values are many but frames small that is sooner than to decode them elsewhere and copy what comes out.
+    late: list[Callable[[], None]] | None = None
 
     def bound(self, n: int) -> int:
         """Bytes of the largest frame of n values."""
@@ -102,7 +106,24 @@ class Reduction:
 
     def result(self, channel: Channel, n: int) -> Array:
         """Where n values go that come out."""
+        if self.late is not None:
+            return self.x
         return channel.result(n, self.x.dtype) if self.out is None else self.out
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether results are sooner decoded late than copied."""
+        entropy = getattr(self.spec, "entropy", False) or getattr(self.spec, "packing", "") == "entropy"
+        return self.past_caches and not entropy and not isinstance(self.spec, Lossless | Truncate)
+
+    def settle(self, frame: Array, piece: Piece, into: Array) -> None:
+        """Decode a frame to a piece of the result; what waits is only checked now."""
+        if self.late is None:
+            self.decode(frame, piece, into)
+            return
+        self.check(frame, piece)
+        check_values(frame, into[piece.begin : piece.end], threads=_threads(piece))
+        self.late.append(partial(self.decode, frame, piece, into))
 
     def add(self, owed: Array) -> None:
         """Reduce x and these values, float32, instead of x."""
@@ -336,7 +357,7 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     for c in chunks:
         for o in others:
             frame = attempt.frame(sums[c, o])
-            attempt(r.decode, frame, slices[o][c], result)
+            attempt(r.settle, frame, slices[o][c], result)
     channel.finish()
     return result, attempt.error
 
@@ -385,19 +406,26 @@ def _summed(
     r.sum(parts, piece, total)
     message = _message(channel, bound, lambda room: r.encode_sum(total, piece, room, number))
     if not isinstance(r.spec, Lossless):
-        r.decode(channel.frame_room(message), piece, result)
+        r.settle(channel.frame_room(message), piece, result)
     elif total is not place:
         place[:] = r.rounded(total)
     return message
 
 
 def _sum_into(
-    channel: Channel, r: Reduction, piece: Piece, parts: Sequence[Array | None], place: Array, *, check: bool = False
+    channel: Channel,
+    r: Reduction,
+    piece: Piece,
+    parts: Sequence[Array | None],
+    place: Array,
+    *,
+    check: bool = False,
+    again: bool = False,
 ) -> None:
-    """The sum of a piece to where it goes; `check`: as encoding it would."""
+    """The sum of a piece to where it goes; `check`: as encoding it would; `again`: into memory used again and again."""
     place, check = place[: piece.n], check and r.only_numbers
     if r.dtype == "float32":
-        r.sum(parts, piece, place, nontemporal=r.past_caches, check_finite=check)
+        r.sum(parts, piece, place, nontemporal=r.past_caches and not again, check_finite=check)
         return
     total = channel.total(piece.n)
     r.sum(parts, piece, total, check_finite=check)
@@ -419,9 +447,18 @@ def all_gather(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]
     result = r.result(channel, r.x.size)
     attempt = Attempt(channel)
     for piece, parts in _spread(channel, r, attempt):
-        # by encoding sums other algorithms find out that the dtype cannot hold them
-        attempt(partial(_sum_into, check=True), channel, r, piece, parts, result[piece.begin :])
+        attempt(_settle_sum, channel, r, piece, parts, result[piece.begin :])
     return result, attempt.error
+
+
+def _settle_sum(channel: Channel, r: Reduction, piece: Piece, parts: Sequence[Array | None], place: Array) -> None:
+    """The sum of a piece to the result, if its dtype can hold it, as other algorithms find out by encoding sums."""
+    if r.late is None:
+        _sum_into(channel, r, piece, parts, place, check=True)
+        return
+    aside = channel.total(piece.n) if r.dtype == "float32" else np.empty(piece.n, place.dtype)
+    _sum_into(channel, r, piece, parts, aside, check=True, again=True)
+    r.late.append(partial(_sum_into, channel, r, piece, parts, place))
 
 
 def gather(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
@@ -471,7 +508,7 @@ def ring(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     for s in steps:
         for c, piece in enumerate(slices[(me - s) % size]):
             frame = attempt.frame(results[s][c])
-            attempt(r.decode, frame, piece, result)
+            attempt(r.settle, frame, piece, result)
             if s < size - 2:
                 channel.send(attempt(copied, channel, frame), right)
     channel.finish()
@@ -506,7 +543,7 @@ def _last(channel: Channel, r: Reduction, piece: Piece, bound: int, total: Array
     if r.op == "mean":
         total[piece.begin : piece.end] /= np.float32(channel.size)
     message = _partial(channel, r, piece, bound, total, number)
-    r.decode(channel.frame_room(message), piece, result)
+    r.settle(channel.frame_room(message), piece, result)
     return message
 
 

@@ -61,6 +61,7 @@ class DecodeRequest(NamedTuple):
     head: TensorView | None = None  # the first bytes of the only frame, which lies on a device
     nontemporal: bool = False  # what is decoded will not be read soon
     check_finite: bool = False  # what is reduced
+    check_only: bool = False  # nothing is written
 
     def limit(self) -> int:
         """Bytes of the largest tensor to be made."""

@@ -263,6 +263,58 @@ TEST_CASE("Out of place and by the free function: the same bits, and the tensor 
 namespace
 {
 
+/* Above 8 MiB in place: frames of codecs that have as many bits for all values wait until all ranks have succeeded. */
+std::string late(Rank &me)
+{
+	Group group(me.connect());
+	std::string found;
+
+	for (uint32_t dtype : {CODEC_FLOAT32, CODEC_FLOAT16})
+		for (Algorithm algorithm : {Algorithm::two_shot, Algorithm::all_gather, Algorithm::ring}) {
+			const size_t n = 8600002 / codec_dtype_nbytes(dtype);
+			const Tensor x = tensor(me.rank, dtype, n);
+			const uint32_t codec = dtype == CODEC_FLOAT32 ? CODEC_SIGN : CODEC_FLOAT8;
+			Tensor in_place = x, source = x, out = tensor(50, dtype, n);
+			Options options;
+
+			options.algorithm = algorithm;
+			options.stream = 3;
+			group.allreduce(in_place.data(), n, dtype, spec_of(codec), options);
+			options.out = out.data();
+			group.allreduce(source.data(), n, dtype, spec_of(codec), options);
+			EXPECT(source == x);
+			EXPECT(out == in_place);
+			found += in_place.str();
+
+			std::vector<float> most(n, dtype == CODEC_FLOAT32 ? 2e38f : 6e4f);
+			Tensor above(dtype, most), before = above;
+
+			options.out = nullptr;
+			options.op = Op::sum;
+			try {
+				group.allreduce(above.data(), n, dtype, spec_of(codec), options);
+				throw std::logic_error("a sum that the dtype cannot hold");
+			} catch (const SpecError &e) {
+				EXPECT(e.status() == CODEC_NONFINITE);
+			}
+			EXPECT(above == before);
+		}
+	return found;
+}
+
+} // namespace
+
+TEST_CASE("A large tensor in place: the same bits as out of place, on all ranks, and after an error it is as it was")
+{
+	const auto results = ranks::run(3, late);
+
+	for (const std::string &each : results)
+		CHECK(each == results[0]);
+}
+
+namespace
+{
+
 /* Gloo's own all-reduce of as many ones as there are ranks. */
 void stock(const std::shared_ptr<::gloo::Context> &context, uint32_t tag)
 {

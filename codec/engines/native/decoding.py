@@ -17,6 +17,7 @@ from codec.view import TensorView, empty, on_host, view_output
 _SCRATCH, _SMALL_TENSOR = structs.SMALL_SCRATCH, structs.SMALL_TENSOR
 _BAD_ARGUMENT = int(Status.BAD_ARGUMENT)
 _NULL, _VERIFY_FIRST, _NONTEMPORAL = ffi.NULL, lib.CODEC_VERIFY_FIRST, lib.CODEC_NONTEMPORAL
+_CHECK_ONLY = lib.CODEC_CHECK_ONLY
 _MAX_HEADER: int = lib.CODEC_HEADER_NBYTES  # all that is read of a frame before there is a tensor
 
 # A frame that holds many times its own size is checked before its tensor is touched: that costs little there, and one
@@ -34,7 +35,9 @@ def decode(r: DecodeRequest, make: DecodePrepared | None = None) -> Any:
     """The frame's tensor: the request's `out`, or a new one of the kind of its `like`. `make`: as for encode."""
     call = structs.take()
     v, result, metric, verify = prepare(call, r)
-    if verify or r.nontemporal:
+    if r.check_only:
+        call.context.flags = _CHECK_ONLY
+    elif verify or r.nontemporal:
         call.context.flags = (_VERIFY_FIRST if verify else 0) | (_NONTEMPORAL if r.nontemporal else 0)
     if r.codebooks:
         call.set_codebooks(r.codebooks)

@@ -119,7 +119,7 @@ public:
 						"a ring has no error feedback: its frames hold other ranks' values");
 				if (chosen(options, r) == Algorithm::blocks)
 					check_blocks(options, r);
-				place(r, out, n);
+				check_place(r, out, n);
 				return r;
 			},
 			[&](detail::Reduction &r, bool as_they_are) {
@@ -127,6 +127,9 @@ public:
 
 				if (as_they_are && n * r.itemsize > SMALL)
 					algorithm = Algorithm::raw;
+				r.late = !out && r.is_large() && is_fixed_rate(r.spec) && algorithm != Algorithm::raw &&
+					 algorithm != Algorithm::blocks;
+				place(r, r.late ? static_cast<uint8_t *>(values) : out, n);
 				return collective(algorithm, r);
 			},
 			values, out ? 0 : n, options);
@@ -235,15 +238,20 @@ private:
 		return r;
 	}
 
-	/* Memory for a result: the caller's, or that of the result before. */
-	void place(detail::Reduction &r, uint8_t *out, size_t n)
+	/* Throw unless a result of n values can go there while the tensor is still read. */
+	static void check_place(const detail::Reduction &r, const uint8_t *out, size_t n)
 	{
 		uintptr_t x = reinterpret_cast<uintptr_t>(r.x), y = reinterpret_cast<uintptr_t>(out);
 		size_t nbytes = n * r.itemsize;
 
 		if (out && (y % r.itemsize || (x < y + nbytes && y < x + nbytes)))
 			throw SpecError(CODEC_BAD_ARGUMENT, "out is not aligned, or overlaps with the tensor");
-		r.result = out ? out : detail::Workspace::room(work_.result, nbytes);
+	}
+
+	/* Memory for a result: the caller's, or that of the result before. */
+	void place(detail::Reduction &r, uint8_t *out, size_t n)
+	{
+		r.result = out ? out : detail::Workspace::room(work_.result, n * r.itemsize);
 	}
 
 	static void only_plain(const Options &options)
@@ -335,7 +343,8 @@ private:
 		error = of->error();
 		conclude(error);
 		keep->as_it_is();
-		if (n)
+		of->deliver();
+		if (n && r->result != values)
 			std::memcpy(values, r->result, n * r->itemsize);
 	}
 

@@ -3,6 +3,7 @@
 
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <thread>
 #include <vector>
 
@@ -64,6 +65,21 @@ private:
 	Channel &channel_;
 };
 
+/* Put the sum of a piece where its values go. `flags`: those of codec_reduce. */
+inline void sum_into(Reduction &r, const Piece &piece, const std::vector<Bytes> &parts, uint8_t *place, uint32_t flags)
+{
+	float *total = r.total(piece, place);
+
+	if (r.dtype == CODEC_FLOAT32) {
+		r.sum(parts, piece, total, flags);
+		return;
+	}
+	r.sum(parts, piece, total, flags & ~CODEC_NONTEMPORAL);
+	narrow(r.dtype, total, piece.n(), place);
+	if (flags & CODEC_FINITE && !finite(r.dtype, place, piece.n()))
+		check(CODEC_NONFINITE);
+}
+
 /* One collective, in steps. Residuals are written in both. */
 class Collective
 {
@@ -84,6 +100,13 @@ public:
 	/* All the rest. */
 	virtual void run() = 0;
 
+	/* Now that all ranks have succeeded: what waits in frames goes where it belongs. All was tried before. */
+	void deliver()
+	{
+		for (auto &each : late_)
+			each();
+	}
+
 	/* What went wrong on this rank. */
 	std::exception_ptr error() const
 	{
@@ -97,9 +120,51 @@ protected:
 		return r_.result + piece.begin * r_.itemsize;
 	}
 
+	/* The values of a frame to where they go, or of one that waits: they could. Pieces and frames stay as they are.
+	 */
+	void settle(Bytes frame, const Piece &piece)
+	{
+		if (!r_.late) {
+			r_.decode(frame, piece, place(piece));
+			return;
+		}
+		r_.decode(frame, piece, place(piece), CODEC_CHECK_ONLY);
+		late_.push_back([this, frame, &piece] { r_.decode(frame, piece, place(piece), CODEC_NO_CHECKSUM); });
+	}
+
+	/* The message with what comes out for a piece; its values, as others will see them, are settled. */
+	Bytes publish(const float *total, const Piece &piece, size_t most, uint64_t number)
+	{
+		Bytes message = r_.encode_sum(channel_, total, piece, most, number);
+
+		if (r_.spec.codec != CODEC_LOSSLESS)
+			settle(Channel::frame_of(message), piece);
+		else if (reinterpret_cast<const uint8_t *>(total) != place(piece))
+			narrow(r_.dtype, total, piece.n(), place(piece));
+		return message;
+	}
+
+	/* The sum of frames of all ranks to where it goes, or of one that waits: it could. */
+	void settle_sum(const std::vector<Bytes> &parts, const Piece &piece)
+	{
+		const uint32_t finite = r_.only_numbers() ? CODEC_FINITE : 0;
+
+		if (!r_.late) {
+			sum_into(r_, piece, parts, place(piece), finite | r_.past_caches());
+			return;
+		}
+		sum_into(r_, piece, parts, r_.aside(piece), finite);
+		late_.push_back([this, parts, &piece] {
+			sum_into(r_, piece, parts, place(piece), CODEC_NO_CHECKSUM | r_.past_caches());
+		});
+	}
+
 	Channel &channel_;
 	Reduction &r_;
 	Attempt attempt_;
+
+private:
+	std::vector<std::function<void()>> late_;
 };
 
 using Messages = std::vector<std::vector<Channel::Incoming>>; /* by chunk, then by rank */
@@ -131,34 +196,6 @@ inline void check_finite(const Reduction &r, uint32_t dtype, const void *values,
 {
 	if (r.only_numbers() && !finite(dtype, values, n))
 		check(CODEC_NONFINITE);
-}
-
-/* Put the sum of a piece where its values go. `flags`: CODEC_FINITE, as encoding it would find out, or 0. */
-inline void sum_into(Reduction &r, const Piece &piece, const std::vector<Bytes> &parts, uint8_t *place, uint32_t flags)
-{
-	float *total = r.total(piece, place);
-	bool there = r.dtype == CODEC_FLOAT32;
-
-	r.sum(parts, piece, total, flags | (there ? r.past_caches() : 0));
-	if (there)
-		return;
-	narrow(r.dtype, total, piece.n(), place);
-	if (flags)
-		check_finite(r, r.dtype, place, piece.n());
-}
-
-/* The message with what came out for a piece; its values, as others will see them, are put into the result. */
-inline Bytes publish(Channel &channel, Reduction &r, const float *total, const Piece &piece, size_t most,
-		     uint64_t number)
-{
-	uint8_t *place = r.result + piece.begin * r.itemsize;
-	Bytes message = r.encode_sum(channel, total, piece, most, number);
-
-	if (r.spec.codec != CODEC_LOSSLESS)
-		r.decode(Channel::frame_of(message), piece, place);
-	else if (reinterpret_cast<const uint8_t *>(total) != place)
-		narrow(r.dtype, total, piece.n(), place);
-	return message;
 }
 
 /* The first phase of most collectives: each rank gets the frames of its slice from all. */
@@ -270,7 +307,7 @@ public:
 				const Bytes frame = attempt_.frame(each);
 				const Piece &piece = slices_[each.source][c];
 
-				attempt_([&] { r_.decode(frame, piece, place(piece)); });
+				attempt_([&] { settle(frame, piece); });
 			}
 		}
 		channel_.finish();
@@ -292,7 +329,7 @@ private:
 			float *total = r_.total_to_encode(piece, place(piece));
 
 			r_.sum(of_ranks, piece, total);
-			return publish(channel_, r_, total, piece, bounds_[channel_.rank][c], number);
+			return publish(total, piece, bounds_[channel_.rank][c], number);
 		});
 	}
 };
@@ -314,7 +351,7 @@ public:
 			const std::vector<Bytes> of_ranks = parts(c);
 			uint8_t *there = r_.result + (piece.begin - mine()[0].begin) * r_.itemsize;
 
-			attempt_([&] { sum_into(r_, piece, of_ranks, there, 0); });
+			attempt_([&] { sum_into(r_, piece, of_ranks, there, r_.past_caches()); });
 		}
 		channel_.finish();
 	}
@@ -383,7 +420,7 @@ class AllGather : public Spread
 
 	void take(const Piece &piece, const std::vector<Bytes> &parts) override
 	{
-		sum_into(r_, piece, parts, place(piece), r_.only_numbers() ? CODEC_FINITE : 0);
+		settle_sum(parts, piece);
 	}
 };
 
@@ -455,7 +492,7 @@ public:
 
 				if (s < steps - 1)
 					channel_.pass_on(attempt_.error ? Bytes{} : frame, right_);
-				attempt_([&] { r_.decode(frame, piece, place(piece)); });
+				attempt_([&] { settle(frame, piece); });
 			}
 		}
 		channel_.finish();
@@ -496,7 +533,7 @@ private:
 		return attempt_([&] {
 			if (r_.op == Op::mean)
 				divide(total, piece.n(), static_cast<float>(channel_.size));
-			return publish(channel_, r_, total, piece, most, number(channel_.size, c));
+			return publish(total, piece, most, number(channel_.size, c));
 		});
 	}
 

@@ -159,6 +159,12 @@ struct Reduction {
 	float *residual = nullptr;                /* as long as x: what this rank's frames have lost; written */
 	float *sums_residual = nullptr;           /* the same of the sums that it encodes */
 	uint8_t *result = nullptr;                /* where what comes out goes */
+	/*
+	 * The result is the tensor's own memory, which is not written before all ranks have succeeded: until then
+	 * frames are only checked. Where values are many but frames small that is sooner done than to decode them
+	 * elsewhere, and copy what comes out.
+	 */
+	bool late = false;
 
 	/*
 	 * Whether frames would say of this rank's values just what they are, so that it needs none for itself. Of a
@@ -237,10 +243,11 @@ struct Reduction {
 		return encode(channel, values, piece, most, number, sums_residual);
 	}
 
-	/* The values of a frame of a piece to memory for them. */
-	void decode(Bytes frame, const Piece &piece, void *into)
+	/* The values of a frame of a piece to memory for them; or, by CODEC_CHECK_ONLY, what could go wrong with that.
+	 */
+	void decode(Bytes frame, const Piece &piece, void *into, uint32_t flags = 0)
 	{
-		decode(frame, check_frame(frame, piece), piece, dtype, into, CODEC_INTO_STORE);
+		decode(frame, check_frame(frame, piece), piece, dtype, into, CODEC_INTO_STORE, flags);
 	}
 
 	/* Add the values of a frame of a piece to float32. */
@@ -253,7 +260,7 @@ struct Reduction {
 
 	/*
 	 * Frames of a piece, of all ranks in their order, to what comes out, float32; an empty one: this rank's values.
-	 * `flags`: CODEC_FINITE, CODEC_NONTEMPORAL, of which the first needs frames of all ranks.
+	 * `flags`: those of codec_reduce, of frames of all ranks.
 	 */
 	void sum(const std::vector<Bytes> &parts, const Piece &piece, float *total, uint32_t flags = 0)
 	{
@@ -289,6 +296,14 @@ struct Reduction {
 		return room_for_total(piece);
 	}
 
+	/* Where a piece of what comes out may lie for a moment, in the tensor's dtype. */
+	uint8_t *aside(const Piece &piece)
+	{
+		if (dtype == CODEC_FLOAT32)
+			return reinterpret_cast<uint8_t *>(room_for_total(piece));
+		return reinterpret_cast<uint8_t *>(Workspace::room(work.halves, piece.n()));
+	}
+
 	/* The same of sums that are encoded: what a lossy codec makes of them goes to the place, they themselves do
 	 * not. */
 	float *total_to_encode(const Piece &piece, uint8_t *place)
@@ -307,10 +322,16 @@ struct Reduction {
 		return wide;
 	}
 
+	/* Whether caches do not keep the tensor. */
+	bool is_large() const
+	{
+		return n * itemsize >= LARGE;
+	}
+
 	/* How results are stored that are not read again. */
 	uint32_t past_caches() const
 	{
-		return n * itemsize >= LARGE ? CODEC_NONTEMPORAL : 0;
+		return is_large() ? CODEC_NONTEMPORAL : 0;
 	}
 
 	/* The spec of a frame; throws FrameError unless it is one of such a piece. */
@@ -388,7 +409,8 @@ private:
 		return spec.codec == CODEC_TRUNCATE && spec.variant == CODEC_LEVELS_SHARED ? metric : nullptr;
 	}
 
-	void decode(Bytes frame, const codec_spec &of, const Piece &piece, uint32_t to_dtype, void *to, uint32_t into)
+	void decode(Bytes frame, const codec_spec &of, const Piece &piece, uint32_t to_dtype, void *to, uint32_t into,
+		    uint32_t flags = 0)
 	{
 		codec_tensor dst = tensor_of(to_dtype, to, piece.n());
 		MetricOf part(shared(), piece);
@@ -397,7 +419,7 @@ private:
 		size_t nbytes;
 
 		with.into = into;
-		with.flags = past_caches();
+		with.flags = flags | past_caches();
 		check(codec_scratch(&of, &like, &nbytes));
 		check(codec_decode(frame.p, frame.nbytes, &dst, &with, Workspace::room(work.scratch, nbytes), nbytes),
 		      &fault_);
