@@ -1,5 +1,6 @@
 """Parts of a flat bucket that have shapes of their own."""
 
+import functools
 import struct
 from collections.abc import Iterable, Mapping
 from math import prod
@@ -10,8 +11,10 @@ from codec.specs import whole
 
 Segments = list[tuple[int, tuple[int, ...]]]
 
-_RECORD = "QII8Q"  # codec_segment: packed at once, for a gradient bucket may have hundreds
-_NO_SHAPE = (0,) * 8
+_RECORD = "QII8Q"  # codec_segment
+_OF_RANK = [
+    struct.Struct(f"QII{rank}Q{8 * (8 - rank)}x").pack for rank in range(9)
+]  # of a shape with so many dimensions
 
 
 def segments(tensors: Any) -> Segments:
@@ -67,14 +70,25 @@ def pairs_of(given: Any) -> Segments:
         raise SpecError("segments are pairs (offset, shape)") from None
 
 
-def pack(pairs: Any) -> bytes:
-    """``segments=`` as an array of codec_segment."""
+class Records(bytes):
+    """Segments as an array of codec_segment: looked through once, for a bucket is encoded in pieces, step by step."""
+
+
+def pack(pairs: Any) -> Records:
+    """``segments=`` as records; those that are there already as they are."""
+    if type(pairs) is Records:
+        return pairs
     pairs = pairs_of(pairs)
-    for _, shape in pairs:
-        if len(shape) > len(_NO_SHAPE):
-            raise SpecError(f"segment of rank {len(shape)} is above {len(_NO_SHAPE)}")
-    fields = [x for offset, shape in pairs for x in (offset, len(shape), 0, *shape, *_NO_SHAPE[len(shape) :])]
     try:
-        return struct.pack(_RECORD * len(pairs), *fields)
+        return Records(b"".join([_OF_RANK[len(shape)](offset, len(shape), 0, *shape) for offset, shape in pairs]))
+    except IndexError:
+        most = max(len(shape) for _, shape in pairs)
+        raise SpecError(f"segment of rank {most} is above {len(_OF_RANK) - 1}") from None
     except struct.error as e:
         raise SpecError(f"segments are pairs (offset, shape) of integers, none below 0: {e}") from None
+
+
+@functools.lru_cache(256)
+def unpack(records: Records) -> Segments:
+    """The pairs of records, for all who ask: not to be changed."""
+    return [(offset, tuple(shape[:rank])) for offset, rank, _, *shape in struct.iter_unpack(_RECORD, records)]

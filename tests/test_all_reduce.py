@@ -13,6 +13,7 @@ from ranks import ranks
 
 import codec
 import codec.torch
+from codec.segmenting import pack, unpack
 from codec.torch import channel, collectives
 
 SPECS = [
@@ -546,14 +547,14 @@ def test_slices_cover_all_and_keep_rows():
     for i, (offset, shape) in enumerate(inside):
         shape_of[offset : offset + int(np.prod(shape, dtype=int))] = i
     for size in (1, 2, 3, 4, 7):
-        few, many = (codec.torch.slices.cut(n, size, 4, inside, nbytes) for nbytes in (1 << 22, 1 << 20))
+        few, many = (codec.torch.slices.cut(n, size, 4, pack(inside), nbytes) for nbytes in (1 << 22, 1 << 20))
         assert [(s[0].begin, s[-1].end) for s in few] == [(s[0].begin, s[-1].end) for s in many]
         pieces = [p for each in many for p in each]
         assert [p.begin for p in pieces] == [0, *[p.end for p in pieces[:-1]]]
         assert pieces[-1].end == n
         for p in pieces:
             end = 0
-            for offset, shape in p.segments or []:
+            for offset, shape in unpack(p.segments):
                 count = int(np.prod(shape, dtype=int))
                 assert end <= offset
                 end = offset + count

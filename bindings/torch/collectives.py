@@ -1,5 +1,6 @@
 """Collectives over torch.distributed whose tensors travel as frames."""
 
+import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import codec
 from codec import FrameError, PeerError, SpecError
 from codec.encoding import asked_of, bound, check_stream
-from codec.segmenting import Segments, pack, pairs_of
+from codec.segmenting import Records, Segments, pack, unpack
 from codec.specs import Lossless, Spec, Ternary
 from codec.torch import reduction, ternary
 from codec.torch.channel import Array, Channel, Incoming, Timeout
@@ -215,7 +216,7 @@ def _all_reduce(
 ) -> torch.Tensor:
     def prepare() -> Reduction:
         whole = [(0, tuple(tensor.shape))] if len(getattr(tensor, "shape", ())) > 1 else None
-        inside = whole if segments is None else pairs_of(segments)
+        inside = whole if segments is None else segments
         r = reduction_of(tensor, spec, op, inside, metric, state, stream)
         if algorithm == "shared_scale":
             ternary.check(r.spec, r.op)
@@ -334,7 +335,8 @@ def agree(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> tuple
 def signature(r: Reduction, algorithm: str) -> int:
     """What must be the same on all ranks."""
     book = r.codebook and r.codebook.id
-    return hashed(r.spec, r.dtype, r.x.size, r.op, algorithm, r.segments, r.metric is None, book)
+    inside = None if r.segments is None else hashlib.blake2b(r.segments).digest()
+    return hashed(r.spec, r.dtype, r.x.size, r.op, algorithm, inside, r.metric is None, book)
 
 
 def check_algorithm(asked: Any) -> None:
@@ -359,7 +361,7 @@ def reduction_of(
     tensor: torch.Tensor,
     spec: Spec,
     op: Any,
-    segments: Segments | None,
+    segments: Any,
     metric: Any,
     state: Mapping[str, Any] | None,
     stream: int,
@@ -372,13 +374,14 @@ def reduction_of(
     op = getattr(op, "op", op)  # options of torch's hold what kind of operation it is inside
     if not isinstance(op, Hashable) or op not in _OPS:
         raise SpecError(f"op must be one of mean, sum, max, got {op!r}")
-    if segments is not None:
-        _check_inside(segments, tensor.numel())
+    inside = None if segments is None else pack(segments)
+    if inside:
+        _check_inside(inside, tensor.numel())
     bound(tensor.numel(), dtype, spec)
     x = as_array(tensor)
     asked_of(spec, metric, state, view(x, dtype))
     flat = None if state is None else {name: _flat(x) for name, x in state.items() if x is not None}
-    return Reduction(x, dtype, spec, _OPS[op], check_stream(stream), segments, metric, flat)
+    return Reduction(x, dtype, spec, _OPS[op], check_stream(stream), inside, metric, flat)
 
 
 def _check_dense(tensor: Any) -> None:
@@ -388,10 +391,10 @@ def _check_dense(tensor: Any) -> None:
         raise SpecError("only dense tensors that hold values can be used, no sparse, meta or negated ones")
 
 
-def _check_inside(segments: Segments, n: int) -> None:
-    pack(segments)
+@functools.lru_cache(256)
+def _check_inside(segments: Records, n: int) -> None:
     end = 0
-    for offset, shape in segments:
+    for offset, shape in unpack(segments):
         if offset < end or offset + prod(shape) > n:
             raise SpecError(f"segment {shape} at {offset} overlaps with the one before it or ends after value {n}")
         end = offset + prod(shape)

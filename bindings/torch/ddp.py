@@ -2,6 +2,7 @@
 
 # no `from __future__ import annotations`: torch looks at the hook's annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 import codec
 from codec import PeerError, SpecError, Status, metrics
-from codec.segmenting import Segments
+from codec.segmenting import Records, pack
 from codec.spec_structs import spec_struct
 from codec.specs import Lossless, Sign, Spec, Ternary, Truncate
 from codec.stateful import CodebookRefresher, ErrorFeedback
@@ -65,9 +66,9 @@ class _Part:
     def layout(self) -> list[tuple[str, int]]:
         return [(name, p.numel()) for name, p in zip(self.names, self.parameters, strict=True)]
 
-    @property
-    def segments(self) -> Segments:
-        return codec.segments([tuple(p.permute(_order(p)).shape) for p in self.parameters])
+    @functools.cached_property
+    def segments(self) -> Records:
+        return pack(codec.segments([tuple(p.permute(_order(p)).shape) for p in self.parameters]))
 
     @property
     def n(self) -> int:

@@ -15,7 +15,7 @@ from codec import Codebook, CodecError, SpecError, Status
 from codec.core import DTYPES
 from codec.decoding import check_values
 from codec.frame import read_header
-from codec.segmenting import Segments
+from codec.segmenting import Records
 from codec.specs import Lossless, Spec, Truncate
 from codec.torch.channel import Array, Channel, Incoming
 from codec.torch.slices import Piece, chunk_nbytes, cut, cut_evenly
@@ -37,7 +37,7 @@ class Reduction:
     spec: Spec
     op: str
     stream: int
-    segments: Segments | None = None
+    segments: Records | None = None
     metric: Any = None
     state: Mapping[str, Any] | None = None  # flat, each as long as x
     residual: Array | None = None  # float32, as long as x: what this rank's frames have lost; written
@@ -77,18 +77,18 @@ class Reduction:
         return self._encode(self.rounded(total), piece, out, residual, number)
 
     def _encode(self, x: Array, piece: Piece, out: Array, residual: Array | None, number: int) -> int:
-        how: dict[str, Any] = {} if residual is None else {"residual": residual, "feedback": True}
+        how: dict[str, Any] = {"segments": piece.segments, **self._state(piece)}
+        if residual is not None:
+            how |= {"residual": residual, "feedback": True}
         frame = codec.encode(
             x,
             self.spec,
             dtype=self.dtype,
             out=out,
-            segments=piece.segments,
             threads=_threads(piece),
             stream=(self.stream * _APART + number) % (1 << 64),
             codebook=self.codebook,
             **how,
-            **self._state(piece),
         )
         if self.count is not None:
             self.count(self.tensor_of(x), segments=piece.segments, **self._state(piece))

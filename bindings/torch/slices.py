@@ -1,12 +1,13 @@
 """Where a flat tensor is cut: equally on all ranks, for it follows from sizes and shapes alone."""
 
 import bisect
+import functools
 from collections.abc import Callable
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from codec.segmenting import Segments
+from codec.segmenting import Records, Segments, pack, unpack
 
 CHUNK_NBYTES = 1 << 20  # of a tensor: while one is on the wire, others are encoded and decoded
 _FRAME_NBYTES = 1 << 19  # each chunk costs messages: if their frames are smaller than that, chunks are larger,
@@ -21,7 +22,7 @@ class Piece(NamedTuple):
 
     begin: int
     end: int
-    segments: Segments | None
+    segments: Records | None
 
     @property
     def n(self) -> int:
@@ -35,17 +36,20 @@ def chunk_nbytes(itemsize: int, bound: Callable[[int], int]) -> int:
     return max(CHUNK_NBYTES, min(MOST_NBYTES, CHUNK_NBYTES * _FRAME_NBYTES // frame_nbytes))
 
 
+@functools.lru_cache(256)  # of few tensors, again and again
 def cut(
-    n: int, size: int, itemsize: int, segments: Segments | None, chunk_nbytes: int | None = None
+    n: int, size: int, itemsize: int, segments: Records | None, chunk_nbytes: int | None = None
 ) -> list[list[Piece]]:
     """A slice for each of `size` ranks, in chunks of CHUNK_NBYTES or as many as are given; some may be empty.
 
     Where slices begin does not depend on them. Rows of parameters stay whole where they are much shorter than a chunk.
+    What is returned is for all who ask: not to be changed.
     """
     chunks = _chunks(n * itemsize / size, chunk_nbytes or CHUNK_NBYTES)
-    starts = _row_starts(segments) if segments else None
+    inside = unpack(segments) if segments else []
+    starts = _row_starts(inside) if inside else None
     cuts = [_near(i * n // (size * chunks), n, starts) for i in range(size * chunks + 1)]
-    pieces = [Piece(a, b, _inside(segments, a, b)) for a, b in pairwise(cuts)]
+    pieces = [Piece(a, b, pack(_inside(inside, a, b)) if inside else None) for a, b in pairwise(cuts)]
     return [pieces[r * chunks : (r + 1) * chunks] for r in range(size)]
 
 
@@ -88,10 +92,8 @@ def _near(at: int, n: int, rows: _Rows | None) -> int:
     return at - at % _ALIGN
 
 
-def _inside(segments: Segments | None, begin: int, end: int) -> Segments | None:
+def _inside(segments: Segments, begin: int, end: int) -> Segments:
     """What of the parameters lies in [begin, end): whole ones, and whole rows of those that are cut."""
-    if not segments:
-        return None
     found: Segments = []
     for offset, shape in segments:
         count = prod(shape)

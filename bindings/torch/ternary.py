@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from codec import FrameError, SpecError, Status
-from codec.segmenting import Segments
+from codec.segmenting import Records, Segments, unpack
 from codec.specs import Lossless, Spec, Ternary, float32
 from codec.torch.channel import Array, Channel
 from codec.torch.reduction import Reduction, all_gather, bound, two_shot
@@ -37,7 +37,7 @@ def shared_scale(channel: Channel, r: Reduction) -> tuple[Array, Exception | Non
     x = r.tensor_of(r.x).float().numpy()
     owed = x if r.residual is None else np.add(x, r.residual, out=r.residual)
     parts = _parts(r.x.size, r.segments)
-    mine = np.zeros(1 + len(r.segments or ()), np.float32)
+    mine = np.zeros(1 + len(_pairs(r.segments)), np.float32)
     error: Exception | None = None
     try:
         for begin, end, i in parts:
@@ -50,11 +50,15 @@ def shared_scale(channel: Channel, r: Reduction) -> tuple[Array, Exception | Non
     return two_shot(channel, _Shared(r, owed, parts, scales.copy(), channel.size, error or fault))
 
 
-def _parts(n: int, segments: Segments | None) -> list[_Part]:
+def _pairs(segments: Records | None) -> Segments:
+    return unpack(segments) if segments else []
+
+
+def _parts(n: int, segments: Records | None) -> list[_Part]:
     """Values that share a scale: those of a segment, and all that segments leave out."""
     found: list[_Part] = []
-    rest, at = len(segments or ()), 0
-    for i, (offset, shape) in enumerate(segments or ()):
+    rest, at = len(_pairs(segments)), 0
+    for i, (offset, shape) in enumerate(_pairs(segments)):
         found += [(at, offset, rest), (offset, offset + prod(shape), i)]
         at = offset + prod(shape)
     return [part for part in [*found, (at, n, rest)] if part[0] < part[1]]
