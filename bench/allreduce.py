@@ -506,7 +506,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, default=HERE / "data", help="folder with other captures (.npz)")
     parser.add_argument("--algorithm", default="two_shot", help="of codec.torch.all_reduce (two_shot)")
-    parser.add_argument("--in-place", action="store_true", help="codecs write to the tensor itself: a copy more")
+    parser.add_argument("--in-place", action="store_true", help="codecs write to the tensor itself, last of all")
     parser.add_argument("--threads", type=int, help="of each rank (cores / ranks, at least 1)")
     parser.add_argument("--unbound", action="store_true", help="ranks may go from core to core")
     parser.add_argument("--both-ways", action="store_true", help="limit what a rank receives, too")

@@ -163,8 +163,9 @@ def all_reduce(
         Tells tensors of one step apart, where a codec draws at random.
     out : torch.Tensor, optional
         Where to put the result instead of into `tensor`, which then stays as it is: contiguous, of the same dtype and
-        size, in host memory of its own. It saves a copy, for in place nothing may be written before all have succeeded;
-        after an error `out` holds anything.
+        size, in host memory of its own. In place nothing may be written before all have succeeded, so that frames are
+        decoded aside and what comes out is copied, or, low-bit codecs' of large tensors, decoded last of all; with
+        `out` while others are on the wire. After an error it holds anything.
     timeout : float or timedelta, optional
         Seconds that a rank may keep others waiting, set with the group's first collective; left out: the group's.
     async_op : bool

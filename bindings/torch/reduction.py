@@ -12,7 +12,7 @@ import torch
 
 import codec
 from codec import Codebook, CodecError, SpecError, Status
-from codec.core import DTYPES
+from codec.core import DTYPES, lib
 from codec.decoding import check_values
 from codec.frame import read_header
 from codec.segmenting import Records
@@ -23,7 +23,6 @@ from codec.view import view_bytes
 
 bound = functools.lru_cache(1024)(codec.bound)  # of few sizes, again and again
 _LARGE = 1 << 21  # values
-_UNCACHED = 8 << 20  # bytes of results that caches do not keep
 _APART = 0x9E3779B97F4A7C15  # odd: so far do streams lie apart that numbers of pieces do not meet the next one's
 _FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -144,7 +143,7 @@ class Reduction:
     @property
     def past_caches(self) -> bool:
         """How results are stored that are not read again."""
-        return self.x.nbytes >= _UNCACHED
+        return self.x.nbytes >= lib.CODEC_UNCACHED_NBYTES
 
     def sum(
         self,

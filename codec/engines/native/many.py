@@ -14,8 +14,6 @@ from codec.spec_structs import spec_struct
 from codec.structs import Call
 from codec.view import TensorView, check_all_apart
 
-_UNCACHED = 8 << 20  # bytes of results that caches do not keep
-
 
 def encode_many(requests: Sequence[EncodeRequest], make: EncodeFilled = encode_filled) -> list[Any]:
     """The frames of requests that differ by tensor, stream and state; an error's item is the index of the first."""
@@ -47,7 +45,7 @@ def decode_many(requests: Sequence[DecodeRequest], make: DecodePrepared = decode
         return []
     flags = 0
     sizes = [v.nbytes for v, *_ in prepared]
-    past = lib.CODEC_NONTEMPORAL if sum(sizes) >= _UNCACHED else 0
+    past = lib.CODEC_NONTEMPORAL if sum(sizes) >= lib.CODEC_UNCACHED_NBYTES else 0
 
     def do(call: Call, i: int, threads: int) -> None:
         v, _, metric, verify = prepared[i]

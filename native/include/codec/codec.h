@@ -267,7 +267,7 @@ typedef struct codec_fault {
 #define CODEC_FEEDBACK 32u
 /**
  * Decoding: the destination will not be read soon, being part of something larger than the caches, say. Values stored
- * there go past them, as those of destinations of 8 MiB or more do; they are the same.
+ * there go past them, as those of destinations of CODEC_UNCACHED_NBYTES or more do; they are the same.
  */
 #define CODEC_NONTEMPORAL 128u
 /**
@@ -276,6 +276,8 @@ typedef struct codec_fault {
  */
 #define CODEC_FINITE 256u
 /** @} */
+
+#define CODEC_UNCACHED_NBYTES 8388608u /**< 8 MiB: what has so many bytes is taken for more than caches keep */
 
 /**
  * What TRUNCATE goes by: A, all of an optimizer's step that does not depend on the gradient, over what the gradient is

@@ -69,7 +69,7 @@ void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uin
 		for (uint64_t i = 0, m; i < n; i += m) {
 			m = MIN(512, n - i);
 			k->subtract(load_values(k, s->src, first + i, m, buffer), y + i, m, (float_any *)buffer);
-			store_floats(k, s->dst->nbytes >= STREAM_NBYTES, at + 4 * i, buffer, m);
+			store_floats(k, s->dst->nbytes >= CODEC_UNCACHED_NBYTES, at + 4 * i, buffer, m);
 		}
 		break;
 	}

@@ -5,14 +5,12 @@
 #include "frame/dtype.h"
 
 /*
- * What is written to so large a tensor goes past the caches: it would only sweep them out, and be read before it is
+ * What is written to a large tensor goes past the caches: it would only sweep them out, and be read before it is
  * overwritten. From memory, reading takes longer than writing.
  */
-#define STREAM_NBYTES (8u << 20)
-
 static inline int past_caches(const codec_context *with, const codec_tensor *dst)
 {
-	return with->flags & CODEC_NONTEMPORAL || dst->nbytes >= STREAM_NBYTES;
+	return with->flags & CODEC_NONTEMPORAL || dst->nbytes >= CODEC_UNCACHED_NBYTES;
 }
 
 /* Values [first, first + n) of an array as float32: where they lie, or in `buffer`. */

@@ -156,7 +156,7 @@ uint64_t encode_block(struct job *j, const struct kernels *k, const struct sourc
 	uint64_t first = b * h->block, m = MIN(h->block, h->n - first), count = m, size;
 	const char *values = (const char *)src->data + first * d->nbytes;
 	uint8_t *plane[WIRE_MAX_PLANES], *p = w->region + 4, *section = dst + h->planes_at + first;
-	int all = (1 << d->nbytes) - 1, stream = src->nbytes >= STREAM_NBYTES;
+	int all = (1 << d->nbytes) - 1, stream = src->nbytes >= CODEC_UNCACHED_NBYTES;
 	uint32_t head = 0;
 
 	place_planes(h, section, stream, w, plane);

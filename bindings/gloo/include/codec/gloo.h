@@ -84,7 +84,7 @@ struct Options {
 	const codec_codebook *codebook = nullptr; /* what all ranks encode with */
 	std::vector<codec_codebook> codebooks;    /* what frames may name */
 	uint64_t stream = 0;                      /* tells tensors of one step apart, where a codec draws at random */
-	void *out = nullptr;                      /* where the result goes, if not to the tensor: that saves a copy */
+	void *out = nullptr;                      /* where the result goes, if not to the tensor: that is sooner */
 	/*
 	 * Error feedback, n values each: what this rank's frames have lost is added, and gets what they lose now. The
 	 * second is for the sums that this rank encodes; the ring and blocks have none.

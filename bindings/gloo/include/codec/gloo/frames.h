@@ -325,7 +325,7 @@ struct Reduction {
 	/* Whether caches do not keep the tensor. */
 	bool is_large() const
 	{
-		return n * itemsize >= LARGE;
+		return n * itemsize >= CODEC_UNCACHED_NBYTES;
 	}
 
 	/* How results are stored that are not read again. */
@@ -346,8 +346,6 @@ struct Reduction {
 	}
 
 private:
-	static constexpr uint64_t LARGE = 8 << 20; /* bytes of results that caches do not keep */
-
 	/* odd: so far do streams lie apart that numbers of pieces do not meet the next one's */
 	static constexpr uint64_t APART = 0x9E3779B97F4A7C15;
 
