@@ -125,15 +125,7 @@ class _Shared(Reduction):
                 self._owed[there] -= scale * x[here]
         return nbytes
 
-    def sum(
-        self,
-        parts: Sequence[Array | None],
-        piece: Piece,
-        total: Array,
-        *,
-        nontemporal: bool = False,
-        check_finite: bool = False,
-    ) -> None:
+    def sum(self, parts: Sequence[Array | None], piece: Piece, total: Array, **_: bool) -> None:
         """The sum of ternary values, exact; it is read at once, and a number."""
         self._signs.sum(parts, piece, total)
 
