@@ -389,6 +389,7 @@ static codec_status at_once(struct task *k, int what, size_t *written)
 	case 1: status = codec_decode(k->frame[0], k->nbytes[0], &k->out, &with, scratch, need); break;
 	case 2: status = codec_accumulate(k->frame[0], k->nbytes[0], 0.5f, &k->sum, &with, scratch, need); break;
 	default:
+		with.flags |= CODEC_NONTEMPORAL; /* by the tile, which is as large as a header says */
 		status = codec_reduce((const void *const *)k->frame, k->nbytes, FRAMES, CODEC_REDUCE_MEAN, &k->sum,
 				      &with, scratch, need);
 	}

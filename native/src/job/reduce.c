@@ -77,7 +77,8 @@ struct sum {
 	const codec_tensor *dst;
 	const codec_context *with;
 	void *work;
-	float *tile; /* for a result that is to go past the caches: where it is made; NULL: where it belongs */
+	float *tile;   /* for a result that is to go past the caches: where it is made; NULL: where it belongs */
+	uint64_t room; /* values that the tile has room for, by a header that may have been another one */
 };
 
 /* Values [at, at + n), which are those of so many blocks from b on, to `there`; their seals are added. */
@@ -124,7 +125,7 @@ static codec_status sum_blocks(const struct sum *s, uint64_t first, uint64_t nbl
 		at = first_value(j, b);
 		m = first_value(j, b + n) - at;
 		place = (float_any *)s->dst->data + at;
-		there = s->tile && m <= TILE ? (float_any *)s->tile : place;
+		there = s->tile && m <= s->room ? (float_any *)s->tile : place;
 		TRY(add_up(s, b, n, at, m, there, seals));
 		if (there != place)
 			most = k->settle(there, m, s->op == CODEC_REDUCE_MEAN ? (float)s->count : 0, place);
@@ -159,8 +160,8 @@ codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes
 		TRY(decode_step(frames[i], nbytes[i], dst, &turn, jobs[i], first, nblocks, work, work_nbytes, &t));
 	}
 	saved = call_enter();
-	status =
-		sum_blocks(&(struct sum){frames, jobs, count, op, unscaled, &t, &c, work, NULL}, first, nblocks, seals);
+	status = sum_blocks(&(struct sum){frames, jobs, count, op, unscaled, &t, &c, work, NULL, 0}, first, nblocks,
+			    seals);
 	call_leave(saved);
 	return status;
 }
@@ -263,7 +264,8 @@ static codec_status reduce(const void *const *frames, const size_t *nbytes, size
 		return CODEC_OK;
 	if (!side_by_side((const void *const *)jobs, count, op, &unscaled))
 		return one_by_one(frames, count, op, dst, with, jobs, work);
-	sum = (struct sum){frames, (const void *const *)jobs, count, op, unscaled, dst, with, work, tile};
+	sum = (struct sum){frames, (const void *const *)jobs, count, op, unscaled, dst, with, work,
+			   tile,   l->tile / sizeof *tile};
 	status = sum_blocks(&sum, 0, jobs[0]->h.nblocks, seals);
 	for (size_t i = 0; i < count && status == CODEC_OK; i++)
 		status = decode_close(with, jobs[i], seals[i]);
