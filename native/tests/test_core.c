@@ -143,6 +143,7 @@ struct coded {
 	uint8_t symbol[WIRE_ROW * LANES_ROWS];
 	uint32_t escaped[4 * LANES_ROWS];
 	int good;
+	uint64_t nescaped;
 };
 
 static void decode_with(const struct kernels *k, const book_lookup *book, const uint8_t *words, size_t nwords,
@@ -153,10 +154,24 @@ static void decode_with(const struct kernels *k, const book_lookup *book, const 
 	const struct ahead ahead = {0};
 
 	for (int i = 0; i < count; i++)
-		s[i] = (struct stream){words, nwords, state + i, out[i].symbol, out[i].escaped, pairs, 0};
+		s[i] = (struct stream){words, nwords, state + i, out[i].symbol, out[i].escaped, pairs, 0, 0};
 	k->decode_lanes(book, s, count == 2 ? s + 1 : NULL, rows, &ahead);
-	for (int i = 0; i < count; i++)
+	for (int i = 0; i < count; i++) {
 		out[i].good = s[i].good;
+		out[i].nescaped = 0;
+		for (size_t w = 0; w < 4 * rows; w++)
+			out[i].nescaped += (uint64_t)__builtin_popcount(out[i].escaped[w]);
+	}
+	/* what is only checked is found to be the same */
+	for (int i = 0; i < count; i++) {
+		state[i] = *start;
+		s[i].good = -1;
+	}
+	k->check_lanes(book, s, count == 2 ? s + 1 : NULL, rows, &ahead);
+	for (int i = 0; i < count; i++) {
+		assert_int_equal(s[i].good, out[i].good);
+		assert_int_equal(s[i].nescaped, out[i].nescaped);
+	}
 }
 
 /* Every instruction set codes to the same words, and says the same of any words, whatever the book. */

@@ -13,13 +13,16 @@ void block_begin(const struct job *j, const uint8_t *frame, uint64_t b, uint64_t
 void block_decode_top(const struct job *j, const struct kernels *k, struct block *o, size_t count,
 		      const struct ahead *ahead)
 {
+	void (*loop)(const book_lookup *, struct stream *, struct stream *, size_t, const struct ahead *) =
+		o->counted ? k->check_lanes : k->decode_lanes;
+
 	if (count == 2 && o[0].coded && o[1].coded && padded(o[0].m) == padded(o[1].m)) {
-		k->decode_lanes(j->lookup, &o[0].top, &o[1].top, padded(o->m) / WIRE_ROW, ahead);
+		loop(j->lookup, &o[0].top, &o[1].top, padded(o->m) / WIRE_ROW, ahead);
 		return;
 	}
 	for (size_t i = 0; i < count; i++)
 		if (o[i].coded)
-			k->decode_lanes(j->lookup, &o[i].top, NULL, padded(o[i].m) / WIRE_ROW, ahead);
+			loop(j->lookup, &o[i].top, NULL, padded(o[i].m) / WIRE_ROW, ahead);
 }
 
 /* The next blocks, at most two: how many were opened before *behind, what came of the one after them. */
@@ -61,6 +64,7 @@ codec_status decode_in_pairs(const struct block_steps *steps, const uint8_t *fra
 		w->ahead = (struct ahead){.count = 0};
 		if (steps->ahead)
 			steps->ahead(j, open, n, &w->ahead);
+		open[0].counted = open[n - 1].counted = !dst && open[0].countable && open[n - 1].countable;
 		block_decode_top(j, k, open, n, &w->ahead);
 		w->ahead.count = 0;
 		for (size_t i = 0; i < n; i++, b++) {

@@ -12,6 +12,8 @@ struct block {
 	uint32_t head;
 	uint8_t mode[WIRE_MAX_PLANES];
 	int coded;
+	int countable; /* to be checked, `top` need not be decoded: it is enough to know how many are escapes, */
+	int counted;   /* which is all that there is now */
 };
 
 /*

@@ -64,6 +64,7 @@ codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, st
 			  uint64_t m, uint8_t *symbol, codec_fault *f);
 /* The literals behind the words, to their places. */
 codec_status read_literals(const uint32_t *escaped, struct cursor *c, uint8_t *symbol, uint64_t m, codec_fault *f);
+codec_status skip_literals(uint64_t n, struct cursor *c, codec_fault *f);
 codec_status read_wide_literals(const uint32_t *escaped, struct cursor *c, uint16_t *literal, uint64_t m,
 				codec_fault *f);
 /* A region ends with fewer than 8 zero bytes. */

@@ -7,7 +7,6 @@
 #include "permute_avx2.h"
 
 #define V __m256i
-#define BYTES __m256i
 #define MASK __m256i
 #define NV 4
 #define LANES 8
@@ -20,10 +19,8 @@
 #define AND _mm256_and_si256
 #define SHL _mm256_sllv_epi32
 #define SHR _mm256_srlv_epi32
-#define NEG(v) _mm256_srai_epi32(v, 31)
 #define KEEP(v) AND(v, SET1(31))
 #define SELECT(m, a, b) _mm256_blendv_epi8(b, a, m)
-#define ADD_BYTES _mm256_add_epi8
 
 /* for simd_loops.h */
 #define F __m256
@@ -79,8 +76,6 @@ static inline unsigned bits_of(__m256i mask)
 	return (unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(mask));
 }
 
-#define COUNT(m) (size_t)__builtin_popcount(bits_of(m))
-
 static inline __m256i permutation(const uint64_t *table, unsigned mask)
 {
 	return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(table + mask)));
@@ -93,11 +88,6 @@ static inline uint32_t *PUSH(uint32_t *end, __m256i v, __m256i mask)
 	/* packed against the top, so that what lies above stays; below is overwritten by the next */
 	STORE(end - 8, _mm256_permutevar8x32_epi32(v, permutation(COMPRESS, m)));
 	return end - __builtin_popcount(m);
-}
-
-static inline __m256i PULL(const uint8_t *p, __m256i mask)
-{
-	return AND(mask, _mm256_permutevar8x32_epi32(LOAD(p), permutation(EXPAND, bits_of(mask))));
 }
 
 /*
@@ -152,18 +142,11 @@ static inline void pair_find(const struct pair *t, __m256i x, __m256i *a, __m256
 }
 
 #define CODES struct pair
-#define LOOKUP struct pair
 #define FEW(t) 0
-#define lookup_find pair_find
 
 static inline CODES codes_load(const book_codes *book)
 {
 	return pair_load(book->code, book->length);
-}
-
-static inline LOOKUP lookup_load(const book_lookup *book)
-{
-	return pair_load(book->symbol, book->length);
 }
 
 static inline void codes_find(const CODES *t, int few, const uint8_t *symbol, __m256i *code, __m256i *length,
@@ -184,39 +167,6 @@ static inline void codes_find(const CODES *t, int few, const uint8_t *symbol, __
 	n2 = _mm256_maddubs_epi16(n, _mm256_set1_epi8(1));
 	*length = _mm256_madd_epi16(n2, _mm256_set1_epi16(1));
 	*code = OR(SHL(AND(c2, SET1(0xffff)), _mm256_srli_epi32(n2, 16)), _mm256_srli_epi32(c2, 16));
-}
-
-static inline __m256i TOP(const __m256i v[NV])
-{
-	__m256i a = _mm256_packus_epi32(_mm256_srli_epi32(v[0], 24), _mm256_srli_epi32(v[1], 24));
-	__m256i b = _mm256_packus_epi32(_mm256_srli_epi32(v[2], 24), _mm256_srli_epi32(v[3], 24));
-
-	return _mm256_packus_epi16(a, b); /* WIDEN and store_quads undo its order */
-}
-
-static inline void WIDEN(__m256i b, __m256i v[NV])
-{
-	const __m256i zero = _mm256_setzero_si256();
-	__m256i lo = _mm256_unpacklo_epi8(b, zero), hi = _mm256_unpackhi_epi8(b, zero);
-
-	v[0] = _mm256_unpacklo_epi16(lo, zero);
-	v[1] = _mm256_unpackhi_epi16(lo, zero);
-	v[2] = _mm256_unpacklo_epi16(hi, zero);
-	v[3] = _mm256_unpackhi_epi16(hi, zero);
-}
-
-static inline void store_quads(const __m256i s[4], uint8_t escape, uint8_t *dst, uint32_t *escaped)
-{
-	const __m256i esc = _mm256_set1_epi8((char)escape);
-	__m256i a = _mm256_unpacklo_epi8(s[0], s[1]), b = _mm256_unpackhi_epi8(s[0], s[1]);
-	__m256i c = _mm256_unpacklo_epi8(s[2], s[3]), d = _mm256_unpackhi_epi8(s[2], s[3]);
-	__m256i q[NV] = {_mm256_unpacklo_epi16(a, c), _mm256_unpackhi_epi16(a, c), _mm256_unpacklo_epi16(b, d),
-			 _mm256_unpackhi_epi16(b, d)};
-
-	for (int v = 0; v < NV; v++) {
-		STORE(dst + 32 * v, q[v]);
-		escaped[v] = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(q[v], esc));
-	}
 }
 
 static inline __m256i at_least(__m256i v, __m256i floor)
@@ -288,7 +238,7 @@ static inline size_t unprune_avx2(const uint8_t *e, uint8_t least, const uint8_t
 #define UNPRUNE unprune_avx2
 
 #include "encode_lanes.h"
-#include "decode_lanes.h"
+#include "decode_lanes_avx2.h"
 #include "simd_loops.h"
 #include "plane_loops.h"
 #include "row_loops.h"
@@ -297,6 +247,7 @@ static inline size_t unprune_avx2(const uint8_t *e, uint8_t least, const uint8_t
 const struct kernels kernels_avx2 = {.name = "avx2",
 				     .encode_lanes = encode_lanes,
 				     .decode_lanes = decode_lanes,
+				     .check_lanes = check_lanes,
 				     KERNEL_LOOPS,
 				     ROW_LOOPS,
 				     TRUNCATE_LOOPS};

@@ -1,4 +1,4 @@
-/* decode_lanes_avx512.h - what decode_lanes.h does, by byte permutations and for two streams together.
+/* decode_lanes_avx512.h - what decode_lanes_avx2.h does, by byte permutations and for two streams together.
  *
  * Included by avx512.c, with its words for vectors.
  */
@@ -13,6 +13,7 @@
 struct lookup512 {
 	struct bytes256 symbol;
 	__m512i length[2], top_length, top_symbol, last_symbol;
+	__m512i escape, escape_first, escape_bits; /* x begins with the escape's code: x & bits is first */
 	int few;
 };
 
@@ -20,7 +21,13 @@ static inline struct lookup512 lookup512_load(const book_lookup *book)
 {
 	struct lookup512 t = {.symbol = bytes256_load(book->symbol), .few = 1};
 	uint8_t symbol[64], length[128];
+	int first = 0;
 
+	while (first < 255 && book->symbol[first] != book->escape)
+		first++;
+	t.escape = _mm512_set1_epi8((char)book->escape);
+	t.escape_first = _mm512_set1_epi8((char)first);
+	t.escape_bits = _mm512_set1_epi8((char)(0xff00 >> book->length[first]));
 	for (int i = 0; i < 192; i++)
 		t.few &= book->length[i] <= 6;
 	for (int i = 0; i < 128; i++) {
@@ -111,15 +118,48 @@ static inline void by_word(__m512i bytes, __m512i v[4])
 	v[1] = _mm512_srli_epi32(bytes, 24);
 }
 
-static inline __attribute__((always_inline)) void decode_two(const struct lookup512 *table, int few, uint8_t escape,
+/* How many of x begin with the escape's code, of the first stream, whose bytes are the upper ones of halves, and of the
+ * other. */
+static inline void note_escapes(const struct lookup512 *t, __m512i x, size_t some[2])
+{
+	uint64_t escaped = _mm512_cmpeq_epi8_mask(AND(x, t->escape_bits), t->escape_first);
+
+	some[0] += (size_t)__builtin_popcountll(escaped & 0xaaaaaaaaaaaaaaaa);
+	some[1] += (size_t)__builtin_popcountll(escaped & 0x5555555555555555);
+}
+
+/* The symbols of both streams, by their four in a lane, stored by lane, and which of them are the escape. */
+static inline void store_quads(const struct lookup512 *table, const __m512i symbol[4], struct stream *const stream[2],
+			       size_t r)
+{
+	__m512i low[2], high[2], quad[4];
+
+	for (int k = 0; k < 2; k++) {
+		low[k] = lower_bytes(symbol[2 * k + 1], symbol[2 * k]);
+		high[k] = upper_bytes(symbol[2 * k + 1], symbol[2 * k]);
+	}
+	quad[0] = lower_halves(high[1], high[0]);
+	quad[1] = upper_halves(high[1], high[0]);
+	quad[2] = lower_halves(low[1], low[0]);
+	quad[3] = upper_halves(low[1], low[0]);
+	for (int v = 0; v < 4; v++) {
+		__mmask64 escaped = _mm512_cmpeq_epi8_mask(quad[v], table->escape);
+
+		STORE(stream[v / 2]->symbol + WIRE_ROW * r + 64 * (v % 2), quad[v]);
+		memcpy(stream[v / 2]->escaped + 4 * r + 2 * (v % 2), &escaped, 8);
+	}
+}
+
+static inline __attribute__((always_inline)) void decode_two(const struct lookup512 *table, int few, int wanted,
 							     struct stream *const stream[2], size_t rows,
 							     const struct ahead *ahead)
 {
-	const __m512i zero = _mm512_setzero_si512(), esc = _mm512_set1_epi8((char)escape);
+	const __m512i zero = _mm512_setzero_si512();
 	const size_t step = ahead_step(ahead, rows);
 	__m512i word[4], part[4], tails[4], tail;
 	struct place at[2];
 	const uint8_t *p[2]; /* at[].p, in a register */
+	size_t nescaped[2] = {0, 0};
 
 	for (int v = 0; v < 4; v++) {
 		const lanes *state = stream[v / 2]->state;
@@ -135,7 +175,7 @@ static inline __attribute__((always_inline)) void decode_two(const struct lookup
 		p[s] = at[s].p;
 	}
 	for (size_t r = 0; r < rows; r++) {
-		__m512i symbol[4], total = zero, left, count[4], low[2], high[2], quad[4];
+		__m512i symbol[4], total = zero, left, count[4];
 		__mmask16 m[4];
 
 		ahead_fetch(ahead, step, r);
@@ -150,12 +190,18 @@ static inline __attribute__((always_inline)) void decode_two(const struct lookup
 			__m512i x = upper_bytes_soon(a, b), n, n2;
 
 			n = lookup512_length(table, few, x);
-			symbol[k] = lookup512_symbol(table, few, x);
+			if (wanted)
+				symbol[k] = lookup512_symbol(table, few, x);
+			else
+				note_escapes(table, x, nescaped);
 			a = _mm512_sllv_epi16(a, _mm512_srli_epi16(n, 8));
 			b = _mm512_sllv_epi16(b, AND(n, _mm512_set1_epi16(255)));
 			x = upper_bytes_soon(a, b);
 			n2 = lookup512_length(table, few, x);
-			symbol[k + 1] = lookup512_symbol(table, few, x);
+			if (wanted)
+				symbol[k + 1] = lookup512_symbol(table, few, x);
+			else
+				note_escapes(table, x, nescaped);
 			n = _mm512_add_epi8(n, n2);
 			total = _mm512_add_epi8(total, n);
 			by_word(n, count);
@@ -179,20 +225,8 @@ static inline __attribute__((always_inline)) void decode_two(const struct lookup
 			word[v] = OR(word[v], _mm512_shrdv_epi32(fresh, zero, count[v]));
 			part[v] = OR(part[v], _mm512_shrdv_epi32(zero, fresh, count[v]));
 		}
-		for (int k = 0; k < 2; k++) {
-			low[k] = lower_bytes(symbol[2 * k + 1], symbol[2 * k]);
-			high[k] = upper_bytes(symbol[2 * k + 1], symbol[2 * k]);
-		}
-		quad[0] = lower_halves(high[1], high[0]);
-		quad[1] = upper_halves(high[1], high[0]);
-		quad[2] = lower_halves(low[1], low[0]);
-		quad[3] = upper_halves(low[1], low[0]);
-		for (int v = 0; v < 4; v++) {
-			__mmask64 escaped = _mm512_cmpeq_epi8_mask(quad[v], esc);
-
-			STORE(stream[v / 2]->symbol + WIRE_ROW * r + 64 * (v % 2), quad[v]);
-			memcpy(stream[v / 2]->escaped + 4 * r + 2 * (v % 2), &escaped, 8);
-		}
+		if (wanted)
+			store_quads(table, symbol, stream, r);
 	}
 	by_word(tail, tails);
 	for (int s = 0; s < 2; s++) {
@@ -200,17 +234,30 @@ static inline __attribute__((always_inline)) void decode_two(const struct lookup
 
 		all = OR(all, AND(OR(tails[2 * s], tails[2 * s + 1]), SET1(255)));
 		stream[s]->good = _mm512_test_epi32_mask(all, all) == 0 && p[s] >= at[s].end;
+		stream[s]->nescaped = nescaped[s];
 	}
 }
 
-static void decode_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
-			 const struct ahead *ahead)
+static inline __attribute__((always_inline)) void decode_by(const book_lookup *book, int wanted, struct stream *a,
+							    struct stream *b, size_t rows, const struct ahead *ahead)
 {
 	const struct lookup512 table = lookup512_load(book);
 	struct stream *const both[] = {a, b ? b : a}; /* one alone is done twice, to the same bytes */
 
 	if (table.few)
-		decode_two(&table, 1, book->escape, both, rows, ahead);
+		decode_two(&table, 1, wanted, both, rows, ahead);
 	else
-		decode_two(&table, 0, book->escape, both, rows, ahead);
+		decode_two(&table, 0, wanted, both, rows, ahead);
+}
+
+static void decode_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
+			 const struct ahead *ahead)
+{
+	decode_by(book, 1, a, b, rows, ahead);
+}
+
+static void check_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
+			const struct ahead *ahead)
+{
+	decode_by(book, 0, a, b, rows, ahead);
 }

@@ -23,7 +23,7 @@
  */
 _Static_assert(LANES >= 8, "the escapes of fewer than 8 lanes do not fill a word: make V a pair of vectors");
 _Static_assert(NV *LANES == WIRE_LANES, "NV vectors hold the lanes");
-_Static_assert(LANES <= LANES_SLACK, "PUSH may write, and PULL read, a whole vector where no word is due");
+_Static_assert(LANES <= LANES_SLACK, "whole vectors are stored, and loaded by decoders, where no word is due");
 
 static inline __attribute__((always_inline)) uint32_t *encode_rows_by(const CODES *table, int few,
 								      const uint8_t *symbol, size_t rows, uint32_t *end,

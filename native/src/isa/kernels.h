@@ -129,7 +129,8 @@ struct stream {
 	uint8_t *symbol;
 	uint32_t *escaped; /* bit i: symbol i is the book's escape */
 	struct symbol_pairs *pairs;
-	int good; /* every word was taken and every lane ended on 32 zero bits */
+	int good;        /* every word was taken and every lane ended on 32 zero bits */
+	size_t nescaped; /* how many symbols are the escape: of check_lanes alone */
 };
 
 #define COLUMNS 512
@@ -194,6 +195,9 @@ struct kernels {
 	 */
 	void (*decode_lanes)(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
 			     const struct ahead *ahead);
+	/* The same to know what is `good`, and how many are escapes: the lengths of codes say that. */
+	void (*check_lanes)(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
+			    const struct ahead *ahead);
 
 	/* Values to byte planes and back, by enum form. Floats have an offset each (others none). `past`: past the
 	 * caches. */

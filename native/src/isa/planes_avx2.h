@@ -12,24 +12,27 @@
 #define LOAD256(p) _mm256_loadu_si256((const __m256i *)(p))
 #define STORE256(p, v) _mm256_storeu_si256((__m256i *)(p), v)
 
-/* bits_turn and bits_unturn: the two top bytes of 16 floats under their offsets. */
+/*
+ * bits_turn and bits_unturn: the two top bytes of 16 floats under their offsets. On a circle of n numbers, of two that
+ * differ by n one is meant: as numbers without sign it is the smaller one.
+ */
+#define CIRCLE256 _mm256_set1_epi16(WIRE_CIRCLE(128))
+
 static inline __m256i lower256(__m256i x, __m256i offset)
 {
-	const __m256i zero = _mm256_set1_epi16(128), below_sign = _mm256_set1_epi16(0x7fff);
-	__m256i p = _mm256_and_si256(x, below_sign), q = _mm256_sub_epi16(p, zero), d = _mm256_sub_epi16(q, offset);
-	__m256i u =
-		_mm256_add_epi16(_mm256_and_si256(d, below_sign), _mm256_andnot_si256(_mm256_srai_epi16(d, 15), zero));
+	const __m256i zero = _mm256_set1_epi16(128);
+	__m256i p = _mm256_and_si256(x, _mm256_set1_epi16(0x7fff)), q = _mm256_sub_epi16(p, zero);
+	__m256i d = _mm256_sub_epi16(q, offset), u = _mm256_min_epu16(d, _mm256_add_epi16(d, CIRCLE256));
 
-	return _mm256_blendv_epi8(u, p, _mm256_srai_epi16(q, 15));
+	return _mm256_blendv_epi8(_mm256_add_epi16(u, zero), p, _mm256_srai_epi16(q, 15));
 }
 
 static inline __m256i raise256(__m256i u, __m256i offset)
 {
-	const __m256i zero = _mm256_set1_epi16(128), below_sign = _mm256_set1_epi16(0x7fff);
-	__m256i s = _mm256_add_epi16(u, offset);
-	__m256i p = _mm256_add_epi16(_mm256_and_si256(s, below_sign), _mm256_and_si256(_mm256_srai_epi16(s, 15), zero));
+	const __m256i zero = _mm256_set1_epi16(128), past_end = _mm256_set1_epi16((short)(0x8000 | 128));
+	__m256i s = _mm256_add_epi16(u, _mm256_andnot_si256(_mm256_cmpgt_epi16(zero, u), offset));
 
-	return _mm256_blendv_epi8(p, u, _mm256_cmpgt_epi16(zero, u));
+	return _mm256_add_epi16(s, _mm256_and_si256(_mm256_srai_epi16(s, 15), past_end));
 }
 
 /* The top bytes of values a and b as two planes; half by half, like _mm256_packus_epi16. */
@@ -48,9 +51,8 @@ static inline void turn256(__m256i a, __m256i b, __m256i offset_a, __m256i offse
 static inline __m256i unturn256(__m256i y, __m256i offset)
 {
 	const __m256i mantissa = _mm256_set1_epi16(0x7f), sign = _mm256_set1_epi16((short)0x8000);
-	__m256i u = _mm256_or_si256(
-		_mm256_and_si256(y, mantissa),
-		_mm256_andnot_si256(mantissa, _mm256_and_si256(_mm256_srli_epi16(y, 1), _mm256_set1_epi16(0x7fff))));
+	__m256i u =
+		_mm256_or_si256(_mm256_and_si256(y, mantissa), _mm256_andnot_si256(mantissa, _mm256_srli_epi16(y, 1)));
 
 	return _mm256_or_si256(raise256(u, offset), _mm256_and_si256(_mm256_slli_epi16(y, 8), sign));
 }

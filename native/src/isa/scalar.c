@@ -214,6 +214,15 @@ static void decode_stream(const book_lookup *book, struct stream *s, size_t rows
 	s->good = all == 0 && w.p >= w.end;
 }
 
+static size_t count_bits(const uint32_t *words, size_t n)
+{
+	size_t found = 0;
+
+	for (size_t i = 0; i < n; i++)
+		found += (size_t)__builtin_popcount(words[i]);
+	return found;
+}
+
 static void decode_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
 			 const struct ahead *ahead)
 {
@@ -223,6 +232,16 @@ static void decode_lanes(const book_lookup *book, struct stream *a, struct strea
 		decode_stream(book, b, rows);
 }
 
+/* Symbols cost nothing where pairs are looked up. */
+static void check_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
+			const struct ahead *ahead)
+{
+	decode_lanes(book, a, b, rows, ahead);
+	a->nescaped = count_bits(a->escaped, 4 * rows);
+	if (b)
+		b->nescaped = count_bits(b->escaped, 4 * rows);
+}
+
 #include "plane_loops.h"
 #include "row_loops.h"
 #include "truncate_loops.h"
@@ -230,6 +249,7 @@ static void decode_lanes(const book_lookup *book, struct stream *a, struct strea
 const struct kernels kernels_scalar = {.name = "scalar",
 				       .encode_lanes = encode_lanes,
 				       .decode_lanes = decode_lanes,
+				       .check_lanes = check_lanes,
 				       KERNEL_LOOPS,
 				       ROW_LOOPS,
 				       TRUNCATE_LOOPS};

@@ -70,6 +70,7 @@ static codec_status block_open(const struct job *j, struct block *o, codec_fault
 {
 	TRY(read_head(&j->h, dtype_of(j->h.dtype), o->head, o->at, o->mode, f));
 	o->coded = !(j->h.fixed & 1) && o->mode[0] == WIRE_MODE_CODED;
+	o->countable = o->coded && !(j->h.halved & 1) && !(o->head & WIRE_REGION_PRUNED) && o->m % WIRE_ROW == 0;
 	return o->coded ? open_plane(&o->c, &o->top, f) : CODEC_OK;
 }
 
@@ -125,6 +126,8 @@ static codec_status read_coded(const struct job *j, const struct kernels *k, str
 		TRY(decode_plane(&j->lookup[i], k, w, c, n, out, f));
 	else
 		TRY(close_plane(j->lookup, c, &o->top, n, f));
+	if (!i && o->counted)
+		return skip_literals(o->top.nescaped, c, f);
 	TRY(read_literals(i ? w->top[0].escaped : o->top.escaped, c, out, n, f));
 	return j->h.halved >> i & 1 ? read_high(c, k, out, n, f) : CODEC_OK;
 }

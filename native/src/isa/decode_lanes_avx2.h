@@ -1,0 +1,320 @@
+/* decode_lanes_avx2.h - the lane coder's decoding in 256-bit vectors, and its check, which needs no symbols.
+ *
+ * Included by avx2.c, with its words for vectors. Four vectors hold the words of 32 lanes. What is a byte for each lane
+ * lies in one vector, whose word i has the bytes of word i of vectors 3, 1, 2, 0, the lowest first: so two vectors of
+ * 16 bits hold what is on top of all lanes, shifts bring bytes to words, and nothing crosses lanes.
+ */
+#include "place.h"
+
+/*
+ * A table of 256 bytes whose first 192 are equal by 16 and the next 48 by 4, as they are where codes that begin with 0
+ * or 10 have at most 4 bits, and those below 1111 at most 6: three sums of 16 bytes, the last two of which are 0 at
+ * their first.
+ */
+struct sums {
+	__m256i by_sixteen, by_four, last;
+};
+
+static inline struct sums sums_load(const uint8_t *of)
+{
+	uint8_t a[16], b[16], c[16];
+
+	for (int i = 0; i < 16; i++) {
+		a[i] = of[i < 12 ? 16 * i : 192];
+		b[i] = (uint8_t)(of[192 + 4 * i] - of[192]);
+		c[i] = (uint8_t)(of[240 + i] - of[240 + i / 4 * 4]);
+	}
+	return (struct sums){_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)a)),
+			     _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)b)),
+			     _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)c))};
+}
+
+struct lookup {
+	struct sums length, symbol;
+	struct pair both;                          /* of any book */
+	int few;                                   /* whether sums will do */
+	__m256i escape, escape_first, escape_bits; /* x begins with the escape's code: x & bits is first */
+};
+
+static inline struct lookup lookup_load(const book_lookup *book)
+{
+	struct lookup t;
+	int first = 0;
+
+	t.few = book->length[191] <= 4 && book->length[239] <= 6; /* codes do not get shorter */
+	if (t.few) {
+		t.length = sums_load(book->length);
+		t.symbol = sums_load(book->symbol);
+	} else {
+		t.both = pair_load(book->symbol, book->length);
+	}
+	while (first < 255 && book->symbol[first] != book->escape)
+		first++;
+	t.escape = _mm256_set1_epi8((char)book->escape);
+	t.escape_first = _mm256_set1_epi8((char)first);
+	t.escape_bits = _mm256_set1_epi8((char)(0xff00 >> book->length[first]));
+	return t;
+}
+
+struct where {
+	__m256i by_sixteen, by_four, last;
+};
+
+static inline __m256i sum_at(const struct sums *t, const struct where *i)
+{
+	return _mm256_add_epi8(_mm256_add_epi8(_mm256_shuffle_epi8(t->by_sixteen, i->by_sixteen),
+					       _mm256_shuffle_epi8(t->by_four, i->by_four)),
+			       _mm256_shuffle_epi8(t->last, i->last));
+}
+
+/* The lengths of the codes that x begin with, and their symbols unless NULL. */
+static inline __attribute__((always_inline)) __m256i find_codes(const struct lookup *t, int few, __m256i x,
+								__m256i *symbol)
+{
+	__m256i length, unwanted;
+
+	if (few) {
+		struct where i = {
+			AND(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)),
+			_mm256_subs_epu8(AND(_mm256_srli_epi16(x, 2), _mm256_set1_epi8(63)), _mm256_set1_epi8(48)),
+			_mm256_subs_epu8(x, _mm256_set1_epi8((char)240))};
+
+		if (symbol)
+			*symbol = sum_at(&t->symbol, &i);
+		return sum_at(&t->length, &i);
+	}
+	pair_find(&t->both, x, symbol ? symbol : &unwanted, &length);
+	return length;
+}
+
+/* Count the bytes that begin with the escape's code. */
+static inline __m256i note_escapes(const struct lookup *t, __m256i x, __m256i count)
+{
+	return _mm256_sub_epi8(count, _mm256_cmpeq_epi8(AND(x, t->escape_bits), t->escape_first));
+}
+
+/* The bytes of all lanes to the words of four vectors. */
+static inline void by_word(__m256i bytes, __m256i v[NV])
+{
+	const __m256i low = SET1(255);
+
+	v[0] = SRL(bytes, 24);
+	v[1] = AND(SRL(bytes, 8), low);
+	v[2] = AND(SRL(bytes, 16), low);
+	v[3] = AND(bytes, low);
+}
+
+/* The upper halves of a's words, and of b's below them. */
+static inline __m256i upper_halves(__m256i a, __m256i b)
+{
+	return _mm256_blend_epi16(SRL(b, 16), a, 0xaa);
+}
+
+/* The upper bytes of a's halves, and of b's below them. */
+static inline __m256i upper_bytes(__m256i a, __m256i b)
+{
+	return OR(AND(a, _mm256_set1_epi16((short)0xff00)), _mm256_srli_epi16(b, 8));
+}
+
+/*
+ * Streams are decoded in turns of a few instructions: while one waits for itself, there is another. (The row of one
+ * after the row of the other would not do: what waits fills the CPU's scheduler.)
+ */
+#define EACH_STREAM for (int s = 0; s < count; s++)
+
+/*
+ * The next two codes of all lanes, from words which have them on top: bits of both, and their symbols or, if those are
+ * not wanted, how many of them are escapes, counted in bytes.
+ */
+static inline __attribute__((always_inline)) void two_codes(const struct lookup *t, int few, int wanted, int count,
+							    const __m256i word[2][NV], __m256i *const symbol[2],
+							    __m256i escapes[2], __m256i bits[2])
+{
+	/* 2^(n - 1) by n: a 16-bit shift by lane is a multiplication here */
+	const __m256i power =
+		_mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 4, 8, 16, 32, 64, (char)128, 0, 0, 0, 0, 0, 0, 0));
+	__m256i a[2], b[2], x[2], by[2];
+
+	EACH_STREAM
+	{
+		a[s] = upper_halves(word[s][0], word[s][1]);
+		b[s] = upper_halves(word[s][2], word[s][3]);
+		x[s] = upper_bytes(a[s], b[s]);
+	}
+	EACH_STREAM
+	{
+		bits[s] = find_codes(t, few, x[s], wanted ? symbol[s] : NULL);
+		escapes[s] = wanted ? escapes[s] : note_escapes(t, x[s], escapes[s]);
+	}
+	EACH_STREAM
+	{
+		by[s] = _mm256_shuffle_epi8(power, bits[s]);
+		a[s] = _mm256_mullo_epi16(_mm256_add_epi16(a[s], a[s]), _mm256_srli_epi16(by[s], 8));
+		b[s] = _mm256_mullo_epi16(_mm256_add_epi16(b[s], b[s]), AND(by[s], _mm256_set1_epi16(255)));
+	}
+	EACH_STREAM x[s] = upper_bytes(a[s], b[s]);
+	EACH_STREAM
+	{
+		bits[s] = _mm256_add_epi8(bits[s], find_codes(t, few, x[s], wanted ? symbol[s] + 1 : NULL));
+		escapes[s] = wanted ? escapes[s] : note_escapes(t, x[s], escapes[s]);
+	}
+}
+
+/* Four bytes of each lane together, stored by lane, and which of them are the escape. */
+static inline void store_quads(const __m256i s[4], __m256i escape, uint8_t *dst, uint32_t *escaped)
+{
+	const __m256i upper = _mm256_set1_epi16((short)0xff00);
+	__m256i low[2], high[2], quad[NV];
+
+	for (int k = 0; k < 2; k++) {
+		low[k] = _mm256_blendv_epi8(s[2 * k], _mm256_slli_epi16(s[2 * k + 1], 8), upper);
+		high[k] = _mm256_blendv_epi8(_mm256_srli_epi16(s[2 * k], 8), s[2 * k + 1], upper);
+	}
+	quad[0] = upper_halves(high[1], high[0]);
+	quad[1] = _mm256_blend_epi16(high[0], SLL(high[1], 16), 0xaa);
+	quad[2] = upper_halves(low[1], low[0]);
+	quad[3] = _mm256_blend_epi16(low[0], SLL(low[1], 16), 0xaa);
+	for (int v = 0; v < NV; v++) {
+		STORE(dst + 32 * v, quad[v]);
+		escaped[v] = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(quad[v], escape));
+	}
+}
+
+struct decoding {
+	struct stream *stream;
+	struct place at;
+	__m256i word[NV], part[NV], tail;
+	__m256i escapes; /* how many there are, in 64-bit lanes */
+};
+
+static inline void decoding_begin(struct decoding *d, struct stream *s)
+{
+	__m256i tail[NV];
+
+	d->stream = s;
+	d->escapes = _mm256_setzero_si256();
+	place_begin(&d->at, s);
+	for (int v = 0; v < NV; v++) {
+		d->word[v] = LOAD(s->state->word + LANES * v);
+		d->part[v] = LOAD(s->state->part + LANES * v);
+		tail[v] = LOAD(s->state->tail + LANES * v);
+	}
+	d->tail = OR(OR(SLL(tail[0], 24), SLL(tail[2], 16)), OR(SLL(tail[1], 8), tail[3]));
+}
+
+static inline __attribute__((always_inline)) void decode_row(const struct lookup *t, int few, int wanted, int count,
+							     struct decoding d[2], size_t r)
+{
+	__m256i symbol[2][4], escapes[2], bits[2], total[2], left[2], next[2][NV], n[2][NV], c[2][NV];
+	__m256i *const first[2] = {symbol[0], symbol[1]}, *const last[2] = {symbol[0] + 2, symbol[1] + 2};
+
+	EACH_STREAM
+	{
+		escapes[s] = _mm256_setzero_si256();
+		for (int v = 0; v < NV; v++)
+			next[s][v] = d[s].word[v];
+	}
+	two_codes(t, few, wanted, count, next, first, escapes, bits);
+	EACH_STREAM
+	{
+		by_word(bits[s], n[s]);
+		for (int v = 0; v < NV; v++)
+			next[s][v] = SHL(next[s][v], n[s][v]);
+		total[s] = bits[s];
+	}
+	two_codes(t, few, wanted, count, next, last, escapes, bits);
+	/*
+	 * A word comes where that leaves fewer than none. With 32 more, c, it is as many as are left of the word behind
+	 * the first 32 bits; elsewhere c is 32 or more, and shifts by it, and by 31 less it, leave nothing.
+	 */
+	EACH_STREAM
+	{
+		total[s] = _mm256_add_epi8(total[s], bits[s]);
+		left[s] = _mm256_sub_epi8(d[s].tail, total[s]);
+		d[s].tail = AND(left[s], _mm256_set1_epi8(31));
+		by_word(total[s], n[s]);
+		by_word(_mm256_add_epi8(left[s], _mm256_set1_epi8(32)), c[s]);
+	}
+	EACH_STREAM place_row(&d[s].at);
+	for (int v = 0; v < NV; v++)
+		EACH_STREAM
+		{
+			unsigned due = bits_of(SLL(left[s], v == 0 ? 0 : v == 1 ? 16 : v == 2 ? 8 : 24));
+			__m256i fresh = _mm256_permutevar8x32_epi32(LOAD(d[s].at.p), permutation(EXPAND, due));
+			__m256i *word = &d[s].word[v], *part = &d[s].part[v];
+
+			d[s].at.p += 4 * (size_t)(unsigned)__builtin_popcount(due);
+			*word = OR(OR(SHL(*word, n[s][v]), SHR(*part, SUB(SET1(32), n[s][v]))), SHR(fresh, c[s][v]));
+			*part = OR(SHL(*part, n[s][v]), SHL(ADD(fresh, fresh), SUB(SET1(31), c[s][v])));
+		}
+	EACH_STREAM
+	{
+		if (wanted)
+			store_quads(symbol[s], t->escape, d[s].stream->symbol + WIRE_ROW * r,
+				    d[s].stream->escaped + 4 * r);
+		else
+			d[s].escapes =
+				_mm256_add_epi64(d[s].escapes, _mm256_sad_epu8(escapes[s], _mm256_setzero_si256()));
+	}
+}
+
+static inline void decoding_end(const struct decoding *d)
+{
+	__m256i all = d->tail;
+	uint64_t escapes[4];
+
+	for (int v = 0; v < NV; v++)
+		all = OR(all, OR(d->word[v], d->part[v]));
+	d->stream->good = _mm256_testz_si256(all, all) && d->at.p >= d->at.end;
+	_mm256_storeu_si256((__m256i *)escapes, d->escapes);
+	d->stream->nescaped = (size_t)(escapes[0] + escapes[1] + escapes[2] + escapes[3]);
+}
+
+static inline __attribute__((always_inline)) void decode_by(const struct lookup *t, int few, int wanted, int count,
+							    struct stream *const streams[2], size_t rows,
+							    const struct ahead *ahead)
+{
+	const size_t step = ahead_step(ahead, rows);
+	struct decoding d[2];
+
+	EACH_STREAM decoding_begin(d + s, streams[s]);
+	for (size_t r = 0; r < rows; r++) {
+		ahead_fetch(ahead, step, r);
+		decode_row(t, few, wanted, count, d, r);
+	}
+	EACH_STREAM decoding_end(d + s);
+}
+
+static inline __attribute__((always_inline)) void decode_some(const book_lookup *book, int wanted, int count,
+							      struct stream *const streams[2], size_t rows,
+							      const struct ahead *ahead)
+{
+	const struct lookup table = lookup_load(book);
+
+	if (table.few)
+		decode_by(&table, 1, wanted, count, streams, rows, ahead);
+	else
+		decode_by(&table, 0, wanted, count, streams, rows, ahead);
+}
+
+static void decode_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
+			 const struct ahead *ahead)
+{
+	struct stream *const streams[] = {a, b};
+
+	if (b)
+		decode_some(book, 1, 2, streams, rows, ahead);
+	else
+		decode_some(book, 1, 1, streams, rows, ahead);
+}
+
+static void check_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
+			const struct ahead *ahead)
+{
+	struct stream *const streams[] = {a, b};
+
+	if (b)
+		decode_some(book, 0, 2, streams, rows, ahead);
+	else
+		decode_some(book, 0, 1, streams, rows, ahead);
+}
