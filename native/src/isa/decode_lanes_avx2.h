@@ -48,9 +48,12 @@ static inline struct lookup lookup_load(const book_lookup *book)
 	} else {
 		t.both = pair_load(book->symbol, book->length);
 	}
-	while (first < 255 && book->symbol[first] != book->escape)
-		first++;
 	t.escape = _mm256_set1_epi8((char)book->escape);
+	for (int k = 7; k >= 0; k--) {
+		int escaped = _mm256_movemask_epi8(_mm256_cmpeq_epi8(LOAD(book->symbol + 32 * k), t.escape));
+
+		first = escaped ? 32 * k + __builtin_ctz((unsigned)escaped) : first;
+	}
 	t.escape_first = _mm256_set1_epi8((char)first);
 	t.escape_bits = _mm256_set1_epi8((char)(0xff00 >> book->length[first]));
 	return t;

@@ -19,30 +19,34 @@ struct lookup512 {
 
 static inline struct lookup512 lookup512_load(const book_lookup *book)
 {
-	struct lookup512 t = {.symbol = bytes256_load(book->symbol), .few = 1};
-	uint8_t symbol[64], length[128];
+	struct lookup512 t = {.symbol = bytes256_load(book->symbol)};
+	uint8_t symbol[64], length[64], by_two[128];
+	__mmask64 alike = ~(__mmask64)0;
 	int first = 0;
 
-	while (first < 255 && book->symbol[first] != book->escape)
-		first++;
-	t.escape = _mm512_set1_epi8((char)book->escape);
-	t.escape_first = _mm512_set1_epi8((char)first);
-	t.escape_bits = _mm512_set1_epi8((char)(0xff00 >> book->length[first]));
-	for (int i = 0; i < 192; i++)
-		t.few &= book->length[i] <= 6;
-	for (int i = 0; i < 128; i++) {
-		length[i] = book->length[2 * i];
-		t.few &= book->length[4 * (i / 2)] == book->length[4 * (i / 2) + 2];
+	for (int k = 3; k >= 0; k--) {
+		__m512i x = t.symbol.part[k], n = _mm512_loadu_si512(book->length + 64 * k);
+		__mmask64 escaped = _mm512_cmpeq_epi8_mask(x, _mm512_set1_epi8((char)book->escape));
+
+		first = escaped ? 64 * k + __builtin_ctzll(escaped) : first;
+		_mm_storeu_si128((__m128i *)(symbol + 16 * k), _mm512_cvtepi32_epi8(x));
+		_mm_storeu_si128((__m128i *)(length + 16 * k), _mm512_cvtepi32_epi8(n));
+		_mm256_storeu_si256((__m256i *)(by_two + 32 * k), _mm512_cvtepi16_epi8(n));
 	}
-	t.length[0] = _mm512_loadu_si512(length);
-	t.length[1] = _mm512_loadu_si512(length + 64);
-	for (int i = 0; i < 64; i++) {
-		symbol[i] = book->symbol[4 * i];
-		length[i] = book->length[4 * i];
-	}
+	t.length[0] = _mm512_loadu_si512(by_two);
+	t.length[1] = _mm512_loadu_si512(by_two + 64);
 	t.top_symbol = _mm512_loadu_si512(symbol);
 	t.top_length = _mm512_loadu_si512(length);
 	t.last_symbol = t.symbol.part[3];
+	for (int k = 0; k < 2; k++) { /* pairs of bytes */
+		__m512i turned = OR(_mm512_slli_epi16(t.length[k], 8), _mm512_srli_epi16(t.length[k], 8));
+
+		alike &= _mm512_cmpeq_epi8_mask(t.length[k], turned);
+	}
+	t.few = book->length[191] <= 6 && !~alike; /* codes do not get shorter */
+	t.escape = _mm512_set1_epi8((char)book->escape);
+	t.escape_first = _mm512_set1_epi8((char)first);
+	t.escape_bits = _mm512_set1_epi8((char)(0xff00 >> book->length[first]));
 	return t;
 }
 

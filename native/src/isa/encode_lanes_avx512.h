@@ -24,28 +24,32 @@ struct codes512 {
 #define CODES struct codes512
 #define FEW(t) (t)->few
 
+/* The 64 bytes from p[first] on of 256, `beyond` behind them. */
+static inline __m512i window512(const uint8_t *p, int first, int beyond)
+{
+	__mmask64 there = ~0ull >> (first > 192 ? first - 192 : 0);
+
+	return _mm512_mask_loadu_epi8(_mm512_set1_epi8((char)p[beyond]), there, p + first);
+}
+
 static inline CODES codes_load(const book_codes *book)
 {
-	int first = 256, last = -1, escape = book->escape;
+	int first = 0, last = 0, escape = book->escape;
 	CODES t = {.code = bytes256_load(book->code), .length = bytes256_load(book->length)};
-	uint8_t window[64];
+	uint64_t coded[4];
 
-	for (int i = 255; i > 0; i--)
-		if (!(book->length[i] & 0x80)) {
-			first = i;
-			last = last < 0 ? i : last;
-		}
-	if (last < 0)
-		first = last = 0;
+	for (int k = 0; k < 4; k++)
+		coded[k] = ~(uint64_t)_mm512_movepi8_mask(t.length.part[k]);
+	coded[0] &= ~1ull;
+	for (int k = 3; k >= 0; k--)
+		first = coded[k] ? 64 * k + __builtin_ctzll(coded[k]) : first;
+	for (int k = 0; k < 4; k++)
+		last = coded[k] ? 64 * k + 63 - __builtin_clzll(coded[k]) : last;
 	if (last - first >= 64)
 		return t;
 	t.few = book->length[0] & 0x80 || first == 0 ? 1 : 2;
-	for (int i = 0; i < 64; i++)
-		window[i] = book->code[first + i < 256 ? first + i : escape];
-	t.near_code = _mm512_loadu_si512(window);
-	for (int i = 0; i < 64; i++)
-		window[i] = book->length[first + i < 256 ? first + i : escape];
-	t.near_length = _mm512_loadu_si512(window);
+	t.near_code = window512(book->code, first, escape);
+	t.near_length = window512(book->length, first, escape);
 	t.base = _mm512_set1_epi8((char)first);
 	t.escape_code = _mm512_set1_epi8((char)book->code[escape]);
 	t.escape_length = _mm512_set1_epi8((char)book->length[escape]);

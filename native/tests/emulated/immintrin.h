@@ -295,6 +295,34 @@ static inline __m512i emulated_shrdv_epi32(__m512i a, __m512i b, __m512i n)
 	return simde_mm512_loadu_si512(x);
 }
 
+static inline __m512i emulated_mask_loadu_epi8(__m512i from, __mmask64 k, const void *p)
+{
+	uint8_t b[64];
+
+	memcpy(b, &from, 64);
+	for (int i = 0; i < 64; i++)
+		if (k >> i & 1)
+			b[i] = ((const uint8_t *)p)[i];
+	return simde_mm512_loadu_si512(b);
+}
+
+static inline __m128i emulated_cvtepi32_epi8(__m512i a)
+{
+	uint32_t w[16];
+	uint8_t b[16];
+	__m128i out;
+
+	memcpy(w, &a, 64);
+	for (int i = 0; i < 16; i++)
+		b[i] = (uint8_t)w[i];
+	memcpy(&out, b, 16);
+	return out;
+}
+
+#undef _mm512_mask_loadu_epi8
+#undef _mm512_cvtepi32_epi8
+#define _mm512_mask_loadu_epi8 emulated_mask_loadu_epi8
+#define _mm512_cvtepi32_epi8 emulated_cvtepi32_epi8
 #undef _mm512_shuffle_epi32
 #define _mm512_shuffle_epi32(a, choose) emulated_mask_shuffle_epi32(a, 0xffff, a, choose)
 #undef _mm512_mask_shuffle_epi8
