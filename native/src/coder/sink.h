@@ -68,15 +68,20 @@ struct sink {
 #define SINK_NONE 101
 
 /*
- * Where values can be made: where they belong, if they go there as they are and not past the caches, or are added as
- * they are by whoever makes them (`adds`: who can do that); else NULL.
+ * Where values can be made: where they belong, if they go there as they are, or are added as they are; else NULL.
+ * `adds`, `streams`: by who can add, and who can store at multiples of 16 bytes past the caches.
  */
-static inline float_any *sink_room(const struct sink *s, uint64_t first, int adds)
+static inline float_any *sink_room(const struct sink *s, uint64_t first, int adds, int streams)
 {
-	int stores = (s->into == CODEC_INTO_STORE || s->into == CODEC_INTO_FLOAT32) && !s->past;
+	int stores = s->into == CODEC_INTO_STORE || s->into == CODEC_INTO_FLOAT32;
+	float_any *there;
 
+	if (s->dst->dtype != CODEC_FLOAT32)
+		return NULL;
+	there = (float_any *)s->dst->data + first;
+	streams = streams && (uintptr_t)there % 16 == 0 && !(s->divide > 0);
 	adds = adds && s->into == CODEC_INTO_ADD && s->weight == 1;
-	return s->dst->dtype == CODEC_FLOAT32 && (stores || adds) ? (float_any *)s->dst->data + first : NULL;
+	return adds || (stores && (!s->past || streams)) ? there : NULL;
 }
 
 /* y: NULL if they were made in sink_room(), or added there. */

@@ -177,6 +177,7 @@ struct row_sums {
 	uint32_t negative, max; /* max: the largest pattern of |x| */
 };
 
+enum { SIGNS_STORE, SIGNS_ADD, SIGNS_PAST };      /* to what is there; past the caches, to a multiple of 16 bytes */
 enum { SETTLE_AS_IS, SETTLE_TIMES, SETTLE_OVER }; /* what a loop does to values that are settled */
 
 struct kernels {
@@ -245,8 +246,7 @@ struct kernels {
 	void (*row_sums)(int kind, const float_any *x, size_t n, int first, uint8_t *bits, struct row_lanes *sums);
 	void (*row_fold)(int kind, struct row_lanes *sums, struct row_sums *out);
 	void (*sign_bits)(const float_any *x, size_t n, uint8_t *bits);
-	/* `add`: to what is there. */
-	void (*sign_values)(const uint8_t *bits, size_t from, size_t n, float negative, float positive, int add,
+	void (*sign_values)(const uint8_t *bits, size_t from, size_t n, float negative, float positive, int how,
 			    float_any *y);
 	void (*halves)(struct philox key, uint64_t block, size_t nblocks, uint16_t *h);
 	/* h: random halves, NULL for nearest. Returns whether a magnitude lies above TERNARY's scale. */

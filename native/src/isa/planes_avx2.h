@@ -7,7 +7,7 @@
 
 #include <immintrin.h>
 
-#include "kernels.h"
+#include "past_avx2.h"
 
 #define LOAD256(p) _mm256_loadu_si256((const __m256i *)(p))
 #define STORE256(p, v) _mm256_storeu_si256((__m256i *)(p), v)
@@ -55,18 +55,6 @@ static inline __m256i unturn256(__m256i y, __m256i offset)
 		_mm256_or_si256(_mm256_and_si256(y, mantissa), _mm256_andnot_si256(mantissa, _mm256_srli_epi16(y, 1)));
 
 	return _mm256_or_si256(raise256(u, offset), _mm256_and_si256(_mm256_slli_epi16(y, 8), sign));
-}
-
-/* Store past the caches, in the halves that malloc's alignment allows, or as usual. call_leave puts such stores in
- * order. */
-static inline void put256(int past, void *p, __m256i v)
-{
-	if (past) {
-		_mm_stream_si128((__m128i *)p, _mm256_castsi256_si128(v));
-		_mm_stream_si128((__m128i *)p + 1, _mm256_extracti128_si256(v, 1));
-	} else {
-		STORE256(p, v);
-	}
 }
 
 static inline void stream_avx2(uint8_t *dst, const uint8_t *src, size_t n)

@@ -112,6 +112,10 @@ static inline void clear_lanes(int kind, struct row_lanes *sums)
 	sums->negative = 0;
 }
 
+#ifndef FOLD
+#define FOLD scale_fold
+#endif
+
 static void row_fold(int kind, struct row_lanes *l, struct row_sums *out)
 {
 	int32_t max = 0;
@@ -120,13 +124,22 @@ static void row_fold(int kind, struct row_lanes *l, struct row_sums *out)
 		max = l->max[i] > max ? l->max[i] : max;
 	out->max = (uint32_t)max;
 	out->negative = l->negative;
-	out->sum[0] = kind == ROW_SUM_SQUARES ? scale_fold64(l->s) : (double)scale_fold(l->a);
-	out->sum[1] = kind == ROW_SUM_SQUARES ? scale_fold64(l->t) : (double)scale_fold(l->b);
+	switch (kind) {
+	case ROW_SUM_SQUARES:
+		out->sum[0] = scale_fold64(l->s);
+		out->sum[1] = scale_fold64(l->t);
+		break;
+	case ROW_SUM_SIGNS:
+		out->sum[0] = (double)FOLD(l->a);
+		out->sum[1] = (double)FOLD(l->b);
+		break;
+	default: out->sum[0] = (double)FOLD(l->a); out->sum[1] = 0;
+	}
 }
 
 #ifndef SIGN_BITS
 #define SIGN_BITS(x, n, bits) 0
-#define SIGN_VALUES(bits, n, negative, positive, add, y) 0
+#define SIGN_VALUES(bits, n, negative, positive, how, y) 0
 #endif
 
 /* Bit i % 8 of byte i / 8: the sign bit of x[i] is clear. Bits behind the last value are 0. */
@@ -169,24 +182,26 @@ static void row_sums(int kind, const float_any *x, size_t n, int first, uint8_t 
 		sign_bits(x + signs, n - signs, bits + signs / 8);
 }
 
-static inline void put_signs(const uint8_t *bits, size_t from, size_t n, float negative, float positive, int add,
+static inline void put_signs(const uint8_t *bits, size_t from, size_t n, float negative, float positive, int how,
 			     float_any *y)
 {
-	for (size_t i = from % 8 ? 0 : SIGN_VALUES(bits + from / 8, n, negative, positive, add, y); i < n; i++) {
+	for (size_t i = from % 8 ? 0 : SIGN_VALUES(bits + from / 8, n, negative, positive, how, y); i < n; i++) {
 		float x = bits[(from + i) / 8] >> (from + i) % 8 & 1 ? positive : negative;
 
-		y[i] = add ? round_add(y[i], x) : x;
+		y[i] = how == SIGNS_ADD ? round_add(y[i], x) : x;
 	}
 }
 
 /* From value `from` of the bits on; from is a multiple of 8 unless rows are. */
-static void sign_values(const uint8_t *bits, size_t from, size_t n, float negative, float positive, int add,
+static void sign_values(const uint8_t *bits, size_t from, size_t n, float negative, float positive, int how,
 			float_any *y)
 {
-	if (add) /* a constant makes faster loops */
-		put_signs(bits, from, n, negative, positive, 1, y);
+	if (how == SIGNS_ADD) /* constants make faster loops */
+		put_signs(bits, from, n, negative, positive, SIGNS_ADD, y);
+	else if (how == SIGNS_PAST)
+		put_signs(bits, from, n, negative, positive, SIGNS_PAST, y);
 	else
-		put_signs(bits, from, n, negative, positive, 0, y);
+		put_signs(bits, from, n, negative, positive, SIGNS_STORE, y);
 }
 
 /* The first words of nblocks blocks, as halves in element order. */

@@ -7,12 +7,25 @@
 
 #include <immintrin.h>
 
-#include "kernels.h"
+#include "past_avx2.h"
 
 /* Bytes of two halves interleaved by packs, back in order. */
 static inline __m256i in_order(__m256i v)
 {
 	return _mm256_permutevar8x32_epi32(v, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+
+/* scale_fold. */
+static inline float fold_avx2(const float *lane)
+{
+	__m256 a = _mm256_add_ps(_mm256_loadu_ps(lane), _mm256_loadu_ps(lane + 16));
+	__m256 b = _mm256_add_ps(_mm256_loadu_ps(lane + 8), _mm256_loadu_ps(lane + 24));
+	__m128 four, two;
+
+	a = _mm256_add_ps(a, b);
+	four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+	two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+	return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
 static inline size_t sign_bits_avx2(const float_any *x, size_t n, uint8_t *bits)
@@ -30,7 +43,7 @@ static inline size_t sign_bits_avx2(const float_any *x, size_t n, uint8_t *bits)
 	return i;
 }
 
-static inline size_t sign_values_avx2(const uint8_t *bits, size_t n, float negative, float positive, int add,
+static inline size_t sign_values_avx2(const uint8_t *bits, size_t n, float negative, float positive, int how,
 				      float_any *y)
 {
 	const __m256i count = _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0);
@@ -45,7 +58,8 @@ static inline size_t sign_values_avx2(const uint8_t *bits, size_t n, float negat
 			__m256 x = _mm256_blendv_ps(q, p, _mm256_castsi256_ps(_mm256_sllv_epi32(v, count)));
 			float_any *there = y + i + 8 * k;
 
-			_mm256_storeu_ps(there, add ? _mm256_add_ps(_mm256_loadu_ps(there), x) : x);
+			x = how == SIGNS_ADD ? _mm256_add_ps(_mm256_loadu_ps(there), x) : x;
+			put256(how == SIGNS_PAST, there, _mm256_castps_si256(x));
 		}
 	}
 	return i;
@@ -255,6 +269,7 @@ static inline void narrow_avx2(uint8_t *p, const __m256i v[4])
 	_mm256_storeu_si256((__m256i *)p, in_order(_mm256_packus_epi16(a, b)));
 }
 
+#define FOLD fold_avx2
 #define SIGN_BITS sign_bits_avx2
 #define SIGN_VALUES sign_values_avx2
 #define PACK_CODES pack_codes_avx2

@@ -18,16 +18,48 @@ static inline size_t sign_bits_avx512(const float_any *x, size_t n, uint8_t *bit
 	return i;
 }
 
-static inline size_t sign_values_avx512(const uint8_t *bits, size_t n, float negative, float positive, int add,
+static inline __m512 signs_at(const uint8_t *bits, size_t i, __m512 negative, __m512 positive)
+{
+	unsigned shift = i % 8, third = bits[i / 8 + (shift ? 2 : 0)]; /* where 16 bits are in 3 bytes */
+
+	return _mm512_mask_blend_ps((__mmask16)((load16(bits + i / 8) | third << 16) >> shift), negative, positive);
+}
+
+/*
+ * Past the caches, all of it: a store that waits for its line to be read has the others wait behind it. So of a line
+ * that rows share each stores its part, by fours.
+ */
+static inline size_t sign_values_past(const uint8_t *bits, size_t n, float negative, float positive, float_any *y)
+{
+	const __m512 p = _mm512_set1_ps(positive), q = _mm512_set1_ps(negative);
+	size_t i = 0;
+
+	while (i + 4 <= n) {
+		if ((uintptr_t)(y + i) % 64 == 0 && i + 16 <= n) {
+			_mm512_stream_si512((__m512i *)(y + i), _mm512_castps_si512(signs_at(bits, i, q, p)));
+			i += 16;
+		} else {
+			__mmask16 four = (__mmask16)(bits[i / 8] >> i % 8);
+
+			_mm_stream_ps((float *)y + i, _mm512_castps512_ps128(_mm512_mask_blend_ps(four, q, p)));
+			i += 4;
+		}
+	}
+	return i;
+}
+
+static inline size_t sign_values_avx512(const uint8_t *bits, size_t n, float negative, float positive, int how,
 					float_any *y)
 {
 	const __m512 p = _mm512_set1_ps(positive), q = _mm512_set1_ps(negative);
 	size_t i = 0;
 
+	if (how == SIGNS_PAST)
+		return sign_values_past(bits, n, negative, positive, y);
 	for (; i + 16 <= n; i += 16) {
-		__m512 x = _mm512_mask_blend_ps(load16(bits + i / 8), q, p);
+		__m512 x = signs_at(bits, i, q, p);
 
-		_mm512_storeu_ps(y + i, add ? _mm512_add_ps(_mm512_loadu_ps(y + i), x) : x);
+		_mm512_storeu_ps(y + i, how == SIGNS_ADD ? _mm512_add_ps(_mm512_loadu_ps(y + i), x) : x);
 	}
 	return i;
 }

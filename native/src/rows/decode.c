@@ -39,12 +39,12 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 }
 
 static void sign_run(const struct kernels *k, const uint8_t *bits, uint64_t from, uint64_t n, uint64_t row,
-		     const struct work *w, int add, float_any *y)
+		     const struct work *w, int how, float_any *y)
 {
 	for (uint64_t i = 0; i < n; i += row) {
 		float above = w->scale[i / row], below = w->scale_below[i / row];
 
-		k->sign_values(bits, from + i, MIN(row, n - i), round_sign_below(below), above, add, y + i);
+		k->sign_values(bits, from + i, MIN(row, n - i), round_sign_below(below), above, how, y + i);
 	}
 }
 
@@ -121,6 +121,9 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 {
 	uint64_t row = c->part->row <= ROW_CHUNK ? c->part->row : 0, nbytes = row_scale_nbytes(*q), n;
 	int half = j->h.dtype == CODEC_FLOAT16;
+	int signs = q->codec == CODEC_SIGN, how = sink->into == CODEC_INTO_ADD ? SIGNS_ADD
+						  : sink->past                 ? SIGNS_PAST
+									       : SIGNS_STORE;
 	/* what is added up is what decoding gives */
 	int rounds = j->h.dtype != CODEC_FLOAT32 && sink->into != CODEC_INTO_STORE && !sink->unscaled;
 
@@ -133,10 +136,10 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 					row ? n : 1, w, f));
 		if (sink->into == SINK_NONE)
 			continue;
-		there = rounds ? NULL : sink_room(sink, c->first + i, q->codec == CODEC_SIGN);
+		there = rounds ? NULL : sink_room(sink, c->first + i, signs, signs && row % 8 == 0);
 		y = there ? there : w->y;
-		if (q->codec == CODEC_SIGN)
-			sign_run(k, code, i, n, row ? row : n, w, there && sink->into == CODEC_INTO_ADD, y);
+		if (signs)
+			sign_run(k, code, i, n, row ? row : n, w, there ? how : SIGNS_STORE, y);
 		else
 			k->decode_rows(q, code + i - t, n, row ? row : n, w->scale, y);
 		if (rounds) {
