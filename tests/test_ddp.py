@@ -210,7 +210,7 @@ def _owed(rank, size, paid):
 def _rounded(rank, size):
     """Values of bfloat16 as they are: what rounding takes is owed, too."""
     every = [(torch.arange(70_000) % 251 + r).to(torch.bfloat16) for r in range(size)]
-    from codec.torch import reduction, slices
+    from codec.torch import raw, slices
 
     line = codec.torch.collectives.line_of(None)
     r = codec.torch.collectives.reduction_of(every[rank], codec.Float8(), "mean", None, None, None, 0)
@@ -219,7 +219,7 @@ def _rounded(rank, size):
     begin, end = owned[0].begin, owned[-1].end
     sums = torch.full((end - begin,), 0.2).numpy()
     r.sums_residual = lambda a, b: sums[a - begin : b - begin]
-    result, error = reduction.raw(line.channel, r)
+    result, error = raw.two_shot(line.channel, r)
     line.channel.conclude(error)
     mean = torch.stack([t.float() for t in every]).mean(0) + 0.3 + 0.2
     owed = torch.from_numpy(r.residual.copy())
@@ -236,7 +236,7 @@ def _rounded(rank, size):
     r.residual = torch.full((70_000,), 600.0).numpy()
     sums = torch.full((end - begin,), 100.0).numpy()
     r.sums_residual = lambda a, b: sums[a - begin : b - begin]
-    result, error = reduction.raw(line.channel, r)
+    result, error = raw.two_shot(line.channel, r)
     line.channel.conclude(error)
     infinite = [slices.cut(70_000, size, 2, None)[i][0].begin for i in range(size)]
     assert set(np.delete(result, infinite)) == {65_504}

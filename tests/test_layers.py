@@ -54,7 +54,7 @@ LAYERS = [
     {"__main__"},
     {"torch.slices", "torch.worker", "torch.channel", "torch.choosing"},
     {"torch.reduction", "torch.handle"},
-    {"torch.ternary"},
+    {"torch.raw", "torch.ternary"},
     {"torch.collectives"},
     {"torch.refreshing"},
     {"torch.ddp", "torch.fsdp", "torch.backend"},

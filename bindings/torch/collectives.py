@@ -17,7 +17,7 @@ from codec import FrameError, PeerError, SpecError
 from codec.encoding import asked_of, bound, check_stream
 from codec.segmenting import Records, Segments, pack, unpack
 from codec.specs import Lossless, Spec, Ternary
-from codec.torch import reduction, ternary
+from codec.torch import raw, reduction, ternary
 from codec.torch.channel import Array, Channel, Incoming, Timeout
 from codec.torch.choosing import Choice
 from codec.torch.reduction import Attempt, Reduction
@@ -32,7 +32,7 @@ _ALGORITHMS = {
     "two_shot": reduction.two_shot,
     "all_gather": reduction.all_gather,
     "ring": reduction.ring,
-    "raw": reduction.raw,
+    "raw": raw.two_shot,
     "shared_scale": ternary.shared_scale,
 }
 _OF_FRAMES = ("two_shot", "all_gather", "ring")  # their results can wait in them

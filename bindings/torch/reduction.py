@@ -24,7 +24,7 @@ from codec.view import view_bytes
 bound = functools.lru_cache(1024)(codec.bound)  # of few sizes, again and again
 _LARGE = 1 << 21  # values
 _APART = 0x9E3779B97F4A7C15  # odd: so far do streams lie apart that numbers of pieces do not meet the next one's
-_FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Reduction:
     def add(self, owed: Array) -> None:
         """Reduce x and these values, float32, instead of x."""
         if owed.any():
-            self.x = self.rounded(_floats(self.x, self) + owed)
+            self.x = self.rounded(floats(self.x, self) + owed)
 
     def own(self, piece: Piece) -> Array:
         """What there is on this rank."""
@@ -167,7 +167,7 @@ class Reduction:
             return
         for i, part in enumerate(parts):
             if part is None:
-                own = _floats(self.own(piece), self)
+                own = floats(self.own(piece), self)
                 np.add(total, own, out=total) if i else np.copyto(total, own)
             elif i:
                 codec.accumulate(part, total, **how)
@@ -198,13 +198,13 @@ class Reduction:
 
     def tensor_of(self, x: Array) -> torch.Tensor:
         """Values in the dtype of x as a tensor of the same memory."""
-        return torch.from_numpy(x).view(_FLOATS[self.dtype])
+        return torch.from_numpy(x).view(FLOATS[self.dtype])
 
     def rounded(self, total: Array) -> Array:
         """Float32 sums in the dtype of x."""
         if self.dtype == "float32":
             return total
-        rounded = torch.from_numpy(total).to(_FLOATS[self.dtype])
+        rounded = torch.from_numpy(total).to(FLOATS[self.dtype])
         return rounded.view(torch.uint16).numpy().view(self.x.dtype)
 
 
@@ -429,7 +429,7 @@ def _sum_into(
     total = channel.total(piece.n)
     r.sum(parts, piece, total, check_finite=check)
     place[:] = r.rounded(total)
-    if check and (fault := _refused(r, place)):  # what the sum's dtype holds and this one does not
+    if check and (fault := refused(r, place)):  # what the sum's dtype holds and this one does not
         raise fault
 
 
@@ -514,14 +514,14 @@ def ring(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     return result, attempt.error
 
 
-def _floats(x: Array, r: Reduction) -> Array:
+def floats(x: Array, r: Reduction) -> Array:
     """Values in the dtype of a reduction as float32; the same memory if they are."""
-    return torch.from_numpy(x).view(_FLOATS[r.dtype]).float().numpy()
+    return torch.from_numpy(x).view(FLOATS[r.dtype]).float().numpy()
 
 
 def _as_float32(r: Reduction) -> Array:
     """A copy of the values."""
-    return torch.from_numpy(r.x).view(_FLOATS[r.dtype]).to(torch.float32, copy=True).numpy()
+    return torch.from_numpy(r.x).view(FLOATS[r.dtype]).to(torch.float32, copy=True).numpy()
 
 
 def _partial(channel: Channel, r: Reduction, piece: Piece, bound: int, total: Array, number: int) -> Array:
@@ -556,98 +556,8 @@ def copied(channel: Channel, frame: Array) -> Array:
     return _message(channel, frame.nbytes, copy)
 
 
-def raw(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
-    """Two-shot with the values themselves: where a link is so fast that encoding would take longer than sending.
-
-    Lossless frames would give the same bits.
-    """
-    size, me = channel.size, channel.rank
-    # as for frames: what is owed to sums is owed to those of this rank's slice
-    slices = cut(r.x.size, size, r.x.itemsize, r.segments)
-    others = channel.others
-    chunks = range(len(slices[me]))
-    result = r.result(channel, r.x.size)
-    channel.begin(Channel.room_for([piece.n * r.x.itemsize for piece in slices[me] for _ in range(size)]))
-
-    def receive(place: Array, source: int) -> Callable[[], Array]:
-        # no closure: an error's frame would keep it, and with it the connection, whose other end waits
-        return partial(_there, channel, channel.post("recv", place.view(np.uint8), source), source, place)
-
-    def room(n: int) -> Array:
-        return channel.take(n * r.x.itemsize)[: n * r.x.itemsize].view(r.x.dtype)
-
-    firsts = [{o: receive(room(piece.n), o) for o in others} for piece in slices[me]]
-    seconds = [{o: receive(result[slices[o][c].begin : slices[o][c].end], o) for o in others} for c in chunks]
-    x = r.x
-    if r.residual is not None:
-        x = np.empty_like(x)
-        _settle(_floats(r.x, r), r, r.residual, x)
-    error = _refused(r, x)
-    for c in chunks:
-        for o in others:
-            channel.send_values(x[slices[o][c].begin : slices[o][c].end], o)
-    for c, piece in enumerate(slices[me]):
-        parts = {o: there() for o, there in firsts[c].items()} | {me: x[piece.begin : piece.end]}
-        total = result[piece.begin : piece.end]
-        residual = None if r.sums_residual is None else r.sums_residual(piece.begin, piece.end)
-        _settle(_add_up([parts[rank] for rank in range(size)], r, total), r, residual, total)
-        fault = _refused(r, total)
-        if fault is not None and not any(_refused(r, part) for part in parts.values()):  # whose rank says so itself
-            error = error or fault
-        for o in others:
-            channel.send_values(total, o)
-    for there in [there for each in seconds for there in each.values()]:
-        there()
-    channel.finish()
-    return result, error
-
-
-def _there(channel: Channel, work: Any, source: int, place: Array) -> Array:
-    channel.wait(work, source)
-    return place
-
-
-def _refused(r: Reduction, x: Array) -> SpecError | None:
+def refused(r: Reduction, x: Array) -> SpecError | None:
     """What encoding would have said of NaN and Inf: which way values travel must not decide whether a step is good."""
     if not r.only_numbers or not x.size or all(torch.isfinite(t) for t in torch.aminmax(r.tensor_of(x))):
         return None
     return SpecError("the tensor holds NaN or Inf, which this codec does not take", Status.NONFINITE)
-
-
-def _add_up(parts: Sequence[Array], r: Reduction, total: Array) -> Array:
-    """Sum, mean or maximum as codec.reduce has it, in float32; in `total` if that is its dtype."""
-    dtype = _FLOATS[r.dtype]
-    tensors = [torch.from_numpy(part).view(dtype) for part in parts]
-    add = torch.maximum if r.op == "max" else torch.add
-    if r.dtype == "float32":
-        out = torch.from_numpy(total)
-        add(tensors[0], tensors[1], out=out)
-    else:
-        out = add(tensors[0].float(), tensors[1].float())
-    for t in tensors[2:]:
-        add(out, t.float(), out=out)
-    if r.op == "mean":
-        out /= len(parts)
-    return total if r.dtype == "float32" else out.numpy()
-
-
-def _settle(values: Array, r: Reduction, residual: Array | None, place: Array) -> None:
-    """Put float32 values into `place`, in the dtype of x, with what is owed to them; the residual gets what is lost.
-
-    As encoders have it: what is finite stays so, at most the largest number; what is not is owed nothing.
-    """
-    rounded = r.rounded(values)
-    if residual is None:
-        if values is not place:
-            place[:] = rounded
-        return
-    with np.errstate(over="ignore", invalid="ignore"):
-        if r.dtype == "float32":
-            np.add(values, residual, out=place)
-            residual[:] = 0
-            return
-        seen = _floats(rounded, r)
-        owed = np.where(np.isinf(seen), seen, values) + residual
-        finite, most = np.isfinite(owed), torch.finfo(_FLOATS[r.dtype]).max
-        place[:] = r.rounded(np.where(finite, np.clip(owed, -most, most), owed))
-        residual[:] = np.where(finite, owed - _floats(place, r), 0)

@@ -43,6 +43,7 @@
 #include "gloo/choosing.h"
 #include "gloo/errors.h"
 #include "gloo/frames.h"
+#include "gloo/raw.h"
 #include "gloo/slices.h"
 
 namespace codec::gloo
