@@ -176,6 +176,11 @@ static void test_reduce_scratch(void **unused)
 	assert_true(out[0] == 2 * x[0]);
 	assert_int_equal(codec_reduce(frames, nbytes, 2, CODEC_REDUCE_SUM, &to, NULL, scratch, need - 1),
 			 CODEC_SHORT_SCRATCH);
+	assert_int_equal(codec_reduce(frames, nbytes, 2, CODEC_REDUCE_SUM, NULL, NULL, scratch, need),
+			 CODEC_BAD_ARGUMENT);
+	to.struct_nbytes = 0;
+	assert_int_equal(codec_reduce(frames, nbytes, 2, CODEC_REDUCE_SUM, &to, NULL, scratch, need),
+			 CODEC_BAD_ARGUMENT);
 }
 
 /* A single frame's sum, mean and maximum are its values to the bit, signalling NaN and -0 too. */

@@ -242,7 +242,6 @@ static codec_status reduce(const void *const *frames, const size_t *nbytes, size
 	struct job **jobs = (struct job **)ALIGN8((uintptr_t)scratch);
 	uint64_t *seals = (uint64_t *)(jobs + count);
 	char *memory = (char *)(seals + count), *work = memory + count * l->each;
-	float *tile = count > 1 && past_caches(with, dst) ? (float *)(work + l->work) : NULL;
 	codec_context turn = *with;
 	codec_status status;
 	struct sum sum;
@@ -264,8 +263,11 @@ static codec_status reduce(const void *const *frames, const size_t *nbytes, size
 		return CODEC_OK;
 	if (!side_by_side((const void *const *)jobs, count, op, &unscaled))
 		return one_by_one(frames, count, op, dst, with, jobs, work);
-	sum = (struct sum){frames, (const void *const *)jobs, count, op, unscaled, dst, with, work,
-			   tile,   l->tile / sizeof *tile};
+	sum = (struct sum){frames, (const void *const *)jobs, count, op, unscaled, dst, with, work, NULL, 0};
+	if (count > 1 && past_caches(with, dst)) {
+		sum.tile = (float *)(work + l->work);
+		sum.room = l->tile / sizeof *sum.tile;
+	}
 	status = sum_blocks(&sum, 0, jobs[0]->h.nblocks, seals);
 	for (size_t i = 0; i < count && status == CODEC_OK; i++)
 		status = decode_close(with, jobs[i], seals[i]);
