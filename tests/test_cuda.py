@@ -354,6 +354,7 @@ def test_what_cannot_be_encoded():
     for packing in ("2bit", "entropy"):
         spec = codec.Ternary(packing, scale=float(np.abs(x).max()) / 2)
         assert outcome(encode, x, spec, "float32") == Status.BAD_SCALE
+        assert outcome(encode, nan, spec, "float32") == outcome(codec.encode, nan, spec) == Status.NONFINITE
 
 
 @by_cupy

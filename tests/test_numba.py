@@ -396,6 +396,20 @@ def test_a_value_above_the_scale_given():
                 assert error[1] == codec.Status.BAD_SCALE
 
 
+def test_nan_is_told_before_a_scale_that_is_too_small():
+    """Wherever either is: a chunk, a block, a part or a sampled block apart."""
+    for bad, large in ((90_000, 3), (3, 90_000), (3_000, 3), (199_999, 0), (20_000, 100)):
+        x = np.full(200_000, 0.25, F32)
+        x[large] = 0.75
+        x[bad] = np.nan
+        for packing in ("2bit", "base3", "entropy"):
+            for segments in (None, [(0, (50_000,)), (50_000, (150_000,))]):
+                for left in (None, np.zeros_like(x)):
+                    spec = codec.Ternary(packing, scale=0.5)
+                    error = encoded(x, spec, "float32", left, threads=2, segments=segments)
+                    assert error[1] == codec.Status.NONFINITE
+
+
 def test_memory_that_is_shared():
     """What may not overlap is refused alike; a tensor may come in place of the state that its levels go by."""
     memory = np.random.default_rng(0).standard_normal(60_000).astype(F32)

@@ -158,7 +158,10 @@ DEVICE_CALL void conclude_rows(codec_view *v, uint8_t *memory, codec_choice *c, 
 	v->coded = q.entropy;
 	place_sections(v, c->lead_nbytes + WIRE_SEGMENT_NBYTES * records +
 				  (row_part_scaled(q, row_parts(v, memory)->row) ? 8 * nparts : 0));
-	if (((volatile codec_written *)out)->fault)
+	uint32_t fault = ((volatile codec_written *)out)->fault;
+
+	/* values of a sample above the scale given: blocks will tell whether NaN or Inf is elsewhere */
+	if (fault && (fault != CODEC_BAD_SCALE || v->row_sums.count))
 		v->nblocks = 0;
 }
 
@@ -198,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(TEAM) choose_rows(const codec_encod
 				team_wait(c->told);
 			status = scale_part(v, memory, row_parts(v, memory) + (t - scans), &room);
 			if (status != CODEC_OK && threadIdx.x == 0)
-				atomicMax(&out->fault, (uint32_t)status);
+				refuse(out, status);
 			last = team_last(c->done + PARTS, nparts);
 			if (last && take)
 				team_tell(c->told + PARTS);
@@ -210,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(TEAM) choose_rows(const codec_encod
 		status = count_codes(v, memory, &source, choose_even(t - scans - nparts, take, nblocks),
 				     e.scratch + blockIdx.x * e.each, c, &room);
 		if (status != CODEC_OK)
-			atomicMax(&out->fault, (uint32_t)status);
+			refuse(out, status);
 		if (team_last(c->done + SYMBOLS, take))
 			conclude_rows(v, memory, c, &room, out);
 	}

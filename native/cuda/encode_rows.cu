@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) encode_rows(const co
 		if (q.entropy || at + size <= e.capacity)
 			status = write_rows(&j, &source, b, scratch, region, &size, lane);
 		if (lane == 0 && status != CODEC_OK)
-			atomicMax(&e.out->fault, (uint32_t)status);
+			refuse(e.out, status);
 		if (q.entropy)
 			put_region(&v, e, b, region, status == CODEC_OK ? size : 8, 0, lane);
 		else if (at + size <= e.capacity)

@@ -3,6 +3,7 @@
 #define CODEC_ENCODE_ROWS_CUH
 
 #include "encode_coder.cuh"
+#include "encoding.cuh"
 #include "rows.cuh"
 
 /* The bits of the largest |x| of n values, those from `limit` on left out. */
@@ -225,6 +226,15 @@ static __device__ codec_status put_codes(const codec_view *v, struct row_kind q,
 	if (!above)
 		return CODEC_OK;
 	return __any_sync(FULL, most >= ROUND_INF) ? CODEC_NONFINITE : CODEC_BAD_SCALE;
+}
+
+/* No frame of this. What is wrong is a scale that is too small only if no value anywhere is NaN or Inf. */
+DEVICE void refuse(codec_written *out, codec_status status)
+{
+	uint32_t old = atomicCAS(&out->fault, 0u, (uint32_t)status);
+
+	if (old == CODEC_BAD_SCALE)
+		atomicCAS(&out->fault, old, (uint32_t)status);
 }
 
 /* Block b to a region: its size to *size. `scratch`: memory for a plane, and for WORDS_ROOM. */

@@ -140,6 +140,17 @@ def scan(job, work, data, error, first, count):
 
 
 @jit
+def _refuse_given(job, work, data, error):
+    """What is wrong with a tensor that has a value above the scale given: that, or some value is NaN or Inf."""
+    for at in range(0, job.n, RUN):
+        some = work.y[: min(RUN, job.n - at)]
+        load(job.dtype, data, error, at, some)
+        if magnitude(some, U32(ABS + U32(1))) >= INF:
+            return NONFINITE
+    return BAD_SCALE
+
+
+@jit
 def _encode_run(job, work, data, error, part, first, i, n, m, region, code):
     """Codes of values [i, i + n) of a block, a byte each; scales of rows that begin there."""
     half, row, direct = work.half, I64(part.row), job.dtype == FLOAT32 and not len(error)
@@ -160,10 +171,9 @@ def _encode_run(job, work, data, error, part, first, i, n, m, region, code):
             code[:] = U8(0)
             return OK
         ternary_codes(x, part.scale, half, code)
-        if job.scale > F32(0) and not job.clip > F32(0):
-            most = magnitude(x, U32(ABS + U32(1)))
-            if most > bits_of(part.scale):
-                return NONFINITE if most >= INF else BAD_SCALE
+        given = job.scale > F32(0) and not job.clip > F32(0)
+        if given and magnitude(x, U32(ABS + U32(1))) > bits_of(part.scale):
+            return _refuse_given(job, work, data, error)
         settle_ties(work.keys, first + i, x, part.scale, code)
         return OK
     scale, other = work.scale[:n], work.other[:n]

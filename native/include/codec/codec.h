@@ -70,7 +70,7 @@ typedef enum codec_status {
 	CODEC_BAD_CODEBOOK = 15,     /**< code lengths that are not a codebook, another one's id, or other symbols */
 	CODEC_SHAPE_MISMATCH = 16,   /**< the destination's shape or dtype is not the frame's */
 	CODEC_NONFINITE = 17,        /**< the tensor holds NaN or Inf, and the codec cannot say so */
-	CODEC_BAD_SCALE = 18,        /**< a scale was given that is smaller than a value */
+	CODEC_BAD_SCALE = 18,        /**< a scale was given that is smaller than a value; none is NaN or Inf */
 	CODEC_ROUNDED_SCALE = 19,    /**< a scale was given that is 0 or Inf in the tensor's dtype */
 	CODEC_SHORT_OUTPUT = 20,     /**< the frame does not fit capacity */
 	CODEC_SHORT_SCRATCH = 21,    /**< scratch is smaller than codec_scratch said */

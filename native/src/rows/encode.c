@@ -22,13 +22,18 @@ static const uint16_t *draw(const struct job *j, const struct kernels *k, uint64
 	return w->half + first % 8;
 }
 
-/* A given scale must not lie below a value: which of two is wrong? */
-static codec_status check_given(const struct kernels *k, const float_any *x, uint64_t n, float s)
+/* A value lies above the scale given. That is what is wrong, unless some value, anywhere, is NaN or Inf. */
+static codec_status refuse_given(const struct job *j, const struct kernels *k, const struct source *src, float *buffer)
 {
-	uint32_t max;
+	for (uint64_t i = 0; i < j->h.n; i += ROW_CHUNK) {
+		uint64_t n = MIN(ROW_CHUNK, j->h.n - i);
+		uint32_t max;
 
-	k->abs_max(x, n, n, ROUND_ABS + 1, &max);
-	return max >= ROUND_INF ? CODEC_NONFINITE : max > round_bits(s) ? CODEC_BAD_SCALE : CODEC_OK;
+		k->abs_max(load_values(k, src, i, n, buffer), n, n, ROUND_ABS + 1, &max);
+		if (max >= ROUND_INF)
+			return CODEC_NONFINITE;
+	}
+	return CODEC_BAD_SCALE;
 }
 
 /* Codes of values [i, i + n) of a block of part p, a byte each; scales of rows that begin there are stored. */
@@ -51,7 +56,7 @@ static codec_status encode_run(const struct job *j, const struct kernels *k, con
 		*w->scale = p->scale[0];
 	above = k->encode_rows(q, x, n, p->row && p->row <= ROW_CHUNK ? p->row : n, w->scale, h, code);
 	if (above && j->scale > 0 && !(j->clip > 0))
-		return check_given(k, x, n, *w->scale);
+		return refuse_given(j, k, src, w->x);
 	if (q->codec == CODEC_TERNARY)
 		settle_ties(j, x, first + i, n, *w->scale, code);
 	return CODEC_OK;

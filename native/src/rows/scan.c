@@ -78,12 +78,12 @@ void rows_scan(struct job *j, const struct kernels *k, const struct source *src,
 	}
 }
 
-/* The parts' scales, after all was scanned. */
+/* The parts' scales, after all was scanned. NaN or Inf in any of them is told first. */
 codec_status rows_finish(struct job *j)
 {
 	const struct row_kind q = header_kind(&j->h);
 	struct row_sums *s = job_sums(j);
-	int scanned = rows_scan_count(j) != 0;
+	int scanned = rows_scan_count(j) != 0, above = 0;
 
 	for (struct part *p = job_parts(j); p < job_parts(j) + j->nparts; p++) {
 		uint64_t count = (p->count + WIRE_TREE - 1) / WIRE_TREE, negative = 0;
@@ -105,13 +105,12 @@ codec_status rows_finish(struct job *j)
 		case CODEC_SIGN: scale_sign(q, total, negative, p->count, p->scale); break;
 		case CODEC_TERNARY:
 			p->scale[0] = scale_ternary(q, max, j->scale, j->clip, total, p->count);
-			if (scanned && j->scale > 0 && !(j->clip > 0) && round_bits(j->scale) < max)
-				return CODEC_BAD_SCALE;
+			above |= scanned && j->scale > 0 && !(j->clip > 0) && round_bits(j->scale) < max;
 			break;
 		default: p->scale[0] = scale_nvfp4(max);
 		}
 	}
-	return CODEC_OK;
+	return above ? CODEC_BAD_SCALE : CODEC_OK;
 }
 
 static codec_status sign_row(struct row_kind q, int kind, const struct kernels *k, const struct source *src,
