@@ -1,5 +1,6 @@
 """What each lossy codec promises: its definition, its rounding, its rules for odd numbers, and what is left over."""
 
+import functools
 import itertools
 
 import ml_dtypes
@@ -391,6 +392,22 @@ def test_accumulate_and_reduce(spec, dtype, isa):
         assert (codec.reduce(frames, "decode_average", out=out) == total / F32(5)).all()
         assert (codec.reduce(frames, "max", threads=threads) == np.maximum.reduce(values)).all()
         assert (codec.reduce(frames[:1], threads=threads) == values[0]).all()
+
+
+@pytest.mark.parametrize("variant", ["l1", "two_mean"])
+def test_sums_of_signs(variant, isa):
+    """However many, whatever their rows: those of decoded frames, one after the other."""
+    for n, block in itertools.product((7, 1_000, 40_003), (None, 8, 12, 40, 72, 1_000, 1_024, 4_096)):
+        xs = [tensor(n, i) * F32(i + 1) for i in range(19)]
+        segments = [(0, (n // 3,)), (n // 3, (n - n // 3,))] if n > 20_000 else None
+        frames = [codec.encode(x, codec.Sign(variant, block=block), segments=segments) for x in xs]
+        values = [codec.decode(frame) for frame in frames]
+        out = np.empty(4 * n + 4, np.uint8)[1 : 4 * n + 1].view(F32)
+        for count in (2, 3, 8, 9, 19):
+            total = functools.reduce(np.add, values[:count])
+            codec.reduce(frames[:count], "sum", out=out, threads=1 + count % 2)
+            assert out.tobytes() == total.tobytes(), (n, block, count)
+            assert codec.reduce(frames[:count], "mean").tobytes() == (total / F32(count)).tobytes(), (n, block, count)
 
 
 @SPECS

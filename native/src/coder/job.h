@@ -106,6 +106,12 @@ static inline int8_t *segment_col_offsets(const struct job *j, const struct segm
 	return segment_row_offsets(j, s) + (segment_rows(s) + 1) / 2 * 2;
 }
 
+/* The job in the caller's memory, aligned. */
+static inline struct job *job_place(void *memory)
+{
+	return (struct job *)ALIGN8((uintptr_t)memory);
+}
+
 static inline struct part *job_parts(const struct job *j)
 {
 	return (struct part *)((char *)j + j->parts_at);

@@ -140,6 +140,7 @@ static void row_fold(int kind, struct row_lanes *l, struct row_sums *out)
 #ifndef SIGN_BITS
 #define SIGN_BITS(x, n, bits) 0
 #define SIGN_VALUES(bits, n, negative, positive, how, y) 0
+#define SIGN_SUMS(s, count, n, more, y) 0
 #endif
 
 /* Bit i % 8 of byte i / 8: the sign bit of x[i] is clear. Bits behind the last value are 0. */
@@ -202,6 +203,20 @@ static void sign_values(const uint8_t *bits, size_t from, size_t n, float negati
 		put_signs(bits, from, n, negative, positive, SIGNS_PAST, y);
 	else
 		put_signs(bits, from, n, negative, positive, SIGNS_STORE, y);
+}
+
+static void sign_sums(const struct signs *s, size_t count, size_t n, int more, float_any *y)
+{
+	for (size_t i = SIGN_SUMS(s, count, n, more, y); i < n; i++) {
+		float sum = y[i];
+
+		for (size_t f = 0; f < count; f++) {
+			float x = s[f].bits[i / 8] >> i % 8 & 1 ? s[f].positive : s[f].negative;
+
+			sum = f || more ? round_add(sum, x) : x;
+		}
+		y[i] = sum;
+	}
 }
 
 /* The first words of nblocks blocks, as halves in element order. */
@@ -575,7 +590,7 @@ static uint32_t settle(const float_any *x, size_t n, float by, float_any *dst)
 #define ROW_LOOPS                                                                                                      \
 	.to_float = {to_float_bfloat16, to_float_float16}, .from_float = {from_float_bfloat16, from_float_float16},    \
 	.abs_max = abs_max, .row_sums = row_sums, .row_fold = row_fold, .sign_bits = sign_bits,                        \
-	.sign_values = sign_values, .halves = halves, .encode_rows = encode_rows, .decode_rows = decode_rows,          \
-	.pack_codes = pack_codes, .unpack_codes = unpack_codes, .pack_trits = pack_trits,                              \
+	.sign_values = sign_values, .sign_sums = sign_sums, .halves = halves, .encode_rows = encode_rows,              \
+	.decode_rows = decode_rows, .pack_codes = pack_codes, .unpack_codes = unpack_codes, .pack_trits = pack_trits,  \
 	.unpack_trits = unpack_trits, .max_byte = max_byte, .plus = plus, .subtract = subtract, .add = add,            \
 	.multiply = multiply, .divide = divide, .maximum = maximum, .settle = settle

@@ -65,6 +65,33 @@ static inline size_t sign_values_avx2(const uint8_t *bits, size_t n, float negat
 	return i;
 }
 
+static inline size_t sign_sums_avx2(const struct signs *s, size_t count, size_t n, int more, float_any *y)
+{
+	const __m256i places = _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+	size_t i = 0;
+
+	for (; i + 32 <= n; i += 32) {
+		__m256 sum[4];
+
+		for (int k = 0; k < 4; k++)
+			sum[k] = more ? _mm256_loadu_ps(y + i + 8 * k) : _mm256_setzero_ps();
+		for (size_t f = 0; f < count; f++) {
+			const __m256 p = _mm256_set1_ps(s[f].positive), q = _mm256_set1_ps(s[f].negative);
+			uint32_t word = load32(s[f].bits + i / 8);
+
+			for (int k = 0; k < 4; k++) {
+				__m256i v = _mm256_set1_epi32((int)(word << (24 - 8 * k)));
+				__m256 x = _mm256_blendv_ps(q, p, _mm256_castsi256_ps(_mm256_sllv_epi32(v, places)));
+
+				sum[k] = f || more ? _mm256_add_ps(sum[k], x) : x;
+			}
+		}
+		for (int k = 0; k < 4; k++)
+			_mm256_storeu_ps(y + i + 8 * k, sum[k]);
+	}
+	return i;
+}
+
 /* bits_squeeze and bits_spread, four words at once. */
 static inline __m256i squeeze_avx2(__m256i x, int bits)
 {
@@ -272,6 +299,7 @@ static inline void narrow_avx2(uint8_t *p, const __m256i v[4])
 #define FOLD fold_avx2
 #define SIGN_BITS sign_bits_avx2
 #define SIGN_VALUES sign_values_avx2
+#define SIGN_SUMS sign_sums_avx2
 #define PACK_CODES pack_codes_avx2
 #define UNPACK_CODES unpack_codes_avx2
 #define PACK_TRITS pack_trits_avx2

@@ -64,6 +64,38 @@ static inline size_t sign_values_avx512(const uint8_t *bits, size_t n, float neg
 	return i;
 }
 
+/* Of nv vectors from value i on. */
+static inline void sign_sum_avx512(int nv, const struct signs *s, size_t count, size_t i, int more, float_any *y)
+{
+	__m512 sum[4];
+
+	for (int k = 0; k < nv; k++)
+		sum[k] = more ? _mm512_loadu_ps(y + i + 16 * k) : _mm512_setzero_ps();
+	for (size_t f = 0; f < count; f++) {
+		const __m512 p = _mm512_set1_ps(s[f].positive), q = _mm512_set1_ps(s[f].negative);
+		uint64_t word = nv == 4 ? load64(s[f].bits + i / 8) : load16(s[f].bits + i / 8);
+
+		for (int k = 0; k < nv; k++) {
+			__m512 x = _mm512_mask_blend_ps((__mmask16)(word >> 16 * k), q, p);
+
+			sum[k] = f || more ? _mm512_add_ps(sum[k], x) : x;
+		}
+	}
+	for (int k = 0; k < nv; k++)
+		_mm512_storeu_ps(y + i + 16 * k, sum[k]);
+}
+
+static inline size_t sign_sums_avx512(const struct signs *s, size_t count, size_t n, int more, float_any *y)
+{
+	size_t i = 0;
+
+	for (; i + 64 <= n; i += 64)
+		sign_sum_avx512(4, s, count, i, more, y);
+	for (; i + 16 <= n; i += 16)
+		sign_sum_avx512(1, s, count, i, more, y);
+	return i;
+}
+
 /*
  * 8 codes a 64-bit lane, by doubling: pairs, quads, all of them; then the lanes' bytes without what lies between.
  * Stores and loads are of 64 bytes: as many are there.
@@ -113,10 +145,12 @@ static inline void narrow_avx512(uint8_t *p, const __m512i v[4])
 
 #undef SIGN_BITS
 #undef SIGN_VALUES
+#undef SIGN_SUMS
 #undef PACK_CODES
 #undef UNPACK_CODES
 #define SIGN_BITS sign_bits_avx512
 #define SIGN_VALUES sign_values_avx512
+#define SIGN_SUMS sign_sums_avx512
 #define PACK_CODES pack_codes_avx512
 #define UNPACK_CODES unpack_codes_avx512
 

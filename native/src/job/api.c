@@ -166,12 +166,6 @@ codec_status codec_scratch(const codec_spec *spec, const codec_tensor *like, siz
 	return CODEC_OK;
 }
 
-/* The job in the caller's memory, aligned. */
-struct job *job_place(void *memory)
-{
-	return (struct job *)ALIGN8((uintptr_t)memory);
-}
-
 /* The job at memory, if it is of this kind and in this state; else NULL. */
 struct job *job_at(const void *memory, uint32_t kind, uint32_t state)
 {

@@ -44,7 +44,6 @@ codec_status request(const codec_spec *spec, const codec_tensor *like, int with_
 uint64_t job_room(const struct header *h, uint32_t kind);
 uint64_t job_scratch(const struct header *h);
 void *job_work(const struct job *j, void *scratch);
-struct job *job_place(void *memory);
 struct job *job_at(const void *memory, uint32_t kind, uint32_t state);
 codec_status job_open(void *memory, size_t nbytes, const struct header *h, uint32_t kind, struct job **out);
 void job_plan(struct job *j, codec_plan *plan);

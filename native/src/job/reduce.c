@@ -114,7 +114,11 @@ static codec_status sum_blocks(const struct sum *s, uint64_t first, uint64_t nbl
 	const struct kernels *k = kernels_for(s->with);
 	const struct job *j = job_place((void *)s->jobs[0]);
 	const uint64_t once = codec_is_rows(j->h.codec) ? 1 : 2;
+	const float by = s->op == CODEC_REDUCE_MEAN ? (float)s->count : 0;
+	const int signs = s->count > 1 && s->op != CODEC_REDUCE_MAX && rows_sums_signs(j);
+	struct work w;
 
+	work_place(&j->h, s->work, &w);
 	memset(seals, 0, s->count * sizeof *seals);
 	for (uint64_t b = first, n; b < first + nblocks; b += n) {
 		float_any *there, *place;
@@ -126,9 +130,13 @@ static codec_status sum_blocks(const struct sum *s, uint64_t first, uint64_t nbl
 		m = first_value(j, b + n) - at;
 		place = (float_any *)s->dst->data + at;
 		there = s->tile && m <= s->room ? (float_any *)s->tile : place;
-		TRY(add_up(s, b, n, at, m, there, seals));
+		if (signs)
+			TRY(rows_sum_signs(s->frames, s->jobs, s->count, s->with, b, there == place ? by : 0, there,
+					   seals, &w));
+		else
+			TRY(add_up(s, b, n, at, m, there, seals));
 		if (there != place)
-			most = k->settle(there, m, s->op == CODEC_REDUCE_MEAN ? (float)s->count : 0, place);
+			most = k->settle(there, m, by, place);
 		else if (s->with->flags & CODEC_FINITE)
 			k->abs_max(there, m, m, ROUND_ABS + 1, &most);
 		else

@@ -3,6 +3,16 @@
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
 
+static inline codec_status read_scale(const uint8_t *frame, uint64_t at, float *scale, codec_fault *f)
+{
+	uint32_t u = load32(frame + at);
+
+	if (u >= ROUND_INF)
+		BAD(at, u, ROUND_INF);
+	*scale = round_float(u);
+	return CODEC_OK;
+}
+
 /* Scales of n values of whole rows, stored at frame[at], to w->scale; SIGN has two floats each. */
 static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct row_kind *q, uint64_t nbytes,
 				const struct part *p, uint64_t n, struct work *w, codec_fault *f)
@@ -10,8 +20,6 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 	uint64_t nrows = row_count(p->row, n);
 
 	for (uint64_t r = 0; r < nrows; r++, at += nbytes) {
-		uint32_t u;
-
 		if (q->codec == CODEC_FLOAT4) {
 			uint32_t last = q->variant == WIRE_FLOAT4_MXFP4 ? WIRE_MAX_MXFP4 : WIRE_MAX_NVFP4;
 
@@ -22,15 +30,11 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 				BAD(at, round_bits(w->scale[r]), ROUND_MAX);
 			continue;
 		}
-		u = load32(frame + at);
-		if (u >= ROUND_INF || (q->codec == CODEC_FLOAT8 && !u))
-			BAD(at, u, ROUND_INF);
-		w->scale[r] = round_float(u);
+		TRY(read_scale(frame, at, w->scale + r, f));
+		if (q->codec == CODEC_FLOAT8 && !(w->scale[r] > 0))
+			BAD(at, round_bits(w->scale[r]), ROUND_INF);
 		if (nbytes == 8) { /* at most a chunk of rows */
-			u = load32(frame + at + 4);
-			if (u >= ROUND_INF)
-				BAD(at + 4, u, ROUND_INF);
-			w->scale_below[r] = round_float(u);
+			TRY(read_scale(frame, at + 4, w->scale_below + r, f));
 		} else if (q->codec == CODEC_SIGN) {
 			w->scale_below[r] = w->scale[r];
 		}
@@ -169,22 +173,21 @@ static codec_status decode_codes(const struct job *j, const struct kernels *k, c
 	return CODEC_OK;
 }
 
-/* Block b, whose region is frame[at, end). */
-codec_status rows_decode_block(const struct job *j, const struct kernels *k, const uint8_t *frame, uint64_t b,
-			       uint64_t at, uint64_t end, const struct sink *sink, struct work *w, codec_fault *f)
+/* Block b, whose region is frame[at, end): where its scales and codes lie. */
+static codec_status open_block(const struct job *j, const struct kernels *k, const uint8_t *frame, uint64_t b,
+			       uint64_t at, uint64_t end, struct work *w, struct coded *block, codec_fault *f)
 {
 	const struct row_kind q = header_kind(&j->h);
 	struct place p = rows_place(j, b);
 	uint64_t ncodes = row_codes_nbytes(q, p.n), codes_at = at + p.nscales;
-	struct coded block = {p.part, frame, frame + codes_at, at, codes_at, p.first, p.n};
-	struct sink last = *sink;
 
+	*block = (struct coded){p.part, frame, frame + codes_at, at, codes_at, p.first, p.n};
 	if (q.entropy) {
 		struct cursor c = {frame, codes_at, end};
 
 		if (end - at < p.nscales + 4)
 			BAD(at, end - at, p.nscales + 4);
-		TRY(decode_bytes(j, k, w, &c, ncodes, &block.codes, f));
+		TRY(decode_bytes(j, k, w, &c, ncodes, &block->codes, f));
 		TRY(close_region(&c, f));
 	} else {
 		if (end - at != ALIGN8(p.nscales + ncodes))
@@ -193,7 +196,17 @@ codec_status rows_decode_block(const struct job *j, const struct kernels *k, con
 			if (frame[i])
 				BAD(i, frame[i], 0);
 	}
-	last.scale = p.part->scale[0];
+	return CODEC_OK;
+}
+
+codec_status rows_decode_block(const struct job *j, const struct kernels *k, const uint8_t *frame, uint64_t b,
+			       uint64_t at, uint64_t end, const struct sink *sink, struct work *w, codec_fault *f)
+{
+	struct sink last = *sink;
+	struct coded block;
+
+	TRY(open_block(j, k, frame, b, at, end, w, &block, f));
+	last.scale = block.part->scale[0];
 	return decode_codes(j, k, &block, &last, w, f);
 }
 
@@ -227,6 +240,79 @@ codec_status rows_decode_blocks(const uint8_t *frame, const codec_tensor *dst, c
 
 		TRY(job_block(j, frame, with, b, &at, &end, seal));
 		TRY(rows_decode_block(j, kernels_for(with), frame, b, at, end, &sink, w, with->fault));
+	}
+	return CODEC_OK;
+}
+
+/* Frames of signs whose sums are made in registers: of float32, since what is narrower is rounded before it is added;
+ * whose rows are whole bytes. */
+int rows_sums_signs(const struct job *j)
+{
+	if (j->h.codec != CODEC_SIGN || j->h.dtype != CODEC_FLOAT32)
+		return 0;
+	for (const struct part *p = job_parts(j); p < job_parts(j) + j->nparts; p++)
+		if (p->row % 8)
+			return 0;
+	return 1;
+}
+
+#define AT_ONCE 8 /* frames */
+
+/* Values [i, i + n) of blocks that match, which share scales; to y, which has the sum of others' if `more`. */
+static codec_status sum_row(const struct kernels *k, const struct row_kind *q, const struct coded *block, size_t count,
+			    uint64_t i, uint64_t n, int more, float_any *y, codec_fault *f)
+{
+	uint64_t nbytes = row_scale_nbytes(*q);
+	struct signs signs[AT_ONCE];
+
+	for (size_t s = 0; s < count; s++) {
+		const struct coded *b = block + s;
+		float above = b->part->scale[0], below = b->part->scale[q->variant == WIRE_SIGN_TWO_MEAN];
+
+		if (b->part->row) {
+			uint64_t at = b->scales_at + i / b->part->row * nbytes;
+
+			TRY(read_scale(b->frame, at, &above, f));
+			TRY(read_scale(b->frame, at + nbytes - 4, &below, f));
+		}
+		signs[s] = (struct signs){b->codes + i / 8, round_sign_below(below), above};
+	}
+	k->sign_sums(signs, count, n, more, y);
+	return CODEC_OK;
+}
+
+/*
+ * Block b of frames that rows_sums_signs() allows and whose parts are the same, added up, over `divide` unless that is
+ * 0, to y. What they add to their seals is added.
+ */
+codec_status rows_sum_signs(const void *const *frames, const void *const *jobs, size_t count, const codec_context *with,
+			    uint64_t b, float divide, float_any *y, uint64_t *seals, struct work *w)
+{
+	const struct kernels *k = kernels_for(with);
+	const struct job *j = job_place((void *)jobs[0]);
+	const struct row_kind q = header_kind(&j->h);
+
+	for (size_t first = 0, m; first < count; first += m) {
+		struct coded block[AT_ONCE];
+		uint64_t row, n;
+
+		m = MIN(AT_ONCE, count - first);
+		for (size_t i = 0; i < m; i++) {
+			const uint8_t *frame = frames[first + i], *code;
+			uint64_t at, end;
+
+			j = job_place((void *)jobs[first + i]);
+			TRY(job_block(j, frame, with, b, &at, &end, seals + first + i));
+			TRY(open_block(j, k, frame, b, at, end, w, block + i, with->fault));
+			TRY(open_codes(k, &q, block + i, 0, block[i].m, 1, w, &code, with->fault));
+		}
+		row = block->part->row;
+		for (uint64_t i = 0; i < block->m; i += n) {
+			n = MIN(row && row <= ROW_CHUNK ? row : rows_run((uint32_t)row, i, block->m), block->m - i);
+			TRY(sum_row(k, &q, block, m, i, n, first > 0, y + i, with->fault));
+			if (divide > 0 && first + m == count)
+				k->divide(y + i, n, divide);
+		}
 	}
 	return CODEC_OK;
 }
