@@ -253,8 +253,9 @@ struct kernels {
 	void (*sign_bits)(const float_any *x, size_t n, uint8_t *bits);
 	void (*sign_values)(const uint8_t *bits, size_t from, size_t n, float negative, float positive, int how,
 			    float_any *y);
-	/* y = the sum of n values of `count` frames, in their order; to what is there if `more`. */
-	void (*sign_sums)(const struct signs *s, size_t count, size_t n, int more, float_any *y);
+	/* y = the sum of n values of `count` frames, in their order, to what is there if `more`; over `by` unless that
+	 * is 0. */
+	void (*sign_sums)(const struct signs *s, size_t count, size_t n, int more, float by, float_any *y);
 	void (*halves)(struct philox key, uint64_t block, size_t nblocks, uint16_t *h);
 	/* h: random halves, NULL for nearest. Returns whether a magnitude lies above TERNARY's scale. */
 	int (*encode_rows)(const struct row_kind *q, const float_any *x, size_t n, size_t row, const float *scale,

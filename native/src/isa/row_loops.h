@@ -140,7 +140,7 @@ static void row_fold(int kind, struct row_lanes *l, struct row_sums *out)
 #ifndef SIGN_BITS
 #define SIGN_BITS(x, n, bits) 0
 #define SIGN_VALUES(bits, n, negative, positive, how, y) 0
-#define SIGN_SUMS(s, count, n, more, y) 0
+#define SIGN_SUMS(s, count, n, more, how, by, y) 0
 #endif
 
 /* Bit i % 8 of byte i / 8: the sign bit of x[i] is clear. Bits behind the last value are 0. */
@@ -203,20 +203,6 @@ static void sign_values(const uint8_t *bits, size_t from, size_t n, float negati
 		put_signs(bits, from, n, negative, positive, SIGNS_PAST, y);
 	else
 		put_signs(bits, from, n, negative, positive, SIGNS_STORE, y);
-}
-
-static void sign_sums(const struct signs *s, size_t count, size_t n, int more, float_any *y)
-{
-	for (size_t i = SIGN_SUMS(s, count, n, more, y); i < n; i++) {
-		float sum = y[i];
-
-		for (size_t f = 0; f < count; f++) {
-			float x = s[f].bits[i / 8] >> i % 8 & 1 ? s[f].positive : s[f].negative;
-
-			sum = f || more ? round_add(sum, x) : x;
-		}
-		y[i] = sum;
-	}
 }
 
 /* The first words of nblocks blocks, as halves in element order. */
@@ -556,6 +542,36 @@ static void maximum(const float *y, size_t n, float_any *out)
 		out[i] = round_larger(out[i], y[i]);
 }
 
+/* A sum or what it is worth in the end. */
+static inline float settled(int how, float x, float by)
+{
+	return how == SETTLE_TIMES ? round_mul(x, by) : how == SETTLE_OVER ? round_div(x, by) : x;
+}
+
+static inline void sum_signs(const struct signs *s, size_t count, size_t n, int more, int how, float by, float_any *y)
+{
+	for (size_t i = SIGN_SUMS(s, count, n, more, how, by, y); i < n; i++) {
+		float sum = y[i];
+
+		for (size_t f = 0; f < count; f++) {
+			float x = s[f].bits[i / 8] >> i % 8 & 1 ? s[f].positive : s[f].negative;
+
+			sum = f || more ? round_add(sum, x) : x;
+		}
+		y[i] = settled(how, sum, by);
+	}
+}
+
+static void sign_sums(const struct signs *s, size_t count, size_t n, int more, float by, float_any *y)
+{
+	if (!(by > 0))
+		sum_signs(s, count, n, more, SETTLE_AS_IS, by, y);
+	else if (has_inverse(by))
+		sum_signs(s, count, n, more, SETTLE_TIMES, round_div(1, by), y);
+	else
+		sum_signs(s, count, n, more, SETTLE_OVER, by, y);
+}
+
 static inline uint32_t settle_how(int how, const float_any *x, size_t n, float by, float_any *dst)
 {
 	size_t behind = (uintptr_t)dst % SETTLE_ALIGN, lead = behind ? (SETTLE_ALIGN - behind) / sizeof *dst : 0;
@@ -567,9 +583,7 @@ static inline uint32_t settle_how(int how, const float_any *x, size_t n, float b
 		if (i == lead)
 			i += SETTLE(how, x + i, n - i, by, dst + i, &most);
 		if (i < n) {
-			float y = how == SETTLE_TIMES  ? round_mul(x[i], by)
-				  : how == SETTLE_OVER ? round_div(x[i], by)
-						       : x[i];
+			float y = settled(how, x[i], by);
 			int32_t a = (int32_t)(round_bits(y) & ROUND_ABS);
 
 			dst[i] = y;

@@ -65,9 +65,11 @@ static inline size_t sign_values_avx2(const uint8_t *bits, size_t n, float negat
 	return i;
 }
 
-static inline size_t sign_sums_avx2(const struct signs *s, size_t count, size_t n, int more, float_any *y)
+static inline size_t sign_sums_avx2(const struct signs *s, size_t count, size_t n, int more, int how, float by,
+				    float_any *y)
 {
 	const __m256i places = _mm256_setr_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+	const __m256 factor = _mm256_set1_ps(by);
 	size_t i = 0;
 
 	for (; i + 32 <= n; i += 32) {
@@ -87,7 +89,9 @@ static inline size_t sign_sums_avx2(const struct signs *s, size_t count, size_t 
 			}
 		}
 		for (int k = 0; k < 4; k++)
-			_mm256_storeu_ps(y + i + 8 * k, sum[k]);
+			_mm256_storeu_ps(y + i + 8 * k, how == SETTLE_TIMES  ? _mm256_mul_ps(sum[k], factor)
+							: how == SETTLE_OVER ? _mm256_div_ps(sum[k], factor)
+									     : sum[k]);
 	}
 	return i;
 }

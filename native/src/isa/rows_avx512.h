@@ -65,8 +65,10 @@ static inline size_t sign_values_avx512(const uint8_t *bits, size_t n, float neg
 }
 
 /* Of nv vectors from value i on. */
-static inline void sign_sum_avx512(int nv, const struct signs *s, size_t count, size_t i, int more, float_any *y)
+static inline void sign_sum_avx512(int nv, const struct signs *s, size_t count, size_t i, int more, int how, float by,
+				   float_any *y)
 {
+	const __m512 factor = _mm512_set1_ps(by);
 	__m512 sum[4];
 
 	for (int k = 0; k < nv; k++)
@@ -82,17 +84,20 @@ static inline void sign_sum_avx512(int nv, const struct signs *s, size_t count, 
 		}
 	}
 	for (int k = 0; k < nv; k++)
-		_mm512_storeu_ps(y + i + 16 * k, sum[k]);
+		_mm512_storeu_ps(y + i + 16 * k, how == SETTLE_TIMES  ? _mm512_mul_ps(sum[k], factor)
+						 : how == SETTLE_OVER ? _mm512_div_ps(sum[k], factor)
+								      : sum[k]);
 }
 
-static inline size_t sign_sums_avx512(const struct signs *s, size_t count, size_t n, int more, float_any *y)
+static inline size_t sign_sums_avx512(const struct signs *s, size_t count, size_t n, int more, int how, float by,
+				      float_any *y)
 {
 	size_t i = 0;
 
 	for (; i + 64 <= n; i += 64)
-		sign_sum_avx512(4, s, count, i, more, y);
+		sign_sum_avx512(4, s, count, i, more, how, by, y);
 	for (; i + 16 <= n; i += 16)
-		sign_sum_avx512(1, s, count, i, more, y);
+		sign_sum_avx512(1, s, count, i, more, how, by, y);
 	return i;
 }
 

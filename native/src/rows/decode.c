@@ -258,9 +258,10 @@ int rows_sums_signs(const struct job *j)
 
 #define AT_ONCE 8 /* frames */
 
-/* Values [i, i + n) of blocks that match, which share scales; to y, which has the sum of others' if `more`. */
+/* Values [i, i + n) of blocks that match, which share scales; to y, which has the sum of others' if `more`; over
+ * `by` unless that is 0. */
 static codec_status sum_row(const struct kernels *k, const struct row_kind *q, const struct coded *block, size_t count,
-			    uint64_t i, uint64_t n, int more, float_any *y, codec_fault *f)
+			    uint64_t i, uint64_t n, int more, float by, float_any *y, codec_fault *f)
 {
 	uint64_t nbytes = row_scale_nbytes(*q);
 	struct signs signs[AT_ONCE];
@@ -277,7 +278,7 @@ static codec_status sum_row(const struct kernels *k, const struct row_kind *q, c
 		}
 		signs[s] = (struct signs){b->codes + i / 8, round_sign_below(below), above};
 	}
-	k->sign_sums(signs, count, n, more, y);
+	k->sign_sums(signs, count, n, more, by, y);
 	return CODEC_OK;
 }
 
@@ -309,9 +310,8 @@ codec_status rows_sum_signs(const void *const *frames, const void *const *jobs, 
 		row = block->part->row;
 		for (uint64_t i = 0; i < block->m; i += n) {
 			n = MIN(row && row <= ROW_CHUNK ? row : rows_run((uint32_t)row, i, block->m), block->m - i);
-			TRY(sum_row(k, &q, block, m, i, n, first > 0, y + i, with->fault));
-			if (divide > 0 && first + m == count)
-				k->divide(y + i, n, divide);
+			TRY(sum_row(k, &q, block, m, i, n, first > 0, first + m == count ? divide : 0, y + i,
+				    with->fault));
 		}
 	}
 	return CODEC_OK;
