@@ -86,6 +86,7 @@ void do_next(Reader &jobs, const ranks::Rank &me, Group &group, std::ofstream &r
 	std::vector<codec_metric> metrics;
 	Options options;
 
+	options.cut_as_torch = true;
 	options.segments = jobs.take<codec_segment>(head.nsegments);
 	for (const Metric &given : jobs.take<Metric>(head.nmetrics)) {
 		auto metric = detail::blank<codec_metric>();

@@ -278,6 +278,7 @@ std::string other_wish(Rank &me)
 		[](Group &g, Call &c) { c.dtype = CODEC_FLOAT16, c.run(g); },
 		[](Group &g, Call &c) { c.options.op = Op::sum, c.run(g); },
 		[](Group &g, Call &c) { c.options.op = Op::max, c.run(g); },
+		[](Group &g, Call &c) { c.options.cut_as_torch = true, c.run(g); },
 		[](Group &g, Call &c) { c.options.algorithm = Algorithm::all_gather, c.run(g); },
 		[](Group &g, Call &c) { c.options.algorithm = Algorithm::raw, c.run(g); },
 		/* which is the same at first, but not once it has tried out values */

@@ -207,13 +207,25 @@ TEST_CASE("A cut is at the begin of the row in which it would be, and elsewhere 
 	CHECK(near(5000, 6000, {}) == 4096);
 }
 
-TEST_CASE("Chunks are larger where their frames are small, and slices begin where they did")
+TEST_CASE("codec.torch's chunks are larger where their frames are small, and slices begin where they did")
 {
-	CHECK(chunk_nbytes(1) == MOST_NBYTES);
-	CHECK(chunk_nbytes(FRAME_NBYTES / 4) == MOST_NBYTES);
-	CHECK(chunk_nbytes(FRAME_NBYTES / 2) == 2 * CHUNK_NBYTES);
-	CHECK(chunk_nbytes(FRAME_NBYTES) == CHUNK_NBYTES);
-	CHECK(chunk_nbytes(2 * CHUNK_NBYTES) == CHUNK_NBYTES);
+	CHECK(torch_chunk_nbytes(1) == MOST_NBYTES);
+	CHECK(torch_chunk_nbytes(FRAME_NBYTES / 4) == MOST_NBYTES);
+	CHECK(torch_chunk_nbytes(FRAME_NBYTES / 2) == 2 * CHUNK_NBYTES);
+	CHECK(torch_chunk_nbytes(FRAME_NBYTES) == CHUNK_NBYTES);
+	CHECK(torch_chunk_nbytes(2 * CHUNK_NBYTES) == CHUNK_NBYTES);
+
+	Workspace memory;
+	Reduction asked(memory);
+
+	asked.spec.struct_nbytes = sizeof asked.spec;
+	for (bool as_torch : {false, true}) {
+		asked.cut_as_torch = as_torch;
+		asked.spec.codec = CODEC_SIGN;
+		CHECK(asked.chunk_nbytes() == (as_torch ? MOST_NBYTES : CHUNK_NBYTES));
+		asked.spec.codec = CODEC_LOSSLESS;
+		CHECK(asked.chunk_nbytes() == CHUNK_NBYTES);
+	}
 	for (uint64_t n : {5, 1 << 20, 6553600, 99999999}) {
 		const std::vector<Slice> few = cut(n, 3, 4, {}, MOST_NBYTES), many = cut(n, 3, 4, {});
 

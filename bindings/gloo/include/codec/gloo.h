@@ -87,6 +87,11 @@ struct Options {
 	uint64_t stream = 0;                      /* tells tensors of one step apart, where a codec draws at random */
 	void *out = nullptr;                      /* where the result goes, if not to the tensor: that is sooner */
 	/*
+	 * Cut tensors as codec.torch does, whose messages cost more, so that small frames are of up to 4 MiB instead of
+	 * 1: for the same bits, where scales or draws depend on that. It is a little slower.
+	 */
+	bool cut_as_torch = false;
+	/*
 	 * Error feedback, n values each: what this rank's frames have lost is added, and gets what they lose now. The
 	 * second is for the sums that this rank encodes; the ring and blocks have none.
 	 */
@@ -229,6 +234,7 @@ private:
 		r.op = options.op;
 		r.stream = options.stream;
 		r.segments = options.segments;
+		r.cut_as_torch = options.cut_as_torch;
 		r.metric = options.metric;
 		r.codebook = options.codebook;
 		r.codebooks = options.codebooks;
@@ -492,6 +498,7 @@ private:
 		mix(r.dtype);
 		mix(r.n);
 		mix(r.op);
+		mix(r.cut_as_torch);
 		mix(asked); /* what is automatic may come to be another one */
 		mix(algorithm);
 		mix(uint64_t(r.metric != nullptr));

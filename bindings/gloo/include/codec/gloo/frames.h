@@ -153,6 +153,7 @@ struct Reduction {
 	Op op = Op::mean;
 	uint64_t stream = 0;
 	Segments segments;
+	bool cut_as_torch = false;
 	const codec_metric *metric = nullptr;
 	const codec_codebook *codebook = nullptr; /* that all ranks encode with */
 	std::vector<codec_codebook> codebooks;    /* that frames may name */
@@ -199,7 +200,7 @@ struct Reduction {
 
 	uint64_t chunk_nbytes() const
 	{
-		return detail::chunk_nbytes(bound(CHUNK_NBYTES / itemsize));
+		return cut_as_torch ? torch_chunk_nbytes(bound(CHUNK_NBYTES / itemsize)) : CHUNK_NBYTES;
 	}
 
 	/* A slice for each of `size` ranks, in chunks; and the same, of one size. */

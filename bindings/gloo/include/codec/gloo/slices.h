@@ -15,7 +15,7 @@ namespace codec::gloo::detail
 {
 
 constexpr uint64_t CHUNK_NBYTES = 1 << 20; /* of a tensor: while one is on the wire, others are encoded and decoded */
-constexpr uint64_t FRAME_NBYTES = 1 << 19; /* each costs messages: if their frames are smaller, chunks are larger, */
+constexpr uint64_t FRAME_NBYTES = 1 << 19; /* codec.torch: if their frames are smaller, chunks are larger, */
 constexpr uint64_t MOST_NBYTES = 1 << 22;  /* up to this */
 constexpr int MOST_CHUNKS = 16;            /* of a slice */
 constexpr uint64_t LONG_ROW = 1 << 16;     /* values of a row that is cut like any others */
@@ -70,8 +70,8 @@ inline void check_segments(const Segments &segments, uint64_t n)
 	}
 }
 
-/* About how large chunks of a tensor are, if CHUNK_NBYTES of it become a frame of so many bytes at most. */
-inline uint64_t chunk_nbytes(uint64_t frame_nbytes)
+/* About how large chunks of codec.torch are, if CHUNK_NBYTES of a tensor become a frame of so many bytes at most. */
+inline uint64_t torch_chunk_nbytes(uint64_t frame_nbytes)
 {
 	return std::clamp(CHUNK_NBYTES * FRAME_NBYTES / frame_nbytes, CHUNK_NBYTES, MOST_NBYTES);
 }
