@@ -411,6 +411,15 @@ def test_sums_of_signs(variant, isa):
 
 
 @SPECS
+def test_sums_of_several_dtypes(spec, isa):
+    """What is added is what decoding gives: values of a narrower frame are rounded before."""
+    xs = [tensor(9_000, i).astype(HALVES.get(dtype, F32)) for i, dtype in enumerate(["float32", "float16", "bfloat16"])]
+    for frames in itertools.permutations(codec.encode(x, spec, stream=i) for i, x in enumerate(xs)):
+        a, b, c = (codec.decode(frame).astype(F32) for frame in frames)
+        assert codec.reduce(frames, "sum").tobytes() == ((a + b) + c).tobytes()
+
+
+@SPECS
 def test_reduce_past_caches(spec, isa):
     """Sums that are made in a cache, and stored from there, at any address."""
     for n, offsets in ((1, (0, 4)), (100, (0, 4, 60, 1, 18)), (40_000, (8, 18)), (200_001, (4,))):

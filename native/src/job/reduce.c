@@ -115,9 +115,11 @@ static codec_status sum_blocks(const struct sum *s, uint64_t first, uint64_t nbl
 	const struct job *j = job_place((void *)s->jobs[0]);
 	const uint64_t once = codec_is_rows(j->h.codec) ? 1 : 2;
 	const float by = s->op == CODEC_REDUCE_MEAN ? (float)s->count : 0;
-	const int signs = s->count > 1 && s->op != CODEC_REDUCE_MAX && rows_sums_signs(j);
+	int signs = s->count > 1 && s->op != CODEC_REDUCE_MAX;
 	struct work w;
 
+	for (size_t i = 0; i < s->count && signs; i++)
+		signs = rows_sums_signs(job_place((void *)s->jobs[i]));
 	work_place(&j->h, s->work, &w);
 	memset(seals, 0, s->count * sizeof *seals);
 	for (uint64_t b = first, n; b < first + nblocks; b += n) {

@@ -244,8 +244,10 @@ codec_status rows_decode_blocks(const uint8_t *frame, const codec_tensor *dst, c
 	return CODEC_OK;
 }
 
-/* Frames of signs whose sums are made in registers: of float32, since what is narrower is rounded before it is added;
- * whose rows are whole bytes. */
+/*
+ * Signs that are added up in registers: of float32, since what is narrower is rounded before it is added, and in rows
+ * of whole bytes.
+ */
 int rows_sums_signs(const struct job *j)
 {
 	if (j->h.codec != CODEC_SIGN || j->h.dtype != CODEC_FLOAT32)
@@ -283,8 +285,8 @@ static codec_status sum_row(const struct kernels *k, const struct row_kind *q, c
 }
 
 /*
- * Block b of frames that rows_sums_signs() allows and whose parts are the same, added up, over `divide` unless that is
- * 0, to y. What they add to their seals is added.
+ * Block b of frames all of which rows_sums_signs() allows, and whose parts are the same: added up, over `divide` unless
+ * that is 0, to y. What they add to their seals is added.
  */
 codec_status rows_sum_signs(const void *const *frames, const void *const *jobs, size_t count, const codec_context *with,
 			    uint64_t b, float divide, float_any *y, uint64_t *seals, struct work *w)
