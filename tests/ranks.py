@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import socket
+import stat
 import struct
 import tempfile
 import threading
@@ -215,25 +216,33 @@ def freeze():
 
 
 def _connections():
-    """This process's TCP connections: file descriptors by inode."""
+    """This process's TCP connections by inode: descriptors of our own, since another thread may close its meanwhile."""
     found = {}
-    for entry in Path("/proc/self/fd").iterdir():
+    for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            inode = os.readlink(entry)
-            if inode.startswith("socket:"):
-                s = socket.socket(fileno=os.dup(int(entry.name)))
-                with s:
-                    if s.family in (socket.AF_INET, socket.AF_INET6) and s.getpeername():
-                        found[inode] = int(entry.name)
+            fd = os.dup(int(name))
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                os.close(fd)
+                continue
+            with socket.socket(fileno=fd) as s:
+                if s.family in (socket.AF_INET, socket.AF_INET6) and s.getpeername():
+                    found[os.fstat(fd).st_ino] = socket.socket(fileno=os.dup(fd))  # s.dup() would have it block
     return found
 
 
 @contextmanager
 def new_connections():
     """Sockets of the connections that are made meanwhile: a list, filled at the end."""
-    found, before = [], _connections()
+    found, before = [], set()
+    for inode, s in _connections().items():
+        before.add(inode)
+        s.close()
     yield found
-    found += [socket.socket(fileno=os.dup(fd)) for inode, fd in _connections().items() if inode not in before]
+    for inode, s in _connections().items():
+        if inode in before:
+            s.close()
+        else:
+            found.append(s)
 
 
 def acked_nbytes(s):
