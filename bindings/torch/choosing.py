@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 _WARM = 1  # collectives of a kind that are not timed: they allocate, and connections are slow at first
-_TIMED = 2
+_TIMED = 4  # the best of them: what else a machine does makes single ones longer by half
 _AGAIN = 200  # collectives until it is looked at again: links and loads change
 _BUSY = 4  # a rank that computes for a fourth of the time or more may be what all wait for
 

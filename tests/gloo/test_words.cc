@@ -349,18 +349,18 @@ TEST_CASE("Frames at first; values where ranks are busy and they turned out fast
 	CHECK(counted(chosen(1000, 25000, 0.05, 500), 0, 500) == 0);
 
 	const std::vector<bool> fast = chosen(1000, 500, 0.8, 450);
-	CHECK(counted(fast, 0, 3) == 0);
-	CHECK(counted(fast, 3, 200) == 197);
-	CHECK(counted(fast, 200, 203) == 0); /* looked at again */
-	CHECK(counted(fast, 206, 400) == 194);
+	CHECK(counted(fast, 0, 5) == 0);
+	CHECK(counted(fast, 5, 200) == 195);
+	CHECK(counted(fast, 200, 205) == 0); /* looked at again */
+	CHECK(counted(fast, 205, 400) == 195);
 
 	const std::vector<bool> near = chosen(1000, 1500, 0.8, 100);
-	CHECK(counted(near, 3, 6) == 3);
-	CHECK(counted(near, 6, 100) == 0);
+	CHECK(counted(near, 5, 10) == 5);
+	CHECK(counted(near, 10, 100) == 0);
 
 	/* busy, but values would take the time that is left as often as they are larger */
 	CHECK(counted(chosen(1000, 25000, 0.5, 500, 50), 0, 500) == 0);
-	CHECK(counted(chosen(1000, 900, 0.5, 100, 3), 3, 100) == 97);
+	CHECK(counted(chosen(1000, 900, 0.5, 100, 3), 5, 100) == 95);
 }
 
 TEST_CASE("Of kinds of collectives the last 256 are remembered, wherever others lie")
