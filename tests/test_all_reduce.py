@@ -471,16 +471,16 @@ def _announced(rank, size):
         group = dist.new_group()
         codec.torch.exchange([b"x"] * size, group=group)
         line = collectives.line_of(group).channel
-        gather, begin = line.gather, line.begin
+        scatter, begin = line.scatter, line.begin
 
-        def lying(numbers, gather=gather, lie=lie):
-            return gather([lie] * len(numbers) if len(numbers) == size else numbers)
+        def lying(numbers, scatter=scatter, lie=lie):
+            return scatter([lie] * len(numbers))
 
         def failing(room):
             raise MemoryError
 
         if rank == 1:
-            line.gather, line.begin = (gather, failing) if lie is None else (lying, begin)
+            line.scatter, line.begin = (scatter, failing) if lie is None else (lying, begin)
         for _ in range(2):
             with pytest.raises((codec.CodecError, MemoryError)) as e:
                 codec.torch.exchange([b"y" * 5000] * size, group=group)
@@ -603,14 +603,16 @@ def decided(frames, values, load, n, smaller=1):
     choices = [codec.torch.choosing.Choice() for _ in range(2)]
     kinds = []
     for i in range(n):
-        reports = [c.report() for c in choices]
-        kind, other = (c.decide(reports, 1000) for c in choices)
+        kind, other = (c.kind for c in choices)
         assert kind == other  # ranks with other clocks agree
         kinds.append(kind)
-        for rank, c in enumerate(choices):
-            c._wall = {"frames": frames, "values": values}[kind] * (5 if i % 200 == 0 else 1 + rank / 10)
-            c._busy = load * c._wall
-            c.sent_nbytes = 1000 // smaller
+        reports = []
+        for rank in range(2):
+            wall = {"frames": frames, "values": values}[kind] * (5 if i % 200 == 0 else 1 + rank / 10)
+            larger = smaller if kind == "frames" else 1
+            reports.append([round(wall * 1e6), round(load * 1e3), round((1 - load) * wall * larger * 1e6)])
+        for c in choices:
+            c.learn(list(map(max, zip(*reports, strict=True))))
     return kinds
 
 
@@ -637,14 +639,14 @@ def _chosen(rank, size):
         t = every[rank].clone()
         codec.torch.all_reduce(t)
         assert torch.equal(t, want)
-    kinds = [c._kind for c in collectives.line_of(None).choices.values()]
+    kinds = [c.kind for c in collectives.line_of(None).choices.values()]
     collectives._CHOICES = 3
     with pytest.raises(codec.PeerError):
         codec.torch.all_reduce(torch.ones(5 + rank))  # of which none is remembered
     for n in (1, 2, 3, 1, 4):
         codec.torch.all_reduce(torch.ones(n))
     choices = collectives.line_of(None).choices
-    assert [c._calls for c in choices.values()] == [1, 2, 1]
+    assert [c._over for c in choices.values()] == [1, 2, 1]
     return [*kinds, *choices]
 
 

@@ -5,7 +5,8 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -23,7 +24,9 @@ Timeout = float | timedelta  # float: seconds
 
 _LENGTH = struct.Struct("<Q")  # before each frame, in a buffer that has room for the largest one
 _ALIGN = 64
-_WORDS = 8  # of a message of numbers, or a multiple: how many, and they. Gloo aborts where more comes than is expected
+_WORDS = 8  # of a message of numbers: how many, and they. Gloo aborts where more comes than is expected
+_FRAMES, _NUMBERS = range(2)  # tags: what is not expected under one of them is not taken for what is under the other
+_AHEAD = 2  # messages of numbers that are expected of a rank before they are asked for: a collective has two
 # what a rank tells of its part, the worst last; _LEFT: it has found others to be at fault
 _OK, _LEFT, _REFUSED, _NONFINITE = range(4)
 
@@ -81,6 +84,13 @@ def _status_of(error: Exception | None) -> int:
     return _NONFINITE if getattr(error, "code", None) == Status.NONFINITE else _REFUSED
 
 
+def _message_of(numbers: Sequence[int]) -> Array:
+    """Some integers of 64 bits, as ranks tell each other."""
+    message = np.zeros(_WORDS, np.int64)
+    message[: 1 + len(numbers)] = len(numbers), *numbers
+    return message.view(np.uint8)
+
+
 class Incoming:
     """A message on its way."""
 
@@ -131,13 +141,17 @@ class Channel:
         self.size: int = group.size()
         self.others = [(self.rank + i) % self.size for i in range(1, self.size)]  # each rank's begin with another one
         self._pg: Any = _connect(group, self._timeout)
-        self.calls = 0  # collectives so far: equal on all ranks
+        self.calls = 0  # collectives that all ranks have begun
+        self.began = 0.0, 0.0  # the last one: seconds that a clock has shown, and those this thread had computed
+        self._asked: list[int] | None = None
         self.sent_nbytes = 0
         self._arena = np.empty(0, np.uint8)
         self._result = np.empty(0, np.uint8)
         self._total = np.empty(0, np.float32)
         self._taken = self._last = 0  # of the arena, and where what was taken last begins
         self._sending: list[tuple[Any, int]] = []
+        self._given: list[tuple[Any, int, Array]] = []  # numbers, until they are sent
+        self._expected: dict[int, deque[tuple[Array, Any]]] = {o: deque() for o in self.others}
         self._abandoned = False
         self._writing = threading.Lock()
 
@@ -146,12 +160,16 @@ class Channel:
         """Whether a connection was lost, or :meth:`close` was called."""
         return self._pg is None
 
-    def begin(self, room: int) -> None:
-        """A new collective, which will take so many bytes of :meth:`room`."""
+    def begin(self, room: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """A new collective, which will take so many bytes of :meth:`room`.
+
+        Until other ranks have told that they begin it, too, meanwhile() is done.
+        """
         if self._arena.nbytes < room:
             self._arena = np.empty(room, np.uint8)
         self._taken = 0
-        self.calls += 1
+        meanwhile()
+        self.agree()
 
     def take(self, nbytes: int) -> Array:
         """Room for a message whose frame has so many bytes at most."""
@@ -211,15 +229,15 @@ class Channel:
         self.sent_nbytes += values.nbytes
         self._sending.append((self.post("send", values.view(np.uint8), to), to))
 
-    def post(self, what: str, message: Array, rank: int) -> Any:
+    def post(self, what: str, message: Array, rank: int, tag: int = _FRAMES) -> Any:
         """Begin to send or to receive."""
         try:
-            return self._begin(what, message, rank)
+            return self._begin(what, message, rank, tag)
         except RuntimeError as e:
             self._lose(rank, e)
 
-    def _begin(self, what: str, message: Array, rank: int) -> Any:
-        return (self._pg.send if what == "send" else self._pg.recv)([torch.from_numpy(message)], rank, 0)
+    def _begin(self, what: str, message: Array, rank: int, tag: int) -> Any:
+        return (self._pg.send if what == "send" else self._pg.recv)([torch.from_numpy(message)], rank, tag)
 
     def wait(self, work: Any, rank: int, within: timedelta | None = None) -> None:
         """Until it is done; in as long as a peer may keep this one waiting, if not said otherwise."""
@@ -234,42 +252,103 @@ class Channel:
             self.wait(work, to)
         self._sending.clear()
 
+    def ask(self, numbers: Sequence[int], *, able: bool) -> None:
+        """Tell all ranks what this one is about to do, or that it cannot; :meth:`agree` hears what they tell.
+
+        Up to 3 numbers, of which the first one must be the same on all.
+        """
+        self.declined = False
+        self._asked = [*numbers, *[0] * (3 - len(numbers)), not able]
+        self._give(dict.fromkeys(self.others, self._asked))
+
+    def agree(self) -> list[list[int]]:
+        """All ranks' numbers, once all have told that they do the same; none if nothing was asked.
+
+        Raises
+        ------
+        PeerError
+            A rank cannot do its part, is about to do something else, or is lost.
+        """
+        mine, self._asked = self._asked, None
+        if mine is None:
+            return []
+        everyones = self._everyones(mine)
+        self.declined = any(theirs[-1] or theirs[0] != mine[0] for theirs in everyones)
+        for rank, theirs in enumerate(everyones):
+            if theirs[-1]:
+                raise PeerError(f"rank {rank} could not begin: nothing was changed")
+            if theirs[0] != mine[0]:
+                raise PeerError(f"rank {rank} asks for something else than rank {self.rank}: nothing was changed")
+        self.calls += 1
+        self.began = time.perf_counter(), time.thread_time()
+        return [theirs[:-1] for theirs in everyones]
+
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """What each rank has: as many integers of 64 bits on all of them.
+        """What each rank has: as many integers of 64 bits on all of them, 7 at most.
 
         A message to each: Gloo's own all-gather hands on from rank to rank, and so all wait for the sum of all delays.
         """
-        rows = self._rows(numbers)
-        self._swap(rows, self.others, self.others)
-        return self._numbers(rows, len(numbers), self.others)
+        self._give(dict.fromkeys(self.others, numbers))
+        return self._everyones(numbers)
 
-    def _rows(self, numbers: Sequence[int]) -> Array:
-        """Room for a message of as many numbers from each rank; that of this one."""
+    def _everyones(self, numbers: Sequence[int]) -> list[list[int]]:
+        found = {self.rank: list(numbers)} | self._hear(self.others, len(numbers))
+        return [found[rank] for rank in range(self.size)]
+
+    def scatter(self, numbers: Sequence[int]) -> list[int]:
+        """What each rank has for this one, which has as many integers as there are ranks, for each rank one."""
+        self._give({o: [numbers[o]] for o in self.others})
+        found = {self.rank: [numbers[self.rank]]} | self._hear(self.others, 1)
+        return [found[rank][0] for rank in range(self.size)]
+
+    def _give(self, given: Mapping[int, Sequence[int]]) -> None:
+        """Send numbers to some ranks."""
         if self._abandoned:
             self.close()
         if self._pg is None:
             raise PeerError("a peer was lost, or the group was shut down: make a new group")
-        rows = np.zeros((self.size, -(-(1 + len(numbers)) // _WORDS) * _WORDS), np.int64)
-        rows[self.rank, : 1 + len(numbers)] = len(numbers), *numbers
-        return rows
+        messages = {o: _message_of(numbers) for o, numbers in given.items()}
+        self._given = [(self.post("send", message, o, _NUMBERS), o, message) for o, message in messages.items()]
 
-    def _swap(self, rows: Array, sources: Sequence[int], to: Sequence[int], patience: int = 1) -> None:
-        """Receive some ranks' messages, and send this one's to others: all in so many timeouts, not one by one."""
-        messages = rows.view(np.uint8)
-        works = [(self.post("recv", messages[o], o), o) for o in sources]
-        works += [(self.post("send", messages[self.rank], o), o) for o in to]
+    def _hear(self, sources: Sequence[int], n: int, patience: int = 1) -> dict[int, list[int]]:
+        """So many numbers of each of some ranks, and what was given is sent: in so many timeouts, not one by one."""
+        found: dict[int, list[int]] = {}
         end = time.monotonic() + patience * self._timeout.total_seconds()
-        for work, o in works:
-            left = max(0.001, end - time.monotonic())  # torch takes 0 for its own timeout
-            self.wait(work, o, timedelta(seconds=left))
-
-    def _numbers(self, rows: Array, n: int, sources: Sequence[int]) -> list[list[int]]:
-        """What is in messages, some of which came from others."""
         for o in sources:
-            if rows[o, 0] != n:
+            self._expect(o, 1)
+            room, work = self._expected[o].popleft()
+            self._wait_until(end, work, o)
+            found[o] = room.tolist()
+        for work, o, _ in self._given:
+            self._wait_until(end, work, o)
+        self._given.clear()
+        for o, theirs in found.items():
+            if theirs[0] != n:
                 self.close()
                 raise PeerError(f"rank {o} is at another point of the program than rank {self.rank}")
-        return rows[:, 1 : 1 + n].tolist()
+        return {o: theirs[1 : 1 + n] for o, theirs in found.items()}
+
+    def _wait_until(self, end: float, work: Any, rank: int) -> None:
+        left = max(0.001, end - time.monotonic())  # torch takes 0 for its own timeout
+        self.wait(work, rank, timedelta(seconds=left))
+
+    def _expect(self, source: int, messages: int) -> None:
+        """Have so many messages of numbers expected of a rank.
+
+        One that nobody expects is only announced, and comes when it has been asked for: a way there and back more, and
+        it ends when Gloo's thread of the sender finds a core.
+        """
+        expected = self._expected[source]
+        while len(expected) < messages:
+            room = np.zeros(_WORDS, np.int64)
+            expected.append((room, self.post("recv", room.view(np.uint8), source, _NUMBERS)))
+
+    def _look_ahead(self) -> None:
+        """Expect what the next collective begins and ends with. That a rank is lost is for that one to find."""
+        with suppress(PeerError):
+            for o in self.others:
+                if not self.closed:
+                    self._expect(o, _AHEAD)
 
     def check_same(self, what: str, numbers: Sequence[int]) -> None:
         """Raise PeerError unless all ranks have the same."""
@@ -277,8 +356,10 @@ class Channel:
             if theirs != list(numbers):
                 raise PeerError(f"rank {rank} asks for another {what} than rank {self.rank}")
 
-    def conclude(self, error: Exception | None) -> None:
-        """All ranks learn whether all have succeeded; only if they have does this return.
+    def conclude(self, error: Exception | None, report: Sequence[int] = ()) -> list[int]:
+        """All ranks learn whether all have succeeded; only if they have does this return: the largest of their reports.
+
+        A report has as many numbers on all ranks, 5 at most; of each the largest one.
 
         Raises
         ------
@@ -286,7 +367,9 @@ class Channel:
             `error`, if this rank is the cause; else PeerError, which names the rank that is.
         """
         status = _status_of(error)
-        worst, rank = self._verdict(status)
+        self.agree()
+        worst, rank, *largest = self._verdict([status, self.rank, *report])
+        self._look_ahead()
         if error is not None and status != _LEFT:
             raise error
         if worst == _NONFINITE:
@@ -297,21 +380,22 @@ class Channel:
             raise error
         if worst:
             raise PeerError("a rank has lost another one: nothing was changed")
+        return largest
 
-    def _verdict(self, status: int) -> list[int]:
-        """The worst that any rank has to tell, and which one has.
+    def _verdict(self, mine: list[int]) -> list[int]:
+        """The worst that any rank has to tell, which one has, and the largest of what else they tell.
 
         Rank 0 asks all, and then tells all: whichever other one is lost meanwhile, either all succeed or none does. It
         may have begun to wait a timeout after this one, and then waits for one itself.
         """
-        rows = self._rows([status, self.rank])
         if self.rank:
-            self._swap(rows, [0], [0], patience=2)
-            return self._numbers(rows, 2, [0])[0]
-        self._swap(rows, self.others, [])
-        verdict = max(self._numbers(rows, 2, self.others), key=lambda told: told[0])
-        rows[0, 1:3] = verdict
-        self._tell(rows[0].view(np.uint8))
+            self._give({0: mine})
+            return self._hear([0], len(mine), patience=2)[0]
+        self._give({})
+        told = [mine, *self._hear(self.others, len(mine)).values()]
+        worst = max(told, key=lambda theirs: theirs[0])
+        verdict = worst[:2] + [max(column) for column in list(zip(*told, strict=True))[2:]]
+        self._tell(_message_of(verdict))
         return verdict
 
     def _tell(self, message: Array) -> None:
@@ -320,7 +404,7 @@ class Channel:
         lost = False
         for o in self.others:
             try:
-                under_way.append(self._begin("send", message, o))
+                under_way.append(self._begin("send", message, o, _NUMBERS))
             except RuntimeError:
                 lost = True
         for work in under_way:
@@ -356,6 +440,10 @@ class Channel:
         """Give the connections up."""
         pg, self._pg = self._pg, None
         self._sending.clear()
+        self._given.clear()
+        self._asked = None
+        for expected in self._expected.values():
+            expected.clear()
         if pg is not None:
             del pg
             gc.collect()  # Gloo closes them when the last one forgets the group

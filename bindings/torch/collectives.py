@@ -4,7 +4,7 @@ import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any, Literal, TypeVar, cast
 
@@ -19,7 +19,7 @@ from codec.segmenting import Records, Segments, pack, unpack
 from codec.specs import Lossless, Spec, Ternary
 from codec.torch import raw, reduction, ternary
 from codec.torch.channel import Array, Channel, Incoming, Timeout
-from codec.torch.choosing import Choice
+from codec.torch.choosing import Choice, report
 from codec.torch.reduction import Attempt, Reduction
 from codec.torch.worker import Pending, Worker
 from codec.view import mark_written, view
@@ -260,26 +260,22 @@ def run(line: Line, prepare: Callable[[], Reduction], asked: Algorithm) -> tuple
 def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm) -> list[tuple[Array, Reduction]]:
     """The same for several: all are reduced, or none."""
     channel = line.channel
-    choice, sign = Choice(), 0
+    sign = 0
 
     def begin() -> tuple[list[Reduction], list[int]]:
-        nonlocal choice, sign
+        nonlocal sign
         reductions = prepare()
         # what is left to us may come to be another algorithm later: all must have left it
         sign = hashed(asked, [signature(r, choose_algorithm(asked, r, channel.size)) for r in reductions])
-        choice = line.choices.get(sign, choice)
-        return reductions, [sign, *choice.report()]
+        return reductions, [sign]
 
-    reductions, reports = agree(channel, begin)
-    line.choices[sign] = line.choices.pop(sign, choice)
-    if len(line.choices) > _CHOICES:  # that of the longest ago, on all ranks
-        del line.choices[next(iter(line.choices))]
-    nbytes = sum(2 * r.x.nbytes * (channel.size - 1) // channel.size for r in reductions)
+    reductions = ask(channel, begin)
+    choice = line.choices.get(sign, Choice())
+    as_they_are = asked == "auto" and channel.size > 1 and choice.kind == "values"
     before = channel.sent_nbytes
     done: list[tuple[Array, Reduction]] = []
     first: Exception | None = None
-    with in_step(channel), choice:
-        as_they_are = asked == "auto" and channel.size > 1 and choice.decide(reports, nbytes) == "values"
+    with in_step(channel):
         for i, r in enumerate(reductions):
             algorithm = choose_algorithm(asked, r, channel.size)
             if as_they_are and r.x.nbytes > _SMALL:
@@ -290,8 +286,12 @@ def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm
             first = first or error
             # the next one's result takes the same memory
             done.append((result if i == len(reductions) - 1 else result.copy(), r))
-    choice.sent_nbytes = channel.sent_nbytes - before
-    channel.conclude(first)
+    nbytes = sum(2 * r.x.nbytes * (channel.size - 1) // channel.size for r in reductions)
+    choice.learn(channel.conclude(first, report(channel.began, channel.sent_nbytes - before, nbytes)))
+    line.choices.pop(sign, None)
+    line.choices[sign] = choice
+    if len(line.choices) > _CHOICES:  # that of the longest ago, on all ranks
+        del line.choices[next(iter(line.choices))]
     return done
 
 
@@ -304,33 +304,34 @@ def in_step(channel: Channel) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        channel.close()
+        if not channel.declined:
+            channel.close()
         raise
 
 
-def agree(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> tuple[T, list[list[int]]]:
-    """What prepare() returns, and from all ranks the numbers beside it but the first, which must be the same on all.
+def ask(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> T:
+    """What prepare() returns; the numbers beside it are told all ranks, and the first must be the same on all.
 
-    An error on one rank is an error on all.
+    An error on one rank is an error on all: on others when they hear of it, before anything else is sent.
     """
-    error: Exception | None = None
-    prepared: T | None = None
-    numbers = [0] * (1 + Choice.REPORT)
     try:
-        prepared, given = prepare()
-        numbers[: len(given)] = given
-    except Exception as e:
-        error = e
+        prepared, numbers = prepare()
+    except Exception:
+        with in_step(channel):
+            channel.ask([0], able=False)
+            with suppress(PeerError):  # this rank is the cause
+                channel.agree()
+        raise
     with in_step(channel):
-        everyones = channel.gather([*numbers, error is not None])
-    if error is not None:
-        raise error
-    for rank, theirs in enumerate(everyones):
-        if theirs[-1]:
-            raise PeerError(f"rank {rank} could not begin: nothing was changed")
-        if theirs[0] != numbers[0]:
-            raise PeerError(f"rank {rank} asks for something else than rank {channel.rank}: nothing was changed")
-    return cast(T, prepared), [theirs[1:-1] for theirs in everyones]
+        channel.ask(numbers, able=True)
+    return prepared
+
+
+def agree(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> tuple[T, list[list[int]]]:
+    """The same, once all ranks are known to do the same; and all ranks' numbers."""
+    prepared = ask(channel, prepare)
+    with in_step(channel):
+        return prepared, channel.agree()
 
 
 def signature(r: Reduction, algorithm: str) -> int:
@@ -453,7 +454,7 @@ def exchange(frames: Sequence[Any], *, group: Any = None, timeout: Timeout | Non
     PeerError, SpecError
         As for :func:`all_reduce`.
     FrameError
-        A rank announces frames of a size that cannot be; a new group is needed.
+        A rank announces a frame of a size that cannot be; a new group is needed.
     """
     if _is_apart(group, "exchange"):
         return []
@@ -481,11 +482,10 @@ def _exchange(channel: Channel, frames: Sequence[Any]) -> list[bytes]:
 
 
 def _swap(channel: Channel, arrays: Sequence[Array]) -> tuple[dict[int, bytes], Exception | None]:
-    announced = channel.gather([a.nbytes for a in arrays])
-    for rank, theirs in enumerate(announced):
-        if not all(0 <= n <= _MOST_NBYTES for n in theirs):
-            raise FrameError(f"rank {rank} announces frames of {theirs} bytes, which cannot be")
-    sizes, others = [theirs[channel.rank] for theirs in announced], channel.others
+    sizes, others = channel.scatter([a.nbytes for a in arrays]), channel.others
+    for rank, nbytes in enumerate(sizes):
+        if not 0 <= nbytes <= _MOST_NBYTES:
+            raise FrameError(f"rank {rank} announces a frame of {nbytes} bytes, which cannot be")
     channel.begin(Channel.room_for([sizes[o] for o in others] + [arrays[o].nbytes for o in others]))
     incoming = {o: channel.receive(sizes[o], o) for o in others if sizes[o]}
     attempt = Attempt(channel)
@@ -614,7 +614,7 @@ def _begin(
             r = prepare(channel.size)
             return r, [signature(r, algorithm.__name__)]
 
-        r, _ = agree(channel, both)
+        r = ask(channel, both)
         with in_step(channel):
             result, error = algorithm(channel, r)
         channel.conclude(error)

@@ -235,12 +235,14 @@ class Attempt:
 
     def __call__(self, step: Callable[..., Any], *args: Any) -> Any:
         """step(*args), or None after an error; but where no connection is left there is nothing to go on with."""
-        if self.error is not None:
-            return None
         try:
-            return self._tried(step, *args)
+            return self.at_once(step, *args)
         finally:  # Gloo's thread goes next, if it waits for this core: no connection is locked now, so it need not spin
             os.sched_yield()
+
+    def at_once(self, step: Callable[..., Any], *args: Any) -> Any:
+        """The same for what is urgent: others who wait for this core do not get it first."""
+        return None if self.error is not None else self._tried(step, *args)
 
     def frame(self, incoming: Incoming) -> Array | None:
         """The frame of a message, waited for whatever has happened."""
@@ -269,33 +271,44 @@ class Scatter:
     def __init__(self, channel: Channel, r: Reduction, slices: Sequence[Sequence[Piece]], attempt: Attempt) -> None:
         self._channel, self._r, self._slices, self._attempt = channel, r, slices, attempt
         self._bounds = [[r.bound(piece.n) for piece in pieces] for pieces in slices]
-        me = channel.rank
-        self._incoming = [{o: channel.receive(b, o) for o in channel.others} for b in self._bounds[me]]
+        self._incoming: list[dict[int, Incoming]] = []
         self._own: list[Array | None] = []
+        # the first chunks of all slices are sent first, and this rank's own are made after those of others
+        ranks = [*channel.others, channel.rank]
+        self._order = [(c, o) for c in range(max(map(len, slices))) for o in ranks if c < len(slices[o])]
+        self._first: Array | None = None
 
-    @staticmethod
-    def rooms(channel: Channel, r: Reduction, slices: Sequence[Sequence[Piece]]) -> list[int]:
-        """Frames that it has room for."""
-        sent = [r.bound(piece.n) for pieces in slices for piece in pieces]
-        return sent + [r.bound(piece.n) for piece in slices[channel.rank]] * (channel.size - 1)
+    def begin(self, room: int = 0) -> None:
+        """Begin the collective, which takes so much room beside, and send a frame, made before all agreed to begin."""
+        sent = [b for bounds in self._bounds for b in bounds]
+        mine = self._bounds[self._channel.rank]
+        received = mine * (self._channel.size - 1)
+        self._channel.begin(Channel.room_for(sent + received) + room, self._encode_first)
+        self._incoming = [{o: self._channel.receive(b, o) for o in self._channel.others} for b in mine]
+        self._pass_on(self._order[0][1], self._first)
+        os.sched_yield()  # what all wait for is the slowest rank's first frame: it may be one that waits for this core
 
     def send(self) -> None:
-        """Send all other slices' chunks, the first ones of all first."""
-        me, size = self._channel.rank, self._channel.size
-        most = max(map(len, self._slices))
-        for c in range(most):
-            for o in [*self._channel.others, me]:
-                if c >= len(self._slices[o]):
-                    continue
-                number = (me * size + o) * most + c
-                piece, bound = self._slices[o][c], self._bounds[o][c]
-                if o == me and self._r.own_as_is:
-                    continue
-                message = self._attempt(_encoded, self._channel, self._r, piece, bound, number)
-                if o == me:
-                    self._own.append(message)
-                else:
-                    self._channel.send(message, o)
+        """Send all other slices' chunks."""
+        for c, o in self._order[1:]:
+            self._pass_on(o, self._encoded(c, o, self._attempt))
+
+    def _encode_first(self) -> None:
+        self._first = self._encoded(*self._order[0], self._attempt.at_once)
+
+    def _encoded(self, c: int, o: int, attempt: Callable[..., Any]) -> Array | None:
+        """The message with chunk c of the slice of rank o."""
+        me, size, most = self._channel.rank, self._channel.size, max(map(len, self._slices))
+        if o == me and self._r.own_as_is:
+            return None
+        piece, bound = self._slices[o][c], self._bounds[o][c]
+        return attempt(_encoded, self._channel, self._r, piece, bound, (me * size + o) * most + c)
+
+    def _pass_on(self, o: int, message: Array | None) -> None:
+        if o == self._channel.rank:
+            self._own.append(message)
+        else:
+            self._channel.send(message, o)
 
     def parts(self, c: int) -> list[Array | None] | None:
         """Chunk c of this rank's slice from all ranks, in their order, as :meth:`Reduction.sum` takes them."""
@@ -339,10 +352,9 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     size, me, others = channel.size, channel.rank, channel.others
     slices = r.slices(size)
     bounds = [[r.bound(piece.n) for piece in pieces] for pieces in slices]
-    back = [b for each in bounds for b in each]
-    channel.begin(Channel.room_for(Scatter.rooms(channel, r, slices) + back))
     attempt = Attempt(channel)
     scatter = Scatter(channel, r, slices, attempt)
+    scatter.begin(Channel.room_for([b for each in bounds for b in each]))
     chunks = range(len(slices[me]))
     sums = {(c, o): channel.receive(bounds[o][c], o) for c in chunks for o in others}
     scatter.send()
@@ -364,9 +376,9 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
 def reduce_scatter(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     """Each rank reduces a slice of all frames: (N - 1) / N frames on the wire. The slices are of one size."""
     slices = r.even_slices(channel.size)
-    channel.begin(Channel.room_for(Scatter.rooms(channel, r, slices)))
     attempt = Attempt(channel)
     scatter = Scatter(channel, r, slices, attempt)
+    scatter.begin()
     scatter.send()
     mine = slices[channel.rank]
     result = r.result(channel, r.x.size // channel.size)
@@ -380,9 +392,9 @@ def reduce_scatter(channel: Channel, r: Reduction) -> tuple[Array, Exception | N
 def all_to_all(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     """Slice i of each rank goes to rank i: (N - 1) / N frames on the wire. The slices are of one size."""
     slices = r.even_slices(channel.size)
-    channel.begin(Channel.room_for(Scatter.rooms(channel, r, slices)))
     attempt = Attempt(channel)
     scatter = Scatter(channel, r, slices, attempt)
+    scatter.begin()
     scatter.send()
     result = r.result(channel, r.x.size)
     for c in range(len(slices[0])):

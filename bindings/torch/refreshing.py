@@ -41,7 +41,7 @@ class Refreshing:
         """Count steps as all ranks do. Where they know other codebooks, as a rank that is new does, all begin anew."""
         if not self._alike:
             _, known = collectives.agree(channel, lambda: (None, self._known()))
-            everyones = [(step, books) for step, books, *_ in known]
+            everyones = [(step, books) for _, step, books in known]
             if len(set(everyones)) > 1:
                 with collectives.in_step(channel):
                     self._begin_anew()
@@ -90,7 +90,7 @@ class Refreshing:
             refresher.rollback(self._step)
             return
         try:
-            r, _ = collectives.agree(channel, prepare)
+            r = collectives.ask(channel, prepare)
             with collectives.in_step(channel):
                 counts, error = reduction.gather(channel, r)
             channel.conclude(error)
