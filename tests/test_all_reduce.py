@@ -627,6 +627,9 @@ def test_what_is_faster_is_sent():
     near = decided(1.0, 1.5, 0.8, 100)
     assert near[5:10] == ["values"] * 5
     assert set(near[10:]) == {"frames"}
+    # what takes twice as long as frames is not tried to the end
+    far = decided(1.0, 3.0, 0.5, 300, 4)
+    assert [i for i, kind in enumerate(far) if kind == "values"] == [5, 6, 205, 206]
     # busy, but values would take the time that is left as often as they are larger
     assert set(decided(1.0, 25.0, 0.5, 500, 50)) == {"frames"}
     assert set(decided(1.0, 0.9, 0.5, 100, 3)[5:]) == {"values"}

@@ -5,6 +5,7 @@ import time
 _WARM = 1  # collectives of a kind that are not timed: they allocate, and connections are slow at first
 _TIMED = 4  # the best of them: what else a machine does makes single ones longer by half
 _AGAIN = 200  # collectives until it is looked at again: links and loads change
+_MOST = 4  # times as long as frames values may come to take where they are tried
 _BUSY = 4  # a rank that computes for a fourth of the time or more may be what all wait for
 
 Report = list[int]  # the largest of all ranks' is what Choice goes by
@@ -25,7 +26,8 @@ class Choice:
 
     With the end of a collective all ranks learn the largest of their reports, and so choose alike. On a slow link the
     processor waits, values would take longer still, and are never tried: they need at least the time that ranks did not
-    compute, as often as they are larger than frames. (Half of that, for ranks wait for each other, too.)
+    compute, as often as they are larger than frames. (Less, for ranks wait for each other, too: so what turns out to
+    take twice as long as frames is not tried to the end.)
     """
 
     def __init__(self) -> None:
@@ -48,9 +50,12 @@ class Choice:
         wall, load, waited = largest
         kind, i, trial = self.kind, self._over % _AGAIN, _WARM + _TIMED
         self._over += 1
-        if kind == "frames":
-            self._worth_trying = load * _BUSY >= 1000 and waited <= 2 * wall
         if i < _WARM:
             self._best.clear()
+            self._worth_trying = False
         elif not trial <= i < trial + _WARM:
             self._best[kind] = min(wall, self._best.get(kind, wall))
+            if kind == "frames":
+                self._worth_trying |= i < trial and load * _BUSY >= 1000 and waited <= _MOST * wall
+            elif i < 2 * trial:
+                self._worth_trying &= wall <= 2 * self._best.get("frames", wall)
