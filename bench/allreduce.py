@@ -11,7 +11,7 @@ with the optimizer's state beside them. A capture that is too short is taken aga
 turned, so that no two ranks have the same.
 
 A row is what one all-reduce took, from when the first rank starts until the last has the mean; codecs write it apart
-(`out=`), Gloo and hooks in place:
+(`out=`), Gloo and hooks in place. With `--algorithm auto` what is tried before it is chosen does not count:
 
 sent        bytes that left a rank's interface, with headers and acknowledgements; the average of the ranks
 frames      bytes that its frames of both phases have, had each rank's tensor been encoded as a whole
@@ -173,6 +173,7 @@ class Contender:
     call: Callable[[Any, int], Any]  # what to reduce and which repetition; where the mean is then
     ratios: tuple[float, float] | None = (1.0, 1.0)
     limit: float = math.inf
+    warm: int = 1  # repetitions that do not count: they make connections and memory
     before: Callable[[], None] = lambda: None
     after: Callable[[], tuple[float, float]] | None = None
 
@@ -241,9 +242,10 @@ def codecs(names: Sequence[str], plain: Gradients, stateful: Gradients | None, p
     """Those of the codec's own."""
     import torch
 
-    from codec.torch import all_reduce
+    from codec.torch import all_reduce, choosing
 
     found: list[Contender] = []
+    warm = choosing.TRIALS if plan["algorithm"] == "auto" else 1  # a training has thousands of steps to choose for
     out = None if plan["in_place"] else torch.empty(plain.values.size)
     for name in names:
         spec = SPECS[name]
@@ -258,7 +260,7 @@ def codecs(names: Sequence[str], plain: Gradients, stateful: Gradients | None, p
             all_reduce(t, spec, op="mean", stream=repetition, **how)
             return t if how["out"] is None else how["out"]
 
-        found.append(Contender(name, g, call, None))
+        found.append(Contender(name, g, call, None, warm=warm))
     return found
 
 
@@ -345,7 +347,7 @@ def repeat(c: Contender, link: str, plan: dict[str, Any], exact: Array | None) -
     digests: list[int] = []
     sent: list[int] = []
     least, seconds = plan["repeat"], plan["seconds"]
-    count, repetition = torch.tensor([1 + least]), 0
+    count, repetition = torch.tensor([c.warm + least]), 0
     while repetition < count:
         t.copy_(source)
         c.before()
@@ -359,9 +361,9 @@ def repeat(c: Contender, link: str, plan: dict[str, Any], exact: Array | None) -
         dist.barrier()  # what was queued has left
         sent.append(netns.sent_nbytes() - before)
         digests.append(zlib.crc32(mean.numpy()))
-        if repetition == 0:
-            took = times[0][1] - times[0][0]
-            count[0] = 1 + max(least, min(8 * least, int(seconds / took)))
+        if repetition == c.warm - 1:
+            took = times[-1][1] - times[-1][0]
+            count[0] = c.warm + max(least, min(8 * least, int(seconds / took)))
             dist.broadcast(count, 0)
         repetition += 1
     say(
@@ -369,9 +371,9 @@ def repeat(c: Contender, link: str, plan: dict[str, Any], exact: Array | None) -
         link=link,
         name=c.name,
         source=c.gradients.source,
-        times=times[1:],  # the first one makes connections and memory
-        sent=statistics.mean(sent[1:]),
-        cpu=statistics.median(cpu[1:]),
+        times=times[c.warm :],
+        sent=statistics.mean(sent[c.warm :]),
+        cpu=statistics.median(cpu[c.warm :]),
         digests=digests,
         nbytes=t.numel() * 4,
         ratios=c.after() if c.after else c.ratios,

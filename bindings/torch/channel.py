@@ -25,7 +25,7 @@ Timeout = float | timedelta  # float: seconds
 _LENGTH = struct.Struct("<Q")  # before each frame, in a buffer that has room for the largest one
 _ALIGN = 64
 _WORDS = 8  # of a message of numbers: how many, and they. Gloo aborts where more comes than is expected
-_FRAMES, _NUMBERS = range(2)  # tags: what is not expected under one of them is not taken for what is under the other
+_FRAMES, _NUMBERS, SUMS = range(3)  # tags: what is not yet expected under one is not taken for what is under another
 _AHEAD = 2  # messages of numbers that are expected of a rank before they are asked for: a collective has two
 # what a rank tells of its part, the worst last; _LEFT: it has found others to be at fault
 _OK, _LEFT, _REFUSED, _NONFINITE = range(4)
@@ -224,10 +224,14 @@ class Channel:
         self.sent_nbytes += message.nbytes
         self._sending.append((self.post("send", message, to), to))
 
-    def send_values(self, values: Array, to: int) -> None:
+    def send_values(self, values: Array, to: int, tag: int = _FRAMES) -> None:
         """Send values as they are, which must stay so until :meth:`finish`."""
         self.sent_nbytes += values.nbytes
-        self._sending.append((self.post("send", values.view(np.uint8), to), to))
+        self._sending.append((self.post("send", values.view(np.uint8), to, tag), to))
+
+    def receive_values(self, place: Array, source: int, tag: int = _FRAMES) -> Any:
+        """Expect values, to be waited for by :meth:`wait`."""
+        return self.post("recv", place.view(np.uint8), source, tag)
 
     def post(self, what: str, message: Array, rank: int, tag: int = _FRAMES) -> Any:
         """Begin to send or to receive."""

@@ -1,9 +1,13 @@
 """Whether frames pay: decided from what collectives have taken, alike on all ranks."""
 
 import time
+from collections import defaultdict, deque
+from statistics import median_low
 
 _WARM = 1  # collectives of a kind that are not timed: they allocate, and connections are slow at first
-_TIMED = 4  # the best of them: what else a machine does makes single ones longer by half
+_TIMED = 4  # by their median: what else a machine does makes single ones longer by half, and the best are luck
+_LAST = 8  # of what is sent: where it comes to take longer than what was not chosen, that is chosen
+TRIALS = 2 * (_WARM + _TIMED)  # collectives of a kind until it is chosen
 _AGAIN = 200  # collectives until it is looked at again: links and loads change
 _MOST = 4  # times as long as frames values may come to take where they are tried
 _BUSY = 4  # a rank that computes for a fourth of the time or more may be what all wait for
@@ -32,30 +36,33 @@ class Choice:
 
     def __init__(self) -> None:
         self._over = 0  # collectives
-        self._best: dict[str, int] = {}  # microseconds, of the slowest rank
+        self._took: defaultdict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_LAST))  # microseconds
         self._worth_trying = False
 
     @property
     def kind(self) -> str:
         """Of the next collective: `frames` or `values`."""
-        i, trial = self._over % _AGAIN, _WARM + _TIMED
-        if i < trial or not self._worth_trying:
+        i = self._over % _AGAIN
+        if i < TRIALS // 2 or not self._worth_trying:
             return "frames"
-        if i < 2 * trial:
+        if i < TRIALS:
             return "values"
-        return min(self._best, key=lambda kind: self._best[kind], default="frames")
+        return min(self._took, key=self._median, default="frames")
+
+    def _median(self, kind: str) -> int:
+        return median_low(self._took[kind])
 
     def learn(self, largest: Report) -> None:
         """The next collective is over."""
         wall, load, waited = largest
-        kind, i, trial = self.kind, self._over % _AGAIN, _WARM + _TIMED
+        kind, i, half = self.kind, self._over % _AGAIN, TRIALS // 2
         self._over += 1
         if i < _WARM:
-            self._best.clear()
+            self._took.clear()
             self._worth_trying = False
-        elif not trial <= i < trial + _WARM:
-            self._best[kind] = min(wall, self._best.get(kind, wall))
+        elif not half <= i < half + _WARM:
+            self._took[kind].append(wall)
             if kind == "frames":
-                self._worth_trying |= i < trial and load * _BUSY >= 1000 and waited <= _MOST * wall
-            elif i < 2 * trial:
-                self._worth_trying &= wall <= 2 * self._best.get("frames", wall)
+                self._worth_trying |= i < half and load * _BUSY >= 1000 and waited <= _MOST * wall
+            elif i < TRIALS:
+                self._worth_trying &= wall <= 2 * min(map(self._median, self._took))

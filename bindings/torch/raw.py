@@ -1,80 +1,82 @@
 """Values as they are instead of frames: where a link is so fast that encoding would take longer than sending."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 
-from codec.torch.channel import Array, Channel
+from codec.torch.channel import SUMS, Array, Channel
 from codec.torch.reduction import FLOATS, Reduction, floats, refused
-from codec.torch.slices import cut
+from codec.torch.slices import Piece, cut
+
+# Where values travel as they are, all wait for processors. A chunk of all ranks is expected when the one before it has
+# been added up, in the same memory: so little is on its way at a time that caches hold it.
+_CHUNK_NBYTES = 3 << 18
+_TILE = 1 << 16  # values that are added up at a time, and divided
 
 
 def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     """Two-shot with the values themselves. Lossless frames would give the same bits."""
-    size, me = channel.size, channel.rank
+    size, me, x = channel.size, channel.rank, r.x
     # as for frames: what is owed to sums is owed to those of this rank's slice
-    slices = cut(r.x.size, size, r.x.itemsize, r.segments)
+    slices = cut(x.size, size, x.itemsize, r.segments, _CHUNK_NBYTES)
     others = channel.others
-    chunks = range(len(slices[me]))
-    result = r.result(channel, r.x.size)
-    channel.begin(Channel.room_for([piece.n * r.x.itemsize for piece in slices[me] for _ in range(size)]))
+    room = max(piece.n for piece in slices[me])
+    result = r.result(channel, x.size)
+    channel.begin(Channel.room_for([room * x.itemsize] * len(others)))
+    rooms = {o: channel.take(room * x.itemsize)[: room * x.itemsize].view(x.dtype) for o in others}
 
-    def receive(place: Array, source: int) -> Callable[[], Array]:
-        # no closure: an error's frame would keep it, and with it the connection, whose other end waits
-        return partial(_there, channel, channel.post("recv", place.view(np.uint8), source), source, place)
+    def expect(piece: Piece) -> list[tuple[Any, int]]:
+        return [(channel.receive_values(rooms[o][: piece.n], o), o) for o in others]
 
-    def room(n: int) -> Array:
-        return channel.take(n * r.x.itemsize)[: n * r.x.itemsize].view(r.x.dtype)
-
-    firsts = [{o: receive(room(piece.n), o) for o in others} for piece in slices[me]]
-    seconds = [{o: receive(result[slices[o][c].begin : slices[o][c].end], o) for o in others} for c in chunks]
-    x = r.x
+    terms = expect(slices[me][0])
+    sums = [(channel.receive_values(result[p.begin : p.end], o, SUMS), o) for o in others for p in slices[o]]
     if r.residual is not None:
         x = np.empty_like(x)
         _settle(floats(r.x, r), r, r.residual, x)
     error = refused(r, x)
-    for c in chunks:
+    for c in range(len(slices[me])):
         for o in others:
             channel.send_values(x[slices[o][c].begin : slices[o][c].end], o)
-    for c, piece in enumerate(slices[me]):
-        parts = {o: there() for o, there in firsts[c].items()} | {me: x[piece.begin : piece.end]}
+    for piece, following in zip_longest(slices[me], slices[me][1:]):
+        for work, o in terms:
+            channel.wait(work, o)
+        parts = {o: rooms[o][: piece.n] for o in others} | {me: x[piece.begin : piece.end]}
         total = result[piece.begin : piece.end]
         residual = None if r.sums_residual is None else r.sums_residual(piece.begin, piece.end)
         _settle(_add_up([parts[rank] for rank in range(size)], r, total), r, residual, total)
         fault = refused(r, total)
         if fault is not None and not any(refused(r, part) for part in parts.values()):  # whose rank says so itself
             error = error or fault
+        if following is not None:
+            terms = expect(following)
         for o in others:
-            channel.send_values(total, o)
-    for there in [there for each in seconds for there in each.values()]:
-        there()
+            channel.send_values(total, o, SUMS)
+    for work, o in sums:
+        channel.wait(work, o)
     channel.finish()
     return result, error
 
 
-def _there(channel: Channel, work: Any, source: int, place: Array) -> Array:
-    channel.wait(work, source)
-    return place
-
-
 def _add_up(parts: Sequence[Array], r: Reduction, total: Array) -> Array:
     """Sum, mean or maximum as codec.reduce has it, in float32; in `total` if that is its dtype."""
-    dtype = FLOATS[r.dtype]
-    tensors = [torch.from_numpy(part).view(dtype) for part in parts]
-    add = torch.maximum if r.op == "max" else torch.add
-    if r.dtype == "float32":
-        out = torch.from_numpy(total)
-        add(tensors[0], tensors[1], out=out)
-    else:
-        out = add(tensors[0].float(), tensors[1].float())
-    for t in tensors[2:]:
-        add(out, t.float(), out=out)
-    if r.op == "mean":
-        out /= len(parts)
-    return total if r.dtype == "float32" else out.numpy()
+    out = total if r.dtype == "float32" else np.empty(total.size, np.float32)
+    add = _largest if r.op == "max" else np.add
+    for begin in range(0, out.size, _TILE):
+        place = out[begin : begin + _TILE]
+        first, second, *more = (floats(part[begin : begin + _TILE], r) for part in parts)
+        add(first, second, out=place)
+        for each in more:
+            add(place, each, out=place)
+        if r.op == "mean":
+            place /= np.float32(len(parts))
+    return out
+
+
+def _largest(a: Array, b: Array, out: Array) -> None:
+    torch.maximum(torch.from_numpy(a), torch.from_numpy(b), out=torch.from_numpy(out))
 
 
 def _settle(values: Array, r: Reduction, residual: Array | None, place: Array) -> None:
