@@ -635,6 +635,26 @@ def test_what_is_faster_is_sent():
     assert set(decided(1.0, 0.9, 0.5, 100, 3)[5:]) == {"values"}
 
 
+def test_the_median_of_what_came_last_counts():
+    """Not the best of all, which is luck where times scatter; and what comes to take longer is not sent any more."""
+
+    def sent(frames, values, n=200):
+        choice, kinds = codec.torch.choosing.Choice(), []
+        for i in range(n):
+            kinds.append(choice.kind)
+            choice.learn([frames(i) if kinds[-1] == "frames" else values(i), 800, 0])
+        return kinds
+
+    def scattered(i):
+        return 1100 if i % 4 else 500
+
+    assert "values" not in sent(lambda i: 1000, scattered)[10:]
+    assert "frames" not in sent(scattered, lambda i: 1000)[10:]
+    slower = sent(lambda i: 1000, lambda i: 500 if i < 50 else 2000)
+    assert "frames" not in slower[10:50]
+    assert "values" not in slower[60:]
+
+
 def _chosen(rank, size):
     every = [values(r, (500, 1000)) for r in range(size)]
     want = in_order(every, "mean")

@@ -363,6 +363,40 @@ TEST_CASE("Frames at first; values where ranks are busy and they turned out fast
 	CHECK(counted(chosen(1000, 900, 0.5, 100, 3), 5, 100) == 95);
 }
 
+TEST_CASE("The median of what came last counts, not the best; what was never tried is not chosen")
+{
+	/* what the slowest of two ranks took for frames and for values, by the number of the collective */
+	const auto sent = [](auto frames, auto values, int n, auto load) {
+		Choice choice;
+		std::vector<Choice::Report> reports(2);
+		std::vector<bool> found;
+
+		for (int i = 0; i < n; i++) {
+			found.push_back(choice.as_they_are(reports, 1000));
+			const uint64_t wall = found.back() ? values(i) : frames(i);
+
+			reports = {{wall, wall * load(i) / 100, 1000}, {wall / 2, 0, 1000}};
+		}
+		return found;
+	};
+	const auto always = [](uint64_t wall) { return [wall](int) { return wall; }; };
+	const auto scattered = [](int i) { return i % 4 ? uint64_t{1100} : uint64_t{500}; };
+
+	CHECK(counted(sent(always(1000), scattered, 200, always(80)), 10, 200) == 0);
+	CHECK(counted(sent(scattered, always(1000), 200, always(80)), 10, 200) == 190);
+
+	/* values were better until the network came to be slower */
+	const auto slower = [](int i) { return i < 50 ? uint64_t{500} : uint64_t{2000}; };
+	const std::vector<bool> then = sent(always(1000), slower, 200, always(80));
+
+	CHECK(counted(then, 10, 50) == 40);
+	CHECK(counted(then, 60, 200) == 0);
+
+	/* ranks are busy when the trial is over */
+	CHECK(counted(sent(always(1000), always(500), 200, [](int i) { return uint64_t{i < 50 ? 5u : 80u}; }), 0,
+		      200) == 0);
+}
+
 TEST_CASE("Of kinds of collectives the last 256 are remembered, wherever others lie")
 {
 	Choices choices;

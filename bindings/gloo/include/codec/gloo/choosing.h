@@ -5,7 +5,6 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
-#include <limits>
 #include <time.h>
 #include <utility>
 #include <vector>
@@ -56,7 +55,9 @@ public:
 						  idle * static_cast<double>(nbytes) / static_cast<double>(each.sent));
 		}
 		if (calls_ && wall) {
-			best_[values_] = std::min(best_[values_], wall);
+			took_[values_].push_back(wall);
+			if (took_[values_].size() > LAST)
+				took_[values_].pop_front();
 			if (!values_)
 				worth_trying_ = load >= BUSY && waited <= 2 * static_cast<double>(wall);
 		}
@@ -101,11 +102,20 @@ public:
 private:
 	/* collectives of a kind that are not timed: they allocate, and links are slow at first */
 	static constexpr uint64_t WARM = 1;
-	/* the best of them counts: what else a machine does makes single ones longer by half */
+	/* their median counts: what else a machine does makes single ones longer by half, and the best are luck */
 	static constexpr uint64_t TIMED = 4, TRIAL = WARM + TIMED;
+	/* of what is sent: where it comes to take longer than what was not chosen, that is chosen */
+	static constexpr size_t LAST = 8;
 	static constexpr uint64_t AGAIN = 200; /* collectives until it is looked at again: links and loads change */
 	static constexpr double BUSY = 0.25; /* a rank that computes for so much of the time may be what all wait for */
-	static constexpr uint64_t NONE = std::numeric_limits<uint64_t>::max();
+
+	static uint64_t median(std::deque<uint64_t> took)
+	{
+		const auto middle = took.begin() + (took.size() - 1) / 2;
+
+		std::nth_element(took.begin(), middle, took.end());
+		return *middle;
+	}
 
 	/* By the number of this collective. */
 	bool next()
@@ -113,25 +123,26 @@ private:
 		uint64_t i = (calls_ - 1) % AGAIN;
 
 		if (i == 0)
-			best_[1] = NONE;
+			took_[1].clear();
 		if (i < TRIAL) {
 			if (i <= WARM)
-				best_[0] = NONE;
+				took_[0].clear();
 			return false;
 		}
 		if (!worth_trying_)
 			return false;
 		if (i < 2 * TRIAL) {
 			if (i <= TRIAL + WARM)
-				best_[1] = NONE;
+				took_[1].clear();
 			return true;
 		}
-		return best_[1] < best_[0];
+		/* values may come to be worth a trial when it is over: next time */
+		return !took_[1].empty() && median(took_[1]) < median(took_[0]);
 	}
 
 	bool values_ = false; /* what travels in the collective that is reported next */
 	uint64_t calls_ = 0;
-	uint64_t best_[2] = {NONE, NONE}; /* microseconds of the slowest rank: of frames, of values */
+	std::deque<uint64_t> took_[2]; /* microseconds of the slowest rank: of frames, of values */
 	bool worth_trying_ = false;
 	Report report_;
 };

@@ -1,6 +1,7 @@
 /* raw.h - values as they are instead of frames: where a link is so fast that encoding would take longer. */
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "algorithms.h"
@@ -56,51 +57,64 @@ class Raw : public Collective
 {
 public:
 	Raw(Channel &channel, Reduction &r)
-	    : Collective(channel, r), slices_(cut(r.n, channel.size, r.itemsize, r.segments))
+	    : Collective(channel, r), slices_(cut(r.n, channel.size, r.itemsize, r.segments, CHUNK))
 	{
 	}
 
 	void run() override
 	{
 		const Slice &mine = slices_[channel_.rank];
-		Messages firsts(mine.size()), seconds(mine.size());
-		size_t room = 0;
+		const uint64_t room = nbytes(*std::max_element(
+			mine.begin(), mine.end(), [](const Piece &a, const Piece &b) { return a.n() < b.n(); }));
+		std::vector<Channel::Incoming> sums;
 
-		for (const Piece &piece : mine)
-			room += channel_.size * Channel::room_for(nbytes(piece));
-		channel_.begin(room);
-		for (size_t c = 0; c < mine.size(); c++)
-			for (int o : channel_.others)
-				firsts[c].push_back(
-					channel_.receive_values(channel_.take(nbytes(mine[c])).p, nbytes(mine[c]), o));
-		for (size_t c = 0; c < mine.size(); c++)
-			for (int o : channel_.others)
-				seconds[c].push_back(
-					channel_.receive_values(place(slices_[o][c]), nbytes(slices_[o][c]), o));
+		channel_.begin(channel_.others.size() * Channel::room_for(room));
+		rooms_.resize(channel_.size);
+		for (int o : channel_.others)
+			rooms_[o] = channel_.take(room).p;
+
+		std::vector<Channel::Incoming> terms = expected(mine[0]);
+		for (int o : channel_.others)
+			for (const Piece &piece : slices_[o])
+				sums.push_back(channel_.receive_values(place(piece), nbytes(piece), o, Channel::SUMS));
 
 		const uint8_t *x = values();
 		for (size_t c = 0; c < mine.size(); c++)
 			for (int o : channel_.others)
 				channel_.send_values(x + slices_[o][c].begin * r_.itemsize, nbytes(slices_[o][c]), o);
 		for (size_t c = 0; c < mine.size(); c++) {
-			std::vector<const uint8_t *> parts(channel_.size);
+			std::vector<const uint8_t *> parts(rooms_.begin(), rooms_.end());
 
 			parts[channel_.rank] = x + mine[c].begin * r_.itemsize;
-			for (Channel::Incoming &each : firsts[c]) {
+			for (Channel::Incoming &each : terms)
 				channel_.wait(each);
-				parts[each.source] = static_cast<const uint8_t *>(each.buffer->ptr);
-			}
 			attempt_([&] { add_up(r_, parts, mine[c], place(mine[c])); });
+			if (c + 1 < mine.size())
+				terms = expected(mine[c + 1]);
 			for (int o : channel_.others)
-				channel_.send_values(place(mine[c]), nbytes(mine[c]), o);
+				channel_.send_values(place(mine[c]), nbytes(mine[c]), o, Channel::SUMS);
 		}
-		for (auto &chunk : seconds)
-			for (Channel::Incoming &each : chunk)
-				channel_.wait(each);
+		for (Channel::Incoming &each : sums)
+			channel_.wait(each);
 		channel_.finish();
 	}
 
 private:
+	/*
+	 * Where values travel as they are, all wait for processors. A chunk of all ranks is expected when the one
+	 * before it has been added up, in the same memory: so little is on its way at a time that caches hold it.
+	 */
+	static constexpr uint64_t CHUNK = 3 << 18;
+
+	std::vector<Channel::Incoming> expected(const Piece &piece)
+	{
+		std::vector<Channel::Incoming> found;
+
+		for (int o : channel_.others)
+			found.push_back(channel_.receive_values(rooms_[o], nbytes(piece), o));
+		return found;
+	}
+
 	size_t nbytes(const Piece &piece) const
 	{
 		return piece.n() * r_.itemsize;
@@ -126,6 +140,7 @@ private:
 	}
 
 	const std::vector<Slice> slices_;
+	std::vector<uint8_t *> rooms_; /* for a chunk of each rank's values */
 	std::vector<uint8_t> owed_;
 };
 
