@@ -126,6 +126,7 @@ class Hook:
         self._asked_group, self._group, self._timeout = group, group, timeout
         self._names: dict[torch.nn.Parameter, str] = {}
         self._parts: dict[tuple[str, ...], list[_Part]] = {}  # of a bucket, by the names of its parameters
+        self._rooms: dict[Any, torch.Tensor] = {}  # for what is put together of a bucket's
         self._step = _Step()
         self._stats = Stats()
         self.worker_feedback = ErrorFeedback(spec, role="worker") if feedback else None
@@ -186,7 +187,8 @@ class Hook:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the process group, which belongs to this process."""
-        return self.__dict__ | {"_asked_group": None, "_group": None, "_names": {}, "_parts": {}, "_step": _Step()}
+        nothing = {"_names": {}, "_parts": {}, "_rooms": {}, "_step": _Step()}
+        return self.__dict__ | {"_asked_group": None, "_group": None} | nothing
 
     def _hook(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
         """What torch calls with each bucket, in the same order on all ranks."""
@@ -257,7 +259,8 @@ class Hook:
         with _changing:
             self._step = _Step()
             self._rollback()
-            # what goes on may still write to buffers of the old ones
+            # what goes on may still write to buffers of the old ones, and send what lies in rooms
+            self._rooms = {}
             self.worker_feedback = _copied(self.worker_feedback)
             self.server_feedback = _copied(self.server_feedback)
 
@@ -305,7 +308,7 @@ class Hook:
                 if first:
                     self._rollback()  # of a step that was never ended
                     self._rescale(step.scale)
-                return [self._prepare(line, buffer, p, step) for p in parts]
+                return [self._prepare(line, buffer, i, p, step) for i, p in enumerate(parts)]
 
         results = collectives.run_all(line, prepare, self._algorithm)
         out = parts[0].out
@@ -318,10 +321,13 @@ class Hook:
         self._stats.sent_nbytes += line.channel.sent_nbytes - before
         return buffer if out is None else out
 
-    def _prepare(self, line: Line, buffer: torch.Tensor, part: _Part, step: _Step) -> Reduction:
+    def _prepare(self, line: Line, buffer: torch.Tensor, number: int, part: _Part, step: _Step) -> Reduction:
         channel = line.channel
-        x = buffer if part.whole else _gather(buffer, part)
-        metric, state = self._metric(part, step.scale)
+        x = buffer
+        if not part.whole:
+            places = zip(part.offsets, part.parameters, strict=True)
+            x = self._joined((number, "grad"), [buffer[o : o + p.numel()] for o, p in places])
+        metric, state = self._metric(number, part, step.scale)
         r = collectives.reduction_of(x, part.spec, "mean", part.segments, metric, state, channel.calls << 32)
         if part.whole and buffer.device.type == "cpu":
             part.out = torch.empty_like(buffer) if part.out is None else part.out
@@ -356,7 +362,19 @@ class Hook:
         sums = self.server_feedback.begin(_ranges(part, begin, end))
         r.sums_residual = lambda a, b: sums[a - begin : b - begin]
 
-    def _metric(self, part: _Part, scale: float) -> tuple[Any, dict[str, torch.Tensor] | None]:
+    def _joined(self, which: tuple[int, str], tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Tensors, one after the other, in memory that is the next bucket's again: new memory takes longer than copies.
+
+        `which` of those that are put together of one bucket: the number of its part, and a name.
+        """
+        n, device = sum(t.numel() for t in tensors), tensors[0].device
+        dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+        room = self._rooms.get(key := (*which, dtype, device))
+        if room is None or room.numel() < n:
+            room = self._rooms[key] = torch.empty(n, dtype=dtype, device=device)
+        return torch.cat(tensors, out=room[:n])
+
+    def _metric(self, number: int, part: _Part, scale: float) -> tuple[Any, dict[str, torch.Tensor] | None]:
         """What Truncate goes by: the optimizer's metrics, by group, and its state, in the order of the part."""
         if not isinstance(part.spec, Truncate) or part.spec.fixed_level is not None:
             return None, None
@@ -379,7 +397,8 @@ class Hook:
         states = [(_order(p), metrics.state_of(self.optimizer, p)) for p in part.parameters]
         common = [name for name in ("theta", "m", "v") if all(name in s for _, s in states)]
         return groups, {
-            name: torch.cat([s[name].detach().permute(order).reshape(-1) for order, s in states]) for name in common
+            name: self._joined((number, name), [s[name].detach().permute(order).reshape(-1) for order, s in states])
+            for name in common
         }
 
     def _commit(self, step: _Step) -> None:
@@ -444,13 +463,8 @@ def _ranges(part: _Part, begin: int, end: int) -> list[tuple[str, int, int]]:
     return found
 
 
-def _gather(buffer: torch.Tensor, part: _Part) -> torch.Tensor:
-    """A part's values, one parameter after the other."""
-    return torch.cat([buffer[o : o + p.numel()] for o, p in zip(part.offsets, part.parameters, strict=True)])
-
-
 def _scatter(result: Array, r: Reduction, part: _Part, buffer: torch.Tensor) -> None:
-    """The inverse, into the bucket."""
+    """What comes out for a part, into the bucket."""
     if part.whole:
         collectives.publish(result, r, buffer)
         return
