@@ -1,0 +1,121 @@
+"""What activations cost, in bits a bfloat16 value, and what they would with other symbols than exponents.
+
+    python bench/activations.py                      # trains a small language model first: two minutes
+    python bench/activations.py hidden.npz           # or takes arrays of files, as bench/peers.py does
+
+codec       its frames, lossless
+openzl      those of OpenZL, whose exponents are coded by FSE (bench/peers.py), if that is installed
+entropy     of exponents, and 8 bits for sign and mantissa: what a coder of fractions of bits could reach with them
+exponent    codes of at most 8 bits for exponents and 8 bits: what a frame is but for its overhead
++1, +2      the same with so many upper bits of the mantissa in the symbol: 7 or 6 bits are left to be packed
+low 1, 2    with so many of its lowest bits
+both        entropy of sign and mantissa instead of 8 bits, too: no symbol of either alone can say more
+
+Codes are made from all values, escapes counted.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from peers import openzl, tensors
+
+import codec
+
+Array = np.ndarray[Any, Any]
+
+
+def activations(steps: int) -> dict[str, Array]:
+    """Keys, values and hidden states of a causal transformer in bfloat16 after so many steps."""
+    import torch
+    from rich.progress import track
+    from torch.nn import functional as F
+    from training import Language, text
+
+    torch.manual_seed(0)
+    data, context = text(), 128
+    model = Language(256, 2, context).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    found: dict[str, torch.Tensor] = {}
+
+    def batch(n: int) -> torch.Tensor:
+        at = torch.randint(len(data) - context - 1, (n,))
+        return torch.stack([data[i : i + context + 1] for i in at]).long()
+
+    for _ in track(range(steps), "training", transient=True):
+        rows = batch(16)
+        optimizer.zero_grad()
+        F.cross_entropy(model(rows[:, :-1]).flatten(0, 1).float(), rows[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    def keep(layer: int, block: torch.nn.Module) -> None:
+        def of_qkv(_: Any, __: Any, out: torch.Tensor) -> None:
+            found[f"keys {layer}"], found[f"values {layer}"] = out.chunk(3, -1)[1:]
+
+        block.qkv.register_forward_hook(of_qkv)
+        block.register_forward_hook(lambda _, __, out: found.__setitem__(f"hidden {layer}", out))
+
+    for layer, block in enumerate(model.blocks):
+        keep(layer, block)
+    with torch.no_grad():
+        model(batch(64)[:, :-1])
+    return {name: t.contiguous().view(torch.uint16).numpy() for name, t in found.items()}
+
+
+def entropy(symbols: Array) -> float:
+    counts = np.bincount(symbols.astype(np.int64))
+    counts = counts[counts > 0]
+    return float((counts * np.log2(counts.sum() / counts)).sum() / counts.sum())
+
+
+def coded(symbols: Array) -> float:
+    """Bits a symbol by one codebook of 255 symbols at most, the most frequent ones; all others are escaped."""
+    counts = np.sort(np.bincount(symbols.astype(np.int64)))[::-1]
+    kept, rest = counts[:255], int(counts[255:].sum())
+    padded = np.zeros(256, np.int64)
+    padded[: len(kept)] = kept
+    book = codec.Codebook.from_counts(padded)
+    lengths = np.frombuffer(book.lengths, np.uint8).astype(np.int64)
+    bits = (padded * np.where(lengths, lengths, book.escape_length + 8)).sum() + rest * (book.escape_length + 8)
+    return float(bits / counts.sum())
+
+
+def study(x: Array) -> dict[str, float | None]:
+    """Of the bits of bfloat16 values."""
+    flat = x.reshape(-1).astype(np.int64)
+    exponent, mantissa = flat >> 7 & 255, flat & 127
+    try:
+        peer = 8 * len(openzl("bfloat16")[0](x.reshape(-1))) / x.size
+    except ImportError:
+        peer = None
+    return {
+        "codec": 8 * len(codec.encode(x, dtype="bfloat16")) / x.size,
+        "openzl": peer,
+        "entropy": entropy(exponent) + 8,
+        "exponent": coded(exponent) + 8,
+        **{f"+{k}": coded(exponent << k | mantissa >> 7 - k) + 8 - k for k in (1, 2)},
+        **{f"low {k}": coded(exponent << k | mantissa & (1 << k) - 1) + 8 - k for k in (1, 2)},
+        "both": entropy(exponent) + entropy(flat >> 8 & 128 | mantissa),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--steps", type=int, default=300, help="of the training (300)")
+    args = parser.parse_args()
+    found = {} if args.files else activations(args.steps)
+    for path in args.files:
+        for name, x, dtype, _ in tensors(path):
+            found[name] = x if dtype == "bfloat16" else (x.view(np.uint32) >> 16).astype(np.uint16)
+    rows = {name: study(x) for name, x in found.items()}
+    heads = list(next(iter(rows.values())))
+    print(f"{'':30}" + "".join(f"{head:>10}" for head in heads))
+    for name, row in rows.items():
+        print(f"{name:30}" + "".join(f"{'-':>10}" if v is None else f"{v:10.3f}" for v in row.values()))
+
+
+if __name__ == "__main__":
+    main()
