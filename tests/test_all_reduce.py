@@ -390,6 +390,63 @@ def test_into_another_tensor():
     ranks(3, _apart)
 
 
+SEVERAL = [
+    (1_000, torch.float32, codec.Lossless()),
+    (3_000_000, torch.float32, codec.Sign(block=1024)),
+    (70_000, torch.bfloat16, codec.Quantize(4)),
+    (20_000, torch.float16, codec.Float8()),
+    (300_000, torch.float32, codec.Lossless()),
+]
+
+
+def _together(rank, size):
+    """Several reductions of one call: the bits of each by itself; what one waits for is on its way with the others."""
+    line, events, found = collectives.line_of(None), [], []
+    post, wait = line.channel.post, line.channel.wait
+    line.channel.post = lambda what, message, to, tag=0: events.append((what, tag)) or post(what, message, to, tag)
+    line.channel.wait = lambda work, other, *within: events.append(("wait", len(within))) or wait(work, other, *within)
+
+    def reductions(which, spoiled=None):
+        made = []
+        for i in which:
+            n, dtype, spec = SEVERAL[i]
+            x = values(10 * rank + i, (n,), dtype)
+            x[n // 2] = torch.nan if spoiled == (rank, i) else 1
+            made.append(collectives.reduction_of(x, spec, "mean", None, None, None, i))
+        return made
+
+    def run(which, algorithm, spoiled=None):
+        events.clear()
+        ended = line.finish(lambda: collectives.run_all(line, lambda: reductions(which, spoiled), algorithm))
+        return [result.tobytes() for result, _ in ended]
+
+    def sent():
+        """How many messages, before any of another rank's was waited for."""
+        return events[: events.index(("wait", 0))].count(("send", channel._FRAMES))
+
+    for algorithm in ("two_shot", "all_gather", "ring", "raw", "auto"):
+        each, alone = [], []
+        for i in range(len(SEVERAL)):
+            each += run([i], algorithm)
+            alone.append(sent())
+        for which in ([0, 1], [1, 0], [4, 2, 0, 3, 1]):
+            for _ in range(2):  # in memory that is new, and that was used
+                assert run(which, algorithm) == [each[i] for i in which], (algorithm, which)
+            if algorithm in ("two_shot", "all_gather"):
+                assert sent() == sum(alone[i] for i in which) >= len(which) * (size - 1)
+        with pytest.raises(codec.CodecError):
+            run([0, 1, 2], algorithm, spoiled=(1, 1 + (algorithm == "two_shot")))
+        assert run([0, 2], algorithm) == [each[0], each[2]]
+        found += each
+    return found
+
+
+def test_several_together():
+    for size in (2, 3):
+        results = ranks(size, _together)
+        assert all(r == results[0] for r in results)
+
+
 def _large(rank, size):
     """Frames wait until all ranks have succeeded: the same bits as out of place; after an error nothing is new."""
     found = []

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
-from codec.torch import collectives, slices
+from codec.torch import collectives, raw, slices
 
 ALGORITHMS = ["two_shot", "ring", "all_gather", "raw"]
 TIMEOUT = 1.5
@@ -51,7 +51,7 @@ def values(rank):
 
 def _reduce(rank, size, algorithm, spec, timeout=TIMEOUT):
     """Undisturbed: what comes out, and the events of it."""
-    slices.CHUNK_NBYTES = slices.MOST_NBYTES = 1 << 16  # several chunks a slice
+    slices.CHUNK_NBYTES = slices.MOST_NBYTES = raw._CHUNK_NBYTES = 1 << 16  # several chunks a slice
     codec.torch.all_reduce(torch.ones(3), timeout=timeout)
     x = values(rank)
     with at_event(channel(), -1, None) as events:

@@ -25,7 +25,7 @@ Timeout = float | timedelta  # float: seconds
 _LENGTH = struct.Struct("<Q")  # before each frame, in a buffer that has room for the largest one
 _ALIGN = 64
 _WORDS = 8  # of a message of numbers: how many, and they. Gloo aborts where more comes than is expected
-_FRAMES, _NUMBERS, SUMS = range(3)  # tags: what is not yet expected under one is not taken for what is under another
+_FRAMES, _NUMBERS = range(2)  # tags: what is not expected under one of them is not taken for what is under the other
 _AHEAD = 2  # messages of numbers that are expected of a rank before they are asked for: a collective has two
 # what a rank tells of its part, the worst last; _LEFT: it has found others to be at fault
 _OK, _LEFT, _REFUSED, _NONFINITE = range(4)
@@ -148,7 +148,8 @@ class Channel:
         self._arena = np.empty(0, np.uint8)
         self._result = np.empty(0, np.uint8)
         self._total = np.empty(0, np.float32)
-        self._taken = self._last = 0  # of the arena, and where what was taken last begins
+        self._promised = 0  # of the arena, to algorithms that have begun
+        self._taken = self._last = 0  # of it, and where what was taken last begins
         self._sending: list[tuple[Any, int]] = []
         self._given: list[tuple[Any, int, Array]] = []  # numbers, until they are sent
         self._expected: dict[int, deque[tuple[Array, Any]]] = {o: deque() for o in self.others}
@@ -161,13 +162,13 @@ class Channel:
         return self._pg is None
 
     def begin(self, room: int, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """A new collective, which will take so many bytes of :meth:`room`.
+        """Begin an algorithm of what was asked for, which will :meth:`take` so many bytes.
 
-        Until other ranks have told that they begin it, too, meanwhile() is done.
+        Until other ranks have told that they begin, too, meanwhile() is done.
         """
-        if self._arena.nbytes < room:
-            self._arena = np.empty(room, np.uint8)
-        self._taken = 0
+        self._promised += room
+        if self._arena.nbytes < self._promised:  # what was taken before lies in the old one
+            self._arena = np.empty(self._promised, np.uint8)
         meanwhile()
         self.agree()
 
@@ -224,14 +225,14 @@ class Channel:
         self.sent_nbytes += message.nbytes
         self._sending.append((self.post("send", message, to), to))
 
-    def send_values(self, values: Array, to: int, tag: int = _FRAMES) -> None:
+    def send_values(self, values: Array, to: int) -> None:
         """Send values as they are, which must stay so until :meth:`finish`."""
         self.sent_nbytes += values.nbytes
-        self._sending.append((self.post("send", values.view(np.uint8), to, tag), to))
+        self._sending.append((self.post("send", values.view(np.uint8), to), to))
 
-    def receive_values(self, place: Array, source: int, tag: int = _FRAMES) -> Any:
+    def receive_values(self, place: Array, source: int) -> Any:
         """Expect values, to be waited for by :meth:`wait`."""
-        return self.post("recv", place.view(np.uint8), source, tag)
+        return self.post("recv", place.view(np.uint8), source)
 
     def post(self, what: str, message: Array, rank: int, tag: int = _FRAMES) -> Any:
         """Begin to send or to receive."""
@@ -262,6 +263,7 @@ class Channel:
         Up to 3 numbers, of which the first one must be the same on all.
         """
         self.declined = False
+        self._promised = self._taken = 0
         self._asked = [*numbers, *[0] * (3 - len(numbers)), not able]
         self._give(dict.fromkeys(self.others, self._asked))
 

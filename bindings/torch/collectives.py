@@ -273,26 +273,35 @@ def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm
     choice = line.choices.get(sign, Choice())
     as_they_are = asked == "auto" and channel.size > 1 and choice.kind == "values"
     before = channel.sent_nbytes
-    done: list[tuple[Array, Reduction]] = []
-    first: Exception | None = None
     with in_step(channel):
-        for i, r in enumerate(reductions):
-            algorithm = choose_algorithm(asked, r, channel.size)
-            if as_they_are and r.x.nbytes > _SMALL:
-                algorithm = "raw"
-            if algorithm not in _OF_FRAMES:
-                r.late = None
-            result, error = _ALGORITHMS[algorithm](channel, r)
-            first = first or error
-            # the next one's result takes the same memory
-            done.append((result if i == len(reductions) - 1 else result.copy(), r))
+        largest = max(reductions, key=lambda r: r.x.size, default=None)
+        for r in reductions:
+            if r is not largest and r.out is None and r.late is None:  # there is memory for one result
+                r.out = np.empty(r.x.size, r.x.dtype)
+        names = [choose_algorithm(asked, r, channel.size) for r in reductions]
+        if as_they_are:
+            names = ["raw" if r.x.nbytes > _SMALL else name for r, name in zip(reductions, names, strict=True)]
+        ended = _run_each(channel, reductions, names)
+    first = next((error for _, error in ended if error is not None), None)
     nbytes = sum(2 * r.x.nbytes * (channel.size - 1) // channel.size for r in reductions)
     choice.learn(channel.conclude(first, report(channel.began, channel.sent_nbytes - before, nbytes)))
     line.choices.pop(sign, None)
     line.choices[sign] = choice
     if len(line.choices) > _CHOICES:  # that of the longest ago, on all ranks
         del line.choices[next(iter(line.choices))]
-    return done
+    return [(result, r) for r, (result, _) in zip(reductions, ended, strict=True)]
+
+
+def _run_each(channel: Channel, reductions: list[Reduction], names: list[str]) -> list[tuple[Array, Exception | None]]:
+    """What algorithms of these names give: together, if they have steps, else one after the other."""
+    if all(name in reduction.STEPS for name in names):
+        return reduction.in_turn([reduction.STEPS[name](channel, r) for r, name in zip(reductions, names, strict=True)])
+    ended: list[tuple[Array, Exception | None]] = []
+    for r, name in zip(reductions, names, strict=True):
+        if name not in _OF_FRAMES:
+            r.late = None
+        ended.append(_ALGORITHMS[name](channel, r))
+    return ended
 
 
 @contextmanager

@@ -1,13 +1,12 @@
 """Values as they are instead of frames: where a link is so fast that encoding would take longer than sending."""
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 
-from codec.torch.channel import SUMS, Array, Channel
+from codec.torch.channel import Array, Channel
 from codec.torch.reduction import FLOATS, Reduction, floats, refused
 from codec.torch.slices import Piece, cut
 
@@ -28,19 +27,17 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     channel.begin(Channel.room_for([room * x.itemsize] * len(others)))
     rooms = {o: channel.take(room * x.itemsize)[: room * x.itemsize].view(x.dtype) for o in others}
 
-    def expect(piece: Piece) -> list[tuple[Any, int]]:
-        return [(channel.receive_values(rooms[o][: piece.n], o), o) for o in others]
-
-    terms = expect(slices[me][0])
-    sums = [(channel.receive_values(result[p.begin : p.end], o, SUMS), o) for o in others for p in slices[o]]
+    terms = _expected(channel, rooms, slices[me][0])
+    sums: list[tuple[Any, int]] = []
     if r.residual is not None:
         x = np.empty_like(x)
         _settle(floats(r.x, r), r, r.residual, x)
     error = refused(r, x)
-    for c in range(len(slices[me])):
-        for o in others:
-            channel.send_values(x[slices[o][c].begin : slices[o][c].end], o)
-    for piece, following in zip_longest(slices[me], slices[me][1:]):
+    chunks = range(len(slices[me]))
+    for c in chunks[:2]:
+        _send(channel, x, slices, c)
+    for c in chunks:
+        piece = slices[me][c]
         for work, o in terms:
             channel.wait(work, o)
         parts = {o: rooms[o][: piece.n] for o in others} | {me: x[piece.begin : piece.end]}
@@ -50,14 +47,29 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
         fault = refused(r, total)
         if fault is not None and not any(refused(r, part) for part in parts.values()):  # whose rank says so itself
             error = error or fault
-        if following is not None:
-            terms = expect(following)
+        # expected in the order in which others send: terms of the next chunk, sums of this one, terms of the one after
+        if c + 1 in chunks:
+            terms = _expected(channel, rooms, slices[me][c + 1])
+        sums += [(channel.receive_values(result[slices[o][c].begin : slices[o][c].end], o), o) for o in others]
         for o in others:
-            channel.send_values(total, o, SUMS)
+            channel.send_values(total, o)
+        if c + 2 in chunks:
+            _send(channel, x, slices, c + 2)
     for work, o in sums:
         channel.wait(work, o)
     channel.finish()
     return result, error
+
+
+def _expected(channel: Channel, rooms: dict[int, Array], piece: Piece) -> list[tuple[Any, int]]:
+    """The values of a piece of other ranks, on their way to their rooms."""
+    return [(channel.receive_values(room[: piece.n], o), o) for o, room in rooms.items()]
+
+
+def _send(channel: Channel, x: Array, slices: list[list[Piece]], c: int) -> None:
+    """Chunk c of each other rank's slice."""
+    for o in channel.others:
+        channel.send_values(x[slices[o][c].begin : slices[o][c].end], o)
 
 
 def _add_up(parts: Sequence[Array], r: Reduction, total: Array) -> Array:

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -328,23 +328,53 @@ def _ordered(
     return [found[rank] for rank in range(channel.size)]
 
 
-def _spread(channel: Channel, r: Reduction, attempt: Attempt) -> Iterator[tuple[Piece, list[Array | None] | None]]:
-    """Send this rank's frames to all; the pieces, and what there is of all ranks."""
-    pieces = [piece for pieces in r.slices(1) for piece in pieces]
-    bounds = [r.bound(piece.n) for piece in pieces]
-    channel.begin(Channel.room_for(bounds * channel.size))
-    incoming = [{o: channel.receive(b, o) for o in channel.others} for b in bounds]
-    own: list[Array | None] = []
-    for c, piece in enumerate(pieces):
-        own.append(attempt(_encoded, channel, r, piece, bounds[c], channel.rank * len(pieces) + c))
-        for o in channel.others:
-            channel.send(own[c], o)
-    for c, piece in enumerate(pieces):
-        yield piece, _ordered(channel, r, attempt, incoming[c], None if r.own_as_is else own[c])
-    channel.finish()
+class Spread:
+    """The only phase of others: this rank's frames are sent to all."""
+
+    def __init__(self, channel: Channel, r: Reduction, attempt: Attempt) -> None:
+        self._channel, self._r, self._attempt = channel, r, attempt
+        self._pieces = [piece for pieces in r.slices(1) for piece in pieces]
+        bounds = [r.bound(piece.n) for piece in self._pieces]
+        channel.begin(Channel.room_for(bounds * channel.size))
+        self._incoming = [{o: channel.receive(b, o) for o in channel.others} for b in bounds]
+        self._own: list[Array | None] = []
+        for c, piece in enumerate(self._pieces):
+            number = channel.rank * len(self._pieces) + c
+            self._own.append(attempt(_encoded, channel, r, piece, bounds[c], number))
+            for o in channel.others:
+                channel.send(self._own[c], o)
+
+    def parts(self) -> Iterator[tuple[Piece, list[Array | None] | None]]:
+        """The pieces, and what there is of all ranks."""
+        for c, piece in enumerate(self._pieces):
+            own = None if self._r.own_as_is else self._own[c]
+            yield piece, _ordered(self._channel, self._r, self._attempt, self._incoming[c], own)
+        self._channel.finish()
 
 
-def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
+# An algorithm in steps: after each of them it would wait for other ranks. What comes in a step is expected in it, so
+# that steps of several come in the order in which they are sent.
+Steps = Generator[None, None, tuple[Array, Exception | None]]
+
+
+def in_turn(several: Sequence[Steps]) -> list[tuple[Array, Exception | None]]:
+    """What several algorithms end with, a step of each after the other: what one waits for is on its way meanwhile."""
+    found: dict[int, tuple[Array, Exception | None]] = {}
+    try:
+        while len(found) < len(several):
+            for i, steps in enumerate(several):
+                if i not in found:
+                    try:
+                        next(steps)
+                    except StopIteration as end:
+                        found[i] = end.value
+    finally:  # messages under way keep connections open
+        for steps in several:
+            steps.close()
+    return [found[i] for i in range(len(several))]
+
+
+def two_shot_steps(channel: Channel, r: Reduction) -> Steps:
     """Each rank reduces a slice of all frames and sends what comes out to all: 2 (N - 1) / N frames on the wire.
 
     Chunks of slices follow each other, so that encoding, wire and decoding overlap.
@@ -355,22 +385,29 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     attempt = Attempt(channel)
     scatter = Scatter(channel, r, slices, attempt)
     scatter.begin(Channel.room_for([b for each in bounds for b in each]))
-    chunks = range(len(slices[me]))
-    sums = {(c, o): channel.receive(bounds[o][c], o) for c in chunks for o in others}
     scatter.send()
     result = r.result(channel, r.x.size)
+    yield
+    chunks = range(len(slices[me]))
+    sums = {(c, o): channel.receive(bounds[o][c], o) for c in chunks for o in others}
     for c, piece in enumerate(slices[me]):
         parts = scatter.parts(c)
         number = (size * size + me) * len(chunks) + c
         message = attempt(_summed, channel, r, piece, bounds[me][c], parts, result, number)
         for o in others:
             channel.send(message, o)
+    yield
     for c in chunks:
         for o in others:
             frame = attempt.frame(sums[c, o])
             attempt(r.settle, frame, slices[o][c], result)
     channel.finish()
     return result, attempt.error
+
+
+def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
+    """All steps of :func:`two_shot_steps`."""
+    return in_turn([two_shot_steps(channel, r)])[0]
 
 
 def reduce_scatter(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
@@ -453,13 +490,23 @@ def _put(r: Reduction, part: Array | None, piece: Piece, result: Array) -> None:
         r.decode(part, piece, result)
 
 
-def all_gather(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
+def all_gather_steps(channel: Channel, r: Reduction) -> Steps:
     """Each rank sends its frame to all, and each reduces all of them: one phase, N - 1 frames on the wire."""
     result = r.result(channel, r.x.size)
     attempt = Attempt(channel)
-    for piece, parts in _spread(channel, r, attempt):
+    spread = Spread(channel, r, attempt)
+    yield
+    for piece, parts in spread.parts():
         attempt(_settle_sum, channel, r, piece, parts, result[piece.begin :])
     return result, attempt.error
+
+
+def all_gather(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
+    """All steps of :func:`all_gather_steps`."""
+    return in_turn([all_gather_steps(channel, r)])[0]
+
+
+STEPS = {"two_shot": two_shot_steps, "all_gather": all_gather_steps}
 
 
 def _settle_sum(channel: Channel, r: Reduction, piece: Piece, parts: Sequence[Array | None], place: Array) -> None:
@@ -477,7 +524,7 @@ def gather(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     n = r.x.size
     result = r.result(channel, channel.size * n)
     attempt = Attempt(channel)
-    for piece, parts in _spread(channel, r, attempt):
+    for piece, parts in Spread(channel, r, attempt).parts():
         for rank, part in enumerate(parts or ()):
             attempt(_put, r, part, piece, result[rank * n : (rank + 1) * n])
     return result, attempt.error

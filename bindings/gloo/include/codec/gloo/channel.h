@@ -140,13 +140,10 @@ public:
 		return receive_values(room.p, room.nbytes, source);
 	}
 
-	/* What is not yet expected as one kind is not taken for what is as another. */
-	static constexpr uint64_t NUMBERS = 1, FRAMES = 2, SUMS = 3;
-
 	/* Expect just so many bytes. */
-	Incoming receive_values(void *p, size_t nbytes, int source, uint64_t kind = FRAMES)
+	Incoming receive_values(void *p, size_t nbytes, int source)
 	{
-		return post(p, nbytes, source, false, kind);
+		return post(p, nbytes, source, false, FRAMES);
 	}
 
 	/* Wait for a frame. Throws PeerError if the sender has none, FrameError if its length cannot be. */
@@ -182,9 +179,9 @@ public:
 	}
 
 	/* Send values as they are. */
-	void send_values(const void *p, size_t nbytes, int to, uint64_t kind = FRAMES)
+	void send_values(const void *p, size_t nbytes, int to)
 	{
-		sending_.push_back(post(const_cast<void *>(p), nbytes, to, true, kind));
+		sending_.push_back(post(const_cast<void *>(p), nbytes, to, true, FRAMES));
 		sent_nbytes += nbytes;
 	}
 
@@ -257,6 +254,7 @@ public:
 
 private:
 	static constexpr uint64_t SLOTS = 0xc0; /* Gloo's own collectives begin at 1; their users' slots have 0 */
+	static constexpr uint64_t NUMBERS = 1, FRAMES = 2;
 	static constexpr size_t LENGTH = sizeof(uint64_t), ALIGN = 64;
 	static constexpr size_t WORDS = 8; /* of a message of numbers, or a multiple: how many, and they */
 	static constexpr uint8_t NO_FRAME[LENGTH] = {};

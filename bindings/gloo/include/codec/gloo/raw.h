@@ -73,15 +73,10 @@ public:
 		for (int o : channel_.others)
 			rooms_[o] = channel_.take(room).p;
 
-		std::vector<Channel::Incoming> terms = expected(mine[0]);
-		for (int o : channel_.others)
-			for (const Piece &piece : slices_[o])
-				sums.push_back(channel_.receive_values(place(piece), nbytes(piece), o, Channel::SUMS));
-
 		const uint8_t *x = values();
-		for (size_t c = 0; c < mine.size(); c++)
-			for (int o : channel_.others)
-				channel_.send_values(x + slices_[o][c].begin * r_.itemsize, nbytes(slices_[o][c]), o);
+		std::vector<Channel::Incoming> terms = expected(mine[0]);
+		for (size_t c = 0; c < std::min<size_t>(2, mine.size()); c++)
+			send(x, c);
 		for (size_t c = 0; c < mine.size(); c++) {
 			std::vector<const uint8_t *> parts(rooms_.begin(), rooms_.end());
 
@@ -89,10 +84,18 @@ public:
 			for (Channel::Incoming &each : terms)
 				channel_.wait(each);
 			attempt_([&] { add_up(r_, parts, mine[c], place(mine[c])); });
+			/* expected in the order in which others send: terms of the next chunk, sums of this one, terms
+			 * of the one after */
 			if (c + 1 < mine.size())
 				terms = expected(mine[c + 1]);
-			for (int o : channel_.others)
-				channel_.send_values(place(mine[c]), nbytes(mine[c]), o, Channel::SUMS);
+			for (int o : channel_.others) {
+				const Piece &piece = slices_[o][c];
+
+				sums.push_back(channel_.receive_values(place(piece), nbytes(piece), o));
+				channel_.send_values(place(mine[c]), nbytes(mine[c]), o);
+			}
+			if (c + 2 < mine.size())
+				send(x, c + 2);
 		}
 		for (Channel::Incoming &each : sums)
 			channel_.wait(each);
@@ -113,6 +116,13 @@ private:
 		for (int o : channel_.others)
 			found.push_back(channel_.receive_values(rooms_[o], nbytes(piece), o));
 		return found;
+	}
+
+	/* Chunk c of each other rank's slice. */
+	void send(const uint8_t *x, size_t c)
+	{
+		for (int o : channel_.others)
+			channel_.send_values(x + slices_[o][c].begin * r_.itemsize, nbytes(slices_[o][c]), o);
 	}
 
 	size_t nbytes(const Piece &piece) const
