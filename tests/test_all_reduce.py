@@ -707,6 +707,9 @@ def test_the_median_of_what_came_last_counts():
 
     assert "values" not in sent(lambda i: 1000, scattered)[10:]
     assert "frames" not in sent(scattered, lambda i: 1000)[10:]
+    # one that takes far longer than the others, but less than frames, does not end the trial
+    assert "frames" not in sent(lambda i: 3000, lambda i: 2900 if i % 3 else 1000)[10:]
+    assert "frames" not in sent(lambda i: 3000, lambda i: 1000 if i % 3 else 2900)[10:]
     slower = sent(lambda i: 1000, lambda i: 500 if i < 50 else 2000)
     assert "frames" not in slower[10:50]
     assert "values" not in slower[60:]

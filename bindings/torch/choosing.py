@@ -64,5 +64,5 @@ class Choice:
             self._took[kind].append(wall)
             if kind == "frames":
                 self._worth_trying |= i < half and load * _BUSY >= 1000 and waited <= _MOST * wall
-            elif i < TRIALS:
-                self._worth_trying &= wall <= 2 * min(map(self._median, self._took))
+            elif i < TRIALS and "frames" in self._took:
+                self._worth_trying &= wall <= 2 * self._median("frames")
