@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import warnings
 from datetime import timedelta
 
 import numpy as np
@@ -91,6 +92,22 @@ def _nans(rank, size):
                 codec.torch.all_reduce(x, algorithm=algorithm)
                 found.append(bits(x))
     return found
+
+
+def _overflows(rank, size):
+    """Sums that no number is, and Inf less Inf: what comes out says so, and nobody is warned of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for algorithm in ("two_shot", "all_gather", "raw"):
+            x = torch.full((100_000,), 3e38)
+            x[0] = torch.inf if rank else -torch.inf
+            codec.torch.all_reduce(x, op="sum", algorithm=algorithm)
+            assert x[0].isnan(), algorithm
+            assert (x[1:] == torch.inf).all(), algorithm
+
+
+def test_sums_that_overflow():
+    ranks(3, _overflows)
 
 
 def test_nans_are_the_same_on_all_ranks():

@@ -76,14 +76,15 @@ def _add_up(parts: Sequence[Array], r: Reduction, total: Array) -> Array:
     """Sum, mean or maximum as codec.reduce has it, in float32; in `total` if that is its dtype."""
     out = total if r.dtype == "float32" else np.empty(total.size, np.float32)
     add = _largest if r.op == "max" else np.add
-    for begin in range(0, out.size, _TILE):
-        place = out[begin : begin + _TILE]
-        first, second, *more = (floats(part[begin : begin + _TILE], r) for part in parts)
-        add(first, second, out=place)
-        for each in more:
-            add(place, each, out=place)
-        if r.op == "mean":
-            place /= np.float32(len(parts))
+    with np.errstate(over="ignore", invalid="ignore"):  # who refuses Inf and NaN looks at what comes out
+        for begin in range(0, out.size, _TILE):
+            place = out[begin : begin + _TILE]
+            first, second, *more = (floats(part[begin : begin + _TILE], r) for part in parts)
+            add(first, second, out=place)
+            for each in more:
+                add(place, each, out=place)
+            if r.op == "mean":
+                place /= np.float32(len(parts))
     return out
 
 

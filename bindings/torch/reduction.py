@@ -168,7 +168,8 @@ class Reduction:
         for i, part in enumerate(parts):
             if part is None:
                 own = floats(self.own(piece), self)
-                np.add(total, own, out=total) if i else np.copyto(total, own)
+                with np.errstate(over="ignore", invalid="ignore"):  # what comes out says so
+                    np.add(total, own, out=total) if i else np.copyto(total, own)
             elif i:
                 codec.accumulate(part, total, **how)
             else:
