@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from ranks import ranks
 from test_ddp import bits, data, remembered, wrapped
+from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
@@ -290,6 +291,42 @@ def _settled(rank, size):
 
 def test_a_step_that_is_refused_leaves_what_is_owed():
     ranks(3, _settled)
+
+
+def _between(rank, size):
+    """What little lies between large parameters is exact and owed nothing, though their frames hold it, too."""
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in ((20, 256), (256, 256), (256, 5))))
+    model = DistributedDataParallel(net)
+    hook = codec.torch.ddp_hook(codec.Quantize(2), feedback=True, algorithm="two_shot").register(model)
+    large = ["0.weight", "1.weight"]
+    total = {n: torch.zeros(p.shape) for n, p in net.named_parameters()}
+    for step in range(4):
+        x, y = data(rank, step)
+        model.zero_grad()
+        with model.no_sync():
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+        alone = {n: p.grad.clone() for n, p in net.named_parameters()}
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        for n, p in net.named_parameters():
+            codec.torch.all_reduce(alone[n], algorithm="two_shot")
+            total[n] += alone[n] - p.grad
+            assert torch.equal(p.grad, alone[n]) == (n not in large), n
+    assert all([part.whole for part in parts] == [True, False] for parts in hook._parts.values())
+    state = hook.state_dict()
+    assert {key.partition("[")[0] for role in state.values() for key in role} == {"version", "role", *large}
+    left = torch.cat([total[n].flatten() for n in total])
+    torch.testing.assert_close(owed(hook, model), left, atol=1e-5, rtol=1e-4)
+    before = remembered(hook)
+    net[1].bias.register_hook(lambda g: g * torch.nan if rank == 1 else g)  # frames of the others have no word for it
+    with pytest.raises(codec.CodecError):
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+    assert remembered(hook) == before
+
+
+def test_small_parameters_between_large_ones():
+    ranks(3, _between)
 
 
 def _some(rank, size):

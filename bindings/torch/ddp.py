@@ -3,6 +3,7 @@
 # no `from __future__ import annotations`: torch looks at the hook's annotations
 
 import functools
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from codec.segmenting import Records, pack
 from codec.spec_structs import spec_struct
 from codec.specs import Lossless, Sign, Spec, Ternary, Truncate
 from codec.stateful import CodebookRefresher, ErrorFeedback
+from codec.stateful.ranges import NOBODY
 from codec.torch import collectives, slices, ternary
 from codec.torch.channel import Array, Timeout
 from codec.torch.collectives import Algorithm, Line
@@ -30,6 +32,7 @@ from codec.torch.worker import Pending, let_go
 Policy = Callable[[str, torch.nn.Parameter], Spec | None]
 
 _SMALL = 4096  # values
+_BETWEEN = 1 / 32  # of a bucket: so few values of others are encoded, too, rather than all of it taken apart
 _changing = threading.Lock()  # what hooks remember
 
 
@@ -52,7 +55,11 @@ class Stats:
 
 @dataclass
 class _Part:
-    """Parameters of a bucket that are encoded alike."""
+    """Parameters of a bucket that are encoded alike.
+
+    Where these are nearly all of the bucket it is not taken apart: `whole`. Frames then hold what little lies between
+    them, too, whose values come from another part in the end, and whose errors are nobody's.
+    """
 
     spec: Spec
     names: list[str]
@@ -285,18 +292,23 @@ class Hook:
         return parts
 
     def _cut(self, names: list[str], parameters: Sequence[torch.nn.Parameter]) -> list[_Part]:
-        """Parameters of a bucket by what the policy says of each."""
-        found: dict[Spec, _Part] = {}
-        offset = 0
-        for name, p in zip(names, parameters, strict=True):
-            spec = self.policy(name, p) or self.spec
-            part = found.setdefault(spec, _Part(spec, [], [], [], False))
-            part.names.append(name)
-            part.parameters.append(p)
-            part.offsets.append(offset)
-            offset += p.numel()
-        parts = list(found.values())
-        parts[0].whole = len(parts) == 1
+        """Parameters of a bucket by what the policy says of each; first of all what goes as a whole."""
+        specs = [self.policy(name, p) or self.spec for name, p in zip(names, parameters, strict=True)]
+        offsets = [0, *itertools.accumulate(p.numel() for p in parameters)]
+        parts: list[_Part] = []
+        for spec in dict.fromkeys(specs):
+            mine = [i for i, its in enumerate(specs) if its == spec]
+            parts.append(
+                _Part(spec, [names[i] for i in mine], [parameters[i] for i in mine], [offsets[i] for i in mine], False)
+            )
+        largest = max(parts, key=lambda part: part.n)
+        others = offsets[-1] - largest.n
+        if not others:
+            largest.whole = True
+        elif others <= offsets[-1] * _BETWEEN and not _by_state(largest.spec):
+            mine = set(largest.names)
+            whole = _Part(largest.spec, [n if n in mine else NOBODY for n in names], [*parameters], offsets[:-1], True)
+            parts = [whole, *(part for part in parts if part is not largest)]
         return parts
 
     def _reduce(self, line: Line, buffer: torch.Tensor, parts: list[_Part], step: _Step, first: bool) -> torch.Tensor:
@@ -311,15 +323,15 @@ class Hook:
                 return [self._prepare(line, buffer, i, p, step) for i, p in enumerate(parts)]
 
         results = collectives.run_all(line, prepare, self._algorithm)
-        out = parts[0].out
-        if out is None:
-            with collectives.in_step(line.channel), line.channel.writing():
-                for part, (result, r) in zip(parts, results, strict=True):
-                    _scatter(result, r, part, buffer)
+        out = buffer if parts[0].out is None else parts[0].out
+        with collectives.in_step(line.channel), line.channel.writing():
+            for part, (result, r) in zip(parts, results, strict=True):
+                if part.out is None:
+                    _scatter(result, r, part, out)
         self._stats.buckets += 1
         self._stats.raw_nbytes += buffer.numel() * buffer.element_size()
         self._stats.sent_nbytes += line.channel.sent_nbytes - before
-        return buffer if out is None else out
+        return out
 
     def _prepare(self, line: Line, buffer: torch.Tensor, number: int, part: _Part, step: _Step) -> Reduction:
         channel = line.channel
@@ -376,7 +388,7 @@ class Hook:
 
     def _metric(self, number: int, part: _Part, scale: float) -> tuple[Any, dict[str, torch.Tensor] | None]:
         """What Truncate goes by: the optimizer's metrics, by group, and its state, in the order of the part."""
-        if not isinstance(part.spec, Truncate) or part.spec.fixed_level is not None:
+        if not _by_state(part.spec):
             return None, None
         if self.optimizer is None:
             raise SpecError(f"{part.spec} needs ddp_hook(optimizer=)")
@@ -418,6 +430,11 @@ class Hook:
         for fb in (self.worker_feedback, self.server_feedback):
             if fb is not None:
                 fb.rescale(scale)
+
+
+def _by_state(spec: Spec) -> bool:
+    """Whether it goes by the optimizer's state, which lies in each parameter's own tensors."""
+    return isinstance(spec, Truncate) and spec.fixed_level is None
 
 
 def _of_tensors(state: dict[str, Any]) -> dict[str, Any]:

@@ -62,7 +62,8 @@ def cut_evenly(n: int, size: int, itemsize: int, chunk_nbytes: int) -> list[list
 
 
 def _chunks(nbytes: float, chunk_nbytes: int) -> int:
-    return max(1, min(_MOST, round(nbytes / chunk_nbytes)))
+    """At least two of a slice that is not small: while the sum of one goes out, the other one comes in."""
+    return max(2 if nbytes > CHUNK_NBYTES else 1, min(_MOST, round(nbytes / chunk_nbytes)))
 
 
 class _Rows(NamedTuple):

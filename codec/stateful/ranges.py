@@ -1,7 +1,8 @@
 """Ranges of parameters, and stores: arrays that hold values for some of them.
 
 A layout is the ranges that make up a flat bucket, in its order. A store maps layouts, no two of which have a value in
-common, to one array each. Any range can be put together from it.
+common, to one array each. Any range can be put together from it. What lies between parameters is a range of NOBODY's:
+it has room in the arrays, but what is there is not looked for.
 """
 
 import itertools
@@ -19,6 +20,7 @@ Layout = tuple[Range, ...]
 Array = np.ndarray[Any, np.dtype[np.float32]]
 Store = Mapping[Layout, Array]
 
+NOBODY = "\0"  # no name of a parameter
 _MOST = (1 << 60) - 1
 
 
@@ -61,7 +63,7 @@ def numel(layout: Layout) -> int:
 
 def shared(ranges: Iterable[Range]) -> Range | None:
     """Values that two of these ranges have in common, if any do."""
-    ordered = sorted(r for r in ranges if r[1] < r[2])
+    ordered = sorted(r for r in ranges if r[1] < r[2] and r[0] != NOBODY)
     for (key, _, end), (other, start, stop) in itertools.pairwise(ordered):
         if key == other and start < end:
             return key, start, min(end, stop)
@@ -69,9 +71,9 @@ def shared(ranges: Iterable[Range]) -> Range | None:
 
 
 def union(ranges: Iterable[Range]) -> list[Range]:
-    """The same values as the fewest ranges, in order."""
+    """The same values as the fewest ranges, in order, without NOBODY's."""
     found: list[Range] = []
-    for key, start, stop in sorted(r for r in ranges if r[1] < r[2]):
+    for key, start, stop in sorted(r for r in ranges if r[1] < r[2] and r[0] != NOBODY):
         if found and found[-1][0] == key and start <= found[-1][2]:
             found[-1] = key, found[-1][1], max(stop, found[-1][2])
         else:
@@ -80,12 +82,13 @@ def union(ranges: Iterable[Range]) -> list[Range]:
 
 
 def pieces(store: Store) -> list[tuple[Range, Array]]:
-    """Each range with its part of its array."""
+    """Each range with its part of its array, but NOBODY's."""
     found: list[tuple[Range, Array]] = []
     for layout, array in store.items():
         at = 0
         for r in layout:
-            found.append((r, array[at : at + r[2] - r[1]]))
+            if r[0] != NOBODY:
+                found.append((r, array[at : at + r[2] - r[1]]))
             at += r[2] - r[1]
     return found
 

@@ -76,10 +76,13 @@ inline uint64_t torch_chunk_nbytes(uint64_t frame_nbytes)
 	return std::clamp(CHUNK_NBYTES * FRAME_NBYTES / frame_nbytes, CHUNK_NBYTES, MOST_NBYTES);
 }
 
+/* At least two of a slice that is not small: while the sum of one goes out, the other one comes in. */
 inline uint64_t chunks_of(double nbytes, uint64_t chunk_nbytes)
 {
+	double least = nbytes > double(CHUNK_NBYTES) ? 2 : 1;
+
 	return static_cast<uint64_t>(
-		std::clamp(std::nearbyint(nbytes / double(chunk_nbytes)), 1.0, double(MOST_CHUNKS)));
+		std::clamp(std::nearbyint(nbytes / double(chunk_nbytes)), least, double(MOST_CHUNKS)));
 }
 
 /* The part i of m equal ones of n: where it begins. */
