@@ -36,18 +36,19 @@ TRUNCATE: dict[str, codec.Truncate] = {
 }
 
 
-def whole_scale(spec: codec.Spec) -> bool:
-    """Must all of the tensor be read before the first code can be written?"""
+def whole_scale(spec: codec.Spec, residual: bool) -> bool:
+    """Must all of the tensor be read before the first code, or what it loses, can be written?"""
+    if isinstance(spec, codec.Sign):
+        return residual and spec.block is None
     if isinstance(spec, codec.Ternary):
         return spec.scale is None
-    return (isinstance(spec, codec.Sign) and spec.block is None) or (
-        isinstance(spec, codec.Float4) and spec.format == "nvfp4"
-    )
+    return isinstance(spec, codec.Float4) and spec.format == "nvfp4"
 
 
-def moved(spec: codec.Spec, tensor_nbytes: int, frame_nbytes: int) -> tuple[int, int]:
+def moved(spec: codec.Spec, tensor_nbytes: int, frame_nbytes: int, residual: int = 0) -> tuple[int, int]:
     """Bytes that encoding and decoding cannot but read and write. A metric's state is not counted."""
-    return tensor_nbytes * (1 + whole_scale(spec)) + frame_nbytes, frame_nbytes + tensor_nbytes
+    tensors = 1 + whole_scale(spec, residual > 0)
+    return tensor_nbytes * tensors + frame_nbytes + residual, frame_nbytes + tensor_nbytes
 
 
 def optimizer_state(path: Path, n: int) -> tuple[metrics.Metric, dict[str, np.ndarray[Any, Any]]] | None:

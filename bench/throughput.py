@@ -11,9 +11,9 @@ do: as many one-thread calls at once, each with its part of the rows, over the s
 ``copy`` is the bandwidth of numpy.copyto over the same tensor in the same run; machines differ and are noisy, so the
 fractions of it are what to compare. A copy reads and writes every byte of the tensor; lossless coding reads it and
 writes `size` of it (and back), so no coder can go faster than 2 / (1 + size) copies. The lossy codecs' roofline is the
-bytes that must be read and written (a tensor twice if one scale serves all of it) at the copy's rate. Truncate is given
-as a fraction of the copy, for it also reads the optimizer's state. `reduce 4` adds up four frames: GB/s of their
-tensors together.
+bytes that must be read and written (a tensor twice if one scale serves all of it, unless codes need none) at the copy's
+rate. Truncate is given as a fraction of the copy, for it also reads the optimizer's state. `reduce 4` adds up four
+frames: GB/s of their tensors together.
 
 ``--engine numba`` prints that engine's rate and the fraction that it is of the native engine's by AVX2, codec by codec:
 rates are the best of five rounds, the fraction is the median of theirs.
@@ -118,7 +118,7 @@ def lossy(nbytes: int, dtype: str) -> dict[str, Any]:
         with_residual, _ = best(lambda: codec.encode(x, spec, dtype=dtype, out=out, residual=residual, **how))
         add, _ = best(lambda: codec.accumulate(frame, total, **how))
         reduce, _ = best(lambda: codec.reduce([frame] * 4, out=total, **how))
-        least = moved(spec, x.nbytes, len(frame))
+        least, (lost, _) = moved(spec, x.nbytes, len(frame)), moved(spec, x.nbytes, len(frame), residual.nbytes)
         rows.append(
             {
                 "codec": name + (", scale given" if name in given else ""),
@@ -130,7 +130,7 @@ def lossy(nbytes: int, dtype: str) -> dict[str, Any]:
                 "reduce_gbps": 4 * x.nbytes / reduce / 1e9,
                 "encode_roofline": copy * least[0] / (2 * x.nbytes) / enc,
                 "decode_roofline": copy * least[1] / (2 * x.nbytes) / dec,
-                "residual_roofline": copy * (least[0] + residual.nbytes) / (2 * x.nbytes) / with_residual,
+                "residual_roofline": copy * lost / (2 * x.nbytes) / with_residual,
                 "residual_copy": copy / with_residual,
                 "encode_copy": copy / enc,
                 "decode_copy": copy / dec,

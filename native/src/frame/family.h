@@ -65,6 +65,12 @@ struct family {
 	codec_status (*choose)(struct job *j, const struct kernels *k, const struct source *src,
 			       const codec_context *with);
 	/*
+	 * One pass instead of two, where one call does all blocks: are they the same whatever a scan finds? Then they
+	 * scan, j->blocks_scan says so, choose leaves out what follows from it, and that comes last.
+	 */
+	int (*blocks_can_scan)(const struct job *j);
+	codec_status (*scanned)(struct job *j);
+	/*
 	 * Block b to w->region, which has room for region_bound bytes; *nbytes of them are used. Planes that are fixed
 	 * go to their sections of the frame; *digest is theirs, or 0.
 	 */

@@ -340,6 +340,7 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 			   const codec_context *with, void *scratch, size_t scratch_nbytes)
 {
 	const struct kernels *k = kernels_for(with);
+	const struct family *family;
 	struct source values;
 	uint64_t at, end, seal = 0;
 	codec_status status;
@@ -349,9 +350,12 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 	TRY(encode_open(spec, src, dst, capacity, with, scratch, scratch_nbytes, &j));
 	if (scratch_nbytes < job_scratch(&j->h))
 		return CODEC_SHORT_SCRATCH;
+	family = family_of(&j->h);
 	values = source_of(src, with);
 	if (j->nscans) {
-		family_of(&j->h)->scan(j, k, &values, 0, j->nscans);
+		j->blocks_scan = (uint8_t)family->blocks_can_scan(j);
+		if (!j->blocks_scan)
+			family->scan(j, k, &values, 0, j->nscans);
 		TRY(start(j, &values, capacity, with));
 	}
 	job_plan(j, NULL);
@@ -365,6 +369,8 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 		}
 		TRY(status);
 	}
+	if (j->blocks_scan)
+		TRY(family->scanned(j));
 	TRY(encode_finish(&values, dst, capacity, with, j, &j->h.nblocks, &at, 1, seal, written));
 	return encode_leave(j, &values, dst, with, work);
 }

@@ -71,10 +71,12 @@ static codec_status encode_codes(const struct job *j, const struct kernels *k, c
 	const struct row_kind q = header_kind(&j->h);
 
 	if (q.codec == CODEC_SIGN) {
-		int together = p->row && p->row % 8 == 0; /* while a row is in the cache */
+		int together = j->blocks_scan || (p->row && p->row % 8 == 0); /* while values are in the cache */
 
 		if (p->row)
 			TRY(rows_sign_scales(j, k, src, first, m, p->row, stored, together ? dst : NULL));
+		else if (together)
+			rows_scan_signs(j, k, src, p, first, m, dst);
 		for (uint64_t i = together ? m : 0; i < m; i += ROW_CHUNK) {
 			uint64_t n = MIN(ROW_CHUNK, m - i);
 
@@ -180,6 +182,8 @@ static codec_status sample_codes(struct job *j, const struct kernels *k, const s
 codec_status rows_choose(struct job *j, const struct kernels *k, const struct source *src, const codec_context *with)
 {
 	(void)with;
+	if (j->blocks_scan)
+		return CODEC_OK;
 	TRY(rows_finish(j));
 	return header_kind(&j->h).entropy ? sample_codes(j, k, src) : CODEC_OK;
 }

@@ -40,6 +40,9 @@ static inline uint64_t rows_run(uint32_t row, uint64_t i, uint64_t m)
 uint64_t rows_scan_count(const struct job *j);
 void rows_scan(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count);
 codec_status rows_finish(struct job *j);
+int rows_blocks_can_scan(const struct job *j);
+void rows_scan_signs(const struct job *j, const struct kernels *k, const struct source *src, const struct part *p,
+		     uint64_t first, uint64_t n, uint8_t *bits);
 codec_status rows_sign_scales(const struct job *j, const struct kernels *k, const struct source *src, uint64_t first,
 			      uint64_t n, uint32_t row, uint8_t *stored, uint8_t *bits);
 codec_status rows_scales(const struct job *j, const struct kernels *k, const struct row_kind *q, const struct part *p,

@@ -78,6 +78,22 @@ void rows_scan(struct job *j, const struct kernels *k, const struct source *src,
 	}
 }
 
+/* Signs need no scale. What is left of values does. */
+int rows_blocks_can_scan(const struct job *j)
+{
+	return j->h.codec == CODEC_SIGN && !j->residual;
+}
+
+/* Of n values of a part's block: the sums for the part's scale, and their signs. */
+void rows_scan_signs(const struct job *j, const struct kernels *k, const struct source *src, const struct part *p,
+		     uint64_t first, uint64_t n, uint8_t *bits)
+{
+	struct row_sums *out = job_sums(j) + p->first_sum + (first - p->start) / WIRE_TREE;
+
+	for (uint64_t i = 0; i < n; i += WIRE_TREE)
+		scan(sums_kind(&j->h, 0), k, src, first + i, MIN(WIRE_TREE, n - i), bits + i / 8, out++);
+}
+
 /* The parts' scales, after all was scanned. NaN or Inf in any of them is told first. */
 codec_status rows_finish(struct job *j)
 {
