@@ -254,33 +254,64 @@ static void join_pieces(const struct truncate_kind *q, const uint8_t *const piec
 #endif
 #define PAIRS 64
 
+/* n runs of bits, an even number, two by two; whether each fits a word behind 7 that wait. */
+static inline int merge_runs(const uint64_t *run, const uint64_t *nbits, size_t n, uint64_t *restrict pair,
+			     uint64_t *restrict wide)
+{
+	uint64_t above = 0;
+
+	for (size_t i = 0; i < n / 2; i++) {
+		uint64_t both = nbits[2 * i] + nbits[2 * i + 1];
+
+		pair[i] = run[2 * i] | run[2 * i + 1] << (nbits[2 * i] & 63);
+		wide[i] = both;
+		above |= 56 - both; /* its highest bit */
+	}
+	return !(above >> 63);
+}
+
+/* Runs of bits one after the other; `waits` are bits of the last byte. */
+static inline size_t put_runs(const uint64_t *run, const uint64_t *nbits, size_t n, uint8_t *dst, size_t bit,
+			      uint64_t *waits)
+{
+	for (size_t i = 0; i < n; i++) {
+		uint64_t word = run[i] << bit % 8 | *waits;
+		size_t next = bit + (size_t)nbits[i];
+
+		store64(dst + bit / 8, word);
+		*waits = word >> 8 * (next / 8 - bit / 8);
+		bit = next;
+	}
+	return bit;
+}
+
 /*
  * Two at a time, of 48 bits at most: behind 7 that wait they fit a word. What follows depends on nothing but the sum of
- * widths, and on what waits.
+ * widths, and on what waits: so the fewer the better, and as long as they fit, four or eight go at a time.
  */
 static void pack_fields(const uint32_t *f, const uint8_t *width, size_t n, int total, uint8_t *dst)
 {
-	uint64_t pair[PAIRS], wide[PAIRS], waits = 0;
+	uint64_t run[3][PAIRS], nbits[3][PAIRS], waits = 0;
 	size_t bit = 0;
 
 	for (size_t at = 0, m; at < n; at += m) {
+		size_t count, t = 0;
+
 		m = n - at < 2 * PAIRS ? n - at : 2 * PAIRS;
-		for (size_t i = FIELD_PAIRS(f + at, width + at, m, total, pair, wide); i < m; i += 2) {
+		for (size_t i = FIELD_PAIRS(f + at, width + at, m, total, run[0], nbits[0]); i < m; i += 2) {
 			uint32_t first = width[at + i], second = i + 1 < m ? width[at + i + 1] : 0;
 
-			pair[i / 2] = f[at + i] >> ((uint32_t)total - first);
+			run[0][i / 2] = f[at + i] >> ((uint32_t)total - first);
 			if (second)
-				pair[i / 2] |= (uint64_t)(f[at + i + 1] >> ((uint32_t)total - second)) << first;
-			wide[i / 2] = first + second;
+				run[0][i / 2] |= (uint64_t)(f[at + i + 1] >> ((uint32_t)total - second)) << first;
+			nbits[0][i / 2] = first + second;
 		}
-		for (size_t i = 0; i < (m + 1) / 2; i++) {
-			uint64_t word = pair[i] << bit % 8 | waits;
-			size_t next = bit + (size_t)wide[i];
-
-			store64(dst + bit / 8, word);
-			waits = word >> 8 * (next / 8 - bit / 8);
-			bit = next;
+		count = (m + 1) / 2;
+		while (t < 2 && count % 2 == 0 && merge_runs(run[t], nbits[t], count, run[t + 1], nbits[t + 1])) {
+			count /= 2;
+			t++;
 		}
+		bit = put_runs(run[t], nbits[t], count, dst, bit, &waits);
 	}
 }
 
