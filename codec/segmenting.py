@@ -11,6 +11,7 @@ from codec.specs import whole
 
 Segments = list[tuple[int, tuple[int, ...]]]
 
+_PAIRS = "segments are pairs (offset, shape)"
 _RECORD = "QII8Q"  # codec_segment
 _OF_RANK = [
     struct.Struct(f"QII{rank}Q{8 * (8 - rank)}x").pack for rank in range(9)
@@ -62,23 +63,30 @@ def segments(tensors: Any) -> Segments:
     return found
 
 
-def pairs_of(given: Any) -> Segments:
-    """``segments=``, which may be any iterable of pairs."""
-    try:
-        return [(offset, tuple(shape)) for offset, shape in given]
-    except (TypeError, ValueError):
-        raise SpecError("segments are pairs (offset, shape)") from None
-
-
 class Records(bytes):
     """Segments as an array of codec_segment: looked through once, for a bucket is encoded in pieces, step by step."""
 
 
 def pack(pairs: Any) -> Records:
-    """``segments=`` as records; those that are there already as they are."""
+    """``segments=``, any iterable of pairs, as records; those that are there already as they are."""
     if type(pairs) is Records:
         return pairs
-    pairs = pairs_of(pairs)
+    try:
+        items = tuple(pairs)
+    except TypeError:
+        raise SpecError(_PAIRS) from None
+    try:
+        return _packed(items)
+    except TypeError:  # a shape that is a list has no hash
+        return _packed.__wrapped__(items)
+
+
+@functools.lru_cache(64)  # the same list comes every step, with hundreds of parameters
+def _packed(items: tuple[Any, ...]) -> Records:
+    try:
+        pairs = [(offset, tuple(shape)) for offset, shape in items]
+    except (TypeError, ValueError):
+        raise SpecError(_PAIRS) from None
     try:
         return Records(b"".join([_OF_RANK[len(shape)](offset, len(shape), 0, *shape) for offset, shape in pairs]))
     except IndexError:
