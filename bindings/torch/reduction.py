@@ -238,11 +238,11 @@ class Attempt:
         """step(*args), or None after an error; but where no connection is left there is nothing to go on with."""
         try:
             return self.at_once(step, *args)
-        finally:  # Gloo's thread goes next, if it waits for this core: no connection is locked now, so it need not spin
-            os.sched_yield()
+        finally:
+            let_others()
 
     def at_once(self, step: Callable[..., Any], *args: Any) -> Any:
-        """The same for what is urgent: others who wait for this core do not get it first."""
+        """The same for what is sent: others who wait for this core get it only then."""
         return None if self.error is not None else self._tried(step, *args)
 
     def frame(self, incoming: Incoming) -> Array | None:
@@ -258,6 +258,11 @@ class Attempt:
             if self.error is None:
                 self.error = e
             return None
+
+
+def let_others() -> None:
+    """Gloo's thread goes next, if it waits for this core: no connection is locked now, so it need not spin."""
+    os.sched_yield()
 
 
 def _message(channel: Channel, nbytes: int, encode: Callable[[Array], int]) -> Array:
@@ -287,29 +292,31 @@ class Scatter:
         self._channel.begin(Channel.room_for(sent + received) + room, self._encode_first)
         self._incoming = [{o: self._channel.receive(b, o) for o in self._channel.others} for b in mine]
         self._pass_on(self._order[0][1], self._first)
-        os.sched_yield()  # what all wait for is the slowest rank's first frame: it may be one that waits for this core
 
     def send(self) -> None:
         """Send all other slices' chunks."""
         for c, o in self._order[1:]:
-            self._pass_on(o, self._encoded(c, o, self._attempt))
+            self._pass_on(o, self._encoded(c, o))
 
     def _encode_first(self) -> None:
-        self._first = self._encoded(*self._order[0], self._attempt.at_once)
+        self._first = self._encoded(*self._order[0])
 
-    def _encoded(self, c: int, o: int, attempt: Callable[..., Any]) -> Array | None:
+    def _encoded(self, c: int, o: int) -> Array | None:
         """The message with chunk c of the slice of rank o."""
         me, size, most = self._channel.rank, self._channel.size, max(map(len, self._slices))
         if o == me and self._r.own_as_is:
             return None
         piece, bound = self._slices[o][c], self._bounds[o][c]
-        return attempt(_encoded, self._channel, self._r, piece, bound, (me * size + o) * most + c)
+        number = (me * size + o) * most + c
+        return self._attempt.at_once(_encoded, self._channel, self._r, piece, bound, number)
 
     def _pass_on(self, o: int, message: Array | None) -> None:
+        """What all wait for is the slowest rank's: it may be one that waits for this core."""
         if o == self._channel.rank:
             self._own.append(message)
         else:
             self._channel.send(message, o)
+        let_others()
 
     def parts(self, c: int) -> list[Array | None] | None:
         """Chunk c of this rank's slice from all ranks, in their order, as :meth:`Reduction.sum` takes them."""
@@ -394,9 +401,10 @@ def two_shot_steps(channel: Channel, r: Reduction) -> Steps:
     for c, piece in enumerate(slices[me]):
         parts = scatter.parts(c)
         number = (size * size + me) * len(chunks) + c
-        message = attempt(_summed, channel, r, piece, bounds[me][c], parts, result, number)
+        message = attempt.at_once(_summed, channel, r, piece, bounds[me][c], parts, result, number)
         for o in others:
             channel.send(message, o)
+        attempt(_seen, channel, r, piece, message, result)
     yield
     for c in chunks:
         for o in others:
@@ -449,16 +457,20 @@ def _encoded(channel: Channel, r: Reduction, piece: Piece, bound: int, number: i
 def _summed(
     channel: Channel, r: Reduction, piece: Piece, bound: int, parts: Sequence[Array | None], result: Array, number: int
 ) -> Array:
-    """The message with the sum of a piece; its values, as others will see them, are put into the result."""
+    """The message with the sum of a piece; lossless, its values are put into the result."""
     place = result[piece.begin : piece.end]
     total = place if r.dtype == "float32" and isinstance(r.spec, Lossless) else channel.total(piece.n)
     r.sum(parts, piece, total)
     message = _message(channel, bound, lambda room: r.encode_sum(total, piece, room, number))
-    if not isinstance(r.spec, Lossless):
-        r.settle(channel.frame_room(message), piece, result)
-    elif total is not place:
+    if isinstance(r.spec, Lossless) and total is not place:
         place[:] = r.rounded(total)
     return message
+
+
+def _seen(channel: Channel, r: Reduction, piece: Piece, message: Array, result: Array) -> None:
+    """The values of a sum, as others will see them, to the result."""
+    if not isinstance(r.spec, Lossless):
+        r.settle(channel.frame_room(message), piece, result)
 
 
 def _sum_into(
