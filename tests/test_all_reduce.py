@@ -15,7 +15,7 @@ from ranks import ranks
 import codec
 import codec.torch
 from codec.segmenting import pack, unpack
-from codec.torch import channel, collectives
+from codec.torch import arguments, channel, collectives
 
 SPECS = [
     codec.Lossless(),
@@ -429,7 +429,7 @@ def _together(rank, size):
             n, dtype, spec = SEVERAL[i]
             x = values(10 * rank + i, (n,), dtype)
             x[n // 2] = torch.nan if spoiled == (rank, i) else 1
-            made.append(collectives.reduction_of(x, spec, "mean", None, None, None, i))
+            made.append(arguments.reduction_of(x, spec, "mean", None, None, None, i))
         return made
 
     def run(which, algorithm, spoiled=None):

@@ -213,7 +213,7 @@ def _rounded(rank, size):
     from codec.torch import raw, slices
 
     line = codec.torch.collectives.line_of(None)
-    r = codec.torch.collectives.reduction_of(every[rank], codec.Float8(), "mean", None, None, None, 0)
+    r = codec.torch.arguments.reduction_of(every[rank], codec.Float8(), "mean", None, None, None, 0)
     r.residual = torch.full((70_000,), 0.3).numpy()
     owned = slices.cut(70_000, size, 2, None)[rank]
     begin, end = owned[0].begin, owned[-1].end
@@ -232,7 +232,7 @@ def _rounded(rank, size):
     # at most the largest number, as frames have it; what is not finite is owed nothing
     x = torch.full((70_000,), 65_000.0).half()
     x[begin] = torch.inf
-    r = codec.torch.collectives.reduction_of(x, codec.Truncate(2), "mean", None, None, None, 0)
+    r = codec.torch.arguments.reduction_of(x, codec.Truncate(2), "mean", None, None, None, 0)
     r.residual = torch.full((70_000,), 600.0).numpy()
     sums = torch.full((end - begin,), 100.0).numpy()
     r.sums_residual = lambda a, b: sums[a - begin : b - begin]

@@ -20,7 +20,7 @@ from codec.metrics.asked import asked
 from codec.segmenting import pack
 from codec.spec_structs import spec_struct
 from codec.structs import Call
-from codec.torch import collectives
+from codec.torch import arguments, collectives
 
 PEER = Path(os.environ.get("CODEC_GLOO_PEER", Path(__file__).parent.parent / "build/native/gloo_peer"))
 KINDS = ["allreduce", "reduce_scatter", "allgather"]
@@ -110,7 +110,7 @@ def _with_feedback(job, x, size):
     residual, sums = residual_of(job, size), residual_of(job, size)
 
     def prepare():
-        r = collectives.reduction_of(x, job.spec, job.op, job.segments, None, None, job.stream)
+        r = arguments.reduction_of(x, job.spec, job.op, job.segments, None, None, job.stream)
         r.residual, r.sums_residual = residual, lambda begin, end: sums[begin:end]
         return r
 

@@ -14,7 +14,7 @@ from test_ddp import data, remembered, train, wrapped
 
 import codec
 import codec.torch
-from codec.torch import collectives, ternary
+from codec.torch import arguments, collectives, ternary
 from codec.torch.reduction import Reduction
 from codec.torch.slices import Piece
 
@@ -47,13 +47,13 @@ def reduced(t, spec, op, residual, stream=0):
     """By shared_scale, with a residual, which is written."""
 
     def prepare():
-        r = collectives.reduction_of(t, spec, op, codec.segments(SHAPES), None, None, stream)
+        r = arguments.reduction_of(t, spec, op, codec.segments(SHAPES), None, None, stream)
         r.residual = residual
         return r
 
     result, r = collectives.run(collectives.line_of(None), prepare, "shared_scale")
     out = torch.empty_like(t)
-    collectives.publish(result, r, out)
+    arguments.publish(result, r, out)
     return out
 
 

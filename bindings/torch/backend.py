@@ -17,7 +17,7 @@ from codec import PeerError
 from codec.segmenting import segments
 from codec.spec_structs import spec_struct
 from codec.specs import Lossless, Spec, whole
-from codec.torch import collectives
+from codec.torch import arguments, collectives
 from codec.torch.collectives import Algorithm
 from codec.torch.handle import Handle
 from codec.torch.worker import Pending
@@ -123,7 +123,7 @@ class ProcessGroup(_Base):
         """Whether these go as frames: decided from what is the same on all ranks."""
         dtype = tensors[0].dtype if tensors else None
         return (
-            dtype in collectives.NAMES
+            dtype in arguments.NAMES
             and op in (*_SUMS, dist.ReduceOp.MAX)
             and all(t.dtype == dtype and t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
             and sum(t.nbytes for t in tensors) >= self._options.small

@@ -3,10 +3,9 @@
 import functools
 import hashlib
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from math import prod
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -14,24 +13,24 @@ import torch.distributed as dist
 
 import codec
 from codec import FrameError, PeerError, SpecError
-from codec.encoding import asked_of, bound, check_stream
-from codec.segmenting import Records, Segments, pack, unpack
+from codec.segmenting import Records, Segments, unpack
 from codec.specs import Lossless, Spec, Ternary
-from codec.torch import raw, reduction, ternary
+from codec.torch import algorithms, raw, ternary
+from codec.torch.arguments import as_array, check_dense, publish, reduction_of
 from codec.torch.channel import Array, Channel, Incoming, Timeout
 from codec.torch.choosing import Choice, report
-from codec.torch.reduction import Attempt, Reduction
+from codec.torch.phases import Attempt, copied
+from codec.torch.reduction import Reduction
 from codec.torch.worker import Pending, Worker
-from codec.view import mark_written, view
+from codec.view import mark_written
 
 Algorithm = Literal["auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"]
-Op = Literal["mean", "sum", "max"]
 T = TypeVar("T")
 
 _ALGORITHMS = {
-    "two_shot": reduction.two_shot,
-    "all_gather": reduction.all_gather,
-    "ring": reduction.ring,
+    "two_shot": algorithms.two_shot,
+    "all_gather": algorithms.all_gather,
+    "ring": algorithms.ring,
     "raw": raw.two_shot,
     "shared_scale": ternary.shared_scale,
 }
@@ -39,15 +38,6 @@ _OF_FRAMES = ("two_shot", "all_gather", "ring")  # their results can wait in the
 _CHOICES = 256  # that a group remembers
 _MOST_NBYTES = 1 << 36  # of what one rank sends another by exchange()
 _SMALL = 1 << 16  # bytes of a tensor: two phases take longer than what one sends more
-NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_OPS: dict[Any, Op] = {
-    "mean": "mean",
-    "sum": "sum",
-    "max": "max",
-    dist.ReduceOp.AVG: "mean",
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.MAX: "max",
-}
 
 
 class Line:
@@ -241,7 +231,7 @@ def _all_reduce(
 
 def _place(out: torch.Tensor, tensor: torch.Tensor, r: Reduction) -> Array:
     """Where a result goes that is not written to the tensor itself."""
-    _check_dense(out)
+    check_dense(out)
     like = (tensor.dtype, tensor.numel(), "cpu")
     if (out.dtype, out.numel(), out.device.type) != like or not out.is_contiguous():
         raise SpecError(f"out= must be contiguous, in host memory, with {tensor.numel()} values of {tensor.dtype}")
@@ -294,8 +284,10 @@ def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm
 
 def _run_each(channel: Channel, reductions: list[Reduction], names: list[str]) -> list[tuple[Array, Exception | None]]:
     """What algorithms of these names give: together, if they have steps, else one after the other."""
-    if all(name in reduction.STEPS for name in names):
-        return reduction.in_turn([reduction.STEPS[name](channel, r) for r, name in zip(reductions, names, strict=True)])
+    if all(name in algorithms.STEPS for name in names):
+        return algorithms.in_turn(
+            [algorithms.STEPS[name](channel, r) for r, name in zip(reductions, names, strict=True)]
+        )
     ended: list[tuple[Array, Exception | None]] = []
     for r, name in zip(reductions, names, strict=True):
         if name not in _OF_FRAMES:
@@ -373,76 +365,6 @@ def choose_algorithm(asked: Algorithm, r: Reduction, size: int) -> str:
     return "two_shot" if asked == "auto" else asked
 
 
-def reduction_of(
-    tensor: torch.Tensor,
-    spec: Spec,
-    op: Any,
-    segments: Any,
-    metric: Any,
-    state: Mapping[str, Any] | None,
-    stream: int,
-) -> Reduction:
-    """Arguments that were looked through: what is wrong with them is known before anything is sent."""
-    _check_dense(tensor)
-    dtype = NAMES.get(tensor.dtype)
-    if dtype is None:
-        raise SpecError(f"only float32, bfloat16 and float16 can be reduced, not {tensor.dtype}")
-    op = getattr(op, "op", op)  # options of torch's hold what kind of operation it is inside
-    if not isinstance(op, Hashable) or op not in _OPS:
-        raise SpecError(f"op must be one of mean, sum, max, got {op!r}")
-    inside = None if segments is None else pack(segments)
-    if inside:
-        _check_inside(inside, tensor.numel())
-    bound(tensor.numel(), dtype, spec)
-    x = as_array(tensor)
-    asked_of(spec, metric, state, view(x, dtype))
-    flat = None if state is None else {name: _flat(x) for name, x in state.items() if x is not None}
-    return Reduction(x, dtype, spec, _OPS[op], check_stream(stream), inside, metric, flat)
-
-
-def _check_dense(tensor: Any) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise SpecError(f"not a torch tensor: {type(tensor).__name__}")
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_neg():
-        raise SpecError("only dense tensors that hold values can be used, no sparse, meta or negated ones")
-
-
-@functools.lru_cache(256)
-def _check_inside(segments: Records, n: int) -> None:
-    end = 0
-    for offset, shape in unpack(segments):
-        if offset < end or offset + prod(shape) > n:
-            raise SpecError(f"segment {shape} at {offset} overlaps with the one before it or ends after value {n}")
-        end = offset + prod(shape)
-
-
-def _flat(x: Any) -> Any:
-    """Values of an optimizer's state, which tell their dtype: numpy has no bfloat16."""
-    if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16:
-        return x.detach().cpu().contiguous().view(-1)
-    return as_array(x).reshape(-1)
-
-
-def as_array(x: Any) -> Array:
-    """A flat array of a tensor's values; bfloat16 as uint16. It shares memory where it can."""
-    t = x.detach() if isinstance(x, torch.Tensor) else torch.as_tensor(np.ascontiguousarray(x))
-    t = cast(torch.Tensor, view(t.cpu()).owner).view(-1)  # contiguous, and with memory of its own
-    return (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy()
-
-
-def publish(result: Array, r: Reduction, tensor: torch.Tensor) -> None:
-    """Store what was reduced."""
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
-        np.copyto(as_array(tensor), result)  # torch's copy reads each line before it overwrites it
-        mark_written(tensor)
-        return
-    values = torch.from_numpy(result)
-    if r.dtype == "bfloat16":
-        values = values.view(torch.bfloat16)
-    with torch.no_grad():
-        tensor.copy_(values.view(tensor.shape))
-
-
 def exchange(frames: Sequence[Any], *, group: Any = None, timeout: Timeout | None = None) -> list[bytes]:
     """Send a frame to each rank and get one from each: what ``all_to_all`` is for tensors.
 
@@ -500,7 +422,7 @@ def _swap(channel: Channel, arrays: Sequence[Array]) -> tuple[dict[int, bytes], 
     attempt = Attempt(channel)
     for o in others:
         if arrays[o].nbytes:
-            channel.send(attempt(reduction.copied, channel, arrays[o]), o)
+            channel.send(attempt(copied, channel, arrays[o]), o)
     received = {o: attempt(_bytes_of, incoming[o]) for o in incoming}
     received[channel.rank] = arrays[channel.rank].tobytes()
     channel.finish()
@@ -538,7 +460,7 @@ def reduce_scatter(
         _check_sizes(tensor, size, output)
         return reduction_of(tensor, spec, op, None, None, None, stream)
 
-    return _begin(group, timeout, async_op, reduction.reduce_scatter, prepare, output)
+    return _begin(group, timeout, async_op, algorithms.reduce_scatter, prepare, output)
 
 
 def all_gather(
@@ -567,7 +489,7 @@ def all_gather(
         _check_sizes(output, size, tensor)
         return reduction_of(tensor, spec, "sum", None, None, None, stream)
 
-    return _begin(group, timeout, async_op, reduction.gather, prepare, output)
+    return _begin(group, timeout, async_op, algorithms.gather, prepare, output)
 
 
 def all_to_all(
@@ -598,12 +520,12 @@ def all_to_all(
             raise SpecError(f"{tensor.numel()} values cannot be cut into {size} equal parts")
         return reduction_of(tensor, spec, "sum", None, None, None, stream)
 
-    return _begin(group, timeout, async_op, reduction.all_to_all, prepare, output)
+    return _begin(group, timeout, async_op, algorithms.all_to_all, prepare, output)
 
 
 def _check_sizes(large: torch.Tensor, times: int, small: torch.Tensor) -> None:
-    _check_dense(large)
-    _check_dense(small)
+    check_dense(large)
+    check_dense(small)
     have, want, dtype, other = large.numel(), times * small.numel(), large.dtype, small.dtype
     if have != want or dtype != other:
         raise SpecError(f"output and tensor do not go together: {have} values for {want}, {dtype} and {other}")

@@ -22,7 +22,7 @@ from codec.spec_structs import spec_struct
 from codec.specs import Lossless, Sign, Spec, Ternary, Truncate
 from codec.stateful import CodebookRefresher, ErrorFeedback
 from codec.stateful.ranges import NOBODY
-from codec.torch import collectives, slices, ternary
+from codec.torch import arguments, collectives, slices, ternary
 from codec.torch.channel import Array, Timeout
 from codec.torch.collectives import Algorithm, Line
 from codec.torch.reduction import Reduction
@@ -340,10 +340,10 @@ class Hook:
             places = zip(part.offsets, part.parameters, strict=True)
             x = self._joined((number, "grad"), [buffer[o : o + p.numel()] for o, p in places])
         metric, state = self._metric(number, part, step.scale)
-        r = collectives.reduction_of(x, part.spec, "mean", part.segments, metric, state, channel.calls << 32)
+        r = arguments.reduction_of(x, part.spec, "mean", part.segments, metric, state, channel.calls << 32)
         if part.whole and buffer.device.type == "cpu":
             part.out = torch.empty_like(buffer) if part.out is None else part.out
-            r.out = collectives.as_array(part.out)
+            r.out = arguments.as_array(part.out)
         self._feed(r, part, channel.rank, channel.size, step)
         if self._books is not None:
             self._books.prepare(r)
@@ -483,11 +483,11 @@ def _ranges(part: _Part, begin: int, end: int) -> list[tuple[str, int, int]]:
 def _scatter(result: Array, r: Reduction, part: _Part, buffer: torch.Tensor) -> None:
     """What comes out for a part, into the bucket."""
     if part.whole:
-        collectives.publish(result, r, buffer)
+        arguments.publish(result, r, buffer)
         return
     begin = 0
     for offset, p in zip(part.offsets, part.parameters, strict=True):
-        collectives.publish(result[begin : begin + p.numel()], r, buffer[offset : offset + p.numel()])
+        arguments.publish(result[begin : begin + p.numel()], r, buffer[offset : offset + p.numel()])
         begin += p.numel()
 
 

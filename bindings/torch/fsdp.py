@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from codec.spec_structs import spec_struct
 from codec.specs import Lossless, Spec
-from codec.torch import collectives
+from codec.torch import arguments, collectives
 from codec.torch.channel import Timeout
 from codec.torch.handle import Handle
 
@@ -59,7 +59,7 @@ class ReduceScatter(_Comm):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         """Do what ``dist.reduce_scatter_single`` does; FSDP2 calls this."""
-        if input_tensor.dtype not in collectives.NAMES:
+        if input_tensor.dtype not in arguments.NAMES:
             return dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
         if getattr(op, "op", op) == dist.ReduceOp.PREMUL_SUM:
             input_tensor, op = input_tensor * op.factor, dist.ReduceOp.SUM
@@ -87,7 +87,7 @@ class AllGather(_Comm):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
         """Do what ``dist.all_gather_single`` does; FSDP2 calls this."""
-        if input_tensor.dtype not in collectives.NAMES:
+        if input_tensor.dtype not in arguments.NAMES:
             return dist.all_gather_single(output_tensor, input_tensor, group, async_op)
         pending = collectives.all_gather(output_tensor, input_tensor, **self._how(group))
         return _begun(pending, output_tensor, async_op)

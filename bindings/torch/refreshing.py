@@ -5,7 +5,7 @@ from typing import Any
 from codec import CodecError
 from codec.specs import Lossless, Truncate
 from codec.stateful import CodebookRefresher
-from codec.torch import collectives, reduction
+from codec.torch import algorithms, collectives
 from codec.torch.channel import Channel
 from codec.torch.collectives import Line
 from codec.torch.reduction import Reduction
@@ -92,7 +92,7 @@ class Refreshing:
         try:
             r = collectives.ask(channel, prepare)
             with collectives.in_step(channel):
-                counts, error = reduction.gather(channel, r)
+                counts, error = algorithms.gather(channel, r)
             channel.conclude(error)
             refresher.propose(self._step, counts.reshape(channel.size, -1).sum(0))
         except CodecError:

@@ -10,8 +10,9 @@ import torch
 from codec import FrameError, SpecError, Status
 from codec.segmenting import Records, Segments, unpack
 from codec.specs import Lossless, Spec, Ternary, float32
+from codec.torch.algorithms import all_gather, two_shot
 from codec.torch.channel import Array, Channel
-from codec.torch.reduction import Reduction, all_gather, bound, two_shot
+from codec.torch.reduction import Reduction, bound
 from codec.torch.slices import Piece
 
 _Part = tuple[int, int, int]  # begin, end, number of the scale
