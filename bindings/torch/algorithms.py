@@ -55,10 +55,9 @@ def two_shot_steps(channel: Channel, r: Reduction) -> Steps:
     for c, piece in enumerate(slices[me]):
         parts = scatter.parts(c)
         number = (size * size + me) * len(chunks) + c
-        message = attempt.at_once(_summed, channel, r, piece, bounds[me][c], parts, result, number)
+        message = attempt(_summed, channel, r, piece, bounds[me][c], parts, result, number)
         for o in others:
             channel.send(message, o)
-        attempt(_seen, channel, r, piece, message, result)
     yield
     for c in chunks:
         for o in others:
@@ -76,20 +75,16 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
 def _summed(
     channel: Channel, r: Reduction, piece: Piece, bound: int, parts: Sequence[Array | None], result: Array, number: int
 ) -> Array:
-    """The message with the sum of a piece; lossless, its values are put into the result."""
+    """The message with the sum of a piece; its values, as others will see them, are put into the result."""
     place = result[piece.begin : piece.end]
     total = place if r.dtype == "float32" and isinstance(r.spec, Lossless) else channel.total(piece.n)
     r.sum(parts, piece, total)
     message = message_of(channel, bound, lambda room: r.encode_sum(total, piece, room, number))
-    if isinstance(r.spec, Lossless) and total is not place:
-        place[:] = r.rounded(total)
-    return message
-
-
-def _seen(channel: Channel, r: Reduction, piece: Piece, message: Array, result: Array) -> None:
-    """The values of a sum, as others will see them, to the result."""
     if not isinstance(r.spec, Lossless):
         r.settle(channel.frame_room(message), piece, result)
+    elif total is not place:
+        place[:] = r.rounded(total)
+    return message
 
 
 def all_gather_steps(channel: Channel, r: Reduction) -> Steps:

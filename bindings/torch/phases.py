@@ -10,11 +10,6 @@ from codec.torch.reduction import Reduction
 from codec.torch.slices import Piece
 
 
-def let_others() -> None:
-    """Gloo's thread goes next, if it waits for this core: no connection is locked now, so it need not spin."""
-    os.sched_yield()
-
-
 class Attempt:
     """A collective goes on after an error, without frames, so that no rank waits for what never comes."""
 
@@ -26,11 +21,11 @@ class Attempt:
         """step(*args), or None after an error; but where no connection is left there is nothing to go on with."""
         try:
             return self.at_once(step, *args)
-        finally:
-            let_others()
+        finally:  # Gloo's thread goes next, if it waits for this core: no connection is locked now, so it need not spin
+            os.sched_yield()
 
     def at_once(self, step: Callable[..., Any], *args: Any) -> Any:
-        """The same for what is sent: others who wait for this core get it only then."""
+        """The same for what is urgent: others who wait for this core do not get it first."""
         return None if self.error is not None else self._tried(step, *args)
 
     def frame(self, incoming: Incoming) -> Array | None:
@@ -101,31 +96,29 @@ class Scatter:
         self._channel.begin(Channel.room_for(sent + received) + room, self._encode_first)
         self._incoming = [{o: self._channel.receive(b, o) for o in self._channel.others} for b in mine]
         self._pass_on(self._order[0][1], self._first)
+        os.sched_yield()  # what all wait for is the slowest rank's first frame: it may be one that waits for this core
 
     def send(self) -> None:
         """Send all other slices' chunks."""
         for c, o in self._order[1:]:
-            self._pass_on(o, self._encoded(c, o))
+            self._pass_on(o, self._encoded(c, o, self._attempt))
 
     def _encode_first(self) -> None:
-        self._first = self._encoded(*self._order[0])
+        self._first = self._encoded(*self._order[0], self._attempt.at_once)
 
-    def _encoded(self, c: int, o: int) -> Array | None:
+    def _encoded(self, c: int, o: int, attempt: Callable[..., Any]) -> Array | None:
         """The message with chunk c of the slice of rank o."""
         me, size, most = self._channel.rank, self._channel.size, max(map(len, self._slices))
         if o == me and self._r.own_as_is:
             return None
         piece, bound = self._slices[o][c], self._bounds[o][c]
-        number = (me * size + o) * most + c
-        return self._attempt.at_once(_encoded, self._channel, self._r, piece, bound, number)
+        return attempt(_encoded, self._channel, self._r, piece, bound, (me * size + o) * most + c)
 
     def _pass_on(self, o: int, message: Array | None) -> None:
-        """What all wait for is the slowest rank's: it may be one that waits for this core."""
         if o == self._channel.rank:
             self._own.append(message)
         else:
             self._channel.send(message, o)
-        let_others()
 
     def parts(self, c: int) -> list[Array | None] | None:
         """Chunk c of this rank's slice from all ranks, in their order, as :meth:`Reduction.sum` takes them."""
@@ -145,10 +138,9 @@ class Spread:
         self._own: list[Array | None] = []
         for c, piece in enumerate(self._pieces):
             number = channel.rank * len(self._pieces) + c
-            self._own.append(attempt.at_once(_encoded, channel, r, piece, bounds[c], number))
+            self._own.append(attempt(_encoded, channel, r, piece, bounds[c], number))
             for o in channel.others:
                 channel.send(self._own[c], o)
-            let_others()
 
     def parts(self) -> Iterator[tuple[Piece, list[Array | None] | None]]:
         """The pieces, and what there is of all ranks."""
