@@ -230,7 +230,7 @@ def many(rate: float) -> dict[str, Any]:
     xs = [gradient((100_000,), "float32 flat").astype("float16") for _ in range(200)]
     frames = codec.encode_many(xs)
     device, spec = devices.device_for([("x", view(xs[0]))]), codec.Lossless()
-    requests = [EncodeRequest(view(x), spec, None, None, None, None, 0, None, None, False) for x in xs]
+    requests = [EncodeRequest(view(x), spec, None, None, None, None, 0, None, None, False, True) for x in xs]
 
     def encode() -> Any:
         work, encodings = Work(device, 0), [Encoding(Work(device, 0), r) for r in requests]

@@ -63,6 +63,7 @@ def encode(
     threads: int | None = None,
     residual: Any = None,
     feedback: bool = False,
+    check_first: bool = True,
     codebook: Codebook | None = None,
     segments: Sequence[tuple[int, tuple[int, ...]]] | None = None,
     stream: int = 0,
@@ -95,11 +96,14 @@ def encode(
         without exponents, and tensors of fewer than 512 values, do not need one and ignore it.
     residual : float32 array or tensor, optional
         Gets x less what a decoder will see; it may be x itself, but not a part of it or more. Not written if the tensor
-        cannot be encoded.
+        cannot be encoded, but see `check_first`.
     feedback : bool
         Error feedback in one pass: encode x + `residual`, which is what earlier frames lost, and then it gets what this
         one loses. Each sum is rounded to float32. Not with :class:`Lossless`, which loses nothing, and `residual` must
         not be x then. x is not changed.
+    check_first : bool
+        Look for what cannot be encoded before `residual` is written. With False it may hold anything after an error,
+        which saves a pass where values share scales by rows, groups or blocks.
     segments : sequence of (int, tuple of int), optional
         Offsets and shapes of the parameters inside a flat bucket, ascending; in values: :func:`segments` makes them.
         What they leave out is flat.
@@ -156,6 +160,7 @@ def encode(
         asked_of(spec, metric, state, v) if levels else None,
         threads,
         feedback if feedback is False else _check_feedback(feedback, residual, spec),
+        check_first,
     )
     r: EncodeRequest = new(EncodeRequest, fields)
     if levels and r.residual is not None and r.metric is not None:

@@ -61,6 +61,27 @@ def test_errors_leave_the_residual(name, threads):
         assert e.tobytes() == before
 
 
+@pytest.mark.parametrize("engine", ["native", "numba"])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", SPECS)
+def test_what_is_not_checked_first(name, threads, engine):
+    """The same frames, residuals and errors; after an error the residual may hold anything, and x is as it was."""
+    spec, once = SPECS[name], {"check_first": False, "threads": threads, "engine": engine}
+    for n in (700, N):
+        x, keywords = values(2, n), how(spec, n)
+        before = x.tobytes()
+        for feedback in (True, False):
+            e, error = values(3, n), values(3, n)
+            expected = codec.encode(x, spec, residual=e, feedback=feedback, **keywords)
+            assert codec.encode(x, spec, residual=error, feedback=feedback, **once, **keywords) == expected
+            assert error.tobytes() == e.tobytes()
+        if name in LOSSY and not (isinstance(spec, codec.Float8) and spec.nonfinite == "propagate"):
+            error[-1] = np.inf
+            with pytest.raises(codec.SpecError, match="NaN or Inf"):
+                codec.encode(x, spec, residual=error, feedback=True, **once, **keywords)
+        assert x.tobytes() == before
+
+
 def test_arguments():
     """What does not go with feedback is refused in words."""
     x = values(0)

@@ -77,7 +77,8 @@ class Reduction:
     def _encode(self, x: Array, piece: Piece, out: Array, residual: Array | None, number: int) -> int:
         how: dict[str, Any] = {"segments": piece.segments, **self._state(piece)}
         if residual is not None:
-            how |= {"residual": residual, "feedback": True}
+            # after an error nobody reads it: other pieces' may be written already
+            how |= {"residual": residual, "feedback": True, "check_first": False}
         frame = codec.encode(
             x,
             self.spec,

@@ -25,6 +25,7 @@ class EncodeRequest(NamedTuple):
     metric: Asked | None = None
     threads: int | None = None
     feedback: bool = False  # residual is added to x before, and gets what the sums lose
+    check_first: bool = True  # all of x, before `residual` is written
 
     @property
     def views(self) -> list[tuple[str, TensorView]]:

@@ -25,7 +25,7 @@ EncodeFilled = Callable[[Call, Any, EncodeRequest, int | None], bytes | memoryvi
 
 def encode(r: EncodeRequest, make: EncodeFilled | None = None) -> bytes | memoryview:
     """A frame: bytes, or the part of the request's `out` that it takes. `make`: another engine's part."""
-    x, spec, out, residual, codebook, segments, stream, metric, threads, feedback = r
+    x, spec, out, residual, codebook, segments, stream, metric, threads, feedback, check_first = r
     here = x.device == "cpu" and (out is None or out.device == "cpu")
     if not here or residual is not None or metric is not None:
         check_host(r)
@@ -42,8 +42,7 @@ def encode(r: EncodeRequest, make: EncodeFilled | None = None) -> bytes | memory
         call.set_metric(metric)
     if residual is not None:
         call.context.residual = ffi.cast("float *", residual.data)
-        if feedback:
-            call.context.flags = lib.CODEC_FEEDBACK
+        call.context.flags = (lib.CODEC_FEEDBACK if feedback else 0) | (0 if check_first else lib.CODEC_ONE_PASS)
     frame = (make or encode_filled)(call, s, r, threads)
     structs.give(call)
     return frame

@@ -275,6 +275,11 @@ typedef struct codec_fault {
  * found as results are made: dst then holds anything, whatever other flags say.
  */
 #define CODEC_FINITE 256u
+/**
+ * Encoding: after an error the residual may hold anything. Where scales are those of rows, groups or blocks, that saves
+ * the pass by which NaN and Inf are found before any of it is written.
+ */
+#define CODEC_ONE_PASS 512u
 /** @} */
 
 #define CODEC_UNCACHED_NBYTES 8388608u /**< 8 MiB: what has so many bytes is taken for more than caches keep */
@@ -352,7 +357,7 @@ CODEC_API codec_status codec_scratch(const codec_spec *spec, const codec_tensor 
  * `residual`, unless NULL, gets src less what a decoder will see, as float32, n values at any address; it may be src,
  * or an array of the metric's state. Of NaN and Inf that are encoded, not refused, nothing is left: 0. On any status
  * but CODEC_OK it is as it was. (If another thread changes src meanwhile, it may be written in part.) See
- * CODEC_FEEDBACK.
+ * CODEC_FEEDBACK and CODEC_ONE_PASS.
  */
 CODEC_API codec_status codec_encode(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
 				    size_t *written, float *residual, const codec_context *with, void *scratch,

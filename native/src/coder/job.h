@@ -67,6 +67,7 @@ struct job {
 	float scale, clip;
 	uint8_t residual; /* codecs of rows: enum residual */
 	uint8_t feedback; /* encode: CODEC_FEEDBACK */
+	uint8_t one_pass; /* encode: CODEC_ONE_PASS */
 	uint8_t blocks_scan; /* encode: what scans would find is found with the blocks */
 	uint64_t seal;    /* decode: of all but the blocks */
 	uint64_t codebook_id;

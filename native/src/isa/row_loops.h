@@ -12,6 +12,7 @@
 #define FROM_FLOAT16(src, n, x) 0
 #define TO_FLOAT16(x, n, dst) 0
 #define ABS_MAX(x, n, most) 0
+#define PLUS(x, e, n, sum) 0
 #define ROW_SUMS(by_sign, x, n, bits, sums) 0
 #define SETTLE(how, x, n, by, dst, most) 0
 #define SETTLE_ALIGN 4
@@ -498,7 +499,7 @@ static uint8_t max_byte(const uint8_t *p, size_t n)
 
 static void plus(const float_any *x, const float_any *e, size_t n, float *sum)
 {
-	for (size_t i = 0; i < n; i++)
+	for (size_t i = PLUS(x, e, n, sum); i < n; i++)
 		sum[i] = round_plus(x[i], e[i]);
 }
 

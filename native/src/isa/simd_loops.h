@@ -118,6 +118,24 @@ static inline size_t abs_max_simd(const float_any *x, size_t n, int32_t *most)
 	return i;
 }
 
+/* Of a tensor and its residual, which come from memory: what goes on with the sums has no more to fetch. */
+static inline size_t plus_simd(const float_any *x, const float_any *e, size_t n, float *sum)
+{
+	const V magnitude = SET1((int)ROUND_ABS), inf = SET1(ROUND_INF), nan = SET1(0x7fc00000);
+	size_t i = 0;
+
+	for (; i + STEP <= n; i += STEP) {
+		fetch_ahead(x + i);
+		fetch_ahead(e + i);
+		for (int k = 0; k < 4; k++) {
+			V s = AS_V(ADDF(LOADF(x + i + LANES * k), LOADF(e + i + LANES * k)));
+
+			STORE(sum + i + LANES * k, SELECT(GT(AND(s, magnitude), inf), nan, s));
+		}
+	}
+	return i;
+}
+
 /* add_magnitudes and sign_bits. */
 static inline size_t add_row(int by_sign, const float_any *x, size_t n, uint8_t *bits, struct row_lanes *sums)
 {
@@ -517,6 +535,7 @@ static inline size_t field_pairs_simd(const uint32_t *f, const uint8_t *width, s
 #ifndef JOIN_PIECES
 #define JOIN_PIECES join_pieces_simd
 #endif
+#define PLUS plus_simd
 #define FROM_BFLOAT16 from_bfloat16_simd
 #define TO_BFLOAT16 to_bfloat16_simd
 #define FROM_FLOAT16 from_float16_simd

@@ -57,7 +57,9 @@ uint64_t rows_scan_count(const struct job *j)
 {
 	int given = j->h.codec == CODEC_TERNARY && j->scale > 0 && !(j->clip > 0);
 
-	return j->residual || (row_part_scaled(header_kind(&j->h), job_parts(j)->row) && !given) ? j->nsums : 0;
+	if (j->residual && !j->one_pass)
+		return j->nsums;
+	return row_part_scaled(header_kind(&j->h), job_parts(j)->row) && !given ? j->nsums : 0;
 }
 
 void rows_scan(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count)
