@@ -380,8 +380,8 @@ private:
 		with.codebooks = codebook;
 		with.ncodebooks = codebook != nullptr;
 		with.stream = stream * APART + number;
-		if (owed) {
-			with.flags = CODEC_FEEDBACK;
+		if (owed) { /* after an error the caller puts back what it held */
+			with.flags = CODEC_FEEDBACK | CODEC_ONE_PASS;
 			owed += piece.begin;
 		}
 		check(codec_scratch(&spec, &src, &nbytes));
