@@ -285,7 +285,7 @@ def measure(s: Sample, spec: Spec, threads: int | None, feedback: bool) -> Cost:
     how: dict[str, Any] = {"metric": s.metric, "state": s.state} if isinstance(spec, Truncate) else {}
     lost: dict[str, Any] = {}
     if feedback and not isinstance(spec, Lossless):
-        lost = {"residual": np.zeros(s.x.shape, np.float32), "feedback": True}
+        lost = {"residual": np.zeros(s.x.shape, np.float32), "feedback": True, "check_first": False}
 
     def encoded(x: Array) -> Any:
         return encode(x, spec, out=out, dtype=s.dtype, segments=s.segments, threads=threads, **how, **lost)

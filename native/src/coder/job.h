@@ -65,11 +65,11 @@ struct job {
 	uint64_t nparts, nsums, nscans, parts_at, sums_at, work_at; /* codecs of rows; bytes from the job's start */
 	struct philox key;
 	float scale, clip;
-	uint8_t residual; /* codecs of rows: enum residual */
-	uint8_t feedback; /* encode: CODEC_FEEDBACK */
-	uint8_t one_pass; /* encode: CODEC_ONE_PASS */
+	uint8_t residual;    /* codecs of rows: enum residual */
+	uint8_t feedback;    /* encode: CODEC_FEEDBACK */
+	uint8_t one_pass;    /* encode: CODEC_ONE_PASS */
 	uint8_t blocks_scan; /* encode: what scans would find is found with the blocks */
-	uint64_t seal;    /* decode: of all but the blocks */
+	uint64_t seal;       /* decode: of all but the blocks */
 	uint64_t codebook_id;
 	uint8_t checked; /* decode: the checksum has been verified already, or must not be */
 	codebook books[WIRE_MAX_PLANES];
