@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256, help="of the transformer (256)")
     parser.add_argument("--layers", type=int, default=4, help="of it (4: 3.3 million values)")
     parser.add_argument("--batch", type=int, default=8, help="of each rank, 64 bytes each (8)")
+    parser.add_argument("--congestion", help="TCP's congestion control (the machine's)")
     parser.add_argument("--unbound", action="store_true", help="ranks may go from core to core")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -174,7 +175,7 @@ def main() -> None:
     plan["threads"] = max(1, len(os.sched_getaffinity(0)) // args.ranks)
     threads = {k: str(plan["threads"]) for k in ("OMP_NUM_THREADS", "CODEC_NUM_THREADS")}
     command = [sys.executable, __file__, "--worker", json.dumps(plan)]
-    with netns.Network(args.ranks) as network, Progress(transient=True) as bar:
+    with netns.Network(args.ranks, congestion=args.congestion) as network, Progress(transient=True) as bar:
         task = bar.add_task("steps", total=len(args.links) * (1 + len(args.codecs)))
 
         def tick(rank: int, line: str) -> None:

@@ -240,7 +240,7 @@ class ErrorFeedback:
         x : array, tensor or buffer
             As in :func:`codec.encode`, in host memory.
         **keywords
-            As in :func:`codec.encode`, all but ``residual`` and ``feedback``.
+            As in :func:`codec.encode`, all but ``residual``, ``feedback`` and ``check_first``.
 
         Returns
         -------
@@ -256,7 +256,7 @@ class ErrorFeedback:
         try:
             at = layout_of([(key, v.nbytes // ITEMSIZE[v.dtype])])
             error = self.begin(at)
-            frame = encode(x, self.spec, residual=error, feedback=True, **keywords)
+            frame = encode(x, self.spec, residual=error, feedback=True, check_first=False, **keywords)
             self._commit({at: error})
         except BaseException:
             self._now = before

@@ -412,6 +412,32 @@ static void test_rounding_mode(void **unused)
 	}
 }
 
+/* A residual costs a pass before the first block, unless it may hold anything after an error, or scales need it. */
+static void test_one_pass(void **unused)
+{
+	static const uint32_t codec_ids[] = {CODEC_FLOAT8, CODEC_QUANTIZE, CODEC_SIGN};
+	codec_tensor t = tensor(x, N);
+	codec_context with = context();
+	codec_plan plan;
+
+	(void)unused;
+	fill();
+	with.residual = residual;
+	for (int i = 0; i < 3; i++) {
+		codec_spec spec = spec_of(codec_ids[i]);
+
+		for (uint32_t flags = 0; flags <= CODEC_ONE_PASS; flags += CODEC_ONE_PASS) {
+			int scans = !flags || spec.codec == CODEC_SIGN; /* whose scale is the whole tensor's */
+
+			with.flags = flags;
+			assert_int_equal(codec_encode_open(&spec, &t, frame, sizeof frame, &with, scratch,
+							   sizeof scratch, &plan),
+					 CODEC_OK);
+			assert_int_equal(plan.nscans > 0, scans);
+		}
+	}
+}
+
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
@@ -419,6 +445,7 @@ int main(void)
 		cmocka_unit_test(test_steps_residual), cmocka_unit_test(test_check_only),
 		cmocka_unit_test(test_ranges),         cmocka_unit_test(test_steps_short),
 		cmocka_unit_test(test_rounding_mode),  cmocka_unit_test(test_job_sizes),
+		cmocka_unit_test(test_one_pass),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);
