@@ -31,6 +31,7 @@ FLAGS = [
     "-shared",
     "-Wall",
     "-Wextra",
+    "-Wno-unknown-pragmas",
 ]
 
 

@@ -7,22 +7,30 @@
 #define STATE_NBYTES 22 /* u16 and 32 x 5 bits */
 
 /*
- * Two symbols at a look-up, by the next 12 bits: symbols in the upper half, bits of both; or, where these are more, the
- * first's, and LONG. Made by all threads of a block, for all of its warps.
+ * Two symbols of a plane at a look-up, by the next `nbits` bits: symbols in the upper half, bits of both; or, where
+ * these are more, the first's, and LONG. ESCAPED: one of the two is the escape. In a block's shared memory, for all its
+ * warps.
  */
-#define PAIR_BITS 12
 #define LONG 64u
+#define ESCAPED 128u
+struct pairs {
+	uint32_t *entry;
+	uint32_t nbits, plane;
+};
 
-DEVICE void fill_pairs(uint32_t *pair, const uint8_t *table)
+/* By all threads of the block. */
+DEVICE void fill_pairs(const pairs &to, const uint8_t *table)
 {
 	const uint8_t *length = table + TABLE_LENGTHS;
+	uint32_t escape = table[TABLE_ESCAPE];
 
-	for (uint32_t i = threadIdx.x; i < 1u << PAIR_BITS; i += blockDim.x) {
-		uint32_t top = i >> (PAIR_BITS - 8), first = length[top];
-		uint32_t next = (i << first & ((1u << PAIR_BITS) - 1)) >> (PAIR_BITS - 8), n = first + length[next];
+	for (uint32_t i = threadIdx.x; i < 1u << to.nbits; i += blockDim.x) {
+		uint32_t top = i >> (to.nbits - 8), first = length[top];
+		uint32_t next = (i << first & ((1u << to.nbits) - 1)) >> (to.nbits - 8), n = first + length[next];
 
-		pair[i] = n <= PAIR_BITS ? (uint32_t)table[top] << 16 | (uint32_t)table[next] << 24 | n
-					 : (uint32_t)table[top] << 16 | first | LONG;
+		uint32_t a = table[top], b = table[next], some = a == escape || b == escape ? ESCAPED : 0;
+
+		to.entry[i] = n <= to.nbits ? a << 16 | b << 24 | some | n : a << 16 | LONG | first;
 	}
 }
 
@@ -71,47 +79,53 @@ static __device__ codec_status open_plane(cursor *c, coded *s, uint32_t lane)
 	return CODEC_OK;
 }
 
-/* Four symbols of the lane. Without pairs one at a time. */
-DEVICE uint32_t decode_quad(const uint32_t *pair, const uint8_t *table, uint64_t *bits)
+/* Four symbols of the lane, and its bits after them. */
+struct symbols {
+	uint64_t bits;
+	uint32_t quad;
+	uint32_t escaped; /* 0: none of them is the escape */
+};
+
+/* One at a time. */
+DEVICE_CALL symbols decode_singly(const uint8_t *table, uint64_t bits)
 {
-	uint64_t x = *bits, y;
-
-	if (pair) {
-		uint32_t a = pair[x >> (64 - PAIR_BITS)], b;
-
-		y = x << (a & 63);
-		b = pair[y >> (64 - PAIR_BITS)];
-		if (!((a | b) & LONG)) {
-			*bits = y << (b & 63);
-			return a >> 16 | (b & 0xffff0000u);
-		}
-	}
-	uint32_t quad = 0;
+	symbols s = {bits, 0, ESCAPED};
 
 	for (int k = 0; k < 32; k += 8) {
-		uint32_t top = (uint32_t)(x >> 56);
+		uint32_t top = (uint32_t)(s.bits >> 56);
 
-		quad |= (uint32_t)table[top] << k;
-		x <<= table[TABLE_LENGTHS + top];
+		s.quad |= (uint32_t)table[top] << k;
+		s.bits <<= table[TABLE_LENGTHS + top];
 	}
-	*bits = x;
-	return quad;
+	return s;
 }
 
-/* The next word to lanes that have fewer than 32 bits left. */
-DEVICE void refill(coded *s, uint32_t lane)
+/* Two at a time. */
+DEVICE symbols decode_pairs(const pairs &by, const uint8_t *table, uint64_t bits)
 {
-	/* then the mark is bit 32 + d: the word goes where it is, and the mark to d */
-	bool takes = (uint32_t)s->bits == 0;
-	uint32_t taking = __ballot_sync(FULL, takes), place = s->taken + __popc(taking & ((1u << lane) - 1));
+	uint32_t high = (uint32_t)(bits >> 32), low = (uint32_t)bits; /* shifts take an entry for its lower five bits */
+	const uint32_t *pair = shared(by.entry);
+	uint32_t a = pair[high >> (32 - by.nbits)];
+	uint32_t high2 = __funnelshift_l(low, high, a), low2 = __funnelshift_l(0, low, a);
+	uint32_t b = pair[high2 >> (32 - by.nbits)];
 
-	if (takes) {
-		uint32_t mark = (uint32_t)(s->bits >> 32),
-			 word = place < s->nwords ? load32(s->words + 4ull * place) : 0;
+	if ((a | b) & LONG)
+		return decode_singly(table, bits);
+	return {(uint64_t)__funnelshift_l(low2, high2, b) << 32 | __funnelshift_l(0, low2, b),
+		__byte_perm(a, b, 0x7632), (a | b) & ESCAPED};
+}
 
-		mark &= 0 - mark;
-		s->bits += (uint64_t)mark * word * 2 + mark - ((uint64_t)mark << 32);
-	}
+/* The next word to lanes that have fewer than 32 bits left. `even`: words lie at multiples of four. */
+DEVICE void refill(coded *s, bool even, uint32_t lane)
+{
+	uint32_t high = (uint32_t)(s->bits >> 32), low = (uint32_t)s->bits, word = 0;
+	uint32_t taking = __ballot_sync(FULL, low == 0), place = s->taken + __popc(taking & ((1u << lane) - 1));
+	/* the lowest bit of the upper half, where a word goes in front of it; 0 where none does */
+	uint32_t mark = low ? 0 : high & (0 - high);
+
+	if (mark && place < s->nwords)
+		word = even ? global((const uint32_t *)s->words)[place] : load32(s->words + 4ull * place);
+	s->bits = ((uint64_t)(high ^ mark) << 32 | (low | mark)) + 2 * ((uint64_t)mark * word);
 	s->taken += __popc(taking);
 }
 
@@ -127,15 +141,17 @@ DEVICE uint32_t there(uint32_t row, uint32_t lane, uint32_t k)
  * The symbols of the next row, of k in all; *escapes: those that are there and are the escape. What stands in place of
  * values from k on is compared with what it must be: *bad.
  */
-DEVICE uint32_t decode_row(coded *s, const uint32_t *pair, const uint8_t *table, uint32_t row, uint32_t k,
-			   uint32_t lane, uint32_t *escapes, bool *bad)
+DEVICE uint32_t decode_row(coded *s, const pairs *by, const uint8_t *table, uint32_t row, uint32_t k, uint32_t lane,
+			   uint32_t *escapes, bool *bad)
 {
-	uint32_t quad = decode_quad(pair, table, &s->bits), mine = (1u << there(row, lane, k)) - 1;
+	symbols of = by ? decode_pairs(*by, table, s->bits) : decode_singly(table, s->bits);
+	uint32_t mine = (1u << there(row, lane, k)) - 1;
 
-	refill(s, lane);
-	*bad |= (equal_bytes(quad, table[TABLE_PAD]) | mine) != 15;
-	*escapes = equal_bytes(quad, table[TABLE_ESCAPE]) & mine;
-	return quad;
+	s->bits = of.bits;
+	refill(s, false, lane);
+	*bad |= (equal_bytes(of.quad, table[TABLE_PAD]) | mine) != 15;
+	*escapes = equal_bytes(of.quad, table[TABLE_ESCAPE]) & mine;
+	return of.quad;
 }
 
 /* After the last row: is nothing left over? */

@@ -54,25 +54,27 @@ DEVICE const codec_decoding &decoding_of(const codec_decoding *decodings)
 }
 
 /*
- * All blocks, or all of their checks, by read(decoding, job, block, cursor, table of pairs and its plane, memory of the
- * warp's of so many bytes, lane, what to add digests of `size` planes to, those that are fixed).
+ * All blocks, or all of their checks, by read(decoding, job, block, cursor, pairs by so many bits, memory of the warp's
+ * of so many bytes, lane, what to add digests of `size` planes to, those that are fixed).
  */
-template <class F> DEVICE void decode_blocks(const codec_decoding *decodings, uint64_t scratch_nbytes, int size, F read)
+template <uint32_t PAIR_BITS, class F>
+DEVICE void decode_blocks(const codec_decoding *decodings, uint64_t scratch_nbytes, int size, F read)
 {
-	__shared__ uint32_t pair[1 << PAIR_BITS];
+	__shared__ uint32_t entries[1 << PAIR_BITS];
 	const codec_decoding &d = decoding_of(decodings);
 	const job &j = share_job(d.view, d.memory);
 	const codec_view &v = j.v;
 	const uint8_t *frame = d.frame;
 	codec_found *found = d.found;
-	uint32_t lane = threadIdx.x % 32, paired = v.coded ? (uint32_t)__ffs((int)v.coded) - 1 : WIRE_MAX_PLANES;
+	const pairs by = {entries, PAIR_BITS, v.coded ? (uint32_t)__ffs((int)v.coded) - 1 : WIRE_MAX_PLANES};
+	uint32_t lane = threadIdx.x % 32;
 	uint64_t warp = blockIdx.x * WARPS + threadIdx.x / 32, warps = d.warps;
 	uint8_t *scratch = d.scratch + warp * scratch_nbytes;
 
 	if (warp >= warps)
 		return;
 	if (v.coded)
-		fill_pairs(pair, table_of(&j, paired));
+		fill_pairs(by, table_of(&j, by.plane));
 	__syncthreads();
 	if (warp == 0)
 		blame(found, 0, check_frame(&v, frame, lane), lane);
@@ -86,7 +88,7 @@ template <class F> DEVICE void decode_blocks(const codec_decoding *decodings, ui
 			blame(found, b + 1, status, lane);
 			continue;
 		}
-		status = read(d, &j, b, c, pair, paired, scratch, lane, &sealed);
+		status = read(d, &j, b, c, by, scratch, lane, &sealed);
 		if (d.checks) {
 			if (status == CODEC_OK)
 				sealed += digest_bytes(here(&c), left(&c), WIRE_SEED_REGION, lane);

@@ -9,9 +9,8 @@ extern "C" __device__ const uint64_t decode_lossless_nbytes[] = {2 * PLANE_ROOM,
 template <int SIZE>
 __global__ void __launch_bounds__(32 * WARPS, SIZE > 4 ? 3 : 4) decode_lossless(const codec_decoding *decodings)
 {
-	decode_blocks(decodings, (SIZE + 1) * PLANE_ROOM, SIZE,
-		      [](const codec_decoding &d, const job *j, uint64_t b, cursor c, const uint32_t *pair,
-			 uint32_t paired, uint8_t *mine, uint32_t lane, uint64_t *sealed) {
-			      return read_block<SIZE>(j, b, c, pair, paired, mine, &d.sink, d.checks, sealed, lane);
-		      });
+	decode_blocks<13>(decodings, (SIZE + 1) * PLANE_ROOM, SIZE,
+			  [](const codec_decoding &d, const job *j, uint64_t b, cursor c, const pairs &by,
+			     uint8_t *mine, uint32_t lane,
+			     uint64_t *sealed) { return read_block<SIZE>(j, b, c, by, mine, &d.sink, sealed, lane); });
 }

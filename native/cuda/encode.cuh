@@ -28,7 +28,7 @@ static __device__ uint64_t look_back(volatile unsigned long long *places, uint64
 		uint32_t summed = __ballot_sync(FULL, s >> 63 != 0),
 			 last = summed ? (uint32_t)__ffs((int)summed) - 1 : 31;
 
-		before += warp_sum(lane <= last ? s & mask : 0);
+		before += warp_sum((uint64_t)(lane <= last ? s & mask : 0));
 		if (summed)
 			break;
 	}

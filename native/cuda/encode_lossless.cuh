@@ -168,7 +168,9 @@ static __device__ bool write_alone(const codec_encoding &e, const job *j, uint64
 		}
 		split_quad<SIZE>(e.source.values, first + i, n, octave > 0, offset, word);
 		for (int p = 1; p < SIZE; p++, section += v.plane_stride) {
-			digest_row_back(&sums[p], word[p], r, WIRE_SEED_PLANE + p, lane);
+			digest_word(&sums[p], word[p], r, lane);
+			if (r % CHUNK_ROWS == 0)
+				digest_keep(&sums[p], r / CHUNK_ROWS, lane);
 			put_fixed(&v, e.frame, section, first + i, word[p]);
 		}
 		if (r == rows - 1)
@@ -190,7 +192,8 @@ static __device__ bool write_alone(const codec_encoding &e, const job *j, uint64
 		return false;
 	if (got) {
 		for (int p = 1; p < SIZE; p++)
-			sealed += sums[p].total;
+			sealed += digest_end(&sums[p], 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, WIRE_SEED_PLANE + p,
+					     lane);
 		put32(e.frame + at, WIRE_MODE_CODED, lane);
 		end_region(e.frame + at, 4 + got, lane);
 		sealed = seal_block(sealed + digest_bytes(e.frame + at, size, WIRE_SEED_REGION, lane), b);
@@ -236,7 +239,9 @@ static __device__ uint32_t write_block(const job *j, const uint8_t *values, uint
 				((uint32_t *)(scratch + p * PLANE_ROOM))[32 * r + lane] = word[p];
 				continue;
 			}
-			digest_row(&sums[p], word[p], r, r + 1 == rows, WIRE_SEED_PLANE + p, lane);
+			digest_word(&sums[p], word[p], r, lane);
+			if (r % CHUNK_ROWS == CHUNK_ROWS - 1 || r + 1 == rows)
+				digest_keep(&sums[p], r / CHUNK_ROWS, lane);
 			put_fixed(&v, frame, section, first + i, word[p]);
 			section += v.plane_stride;
 		}
@@ -266,7 +271,9 @@ static __device__ uint32_t write_block(const job *j, const uint8_t *values, uint
 	head |= k < m ? WIRE_REGION_PRUNED : 0;
 	put32(region, head, lane);
 	for (int p = 0; p < SIZE; p++)
-		*sealed += sums[p].total;
+		if (v.fixed >> p & 1)
+			*sealed += digest_end(&sums[p], 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, WIRE_SEED_PLANE + p,
+					      lane);
 	return end_region(region, at, lane);
 }
 

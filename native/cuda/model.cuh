@@ -25,9 +25,14 @@ struct place {
 	const int8_t *rows, *cols;    /* offsets of rows, of columns; NULL: there are none */
 };
 
+DEVICE int eighths_of(const codec_model_part *part, const int8_t *rows, uint32_t row)
+{
+	return part->base + (rows ? rows[row] : 0);
+}
+
 DEVICE void enter_row(place *o)
 {
-	o->eighths = o->part->base + (o->rows ? o->rows[o->row] : 0);
+	o->eighths = eighths_of(o->part, o->rows, o->row);
 }
 
 /* Of value `first`. */
@@ -86,6 +91,39 @@ DEVICE void move_back(const job *j, place *o, uint32_t n)
 		enter_row(o);
 	}
 	o->column -= n;
+}
+
+/* How many eighths of an octave, of so many patterns, a circle has. */
+#define ROUND_OF(octave) (8 * WIRE_CIRCLE(128) / (octave))
+
+/*
+ * Two values at once, in the halves of a word: patterns that move turned by less than a circle. `u`: patterns;
+ * `upper`: their upper eight bits, which are 0 where they stay. To turn them back, turn them by the rest of the circle.
+ */
+DEVICE uint32_t turn_pair(uint32_t u, uint32_t upper, uint32_t by)
+{
+	static_assert(WIRE_CIRCLE(128) == 0x10000 - 0x8080, "what is taken off once round, in both halves");
+	uint32_t v = u + by, moves = __vminu2(upper, 0x10001) * 0xffff;
+
+	/* beyond the circle a half is negative, and once round less it is not; else it is the other way round */
+	return (__viaddmax_s16x2(v, 0x80808080, v) & moves) | (u & ~moves);
+}
+
+/* Eighths of a row, less 128, on the circle, in both halves. */
+DEVICE uint32_t row_pair(int eighths, int round)
+{
+	int e = eighths - 128;
+
+	e += e < 0 ? round : 0;
+	return (uint32_t)(e < round ? e : e - round) * 0x10001;
+}
+
+/* Eighths of the columns of two values, plus 128, and of their row to patterns. */
+DEVICE uint32_t pair_offset(uint32_t columns, uint32_t row, int octave)
+{
+	uint32_t e = columns + row;
+
+	return __viaddmin_u16x2(e, (uint32_t)(0x10000 - ROUND_OF(octave)) * 0x10001, e) * (octave / 8);
 }
 
 /*

@@ -11,20 +11,20 @@
 struct plane {
 	uint32_t mode, k;
 	const uint8_t *bytes; /* raw: the next row; constant: one byte; rows: the bitmap */
-	const uint32_t *pair; /* coded: tables; without that of pairs one symbol is looked up at a time */
+	const pairs *by;      /* coded: tables; without that of pairs one symbol is looked up at a time */
 	const uint8_t *table;
 	coded coder;
 	bool bad;
 };
 
 /* Begin with plane p, in any mode. The cursor moves behind what is known to be there. */
-static __device__ codec_status plane_open(plane *o, const job *j, uint32_t p, uint32_t mode, const uint32_t *pair,
+static __device__ codec_status plane_open(plane *o, const job *j, uint32_t p, uint32_t mode, const pairs &by,
 					  uint32_t k, cursor *c, uint32_t lane)
 {
 	uint32_t rows = (k + WIRE_ROW - 1) / WIRE_ROW;
 	uint64_t nbytes = mode == WIRE_MODE_RAW ? k : mode == WIRE_MODE_ROWS ? (rows + 7) / 8 : 1;
 
-	*o = {mode, k, here(c), pair, table_of(j, p), {0, NULL, 0, 0}, false};
+	*o = {mode, k, here(c), by.plane == p ? &by : NULL, table_of(j, p), {0, NULL, 0, 0}, false};
 	if (mode == WIRE_MODE_CODED)
 		return open_plane(c, &o->coder, lane);
 	if (left(c) < nbytes || (mode == WIRE_MODE_ROWS && rows % 8 && o->bytes[nbytes - 1] >> rows % 8))
@@ -33,19 +33,30 @@ static __device__ codec_status plane_open(plane *o, const job *j, uint32_t p, ui
 	return CODEC_OK;
 }
 
-/* Literals of a row's escapes, a byte each, to their places; the cursor moves behind them. */
-DEVICE uint32_t take_literals(plane *o, cursor *c, uint32_t quad, uint32_t escapes, uint32_t lane)
+/* A quad in which escapes have become literals; of how many in all lanes, or more than there were. */
+struct literals {
+	uint32_t quad, count;
+};
+
+/* Of a row, a byte each from p on, `left` at most. */
+DEVICE_CALL literals take_literals(const uint8_t *p, uint64_t left, uint32_t quad, uint32_t escapes, uint32_t lane)
 {
 	uint32_t total, at = warp_scan(__popc(escapes), lane, &total);
 
-	o->bad |= left(c) < total;
-	if (left(c) < total)
-		return quad;
-	for (uint32_t i = 0; i < 4; i++)
+	for (uint32_t i = 0; i < 4 && left >= total; i++)
 		if (escapes >> i & 1)
-			quad = (quad & ~(255u << 8 * i)) | (uint32_t)here(c)[at++] << 8 * i;
-	c->at += total;
-	return quad;
+			quad = (quad & ~(255u << 8 * i)) | (uint32_t)p[at++] << 8 * i;
+	return {quad, total};
+}
+
+/* The same; the cursor moves behind them. */
+DEVICE uint32_t with_literals(plane *o, cursor *c, uint32_t quad, uint32_t escapes, uint32_t lane)
+{
+	literals l = take_literals(here(c), left(c), quad, escapes, lane);
+
+	o->bad |= left(c) < l.count;
+	c->at += left(c) < l.count ? 0 : l.count;
+	return l.quad;
 }
 
 /* Four bytes of row r, those of values from k on 0. Rows are to be read in order. */
@@ -54,10 +65,10 @@ static __device__ uint32_t plane_row(plane *o, uint32_t r, cursor *c, uint32_t l
 	uint32_t n = there(r, lane, o->k), run = o->k - WIRE_ROW * r, escapes;
 
 	if (o->mode == WIRE_MODE_CODED) {
-		uint32_t quad = decode_row(&o->coder, o->pair, o->table, r, o->k, lane, &escapes, &o->bad);
+		uint32_t quad = decode_row(&o->coder, o->by, o->table, r, o->k, lane, &escapes, &o->bad);
 
 		if (__any_sync(FULL, escapes != 0))
-			quad = take_literals(o, c, quad, escapes, lane);
+			quad = with_literals(o, c, quad, escapes, lane);
 		return keep_bytes(quad, n);
 	}
 	if (o->mode == WIRE_MODE_CONSTANT)
@@ -72,6 +83,18 @@ static __device__ uint32_t plane_row(plane *o, uint32_t r, cursor *c, uint32_t l
 		return 0;
 	c->at += run;
 	return load_bytes(here(c) - run + 4 * lane, n);
+}
+
+/* The same of a row that is all there, of a coded plane whose words lie at multiples of four. */
+DEVICE uint32_t plane_whole_row(plane *o, const pairs &by, cursor *c, uint32_t lane)
+{
+	symbols s = decode_pairs(by, o->table, o->coder.bits);
+
+	o->coder.bits = s.bits;
+	refill(&o->coder, true, lane);
+	return __any_sync(FULL, s.escaped)
+		       ? with_literals(o, c, s.quad, equal_bytes(s.quad, o->table[TABLE_ESCAPE]), lane)
+		       : s.quad;
 }
 
 /* After the last row. */
@@ -107,11 +130,11 @@ static __device__ codec_status read_high(uint32_t *plane, uint32_t k, cursor *c,
 }
 
 /* All of plane p of k values to memory for whole rows. */
-static __device__ codec_status read_plane(const job *j, uint32_t p, uint32_t mode, const uint32_t *pair, uint32_t k,
+static __device__ codec_status read_plane(const job *j, uint32_t p, uint32_t mode, const pairs &by, uint32_t k,
 					  uint32_t *to, cursor *c, uint32_t lane)
 {
 	plane o;
-	codec_status status = plane_open(&o, j, p, mode, pair, k, c, lane);
+	codec_status status = plane_open(&o, j, p, mode, by, k, c, lane);
 
 	if (status != CODEC_OK)
 		return status;

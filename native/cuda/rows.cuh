@@ -147,7 +147,7 @@ template <int CODEC> DEVICE bool walk_quad(struct row_kind q, row_walk *w, uint3
 
 /* A region's values. `scratch` is memory for the bytes of its codes, where they come out of the coder. */
 template <int CODEC>
-static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, const uint32_t *pair, uint8_t *scratch,
+static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
 					 const codec_sink *sink, uint32_t lane)
 {
 	const struct row_kind q = kind_of(&j->v);
@@ -166,7 +166,7 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 		if (mode > WIRE_MODE_CODED)
 			return CODEC_BAD_REGION;
 		c.at += nscales + 4;
-		status = read_plane(j, 0, mode, pair, (uint32_t)ncodes, (uint32_t *)scratch, &c, lane);
+		status = read_plane(j, 0, mode, by, (uint32_t)ncodes, (uint32_t *)scratch, &c, lane);
 		codes = scratch;
 	} else {
 		if (left(&c) < nscales + ncodes)

@@ -8,56 +8,76 @@
 
 static __device__ const uint32_t SEAL_KEY[WIRE_CHUNK_WORDS] = {SEAL_KEYS};
 
-/* Of bytes that pass by: the chunk's sum over this lane's words; chunks before it. */
+/*
+ * Of bytes that pass by in rows: the chunk's sum over this lane's words; of the chunk, of the last 32, that is this
+ * lane's, all of it. Sums are mixed by all lanes at once.
+ */
 struct digest {
-	uint64_t sum, total;
+	uint64_t sum, mine;
 };
 
-/* Row `row` of them; `ends`: there is none behind it. */
-DEVICE void digest_row(digest *d, uint32_t word, uint32_t row, bool ends, uint32_t seed, uint32_t lane)
+/* A word of row `row`, whose chunk's rows come one after the other. */
+DEVICE void digest_word(digest *d, uint32_t word, uint32_t row, uint32_t lane)
 {
 	d->sum += (uint64_t)word * SEAL_KEY[row % CHUNK_ROWS * 32 + lane];
-	if (ends || row % CHUNK_ROWS == CHUNK_ROWS - 1) {
-		d->total += seal_chunk(warp_sum(d->sum), seed, row / CHUNK_ROWS);
-		d->sum = 0;
-	}
 }
 
-/* The same of rows that come the last one first. */
-DEVICE void digest_row_back(digest *d, uint32_t word, uint32_t row, uint32_t seed, uint32_t lane)
+/* That was all of a chunk. */
+DEVICE void digest_keep(digest *d, uint32_t chunk, uint32_t lane)
 {
-	d->sum += (uint64_t)word * SEAL_KEY[row % CHUNK_ROWS * 32 + lane];
-	if (row % CHUNK_ROWS == 0) {
-		d->total += seal_chunk(warp_sum(d->sum), seed, row / CHUNK_ROWS);
-		d->sum = 0;
-	}
+	uint64_t all = warp_sum(d->sum);
+
+	d->mine = chunk % 32 == lane ? all : d->mine;
+	d->sum = 0;
 }
 
-/* Of bytes in memory. */
-static __device__ uint64_t digest_bytes(const uint8_t *p, uint64_t nbytes, uint32_t seed, uint32_t lane)
+/* What chunks `first` to `first` + count - 1, at most 32, add to the seal. */
+DEVICE uint64_t digest_end(const digest *d, uint64_t first, uint32_t count, uint32_t seed, uint32_t lane)
 {
-	uint32_t nrows = (uint32_t)((nbytes + 127) / 128);
-	digest d = {0, 0};
-
-	for (uint32_t r = 0; r < nrows; r++) {
-		uint64_t at = 128ull * r + 4 * lane, left = at < nbytes ? nbytes - at : 0;
-
-		digest_row(&d, load_bytes(p + at, left < 4 ? (uint32_t)left : 4), r, r + 1 == nrows, seed, lane);
-	}
-	return d.total;
+	return warp_sum(lane < count ? seal_chunk(d->mine, seed, first + lane) : (uint64_t)0);
 }
 
-/* Of the i-th chunk of bytes in memory. */
-static __device__ uint64_t digest_chunk(const uint8_t *p, uint64_t nbytes, uint32_t seed, uint64_t i, uint32_t lane)
+/* Of the i-th chunk of bytes in memory: over this lane's words. */
+static __device__ uint64_t lane_sum(const uint8_t *p, uint64_t nbytes, uint64_t i, uint32_t lane)
 {
 	uint64_t from = 4 * WIRE_CHUNK_WORDS * i, sum = 0;
 
+	if ((uint64_t)p % 4 == 0 && nbytes - from >= 4 * WIRE_CHUNK_WORDS) {
+		const uint32_t *word = global((const uint32_t *)(p + from)) + lane;
+
+#pragma unroll
+		for (uint32_t k = 0; k < WIRE_CHUNK_WORDS; k += 32)
+			sum += (uint64_t)word[k] * SEAL_KEY[k + lane];
+		return sum;
+	}
 	for (uint32_t k = lane; k < WIRE_CHUNK_WORDS && from + 4 * k < nbytes; k += 32) {
 		uint64_t left = nbytes - from - 4 * k;
 
 		sum += (uint64_t)load_bytes(p + from + 4 * k, left < 4 ? (uint32_t)left : 4) * SEAL_KEY[k];
 	}
-	return seal_chunk(warp_sum(sum), seed, i);
+	return sum;
+}
+
+/* Of the i-th chunk of bytes in memory. */
+static __device__ uint64_t digest_chunk(const uint8_t *p, uint64_t nbytes, uint32_t seed, uint64_t i, uint32_t lane)
+{
+	return seal_chunk(warp_sum(lane_sum(p, nbytes, i, lane)), seed, i);
+}
+
+/* Of bytes in memory. */
+static __device__ uint64_t digest_bytes(const uint8_t *p, uint64_t nbytes, uint32_t seed, uint32_t lane)
+{
+	uint32_t nchunks = (uint32_t)((nbytes + 4 * WIRE_CHUNK_WORDS - 1) / (4 * WIRE_CHUNK_WORDS));
+	uint64_t total = 0;
+	digest d = {0, 0};
+
+	for (uint32_t i = 0; i < nchunks; i++) {
+		d.sum = lane_sum(p, nbytes, i, lane);
+		digest_keep(&d, i, lane);
+		if (i % 32 == 31 || i + 1 == nchunks)
+			total += digest_end(&d, i / 32 * 32, i % 32 + 1, seed, lane);
+	}
+	return total;
 }
 
 #endif

@@ -66,8 +66,8 @@ DEVICE bool take_wide_literals(cursor *c, uint16_t *pairs, uint32_t escapes, uin
 }
 
 /* Lowered exponents and, if they are coded with them, levels: a byte each, four in a word, row by row. */
-static __device__ codec_status read_symbols(const job *j, const cut_kind &q, uint32_t mode, const uint32_t *pair,
-					    uint32_t m, cursor *c, uint32_t *e, uint32_t *level, uint32_t lane)
+static __device__ codec_status read_symbols(const job *j, const cut_kind &q, uint32_t mode, const pairs &by, uint32_t m,
+					    cursor *c, uint32_t *e, uint32_t *level, uint32_t lane)
 {
 	bool joint = j->v.variant == WIRE_LEVELS_CODED;
 	codec_status status;
@@ -75,7 +75,7 @@ static __device__ codec_status read_symbols(const job *j, const cut_kind &q, uin
 
 	if (joint && mode == WIRE_MODE_RAW)
 		return CODEC_BAD_REGION;
-	status = plane_open(&o, j, 0, mode, pair, m, c, lane);
+	status = plane_open(&o, j, 0, mode, by, m, c, lane);
 	for (uint32_t r = 0; status == CODEC_OK && WIRE_ROW * r < m; r++) {
 		uint32_t escapes = 0, quad, exponents = 0, levels = 0;
 		uint16_t pairs[4];
@@ -88,7 +88,7 @@ static __device__ codec_status read_symbols(const job *j, const cut_kind &q, uin
 			continue;
 		}
 		if (mode == WIRE_MODE_CODED) /* literals are wider than symbols */
-			quad = keep_bytes(decode_row(&o.coder, pair, o.table, r, m, lane, &escapes, &o.bad),
+			quad = keep_bytes(decode_row(&o.coder, o.by, o.table, r, m, lane, &escapes, &o.bad),
 					  there(r, lane, m));
 		else
 			quad = plane_row(&o, r, c, lane);
@@ -115,7 +115,7 @@ static __device__ codec_status read_symbols(const job *j, const cut_kind &q, uin
  * A region's values. `scratch`: memory for two planes. `exponents`: those of A for all values of the tensor, where
  * levels are shared.
  */
-static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, const uint32_t *pair, uint8_t *scratch,
+static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
 					const uint8_t *exponents, const codec_sink *sink, uint32_t lane)
 {
 	const codec_view &v = j->v;
@@ -139,7 +139,7 @@ static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, cons
 		sent = load32(here(&c));
 		c.at += 4;
 	}
-	status = read_symbols(j, q, head & 3, pair, m, &c, e, w, lane);
+	status = read_symbols(j, q, head & 3, by, m, &c, e, w, lane);
 	if (status != CODEC_OK)
 		return status;
 	if (v.variant == WIRE_LEVELS_SHARED) {

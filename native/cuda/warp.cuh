@@ -14,11 +14,32 @@
 
 static_assert(WIRE_LANES == 32, "a lane of the coder is a lane of a warp");
 
+/* A pointer into global memory, which the compiler cannot know of one that was read from memory itself. */
+template <class T> DEVICE T *global(T *p)
+{
+	__builtin_assume(__isGlobal(p));
+	return p;
+}
+
+/* The same of a block's shared memory. */
+template <class T> DEVICE T *shared(T *p)
+{
+	__builtin_assume(__isShared(p));
+	return p;
+}
+
+DEVICE uint32_t warp_sum(uint32_t x)
+{
+	return __reduce_add_sync(FULL, x);
+}
+
+/* In parts that 32 times are below 2^32. */
 DEVICE uint64_t warp_sum(uint64_t x)
 {
-	for (int by = 16; by; by /= 2)
-		x += __shfl_xor_sync(FULL, x, by);
-	return x;
+	const uint32_t part = (1u << 27) - 1;
+
+	return warp_sum((uint32_t)x & part) + ((uint64_t)warp_sum((uint32_t)(x >> 27) & part) << 27) +
+	       ((uint64_t)warp_sum((uint32_t)(x >> 54)) << 54);
 }
 
 DEVICE uint32_t warp_max(uint32_t x)

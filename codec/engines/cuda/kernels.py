@@ -73,12 +73,12 @@ class Code(NamedTuple):
 
 @functools.cache
 def folders() -> tuple[Path, ...]:
-    """Where sources and headers lie: in the package, or beside it in the repository."""
-    package = Path(_cffi.__file__).parent
-    if (package / "kernels").is_dir():
-        return package / "kernels/cuda", package / "kernels", package / "include"
+    """Where sources and headers lie: in the repository, if this is one, or in the package."""
     native = Path(__file__).parents[3] / "native"
-    return native / "cuda", native / "src", native / "include"
+    if (native / "cuda").is_dir():
+        return native / "cuda", native / "src", native / "include"
+    package = Path(_cffi.__file__).parent
+    return package / "kernels/cuda", package / "kernels", package / "include"
 
 
 @functools.cache
@@ -91,8 +91,10 @@ def _sources() -> bytes:
     return digest.digest()
 
 
-def compiled(file: str, kernels: tuple[str, ...], arch: str) -> Code:
+def compiled(file: str, kernels: tuple[str, ...], arch: str, more: tuple[str, ...] = ()) -> Code:
     """Kernels of a file for an architecture such as ``"sm_90"``, from the disk if they were compiled before.
+
+    `more`: options that do not change what they do.
 
     Raises
     ------
@@ -105,16 +107,17 @@ def compiled(file: str, kernels: tuple[str, ...], arch: str) -> Code:
         version = nvrtc.getVersion()
     except Exception as e:  # of many kinds: CuPy finds it on its first call
         raise EngineError(f"NVRTC, which compiles kernels for the GPU, cannot be used: {e}") from e
-    asked = json.dumps([file, kernels, arch, _OPTIONS, version, cupy.__version__])
+    options = (*_OPTIONS, f"-arch={arch}", *more)
+    asked = json.dumps([file, kernels, options, version, cupy.__version__])
     key = hashlib.sha256(asked.encode() + _sources()).hexdigest()
     code = _load(key)
     if code is None:
-        code = _compile(nvrtc, file, kernels, arch)
+        code = _compile(nvrtc, file, kernels, arch, options)
         _store(key, code)
     return code
 
 
-def _compile(nvrtc: Any, file: str, kernels: tuple[str, ...], arch: str) -> Code:
+def _compile(nvrtc: Any, file: str, kernels: tuple[str, ...], arch: str, options: tuple[str, ...]) -> Code:
     names, texts = _STANDARD, _STANDARD.values()
     program = nvrtc.createProgram(
         f'#include "{file}.cu"\n', "codec.cu", [text.encode() for text in texts], [name.encode() for name in names]
@@ -122,9 +125,8 @@ def _compile(nvrtc: Any, file: str, kernels: tuple[str, ...], arch: str) -> Code
     try:
         for kernel in kernels:
             nvrtc.addNameExpression(program, kernel)
-        options = [*_OPTIONS, f"-arch={arch}", *(f"-I{folder}" for folder in folders())]
         try:
-            nvrtc.compileProgram(program, options)
+            nvrtc.compileProgram(program, [*options, *(f"-I{folder}" for folder in folders())])
         except nvrtc.NVRTCError as e:
             said = nvrtc.getProgramLog(program).strip()
             version = ".".join(map(str, nvrtc.getVersion()))

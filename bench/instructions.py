@@ -1,0 +1,189 @@
+"""How many instructions the CUDA engine's loops take, from their machine code. No GPU is needed, but nvdisasm is.
+
+    pip install nvidia-cuda-nvdisasm
+    python bench/instructions.py                                  # the loops over rows of 128 values
+    python bench/instructions.py "decode_lossless<2>" --all       # every loop of a kernel
+
+A loop's `least` is the shortest way round it, `most` all that stands in it: what is rarely needed (an escape's literal,
+a segment's end) is in the latter only. A warp issues one instruction a cycle, of one of four schedulers a
+multiprocessor. `slots` is how many there are for a row, should a kernel reach 70% or 80% of what a copy of as many
+bytes does on an H200 (132 multiprocessors, 1.98 GHz, 4.15 TB/s): with fewer instructions, memory is what limits it.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from codec.engines.cuda import kernels
+
+ROW = 128  # values
+SLOTS = 132 * 4 * 1.98e9  # instructions a second of an H200
+COPY = 4.15e12  # bytes a second that a copy reads and writes
+
+# The loops over rows, each by a piece of its first line, and the bytes a value of typical frames, w + f
+ROWS: dict[str, float] = {
+    "decode_lossless<2>": 2 + 1.33,
+    "decode_lossless<4>": 4 + 3.33,
+    "encode_lossless<2>": 2 + 1.33,
+    "encode_lossless<4>": 4 + 3.33,
+}
+
+
+class Instruction(NamedTuple):
+    text: str
+    line: str  # "file:number", of the innermost function
+    follows: tuple[int, ...]  # by number
+
+
+class Loop(NamedTuple):
+    kernel: str
+    line: str
+    source: str
+    least: int
+    most: int
+
+
+def nvdisasm() -> str:
+    """Where it is: on the path, or in one of NVIDIA's packages."""
+    packages = Path(sysconfig.get_path("purelib")) / "nvidia"
+    found = shutil.which("nvdisasm") or next(map(str, packages.glob("*/bin/nvdisasm")), None)
+    if found is None:
+        sys.exit("nvdisasm is not installed: pip install nvidia-cuda-nvdisasm")
+    return found
+
+
+def disassembled(kernel: str, arch: str) -> list[Instruction]:
+    """A kernel's instructions, those of functions that it calls behind its own."""
+    code = kernels.compiled(kernels.FILE_OF[kernel], (kernel,), arch, ("-lineinfo",))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code.image)
+        file.flush()
+        said = subprocess.run([nvdisasm(), "-c", "-g", file.name], check=True, capture_output=True, text=True).stdout
+    texts: list[str] = []
+    lines: list[str] = []
+    labels: dict[str, int] = {}
+    line = ""
+    for text in said.splitlines():
+        if mark := re.match(r'\s*//## File "(.*)", line (\d+)', text):
+            line = f"{Path(mark[1]).name}:{mark[2]}"
+        elif label := re.match(r"(\.L_x_\d+):", text):
+            labels[label[1]] = len(texts)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", text):
+            texts.append(instruction[1])
+            lines.append(line)
+    return [Instruction(t, lines[i], follows(t, i, labels)) for i, t in enumerate(texts)]
+
+
+def follows(text: str, i: int, labels: dict[str, int]) -> tuple[int, ...]:
+    """What may come after the i-th instruction; a call comes back."""
+    guard, opcode = re.match(r"(@!?U?P\w+\s+)?(\S+)", text).groups()  # type: ignore[union-attr]
+    target = re.search(r"\((\.L_x_\d+)\)", text)
+    if opcode.startswith("BRA") and opcode != "BRA.DIV" and target:  # the other is for warps that have diverged
+        conditional = guard or re.match(r"\S+\s+!?U?P\d", text)
+        return (labels[target[1]], i + 1) if conditional else (labels[target[1]],)
+    if opcode in ("EXIT", "RET.REL.NODEC", "BRX") and not guard:
+        return ()
+    return (i + 1,)
+
+
+def components(inside: set[int], code: Sequence[Instruction]) -> Iterator[set[int]]:
+    """Strongly connected ones of more than one instruction (Tarjan's algorithm, without recursion)."""
+    index: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    on: set[int] = set()
+    for root in sorted(inside):
+        work = [(root, iter(code[root].follows))] if root not in index else []
+        while work:
+            node, rest = work[-1]
+            if node not in index:
+                index[node] = low[node] = len(index)
+                stack.append(node)
+                on.add(node)
+            for other in rest:
+                if other in inside and other not in index:
+                    work.append((other, iter(code[other].follows)))
+                    break
+                if other in on:
+                    low[node] = min(low[node], index[other])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == index[node]:
+                    found: set[int] = set()
+                    while node not in found:
+                        found.add(stack.pop())
+                    on -= found
+                    if len(found) > 1:
+                        yield found
+
+
+def shortest(header: int, inside: set[int], code: Sequence[Instruction]) -> int:
+    """Instructions of the shortest way round."""
+    reached, edge, steps = {header}, [header], 0
+    while edge:
+        steps += 1
+        after = {other for node in edge for other in code[node].follows if other in inside}
+        if header in after:
+            return steps
+        edge = sorted(after - reached)
+        reached |= after
+    return len(inside)
+
+
+def loops(kernel: str, code: Sequence[Instruction], inside: set[int] | None = None) -> Iterator[Loop]:
+    """All of them, outer ones first. A loop begins where it is entered."""
+    into: dict[int, set[int]] = {}
+    for i, instruction in enumerate(code):
+        for other in instruction.follows:
+            into.setdefault(other, set()).add(i)
+    for found in components(set(range(len(code))) if inside is None else inside, code):
+        header = min((i for i in found if into.get(i, set()) - found), default=min(found))
+        line = code[header].line
+        yield Loop(kernel, line, source_of(line), shortest(header, found, code), len(found))
+        yield from loops(kernel, code, found - {header})
+
+
+def source_of(line: str) -> str:
+    """What stands there."""
+    name, number = line.rsplit(":", 1)
+    for folder in kernels.folders():
+        for path in (folder / name, folder / "exact" / name):
+            if path.is_file():
+                return path.read_text().splitlines()[int(number) - 1].strip()
+    return ""
+
+
+def slots(nbytes: float, fraction: float) -> float:
+    """Instructions that a row may take whose values have so many bytes, in tensor and frame."""
+    return SLOTS * ROW * nbytes / COPY / fraction
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kernels", nargs="*", default=list(ROWS), help="their names")
+    parser.add_argument("--arch", default="sm_90", help="of which GPUs (sm_90)")
+    parser.add_argument("--all", action="store_true", help="every loop, not just the one with most instructions")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for kernel in args.kernels:
+        found = sorted(loops(kernel, disassembled(kernel, args.arch)), key=lambda loop: -loop.most)
+        rows += [loop._asdict() for loop in found]
+    if args.json:
+        return print(json.dumps(rows))
+    for row in rows:
+        print(f"{row['kernel']:22}{row['least']:7}{row['most']:7}  {row['line']:26}{row['source'][:80]}")
+
+
+if __name__ == "__main__":
+    main()
