@@ -12,7 +12,7 @@
  * warps.
  */
 #define LONG 64u
-#define ESCAPED 128u
+#define ESCAPED (3u << 7)
 struct pairs {
 	uint32_t *entry;
 	uint32_t nbits, plane;

@@ -37,9 +37,8 @@ DEVICE void put32(uint8_t *to, uint32_t x, uint32_t lane)
 		to[lane] = (uint8_t)(x >> 8 * lane);
 }
 
-/* A symbol's code, whether it is an escape, bits of the code. */
-#define CODE(entry) ((entry) >> 8)
-#define CODE_ESCAPES(entry) ((entry) >> 7 & 1)
+/* A symbol's code, on top of a word; whether it is an escape; how many bits the code has. */
+#define CODE_ESCAPED (3u << 16)
 #define CODE_LENGTH(entry) ((entry) & 15)
 
 /* The job that a block of threads has to do, with such codes for `planes` planes, which are in shared memory, too. */
@@ -51,49 +50,93 @@ DEVICE const job &share_coding(const codec_view *view, const uint8_t *memory, ui
 		if (j.v.coded >> i / 256 & 1) {
 			const uint8_t *table = table_of(&j, i / 256);
 
-			codes[i] = (uint32_t)table[i % 256] << 8 | table[TABLE_LENGTHS + i % 256];
+			uint32_t length = table[TABLE_LENGTHS + i % 256];
+
+			codes[i] = (uint32_t)table[i % 256] << (32 - (length & 15)) | (length >> 7) * CODE_ESCAPED |
+				   (length & 15);
 		}
 	__syncthreads();
 	return j;
 }
 
-/* A lane's bits, the next ones to be decoded on top, 32 to 63 of them, right-justified. */
+/*
+ * A plane that is being coded, a warp's, the last row first. What comes out goes down from the end of its memory: words
+ * that lanes give away, and literals, which are two bytes if they are `wide`.
+ */
 struct coding {
-	uint64_t bits;
-	uint32_t have;
+	uint32_t low, high; /* the lane's bits, the next ones to be decoded on top, right-justified */
+	uint32_t more;      /* by how many they are more than 32: its lower five bits */
+	const uint32_t *codes;
+	uint32_t *words, nwords;
+	uint8_t *literals;
+	uint32_t nliterals;
+	bool wide;
 };
 
 /*
- * Four symbols in front of the lane's bits. The words that lanes give away go below words[*at]. Returns which of the
- * four are escapes.
+ * `words`: memory for WORDS_ROOM; `literals`: for PLANE_ROOM of them. Wide ones are there, one a symbol, and make room
+ * as their rows are coded.
  */
-DEVICE uint32_t encode_quad(const uint32_t *codes, uint32_t quad, coding *s, uint32_t *words, uint32_t *at,
-			    uint32_t lane)
+DEVICE coding begin_plane(const job *j, uint32_t p, uint32_t *words, uint8_t *literals, bool wide)
 {
-	uint32_t a = codes[quad & 255], b = codes[quad >> 8 & 255], c = codes[quad >> 16 & 255], d = codes[quad >> 24];
-	uint32_t lower = CODE_LENGTH(c) + CODE_LENGTH(d), n = CODE_LENGTH(a) + CODE_LENGTH(b) + lower;
-	uint32_t upper = CODE(a) << CODE_LENGTH(b) | CODE(b), four = CODE(c) << CODE_LENGTH(d) | CODE(d);
-	uint32_t giving = __ballot_sync(FULL, s->have + n >= 64);
-
-	*at -= __popc(giving);
-	if (giving >> lane & 1) {
-		words[*at + __popc(giving & ((1u << lane) - 1))] = (uint32_t)s->bits;
-		s->bits >>= 32;
-		s->have -= 32;
-	}
-	s->bits |= (uint64_t)(upper << lower | four) << s->have;
-	s->have += n;
-	return CODE_ESCAPES(a) | CODE_ESCAPES(b) << 1 | CODE_ESCAPES(c) << 2 | CODE_ESCAPES(d) << 3;
+	return {0, 0, 0, j->codes + 256 * p, words, 0, literals, 0, wide};
 }
 
-/* The same, without coding them, of the first n. */
-DEVICE uint32_t escapes_of(const uint32_t *codes, uint32_t quad, uint32_t n)
+/* Literals of row r, of the first n of a lane's four symbols. */
+DEVICE void put_literals(coding *s, uint32_t quad, uint32_t escapes, uint32_t r, uint32_t lane)
 {
-	uint32_t some = 0;
+	uint32_t total, value[4], at = warp_scan(__popc(escapes), lane, &total);
+	uint16_t *wide = (uint16_t *)s->literals;
 
-	for (uint32_t i = 0; i < n; i++)
-		some |= CODE_ESCAPES(codes[quad >> 8 * i & 255]) << i;
-	return some;
+	for (uint32_t i = 0; i < 4; i++)
+		value[i] = s->wide && escapes >> i & 1 ? wide[WIRE_ROW * r + 4 * lane + i] : quad >> 8 * i;
+	__syncwarp();
+	s->nliterals += total;
+	at += PLANE_ROOM - s->nliterals;
+	for (uint32_t i = 0; i < 4; i++)
+		if (!(escapes >> i & 1))
+			continue;
+		else if (s->wide)
+			wide[at++] = (uint16_t)value[i];
+		else
+			s->literals[at++] = (uint8_t)value[i];
+}
+
+/* Four symbols in front of the lane's bits; n of them count, of row r. Rows are coded the last one first. */
+DEVICE void code_quad(coding *s, uint32_t quad, uint32_t r, uint32_t n, uint32_t lane)
+{
+	const uint32_t *codes = shared(s->codes);
+	uint32_t a = codes[__byte_perm(quad, 0, 0x4440)], b = codes[__byte_perm(quad, 0, 0x4441)];
+	uint32_t c = codes[__byte_perm(quad, 0, 0x4442)], d = codes[__byte_perm(quad, 0, 0x4443)];
+	/* shifts by entries take their lower five bits; a code comes down from the top */
+	uint32_t four = __funnelshift_l(a, 0, a), more = s->more + a + b + c + d;
+
+	four = __funnelshift_l(b, four, b);
+	four = __funnelshift_l(c, four, c);
+	four = __funnelshift_l(d, four, d);
+
+	uint32_t next = s->high | __funnelshift_l(0, four, s->more), over = __funnelshift_l(four, 0, s->more);
+	bool gives = (int)((more ^ s->more) << 26) < 0;
+	uint32_t giving = __ballot_sync(FULL, gives);
+
+	s->nwords += __popc(giving);
+	if (gives)
+		global(s->words)[WORDS_ROOM - s->nwords + __popc(giving & ((1u << lane) - 1))] = s->low;
+	s->low = gives ? next : s->low;
+	s->high = gives ? over : next;
+	s->more = more;
+	if (__any_sync(FULL, ((a | b | c | d) & CODE_ESCAPED) != 0))
+		put_literals(s, quad,
+			     ((a & CODE_ESCAPED ? 1 : 0) | (b & CODE_ESCAPED ? 2 : 0) | (c & CODE_ESCAPED ? 4 : 0) |
+			      (d & CODE_ESCAPED ? 8 : 0)) &
+				     ((1u << n) - 1),
+			     r, lane);
+}
+
+/* The first n of four symbols, and in place of the others those that are there for coding. */
+DEVICE uint32_t filled(uint32_t quad, uint32_t n, uint32_t pad)
+{
+	return n < 4 ? keep_bytes(quad, n) | (pad & ~keep_bytes(FULL, n)) : quad;
 }
 
 /* Bits before the words, from the second byte on: tails' lengths, tails. */
@@ -112,45 +155,23 @@ static __device__ void put_tails(uint8_t *p, uint32_t t, uint32_t tail, uint32_t
 }
 
 /*
- * Code k symbols of plane p. They come from quad_of(r), four of row r, the last row first; `symbol`, memory for whole
- * rows, keeps those that have escapes: literals are symbols' bytes, or lie in `wide`. Returns how many bytes that
- * takes, which go to place(bytes); or 0 if they are more than `most`, or have no place. `words`: memory for WORDS_ROOM.
+ * A plane all of whose symbols have been coded. Returns how many bytes it takes, which go to place(bytes); or 0 if they
+ * are more than `most`, or have no place.
  */
-template <class F, class G>
-static __device__ uint32_t encode_quads(const job *j, uint32_t p, F quad_of, uint32_t *symbol, uint32_t k,
-					uint32_t most, const uint16_t *wide, uint32_t *words, G place, uint32_t lane)
+template <class G> static __device__ uint32_t end_plane(const coding &s, uint32_t most, G place, uint32_t lane)
 {
-	const uint32_t *codes = j->codes + 256 * p, pad = table_of(j, p)[TABLE_PAD] * ONES;
-	uint32_t rows = (k + WIRE_ROW - 1) / WIRE_ROW, at = WORDS_ROOM, nliterals = 0, nwords, sum, some, size;
-	uint32_t kept = 0; /* bit i: row 32 i + lane */
-	coding s = {0, 32};
+	uint32_t t = s.more & 31, sum, some, from = warp_scan(t, lane, &sum), nwords = s.nwords + WIRE_LANES;
+	uint32_t *words = s.words + WORDS_ROOM - nwords, width = s.wide ? 2 : 1;
+	uint32_t size = (STATE_NBYTES + (sum + 7) / 8 + 3) / 4 * 4;
 
-	for (uint32_t r = rows; r-- > 0;) {
-		uint32_t n = there(r, lane, k), quad = quad_of(r);
-		uint32_t whole = n < 4 ? keep_bytes(quad, n) | (pad & ~keep_bytes(FULL, n)) : quad;
-		uint32_t escapes = encode_quad(codes, whole, &s, words, &at, lane) & ((1u << n) - 1);
-
-		nliterals += __popc(escapes);
-		if (__any_sync(FULL, escapes != 0)) {
-			symbol[32 * r + lane] = quad;
-			kept |= (r % 32 == lane ? 1u : 0) << r / 32;
-		}
-	}
-	uint32_t t = s.have - 32, from = warp_scan(t, lane, &sum);
-
-	at -= WIRE_LANES;
-	words[at + lane] = (uint32_t)(s.bits >> t);
+	words[lane] = __funnelshift_r(s.low, s.high, t);
 	__syncwarp();
-	nwords = WORDS_ROOM - at;
 	do { /* zeros at the end are left out */
-		some = __ballot_sync(FULL, lane < nwords && words[at + nwords - 1 - lane] != 0);
+		some = __ballot_sync(FULL, lane < nwords && words[nwords - 1 - lane] != 0);
 		nwords -= some ? (uint32_t)__ffs((int)some) - 1 : nwords < 32 ? nwords : 32;
 	} while (!some && nwords);
-	nliterals = (uint32_t)warp_sum(nliterals) * (wide ? 2 : 1);
-	size = (STATE_NBYTES + (sum + 7) / 8 + 3) / 4 * 4;
-	if (size + 4 * nwords + nliterals > most)
-		return 0;
-	uint8_t *out = place(size + 4 * nwords + nliterals);
+	uint32_t nbytes = size + 4 * nwords + width * s.nliterals;
+	uint8_t *out = nbytes <= most ? place(nbytes) : NULL;
 
 	if (!out)
 		return 0;
@@ -158,40 +179,25 @@ static __device__ uint32_t encode_quads(const job *j, uint32_t p, F quad_of, uin
 		out[i] = 0;
 	if (lane < 2)
 		out[lane] = (uint8_t)(nwords >> 8 * lane);
-	put_tails(out, t, (uint32_t)(s.bits & ((1ull << t) - 1)), from, sum, lane);
-	copy_bytes(out + size, (const uint8_t *)(words + at), 4 * nwords, lane);
-	size += 4 * nwords;
-	for (uint32_t r = 0; nliterals && r < rows; r++) {
-		if (!(__shfl_sync(FULL, kept, (int)(r % 32)) >> r / 32 & 1))
-			continue;
-		uint32_t quad = symbol[32 * r + lane], mine = escapes_of(codes, quad, there(r, lane, k));
-		uint32_t before = warp_scan(__popc(mine), lane, &some);
-		uint8_t *to = out + size + before * (wide ? 2 : 1);
-
-		for (uint32_t i = 0; i < 4; i++) {
-			if (!(mine >> i & 1))
-				continue;
-			if (wide) {
-				uint16_t literal = wide[WIRE_ROW * r + 4 * lane + i];
-
-				*to++ = (uint8_t)literal;
-				*to++ = (uint8_t)(literal >> 8);
-			} else {
-				*to++ = (uint8_t)(quad >> 8 * i);
-			}
-		}
-		size += some * (wide ? 2 : 1);
-	}
-	return size;
+	put_tails(out, t, s.low & ((1u << t) - 1), from, sum, lane);
+	copy_bytes(out + size, (const uint8_t *)words, 4 * nwords, lane);
+	copy_bytes(out + size + 4 * nwords, s.literals + width * (PLANE_ROOM - s.nliterals), width * s.nliterals, lane);
+	return nbytes;
 }
 
-/* The same of symbols that are in memory. */
-DEVICE_CALL uint32_t encode_plane(const job *j, uint32_t p, uint32_t *symbol, uint32_t k, uint32_t most,
-				  const uint16_t *wide, uint32_t *words, uint8_t *out, uint32_t lane)
+/* All of a plane of k symbols that are in memory. */
+DEVICE_CALL uint32_t encode_plane(const job *j, uint32_t p, const uint32_t *symbol, uint32_t k, uint32_t most,
+				  uint32_t *words, uint8_t *literals, bool wide, uint8_t *out, uint32_t lane)
 {
-	return encode_quads(
-		j, p, [&](uint32_t r) { return symbol[32 * r + lane]; }, symbol, k, most, wide, words,
-		[&](uint32_t) { return out; }, lane);
+	const uint32_t pad = table_of(j, p)[TABLE_PAD] * ONES;
+	coding s = begin_plane(j, p, words, literals, wide);
+
+	for (uint32_t r = (k + WIRE_ROW - 1) / WIRE_ROW; r-- > 0;) {
+		uint32_t n = there(r, lane, k), quad = symbol[32 * r + lane];
+
+		code_quad(&s, filled(quad, n, pad), r, n, lane);
+	}
+	return end_plane(s, most, [&](uint32_t) { return out; }, lane);
 }
 
 #endif

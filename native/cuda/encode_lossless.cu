@@ -27,7 +27,7 @@ template <int SIZE> __global__ void __launch_bounds__(32 * WARPS, 4) encode_loss
 		if (j.v.model_parts.count)
 			fit_rows(&j, e.memory, e.source.values, SIZE, octave_of(j.v.dtype), 1u << SHIFT_OF(SIZE),
 				 b * j.v.block_nvalues, (uint32_t)block_values(&j.v, b), lane);
-		if (is_alone(j.v, SIZE) && write_alone<SIZE>(e, &j, b, (uint32_t *)(scratch + SIZE * PLANE_ROOM),
+		if (is_alone(j.v, SIZE) && write_alone<SIZE>(e, &j, b, scratch + SIZE * PLANE_ROOM,
 							     (uint32_t *)(scratch + (SIZE + 1) * PLANE_ROOM), lane))
 			continue;
 		uint32_t size = write_block<SIZE>(&j, e.source.values, e.frame, b, scratch, region, &sealed, lane);

@@ -40,7 +40,7 @@ static __device__ bool plane_pays(const job *j, uint32_t p, const uint32_t *plan
 		for (uint32_t i = 0; i < there(r, lane, k); i++) {
 			uint32_t entry = codes[plane[32 * r + lane] >> 8 * i & (halved ? 15 : 255)];
 
-			cost += CODE_LENGTH(entry) + 8 * CODE_ESCAPES(entry);
+			cost += CODE_LENGTH(entry) + (entry & CODE_ESCAPED ? 8 : 0);
 			count++;
 		}
 	return choose_saves(warp_sum(cost), warp_sum(count), halved ? 4 : 8);
@@ -64,7 +64,7 @@ DEVICE_CALL uint32_t put_plane(const job *j, uint32_t p, uint32_t *plane, uint32
 
 		for (uint32_t r = 0; halved && r < rows; r++)
 			symbol[32 * r + lane] = plane[32 * r + lane] & 0x0f0f0f0fu;
-		got = encode_plane(j, p, halved ? symbol : plane, k, most, NULL, words, out, lane);
+		got = encode_plane(j, p, halved ? symbol : plane, k, most, words, (uint8_t *)symbol, false, out, lane);
 		for (uint32_t i = lane; got && halved && i < half; i += 32)
 			out[got + i] = (uint8_t)(bytes[i] >> 4 | (half + i < k ? bytes[half + i] & 0xf0 : 0));
 		got += got && halved ? half : 0;
@@ -132,61 +132,168 @@ DEVICE bool is_alone(const codec_view &v, int size)
 	return size > 1 && octave_of(v.dtype) && v.coded & 1 && !(v.halved & 1) && v.fixed == (1u << size) - 2;
 }
 
+/* A lane's four values of a row, as they lie in memory, to a word of each plane; the reverse of merge_quad. */
+template <int SIZE> DEVICE void split_pairs(const uint32_t *value, const uint32_t *offset, uint32_t *plane)
+{
+	uint32_t top[2], turned[2];
+
+	for (int h = 0; h < 2; h++) {
+		top[h] = SIZE == 2 ? value[h] : __byte_perm(value[2 * h % SIZE], value[(2 * h + 1) % SIZE], 0x7632);
+		turned[h] = turn_pair(top[h] & 0x7fff7fff, __byte_perm(2 * top[h], 0, 0x4341), offset[h]);
+	}
+	plane[1] = (__byte_perm(turned[0], turned[1], 0x6420) & 0x7f7f7f7f) |
+		   (__byte_perm(top[0], top[1], 0x7531) & 0x80808080);
+	plane[0] = __byte_perm(2 * turned[0], 2 * turned[1], 0x7531);
+	if constexpr (SIZE == 4) {
+		uint32_t low[2] = {__byte_perm(value[0], value[1], 0x5410), __byte_perm(value[2], value[3], 0x5410)};
+
+		plane[2] = __byte_perm(low[0], low[1], 0x7531);
+		plane[3] = __byte_perm(low[0], low[1], 0x6420);
+	}
+}
+
+/* Bits that some of a plane's symbols have, and those that all have; by their place in quads. */
+struct common {
+	uint32_t some, all;
+};
+
+/* Bits that some byte of the warp's words has. */
+DEVICE uint32_t any_byte(uint32_t x)
+{
+	x = __reduce_or_sync(FULL, x);
+	return (x | x >> 8 | x >> 16 | x >> 24) & 255;
+}
+
+/*
+ * A chunk of rows, from row r on, that are all there: values at `from`, at a multiple of a quad, are split, coded, and
+ * but for plane 0 written to their sections from `section` on. Nearly all of a large tensor is coded here. `o`: the
+ * last of these rows.
+ */
+template <int SIZE>
+DEVICE void write_whole_rows(const job *j, const uint8_t *from, uint8_t *section, place *o, coding *s, digest *sums,
+			     common *same, uint32_t r, uint32_t lane)
+{
+	const int octave = octave_of(j->v.dtype), round = ROUND_OF(octave);
+	const uint32_t *key = SEAL_KEY + lane;
+	uint32_t column = o->length ? o->column : ~0u, row = o->row, eighths = row_pair(o->eighths, round), *to[SIZE];
+
+	for (int p = 1; p < SIZE; p++)
+		to[p] = global((uint32_t *)(section + (p - 1) * j->v.plane_stride)) + 32 * r + lane;
+	from += 4 * SIZE * (32 * r + lane);
+#pragma unroll(SIZE == 2 ? 4 : 2)
+	for (uint32_t k = CHUNK_ROWS; k-- > 0;) {
+		uint32_t word[SIZE], value[SIZE], offset[2], four = 0x80808080;
+
+		if constexpr (SIZE == 2) {
+			uint2 w = *global((const uint2 *)(from + 4 * SIZE * 32 * k));
+
+			value[0] = w.x, value[1] = w.y;
+		} else {
+			uint4 w = *global((const uint4 *)(from + 4 * SIZE * 32 * k));
+
+			value[0] = w.x, value[1] = w.y, value[2] = w.z, value[3] = w.w;
+		}
+		if (o->cols)
+			four ^= columns_at(o->cols + column);
+		for (int h = 0; h < 2; h++) /* the rest of the circle */
+			offset[h] = WIRE_CIRCLE(128) * 0x10001 -
+				    pair_offset(__byte_perm(four, 0, h ? 0x4342 : 0x4140), eighths, octave);
+		split_pairs<SIZE>(value, offset, word);
+		for (int p = 1; p < SIZE; p++) {
+			sums[p].sum += (uint64_t)word[p] * key[32 * k];
+			to[p][32 * k] = word[p];
+		}
+		same->some |= word[0];
+		same->all &= word[0];
+		code_quad(s, word[0], r + k, 4, lane);
+		if (k && column < WIRE_ROW) {
+			for (; column < WIRE_ROW; row--)
+				column += o->length;
+			eighths = row_pair(eighths_of(o->part, o->rows, row), round);
+		}
+		column -= k ? WIRE_ROW : 0;
+	}
+	if (o->part) {
+		o->column = o->length ? column : 0, o->row = row, o->left += WIRE_ROW * (CHUNK_ROWS - 1);
+		enter_row(o);
+		if (r)
+			move_back(j, o, WIRE_ROW);
+	}
+}
+
+/* Are a lane's quads in the chunk of rows that ends here such as write_whole_rows takes? */
+DEVICE bool plain_behind(const place *o)
+{
+	return o->part->count - o->left >= WIRE_ROW * (CHUNK_ROWS - 1) && o->left >= 4 &&
+	       !((o->length | o->column) & 3);
+}
+
 /*
  * Block b of a tensor of which that is true: values are read once, the last row first, and coded at once; as soon as
  * the region's size is known it is written to its place. False: it is not to be coded after all, and nothing has
- * happened but that fixed planes may have been written. `symbol`, `words`: memory for a plane and for WORDS_ROOM.
+ * happened but that fixed planes may have been written. `literals`, `words`: see begin_plane.
  */
 template <int SIZE>
-static __device__ bool write_alone(const codec_encoding &e, const job *j, uint64_t b, uint32_t *symbol, uint32_t *words,
-				   uint32_t lane)
+DEVICE bool write_alone(const codec_encoding &e, const job *j, uint64_t b, uint8_t *literals, uint32_t *words,
+			uint32_t lane)
 {
 	const codec_view &v = j->v;
 	const uint64_t first = b * v.block_nvalues;
 	const uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW;
 	const uint32_t last = there(rows - 1, lane, m) ? rows - 1 : rows - 2; /* of this lane's rows; ~0: it has none */
+	const uint32_t pad = table_of(j, 0)[TABLE_PAD] * ONES;
 	const bool offsets = v.model_parts.count > 0;
 	const int octave = octave_of(v.dtype);
-	uint32_t differ = 0, some = 0, size = 0;
+	const uint8_t *values = e.source.values + SIZE * first;
+	uint8_t *section = e.frame + v.planes_offset + first;
+	/* a quad is written to its sections' ends, too */
+	const bool fast = (SIZE == 2 || SIZE == 4) &&
+			  ((uint64_t)values % (4 * SIZE) | ((uint64_t)section | v.plane_stride) % 4) == 0;
+	coding s = begin_plane(j, 0, words, literals, false);
+	common same = {0, FULL};
+	uint32_t size = 0;
 	uint64_t at = 0, sealed = 0;
-	digest sums[SIZE];
+	digest sums[SIZE] = {};
 	place o = {};
 
-	for (int p = 0; p < SIZE; p++)
-		sums[p] = {0, 0};
 	if (offsets && last != ~0u)
 		o = place_at(j, first + WIRE_ROW * last + 4 * lane);
-	auto quad_of = [&](uint32_t r) {
-		uint32_t n = there(r, lane, m), word[SIZE], i = WIRE_ROW * r + 4 * lane;
-		uint64_t section = v.planes_offset;
-		uint16_t offset[4] = {0};
+	for (uint32_t r = rows; r > 0;) {
+		if (fast && r % CHUNK_ROWS == 0 && r <= m / WIRE_ROW &&
+		    (!offsets || __all_sync(FULL, plain_behind(&o)))) {
+			r -= CHUNK_ROWS;
+			if constexpr (SIZE == 2 || SIZE == 4)
+				write_whole_rows<SIZE>(j, values, section, &o, &s, sums, &same, r, lane);
+		} else {
+			uint32_t n = there(--r, lane, m), word[SIZE], i = WIRE_ROW * r + 4 * lane;
+			uint16_t offset[4] = {0};
 
-		if (offsets && n) {
-			quad_offsets_here(j, &o, n, octave / 8, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)), offset);
-			if (r)
-				move_back(j, &o, WIRE_ROW);
+			if (offsets && n) {
+				quad_offsets_here(j, &o, n, octave / 8, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)), offset);
+				if (r)
+					move_back(j, &o, WIRE_ROW);
+			}
+			split_quad<SIZE>(values, i, n, octave > 0, offset, word);
+			for (int p = 1; p < SIZE; p++) {
+				digest_word(&sums[p], word[p], r, lane);
+				put_fixed(&v, e.frame, v.planes_offset + (p - 1) * v.plane_stride, first + i, word[p]);
+			}
+			same.some |= keep_bytes(word[0], n);
+			same.all &= word[0] | ~keep_bytes(FULL, n);
+			code_quad(&s, filled(word[0], n, pad), r, n, lane);
 		}
-		split_quad<SIZE>(e.source.values, first + i, n, octave > 0, offset, word);
-		for (int p = 1; p < SIZE; p++, section += v.plane_stride) {
-			digest_word(&sums[p], word[p], r, lane);
-			if (r % CHUNK_ROWS == 0)
+		if (r % CHUNK_ROWS == 0)
+			for (int p = 1; p < SIZE; p++)
 				digest_keep(&sums[p], r / CHUNK_ROWS, lane);
-			put_fixed(&v, e.frame, section, first + i, word[p]);
-		}
-		if (r == rows - 1)
-			some = __shfl_sync(FULL, word[0], 0) & 255;
-		differ |= keep_bytes(word[0] ^ some * ONES, n);
-		return word[0];
-	};
+	}
 	auto place_for = [&](uint32_t nbytes) -> uint8_t * {
-		if (!__any_sync(FULL, differ != 0))
+		if (!(any_byte(same.some) & any_byte(~same.all)))
 			return NULL;
 		size = (4 + nbytes + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
 		at = v.regions_offset + look_back(e.places, b, size, lane);
 		return at + size <= e.capacity ? e.frame + at + 4 : NULL;
 	};
-	uint32_t most = (uint32_t)choose_coded_most(m, 0);
-	uint32_t got = encode_quads(j, 0, quad_of, symbol, m, most, NULL, words, place_for, lane);
+	uint32_t got = end_plane(s, (uint32_t)choose_coded_most(m, 0), place_for, lane);
 
 	if (!size)
 		return false;
@@ -207,8 +314,8 @@ static __device__ bool write_alone(const codec_encoding &e, const job *j, uint64
  * the region's size. `scratch`: memory for a plane more than values have, and for WORDS_ROOM.
  */
 template <int SIZE>
-static __device__ uint32_t write_block(const job *j, const uint8_t *values, uint8_t *frame, uint64_t b,
-				       uint8_t *scratch, uint8_t *region, uint64_t *sealed, uint32_t lane)
+DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *frame, uint64_t b, uint8_t *scratch,
+				 uint8_t *region, uint64_t *sealed, uint32_t lane)
 {
 	const codec_view &v = j->v;
 	uint64_t first = b * v.block_nvalues;

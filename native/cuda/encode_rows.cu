@@ -3,7 +3,7 @@
 #include "encode_rows.cuh"
 
 /* For whoever launches: a warp's scratch, to which a region comes, the largest that there can be. */
-#define ROWS_ROOM (PLANE_ROOM + 4 * WORDS_ROOM)
+#define ROWS_ROOM (2 * PLANE_ROOM + 4 * WORDS_ROOM)
 extern "C" __device__ const uint64_t encode_rows_nbytes[] = {ROWS_ROOM};
 
 /* As encode_lossless; scratch is for an entropy stage. What is left of the values goes where the source says. */

@@ -237,7 +237,7 @@ DEVICE void refuse(codec_written *out, codec_status status)
 		atomicCAS(&out->fault, old, (uint32_t)status);
 }
 
-/* Block b to a region: its size to *size. `scratch`: memory for a plane, and for WORDS_ROOM. */
+/* Block b to a region: its size to *size. `scratch`: memory for two planes and WORDS_ROOM. */
 static __device__ codec_status write_rows(const job *j, const codec_source *source, uint64_t b, uint8_t *scratch,
 					  uint8_t *region, uint32_t *size, uint32_t lane)
 {
@@ -260,8 +260,8 @@ static __device__ codec_status write_rows(const job *j, const codec_source *sour
 		bool constant = !__any_sync(FULL, differ != 0);
 
 		if (!constant && ncodes >= WIRE_MIN_CODED)
-			got = encode_plane(j, 0, bytes, ncodes, ncodes - 1, NULL, (uint32_t *)(scratch + PLANE_ROOM),
-					   region + at + 4, lane);
+			got = encode_plane(j, 0, bytes, ncodes, ncodes - 1, (uint32_t *)(scratch + 2 * PLANE_ROOM),
+					   scratch + PLANE_ROOM, false, region + at + 4, lane);
 		put32(region + at, constant ? WIRE_MODE_CONSTANT : got ? WIRE_MODE_CODED : WIRE_MODE_RAW, lane);
 		if (!got)
 			copy_bytes(region + at + 4, scratch, constant ? 1 : ncodes, lane);

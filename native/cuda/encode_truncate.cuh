@@ -137,7 +137,7 @@ static __device__ uint32_t put_symbols(const job *j, const cut_kind &q, uint64_t
 		return 1;
 	}
 	*mode = WIRE_MODE_CODED; /* joint ones are never raw */
-	got = encode_plane(j, 0, symbol, m, joint ? ~0u : m - 1, joint ? pairs : NULL, words, out, lane);
+	got = encode_plane(j, 0, symbol, m, joint ? ~0u : m - 1, words, (uint8_t *)pairs, joint, out, lane);
 	if (got)
 		return got;
 	*mode = WIRE_MODE_RAW;

@@ -5,10 +5,10 @@
 #include "exact/choose.h"
 #include "model.cuh"
 
-/* A value's pattern, of its bytes. */
+/* A value's pattern; values of `size` bytes lie at a multiple of that. */
 DEVICE uint32_t pattern_at(const uint8_t *values, uint32_t size, uint64_t i)
 {
-	return (values[(i + 1) * size - 2] | (uint32_t)values[(i + 1) * size - 1] << 8) & 0x7fff;
+	return *global((const uint16_t *)(values + (i + 1) * size - 2)) & 0x7fff;
 }
 
 /* The mean pattern of row r of a part; CHOOSE_NONE if there is none. */
@@ -18,17 +18,22 @@ DEVICE_CALL int row_mean(const codec_model_part *part, const uint8_t *values, ui
 	uint64_t first = part->start + r * part->row, n = part->start + part->count - first;
 	uint32_t sum = 0, count = 0;
 
-	n = n < part->row ? n : part->row;
-	for (uint64_t i = lane; i < (n > CHOOSE_RUNS * CHOOSE_RUN ? CHOOSE_RUNS * CHOOSE_RUN : n); i += 32) {
-		uint64_t at = n > CHOOSE_RUNS * CHOOSE_RUN ? choose_run(i / CHOOSE_RUN, n) + i % CHOOSE_RUN : i;
+	auto add = [&](uint64_t at) {
 		uint32_t pattern = pattern_at(values, size, first + at);
 
 		sum += pattern >= zero ? pattern : 0;
 		count += pattern >= zero;
-	}
-	sum = (uint32_t)warp_sum(sum);
-	count = (uint32_t)warp_sum(count);
-	return choose_mean(sum, count);
+	};
+
+	static_assert(CHOOSE_RUN == 32, "a lane takes a value of each run");
+	n = n < part->row ? n : part->row;
+	if (n > CHOOSE_RUNS * CHOOSE_RUN)
+		for (uint32_t i = 0; i < CHOOSE_RUNS; i++)
+			add(choose_run(i, n) + lane);
+	else
+		for (uint32_t i = lane; i < n; i += 32)
+			add(i);
+	return choose_mean(warp_sum(sum), warp_sum(count));
 }
 
 /* log2 of the patterns in an eighth of an octave. */
@@ -82,23 +87,25 @@ DEVICE_CALL void fit_rows(const job *j, uint8_t *memory, const uint8_t *values, 
 {
 	place o = place_at(j, first);
 
-	for (uint64_t i = first; i < first + m;) {
-		uint64_t after = o.part->start + o.part->count, step = after - i;
+	for (uint32_t todo = m; todo;) {
+		uint64_t step = o.left;
 
-		if (o.part->kind & WIRE_SEGMENT_ROWS) {
-			uint64_t row = (i - o.part->start) / o.part->row, end = o.part->start + (row + 1) * o.part->row;
-
+		if (o.length) {
 			if (!is_fitted(o.part)) {
-				int offset = fit_row(o.part, values, size, octave, zero, row, lane);
+				int offset = fit_row(o.part, values, size, octave, zero, o.row, lane);
 
 				if (lane == 0)
-					row_offsets(&j->v, memory, o.part)[row] = (int8_t)offset;
+					row_offsets(&j->v, memory, o.part)[o.row] = (int8_t)offset;
 			}
-			step = (end < after ? end : after) - i;
+			step = step < o.length - o.column ? step : o.length - o.column;
 		}
-		i += step;
-		if (i >= after && i < first + m)
-			o = place_at(j, i);
+		if (step >= todo)
+			break;
+		todo -= (uint32_t)step;
+		o.left -= step;
+		o.row++, o.column = 0;
+		if (!o.left)
+			o = place_at(j, first + m - todo);
 	}
 	__syncwarp();
 }

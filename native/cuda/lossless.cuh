@@ -128,7 +128,6 @@ DEVICE void read_whole_rows(const job *j, plane *top, const pairs &by, const uin
 {
 	const int octave = octave_of(j->v.dtype), round = ROUND_OF(octave);
 	const uint32_t length = o->length ? o->length : ~0u; /* a row without an end */
-	const uint16_t *cols = global((const uint16_t *)o->cols);
 	const uint32_t *key = SEAL_KEY + lane, *word_of[SIZE];
 	uint32_t column = o->column, row = o->row, eighths = row_pair(o->eighths, round);
 
@@ -145,7 +144,7 @@ DEVICE void read_whole_rows(const job *j, plane *top, const pairs &by, const uin
 			sums[p].sum += (uint64_t)word[p] * key[32 * k];
 		}
 		if (o->cols)
-			four ^= cols[column / 2] | (uint32_t)cols[column / 2 + 1] << 16;
+			four ^= columns_at(o->cols + column);
 		offset[0] = pair_offset(__byte_perm(four, 0, 0x4140), eighths, octave);
 		offset[1] = pair_offset(__byte_perm(four, 0, 0x4342), eighths, octave);
 		merge_quad<SIZE>(word, offset, value);

@@ -118,6 +118,14 @@ DEVICE uint32_t row_pair(int eighths, int round)
 	return (uint32_t)(e < round ? e : e - round) * 0x10001;
 }
 
+/* Four columns' offsets at an even place. */
+DEVICE uint32_t columns_at(const int8_t *p)
+{
+	const uint16_t *two = global((const uint16_t *)p);
+
+	return two[0] | (uint32_t)two[1] << 16;
+}
+
 /* Eighths of the columns of two values, plus 128, and of their row to patterns. */
 DEVICE uint32_t pair_offset(uint32_t columns, uint32_t row, int octave)
 {
