@@ -4,7 +4,7 @@
     python bench/instructions.py                                  # the loops over rows of 128 values
     python bench/instructions.py "decode_lossless<2>" --all       # every loop of a kernel
 
-A loop's `least` is the shortest way round it, `most` all that stands in it: what is rarely needed (an escape's literal,
+A loop's `least` is the shortest way round it on which something is stored, `most` all that stands in it: what is rarely needed (an escape's literal,
 a segment's end) is in the latter only. A warp issues one instruction a cycle, of one of four schedulers a
 multiprocessor. `slots` is how many there are for a row, should a kernel reach 70% or 80% of what a copy of as many
 bytes does on an H200 (132 multiprocessors, 1.98 GHz, 4.15 TB/s): with fewer instructions, memory is what limits it.
@@ -128,14 +128,20 @@ def components(inside: set[int], code: Sequence[Instruction]) -> Iterator[set[in
 
 
 def shortest(header: int, inside: set[int], code: Sequence[Instruction]) -> int:
-    """Instructions of the shortest way round."""
-    reached, edge, steps = {header}, [header], 0
+    """Instructions of the shortest way round on which something is stored, if anything is."""
+    stores = {i for i in inside if " STG" in f" {code[i].text}"}
+    start = (header, header in stores or not stores)
+    reached, edge, steps = {start}, {start}, 0
     while edge:
         steps += 1
-        after = {other for node in edge for other in code[node].follows if other in inside}
-        if header in after:
-            return steps
-        edge = sorted(after - reached)
+        after: set[tuple[int, bool]] = set()
+        for node, stored in edge:
+            for other in code[node].follows:
+                if other == header and stored:
+                    return steps
+                if other in inside and other != header:
+                    after.add((other, stored or other in stores))
+        edge = after - reached
         reached |= after
     return len(inside)
 

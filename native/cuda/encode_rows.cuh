@@ -156,11 +156,14 @@ DEVICE uint8_t code_of(const codec_view *v, struct row_kind q, struct philox key
 /* The value that a decoder will see. */
 DEVICE float decoded(const codec_view *v, struct row_kind q, uint32_t code, const row_scale &s)
 {
-	float y = q.codec == WIRE_CODEC_SIGN      ? code_value<WIRE_CODEC_SIGN>(q, code, s.scale, s.below)
-		  : q.codec == WIRE_CODEC_TERNARY ? code_value<WIRE_CODEC_TERNARY>(q, code, s.scale, s.below)
-		  : q.codec == WIRE_CODEC_FLOAT8  ? code_value<WIRE_CODEC_FLOAT8>(q, code, s.scale, s.below)
-		  : q.codec == WIRE_CODEC_FLOAT4  ? code_value<WIRE_CODEC_FLOAT4>(q, code, s.scale, s.below)
-						  : code_value<WIRE_CODEC_QUANTIZE>(q, code, s.scale, s.below);
+	float y = q.codec == WIRE_CODEC_SIGN ? (code ? s.scale : s.below)
+		  : q.codec == WIRE_CODEC_TERNARY
+			  ? code_worth<WIRE_CODEC_TERNARY>(code_ratio<WIRE_CODEC_TERNARY>(q, code), s.scale)
+		  : q.codec == WIRE_CODEC_FLOAT8
+			  ? code_worth<WIRE_CODEC_FLOAT8>(code_ratio<WIRE_CODEC_FLOAT8>(q, code), s.scale)
+		  : q.codec == WIRE_CODEC_FLOAT4
+			  ? code_worth<WIRE_CODEC_FLOAT4>(code_ratio<WIRE_CODEC_FLOAT4>(q, code), s.scale)
+			  : code_worth<WIRE_CODEC_QUANTIZE>(code_ratio<WIRE_CODEC_QUANTIZE>(q, code), s.scale);
 
 	return float_of(v->dtype, bits_of_float(v->dtype, y));
 }

@@ -34,7 +34,7 @@ DEVICE const uint8_t *address_of(const uint8_t *p, uint32_t f)
 template <int CODEC>
 static __device__ uint32_t add_up(const codec_decoding *decodings, uint32_t count, uint32_t good, struct row_kind q,
 				  row_place p, uint64_t part, uint64_t nscales, const cursor *c, uint32_t dtype,
-				  uint32_t lane)
+				  const float *ratio, uint32_t lane)
 {
 	uint32_t bad = 0;
 
@@ -47,17 +47,18 @@ static __device__ uint32_t add_up(const codec_decoding *decodings, uint32_t coun
 		for (uint32_t f = 0; f < count; f++) {
 			const codec_decoding *of = decodings + f;
 			const uint8_t *scales = address_of(here(c), f);
-			const uint64_t room = __shfl_sync(FULL, (unsigned long long)left(c), (int)f) - nscales;
 
 			if (!(good >> f & 1))
 				continue;
 			row_walk w = walk_rows(q, row_parts(of->view, of->memory) + part, scales, scales + nscales,
-					       room, of->sink.unscaled);
+					       ratio, of->sink.unscaled);
 
 			for (uint32_t i = 0; i < QUADS; i++) {
 				uint32_t n = there(r + i, lane, p.m);
 
-				if (!walk_quad<CODEC>(q, &w, WIRE_ROW * (r + i) + 4 * lane, n, y))
+				if (n == 4 && w.row % 4 == 0
+					    ? walk_four<CODEC>(q, &w, WIRE_ROW * (r + i) + 4 * lane, y)
+					    : walk_quad<CODEC>(q, &w, WIRE_ROW * (r + i) + 4 * lane, n, y))
 					bad |= 1u << f;
 				for (uint32_t k = 0; k < 4; k++)
 					sum[i][k] = put_float(&of->sink, sum[i][k],
@@ -79,6 +80,7 @@ template <int CODEC>
 __global__ void __launch_bounds__(32 * WARPS, 6) reduce_rows(const codec_decoding *decodings, uint32_t count)
 {
 	const codec_decoding &d = decoding_of(decodings);
+	__shared__ float ratio[256];
 	const job &j = share_job(d.view, d.memory);
 	const codec_view &v = j.v;
 	const struct row_kind q = kind_of(&v);
@@ -86,6 +88,7 @@ __global__ void __launch_bounds__(32 * WARPS, 6) reduce_rows(const codec_decodin
 	const codec_decoding *mine = decodings + (lane < count ? lane : 0);
 	const uint64_t warp = blockIdx.x * WARPS + threadIdx.x / 32;
 
+	fill_ratios<CODEC>(&v, ratio);
 	for (uint32_t f = 0; warp == 0 && f < count; f++)
 		blame(decodings[f].found, 0, check_frame(decodings[f].view, decodings[f].frame, lane), lane);
 	for (uint64_t b = warp; b < v.nblocks; b += d.warps) {
@@ -105,7 +108,7 @@ __global__ void __launch_bounds__(32 * WARPS, 6) reduce_rows(const codec_decodin
 			for (uint64_t i = lane; good >> f & 1 && i < ncodes; i += 32)
 				bad |= (uint32_t)(codes[i] > 242) << f;
 		}
-		bad |= add_up<CODEC>(decodings, count, good, q, p, part, nscales, &c, v.dtype, lane);
+		bad |= add_up<CODEC>(decodings, count, good, q, p, part, nscales, &c, v.dtype, ratio, lane);
 		for (uint32_t f = 0; f < count; f++)
 			if (__any_sync(FULL, bad >> f & 1) && lane == f)
 				status = CODEC_BAD_REGION;

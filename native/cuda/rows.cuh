@@ -46,43 +46,42 @@ DEVICE bool read_scale(struct row_kind q, const codec_row_part *part, const uint
 	return u < ROUND_INF && w < ROUND_INF && (u || q.codec != WIRE_CODEC_FLOAT8);
 }
 
-/* Codes i to i + n - 1, a byte each; i is a multiple of 4. Of what is in memory from `codes` on `room` bytes are there.
- */
-DEVICE uint32_t read_codes(struct row_kind q, const uint8_t *codes, uint64_t room, uint64_t i, uint32_t n)
+/* Codes i to i + n - 1, a byte each; i is a multiple of 4. `codes`: at any address. */
+DEVICE uint32_t read_codes(struct row_kind q, const uint8_t *codes, uint32_t i, uint32_t n)
 {
 	uint32_t quad = 0;
 
-	if (q.bits == 8)
-		return load_bytes(codes + i, n);
-	if (!q.bits) {
-		for (uint32_t k = 0; k < n; k++) {
-			uint32_t byte = codes[(i + k) / 5];
-
-			for (uint32_t after = 4 - (uint32_t)((i + k) % 5); after; after--)
-				byte = bits_third(byte);
-			quad |= (byte - 3 * bits_third(byte)) << 8 * k;
-		}
-		return quad;
+	codes = global(codes);
+	switch (q.bits) {
+	case 8: return load_bytes(codes + i, n);
+	case 4:
+		codes += i / 2;
+		quad = codes[0] | (n > 2 ? codes[1] << 8 : 0);
+		quad = (quad | quad << 8) & 0x00ff00ff;
+		return keep_bytes((quad | quad << 4) & 0x0f0f0f0f, n);
+	case 2:
+		quad = codes[i / 4];
+		quad = (quad | quad << 12) & 0x000f000f;
+		return keep_bytes((quad | quad << 6) & 0x03030303, n);
+	case 1: return keep_bytes(((codes[i / 8] >> i % 8 & 15) * 0x204081) & 0x01010101, n);
 	}
-	uint64_t bit = i * q.bits; /* of a byte bit 0 or 4: so all are in four bytes */
-	uint32_t x = load_bytes(codes + bit / 8, room - bit / 8 < 4 ? (uint32_t)(room - bit / 8) : 4);
+	if (q.bits) {
+		uint64_t bit = (uint64_t)i * q.bits; /* of a byte bit 0 or 4: so all are in four bytes */
+		uint32_t at = (uint32_t)bit % 8, x = load_bytes(codes + bit / 8, (at + n * q.bits + 7) / 8);
 
-	return keep_bytes((uint32_t)bits_spread(x >> bit % 8 & ((1ull << 4 * q.bits) - 1), q.bits), n);
+		return keep_bytes((uint32_t)bits_spread(x >> at & ((1ull << 4 * q.bits) - 1), q.bits), n);
+	}
+	for (uint32_t k = 0; k < n; k++) { /* in base 3 */
+		uint32_t byte = codes[(i + k) / 5];
+
+		for (uint32_t after = 4 - (i + k) % 5; after; after--)
+			byte = bits_third(byte);
+		quad |= (byte - 3 * bits_third(byte)) << 8 * k;
+	}
+	return quad;
 }
 
-/* Do codes only say what they can? Of a quad; of all together, by one lane. */
-DEVICE bool allowed_codes(struct row_kind q, uint32_t quad, uint32_t n)
-{
-	uint32_t most = q.codec == WIRE_CODEC_TERNARY    ? 2
-			: q.codec == WIRE_CODEC_QUANTIZE ? (q.odd ? 2 * q.levels : q.levels)
-							 : 255;
-
-	for (uint32_t k = 0; k < n; k++)
-		if ((quad >> 8 * k & 255) > most)
-			return false;
-	return true;
-}
-
+/* Do codes end as they can? By one lane. */
 DEVICE bool allowed_end(struct row_kind q, const uint8_t *codes, uint64_t nbytes, uint64_t m)
 {
 	uint32_t last = codes[nbytes - 1], missing = (uint32_t)(5 * nbytes - m);
@@ -95,68 +94,154 @@ DEVICE bool allowed_end(struct row_kind q, const uint8_t *codes, uint64_t nbytes
 	return true;
 }
 
-/* What a code is worth. */
-template <int CODEC> DEVICE float code_value(struct row_kind q, uint32_t code, float scale, float below)
+/* Of what a code is worth what does not depend on the scale; NaN where it says nothing. */
+template <int CODEC> DEVICE float code_ratio(struct row_kind q, uint32_t code)
 {
-	if (CODEC == WIRE_CODEC_SIGN)
-		return code ? scale : below;
+	const float none = round_float(0x7fc00000);
+	uint32_t a = code & 127;
+
 	if (CODEC == WIRE_CODEC_TERNARY)
-		return round_scaled(round_ternary_ratio(code), scale);
-	if (CODEC == WIRE_CODEC_FLOAT8)
-		return q.variant == WIRE_FLOAT8_E4M3FN ? round_float8_value(code, scale, 3, 7, 0x7e)
-						       : round_float8_value(code, scale, 2, 15, 0x7b);
+		return code > 2 ? none : round_ternary_ratio(code);
+	if (CODEC == WIRE_CODEC_FLOAT8) {
+		bool e4m3 = q.variant == WIRE_FLOAT8_E4M3FN;
+		uint32_t u = a > (e4m3 ? 0x7e : 0x7b) ? round_bits(none)
+			     : e4m3                   ? round_small_value(a, 3, 7)
+						      : round_small_value(a, 2, 15);
+
+		return round_float(u | (code & 128) << 24);
+	}
 	if (CODEC == WIRE_CODEC_FLOAT4)
-		return round_scaled(round_float4_ratio(code), scale);
-	return round_level(round_level_of(code, q.odd, q.levels), (float)q.levels, scale);
+		return round_float4_ratio(code);
+	return code > (q.odd ? 2u * q.levels : q.levels)
+		       ? none
+		       : round_div((float)round_level_of(code, q.odd, q.levels), (float)q.levels);
+}
+
+/* And under a scale. */
+template <int CODEC> DEVICE float code_worth(float ratio, float scale)
+{
+	if (CODEC == WIRE_CODEC_FLOAT8) {
+		uint32_t u = round_bits(ratio), a = u & ROUND_ABS, v = round_bits(round_div(round_float(a), scale));
+
+		v = v < ROUND_MAX ? v : ROUND_MAX;
+		return round_float((a > ROUND_INF ? a : v) | (u & ~ROUND_ABS));
+	}
+	if (CODEC == WIRE_CODEC_QUANTIZE)
+		return scale > 0 ? round_mul(scale, ratio) : 0.0f;
+	return round_scaled(ratio, scale);
+}
+
+/* What all codes are worth but for the scale, to shared memory, by all threads of a block. */
+template <int CODEC> DEVICE void fill_ratios(const codec_view *v, float *ratio)
+{
+	for (uint32_t code = threadIdx.x; code < 256 && CODEC != WIRE_CODEC_SIGN; code += blockDim.x)
+		ratio[code] = code_ratio<CODEC>(kind_of(v), code);
+	__syncthreads();
 }
 
 /* A block's scales and codes, and what the values go by that are read from it, one quad after the other. */
 struct row_walk {
 	const codec_row_part *part;
 	const uint8_t *scales, *codes;
-	uint64_t room; /* bytes from `codes` on that may be read */
+	const float *ratio;
+	uint32_t row, end; /* values of a row; the end of the one whose scale this is */
 	float scale, below;
-	uint64_t end; /* of the row whose scale that is */
 };
 
 DEVICE row_walk walk_rows(struct row_kind q, const codec_row_part *part, const uint8_t *scales, const uint8_t *codes,
-			  uint64_t room, bool unscaled)
+			  const float *ratio, bool unscaled)
 {
 	float below = round_sign_below(part->scale[q.variant == WIRE_SIGN_TWO_MEAN]);
 
-	return {part, scales, codes, room, unscaled ? 1 : part->scale[0], below, 0};
+	return {part, scales, codes, ratio, part->row, part->row ? 0 : ~0u, unscaled ? 1 : part->scale[0], below};
 }
 
-/* Values i to i + n - 1 of a block, at most four; i ascends. False: they are none. */
-template <int CODEC> DEVICE bool walk_quad(struct row_kind q, row_walk *w, uint32_t i, uint32_t n, float y[4])
+/* What values of a row go by, and where it ends; wrong: it is not allowed. */
+struct opened_row {
+	float scale, below;
+	uint32_t end, wrong;
+};
+
+/* The row of value i of a block. */
+DEVICE_CALL opened_row open_row(struct row_kind q, const codec_row_part *part, const uint8_t *scales, uint32_t i)
 {
-	uint32_t quad = n ? read_codes(q, w->codes, w->room, i, n) : 0, row = w->part->row;
-	bool good = allowed_codes(q, quad, n);
+	uint32_t at = i / part->row;
+	uint64_t end = (at + 1ull) * part->row;
+	opened_row o = {0, 0, end < ~0u ? (uint32_t)end : ~0u, 0};
+
+	o.wrong = !read_scale(q, part, scales + (uint64_t)at * row_scale_nbytes(q), &o.scale, &o.below);
+	return o;
+}
+
+/* On to the row of value i, if that is another one. */
+DEVICE uint32_t walk_on(struct row_kind q, row_walk *w, uint32_t i)
+{
+	if (i < w->end)
+		return 0;
+	opened_row o = open_row(q, w->part, w->scales, i);
+
+	w->scale = o.scale, w->below = o.below, w->end = o.end;
+	return o.wrong;
+}
+
+/* The value of a code in that row. */
+template <int CODEC> DEVICE uint32_t walk_code(const row_walk &w, uint32_t code, float *y)
+{
+	if (CODEC == WIRE_CODEC_SIGN) {
+		*y = code ? w.scale : w.below;
+		return 0;
+	}
+	float ratio = shared(w.ratio)[code];
+
+	*y = code_worth<CODEC>(ratio, w.scale);
+	return (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_QUANTIZE) && ratio != ratio;
+}
+
+/* Values i to i + 3 of a block, which have one scale; i ascends. Not 0: they are none. */
+template <int CODEC> DEVICE uint32_t walk_four(struct row_kind q, row_walk *w, uint32_t i, float y[4])
+{
+	uint32_t wrong = walk_on(q, w, i), quad = read_codes(q, w->codes, i, 4);
+
+	for (uint32_t k = 0; k < 4; k++)
+		wrong |= walk_code<CODEC>(*w, __byte_perm(quad, 0, 0x4440 + k), &y[k]);
+	return wrong;
+}
+
+/* Values i to i + n - 1, at most four. */
+template <int CODEC> DEVICE uint32_t walk_quad(struct row_kind q, row_walk *w, uint32_t i, uint32_t n, float y[4])
+{
+	uint32_t wrong = 0, quad = n ? read_codes(q, w->codes, i, n) : 0;
 
 	for (uint32_t k = 0; k < 4; k++) {
-		if (k < n && row && i + k >= w->end) {
-			uint64_t at = (i + k) / row;
-
-			good &= read_scale(q, w->part, w->scales + at * row_scale_nbytes(q), &w->scale, &w->below);
-			w->end = (at + 1) * row;
+		y[k] = 0;
+		if (k < n) {
+			wrong |= walk_on(q, w, i + k);
+			wrong |= walk_code<CODEC>(*w, quad >> 8 * k & 255, &y[k]);
 		}
-		y[k] = code_value<CODEC>(q, quad >> 8 * k & 255, w->scale, w->below);
 	}
-	return good;
+	return wrong;
+}
+
+/* As put_values does it, where that is not just to store a float32. */
+DEVICE_CALL void put_others(const codec_sink *sink, uint32_t dtype, uint64_t i, uint32_t n, float a, float b, float c,
+			    float d, float scale)
+{
+	const float y[4] = {a, b, c, d};
+
+	put_values(sink, dtype, i, n, y, scale);
 }
 
 /* A region's values. `scratch` is memory for the bytes of its codes, where they come out of the coder. */
 template <int CODEC>
 static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
-					 const codec_sink *sink, uint32_t lane)
+					 const float *ratio, const codec_sink *sink, uint32_t lane)
 {
 	const struct row_kind q = kind_of(&j->v);
 	const row_place p = row_place_of(j, q, b);
 	uint64_t nscales = row_count(p.part->row, p.m) * row_scale_nbytes(q), ncodes = row_codes_nbytes(q, p.m);
 	const uint8_t *scales = here(&c), *codes = scales + nscales;
-	uint64_t room = q.entropy ? ncodes : left(&c) - nscales;
 	codec_status status = CODEC_OK;
-	bool bad = false;
+	uint32_t bad = 0;
 
 	if (q.entropy) {
 		if (left(&c) < nscales + 4)
@@ -182,17 +267,29 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 	for (uint64_t i = lane; i < ncodes && !q.bits; i += 32)
 		bad |= codes[i] > 242;
 
-	row_walk w = walk_rows(q, p.part, scales, codes, room, sink->unscaled);
+	row_walk w = walk_rows(q, p.part, scales, codes, ratio, sink->unscaled);
+	uint8_t *to = sink->data ? sink->data + 4 * p.first : NULL;
+	uint32_t r = 0;
 
-	for (uint32_t r = 0; (uint64_t)WIRE_ROW * r < p.m; r++) {
+	if (sink->into == CODEC_INTO_STORE && j->v.dtype == WIRE_FLOAT32 && (uint64_t)to % 16 == 0 && w.row % 4 == 0)
+#pragma unroll 2
+		for (; r < p.m / WIRE_ROW; r++) { /* nearly all rows of most tensors */
+			float y[4];
+
+			bad |= walk_four<CODEC>(q, &w, WIRE_ROW * r + 4 * lane, y);
+			if (to && !bad)
+				global((uint4 *)to)[32 * r + lane] = {round_bits(y[0]), round_bits(y[1]),
+								      round_bits(y[2]), round_bits(y[3])};
+		}
+	for (; (uint64_t)WIRE_ROW * r < p.m; r++) {
 		uint32_t n = there(r, lane, p.m), i = WIRE_ROW * r + 4 * lane;
 		float y[4];
 
-		bad |= !walk_quad<CODEC>(q, &w, i, n, y);
+		bad |= walk_quad<CODEC>(q, &w, i, n, y);
 		if (sink->data && !bad)
-			put_values(sink, j->v.dtype, p.first + i, n, y, p.part->scale[0]);
+			put_others(sink, j->v.dtype, p.first + i, n, y[0], y[1], y[2], y[3], p.part->scale[0]);
 	}
-	return __any_sync(FULL, bad) ? CODEC_BAD_REGION : CODEC_OK;
+	return __any_sync(FULL, bad != 0) ? CODEC_BAD_REGION : CODEC_OK;
 }
 
 #endif
