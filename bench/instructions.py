@@ -1,13 +1,14 @@
 """How many instructions the CUDA engine's loops take, from their machine code. No GPU is needed, but nvdisasm is.
 
     pip install nvidia-cuda-nvdisasm
-    python bench/instructions.py                                  # the loops over rows of 128 values
-    python bench/instructions.py "decode_lossless<2>" --all       # every loop of a kernel
+    python bench/instructions.py                              # the loops in which nearly all values are
+    python bench/instructions.py --all "encode_truncate"      # every loop of a kernel
 
-A loop's `least` is the shortest way round it on which something is stored, `most` all that stands in it: what is rarely needed (an escape's literal,
-a segment's end) is in the latter only. A warp issues one instruction a cycle, of one of four schedulers a
-multiprocessor. `slots` is how many there are for a row, should a kernel reach 70% or 80% of what a copy of as many
-bytes does on an H200 (132 multiprocessors, 1.98 GHz, 4.15 TB/s): with fewer instructions, memory is what limits it.
+Of a row of 128 values: `least` is the shortest way round the loop on which something is stored, `most` all that stands
+in it; what is rarely needed (an escape's literal, a row's end) is in the latter only. A warp issues one instruction a
+cycle, of one of four schedulers a multiprocessor. `slots` is how many there are for a row, should a kernel reach 80% or
+70% of what a copy of as many bytes does on an H200 (132 multiprocessors, 1.98 GHz, 4.15 TB/s): with fewer instructions,
+its digests and what it does once a block included, memory is what limits it.
 """
 
 import argparse
@@ -28,12 +29,26 @@ ROW = 128  # values
 SLOTS = 132 * 4 * 1.98e9  # instructions a second of an H200
 COPY = 4.15e12  # bytes a second that a copy reads and writes
 
-# The loops over rows, each by a piece of its first line, and the bytes a value of typical frames, w + f
-ROWS: dict[str, float] = {
-    "decode_lossless<2>": 2 + 1.33,
-    "decode_lossless<4>": 4 + 3.33,
-    "encode_lossless<2>": 2 + 1.33,
-    "encode_lossless<4>": 4 + 3.33,
+
+class Hot(NamedTuple):
+    """A loop over rows that are all there."""
+
+    starts: str  # with this, in its first line
+    rows: int  # at once, as it was unrolled
+    nbytes: float  # of a value, in its tensor and in a typical frame
+
+
+_PAIR, _FOUR, _LOADED = "= pair[high >>", "walk_four<CODEC>", "w = *global("
+HOT = {
+    "encode_lossless<2>": Hot(_LOADED, 4, 2 + 1.33),
+    "encode_lossless<4>": Hot(_LOADED, 2, 4 + 3.33),
+    "decode_lossless<2>": Hot(_PAIR, 4, 2 + 1.33),
+    "decode_lossless<4>": Hot(_PAIR, 2, 4 + 3.33),
+    "decode_rows<2>": Hot(_FOUR, 2, 4 + 1 / 8),
+    "decode_rows<3>": Hot(_FOUR, 2, 4 + 2 / 8),
+    "decode_rows<4>": Hot(_FOUR, 2, 4 + 1),
+    "decode_rows<5>": Hot(_FOUR, 2, 4 + 4.25 / 8),
+    "decode_rows<6>": Hot(_FOUR, 2, 4 + 4.5 / 8),
 }
 
 
@@ -174,21 +189,46 @@ def slots(nbytes: float, fraction: float) -> float:
     return SLOTS * ROW * nbytes / COPY / fraction
 
 
+def hot(kernel: str, found: Sequence[Loop]) -> dict[str, Any]:
+    """What a row takes in a kernel's loop over whole rows, and what there is for it."""
+    about = HOT[kernel]
+    loop = next(loop for loop in found if about.starts in loop.source)
+    return {
+        "kernel": kernel,
+        "least": loop.least / about.rows,
+        "most": loop.most / about.rows,
+        "slots at 80%": slots(about.nbytes, 0.8),
+        "slots at 70%": slots(about.nbytes, 0.7),
+        "line": loop.line,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kernels", nargs="*", default=list(ROWS), help="their names")
+    parser.add_argument("kernels", nargs="*", default=list(HOT), help="their names")
     parser.add_argument("--arch", default="sm_90", help="of which GPUs (sm_90)")
-    parser.add_argument("--all", action="store_true", help="every loop, not just the one with most instructions")
+    parser.add_argument("--all", action="store_true", help="every loop, by its instructions, not by the row")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if not args.all and (other := sorted(set(args.kernels) - HOT.keys())):
+        parser.error(f"no loop over whole rows is known of {', '.join(other)}: see them by --all")
     rows: list[dict[str, Any]] = []
     for kernel in args.kernels:
         found = sorted(loops(kernel, disassembled(kernel, args.arch)), key=lambda loop: -loop.most)
-        rows += [loop._asdict() for loop in found]
+        rows += [loop._asdict() for loop in found] if args.all else [hot(kernel, found)]
     if args.json:
-        return print(json.dumps(rows))
+        print(json.dumps(rows))
+        return
+    if not args.all:
+        print(f"{'a row of 128 values':22}{'least':>7}{'most':>7}{'slots at 80%':>14}{'70%':>7}")
     for row in rows:
-        print(f"{row['kernel']:22}{row['least']:7}{row['most']:7}  {row['line']:26}{row['source'][:80]}")
+        if args.all:
+            print(f"{row['kernel']:22}{row['least']:7}{row['most']:7}  {row['line']:26}{row['source'][:80]}")
+        else:
+            print(
+                f"{row['kernel']:22}{row['least']:7.0f}{row['most']:7.0f}{row['slots at 80%']:14.0f}"
+                f"{row['slots at 70%']:7.0f}  {row['line']}"
+            )
 
 
 if __name__ == "__main__":

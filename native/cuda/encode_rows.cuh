@@ -6,17 +6,49 @@
 #include "encoding.cuh"
 #include "rows.cuh"
 
+/* Do quads of values, from a multiple of four on, lie at multiples of their size? */
+DEVICE bool in_quads(uint32_t dtype, const codec_source *s)
+{
+	return s->sums ? (uint64_t)s->sums % 16 == 0 : (uint64_t)s->values % (dtype == WIRE_FLOAT32 ? 16 : 8) == 0;
+}
+
+/* The bits, as float32, of four of them. */
+DEVICE void load_four(uint32_t dtype, const codec_source *s, uint64_t i, uint32_t *x)
+{
+	if (s->sums || dtype == WIRE_FLOAT32) {
+		uint4 w = *(const uint4 *)(global(s->sums ? s->sums : (const float *)s->values) + i);
+
+		x[0] = w.x, x[1] = w.y, x[2] = w.z, x[3] = w.w;
+		return;
+	}
+	uint2 w = *(const uint2 *)(global((const uint16_t *)s->values) + i);
+
+	x[0] = round_bits(float_of(dtype, w.x & 0xffff)), x[1] = round_bits(float_of(dtype, w.x >> 16));
+	x[2] = round_bits(float_of(dtype, w.y & 0xffff)), x[3] = round_bits(float_of(dtype, w.y >> 16));
+}
+
 /* The bits of the largest |x| of n values, those from `limit` on left out. */
-static __device__ uint32_t largest(uint32_t dtype, const codec_source *source, uint64_t first, uint64_t n,
+static __device__ uint32_t largest(uint32_t dtype, const codec_source *source, uint64_t first, uint32_t n,
 				   uint32_t limit, uint32_t lane)
 {
-	uint32_t most = 0;
-
-	for (uint64_t i = lane; i < n; i += 32) {
-		uint32_t a = round_bits(value_at(dtype, source, first + i)) & ROUND_ABS;
+	uint32_t most = 0, i = 0;
+	auto add = [&](uint32_t x) {
+		uint32_t a = x & ROUND_ABS;
 
 		most = a < limit && a > most ? a : most;
-	}
+	};
+
+	if (first % 4 == 0 && in_quads(dtype, source))
+#pragma unroll 2
+		for (; i + WIRE_ROW <= n; i += WIRE_ROW) {
+			uint32_t x[4];
+
+			load_four(dtype, source, first + i + 4 * lane, x);
+			for (int k = 0; k < 4; k++)
+				add(x[k]);
+		}
+	for (i += lane; i < n; i += 32)
+		add(round_bits(value_at(dtype, source, first + i)));
 	return warp_max(most);
 }
 
@@ -27,7 +59,7 @@ static __device__ codec_row_sums sums_of(const codec_view *v, const codec_source
 {
 	bool squares = (v->codec == WIRE_CODEC_SIGN && v->variant == WIRE_SIGN_L2) || v->clip > 0;
 	bool by_sign = v->codec == WIRE_CODEC_SIGN && v->variant == WIRE_SIGN_TWO_MEAN;
-	codec_row_sums out = {{0, 0}, 0, largest(v->dtype, source, first, n, ~0u, lane)};
+	codec_row_sums out = {{0, 0}, 0, 0};
 	double s = 0, t = 0;
 	float a = 0, b = 0;
 
@@ -35,6 +67,7 @@ static __device__ codec_row_sums sums_of(const codec_view *v, const codec_source
 		float x = value_at(v->dtype, source, first + i), ax = round_float(round_bits(x) & ROUND_ABS);
 		bool below = by_sign && round_bits(x) > ROUND_ABS;
 
+		out.max = round_bits(ax) > out.max ? round_bits(ax) : out.max;
 		if (squares) {
 			s = round_add64(s, round_mul64((double)x, (double)x));
 			t = round_add64(t, (double)x);
@@ -52,7 +85,8 @@ static __device__ codec_row_sums sums_of(const codec_view *v, const codec_source
 	}
 	out.sum[0] = __shfl_sync(FULL, squares ? s : (double)a, 0);
 	out.sum[1] = __shfl_sync(FULL, squares ? t : (double)b, 0);
-	out.negative = (uint32_t)warp_sum(out.negative);
+	out.negative = warp_sum(out.negative);
+	out.max = warp_max(out.max);
 	return out;
 }
 

@@ -44,12 +44,7 @@ DEVICE uint64_t warp_sum(uint64_t x)
 
 DEVICE uint32_t warp_max(uint32_t x)
 {
-	for (int by = 16; by; by /= 2) {
-		uint32_t other = __shfl_xor_sync(FULL, x, by);
-
-		x = other > x ? other : x;
-	}
-	return x;
+	return __reduce_max_sync(FULL, x);
 }
 
 /* Sum of x over the lanes below; over all of them to *total. */

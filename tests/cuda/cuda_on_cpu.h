@@ -10,6 +10,7 @@
  * collectives: where results depend on it, a barrier is missing.
  */
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
@@ -48,8 +49,8 @@ namespace cuda_on_cpu
 struct dim {
 	uint32_t x, y, z;
 };
-enum op { NOTHING, BARRIER, WARP, SHUFFLE, BALLOT, ADD, OR };
-constexpr const char *NAMES[] = {"", " __syncthreads", " __syncwarp", " shuffle", " vote", " add", " or"};
+enum op { NOTHING, BARRIER, WARP, SHUFFLE, BALLOT, ADD, OR, MAX };
+constexpr const char *NAMES[] = {"", " __syncthreads", " __syncwarp", " shuffle", " vote", " add", " or", " max"};
 constexpr size_t STACK_NBYTES = 256 << 10;
 
 struct fiber {
@@ -132,8 +133,9 @@ inline uint64_t reduced(const fiber *lane, const fiber &me)
 
 	for (uint32_t i = 0; i < 32; i++)
 		if (me.mask >> i & 1)
-			r = me.waits == ADD
-				    ? r + lane[i].value
+			r = me.waits == ADD ? r + lane[i].value
+			    : me.waits == MAX
+				    ? std::max(r, lane[i].value)
 				    : r | (me.waits == OR ? lane[i].value : (uint64_t)(lane[i].value != 0) << i);
 	return r;
 }
