@@ -200,6 +200,30 @@ def test_scale_models(dtype, shape):
         assert decode(frame) == x.tobytes()
 
 
+# a row ends within a chunk of rows, between two, in a quad; its length is one of columns' quads, or not
+WIDTHS = (64, 68, 100, 127, 130, 512, 1_000, 2_052)
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_whole_rows(dtype, columns):
+    """Chunks of eight rows of 128 values have a loop of their own, general rows around it: both meet anywhere."""
+    rng = np.random.default_rng(columns)
+    shape = (40_000 // columns, columns)
+    x = rng.standard_normal(shape, F32) * np.exp(2 * rng.standard_normal((shape[0], 1), F32))
+    x *= np.exp(rng.standard_normal(columns, F32)) * (rng.random(shape) > 0.02) * 0.01
+    x[rng.integers(0, shape[0], 20), rng.integers(0, columns, 20)] = (0, 1e-30, 60_000.0, -1e-7) * 5
+    flat = np.concatenate([x.ravel(), x.ravel()[:77]])
+    for values, how in ((x, {}), (flat, {"segments": [(0, shape), (x.size, (77,))]})):
+        bits = values.astype(np.float16 if dtype == "float16" else F32)
+        if dtype == "bfloat16":
+            bits = (bits.view(np.uint32) >> 16).astype(np.uint16)
+        for model in ("auto", "flat", "separable"):
+            frame = codec.encode(bits, codec.Lossless(model=model), dtype=dtype, **how)
+            assert encode(bits, codec.Lossless(model=model), dtype, **how) == frame
+            assert decode(frame) == bits.tobytes()
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_rows(name):
     for dtype in HALVES:
