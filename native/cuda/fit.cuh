@@ -18,21 +18,17 @@ DEVICE_CALL int row_mean(const codec_model_part *part, const uint8_t *values, ui
 	uint64_t first = part->start + r * part->row, n = part->start + part->count - first;
 	uint32_t sum = 0, count = 0;
 
-	auto add = [&](uint64_t at) {
-		uint32_t pattern = pattern_at(values, size, first + at);
+	static_assert(CHOOSE_RUN == 32, "a lane takes a value of each run");
+	n = n < part->row ? n : part->row;
+	bool all = n <= CHOOSE_RUNS * CHOOSE_RUN;
+
+	for (uint32_t i = 0; i < CHOOSE_RUNS; i++) {
+		uint64_t at = (all ? CHOOSE_RUN * i : choose_run(i, n)) + lane;
+		uint32_t pattern = at < n ? pattern_at(values, size, first + at) : 0;
 
 		sum += pattern >= zero ? pattern : 0;
 		count += pattern >= zero;
-	};
-
-	static_assert(CHOOSE_RUN == 32, "a lane takes a value of each run");
-	n = n < part->row ? n : part->row;
-	if (n > CHOOSE_RUNS * CHOOSE_RUN)
-		for (uint32_t i = 0; i < CHOOSE_RUNS; i++)
-			add(choose_run(i, n) + lane);
-	else
-		for (uint32_t i = lane; i < n; i += 32)
-			add(i);
+	}
 	return choose_mean(warp_sum(sum), warp_sum(count));
 }
 

@@ -223,8 +223,8 @@ DEVICE codec_status read_alone(const job *j, uint64_t b, uint32_t mode, cursor c
 
 /* A region with any planes, which lie in `scratch` meanwhile: memory for a plane more than values have. */
 template <int SIZE>
-DEVICE_CALL codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor c, const pairs &by,
-				     uint8_t *scratch, const codec_sink *sink, uint64_t *sealed, uint32_t lane)
+DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor c, const pairs &by, uint8_t *scratch,
+				const codec_sink *sink, uint64_t *sealed, uint32_t lane)
 {
 	const codec_view &v = j->v;
 	const uint64_t first = b * v.block_nvalues;
@@ -295,11 +295,14 @@ DEVICE codec_status read_block(const job *j, uint64_t b, cursor c, const pairs &
 	uint32_t head = load32(here(&c));
 	codec_status status = check_head(&v, head, SIZE);
 
+	bool alone = v.fixed == (1u << SIZE) - 2 && !(v.halved & 1) && !(head & WIRE_REGION_PRUNED);
+
 	c.at += 4;
-	return status != CODEC_OK ? status
-	       : v.fixed == (1u << SIZE) - 2 && !(v.halved & 1) && !(head & WIRE_REGION_PRUNED)
-		       ? read_alone<SIZE>(j, b, head & 3, c, by, sink, sealed, lane)
-		       : read_planes<SIZE>(j, b, head, c, by, scratch, sink, sealed, lane);
+	if (status != CODEC_OK)
+		return status;
+	if (!alone)
+		return read_planes<SIZE>(j, b, head, c, by, scratch, sink, sealed, lane);
+	return read_alone<SIZE>(j, b, head & 3, c, by, sink, sealed, lane);
 }
 
 #endif

@@ -56,9 +56,7 @@ static __device__ uint32_t add_up(const codec_decoding *decodings, uint32_t coun
 			for (uint32_t i = 0; i < QUADS; i++) {
 				uint32_t n = there(r + i, lane, p.m);
 
-				if (n == 4 && w.row % 4 == 0
-					    ? walk_four<CODEC>(q, &w, WIRE_ROW * (r + i) + 4 * lane, y)
-					    : walk_quad<CODEC>(q, &w, WIRE_ROW * (r + i) + 4 * lane, n, y))
+				if (walk_quad<CODEC>(q, &w, WIRE_ROW * (r + i) + 4 * lane, n, y))
 					bad |= 1u << f;
 				for (uint32_t k = 0; k < 4; k++)
 					sum[i][k] = put_float(&of->sink, sum[i][k],
