@@ -30,8 +30,8 @@ DEVICE_CALL void scan_pieces(const codec_view *v, uint8_t *memory, const codec_s
 	for (uint64_t i = first + threadIdx.x / 32; i < first + SCANNED && i < v->row_sums.count; i += TEAM_WARPS) {
 		const codec_row_part *part = part_at(parts, v->row_parts.count, &codec_row_part::first_sum, i);
 		uint64_t from = (i - part->first_sum) * WIRE_TREE, n = part->count - from;
-		codec_row_sums some =
-			sums_of(v, source, part->start + from, n < WIRE_TREE ? (uint32_t)n : WIRE_TREE, lane);
+		codec_row_sums some = sums_of<false>(v, source, part->start + from,
+						     n < WIRE_TREE ? (uint32_t)n : WIRE_TREE, NULL, lane);
 
 		if (lane == 0)
 			sums[i] = some;
@@ -122,12 +122,17 @@ DEVICE_CALL codec_status count_codes(const codec_view *v, const uint8_t *memory,
 	const row_place p = row_place_of(&j, q, b);
 	uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, ncodes = (uint32_t)row_codes_nbytes(q, p.m);
 	uint8_t *scales = scratch + PLANE_ROOM;
-	codec_status status = put_scales(v, q, p, source, scales, warp, TEAM_WARPS, lane);
+	codec_status status = put_scales<WIRE_CODEC_FLOAT8>(v, q, p, source, scales, 0, warp, TEAM_WARPS, lane);
+	const row_job r = row_job_of(v, p, source);
 
 	room->codes.counts[threadIdx.x] = 0;
 	__syncthreads();
-	if (status == CODEC_OK)
-		status = put_codes(v, q, p, source, scales, scratch, ncodes, warp, TEAM_WARPS, lane);
+	if (status == CODEC_OK && q.codec == WIRE_CODEC_TERNARY)
+		status = check_above(
+			v, p.part,
+			put_codes<WIRE_CODEC_TERNARY>(r, scales, NULL, scratch, ncodes, 0, warp, TEAM_WARPS, lane));
+	else if (status == CODEC_OK)
+		put_codes<WIRE_CODEC_FLOAT8>(r, scales, NULL, scratch, ncodes, 0, warp, TEAM_WARPS, lane);
 	__syncthreads();
 	for (uint32_t i = threadIdx.x; i < ncodes; i += TEAM)
 		atomicAdd(room->codes.counts + scratch[i], 1u);
@@ -169,7 +174,7 @@ DEVICE_CALL void conclude_rows(codec_view *v, uint8_t *memory, codec_choice *c, 
  * A planned job of a codec of rows becomes one that kernels of blocks take; v->nblocks is 0 if it cannot be, and
  * out->fault why. A team has the scratch of a warp.
  */
-extern "C" __global__ void __launch_bounds__(TEAM) choose_rows(const codec_encoding *encodings)
+extern "C" __global__ void __launch_bounds__(TEAM, 2) choose_rows(const codec_encoding *encodings)
 {
 	__shared__ rows_room room;
 	const codec_encoding &e = encodings[blockIdx.y];
@@ -179,7 +184,8 @@ extern "C" __global__ void __launch_bounds__(TEAM) choose_rows(const codec_encod
 	uint8_t *memory = e.memory;
 	codec_choice *c = e.found;
 	codec_written *out = e.out;
-	const uint32_t scans = (uint32_t)((v->row_sums.count + SCANNED - 1) / SCANNED);
+	const bool last_scaled = scaled_last(v, &e.source);
+	const uint32_t scans = last_scaled ? 0 : (uint32_t)((v->row_sums.count + SCANNED - 1) / SCANNED);
 	const uint32_t nparts = (uint32_t)v->row_parts.count;
 	const uint32_t take = kind_of(v).entropy ? (uint32_t)choose_code_blocks(v->nblocks) : 0;
 	const uint64_t nblocks = v->nblocks;
@@ -199,7 +205,8 @@ extern "C" __global__ void __launch_bounds__(TEAM) choose_rows(const codec_encod
 		if (t < scans + nparts) {
 			if (scans)
 				team_wait(c->told);
-			status = scale_part(v, memory, row_parts(v, memory) + (t - scans), &room);
+			if (!last_scaled)
+				status = scale_part(v, memory, row_parts(v, memory) + (t - scans), &room);
 			if (status != CODEC_OK && threadIdx.x == 0)
 				refuse(out, status);
 			last = team_last(c->done + PARTS, nparts);
@@ -216,5 +223,18 @@ extern "C" __global__ void __launch_bounds__(TEAM) choose_rows(const codec_encod
 			refuse(out, status);
 		if (team_last(c->done + SYMBOLS, take))
 			conclude_rows(v, memory, c, &room, out);
+	}
+}
+
+/* The scales of parts whose blocks have left sums. */
+extern "C" __global__ void __launch_bounds__(TEAM, 2) scale_rows(const codec_encoding *encodings)
+{
+	__shared__ rows_room room;
+	const codec_encoding &e = encodings[blockIdx.y];
+	codec_row_part *parts = row_parts(e.view, e.memory);
+
+	for (uint64_t i = blockIdx.x; i < e.view->row_parts.count; i += gridDim.x) {
+		scale_part(e.view, e.memory, parts + i, &room);
+		__syncthreads();
 	}
 }

@@ -7,17 +7,18 @@
 extern "C" __device__ const uint64_t encode_rows_nbytes[] = {ROWS_ROOM};
 
 /* As encode_lossless; scratch is for an entropy stage. What is left of the values goes where the source says. */
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) encode_rows(const codec_encoding *encodings)
+template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 4) encode_rows(const codec_encoding *encodings)
 {
-	const codec_encoding &e = encoding_of(encodings);
-	const codec_source source = e.source;
-	uint32_t lane = threadIdx.x % 32;
+	__shared__ float ratio[256];
 	__shared__ uint32_t codes[256];
+	const codec_encoding &e = encoding_of(encodings);
 	const job &j = share_coding(e.view, e.memory, codes, 1);
 	const codec_view &v = j.v;
 	const struct row_kind q = kind_of(&v);
+	const uint32_t lane = threadIdx.x % 32;
 	uint8_t *scratch = scratch_of(e);
 
+	fill_ratios<CODEC>(&v, ratio);
 	if (blockIdx.x * WARPS >= e.warps)
 		return;
 	for (uint64_t b; (b = next_block(e.out, lane)) < v.nblocks;) {
@@ -32,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) encode_rows(const co
 			region = e.frame + at;
 		}
 		if (q.entropy || at + size <= e.capacity)
-			status = write_rows(&j, &source, b, scratch, region, &size, lane);
+			status = write_rows<CODEC>(&j, e.memory, &e.source, p, ratio, scratch, region, &size, lane);
 		if (lane == 0 && status != CODEC_OK)
 			refuse(e.out, status);
 		if (q.entropy)

@@ -122,9 +122,14 @@ class Job:
         self._source = values, before.sums, residual, frame, capacity, work.new(WARPS * self.grid * each), each
 
     @property
-    def kernels(self) -> list[str]:
-        """Those that it goes through, one after the other."""
-        return [f"choose_{self.family}", self.kernel, "close_frame"] if self.plan.view.nblocks else ["close_frame"]
+    def steps(self) -> list[tuple[str, int]]:
+        """Kernels that it goes through until its frame is closed, and blocks of threads for each."""
+        v, residual = self.plan.view, self._source[2]
+        if not v.nblocks:
+            return []
+        steps = [(f"choose_{self.family}", self.teams), (self.kernel, self.grid)]
+        scaled_last = v.codec == lib.CODEC_SIGN and v.row_sums.count and not residual  # as encode_rows.cuh has it
+        return [*steps, ("scale_rows", self.teams)] if scaled_last else steps
 
     def zeros(self, device: Device) -> tuple[int, int]:
         """Bytes that are to be zeros: of what is found out about the tensor, and of where blocks go."""
@@ -143,8 +148,8 @@ class Job:
 def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
     """Begin all kernels of all jobs, each once for those that take it; not `close`: only what decides."""
     device = work.device
-    jobs = sorted(jobs, key=lambda job: job.kernels)  # those of one kernel follow each other
-    device.prepare({kernel for job in jobs for kernel in job.kernels})
+    jobs = sorted(jobs, key=lambda job: [kernel for kernel, _ in job.steps])  # those of one kernel follow each other
+    device.prepare({"close_frame", *(kernel for job in jobs for kernel, _ in job.steps)})
     sizes = [size for job in jobs for size in job.zeros(device)]
     zeros = work.zeros(*[0 if job.written else WRITTEN_NBYTES for job in jobs], *sizes)
     for i, job in enumerate(jobs):
@@ -168,12 +173,11 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
     if before:
         grid = grid_for(device, max(job.plan.view.n for job in jobs))
         launch_each(device, "before", [grid] * len(before), first, BEFORE_NBYTES)
-    with_blocks = [(i, job) for i, job in enumerate(jobs) if job.plan.view.nblocks]
-    for step in (0, 1) if close else (0,):
-        for kernel, some in itertools.groupby(with_blocks, key=lambda item: item[1].kernels[step]):
-            own = list(some)
-            grids = [job.grid if step else job.teams for _, job in own]
-            launch_each(device, kernel, grids, all_at + ENCODING_NBYTES * own[0][0], ENCODING_NBYTES)
+    for step in range(max(len(job.steps) for job in jobs) if close else 1):
+        own = [(i, *job.steps[step]) for i, job in enumerate(jobs) if step < len(job.steps)]
+        for kernel, some in itertools.groupby(own, key=lambda item: item[1]):
+            numbers, _, grids = zip(*some, strict=True)
+            launch_each(device, kernel, grids, all_at + ENCODING_NBYTES * numbers[0], ENCODING_NBYTES)
     if close:
         launch_each(device, "close_frame", [job.teams for job in jobs], all_at, ENCODING_NBYTES)
 
@@ -182,5 +186,6 @@ def _kernels(v: Any, size: int) -> tuple[str, str, tuple[str, int]]:
     """The family, its kernel for blocks, and of which numbers the last is a warp's scratch."""
     if v.codec == lib.CODEC_LOSSLESS:
         return "lossless", f"encode_lossless<{size}>", ("encode_lossless_nbytes", size.bit_length())
-    family = "truncate" if v.codec == lib.CODEC_TRUNCATE else "rows"
-    return family, f"encode_{family}", (f"encode_{family}_nbytes", 1)
+    if v.codec == lib.CODEC_TRUNCATE:
+        return "truncate", "encode_truncate", ("encode_truncate_nbytes", 1)
+    return "rows", f"encode_rows<{v.codec}>", ("encode_rows_nbytes", 1)
