@@ -12,7 +12,9 @@ its digests and what it does once a block included, memory is what limits it.
 """
 
 import argparse
+import functools
 import json
+import operator
 import re
 import shutil
 import subprocess
@@ -33,23 +35,34 @@ COPY = 4.15e12  # bytes a second that a copy reads and writes
 class Hot(NamedTuple):
     """A loop over rows that are all there."""
 
-    starts: str  # with this, in its first line
-    rows: int  # at once, as it was unrolled
+    holds: str  # this, in lines of its instructions; smaller loops do not
+    rows: float  # at once, as it was unrolled
     nbytes: float  # of a value, in its tensor and in a typical frame
+    times: int = 1  # or not so often
+    through: tuple[str, ...] = ()  # what all ways that values take pass by
 
 
 _PAIR, _FOUR, _LOADED = "= pair[high >>", "walk_four<CODEC>", "w = *global("
+_EIGHT = "after = end - i < EIGHTS"
 HOT = {
     "encode_lossless<2>": Hot(_LOADED, 4, 2 + 1.33),
     "encode_lossless<4>": Hot(_LOADED, 2, 4 + 3.33),
-    "decode_lossless<2>": Hot(_PAIR, 4, 2 + 1.33),
-    "decode_lossless<4>": Hot(_PAIR, 2, 4 + 3.33),
+    "decode_lossless<2>": Hot(_PAIR, 4, 2 + 1.33, 8),
+    "decode_lossless<4>": Hot(_PAIR, 2, 4 + 3.33, 6),
+    "encode_rows<2>": Hot("__ballot_sync(FULL, there", 4, 4 + 1 / 8, 16),
+    "encode_rows<3>": Hot(_EIGHT, 2, 4 + 2 / 8, 1, ("return (int)x", "PHILOX_M0")),
+    "encode_rows<4>": Hot(_EIGHT, 2, 4 + 1, 1, ("load_quads<8>",)),
+    "encode_rows<5>": Hot(_EIGHT, 2, 4 + 4.25 / 8),
+    "encode_rows<6>": Hot(_EIGHT, 2, 4 + 4.5 / 8, 1, ("return (int)x",)),
     "decode_rows<2>": Hot(_FOUR, 2, 4 + 1 / 8),
     "decode_rows<3>": Hot(_FOUR, 2, 4 + 2 / 8),
     "decode_rows<4>": Hot(_FOUR, 2, 4 + 1),
     "decode_rows<5>": Hot(_FOUR, 2, 4 + 4.25 / 8),
     "decode_rows<6>": Hot(_FOUR, 2, 4 + 4.5 / 8),
 }
+
+
+_SHOWN = ("kernel", "line", "source", "least", "most")
 
 
 class Instruction(NamedTuple):
@@ -64,6 +77,8 @@ class Loop(NamedTuple):
     source: str
     least: int
     most: int
+    header: int
+    inside: frozenset[int]  # numbers of its instructions
 
 
 def nvdisasm() -> str:
@@ -142,22 +157,31 @@ def components(inside: set[int], code: Sequence[Instruction]) -> Iterator[set[in
                         yield found
 
 
-def shortest(header: int, inside: set[int], code: Sequence[Instruction]) -> int:
-    """Instructions of the shortest way round on which something is stored, if anything is."""
-    stores = {i for i in inside if " STG" in f" {code[i].text}"}
-    start = (header, header in stores or not stores)
-    reached, edge, steps = {start}, {start}, 0
+def shortest(header: int, inside: set[int], code: Sequence[Instruction], through: Sequence[str] = ()) -> int:
+    """Instructions of the shortest way round that passes such lines, and on which something is stored, if anything is.
+
+    Of what it passes the bits are set, of each instruction and on its way there.
+    """
+    passes = dict.fromkeys(inside, 0)
+    for i in inside:
+        passes[i] |= " STG" in f" {code[i].text}"
+        source = source_of(code[i].line) if through else ""
+        for k, wanted in enumerate(through, 1):
+            passes[i] |= (wanted in source) << k
+    every = functools.reduce(operator.or_, passes.values())
+    reached = edge = {(header, passes[header])}
+    steps = 0
     while edge:
         steps += 1
-        after: set[tuple[int, bool]] = set()
-        for node, stored in edge:
+        after: set[tuple[int, int]] = set()
+        for node, passed in edge:
             for other in code[node].follows:
-                if other == header and stored:
+                if other == header and passed == every:
                     return steps
                 if other in inside and other != header:
-                    after.add((other, stored or other in stores))
+                    after.add((other, passed | passes[other]))
         edge = after - reached
-        reached |= after
+        reached = reached | after
     return len(inside)
 
 
@@ -170,10 +194,11 @@ def loops(kernel: str, code: Sequence[Instruction], inside: set[int] | None = No
     for found in components(set(range(len(code))) if inside is None else inside, code):
         header = min((i for i in found if into.get(i, set()) - found), default=min(found))
         line = code[header].line
-        yield Loop(kernel, line, source_of(line), shortest(header, found, code), len(found))
+        yield Loop(kernel, line, source_of(line), shortest(header, found, code), len(found), header, frozenset(found))
         yield from loops(kernel, code, found - {header})
 
 
+@functools.cache
 def source_of(line: str) -> str:
     """What stands there."""
     name, number = line.rsplit(":", 1)
@@ -189,13 +214,15 @@ def slots(nbytes: float, fraction: float) -> float:
     return SLOTS * ROW * nbytes / COPY / fraction
 
 
-def hot(kernel: str, found: Sequence[Loop]) -> dict[str, Any]:
+def hot(kernel: str, code: Sequence[Instruction], found: Sequence[Loop]) -> dict[str, Any]:
     """What a row takes in a kernel's loop over whole rows, and what there is for it."""
     about = HOT[kernel]
-    loop = next(loop for loop in found if about.starts in loop.source)
+    held = {i for i, instruction in enumerate(code) if about.holds in source_of(instruction.line)}
+    loop = min((loop for loop in found if len(loop.inside & held) >= about.times), key=lambda loop: loop.most)
+    least = shortest(loop.header, set(loop.inside), code, about.through)
     return {
         "kernel": kernel,
-        "least": loop.least / about.rows,
+        "least": least / about.rows,
         "most": loop.most / about.rows,
         "slots at 80%": slots(about.nbytes, 0.8),
         "slots at 70%": slots(about.nbytes, 0.7),
@@ -214,8 +241,9 @@ def main() -> None:
         parser.error(f"no loop over whole rows is known of {', '.join(other)}: see them by --all")
     rows: list[dict[str, Any]] = []
     for kernel in args.kernels:
-        found = sorted(loops(kernel, disassembled(kernel, args.arch)), key=lambda loop: -loop.most)
-        rows += [loop._asdict() for loop in found] if args.all else [hot(kernel, found)]
+        code = disassembled(kernel, args.arch)
+        found = sorted(loops(kernel, code), key=lambda loop: -loop.most)
+        rows += [dict(zip(_SHOWN, loop, strict=False)) for loop in found] if args.all else [hot(kernel, code, found)]
     if args.json:
         print(json.dumps(rows))
         return

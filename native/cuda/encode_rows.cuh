@@ -28,15 +28,24 @@ DEVICE bool scaled_last(const codec_view *v, const codec_source *source)
 DEVICE void leave_signs(const row_job &r, uint64_t first, uint32_t n, float scale, float below, uint32_t lane)
 {
 	const uint32_t dtype = r.v->dtype;
+	float *residual = global(r.source->residual) + first;
 
 	scale = float_of(dtype, bits_of_float(dtype, scale));
 	below = float_of(dtype, bits_of_float(dtype, below));
-#pragma unroll 4
-	for (uint32_t i = lane; i < n; i += 32) {
-		float x = value_at(dtype, r.source, first + i);
+	auto leave = [&](uint32_t i, float x) {
+		residual[i] = round_minus(x, round_bits(x) <= ROUND_ABS ? scale : below);
+	};
+	uint32_t i = lane;
 
-		global(r.source->residual)[first + i] = round_minus(x, round_bits(x) <= ROUND_ABS ? scale : below);
+	for (; i + 3 * 32 < n; i += 4 * 32) {
+		float x[4];
+
+		load_each_32<4>(dtype, r.source, first + i, x);
+		for (uint32_t k = 0; k < 4; k++)
+			leave(i + 32 * k, x[k]);
 	}
+	for (; i < n; i += 32)
+		leave(i, value_at(dtype, r.source, first + i));
 }
 
 /* SIGN: all that a block has, if words of 32 signs are of one row each. */

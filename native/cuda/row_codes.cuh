@@ -261,7 +261,11 @@ DEVICE eights_put put_eights(const row_job &r, uint8_t *scales, const float *rat
 		return {0, 0, CODEC_OK};
 	scales = global(scales);
 	to = global(to);
-	for (uint32_t i = 0; i < whole;) {
+	uint32_t next[8] = {0}; /* a lane's, which are on their way while others become codes */
+
+	if (8 * lane < whole)
+		load_quads<8>(v->dtype, source, r.p.first + 8 * lane, next);
+	for (uint32_t i = 0, after; i < whole; i = after) {
 		if (small) {
 			end = whole;
 		} else if (i == end) {
@@ -274,10 +278,13 @@ DEVICE eights_put put_eights(const row_job &r, uint8_t *scales, const float *rat
 		}
 		const uint32_t mine = i + 8 * lane;
 		const uint64_t e = r.p.first + mine;
-		uint32_t x[8] = {0}, draws[4], codes[2];
+		uint32_t x[8], draws[4], codes[2];
 
-		if (mine < end)
-			load_quads<8>(v->dtype, source, e, x);
+		after = end - i < EIGHTS ? end : i + EIGHTS;
+		for (int k = 0; k < 8; k++)
+			x[k] = next[k], next[k] = 0;
+		if (after + 8 * lane < whole)
+			load_quads<8>(v->dtype, source, r.p.first + after + 8 * lane, next);
 		if (small || CODEC == WIRE_CODEC_TERNARY) {
 			uint32_t max = 0;
 
@@ -317,7 +324,6 @@ DEVICE eights_put put_eights(const row_job &r, uint8_t *scales, const float *rat
 			if ((i + EIGHTS) % TRITS_CHUNK == 0)
 				pack_trits(chunk, to + (i + EIGHTS - TRITS_CHUNK) / 5, lane);
 		}
-		i = end - i < EIGHTS ? end : i + EIGHTS;
 	}
 	return {whole, most, __any_sync(FULL, bad != 0) ? CODEC_NONFINITE : CODEC_OK};
 }

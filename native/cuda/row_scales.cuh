@@ -34,6 +34,24 @@ template <int N> DEVICE void load_quads(uint32_t dtype, const codec_source *s, u
 		x[k] = round_bits(float_of(dtype, x[k]));
 }
 
+/* Values i, i + 32, and so on, N of them. */
+template <int N> DEVICE void load_each_32(uint32_t dtype, const codec_source *s, uint64_t i, float x[N])
+{
+	if (s->sums || dtype == WIRE_FLOAT32) {
+		const float *from = global(s->sums ? s->sums : (const float *)s->values) + i;
+
+		for (int k = 0; k < N; k++)
+			x[k] = from[32 * k];
+		return;
+	}
+	const uint16_t *from = global((const uint16_t *)s->values) + i;
+
+	for (int k = 0; k < N; k++)
+		x[k] = round_float(from[32 * k]);
+	for (int k = 0; k < N; k++)
+		x[k] = float_of(dtype, round_bits(x[k]));
+}
+
 /* The larger magnitude, as bits; those from `limit` on count for nothing. */
 DEVICE uint32_t larger(uint32_t most, uint32_t x, uint32_t limit)
 {
@@ -108,13 +126,19 @@ template <summing HOW, bool SIGNS>
 DEVICE codec_row_sums sums_how(uint32_t dtype, const codec_source *source, uint64_t first, uint32_t n, uint32_t *words,
 			       uint32_t lane)
 {
+	const int AT_ONCE = HOW == SUM_ABS ? 16 : 8; /* values of a lane, on their way together */
 	lane_sums<HOW> sums;
 	uint32_t i = 0;
 
 	for (; i + 32 * 32 <= n; i += 32 * 32) {
-#pragma unroll HOW == SUM_ABS ? 16 : 4
-		for (uint32_t k = 0; k < 32; k++)
-			sums.template add<SIGNS>(value_at(dtype, source, first + i + 32 * k + lane), true, k, lane);
+#pragma unroll 1
+		for (uint32_t k = 0; k < 32; k += AT_ONCE) {
+			float x[AT_ONCE];
+
+			load_each_32<AT_ONCE>(dtype, source, first + i + 32 * k + lane, x);
+			for (uint32_t l = 0; l < AT_ONCE; l++)
+				sums.template add<SIGNS>(x[l], true, k + l, lane);
+		}
 		if (SIGNS && words)
 			global(words)[i / 32 + lane] = sums.kept;
 	}
@@ -162,31 +186,42 @@ struct scaled {
 	float scale, below;
 };
 
-/* SIGN: scales of a row of n values, to 4 or 8 bytes; and its codes, if they are wanted. */
-static __device__ scaled put_sign_row(const codec_view *v, struct row_kind q, const codec_source *source,
-				      uint64_t first, uint64_t n, uint8_t *to, uint32_t *words, uint32_t lane)
+/* The same of a row of SIGN that has more values. */
+DEVICE_CALL codec_row_sums sums_of_pieces(const codec_view *v, const codec_source *source, uint64_t first, uint32_t n,
+					  uint32_t *words, uint32_t lane)
 {
-	double level[2][64], total[2];
-	uint64_t npieces = 0, negative = 0;
-	float scale[2];
+	codec_row_sums all = {{0, 0}, 0, 0};
+	double level[2][64];
+	uint64_t npieces = 0;
 
 	for (uint64_t i = 0; i < n; i += WIRE_TREE, npieces++) {
-		codec_row_sums some =
-			sums_of<true>(v, source, first + i, n - i < WIRE_TREE ? (uint32_t)(n - i) : WIRE_TREE,
-				      words ? words + i / 32 : NULL, lane);
+		uint32_t count = n - i < WIRE_TREE ? (uint32_t)(n - i) : WIRE_TREE;
+		codec_row_sums some = sums_of<true>(v, source, first + i, count, words ? words + i / 32 : NULL, lane);
 
-		if (some.max >= ROUND_INF)
-			return {CODEC_NONFINITE, 0, 0};
-		scale_push(level[0], npieces, some.sum[0]);
-		scale_push(level[1], npieces, some.sum[1]);
-		negative += some.negative;
+		for (int k = 0; k < 2; k++)
+			scale_push(level[k], npieces, some.sum[k]);
+		all.negative += some.negative;
+		all.max = some.max > all.max ? some.max : all.max;
 	}
-	total[0] = scale_total(level[0], npieces);
-	total[1] = scale_total(level[1], npieces);
-	scale_sign(q, total, negative, n, scale);
+	for (int k = 0; k < 2; k++)
+		all.sum[k] = scale_total(level[k], npieces);
+	return all;
+}
+
+/* SIGN: scales of a row of n values, to 4 or 8 bytes; and its codes, if they are wanted. */
+DEVICE_CALL scaled put_sign_row(const codec_view *v, struct row_kind q, const codec_source *source, uint64_t first,
+				uint32_t n, uint8_t *to, uint32_t *words, uint32_t lane)
+{
+	codec_row_sums sums = n <= WIRE_TREE ? sums_of<true>(v, source, first, n, words, lane)
+					     : sums_of_pieces(v, source, first, n, words, lane);
+	float scale[2];
+
+	if (sums.max >= ROUND_INF)
+		return {CODEC_NONFINITE, 0, 0};
+	scale_sign(q, sums.sum, sums.negative, n, scale);
 	if (lane < row_scale_nbytes(q))
-		to[lane] = (uint8_t)(round_bits(scale[lane / 4]) >> 8 * (lane % 4));
-	return {CODEC_OK, scale[0], round_sign_below(scale[q.variant == WIRE_SIGN_TWO_MEAN])};
+		to[lane] = (uint8_t)(round_bits(lane < 4 ? scale[0] : scale[1]) >> 8 * (lane % 4));
+	return {CODEC_OK, scale[0], round_sign_below(q.variant == WIRE_SIGN_TWO_MEAN ? scale[1] : scale[0])};
 }
 
 /* The bits that a row's scale is stored as, from its largest magnitude; those of SIGN are made of sums. */

@@ -226,13 +226,15 @@ std::string launch(void (*kernel)(A...), void **args, uint32_t grid, uint32_t ma
 		error[0] = error[0].empty() ? e : error[0];
 	return error[0];
 }
+
+inline thread_local std::string
+	said; /* one for all kernels: there is little memory for what threads have for themselves */
 } // namespace cuda_on_cpu
 
 /* const char *NAME_launch(void **args, uint32_t grid_x, uint32_t grid_y, uint32_t threads, size_t shared_nbytes) */
 #define CUDA_ON_CPU_EXPORT(name, ...)                                                                                  \
 	extern "C" const char *name##_launch(void **a, uint32_t g, uint32_t m, uint32_t t, size_t s)                   \
 	{                                                                                                              \
-		static thread_local std::string error;                                                                 \
-		return (error = cuda_on_cpu::launch(__VA_ARGS__, a, g, m, t, s)).c_str();                              \
+		return (cuda_on_cpu::said = cuda_on_cpu::launch(__VA_ARGS__, a, g, m, t, s)).c_str();                  \
 	}
 #include "cuda_builtins.h"
