@@ -13,9 +13,6 @@ union cut_room {
 	model_room model;
 	struct {
 		uint32_t counts[256];
-		struct {
-			uint32_t exponents[32], drops[32], patterns[WIRE_ROW];
-		} row[TEAM_WARPS];
 	} sample;
 	struct {
 		uint32_t counts[256];
@@ -25,37 +22,36 @@ union cut_room {
 
 /* A share of a sample of the symbols. */
 DEVICE_CALL void sample_cut(const codec_view *v, uint8_t *memory, const codec_source *source, const codec_cuts &by,
-			    uint32_t share, codec_choice *c, cut_room *room)
+			    uint32_t share, codec_choice *to, cut_room *room)
 {
 	const job j = {*v, memory, NULL};
-	const cut_kind q = cut_kind_of(v->dtype);
+	const cutter c = cutter_of(v, source, by);
+	const uint32_t octave = 1u << c.q.octave_log2;
 	uint64_t nrows = (v->n + WIRE_ROW - 1) / WIRE_ROW, stride = choose_stride(nrows);
 	uint64_t take = (nrows + stride - 1) / stride;
 	uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-	auto *row = room->sample.row + warp;
 
 	room->sample.counts[threadIdx.x] = 0;
 	__syncthreads();
 	for (uint64_t i = share * TEAM_WARPS + warp; i < take; i += SYMBOL_SHARES * TEAM_WARPS) {
 		uint64_t first = WIRE_ROW * choose_spread(i, take, nrows);
-		uint32_t n = v->n - first < WIRE_ROW ? (uint32_t)(v->n - first) : WIRE_ROW, none, quad;
+		uint32_t m = v->n - first < WIRE_ROW ? (uint32_t)(v->n - first) : WIRE_ROW, n = there(0, lane, m);
+		const cut_quad cut = cut_values(c, first + 4 * lane, n);
 		place o = {};
-		uint16_t pairs[4];
 
-		cut_values(v, q, source, by, first, n, row->exponents, row->drops, row->patterns, lane);
 		if (v->model_parts.count) {
-			fit_rows(&j, memory, source->values, size_of(v->dtype), (int)q.octave, q.octave, first, n,
-				 lane);
-			o = place_at(&j, 4 * lane < n ? first + 4 * lane : first);
+			fit_rows(&j, memory, c.values, size_of(v->dtype), (int)octave, octave, first, m, lane);
+			o = place_at(&j, n ? first + 4 * lane : first);
 		}
-		quad = symbol_quad(&j, q, &o, 0, n, row->exponents[lane], row->drops[lane], pairs, &none, lane);
-		for (uint32_t k = 0; k < there(0, lane, n); k++)
+		uint32_t quad = symbols_of(&j, c, &o, n, cut.e4, cut.cuts).quad;
+
+		for (uint32_t k = 0; k < n; k++)
 			atomicAdd(room->sample.counts + (quad >> 8 * k & 255), 1u);
 		__syncwarp();
 	}
 	__syncthreads();
 	if (room->sample.counts[threadIdx.x])
-		atomicAdd(c->all + threadIdx.x, room->sample.counts[threadIdx.x]);
+		atomicAdd(to->all + threadIdx.x, room->sample.counts[threadIdx.x]);
 }
 
 /* All is counted: the job, as codec_encode_open would leave it. */

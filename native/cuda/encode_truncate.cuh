@@ -7,257 +7,355 @@
 #include "fit.cuh"
 #include "truncate.cuh"
 
-/* Planes of a warp's memory: exponents, bits dropped, symbols, patterns (4), pairs (2). */
-#define CUT_PLANES 9
+/* Planes of a warp's memory: symbols, pairs (2). Values are cut twice rather than kept: that is more memory to move. */
+#define CUT_PLANES 3
 
-/* Bits to a region that is 0 there, from bit `bit` on; 32 of them at most. */
-DEVICE void or_bits(uint8_t *region, uint64_t bit, uint32_t x)
+/* How values are cut. */
+struct cutter {
+	cut_kind q;
+	uint32_t dtype, fixed;
+	bool nearest, by_bit, shares;
+	int guard;
+	const uint8_t *values;             /* of the tensor */
+	const uint8_t *exponents, *levels; /* of A; or levels that were asked for; or NULL, both */
+};
+
+DEVICE cutter cutter_of(const codec_view *v, const codec_source *source, const codec_cuts &by)
 {
-	uint32_t *word = (uint32_t *)region + bit / 32;
-	uint64_t both = (uint64_t)x << bit % 32;
+	const cut_kind q = cut_kind_of(v->dtype);
+	const bool given = v->variant == WIRE_LEVELS_FIXED || by.levels;
 
-	if ((uint32_t)both)
-		atomicOr(word, (uint32_t)both);
-	if (both >> 32)
-		atomicOr(word + 1, (uint32_t)(both >> 32));
+	return {q,
+		v->dtype,
+		v->bits & 3,
+		!(v->options & WIRE_OPTION_CUT),
+		(v->options & WIRE_OPTION_BITS) != 0,
+		v->variant == WIRE_LEVELS_SHARED,
+		guard_of(q, *v),
+		source->values,
+		given ? NULL : by.exponents,
+		by.levels};
 }
 
-/* nbytes from `at` on, and what is left of the last word. */
-static __device__ void clear_bytes(uint8_t *region, uint32_t at, uint64_t nbytes, uint32_t lane)
+/* A lane's values, cut: their patterns; exponents and levels, or by bit what was dropped, a byte each. */
+struct cut_quad {
+	uint32_t x[4], e4, cuts;
+};
+
+/* What values with these exponents are cut by; n of them, from value i of the tensor on. */
+DEVICE uint32_t cuts_asked(const cutter &c, uint64_t i, uint32_t n, uint32_t e4)
 {
-	for (uint64_t i = at + lane; i < (at + nbytes + 3) / 4 * 4; i += 32)
-		region[i] = 0;
-	__syncwarp();
+	if (c.exponents)
+		return shared_cuts(c.q, c.by_bit, c.guard, e4, load_bytes(c.exponents + i, n));
+	return (c.levels ? load_bytes(c.levels + i, n) & 3 * ONES : c.fixed * ONES) & ~equal_mask(e4, c.q.last);
 }
 
-/* How many bits a value with this exponent may lose. */
-DEVICE uint32_t drop_of(const codec_view *v, const cut_kind &q, uint8_t e, const codec_cuts &by, uint64_t i)
+DEVICE uint32_t exponents_of(const cut_kind &q, const uint32_t x[4])
 {
-	short guard = (short)(v->guard + 127 - (int)q.bias);
+	uint32_t e4 = 0;
 
-	if (v->variant == WIRE_LEVELS_FIXED || by.levels)
-		return e == q.last ? 0 : q.drop[(by.levels ? by.levels[i] : v->bits) & 3];
-	if (v->options & WIRE_OPTION_BITS)
-		return round_drop_bits(e, by.exponents[i], (uint8_t)q.last, guard, (uint8_t)q.mbits);
-	return round_drop_level(e, by.exponents[i], (uint8_t)q.last, guard, q.drop[1], q.drop[2], q.drop[3]);
+	for (uint32_t k = 0; k < 4; k++)
+		e4 |= (x[k] >> q.mbits & q.last) << 8 * k;
+	return e4;
 }
 
-/* Cut a block's values: patterns, their exponents, bits dropped. What is cut off goes where the source says. */
-static __device__ void cut_values(const codec_view *v, const cut_kind &q, const codec_source *source,
-				  const codec_cuts &by, uint64_t first, uint32_t m, uint32_t *e, uint32_t *drops,
-				  uint32_t *patterns, uint32_t lane)
+/* Values i to i + n - 1, at most four. */
+DEVICE cut_quad cut_values(const cutter &c, uint64_t i, uint32_t n)
 {
-	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
-		uint32_t exponent4 = 0, drop4 = 0;
+	cut_quad cut;
+	uint64_t wide[4];
 
-		for (uint32_t k = 0; k < there(r, lane, m); k++) {
-			uint64_t i = first + WIRE_ROW * r + 4 * lane + k;
-			uint32_t x = v->dtype == WIRE_FLOAT32 ? ((const uint32_t *)source->values)[i]
-							      : ((const uint16_t *)source->values)[i];
-			uint32_t drop = drop_of(v, q, (uint8_t)(x >> q.mbits & q.last), by, i);
+	if (c.dtype == WIRE_FLOAT32)
+		load_quad<4>(global(c.values) + 4 * i, n, wide);
+	else
+		load_quad<2>(global(c.values) + 2 * i, n, wide);
+	for (uint32_t k = 0; k < 4; k++)
+		cut.x[k] = (uint32_t)wide[k];
+	cut.e4 = exponents_of(c.q, cut.x);
+	cut.cuts = cuts_asked(c, i, n, cut.e4);
+	for (uint32_t k = 0; k < 4; k++) {
+		uint32_t by = byte_of(cut.cuts, k);
 
-			x = round_truncate(x, drop, !(v->options & WIRE_OPTION_CUT), q.mbits, q.last);
-			uint8_t exponent = (uint8_t)(x >> q.mbits & q.last);
-
-			/* a receiver that works levels out has the new exponents */
-			if (v->variant == WIRE_LEVELS_SHARED)
-				drop = drop_of(v, q, exponent, by, i);
-			patterns[WIRE_ROW * r + 4 * lane + k] = x;
-			if (source->residual)
-				source->residual[i] = round_minus(value_at(v->dtype, source, i), float_of(v->dtype, x));
-			exponent4 |= (uint32_t)exponent << 8 * k;
-			drop4 |= drop << 8 * k;
-		}
-		e[32 * r + lane] = exponent4;
-		drops[32 * r + lane] = drop4;
+		cut.x[k] = round_truncate(cut.x[k], c.by_bit ? by : drop_of(c.q, by), c.nearest, c.q.mbits, c.q.last);
 	}
-	__syncwarp();
+	uint32_t e4 = exponents_of(c.q, cut.x);
+
+	/* a receiver that works levels out has the new exponents */
+	if (c.shares && e4 != cut.e4)
+		cut.cuts = cuts_asked(c, i, n, e4);
+	cut.e4 = e4;
+	return cut;
 }
 
-DEVICE uint32_t level_of(const cut_kind &q, uint32_t drop)
+/* Of all values of a block: which bits fields have, and how many values keep each piece. */
+struct cut_sums {
+	kept_sums kept;
+	uint32_t bits; /* by bit: that are kept */
+	uint32_t any;
+};
+
+/* What a value's field keeps of it. */
+DEVICE uint32_t kept_field(const cutter &c, const cut_quad &cut, uint32_t k)
 {
-	return round_level_of_drop((uint8_t)drop, q.drop[1], q.drop[2], q.drop[3]);
+	return byte_of(cut.e4, k) ? bits_field(cut.x[k], (int)c.q.mbits, (int)c.q.sign) : 0;
 }
 
-/*
- * Symbols of a lane's values of row r, and with joint levels their pairs; *o is its first value's place, or that of the
- * row's after it. *outside: those whose pair has no symbol, which are 0.
- */
-static __device__ uint32_t symbol_quad(const job *j, const cut_kind &q, place *o, uint32_t r, uint32_t m, uint32_t e4,
-				       uint32_t drop4, uint16_t *pairs, uint32_t *outside, uint32_t lane)
+/* Symbols of a lane's values of a row, and with joint levels their pairs; `outside`: those whose pair has no symbol. */
+struct cut_symbols {
+	uint32_t quad, outside;
+	uint16_t pair[4];
+};
+
+/* *o is the first value's place, or that of the row's after it. */
+DEVICE cut_symbols symbols_of(const job *j, const cutter &c, place *o, uint32_t n, uint32_t e4, uint32_t levels)
 {
-	bool joint = j->v.variant == WIRE_LEVELS_CODED, model = j->v.model_parts.count > 0;
-	uint32_t n = there(r, lane, m), quad = 0;
+	const bool joint = j->v.variant == WIRE_LEVELS_CODED;
+	const uint32_t octave = 1u << c.q.octave_log2;
+	cut_symbols s = {0, 0, {0}};
 	uint16_t offset[4] = {0};
 
-	*outside = 0;
-	if (model && n)
-		quad_offsets(j, o, n, (int)q.octave / 8, WIRE_CIRCLE((int)q.octave), offset);
-	for (uint32_t k = 0; k < n; k++) {
-		uint8_t lowered = (uint8_t)(e4 >> 8 * k);
+	if (j->v.model_parts.count && n)
+		quad_offsets(j, o, n, (int)octave / 8, WIRE_CIRCLE((int)octave), offset);
+	for (uint32_t k = 0; k < 4; k++) {
+		uint8_t lowered = bits_lower_exponent((uint8_t)byte_of(e4, k), (uint8_t)(offset[k] >> c.q.octave_log2),
+						      (uint8_t)c.q.last);
 
-		lowered = bits_lower_exponent(lowered, (uint8_t)(offset[k] / q.octave), (uint8_t)q.last);
-		uint16_t pair = bits_pair(lowered, (uint8_t)level_of(q, drop4 >> 8 * k & 255));
-		uint16_t one = joint ? bits_pair_symbol(pair, (int)q.base) : lowered;
+		if (joint) {
+			s.pair[k] = bits_pair(lowered, (uint8_t)byte_of(levels, k));
+			uint32_t one = bits_pair_symbol(s.pair[k], (int)c.q.base);
 
-		pairs[k] = pair;
-		*outside |= (uint32_t)(joint && pair && !one) << k;
-		quad |= (uint32_t)one << 8 * k;
+			s.outside |= (uint32_t)(s.pair[k] && !one) << k;
+			s.quad |= one << 8 * k;
+		} else {
+			s.quad |= (uint32_t)lowered << 8 * k;
+		}
 	}
-	return quad;
+	return s;
 }
 
-/* Symbols, in the mode that serves them best: bytes at `out`. */
-static __device__ uint32_t put_symbols(const job *j, const cut_kind &q, uint64_t first, uint32_t m, const uint32_t *e,
-				       const uint32_t *drops, uint32_t *symbol, uint16_t *pairs, uint32_t *words,
-				       uint8_t *out, uint32_t *mode, uint32_t lane)
+/* Memory of a warp. */
+struct cut_memory {
+	uint32_t *symbol;
+	uint16_t *pairs;
+	uint32_t *words;
+};
+
+DEVICE cut_memory cut_memory_of(uint8_t *scratch)
 {
-	bool joint = j->v.variant == WIRE_LEVELS_CODED, outside = false;
-	uint32_t differ = 0, first4 = 0, got;
+	return {(uint32_t *)scratch, (uint16_t *)(scratch + PLANE_ROOM),
+		(uint32_t *)(scratch + CUT_PLANES * PLANE_ROOM)};
+}
+
+/* Symbols of a block, in the mode that serves them best: bytes at `out`. */
+DEVICE_CALL uint32_t put_symbols(const job *j, uint32_t m, bool constant, const cut_memory &to, uint8_t *out,
+				 uint32_t *mode, uint32_t lane)
+{
+	const bool joint = j->v.variant == WIRE_LEVELS_CODED;
+
+	if (constant) {
+		*mode = WIRE_MODE_CONSTANT;
+		if (lane == 0)
+			out[0] = (uint8_t)to.symbol[0];
+		return 1;
+	}
+	*mode = WIRE_MODE_CODED; /* joint ones are never raw */
+	uint32_t got =
+		encode_plane(j, 0, to.symbol, m, joint ? ~0u : m - 1, to.words, (uint8_t *)to.pairs, joint, out, lane);
+
+	if (got)
+		return got;
+	*mode = WIRE_MODE_RAW;
+	copy_bytes(out, (const uint8_t *)to.symbol, m, lane);
+	return m;
+}
+
+/* All rows of a block: symbols to memory; *constant: all are the first one. */
+DEVICE cut_sums cut_rows(const job *j, const cutter &c, const codec_source *source, uint64_t first, uint32_t m,
+			 const cut_memory &to, bool *constant, uint32_t lane)
+{
+	const bool joint = j->v.variant == WIRE_LEVELS_CODED;
+	uint32_t differ = 0, first4 = 0;
+	cut_sums sums = {{0, 0}, 0, 0};
 	place o = {};
 
 	if (j->v.model_parts.count)
 		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
-		uint32_t none, quad = symbol_quad(j, q, &o, r, m, e[32 * r + lane], drops[32 * r + lane],
-						  pairs + WIRE_ROW * r + 4 * lane, &none, lane);
+		const uint32_t n = there(r, lane, m);
+		const uint64_t i = first + WIRE_ROW * r + 4 * lane;
+		const cut_quad cut = cut_values(c, i, n);
+		const cut_symbols s = symbols_of(j, c, &o, n, cut.e4, cut.cuts);
+		uint32_t quad = s.quad;
 
+		if (source->residual)
+			for (uint32_t k = 0; k < 4; k++)
+				if (k < n)
+					source->residual[i + k] = round_minus(value_at(c.dtype, source, i + k),
+									      float_of(c.dtype, cut.x[k]));
 		for (uint32_t k = 0; k < 4; k++)
-			quad |= none >> k & 1 ? (uint32_t)table_of(j, 0)[TABLE_ESCAPE] << 8 * k : 0;
-		outside |= none != 0;
-		symbol[32 * r + lane] = quad;
-		first4 = r ? first4 : __shfl_sync(FULL, quad & 255, 0) * ONES;
-		differ |= keep_bytes(quad ^ first4, there(r, lane, m));
-	}
-	__syncwarp();
-	if (!__any_sync(FULL, differ != 0 || outside)) {
-		*mode = WIRE_MODE_CONSTANT;
-		if (lane == 0)
-			out[0] = (uint8_t)first4;
-		return 1;
-	}
-	*mode = WIRE_MODE_CODED; /* joint ones are never raw */
-	got = encode_plane(j, 0, symbol, m, joint ? ~0u : m - 1, words, (uint8_t *)pairs, joint, out, lane);
-	if (got)
-		return got;
-	*mode = WIRE_MODE_RAW;
-	copy_bytes(out, (const uint8_t *)symbol, m, lane);
-	return m;
-}
-
-/* Two bits for each value that is not 0: bytes. */
-static __device__ uint32_t put_levels(const cut_kind &q, uint32_t m, const uint32_t *e, const uint32_t *drops,
-				      uint8_t *region, uint32_t at, uint32_t lane)
-{
-	uint32_t seen = 0, total;
-
-	clear_bytes(region, at, (m + 3) / 4, lane);
-	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
-		uint32_t live = ~equal_bytes(e[32 * r + lane], 0) & 15;
-		uint32_t mine = seen + warp_scan(__popc(live), lane, &total);
-
-		seen += total;
-		for (uint32_t k = 0; k < 4; k++)
-			if (live >> k & 1)
-				or_bits(region, 8ull * at + 2 * mine++,
-					level_of(q, drops[32 * r + lane] >> 8 * k & 255));
-	}
-	__syncwarp();
-	return (seen + 3) / 4;
-}
-
-/* What values keep of their fields: pieces, or bit by bit. Bytes; and what the head says of it. */
-static __device__ uint32_t put_pieces(const cut_kind &q, bool by_bit, uint32_t m, const uint32_t *e,
-				      const uint32_t *drops, const uint32_t *patterns, uint8_t *region, uint32_t at,
-				      uint32_t *head, uint32_t lane)
-{
-	uint32_t total = q.mbits + 1, any = 0, begin = at, ends = 0, tail = 0;
-
-	for (uint32_t i = lane; by_bit && i < m; i += 32)
-		any |= bits_field(patterns[i], (int)q.mbits, (int)q.sign);
-	if (by_bit) { /* gradients made in a narrower type than theirs end in zeros */
-		tail = (uint32_t)__ffs((int)(__reduce_or_sync(FULL, any) | 1u << total)) - 1;
-		*head |= tail << WIRE_TAIL_AT;
-	}
-	for (int i = 0; i < (by_bit ? 1 : PIECES); i++) {
-		uint32_t width = q.width[i], seen = 0, some = 0;
-
-		ends += width;
-		for (int pass = 0; pass < 2; pass++) { /* is a piece 0 in all that have it? Then write it */
-			uint32_t nbits = 0;
-
-			if (pass && !by_bit && seen && !__reduce_or_sync(FULL, some)) {
-				*head |= WIRE_PIECE_ZERO << i;
-				break;
-			}
-			if (pass)
-				clear_bytes(region, at, (seen + 7) / 8, lane);
-			for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
-				uint32_t bits[4], mine = 0, all;
-
-				for (uint32_t k = 0; k < 4; k++) {
-					uint32_t drop = drops[32 * r + lane] >> 8 * k & 255, keeps = total - drop;
-
-					keeps = keeps < total - tail ? keeps : total - tail;
-					if (!(e[32 * r + lane] >> 8 * k & 255))
-						keeps = 0;
-					bits[k] = by_bit ? keeps : keeps >= ends ? width : 0;
-					mine += bits[k];
-				}
-				uint32_t to = nbits + warp_scan(mine, lane, &all);
-
-				nbits += all;
-				for (uint32_t k = 0; k < 4; k++) {
-					if (!bits[k])
-						continue;
-					uint32_t field = bits_field(patterns[WIRE_ROW * r + 4 * lane + k], (int)q.mbits,
-								    (int)q.sign);
-
-					field = by_bit ? field >> (total - bits[k])
-						       : field >> (total - ends) & ((1u << width) - 1);
-					some |= field;
-					if (pass)
-						or_bits(region, 8ull * at + to, field);
-					to += bits[k];
-				}
-			}
-			seen = nbits;
-			if (pass)
-				at += (nbits + 7) / 8;
+			sums.any |= kept_field(c, cut, k);
+		if (c.by_bit)
+			for (uint32_t k = 0; k < 4; k++)
+				sums.bits += bits_kept(c.q, cut.e4, cut.cuts, ~0u, k);
+		else
+			add_kept(&sums.kept, kept_by(cut.e4, cut.cuts));
+		for (uint32_t k = 0; k < 4 && joint; k++) {
+			to.pairs[WIRE_ROW * r + 4 * lane + k] = s.pair[k];
+			quad |= s.outside >> k & 1 ? (uint32_t)table_of(j, 0)[TABLE_ESCAPE] << 8 * k : 0;
 		}
-		__syncwarp();
+		to.symbol[32 * r + lane] = quad;
+		first4 = r ? first4 : __shfl_sync(FULL, quad & 255, 0) * ONES;
+		differ |= s.outside | keep_bytes(quad ^ first4, n);
 	}
+	*constant = !__any_sync(FULL, differ != 0);
+	__syncwarp();
+	return sums;
+}
+
+/* Bits to a region that is 0 there, from bit `bit` on; 32 of them at most. */
+DEVICE void or_bits(uint8_t *region, uint64_t bit, uint32_t x)
+{
+	uint32_t *word = global((uint32_t *)region) + bit / 32;
+	uint32_t low = x << bit % 32, high = __funnelshift_l(x, 0, (uint32_t)(bit % 32));
+
+	if (low)
+		atomicOr(word, low);
+	if (high)
+		atomicOr(word + 1, high);
+}
+
+/* Bytes from..end of a region, and what is left of the last word, become 0. */
+DEVICE void clear_bytes(uint8_t *region, uint32_t from, uint32_t end, uint32_t lane)
+{
+	uint32_t *word = global((uint32_t *)region);
+
+	if (from % 4 && lane < 4 - from % 4)
+		region[from + lane] = 0;
+	for (uint32_t i = (from + 3) / 4 + lane; i < (end + 3) / 4; i += 32)
+		word[i] = 0;
+	__syncwarp();
+}
+
+/* Where levels and pieces begin, in bits of the region. */
+struct cut_places {
+	uint32_t levels, piece[PIECES];
+	uint32_t left_out; /* pieces, a bit each */
+};
+
+/* Levels, if they are sent apart, and pieces of all rows. */
+DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, const cut_places &to, bool levels, uint8_t *region,
+		       uint32_t lane)
+{
+	kept_sums before = {0, 0};
+
+	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
+		const cut_quad cut = cut_values(c, first + WIRE_ROW * r + 4 * lane, there(r, lane, m));
+		const uint32_t kept = kept_by(cut.e4, cut.cuts);
+		uint32_t all, rank = warp_scan(kept, lane, &all), ends = 0;
+
+		if (levels && kept) {
+			uint32_t bits = 0, by = 0;
+
+			for (uint32_t k = 0; k < 4; k++)
+				if (byte_of(cut.e4, k)) {
+					bits |= byte_of(cut.cuts, k) << by;
+					by += 2;
+				}
+			or_bits(region, to.levels + 2 * (sum_of(before, 0) + byte_of(rank, 0)), bits);
+		}
+		for (uint32_t i = 0; i < PIECES; i++) {
+			uint32_t width = byte_of(c.q.widths, i), shift = c.q.mbits + 1 - (ends += width), bits = 0,
+				 by = 0;
+
+			if (to.left_out >> i & 1)
+				continue;
+			for (uint32_t k = 0; k < 4; k++) {
+				bool has = byte_of(cut.e4, k) && byte_of(cut.cuts, k) + i < PIECES;
+
+				bits |= has ? (kept_field(c, cut, k) >> shift & ((1u << width) - 1)) << by : 0;
+				by += has ? width : 0;
+			}
+			or_bits(region, to.piece[i] + width * (sum_of(before, i) + byte_of(rank, i)), bits);
+		}
+		add_kept(&before, all);
+	}
+	__syncwarp();
+}
+
+/* The same bit by bit, `most` of each field at most: how many bits in all. */
+DEVICE uint32_t put_bits(const cutter &c, uint64_t first, uint32_t m, uint32_t at, uint32_t most, uint8_t *region,
+			 uint32_t lane)
+{
+	const uint32_t begin = at;
+
+	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
+		const cut_quad cut = cut_values(c, first + WIRE_ROW * r + 4 * lane, there(r, lane, m));
+		uint32_t mine = 0, all, keeps[4];
+
+		for (uint32_t k = 0; k < 4; k++)
+			mine += keeps[k] = bits_kept(c.q, cut.e4, cut.cuts, most, k);
+		uint32_t bit = at + warp_scan(mine, lane, &all);
+
+		for (uint32_t k = 0; k < 4; k++) {
+			or_bits(region, bit, kept_field(c, cut, k) >> (c.q.mbits + 1 - keeps[k]));
+			bit += keeps[k];
+		}
+		at += all;
+	}
+	__syncwarp();
 	return at - begin;
 }
 
 /* Block b to a region: its size. */
-static __device__ uint32_t write_cut(const job *j, uint8_t *memory, const codec_source *source, const codec_cuts &by,
-				     uint64_t b, uint8_t *scratch, uint8_t *region, uint32_t lane)
+DEVICE uint32_t write_cut(const job *j, uint8_t *memory, const codec_source *source, const codec_cuts &by, uint64_t b,
+			  uint8_t *scratch, uint8_t *region, uint32_t lane)
 {
 	const codec_view &v = j->v;
-	const cut_kind q = cut_kind_of(v.dtype);
-	uint64_t first = b * v.block_nvalues;
-	uint32_t m = (uint32_t)block_values(&v, b), at = 4, head;
-	uint32_t *e = (uint32_t *)scratch, *drops = (uint32_t *)(scratch + PLANE_ROOM);
-	uint32_t *symbol = (uint32_t *)(scratch + 2 * PLANE_ROOM), *patterns = (uint32_t *)(scratch + 3 * PLANE_ROOM);
-	uint16_t *pairs = (uint16_t *)(scratch + 7 * PLANE_ROOM);
-	uint32_t *words = (uint32_t *)(scratch + CUT_PLANES * PLANE_ROOM);
+	const cutter c = cutter_of(&v, source, by);
+	const cut_memory to = cut_memory_of(scratch);
+	const uint64_t first = b * v.block_nvalues;
+	const uint32_t m = (uint32_t)block_values(&v, b), total = c.q.mbits + 1;
+	uint32_t at = 4, head;
+	bool constant;
 
-	cut_values(&v, q, source, by, first, m, e, drops, patterns, lane);
-	if (v.variant == WIRE_LEVELS_SHARED) {
-		uint32_t found = (uint32_t)digest_bytes(by.exponents + first, m, WIRE_SEED_STATE, lane);
-
-		put32(region + at, found, lane);
+	if (v.model_parts.count)
+		fit_rows(j, memory, c.values, c.dtype == WIRE_FLOAT32 ? 4 : 2, 1 << c.q.octave_log2,
+			 1u << c.q.octave_log2, first, m, lane);
+	if (c.shares) {
+		put32(region + at, (uint32_t)digest_bytes(c.exponents + first, m, WIRE_SEED_STATE, lane), lane);
 		at += 4;
 	}
-	if (v.model_parts.count)
-		fit_rows(j, memory, source->values, v.dtype == WIRE_FLOAT32 ? 4 : 2, (int)q.octave, q.octave, first, m,
-			 lane);
-	at += put_symbols(j, q, first, m, e, drops, symbol, pairs, words, region + at, &head, lane);
+	cut_sums sums = cut_rows(j, c, source, first, m, to, &constant, lane);
+
+	at += put_symbols(j, m, constant, to, region + at, &head, lane);
 	__syncwarp();
-	if (v.variant == WIRE_LEVELS_PLANE)
-		at += put_levels(q, m, e, drops, region, at, lane);
-	at += put_pieces(q, v.options & WIRE_OPTION_BITS, m, e, drops, patterns, region, at, &head, lane);
+	sums.any = __reduce_or_sync(FULL, sums.any);
+	if (c.by_bit) { /* gradients made in a narrower type than theirs end in zeros */
+		uint32_t tail = (uint32_t)__ffs((int)(sums.any | 1u << total)) - 1;
+
+		head |= tail << WIRE_TAIL_AT;
+		clear_bytes(region, at, at + (warp_sum(sums.bits) + 7) / 8, lane);
+		at += (put_bits(c, first, m, 8 * at, total - tail, region, lane) + 7) / 8;
+	} else {
+		const bool levels = v.variant == WIRE_LEVELS_PLANE;
+		const kept_sums kept = warp_sum(sums.kept);
+		cut_places places = {8 * at, {0}, 0};
+		uint32_t from = at, ends = 0;
+
+		at += levels ? (2 * sum_of(kept, 0) + 7) / 8 : 0;
+		for (uint32_t i = 0; i < PIECES; i++) {
+			uint32_t width = byte_of(c.q.widths, i), count = sum_of(kept, i),
+				 shift = total - (ends += width);
+			bool zero = count && !(sums.any >> shift & ((1u << width) - 1));
+
+			places.piece[i] = 8 * at;
+			places.left_out |= (uint32_t)zero << i;
+			at += zero ? 0 : (width * count + 7) / 8;
+		}
+		head |= WIRE_PIECE_ZERO * places.left_out;
+		clear_bytes(region, from, at, lane);
+		put_pieces(c, first, m, places, levels, region, lane);
+	}
 	put32(region, head, lane);
 	return end_region(region, at, lane);
 }

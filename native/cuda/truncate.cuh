@@ -13,28 +13,131 @@
 struct cut_kind {
 	uint32_t mbits, sign; /* bits of mantissa; place of the sign */
 	uint32_t bias, last;  /* of exponents: `last` is Inf's */
-	uint32_t octave, base;
-	uint8_t drop[4];  /* bits dropped at each level */
-	uint8_t width[4]; /* of the pieces that fields are cut into, from the top */
+	uint32_t octave_log2, base;
+	uint32_t drops;  /* bits dropped at each level, a byte each */
+	uint32_t widths; /* of the pieces that fields are cut into, from the top, likewise */
 };
+
+DEVICE uint32_t bytes_of(const uint8_t *four)
+{
+	return four[0] | four[1] << 8 | four[2] << 16 | (uint32_t)four[3] << 24;
+}
 
 DEVICE cut_kind cut_kind_of(uint32_t dtype)
 {
+	const uint8_t drops[3][4] = {WIRE_DROPS_FLOAT32, WIRE_DROPS_BFLOAT16, WIRE_DROPS_FLOAT16};
+	const uint8_t widths[3][4] = {WIRE_PIECES_FLOAT32, WIRE_PIECES_BFLOAT16, WIRE_PIECES_FLOAT16};
+
 	if (dtype == WIRE_FLOAT32)
-		return {23, 31, 127, 255, 128, WIRE_JOINT_BASE, WIRE_DROPS_FLOAT32, WIRE_PIECES_FLOAT32};
+		return {23, 31, 127, 255, 7, WIRE_JOINT_BASE, bytes_of(drops[0]), bytes_of(widths[0])};
 	if (dtype == WIRE_BFLOAT16)
-		return {7, 15, 127, 255, 128, WIRE_JOINT_BASE, WIRE_DROPS_BFLOAT16, WIRE_PIECES_BFLOAT16};
-	return {10, 15, 15, 31, 1024, 0, WIRE_DROPS_FLOAT16, WIRE_PIECES_FLOAT16};
+		return {7, 15, 127, 255, 7, WIRE_JOINT_BASE, bytes_of(drops[1]), bytes_of(widths[1])};
+	return {10, 15, 15, 31, 10, 0, bytes_of(drops[2]), bytes_of(widths[2])};
 }
 
-/* Width bits, 32 at most, from bit `bit` on of nbytes bytes; those behind them are 0. */
-DEVICE uint32_t read_bits(const uint8_t *p, uint64_t bit, uint32_t width, uint64_t nbytes)
+DEVICE uint32_t byte_of(uint32_t quad, uint32_t k)
 {
+	return __byte_perm(quad, 0, 0x4440 + k);
+}
+
+/* How many bits a level drops. */
+DEVICE uint32_t drop_of(const cut_kind &q, uint32_t level)
+{
+	return byte_of(q.drops, level & 3);
+}
+
+/*
+ * By how much the exponent of A, `ea`, exceeds `e` and a guard; as round_slack of exact/round.h, but that what is above
+ * 255 stays. `guard`: as there.
+ */
+DEVICE int slack_of(const cut_kind &q, uint32_t e, uint32_t ea, int guard)
+{
+	int d = ea == 255 ? 255 : (int)ea - (int)e - guard;
+
+	return ea == 0 || e == q.last || d < 0 ? 0 : d;
+}
+
+DEVICE int guard_of(const cut_kind &q, const codec_view &v)
+{
+	return v.guard + 127 - (int)q.bias;
+}
+
+/* A value's level, or by bit what it drops, from its slack. */
+DEVICE uint32_t cut_of(const cut_kind &q, bool by_bit, int slack)
+{
+	if (by_bit)
+		return slack < (int)q.mbits ? (uint32_t)slack : q.mbits;
+	return (slack >= (int)byte_of(q.drops, 1)) + (slack >= (int)byte_of(q.drops, 2)) +
+	       (slack >= (int)byte_of(q.drops, 3));
+}
+
+/* Of the exponents that both sides know, of n values: what each is cut by, a byte each. */
+DEVICE uint32_t shared_cuts(const cut_kind &q, bool by_bit, int guard, uint32_t e4, uint32_t ea4)
+{
+	uint32_t cuts = 0;
+
+	for (uint32_t k = 0; k < 4; k++)
+		cuts |= cut_of(q, by_bit, slack_of(q, byte_of(e4, k), byte_of(ea4, k), guard)) << 8 * k;
+	return cuts;
+}
+
+/*
+ * Pieces that a lane's values keep: of each piece how many values, a byte each. A level keeps one less than the one
+ * below it; a value with exponent 0 none.
+ */
+DEVICE uint32_t kept_by(uint32_t e4, uint32_t levels)
+{
+	uint32_t kept = 0;
+
+	for (uint32_t k = 0; k < 4; k++)
+		kept += byte_of(e4, k) ? ONES >> 8 * byte_of(levels, k) : 0;
+	return kept;
+}
+
+/* Of all rows of a block: 512 of a lane at most, 16,384 of a warp. */
+struct kept_sums {
+	uint32_t even, odd; /* pieces 0 and 2, 1 and 3 */
+};
+
+DEVICE void add_kept(kept_sums *s, uint32_t kept)
+{
+	s->even += kept & 0x00ff00ff;
+	s->odd += kept >> 8 & 0x00ff00ff;
+}
+
+DEVICE kept_sums warp_sum(kept_sums s)
+{
+	return {warp_sum(s.even), warp_sum(s.odd)};
+}
+
+DEVICE uint32_t sum_of(const kept_sums &s, uint32_t i)
+{
+	return (i % 2 ? s.odd : s.even) >> 16 * (i / 2) & 0xffff;
+}
+
+/* Bits by bit that a lane's value keeps, `most` at most. */
+DEVICE uint32_t bits_kept(const cut_kind &q, uint32_t e4, uint32_t cuts, uint32_t most, uint32_t k)
+{
+	uint32_t keeps = q.mbits + 1 - byte_of(cuts, k);
+
+	return !byte_of(e4, k) ? 0 : keeps < most ? keeps : most;
+}
+
+/* 32 bits from bit `bit` of p on, as far as they lie before `end`; others are anything. */
+DEVICE uint32_t window(const uint8_t *p, uint64_t bit, const uint8_t *end)
+{
+	const uint8_t *from = p + bit / 8;
 	uint64_t x = 0;
 
-	for (uint32_t k = 0; 8 * k < bit % 8 + width && bit / 8 + k < nbytes; k++)
-		x |= (uint64_t)p[bit / 8 + k] << 8 * k;
-	return (uint32_t)(x >> bit % 8 & ((1ull << width) - 1));
+	if (from + 8 <= end) {
+		const uint32_t *w = global((const uint32_t *)((uint64_t)from & ~3ull));
+		uint32_t by = (uint32_t)((uint64_t)from & 3) * 8 + (uint32_t)(bit & 7);
+
+		return __funnelshift_r(w[0], by ? w[1] : 0, by);
+	}
+	for (uint32_t k = 0; k < 5 && from + k < end; k++)
+		x |= (uint64_t)from[k] << 8 * k;
+	return (uint32_t)(x >> bit % 8);
 }
 
 /* The cursor behind nbits bits, which begin at *p; false: they are not there, or the last byte's others not 0. */
@@ -65,50 +168,145 @@ DEVICE bool take_wide_literals(cursor *c, uint16_t *pairs, uint32_t escapes, uin
 	return true;
 }
 
-/* Lowered exponents and, if they are coded with them, levels: a byte each, four in a word, row by row. */
-static __device__ codec_status read_symbols(const job *j, const cut_kind &q, uint32_t mode, const pairs &by, uint32_t m,
-					    cursor *c, uint32_t *e, uint32_t *level, uint32_t lane)
+/*
+ * Symbols of row r to the exponents that were lowered and, if they are coded with them, levels: a byte each. What is
+ * wrong is noted.
+ */
+DEVICE uint32_t symbol_row(const job *j, const cut_kind &q, plane *o, uint32_t r, uint32_t m, cursor *c,
+			   uint32_t *levels, uint32_t lane)
 {
-	bool joint = j->v.variant == WIRE_LEVELS_CODED;
-	codec_status status;
-	plane o;
+	uint32_t escapes = 0, quad, exponents = 0;
+	uint16_t pairs[4];
 
-	if (joint && mode == WIRE_MODE_RAW)
-		return CODEC_BAD_REGION;
-	status = plane_open(&o, j, 0, mode, by, m, c, lane);
-	for (uint32_t r = 0; status == CODEC_OK && WIRE_ROW * r < m; r++) {
-		uint32_t escapes = 0, quad, exponents = 0, levels = 0;
-		uint16_t pairs[4];
-
-		if (!joint) {
-			quad = plane_row(&o, r, c, lane);
-			for (int k = 0; k < 32; k += 8)
-				o.bad |= (quad >> k & 255) > q.last;
-			e[32 * r + lane] = quad;
-			continue;
-		}
-		if (mode == WIRE_MODE_CODED) /* literals are wider than symbols */
-			quad = keep_bytes(decode_row(&o.coder, o.by, o.table, r, m, lane, &escapes, &o.bad),
-					  there(r, lane, m));
-		else
-			quad = plane_row(&o, r, c, lane);
-		for (int k = 0; k < 4; k++) {
-			uint32_t s = quad >> 8 * k & 255;
-
-			pairs[k] = bits_symbol_pair((uint8_t)s, (int)q.base);
-			o.bad |= !(escapes >> k & 1) && ((s && s < 4) || s > 4 * (q.last - q.base) + 3);
-		}
-		if (__any_sync(FULL, escapes != 0) && !take_wide_literals(c, pairs, escapes, lane))
-			return CODEC_BAD_REGION;
-		for (int k = 0; k < 4; k++) {
-			o.bad |= (pairs[k] && pairs[k] < 4) || pairs[k] >> 2 > q.last;
-			exponents |= (uint32_t)(pairs[k] >> 2) << 8 * k;
-			levels |= (uint32_t)(pairs[k] & 3) << 8 * k;
-		}
-		e[32 * r + lane] = exponents;
-		level[32 * r + lane] = levels;
+	*levels = 0;
+	if (j->v.variant != WIRE_LEVELS_CODED) {
+		quad = plane_row(o, r, c, lane);
+		for (uint32_t k = 0; k < 4 && q.last < 255; k++)
+			o->bad |= byte_of(quad, k) > q.last;
+		return quad;
 	}
-	return status == CODEC_OK ? plane_close(&o) : status;
+	if (o->mode == WIRE_MODE_CODED) /* literals are wider than symbols */
+		quad = keep_bytes(decode_row(&o->coder, o->by, o->table, r, m, lane, &escapes, &o->bad),
+				  there(r, lane, m));
+	else
+		quad = plane_row(o, r, c, lane);
+	for (uint32_t k = 0; k < 4; k++) {
+		uint32_t s = byte_of(quad, k);
+
+		pairs[k] = bits_symbol_pair((uint8_t)s, (int)q.base);
+		o->bad |= !(escapes >> k & 1) && ((s && s < 4) || s > 4 * (q.last - q.base) + 3);
+	}
+	if (__any_sync(FULL, escapes != 0) && !take_wide_literals(c, pairs, escapes, lane)) {
+		o->bad = true;
+		return 0;
+	}
+	for (uint32_t k = 0; k < 4; k++) {
+		o->bad |= (pairs[k] && pairs[k] < 4) || pairs[k] >> 2 > q.last;
+		exponents |= (uint32_t)(pairs[k] >> 2) << 8 * k;
+		*levels |= (uint32_t)(pairs[k] & 3) << 8 * k;
+	}
+	return exponents;
+}
+
+/* Exponents as they are, where they were lowered; on to the row after them. */
+DEVICE uint32_t raised(const job *j, const cut_kind &q, place *o, uint32_t e4, uint32_t n)
+{
+	uint16_t offset[4] = {0};
+	uint32_t raised = 0;
+
+	if (n)
+		quad_offsets(j, o, n, 1 << q.octave_log2 >> 3, WIRE_CIRCLE(1 << q.octave_log2), offset);
+	for (uint32_t k = 0; k < 4; k++)
+		raised |= (uint32_t)bits_raise_exponent((uint8_t)byte_of(e4, k), (uint8_t)(offset[k] >> q.octave_log2),
+							(uint8_t)q.last)
+			  << 8 * k;
+	return raised;
+}
+
+/* How a block's values are cut: by what is known of them, but for levels that are sent. */
+struct cutting {
+	const uint8_t *exponents; /* of A, of the block's values; NULL */
+	int guard;
+	uint32_t fixed; /* the level of all of them */
+	bool by_bit;
+};
+
+/* Of row r: levels, or by bit what is dropped. */
+DEVICE uint32_t cuts_of(const cut_kind &q, const cutting &cut, uint32_t r, uint32_t m, uint32_t e4, uint32_t lane)
+{
+	if (cut.exponents) {
+		uint32_t ea4 = load_bytes(cut.exponents + WIRE_ROW * r + 4 * lane, there(r, lane, m));
+
+		return shared_cuts(q, cut.by_bit, cut.guard, e4, ea4);
+	}
+	return cut.fixed * ONES & ~equal_mask(e4, q.last);
+}
+
+/* Levels that were sent for a row's values, two bits each; `before`: how many of them rows before have. */
+DEVICE uint32_t levels_sent(const uint8_t *levels, uint32_t *before, uint32_t e4, const uint8_t *end, uint32_t lane)
+{
+	uint32_t live = ~equal_bytes(e4, 0) & 15, all, at = *before + warp_scan(__popc(live), lane, &all), found = 0;
+	uint32_t bits = live ? window(levels, 2ull * at, end) : 0;
+
+	for (uint32_t k = 0; k < 4; k++)
+		if (live >> k & 1) {
+			found |= (bits & 3) << 8 * k;
+			bits >>= 2;
+		}
+	*before += all;
+	return found;
+}
+
+/* Where pieces are; those that are left out are NULL. By bit there is one. */
+struct pieces {
+	const uint8_t *at[PIECES], *end; /* end: of the region */
+	kept_sums before;                /* of values of rows that have been read */
+	uint32_t bits;                   /* by bit: that have been read */
+};
+
+/* Fields of a lane's values of the next row. */
+DEVICE void piece_fields(const cut_kind &q, pieces *p, uint32_t e4, uint32_t levels, uint32_t field[4], uint32_t lane)
+{
+	uint32_t kept = kept_by(e4, levels), all, rank = warp_scan(kept, lane, &all), ends = 0;
+
+	for (uint32_t i = 0; i < PIECES; i++) {
+		uint32_t width = byte_of(q.widths, i), shift = q.mbits + 1 - (ends += width);
+
+		if (!p->at[i])
+			continue;
+		uint32_t bits =
+			byte_of(kept, i)
+				? window(p->at[i], (uint64_t)width * (sum_of(p->before, i) + byte_of(rank, i)), p->end)
+				: 0;
+
+		for (uint32_t k = 0; k < 4; k++) {
+			bool has = byte_of(e4, k) && byte_of(levels, k) + i < PIECES;
+
+			field[k] |= has ? (bits & ((1u << width) - 1)) << shift : 0;
+			bits >>= has ? width : 0;
+		}
+	}
+	add_kept(&p->before, all);
+}
+
+/* The same, bit by bit: `most` of each at most. */
+DEVICE void bit_fields(const cut_kind &q, pieces *p, uint32_t e4, uint32_t cuts, uint32_t most, uint32_t field[4],
+		       uint32_t lane)
+{
+	uint32_t mine = 0, all;
+
+	for (uint32_t k = 0; k < 4; k++)
+		mine += bits_kept(q, e4, cuts, most, k);
+	uint32_t bit = p->bits + warp_scan(mine, lane, &all);
+
+	for (uint32_t k = 0; k < 4; k++) {
+		uint32_t keeps = bits_kept(q, e4, cuts, most, k);
+
+		if (keeps)
+			field[k] = (window(p->at[0], bit, p->end) & ((1u << keeps) - 1)) << (q.mbits + 1 - keeps);
+		bit += keeps;
+	}
+	p->bits += all;
 }
 
 /*
@@ -120,139 +318,98 @@ static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, cons
 {
 	const codec_view &v = j->v;
 	const cut_kind q = cut_kind_of(v.dtype);
-	uint64_t first = b * v.block_nvalues, nbits[PIECES] = {0};
+	const uint64_t first = b * v.block_nvalues;
+	const bool shares = v.variant == WIRE_LEVELS_SHARED, plane_sent = v.variant == WIRE_LEVELS_PLANE;
+	const bool sends = plane_sent || v.variant == WIRE_LEVELS_CODED, model = v.model_parts.count > 0;
+	const cutting cut = {shares ? exponents + first : NULL, guard_of(q, v), v.bits & 3,
+			     (v.options & WIRE_OPTION_BITS) != 0};
 	uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW, head = load32(here(&c));
-	uint32_t by_bit = v.options & WIRE_OPTION_BITS, total = q.mbits + 1, sent = 0;
-	uint32_t tail = by_bit ? head >> WIRE_TAIL_AT & 31 : 0;
-	uint32_t *e = (uint32_t *)scratch, *w = (uint32_t *)(scratch + PLANE_ROOM); /* exponents; levels, then widths */
-	const uint8_t *levels = NULL, *piece[PIECES];
+	uint32_t total = q.mbits + 1, sent = 0, nbits = 0, tail = cut.by_bit ? head >> WIRE_TAIL_AT & 31 : 0;
+	uint32_t *e = (uint32_t *)scratch,
+		 *w = (uint32_t *)(scratch + PLANE_ROOM); /* exponents; levels that are sent */
+	kept_sums sums = {0, 0};
 	codec_status status;
 	bool bad = false;
 
-	if (head & ~(3 | (by_bit ? 31u << WIRE_TAIL_AT : 15 * WIRE_PIECE_ZERO)) || (head & 3) == WIRE_MODE_ROWS ||
-	    tail > total)
+	if (head & ~(3 | (cut.by_bit ? 31u << WIRE_TAIL_AT : 15 * WIRE_PIECE_ZERO)) || (head & 3) == WIRE_MODE_ROWS ||
+	    tail > total || (v.variant == WIRE_LEVELS_CODED && (head & 3) == WIRE_MODE_RAW))
 		return CODEC_BAD_REGION;
 	c.at += 4;
-	if (v.variant == WIRE_LEVELS_SHARED) {
+	if (shares) {
 		if (left(&c) < 4)
 			return CODEC_BAD_REGION;
 		sent = load32(here(&c));
 		c.at += 4;
 	}
-	status = read_symbols(j, q, head & 3, by, m, &c, e, w, lane);
+	place at = {};
+	plane o;
+
+	if (model)
+		at = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
+	status = plane_open(&o, j, 0, head & 3, by, m, &c, lane);
 	if (status != CODEC_OK)
 		return status;
-	if (v.variant == WIRE_LEVELS_SHARED) {
-		uint32_t found = (uint32_t)digest_bytes(exponents + first, m, WIRE_SEED_STATE, lane);
+	for (uint32_t r = 0; r < rows; r++) {
+		uint32_t levels, e4 = symbol_row(j, q, &o, r, m, &c, &levels, lane);
 
-		if (sent != found)
-			return CODEC_OTHER_STATE;
+		if (model)
+			e4 = raised(j, q, &at, e4, there(r, lane, m));
+		e[32 * r + lane] = e4;
+		if (sends)
+			w[32 * r + lane] = levels;
+		else
+			levels = cuts_of(q, cut, r, m, e4, lane);
+		for (uint32_t k = 0; k < 4; k++)
+			nbits += cut.by_bit ? bits_kept(q, e4, levels, total - tail, k) : 0;
+		add_kept(&sums, cut.by_bit ? 0 : kept_by(e4, plane_sent ? 0 : levels));
+		bad |= sends && (levels & equal_mask(e4, q.last)); /* a NaN would be Inf */
 	}
-	place o = {};
+	status = plane_close(&o);
+	if (status != CODEC_OK)
+		return status;
+	if (shares && sent != (uint32_t)digest_bytes(cut.exponents, m, WIRE_SEED_STATE, lane))
+		return CODEC_OTHER_STATE;
+	sums = warp_sum(sums);
+	if (plane_sent) {
+		const uint8_t *levels;
+		uint32_t before = 0;
 
-	if (v.model_parts.count)
-		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
-	/* exponents as they are, where they were lowered */
-	for (uint32_t r = 0; v.model_parts.count && r < rows; r++) {
-		uint32_t n = there(r, lane, m), raised = 0;
-		uint16_t offset[4];
-
-		if (n)
-			quad_offsets(j, &o, n, (int)q.octave / 8, WIRE_CIRCLE((int)q.octave), offset);
-		for (uint32_t k = 0; k < n; k++)
-			raised |= (uint32_t)bits_raise_exponent((uint8_t)(e[32 * r + lane] >> 8 * k),
-								(uint8_t)(offset[k] / q.octave), (uint8_t)q.last)
-				  << 8 * k;
-		e[32 * r + lane] = raised;
-	}
-	if (v.variant == WIRE_LEVELS_PLANE) { /* two bits for each value that is not 0 */
-		uint32_t live = 0;
-
-		for (uint32_t r = 0; r < rows; r++)
-			live += __popc(~equal_bytes(e[32 * r + lane], 0) & 15);
-		if (!take_bits(&c, 2 * warp_sum(live), &levels))
+		if (!take_bits(&c, 2ull * sum_of(sums, 0), &levels))
 			return CODEC_BAD_REGION;
-	}
-	/* how many bits each value keeps, and how many that are together */
-	for (uint32_t r = 0, seen = 0; r < rows; r++) {
-		uint32_t quad = e[32 * r + lane], level = w[32 * r + lane], ends, widths = 0, at, all;
+		sums = {0, 0};
+		for (uint32_t r = 0; r < rows; r++) {
+			uint32_t e4 = e[32 * r + lane], found = levels_sent(levels, &before, e4, c.frame + c.end, lane);
 
-		at = warp_scan(__popc(~equal_bytes(quad, 0) & 15), lane, &all) + seen;
-		seen += all;
-		for (int k = 0; k < 4; k++) {
-			uint8_t exponent = (uint8_t)(quad >> 8 * k);
-			uint32_t drop = 0, keeps, i = WIRE_ROW * r + 4 * lane + (uint32_t)k;
-
-			if (!exponent || i >= m)
-				continue;
-			if (v.variant == WIRE_LEVELS_SHARED) {
-				short guard = (short)(v.guard + 127 - (int)q.bias);
-
-				drop = by_bit ? round_drop_bits(exponent, exponents[first + i], (uint8_t)q.last, guard,
-								(uint8_t)q.mbits)
-					      : round_drop_level(exponent, exponents[first + i], (uint8_t)q.last, guard,
-								 q.drop[1], q.drop[2], q.drop[3]);
-			} else if (v.variant == WIRE_LEVELS_FIXED) {
-				drop = exponent == q.last ? 0 : q.drop[v.bits & 3];
-			} else {
-				uint32_t l = levels ? read_bits(levels, 2ull * at++, 2, ~0ull) : level >> 8 * k & 255;
-
-				drop = q.drop[l & 3];
-				bad |= drop && exponent == q.last; /* a NaN would be Inf */
-			}
-			keeps = total - drop < total - tail ? total - drop : total - tail;
-			widths |= keeps << 8 * k;
-			nbits[0] += by_bit ? keeps : 0;
-			ends = 0;
-			for (int i = 0; i < PIECES && !by_bit; i++) {
-				ends += q.width[i];
-				nbits[i] += keeps >= ends ? q.width[i] : 0;
-			}
+			w[32 * r + lane] = found;
+			add_kept(&sums, kept_by(e4, found));
+			bad |= (found & equal_mask(e4, q.last)) != 0;
 		}
-		w[32 * r + lane] = widths;
+		sums = warp_sum(sums);
 	}
 	if (__any_sync(FULL, bad))
 		return CODEC_BAD_REGION;
-	for (int i = 0; i < (by_bit ? 1 : PIECES); i++) {
-		nbits[i] = warp_sum(nbits[i]);
-		if (!by_bit && head & WIRE_PIECE_ZERO << i)
-			piece[i] = NULL;
-		else if (!take_bits(&c, nbits[i], &piece[i]))
+	pieces p = {{NULL, NULL, NULL, NULL}, c.frame + c.end, {0, 0}, 0};
+
+	for (uint32_t i = 0; i < (cut.by_bit ? 1 : PIECES); i++) {
+		uint64_t n = cut.by_bit ? warp_sum(nbits) : byte_of(q.widths, i) * sum_of(sums, i);
+
+		if ((cut.by_bit || !(head & WIRE_PIECE_ZERO << i)) && !take_bits(&c, n, &p.at[i]))
 			return CODEC_BAD_REGION;
 	}
 	status = close_region(&c, lane);
 	if (status != CODEC_OK || !sink->data)
 		return status;
-
-	uint64_t at[PIECES] = {0}; /* bits of a piece that rows before have */
-
 	for (uint32_t r = 0; r < rows; r++) {
-		uint32_t quad = e[32 * r + lane], widths = w[32 * r + lane], field[4] = {0}, ends = 0, all;
-
-		for (int i = 0; i < (by_bit ? 1 : PIECES); i++) {
-			uint32_t mine = 0;
-
-			ends += q.width[i];
-			for (int k = 0; k < 32; k += 8)
-				mine += by_bit ? widths >> k & 255 : (widths >> k & 255) >= ends ? q.width[i] : 0;
-			uint64_t bit = at[i] + warp_scan(mine, lane, &all);
-
-			at[i] += all;
-			for (int k = 0; k < 4 && piece[i]; k++) {
-				uint32_t keeps = widths >> 8 * k & 255, some = by_bit          ? keeps
-									       : keeps >= ends ? q.width[i]
-											       : 0;
-
-				field[k] |= some ? read_bits(piece[i], bit, some, ~0ull)
-							    << (by_bit ? total - keeps : total - ends)
-						 : 0;
-				bit += some;
-			}
-		}
+		uint32_t e4 = e[32 * r + lane], field[4] = {0};
+		uint32_t cuts = sends ? w[32 * r + lane] : cuts_of(q, cut, r, m, e4, lane);
 		uint64_t i = first + WIRE_ROW * r + 4 * lane, x[4];
 
+		if (cut.by_bit)
+			bit_fields(q, &p, e4, cuts, total - tail, field, lane);
+		else
+			piece_fields(q, &p, e4, cuts, field, lane);
 		for (uint32_t k = 0; k < 4; k++)
-			x[k] = bits_pattern(field[k], (uint8_t)(quad >> 8 * k), (int)q.mbits, (int)q.sign);
+			x[k] = bits_pattern(field[k], (uint8_t)byte_of(e4, k), (int)q.mbits, (int)q.sign);
 		if (v.dtype == WIRE_FLOAT32)
 			put_quad<4>(sink, v.dtype, i, there(r, lane, m), x);
 		else

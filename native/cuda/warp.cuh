@@ -157,4 +157,12 @@ DEVICE uint32_t equal_bytes(uint32_t x, uint32_t byte)
 	return (zero >> 7 & 1) | (zero >> 14 & 2) | (zero >> 21 & 4) | (zero >> 28 & 8);
 }
 
+/* Bytes that are equal: all of their bits. */
+DEVICE uint32_t equal_mask(uint32_t x, uint32_t byte)
+{
+	uint32_t d = x ^ byte * ONES;
+
+	return (~(((d & 0x7f7f7f7fu) + 0x7f7f7f7fu) | d) >> 7 & ONES) * 255;
+}
+
 #endif
