@@ -243,41 +243,44 @@ struct cut_places {
 };
 
 /* Levels, if they are sent apart, and pieces of all rows. */
-DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, const cut_places &to, bool levels, uint8_t *region,
+DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, cut_places to, bool levels, uint8_t *region,
 		       uint32_t lane)
 {
-	kept_sums before = {0, 0};
-
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
 		const cut_quad cut = cut_values(c, first + WIRE_ROW * r + 4 * lane, there(r, lane, m));
-		const uint32_t kept = kept_by(cut.e4, cut.cuts);
-		uint32_t all, rank = warp_scan(kept, lane, &all), ends = 0;
+		uint32_t field[4], by[4], count = 0, width = 0; /* bits of a piece that values before have, by piece */
 
-		if (levels && kept) {
-			uint32_t bits = 0, by = 0;
+		for (uint32_t k = 0; k < 4; k++) {
+			uint32_t kept = kept_of(cut.e4, cut.cuts, k);
+
+			field[k] = kept_field(c, cut, k);
+			by[k] = width;
+			width += kept & c.q.widths;
+			count += kept & ONES;
+		}
+		uint32_t all, rank = warp_scan(count, lane, &all), ends = 0;
+
+		if (levels) {
+			uint32_t bits = 0, at = 0;
 
 			for (uint32_t k = 0; k < 4; k++)
 				if (byte_of(cut.e4, k)) {
-					bits |= byte_of(cut.cuts, k) << by;
-					by += 2;
+					bits |= byte_of(cut.cuts, k) << at;
+					at += 2;
 				}
-			or_bits(region, to.levels + 2 * (sum_of(before, 0) + byte_of(rank, 0)), bits);
+			or_bits(region, to.levels + 2 * byte_of(rank, 0), bits);
+			to.levels += 2 * byte_of(all, 0);
 		}
 		for (uint32_t i = 0; i < PIECES; i++) {
-			uint32_t width = byte_of(c.q.widths, i), shift = c.q.mbits + 1 - (ends += width), bits = 0,
-				 by = 0;
+			uint32_t width = byte_of(c.q.widths, i), shift = c.q.mbits + 1 - (ends += width), bits = 0;
 
-			if (to.left_out >> i & 1)
-				continue;
-			for (uint32_t k = 0; k < 4; k++) {
-				bool has = byte_of(cut.e4, k) && byte_of(cut.cuts, k) + i < PIECES;
-
-				bits |= has ? (kept_field(c, cut, k) >> shift & ((1u << width) - 1)) << by : 0;
-				by += has ? width : 0;
-			}
-			or_bits(region, to.piece[i] + width * (sum_of(before, i) + byte_of(rank, i)), bits);
+			/* what is not kept has been cut off: 0 */
+			for (uint32_t k = 0; k < 4; k++)
+				bits |= (field[k] >> shift & ((1u << width) - 1)) << byte_of(by[k], i);
+			if (!(to.left_out >> i & 1))
+				or_bits(region, to.piece[i] + width * byte_of(rank, i), bits);
+			to.piece[i] += width * byte_of(all, i);
 		}
-		add_kept(&before, all);
 	}
 	__syncwarp();
 }

@@ -16,6 +16,7 @@ struct cut_kind {
 	uint32_t octave_log2, base;
 	uint32_t drops;  /* bits dropped at each level, a byte each */
 	uint32_t widths; /* of the pieces that fields are cut into, from the top, likewise */
+	uint32_t per; /* a level has so many 256ths of a bit that is dropped, where all are counted up to level 3's */
 };
 
 DEVICE uint32_t bytes_of(const uint8_t *four)
@@ -29,10 +30,10 @@ DEVICE cut_kind cut_kind_of(uint32_t dtype)
 	const uint8_t widths[3][4] = {WIRE_PIECES_FLOAT32, WIRE_PIECES_BFLOAT16, WIRE_PIECES_FLOAT16};
 
 	if (dtype == WIRE_FLOAT32)
-		return {23, 31, 127, 255, 7, WIRE_JOINT_BASE, bytes_of(drops[0]), bytes_of(widths[0])};
+		return {23, 31, 127, 255, 7, WIRE_JOINT_BASE, bytes_of(drops[0]), bytes_of(widths[0]), 43};
 	if (dtype == WIRE_BFLOAT16)
-		return {7, 15, 127, 255, 7, WIRE_JOINT_BASE, bytes_of(drops[1]), bytes_of(widths[1])};
-	return {10, 15, 15, 31, 10, 0, bytes_of(drops[2]), bytes_of(widths[2])};
+		return {7, 15, 127, 255, 7, WIRE_JOINT_BASE, bytes_of(drops[1]), bytes_of(widths[1]), 128};
+	return {10, 15, 15, 31, 10, 0, bytes_of(drops[2]), bytes_of(widths[2]), 105};
 }
 
 DEVICE uint32_t byte_of(uint32_t quad, uint32_t k)
@@ -67,8 +68,9 @@ DEVICE uint32_t cut_of(const cut_kind &q, bool by_bit, int slack)
 {
 	if (by_bit)
 		return slack < (int)q.mbits ? (uint32_t)slack : q.mbits;
-	return (slack >= (int)byte_of(q.drops, 1)) + (slack >= (int)byte_of(q.drops, 2)) +
-	       (slack >= (int)byte_of(q.drops, 3));
+	int most = (int)byte_of(q.drops, 3);
+
+	return (uint32_t)(slack < most ? slack : most) * q.per >> 8; /* the last one whose drop is not more */
 }
 
 /* Of the exponents that both sides know, of n values: what each is cut by, a byte each. */
@@ -82,15 +84,20 @@ DEVICE uint32_t shared_cuts(const cut_kind &q, bool by_bit, int guard, uint32_t 
 }
 
 /*
- * Pieces that a lane's values keep: of each piece how many values, a byte each. A level keeps one less than the one
- * below it; a value with exponent 0 none.
+ * Which pieces a value keeps, all bits of a byte each: a level keeps one less than the one below it, exponent 0 none.
  */
+DEVICE uint32_t kept_of(uint32_t e4, uint32_t levels, uint32_t k)
+{
+	return byte_of(e4, k) ? FULL >> 8 * byte_of(levels, k) : 0;
+}
+
+/* Of each piece how many of a lane's values keep it, a byte each. */
 DEVICE uint32_t kept_by(uint32_t e4, uint32_t levels)
 {
 	uint32_t kept = 0;
 
 	for (uint32_t k = 0; k < 4; k++)
-		kept += byte_of(e4, k) ? ONES >> 8 * byte_of(levels, k) : 0;
+		kept += kept_of(e4, levels, k) & ONES;
 	return kept;
 }
 
@@ -123,21 +130,46 @@ DEVICE uint32_t bits_kept(const cut_kind &q, uint32_t e4, uint32_t cuts, uint32_
 	return !byte_of(e4, k) ? 0 : keeps < most ? keeps : most;
 }
 
-/* 32 bits from bit `bit` of p on, as far as they lie before `end`; others are anything. */
-DEVICE uint32_t window(const uint8_t *p, uint64_t bit, const uint8_t *end)
+/* Bits of a region: words at multiples of four, of which `whole` lie before its end, as bytes up to `end` do. */
+struct bit_source {
+	const uint32_t *words;
+	uint32_t whole;
+	const uint8_t *end;
+};
+
+DEVICE bit_source bits_from(const cursor *c)
 {
-	const uint8_t *from = p + bit / 8;
+	const uint32_t *words = (const uint32_t *)((uint64_t)here(c) & ~3ull);
+	const uint8_t *end = c->frame + c->end;
+
+	return {words, (uint32_t)((end - (const uint8_t *)words) / 4), end};
+}
+
+/* The number of the bit with which *p begins. */
+DEVICE uint32_t bit_of(const bit_source &s, const uint8_t *p)
+{
+	return 8 * (uint32_t)(p - (const uint8_t *)s.words);
+}
+
+/* As window_at, of the last bytes. */
+DEVICE_CALL uint32_t window_at_end(const uint32_t *words, const uint8_t *end, uint32_t bit)
+{
+	const uint8_t *from = (const uint8_t *)words + bit / 8;
 	uint64_t x = 0;
 
-	if (from + 8 <= end) {
-		const uint32_t *w = global((const uint32_t *)((uint64_t)from & ~3ull));
-		uint32_t by = (uint32_t)((uint64_t)from & 3) * 8 + (uint32_t)(bit & 7);
-
-		return __funnelshift_r(w[0], by ? w[1] : 0, by);
-	}
 	for (uint32_t k = 0; k < 5 && from + k < end; k++)
 		x |= (uint64_t)from[k] << 8 * k;
 	return (uint32_t)(x >> bit % 8);
+}
+
+/* 32 bits from one on, as far as they lie before the end; others are anything. */
+DEVICE uint32_t window_at(const bit_source &s, uint32_t bit)
+{
+	uint32_t i = bit / 32;
+
+	if (i + 2 > s.whole)
+		return window_at_end(s.words, s.end, bit);
+	return __funnelshift_r(global(s.words)[i], global(s.words)[i + 1], bit % 32);
 }
 
 /* The cursor behind nbits bits, which begin at *p; false: they are not there, or the last byte's others not 0. */
@@ -243,10 +275,10 @@ DEVICE uint32_t cuts_of(const cut_kind &q, const cutting &cut, uint32_t r, uint3
 }
 
 /* Levels that were sent for a row's values, two bits each; `before`: how many of them rows before have. */
-DEVICE uint32_t levels_sent(const uint8_t *levels, uint32_t *before, uint32_t e4, const uint8_t *end, uint32_t lane)
+DEVICE uint32_t levels_sent(const bit_source &s, uint32_t begin, uint32_t *before, uint32_t e4, uint32_t lane)
 {
 	uint32_t live = ~equal_bytes(e4, 0) & 15, all, at = *before + warp_scan(__popc(live), lane, &all), found = 0;
-	uint32_t bits = live ? window(levels, 2ull * at, end) : 0;
+	uint32_t bits = live ? window_at(s, begin + 2 * at) : 0;
 
 	for (uint32_t k = 0; k < 4; k++)
 		if (live >> k & 1) {
@@ -257,56 +289,70 @@ DEVICE uint32_t levels_sent(const uint8_t *levels, uint32_t *before, uint32_t e4
 	return found;
 }
 
-/* Where pieces are; those that are left out are NULL. By bit there is one. */
+/* Where pieces are that are still to be read, bits of a source; by bit there is one. */
 struct pieces {
-	const uint8_t *at[PIECES], *end; /* end: of the region */
-	kept_sums before;                /* of values of rows that have been read */
-	uint32_t bits;                   /* by bit: that have been read */
+	uint32_t bit[PIECES];
+	uint32_t left_out; /* a bit each */
 };
 
 /* Fields of a lane's values of the next row. */
-DEVICE void piece_fields(const cut_kind &q, pieces *p, uint32_t e4, uint32_t levels, uint32_t field[4], uint32_t lane)
+DEVICE void piece_fields(const cut_kind &q, const bit_source &s, pieces *p, uint32_t e4, uint32_t levels,
+			 uint32_t field[4], uint32_t lane)
 {
-	uint32_t kept = kept_by(e4, levels), all, rank = warp_scan(kept, lane, &all), ends = 0;
+	uint32_t kept[4], by[4], count = 0,
+				 width = 0; /* bits of a piece that the lane's values before have, by piece */
+
+	for (uint32_t k = 0; k < 4; k++) {
+		kept[k] = kept_of(e4, levels, k);
+		by[k] = width;
+		width += kept[k] & q.widths;
+		count += kept[k] & ONES;
+	}
+	uint32_t all, rank = warp_scan(count, lane, &all), ends = 0;
 
 	for (uint32_t i = 0; i < PIECES; i++) {
 		uint32_t width = byte_of(q.widths, i), shift = q.mbits + 1 - (ends += width);
 
-		if (!p->at[i])
-			continue;
-		uint32_t bits =
-			byte_of(kept, i)
-				? window(p->at[i], (uint64_t)width * (sum_of(p->before, i) + byte_of(rank, i)), p->end)
-				: 0;
+		if (!(p->left_out >> i & 1) && byte_of(count, i)) {
+			uint32_t bits = window_at(s, p->bit[i] + width * byte_of(rank, i));
 
-		for (uint32_t k = 0; k < 4; k++) {
-			bool has = byte_of(e4, k) && byte_of(levels, k) + i < PIECES;
+			for (uint32_t k = 0; k < 4; k++) {
+				uint32_t mask = byte_of(kept[k], i) & ((1u << width) - 1);
 
-			field[k] |= has ? (bits & ((1u << width) - 1)) << shift : 0;
-			bits >>= has ? width : 0;
+				field[k] |= (bits >> byte_of(by[k], i) & mask) << shift;
+			}
 		}
+		p->bit[i] += width * byte_of(all, i);
 	}
-	add_kept(&p->before, all);
 }
 
 /* The same, bit by bit: `most` of each at most. */
-DEVICE void bit_fields(const cut_kind &q, pieces *p, uint32_t e4, uint32_t cuts, uint32_t most, uint32_t field[4],
-		       uint32_t lane)
+DEVICE void bit_fields(const cut_kind &q, const bit_source &s, pieces *p, uint32_t e4, uint32_t cuts, uint32_t most,
+		       uint32_t field[4], uint32_t lane)
 {
-	uint32_t mine = 0, all;
+	uint32_t keeps[4], mine = 0, all;
 
 	for (uint32_t k = 0; k < 4; k++)
-		mine += bits_kept(q, e4, cuts, most, k);
-	uint32_t bit = p->bits + warp_scan(mine, lane, &all);
+		mine += keeps[k] = bits_kept(q, e4, cuts, most, k);
+	uint32_t bit = p->bit[0] + warp_scan(mine, lane, &all);
 
 	for (uint32_t k = 0; k < 4; k++) {
-		uint32_t keeps = bits_kept(q, e4, cuts, most, k);
-
-		if (keeps)
-			field[k] = (window(p->at[0], bit, p->end) & ((1u << keeps) - 1)) << (q.mbits + 1 - keeps);
-		bit += keeps;
+		if (keeps[k])
+			field[k] = (window_at(s, bit) & ((1u << keeps[k]) - 1)) << (q.mbits + 1 - keeps[k]);
+		bit += keeps[k];
 	}
-	p->bits += all;
+	p->bit[0] += all;
+}
+
+/* Values i to i + n - 1, their bits, whatever becomes of them. */
+DEVICE_CALL void put_patterns(const codec_sink *sink, uint32_t dtype, uint64_t i, uint32_t n, uint4 x)
+{
+	const uint64_t wide[4] = {x.x, x.y, x.z, x.w};
+
+	if (dtype == WIRE_FLOAT32)
+		put_quad<4>(sink, dtype, i, n, wide);
+	else
+		put_quad<2>(sink, dtype, i, n, wide);
 }
 
 /*
@@ -334,6 +380,8 @@ static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, cons
 	if (head & ~(3 | (cut.by_bit ? 31u << WIRE_TAIL_AT : 15 * WIRE_PIECE_ZERO)) || (head & 3) == WIRE_MODE_ROWS ||
 	    tail > total || (v.variant == WIRE_LEVELS_CODED && (head & 3) == WIRE_MODE_RAW))
 		return CODEC_BAD_REGION;
+	const bit_source source = bits_from(&c);
+
 	c.at += 4;
 	if (shares) {
 		if (left(&c) < 4)
@@ -378,7 +426,8 @@ static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, cons
 			return CODEC_BAD_REGION;
 		sums = {0, 0};
 		for (uint32_t r = 0; r < rows; r++) {
-			uint32_t e4 = e[32 * r + lane], found = levels_sent(levels, &before, e4, c.frame + c.end, lane);
+			uint32_t e4 = e[32 * r + lane],
+				 found = levels_sent(source, bit_of(source, levels), &before, e4, lane);
 
 			w[32 * r + lane] = found;
 			add_kept(&sums, kept_by(e4, found));
@@ -388,32 +437,40 @@ static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, cons
 	}
 	if (__any_sync(FULL, bad))
 		return CODEC_BAD_REGION;
-	pieces p = {{NULL, NULL, NULL, NULL}, c.frame + c.end, {0, 0}, 0};
+	pieces p = {{0}, cut.by_bit ? 0 : head / WIRE_PIECE_ZERO};
 
 	for (uint32_t i = 0; i < (cut.by_bit ? 1 : PIECES); i++) {
 		uint64_t n = cut.by_bit ? warp_sum(nbits) : byte_of(q.widths, i) * sum_of(sums, i);
+		const uint8_t *begin = here(&c);
 
-		if ((cut.by_bit || !(head & WIRE_PIECE_ZERO << i)) && !take_bits(&c, n, &p.at[i]))
+		if (!(p.left_out >> i & 1) && !take_bits(&c, n, &begin))
 			return CODEC_BAD_REGION;
+		p.bit[i] = bit_of(source, begin);
 	}
 	status = close_region(&c, lane);
 	if (status != CODEC_OK || !sink->data)
 		return status;
+	const bool stores = sink->into == CODEC_INTO_STORE &&
+			    (uint64_t)sink->data % (v.dtype == WIRE_FLOAT32 ? sizeof(uint4) : sizeof(uint2)) == 0;
+
 	for (uint32_t r = 0; r < rows; r++) {
 		uint32_t e4 = e[32 * r + lane], field[4] = {0};
 		uint32_t cuts = sends ? w[32 * r + lane] : cuts_of(q, cut, r, m, e4, lane);
-		uint64_t i = first + WIRE_ROW * r + 4 * lane, x[4];
+		const uint64_t i = first + WIRE_ROW * r + 4 * lane;
+		const uint32_t n = there(r, lane, m);
 
 		if (cut.by_bit)
-			bit_fields(q, &p, e4, cuts, total - tail, field, lane);
+			bit_fields(q, source, &p, e4, cuts, total - tail, field, lane);
 		else
-			piece_fields(q, &p, e4, cuts, field, lane);
+			piece_fields(q, source, &p, e4, cuts, field, lane);
 		for (uint32_t k = 0; k < 4; k++)
-			x[k] = bits_pattern(field[k], (uint8_t)byte_of(e4, k), (int)q.mbits, (int)q.sign);
-		if (v.dtype == WIRE_FLOAT32)
-			put_quad<4>(sink, v.dtype, i, there(r, lane, m), x);
+			field[k] = bits_pattern(field[k], (uint8_t)byte_of(e4, k), (int)q.mbits, (int)q.sign);
+		if (n < 4 || !stores)
+			put_patterns(sink, v.dtype, i, n, {field[0], field[1], field[2], field[3]});
+		else if (v.dtype == WIRE_FLOAT32)
+			global((uint4 *)sink->data)[i / 4] = {field[0], field[1], field[2], field[3]};
 		else
-			put_quad<2>(sink, v.dtype, i, there(r, lane, m), x);
+			global((uint2 *)sink->data)[i / 4] = {field[0] | field[1] << 16, field[2] | field[3] << 16};
 	}
 	return CODEC_OK;
 }

@@ -70,16 +70,20 @@ DEVICE uint32_t load32(const uint8_t *p)
 	return by ? w[0] >> by | w[1] << (32 - by) : w[0];
 }
 
-/* The first n of its bytes, and none behind them. */
-DEVICE uint32_t load_bytes(const uint8_t *p, uint32_t n)
+/* The first n of its bytes, fewer than 4. */
+DEVICE_CALL uint32_t load_few(const uint8_t *p, uint32_t n)
 {
 	uint32_t x = 0;
 
-	if (n >= 4)
-		return load32(p);
 	for (uint32_t i = 0; i < n; i++)
 		x |= (uint32_t)p[i] << 8 * i;
 	return x;
+}
+
+/* The first n of its bytes, and none behind them. */
+DEVICE uint32_t load_bytes(const uint8_t *p, uint32_t n)
+{
+	return n >= 4 ? load32(p) : load_few(p, n);
 }
 
 /* n values of SIZE bytes, at a multiple of that: all four by one access where they lie at a multiple of theirs. */
