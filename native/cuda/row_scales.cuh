@@ -4,36 +4,6 @@
 
 #include "rows.cuh"
 
-/* Do quads of values, from a multiple of four on, lie at multiples of their size? */
-DEVICE bool in_quads(uint32_t dtype, const codec_source *s)
-{
-	return s->sums ? (uint64_t)s->sums % 16 == 0 : (uint64_t)s->values % (dtype == WIRE_FLOAT32 ? 16 : 8) == 0;
-}
-
-/* The bits, as float32, of N of them, 4 or 8. */
-template <int N> DEVICE void load_quads(uint32_t dtype, const codec_source *s, uint64_t i, uint32_t x[N])
-{
-	if (s->sums || dtype == WIRE_FLOAT32) {
-		const uint4 *from = (const uint4 *)(global(s->sums ? s->sums : (const float *)s->values) + i);
-
-		for (int k = 0; k < N; k += 4) {
-			uint4 w = from[k / 4];
-
-			x[k] = w.x, x[k + 1] = w.y, x[k + 2] = w.z, x[k + 3] = w.w;
-		}
-		return;
-	}
-	const uint2 *from = (const uint2 *)(global((const uint16_t *)s->values) + i);
-
-	for (int k = 0; k < N; k += 4) {
-		uint2 w = from[k / 4];
-
-		x[k] = w.x & 0xffff, x[k + 1] = w.x >> 16, x[k + 2] = w.y & 0xffff, x[k + 3] = w.y >> 16;
-	}
-	for (int k = 0; k < N; k++)
-		x[k] = round_bits(float_of(dtype, x[k]));
-}
-
 /* Values i, i + 32, and so on, N of them. */
 template <int N> DEVICE void load_each_32(uint32_t dtype, const codec_source *s, uint64_t i, float x[N])
 {
