@@ -43,7 +43,7 @@ DEVICE_CALL void sample_cut(const codec_view *v, uint8_t *memory, const codec_so
 			fit_rows(&j, memory, c.values, size_of(v->dtype), (int)octave, octave, first, m, lane);
 			o = place_at(&j, n ? first + 4 * lane : first);
 		}
-		uint32_t quad = symbols_of(&j, c, &o, n, cut.e4, cut.cuts).quad;
+		uint32_t quad = symbols_of(&j, c, &o, n, cut).quad;
 
 		for (uint32_t k = 0; k < n; k++)
 			atomicAdd(room->sample.counts + (quad >> 8 * k & 255), 1u);

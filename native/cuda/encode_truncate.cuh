@@ -37,26 +37,20 @@ DEVICE cutter cutter_of(const codec_view *v, const codec_source *source, const c
 		by.levels};
 }
 
-/* A lane's values, cut: their patterns; exponents and levels, or by bit what was dropped, a byte each. */
+/* A lane's values, cut: patterns, exponents, levels or by bit what was dropped. */
 struct cut_quad {
-	uint32_t x[4], e4, cuts;
+	uint32_t x[4], e[4], cuts[4];
 };
 
 /* What values with these exponents are cut by; n of them, from value i of the tensor on. */
-DEVICE uint32_t cuts_asked(const cutter &c, uint64_t i, uint32_t n, uint32_t e4)
+DEVICE void cuts_asked(const cutter &c, uint64_t i, uint32_t n, const uint32_t e[4], uint32_t cuts[4])
 {
 	if (c.exponents)
-		return shared_cuts(c.q, c.by_bit, c.guard, e4, load_bytes(c.exponents + i, n));
-	return (c.levels ? load_bytes(c.levels + i, n) & 3 * ONES : c.fixed * ONES) & ~equal_mask(e4, c.q.last);
-}
-
-DEVICE uint32_t exponents_of(const cut_kind &q, const uint32_t x[4])
-{
-	uint32_t e4 = 0;
+		return shared_cuts(c.q, c.by_bit, c.guard, e, load_bytes(c.exponents + i, n), cuts);
+	uint32_t levels = c.levels ? load_bytes(c.levels + i, n) : c.fixed * ONES;
 
 	for (uint32_t k = 0; k < 4; k++)
-		e4 |= (x[k] >> q.mbits & q.last) << 8 * k;
-	return e4;
+		cuts[k] = e[k] == c.q.last ? 0 : byte_of(levels, k) & 3;
 }
 
 /* Values i to i + n - 1, at most four. */
@@ -64,26 +58,27 @@ DEVICE cut_quad cut_values(const cutter &c, uint64_t i, uint32_t n)
 {
 	cut_quad cut;
 	uint64_t wide[4];
+	uint32_t carried = 0;
 
 	if (c.dtype == WIRE_FLOAT32)
 		load_quad<4>(global(c.values) + 4 * i, n, wide);
 	else
 		load_quad<2>(global(c.values) + 2 * i, n, wide);
-	for (uint32_t k = 0; k < 4; k++)
-		cut.x[k] = (uint32_t)wide[k];
-	cut.e4 = exponents_of(c.q, cut.x);
-	cut.cuts = cuts_asked(c, i, n, cut.e4);
 	for (uint32_t k = 0; k < 4; k++) {
-		uint32_t by = byte_of(cut.cuts, k);
-
-		cut.x[k] = round_truncate(cut.x[k], c.by_bit ? by : drop_of(c.q, by), c.nearest, c.q.mbits, c.q.last);
+		cut.x[k] = (uint32_t)wide[k];
+		cut.e[k] = cut.x[k] >> c.q.mbits & c.q.last;
 	}
-	uint32_t e4 = exponents_of(c.q, cut.x);
+	cuts_asked(c, i, n, cut.e, cut.cuts);
+	for (uint32_t k = 0; k < 4; k++) {
+		uint32_t drop = c.by_bit ? cut.cuts[k] : drop_of(c.q, cut.cuts[k]), e = cut.e[k];
 
+		cut.x[k] = round_truncate(cut.x[k], drop, c.nearest, c.q.mbits, c.q.last);
+		cut.e[k] = cut.x[k] >> c.q.mbits & c.q.last;
+		carried |= e ^ cut.e[k];
+	}
 	/* a receiver that works levels out has the new exponents */
-	if (c.shares && e4 != cut.e4)
-		cut.cuts = cuts_asked(c, i, n, e4);
-	cut.e4 = e4;
+	if (c.shares && carried)
+		cuts_asked(c, i, n, cut.e, cut.cuts);
 	return cut;
 }
 
@@ -94,10 +89,10 @@ struct cut_sums {
 	uint32_t any;
 };
 
-/* What a value's field keeps of it. */
+/* What a value's field keeps of it, and where it was cut off zeros. */
 DEVICE uint32_t kept_field(const cutter &c, const cut_quad &cut, uint32_t k)
 {
-	return byte_of(cut.e4, k) ? bits_field(cut.x[k], (int)c.q.mbits, (int)c.q.sign) : 0;
+	return bits_field(cut.x[k], (int)c.q.mbits, (int)c.q.sign);
 }
 
 /* Symbols of a lane's values of a row, and with joint levels their pairs; `outside`: those whose pair has no symbol. */
@@ -107,7 +102,7 @@ struct cut_symbols {
 };
 
 /* *o is the first value's place, or that of the row's after it. */
-DEVICE cut_symbols symbols_of(const job *j, const cutter &c, place *o, uint32_t n, uint32_t e4, uint32_t levels)
+DEVICE cut_symbols symbols_of(const job *j, const cutter &c, place *o, uint32_t n, const cut_quad &cut)
 {
 	const bool joint = j->v.variant == WIRE_LEVELS_CODED;
 	const uint32_t octave = 1u << c.q.octave_log2;
@@ -117,11 +112,11 @@ DEVICE cut_symbols symbols_of(const job *j, const cutter &c, place *o, uint32_t 
 	if (j->v.model_parts.count && n)
 		quad_offsets(j, o, n, (int)octave / 8, WIRE_CIRCLE((int)octave), offset);
 	for (uint32_t k = 0; k < 4; k++) {
-		uint8_t lowered = bits_lower_exponent((uint8_t)byte_of(e4, k), (uint8_t)(offset[k] >> c.q.octave_log2),
+		uint8_t lowered = bits_lower_exponent((uint8_t)cut.e[k], (uint8_t)(offset[k] >> c.q.octave_log2),
 						      (uint8_t)c.q.last);
 
 		if (joint) {
-			s.pair[k] = bits_pair(lowered, (uint8_t)byte_of(levels, k));
+			s.pair[k] = bits_pair(lowered, (uint8_t)cut.cuts[k]);
 			uint32_t one = bits_pair_symbol(s.pair[k], (int)c.q.base);
 
 			s.outside |= (uint32_t)(s.pair[k] && !one) << k;
@@ -184,7 +179,7 @@ DEVICE cut_sums cut_rows(const job *j, const cutter &c, const codec_source *sour
 		const uint32_t n = there(r, lane, m);
 		const uint64_t i = first + WIRE_ROW * r + 4 * lane;
 		const cut_quad cut = cut_values(c, i, n);
-		const cut_symbols s = symbols_of(j, c, &o, n, cut.e4, cut.cuts);
+		const cut_symbols s = symbols_of(j, c, &o, n, cut);
 		uint32_t quad = s.quad;
 
 		if (source->residual)
@@ -196,9 +191,9 @@ DEVICE cut_sums cut_rows(const job *j, const cutter &c, const codec_source *sour
 			sums.any |= kept_field(c, cut, k);
 		if (c.by_bit)
 			for (uint32_t k = 0; k < 4; k++)
-				sums.bits += bits_kept(c.q, cut.e4, cut.cuts, ~0u, k);
+				sums.bits += bits_kept(c.q, cut.e[k], cut.cuts[k], ~0u);
 		else
-			add_kept(&sums.kept, kept_by(cut.e4, cut.cuts));
+			add_kept(&sums.kept, kept_by(cut.e, cut.cuts));
 		for (uint32_t k = 0; k < 4 && joint; k++) {
 			to.pairs[WIRE_ROW * r + 4 * lane + k] = s.pair[k];
 			quad |= s.outside >> k & 1 ? (uint32_t)table_of(j, 0)[TABLE_ESCAPE] << 8 * k : 0;
@@ -251,7 +246,7 @@ DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, cut_places t
 		uint32_t field[4], by[4], count = 0, width = 0; /* bits of a piece that values before have, by piece */
 
 		for (uint32_t k = 0; k < 4; k++) {
-			uint32_t kept = kept_of(cut.e4, cut.cuts, k);
+			uint32_t kept = kept_of(cut.e[k], cut.cuts[k]);
 
 			field[k] = kept_field(c, cut, k);
 			by[k] = width;
@@ -264,8 +259,8 @@ DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, cut_places t
 			uint32_t bits = 0, at = 0;
 
 			for (uint32_t k = 0; k < 4; k++)
-				if (byte_of(cut.e4, k)) {
-					bits |= byte_of(cut.cuts, k) << at;
+				if (cut.e[k]) {
+					bits |= cut.cuts[k] << at;
 					at += 2;
 				}
 			or_bits(region, to.levels + 2 * byte_of(rank, 0), bits);
@@ -296,7 +291,7 @@ DEVICE uint32_t put_bits(const cutter &c, uint64_t first, uint32_t m, uint32_t a
 		uint32_t mine = 0, all, keeps[4];
 
 		for (uint32_t k = 0; k < 4; k++)
-			mine += keeps[k] = bits_kept(c.q, cut.e4, cut.cuts, most, k);
+			mine += keeps[k] = bits_kept(c.q, cut.e[k], cut.cuts[k], most);
 		uint32_t bit = at + warp_scan(mine, lane, &all);
 
 		for (uint32_t k = 0; k < 4; k++) {

@@ -73,31 +73,28 @@ DEVICE uint32_t cut_of(const cut_kind &q, bool by_bit, int slack)
 	return (uint32_t)(slack < most ? slack : most) * q.per >> 8; /* the last one whose drop is not more */
 }
 
-/* Of the exponents that both sides know, of n values: what each is cut by, a byte each. */
-DEVICE uint32_t shared_cuts(const cut_kind &q, bool by_bit, int guard, uint32_t e4, uint32_t ea4)
+/* Of the exponents that both sides know, a byte each: what each of four values is cut by. */
+DEVICE void shared_cuts(const cut_kind &q, bool by_bit, int guard, const uint32_t e[4], uint32_t ea4, uint32_t cuts[4])
 {
-	uint32_t cuts = 0;
-
 	for (uint32_t k = 0; k < 4; k++)
-		cuts |= cut_of(q, by_bit, slack_of(q, byte_of(e4, k), byte_of(ea4, k), guard)) << 8 * k;
-	return cuts;
+		cuts[k] = cut_of(q, by_bit, slack_of(q, e[k], byte_of(ea4, k), guard));
 }
 
 /*
  * Which pieces a value keeps, all bits of a byte each: a level keeps one less than the one below it, exponent 0 none.
  */
-DEVICE uint32_t kept_of(uint32_t e4, uint32_t levels, uint32_t k)
+DEVICE uint32_t kept_of(uint32_t e, uint32_t level)
 {
-	return byte_of(e4, k) ? FULL >> 8 * byte_of(levels, k) : 0;
+	return e ? FULL >> 8 * level : 0;
 }
 
 /* Of each piece how many of a lane's values keep it, a byte each. */
-DEVICE uint32_t kept_by(uint32_t e4, uint32_t levels)
+DEVICE uint32_t kept_by(const uint32_t e[4], const uint32_t levels[4])
 {
 	uint32_t kept = 0;
 
 	for (uint32_t k = 0; k < 4; k++)
-		kept += kept_of(e4, levels, k) & ONES;
+		kept += kept_of(e[k], levels[k]) & ONES;
 	return kept;
 }
 
@@ -122,12 +119,24 @@ DEVICE uint32_t sum_of(const kept_sums &s, uint32_t i)
 	return (i % 2 ? s.odd : s.even) >> 16 * (i / 2) & 0xffff;
 }
 
-/* Bits by bit that a lane's value keeps, `most` at most. */
-DEVICE uint32_t bits_kept(const cut_kind &q, uint32_t e4, uint32_t cuts, uint32_t most, uint32_t k)
+/* Bits by bit that a value keeps, `most` at most. */
+DEVICE uint32_t bits_kept(const cut_kind &q, uint32_t e, uint32_t cut, uint32_t most)
 {
-	uint32_t keeps = q.mbits + 1 - byte_of(cuts, k);
+	uint32_t keeps = q.mbits + 1 - cut;
 
-	return !byte_of(e4, k) ? 0 : keeps < most ? keeps : most;
+	return !e ? 0 : keeps < most ? keeps : most;
+}
+
+/* A quad of bytes, as numbers, and back. */
+DEVICE void unpack(uint32_t quad, uint32_t x[4])
+{
+	for (uint32_t k = 0; k < 4; k++)
+		x[k] = byte_of(quad, k);
+}
+
+DEVICE uint32_t pack(const uint32_t x[4])
+{
+	return __byte_perm(__byte_perm(x[0], x[1], 0x0040), __byte_perm(x[2], x[3], 0x0040), 0x5410);
 }
 
 /* Bits of a region: words at multiples of four, of which `whole` lie before its end, as bytes up to `end` do. */
@@ -201,58 +210,52 @@ DEVICE bool take_wide_literals(cursor *c, uint16_t *pairs, uint32_t escapes, uin
 }
 
 /*
- * Symbols of row r to the exponents that were lowered and, if they are coded with them, levels: a byte each. What is
- * wrong is noted.
+ * Symbols of row r to the exponents that were lowered and, if they are coded with them, levels. What is wrong is noted.
  */
-DEVICE uint32_t symbol_row(const job *j, const cut_kind &q, plane *o, uint32_t r, uint32_t m, cursor *c,
-			   uint32_t *levels, uint32_t lane)
+DEVICE void symbol_row(const job *j, const cut_kind &q, plane *o, uint32_t r, uint32_t m, cursor *c, uint32_t e[4],
+		       uint32_t levels[4], uint32_t lane)
 {
-	uint32_t escapes = 0, quad, exponents = 0;
+	uint32_t escapes = 0, symbol[4];
 	uint16_t pairs[4];
 
-	*levels = 0;
+	for (uint32_t k = 0; k < 4; k++)
+		levels[k] = 0;
 	if (j->v.variant != WIRE_LEVELS_CODED) {
-		quad = plane_row(o, r, c, lane);
-		for (uint32_t k = 0; k < 4 && q.last < 255; k++)
-			o->bad |= byte_of(quad, k) > q.last;
-		return quad;
+		unpack(plane_row(o, r, c, lane), e);
+		for (uint32_t k = 0; k < 4; k++)
+			o->bad |= e[k] > q.last;
+		return;
 	}
 	if (o->mode == WIRE_MODE_CODED) /* literals are wider than symbols */
-		quad = keep_bytes(decode_row(&o->coder, o->by, o->table, r, m, lane, &escapes, &o->bad),
-				  there(r, lane, m));
+		unpack(keep_bytes(decode_row(&o->coder, o->by, o->table, r, m, lane, &escapes, &o->bad),
+				  there(r, lane, m)),
+		       symbol);
 	else
-		quad = plane_row(o, r, c, lane);
+		unpack(plane_row(o, r, c, lane), symbol);
 	for (uint32_t k = 0; k < 4; k++) {
-		uint32_t s = byte_of(quad, k);
+		uint32_t s = symbol[k];
 
 		pairs[k] = bits_symbol_pair((uint8_t)s, (int)q.base);
 		o->bad |= !(escapes >> k & 1) && ((s && s < 4) || s > 4 * (q.last - q.base) + 3);
 	}
-	if (__any_sync(FULL, escapes != 0) && !take_wide_literals(c, pairs, escapes, lane)) {
+	if (__any_sync(FULL, escapes != 0) && !take_wide_literals(c, pairs, escapes, lane))
 		o->bad = true;
-		return 0;
-	}
 	for (uint32_t k = 0; k < 4; k++) {
 		o->bad |= (pairs[k] && pairs[k] < 4) || pairs[k] >> 2 > q.last;
-		exponents |= (uint32_t)(pairs[k] >> 2) << 8 * k;
-		*levels |= (uint32_t)(pairs[k] & 3) << 8 * k;
+		e[k] = pairs[k] >> 2;
+		levels[k] = pairs[k] & 3;
 	}
-	return exponents;
 }
 
 /* Exponents as they are, where they were lowered; on to the row after them. */
-DEVICE uint32_t raised(const job *j, const cut_kind &q, place *o, uint32_t e4, uint32_t n)
+DEVICE void raise(const job *j, const cut_kind &q, place *o, uint32_t e[4], uint32_t n)
 {
 	uint16_t offset[4] = {0};
-	uint32_t raised = 0;
 
 	if (n)
 		quad_offsets(j, o, n, 1 << q.octave_log2 >> 3, WIRE_CIRCLE(1 << q.octave_log2), offset);
 	for (uint32_t k = 0; k < 4; k++)
-		raised |= (uint32_t)bits_raise_exponent((uint8_t)byte_of(e4, k), (uint8_t)(offset[k] >> q.octave_log2),
-							(uint8_t)q.last)
-			  << 8 * k;
-	return raised;
+		e[k] = bits_raise_exponent((uint8_t)e[k], (uint8_t)(offset[k] >> q.octave_log2), (uint8_t)q.last);
 }
 
 /* How a block's values are cut: by what is known of them, but for levels that are sent. */
@@ -264,29 +267,42 @@ struct cutting {
 };
 
 /* Of row r: levels, or by bit what is dropped. */
-DEVICE uint32_t cuts_of(const cut_kind &q, const cutting &cut, uint32_t r, uint32_t m, uint32_t e4, uint32_t lane)
+DEVICE void cuts_of(const cut_kind &q, const cutting &cut, uint32_t r, uint32_t m, const uint32_t e[4],
+		    uint32_t cuts[4], uint32_t lane)
 {
 	if (cut.exponents) {
 		uint32_t ea4 = load_bytes(cut.exponents + WIRE_ROW * r + 4 * lane, there(r, lane, m));
 
-		return shared_cuts(q, cut.by_bit, cut.guard, e4, ea4);
+		return shared_cuts(q, cut.by_bit, cut.guard, e, ea4, cuts);
 	}
-	return cut.fixed * ONES & ~equal_mask(e4, q.last);
+	for (uint32_t k = 0; k < 4; k++)
+		cuts[k] = e[k] == q.last ? 0 : cut.fixed;
 }
 
-/* Levels that were sent for a row's values, two bits each; `before`: how many of them rows before have. */
-DEVICE uint32_t levels_sent(const bit_source &s, uint32_t begin, uint32_t *before, uint32_t e4, uint32_t lane)
+/* Has Inf or NaN a level that was sent? It would not be one. */
+DEVICE bool cuts_last(const cut_kind &q, const uint32_t e[4], const uint32_t levels[4])
 {
-	uint32_t live = ~equal_bytes(e4, 0) & 15, all, at = *before + warp_scan(__popc(live), lane, &all), found = 0;
-	uint32_t bits = live ? window_at(s, begin + 2 * at) : 0;
+	bool bad = false;
 
 	for (uint32_t k = 0; k < 4; k++)
-		if (live >> k & 1) {
-			found |= (bits & 3) << 8 * k;
-			bits >>= 2;
-		}
-	*before += all;
-	return found;
+		bad |= levels[k] && e[k] == q.last;
+	return bad;
+}
+
+/* Levels that were sent for a row's values, two bits each, from *bit of a source on. */
+DEVICE void levels_sent(const bit_source &s, uint32_t *bit, const uint32_t e[4], uint32_t levels[4], uint32_t lane)
+{
+	uint32_t live = 0, all;
+
+	for (uint32_t k = 0; k < 4; k++)
+		live += e[k] != 0;
+	uint32_t at = *bit + 2 * warp_scan(live, lane, &all), bits = live ? window_at(s, at) : 0;
+
+	for (uint32_t k = 0; k < 4; k++) {
+		levels[k] = e[k] ? bits & 3 : 0;
+		bits >>= e[k] ? 2 : 0;
+	}
+	*bit += 2 * all;
 }
 
 /* Where pieces are that are still to be read, bits of a source; by bit there is one. */
@@ -296,14 +312,14 @@ struct pieces {
 };
 
 /* Fields of a lane's values of the next row. */
-DEVICE void piece_fields(const cut_kind &q, const bit_source &s, pieces *p, uint32_t e4, uint32_t levels,
-			 uint32_t field[4], uint32_t lane)
+DEVICE void piece_fields(const cut_kind &q, const bit_source &s, pieces *p, const uint32_t e[4],
+			 const uint32_t levels[4], uint32_t field[4], uint32_t lane)
 {
 	uint32_t kept[4], by[4], count = 0,
 				 width = 0; /* bits of a piece that the lane's values before have, by piece */
 
 	for (uint32_t k = 0; k < 4; k++) {
-		kept[k] = kept_of(e4, levels, k);
+		kept[k] = kept_of(e[k], levels[k]);
 		by[k] = width;
 		width += kept[k] & q.widths;
 		count += kept[k] & ONES;
@@ -327,13 +343,13 @@ DEVICE void piece_fields(const cut_kind &q, const bit_source &s, pieces *p, uint
 }
 
 /* The same, bit by bit: `most` of each at most. */
-DEVICE void bit_fields(const cut_kind &q, const bit_source &s, pieces *p, uint32_t e4, uint32_t cuts, uint32_t most,
-		       uint32_t field[4], uint32_t lane)
+DEVICE void bit_fields(const cut_kind &q, const bit_source &s, pieces *p, const uint32_t e[4], const uint32_t cuts[4],
+		       uint32_t most, uint32_t field[4], uint32_t lane)
 {
 	uint32_t keeps[4], mine = 0, all;
 
 	for (uint32_t k = 0; k < 4; k++)
-		mine += keeps[k] = bits_kept(q, e4, cuts, most, k);
+		mine += keeps[k] = bits_kept(q, e[k], cuts[k], most);
 	uint32_t bit = p->bit[0] + warp_scan(mine, lane, &all);
 
 	for (uint32_t k = 0; k < 4; k++) {
@@ -398,19 +414,22 @@ static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, cons
 	if (status != CODEC_OK)
 		return status;
 	for (uint32_t r = 0; r < rows; r++) {
-		uint32_t levels, e4 = symbol_row(j, q, &o, r, m, &c, &levels, lane);
+		uint32_t exponents[4], levels[4];
 
+		symbol_row(j, q, &o, r, m, &c, exponents, levels, lane);
 		if (model)
-			e4 = raised(j, q, &at, e4, there(r, lane, m));
-		e[32 * r + lane] = e4;
+			raise(j, q, &at, exponents, there(r, lane, m));
+		e[32 * r + lane] = pack(exponents);
 		if (sends)
-			w[32 * r + lane] = levels;
+			w[32 * r + lane] = pack(levels);
 		else
-			levels = cuts_of(q, cut, r, m, e4, lane);
-		for (uint32_t k = 0; k < 4; k++)
-			nbits += cut.by_bit ? bits_kept(q, e4, levels, total - tail, k) : 0;
-		add_kept(&sums, cut.by_bit ? 0 : kept_by(e4, plane_sent ? 0 : levels));
-		bad |= sends && (levels & equal_mask(e4, q.last)); /* a NaN would be Inf */
+			cuts_of(q, cut, r, m, exponents, levels, lane);
+		bad |= sends && cuts_last(q, exponents, levels);
+		if (!cut.by_bit)
+			add_kept(&sums, kept_by(exponents, levels));
+		else
+			for (uint32_t k = 0; k < 4; k++)
+				nbits += bits_kept(q, exponents[k], levels[k], total - tail);
 	}
 	status = plane_close(&o);
 	if (status != CODEC_OK)
@@ -419,19 +438,21 @@ static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, cons
 		return CODEC_OTHER_STATE;
 	sums = warp_sum(sums);
 	if (plane_sent) {
-		const uint8_t *levels;
-		uint32_t before = 0;
+		const uint8_t *begin;
 
-		if (!take_bits(&c, 2ull * sum_of(sums, 0), &levels))
+		if (!take_bits(&c, 2ull * sum_of(sums, 0), &begin))
 			return CODEC_BAD_REGION;
+		uint32_t bit = bit_of(source, begin);
+
 		sums = {0, 0};
 		for (uint32_t r = 0; r < rows; r++) {
-			uint32_t e4 = e[32 * r + lane],
-				 found = levels_sent(source, bit_of(source, levels), &before, e4, lane);
+			uint32_t exponents[4], levels[4];
 
-			w[32 * r + lane] = found;
-			add_kept(&sums, kept_by(e4, found));
-			bad |= (found & equal_mask(e4, q.last)) != 0;
+			unpack(e[32 * r + lane], exponents);
+			levels_sent(source, &bit, exponents, levels, lane);
+			w[32 * r + lane] = pack(levels);
+			add_kept(&sums, kept_by(exponents, levels));
+			bad |= cuts_last(q, exponents, levels);
 		}
 		sums = warp_sum(sums);
 	}
@@ -454,17 +475,21 @@ static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, cons
 			    (uint64_t)sink->data % (v.dtype == WIRE_FLOAT32 ? sizeof(uint4) : sizeof(uint2)) == 0;
 
 	for (uint32_t r = 0; r < rows; r++) {
-		uint32_t e4 = e[32 * r + lane], field[4] = {0};
-		uint32_t cuts = sends ? w[32 * r + lane] : cuts_of(q, cut, r, m, e4, lane);
 		const uint64_t i = first + WIRE_ROW * r + 4 * lane;
 		const uint32_t n = there(r, lane, m);
+		uint32_t exponents[4], cuts[4], field[4] = {0};
 
-		if (cut.by_bit)
-			bit_fields(q, source, &p, e4, cuts, total - tail, field, lane);
+		unpack(e[32 * r + lane], exponents);
+		if (sends)
+			unpack(w[32 * r + lane], cuts);
 		else
-			piece_fields(q, source, &p, e4, cuts, field, lane);
+			cuts_of(q, cut, r, m, exponents, cuts, lane);
+		if (cut.by_bit)
+			bit_fields(q, source, &p, exponents, cuts, total - tail, field, lane);
+		else
+			piece_fields(q, source, &p, exponents, cuts, field, lane);
 		for (uint32_t k = 0; k < 4; k++)
-			field[k] = bits_pattern(field[k], (uint8_t)byte_of(e4, k), (int)q.mbits, (int)q.sign);
+			field[k] = bits_pattern(field[k], (uint8_t)exponents[k], (int)q.mbits, (int)q.sign);
 		if (n < 4 || !stores)
 			put_patterns(sink, v.dtype, i, n, {field[0], field[1], field[2], field[3]});
 		else if (v.dtype == WIRE_FLOAT32)
