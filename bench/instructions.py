@@ -43,25 +43,40 @@ class Hot(NamedTuple):
 
 
 _PAIR, _FOUR, _LOADED = "= pair[high >>", "walk_four<CODEC>", "w = *global("
-_EIGHT = "after = end - i < EIGHTS"
-HOT = {
-    "encode_lossless<2>": Hot(_LOADED, 4, 2 + 1.33),
-    "encode_lossless<4>": Hot(_LOADED, 2, 4 + 3.33),
-    "decode_lossless<2>": Hot(_PAIR, 4, 2 + 1.33, 8),
-    "decode_lossless<4>": Hot(_PAIR, 2, 4 + 3.33, 6),
-    "encode_rows<2>": Hot("__ballot_sync(FULL, there", 4, 4 + 1 / 8, 16),
-    "encode_rows<3>": Hot(_EIGHT, 2, 4 + 2 / 8, 1, ("return (int)x", "PHILOX_M0")),
-    "encode_rows<4>": Hot(_EIGHT, 2, 4 + 1, 1, ("load_quads<8>",)),
-    "encode_rows<5>": Hot(_EIGHT, 2, 4 + 4.25 / 8),
-    "encode_rows<6>": Hot(_EIGHT, 2, 4 + 4.5 / 8, 1, ("return (int)x",)),
-    "decode_rows<2>": Hot(_FOUR, 2, 4 + 1 / 8),
-    "decode_rows<3>": Hot(_FOUR, 2, 4 + 2 / 8),
-    "decode_rows<4>": Hot(_FOUR, 2, 4 + 1),
-    "decode_rows<5>": Hot(_FOUR, 2, 4 + 4.25 / 8),
-    "decode_rows<6>": Hot(_FOUR, 2, 4 + 4.5 / 8),
-}
-
-
+_EIGHT, _LARGEST, _SLACK = "after = end - i < EIGHTS", "load_quads<4>(dtype, source, first + i", "ea == 255"
+_HALF, _SINGLE, _CUT = 2 + 1.33, 4 + 3.33, 4 + 12 + 1.6  # with AdamW's state
+HOT = (
+    ("encode_lossless<2>", "", Hot(_LOADED, 4, _HALF)),
+    ("encode_lossless<4>", "", Hot(_LOADED, 2, _SINGLE)),
+    ("decode_lossless<2>", "", Hot(_PAIR, 4, _HALF, 8)),
+    ("decode_lossless<4>", "", Hot(_PAIR, 2, _SINGLE, 6)),
+    ("encode_rows<2>", "", Hot("__ballot_sync(FULL, there", 4, 4 + 1 / 8, 16)),
+    ("encode_rows<3>", "codes", Hot(_EIGHT, 2, 4 + 2 / 8, 1, ("return (int)x", "PHILOX_M0"))),
+    ("encode_rows<4>", "scales", Hot(_LARGEST, 4, 4 + 1)),
+    ("encode_rows<4>", "codes", Hot(_EIGHT, 2, 4 + 1, 1, ("load_quads<8>",))),
+    ("encode_rows<5>", "both", Hot(_EIGHT, 2, 4 + 4.25 / 8)),
+    ("encode_rows<6>", "scales", Hot(_LARGEST, 4, 4 + 4.5 / 8)),
+    ("encode_rows<6>", "codes", Hot(_EIGHT, 2, 4 + 4.5 / 8, 1, ("return (int)x",))),
+    ("decode_rows<2>", "", Hot(_FOUR, 2, 4 + 1 / 8)),
+    ("decode_rows<3>", "", Hot(_FOUR, 2, 4 + 2 / 8)),
+    ("decode_rows<4>", "", Hot(_FOUR, 2, 4 + 1)),
+    ("decode_rows<5>", "", Hot(_FOUR, 2, 4 + 4.25 / 8)),
+    ("decode_rows<6>", "", Hot(_FOUR, 2, 4 + 4.5 / 8)),
+    ("before", "exponents of A", Hot("exponents |=", 1, _CUT, 1, ("__fsqrt_rn(x)", "exponents |="))),
+    ("encode_truncate", "symbols", Hot("sums.any |=", 1, _CUT, 1, (_SLACK, "on_circle(o->eigh"))),
+    ("encode_truncate", "coding", Hot("symbol[32 * r + lane]", 1, _CUT)),
+    (
+        "encode_truncate",
+        "pieces",
+        Hot("to.piece[i] +", 1, _CUT, 1, (_SLACK, "atomicOr(word, low)", "atomicOr(word + 1")),
+    ),
+    ("decode_truncate", "symbols", Hot(_PAIR, 1, _CUT, 4, (_SLACK, "on_circle(o->eigh", _PAIR))),
+    (
+        "decode_truncate",
+        "pieces",
+        Hot("p->bit[i] +", 1, _CUT, 1, (_SLACK, "global(s.words)[i]", "global((uint4 *)sink")),
+    ),
+)
 _SHOWN = ("kernel", "line", "source", "least", "most")
 
 
@@ -214,14 +229,14 @@ def slots(nbytes: float, fraction: float) -> float:
     return SLOTS * ROW * nbytes / COPY / fraction
 
 
-def hot(kernel: str, code: Sequence[Instruction], found: Sequence[Loop]) -> dict[str, Any]:
+def hot(kernel: str, what: str, about: Hot, code: Sequence[Instruction], found: Sequence[Loop]) -> dict[str, Any]:
     """What a row takes in a kernel's loop over whole rows, and what there is for it."""
-    about = HOT[kernel]
     held = {i for i, instruction in enumerate(code) if about.holds in source_of(instruction.line)}
     loop = min((loop for loop in found if len(loop.inside & held) >= about.times), key=lambda loop: loop.most)
     least = shortest(loop.header, set(loop.inside), code, about.through)
     return {
         "kernel": kernel,
+        "what": what,
         "least": least / about.rows,
         "most": loop.most / about.rows,
         "slots at 80%": slots(about.nbytes, 0.8),
@@ -232,29 +247,34 @@ def hot(kernel: str, code: Sequence[Instruction], found: Sequence[Loop]) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kernels", nargs="*", default=list(HOT), help="their names")
+    parser.add_argument(
+        "kernels", nargs="*", default=list(dict.fromkeys(kernel for kernel, *_ in HOT)), help="their names"
+    )
     parser.add_argument("--arch", default="sm_90", help="of which GPUs (sm_90)")
     parser.add_argument("--all", action="store_true", help="every loop, by its instructions, not by the row")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if not args.all and (other := sorted(set(args.kernels) - HOT.keys())):
+    if not args.all and (other := sorted(set(args.kernels) - {kernel for kernel, *_ in HOT})):
         parser.error(f"no loop over whole rows is known of {', '.join(other)}: see them by --all")
     rows: list[dict[str, Any]] = []
     for kernel in args.kernels:
         code = disassembled(kernel, args.arch)
         found = sorted(loops(kernel, code), key=lambda loop: -loop.most)
-        rows += [dict(zip(_SHOWN, loop, strict=False)) for loop in found] if args.all else [hot(kernel, code, found)]
+        if args.all:
+            rows += [dict(zip(_SHOWN, loop, strict=False)) for loop in found]
+        else:
+            rows += [hot(name, what, about, code, found) for name, what, about in HOT if name == kernel]
     if args.json:
         print(json.dumps(rows))
         return
     if not args.all:
-        print(f"{'a row of 128 values':22}{'least':>7}{'most':>7}{'slots at 80%':>14}{'70%':>7}")
+        print(f"{'a row of 128 values':36}{'least':>7}{'most':>7}{'slots at 80%':>14}{'70%':>7}")
     for row in rows:
         if args.all:
             print(f"{row['kernel']:22}{row['least']:7}{row['most']:7}  {row['line']:26}{row['source'][:80]}")
         else:
             print(
-                f"{row['kernel']:22}{row['least']:7.0f}{row['most']:7.0f}{row['slots at 80%']:14.0f}"
+                f"{row['kernel']:20}{row['what']:16}{row['least']:7.0f}{row['most']:7.0f}{row['slots at 80%']:14.0f}"
                 f"{row['slots at 70%']:7.0f}  {row['line']}"
             )
 

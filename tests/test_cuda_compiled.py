@@ -31,7 +31,7 @@ REGISTERS = {
     "decode_lossless": (112, 128, 128, 160),
     "decode_rows": (80, 80, 80, 80, 80),
     "reduce_rows": (80, 80, 80, 80, 80),
-    "decode_truncate": (112,),
+    "decode_truncate": (128,),
     "decode_stored": (64,),
     "gather": (32,),
     "check_finite": (32,),
