@@ -15,16 +15,18 @@ SOURCES := $(shell find native bindings codec -name '*.[ch]' -o -name '*.py' -o 
 demo: $(VENV)/demo
 	$(PY) bench/demo.py
 
-# For two cores. Tests of ranks, which wait for each other and for time to pass, have them first; two more lanes take
+# For two cores. Tests of ranks, which wait for each other and for time to pass, have them first; three more lanes take
 # what they leave. What a CPU with AVX-512 sees without emulating it is not emulated there.
 test: $(VENV)/debian $(VENV)/gloo $(VENV)/clang $(VENV)/foreign
 	@mkdir -p build
-	$(MAKE) sanitize >build/others.log 2>&1 & others=$$!; $(BESIDE); \
-	$(MAKE) $(VENV)/test lint; $(ALL)
-	nice -n 15 $(MAKE) -k -j2 --output-sync=target kernels others >build/others.log 2>&1 & others=$$!; $(BESIDE); \
-	$(MAKE) -k ctest abi gloo foreign $(if $(AVX512),,emulated) ranks; $(ALL)
-BESIDE = trap "kill $$others" INT TERM
-ALL = mine=$$?; wait $$others; others=$$?; cat build/others.log; [ $$mine = 0 ] && [ $$others = 0 ]
+	nice -n 15 $(MAKE) sanitize >build/sanitize.log 2>&1 & sanitize=$$!; trap "kill $$sanitize" INT TERM; \
+	$(MAKE) $(VENV)/test lint && { \
+		nice -n 15 $(MAKE) -k -j2 --output-sync=target kernels others >build/others.log 2>&1 & others=$$!; \
+		trap "kill $$sanitize $$others" INT TERM; \
+		$(MAKE) -k ctest abi gloo foreign $(if $(AVX512),,emulated) ranks; mine=$$?; \
+		wait $$others; others=$$?; cat build/others.log; \
+	}; mine=$${mine:-1}; wait $$sanitize; sanitize=$$?; cat build/sanitize.log; \
+	[ $$mine = 0 ] && [ $$others = 0 ] && [ $$sanitize = 0 ]
 AVX512 := $(shell grep -om1 avx512_vbmi2 /proc/cpuinfo)
 
 # Of ranks some tests send SIGINT, which a shell's children in the background ignore. The Numba engine: what it compiles
