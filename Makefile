@@ -21,12 +21,13 @@ test: $(VENV)/debian $(VENV)/gloo $(VENV)/clang $(VENV)/foreign
 	@mkdir -p build
 	nice -n 15 $(MAKE) sanitize >build/sanitize.log 2>&1 & sanitize=$$!; trap "kill $$sanitize" INT TERM; \
 	$(MAKE) $(VENV)/test lint && { \
-		nice -n 15 $(MAKE) -k -j2 --output-sync=target kernels others >build/others.log 2>&1 & others=$$!; \
+		nice -n 15 $(MAKE) -k -j2 --output-sync=target $(BESIDE) >build/others.log 2>&1 & others=$$!; \
 		trap "kill $$sanitize $$others" INT TERM; \
-		$(MAKE) -k ctest abi gloo foreign $(if $(AVX512),,emulated) ranks; mine=$$?; \
+		$(MAKE) -k ctest abi gloo ranks; mine=$$?; \
 		wait $$others; others=$$?; cat build/others.log; \
 	}; mine=$${mine:-1}; wait $$sanitize; sanitize=$$?; cat build/sanitize.log; \
 	[ $$mine = 0 ] && [ $$others = 0 ] && [ $$sanitize = 0 ]
+BESIDE = kernels others foreign $(if $(AVX512),,emulated)
 AVX512 := $(shell grep -om1 avx512_vbmi2 /proc/cpuinfo)
 
 # Of ranks some tests send SIGINT, which a shell's children in the background ignore. The Numba engine: what it compiles

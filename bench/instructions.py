@@ -40,6 +40,7 @@ class Hot(NamedTuple):
     nbytes: float  # of a value, in its tensor and in a typical frame
     times: int = 1  # or not so often
     through: tuple[str, ...] = ()  # what all ways that values take pass by
+    stores: int = 1  # and so many of these
 
 
 _PAIR, _FOUR, _LOADED = "= pair[high >>", "walk_four<CODEC>", "w = *global("
@@ -48,8 +49,8 @@ _HALF, _SINGLE, _CUT = 2 + 1.33, 4 + 3.33, 4 + 12 + 1.6  # with AdamW's state
 HOT = (
     ("encode_lossless<2>", "", Hot(_LOADED, 4, _HALF)),
     ("encode_lossless<4>", "", Hot(_LOADED, 2, _SINGLE)),
-    ("decode_lossless<2>", "", Hot(_PAIR, 4, _HALF, 8)),
-    ("decode_lossless<4>", "", Hot(_PAIR, 2, _SINGLE, 6)),
+    ("decode_lossless<2>", "", Hot(_PAIR, 4, _HALF, 8, (), 4)),
+    ("decode_lossless<4>", "", Hot(_PAIR, 2, _SINGLE, 6, (), 2)),
     ("encode_rows<2>", "", Hot("__ballot_sync(FULL, there", 4, 4 + 1 / 8, 16)),
     ("encode_rows<3>", "codes", Hot(_EIGHT, 2, 4 + 2 / 8, 1, ("return (int)x", "PHILOX_M0"))),
     ("encode_rows<4>", "scales", Hot(_LARGEST, 4, 4 + 1)),
@@ -57,11 +58,12 @@ HOT = (
     ("encode_rows<5>", "both", Hot(_EIGHT, 2, 4 + 4.25 / 8)),
     ("encode_rows<6>", "scales", Hot(_LARGEST, 4, 4 + 4.5 / 8)),
     ("encode_rows<6>", "codes", Hot(_EIGHT, 2, 4 + 4.5 / 8, 1, ("return (int)x",))),
-    ("decode_rows<2>", "", Hot(_FOUR, 2, 4 + 1 / 8)),
-    ("decode_rows<3>", "", Hot(_FOUR, 2, 4 + 2 / 8)),
-    ("decode_rows<4>", "", Hot(_FOUR, 2, 4 + 1)),
-    ("decode_rows<5>", "", Hot(_FOUR, 2, 4 + 4.25 / 8)),
-    ("decode_rows<6>", "", Hot(_FOUR, 2, 4 + 4.5 / 8)),
+    ("decode_rows<2>", "", Hot(_FOUR, 2, 4 + 1 / 8, 1, (), 2)),
+    ("decode_rows<3>", "", Hot(_FOUR, 2, 4 + 2 / 8, 1, (), 2)),
+    ("decode_rows<4>", "", Hot(_FOUR, 2, 4 + 1, 1, (), 2)),
+    ("decode_rows<5>", "", Hot(_FOUR, 2, 4 + 4.25 / 8, 1, (), 2)),
+    ("decode_rows<6>", "", Hot(_FOUR, 2, 4 + 4.5 / 8, 1, (), 2)),
+    ("reduce_rows<4>", "of 8 frames", Hot("round_float(e &", 4 / 8, 8 * 1 + 4, 1, ("round_float(e &",))),
     ("before", "exponents of A", Hot("exponents |=", 1, _CUT, 1, ("__fsqrt_rn(x)", "exponents |="))),
     ("encode_truncate", "symbols", Hot("sums.any |=", 1, _CUT, 1, (_SLACK, "on_circle(o->eigh"))),
     ("encode_truncate", "coding", Hot("symbol[32 * r + lane]", 1, _CUT)),
@@ -172,29 +174,24 @@ def components(inside: set[int], code: Sequence[Instruction]) -> Iterator[set[in
                         yield found
 
 
-def shortest(header: int, inside: set[int], code: Sequence[Instruction], through: Sequence[str] = ()) -> int:
-    """Instructions of the shortest way round that passes such lines, and on which something is stored, if anything is.
-
-    Of what it passes the bits are set, of each instruction and on its way there.
-    """
-    passes = dict.fromkeys(inside, 0)
-    for i in inside:
-        passes[i] |= " STG" in f" {code[i].text}"
-        source = source_of(code[i].line) if through else ""
-        for k, wanted in enumerate(through, 1):
-            passes[i] |= (wanted in source) << k
-    every = functools.reduce(operator.or_, passes.values())
-    reached = edge = {(header, passes[header])}
+def shortest(
+    header: int, inside: set[int], code: Sequence[Instruction], through: Sequence[str] = (), stores: int = 1
+) -> int:
+    """Instructions of the shortest way round that passes such lines and so many stores, if there are any."""
+    counts = {i for i in inside if " STG" in f" {code[i].text}"}
+    passes = {i: sum((wanted in source_of(code[i].line)) << k for k, wanted in enumerate(through)) for i in inside}
+    every = functools.reduce(operator.or_, passes.values()), min(stores, len(counts))
+    reached = edge = {(header, passes[header], int(header in counts))}
     steps = 0
     while edge:
         steps += 1
-        after: set[tuple[int, int]] = set()
-        for node, passed in edge:
+        after: set[tuple[int, int, int]] = set()
+        for node, passed, stored in edge:
             for other in code[node].follows:
-                if other == header and passed == every:
+                if other == header and (passed, stored) == every:
                     return steps
                 if other in inside and other != header:
-                    after.add((other, passed | passes[other]))
+                    after.add((other, passed | passes[other], min(stored + (other in counts), every[1])))
         edge = after - reached
         reached = reached | after
     return len(inside)
@@ -233,7 +230,7 @@ def hot(kernel: str, what: str, about: Hot, code: Sequence[Instruction], found: 
     """What a row takes in a kernel's loop over whole rows, and what there is for it."""
     held = {i for i, instruction in enumerate(code) if about.holds in source_of(instruction.line)}
     loop = min((loop for loop in found if len(loop.inside & held) >= about.times), key=lambda loop: loop.most)
-    least = shortest(loop.header, set(loop.inside), code, about.through)
+    least = shortest(loop.header, set(loop.inside), code, about.through, about.stores)
     return {
         "kernel": kernel,
         "what": what,

@@ -22,7 +22,7 @@ from sealing import reseal
 import codec
 from codec import metrics
 from codec.core import ITEMSIZE
-from codec.engines.cuda import work
+from codec.engines.cuda import encoding, work
 from codec.errors import Status
 
 F32 = np.float32
@@ -364,6 +364,23 @@ def test_what_is_lost(name, device):
                 assert ours.tobytes() == got(on_device) == left.tobytes(), (dtype, n, feedback)
 
 
+def test_who_does_not_check_first(monkeypatch):
+    """Rows are then read once, whatever is asked for besides; errors are the same."""
+    scanned, plan_of = [], encoding.plan_of
+    monkeypatch.setattr(encoding, "plan_of", lambda r: scanned.append((plan := plan_of(r)).view.row_sums.count) or plan)
+    x = np.random.default_rng(2).standard_normal(20_000, F32)
+    for spec in (codec.Float8(), codec.Quantize(4), codec.Sign(block=1_024)):
+        left = np.ones_like(x)
+        frame = codec.encode(x, spec, residual=left, feedback=True)
+        for check_first in (True, False):
+            how = {"residual": (ours := np.ones_like(x)), "feedback": True, "check_first": check_first}
+            assert encode(x, spec, "float32", **how) == frame
+            assert ours.tobytes() == left.tobytes()
+        bad = np.where(np.arange(20_000) == 19_999, F32(np.nan), x)
+        assert outcome(encode, bad, spec, "float32", residual=ours, check_first=False) == Status.NONFINITE
+    assert [count > 0 for count in scanned] == [True, False, False] * 3
+
+
 @by_cupy
 def test_what_is_lost_in_place(device):
     """A residual that is the tensor itself."""
@@ -575,6 +592,27 @@ def test_sums_at_once(name, device):
             assert n == 9 or len(device.launched) == (count if coded else -(-count // 32))
 
 
+@pytest.mark.parametrize("fp8", ["e4m3fn", "e5m2"])
+def test_sums_of_quotients(fp8):
+    """Rows that are few enough have theirs in a table, all codes in it; others, of odd scales, and NaN."""
+    rng = np.random.default_rng(4)
+    every = np.concatenate([np.ldexp(1.0, np.arange(-17, 10)) * (1 + m / 8) for m in range(8)]).astype(F32)
+    for row, count in ((1_024, 8), (1_024, 9), (4_096, 3), (64, 2), (130, 2)):
+        x = rng.standard_normal((count, 40_000), F32) * np.exp(3 * rng.standard_normal((count, 1), F32))
+        x[:, : every.size] = every * rng.choice([-1, 1], every.size)
+        for scale in (1.0, 1e-33, 1e33):
+            x[1] *= F32(scale)
+            frames = [codec.encode(a, codec.Float8(fp8, row, nonfinite="propagate")) for a in x]
+            for op in ("sum", "mean", "max"):
+                assert codec.reduce(frames, op, engine="cuda").tobytes() == codec.reduce(frames, op).tobytes()
+            x[1] /= F32(scale)
+    x[1, [0, 777, -1]] = np.nan
+    frames = [codec.encode(a, codec.Float8(fp8, 1_024, nonfinite="propagate")) for a in x]
+    expected = codec.reduce(frames)
+    assert np.isnan(expected).sum() == 3
+    assert np.array_equal(codec.reduce(frames, engine="cuda"), expected, equal_nan=True)
+
+
 @by_cupy
 @pytest.mark.parametrize("at_once", [2, 65_535])
 def test_many(device, monkeypatch, at_once):
@@ -739,6 +777,7 @@ def test_how_many_launches(device):
     for spec, how, most in (
         (codec.Lossless(), {}, 3),
         (codec.Float8(), {}, 3),
+        (codec.Sign(), {}, 4),
         (codec.Sign(), owed, 4),
         (shared, groups | owed, 4),
     ):

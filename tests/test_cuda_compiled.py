@@ -30,7 +30,7 @@ REGISTERS = {
     "close": (64,),
     "decode_lossless": (112, 128, 128, 160),
     "decode_rows": (80, 80, 80, 80, 80),
-    "reduce_rows": (80, 80, 80, 80, 80),
+    "reduce_rows": (115, 117, 118, 113, 120),
     "decode_truncate": (128,),
     "decode_stored": (64,),
     "gather": (32,),

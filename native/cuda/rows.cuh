@@ -46,32 +46,12 @@ DEVICE bool read_scale(struct row_kind q, const codec_row_part *part, const uint
 	return u < ROUND_INF && w < ROUND_INF && (u || q.codec != WIRE_CODEC_FLOAT8);
 }
 
-/* Codes i to i + n - 1, a byte each; i is a multiple of 4. `codes`: at any address. */
-DEVICE uint32_t read_codes(struct row_kind q, const uint8_t *codes, uint32_t i, uint32_t n)
+/* Five codes a byte: codes i to i + n - 1, a byte each. */
+DEVICE_CALL uint32_t read_trits(const uint8_t *codes, uint32_t i, uint32_t n)
 {
 	uint32_t quad = 0;
 
-	codes = global(codes);
-	switch (q.bits) {
-	case 8: return load_bytes(codes + i, n);
-	case 4:
-		codes += i / 2;
-		quad = codes[0] | (n > 2 ? codes[1] << 8 : 0);
-		quad = (quad | quad << 8) & 0x00ff00ff;
-		return keep_bytes((quad | quad << 4) & 0x0f0f0f0f, n);
-	case 2:
-		quad = codes[i / 4];
-		quad = (quad | quad << 12) & 0x000f000f;
-		return keep_bytes((quad | quad << 6) & 0x03030303, n);
-	case 1: return keep_bytes(((codes[i / 8] >> i % 8 & 15) * 0x204081) & 0x01010101, n);
-	}
-	if (q.bits) {
-		uint64_t bit = (uint64_t)i * q.bits; /* of a byte bit 0 or 4: so all are in four bytes */
-		uint32_t at = (uint32_t)bit % 8, x = load_bytes(codes + bit / 8, (at + n * q.bits + 7) / 8);
-
-		return keep_bytes((uint32_t)bits_spread(x >> at & ((1ull << 4 * q.bits) - 1), q.bits), n);
-	}
-	for (uint32_t k = 0; k < n; k++) { /* in base 3 */
+	for (uint32_t k = 0; k < n; k++) {
 		uint32_t byte = codes[(i + k) / 5];
 
 		for (uint32_t after = 4 - (i + k) % 5; after; after--)
@@ -79,6 +59,41 @@ DEVICE uint32_t read_codes(struct row_kind q, const uint8_t *codes, uint32_t i, 
 		quad |= (byte - 3 * bits_third(byte)) << 8 * k;
 	}
 	return quad;
+}
+
+/* The same of codes of any number of bits. */
+DEVICE_CALL uint32_t read_odd_bits(const uint8_t *codes, uint32_t bits, uint32_t i, uint32_t n)
+{
+	uint64_t bit = (uint64_t)i * bits; /* of a byte bit 0 or 4: so all are in four bytes */
+	uint32_t at = (uint32_t)bit % 8, x = load_bytes(codes + bit / 8, (at + n * bits + 7) / 8);
+
+	return keep_bytes((uint32_t)bits_spread(x >> at & ((1ull << 4 * bits) - 1), (int)bits), n);
+}
+
+/* Codes i to i + n - 1, a byte each; i is a multiple of 4. `codes`: at any address. */
+template <int CODEC> DEVICE uint32_t read_codes(struct row_kind q, const uint8_t *codes, uint32_t i, uint32_t n)
+{
+	const bool any = CODEC == WIRE_CODEC_QUANTIZE;
+
+	codes = global(codes);
+	if (CODEC == WIRE_CODEC_FLOAT8 || (any && q.bits == 8))
+		return load_bytes(codes + i, n);
+	if (CODEC == WIRE_CODEC_FLOAT4 || (any && q.bits == 4)) {
+		codes += i / 2;
+		uint32_t quad = codes[0] | (n > 2 ? codes[1] << 8 : 0);
+
+		quad = (quad | quad << 8) & 0x00ff00ff;
+		return keep_bytes((quad | quad << 4) & 0x0f0f0f0f, n);
+	}
+	if (CODEC == WIRE_CODEC_SIGN || (any && q.bits == 1))
+		return keep_bytes(((codes[i / 8] >> i % 8 & 15) * 0x204081) & 0x01010101, n);
+	if (q.bits == 2) {
+		uint32_t quad = codes[i / 4];
+
+		quad = (quad | quad << 12) & 0x000f000f;
+		return keep_bytes((quad | quad << 6) & 0x03030303, n);
+	}
+	return any ? read_odd_bits(codes, q.bits, i, n) : read_trits(codes, i, n);
 }
 
 /* Do codes end as they can? By one lane. */
@@ -200,7 +215,7 @@ template <int CODEC> DEVICE uint32_t walk_code(const row_walk &w, uint32_t code,
 /* Values i to i + 3 of a block, which have one scale; i ascends. Not 0: they are none. */
 template <int CODEC> DEVICE uint32_t walk_four(struct row_kind q, row_walk *w, uint32_t i, float y[4])
 {
-	uint32_t wrong = walk_on(q, w, i), quad = read_codes(q, w->codes, i, 4);
+	uint32_t wrong = walk_on(q, w, i), quad = read_codes<CODEC>(q, w->codes, i, 4);
 
 	for (uint32_t k = 0; k < 4; k++)
 		wrong |= walk_code<CODEC>(*w, __byte_perm(quad, 0, 0x4440 + k), &y[k]);
@@ -210,7 +225,7 @@ template <int CODEC> DEVICE uint32_t walk_four(struct row_kind q, row_walk *w, u
 /* Values i to i + n - 1, at most four. */
 template <int CODEC> DEVICE uint32_t walk_quad(struct row_kind q, row_walk *w, uint32_t i, uint32_t n, float y[4])
 {
-	uint32_t wrong = 0, quad = n ? read_codes(q, w->codes, i, n) : 0;
+	uint32_t wrong = 0, quad = n ? read_codes<CODEC>(q, w->codes, i, n) : 0;
 
 	for (uint32_t k = 0; k < 4; k++) {
 		y[k] = 0;
@@ -222,7 +237,18 @@ template <int CODEC> DEVICE uint32_t walk_quad(struct row_kind q, row_walk *w, u
 	return wrong;
 }
 
-/* As put_values does it, where that is not just to store a float32. */
+/* Four values of a dtype of 16 bits. */
+DEVICE uint2 halves_of(uint32_t dtype, const float y[4])
+{
+	uint32_t u[4];
+
+	for (uint32_t k = 0; k < 4; k++)
+		u[k] = dtype == WIRE_BFLOAT16 ? round_to_bfloat16(round_bits(y[k]))
+					      : round_to_float16(round_bits(y[k]));
+	return {u[0] | u[1] << 16, u[2] | u[3] << 16};
+}
+
+/* As put_values does it, where that is not just to store. */
 DEVICE_CALL void put_others(const codec_sink *sink, uint32_t dtype, uint64_t i, uint32_t n, float a, float b, float c,
 			    float d, float scale)
 {
@@ -268,18 +294,23 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 		bad |= codes[i] > 242;
 
 	row_walk w = walk_rows(q, p.part, scales, codes, ratio, sink->unscaled);
-	uint8_t *to = sink->data ? sink->data + 4 * p.first : NULL;
+	const bool wide = j->v.dtype == WIRE_FLOAT32;
+	uint8_t *to = sink->data ? sink->data + (wide ? 4 : 2) * p.first : NULL;
 	uint32_t r = 0;
 
-	if (sink->into == CODEC_INTO_STORE && j->v.dtype == WIRE_FLOAT32 && (uint64_t)to % 16 == 0 && w.row % 4 == 0)
+	if (sink->into == CODEC_INTO_STORE && (uint64_t)to % (wide ? 16 : 8) == 0 && w.row % 4 == 0)
 #pragma unroll 2
 		for (; r < p.m / WIRE_ROW; r++) { /* nearly all rows of most tensors */
 			float y[4];
 
 			bad |= walk_four<CODEC>(q, &w, WIRE_ROW * r + 4 * lane, y);
-			if (to && !bad)
+			if (!to || bad)
+				continue;
+			if (wide)
 				global((uint4 *)to)[32 * r + lane] = {round_bits(y[0]), round_bits(y[1]),
 								      round_bits(y[2]), round_bits(y[3])};
+			else
+				global((uint2 *)to)[32 * r + lane] = halves_of(j->v.dtype, y);
 		}
 	for (; (uint64_t)WIRE_ROW * r < p.m; r++) {
 		uint32_t n = there(r, lane, p.m), i = WIRE_ROW * r + 4 * lane;

@@ -1,4 +1,4 @@
-"""Tensors to frames: three kernels, one after the other, that nothing waits for."""
+"""Tensors to frames: three kernels or four, one after the other, that nothing waits for."""
 
 import struct
 from typing import Any

@@ -71,6 +71,7 @@ def _call(r: EncodeRequest) -> Call:
         call.set_metric(r.metric, read=False)
     if r.residual is not None:
         call.context.residual = ffi.cast("float *", r.residual.data)
+        call.context.flags = 0 if r.check_first else lib.CODEC_ONE_PASS
     return call
 
 

@@ -46,7 +46,7 @@ FILES = {
     "close": File(256, {"close_frame": 4}),
     "decode_lossless": File(128, _each("decode_lossless", _SIZES[:3], 4) | _each("decode_lossless", _SIZES[3:], 3)),
     "decode_rows": File(128, _each("decode_rows", _ROWS, 6)),
-    "reduce_rows": File(128, _each("reduce_rows", _ROWS, 6)),
+    "reduce_rows": File(128, _each("reduce_rows", _ROWS, 4)),
     "decode_truncate": File(128, {"decode_truncate": 4}),
     "decode_stored": File(128, {"decode_stored": 4}),
 }
