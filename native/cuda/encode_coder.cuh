@@ -8,14 +8,17 @@
 /* Words that k symbols become at most, each lane's first one included. */
 #define WORDS_ROOM ((1u << WIRE_MAX_BLOCK_LOG2) / 4 + 2 * WIRE_LANES)
 
-/* Bytes between memory at any addresses; a word at a time where words are. */
+/* Bytes between memory at any addresses, words of where they go at a time. */
 static __device__ void copy_bytes(uint8_t *to, const uint8_t *from, uint64_t n, uint32_t lane)
 {
-	uint64_t whole = ((uint64_t)to | (uint64_t)from) % 4 ? 0 : n / 4;
+	uint64_t skip = (4 - (uint64_t)to % 4) % 4, whole = n > skip ? (n - skip) / 4 : 0;
+	uint32_t *words = global((uint32_t *)(to + skip));
 
 	for (uint64_t i = lane; i < whole; i += 32)
-		((uint32_t *)to)[i] = ((const uint32_t *)from)[i];
-	for (uint64_t i = 4 * whole + lane; i < n; i += 32)
+		words[i] = load32(global(from) + skip + 4 * i);
+	if (lane < skip && lane < n)
+		to[lane] = from[lane];
+	for (uint64_t i = skip + 4 * whole + lane; i < n; i += 32)
 		to[i] = from[i];
 }
 

@@ -6,16 +6,35 @@
 #include "fit.cuh"
 #include "seal.cuh"
 
-/* Values of a row, this lane's four, as a word of each plane. */
+/* A lane's four values of a row, as they lie in memory, to a word of each plane; the reverse of merge_quad. */
+template <int SIZE> DEVICE void split_pairs(const uint32_t *value, const uint32_t *offset, uint32_t *plane)
+{
+	uint32_t top[2], turned[2];
+
+	for (int h = 0; h < 2; h++) {
+		top[h] = SIZE == 2 ? value[h] : __byte_perm(value[2 * h % SIZE], value[(2 * h + 1) % SIZE], 0x7632);
+		turned[h] = turn_pair(top[h] & 0x7fff7fff, __byte_perm(2 * top[h], 0, 0x4341), offset[h]);
+	}
+	plane[1] = (__byte_perm(turned[0], turned[1], 0x6420) & 0x7f7f7f7f) |
+		   (__byte_perm(top[0], top[1], 0x7531) & 0x80808080);
+	plane[0] = __byte_perm(2 * turned[0], 2 * turned[1], 0x7531);
+	if constexpr (SIZE == 4) {
+		uint32_t low[2] = {__byte_perm(value[0], value[1], 0x5410), __byte_perm(value[2], value[3], 0x5410)};
+
+		plane[2] = __byte_perm(low[0], low[1], 0x7531);
+		plane[3] = __byte_perm(low[0], low[1], 0x6420);
+	}
+}
+
+/* Of n values that lie anywhere, and have offsets in patterns. */
 template <int SIZE>
-DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_float, const uint16_t *offset,
-		       uint32_t *word)
+DEVICE void split_some(const uint8_t *from, uint32_t n, bool is_float, const uint16_t *offset, uint32_t *word)
 {
 	for (int p = 0; p < SIZE; p++)
 		word[p] = 0;
 	uint64_t four[4];
 
-	load_quad<SIZE>(values + SIZE * i, n, four);
+	load_quad<SIZE>(from, n, four);
 	for (uint32_t k = 0; k < n; k++) {
 		uint64_t x = four[k];
 
@@ -28,6 +47,30 @@ DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_fl
 		for (int p = 0; p < SIZE; p++)
 			word[p] |= (uint32_t)(x >> 8 * (SIZE - 1 - p) & 255) << 8 * k;
 	}
+}
+
+/* Values of a row, this lane's four, as a word of each plane; their offsets, in patterns. */
+template <int SIZE>
+DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_float, const uint16_t *offset,
+		       uint32_t *word)
+{
+	const uint8_t *from = global(values) + SIZE * i;
+
+	if constexpr (SIZE == 2 || SIZE == 4)
+		if (is_float && n == 4 && (uint64_t)from % (4 * SIZE) == 0) {
+			uint32_t value[SIZE], back[2]; /* the rest of the circle */
+
+			for (int h = 0; h < 2; h++)
+				back[h] = WIRE_CIRCLE(128) * 0x10001 -
+					  (offset[2 * h] | (uint32_t)offset[2 * h + 1] << 16);
+			for (int h = 0; h < SIZE; h += 2) {
+				uint2 w = ((const uint2 *)from)[h / 2];
+
+				value[h] = w.x, value[h + 1] = w.y;
+			}
+			return split_pairs<SIZE>(value, back, word);
+		}
+	split_some<SIZE>(from, n, is_float, offset, word);
 }
 
 /* Would coding a plane of k bytes save enough? */
@@ -54,8 +97,13 @@ DEVICE_CALL uint32_t put_plane(const job *j, uint32_t p, uint32_t *plane, uint32
 	uint32_t rows = (k + WIRE_ROW - 1) / WIRE_ROW, nbitmap = (rows + 7) / 8, got = 0, runs = 0, differ = 0;
 	uint32_t first = bytes[0] * ONES, halved = j->v.halved >> p & 1;
 
-	for (uint32_t r = 0; r < rows; r++)
-		differ |= keep_bytes(plane[32 * r + lane] ^ first, there(r, lane, k));
+	for (uint32_t r = 0; r < rows; r++) {
+		uint32_t n = there(r, lane, k), word = plane[32 * r + lane];
+
+		differ |= keep_bytes(word ^ first, n);
+		if (__any_sync(FULL, keep_bytes(word, n) != 0))
+			runs += k - WIRE_ROW * r < WIRE_ROW ? k - WIRE_ROW * r : WIRE_ROW;
+	}
 	bool constant = !__any_sync(FULL, differ != 0);
 
 	if (!constant && j->v.coded >> p & 1 &&
@@ -69,9 +117,6 @@ DEVICE_CALL uint32_t put_plane(const job *j, uint32_t p, uint32_t *plane, uint32
 			out[got + i] = (uint8_t)(bytes[i] >> 4 | (half + i < k ? bytes[half + i] & 0xf0 : 0));
 		got += got && halved ? half : 0;
 	}
-	for (uint32_t r = 0; !constant && !got && r < rows; r++)
-		if (__any_sync(FULL, keep_bytes(plane[32 * r + lane], there(r, lane, k)) != 0))
-			runs += k - WIRE_ROW * r < WIRE_ROW ? k - WIRE_ROW * r : WIRE_ROW;
 	*mode = choose_mode(k, constant, got, nbitmap, runs);
 	if (*mode == WIRE_MODE_CODED)
 		return got;
@@ -101,19 +146,27 @@ DEVICE_CALL uint32_t put_plane(const job *j, uint32_t p, uint32_t *plane, uint32
 	return at;
 }
 
-/* Bytes of values whose plane 0 is not 0, one after the other; `plane` and `kept` may be the same. */
-static __device__ void prune(const uint32_t *top, uint32_t m, uint32_t *plane, uint32_t lane)
+/* Bytes of those of four values that are there, one after the other: which ones, for __byte_perm. */
+static __device__ const uint16_t SQUEEZE[16] = {0x4444, 0x4440, 0x4441, 0x4410, 0x4442, 0x4420, 0x4421, 0x4210,
+						0x4443, 0x4430, 0x4431, 0x4310, 0x4432, 0x4320, 0x4321, 0x3210};
+
+/* Of planes 1 on that are not `fixed`, in scratch, the bytes of values whose plane 0 is not 0, one after the other. */
+template <int SIZE> DEVICE_CALL void prune(uint8_t *scratch, uint32_t m, uint32_t fixed, uint32_t lane)
 {
-	uint32_t seen = 0, total;
+	uint32_t seen = 0;
 
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
-		uint32_t quad = plane[32 * r + lane], lives = ~equal_bytes(top[32 * r + lane], 0) & 15;
-		uint32_t at = seen + warp_scan(__popc(lives), lane, &total);
+		uint32_t mask = ~equal_bytes(((uint32_t *)scratch)[32 * r + lane], 0) & 15, total, word[SIZE];
+		uint32_t at = seen + warp_scan(__popc(mask), lane, &total);
 
+		for (int p = 1; p < SIZE; p++)
+			word[p] =
+				__byte_perm(((uint32_t *)(scratch + p * PLANE_ROOM))[32 * r + lane], 0, SQUEEZE[mask]);
 		__syncwarp(); /* all have read the row; a shuffle orders no memory */
-		for (uint32_t i = 0; i < 4; i++)
-			if (lives >> i & 1)
-				((uint8_t *)plane)[at++] = (uint8_t)(quad >> 8 * i);
+		for (int p = 1; p < SIZE; p++)
+			for (int i = 0; i < 4 && !(fixed >> p & 1); i++)
+				if (i < __popc(mask))
+					scratch[p * PLANE_ROOM + at + i] = (uint8_t)(word[p] >> 8 * i);
 		seen += total;
 		__syncwarp();
 	}
@@ -130,26 +183,6 @@ DEVICE void put_fixed(const codec_view *v, uint8_t *frame, uint64_t section, uin
 DEVICE bool is_alone(const codec_view &v, int size)
 {
 	return size > 1 && octave_of(v.dtype) && v.coded & 1 && !(v.halved & 1) && v.fixed == (1u << size) - 2;
-}
-
-/* A lane's four values of a row, as they lie in memory, to a word of each plane; the reverse of merge_quad. */
-template <int SIZE> DEVICE void split_pairs(const uint32_t *value, const uint32_t *offset, uint32_t *plane)
-{
-	uint32_t top[2], turned[2];
-
-	for (int h = 0; h < 2; h++) {
-		top[h] = SIZE == 2 ? value[h] : __byte_perm(value[2 * h % SIZE], value[(2 * h + 1) % SIZE], 0x7632);
-		turned[h] = turn_pair(top[h] & 0x7fff7fff, __byte_perm(2 * top[h], 0, 0x4341), offset[h]);
-	}
-	plane[1] = (__byte_perm(turned[0], turned[1], 0x6420) & 0x7f7f7f7f) |
-		   (__byte_perm(top[0], top[1], 0x7531) & 0x80808080);
-	plane[0] = __byte_perm(2 * turned[0], 2 * turned[1], 0x7531);
-	if constexpr (SIZE == 4) {
-		uint32_t low[2] = {__byte_perm(value[0], value[1], 0x5410), __byte_perm(value[2], value[3], 0x5410)};
-
-		plane[2] = __byte_perm(low[0], low[1], 0x7531);
-		plane[3] = __byte_perm(low[0], low[1], 0x6420);
-	}
 }
 
 /* Bits that some of a plane's symbols have, and those that all have; by their place in quads. */
@@ -320,7 +353,7 @@ DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *f
 	const codec_view &v = j->v;
 	uint64_t first = b * v.block_nvalues;
 	uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW, k = m, head = 0, at = 4;
-	uint32_t all = (1u << SIZE) - 1, *top = (uint32_t *)scratch, under = 0, zeros = 0;
+	uint32_t all = (1u << SIZE) - 1, under = 0, zeros = 0;
 	uint32_t *symbol = (uint32_t *)(scratch + SIZE * PLANE_ROOM);
 	uint32_t *words = (uint32_t *)(scratch + (SIZE + 1) * PLANE_ROOM);
 	int octave = octave_of(v.dtype);
@@ -371,9 +404,7 @@ DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *f
 		    __any_sync(FULL, under != 0))
 			continue;
 		k = m - zeros;
-		for (int f = 1; f < SIZE; f++)
-			if (!(v.fixed >> f & 1))
-				prune(top, m, (uint32_t *)(scratch + f * PLANE_ROOM), lane);
+		prune<SIZE>(scratch, m, v.fixed, lane);
 	}
 	head |= k < m ? WIRE_REGION_PRUNED : 0;
 	put32(region, head, lane);

@@ -64,27 +64,54 @@ DEVICE codec_status check_head(const codec_view *v, uint32_t head, int size)
 												    : CODEC_OK;
 }
 
-/*
- * Bytes of values whose plane 0 is not 0, in order, to their places; elsewhere 0 (plane NULL: only count). Returns how
- * many these are.
- */
-static __device__ uint32_t spread(const uint32_t *top, uint32_t m, const uint8_t *kept, uint32_t *plane, uint32_t lane)
+/* By which of four values are there: where in a word each one's byte is, for __byte_perm; elsewhere a 0. */
+static __device__ const uint16_t SPREAD[16] = {0x4444, 0x4440, 0x4404, 0x4410, 0x4044, 0x4140, 0x4104, 0x4210,
+					       0x0444, 0x1440, 0x1404, 0x2410, 0x1044, 0x2140, 0x2104, 0x3210};
+
+/* Which of a lane's four values are not 0 in plane 0, and how many of them go before, in this row and in others. */
+struct lives {
+	uint32_t mask, before;
+};
+
+/* Of the next row; *seen: how many there were. */
+DEVICE lives lives_of(uint32_t top, uint32_t *seen, uint32_t lane)
 {
-	uint32_t seen = 0, total;
+	lives l = {~equal_bytes(top, 0) & 15, *seen};
+	uint32_t all;
+
+	l.before += warp_scan(__popc(l.mask), lane, &all);
+	*seen += all;
+	return l;
+}
+
+/* Bytes of those in a plane that has no others: in their places, elsewhere 0. */
+DEVICE uint32_t spread_quad(const bit_source &s, uint32_t begin, const lives &l)
+{
+	return l.mask ? __byte_perm(window_at(s, begin + 8 * l.before), 0, SPREAD[l.mask]) : 0;
+}
+
+/* All of a plane that is in memory. */
+static __device__ void spread(const uint32_t *top, uint32_t m, const uint8_t *kept, uint32_t *plane, uint32_t lane)
+{
+	uint32_t seen = 0;
 
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
-		uint32_t lives = ~equal_bytes(top[32 * r + lane], 0) & 15, quad = 0;
-		uint32_t at = seen + warp_scan(__popc(lives), lane, &total);
+		lives l = lives_of(top[32 * r + lane], &seen, lane);
+		uint32_t quad = load_bytes(kept + l.before, __popc(l.mask));
 
-		seen += total;
-		for (uint32_t i = 0; plane && i < 4; i++)
-			if (lives >> i & 1)
-				quad |= (uint32_t)kept[at++] << 8 * i;
-		if (plane)
-			plane[32 * r + lane] = quad;
+		plane[32 * r + lane] = __byte_perm(quad, 0, SPREAD[l.mask]);
 	}
 	__syncwarp();
-	return seen;
+}
+
+/* How many values of a block are not 0 in plane 0. */
+static __device__ uint32_t count_lives(const uint32_t *top, uint32_t m, uint32_t lane)
+{
+	uint32_t count = 0;
+
+	for (uint32_t r = 0; WIRE_ROW * r < m; r++)
+		count += __popc(~equal_bytes(top[32 * r + lane], 0) & 15);
+	return warp_sum(count);
 }
 
 /* Is a fixed plane 0 where plane 0 is? */
@@ -100,12 +127,35 @@ static __device__ bool zero_under(const uint32_t *top, uint32_t m, const uint8_t
 	return !__any_sync(FULL, bad);
 }
 
+/* Four values as they lie in memory, whatever becomes of them. */
+template <int SIZE> DEVICE_CALL void put_any(const codec_sink *sink, uint32_t dtype, uint64_t i, uint4 x)
+{
+	uint64_t four[4] = {x.x, x.y, x.z, x.w};
+
+	if (SIZE == 2)
+		four[0] = x.x & 0xffff, four[1] = x.x >> 16, four[2] = x.y & 0xffff, four[3] = x.y >> 16;
+	put_quad<SIZE>(sink, dtype, i, 4, four);
+}
+
+template <int SIZE> DEVICE void put_merged(const codec_sink *sink, uint32_t dtype, uint64_t i, uint4 x)
+{
+	uint8_t *to = global(sink->data) + SIZE * i;
+
+	if (sink->into != CODEC_INTO_STORE || (uint64_t)to % (4 * SIZE))
+		return put_any<SIZE>(sink, dtype, i, x);
+	if (SIZE == 2)
+		*(uint2 *)to = {x.x, x.y};
+	else
+		*(uint4 *)to = x;
+}
+
 /* Row r's four values, a word of each plane, to where they go. `o`: where they are, of which there are n, or none. */
 template <int SIZE>
 DEVICE void put_row(const job *j, uint64_t first, uint32_t r, uint32_t n, const uint32_t *word, place *o,
 		    const codec_sink *sink, uint32_t lane)
 {
 	const int octave = octave_of(j->v.dtype);
+	const uint64_t i = first + WIRE_ROW * r + 4 * lane;
 	uint16_t offset[4] = {0};
 	uint64_t values[4];
 
@@ -113,9 +163,18 @@ DEVICE void put_row(const job *j, uint64_t first, uint32_t r, uint32_t n, const 
 		return;
 	if (j->v.model_parts.count && n)
 		quad_offsets(j, o, n, octave / 8, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)), offset);
-	for (uint32_t i = 0; i < 4; i++)
-		values[i] = merge_value<SIZE>(word, i, octave > 0, offset[i]);
-	put_quad<SIZE>(sink, j->v.dtype, first + WIRE_ROW * r + 4 * lane, n, values);
+	if constexpr (SIZE == 2 || SIZE == 4)
+		if (octave && n == 4) {
+			const uint32_t pairs[2] = {offset[0] | (uint32_t)offset[1] << 16,
+						   offset[2] | (uint32_t)offset[3] << 16};
+			uint32_t out[4] = {0};
+
+			merge_quad<SIZE>(word, pairs, out);
+			return put_merged<SIZE>(sink, j->v.dtype, i, {out[0], out[1], out[2], out[3]});
+		}
+	for (uint32_t k = 0; k < 4; k++)
+		values[k] = merge_value<SIZE>(word, k, octave > 0, offset[k]);
+	put_quad<SIZE>(sink, j->v.dtype, i, n, values);
 }
 
 /*
@@ -221,7 +280,10 @@ DEVICE codec_status read_alone(const job *j, uint64_t b, uint32_t mode, cursor c
 	return status == CODEC_OK ? close_region(&c, lane) : status;
 }
 
-/* A region with any planes, which lie in `scratch` meanwhile: memory for a plane more than values have. */
+/*
+ * A region with any planes. Those that are not bytes as they are lie in `scratch` meanwhile: memory for a plane more
+ * than values have.
+ */
 template <int SIZE>
 DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor c, const pairs &by, uint8_t *scratch,
 				const codec_sink *sink, uint64_t *sealed, uint32_t lane)
@@ -230,32 +292,42 @@ DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor 
 	const uint64_t first = b * v.block_nvalues;
 	const uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW;
 	const bool pruned = head & WIRE_REGION_PRUNED;
-	uint32_t k = m;
-	uint8_t *some = scratch + SIZE * PLANE_ROOM; /* of values that were not taken out */
+	const bit_source source = bits_from(&c);
+	const uint32_t *top = (const uint32_t *)scratch;
+	uint8_t *some = scratch + SIZE * PLANE_ROOM;                           /* of values that were not taken out */
+	const uint8_t *section = c.frame + v.planes_offset + first, *at[SIZE]; /* of planes that are not in scratch */
+	uint32_t k = m, apart = 0; /* apart: those that have no bytes of values that were taken out */
 	codec_status status = CODEC_OK;
-	const uint8_t *fixed[SIZE], *section = c.frame + v.planes_offset + first;
 	digest sums[SIZE] = {};
 	place o = {};
 
-	for (int p = 0; p < SIZE; p++) {
-		fixed[p] = v.fixed >> p & 1 ? section : NULL;
+	for (uint32_t p = 0; p < SIZE; p++) {
+		at[p] = v.fixed >> p & 1 ? section : NULL;
 		section += v.fixed >> p & 1 ? v.plane_stride : 0;
 	}
 	for (uint32_t p = 0; p < SIZE && status == CODEC_OK; p++) {
-		uint32_t *to = (uint32_t *)(scratch + p * PLANE_ROOM);
+		uint32_t *to = (uint32_t *)(scratch + p * PLANE_ROOM), mode = head >> 2 * p & 3;
 
 		if (v.fixed >> p & 1)
 			continue;
-		status = read_plane(j, p, head >> 2 * p & 3, by, k, p && pruned ? (uint32_t *)some : to, &c, lane);
+		if (p && mode == WIRE_MODE_RAW) {
+			if (left(&c) < k)
+				return CODEC_BAD_REGION;
+			at[p] = here(&c);
+			apart |= (uint32_t)pruned << p;
+			c.at += k;
+			continue;
+		}
+		status = read_plane(j, p, mode, by, k, p && pruned ? (uint32_t *)some : to, &c, lane);
 		if (status != CODEC_OK || !pruned)
 			continue;
 		if (p) {
-			spread((uint32_t *)scratch, m, some, to, lane);
+			spread(top, m, some, to, lane);
 			continue;
 		}
-		k = spread(to, m, NULL, NULL, lane);
+		k = count_lives(top, m, lane);
 		for (int f = 1; f < SIZE; f++)
-			if (fixed[f] && !zero_under(to, m, fixed[f], lane))
+			if (v.fixed >> f & 1 && !zero_under(top, m, at[f], lane))
 				status = CODEC_BAD_REGION;
 		if (!k)
 			status = CODEC_BAD_REGION;
@@ -264,15 +336,21 @@ DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor 
 		return status;
 	if (v.model_parts.count)
 		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
-	for (uint32_t r = 0; r < rows; r++) {
+	for (uint32_t r = 0, seen = 0; r < rows; r++) {
 		uint32_t n = there(r, lane, m), word[SIZE];
+		lives l = {0, 0};
 
+		if (apart)
+			l = lives_of(top[32 * r + lane], &seen, lane);
 		for (int p = 0; p < SIZE; p++) {
-			if (!fixed[p]) {
+			if (!at[p]) {
 				word[p] = ((uint32_t *)(scratch + p * PLANE_ROOM))[32 * r + lane];
 				continue;
 			}
-			word[p] = load_bytes(fixed[p] + WIRE_ROW * r + 4 * lane, n);
+			word[p] = apart >> p & 1 ? spread_quad(source, bit_of(source, at[p]), l)
+						 : load_bytes(at[p] + WIRE_ROW * r + 4 * lane, n);
+			if (!(v.fixed >> p & 1))
+				continue;
 			digest_word(&sums[p], word[p], r, lane);
 			if (r % CHUNK_ROWS == CHUNK_ROWS - 1 || r + 1 == rows)
 				digest_keep(&sums[p], r / CHUNK_ROWS, lane);
@@ -280,7 +358,7 @@ DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor 
 		put_row<SIZE>(j, first, r, n, word, &o, sink, lane);
 	}
 	for (int p = 0; p < SIZE; p++)
-		if (fixed[p])
+		if (v.fixed >> p & 1)
 			*sealed += digest_end(&sums[p], 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, WIRE_SEED_PLANE + p,
 					      lane);
 	return close_region(&c, lane);

@@ -7,6 +7,48 @@
 /* Of a warp's memory for a plane: whole rows are written. */
 #define PLANE_ROOM ((1u << WIRE_MAX_BLOCK_LOG2) + WIRE_ROW)
 
+/* Bits of a region: words at multiples of four, of which `whole` lie before its end, as bytes up to `end` do. */
+struct bit_source {
+	const uint32_t *words;
+	uint32_t whole;
+	const uint8_t *end;
+};
+
+DEVICE bit_source bits_from(const cursor *c)
+{
+	const uint32_t *words = (const uint32_t *)((uint64_t)here(c) & ~3ull);
+	const uint8_t *end = c->frame + c->end;
+
+	return {words, (uint32_t)((end - (const uint8_t *)words) / 4), end};
+}
+
+/* The number of the bit with which *p begins. */
+DEVICE uint32_t bit_of(const bit_source &s, const uint8_t *p)
+{
+	return 8 * (uint32_t)(p - (const uint8_t *)s.words);
+}
+
+/* As window_at, of the last bytes. */
+DEVICE_CALL uint32_t window_at_end(const uint32_t *words, const uint8_t *end, uint32_t bit)
+{
+	const uint8_t *from = (const uint8_t *)words + bit / 8;
+	uint64_t x = 0;
+
+	for (uint32_t k = 0; k < 5 && from + k < end; k++)
+		x |= (uint64_t)from[k] << 8 * k;
+	return (uint32_t)(x >> bit % 8);
+}
+
+/* 32 bits from one on, as far as they lie before the end; others are anything. */
+DEVICE uint32_t window_at(const bit_source &s, uint32_t bit)
+{
+	uint32_t i = bit / 32;
+
+	if (i + 2 > s.whole)
+		return window_at_end(s.words, s.end, bit);
+	return __funnelshift_r(global(s.words)[i], global(s.words)[i + 1], bit % 32);
+}
+
 /* A plane of k values that is being read. */
 struct plane {
 	uint32_t mode, k;
@@ -118,11 +160,19 @@ static __device__ codec_status read_high(uint32_t *plane, uint32_t k, cursor *c,
 		uint32_t quad = plane[32 * r + lane];
 
 		any |= quad & 0xf0f0f0f0u;
-		for (uint32_t i = 0; i < there(r, lane, k); i++) {
-			uint32_t at = WIRE_ROW * r + 4 * lane + i;
+		const uint32_t first = WIRE_ROW * r + 4 * lane;
 
-			quad |= (at < nbytes ? (uint32_t)high[at] << 4 & 0xf0 : high[at - nbytes] & 0xf0) << 8 * i;
-		}
+		if (first + 4 <= nbytes) /* lower nibbles are of the first half, upper ones of the others */
+			quad |= load32(high + first) << 4 & 0xf0f0f0f0u;
+		else if (first >= nbytes && first + 4 <= k)
+			quad |= load32(high + first - nbytes) & 0xf0f0f0f0u;
+		else
+			for (uint32_t i = 0; i < there(r, lane, k); i++) {
+				uint32_t at = first + i;
+
+				quad |= (at < nbytes ? (uint32_t)high[at] << 4 & 0xf0 : high[at - nbytes] & 0xf0)
+					<< 8 * i;
+			}
 		plane[32 * r + lane] = quad;
 	}
 	any |= k % 2 && high[nbytes - 1] > 15;

@@ -139,48 +139,6 @@ DEVICE uint32_t pack(const uint32_t x[4])
 	return __byte_perm(__byte_perm(x[0], x[1], 0x0040), __byte_perm(x[2], x[3], 0x0040), 0x5410);
 }
 
-/* Bits of a region: words at multiples of four, of which `whole` lie before its end, as bytes up to `end` do. */
-struct bit_source {
-	const uint32_t *words;
-	uint32_t whole;
-	const uint8_t *end;
-};
-
-DEVICE bit_source bits_from(const cursor *c)
-{
-	const uint32_t *words = (const uint32_t *)((uint64_t)here(c) & ~3ull);
-	const uint8_t *end = c->frame + c->end;
-
-	return {words, (uint32_t)((end - (const uint8_t *)words) / 4), end};
-}
-
-/* The number of the bit with which *p begins. */
-DEVICE uint32_t bit_of(const bit_source &s, const uint8_t *p)
-{
-	return 8 * (uint32_t)(p - (const uint8_t *)s.words);
-}
-
-/* As window_at, of the last bytes. */
-DEVICE_CALL uint32_t window_at_end(const uint32_t *words, const uint8_t *end, uint32_t bit)
-{
-	const uint8_t *from = (const uint8_t *)words + bit / 8;
-	uint64_t x = 0;
-
-	for (uint32_t k = 0; k < 5 && from + k < end; k++)
-		x |= (uint64_t)from[k] << 8 * k;
-	return (uint32_t)(x >> bit % 8);
-}
-
-/* 32 bits from one on, as far as they lie before the end; others are anything. */
-DEVICE uint32_t window_at(const bit_source &s, uint32_t bit)
-{
-	uint32_t i = bit / 32;
-
-	if (i + 2 > s.whole)
-		return window_at_end(s.words, s.end, bit);
-	return __funnelshift_r(global(s.words)[i], global(s.words)[i + 1], bit % 32);
-}
-
 /* The cursor behind nbits bits, which begin at *p; false: they are not there, or the last byte's others not 0. */
 DEVICE bool take_bits(cursor *c, uint64_t nbits, const uint8_t **p)
 {
