@@ -748,7 +748,7 @@ def test_many_of_any_size_in_any_order(device, monkeypatch):
     monkeypatch.setenv("CUDA_ON_CPU_ORDER", "down")
     rng = np.random.default_rng(6)
     xs = [rng.standard_normal(n, F32) for n in (600, 150_000, 5000, 1, 20_000)]
-    for spec in (codec.Lossless(), codec.Float8(entropy=True), codec.Quantize(4), codec.Truncate(1)):
+    for spec in (codec.Lossless(), codec.Sign(), codec.Float8(entropy=True), codec.Quantize(4), codec.Truncate(1)):
         frames = [codec.encode(x, spec, stream=i << 32) for i, x in enumerate(xs)]
         assert codec.encode_many(xs, spec, engine="cuda") == frames
         there = [device.put(np.frombuffer(frame, np.uint8)) for frame in frames]
@@ -844,8 +844,13 @@ def test_rows_in_any_order(order, monkeypatch):
         (powers, codec.Lossless()),
         (powers.astype(F32), codec.Lossless(model="separable")),
         (powers.astype(F32), codec.Truncate(1)),
+        *((powers.astype(F32), spec) for spec in (codec.Sign(), codec.Float8(row=64), codec.Ternary("base3"))),
     ):
-        assert encode(x, spec, str(x.dtype)) == codec.encode(x, spec)
+        frame = codec.encode(x, spec)
+        assert encode(x, spec, str(x.dtype)) == frame
+        if not isinstance(spec, codec.Lossless):
+            frames = [frame] * 3
+            assert codec.reduce(frames, engine="cuda").tobytes() == codec.reduce(frames).tobytes()
 
 
 @by_cupy
