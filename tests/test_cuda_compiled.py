@@ -22,10 +22,10 @@ ALL_REGISTERS, ALL_SHARED = 65_536, 164 << 10
 REGISTERS = {
     "before": (48,),
     "choose_lossless": (128,),
-    "choose_rows": (120, 72),
+    "choose_rows": (124, 72),
     "choose_truncate": (128,),
     "encode_lossless": (128, 128, 128, 128),
-    "encode_rows": (124, 116, 128, 116, 116),
+    "encode_rows": (124, 116, 116, 112, 112),
     "encode_truncate": (128,),
     "close": (64,),
     "decode_lossless": (112, 128, 128, 160),

@@ -123,16 +123,16 @@ DEVICE_CALL codec_status count_codes(const codec_view *v, const uint8_t *memory,
 	uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, ncodes = (uint32_t)row_codes_nbytes(q, p.m);
 	uint8_t *scales = scratch + PLANE_ROOM;
 	codec_status status = put_scales<WIRE_CODEC_FLOAT8>(v, q, p, source, scales, 0, warp, TEAM_WARPS, lane);
-	const row_job r = row_job_of(v, p, source);
 
 	room->codes.counts[threadIdx.x] = 0;
 	__syncthreads();
 	if (status == CODEC_OK && q.codec == WIRE_CODEC_TERNARY)
-		status = check_above(
-			v, p.part,
-			put_codes<WIRE_CODEC_TERNARY>(r, scales, NULL, scratch, ncodes, 0, warp, TEAM_WARPS, lane));
+		status = check_above(v, p.part,
+				     put_codes<WIRE_CODEC_TERNARY>(row_job_of<WIRE_CODEC_TERNARY>(v, p, source), scales,
+								   NULL, scratch, ncodes, 0, warp, TEAM_WARPS, lane));
 	else if (status == CODEC_OK)
-		put_codes<WIRE_CODEC_FLOAT8>(r, scales, NULL, scratch, ncodes, 0, warp, TEAM_WARPS, lane);
+		put_codes<WIRE_CODEC_FLOAT8>(row_job_of<WIRE_CODEC_FLOAT8>(v, p, source), scales, NULL, scratch, ncodes,
+					     0, warp, TEAM_WARPS, lane);
 	__syncthreads();
 	for (uint32_t i = threadIdx.x; i < ncodes; i += TEAM)
 		atomicAdd(room->codes.counts + scratch[i], 1u);

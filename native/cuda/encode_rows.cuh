@@ -100,7 +100,6 @@ DEVICE codec_status put_rows(const row_job &r, uint8_t *memory, uint8_t *scales,
 		return put_signs(r, memory, scales, (uint32_t *)to, lane);
 	if (CODEC != WIRE_CODEC_SIGN)
 		put = put_eights<CODEC>(r, scales, ratio, to, chunk, lane);
-
 	if (put.status == CODEC_OK && put.done < r.p.m) {
 		put.status = put_scales<CODEC>(r.v, r.q, r.p, r.source, scales, put.done, 0, 1, lane);
 		if (put.status != CODEC_OK)
@@ -142,7 +141,7 @@ template <int CODEC>
 DEVICE codec_status write_rows(const job *j, uint8_t *memory, const codec_source *source, const row_place &p,
 			       const float *ratio, uint8_t *scratch, uint8_t *region, uint32_t *size, uint32_t lane)
 {
-	const row_job r = row_job_of(&j->v, p, source);
+	const row_job r = row_job_of<CODEC>(&j->v, p, source);
 	const bool entropy = (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_FLOAT8) && r.q.entropy;
 	const uint32_t nscales = (uint32_t)(row_count(p.part->row, p.m) * row_scale_nbytes(r.q));
 	uint32_t ncodes = (uint32_t)row_codes_nbytes(r.q, p.m);

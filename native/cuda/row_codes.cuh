@@ -28,7 +28,7 @@ DEVICE row_scale open_part(struct row_kind q, const codec_row_part *part)
 	return open_scale(q, part->scale[0], round_sign_below(part->scale[q.variant == WIRE_SIGN_TWO_MEAN]));
 }
 
-/* What a block is encoded by, the same for all of its values. */
+/* What a block is encoded by, the same for all of its values. CODEC, here and below: the view's. */
 struct row_job {
 	const codec_view *v;
 	struct row_kind q;
@@ -38,10 +38,11 @@ struct row_job {
 	bool random;
 };
 
-DEVICE row_job row_job_of(const codec_view *v, const row_place &p, const codec_source *source)
+template <int CODEC> DEVICE row_job row_job_of(const codec_view *v, const row_place &p, const codec_source *source)
 {
-	const struct row_kind q = kind_of(v);
+	struct row_kind q = kind_of(v);
 
+	q.codec = CODEC; /* which it is; now the compiler knows */
 	return {v,
 		q,
 		p,
@@ -50,7 +51,7 @@ DEVICE row_job row_job_of(const codec_view *v, const row_place &p, const codec_s
 		q.codec == WIRE_CODEC_TERNARY || (v->options & WIRE_OPTION_STOCHASTIC) != 0};
 }
 
-/* The code of a value, by its bits and its first draw; of TERNARY it may be TERNARY_TIE. CODEC: here and below q's. */
+/* The code of a value, by its bits and its first draw; of TERNARY it may be TERNARY_TIE. */
 template <int CODEC> DEVICE uint32_t code_of(struct row_kind q, bool random, uint32_t x, const row_scale &s, uint32_t h)
 {
 	const bool e4m3 = q.variant == WIRE_FLOAT8_E4M3FN;
@@ -134,7 +135,7 @@ DEVICE uint64_t pack_eight(struct row_kind q, uint32_t low, uint32_t high)
 	return q.bits && q.bits < 8 ? bits_squeeze(codes, q.bits) : codes;
 }
 
-/* The first n bytes of x, at most 8; to which words `to` lies. */
+/* The first n bytes of x, at most 8, by one access where they can be. */
 DEVICE void put_bytes(uint8_t *to, uint64_t x, uint32_t n)
 {
 	if (n == 8 && (uint64_t)to % 8 == 0)
@@ -304,6 +305,7 @@ DEVICE eights_put put_eights(const row_job &r, uint8_t *scales, const float *rat
 		no_draws(draws);
 		if (r.random)
 			philox_block(r.key, e / 8, 0, draws);
+		/* two kinds of rounding, each without the other's instructions; some codecs have but one */
 		if (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_QUANTIZE || !r.random)
 			for (int k = 0; k < 2; k++)
 				codes[k] = code_four<CODEC>(r, CODEC == WIRE_CODEC_TERNARY, e + 4 * k, x + 4 * k, s,

@@ -206,7 +206,7 @@ DEVICE void symbol_row(const job *j, const cut_kind &q, plane *o, uint32_t r, ui
 }
 
 /* Exponents as they are, where they were lowered; on to the row after them. */
-DEVICE void raise(const job *j, const cut_kind &q, place *o, uint32_t e[4], uint32_t n)
+DEVICE void raise_exponents(const job *j, const cut_kind &q, place *o, uint32_t e[4], uint32_t n)
 {
 	uint16_t offset[4] = {0};
 
@@ -376,7 +376,7 @@ static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, cons
 
 		symbol_row(j, q, &o, r, m, &c, exponents, levels, lane);
 		if (model)
-			raise(j, q, &at, exponents, there(r, lane, m));
+			raise_exponents(j, q, &at, exponents, there(r, lane, m));
 		e[32 * r + lane] = pack(exponents);
 		if (sends)
 			w[32 * r + lane] = pack(levels);
