@@ -4,8 +4,9 @@
 
 A time is the median of 20 by CUDA events, of a graph with all that a call has to do: sampling, codebooks, checksums.
 Beside the GB/s of the tensor stands (tensor bytes + frame bytes) / time over the same of a copy, which reads and writes
-as much: 100% is what no coder exceeds. Truncate's optimizer state counts as read. `decode` checks all as it writes, and
-knows the header. nvCOMP's ANS (nvidia-nvcomp-cu12) is measured beside, if it is installed.
+as much: 100% is what no coder exceeds; where a tensor has to be read twice (Ternary's scale, unless it is given), half
+of that. Truncate's optimizer state counts as read. `decode` checks all as it writes, and knows the header. nvCOMP's ANS
+(nvidia-nvcomp-cu12) is measured beside, if it is installed.
 """
 
 import argparse
@@ -126,6 +127,7 @@ def cases(log2: int) -> dict[str, tuple[tuple[int, ...], str, str, codec.Spec, d
         "Lossless bfloat16, flat tensor": ((n,), "bfloat16 flat", "bfloat16", auto, {}),
         "Sign": (rows, "float32", "float32", codec.Sign(), {}),
         "Ternary": (rows, "float32", "float32", codec.Ternary(), {}),
+        "Ternary, its scale given": (rows, "float32", "float32", codec.Ternary(scale=1e6), {}),
         "Quantize 4": (rows, "float32", "float32", codec.Quantize(4), {}),
         "Float8": (rows, "float32", "float32", codec.Float8(), {}),
         "Truncate, AdamW, shared": (rows, "float32", "float32", codec.Truncate(levels="shared"), {"metric": True}),
