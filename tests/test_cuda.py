@@ -93,7 +93,9 @@ def planes_of_many_kinds():
     x, noise = rng.standard_normal(n, F32).view(np.uint32), rng.integers(0, 1 << 32, n, np.uint32)
     short, zero, rare, runs = x & 0xFFFF0000, rng.random(n) < 0.3, rng.random(n) < 0.05, np.arange(n) // 512 % 2 == 0
     some = (runs, noise, 0), (runs, 0, noise), (runs, noise, noise & 0xFFFF0000), (runs, x, short), (runs, 0, x)
-    for where, a, b in (*some, (zero, 0, np.where(runs, x, short)), (rare, 0, x & 0xFFFFF000)):
+    quiet = np.where(np.arange(n) % 20_000 < 300, x & 0xFFFFFF00, x)
+    more = (rare, 0, x & 0xFFFFF000), (rare, 0, x), (rare, 0, quiet)
+    for where, a, b in (*some, (zero, 0, np.where(runs, x, short)), *more):
         for dtype in ("float32", "uint32"):
             yield np.where(where, a, b).astype(np.uint32), dtype
 

@@ -150,11 +150,20 @@ DEVICE_CALL uint32_t put_plane(const job *j, uint32_t p, uint32_t *plane, uint32
 static __device__ const uint16_t SQUEEZE[16] = {0x4444, 0x4440, 0x4441, 0x4410, 0x4442, 0x4420, 0x4421, 0x4210,
 						0x4443, 0x4430, 0x4431, 0x4310, 0x4432, 0x4320, 0x4321, 0x3210};
 
-/* Of planes 1 on that are not `fixed`, in scratch, the bytes of values whose plane 0 is not 0, one after the other. */
-template <int SIZE> DEVICE_CALL void prune(uint8_t *scratch, uint32_t m, uint32_t fixed, uint32_t lane)
+/*
+ * Of planes 1 on that are not `fixed`, in scratch, the bytes of values whose plane 0 is not 0, one after the other: in
+ * their place, or k of each plane to `out`.
+ */
+template <int SIZE>
+DEVICE_CALL void prune(uint8_t *scratch, uint32_t m, uint32_t fixed, uint8_t *out, uint32_t k, uint32_t lane)
 {
 	uint32_t seen = 0;
+	uint8_t *to[SIZE];
 
+	for (int p = 1; p < SIZE; p++) {
+		to[p] = global(out ? out : scratch + p * PLANE_ROOM);
+		out += out && !(fixed >> p & 1) ? k : 0;
+	}
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
 		uint32_t mask = ~equal_bytes(((uint32_t *)scratch)[32 * r + lane], 0) & 15, total, word[SIZE];
 		uint32_t at = seen + warp_scan(__popc(mask), lane, &total);
@@ -166,7 +175,7 @@ template <int SIZE> DEVICE_CALL void prune(uint8_t *scratch, uint32_t m, uint32_
 		for (int p = 1; p < SIZE; p++)
 			for (int i = 0; i < 4 && !(fixed >> p & 1); i++)
 				if (i < __popc(mask))
-					scratch[p * PLANE_ROOM + at + i] = (uint8_t)(word[p] >> 8 * i);
+					to[p][at + i] = (uint8_t)(word[p] >> 8 * i);
 		seen += total;
 		__syncwarp();
 	}
@@ -195,6 +204,29 @@ DEVICE uint32_t any_byte(uint32_t x)
 {
 	x = __reduce_or_sync(FULL, x);
 	return (x | x >> 8 | x >> 16 | x >> 24) & 255;
+}
+
+/* Are a plane's symbols not all one? */
+DEVICE bool differs(const common &same)
+{
+	return any_byte(same.some) & any_byte(~same.all);
+}
+
+/*
+ * What planes 1 on, of a row of a lane's, have where plane 0 is not 0. A row of 128 zeros among these takes half a row
+ * of this kind at least: planes in which there is one are noted.
+ */
+template <int SIZE> DEVICE void look_under(const uint32_t *word, uint32_t fixed, common *same, uint32_t *runs)
+{
+	const uint32_t lives = ~equal_mask(word[0], 0);
+
+	for (int p = 1; p < SIZE; p++) {
+		uint32_t some = __ballot_sync(FULL, (word[p] & lives) != 0);
+
+		same[p].some |= word[p] & lives;
+		same[p].all &= word[p] | ~lives;
+		*runs |= (uint32_t)(!(some & 0xffff) || !(some >> 16)) << p;
+	}
 }
 
 /*
@@ -320,7 +352,7 @@ DEVICE bool write_alone(const codec_encoding &e, const job *j, uint64_t b, uint8
 				digest_keep(&sums[p], r / CHUNK_ROWS, lane);
 	}
 	auto place_for = [&](uint32_t nbytes) -> uint8_t * {
-		if (!(any_byte(same.some) & any_byte(~same.all)))
+		if (!differs(same))
 			return NULL;
 		size = (4 + nbytes + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
 		at = v.regions_offset + look_back(e.places, b, size, lane);
@@ -358,13 +390,17 @@ DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *f
 	uint32_t *words = (uint32_t *)(scratch + (SIZE + 1) * PLANE_ROOM);
 	int octave = octave_of(v.dtype);
 	bool offsets = v.model_parts.count > 0;
+	uint32_t runs = 0; /* planes in which there may be rows of zeros, a bit each */
+	common same[SIZE];
 	digest sums[SIZE];
 	place o = {};
 
 	if (offsets)
 		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
-	for (int p = 0; p < SIZE; p++)
+	for (int p = 0; p < SIZE; p++) {
 		sums[p] = {0, 0};
+		same[p] = {0, FULL};
+	}
 	for (uint32_t r = 0; r < rows; r++) {
 		uint32_t n = there(r, lane, m), word[SIZE], i = WIRE_ROW * r + 4 * lane, others = 0;
 		uint64_t section = v.planes_offset;
@@ -385,6 +421,8 @@ DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *f
 			put_fixed(&v, frame, section, first + i, word[p]);
 			section += v.plane_stride;
 		}
+		if (octave && v.fixed != all - 1)
+			look_under<SIZE>(word, v.fixed, same, &runs);
 		uint32_t none = equal_bytes(word[0], 0) & ((1u << n) - 1);
 
 		zeros += __popc(none);
@@ -392,6 +430,10 @@ DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *f
 	}
 	__syncwarp();
 	zeros = (uint32_t)warp_sum(zeros);
+	uint32_t raw = 0; /* planes that are that if zeros are taken out */
+
+	for (int p = 1; p < SIZE; p++)
+		raw |= (uint32_t)(!((v.fixed | v.coded | runs) >> p & 1) && differs(same[p])) << p;
 	for (uint32_t p = 0; p < SIZE; p++) {
 		uint32_t mode, *plane = (uint32_t *)(scratch + p * PLANE_ROOM);
 
@@ -404,7 +446,16 @@ DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *f
 		    __any_sync(FULL, under != 0))
 			continue;
 		k = m - zeros;
-		prune<SIZE>(scratch, m, v.fixed, lane);
+		if (raw == (~(v.fixed | 1) & all)) { /* as most mantissas are: at once to where they belong */
+			prune<SIZE>(scratch, m, v.fixed, region + at, k, lane);
+			for (p = 1; p < SIZE; p++)
+				if (raw >> p & 1) {
+					head |= WIRE_MODE_RAW << 2 * p;
+					at += k;
+				}
+			break;
+		}
+		prune<SIZE>(scratch, m, v.fixed, NULL, 0, lane);
 	}
 	head |= k < m ? WIRE_REGION_PRUNED : 0;
 	put32(region, head, lane);
