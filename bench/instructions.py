@@ -44,7 +44,7 @@ class Hot(NamedTuple):
 
 
 _PAIR, _FOUR, _LOADED = "= pair[high >>", "walk_four<CODEC>", "w = *global("
-_EIGHT, _LARGEST, _SLACK = "after = end - i < EIGHTS", "load_quads<4>(dtype, source, first + i", "ea == 255"
+_EIGHT, _LARGEST, _SLACK = "after = end - i < EIGHTS", "values_at_quads<4>(dtype, source, first + i", "ea == 255"
 _HALF, _SINGLE, _CUT = 2 + 1.33, 4 + 3.33, 4 + 12 + 1.6  # with AdamW's state
 HOT = (
     ("encode_lossless<2>", "", Hot(_LOADED, 4, _HALF)),
@@ -54,7 +54,7 @@ HOT = (
     ("encode_rows<2>", "", Hot("__ballot_sync(FULL, there", 4, 4 + 1 / 8, 16)),
     ("encode_rows<3>", "codes", Hot(_EIGHT, 2, 4 + 2 / 8, 1, ("return (int)x", "PHILOX_M0"))),
     ("encode_rows<4>", "scales", Hot(_LARGEST, 4, 4 + 1)),
-    ("encode_rows<4>", "codes", Hot(_EIGHT, 2, 4 + 1, 1, ("load_quads<8>",))),
+    ("encode_rows<4>", "codes", Hot(_EIGHT, 2, 4 + 1, 1, ("values_at_quads<8>",))),
     ("encode_rows<5>", "both", Hot(_EIGHT, 2, 4 + 4.25 / 8)),
     ("encode_rows<6>", "scales", Hot(_LARGEST, 4, 4 + 4.5 / 8)),
     ("encode_rows<6>", "codes", Hot(_EIGHT, 2, 4 + 4.5 / 8, 1, ("return (int)x",))),

@@ -1,7 +1,8 @@
 """A second encoder of frames, written from docs/format.md and docs/encoder.md alone: numpy, plain and slow.
 
-It gives the same bytes as the library, with which it shares no code; the checksum, the table of dtypes and float32's
-conversions are those of the decoder beside it, oracle.py. Sections named here are those of docs/encoder.md.
+It is one file so that it can be read beside the document. It gives the same bytes as the library, with which it shares
+no code; the checksum, the table of dtypes and float32's conversions are those of the decoder beside it, oracle.py.
+Sections named here are those of docs/encoder.md.
 """
 
 import heapq

@@ -1,4 +1,7 @@
-"""The CUDA engine on a GPU that is this CPU: the bytes, the values and the errors of the native engine."""
+"""The CUDA engine on a GPU that is this CPU: the bytes, the values and the errors of the native engine.
+
+One file: its fixtures run tests on one, two or three kinds of device, and ``make gpu-tests`` runs it on a GPU.
+"""
 
 import hashlib
 import itertools

@@ -1,4 +1,7 @@
-"""engine="numba": the bytes, the values and the errors of the native engine, whatever is asked."""
+"""engine="numba": the bytes, the values and the errors of the native engine, whatever is asked.
+
+One file: tests/test_cuda.py takes its comparisons and frames for a third engine.
+"""
 
 import hashlib
 import json

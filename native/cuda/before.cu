@@ -63,8 +63,8 @@ DEVICE void add_four(const codec_before &b, uint64_t i)
 	const codec_source source = {b.values, NULL, NULL}, owed = {NULL, b.owed, NULL};
 	uint32_t x[4], y[4];
 
-	load_quads<4>(b.dtype, &source, i, x);
-	load_quads<4>(b.dtype, &owed, i, y);
+	values_at_quads<4>(b.dtype, &source, i, x);
+	values_at_quads<4>(b.dtype, &owed, i, y);
 	for (int k = 0; k < 4; k++) {
 		float sum = round_plus(round_float(x[k]), round_float(y[k]));
 
@@ -120,11 +120,11 @@ DEVICE void ask_four(const codec_before &b, const codec_group &g, uint64_t i)
 	const codec_source theta = {g.theta, NULL, NULL}, v = {g.v, NULL, NULL}, m = {g.m, NULL, NULL};
 	uint32_t x[3][4], exponents = 0;
 
-	load_quads<4>(g.theta_dtype, &theta, i, x[0]);
+	values_at_quads<4>(g.theta_dtype, &theta, i, x[0]);
 	if (g.v)
-		load_quads<4>(g.v_dtype, &v, i, x[1]);
+		values_at_quads<4>(g.v_dtype, &v, i, x[1]);
 	if (g.m)
-		load_quads<4>(g.m_dtype, &m, i, x[2]);
+		values_at_quads<4>(g.m_dtype, &m, i, x[2]);
 	for (int k = 0; k < 4; k++) {
 		float a = round_mul(round_float(x[0][k]), g.v ? factor_of(g, round_float(x[1][k])) : g.theta_term);
 

@@ -40,7 +40,7 @@ DEVICE void leave_signs(const row_job &r, uint64_t first, uint32_t n, float scal
 	for (; i + 3 * 32 < n; i += 4 * 32) {
 		float x[4];
 
-		load_each_32<4>(dtype, r.source, first + i, x);
+		values_each_32<4>(dtype, r.source, first + i, x);
 		for (uint32_t k = 0; k < 4; k++)
 			leave(i + 32 * k, x[k]);
 	}

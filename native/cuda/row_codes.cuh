@@ -265,7 +265,7 @@ DEVICE eights_put put_eights(const row_job &r, uint8_t *scales, const float *rat
 	uint32_t next[8] = {0}; /* a lane's, which are on their way while others become codes */
 
 	if (8 * lane < whole)
-		load_quads<8>(v->dtype, source, r.p.first + 8 * lane, next);
+		values_at_quads<8>(v->dtype, source, r.p.first + 8 * lane, next);
 	for (uint32_t i = 0, after; i < whole; i = after) {
 		if (small) {
 			end = whole;
@@ -285,7 +285,7 @@ DEVICE eights_put put_eights(const row_job &r, uint8_t *scales, const float *rat
 		for (int k = 0; k < 8; k++)
 			x[k] = next[k], next[k] = 0;
 		if (after + 8 * lane < whole)
-			load_quads<8>(v->dtype, source, r.p.first + after + 8 * lane, next);
+			values_at_quads<8>(v->dtype, source, r.p.first + after + 8 * lane, next);
 		if (small || CODEC == WIRE_CODEC_TERNARY) {
 			uint32_t max = 0;
 

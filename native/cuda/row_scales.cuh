@@ -5,7 +5,7 @@
 #include "rows.cuh"
 
 /* Values i, i + 32, and so on, N of them. */
-template <int N> DEVICE void load_each_32(uint32_t dtype, const codec_source *s, uint64_t i, float x[N])
+template <int N> DEVICE void values_each_32(uint32_t dtype, const codec_source *s, uint64_t i, float x[N])
 {
 	if (s->sums || dtype == WIRE_FLOAT32) {
 		const float *from = global(s->sums ? s->sums : (const float *)s->values) + i;
@@ -41,7 +41,7 @@ DEVICE uint32_t largest(uint32_t dtype, const codec_source *source, uint64_t fir
 		for (; i + WIRE_ROW <= n; i += WIRE_ROW) {
 			uint32_t x[4];
 
-			load_quads<4>(dtype, source, first + i + 4 * lane, x);
+			values_at_quads<4>(dtype, source, first + i + 4 * lane, x);
 			for (int k = 0; k < 4; k++)
 				most = larger(most, x[k], limit);
 		}
@@ -105,7 +105,7 @@ DEVICE codec_row_sums sums_how(uint32_t dtype, const codec_source *source, uint6
 		for (uint32_t k = 0; k < 32; k += AT_ONCE) {
 			float x[AT_ONCE];
 
-			load_each_32<AT_ONCE>(dtype, source, first + i + 32 * k + lane, x);
+			values_each_32<AT_ONCE>(dtype, source, first + i + 32 * k + lane, x);
 			for (uint32_t l = 0; l < AT_ONCE; l++)
 				sums.template add<SIGNS>(x[l], true, k + l, lane);
 		}

@@ -51,7 +51,7 @@ DEVICE bool in_quads(uint32_t dtype, const codec_source *s)
 }
 
 /* The bits, as float32, of N of them, 4 or 8. */
-template <int N> DEVICE void load_quads(uint32_t dtype, const codec_source *s, uint64_t i, uint32_t x[N])
+template <int N> DEVICE void values_at_quads(uint32_t dtype, const codec_source *s, uint64_t i, uint32_t x[N])
 {
 	if (s->sums || dtype == WIRE_FLOAT32) {
 		const uint4 *from = (const uint4 *)(global(s->sums ? s->sums : (const float *)s->values) + i);
