@@ -191,6 +191,12 @@ failures: $(VENV)/debian $(VENV)/test
 	CODEC_MOMENTS=$(MOMENTS) $(VENV)/bin/pytest -s tests/test_peer_failures.py tests/test_links.py tests/test_interrupts.py
 .PHONY: failures
 
+# Tests marked `nightly`, which take minutes, and the longer versions of tests that `make test` runs briefly.
+nightly: $(VENV)/debian $(VENV)/test
+	$(VENV)/bin/pytest -m nightly
+	$(MAKE) failures kernels-on-cpu
+.PHONY: nightly
+
 # HOSTILE damaged frames of each kind to the CUDA engine's kernels on this CPU, under sanitizers; all architectures
 HOSTILE ?= 450
 kernels-on-cpu: $(VENV)/test
