@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from codec import FrameError, PeerError, SpecError, Status
 from codec.specs import shown
+from codec.torch.counters import Counters, Stopwatch
 
 Array = np.ndarray[Any, Any]
 Timeout = float | timedelta  # float: seconds
@@ -114,6 +115,7 @@ class Incoming:
             raise PeerError(f"rank {self._source} has given up")
         if nbytes > self._room.nbytes - _LENGTH.size:
             raise FrameError(f"rank {self._source} sends a frame of {nbytes} bytes, which cannot be")
+        self._channel.counters.received_nbytes += _LENGTH.size + nbytes
         return self._room[_LENGTH.size : _LENGTH.size + nbytes]
 
 
@@ -144,7 +146,8 @@ class Channel:
         self.calls = 0  # collectives that all ranks have begun
         self.began = 0.0, 0.0  # the last one: seconds that a clock has shown, and those this thread had computed
         self._asked: list[int] | None = None
-        self.sent_nbytes = 0
+        self.counters = Counters()
+        self.clock = Stopwatch(self.counters)
         self._arena = np.empty(0, np.uint8)
         self._result = np.empty(0, np.uint8)
         self._total = np.empty(0, np.float32)
@@ -155,6 +158,11 @@ class Channel:
         self._expected: dict[int, deque[tuple[Array, Any]]] = {o: deque() for o in self.others}
         self._abandoned = False
         self._writing = threading.Lock()
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of frames and of uncompressed values that were sent to all other ranks together."""
+        return self.counters.sent_nbytes
 
     @property
     def closed(self) -> bool:
@@ -222,22 +230,24 @@ class Channel:
         """Send what :meth:`give_back` made, which stays as it is until :meth:`finish`; None: there is no frame."""
         if message is None:
             message = np.zeros(_LENGTH.size, np.uint8)
-        self.sent_nbytes += message.nbytes
+        self.counters.sent_nbytes += message.nbytes
         self._sending.append((self.post("send", message, to), to))
 
     def send_values(self, values: Array, to: int) -> None:
         """Send values as they are, which must stay so until :meth:`finish`."""
-        self.sent_nbytes += values.nbytes
+        self.counters.sent_nbytes += values.nbytes
         self._sending.append((self.post("send", values.view(np.uint8), to), to))
 
     def receive_values(self, place: Array, source: int) -> Any:
         """Expect values, to be waited for by :meth:`wait`."""
+        self.counters.received_nbytes += place.nbytes
         return self.post("recv", place.view(np.uint8), source)
 
     def post(self, what: str, message: Array, rank: int, tag: int = _FRAMES) -> Any:
         """Begin to send or to receive."""
         try:
-            return self._begin(what, message, rank, tag)
+            with self.clock.during("wire_s"):
+                return self._begin(what, message, rank, tag)
         except RuntimeError as e:
             self._lose(rank, e)
 
@@ -247,7 +257,8 @@ class Channel:
     def wait(self, work: Any, rank: int, within: timedelta | None = None) -> None:
         """Until it is done; in as long as a peer may keep this one waiting, if not said otherwise."""
         try:
-            work.wait(within or self._timeout)
+            with self.clock.during("wire_s"):
+                work.wait(within or self._timeout)
         except RuntimeError as e:
             self._lose(rank, e)
 
@@ -440,7 +451,8 @@ class Channel:
         with self._writing:
             if self._abandoned:
                 raise PeerError("the collective was given up: make a new group")
-            yield
+            with self.clock.during("decode_s"):
+                yield
 
     def close(self) -> None:
         """Give the connections up."""

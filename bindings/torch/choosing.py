@@ -1,5 +1,6 @@
 """Whether frames pay: decided from what collectives have taken, alike on all ranks."""
 
+import logging
 import time
 from collections import defaultdict, deque
 from statistics import median_low
@@ -11,6 +12,8 @@ TRIALS = 2 * (_WARM + _TIMED)  # collectives of a kind until it is chosen
 _AGAIN = 200  # collectives until it is looked at again: links and loads change
 _MOST = 4  # times as long as frames values may come to take where they are tried
 _BUSY = 4  # a rank that computes for a fourth of the time or more may be what all wait for
+
+_log = logging.getLogger("codec.torch")
 
 Report = list[int]  # the largest of all ranks' is what Choice goes by
 
@@ -34,7 +37,9 @@ class Choice:
     take twice as long as frames is not tried to the end.)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "tensors") -> None:
+        self._what = what  # description of the tensors, for log messages
+        self._decided = "frames"  # outcome of the last trial, or of later measurements
         self._over = 0  # collectives
         self._took: defaultdict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_LAST))  # microseconds
         self._worth_trying = False
@@ -66,3 +71,16 @@ class Choice:
                 self._worth_trying |= i < half and load * _BUSY >= 1000 and waited <= _MOST * wall
             elif i < TRIALS and "frames" in self._took:
                 self._worth_trying &= wall <= 2 * self._median("frames")
+        if self._over % _AGAIN >= TRIALS and self.kind != self._decided:
+            self._decided = self.kind
+            self._log_switch()
+
+    def _log_switch(self) -> None:
+        """Log to which way of sending later collectives switch, and the medians that decided it."""
+        way = "uncompressed" if self._decided == "values" else "as frames"
+        times = [
+            f"{name} {self._median(kind) / 1e3:.2f} ms"
+            for kind, name in (("frames", "frames"), ("values", "uncompressed"))
+            if self._took[kind]
+        ]
+        _log.info("all-reduces of %s: sent %s from now on; median times: %s", self._what, way, ", ".join(times))

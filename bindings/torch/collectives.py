@@ -260,7 +260,7 @@ def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm
         return reductions, [sign]
 
     reductions = ask(channel, begin)
-    choice = line.choices.get(sign, Choice())
+    choice = line.choices.get(sign) or Choice(_described(reductions))
     as_they_are = asked == "auto" and channel.size > 1 and choice.kind == "values"
     before = channel.sent_nbytes
     with in_step(channel):
@@ -275,11 +275,28 @@ def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm
     first = next((error for _, error in ended if error is not None), None)
     nbytes = sum(2 * r.x.nbytes * (channel.size - 1) // channel.size for r in reductions)
     choice.learn(channel.conclude(first, report(channel.began, channel.sent_nbytes - before, nbytes)))
+    _count(channel, reductions, raw="raw" in names)
     line.choices.pop(sign, None)
     line.choices[sign] = choice
     if len(line.choices) > _CHOICES:  # that of the longest ago, on all ranks
         del line.choices[next(iter(line.choices))]
     return [(result, r) for r, (result, _) in zip(reductions, ended, strict=True)]
+
+
+def _described(reductions: list[Reduction]) -> str:
+    """Return the total size, dtypes and specs of some reductions, for log messages."""
+    specs = ", ".join(dict.fromkeys(f"{r.dtype} by {r.spec}" for r in reductions))
+    return f"{sum(r.x.nbytes for r in reductions)} bytes ({specs})"
+
+
+def _count(channel: Channel, reductions: Sequence[Reduction], *, raw: bool = False) -> None:
+    """Count a collective that has succeeded."""
+    counters = channel.counters
+    counters.raw_nbytes += sum(r.x.nbytes for r in reductions)
+    if raw:
+        counters.raw_collectives += 1
+    else:
+        counters.frame_collectives += 1
 
 
 def _run_each(channel: Channel, reductions: list[Reduction], names: list[str]) -> list[tuple[Array, Exception | None]]:
@@ -409,6 +426,8 @@ def _exchange(channel: Channel, frames: Sequence[Any]) -> list[bytes]:
     with in_step(channel):
         received, error = _swap(channel, arrays)
     channel.conclude(error)
+    channel.counters.frame_collectives += 1
+    channel.counters.raw_nbytes += sum(a.nbytes for a in arrays)
     return [received.get(rank, b"") for rank in range(channel.size)]
 
 
@@ -549,6 +568,7 @@ def _begin(
         with in_step(channel):
             result, error = algorithm(channel, r)
         channel.conclude(error)
+        _count(channel, [r])
         with channel.writing():
             publish(result, r, output)
         return output

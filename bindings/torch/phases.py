@@ -34,7 +34,8 @@ class Attempt:
 
     def _tried(self, step: Callable[..., Any], *args: Any) -> Any:
         try:
-            return step(*args)
+            with self._channel.clock.during("decode_s"):  # where a step encodes or waits, that interrupts this phase
+                return step(*args)
         except CodecError as e:
             if self._channel.closed:
                 raise
@@ -46,7 +47,9 @@ class Attempt:
 def message_of(channel: Channel, nbytes: int, encode: Callable[[Array], int]) -> Array:
     """A message with a frame of so many bytes at most, which encode(room) makes; how many it takes."""
     message = channel.take(nbytes)
-    return channel.give_back(message, encode(channel.frame_room(message)))
+    with channel.clock.during("encode_s"):
+        nbytes = encode(channel.frame_room(message))
+    return channel.give_back(message, nbytes)
 
 
 def copied(channel: Channel, frame: Array) -> Array:

@@ -31,7 +31,8 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     sums: list[tuple[Any, int]] = []
     if r.residual is not None:
         x = np.empty_like(x)
-        _settle(floats(r.x, r), r, r.residual, x)
+        with channel.clock.during("encode_s"):
+            _settle(floats(r.x, r), r, r.residual, x)
     error = refused(r, x)
     chunks = range(len(slices[me]))
     for c in chunks[:2]:
@@ -43,10 +44,11 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
         parts = {o: rooms[o][: piece.n] for o in others} | {me: x[piece.begin : piece.end]}
         total = result[piece.begin : piece.end]
         residual = None if r.sums_residual is None else r.sums_residual(piece.begin, piece.end)
-        _settle(_add_up([parts[rank] for rank in range(size)], r, total), r, residual, total)
-        fault = refused(r, total)
-        if fault is not None and not any(refused(r, part) for part in parts.values()):  # whose rank says so itself
-            error = error or fault
+        with channel.clock.during("decode_s"):
+            _settle(_add_up([parts[rank] for rank in range(size)], r, total), r, residual, total)
+            fault = refused(r, total)
+            if fault is not None and not any(refused(r, part) for part in parts.values()):  # whose rank says so itself
+                error = error or fault
         # expected in the order in which others send: terms of the next chunk, sums of this one, terms of the one after
         if c + 1 in chunks:
             terms = _expected(channel, rooms, slices[me][c + 1])

@@ -1,0 +1,100 @@
+"""Statistics of a channel: bytes on the wire, and where the time of its collectives goes."""
+
+from dataclasses import dataclass, fields, replace
+from time import perf_counter
+from typing import Any, Literal
+
+Phase = Literal["encode_s", "wire_s", "decode_s"]
+
+
+@dataclass
+class Counters:
+    """Totals of the collectives of a channel, on this rank. Subtract an earlier copy to get a difference.
+
+    Only the thread that runs the collectives writes a channel's counters. :meth:`copy` may be called by any thread;
+    while a collective is in flight, the copied values may belong to different moments of that collective.
+
+    Attributes
+    ----------
+    frame_collectives : int
+        Number of collectives that succeeded and sent frames.
+    raw_collectives : int
+        Number of all-reduces that succeeded and sent at least one tensor uncompressed.
+    raw_nbytes : int
+        Size in bytes of the tensors that this rank has given to collectives.
+    sent_nbytes, received_nbytes : int
+        Bytes of frames and of uncompressed values, to and from all other ranks together.
+    encode_s : float
+        Seconds spent encoding.
+    wire_s : float
+        Seconds spent sending and waiting for other ranks.
+    decode_s : float
+        Seconds spent decoding, summing and storing results.
+    """
+
+    frame_collectives: int = 0
+    raw_collectives: int = 0
+    raw_nbytes: int = 0
+    sent_nbytes: int = 0
+    received_nbytes: int = 0
+    encode_s: float = 0.0
+    wire_s: float = 0.0
+    decode_s: float = 0.0
+
+    def copy(self) -> "Counters":
+        """Return the current totals, which later collectives do not change."""
+        return replace(self)
+
+    def __sub__(self, earlier: "Counters") -> "Counters":
+        """Return what was counted since `earlier` was copied."""
+        values: list[Any] = [getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)]
+        return Counters(*values)
+
+    def __add__(self, other: "Counters") -> "Counters":
+        """Return the sums of the totals of two channels."""
+        values: list[Any] = [getattr(self, f.name) + getattr(other, f.name) for f in fields(self)]
+        return Counters(*values)
+
+
+class Stopwatch:
+    """Adds elapsed time to the fields of counters. A phase inside another one interrupts the outer phase.
+
+    Parameters
+    ----------
+    counters : Counters
+        Gets the seconds.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._current: Phase | None = None
+        self._since = 0.0
+
+    def during(self, phase: Phase) -> "_During":
+        """Return a context manager whose body counts towards `phase`."""
+        return _During(self, phase)
+
+    def enter(self, phase: Phase | None) -> Phase | None:
+        """Charge the time since the last call to the current phase; `phase` becomes current. Return the former one."""
+        now, former = perf_counter(), self._current
+        if former is not None:
+            setattr(self._counters, former, getattr(self._counters, former) + now - self._since)
+        self._current, self._since = phase, now
+        return former
+
+
+class _During:
+    """A context manager written as a class: a generator would take four times as long."""
+
+    __slots__ = ("_outer", "_phase", "_watch")
+
+    def __init__(self, watch: Stopwatch, phase: Phase) -> None:
+        self._watch = watch
+        self._phase: Phase = phase
+        self._outer: Phase | None = None
+
+    def __enter__(self) -> None:
+        self._outer = self._watch.enter(self._phase)
+
+    def __exit__(self, *_: Any) -> None:
+        self._watch.enter(self._outer)
