@@ -92,6 +92,20 @@ def _positive(name: str, value: object) -> None:
 class Spec:
     """Base of all specs."""
 
+    @property
+    def contraction(self) -> bool:
+        """True if every tensor loses less than its norm: E||x - C(x)||^2 <= (1 - d) ||x||^2 with some d > 0 [1]_.
+
+        C(x) is what the frame of x decodes to, and d depends on the spec and the number of values alone. Error feedback
+        converges for such codecs; with others the residual can grow without bound.
+
+        References
+        ----------
+        .. [1] S. U. Stich, J.-B. Cordonnier, M. Jaggi, "Sparsified SGD with Memory", NeurIPS 2018; S. P. Karimireddy et
+           al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019.
+        """
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class Lossless(Spec):
@@ -163,6 +177,15 @@ class Sign(Spec):
         if self.block is not None and not (isinstance(self.block, str) and self.block == "row"):
             _whole("block", self.block, 1, 1 << 31, '"row", None or ')
 
+    @property
+    def contraction(self) -> bool:
+        """True for "l1" and "two_mean", whose scales minimize the squared error.
+
+        The root mean square of "l2" is too large for sparse values: of n values, one of which is not zero, it loses
+        more than their norm if n is above 4.
+        """
+        return self.scale != "l2"
+
 
 @dataclass(frozen=True, slots=True)
 class Ternary(Spec):
@@ -200,6 +223,11 @@ class Ternary(Spec):
         _positive("scale", self.scale)
         _positive("clip", self.clip)
         _whole("seed", self.seed, 0, (1 << 32) - 1)
+
+    @property
+    def contraction(self) -> bool:
+        """False: an unbiased ternary value has a variance of s abs(x) - x^2, together far above the norm of x."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +277,11 @@ class Float8(Spec):
         if type(self.entropy) is not bool:
             raise SpecError(f"entropy must be a bool, got {self.entropy!r}")
         _whole("seed", self.seed, 0, (1 << 32) - 1)
+
+    @property
+    def contraction(self) -> bool:
+        """True unless a scale is given, under which a whole tensor may be rounded to zero."""
+        return self.scale is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,6 +357,19 @@ class Quantize(Spec):
         _whole("seed", self.seed, 0, (1 << 32) - 1)
         if self.levels == "odd" and self.bits < 2:
             raise SpecError("odd levels need 2 bits or more")
+
+    @property
+    def contraction(self) -> bool:
+        """True if groups are small enough for the number of levels.
+
+        The largest magnitude of a group is exact, and the others lose at most (h^2) each, h being half a step, or with
+        odd levels, which have zero, a fourth of a step's square over 2 more than their own square. So what n values
+        lose is below their norm if n - 1 < (2^bits - 1)^2 (even) or n - 1 < 8 (2^(bits - 1) - 1)^2 (odd, stochastic).
+        Odd levels and rounding to nearest lose less than the norm of any group.
+        """
+        if self.levels == "odd":
+            return self.rounding == "nearest" or self.group - 1 < 8 * ((1 << self.bits - 1) - 1) ** 2
+        return self.group - 1 < ((1 << self.bits) - 1) ** 2
 
 
 @dataclass(frozen=True, slots=True)
