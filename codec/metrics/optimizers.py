@@ -38,17 +38,43 @@ def from_optimizer(optimizer: Any, group: int = 0) -> Metric:
     (0.0001, (0.9, 0.999), 0)
     >>> frame = codec.encode(w.grad, codec.Truncate(), metric=metric, state=state)
     """
-    optim: Any = getattr(sys.modules.get("torch"), "optim", None)
-    kind = type(optimizer).__name__
-    if kind not in _READERS or type(optimizer) is not getattr(optim, kind, None):
-        known = ", ".join(_READERS)
-        raise SpecError(f"no metric is known for {kind}: only for torch.optim's {known}, or by metrics.Custom")
+    optimizer = unwrapped(optimizer)
+    kind = check_known(optimizer)
     groups: list[dict[str, Any]] = optimizer.param_groups
     if not -len(groups) <= whole("group", group, -len(groups)) < len(groups):
         raise SpecError(f"group {group} of an optimizer that has {len(groups)}")
     g = groups[group]
     known = {name: float(g[name]) for name in ("lr", "weight_decay")} | {"maximize": bool(g["maximize"])}
     return _READERS[kind](g, known, lambda: _steps(optimizer, g["params"]))
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer of torch's inside of one that a framework has wrapped, as Accelerate and Lightning do."""
+    for _ in range(8):
+        inside = getattr(optimizer, "optimizer", None)
+        if not hasattr(inside, "param_groups"):
+            break
+        optimizer = inside
+    return optimizer
+
+
+def check_known(optimizer: Any) -> str:
+    """Return the name of an optimizer's class, if it is one of torch's that has a metric.
+
+    Raises
+    ------
+    SpecError
+        It is another one.
+    """
+    optim: Any = getattr(sys.modules.get("torch"), "optim", None)
+    kind = type(optimizer).__name__
+    if kind not in _READERS or type(optimizer) is not getattr(optim, kind, None):
+        known = ", ".join(_READERS)
+        raise SpecError(
+            f"no metric is known for {kind}: only for torch.optim's {known}, also as .optimizer of a wrapper, or by "
+            "metrics.Custom"
+        )
+    return kind
 
 
 def _steps(optimizer: Any, params: Sequence[Any]) -> int:
@@ -114,6 +140,7 @@ def state_of(optimizer: Any, parameter: Any) -> dict[str, Any]:
     SpecError
         It is no optimizer, or the parameter is not the optimizer's.
     """
+    optimizer = unwrapped(optimizer)
     if not hasattr(optimizer, "param_groups"):
         raise SpecError(f"optimizer must be one of torch.optim's, not {type(optimizer).__name__}")
     if not any(parameter is p for g in optimizer.param_groups for p in g["params"]):
