@@ -10,7 +10,20 @@ from codec.encoding import encode
 from codec.errors import SpecError, StateError
 from codec.specs import Lossless, Spec, plain
 from codec.specs import shown as told
-from codec.stateful.ranges import Array, Layout, Store, gather, layout_of, numel, scaled, shared, shown, union, without
+from codec.stateful.ranges import (
+    Array,
+    Layout,
+    Store,
+    forget_nobodys,
+    gather,
+    layout_of,
+    numel,
+    scaled,
+    shared,
+    shown,
+    union,
+    without,
+)
 from codec.stateful.resharding import reshard
 from codec.stateful.saved import ROLES, load, save
 from codec.view import view
@@ -128,6 +141,7 @@ class ErrorFeedback:
         else:
             buffer = now.spare[at] if at in now.spare else np.empty(numel(at), np.float32)
             np.copyto(buffer, now.kept[at])
+            forget_nobodys(buffer, at)
         self._now = now._replace(pending={**now.pending, at: buffer})
         return buffer
 

@@ -108,6 +108,15 @@ def gather(store: Store, layout: Layout) -> Array:
     return found
 
 
+def forget_nobodys(values: Array, layout: Layout) -> None:
+    """Set the values of NOBODY's ranges to zero: a state does not have them, and must give the same frames."""
+    at = 0
+    for key, start, stop in layout:
+        if key == NOBODY:
+            values[at : at + stop - start] = 0
+        at += stop - start
+
+
 def scaled(store: Store, factor: float) -> Store:
     """A store of the same values times a factor; the same store if that is 1."""
     if factor == 1:
