@@ -9,7 +9,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 
-import numpy as np
 import pytest
 import torch
 from ranks import GONE, SEND_BUFFER, Team, acked_nbytes, at_event, cut_after, die, freeze, new_connections, ranks
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
-from codec.torch import collectives, raw, slices
+from codec.torch import collectives, hook_state, raw, slices
 
 ALGORITHMS = ["two_shot", "ring", "all_gather", "raw"]
 TIMEOUT = 1.5
@@ -231,7 +230,9 @@ class Training:
         self.net = torch.nn.Sequential(torch.nn.Linear(20, 64), *layers, torch.nn.Linear(64, 5))
         self.optimizer = torch.optim.SGD(self.net.parameters(), 0.05, momentum=0.9)
         # two values a bit: residuals are large, and decide what comes next
-        self.hook = codec.torch.ddp_hook(codec.Quantize(2, 64), feedback=True, algorithm="two_shot", timeout=TIMEOUT)
+        self.hook = codec.torch.ddp_hook(
+            codec.Quantize(2, 64, "odd", "nearest"), feedback=True, algorithm="two_shot", timeout=TIMEOUT
+        )
         self.model = None
         self.steps = 0
 
@@ -259,13 +260,12 @@ class Training:
 
     def state(self):
         """All that a step may change: parameters, momentum, what is owed to each."""
-        owed = [
-            (role, key, np.asarray(values).tobytes())
-            for role, state in self.hook.state_dict().items()
-            for key, values in state.items()
-        ]
         momenta = [s["momentum_buffer"] for s in self.optimizer.state.values() if "momentum_buffer" in s]
-        return self.steps, digest(*self.net.parameters(), *momenta), sha256(repr(owed).encode()).hexdigest()
+        return (
+            self.steps,
+            digest(*self.net.parameters(), *momenta),
+            sha256(hook_state.packed(self.hook.state_dict())).hexdigest(),
+        )
 
 
 _training = None

@@ -7,14 +7,18 @@
 
 from codec.torch.backend import Options, ProcessGroup, register_backend
 from codec.torch.collectives import all_gather, all_reduce, all_to_all, exchange, reduce_scatter
-from codec.torch.ddp import Hook, Policy, Stats, ddp_hook, default_policy
+from codec.torch.ddp import comm_hook, ddp_hook
 from codec.torch.fsdp import AllGather, ReduceScatter
+from codec.torch.hook import Hook
+from codec.torch.policy import Policy, default_policy
+from codec.torch.stats import ParameterStats, Stats
 from codec.torch.worker import Pending
 
 __all__ = [
     "AllGather",
     "Hook",
     "Options",
+    "ParameterStats",
     "Pending",
     "Policy",
     "ProcessGroup",
@@ -23,6 +27,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "comm_hook",
     "ddp_hook",
     "default_policy",
     "exchange",

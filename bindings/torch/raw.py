@@ -76,7 +76,7 @@ def _send(channel: Channel, x: Array, slices: list[list[Piece]], c: int) -> None
 
 def _add_up(parts: Sequence[Array], r: Reduction, total: Array) -> Array:
     """Sum, mean or maximum as codec.reduce has it, in float32; in `total` if that is its dtype."""
-    out = total if r.dtype == "float32" else np.empty(total.size, np.float32)
+    out = total if r.dtype in ("float32", "float64") else np.empty(total.size, np.float32)
     add = _largest if r.op == "max" else np.add
     with np.errstate(over="ignore", invalid="ignore"):  # who refuses Inf and NaN looks at what comes out
         for begin in range(0, out.size, _TILE):
@@ -86,7 +86,7 @@ def _add_up(parts: Sequence[Array], r: Reduction, total: Array) -> Array:
             for each in more:
                 add(place, each, out=place)
             if r.op == "mean":
-                place /= np.float32(len(parts))
+                place /= out.dtype.type(len(parts))
     return out
 
 

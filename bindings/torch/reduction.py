@@ -203,7 +203,7 @@ class Reduction:
 
     def rounded(self, total: Array) -> Array:
         """Float32 sums in the dtype of x."""
-        if self.dtype == "float32":
+        if self.dtype in ("float32", "float64"):
             return total
         rounded = torch.from_numpy(total).to(FLOATS[self.dtype])
         return rounded.view(torch.uint16).numpy().view(self.x.dtype)
@@ -228,7 +228,9 @@ def _metric_of(metric: Any, piece: Piece) -> Any:
 
 
 def floats(x: Array, r: Reduction) -> Array:
-    """Values in the dtype of a reduction as float32; the same memory if they are."""
+    """Return values in the dtype of a reduction as float32, the same memory if they are; float64 stays float64."""
+    if r.dtype == "float64":
+        return x
     return torch.from_numpy(x).view(FLOATS[r.dtype]).float().numpy()
 
 

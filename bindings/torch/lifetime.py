@@ -1,0 +1,103 @@
+"""Hooks and the models and optimizers around them: finding them, and warning of what would go wrong quietly."""
+
+import atexit
+import gc
+import logging
+import warnings
+import weakref
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from codec import SpecError
+from codec.specs import Sign, Spec, Ternary
+
+logger = logging.getLogger("codec.torch")
+
+_hooks: "weakref.WeakSet[Any]" = weakref.WeakSet()  # made in this process
+_REDUCER = (
+    'torch._dynamo.config.optimize_ddp = "python_reducer" gives hooks single gradients inside of a compiled graph, '
+    'which cannot be sent as frames: set it to "ddp_optimizer", torch\'s default'
+)
+
+
+def watch(hook: Any) -> None:
+    """Log a warning when the process ends and the hook was never called: its gradients were not compressed."""
+    _hooks.add(hook)
+
+
+@atexit.register
+def _warn_of_unused() -> None:
+    for hook in _hooks:
+        if not hook.called:
+            logger.warning(
+                "%r was never called, so that no gradient was compressed: call hook.register(model) with the "
+                "DistributedDataParallel. Frameworks may ignore hooks, see docs/frameworks.md",
+                hook,
+            )
+
+
+def check_reducer(model: DistributedDataParallel) -> None:
+    """Raise SpecError if a model's gradients are reduced by torch.compile's Python reducer."""
+    if getattr(model, "_use_python_reducer", False):
+        raise SpecError(_REDUCER)
+
+
+def check_bucket(bucket: Any) -> None:
+    """Raise SpecError if it is what torch.compile's Python reducer gives hooks instead of a bucket."""
+    if isinstance(bucket, tuple):
+        raise SpecError(_REDUCER)
+
+
+def model_of(hook: Any) -> DistributedDataParallel:
+    """Return the model to which torch's own register_comm_hook has registered a hook.
+
+    Raises
+    ------
+    SpecError
+        There is none, or there are several: a hook serves one model.
+    """
+    models = [m for m in gc.get_objects() if issubclass(type(m), DistributedDataParallel)]
+    mine = [m for m in models if any(h is hook or s is hook for h, s in m._comm_hooks)]
+    if len(mine) != 1:
+        raise SpecError(
+            f"the hook is registered to {len(mine)} models: a hook serves one model, make another one by ddp_hook()"
+        )
+    return mine[0]
+
+
+def warn_of_adam(hook: Any) -> None:
+    """Warn if the optimizer of a hook's parameters is a kind of Adam, and the codec distorts what it divides by.
+
+    Where the hook was not given an optimizer, the first one that steps any of the parameters is looked at.
+    """
+    if not _distorts(hook.spec):
+        return
+    if hook.optimizer is not None:
+        _warn_if_adam(hook.spec, hook.optimizer)
+        return
+    mine = weakref.ref(hook)
+
+    def look(optimizer: Any, *_: Any) -> None:
+        hook = mine()
+        if hook is not None and not any(p in hook.plan.names for g in optimizer.param_groups for p in g["params"]):
+            return
+        handle.remove()
+        if hook is not None and _distorts(hook.spec):
+            _warn_if_adam(hook.spec, optimizer)
+
+    handle = register_optimizer_step_pre_hook(look)
+
+
+def _distorts(spec: Spec) -> bool:
+    return isinstance(spec, Sign | Ternary)
+
+
+def _warn_if_adam(spec: Spec, optimizer: Any) -> None:
+    if "Adam" in type(optimizer).__name__:
+        warnings.warn(
+            f"{spec} distorts the second moments that {type(optimizer).__name__} divides by, even with error feedback: "
+            "use it with SGD, or a codec with a smaller error with Adam (1-bit Adam compresses the momentum instead)",
+            stacklevel=4,
+        )
