@@ -240,7 +240,7 @@ std::string last_message(Rank &me, bool too_late)
 	channel.hear(*std::make_unique<detail::Channel::Asked>(channel.ask({0}))); /* all are there */
 	std::this_thread::sleep_for(milliseconds(wait_ms[me.rank]));
 	try {
-		channel.verdict(0);
+		channel.verdict(detail::Outcome::success);
 	} catch (const PeerError &) {
 		EXPECT(channel.closed());
 		return "raised";

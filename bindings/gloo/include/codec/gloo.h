@@ -16,8 +16,18 @@
  *   - After a PeerError because of a lost or silent rank the context's connections are closed, as after an exception of
  *     Gloo's own: make a new one.
  *   - SIGPIPE, by which a lost rank would end the others, is ignored from the first Group on, unless it is handled.
- *   - Frames that are not what was sent are a FrameError. Values that travel as they are (raw) have no checksum but the
- *     network's, nor have Gloo's own headers: ranks must trust each other, or their network, that far.
+ *   - A frame that is damaged, or of another codec or other parameters than the ranks agreed on, is a FrameError. So is
+ *     any message that is shorter than announced: a frame, numbers, or uncompressed values (raw).
+ *
+ * What is not promised, because Gloo does not allow it
+ *   - A message that is longer than the receive that was posted for it ends the receiving process: Gloo throws
+ *     gloo::EnforceNotMet in a thread of its own, so that std::terminate() is called. A damaged header of Gloo's does
+ *     the same. Any rank can therefore end all others: ranks must trust each other and their network. Ranks that run
+ *     this header and call the same functions in the same order never send such a message.
+ *   - Uncompressed values have no checksum but the network's. Values that are damaged on their way are not noticed,
+ *     unless it is in the last 8 bytes of a message.
+ *   - With Algorithm::blocks messages are those of gloo::allreduce, whose lengths nobody checks. Elements have
+ *     checksums; one that arrives in part is an error, unless the memory held the rest of it.
  *
  * Each rank computes in the thread that calls; Gloo's thread sends and receives meanwhile. Ranks call the same
  * functions in the same order. Collectives of different groups over one context may be under way at once, from
@@ -43,6 +53,7 @@
 #include "gloo/choosing.h"
 #include "gloo/errors.h"
 #include "gloo/frames.h"
+#include "gloo/parameters.h"
 #include "gloo/raw.h"
 #include "gloo/slices.h"
 
@@ -97,7 +108,8 @@ struct Options {
 	 */
 	float *residual = nullptr;
 	float *sums_residual = nullptr;
-	std::chrono::milliseconds timeout{0}; /* that a rank may keep others waiting; 0: the context's */
+	/* Longest time that a rank may keep others waiting, from 1 ms to 10 years; 0: the context's timeout. */
+	std::chrono::milliseconds timeout{0};
 };
 
 /* Ranks that do collectives, with memory that is kept from one to the next. One thread at a time. */
@@ -194,11 +206,11 @@ public:
 	}
 
 private:
-	static constexpr uint64_t PROTOCOL = 1; /* of the messages: ranks must have the same */
+	static constexpr uint64_t PROTOCOL = 2; /* version of the messages, equal on all ranks */
 	static constexpr size_t SMALL = 1
 					<< 16; /* bytes of a tensor: two phases take longer than what one sends more */
-	/* what a rank tells of its part, the worst last; LEFT: it has found others to be at fault */
-	enum Told : uint64_t { FINE, LEFT, REFUSED, NOT_FINITE };
+	static constexpr std::chrono::milliseconds MOST_TIMEOUT = std::chrono::hours(24 * 3652); /* 10 years */
+	static constexpr std::chrono::milliseconds GLOO_TIMEOUT = std::chrono::seconds(30);      /* Gloo's default */
 	enum class Kind { allreduce, reduce_scatter, allgather };
 
 	/* How many values all ranks have, n each. Throws if no memory holds so many, or the result goes nowhere. */
@@ -240,7 +252,8 @@ private:
 		r.codebooks = options.codebooks;
 		r.residual = options.residual;
 		r.sums_residual = options.sums_residual;
-		r.bound(n); /* the spec is one */
+		r.bound(n); /* throws if the spec or the size is invalid */
+		r.parameters.emplace(spec, dtype, options.metric, work_.scratch);
 		detail::check_metrics(options.metric, n);
 		return r;
 	}
@@ -297,7 +310,20 @@ private:
 		}
 	}
 
-	/* Prepare, agree, reduce, conclude; then the caller's n values are written. */
+	/*
+	 * Set the timeout of a call, and return whether it is one that can be used. If it is not, ranks still have to
+	 * agree that this call fails, within Gloo's default timeout.
+	 */
+	bool set_timeout(const Options &options)
+	{
+		const auto asked = options.timeout.count() ? options.timeout : channel_.context()->getTimeout();
+		const bool valid = asked.count() > 0 && asked <= MOST_TIMEOUT;
+
+		channel_.timeout = valid ? asked : GLOO_TIMEOUT;
+		return valid;
+	}
+
+	/* Prepare, agree, reduce, conclude; then write the caller's n values. */
 	template <class Prepare, class Make>
 	void run(Kind kind, Prepare &&prepare, Make &&make, void *values, size_t n, const Options &options)
 	{
@@ -308,8 +334,12 @@ private:
 		detail::Choice fresh, *choice = &fresh;
 		uint64_t signature = 0;
 
-		channel_.timeout = options.timeout.count() > 0 ? options.timeout : channel_.context()->getTimeout();
+		const bool in_time = set_timeout(options);
 		try {
+			if (!in_time)
+				throw SpecError(
+					CODEC_BAD_ARGUMENT,
+					"the timeout must be from 1 ms to 10 years, in Options or in the context");
 			r.emplace(prepare());
 			signature = signature_of(*r, kind, options.algorithm, chosen(options, *r));
 			keep.emplace(work_.residuals, options, *r, channel_);
@@ -325,20 +355,24 @@ private:
 		counted_on([&] {
 			const detail::Choice::Report mine = choice->report();
 
-			asked = channel_.ask({signature, error ? uint64_t(1) : 0, mine.wall, mine.busy, mine.sent});
+			asked = channel_.ask({signature, error ? uint64_t(1) : 0, mine.wall, mine.busy, mine.sent,
+					      channel_.next_round()});
 			if (!error) { /* while the others' answers are on their way */
 				of = make(*r, choice->last());
 				of->prepare();
 			}
 			told = channel_.hear(asked);
+			channel_.begin_round(proposals_of(told));
 		});
 		if (error)
 			std::rethrow_exception(error);
 		check_agreed(told, signature);
-		if (automatic && choice == &fresh) /* now that all ranks do */
-			choice = choices_.add(signature);
-		const bool before = choice->last(), as_they_are = choice->as_they_are(reports_of(told), raw_nbytes(*r));
 		counted_on([&] {
+			if (automatic && choice == &fresh) /* now that all ranks do */
+				choice = choices_.add(signature);
+			const bool before = choice->last();
+			const bool as_they_are = choice->as_they_are(reports_of(told), raw_nbytes(*r));
+
 			if (as_they_are != before) {
 				keep->restore();
 				of = make(*r, as_they_are);
@@ -350,7 +384,7 @@ private:
 		error = of->error();
 		conclude(error);
 		keep->as_it_is();
-		of->deliver();
+		counted_on([&] { of->deliver(); });
 		if (n && r->result != values)
 			std::memcpy(values, r->result, n * r->itemsize);
 	}
@@ -361,7 +395,7 @@ private:
 		return 2 * r.n * r.itemsize * (channel_.size - 1) / channel_.size;
 	}
 
-	/* Do what other ranks wait for: if it ends in its midst, they are not to wait for what never comes. */
+	/* Do work that other ranks rely on. If it throws, close the connections, so that no rank waits for this one. */
 	template <class F> void counted_on(F &&work)
 	{
 		try {
@@ -432,6 +466,15 @@ private:
 		}
 	}
 
+	static detail::Numbers proposals_of(const std::vector<detail::Numbers> &told)
+	{
+		detail::Numbers found;
+
+		for (const detail::Numbers &each : told)
+			found.push_back(each[5]);
+		return found;
+	}
+
 	static std::vector<detail::Choice::Report> reports_of(const std::vector<detail::Numbers> &told)
 	{
 		std::vector<detail::Choice::Report> found;
@@ -441,36 +484,38 @@ private:
 		return found;
 	}
 
-	/* All ranks learn whether all have succeeded; only if they have does this return. */
+	/* Exchange outcomes with all ranks. Returns only if all ranks have succeeded. */
 	void conclude(std::exception_ptr error)
 	{
-		const uint64_t status = told(error);
-		const detail::Numbers verdict = channel_.verdict(status);
-		const std::string who = detail::Channel::name(static_cast<int>(verdict[1]));
+		using detail::Outcome;
+		const Outcome mine = outcome_of(error);
+		const detail::Verdict verdict = channel_.verdict(mine);
+		const std::string who = detail::Channel::name(verdict.rank);
 
-		if (error && status != LEFT)
+		if (error && mine != Outcome::lost_peer)
 			std::rethrow_exception(error);
-		if (verdict[0] == NOT_FINITE)
+		if (verdict.outcome == Outcome::not_finite)
 			throw PeerError(who + " has NaN or Inf: nothing was changed", CODEC_NONFINITE);
-		if (verdict[0] == REFUSED)
+		if (verdict.outcome == Outcome::refused)
 			throw PeerError(who + " could not do its part: nothing was changed");
 		if (error)
 			std::rethrow_exception(error);
-		if (verdict[0])
+		if (verdict.outcome != Outcome::success)
 			throw PeerError("a rank has lost another one: nothing was changed");
 	}
 
-	static uint64_t told(std::exception_ptr error)
+	/* Return the outcome to report for an error. */
+	static detail::Outcome outcome_of(std::exception_ptr error)
 	{
 		try {
 			if (error)
 				std::rethrow_exception(error);
 		} catch (const PeerError &) {
-			return LEFT;
+			return detail::Outcome::lost_peer;
 		} catch (const Error &e) {
-			return e.status() == CODEC_NONFINITE ? NOT_FINITE : REFUSED;
+			return e.status() == CODEC_NONFINITE ? detail::Outcome::not_finite : detail::Outcome::refused;
 		}
-		return FINE;
+		return detail::Outcome::success;
 	}
 
 	/* What must be the same on all ranks, as a number. */

@@ -32,12 +32,20 @@ public:
 		return error ? decltype(step())() : tried(step);
 	}
 
-	/* A frame, waited for whatever has happened. */
+	/* Return a frame, or nothing if it is not as announced. Waits for it even after an error. */
 	Bytes frame(Channel::Incoming &incoming)
 	{
 		auto wait = [&] { return channel_.frame(incoming); };
 
 		return tried(wait);
+	}
+
+	/* Wait for values, even after an error, and compare their last word with the announced one. */
+	void values(Channel::Incoming &incoming, uint64_t announced)
+	{
+		auto wait = [&] { channel_.values(incoming, announced); };
+
+		tried(wait);
 	}
 
 private:

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <exception>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include <gloo/allreduce.h>
@@ -74,6 +75,7 @@ public:
 		detail::check(codec_bound(&spec, &like, &element_nbytes_));
 		detail::check(codec_scratch(&spec, &like, &nbytes));
 		scratch_.resize(nbytes);
+		parameters_.emplace(spec, dtype, false, scratch_);
 		total_.resize(block);
 		halves_.resize(dtype == CODEC_FLOAT32 ? 0 : block);
 		elements_.resize(count() * element_nbytes_);
@@ -167,14 +169,30 @@ private:
 			throw PeerError("a rank has given up");
 	}
 
-	/* A frame to n values; how many they are says its header. */
+	/* Return the number of values in an element. Throws FrameError unless it is a frame of the agreed spec. */
+	uint64_t checked(const uint8_t *element) const
+	{
+		auto info = detail::blank<codec_info>();
+
+		check_there(element);
+		detail::check(codec_inspect(element, element_nbytes_, &info), &info.fault);
+		if (info.dtype != dtype_ || info.rank != 1 || info.n > block_)
+			throw FrameError(CODEC_SHAPE_MISMATCH,
+					 "an element was received whose dtype or shape is not that of the tensor");
+		parameters_->check(info, false);
+		return info.n;
+	}
+
+	/* Decode an element, which must hold n values. */
 	void get(const uint8_t *element, uint64_t n, uint32_t dtype, void *values, uint32_t into, float divisor)
 	{
 		codec_tensor dst = detail::tensor_of(dtype, values, n);
 		codec_fault fault{};
 		auto with = detail::blank<codec_context>();
 
-		check_there(element);
+		if (checked(element) != n)
+			throw FrameError(CODEC_SHAPE_MISMATCH,
+					 "an element was received that has another number of values");
 		with.flags = CODEC_ALLOW_SLACK;
 		with.into = into;
 		with.weight = 1;
@@ -186,24 +204,19 @@ private:
 
 	void reduce(uint8_t *out, const uint8_t *a, const uint8_t *b)
 	{
-		auto info = detail::blank<codec_info>();
 		const void *sum = total_.data();
 
 		try {
 			if (error_)
 				std::rethrow_exception(error_);
-			check_there(a);
-			detail::check(codec_inspect(a, element_nbytes_, &info), &info.fault);
-			if (info.spec.codec != spec_.codec || info.dtype != dtype_ || info.rank != 1 || info.n > block_)
-				throw FrameError(CODEC_SHAPE_MISMATCH, "an element came that is not of this tensor");
-			get(a, info.n, CODEC_FLOAT32, total_.data(), CODEC_INTO_FLOAT32, 1);
-			get(b, info.n, CODEC_FLOAT32, total_.data(), op_ == Op::max ? CODEC_INTO_MAX : CODEC_INTO_ADD,
-			    1);
+			const uint64_t n = checked(a);
+			get(a, n, CODEC_FLOAT32, total_.data(), CODEC_INTO_FLOAT32, 1);
+			get(b, n, CODEC_FLOAT32, total_.data(), op_ == Op::max ? CODEC_INTO_MAX : CODEC_INTO_ADD, 1);
 			if (dtype_ != CODEC_FLOAT32) {
-				detail::narrow(dtype_, total_.data(), info.n, halves_.data());
+				detail::narrow(dtype_, total_.data(), n, halves_.data());
 				sum = halves_.data();
 			}
-			put(sum, info.n, out, nullptr);
+			put(sum, n, out, nullptr);
 		} catch (...) {
 			if (!error_)
 				error_ = std::current_exception();
@@ -212,6 +225,7 @@ private:
 	}
 
 	codec_spec spec_;
+	std::optional<detail::Parameters> parameters_;
 	uint32_t dtype_, itemsize_;
 	uint64_t n_, block_;
 	Op op_;

@@ -5,9 +5,12 @@
 #include <chrono>
 #include <csignal>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <new>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -32,20 +35,56 @@ struct Bytes {
 
 using Numbers = std::vector<uint64_t>;
 
+/* The outcome of a collective on one rank, the worst last. lost_peer: the rank blames others. */
+enum class Outcome : uint64_t { success, lost_peer, refused, not_finite };
+
+/* The worst outcome of all ranks, and the rank that reported it. */
+struct Verdict {
+	Outcome outcome;
+	int rank;
+};
+
+/* The output function of splitmix64: a bijection whose results look random. */
+inline uint64_t mixed(uint64_t z)
+{
+	z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9;
+	z = (z ^ z >> 27) * 0x94D049BB133111EB;
+	return z ^ z >> 31;
+}
+
+/* The last 8 bytes of a message, or all bytes of a shorter one, as a number. */
+inline uint64_t last_word(const void *p, size_t nbytes)
+{
+	const size_t n = std::min(nbytes, sizeof(uint64_t));
+	uint64_t word = 0;
+
+	if (n)
+		std::memcpy(&word, static_cast<const uint8_t *>(p) + nbytes - n, n);
+	return word;
+}
+
 /*
- * A group of ranks that do one collective after the other, all in the same order.
+ * Messages of a group of ranks that perform the same collectives in the same order.
  *
- * Gloo ends the process where a message is longer than its receive, and does not tell how long a shorter one was. So a
- * message begins with the length of its frame, and is received into room for the longest frame there can be; numbers
- * come in messages of one size. All that will come is expected before anything is sent.
+ * Gloo terminates the process if a message is longer than its receive, and does not report the length of a shorter one:
+ * the memory behind it keeps its previous contents. Every message therefore carries proof of its length.
  *
- * Gloo closes a connection that was lost or waited for in vain. Then this closes all others, too, so that no rank waits
- * for this one: the context is of no use any more.
+ *   - Frame: its length, the frame, a stamp. All ranks agree on the stamp for one collective, and no earlier message in
+ *     this channel's memory has the same one. It is received into room for the longest possible frame.
+ *   - Numbers: always the same size for the same count. The count is the last word; the receive buffer is zero.
+ *   - Values: sent from the caller's memory, where no stamp can follow them. The sender announces the last 8 bytes of
+ *     each message in a message of numbers. The receiver fills these bytes of its buffer with random bits before the
+ *     receive, and compares them afterwards. A short message passes with probability 2^-64.
+ *
+ * All receives of a phase are posted before this rank sends.
+ *
+ * Gloo closes a connection that is lost or timed out. Channel then closes all others, so that no rank waits for this
+ * one; the context cannot be used any more.
  */
 class Channel
 {
 public:
-	/* A message on its way. */
+	/* A receive (or a send) in flight, and its peer. */
 	struct Incoming {
 		std::unique_ptr<::gloo::transport::UnboundBuffer> buffer;
 		int source;
@@ -55,6 +94,9 @@ public:
 	    : rank(context->rank), size(context->size), context_(std::move(context)),
 	      slot_(SLOTS << 56 | static_cast<uint64_t>(tag) << 8)
 	{
+		std::random_device random;
+
+		filler_ = static_cast<uint64_t>(random()) << 32 | random();
 		for (int i = 1; i < size; i++)
 			others.push_back((rank + i) % size);
 		ignore_broken_pipes();
@@ -91,7 +133,28 @@ public:
 		sending_.clear();
 	}
 
-	/* A new collective, which will take so many bytes of take(). */
+	/* Number of the next collective that this rank proposes. */
+	uint64_t next_round() const
+	{
+		return round_ + 1;
+	}
+
+	/*
+	 * Begin the collective whose number is the largest of all ranks' proposals: frames carry its stamp. Throws
+	 * PeerError if a proposal is so large that numbers could run out.
+	 */
+	void begin_round(const Numbers &proposals)
+	{
+		const uint64_t round = *std::max_element(proposals.begin(), proposals.end());
+
+		if (round > MOST_ROUNDS)
+			throw PeerError("a rank proposes " + std::to_string(round) +
+					" as the number of this collective, which is more than possible");
+		round_ = round;
+		no_frame_[1] = stamp();
+	}
+
+	/* Make room for messages that take() will hand out, `room` bytes in total. */
 	void begin(size_t room)
 	{
 		if (room_.size() < room)
@@ -99,23 +162,23 @@ public:
 		taken_ = 0;
 	}
 
-	/* What to ask begin() for, for a frame of so many bytes at most. */
+	/* Bytes of the message with a frame of at most `nbytes` bytes, aligned. */
 	static size_t room_for(size_t nbytes)
 	{
-		return (nbytes + LENGTH + ALIGN - 1) / ALIGN * ALIGN;
+		return (nbytes + LENGTH + STAMP + ALIGN - 1) / ALIGN * ALIGN;
 	}
 
-	/* Room for a message with a frame of so many bytes at most. */
+	/* Return room for the message with a frame of at most `nbytes` bytes. */
 	Bytes take(size_t nbytes)
 	{
 		last_ = taken_;
 		taken_ += room_for(nbytes);
 		if (taken_ > room_.size())
 			throw std::logic_error("a collective takes more room than it has asked for");
-		return {room_.data() + last_, LENGTH + nbytes};
+		return {room_.data() + last_, LENGTH + nbytes + STAMP};
 	}
 
-	/* The message with a frame of so many bytes, for the room that was taken last; the rest of that is free again.
+	/* Return the message with a frame of `nbytes` bytes in the room that was taken last; free the rest of the room.
 	 */
 	Bytes sized(Bytes room, size_t nbytes)
 	{
@@ -123,62 +186,96 @@ public:
 
 		std::memcpy(room.p, &length, LENGTH);
 		taken_ = last_ + room_for(nbytes);
-		return {room.p, LENGTH + nbytes};
+		return {room.p, LENGTH + nbytes + STAMP};
 	}
 
-	/* Where the frame of a message is. */
+	/* Return the part of a message that is its frame. */
 	static Bytes frame_of(Bytes message)
 	{
-		return {message.p + LENGTH, message.nbytes - LENGTH};
+		return {message.p + LENGTH, message.nbytes - LENGTH - STAMP};
 	}
 
-	/* Expect a frame of so many bytes at most. */
+	/* Post the receive of a frame of at most `nbytes` bytes. */
 	Incoming receive(size_t nbytes, int source)
 	{
 		Bytes room = take(nbytes);
 
-		return receive_values(room.p, room.nbytes, source);
+		std::memset(room.p, 0, LENGTH);
+		return post(room.p, room.nbytes, source, false, FRAMES);
 	}
 
-	/* Expect just so many bytes. */
+	/* Post the receive of `nbytes` bytes of values. Until they arrive, the last 8 bytes at p are random. */
 	Incoming receive_values(void *p, size_t nbytes, int source)
 	{
+		const uint64_t filler = mixed(filler_ += 0x9E3779B97F4A7C15);
+		const size_t n = std::min(nbytes, sizeof filler);
+
+		if (n)
+			std::memcpy(static_cast<uint8_t *>(p) + nbytes - n, &filler, n);
 		return post(p, nbytes, source, false, FRAMES);
 	}
 
-	/* Wait for a frame. Throws PeerError if the sender has none, FrameError if its length cannot be. */
+	/*
+	 * Wait for a frame. Throws PeerError if the sender could not make one, FrameError if the message does not have
+	 * the length that it announces.
+	 */
 	Bytes frame(Incoming &incoming)
 	{
-		uint64_t nbytes;
+		auto *p = static_cast<uint8_t *>(incoming.buffer->ptr);
+		const size_t most = incoming.buffer->size - LENGTH - STAMP;
+		uint64_t nbytes, found;
 
-		wait(incoming);
-		std::memcpy(&nbytes, incoming.buffer->ptr, LENGTH);
+		wait(incoming, timeout);
+		std::memcpy(&nbytes, p, LENGTH);
+		if (nbytes > most)
+			throw FrameError(CODEC_LIMIT, name(incoming.source) + " announces a frame of " +
+							      std::to_string(nbytes) + " bytes; it can have at most " +
+							      std::to_string(most));
+		std::memcpy(&found, p + LENGTH + nbytes, STAMP);
+		if (found != stamp())
+			throw FrameError(CODEC_TRUNCATED, name(incoming.source) + " announces a frame of " +
+								  std::to_string(nbytes) +
+								  " bytes, but its message has another length");
 		if (!nbytes)
 			throw PeerError(name(incoming.source) + " has given up");
-		if (nbytes > incoming.buffer->size - LENGTH)
-			throw FrameError(CODEC_LIMIT, name(incoming.source) + " sends a frame of " +
-							      std::to_string(nbytes) + " bytes, which cannot be");
-		return {static_cast<uint8_t *>(incoming.buffer->ptr) + LENGTH, nbytes};
+		return {p + LENGTH, nbytes};
 	}
 
-	void wait(Incoming &incoming)
+	/*
+	 * Wait for values. Throws FrameError unless their last 8 bytes are those that the sender announced: then the
+	 * message was shorter than expected.
+	 */
+	void values(Incoming &incoming, uint64_t announced)
 	{
 		wait(incoming, timeout);
+		if (last_word(incoming.buffer->ptr, incoming.buffer->size) != announced)
+			throw FrameError(CODEC_TRUNCATED, name(incoming.source) + " sent fewer than the " +
+								  std::to_string(incoming.buffer->size) +
+								  " bytes of values that it announced");
 	}
 
-	/* Send a message, which stays as it is until finish(); an empty one: there is no frame. */
+	/* Send a message, which must not change until finish(). An empty one says that this rank has no frame. */
 	void send(Bytes message, int to)
 	{
-		send_values(message ? message.p : NO_FRAME, message ? message.nbytes : LENGTH, to);
+		if (!message) {
+			send_values(no_frame_, sizeof no_frame_, to);
+			return;
+		}
+		const uint64_t word = stamp();
+		uint8_t *end = message.p + message.nbytes - STAMP;
+
+		if (std::memcmp(end, &word, STAMP)) /* another peer's send may be reading it */
+			std::memcpy(end, &word, STAMP);
+		send_values(message.p, message.nbytes, to);
 	}
 
-	/* Send a frame that came; its length is still before it. */
+	/* Send a received frame to another rank. Its length and stamp are still around it. */
 	void pass_on(Bytes frame, int to)
 	{
-		send(frame ? Bytes{frame.p - LENGTH, frame.nbytes + LENGTH} : frame, to);
+		send(frame ? Bytes{frame.p - LENGTH, LENGTH + frame.nbytes + STAMP} : frame, to);
 	}
 
-	/* Send values as they are. */
+	/* Send bytes from the caller's memory, which must not change until finish(). */
 	void send_values(const void *p, size_t nbytes, int to)
 	{
 		sending_.push_back(post(const_cast<void *>(p), nbytes, to, true, FRAMES));
@@ -193,13 +290,13 @@ public:
 		sending_.clear();
 	}
 
-	/* Numbers on their way. */
+	/* An exchange of numbers in flight. */
 	struct Asked {
 		std::vector<Numbers> all;
 		std::vector<Incoming> in, out;
 	};
 
-	/* Tell all ranks, and ask them; hear() waits for what each has: as many numbers on all of them. */
+	/* Send numbers to all ranks and post the receives of theirs, as many from each; hear() waits for them. */
 	Asked ask(const Numbers &mine)
 	{
 		Asked asked{std::vector<Numbers>(size, Numbers(words(mine))), {}, {}};
@@ -211,40 +308,38 @@ public:
 
 	std::vector<Numbers> hear(Asked &asked)
 	{
-		const size_t n = asked.all[rank][0];
+		const size_t n = asked.all[rank].back();
 
 		wait(asked, timeout);
 		check(asked.all, n, others);
-		for (Numbers &each : asked.all) {
-			each.erase(each.begin());
+		for (Numbers &each : asked.all)
 			each.resize(n);
-		}
 		return asked.all;
 	}
 
 	/*
-	 * The worst that any rank has to tell, and which one has. Rank 0 asks all, and then tells all: whichever other
-	 * one is lost meanwhile, either all succeed or none does. It may have begun to wait a timeout after this one,
-	 * and then waits for one itself.
+	 * Return the worst outcome of all ranks. Every rank reports to rank 0, which then tells all: if any other rank
+	 * is lost meanwhile, either all succeed or none does. Rank 0 may have begun to wait a timeout after this rank,
+	 * and then waits for one itself. An outcome that is none counts as `refused`; if rank 0 tells one, the channel
+	 * is closed and PeerError thrown.
 	 */
-	Numbers verdict(uint64_t status)
+	Verdict verdict(Outcome mine)
 	{
-		const Numbers mine{status, static_cast<uint64_t>(rank)};
-		Asked asked{std::vector<Numbers>(size, Numbers(words(mine))), {}, {}};
-		const std::vector<Numbers> &all = asked.all;
+		const Numbers report{static_cast<uint64_t>(mine), static_cast<uint64_t>(rank)};
+		Asked asked{std::vector<Numbers>(size, Numbers(words(report))), {}, {}};
 		const std::vector<int> sources = rank ? std::vector<int>{0} : others;
 
-		put(mine, asked.all[rank]);
+		put(report, asked.all[rank]);
 		post_numbers(asked, sources, rank ? sources : std::vector<int>{});
 		wait(asked, rank ? 2 * timeout : timeout);
-		check(all, mine.size(), sources);
+		check(asked.all, report.size(), sources);
 		if (rank)
-			return {all[0][1], all[0][2]};
-		const Numbers &worst = *std::max_element(
-			all.begin(), all.end(), [](const Numbers &a, const Numbers &b) { return a[1] < b[1]; });
-		Numbers found(worst);
-		tell(found);
-		return {found[1], found[2]};
+			return told_by_first(asked.all[0]);
+		const Verdict worst = worst_of(asked.all);
+		Numbers message(words(report));
+		put({static_cast<uint64_t>(worst.outcome), static_cast<uint64_t>(worst.rank)}, message);
+		tell(message);
+		return worst;
 	}
 
 	static std::string name(int rank)
@@ -255,17 +350,19 @@ public:
 private:
 	static constexpr uint64_t SLOTS = 0xc0; /* Gloo's own collectives begin at 1; their users' slots have 0 */
 	static constexpr uint64_t NUMBERS = 1, FRAMES = 2;
-	static constexpr size_t LENGTH = sizeof(uint64_t), ALIGN = 64;
-	static constexpr size_t WORDS = 8; /* of a message of numbers, or a multiple: how many, and they */
-	static constexpr uint8_t NO_FRAME[LENGTH] = {};
+	static constexpr size_t LENGTH = sizeof(uint64_t), STAMP = sizeof(uint64_t), ALIGN = 64;
+	static constexpr size_t WORDS = 8; /* messages of numbers have a multiple of so many words */
+	static constexpr uint64_t MOST_ROUNDS = uint64_t(1) << 62;
 
-	/* Memory that nobody clears. */
+	/* Memory for messages. It is zero at first: it holds no stamp but those of this channel. */
 	class Room
 	{
 	public:
 		uint8_t *data() const
 		{
-			return p_.get();
+			const auto at = reinterpret_cast<uintptr_t>(p_.get());
+
+			return p_.get() + (ALIGN - at % ALIGN) % ALIGN;
 		}
 
 		size_t size() const
@@ -277,7 +374,9 @@ private:
 		{
 			p_.reset();
 			nbytes_ = 0;
-			p_.reset(static_cast<uint8_t *>(::operator new(nbytes, std::align_val_t{ALIGN})));
+			p_.reset(static_cast<uint8_t *>(std::calloc(1, nbytes + ALIGN)));
+			if (!p_)
+				throw std::bad_alloc();
 			nbytes_ = nbytes;
 		}
 
@@ -285,7 +384,7 @@ private:
 		struct Free {
 			void operator()(uint8_t *p) const
 			{
-				::operator delete(p, std::align_val_t{ALIGN});
+				std::free(p);
 			}
 		};
 		std::unique_ptr<uint8_t, Free> p_;
@@ -306,13 +405,48 @@ private:
 		return (numbers.size() + WORDS) / WORDS * WORDS;
 	}
 
+	/* Fill a message with numbers. Their count comes last, so that it arrives only if all the rest does. */
 	static void put(const Numbers &numbers, Numbers &message)
 	{
-		message[0] = numbers.size();
-		std::copy(numbers.begin(), numbers.end(), message.begin() + 1);
+		std::copy(numbers.begin(), numbers.end(), message.begin());
+		message.back() = numbers.size();
 	}
 
-	/* Begin to send or to receive. */
+	/* Return the word that ends each frame's message of this collective. */
+	uint64_t stamp() const
+	{
+		return mixed(round_ * 0x9E3779B97F4A7C15);
+	}
+
+	/* Return the worst of the outcomes that ranks report. */
+	Verdict worst_of(const std::vector<Numbers> &reports) const
+	{
+		Verdict worst{Outcome::success, 0};
+
+		for (int o = 0; o < size; o++) {
+			const uint64_t status = reports[o][0];
+			const bool known = status <= static_cast<uint64_t>(Outcome::not_finite);
+			const Outcome outcome = known ? static_cast<Outcome>(status) : Outcome::refused;
+
+			if (outcome > worst.outcome)
+				worst = {outcome, o};
+		}
+		return worst;
+	}
+
+	/* Return the verdict that rank 0 tells. */
+	Verdict told_by_first(const Numbers &message)
+	{
+		if (message[0] > static_cast<uint64_t>(Outcome::not_finite) ||
+		    message[1] >= static_cast<uint64_t>(size)) {
+			close();
+			throw PeerError("rank 0 reports outcome " + std::to_string(message[0]) + " of rank " +
+					std::to_string(message[1]) + ", which is unknown: nothing was changed");
+		}
+		return {static_cast<Outcome>(message[0]), static_cast<int>(message[1])};
+	}
+
+	/* Post a send or a receive. */
 	Incoming post(void *p, size_t nbytes, int peer, bool to_send, uint64_t kind)
 	{
 		Incoming found{context_->createUnboundBuffer(p, nbytes), peer};
@@ -362,9 +496,10 @@ private:
 	void check(const std::vector<Numbers> &all, size_t n, const std::vector<int> &sources)
 	{
 		for (int o : sources) {
-			if (all[o][0] != n) {
+			if (all[o].back() != n) {
 				close();
-				throw PeerError(name(o) + " is at another point of the program than " + name(rank));
+				throw PeerError(name(o) + " is at another point of the program than " + name(rank) +
+						", has another version of codec/gloo.h, or sent a message in part");
 			}
 		}
 	}
@@ -412,6 +547,9 @@ private:
 
 	std::shared_ptr<::gloo::Context> context_;
 	const uint64_t slot_;
+	uint64_t filler_;           /* secret state of the generator of random bits */
+	uint64_t round_ = 0;        /* number of the collective in progress */
+	uint64_t no_frame_[2] = {}; /* the message of a rank that has no frame: length 0, stamp */
 	Room room_;
 	size_t taken_ = 0, last_ = 0; /* of the room, and where what was taken last begins */
 	std::vector<Incoming> sending_;

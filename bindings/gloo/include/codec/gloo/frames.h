@@ -3,12 +3,14 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <codec/codec.h>
 
 #include "channel.h"
 #include "errors.h"
+#include "parameters.h"
 #include "slices.h"
 #include "values.h"
 
@@ -20,26 +22,6 @@ enum class Op { mean, sum, max };
 
 namespace detail
 {
-
-template <class T> T blank()
-{
-	T found{};
-
-	found.struct_nbytes = sizeof found;
-	return found;
-}
-
-inline codec_tensor tensor_of(uint32_t dtype, const void *data, uint64_t n)
-{
-	auto t = blank<codec_tensor>();
-
-	t.dtype = dtype;
-	t.rank = 1;
-	t.shape[0] = n;
-	t.data = const_cast<void *>(data);
-	t.nbytes = n * codec_dtype_nbytes(dtype);
-	return t;
-}
 
 /* Throw unless metrics ascend and their arrays have n values each: pieces are cut from them without a further look. */
 inline void check_metrics(const codec_metric *metric, uint64_t n)
@@ -150,6 +132,7 @@ struct Reduction {
 	uint64_t n = 0;
 	uint32_t dtype = CODEC_FLOAT32, itemsize = 4;
 	codec_spec spec{};
+	std::optional<Parameters> parameters; /* of frames of `spec` */
 	Op op = Op::mean;
 	uint64_t stream = 0;
 	Segments segments;
@@ -335,14 +318,17 @@ struct Reduction {
 		return is_large() ? CODEC_NONTEMPORAL : 0;
 	}
 
-	/* The spec of a frame; throws FrameError unless it is one of such a piece. */
+	/* Return the spec of a frame. Throws FrameError unless dtype, size, codec and parameters are the agreed ones.
+	 */
 	codec_spec check_frame(Bytes frame, const Piece &piece) const
 	{
 		auto info = blank<codec_info>();
 
 		check(codec_inspect(frame.p, frame.nbytes, &info), &info.fault);
 		if (info.dtype != dtype || info.rank != 1 || info.n != piece.n())
-			throw FrameError(CODEC_SHAPE_MISMATCH, "a frame came that is not of this tensor");
+			throw FrameError(CODEC_SHAPE_MISMATCH,
+					 "a frame was received whose dtype or shape is not that of the tensor");
+		parameters->check(info, !piece.segments.empty());
 		return info.spec;
 	}
 

@@ -1,7 +1,8 @@
-/* raw.h - values as they are instead of frames: where a link is so fast that encoding would take longer. */
+/* raw.h - an all-reduce of uncompressed values, for links so fast that encoding takes longer than sending. */
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "algorithms.h"
@@ -50,8 +51,8 @@ inline void add_up(Reduction &r, const std::vector<const uint8_t *> &parts, cons
 }
 
 /*
- * Two-shot with the values themselves: where a link is so fast that encoding would take longer than sending. Lossless
- * frames would give the same bits.
+ * Two-shot with uncompressed values. The bits are those of lossless frames. Ranks announce the last word of each
+ * message of values beforehand for terms, and before the verdict for sums, which nobody uses until then.
  */
 class Raw : public Collective
 {
@@ -74,16 +75,20 @@ public:
 			rooms_[o] = channel_.take(room).p;
 
 		const uint8_t *x = values();
+		Channel::Asked asked = channel_.ask(last_words(x, slices_));
 		std::vector<Channel::Incoming> terms = expected(mine[0]);
 		for (size_t c = 0; c < std::min<size_t>(2, mine.size()); c++)
 			send(x, c);
+		const std::vector<Numbers> announced = channel_.hear(asked);
 		for (size_t c = 0; c < mine.size(); c++) {
 			std::vector<const uint8_t *> parts(rooms_.begin(), rooms_.end());
 
 			parts[channel_.rank] = x + mine[c].begin * r_.itemsize;
 			for (Channel::Incoming &each : terms)
-				channel_.wait(each);
+				attempt_.values(each, announced[each.source][channel_.rank * mine.size() + c]);
 			attempt_([&] { add_up(r_, parts, mine[c], place(mine[c])); });
+			if (attempt_.error && mine[c].n()) /* others must not get what the memory held */
+				std::memset(place(mine[c]), 0, nbytes(mine[c]));
 			/* expected in the order in which others send: terms of the next chunk, sums of this one, terms
 			 * of the one after */
 			if (c + 1 < mine.size())
@@ -97,8 +102,10 @@ public:
 			if (c + 2 < mine.size())
 				send(x, c + 2);
 		}
-		for (Channel::Incoming &each : sums)
-			channel_.wait(each);
+		asked = channel_.ask(last_words(r_.result, {mine}));
+		const std::vector<Numbers> of_sums = channel_.hear(asked);
+		for (size_t i = 0; i < sums.size(); i++) /* `others` of each chunk */
+			attempt_.values(sums[i], of_sums[sums[i].source][i / channel_.others.size()]);
 		channel_.finish();
 	}
 
@@ -118,7 +125,18 @@ private:
 		return found;
 	}
 
-	/* Chunk c of each other rank's slice. */
+	/* Return the last word of each chunk of these slices, of values that begin at p. */
+	Numbers last_words(const uint8_t *p, const std::vector<Slice> &slices) const
+	{
+		Numbers found;
+
+		for (const Slice &slice : slices)
+			for (const Piece &piece : slice)
+				found.push_back(last_word(p + piece.begin * r_.itemsize, nbytes(piece)));
+		return found;
+	}
+
+	/* Send chunk c of each other rank's slice. */
 	void send(const uint8_t *x, size_t c)
 	{
 		for (int o : channel_.others)
@@ -130,7 +148,7 @@ private:
 		return piece.n() * r_.itemsize;
 	}
 
-	/* What is sent: the values with what is owed to them. */
+	/* Return the values to send: the tensor, with the residual added. Lossy codecs refuse NaN and Inf in them. */
 	const uint8_t *values()
 	{
 		if (!r_.residual) {

@@ -1,0 +1,105 @@
+/* parameters.h - comparison of a frame's codec and parameters with those that the ranks agreed on. */
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include <codec/codec.h>
+
+#include "errors.h"
+
+namespace codec::gloo::detail
+{
+
+/* Return a struct of codec.h that is zero but for its size. */
+template <class T> T blank()
+{
+	T found{};
+
+	found.struct_nbytes = sizeof found;
+	return found;
+}
+
+/* Describe n values in memory as a vector. */
+inline codec_tensor tensor_of(uint32_t dtype, const void *data, uint64_t n)
+{
+	auto t = blank<codec_tensor>();
+
+	t.dtype = dtype;
+	t.rank = 1;
+	t.shape[0] = n;
+	t.data = const_cast<void *>(data);
+	t.nbytes = n * codec_dtype_nbytes(dtype);
+	return t;
+}
+
+/*
+ * The header fields that all frames of a spec have. Defaults are resolved by the codec itself: a frame of one value is
+ * encoded, and its header is read. A frame of TRUNCATE would need the optimizer's state; there only `cap` has a default
+ * that a header resolves.
+ *
+ * `seed`, `scale` and `clip` are not in a header. `guard` is compared only without a metric, since the encoder adds to
+ * it for the dtype of the parameters.
+ */
+class Parameters
+{
+public:
+	/* `memory` is scratch; it grows as needed. */
+	Parameters(const codec_spec &spec, uint32_t dtype, bool has_metric, std::vector<uint8_t> &memory)
+	    : spec_(spec), has_metric_(has_metric)
+	{
+		if (spec.codec == CODEC_TRUNCATE)
+			spec_.cap = spec.cap ? spec.cap : 8;
+		else
+			encode_one(dtype, memory);
+	}
+
+	/*
+	 * Throw FrameError unless a header has the agreed codec and parameters. Parts of a tensor that have shapes
+	 * choose rows of their own: then `any_row` is true.
+	 */
+	void check(const codec_info &info, bool any_row) const
+	{
+		const codec_spec &s = info.spec;
+		const bool row = any_row || !info.n || s.row == spec_.row;
+		const bool guard = has_metric_ || s.guard == spec_.guard;
+
+		if (s.codec != spec_.codec)
+			throw FrameError(CODEC_BAD_SPEC, "a frame of codec " + std::to_string(s.codec) +
+								 " was received; the ranks agreed on codec " +
+								 std::to_string(spec_.codec));
+		if (!row || !guard || s.cap != spec_.cap || s.model != spec_.model || s.variant != spec_.variant ||
+		    s.options != spec_.options || s.bits != spec_.bits || info.clipped != clipped_)
+			throw FrameError(
+				CODEC_BAD_SPEC,
+				"a frame was received whose parameters are not those that the ranks agreed on");
+	}
+
+private:
+	void encode_one(uint32_t dtype, std::vector<uint8_t> &memory)
+	{
+		const uint32_t zero = 0;
+		codec_tensor one = tensor_of(dtype, &zero, 1);
+		auto with = blank<codec_context>();
+		auto info = blank<codec_info>();
+		size_t bound, written, scratch;
+
+		detail::check(codec_bound(&spec_, &one, &bound));
+		detail::check(codec_scratch(&spec_, &one, &scratch));
+		if (memory.size() < bound + scratch)
+			memory.resize(bound + scratch);
+		detail::check(codec_encode(&spec_, &one, memory.data(), bound, &written, nullptr, &with,
+					   memory.data() + bound, scratch));
+		detail::check(codec_inspect(memory.data(), written, &info));
+		spec_ = info.spec;
+		clipped_ = info.clipped;
+	}
+
+	codec_spec spec_;
+	bool has_metric_;
+	uint32_t clipped_ = 0;
+};
+
+} // namespace codec::gloo::detail
