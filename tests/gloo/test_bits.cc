@@ -461,3 +461,33 @@ TEST_CASE("Raw values give the bits that lossless frames give, zeros of both sig
 {
 	ranks::run_alike(3, both_zeros);
 }
+
+namespace
+{
+
+std::string group_here_only(Rank &me)
+{
+	constexpr size_t N = 20000;
+	auto context = me.connect();
+	Group kept(context);
+
+	for (Algorithm algorithm : {Algorithm::all_gather, Algorithm::two_shot, Algorithm::ring, Algorithm::raw}) {
+		Tensor t = tensor(me.rank, CODEC_FLOAT32, N);
+		Options options;
+
+		options.algorithm = algorithm;
+		if (me.rank == 1)
+			allreduce(context, t.data(), N, CODEC_FLOAT32, spec_of(CODEC_LOSSLESS), options);
+		else
+			kept.allreduce(t.data(), N, CODEC_FLOAT32, spec_of(CODEC_LOSSLESS), options);
+		EXPECT(error(t, in_order(me.size, CODEC_FLOAT32, N, Op::mean)) < 1e-6);
+	}
+	return "";
+}
+
+} // namespace
+
+TEST_CASE("A rank that makes a group for each call agrees with ranks that keep theirs")
+{
+	ranks::run(3, group_here_only);
+}

@@ -98,6 +98,12 @@ std::vector<Mistake> mistakes()
 		{CODEC_BAD_ARGUMENT, [](Call &c) { c.spec.struct_nbytes = 0; }},
 		{CODEC_BAD_DTYPE, [](Call &c) { c.dtype = CODEC_FLOAT64; }},
 		{CODEC_BAD_DTYPE, [](Call &c) { c.dtype = 0; }},
+		{CODEC_BAD_SHAPE, [](Call &c) { c.n = size_t(1) << 62; }}, /* whose bytes are more than 2^64 */
+		{CODEC_BAD_SHAPE, [](Call &c) { c.n = SIZE_MAX; }},
+		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.timeout = std::chrono::milliseconds(-1); }},
+		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.timeout = std::chrono::milliseconds::min(); }},
+		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.timeout = std::chrono::milliseconds::max(); }},
+		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.timeout = std::chrono::hours(24 * 3653); }},
 		{CODEC_BAD_SEGMENTS, [](Call &c) { c.options.segments = {segment(0, {N + 1})}; }},
 		{CODEC_BAD_SEGMENTS, [](Call &c) { c.options.segments = {segment(5, {9}), segment(0, {2})}; }},
 		{CODEC_BAD_CODEBOOK, [](Call &c) { c.options.codebook = &NO_BOOK; }},
@@ -174,6 +180,37 @@ std::string mistaken(Rank &me)
 TEST_CASE("Arguments that cannot be used on one rank: SpecError there, PeerError elsewhere")
 {
 	ranks::run(3, mistaken);
+}
+
+namespace
+{
+
+std::string without_timeout(Rank &me)
+{
+	auto context = me.connect();
+	Group group(context);
+
+	for (bool in_options : {false, true}) {
+		Call call(me.rank, CODEC_FLOAT32);
+
+		context->setTimeout(std::chrono::milliseconds(me.rank == WRONG ? 0 : 20000)); /* 0: none */
+		call.options.timeout = std::chrono::hours(in_options ? 24 * 3652 : 0);
+		if (in_options)
+			call.run(group);
+		else if (me.rank == WRONG)
+			EXPECT(thrown<SpecError>([&] { call.run(group); }, "timeout") == CODEC_BAD_ARGUMENT);
+		else
+			thrown<PeerError>([&] { call.run(group); }, "rank 1 could not begin");
+		EXPECT(!group.closed());
+	}
+	return "";
+}
+
+} // namespace
+
+TEST_CASE("A context without a timeout is refused, unless the call has one, of up to 10 years")
+{
+	ranks::run(3, without_timeout);
 }
 
 namespace

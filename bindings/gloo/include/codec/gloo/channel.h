@@ -133,6 +133,12 @@ public:
 		sending_.clear();
 	}
 
+	/* Return the word that ends the messages of frames in a collective of this number. */
+	static uint64_t stamp_of(uint64_t round)
+	{
+		return mixed(round * 0x9E3779B97F4A7C15);
+	}
+
 	/* Number of the next collective that this rank proposes. */
 	uint64_t next_round() const
 	{
@@ -151,7 +157,7 @@ public:
 			throw PeerError("a rank proposes " + std::to_string(round) +
 					" as the number of this collective, which is more than possible");
 		round_ = round;
-		no_frame_[1] = stamp();
+		no_frame_[1] = stamp_of(round);
 	}
 
 	/* Make room for messages that take() will hand out, `room` bytes in total. */
@@ -232,7 +238,7 @@ public:
 							      std::to_string(nbytes) + " bytes; it can have at most " +
 							      std::to_string(most));
 		std::memcpy(&found, p + LENGTH + nbytes, STAMP);
-		if (found != stamp())
+		if (found != stamp_of(round_))
 			throw FrameError(CODEC_TRUNCATED, name(incoming.source) + " announces a frame of " +
 								  std::to_string(nbytes) +
 								  " bytes, but its message has another length");
@@ -261,7 +267,7 @@ public:
 			send_values(no_frame_, sizeof no_frame_, to);
 			return;
 		}
-		const uint64_t word = stamp();
+		const uint64_t word = stamp_of(round_);
 		uint8_t *end = message.p + message.nbytes - STAMP;
 
 		if (std::memcmp(end, &word, STAMP)) /* another peer's send may be reading it */
@@ -410,12 +416,6 @@ private:
 	{
 		std::copy(numbers.begin(), numbers.end(), message.begin());
 		message.back() = numbers.size();
-	}
-
-	/* Return the word that ends each frame's message of this collective. */
-	uint64_t stamp() const
-	{
-		return mixed(round_ * 0x9E3779B97F4A7C15);
 	}
 
 	/* Return the worst of the outcomes that ranks report. */

@@ -1,0 +1,163 @@
+/* hostile.h - a rank that speaks the protocol of codec/gloo.h by hand, and so can break it. */
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include <codec/gloo.h>
+
+#include "tensors.h"
+
+namespace hostile
+{
+
+using codec::gloo::detail::Numbers;
+using Bytes = std::vector<uint8_t>;
+
+/* The messages of the other one of two ranks. Memory of messages that were sent lives as long as this. */
+class Peer
+{
+public:
+	static constexpr size_t WORDS = 8; /* of a message of up to 7 numbers */
+
+	explicit Peer(std::shared_ptr<::gloo::Context> context) : context_(std::move(context)), to_(1 - context_->rank)
+	{
+	}
+
+	const std::shared_ptr<::gloo::Context> &context() const
+	{
+		return context_;
+	}
+
+	void send_numbers(const Bytes &message)
+	{
+		send(message, 1);
+	}
+
+	void send_frame(const Bytes &message)
+	{
+		send(message, 2);
+	}
+
+	/* Receive numbers, the last word of the message excluded. */
+	Numbers numbers(size_t words = WORDS)
+	{
+		const Bytes message = receive(words * sizeof(uint64_t), 1);
+		Numbers found(words);
+
+		std::memcpy(found.data(), message.data(), message.size());
+		found.pop_back();
+		return found;
+	}
+
+	/* Receive a message of a frame or of values, of at most `nbytes` bytes. */
+	Bytes frame(size_t nbytes)
+	{
+		return receive(nbytes, 2);
+	}
+
+	/* Agree to what the other rank wants. Returns the stamp of the collective. */
+	uint64_t agree()
+	{
+		Numbers wanted = numbers();
+
+		wanted.resize(6);
+		send_numbers(message_of(wanted));
+		return codec::gloo::detail::Channel::stamp_of(wanted[5]);
+	}
+
+	/* Report success. */
+	void succeed()
+	{
+		if (context_->rank)
+			send_numbers(message_of({0, 1}));
+		else
+			numbers();
+		if (context_->rank)
+			numbers();
+		else
+			send_numbers(message_of({0, 0}));
+	}
+
+	/* The message that carries numbers. */
+	static Bytes message_of(const Numbers &numbers)
+	{
+		return message_of(numbers, numbers.size());
+	}
+
+	/* The same with another count. */
+	static Bytes message_of(const Numbers &numbers, uint64_t count)
+	{
+		Numbers words((numbers.size() + WORDS) / WORDS * WORDS);
+		Bytes message(words.size() * sizeof words[0]);
+
+		std::copy(numbers.begin(), numbers.end(), words.begin());
+		words.back() = count;
+		std::memcpy(message.data(), words.data(), message.size());
+		return message;
+	}
+
+	/* The message that carries a frame, which says that it has `length` bytes. */
+	static Bytes message_of(const Bytes &frame, uint64_t length, uint64_t stamp)
+	{
+		Bytes message(sizeof length + frame.size() + sizeof stamp);
+
+		std::memcpy(message.data(), &length, sizeof length);
+		std::copy(frame.begin(), frame.end(), message.begin() + sizeof length);
+		std::memcpy(message.data() + sizeof length + frame.size(), &stamp, sizeof stamp);
+		return message;
+	}
+
+private:
+	static constexpr std::chrono::milliseconds PATIENCE{5000};
+
+	static uint64_t slot(uint64_t kind)
+	{
+		return uint64_t(0xc0) << 56 | kind;
+	}
+
+	void send(const Bytes &message, uint64_t kind)
+	{
+		sent_.push_back(std::make_unique<Bytes>(message));
+		buffers_.push_back(context_->createUnboundBuffer(sent_.back()->data(), message.size()));
+		buffers_.back()->send(to_, slot(kind));
+		buffers_.back()->waitSend(PATIENCE);
+	}
+
+	Bytes receive(size_t nbytes, uint64_t kind)
+	{
+		Bytes message(nbytes);
+		auto buffer = context_->createUnboundBuffer(message.data(), nbytes);
+
+		buffer->recv(to_, slot(kind));
+		buffer->waitRecv(PATIENCE);
+		return message;
+	}
+
+	std::shared_ptr<::gloo::Context> context_;
+	const int to_;
+	std::vector<std::unique_ptr<Bytes>> sent_;
+	std::vector<std::unique_ptr<::gloo::transport::UnboundBuffer>> buffers_;
+};
+
+/* Encode values of a rank as a frame. */
+inline Bytes encoded(const codec_spec &spec, uint32_t dtype, size_t n, int rank)
+{
+	namespace detail = codec::gloo::detail;
+	tensors::Tensor x = tensors::tensor(rank, dtype, n);
+	codec_tensor src = detail::tensor_of(dtype, x.data(), n);
+	auto with = detail::blank<codec_context>();
+	size_t bound, nbytes, written;
+
+	detail::check(codec_bound(&spec, &src, &bound));
+	detail::check(codec_scratch(&spec, &src, &nbytes));
+	Bytes frame(bound), scratch(nbytes);
+	detail::check(codec_encode(&spec, &src, frame.data(), bound, &written, nullptr, &with, scratch.data(), nbytes));
+	frame.resize(written);
+	return frame;
+}
+
+} // namespace hostile

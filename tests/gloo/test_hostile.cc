@@ -1,0 +1,427 @@
+/* test_hostile.cc - a rank that breaks the protocol: an error on the other one, whose tensor is unchanged. */
+#include <doctest/doctest.h>
+
+#include <fcntl.h>
+
+#include "hostile.h"
+#include "ranks.h"
+
+using namespace codec::gloo;
+using namespace tensors;
+using hostile::Peer;
+using ranks::milliseconds;
+using ranks::Rank;
+using Message = hostile::Bytes;
+using detail::Numbers;
+
+namespace
+{
+
+constexpr size_t N = 40000, VALUES_NBYTES = N * sizeof(float), ROOM = VALUES_NBYTES + 4096;
+
+/* A way to break the protocol, and the error class that the victim throws. */
+struct Attack {
+	std::string name;
+	std::string error; /* "none": the result is right; "abort": Gloo ends the process */
+	std::function<void(Peer &)> act;
+	Algorithm algorithm = Algorithm::all_gather;
+	codec_spec spec = spec_of(CODEC_LOSSLESS);
+	int victim = -1;        /* -1: either rank */
+	int collectives = 1;    /* of the victim; all but the last succeed */
+	std::string words = ""; /* in the message of the error */
+};
+
+/* One all-reduce by the victim. Returns the class of the error, after a check that nothing was changed. */
+std::string reduced(Group &group, const Attack &attack, int rank)
+{
+	Tensor x = tensor(rank, CODEC_FLOAT32, N);
+	Options options;
+	std::string error, words;
+
+	options.algorithm = attack.algorithm;
+	try {
+		group.allreduce(x.data(), N, CODEC_FLOAT32, attack.spec, options);
+		EXPECT(attack.spec.codec != CODEC_LOSSLESS || x == in_order(2, CODEC_FLOAT32, N, Op::mean));
+		return "none";
+	} catch (const FrameError &e) {
+		error = "FrameError", words = e.what();
+	} catch (const PeerError &e) {
+		error = "PeerError", words = e.what();
+	}
+	EXPECT(x == tensor(rank, CODEC_FLOAT32, N));
+	if (words.find(attack.words) == std::string::npos)
+		throw std::logic_error("not in the message: " + words);
+	return error;
+}
+
+std::string be_attacked(Rank &me, const Attack &attack)
+{
+	auto context = me.connect();
+
+	context->setTimeout(milliseconds(3000));
+	if (attack.error == "abort") { /* without the reports of doctest and of std::terminate() */
+		std::signal(SIGABRT, SIG_DFL);
+		EXPECT(dup2(open("/dev/null", O_WRONLY), 2) == 2);
+	}
+	Group group(context);
+	for (int i = 1; i < attack.collectives; i++)
+		EXPECT(reduced(group, attack, me.rank) == "none");
+	return reduced(group, attack, me.rank);
+}
+
+/* What happens to the connection meanwhile is no matter of the attacker. */
+std::string attack_by(Rank &me, const Attack &attack)
+{
+	Peer peer(me.connect());
+
+	try {
+		attack.act(peer);
+		peer.frame(ROOM); /* wait until the victim is done, and its connections are closed */
+	} catch (const ::gloo::Exception &) {
+	}
+	return "";
+}
+
+void check(const Attack &attack)
+{
+	for (int victim = 0; victim < 2; victim++) {
+		if (attack.victim == 1 - victim)
+			continue;
+		ranks::Team team(2, [&](Rank &me) {
+			return me.rank == victim ? be_attacked(me, attack) : attack_by(me, attack);
+		});
+
+		CAPTURE(attack.name);
+		CAPTURE(victim);
+		if (attack.error == "abort")
+			CHECK(team.ended_by(victim, SIGABRT));
+		else
+			CHECK(team.result(victim) == attack.error);
+	}
+}
+
+/* The frame of the attacker's values. */
+Message frame_of(const Peer &peer, const codec_spec &spec = spec_of(CODEC_LOSSLESS), size_t n = N,
+		 uint32_t dtype = CODEC_FLOAT32)
+{
+	return hostile::encoded(spec, dtype, n, peer.context()->rank);
+}
+
+/* Do all that is right but for the message with the frame, which `make` returns. */
+std::function<void(Peer &)> sends_frame(std::function<Message(Peer &, uint64_t stamp)> make)
+{
+	return [=](Peer &peer) {
+		const uint64_t stamp = peer.agree();
+
+		peer.send_frame(make(peer, stamp));
+		peer.frame(ROOM);
+		peer.succeed();
+	};
+}
+
+/* The same with a frame of `nbytes` more bytes than it announces, cut after `cut` bytes of the message. */
+std::function<void(Peer &)> misannounces(int64_t nbytes, size_t cut = SIZE_MAX)
+{
+	return sends_frame([=](Peer &peer, uint64_t stamp) {
+		const Message frame = frame_of(peer);
+		Message message = Peer::message_of(frame, frame.size() + static_cast<uint64_t>(nbytes), stamp);
+
+		message.resize(std::min(cut, message.size()));
+		return message;
+	});
+}
+
+} // namespace
+
+TEST_CASE("A message of a frame that is shorter or longer than announced is a FrameError")
+{
+	check({"right", "none", misannounces(0)});
+	check({"announces 5 bytes more", "FrameError", misannounces(5)});
+	check({"announces 5 bytes fewer", "FrameError", misannounces(-5)});
+	check({"announces more than room", "FrameError", misannounces(1 << 20)});
+	check({"announces 2^62", "FrameError", misannounces(int64_t(1) << 62)});
+	check({"announces almost 2^64", "FrameError", misannounces(-(int64_t(1) << 20))});
+	for (size_t cut : {0, 4, 8, 500})
+		check({"cut after " + std::to_string(cut), "FrameError", misannounces(0, cut)});
+	check({"no frame", "PeerError",
+	       sends_frame([](Peer &, uint64_t stamp) { return Peer::message_of(Message(), 0, stamp); })});
+	check({"no frame, no stamp", "FrameError",
+	       sends_frame([](Peer &, uint64_t) { return Message(sizeof(uint64_t)); })});
+	check({"a stamp of another collective", "FrameError", sends_frame([](Peer &peer, uint64_t stamp) {
+		       const Message frame = frame_of(peer);
+		       return Peer::message_of(frame, frame.size(), stamp + 1);
+	       })});
+}
+
+TEST_CASE("The frame of the collective before is not taken for one that arrives in part")
+{
+	const auto again = [](Peer &peer) {
+		const Message frame = frame_of(peer);
+		const Message whole = Peer::message_of(frame, frame.size(), peer.agree());
+
+		peer.send_frame(whole);
+		peer.frame(ROOM);
+		peer.succeed();
+		peer.agree();
+		peer.send_frame(Message(whole.begin(), whole.begin() + sizeof(uint64_t)));
+		peer.frame(ROOM);
+		peer.succeed();
+	};
+
+	check({"only the length", "FrameError", again, Algorithm::all_gather, spec_of(CODEC_LOSSLESS), -1, 2});
+}
+
+namespace
+{
+
+/* All that is right of a raw all-reduce, but for one message of values. */
+std::function<void(Peer &)> sends_values(bool of_terms, std::function<Message(Message)> change)
+{
+	return [=](Peer &peer) {
+		const int me = peer.context()->rank, other = 1 - me;
+		const auto slices = detail::cut(N, 2, sizeof(float), {}, 3 << 18);
+		const Tensor x = tensor(me, CODEC_FLOAT32, N), y = in_order(2, CODEC_FLOAT32, N, Op::mean);
+		const auto part = [&](const Tensor &of, int rank) {
+			const detail::Piece &piece = slices[rank].at(0);
+
+			return Message(of.bytes.begin() + piece.begin * sizeof(float),
+				       of.bytes.begin() + piece.end * sizeof(float));
+		};
+		const auto word = [&](const Message &values) {
+			return detail::last_word(values.data(), values.size());
+		};
+		const Message terms = part(x, other), sums = part(y, me);
+
+		peer.agree();
+		peer.numbers();
+		peer.send_numbers(Peer::message_of({word(part(x, 0)), word(part(x, 1))}));
+		peer.send_frame(of_terms ? change(terms) : terms);
+		peer.frame(ROOM);
+		peer.send_frame(of_terms ? sums : change(sums));
+		peer.frame(ROOM);
+		peer.send_numbers(Peer::message_of({word(sums)}));
+		peer.numbers();
+		peer.succeed();
+	};
+}
+
+std::function<Message(Message)> cut_by(size_t nbytes)
+{
+	return [=](Message values) {
+		values.resize(values.size() - std::min(values.size(), nbytes));
+		return values;
+	};
+}
+
+} // namespace
+
+TEST_CASE("Raw values that arrive in part are a FrameError, whatever the memory held before")
+{
+	for (bool terms : {true, false}) {
+		check({"right", "none", sends_values(terms, cut_by(0)), Algorithm::raw});
+		for (size_t nbytes : {size_t(4), size_t(8), size_t(1000), VALUES_NBYTES})
+			check({"cut by " + std::to_string(nbytes), "FrameError", sends_values(terms, cut_by(nbytes)),
+			       Algorithm::raw});
+	}
+}
+
+namespace
+{
+
+/* Do not agree, but send this. */
+std::function<void(Peer &)> answers(std::function<Message(Numbers)> make)
+{
+	return [=](Peer &peer) {
+		Numbers wanted = peer.numbers();
+
+		wanted.resize(6);
+		peer.send_numbers(make(wanted));
+	};
+}
+
+Numbers with(Numbers numbers, size_t i, uint64_t value)
+{
+	numbers[i] = value;
+	return numbers;
+}
+
+} // namespace
+
+TEST_CASE("Numbers of another count or in part, and numbers that cannot be, are a PeerError")
+{
+	for (uint64_t count : {uint64_t(0), uint64_t(5), uint64_t(9), uint64_t(1) << 62, ~uint64_t(0)})
+		check({"count " + std::to_string(count), "PeerError",
+		       answers([=](Numbers wanted) { return Peer::message_of(wanted, count); })});
+	for (size_t cut : {0, 8, 48, 56})
+		check({"cut after " + std::to_string(cut), "PeerError", answers([=](Numbers wanted) {
+			       Message message = Peer::message_of(wanted);
+
+			       message.resize(cut);
+			       return message;
+		       })});
+	check({"another signature", "PeerError",
+	       answers([](Numbers wanted) { return Peer::message_of(with(wanted, 0, 7)); })});
+	check({"unable", "PeerError",
+	       answers([](Numbers wanted) { return Peer::message_of(with(wanted, 1, ~uint64_t(0))); })});
+	check({"number of the collective", "PeerError",
+	       answers([](Numbers wanted) { return Peer::message_of(with(wanted, 5, ~uint64_t(0))); })});
+	check({"reports", "none", [](Peer &peer) {
+		       Numbers wanted = peer.numbers();
+		       const Message frame = frame_of(peer);
+
+		       wanted.resize(6);
+		       peer.send_numbers(Peer::message_of({wanted[0], 0, ~uint64_t(0), ~uint64_t(0), ~uint64_t(0), 1}));
+		       peer.send_frame(Peer::message_of(frame, frame.size(), detail::Channel::stamp_of(1)));
+		       peer.frame(ROOM);
+		       peer.succeed();
+	       }});
+}
+
+namespace
+{
+
+/* Do all that is right, and report this in the end. */
+std::function<void(Peer &)> reports(Message message)
+{
+	return [=](Peer &peer) {
+		const uint64_t stamp = peer.agree();
+		const Message frame = frame_of(peer);
+
+		peer.send_frame(Peer::message_of(frame, frame.size(), stamp));
+		peer.frame(ROOM);
+		peer.send_numbers(message);
+		peer.numbers();
+	};
+}
+
+Attack outcome(const std::string &name, const Message &message, int victim, const std::string &words)
+{
+	return {name, "PeerError", reports(message), Algorithm::all_gather, spec_of(CODEC_LOSSLESS), victim, 1, words};
+}
+
+} // namespace
+
+TEST_CASE("Outcomes that are unknown, negative or arrive in part are a PeerError")
+{
+	const auto minus = [](uint64_t n) { return ~n + 1; };
+
+	for (uint64_t status : {uint64_t(4), uint64_t(1) << 40, minus(1), minus(5)}) {
+		const std::string name = "outcome " + std::to_string(status);
+
+		check(outcome(name, Peer::message_of({status, 1}), 0, "rank 1 could not do its part"));
+		check(outcome(name, Peer::message_of({status, 1}), 1, "unknown"));
+	}
+	for (uint64_t rank : {uint64_t(2), uint64_t(1) << 32, minus(1)})
+		check(outcome("rank " + std::to_string(rank), Peer::message_of({0, rank}), 1, "unknown"));
+	check(outcome("the victim's own rank", Peer::message_of({2, 0}), 0, "rank 1 could not do its part"));
+	for (size_t cut : {0, 8, 16, 56}) {
+		Message message = Peer::message_of({0, 0});
+
+		message.resize(cut);
+		check(outcome("cut after " + std::to_string(cut), message, -1, "in part"));
+	}
+}
+
+namespace
+{
+
+codec_spec changed(codec_spec spec, const std::function<void(codec_spec &)> &change)
+{
+	change(spec);
+	return spec;
+}
+
+/* Send a frame of another spec, dtype or size than agreed. */
+Attack of_other_spec(const codec_spec &agreed, const codec_spec &sent, size_t n = N, uint32_t dtype = CODEC_FLOAT32)
+{
+	const auto act = sends_frame([=](Peer &peer, uint64_t stamp) {
+		const Message frame = frame_of(peer, sent, n, dtype);
+
+		return Peer::message_of(frame, frame.size(), stamp);
+	});
+
+	return {"codec " + std::to_string(sent.codec) + " for " + std::to_string(agreed.codec), "FrameError", act,
+		Algorithm::all_gather, agreed};
+}
+
+} // namespace
+
+TEST_CASE("A frame of another codec, parameter, dtype or size than agreed is a FrameError")
+{
+	const codec_spec lossless = spec_of(CODEC_LOSSLESS), quantize = spec_of(CODEC_QUANTIZE);
+
+	check(of_other_spec(lossless, spec_of(CODEC_SIGN)));
+	check(of_other_spec(lossless, spec_of(CODEC_FLOAT8)));
+	check(of_other_spec(lossless, changed(lossless, [](codec_spec &s) { s.cap = 5; })));
+	check(of_other_spec(quantize, spec_of(CODEC_SIGN)));
+	check(of_other_spec(quantize, changed(quantize, [](codec_spec &s) { s.bits = 3; })));
+	check(of_other_spec(quantize, changed(quantize, [](codec_spec &s) { s.row = 128; })));
+	check(of_other_spec(lossless, lossless, N / 2));
+	check(of_other_spec(lossless, lossless, N, CODEC_FLOAT16));
+}
+
+TEST_CASE("A frame of each codec passes for its own spec only")
+{
+	const std::vector<Case> cases = codecs();
+	std::vector<uint8_t> memory;
+
+	for (uint32_t dtype : DTYPES) {
+		for (const Case &sent : cases) {
+			const Message frame = hostile::encoded(sent.spec, dtype, 3000, 0);
+			auto info = detail::blank<codec_info>();
+
+			REQUIRE(codec_inspect(frame.data(), frame.size(), &info) == CODEC_OK);
+			for (const Case &agreed : cases) {
+				const detail::Parameters parameters(agreed.spec, dtype, false, memory);
+				const auto row = [](const Case &c) { /* without rows, float8 has the last dimension */
+								     return c.name == "float8" ? "float8, last"
+											       : c.name;
+				};
+
+				CAPTURE(sent.name);
+				CAPTURE(agreed.name);
+				if (row(sent) == row(agreed))
+					CHECK_NOTHROW(parameters.check(info, false));
+				else
+					CHECK_THROWS_AS(parameters.check(info, false), FrameError);
+			}
+		}
+	}
+}
+
+TEST_CASE("An element of gloo::allreduce that has other parameters than agreed is a FrameError")
+{
+	const codec_spec agreed = spec_of(CODEC_FLOAT8);
+	const codec_spec sent = changed(agreed, [](codec_spec &s) { s.variant = CODEC_E5M2; });
+	const auto act = [=](Peer &peer) {
+		Tensor x = tensor(0, CODEC_FLOAT32, N);
+		Blocks blocks(sent, CODEC_FLOAT32, N, Op::mean, 0,
+			      std::clamp<uint64_t>(N / 16 / detail::CUT_ALIGN * detail::CUT_ALIGN, detail::CUT_ALIGN,
+						   Blocks::BLOCK));
+		Blocks::Options options(peer.context());
+
+		peer.agree();
+		blocks.encode(x.data());
+		blocks.fill(options);
+		::gloo::allreduce(options);
+		peer.succeed();
+	};
+
+	check({"e5m2 for e4m3", "FrameError", act, Algorithm::blocks, agreed});
+}
+
+TEST_CASE("A message that is longer than its receive ends the process, which Gloo does not let us prevent")
+{
+	check({"numbers", "abort", [](Peer &peer) {
+		       peer.numbers();
+		       peer.send_numbers(Message(640));
+	       }});
+	check({"frame", "abort", sends_frame([](Peer &, uint64_t) { return Message(4 * VALUES_NBYTES); })});
+	check({"values", "abort",
+	       sends_values(true,
+			    [](Message values) {
+				    values.resize(4 * VALUES_NBYTES);
+				    return values;
+			    }),
+	       Algorithm::raw});
+}
