@@ -137,7 +137,6 @@ public:
 						"a ring has no error feedback: its frames hold other ranks' values");
 				if (chosen(options, r) == Algorithm::blocks)
 					check_blocks(options, r);
-				check_place(r, out, n);
 				return r;
 			},
 			[&](detail::Reduction &r, bool as_they_are) {
@@ -213,7 +212,7 @@ private:
 	static constexpr std::chrono::milliseconds GLOO_TIMEOUT = std::chrono::seconds(30);      /* Gloo's default */
 	enum class Kind { allreduce, reduce_scatter, allgather };
 
-	/* How many values all ranks have, n each. Throws if no memory holds so many, or the result goes nowhere. */
+	/* Return the number of values of all ranks, n each. Throws SpecError if it is too large, or if out is null. */
 	size_t of_all(size_t n, const void *out) const
 	{
 		if (!out && n)
@@ -223,7 +222,7 @@ private:
 		return n * channel_.size;
 	}
 
-	/* Arguments that were looked through. */
+	/* Return the arguments as a Reduction. Throws SpecError if one cannot be used. */
 	detail::Reduction reduction(const void *values, size_t n, uint32_t dtype, const codec_spec &spec,
 				    const Options &options)
 	{
@@ -231,8 +230,6 @@ private:
 			throw SpecError(CODEC_BAD_DTYPE, "only float32, bfloat16 and float16 can be reduced");
 		if (!values && n)
 			throw SpecError(CODEC_BAD_ARGUMENT, "no tensor");
-		if (reinterpret_cast<uintptr_t>(values) % codec_dtype_nbytes(dtype))
-			throw SpecError(CODEC_BAD_ARGUMENT, "the tensor is not aligned to its values");
 		detail::check_segments(options.segments, n);
 		if (options.codebook)
 			detail::check(codec_codebook_check(options.codebook));
@@ -255,17 +252,34 @@ private:
 		r.bound(n); /* throws if the spec or the size is invalid */
 		r.parameters.emplace(spec, dtype, options.metric, work_.scratch);
 		detail::check_metrics(options.metric, n);
+		check_memory(r, static_cast<const uint8_t *>(options.out));
 		return r;
 	}
 
-	/* Throw unless a result of n values can go there while the tensor is still read. */
-	static void check_place(const detail::Reduction &r, const uint8_t *out, size_t n)
+	/*
+	 * Throw SpecError unless tensor, `out` and residuals are aligned and do not overlap: each is written while
+	 * another one is still read.
+	 */
+	static void check_memory(const detail::Reduction &r, const uint8_t *out)
 	{
-		uintptr_t x = reinterpret_cast<uintptr_t>(r.x), y = reinterpret_cast<uintptr_t>(out);
-		size_t nbytes = n * r.itemsize;
+		const struct {
+			const void *p;
+			size_t itemsize;
+		} each[] = {{r.x, r.itemsize}, {out, r.itemsize}, {r.residual, 4}, {r.sums_residual, 4}};
 
-		if (out && (y % r.itemsize || (x < y + nbytes && y < x + nbytes)))
-			throw SpecError(CODEC_BAD_ARGUMENT, "out is not aligned, or overlaps with the tensor");
+		for (const auto &a : each) {
+			const auto begin = reinterpret_cast<uintptr_t>(a.p), end = begin + r.n * a.itemsize;
+			bool good = begin % a.itemsize == 0;
+
+			for (const auto *b = each; a.p && b < &a; b++) {
+				const auto other = reinterpret_cast<uintptr_t>(b->p);
+
+				good = good && (!b->p || begin >= other + r.n * b->itemsize || other >= end);
+			}
+			if (!good)
+				throw SpecError(CODEC_BAD_ARGUMENT, "tensor, out and residuals must be aligned to "
+								    "their values, and must not overlap");
+		}
 	}
 
 	/* Memory for a result: the caller's, or that of the result before. */
