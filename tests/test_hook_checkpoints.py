@@ -1,6 +1,8 @@
 """States of DDP hooks: checked against rank and model, gathered to one file, resharded, resumed to the bit."""
 
 import io
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -202,6 +204,33 @@ def _settled(rank, size):
 
 def test_residuals_are_sent_when_a_codec_without_feedback_takes_over():
     ranks(2, _settled)
+
+
+def _as_documented(rank, world_size, path, blocks, steps):
+    """Run the lines of docs/torch.md that save a checkpoint, and those that load it."""
+    here = {"rank": rank, "world_size": world_size, "path": path, "torch": torch, "codec": codec}
+    here["net"] = net()
+    model, here["hook"] = hooked(here["net"])
+    here["optimizer"] = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    if steps:
+        for step in range(steps):
+            stepped(model, 10 * step + rank, forward, here["optimizer"])
+        exec(blocks[0], here)
+    else:
+        exec(blocks[1], here)
+        assert here["hook"]._residuals.ranges()
+        assert here["hook"]._steps == 3
+    stepped(model, rank, forward, here["optimizer"])
+    return bits(model)
+
+
+def test_documented_lines_save_and_load_checkpoints(tmp_path):
+    text = (Path(__file__).parents[1] / "docs/torch.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text[text.index("## Checkpoints") :], re.DOTALL)[:2]
+    path = str(tmp_path / "checkpoint.pt")
+    saved = ranks(3, _as_documented, path, blocks, 3)
+    assert ranks(3, _as_documented, path, blocks, 0) == saved
+    assert len(set(ranks(2, _as_documented, path, blocks, 0))) == 1
 
 
 def test_reshard_refuses_incomplete_states():

@@ -91,7 +91,7 @@ class Hook:
         self._resumed: list[list[str]] = []  # the same until the first step of a new model has succeeded
         self._alike = False  # all ranks are known to have the same number of steps, and of mostly zero parameters
         self._model: weakref.ref[torch.nn.parallel.DistributedDataParallel] | None = None
-        self._parts: dict[tuple[str, ...], list[Part]] = {}  # of a bucket, by the names of its parameters
+        self._parts: dict[tuple[str, ...], tuple[int, list[Part]]] = {}  # of buckets, and how many values they have
         self._rooms = Rooms()
         self._step = _Step()
         self._stats = Stats()
@@ -484,22 +484,24 @@ class Hook:
 
     def _parts_of(self, parameters: Sequence[torch.nn.Parameter], n: int, number: int, step: _Step) -> list[Part]:
         """Return the parts of a bucket of n values, the number-th of its step."""
-        if lacking := [p for p in parameters if p not in self.plan.chosen]:
+        try:
+            names = tuple(self.plan.names[p] for p in parameters)
+        except KeyError as e:
+            shape = tuple(cast(torch.Tensor, e.args[0]).shape)
             raise SpecError(
-                f"a bucket has {len(lacking)} parameters that the hook does not know, of shapes such as "
-                f"{tuple(lacking[0].shape)}: it was registered to another model since"
-            )
-        names = [self.plan.names[p] for p in parameters]
-        step.buckets.append(names)
-        parts = self._parts.get(tuple(names))
-        if parts is None:
+                f"a bucket has a parameter of shape {shape} that the hook does not know: it was registered to another "
+                "model since"
+            ) from None
+        step.buckets.append([*names])
+        if names not in self._parts:
             chosen, before = [self.plan.chosen[p] for p in parameters], self._resumed
             if sorted(names) == sorted(name for bucket in before for name in bucket):
                 parts = cut_as(before, names, parameters, chosen)
             else:
                 parts = cut(names, parameters, chosen, number)
-            self._parts[tuple(names)] = parts
-        if (known := sum(n_values(p) for p in parameters)) != n:
+            self._parts[names] = sum(n_values(p) for p in parameters), parts
+        known, parts = self._parts[names]
+        if known != n:
             raise SpecError(f"a bucket has {n} values, its parameters have {known}: it cannot be taken apart")
         return parts
 

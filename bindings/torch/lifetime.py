@@ -97,7 +97,7 @@ def _distorts(spec: Spec) -> bool:
 def _warn_if_adam(spec: Spec, optimizer: Any) -> None:
     if "Adam" in type(optimizer).__name__:
         warnings.warn(
-            f"{spec} distorts the second moments that {type(optimizer).__name__} divides by, even with error feedback: "
-            "use it with SGD, or a codec with a smaller error with Adam (1-bit Adam compresses the momentum instead)",
+            f"{spec} distorts the second moments that {type(optimizer).__name__} divides by, and more so with error "
+            "feedback: use it with SGD, or Quantize(4) with Adam (1-bit Adam compresses the momentum instead)",
             stacklevel=4,
         )

@@ -74,6 +74,7 @@ class Plan:
         self.names: dict[torch.nn.Parameter, str] = {}
         self.chosen: dict[torch.nn.Parameter, Choice] = {}
         self.sparse: frozenset[str] | None = None  # parameters whose gradients are mostly zero; None: not known yet
+        self._basis: object = None  # what the choices of the step before depend on, if they cannot change otherwise
         self._uneven: set[torch.Tensor] = set()  # parameters whose rows have gradients of very different magnitudes
 
     @property
@@ -84,7 +85,7 @@ class Plan:
     def serve(self, model: torch.nn.Module, names: Mapping[torch.nn.Parameter, str]) -> None:
         """Choose for the parameters of this model from now on."""
         self._uneven = _uneven(model)
-        self.names, self.chosen = dict(names), {}
+        self.names, self.chosen, self._basis = dict(names), {}, None
 
     def asked(self, name: str, parameter: torch.nn.Parameter) -> Spec:
         """Return the spec that the policy or the hook has for a parameter.
@@ -111,6 +112,10 @@ class Plan:
     def choose(self, step: int) -> bool:
         """Choose for the step after so many; return True if a choice differs from that of the step before."""
         exact, even, former = self.is_exact(step), self._needs_even, self.chosen
+        basis = (self.spec, self.asked_feedback, exact, self.sparse) if self.policy is default_policy else None
+        if basis is not None and basis == self._basis:
+            return False
+        self._basis = basis
         chosen: dict[torch.nn.Parameter, Choice] = {}
         for p, name in self.names.items():
             spec = self.asked(name, p)
