@@ -89,20 +89,22 @@ def decode_prepared(call: Call, r: DecodeRequest, v: TensorView, metric: Asked |
 
 
 def reduce_into(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:
-    """The frames' sum, mean or maximum to the call's tensor."""
-    _reduce(call, read, op, threads)
+    """Reduce frames to the call's tensor, and check the result for NaN and Inf if CODEC_FINITE is set."""
+    nblocks = read[0][0].nblocks
+    aligned = all(info.nblocks == nblocks > 0 for info, _ in read)
+    if not (aligned and steps.reduce(loops, call, read, op, threads)):
+        _reduce_one_by_one(call, read, op, threads)
     result = loops.memory_of(call.tensor.data, call.tensor.nbytes).view(np.float32)
     if call.context.flags & lib.CODEC_FINITE and not np.isfinite(result).all():
         check(int(Status.NONFINITE))
 
 
-def _reduce(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:
-    nblocks = read[0][0].nblocks
-    if all(info.nblocks == nblocks > 0 for info, _ in read) and steps.reduce(loops, call, read, op, threads):
-        return
+def _reduce_one_by_one(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:
+    """Reduce frames whose blocks do not match, or that have none: each frame is decoded into the result in turn."""
     context, flags = call.context, call.context.flags
     if flags & lib.CODEC_VERIFY_FIRST:
         context.flags = lib.CODEC_CHECK_ONLY
+        context.into = lib.CODEC_INTO_FLOAT32  # the result is float32, whatever the dtypes of the frames are
         for info, frame in read:
             _decode_one(call, info, frame, threads)
         context.flags = lib.CODEC_NO_CHECKSUM
@@ -114,7 +116,7 @@ def _reduce(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: in
 
 
 def _decode_one(call: Call, info: Any, frame: TensorView, threads: int) -> None:
-    """As the context says."""
+    """Decode a frame by the call's context: this engine does blocks, the C library frames without blocks."""
     if info.nblocks:
         steps.decode(loops, call, info, frame.data, frame.nbytes, threads)
         return
