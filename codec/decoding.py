@@ -37,9 +37,10 @@ def decode(
     frame : bytes or buffer
         A frame, whole, with nothing behind it.
     out : array or tensor, optional
-        Where to put the values: contiguous, writable, of the frame's shape and dtype (or unsigned integers of the same
-        size, for the bits), apart from the frame. All of the frame is checked before the first byte is written, so that
-        after any error `out` is as it was.
+        Where to put the values: contiguous, writable, of the frame's shape and dtype, apart from the frame. For the
+        bits alone it may also be of unsigned integers, or of a dtype that cannot be encoded, such as complex64, if its
+        items are as large. All of the frame is checked before the first byte is written, so that after any error `out`
+        is as it was.
     like : array or tensor, optional
         Return a tensor of this one's kind; a torch tensor, for example.
     engine : str, optional

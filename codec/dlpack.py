@@ -1,27 +1,47 @@
-"""What an object says of its memory: by DLPack, or by ``__cuda_array_interface__``."""
+"""Memory that other libraries describe by DLPack or by ``__cuda_array_interface__``.
+
+Descriptions come from objects of any kind, so their numbers are checked here, before an address is read. Whether the
+memory that they describe exists cannot be checked: a producer that names a wrong address crashes the process.
+"""
 
 import ctypes
+import math
 from typing import Any, NamedTuple
 
 from codec.errors import SpecError
 
+_MAX_NBYTES = (1 << 63) - 1  # of a tensor, and of the memory that strides span
+_MAX_ADDRESS = (1 << 63) - 1  # above it no program has memory
+_MAX_RANK = 64  # of numpy; how many dimensions can be encoded is checked with all other kinds of tensor
+
 
 class Exported(NamedTuple):
-    """Memory of another library's, in host memory or on a device."""
+    """Memory of another library, on the host or on a device."""
 
-    dtype: str
+    dtype: str  # name of the dtype, or its description if there is no codec for it
     itemsize: int
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None  # in bytes; None: C-contiguous
-    address: int
+    address: int  # of the first item
     device: str
-    stream: int | None  # on which it is ready; None: it is so already
+    stream: int | None  # CUDA stream on which the values are ready; None: they are ready already
     readonly: bool
-    owner: object  # keeps it alive
+    owner: object  # keeps the memory alive
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all items."""
+        return self.itemsize * math.prod(self.shape)
+
+    @property
+    def reach(self) -> int:
+        """Bytes from the lowest to the highest address that items take."""
+        steps = zip(self.shape, self.strides or (), strict=False)
+        return self.itemsize + sum((n - 1) * abs(stride) for n, stride in steps) if self.nbytes else 0
 
 
 class DLTensor(ctypes.Structure):
-    """What a DLPack capsule begins with."""
+    """DLTensor of DLPack, with which a capsule begins."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -37,6 +57,23 @@ class DLTensor(ctypes.Structure):
     )
 
 
+class _VersionedHead(ctypes.Structure):
+    """Part of a DLManagedTensorVersioned that precedes its DLTensor."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+    )
+
+
+_VERSION = (1, 0)
+_READ_ONLY = 1  # flag
+_get_name = ctypes.pythonapi.PyCapsule_GetName
+_get_name.restype = ctypes.c_char_p
+_get_name.argtypes = (ctypes.py_object,)
 _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.restype = ctypes.c_void_p
 _get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
@@ -48,64 +85,133 @@ _DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 4: "opencl", 7: "vulkan", 8: "metal",
 _LEGACY_STREAM = 1  # for which a producer makes a CUDA tensor ready if no other is asked for
 
 
-def device_name(device: tuple[Any, Any]) -> str:
-    """What ``__dlpack_device__`` gives, as torch would write it; "cpu" for all that the host can read."""
-    kind = _DEVICES.get(int(device[0]), f"device type {int(device[0])}")
-    return kind if kind == "cpu" else f"{kind}:{int(device[1])}"
+def device_name(device: Any) -> str:
+    """Return the name that torch has for what ``__dlpack_device__`` returns; "cpu" for all memory of the host.
+
+    Raises
+    ------
+    SpecError
+        `device` is not a pair of integers.
+    """
+    try:
+        number, index = (int(n) for n in device)
+    except (TypeError, ValueError, OverflowError):
+        raise SpecError(f"__dlpack_device__() must return two integers, not {type(device).__name__}") from None
+    kind = _DEVICES.get(number, f"device type {number}")
+    return kind if kind == "cpu" else f"{kind}:{index}"
 
 
-def _dtype_name(code: int, bits: int) -> str | None:
-    if code in _FLOAT8:
+def _dtype_name(code: int, bits: int, lanes: int) -> str:
+    """Return the name of a DLPack type, or its description if the library has no such dtype."""
+    if lanes == 1 and code in _FLOAT8:
         return f"float8_{_FLOAT8[code]}"
-    if code not in _CODES:
-        return None
-    return "bool" if code == 6 else f"{_CODES[code]}{bits}"
+    if lanes == 1 and code in _CODES:
+        return "bool" if code == 6 else f"{_CODES[code]}{bits}"
+    return f"DLPack type (code {code}, {bits} bits, {lanes} lanes)"
 
 
 def from_dlpack(x: Any) -> Exported:
-    """What a DLPack capsule of x says, unchecked."""
-    capsule = x.__dlpack__()
-    t = ctypes.cast(_get_pointer(capsule, b"dltensor"), ctypes.POINTER(DLTensor)).contents
-    name, itemsize = _dtype_name(t.code, t.bits), t.bits // 8
-    if name is None or t.lanes != 1:
-        raise SpecError(f"DLPack type (code {t.code}, {t.bits} bits, {t.lanes} lanes) cannot be encoded")
+    """Return what a DLPack capsule of x describes.
+
+    Raises
+    ------
+    SpecError
+        x does not export a DLPack capsule, or the capsule describes no memory that can exist.
+    """
+    capsule = _capsule_of(x)
+    t, readonly = _tensor_in(capsule)
+    if not 0 <= t.ndim <= _MAX_RANK or (t.ndim and not t.shape):
+        raise SpecError(f"a DLPack tensor of {t.ndim} dimensions cannot be encoded")
+    itemsize, rest = divmod(t.bits * t.lanes, 8)
+    name = _dtype_name(t.code, t.bits, t.lanes)
+    if rest or not itemsize:
+        raise SpecError(f"{name} cannot be encoded: its items are not whole bytes")
     shape = tuple(int(t.shape[i]) for i in range(t.ndim))
     strides = tuple(int(t.strides[i]) * itemsize for i in range(t.ndim)) if t.strides else None
     device = device_name((t.device_type, t.device_id))
     stream = _LEGACY_STREAM if device.startswith("cuda") else None
-    return Exported(name, itemsize, shape, strides, (t.data or 0) + t.byte_offset, device, stream, False, capsule)
+    address = (t.data or 0) + t.byte_offset
+    return _checked(Exported(name, itemsize, shape, strides, address, device, stream, readonly, capsule))
+
+
+def _capsule_of(x: Any) -> Any:
+    """Return the DLPack capsule of x, in the newest version that is read here and that x exports."""
+    try:
+        try:
+            return x.__dlpack__(max_version=_VERSION)
+        except TypeError:  # x implements DLPack before version 1.0
+            return x.__dlpack__()
+    except BufferError as e:
+        raise SpecError(f"{type(x).__name__} does not export its memory by DLPack: {e}") from None
+
+
+def _tensor_in(capsule: Any) -> tuple[DLTensor, bool]:
+    """Return the DLTensor of a capsule, and whether its memory is read-only."""
+    name = _get_name(capsule) if type(capsule).__name__ == "PyCapsule" else None
+    if name == b"dltensor":
+        return DLTensor.from_address(_get_pointer(capsule, name)), False
+    if name == b"dltensor_versioned":
+        head = _VersionedHead.from_address(address := _get_pointer(capsule, name))
+        if head.major == _VERSION[0]:
+            return DLTensor.from_address(address + ctypes.sizeof(head)), bool(head.flags & _READ_ONLY)
+    raise SpecError(f"__dlpack__() must return an unused DLPack capsule of version 0 or 1, not {capsule!r}")
 
 
 def from_cuda_array_interface(x: Any) -> Exported:
-    """What ``__cuda_array_interface__`` says, unchecked."""
+    """Return what the ``__cuda_array_interface__`` of x describes.
+
+    Raises
+    ------
+    SpecError
+        It lacks an entry or has one of another kind, or describes no memory that can exist.
+    """
     said: Any = x.__cuda_array_interface__
-    kind: str = said["typestr"]
-    name = {"i": "int", "u": "uint", "f": "float"}.get(kind[1])
-    itemsize = int(kind[2:])
-    if kind[1] == "b":
-        name = "bool"
-    elif name is None or kind[0] == ">":
-        raise SpecError(f"values of type {kind} cannot be encoded")
-    else:
-        name += str(8 * itemsize)
-    strides = said.get("strides")
-    address, readonly = said["data"]
-    return Exported(
-        name,
-        itemsize,
-        tuple(int(n) for n in said["shape"]),
-        None if strides is None else tuple(int(n) for n in strides),
-        int(address or 0),
-        "cuda",  # which of several it does not say
-        said.get("stream"),
-        bool(readonly),
-        x,
-    )
+    try:
+        typestr: str = said["typestr"]
+        name, itemsize = _typestr_name(typestr)
+        strides = said.get("strides")
+        shape = _whole_numbers(said["shape"])
+        address, readonly = said["data"]
+        address, stream = int(address or 0), said.get("stream")
+        strides = None if strides is None else _whole_numbers(strides)
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as e:
+        raise SpecError(f"__cuda_array_interface__ of {type(x).__name__} cannot be read: {e!r}") from None
+    # the interface does not say on which of several devices the memory is
+    return _checked(Exported(name, itemsize, shape, strides, address, "cuda", stream, bool(readonly), x))
+
+
+def _whole_numbers(numbers: Any) -> tuple[int, ...]:
+    return tuple(int(n) for n in numbers)
+
+
+def _typestr_name(typestr: str) -> tuple[str, int]:
+    """Return the name of the dtype that a typestr such as "<f4" means, or the typestr itself, and its itemsize."""
+    order, kind, itemsize = typestr[0], typestr[1], int(typestr[2:])
+    if order == ">" and itemsize > 1:
+        raise SpecError(f"values of type {typestr} cannot be encoded: they are big-endian")
+    if kind == "b":
+        return "bool", itemsize
+    name = {"i": "int", "u": "uint", "f": "float"}.get(kind)
+    return f"{name}{8 * itemsize}" if name else typestr, itemsize
+
+
+def _checked(e: Exported) -> Exported:
+    """Return `e` if its numbers describe memory that can exist, and raise SpecError otherwise."""
+    if e.itemsize < 1 or any(n < 0 for n in e.shape):
+        raise SpecError(f"a tensor of shape {e.shape} with {e.itemsize} bytes an item cannot be encoded")
+    if e.strides is not None and len(e.strides) != len(e.shape):
+        raise SpecError(f"a tensor of shape {e.shape} cannot have the strides {e.strides}")
+    if e.nbytes and not e.address:
+        raise SpecError("this tensor has values, but no address")
+    # the memory of a tensor without values is not read, whatever its strides and address are
+    if e.nbytes > _MAX_NBYTES or e.reach > _MAX_NBYTES or (e.nbytes and e.address + e.reach > _MAX_ADDRESS):
+        raise SpecError(f"a tensor of shape {e.shape} and strides {e.strides} is larger than memory can be")
+    return e
 
 
 def device_of(x: Any) -> str:
-    """Where an object says that its values are; "cpu" if it says nothing."""
-    if isinstance(x, type):  # which has methods, but nobody to call them on
+    """Return the device that an object says its values are on; "cpu" if it says nothing."""
+    if isinstance(x, type):  # has the methods of its objects, but no values
         return "cpu"
     if hasattr(x, "__dlpack_device__"):
         return device_name(x.__dlpack_device__())
@@ -113,7 +219,7 @@ def device_of(x: Any) -> str:
 
 
 def is_contiguous(e: Exported) -> bool:
-    """Whether its values follow each other, the last dimension fastest."""
+    """Return whether items follow each other in memory, the last dimension fastest."""
     if e.strides is None or 0 in e.shape:
         return True
     expected = e.itemsize

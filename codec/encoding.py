@@ -116,7 +116,8 @@ def encode(
     state : mapping, optional
         The metric's arrays, ``theta``, ``m`` and ``v``, of as many values as x.
     dtype : str, type or dtype, optional
-        Take the bits of x as values of this dtype, such as ``"bfloat16"`` for an array of uint16.
+        Take the bits of x as values of this dtype, such as ``"bfloat16"`` for an array of uint16, or ``"uint64"`` for
+        one of complex64. Of x's own dtype only the size of an item counts, which must be that of `dtype`.
 
     Returns
     -------

@@ -24,6 +24,7 @@ def encode_many(
     stream: int = 0,
     metric: Any = None,
     state: Any = None,
+    dtype: Any = None,
 ) -> Any:
     """Encode each of many tensors as a frame, as :func:`encode` would.
 
@@ -32,7 +33,7 @@ def encode_many(
     Parameters
     ----------
     tensors : sequence or mapping of tensors
-    spec, engine, threads, codebook, metric : optional
+    spec, engine, threads, codebook, metric, dtype : optional
         As in :func:`encode`, for all of them.
     stream : int
         Of the first one. The i-th one gets `stream` + i * 2^32, mod 2^64: what tells ranks and steps apart belongs into
@@ -69,7 +70,7 @@ def encode_many(
     at: int | None = 0
     try:
         for at, x in enumerate(xs):
-            v = view(x)
+            v = view(x, dtype)
             m = asked_of(spec, metric, states[at], v) if levels else None
             chosen = choose(engine, "x", v.device)
             draws = (stream + (at << 32)) % (1 << 64)

@@ -8,15 +8,16 @@ import bisect
 import importlib
 import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from ctypes import c_uint8
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import numpy as np
 
 from codec.core import DTYPES, ITEMSIZE, ffi
-from codec.dlpack import Exported, device_name, device_of, from_cuda_array_interface, from_dlpack, is_contiguous
+from codec.dlpack import Exported, device_of, from_cuda_array_interface, from_dlpack, is_contiguous
 from codec.errors import EngineError, SpecError
+from codec.specs import shown
 
 Array = np.ndarray[Any, Any]
 
@@ -65,27 +66,66 @@ def _check_rank(rank: int) -> None:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Our name of a dtype: a name or type as numpy takes it, or one of numpy's, ml_dtypes' or torch's dtypes.
+    """Return the library's name of a dtype.
+
+    Parameters
+    ----------
+    dtype : str, type or dtype
+        A name or type that numpy accepts, or a dtype of numpy, ml_dtypes or torch.
 
     Raises
     ------
     SpecError
-        It is not a dtype, or one that cannot be encoded.
+        `dtype` is not a dtype, or values of it cannot be encoded.
     """
+    if (name := _find_name(dtype)) is None:
+        raise SpecError(f"dtype {shown(dtype)} cannot be encoded; {_CAN}")
+    return name
+
+
+def _find_name(dtype: Any) -> str | None:
+    """Return the library's name of a dtype, or None if there is none."""
     try:
         if (name := _by_dtype.get(dtype)) is not None:
             return name
-    except TypeError:  # cannot be looked up
+    except TypeError:  # not hashable
         pass
+    if dtype is None:
+        return None
     name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
-    if name not in DTYPES:
-        try:
-            name = np.dtype(dtype).name
-        except (TypeError, ValueError, SyntaxError):
-            name = ""
-    if dtype is None or name not in DTYPES:
-        raise SpecError(f"dtype {dtype} cannot be encoded; {_CAN}")
-    return name
+    if name in DTYPES:
+        return name
+    try:
+        name = np.dtype(dtype).name
+    except (TypeError, ValueError, SyntaxError):
+        return None
+    return name if name in DTYPES else None
+
+
+def _name_for(own: Any, itemsize: int, wanted: str | None) -> str:
+    """Return the name of the dtype that a tensor's items are read as.
+
+    Parameters
+    ----------
+    own : dtype
+        The tensor's own dtype. It counts only if `wanted` is None.
+    itemsize : int
+        Bytes of an item, which must be those of `wanted`.
+    wanted : str or None
+        The dtype that the user asked for.
+
+    Raises
+    ------
+    SpecError
+        The sizes differ, or `wanted` is None and `own` cannot be encoded.
+    """
+    if wanted is None:
+        if (name := _find_name(own)) is None:
+            raise SpecError(f"dtype {own} cannot be encoded; {_CAN}; encode(dtype=...) takes its bits as one of these")
+        return name
+    if itemsize != ITEMSIZE[wanted]:
+        raise SpecError(f"{own} has {itemsize} bytes an item, {wanted} has {ITEMSIZE[wanted]}")
+    return wanted
 
 
 def _refuse_masked(x: Any) -> None:
@@ -94,12 +134,16 @@ def _refuse_masked(x: Any) -> None:
         raise SpecError("some values of this array are masked, which a frame cannot say: fill it first, by filled()")
 
 
-def _from_numpy(x: Array) -> TensorView:
+def _from_numpy(x: Array, wanted: str | None = None) -> TensorView:
     name = _by_dtype.get(x.dtype)
-    if name is None:
+    if name is None or wanted is not None:
         if not x.dtype.isnative:
             x = x.astype(x.dtype.newbyteorder("="))
-        _by_dtype[x.dtype] = name = dtype_name(x.dtype)
+        if x.dtype.hasobject:
+            raise SpecError(f"an array of Python objects (dtype {x.dtype}) cannot be encoded: convert it to numbers")
+        name = _name_for(x.dtype, x.dtype.itemsize, wanted)
+        if wanted is None:
+            _by_dtype[x.dtype] = name
     shape = x.shape
     if len(shape) > _MAX_RANK:
         _check_rank(len(shape))
@@ -118,11 +162,13 @@ def is_torch(x: object) -> TypeGuard[Any]:
     return torch is not None and isinstance(x, getattr(torch, "Tensor", ()))
 
 
-def _from_torch(x: Any) -> TensorView:
+def _from_torch(x: Any, wanted: str | None = None) -> TensorView:
     torch: Any = sys.modules["torch"]
     name = _by_dtype.get(x.dtype)
-    if name is None:
-        _by_dtype[x.dtype] = name = dtype_name(x.dtype)
+    if name is None or wanted is not None:
+        name = _name_for(x.dtype, x.dtype.itemsize, wanted)
+        if wanted is None:
+            _by_dtype[x.dtype] = name
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested tensor" if x.is_nested else f"tensor of layout {x.layout}"
         raise SpecError(f"a {kind} cannot be encoded: make it dense, or encode its parts")
@@ -131,6 +177,8 @@ def _from_torch(x: Any) -> TensorView:
     x = x.detach()
     if x.is_neg():
         x = x.resolve_neg()
+    if x.is_conj():
+        x = x.resolve_conj()
     x = x.contiguous()
     shape = tuple(x.shape)
     _check_rank(len(shape))
@@ -173,10 +221,10 @@ def is_cupy(x: object) -> TypeGuard[Any]:
     return cupy is not None and isinstance(x, getattr(cupy, "ndarray", ()))
 
 
-def _from_cupy(x: Any) -> TensorView:
-    """By itself, not by DLPack: that would have it ready on a stream which others do not wait for."""
+def _from_cupy(x: Any, wanted: str | None = None) -> TensorView:
+    """View a CuPy array, without DLPack: its values would be ready on a stream that other users do not wait for."""
     cupy: Any = sys.modules["cupy"]
-    name = dtype_name(x.dtype)
+    name = _name_for(x.dtype, x.dtype.itemsize, wanted)
     _check_rank(x.ndim)
     with x.device:
         x = cupy.ascontiguousarray(x) if x.ndim else x
@@ -190,82 +238,76 @@ def mark_written(out: Any) -> None:
         sys.modules["torch"].autograd.graph.increment_version(out)
 
 
-def _from_dlpack(x: Any) -> TensorView:
-    if device_name(x.__dlpack_device__()) != "cpu":
-        return _from_exported(from_dlpack(x))
-    try:
-        array = np.from_dlpack(x)
-    except (BufferError, RuntimeError):  # a dtype that numpy lacks
-        return _from_exported(from_dlpack(x))
-    if array.flags.owndata and array.nbytes:  # numpy allocates where it is given no address
-        raise SpecError(_NO_ADDRESS)
-    return _from_numpy(array)
-
-
-_NO_ADDRESS = "a DLPack tensor that has values, but no address"
-
-
-def _from_exported(e: Exported) -> TensorView:
-    if e.dtype not in DTYPES:
-        raise SpecError(f"dtype {e.dtype} cannot be encoded; {_CAN}")
+def _from_exported(e: Exported, wanted: str | None = None) -> TensorView:
+    name = _name_for(e.dtype, e.itemsize, wanted)
+    if e.itemsize != ITEMSIZE[name]:
+        raise SpecError(f"{name} has {ITEMSIZE[name]} bytes an item, this tensor says {e.itemsize}")
     _check_rank(len(e.shape))
-    nbytes = ITEMSIZE[e.dtype] * int(np.prod(e.shape, dtype=np.int64))
-    if nbytes and not e.address:
-        raise SpecError(_NO_ADDRESS)
     if is_contiguous(e):
-        return TensorView(e.dtype, e.shape, _pointer(e.address), nbytes, e.owner, e.device, e.stream)
+        return TensorView(name, e.shape, _pointer(e.address), e.nbytes, e.owner, e.device, e.stream)
     if e.device != "cpu":
         raise SpecError(f"a tensor on {e.device} whose values do not follow each other: make it contiguous first")
-    # as bits, from the lowest to the highest address that the strides reach
-    strides = e.strides or ()
-    reach = e.itemsize + sum((n - 1) * abs(stride) for n, stride in zip(e.shape, strides, strict=True))
-    memory: Any = (c_uint8 * reach).from_address(e.address)
-    bits = np.lib.stride_tricks.as_strided(np.frombuffer(memory, _UINT[e.itemsize]), e.shape, strides)
+    # read as unsigned integers, from memory that reaches from the first item to the last one
+    memory: Any = (c_uint8 * e.reach).from_address(e.address)
+    bits = np.lib.stride_tricks.as_strided(np.frombuffer(memory, _UINT[e.itemsize], 1), e.shape, e.strides)
     v = _from_numpy(bits)
-    return v._replace(dtype=e.dtype, owner=(e.owner, v.owner))
+    return v._replace(dtype=name, owner=(e.owner, v.owner))
 
 
 def view(x: Any, dtype: Any = None) -> TensorView:
-    """See x as a tensor.
+    """Return a view of x as a C-contiguous tensor. x is copied only if it is not contiguous.
 
     Parameters
     ----------
     x : array, tensor or buffer
-        Anything with a buffer, ``__array_interface__``, DLPack or ``__cuda_array_interface__``.
+        An object with a buffer, ``__array_interface__``, DLPack or ``__cuda_array_interface__``.
     dtype : str, type or dtype, optional
-        Take the bits of x, whose items must be as large, as values of this dtype.
+        Take the bits of x as values of this dtype. Of x's own dtype only the size of an item counts, which must be
+        that of `dtype`: complex64 can be taken as uint64, for example.
 
     Raises
     ------
     SpecError
-        x is not a tensor, or of a dtype or rank that cannot be encoded.
+        x is not a tensor, has a dtype or rank that cannot be encoded, or items of another size than `dtype`.
     """
+    wanted = dtype if dtype is None or (type(dtype) is str and dtype in DTYPES) else dtype_name(dtype)
     if type(x) is np.ndarray:
-        v = _from_numpy(x)  # pyright: ignore[reportUnknownArgumentType] - a cast would be a call
-    elif is_torch(x):
-        v = _from_torch(x)
-    elif is_cupy(x):
-        v = _from_cupy(x)
-    elif isinstance(x, type):
+        return _from_numpy(x, wanted)  # pyright: ignore[reportUnknownArgumentType] - a cast would be a call
+    if is_torch(x):
+        return _from_torch(x, wanted)
+    if is_cupy(x):
+        return _from_cupy(x, wanted)
+    if isinstance(x, type):
         raise SpecError(f"not a tensor: {kind_of(x)}")
-    elif isinstance(x, np.ndarray | np.generic) or hasattr(x, "__array_interface__"):
+    if isinstance(x, np.ndarray | np.generic) or hasattr(x, "__array_interface__"):
         _refuse_masked(x)
-        v = _from_numpy(np.asarray(cast(Any, x)))
-    elif hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
-        v = _from_dlpack(x)
-    elif hasattr(x, "__cuda_array_interface__"):
-        v = _from_exported(from_cuda_array_interface(x))
-    else:
-        try:
-            v = _from_numpy(np.asarray(memoryview(x)))
-        except TypeError:
-            raise SpecError(f"not a tensor: {kind_of(x)} has no buffer, array interface or DLPack") from None
-    if dtype is None:
-        return v
-    name = dtype if type(dtype) is str and dtype in DTYPES else dtype_name(dtype)
-    if ITEMSIZE[name] != ITEMSIZE[v.dtype]:
-        raise SpecError(f"{v.dtype} has {ITEMSIZE[v.dtype]} bytes an item, {name} has {ITEMSIZE[name]}")
-    return v._replace(dtype=name)
+        return _from_numpy(_as_array(x), wanted)
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return _from_exported(from_dlpack(x), wanted)
+    if hasattr(x, "__cuda_array_interface__"):
+        return _from_exported(from_cuda_array_interface(x), wanted)
+    try:
+        memory = memoryview(x)
+    except TypeError:
+        raise SpecError(f"not a tensor: {kind_of(x)} has no buffer, array interface or DLPack{_hint(x)}") from None
+    return _from_numpy(_as_array(memory), wanted)
+
+
+def _as_array(x: Any) -> Array:
+    """Return a buffer or an object with ``__array_interface__`` as a numpy array that shares its memory."""
+    try:
+        return np.asarray(x)
+    except (TypeError, ValueError) as e:
+        raise SpecError(f"{kind_of(x)} cannot be read as an array: {e}") from None
+
+
+def _hint(x: object) -> str:
+    """Return what to do with an object that is many tensors, for a message; "" for any other object."""
+    if isinstance(x, Mapping):
+        return "; encode_many() encodes each tensor of a mapping"
+    if isinstance(x, list | tuple):
+        return "; encode_many() encodes each tensor of a sequence, numpy.array() makes an array of numbers"
+    return ""
 
 
 def view_bytes(frame: Any) -> TensorView:
@@ -283,39 +325,55 @@ def view_bytes(frame: Any) -> TensorView:
 
 
 def view_output(out: Any, dtype: str | None = None, name: str = "out=") -> TensorView:
-    """See an argument as a tensor that can be written in place; as bits of `dtype` if it holds unsigned integers.
+    """Return a view of an argument that will be written in place.
+
+    Parameters
+    ----------
+    out : array or tensor
+        Contiguous and writable.
+    dtype : str, optional
+        Dtype of the values to be written. An `out` of unsigned integers, or of a dtype that cannot be encoded, such as
+        complex64, takes their bits if its items are as large.
+    name : str
+        The argument, for messages.
 
     Raises
     ------
     SpecError
-        It cannot be written, or is not contiguous.
+        `out` is not an array or tensor, is read-only or not contiguous, or has a dtype that cannot be encoded.
     """
     if type(out) is np.ndarray:
-        v = _from_own(out, name)  # pyright: ignore[reportUnknownArgumentType] - a cast would be a call
+        v = _from_own(out, name, dtype)  # pyright: ignore[reportUnknownArgumentType] - a cast would be a call
     elif is_torch(out):
-        v = _from_torch(out)
-        if not out.is_contiguous() or out.is_neg():
+        v = _from_torch(out, _wanted(out.dtype, dtype))
+        if not out.is_contiguous() or out.is_neg() or out.is_conj():
             raise SpecError(f"{name} must be contiguous")
     elif is_cupy(out):
         if not out.flags.c_contiguous:
             raise SpecError(f"{name} must be C-contiguous")
-        v = _from_cupy(out)
+        v = _from_cupy(out, _wanted(out.dtype, dtype))
     elif isinstance(out, np.ndarray):
         _refuse_masked(out)
-        v = _from_own(cast(Array, out), name)
+        v = _from_own(cast(Array, out), name, dtype)
     elif (device := device_of(out)) != "cpu":
         e = from_cuda_array_interface(out) if hasattr(out, "__cuda_array_interface__") else from_dlpack(out)
         if e.readonly:
             raise SpecError(f"{name} is read-only")
-        v = _from_exported(e)._replace(device=device)
+        v = _from_exported(e, _wanted(e.dtype, dtype))._replace(device=device)
     else:
         try:
-            v = _from_own(np.asarray(memoryview(out)), name)
+            memory = memoryview(out)
         except TypeError:
             raise SpecError(f"{name} must be an array or tensor to write to, not {kind_of(out)}") from None
+        v = _from_own(_as_array(memory), name, dtype)
     if dtype and v.dtype != dtype and v.dtype == f"uint{8 * ITEMSIZE[dtype]}":
         v = v._replace(dtype=dtype)
     return v
+
+
+def _wanted(own: Any, dtype: str | None) -> str | None:
+    """Return `dtype` if an output's own dtype cannot be encoded, so that it can only take bits; None otherwise."""
+    return dtype if dtype is not None and _find_name(own) is None else None
 
 
 def kind_of(x: object) -> str:
@@ -323,8 +381,8 @@ def kind_of(x: object) -> str:
     return f"the class {x.__name__}" if isinstance(x, type) else type(x).__name__
 
 
-def _from_own(array: Array, argument: str) -> TensorView:
-    """An array whose own memory is meant, never a copy."""
+def _from_own(array: Array, argument: str, dtype: str | None) -> TensorView:
+    """Return a view of an array's own memory, never of a copy. `argument` and `dtype` are those of view_output."""
     name = _by_dtype.get(array.dtype)
     if name is not None and array.ndim <= _MAX_RANK:
         try:
@@ -340,7 +398,7 @@ def _from_own(array: Array, argument: str) -> TensorView:
         raise SpecError(f"{argument} is read-only")
     if not array.dtype.isnative:
         raise SpecError(f"{argument} must be in native byte order")
-    return _from_numpy(array)
+    return _from_numpy(array, _wanted(array.dtype, dtype))
 
 
 def on_host(name: str, v: TensorView, who: str = "this") -> TensorView:
@@ -460,7 +518,7 @@ def empty(dtype: str, shape: tuple[int, ...], like: Any = None) -> tuple[Any, Te
         _check_kind(like)
     if dtype in _NUMPY:
         return empty(dtype, shape)
-    if isinstance(like, np.ndarray) and cast(Array, like).dtype == _UINT[ITEMSIZE[dtype]]:
+    if isinstance(like, np.ndarray) and cast(Array, like).dtype in (_UINT[ITEMSIZE[dtype]], f"V{ITEMSIZE[dtype]}"):
         array = np.empty(shape, cast(Array, like).dtype)
     else:
         try:
@@ -470,4 +528,4 @@ def empty(dtype: str, shape: tuple[int, ...], like: Any = None) -> tuple[Any, Te
                 f"numpy has no {dtype}: install ml_dtypes, or pass like= a torch tensor, "
                 f"or out= or like= an array of {_UINT[ITEMSIZE[dtype]]} for the bits"
             ) from None
-    return array, _from_numpy(array)._replace(dtype=dtype)
+    return array, _from_numpy(array, dtype)
