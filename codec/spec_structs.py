@@ -5,7 +5,7 @@ from typing import Any, get_args
 from codec import specs
 from codec.core import ffi, lib
 from codec.errors import SpecError
-from codec.specs import Spec
+from codec.specs import Spec, shown
 
 _spec_structs: dict[Spec, Any] = {}
 _last: tuple[Any, Any] = (None, None)  # a spec, which cannot change, and its struct: most calls name the one before
@@ -18,7 +18,7 @@ def spec_struct(spec: Spec) -> Any:
     if known is spec:
         return struct
     if not isinstance(spec, Spec):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise SpecError(f"not a spec: {spec!r}")
+        raise SpecError(f"not a spec: {shown(spec)}; {spec_hint(spec)}")
     struct = _spec_structs.get(spec)
     if struct is None:
         fields = _fields_of(spec)
@@ -31,6 +31,20 @@ def spec_struct(spec: Spec) -> Any:
         _spec_structs[spec] = struct
     _last = spec, struct
     return struct
+
+
+_SPECS = (
+    specs.Lossless, specs.Truncate, specs.Quantize, specs.Float8, specs.Float4, specs.Ternary, specs.Sign
+)  # fmt: skip
+
+
+def spec_hint(given: object) -> str:
+    """Return what to write in place of an object that is not a spec, such as a spec's class or name, for a message."""
+    name = given.__name__ if isinstance(given, type) else given if isinstance(given, str) else ""
+    name = name.lower().partition("(")[0].rpartition(".")[2]
+    meant = [kind for kind in _SPECS if kind.__name__.lower() == name]
+    calls = [f"codec.{kind.__name__}()" for kind in meant or _SPECS]
+    return f"write {calls[0]}" if meant else f"write {', '.join(calls[:-1])} or {calls[-1]}"
 
 
 def _index(choices: Any, value: object) -> int:

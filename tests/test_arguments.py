@@ -110,9 +110,15 @@ def test_arguments_that_are_no_numbers():
     for state in (5, {"theta": X, 5: X}, {"theta": X, "w": X}, [X]):
         with refused(match="state"):
             codec.encode(X, truncate, metric=sgd, state=state)
-    for spec in (codec.Sign, [], None, "sign", {}):
-        with refused(match="not a spec"):
+    for spec, hint in (
+        (codec.Sign, r"codec\.Sign\(\)$"), ("sign", r"codec\.Sign\(\)$"), ("Quantize(4)", r"codec\.Quantize\(\)$"),
+        ("codec.Float8", r"codec\.Float8\(\)$"), ([], r"codec\.Lossless\(\), .* or codec\.Sign\(\)$"), (None, "or"),
+        ({}, "or"), (codec.Codebook, "or"), ("gzip", "or"), (HUGE, "or"),
+    ):  # fmt: skip
+        with refused(match=f"not a spec: .*; write .*{hint}"):
             codec.encode(X, spec)
+        with refused(match=f"candidates must be specs, got .*; write .*{hint}"):
+            codec.advise(X, "1gbit", candidates=[spec])
     book = codec.Codebook.from_tensors(X)
     for books in (5, [5], "ab", [book, None]):
         with refused(match="not codebooks"):
