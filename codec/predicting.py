@@ -10,6 +10,9 @@ from codec.specs import shown, whole
 
 Algorithm = Literal["two_shot", "ring", "all_gather"]
 
+MAX_RANKS = 1 << 20  # of an all-reduce
+MAX_PIECES = 1 << 62  # that an all-reduce is cut into
+
 # tc's "mbps" are bytes, so of "bps" only what nobody takes for these
 _RATE = re.compile(
     r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?:([kmgtKMGT]?)(?i:bit(?:s?/s)?)|([MGT])bps)?\s*", re.ASCII
@@ -153,10 +156,10 @@ def predict_seconds(
         Measured by :func:`codec.advise`, or by whoever encodes and decodes anyway.
     link : Link
     world_size : int
-        Ranks, 1 or more; a single one sends nothing.
+        Ranks, 1 to 2^20; a single one sends nothing.
     algorithm : {"two_shot", "ring", "all_gather"}
     chunks : int
-        Pieces that overlap, 1 or more.
+        Pieces that overlap, 1 to 2^62.
 
     Raises
     ------
@@ -174,8 +177,8 @@ def predict_seconds(
     True
     """
     check_algorithm(algorithm)
-    whole("world_size", world_size, 1)
-    whole("chunks", chunks, 1)
+    world_size = whole("world_size", world_size, 1, MAX_RANKS)
+    chunks = whole("chunks", chunks, 1, MAX_PIECES)
     wire = 8 * wire_nbytes(cost, world_size, algorithm) / link.bits_per_second
     compute = compute_seconds(cost, world_size, algorithm)
     messages = {"two_shot": 2, "ring": 2 * (world_size - 1), "all_gather": 1}[algorithm] if world_size > 1 else 0

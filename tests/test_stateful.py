@@ -425,6 +425,11 @@ def test_what_does_not_reshard():
         (codec.StateError, r"owns a\[9:10\]", lambda: reshard([server], 1, owned=lambda rank: [("a", 9)])),
         (codec.SpecError, r"own a\[0:10\]", lambda: reshard([server], 2, owned=lambda rank: [("a", 10)])),
         (codec.StateError, "not a state dict", lambda: reshard([worker, {}], 2)),
+        (codec.StateError, "thousands of digits", lambda: reshard([{**worker, "version": 10**5000}], 2)),
+        (codec.SpecError, "world_size", lambda: reshard([worker], 1 << 62)),
+        (codec.SpecError, "sequence of state dicts.*not NoneType", lambda: reshard(None, 2)),
+        (codec.SpecError, "sequence of state dicts.*not dict", lambda: reshard(worker, 2)),
+        (codec.SpecError, "sequence of state dicts.*not str", lambda: reshard("worker", 2)),
     ]:
         with pytest.raises(error, match=match):
             call()
@@ -641,6 +646,15 @@ def test_other_states_of_a_refresher():
         {**good, "version": 2},
         {**good, "symbols": 1},
         {**good, "latest": "now"},
+        {**good, "latest": 1 << 70},
+        {**good, "latest": -2},
+        {**good, "latest": True},
+        {**good, "counts": np.full(257, 1 << 62)},
+        {**good, "book[99999999999999999999]": book},
+        {**good, "book[9223372036854775807]": book},
+        {**good, "book[-1]": book},
+        {**good, "book[20": book},
+        {**good, 5: book},
         {**good, "counts": good["counts"][:256]},
         {**good, "counts": -1 - good["counts"]},
         {**good, "counts": None},

@@ -1,5 +1,6 @@
 """A codebook that all ranks agree on, and that follows what they send."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 from codec import core
 from codec.codebook import Codebook, count_symbols
 from codec.errors import SpecError, StateError
-from codec.specs import Lossless, Truncate, whole
+from codec.specs import Lossless, Truncate, shown, whole
 from codec.stateful.saved import VERSION, array_of, opened, plain
 from codec.view import dtype_name
 
@@ -18,6 +19,10 @@ _DEFAULT = Lossless()
 _LEAST = 512  # smaller tensors ignore a codebook
 _NAMED = 17  # bytes of Codebook.to_bytes that are not its code lengths, and of a frame that names it
 _STEPS = (1 << 62) - 1
+_MAX_COUNT = 1 << 53  # of a symbol or of bits, on one rank; int64 holds the sum over any number of ranks
+
+_ENTRIES = ("version", "symbols", "latest", "counts")  # of a state, beside its codebooks
+_BOOK = re.compile(r"book\[([0-9]{1,19})\]")
 
 
 class CodebookRefresher:
@@ -235,38 +240,46 @@ class CodebookRefresher:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from where a state dict was made.
+        """Load a state dict.
 
         Parameters
         ----------
         state_dict : mapping
-            What :meth:`state_dict` gave, also after a way through a file. It is copied.
+            Return value of :meth:`state_dict`, maybe saved to a file and loaded since. It is copied.
 
         Raises
         ------
         StateError
-            It is not a state dict, is of another version, or of another spec's symbols. All is as it was.
+            `state_dict` is not a state dict, is of another version or of another spec's symbols, or has a number out of
+            range. The refresher keeps its state.
         """
         entries = opened(state_dict)
         symbols, latest = plain(entries, "symbols", int), plain(entries, "latest", int)
+        if not -1 <= latest <= _STEPS:
+            raise StateError(f"'latest' must be a step from -1 to {_STEPS}, got {shown(latest)}")
         if symbols != self._symbols:
             raise StateError(f"these counts are of other symbols than those of {self.spec} and {self.dtype}")
         counts = array_of("counts", entries.get("counts"), "int64")
-        books = {_step(name): _book(name, entries[name]) for name in entries if str(name).startswith("book[")}
-        wrong = len(counts) != 257 or (counts < 0).any() or not 0 < len(books) < 3 or len(entries) != 4 + len(books)
-        if wrong or any(book is not None and book.symbols != symbols for book in books.values()):
-            raise StateError("this is not the state of a CodebookRefresher of this spec")
+        books = {_step(name): _book(name, entries[name]) for name in entries if name not in _ENTRIES}
+        if len(counts) != 257 or (counts < 0).any() or (counts > _MAX_COUNT).any():
+            raise StateError(f"'counts' must be 257 integers from 0 to {_MAX_COUNT}")
+        if len(entries) != len(_ENTRIES) + len(books) or len(books) not in (1, 2):
+            raise StateError(f"a state has codebooks of one step or two, this one of {len(books)}")
+        if any(book is not None and book.symbols != symbols for book in books.values()):
+            raise StateError(f"these codebooks are of other symbols than those of {self.spec} and {self.dtype}")
         self._counts, self._latest, self._books = counts, latest, dict(sorted(books.items()))
 
 
-def _step(name: str) -> int:
-    try:
-        return whole(name, int(name[5:-1]), 0, _STEPS)
-    except ValueError as e:
-        raise StateError(f"{name!r} is not book[step]: {e}") from None
+def _step(name: object) -> int:
+    """Return the step of an entry "book[step]"."""
+    found = _BOOK.fullmatch(name) if isinstance(name, str) else None
+    if found is None or int(found[1]) > _STEPS:
+        raise StateError(f"this state has an entry {shown(name)}, which is not book[step] with a step up to {_STEPS}")
+    return int(found[1])
 
 
 def _book(name: str, value: Any) -> Codebook | None:
+    """Return the codebook of an entry; None if the entry has no bytes."""
     data = array_of(name, value, "uint8")
     try:
         return Codebook.from_bytes(data) if len(data) else None

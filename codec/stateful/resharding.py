@@ -1,26 +1,28 @@
 """Residuals of one number of ranks, for another."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
 from codec.errors import SpecError, StateError
+from codec.predicting import MAX_RANKS
 from codec.specs import whole
 from codec.stateful.ranges import Layout, Range, Store, gather, layout_of, pieces, shared, shown, union, without
 from codec.stateful.saved import load, save
+from codec.view import kind_of
 
 Reduction = Literal["mean", "sum"]
 
 
 def reshard(
-    state_dicts: Sequence[Any],
+    state_dicts: Iterable[Any],
     world_size: int,
     *,
     op: Reduction = "mean",
     owned: Callable[[int], Any] | None = None,
 ) -> list[dict[str, Any]]:
-    r"""State dicts of all old ranks as those of the new ranks, which owe the parameters the same correction.
+    r"""Turn the state dicts of all old ranks into those of the new ranks, with the same residual for each parameter.
 
     *Workers.* Each of N ranks sends Q(g + e) and keeps what that loses. What reaches the parameters is the mean (or the
     sum) over ranks, so that what is still owed to them is
@@ -41,10 +43,10 @@ def reshard(
 
     Parameters
     ----------
-    state_dicts : sequence of dict
+    state_dicts : iterable of dict
         Of all old ranks, in their order, of one role.
     world_size : int
-        M, how many ranks there will be.
+        M, how many ranks there will be, at most 2^20.
     op : {"mean", "sum"}
         What the all-reduce gives. For servers it makes no difference.
     owned : callable, optional
@@ -75,10 +77,10 @@ def reshard(
     >>> [bool((r["w[0:3]"] == mean).all()) for r in codec.ErrorFeedback.reshard(ranks, 2)]
     [True, True]
     """
-    world_size = whole("world_size", world_size, 1)
+    world_size = whole("world_size", world_size, 1, MAX_RANKS)
     if not isinstance(op, str) or op not in get_args(Reduction):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SpecError(f"op must be one of {get_args(Reduction)}, got {op!r}")
-    loaded = [load(saved) for saved in state_dicts]
+    loaded = [load(saved) for saved in _sequence_of(state_dicts)]
     if not loaded:
         raise SpecError("reshard needs the state dicts of all old ranks, and got none")
     if len(roles := sorted({role for role, _ in loaded})) > 1:
@@ -89,6 +91,14 @@ def reshard(
             raise SpecError("owned= is for servers: every worker has a residual for all that it sends")
         return [_evenly(stores, len(stores) if op == "mean" else world_size)] * world_size
     return [save("server", store) for store in _among_servers(stores, world_size, owned)]
+
+
+def _sequence_of(state_dicts: Any) -> Iterable[Any]:
+    """Return the argument if it is a sequence or another iterable of objects, and no mapping or text."""
+    if isinstance(state_dicts, Iterable) and not isinstance(state_dicts, Mapping | str | bytes):
+        return cast(Iterable[Any], state_dicts)
+    kind = kind_of(cast(object, state_dicts))
+    raise SpecError(f"state_dicts must be a sequence of state dicts, one of each old rank, not {kind}")
 
 
 def _evenly(stores: list[Store], share: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from codec.core import ffi
 from codec.errors import CodecError, StateError
+from codec.specs import shown as told
 from codec.stateful.ranges import Array, Range, Store, gather, pieces, shared, shown, union
 from codec.view import on_host, view
 
@@ -41,14 +42,14 @@ def plain(saved: Any, name: str, kind: type[Any]) -> Any:
         raise StateError(f"this is not a state dict: it has no {name!r}") from None
     value = value.item() if getattr(value, "shape", None) == () else value
     if type(value) is not kind:
-        raise StateError(f"{name!r} of this state is {value!r}, not of type {kind.__name__}")
+        raise StateError(f"{name!r} of this state is {told(value)}, not of type {kind.__name__}")
     return value
 
 
 def opened(saved: Any) -> dict[str, Any]:
     """A state dict of a version that is known, as a dict of its own."""
     if (version := plain(saved, "version", int)) != VERSION:
-        raise StateError(f"this state is of version {version}, not {VERSION}")
+        raise StateError(f"this state is of version {told(version)}, not {VERSION}")
     return dict(cast(Mapping[str, Any], saved))
 
 
