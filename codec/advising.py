@@ -13,6 +13,8 @@ from codec.decoding import decode, reduce
 from codec.encoding import bound, encode
 from codec.errors import SpecError
 from codec.predicting import (
+    MAX_PIECES,
+    MAX_RANKS,
     Algorithm,
     Cost,
     Link,
@@ -23,6 +25,7 @@ from codec.predicting import (
     wire_nbytes,
 )
 from codec.sampling import Sample, samples, tensors_of
+from codec.spec_structs import spec_hint
 from codec.specs import Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate, shown, whole
 from codec.view import Array
 
@@ -32,7 +35,7 @@ RUNS = 3  # of which the shortest counts
 
 
 def named(spec: Spec | None) -> str:
-    """A spec as a constructor call, without what is as by default; "raw" for none."""
+    """Return a spec as a constructor call, without arguments that have their default value; "raw" for None."""
     if spec is None:
         return "raw"
     told = [f for f in fields(spec) if getattr(spec, f.name) != f.default]
@@ -87,6 +90,8 @@ class Advice:
         Of all tensors.
     algorithm : {"two_shot", "ring", "all_gather"}
         That all but the raw one are predicted with.
+    feedback : bool
+        Lossy frames were measured with error feedback.
     """
 
     spec: Spec | None
@@ -99,6 +104,19 @@ class Advice:
     world_size: int
     tensor_nbytes: int
     algorithm: Algorithm
+    feedback: bool = False
+
+    @property
+    def hook(self) -> str | None:
+        """Line of Python that makes DistributedDataParallel send its gradients as advised; None to send them raw."""
+        if self.spec is None:
+            return None
+        arguments = [f"codec.{self.spec!r}"]
+        if isinstance(self.spec, Truncate) and self.spec.fixed_level is None:
+            arguments.append("optimizer=optimizer")
+        if not isinstance(self.spec, Lossless):
+            arguments.append(f"feedback={self.feedback}")
+        return f"hook = codec.torch.ddp_hook({', '.join(arguments)}).register(model)"
 
     def __str__(self) -> str:
         width = max(len(named(row.spec)) for row in self.table)
@@ -113,7 +131,10 @@ class Advice:
                 f" {_ms(row.wire_seconds):>15} {_ms(row.compute_seconds):>10} {_ms(row.seconds):>10}"
                 f" {_times(self.raw_seconds, row.seconds):>9}"
             )
-        return "\n".join([*lines, self.why])
+        lines.append(self.why)
+        if self.hook is not None:
+            lines.append(f"For DistributedDataParallel: {self.hook}")
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON has it: specs as constructor calls, None for raw and for what is infinite."""
@@ -172,7 +193,7 @@ def advise(
         What a rank sends and receives by: ``"100mbit"``, ``"10Gbps"``, bits a second (also as text), or
         ``codec.Link(10e9, latency=5e-5)``.
     world_size : int
-        Ranks.
+        Ranks, 1 to 2^20.
     algorithm : {"two_shot", "ring", "all_gather"}
         Of compressed tensors. Raw ones are predicted by two_shot, which sends as much as a ring and waits less often.
     lossy : {False, "near", True}
@@ -216,7 +237,7 @@ def advise(
     True
     """
     link = link_of(link)
-    world_size = whole("world_size", world_size, 1)
+    world_size = whole("world_size", world_size, 1, MAX_RANKS)
     check_algorithm(algorithm)
     if threads is not None:
         threads = pool.check_threads(threads)
@@ -224,7 +245,7 @@ def advise(
     tensors, weights = tensors_of(tensor_or_model, dtype, optimizer)
     nbytes = sum(t.v.nbytes for t in tensors)
     overlapping = max(1, min(MAX_CHUNKS, nbytes // world_size // CHUNK_NBYTES))
-    chunks = overlapping if chunks is None else whole("chunks", chunks, 1)
+    chunks = overlapping if chunks is None else whole("chunks", chunks, 1, MAX_PIECES)
     taken = samples(tensors, world_size, optimizer)
 
     def row(spec: Spec | None, cost: Cost, way: Algorithm) -> Row:
@@ -249,7 +270,7 @@ def advise(
     if weights:
         why += " Measured on weights: for gradients give the model once it has some."
     found = best.spec, best.seconds, raw.seconds, best.nbytes
-    return Advice(*found, why, tuple(table), link, world_size, nbytes, algorithm)
+    return Advice(*found, why, tuple(table), link, world_size, nbytes, algorithm, feedback)
 
 
 def _specs(candidates: Any, lossy: Any, feedback: Any, optimizer: Any) -> list[Spec]:
@@ -265,7 +286,7 @@ def _specs(candidates: Any, lossy: Any, feedback: Any, optimizer: Any) -> list[S
             raise SpecError(f"candidates must be specs, got {shown(candidates)}") from None
         for spec in specs:
             if not isinstance(spec, Spec):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise SpecError(f"candidates must be specs, got {shown(spec)}")
+                raise SpecError(f"candidates must be specs, got {shown(spec)}; {spec_hint(spec)}")
             if isinstance(spec, Truncate) and spec.fixed_level is None and optimizer is None:
                 raise SpecError(f"{named(spec)} needs optimizer=, whose step it goes by")
         return specs

@@ -456,7 +456,9 @@ def test_arguments():
     x = np.ones(100, np.float32)
     for how, words in (
         ({"link": "fast"}, "link must be"),
-        ({"world_size": 0}, "world_size must be an int of at least 1"),
+        ({"world_size": 0}, "world_size must be an int from 1 to"),
+        ({"world_size": 10**400}, "world_size must be an int from 1 to"),
+        ({"chunks": 10**400}, "chunks must be an int from 1 to"),
         ({"world_size": 2.0}, "world_size must be an int"),
         ({"algorithm": "tree"}, "algorithm must be one of"),
         ({"lossy": "far"}, 'lossy must be False, "near" or True'),
@@ -484,8 +486,12 @@ def test_advice(clock):
         advice.spec = None
     lines = str(advice).splitlines()
     assert lines[0] == "two_shot all-reduce of 0.584 MB, 4 ranks, 100 Mbit/s"
-    assert lines[-1] == advice.why
-    assert [line[2:].split()[0] for line in lines[2:-1]] == [
+    assert lines[-2] == advice.why
+    assert lines[-1] == (
+        "For DistributedDataParallel: hook = codec.torch.ddp_hook("
+        "codec.Sign(scale='l1', block=1024), feedback=True).register(model)"
+    )
+    assert [line[2:].split()[0] for line in lines[2:-2]] == [
         "raw",
         "Lossless()",
         "Float8()",
@@ -494,7 +500,7 @@ def test_advice(clock):
         "Ternary(packing='base3')",
         "Sign(block=1024)",
     ]
-    assert [line[0] for line in lines[2:-1]] == [" "] * 6 + [">"]
+    assert [line[0] for line in lines[2:-2]] == [" "] * 6 + [">"]
     told = json.loads(advice.to_json())
     assert told == advice.to_dict()
     assert told["link"] == {"bits_per_second": 1e8, "latency": 1e-3}
@@ -534,7 +540,7 @@ def test_command_in_words(clock, tmp_path, capsys):
         ([str(tmp_path / "none.npz"), "--link", "1mbit"], "cannot be read"),
         ([str(tmp_path / "not.npz"), "--link", "1mbit"], "cannot be read"),
         ([str(tmp_path / "bare.npz"), "--link", "1mbit"], "cannot be read"),
-        ([str(tmp_path / "x.npy"), "--link", "1mbit"], "holds one array"),
+        ([str(tmp_path / "x.npy"), "y", "--link", "1mbit"], "has x, not y"),
     ):
         assert main(["advise", *arguments]) == 1
         out, err = capsys.readouterr()
@@ -587,3 +593,20 @@ def test_parameters_without_their_model():
     model(torch.ones(30)).sum().backward()
     assert "weights" not in codec.advise(model, NEVER).why
     assert "weights" not in codec.advise([p.grad for p in model.parameters()], NEVER).why
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_hook_line_can_be_pasted(feedback):
+    """The printed call of ddp_hook is valid Python, for each codec that can be advised."""
+    import codec.torch
+
+    p = torch.nn.Parameter(torch.randn(5000))
+    p.grad = torch.randn(5000) * 1e-3
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    for spec in (codec.Lossless(), codec.Float8(), codec.Quantize(4), codec.Sign(block=1024), codec.Truncate()):
+        how = {"candidates": [spec], "feedback": feedback, "optimizer": optimizer}
+        advice = codec.advise([p.grad], "1kbit", **how)
+        call = advice.hook.removeprefix("hook = ").removesuffix(".register(model)")
+        hook = eval(call, {"codec": codec, "optimizer": optimizer})
+        assert hook.spec == spec
+    assert codec.advise([p.grad], codec.Link(float("inf"))).hook is None
