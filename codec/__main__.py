@@ -1,7 +1,7 @@
 """The command line.
 
-``python -m codec advise FILE.npz --link 100mbit``: which codec pays for the gradients in a file.
-``python -m codec inspect FRAME``, ``verify FRAME``: what a frame in a file says of itself, and whether it is whole.
+``python -m codec advise FILE --link 100mbit``: which codec pays for the gradients in a .npz, .npy or .safetensors file.
+``python -m codec inspect FRAME``, ``verify FRAME``: print the header of a frame in a file, or check all of it.
 ``python -m codec warmup``: compile the Numba engine's kernels, in an image for example.
 ``python -m codec --cflags --libs``: how to build C against the library in this package.
 """
@@ -10,64 +10,23 @@ import argparse
 import json
 import shlex
 import sys
-import zlib
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, cast, get_args
-from zipfile import BadZipFile
-
-import numpy as np
+from typing import Any, get_args
 
 import codec
 from codec import _cffi
 from codec.advising import advise, named
-from codec.core import ITEMSIZE
-from codec.errors import CodecError, SpecError
-from codec.frame import inspect, verify
+from codec.errors import CodecError, FrameError
+from codec.files import arrays_of, inspect_file, printable, verify_file
 from codec.predicting import Algorithm
-from codec.view import Array, dtype_name
 from codec.warming import warmup
 
-
-def arrays_of(path: str, names: list[str], dtype: str | None) -> dict[str, Array]:
-    """Arrays of an .npz file: those named, or else all of floats; of a dtype that is given, those that may hold it.
-
-    Raises
-    ------
-    SpecError
-        The file has no array of a name, or is no .npz file.
-    """
-    try:
-        with open(path, "rb") as f:
-            file = np.load(f)
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise SpecError(f"{path} holds one array: save it by numpy.savez")
-            if missing := set(names) - set(file.files):
-                raise SpecError(f"{path} has {', '.join(file.files)}, not {', '.join(sorted(missing))}")
-            found = {name: cast(Array, file[name]) for name in names or file.files}
-    except SpecError:
-        raise
-    except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as e:
-        raise SpecError(f"{path} cannot be read: {e}") from None
-    if dtype is None:
-        return found if names else {k: x for k, x in found.items() if x.dtype in (np.float32, np.float16) and x.ndim}
-    name = dtype_name(dtype)
-    bits = np.dtype(f"u{ITEMSIZE[name]}")
-    # as numpy saves dtypes that it does not have, such as ml_dtypes'
-    found = {k: x.view(bits) if x.dtype == np.dtype((np.void, bits.itemsize)) else x for k, x in found.items()}
-    return found if names else {k: x for k, x in found.items() if x.dtype.name in (name, bits.name) and x.ndim}
+PROGRAM = "python -m codec"
 
 
-def bytes_of(path: str) -> bytes:
-    """A file's."""
-    try:
-        return Path(path).read_bytes()
-    except OSError as e:
-        raise SpecError(f"{path} cannot be read: {e}") from None
-
-
-def run_advise(args: argparse.Namespace) -> None:
-    """Print what :func:`codec.advise` says of a file."""
+def run_advise(args: argparse.Namespace) -> int:
+    """Print what :func:`codec.advise` advises for the arrays of a file."""
     arrays = arrays_of(args.file, args.arrays, args.dtype)
     total = sum(x.nbytes for x in arrays.values()) / 1e6
     print(f"measuring {', '.join(arrays) or 'nothing'}: {total:.3g} MB", file=sys.stderr, flush=True)
@@ -82,34 +41,45 @@ def run_advise(args: argparse.Namespace) -> None:
         dtype=args.dtype,
     )
     print(advice.to_json() if args.json else advice)
+    return 0
 
 
-def run_inspect(args: argparse.Namespace) -> None:
-    """Print what :func:`codec.inspect` says of a file."""
-    info = inspect(bytes_of(args.file))
+def run_inspect(args: argparse.Namespace) -> int:
+    """Print what :func:`codec.inspect` returns for a file."""
+    try:
+        info = inspect_file(args.file)
+    except FrameError as e:
+        e.of(args.file)
+        raise
     told = {f.name: getattr(info, f.name) for f in fields(info)} | {"spec": named(info.spec), "ratio": info.ratio}
     print(json.dumps(told, indent=1) if args.json else "\n".join(f"{name:14} {value}" for name, value in told.items()))
+    return 0
 
 
-def run_verify(args: argparse.Namespace) -> None:
-    """Do what :func:`codec.verify` does to files."""
+def run_verify(args: argparse.Namespace) -> int:
+    """Check each file by :func:`codec.verify`, and return 1 if one of them is not a whole frame."""
+    failed = 0
     for file in args.files:
-        frame = bytes_of(file)
         try:
-            verify(frame)
+            verify_file(file)
         except CodecError as e:
-            e.of(file)
-            raise
-        print(f"{file}: a whole frame")
+            failed = 1
+            if isinstance(e, FrameError):
+                e.of(file)
+            print(f"{PROGRAM}: {e}", file=sys.stderr, flush=True)
+        else:
+            print(f"{printable(file)}: a whole frame", flush=True)
+    return failed
 
 
-def run_warmup(args: argparse.Namespace) -> None:
-    """Compile the kernels that dtypes need."""
+def run_warmup(args: argparse.Namespace) -> int:
+    """Compile the kernels of the Numba engine for dtypes."""
     warmup(dtypes=args.dtypes)
+    return 0
 
 
-def run_told(args: argparse.Namespace) -> None:
-    """Print what build tools ask, a line each, in the order asked."""
+def run_told(args: argparse.Namespace) -> int:
+    """Print flags and folders for build tools, a line each, in the order of the arguments."""
     package = Path(_cffi.__file__).parent  # this file may lie elsewhere
     include, lib = package / "include", package / "lib"
     if not (include / "codec" / "codec.h").exists():
@@ -121,11 +91,12 @@ def run_told(args: argparse.Namespace) -> None:
         "cmakedir": str(lib / "cmake" / "codec"),
     }
     print(*(say[name] for name in args.told), sep="\n")
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; 1 if it failed, for what stands on stderr."""
-    parser: Any = argparse.ArgumentParser(prog="python -m codec", description="Compression of tensors on the wire.")
+    """Run a command, and return its exit code: 1 if it failed, with a line on stderr that says why."""
+    parser: Any = argparse.ArgumentParser(prog=PROGRAM, description="Compression of tensors on the wire.")
     for name, of in {
         "cflags": "compiler flags for programs that use the C library",
         "libs": "linker flags for them",
@@ -138,11 +109,13 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="command")
     told = "Measure gradients and say which codec makes an all-reduce of them fastest on a link."
     compiled = "Compile all kernels of the Numba engine ahead, and keep them for all processes to come."
-    usage = "%(prog)s FILE.npz [ARRAY ...] --link LINK [options]"  # arrays behind options would not be seen as such
+    usage = "%(prog)s FILE [ARRAY ...] --link LINK [options]"  # arrays behind options would not be seen as such
     p = commands.add_parser("advise", help="which codec pays on a link", description=told, usage=usage)
-    p.add_argument("file", help=".npz file with the gradients of a step")
+    p.add_argument("file", help=".npz, .npy or .safetensors file with the gradients of a step")
     p.add_argument(
-        "arrays", nargs="*", help="its arrays that are meant; left out: all of float32 and float16, or of --dtype"
+        "arrays",
+        nargs="*",
+        help="names of arrays to measure; left out: all of float32, bfloat16 and float16, or of --dtype",
     )
     p.add_argument("--link", required=True, help="100mbit, 10Gbps, or bits a second")
     p.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
@@ -154,13 +127,13 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--json", action="store_true", help="print JSON")
     p.set_defaults(run=run_advise)
     p = commands.add_parser("inspect", help="what a frame says of itself", description="Print a frame's header.")
-    p.add_argument("file", help="that begins with a frame")
+    p.add_argument("file", help="that begins with a frame; - for standard input")
     p.add_argument("--json", action="store_true", help="print JSON")
     p.set_defaults(run=run_inspect)
     p = commands.add_parser(
         "verify", help="whether frames are whole", description="Check all of frames but the values."
     )
-    p.add_argument("files", nargs="+", metavar="file", help="that is a frame")
+    p.add_argument("files", nargs="+", metavar="file", help="that is a frame; - for standard input")
     p.set_defaults(run=run_verify)
     p = commands.add_parser("warmup", help="compile the Numba engine's kernels", description=compiled)
     p.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="default: %(default)s")
@@ -169,11 +142,10 @@ def main(argv: list[str] | None = None) -> int:
     if (args.run is run_told) != bool(args.told):
         parser.error("a command is needed, or flags are: see --help")
     try:
-        args.run(args)
+        return args.run(args)
     except CodecError as e:
-        print(f"{parser.prog}: {e}", file=sys.stderr)
+        print(f"{PROGRAM}: {e}", file=sys.stderr)
         return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -79,7 +79,8 @@ def dtype_name(dtype: Any) -> str:
         `dtype` is not a dtype, or values of it cannot be encoded.
     """
     if (name := _find_name(dtype)) is None:
-        raise SpecError(f"dtype {shown(dtype)} cannot be encoded; {_CAN}")
+        given = dtype if isinstance(dtype, str) else shown(dtype)
+        raise SpecError(f"dtype {given} cannot be encoded; {_CAN}")
     return name
 
 

@@ -50,7 +50,7 @@ LAYERS = [
     {"stateful.saved"},
     {"stateful.resharding", "stateful.refresher"},
     {"stateful.feedback"},
-    {"stateful", "advising", "warming"},
+    {"stateful", "advising", "warming", "files"},
     {"__main__"},
     {"torch.slices", "torch.worker", "torch.choosing", "torch.counters", "torch.hook_state", "torch.lifetime"},
     {"torch.channel", "torch.handle", "torch.stats"},
