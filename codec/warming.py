@@ -1,8 +1,10 @@
-"""Compiling ahead."""
+"""Compile the kernels of an engine before they are needed."""
 
 import importlib
 import importlib.util
+import os
 import sys
+import warnings
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, TypeGuard
@@ -15,6 +17,7 @@ from codec.encoding import encode
 from codec.engines import choose
 from codec.errors import SpecError
 from codec.metrics import SGD, Custom
+from codec.ownership import writable_by_others
 from codec.spec_structs import spec_struct
 from codec.specs import Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
 from codec.view import dtype_name
@@ -59,11 +62,19 @@ def warmup(
     SpecError
         Not a spec or dtype; no spec takes any of the dtypes.
 
+    Warns
+    -----
+    RuntimeWarning
+        Other users can write the folder ``NUMBA_CACHE_DIR``, from which Numba loads code all the same, or
+        ``CODEC_CACHE_DIR``, where the CUDA engine then keeps no kernels.
+
     Examples
     --------
     >>> codec.warmup(codec.Sign(), "float32")
     """
     choose(engine, "x", "cpu")
+    if engine == "numba":
+        _warn_of_shared_cache()
     wanted: tuple[Any, ...] = _SPECS if specs is None else tuple(specs) if _are_many(specs) else (specs,)
     for spec in wanted:
         spec_struct(spec)  # or it is not one
@@ -76,6 +87,18 @@ def warmup(
             done += _try(spec, name, engine, metric)
     if not done:
         raise SpecError(f"none of these specs takes {', '.join(names)}")
+
+
+def _warn_of_shared_cache() -> None:
+    """Warn if others can write Numba's cache, from which Numba unpickles files."""
+    folder = os.environ.get("NUMBA_CACHE_DIR")
+    if folder and os.path.isdir(folder) and writable_by_others(os.stat(folder)):
+        warnings.warn(
+            f"NUMBA_CACHE_DIR={folder} can be written by other users. Numba unpickles the files there, which can "
+            "run code of theirs: use a folder of your own that has mode 0700",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _are_many(given: Any) -> TypeGuard[Iterable[Any]]:

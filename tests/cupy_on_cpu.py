@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from device import launch
 
-from codec.engines.cuda import gpu, kernels
+from codec.engines.cuda import cache, gpu
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # modes of captures, and of threads meanwhile
 _LEGACY = 1  # another number of stream 0
@@ -452,5 +452,5 @@ def install(monkeypatch: Any, library: Any, capabilities: tuple[str, ...] = ("90
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(gpu, "_gpu", functools.cache(gpu.Gpu))
     monkeypatch.setattr(gpu, "_driver", lambda: types.SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange))
-    monkeypatch.setattr(kernels, "cache_folder", lambda: kernels.Path("/dev/null/nowhere"))
+    monkeypatch.setattr(cache, "cache_folder", lambda: None)
     return machine

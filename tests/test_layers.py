@@ -8,7 +8,7 @@ import codec
 
 # from the bottom; modules of one line do not know each other
 LAYERS = [
-    {"errors"},
+    {"errors", "ownership"},
     {"specs", "core", "dlpack"},
     {"spec_structs", "segmenting", "pool", "view", "predicting"},
     {"metrics.formulas", "metrics.custom"},
@@ -33,7 +33,8 @@ LAYERS = [
     {"engines.numba.loops"},
     {"engines.numba.calls", "engines.numba.trying"},
     {"engines.numba"},
-    {"engines.cuda.image", "engines.cuda.kernels"},
+    {"engines.cuda.image", "engines.cuda.cache"},
+    {"engines.cuda.kernels"},
     {"engines.cuda.gpu"},
     {"engines.cuda.devices"},
     {"engines.cuda.work"},

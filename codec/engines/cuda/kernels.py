@@ -1,4 +1,4 @@
-"""The kernels of ``native/cuda``, and machine code made of them: once for an architecture, and kept on disk.
+"""The kernels of ``native/cuda``, and their machine code: compiled once for an architecture, then kept on disk.
 
 NVRTC is called as it is: CuPy's own way to compile sources would flush subnormals.
 """
@@ -7,12 +7,11 @@ import functools
 import hashlib
 import importlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from codec import _cffi
+from codec.engines.cuda.cache import load_cached, store_cached
 from codec.errors import EngineError
 
 _SIZES, _ROWS = (1, 2, 4, 8), (2, 3, 4, 5, 6)  # bytes of a value; codecs of rows
@@ -92,9 +91,9 @@ def _sources() -> bytes:
 
 
 def compiled(file: str, kernels: tuple[str, ...], arch: str, more: tuple[str, ...] = ()) -> Code:
-    """Kernels of a file for an architecture such as ``"sm_90"``, from the disk if they were compiled before.
+    """Return kernels of a file for an architecture such as ``"sm_90"``, from disk if they were compiled before.
 
-    `more`: options that do not change what they do.
+    `more`: compiler options that do not change what kernels compute.
 
     Raises
     ------
@@ -110,10 +109,11 @@ def compiled(file: str, kernels: tuple[str, ...], arch: str, more: tuple[str, ..
     options = (*_OPTIONS, f"-arch={arch}", *more)
     asked = json.dumps([file, kernels, options, version, cupy.__version__])
     key = hashlib.sha256(asked.encode() + _sources()).hexdigest()
-    code = _load(key)
+    cached = load_cached(key)
+    code = None if cached is None else _unpacked(cached, kernels)
     if code is None:
         code = _compile(nvrtc, file, kernels, arch, options)
-        _store(key, code)
+        store_cached(key, _packed(code))
     return code
 
 
@@ -137,33 +137,16 @@ def _compile(nvrtc: Any, file: str, kernels: tuple[str, ...], arch: str, options
         nvrtc.destroyProgram(program)
 
 
-def cache_folder() -> Path:
-    """Where machine code is kept: ``CODEC_CACHE_DIR``, or ``codec`` in the user's cache folder."""
-    if own := os.environ.get("CODEC_CACHE_DIR"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "codec"
+def _packed(code: Code) -> bytes:
+    """Return code as bytes: names as JSON, a line feed, and the image."""
+    return json.dumps(code.names).encode() + b"\n" + code.image
 
 
-def _load(key: str) -> Code | None:
-    """What was stored; None if nothing was, or if it is damaged."""
+def _unpacked(data: bytes, kernels: tuple[str, ...]) -> Code | None:
+    """Return the code of these kernels that bytes hold; None if they hold something else."""
     try:
-        digest, names, image = (cache_folder() / key).read_bytes().split(b"\n", 2)
-        if hashlib.sha256(names + image).hexdigest().encode() != digest:
-            return None
-        return Code(image, json.loads(names))
-    except (OSError, ValueError):
+        names, image = data.split(b"\n", 1)
+        found: Any = json.loads(names)
+        return Code(image, {kernel: str(found[kernel]) for kernel in kernels})
+    except (ValueError, LookupError, TypeError):
         return None
-
-
-def _store(key: str, code: Code) -> None:
-    """For all processes to come. Where that cannot be, each compiles for itself."""
-    names = json.dumps(code.names).encode()
-    digest = hashlib.sha256(names + code.image).hexdigest().encode()
-    folder = cache_folder()
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as f:
-            f.write(b"\n".join((digest, names, code.image)))
-        Path(f.name).replace(folder / key)  # whole, or not at all
-    except OSError:
-        pass

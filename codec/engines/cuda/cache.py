@@ -1,0 +1,100 @@
+"""Machine code of kernels, kept on disk for later processes.
+
+A kernel runs with the rights of the process, so no file is loaded that another user could have written. The digest in a
+file finds damage. It says nothing about who wrote the file.
+"""
+
+import hashlib
+import os
+import secrets
+import stat
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from codec.ownership import writable_by_others
+
+_MAX_NBYTES = 64 << 20  # of a file; kernels take less than 1 MiB
+_DIGEST = hashlib.sha256().digest_size
+_NO_WAIT = os.O_NOFOLLOW | os.O_NONBLOCK  # neither through a link, nor waiting for a pipe
+
+
+def cache_folder() -> Path | None:
+    """Return ``CODEC_CACHE_DIR``, or ``codec`` in the user's cache folder; None where the user has no home folder."""
+    if own := os.environ.get("CODEC_CACHE_DIR"):
+        return Path(own)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "codec"
+    except RuntimeError:  # a container whose user is unknown there
+        return None
+
+
+@contextmanager
+def _opened(path: str | Path, flags: int, folder: int | None = None) -> Generator[int]:
+    """Open a file or folder to read. `folder`: descriptor of the folder that the path starts from."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags, dir_fd=folder)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def load_cached(key: str) -> bytes | None:
+    """Return what :func:`store_cached` stored under a key.
+
+    Returns
+    -------
+    bytes or None
+        None if there is no such file, or one that cannot be read, is damaged, is not a regular file of this user or
+        root, or could have been written by others. No failure raises.
+    """
+    try:
+        folder = cache_folder()
+        if folder is None:
+            return None
+        with _opened(folder, os.O_DIRECTORY) as at, _opened(key, _NO_WAIT, at) as fd:
+            status = os.fstat(fd)
+            if writable_by_others(os.fstat(at)) or writable_by_others(status) or not stat.S_ISREG(status.st_mode):
+                return None
+            with open(fd, "rb", closefd=False) as f:
+                digest, data = f.read(_DIGEST), f.read(_MAX_NBYTES)
+            return data if hashlib.sha256(data).digest() == digest else None
+    except Exception:  # whatever failed, the kernel can be compiled
+        return None
+
+
+def store_cached(key: str, data: bytes) -> None:
+    """Store bytes under a key, whole or not at all, in a file that this user alone can read and write.
+
+    Nothing is stored where that cannot be done. If others can write the folder a RuntimeWarning says so.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _opened(folder, os.O_DIRECTORY) as at:
+            if writable_by_others(os.fstat(at)):
+                warnings.warn(
+                    f"CUDA kernels are compiled anew by each process, since other users can write {folder}: "
+                    "set CODEC_CACHE_DIR to a folder of your own that has mode 0700",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return
+            _write(at, key, hashlib.sha256(data).digest() + data)
+
+
+def _write(folder: int, key: str, data: bytes) -> None:
+    """Write a file beside the one of this name, and put it in its place when it is whole."""
+    name = f"{key}.{secrets.token_hex(8)}"
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    try:
+        with open(fd, "wb") as f:
+            f.write(data)
+        os.replace(name, key, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name, dir_fd=folder)
+        raise
