@@ -129,6 +129,8 @@ def run(task: Callable[[int, int], Any], count: int, threads: int) -> list[Any]:
     When this returns or raises, whatever it raises, no task is running any more and none will begin. Of several errors
     the first in order is raised; an interrupt of this thread comes before all of them, and what was not begun is left.
     """
+    if not count:
+        return []
     results: list[Any] = [None] * count
     failed: list[Exception | None] = [None] * count
     todo = list(reversed(range(count)))

@@ -165,3 +165,13 @@ def test_a_bucket_of_segments():
     for bad in ([5], ["ab"], [(3, -1)], [(2.5,)], [None]):
         with pytest.raises(codec.SpecError):
             codec.segments(bad)
+
+
+@pytest.mark.parametrize("shapes", [[(600,)], [(1 << 18,)], [(600,), (600,)], [(0,)], [(0,), (0,)]], ids=str)
+@pytest.mark.parametrize("threads", [2, 3, 1 << 70])
+def test_few_tensors_over_more_threads(shapes, threads):
+    """Every tensor may be large among so few, so that none is left to be spread over threads."""
+    xs = [np.ones(shape, np.float32) for shape in shapes]
+    frames = codec.encode_many(xs, threads=threads)
+    assert frames == [codec.encode(x) for x in xs]
+    assert all((y == x).all() for x, y in zip(xs, codec.decode_many(frames, threads=threads), strict=True))
