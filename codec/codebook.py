@@ -12,7 +12,7 @@ from codec.errors import SpecError
 from codec.metrics.asked import Asked, asked
 from codec.segmenting import pack
 from codec.spec_structs import spec_struct
-from codec.specs import Lossless, Spec, Truncate, whole
+from codec.specs import Lossless, Spec, Truncate, shown, whole
 from codec.view import TensorView, dtype_name, fetch, on_host, view, view_bytes
 
 _DEFAULT = Lossless()
@@ -115,7 +115,10 @@ class Codebook:
             Counts of another shape or below 0, or a spec or dtype without exponents.
         """
         _check_spec(spec)
-        array = np.asarray(counts)
+        try:
+            array = np.asarray(counts)
+        except (TypeError, ValueError, RuntimeError) as e:
+            raise SpecError(f"counts must be 256 integers, not {shown(counts)}: {e}") from None
         if array.shape != (256,) or array.dtype.kind not in "iu" or (array.dtype.kind == "i" and (array < 0).any()):
             raise SpecError("counts must be 256 integers, none below 0")
         book = ffi.new("codec_codebook *")
@@ -231,12 +234,12 @@ def count_symbols(
 
 def _check_spec(spec: object) -> None:
     if not isinstance(spec, Lossless | Truncate):
-        raise SpecError(f"{spec!r} has no exponents that a codebook could be for")
+        raise SpecError(f"{shown(spec)} has no exponents that a codebook could be for")
 
 
 def given_codebooks(books: Any) -> "tuple[Codebook, ...]":
     """What ``codebooks=`` says, looked through."""
     found: tuple[Any, ...] = tuple(books) if hasattr(books, "__iter__") else (books,)
     if not all(isinstance(book, Codebook) for book in found):
-        raise SpecError(f"not codebooks: {books!r}")
+        raise SpecError(f"not codebooks: {shown(books)}")
     return found

@@ -126,6 +126,8 @@ def use_isa(name: str | None) -> _Forced:
 
 
 def _number_of(name: str | None) -> int:
+    if name is not None and not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise errors.EngineError(f"an instruction set has a name, {', '.join(isas())}, not a {type(name).__name__}")
     if name and name not in isas():
         raise errors.EngineError(f"instruction set {name!r} is not usable here, these are: {', '.join(isas())}")
     return _isa_names.index(name) + 1 if name else 0

@@ -11,7 +11,7 @@ from codec.engines import Engine, choose
 from codec.engines.request import DecodeRequest
 from codec.errors import SpecError, Status
 from codec.frame import inspect
-from codec.specs import float32, shown, whole
+from codec.specs import float32, shown, truth, whole
 from codec.view import TensorView, device_like, kind_of, mark_written, new, view_bytes, view_output
 
 
@@ -103,9 +103,9 @@ def decode(
         None if threads is None else pool.check_threads(threads),
         metric,
         state,
-        check_first,
+        truth("check_first", check_first),
         None if head is None else view_bytes(head),
-        nontemporal,
+        truth("nontemporal", nontemporal),
         False,
         False,
     )
@@ -207,6 +207,7 @@ def accumulate(
     v = view_bytes(frame)
     books = given_codebooks(codebooks) if codebooks is not None else ()
     first = None if head is None else view_bytes(head)
+    check_first = truth("check_first", check_first)
     r = DecodeRequest((v,), out, None, books, None, threads, metric, state, check_first, first)
     try:
         engine_for(engine, v, out, None).accumulate(r, factor)
@@ -296,12 +297,13 @@ def reduce(
         threads = pool.check_threads(threads)
     most = None if max_nbytes is None else check_limit(max_nbytes)
     if not isinstance(op, str) or op not in _OPS:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise SpecError(f"op must be one of {tuple(_OPS)}, got {op!r}")
+        raise SpecError(f"op must be one of {tuple(_OPS)}, got {shown(op)}")
     views = _views_of(frames)
     if not views:
         raise SpecError("there are no frames to reduce")
     books = given_codebooks(codebooks) if codebooks is not None else ()
-    given = (views, out, like, books, most, threads, metric, state, check_first)
+    given = (views, out, like, books, most, threads, metric, state, truth("check_first", check_first))
+    nontemporal, check_finite = truth("nontemporal", nontemporal), truth("check_finite", check_finite)
     r = DecodeRequest(*given, nontemporal=nontemporal, check_finite=check_finite)
     try:
         return engine_for(engine, views[0], out, like).reduce(r, _OPS[op])

@@ -12,7 +12,7 @@ from codec.errors import EngineError, SpecError
 from codec.metrics.asked import Asked, asked
 from codec.segmenting import pack
 from codec.spec_structs import spec_struct
-from codec.specs import Lossless, Spec, Truncate, shown, whole
+from codec.specs import Lossless, Spec, Truncate, shown, truth, whole
 from codec.view import TensorView, dtype_name, mark_written, new, view, view_output
 
 DEFAULT = Lossless()
@@ -46,7 +46,7 @@ def bound(shape: int | Iterable[int], dtype: Any, spec: Spec = DEFAULT) -> int:
         sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
         sizes = tuple(whole("a dimension", s, 0, (1 << 60) - 1) for s in sizes)
     except TypeError:
-        raise SpecError(f"not a shape: {shape!r}") from None
+        raise SpecError(f"not a shape: {shown(shape)}") from None
     if len(sizes) > lib.CODEC_MAX_RANK:
         raise SpecError(f"rank {len(sizes)} is above {lib.CODEC_MAX_RANK}")
     size = ffi.new("size_t *")
@@ -161,7 +161,7 @@ def encode(
         asked_of(spec, metric, state, v) if levels else None,
         threads,
         feedback if feedback is False else _check_feedback(feedback, residual, spec),
-        check_first,
+        truth("check_first", check_first),
     )
     r: EncodeRequest = new(EncodeRequest, fields)
     if levels and r.residual is not None and r.metric is not None:

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any, cast
 
 from codec.errors import SpecError
-from codec.specs import whole
+from codec.specs import shown, whole
 
 Segments = list[tuple[int, tuple[int, ...]]]
 
@@ -57,7 +57,7 @@ def segments(tensors: Any) -> Segments:
         try:
             sizes = tuple(whole("a dimension", n, 0) for n in shape)
         except TypeError:
-            raise SpecError(f"segment {len(found)} is neither a tensor nor a shape: {item!r}") from None
+            raise SpecError(f"segment {len(found)} is neither a tensor nor a shape: {shown(item)}") from None
         found.append((offset, sizes))
         offset += prod(sizes)
     return found

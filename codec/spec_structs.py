@@ -101,7 +101,7 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
                 how = {"variant": _index(specs.Sent, levels), "guard": spec.guard_bits}
             return {"codec": lib.CODEC_TRUNCATE, "cap": cap, "options": options, **how}
         case _:
-            raise SpecError(f"not a spec: {spec!r}")
+            raise SpecError(f"not a spec: {shown(spec)}; {spec_hint(spec)}")
 
 
 def spec_of(struct: Any) -> Spec:

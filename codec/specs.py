@@ -21,12 +21,16 @@ Guard = Literal["exact", "near", "feedback", "max"]
 Nonfinite = Literal["error", "propagate"]
 
 
+_MAX_SHOWN = 120  # characters
+
+
 def shown(value: object) -> str:
-    """A value for a message."""
+    """Return the repr of a value in one line for a message, cut where it is long."""
     try:
-        return repr(value)
+        text = " ".join(repr(value).split())
     except ValueError:  # Python refuses to print integers of more than a few thousand digits
         return "a number of thousands of digits"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _one_of(name: str, value: object, choices: object) -> None:
@@ -51,11 +55,23 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
     return number
 
 
+def truth(name: str, value: Any) -> bool:
+    """Return the value of an argument that must be True or False, or anything else that has a truth value."""
+    if value is True or value is False:
+        return value
+    try:
+        return bool(value)
+    except (TypeError, ValueError, RuntimeError):  # an array or tensor of many values
+        raise SpecError(f"{name} must be True or False, got {shown(value)}") from None
+
+
 def plain(value: Any) -> Any:
     """A number of another kind, such as numpy's or a tensor of rank 0, as one of Python's; all else as it is."""
     if value is None or type(value) in (int, float, bool, str):
         return value
-    if getattr(value, "shape", ()) or any(name in str(getattr(value, "dtype", "")) for name in ("bool", "complex")):
+    if isinstance(value, type) or getattr(value, "shape", ()):
+        return value
+    if any(name in str(getattr(value, "dtype", "")) for name in ("bool", "complex")):
         return value
     try:
         return operator.index(value)
@@ -275,7 +291,7 @@ class Float8(Spec):
         _one_of("nonfinite", self.nonfinite, Nonfinite)
         _positive("scale", self.scale)
         if type(self.entropy) is not bool:
-            raise SpecError(f"entropy must be a bool, got {self.entropy!r}")
+            raise SpecError(f"entropy must be a bool, got {shown(self.entropy)}")
         _whole("seed", self.seed, 0, (1 << 32) - 1)
 
     @property

@@ -93,11 +93,10 @@ def _find_name(dtype: Any) -> str | None:
         pass
     if dtype is None:
         return None
-    name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
-    if name in DTYPES:
-        return name
     try:
-        name = np.dtype(dtype).name
+        name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
+        if name not in DTYPES:
+            name = np.dtype(dtype).name
     except (TypeError, ValueError, SyntaxError):
         return None
     return name if name in DTYPES else None
@@ -426,7 +425,7 @@ def fetch(name: str, v: TensorView, nbytes: int | None = None) -> TensorView:
     if v.device == "cpu":
         return v
     x: Any = v.owner
-    if not is_torch(x) and not hasattr(x, "get"):
+    if v.device == "meta" or (not is_torch(x) and not hasattr(x, "get")):
         return on_host(name, v)
     x = x.reshape(-1)[: -(-(v.nbytes if nbytes is None else nbytes) // ITEMSIZE[v.dtype])]
     array = x.cpu().numpy() if is_torch(x) else np.asarray(x.get())

@@ -19,7 +19,7 @@ from codec.errors import SpecError
 from codec.metrics import SGD, Custom
 from codec.ownership import writable_by_others
 from codec.spec_structs import spec_struct
-from codec.specs import Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
+from codec.specs import Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate, truth
 from codec.view import dtype_name
 
 _SPECS = (Lossless(), Sign(), Ternary(), Float8(), Float4(), Quantize(), Truncate())
@@ -73,6 +73,7 @@ def warmup(
     >>> codec.warmup(codec.Sign(), "float32")
     """
     choose(engine, "x", "cpu")
+    progress = None if progress is None else truth("progress", progress)
     if engine == "numba":
         _warn_of_shared_cache()
     wanted: tuple[Any, ...] = _SPECS if specs is None else tuple(specs) if _are_many(specs) else (specs,)

@@ -23,7 +23,7 @@ from codec.engines import native
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import EngineError
 from codec.metrics.asked import Asked
-from codec.specs import Spec
+from codec.specs import Spec, shown
 from codec.view import TensorView, refusal
 
 
@@ -116,10 +116,10 @@ def choose(name: Any, argument: str, device: str) -> Engine:
                 f"{refusal(argument, device, 'the native engine')} (the {name} engine cannot be used here: {why_not})"
             )
         return cast(Engine, engine)
+    if not isinstance(name, str) or name not in _NAMES:
+        raise EngineError(f"no engine {shown(name)}; there are {', '.join(_NAMES)}")
     if name == "native":
         return _native
-    if not isinstance(name, str) or name not in _NAMES:
-        raise EngineError(f"no engine {name!r}; there are {', '.join(_NAMES)}")
     engine, why_not = _find(name)
     if why_not is not None:
         raise EngineError(f"the {name} engine cannot be used here: {why_not}")

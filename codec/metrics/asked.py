@@ -29,6 +29,8 @@ class Asked(NamedTuple):
 
 def asked(metric: Any, state: Mapping[str, Any] | None, n: int) -> Asked | None:
     """A metric and its state, or levels, for n values, looked through; None if there is none."""
+    if state is not None and not hasattr(state, "items"):
+        raise SpecError(f"state= must be a mapping, not {type(state).__name__}")
     if metric is None:
         if state:
             raise SpecError("state= needs metric=")
@@ -42,8 +44,6 @@ def asked(metric: Any, state: Mapping[str, Any] | None, n: int) -> Asked | None:
         if v.dtype != "uint8" or v.nbytes != n:
             raise SpecError("metric= must be a metric, a list of (offset, metric), or a uint8 level for each value")
         return Asked((), {}, v)
-    if state is not None and not hasattr(state, "items"):
-        raise SpecError(f"state= must be a mapping, not {type(state).__name__}")
     arrays = {name: x for name, x in (state or {}).items() if x is not None}
     if others := set(arrays) - {"theta", "m", "v"}:
         raise SpecError(f"state has theta, m and v, not {', '.join(sorted(map(str, others)))}")

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from codec.errors import EngineError, SpecError
+from codec.specs import shown
 
 _by_address: "WeakValueDictionary[int, Custom]" = WeakValueDictionary()
 
@@ -46,7 +47,7 @@ class Custom:
             own: Any = numba.jit(**options)(getattr(function, "py_func", function))
             self.names = tuple(inspect.signature(own.py_func).parameters)
         except (TypeError, AttributeError):
-            raise SpecError(f"a metric is a function of theta, m and v, not {function!r}") from None
+            raise SpecError(f"a metric is a function of theta, m and v, not {shown(function)}") from None
         if not self.names or set(self.names) - {"theta", "m", "v"}:
             raise SpecError(f"a metric is a function of theta, m and v, not of {', '.join(self.names)}")
 

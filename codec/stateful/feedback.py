@@ -8,6 +8,7 @@ import numpy as np
 from codec.core import ITEMSIZE
 from codec.encoding import encode
 from codec.errors import SpecError, StateError
+from codec.spec_structs import spec_hint
 from codec.specs import Lossless, Spec, plain
 from codec.specs import shown as told
 from codec.stateful.ranges import (
@@ -99,11 +100,11 @@ class ErrorFeedback:
 
     def __init__(self, spec: Spec, *, role: Role = "worker") -> None:
         if not isinstance(spec, Spec):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise SpecError(f"not a spec: {spec!r}")
+            raise SpecError(f"not a spec: {told(spec)}; {spec_hint(spec)}")
         if isinstance(spec, Lossless):
             raise SpecError("Lossless loses nothing that could be fed back")
         if not isinstance(role, str) or role not in ROLES:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise SpecError(f"role must be one of {ROLES}, got {role!r}")
+            raise SpecError(f"role must be one of {ROLES}, got {told(role)}")
         self.spec = spec
         self.role: Role = role
         self._now = _Now({}, {}, {})

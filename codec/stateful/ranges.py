@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from codec.errors import SpecError
+from codec.specs import shown as told
 from codec.specs import whole
 
 Range = tuple[str, int, int]  # key, start, stop
@@ -43,7 +44,7 @@ def _looked_through(given: tuple[Any, ...]) -> Layout:
     found: list[Range] = []
     for item in given:
         if len(item) not in (2, 3) or type(item[0]) is not str:
-            raise SpecError(f"a layout has (key, numel) or (key, start, stop), keys being strings, not {item!r}")
+            raise SpecError(f"a layout has (key, numel) or (key, start, stop), keys being strings, not {told(item)}")
         start = whole("the start of a range", item[1], 0, _MOST) if len(item) == 3 else 0
         found.append((item[0], start, whole("the end of a range", item[-1], start, _MOST)))
     if (twice := shared(found)) is not None:

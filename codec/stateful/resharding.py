@@ -7,6 +7,7 @@ import numpy as np
 
 from codec.errors import SpecError, StateError
 from codec.predicting import MAX_RANKS
+from codec.specs import shown as told
 from codec.specs import whole
 from codec.stateful.ranges import Layout, Range, Store, gather, layout_of, pieces, shared, shown, union, without
 from codec.stateful.saved import load, save
@@ -79,7 +80,7 @@ def reshard(
     """
     world_size = whole("world_size", world_size, 1, MAX_RANKS)
     if not isinstance(op, str) or op not in get_args(Reduction):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise SpecError(f"op must be one of {get_args(Reduction)}, got {op!r}")
+        raise SpecError(f"op must be one of {get_args(Reduction)}, got {told(op)}")
     loaded = [load(saved) for saved in _sequence_of(state_dicts)]
     if not loaded:
         raise SpecError("reshard needs the state dicts of all old ranks, and got none")

@@ -38,7 +38,7 @@ def plain(saved: Any, name: str, kind: type[Any]) -> Any:
     """An entry that is an int or a string, which files of numpy's keep as an array."""
     try:
         value = saved[name]
-    except (KeyError, TypeError, IndexError):
+    except (LookupError, TypeError, ValueError):
         raise StateError(f"this is not a state dict: it has no {name!r}") from None
     value = value.item() if getattr(value, "shape", None) == () else value
     if type(value) is not kind:
@@ -73,14 +73,14 @@ def load(saved: Any) -> tuple[str, Store]:
     entries = opened(saved)
     role = plain(entries, "role", str)
     if role not in ROLES:
-        raise StateError(f"the role of this state is {role!r}, which is none of {ROLES}")
+        raise StateError(f"the role of this state is {told(role)}, which is none of {ROLES}")
     del entries["version"], entries["role"]
     store: dict[tuple[Range, ...], Array] = {}
     for name, value in entries.items():
         found = _RANGE.fullmatch(str(name))
         array = array_of(name, value, "float32")
         if found is None or len(array) != int(found[3]) - int(found[2]):
-            raise StateError(f"{name!r} with {len(array)} values is not a range key[start:stop]")
+            raise StateError(f"{told(name)} with {len(array)} values is not a range key[start:stop]")
         if not np.isfinite(array).all():
             raise StateError(f"the residual of {name} holds NaN or Inf")
         store[((found[1], int(found[2]), int(found[3])),)] = array
