@@ -1,6 +1,7 @@
 """DDP hooks serve every kind of parameter and model that DistributedDataParallel trains, or refuse it at once."""
 
 import copy
+import pickle
 import subprocess
 import sys
 
@@ -185,6 +186,7 @@ def _second_model(rank, size):
     with pytest.raises(codec.SpecError, match="serves one model"):
         hook.register(other)
     stepped(first, rank, forward)
+    assert len(pickle.dumps(hook)) < 10_000  # without the model
     again = DistributedDataParallel(copy.deepcopy(first.module))
     hook.register(again)  # the same model anew, as after a rank was lost
     stepped(again, rank, forward)

@@ -263,12 +263,11 @@ class Hook:
             or values that the model does not have. The hook is as before.
         """
         saved = hook_state.Saved(state, *self._owner)
-        expected = [*(hook_state.ROLES if self._residuals else ()), *(["refresher"] if self.refresher else ())]
-        saved.check_parts(expected)
-        if self._residuals is not None:
-            hook_state.check_rank((saved.rank, saved.world_size), self._owner)
+        expected = hook_state.ROLES if self._residuals is not None else ()
+        saved.check_parts([*expected, *(["refresher"] if self.refresher is not None else ())])
         residuals = None
         if self._residuals is not None:
+            hook_state.check_rank((saved.rank, saved.world_size), self._owner)
             residuals = Residuals(self.spec)
             residuals.load_state_dict(saved.parts)
             if self.plan.names:
@@ -324,7 +323,7 @@ class Hook:
         lifetime.check_bucket(bucket)
         self.called = True
         try:
-            if self._model is None:  # registered by torch's own register_comm_hook
+            if self._model is None or self._model() is None:  # registered by torch's own register_comm_hook
                 self._adopt(*self._checked(lifetime.model_of(self)))
             pending = self._begin(bucket)
             if bucket.is_last():
@@ -534,6 +533,7 @@ class Hook:
         if self._resumed:
             self._resumed = []
             self._parts.clear()
+            self._rooms = Rooms()  # which hold all of the gradients now
         if step.exact:
             self.plan.sparse = frozenset(step.sparse)
         if self._residuals is not None:

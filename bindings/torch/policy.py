@@ -1,6 +1,7 @@
 """The spec and the error feedback of each parameter of a model, step by step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -76,6 +77,10 @@ class Plan:
         self.sparse: frozenset[str] | None = None  # parameters whose gradients are mostly zero; None: not known yet
         self._basis: object = None  # what the choices of the step before depend on, if they cannot change otherwise
         self._uneven: set[torch.Tensor] = set()  # parameters whose rows have gradients of very different magnitudes
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the plan without the model's parameters."""
+        return self.__dict__ | {"names": {}, "chosen": {}, "_uneven": set[Any](), "_basis": None}
 
     @property
     def feedback(self) -> bool:
