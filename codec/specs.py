@@ -457,3 +457,19 @@ class Truncate(Spec):
         if isinstance(self.guard, int):
             return self.guard
         return {"exact": 6 if self.granularity == "bit" else 4, "feedback": -11}.get(self.guard, -8)
+
+
+def check_contraction(spec: Spec) -> None:
+    """Raise SpecError, with advice, unless error feedback is of use for a spec and converges."""
+    if isinstance(spec, Lossless):
+        raise SpecError("Lossless loses nothing that could be fed back")
+    if spec.contraction:
+        return
+    advice = "leave scale= out"
+    if isinstance(spec, Ternary):
+        advice = "its values are unbiased, leave feedback out"
+    elif isinstance(spec, Sign):
+        advice = 'use scale="l1" or "two_mean"'
+    elif isinstance(spec, Quantize):
+        advice = 'use levels="odd" with rounding="nearest", smaller groups, or more bits; or leave feedback out'
+    raise SpecError(f"{spec} is not a contraction, and error feedback may diverge with it: {advice}")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from codec import PeerError, SpecError, StateError, Status
 from codec.spec_structs import spec_struct
-from codec.specs import Lossless, Quantize, Sign, Spec, Ternary
+from codec.specs import Spec, check_contraction
 from codec.stateful import CodebookRefresher
 from codec.torch import arguments, collectives, hook_state, lifetime, other_dtypes, ternary
 from codec.torch.buckets import Part, Rooms, by_state, cut, cut_as, n_values, scatter
@@ -573,24 +573,11 @@ def check(
         raise SpecError(f"{spec} drops bits by the optimizer's step: pass optimizer=")
     if feedback not in (None, True, False):
         raise SpecError(f"feedback must be True, False or None, got {feedback!r}")
-    if feedback and isinstance(spec, Lossless):
-        raise SpecError("Lossless loses nothing that could be fed back")
+    if feedback:
+        check_contraction(spec)
     if algorithm == "shared_scale":
         ternary.check(spec, "mean")
-    if feedback and not spec.contraction:
-        raise SpecError(f"{spec} is not a contraction, and error feedback may diverge with it: {_advice(spec)}")
     if (feedback or (feedback is None and feeds_back(spec))) and algorithm == "ring":
         raise SpecError("a ring has no error feedback: its frames hold sums of other ranks' values")
     if refresher is not None and refresher.spec != spec:
         raise SpecError(f"a refresher of {refresher.spec} does not go with {spec}")
-
-
-def _advice(spec: Spec) -> str:
-    """Return what to use with error feedback instead of a codec that is not a contraction."""
-    if isinstance(spec, Ternary):
-        return "its values are unbiased, leave feedback out"
-    if isinstance(spec, Sign):
-        return 'use scale="l1" or "two_mean"'
-    if isinstance(spec, Quantize):
-        return 'use levels="odd" with rounding="nearest", smaller groups, or more bits; or leave feedback out'
-    return "leave scale= out"
