@@ -387,10 +387,13 @@ if way == "destroy":
     dist.destroy_process_group()
 elif way == "abort":
     dist.group.WORLD.abort()
+elif way == "callbacks":
+    for _ in range(3):
+        dist.all_reduce(tensor, async_op=True).get_future().then(lambda f: dist.all_reduce(torch.ones(100_000)))
 """
 
 
-@pytest.mark.parametrize("way", ["leave", "destroy", "abort"])
+@pytest.mark.parametrize("way", ["leave", "destroy", "abort", "callbacks"])
 def test_processes_end_well(way, tmp_path):
     """However a script leaves its group, the thread of the collectives does not die in the midst of something."""
     command = [sys.executable, "-P", "-W", "error", "-c", SCRIPT, way, str(tmp_path / "store")]

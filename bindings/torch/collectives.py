@@ -52,7 +52,11 @@ class Line:
         self.finish(lambda: self.channel.check_same("version of codec", [hashed(codec.__version__)]))
 
     def finish(self, work: Callable[[], T]) -> T:
-        """Do this now. Where Ctrl-C ends the wait for it, it is given up: what it would write is the caller's again."""
+        """Run `work` after what was submitted before, and return its result.
+
+        Where Ctrl-C ends the wait, the collective is given up: the caller's tensors are not written any more.
+        """
+        self.worker.check_thread()
         pending = None
         try:
             pending = self.worker.submit(work)
@@ -63,7 +67,9 @@ class Line:
             raise
 
     def give_up(self) -> None:
-        """What is under way fails and writes nothing, and so does all that comes; peers are told."""
+        """Have the collective in flight and all later ones fail without writing a tensor; peers learn of it."""
+        if self.worker.forked:  # the connections are the parent's
+            return
         self.channel.abandon()
         self.worker.submit(self.channel.close)
 
@@ -93,7 +99,7 @@ def _is_apart(group: Any, what: str) -> bool:
 def hang_up(group: Any, *, now: bool) -> None:
     """End a group's line, after what was begun; or now: what is under way fails and writes nothing."""
     line = _lines.get(group)
-    if line is None:
+    if line is None or line.worker.forked:
         return
     if now:
         line.give_up()
