@@ -350,17 +350,19 @@ def test_abort():
     ranks(2, _aborted, backend="codec")
 
 
-def _aborted_before_copies(rank, size):
-    """Gathered, but not yet where it belongs."""
+def _aborted_before_results_are_stored(rank, size):
+    """The group is aborted when all ranks have succeeded, and before results are stored."""
     group, gate, there = dist.group.WORLD, threading.Event(), threading.Event()
-    begin, line = codec.torch.backend._begin, codec.torch.collectives.line_of(group)
+    channel = collectives.line_of(group).channel
+    conclude = channel.conclude
 
-    def and_wait(*args, **how):
-        pending = begin(*args, **how)
-        line.worker.submit(lambda: (there.set(), gate.wait()))
-        return pending
+    def and_wait(*args):
+        largest = conclude(*args)
+        there.set()
+        gate.wait()
+        return largest
 
-    codec.torch.backend._begin = and_wait
+    channel.conclude = and_wait
     lists = [torch.zeros(9000) for _ in range(size)]
     work = dist.all_gather(lists, values(rank, 9000), async_op=True)
     there.wait()
@@ -371,8 +373,8 @@ def _aborted_before_copies(rank, size):
     assert not torch.cat(lists).any()
 
 
-def test_abort_before_all_is_copied():
-    ranks(2, _aborted_before_copies, backend="codec")
+def test_abort_before_results_are_stored():
+    ranks(2, _aborted_before_results_are_stored, backend="codec")
 
 
 SCRIPT = """

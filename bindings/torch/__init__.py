@@ -6,8 +6,9 @@
 """
 
 from codec.torch.backend import Options, ProcessGroup, register_backend
-from codec.torch.collectives import all_gather, all_reduce, all_to_all, exchange, reduce_scatter
+from codec.torch.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from codec.torch.ddp import comm_hook, ddp_hook
+from codec.torch.exchanging import exchange
 from codec.torch.fsdp import AllGather, ReduceScatter
 from codec.torch.hook import Hook
 from codec.torch.policy import Policy, default_policy

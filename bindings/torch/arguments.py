@@ -15,7 +15,7 @@ from codec.segmenting import Records, pack, unpack
 from codec.specs import Spec
 from codec.torch.channel import Array
 from codec.torch.reduction import Reduction
-from codec.view import mark_written, view
+from codec.view import _check_storage, mark_written, view
 
 Op = Literal["mean", "sum", "max"]
 
@@ -61,8 +61,56 @@ def check_dense(tensor: Any) -> None:
     """Raise SpecError unless it is a tensor whose memory holds its values."""
     if not isinstance(tensor, torch.Tensor):
         raise SpecError(f"not a torch tensor: {type(tensor).__name__}")
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_neg():
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_neg():
         raise SpecError("only dense tensors that hold values can be used, no sparse, meta or negated ones")
+
+
+def check_output(tensor: Any, dtype: torch.dtype, n: int, name: str = "output") -> None:
+    """Check that the result of a collective can be stored in a tensor.
+
+    All that :func:`publish` could fail at is checked here, before ranks agree to begin: afterwards an error on one
+    rank would not be an error on the others.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Where the result is to be stored. Any strides, any device; an inference tensor or one that requires a gradient.
+    dtype : torch.dtype
+        The dtype that it must have.
+    n : int
+        The number of values that it must have.
+    name : str
+        The argument's name, for the message.
+
+    Raises
+    ------
+    SpecError
+        The tensor is not dense, has no memory, another dtype or size, or values that share memory with each other.
+    """
+    check_dense(tensor)
+    if tensor.dtype != dtype or tensor.numel() != n:
+        raise SpecError(
+            f"{name} must have {n} values of {dtype}, to go with the tensor; it has {tensor.numel()} of {tensor.dtype}"
+        )
+    _check_storage(tensor, tensor.device.type)
+    if n and not tensor.data_ptr():
+        raise SpecError(f"{name} is a {type(tensor).__name__} without memory: pass what holds its values")
+    if _overlaps(tensor):
+        raise SpecError(
+            f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}, so that values may share memory: "
+            "pass a contiguous tensor"
+        )
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Return True if values of a tensor may share memory with each other."""
+    end = 0  # offset of the last value in the dimensions of smaller strides
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= end:
+                return True
+            end += stride * (size - 1)
+    return False
 
 
 @functools.lru_cache(256)
@@ -89,13 +137,25 @@ def as_array(x: Any) -> Array:
 
 
 def publish(result: Array, r: Reduction, tensor: torch.Tensor) -> None:
-    """Store what was reduced."""
+    """Store the result of a collective in a tensor, which :func:`check_output` has accepted.
+
+    Works for inference tensors in any thread: torch's inference mode belongs to the caller's thread.
+
+    Parameters
+    ----------
+    result : ndarray
+        As many values as the tensor has; bfloat16 as uint16.
+    r : Reduction
+        Says the dtype.
+    tensor : torch.Tensor
+        Gets the values.
+    """
     if tensor.device.type == "cpu" and tensor.is_contiguous():
-        np.copyto(as_array(tensor), result)  # torch's copy reads each line before it overwrites it
+        np.copyto(as_array(tensor), result.reshape(-1))  # torch's copy reads each line before it overwrites it
         mark_written(tensor)
         return
     values = torch.from_numpy(result)
     if r.dtype == "bfloat16":
         values = values.view(torch.bfloat16)
-    with torch.no_grad():
-        tensor.copy_(values.view(tensor.shape))
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.copy_(values.reshape(tensor.shape))

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from codec import PeerError
-from codec.segmenting import segments
 from codec.spec_structs import spec_struct
 from codec.specs import Lossless, Spec, whole
-from codec.torch import arguments, collectives
+from codec.torch import arguments, coalesced, collectives
 from codec.torch.collectives import Algorithm
 from codec.torch.handle import Handle
 from codec.torch.worker import Pending
@@ -140,45 +139,23 @@ class ProcessGroup(_Base):
         return self._options.spec if op in _SUMS else Lossless()
 
     def _all_reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> Handle:
-        algorithm = self._options.algorithm if op in _SUMS else "auto"
+        algorithm: Algorithm = self._options.algorithm if op in _SUMS else "auto"
         how = self._how(self._spec_for(op)) | {"op": op, "algorithm": algorithm}
         if len(tensors) == 1:
             return Handle(_begin(collectives.all_reduce, tensors[0], **how), tensors)
-        flat = torch.cat([t.detach().reshape(-1) for t in tensors])
-        pending = _begin(collectives.all_reduce, flat, segments=segments(tensors), **how)
-        parts = flat.split([t.numel() for t in tensors])
-        return self._then(pending, lambda: _copy(parts, tensors), tensors)
+        return Handle(coalesced.all_reduce(tensors, **how), tensors)
 
     def _reduce_scatter(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any) -> Handle:
         how = self._how(self._spec_for(op)) | {"op": op}
-        if len(outputs) == 1:
+        if len(outputs) == 1 == len(inputs):
             return Handle(_begin(collectives.reduce_scatter, outputs[0], inputs[0], **how), outputs)
-        flat = torch.cat([t.detach().reshape(self.size(), -1) for t in inputs], 1)
-        output = torch.empty(flat.shape[1], dtype=flat.dtype)
-        pending = _begin(collectives.reduce_scatter, output, flat, **how)
-        parts = output.split([t.numel() for t in outputs])
-        return self._then(pending, lambda: _copy(parts, outputs), outputs)
+        return Handle(coalesced.reduce_scatter(outputs, inputs, **how), outputs)
 
     def _all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Handle:
         how = self._how(self._options.gather)
-        if len(outputs) == 1:
+        if len(outputs) == 1 == len(inputs):
             return Handle(_begin(collectives.all_gather, outputs[0], inputs[0], **how), outputs)
-        flat = torch.cat([t.detach().reshape(-1) for t in inputs])
-        output = torch.empty(self.size(), flat.numel(), dtype=flat.dtype)
-        pending = _begin(collectives.all_gather, output, flat, **how)
-        parts = output.split([t.numel() for t in inputs], 1)
-        return self._then(pending, lambda: _copy(parts, outputs), outputs)
-
-    def _then(self, pending: Pending, finish: Callable[[], None], outputs: Sequence[torch.Tensor]) -> Handle:
-        """The collective and what is to be done after it, in the thread of the collectives: nothing comes between."""
-        line = collectives.line_of(self)
-
-        def work() -> None:
-            pending.wait()
-            with line.channel.writing():
-                finish()
-
-        return Handle(line.worker.submit(work), outputs)
+        return Handle(coalesced.all_gather(outputs, inputs, **how), outputs)
 
     # Each of these is as torch.distributed's. What does not travel is for the plain group: methods of the class above
     # that Python may override hold the interpreter's lock while they wait for one of Gloo's, whose holder may want it.
@@ -220,9 +197,8 @@ class ProcessGroup(_Base):
         to, tensors = ([outputs], [inputs]) if isinstance(inputs, torch.Tensor) else (outputs, inputs)
         if len(to) != 1 or not _alike([*tensors, *to[0]]) or not self._travels(tensors):
             return self._plain.allgather(outputs, inputs, *rest)
-        gathered = torch.empty(self.size(), *tensors[0].shape, dtype=tensors[0].dtype)
-        pending = _begin(collectives.all_gather, gathered, tensors[0], **self._how(self._options.gather))
-        return self._then(pending, lambda: _copy(gathered.unbind(), to[0]), to[0])
+        how = self._how(self._options.gather)
+        return Handle(coalesced.all_gather_list(to[0], tensors[0], **how), to[0])
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> Any:
         """Give all ranks the tensors of all."""
@@ -277,12 +253,6 @@ def _op_of(opts: Any) -> Any:
 
 def _alike(tensors: Sequence[torch.Tensor]) -> bool:
     return all(t.shape == tensors[0].shape for t in tensors)
-
-
-def _copy(values: Sequence[torch.Tensor], to: Sequence[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for t, value in zip(to, values, strict=True):
-            t.copy_(value.reshape(t.shape))
 
 
 def _begin(collective: Callable[..., Pending | None], *tensors: torch.Tensor, **how: Any) -> Pending:

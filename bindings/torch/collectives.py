@@ -1,31 +1,46 @@
 """Collectives over torch.distributed whose tensors travel as frames."""
 
 import functools
-import hashlib
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-import codec
-from codec import FrameError, PeerError, SpecError
+from codec import SpecError
 from codec.segmenting import Records, Segments, unpack
 from codec.specs import Lossless, Spec, Ternary
 from codec.torch import algorithms, raw, ternary
-from codec.torch.arguments import as_array, check_dense, publish, reduction_of
-from codec.torch.channel import Array, Channel, Incoming, Timeout
+from codec.torch.arguments import as_array, check_dense, check_output, publish, reduction_of
+from codec.torch.channel import Array, Channel, Timeout
 from codec.torch.choosing import Choice, report
-from codec.torch.phases import Attempt, copied
+from codec.torch.lines import Line, agree, ask, hang_up, hashed, in_step, line_of, start, storing
 from codec.torch.reduction import Reduction
-from codec.torch.worker import Pending, Worker
+from codec.torch.worker import Pending
 from codec.view import mark_written
 
 Algorithm = Literal["auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"]
-T = TypeVar("T")
+
+__all__ = [
+    "Algorithm",
+    "Line",
+    "agree",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "ask",
+    "check_algorithm",
+    "choose_algorithm",
+    "hang_up",
+    "hashed",
+    "in_step",
+    "line_of",
+    "reduce_scatter",
+    "run",
+    "run_algorithm",
+    "run_all",
+    "signature",
+]
 
 _ALGORITHMS = {
     "two_shot": algorithms.two_shot,
@@ -36,80 +51,7 @@ _ALGORITHMS = {
 }
 _OF_FRAMES = ("two_shot", "all_gather", "ring")  # their results can wait in them
 _CHOICES = 256  # that a group remembers
-_MOST_NBYTES = 1 << 36  # of what one rank sends another by exchange()
 _SMALL = 1 << 16  # bytes of a tensor: two phases take longer than what one sends more
-
-
-class Line:
-    """A group's channel, with the thread that alone uses it."""
-
-    def __init__(self, group: Any, timeout: Timeout | None) -> None:
-        self.worker = Worker(f"codec, rank {group.rank()}")
-        weakref.finalize(self, self.worker.stop)
-        # a thread that waits for another one hears Ctrl-C, one that waits for peers does not
-        self.channel: Channel = self.worker.submit(lambda: Channel(group, timeout)).wait()
-        self.choices: dict[int, Choice] = {}
-        self.finish(lambda: self.channel.check_same("version of codec", [hashed(codec.__version__)]))
-
-    def finish(self, work: Callable[[], T]) -> T:
-        """Run `work` after what was submitted before, and return its result.
-
-        Where Ctrl-C ends the wait, the collective is given up: the caller's tensors are not written any more.
-        """
-        self.worker.check_thread()
-        pending = None
-        try:
-            pending = self.worker.submit(work)
-            return pending.wait()
-        except BaseException:
-            if pending is None or not pending.is_completed():
-                self.give_up()
-            raise
-
-    def give_up(self) -> None:
-        """Have the collective in flight and all later ones fail without writing a tensor; peers learn of it."""
-        if self.worker.forked:  # the connections are the parent's
-            return
-        self.channel.abandon()
-        self.worker.submit(self.channel.close)
-
-
-_lines: "weakref.WeakKeyDictionary[Any, Line]" = weakref.WeakKeyDictionary()
-
-
-def line_of(group: Any, timeout: Timeout | None = None) -> Line:
-    """The line of a group, made when it is first asked for: a collective call then."""
-    key = group or dist.group.WORLD
-    if key is None:
-        raise SpecError("torch.distributed is not initialized: call init_process_group first")
-    line = _lines.get(key)
-    if line is None:
-        line = _lines[key] = Line(key, timeout)
-    return line
-
-
-def _is_apart(group: Any, what: str) -> bool:
-    """Whether this rank is not of a group: it does nothing then, with a warning, as torch.distributed has it."""
-    apart = dist.distributed_c10d._rank_not_in_group(group)
-    if apart:
-        dist.distributed_c10d._warn_not_in_group(what)
-    return apart
-
-
-def hang_up(group: Any, *, now: bool) -> None:
-    """End a group's line, after what was begun; or now: what is under way fails and writes nothing."""
-    line = _lines.get(group)
-    if line is None or line.worker.forked:
-        return
-    if now:
-        line.give_up()
-    else:
-        line.worker.submit(line.channel.close).wait()
-
-
-def hashed(*what: Any) -> int:
-    """64 bits that tell arguments apart on different ranks."""
-    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def all_reduce(
@@ -186,17 +128,16 @@ def all_reduce(
     --------
     >>> codec.torch.all_reduce(gradient, codec.Float8(row=128))  # doctest: +SKIP
     """
-    if _is_apart(group, "all_reduce"):
-        return None
-    line = line_of(group, timeout)
 
-    def work() -> torch.Tensor:
+    def work(line: Line) -> torch.Tensor:
         return _all_reduce(line, tensor, spec, op, algorithm, segments, metric, state, stream, out)
 
-    if async_op:
-        return line.worker.submit(work)
-    line.finish(work)
-    return None
+    return _pending(start("all_reduce", group, timeout, async_op, work))
+
+
+def _pending(started: Any) -> Pending | None:
+    """Return `started` if the collective is in the background: others that write to a tensor return nothing."""
+    return started if isinstance(started, Pending) else None
 
 
 def _all_reduce(
@@ -217,6 +158,8 @@ def _all_reduce(
         r = reduction_of(tensor, spec, op, inside, metric, state, stream)
         if algorithm == "shared_scale":
             ternary.check(r.spec, r.op)
+        if out is None:
+            check_output(tensor, tensor.dtype, tensor.numel(), "the tensor")
         r.out = None if out is None else _place(out, tensor, r)
         if out is None and r.can_wait and r.x.ctypes.data == tensor.data_ptr():
             r.late = []
@@ -225,7 +168,7 @@ def _all_reduce(
     result, r = run(line, prepare, algorithm)
     if out is not None:
         return out
-    with line.channel.writing():
+    with storing(line.channel):
         for each in r.late or ():
             each()
         if r.late is None:
@@ -237,10 +180,9 @@ def _all_reduce(
 
 def _place(out: torch.Tensor, tensor: torch.Tensor, r: Reduction) -> Array:
     """Where a result goes that is not written to the tensor itself."""
-    check_dense(out)
-    like = (tensor.dtype, tensor.numel(), "cpu")
-    if (out.dtype, out.numel(), out.device.type) != like or not out.is_contiguous():
-        raise SpecError(f"out= must be contiguous, in host memory, with {tensor.numel()} values of {tensor.dtype}")
+    check_output(out, tensor.dtype, tensor.numel(), "out=")
+    if out.device.type != "cpu" or not out.is_contiguous():
+        raise SpecError(f"out= must be contiguous and in host memory; it has strides {out.stride()} on {out.device}")
     place = as_array(out)
     inside = out.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     if np.may_share_memory(place, r.x) or (inside and not tensor.is_contiguous()):
@@ -319,45 +261,6 @@ def _run_each(channel: Channel, reductions: list[Reduction], names: list[str]) -
     return ended
 
 
-@contextmanager
-def in_step(channel: Channel) -> Iterator[None]:
-    """What ends this on one rank alone, such as want of memory, ends the channel.
-
-    No rank waits for what never comes, or takes for this collective what belongs to the next one.
-    """
-    try:
-        yield
-    except BaseException:
-        if not channel.declined:
-            channel.close()
-        raise
-
-
-def ask(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> T:
-    """What prepare() returns; the numbers beside it are told all ranks, and the first must be the same on all.
-
-    An error on one rank is an error on all: on others when they hear of it, before anything else is sent.
-    """
-    try:
-        prepared, numbers = prepare()
-    except Exception:
-        with in_step(channel):
-            channel.ask([0], able=False)
-            with suppress(PeerError):  # this rank is the cause
-                channel.agree()
-        raise
-    with in_step(channel):
-        channel.ask(numbers, able=True)
-    return prepared
-
-
-def agree(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> tuple[T, list[list[int]]]:
-    """The same, once all ranks are known to do the same; and all ranks' numbers."""
-    prepared = ask(channel, prepare)
-    with in_step(channel):
-        return prepared, channel.agree()
-
-
 def signature(r: Reduction, algorithm: str) -> int:
     """What must be the same on all ranks."""
     book = r.codebook and r.codebook.id
@@ -386,76 +289,6 @@ def choose_algorithm(asked: Algorithm, r: Reduction, size: int) -> str:
     if size == 1 or (asked == "auto" and (size == 2 or r.x.nbytes <= _SMALL)):
         return "all_gather"
     return "two_shot" if asked == "auto" else asked
-
-
-def exchange(frames: Sequence[Any], *, group: Any = None, timeout: Timeout | None = None) -> list[bytes]:
-    """Send a frame to each rank and get one from each: what ``all_to_all`` is for tensors.
-
-    Parameters
-    ----------
-    frames : sequence of bytes or buffers
-        For each rank of the group one, in order, this rank's own included; any bytes, up to 64 GiB.
-    group, timeout : optional
-        As for :func:`all_reduce`.
-
-    Returns
-    -------
-    list of bytes
-        From each rank, in order; none where this rank is not of the group.
-
-    Raises
-    ------
-    PeerError, SpecError
-        As for :func:`all_reduce`.
-    FrameError
-        A rank announces a frame of a size that cannot be; a new group is needed.
-    """
-    if _is_apart(group, "exchange"):
-        return []
-    line = line_of(group, timeout)
-    return line.finish(lambda: _exchange(line.channel, frames))
-
-
-def _exchange(channel: Channel, frames: Sequence[Any]) -> list[bytes]:
-    def prepare() -> tuple[list[Array], list[int]]:
-        try:
-            arrays = [np.frombuffer(frame, np.uint8) for frame in frames]
-        except (TypeError, ValueError, BufferError) as e:
-            raise SpecError(f"frames must be bytes or buffers, for each rank one: {e}") from None
-        if len(arrays) != channel.size:
-            raise SpecError(f"there are {channel.size} ranks, so as many frames, not {len(arrays)}")
-        if max(a.nbytes for a in arrays) > _MOST_NBYTES:
-            raise SpecError(f"a frame has more than {_MOST_NBYTES} bytes")
-        return arrays, [0]
-
-    arrays, _ = agree(channel, prepare)
-    with in_step(channel):
-        received, error = _swap(channel, arrays)
-    channel.conclude(error)
-    channel.counters.frame_collectives += 1
-    channel.counters.raw_nbytes += sum(a.nbytes for a in arrays)
-    return [received.get(rank, b"") for rank in range(channel.size)]
-
-
-def _swap(channel: Channel, arrays: Sequence[Array]) -> tuple[dict[int, bytes], Exception | None]:
-    sizes, others = channel.scatter([a.nbytes for a in arrays]), channel.others
-    for rank, nbytes in enumerate(sizes):
-        if not 0 <= nbytes <= _MOST_NBYTES:
-            raise FrameError(f"rank {rank} announces a frame of {nbytes} bytes, which cannot be")
-    channel.begin(Channel.room_for([sizes[o] for o in others] + [arrays[o].nbytes for o in others]))
-    incoming = {o: channel.receive(sizes[o], o) for o in others if sizes[o]}
-    attempt = Attempt(channel)
-    for o in others:
-        if arrays[o].nbytes:
-            channel.send(attempt(copied, channel, arrays[o]), o)
-    received = {o: attempt(_bytes_of, incoming[o]) for o in incoming}
-    received[channel.rank] = arrays[channel.rank].tobytes()
-    channel.finish()
-    return received, attempt.error
-
-
-def _bytes_of(incoming: Incoming) -> bytes:
-    return incoming.frame().tobytes()
 
 
 def reduce_scatter(
@@ -556,30 +389,43 @@ def _check_sizes(large: torch.Tensor, times: int, small: torch.Tensor) -> None:
         raise SpecError(f"output and tensor do not go together: {have} values for {want}, {dtype} and {other}")
 
 
+def run_algorithm(
+    line: Line,
+    algorithm: Callable[[Channel, Reduction], tuple[Array, Exception | None]],
+    prepare: Callable[[int], Reduction],
+    store: Callable[[Array, Reduction], None],
+) -> None:
+    """Run an algorithm over what prepare(number of ranks) returns; store(result, reduction) once all have succeeded.
+
+    What `prepare` raises is an error on all ranks.
+    """
+    channel, name = line.channel, algorithm.__name__
+
+    def begin() -> tuple[Reduction, list[int]]:
+        r = prepare(channel.size)
+        return r, [signature(r, name)]
+
+    r = ask(channel, begin)
+    with in_step(channel):
+        result, error = algorithm(channel, r)
+    channel.conclude(error)
+    _count(channel, [r])
+    with storing(channel):
+        store(result, r)
+
+
 def _begin(
     group: Any, timeout: Timeout | None, async_op: bool, algorithm: Any, prepare: Any, output: torch.Tensor
 ) -> Pending | None:
     """Run an algorithm over what prepare(size) returns, into `output`."""
-    if _is_apart(group, algorithm.__name__):
-        return None
-    line = line_of(group, timeout)
-    channel = line.channel
 
-    def work() -> torch.Tensor:
-        def both() -> tuple[Reduction, list[int]]:
-            r = prepare(channel.size)
-            return r, [signature(r, algorithm.__name__)]
+    def prepare_all(size: int) -> Reduction:
+        r = prepare(size)
+        check_output(output, output.dtype, output.numel())
+        return r
 
-        r = ask(channel, both)
-        with in_step(channel):
-            result, error = algorithm(channel, r)
-        channel.conclude(error)
-        _count(channel, [r])
-        with channel.writing():
-            publish(result, r, output)
+    def work(line: Line) -> torch.Tensor:
+        run_algorithm(line, algorithm, prepare_all, lambda result, r: publish(result, r, output))
         return output
 
-    if async_op:
-        return line.worker.submit(work)
-    line.finish(work)
-    return None
+    return _pending(start(algorithm.__name__, group, timeout, async_op, work))
