@@ -30,20 +30,40 @@ _FRAMES, _NUMBERS = range(2)  # tags: what is not expected under one of them is 
 _AHEAD = 2  # messages of numbers that are expected of a rank before they are asked for: a collective has two
 # what a rank tells of its part, the worst last; _LEFT: it has found others to be at fault
 _OK, _LEFT, _REFUSED, _NONFINITE = range(4)
+_SHORTEST, _LONGEST = timedelta(milliseconds=1), timedelta(days=3653)  # timeouts; Gloo's clock overflows beyond
 
 
-def _timeout_of(group: Any, asked: Timeout | None) -> timedelta:
-    """How long collectives may take: as long as asked, or as a group's."""
-    if asked is not None:
-        try:
-            return asked if isinstance(asked, timedelta) else timedelta(seconds=asked)
-        except (TypeError, ValueError, OverflowError):
-            raise SpecError(f"timeout must be seconds or a timedelta, got {shown(asked)}") from None
+def check_timeout(timeout: Any) -> timedelta | None:
+    """Return a timeout as a timedelta, or None if there is none.
+
+    Parameters
+    ----------
+    timeout : float, timedelta or None
+        Seconds, or a timedelta: from 1 ms to 10 years.
+
+    Raises
+    ------
+    SpecError
+        `timeout` is something else.
+    """
+    if timeout is None:
+        return None
+    with suppress(TypeError, ValueError, OverflowError):
+        given = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        if not isinstance(timeout, bool) and _SHORTEST <= given <= _LONGEST:
+            return given
+    raise SpecError(f"timeout must be seconds or a timedelta, from 1 ms to 10 years, got {shown(timeout)}")
+
+
+def _timeout_of(group: Any) -> timedelta:
+    """Return the timeout of a group, within the limits that Gloo can wait for."""
+    timeout = dist.distributed_c10d.default_pg_timeout
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
-            return options._timeout
-    return dist.distributed_c10d.default_pg_timeout
+            timeout = options._timeout
+            break
+    return min(max(timeout, _SHORTEST), _LONGEST)
 
 
 @contextmanager
@@ -67,9 +87,13 @@ def _patient() -> Iterator[None]:
 
 
 def _connect(group: Any, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """Connections between the ranks of a group which nobody else uses."""
+    """Connect the ranks of a group for the use of one channel.
+
+    The store gets a connection of its own: over a shared one, a thread that waits for a key keeps all others from the
+    store, also one whose group this rank's peer must make first.
+    """
     try:
-        store = PrefixStore("codec", group.get_group_store())
+        store = PrefixStore("codec", group.get_group_store().clone())
         with _patient():
             return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
     except RuntimeError as e:
@@ -83,6 +107,14 @@ def _status_of(error: Exception | None) -> int:
     if isinstance(error, PeerError):
         return _LEFT
     return _NONFINITE if getattr(error, "code", None) == Status.NONFINITE else _REFUSED
+
+
+def _new_mark() -> int:
+    """Return random bits that are a NaN in float32 and, the lower 16 of them, in bfloat16 and float16.
+
+    In float32 and bfloat16 it is a signaling NaN, which no arithmetic gives.
+    """
+    return 0x7F807F81 | int.from_bytes(os.urandom(4), "little") & 0x803F803E
 
 
 def _message_of(numbers: Sequence[int]) -> Array:
@@ -119,6 +151,39 @@ class Incoming:
         return self._room[_LENGTH.size : _LENGTH.size + nbytes]
 
 
+class IncomingValues:
+    """Uncompressed values on their way, whose number both ranks know.
+
+    Gloo does not say how long a message was. The last place therefore holds a mark, a NaN with random bits, until the
+    message has overwritten it: a message that lacks a value is an error, and no value that was in memory before is
+    taken for one of the sender's.
+
+    Parameters
+    ----------
+    channel : Channel
+        Whose messages these are.
+    place : ndarray
+        Gets the values: float32, float16, or uint16 for bfloat16.
+    source : int
+        The rank that sends them.
+    """
+
+    def __init__(self, channel: "Channel", place: Array, source: int) -> None:
+        self._channel, self._source = channel, source
+        self._last = place.view(f"u{place.itemsize}")[-1:]
+        self._last[:] = channel.mark & (1 << 8 * place.itemsize) - 1
+        self._mark = int(self._last[0]) if place.nbytes else 0
+        channel.counters.received_nbytes += place.nbytes
+        self._work = channel.post("recv", place.view(np.uint8), source)
+
+    def wait(self) -> FrameError | None:
+        """Wait for the values; return an error if some are missing."""
+        self._channel.wait(self._work, self._source)
+        if self._last.size and int(self._last[0]) == self._mark:
+            return FrameError(f"rank {self._source} has sent fewer values than agreed")
+        return None
+
+
 class Channel:
     """A group of ranks with connections of its own, so that what others send on theirs does not come between.
 
@@ -138,7 +203,7 @@ class Channel:
 
     def __init__(self, group: Any, timeout: Timeout | None) -> None:
         group = group or dist.group.WORLD
-        self._timeout = _timeout_of(group, timeout)
+        self._timeout = check_timeout(timeout) or _timeout_of(group)
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.others = [(self.rank + i) % self.size for i in range(1, self.size)]  # each rank's begin with another one
@@ -146,6 +211,7 @@ class Channel:
         self.calls = 0  # collectives that all ranks have begun
         self.began = 0.0, 0.0  # the last one: seconds that a clock has shown, and those this thread had computed
         self._asked: list[int] | None = None
+        self.mark = 0  # bits of a NaN, as float32 and in its lower half as float16 and bfloat16; of this collective
         self.counters = Counters()
         self.clock = Stopwatch(self.counters)
         self._arena = np.empty(0, np.uint8)
@@ -238,10 +304,9 @@ class Channel:
         self.counters.sent_nbytes += values.nbytes
         self._sending.append((self.post("send", values.view(np.uint8), to), to))
 
-    def receive_values(self, place: Array, source: int) -> Any:
-        """Expect values, to be waited for by :meth:`wait`."""
-        self.counters.received_nbytes += place.nbytes
-        return self.post("recv", place.view(np.uint8), source)
+    def receive_values(self, place: Array, source: int) -> "IncomingValues":
+        """Expect as many values as `place` has. All that will come should be expected before anything is sent."""
+        return IncomingValues(self, place, source)
 
     def post(self, what: str, message: Array, rank: int, tag: int = _FRAMES) -> Any:
         """Begin to send or to receive."""
@@ -297,6 +362,7 @@ class Channel:
             if theirs[0] != mine[0]:
                 raise PeerError(f"rank {rank} asks for something else than rank {self.rank}: nothing was changed")
         self.calls += 1
+        self.mark = _new_mark()
         self.began = time.perf_counter(), time.thread_time()
         return [theirs[:-1] for theirs in everyones]
 
@@ -407,13 +473,24 @@ class Channel:
         """
         if self.rank:
             self._give({0: mine})
-            return self._hear([0], len(mine), patience=2)[0]
+            verdict = self._hear([0], len(mine), patience=2)[0]
+            self._check_verdict(verdict)
+            return verdict
         self._give({})
         told = [mine, *self._hear(self.others, len(mine)).values()]
         worst = max(told, key=lambda theirs: theirs[0])
+        for theirs in told:
+            self._check_verdict(theirs)
         verdict = worst[:2] + [max(column) for column in list(zip(*told, strict=True))[2:]]
         self._tell(_message_of(verdict))
         return verdict
+
+    def _check_verdict(self, told: Sequence[int]) -> None:
+        """Raise PeerError, and close the channel, unless a status and the rank that it is of are possible."""
+        status, rank = told[:2]
+        if not (_OK <= status <= _NONFINITE and 0 <= rank < self.size):
+            self.close()
+            raise PeerError(f"a rank reports the status {status} of rank {rank}, which cannot be: make a new group")
 
     def _tell(self, message: Array) -> None:
         """Send this to all who are there. That one is not any more is for the next collective to find."""

@@ -1,12 +1,12 @@
 """Values as they are instead of frames: where a link is so fast that encoding would take longer than sending."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
-from codec.torch.channel import Array, Channel
+from codec import FrameError
+from codec.torch.channel import Array, Channel, IncomingValues
 from codec.torch.reduction import FLOATS, Reduction, floats, refused
 from codec.torch.slices import Piece, cut
 
@@ -28,7 +28,7 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     rooms = {o: channel.take(room * x.itemsize)[: room * x.itemsize].view(x.dtype) for o in others}
 
     terms = _expected(channel, rooms, slices[me][0])
-    sums: list[tuple[Any, int]] = []
+    sums: list[IncomingValues] = []
     if r.residual is not None:
         x = np.empty_like(x)
         with channel.clock.during("encode_s"):
@@ -39,8 +39,7 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
         _send(channel, x, slices, c)
     for c in chunks:
         piece = slices[me][c]
-        for work, o in terms:
-            channel.wait(work, o)
+        error = _arrived(terms) or error
         parts = {o: rooms[o][: piece.n] for o in others} | {me: x[piece.begin : piece.end]}
         total = result[piece.begin : piece.end]
         residual = None if r.sums_residual is None else r.sums_residual(piece.begin, piece.end)
@@ -52,20 +51,25 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
         # expected in the order in which others send: terms of the next chunk, sums of this one, terms of the one after
         if c + 1 in chunks:
             terms = _expected(channel, rooms, slices[me][c + 1])
-        sums += [(channel.receive_values(result[slices[o][c].begin : slices[o][c].end], o), o) for o in others]
+        sums += [channel.receive_values(result[slices[o][c].begin : slices[o][c].end], o) for o in others]
         for o in others:
             channel.send_values(total, o)
         if c + 2 in chunks:
             _send(channel, x, slices, c + 2)
-    for work, o in sums:
-        channel.wait(work, o)
+    error = _arrived(sums) or error
     channel.finish()
     return result, error
 
 
-def _expected(channel: Channel, rooms: dict[int, Array], piece: Piece) -> list[tuple[Any, int]]:
-    """The values of a piece of other ranks, on their way to their rooms."""
-    return [(channel.receive_values(room[: piece.n], o), o) for o, room in rooms.items()]
+def _expected(channel: Channel, rooms: dict[int, Array], piece: Piece) -> list[IncomingValues]:
+    """Expect the values of a piece from other ranks, in their rooms."""
+    return [channel.receive_values(room[: piece.n], o) for o, room in rooms.items()]
+
+
+def _arrived(incoming: Sequence[IncomingValues]) -> FrameError | None:
+    """Wait for values; return the error of one of them if any are missing."""
+    errors = [each.wait() for each in incoming]
+    return next((error for error in errors if error is not None), None)
 
 
 def _send(channel: Channel, x: Array, slices: list[list[Piece]], c: int) -> None:

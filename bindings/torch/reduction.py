@@ -15,6 +15,7 @@ from codec.core import DTYPES, lib
 from codec.decoding import check_values
 from codec.frame import read_header
 from codec.segmenting import Records
+from codec.spec_structs import spec_struct
 from codec.specs import Lossless, Spec, Truncate
 from codec.torch.channel import Array, Channel
 from codec.torch.slices import Piece, chunk_nbytes, cut, cut_evenly
@@ -180,11 +181,17 @@ class Reduction:
             total[np.isnan(total)] = np.nan
 
     def check(self, frame: Array, piece: Piece) -> None:
-        """Raise FrameError unless it is a frame of such a piece."""
+        """Raise FrameError unless it is a frame of such a piece, by the codec and with the parameters agreed upon."""
         info = read_header(view_bytes(frame))
+        if _codec_of(info.spec) != self._codec:
+            raise codec.FrameError(f"a frame by {codec.inspect(frame).spec} came where {self.spec} was agreed upon")
         if info.dtype != DTYPES[self.dtype] or info.rank != 1 or info.n != piece.n:
             found = codec.inspect(frame)
             raise codec.FrameError(f"a frame of {found.dtype} {found.shape} came for {self.dtype} ({piece.n},)")
+
+    @functools.cached_property
+    def _codec(self) -> tuple[int, ...]:
+        return _codec_of(spec_struct(self.spec))
 
     def _state(self, piece: Piece) -> dict[str, Any]:
         if self.metric is None:
@@ -207,6 +214,11 @@ class Reduction:
             return total
         rounded = torch.from_numpy(total).to(FLOATS[self.dtype])
         return rounded.view(torch.uint16).numpy().view(self.x.dtype)
+
+
+def _codec_of(struct: Any) -> tuple[int, ...]:
+    """Return the codec's number and those parameters that a header repeats as they were asked for."""
+    return struct.codec, struct.variant, struct.bits, struct.options, struct.cap, struct.model
 
 
 def _threads(piece: Piece) -> int | None:
