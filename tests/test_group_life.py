@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -60,7 +61,20 @@ def test_first_collective_of_a_group_may_come_from_several_threads(team):
         assert team.all(_first_call) == [[[3.0]] * 5] * 2
 
 
+def regroup_by_tcp(rank, size):
+    """Make the default group again, with a store of which all threads share one connection, as torchrun has it."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store.set("port", str(tcp.port))
+    else:
+        tcp = dist.TCPStore("127.0.0.1", int(store.get("port")), is_master=False)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=tcp, rank=rank, world_size=size, timeout=timedelta(seconds=10))
+
+
 def _groups(rank, size, calls):
+    regroup_by_tcp(rank, size)
     groups = [dist.new_group() for _ in range(4)]
 
     def work(i):
@@ -77,6 +91,7 @@ def test_threads_use_a_group_each(team, calls):
 
 def _crossed(rank, size):
     """Two threads connect a group each, in another order on each rank."""
+    regroup_by_tcp(rank, size)
     groups = [dist.new_group() for _ in range(2)]
     begin = time.monotonic()
 
