@@ -4,6 +4,7 @@ import logging
 import time
 
 import torch
+import torch.distributed as dist
 from ranks import ranks
 
 import codec
@@ -78,3 +79,22 @@ def test_switch_between_frames_and_raw_is_logged_once(caplog):
     assert "400000 bytes (float32 by Lossless()): sent uncompressed from now on" in to_raw
     assert "frames 1.00 ms, uncompressed 0.50 ms" in to_raw
     assert "sent as frames from now on" in to_frames
+
+
+def _of_backend(rank, size):
+    group = dist.group.WORLD
+    assert group.stats() == codec.torch.Counters()
+    dist.all_reduce(torch.ones(3))  # goes over Gloo
+    assert group.stats() == codec.torch.Counters()
+    dist.all_reduce(torch.ones(50_000))
+    first = group.stats()
+    dist.all_reduce(torch.ones(50_000))
+    assert first.frame_collectives == 1
+    assert first.raw_nbytes == 200_000
+    delta = group.stats() - first
+    assert delta.frame_collectives == 1
+    assert 0 < delta.sent_nbytes == delta.received_nbytes < 200_000
+
+
+def test_backend_group_has_stats():
+    ranks(2, _of_backend, backend="codec")

@@ -7,6 +7,7 @@
 
 from codec.torch.backend import Options, ProcessGroup, register_backend
 from codec.torch.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from codec.torch.counters import Counters
 from codec.torch.ddp import comm_hook, ddp_hook
 from codec.torch.exchanging import exchange
 from codec.torch.fsdp import AllGather, ReduceScatter
@@ -17,6 +18,7 @@ from codec.torch.worker import Pending
 
 __all__ = [
     "AllGather",
+    "Counters",
     "Hook",
     "Options",
     "ParameterStats",

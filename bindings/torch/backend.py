@@ -18,6 +18,7 @@ from codec.spec_structs import spec_struct
 from codec.specs import Lossless, Spec, whole
 from codec.torch import arguments, coalesced, collectives
 from codec.torch.collectives import Algorithm
+from codec.torch.counters import Counters
 from codec.torch.handle import Handle
 from codec.torch.worker import Pending
 
@@ -117,6 +118,13 @@ class ProcessGroup(_Base):
     def get_group_store(self) -> Store:
         """By which its ranks find each other; so do those of the channel that its frames go through."""
         return self._store
+
+    def stats(self) -> Counters:
+        """Return what this rank has sent and received as frames or uncompressed, and how long that took.
+
+        What goes over Gloo, such as small tensors, is not counted. Subtract an earlier result to get the difference.
+        """
+        return collectives.counters_of(self)
 
     def _travels(self, tensors: Sequence[torch.Tensor], op: Any = dist.ReduceOp.SUM) -> bool:
         """Whether these go as frames: decided from what is the same on all ranks."""

@@ -15,6 +15,7 @@ from codec import PeerError, SpecError
 from codec.specs import shown
 from codec.torch.channel import Channel, Timeout, check_timeout
 from codec.torch.choosing import Choice
+from codec.torch.counters import Counters
 from codec.torch.worker import Worker
 
 T = TypeVar("T")
@@ -165,6 +166,12 @@ def _is_apart(group: Any, what: str) -> bool:
     if apart:
         dist.distributed_c10d._warn_not_in_group(what)
     return apart
+
+
+def counters_of(group: Any) -> Counters:
+    """Return a copy of the counters of a group's channel; zeros before its first collective."""
+    line = _slot_of(group or dist.group.WORLD).line
+    return Counters() if line is None else line.channel.counters.copy()
 
 
 def hang_up(group: Any, *, now: bool) -> None:
