@@ -32,8 +32,8 @@ AVX512 := $(shell grep -om1 avx512_vbmi2 /proc/cpuinfo)
 
 # Of ranks some tests send SIGINT, which a shell's children in the background ignore. The Numba engine: what it compiles
 # is kept for all its tests.
-RANKS := $(foreach t,all_reduce backend ddp fsdp gloo hook_state interrupts links peer_failures shared_scale sound \
-	embedding exact cuda_compiled,tests/test_$(t).py)
+RANKS := $(foreach t,all_reduce backend callbacks counters ddp fsdp gloo group_life hook_state hostile_peers interrupts \
+	links outputs peer_failures shared_scale sound embedding exact cuda_compiled,tests/test_$(t).py)
 NUMBA := $(foreach t,numba numba_processes kernels,tests/test_$(t).py)
 ranks: $(VENV)/test
 	$(VENV)/bin/pytest $(RANKS)

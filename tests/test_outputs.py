@@ -231,6 +231,14 @@ def test_bad_timeout_on_one_rank_is_an_error_on_all(team):
     team.all(_timeouts)
 
 
+@pytest.mark.parametrize("make", [codec.torch.ddp_hook, codec.torch.ReduceScatter, codec.torch.AllGather])
+def test_bad_timeout_is_refused_where_it_is_given(make):
+    for bad in TIMEOUTS:
+        with pytest.raises(codec.SpecError, match="timeout must be seconds or a timedelta"):
+            make(timeout=bad)
+    make(timeout=timedelta(seconds=5))
+
+
 def _groups(rank, size):
     for bad in ("x", 5, [], object):
         for call in (

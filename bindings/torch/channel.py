@@ -110,11 +110,11 @@ def _status_of(error: Exception | None) -> int:
 
 
 def _new_mark() -> int:
-    """Return random bits that are a NaN in float32 and, the lower 16 of them, in bfloat16 and float16.
+    """Return 64 random bits that are a NaN in float64, and their lower 32 or 16 in the other dtypes.
 
-    In float32 and bfloat16 it is a signaling NaN, which no arithmetic gives.
+    It is a signaling NaN, which no arithmetic gives, but in float16.
     """
-    return 0x7F807F81 | int.from_bytes(os.urandom(4), "little") & 0x803F803E
+    return 0x7FF00001_7F807F81 | int.from_bytes(os.urandom(8), "little") & 0x8007FFFE_803F803E
 
 
 def _message_of(numbers: Sequence[int]) -> Array:
@@ -163,7 +163,7 @@ class IncomingValues:
     channel : Channel
         Whose messages these are.
     place : ndarray
-        Gets the values: float32, float16, or uint16 for bfloat16.
+        Gets the values: floats, or uint16 for bfloat16.
     source : int
         The rank that sends them.
     """
@@ -211,7 +211,7 @@ class Channel:
         self.calls = 0  # collectives that all ranks have begun
         self.began = 0.0, 0.0  # the last one: seconds that a clock has shown, and those this thread had computed
         self._asked: list[int] | None = None
-        self.mark = 0  # bits of a NaN, as float32 and in its lower half as float16 and bfloat16; of this collective
+        self.mark = 0  # 64 bits for IncomingValues, new with each collective
         self.counters = Counters()
         self.clock = Stopwatch(self.counters)
         self._arena = np.empty(0, np.uint8)

@@ -57,15 +57,21 @@ def _exchange(line: Line, frames: Sequence[Any]) -> list[bytes]:
 
     arrays, _ = agree(channel, prepare)
     with in_step(channel):
-        received, error = _swap(channel, arrays)
+        received, error = swap(channel, arrays)
     channel.conclude(error)
     channel.counters.frame_collectives += 1
     channel.counters.raw_nbytes += sum(a.nbytes for a in arrays)
     return received
 
 
-def _swap(channel: Channel, arrays: Sequence[Array]) -> tuple[list[bytes], Exception | None]:
-    """Send and receive all frames in messages of _CHUNK_NBYTES, one to and from each rank at a time."""
+def swap(channel: Channel, arrays: Sequence[Array]) -> tuple[list[bytes], Exception | None]:
+    """Send an array of bytes to each rank and receive one from each, in messages of _CHUNK_NBYTES.
+
+    Returns
+    -------
+    list of bytes, Exception or None
+        What ranks have sent, in order; if there is an error, empty ones.
+    """
     sizes, others = channel.scatter([a.nbytes for a in arrays]), channel.others
     for rank, nbytes in enumerate(sizes):
         if not 0 <= nbytes <= _MOST_NBYTES:
@@ -88,7 +94,7 @@ def _swap(channel: Channel, arrays: Sequence[Array]) -> tuple[list[bytes], Excep
         channel.finish()
     found[channel.rank] = [arrays[channel.rank].tobytes()]
     joined = attempt(_join, [found[rank] for rank in range(channel.size)])
-    return joined or [], attempt.error
+    return joined or [b""] * channel.size, attempt.error
 
 
 def _room(nbytes: int) -> int:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from codec.spec_structs import spec_struct
 from codec.specs import Lossless, Spec
 from codec.torch import arguments, collectives
-from codec.torch.channel import Timeout
+from codec.torch.channel import Timeout, check_timeout
 from codec.torch.handle import Handle
 
 _STREAM = 1 << 32  # draws of one collective: more than it has frames
@@ -20,7 +20,7 @@ class _Comm:
 
     def __init__(self, spec: Spec = Lossless(), *, timeout: Timeout | None = None) -> None:  # noqa: B008
         spec_struct(spec)  # or it is not one
-        self._spec, self._timeout = spec, timeout
+        self._spec, self._timeout = spec, check_timeout(timeout)
         self._calls = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -18,8 +18,9 @@ from codec.specs import Spec, check_contraction
 from codec.stateful import CodebookRefresher
 from codec.torch import arguments, collectives, hook_state, lifetime, other_dtypes, ternary
 from codec.torch.buckets import Part, Rooms, by_state, cut, cut_as, n_values, scatter
-from codec.torch.channel import Channel, Timeout
+from codec.torch.channel import Channel, Timeout, check_timeout
 from codec.torch.collectives import Algorithm, Line
+from codec.torch.exchanging import exchange
 from codec.torch.hook_residuals import Residuals
 from codec.torch.optimizer_state import check_has, metric_of
 from codec.torch.policy import Plan, Policy, feeds_back, note_zeros, plain_names
@@ -85,7 +86,7 @@ class Hook:
         self.optimizer = optimizer
         self._algorithm: Algorithm = algorithm
         self._scaler = grad_scaler
-        self._asked_group, self._group, self._timeout = group, group, timeout
+        self._asked_group, self._group, self._timeout = group, group, check_timeout(timeout)
         self._steps = 0  # that have succeeded, those before a checkpoint included
         self._buckets: list[list[str]] = []  # names of the parameters in each bucket of the last step
         self._resumed: list[list[str]] = []  # the same until the first step of a new model has succeeded
@@ -243,7 +244,7 @@ class Hook:
         if self._model is None:
             raise StateError("register the hook before the states of all ranks are gathered")
         size = self._group.size()
-        data = collectives.exchange([hook_state.packed(state)] * size, group=self._group, timeout=self._timeout)
+        data = exchange([hook_state.packed(state)] * size, group=self._group, timeout=self._timeout)
         return {"version": hook_state.VERSION, "ranks": [hook_state.unpacked(each) for each in data]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

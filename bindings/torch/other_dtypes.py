@@ -12,6 +12,7 @@ from codec.specs import Lossless
 from codec.torch import collectives
 from codec.torch.channel import Array
 from codec.torch.collectives import Line
+from codec.torch.exchanging import swap
 from codec.torch.phases import Attempt
 from codec.torch.reduction import Reduction
 
@@ -73,10 +74,10 @@ def _sparse_mean(line: Line, buffer: torch.Tensor, begin: Callable[[], None]) ->
     (indices, values), _ = collectives.agree(channel, prepare)
     with collectives.in_step(channel):
         message = np.concatenate([indices.reshape(-1).view(np.uint8), values])
-        received, error = collectives._swap(channel, [message] * channel.size)
+        received, error = swap(channel, [message] * channel.size)
         attempt = Attempt(channel)
         attempt.error = error
-        parts = [attempt(_entries, received.get(rank, b""), buffer, shape, dims) for rank in range(channel.size)]
+        parts = [attempt(_entries, received[rank], buffer, shape, dims) for rank in range(channel.size)]
     channel.conclude(attempt.error)
     total = torch.sparse_coo_tensor(
         torch.cat([i for i, _ in parts], 1), torch.cat([v for _, v in parts]), shape, check_invariants=False
