@@ -16,7 +16,7 @@ from test_peer_failures import MOMENTS, PROMISED, SLACK, TIMEOUT, VICTIM, channe
 
 import codec
 import codec.torch
-from codec.torch import collectives
+from codec.torch import collectives, lines
 
 
 def interrupt():
@@ -87,17 +87,17 @@ def _connecting(rank, size):
     """While connections are made to one that does not answer."""
     if rank == VICTIM:
         freeze()
-    connect = collectives.Channel
+    connect = lines.Channel
 
     def interrupted(*args):
         interrupt()
         return connect(*args)
 
     if rank != VICTIM:
-        collectives.Channel = interrupted
+        lines.Channel = interrupted
     with pytest.raises(codec.PeerError if rank == VICTIM else KeyboardInterrupt):
         codec.torch.all_reduce(values(rank), timeout=TIMEOUT)
-    collectives.Channel = connect
+    lines.Channel = connect
 
 
 def test_ctrl_c_before_all_are_connected():
