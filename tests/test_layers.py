@@ -57,7 +57,7 @@ LAYERS = [
     {"torch.channel", "torch.handle", "torch.stats"},
     {"torch.reduction", "torch.lines"},
     {"torch.phases", "torch.raw", "torch.arguments"},
-    {"torch.algorithms", "torch.buckets", "torch.exchanging"},
+    {"torch.algorithms", "torch.buckets", "torch.exchanging", "torch.residuals"},
     {"torch.ternary", "torch.hook_residuals", "torch.optimizer_state", "torch.policy"},
     {"torch.collectives"},
     {"torch.refreshing", "torch.other_dtypes", "torch.coalesced"},

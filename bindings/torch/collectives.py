@@ -16,6 +16,7 @@ from codec.torch.channel import Array, Channel, Timeout
 from codec.torch.choosing import Choice, report
 from codec.torch.lines import Line, agree, ask, counters_of, hang_up, hashed, in_step, line_of, start, storing
 from codec.torch.reduction import Reduction
+from codec.torch.residuals import CallersResidual, check_algorithm_of_feedback
 from codec.torch.worker import Pending
 from codec.view import mark_written
 
@@ -66,6 +67,7 @@ def all_reduce(
     metric: Any = None,
     state: Mapping[str, Any] | None = None,
     stream: int = 0,
+    residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     timeout: Timeout | None = None,
     async_op: bool = False,
@@ -100,6 +102,13 @@ def all_reduce(
         What :class:`codec.Truncate` goes by. State tensors have as many values as `tensor`.
     stream : int
         Tells tensors of one step apart, where a codec draws at random.
+    residual : torch.Tensor, optional
+        Error feedback with a lossy `spec`, for a sum or mean by any `algorithm` but the ring: float32, contiguous, in
+        host memory, with as many values as `tensor`; zeros before the first call. This rank sends ``tensor +
+        residual``, and `residual` gets all that its frames lose, those of sums included. Residuals of all ranks
+        together then hold what the results so far lack. With two-shot and a mean, a rank's residual holds N times the
+        error of its slice of the mean. The rounding of results to bfloat16 or float16 is not fed back. After an error
+        on any rank `residual` is unchanged on all.
     out : torch.Tensor, optional
         Where to put the result instead of into `tensor`, which then stays as it is: contiguous, of the same dtype and
         size, in host memory of its own. In place nothing may be written before all have succeeded, so that frames are
@@ -131,7 +140,7 @@ def all_reduce(
     """
 
     def work(line: Line) -> torch.Tensor:
-        return _all_reduce(line, tensor, spec, op, algorithm, segments, metric, state, stream, out)
+        return _all_reduce(line, tensor, spec, op, algorithm, segments, metric, state, stream, residual, out)
 
     return _pending(start("all_reduce", group, timeout, async_op, work))
 
@@ -151,9 +160,13 @@ def _all_reduce(
     metric: Any,
     state: Mapping[str, Any] | None,
     stream: int,
+    residual: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
+    kept: CallersResidual | None = None
+
     def prepare() -> Reduction:
+        nonlocal kept
         whole = [(0, tuple(tensor.shape))] if len(getattr(tensor, "shape", ())) > 1 else None
         inside = whole if segments is None else segments
         r = reduction_of(tensor, spec, op, inside, metric, state, stream)
@@ -164,19 +177,28 @@ def _all_reduce(
         r.out = None if out is None else _place(out, tensor, r)
         if out is None and r.can_wait and r.x.ctypes.data == tensor.data_ptr():
             r.late = []
+        if residual is not None:
+            check_algorithm_of_feedback(algorithm)
+            kept = CallersResidual(residual, r, tensor if out is None else out)
         return r
 
     result, r = run(line, prepare, algorithm)
-    if out is not None:
-        return out
     with storing(line.channel):
-        for each in r.late or ():
-            each()
-        if r.late is None:
-            publish(result, r, tensor)
-        else:
-            mark_written(tensor)
-    return tensor
+        if out is None:
+            _store(result, r, tensor)
+        if kept is not None:
+            kept.commit(line.channel.size)
+    return tensor if out is None else out
+
+
+def _store(result: Array, r: Reduction, tensor: torch.Tensor) -> None:
+    """Store the result of a reduction in the caller's tensor."""
+    for each in r.late or ():
+        each()
+    if r.late is None:
+        publish(result, r, tensor)
+    else:
+        mark_written(tensor)
 
 
 def _place(out: torch.Tensor, tensor: torch.Tensor, r: Reduction) -> Array:
@@ -300,6 +322,7 @@ def reduce_scatter(
     group: Any = None,
     op: Any = "mean",
     stream: int = 0,
+    residual: torch.Tensor | None = None,
     timeout: Timeout | None = None,
     async_op: bool = False,
 ) -> Pending | None:
@@ -311,15 +334,24 @@ def reduce_scatter(
         Gets the part of this rank: the `rank`-th of N equal parts of the flattened sum. It may be a part of `tensor`.
     tensor : torch.Tensor
         N times as many values, of the same dtype: float32, bfloat16 or float16.
-    spec, group, op, stream, timeout, async_op
-        As for :func:`all_reduce`, and so are the errors.
+    spec, group, op, stream, residual, timeout, async_op
+        As for :func:`all_reduce`, and so are the errors. `residual` has as many values as `tensor`.
     """
+    kept: CallersResidual | None = None
 
     def prepare(size: int) -> Reduction:
+        nonlocal kept
         _check_sizes(tensor, size, output)
-        return reduction_of(tensor, spec, op, None, None, None, stream)
+        r = reduction_of(tensor, spec, op, None, None, None, stream)
+        if residual is not None:
+            kept = CallersResidual(residual, r, output)
+        return r
 
-    return _begin(group, timeout, async_op, algorithms.reduce_scatter, prepare, output)
+    def commit(size: int) -> None:
+        if kept is not None:
+            kept.commit(size)
+
+    return _begin(group, timeout, async_op, algorithms.reduce_scatter, prepare, output, commit)
 
 
 def all_gather(
@@ -415,10 +447,20 @@ def run_algorithm(
         store(result, r)
 
 
+def _nothing(size: int) -> None:
+    """Do nothing after a success."""
+
+
 def _begin(
-    group: Any, timeout: Timeout | None, async_op: bool, algorithm: Any, prepare: Any, output: torch.Tensor
+    group: Any,
+    timeout: Timeout | None,
+    async_op: bool,
+    algorithm: Any,
+    prepare: Callable[[int], Reduction],
+    output: torch.Tensor,
+    commit: Callable[[int], None] = _nothing,
 ) -> Pending | None:
-    """Run an algorithm over what prepare(size) returns, into `output`."""
+    """Run an algorithm over what prepare(size) returns, into `output`; then commit(size) after a success."""
 
     def prepare_all(size: int) -> Reduction:
         r = prepare(size)
@@ -426,7 +468,11 @@ def _begin(
         return r
 
     def work(line: Line) -> torch.Tensor:
-        run_algorithm(line, algorithm, prepare_all, lambda result, r: publish(result, r, output))
+        def store(result: Array, r: Reduction) -> None:
+            publish(result, r, output)
+            commit(line.channel.size)
+
+        run_algorithm(line, algorithm, prepare_all, store)
         return output
 
     return _pending(start(algorithm.__name__, group, timeout, async_op, work))
