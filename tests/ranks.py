@@ -27,7 +27,8 @@ _CLONE_NEWNET = 0x40000000
 _BYTES_ACKED = 120  # where it is in Linux's struct tcp_info
 _MAX_PACING_RATE = 47  # Linux's SO_MAX_PACING_RATE
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "torch._dynamo", "codec.torch"])  # what is slow to import, once for all
+# imported once for all ranks, since each takes seconds
+_context.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.fsdp", "codec.torch"])
 
 
 class Rank:

@@ -59,7 +59,7 @@ LAYERS = [
     {"torch.phases", "torch.raw", "torch.arguments"},
     {"torch.algorithms", "torch.buckets", "torch.exchanging", "torch.residuals"},
     {"torch.ternary", "torch.hook_residuals", "torch.optimizer_state", "torch.policy"},
-    {"torch.collectives"},
+    {"torch.collectives", "torch.passes"},
     {"torch.refreshing", "torch.other_dtypes", "torch.coalesced"},
     {"torch.hook", "torch.fsdp", "torch.backend"},
     {"torch.ddp"},

@@ -10,7 +10,7 @@ from codec.torch.collectives import all_gather, all_reduce, all_to_all, reduce_s
 from codec.torch.counters import Counters
 from codec.torch.ddp import comm_hook, ddp_hook
 from codec.torch.exchanging import exchange
-from codec.torch.fsdp import AllGather, ReduceScatter
+from codec.torch.fsdp import AllGather, AllReduce, CommStats, ReduceScatter
 from codec.torch.hook import Hook
 from codec.torch.policy import Policy, default_policy
 from codec.torch.stats import ParameterStats, Stats
@@ -18,6 +18,8 @@ from codec.torch.worker import Pending
 
 __all__ = [
     "AllGather",
+    "AllReduce",
+    "CommStats",
     "Counters",
     "Hook",
     "Options",

@@ -54,6 +54,11 @@ class Options:
         collectives.check_algorithm(self.algorithm)
         whole("small", self.small, 0)
 
+    @property
+    def _timeout(self) -> None:
+        """None: torch's default, which ``init_device_mesh(backend_override=)`` reads from a backend's options."""
+        return None
+
 
 _Base: Any = dist.ProcessGroup  # whose methods have overloads that differ by how many tensors they take
 

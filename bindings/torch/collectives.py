@@ -341,7 +341,7 @@ def reduce_scatter(
 
     def prepare(size: int) -> Reduction:
         nonlocal kept
-        _check_sizes(tensor, size, output)
+        check_sizes(tensor, size, output)
         r = reduction_of(tensor, spec, op, None, None, None, stream)
         if residual is not None:
             kept = CallersResidual(residual, r, output)
@@ -377,7 +377,7 @@ def all_gather(
     """
 
     def prepare(size: int) -> Reduction:
-        _check_sizes(output, size, tensor)
+        check_sizes(output, size, tensor)
         return reduction_of(tensor, spec, "sum", None, None, None, stream)
 
     return _begin(group, timeout, async_op, algorithms.gather, prepare, output)
@@ -406,7 +406,7 @@ def all_to_all(
     """
 
     def prepare(size: int) -> Reduction:
-        _check_sizes(output, 1, tensor)
+        check_sizes(output, 1, tensor)
         if tensor.numel() % size:
             raise SpecError(f"{tensor.numel()} values cannot be cut into {size} equal parts")
         return reduction_of(tensor, spec, "sum", None, None, None, stream)
@@ -414,7 +414,8 @@ def all_to_all(
     return _begin(group, timeout, async_op, algorithms.all_to_all, prepare, output)
 
 
-def _check_sizes(large: torch.Tensor, times: int, small: torch.Tensor) -> None:
+def check_sizes(large: torch.Tensor, times: int, small: torch.Tensor) -> None:
+    """Raise SpecError unless `large` has `times` as many values as `small`, of the same dtype."""
     check_dense(large)
     check_dense(small)
     have, want, dtype, other = large.numel(), times * small.numel(), large.dtype, small.dtype

@@ -1,12 +1,15 @@
 """Error feedback of collectives by one residual a rank."""
 
-from typing import Any
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from codec import SpecError
+from codec import SpecError, StateError
 from codec.specs import Lossless
+from codec.stateful.saved import array_of
 from codec.torch.arguments import as_array, check_output
 from codec.torch.channel import Array
 from codec.torch.reduction import Reduction
@@ -107,3 +110,64 @@ def _place_of(tensor: Any, r: Reduction, out: torch.Tensor) -> Array:
     if np.may_share_memory(place, r.x) or (shares and place.size):
         raise SpecError("residual= shares memory with the tensor or with out=: it needs memory of its own")
     return place
+
+
+class Residuals:
+    """Float32 residuals by module name. :class:`codec.torch.passes.Pass` writes copies and then replaces them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Array] = {}
+        self._spare: dict[str, Array] = {}  # memory for the next copies
+
+    def copy(self, key: str, n: int) -> Array:
+        """Return a copy of the residual of a module that reduces `n` values, zeros for a new module.
+
+        Raises
+        ------
+        SpecError
+            The module has reduced another number of values before.
+        """
+        kept, spare = self._kept.get(key), self._spare.pop(key, None)
+        if kept is None:
+            return np.zeros(n, np.float32)
+        if kept.size != n:
+            raise SpecError(
+                f"module {key!r} reduces {n} values, but its residual has {kept.size}: parameters without gradients or "
+                "another sharding change that number; call set_reduce_scatter_unused_params(True), and load only "
+                "states of the same sharding"
+            )
+        copy = np.empty(n, np.float32) if spare is None else spare
+        np.copyto(copy, kept)
+        return copy
+
+    def replace(self, copies: Mapping[str, Array]) -> None:
+        """Make copies the residuals."""
+        self._spare |= {key: self._kept[key] for key in copies if key in self._kept}
+        self._kept |= copies
+
+    def norm(self) -> float:
+        """Return the Euclidean norm of all residuals."""
+        return math.sqrt(sum(float(np.dot(x, x)) for x in self._kept.values()))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return copies of the residuals as tensors."""
+        return {key: torch.from_numpy(x.copy()) for key, x in self._kept.items()}
+
+    def load(self, tensors: Any, keys: Collection[str]) -> None:
+        """Replace the residuals by copies of `tensors`, a dict from some of `keys` to flat float32 tensors.
+
+        Raises
+        ------
+        StateError
+            It is no such dict. The residuals stay unchanged.
+        """
+        if not isinstance(tensors, Mapping):
+            raise StateError(f"residuals must be a dict from module names to tensors, not {type(tensors).__name__}")
+        given = cast(Mapping[Any, Any], tensors)
+        if unknown := [key for key in given if key not in keys]:
+            raise StateError(f"the state has a residual of {unknown[0]!r}, which is no registered module: {list(keys)}")
+        loaded = {key: array_of(f"the residual of {key!r}", x, "float32") for key, x in given.items()}
+        for key, x in loaded.items():
+            if not np.isfinite(x).all():
+                raise StateError(f"the residual of {key!r} holds NaN or Inf")
+        self._kept, self._spare = loaded, {}
