@@ -210,3 +210,17 @@ def _dtypes(rank, size):
 
 def test_residual_of_a_half_precision_tensor_is_float32():
     ranks(2, _dtypes)
+
+
+def _stats(rank, size):
+    before = codec.torch.group_stats()
+    codec.torch.all_reduce(gradient(rank, 0), codec.Quantize(4), algorithm="two_shot")
+    delta = codec.torch.group_stats() - before
+    assert delta.frame_collectives == 1
+    return delta.sent_nbytes, delta.received_nbytes
+
+
+def test_stats_of_a_group_count_bytes():
+    (sent, received), other = ranks(2, _stats)
+    assert N / 2 < sent < N  # 4.5 bits a value
+    assert other == (received, sent)

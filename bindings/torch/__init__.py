@@ -12,6 +12,7 @@ from codec.torch.ddp import comm_hook, ddp_hook
 from codec.torch.exchanging import exchange
 from codec.torch.fsdp import AllGather, AllReduce, CommStats, ReduceScatter
 from codec.torch.hook import Hook
+from codec.torch.lines import group_stats
 from codec.torch.policy import Policy, default_policy
 from codec.torch.stats import ParameterStats, Stats
 from codec.torch.worker import Pending
@@ -36,6 +37,7 @@ __all__ = [
     "ddp_hook",
     "default_policy",
     "exchange",
+    "group_stats",
     "reduce_scatter",
     "register_backend",
 ]

@@ -129,7 +129,7 @@ class ProcessGroup(_Base):
 
         What goes over Gloo, such as small tensors, is not counted. Subtract an earlier result to get the difference.
         """
-        return collectives.counters_of(self)
+        return collectives.group_stats(self)
 
     def _travels(self, tensors: Sequence[torch.Tensor], op: Any = dist.ReduceOp.SUM) -> bool:
         """Whether these go as frames: decided from what is the same on all ranks."""

@@ -14,7 +14,7 @@ from codec.torch import algorithms, raw, ternary
 from codec.torch.arguments import as_array, check_dense, check_output, publish, reduction_of
 from codec.torch.channel import Array, Channel, Timeout
 from codec.torch.choosing import Choice, report
-from codec.torch.lines import Line, agree, ask, counters_of, hang_up, hashed, in_step, line_of, start, storing
+from codec.torch.lines import Line, agree, ask, group_stats, hang_up, hashed, in_step, line_of, start, storing
 from codec.torch.reduction import Reduction
 from codec.torch.residuals import CallersResidual, check_algorithm_of_feedback
 from codec.torch.worker import Pending
@@ -32,7 +32,7 @@ __all__ = [
     "ask",
     "check_algorithm",
     "choose_algorithm",
-    "counters_of",
+    "group_stats",
     "hang_up",
     "hashed",
     "in_step",

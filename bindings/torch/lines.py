@@ -94,15 +94,21 @@ def line_of(group: Any, timeout: Timeout | None = None) -> Line:
         The ranks cannot be connected.
     """
     check_timeout(timeout)
-    _check_group(group)
-    key = group or dist.group.WORLD
-    if key is None:
-        raise SpecError("torch.distributed is not initialized: call init_process_group first")
+    key = _key_of(group)
     slot = _slot_of(key)
     with slot.lock:
         if slot.line is None:
             slot.line = Line(key, timeout)
         return slot.line
+
+
+def _key_of(group: Any) -> Any:
+    """Return the process group that is meant: that of all ranks for None."""
+    _check_group(group)
+    key = group or dist.group.WORLD
+    if key is None:
+        raise SpecError("torch.distributed is not initialized: call init_process_group first")
+    return key
 
 
 def _check_group(group: Any) -> None:
@@ -168,9 +174,28 @@ def _is_apart(group: Any, what: str) -> bool:
     return apart
 
 
-def counters_of(group: Any) -> Counters:
-    """Return a copy of the counters of a group's channel; zeros before its first collective."""
-    line = _slot_of(group or dist.group.WORLD).line
+def group_stats(group: Any = None) -> Counters:
+    """Return the totals of a group's collectives so far, on this rank: bytes, seconds, and how often frames were sent.
+
+    Subtract an earlier result to get the totals of a period.
+
+    Parameters
+    ----------
+    group : ProcessGroup, optional
+        As for :func:`all_reduce`.
+
+    Returns
+    -------
+    Counters
+        A copy, which later collectives do not change; zeros before the first collective.
+
+    Raises
+    ------
+    SpecError
+        `group` is no process group, or torch.distributed is not initialized.
+    """
+    key = _key_of(group)
+    line = None if key is dist.GroupMember.NON_GROUP_MEMBER else _slot_of(key).line
     return Counters() if line is None else line.channel.counters.copy()
 
 
