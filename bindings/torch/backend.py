@@ -4,6 +4,7 @@
 >>> torch.distributed.init_process_group("codec")  # doctest: +SKIP
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +21,7 @@ from codec.torch import arguments, coalesced, collectives
 from codec.torch.collectives import Algorithm
 from codec.torch.counters import Counters
 from codec.torch.handle import Handle
-from codec.torch.worker import Pending
+from codec.torch.worker import Pending, Worker
 
 _STREAM = 1 << 32  # draws of one collective: more than it has frames
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
@@ -114,6 +115,7 @@ class ProcessGroup(_Base):
             group._set_default_backend(kind.GLOO)
             group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
         self._calls = 0  # equal on all ranks
+        self._waiting: Worker | None = None  # waits for Gloo's reduce-scatters
         self._over = False
 
     def getBackendName(self) -> str:
@@ -170,6 +172,13 @@ class ProcessGroup(_Base):
             return Handle(_begin(collectives.all_gather, outputs[0], inputs[0], **how), outputs)
         return Handle(coalesced.all_gather(outputs, inputs, **how), outputs)
 
+    def _with_future(self, work: Any, outputs: Sequence[torch.Tensor]) -> Handle:
+        """Return a work of Gloo's with get_future(), which its reduce-scatters lack."""
+        if self._waiting is None:
+            self._waiting = Worker("codec, Gloo's reduce-scatters")
+            weakref.finalize(self, self._waiting.stop)
+        return Handle(self._waiting.submit(work.wait), outputs)
+
     # Each of these is as torch.distributed's. What does not travel is for the plain group: methods of the class above
     # that Python may override hold the interpreter's lock while they wait for one of Gloo's, whose holder may want it.
 
@@ -190,19 +199,19 @@ class ProcessGroup(_Base):
         """Reduce a list of tensors, of which each rank gets one."""
         to, parts = ([outputs], [inputs]) if isinstance(outputs, torch.Tensor) else (outputs, inputs)
         if len(to) != 1 or not _alike([to[0], *parts[0]]) or not self._travels(parts[0], _op_of(opts)):
-            return self._plain.reduce_scatter(outputs, inputs, opts, *rest)
+            return self._with_future(self._plain.reduce_scatter(outputs, inputs, opts, *rest), to)
         return self._reduce_scatter(to, [torch.stack(parts[0])], _op_of(opts))
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         """Reduce a tensor, of which each rank gets its part."""
         if not self._travels([tensor], _op_of(opts)):
-            return self._plain.reduce_scatter_single(output, tensor, opts)
+            return self._with_future(self._plain.reduce_scatter_single(output, tensor, opts), [output])
         return self._reduce_scatter([output], [tensor], _op_of(opts))
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """The same for many."""
         if not self._travels(inputs, _op_of(opts)):
-            return self._plain.reduce_scatter_single_coalesced(outputs, inputs, opts)
+            return self._with_future(self._plain.reduce_scatter_single_coalesced(outputs, inputs, opts), outputs)
         return self._reduce_scatter(outputs, inputs, _op_of(opts))
 
     def allgather(self, outputs: Any, inputs: Any, *rest: Any) -> Any:
@@ -224,6 +233,12 @@ class ProcessGroup(_Base):
         if not self._travels(inputs):
             return self._plain.all_gather_single_coalesced(outputs, inputs, *rest)
         return self._all_gather(outputs, inputs)
+
+    # Names of older releases of torch, which torchft and others call. Those of the class above bypass this one.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def broadcast(self, *args: Any, **how: Any) -> Any:
         """Give all ranks what one has."""
