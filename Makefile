@@ -194,8 +194,20 @@ failures: $(VENV)/debian $(VENV)/test
 # Tests marked `nightly`, which take minutes, and the longer versions of tests that `make test` runs briefly.
 nightly: $(VENV)/debian $(VENV)/test
 	$(VENV)/bin/pytest -m nightly
-	$(MAKE) failures kernels-on-cpu
+	$(MAKE) failures kernels-on-cpu frameworks
 .PHONY: nightly
+
+# Accelerate, Lightning, Transformers, torchft and TensorBoard, in an environment of their own, with the code of
+# docs/frameworks.md; ONLY='-k torchft' names some of the tests.
+FRAMEWORKS := .venv-frameworks
+$(FRAMEWORKS)/installed: $(SOURCES)
+	test -d $(FRAMEWORKS) || python3 -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/pip install -q --upgrade pip
+	$(FRAMEWORKS)/bin/pip install -q '.[frameworks]'
+	touch $@
+frameworks: $(FRAMEWORKS)/installed
+	$(FRAMEWORKS)/bin/pytest -m '' tests/frameworks $(ONLY)
+.PHONY: frameworks
 
 # HOSTILE damaged frames of each kind to the CUDA engine's kernels on this CPU, under sanitizers; all architectures
 HOSTILE ?= 450
@@ -230,7 +242,7 @@ bench: $(VENV)/test ctest
 	build/native/loops
 
 clean:
-	rm -rf build dist $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist $(VENV) $(FRAMEWORKS) .pytest_cache .ruff_cache .hypothesis
 
 # Each fuzzer for SECONDS, from what it found before; then which lines and branches of the library their inputs reach.
 FUZZERS := fuzz_frames fuzz_encode fuzz_decode fuzz_calls
