@@ -83,15 +83,8 @@ class ProcessGroup(_Base):
 
     Notes
     -----
-    torch.distributed makes these for the backend `codec`. For torchft's Manager, which makes a new group whenever a
-    replica comes or goes, a few lines suffice::
-
-        class CodecGroup(torchft.process_group.ProcessGroupWrapper):
-            def _create_pg(self, store, rank, world_size):
-                return codec.torch.ProcessGroup(store, rank, world_size, self._timeout)
-
-            def getBackendName(self):
-                return "torchft-codec"
+    torch.distributed makes these for the backend `codec`. For the Manager of torchft, which makes a new group whenever
+    a replica comes or goes, ``docs/frameworks.md`` has a class of a few lines.
     """
 
     def __init__(
