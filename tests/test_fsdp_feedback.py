@@ -181,7 +181,7 @@ def _resumed(rank, size, gather):
 
     def begin():
         net = shard(model())
-        spec = codec.Quantize(3)  # rounds stochastically: the random streams must go on, too
+        spec = codec.Quantize(3, 32)  # rounds stochastically: the random streams must go on, too
         return net, codec.torch.ReduceScatter(spec, feedback=True).register(net)
 
     straight, _ = begin()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from codec import SpecError, StateError
 from codec.spec_structs import spec_struct
-from codec.specs import Lossless, Spec
+from codec.specs import Lossless, Spec, check_contraction
 from codec.stateful.saved import VERSION, opened, plain
 from codec.torch import algorithms, arguments, collectives
 from codec.torch.channel import Timeout, check_timeout
@@ -114,8 +114,8 @@ class _Reducing(_Comm):
 
     def __init__(self, spec: Spec, feedback: bool, timeout: Timeout | None) -> None:
         super().__init__(spec, timeout)
-        if feedback and isinstance(spec, Lossless):
-            raise SpecError("feedback=True was given with Lossless, which loses nothing: use a lossy codec")
+        if feedback:
+            check_contraction(spec)
         self._residuals = Residuals() if feedback else None
         self._names: list[str] = []  # of the registered modules
 

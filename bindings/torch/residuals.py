@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from codec import SpecError, StateError
-from codec.specs import Lossless
+from codec.specs import check_contraction
 from codec.stateful.saved import array_of
 from codec.torch.arguments import as_array, check_output
 from codec.torch.channel import Array
@@ -36,8 +36,7 @@ class Feedback:
     """
 
     def __init__(self, r: Reduction, residual: Array) -> None:
-        if isinstance(r.spec, Lossless):
-            raise SpecError("error feedback with Lossless, which loses nothing: use a lossy codec, or no residual")
+        check_contraction(r.spec)
         if r.op == "max":
             raise SpecError("error feedback with a maximum: errors add up in sums and means only")
         self._sum_errors: dict[int, Array] = {}
