@@ -100,7 +100,7 @@ def encode(
     feedback : bool
         Error feedback in one pass: encode x + `residual`, which is what earlier frames lost, and then it gets what this
         one loses. Each sum is rounded to float32. Not with :class:`Lossless`, which loses nothing, and `residual` must
-        not be x then. x is not changed.
+        not be x then. x is not changed. Residuals stay bounded for contractions (``spec.contraction``).
     check_first : bool
         Look for what cannot be encoded before `residual` is written. With False it may hold anything after an error,
         which saves a pass where values share scales by rows, groups or blocks.

@@ -61,7 +61,8 @@ class ErrorFeedback:
     Parameters
     ----------
     spec : Spec
-        What :meth:`encode` does. Buffers of :meth:`begin` can be used with any.
+        The codec of :meth:`encode`; buffers of :meth:`begin` can be used with any. Residuals stay bounded for
+        contractions (:attr:`codec.specs.Spec.contraction`): with others, such as :class:`codec.Ternary`, they can grow.
     role : {"worker", "server"}
         Whether residuals are of what every rank sends of its own, or of what the only owner of a range sends of the
         reduced gradients. A two-shot all-reduce that compresses both ways has one of each. They reshard differently.
