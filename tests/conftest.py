@@ -1,6 +1,7 @@
-"""What tests share: tensors of every dtype and kind, and the instruction sets of this machine."""
+"""Fixtures and helpers of all tests: counts of examples, tensors of every dtype and kind, instruction sets."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,40 @@ from hypothesis import HealthCheck, settings
 import codec
 from codec.core import DTYPES, ITEMSIZE
 
-settings.register_profile("codec", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+# The tier of tests: "merge" (make test) or "nightly" (make nightly). All counts that differ between tiers are here.
+TIER = os.environ.get("CODEC_TESTS", "merge")
+if TIER not in ("merge", "nightly"):
+    raise pytest.UsageError(f"CODEC_TESTS={TIER}: unknown tier of tests; use merge or nightly")
+NIGHTLY = TIER == "nightly"
+EXAMPLES = 1000 if NIGHTLY else 40  # of each Hypothesis test
+DAMAGED = 400 if NIGHTLY else 20  # damaged frames of each kind, for each engine
+
+settings.register_profile(
+    "codec",
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
 settings.load_profile("codec")
+
+
+def every(step: int, items: Iterable[Any]) -> list[Any]:
+    """Return all items in nightly tests, and every `step`-th one otherwise.
+
+    Parameters
+    ----------
+    step : int
+        Distance of the items that are returned. Choose a prime: then no period in `items` is met in one phase only.
+    items : iterable
+        All items, in a fixed order.
+
+    Returns
+    -------
+    list
+    """
+    return list(items)[:: 1 if NIGHTLY else step]
+
 
 ALL_DTYPES = sorted(DTYPES)
 # every lossy codec, and each of its ways to write
@@ -79,6 +112,11 @@ def make(dtype: str, n: int, kind: str, seed: int = 0) -> np.ndarray[Any, Any]:
     if kind == "constant":
         return np.full(n, normal[0] if n else 0, u)
     return normal
+
+
+def nightly(value: object) -> Any:
+    """Return a value of a parametrized test for which the test runs in the nightly tier only."""
+    return pytest.param(value, marks=pytest.mark.nightly)
 
 
 @pytest.fixture(params=codec.isas())

@@ -13,6 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import nightly
 from ranks import ranks
 from torch import nn
 
@@ -395,7 +396,7 @@ elif way == "callbacks":
 """
 
 
-@pytest.mark.parametrize("way", ["leave", "destroy", "abort", "callbacks"])
+@pytest.mark.parametrize("way", [nightly("leave"), nightly("destroy"), nightly("abort"), "callbacks"])
 def test_processes_end_well(way, tmp_path):
     """However a script leaves its group, the thread of the collectives does not die in the midst of something."""
     command = [sys.executable, "-P", "-W", "error", "-c", SCRIPT, way, str(tmp_path / "store")]

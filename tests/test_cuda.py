@@ -16,7 +16,7 @@ import test_numba
 import test_page
 import test_truncate
 import test_vectors
-from conftest import ALL_DTYPES, KINDS, LOSSY, TRUNCATES, make
+from conftest import ALL_DTYPES, DAMAGED, KINDS, LOSSY, TRUNCATES, make
 from device import Emulated, Real, build, use
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -153,7 +153,7 @@ def as_native(monkeypatch):
     monkeypatch.setattr(test_numba, "ENGINES", ("native", "cuda"))
 
 
-@settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 def test_same_bytes_values_and_errors(as_native, data):
     test_numba.compare(data.draw)
@@ -892,7 +892,7 @@ def test_hostile_frames(name):
     frame, dtype, _, how = test_numba.HOSTILE[name]
     rng = np.random.default_rng(sorted(test_numba.HOSTILE).index(name))
     refused = 0
-    for _ in range(int(os.environ.get("CUDA_ON_CPU_FRAMES", test_numba.EACH))):
+    for _ in range(DAMAGED):
         mutant = test_numba.damage(frame, rng)
         ours, native = outcomes(mutant, dtype, max_nbytes=1 << 22, **how)
         assert ours == native

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from conftest import NIGHTLY
 from device import ROOT, LaunchError, build, compile_kernels, launch
 
 import codec
@@ -68,6 +69,7 @@ def test_faults_of_launches(tmp_path):
     assert (x == np.arange(64) ^ 1).all()
 
 
+@pytest.mark.nightly
 def test_no_access_is_out_of_range(tmp_path):
     """Damaged frames and those made by hand, under AddressSanitizer and UndefinedBehaviorSanitizer."""
     asan, ubsan = (
@@ -77,7 +79,6 @@ def test_no_access_is_out_of_range(tmp_path):
     env = {
         **os.environ,
         "CUDA_ON_CPU_FLAGS": "-fsanitize=address,undefined -fno-sanitize-recover=all",
-        "CUDA_ON_CPU_FRAMES": os.environ.get("CODEC_HOSTILE", "20"),
         "LD_PRELOAD": f"{asan.strip()} {ubsan.strip()}",
         "ASAN_OPTIONS": "detect_leaks=0",
         "PYTHONMALLOC": "malloc",
@@ -115,7 +116,7 @@ SOME = [(file, ARCHS[i % 3]) for i, file in enumerate(FILES)]
 ALL = [(file, arch) for file in FILES for arch in ARCHS]
 
 
-@pytest.mark.parametrize(("file", "arch"), ALL if os.environ.get("CODEC_ALL_ARCHS") else SOME)
+@pytest.mark.parametrize(("file", "arch"), ALL if NIGHTLY else SOME)
 def test_other_architectures(file, arch, tmp_path, monkeypatch):
     """As the engine compiles them: once, whole or not at all, and again what was damaged on the disk."""
     monkeypatch.setenv("CODEC_CACHE_DIR", str(tmp_path / "made"))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import ALL_DTYPES, KINDS, LOSSY, TRUNCATES, make
 from encoder import Ask
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import DTYPES as NUMBERED
 
@@ -206,7 +206,6 @@ def test_codebooks_that_are_agreed_upon(spec):
 
 
 @given(st.data())
-@settings(max_examples=60)
 def test_codebooks_from_counts(data):
     """Of any counts: ties, many values, sums above 2^24."""
     most = data.draw(st.sampled_from([1, 2, 30, 1 << 14, 1 << 31]))
@@ -219,7 +218,6 @@ def test_codebooks_from_counts(data):
 
 
 @given(st.sampled_from(ALL_DTYPES), st.integers(0, 20_000), st.sampled_from(KINDS), st.integers(0, 2**32), st.data())
-@settings(max_examples=60)
 def test_any_lossless(dtype, n, kind, seed, data):
     spec = codec.Lossless(data.draw(st.integers(2, 8)), data.draw(st.sampled_from(get_args(specs.Model))))
     cols = data.draw(st.integers(1, 300))
@@ -352,7 +350,6 @@ def test_several_blocks(packing):
 
 
 @given(st.sampled_from(sorted(ROWS)), st.integers(0, 6000), st.integers(0, 2**32), st.data())
-@settings(max_examples=60)
 def test_any_rows(name, n, seed, data):
     dtype, kind = data.draw(st.sampled_from(FLOATS)), data.draw(st.sampled_from(KINDS))
     stream = data.draw(st.integers(0, 2**64 - 1))
@@ -591,7 +588,6 @@ def test_codebooks_of_truncate(name, dtype):
 
 
 @given(st.integers(0, 9000), st.integers(0, 2**32), st.sampled_from(WAYS), st.integers(-30, 10), st.data())
-@settings(max_examples=40)
 def test_any_truncate(n, seed, way, guard, data):
     dtype, kind = data.draw(st.sampled_from(FLOATS)), data.draw(st.sampled_from(KINDS))
     metric = METRICS[data.draw(st.sampled_from(sorted(METRICS)))]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import test_peer_failures as training
+from conftest import nightly
 from ranks import Team, at_event, freeze
 from test_peer_failures import MOMENTS, PROMISED, SLACK, TIMEOUT, VICTIM, channel, digest, spread, values
 
@@ -231,7 +232,7 @@ def ended(process):
     return process.returncode, said
 
 
-@pytest.mark.parametrize("who", ["one", "all", "one beside a frozen one"])
+@pytest.mark.parametrize("who", ["one", nightly("all"), nightly("one beside a frozen one")])
 def test_ctrl_c_ends_training(who, tmp_path):
     command = [sys.executable, "-P", "-c", SCRIPT, str(tmp_path / "store")]
     processes = [started([*command, str(rank), "2"]) for rank in range(2)]
@@ -258,7 +259,7 @@ def test_ctrl_c_ends_training(who, tmp_path):
         p.communicate()
 
 
-@pytest.mark.parametrize("who", ["one", "all"])
+@pytest.mark.parametrize("who", [nightly("one"), "all"])
 def test_ctrl_c_ends_training_by_torchrun(who, tmp_path):
     """`all`: what a terminal does, to torchrun and whatever else is in its process group."""
     script = tmp_path / "train.py"

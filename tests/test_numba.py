@@ -17,7 +17,7 @@ import test_reject
 import test_truncate
 import test_vectors
 import torch
-from conftest import ALL_DTYPES, KINDS, LOSSY, TRUNCATES, make
+from conftest import ALL_DTYPES, DAMAGED, KINDS, LOSSY, TRUNCATES, make
 from device import Emulated, build, use
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -206,13 +206,12 @@ def compare(draw):
             agreed(lambda engine: same_nan(codec.accumulate(frames[-1], total.copy(), 0.7, engine=engine, **levels)))
 
 
-@settings(max_examples=400)
 @given(st.data())
 def test_same_bytes_values_and_errors(data):
     compare(data.draw)
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 def test_three_engines(monkeypatch, data):
     """native = numba = cuda, on a GPU that is this CPU."""
@@ -689,7 +688,6 @@ def hostile():
 
 
 HOSTILE = hostile()
-EACH = 120  # damaged frames of each
 
 
 def damage(frame, rng):
@@ -712,7 +710,7 @@ def test_hostile_frames(name):
     frame, dtype, n, how = HOSTILE[name]
     rng = np.random.default_rng(sorted(HOSTILE).index(name))
     out, seen = np.zeros(codec.inspect(frame).shape, like(dtype).dtype), []
-    for i in range(EACH if n < 20_000 else EACH // 2):
+    for i in range(DAMAGED if n < 20_000 else DAMAGED // 2):
         mutant = damage(frame, rng)
         given = {"like": like(dtype), "max_nbytes": 1 << 24, "threads": 1 + i % 3, **how}
 

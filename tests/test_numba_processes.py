@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import codec
 from codec import _cffi
 
@@ -21,6 +23,7 @@ def run(*command, cwd=None, **env):
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_no_access_is_out_of_range(tmp_path):
     """Hostile frames and those made by hand, where each index is checked: an access out of range is an IndexError.
 

@@ -6,8 +6,8 @@ import struct
 import numpy as np
 import oracle
 import pytest
-from conftest import ALL_DTYPES, KINDS, LOSSY, TRUNCATES, make
-from hypothesis import given, settings
+from conftest import ALL_DTYPES, KINDS, LOSSY, NIGHTLY, TRUNCATES, every, make
+from hypothesis import given
 from hypothesis import strategies as st
 from sealing import reseal
 
@@ -76,19 +76,18 @@ def test_truncation(name):
 
 @pytest.mark.parametrize("name", FRAMES)
 def test_bit_flips(name):
-    """Every bit; instruction sets take turns, so that each sees all places in a word."""
+    """A flipped bit is found in every byte (nightly: every bit), by instruction sets in turn."""
     frame, dtype, n = FRAMES[name]
     damaged, isas = bytearray(frame), codec.isas()
-    for k, isa in enumerate(isas):
-        with codec.use_isa(isa):
-            for byte in range(len(frame)):
-                for bit in range((k - byte) % len(isas), 8, len(isas)):
-                    damaged[byte] ^= 1 << bit
-                    with pytest.raises(codec.FrameError):
-                        bits(damaged, dtype, n)
-                    with pytest.raises(codec.FrameError):
-                        codec.verify(damaged)
-                    damaged[byte] ^= 1 << bit
+    for byte in range(len(frame)):
+        for bit in range(8) if NIGHTLY else (byte * 5 % 8,):
+            damaged[byte] ^= 1 << bit
+            with codec.use_isa(isas[(byte + bit) % len(isas)]):
+                with pytest.raises(codec.FrameError):
+                    bits(damaged, dtype, n)
+                with pytest.raises(codec.FrameError):
+                    codec.verify(damaged)
+            damaged[byte] ^= 1 << bit
     assert damaged == frame
 
 
@@ -136,7 +135,6 @@ def survives(frame, dtype, n):
         assert results[0] == (expected[1], expected[2])
 
 
-@settings(max_examples=1500)
 @given(st.sampled_from(sorted(FRAMES)), st.data())
 def test_resealed_mutants(name, data):
     """The checksum does not stand in the way of what is tested here: the structure must hold by itself."""
@@ -151,12 +149,12 @@ def test_resealed_mutants(name, data):
 
 
 def test_every_byte_of_side_and_region_resealed():
-    """Systematic: each byte behind the header set to a few values."""
+    """Bytes behind the header, one at a time, set to a few values and sealed again: the oracle agrees."""
     for name in ("bfloat16-1000-mixed", "float64-600-mixed", "model"):
         frame, dtype, n = FRAMES[name]
         info = codec.inspect(frame)
         begin, end = info.sections["side"][0], info.sections["regions"][0] + 400
-        for i in range(begin, min(end, len(frame)), 3):
+        for i in every(11, range(begin, min(end, len(frame)), 3)):
             for value in (0, 1, 0x7F, 0xFF):
                 mutant = bytearray(frame)
                 mutant[i] = value

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import LOSSY
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import codec
@@ -58,7 +58,6 @@ sizes_of = st.lists(st.integers(1, 300), min_size=1, max_size=len(NAMES)).map(
 seeds = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(REFUSING)),
     sizes_of,
@@ -442,7 +441,6 @@ def grads_of(step, rank, spread=20):
     return list(x.astype(np.float32))
 
 
-@settings(max_examples=15)
 @given(st.integers(2, 3), st.integers(2, 6), st.data())
 def test_ranks_switch_alike(ranks, interval, data):
     """Sums arrive on each rank when they do: all encode with one codebook, and know it when frames come."""
