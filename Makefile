@@ -1,51 +1,54 @@
-# make demo, make test: each sets up what it needs on a fresh Debian machine (gcc, python3 and make are there).
+# make demo, make test: each installs what it needs on a fresh Debian machine (gcc, python3 and make are there).
+# make check: the part of `make test` that needs pip, make and a C compiler only, on any system.
 
 VENV := .venv
 PY := $(VENV)/bin/python
-# what is not imported need not be compiled: half of the time
+PYTEST := $(VENV)/bin/pytest
+# Modules that are not imported need not be compiled: this halves the time of an installation.
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
+APT = $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends
 CMAKE := $(VENV)/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja
-# tables of numbers keep their own shape
+# Tables of numbers keep their own layout.
 C_FILES := $(filter-out %permute_avx2.h %seal.h,$(shell find native bindings bench fuzz examples tests -name '*.[ch]' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh'))
 SOURCES := $(shell find native bindings codec -name '*.[ch]' -o -name '*.py' -o -name CMakeLists.txt) pyproject.toml
 
-.PHONY: demo test lint docs native ctest abi abi-baseline sanitize emulated foreign bench format clean
+.PHONY: demo check test nightly lint docs native ctest abi abi-baseline sanitize emulated foreign bench format clean
 
 demo: $(VENV)/demo
 	$(PY) bench/demo.py
 
-# For two cores. Tests of ranks, which wait for each other and for time to pass, have them first; three more lanes take
-# what they leave. What a CPU with AVX-512 sees without emulating it is not emulated there.
-test: $(VENV)/debian $(VENV)/gloo $(VENV)/clang $(VENV)/foreign
-	@mkdir -p build
-	nice -n 15 $(MAKE) sanitize >build/sanitize.log 2>&1 & sanitize=$$!; trap "kill $$sanitize" INT TERM; \
-	$(MAKE) $(VENV)/test lint && { \
-		nice -n 15 $(MAKE) -k -j2 --output-sync=target $(BESIDE) >build/others.log 2>&1 & others=$$!; \
-		trap "kill $$sanitize $$others" INT TERM; \
-		$(MAKE) -k ctest abi gloo ranks; mine=$$?; \
-		wait $$others; others=$$?; cat build/others.log; \
-	}; mine=$${mine:-1}; wait $$sanitize; sanitize=$$?; cat build/sanitize.log; \
-	[ $$mine = 0 ] && [ $$others = 0 ] && [ $$sanitize = 0 ]
-BESIDE = kernels others foreign $(if $(AVX512),,emulated)
-AVX512 := $(shell grep -om1 avx512_vbmi2 /proc/cpuinfo)
+# The lanes of `make test`, for two cores: the longest ones come first. Tests of ranks wait for each other and for
+# timeouts, so that a third lane fits beside two.
+LANES := ranks engines core lint docs ctest abi gloo sanitize
+test: $(VENV)/test
+	$(MAKE) -k -j3 --output-sync=target $(LANES)
 
-# Of ranks some tests send SIGINT, which a shell's children in the background ignore. The Numba engine: what it compiles
-# is kept for all its tests.
-RANKS := $(foreach t,all_reduce backend callbacks counters ddp fsdp gloo group_life hook_state hostile_peers interrupts \
-	links outputs peer_failures shared_scale sound embedding exact cuda_compiled,tests/test_$(t).py)
-NUMBA := $(foreach t,numba numba_processes kernels,tests/test_$(t).py)
-ranks: $(VENV)/test
-	$(VENV)/bin/pytest $(RANKS)
-kernels: $(VENV)/test
-	$(VENV)/bin/pytest $(NUMBA)
-others: $(VENV)/test
-	$(VENV)/bin/pytest $(RANKS:%=--ignore=%) $(NUMBA:%=--ignore=%)
-.PHONY: ranks kernels others
+# The Python tests, by lanes: those of processes and compilers, those of the other engines, all others.
+RANKS := $(sort $(shell grep -lE '^(from|import) ranks\b' tests/test_*.py) \
+	$(foreach t,ddp embedding exact gloo interrupts links sound,tests/test_$(t).py))
+ENGINES := $(foreach t,cuda cuda_compiled gpu kernels numba numba_processes,tests/test_$(t).py)
+ranks: $(VENV)/test gloo-programs
+	$(PYTEST) $(RANKS)
+engines: $(VENV)/test
+	$(PYTEST) $(ENGINES)
+core: $(VENV)/test
+	$(PYTEST) $(RANKS:%=--ignore=%) $(ENGINES:%=--ignore=%)
+.PHONY: ranks engines core
 
-# the package is built and installed for the tests; `pip install -e .` does for work on the Python files
+# Before every push: lint, types, golden frames in C, and the Python tests of lane `core`. Installs no system package.
+check: APT = echo "Install with this system's package manager:"
+check: $(VENV)/test
+	$(MAKE) -k -j2 --output-sync=target core lint golden
+
+# All tests in their long versions: CODEC_TESTS=nightly raises the counts of tests/conftest.py. This takes hours.
+nightly: $(VENV)/test gloo-programs
+	CODEC_TESTS=nightly CODEC_MOMENTS=$(MOMENTS) $(PYTEST) -m 'not gpu'
+	$(MAKE) -k ctest abi gloo sanitize tsan msan gloo-sanitize emulated foreign frameworks SECONDS=60
+
+# The package is built and installed for the tests; `pip install -e .` is enough for work on the Python files.
 $(VENV)/bin/pip:
-	python3 -m venv $(VENV) || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq python3-venv && python3 -m venv $(VENV); }
+	python3 -m venv $(VENV) || { $(APT) python3-venv && python3 -m venv $(VENV); }
 	$(PIP) --upgrade pip
 
 $(VENV)/demo: $(VENV)/bin/pip $(SOURCES)
@@ -60,18 +63,18 @@ $(VENV)/tools: $(VENV)/bin/pip
 	$(PIP) cmake ninja ruff==0.17.5 pyright==1.1.414 clang-format==23.1.5 numpy cffi
 	touch $@
 
-DEBIAN := g++ libcmocka-dev libsimde-dev iproute2 abigail-tools doxygen pkg-config
+DEBIAN := g++ libcmocka-dev libsimde-dev iproute2 abigail-tools doxygen pkg-config libgloo-dev doctest-dev
 $(VENV)/debian: $(VENV)/tools Makefile
-	{ dpkg -s $(DEBIAN) >/dev/null 2>&1; } || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq $(DEBIAN); }
+	{ dpkg -s $(DEBIAN) >/dev/null 2>&1; } || { $(APT) $(DEBIAN); }
 	touch $@
 
-lint: $(VENV)/tools $(VENV)/test docs
+lint: $(VENV)/tools $(VENV)/test
 	$(VENV)/bin/ruff check codec tests bench bindings examples fuzz
 	$(VENV)/bin/ruff format --check codec tests bench bindings examples fuzz
 	$(VENV)/bin/clang-format --dry-run --Werror $(C_FILES)
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
-# the C interface as pages, build/docs/html
+# The pages of the C interface, in build/docs/html.
 docs: $(VENV)/debian
 	@mkdir -p build
 	doxygen docs/Doxyfile
@@ -81,9 +84,10 @@ format: $(VENV)/tools
 	$(VENV)/bin/ruff format codec tests bench bindings examples fuzz
 	$(VENV)/bin/clang-format -i $(C_FILES)
 
-# debug information is for make abi; the code is the same
+# One build for ctest, abi and gloo. Debug information is for make abi; it does not change the code.
 native: $(VENV)/debian
-	$(CMAKE) -S native -B build/native -DCODEC_TESTS=ON -DCODEC_WERROR=ON -DCMAKE_C_FLAGS='-g -fno-var-tracking'
+	$(CMAKE) -S native -B build/native -DCODEC_TESTS=ON -DCODEC_GLOO=ON -DCODEC_WERROR=ON \
+		-DCMAKE_C_FLAGS='-g -fno-var-tracking'
 	$(VENV)/bin/cmake --build build/native --target all codec_static
 
 ctest: native
@@ -104,19 +108,14 @@ abi: native $(VENV)/clang
 abi-baseline: native
 	native/abi/abi.sh write build/native
 
-$(VENV)/gloo: $(VENV)/tools
-	{ dpkg -s g++ libgloo-dev doctest-dev >/dev/null 2>&1; } || \
-	{ $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq g++ libgloo-dev doctest-dev; }
-	touch $@
-
-# bindings/gloo between processes, and what tests/test_gloo.py runs; GLOO='-tc=*dies*' names some of the tests
-gloo: $(VENV)/gloo
-	$(CMAKE) -S native -B build/native -DCODEC_GLOO=ON -DCODEC_WERROR=ON
+# bindings/gloo between processes, and the programs that tests/test_gloo.py runs; GLOO='-tc=*dies*' names some of the tests
+gloo-programs: native
 	$(VENV)/bin/cmake --build build/native --target test_gloo gloo_peer gloo_allreduce
+gloo: gloo-programs
 	build/native/test_gloo $(GLOO)
 
 # the same under AddressSanitizer and UndefinedBehaviorSanitizer, and what threads share under ThreadSanitizer
-gloo-sanitize: $(VENV)/gloo
+gloo-sanitize: $(VENV)/debian
 	$(CMAKE) -S native -B build/gloo-sanitize -DCODEC_GLOO=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 		-DCMAKE_C_FLAGS='$(SANITIZED)' -DCMAKE_CXX_FLAGS='$(SANITIZED)'
 	$(VENV)/bin/cmake --build build/gloo-sanitize --target test_gloo
@@ -126,21 +125,19 @@ gloo-sanitize: $(VENV)/gloo
 	$(VENV)/bin/cmake --build build/gloo-tsan --target test_gloo
 	build/gloo-tsan/test_gloo -tc='*threads*'
 SANITIZED := -fsanitize=address,undefined -fno-sanitize-recover=all
-.PHONY: gloo gloo-sanitize
+.PHONY: gloo gloo-programs gloo-sanitize
 
 $(VENV)/clang: $(VENV)/tools
-	{ dpkg -s clang llvm libclang-rt-dev >/dev/null 2>&1; } || \
-	{ $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends clang llvm libclang-rt-dev; }
+	{ dpkg -s clang llvm libclang-rt-dev >/dev/null 2>&1; } || { $(APT) clang llvm libclang-rt-dev; }
 	touch $@
 
 CLANG := -DCMAKE_C_COMPILER=clang -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCODEC_FUZZ=ON
 
-# The same tests under AddressSanitizer and UndefinedBehaviorSanitizer, and with memory that changes meanwhile; threads
-# under ThreadSanitizer; the fuzzers under MemorySanitizer, which sees through scalar loops, not through all shuffles.
-# make sanitize SECONDS=600 does the last three for so long each.
+# The C tests under AddressSanitizer and UndefinedBehaviorSanitizer, also with memory that another thread rewrites.
+# `sanitize`, `tsan` and `msan` run their last programs for SECONDS each.
 BRIEFLY := -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_C_FLAGS_RELWITHDEBINFO='-O1 -g1' # compiled in half the time
-sanitize: SECONDS ?= 3
-sanitize: $(VENV)/debian $(VENV)/clang
+SECONDS ?= 3
+sanitize: $(VENV)/debian
 	$(CMAKE) -S native -B build/sanitize -DCODEC_TESTS=ON $(BRIEFLY) -DCMAKE_C_FLAGS='$(SANITIZED)'
 	$(VENV)/bin/cmake --build build/sanitize --target test_core test_contract test_steps test_lossy test_race
 	build/sanitize/test_core
@@ -148,15 +145,29 @@ sanitize: $(VENV)/debian $(VENV)/clang
 	build/sanitize/test_steps
 	build/sanitize/test_lossy
 	build/sanitize/test_race hostile $(SECONDS)
+
+# Threads on the steps of one job, under ThreadSanitizer.
+tsan: $(VENV)/tools
 	$(CMAKE) -S native -B build/tsan -DCODEC_TESTS=ON $(BRIEFLY) -DCMAKE_C_FLAGS=-fsanitize=thread
 	$(VENV)/bin/cmake --build build/tsan --target test_race
 	build/tsan/test_race $(SECONDS)
+
+# The fuzzers under MemorySanitizer, which sees through scalar loops, not through all shuffles.
+msan: $(VENV)/clang
 	$(CMAKE) -S native -B build/msan $(CLANG) $(BRIEFLY) -DCODEC_SANITIZE=memory
 	$(VENV)/bin/cmake --build build/msan --target fuzz_encode fuzz_frames
 	for f in fuzz_encode fuzz_frames; do \
 		FUZZ_ISAS=1 build/msan/$$f -seed=1 -max_total_time=$(SECONDS) -max_len=128 -len_control=0 -verbosity=0 \
 			-artifact_prefix=build/msan/ || exit 1; \
 	done
+.PHONY: tsan msan
+
+# The golden frames decoded by a C program; it needs no test library.
+golden: $(VENV)/tools
+	$(CMAKE) -S native -B build/golden -DCODEC_WERROR=ON $(BRIEFLY)
+	$(VENV)/bin/cmake --build build/golden --target test_vectors
+	build/golden/test_vectors tests/vectors
+.PHONY: golden
 
 # AVX-512 loops in plain C: the same bytes on a CPU that has none
 emulated: $(VENV)/debian $(VENV)/test
@@ -166,15 +177,14 @@ emulated: $(VENV)/debian $(VENV)/test
 	build/emulated/test_contract
 	build/emulated/test_steps
 	build/emulated/test_lossy
-	CODEC_LIBRARY=$(CURDIR)/build/emulated/libcodec.so $(VENV)/bin/pytest \
+	CODEC_LIBRARY=$(CURDIR)/build/emulated/libcodec.so $(PYTEST) \
 		tests/test_identity.py tests/test_vectors.py tests/test_lossy.py tests/test_truncate.py
 
 # golden frames on other machines, one of them big-endian
 FOREIGN := aarch64 s390x
 $(VENV)/foreign: $(VENV)/tools
 	{ dpkg -s qemu-user $(FOREIGN:%=gcc-%-linux-gnu) libc6-dev-arm64-cross libc6-dev-s390x-cross >/dev/null 2>&1; } || \
-	{ $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends \
-		qemu-user $(FOREIGN:%=gcc-%-linux-gnu) libc6-dev-arm64-cross libc6-dev-s390x-cross; }
+	{ $(APT) qemu-user $(FOREIGN:%=gcc-%-linux-gnu) libc6-dev-arm64-cross libc6-dev-s390x-cross; }
 	touch $@
 
 foreign: $(VENV)/foreign
@@ -188,14 +198,8 @@ foreign: $(VENV)/foreign
 # ranks killed, frozen, cut off and interrupted at many moments of collectives and training steps; as root links fail, too
 MOMENTS ?= 20
 failures: $(VENV)/debian $(VENV)/test
-	CODEC_MOMENTS=$(MOMENTS) $(VENV)/bin/pytest -s tests/test_peer_failures.py tests/test_links.py tests/test_interrupts.py
+	CODEC_MOMENTS=$(MOMENTS) $(PYTEST) -s tests/test_peer_failures.py tests/test_links.py tests/test_interrupts.py
 .PHONY: failures
-
-# Tests marked `nightly`, which take minutes, and the longer versions of tests that `make test` runs briefly.
-nightly: $(VENV)/debian $(VENV)/test
-	$(VENV)/bin/pytest -m nightly
-	$(MAKE) failures kernels-on-cpu frameworks
-.PHONY: nightly
 
 # Accelerate, Lightning, Transformers, torchft and TensorBoard, in an environment of their own, with the code of
 # docs/frameworks.md; ONLY='-k torchft' names some of the tests.
@@ -208,12 +212,6 @@ $(FRAMEWORKS)/installed: $(SOURCES)
 frameworks: $(FRAMEWORKS)/installed
 	$(FRAMEWORKS)/bin/pytest -m '' tests/frameworks $(ONLY)
 .PHONY: frameworks
-
-# HOSTILE damaged frames of each kind to the CUDA engine's kernels on this CPU, under sanitizers; all architectures
-HOSTILE ?= 450
-kernels-on-cpu: $(VENV)/test
-	CODEC_HOSTILE=$(HOSTILE) CODEC_ALL_ARCHS=1 $(VENV)/bin/pytest tests/test_cuda_compiled.py
-.PHONY: kernels-on-cpu
 
 # where there is an NVIDIA GPU: the CUDA engine's tests on it, some of them under compute-sanitizer, and its table
 SANITIZER ?= compute-sanitizer
@@ -246,7 +244,7 @@ clean:
 
 # Each fuzzer for SECONDS, from what it found before; then which lines and branches of the library their inputs reach.
 FUZZERS := fuzz_frames fuzz_encode fuzz_decode fuzz_calls
-fuzz: SECONDS ?= 60
+fuzz: SECONDS = 60
 fuzz: $(VENV)/clang
 	$(CMAKE) -S native -B build/fuzz $(CLANG)
 	$(VENV)/bin/cmake --build build/fuzz --target $(FUZZERS)
