@@ -21,13 +21,13 @@ demo: $(VENV)/demo
 # The lanes of `make test`, for two cores: the longest ones come first. Tests of ranks wait for each other and for
 # timeouts, so that a third lane fits beside two.
 LANES := ranks engines core lint docs ctest abi gloo sanitize
-test: $(VENV)/test
+test: $(VENV)/test $(VENV)/debian $(VENV)/clang
 	$(MAKE) -k -j3 --output-sync=target $(LANES)
 
-# The Python tests, by lanes: those of processes and compilers, those of the other engines, all others.
+# The Python tests, by lanes: those that start processes or compilers, those of the other engines, all others.
 RANKS := $(sort $(shell grep -lE '^(from|import) ranks\b' tests/test_*.py) \
-	$(foreach t,ddp embedding exact gloo interrupts links sound,tests/test_$(t).py))
-ENGINES := $(foreach t,cuda cuda_compiled gpu kernels numba numba_processes,tests/test_$(t).py)
+	$(foreach t,embedding exact sound,tests/test_$(t).py))
+ENGINES := $(sort $(shell grep -lE '^(from|import) (device|numba|test_numba)\b' tests/test_*.py) tests/test_numba_processes.py)
 ranks: $(VENV)/test gloo-programs
 	$(PYTEST) $(RANKS)
 engines: $(VENV)/test
@@ -41,10 +41,12 @@ check: APT = echo "Install with this system's package manager:"
 check: $(VENV)/test
 	$(MAKE) -k -j2 --output-sync=target core lint golden
 
-# All tests in their long versions: CODEC_TESTS=nightly raises the counts of tests/conftest.py. This takes hours.
-nightly: $(VENV)/test gloo-programs
+# All tests, in their long versions: CODEC_TESTS=nightly raises the counts of tests/conftest.py. This takes hours.
+nightly: $(VENV)/test $(VENV)/clang $(VENV)/foreign
+	$(MAKE) -k nightly-python lint docs ctest abi gloo sanitize tsan msan gloo-sanitize emulated foreign frameworks SECONDS=60
+nightly-python: $(VENV)/test gloo-programs
 	CODEC_TESTS=nightly CODEC_MOMENTS=$(MOMENTS) $(PYTEST) -m 'not gpu'
-	$(MAKE) -k ctest abi gloo sanitize tsan msan gloo-sanitize emulated foreign frameworks SECONDS=60
+.PHONY: nightly-python
 
 # The package is built and installed for the tests; `pip install -e .` is enough for work on the Python files.
 $(VENV)/bin/pip:
@@ -55,7 +57,7 @@ $(VENV)/demo: $(VENV)/bin/pip $(SOURCES)
 	$(PIP) '.[demo]'
 	touch $@
 
-$(VENV)/test: $(VENV)/bin/pip $(SOURCES)
+$(VENV)/test: $(VENV)/tools $(SOURCES)
 	$(PIP) '.[test]'
 	touch $@
 
@@ -88,13 +90,14 @@ format: $(VENV)/tools
 native: $(VENV)/debian
 	$(CMAKE) -S native -B build/native -DCODEC_TESTS=ON -DCODEC_GLOO=ON -DCODEC_WERROR=ON \
 		-DCMAKE_C_FLAGS='-g -fno-var-tracking'
-	$(VENV)/bin/cmake --build build/native --target all codec_static
+	$(VENV)/bin/cmake --build build/native --target all codec_static test_vectors
 
 ctest: native
 	build/native/test_core
 	build/native/test_contract
 	build/native/test_steps
 	build/native/test_lossy
+	build/native/test_vectors tests/vectors
 
 # What programs built against the library rely on: compared with what is kept of it, or kept. And a program is built
 # against an installation without Python, statically.
@@ -127,7 +130,7 @@ gloo-sanitize: $(VENV)/debian
 SANITIZED := -fsanitize=address,undefined -fno-sanitize-recover=all
 .PHONY: gloo gloo-programs gloo-sanitize
 
-$(VENV)/clang: $(VENV)/tools
+$(VENV)/clang: $(VENV)/debian
 	{ dpkg -s clang llvm libclang-rt-dev >/dev/null 2>&1; } || { $(APT) clang llvm libclang-rt-dev; }
 	touch $@
 
@@ -182,7 +185,7 @@ emulated: $(VENV)/debian $(VENV)/test
 
 # golden frames on other machines, one of them big-endian
 FOREIGN := aarch64 s390x
-$(VENV)/foreign: $(VENV)/tools
+$(VENV)/foreign: $(VENV)/debian
 	{ dpkg -s qemu-user $(FOREIGN:%=gcc-%-linux-gnu) libc6-dev-arm64-cross libc6-dev-s390x-cross >/dev/null 2>&1; } || \
 	{ $(APT) qemu-user $(FOREIGN:%=gcc-%-linux-gnu) libc6-dev-arm64-cross libc6-dev-s390x-cross; }
 	touch $@
