@@ -5,14 +5,15 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
-from device import ROOT
 
 import codec
 from codec import warming
 from codec.engines.cuda import cache, kernels
 
+PACKAGES = Path(codec.__file__).parents[1]
 KEY, DATA = "0" * 64, b"machine code"
 OTHER = 12345  # a user id
 
@@ -109,7 +110,7 @@ def test_no_cache_without_a_home_folder(monkeypatch):
 @as_root
 def test_no_cache_for_an_unknown_user():
     code = (
-        f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); from codec.engines.cuda import cache\n"
+        f"import os, sys; sys.path.insert(0, {str(PACKAGES)!r}); from codec.engines.cuda import cache\n"
         f"os.environ.clear(); os.setuid({OTHER}); print(cache.cache_folder(), cache.load_cached('x'))\n"
         "cache.store_cached('x', b'')"
     )

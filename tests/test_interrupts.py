@@ -218,6 +218,8 @@ def lines_of(pipe):
 def started(command, **how):
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "bufsize": 1}
+    # Background jobs of a shell, this process perhaps, ignore SIGINT, and the child would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(command, env=environment, start_new_session=True, **pipes, **how)
 
 
