@@ -112,7 +112,7 @@ def test_nvrtc_takes_them(file):
 
 
 ARCHS = ("sm_80", "sm_100", "sm_120")
-SOME = [(file, ARCHS[i % 3]) for i, file in enumerate(FILES)]
+SOME = [("close", "sm_80"), ("gather", "sm_100"), ("check_finite", "sm_120")]  # what compiles fastest
 ALL = [(file, arch) for file in FILES for arch in ARCHS]
 
 
