@@ -27,8 +27,8 @@ _CLONE_NEWNET = 0x40000000
 _BYTES_ACKED = 120  # where it is in Linux's struct tcp_info
 _MAX_PACING_RATE = 47  # Linux's SO_MAX_PACING_RATE
 _context = multiprocessing.get_context("forkserver")
-# imported once for all ranks, since each takes seconds
-_context.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.fsdp", "codec.torch"])
+# Modules that are slow to import: ranks are forked from a process that has them.
+_context.set_forkserver_preload(["pytest", "hypothesis", "torch._dynamo", "torch.distributed.fsdp", "codec.torch"])
 
 
 class Rank:
@@ -117,7 +117,7 @@ class Team:
         Seconds that any answer may take.
     """
 
-    def __init__(self, size, timeout=20, namespaces=None, limit=60):
+    def __init__(self, size, timeout=20, namespaces=None, limit=300):
         self._namespaces = namespaces or [None] * size
         self._timeout, self._limit = timeout, limit
         self._ranks = [Rank(namespace) for namespace in self._namespaces]
@@ -279,7 +279,7 @@ def cut_after(connections, nbytes, rate):
     return arrived
 
 
-def ranks(size, function, *args, backend="gloo", timeout=20, limit=100, gone=()):
+def ranks(size, function, *args, backend="gloo", timeout=20, limit=300, gone=()):
     """Results of function(rank, size, *args) on all ranks; those in `gone` are expected to die."""
     with Team(size, timeout, limit=limit) as team:
         team.regroup(backend)

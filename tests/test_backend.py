@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import nightly
+from conftest import HANG, nightly
 from ranks import ranks
 from torch import nn
 
@@ -403,7 +403,7 @@ def test_processes_end_well(way, tmp_path):
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([*command, str(rank)], env=environment, **pipes) for rank in range(2)]
-    ends = [p.communicate(timeout=60) for p in processes]
+    ends = [p.communicate(timeout=HANG) for p in processes]
     assert [(p.returncode, out, error) for p, (out, error) in zip(processes, ends, strict=True)] == [
         (0, "2.0\n", "")
     ] * 2

@@ -19,7 +19,7 @@ N = 6000  # values, which a group of the backend "codec" sends as frames
 
 @pytest.fixture(scope="module")
 def team():
-    with Team(2, timeout=10, limit=40) as team:
+    with Team(2, timeout=10) as team:
         yield team
 
 

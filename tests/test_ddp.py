@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import HANG
 from ranks import ranks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -571,7 +572,7 @@ def test_many_steps():
 def test_the_example_runs_as_it_is():
     script = Path(__file__).parents[1] / "examples/ddp.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "--steps", "40"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=True)
     lines = done.stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["lossless", "near", "float8", "quantize4"]
     sent = [float(re.search(r"sent ([\d.]+) MB", line)[1]) for line in lines]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import HANG
 
 import codec
 import codec.__main__ as cli
@@ -123,7 +124,7 @@ def test_allreduce(command, tmp_path):
         subprocess.Popen([folder / "allreduce", str(rank), "2", folder / "store"], stdout=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    said = [rank.communicate(timeout=HANG)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     found = [re.fullmatch(r"rank \d: sent ([\d.]+) MB where .+ off by (\S+)\n", line) for line in said]
     assert all(found), said

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import LOSSY, TRUNCATES
+from conftest import HANG, LOSSY, TRUNCATES
 from ranks import ranks
 
 import codec
@@ -158,7 +158,7 @@ def in_cpp(size, jobs, folder):
         file.write(struct.pack("Q", size))
         for job in jobs:
             file.writelines(packed(job, size))
-    subprocess.run([PEER, folder / "jobs", folder / "results"], check=True, timeout=100)
+    subprocess.run([PEER, folder / "jobs", folder / "results"], check=True, timeout=HANG)
     return [(folder / f"results.{rank}").read_bytes() for rank in range(size)]
 
 

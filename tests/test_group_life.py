@@ -20,7 +20,7 @@ N = 6000
 
 @pytest.fixture(scope="module")
 def team():
-    with Team(2, timeout=10, limit=60) as team:
+    with Team(2, timeout=10) as team:
         yield team
 
 

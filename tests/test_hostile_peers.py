@@ -27,7 +27,7 @@ _ROOM = 4 * N + 4096  # bytes; more than any frame has
 
 @pytest.fixture(scope="module")
 def team():
-    with Team(2, timeout=TIMEOUT, limit=30) as team:
+    with Team(2, timeout=TIMEOUT) as team:
         yield team
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import test_peer_failures as training
-from conftest import nightly
+from conftest import HANG, nightly
 from ranks import Team, at_event, freeze
 from test_peer_failures import MOMENTS, PROMISED, SLACK, TIMEOUT, VICTIM, channel, digest, spread, values
 
@@ -206,7 +206,6 @@ while True:
     os.write(1, f"{dist.get_rank()} {os.getpid()}\\n".encode())  # whole lines, of all ranks in one pipe
 """
 NEVER = ("terminate called", "Fatal Python error", "Exception ignored", "Segmentation")
-ENOUGH = 60  # seconds: much less than the group's timeout, which is half an hour
 
 
 def lines_of(pipe):
@@ -226,7 +225,7 @@ def started(command, **how):
 def ended(process):
     """Its exit status and what it said."""
     try:
-        _, said = process.communicate(timeout=ENOUGH)
+        _, said = process.communicate(timeout=HANG)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         pytest.fail(f"it did not end:\n{process.communicate()[1]}")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import HANG
 
 import codec
 from codec import _cffi
@@ -110,7 +111,7 @@ class Copy:
         assert [process.stdout.readline() for process in some] == ["looked\n"] * processes
         for process in some:
             print("go on", file=process.stdin, flush=True)
-        results = [process.communicate(timeout=120)[0].split() for process in some]
+        results = [process.communicate(timeout=HANG)[0].split() for process in some]
         assert [process.returncode for process in some] == [0] * processes
         return [(same, int(hits), int(misses)) for same, hits, misses in results]
 

@@ -16,7 +16,7 @@ N = 6000
 
 @pytest.fixture(scope="module")
 def team():
-    with Team(2, timeout=8, limit=40) as team:
+    with Team(2, timeout=8) as team:
         yield team
 
 

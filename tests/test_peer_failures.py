@@ -21,7 +21,7 @@ from codec.torch import collectives, hook_state, raw, slices
 ALGORITHMS = ["two_shot", "ring", "all_gather", "raw"]
 TIMEOUT = 1.5
 PROMISED = TIMEOUT + 1
-SLACK = 2  # CPUs are shared
+SLACK = 10  # seconds that a busy machine may add; more than that is the timeout of the group, 20 s
 VICTIM = 1
 MOMENTS = int(os.environ.get("CODEC_MOMENTS", "0"))
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import HANG
 
 PRELUDE = """
 import atexit, functools, gc, itertools, os, random, resource, signal, sys, threading, time
@@ -32,7 +33,7 @@ def run(code, noise: tuple[str, ...] = (), **environment):
         [sys.executable, "-P", "-X", "faulthandler", "-c", PRELUDE + code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG,
         check=False,
         env={**os.environ, "CODEC_NUM_THREADS": "4", **environment},
     )

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from conftest import HANG
 
 import codec
 from codec.__main__ import main
@@ -163,7 +164,7 @@ def test_fork_after_threads():
         "if pid == 0: os._exit(0 if codec.encode(x, threads=3) == f else 1)\n"
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     )
-    subprocess.run([*PYTHON, code], check=True, timeout=60)
+    subprocess.run([*PYTHON, code], check=True, timeout=HANG)
 
 
 def test_a_codebook_is_what_its_id_says():
