@@ -272,7 +272,7 @@ hook = codec.torch.ddp_hook(codec.Float8())
 
 
 def test_hook_that_was_never_called_is_reported_at_exit():
-    done = subprocess.run([sys.executable, "-c", UNUSED], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", UNUSED], capture_output=True, text=True, check=True)
     assert "WARNING codec.torch" in done.stderr
     assert "was never called" in done.stderr
 
