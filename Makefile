@@ -20,8 +20,8 @@ demo: $(VENV)/demo
 
 # The lanes of `make test`, for two cores: the longest ones come first. Tests of ranks wait for each other and for
 # timeouts, so that a third lane fits beside two.
-LANES := ranks engines core lint docs ctest abi gloo sanitize
-test: $(VENV)/test $(VENV)/debian $(VENV)/clang
+LANES := ranks engines core lint docs ctest abi gloo sanitize foreign
+test: $(VENV)/test $(VENV)/clang $(VENV)/foreign
 	$(MAKE) -k -j3 --output-sync=target $(LANES)
 
 # The Python tests, by lanes: those that start processes or compilers, those of the other engines, all others.

@@ -260,7 +260,8 @@ def test_ctrl_c_ends_training(who, tmp_path):
         p.communicate()
 
 
-@pytest.mark.parametrize("who", [nightly("one"), "all"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("who", ["one", "all"])
 def test_ctrl_c_ends_training_by_torchrun(who, tmp_path):
     """`all`: what a terminal does, to torchrun and whatever else is in its process group."""
     script = tmp_path / "train.py"
