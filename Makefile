@@ -19,16 +19,17 @@ demo: $(VENV)/demo
 	$(PY) bench/demo.py
 
 # The lanes of `make test`, for two cores: the longest ones come first. Tests of ranks wait for each other and for
-# timeouts, so that a third lane fits beside two.
+# timeouts, so that a third lane fits beside two. What lanes share is built before: make would start a lane that waits
+# for a build after all others.
 LANES := ranks engines core lint docs ctest abi gloo sanitize foreign
-test: $(VENV)/test $(VENV)/clang $(VENV)/foreign
-	$(MAKE) -k -j3 --output-sync=target $(LANES)
+test: $(VENV)/test $(VENV)/clang $(VENV)/foreign gloo-programs
+	$(MAKE) -k -j3 --output-sync=target BUILT=yes $(LANES)
 
 # The Python tests, by lanes: those that start processes or compilers, those of the other engines, all others.
 RANKS := $(sort $(shell grep -lE '^(from|import) ranks\b' tests/test_*.py) \
 	$(foreach t,embedding exact sound,tests/test_$(t).py))
 ENGINES := $(sort $(shell grep -lE '^(from|import) (device|numba|test_numba)\b' tests/test_*.py) tests/test_numba_processes.py)
-ranks: $(VENV)/test gloo-programs
+ranks: $(VENV)/test $(if $(BUILT),,gloo-programs)
 	$(PYTEST) $(RANKS)
 engines: $(VENV)/test
 	$(PYTEST) $(ENGINES)
@@ -92,7 +93,7 @@ native: $(VENV)/debian
 		-DCMAKE_C_FLAGS='-g -fno-var-tracking'
 	$(VENV)/bin/cmake --build build/native --target all codec_static test_vectors
 
-ctest: native
+ctest: $(if $(BUILT),,native)
 	build/native/test_core
 	build/native/test_contract
 	build/native/test_steps
@@ -102,7 +103,7 @@ ctest: native
 # What programs built against the library rely on: compared with what is kept of it, or kept. And a program is built
 # against an installation without Python, statically.
 INSTALLED := build/native/installed
-abi: native $(VENV)/clang
+abi: $(VENV)/clang $(if $(BUILT),,native)
 	native/abi/abi.sh check build/native
 	$(VENV)/bin/cmake --install build/native --prefix $(INSTALLED) >build/native/installed.log
 	cc -std=c99 examples/c/floats.c -I$(INSTALLED)/include $(INSTALLED)/lib/libcodec.a -o $(INSTALLED)/floats
@@ -114,7 +115,7 @@ abi-baseline: native
 # bindings/gloo between processes, and the programs that tests/test_gloo.py runs; GLOO='-tc=*dies*' names some of the tests
 gloo-programs: native
 	$(VENV)/bin/cmake --build build/native --target test_gloo gloo_peer gloo_allreduce
-gloo: gloo-programs
+gloo: $(if $(BUILT),,gloo-programs)
 	build/native/test_gloo $(GLOO)
 
 # the same under AddressSanitizer and UndefinedBehaviorSanitizer, and what threads share under ThreadSanitizer
@@ -222,7 +223,8 @@ GPU_PYTHON ?= $(PY)
 gpu: $(VENV)/test
 	$(PIP) '.[cuda12]'
 	$(MAKE) gpu-tests gpu-sanitizer gpu-table
-# each by itself, with any Python that has the package, pytest, CuPy and what tests need: `make gpu-table GPU_PYTHON=python3`
+# Each of these targets runs with any Python that has the package, pytest, CuPy and the tests' dependencies:
+# `make gpu-table GPU_PYTHON=python3`. `CODEC_TESTS=nightly make gpu-tests` tries more examples.
 gpu-tests:
 	$(GPU_PYTHON) -P -m pytest -m gpu tests/test_cuda.py
 gpu-sanitizer:
