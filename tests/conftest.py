@@ -16,9 +16,10 @@ TIER = os.environ.get("CODEC_TESTS", "merge")
 if TIER not in ("merge", "nightly"):
     raise pytest.UsageError(f"CODEC_TESTS={TIER}: unknown tier of tests; use merge or nightly")
 NIGHTLY = TIER == "nightly"
-EXAMPLES = 1000 if NIGHTLY else 40  # of each Hypothesis test
+EXAMPLES = 1000 if NIGHTLY else 100  # of each Hypothesis test
+DAMAGED = 400 if NIGHTLY else 60  # damaged frames of each kind, for each engine
+
 HANG = 300  # seconds after which a process is taken to hang; a busy machine is slow
-DAMAGED = 400 if NIGHTLY else 20  # damaged frames of each kind, for each engine
 
 settings.register_profile(
     "codec",
