@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,10 @@ EXAMPLES = 1000 if NIGHTLY else 100  # of each Hypothesis test
 DAMAGED = 400 if NIGHTLY else 60  # damaged frames of each kind, for each engine
 
 HANG = 300  # seconds after which a process is taken to hang; a busy machine is slow
+
+# Python processes that tests start import the package that the tests import, whether it is installed or not.
+_PACKAGES = str(Path(codec.__file__).parents[1])
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_PACKAGES, os.environ.get("PYTHONPATH")]))
 
 settings.register_profile(
     "codec",
