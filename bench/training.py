@@ -1,14 +1,15 @@
-"""Small real models and data that ships in packages, for benchmarks; and their training as one rank of many sees it.
+"""Small real models and data for benchmarks, and their training as one rank of many.
 
-A convolutional net on scikit-learn's handwritten digits, and a causal transformer on the bytes of the source of
-Python's standard library. :data:`TASKS` builds a training of either: all that is random in it follows from the seed,
-and ranks take shares of the same batches, so that the number of ranks makes no difference but for the order of sums and
-the statistics of norms.
+The models are a convolutional network on scikit-learn's handwritten digits, and a causal transformer on the bytes of
+the source of Python's standard library. :data:`TASKS` builds a training of either. The seed determines the initial
+parameters and all batches. Each rank takes a share of the same global batch, so the number of ranks changes only the
+order of sums and the statistics of batch norms.
 """
 
+import functools
 import math
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,22 +93,22 @@ def text() -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Task:
-    """A model in training: what is in a step of one rank, and what it must do well in the end."""
+    """A model in training on one rank, with its optimizer, its batches and held-out data."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
-    batch: Callable[[], Batch]  # the next one's share of this rank
-    held_out: Batch  # the share of this rank
+    batch: Callable[[], Batch]  # returns this rank's share of the next batch
+    held_out: Batch  # this rank's share
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """`model` is this task's, maybe inside of something that ranks share."""
+        """Return the mean cross-entropy of a batch. `model` is the task's model or a wrapper of it."""
         x, y = batch
         return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
     @torch.no_grad()
     def evaluate(self) -> torch.Tensor:
-        """Sum of losses, predictions that are right and their number, in the share of this rank: ranks' add up."""
+        """Return three sums over this rank's held-out data: loss, correct predictions, predictions."""
         self.model.eval()
         found = torch.zeros(3, dtype=torch.float64)
         for x, y in zip(*(part.split(128) for part in self.held_out), strict=True):
@@ -120,27 +121,28 @@ class Task:
         return found
 
 
-def _warm(steps: int, rise: int) -> Callable[[int], float]:
-    """Up over the first steps, then down along a cosine to a fiftieth."""
-    return lambda step: min((step + 1) / rise, 0.51 + 0.49 * math.cos(math.pi * step / steps))
+def _warmup_cosine(steps: int) -> Callable[[int], float]:
+    """Return a schedule: linear warm-up over a twentieth of the steps, then a cosine down to a fiftieth."""
+    warmup = max(1, steps // 20)
+    return lambda step: min((step + 1) / warmup, 0.51 + 0.49 * math.cos(math.pi * step / steps))
 
 
 def _task(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, batch: Callable[[], Batch], held: Batch
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, batch: Callable[[], Batch], held_out: Batch
 ) -> Task:
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm(steps, max(1, steps // 20)))
-    return Task(model, optimizer, schedule, batch, held)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warmup_cosine(steps))
+    return Task(model, optimizer, schedule, batch, held_out)
 
 
 def digits_task(seed: int, steps: int, rank: int = 0, world: int = 1, batch: int = 64) -> Task:
-    """The convolutional net by SGD with momentum; a fifth of the digits, always the same, is held out."""
+    """Train the convolutional network by SGD with momentum. A fixed fifth of the digits is held out."""
     images, labels = digits()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     held, kept = order[: len(order) // 5][rank::world], order[len(order) // 5 :]
-    draws = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
 
     def share() -> Batch:
-        i = kept[torch.randint(len(kept), (batch,), generator=draws)[rank::world]]
+        i = kept[torch.randint(len(kept), (batch,), generator=generator)[rank::world]]
         return images[i], labels[i]
 
     torch.manual_seed(seed)
@@ -149,26 +151,44 @@ def digits_task(seed: int, steps: int, rank: int = 0, world: int = 1, batch: int
     return _task(model, optimizer, steps, share, (images[held], labels[held]))
 
 
-def language_task(seed: int, steps: int, rank: int = 0, world: int = 1, batch: int = 16) -> Task:
-    """The transformer by AdamW; every 16th stretch of 4 KiB of the text is held out, and 512 windows of it are used."""
+def _text_task(
+    optimizer_of: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
+    seed: int,
+    steps: int,
+    rank: int = 0,
+    world: int = 1,
+    batch: int = 16,
+) -> Task:
+    """Train the transformer. Every 16th stretch of 4 KiB is held out; evaluation uses 512 windows of those."""
     context, stretch = 64, 4096
     stretches = text().unfold(0, stretch, stretch)
     held = torch.arange(len(stretches)) % 16 == 0
     windows = stretches[held].unfold(1, context + 1, context + 1).flatten(0, 1)
     windows = windows[:: len(windows) // 512][:512][rank::world].long()
     kept, within = stretches[~held], torch.arange(context + 1)
-    draws = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
 
     def share() -> Batch:
-        of = torch.randint(len(kept), (batch,), generator=draws)[rank::world]
-        at = torch.randint(stretch - context, (batch,), generator=draws)[rank::world]
+        of = torch.randint(len(kept), (batch,), generator=generator)[rank::world]
+        at = torch.randint(stretch - context, (batch,), generator=generator)[rank::world]
         rows = kept[of[:, None], at[:, None] + within].long()
         return rows[:, :-1], rows[:, 1:]
 
     torch.manual_seed(seed)
     model = Language(64, 2, context)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
-    return _task(model, optimizer, steps, share, (windows[:, :-1], windows[:, 1:]))
+    return _task(model, optimizer_of(model.parameters()), steps, share, (windows[:, :-1], windows[:, 1:]))
 
 
-TASKS: dict[str, Callable[..., Task]] = {"digits": digits_task, "lm": language_task}
+def _sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
+
+
+def _adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.01)
+
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "digits-sgd": digits_task,
+    "text-sgd": functools.partial(_text_task, _sgd),
+    "text-adamw": functools.partial(_text_task, _adamw),
+}
