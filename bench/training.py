@@ -134,7 +134,7 @@ def _task(
     return Task(model, optimizer, schedule, batch, held_out)
 
 
-def digits_task(seed: int, steps: int, rank: int = 0, world: int = 1, batch: int = 64) -> Task:
+def digits_task(seed: int, steps: int, rank: int = 0, world: int = 1, batch: int = 32) -> Task:
     """Train the convolutional network by SGD with momentum. A fixed fifth of the digits is held out."""
     images, labels = digits()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -160,7 +160,7 @@ def _text_task(
     batch: int = 16,
 ) -> Task:
     """Train the transformer. Every 16th stretch of 4 KiB is held out; evaluation uses 512 windows of those."""
-    context, stretch = 64, 4096
+    context, stretch = 32, 4096
     stretches = text().unfold(0, stretch, stretch)
     held = torch.arange(len(stretches)) % 16 == 0
     windows = stretches[held].unfold(1, context + 1, context + 1).flatten(0, 1)
