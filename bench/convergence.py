@@ -158,7 +158,7 @@ def add_hook(job: Job, task: Task, model: DistributedDataParallel) -> Any:
 
 def residual_ratio(hook: Any) -> float:
     """Return the largest ||residual|| / ||gradient|| of this rank's last step, NaN without error feedback."""
-    return math.nan if hook is None else float(getattr(hook.stats(), "residual_ratio", math.nan))
+    return math.nan if hook is None else float(hook.stats().residual_ratio) or math.nan
 
 
 def average_buffers(model: torch.nn.Module) -> None:
