@@ -461,6 +461,7 @@ def plot_front(axis: Any, rows: list[dict[str, Any]], styles: dict[str, Any]) ->
     axis.axhline(0, color="black", lw=0.8)
     axis.set(xscale="log", xlabel="bits a value", ylabel="final loss minus float32's")
     axis.set_yscale("symlog", linthresh=0.01)
+    axis.margins(y=0.15)
     ticks = [1, 2, 4, 8, 16, 32]
     axis.set_xticks(ticks, [str(t) for t in ticks])
     axis.grid(alpha=0.3)
