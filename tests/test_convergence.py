@@ -87,7 +87,7 @@ def train_all(rank, size):
 @pytest.fixture(scope="module")
 def trained():
     """Results of all trainings, for each rank."""
-    with Team(2, limit=100) as team:
+    with Team(2, limit=300) as team:
         team.regroup()
         return team.all(train_all)
 
