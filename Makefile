@@ -21,21 +21,24 @@ demo: $(VENV)/demo
 # The lanes of `make test`, for two cores: the longest ones come first. Tests of ranks wait for each other and for
 # timeouts, so that a third lane fits beside two. What lanes share is built before: make would start a lane that waits
 # for a build after all others.
-LANES := ranks engines core lint docs ctest abi gloo sanitize foreign
+LANES := ranks engines processes core lint docs ctest abi gloo sanitize foreign
 test: $(VENV)/test $(VENV)/clang $(VENV)/foreign gloo-programs
 	$(MAKE) -k -j3 --output-sync=target BUILT=yes $(LANES)
 
-# The Python tests, by lanes: those that start processes or compilers, those of the other engines, all others.
-RANKS := $(sort $(shell grep -lE '^(from|import) ranks\b' tests/test_*.py) \
-	$(foreach t,embedding exact sound,tests/test_$(t).py))
+# The Python tests, by lanes: collectives of several ranks; processes that fail, are interrupted or compile; the other
+# engines; all others.
+PROCESSES := $(foreach t,embedding exact interrupts links peer_failures sound,tests/test_$(t).py)
+RANKS := $(filter-out $(PROCESSES),$(shell grep -lE '^(from|import) ranks\b' tests/test_*.py))
 ENGINES := $(sort $(shell grep -lE '^(from|import) (device|numba|test_numba)\b' tests/test_*.py) tests/test_numba_processes.py)
 ranks: $(VENV)/test $(if $(BUILT),,gloo-programs)
 	$(PYTEST) $(RANKS)
+processes: $(VENV)/test
+	$(PYTEST) $(PROCESSES)
 engines: $(VENV)/test
 	$(PYTEST) $(ENGINES)
 core: $(VENV)/test
-	$(PYTEST) $(RANKS:%=--ignore=%) $(ENGINES:%=--ignore=%)
-.PHONY: ranks engines core
+	$(PYTEST) $(patsubst %,--ignore=%,$(RANKS) $(PROCESSES) $(ENGINES))
+.PHONY: ranks processes engines core
 
 # Before every push: lint, types, golden frames in C, and the Python tests of lane `core`. Installs no system package.
 check: APT = echo "Install with this system's package manager:"
