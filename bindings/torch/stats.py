@@ -49,8 +49,8 @@ class Stats:
     encode_s, wire_s, decode_s : float
         Seconds spent encoding; sending and waiting for other ranks; decoding, summing and storing results.
     residual_ratio : float
-        Largest norm of a parameter's residual over that of its gradient, measured every 8 steps. Codecs that converge
-        stay below about 10.
+        Largest norm of a parameter's residual over that of its gradient, measured every 8 steps. Trainings that
+        converge stay below 15.
     world_size : int
         Number of ranks.
     parameters : dict of str to ParameterStats
