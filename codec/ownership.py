@@ -1,4 +1,4 @@
-"""Who else can change a file: code is loaded only from files that no other user can write."""
+"""Checks that no other user can write a file: only then is code loaded from it."""
 
 import os
 import stat

@@ -58,7 +58,7 @@ def test_results_and_residuals_add_up_to_the_inputs(size):
 
 
 def _scattered(rank, size, steps):
-    """The same of a reduce-scatter, which encodes once."""
+    """Return the imbalance of a reduce-scatter, which encodes once."""
     n = 3 * size * 5000
     residual, mine = torch.zeros(n), slice(n // size * rank, n // size * (rank + 1))
     put, got = torch.zeros(n), torch.zeros(n // size)

@@ -53,7 +53,7 @@ class CommStats(Counters):
 
 
 class _Comm:
-    """What the three collectives have in common: codec, timeout, random streams, statistics."""
+    """Common part of the three collectives: codec, timeout, random streams, statistics."""
 
     def __init__(self, spec: Spec, timeout: Timeout | None) -> None:
         spec_struct(spec)  # raises SpecError unless it is a spec

@@ -26,7 +26,7 @@ _BOUND = 20.0  # norm of a residual over that of its gradient: stable ones stay 
 
 
 class Residuals:
-    """What frames of earlier steps lost, by parameter and range, on this rank.
+    """Residuals of the frames of earlier steps, by parameter and range, on this rank.
 
     Workers lose something when gradients are encoded, owners of a slice when its sum is. A step changes copies;
     :meth:`commit` keeps them, :meth:`rollback` forgets them.

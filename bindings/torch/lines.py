@@ -217,7 +217,7 @@ def hashed(*what: Any) -> int:
 
 @contextmanager
 def in_step(channel: Channel) -> Iterator[None]:
-    """What ends this on one rank alone, such as want of memory, ends the channel.
+    """Close the channel if the body fails on this rank alone, such as for want of memory.
 
     No rank waits for what never comes, or takes for this collective what belongs to the next one.
     """
@@ -240,7 +240,7 @@ def storing(channel: Channel) -> Iterator[None]:
 
 
 def ask(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> T:
-    """What prepare() returns; the numbers beside it are told all ranks, and the first must be the same on all.
+    """Return what prepare() returns; send its numbers to all ranks, of which the first must be the same on all.
 
     An error on one rank is an error on all: on others when they hear of it, before anything else is sent.
     """

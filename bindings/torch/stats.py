@@ -30,7 +30,7 @@ class ParameterStats:
 
 @dataclass
 class Stats:
-    """What a hook has done so far, on this rank.
+    """Figures of a hook on this rank.
 
     Attributes
     ----------
