@@ -184,14 +184,22 @@ def _join(rank, size, path, timeout, backend):
 def at_event(channel, moment, act):
     """Have act() come before event number `moment` of a channel; yields a function that says how many there were.
 
-    An event is a message that is posted, one that is waited for, an agreement that begins.
+    An event is a message that is posted, one that is waited for, an agreement that begins. The function's `last_send()`
+    is the number of the last message that was sent.
     """
-    count = 0
+    count = last = 0
     names = ("post", "wait", "gather")
+
+    def events():
+        return count
+
+    events.last_send = lambda: last
 
     def before(call):
         def counted(*args):
-            nonlocal count
+            nonlocal count, last
+            if args[:1] == ("send",):
+                last = count
             count += 1
             if count - 1 == moment:
                 act()
@@ -202,7 +210,7 @@ def at_event(channel, moment, act):
     for name in names:
         setattr(channel, name, before(getattr(channel, name)))
     try:
-        yield lambda: count
+        yield events
     finally:
         for name in names:
             delattr(channel, name)
