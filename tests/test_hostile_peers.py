@@ -360,7 +360,7 @@ def test_announcement_of_a_large_frame_allocates_little(team):
 
 
 def _well(rank, size):
-    """The same calls with a rank that behaves."""
+    """Make the same calls with a rank that behaves."""
     reduce_checked = values()
     for how in ({}, {"algorithm": "raw"}, {"spec": codec.Quantize(4)}):
         x = values()

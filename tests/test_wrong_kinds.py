@@ -151,7 +151,7 @@ STATES = {
 
 @pytest.mark.parametrize("name", STATES)
 def test_wrong_entries_of_states_raise_codec_errors(name):
-    """What load_state_dict accepts can be used; what it refuses leaves the state as it was."""
+    """A state that load_state_dict accepts can be used; a refused one changes nothing."""
     store = STATES[name]()
     if name == "feedback":
         store.encode("a", X)

@@ -19,7 +19,7 @@ from codec.torch.reduction import Reduction, floats
 
 logger = logging.getLogger("codec.torch")
 
-_EVERY = 8  # steps between two measurements of norms, so that they cost a few thousandths of a step
+_EVERY = 8  # steps between two measurements of norms, which read residuals and gradients once more
 _KEPT = 0.75  # weight of earlier measurements in a running mean
 _FIRST = 3  # measurements before the guard looks at them: the first gradients differ in size
 _BOUND = 20.0  # norm of a residual over that of its gradient: stable ones stay below 15 (docs/convergence.md)

@@ -33,7 +33,7 @@ def default_policy(name: str, parameter: torch.nn.Parameter) -> Spec | None:
 def plain_names(names: Iterable[str]) -> list[str]:
     """Return parameter names without what torch.compile, checkpoint, FSDP and DistributedDataParallel wrappers add.
 
-    Names stay as they are where two of them would become the same.
+    If two names would become equal, all names are returned unchanged.
     """
     given = list(names)
     plain = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in given]

@@ -88,7 +88,7 @@ public:
 		return message_of(numbers, numbers.size());
 	}
 
-	/* The same with another count. */
+	/* Numbers with another count. */
 	static Bytes message_of(const Numbers &numbers, uint64_t count)
 	{
 		Numbers words((numbers.size() + WORDS) / WORDS * WORDS);

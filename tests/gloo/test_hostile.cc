@@ -69,7 +69,7 @@ std::string be_attacked(Rank &me, const Attack &attack)
 	return reduced(group, attack, me.rank);
 }
 
-/* What happens to the connection meanwhile is no matter of the attacker. */
+/* Ignore errors of the connection: the attacked rank reports them. */
 std::string attack_by(Rank &me, const Attack &attack)
 {
 	Peer peer(me.connect());
@@ -119,7 +119,7 @@ std::function<void(Peer &)> sends_frame(std::function<Message(Peer &, uint64_t s
 	};
 }
 
-/* The same with a frame of `nbytes` more bytes than it announces, cut after `cut` bytes of the message. */
+/* Message with a frame of `nbytes` more bytes than it announces, cut after `cut` bytes of the message. */
 std::function<void(Peer &)> misannounces(int64_t nbytes, size_t cut = SIZE_MAX)
 {
 	return sends_frame([=](Peer &peer, uint64_t stamp) {
