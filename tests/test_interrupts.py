@@ -109,7 +109,7 @@ def test_ctrl_c_before_all_are_connected():
         team[VICTIM].thaw()
         team.answers([VICTIM])
         team.regroup()
-        assert len({result for result, _ in team.all(training._reduce, "two_shot", codec.Quantize(4))}) == 1
+        assert len({result for result, *_ in team.all(training._reduce, "two_shot", codec.Quantize(4))}) == 1
 
 
 def _train_interrupted(rank, size, moment):

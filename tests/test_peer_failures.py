@@ -106,9 +106,10 @@ def raised(found):
 
 
 def _sweep(algorithms, act, most):
-    # when one dies, connections break: nobody waits for a timeout, not even those that were not waiting for it
-    timeout, within = (TIMEOUT, PROMISED + SLACK) if act is freeze else (30, 30)
-    rows = []
+    # A rank that dies breaks its connections, which ends the others' waits at once: except a wait for a message that
+    # has arrived in part, which Gloo lets run into the timeout.
+    timeout = TIMEOUT if act is freeze else 10
+    rows, all_took = [], []
     with Team(3) as team:
         for algorithm in algorithms:
             spec = codec.Lossless() if algorithm == "raw" else codec.Quantize(4)
@@ -118,12 +119,15 @@ def _sweep(algorithms, act, most):
             moments, took = spread(want[VICTIM][1], MOMENTS or most), []
             for moment in moments:
                 voted = moment > want[VICTIM][2]
+                within = timeout + 1 + SLACK
                 found = lose(team, act, _disturbed, algorithm, spec, moment, within=within, voted=voted)
                 took += [seconds for _, seconds, _ in found[:2]]
                 assert all(error or result == want[0][0] for error, _, result in found), moment
                 team.regroup()
                 assert team.all(_reduce, algorithm, spec, timeout) == want, moment
+            all_took += took
             rows.append(f"{act.__name__} {algorithm}: {len(moments)} of {want[VICTIM][1]} moments, {max(took):.2f} s")
+    assert act is freeze or sum(seconds < timeout / 2 for seconds in all_took) > 0.8 * len(all_took), all_took
     return rows
 
 
