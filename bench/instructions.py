@@ -120,7 +120,7 @@ def disassembled(kernel: str, arch: str) -> list[Instruction]:
     line = ""
     for text in said.splitlines():
         if mark := re.match(r'\s*//## File "(.*)", line (\d+)', text):
-            line = f"{Path(mark[1]).name}:{mark[2]}"
+            line = f"{within(Path(mark[1]))}:{mark[2]}"
         elif label := re.match(r"(\.L_x_\d+):", text):
             labels[label[1]] = len(texts)
         elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", text):
@@ -210,14 +210,21 @@ def loops(kernel: str, code: Sequence[Instruction], inside: set[int] | None = No
         yield from loops(kernel, code, found - {header})
 
 
+def within(path: Path) -> Path:
+    """Return a source's path within its folder, such as ``rows/decode.cu``."""
+    for folder in kernels.folders():
+        if path.is_relative_to(folder):
+            return path.relative_to(folder)
+    return path
+
+
 @functools.cache
 def source_of(line: str) -> str:
-    """What stands there."""
+    """Return the text of a line of a source, given as ``"rows/decode.cu:12"``; empty for other files."""
     name, number = line.rsplit(":", 1)
     for folder in kernels.folders():
-        for path in (folder / name, folder / "exact" / name):
-            if path.is_file():
-                return path.read_text().splitlines()[int(number) - 1].strip()
+        if (folder / name).is_file():
+            return (folder / name).read_text().splitlines()[int(number) - 1].strip()
     return ""
 
 

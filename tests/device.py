@@ -44,7 +44,7 @@ def build(source=ROOT / "tests/cuda/kernels.cc", options=()):
     command = ["g++", *FLAGS, *options, *INCLUDED]
     digest = hashlib.sha256(" ".join(command).encode() + Path(source).read_bytes())
     for folder in ("native/include/codec", "native/src/exact", "native/cuda", "tests/cuda"):
-        for path in sorted((ROOT / folder).iterdir()):
+        for path in sorted(path for path in (ROOT / folder).rglob("*") if path.is_file()):
             digest.update(path.read_bytes())
     out = ROOT / "build/cuda_on_cpu" / f"{digest.hexdigest()[:32]}.so"
     if not out.exists():

@@ -21,21 +21,21 @@ TESTS = ROOT / "tests"
 ALL_REGISTERS, ALL_SHARED = 65_536, 164 << 10
 # of a thread, as they were last, sm_90
 REGISTERS = {
-    "before": (48,),
-    "choose_lossless": (128,),
-    "choose_rows": (124, 72),
-    "choose_truncate": (128,),
-    "encode_lossless": (128, 128, 128, 128),
-    "encode_rows": (124, 116, 116, 112, 112),
-    "encode_truncate": (128,),
-    "close": (64,),
-    "decode_lossless": (112, 128, 128, 160),
-    "decode_rows": (80, 80, 80, 80, 80),
-    "reduce_rows": (115, 117, 118, 113, 120),
-    "decode_truncate": (128,),
-    "decode_stored": (64,),
-    "gather": (32,),
-    "check_finite": (32,),
+    "frame/preprocess": (48,),
+    "lossless/choose": (128,),
+    "rows/choose": (124, 72),
+    "truncate/choose": (128,),
+    "lossless/encode": (128, 128, 128, 128),
+    "rows/encode": (124, 116, 116, 112, 112),
+    "truncate/encode": (128,),
+    "frame/close": (64,),
+    "lossless/decode": (112, 128, 128, 160),
+    "rows/decode": (80, 80, 80, 80, 80),
+    "rows/reduce": (115, 117, 118, 113, 120),
+    "truncate/decode": (128,),
+    "frame/decode_stored": (64,),
+    "frame/gather": (32,),
+    "frame/check_finite": (32,),
 }
 
 
@@ -112,7 +112,7 @@ def test_nvrtc_takes_them(file):
 
 
 ARCHS = ("sm_80", "sm_100", "sm_120")
-SOME = [("close", "sm_80"), ("gather", "sm_100"), ("check_finite", "sm_120")]  # what compiles fastest
+SOME = [("frame/close", "sm_80"), ("frame/gather", "sm_100"), ("frame/check_finite", "sm_120")]  # what compiles fastest
 ALL = [(file, arch) for file in FILES for arch in ARCHS]
 
 
@@ -128,7 +128,7 @@ def test_other_architectures(file, arch, tmp_path, monkeypatch):
     with monkeypatch.context() as m:
         m.setattr(kernels, "_compile", lambda *_: pytest.fail("compiled again"))
         assert kernels.compiled(file, wanted, arch) == code
-    if file == "close":
+    if file == "frame/close":
         [path] = (tmp_path / "made").iterdir()
         for damaged in (path.read_bytes()[:-1], b"", b"\n\n\n"):
             path.write_bytes(damaged)
@@ -139,10 +139,11 @@ def test_other_architectures(file, arch, tmp_path, monkeypatch):
 
 def test_what_cannot_be_compiled(tmp_path, monkeypatch):
     monkeypatch.setenv("CODEC_CACHE_DIR", str(tmp_path))
-    with pytest.raises(codec.EngineError, match=r"cannot compile close.cu for sm_19: nvrtc: error"):
-        kernels.compiled("close", ("close_frame",), "sm_19")
+    with pytest.raises(codec.EngineError, match=r"cannot compile frame/close.cu for sm_19: nvrtc: error"):
+        kernels.compiled("frame/close", ("close_frame",), "sm_19")
     assert not list(tmp_path.iterdir())
 
 
 def test_all_kernels_are_known():
-    assert {path.stem for path in (ROOT / "native/cuda").glob("*.cu")} == FILES.keys()
+    sources = ROOT / "native/cuda"
+    assert {str(path.relative_to(sources).with_suffix("")) for path in sources.rglob("*.cu")} == FILES.keys()

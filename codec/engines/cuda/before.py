@@ -1,4 +1,4 @@
-"""What must be known of values before they are encoded or decoded: one launch of ``native/cuda/before.cu``."""
+"""What must be known of values before they are encoded or decoded: one launch of ``frame/preprocess.cu``."""
 
 import struct
 from typing import Any

@@ -21,7 +21,7 @@ from codec.errors import CodecError, SpecError, Status
 from codec.view import TensorView, device_like, empty, view, view_output
 
 _STORE, _ADD, _MAX, _FLOAT32 = lib.CODEC_INTO_STORE, lib.CODEC_INTO_ADD, lib.CODEC_INTO_MAX, lib.CODEC_INTO_FLOAT32
-_SUMMED = 32  # frames that native/cuda/reduce_rows.cu takes
+_SUMMED = 32  # frames that native/cuda/rows/reduce.cu takes
 Named = list[tuple[str, TensorView]]
 
 

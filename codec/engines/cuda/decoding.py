@@ -20,7 +20,7 @@ from codec.metrics.asked import Asked, asked
 from codec.structs import Call
 from codec.view import TensorView
 
-_FOUND = struct.Struct("<QQII")  # codec_found of native/cuda/decoding.cuh
+_FOUND = struct.Struct("<QQII")  # codec_found of native/cuda/frame/decode.cuh
 _DECODING = struct.Struct("<6Q QIffII4x 2I")  # codec_decoding
 _NONE = 2**64 - 1
 FOUND_NBYTES, DECODING_NBYTES = _FOUND.size, _DECODING.size

@@ -12,7 +12,7 @@ from codec.errors import SpecError, Status
 from codec.view import TensorView
 
 ALIGNMENT = 8  # of a frame's sections
-_WRITTEN = struct.Struct("<4Q4I")  # codec_written of native/cuda/encoding.cuh
+_WRITTEN = struct.Struct("<4Q4I")  # codec_written of native/cuda/frame/encode.cuh
 _SHORT_OUTPUT = int(Status.SHORT_OUTPUT)
 
 
@@ -29,7 +29,7 @@ class Encoding:
     work : Work
     r : EncodeRequest
     written : int, optional
-        Address of memory for a codec_written of ``native/cuda/encoding.cuh``: size and status will be there.
+        Address of memory for a codec_written of ``native/cuda/frame/encode.cuh``: size and status will be there.
     """
 
     def __init__(self, work: Work, r: EncodeRequest, written: int = 0) -> None:

@@ -17,9 +17,9 @@ from codec.spec_structs import spec_struct
 from codec.structs import Call, new_tensor
 
 WARPS = 4  # of a block of threads that does blocks of values
-WRITTEN_NBYTES = 48  # a codec_written of native/cuda/encoding.cuh
-ENCODING_NBYTES = 128  # a codec_encoding of native/cuda/encoding.cuh
-COUNTS_NBYTES = 1024  # of plane 0's symbols, with which a codec_choice of native/cuda/sample.cuh begins
+WRITTEN_NBYTES = 48  # a codec_written of native/cuda/frame/encode.cuh
+ENCODING_NBYTES = 128  # a codec_encoding of native/cuda/frame/encode.cuh
+COUNTS_NBYTES = 1024  # of plane 0's symbols, with which a codec_choice of native/cuda/coder/sample.cuh begins
 
 
 class Plan(NamedTuple):
@@ -76,7 +76,7 @@ def _call(r: EncodeRequest) -> Call:
 
 
 class Job:
-    """What one frame's kernels are given: a codec_encoding of ``native/cuda/encoding.cuh``.
+    """What one frame's kernels are given: a codec_encoding of ``native/cuda/frame/encode.cuh``.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ class Job:
         if not v.nblocks:
             return []
         steps = [(f"choose_{self.family}", self.teams), (self.kernel, self.grid)]
-        scaled_last = v.codec == lib.CODEC_SIGN and v.row_sums.count and not residual  # as encode_rows.cuh has it
+        scaled_last = v.codec == lib.CODEC_SIGN and v.row_sums.count and not residual  # as rows/encode.cuh
         return [*steps, ("scale_rows", self.teams)] if scaled_last else steps
 
     def zeros(self, device: Device) -> tuple[int, int]:

@@ -33,21 +33,21 @@ def _each(template: str, arguments: tuple[int, ...], resident: int) -> dict[str,
 
 
 FILES = {
-    "gather": File(256, {"gather": 4}),
-    "check_finite": File(256, {"check_finite": 4}),
-    "before": File(256, {"before": 4}),
-    "choose_lossless": File(256, {"choose_lossless": 2}),
-    "choose_rows": File(256, {"choose_rows": 2, "scale_rows": 2}),
-    "choose_truncate": File(256, {"choose_truncate": 2}),
-    "encode_lossless": File(128, _each("encode_lossless", _SIZES, 4)),
-    "encode_rows": File(128, _each("encode_rows", _ROWS, 4)),
-    "encode_truncate": File(128, {"encode_truncate": 4}),
-    "close": File(256, {"close_frame": 4}),
-    "decode_lossless": File(128, _each("decode_lossless", _SIZES[:3], 4) | _each("decode_lossless", _SIZES[3:], 3)),
-    "decode_rows": File(128, _each("decode_rows", _ROWS, 6)),
-    "reduce_rows": File(128, _each("reduce_rows", _ROWS, 4)),
-    "decode_truncate": File(128, {"decode_truncate": 4}),
-    "decode_stored": File(128, {"decode_stored": 4}),
+    "frame/gather": File(256, {"gather": 4}),
+    "frame/check_finite": File(256, {"check_finite": 4}),
+    "frame/preprocess": File(256, {"before": 4}),
+    "lossless/choose": File(256, {"choose_lossless": 2}),
+    "rows/choose": File(256, {"choose_rows": 2, "scale_rows": 2}),
+    "truncate/choose": File(256, {"choose_truncate": 2}),
+    "lossless/encode": File(128, _each("encode_lossless", _SIZES, 4)),
+    "rows/encode": File(128, _each("encode_rows", _ROWS, 4)),
+    "truncate/encode": File(128, {"encode_truncate": 4}),
+    "frame/close": File(256, {"close_frame": 4}),
+    "lossless/decode": File(128, _each("decode_lossless", _SIZES[:3], 4) | _each("decode_lossless", _SIZES[3:], 3)),
+    "rows/decode": File(128, _each("decode_rows", _ROWS, 6)),
+    "rows/reduce": File(128, _each("reduce_rows", _ROWS, 4)),
+    "truncate/decode": File(128, {"decode_truncate": 4}),
+    "frame/decode_stored": File(128, {"decode_stored": 4}),
 }
 FILE_OF = {kernel: name for name, file in FILES.items() for kernel in file.kernels}
 
@@ -85,8 +85,8 @@ def _sources() -> bytes:
     """A digest of all that can be included."""
     digest = hashlib.sha256()
     for folder in folders():
-        for path in sorted((*folder.glob("*.cu*"), *folder.glob("exact/*.h"), *folder.glob("codec/*.h"))):
-            digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+        for path in sorted((*folder.glob("*/*.cu*"), *folder.glob("exact/*.h"), *folder.glob("codec/*.h"))):
+            digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode() + path.read_bytes())
     return digest.digest()
 
 

@@ -12,7 +12,7 @@ from codec.view import TensorView
 
 _VALUES = 4096  # a block of threads
 _AT_ONCE = 65_535  # CUDA's limit of a grid's second dimension
-_PIECE = struct.Struct("<3Q")  # codec_piece of native/cuda/gather.cu
+_PIECE = struct.Struct("<3Q")  # codec_piece of native/cuda/frame/gather.cu
 
 
 class Work:

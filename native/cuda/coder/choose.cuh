@@ -1,0 +1,200 @@
+/* coder/choose.cuh - the scale model, by teams that take one task after the other. docs/encoder.md, section 4. */
+#ifndef CODEC_CUDA_CODER_CHOOSE_CUH
+#define CODEC_CUDA_CODER_CHOOSE_CUH
+
+#include "coder/sample.cuh"
+
+/* A team's shared memory, for one thing after the other. */
+union model_room {
+	fit_room fit;
+	count_room count;
+	settle_room settle;
+	struct {
+		uint32_t raised[CHOOSE_PARTS][256];
+		cost_room cost[CHOOSE_PARTS];
+		uint64_t bits[CHOOSE_PARTS];
+	} phase;
+};
+
+/* How many eighths all bases are raised by; counts become those under the raised ones, and cost *cost bits. */
+DEVICE_CALL int raise_bases(const codec_choice *c, uint32_t *counts, model_room *room, uint64_t *cost)
+{
+	const volatile uint32_t *part = c->all;
+	uint32_t e = threadIdx.x, warp = e / 32, n = counts[e];
+	int best = 0;
+
+	for (uint32_t phase = 0; phase < CHOOSE_PARTS; phase++) {
+		room->phase.raised[phase][e] = n;
+		if (e) /* a step takes the first part of each symbol to the one before */
+			n += part[(e < 255 ? e + 1 : 1) * CHOOSE_PARTS + phase] - part[e * CHOOSE_PARTS + phase];
+	}
+	__syncthreads();
+	static_assert(CHOOSE_PARTS == TEAM_WARPS, "a warp each");
+	uint64_t bits = warp_cost(room->phase.raised[warp], room->phase.cost + warp, e % 32);
+
+	if (e % 32 == 0)
+		room->phase.bits[warp] = bits;
+	__syncthreads();
+	for (int phase = 1; phase < CHOOSE_PARTS; phase++)
+		best = room->phase.bits[phase] < room->phase.bits[best] ? phase : best;
+	*cost = room->phase.bits[best];
+	counts[e] = room->phase.raised[best][e];
+	__syncthreads();
+	return best;
+}
+
+/*
+ * Bases as all counts would have them, and whether one that has no offsets gets a record: how many parts of `nparts`
+ * there are.
+ */
+DEVICE_CALL uint64_t conclude_bases(const codec_view *v, uint8_t *memory, const sample_kind &q, uint64_t nparts,
+				    codec_choice *c, const codec_part_found *found, model_room *room)
+{
+	uint64_t cost = 0;
+	uint32_t bins = (uint32_t)c->bins;
+	int phase = 0;
+	const volatile codec_choice *seen = c;
+
+	fold(c->all, bins, c->counts[0]);
+	if (bins > 1)
+		phase = raise_bases(c, c->counts[0], room, &cost);
+	for (uint64_t p = threadIdx.x; p < nparts; p += TEAM) {
+		codec_model_part *part = model_parts(v, memory) + p;
+
+		part->base = (uint16_t)((part->base + phase) % (WIRE_CIRCLE(q.zero) >> q.eighth));
+	}
+	__syncthreads();
+	if (q.based || nparts > 1 || model_parts(v, memory)->kind)
+		return nparts;
+	fold(found->raw, bins, room->settle.raw);
+	if (threadIdx.x < 32) {
+		uint64_t bits = warp_cost(room->settle.raw, room->settle.cost, threadIdx.x);
+
+		if (threadIdx.x == 0)
+			room->settle.bits[0] = bits;
+	}
+	__syncthreads();
+	if (bins > 1 && choose_record_pays(room->settle.bits[0], cost, seen->nvalues, v->n))
+		return nparts;
+	c->counts[0][threadIdx.x] = room->settle.raw[threadIdx.x];
+	__syncthreads();
+	return 0;
+}
+
+/* The model is known, and counts of plane 0 under it: v->model_parts, c->counts[0]. */
+DEVICE_CALL void conclude_model(codec_view *v, uint8_t *memory, const sample_kind &q, uint32_t nparts, codec_choice *c,
+				const codec_part_found *found, model_room *room)
+{
+	uint64_t used = 0;
+
+	if (nparts)
+		used = conclude_bases(v, memory, q, nparts, c, found, room);
+	else
+		fold(found->raw, 1, c->counts[0]);
+	uint64_t total = team_sum(c->counts[0][threadIdx.x]);
+
+	if (threadIdx.x == 0) {
+		v->model_parts.count = used;
+		if (!nparts) { /* parts have counted these */
+			c->nzeros = c->counts[0][0];
+			c->nvalues = total;
+		}
+	}
+	__threadfence();
+	__syncthreads();
+}
+
+/* How tasks for `nparts` parts are numbered: three steps, in each of them shares of all parts. */
+struct model_tasks {
+	uint32_t nparts, shares, step;
+};
+
+DEVICE model_tasks model_tasks_of(uint32_t nparts)
+{
+	uint32_t parts = nparts ? nparts : 1; /* symbols are counted without a model, too */
+	uint32_t shares = parts < 256 / PART_SHARES ? PART_SHARES : parts < 256 ? 256 / parts : 1;
+
+	return {nparts, shares, parts * shares};
+}
+
+/* Task t < 3 step, once c->finest and c->bins are told of: is the model concluded with it? */
+DEVICE_CALL bool model_task(codec_view *v, uint8_t *memory, const uint8_t *values, const sample_kind &q,
+			    const model_tasks &tasks, uint32_t t, codec_choice *c, codec_part_found *found,
+			    model_room *room)
+{
+	const uint32_t number = t % tasks.step / tasks.shares, share = t % tasks.shares, shares = tasks.shares;
+	codec_model_part whole = {0, v->n, 0, 0, 0, 0, 0, 0}, *part = &whole;
+	codec_part_found *f = found + number;
+
+	if (tasks.nparts)
+		part = model_parts(v, memory) + number;
+	else if (t < 2 * tasks.step)
+		return false;
+	if (t < tasks.step) {
+		sample_rows(q, part, values, share, shares, f);
+		if (!team_last(&f->rows, shares))
+			return false;
+		team_wait(c->told + PLANES);
+		fit_part(v, memory, q, part, c, f, &room->fit);
+		team_tell(&f->fitted);
+		return false;
+	}
+	if (t < 2 * tasks.step) {
+		team_wait(&f->fitted);
+		if (part->kind & WIRE_SEGMENT_COLS)
+			sample_cols(v, memory, q, part, values, share, shares, &room->fit);
+		if (!team_last(&f->cols, shares))
+			return false;
+		if (part->kind & WIRE_SEGMENT_COLS)
+			fit_cols(v, memory, part, c);
+		team_tell(&f->settled);
+		return false;
+	}
+	team_wait(tasks.nparts ? &f->settled : c->told + PLANES);
+	sample_symbols(v, memory, q, part, values, tasks.nparts > 0, share, shares, c, f, &room->count);
+	if (!team_last(&f->counts, shares))
+		return false;
+	if (tasks.nparts)
+		settle_part(v, q, part, c, f, &room->settle);
+	if (!team_last(c->done + PARTS, tasks.step / shares))
+		return false;
+	conclude_model(v, memory, q, tasks.nparts, c, found, room);
+	return true;
+}
+
+/* Bytes of nibbles before each part's: the side section's size. */
+DEVICE_CALL uint64_t place_nibbles(const codec_view *v, uint8_t *memory, uint64_t nparts, const codec_choice *c,
+				   codec_part_found *found)
+{
+	uint64_t nibbles = 0, total;
+
+	for (uint64_t i = 0; i < nparts; i += TEAM) {
+		uint64_t p = i + threadIdx.x;
+		const codec_model_part *part = model_parts(v, memory) + (p < nparts ? p : 0);
+		uint64_t mine = p < nparts ? (part_rows(part) + 1) / 2 + (part_cols(part) + 1) / 2 : 0;
+		uint64_t before = team_scan((uint32_t)mine, &total);
+
+		if (p < nparts)
+			found[p].side_nibbles = nibbles + before;
+		nibbles += total;
+	}
+	return c->lead_nbytes + WIRE_SEGMENT_NBYTES * nparts + nibbles;
+}
+
+/* Has the tensor, of values of `size` bytes, rather to be stored? There is no room, or nothing to gain. */
+DEVICE bool stays_stored(const codec_view *v, uint32_t size, uint64_t capacity)
+{
+	return v->side_nbytes > 0xffffffffu || v->regions_offset > capacity ||
+	       choose_stored(v->regions_offset + WIRE_ALIGN * v->nblocks, v->side_offset + v->n * size) ||
+	       v->fixed == (1u << size) - 1;
+}
+
+DEVICE void store(codec_view *v)
+{
+	v->layout = WIRE_LAYOUT_STORED;
+	v->fixed = v->coded = v->halved = v->flags = 0;
+	v->nblocks = v->model_parts.count = 0;
+	place_sections(v, 0);
+}
+
+#endif

@@ -1,0 +1,163 @@
+/* coder/decode.cuh - coded planes: a lane of the coder is a lane of a warp. docs/format.md, section 7. */
+#ifndef CODEC_CUDA_CODER_DECODE_CUH
+#define CODEC_CUDA_CODER_DECODE_CUH
+
+#include "common/job.cuh"
+
+#define STATE_NBYTES 22 /* u16 and 32 x 5 bits */
+
+/*
+ * Two symbols of a plane at a look-up, by the next `nbits` bits: symbols in the upper half, bits of both; or, where
+ * these are more, the first's, and LONG. ESCAPED: one of the two is the escape. In a block's shared memory, for all its
+ * warps.
+ */
+#define LONG 64u
+#define ESCAPED (3u << 7)
+struct pairs {
+	uint32_t *entry;
+	uint32_t nbits, plane;
+};
+
+/* By all threads of the block. */
+DEVICE void fill_pairs(const pairs &to, const uint8_t *table)
+{
+	const uint8_t *length = table + TABLE_LENGTHS;
+	uint32_t escape = table[TABLE_ESCAPE];
+
+	for (uint32_t i = threadIdx.x; i < 1u << to.nbits; i += blockDim.x) {
+		uint32_t top = i >> (to.nbits - 8), first = length[top];
+		uint32_t next = (i << first & ((1u << to.nbits) - 1)) >> (to.nbits - 8), n = first + length[next];
+
+		uint32_t a = table[top], b = table[next], some = a == escape || b == escape ? ESCAPED : 0;
+
+		to.entry[i] = n <= to.nbits ? a << 16 | b << 24 | some | n : a << 16 | LONG | first;
+	}
+}
+
+/* A coded plane on its way: the lane's next bits on top, 32 to 63 of them, a 1 that marks their end, and zeros. */
+struct coded {
+	uint64_t bits;
+	const uint8_t *words; /* of the plane */
+	uint32_t nwords, taken;
+};
+
+/* Words and lanes' states of the coded plane that begins at the cursor, which moves behind the words. */
+static __device__ codec_status open_plane(cursor *c, coded *s, uint32_t lane)
+{
+	const uint8_t *p = here(c);
+	uint32_t bit = 5 * lane, sum, from, nbytes, bad = 0;
+	uint64_t tail = 0;
+
+	if (left(c) < STATE_NBYTES)
+		return CODEC_BAD_REGION;
+	s->nwords = p[0] | p[1] << 8;
+	s->taken = WIRE_LANES;
+	/* five bits from the top; they end in the next byte if they do not end in this one */
+	uint32_t two = (uint32_t)p[2 + bit / 8] << 8 | (bit % 8 > 3 ? p[3 + bit / 8] : 0);
+	uint32_t t = two >> (11 - bit % 8) & 31;
+
+	from = warp_scan(t, lane, &sum);
+	nbytes = STATE_NBYTES + (sum + 7) / 8;
+	if (left(c) < nbytes)
+		return CODEC_BAD_REGION;
+	for (uint32_t k = STATE_NBYTES + from / 8; k < STATE_NBYTES + from / 8 + 5; k++) /* 31 bits, from bit 7 on */
+		tail = tail << 8 | (k < nbytes ? p[k] : 0);
+	tail = t ? tail << (24 + from % 8) >> (64 - t) : 0;
+	if (sum % 8)
+		bad = (uint8_t)(p[nbytes - 1] << sum % 8);
+	for (; nbytes % 4; nbytes++)
+		if (nbytes >= left(c) || p[nbytes])
+			return CODEC_BAD_REGION;
+	if (bad || s->nwords > (left(c) - nbytes) / 4)
+		return CODEC_BAD_REGION;
+	s->words = p + nbytes;
+	c->at += nbytes + 4 * s->nwords;
+	if (s->nwords && !load32(s->words + 4 * (s->nwords - 1)))
+		return CODEC_BAD_REGION;
+	s->bits = (uint64_t)(lane < s->nwords ? load32(s->words + 4 * lane) : 0) << 32;
+	s->bits |= (2 * tail + 1) << (31 - t);
+	return CODEC_OK;
+}
+
+/* Four symbols of the lane, and its bits after them. */
+struct symbols {
+	uint64_t bits;
+	uint32_t quad;
+	uint32_t escaped; /* 0: none of them is the escape */
+};
+
+/* One at a time. */
+DEVICE_CALL symbols decode_singly(const uint8_t *table, uint64_t bits)
+{
+	symbols s = {bits, 0, ESCAPED};
+
+	for (int k = 0; k < 32; k += 8) {
+		uint32_t top = (uint32_t)(s.bits >> 56);
+
+		s.quad |= (uint32_t)table[top] << k;
+		s.bits <<= table[TABLE_LENGTHS + top];
+	}
+	return s;
+}
+
+/* Two at a time. */
+DEVICE symbols decode_pairs(const pairs &by, const uint8_t *table, uint64_t bits)
+{
+	uint32_t high = (uint32_t)(bits >> 32), low = (uint32_t)bits; /* shifts take an entry for its lower five bits */
+	const uint32_t *pair = shared(by.entry);
+	uint32_t a = pair[high >> (32 - by.nbits)];
+	uint32_t high2 = __funnelshift_l(low, high, a), low2 = __funnelshift_l(0, low, a);
+	uint32_t b = pair[high2 >> (32 - by.nbits)];
+
+	if ((a | b) & LONG)
+		return decode_singly(table, bits);
+	return {(uint64_t)__funnelshift_l(low2, high2, b) << 32 | __funnelshift_l(0, low2, b),
+		__byte_perm(a, b, 0x7632), (a | b) & ESCAPED};
+}
+
+/* The next word to lanes that have fewer than 32 bits left. `even`: words lie at multiples of four. */
+DEVICE void refill(coded *s, bool even, uint32_t lane)
+{
+	uint32_t high = (uint32_t)(s->bits >> 32), low = (uint32_t)s->bits, word = 0;
+	uint32_t taking = __ballot_sync(FULL, low == 0), place = s->taken + __popc(taking & ((1u << lane) - 1));
+	/* the lowest bit of the upper half, where a word goes in front of it; 0 where none does */
+	uint32_t mark = low ? 0 : high & (0 - high);
+
+	if (mark && place < s->nwords)
+		word = even ? global((const uint32_t *)s->words)[place] : load32(s->words + 4ull * place);
+	s->bits = ((uint64_t)(high ^ mark) << 32 | (low | mark)) + 2 * ((uint64_t)mark * word);
+	s->taken += __popc(taking);
+}
+
+/* How many of the four values of a lane and row are there, of k. */
+DEVICE uint32_t there(uint32_t row, uint32_t lane, uint32_t k)
+{
+	uint32_t i = WIRE_ROW * row + 4 * lane;
+
+	return i >= k ? 0 : k - i < 4 ? k - i : 4;
+}
+
+/*
+ * The symbols of the next row, of k in all; *escapes: those that are there and are the escape. What stands in place of
+ * values from k on is compared with what it must be: *bad.
+ */
+DEVICE uint32_t decode_row(coded *s, const pairs *by, const uint8_t *table, uint32_t row, uint32_t k, uint32_t lane,
+			   uint32_t *escapes, bool *bad)
+{
+	symbols of = by ? decode_pairs(*by, table, s->bits) : decode_singly(table, s->bits);
+	uint32_t mine = (1u << there(row, lane, k)) - 1;
+
+	s->bits = of.bits;
+	refill(s, false, lane);
+	*bad |= (equal_bytes(of.quad, table[TABLE_PAD]) | mine) != 15;
+	*escapes = equal_bytes(of.quad, table[TABLE_ESCAPE]) & mine;
+	return of.quad;
+}
+
+/* After the last row: is nothing left over? */
+DEVICE bool ends_well(const coded *s)
+{
+	return s->bits == 1ull << 31 && s->taken >= s->nwords;
+}
+
+#endif

@@ -1,0 +1,109 @@
+/* coder/fit.cuh - offsets of rows that are found in the blocks. docs/encoder.md, section 4.2. */
+#ifndef CODEC_CUDA_CODER_FIT_CUH
+#define CODEC_CUDA_CODER_FIT_CUH
+
+#include "exact/choose.h"
+#include "coder/model.cuh"
+
+/* A value's pattern; values of `size` bytes lie at a multiple of that. */
+DEVICE uint32_t pattern_at(const uint8_t *values, uint32_t size, uint64_t i)
+{
+	return *global((const uint16_t *)(values + (i + 1) * size - 2)) & 0x7fff;
+}
+
+/* The mean pattern of row r of a part; CHOOSE_NONE if there is none. */
+DEVICE_CALL int row_mean(const codec_model_part *part, const uint8_t *values, uint32_t size, uint32_t zero, uint64_t r,
+			 uint32_t lane)
+{
+	uint64_t first = part->start + r * part->row, n = part->start + part->count - first;
+	uint32_t sum = 0, count = 0;
+
+	static_assert(CHOOSE_RUN == 32, "a lane takes a value of each run");
+	n = n < part->row ? n : part->row;
+	bool all = n <= CHOOSE_RUNS * CHOOSE_RUN;
+
+	for (uint32_t i = 0; i < CHOOSE_RUNS; i++) {
+		uint64_t at = (all ? CHOOSE_RUN * i : choose_run(i, n)) + lane;
+		uint32_t pattern = at < n ? pattern_at(values, size, first + at) : 0;
+
+		sum += pattern >= zero ? pattern : 0;
+		count += pattern >= zero;
+	}
+	return choose_mean(warp_sum(sum), warp_sum(count));
+}
+
+/* log2 of the patterns in an eighth of an octave. */
+DEVICE int eighth_log2(int octave)
+{
+	return __ffs(octave) - 4;
+}
+
+/* The offset of row r of a part, which docs/encoder.md, section 4.2 has. */
+DEVICE_CALL int fit_row(const codec_model_part *part, const uint8_t *values, uint32_t size, int octave, uint32_t zero,
+			uint64_t r, uint32_t lane)
+{
+	int mean = row_mean(part, values, size, zero, r, lane);
+
+	return choose_offset(choose_eighths(mean, part->mean, eighth_log2(octave)), part->shifts & 15);
+}
+
+DEVICE uint64_t part_rows(const codec_model_part *part)
+{
+	return part->kind & WIRE_SEGMENT_ROWS ? (part->count + part->row - 1) / part->row : 0;
+}
+
+DEVICE uint64_t part_cols(const codec_model_part *part)
+{
+	return part->kind & WIRE_SEGMENT_COLS ? part->row : 0;
+}
+
+/* Have all offsets of rows been found before there are blocks? */
+DEVICE bool is_fitted(const codec_model_part *part)
+{
+	return part_rows(part) <= CHOOSE_ROWS;
+}
+
+/* Where offsets of rows, then of columns, are. */
+DEVICE int8_t *row_offsets(const codec_view *v, uint8_t *memory, const codec_model_part *part)
+{
+	return (int8_t *)memory + v->offsets.at + 2ull * part->nibbles_at;
+}
+
+DEVICE int8_t *col_offsets(const codec_view *v, uint8_t *memory, const codec_model_part *part)
+{
+	return row_offsets(v, memory, part) + (part_rows(part) + 1) / 2 * 2;
+}
+
+/*
+ * Offsets of rows that values [first, first + m) lie in, where that was left for the blocks, to the job's memory. Warps
+ * that share a row find the same.
+ */
+DEVICE_CALL void fit_rows(const job *j, uint8_t *memory, const uint8_t *values, uint32_t size, int octave,
+			  uint32_t zero, uint64_t first, uint32_t m, uint32_t lane)
+{
+	place o = place_at(j, first);
+
+	for (uint32_t todo = m; todo;) {
+		uint64_t step = o.left;
+
+		if (o.length) {
+			if (!is_fitted(o.part)) {
+				int offset = fit_row(o.part, values, size, octave, zero, o.row, lane);
+
+				if (lane == 0)
+					row_offsets(&j->v, memory, o.part)[o.row] = (int8_t)offset;
+			}
+			step = step < o.length - o.column ? step : o.length - o.column;
+		}
+		if (step >= todo)
+			break;
+		todo -= (uint32_t)step;
+		o.left -= step;
+		o.row++, o.column = 0;
+		if (!o.left)
+			o = place_at(j, first + m - todo);
+	}
+	__syncwarp();
+}
+
+#endif

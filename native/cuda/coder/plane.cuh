@@ -1,0 +1,200 @@
+/* coder/plane.cuh - planes of a region, read row by row. docs/format.md, sections 6 and 7. */
+#ifndef CODEC_CUDA_CODER_PLANE_CUH
+#define CODEC_CUDA_CODER_PLANE_CUH
+
+#include "coder/decode.cuh"
+
+/* Of a warp's memory for a plane: whole rows are written. */
+#define PLANE_ROOM ((1u << WIRE_MAX_BLOCK_LOG2) + WIRE_ROW)
+
+/* Bits of a region: words at multiples of four, of which `whole` lie before its end, as bytes up to `end` do. */
+struct bit_source {
+	const uint32_t *words;
+	uint32_t whole;
+	const uint8_t *end;
+};
+
+DEVICE bit_source bits_from(const cursor *c)
+{
+	const uint32_t *words = (const uint32_t *)((uint64_t)here(c) & ~3ull);
+	const uint8_t *end = c->frame + c->end;
+
+	return {words, (uint32_t)((end - (const uint8_t *)words) / 4), end};
+}
+
+/* The number of the bit with which *p begins. */
+DEVICE uint32_t bit_of(const bit_source &s, const uint8_t *p)
+{
+	return 8 * (uint32_t)(p - (const uint8_t *)s.words);
+}
+
+/* As window_at, of the last bytes. */
+DEVICE_CALL uint32_t window_at_end(const uint32_t *words, const uint8_t *end, uint32_t bit)
+{
+	const uint8_t *from = (const uint8_t *)words + bit / 8;
+	uint64_t x = 0;
+
+	for (uint32_t k = 0; k < 5 && from + k < end; k++)
+		x |= (uint64_t)from[k] << 8 * k;
+	return (uint32_t)(x >> bit % 8);
+}
+
+/* 32 bits from one on, as far as they lie before the end; others are anything. */
+DEVICE uint32_t window_at(const bit_source &s, uint32_t bit)
+{
+	uint32_t i = bit / 32;
+
+	if (i + 2 > s.whole)
+		return window_at_end(s.words, s.end, bit);
+	return __funnelshift_r(global(s.words)[i], global(s.words)[i + 1], bit % 32);
+}
+
+/* A plane of k values that is being read. */
+struct plane {
+	uint32_t mode, k;
+	const uint8_t *bytes; /* raw: the next row; constant: one byte; rows: the bitmap */
+	const pairs *by;      /* coded: tables; without that of pairs one symbol is looked up at a time */
+	const uint8_t *table;
+	coded coder;
+	bool bad;
+};
+
+/* Begin with plane p, in any mode. The cursor moves behind what is known to be there. */
+static __device__ codec_status plane_open(plane *o, const job *j, uint32_t p, uint32_t mode, const pairs &by,
+					  uint32_t k, cursor *c, uint32_t lane)
+{
+	uint32_t rows = (k + WIRE_ROW - 1) / WIRE_ROW;
+	uint64_t nbytes = mode == WIRE_MODE_RAW ? k : mode == WIRE_MODE_ROWS ? (rows + 7) / 8 : 1;
+
+	*o = {mode, k, here(c), by.plane == p ? &by : NULL, table_of(j, p), {0, NULL, 0, 0}, false};
+	if (mode == WIRE_MODE_CODED)
+		return open_plane(c, &o->coder, lane);
+	if (left(c) < nbytes || (mode == WIRE_MODE_ROWS && rows % 8 && o->bytes[nbytes - 1] >> rows % 8))
+		return CODEC_BAD_REGION;
+	c->at += nbytes;
+	return CODEC_OK;
+}
+
+/* A quad in which escapes have become literals; of how many in all lanes, or more than there were. */
+struct literals {
+	uint32_t quad, count;
+};
+
+/* Of a row, a byte each from p on, `left` at most. */
+DEVICE_CALL literals take_literals(const uint8_t *p, uint64_t left, uint32_t quad, uint32_t escapes, uint32_t lane)
+{
+	uint32_t total, at = warp_scan(__popc(escapes), lane, &total);
+
+	for (uint32_t i = 0; i < 4 && left >= total; i++)
+		if (escapes >> i & 1)
+			quad = (quad & ~(255u << 8 * i)) | (uint32_t)p[at++] << 8 * i;
+	return {quad, total};
+}
+
+/* The same; the cursor moves behind them. */
+DEVICE uint32_t with_literals(plane *o, cursor *c, uint32_t quad, uint32_t escapes, uint32_t lane)
+{
+	literals l = take_literals(here(c), left(c), quad, escapes, lane);
+
+	o->bad |= left(c) < l.count;
+	c->at += left(c) < l.count ? 0 : l.count;
+	return l.quad;
+}
+
+/* Four bytes of row r, those of values from k on 0. Rows are to be read in order. */
+static __device__ uint32_t plane_row(plane *o, uint32_t r, cursor *c, uint32_t lane)
+{
+	uint32_t n = there(r, lane, o->k), run = o->k - WIRE_ROW * r, escapes;
+
+	if (o->mode == WIRE_MODE_CODED) {
+		uint32_t quad = decode_row(&o->coder, o->by, o->table, r, o->k, lane, &escapes, &o->bad);
+
+		if (__any_sync(FULL, escapes != 0))
+			quad = with_literals(o, c, quad, escapes, lane);
+		return keep_bytes(quad, n);
+	}
+	if (o->mode == WIRE_MODE_CONSTANT)
+		return keep_bytes(o->bytes[0] * ONES, n);
+	if (o->mode == WIRE_MODE_RAW)
+		return load_bytes(o->bytes + WIRE_ROW * r + 4 * lane, n);
+	run = run < WIRE_ROW ? run : WIRE_ROW;
+	if (!(o->bytes[r / 8] >> r % 8 & 1))
+		return 0;
+	o->bad |= left(c) < run;
+	if (left(c) < run)
+		return 0;
+	c->at += run;
+	return load_bytes(here(c) - run + 4 * lane, n);
+}
+
+/* The same of a row that is all there, of a coded plane whose words lie at multiples of four. */
+DEVICE uint32_t plane_whole_row(plane *o, const pairs &by, cursor *c, uint32_t lane)
+{
+	symbols s = decode_pairs(by, o->table, o->coder.bits);
+
+	o->coder.bits = s.bits;
+	refill(&o->coder, true, lane);
+	return __any_sync(FULL, s.escaped)
+		       ? with_literals(o, c, s.quad, equal_bytes(s.quad, o->table[TABLE_ESCAPE]), lane)
+		       : s.quad;
+}
+
+/* After the last row. */
+DEVICE codec_status plane_close(const plane *o)
+{
+	bool bad = o->bad || (o->mode == WIRE_MODE_CODED && !ends_well(&o->coder));
+
+	return __any_sync(FULL, bad) ? CODEC_BAD_REGION : CODEC_OK;
+}
+
+/* The high nibbles that belong to the k low ones of `plane`. */
+static __device__ codec_status read_high(uint32_t *plane, uint32_t k, cursor *c, uint32_t lane)
+{
+	uint32_t nbytes = (k + 1) / 2, any = 0;
+	const uint8_t *high = here(c);
+
+	if (left(c) < nbytes)
+		return CODEC_BAD_REGION;
+	c->at += nbytes;
+	for (uint32_t r = 0; WIRE_ROW * r < k; r++) {
+		uint32_t quad = plane[32 * r + lane];
+
+		any |= quad & 0xf0f0f0f0u;
+		const uint32_t first = WIRE_ROW * r + 4 * lane;
+
+		if (first + 4 <= nbytes) /* lower nibbles are of the first half, upper ones of the others */
+			quad |= load32(high + first) << 4 & 0xf0f0f0f0u;
+		else if (first >= nbytes && first + 4 <= k)
+			quad |= load32(high + first - nbytes) & 0xf0f0f0f0u;
+		else
+			for (uint32_t i = 0; i < there(r, lane, k); i++) {
+				uint32_t at = first + i;
+
+				quad |= (at < nbytes ? (uint32_t)high[at] << 4 & 0xf0 : high[at - nbytes] & 0xf0)
+					<< 8 * i;
+			}
+		plane[32 * r + lane] = quad;
+	}
+	any |= k % 2 && high[nbytes - 1] > 15;
+	return __any_sync(FULL, any != 0) ? CODEC_BAD_REGION : CODEC_OK;
+}
+
+/* All of plane p of k values to memory for whole rows. */
+static __device__ codec_status read_plane(const job *j, uint32_t p, uint32_t mode, const pairs &by, uint32_t k,
+					  uint32_t *to, cursor *c, uint32_t lane)
+{
+	plane o;
+	codec_status status = plane_open(&o, j, p, mode, by, k, c, lane);
+
+	if (status != CODEC_OK)
+		return status;
+	for (uint32_t r = 0; WIRE_ROW * r < k; r++)
+		to[32 * r + lane] = plane_row(&o, r, c, lane);
+	status = plane_close(&o);
+	if (status == CODEC_OK && mode == WIRE_MODE_CODED && j->v.halved >> p & 1)
+		status = read_high(to, k, c, lane);
+	__syncwarp();
+	return status;
+}
+
+#endif

@@ -1,0 +1,471 @@
+/* coder/sample.cuh - what a sample of a tensor says, by teams that share in it. docs/encoder.md, sections 4 and 5.
+ *
+ * Parts of the scale model are fitted one step after the other: means of rows, then their shift; columns; counts of
+ * symbols, then whether offsets pay. Each step of a part is shared by teams, and the last to be done concludes it.
+ */
+#ifndef CODEC_CUDA_CODER_SAMPLE_CUH
+#define CODEC_CUDA_CODER_SAMPLE_CUH
+
+#include "coder/codebook.cuh"
+#include "coder/fit.cuh"
+
+#define PLANE_SHARES 8 /* teams that share in the sample of planes */
+#define PART_SHARES 32 /* and in a part's, at most */
+
+/* What is found out about a part; zeros at first. */
+struct codec_part_found {
+	uint32_t rows, cols, counts; /* shares that are done */
+	uint32_t fitted, settled;    /* offsets of rows are there; of columns, too */
+	int16_t mean[CHOOSE_ROWS];
+	uint64_t side_nibbles; /* bytes of nibbles before its own in the side section */
+	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], based[256]; /* float64: based[] under its base alone */
+};
+
+/* And about the tensor; zeros at first. The parts follow. It begins with what codec_count counts, in the end. */
+struct codec_choice {
+	uint32_t counts[WIRE_MAX_PLANES][256], all[CHOOSE_BINS];
+	uint32_t ticket;                    /* numbers drawn */
+	uint32_t done[3], told[2];          /* of each step: shares done; and whether others may build on it */
+	uint32_t zero_runs, varied;         /* bits: planes with runs of zeros, with more than one value */
+	uint32_t under;                     /* is anything set under a plane 0 that is 0? */
+	int32_t finest, bins;               /* shift; bins a symbol */
+	unsigned long long zeros, sampled;  /* of plane 0 among the sample of planes */
+	unsigned long long nzeros, nvalues; /* among that of symbols */
+	uint32_t lead_nbytes;               /* of the side section: codebooks, the number of parts */
+	uint8_t lead[8 + WIRE_MAX_PLANES * BOOK_MAX_NBYTES + 4];
+};
+
+/* Sizes, for whoever launches: of what is found out about a tensor, and in addition about each part. */
+extern "C" __device__ const uint64_t choose_nbytes[] = {sizeof(codec_choice), sizeof(codec_part_found)};
+
+/* Steps of all parts together. */
+enum { PLANES, PARTS, SYMBOLS };
+
+/* What follows from the job's dtype and codec. */
+struct sample_kind {
+	uint32_t size;
+	int octave, eighth, shift; /* shift: a pattern's first bit in plane 0 */
+	uint32_t zero;             /* the first pattern that takes part in the model */
+	bool flat, based;          /* one base for all; and in any case */
+};
+
+DEVICE uint32_t size_of(uint32_t dtype)
+{
+	switch (dtype) {
+	case CODEC_FLOAT32:
+	case CODEC_INT32:
+	case CODEC_UINT32: return 4;
+	case CODEC_FLOAT64:
+	case CODEC_INT64:
+	case CODEC_UINT64: return 8;
+	case CODEC_BFLOAT16:
+	case CODEC_FLOAT16:
+	case CODEC_INT16:
+	case CODEC_UINT16: return 2;
+	default: return 1;
+	}
+}
+
+DEVICE sample_kind sample_kind_of(const codec_view *v)
+{
+	uint32_t size = size_of(v->dtype);
+	int octave = octave_of(v->dtype), shift = SHIFT_OF(size);
+	bool lossless = v->codec == CODEC_LOSSLESS;
+
+	return {size,
+		octave,
+		octave ? eighth_log2(octave) : 0,
+		shift,
+		lossless ? 1u << shift : (uint32_t)octave,
+		(lossless && v->variant == WIRE_MODEL_FLAT) || v->n < CHOOSE_MODEL_MIN,
+		v->dtype == CODEC_FLOAT64};
+}
+
+/* An offset in eighths of an octave, in patterns. */
+DEVICE uint16_t around(const sample_kind &q, int eighths)
+{
+	return on_circle(eighths, 1 << q.eighth, WIRE_CIRCLE((int)q.zero));
+}
+
+/* The offset of value i under a job's model. */
+DEVICE uint16_t offset_of(const job *j, const sample_kind &q, uint64_t i)
+{
+	place o = place_at(j, i);
+
+	return offset_at(&o, q.octave / 8, WIRE_CIRCLE((int)q.zero));
+}
+
+/* Byte of plane p of value i. */
+DEVICE uint32_t plane_byte(const sample_kind &q, const uint8_t *values, uint64_t i, uint32_t p, uint16_t offset)
+{
+	const uint8_t *value = values + i * q.size;
+
+	if (!q.octave || p > 1)
+		return value[q.size - 1 - p];
+	return bits_turn((uint16_t)(value[q.size - 2] | value[q.size - 1] << 8), offset, q.shift) >> (8 - 8 * p) & 255;
+}
+
+/*
+ * A share of the sample of planes from `first_plane` on. With a job (not NULL) values have its model's offsets, and one
+ * team does all. bins: 256 a plane.
+ */
+DEVICE_CALL void sample_planes(const codec_view *v, const job *j, uint8_t *memory, const uint8_t *values,
+			       uint32_t first_plane, uint32_t share, uint32_t shares, codec_choice *c, uint32_t *bins)
+{
+	const sample_kind q = sample_kind_of(v);
+	uint64_t nrows = (v->n + WIRE_ROW - 1) / WIRE_ROW, take = choose_plane_rows(nrows);
+	uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+
+	for (uint32_t i = threadIdx.x; i < 256 * q.size; i += TEAM)
+		bins[i] = 0;
+	if (j && warp == 0) /* the first value's, with which all warps compare */
+		fit_rows(j, memory, values, q.size, q.octave, q.zero, 0, 1, lane);
+	__syncthreads();
+	for (uint64_t i = share * TEAM_WARPS + warp; i < take; i += shares * TEAM_WARPS) {
+		uint64_t first = WIRE_ROW * choose_even(i, take, nrows);
+		uint32_t n = v->n - first < WIRE_ROW ? (uint32_t)(v->n - first) : WIRE_ROW, zeros = 0, under = 0;
+
+		if (j)
+			fit_rows(j, memory, values, q.size, q.octave, q.zero, first, n, lane);
+		for (uint32_t p = first_plane; p < q.size; p++) {
+			uint32_t value = plane_byte(q, values, 0, p, j ? offset_of(j, q, 0) : 0);
+			uint32_t any = 0, differ = 0;
+
+			for (uint32_t k = lane; k < n; k += 32) {
+				uint16_t offset = j ? offset_of(j, q, first + k) : 0;
+				uint32_t byte = plane_byte(q, values, first + k, p, offset);
+				bool zero = q.octave && !plane_byte(q, values, first + k, 0, offset);
+
+				atomicAdd(bins + 256 * p + byte, 1u);
+				any |= byte;
+				differ |= byte ^ value;
+				zeros += zero && p == first_plane;
+				under |= zero && byte;
+			}
+			bool run = !__any_sync(FULL, any != 0), varies = __any_sync(FULL, differ != 0);
+
+			if (lane == 0 && run)
+				atomicOr(&c->zero_runs, 1u << p);
+			if (lane == 0 && varies)
+				atomicOr(&c->varied, 1u << p);
+		}
+		zeros = (uint32_t)warp_sum(zeros);
+		under = __any_sync(FULL, under != 0);
+		if (lane == 0) {
+			atomicAdd(&c->zeros, (unsigned long long)zeros);
+			atomicAdd(&c->sampled, (unsigned long long)n);
+			if (under)
+				atomicOr(&c->under, 1u);
+		}
+	}
+	__syncthreads();
+	for (uint32_t i = 256 * first_plane + threadIdx.x; i < 256 * q.size; i += TEAM)
+		if (bins[i])
+			atomicAdd((uint32_t *)c->counts + i, bins[i]);
+}
+
+/* Once all shares are done: how fine the model may be, and how finely symbols are to be counted. bins: 256. */
+DEVICE_CALL void know_planes(const codec_view *v, codec_choice *c, uint32_t *bins)
+{
+	const sample_kind q = sample_kind_of(v);
+	const volatile codec_choice *seen = c;
+	uint32_t i = threadIdx.x, values = 2 * (uint32_t)q.octave, n = q.octave ? seen->counts[1][i] : 0;
+	int finest = 0;
+
+	if (q.based && i == 0 && choose_prunes(seen->zeros, seen->sampled) && !seen->under)
+		c->counts[1][0] = n = 0; /* no other value of float64 has this byte, and blocks prune them */
+	bins[i] = 0;
+	uint64_t total = team_sum(n);
+
+	if (q.octave && q.octave <= 128) { /* as choose_finest */
+		atomicAdd(bins + i % values, n);
+		__syncthreads();
+		uint64_t squares = team_sum(bins[i] * bins[i]);
+
+		finest = choose_finest_of((~seen->varied | seen->zero_runs) >> 1 & 1,
+					  choose_excess_of((uint32_t)squares, values, total), total);
+	}
+	if (i)
+		return;
+	c->finest = finest;
+	c->bins = !finest && q.octave == 128 && v->n >= CHOOSE_PARTS_MIN ? CHOOSE_PARTS : 1;
+}
+
+/* Of a team's shared memory for fitting. */
+struct fit_room {
+	int8_t eighths[CHOOSE_ROWS], offset[CHOOSE_COL_ROWS];
+};
+
+/* choose_shift, by a team. */
+DEVICE_CALL int team_shift(const int8_t *eighths, uint64_t n, int shift)
+{
+	for (; shift < WIRE_MAX_SHIFT; shift++) {
+		uint32_t outside = 0;
+
+		for (uint64_t i = threadIdx.x; i < n; i += TEAM) {
+			int nibble = choose_nibble(eighths[i], shift);
+
+			outside += choose_clamped(nibble) != nibble;
+		}
+		if (32 * team_sum(outside) <= n)
+			break;
+	}
+	return shift;
+}
+
+/* The base of a part that has no offsets. */
+DEVICE uint16_t lone_base(const sample_kind &q, const codec_choice *c, const codec_model_part *part)
+{
+	return choose_base(part->mean, q.eighth, (int)q.zero, c->bins == 1 ? WIRE_MAX_SHIFT : 0);
+}
+
+DEVICE void base_alone(codec_model_part *part, uint16_t base)
+{
+	part->kind = part->shifts = 0;
+	part->row = 0;
+	part->base = base;
+}
+
+DEVICE_CALL void sample_rows(const sample_kind &q, const codec_model_part *part, const uint8_t *values, uint32_t share,
+			     uint32_t shares, codec_part_found *f)
+{
+	uint64_t nrows = part_rows(part), take = nrows < CHOOSE_ROWS ? nrows : CHOOSE_ROWS;
+	uint32_t lane = threadIdx.x % 32;
+
+	for (uint64_t i = share * TEAM_WARPS + threadIdx.x / 32; i < take; i += shares * TEAM_WARPS) {
+		int mean = row_mean(part, values, q.size, q.zero, choose_spread(i, take, nrows), lane);
+
+		if (lane == 0)
+			f->mean[i] = (int16_t)mean;
+	}
+}
+
+/* The mean of all rows, their shift, their offsets; the part's base. */
+DEVICE_CALL void fit_part(const codec_view *v, uint8_t *memory, const sample_kind &q, codec_model_part *part,
+			  const codec_choice *c, const codec_part_found *f, fit_room *room)
+{
+	uint64_t nrows = part_rows(part), take = nrows < CHOOSE_ROWS ? nrows : CHOOSE_ROWS, count = 0;
+	const volatile int16_t *mean = f->mean;
+	int64_t sum = 0;
+	int centre, shift;
+
+	for (uint64_t i = threadIdx.x; i < take; i += TEAM) {
+		sum += mean[i] == CHOOSE_NONE ? 0 : mean[i];
+		count += mean[i] != CHOOSE_NONE;
+	}
+	sum = (int64_t)team_sum((uint64_t)sum);
+	count = team_sum(count);
+	centre = count ? bits_mean(sum, (int64_t)count) : choose_centre(q.octave);
+	for (uint64_t i = threadIdx.x; i < take; i += TEAM)
+		room->eighths[i] = (int8_t)choose_eighths(mean[i], (uint16_t)centre, q.eighth);
+	__syncthreads();
+	shift = team_shift(room->eighths, take, c->finest);
+	for (uint64_t i = threadIdx.x; i < take && is_fitted(part); i += TEAM)
+		row_offsets(v, memory, part)[i] = (int8_t)choose_offset(room->eighths[i], shift);
+	__syncthreads();
+	if (threadIdx.x)
+		return;
+	part->mean = (uint16_t)centre;
+	part->shifts = (uint8_t)shift;
+	if (q.flat)
+		base_alone(part, lone_base(q, c, part));
+	else
+		part->base = choose_base(part->mean, q.eighth, (int)q.zero, c->finest);
+}
+
+/* A share of a part's columns: what a sample of rows leaves, in eighths. */
+DEVICE_CALL void sample_cols(const codec_view *v, uint8_t *memory, const sample_kind &q, const codec_model_part *part,
+			     const uint8_t *values, uint32_t share, uint32_t shares, fit_room *room)
+{
+	uint64_t nrows = part_rows(part), take = choose_col_rows(nrows);
+	uint32_t lane = threadIdx.x % 32;
+
+	for (uint64_t i = threadIdx.x / 32; i < take; i += TEAM_WARPS) {
+		uint64_t r = choose_spread(i, take, nrows);
+
+		int offset = is_fitted(part) ? row_offsets(v, memory, part)[r]
+					     : fit_row(part, values, q.size, q.octave, q.zero, r, lane);
+
+		if (lane == 0)
+			room->offset[i] = (int8_t)offset;
+	}
+	__syncthreads();
+	for (uint64_t col = share * TEAM + threadIdx.x; col < part->row; col += shares * TEAM) {
+		int total = 0, count = 0;
+
+		for (uint64_t i = 0; i < take; i++) {
+			uint64_t at = part->start + choose_spread(i, take, nrows) * part->row + col;
+			uint32_t pattern = pattern_at(values, q.size, at);
+
+			if (pattern < q.zero)
+				continue;
+			total += (int)pattern - (part->mean + room->offset[i] * (1 << q.eighth));
+			count++;
+		}
+		col_offsets(v, memory, part)[col] = (int8_t)choose_mean_eighths(total, count, q.eighth);
+	}
+}
+
+/* Then their shift, and their offsets. */
+DEVICE_CALL void fit_cols(const codec_view *v, uint8_t *memory, codec_model_part *part, const codec_choice *c)
+{
+	int8_t *cols = col_offsets(v, memory, part);
+	int shift = team_shift(cols, part->row, c->finest);
+
+	for (uint64_t i = threadIdx.x; i < part->row; i += TEAM)
+		cols[i] = (int8_t)choose_offset(cols[i], shift);
+	__syncthreads();
+	if (threadIdx.x == 0)
+		part->shifts |= (uint8_t)(shift << 4);
+}
+
+/* Of a team's shared memory for counting. */
+struct count_room {
+	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], based[256];
+};
+
+/* A share of a sample of a part's symbols: as values are and, under a model, lowered. */
+DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const sample_kind &q,
+				const codec_model_part *part, const uint8_t *values, bool model, uint32_t share,
+				uint32_t shares, const codec_choice *c, codec_part_found *f, count_room *room)
+{
+	uint64_t nrows = (part->count + WIRE_ROW - 1) / WIRE_ROW, n = (v->n + WIRE_ROW - 1) / WIRE_ROW;
+	uint64_t stride = choose_stride(n), take = (nrows + stride - 1) / stride, row = part->row;
+	uint32_t lane = threadIdx.x % 32, bins = model ? (uint32_t)c->bins : 1, mask = 256 * bins - 1;
+	int shift = bins == 1 ? q.shift : q.eighth;
+	uint16_t alone = model ? around(q, lone_base(q, c, part)) : 0;
+
+	for (uint32_t i = threadIdx.x; i < sizeof *room / 4; i += TEAM)
+		((uint32_t *)room)[i] = 0;
+	__syncthreads();
+	for (uint64_t i = share * TEAM_WARPS + threadIdx.x / 32; i < take; i += shares * TEAM_WARPS) {
+		uint64_t at = WIRE_ROW * choose_spread(i, take, nrows), r = row ? at / row : 0;
+		int offset[3] = {0}; /* of the rows that 128 values lie in: rows have 64 at least */
+
+		for (uint32_t k = 0;
+		     part->kind && k < 3 && (r + k) * row < at + WIRE_ROW && (r + k) * row < part->count; k++)
+			offset[k] = is_fitted(part) ? row_offsets(v, memory, part)[r + k]
+						    : fit_row(part, values, q.size, q.octave, q.zero, r + k, lane);
+		for (uint64_t e = at + lane; e < at + WIRE_ROW && e < part->count; e += 32) {
+			uint16_t pattern = (uint16_t)pattern_at(values, q.size, part->start + e);
+			uint32_t k = row ? (uint32_t)(e / row - r) : 0;
+			int by = part->base + (k == 0 ? offset[0] : k == 1 ? offset[1] : offset[2]);
+
+			atomicAdd(room->raw + (pattern >> shift & mask), 1u);
+			if (!model)
+				continue;
+			if (part->kind & WIRE_SEGMENT_COLS)
+				by += col_offsets(v, memory, part)[e % row];
+			atomicAdd(room->lowered +
+					  (bits_lower(pattern, around(q, by), (uint16_t)q.zero) >> shift & mask),
+				  1u);
+			if (q.based)
+				atomicAdd(room->based + (bits_lower(pattern, alone, (uint16_t)q.zero) >> shift & 255),
+					  1u);
+		}
+	}
+	__syncthreads();
+	for (uint32_t i = threadIdx.x; i < 256 * bins; i += TEAM) {
+		if (room->raw[i])
+			atomicAdd(f->raw + i, room->raw[i]);
+		if (room->lowered[i])
+			atomicAdd(f->lowered + i, room->lowered[i]);
+		if (i < 256 && room->based[i])
+			atomicAdd(f->based + i, room->based[i]);
+	}
+}
+
+/* choose_add_lowered. */
+DEVICE_CALL void add_lowered(const uint32_t *bins, uint32_t parts, uint32_t by, uint32_t *sum)
+{
+	uint32_t circle = 255 * parts, low = by % circle;
+
+	for (uint32_t i = threadIdx.x; i < 256 * parts; i += TEAM) {
+		uint32_t n = ((const volatile uint32_t *)bins)[i];
+		uint32_t to = i < parts ? i : parts + (i - parts + circle - low) % circle;
+
+		if (n)
+			atomicAdd(sum + to, n);
+	}
+}
+
+/* Counts of symbols from those of their parts. */
+DEVICE_CALL void fold(const volatile uint32_t *bins, uint32_t parts, uint32_t *counts)
+{
+	uint32_t sum = 0;
+
+	for (uint32_t i = 0; i < parts; i++)
+		sum += bins[threadIdx.x * parts + i];
+	counts[threadIdx.x] = sum;
+	__syncthreads();
+}
+
+/* Of a team's shared memory to conclude with a part. */
+struct settle_room {
+	uint32_t raw[256], lowered[256];
+	cost_room cost[2];
+	uint64_t bits[2];
+};
+
+/* Do a part's offsets pay? Its share in the counts of all. */
+DEVICE_CALL void settle_part(const codec_view *v, const sample_kind &q, codec_model_part *part, codec_choice *c,
+			     const codec_part_found *f, settle_room *room)
+{
+	uint32_t bins = (uint32_t)c->bins, warp = threadIdx.x / 32;
+	bool pays = q.flat || (v->codec == CODEC_LOSSLESS && v->variant == WIRE_MODEL_SEPARABLE);
+	uint16_t base = lone_base(q, c, part);
+
+	fold(f->raw, bins, room->raw);
+	fold(f->lowered, bins, room->lowered);
+	if (warp < 2) {
+		uint64_t bits = warp_cost(warp ? room->lowered : room->raw, room->cost + warp, threadIdx.x % 32);
+
+		if (threadIdx.x % 32 == 0)
+			room->bits[warp] = bits;
+	}
+	uint64_t samples = team_sum(room->raw[threadIdx.x]); /* after which costs are there, too */
+
+	pays |= choose_offsets_pay(room->bits[0], room->bits[1], samples, part->count,
+				   part_rows(part) + part_cols(part));
+	if (threadIdx.x == 0) {
+		atomicAdd(&c->nzeros, (unsigned long long)room->lowered[0]);
+		atomicAdd(&c->nvalues, (unsigned long long)samples);
+	}
+	if (pays)
+		return add_lowered(f->lowered, bins, 0, c->all);
+	__syncthreads();
+	if (threadIdx.x == 0)
+		base_alone(part, base);
+	if (q.based) /* symbols begin anew after 256, not after the circle's 2047 */
+		return add_lowered(f->based, 1, 0, c->all);
+	add_lowered(f->raw, bins, q.octave > 128 || bins > 1 ? base : base / 8u, c->all);
+}
+
+/* The side section's first bytes: a codebook's name, codebooks, the number of records behind them. */
+DEVICE_CALL void lead_side(const codec_view *v, const uint8_t *memory, uint32_t coded, uint64_t name, uint64_t nrecords,
+			   codec_choice *c)
+{
+	uint32_t at = name ? 8 : 0;
+
+	for (uint32_t p = 0; p < WIRE_MAX_PLANES && threadIdx.x == 0; p++)
+		if (coded >> p & 1 && !(p == 0 && name))
+			at += (uint32_t)book_pack((const codebook *)(memory + v->lengths.at) + p, c->lead + at);
+	for (uint32_t i = 0; i < 8 && name && threadIdx.x == 0; i++)
+		c->lead[i] = (uint8_t)(name >> 8 * i);
+	for (uint32_t i = 0; i < 4 && nrecords && threadIdx.x == 0; i++)
+		c->lead[at++] = (uint8_t)(nrecords >> 8 * i);
+	if (threadIdx.x == 0)
+		c->lead_nbytes = at;
+	__syncthreads();
+}
+
+/* Where sections begin. */
+DEVICE void place_sections(codec_view *v, uint64_t side_nbytes)
+{
+	v->side_nbytes = (side_nbytes + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
+	v->directory_offset = v->side_offset + v->side_nbytes;
+	v->planes_offset = v->directory_offset + WIRE_DIRECTORY_ENTRY * v->nblocks;
+	v->regions_offset = v->planes_offset + v->plane_stride * __popc(v->fixed);
+}
+
+#endif

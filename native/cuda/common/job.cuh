@@ -1,0 +1,115 @@
+/* common/job.cuh - what the C core decided, as kernels are given it: codec_view, and the job's memory on the device. */
+#ifndef CODEC_CUDA_COMMON_JOB_CUH
+#define CODEC_CUDA_COMMON_JOB_CUH
+
+#include "common/warp.cuh"
+
+/* A job, and where its parts and tables lie. */
+struct job {
+	codec_view v;
+	const uint8_t *memory;
+	const uint32_t *codes; /* to encode: of 256 symbols of each plane, see coder/encode.cuh */
+};
+
+/* Copy what all threads of a block read to shared memory, near all of them. */
+template <class T> DEVICE void share(T *to, const T *from)
+{
+	for (uint32_t i = threadIdx.x; i < sizeof(T) / sizeof(uint64_t); i += blockDim.x)
+		((uint64_t *)to)[i] = ((const uint64_t *)from)[i];
+	__syncthreads();
+}
+
+/* The job that a block of threads has to do. */
+DEVICE const job &share_job(const codec_view *view, const uint8_t *memory, const uint32_t *codes = NULL)
+{
+	__shared__ job j;
+
+	if (threadIdx.x == 0)
+		j.memory = memory, j.codes = codes;
+	share(&j.v, view);
+	return j;
+}
+
+/* Where a region is read: what is left of it are the bytes frame[at, end). The same in all lanes. */
+struct cursor {
+	const uint8_t *frame;
+	uint64_t at, end;
+};
+
+DEVICE uint64_t left(const cursor *c)
+{
+	return c->end - c->at;
+}
+
+DEVICE const uint8_t *here(const cursor *c)
+{
+	return c->frame + c->at;
+}
+
+DEVICE codec_model_part *model_parts(const codec_view *v, const uint8_t *memory)
+{
+	return (codec_model_part *)(memory + v->model_parts.at);
+}
+
+DEVICE codec_row_part *row_parts(const codec_view *v, const uint8_t *memory)
+{
+	return (codec_row_part *)(memory + v->row_parts.at);
+}
+
+/* Tables of plane p's codebook for decoding: see codec_view.tables. */
+#define TABLE_NBYTES 514
+#define TABLE_LENGTHS 256
+#define TABLE_ESCAPE 512
+#define TABLE_PAD 513
+
+DEVICE const uint8_t *table_of(const job *j, uint32_t p)
+{
+	return j->memory + j->v.tables.at + TABLE_NBYTES * p;
+}
+
+/* The last of `count` parts that begins at or before `place`; they ascend from 0, and a member says where they begin.
+ */
+template <class PART, class NUMBER>
+DEVICE const PART *part_at(const PART *part, uint64_t count, NUMBER PART::*begins, uint64_t place)
+{
+	uint64_t low = 0, high = count;
+
+	while (high - low > 1) {
+		uint64_t middle = (low + high) / 2;
+
+		if (part[middle].*begins <= place)
+			low = middle;
+		else
+			high = middle;
+	}
+	return part + low;
+}
+
+DEVICE uint64_t block_values(const codec_view *v, uint64_t b)
+{
+	uint64_t first = b * v->block_nvalues;
+
+	return v->n - first < v->block_nvalues ? v->n - first : v->block_nvalues;
+}
+
+/* Block b's region. */
+DEVICE codec_status open_region(const codec_view *v, const uint8_t *frame, uint64_t b, cursor *c)
+{
+	const uint8_t *entry = frame + v->directory_offset + WIRE_DIRECTORY_ENTRY * b;
+
+	c->frame = frame;
+	c->at = b ? (uint64_t)WIRE_ALIGN * load32(entry - WIRE_DIRECTORY_ENTRY) : v->regions_offset;
+	c->end = (uint64_t)WIRE_ALIGN * load32(entry);
+	return c->at < v->regions_offset || c->end <= c->at || c->end > v->frame_nbytes ? CODEC_BAD_DIRECTORY
+											: CODEC_OK;
+}
+
+/* A region ends with fewer than 8 zero bytes. */
+DEVICE codec_status close_region(const cursor *c, uint32_t lane)
+{
+	bool bad = left(c) >= WIRE_ALIGN || (lane < left(c) && here(c)[lane]);
+
+	return __any_sync(FULL, bad) ? CODEC_BAD_REGION : CODEC_OK;
+}
+
+#endif

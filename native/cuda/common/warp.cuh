@@ -1,0 +1,172 @@
+/* common/warp.cuh - memory at any address, and what 32 lanes find out together. */
+#ifndef CODEC_CUDA_COMMON_WARP_CUH
+#define CODEC_CUDA_COMMON_WARP_CUH
+
+#include "codec/codec_engine.h"
+#include "exact/bits.h"
+#include "exact/seal.h"
+#include "exact/wire.h"
+
+#define DEVICE static __device__ __forceinline__
+#define DEVICE_CALL static __device__ __noinline__ /* large, and not in a loop over values */
+#define FULL 0xffffffffu
+#define ONES 0x01010101u
+
+static_assert(WIRE_LANES == 32, "a lane of the coder is a lane of a warp");
+
+/* A pointer into global memory, which the compiler cannot know of one that was read from memory itself. */
+template <class T> DEVICE T *global(T *p)
+{
+	__builtin_assume(__isGlobal(p));
+	return p;
+}
+
+/* The same of a block's shared memory. */
+template <class T> DEVICE T *shared(T *p)
+{
+	__builtin_assume(__isShared(p));
+	return p;
+}
+
+DEVICE uint32_t warp_sum(uint32_t x)
+{
+	return __reduce_add_sync(FULL, x);
+}
+
+/* In parts that 32 times are below 2^32. */
+DEVICE uint64_t warp_sum(uint64_t x)
+{
+	const uint32_t part = (1u << 27) - 1;
+
+	return warp_sum((uint32_t)x & part) + ((uint64_t)warp_sum((uint32_t)(x >> 27) & part) << 27) +
+	       ((uint64_t)warp_sum((uint32_t)(x >> 54)) << 54);
+}
+
+DEVICE uint32_t warp_max(uint32_t x)
+{
+	return __reduce_max_sync(FULL, x);
+}
+
+/* Sum of x over the lanes below; over all of them to *total. */
+DEVICE uint32_t warp_scan(uint32_t x, uint32_t lane, uint32_t *total)
+{
+	uint32_t sum = x;
+
+	for (uint32_t by = 1; by < 32; by *= 2) {
+		uint32_t y = __shfl_up_sync(FULL, sum, by);
+
+		sum += lane >= by ? y : 0;
+	}
+	*total = __shfl_sync(FULL, sum, 31);
+	return sum - x;
+}
+
+/* A little-endian word at any address. */
+DEVICE uint32_t load32(const uint8_t *p)
+{
+	const uint32_t *w = (const uint32_t *)((uint64_t)p & ~3ull);
+	uint32_t by = (uint32_t)((uint64_t)p & 3) * 8;
+
+	return by ? w[0] >> by | w[1] << (32 - by) : w[0];
+}
+
+/* The first n of its bytes, fewer than 4. */
+DEVICE_CALL uint32_t load_few(const uint8_t *p, uint32_t n)
+{
+	uint32_t x = 0;
+
+	for (uint32_t i = 0; i < n; i++)
+		x |= (uint32_t)p[i] << 8 * i;
+	return x;
+}
+
+/* The first n of its bytes, and none behind them. */
+DEVICE uint32_t load_bytes(const uint8_t *p, uint32_t n)
+{
+	return n >= 4 ? load32(p) : load_few(p, n);
+}
+
+/* n values of SIZE bytes, at a multiple of that: all four by one access where they lie at a multiple of theirs. */
+template <int SIZE> DEVICE void load_quad(const uint8_t *p, uint32_t n, uint64_t x[4])
+{
+	if (n == 4 && (uint64_t)p % (SIZE < 8 ? 4 * SIZE : 16) == 0) {
+		if (SIZE == 1) {
+			uint32_t w = *(const uint32_t *)p;
+
+			for (int k = 0; k < 4; k++)
+				x[k] = w >> 8 * k & 255;
+		} else if (SIZE == 2) {
+			uint2 w = *(const uint2 *)p;
+
+			x[0] = w.x & 0xffff, x[1] = w.x >> 16, x[2] = w.y & 0xffff, x[3] = w.y >> 16;
+		} else {
+			uint4 w = *(const uint4 *)p, u = w;
+
+			if (SIZE == 8)
+				u = *(const uint4 *)(p + 16);
+			x[0] = SIZE == 4 ? w.x : w.x | (uint64_t)w.y << 32;
+			x[1] = SIZE == 4 ? w.y : w.z | (uint64_t)w.w << 32;
+			x[2] = SIZE == 4 ? w.z : u.x | (uint64_t)u.y << 32;
+			x[3] = SIZE == 4 ? w.w : u.z | (uint64_t)u.w << 32;
+		}
+		return;
+	}
+	for (uint32_t k = 0; k < 4; k++)
+		x[k] = k >= n      ? 0
+		       : SIZE == 1 ? p[k]
+		       : SIZE == 2 ? ((const uint16_t *)p)[k]
+		       : SIZE == 4 ? ((const uint32_t *)p)[k]
+				   : ((const uint64_t *)p)[k];
+}
+
+template <int SIZE> DEVICE void store_quad(uint8_t *p, uint32_t n, const uint64_t x[4])
+{
+	if (n == 4 && (uint64_t)p % (SIZE < 8 ? 4 * SIZE : 16) == 0) {
+		if (SIZE == 1) {
+			*(uint32_t *)p = (uint32_t)(x[0] | x[1] << 8 | x[2] << 16 | x[3] << 24);
+		} else if (SIZE == 2) {
+			*(uint2 *)p = {(uint32_t)(x[0] | x[1] << 16), (uint32_t)(x[2] | x[3] << 16)};
+		} else if (SIZE == 4) {
+			*(uint4 *)p = {(uint32_t)x[0], (uint32_t)x[1], (uint32_t)x[2], (uint32_t)x[3]};
+		} else {
+			for (int k = 0; k < 4; k += 2)
+				*(uint4 *)(p + 8 * k) = {(uint32_t)x[k], (uint32_t)(x[k] >> 32), (uint32_t)x[k + 1],
+							 (uint32_t)(x[k + 1] >> 32)};
+		}
+		return;
+	}
+	for (uint32_t k = 0; k < n; k++)
+		if (SIZE == 1)
+			p[k] = (uint8_t)x[k];
+		else if (SIZE == 2)
+			((uint16_t *)p)[k] = (uint16_t)x[k];
+		else if (SIZE == 4)
+			((uint32_t *)p)[k] = (uint32_t)x[k];
+		else
+			((uint64_t *)p)[k] = x[k];
+}
+
+/* The first n bytes of a word. */
+DEVICE uint32_t keep_bytes(uint32_t x, uint32_t n)
+{
+	return n < 4 ? x & ((1u << 8 * n) - 1) : x;
+}
+
+/* Bit i: byte i is equal. */
+DEVICE uint32_t equal_bytes(uint32_t x, uint32_t byte)
+{
+	uint32_t d = x ^ byte * ONES;
+	uint32_t zero = ~(((d & 0x7f7f7f7fu) + 0x7f7f7f7fu) | d) & 0x80808080u; /* exact, for every byte */
+
+	return (zero >> 7 & 1) | (zero >> 14 & 2) | (zero >> 21 & 4) | (zero >> 28 & 8);
+}
+
+/* Bytes that are equal: all of their bits. */
+DEVICE uint32_t equal_mask(uint32_t x, uint32_t byte)
+{
+	uint32_t d = x ^ byte * ONES;
+
+	return (~(((d & 0x7f7f7f7fu) + 0x7f7f7f7fu) | d) >> 7 & ONES) * 255;
+}
+
+#endif

@@ -1,0 +1,15 @@
+/* frame/check_finite.cu - whether float32 values are numbers: what a reduction may be asked of its result. */
+#include "codec/codec.h"
+#include "exact/round.h"
+#include "common/warp.cuh"
+
+/* *found, which is 0 before, is CODEC_NONFINITE if one of n values is NaN or Inf. */
+extern "C" __global__ void __launch_bounds__(256) check_finite(const uint32_t *x, uint64_t n, uint32_t *found)
+{
+	bool bad = false;
+
+	for (uint64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (uint64_t)gridDim.x * blockDim.x)
+		bad |= (x[i] & ROUND_ABS) >= ROUND_INF;
+	if (__any_sync(FULL, bad) && threadIdx.x % 32 == 0)
+		atomicMax(found, (uint32_t)CODEC_NONFINITE);
+}

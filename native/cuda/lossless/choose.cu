@@ -1,0 +1,157 @@
+/* lossless/choose.cu - what lossless frames begin with: a scale model, what becomes of planes, codebooks.
+ * docs/encoder.md.
+ *
+ * One launch: tasks are drawn in the order in which they follow from each other, see common/cta.cuh; the team that ends
+ * last decides.
+ */
+#include "coder/choose.cuh"
+#include "frame/encode.cuh"
+
+/* A team's shared memory, for one thing after the other. */
+union choose_room {
+	uint32_t bins[256 * WIRE_MAX_PLANES];
+	model_room model;
+	struct {
+		uint32_t counts[256], low[256];
+		book_room book;
+		uint8_t nibbles[LEAVES];
+	} plane;
+};
+
+/* choose_plane. The book that was made is at `lengths`. */
+DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t n, uint32_t cap, uint8_t *lengths,
+			       choose_room *room)
+{
+	uint32_t *low = room->plane.low, i = threadIdx.x;
+	uint64_t total, cost, excess = 0;
+	bool uneven = false, halved = false;
+
+	room->plane.counts[i] = counts[i];
+	low[i] = 0;
+	total = team_sum(counts[i]); /* after which these are there */
+	cost = 8 * total;
+	if (s.exponent) {
+		if (!s.given)
+			team_book(room->plane.counts, cap, lengths, &room->plane.book);
+		cost = team_cost(lengths, room->plane.counts, 8);
+	} else if (!s.constant) {
+		excess = choose_excess_of((uint32_t)team_sum(counts[i] * counts[i]), 256, total);
+		uneven = !choose_near_uniform(excess, total);
+	}
+	if (uneven && choose_may_pay(excess, total, n)) {
+		team_book(room->plane.counts, cap, lengths, &room->plane.book);
+		cost = team_cost(lengths, room->plane.counts, 8) + choose_price((const codebook *)lengths, total, n);
+	}
+	if (uneven) {
+		atomicAdd(low + i % 16, room->plane.counts[i]);
+		__syncthreads();
+		team_book(low, cap, room->plane.nibbles, &room->plane.book);
+		uint64_t less = team_cost(room->plane.nibbles, low, 8) + 4 * total +
+				choose_price((const codebook *)room->plane.nibbles, total, n);
+
+		halved = less < cost;
+		cost = halved ? less : cost;
+		for (uint32_t k = i; halved && k < LEAVES; k += TEAM)
+			lengths[k] = room->plane.nibbles[k];
+	}
+	__syncthreads();
+	return choose_fate(cost, total, halved, s);
+}
+
+/* Counts of planes but the first anew: plane 1 has bits of the exponent, as the model moves it. */
+DEVICE_CALL void sample_moved(const codec_view *v, uint8_t *memory, const uint8_t *values, uint32_t size,
+			      codec_choice *c, uint32_t *bins)
+{
+	const job j = {*v, memory, NULL};
+
+	for (uint32_t i = 256 + threadIdx.x; i < 256 * size; i += TEAM)
+		((uint32_t *)c->counts)[i] = 0;
+	if (threadIdx.x == 0) {
+		c->zero_runs = c->varied = c->under = 0;
+		c->zeros = c->sampled = 0;
+	}
+	__threadfence();
+	__syncthreads();
+	sample_planes(v, &j, memory, values, 1, 0, 1, c, bins);
+	__threadfence();
+	__syncthreads();
+	know_planes(v, c, bins);
+	__syncthreads();
+}
+
+/* All is counted: the job, as codec_encode_open would leave it. */
+DEVICE_CALL void conclude(codec_view *v, uint8_t *memory, const uint8_t *values, uint64_t capacity, codec_choice *c,
+			  codec_part_found *found, choose_room *room)
+{
+	const sample_kind q = sample_kind_of(v);
+	const volatile codec_choice *seen = c;
+	uint64_t nparts = v->model_parts.count, name = v->codebook_id, side_nbytes;
+	uint32_t fixed = 0, coded = 0, halved = 0;
+	bool zeros;
+
+	if (q.based)
+		sample_moved(v, memory, values, q.size, c, room->bins);
+	zeros = q.octave && choose_prunes(seen->nzeros, seen->nvalues);
+	for (uint32_t p = 0; p < q.size; p++) {
+		bool exponent = p == 0 && q.octave;
+		const choose_sample s = {exponent, exponent && name, !(seen->varied >> p & 1),
+					 zeros || seen->zero_runs >> p & 1};
+		uint8_t *lengths = memory + v->lengths.at + LEAVES * p;
+		int what = conclude_plane(c->counts[p], s, v->n, v->cap, lengths, room);
+
+		halved |= (uint32_t)(what == CHOOSE_HALVED) << p;
+		fixed |= (uint32_t)(what == CHOOSE_FIXED) << p;
+		if (what != CHOOSE_CODED && what != CHOOSE_HALVED)
+			continue;
+		coded |= 1u << p;
+		team_codes(lengths, memory + v->tables.at + TABLE_NBYTES * p, &room->plane.book);
+	}
+	if (!(coded & 1))
+		nparts = name = 0;
+	lead_side(v, memory, coded, name, nparts, c);
+	side_nbytes = place_nibbles(v, memory, nparts, c, found);
+	if (threadIdx.x)
+		return;
+	v->fixed = fixed;
+	v->coded = coded;
+	v->halved = halved;
+	v->codebook_id = name;
+	v->flags = (name ? WIRE_FLAG_PRIOR : 0) | (nparts ? WIRE_FLAG_SEGMENTS : 0);
+	v->model_parts.count = nparts;
+	place_sections(v, side_nbytes);
+	if (stays_stored(v, q.size, capacity))
+		store(v);
+}
+
+/*
+ * A planned job (codec_encode_plan) of LOSSLESS becomes one that kernels of blocks take; v->nblocks is 0 if the tensor
+ * is to be stored.
+ */
+extern "C" __global__ void __launch_bounds__(TEAM) choose_lossless(const codec_encoding *encodings)
+{
+	__shared__ choose_room room;
+	const codec_encoding &e = encodings[blockIdx.y];
+	codec_view *v = e.view;
+	uint8_t *memory = e.memory;
+	const uint8_t *values = e.source.values;
+	codec_choice *c = e.found;
+	codec_part_found *found = (codec_part_found *)(c + 1);
+	const sample_kind q = sample_kind_of(v);
+	const model_tasks tasks = model_tasks_of(e.nparts);
+	const uint32_t all = PLANE_SHARES + (q.octave ? 3 * tasks.step : 0);
+
+	for (uint32_t t; (t = team_draw(&c->ticket)) < all;) {
+		if (t >= PLANE_SHARES) {
+			if (model_task(v, memory, values, q, tasks, t - PLANE_SHARES, c, found, &room.model))
+				conclude(v, memory, values, e.capacity, c, found, &room);
+			continue;
+		}
+		sample_planes(v, NULL, memory, values, q.octave != 0, t, PLANE_SHARES, c, room.bins);
+		if (!team_last(c->done + PLANES, PLANE_SHARES))
+			continue;
+		know_planes(v, c, room.bins);
+		team_tell(c->told + PLANES);
+		if (!q.octave)
+			conclude(v, memory, values, e.capacity, c, found, &room);
+	}
+}

@@ -1,0 +1,240 @@
+/* rows/choose.cu - what must be known of a tensor of rows before its first block: scales of parts, a codebook.
+ * docs/encoder.md, section 7.
+ *
+ * One launch, as of lossless/choose.cu: pieces are scanned, then parts get their scales, then codes of a sample are
+ * counted.
+ */
+#include "rows/encode.cuh"
+#include "coder/sample.cuh"
+#include "frame/encode.cuh"
+
+#define SCANNED (4 * TEAM_WARPS) /* of WIRE_TREE values, that a team scans at a time */
+
+/* Of a team's shared memory. */
+union rows_room {
+	struct {
+		double node[2][TEAM], level[2][64];
+	} tree;
+	struct {
+		uint32_t counts[256];
+		book_room book;
+	} codes;
+};
+
+DEVICE_CALL void scan_pieces(const codec_view *v, uint8_t *memory, const codec_source *source, uint64_t first)
+{
+	const codec_row_part *parts = row_parts(v, memory);
+	codec_row_sums *sums = (codec_row_sums *)(memory + v->row_sums.at);
+	uint32_t lane = threadIdx.x % 32;
+
+	for (uint64_t i = first + threadIdx.x / 32; i < first + SCANNED && i < v->row_sums.count; i += TEAM_WARPS) {
+		const codec_row_part *part = part_at(parts, v->row_parts.count, &codec_row_part::first_sum, i);
+		uint64_t from = (i - part->first_sum) * WIRE_TREE, n = part->count - from;
+		codec_row_sums some = sums_of<false>(v, source, part->start + from,
+						     n < WIRE_TREE ? (uint32_t)n : WIRE_TREE, NULL, lane);
+
+		if (lane == 0)
+			sums[i] = some;
+	}
+}
+
+/* Sums of a part's pieces as scale_push and scale_total have them, largest magnitude and all. */
+DEVICE_CALL void add_pieces(const codec_row_sums *sums, uint64_t count, rows_room *room, double total[2], uint32_t *max,
+			    uint64_t *negative)
+{
+	uint32_t log2 = 0, most = 0, t = threadIdx.x, below = 0;
+	double level[2][64]; /* of this thread's pieces, a power of two of them but for the last one's */
+
+	while ((uint64_t)TEAM << log2 < count)
+		log2++;
+	uint64_t from = (uint64_t)t << log2, each = 1ull << log2, mine = from < count ? count - from : 0;
+	uint64_t full = count >> log2;
+
+	mine = mine < each ? mine : each;
+	for (uint64_t i = 0; i < mine; i++) {
+		codec_row_sums s = sums[from + i];
+
+		scale_push(level[0], i, s.sum[0]);
+		scale_push(level[1], i, s.sum[1]);
+		most = s.max > most ? s.max : most;
+		below += s.negative;
+	}
+	*negative = team_sum(below);
+	*max = team_max(most);
+	for (int k = 0; k < 2; k++) {
+		if (mine == each)
+			room->tree.node[k][t] = level[k][log2];
+		else if (mine)
+			for (uint32_t l = 0; l < log2; l++)
+				room->tree.level[k][l] = level[k][l];
+	}
+	for (uint64_t n = full, l = log2; n; n /= 2, l++) { /* neighbours, then neighbouring pairs, and so on */
+		double x[2] = {0, 0};
+
+		__syncthreads();
+		for (int k = 0; k < 2; k++) {
+			if (n % 2 && t == 0)
+				room->tree.level[k][l] = room->tree.node[k][n - 1];
+			if (t < n / 2)
+				x[k] = round_add64(room->tree.node[k][2 * t], room->tree.node[k][2 * t + 1]);
+		}
+		__syncthreads();
+		for (int k = 0; k < 2; k++)
+			if (t < n / 2)
+				room->tree.node[k][t] = x[k];
+	}
+	__syncthreads();
+	for (int k = 0; k < 2; k++)
+		total[k] = scale_total(room->tree.level[k], count);
+}
+
+/* The scales of a part, if such parts have any. */
+DEVICE_CALL codec_status scale_part(const codec_view *v, const uint8_t *memory, codec_row_part *part, rows_room *room)
+{
+	const struct row_kind q = kind_of(v);
+	const codec_row_sums *sums = (const codec_row_sums *)(memory + v->row_sums.at) + part->first_sum;
+	bool scanned = v->row_sums.count > 0, given = v->scale > 0 && !(v->clip > 0);
+	uint64_t negative;
+	double total[2];
+	uint32_t max;
+
+	add_pieces(sums, scanned ? (part->count + WIRE_TREE - 1) / WIRE_TREE : 0, room, total, &max, &negative);
+	if (max >= ROUND_INF && !(v->options & WIRE_OPTION_PROPAGATE))
+		return CODEC_NONFINITE;
+	if (!row_part_scaled(q, part->row) || threadIdx.x)
+		return CODEC_OK;
+	if (q.codec == WIRE_CODEC_SIGN)
+		scale_sign(q, total, negative, part->count, part->scale);
+	else if (q.codec == WIRE_CODEC_TERNARY)
+		part->scale[0] = scale_ternary(q, max, v->scale, v->clip, total, part->count);
+	else
+		part->scale[0] = scale_nvfp4(max);
+	return q.codec == WIRE_CODEC_TERNARY && scanned && given && round_bits(v->scale) < max ? CODEC_BAD_SCALE
+											       : CODEC_OK;
+}
+
+/* Codes of block b, to be counted. `scratch`: memory for them, and for a region's scales. */
+DEVICE_CALL codec_status count_codes(const codec_view *v, const uint8_t *memory, const codec_source *source, uint64_t b,
+				     uint8_t *scratch, codec_choice *c, rows_room *room)
+{
+	const struct row_kind q = kind_of(v);
+	const job j = {*v, memory, NULL};
+	const row_place p = row_place_of(&j, q, b);
+	uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, ncodes = (uint32_t)row_codes_nbytes(q, p.m);
+	uint8_t *scales = scratch + PLANE_ROOM;
+	codec_status status = put_scales<WIRE_CODEC_FLOAT8>(v, q, p, source, scales, 0, warp, TEAM_WARPS, lane);
+
+	room->codes.counts[threadIdx.x] = 0;
+	__syncthreads();
+	if (status == CODEC_OK && q.codec == WIRE_CODEC_TERNARY)
+		status = check_above(v, p.part,
+				     put_codes<WIRE_CODEC_TERNARY>(row_job_of<WIRE_CODEC_TERNARY>(v, p, source), scales,
+								   NULL, scratch, ncodes, 0, warp, TEAM_WARPS, lane));
+	else if (status == CODEC_OK)
+		put_codes<WIRE_CODEC_FLOAT8>(row_job_of<WIRE_CODEC_FLOAT8>(v, p, source), scales, NULL, scratch, ncodes,
+					     0, warp, TEAM_WARPS, lane);
+	__syncthreads();
+	for (uint32_t i = threadIdx.x; i < ncodes; i += TEAM)
+		atomicAdd(room->codes.counts + scratch[i], 1u);
+	__syncthreads();
+	atomicAdd(c->counts[0] + threadIdx.x, room->codes.counts[threadIdx.x]);
+	return status;
+}
+
+/* All scales are known, and codes counted: the job, as codec_encode_start would leave it. */
+DEVICE_CALL void conclude_rows(codec_view *v, uint8_t *memory, codec_choice *c, rows_room *room, codec_written *out)
+{
+	const struct row_kind q = kind_of(v);
+	const volatile codec_choice *seen = c;
+	uint64_t nparts = v->row_parts.count, records = v->flags & WIRE_FLAG_SEGMENTS ? nparts : 0;
+
+	if (q.entropy) {
+		uint8_t *lengths = memory + v->lengths.at;
+
+		room->codes.counts[threadIdx.x] = seen->counts[0][threadIdx.x];
+		__syncthreads();
+		team_book(room->codes.counts, WIRE_MAX_CAP, lengths, &room->codes.book);
+		team_codes(lengths, memory + v->tables.at, &room->codes.book);
+		__syncthreads();
+	}
+	lead_side(v, memory, q.entropy, 0, records, c);
+	if (threadIdx.x)
+		return;
+	v->coded = q.entropy;
+	place_sections(v, c->lead_nbytes + WIRE_SEGMENT_NBYTES * records +
+				  (row_part_scaled(q, row_parts(v, memory)->row) ? 8 * nparts : 0));
+	uint32_t fault = ((volatile codec_written *)out)->fault;
+
+	/* values of a sample above the scale given: blocks will tell whether NaN or Inf is elsewhere */
+	if (fault && (fault != CODEC_BAD_SCALE || v->row_sums.count))
+		v->nblocks = 0;
+}
+
+/*
+ * A planned job of a codec of rows becomes one that kernels of blocks take; v->nblocks is 0 if it cannot be, and
+ * out->fault why. A team has the scratch of a warp.
+ */
+extern "C" __global__ void __launch_bounds__(TEAM, 2) choose_rows(const codec_encoding *encodings)
+{
+	__shared__ rows_room room;
+	const codec_encoding &e = encodings[blockIdx.y];
+	const codec_source source = {e.source.values, e.source.sums,
+				     NULL}; /* what is left is written with the blocks */
+	codec_view *v = e.view;
+	uint8_t *memory = e.memory;
+	codec_choice *c = e.found;
+	codec_written *out = e.out;
+	const bool last_scaled = scaled_last(v, &e.source);
+	const uint32_t scans = last_scaled ? 0 : (uint32_t)((v->row_sums.count + SCANNED - 1) / SCANNED);
+	const uint32_t nparts = (uint32_t)v->row_parts.count;
+	const uint32_t take = kind_of(v).entropy ? (uint32_t)choose_code_blocks(v->nblocks) : 0;
+	const uint64_t nblocks = v->nblocks;
+
+	if (blockIdx.x >= e.warps)
+		return;
+	for (uint32_t t; (t = team_draw(&c->ticket)) < scans + nparts + take;) {
+		codec_status status = CODEC_OK;
+		bool last;
+
+		if (t < scans) {
+			scan_pieces(v, memory, &source, (uint64_t)t * SCANNED);
+			if (team_last(c->done, scans))
+				team_tell(c->told);
+			continue;
+		}
+		if (t < scans + nparts) {
+			if (scans)
+				team_wait(c->told);
+			if (!last_scaled)
+				status = scale_part(v, memory, row_parts(v, memory) + (t - scans), &room);
+			if (status != CODEC_OK && threadIdx.x == 0)
+				refuse(out, status);
+			last = team_last(c->done + PARTS, nparts);
+			if (last && take)
+				team_tell(c->told + PARTS);
+			else if (last)
+				conclude_rows(v, memory, c, &room, out);
+			continue;
+		}
+		team_wait(c->told + PARTS);
+		status = count_codes(v, memory, &source, choose_even(t - scans - nparts, take, nblocks),
+				     e.scratch + blockIdx.x * e.each, c, &room);
+		if (status != CODEC_OK)
+			refuse(out, status);
+		if (team_last(c->done + SYMBOLS, take))
+			conclude_rows(v, memory, c, &room, out);
+	}
+}
+
+/* The scales of parts whose blocks have left sums. */
+extern "C" __global__ void __launch_bounds__(TEAM, 2) scale_rows(const codec_encoding *encodings)
+{
+	__shared__ rows_room room;
+	const codec_encoding &e = encodings[blockIdx.y];
+	codec_row_part *parts = row_parts(e.view, e.memory);
+
+	for (uint64_t i = blockIdx.x; i < e.view->row_parts.count; i += gridDim.x) {
+		scale_part(e.view, e.memory, parts + i, &room);
+		__syncthreads();
+	}
+}

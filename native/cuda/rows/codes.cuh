@@ -1,0 +1,333 @@
+/* rows/codes.cuh - values to codes, in eights: those that share a block of draws. docs/encoder.md, section 7. */
+#ifndef CODEC_CUDA_ROWS_CODES_CUH
+#define CODEC_CUDA_ROWS_CODES_CUH
+
+#include "rows/scales.cuh"
+
+#define EIGHTS (8 * 32) /* values of a warp, eight a lane */
+#define TRITS_CHUNK (5 * EIGHTS)
+
+/* What codes of a row go by, and what they are worth. */
+struct row_scale {
+	float scale, below;
+	struct over over;
+};
+
+DEVICE row_scale open_scale(struct row_kind q, float scale, float below)
+{
+	row_scale s = {scale, below, {1, 0}};
+
+	if ((q.codec == WIRE_CODEC_QUANTIZE || q.codec == WIRE_CODEC_TERNARY) && scale > 0)
+		s.over = round_over(scale, q.codec == WIRE_CODEC_TERNARY ? 65536 : 1);
+	return s;
+}
+
+/* A part's, where rows have none. */
+DEVICE row_scale open_part(struct row_kind q, const codec_row_part *part)
+{
+	return open_scale(q, part->scale[0], round_sign_below(part->scale[q.variant == WIRE_SIGN_TWO_MEAN]));
+}
+
+/* What a block is encoded by, the same for all of its values. CODEC, here and below: the view's. */
+struct row_job {
+	const codec_view *v;
+	struct row_kind q;
+	row_place p;
+	const codec_source *source;
+	struct philox key;
+	bool random;
+};
+
+template <int CODEC> DEVICE row_job row_job_of(const codec_view *v, const row_place &p, const codec_source *source)
+{
+	struct row_kind q = kind_of(v);
+
+	q.codec = CODEC; /* which it is; now the compiler knows */
+	return {v,
+		q,
+		p,
+		source,
+		{v->seed, (uint32_t)v->stream, (uint32_t)(v->stream >> 32)},
+		q.codec == WIRE_CODEC_TERNARY || (v->options & WIRE_OPTION_STOCHASTIC) != 0};
+}
+
+/* The code of a value, by its bits and its first draw; of TERNARY it may be TERNARY_TIE. */
+template <int CODEC> DEVICE uint32_t code_of(struct row_kind q, bool random, uint32_t x, const row_scale &s, uint32_t h)
+{
+	const bool e4m3 = q.variant == WIRE_FLOAT8_E4M3FN;
+
+	if (CODEC == WIRE_CODEC_SIGN)
+		return x <= ROUND_ABS;
+	if (CODEC == WIRE_CODEC_TERNARY)
+		return s.scale > 0 ? round_ternary_code(x, round_bits(s.scale), s.over, h) : 0;
+	if (CODEC == WIRE_CODEC_FLOAT8)
+		return round_float8_code(x, s.scale, q.max, e4m3 ? 3 : 2, e4m3 ? 7 : 15, random, h);
+	if (CODEC == WIRE_CODEC_FLOAT4)
+		return round_float4_code(x, s.scale, random, h);
+	return s.scale > 0 ? round_level_code(x, q.odd, q.levels, s.over, h) : round_level_zero(q.odd, q.levels);
+}
+
+/* What the draws of eight values are where nothing is drawn. */
+DEVICE void no_draws(uint32_t draws[4])
+{
+	for (int k = 0; k < 4; k++)
+		draws[k] = 0x80008000;
+}
+
+/* Codes of TERNARY whose first draw has decided nothing: by their second ones. */
+DEVICE_CALL uint32_t settle(struct philox key, struct over over, uint64_t i, uint32_t codes, uint4 x)
+{
+	const uint32_t bits[4] = {x.x, x.y, x.z, x.w};
+
+	for (int k = 0; k < 4; k++)
+		if ((codes >> 8 * k & 255) == TERNARY_TIE) {
+			uint32_t code = round_ternary_settled(bits[k], over, philox_half(key, i + k, 1));
+
+			codes ^= (TERNARY_TIE ^ code) << 8 * k;
+		}
+	return codes;
+}
+
+/* Codes of four values from value i of the tensor on, a byte each. */
+template <int CODEC>
+DEVICE uint32_t code_four(const row_job &r, bool random, uint64_t i, const uint32_t x[4], const row_scale &s,
+			  uint32_t draws, uint32_t more)
+{
+	uint32_t codes = 0;
+
+	for (int k = 0; k < 4; k++) {
+		uint32_t h = (k < 2 ? draws : more) >> 16 * (k % 2) & 0xffff;
+
+		codes |= code_of<CODEC>(r.q, random, x[k], s, h) << 8 * k;
+	}
+	if (CODEC == WIRE_CODEC_TERNARY && (codes & codes >> 1 & ONES))
+		codes = settle(r.key, s.over, i, codes, {x[0], x[1], x[2], x[3]});
+	return codes;
+}
+
+/*
+ * What decoding n values will miss, at most four of them; they have one scale. `ratio`: what codes are worth but for
+ * it.
+ */
+template <int CODEC>
+DEVICE_CALL void leave(float *residual, uint32_t dtype, uint32_t n, uint4 x, uint32_t codes, row_scale s,
+		       const float *ratio)
+{
+	const uint32_t bits[4] = {x.x, x.y, x.z, x.w};
+	uint64_t left[4];
+
+	for (uint32_t k = 0; k < 4; k++) {
+		uint32_t code = codes >> 8 * k & 255;
+		float y = CODEC == WIRE_CODEC_SIGN ? (code ? s.scale : s.below)
+						   : code_worth<CODEC>(shared(ratio)[code], s.scale);
+
+		y = float_of(dtype, bits_of_float(dtype, y));
+		left[k] = round_bits(round_minus(round_float(bits[k]), y));
+	}
+	store_quad<4>((uint8_t *)residual, n, left);
+}
+
+/* Codes of eight values, a byte each, as their bits in the frame, from bit 0 on. */
+DEVICE uint64_t pack_eight(struct row_kind q, uint32_t low, uint32_t high)
+{
+	uint64_t codes = low | (uint64_t)high << 32;
+
+	return q.bits && q.bits < 8 ? bits_squeeze(codes, q.bits) : codes;
+}
+
+/* The first n bytes of x, at most 8, by one access where they can be. */
+DEVICE void put_bytes(uint8_t *to, uint64_t x, uint32_t n)
+{
+	if (n == 8 && (uint64_t)to % 8 == 0)
+		*(uint64_t *)to = x;
+	else if (n == 4 && (uint64_t)to % 4 == 0)
+		*(uint32_t *)to = (uint32_t)x;
+	else if (n == 2 && (uint64_t)to % 2 == 0)
+		*(uint16_t *)to = (uint16_t)x;
+	else
+		for (uint32_t k = 0; k < n; k++, x >>= 8)
+			to[k] = (uint8_t)x;
+}
+
+/* TRITS_CHUNK codes, a byte each, five a byte: a lane has 8 of these. */
+DEVICE_CALL void pack_trits(const uint8_t *codes, uint8_t *to, uint32_t lane)
+{
+	uint64_t packed = 0;
+
+	__syncwarp();
+	codes += 40 * lane;
+	for (int k = 0; k < 8; k++, codes += 5)
+		packed |= (uint64_t)bits_trits(codes[0], codes[1], codes[2], codes[3], codes[4]) << 8 * k;
+	put_bytes(to + 8 * lane, packed, 8);
+	__syncwarp();
+}
+
+/*
+ * Codes of a block from value `from` on, whatever it is like, a value after the other: to bytes `to`, packed, as many
+ * as there are. Or a share of them. Returns the bits of a lane's largest magnitude.
+ */
+template <int CODEC>
+DEVICE_CALL uint32_t put_codes(row_job r, const uint8_t *scales, const float *ratio, uint8_t *to, uint64_t nbytes,
+			       uint64_t from, uint32_t warp, uint32_t warps, uint32_t lane)
+{
+	const uint32_t row = r.p.part->row, each = (uint32_t)row_scale_nbytes(r.q), per = r.q.bits ? 8 : 5;
+	row_scale s = open_part(r.q, r.p.part);
+	uint64_t end = 0, drawn = ~0ull; /* of the row whose scale that is; the block of draws */
+	uint32_t draws[4], most = 0;
+
+	no_draws(draws);
+	for (uint64_t i = from + per * (32 * warp + lane); i < r.p.m; i += 32 * per * warps) {
+		uint32_t n = r.p.m - i < per ? (uint32_t)(r.p.m - i) : per, codes[2] = {0, 0}, trits = 0;
+
+#pragma unroll 1
+		for (uint32_t k = 0; k < per; k++) {
+			uint64_t e = r.p.first + i + k;
+			uint32_t code = 0;
+
+			if (k < n) {
+				const uint32_t x = round_bits(value_at(r.v->dtype, r.source, e));
+
+				if (row && i + k >= end) {
+					uint64_t at = (i + k) / row;
+					float scale = 0, below = 0;
+
+					read_scale(r.q, r.p.part, scales + at * each, &scale, &below);
+					s = open_scale(r.q, scale, below);
+					end = (at + 1) * row;
+				}
+				if (r.random && e / 8 != drawn) {
+					drawn = e / 8;
+					philox_block(r.key, drawn, 0, draws);
+				}
+				most = larger(most, x, ~0u);
+				code = code_of<CODEC>(r.q, r.random, x, s, draws[e / 2 % 4] >> 16 * (e % 2) & 0xffff);
+				if (CODEC == WIRE_CODEC_TERNARY && code == TERNARY_TIE)
+					code = settle(r.key, s.over, e, code, {x, 0, 0, 0}) & 255;
+				if (r.source->residual)
+					leave<CODEC>(r.source->residual + e, r.v->dtype, 1, {x, 0, 0, 0}, code, s,
+						     ratio);
+			}
+			codes[k / 4] |= code << 8 * (k % 4);
+			trits = 3 * trits + code;
+		}
+		const uint64_t at = r.q.bits ? i / 8 * r.q.bits : i / 5, left = nbytes - at;
+		const uint32_t bytes = r.q.bits ? r.q.bits : 1;
+
+		put_bytes(to + at, r.q.bits ? pack_eight(r.q, codes[0], codes[1]) : trits,
+			  left < bytes ? (uint32_t)left : bytes);
+	}
+	__syncwarp();
+	return most;
+}
+
+/* The largest of as many lanes as share a row, each of which has eight values of it. */
+DEVICE uint32_t largest_of_lanes(uint32_t most, uint32_t lanes)
+{
+	for (uint32_t by = 1; by < lanes; by *= 2) {
+		uint32_t other = __shfl_xor_sync(FULL, most, by);
+
+		most = other > most ? other : most;
+	}
+	return most;
+}
+
+/* How far put_eights has come; of TERNARY the largest magnitude of a lane's. */
+struct eights_put {
+	uint32_t done, most;
+	codec_status status;
+};
+
+/*
+ * Scales and codes of a block's values as far as they are eights of one row each, which they are of most tensors; each
+ * is read from memory once, a row's again while it is at hand. `chunk`: memory for TRITS_CHUNK bytes.
+ */
+template <int CODEC>
+DEVICE eights_put put_eights(const row_job &r, uint8_t *scales, const float *ratio, uint8_t *to, uint8_t *chunk,
+			     uint32_t lane)
+{
+	const codec_view *v = r.v;
+	const struct row_kind q = r.q;
+	const codec_row_part *part = r.p.part;
+	const codec_source *source = r.source;
+	const uint32_t row = part->row, each = (uint32_t)row_scale_nbytes(q), limit = limit_of(v);
+	/* rows of a few lanes, whose largest magnitudes lanes tell each other */
+	const bool small = row && EIGHTS % row == 0;
+	const uint32_t unit = small ? EIGHTS : row ? row : q.bits ? 8 : TRITS_CHUNK;
+	const uint32_t whole = r.p.m / unit * unit;
+	const uint32_t row_log2 = 31 - __clz(row);
+	uint32_t end = row ? 0 : whole, bad = 0, most = 0;
+	row_scale s = open_part(q, part);
+
+	if (row % 8 || r.p.first % 8 || !in_quads(v->dtype, source))
+		return {0, 0, CODEC_OK};
+	scales = global(scales);
+	to = global(to);
+	uint32_t next[8] = {0}; /* a lane's, which are on their way while others become codes */
+
+	if (8 * lane < whole)
+		values_at_quads<8>(v->dtype, source, r.p.first + 8 * lane, next);
+	for (uint32_t i = 0, after; i < whole; i = after) {
+		if (small) {
+			end = whole;
+		} else if (i == end) {
+			scaled found = put_scale<CODEC>(v, q, part, source, r.p.first + i, row, scales, lane);
+
+			bad |= found.status != CODEC_OK;
+			s = open_scale(q, found.scale, found.below);
+			scales += each;
+			end += row;
+		}
+		const uint32_t mine = i + 8 * lane;
+		const uint64_t e = r.p.first + mine;
+		uint32_t x[8], draws[4], codes[2];
+
+		after = end - i < EIGHTS ? end : i + EIGHTS;
+		for (int k = 0; k < 8; k++)
+			x[k] = next[k], next[k] = 0;
+		if (after + 8 * lane < whole)
+			values_at_quads<8>(v->dtype, source, r.p.first + after + 8 * lane, next);
+		if (small || CODEC == WIRE_CODEC_TERNARY) {
+			uint32_t max = 0;
+
+			for (int k = 0; k < 8; k++)
+				max = larger(max, x[k], limit);
+			most = max > most ? max : most;
+			if (small) {
+				max = largest_of_lanes(max, row / 8);
+				uint32_t bits = scale_bits(q, v, part, max);
+
+				bad |= max >= ROUND_INF;
+				s = open_scale(q, scale_of_bits(q, part, bits).scale, 0);
+				if (mine << (32 - row_log2) == 0)
+					put_bytes(scales + (mine >> row_log2) * each, bits, each);
+			}
+		}
+		no_draws(draws);
+		if (r.random)
+			philox_block(r.key, e / 8, 0, draws);
+		/* two kinds of rounding, each without the other's instructions; some codecs have but one */
+		if (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_QUANTIZE || !r.random)
+			for (int k = 0; k < 2; k++)
+				codes[k] = code_four<CODEC>(r, CODEC == WIRE_CODEC_TERNARY, e + 4 * k, x + 4 * k, s,
+							    draws[2 * k], draws[2 * k + 1]);
+		else
+			for (int k = 0; k < 2; k++)
+				codes[k] = code_four<CODEC>(r, true, e + 4 * k, x + 4 * k, s, draws[2 * k],
+							    draws[2 * k + 1]);
+		if (source->residual && mine < end)
+			for (int k = 0; k < 2; k++)
+				leave<CODEC>(source->residual + e + 4 * k, v->dtype, 4,
+					     {x[4 * k], x[4 * k + 1], x[4 * k + 2], x[4 * k + 3]}, codes[k], s, ratio);
+		if (q.bits) {
+			if (mine < end)
+				put_bytes(to + mine / 8 * q.bits, pack_eight(q, codes[0], codes[1]), q.bits);
+		} else {
+			put_bytes(chunk + mine % TRITS_CHUNK, pack_eight(q, codes[0], codes[1]), 8);
+			if ((i + EIGHTS) % TRITS_CHUNK == 0)
+				pack_trits(chunk, to + (i + EIGHTS - TRITS_CHUNK) / 5, lane);
+		}
+	}
+	return {whole, most, __any_sync(FULL, bad != 0) ? CODEC_NONFINITE : CODEC_OK};
+}
+
+#endif

@@ -1,0 +1,47 @@
+/* rows/encode.cu - frames of codecs of rows. */
+#include "frame/encode.cuh"
+#include "rows/encode.cuh"
+
+/* For whoever launches: a warp's scratch, to which a region comes, the largest that there can be. */
+#define ROWS_ROOM (2 * PLANE_ROOM + 4 * WORDS_ROOM)
+extern "C" __device__ const uint64_t encode_rows_nbytes[] = {ROWS_ROOM};
+
+/* As encode_lossless; scratch is for an entropy stage. What is left of the values goes where the source says. */
+template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 4) encode_rows(const codec_encoding *encodings)
+{
+	__shared__ float ratio[256];
+	__shared__ uint32_t codes[256];
+	const codec_encoding &e = encoding_of(encodings);
+	const job &j = share_coding(e.view, e.memory, codes, 1);
+	const codec_view &v = j.v;
+	const struct row_kind q = kind_of(&v);
+	const uint32_t lane = threadIdx.x % 32;
+	uint8_t *scratch = scratch_of(e);
+
+	fill_ratios<CODEC>(&v, ratio);
+	if (blockIdx.x * WARPS >= e.warps)
+		return;
+	for (uint64_t b; (b = next_block(e.out, lane)) < v.nblocks;) {
+		uint8_t *region = scratch + ROWS_ROOM;
+		const row_place p = row_place_of(&j, q, b);
+		uint64_t at = 0;
+		uint32_t size = (uint32_t)row_region_nbytes(q, p.part->row, p.m);
+		codec_status status = CODEC_OK;
+
+		if (!q.entropy) { /* where it belongs is known before */
+			at = v.regions_offset + look_back(e.places, b, size, lane);
+			region = e.frame + at;
+		}
+		if (q.entropy || at + size <= e.capacity)
+			status = write_rows<CODEC>(&j, e.memory, &e.source, p, ratio, scratch, region, &size, lane);
+		if (lane == 0 && status != CODEC_OK)
+			refuse(e.out, status);
+		if (q.entropy)
+			put_region(&v, e, b, region, status == CODEC_OK ? size : 8, 0, lane);
+		else if (at + size <= e.capacity)
+			put_entry(&v, e, b, at + size,
+				  seal_block(digest_bytes(region, size, WIRE_SEED_REGION, lane), b), lane);
+		else
+			put_entry(&v, e, b, at + size, 0, lane);
+	}
+}

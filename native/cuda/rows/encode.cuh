@@ -1,0 +1,160 @@
+/* rows/encode.cuh - sign, ternary, float8, float4, quantize: a warp does a block. docs/encoder.md, section 7. */
+#ifndef CODEC_CUDA_ROWS_ENCODE_CUH
+#define CODEC_CUDA_ROWS_ENCODE_CUH
+
+#include "coder/encode.cuh"
+#include "frame/encode.cuh"
+#include "rows/codes.cuh"
+
+/* No frame of this. What is wrong is a scale that is too small only if no value anywhere is NaN or Inf. */
+DEVICE void refuse(codec_written *out, codec_status status)
+{
+	uint32_t old = atomicCAS(&out->fault, 0u, (uint32_t)status);
+
+	if (old == CODEC_BAD_SCALE)
+		atomicCAS(&out->fault, old, (uint32_t)status);
+}
+
+/*
+ * Signs are the same whatever their scale is: where they share one, blocks leave sums from which it is made afterwards,
+ * so that a tensor is read once. What is left of values cannot wait for that.
+ */
+DEVICE bool scaled_last(const codec_view *v, const codec_source *source)
+{
+	return v->codec == WIRE_CODEC_SIGN && v->row_sums.count && !source->residual;
+}
+
+/* SIGN: what decoding n values will miss, whose scales are these. */
+DEVICE void leave_signs(const row_job &r, uint64_t first, uint32_t n, float scale, float below, uint32_t lane)
+{
+	const uint32_t dtype = r.v->dtype;
+	float *residual = global(r.source->residual) + first;
+
+	scale = float_of(dtype, bits_of_float(dtype, scale));
+	below = float_of(dtype, bits_of_float(dtype, below));
+	auto leave = [&](uint32_t i, float x) {
+		residual[i] = round_minus(x, round_bits(x) <= ROUND_ABS ? scale : below);
+	};
+	uint32_t i = lane;
+
+	for (; i + 3 * 32 < n; i += 4 * 32) {
+		float x[4];
+
+		values_each_32<4>(dtype, r.source, first + i, x);
+		for (uint32_t k = 0; k < 4; k++)
+			leave(i + 32 * k, x[k]);
+	}
+	for (; i < n; i += 32)
+		leave(i, value_at(dtype, r.source, first + i));
+}
+
+/* SIGN: all that a block has, if words of 32 signs are of one row each. */
+DEVICE codec_status put_signs(const row_job &r, uint8_t *memory, uint8_t *scales, uint32_t *words, uint32_t lane)
+{
+	const codec_view *v = r.v;
+	const codec_row_part *part = r.p.part;
+	const uint32_t row = part->row, each = row ? row : WIRE_TREE;
+	codec_row_sums *sums =
+		(codec_row_sums *)(memory + v->row_sums.at) + part->first_sum + (r.p.first - part->start) / WIRE_TREE;
+	scaled s = {CODEC_OK, part->scale[0], round_sign_below(part->scale[r.q.variant == WIRE_SIGN_TWO_MEAN])};
+
+	for (uint32_t i = 0, n; i < r.p.m; i += n) {
+		n = r.p.m - i < each ? r.p.m - i : each;
+		if (row) {
+			s = put_sign_row(v, r.q, r.source, r.p.first + i, n, scales, words + i / 32, lane);
+			scales += row_scale_nbytes(r.q);
+		} else {
+			codec_row_sums some = sums_of<true>(v, r.source, r.p.first + i, n, words + i / 32, lane);
+
+			s.status = some.max >= ROUND_INF ? CODEC_NONFINITE : CODEC_OK;
+			if (lane == 0)
+				sums[i / WIRE_TREE] = some;
+		}
+		if (s.status != CODEC_OK)
+			return s.status;
+		if (r.source->residual)
+			leave_signs(r, r.p.first + i, n, s.scale, s.below, lane);
+	}
+	__syncwarp();
+	return CODEC_OK;
+}
+
+/* TERNARY: a scale that was given may be smaller than a value. */
+DEVICE codec_status check_above(const codec_view *v, const codec_row_part *part, uint32_t most)
+{
+	bool given = v->scale > 0 && !(v->clip > 0) && part->scale[0] > 0;
+
+	if (!__any_sync(FULL, given && most > round_bits(part->scale[0])))
+		return CODEC_OK;
+	return __any_sync(FULL, most >= ROUND_INF) ? CODEC_NONFINITE : CODEC_BAD_SCALE;
+}
+
+/* A block's scales and codes, packed, to ncodes bytes. */
+template <int CODEC>
+DEVICE codec_status put_rows(const row_job &r, uint8_t *memory, uint8_t *scales, const float *ratio, uint8_t *to,
+			     uint32_t ncodes, uint8_t *chunk, uint32_t lane)
+{
+	eights_put put = {0, 0, CODEC_OK};
+
+	if (CODEC == WIRE_CODEC_SIGN && r.p.part->row % 32 == 0)
+		return put_signs(r, memory, scales, (uint32_t *)to, lane);
+	if (CODEC != WIRE_CODEC_SIGN)
+		put = put_eights<CODEC>(r, scales, ratio, to, chunk, lane);
+	if (put.status == CODEC_OK && put.done < r.p.m) {
+		put.status = put_scales<CODEC>(r.v, r.q, r.p, r.source, scales, put.done, 0, 1, lane);
+		if (put.status != CODEC_OK)
+			return put.status;
+		uint32_t most = put_codes<CODEC>(r, scales, ratio, to, ncodes, put.done, 0, 1, lane);
+
+		put.most = most > put.most ? most : put.most;
+	}
+	__syncwarp();
+	if (CODEC != WIRE_CODEC_TERNARY || put.status != CODEC_OK)
+		return put.status;
+	return check_above(r.v, r.p.part, put.most);
+}
+
+/*
+ * Codes of a block through the entropy stage, to `out`: mode and bytes. `scratch` begins with the codes, and is memory
+ * for two planes and WORDS_ROOM. Returns the size.
+ */
+DEVICE_CALL uint32_t code_plane(const job *j, uint8_t *scratch, uint32_t ncodes, uint8_t *out, uint32_t lane)
+{
+	const uint32_t *bytes = (const uint32_t *)scratch, rows = (ncodes + WIRE_ROW - 1) / WIRE_ROW;
+	uint32_t got = 0, differ = 0;
+
+	for (uint32_t r = 0; r < rows; r++)
+		differ |= keep_bytes(bytes[32 * r + lane] ^ scratch[0] * ONES, there(r, lane, ncodes));
+	bool constant = !__any_sync(FULL, differ != 0);
+
+	if (!constant && ncodes >= WIRE_MIN_CODED)
+		got = encode_plane(j, 0, bytes, ncodes, ncodes - 1, (uint32_t *)(scratch + 2 * PLANE_ROOM),
+				   scratch + PLANE_ROOM, false, out + 4, lane);
+	put32(out, constant ? WIRE_MODE_CONSTANT : got ? WIRE_MODE_CODED : WIRE_MODE_RAW, lane);
+	if (!got)
+		copy_bytes(out + 4, scratch, constant ? 1 : ncodes, lane);
+	return 4 + (constant ? 1 : got ? got : ncodes);
+}
+
+/* A block to a region: its size to *size. `scratch`: memory for two planes and WORDS_ROOM. */
+template <int CODEC>
+DEVICE codec_status write_rows(const job *j, uint8_t *memory, const codec_source *source, const row_place &p,
+			       const float *ratio, uint8_t *scratch, uint8_t *region, uint32_t *size, uint32_t lane)
+{
+	const row_job r = row_job_of<CODEC>(&j->v, p, source);
+	const bool entropy = (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_FLOAT8) && r.q.entropy;
+	const uint32_t nscales = (uint32_t)(row_count(p.part->row, p.m) * row_scale_nbytes(r.q));
+	uint32_t ncodes = (uint32_t)row_codes_nbytes(r.q, p.m);
+	uint8_t *to = region + nscales;
+	codec_status status =
+		put_rows<CODEC>(r, memory, region, ratio, entropy ? scratch : to, ncodes, scratch + PLANE_ROOM, lane);
+
+	if (status != CODEC_OK)
+		return status;
+	if (entropy)
+		ncodes = code_plane(j, scratch, ncodes, to, lane);
+	*size = end_region(region, nscales + ncodes, lane);
+	return CODEC_OK;
+}
+
+#endif

@@ -1,0 +1,341 @@
+/* rows/reduce.cu - sums of frames of one codec of rows, cut alike, whose codes have a fixed width. A warp does a block
+ * of all frames: what it adds up stays in registers, and is written once.
+ */
+#include "frame/decode.cuh"
+#include "rows/rows.cuh"
+
+#define QUADS 4    /* of a lane, at once */
+#define TABLED 128 /* rows of a block, in all frames, whose quotients are kept */
+
+/* By each lane: is this block's region as long as its scales and codes are, which end as they should? */
+DEVICE codec_status check_region(struct row_kind q, const codec_decoding *d, uint64_t b, uint64_t nscales,
+				 uint64_t ncodes, uint32_t m, cursor *c)
+{
+	codec_status status = open_region(d->view, d->frame, b, c);
+	uint64_t size = nscales + ncodes;
+	bool bad = status == CODEC_OK && (left(c) < size || left(c) - size >= WIRE_ALIGN);
+
+	if (status != CODEC_OK || bad)
+		return bad ? CODEC_BAD_REGION : status;
+	for (uint64_t i = size; i < left(c); i++)
+		bad |= here(c)[i] != 0;
+	return bad || !allowed_end(q, here(c) + nscales, ncodes, m) ? CODEC_BAD_REGION : CODEC_OK;
+}
+
+/* Lane f's address. */
+DEVICE const uint8_t *address_of(const uint8_t *p, uint32_t f)
+{
+	return (const uint8_t *)(uint64_t)__shfl_sync(FULL, (unsigned long long)p, (int)f);
+}
+
+/* A block of all frames: lane f knows frame f's region, bit f of `good` says that it is one. */
+struct summed {
+	const codec_decoding *decodings;
+	uint32_t count, good;
+	struct row_kind q;
+	row_place p;
+	uint64_t part, nscales; /* number of the block's part; bytes of its scales */
+	const uint8_t *region;
+	uint32_t dtype;
+	const uint32_t *entry;  /* FLOAT8: see fill_entries; */
+	float *quotient;        /* of row i of frame f eight from 8 * (f * nrows + i) on, */
+	uint32_t nrows, tabled; /* if bit f is set */
+};
+
+/* What a row's values go by in a frame. */
+struct summed_row {
+	float scale, below;
+	uint32_t wrong;
+};
+
+DEVICE_CALL summed_row open_summed(struct row_kind q, const codec_row_part *part, const uint8_t *scale, bool unscaled)
+{
+	summed_row s = {unscaled ? 1 : part->scale[0], round_sign_below(part->scale[q.variant == WIRE_SIGN_TWO_MEAN]),
+			0};
+
+	if (part->row)
+		s.wrong = !read_scale(q, part, scale, &s.scale, &s.below);
+	return s;
+}
+
+/*
+ * FLOAT8's values are quotients by their row's scale of powers of two times 1, 9/8, .. 15/8. Of these eight are divided
+ * for each row; the rest is exact. What a code is: that power, with the sign, and where its quotient is, in bytes.
+ */
+DEVICE void fill_entries(const float *ratio, uint32_t *entry)
+{
+	for (uint32_t code = threadIdx.x; code < 256; code += blockDim.x) {
+		uint32_t u = round_bits(ratio[code]), power = u & ~(uint32_t)0x7fffff;
+
+		entry[code] = (ratio[code] != ratio[code] ? u : power) | (u >> 20 & 7) * sizeof(float);
+	}
+	__syncthreads();
+}
+
+/* Quotients of all rows of a block, if they are not too many; of frames whose quotients could overflow none. */
+DEVICE uint32_t fill_quotients(summed *s, uint32_t lane)
+{
+	const uint32_t rows = s->nrows * s->count;
+	uint32_t unusual = 0, bad = 0;
+
+	s->tabled = 0;
+	if (s->nrows > TABLED || rows > TABLED)
+		return 0;
+	for (uint32_t first = 0; first < rows; first += 32) {
+		const uint32_t i = first + lane, f = i < rows ? i / s->nrows : 0;
+		const uint8_t *scales = address_of(s->region, f);
+		float scale = 1, below;
+
+		if (i < rows && s->good >> f & 1) {
+			bad |= (uint32_t)!read_scale(s->q, s->p.part, scales + (uint64_t)sizeof(float) * (i % s->nrows),
+						     &scale, &below)
+			       << f;
+			unusual |= (uint32_t)!(scale > 0x1p-100f && scale < 0x1p100f) << f;
+		}
+		for (uint32_t k = 0; k < 8 && i < rows; k++)
+			s->quotient[8 * i + k] = round_div(round_float(0x3f800000 | k << 20), scale);
+	}
+	__syncwarp();
+	s->tabled = ~__reduce_or_sync(FULL, unusual);
+	return bad;
+}
+
+/* What becomes of four sums by a frame's values, all of them their bits, whatever is asked for. */
+DEVICE_CALL uint4 put_four(const codec_sink *sink, uint32_t dtype, uint4 sums, uint4 values, float scale)
+{
+	uint32_t sum[4] = {sums.x, sums.y, sums.z, sums.w}, y[4] = {values.x, values.y, values.z, values.w};
+
+	for (uint32_t k = 0; k < 4; k++)
+		sum[k] = round_bits(
+			put_float(sink, round_float(sum[k]), decoded_float(sink, dtype, round_float(y[k])), scale));
+	return {sum[0], sum[1], sum[2], sum[3]};
+}
+
+/* Are values only to be added? */
+DEVICE bool is_plain(const codec_sink &sink, uint32_t dtype)
+{
+	return sink.into == CODEC_INTO_ADD && !sink.rescale && !(sink.divide > 0) &&
+	       (dtype == WIRE_FLOAT32 || sink.unscaled);
+}
+
+DEVICE uint4 bits_of_four(const float x[4])
+{
+	return {round_bits(x[0]), round_bits(x[1]), round_bits(x[2]), round_bits(x[3])};
+}
+
+DEVICE void four_of_bits(uint4 u, float x[4])
+{
+	x[0] = round_float(u.x), x[1] = round_float(u.y), x[2] = round_float(u.z), x[3] = round_float(u.w);
+}
+
+/*
+ * Sums of QUADS rows from row r on that are all there, of whose quads each has one scale. Bit f of what it returns: in
+ * frame f this lane has read something that is not allowed.
+ */
+template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, const float *ratio, uint32_t lane)
+{
+	const uint32_t row = s.p.part->row, each = (uint32_t)row_scale_nbytes(s.q);
+	uint4 *to = global((uint4 *)s.decodings->sink.data) + s.p.first / 4 + 32 * r + lane;
+	uint32_t at[QUADS], bad = 0;
+	float sum[QUADS][4];
+
+	for (uint32_t i = 0; i < QUADS; i++) {
+		uint4 w = {0, 0, 0, 0};
+
+		if (s.decodings->sink.into != CODEC_INTO_FLOAT32) /* else nothing depends on them */
+			w = to[32 * i];
+		four_of_bits(w, sum[i]);
+		at[i] = row ? (WIRE_ROW * (r + i) + 4 * lane) / row : 0; /* of the block, in all frames alike */
+	}
+	uint32_t next[QUADS] = {0}; /* codes, which are on their way while others are added */
+	auto fetch = [&](uint32_t f) {
+		const uint8_t *codes = address_of(s.region, f) + s.nscales;
+
+		for (uint32_t i = 0; i < QUADS && s.good >> f & 1; i++)
+			next[i] = read_codes<CODEC>(s.q, codes, WIRE_ROW * (r + i) + 4 * lane, 4);
+	};
+
+	fetch(0);
+	for (uint32_t f = 0; f < s.count; f++) {
+		const codec_decoding *of = s.decodings + f;
+		const uint8_t *scales = address_of(s.region, f);
+		const codec_row_part *part = row_parts(of->view, of->memory) + s.part;
+		uint32_t codes[QUADS];
+
+		for (uint32_t i = 0; i < QUADS; i++)
+			codes[i] = next[i];
+		if (f + 1 < s.count)
+			fetch(f + 1);
+		const bool unscaled = of->sink.unscaled, plain = is_plain(of->sink, s.dtype);
+		const float weight = of->sink.weight;
+		summed_row go = {0, 0, 0};
+
+		if (!(s.good >> f & 1))
+			continue;
+		if (CODEC == WIRE_CODEC_FLOAT8 && plain && s.tabled >> f & 1) {
+#pragma unroll
+			for (uint32_t i = 0; i < QUADS; i++) {
+				const uint8_t *quotients =
+					(const uint8_t *)(shared(s.quotient) + 8 * (f * s.nrows + at[i]));
+
+				for (uint32_t k = 0; k < 4; k++) {
+					uint32_t e = shared(s.entry)[__byte_perm(codes[i], 0, 0x4440 + k)];
+					float quotient = *(const float *)(quotients + (e & 28));
+
+					sum[i][k] = round_weighted(sum[i][k], weight,
+								   round_mul(round_float(e & ~28u), quotient));
+				}
+			}
+			continue;
+		}
+#pragma unroll
+		for (uint32_t i = 0; i < QUADS; i++) {
+			float y[4];
+
+			if (i == 0 || at[i] != at[i - 1])
+				go = open_summed(s.q, part, scales + at[i] * each, unscaled);
+			const row_walk w = {part, NULL, NULL, ratio, row, 0, go.scale, go.below};
+			uint32_t wrong = go.wrong;
+
+			for (uint32_t k = 0; k < 4; k++)
+				wrong |= walk_code<CODEC>(w, __byte_perm(codes[i], 0, 0x4440 + k), &y[k]);
+			bad |= wrong << f;
+			if (plain)
+				for (uint32_t k = 0; k < 4; k++)
+					sum[i][k] = round_weighted(sum[i][k], weight, y[k]);
+			else
+				four_of_bits(put_four(&of->sink, s.dtype, bits_of_four(sum[i]), bits_of_four(y),
+						      part->scale[0]),
+					     sum[i]);
+		}
+	}
+	for (uint32_t i = 0; i < QUADS; i++)
+		to[32 * i] = bits_of_four(sum[i]);
+	return bad;
+}
+
+/* The same of any row r. */
+template <int CODEC> DEVICE_CALL uint32_t add_row(const summed &s, uint32_t r, const float *ratio, uint32_t lane)
+{
+	const uint32_t n = there(r, lane, s.p.m);
+	const uint64_t first = s.p.first + WIRE_ROW * r + 4 * lane;
+	uint32_t bad = 0;
+	float sum[4], y[4];
+
+	load_floats(&s.decodings->sink, first, n, sum);
+	for (uint32_t f = 0; f < s.count; f++) {
+		const codec_decoding *of = s.decodings + f;
+		const uint8_t *scales = address_of(s.region, f);
+
+		if (!(s.good >> f & 1))
+			continue;
+		row_walk w = walk_rows(s.q, row_parts(of->view, of->memory) + s.part, scales, scales + s.nscales, ratio,
+				       of->sink.unscaled);
+
+		if (walk_quad<CODEC>(s.q, &w, WIRE_ROW * r + 4 * lane, n, y))
+			bad |= 1u << f;
+		for (uint32_t k = 0; k < 4; k++)
+			sum[k] =
+				put_float(&of->sink, sum[k], decoded_float(&of->sink, s.dtype, y[k]), w.part->scale[0]);
+	}
+	store_floats(&s.decodings->sink, first, n, sum);
+	return bad;
+}
+
+/* Sums of a block's values; what it returns as add_quads. */
+template <int CODEC> DEVICE uint32_t add_up(const summed &s, const float *ratio, uint32_t lane)
+{
+	const bool quads = s.p.part->row % 4 == 0 && s.p.first % 4 == 0 && (uint64_t)s.decodings->sink.data % 16 == 0;
+	uint32_t bad = 0, r = 0;
+
+	for (; quads && WIRE_ROW * (uint64_t)(r + QUADS) <= s.p.m; r += QUADS)
+		bad |= add_quads<CODEC>(s, r, ratio, lane);
+	for (; (uint64_t)WIRE_ROW * r < s.p.m; r++)
+		bad |= add_row<CODEC>(s, r, ratio, lane);
+	return bad;
+}
+
+/*
+ * Of at most 32 frames, one a decoding, by whose sinks their values go to one and the same place, in this order. What
+ * is wrong with a frame is found as by decode_rows.
+ */
+template <int CODEC>
+__global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decoding *decodings, uint32_t count)
+{
+	const codec_decoding &d = decoding_of(decodings);
+	__shared__ float ratio[256];
+	const job &j = share_job(d.view, d.memory);
+	const codec_view &v = j.v;
+	const struct row_kind q = kind_of(&v);
+	const uint32_t lane = threadIdx.x % 32;
+	const codec_decoding *mine = decodings + (lane < count ? lane : 0);
+	const uint64_t warp = blockIdx.x * WARPS + threadIdx.x / 32;
+
+	__shared__ uint32_t entry[CODEC == WIRE_CODEC_FLOAT8 ? 256 : 1];
+	__shared__ float quotient[CODEC == WIRE_CODEC_FLOAT8 ? WARPS : 1][CODEC == WIRE_CODEC_FLOAT8 ? 8 * TABLED : 1];
+
+	fill_ratios<CODEC>(&v, ratio);
+	if (CODEC == WIRE_CODEC_FLOAT8)
+		fill_entries(ratio, entry);
+	for (uint32_t f = 0; warp == 0 && f < count; f++)
+		blame(decodings[f].found, 0, check_frame(decodings[f].view, decodings[f].frame, lane), lane);
+	for (uint64_t b = warp; b < v.nblocks; b += d.warps) {
+		const row_place p = row_place_of(&j, q, b);
+		const uint64_t part = p.part - row_parts(&v, j.memory), ncodes = row_codes_nbytes(q, p.m),
+			       nscales = row_count(p.part->row, p.m) * row_scale_nbytes(q);
+		cursor c = {};
+		codec_status status =
+			lane < count ? check_region(q, mine, b, nscales, ncodes, p.m, &c) : CODEC_BAD_DIRECTORY;
+		const uint32_t there_are = __ballot_sync(FULL, status != CODEC_BAD_DIRECTORY),
+			       good = __ballot_sync(FULL, status == CODEC_OK);
+		uint32_t bad = 0; /* bit f: of frame f something that this lane reads */
+
+		for (uint32_t f = 0; f < count && !q.bits; f++) {
+			const uint8_t *codes = address_of(here(&c), f) + nscales;
+
+			for (uint64_t i = lane; good >> f & 1 && i < ncodes; i += 32)
+				bad |= (uint32_t)(codes[i] > 242) << f;
+		}
+		summed of_all = {decodings,
+				 count,
+				 good,
+				 q,
+				 p,
+				 part,
+				 nscales,
+				 here(&c),
+				 v.dtype,
+				 entry,
+				 quotient[CODEC == WIRE_CODEC_FLOAT8 ? threadIdx.x / 32 : 0],
+				 (uint32_t)row_count(p.part->row, p.m),
+				 0};
+
+		if (CODEC == WIRE_CODEC_FLOAT8)
+			bad |= fill_quotients(&of_all, lane);
+		bad |= add_up<CODEC>(of_all, ratio, lane);
+		for (uint32_t f = 0; f < count; f++)
+			if (__any_sync(FULL, bad >> f & 1) && lane == f)
+				status = CODEC_BAD_REGION;
+		for (uint32_t f = 0; f < count; f++) {
+			const codec_decoding *of = decodings + f;
+			const uint8_t *entry = of->frame + of->view->directory_offset + WIRE_DIRECTORY_ENTRY * b;
+			const uint8_t *region = address_of(here(&c), f);
+			const uint64_t size = __shfl_sync(FULL, (unsigned long long)left(&c), (int)f);
+
+			if (!of->checks || !(there_are >> f & 1))
+				continue;
+			uint64_t sealed = seal_block(digest_bytes(region, size, WIRE_SEED_REGION, lane), b);
+
+			if (lane == f && load32(entry + 4) != seal_short(sealed))
+				status = CODEC_CHECKSUM;
+			if (b % ENTRIES == 0)
+				sealed += digest_chunk(of->frame + of->view->directory_offset,
+						       WIRE_DIRECTORY_ENTRY * v.nblocks, WIRE_SEED_DIRECTORY,
+						       b / ENTRIES, lane);
+			if (lane == 0)
+				atomicAdd(&of->found->seal, (unsigned long long)sealed);
+		}
+		if (lane < count && status != CODEC_OK)
+			blame(mine->found, b + 1, status, 0);
+	}
+}

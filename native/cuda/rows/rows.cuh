@@ -1,0 +1,326 @@
+/* rows/rows.cuh - sign, ternary, float8, float4, quantize: a warp does a block. docs/format.md, section 8. */
+#ifndef CODEC_CUDA_ROWS_ROWS_CUH
+#define CODEC_CUDA_ROWS_ROWS_CUH
+
+#include "exact/scales.h"
+#include "coder/plane.cuh"
+#include "common/checksum.cuh"
+#include "common/values.cuh"
+
+/* A block: the part it belongs to, its first value, how many it has. */
+struct row_place {
+	const codec_row_part *part;
+	uint64_t first;
+	uint32_t m;
+};
+
+DEVICE struct row_kind kind_of(const codec_view *v)
+{
+	return row_kind_of(v->codec, v->variant, v->options, v->bits, v->dtype);
+}
+
+static __device__ row_place row_place_of(const job *j, struct row_kind q, uint64_t b)
+{
+	const codec_row_part *part =
+		part_at(row_parts(&j->v, j->memory), j->v.row_parts.count, &codec_row_part::first_block, b);
+
+	b -= part->first_block;
+	return {part, part->start + b * row_block(q, part->row), (uint32_t)row_block_n(q, part->row, part->count, b)};
+}
+
+/* What values of a row go by: their scale or, of signs, what positive and negative values are. False: not allowed. */
+DEVICE bool read_scale(struct row_kind q, const codec_row_part *part, const uint8_t *p, float *scale, float *below)
+{
+	uint32_t u = 0, w = 0;
+
+	if (q.codec == WIRE_CODEC_FLOAT4) {
+		*scale = scale_float4_value(q, *p, part->scale[0]);
+		return *p <= (q.variant == WIRE_FLOAT4_MXFP4 ? WIRE_MAX_MXFP4 : WIRE_MAX_NVFP4) &&
+		       round_bits(*scale) < ROUND_INF;
+	}
+	u = w = load32(p);
+	if (q.codec == WIRE_CODEC_SIGN && q.variant == WIRE_SIGN_TWO_MEAN)
+		w = load32(p + 4);
+	*scale = round_float(u);
+	*below = round_sign_below(round_float(w));
+	return u < ROUND_INF && w < ROUND_INF && (u || q.codec != WIRE_CODEC_FLOAT8);
+}
+
+/* Five codes a byte: codes i to i + n - 1, a byte each. */
+DEVICE_CALL uint32_t read_trits(const uint8_t *codes, uint32_t i, uint32_t n)
+{
+	uint32_t quad = 0;
+
+	for (uint32_t k = 0; k < n; k++) {
+		uint32_t byte = codes[(i + k) / 5];
+
+		for (uint32_t after = 4 - (i + k) % 5; after; after--)
+			byte = bits_third(byte);
+		quad |= (byte - 3 * bits_third(byte)) << 8 * k;
+	}
+	return quad;
+}
+
+/* The same of codes of any number of bits. */
+DEVICE_CALL uint32_t read_odd_bits(const uint8_t *codes, uint32_t bits, uint32_t i, uint32_t n)
+{
+	uint64_t bit = (uint64_t)i * bits; /* of a byte bit 0 or 4: so all are in four bytes */
+	uint32_t at = (uint32_t)bit % 8, x = load_bytes(codes + bit / 8, (at + n * bits + 7) / 8);
+
+	return keep_bytes((uint32_t)bits_spread(x >> at & ((1ull << 4 * bits) - 1), (int)bits), n);
+}
+
+/* Codes i to i + n - 1, a byte each; i is a multiple of 4. `codes`: at any address. */
+template <int CODEC> DEVICE uint32_t read_codes(struct row_kind q, const uint8_t *codes, uint32_t i, uint32_t n)
+{
+	const bool any = CODEC == WIRE_CODEC_QUANTIZE;
+
+	codes = global(codes);
+	if (CODEC == WIRE_CODEC_FLOAT8 || (any && q.bits == 8))
+		return load_bytes(codes + i, n);
+	if (CODEC == WIRE_CODEC_FLOAT4 || (any && q.bits == 4)) {
+		codes += i / 2;
+		uint32_t quad = codes[0] | (n > 2 ? codes[1] << 8 : 0);
+
+		quad = (quad | quad << 8) & 0x00ff00ff;
+		return keep_bytes((quad | quad << 4) & 0x0f0f0f0f, n);
+	}
+	if (CODEC == WIRE_CODEC_SIGN || (any && q.bits == 1))
+		return keep_bytes(((codes[i / 8] >> i % 8 & 15) * 0x204081) & 0x01010101, n);
+	if (q.bits == 2) {
+		uint32_t quad = codes[i / 4];
+
+		quad = (quad | quad << 12) & 0x000f000f;
+		return keep_bytes((quad | quad << 6) & 0x03030303, n);
+	}
+	return any ? read_odd_bits(codes, q.bits, i, n) : read_trits(codes, i, n);
+}
+
+/* Do codes end as they can? By one lane. */
+DEVICE bool allowed_end(struct row_kind q, const uint8_t *codes, uint64_t nbytes, uint64_t m)
+{
+	uint32_t last = codes[nbytes - 1], missing = (uint32_t)(5 * nbytes - m);
+
+	if (q.bits)
+		return m * q.bits % 8 == 0 || last >> m * q.bits % 8 == 0;
+	for (; missing; missing--, last = bits_third(last))
+		if (last != 3 * bits_third(last))
+			return false;
+	return true;
+}
+
+/* Of what a code is worth what does not depend on the scale; NaN where it says nothing. */
+template <int CODEC> DEVICE float code_ratio(struct row_kind q, uint32_t code)
+{
+	const float none = round_float(0x7fc00000);
+	uint32_t a = code & 127;
+
+	if (CODEC == WIRE_CODEC_TERNARY)
+		return code > 2 ? none : round_ternary_ratio(code);
+	if (CODEC == WIRE_CODEC_FLOAT8) {
+		bool e4m3 = q.variant == WIRE_FLOAT8_E4M3FN;
+		uint32_t u = a > (e4m3 ? 0x7e : 0x7b) ? round_bits(none)
+			     : e4m3                   ? round_small_value(a, 3, 7)
+						      : round_small_value(a, 2, 15);
+
+		return round_float(u | (code & 128) << 24);
+	}
+	if (CODEC == WIRE_CODEC_FLOAT4)
+		return round_float4_ratio(code);
+	return code > (q.odd ? 2u * q.levels : q.levels)
+		       ? none
+		       : round_div((float)round_level_of(code, q.odd, q.levels), (float)q.levels);
+}
+
+/* And under a scale. */
+template <int CODEC> DEVICE float code_worth(float ratio, float scale)
+{
+	if (CODEC == WIRE_CODEC_FLOAT8) {
+		uint32_t u = round_bits(ratio), a = u & ROUND_ABS, v = round_bits(round_div(round_float(a), scale));
+
+		v = v < ROUND_MAX ? v : ROUND_MAX;
+		return round_float((a > ROUND_INF ? a : v) | (u & ~ROUND_ABS));
+	}
+	if (CODEC == WIRE_CODEC_QUANTIZE)
+		return scale > 0 ? round_mul(scale, ratio) : 0.0f;
+	return round_scaled(ratio, scale);
+}
+
+/* What all codes are worth but for the scale, to shared memory, by all threads of a block. */
+template <int CODEC> DEVICE void fill_ratios(const codec_view *v, float *ratio)
+{
+	for (uint32_t code = threadIdx.x; code < 256 && CODEC != WIRE_CODEC_SIGN; code += blockDim.x)
+		ratio[code] = code_ratio<CODEC>(kind_of(v), code);
+	__syncthreads();
+}
+
+/* A block's scales and codes, and what the values go by that are read from it, one quad after the other. */
+struct row_walk {
+	const codec_row_part *part;
+	const uint8_t *scales, *codes;
+	const float *ratio;
+	uint32_t row, end; /* values of a row; the end of the one whose scale this is */
+	float scale, below;
+};
+
+DEVICE row_walk walk_rows(struct row_kind q, const codec_row_part *part, const uint8_t *scales, const uint8_t *codes,
+			  const float *ratio, bool unscaled)
+{
+	float below = round_sign_below(part->scale[q.variant == WIRE_SIGN_TWO_MEAN]);
+
+	return {part, scales, codes, ratio, part->row, part->row ? 0 : ~0u, unscaled ? 1 : part->scale[0], below};
+}
+
+/* What values of a row go by, and where it ends; wrong: it is not allowed. */
+struct opened_row {
+	float scale, below;
+	uint32_t end, wrong;
+};
+
+/* The row of value i of a block. */
+DEVICE_CALL opened_row open_row(struct row_kind q, const codec_row_part *part, const uint8_t *scales, uint32_t i)
+{
+	uint32_t at = i / part->row;
+	uint64_t end = (at + 1ull) * part->row;
+	opened_row o = {0, 0, end < ~0u ? (uint32_t)end : ~0u, 0};
+
+	o.wrong = !read_scale(q, part, scales + (uint64_t)at * row_scale_nbytes(q), &o.scale, &o.below);
+	return o;
+}
+
+/* On to the row of value i, if that is another one. */
+DEVICE uint32_t walk_on(struct row_kind q, row_walk *w, uint32_t i)
+{
+	if (i < w->end)
+		return 0;
+	opened_row o = open_row(q, w->part, w->scales, i);
+
+	w->scale = o.scale, w->below = o.below, w->end = o.end;
+	return o.wrong;
+}
+
+/* The value of a code in that row. */
+template <int CODEC> DEVICE uint32_t walk_code(const row_walk &w, uint32_t code, float *y)
+{
+	if (CODEC == WIRE_CODEC_SIGN) {
+		*y = code ? w.scale : w.below;
+		return 0;
+	}
+	float ratio = shared(w.ratio)[code];
+
+	*y = code_worth<CODEC>(ratio, w.scale);
+	return (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_QUANTIZE) && ratio != ratio;
+}
+
+/* Values i to i + 3 of a block, which have one scale; i ascends. Not 0: they are none. */
+template <int CODEC> DEVICE uint32_t walk_four(struct row_kind q, row_walk *w, uint32_t i, float y[4])
+{
+	uint32_t wrong = walk_on(q, w, i), quad = read_codes<CODEC>(q, w->codes, i, 4);
+
+	for (uint32_t k = 0; k < 4; k++)
+		wrong |= walk_code<CODEC>(*w, __byte_perm(quad, 0, 0x4440 + k), &y[k]);
+	return wrong;
+}
+
+/* Values i to i + n - 1, at most four. */
+template <int CODEC> DEVICE uint32_t walk_quad(struct row_kind q, row_walk *w, uint32_t i, uint32_t n, float y[4])
+{
+	uint32_t wrong = 0, quad = n ? read_codes<CODEC>(q, w->codes, i, n) : 0;
+
+	for (uint32_t k = 0; k < 4; k++) {
+		y[k] = 0;
+		if (k < n) {
+			wrong |= walk_on(q, w, i + k);
+			wrong |= walk_code<CODEC>(*w, quad >> 8 * k & 255, &y[k]);
+		}
+	}
+	return wrong;
+}
+
+/* Four values of a dtype of 16 bits. */
+DEVICE uint2 halves_of(uint32_t dtype, const float y[4])
+{
+	uint32_t u[4];
+
+	for (uint32_t k = 0; k < 4; k++)
+		u[k] = dtype == WIRE_BFLOAT16 ? round_to_bfloat16(round_bits(y[k]))
+					      : round_to_float16(round_bits(y[k]));
+	return {u[0] | u[1] << 16, u[2] | u[3] << 16};
+}
+
+/* As put_values does it, where that is not just to store. */
+DEVICE_CALL void put_others(const codec_sink *sink, uint32_t dtype, uint64_t i, uint32_t n, float a, float b, float c,
+			    float d, float scale)
+{
+	const float y[4] = {a, b, c, d};
+
+	put_values(sink, dtype, i, n, y, scale);
+}
+
+/* A region's values. `scratch` is memory for the bytes of its codes, where they come out of the coder. */
+template <int CODEC>
+static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
+					 const float *ratio, const codec_sink *sink, uint32_t lane)
+{
+	const struct row_kind q = kind_of(&j->v);
+	const row_place p = row_place_of(j, q, b);
+	uint64_t nscales = row_count(p.part->row, p.m) * row_scale_nbytes(q), ncodes = row_codes_nbytes(q, p.m);
+	const uint8_t *scales = here(&c), *codes = scales + nscales;
+	codec_status status = CODEC_OK;
+	uint32_t bad = 0;
+
+	if (q.entropy) {
+		if (left(&c) < nscales + 4)
+			return CODEC_BAD_REGION;
+		uint32_t mode = load32(codes);
+
+		if (mode > WIRE_MODE_CODED)
+			return CODEC_BAD_REGION;
+		c.at += nscales + 4;
+		status = read_plane(j, 0, mode, by, (uint32_t)ncodes, (uint32_t *)scratch, &c, lane);
+		codes = scratch;
+	} else {
+		if (left(&c) < nscales + ncodes)
+			return CODEC_BAD_REGION;
+		c.at += nscales + ncodes;
+	}
+	if (status == CODEC_OK)
+		status = close_region(&c, lane);
+	if (status != CODEC_OK)
+		return status;
+	if (lane == 0)
+		bad = !allowed_end(q, codes, ncodes, p.m);
+	for (uint64_t i = lane; i < ncodes && !q.bits; i += 32)
+		bad |= codes[i] > 242;
+
+	row_walk w = walk_rows(q, p.part, scales, codes, ratio, sink->unscaled);
+	const bool wide = j->v.dtype == WIRE_FLOAT32;
+	uint8_t *to = sink->data ? sink->data + (wide ? 4 : 2) * p.first : NULL;
+	uint32_t r = 0;
+
+	if (sink->into == CODEC_INTO_STORE && (uint64_t)to % (wide ? 16 : 8) == 0 && w.row % 4 == 0)
+#pragma unroll 2
+		for (; r < p.m / WIRE_ROW; r++) { /* nearly all rows of most tensors */
+			float y[4];
+
+			bad |= walk_four<CODEC>(q, &w, WIRE_ROW * r + 4 * lane, y);
+			if (!to || bad)
+				continue;
+			if (wide)
+				global((uint4 *)to)[32 * r + lane] = {round_bits(y[0]), round_bits(y[1]),
+								      round_bits(y[2]), round_bits(y[3])};
+			else
+				global((uint2 *)to)[32 * r + lane] = halves_of(j->v.dtype, y);
+		}
+	for (; (uint64_t)WIRE_ROW * r < p.m; r++) {
+		uint32_t n = there(r, lane, p.m), i = WIRE_ROW * r + 4 * lane;
+		float y[4];
+
+		bad |= walk_quad<CODEC>(q, &w, i, n, y);
+		if (sink->data && !bad)
+			put_others(sink, j->v.dtype, p.first + i, n, y[0], y[1], y[2], y[3], p.part->scale[0]);
+	}
+	return __any_sync(FULL, bad != 0) ? CODEC_BAD_REGION : CODEC_OK;
+}
+
+#endif

@@ -1,0 +1,257 @@
+/* rows/scales.cuh - scales of rows, from the values that have them in common. docs/encoder.md, section 7. */
+#ifndef CODEC_CUDA_ROWS_SCALES_CUH
+#define CODEC_CUDA_ROWS_SCALES_CUH
+
+#include "rows/rows.cuh"
+
+/* Values i, i + 32, and so on, N of them. */
+template <int N> DEVICE void values_each_32(uint32_t dtype, const codec_source *s, uint64_t i, float x[N])
+{
+	if (s->sums || dtype == WIRE_FLOAT32) {
+		const float *from = global(s->sums ? s->sums : (const float *)s->values) + i;
+
+		for (int k = 0; k < N; k++)
+			x[k] = from[32 * k];
+		return;
+	}
+	const uint16_t *from = global((const uint16_t *)s->values) + i;
+
+	for (int k = 0; k < N; k++)
+		x[k] = round_float(from[32 * k]);
+	for (int k = 0; k < N; k++)
+		x[k] = float_of(dtype, round_bits(x[k]));
+}
+
+/* The larger magnitude, as bits; those from `limit` on count for nothing. */
+DEVICE uint32_t larger(uint32_t most, uint32_t x, uint32_t limit)
+{
+	uint32_t a = x & ROUND_ABS;
+
+	return a < limit && a > most ? a : most;
+}
+
+/* The bits of the largest |x| of n values, those from `limit` on left out. */
+DEVICE uint32_t largest(uint32_t dtype, const codec_source *source, uint64_t first, uint32_t n, uint32_t limit,
+			uint32_t lane)
+{
+	uint32_t most = 0, i = 0;
+
+	if (first % 4 == 0 && in_quads(dtype, source))
+#pragma unroll 4
+		for (; i + WIRE_ROW <= n; i += WIRE_ROW) {
+			uint32_t x[4];
+
+			values_at_quads<4>(dtype, source, first + i + 4 * lane, x);
+			for (int k = 0; k < 4; k++)
+				most = larger(most, x[k], limit);
+		}
+	for (i += lane; i < n; i += 32)
+		most = larger(most, round_bits(value_at(dtype, source, first + i)), limit);
+	return warp_max(most);
+}
+
+/* What is summed up: magnitudes; those of both signs apart; values and their squares. */
+enum summing { SUM_ABS, SUM_BY_SIGN, SUM_SQUARES };
+
+DEVICE summing summing_of(const codec_view *v)
+{
+	if (v->clip > 0 || (v->codec == WIRE_CODEC_SIGN && v->variant == WIRE_SIGN_L2))
+		return SUM_SQUARES;
+	return v->codec == WIRE_CODEC_SIGN && v->variant == WIRE_SIGN_TWO_MEAN ? SUM_BY_SIGN : SUM_ABS;
+}
+
+/* A lane's. */
+template <summing HOW> struct lane_sums {
+	codec_row_sums out = {{0, 0}, 0, 0};
+	double s = 0, t = 0;
+	float a = 0, b = 0;
+	uint32_t kept = 0;
+
+	/* SIGNS: value 32 k + lane of 1,024 has its sign's bit, unless it is not there, in the word that lane k keeps.
+	 */
+	template <bool SIGNS> __device__ __forceinline__ void add(float x, bool there, uint32_t k, uint32_t lane)
+	{
+		uint32_t u = round_bits(x);
+		float ax = round_float(u & ROUND_ABS);
+		bool below = HOW == SUM_BY_SIGN && u > ROUND_ABS;
+
+		out.max = round_bits(ax) > out.max ? round_bits(ax) : out.max;
+		if (HOW == SUM_SQUARES) {
+			s = round_add64(s, round_mul64((double)x, (double)x));
+			t = round_add64(t, (double)x);
+		} else {
+			a = round_add(a, below ? 0.0f : ax);
+			b = HOW == SUM_BY_SIGN ? round_add(b, below ? ax : 0.0f) : 0.0f;
+		}
+		out.negative += below;
+		if (SIGNS) {
+			uint32_t signs = __ballot_sync(FULL, there && u <= ROUND_ABS);
+
+			kept = k == lane ? signs : kept;
+		}
+	}
+};
+
+template <summing HOW, bool SIGNS>
+DEVICE codec_row_sums sums_how(uint32_t dtype, const codec_source *source, uint64_t first, uint32_t n, uint32_t *words,
+			       uint32_t lane)
+{
+	const int AT_ONCE = HOW == SUM_ABS ? 16 : 8; /* values of a lane, on their way together */
+	lane_sums<HOW> sums;
+	uint32_t i = 0;
+
+	for (; i + 32 * 32 <= n; i += 32 * 32) {
+#pragma unroll 1
+		for (uint32_t k = 0; k < 32; k += AT_ONCE) {
+			float x[AT_ONCE];
+
+			values_each_32<AT_ONCE>(dtype, source, first + i + 32 * k + lane, x);
+			for (uint32_t l = 0; l < AT_ONCE; l++)
+				sums.template add<SIGNS>(x[l], true, k + l, lane);
+		}
+		if (SIGNS && words)
+			global(words)[i / 32 + lane] = sums.kept;
+	}
+#pragma unroll 1
+	for (uint32_t k = 0; i + 32 * k < n; k++) {
+		uint32_t at = i + 32 * k + lane;
+
+		sums.template add<SIGNS>(at < n ? value_at(dtype, source, first + at) : 0, at < n, k, lane);
+	}
+	if (SIGNS && words && i + 32 * lane < n)
+		global(words)[i / 32 + lane] = sums.kept;
+	codec_row_sums out = sums.out;
+
+	for (int by = 16; by; by /= 2) {
+		sums.s = round_add64(sums.s, __shfl_down_sync(FULL, sums.s, by));
+		sums.t = round_add64(sums.t, __shfl_down_sync(FULL, sums.t, by));
+		sums.a = round_add(sums.a, __shfl_down_sync(FULL, sums.a, by));
+		sums.b = round_add(sums.b, __shfl_down_sync(FULL, sums.b, by));
+	}
+	out.sum[0] = __shfl_sync(FULL, HOW == SUM_SQUARES ? sums.s : (double)sums.a, 0);
+	out.sum[1] = __shfl_sync(FULL, HOW == SUM_SQUARES ? sums.t : (double)sums.b, 0);
+	out.negative = warp_sum(out.negative);
+	out.max = warp_max(out.max);
+	return out;
+}
+
+/*
+ * Sums of at most WIRE_TREE values, as docs/encoder.md, section 7.2, has them: in 32 lanes, which are folded by halves.
+ * SIGNS: the codes of SIGN come on the way, to words if these are wanted; else NULL.
+ */
+template <bool SIGNS>
+DEVICE_CALL codec_row_sums sums_of(const codec_view *v, const codec_source *source, uint64_t first, uint32_t n,
+				   uint32_t *words, uint32_t lane)
+{
+	switch (summing_of(v)) {
+	case SUM_ABS: return sums_how<SUM_ABS, SIGNS>(v->dtype, source, first, n, words, lane);
+	case SUM_BY_SIGN: return sums_how<SUM_BY_SIGN, SIGNS>(v->dtype, source, first, n, words, lane);
+	default: return sums_how<SUM_SQUARES, SIGNS>(v->dtype, source, first, n, words, lane);
+	}
+}
+
+/* What a row's values go by; status: a value of it is none. */
+struct scaled {
+	codec_status status;
+	float scale, below;
+};
+
+/* The same of a row of SIGN that has more values. */
+DEVICE_CALL codec_row_sums sums_of_pieces(const codec_view *v, const codec_source *source, uint64_t first, uint32_t n,
+					  uint32_t *words, uint32_t lane)
+{
+	codec_row_sums all = {{0, 0}, 0, 0};
+	double level[2][64];
+	uint64_t npieces = 0;
+
+	for (uint64_t i = 0; i < n; i += WIRE_TREE, npieces++) {
+		uint32_t count = n - i < WIRE_TREE ? (uint32_t)(n - i) : WIRE_TREE;
+		codec_row_sums some = sums_of<true>(v, source, first + i, count, words ? words + i / 32 : NULL, lane);
+
+		for (int k = 0; k < 2; k++)
+			scale_push(level[k], npieces, some.sum[k]);
+		all.negative += some.negative;
+		all.max = some.max > all.max ? some.max : all.max;
+	}
+	for (int k = 0; k < 2; k++)
+		all.sum[k] = scale_total(level[k], npieces);
+	return all;
+}
+
+/* SIGN: scales of a row of n values, to 4 or 8 bytes; and its codes, if they are wanted. */
+DEVICE_CALL scaled put_sign_row(const codec_view *v, struct row_kind q, const codec_source *source, uint64_t first,
+				uint32_t n, uint8_t *to, uint32_t *words, uint32_t lane)
+{
+	codec_row_sums sums = n <= WIRE_TREE ? sums_of<true>(v, source, first, n, words, lane)
+					     : sums_of_pieces(v, source, first, n, words, lane);
+	float scale[2];
+
+	if (sums.max >= ROUND_INF)
+		return {CODEC_NONFINITE, 0, 0};
+	scale_sign(q, sums.sum, sums.negative, n, scale);
+	if (lane < row_scale_nbytes(q))
+		to[lane] = (uint8_t)(round_bits(lane < 4 ? scale[0] : scale[1]) >> 8 * (lane % 4));
+	return {CODEC_OK, scale[0], round_sign_below(q.variant == WIRE_SIGN_TWO_MEAN ? scale[1] : scale[0])};
+}
+
+/* The bits that a row's scale is stored as, from its largest magnitude; those of SIGN are made of sums. */
+DEVICE uint32_t scale_bits(struct row_kind q, const codec_view *v, const codec_row_part *part, uint32_t max)
+{
+	return q.codec == WIRE_CODEC_FLOAT4   ? scale_float4(q, max, part->scale[0])
+	       : q.codec == WIRE_CODEC_FLOAT8 ? round_bits(scale_float8(q, max, v->scale))
+					      : max;
+}
+
+/* The other way round. */
+DEVICE scaled scale_of_bits(struct row_kind q, const codec_row_part *part, uint32_t bits)
+{
+	if (q.codec == WIRE_CODEC_FLOAT4)
+		return {CODEC_OK, scale_float4_value(q, bits, part->scale[0]), 0};
+	return {CODEC_OK, round_float(bits), 0};
+}
+
+/* The largest magnitude that is one. */
+DEVICE uint32_t limit_of(const codec_view *v)
+{
+	return v->options & WIRE_OPTION_PROPAGATE ? ROUND_INF : ~0u;
+}
+
+/* The scale of a row of n values, to where it belongs. */
+template <int CODEC>
+DEVICE_CALL scaled put_scale(const codec_view *v, struct row_kind q, const codec_row_part *part,
+			     const codec_source *source, uint64_t first, uint32_t n, uint8_t *to, uint32_t lane)
+{
+	if (CODEC == WIRE_CODEC_SIGN)
+		return put_sign_row(v, q, source, first, n, to, NULL, lane);
+	uint32_t max = largest(v->dtype, source, first, n, limit_of(v), lane);
+
+	if (max >= ROUND_INF)
+		return {CODEC_NONFINITE, 0, 0};
+	uint32_t bits = scale_bits(q, v, part, max);
+
+	if (lane < row_scale_nbytes(q))
+		to[lane] = (uint8_t)(bits >> 8 * lane);
+	return scale_of_bits(q, part, bits);
+}
+
+/* The scales of a block's rows from value `from` on, with which one begins: of each so many warps do a share. */
+template <int CODEC>
+DEVICE codec_status put_scales(const codec_view *v, struct row_kind q, const row_place &p, const codec_source *source,
+			       uint8_t *to, uint64_t from, uint32_t warp, uint32_t warps, uint32_t lane)
+{
+	uint32_t row = p.part->row;
+	uint64_t each = row_scale_nbytes(q);
+
+	for (uint64_t i = row ? from / row + warp : 0; row && i * row < p.m; i += warps) {
+		uint64_t left = p.m - i * row;
+		scaled s = put_scale<CODEC>(v, q, p.part, source, p.first + i * row, left < row ? (uint32_t)left : row,
+					    to + each * i, lane);
+
+		if (s.status != CODEC_OK)
+			return s.status;
+	}
+	__syncwarp();
+	return CODEC_OK;
+}
+
+#endif

@@ -1,0 +1,116 @@
+/* truncate/choose.cu - what frames of cut mantissas begin with: a scale model, a codebook. docs/encoder.md, section 8.
+ *
+ * One launch, as of lossless/choose.cu; symbols are counted under the model, as blocks will have them.
+ */
+#include "coder/choose.cuh"
+#include "truncate/encode.cuh"
+#include "frame/encode.cuh"
+
+#define SYMBOL_SHARES 32
+
+/* A team's shared memory, for one thing after the other. */
+union cut_room {
+	model_room model;
+	struct {
+		uint32_t counts[256];
+	} sample;
+	struct {
+		uint32_t counts[256];
+		book_room book;
+	} codes;
+};
+
+/* A share of a sample of the symbols. */
+DEVICE_CALL void sample_cut(const codec_view *v, uint8_t *memory, const codec_source *source, const codec_cuts &by,
+			    uint32_t share, codec_choice *to, cut_room *room)
+{
+	const job j = {*v, memory, NULL};
+	const cutter c = cutter_of(v, source, by);
+	const uint32_t octave = 1u << c.q.octave_log2;
+	uint64_t nrows = (v->n + WIRE_ROW - 1) / WIRE_ROW, stride = choose_stride(nrows);
+	uint64_t take = (nrows + stride - 1) / stride;
+	uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+
+	room->sample.counts[threadIdx.x] = 0;
+	__syncthreads();
+	for (uint64_t i = share * TEAM_WARPS + warp; i < take; i += SYMBOL_SHARES * TEAM_WARPS) {
+		uint64_t first = WIRE_ROW * choose_spread(i, take, nrows);
+		uint32_t m = v->n - first < WIRE_ROW ? (uint32_t)(v->n - first) : WIRE_ROW, n = there(0, lane, m);
+		const cut_quad cut = cut_values(c, first + 4 * lane, n);
+		place o = {};
+
+		if (v->model_parts.count) {
+			fit_rows(&j, memory, c.values, size_of(v->dtype), (int)octave, octave, first, m, lane);
+			o = place_at(&j, n ? first + 4 * lane : first);
+		}
+		uint32_t quad = symbols_of(&j, c, &o, n, cut).quad;
+
+		for (uint32_t k = 0; k < n; k++)
+			atomicAdd(room->sample.counts + (quad >> 8 * k & 255), 1u);
+		__syncwarp();
+	}
+	__syncthreads();
+	if (room->sample.counts[threadIdx.x])
+		atomicAdd(to->all + threadIdx.x, room->sample.counts[threadIdx.x]);
+}
+
+/* All is counted: the job, as codec_encode_open would leave it. */
+DEVICE_CALL void conclude_cut(codec_view *v, uint8_t *memory, uint64_t capacity, codec_choice *c,
+			      codec_part_found *found, cut_room *room)
+{
+	uint8_t *lengths = memory + v->lengths.at;
+	uint64_t nparts = v->model_parts.count, side_nbytes;
+
+	room->codes.counts[threadIdx.x] = c->counts[0][threadIdx.x] = ((const volatile uint32_t *)c->all)[threadIdx.x];
+	__syncthreads();
+	if (!v->codebook_id)
+		team_book(room->codes.counts, v->cap, lengths, &room->codes.book);
+	team_codes(lengths, memory + v->tables.at, &room->codes.book);
+	__syncthreads();
+	lead_side(v, memory, 1, v->codebook_id, nparts, c);
+	side_nbytes = place_nibbles(v, memory, nparts, c, found);
+	if (threadIdx.x)
+		return;
+	v->coded = 1;
+	v->flags = (v->codebook_id ? WIRE_FLAG_PRIOR : 0) | (nparts ? WIRE_FLAG_SEGMENTS : 0);
+	place_sections(v, side_nbytes);
+	if (stays_stored(v, size_of(v->dtype), capacity))
+		store(v);
+}
+
+/* As choose_lossless, of TRUNCATE. Where levels are wrong (out->fault) there are no blocks. */
+extern "C" __global__ void __launch_bounds__(TEAM) choose_truncate(const codec_encoding *encodings)
+{
+	__shared__ cut_room room;
+	const codec_encoding &e = encodings[blockIdx.y];
+	const codec_source source = {e.source.values, e.source.sums,
+				     NULL}; /* what is left is written with the blocks */
+	codec_view *v = e.view;
+	uint8_t *memory = e.memory;
+	codec_choice *c = e.found;
+	codec_part_found *found = (codec_part_found *)(c + 1);
+	const sample_kind q = sample_kind_of(v);
+	const model_tasks tasks = model_tasks_of(e.nparts);
+	const uint32_t all = 1 + 3 * tasks.step + SYMBOL_SHARES;
+
+	for (uint32_t t; (t = team_draw(&c->ticket)) < all;) {
+		if (t == 0) { /* offsets are whole octaves */
+			if (threadIdx.x == 0) {
+				c->finest = WIRE_MAX_SHIFT;
+				c->bins = 1;
+			}
+			team_tell(c->told + PLANES);
+		} else if (t <= 3 * tasks.step) {
+			if (model_task(v, memory, source.values, q, tasks, t - 1, c, found, &room.model)) {
+				for (uint32_t i = threadIdx.x; i < 256; i += TEAM)
+					c->all[i] = 0; /* for symbols from here on */
+				team_tell(c->told + PARTS);
+			}
+		} else {
+			team_wait(c->told + PARTS);
+			sample_cut(v, memory, &source, e.by, t - 1 - 3 * tasks.step, c, &room);
+			if (team_last(c->done + SYMBOLS, SYMBOL_SHARES))
+				conclude_cut(v, memory, e.out->fault ? 0 : e.capacity, c, found, &room);
+		}
+	}
+}
