@@ -1,6 +1,385 @@
-/* lossless/decode.cu - lossless frames of values of SIZE bytes. */
+/* lossless/decode.cu - regions to values: a warp does a block. docs/format.md, sections 3 and 6. */
+#include "coder/model.cuh"
+#include "coder/plane.cuh"
+#include "common/checksum.cuh"
+#include "common/values.cuh"
 #include "frame/decode.cuh"
-#include "lossless/decode.cuh"
+
+/* Value i of four from the words of their planes, which are the bytes from the top; the offset is in patterns. */
+template <int SIZE> DEVICE uint64_t merge_value(const uint32_t *plane, uint32_t i, bool is_float, uint16_t offset)
+{
+	uint64_t x = 0;
+
+	for (int p = 0; p < SIZE; p++)
+		x = x << 8 | (plane[p] >> 8 * i & 255);
+	if (SIZE > 1 && is_float) {
+		const int low = SIZE > 1 ? 8 * SIZE - 16 : 0;
+		uint16_t top = bits_unturn((uint16_t)(x >> low), offset, SHIFT_OF(SIZE));
+
+		x = (x & ((1ull << low) - 1)) | (uint64_t)top << low;
+	}
+	return x;
+}
+
+/*
+ * A lane's four values of a row by the words of their planes, whose offsets are in the halves of two words; in memory
+ * they are one after the other. The pattern's upper eight bits are plane 0, its sign and lower seven are plane 1.
+ */
+template <int SIZE> DEVICE void merge_quad(const uint32_t *plane, const uint32_t *offset, uint32_t *out)
+{
+	uint32_t lower = plane[1] & 0x7f7f7f7f, signs = plane[1] & 0x80808080, top[2];
+
+	for (int h = 0; h < 2; h++) {
+		uint32_t even = h ? 0x4342 : 0x4140, odd = h ? 0x3424 : 0x1404; /* where in halves two bytes go */
+		uint32_t upper = __byte_perm(plane[0], 0, even), u = upper * 128 + __byte_perm(lower, 0, even);
+
+		top[h] = turn_pair(u, upper, offset[h]) | __byte_perm(signs, 0, odd);
+	}
+	if (SIZE == 2) {
+		out[0] = top[0], out[1] = top[1];
+		return;
+	}
+	for (int h = 0; h < 2; h++) {
+		uint32_t low = __byte_perm(plane[SIZE - 1], plane[SIZE - 2], h ? 0x7362 : 0x5140);
+
+		out[2 * h % SIZE] = __byte_perm(low, top[h], 0x5410);
+		out[(2 * h + 1) % SIZE] = __byte_perm(low, top[h], 0x7632);
+	}
+}
+
+/* A region's head: modes of its planes, and whether values were taken out. */
+DEVICE codec_status check_head(const codec_view *v, uint32_t head, int size)
+{
+	if (head & ~(WIRE_REGION_PRUNED | ((1u << 2 * size) - 1)))
+		return CODEC_BAD_REGION;
+	for (int p = 0; p < size; p++) {
+		uint32_t mode = head >> 2 * p & 3;
+
+		if (v->fixed >> p & 1 ? mode != 0 : mode == WIRE_MODE_CODED && !(v->coded >> p & 1))
+			return CODEC_BAD_REGION;
+	}
+	return head & WIRE_REGION_PRUNED && (!octave_of(v->dtype) || (head & 3) != WIRE_MODE_CODED) ? CODEC_BAD_REGION
+												    : CODEC_OK;
+}
+
+/* By which of four values are there: where in a word each one's byte is, for __byte_perm; elsewhere a 0. */
+static __device__ const uint16_t SPREAD[16] = {0x4444, 0x4440, 0x4404, 0x4410, 0x4044, 0x4140, 0x4104, 0x4210,
+					       0x0444, 0x1440, 0x1404, 0x2410, 0x1044, 0x2140, 0x2104, 0x3210};
+
+/* Which of a lane's four values are not 0 in plane 0, and how many of them go before, in this row and in others. */
+struct lives {
+	uint32_t mask, before;
+};
+
+/* Of the next row; *seen: how many there were. */
+DEVICE lives lives_of(uint32_t top, uint32_t *seen, uint32_t lane)
+{
+	lives l = {~equal_bytes(top, 0) & 15, *seen};
+	uint32_t all;
+
+	l.before += warp_scan(__popc(l.mask), lane, &all);
+	*seen += all;
+	return l;
+}
+
+/* Bytes of those in a plane that has no others: in their places, elsewhere 0. */
+DEVICE uint32_t spread_quad(const bit_source &s, uint32_t begin, const lives &l)
+{
+	return l.mask ? __byte_perm(window_at(s, begin + 8 * l.before), 0, SPREAD[l.mask]) : 0;
+}
+
+/* All of a plane that is in memory. */
+static __device__ void spread(const uint32_t *top, uint32_t m, const uint8_t *kept, uint32_t *plane, uint32_t lane)
+{
+	uint32_t seen = 0;
+
+	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
+		lives l = lives_of(top[32 * r + lane], &seen, lane);
+		uint32_t quad = load_bytes(kept + l.before, __popc(l.mask));
+
+		plane[32 * r + lane] = __byte_perm(quad, 0, SPREAD[l.mask]);
+	}
+	__syncwarp();
+}
+
+/* How many values of a block are not 0 in plane 0. */
+static __device__ uint32_t count_lives(const uint32_t *top, uint32_t m, uint32_t lane)
+{
+	uint32_t count = 0;
+
+	for (uint32_t r = 0; WIRE_ROW * r < m; r++)
+		count += __popc(~equal_bytes(top[32 * r + lane], 0) & 15);
+	return warp_sum(count);
+}
+
+/* Is a fixed plane 0 where plane 0 is? */
+static __device__ bool zero_under(const uint32_t *top, uint32_t m, const uint8_t *fixed, uint32_t lane)
+{
+	bool bad = false;
+
+	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
+		uint32_t n = there(r, lane, m), word = load_bytes(fixed + WIRE_ROW * r + 4 * lane, n);
+
+		bad |= (equal_bytes(top[32 * r + lane], 0) & ~equal_bytes(word, 0) & ((1u << n) - 1)) != 0;
+	}
+	return !__any_sync(FULL, bad);
+}
+
+/* Four values as they lie in memory, whatever becomes of them. */
+template <int SIZE> DEVICE_CALL void put_any(const codec_sink *sink, uint32_t dtype, uint64_t i, uint4 x)
+{
+	uint64_t four[4] = {x.x, x.y, x.z, x.w};
+
+	if (SIZE == 2)
+		four[0] = x.x & 0xffff, four[1] = x.x >> 16, four[2] = x.y & 0xffff, four[3] = x.y >> 16;
+	put_quad<SIZE>(sink, dtype, i, 4, four);
+}
+
+template <int SIZE> DEVICE void put_merged(const codec_sink *sink, uint32_t dtype, uint64_t i, uint4 x)
+{
+	uint8_t *to = global(sink->data) + SIZE * i;
+
+	if (sink->into != CODEC_INTO_STORE || (uint64_t)to % (4 * SIZE))
+		return put_any<SIZE>(sink, dtype, i, x);
+	if (SIZE == 2)
+		*(uint2 *)to = {x.x, x.y};
+	else
+		*(uint4 *)to = x;
+}
+
+/* Row r's four values, a word of each plane, to where they go. `o`: where they are, of which there are n, or none. */
+template <int SIZE>
+DEVICE void put_row(const job *j, uint64_t first, uint32_t r, uint32_t n, const uint32_t *word, place *o,
+		    const codec_sink *sink, uint32_t lane)
+{
+	const int octave = octave_of(j->v.dtype);
+	const uint64_t i = first + WIRE_ROW * r + 4 * lane;
+	uint16_t offset[4] = {0};
+	uint64_t values[4];
+
+	if (!sink->data)
+		return;
+	if (j->v.model_parts.count && n)
+		quad_offsets(j, o, n, octave / 8, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)), offset);
+	if constexpr (SIZE == 2 || SIZE == 4)
+		if (octave && n == 4) {
+			const uint32_t pairs[2] = {offset[0] | (uint32_t)offset[1] << 16,
+						   offset[2] | (uint32_t)offset[3] << 16};
+			uint32_t out[4] = {0};
+
+			merge_quad<SIZE>(word, pairs, out);
+			return put_merged<SIZE>(sink, j->v.dtype, i, {out[0], out[1], out[2], out[3]});
+		}
+	for (uint32_t k = 0; k < 4; k++)
+		values[k] = merge_value<SIZE>(word, k, octave > 0, offset[k]);
+	put_quad<SIZE>(sink, j->v.dtype, i, n, values);
+}
+
+/*
+ * A chunk of rows that are all there; all at multiples of a word, values at `to` at one of a quad. `fixed`: planes from
+ * the second one on, so many bytes apart. Nearly all of a large tensor is read here.
+ */
+template <int SIZE>
+DEVICE void read_whole_rows(const job *j, plane *top, const pairs &by, const uint8_t *fixed, digest *sums, cursor *c,
+			    place *o, uint8_t *to, uint32_t r, uint32_t lane)
+{
+	const int octave = octave_of(j->v.dtype), round = ROUND_OF(octave);
+	const uint32_t length = o->length ? o->length : ~0u; /* a row without an end */
+	const uint32_t *key = SEAL_KEY + lane, *word_of[SIZE];
+	uint32_t column = o->column, row = o->row, eighths = row_pair(o->eighths, round);
+
+	for (int p = 1; p < SIZE; p++)
+		word_of[p] = global((const uint32_t *)(fixed + (p - 1) * j->v.plane_stride)) + 32 * r + lane;
+	to += 4 * SIZE * (32 * r + lane);
+#pragma unroll(SIZE == 2 ? 4 : 2)
+	for (uint32_t k = 0; k < CHUNK_ROWS; k++) {
+		uint32_t word[SIZE], value[SIZE], offset[2], four = 0x80808080;
+
+		word[0] = plane_whole_row(top, by, c, lane);
+		for (int p = 1; p < SIZE; p++) {
+			word[p] = word_of[p][32 * k];
+			sums[p].sum += (uint64_t)word[p] * key[32 * k];
+		}
+		if (o->cols)
+			four ^= columns_at(o->cols + column);
+		offset[0] = pair_offset(__byte_perm(four, 0, 0x4140), eighths, octave);
+		offset[1] = pair_offset(__byte_perm(four, 0, 0x4342), eighths, octave);
+		merge_quad<SIZE>(word, offset, value);
+		if constexpr (SIZE == 2)
+			*global((uint2 *)(to + 4 * SIZE * 32 * k)) = {value[0], value[1]};
+		else
+			*global((uint4 *)(to + 4 * SIZE * 32 * k)) = {value[0], value[1], value[2], value[3]};
+		if (k + 1 < CHUNK_ROWS && (column += WIRE_ROW) >= length) {
+			for (; column >= length; row++)
+				column -= length;
+			eighths = row_pair(eighths_of(o->part, o->rows, row), round);
+		}
+	}
+	if (j->v.model_parts.count) {
+		o->column = column, o->row = row, o->left -= WIRE_ROW * (CHUNK_ROWS - 1);
+		enter_row(o);
+		move_on(j, o, WIRE_ROW);
+	}
+}
+
+/* Are a lane's quads in the next chunk's rows such as read_whole_rows takes, each within one row of the place's part?
+ */
+DEVICE bool plain_ahead(const place *o)
+{
+	return o->left >= WIRE_ROW * (CHUNK_ROWS - 1) + 4 && !((o->length | o->column) & 3);
+}
+
+/* A region with plane 0 alone, in any mode, whose values are read row by row; the cursor is behind its head. */
+template <int SIZE>
+DEVICE codec_status read_alone(const job *j, uint64_t b, uint32_t mode, cursor c, const pairs &by,
+			       const codec_sink *sink, uint64_t *sealed, uint32_t lane)
+{
+	const codec_view &v = j->v;
+	const uint64_t first = b * v.block_nvalues;
+	const uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW;
+	const uint8_t *fixed = c.frame + v.planes_offset + first;
+	digest sums[SIZE] = {};
+	place o = {};
+	plane top;
+	codec_status status = plane_open(&top, j, 0, mode, by, m, &c, lane);
+
+	if (status != CODEC_OK)
+		return status;
+	if (v.model_parts.count)
+		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
+	bool fast = (SIZE == 2 || SIZE == 4) && octave_of(v.dtype) && mode == WIRE_MODE_CODED && by.plane == 0 &&
+		    sink->data && sink->into == CODEC_INTO_STORE && (uint64_t)sink->data % (4 * SIZE) == 0 &&
+		    ((uint64_t)top.coder.words | (uint64_t)fixed | v.plane_stride) % 4 == 0;
+
+	for (uint32_t r = 0; r < rows;) {
+		if (fast && r % CHUNK_ROWS == 0 && r + CHUNK_ROWS <= m / WIRE_ROW &&
+		    (!v.model_parts.count || __all_sync(FULL, plain_ahead(&o)))) {
+			if constexpr (SIZE == 2 || SIZE == 4)
+				read_whole_rows<SIZE>(j, &top, by, fixed, sums, &c, &o, sink->data + SIZE * first, r,
+						      lane);
+			r += CHUNK_ROWS;
+		} else {
+			uint32_t n = there(r, lane, m), word[SIZE];
+
+			word[0] = plane_row(&top, r, &c, lane);
+			for (int p = 1; p < SIZE; p++) {
+				word[p] = load_bytes(fixed + (p - 1) * v.plane_stride + WIRE_ROW * r + 4 * lane, n);
+				digest_word(&sums[p], word[p], r, lane);
+			}
+			put_row<SIZE>(j, first, r++, n, word, &o, sink, lane);
+		}
+		if (r % CHUNK_ROWS == 0 || r == rows)
+			for (int p = 1; p < SIZE; p++)
+				digest_keep(&sums[p], (r - 1) / CHUNK_ROWS, lane);
+	}
+	for (int p = 1; p < SIZE; p++)
+		*sealed += digest_end(&sums[p], 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, WIRE_SEED_PLANE + p, lane);
+	status = plane_close(&top);
+	return status == CODEC_OK ? close_region(&c, lane) : status;
+}
+
+/*
+ * A region with any planes. Those that are not bytes as they are lie in `scratch` meanwhile: memory for a plane more
+ * than values have.
+ */
+template <int SIZE>
+DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor c, const pairs &by, uint8_t *scratch,
+				const codec_sink *sink, uint64_t *sealed, uint32_t lane)
+{
+	const codec_view &v = j->v;
+	const uint64_t first = b * v.block_nvalues;
+	const uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW;
+	const bool pruned = head & WIRE_REGION_PRUNED;
+	const bit_source source = bits_from(&c);
+	const uint32_t *top = (const uint32_t *)scratch;
+	uint8_t *some = scratch + SIZE * PLANE_ROOM;                           /* of values that were not taken out */
+	const uint8_t *section = c.frame + v.planes_offset + first, *at[SIZE]; /* of planes that are not in scratch */
+	uint32_t k = m, apart = 0; /* apart: those that have no bytes of values that were taken out */
+	codec_status status = CODEC_OK;
+	digest sums[SIZE] = {};
+	place o = {};
+
+	for (uint32_t p = 0; p < SIZE; p++) {
+		at[p] = v.fixed >> p & 1 ? section : NULL;
+		section += v.fixed >> p & 1 ? v.plane_stride : 0;
+	}
+	for (uint32_t p = 0; p < SIZE && status == CODEC_OK; p++) {
+		uint32_t *to = (uint32_t *)(scratch + p * PLANE_ROOM), mode = head >> 2 * p & 3;
+
+		if (v.fixed >> p & 1)
+			continue;
+		if (p && mode == WIRE_MODE_RAW) {
+			if (left(&c) < k)
+				return CODEC_BAD_REGION;
+			at[p] = here(&c);
+			apart |= (uint32_t)pruned << p;
+			c.at += k;
+			continue;
+		}
+		status = read_plane(j, p, mode, by, k, p && pruned ? (uint32_t *)some : to, &c, lane);
+		if (status != CODEC_OK || !pruned)
+			continue;
+		if (p) {
+			spread(top, m, some, to, lane);
+			continue;
+		}
+		k = count_lives(top, m, lane);
+		for (int f = 1; f < SIZE; f++)
+			if (v.fixed >> f & 1 && !zero_under(top, m, at[f], lane))
+				status = CODEC_BAD_REGION;
+		if (!k)
+			status = CODEC_BAD_REGION;
+	}
+	if (status != CODEC_OK)
+		return status;
+	if (v.model_parts.count)
+		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
+	for (uint32_t r = 0, seen = 0; r < rows; r++) {
+		uint32_t n = there(r, lane, m), word[SIZE];
+		lives l = {0, 0};
+
+		if (apart)
+			l = lives_of(top[32 * r + lane], &seen, lane);
+		for (int p = 0; p < SIZE; p++) {
+			if (!at[p]) {
+				word[p] = ((uint32_t *)(scratch + p * PLANE_ROOM))[32 * r + lane];
+				continue;
+			}
+			word[p] = apart >> p & 1 ? spread_quad(source, bit_of(source, at[p]), l)
+						 : load_bytes(at[p] + WIRE_ROW * r + 4 * lane, n);
+			if (!(v.fixed >> p & 1))
+				continue;
+			digest_word(&sums[p], word[p], r, lane);
+			if (r % CHUNK_ROWS == CHUNK_ROWS - 1 || r + 1 == rows)
+				digest_keep(&sums[p], r / CHUNK_ROWS, lane);
+		}
+		put_row<SIZE>(j, first, r, n, word, &o, sink, lane);
+	}
+	for (int p = 0; p < SIZE; p++)
+		if (v.fixed >> p & 1)
+			*sealed += digest_end(&sums[p], 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, WIRE_SEED_PLANE + p,
+					      lane);
+	return close_region(&c, lane);
+}
+
+/* A region's values; the fixed planes' digests are added to *sealed on the way. */
+template <int SIZE>
+DEVICE codec_status read_block(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
+			       const codec_sink *sink, uint64_t *sealed, uint32_t lane)
+{
+	const codec_view &v = j->v;
+	uint32_t head = load32(here(&c));
+	codec_status status = check_head(&v, head, SIZE);
+
+	bool alone = v.fixed == (1u << SIZE) - 2 && !(v.halved & 1) && !(head & WIRE_REGION_PRUNED);
+
+	c.at += 4;
+	if (status != CODEC_OK)
+		return status;
+	if (!alone)
+		return read_planes<SIZE>(j, b, head, c, by, scratch, sink, sealed, lane);
+	return read_alone<SIZE>(j, b, head & 3, c, by, sink, sealed, lane);
+}
 
 /* For whoever launches: a warp's scratch, by the log2 of a value's size. */
 extern "C" __device__ const uint64_t decode_lossless_nbytes[] = {2 * PLANE_ROOM, 3 * PLANE_ROOM, 5 * PLANE_ROOM,

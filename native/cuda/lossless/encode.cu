@@ -1,6 +1,468 @@
-/* lossless/encode.cu - lossless frames of values of SIZE bytes. */
+/* lossless/encode.cu - values to regions: a warp does a block. docs/encoder.md, sections 4.2 and 6. */
+#include "coder/encode.cuh"
+#include "coder/fit.cuh"
+#include "common/checksum.cuh"
 #include "frame/encode.cuh"
-#include "lossless/encode.cuh"
+
+/* A lane's four values of a row, as they lie in memory, to a word of each plane; the reverse of merge_quad. */
+template <int SIZE> DEVICE void split_pairs(const uint32_t *value, const uint32_t *offset, uint32_t *plane)
+{
+	uint32_t top[2], turned[2];
+
+	for (int h = 0; h < 2; h++) {
+		top[h] = SIZE == 2 ? value[h] : __byte_perm(value[2 * h % SIZE], value[(2 * h + 1) % SIZE], 0x7632);
+		turned[h] = turn_pair(top[h] & 0x7fff7fff, __byte_perm(2 * top[h], 0, 0x4341), offset[h]);
+	}
+	plane[1] = (__byte_perm(turned[0], turned[1], 0x6420) & 0x7f7f7f7f) |
+		   (__byte_perm(top[0], top[1], 0x7531) & 0x80808080);
+	plane[0] = __byte_perm(2 * turned[0], 2 * turned[1], 0x7531);
+	if constexpr (SIZE == 4) {
+		uint32_t low[2] = {__byte_perm(value[0], value[1], 0x5410), __byte_perm(value[2], value[3], 0x5410)};
+
+		plane[2] = __byte_perm(low[0], low[1], 0x7531);
+		plane[3] = __byte_perm(low[0], low[1], 0x6420);
+	}
+}
+
+/* Of n values that lie anywhere, and have offsets in patterns. */
+template <int SIZE>
+DEVICE void split_some(const uint8_t *from, uint32_t n, bool is_float, const uint16_t *offset, uint32_t *word)
+{
+	for (int p = 0; p < SIZE; p++)
+		word[p] = 0;
+	uint64_t four[4];
+
+	load_quad<SIZE>(from, n, four);
+	for (uint32_t k = 0; k < n; k++) {
+		uint64_t x = four[k];
+
+		if (SIZE > 1 && is_float) {
+			const int low = SIZE > 1 ? 8 * SIZE - 16 : 0;
+			uint16_t top = bits_turn((uint16_t)(x >> low), offset[k], SHIFT_OF(SIZE));
+
+			x = (x & ((1ull << low) - 1)) | (uint64_t)top << low;
+		}
+		for (int p = 0; p < SIZE; p++)
+			word[p] |= (uint32_t)(x >> 8 * (SIZE - 1 - p) & 255) << 8 * k;
+	}
+}
+
+/* Values of a row, this lane's four, as a word of each plane; their offsets, in patterns. */
+template <int SIZE>
+DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_float, const uint16_t *offset,
+		       uint32_t *word)
+{
+	const uint8_t *from = global(values) + SIZE * i;
+
+	if constexpr (SIZE == 2 || SIZE == 4)
+		if (is_float && n == 4 && (uint64_t)from % (4 * SIZE) == 0) {
+			uint32_t value[SIZE], back[2]; /* the rest of the circle */
+
+			for (int h = 0; h < 2; h++)
+				back[h] = WIRE_CIRCLE(128) * 0x10001 -
+					  (offset[2 * h] | (uint32_t)offset[2 * h + 1] << 16);
+			for (int h = 0; h < SIZE; h += 2) {
+				uint2 w = ((const uint2 *)from)[h / 2];
+
+				value[h] = w.x, value[h + 1] = w.y;
+			}
+			return split_pairs<SIZE>(value, back, word);
+		}
+	split_some<SIZE>(from, n, is_float, offset, word);
+}
+
+/* Would coding a plane of k bytes save enough? */
+static __device__ bool plane_pays(const job *j, uint32_t p, const uint32_t *plane, uint32_t k, uint32_t lane)
+{
+	const uint32_t *codes = j->codes + 256 * p;
+	uint32_t halved = j->v.halved >> p & 1, cost = 0, count = 0;
+
+	for (uint32_t r = 0; WIRE_ROW * r < k; r += CHOOSE_BLOCK_STRIDE)
+		for (uint32_t i = 0; i < there(r, lane, k); i++) {
+			uint32_t entry = codes[plane[32 * r + lane] >> 8 * i & (halved ? 15 : 255)];
+
+			cost += CODE_LENGTH(entry) + (entry & CODE_ESCAPED ? 8 : 0);
+			count++;
+		}
+	return choose_saves(warp_sum(cost), warp_sum(count), halved ? 4 : 8);
+}
+
+/* Plane p of k bytes, in whole rows, in the mode that serves it best: bytes at `out`. */
+DEVICE_CALL uint32_t put_plane(const job *j, uint32_t p, uint32_t *plane, uint32_t k, uint32_t *symbol, uint32_t *words,
+			       uint8_t *out, uint32_t *mode, uint32_t lane)
+{
+	const uint8_t *bytes = (const uint8_t *)plane;
+	uint32_t rows = (k + WIRE_ROW - 1) / WIRE_ROW, nbitmap = (rows + 7) / 8, got = 0, runs = 0, differ = 0;
+	uint32_t first = bytes[0] * ONES, halved = j->v.halved >> p & 1;
+
+	for (uint32_t r = 0; r < rows; r++) {
+		uint32_t n = there(r, lane, k), word = plane[32 * r + lane];
+
+		differ |= keep_bytes(word ^ first, n);
+		if (__any_sync(FULL, keep_bytes(word, n) != 0))
+			runs += k - WIRE_ROW * r < WIRE_ROW ? k - WIRE_ROW * r : WIRE_ROW;
+	}
+	bool constant = !__any_sync(FULL, differ != 0);
+
+	if (!constant && j->v.coded >> p & 1 &&
+	    ((p == 0 && octave_of(j->v.dtype)) || plane_pays(j, p, plane, k, lane))) {
+		uint32_t most = (uint32_t)choose_coded_most(k, (int)halved), half = (k + 1) / 2;
+
+		for (uint32_t r = 0; halved && r < rows; r++)
+			symbol[32 * r + lane] = plane[32 * r + lane] & 0x0f0f0f0fu;
+		got = encode_plane(j, p, halved ? symbol : plane, k, most, words, (uint8_t *)symbol, false, out, lane);
+		for (uint32_t i = lane; got && halved && i < half; i += 32)
+			out[got + i] = (uint8_t)(bytes[i] >> 4 | (half + i < k ? bytes[half + i] & 0xf0 : 0));
+		got += got && halved ? half : 0;
+	}
+	*mode = choose_mode(k, constant, got, nbitmap, runs);
+	if (*mode == WIRE_MODE_CODED)
+		return got;
+	if (*mode == WIRE_MODE_CONSTANT) {
+		if (lane == 0)
+			out[0] = (uint8_t)first;
+		return 1;
+	}
+	if (*mode == WIRE_MODE_RAW) {
+		copy_bytes(out, bytes, k, lane);
+		return k;
+	}
+	uint32_t at = nbitmap, bits = 0;
+
+	for (uint32_t r = 0; r < rows; r++) {
+		uint32_t run = k - WIRE_ROW * r < WIRE_ROW ? k - WIRE_ROW * r : WIRE_ROW;
+
+		if (__any_sync(FULL, keep_bytes(plane[32 * r + lane], there(r, lane, k)) != 0)) {
+			copy_bytes(out + at, bytes + WIRE_ROW * r, run, lane);
+			at += run;
+			bits |= 1u << r % 8;
+		}
+		if ((r % 8 == 7 || r + 1 == rows) && lane == 0)
+			out[r / 8] = (uint8_t)bits;
+		bits = r % 8 == 7 ? 0 : bits;
+	}
+	return at;
+}
+
+/* Bytes of those of four values that are there, one after the other: which ones, for __byte_perm. */
+static __device__ const uint16_t SQUEEZE[16] = {0x4444, 0x4440, 0x4441, 0x4410, 0x4442, 0x4420, 0x4421, 0x4210,
+						0x4443, 0x4430, 0x4431, 0x4310, 0x4432, 0x4320, 0x4321, 0x3210};
+
+/*
+ * Of planes 1 on that are not `fixed`, in scratch, the bytes of values whose plane 0 is not 0, one after the other: in
+ * their place, or k of each plane to `out`.
+ */
+template <int SIZE>
+DEVICE_CALL void prune(uint8_t *scratch, uint32_t m, uint32_t fixed, uint8_t *out, uint32_t k, uint32_t lane)
+{
+	uint32_t seen = 0;
+	uint8_t *to[SIZE];
+
+	for (int p = 1; p < SIZE; p++) {
+		to[p] = global(out ? out : scratch + p * PLANE_ROOM);
+		out += out && !(fixed >> p & 1) ? k : 0;
+	}
+	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
+		uint32_t mask = ~equal_bytes(((uint32_t *)scratch)[32 * r + lane], 0) & 15, total, word[SIZE];
+		uint32_t at = seen + warp_scan(__popc(mask), lane, &total);
+
+		for (int p = 1; p < SIZE; p++)
+			word[p] =
+				__byte_perm(((uint32_t *)(scratch + p * PLANE_ROOM))[32 * r + lane], 0, SQUEEZE[mask]);
+		__syncwarp(); /* all have read the row; a shuffle orders no memory */
+		for (int p = 1; p < SIZE; p++)
+			for (int i = 0; i < 4 && !(fixed >> p & 1); i++)
+				if (i < __popc(mask))
+					to[p][at + i] = (uint8_t)(word[p] >> 8 * i);
+		seen += total;
+		__syncwarp();
+	}
+}
+
+/* A quad of plane p, which is fixed, to its section; value i of the tensor is its first. */
+DEVICE void put_fixed(const codec_view *v, uint8_t *frame, uint64_t section, uint64_t i, uint32_t word)
+{
+	if (i < v->plane_stride)
+		*(uint32_t *)(frame + section + i) = word;
+}
+
+/* Is only plane 0 in regions, and one that is coded, whatever its values? */
+DEVICE bool is_alone(const codec_view &v, int size)
+{
+	return size > 1 && octave_of(v.dtype) && v.coded & 1 && !(v.halved & 1) && v.fixed == (1u << size) - 2;
+}
+
+/* Bits that some of a plane's symbols have, and those that all have; by their place in quads. */
+struct common {
+	uint32_t some, all;
+};
+
+/* Bits that some byte of the warp's words has. */
+DEVICE uint32_t any_byte(uint32_t x)
+{
+	x = __reduce_or_sync(FULL, x);
+	return (x | x >> 8 | x >> 16 | x >> 24) & 255;
+}
+
+/* Are a plane's symbols not all one? */
+DEVICE bool differs(const common &same)
+{
+	return any_byte(same.some) & any_byte(~same.all);
+}
+
+/*
+ * What planes 1 on, of a row of a lane's, have where plane 0 is not 0. A row of 128 zeros among these takes half a row
+ * of this kind at least: planes in which there is one are noted.
+ */
+template <int SIZE> DEVICE void look_under(const uint32_t *word, uint32_t fixed, common *same, uint32_t *runs)
+{
+	const uint32_t lives = ~equal_mask(word[0], 0);
+
+	for (int p = 1; p < SIZE; p++) {
+		uint32_t some = __ballot_sync(FULL, (word[p] & lives) != 0);
+
+		same[p].some |= word[p] & lives;
+		same[p].all &= word[p] | ~lives;
+		*runs |= (uint32_t)(!(some & 0xffff) || !(some >> 16)) << p;
+	}
+}
+
+/*
+ * A chunk of rows, from row r on, that are all there: values at `from`, at a multiple of a quad, are split, coded, and
+ * but for plane 0 written to their sections from `section` on. Nearly all of a large tensor is coded here. `o`: the
+ * last of these rows.
+ */
+template <int SIZE>
+DEVICE void write_whole_rows(const job *j, const uint8_t *from, uint8_t *section, place *o, coding *s, digest *sums,
+			     common *same, uint32_t r, uint32_t lane)
+{
+	const int octave = octave_of(j->v.dtype), round = ROUND_OF(octave);
+	const uint32_t *key = SEAL_KEY + lane;
+	uint32_t column = o->length ? o->column : ~0u, row = o->row, eighths = row_pair(o->eighths, round), *to[SIZE];
+
+	for (int p = 1; p < SIZE; p++)
+		to[p] = global((uint32_t *)(section + (p - 1) * j->v.plane_stride)) + 32 * r + lane;
+	from += 4 * SIZE * (32 * r + lane);
+#pragma unroll(SIZE == 2 ? 4 : 2)
+	for (uint32_t k = CHUNK_ROWS; k-- > 0;) {
+		uint32_t word[SIZE], value[SIZE], offset[2], four = 0x80808080;
+
+		if constexpr (SIZE == 2) {
+			uint2 w = *global((const uint2 *)(from + 4 * SIZE * 32 * k));
+
+			value[0] = w.x, value[1] = w.y;
+		} else {
+			uint4 w = *global((const uint4 *)(from + 4 * SIZE * 32 * k));
+
+			value[0] = w.x, value[1] = w.y, value[2] = w.z, value[3] = w.w;
+		}
+		if (o->cols)
+			four ^= columns_at(o->cols + column);
+		for (int h = 0; h < 2; h++) /* the rest of the circle */
+			offset[h] = WIRE_CIRCLE(128) * 0x10001 -
+				    pair_offset(__byte_perm(four, 0, h ? 0x4342 : 0x4140), eighths, octave);
+		split_pairs<SIZE>(value, offset, word);
+		for (int p = 1; p < SIZE; p++) {
+			sums[p].sum += (uint64_t)word[p] * key[32 * k];
+			to[p][32 * k] = word[p];
+		}
+		same->some |= word[0];
+		same->all &= word[0];
+		code_quad(s, word[0], r + k, 4, lane);
+		if (k && column < WIRE_ROW) {
+			for (; column < WIRE_ROW; row--)
+				column += o->length;
+			eighths = row_pair(eighths_of(o->part, o->rows, row), round);
+		}
+		column -= k ? WIRE_ROW : 0;
+	}
+	if (o->part) {
+		o->column = o->length ? column : 0, o->row = row, o->left += WIRE_ROW * (CHUNK_ROWS - 1);
+		enter_row(o);
+		if (r)
+			move_back(j, o, WIRE_ROW);
+	}
+}
+
+/* Are a lane's quads in the chunk of rows that ends here such as write_whole_rows takes? */
+DEVICE bool plain_behind(const place *o)
+{
+	return o->part->count - o->left >= WIRE_ROW * (CHUNK_ROWS - 1) && o->left >= 4 &&
+	       !((o->length | o->column) & 3);
+}
+
+/*
+ * Block b of a tensor of which that is true: values are read once, the last row first, and coded at once; as soon as
+ * the region's size is known it is written to its place. False: it is not to be coded after all, and nothing has
+ * happened but that fixed planes may have been written. `literals`, `words`: see begin_plane.
+ */
+template <int SIZE>
+DEVICE bool write_alone(const codec_encoding &e, const job *j, uint64_t b, uint8_t *literals, uint32_t *words,
+			uint32_t lane)
+{
+	const codec_view &v = j->v;
+	const uint64_t first = b * v.block_nvalues;
+	const uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW;
+	const uint32_t last = there(rows - 1, lane, m) ? rows - 1 : rows - 2; /* of this lane's rows; ~0: it has none */
+	const uint32_t pad = table_of(j, 0)[TABLE_PAD] * ONES;
+	const bool offsets = v.model_parts.count > 0;
+	const int octave = octave_of(v.dtype);
+	const uint8_t *values = e.source.values + SIZE * first;
+	uint8_t *section = e.frame + v.planes_offset + first;
+	/* a quad is written to its sections' ends, too */
+	const bool fast = (SIZE == 2 || SIZE == 4) &&
+			  ((uint64_t)values % (4 * SIZE) | ((uint64_t)section | v.plane_stride) % 4) == 0;
+	coding s = begin_plane(j, 0, words, literals, false);
+	common same = {0, FULL};
+	uint32_t size = 0;
+	uint64_t at = 0, sealed = 0;
+	digest sums[SIZE] = {};
+	place o = {};
+
+	if (offsets && last != ~0u)
+		o = place_at(j, first + WIRE_ROW * last + 4 * lane);
+	for (uint32_t r = rows; r > 0;) {
+		if (fast && r % CHUNK_ROWS == 0 && r <= m / WIRE_ROW &&
+		    (!offsets || __all_sync(FULL, plain_behind(&o)))) {
+			r -= CHUNK_ROWS;
+			if constexpr (SIZE == 2 || SIZE == 4)
+				write_whole_rows<SIZE>(j, values, section, &o, &s, sums, &same, r, lane);
+		} else {
+			uint32_t n = there(--r, lane, m), word[SIZE], i = WIRE_ROW * r + 4 * lane;
+			uint16_t offset[4] = {0};
+
+			if (offsets && n) {
+				quad_offsets_here(j, &o, n, octave / 8, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)), offset);
+				if (r)
+					move_back(j, &o, WIRE_ROW);
+			}
+			split_quad<SIZE>(values, i, n, octave > 0, offset, word);
+			for (int p = 1; p < SIZE; p++) {
+				digest_word(&sums[p], word[p], r, lane);
+				put_fixed(&v, e.frame, v.planes_offset + (p - 1) * v.plane_stride, first + i, word[p]);
+			}
+			same.some |= keep_bytes(word[0], n);
+			same.all &= word[0] | ~keep_bytes(FULL, n);
+			code_quad(&s, filled(word[0], n, pad), r, n, lane);
+		}
+		if (r % CHUNK_ROWS == 0)
+			for (int p = 1; p < SIZE; p++)
+				digest_keep(&sums[p], r / CHUNK_ROWS, lane);
+	}
+	auto place_for = [&](uint32_t nbytes) -> uint8_t * {
+		if (!differs(same))
+			return NULL;
+		size = (4 + nbytes + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
+		at = v.regions_offset + look_back(e.places, b, size, lane);
+		return at + size <= e.capacity ? e.frame + at + 4 : NULL;
+	};
+	uint32_t got = end_plane(s, (uint32_t)choose_coded_most(m, 0), place_for, lane);
+
+	if (!size)
+		return false;
+	if (got) {
+		for (int p = 1; p < SIZE; p++)
+			sealed += digest_end(&sums[p], 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, WIRE_SEED_PLANE + p,
+					     lane);
+		put32(e.frame + at, WIRE_MODE_CODED, lane);
+		end_region(e.frame + at, 4 + got, lane);
+		sealed = seal_block(sealed + digest_bytes(e.frame + at, size, WIRE_SEED_REGION, lane), b);
+	}
+	put_entry(&v, e, b, at + size, sealed, lane);
+	return true;
+}
+
+/*
+ * Block b to a region at `region`, fixed planes to their sections of the frame, whose digests become *sealed. Returns
+ * the region's size. `scratch`: memory for a plane more than values have, and for WORDS_ROOM.
+ */
+template <int SIZE>
+DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *frame, uint64_t b, uint8_t *scratch,
+				 uint8_t *region, uint64_t *sealed, uint32_t lane)
+{
+	const codec_view &v = j->v;
+	uint64_t first = b * v.block_nvalues;
+	uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW, k = m, head = 0, at = 4;
+	uint32_t all = (1u << SIZE) - 1, under = 0, zeros = 0;
+	uint32_t *symbol = (uint32_t *)(scratch + SIZE * PLANE_ROOM);
+	uint32_t *words = (uint32_t *)(scratch + (SIZE + 1) * PLANE_ROOM);
+	int octave = octave_of(v.dtype);
+	bool offsets = v.model_parts.count > 0;
+	uint32_t runs = 0; /* planes in which there may be rows of zeros, a bit each */
+	common same[SIZE];
+	digest sums[SIZE];
+	place o = {};
+
+	if (offsets)
+		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
+	for (int p = 0; p < SIZE; p++) {
+		sums[p] = {0, 0};
+		same[p] = {0, FULL};
+	}
+	for (uint32_t r = 0; r < rows; r++) {
+		uint32_t n = there(r, lane, m), word[SIZE], i = WIRE_ROW * r + 4 * lane, others = 0;
+		uint64_t section = v.planes_offset;
+		uint16_t offset[4] = {0};
+
+		if (offsets && n)
+			quad_offsets(j, &o, n, octave / 8, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)), offset);
+		split_quad<SIZE>(values, first + i, n, octave > 0, offset, word);
+		for (int p = 0; p < SIZE; p++) {
+			others |= p ? word[p] : 0;
+			if (!(v.fixed >> p & 1)) {
+				((uint32_t *)(scratch + p * PLANE_ROOM))[32 * r + lane] = word[p];
+				continue;
+			}
+			digest_word(&sums[p], word[p], r, lane);
+			if (r % CHUNK_ROWS == CHUNK_ROWS - 1 || r + 1 == rows)
+				digest_keep(&sums[p], r / CHUNK_ROWS, lane);
+			put_fixed(&v, frame, section, first + i, word[p]);
+			section += v.plane_stride;
+		}
+		if (octave && v.fixed != all - 1)
+			look_under<SIZE>(word, v.fixed, same, &runs);
+		uint32_t none = equal_bytes(word[0], 0) & ((1u << n) - 1);
+
+		zeros += __popc(none);
+		under |= none & ~equal_bytes(others, 0); /* something is set where plane 0 is 0 */
+	}
+	__syncwarp();
+	zeros = (uint32_t)warp_sum(zeros);
+	uint32_t raw = 0; /* planes that are that if zeros are taken out */
+
+	for (int p = 1; p < SIZE; p++)
+		raw |= (uint32_t)(!((v.fixed | v.coded | runs) >> p & 1) && differs(same[p])) << p;
+	for (uint32_t p = 0; p < SIZE; p++) {
+		uint32_t mode, *plane = (uint32_t *)(scratch + p * PLANE_ROOM);
+
+		if (v.fixed >> p & 1)
+			continue;
+		at += put_plane(j, p, plane, p ? k : m, symbol, words, region + at, &mode, lane);
+		head |= mode << 2 * p;
+		__syncwarp();
+		if (p || mode != WIRE_MODE_CODED || !octave || (v.fixed | 1) == all || !choose_prunes(zeros, m) ||
+		    __any_sync(FULL, under != 0))
+			continue;
+		k = m - zeros;
+		if (raw == (~(v.fixed | 1) & all)) { /* as most mantissas are: at once to where they belong */
+			prune<SIZE>(scratch, m, v.fixed, region + at, k, lane);
+			for (p = 1; p < SIZE; p++)
+				if (raw >> p & 1) {
+					head |= WIRE_MODE_RAW << 2 * p;
+					at += k;
+				}
+			break;
+		}
+		prune<SIZE>(scratch, m, v.fixed, NULL, 0, lane);
+	}
+	head |= k < m ? WIRE_REGION_PRUNED : 0;
+	put32(region, head, lane);
+	for (int p = 0; p < SIZE; p++)
+		if (v.fixed >> p & 1)
+			*sealed += digest_end(&sums[p], 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, WIRE_SEED_PLANE + p,
+					      lane);
+	return end_region(region, at, lane);
+}
 
 /*
  * For whoever launches: a warp's scratch, by the log2 of a value's size, to which a region comes, the largest that

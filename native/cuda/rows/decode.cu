@@ -2,6 +2,92 @@
 #include "frame/decode.cuh"
 #include "rows/rows.cuh"
 
+/* Four values of a dtype of 16 bits. */
+DEVICE uint2 halves_of(uint32_t dtype, const float y[4])
+{
+	uint32_t u[4];
+
+	for (uint32_t k = 0; k < 4; k++)
+		u[k] = dtype == WIRE_BFLOAT16 ? round_to_bfloat16(round_bits(y[k]))
+					      : round_to_float16(round_bits(y[k]));
+	return {u[0] | u[1] << 16, u[2] | u[3] << 16};
+}
+
+/* As put_values does it, where that is not just to store. */
+DEVICE_CALL void put_others(const codec_sink *sink, uint32_t dtype, uint64_t i, uint32_t n, float a, float b, float c,
+			    float d, float scale)
+{
+	const float y[4] = {a, b, c, d};
+
+	put_values(sink, dtype, i, n, y, scale);
+}
+
+/* A region's values. `scratch` is memory for the bytes of its codes, where they come out of the coder. */
+template <int CODEC>
+static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
+					 const float *ratio, const codec_sink *sink, uint32_t lane)
+{
+	const struct row_kind q = kind_of(&j->v);
+	const row_place p = row_place_of(j, q, b);
+	uint64_t nscales = row_count(p.part->row, p.m) * row_scale_nbytes(q), ncodes = row_codes_nbytes(q, p.m);
+	const uint8_t *scales = here(&c), *codes = scales + nscales;
+	codec_status status = CODEC_OK;
+	uint32_t bad = 0;
+
+	if (q.entropy) {
+		if (left(&c) < nscales + 4)
+			return CODEC_BAD_REGION;
+		uint32_t mode = load32(codes);
+
+		if (mode > WIRE_MODE_CODED)
+			return CODEC_BAD_REGION;
+		c.at += nscales + 4;
+		status = read_plane(j, 0, mode, by, (uint32_t)ncodes, (uint32_t *)scratch, &c, lane);
+		codes = scratch;
+	} else {
+		if (left(&c) < nscales + ncodes)
+			return CODEC_BAD_REGION;
+		c.at += nscales + ncodes;
+	}
+	if (status == CODEC_OK)
+		status = close_region(&c, lane);
+	if (status != CODEC_OK)
+		return status;
+	if (lane == 0)
+		bad = !allowed_end(q, codes, ncodes, p.m);
+	for (uint64_t i = lane; i < ncodes && !q.bits; i += 32)
+		bad |= codes[i] > 242;
+
+	row_walk w = walk_rows(q, p.part, scales, codes, ratio, sink->unscaled);
+	const bool wide = j->v.dtype == WIRE_FLOAT32;
+	uint8_t *to = sink->data ? sink->data + (wide ? 4 : 2) * p.first : NULL;
+	uint32_t r = 0;
+
+	if (sink->into == CODEC_INTO_STORE && (uint64_t)to % (wide ? 16 : 8) == 0 && w.row % 4 == 0)
+#pragma unroll 2
+		for (; r < p.m / WIRE_ROW; r++) { /* nearly all rows of most tensors */
+			float y[4];
+
+			bad |= walk_four<CODEC>(q, &w, WIRE_ROW * r + 4 * lane, y);
+			if (!to || bad)
+				continue;
+			if (wide)
+				global((uint4 *)to)[32 * r + lane] = {round_bits(y[0]), round_bits(y[1]),
+								      round_bits(y[2]), round_bits(y[3])};
+			else
+				global((uint2 *)to)[32 * r + lane] = halves_of(j->v.dtype, y);
+		}
+	for (; (uint64_t)WIRE_ROW * r < p.m; r++) {
+		uint32_t n = there(r, lane, p.m), i = WIRE_ROW * r + 4 * lane;
+		float y[4];
+
+		bad |= walk_quad<CODEC>(q, &w, i, n, y);
+		if (sink->data && !bad)
+			put_others(sink, j->v.dtype, p.first + i, n, y[0], y[1], y[2], y[3], p.part->scale[0]);
+	}
+	return __any_sync(FULL, bad != 0) ? CODEC_BAD_REGION : CODEC_OK;
+}
+
 /* For whoever launches: a warp's scratch. */
 extern "C" __device__ const uint64_t decode_rows_nbytes[] = {PLANE_ROOM};
 

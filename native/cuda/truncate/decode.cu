@@ -2,6 +2,325 @@
 #include "frame/decode.cuh"
 #include "truncate/truncate.cuh"
 
+/* The cursor behind nbits bits, which begin at *p; false: they are not there, or the last byte's others not 0. */
+DEVICE bool take_bits(cursor *c, uint64_t nbits, const uint8_t **p)
+{
+	uint64_t nbytes = (nbits + 7) / 8;
+
+	*p = here(c);
+	if (left(c) < nbytes || (nbits % 8 && here(c)[nbytes - 1] >> nbits % 8))
+		return false;
+	c->at += nbytes;
+	return true;
+}
+
+/* Literals of two bytes, for a row's escapes. */
+DEVICE bool take_wide_literals(cursor *c, uint16_t *pairs, uint32_t escapes, uint32_t lane)
+{
+	uint32_t total, at = warp_scan(__popc(escapes), lane, &total);
+
+	if (left(c) < 2ull * total)
+		return false;
+	for (uint32_t i = 0; i < 4; i++)
+		if (escapes >> i & 1) {
+			pairs[i] = (uint16_t)(here(c)[2 * at] | here(c)[2 * at + 1] << 8);
+			at++;
+		}
+	c->at += 2ull * total;
+	return true;
+}
+
+/*
+ * Symbols of row r to the exponents that were lowered and, if they are coded with them, levels. What is wrong is noted.
+ */
+DEVICE void symbol_row(const job *j, const cut_kind &q, plane *o, uint32_t r, uint32_t m, cursor *c, uint32_t e[4],
+		       uint32_t levels[4], uint32_t lane)
+{
+	uint32_t escapes = 0, symbol[4];
+	uint16_t pairs[4];
+
+	for (uint32_t k = 0; k < 4; k++)
+		levels[k] = 0;
+	if (j->v.variant != WIRE_LEVELS_CODED) {
+		unpack(plane_row(o, r, c, lane), e);
+		for (uint32_t k = 0; k < 4; k++)
+			o->bad |= e[k] > q.last;
+		return;
+	}
+	if (o->mode == WIRE_MODE_CODED) /* literals are wider than symbols */
+		unpack(keep_bytes(decode_row(&o->coder, o->by, o->table, r, m, lane, &escapes, &o->bad),
+				  there(r, lane, m)),
+		       symbol);
+	else
+		unpack(plane_row(o, r, c, lane), symbol);
+	for (uint32_t k = 0; k < 4; k++) {
+		uint32_t s = symbol[k];
+
+		pairs[k] = bits_symbol_pair((uint8_t)s, (int)q.base);
+		o->bad |= !(escapes >> k & 1) && ((s && s < 4) || s > 4 * (q.last - q.base) + 3);
+	}
+	if (__any_sync(FULL, escapes != 0) && !take_wide_literals(c, pairs, escapes, lane))
+		o->bad = true;
+	for (uint32_t k = 0; k < 4; k++) {
+		o->bad |= (pairs[k] && pairs[k] < 4) || pairs[k] >> 2 > q.last;
+		e[k] = pairs[k] >> 2;
+		levels[k] = pairs[k] & 3;
+	}
+}
+
+/* Exponents as they are, where they were lowered; on to the row after them. */
+DEVICE void raise_exponents(const job *j, const cut_kind &q, place *o, uint32_t e[4], uint32_t n)
+{
+	uint16_t offset[4] = {0};
+
+	if (n)
+		quad_offsets(j, o, n, 1 << q.octave_log2 >> 3, WIRE_CIRCLE(1 << q.octave_log2), offset);
+	for (uint32_t k = 0; k < 4; k++)
+		e[k] = bits_raise_exponent((uint8_t)e[k], (uint8_t)(offset[k] >> q.octave_log2), (uint8_t)q.last);
+}
+
+/* How a block's values are cut: by what is known of them, but for levels that are sent. */
+struct cutting {
+	const uint8_t *exponents; /* of A, of the block's values; NULL */
+	int guard;
+	uint32_t fixed; /* the level of all of them */
+	bool by_bit;
+};
+
+/* Of row r: levels, or by bit what is dropped. */
+DEVICE void cuts_of(const cut_kind &q, const cutting &cut, uint32_t r, uint32_t m, const uint32_t e[4],
+		    uint32_t cuts[4], uint32_t lane)
+{
+	if (cut.exponents) {
+		uint32_t ea4 = load_bytes(cut.exponents + WIRE_ROW * r + 4 * lane, there(r, lane, m));
+
+		return shared_cuts(q, cut.by_bit, cut.guard, e, ea4, cuts);
+	}
+	for (uint32_t k = 0; k < 4; k++)
+		cuts[k] = e[k] == q.last ? 0 : cut.fixed;
+}
+
+/* Has Inf or NaN a level that was sent? It would not be one. */
+DEVICE bool cuts_last(const cut_kind &q, const uint32_t e[4], const uint32_t levels[4])
+{
+	bool bad = false;
+
+	for (uint32_t k = 0; k < 4; k++)
+		bad |= levels[k] && e[k] == q.last;
+	return bad;
+}
+
+/* Levels that were sent for a row's values, two bits each, from *bit of a source on. */
+DEVICE void levels_sent(const bit_source &s, uint32_t *bit, const uint32_t e[4], uint32_t levels[4], uint32_t lane)
+{
+	uint32_t live = 0, all;
+
+	for (uint32_t k = 0; k < 4; k++)
+		live += e[k] != 0;
+	uint32_t at = *bit + 2 * warp_scan(live, lane, &all), bits = live ? window_at(s, at) : 0;
+
+	for (uint32_t k = 0; k < 4; k++) {
+		levels[k] = e[k] ? bits & 3 : 0;
+		bits >>= e[k] ? 2 : 0;
+	}
+	*bit += 2 * all;
+}
+
+/* Where pieces are that are still to be read, bits of a source; by bit there is one. */
+struct pieces {
+	uint32_t bit[PIECES];
+	uint32_t left_out; /* a bit each */
+};
+
+/* Fields of a lane's values of the next row. */
+DEVICE void piece_fields(const cut_kind &q, const bit_source &s, pieces *p, const uint32_t e[4],
+			 const uint32_t levels[4], uint32_t field[4], uint32_t lane)
+{
+	uint32_t kept[4], by[4], count = 0,
+				 width = 0; /* bits of a piece that the lane's values before have, by piece */
+
+	for (uint32_t k = 0; k < 4; k++) {
+		kept[k] = kept_of(e[k], levels[k]);
+		by[k] = width;
+		width += kept[k] & q.widths;
+		count += kept[k] & ONES;
+	}
+	uint32_t all, rank = warp_scan(count, lane, &all), ends = 0;
+
+	for (uint32_t i = 0; i < PIECES; i++) {
+		uint32_t width = byte_of(q.widths, i), shift = q.mbits + 1 - (ends += width);
+
+		if (!(p->left_out >> i & 1) && byte_of(count, i)) {
+			uint32_t bits = window_at(s, p->bit[i] + width * byte_of(rank, i));
+
+			for (uint32_t k = 0; k < 4; k++) {
+				uint32_t mask = byte_of(kept[k], i) & ((1u << width) - 1);
+
+				field[k] |= (bits >> byte_of(by[k], i) & mask) << shift;
+			}
+		}
+		p->bit[i] += width * byte_of(all, i);
+	}
+}
+
+/* The same, bit by bit: `most` of each at most. */
+DEVICE void bit_fields(const cut_kind &q, const bit_source &s, pieces *p, const uint32_t e[4], const uint32_t cuts[4],
+		       uint32_t most, uint32_t field[4], uint32_t lane)
+{
+	uint32_t keeps[4], mine = 0, all;
+
+	for (uint32_t k = 0; k < 4; k++)
+		mine += keeps[k] = bits_kept(q, e[k], cuts[k], most);
+	uint32_t bit = p->bit[0] + warp_scan(mine, lane, &all);
+
+	for (uint32_t k = 0; k < 4; k++) {
+		if (keeps[k])
+			field[k] = (window_at(s, bit) & ((1u << keeps[k]) - 1)) << (q.mbits + 1 - keeps[k]);
+		bit += keeps[k];
+	}
+	p->bit[0] += all;
+}
+
+/* Values i to i + n - 1, their bits, whatever becomes of them. */
+DEVICE_CALL void put_patterns(const codec_sink *sink, uint32_t dtype, uint64_t i, uint32_t n, uint4 x)
+{
+	const uint64_t wide[4] = {x.x, x.y, x.z, x.w};
+
+	if (dtype == WIRE_FLOAT32)
+		put_quad<4>(sink, dtype, i, n, wide);
+	else
+		put_quad<2>(sink, dtype, i, n, wide);
+}
+
+/*
+ * A region's values. `scratch`: memory for two planes. `exponents`: those of A for all values of the tensor, where
+ * levels are shared.
+ */
+static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
+					const uint8_t *exponents, const codec_sink *sink, uint32_t lane)
+{
+	const codec_view &v = j->v;
+	const cut_kind q = cut_kind_of(v.dtype);
+	const uint64_t first = b * v.block_nvalues;
+	const bool shares = v.variant == WIRE_LEVELS_SHARED, plane_sent = v.variant == WIRE_LEVELS_PLANE;
+	const bool sends = plane_sent || v.variant == WIRE_LEVELS_CODED, model = v.model_parts.count > 0;
+	const cutting cut = {shares ? exponents + first : NULL, guard_of(q, v), v.bits & 3,
+			     (v.options & WIRE_OPTION_BITS) != 0};
+	uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW, head = load32(here(&c));
+	uint32_t total = q.mbits + 1, sent = 0, nbits = 0, tail = cut.by_bit ? head >> WIRE_TAIL_AT & 31 : 0;
+	uint32_t *e = (uint32_t *)scratch,
+		 *w = (uint32_t *)(scratch + PLANE_ROOM); /* exponents; levels that are sent */
+	kept_sums sums = {0, 0};
+	codec_status status;
+	bool bad = false;
+
+	if (head & ~(3 | (cut.by_bit ? 31u << WIRE_TAIL_AT : 15 * WIRE_PIECE_ZERO)) || (head & 3) == WIRE_MODE_ROWS ||
+	    tail > total || (v.variant == WIRE_LEVELS_CODED && (head & 3) == WIRE_MODE_RAW))
+		return CODEC_BAD_REGION;
+	const bit_source source = bits_from(&c);
+
+	c.at += 4;
+	if (shares) {
+		if (left(&c) < 4)
+			return CODEC_BAD_REGION;
+		sent = load32(here(&c));
+		c.at += 4;
+	}
+	place at = {};
+	plane o;
+
+	if (model)
+		at = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
+	status = plane_open(&o, j, 0, head & 3, by, m, &c, lane);
+	if (status != CODEC_OK)
+		return status;
+	for (uint32_t r = 0; r < rows; r++) {
+		uint32_t exponents[4], levels[4];
+
+		symbol_row(j, q, &o, r, m, &c, exponents, levels, lane);
+		if (model)
+			raise_exponents(j, q, &at, exponents, there(r, lane, m));
+		e[32 * r + lane] = pack(exponents);
+		if (sends)
+			w[32 * r + lane] = pack(levels);
+		else
+			cuts_of(q, cut, r, m, exponents, levels, lane);
+		bad |= sends && cuts_last(q, exponents, levels);
+		if (!cut.by_bit)
+			add_kept(&sums, kept_by(exponents, levels));
+		else
+			for (uint32_t k = 0; k < 4; k++)
+				nbits += bits_kept(q, exponents[k], levels[k], total - tail);
+	}
+	status = plane_close(&o);
+	if (status != CODEC_OK)
+		return status;
+	if (shares && sent != (uint32_t)digest_bytes(cut.exponents, m, WIRE_SEED_STATE, lane))
+		return CODEC_OTHER_STATE;
+	sums = warp_sum(sums);
+	if (plane_sent) {
+		const uint8_t *begin;
+
+		if (!take_bits(&c, 2ull * sum_of(sums, 0), &begin))
+			return CODEC_BAD_REGION;
+		uint32_t bit = bit_of(source, begin);
+
+		sums = {0, 0};
+		for (uint32_t r = 0; r < rows; r++) {
+			uint32_t exponents[4], levels[4];
+
+			unpack(e[32 * r + lane], exponents);
+			levels_sent(source, &bit, exponents, levels, lane);
+			w[32 * r + lane] = pack(levels);
+			add_kept(&sums, kept_by(exponents, levels));
+			bad |= cuts_last(q, exponents, levels);
+		}
+		sums = warp_sum(sums);
+	}
+	if (__any_sync(FULL, bad))
+		return CODEC_BAD_REGION;
+	pieces p = {{0}, cut.by_bit ? 0 : head / WIRE_PIECE_ZERO};
+
+	for (uint32_t i = 0; i < (cut.by_bit ? 1 : PIECES); i++) {
+		uint64_t n = cut.by_bit ? warp_sum(nbits) : byte_of(q.widths, i) * sum_of(sums, i);
+		const uint8_t *begin = here(&c);
+
+		if (!(p.left_out >> i & 1) && !take_bits(&c, n, &begin))
+			return CODEC_BAD_REGION;
+		p.bit[i] = bit_of(source, begin);
+	}
+	status = close_region(&c, lane);
+	if (status != CODEC_OK || !sink->data)
+		return status;
+	const bool stores = sink->into == CODEC_INTO_STORE &&
+			    (uint64_t)sink->data % (v.dtype == WIRE_FLOAT32 ? sizeof(uint4) : sizeof(uint2)) == 0;
+
+	for (uint32_t r = 0; r < rows; r++) {
+		const uint64_t i = first + WIRE_ROW * r + 4 * lane;
+		const uint32_t n = there(r, lane, m);
+		uint32_t exponents[4], cuts[4], field[4] = {0};
+
+		unpack(e[32 * r + lane], exponents);
+		if (sends)
+			unpack(w[32 * r + lane], cuts);
+		else
+			cuts_of(q, cut, r, m, exponents, cuts, lane);
+		if (cut.by_bit)
+			bit_fields(q, source, &p, exponents, cuts, total - tail, field, lane);
+		else
+			piece_fields(q, source, &p, exponents, cuts, field, lane);
+		for (uint32_t k = 0; k < 4; k++)
+			field[k] = bits_pattern(field[k], (uint8_t)exponents[k], (int)q.mbits, (int)q.sign);
+		if (n < 4 || !stores)
+			put_patterns(sink, v.dtype, i, n, {field[0], field[1], field[2], field[3]});
+		else if (v.dtype == WIRE_FLOAT32)
+			global((uint4 *)sink->data)[i / 4] = {field[0], field[1], field[2], field[3]};
+		else
+			global((uint2 *)sink->data)[i / 4] = {field[0] | field[1] << 16, field[2] | field[3] << 16};
+	}
+	return CODEC_OK;
+}
+
 /* For whoever launches: a warp's scratch. */
 extern "C" __device__ const uint64_t decode_truncate_nbytes[] = {2 * PLANE_ROOM};
 
