@@ -192,30 +192,171 @@ DEVICE_CALL void put_patterns(const codec_sink *sink, uint32_t dtype, uint64_t i
 		put_quad<2>(sink, dtype, i, n, wide);
 }
 
+/* Block of values, and what its region's head says of it. */
+struct cut_block {
+	cut_kind q;
+	cutting cut;
+	uint32_t m, rows;       /* values; rows of them */
+	uint32_t most;          /* bits of a field at most: what is below is 0 in all of them */
+	uint32_t mode;          /* of the plane of symbols */
+	uint32_t left_out;      /* pieces that are 0 in all values, a bit each */
+	bool sends, plane_sent; /* levels are in the region; in a plane of their own */
+	uint32_t *e, *w;        /* scratch, four values a word: exponents; levels that are sent */
+};
+
+/* Reads the head of a region of m values; false: it is not allowed. */
+DEVICE bool open_cut(const codec_view &v, uint32_t head, const uint8_t *exponents, uint32_t m, uint8_t *scratch,
+		     cut_block *o)
+{
+	const cut_kind q = cut_kind_of(v.dtype);
+	const bool by_bit = (v.options & WIRE_OPTION_BITS) != 0, coded = v.variant == WIRE_LEVELS_CODED;
+	const uint32_t total = q.mbits + 1, tail = by_bit ? head >> WIRE_TAIL_AT & 31 : 0;
+
+	*o = {q,
+	      {exponents, guard_of(q, v), v.bits & 3, by_bit},
+	      m,
+	      (m + WIRE_ROW - 1) / WIRE_ROW,
+	      total - tail,
+	      head & 3,
+	      by_bit ? 0 : head / WIRE_PIECE_ZERO,
+	      coded || v.variant == WIRE_LEVELS_PLANE,
+	      v.variant == WIRE_LEVELS_PLANE,
+	      (uint32_t *)scratch,
+	      (uint32_t *)(scratch + PLANE_ROOM)};
+	return !(head & ~(3 | (by_bit ? 31u << WIRE_TAIL_AT : 15 * WIRE_PIECE_ZERO)) || o->mode == WIRE_MODE_ROWS ||
+		 tail > total || (coded && o->mode == WIRE_MODE_RAW));
+}
+
+/* Bits that a block's values keep: of each piece how many values have it; or by bit this lane's number of bits. */
+struct cut_totals {
+	kept_sums kept;
+	uint32_t bits;
+};
+
+/* Reads symbols: exponents, and levels that are coded with them, go to scratch. */
+DEVICE codec_status read_symbols(const job *j, const cut_block &o, uint64_t first, cursor *c, const pairs &by,
+				 cut_totals *totals, bool *bad, uint32_t lane)
+{
+	const bool model = j->v.model_parts.count > 0;
+	place at = {};
+	plane symbols;
+
+	if (model)
+		at = place_at(j, first + (4 * lane < o.m ? 4 * lane : 0));
+	codec_status status = plane_open(&symbols, j, 0, o.mode, by, o.m, c, lane);
+
+	if (status != CODEC_OK)
+		return status;
+	for (uint32_t r = 0; r < o.rows; r++) {
+		uint32_t exponents[4], levels[4];
+
+		symbol_row(j, o.q, &symbols, r, o.m, c, exponents, levels, lane);
+		if (model)
+			raise_exponents(j, o.q, &at, exponents, there(r, lane, o.m));
+		o.e[32 * r + lane] = pack(exponents);
+		if (o.sends)
+			o.w[32 * r + lane] = pack(levels);
+		else
+			cuts_of(o.q, o.cut, r, o.m, exponents, levels, lane);
+		*bad |= o.sends && cuts_last(o.q, exponents, levels);
+		if (!o.cut.by_bit)
+			add_kept(&totals->kept, kept_by(exponents, levels));
+		else
+			for (uint32_t k = 0; k < 4; k++)
+				totals->bits += bits_kept(o.q, exponents[k], levels[k], o.most);
+	}
+	return plane_close(&symbols);
+}
+
+/* Reads levels that have a plane of their own, of `count` values whose exponent is not 0, to scratch. */
+DEVICE bool read_levels(const cut_block &o, const bit_source &source, uint32_t count, cursor *c, kept_sums *kept,
+			bool *bad, uint32_t lane)
+{
+	const uint8_t *begin;
+
+	if (!take_bits(c, 2ull * count, &begin))
+		return false;
+	uint32_t bit = bit_of(source, begin);
+
+	*kept = {0, 0};
+	for (uint32_t r = 0; r < o.rows; r++) {
+		uint32_t exponents[4], levels[4];
+
+		unpack(o.e[32 * r + lane], exponents);
+		levels_sent(source, &bit, exponents, levels, lane);
+		o.w[32 * r + lane] = pack(levels);
+		add_kept(kept, kept_by(exponents, levels));
+		*bad |= cuts_last(o.q, exponents, levels);
+	}
+	*kept = warp_sum(*kept);
+	return true;
+}
+
+/* Finds where pieces begin; false: one of them is not all there. */
+DEVICE bool find_pieces(const cut_block &o, const bit_source &source, const cut_totals &totals, cursor *c, pieces *p)
+{
+	*p = {{0}, o.left_out};
+	for (uint32_t i = 0; i < (o.cut.by_bit ? 1 : PIECES); i++) {
+		uint64_t n = o.cut.by_bit ? warp_sum(totals.bits) : byte_of(o.q.widths, i) * sum_of(totals.kept, i);
+		const uint8_t *begin = here(c);
+
+		if (!(p->left_out >> i & 1) && !take_bits(c, n, &begin))
+			return false;
+		p->bit[i] = bit_of(source, begin);
+	}
+	return true;
+}
+
+/* Makes values of exponents, cuts and fields, and stores them. */
+DEVICE void put_cut(const cut_block &o, const bit_source &source, pieces p, uint32_t dtype, uint64_t first,
+		    const codec_sink *sink, uint32_t lane)
+{
+	const bool stores = sink->into == CODEC_INTO_STORE &&
+			    (uint64_t)sink->data % (dtype == WIRE_FLOAT32 ? sizeof(uint4) : sizeof(uint2)) == 0;
+
+	for (uint32_t r = 0; r < o.rows; r++) {
+		const uint64_t i = first + WIRE_ROW * r + 4 * lane;
+		const uint32_t n = there(r, lane, o.m);
+		uint32_t exponents[4], cuts[4], field[4] = {0};
+
+		unpack(o.e[32 * r + lane], exponents);
+		if (o.sends)
+			unpack(o.w[32 * r + lane], cuts);
+		else
+			cuts_of(o.q, o.cut, r, o.m, exponents, cuts, lane);
+		if (o.cut.by_bit)
+			bit_fields(o.q, source, &p, exponents, cuts, o.most, field, lane);
+		else
+			piece_fields(o.q, source, &p, exponents, cuts, field, lane);
+		for (uint32_t k = 0; k < 4; k++)
+			field[k] = bits_pattern(field[k], (uint8_t)exponents[k], (int)o.q.mbits, (int)o.q.sign);
+		if (n < 4 || !stores)
+			put_patterns(sink, dtype, i, n, {field[0], field[1], field[2], field[3]});
+		else if (dtype == WIRE_FLOAT32)
+			global((uint4 *)sink->data)[i / 4] = {field[0], field[1], field[2], field[3]};
+		else
+			global((uint2 *)sink->data)[i / 4] = {field[0] | field[1] << 16, field[2] | field[3] << 16};
+	}
+}
+
 /*
- * A region's values. `scratch`: memory for two planes. `exponents`: those of A for all values of the tensor, where
- * levels are shared.
+ * Decodes block b, whose region the cursor is at. `scratch`: memory for two planes. `exponents`: those of A for all
+ * values of the tensor, where levels are shared.
  */
 static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
 					const uint8_t *exponents, const codec_sink *sink, uint32_t lane)
 {
 	const codec_view &v = j->v;
-	const cut_kind q = cut_kind_of(v.dtype);
 	const uint64_t first = b * v.block_nvalues;
-	const bool shares = v.variant == WIRE_LEVELS_SHARED, plane_sent = v.variant == WIRE_LEVELS_PLANE;
-	const bool sends = plane_sent || v.variant == WIRE_LEVELS_CODED, model = v.model_parts.count > 0;
-	const cutting cut = {shares ? exponents + first : NULL, guard_of(q, v), v.bits & 3,
-			     (v.options & WIRE_OPTION_BITS) != 0};
-	uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW, head = load32(here(&c));
-	uint32_t total = q.mbits + 1, sent = 0, nbits = 0, tail = cut.by_bit ? head >> WIRE_TAIL_AT & 31 : 0;
-	uint32_t *e = (uint32_t *)scratch,
-		 *w = (uint32_t *)(scratch + PLANE_ROOM); /* exponents; levels that are sent */
-	kept_sums sums = {0, 0};
-	codec_status status;
+	const bool shares = v.variant == WIRE_LEVELS_SHARED;
+	cut_totals totals = {{0, 0}, 0};
+	uint32_t sent = 0;
 	bool bad = false;
+	cut_block o;
+	pieces p;
 
-	if (head & ~(3 | (cut.by_bit ? 31u << WIRE_TAIL_AT : 15 * WIRE_PIECE_ZERO)) || (head & 3) == WIRE_MODE_ROWS ||
-	    tail > total || (v.variant == WIRE_LEVELS_CODED && (head & 3) == WIRE_MODE_RAW))
+	if (!open_cut(v, load32(here(&c)), shares ? exponents + first : NULL, (uint32_t)block_values(&v, b), scratch,
+		      &o))
 		return CODEC_BAD_REGION;
 	const bit_source source = bits_from(&c);
 
@@ -226,99 +367,21 @@ static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, cons
 		sent = load32(here(&c));
 		c.at += 4;
 	}
-	place at = {};
-	plane o;
+	codec_status status = read_symbols(j, o, first, &c, by, &totals, &bad, lane);
 
-	if (model)
-		at = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
-	status = plane_open(&o, j, 0, head & 3, by, m, &c, lane);
 	if (status != CODEC_OK)
 		return status;
-	for (uint32_t r = 0; r < rows; r++) {
-		uint32_t exponents[4], levels[4];
-
-		symbol_row(j, q, &o, r, m, &c, exponents, levels, lane);
-		if (model)
-			raise_exponents(j, q, &at, exponents, there(r, lane, m));
-		e[32 * r + lane] = pack(exponents);
-		if (sends)
-			w[32 * r + lane] = pack(levels);
-		else
-			cuts_of(q, cut, r, m, exponents, levels, lane);
-		bad |= sends && cuts_last(q, exponents, levels);
-		if (!cut.by_bit)
-			add_kept(&sums, kept_by(exponents, levels));
-		else
-			for (uint32_t k = 0; k < 4; k++)
-				nbits += bits_kept(q, exponents[k], levels[k], total - tail);
-	}
-	status = plane_close(&o);
-	if (status != CODEC_OK)
-		return status;
-	if (shares && sent != (uint32_t)digest_bytes(cut.exponents, m, WIRE_SEED_STATE, lane))
+	if (shares && sent != (uint32_t)digest_bytes(o.cut.exponents, o.m, WIRE_SEED_STATE, lane))
 		return CODEC_OTHER_STATE;
-	sums = warp_sum(sums);
-	if (plane_sent) {
-		const uint8_t *begin;
-
-		if (!take_bits(&c, 2ull * sum_of(sums, 0), &begin))
-			return CODEC_BAD_REGION;
-		uint32_t bit = bit_of(source, begin);
-
-		sums = {0, 0};
-		for (uint32_t r = 0; r < rows; r++) {
-			uint32_t exponents[4], levels[4];
-
-			unpack(e[32 * r + lane], exponents);
-			levels_sent(source, &bit, exponents, levels, lane);
-			w[32 * r + lane] = pack(levels);
-			add_kept(&sums, kept_by(exponents, levels));
-			bad |= cuts_last(q, exponents, levels);
-		}
-		sums = warp_sum(sums);
-	}
-	if (__any_sync(FULL, bad))
+	totals.kept = warp_sum(totals.kept);
+	if (o.plane_sent && !read_levels(o, source, sum_of(totals.kept, 0), &c, &totals.kept, &bad, lane))
 		return CODEC_BAD_REGION;
-	pieces p = {{0}, cut.by_bit ? 0 : head / WIRE_PIECE_ZERO};
-
-	for (uint32_t i = 0; i < (cut.by_bit ? 1 : PIECES); i++) {
-		uint64_t n = cut.by_bit ? warp_sum(nbits) : byte_of(q.widths, i) * sum_of(sums, i);
-		const uint8_t *begin = here(&c);
-
-		if (!(p.left_out >> i & 1) && !take_bits(&c, n, &begin))
-			return CODEC_BAD_REGION;
-		p.bit[i] = bit_of(source, begin);
-	}
+	if (__any_sync(FULL, bad) || !find_pieces(o, source, totals, &c, &p))
+		return CODEC_BAD_REGION;
 	status = close_region(&c, lane);
-	if (status != CODEC_OK || !sink->data)
-		return status;
-	const bool stores = sink->into == CODEC_INTO_STORE &&
-			    (uint64_t)sink->data % (v.dtype == WIRE_FLOAT32 ? sizeof(uint4) : sizeof(uint2)) == 0;
-
-	for (uint32_t r = 0; r < rows; r++) {
-		const uint64_t i = first + WIRE_ROW * r + 4 * lane;
-		const uint32_t n = there(r, lane, m);
-		uint32_t exponents[4], cuts[4], field[4] = {0};
-
-		unpack(e[32 * r + lane], exponents);
-		if (sends)
-			unpack(w[32 * r + lane], cuts);
-		else
-			cuts_of(q, cut, r, m, exponents, cuts, lane);
-		if (cut.by_bit)
-			bit_fields(q, source, &p, exponents, cuts, total - tail, field, lane);
-		else
-			piece_fields(q, source, &p, exponents, cuts, field, lane);
-		for (uint32_t k = 0; k < 4; k++)
-			field[k] = bits_pattern(field[k], (uint8_t)exponents[k], (int)q.mbits, (int)q.sign);
-		if (n < 4 || !stores)
-			put_patterns(sink, v.dtype, i, n, {field[0], field[1], field[2], field[3]});
-		else if (v.dtype == WIRE_FLOAT32)
-			global((uint4 *)sink->data)[i / 4] = {field[0], field[1], field[2], field[3]};
-		else
-			global((uint2 *)sink->data)[i / 4] = {field[0] | field[1] << 16, field[2] | field[3] << 16};
-	}
-	return CODEC_OK;
+	if (status == CODEC_OK && sink->data)
+		put_cut(o, source, p, v.dtype, first, sink, lane);
+	return status;
 }
 
 /* For whoever launches: a warp's scratch. */
