@@ -372,32 +372,32 @@ DEVICE bool write_alone(const codec_encoding &e, const job *j, uint64_t b, uint8
 	return true;
 }
 
-/*
- * Block b to a region at `region`, fixed planes to their sections of the frame, whose digests become *sealed. Returns
- * the region's size. `scratch`: memory for a plane more than values have, and for WORDS_ROOM.
- */
+/* What is found out about a block's planes while its values are split. */
+template <int SIZE> struct split_block {
+	common same[SIZE];
+	digest sums[SIZE]; /* of fixed planes */
+	uint32_t runs;     /* planes in which there may be rows of zeros, a bit each */
+	uint32_t zeros;    /* values whose plane 0 is 0 */
+	uint32_t under;    /* not 0: in some of them another plane is not */
+};
+
+/* Splits m values from value `first` on: fixed planes to their sections of the frame, others to scratch. */
 template <int SIZE>
-DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *frame, uint64_t b, uint8_t *scratch,
-				 uint8_t *region, uint64_t *sealed, uint32_t lane)
+DEVICE void split_values(const job *j, const uint8_t *values, uint8_t *frame, uint64_t first, uint32_t m,
+			 uint8_t *scratch, split_block<SIZE> *o, uint32_t lane)
 {
 	const codec_view &v = j->v;
-	uint64_t first = b * v.block_nvalues;
-	uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW, k = m, head = 0, at = 4;
-	uint32_t all = (1u << SIZE) - 1, under = 0, zeros = 0;
-	uint32_t *symbol = (uint32_t *)(scratch + SIZE * PLANE_ROOM);
-	uint32_t *words = (uint32_t *)(scratch + (SIZE + 1) * PLANE_ROOM);
-	int octave = octave_of(v.dtype);
-	bool offsets = v.model_parts.count > 0;
-	uint32_t runs = 0; /* planes in which there may be rows of zeros, a bit each */
-	common same[SIZE];
-	digest sums[SIZE];
-	place o = {};
+	const uint32_t rows = (m + WIRE_ROW - 1) / WIRE_ROW, all = (1u << SIZE) - 1;
+	const int octave = octave_of(v.dtype);
+	const bool offsets = v.model_parts.count > 0;
+	place at = {};
 
 	if (offsets)
-		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
+		at = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
+	o->runs = o->zeros = o->under = 0;
 	for (int p = 0; p < SIZE; p++) {
-		sums[p] = {0, 0};
-		same[p] = {0, FULL};
+		o->sums[p] = {0, 0};
+		o->same[p] = {0, FULL};
 	}
 	for (uint32_t r = 0; r < rows; r++) {
 		uint32_t n = there(r, lane, m), word[SIZE], i = WIRE_ROW * r + 4 * lane, others = 0;
@@ -405,7 +405,7 @@ DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *f
 		uint16_t offset[4] = {0};
 
 		if (offsets && n)
-			quad_offsets(j, &o, n, octave / 8, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)), offset);
+			quad_offsets(j, &at, n, octave / 8, WIRE_CIRCLE(1 << SHIFT_OF(SIZE)), offset);
 		split_quad<SIZE>(values, first + i, n, octave > 0, offset, word);
 		for (int p = 0; p < SIZE; p++) {
 			others |= p ? word[p] : 0;
@@ -413,25 +413,38 @@ DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *f
 				((uint32_t *)(scratch + p * PLANE_ROOM))[32 * r + lane] = word[p];
 				continue;
 			}
-			digest_word(&sums[p], word[p], r, lane);
+			digest_word(&o->sums[p], word[p], r, lane);
 			if (r % CHUNK_ROWS == CHUNK_ROWS - 1 || r + 1 == rows)
-				digest_keep(&sums[p], r / CHUNK_ROWS, lane);
+				digest_keep(&o->sums[p], r / CHUNK_ROWS, lane);
 			put_fixed(&v, frame, section, first + i, word[p]);
 			section += v.plane_stride;
 		}
 		if (octave && v.fixed != all - 1)
-			look_under<SIZE>(word, v.fixed, same, &runs);
+			look_under<SIZE>(word, v.fixed, o->same, &o->runs);
 		uint32_t none = equal_bytes(word[0], 0) & ((1u << n) - 1);
 
-		zeros += __popc(none);
-		under |= none & ~equal_bytes(others, 0); /* something is set where plane 0 is 0 */
+		o->zeros += __popc(none);
+		o->under |= none & ~equal_bytes(others, 0);
 	}
 	__syncwarp();
-	zeros = (uint32_t)warp_sum(zeros);
-	uint32_t raw = 0; /* planes that are that if zeros are taken out */
+	o->zeros = (uint32_t)warp_sum(o->zeros);
+	o->under = __any_sync(FULL, o->under != 0);
+}
+
+/* Writes planes in scratch to a region, behind its head. Returns the head; *size becomes the bytes so far. */
+template <int SIZE>
+DEVICE uint32_t put_planes(const job *j, const split_block<SIZE> &o, uint32_t m, uint8_t *scratch, uint8_t *region,
+			   uint32_t *size, uint32_t lane)
+{
+	const codec_view &v = j->v;
+	const uint32_t all = (1u << SIZE) - 1;
+	const bool prunes = octave_of(v.dtype) && (v.fixed | 1) != all && !o.under && choose_prunes(o.zeros, m);
+	uint32_t *symbol = (uint32_t *)(scratch + SIZE * PLANE_ROOM);
+	uint32_t *words = (uint32_t *)(scratch + (SIZE + 1) * PLANE_ROOM);
+	uint32_t k = m, head = 0, at = 4, raw = 0; /* planes that are raw if zeros are taken out */
 
 	for (int p = 1; p < SIZE; p++)
-		raw |= (uint32_t)(!((v.fixed | v.coded | runs) >> p & 1) && differs(same[p])) << p;
+		raw |= (uint32_t)(!((v.fixed | v.coded | o.runs) >> p & 1) && differs(o.same[p])) << p;
 	for (uint32_t p = 0; p < SIZE; p++) {
 		uint32_t mode, *plane = (uint32_t *)(scratch + p * PLANE_ROOM);
 
@@ -440,10 +453,9 @@ DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *f
 		at += put_plane(j, p, plane, p ? k : m, symbol, words, region + at, &mode, lane);
 		head |= mode << 2 * p;
 		__syncwarp();
-		if (p || mode != WIRE_MODE_CODED || !octave || (v.fixed | 1) == all || !choose_prunes(zeros, m) ||
-		    __any_sync(FULL, under != 0))
+		if (p || mode != WIRE_MODE_CODED || !prunes)
 			continue;
-		k = m - zeros;
+		k = m - o.zeros;
 		if (raw == (~(v.fixed | 1) & all)) { /* as most mantissas are: at once to where they belong */
 			prune<SIZE>(scratch, m, v.fixed, region + at, k, lane);
 			for (p = 1; p < SIZE; p++)
@@ -455,13 +467,30 @@ DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *f
 		}
 		prune<SIZE>(scratch, m, v.fixed, NULL, 0, lane);
 	}
-	head |= k < m ? WIRE_REGION_PRUNED : 0;
-	put32(region, head, lane);
+	*size = at;
+	return head | (k < m ? WIRE_REGION_PRUNED : 0);
+}
+
+/*
+ * Block b to a region at `region`, fixed planes to their sections of the frame, whose digests become *sealed. Returns
+ * the region's size. `scratch`: memory for a plane more than values have, and for WORDS_ROOM.
+ */
+template <int SIZE>
+DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *frame, uint64_t b, uint8_t *scratch,
+				 uint8_t *region, uint64_t *sealed, uint32_t lane)
+{
+	const codec_view &v = j->v;
+	const uint32_t m = (uint32_t)block_values(&v, b);
+	const uint32_t chunks = (m + WIRE_ROW * CHUNK_ROWS - 1) / (WIRE_ROW * CHUNK_ROWS);
+	split_block<SIZE> o;
+	uint32_t size;
+
+	split_values<SIZE>(j, values, frame, b * v.block_nvalues, m, scratch, &o, lane);
+	put32(region, put_planes<SIZE>(j, o, m, scratch, region, &size, lane), lane);
 	for (int p = 0; p < SIZE; p++)
 		if (v.fixed >> p & 1)
-			*sealed += digest_end(&sums[p], 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, WIRE_SEED_PLANE + p,
-					      lane);
-	return end_region(region, at, lane);
+			*sealed += digest_end(&o.sums[p], 0, chunks, WIRE_SEED_PLANE + p, lane);
+	return end_region(region, size, lane);
 }
 
 /*
