@@ -278,29 +278,28 @@ DEVICE codec_status read_alone(const job *j, uint64_t b, uint32_t mode, cursor c
 	return status == CODEC_OK ? close_region(&c, lane) : status;
 }
 
-/*
- * A region with any planes. Those that are not bytes as they are lie in `scratch` meanwhile: memory for a plane more
- * than values have.
- */
+/* Where planes of a block are read. */
+template <int SIZE> struct plane_places {
+	const uint8_t *at[SIZE]; /* NULL: in scratch */
+	uint32_t apart;          /* planes at at[] that have no bytes of values that were taken out, a bit each */
+};
+
+/* Finds all planes of a region of m values; those that are not bytes as they are come to scratch. */
 template <int SIZE>
-DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor c, const pairs &by, uint8_t *scratch,
-				const codec_sink *sink, uint64_t *sealed, uint32_t lane)
+DEVICE codec_status find_planes(const job *j, uint64_t first, uint32_t m, uint32_t head, cursor *c, const pairs &by,
+				uint8_t *scratch, plane_places<SIZE> *o, uint32_t lane)
 {
 	const codec_view &v = j->v;
-	const uint64_t first = b * v.block_nvalues;
-	const uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW;
 	const bool pruned = head & WIRE_REGION_PRUNED;
-	const bit_source source = bits_from(&c);
 	const uint32_t *top = (const uint32_t *)scratch;
-	uint8_t *some = scratch + SIZE * PLANE_ROOM;                           /* of values that were not taken out */
-	const uint8_t *section = c.frame + v.planes_offset + first, *at[SIZE]; /* of planes that are not in scratch */
-	uint32_t k = m, apart = 0; /* apart: those that have no bytes of values that were taken out */
+	uint8_t *some = scratch + SIZE * PLANE_ROOM; /* of values that were not taken out */
+	const uint8_t *section = c->frame + v.planes_offset + first;
 	codec_status status = CODEC_OK;
-	digest sums[SIZE] = {};
-	place o = {};
+	uint32_t k = m;
 
+	o->apart = 0;
 	for (uint32_t p = 0; p < SIZE; p++) {
-		at[p] = v.fixed >> p & 1 ? section : NULL;
+		o->at[p] = v.fixed >> p & 1 ? section : NULL;
 		section += v.fixed >> p & 1 ? v.plane_stride : 0;
 	}
 	for (uint32_t p = 0; p < SIZE && status == CODEC_OK; p++) {
@@ -309,14 +308,14 @@ DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor 
 		if (v.fixed >> p & 1)
 			continue;
 		if (p && mode == WIRE_MODE_RAW) {
-			if (left(&c) < k)
+			if (left(c) < k)
 				return CODEC_BAD_REGION;
-			at[p] = here(&c);
-			apart |= (uint32_t)pruned << p;
-			c.at += k;
+			o->at[p] = here(c);
+			o->apart |= (uint32_t)pruned << p;
+			c->at += k;
 			continue;
 		}
-		status = read_plane(j, p, mode, by, k, p && pruned ? (uint32_t *)some : to, &c, lane);
+		status = read_plane(j, p, mode, by, k, p && pruned ? (uint32_t *)some : to, c, lane);
 		if (status != CODEC_OK || !pruned)
 			continue;
 		if (p) {
@@ -325,28 +324,41 @@ DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor 
 		}
 		k = count_lives(top, m, lane);
 		for (int f = 1; f < SIZE; f++)
-			if (v.fixed >> f & 1 && !zero_under(top, m, at[f], lane))
+			if (v.fixed >> f & 1 && !zero_under(top, m, o->at[f], lane))
 				status = CODEC_BAD_REGION;
 		if (!k)
 			status = CODEC_BAD_REGION;
 	}
-	if (status != CODEC_OK)
-		return status;
+	return status;
+}
+
+/* Values of a block, from all of its planes. */
+template <int SIZE>
+DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit_source &source, uint64_t first,
+			 uint32_t m, const uint8_t *scratch, const codec_sink *sink, uint64_t *sealed, uint32_t lane)
+{
+	const codec_view &v = j->v;
+	const uint32_t rows = (m + WIRE_ROW - 1) / WIRE_ROW, *top = (const uint32_t *)scratch;
+	digest sums[SIZE] = {};
+	place o = {};
+
 	if (v.model_parts.count)
 		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
 	for (uint32_t r = 0, seen = 0; r < rows; r++) {
 		uint32_t n = there(r, lane, m), word[SIZE];
 		lives l = {0, 0};
 
-		if (apart)
+		if (from.apart)
 			l = lives_of(top[32 * r + lane], &seen, lane);
 		for (int p = 0; p < SIZE; p++) {
-			if (!at[p]) {
-				word[p] = ((uint32_t *)(scratch + p * PLANE_ROOM))[32 * r + lane];
+			const uint8_t *at = from.at[p];
+
+			if (!at) {
+				word[p] = ((const uint32_t *)(scratch + p * PLANE_ROOM))[32 * r + lane];
 				continue;
 			}
-			word[p] = apart >> p & 1 ? spread_quad(source, bit_of(source, at[p]), l)
-						 : load_bytes(at[p] + WIRE_ROW * r + 4 * lane, n);
+			word[p] = from.apart >> p & 1 ? spread_quad(source, bit_of(source, at), l)
+						      : load_bytes(at + WIRE_ROW * r + 4 * lane, n);
 			if (!(v.fixed >> p & 1))
 				continue;
 			digest_word(&sums[p], word[p], r, lane);
@@ -359,6 +371,22 @@ DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor 
 		if (v.fixed >> p & 1)
 			*sealed += digest_end(&sums[p], 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, WIRE_SEED_PLANE + p,
 					      lane);
+}
+
+/* A region with any planes. `scratch`: memory for a plane more than values have. */
+template <int SIZE>
+DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor c, const pairs &by, uint8_t *scratch,
+				const codec_sink *sink, uint64_t *sealed, uint32_t lane)
+{
+	const uint64_t first = b * j->v.block_nvalues;
+	const uint32_t m = (uint32_t)block_values(&j->v, b);
+	const bit_source source = bits_from(&c);
+	plane_places<SIZE> from;
+	codec_status status = find_planes<SIZE>(j, first, m, head, &c, by, scratch, &from, lane);
+
+	if (status != CODEC_OK)
+		return status;
+	merge_planes<SIZE>(j, from, source, first, m, scratch, sink, sealed, lane);
 	return close_region(&c, lane);
 }
 
