@@ -231,6 +231,37 @@ DEVICE uint32_t largest_of_lanes(uint32_t most, uint32_t lanes)
 	return most;
 }
 
+/* The scale of a row of a few lanes, each of which has eight of its values and their largest magnitude. */
+DEVICE row_scale scale_of_lanes(const row_job &r, uint32_t most, uint32_t mine, uint8_t *scales, uint32_t *bad)
+{
+	const uint32_t row = r.p.part->row, each = (uint32_t)row_scale_nbytes(r.q), row_log2 = 31 - __clz(row);
+	const uint32_t max = largest_of_lanes(most, row / 8), bits = scale_bits(r.q, r.v, r.p.part, max);
+
+	*bad |= max >= ROUND_INF;
+	if (mine << (32 - row_log2) == 0)
+		put_bytes(scales + (mine >> row_log2) * each, bits, each);
+	return open_scale(r.q, scale_of_bits(r.q, r.p.part, bits).scale, 0);
+}
+
+/* Codes of eight values from value e of the tensor on, which have one scale. */
+template <int CODEC>
+DEVICE void code_eight(const row_job &r, uint64_t e, const uint32_t x[8], const row_scale &s, uint32_t codes[2])
+{
+	uint32_t draws[4];
+
+	no_draws(draws);
+	if (r.random)
+		philox_block(r.key, e / 8, 0, draws);
+	/* two kinds of rounding, each without the other's instructions; some codecs have but one */
+	if (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_QUANTIZE || !r.random)
+		for (int k = 0; k < 2; k++)
+			codes[k] = code_four<CODEC>(r, CODEC == WIRE_CODEC_TERNARY, e + 4 * k, x + 4 * k, s,
+						    draws[2 * k], draws[2 * k + 1]);
+	else
+		for (int k = 0; k < 2; k++)
+			codes[k] = code_four<CODEC>(r, true, e + 4 * k, x + 4 * k, s, draws[2 * k], draws[2 * k + 1]);
+}
+
 /* How far put_eights has come; of TERNARY the largest magnitude of a lane's. */
 struct eights_put {
 	uint32_t done, most;
@@ -249,12 +280,11 @@ DEVICE eights_put put_eights(const row_job &r, uint8_t *scales, const float *rat
 	const struct row_kind q = r.q;
 	const codec_row_part *part = r.p.part;
 	const codec_source *source = r.source;
-	const uint32_t row = part->row, each = (uint32_t)row_scale_nbytes(q), limit = limit_of(v);
+	const uint32_t row = part->row, limit = limit_of(v);
 	/* rows of a few lanes, whose largest magnitudes lanes tell each other */
 	const bool small = row && EIGHTS % row == 0;
 	const uint32_t unit = small ? EIGHTS : row ? row : q.bits ? 8 : TRITS_CHUNK;
 	const uint32_t whole = r.p.m / unit * unit;
-	const uint32_t row_log2 = 31 - __clz(row);
 	uint32_t end = row ? 0 : whole, bad = 0, most = 0;
 	row_scale s = open_part(q, part);
 
@@ -274,12 +304,12 @@ DEVICE eights_put put_eights(const row_job &r, uint8_t *scales, const float *rat
 
 			bad |= found.status != CODEC_OK;
 			s = open_scale(q, found.scale, found.below);
-			scales += each;
+			scales += row_scale_nbytes(q);
 			end += row;
 		}
 		const uint32_t mine = i + 8 * lane;
 		const uint64_t e = r.p.first + mine;
-		uint32_t x[8], draws[4], codes[2];
+		uint32_t x[8], codes[2];
 
 		after = end - i < EIGHTS ? end : i + EIGHTS;
 		for (int k = 0; k < 8; k++)
@@ -292,28 +322,10 @@ DEVICE eights_put put_eights(const row_job &r, uint8_t *scales, const float *rat
 			for (int k = 0; k < 8; k++)
 				max = larger(max, x[k], limit);
 			most = max > most ? max : most;
-			if (small) {
-				max = largest_of_lanes(max, row / 8);
-				uint32_t bits = scale_bits(q, v, part, max);
-
-				bad |= max >= ROUND_INF;
-				s = open_scale(q, scale_of_bits(q, part, bits).scale, 0);
-				if (mine << (32 - row_log2) == 0)
-					put_bytes(scales + (mine >> row_log2) * each, bits, each);
-			}
+			if (small)
+				s = scale_of_lanes(r, max, mine, scales, &bad);
 		}
-		no_draws(draws);
-		if (r.random)
-			philox_block(r.key, e / 8, 0, draws);
-		/* two kinds of rounding, each without the other's instructions; some codecs have but one */
-		if (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_QUANTIZE || !r.random)
-			for (int k = 0; k < 2; k++)
-				codes[k] = code_four<CODEC>(r, CODEC == WIRE_CODEC_TERNARY, e + 4 * k, x + 4 * k, s,
-							    draws[2 * k], draws[2 * k + 1]);
-		else
-			for (int k = 0; k < 2; k++)
-				codes[k] = code_four<CODEC>(r, true, e + 4 * k, x + 4 * k, s, draws[2 * k],
-							    draws[2 * k + 1]);
+		code_eight<CODEC>(r, e, x, s, codes);
 		if (source->residual && mine < end)
 			for (int k = 0; k < 2; k++)
 				leave<CODEC>(source->residual + e + 4 * k, v->dtype, 4,
