@@ -31,7 +31,7 @@ REGISTERS = {
     "frame/close": (64,),
     "lossless/decode": (112, 128, 128, 160),
     "rows/decode": (80, 80, 80, 80, 80),
-    "rows/reduce": (115, 117, 118, 113, 120),
+    "rows/reduce": (117, 117, 120, 116, 118),
     "truncate/decode": (128,),
     "frame/decode_stored": (64,),
     "frame/gather": (32,),

@@ -128,13 +128,65 @@ DEVICE void four_of_bits(uint4 u, float x[4])
 	x[0] = round_float(u.x), x[1] = round_float(u.y), x[2] = round_float(u.z), x[3] = round_float(u.w);
 }
 
+/* Adds a frame's codes of FLOAT8 to sums, by the quotients of their rows; `quotients`: of the frame's first row. */
+DEVICE void add_quotients(const summed &s, const float *quotients, const uint32_t at[QUADS],
+			  const uint32_t codes[QUADS], float weight, float sum[QUADS][4])
+{
+#pragma unroll
+	for (uint32_t i = 0; i < QUADS; i++) {
+		const uint8_t *row = (const uint8_t *)(shared(quotients) + 8 * at[i]);
+
+		for (uint32_t k = 0; k < 4; k++) {
+			uint32_t e = shared(s.entry)[__byte_perm(codes[i], 0, 0x4440 + k)];
+			float quotient = *(const float *)(row + (e & 28));
+
+			sum[i][k] = round_weighted(sum[i][k], weight, round_mul(round_float(e & ~28u), quotient));
+		}
+	}
+}
+
+/* Adds frame f's codes to sums, as its sink says; `scales`: of the block. Returns bit f if some are not allowed. */
+template <int CODEC>
+DEVICE uint32_t add_codes(const summed &s, uint32_t f, const uint8_t *scales, const uint32_t at[QUADS],
+			  const uint32_t codes[QUADS], const float *ratio, bool plain, float sum[QUADS][4])
+{
+	const codec_decoding *of = s.decodings + f;
+	const codec_row_part *part = row_parts(of->view, of->memory) + s.part;
+	const uint32_t row = s.p.part->row, each = (uint32_t)row_scale_nbytes(s.q);
+	const float weight = of->sink.weight;
+	summed_row go = {0, 0, 0};
+	uint32_t bad = 0;
+
+#pragma unroll
+	for (uint32_t i = 0; i < QUADS; i++) {
+		float y[4];
+
+		if (i == 0 || at[i] != at[i - 1])
+			go = open_summed(s.q, part, scales + at[i] * each, of->sink.unscaled);
+		const row_walk w = {part, NULL, NULL, ratio, row, 0, go.scale, go.below};
+		uint32_t wrong = go.wrong;
+
+		for (uint32_t k = 0; k < 4; k++)
+			wrong |= walk_code<CODEC>(w, __byte_perm(codes[i], 0, 0x4440 + k), &y[k]);
+		bad |= wrong << f;
+		if (plain)
+			for (uint32_t k = 0; k < 4; k++)
+				sum[i][k] = round_weighted(sum[i][k], weight, y[k]);
+		else
+			four_of_bits(
+				put_four(&of->sink, s.dtype, bits_of_four(sum[i]), bits_of_four(y), part->scale[0]),
+				sum[i]);
+	}
+	return bad;
+}
+
 /*
  * Sums of QUADS rows from row r on that are all there, of whose quads each has one scale. Bit f of what it returns: in
  * frame f this lane has read something that is not allowed.
  */
 template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, const float *ratio, uint32_t lane)
 {
-	const uint32_t row = s.p.part->row, each = (uint32_t)row_scale_nbytes(s.q);
+	const uint32_t row = s.p.part->row;
 	uint4 *to = global((uint4 *)s.decodings->sink.data) + s.p.first / 4 + 32 * r + lane;
 	uint32_t at[QUADS], bad = 0;
 	float sum[QUADS][4];
@@ -159,55 +211,20 @@ template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, cons
 	for (uint32_t f = 0; f < s.count; f++) {
 		const codec_decoding *of = s.decodings + f;
 		const uint8_t *scales = address_of(s.region, f);
-		const codec_row_part *part = row_parts(of->view, of->memory) + s.part;
 		uint32_t codes[QUADS];
 
 		for (uint32_t i = 0; i < QUADS; i++)
 			codes[i] = next[i];
 		if (f + 1 < s.count)
 			fetch(f + 1);
-		const bool unscaled = of->sink.unscaled, plain = is_plain(of->sink, s.dtype);
-		const float weight = of->sink.weight;
-		summed_row go = {0, 0, 0};
+		const bool plain = is_plain(of->sink, s.dtype);
 
 		if (!(s.good >> f & 1))
 			continue;
-		if (CODEC == WIRE_CODEC_FLOAT8 && plain && s.tabled >> f & 1) {
-#pragma unroll
-			for (uint32_t i = 0; i < QUADS; i++) {
-				const uint8_t *quotients =
-					(const uint8_t *)(shared(s.quotient) + 8 * (f * s.nrows + at[i]));
-
-				for (uint32_t k = 0; k < 4; k++) {
-					uint32_t e = shared(s.entry)[__byte_perm(codes[i], 0, 0x4440 + k)];
-					float quotient = *(const float *)(quotients + (e & 28));
-
-					sum[i][k] = round_weighted(sum[i][k], weight,
-								   round_mul(round_float(e & ~28u), quotient));
-				}
-			}
-			continue;
-		}
-#pragma unroll
-		for (uint32_t i = 0; i < QUADS; i++) {
-			float y[4];
-
-			if (i == 0 || at[i] != at[i - 1])
-				go = open_summed(s.q, part, scales + at[i] * each, unscaled);
-			const row_walk w = {part, NULL, NULL, ratio, row, 0, go.scale, go.below};
-			uint32_t wrong = go.wrong;
-
-			for (uint32_t k = 0; k < 4; k++)
-				wrong |= walk_code<CODEC>(w, __byte_perm(codes[i], 0, 0x4440 + k), &y[k]);
-			bad |= wrong << f;
-			if (plain)
-				for (uint32_t k = 0; k < 4; k++)
-					sum[i][k] = round_weighted(sum[i][k], weight, y[k]);
-			else
-				four_of_bits(put_four(&of->sink, s.dtype, bits_of_four(sum[i]), bits_of_four(y),
-						      part->scale[0]),
-					     sum[i]);
-		}
+		if (CODEC == WIRE_CODEC_FLOAT8 && plain && s.tabled >> f & 1)
+			add_quotients(s, s.quotient + 8 * f * s.nrows, at, codes, of->sink.weight, sum);
+		else
+			bad |= add_codes<CODEC>(s, f, scales, at, codes, ratio, plain, sum);
 	}
 	for (uint32_t i = 0; i < QUADS; i++)
 		to[32 * i] = bits_of_four(sum[i]);
@@ -255,6 +272,48 @@ template <int CODEC> DEVICE uint32_t add_up(const summed &s, const float *ratio,
 	return bad;
 }
 
+/* Bit f: of frame f this lane has read a byte of codes of TERNARY that is none. */
+DEVICE uint32_t check_trits(const summed &s, uint64_t ncodes, uint32_t lane)
+{
+	uint32_t bad = 0;
+
+	for (uint32_t f = 0; f < s.count && !s.q.bits; f++) {
+		const uint8_t *codes = address_of(s.region, f) + s.nscales;
+
+		for (uint64_t i = lane; s.good >> f & 1 && i < ncodes; i += 32)
+			bad |= (uint32_t)(codes[i] > 242) << f;
+	}
+	return bad;
+}
+
+/*
+ * Checks digests of block b in the frames that bits of `known` say have such a block; lane f's size is that of frame
+ * f's region. Returns CODEC_CHECKSUM to lane f where frame f's is another, else its status.
+ */
+DEVICE codec_status check_digests(const summed &s, uint64_t b, uint32_t known, uint64_t size, codec_status status,
+				  uint32_t lane)
+{
+	for (uint32_t f = 0; f < s.count; f++) {
+		const codec_decoding *of = s.decodings + f;
+		const uint8_t *directory = of->frame + of->view->directory_offset;
+		const uint8_t *region = address_of(s.region, f);
+		const uint64_t nbytes = __shfl_sync(FULL, (unsigned long long)size, (int)f);
+
+		if (!of->checks || !(known >> f & 1))
+			continue;
+		uint64_t sealed = seal_block(digest_bytes(region, nbytes, WIRE_SEED_REGION, lane), b);
+
+		if (lane == f && load32(directory + WIRE_DIRECTORY_ENTRY * b + 4) != seal_short(sealed))
+			status = CODEC_CHECKSUM;
+		if (b % ENTRIES == 0)
+			sealed += digest_chunk(directory, WIRE_DIRECTORY_ENTRY * of->view->nblocks, WIRE_SEED_DIRECTORY,
+					       b / ENTRIES, lane);
+		if (lane == 0)
+			atomicAdd(&of->found->seal, (unsigned long long)sealed);
+	}
+	return status;
+}
+
 /*
  * Of at most 32 frames, one a decoding, by whose sinks their values go to one and the same place, in this order. What
  * is wrong with a frame is found as by decode_rows.
@@ -286,55 +345,30 @@ __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decodin
 		cursor c = {};
 		codec_status status =
 			lane < count ? check_region(q, mine, b, nscales, ncodes, p.m, &c) : CODEC_BAD_DIRECTORY;
-		const uint32_t there_are = __ballot_sync(FULL, status != CODEC_BAD_DIRECTORY),
+		const uint32_t known = __ballot_sync(FULL, status != CODEC_BAD_DIRECTORY),
 			       good = __ballot_sync(FULL, status == CODEC_OK);
-		uint32_t bad = 0; /* bit f: of frame f something that this lane reads */
-
-		for (uint32_t f = 0; f < count && !q.bits; f++) {
-			const uint8_t *codes = address_of(here(&c), f) + nscales;
-
-			for (uint64_t i = lane; good >> f & 1 && i < ncodes; i += 32)
-				bad |= (uint32_t)(codes[i] > 242) << f;
-		}
-		summed of_all = {decodings,
-				 count,
-				 good,
-				 q,
-				 p,
-				 part,
-				 nscales,
-				 here(&c),
-				 v.dtype,
-				 entry,
-				 quotient[CODEC == WIRE_CODEC_FLOAT8 ? threadIdx.x / 32 : 0],
-				 (uint32_t)row_count(p.part->row, p.m),
-				 0};
+		summed s = {decodings,
+			    count,
+			    good,
+			    q,
+			    p,
+			    part,
+			    nscales,
+			    here(&c),
+			    v.dtype,
+			    entry,
+			    quotient[CODEC == WIRE_CODEC_FLOAT8 ? threadIdx.x / 32 : 0],
+			    (uint32_t)row_count(p.part->row, p.m),
+			    0};
+		uint32_t bad = check_trits(s, ncodes, lane);
 
 		if (CODEC == WIRE_CODEC_FLOAT8)
-			bad |= fill_quotients(&of_all, lane);
-		bad |= add_up<CODEC>(of_all, ratio, lane);
+			bad |= fill_quotients(&s, lane);
+		bad |= add_up<CODEC>(s, ratio, lane);
 		for (uint32_t f = 0; f < count; f++)
 			if (__any_sync(FULL, bad >> f & 1) && lane == f)
 				status = CODEC_BAD_REGION;
-		for (uint32_t f = 0; f < count; f++) {
-			const codec_decoding *of = decodings + f;
-			const uint8_t *entry = of->frame + of->view->directory_offset + WIRE_DIRECTORY_ENTRY * b;
-			const uint8_t *region = address_of(here(&c), f);
-			const uint64_t size = __shfl_sync(FULL, (unsigned long long)left(&c), (int)f);
-
-			if (!of->checks || !(there_are >> f & 1))
-				continue;
-			uint64_t sealed = seal_block(digest_bytes(region, size, WIRE_SEED_REGION, lane), b);
-
-			if (lane == f && load32(entry + 4) != seal_short(sealed))
-				status = CODEC_CHECKSUM;
-			if (b % ENTRIES == 0)
-				sealed += digest_chunk(of->frame + of->view->directory_offset,
-						       WIRE_DIRECTORY_ENTRY * v.nblocks, WIRE_SEED_DIRECTORY,
-						       b / ENTRIES, lane);
-			if (lane == 0)
-				atomicAdd(&of->found->seal, (unsigned long long)sealed);
-		}
+		status = check_digests(s, b, known, left(&c), status, lane);
 		if (lane < count && status != CODEC_OK)
 			blame(mine->found, b + 1, status, 0);
 	}
