@@ -242,10 +242,10 @@ def codecs(names: Sequence[str], plain: Gradients, stateful: Gradients | None, p
     """Those of the codec's own."""
     import torch
 
-    from codec.torch import all_reduce, choosing
+    from codec.torch import all_reduce, autotune
 
     found: list[Contender] = []
-    warm = choosing.TRIALS if plan["algorithm"] == "auto" else 1  # a training has thousands of steps to choose for
+    warm = autotune.TRIALS if plan["algorithm"] == "auto" else 1  # a training has thousands of steps to choose for
     out = None if plan["in_place"] else torch.empty(plain.values.size)
     for name in names:
         spec = SPECS[name]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 import codec
-from codec import metrics
+from codec import optimizers
 
 FAMILY: dict[str, codec.Spec] = {
     "Sign, tensor": codec.Sign(),
@@ -51,7 +51,7 @@ def moved(spec: codec.Spec, tensor_nbytes: int, frame_nbytes: int, residual: int
     return tensor_nbytes * tensors + frame_nbytes + residual, frame_nbytes + tensor_nbytes
 
 
-def optimizer_state(path: Path, n: int) -> tuple[metrics.Metric, dict[str, np.ndarray[Any, Any]]] | None:
+def optimizer_state(path: Path, n: int) -> tuple[optimizers.Metric, dict[str, np.ndarray[Any, Any]]] | None:
     """The metric of a file's training and the arrays of its first n values, if it has them."""
     with np.load(path) as f:
         if "param" not in f.files or f["param"].size < n:
@@ -62,25 +62,25 @@ def optimizer_state(path: Path, n: int) -> tuple[metrics.Metric, dict[str, np.nd
             state |= {"m": f["exp_avg"][:n], "v": f["exp_avg_sq"][:n]}
             beta1, beta2 = (float(b) for b in f["betas"])
             step = int(f["step"]) - ("few" not in f.files)  # which count from 1
-            adamw = metrics.AdamW(lr, weight_decay=decay, step=step, betas=(beta1, beta2), eps=float(f["eps"]))
+            adamw = optimizers.AdamW(lr, weight_decay=decay, step=step, betas=(beta1, beta2), eps=float(f["eps"]))
             return adamw, state
-        return metrics.Momentum(lr, weight_decay=decay, momentum=float(f["momentum"])), state | {
+        return optimizers.Momentum(lr, weight_decay=decay, momentum=float(f["momentum"])), state | {
             "m": f["momentum_buffer"][:n]
         }
 
 
-def step_of(metric: metrics.Metric, g: Any, state: dict[str, Any]) -> np.ndarray[Any, Any]:
+def step_of(metric: optimizers.Metric, g: Any, state: dict[str, Any]) -> np.ndarray[Any, Any]:
     """Parameters after the optimizer's step, by torch, in float32."""
     import torch
 
     theta = torch.nn.Parameter(torch.from_numpy(state["theta"].copy()))
     theta.grad = torch.from_numpy(np.ascontiguousarray(g))
-    if isinstance(metric, metrics.AdamW):
+    if isinstance(metric, optimizers.AdamW):
         optimizer: Any = torch.optim.AdamW([theta], metric.lr, metric.betas, metric.eps, metric.weight_decay)
         names = {"exp_avg": "m", "exp_avg_sq": "v"}
         optimizer.state[theta]["step"] = torch.tensor(float(metric.step))
     else:
-        assert isinstance(metric, metrics.Momentum)
+        assert isinstance(metric, optimizers.Momentum)
         optimizer = torch.optim.SGD([theta], metric.lr, metric.momentum, weight_decay=metric.weight_decay)
         names = {"momentum_buffer": "m"}
     for theirs, ours in names.items():

@@ -35,10 +35,10 @@ import netns
 import numpy as np
 
 import codec
-from codec import structs
-from codec.core import ffi
-from codec.metrics.asked import asked
-from codec.spec_structs import spec_struct
+from codec import _call
+from codec._c.library import ffi
+from codec._c.spec_structs import spec_struct
+from codec.optimizers.arguments import asked
 
 HERE = Path(__file__).parent
 PROGRAM = HERE.parent / "build" / "native" / "gloo_allreduce"
@@ -105,7 +105,7 @@ class Plan:
             offset += int(np.prod(shape))
         how = of_ranks[0].how
         if how:
-            call = structs.take()
+            call = _call.take()
             request = asked(how["metric"], how["state"], exact.size)
             assert request is not None
             call.set_metric(request)

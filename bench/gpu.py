@@ -1,6 +1,6 @@
 """Encoding and decoding on an NVIDIA GPU, as fractions of a device copy in the same run.
 
-    python bench/gpu.py                       # 2^28 values; --values 20 for fewer, --json for programs
+    python bench/cupy_backend.py                       # 2^28 values; --values 20 for fewer, --json for programs
 
 A time is the median of 20 by CUDA events, of a graph with all that a call has to do: sampling, codebooks, checksums.
 Beside the GB/s of the tensor stands (tensor bytes + frame bytes) / time over the same of a copy, which reads and writes
@@ -20,17 +20,17 @@ from typing import Any
 import ml_dtypes
 
 import codec
-from codec import metrics
-from codec.core import lib
-from codec.engines.cuda import devices, gpu
-from codec.engines.cuda.calls import sums
+from codec import optimizers
+from codec._c.library import lib
+from codec.engines.cuda import cupy_backend, devices
+from codec.engines.cuda.batch_decode import Reading, Step, open_frames
 from codec.engines.cuda.decoding import Frame, Sink
 from codec.engines.cuda.encoding import Encoding
+from codec.engines.cuda.engine import sums
 from codec.engines.cuda.job import begin as begin_jobs
-from codec.engines.cuda.reading import Reading, Step, open_frames
-from codec.engines.cuda.work import Work
+from codec.engines.cuda.workspace import Work
 from codec.engines.request import DecodeRequest, EncodeRequest
-from codec.view import TensorView, view, view_bytes, view_output
+from codec.tensors.view import TensorView, view, view_bytes, view_output
 
 
 def timed(begin: Callable[[], Any], times: int = 20) -> float:
@@ -146,7 +146,7 @@ def measured(name: str, case: Any, rate: float) -> dict[str, Any]:
         rng = cupy.random.default_rng(1)
         state = {k: 0.02 * rng.standard_normal(shape, dtype=cupy.float32) for k in ("theta", "m", "v")}
         state["v"] *= state["v"]
-        given = {"metric": metrics.AdamW(1e-5, step=999), "state": state}
+        given = {"metric": optimizers.AdamW(1e-5, step=999), "state": state}
     books: tuple[codec.Codebook, ...] = ()
     if name.startswith("Lossless bfloat16, prior"):
         books = (codec.Codebook.from_tensors(x[:64].get().view(ml_dtypes.bfloat16), spec=spec),)
@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if (why_not := gpu.CupyBackend().why_not()) is not None:
+    if (why_not := cupy_backend.CupyBackend().why_not()) is not None:
         sys.exit(f"no figures: {why_not}")
     import cupy
 

@@ -101,7 +101,7 @@ def codec_seconds(training: Training, name: str, world: int) -> float:
     import torch
     import torch.distributed as dist
 
-    from codec import advising, predicting, sampling
+    from codec.advisor import advise, cost_model, sampling
 
     spec, feedback = spec_of(name)
     optimizer = training.optimizer if name == "Truncate" else None
@@ -109,8 +109,8 @@ def codec_seconds(training: Training, name: str, world: int) -> float:
     dist.barrier()
     total = 0.0
     for s in sampling.samples(tensors, world, optimizer):
-        cost = advising.measure(s, spec, torch.get_num_threads(), feedback)
-        total += predicting.compute_seconds(cost, world) * s.n / s.x.size
+        cost = advise.measure(s, spec, torch.get_num_threads(), feedback)
+        total += cost_model.compute_seconds(cost, world) * s.n / s.x.size
     return most(total)
 
 

@@ -33,10 +33,10 @@ from family import FAMILY, TRUNCATE, moved
 from measure import best, tensor
 
 import codec
-from codec import metrics
-from codec.core import check, ffi, lib, new_bytes
-from codec.spec_structs import spec_struct
-from codec.structs import new_tensor
+from codec import optimizers
+from codec._c.library import check, ffi, lib, new_bytes
+from codec._c.spec_structs import spec_struct
+from codec._call import new_tensor
 
 
 def lossy_peers(x: np.ndarray[Any, Any]) -> dict[str, tuple[float, float]]:
@@ -98,11 +98,11 @@ def lossy_peers(x: np.ndarray[Any, Any]) -> dict[str, tuple[float, float]]:
 
 def lossy(nbytes: int, dtype: str) -> dict[str, Any]:
     """The family, Truncate under AdamW, and the peers of float32."""
-    x = tensor(dtype, nbytes // codec.core.ITEMSIZE[dtype])
+    x = tensor(dtype, nbytes // codec._c.library.ITEMSIZE[dtype])
     rng = np.random.default_rng(1)
     state = {k: rng.standard_normal(x.shape, np.float32) * np.float32(0.02) for k in ("theta", "m", "v")}
     state["v"] *= state["v"]
-    metric = metrics.AdamW(1e-5, step=999)
+    metric = optimizers.AdamW(1e-5, step=999)
     back, residual, total = np.empty_like(x), np.empty(x.shape, np.float32), np.zeros(x.shape, np.float32)
     copy, _ = best(lambda: np.copyto(back, x))
     rows: list[dict[str, Any]] = []
@@ -166,7 +166,7 @@ def print_lossy(result: dict[str, Any]) -> None:
 def once_through(frame: Any, back: np.ndarray[Any, Any], isa: str) -> Any:
     """A call that decodes in one thread as it checks, as C callers may: what is wrong may be found after writing."""
     data = np.frombuffer(frame, np.uint8)
-    t = new_tensor(codec.core.DTYPES[codec.inspect(frame).dtype], back.shape, ffi.from_buffer(back), back.nbytes)
+    t = new_tensor(codec._c.library.DTYPES[codec.inspect(frame).dtype], back.shape, ffi.from_buffer(back), back.nbytes)
     context = ffi.new("codec_context *")
     context.struct_nbytes, context.isa = ffi.sizeof("codec_context"), 1 + codec.isas().index(isa)
     size = ffi.new("size_t *")
@@ -202,12 +202,12 @@ def beside_native(engine: str, nbytes: int) -> list[dict[str, Any]]:
     for name, (made, spec) in cases.items():
         print(f"\r{name:30}", end="", file=sys.stderr, flush=True)
         dtype = made.partition(":")[0]
-        x = tensor(made, nbytes // codec.core.ITEMSIZE[dtype])
+        x = tensor(made, nbytes // codec._c.library.ITEMSIZE[dtype])
         how: dict[str, Any] = {"threads": 1}
         if name in TRUNCATE:
             state = {k: rng.standard_normal(x.shape, np.float32) * np.float32(0.02) for k in ("theta", "m", "v")}
             state["v"] *= state["v"]
-            how |= {"metric": metrics.AdamW(1e-5, step=999), "state": state}
+            how |= {"metric": optimizers.AdamW(1e-5, step=999), "state": state}
         out, back = np.empty(codec.bound(x.shape, dtype, spec) * 2 + (1 << 20), np.uint8), np.empty_like(x)
         rounds: list[dict[tuple[str, str], float]] = []
         for _ in range(5):  # in turn, so that what else the machine does meets both
@@ -268,7 +268,7 @@ def main() -> None:
     for made in args.dtypes if args.only != "lossy" else []:
         dtype = made.partition(":")[0]
         for nbytes in args.sizes:
-            x = tensor(made, nbytes // codec.core.ITEMSIZE[dtype], args.cols)
+            x = tensor(made, nbytes // codec._c.library.ITEMSIZE[dtype], args.cols)
             out, back = np.empty(codec.bound(x.shape, dtype) * 2 + (1 << 20), np.uint8), np.empty_like(x)
             for isa in args.isas:
                 for threads in args.threads:

@@ -7,10 +7,13 @@
 True
 """
 
-from codec import metrics
-from codec.advising import Advice, advise
+from codec import optimizers
+from codec._c.library import isas, use_isa
+from codec._warmup import warmup
+from codec.advisor.advise import Advice, advise
+from codec.advisor.cost_model import Link
+from codec.batch import decode_many, encode_many
 from codec.codebook import Codebook
-from codec.core import isas, use_isa
 from codec.decoding import accumulate, decode, reduce
 from codec.encoding import bound, encode, encode_async
 from codec.engines import engines
@@ -26,13 +29,10 @@ from codec.errors import (
     Status,
     UnsupportedError,
 )
-from codec.frame import Info, inspect, verify
-from codec.many import decode_many, encode_many
-from codec.predicting import Link
-from codec.segmenting import segments
+from codec.inspection import Info, inspect, verify
 from codec.specs import Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
 from codec.stateful import CodebookRefresher, ErrorFeedback
-from codec.warming import warmup
+from codec.tensors.segments import segments
 
 __version__ = "0.1.0"
 
@@ -72,7 +72,7 @@ __all__ = [
     "engines",
     "inspect",
     "isas",
-    "metrics",
+    "optimizers",
     "reduce",
     "segments",
     "use_isa",

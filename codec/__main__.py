@@ -11,16 +11,15 @@ import json
 import shlex
 import sys
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, get_args
 
 import codec
-from codec import _cffi
-from codec.advising import advise, named
+from codec import _c
+from codec._files import arrays_of, inspect_file, printable, verify_file
+from codec._warmup import warmup
+from codec.advisor.advise import advise, named
+from codec.advisor.cost_model import Algorithm
 from codec.errors import CodecError, FrameError
-from codec.files import arrays_of, inspect_file, printable, verify_file
-from codec.predicting import Algorithm
-from codec.warming import warmup
 
 PROGRAM = "python -m codec"
 
@@ -80,8 +79,7 @@ def run_warmup(args: argparse.Namespace) -> int:
 
 def run_told(args: argparse.Namespace) -> int:
     """Print flags and folders for build tools, a line each, in the order of the arguments."""
-    package = Path(_cffi.__file__).parent  # this file may lie elsewhere
-    include, lib = package / "include", package / "lib"
+    include, lib = _c.PACKAGE / "include", _c.PACKAGE / "lib"
     if not (include / "codec" / "codec.h").exists():
         raise CodecError(f"no C headers in {include}: they come with the installed package (pip install)")
     say = {

@@ -6,14 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from codec import core, structs
-from codec.core import ITEMSIZE, check, ffi, lib
+from codec import _call
+from codec._c import library
+from codec._c.library import ITEMSIZE, check, ffi, lib
+from codec._c.spec_structs import spec_struct
+from codec.arguments import shown, whole
 from codec.errors import SpecError
-from codec.metrics.asked import Asked, asked
-from codec.segmenting import pack
-from codec.spec_structs import spec_struct
-from codec.specs import Lossless, Spec, Truncate, shown, whole
-from codec.view import TensorView, dtype_name, fetch, on_host, view, view_bytes
+from codec.optimizers.arguments import Asked, asked
+from codec.specs import Lossless, Spec, Truncate
+from codec.tensors.segments import pack
+from codec.tensors.view import TensorView, dtype_name, fetch, on_host, view, view_bytes
 
 _DEFAULT = Lossless()
 _FLOATS = ("float32", "float64", "bfloat16", "float16")
@@ -60,7 +62,7 @@ class Codebook:
             raise SpecError("lengths must be 256 bytes of 0 to 8")
         whole("escape_length", self.escape_length, 1, 8)
         whole("id", self.id, 1, (1 << 64) - 1)
-        whole("symbols", self.symbols, 0, core.lib.CODEC_SYMBOLS_JOINT16)
+        whole("symbols", self.symbols, 0, library.lib.CODEC_SYMBOLS_JOINT16)
         if sum(256 >> n for n in (*self.lengths, self.escape_length) if n) != 256:
             raise SpecError("code lengths must fill the tree: the sum of 1 / 2^length over values and escape must be 1")
         if lib.codec_codebook_check(self._struct()):
@@ -68,12 +70,12 @@ class Codebook:
 
     def _struct(self) -> Any:
         struct = ffi.new("codec_codebook *")
-        structs.fill_codebook(struct, self)
+        _call.fill_codebook(struct, self)
         return struct
 
     def to_bytes(self) -> bytes:
         """The codebook as 12 to 140 bytes, to keep or to send. Equal codebooks have equal bytes."""
-        room, size = core.new_bytes(lib.CODEC_CODEBOOK_NBYTES), ffi.new("size_t *")
+        room, size = library.new_bytes(lib.CODEC_CODEBOOK_NBYTES), ffi.new("size_t *")
         check(lib.codec_codebook_pack(self._struct(), room, len(room), size))
         return bytes(ffi.buffer(room, size[0]))
 
@@ -123,7 +125,7 @@ class Codebook:
             raise SpecError("counts must be 256 integers, none below 0")
         book = ffi.new("codec_codebook *")
         numbers = ffi.from_buffer("uint64_t[]", array.astype(np.uint64))
-        check(lib.codec_codebook_build(spec_struct(spec), core.DTYPES[dtype_name(dtype)], numbers, book))
+        check(lib.codec_codebook_build(spec_struct(spec), library.DTYPES[dtype_name(dtype)], numbers, book))
         return cls._of(book)
 
     @classmethod
@@ -215,7 +217,7 @@ def count_symbols(
             return v.dtype, n, found
         v = fetch("a tensor", v)._replace(dtype=v.dtype, shape=v.shape)
     on_host("a tensor", v)
-    call = structs.take()
+    call = _call.take()
     if packed is not None:
         call.set_segments(packed)
     if m is not None:
@@ -228,7 +230,7 @@ def count_symbols(
     counts = np.zeros(256, np.int64)
     into = ffi.from_buffer("uint64_t[]", counts, True)
     check(lib.codec_count(s, t, into, call.context, call.scratch(nbytes), nbytes))
-    structs.give(call)
+    _call.give(call)
     return v.dtype, n, counts
 
 

@@ -4,15 +4,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from codec import pool
+from codec._c import pool
+from codec._c.library import MANTISSA_BITS
+from codec.arguments import float32, shown, truth, whole
 from codec.codebook import Codebook, given_codebooks
-from codec.core import MANTISSA_BITS
 from codec.engines import Engine, choose
 from codec.engines.request import DecodeRequest
 from codec.errors import SpecError, Status
-from codec.frame import inspect
-from codec.specs import float32, shown, truth, whole
-from codec.view import TensorView, device_like, kind_of, mark_written, new, view_bytes, view_output
+from codec.inspection import inspect
+from codec.tensors.view import TensorView, device_like, kind_of, mark_written, new, view_bytes, view_output
 
 
 def decode(

@@ -3,17 +3,19 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from codec import pool, structs
+from codec import _call
+from codec._c import pool
+from codec._c.library import DTYPES, ITEMSIZE, check, ffi, lib
+from codec._c.spec_structs import spec_struct
+from codec.arguments import shown, truth, whole
 from codec.codebook import Codebook, given_codebooks
-from codec.core import DTYPES, ITEMSIZE, check, ffi, lib
 from codec.engines import choose
 from codec.engines.request import EncodeRequest
 from codec.errors import EngineError, SpecError
-from codec.metrics.asked import Asked, asked
-from codec.segmenting import pack
-from codec.spec_structs import spec_struct
-from codec.specs import Lossless, Spec, Truncate, shown, truth, whole
-from codec.view import TensorView, dtype_name, mark_written, new, view, view_output
+from codec.optimizers.arguments import Asked, asked
+from codec.specs import Lossless, Spec, Truncate
+from codec.tensors.segments import pack
+from codec.tensors.view import TensorView, dtype_name, mark_written, new, view, view_output
 
 DEFAULT = Lossless()
 
@@ -50,7 +52,7 @@ def bound(shape: int | Iterable[int], dtype: Any, spec: Spec = DEFAULT) -> int:
     if len(sizes) > lib.CODEC_MAX_RANK:
         raise SpecError(f"rank {len(sizes)} is above {lib.CODEC_MAX_RANK}")
     size = ffi.new("size_t *")
-    check(lib.codec_bound(spec_struct(spec), structs.new_tensor(DTYPES[name], sizes), size))
+    check(lib.codec_bound(spec_struct(spec), _call.new_tensor(DTYPES[name], sizes), size))
     return size[0]
 
 
@@ -111,7 +113,7 @@ def encode(
     stream : int
         Random draws of different streams are independent: make it from rank, step and tensor. 64 bits.
     metric : Metric, Custom, list of (int, Metric or Custom) or array of uint8, optional
-        What :class:`codec.Truncate` goes by (:mod:`codec.metrics`); parameter groups with the offsets where they begin;
+        Optimizer (:mod:`codec.optimizers`) for :class:`codec.Truncate`; groups with the offsets where they begin;
         or the level of each value.
     state : mapping, optional
         The metric's arrays, ``theta``, ``m`` and ``v``, of as many values as x.

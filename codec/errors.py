@@ -3,7 +3,7 @@
 from enum import IntEnum
 from typing import Any
 
-from codec import _cffi
+from codec._c import _cffi
 
 _numbers: dict[str, int] = {name: number for number, name in _cffi.ffi.typeof("codec_status").elements.items()}
 

@@ -1,10 +1,9 @@
 """What can be asked of :func:`codec.encode`: one frozen dataclass a codec."""
 
-import operator
-import struct
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
+from codec.arguments import float32, plain, shown
 from codec.errors import SpecError
 
 Model = Literal["auto", "flat", "separable"]
@@ -21,18 +20,6 @@ Guard = Literal["exact", "near", "feedback", "max"]
 Nonfinite = Literal["error", "propagate"]
 
 
-_MAX_SHOWN = 120  # characters
-
-
-def shown(value: object) -> str:
-    """Return the repr of a value in one line for a message, cut where it is long."""
-    try:
-        text = " ".join(repr(value).split())
-    except ValueError:  # Python refuses to print integers of more than a few thousand digits
-        return "a number of thousands of digits"
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-
-
 def _one_of(name: str, value: object, choices: object) -> None:
     if not isinstance(value, str) or value not in get_args(choices):
         raise SpecError(f"{name} must be one of {get_args(choices)}, got {shown(value)}")
@@ -43,56 +30,10 @@ def _whole(name: str, value: object, least: int, most: int, or_else: str = "") -
         raise SpecError(f"{name} must be {or_else}an int from {least} to {most}, got {shown(value)}")
 
 
-def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """The value of an argument that must be an integer, of Python's or of any other kind, within bounds."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or value is True or value is False or number < least or (most is not None and number > most):
-        bounds = f"from {least} to {most}" if most is not None else f"of at least {least}"
-        raise SpecError(f"{name} must be an int {bounds}, got {shown(value)}")
-    return number
-
-
-def truth(name: str, value: Any) -> bool:
-    """Return the value of an argument that must be True or False, or anything else that has a truth value."""
-    if value is True or value is False:
-        return value
-    try:
-        return bool(value)
-    except (TypeError, ValueError, RuntimeError):  # an array or tensor of many values
-        raise SpecError(f"{name} must be True or False, got {shown(value)}") from None
-
-
-def plain(value: Any) -> Any:
-    """A number of another kind, such as numpy's or a tensor of rank 0, as one of Python's; all else as it is."""
-    if value is None or type(value) in (int, float, bool, str):
-        return value
-    if isinstance(value, type) or getattr(value, "shape", ()):
-        return value
-    if any(name in str(getattr(value, "dtype", "")) for name in ("bool", "complex")):
-        return value
-    try:
-        return operator.index(value)
-    except TypeError:
-        return float(value) if hasattr(value, "__float__") else value
-
-
 def _store_plain(spec: "Spec", *names: str) -> None:
     """Numbers as Python's, which specs are printed and compared by."""
     for name in names:
         object.__setattr__(spec, name, plain(getattr(spec, name)))
-
-
-def float32(value: object) -> float | None:
-    """A number rounded to float32, maybe to Inf; None if it is no number."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    try:
-        return struct.unpack("f", struct.pack("f", value))[0]
-    except (OverflowError, struct.error):
-        return float("inf")
 
 
 def _positive(name: str, value: object) -> None:
@@ -393,7 +334,7 @@ class Truncate(Spec):
     """Floats with as many bits of mantissa as the optimizer's step can tell apart.
 
     Each value loses 0, 6, 12 or 18 bits (bfloat16: 0, 2, 4, 6; float16: 0, 3, 5, 8), by a metric of
-    :mod:`codec.metrics` given to :func:`codec.encode`, or all the same. Exponents are coded as in :class:`Lossless`,
+    :mod:`codec.optimizers` given to :func:`codec.encode`, or all the same. Exponents are coded as in :class:`Lossless`,
     and kept to the bit but for rounding; NaN and Inf keep all bits; zeros and subnormals become +0. A tensor of fewer
     than 512 values, and one that would grow, is stored as it is.
 

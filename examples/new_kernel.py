@@ -7,7 +7,7 @@ import numpy as np
 
 import codec
 from codec.engines.numba import rows
-from codec.engines.numba.trying import trying
+from codec.engines.numba.patching import trying
 from codec.engines.numba.words import F32, I64, U8, U16, over, place
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import codec
-from codec.core import DTYPES, ITEMSIZE
+from codec._c.library import DTYPES, ITEMSIZE
 
 # The tier of tests: "merge" (make test) or "nightly" (make nightly). All counts that differ between tiers are here.
 TIER = os.environ.get("CODEC_TESTS", "merge")

@@ -1,4 +1,4 @@
-"""CuPy with a GPU that is this CPU: as much of it as `codec/engines/cuda/gpu.py` and the tests use, as CuPy names it.
+"""CuPy with a GPU that is this CPU: the part of CuPy that the CUDA engine and the tests use, under its names.
 
 Nothing is done before somebody waits for it: a stream is a list of what it has to do. Memory whose owner is gone goes
 back to its pool, and is overwritten: pinned memory at once, the device's in the order of its stream. A stream that is
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from device import launch
 
-from codec.engines.cuda import cache, gpu
+from codec.engines.cuda import cache, cupy_backend
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # modes of captures, and of threads meanwhile
 _LEGACY = 1  # another number of stream 0
@@ -450,7 +450,9 @@ def install(monkeypatch: Any, library: Any, capabilities: tuple[str, ...] = ("90
     global machine
     machine = Machine(library, capabilities)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(gpu, "_gpu", functools.cache(gpu.Gpu))
-    monkeypatch.setattr(gpu, "_driver", lambda: types.SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange))
+    monkeypatch.setattr(cupy_backend, "_gpu", functools.cache(cupy_backend.Gpu))
+    monkeypatch.setattr(
+        cupy_backend, "_driver", lambda: types.SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    )
     monkeypatch.setattr(cache, "cache_folder", lambda: None)
     return machine

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import test_exact
 
-from codec.core import ITEMSIZE
+from codec._c.library import ITEMSIZE
 from codec.engines.cuda import devices
-from codec.engines.cuda.gpu import Gpu
+from codec.engines.cuda.cupy_backend import Gpu
 from codec.engines.cuda.kernels import FILE_OF, FILES
-from codec.view import TensorView, view
+from codec.tensors.view import TensorView, view
 
 ROOT = Path(__file__).parents[1]
 INCLUDED = [f"-I{ROOT / folder}" for folder in ("native/include", "native/src", "native/cuda", "tests/cuda")]

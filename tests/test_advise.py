@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import codec
-from codec import advising, sampling
 from codec.__main__ import main
-from codec.predicting import Cost, Link, compute_seconds, link_of, predict_seconds, wire_nbytes
+from codec.advisor import advise, sampling
+from codec.advisor.cost_model import Cost, Link, compute_seconds, link_of, predict_seconds, wire_nbytes
 
 DATA = Path(__file__).parents[1] / "bench/data"
 NEVER = Link(math.inf)
@@ -47,7 +47,7 @@ def clock(monkeypatch):
         now.seconds += now.step
         return now.seconds
 
-    monkeypatch.setattr(advising, "time", SimpleNamespace(perf_counter=tick))
+    monkeypatch.setattr(advise, "time", SimpleNamespace(perf_counter=tick))
     return now
 
 
@@ -256,7 +256,7 @@ def test_means(dtype):
     x = np.random.default_rng(0).standard_normal(1000).astype(np.float32).astype(kind)
     for n in (1, 2, 3):
         values = sum(np.roll(x.astype(np.float32), k) for k in range(n)) / np.float32(n)
-        (s,) = sampling.samples([sampling.Tensor(codec.view.view(x))], n, None)
+        (s,) = sampling.samples([sampling.Tensor(codec.tensors.view.view(x))], n, None)
         assert s.mean.tobytes() == values.astype(kind).tobytes()
 
 
@@ -340,8 +340,8 @@ def test_dtypes_together(clock):
 def test_feedback_is_measured(clock, monkeypatch):
     """Lossy frames are made with a residual, others cannot be."""
     seen = []
-    real = advising.encode
-    monkeypatch.setattr(advising, "encode", lambda x, spec, **how: seen.append((spec, how)) or real(x, spec, **how))
+    real = advise.encode
+    monkeypatch.setattr(advise, "encode", lambda x, spec, **how: seen.append((spec, how)) or real(x, spec, **how))
     codec.advise(gradients("cnn_float32"), "1gbit", lossy=True, feedback=True, threads=1)
     fed = {type(spec) for spec, how in seen if how.get("feedback")}
     assert fed == {codec.Float8, codec.Quantize, codec.Ternary, codec.Sign}
@@ -374,11 +374,11 @@ def test_truncate(clock, monkeypatch):
     x, metric = (
         bucket([g.numpy() for g in grads]),
         [
-            (0, codec.metrics.from_optimizer(optimizer, 0)),
-            (10_000, codec.metrics.from_optimizer(optimizer, 1)),
+            (0, codec.optimizers.from_optimizer(optimizer, 0)),
+            (10_000, codec.optimizers.from_optimizer(optimizer, 1)),
         ],
     )
-    states = [codec.metrics.state_of(optimizer, p) for p in w]
+    states = [codec.optimizers.state_of(optimizer, p) for p in w]
     state = {name: bucket([s[name].detach().numpy() for s in states]) for name in ("theta", "m", "v")}
     for row in advice.table[2:]:
         frame = codec.encode(x, row.spec, metric=metric, state=state, segments=codec.segments(grads))

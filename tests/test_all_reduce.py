@@ -14,7 +14,7 @@ from ranks import ranks
 
 import codec
 import codec.torch
-from codec.segmenting import pack, unpack
+from codec.tensors.segments import pack, unpack
 from codec.torch import arguments, channel, collectives
 
 SPECS = [
@@ -251,7 +251,7 @@ def _wrong(rank, size):
     x, wrong = values(rank, (3000,)), rank == 1
     reduce, scatter, exchange = codec.torch.all_reduce, codec.torch.reduce_scatter, codec.torch.exchange
     part = torch.zeros(3000 // size)
-    truncate, sgd = codec.Truncate(), codec.metrics.SGD(0.1)
+    truncate, sgd = codec.Truncate(), codec.optimizers.SGD(0.1)
     good = {"metric": sgd, "state": {"theta": x, "m": None}}
     reduce(x.clone(), truncate, **good)
     raised = []
@@ -309,7 +309,7 @@ def test_timeouts():
 
 
 def _of_bfloat16(rank, size):
-    metric = codec.metrics.AdamW(lr=1e-3, step=10)
+    metric = codec.optimizers.AdamW(lr=1e-3, step=10)
     state = {name: values(7, (5000,), torch.bfloat16).abs() for name in ("theta", "m", "v")}
     every = [values(r, (5000,)) for r in range(size)]
     frames = [codec.encode(x, codec.Truncate(), metric=metric, state=state) for x in every]
@@ -355,7 +355,7 @@ def test_a_damaged_frame_is_an_error_on_all(n):
 
 
 def _lost(rank, size, how, moment):
-    codec.torch.slices.MOST_NBYTES = 1 << 20  # several chunks a slice
+    codec.torch.partition.MOST_NBYTES = 1 << 20  # several chunks a slice
     x = values(rank, (LARGE,))
     codec.torch.all_reduce(x.clone())  # all are there
     channel = collectives.line_of(None).channel
@@ -494,7 +494,7 @@ def test_large_tensors_in_place():
 
 def _odd(rank, size):
     """Tensors that cannot be used; a rank that is not of a group."""
-    x, metric, state = torch.ones(600, 500), codec.metrics.SGD(lr=0.1), {"theta": np.ones(300_001, np.float32)}
+    x, metric, state = torch.ones(600, 500), codec.optimizers.SGD(lr=0.1), {"theta": np.ones(300_001, np.float32)}
     wide = torch.zeros(600, 1000)
     for tensor, kwargs in (
         (x.to_sparse(), {}),
@@ -621,7 +621,7 @@ def test_slices_cover_all_and_keep_rows():
     for i, (offset, shape) in enumerate(inside):
         shape_of[offset : offset + int(np.prod(shape, dtype=int))] = i
     for size in (1, 2, 3, 4, 7):
-        few, many = (codec.torch.slices.cut(n, size, 4, pack(inside), nbytes) for nbytes in (1 << 22, 1 << 20))
+        few, many = (codec.torch.partition.cut(n, size, 4, pack(inside), nbytes) for nbytes in (1 << 22, 1 << 20))
         assert [(s[0].begin, s[-1].end) for s in few] == [(s[0].begin, s[-1].end) for s in many]
         assert all(len(s) >= 2 for s in few if 4 * (s[-1].end - s[0].begin) > 1 << 21)  # or nothing overlaps
         pieces = [p for each in many for p in each]
@@ -675,7 +675,7 @@ def test_other_collectives():
 
 def decided(frames, values, load, n, smaller=1):
     """What is chosen for n collectives that take so long, as two ranks see it; frames are so many times smaller."""
-    choices = [codec.torch.choosing.Choice() for _ in range(2)]
+    choices = [codec.torch.autotune.Choice() for _ in range(2)]
     kinds = []
     for i in range(n):
         kind, other = (c.kind for c in choices)
@@ -714,7 +714,7 @@ def test_the_median_of_what_came_last_counts():
     """Not the best of all, which is luck where times scatter; and what comes to take longer is not sent any more."""
 
     def sent(frames, values, n=200):
-        choice, kinds = codec.torch.choosing.Choice(), []
+        choice, kinds = codec.torch.autotune.Choice(), []
         for i in range(n):
             kinds.append(choice.kind)
             choice.learn([frames(i) if kinds[-1] == "frames" else values(i), 800, 0])

@@ -39,7 +39,7 @@ def test_threads_of_other_kinds():
 
 def test_numbers_of_metrics():
     """A metric's numbers are finite, betas two below 1; all but lr by name; step 0 is before the first."""
-    metrics = codec.metrics
+    metrics = codec.optimizers
     for metric in (metrics.Adam, metrics.AdamW):
         for betas in ((1, 0.999), (0.9, 1.0), (1.5, 0)):
             with refused(match="must be below 1"):
@@ -75,7 +75,7 @@ def test_numbers_of_metrics():
 
 def test_arguments_that_are_no_numbers():
     """What does not fit is a SpecError that says what would."""
-    frame, sgd, truncate = codec.encode(X), codec.metrics.SGD(0.1), codec.Truncate()
+    frame, sgd, truncate = codec.encode(X), codec.optimizers.SGD(0.1), codec.Truncate()
     for most in (-1, 1 << 64, "1", 1.5, -HUGE):
         with refused(match="max_nbytes must be an int from 0"):
             codec.decode(frame, max_nbytes=most)
@@ -234,11 +234,11 @@ def test_numbers_of_other_kinds():
         (codec.Truncate(np.uint8(2), guard=i(-3), cap=i(7)), codec.Truncate(2, guard=-3, cap=7)),
         (codec.Lossless(i(7)), codec.Lossless(7)),
         (
-            codec.metrics.AdamW(f(0.25), betas=(f(0.5), t(0.75)), step=t(3.0)),
-            codec.metrics.AdamW(0.25, betas=(0.5, 0.75), step=3),
+            codec.optimizers.AdamW(f(0.25), betas=(f(0.5), t(0.75)), step=t(3.0)),
+            codec.optimizers.AdamW(0.25, betas=(0.5, 0.75), step=3),
         ),
-        (codec.metrics.SGD(t(0.5), maximize=np.True_), codec.metrics.SGD(0.5, maximize=True)),
-        (codec.metrics.Adagrad(step=2.0), codec.metrics.Adagrad(step=2)),
+        (codec.optimizers.SGD(t(0.5), maximize=np.True_), codec.optimizers.SGD(0.5, maximize=True)),
+        (codec.optimizers.Adagrad(step=2.0), codec.optimizers.Adagrad(step=2)),
     ):
         assert given == kept
         assert repr(given) == repr(kept)
@@ -248,16 +248,16 @@ def test_numbers_of_other_kinds():
             lambda x: codec.Quantize(x),
             lambda x: codec.Sign(block=x),
             lambda x: codec.Truncate(x),
-            lambda x: codec.metrics.SGD(x),
-            lambda x: codec.metrics.Adam(step=x),
+            lambda x: codec.optimizers.SGD(x),
+            lambda x: codec.optimizers.Adam(step=x),
         ):
             with refused(match="must be"):
                 make(no)
     for no in (2.5, t(2.5), -1, float("nan")):
         with refused(match="step must be"):
-            codec.metrics.Adam(step=no)
+            codec.optimizers.Adam(step=no)
     with refused(match="maximize must be True or False"):
-        codec.metrics.SGD(maximize="no")
+        codec.optimizers.SGD(maximize="no")
 
 
 def test_choices_are_named():
@@ -325,9 +325,11 @@ def test_memory_that_is_shared():
         codec.encode(x, codec.Sign(), residual=left, out=memory.view(np.uint8)[115_000:])
     theta = {"theta": memory[10_000:19_000]}
     with refused(match="out= shares memory with state's theta"):
-        codec.encode(x, codec.Truncate(), metric=codec.metrics.SGD(1), state=theta, out=memory.view(np.uint8)[40_000:])
+        codec.encode(
+            x, codec.Truncate(), metric=codec.optimizers.SGD(1), state=theta, out=memory.view(np.uint8)[40_000:]
+        )
     with refused(match="residual= shares memory with state's theta"):
-        codec.encode(x, codec.Truncate(), metric=codec.metrics.SGD(1), state=theta, residual=memory[10_000:19_000])
+        codec.encode(x, codec.Truncate(), metric=codec.optimizers.SGD(1), state=theta, residual=memory[10_000:19_000])
     assert (x == X).all()
     frame = codec.encode(X)
     at = memory.view(np.uint8)[36_000 - len(frame) :][: len(frame)]
@@ -342,13 +344,15 @@ def test_memory_that_is_shared():
     assert bytes(at) == frame
     assert (codec.decode(at, out=memory[9_000:18_000]) == X).all()
     state = {"theta": X.copy()}
-    frame = codec.encode(X, codec.Truncate(levels="shared"), metric=codec.metrics.SGD(1), state=state)
+    frame = codec.encode(X, codec.Truncate(levels="shared"), metric=codec.optimizers.SGD(1), state=state)
     with refused(match="out= shares memory with state's theta without being"):
         wide = np.concatenate([state["theta"], X])
-        codec.accumulate(frame, wide[1:9_001], metric=codec.metrics.SGD(1), state={"theta": wide[:9_000]})
+        codec.accumulate(frame, wide[1:9_001], metric=codec.optimizers.SGD(1), state={"theta": wide[:9_000]})
     for threads in (1, 3):  # the second frame would find the first one's sum where state was
         with refused(match="out= shares memory with state's theta"):
-            codec.reduce([frame, frame], out=state["theta"], metric=codec.metrics.SGD(1), state=state, threads=threads)
+            codec.reduce(
+                [frame, frame], out=state["theta"], metric=codec.optimizers.SGD(1), state=state, threads=threads
+            )
     assert (state["theta"] == X).all()
-    expected = X + codec.decode(frame, metric=codec.metrics.SGD(1), state=state)
-    assert (codec.accumulate(frame, state["theta"], metric=codec.metrics.SGD(1), state=state) == expected).all()
+    expected = X + codec.decode(frame, metric=codec.optimizers.SGD(1), state=state)
+    assert (codec.accumulate(frame, state["theta"], metric=codec.optimizers.SGD(1), state=state) == expected).all()

@@ -113,7 +113,7 @@ class Capsule:
     """DLPack capsule with the numbers given, over 4,096 values."""
 
     def __init__(self, shape, strides=None, *, ndim=None, code=2, bits=32, lanes=1, offset=0):
-        from codec.dlpack import DLTensor
+        from codec.tensors.dlpack import DLTensor
 
         class Managed(ctypes.Structure):
             _fields_ = (("t", DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import codec
-from codec import warming
+from codec import _warmup
 from codec.engines.cuda import cache, kernels
 
 PACKAGES = Path(codec.__file__).parents[1]
@@ -126,7 +126,7 @@ def test_cached_code_must_name_the_kernels_that_are_wanted(names):
 
 
 def test_warmup_warns_of_a_shared_numba_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(warming, "_try", lambda *_: True)
+    monkeypatch.setattr(_warmup, "_try", lambda *_: True)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

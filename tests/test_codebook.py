@@ -8,7 +8,7 @@ import codec
 
 rng = np.random.default_rng(0)
 X = rng.standard_normal(20_000).astype(np.float32)
-SGD = {"metric": codec.metrics.SGD(0.1), "state": {"theta": X}}
+SGD = {"metric": codec.optimizers.SGD(0.1), "state": {"theta": X}}
 BOOKS = [
     codec.Codebook.from_tensors(X),
     codec.Codebook.from_tensors(X, spec=codec.Lossless(cap=4)),

@@ -10,7 +10,7 @@ from ranks import ranks
 import codec
 import codec.torch
 from codec.torch import collectives
-from codec.torch.choosing import Choice
+from codec.torch.autotune import Choice
 from codec.torch.counters import Counters, Stopwatch
 
 

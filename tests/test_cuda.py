@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from sealing import reseal
 
 import codec
-from codec import metrics
-from codec.core import ITEMSIZE
-from codec.engines.cuda import encoding, work
+from codec import optimizers
+from codec._c.library import ITEMSIZE
+from codec.engines.cuda import encoding, workspace
 from codec.errors import Status
 
 F32 = np.float32
@@ -400,7 +400,7 @@ def test_what_is_lost_in_place(device):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_metrics(dtype):
     """Groups of parameters with metrics of their own, states of any dtype; levels that are given."""
-    n, sgd, adamw = 30_000, metrics.SGD(0.1), test_truncate.ADAMW
+    n, sgd, adamw = 30_000, optimizers.SGD(0.1), test_truncate.ADAMW
     x = test_truncate.gradient(n, dtype=dtype)
     arrays = test_truncate.state(n)
     arrays["theta"][100:109] = 0, -0.0, np.inf, np.nan, 1e-40, 3e38, -3e38, 1e-45, -np.inf
@@ -409,7 +409,7 @@ def test_metrics(dtype):
     brains = {k: a.astype(test_lossy.HALVES["bfloat16"]) for k, a in arrays.items()}
     groups = [(0, adamw), (1, sgd), (9_999, adamw), (29_999, sgd), (50_000, sgd)]
     for state in (arrays, halves, brains):
-        for metric in (sgd, adamw, metrics.Momentum(0.1, momentum=0.9), metrics.SGD(0.1, maximize=True), groups):
+        for metric in (sgd, adamw, optimizers.Momentum(0.1, momentum=0.9), optimizers.SGD(0.1, maximize=True), groups):
             how = {"metric": metric, "state": state}
             frame = bytes(codec.encode(x, codec.Truncate(), **how))
             assert encode(x, codec.Truncate(), dtype, **how) == frame
@@ -622,7 +622,7 @@ def test_sums_of_quotients(fp8):
 @pytest.mark.parametrize("at_once", [2, 65_535])
 def test_many(device, monkeypatch, at_once):
     """Of any size, at either side; all or none; the first at fault; more than a launch may be for, too."""
-    monkeypatch.setattr(work, "_AT_ONCE", at_once)
+    monkeypatch.setattr(workspace, "_AT_ONCE", at_once)
     rng = np.random.default_rng(3)
     xs = {i: rng.standard_normal(n).astype(F32) for i, n in enumerate((0, 1, 600, 20_000, 512))}
     frames = codec.encode_many(xs)
@@ -670,7 +670,7 @@ def test_headers_that_are_at_hand(device, monkeypatch):
                 codec.decode(there, out=out, head=wrong)
         assert got(out) == (2 * y).tobytes()
     spec, state = TRUNCATES["truncate_shared"], {"theta": device.put(x)}
-    how = {"metric": metrics.SGD(0.1), "state": state}
+    how = {"metric": optimizers.SGD(0.1), "state": state}
     frame, another = (codec.encode(device.put(z), spec, **how) for z in (x, -x))
     damaged = bytearray(got(another)[:4096])
     damaged[-1] ^= 255
@@ -691,7 +691,7 @@ def test_symbols_are_counted_where_they_lie(device):
             for some in (y, y[:3]):
                 book = codec.Codebook.from_tensors(device.put(some), spec=spec)
                 assert book == codec.Codebook.from_tensors(some, spec=spec)
-    spec, metric, state = codec.Truncate(), metrics.SGD(0.1), {"theta": x[::-1] * F32(0.1)}
+    spec, metric, state = codec.Truncate(), optimizers.SGD(0.1), {"theta": x[::-1] * F32(0.1)}
     there = {name: device.put(array) for name, array in state.items()}
     ours = codec.Codebook.from_tensors(device.put(x), spec=spec, metric=metric, state=there)
     assert ours == codec.Codebook.from_tensors(x, spec=spec, metric=metric, state=state)
@@ -738,7 +738,7 @@ def test_metrics_of_ones_own(device):
     """Are worked out on the host, wherever the state lies."""
     x = test_truncate.gradient(9000)
     state = test_truncate.state(9000)
-    metric = [(0, metrics.Custom(lambda theta, v: theta / (v + 1e-8) ** 0.5)), (5000, metrics.SGD(0.1))]
+    metric = [(0, optimizers.Custom(lambda theta, v: theta / (v + 1e-8) ** 0.5)), (5000, optimizers.SGD(0.1))]
     frame = codec.encode(x, TRUNCATES["truncate_shared"], metric=metric, state=state)
     there = {name: device.put(array) for name, array in state.items()}
     ours = codec.encode(device.put(x), TRUNCATES["truncate_shared"], metric=metric, state=there)
@@ -776,7 +776,7 @@ def test_how_many_launches(device):
     codec.decode_many(frames)
     assert device.launched == ["gather", "decode_lossless<2>", "decode_lossless<4>"]
     x = device.put(np.random.default_rng(1).standard_normal(20_000, F32))
-    groups = {"metric": [(0, metrics.SGD(0.1)), (500, metrics.SGD(0.2))], "state": {"theta": x}}
+    groups = {"metric": [(0, optimizers.SGD(0.1)), (500, optimizers.SGD(0.2))], "state": {"theta": x}}
     owed = {"residual": device.put(np.zeros(20_000, F32)), "feedback": True}
     shared = TRUNCATES["truncate_shared"]
     for spec, how, most in (
@@ -908,7 +908,7 @@ def test_frames_made_by_hand(case, monkeypatch):
     """All that no encoder writes and the format allows or forbids."""
 
     def compared(frame, **how):
-        ours, native = outcomes(frame, codec.core.DTYPE_NAMES[frame[6]], **how)
+        ours, native = outcomes(frame, codec._c.library.DTYPE_NAMES[frame[6]], **how)
         assert ours == native
         return dict.fromkeys((1, 4), ours if isinstance(ours, bytes) else None)
 

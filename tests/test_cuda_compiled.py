@@ -13,7 +13,7 @@ from device import ROOT, LaunchError, build, compile_kernels, launch
 import codec
 from codec.engines.cuda import kernels
 from codec.engines.cuda.kernels import FILES
-from codec.engines.cuda.work import pointer
+from codec.engines.cuda.workspace import pointer
 
 TESTS = ROOT / "tests"
 

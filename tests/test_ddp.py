@@ -157,7 +157,7 @@ def _channels_last(rank, size):
             momentum["momentum_buffer"] = momentum["momentum_buffer"].contiguous()
             state["m"] = momentum["momentum_buffer"]
         want, *values = (t.permute(0, 2, 3, 1).contiguous() for t in (net.weight.grad, *state.values()))
-        metric, state = codec.metrics.from_optimizer(optimizer), dict(zip(state, values, strict=True))
+        metric, state = codec.optimizers.from_optimizer(optimizer), dict(zip(state, values, strict=True))
         codec.torch.all_reduce(want, spec, metric=metric, state=state, algorithm=algorithm)
         optimizer.zero_grad()
         model(x).square().mean().backward()
@@ -209,12 +209,12 @@ def _owed(rank, size, paid):
 def _rounded(rank, size):
     """Values of bfloat16 as they are: what rounding takes is owed, too."""
     every = [(torch.arange(70_000) % 251 + r).to(torch.bfloat16) for r in range(size)]
-    from codec.torch import raw, slices
+    from codec.torch import partition, raw
 
     line = codec.torch.collectives.line_of(None)
     r = codec.torch.arguments.reduction_of(every[rank], codec.Float8(), "mean", None, None, None, 0)
     r.residual = torch.full((70_000,), 0.3).numpy()
-    owned = slices.cut(70_000, size, 2, None)[rank]
+    owned = partition.cut(70_000, size, 2, None)[rank]
     begin, end = owned[0].begin, owned[-1].end
     sums = torch.full((end - begin,), 0.2).numpy()
     r.sums_residual = lambda a, b: sums[a - begin : b - begin]
@@ -237,7 +237,7 @@ def _rounded(rank, size):
     r.sums_residual = lambda a, b: sums[a - begin : b - begin]
     result, error = raw.two_shot(line.channel, r)
     line.channel.conclude(error)
-    infinite = [slices.cut(70_000, size, 2, None)[i][0].begin for i in range(size)]
+    infinite = [partition.cut(70_000, size, 2, None)[i][0].begin for i in range(size)]
     assert set(np.delete(result, infinite)) == {65_504}
     assert set(result[infinite]) == {torch.inf}
     assert set(np.delete(r.residual, begin)) == {64_992 + 600 - 65_504}

@@ -138,7 +138,7 @@ def test_flags(tmp_path, monkeypatch, capsys):
     """In the order asked, a line each, safe for a shell; none for headers that are not there."""
     package = tmp_path / "in a folder"
     (package / "include/codec").mkdir(parents=True)
-    monkeypatch.setattr(cli._cffi, "__file__", str(package / "_cffi.py"))
+    monkeypatch.setattr(cli._c, "PACKAGE", package)
     assert cli.main(["--cflags"]) == 1
     said = capsys.readouterr()
     assert said.out == ""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from oracle import DTYPES as NUMBERED
 
 import codec
-from codec import metrics, specs
+from codec import optimizers, specs
 
 F32 = np.float32
 NUMBER = {name: number for number, (name, *_) in NUMBERED.items()}
@@ -519,18 +519,23 @@ def state_of(n, seed=1):
     return {"theta": (rng.standard_normal(n) * 0.02).astype(F32), "m": m.astype(F32), "v": v.astype(F32)}
 
 
-ADAMW = metrics.AdamW(1e-3, step=99)
+ADAMW = optimizers.AdamW(1e-3, step=99)
 METRICS = {
-    "sgd": metrics.SGD(1e-3),
-    "momentum": metrics.Momentum(1e-3, momentum=0.9),
-    "nesterov": metrics.Nesterov(1e-3, momentum=0.9, weight_decay=0.1),
-    "adagrad": metrics.Adagrad(1e-2),
-    "rmsprop": metrics.RMSprop(1e-3),
-    "adam": metrics.Adam(1e-3, weight_decay=0.1, step=1),
+    "sgd": optimizers.SGD(1e-3),
+    "momentum": optimizers.Momentum(1e-3, momentum=0.9),
+    "nesterov": optimizers.Nesterov(1e-3, momentum=0.9, weight_decay=0.1),
+    "adagrad": optimizers.Adagrad(1e-2),
+    "rmsprop": optimizers.RMSprop(1e-3),
+    "adam": optimizers.Adam(1e-3, weight_decay=0.1, step=1),
     "adamw": ADAMW,
-    "unknown": metrics.AdamW(1e-3, maximize=True, step=1),
-    "still": metrics.SGD(0),
-    "groups": [(0, ADAMW), (700, metrics.SGD(1e-4)), (701, metrics.Adam(1e-2, step=1)), (6000, metrics.SGD(1e-9))],
+    "unknown": optimizers.AdamW(1e-3, maximize=True, step=1),
+    "still": optimizers.SGD(0),
+    "groups": [
+        (0, ADAMW),
+        (700, optimizers.SGD(1e-4)),
+        (701, optimizers.Adam(1e-2, step=1)),
+        (6000, optimizers.SGD(1e-9)),
+    ],
 }
 WAYS = [("plane", "six"), ("coded", "six"), ("shared", "six"), ("shared", "bit")]
 
@@ -555,7 +560,7 @@ def test_truncate(dtype, levels, granularity):
     same(x, spec, dtype=dtype, metric=ADAMW, state=state, segments=[(100, (90, 100)), (9500, (9000,))])
     same(matrix(dtype, 130, 70), spec, dtype=dtype, shape=(130, 70), metric=ADAMW, state=state_of(9100))
     halves = {name: y.astype(np.float16) for name, y in state.items()}
-    same(x, spec, dtype=dtype, metric=metrics.SGD(1e-3), state=halves)
+    same(x, spec, dtype=dtype, metric=optimizers.SGD(1e-3), state=halves)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

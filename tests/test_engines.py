@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import codec
-from codec.dlpack import DLTensor
-from codec.view import view, view_output
+from codec.tensors.dlpack import DLTensor
+from codec.tensors.view import view, view_output
 
 X = np.linspace(-1, 1, 9_000, dtype=np.float32)
 FRAME = codec.encode(X)
@@ -104,7 +104,7 @@ def test_tensors_on_a_device_are_described():
 @pytest.mark.parametrize("x", [OnGPU(), ByDLPack(shape=(9_000,))])
 def test_what_the_host_cannot_read(x):
     """Every argument that lies on a GPU is refused by its name; nothing is read there, nothing written here."""
-    left, theta, sgd, truncate = np.full(9_000, 7, np.float32), X.copy(), codec.metrics.SGD(0.1), codec.Truncate()
+    left, theta, sgd, truncate = np.full(9_000, 7, np.float32), X.copy(), codec.optimizers.SGD(0.1), codec.Truncate()
     out, gpu = np.full(40_000, 7, np.uint8), OnGPU(typestr="|u1")
     calls = {
         "x": [

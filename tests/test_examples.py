@@ -40,7 +40,7 @@ SHOWN = [
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name):
-    globs = {"codec": codec, "np": np, "torch": torch, "metrics": codec.metrics}
+    globs = {"codec": codec, "np": np, "torch": torch, "metrics": codec.optimizers}
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     module = importlib.import_module(name)
     assert doctest.testmod(module, extraglobs=globs, optionflags=flags).failed == 0
@@ -51,7 +51,7 @@ def test_what_has_examples():
     for name in SHOWN:
         (found,) = finder.find(getattr(codec, name), name)
         assert found.examples, name
-    for member in (codec.Codebook, codec.ErrorFeedback, codec.CodebookRefresher, codec.metrics.from_optimizer):
+    for member in (codec.Codebook, codec.ErrorFeedback, codec.CodebookRefresher, codec.optimizers.from_optimizer):
         assert any(t.examples for t in finder.find(member, "it"))
 
 

@@ -13,7 +13,7 @@ import codec
 N = 120_003  # several blocks, the last one with bytes to spare
 THREADS = [1, 4]
 SPECS = {"lossless": codec.Lossless(), **LOSSY, **TRUNCATES}
-SGD = codec.metrics.SGD(1 / 10)
+SGD = codec.optimizers.SGD(1 / 10)
 
 
 def values(seed=0, n=N):

@@ -9,7 +9,7 @@ import codec
 
 N = 120_003
 SPECS = {**LOSSY, **TRUNCATES}
-SGD = codec.metrics.SGD(1 / 10)
+SGD = codec.optimizers.SGD(1 / 10)
 
 
 def values(seed, n=N):

@@ -14,12 +14,12 @@ from ranks import ranks
 
 import codec
 import codec.torch
-from codec import metrics
-from codec.core import DTYPES, ffi
-from codec.metrics.asked import asked
-from codec.segmenting import pack
-from codec.spec_structs import spec_struct
-from codec.structs import Call
+from codec import optimizers
+from codec._c.library import DTYPES, ffi
+from codec._c.spec_structs import spec_struct
+from codec._call import Call
+from codec.optimizers.arguments import asked
+from codec.tensors.segments import pack
 from codec.torch import arguments, collectives
 
 PEER = Path(os.environ.get("CODEC_GLOO_PEER", Path(__file__).parent.parent / "build/native/gloo_peer"))
@@ -219,8 +219,8 @@ def test_the_same_bits_of_any_size(tmp_path):
 
 
 def optimizer_jobs():
-    adamw = metrics.AdamW(1e-3, step=99)
-    groups = [(0, adamw), (1500, metrics.SGD(0.1)), (1503, metrics.Momentum(0.05, momentum=0.9)), (4990, adamw)]
+    adamw = optimizers.AdamW(1e-3, step=99)
+    groups = [(0, adamw), (1500, optimizers.SGD(0.1)), (1503, optimizers.Momentum(0.05, momentum=0.9)), (4990, adamw)]
     wide = tuple((name, "float32") for name in STATE)
     mixed = (("theta", "float16"), ("v", "float32"), ("m", "float16"))
     for spec in TRUNCATES.values():
@@ -229,7 +229,7 @@ def optimizer_jobs():
         for algorithm in ("two_shot", "all_gather", "ring", "raw"):
             yield Job(spec, algorithm=algorithm, metric=adamw, state=wide)
             yield Job(spec, dtype="bfloat16", op="sum", algorithm=algorithm, metric=groups, state=mixed)
-        yield Job(spec, dtype="float16", metric=metrics.SGD(0.1), state=(("theta", "float16"),))
+        yield Job(spec, dtype="float16", metric=optimizers.SGD(0.1), state=(("theta", "float16"),))
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -1,4 +1,4 @@
-"""What `codec/engines/cuda/gpu.py` asks CuPy for; and that the one of `cupy_on_cpu.py` is like CuPy itself."""
+"""What `codec/engines/cuda/cupy_backend.py` asks CuPy for; and that the one of `cupy_on_cpu.py` is like CuPy itself."""
 
 import contextlib
 import importlib
@@ -15,8 +15,8 @@ from cupy_on_cpu import Stream, cupy
 from device import build
 
 import codec
-from codec import metrics
-from codec.engines.cuda import gpu
+from codec import optimizers
+from codec.engines.cuda import cupy_backend
 
 F32 = np.float32
 X = np.random.default_rng(0).standard_normal(20_000, F32)
@@ -94,7 +94,7 @@ class OnStream:
 def test_order_of_streams(machine):
     """What is made on others is waited for, and what they do then waits for us."""
     a, b = Stream(), Stream()
-    spec, metric, theta = codec.Truncate(), metrics.SGD(0.1), np.sqrt(np.abs(X))
+    spec, metric, theta = codec.Truncate(), optimizers.SGD(0.1), np.sqrt(np.abs(X))
     with a:
         x = OnStream(cupy.array(X), a)
     with b:
@@ -180,7 +180,7 @@ def test_graphs_of_what_waits(machine):
 @pytest.mark.parametrize("nbytes", [100, 100_000])
 def test_memory_that_is_copied_from(machine, nbytes):
     """Is kept until the copy is done, pinned or not, and no longer; nor if it was never begun."""
-    device, there = gpu._gpu(0), cupy.empty(nbytes, np.uint8)
+    device, there = cupy_backend._gpu(0), cupy.empty(nbytes, np.uint8)
     data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
     expected, alive = data.tobytes(), weakref.ref(data)
     device.upload(there.data.ptr, data)

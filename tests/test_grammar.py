@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from codec import core
+from codec._c import library
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
 import compare
@@ -15,7 +15,7 @@ FRAMES, PIECE, MOST = 1200, 100, 6000
 
 @pytest.fixture(scope="module")
 def grammar(tmp_path_factory):
-    return compare.build(tmp_path_factory.mktemp("grammar"), Path(core._path).resolve())
+    return compare.build(tmp_path_factory.mktemp("grammar"), Path(library._path).resolve())
 
 
 @pytest.mark.parametrize("first", range(0, FRAMES, PIECE))

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import codec
 import codec.torch
 from codec.torch import hook as hook_module
-from codec.torch import other_dtypes
+from codec.torch import uncompressed
 
 EVERYTHING = {"policy": lambda name, p: None}
 
@@ -119,8 +119,8 @@ def _odd_forward(model, rank):
 
 def _odd(rank, size):
     logged = []
-    other_dtypes.logger.setLevel("INFO")
-    other_dtypes.logger.info = lambda text, kind: logged.append(kind)
+    uncompressed.logger.setLevel("INFO")
+    uncompressed.logger.info = lambda text, kind: logged.append(kind)
     plain, model = DistributedDataParallel(Odd()), DistributedDataParallel(Odd())
     hook = codec.torch.ddp_hook(codec.Quantize(8), feedback=True).register(model)
     for _ in range(3):
@@ -232,9 +232,9 @@ def test_optimizers_are_unwrapped_or_refused_by_name():
     model = net()
     adam = torch.optim.AdamW(model.parameters())
     assert codec.torch.ddp_hook(codec.Truncate(), optimizer=Wrapper(Wrapper(adam))).optimizer is adam
-    assert codec.metrics.from_optimizer(Wrapper(adam)) == codec.metrics.from_optimizer(adam)
+    assert codec.optimizers.from_optimizer(Wrapper(adam)) == codec.optimizers.from_optimizer(adam)
     weight = model[0].weight
-    assert codec.metrics.state_of(Wrapper(adam), weight)["theta"] is weight
+    assert codec.optimizers.state_of(Wrapper(adam), weight)["theta"] is weight
     with pytest.raises(codec.SpecError, match=r"no metric is known for ASGD.*\.optimizer of a wrapper"):
         codec.torch.ddp_hook(codec.Truncate(), optimizer=torch.optim.ASGD(model.parameters()))
 

@@ -233,7 +233,7 @@ LONG = {  # in make nightly: more of each, and what ends with the timeout
             encoded(
                 ones(),
                 codec.Truncate(levels="shared"),
-                metric=codec.metrics.SGD(1.0),
+                metric=codec.optimizers.SGD(1.0),
                 state={"theta": ones()},
             )
         ),

@@ -101,7 +101,7 @@ def test_threads(dtype, isa):
 def test_threads_do_the_work(spec, monkeypatch):
     """No codec falls back to one thread where its frame is smaller than the tensor."""
     x = np.random.default_rng(0).standard_normal(300_001).astype(np.float32)
-    how = {"metric": codec.metrics.SGD(1e-6), "state": {"theta": x}} if isinstance(spec, codec.Truncate) else {}
+    how = {"metric": codec.optimizers.SGD(1e-6), "state": {"theta": x}} if isinstance(spec, codec.Truncate) else {}
     frame = codec.encode(x, spec, threads=1, **how)
     monkeypatch.delattr(encoding, "_encode_one")
     assert codec.encode(x, spec, threads=3, **how) == frame

@@ -17,7 +17,7 @@ from test_peer_failures import MOMENTS, PROMISED, SLACK, TIMEOUT, VICTIM, channe
 
 import codec
 import codec.torch
-from codec.torch import collectives, lines
+from codec.torch import collectives, communicator
 
 
 def interrupt():
@@ -88,17 +88,17 @@ def _connecting(rank, size):
     """While connections are made to one that does not answer."""
     if rank == VICTIM:
         freeze()
-    connect = lines.Channel
+    connect = communicator.Channel
 
     def interrupted(*args):
         interrupt()
         return connect(*args)
 
     if rank != VICTIM:
-        lines.Channel = interrupted
+        communicator.Channel = interrupted
     with pytest.raises(codec.PeerError if rank == VICTIM else KeyboardInterrupt):
         codec.torch.all_reduce(values(rank), timeout=TIMEOUT)
-    lines.Channel = connect
+    communicator.Channel = connect
 
 
 def test_ctrl_c_before_all_are_connected():

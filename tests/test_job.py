@@ -7,9 +7,9 @@ import oracle
 import pytest
 
 import codec
-from codec.core import DTYPES, check, ffi, lib, new_bytes
-from codec.spec_structs import spec_struct
-from codec.structs import new_tensor
+from codec._c.library import DTYPES, check, ffi, lib, new_bytes
+from codec._c.spec_structs import spec_struct
+from codec._call import new_tensor
 
 MODEL_PART = np.dtype("u8,u8,u4,u4,u2,u2,u1,u1", align=True)
 MODEL_PART.names = ("start", "count", "row", "nibbles_at", "base", "mean", "kind", "shifts")

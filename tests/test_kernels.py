@@ -14,7 +14,7 @@ import codec
 from codec.engines.numba import loops, rows
 from codec.engines.numba.floats import to_floats
 from codec.engines.numba.lanes import pairs_of
-from codec.engines.numba.trying import trying
+from codec.engines.numba.patching import trying
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "new_kernel.py"
 
@@ -62,7 +62,7 @@ def test_a_metric_that_raises():
         return np.nan if -0.5 < theta < 0 else 100 / theta
 
     x = np.linspace(-1, 1, 5001, dtype=np.float32)
-    metric = codec.metrics.Custom(numba.njit(of_most))
+    metric = codec.optimizers.Custom(numba.njit(of_most))
     torch.set_flush_denormal(True)
     try:
         loops.fill_exponents(context_of(metric, x), len(x), 0, ea := np.empty(len(x), np.uint8))
@@ -72,7 +72,7 @@ def test_a_metric_that_raises():
         torch.set_flush_denormal(False)
     frames = [
         codec.encode(x, codec.Truncate(), metric=m, state={"theta": x}, engine=engine, threads=threads)
-        for m in (metric, codec.metrics.Custom(of_most), codec.metrics.Custom(by_nan))
+        for m in (metric, codec.optimizers.Custom(of_most), codec.optimizers.Custom(by_nan))
         for engine in ("native", "numba")
         for threads in (1, 3)
     ]
@@ -86,7 +86,7 @@ def test_a_metric_compiled_already():
     """A division by 0 is Inf or NaN, whatever it was before."""
     x = np.linspace(-1, 1, 5001, dtype=np.float32)
     frames = [
-        codec.encode(x, codec.Truncate(), metric=codec.metrics.Custom(f), state={"theta": x}, engine=engine)
+        codec.encode(x, codec.Truncate(), metric=codec.optimizers.Custom(f), state={"theta": x}, engine=engine)
         for f in (
             lambda theta: 1 / theta,
             numba.njit(lambda theta: 1 / theta),
@@ -102,18 +102,18 @@ def test_metrics_that_are_none():
     for f in (lambda theta: theta.foo, lambda theta: {1: theta}, lambda theta: "a", lambda theta: None,
               lambda theta: 1j * theta, lambda theta: input(theta)):  # fmt: skip
         with pytest.raises(codec.SpecError, match="cannot compile this function of theta to a number"):
-            codec.metrics.Custom(f)
+            codec.optimizers.Custom(f)
     for f in (5, None, "theta", print):
         with pytest.raises(codec.SpecError, match="a metric is a function of theta, m and v"):
-            codec.metrics.Custom(f)
+            codec.optimizers.Custom(f)
 
 
 def context_of(metric, theta):
     """A call's context with a metric."""
-    from codec import structs
-    from codec.metrics.asked import asked
+    from codec import _call
+    from codec.optimizers.arguments import asked
 
-    call = structs.take()
+    call = _call.take()
     call.set_metric(asked(metric, {"theta": theta}, theta.size))
     context_of.keep = call
     return call.context
@@ -121,7 +121,7 @@ def context_of(metric, theta):
 
 def test_warmup():
     codec.warmup([codec.Sign(), codec.Float8()], ("float32", np.float16, "int8"), progress=False)
-    codec.warmup(codec.Truncate(), torch.bfloat16, metric=codec.metrics.Custom(lambda m, v: m * v))
+    codec.warmup(codec.Truncate(), torch.bfloat16, metric=codec.optimizers.Custom(lambda m, v: m * v))
     codec.warmup(codec.Lossless(), engine="native")
     codec.warmup({codec.Sign()}, (name for name in ("float32", torch.bfloat16)), engine="native")
     for bad in (

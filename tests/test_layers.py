@@ -1,4 +1,4 @@
-"""Arrows point down only: no module imports one that stands above it."""
+"""Imports go one way: a package imports only packages below it."""
 
 import ast
 import re
@@ -6,65 +6,24 @@ from pathlib import Path
 
 import codec
 
-# from the bottom; modules of one line do not know each other
+# Packages and modules of `codec`, from the bottom. Those in one line do not import each other. `_c` itself, which only
+# finds the compiled package, is below all.
 LAYERS = [
-    {"errors", "ownership"},
-    {"specs", "core", "dlpack"},
-    {"spec_structs", "segmenting", "pool", "view", "predicting"},
-    {"metrics.formulas", "metrics.custom"},
-    {"metrics.asked", "metrics.optimizers"},
-    {"metrics"},
-    {"structs"},
-    {"codebook", "frame"},
-    {"engines.request"},
-    {"engines.steps", "engines.native.memory"},
-    {"engines.native.encoding"},
-    {"engines.native.decoding"},
-    {"engines.native.reducing", "engines.native.many"},
-    {"engines.native"},
-    {"engines.numba.jit"},
-    {"engines.numba.words", "engines.numba.seal", "engines.numba.lanes", "engines.numba.memory"},
-    {"engines.numba.floats", "engines.numba.draws", "engines.numba.packing", "engines.numba.region"},
-    {"engines.numba.view", "engines.numba.model", "engines.numba.metric"},
-    {"engines.numba.parts"},
-    {"engines.numba.scales"},
-    {"engines.numba.codes"},
-    {"engines.numba.lossless", "engines.numba.rows", "engines.numba.truncate"},
-    {"engines.numba.loops"},
-    {"engines.numba.calls", "engines.numba.trying"},
-    {"engines.numba"},
-    {"engines.cuda.image", "engines.cuda.cache"},
-    {"engines.cuda.kernels"},
-    {"engines.cuda.gpu"},
-    {"engines.cuda.devices"},
-    {"engines.cuda.work"},
-    {"engines.cuda.before"},
-    {"engines.cuda.job"},
-    {"engines.cuda.encoding"},
-    {"engines.cuda.decoding", "engines.cuda.pending"},
-    {"engines.cuda.reading"},
-    {"engines.cuda.calls"},
-    {"engines.cuda"},
+    {"errors"},
+    {"arguments", "_ownership"},
+    {"specs"},
+    {"_c"},
+    {"tensors"},
+    {"optimizers"},
+    {"_call"},
+    {"codebook", "inspection"},
     {"engines"},
     {"encoding", "decoding"},
-    {"many", "sampling", "stateful.ranges"},
-    {"stateful.saved"},
-    {"stateful.resharding", "stateful.refresher"},
-    {"stateful.feedback"},
-    {"stateful", "advising", "warming", "files"},
-    {"__main__"},
-    {"torch.slices", "torch.worker", "torch.choosing", "torch.counters", "torch.hook_state", "torch.lifetime"},
-    {"torch.channel", "torch.handle", "torch.stats"},
-    {"torch.reduction", "torch.lines"},
-    {"torch.phases", "torch.raw", "torch.arguments"},
-    {"torch.algorithms", "torch.buckets", "torch.exchanging", "torch.residuals"},
-    {"torch.ternary", "torch.hook_residuals", "torch.optimizer_state", "torch.policy"},
-    {"torch.collectives", "torch.passes"},
-    {"torch.refreshing", "torch.other_dtypes", "torch.coalesced"},
-    {"torch.hook", "torch.fsdp", "torch.backend"},
-    {"torch.ddp"},
-    {"torch"},
+    {"batch", "advisor", "_files", "_warmup"},
+    {"stateful"},
+    {"torch", "__main__"},
 ]
+ENGINES = [{"request"}, {"blockwise"}, {"native"}, {"numba", "cuda"}]  # within codec.engines
 ROOT = Path(codec.__file__).parent
 
 
@@ -74,8 +33,7 @@ def module(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-PATHS = {*ROOT.rglob("*.py"), *(ROOT / "torch").glob("*.py")}  # which may be a link
-FILES = {module(p): p for p in PATHS if p.stem != "_cffi" and p != ROOT / "__init__.py"}
+FILES = {module(p): p for p in ROOT.rglob("*.py") if p.stem != "_cffi" and p != ROOT / "__init__.py"}
 
 
 def imports(path):
@@ -91,17 +49,40 @@ def imports(path):
             yield from (a.name.partition(".")[2] for a in node.names if a.name.startswith("codec."))
 
 
-def test_arrows():
-    place = {name: i for i, layer in enumerate(LAYERS) for name in layer}
-    assert set(FILES) == set(place)
-    for name, path in FILES.items():
-        for other in set(imports(path)) - {"_cffi"}:
-            assert place[other] < place[name], f"{name} imports {other}"
+def check_layers(layers, files, part):
+    """Check that all packages have a layer, and import only those of lower ones; `part` names a module's package."""
+    layer = {name: i for i, names in enumerate(layers) for name in names}
+    assert {part(name) for name in files} == set(layer)
+    for name in files:
+        for other in set(imports(FILES[name])) & set(files):
+            here, there = part(name), part(other)
+            assert here == there or layer[there] < layer[here], f"{name} imports {other}"
+
+
+def test_packages_import_lower_layers_only():
+    check_layers(LAYERS, [name for name in FILES if name != "_c"], lambda name: name.split(".")[0])
+
+
+def test_engines_share_the_steps_and_the_native_engine_only():
+    files = [name for name in FILES if name.startswith("engines.")]
+    check_layers(ENGINES, files, lambda name: name.split(".")[1])
+
+
+def check_no_circle(below):
+    """Check that a graph, each node with those it points to, has no circle."""
+    while below:
+        free = {node for node, others in below.items() if not others & below.keys()}
+        assert free, f"a circle among {sorted(below)}"
+        below = {node: others for node, others in below.items() if node not in free}
+
+
+def test_modules_import_each_other_in_no_circle():
+    check_no_circle({name: set(imports(path)) - {name} for name, path in FILES.items()})
 
 
 def test_only_engines_know_engines():
     """What users call makes requests and chooses; it does not know how an engine works."""
-    for name in ("encoding", "decoding", "many", "advising"):
+    for name in ("encoding", "decoding", "batch", "advisor.advise"):
         assert not any(other.startswith("engines.native") for other in imports(FILES[name])), name
 
 
@@ -144,7 +125,4 @@ def test_no_circle_among_files():
     """A file and its header are one; what includes a header uses what stands in the file of that name."""
     unit = {name: name.rsplit(".", 1)[0] for name in C_FILES}
     below = {u: {unit[o] for n in C_FILES if unit[n] == u for o in includes(n)} - {u} for u in unit.values()}
-    while below:
-        free = {u for u, others in below.items() if not others & below.keys()}
-        assert free, f"a circle among {sorted(below)}"
-        below = {u: others for u, others in below.items() if u not in free}
+    check_no_circle(below)

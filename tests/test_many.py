@@ -10,7 +10,7 @@ import codec
 rng = np.random.default_rng(0)
 SHAPES = [(64, 100), (64,), (), (0, 3), (1000, 700), (3, 3, 64, 64), (1 << 20,), (5,), (4, 1 << 17), (64,)]
 TENSORS = [rng.standard_normal(shape).astype(np.float32) for shape in SHAPES]
-SGD = codec.metrics.SGD(0.1)
+SGD = codec.optimizers.SGD(0.1)
 
 
 def draws(i, stream=0):

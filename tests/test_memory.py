@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from conftest import LOSSY, TRUNCATES
 
-from codec.core import DTYPES, ITEMSIZE, ffi, lib
-from codec.spec_structs import spec_struct
+from codec._c.library import DTYPES, ITEMSIZE, ffi, lib
+from codec._c.spec_structs import spec_struct
+from codec._call import SMALL_FRAME, SMALL_SCRATCH, new_tensor
 from codec.specs import Lossless
-from codec.structs import SMALL_FRAME, SMALL_SCRATCH, new_tensor
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))

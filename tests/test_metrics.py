@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import codec
-from codec import metrics
+from codec import optimizers
 
 TORCH = {
     "SGD": torch.optim.SGD,
@@ -25,7 +25,7 @@ TORCH = {
 def test_names_and_defaults(name):
     """Parameters that torch has too have its defaults; all but lr are given by name; only ours are others."""
     theirs = inspect.signature(TORCH[name]).parameters
-    ours = inspect.signature(getattr(metrics, name)).parameters
+    ours = inspect.signature(getattr(optimizers, name)).parameters
     assert set(ours) - set(theirs) <= {"grad_scale", "step"}
     assert ours["lr"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     for parameter in ours.values():
@@ -52,54 +52,54 @@ def trained(kind, steps=3, **how):
 
 
 OPTIMIZERS = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}, metrics.SGD(0.1, weight_decay=0.1), {}),
-    "sgd that maximizes": (torch.optim.SGD, {"maximize": True}, metrics.SGD(maximize=True), {}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}, optimizers.SGD(0.1, weight_decay=0.1), {}),
+    "sgd that maximizes": (torch.optim.SGD, {"maximize": True}, optimizers.SGD(maximize=True), {}),
     "momentum": (
         torch.optim.SGD,
         {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "foreach": True},
-        metrics.Momentum(0.1, momentum=0.9, dampening=0.5),
+        optimizers.Momentum(0.1, momentum=0.9, dampening=0.5),
         {"m": "momentum_buffer"},
     ),
     "nesterov": (
         torch.optim.SGD,
         {"lr": 0.1, "momentum": 0.9, "nesterov": True},
-        metrics.Nesterov(0.1, momentum=0.9),
+        optimizers.Nesterov(0.1, momentum=0.9),
         {"m": "momentum_buffer"},
     ),
     "adagrad": (
         torch.optim.Adagrad,
         {"lr_decay": 0.1, "initial_accumulator_value": 0.1},
-        metrics.Adagrad(lr_decay=0.1, step=3),
+        optimizers.Adagrad(lr_decay=0.1, step=3),
         {"v": "sum"},
     ),
     "rmsprop": (
         torch.optim.RMSprop,
         {"alpha": 0.9, "eps": 1e-6},
-        metrics.RMSprop(alpha=0.9, eps=1e-6),
+        optimizers.RMSprop(alpha=0.9, eps=1e-6),
         {"v": "square_avg"},
     ),
     "rmsprop with all": (
         torch.optim.RMSprop,
         {"momentum": 0.5, "centered": True},
-        metrics.RMSprop(momentum=0.5, centered=True),
+        optimizers.RMSprop(momentum=0.5, centered=True),
         {"m": "momentum_buffer", "v": "square_avg"},
     ),
     "adam": (
         torch.optim.Adam,
         {"betas": (0.8, 0.9), "weight_decay": 0.1, "fused": True},
-        metrics.Adam(betas=(0.8, 0.9), weight_decay=0.1, step=3),
+        optimizers.Adam(betas=(0.8, 0.9), weight_decay=0.1, step=3),
         {"m": "exp_avg", "v": "exp_avg_sq"},
     ),
     "adam, decoupled": (
         torch.optim.Adam,
         {"decoupled_weight_decay": True},
-        metrics.AdamW(weight_decay=0, step=3),
+        optimizers.AdamW(weight_decay=0, step=3),
         {"m": "exp_avg", "v": "exp_avg_sq"},
     ),
     "adamw": (
         torch.optim.AdamW,
         {"lr": torch.tensor(0.25), "amsgrad": True, "capturable": False},
-        metrics.AdamW(0.25, amsgrad=True, step=3),
+        optimizers.AdamW(0.25, amsgrad=True, step=3),
         {"m": "exp_avg", "v": "exp_avg_sq"},
     ),
 }
@@ -110,7 +110,7 @@ def test_from_optimizer(name):
     """The metric of the step to come, and the state before it: the optimizer's own memory."""
     kind, how, expected, buffers = OPTIMIZERS[name]
     optimizer, (w, _) = trained(kind, **how)
-    metric, state = metrics.from_optimizer(optimizer), metrics.state_of(optimizer, w)
+    metric, state = optimizers.from_optimizer(optimizer), optimizers.state_of(optimizer, w)
     assert metric == expected
     assert set(state) == {"theta", *buffers}
     assert state["theta"] is w
@@ -122,9 +122,9 @@ def test_from_optimizer(name):
         y = codec.decode(frame, like=g, metric=metric, state=state)
         assert torch.equal(y, g) == (not metric._known())
     fresh, (w, _) = trained(kind, steps=0, **how)
-    first = metrics.from_optimizer(fresh)
+    first = optimizers.from_optimizer(fresh)
     assert first == (dataclasses.replace(expected, step=0) if hasattr(expected, "step") else expected)
-    assert codec.decode(codec.encode(g, codec.Truncate(), metric=first, state=metrics.state_of(fresh, w))).shape == (
+    assert codec.decode(codec.encode(g, codec.Truncate(), metric=first, state=optimizers.state_of(fresh, w))).shape == (
         1000,
     )
     assert not any("step" in s and float(s["step"]) for s in fresh.state.values())  # nothing was made up in it
@@ -134,9 +134,9 @@ def test_groups():
     """Each group has numbers of its own; groups of a bucket go by their offsets."""
     w = [torch.nn.Parameter(torch.randn(500)) for _ in range(2)]
     optimizer = torch.optim.AdamW([{"params": [w[0]], "lr": 0.1}, {"params": [w[1]], "weight_decay": 0.5}])
-    first, second = (metrics.from_optimizer(optimizer, i) for i in (0, 1))
-    assert (first, second) == (metrics.AdamW(0.1), metrics.AdamW(weight_decay=0.5))
-    assert metrics.from_optimizer(optimizer, -1) == second
+    first, second = (optimizers.from_optimizer(optimizer, i) for i in (0, 1))
+    assert (first, second) == (optimizers.AdamW(0.1), optimizers.AdamW(weight_decay=0.5))
+    assert optimizers.from_optimizer(optimizer, -1) == second
     bucket, g = torch.cat([p.detach() for p in w]), torch.randn(1000)
     frame = codec.encode(g, codec.Truncate(), metric=[(0, first), (500, second)], state={"theta": bucket})
     parts = [
@@ -155,31 +155,31 @@ def test_what_is_not_known():
 
     for bad in (torch.optim.LBFGS([w]), torch.optim.NAdam([w]), Mine([w]), None, w, "Adam"):
         with pytest.raises(codec.SpecError, match="no metric is known for"):
-            metrics.from_optimizer(bad)
+            optimizers.from_optimizer(bad)
     for group in (1, -2, "0", None, 0.0):
         with pytest.raises(codec.SpecError, match="group"):
-            metrics.from_optimizer(optimizer, group)
+            optimizers.from_optimizer(optimizer, group)
     with pytest.raises(codec.SpecError, match=r"one of torch\.optim's, not NoneType"):
-        metrics.state_of(None, w)
+        optimizers.state_of(None, w)
     with pytest.raises(codec.SpecError, match="not among the optimizer's"):
-        metrics.state_of(optimizer, torch.nn.Parameter(torch.ones(3)))
+        optimizers.state_of(optimizer, torch.nn.Parameter(torch.ones(3)))
     other.grad = None
     optimizer.step()
     with pytest.raises(codec.SpecError, match="have taken 3 to 4 steps"):
-        metrics.from_optimizer(optimizer)
+        optimizers.from_optimizer(optimizer)
 
 
 def test_step_is_torchs():
     """Steps taken before this one: what is sent decodes to what leaves the step as it was."""
     g = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     theta = {"theta": np.ones(1000, np.float32)}
-    for kind in (metrics.Adagrad, metrics.Adam, metrics.AdamW):
-        how = {"lr_decay": 0.5} if kind is metrics.Adagrad else {}
+    for kind in (optimizers.Adagrad, optimizers.Adam, optimizers.AdamW):
+        how = {"lr_decay": 0.5} if kind is optimizers.Adagrad else {}
         terms = [kind(step=step, **how).final({**theta, "v": 0}) for step in (0, 1, 2)]
         assert terms[0] == kind(**how).final({**theta, "v": 0})
         assert len(set(terms)) == 3
         assert codec.encode(g, codec.Truncate(), metric=kind(step=0), state=theta)
-    t = metrics.Adam(0.5, step=1).final({"v": 0})
+    t = optimizers.Adam(0.5, step=1).final({"v": 0})
     assert t.theta_v == pytest.approx((1 - 0.9**2) / (0.5 * 0.1))
     assert t.v == pytest.approx(0.999 / (1 - 0.999**2))
 
@@ -187,7 +187,7 @@ def test_step_is_torchs():
 def test_levels_by_name_of_the_guard():
     """As Truncate has them; of g's shape; what does not fit is said."""
     x = np.random.default_rng(0).standard_normal((30, 40)).astype(np.float32)
-    theta, metric = np.ones(1200, np.float32), metrics.SGD(0.1)
+    theta, metric = np.ones(1200, np.float32), optimizers.SGD(0.1)
     for guard, bits in (("exact", 4), ("near", -8), ("feedback", -11)):
         levels = metric.levels(x, theta, guard=guard)
         assert levels.shape == x.shape
@@ -205,9 +205,9 @@ def test_levels_by_name_of_the_guard():
 def test_a_step_that_was_forgotten():
     """A mean square that is not zero tells that there were some; one of zeros, as torch makes it, does not."""
     x = np.ones(1000, np.float32)
-    for kind in (metrics.Adam, metrics.AdamW):
+    for kind in (optimizers.Adam, optimizers.AdamW):
         with pytest.warns(UserWarning, match="step is 0"):
             codec.encode(x, codec.Truncate(), metric=kind(), state={"theta": x, "v": x})
         codec.encode(x, codec.Truncate(), metric=kind(), state={"theta": x, "v": 0 * x})
         codec.encode(x, codec.Truncate(), metric=kind(step=1), state={"theta": x, "v": x})
-    codec.encode(x, codec.Truncate(), metric=metrics.Adagrad(), state={"theta": x, "v": x})
+    codec.encode(x, codec.Truncate(), metric=optimizers.Adagrad(), state={"theta": x, "v": x})

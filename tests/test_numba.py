@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from sealing import coded, reseal
 
 import codec
-from codec import metrics
-from codec.core import ITEMSIZE, MANTISSA_BITS
-from codec.engines import steps
+from codec import optimizers
+from codec._c.library import ITEMSIZE, MANTISSA_BITS
+from codec.engines import blockwise
 from codec.engines.native import decoding, encoding, reducing
 from codec.engines.numba import calls, loops, view
 
@@ -105,9 +105,9 @@ def levels_by(spec, n, seed=0, how="sgd"):
         return {}
     state = {k: v * F32(1e3 if k == "theta" else 1) for k, v in test_truncate.state(n, seed).items()}
     if how == "sgd":
-        return {"metric": metrics.SGD(1e-2), "state": {"theta": state["theta"]}}
+        return {"metric": optimizers.SGD(1e-2), "state": {"theta": state["theta"]}}
     if how == "groups" and n > 1:
-        return {"metric": [(0, metrics.SGD(1e-3)), (n // 3 + 1, test_truncate.ADAMW)], "state": state}
+        return {"metric": [(0, optimizers.SGD(1e-3)), (n // 3 + 1, test_truncate.ADAMW)], "state": state}
     return {"metric": test_truncate.ADAMW, "state": state}
 
 
@@ -430,7 +430,7 @@ def test_memory_that_is_shared():
         assert agreed(call)[0] is codec.SpecError
         assert memory.tobytes() == before
     theta = test_truncate.state(300_000)["theta"]
-    how = {"metric": metrics.SGD(0.1), "state": {"theta": theta}}
+    how = {"metric": optimizers.SGD(0.1), "state": {"theta": theta}}
     frame = codec.encode(test_truncate.gradient(300_000), TRUNCATES["truncate_shared"], **how)
     expected = codec.decode(frame, **how).tobytes()
     for threads in (1, 3):
@@ -479,19 +479,19 @@ def test_metrics(dtype):
         "m": arrays["m"].astype(test_lossy.HALVES["bfloat16"]),
         "v": moved(arrays["v"]),
     }
-    sgd, adamw = metrics.SGD(0.1), test_truncate.ADAMW
-    of_three = metrics.Custom(lambda theta, m, v: theta * F32(8) + m - v)
+    sgd, adamw = optimizers.SGD(0.1), test_truncate.ADAMW
+    of_three = optimizers.Custom(lambda theta, m, v: theta * F32(8) + m - v)
     cases = [
         (sgd, {"theta": arrays["theta"]}),
         (adamw, {"theta": arrays["theta"], "v": arrays["v"]}),
         (adamw, halves),
-        (metrics.Momentum(0.1, momentum=0.9), arrays),
-        (metrics.SGD(0.1, maximize=True), arrays),
+        (optimizers.Momentum(0.1, momentum=0.9), arrays),
+        (optimizers.SGD(0.1, maximize=True), arrays),
         ([(0, adamw), (1, sgd), (9_999, adamw), (19_999, sgd), (50_000, sgd)], arrays),
-        ([(0, sgd), (5_000, metrics.Custom(lambda theta: theta * F32(3))), (9_000, of_three)], arrays),
+        ([(0, sgd), (5_000, optimizers.Custom(lambda theta: theta * F32(3))), (9_000, of_three)], arrays),
         (of_three, arrays),
-        (metrics.Custom(lambda m, theta: theta * F32(3) + m), {"theta": arrays["theta"], "m": arrays["m"]}),
-        (metrics.Custom(lambda theta: theta), halves),
+        (optimizers.Custom(lambda m, theta: theta * F32(3) + m), {"theta": arrays["theta"], "m": arrays["m"]}),
+        (optimizers.Custom(lambda theta: theta), halves),
         (sgd, {}),
     ]
     for levels, granularity in ways:
@@ -523,7 +523,7 @@ def test_other_state():
             {},
             {"metric": adamw, "state": changed},
             {"metric": adamw, "state": {"theta": arrays["theta"], "v": arrays["v"]}},
-            {"metric": metrics.SGD(0.1), "state": arrays},
+            {"metric": optimizers.SGD(0.1), "state": arrays},
             {"metric": adamw, "state": {"theta": x[:9]}},
         ):
             for threads in (1, 3):
@@ -564,7 +564,7 @@ def test_many_at_once(name):
     spec = SPECS[name]
     xs = [tensor("float32", n, "mixed", n).view(F32) for n in (70_000, 0, 5, 600, 20_000, 300_000)]
     states = [levels_by(spec, len(x), 3).get("state") for x in xs]
-    how = {"metric": metrics.SGD(1e-2), "state": states} if states[0] else {}
+    how = {"metric": optimizers.SGD(1e-2), "state": states} if states[0] else {}
     for threads in (1, 3):
         given = {"threads": threads}
         frames = agreed(lambda engine: codec.encode_many(xs, spec, stream=7, engine=engine, **given, **how))  # noqa: B023
@@ -745,7 +745,7 @@ def test_hostile_frames(name):
 
 def outcomes(frame, **how):
     """What test_page asks for: values, or None of a frame that is refused, which both engines do in the same words."""
-    kind = like(codec.core.DTYPE_NAMES[frame[6]])
+    kind = like(codec._c.library.DTYPE_NAMES[frame[6]])
     results = {}
     for threads in (1, 4):
         given = {"threads": threads, **how}
@@ -811,7 +811,10 @@ def test_kernels_do_the_work(name, monkeypatch):
     x = tensor("float32", 70_000, "normal").view(F32)
     how = levels_by(spec, len(x))
     frame = bytes(codec.encode(x, spec, **how))
-    y, nblocks = codec.decode(frame, **how).tobytes(), codec.frame.read_header(codec.view.view_bytes(frame)).nblocks
+    y, nblocks = (
+        codec.decode(frame, **how).tobytes(),
+        codec.inspection.read_header(codec.tensors.view.view_bytes(frame)).nblocks,
+    )
     mean = codec.reduce([frame, frame], **how).tobytes()
     done = {}
 
@@ -835,7 +838,7 @@ def test_kernels_do_the_work(name, monkeypatch):
         "codec_job_nbytes", "codec_encode_open", "codec_encode_start", "codec_encode_move", "codec_encode_close",
         "codec_decode_open", "codec_decode_close",
     )  # fmt: skip
-    monkeypatch.setattr(steps, "lib", OnlyAround(steps.lib, *around))
+    monkeypatch.setattr(blockwise, "lib", OnlyAround(blockwise.lib, *around))
     monkeypatch.setattr(calls, "lib", OnlyAround(calls.lib, "codec_bound", "codec_encode_room"))
     monkeypatch.setattr(loops, "lib", OnlyAround(loops.lib, "codec_strerror"))
     monkeypatch.setattr(view, "lib", OnlyAround(view.lib, "codec_job_view"))

@@ -10,11 +10,12 @@ import pytest
 from conftest import HANG
 
 import codec
-from codec import _cffi
+from codec._c import PACKAGE as BUILT
+from codec._c import _cffi
 
 PYTHON = (sys.executable, "-P", "-W", "error", "-c")  # not what lies in the working directory
 TESTS, PACKAGE = Path(__file__).parent, Path(codec.__file__).parent
-LIBRARY = os.environ.get("CODEC_LIBRARY") or str(Path(_cffi.__file__).with_name("lib") / "libcodec.so")
+LIBRARY = os.environ.get("CODEC_LIBRARY") or str(BUILT / "lib/libcodec.so")
 
 
 def run(*command, cwd=None, **env):
@@ -92,8 +93,8 @@ class Copy:
         self.numba = folder / "codec" / "engines" / "numba"
         ignored = shutil.ignore_patterns("__pycache__", "torch", "lib", "include")
         shutil.copytree(PACKAGE, folder / "codec", ignore=ignored)
-        if not (folder / "codec" / "_cffi.py").exists():
-            shutil.copy(_cffi.__file__, folder / "codec")
+        if not (folder / "codec/_c/_cffi.py").exists():
+            shutil.copy(_cffi.__file__, folder / "codec/_c")
         (self.numba / "probe.py").write_text(PROBE)
         path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
         self.env = {"PYTHONPATH": path, "NUMBA_CACHE_DIR": str(folder / "cache"), "CODEC_LIBRARY": LIBRARY}
@@ -163,7 +164,7 @@ x = np.linspace(-1, 1, 5_000, dtype=np.float32)
 why = codec.engines()["numba"]
 assert "tensor-codec[numba]" in why, why
 frame = codec.encode(x, codec.Float8())
-metric = {"metric": codec.metrics.SGD(0.1), "state": {"theta": x}}
+metric = {"metric": codec.optimizers.SGD(0.1), "state": {"theta": x}}
 assert (codec.decode(codec.encode(x)) == x).all()
 assert codec.decode(codec.encode(x, codec.Truncate(), **metric)).shape == (5_000,)
 assert codec.reduce([frame, frame]).shape == codec.decode(frame, engine="native").shape

@@ -593,7 +593,7 @@ def test_shared_levels(name, by_bit):
     values = u32(*(f >> 23 << 31 | e << 23 | f & 0x7FFFFF for f, e in zip(fields, (127, 255), strict=True)))
     exponents = np.full(2, a)
     name_of_state = oracle.digest(bytes([a, a]), 0x500) & 0xFFFFFFFF
-    how = {"metric": codec.metrics.SGD(1.0), "state": {"theta": np.full(2, theta, F32)}}
+    how = {"metric": codec.optimizers.SGD(1.0), "state": {"theta": np.full(2, theta, F32)}}
     frame = cut(FLOAT32, 2, u32(1, name_of_state) + body, SHARED, options=by_bit).frame()
     hold(frame, values, exponents, **how)
     other = cut(FLOAT32, 2, u32(1, name_of_state ^ 1) + body, SHARED, options=by_bit).frame()
@@ -667,7 +667,9 @@ def test_names_of_codebooks():
 def test_names_of_truncate_s_codebooks(spec, dtype, symbols):
     """Section 5.1: of other symbols the same lengths have another name, and a frame takes no other."""
     x = np.random.default_rng(0).standard_normal(3000).astype(dtype)
-    how = {} if spec.fixed_level is not None else {"metric": codec.metrics.SGD(1.0), "state": {"theta": x.astype(F32)}}
+    how = (
+        {} if spec.fixed_level is not None else {"metric": codec.optimizers.SGD(1.0), "state": {"theta": x.astype(F32)}}
+    )
     mine = codec.Codebook.from_tensors(x, spec=spec, **how)
     lengths = [*mine.lengths, mine.escape_length]
     assert mine.id == oracle.codebook_id(lengths, symbols)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
-from codec.torch import collectives, hook_state, raw, slices
+from codec.torch import collectives, hook_state, partition, raw
 
 ALGORITHMS = ["two_shot", "ring", "all_gather", "raw"]
 TIMEOUT = 1.5
@@ -50,7 +50,7 @@ def values(rank):
 
 def _reduce(rank, size, algorithm, spec, timeout=TIMEOUT):
     """Undisturbed: return the result's digest, the number of events, and the last message's, which is the vote."""
-    slices.CHUNK_NBYTES = slices.MOST_NBYTES = raw._CHUNK_NBYTES = 1 << 16  # several chunks a slice
+    partition.CHUNK_NBYTES = partition.MOST_NBYTES = raw._CHUNK_NBYTES = 1 << 16  # several chunks a slice
     codec.torch.all_reduce(torch.ones(3), timeout=timeout)
     x = values(rank)
     with at_event(channel(), -1, None) as events:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from sealing import reseal
 
 import codec
-from codec.core import ITEMSIZE
+from codec._c.library import ITEMSIZE
 
-HOW = {"metric": codec.metrics.SGD(1 / 10), "state": {"theta": np.linspace(-0.01, 0.01, 600, dtype=np.float32)}}
+HOW = {"metric": codec.optimizers.SGD(1 / 10), "state": {"theta": np.linspace(-0.01, 0.01, 600, dtype=np.float32)}}
 
 
 def frames():

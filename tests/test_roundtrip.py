@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import codec
-from codec.core import ITEMSIZE
+from codec._c.library import ITEMSIZE
 
 
 def same(x, dtype=None, **kw):

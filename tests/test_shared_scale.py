@@ -15,8 +15,8 @@ from test_ddp import data, remembered, train, wrapped
 import codec
 import codec.torch
 from codec.torch import arguments, collectives, ternary
+from codec.torch.partition import Piece
 from codec.torch.reduction import Reduction
-from codec.torch.slices import Piece
 
 SHAPES = [(40, 100), (), (3, 5, 7), (0, 4), (6000,), (300, 500)]
 LEFT_OUT = 777  # values behind them

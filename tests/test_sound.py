@@ -122,7 +122,7 @@ while n < 1200:
         assert (decoding(out) == big).all() and (accumulating(out)[: big.size] == total).all()
         assert (reducing(out) == mean).all()
 assert count > 1200
-from codec import pool
+from codec._c import pool
 assert len(pool._workers) < THREADS and len(os.listdir("/proc/self/task")) < others + THREADS
 print("the end")
 """
@@ -172,7 +172,7 @@ def test_interrupts_are_prompt():
     """What was not begun when a signal came is left, by this thread and by the others."""
     run(
         """
-from codec import pool
+from codec._c import pool
 
 def stop(*_):
     raise KeyboardInterrupt
@@ -249,7 +249,7 @@ class Cycle:
         wrong += codec.encode(other, codec.Float8()) != mine
 
 frame, book = codec.encode(small), codec.Codebook.from_tensors(big)
-how = {"metric": codec.metrics.SGD(0.1), "state": {"theta": small[::-1].copy()}, "spec": codec.Truncate(guard=0)}
+how = {"metric": codec.optimizers.SGD(0.1), "state": {"theta": small[::-1].copy()}, "spec": codec.Truncate(guard=0)}
 cut = codec.encode(small, **how)
 info = codec.inspect(frame)
 room = codec.bound(small.shape, "float32")
@@ -289,16 +289,16 @@ class Mapping(dict):
     def items(self):
         return [(name, codec.decode(codec.encode(x))) for name, x in super().items()]
 
-class Metric(codec.metrics.SGD):
+class Metric(codec.optimizers.SGD):
     __slots__ = ()
     def terms(self, state):
         codec.accumulate(codec.encode(big), np.zeros_like(big), threads=2)
-        return codec.metrics.SGD.terms(self, state)
+        return codec.optimizers.SGD.terms(self, state)
 
 x, theta = normal(2_000), normal(2_000)
 for levels in ("coded", "shared"):
     spec = codec.Truncate(levels=levels, guard=0)
-    plain = {"metric": codec.metrics.SGD(0.1), "state": {"theta": theta}}
+    plain = {"metric": codec.optimizers.SGD(0.1), "state": {"theta": theta}}
     left = np.empty_like(x)
     frame = codec.encode(x, spec, residual=left, **plain)
     value = codec.decode(frame, **plain)
@@ -356,7 +356,7 @@ def test_memory_that_runs_out(threads):
 x = normal(1 << 19)
 before, frame, lossy = x.copy(), codec.encode(x, threads=1), codec.encode(x, ternary, threads=1)
 value = codec.decode(lossy, threads=1)
-theta, spec, sgd = {"theta": x[::-1].copy()}, codec.Truncate(guard=0), codec.metrics.SGD(0.1)
+theta, spec, sgd = {"theta": x[::-1].copy()}, codec.Truncate(guard=0), codec.optimizers.SGD(0.1)
 cut = codec.encode(x, spec, metric=sgd, state=theta, threads=1)
 room = np.empty(codec.bound(x.shape, "float32"), np.uint8)
 calls = [
@@ -560,7 +560,7 @@ def test_pool():
     """What `run` promises, of any task."""
     run(
         """
-from codec import pool
+from codec._c import pool
 
 for count, threads in itertools.product((1, 2, 5, 40), (1, 2, 3, 9)):
     busy, most = set(), min(count, threads)
@@ -620,7 +620,7 @@ def test_memory_is_given_back():
     run(
         """
 import weakref
-from codec import pool
+from codec._c import pool
 
 class Tensor(np.ndarray):
     pass

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import codec
 import codec.stateful.feedback
 
-SGD = {"metric": codec.metrics.SGD(1 / 10)}
+SGD = {"metric": codec.optimizers.SGD(1 / 10)}
 REFUSING = {k: s for k, s in LOSSY.items() if not (isinstance(s, codec.Float8) and s.nonfinite == "propagate")}
 NAMES = ("layer.0.weight", "layer.0.bias", "a[0:5]", "ünïcode/\n", "")
 

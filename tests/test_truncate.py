@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import codec
-from codec import Truncate, metrics
+from codec import Truncate, optimizers
 
 F32 = np.float32
 DTYPES = {"float32": np.dtype(F32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -33,7 +33,7 @@ def state(n, seed=1):
     return {"theta": (rng.standard_normal(n) * 0.02).astype(F32), "m": m.astype(F32), "v": v.astype(F32)}
 
 
-ADAMW = metrics.AdamW(1e-3, step=99)
+ADAMW = optimizers.AdamW(1e-3, step=99)
 
 
 def a_exponents(metric, arrays):
@@ -183,44 +183,44 @@ def test_segments_and_codebook(isa):
     assert len(codec.encode(x, Truncate(2), segments=segments)) < whole
 
 
-def optimizers():
+def torch_optimizers():
     """torch's own, its metric and which of its buffers are m and v."""
     o, wd = torch.optim, 0.01
     return {
-        "sgd": (lambda p: o.SGD(p, 0.05, weight_decay=wd), lambda t: metrics.SGD(0.05, weight_decay=wd), {}),
+        "sgd": (lambda p: o.SGD(p, 0.05, weight_decay=wd), lambda t: optimizers.SGD(0.05, weight_decay=wd), {}),
         "momentum": (
             lambda p: o.SGD(p, 0.05, momentum=0.9, weight_decay=wd),
-            lambda t: metrics.Momentum(0.05, weight_decay=wd, momentum=0.9),
+            lambda t: optimizers.Momentum(0.05, weight_decay=wd, momentum=0.9),
             {"m": "momentum_buffer"},
         ),
         "dampening": (
             lambda p: o.SGD(p, 0.05, momentum=0.9, dampening=0.5),
-            lambda t: metrics.Momentum(0.05, momentum=0.9, dampening=0.5),
+            lambda t: optimizers.Momentum(0.05, momentum=0.9, dampening=0.5),
             {"m": "momentum_buffer"},
         ),
         "nesterov": (
             lambda p: o.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=wd),
-            lambda t: metrics.Nesterov(0.05, weight_decay=wd, momentum=0.9),
+            lambda t: optimizers.Nesterov(0.05, weight_decay=wd, momentum=0.9),
             {"m": "momentum_buffer"},
         ),
         "adagrad": (
             lambda p: o.Adagrad(p, 1e-4, lr_decay=0.01, weight_decay=wd),
-            lambda t: metrics.Adagrad(1e-4, weight_decay=wd, step=t - 1, lr_decay=0.01),
+            lambda t: optimizers.Adagrad(1e-4, weight_decay=wd, step=t - 1, lr_decay=0.01),
             {"v": "sum"},
         ),
         "rmsprop": (
             lambda p: o.RMSprop(p, 1e-5, alpha=0.98, weight_decay=wd),
-            lambda t: metrics.RMSprop(1e-5, weight_decay=wd, alpha=0.98),
+            lambda t: optimizers.RMSprop(1e-5, weight_decay=wd, alpha=0.98),
             {"v": "square_avg"},
         ),
         "adam": (
             lambda p: o.Adam(p, 1e-4, weight_decay=wd),
-            lambda t: metrics.Adam(1e-4, weight_decay=wd, step=t - 1),
+            lambda t: optimizers.Adam(1e-4, weight_decay=wd, step=t - 1),
             {"m": "exp_avg", "v": "exp_avg_sq"},
         ),
         "adamw": (
             lambda p: o.AdamW(p, 1e-4, weight_decay=wd),
-            lambda t: metrics.AdamW(1e-4, weight_decay=wd, step=t - 1),
+            lambda t: optimizers.AdamW(1e-4, weight_decay=wd, step=t - 1),
             {"m": "exp_avg", "v": "exp_avg_sq"},
         ),
     }
@@ -231,7 +231,7 @@ def optimizers():
 def test_frames_that_would_grow(n, dtype, isa):
     """They are stored, some only when blocks are written already: what is left over is written all the same."""
     x = np.random.default_rng(n).integers(0, 1 << 16, n * DTYPES[dtype].itemsize // 2, np.uint16).view(DTYPES[dtype])
-    spec, how = Truncate(guard=126), {"metric": metrics.SGD(1.0), "state": {"theta": np.full(n, 1e-30, F32)}}
+    spec, how = Truncate(guard=126), {"metric": optimizers.SGD(1.0), "state": {"theta": np.full(n, 1e-30, F32)}}
     finite = np.isfinite(x.astype(F32))
     for threads in (1, 2):
         for room in (0, 8):
@@ -247,11 +247,11 @@ def test_frames_that_would_grow(n, dtype, isa):
             assert (left[finite] == x[finite].astype(F32) - y[finite].astype(F32)).all()
 
 
-@pytest.mark.parametrize("name", optimizers())
+@pytest.mark.parametrize("name", torch_optimizers())
 @pytest.mark.parametrize(("levels", "granularity"), [("coded", "six"), ("shared", "bit")])
 def test_steps_stay_as_they_are(name, levels, granularity):
     """Under the preset exact, 99.3% of parameters come out the same and none by more than a unit in the last place."""
-    make, metric_of, buffers = optimizers()[name]
+    make, metric_of, buffers = torch_optimizers()[name]
     n = 40_000
     theta = torch.nn.Parameter(torch.from_numpy(state(n)["theta"]).clone())
     optimizer = make([theta])
@@ -284,15 +284,15 @@ def test_first_steps():
     x, arrays = gradient(5000), state(5000)
     zeros = {"theta": arrays["theta"], "m": np.zeros(5000, F32), "v": np.zeros(5000, F32)}
     for metric in (
-        metrics.AdamW(1e-3, weight_decay=0),
-        metrics.Adam(1e-3, weight_decay=0.1),
-        metrics.RMSprop(1e-3),
-        metrics.SGD(0.1),
+        optimizers.AdamW(1e-3, weight_decay=0),
+        optimizers.Adam(1e-3, weight_decay=0.1),
+        optimizers.RMSprop(1e-3),
+        optimizers.SGD(0.1),
     ):
         with_zeros = codec.encode(x, Truncate(), metric=metric, state=zeros)
         assert codec.encode(x, Truncate(), metric=metric, state={"theta": arrays["theta"]}) == with_zeros
-    late = metrics.Momentum(0.1, momentum=0.9, dampening=0.75)
-    assert late.final({"theta": 0}).theta == metrics.SGD(0.1).final({"theta": 0}).theta
+    late = optimizers.Momentum(0.1, momentum=0.9, dampening=0.75)
+    assert late.final({"theta": 0}).theta == optimizers.SGD(0.1).final({"theta": 0}).theta
     assert late.final({"theta": 0, "m": 0}).theta == pytest.approx(40)
 
 
@@ -301,21 +301,21 @@ def test_odd_rates():
     x, arrays = gradient(5000), state(5000)
     arrays["theta"][arrays["theta"] == 0] = 1
     top = codec.decode(codec.encode(x, Truncate(3)))
-    assert (codec.decode(codec.encode(x, Truncate(), metric=metrics.SGD(0.0), state=arrays)) == top).all()
+    assert (codec.decode(codec.encode(x, Truncate(), metric=optimizers.SGD(0.0), state=arrays)) == top).all()
     for metric in (
-        metrics.SGD(0.1, maximize=True),
-        metrics.Adam(1e-3, amsgrad=True, step=1),
-        metrics.AdamW(1e-3, amsgrad=True, step=1),
-        metrics.RMSprop(1e-3, centered=True),
-        metrics.RMSprop(1e-3, momentum=0.9),
+        optimizers.SGD(0.1, maximize=True),
+        optimizers.Adam(1e-3, amsgrad=True, step=1),
+        optimizers.AdamW(1e-3, amsgrad=True, step=1),
+        optimizers.RMSprop(1e-3, centered=True),
+        optimizers.RMSprop(1e-3, momentum=0.9),
     ):
         y = codec.decode(codec.encode(x, Truncate(guard=-99), metric=metric, state=arrays))
         assert (y == x).all()
     scaled = codec.decode(
-        codec.encode(x * F32(1024), Truncate(), metric=metrics.Adam(1e-3, grad_scale=1024.0, step=1), state=arrays)
+        codec.encode(x * F32(1024), Truncate(), metric=optimizers.Adam(1e-3, grad_scale=1024.0, step=1), state=arrays)
     )
     assert (
-        scaled / 1024 == codec.decode(codec.encode(x, Truncate(), metric=metrics.Adam(1e-3, step=1), state=arrays))
+        scaled / 1024 == codec.decode(codec.encode(x, Truncate(), metric=optimizers.Adam(1e-3, step=1), state=arrays))
     ).all()
 
 
@@ -325,7 +325,7 @@ def test_guard_follows_dtypes():
     arrays = state(5000)
     half = {k: v.astype(ml_dtypes.bfloat16) for k, v in arrays.items()}
     wide = {k: v.astype(F32) for k, v in half.items()}
-    metric = metrics.SGD(0.1)
+    metric = optimizers.SGD(0.1)
     for theta, extra in ((wide, 16), (half, 0)):
         level = metric.levels(x, theta["theta"], guard=-2)
         a = a_exponents(metric, {"theta": wide["theta"]}).astype(int)
@@ -341,9 +341,9 @@ def test_parameter_groups(levels, granularity, isa):
     """Each part of a bucket goes by its own numbers, wherever the border lies."""
     x, arrays = gradient(40_000), state(40_000)
     first, second, third = (
-        metrics.AdamW(1e-3, weight_decay=0.1, step=8),
-        metrics.SGD(0.5),
-        metrics.Momentum(1e-5, momentum=0.9),
+        optimizers.AdamW(1e-3, weight_decay=0.1, step=8),
+        optimizers.SGD(0.5),
+        optimizers.Momentum(1e-5, momentum=0.9),
     )
     groups = [(0, first), (17_003, second), (33_000, third)]
     spec = Truncate(levels=levels, granularity=granularity)
@@ -378,10 +378,10 @@ def test_levels_of_your_own():
 def test_metric_of_your_own(isa):
     """Numba's float32 arithmetic is the built-in metric's."""
     x, arrays = gradient(20_000), state(20_000)
-    built_in = metrics.Momentum(0.1, momentum=0.9)
+    built_in = optimizers.Momentum(0.1, momentum=0.9)
     t = built_in.final(arrays)
     p, q = F32(t.theta), F32(t.m)
-    custom = metrics.Custom(lambda theta, m: theta * p + q * m)
+    custom = optimizers.Custom(lambda theta, m: theta * p + q * m)
     for way in WAYS:
         spec = Truncate("metric", "nearest", *way)
         frame = codec.encode(x, spec, metric=custom, state=arrays, threads=1)
@@ -392,7 +392,7 @@ def test_metric_of_your_own(isa):
     with pytest.raises(codec.StateError):
         codec.encode(x, Truncate(), metric=custom, state={"theta": arrays["theta"]})
     with pytest.raises(codec.SpecError):
-        metrics.Custom(lambda theta, beta: theta)
+        optimizers.Custom(lambda theta, beta: theta)
 
 
 def test_state_must_be_the_same():
@@ -404,8 +404,8 @@ def test_state_must_be_the_same():
         {},
         {"metric": ADAMW, "state": other},
         {"metric": ADAMW, "state": {"m": arrays["m"], "v": arrays["v"]}},
-        {"metric": metrics.AdamW(2e-3, step=99), "state": arrays},
-        {"metric": metrics.AdamW(1e-3, step=100, betas=(0.5, 0.999)), "state": arrays},
+        {"metric": optimizers.AdamW(2e-3, step=99), "state": arrays},
+        {"metric": optimizers.AdamW(1e-3, step=100, betas=(0.5, 0.999)), "state": arrays},
     ):
         with pytest.raises(codec.StateError):
             codec.decode(frame, **bad)
@@ -425,7 +425,7 @@ def test_frames_of_all_guards_are_told_of(rounding):
     for guard in range(-128, 127):
         spec = Truncate("metric", rounding, "shared", guard=guard)
         for values, of, more in ((x, theta, 0), (half, theta, 16), (x, theta.astype(DTYPES["bfloat16"]), -16)):
-            how = {"metric": metrics.SGD(1.0), "state": {"theta": of}}
+            how = {"metric": optimizers.SGD(1.0), "state": {"theta": of}}
             frame = codec.encode(values, spec, **how)
             found = codec.inspect(frame).spec
             assert found == Truncate("metric", rounding, "shared", guard=min(max(guard + more, -128), 126))
@@ -454,8 +454,8 @@ def test_arguments():
         lambda: codec.encode(x, Truncate(), metric=np.zeros(10, np.uint8)),
         lambda: codec.encode(x, Truncate(levels="shared"), metric=np.zeros(5000, np.uint8)),
         lambda: codec.encode(np.arange(5000), Truncate(1)),
-        lambda: metrics.SGD(-1.0),
-        lambda: metrics.Adam(float("nan")),
+        lambda: optimizers.SGD(-1.0),
+        lambda: optimizers.Adam(float("nan")),
     ):
         with pytest.raises(codec.SpecError):
             bad()
@@ -527,7 +527,7 @@ def test_guards_by_name():
     ):
         frames = {
             codec.encode(
-                x, Truncate(levels="shared", granularity=granularity, guard=g), metric=metrics.SGD(0.1), state=state
+                x, Truncate(levels="shared", granularity=granularity, guard=g), metric=optimizers.SGD(0.1), state=state
             )
             for g in (name, guard)
         }

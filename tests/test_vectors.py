@@ -16,8 +16,8 @@ import pytest
 from conftest import LOSSY, TRUNCATES
 
 import codec
-from codec import metrics
-from codec.core import ITEMSIZE
+from codec import optimizers
+from codec._c.library import ITEMSIZE
 
 HERE = Path(__file__).parent / "vectors"
 INDEX = HERE / "index.json"
@@ -100,7 +100,7 @@ def tensor(name):
         theta = floats("float32", 3000, 20, wide=2)
         theta[::50] = 0x7F800000, *[0] * 59  # Inf once, then zeros
         state = {"theta": theta.view(np.float32).reshape(30, 100)}
-        metric = metrics.SGD(0.125) if TRUNCATES[kind].fixed_level is None else None
+        metric = optimizers.SGD(0.125) if TRUNCATES[kind].fixed_level is None else None
         how = {"metric": metric, "state": state} if metric else {}
         x = floats(dtype, 3000, 19)
         x &= ~u.type(0xFFFF if "narrow" in more else 0)  # made in bfloat16

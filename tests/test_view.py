@@ -15,8 +15,8 @@ from conftest import HANG
 
 import codec
 from codec.__main__ import main
-from codec.dlpack import DLTensor
-from codec.view import view
+from codec.tensors.dlpack import DLTensor
+from codec.tensors.view import view
 
 PYTHON = (sys.executable, "-P", "-W", "ignore", "-c")  # not what lies in the working directory
 
@@ -291,7 +291,7 @@ def test_torch_that_wraps_others():
 
     x, frame = torch.randn(9_000), codec.encode(torch.randn(9_000))
     w = Wrapper(x)
-    sgd = codec.metrics.SGD(0.1)
+    sgd = codec.optimizers.SGD(0.1)
     for call in (
         lambda: codec.encode(w),
         lambda: codec.encode(x, codec.Sign(), residual=w),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import codec
-from codec import metrics
+from codec import optimizers
 
 X = np.linspace(-1, 1, 600, dtype=np.float32)
 FRAME = bytes(codec.encode(X))
@@ -60,7 +60,7 @@ WRONG = {
     "parameter": torch.nn.Parameter(torch.ones(3)),
 }
 
-sgd, theta = metrics.SGD(0.1), {"theta": X}
+sgd, theta = optimizers.SGD(0.1), {"theta": X}
 CALLS = {
     "bound": (codec.bound, {"shape": 5, "dtype": "float32"}),
     "encode": (codec.encode, {"x": X}),
@@ -87,8 +87,11 @@ CALLS = {
     "feedback": (codec.ErrorFeedback, {"spec": codec.Sign()}),
     "reshard": (codec.ErrorFeedback.reshard, {"state_dicts": [], "world_size": 2}),
     **{kind.__name__: (kind, {}) for kind in codec.Spec.__subclasses__()},
-    **{kind.__name__: (kind, {"lr": 0.1}) for kind in (metrics.SGD, metrics.AdamW, metrics.Adagrad, metrics.RMSprop)},
-    "Nesterov": (metrics.Nesterov, {"lr": 0.1, "momentum": 0.9}),
+    **{
+        kind.__name__: (kind, {"lr": 0.1})
+        for kind in (optimizers.SGD, optimizers.AdamW, optimizers.Adagrad, optimizers.RMSprop)
+    },
+    "Nesterov": (optimizers.Nesterov, {"lr": 0.1, "momentum": 0.9}),
 }
 
 

@@ -29,7 +29,7 @@ def declarations(header: str) -> str:
 def main(directory: str, *headers: str) -> None:
     """Write the module."""
     ffi = cffi.FFI()
-    ffi.set_source("codec._cffi", None)
+    ffi.set_source("codec._c._cffi", None)
     ffi.cdef("\n".join(declarations(Path(h).read_text()) for h in headers))
     target = Path(directory, "_cffi.py")
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -18,13 +18,14 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Protocol, cast
 
+from codec.arguments import shown
 from codec.codebook import count_elsewhere_by
 from codec.engines import native
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import EngineError
-from codec.metrics.asked import Asked
-from codec.specs import Spec, shown
-from codec.view import TensorView, refusal
+from codec.optimizers.arguments import Asked
+from codec.specs import Spec
+from codec.tensors.view import TensorView, refusal
 
 
 class Engine(Protocol):

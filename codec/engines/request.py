@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 from codec.codebook import Codebook
 from codec.errors import LimitError, Status
-from codec.metrics.asked import Asked
+from codec.optimizers.arguments import Asked
 from codec.specs import Spec
-from codec.view import TensorView, check_apart
+from codec.tensors.overlap import check_apart
+from codec.tensors.view import TensorView
 
 _ALWAYS, _TIMES = 1 << 30, 256  # bytes of a tensor that a frame may hold, and for each byte of its own
 

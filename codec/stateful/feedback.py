@@ -5,12 +5,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from codec.core import ITEMSIZE
+from codec._c.library import ITEMSIZE
+from codec._c.spec_structs import spec_hint
+from codec.arguments import plain
+from codec.arguments import shown as told
 from codec.encoding import encode
 from codec.errors import SpecError, StateError
-from codec.spec_structs import spec_hint
-from codec.specs import Lossless, Spec, plain
-from codec.specs import shown as told
+from codec.specs import Lossless, Spec
+from codec.stateful.checkpoint import ROLES, load, save
 from codec.stateful.ranges import (
     Array,
     Layout,
@@ -26,8 +28,7 @@ from codec.stateful.ranges import (
     without,
 )
 from codec.stateful.resharding import reshard
-from codec.stateful.saved import ROLES, load, save
-from codec.view import view
+from codec.tensors.view import view
 
 Role = Literal["worker", "server"]
 

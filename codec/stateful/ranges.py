@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from codec.arguments import shown as told
+from codec.arguments import whole
 from codec.errors import SpecError
-from codec.specs import shown as told
-from codec.specs import whole
 
 Range = tuple[str, int, int]  # key, start, stop
 Layout = tuple[Range, ...]

@@ -5,13 +5,13 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
+from codec.advisor.cost_model import MAX_RANKS
+from codec.arguments import shown as told
+from codec.arguments import whole
 from codec.errors import SpecError, StateError
-from codec.predicting import MAX_RANKS
-from codec.specs import shown as told
-from codec.specs import whole
+from codec.stateful.checkpoint import load, save
 from codec.stateful.ranges import Layout, Range, Store, gather, layout_of, pieces, shared, shown, union, without
-from codec.stateful.saved import load, save
-from codec.view import kind_of
+from codec.tensors.view import kind_of
 
 Reduction = Literal["mean", "sum"]
 

@@ -20,7 +20,7 @@ def why_not() -> str | None:
 
 def _calls() -> Any:
     """Imported when it is used."""
-    return importlib.import_module("codec.engines.cuda.calls")
+    return importlib.import_module("codec.engines.cuda.engine")
 
 
 def encode(r: EncodeRequest) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from codec.ownership import writable_by_others
+from codec._ownership import writable_by_others
 
 _MAX_NBYTES = 64 << 20  # of a file; kernels take less than 1 MiB
 _DIGEST = hashlib.sha256().digest_size

@@ -3,22 +3,22 @@
 import struct
 from typing import Any, NamedTuple
 
-from codec import structs
-from codec.core import DTYPE_NAMES, ITEMSIZE, MANTISSA_BITS, check, ffi, lib, new_bytes
-from codec.engines.cuda.before import Before
+from codec import _call
+from codec._c.library import DTYPE_NAMES, ITEMSIZE, MANTISSA_BITS, check, ffi, lib, new_bytes
+from codec._call import Call
+from codec.engines.blockwise import tensor_like
 from codec.engines.cuda.encoding import ALIGNMENT
-from codec.engines.cuda.image import Image
 from codec.engines.cuda.job import WARPS
 from codec.engines.cuda.kernels import blocks_for
-from codec.engines.cuda.work import Work, grid_for
+from codec.engines.cuda.preprocess import Before
+from codec.engines.cuda.upload import Image
+from codec.engines.cuda.workspace import Work, grid_for
 from codec.engines.native import decoding as native
 from codec.engines.request import DecodeRequest
-from codec.engines.steps import tensor_like
 from codec.errors import CodecError, FrameError, SpecError, StateError, Status
-from codec.frame import read_header
-from codec.metrics.asked import Asked, asked
-from codec.structs import Call
-from codec.view import TensorView
+from codec.inspection import read_header
+from codec.optimizers.arguments import Asked, asked
+from codec.tensors.view import TensorView
 
 _FOUND = struct.Struct("<QQII")  # codec_found of native/cuda/frame/decode.cuh
 _DECODING = struct.Struct("<6Q QIffII4x 2I")  # codec_decoding
@@ -91,7 +91,7 @@ class Frame:
         if self.request.head is not None and frame_nbytes != self.frame.nbytes:
             raise FrameError(f"a frame of {self.frame.nbytes} bytes, of {frame_nbytes} by head=", Status.BAD_HEADER)
         nothing = TensorView(self.dtype, self.shape, ffi.NULL, 0, None)
-        call = structs.take()
+        call = _call.take()
         call.info.tensor_nbytes = self.info.tensor_nbytes
         native.refuse(call, self.request, self.on_host(), nothing)
 
@@ -99,7 +99,7 @@ class Frame:
         """Make the job for a destination like this one."""
         info, work, head = self.info, self.work, self.head
         self.metric = metric = self._asked() if self.request.metric is not None else None
-        call = structs.take()
+        call = _call.take()
         call.context.into = into
         if self.request.codebooks:
             call.set_codebooks(self.request.codebooks)
@@ -221,7 +221,7 @@ class Frame:
                     e.args = (f"{e.args[0]} (block {(fault >> 8) - 1})", *e.args[1:])
                 raise
         check(lib.codec_decode_close(self._call.context, self._job, seal), self._call.fault)
-        structs.give(self._call)
+        _call.give(self._call)
 
 
 def _kernels(v: Any, size: int) -> tuple[str, tuple[str, int] | None, str]:

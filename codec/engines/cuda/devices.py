@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from codec.engines.cuda import gpu
+from codec.engines.cuda import cupy_backend
 from codec.errors import EngineError
-from codec.view import TensorView
+from codec.tensors.view import TensorView
 
 
 class Device(Protocol):
@@ -88,7 +88,7 @@ class Backend(Protocol):
         ...
 
 
-backend: Backend = gpu.CupyBackend()
+backend: Backend = cupy_backend.CupyBackend()
 
 
 def device_for(views: Iterable[tuple[str, TensorView]]) -> Device:

@@ -3,13 +3,13 @@
 import struct
 from typing import Any
 
-from codec.core import check
+from codec._c.library import check
 from codec.engines.cuda.job import WRITTEN_NBYTES, Job, plan_of
-from codec.engines.cuda.work import Work
+from codec.engines.cuda.workspace import Work
 from codec.engines.native.encoding import frame_in
 from codec.engines.request import EncodeRequest
 from codec.errors import SpecError, Status
-from codec.view import TensorView
+from codec.tensors.view import TensorView
 
 ALIGNMENT = 8  # of a frame's sections
 _WRITTEN = struct.Struct("<4Q4I")  # codec_written of native/cuda/frame/encode.cuh

@@ -5,16 +5,16 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from codec import structs
-from codec.core import DTYPES, ITEMSIZE, check, ffi, lib, new_bytes
-from codec.engines.cuda.before import BEFORE_NBYTES, Before
+from codec import _call
+from codec._c.library import DTYPES, ITEMSIZE, check, ffi, lib, new_bytes
+from codec._c.spec_structs import spec_struct
+from codec._call import Call, new_tensor
 from codec.engines.cuda.devices import Device
-from codec.engines.cuda.image import VIEW_NBYTES, Image
 from codec.engines.cuda.kernels import blocks_for
-from codec.engines.cuda.work import Work, grid_for, launch_each
+from codec.engines.cuda.preprocess import BEFORE_NBYTES, Before
+from codec.engines.cuda.upload import VIEW_NBYTES, Image
+from codec.engines.cuda.workspace import Work, grid_for, launch_each
 from codec.engines.request import EncodeRequest
-from codec.spec_structs import spec_struct
-from codec.structs import Call, new_tensor
 
 WARPS = 4  # of a block of threads that does blocks of values
 WRITTEN_NBYTES = 48  # a codec_written of native/cuda/frame/encode.cuh
@@ -43,13 +43,13 @@ def plan_of(r: EncodeRequest) -> Plan:
     """All that shapes decide."""
     spec, x = spec_struct(r.spec), r.x
     like = new_tensor(DTYPES[x.dtype], x.shape, ffi.NULL, x.nbytes)
-    call = _call(r)
+    call = _new_call(r)
     size, plan = ffi.new("size_t[2]"), ffi.new("codec_plan *")
     check(lib.codec_job_nbytes(spec, like, size, size + 1))
     job, view, head = new_bytes(size[0]), ffi.new("codec_view *"), new_bytes(lib.CODEC_HEADER_NBYTES)
     check(lib.codec_encode_plan(spec, like, call.context, job, size[0], plan))
     check(lib.codec_encode_head(job, head, lib.CODEC_HEADER_NBYTES, size + 1))
-    structs.give(call)
+    _call.give(call)
     view.struct_nbytes = ffi.sizeof("codec_view")
     check(lib.codec_job_view(job, view))
     most = -(-plan.region_bound // 64) * 64
@@ -59,9 +59,9 @@ def plan_of(r: EncodeRequest) -> Plan:
     return Plan(view, image, head, bound_of(r), most)
 
 
-def _call(r: EncodeRequest) -> Call:
+def _new_call(r: EncodeRequest) -> Call:
     """What is asked for besides a spec."""
-    call = structs.take()
+    call = _call.take()
     call.context.stream = r.stream
     if r.codebook is not None:
         call.set_codebooks((r.codebook,))

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from codec import _cffi
+from codec._c import PACKAGE
 from codec.engines.cuda.cache import load_cached, store_cached
 from codec.errors import EngineError
 
@@ -76,8 +76,7 @@ def folders() -> tuple[Path, ...]:
     native = Path(__file__).parents[3] / "native"
     if (native / "cuda").is_dir():
         return native / "cuda", native / "src", native / "include"
-    package = Path(_cffi.__file__).parent
-    return package / "kernels/cuda", package / "kernels", package / "include"
+    return PACKAGE / "kernels/cuda", PACKAGE / "kernels", PACKAGE / "include"
 
 
 @functools.cache

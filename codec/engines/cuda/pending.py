@@ -5,11 +5,11 @@ from typing import Any
 
 from codec.engines.cuda.encoding import ALIGNMENT, Encoding
 from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, begin, bound_of
-from codec.engines.cuda.work import Work
+from codec.engines.cuda.workspace import Work
 from codec.engines.request import EncodeRequest
 from codec.errors import EngineError, SpecError
-from codec.metrics.custom import Custom
-from codec.view import is_torch
+from codec.optimizers.custom import Custom
+from codec.tensors.view import is_torch
 
 
 class Pending:

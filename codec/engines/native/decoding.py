@@ -3,18 +3,19 @@
 from collections.abc import Callable
 from typing import Any
 
-from codec import pool, structs
-from codec.core import DTYPE_NAMES, check, ffi, lib
-from codec.engines import steps
+from codec import _call
+from codec._c import pool
+from codec._c.library import DTYPE_NAMES, check, ffi, lib
+from codec._call import Call
+from codec.engines import blockwise
 from codec.engines.native.encoding import ME
 from codec.engines.request import DecodeRequest
 from codec.errors import SpecError, StateError, Status
-from codec.frame import check_frame, read_header
-from codec.metrics.asked import Asked, asked
-from codec.structs import Call
-from codec.view import TensorView, empty, on_host, view_output
+from codec.inspection import check_frame, read_header
+from codec.optimizers.arguments import Asked, asked
+from codec.tensors.view import TensorView, empty, on_host, view_output
 
-_SCRATCH, _SMALL_TENSOR = structs.SMALL_SCRATCH, structs.SMALL_TENSOR
+_SCRATCH, _SMALL_TENSOR = _call.SMALL_SCRATCH, _call.SMALL_TENSOR
 _BAD_ARGUMENT = int(Status.BAD_ARGUMENT)
 _NULL, _VERIFY_FIRST, _NONTEMPORAL = ffi.NULL, lib.CODEC_VERIFY_FIRST, lib.CODEC_NONTEMPORAL
 _CHECK_ONLY = lib.CODEC_CHECK_ONLY
@@ -33,7 +34,7 @@ DecodePrepared = Callable[[Call, DecodeRequest, TensorView, Asked | None, int | 
 
 def decode(r: DecodeRequest, make: DecodePrepared | None = None) -> Any:
     """The frame's tensor: the request's `out`, or a new one of the kind of its `like`. `make`: as for encode."""
-    call = structs.take()
+    call = _call.take()
     v, result, metric, verify = prepare(call, r)
     if r.check_only:
         call.context.flags = _CHECK_ONLY
@@ -42,7 +43,7 @@ def decode(r: DecodeRequest, make: DecodePrepared | None = None) -> Any:
     if r.codebooks:
         call.set_codebooks(r.codebooks)
     (make or decode_prepared)(call, r, v, metric, r.threads)
-    structs.give(call)
+    _call.give(call)
     return result
 
 
@@ -117,9 +118,9 @@ def decode_prepared(call: Call, r: DecodeRequest, v: TensorView, metric: Asked |
 def _decode_large(call: Call, frame: TensorView, threads: int) -> None:
     info, source, nbytes = read_header(frame), frame.data, frame.nbytes
     if threads > 1 and info.nblocks > 1:
-        steps.decode(lib, call, info, source, nbytes, threads)
+        blockwise.decode(lib, call, info, source, nbytes, threads)
         return
-    check(lib.codec_scratch(ffi.addressof(info.spec), steps.tensor_like(info), call.size))
+    check(lib.codec_scratch(ffi.addressof(info.spec), blockwise.tensor_like(info), call.size))
     size = call.size[0]
     check(lib.codec_decode(source, nbytes, call.tensor, call.context, call.scratch(size), size), call.fault)
 
@@ -145,11 +146,11 @@ def accumulate(r: DecodeRequest, weight: float, make: DecodePrepared | None = No
     info = read_whole(frame)
     m = _asked(info, r, frame) if r.metric is not None else None
     v = on_host("out=", view_output(r.out), ME)
-    call = structs.take()
+    call = _call.take()
     context = call.context
     context.flags = _VERIFY_FIRST if r.check_first else 0
     context.into, context.weight = lib.CODEC_INTO_ADD, weight
     if r.codebooks:
         call.set_codebooks(r.codebooks)
     (make or decode_prepared)(call, r, v, m, r.threads)
-    structs.give(call)
+    _call.give(call)

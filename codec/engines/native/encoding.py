@@ -5,17 +5,18 @@ from typing import Any
 
 import numpy as np
 
-from codec import pool, structs
-from codec.core import check, ffi, lib
-from codec.engines import steps
+from codec import _call
+from codec._c import pool
+from codec._c.library import check, ffi, lib
+from codec._c.spec_structs import spec_struct
+from codec._call import Call
+from codec.engines import blockwise
 from codec.engines.native.memory import NewBytes
 from codec.engines.request import EncodeRequest
 from codec.errors import SpecError, Status
-from codec.spec_structs import spec_struct
-from codec.structs import Call
-from codec.view import TensorView, on_host
+from codec.tensors.view import TensorView, on_host
 
-_ROOM, _SCRATCH, _SMALL_TENSOR = structs.SMALL_FRAME, structs.SMALL_SCRATCH, structs.SMALL_TENSOR
+_ROOM, _SCRATCH, _SMALL_TENSOR = _call.SMALL_FRAME, _call.SMALL_SCRATCH, _call.SMALL_TENSOR
 _SHORT_OUTPUT, _BAD_ARGUMENT = int(Status.SHORT_OUTPUT), int(Status.BAD_ARGUMENT)
 _NULL = ffi.NULL
 ME = "the native engine"
@@ -30,7 +31,7 @@ def encode(r: EncodeRequest, make: EncodeFilled | None = None) -> bytes | memory
     if not here or residual is not None or metric is not None:
         check_host(r)
     s = spec_struct(spec)
-    call = structs.take()
+    call = _call.take()
     call.keep = r
     if stream:
         call.context.stream = stream
@@ -44,7 +45,7 @@ def encode(r: EncodeRequest, make: EncodeFilled | None = None) -> bytes | memory
         call.context.residual = ffi.cast("float *", residual.data)
         call.context.flags = (lib.CODEC_FEEDBACK if feedback else 0) | (0 if check_first else lib.CODEC_ONE_PASS)
     frame = (make or encode_filled)(call, s, r, threads)
-    structs.give(call)
+    _call.give(call)
     return frame
 
 
@@ -109,7 +110,7 @@ def _encode_one(call: Call, spec: Any, dst: Any, capacity: int) -> None:
 
 def _encode_at(call: Call, spec: Any, dst: Any, capacity: int, threads: int) -> int:
     if threads > 1:
-        n = steps.encode(lib, call, spec, dst, capacity, threads)
+        n = blockwise.encode(lib, call, spec, dst, capacity, threads)
         if n is not None:
             return n
     _encode_one(call, spec, dst, capacity)

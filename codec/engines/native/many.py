@@ -3,16 +3,18 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from codec import pool, structs
-from codec.core import lib
+from codec import _call
+from codec._c import pool
+from codec._c.library import lib
+from codec._c.spec_structs import spec_struct
+from codec._call import Call
 from codec.engines.native.decoding import DecodePrepared, decode_prepared, prepare
 from codec.engines.native.encoding import EncodeFilled, check_host, encode_filled
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import CodecError
-from codec.metrics.asked import Asked
-from codec.spec_structs import spec_struct
-from codec.structs import Call
-from codec.view import TensorView, check_all_apart
+from codec.optimizers.arguments import Asked
+from codec.tensors.overlap import check_all_apart
+from codec.tensors.view import TensorView
 
 
 def encode_many(requests: Sequence[EncodeRequest], make: EncodeFilled = encode_filled) -> list[Any]:
@@ -38,9 +40,9 @@ def encode_many(requests: Sequence[EncodeRequest], make: EncodeFilled = encode_f
 
 def decode_many(requests: Sequence[DecodeRequest], make: DecodePrepared = decode_prepared) -> list[Any]:
     """The tensors of requests that differ by frame, `out` and state; an error's item is the index of the first."""
-    call = structs.take()
+    call = _call.take()
     prepared = [at_item(i, prepare, call, r) for i, r in enumerate(requests)]
-    structs.give(call)
+    _call.give(call)
     if not requests:
         return []
     flags = 0
@@ -94,7 +96,7 @@ def _spread(do: Callable[[Call, int, int], None], sizes: Sequence[int], asked: i
     failed: dict[int, CodecError] = {}
 
     def share(indices: Sequence[int], each: int) -> None:
-        call = structs.take()
+        call = _call.take()
         if books:
             call.set_codebooks(books)
         keep = call.keep
@@ -105,7 +107,7 @@ def _spread(do: Callable[[Call, int, int], None], sizes: Sequence[int], asked: i
                 failed[i] = e  # later ones of this share could not be the first
                 return
             call.keep = keep
-        structs.give(call)
+        _call.give(call)
 
     if threads == 1:
         share(range(len(sizes)), 1)

@@ -3,17 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
-from codec import pool, structs
-from codec.core import check, ffi, lib
-from codec.engines import steps
+from codec import _call
+from codec._c import pool
+from codec._c.library import check, ffi, lib
+from codec._call import Call
+from codec.engines import blockwise
 from codec.engines.native.decoding import read_whole
 from codec.engines.native.encoding import ME
 from codec.engines.request import DecodeRequest
 from codec.errors import SpecError, Status
-from codec.frame import check_frame
-from codec.metrics.asked import asked
-from codec.structs import Call
-from codec.view import TensorView, empty, on_host, view_output
+from codec.inspection import check_frame
+from codec.optimizers.arguments import asked
+from codec.tensors.view import TensorView, empty, on_host, view_output
 
 _BAD_ARGUMENT = int(Status.BAD_ARGUMENT)
 
@@ -42,7 +43,7 @@ def reduce(r: DecodeRequest, op: str, make: ReduceInto | None = None) -> Any:
         result, v = empty("float32", shape, r.like)
     else:
         result, v = r.out, on_host("out=", view_output(r.out), ME)
-    call = structs.take()
+    call = _call.take()
     call.context.flags = (
         (lib.CODEC_VERIFY_FIRST if r.out is not None and r.check_first else 0)
         | (lib.CODEC_NONTEMPORAL if r.nontemporal else 0)
@@ -60,14 +61,14 @@ def reduce(r: DecodeRequest, op: str, make: ReduceInto | None = None) -> Any:
         if e.code == _BAD_ARGUMENT:
             r.check_apart(v, m, in_place=len(read) == 1)
         raise
-    structs.give(call)
+    _call.give(call)
     return result
 
 
 def _reduce_into(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:
     nblocks = read[0][0].nblocks
     match = threads > 1 and all(info.nblocks == nblocks > 1 for info, _ in read)
-    if match and steps.reduce(lib, call, read, op, threads):
+    if match and blockwise.reduce(lib, call, read, op, threads):
         return
     pointers = ffi.new("void *[]", [frame.data for _, frame in read])
     sizes = ffi.new("size_t[]", [frame.nbytes for _, frame in read])

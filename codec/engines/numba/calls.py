@@ -4,18 +4,19 @@ from typing import Any
 
 import numpy as np
 
-from codec import pool, structs
-from codec.core import check, ffi, lib
-from codec.engines import steps
+from codec import _call
+from codec._c import pool
+from codec._c.library import check, ffi, lib
+from codec._call import Call
+from codec.engines import blockwise
 from codec.engines.native import decoding, encoding
 from codec.engines.native.memory import NewBytes
 from codec.engines.numba import loops
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import SpecError, Status
-from codec.frame import read_header
-from codec.metrics.asked import Asked
-from codec.structs import Call
-from codec.view import TensorView
+from codec.inspection import read_header
+from codec.optimizers.arguments import Asked
+from codec.tensors.view import TensorView
 
 _BAD_ARGUMENT, _SHORT_OUTPUT = int(Status.BAD_ARGUMENT), int(Status.SHORT_OUTPUT)
 
@@ -28,7 +29,7 @@ def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> 
         if out is not None:
             check(lib.codec_bound(s, t, call.size))
             if out.nbytes >= call.size[0]:
-                n = steps.encode(loops, call, s, out.data, out.nbytes, count)
+                n = blockwise.encode(loops, call, s, out.data, out.nbytes, count)
                 if n is not None:
                     return encoding.frame_in(out, n)
             return _encode_apart(call, s, r, out, count)
@@ -45,7 +46,7 @@ def _encode_new(call: Call, s: Any, r: EncodeRequest, room: int, threads: int) -
     for times in (1, 2, 4):
         new = NewBytes(times * room)
         call.keep = call.keep, new
-        n = steps.encode(loops, call, s, ffi.cast("uint8_t *", new.address), times * room, threads)
+        n = blockwise.encode(loops, call, s, ffi.cast("uint8_t *", new.address), times * room, threads)
         if n is not None:
             return new.finish(n)
     return encoding.encode_filled(call, s, r, threads)  # above 32 GiB: stored
@@ -81,7 +82,7 @@ def decode_prepared(call: Call, r: DecodeRequest, v: TensorView, metric: Asked |
         call.set_metric(metric)
     call.fill_tensor(v)
     try:
-        steps.decode(loops, call, info, frame.data, frame.nbytes, pool.choose_threads(threads, v.nbytes))
+        blockwise.decode(loops, call, info, frame.data, frame.nbytes, pool.choose_threads(threads, v.nbytes))
     except SpecError as e:
         if e.code == _BAD_ARGUMENT:
             r.check_apart(v, metric, in_place=True)
@@ -92,7 +93,7 @@ def reduce_into(call: Call, read: list[tuple[Any, TensorView]], op: int, threads
     """Reduce frames to the call's tensor, and check the result for NaN and Inf if CODEC_FINITE is set."""
     nblocks = read[0][0].nblocks
     aligned = all(info.nblocks == nblocks > 0 for info, _ in read)
-    if not (aligned and steps.reduce(loops, call, read, op, threads)):
+    if not (aligned and blockwise.reduce(loops, call, read, op, threads)):
         _reduce_one_by_one(call, read, op, threads)
     result = loops.memory_of(call.tensor.data, call.tensor.nbytes).view(np.float32)
     if call.context.flags & lib.CODEC_FINITE and not np.isfinite(result).all():
@@ -118,9 +119,9 @@ def _reduce_one_by_one(call: Call, read: list[tuple[Any, TensorView]], op: int, 
 def _decode_one(call: Call, info: Any, frame: TensorView, threads: int) -> None:
     """Decode a frame by the call's context: this engine does blocks, the C library frames without blocks."""
     if info.nblocks:
-        steps.decode(loops, call, info, frame.data, frame.nbytes, threads)
+        blockwise.decode(loops, call, info, frame.data, frame.nbytes, threads)
         return
     status = lib.codec_decode(
-        frame.data, frame.nbytes, call.tensor, call.context, call.small_scratch, structs.SMALL_SCRATCH
+        frame.data, frame.nbytes, call.tensor, call.context, call.small_scratch, _call.SMALL_SCRATCH
     )
     check(status, call.fault)

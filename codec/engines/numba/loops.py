@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from codec.core import lib
+from codec._c.library import lib
 from codec.engines.numba import lossless, rows, truncate
 from codec.engines.numba.floats import NOWHERE, Sink
 from codec.engines.numba.memory import NOTHING, Array, memory_of

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from codec.core import ffi
+from codec._c.library import ffi
 
 Array = np.ndarray[Any, Any]
 NOTHING: Array = np.empty(0, np.uint8)

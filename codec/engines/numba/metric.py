@@ -6,12 +6,12 @@ from weakref import WeakKeyDictionary
 import numba
 import numpy as np
 
-from codec.core import ffi
+from codec._c.library import ffi
 from codec.engines.numba.floats import to_floats
 from codec.engines.numba.jit import enter_floats, jit, kernel, leave_floats
 from codec.engines.numba.memory import NOTHING, Array, memory_of
 from codec.engines.numba.words import ABS, F32, INF, U8, U32, bits_of
-from codec.metrics.custom import Custom, custom_at
+from codec.optimizers.custom import Custom, custom_at
 
 TILE = 512
 

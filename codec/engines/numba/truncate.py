@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from codec.core import DTYPE_NAMES, LEVEL_BITS, MANTISSA_BITS
+from codec._c.library import DTYPE_NAMES, LEVEL_BITS, MANTISSA_BITS
 from codec.engines.numba.floats import NOWHERE, STORE, load_native, put, to_floats
 from codec.engines.numba.jit import enter_floats, jit, kernel, leave_floats
 from codec.engines.numba.model import fill_offsets, find_rows

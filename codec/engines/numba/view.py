@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from codec.core import DTYPE_NAMES, ITEMSIZE, check, ffi, lib
+from codec._c.library import DTYPE_NAMES, ITEMSIZE, check, ffi, lib
 
 Array = np.ndarray[Any, Any]
 

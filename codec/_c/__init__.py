@@ -1,0 +1,13 @@
+"""The C library: its functions, constants and structs, and the threads that call it."""
+
+from pathlib import Path
+
+try:
+    from codec._c import _cffi
+except ModuleNotFoundError as e:
+    raise ImportError(
+        f"codec is not built in {Path(__file__).parents[1]}: run `pip install -e .` in the checkout, "
+        "or start Python in another folder to import the installed package"
+    ) from e
+
+PACKAGE = Path(_cffi.__file__).parents[1]  # folder of the built package: has lib, include and kernels

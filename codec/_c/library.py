@@ -1,0 +1,144 @@
+"""The C library: loaded once, its tables read, its status turned into exceptions, its instruction set chosen."""
+
+import os
+from typing import Any
+
+from codec import errors
+from codec._c import PACKAGE, _cffi
+from codec.errors import Status
+
+ffi: Any = _cffi.ffi
+# beside the generated module, which need not lie beside this file
+_path = os.environ.get("CODEC_LIBRARY") or str(PACKAGE / "lib/libcodec.so")
+# never unloaded: daemon threads may be in it when the interpreter ends
+lib: Any = ffi.dlopen(_path, ffi.RTLD_NOW | ffi.RTLD_NODELETE)
+if lib.codec_abi_version() != lib.CODEC_ABI_VERSION:
+    raise ImportError(f"{_path} has ABI {lib.codec_abi_version()}, this package needs {lib.CODEC_ABI_VERSION}")
+
+DTYPES: dict[str, int] = {
+    name.removeprefix("CODEC_").lower(): number for number, name in ffi.typeof("codec_dtype").elements.items()
+}
+DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
+ITEMSIZE: dict[str, int] = {name: lib.codec_dtype_nbytes(number) for name, number in DTYPES.items()}
+MANTISSA_BITS: dict[str, int] = {  # of the dtypes that have levels, and how many of them each level drops
+    name: bits for name, number in DTYPES.items() if (bits := lib.codec_mantissa_bits(number))
+}
+LEVEL_BITS: dict[str, tuple[int, ...]] = {
+    name: tuple(lib.codec_level_bits(DTYPES[name], level) for level in range(4)) for name in MANTISSA_BITS
+}
+
+_FRAME_ERRORS: dict[int, type[errors.FrameError]] = {
+    Status.CHECKSUM: errors.ChecksumError,
+    Status.UNSUPPORTED: errors.UnsupportedError,
+    Status.LIMIT: errors.LimitError,
+}
+
+
+def check(status: int, fault: Any = None) -> None:
+    """Raise what a status stands for."""
+    if status == 0:
+        return
+    text: str = ffi.string(lib.codec_strerror(status)).decode()
+    if status in (Status.MISSING_STATE, Status.OTHER_STATE):
+        raise errors.StateError(text, status)
+    if status == Status.UNKNOWN_CODEBOOK:
+        raise errors.StateError(f"{text}: id {fault.found:#018x}", status)
+    if status < Status.TRUNCATED:
+        if status == Status.SHAPE_MISMATCH and fault is not None:
+            text += f" (frame has {fault.found}, destination {fault.expected})"
+        raise errors.SpecError(text, status)
+    error = _FRAME_ERRORS.get(status, errors.FrameError)
+    if fault is None:
+        raise error(text, status)
+    where = f"byte {fault.offset}: found {fault.found:#x}, expected {fault.expected:#x}"
+    if status == Status.TRUNCATED:
+        where = f"{fault.found} bytes, {fault.expected} are needed"
+    raise error(f"{text} ({where})", status, fault.offset, fault.found, fault.expected)
+
+
+_new_uninitialized = ffi.new_allocator(should_clear_after_alloc=False)
+
+
+def new_bytes(n: int) -> Any:
+    """Uninitialized bytes."""
+    return _new_uninitialized("uint8_t[]", n)
+
+
+def isas() -> tuple[str, ...]:
+    """Instruction sets that this machine can use, slowest first."""
+    return tuple(name for i, name in enumerate(_isa_names) if lib.codec_isa_usable(i))
+
+
+def _names() -> tuple[str, ...]:
+    names: list[str] = []
+    while (p := lib.codec_isa_name(len(names))) != ffi.NULL:
+        names.append(ffi.string(p).decode())
+    return tuple(names)
+
+
+_isa_names = _names()
+chosen_isa: int | None = None  # None: CODEC_ISA has not been read yet
+
+
+class _Forced:
+    """Restores the former choice when used as a context manager."""
+
+    def __init__(self, former: int | None) -> None:
+        self._former = former
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        global chosen_isa
+        chosen_isa = self._former
+
+
+def use_isa(name: str | None) -> _Forced:
+    """Force an instruction set in this process; the bytes do not change.
+
+    Parameters
+    ----------
+    name : str or None
+        One of :func:`codec.isas`, or None for the best one. The environment variable ``CODEC_ISA`` does the same where
+        this is not called.
+
+    Returns
+    -------
+    context manager
+        Leaving it restores the former choice; it need not be entered.
+
+    Raises
+    ------
+    EngineError
+        This library or this machine does not have it.
+
+    Examples
+    --------
+    >>> with use_isa("scalar"):
+    ...     frame = codec.encode(np.arange(1000.0))
+    >>> frame == codec.encode(np.arange(1000.0))
+    True
+    """
+    global chosen_isa
+    former, chosen_isa = chosen_isa, _number_of(name)
+    return _Forced(former)
+
+
+def _number_of(name: str | None) -> int:
+    if name is not None and not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise errors.EngineError(f"an instruction set has a name, {', '.join(isas())}, not a {type(name).__name__}")
+    if name and name not in isas():
+        raise errors.EngineError(f"instruction set {name!r} is not usable here, these are: {', '.join(isas())}")
+    return _isa_names.index(name) + 1 if name else 0
+
+
+def current_isa() -> int:
+    """The number for ``codec_context.isa``: `chosen_isa`, once the environment has been asked."""
+    global chosen_isa
+    if chosen_isa is None:
+        try:
+            chosen_isa = _number_of(os.environ.get("CODEC_ISA"))
+        except errors.EngineError as e:
+            raise errors.EngineError(f"CODEC_ISA: {e}") from None
+    return chosen_isa

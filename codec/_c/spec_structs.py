@@ -1,0 +1,136 @@
+"""Specs as the C library takes them, and back."""
+
+from typing import Any, get_args
+
+from codec import specs
+from codec._c.library import ffi, lib
+from codec.arguments import shown
+from codec.errors import SpecError
+from codec.specs import Spec
+
+_spec_structs: dict[Spec, Any] = {}
+_last: tuple[Any, Any] = (None, None)  # a spec, which cannot change, and its struct: most calls name the one before
+
+
+def spec_struct(spec: Spec) -> Any:
+    """The C struct of a spec; they are few and kept."""
+    global _last
+    known, struct = _last
+    if known is spec:
+        return struct
+    if not isinstance(spec, Spec):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise SpecError(f"not a spec: {shown(spec)}; {spec_hint(spec)}")
+    struct = _spec_structs.get(spec)
+    if struct is None:
+        fields = _fields_of(spec)
+        struct = ffi.new("codec_spec *")
+        struct.struct_nbytes = ffi.sizeof("codec_spec")
+        for name, value in fields.items():
+            setattr(struct, name, value)
+        if len(_spec_structs) > 1000:  # a program that makes seeds or scales as it goes
+            _spec_structs.clear()
+        _spec_structs[spec] = struct
+    _last = spec, struct
+    return struct
+
+
+_SPECS = (
+    specs.Lossless, specs.Truncate, specs.Quantize, specs.Float8, specs.Float4, specs.Ternary, specs.Sign
+)  # fmt: skip
+
+
+def spec_hint(given: object) -> str:
+    """Return what to write in place of an object that is not a spec, such as a spec's class or name, for a message."""
+    name = given.__name__ if isinstance(given, type) else given if isinstance(given, str) else ""
+    name = name.lower().partition("(")[0].rpartition(".")[2]
+    meant = [kind for kind in _SPECS if kind.__name__.lower() == name]
+    calls = [f"codec.{kind.__name__}()" for kind in meant or _SPECS]
+    return f"write {calls[0]}" if meant else f"write {', '.join(calls[:-1])} or {calls[-1]}"
+
+
+def _index(choices: Any, value: object) -> int:
+    return get_args(choices).index(value)
+
+
+def _fields_of(spec: Spec) -> dict[str, Any]:
+    """Fields of codec_spec that are not zero."""
+    match spec:
+        case specs.Lossless(cap, model):
+            return {"codec": lib.CODEC_LOSSLESS, "cap": cap, "model": _index(specs.Model, model)}
+        case specs.Sign(scale, block):
+            row = lib.CODEC_ROW_LAST if block == "row" else block or 0
+            return {"codec": lib.CODEC_SIGN, "variant": _index(specs.SignScale, scale), "row": row}
+        case specs.Ternary(packing, scale, clip, seed):
+            variant = _index(specs.Packing, packing)
+            return {
+                "codec": lib.CODEC_TERNARY,
+                "variant": variant,
+                "scale": scale or 0,
+                "clip": clip or 0,
+                "seed": seed,
+            }
+        case specs.Float8(format, row, rounding, nonfinite, scale, entropy, seed):
+            return {
+                "codec": lib.CODEC_FLOAT8,
+                "variant": _index(specs.Format8, format),
+                "row": row or 0,
+                "options": (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC
+                | (nonfinite == "propagate") * lib.CODEC_OPTION_PROPAGATE
+                | entropy * lib.CODEC_OPTION_ENTROPY,
+                "scale": scale or 0,
+                "seed": seed,
+            }
+        case specs.Float4(format, rounding, seed):
+            options = (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC
+            variant = _index(specs.Format4, format)
+            return {"codec": lib.CODEC_FLOAT4, "variant": variant, "options": options, "seed": seed}
+        case specs.Quantize(bits, group, levels, rounding, seed):
+            return {
+                "codec": lib.CODEC_QUANTIZE,
+                "variant": _index(specs.Levels, levels),
+                "bits": bits,
+                "row": group,
+                "options": (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC,
+                "seed": seed,
+            }
+        case specs.Truncate(_, rounding, levels, granularity, _, cap):
+            options = (rounding == "truncate") * lib.CODEC_OPTION_CUT
+            if spec.fixed_level is not None:
+                how = {"variant": lib.CODEC_LEVELS_FIXED, "bits": spec.fixed_level}
+            else:
+                options |= (granularity == "bit") * lib.CODEC_OPTION_BITS
+                how = {"variant": _index(specs.Sent, levels), "guard": spec.guard_bits}
+            return {"codec": lib.CODEC_TRUNCATE, "cap": cap, "options": options, **how}
+        case _:
+            raise SpecError(f"not a spec: {shown(spec)}; {spec_hint(spec)}")
+
+
+def spec_of(struct: Any) -> Spec:
+    """The inverse of spec_struct, but for what a frame does not say: seed, scale and clip."""
+    stochastic: specs.Rounding = "stochastic" if struct.options & lib.CODEC_OPTION_STOCHASTIC else "nearest"
+    variant = struct.variant
+    row = struct.row if struct.row != lib.CODEC_ROW_LAST else 0  # which parts have different ones
+    if struct.codec == lib.CODEC_SIGN:
+        return specs.Sign(get_args(specs.SignScale)[variant], "row" if struct.row and not row else row or None)
+    if struct.codec == lib.CODEC_TERNARY:
+        return specs.Ternary(get_args(specs.Packing)[variant])
+    if struct.codec == lib.CODEC_FLOAT8:
+        return specs.Float8(
+            get_args(specs.Format8)[variant],
+            row or None,
+            stochastic,
+            "propagate" if struct.options & lib.CODEC_OPTION_PROPAGATE else "error",
+            entropy=bool(struct.options & lib.CODEC_OPTION_ENTROPY),
+        )
+    if struct.codec == lib.CODEC_FLOAT4:
+        return specs.Float4(get_args(specs.Format4)[variant], stochastic)
+    if struct.codec == lib.CODEC_QUANTIZE:
+        return specs.Quantize(struct.bits, row or 64, get_args(specs.Levels)[variant], stochastic)
+    if struct.codec == lib.CODEC_TRUNCATE:
+        cut: specs.Cut = "truncate" if struct.options & lib.CODEC_OPTION_CUT else "nearest"
+        if struct.variant == lib.CODEC_LEVELS_FIXED:
+            return specs.Truncate(struct.bits, cut, cap=struct.cap)
+        granularity: specs.Granularity = "bit" if struct.options & lib.CODEC_OPTION_BITS else "six"
+        levels = get_args(specs.Sent)[variant]
+        return specs.Truncate("metric", cut, levels, granularity, struct.guard, struct.cap)
+    return specs.Lossless(struct.cap, get_args(specs.Model)[struct.model])

@@ -1,0 +1,208 @@
+"""Arguments as the C library takes them: structs that are filled in for one call, and kept for the next."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from codec._c import library
+from codec._c.library import DTYPES, ffi
+from codec.errors import StateError
+from codec.optimizers.arguments import Asked
+from codec.optimizers.custom import Custom
+from codec.optimizers.formulas import Metric, floats_of
+from codec.tensors.view import TensorView
+
+SMALL_TENSOR = 1 << 16  # bytes: frames of such are built in a call's own buffer and copied
+SMALL_FRAME = (1 << 16) + 256  # the bound of a tensor of 64 KiB
+SMALL_SCRATCH = 1 << 20
+
+
+def new_tensor(dtype: int, shape: tuple[int, ...], data: Any = ffi.NULL, nbytes: int = 0) -> Any:
+    """A codec_tensor."""
+    t = ffi.new("codec_tensor *")
+    t.struct_nbytes = ffi.sizeof("codec_tensor")
+    t.dtype, t.rank, t.data, t.nbytes = dtype, len(shape), data, nbytes
+    t.shape[0 : len(shape)] = shape
+    return t
+
+
+_INFO, _INFO_NBYTES = ffi.typeof("codec_info *"), ffi.sizeof("codec_info")
+
+
+def new_info() -> Any:
+    """A codec_info."""
+    info = ffi.new(_INFO)
+    info.struct_nbytes = _INFO_NBYTES
+    return info
+
+
+class Call:
+    """Structs and buffers of one call of a public function, from :func:`take` to :func:`give`.
+
+    Small tensors would spend most of their time on making them. Nobody else has them meanwhile: code of the user's that
+    runs in the midst of a call (a mapping's, a finalizer, a signal handler) and makes a call of its own takes others.
+    """
+
+    __slots__ = (
+        "_blank",
+        "_isa",
+        "_kind",
+        "_nothing",
+        "_shape",
+        "context",
+        "fault",
+        "frame",
+        "frame_bytes",
+        "info",
+        "keep",
+        "size",
+        "small_scratch",
+        "tensor",
+    )
+
+    def __init__(self) -> None:
+        self.fault = ffi.new("codec_fault *")
+        blank = ffi.new("codec_context *")
+        blank.struct_nbytes = ffi.sizeof("codec_context")
+        blank.fault = self.fault
+        blank.weight = 1
+        self._blank = blank
+        self._nothing = blank[0]  # asked for
+        self._isa: int | None = -1
+        self.context = ffi.new("codec_context *")
+        self.tensor = new_tensor(0, ())
+        self._shape = self.tensor.shape
+        self._kind: tuple[str, tuple[int, ...]] | None = None
+        self.size = ffi.new("size_t *")
+        self.info = new_info()
+        self.frame = library.new_bytes(SMALL_FRAME)
+        self.frame_bytes = ffi.buffer(self.frame)
+        self.small_scratch = library.new_bytes(SMALL_SCRATCH)  # enough for any tensor of 64 KiB
+        self.keep: Any = None  # what the structs point to
+
+    def reset(self) -> None:
+        """Make the context one that asks for nothing."""
+        if self._isa != library.chosen_isa:
+            self._isa = self._blank.isa = library.current_isa()
+        self.context[0] = self._nothing
+
+    def fill_tensor(self, v: TensorView) -> Any:
+        """The codec_tensor."""
+        t = self.tensor
+        kind = v[:2]  # dtype and shape, often those of the call before
+        if kind != self._kind:
+            dtype, shape = kind
+            rank = len(shape)
+            t.dtype = DTYPES[dtype]
+            t.rank = rank
+            self._shape[0:rank] = shape
+            self._kind = kind
+        t.data = v.data
+        t.nbytes = v.nbytes
+        return t
+
+    def scratch(self, nbytes: int) -> Any:
+        """At least nbytes."""
+        return self.small_scratch if nbytes <= SMALL_SCRATCH else library.new_bytes(nbytes)
+
+    def set_codebooks(self, books: Sequence[Any]) -> None:
+        """Those to use, or that frames may name: each a :class:`codec.Codebook`."""
+        array = ffi.new("codec_codebook[]", len(books))
+        for struct, book in zip(array, books, strict=True):
+            fill_codebook(struct, book)
+        self.context.codebooks, self.context.ncodebooks = array, len(books)
+        self.keep = self.keep, array
+
+    def set_segments(self, packed: bytes) -> None:
+        """Segments, as :func:`codec.tensors.segments.pack` has them."""
+        array = ffi.from_buffer("codec_segment[]", packed)
+        self.context.segments, self.context.nsegments = array, len(array)
+        self.keep = self.keep, array
+
+    def set_metric(self, asked: Asked, *, read: bool = True) -> None:
+        """A metric and its state, or levels; not `read`: which lie where the host need not be able to."""
+        if asked.levels is not None:
+            self.context.levels = ffi.cast("uint8_t *", asked.levels.data)
+            return
+        keep: list[Any] = []
+        following: Any = ffi.NULL
+        until = 0
+        for offset, metric in reversed(asked.groups):
+            struct = ffi.new("codec_metric *")
+            struct.struct_nbytes = ffi.sizeof("codec_metric")
+            struct.until, struct.next = until, following
+            if isinstance(metric, Custom):
+                keep += [struct, _fill_custom(struct, metric, asked.state, read)]
+            else:
+                keep += [struct, _fill_terms(struct, metric, asked.state)]
+            following, until = struct, offset
+        self.context.metric = following
+        self.keep = self.keep, asked, keep
+
+
+_KEPT = 32
+_free: list[Call] = []  # of any thread: pop and append are atomic
+
+
+def take() -> Call:
+    """Structs for one call, with a context that asks for nothing.
+
+    They go back by :func:`give` once the call has succeeded. After an exception they are simply dropped.
+    """
+    try:
+        call = _free.pop()
+    except IndexError:
+        call = Call()
+    call.reset()
+    return call
+
+
+def give(call: Call) -> None:
+    """The call is over."""
+    call.keep = None
+    if len(_free) < _KEPT:
+        _free.append(call)
+
+
+def fill_codebook(struct: Any, book: Any) -> None:
+    """A codec_codebook, from what :class:`codec.Codebook` has."""
+    struct.id = book.id
+    struct.length = book.lengths
+    struct.escape_length = book.escape_length
+    struct.symbols = book.symbols
+
+
+def _fill_custom(struct: Any, metric: Custom, state: Mapping[str, TensorView], read: bool) -> list[Any]:
+    missing = [name for name in metric.names if name not in state]
+    if missing:
+        raise StateError(f"the metric needs {', '.join(missing)} in state=")
+    floats = [floats_of(state[name]) for name in metric.names] if read else []
+    pointers = ffi.new("float *[]", [ffi.cast("float *", x.ctypes.data) for x in floats])
+    struct.user = ffi.cast("void (*)(void *, uint64_t, uint64_t, float *)", metric.address)
+    struct.data = pointers
+    struct.theta_dtype = DTYPES[state["theta"].dtype] if "theta" in state else 0
+    return [floats, pointers, metric]
+
+
+def _fill_terms(struct: Any, metric: Metric, state: Mapping[str, TensorView]) -> list[Any]:
+    if "theta" not in state:
+        raise StateError("the metric needs theta in state=")
+    keep: list[Any] = []
+    terms = metric.final(state)
+    for name, v in state.items():
+        if (name == "v" and not terms.theta_v) or (name == "m" and not terms.m):
+            continue  # the metric does not look at it
+        t = new_tensor(DTYPES[v.dtype], (), v.data, v.nbytes)
+        setattr(struct, name, t)
+        keep.append(t)
+    struct.theta_term, struct.theta_v_term = terms.theta, terms.theta_v
+    struct.v_term, struct.eps, struct.m_term = terms.v, terms.eps, terms.m
+    return keep
+
+
+def copy_contexts(context: Any, faults: Any, count: int) -> Any:
+    """The same requests `count` times, each with a fault of its own: for other threads."""
+    copies = ffi.new("codec_context[]", count)
+    for i in range(count):
+        copies[i] = context[0]
+        copies[i].fault = faults + i
+    return copies

@@ -1,0 +1,145 @@
+"""Compile the kernels of an engine before they are needed."""
+
+import importlib
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from codec._c.library import ITEMSIZE
+from codec._c.spec_structs import spec_struct
+from codec._ownership import writable_by_others
+from codec.arguments import truth
+from codec.decoding import decode
+from codec.encoding import encode
+from codec.engines import choose
+from codec.errors import SpecError
+from codec.optimizers import SGD, Custom
+from codec.specs import Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
+from codec.tensors.view import dtype_name
+
+_SPECS = (Lossless(), Sign(), Ternary(), Float8(), Float4(), Quantize(), Truncate())
+_N = 1024  # values: enough for blocks
+
+
+def warmup(
+    specs: Spec | Iterable[Spec] | None = None,
+    dtypes: Any = ("float32", "bfloat16"),
+    *,
+    engine: str = "numba",
+    metric: Custom | None = None,
+    progress: bool | None = None,
+) -> None:
+    """Compile what an engine needs to encode and decode, which would take its time on the first call otherwise.
+
+    The Numba engine compiles a family of codecs in some ten seconds for each direction, and keeps the result on disk
+    for all processes to come: in ``NUMBA_CACHE_DIR``, or beside the package, or else in the user's cache folder. The
+    CUDA engine compiles a kernel in one to three seconds, and keeps it in ``CODEC_CACHE_DIR`` or the user's cache
+    folder. The native engine has nothing to compile.
+
+    Parameters
+    ----------
+    specs : Spec or iterable of Spec, optional
+        Those that will be used; all codecs if left out.
+    dtypes : str, type or dtype, or iterable of them
+        Dtypes of the tensors. A spec is left out for those that it does not take.
+    engine : str
+        One of :func:`engines`.
+    metric : Custom, optional
+        A metric of your own for :class:`codec.Truncate`, whose function is compiled into a loop. That cannot be kept:
+        it is for this process.
+    progress : bool, optional
+        Show a progress bar on stderr. Left out: if that is a terminal and `rich` is installed.
+
+    Raises
+    ------
+    EngineError
+        The engine cannot be used here.
+    SpecError
+        Not a spec or dtype; no spec takes any of the dtypes.
+
+    Warns
+    -----
+    RuntimeWarning
+        Other users can write the folder ``NUMBA_CACHE_DIR``, from which Numba loads code all the same, or
+        ``CODEC_CACHE_DIR``, where the CUDA engine then keeps no kernels.
+
+    Examples
+    --------
+    >>> codec.warmup(codec.Sign(), "float32")
+    """
+    choose(engine, "x", "cpu")
+    progress = None if progress is None else truth("progress", progress)
+    if engine == "numba":
+        _warn_of_shared_cache()
+    wanted: tuple[Any, ...] = _SPECS if specs is None else tuple(specs) if _are_many(specs) else (specs,)
+    for spec in wanted:
+        spec_struct(spec)  # or it is not one
+    names = [dtype_name(d) for d in (dtypes if _are_many(dtypes) else (dtypes,))]
+    todo = [(spec, name) for spec in wanted for name in names]
+    done = 0
+    with _bar(len(todo), progress) as advance:
+        for spec, name in todo:
+            advance(f"{type(spec).__name__} {name}")
+            done += _try(spec, name, engine, metric)
+    if not done:
+        raise SpecError(f"none of these specs takes {', '.join(names)}")
+
+
+def _warn_of_shared_cache() -> None:
+    """Warn if others can write Numba's cache, from which Numba unpickles files."""
+    folder = os.environ.get("NUMBA_CACHE_DIR")
+    if folder and os.path.isdir(folder) and writable_by_others(os.stat(folder)):
+        warnings.warn(
+            f"NUMBA_CACHE_DIR={folder} can be written by other users. Numba unpickles the files there, which can "
+            "run code of theirs: use a folder of your own that has mode 0700",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _are_many(given: Any) -> TypeGuard[Iterable[Any]]:
+    return isinstance(given, Iterable) and not isinstance(given, str | type)
+
+
+def _try(spec: Spec, dtype: str, engine: str, metric: Custom | None) -> bool:
+    """Encode and decode a tensor; False if the spec does not take the dtype."""
+    how: dict[str, Any] = {}
+    if isinstance(spec, Truncate) and spec.fixed_level is None:
+        names = ("theta",) if metric is None else metric.names
+        how = {"metric": metric or SGD(1.0), "state": {name: np.ones(_N, np.float32) for name in names}}
+    x = np.zeros(_N, f"u{ITEMSIZE[dtype]}")
+    try:
+        frame = encode(x, spec, dtype=dtype, engine=engine, threads=1, **how)
+    except SpecError:
+        return False
+    shared = how if isinstance(spec, Truncate) and spec.levels == "shared" else {}
+    decode(frame, out=x, engine=engine, threads=1, **shared)
+    return True
+
+
+@contextmanager
+def _bar(total: int, asked: bool | None) -> Generator[Any]:
+    """A function that says what comes next."""
+    shown = asked if asked is not None else sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
+    if not shown:
+        yield str  # of no effect
+        return
+    console: Any = importlib.import_module("rich.console").Console(stderr=True)
+    progress: Any = importlib.import_module("rich.progress").Progress(console=console)
+    with progress:
+        task = progress.add_task("", total=total)
+        begun = 0
+
+        def advance(what: str) -> None:
+            nonlocal begun
+            progress.update(task, description=f"compiling {what}", completed=begun)
+            begun += 1
+
+        yield advance
+        progress.update(task, description="compiled", completed=total)

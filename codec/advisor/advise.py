@@ -1,0 +1,363 @@
+"""Which codec pays on a link: measured on the tensors themselves, on this machine."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from codec._c import pool
+from codec._c.spec_structs import spec_hint
+from codec.advisor.cost_model import (
+    MAX_PIECES,
+    MAX_RANKS,
+    Algorithm,
+    Cost,
+    Link,
+    check_algorithm,
+    compute_seconds,
+    link_of,
+    predict_seconds,
+    wire_nbytes,
+)
+from codec.advisor.sampling import Sample, samples, tensors_of
+from codec.arguments import shown, whole
+from codec.decoding import decode, reduce
+from codec.encoding import bound, encode
+from codec.errors import SpecError
+from codec.specs import Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
+from codec.tensors.view import Array
+
+CHUNK_NBYTES = 1 << 20  # of a slice
+MAX_CHUNKS = 16
+RUNS = 3  # of which the shortest counts
+
+
+def named(spec: Spec | None) -> str:
+    """Return a spec as a constructor call, without arguments that have their default value; "raw" for None."""
+    if spec is None:
+        return "raw"
+    told = [f for f in fields(spec) if getattr(spec, f.name) != f.default]
+    return f"{type(spec).__name__}({', '.join(f'{f.name}={getattr(spec, f.name)!r}' for f in told)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is predicted of one candidate.
+
+    Attributes
+    ----------
+    spec : Spec or None
+        None for tensors sent as they are.
+    seconds : float
+        Of the all-reduce.
+    wire_seconds, compute_seconds : float
+        What of it each rank sends, and what it encodes, adds and decodes; they overlap.
+    nbytes : int
+        That each rank sends, and as many that it receives.
+    cost : Cost
+        Measured costs, scaled up to all values: the input of :func:`codec.advisor.cost_model.predict_seconds`.
+    """
+
+    spec: Spec | None
+    seconds: float
+    wire_seconds: float
+    compute_seconds: float
+    nbytes: int
+    cost: Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What :func:`advise` found. Printed, it is a table.
+
+    Attributes
+    ----------
+    spec : Spec or None
+        The fastest; None: send tensors as they are.
+    seconds, raw_seconds : float
+        Predicted of the all-reduce with it, and of one of tensors as they are.
+    nbytes : int
+        That each rank sends with it, and as many that it receives.
+    why : str
+        In a sentence or two.
+    table : tuple of Row
+        All candidates, the first one raw.
+    link : Link
+    world_size : int
+    tensor_nbytes : int
+        Of all tensors.
+    algorithm : {"two_shot", "ring", "all_gather"}
+        That all but the raw one are predicted with.
+    feedback : bool
+        Lossy frames were measured with error feedback.
+    """
+
+    spec: Spec | None
+    seconds: float
+    raw_seconds: float
+    nbytes: int
+    why: str
+    table: tuple[Row, ...]
+    link: Link
+    world_size: int
+    tensor_nbytes: int
+    algorithm: Algorithm
+    feedback: bool = False
+
+    @property
+    def hook(self) -> str | None:
+        """Line of Python that makes DistributedDataParallel send its gradients as advised; None to send them raw."""
+        if self.spec is None:
+            return None
+        arguments = [f"codec.{self.spec!r}"]
+        if isinstance(self.spec, Truncate) and self.spec.fixed_level is None:
+            arguments.append("optimizer=optimizer")
+        if not isinstance(self.spec, Lossless):
+            arguments.append(f"feedback={self.feedback}")
+        return f"hook = codec.torch.ddp_hook({', '.join(arguments)}).register(model)"
+
+    def __str__(self) -> str:
+        width = max(len(named(row.spec)) for row in self.table)
+        lines = [
+            f"{self.algorithm} all-reduce of {_mb(self.tensor_nbytes)}, {self.world_size} ranks, {self.link}",
+            f"  {'':{width}}   frames   of sums     on the wire    compute      total   speedup",
+        ]
+        for row in self.table:
+            lines.append(
+                f"{'>' if row.spec == self.spec else ' '} {named(row.spec):{width}}"
+                f" {row.cost.frame_nbytes / self.tensor_nbytes:8.1%} {row.cost.sum_nbytes / self.tensor_nbytes:9.1%}"
+                f" {_ms(row.wire_seconds):>15} {_ms(row.compute_seconds):>10} {_ms(row.seconds):>10}"
+                f" {_times(self.raw_seconds, row.seconds):>9}"
+            )
+        lines.append(self.why)
+        if self.hook is not None:
+            lines.append(f"For DistributedDataParallel: {self.hook}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON has it: specs as constructor calls, None for raw and for what is infinite."""
+
+        def told(value: Any) -> Any:
+            if isinstance(value, Spec):
+                return named(value)
+            if isinstance(value, tuple):
+                return [told(each) for each in cast(tuple[Any, ...], value)]
+            if isinstance(value, Row | Cost | Link | Advice):
+                return {f.name: told(getattr(value, f.name)) for f in fields(value)}
+            if value is None or isinstance(value, str | int):
+                return value
+            return float(value) if math.isfinite(value) else None
+
+        return told(self)
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as text."""
+        import json  # not for everyone who imports this package
+
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+
+def advise(
+    tensor_or_model: Any,
+    link: Any,
+    *,
+    world_size: int = 4,
+    algorithm: Algorithm = "two_shot",
+    lossy: bool | Literal["near"] = False,
+    feedback: bool = False,
+    candidates: Any = None,
+    optimizer: Any = None,
+    threads: int | None = None,
+    chunks: int | None = None,
+    dtype: Any = None,
+) -> Advice:
+    """Choose what to send gradients with, by measuring.
+
+    Each candidate encodes, adds and decodes the tensors, or 4 MiB of them if they are larger: parts far from each
+    other, of whole rows. This takes about 0.1 s, 0.3 s for all lossy candidates. The frame of a mean over ranks, whose
+    mantissas are longer than those of a gradient that was made in bfloat16, is measured on the mean of the sample and
+    of itself moved on by one, two, ... values. Times are those of this process, on this machine as busy as it is now.
+
+    :func:`codec.advisor.cost_model.predict_seconds` makes them the time of an all-reduce. The candidate with the
+    shortest is the advice; raw, if none is faster than tensors as they are.
+
+    Parameters
+    ----------
+    tensor_or_model : array, tensor, sequence or mapping of them, or torch.nn.Module
+        float32, bfloat16 or float16, in host memory: gradients, in the order of their bucket. Of a module the gradients
+        of its parameters or, if there are none yet, the parameters themselves, whose frames are not quite of the same
+        size; parameters that are given without it are measured as they are.
+    link : str, number or Link
+        What a rank sends and receives by: ``"100mbit"``, ``"10Gbps"``, bits a second (also as text), or
+        ``codec.Link(10e9, latency=5e-5)``.
+    world_size : int
+        Ranks, 1 to 2^20.
+    algorithm : {"two_shot", "ring", "all_gather"}
+        Of compressed tensors. Raw ones are predicted by two_shot, which sends as much as a ring and waits less often.
+    lossy : {False, "near", True}
+        What may be lost. False: nothing, only :class:`Lossless`. "near": also what the optimizer's step hardly tells,
+        :class:`Truncate`, if there is `optimizer`. True: also Float8 and Quantize with 8 and with 4 bits.
+    feedback : bool
+        Lossy frames are made with error feedback, and Ternary and Sign are candidates, too, if `lossy` is True.
+    candidates : iterable of Spec, optional
+        Choose among these instead.
+    optimizer : torch.optim.Optimizer, optional
+        Whose next step gets the gradients: Truncate's metric and state. Tensors given are then gradients of its
+        parameters.
+    threads : int, optional
+        As in :func:`encode`.
+    chunks : int, optional
+        Pieces that overlap: one is on the wire while another is encoded. Left out: one for each MiB of a rank's slice,
+        16 at most.
+    dtype : str, type or dtype, optional
+        Take the bits of tensors as values of this dtype, as in :func:`encode`.
+
+    Returns
+    -------
+    Advice
+
+    Raises
+    ------
+    SpecError
+        There are no values, or of a dtype that cannot be reduced, or NaN and Inf for lossy candidates; a link,
+        candidate or another argument is not one, or Truncate was asked for without `optimizer`.
+    EngineError
+        A tensor is not in host memory.
+
+    Examples
+    --------
+    >>> grad = np.random.default_rng(0).standard_normal((500, 1000)).astype(np.float32)
+    >>> codec.advise(grad, "1mbit").spec
+    Lossless(cap=8, model='auto')
+    >>> codec.advise(grad, "1mbit", lossy=True).spec
+    Quantize(bits=4, group=64, levels='even', rounding='stochastic', seed=0)
+    >>> codec.advise(grad, codec.Link(float("inf"))).spec is None
+    True
+    """
+    link = link_of(link)
+    world_size = whole("world_size", world_size, 1, MAX_RANKS)
+    check_algorithm(algorithm)
+    if threads is not None:
+        threads = pool.check_threads(threads)
+    specs = _specs(candidates, lossy, feedback, optimizer)
+    tensors, weights = tensors_of(tensor_or_model, dtype, optimizer)
+    nbytes = sum(t.v.nbytes for t in tensors)
+    overlapping = max(1, min(MAX_CHUNKS, nbytes // world_size // CHUNK_NBYTES))
+    chunks = overlapping if chunks is None else whole("chunks", chunks, 1, MAX_PIECES)
+    taken = samples(tensors, world_size, optimizer)
+
+    def row(spec: Spec | None, cost: Cost, way: Algorithm) -> Row:
+        sent = wire_nbytes(cost, world_size, way)
+        seconds = predict_seconds(cost, link, world_size, algorithm=way, chunks=chunks)
+        return Row(
+            spec,
+            seconds,
+            wire_seconds=8 * sent / link.bits_per_second,
+            compute_seconds=compute_seconds(cost, world_size, way),
+            nbytes=round(sent),
+            cost=cost,
+        )
+
+    raw = row(None, Cost(nbytes, nbytes), "two_shot")
+    table = [raw]
+    for spec in specs:
+        costs = [measure(s, spec, threads, feedback) * (s.n / s.x.size) for s in taken]
+        table.append(row(spec, sum(costs[1:], costs[0]), algorithm))
+    best = min(table, key=lambda r: r.seconds)  # raw of equals
+    why = _why(best, table, world_size)
+    if weights:
+        why += " Measured on weights: for gradients give the model once it has some."
+    found = best.spec, best.seconds, raw.seconds, best.nbytes
+    return Advice(*found, why, tuple(table), link, world_size, nbytes, algorithm, feedback)
+
+
+def _specs(candidates: Any, lossy: Any, feedback: Any, optimizer: Any) -> list[Spec]:
+    """What to choose among: from all bits to the fewest."""
+    if lossy is not True and lossy is not False and not (isinstance(lossy, str) and lossy == "near"):
+        raise SpecError(f'lossy must be False, "near" or True, got {shown(lossy)}')
+    if feedback is not True and feedback is not False:
+        raise SpecError(f"feedback must be True or False, got {shown(feedback)}")
+    if candidates is not None:
+        try:
+            specs: list[Spec] = list(candidates)
+        except TypeError:
+            raise SpecError(f"candidates must be specs, got {shown(candidates)}") from None
+        for spec in specs:
+            if not isinstance(spec, Spec):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise SpecError(f"candidates must be specs, got {shown(spec)}; {spec_hint(spec)}")
+            if isinstance(spec, Truncate) and spec.fixed_level is None and optimizer is None:
+                raise SpecError(f"{named(spec)} needs optimizer=, whose step it goes by")
+        return specs
+    specs = [Lossless()]
+    if lossy and optimizer is not None:
+        specs += [Truncate(guard="exact"), Truncate()]
+    if lossy is True:
+        specs += [Float8(), Quantize(8), Quantize(4)]
+        if feedback:
+            specs += [Ternary("base3"), Sign(block=1024)]
+    return specs
+
+
+def measure(s: Sample, spec: Spec, threads: int | None, feedback: bool) -> Cost:
+    """What a sample costs."""
+    out = np.empty(bound(s.x.shape, s.dtype, spec), np.uint8)
+    how: dict[str, Any] = {"metric": s.metric, "state": s.state} if isinstance(spec, Truncate) else {}
+    lost: dict[str, Any] = {}
+    if feedback and not isinstance(spec, Lossless):
+        lost = {"residual": np.zeros(s.x.shape, np.float32), "feedback": True, "check_first": False}
+
+    def encoded(x: Array) -> Any:
+        return encode(x, spec, out=out, dtype=s.dtype, segments=s.segments, threads=threads, **how, **lost)
+
+    encode_sum, frame = _shortest(lambda: encoded(s.mean))
+    sum_nbytes = len(frame)
+    seconds, frame = _shortest(lambda: encoded(s.x))
+    back, total = np.empty_like(s.x), np.empty(s.x.shape, np.float32)
+    decoding, _ = _shortest(lambda: decode(frame, out=back, threads=threads, **how))
+    adding, _ = _shortest(lambda: reduce([frame, frame], out=total, threads=threads, **how))
+    return Cost(len(frame), sum_nbytes, seconds, encode_sum, adding / 2, decoding)
+
+
+def _shortest(f: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of a call, and its result."""
+    seconds, result = float("inf"), None
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        result = f()
+        seconds = min(seconds, time.perf_counter() - start)
+    return seconds, result
+
+
+def _why(best: Row, table: list[Row], world_size: int) -> str:
+    raw, others = table[0], table[1:]
+    if world_size == 1:
+        return "A single rank has nobody to send to."
+    if best.spec is not None:
+        return (
+            f"{named(best.spec)} sends {best.nbytes / raw.nbytes:.1%} of raw's bytes: {_ms(best.wire_seconds)} on the "
+            f"wire instead of {_ms(raw.wire_seconds)}, beside {_ms(best.compute_seconds)} of encoding, adding and "
+            f"decoding."
+        )
+    smaller = [row for row in others if row.nbytes < raw.nbytes]
+    if not smaller:
+        return "Raw: no frame is smaller than the tensors themselves."
+    rival = min(smaller, key=lambda r: r.seconds)
+    return (
+        f"Raw: {named(rival.spec)} would save {_ms(raw.wire_seconds - rival.wire_seconds)} on the wire, but encoding, "
+        f"adding and decoding take {_ms(rival.compute_seconds)}."
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.3g} MB"
+
+
+def _times(slow: float, fast: float) -> str:
+    return f"{slow / fast:.2g}x" if fast else "1x"

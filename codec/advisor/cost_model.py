@@ -1,0 +1,192 @@
+"""How long an all-reduce takes, by what its frames cost and what the link carries."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+from codec.arguments import shown, whole
+from codec.errors import SpecError
+
+Algorithm = Literal["two_shot", "ring", "all_gather"]
+
+MAX_RANKS = 1 << 20  # of an all-reduce
+MAX_PIECES = 1 << 62  # that an all-reduce is cut into
+
+# tc's "mbps" are bytes, so of "bps" only what nobody takes for these
+_RATE = re.compile(
+    r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?:([kmgtKMGT]?)(?i:bit(?:s?/s)?)|([MGT])bps)?\s*", re.ASCII
+)
+_TIMES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}  # ascending
+_UNITS = {unit.lower(): times for unit, times in _TIMES.items()}
+
+
+def _number(name: str, value: Any, bounds: str, least: float, most: float) -> float:
+    try:
+        number = math.nan if isinstance(value, bool | str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not least <= number <= most:  # nor is NaN
+        raise SpecError(f"{name} must be {bounds}, got {shown(value)}")
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a rank is connected by.
+
+    Parameters
+    ----------
+    bits_per_second : float
+        In each of both directions at once; may be infinite.
+    latency : float
+        Seconds from sending a small message to having it.
+
+    Raises
+    ------
+    SpecError
+        The rate is not above 0, or the latency is negative or infinite.
+    """
+
+    bits_per_second: float
+    latency: float = 1e-4
+
+    def __post_init__(self) -> None:
+        _number("bits_per_second", self.bits_per_second, "a number above 0", 5e-324, math.inf)
+        _number("latency", self.latency, "seconds, 0 or more", 0.0, 1e300)
+
+    def __str__(self) -> str:
+        unit = [u for u, times in _TIMES.items() if self.bits_per_second >= times or not u][-1]
+        return f"{self.bits_per_second / _TIMES[unit]:.4g} {unit}bit/s"
+
+
+def link_of(link: Any) -> Link:
+    """A link as users say it: one, ``"100mbit"``, ``"1Gbps"`` and the like, or a number of bits a second.
+
+    Raises
+    ------
+    SpecError
+        It is none of these.
+    """
+    if isinstance(link, Link):
+        return link
+    if isinstance(link, str) and (found := _RATE.fullmatch(link)):
+        return Link(float(found[1]) * _UNITS[(found[2] or found[3] or "").lower()])
+    if hasattr(link, "__float__") and not isinstance(link, bool):
+        return Link(cast(float, link))
+    raise SpecError(f'link must be such as "100mbit" or "10Gbps", bits a second, or a codec.Link, got {shown(link)}')
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one rank's tensor costs, all of it, with one spec. Costs of several tensors add.
+
+    Parameters
+    ----------
+    frame_nbytes, sum_nbytes : float
+        Bytes of its frame, and of the frame of the mean of all ranks' tensors.
+    encode, encode_sum, reduce, decode : float
+        Seconds to encode it, to encode the mean, to add a frame of it to others (:func:`codec.reduce`, a frame), and to
+        decode it. 0 for what is sent as it is.
+    """
+
+    frame_nbytes: float
+    sum_nbytes: float
+    encode: float = 0.0
+    encode_sum: float = 0.0
+    reduce: float = 0.0
+    decode: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(*(getattr(self, name) + getattr(other, name) for name in Cost.__slots__))
+
+    def __mul__(self, factor: float) -> "Cost":
+        return Cost(*(factor * getattr(self, name) for name in Cost.__slots__))
+
+
+def wire_nbytes(cost: Cost, world_size: int, algorithm: Algorithm = "two_shot") -> float:
+    """Bytes that each rank sends, and as many that it receives; see :func:`predict_seconds`."""
+    n, first, later = world_size, cost.frame_nbytes, cost.sum_nbytes
+    if algorithm == "all_gather":
+        return (n - 1) * first
+    if algorithm == "ring" and n > 1:
+        return (first + (n - 2) * later + (n - 1) * later) / n
+    return (n - 1) / n * (first + later)
+
+
+def compute_seconds(cost: Cost, world_size: int, algorithm: Algorithm = "two_shot") -> float:
+    """Seconds that each rank encodes, adds and decodes; see :func:`predict_seconds`."""
+    n = world_size
+    if algorithm == "all_gather":
+        return cost.encode + n * cost.reduce
+    if algorithm == "ring":
+        return (cost.encode + (n - 1) * (cost.reduce + cost.encode_sum)) / n + cost.decode
+    return cost.encode + cost.reduce + cost.encode_sum / n + cost.decode
+
+
+def predict_seconds(
+    cost: Cost, link: Link, world_size: int, *, algorithm: Algorithm = "two_shot", chunks: int = 1
+) -> float:
+    """Seconds of an all-reduce.
+
+    With N ranks, frames of f bytes a tensor and of s bytes a sum, and e, a, e', d seconds for a tensor to encode it, to
+    add it, to encode the sum and to decode it, each rank has
+
+    ============  ==================================  ===============================  ========
+    algorithm     bytes on the wire                   seconds of compute               messages
+    ============  ==================================  ===============================  ========
+    two_shot      (N - 1)/N (f + s)                   e + a + e'/N + d                 2
+    ring          (f + (N - 2) s + (N - 1) s)/N       (e + (N - 1)(a + e'))/N + d      2 (N - 1)
+    all_gather    (N - 1) f                           e + N a                          1
+    ============  ==================================  ===============================  ========
+
+    for in two_shot it encodes its tensor, sends all slices but its own, adds N frames of one slice, encodes the sum of
+    that, sends it to all others, and decodes the sums of all slices. A tensor goes in chunks: while one is on the wire
+    another is encoded, added or decoded. What cannot overlap is the first chunk's beginning and the last one's end::
+
+        wire    = 8 bytes / bits_per_second
+        seconds = max(wire, compute) + min(wire, compute) / chunks + messages latency
+
+    One chunk means that one comes after the other. A tensor that is sent as it is has Cost(nbytes, nbytes): adding it
+    counts as nothing, in its favour.
+
+    Parameters
+    ----------
+    cost : Cost
+        Measured by :func:`codec.advise`, or by whoever encodes and decodes anyway.
+    link : Link
+    world_size : int
+        Ranks, 1 to 2^20; a single one sends nothing.
+    algorithm : {"two_shot", "ring", "all_gather"}
+    chunks : int
+        Pieces that overlap, 1 to 2^62.
+
+    Raises
+    ------
+    SpecError
+        No such algorithm, or no ranks or chunks.
+
+    Examples
+    --------
+    >>> from codec.advisor.cost_model import Cost, Link, predict_seconds
+    >>> slow, raw = Link(100e6, latency=0), Cost(25e6, 25e6)
+    >>> predict_seconds(raw, slow, 4)
+    3.0
+    >>> frames = Cost(5e6, 5e6, encode=0.01, encode_sum=0.01, reduce=0.01, decode=0.01)
+    >>> predict_seconds(frames, slow, 4, chunks=8) < 0.61
+    True
+    """
+    check_algorithm(algorithm)
+    world_size = whole("world_size", world_size, 1, MAX_RANKS)
+    chunks = whole("chunks", chunks, 1, MAX_PIECES)
+    wire = 8 * wire_nbytes(cost, world_size, algorithm) / link.bits_per_second
+    compute = compute_seconds(cost, world_size, algorithm)
+    messages = {"two_shot": 2, "ring": 2 * (world_size - 1), "all_gather": 1}[algorithm] if world_size > 1 else 0
+    return max(wire, compute) + min(wire, compute) / chunks + messages * link.latency
+
+
+def check_algorithm(algorithm: Any) -> Algorithm:
+    """The argument, if it is one."""
+    if not isinstance(algorithm, str) or algorithm not in get_args(Algorithm):
+        raise SpecError(f"algorithm must be one of {get_args(Algorithm)}, got {shown(algorithm)}")
+    return cast(Algorithm, algorithm)

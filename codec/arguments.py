@@ -1,0 +1,64 @@
+"""Checks of arguments that all calls share, and how messages show a wrong one."""
+
+import operator
+import struct
+from typing import Any
+
+from codec.errors import SpecError
+
+_MAX_SHOWN = 120  # characters
+
+
+def shown(value: object) -> str:
+    """Return the repr of a value in one line for a message, cut where it is long."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python refuses to print integers of more than a few thousand digits
+        return "a number of thousands of digits"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """The value of an argument that must be an integer, of Python's or of any other kind, within bounds."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or value is True or value is False or number < least or (most is not None and number > most):
+        bounds = f"from {least} to {most}" if most is not None else f"of at least {least}"
+        raise SpecError(f"{name} must be an int {bounds}, got {shown(value)}")
+    return number
+
+
+def truth(name: str, value: Any) -> bool:
+    """Return the value of an argument that must be True or False, or anything else that has a truth value."""
+    if value is True or value is False:
+        return value
+    try:
+        return bool(value)
+    except (TypeError, ValueError, RuntimeError):  # an array or tensor of many values
+        raise SpecError(f"{name} must be True or False, got {shown(value)}") from None
+
+
+def plain(value: Any) -> Any:
+    """A number of another kind, such as numpy's or a tensor of rank 0, as one of Python's; all else as it is."""
+    if value is None or type(value) in (int, float, bool, str):
+        return value
+    if isinstance(value, type) or getattr(value, "shape", ()):
+        return value
+    if any(name in str(getattr(value, "dtype", "")) for name in ("bool", "complex")):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return float(value) if hasattr(value, "__float__") else value
+
+
+def float32(value: object) -> float | None:
+    """A number rounded to float32, maybe to Inf; None if it is no number."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0]
+    except (OverflowError, struct.error):
+        return float("inf")

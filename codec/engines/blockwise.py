@@ -1,0 +1,196 @@
+"""A job in steps, its blocks by several threads: for every engine whose loops run on the CPU.
+
+`loops` has the functions that go over values, ``codec_encode_scan``, ``codec_encode_blocks``, ``codec_decode_check``,
+``codec_decode_blocks`` and ``codec_reduce_blocks``: the C library itself, or another engine's under the same names.
+Opening and closing a job is the C library's in any case.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from codec import _call
+from codec._c import library, pool
+from codec._c.library import check, ffi, lib
+from codec._call import Call, new_tensor
+from codec.errors import CodecError, Status
+from codec.tensors.view import TensorView
+
+_SHORT_OUTPUT, _BAD_ARGUMENT = int(Status.SHORT_OUTPUT), int(Status.BAD_ARGUMENT)
+_FIRST = lib.CODEC_VERIFY_FIRST | lib.CODEC_CHECK_ONLY
+
+
+def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: int) -> int | None:
+    """The frame's size; None: on its way it takes more room than there is, and nothing was written but to dst."""
+    t, context = call.tensor, call.context  # which `call` keeps alive, for tasks too
+    job_size, work_size = ffi.new("size_t *"), ffi.new("size_t *")
+    check(lib.codec_job_nbytes(spec, t, job_size, work_size))
+    job, plan = library.new_bytes(job_size[0]), ffi.new("codec_plan *")
+    status = lib.codec_encode_open(spec, t, dst, capacity, context, job, job_size[0], plan)
+    if status == _SHORT_OUTPUT:
+        return None
+    check(status)
+    if plan.nscans:
+        cuts = pool.ranges(plan.nscans, threads)
+
+        def scan(i: int, _: int) -> int:
+            return loops.codec_encode_scan(call.tensor, call.context, job, *cuts[i])
+
+        for status in pool.run(scan, len(cuts), threads):
+            check(status)
+        status = lib.codec_encode_start(t, dst, capacity, context, job, plan)
+        if status == _SHORT_OUTPUT:
+            return None
+        check(status)
+    cuts, places, limits = _lay_out(plan, capacity, threads)
+    seals, end = ffi.new("uint64_t[]", len(cuts)), ffi.new("uint64_t[]", len(cuts))
+    nbytes = work_size[0]
+    works = [library.new_bytes(nbytes) for _ in range(min(threads, len(cuts)))]
+    done = [False] * len(cuts)
+    turn = [(0, plan.regions_at)]  # which range is to be moved next, and where to, while no thread moves one
+
+    def task(i: int, w: int) -> int:
+        status: int = loops.codec_encode_blocks(
+            call.tensor, dst, limits[i], call.context, job, *cuts[i], places[i], end + i, seals + i, works[w], nbytes
+        )
+        done[i] = status == 0
+        move()
+        return status
+
+    def move() -> None:
+        """Move ranges together as they get done, by whichever thread comes: it would take long in the end."""
+        try:
+            i, to = turn.pop()
+        except IndexError:
+            return
+        while i < len(cuts) and done[i]:
+            check(lib.codec_encode_move(job, dst, limits[i], *cuts[i], places[i], to, end + i))
+            places[i], to, i = to, end[i], i + 1
+        turn.append((i, to))
+
+    for status in pool.run(task, len(cuts), threads) if cuts else ():
+        if status in (_SHORT_OUTPUT, Status.LIMIT):
+            return None
+        check(status)
+    seal = sum(seals) % (1 << 64)
+    counts = [count for _, count in cuts]
+    status = lib.codec_encode_close(t, dst, capacity, context, job, counts, places, len(cuts), seal, call.size)
+    if status == _SHORT_OUTPUT:
+        return None
+    check(status)
+    return call.size[0]
+
+
+def _lay_out(plan: Any, capacity: int, threads: int) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+    """Ranges of blocks, where their regions begin, and where they must end."""
+    room: int = plan.room
+    if not plan.nblocks:
+        return [], [], []
+    if threads == 1 or not room:
+        return [(0, plan.nblocks)], [plan.regions_at], [capacity]
+    cuts = pool.ranges(plan.nblocks, threads)
+    places = [plan.regions_at + first * room for first, _ in cuts]
+    limits = [min(plan.regions_at + (first + count) * room, capacity) for first, count in cuts]
+    return cuts, places, limits
+
+
+def tensor_like(info: Any) -> Any:
+    """The frame's tensor, without data."""
+    return new_tensor(info.dtype, tuple(info.shape[0 : info.rank]))
+
+
+def decode(loops: Any, call: Call, info: Any, source: Any, nbytes: int, threads: int) -> None:
+    """All values of a frame that has blocks to the call's tensor, in the way that its context says."""
+    context = call.context
+    flags = context.flags
+    context.flags &= ~_FIRST  # in steps, that is a pass of its own
+    job, work_nbytes = _open(call, context, info, source, nbytes)
+    if flags & _FIRST:
+        _pass_over_blocks(loops, call, None, info, source, nbytes, job, work_nbytes, threads)
+        context.flags |= lib.CODEC_NO_CHECKSUM
+    if not flags & lib.CODEC_CHECK_ONLY:
+        _pass_over_blocks(loops, call, call.tensor, info, source, nbytes, job, work_nbytes, threads)
+    context.flags = flags
+
+
+def _open(call: Call, context: Any, info: Any, source: Any, nbytes: int) -> tuple[Any, int]:
+    """A job for decoding, and the bytes of one thread's buffer."""
+    job_size, work_size = ffi.new("size_t *"), ffi.new("size_t *")
+    check(lib.codec_job_nbytes(ffi.addressof(info.spec), tensor_like(info), job_size, work_size))
+    job = library.new_bytes(job_size[0])
+    check(lib.codec_decode_open(source, nbytes, call.tensor, context, job, job_size[0], ffi.NULL), call.fault)
+    return job, work_size[0]
+
+
+def _pass_over_blocks(
+    loops: Any, call: Call, t: Any, info: Any, source: Any, nbytes: int, job: Any, work_nbytes: int, threads: int
+) -> None:
+    """Decode all blocks of a job into t, or check them if t is None; the error is that of the lowest block."""
+    cuts = pool.ranges(info.nblocks, threads)
+    faults, seals = ffi.new("codec_fault[]", len(cuts)), ffi.new("uint64_t[]", len(cuts))
+    contexts = _call.copy_contexts(call.context, faults, len(cuts))
+    works = [library.new_bytes(work_nbytes) for _ in range(min(threads, len(cuts)))]
+
+    def task(i: int, w: int) -> int:
+        # `call` keeps alive what is pointed to
+        rest = contexts + i, job, *cuts[i], seals + i, works[w], work_nbytes
+        if t is None:
+            return loops.codec_decode_check(source, nbytes, *rest)
+        return loops.codec_decode_blocks(source, nbytes, call.tensor, *rest)
+
+    for i, status in enumerate(pool.run(task, len(cuts), threads)):
+        check(status, faults[i])
+    if not call.context.flags & lib.CODEC_NO_CHECKSUM:
+        check(lib.codec_decode_close(call.context, job, sum(seals) % (1 << 64)), call.fault)
+
+
+def reduce(loops: Any, call: Call, read: Sequence[tuple[Any, TensorView]], op: int, threads: int) -> bool:
+    """The frames' sum, mean or maximum to the call's tensor, block by block; False: their blocks do not match."""
+    pointers = ffi.new("void *[]", [frame.data for _, frame in read])
+    sizes = ffi.new("size_t[]", [frame.nbytes for _, frame in read])
+    context, flags = call.context, call.context.flags
+    verify = flags & lib.CODEC_VERIFY_FIRST
+    context.flags &= ~lib.CODEC_VERIFY_FIRST  # in steps, that is a pass of its own
+    own = _call.copy_contexts(context, call.fault, 1)
+    own[0].into = lib.CODEC_INTO_FLOAT32
+    opened: list[tuple[Any, int]] = []
+
+    def check_all() -> None:
+        for (info, frame), (job, work_nbytes) in zip(read, opened, strict=False):
+            _pass_over_blocks(loops, call, None, info, frame.data, frame.nbytes, job, work_nbytes, threads)
+
+    try:
+        for info, frame in read:
+            opened.append(_open(call, own, info, frame.data, frame.nbytes))
+    except CodecError:
+        check_all()  # of several faults, the first frame's is reported
+        raise
+    jobs, size = [job for job, _ in opened], max(work_nbytes for _, work_nbytes in opened)
+    if verify:
+        check_all()
+        context.flags |= lib.CODEC_NO_CHECKSUM
+    cuts = pool.ranges(read[0][0].nblocks, threads)
+    handles = ffi.new("void *[]", jobs)
+    faults, seals = ffi.new("codec_fault[]", len(cuts)), ffi.new("uint64_t[]", len(cuts) * len(read))
+    contexts = _call.copy_contexts(call.context, faults, len(cuts))
+    works = [library.new_bytes(size) for _ in range(min(threads, len(cuts)))]
+
+    def task(i: int, w: int) -> int:
+        # `call` and `jobs` keep alive what is pointed to
+        seal = seals + i * len(jobs)
+        return loops.codec_reduce_blocks(
+            pointers, sizes, len(jobs), op, call.tensor, contexts + i, handles, *cuts[i], seal, works[w], size
+        )
+
+    done = pool.run(task, len(cuts), threads)
+    if _BAD_ARGUMENT in done:
+        context.flags = flags
+        return False
+    if any(done):
+        check_all()
+    for i, status in enumerate(done):
+        check(status, faults[i])
+    for j, job in enumerate(jobs):
+        if not context.flags & lib.CODEC_NO_CHECKSUM:
+            seal = sum(seals[k] for k in range(j, len(seals), len(jobs)))
+            check(lib.codec_decode_close(context, job, seal % (1 << 64)), call.fault)
+    return True

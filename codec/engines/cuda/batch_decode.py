@@ -1,0 +1,125 @@
+"""Frames to tensors, many at once: what all of them need goes to the device together, and comes back together."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from codec.engines.cuda.decoding import DECODING_NBYTES, FOUND_NBYTES, NOTHING_FOUND, Frame, Sink
+from codec.engines.cuda.preprocess import BEFORE_NBYTES
+from codec.engines.cuda.upload import VIEW_NBYTES
+from codec.engines.cuda.workspace import Work, grid_for, launch_each, pointer, small
+from codec.engines.request import DecodeRequest
+from codec.tensors.view import TensorView
+
+_HEAD = 4096  # bytes of a frame that come to the host at first: most have no longer side section
+_NOWHERE = Sink(0)
+
+
+class Step(NamedTuple):
+    """What is begun at once: frames and where their values go; `summing`: by one kernel, which adds them up."""
+
+    items: Sequence[tuple[Frame, Sink]]
+    summing: bool = False
+
+    def launches(self) -> list[tuple[str, list[tuple[Frame, Sink]]]]:
+        """Kernels, and what is for each."""
+        if self.summing:
+            return [(self.items[0][0].summing, list(self.items))]
+        ordered = sorted(self.items, key=lambda item: item[0].kernel)
+        return [(kernel, list(own)) for kernel, own in itertools.groupby(ordered, key=lambda item: item[0].kernel)]
+
+
+Each = Callable[..., Any]  # (i, call, *arguments): what the call about frame i returns
+
+
+def alone(_: int, call: Callable[..., Any], *args: Any) -> Any:
+    """An :data:`Each` for frames that their caller does not count."""
+    return call(*args)
+
+
+def open_frames(asked: Sequence[tuple[Work, DecodeRequest, TensorView]], each: Each = alone) -> list[Frame]:
+    """Frames whose headers and side sections are in host memory."""
+    if not asked:
+        return []
+    work = asked[0][0]
+    heads = work.fetch_all([frame.first(_HEAD) for _, r, frame in asked if r.head is None])
+    given = [None if r.head is None else work.fetch(r.head.first(frame.nbytes)) for _, r, frame in asked]
+    found = iter(heads)
+    frames = [
+        each(i, Frame, own, r, frame, next(found) if head is None else head)
+        for i, ((own, r, frame), head) in enumerate(zip(asked, given, strict=True))
+    ]
+    short = [frame for frame in frames if frame.head.nbytes < frame.head_nbytes]
+    longer = work.fetch_all([frame.frame.first(frame.head_nbytes) for frame in short])
+    for frame, head in zip(short, longer, strict=True):
+        frame.head = head
+    return frames
+
+
+class Reading:
+    """Frames that are open, on their way: what kernels need has been sent to the device.
+
+    Parameters
+    ----------
+    work : Work
+    frames : sequence of Frame
+    steps : sequence of Step
+        They follow each other; all frames are in them. A frame's digests are checked where it is first.
+    """
+
+    def __init__(self, work: Work, frames: Sequence[Frame], steps: Sequence[Step]) -> None:
+        self._work, self._frames, device = work, frames, work.device
+        self._launches = [step.launches() for step in steps]
+        self._before = [some for frame in frames if (some := frame.before.struct())]
+        kernels = {kernel for launch in self._launches for kernel, _ in launch}
+        device.prepare(kernels | {"before"} if self._before else kernels)
+        parts = [size for frame in frames for size in (VIEW_NBYTES, len(frame.image.data))]
+        sizes = sum(map(len, self._before)), DECODING_NBYTES * sum(len(step.items) for step in steps)
+        self._before_at, self._at, self._found, *parts = places = work.reserve(
+            *sizes, FOUND_NBYTES * len(frames), *parts
+        )
+        index = {id(frame): i for i, frame in enumerate(frames)}
+        images = [part for i, f in enumerate(frames) for part in (f.image.view(parts[2 * i + 1]), f.image.data)]
+        decodings, seen = b"", set[int]()
+        for kernel, items in itertools.chain(*self._launches):
+            for frame, sink in items:
+                i = index[id(frame)]
+                where = parts[2 * i], parts[2 * i + 1], self._found + FOUND_NBYTES * i
+                decodings += frame.decoding(kernel, *where, sink, checks=i not in seen)
+                seen.add(i)
+        work.send(places, b"".join(self._before), decodings, NOTHING_FOUND * len(frames), *images)
+
+    def begin(self, i: int) -> None:
+        """Begin a step, each in its turn."""
+        device = self._work.device
+        if i == 0 and self._before:
+            grid = grid_for(device, max(frame.info.n for frame in self._frames))
+            launch_each(device, "before", [grid] * len(self._before), self._before_at, BEFORE_NBYTES)
+        for kernel, items in self._launches[i]:
+            grids = [frame.grid for frame, _ in items]
+            if kernel == items[0][0].summing:
+                device.launch(kernel, (max(grids), 1), pointer(self._at), small(len(items)))
+            else:
+                launch_each(device, kernel, grids, self._at, DECODING_NBYTES)
+            self._at += DECODING_NBYTES * len(items)
+
+    def close(self, each: Each = alone) -> None:
+        """Wait, and raise what is wrong with the first frame that something is wrong with."""
+        said = bytes(self._work.device.download(self._found, FOUND_NBYTES * len(self._frames)))
+        for i, frame in enumerate(self._frames):
+            each(i, frame.close, said[FOUND_NBYTES * i : FOUND_NBYTES * (i + 1)])
+
+
+def read(
+    work: Work, frames: Sequence[Frame], steps: Sequence[Step], *, check_first: bool = False, each: Each = alone
+) -> None:
+    """Decode frames that are open, and raise what is wrong with them; `check_first`: before anything is written."""
+    if not frames:
+        return
+    if check_first:
+        steps = [Step([(frame, _NOWHERE) for frame in frames]), *steps]
+    reading = Reading(work, frames, steps)
+    for i in range(len(steps)):
+        reading.begin(i)
+        if i == (0 if check_first else len(steps) - 1):
+            reading.close(each)

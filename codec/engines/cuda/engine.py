@@ -1,0 +1,199 @@
+"""Requests to launches, and what their users get."""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from codec._c.library import check, lib
+from codec.engines.cuda.batch_decode import Step, open_frames, read
+from codec.engines.cuda.decoding import Frame, Sink
+from codec.engines.cuda.devices import device_for
+from codec.engines.cuda.encoding import Encoding
+from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, Job, begin, plan_of
+from codec.engines.cuda.pending import Pending
+from codec.engines.cuda.workspace import Work
+from codec.engines.native.decoding import check_whole, is_bomb
+from codec.engines.native.many import at_item, check_many_apart
+from codec.engines.request import DecodeRequest, EncodeRequest
+from codec.errors import CodecError, SpecError, Status
+from codec.tensors.view import TensorView, device_like, empty, view, view_output
+
+_STORE, _ADD, _MAX, _FLOAT32 = lib.CODEC_INTO_STORE, lib.CODEC_INTO_ADD, lib.CODEC_INTO_MAX, lib.CODEC_INTO_FLOAT32
+_SUMMED = 32  # frames that native/cuda/rows/reduce.cu takes
+Named = list[tuple[str, TensorView]]
+
+
+@contextmanager
+def _working(views: Named) -> Generator[Work]:
+    """Memory on the device where arguments lie, in the order of the first one's stream, which the others join."""
+    device = device_for(views)
+    streams = [v.stream for _, v in views if v.device != "cpu" and v.stream is not None]
+    stream = streams[0] if streams else device.stream()
+    others = set(streams) - {stream}
+    with device.on(stream):
+        for other in others:
+            device.wait_for(other)
+        yield Work(device, stream)
+        for other in others:
+            device.hold(other)
+
+
+def encode(r: EncodeRequest) -> Any:
+    """A frame: on the tensor's device, or bytes for one in host memory; or the part of `out` that it takes."""
+    with _working(r.views) as work:
+        encoding = Encoding(work, r)
+        begin(work, [encoding.job])
+        return encoding.finish()
+
+
+def count(r: EncodeRequest) -> Any:
+    """How often each symbol occurs in the sample of a tensor on a device: 256 integers."""
+    with _working(r.views) as work:
+        plan = plan_of(r)
+        if not plan.view.nblocks:  # so few values that no frame has symbols
+            return None
+        job = Job(work, r, plan, 0, plan.bound)
+        begin(work, [job], close=False)
+        return np.frombuffer(work.device.download(job.counts, COUNTS_NBYTES), np.uint32).astype(np.int64)
+
+
+def encode_async(r: EncodeRequest) -> Pending:
+    """A frame in the request's `out`, in time."""
+    with _working(r.views) as work:
+        return Pending(work, r)
+
+
+def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
+    """The frames of requests; nothing is waited for until all are begun."""
+    if not requests:
+        return []
+    with _working([named for r in requests for named in r.views]) as work:
+        encodings = [at_item(i, Encoding, work.beside(), r) for i, r in enumerate(requests)]
+        begin(work, [encoding.job for encoding in encodings])
+        first = min(encoding.job.written for encoding in encodings)
+        written = bytes(work.device.download(first, WRITTEN_NBYTES * len(encodings)))  # they lie together
+        at = [encoding.job.written - first for encoding in encodings]
+        return [at_item(i, e.finish, written[at[i] : at[i] + WRITTEN_NBYTES]) for i, e in enumerate(encodings)]
+
+
+def _views(r: DecodeRequest) -> Named:
+    """All that is read or written, as far as it can be seen before the frame is."""
+    named = [("the frame", frame) for frame in r.frames]
+    if r.out is not None and device_like(r.out) != "cpu":
+        named.append(("out=", view_output(r.out)))
+    elif r.out is None and r.like is not None and device_like(r.like) != "cpu":
+        named.append(("like=", view(r.like)))
+    if hasattr(r.state, "items"):
+        named += [(f"state's {name}", view(x)) for name, x in r.state.items() if device_like(x) != "cpu"]
+    return named
+
+
+def _target(work: Work, r: DecodeRequest, dtype: str, shape: tuple[int, ...]) -> tuple[Any, TensorView]:
+    """Where values go, as the caller and as the engine sees it."""
+    if r.out is not None:
+        return r.out, view_output(r.out, dtype)
+    first = r.frames[0]
+    like = r.like if r.like is not None else first.owner if first.device != "cpu" else None
+    if device_like(like) == "cpu":
+        return empty(dtype, shape, like)
+    return work.device.empty(dtype, shape, like)
+
+
+def _prepare(work: Work, r: DecodeRequest, frame: Frame) -> tuple[Any, TensorView]:
+    """Make a frame ready to be decoded: its tensor as the caller and as the engine sees it."""
+    info = frame.info
+    if info.frame_nbytes != frame.frame.nbytes or not r.allows(info.tensor_nbytes):
+        frame.refuse_size()
+    result, v = _target(work, r, frame.dtype, frame.shape)
+    frame.open(v, _STORE)
+    if r.out is not None:
+        r.check_apart(v, frame.metric, in_place=True)
+    return result, v
+
+
+def decode(r: DecodeRequest) -> Any:
+    """The frame's tensor: the request's `out`, or a new one of the kind of its `like`."""
+    with _working(_views(r)) as work:
+        [frame] = open_frames([(work, r, r.frames[0])])
+        result, v = _prepare(work, r, frame)
+        check_first = r.check_first if r.out is not None else is_bomb(frame.info)
+        read(work, [frame], [Step([(frame, Sink(work.write(v)))])], check_first=check_first)
+        work.finish()
+    return result
+
+
+def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
+    """The tensors of requests; with `out`, nothing is written before all frames are known to be right."""
+    if not requests:
+        return []
+    with _working([named for r in requests for named in _views(r)]) as work:
+        frames = open_frames([(work, r, r.frames[0]) for r in requests], at_item)
+        made = [at_item(i, _prepare, work, r, frames[i]) for i, r in enumerate(requests)]
+        check_first = any(r.out is not None for r in requests)
+        if check_first:
+            check_many_apart(requests, [(v, frame.metric) for frame, (_, v) in zip(frames, made, strict=True)])
+        step = [(frame, Sink(work.write(v))) for frame, (_, v) in zip(frames, made, strict=True)]
+        read(work, frames, [Step(step)], check_first=check_first, each=at_item)
+        work.finish()
+    return [result for result, _ in made]
+
+
+def accumulate(r: DecodeRequest, weight: float) -> None:
+    """The request's `out` += weight * the frame's values."""
+    with _working(_views(r)) as work:
+        [frame] = open_frames([(work, r, r.frames[0])])
+        check_whole(frame.info, frame.frame)
+        v = view_output(r.out)
+        frame.open(v, _ADD)
+        r.check_apart(v, frame.metric, in_place=True)
+        sink = Sink(work.write(v, read=True), _ADD, weight)
+        read(work, [frame], [Step([(frame, sink)])], check_first=r.check_first)
+        work.finish()
+
+
+def reduce(r: DecodeRequest, op: str) -> Any:
+    """The frames' sum, mean or maximum as float32: the request's `out`, or a new tensor of the kind of its `like`."""
+    with _working(_views(r)) as work:
+        frames = open_frames([(work, r, frame) for frame in r.frames])
+        for frame in frames:
+            check_whole(frame.info, frame.frame)
+        shape = frames[0].shape
+        for frame in frames:
+            if frame.shape != shape:
+                for each in frames:  # or one is damaged
+                    each.verify()
+                raise SpecError(f"frames of shapes {shape} and {frame.shape} cannot be reduced")
+        r.check_limit(4 * frames[0].info.n)
+        result, v = _target(work, r, "float32", shape)
+        for i, frame in enumerate(frames):
+            try:
+                frame.open(v, _FLOAT32)
+            except CodecError:
+                read(work, frames[:i], [], check_first=True)  # of several faults, the first frame's is reported
+                raise
+        if r.out is not None:
+            r.check_apart(v, frames[0].metric, in_place=len(frames) == 1)
+        check_first = r.out is not None and r.check_first
+        to = work.write(v)
+        read(work, frames, sums(frames, to, op), check_first=check_first)
+        if r.check_finite and not work.finite(to, frames[0].info.n):
+            check(int(Status.NONFINITE))
+        work.finish()
+    return result
+
+
+def sums(frames: list[Frame], to: int, op: str) -> list[Step]:
+    """In this order; codes of ternary frames with the same scales as integers, which are scaled at last."""
+    first, count = frames[0], len(frames)
+    codes = op != "max" and count > 1 and all(frame.adds_up_with(first) for frame in frames)
+    items: list[tuple[Frame, Sink]] = []
+    for i, frame in enumerate(frames):
+        into = _FLOAT32 if i == 0 else _MAX if op == "max" else _ADD
+        last = i == count - 1
+        flags = (lib.CODEC_UNSCALED | (lib.CODEC_RESCALE if last else 0)) if codes else 0
+        items.append((frame, Sink(to, into, divide=count if op == "mean" and 1 < count == i + 1 else 0, codes=flags)))
+    if first.summing and all(frame.is_cut_like(first) for frame in frames):
+        return [Step(items[i : i + _SUMMED], summing=True) for i in range(0, count, _SUMMED)]
+    return [Step([item]) for item in items]

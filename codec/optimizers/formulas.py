@@ -1,0 +1,330 @@
+"""The steps of seven optimizers, solved for what they add to the gradient."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from codec._c.library import ITEMSIZE, LEVEL_BITS, MANTISSA_BITS, ffi
+from codec.arguments import plain, shown
+from codec.errors import SpecError
+from codec.specs import Guard, Truncate
+from codec.tensors.view import TensorView, on_host, view
+
+F32 = np.float32
+
+
+def _is_float64(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """A = theta * ((sqrt(v_term * v) + eps) * theta_v_term + theta_term) + m_term * m, rounded to float32 each time.
+
+    Without v, A = theta * theta_term + m_term * m.
+    """
+
+    theta: float
+    theta_v: float = 0
+    v: float = 0
+    eps: float = 0
+    m: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Metric(ABC):
+    """Base of all metrics.
+
+    Parameters
+    ----------
+    lr : float
+        Learning rate of this step. Where it is 0, as in a warm-up, nothing of the gradient matters.
+    weight_decay : float
+    maximize : bool
+    grad_scale : float
+        How many times the gradient g is: GradScaler's scale, if it was not yet divided by it.
+
+    Raises
+    ------
+    SpecError
+        A number that is negative or not finite, a beta of 1 or more, or a step that is not whole.
+    """
+
+    lr: float
+    _: KW_ONLY
+    weight_decay: float = 0
+    maximize: bool = False
+    grad_scale: float = 1
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            given: object = getattr(self, name)
+            value = _betas(given) if name == "betas" else _number(name, given)
+            object.__setattr__(self, name, value)
+
+    @abstractmethod
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """The numbers that stay the same for all elements; `state` says which arrays there are."""
+
+    def _known(self) -> bool:
+        return not self.maximize
+
+    def final(self, state: Mapping[str, Any]) -> Terms:
+        """Scaled, with a v that is missing counted as 0; NaN where no bit may be dropped."""
+        with np.errstate(all="ignore"):
+            t = self.terms(state)
+            s = np.float64(self.grad_scale)
+            theta, theta_v = F32(s * t.theta), F32(s * t.theta_v)
+            if "v" not in state and t.theta_v:
+                theta, theta_v = F32(t.eps) * theta_v + theta, F32(0)
+            if not self._known():
+                theta = theta_v = F32("nan")
+            m = float(F32(s * t.m)) if "m" in state else 0.0
+            return Terms(float(theta), float(theta_v), float(F32(t.v)), float(F32(t.eps)), m)
+
+    def levels(
+        self, g: Any, theta: Any, *, m: Any = None, v: Any = None, guard: int | Guard = -8
+    ) -> np.ndarray[Any, Any]:
+        """The level of each value of g, 0 to 3, as :class:`codec.Truncate` chooses them.
+
+        Parameters
+        ----------
+        g, theta, m, v : arrays or tensors
+            float32, bfloat16 or float16; of as many values.
+        guard : int or str
+            As in :class:`codec.Truncate`.
+
+        Returns
+        -------
+        numpy.ndarray of uint8, shape of g
+
+        Raises
+        ------
+        SpecError
+            An array of another dtype or size, or no such guard.
+        """
+        spec = Truncate(guard=guard)
+        arrays = {name: x for name, x in (("theta", theta), ("m", m), ("v", v)) if x is not None}
+        t = self.final(arrays)
+        p, a = {name: _floats(x).reshape(-1) for name, x in arrays.items()}, F32(0)
+        x = on_host("g", view(g))
+        if x.dtype not in MANTISSA_BITS:
+            raise SpecError(f"g must be float32, bfloat16 or float16, not {x.dtype}")
+        n = x.nbytes // ITEMSIZE[x.dtype]
+        for name, values in p.items():
+            if values.size != n:
+                raise SpecError(f"{name} has {values.size} values, g has {n}")
+        if (level := spec.fixed_level) is not None:
+            return np.full(x.shape, level, np.uint8)
+        with np.errstate(all="ignore"):
+            if "v" in p and t.theta_v != 0:
+                factor = (np.sqrt(F32(t.v) * p["v"]) + F32(t.eps)) * F32(t.theta_v) + F32(t.theta)
+            else:
+                factor = F32(t.theta)
+            a = p["theta"] * factor
+            if "m" in p:
+                a = a + F32(t.m) * p["m"]
+        ea = np.where(np.isnan(a), 0, a.view(np.uint32) >> 23 & 255).astype(int)
+        mbits = MANTISSA_BITS[x.dtype]
+        last = (1 << 8 * ITEMSIZE[x.dtype] - 1 - mbits) - 1  # the exponent of NaN and Inf
+        bits = np.frombuffer(ffi.buffer(x.data, x.nbytes), f"u{ITEMSIZE[x.dtype]}").astype(np.int64)
+        e = bits >> mbits & last
+        slack = ea - 127 - (e - last // 2) - spec.guard_bits - (MANTISSA_BITS[view(theta).dtype] - mbits)
+        slack = np.where(ea == 255, 1000, slack)
+        slack = np.where((ea == 0) | (e == last), -1000, slack)
+        levels = sum((slack >= k for k in LEVEL_BITS[x.dtype][1:]), np.zeros(n, np.uint8))
+        return levels.astype(np.uint8).reshape(x.shape)
+
+
+_FLAGS = ("maximize", "amsgrad", "centered")
+
+
+def _number(name: str, given: object) -> Any:
+    """A field's value as one of Python's numbers."""
+    if name in _FLAGS:
+        flag: object = cast(Any, given).item() if getattr(given, "shape", None) == () else given
+        if not isinstance(flag, bool | int):
+            raise SpecError(f"{name} must be True or False, got {shown(given)}")
+        return bool(flag)
+    number = plain(given)
+    if isinstance(number, bool) or not isinstance(number, int | float) or not (number >= 0 and _is_float64(number)):
+        raise SpecError(f"{name} must be a finite number that is not negative, got {shown(given)}")
+    if name == "step" and number != (number := int(number)):
+        raise SpecError(f"step must be a whole number, got {shown(given)}")
+    return number
+
+
+def _betas(value: object) -> tuple[float, ...]:
+    """Of Adam, which must be below 1."""
+    betas = tuple(cast(Sequence[object], value)) if isinstance(value, tuple | list) else ()
+    if len(betas) != 2:
+        raise SpecError(f"betas must be two numbers, got {shown(cast(object, value))}")
+    numbers = tuple(_number("betas", beta) for beta in betas)
+    if max(numbers) >= 1:
+        raise SpecError(f"betas must be below 1, got {shown(max(numbers))}")
+    return numbers
+
+
+def _floats(x: Any) -> np.ndarray[Any, Any]:
+    return floats_of(on_host("state", view(x)))
+
+
+def floats_of(v: TensorView) -> np.ndarray[Any, Any]:
+    """A copy of a state array as float32."""
+    if v.dtype not in MANTISSA_BITS:
+        raise SpecError(f"state must be float32, bfloat16 or float16, not {v.dtype}")
+    raw = ffi.buffer(v.data, v.nbytes)
+    if v.dtype == "bfloat16":
+        return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(F32).reshape(v.shape)
+    return np.frombuffer(raw, v.dtype).astype(F32).reshape(v.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class SGD(Metric):
+    """theta - lr * (g + weight_decay * theta)."""
+
+    lr: float = 1e-3
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """A = theta / lr - weight_decay * theta."""
+        return Terms(np.float64(1) / self.lr - self.weight_decay)
+
+
+@dataclass(frozen=True, slots=True)
+class Momentum(Metric):
+    """SGD with momentum; ``m`` is the momentum buffer, which torch starts with g itself, whatever `dampening`.
+
+    Parameters
+    ----------
+    momentum, dampening : float
+    """
+
+    lr: float = 1e-3
+    _: KW_ONLY
+    momentum: float
+    dampening: float = 0
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """A = (theta - lr mu m) / (lr (1 - tau)) - weight_decay * theta."""
+        own = np.float64(1 - self.dampening if "m" in state else 1)
+        return Terms(1 / (self.lr * own) - self.weight_decay, m=-self.momentum / own)
+
+
+@dataclass(frozen=True, slots=True)
+class Nesterov(Metric):
+    """SGD with Nesterov's momentum; ``m`` is the momentum buffer.
+
+    Parameters
+    ----------
+    momentum : float
+    """
+
+    lr: float = 1e-3
+    _: KW_ONLY
+    momentum: float
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """A = ((1 - lr lambda (1 + mu)) theta - lr mu^2 m) / (lr (1 + mu))."""
+        mu = self.momentum
+        own = np.float64(self.lr) * (1 + mu)
+        return Terms((1 - own * self.weight_decay) / own, m=-mu * mu / (1 + mu))
+
+
+@dataclass(frozen=True, slots=True)
+class Adagrad(Metric):
+    """``v`` is the sum of squares; its value before the step is a lower bound of what the step divides by.
+
+    Parameters
+    ----------
+    lr_decay, eps : float
+    step : int
+        Steps taken before this one, as in torch's ``state["step"]``: 0 is the first.
+    """
+
+    lr: float = 1e-2
+    _: KW_ONLY
+    lr_decay: float = 0
+    eps: float = 1e-10
+    step: int = 0
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """A = theta (sqrt(v) + eps) / decayed lr - weight_decay * theta."""
+        lr = np.float64(self.lr) / (1 + self.step * self.lr_decay)
+        return Terms(-self.weight_decay, 1 / lr, 1, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class RMSprop(Metric):
+    """``v`` is the mean square; alpha times its value before the step is a lower bound.
+
+    Parameters
+    ----------
+    alpha, eps : float
+    momentum : float
+    centered : bool
+        With either of these two no bit is dropped.
+    """
+
+    lr: float = 1e-2
+    _: KW_ONLY
+    alpha: float = 0.99
+    eps: float = 1e-8
+    momentum: float = 0
+    centered: bool = False
+
+    def _known(self) -> bool:
+        return not (self.maximize or self.centered or self.momentum)
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """A = theta (sqrt(alpha v) + eps) / lr - weight_decay * theta."""
+        return Terms(-self.weight_decay, np.float64(1) / self.lr, self.alpha, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Adam(Metric):
+    """``m`` and ``v`` are exp_avg and exp_avg_sq before the step; beta2 v / (1 - beta2^t) is a lower bound.
+
+    Parameters
+    ----------
+    betas : (float, float)
+    eps : float
+    amsgrad : bool
+    step : int
+        Steps taken before this one, as in torch's ``state["step"]``: 0 is the first. t is one more.
+    """
+
+    lr: float = 1e-3
+    _: KW_ONLY
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    amsgrad: bool = False
+    step: int = 0
+
+    def _known(self) -> bool:
+        return not (self.maximize or self.amsgrad)
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """A = (theta (sqrt(v^) + eps) (1 - beta1^t) - lr beta1 m) / (lr (1 - beta1)) - weight_decay * theta."""
+        (beta1, beta2), t = self.betas, self.step + 1
+        theta_v = (1 - beta1**t) / (np.float64(self.lr) * (1 - beta1))
+        return Terms(-self.weight_decay, theta_v, beta2 / (1 - beta2**t), self.eps, -beta1 / (1 - beta1))
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay."""
+
+    _: KW_ONLY
+    weight_decay: float = 0.01
+
+    def terms(self, state: Mapping[str, Any]) -> Terms:
+        """A = (theta (sqrt(v^) + eps) (1 - beta1^t) (1 - lr lambda) - lr beta1 m) / (lr (1 - beta1))."""
+        t = Adam.terms(self, state)
+        return Terms(0, t.theta_v * (1 - self.lr * self.weight_decay), t.v, t.eps, t.m)

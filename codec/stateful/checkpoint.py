@@ -1,0 +1,89 @@
+"""State as dicts of arrays, integers and strings, which any checkpoint format can hold."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+
+from codec._c.library import ffi
+from codec.arguments import shown as told
+from codec.errors import CodecError, StateError
+from codec.stateful.ranges import Array, Range, Store, gather, pieces, shared, shown, union
+from codec.tensors.view import on_host, view
+
+VERSION = 1
+ROLES = ("worker", "server")
+_RANGE = re.compile(r"(.*)\[([0-9]{1,18}):([0-9]{1,18})\]", re.DOTALL)
+
+
+def array_of(name: str, value: Any, dtype: str) -> np.ndarray[Any, Any]:
+    """A copy of an entry, an array or tensor of this dtype, flat.
+
+    Raises
+    ------
+    StateError
+        It is something else.
+    """
+    try:
+        v = on_host(name, view(value))
+    except CodecError as e:
+        raise StateError(f"{name} is not an array of {dtype}: {e}") from None
+    if v.dtype != dtype:
+        raise StateError(f"{name} holds {v.dtype}, not {dtype}")
+    return np.frombuffer(ffi.buffer(v.data, v.nbytes), dtype).copy() if v.nbytes else np.empty(0, dtype)
+
+
+def plain(saved: Any, name: str, kind: type[Any]) -> Any:
+    """An entry that is an int or a string, which files of numpy's keep as an array."""
+    try:
+        value = saved[name]
+    except (LookupError, TypeError, ValueError):
+        raise StateError(f"this is not a state dict: it has no {name!r}") from None
+    value = value.item() if getattr(value, "shape", None) == () else value
+    if type(value) is not kind:
+        raise StateError(f"{name!r} of this state is {told(value)}, not of type {kind.__name__}")
+    return value
+
+
+def opened(saved: Any) -> dict[str, Any]:
+    """A state dict of a version that is known, as a dict of its own."""
+    if (version := plain(saved, "version", int)) != VERSION:
+        raise StateError(f"this state is of version {told(version)}, not {VERSION}")
+    return dict(cast(Mapping[str, Any], saved))
+
+
+def save(role: str, store: Store) -> dict[str, Any]:
+    """Residuals as a state dict. Equal residuals make equal dicts, however they lie in buckets."""
+    runs = union(r for r, _ in pieces(store))
+    residuals = gather(store, tuple(runs))
+    ends = np.cumsum([stop - start for _, start, stop in runs])
+    arrays = np.split(residuals, ends[:-1]) if runs else []
+    return {"version": VERSION, "role": role, **{shown(r): a for r, a in zip(runs, arrays, strict=True)}}
+
+
+def load(saved: Any) -> tuple[str, Store]:
+    """The role and a store of its own memory that a state dict holds.
+
+    Raises
+    ------
+    StateError
+        It is not one, or holds NaN or Inf.
+    """
+    entries = opened(saved)
+    role = plain(entries, "role", str)
+    if role not in ROLES:
+        raise StateError(f"the role of this state is {told(role)}, which is none of {ROLES}")
+    del entries["version"], entries["role"]
+    store: dict[tuple[Range, ...], Array] = {}
+    for name, value in entries.items():
+        found = _RANGE.fullmatch(str(name))
+        array = array_of(name, value, "float32")
+        if found is None or len(array) != int(found[3]) - int(found[2]):
+            raise StateError(f"{told(name)} with {len(array)} values is not a range key[start:stop]")
+        if not np.isfinite(array).all():
+            raise StateError(f"the residual of {name} holds NaN or Inf")
+        store[((found[1], int(found[2]), int(found[3])),)] = array
+    if (twice := shared(r for (r,) in store)) is not None:
+        raise StateError(f"this state has {shown(twice)} twice")
+    return role, store

@@ -1,0 +1,1 @@
+"""Tensors of any library as dtype, shape and address."""

@@ -1,0 +1,55 @@
+"""Checks that tensors to be written share no memory with others."""
+
+import bisect
+import itertools
+from collections.abc import Iterable
+
+from codec.errors import SpecError
+from codec.tensors.view import TensorView
+
+
+def check_apart(name: str, written: TensorView, others: Iterable[tuple[str, TensorView, bool]]) -> None:
+    """Raise SpecError if a tensor that will be written shares memory with others.
+
+    Parameters
+    ----------
+    name : str
+        The argument to be written.
+    written : TensorView
+    others : iterable of (str, TensorView, bool)
+        Other arguments, and whether `written` may be the very same values.
+    """
+    begin = written.address
+    for other, v, same in others:
+        at = v.address
+        if begin < at + v.nbytes and at < begin + written.nbytes:
+            if same and at == begin and v.nbytes == written.nbytes and v.dtype == written.dtype:
+                continue
+            but = f" without being {other} itself" if same else ""
+            raise SpecError(f"{name} shares memory with {other}{but}")
+
+
+def check_all_apart(
+    name: str, written: Iterable[tuple[int, TensorView]], read: Iterable[tuple[int, TensorView]]
+) -> None:
+    """Raise SpecError if one of many tensors to be written shares memory with another, or with what is read for others.
+
+    Parameters
+    ----------
+    name : str
+        The argument to be written.
+    written, read : iterable of (int, TensorView)
+        With the number of the item that each belongs to, within which reading and writing may meet.
+    """
+    spans = sorted((v.address, v.address + v.nbytes, i) for i, v in written if v.nbytes)
+    for (_, end, i), (begin, _, j) in itertools.pairwise(spans):
+        if begin < end:
+            raise SpecError(f"{name} of items {min(i, j)} and {max(i, j)} shares memory")
+    ends = [end for _, end, _ in spans]
+    for i, v in read:
+        begin = v.address
+        k = bisect.bisect_right(ends, begin)
+        while k < len(spans) and spans[k][0] < begin + v.nbytes:
+            if i != spans[k][2]:
+                raise SpecError(f"{name} of item {spans[k][2]} shares memory with what item {i} is read from")
+            k += 1

@@ -1,0 +1,102 @@
+"""Parts of a flat bucket that have shapes of their own."""
+
+import functools
+import struct
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any, cast
+
+from codec.arguments import shown, whole
+from codec.errors import SpecError
+
+Segments = list[tuple[int, tuple[int, ...]]]
+
+_PAIRS = "segments are pairs (offset, shape)"
+_RECORD = "QII8Q"  # codec_segment
+_OF_RANK = [
+    struct.Struct(f"QII{rank}Q{8 * (8 - rank)}x").pack for rank in range(9)
+]  # of a shape with so many dimensions
+
+
+def segments(tensors: Any) -> Segments:
+    """Where tensors lie in a flat bucket that has all of them, one after the other: what ``segments=`` takes.
+
+    Parameters
+    ----------
+    tensors : iterable of tensors or shapes, mapping of them, or torch.nn.Module
+        In the order of the bucket; a shape is a tuple or list of ints. Scalars have the shape (). Of a module its
+        parameters.
+
+    Returns
+    -------
+    list of (int, tuple of int)
+        Offset, in values, and shape of each.
+
+    Raises
+    ------
+    SpecError
+        One of them has no shape, or it is a single tensor.
+
+    Examples
+    --------
+    >>> parameters = [np.zeros((64, 100), np.float32), np.zeros(64, np.float32)]
+    >>> codec.segments(parameters)
+    [(0, (64, 100)), (6400, (64,))]
+    >>> bucket = np.concatenate([p.ravel() for p in parameters])
+    >>> frame = codec.encode(bucket, segments=codec.segments(parameters))
+    """
+    if hasattr(tensors, "parameters"):
+        tensors = tensors.parameters()
+    if hasattr(tensors, "shape") or not isinstance(tensors, Iterable):
+        raise SpecError(f"segments are made of many tensors or shapes, not of {type(tensors).__name__}")
+    items = cast(Mapping[Any, Any], tensors).values() if isinstance(tensors, Mapping) else cast(Iterable[Any], tensors)
+    found: Segments = []
+    offset = 0
+    for item in items:
+        shape = getattr(item, "shape", item)
+        try:
+            sizes = tuple(whole("a dimension", n, 0) for n in shape)
+        except TypeError:
+            raise SpecError(f"segment {len(found)} is neither a tensor nor a shape: {shown(item)}") from None
+        found.append((offset, sizes))
+        offset += prod(sizes)
+    return found
+
+
+class Records(bytes):
+    """Segments as an array of codec_segment: looked through once, for a bucket is encoded in pieces, step by step."""
+
+
+def pack(pairs: Any) -> Records:
+    """``segments=``, any iterable of pairs, as records; those that are there already as they are."""
+    if type(pairs) is Records:
+        return pairs
+    try:
+        items = tuple(pairs)
+    except TypeError:
+        raise SpecError(_PAIRS) from None
+    try:
+        return _packed(items)
+    except TypeError:  # a shape that is a list has no hash
+        return _packed.__wrapped__(items)
+
+
+@functools.lru_cache(64)  # the same list comes every step, with hundreds of parameters
+def _packed(items: tuple[Any, ...]) -> Records:
+    try:
+        pairs = [(offset, tuple(shape)) for offset, shape in items]
+    except (TypeError, ValueError):
+        raise SpecError(_PAIRS) from None
+    try:
+        return Records(b"".join([_OF_RANK[len(shape)](offset, len(shape), 0, *shape) for offset, shape in pairs]))
+    except IndexError:
+        most = max(len(shape) for _, shape in pairs)
+        raise SpecError(f"segment of rank {most} is above {len(_OF_RANK) - 1}") from None
+    except struct.error as e:
+        raise SpecError(f"segments are pairs (offset, shape) of integers, none below 0: {e}") from None
+
+
+@functools.lru_cache(256)
+def unpack(records: Records) -> Segments:
+    """The pairs of records, for all who ask: not to be changed."""
+    return [(offset, tuple(shape[:rank])) for offset, rank, _, *shape in struct.iter_unpack(_RECORD, records)]

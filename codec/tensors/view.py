@@ -1,0 +1,482 @@
+"""Any tensor as dtype, shape and address, without copying it; and the way back.
+
+Nothing is imported that the caller has not: torch tensors and ml_dtypes arrays are known by their type's name. Tensors
+on a device are described like all others; whether they can be read is for an engine to say.
+"""
+
+import importlib
+import sys
+from collections.abc import Mapping
+from ctypes import c_uint8
+from typing import Any, NamedTuple, TypeGuard, cast
+
+import numpy as np
+
+from codec._c.library import DTYPES, ITEMSIZE, ffi
+from codec.arguments import shown
+from codec.errors import EngineError, SpecError
+from codec.tensors.dlpack import Exported, device_of, from_cuda_array_interface, from_dlpack, is_contiguous
+
+Array = np.ndarray[Any, Any]
+
+_UINT = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
+_NUMPY = {name: np.dtype(name) for name in DTYPES if hasattr(np, name)}
+_by_dtype: dict[Any, str] = {dtype: name for name, dtype in _NUMPY.items()}
+_CAN = f"these can: {', '.join(DTYPES)}"
+_MAX_RANK = 8
+_UINTPTR = ffi.typeof("uintptr_t")
+_BYTES = ffi.typeof("uint8_t *")
+_CHARS = ffi.typeof("char[]")
+
+
+new: Any = cast(Any, tuple).__new__  # makes a NamedTuple in half the time of its own: every small call makes three
+
+
+class TensorView(NamedTuple):
+    """A C-contiguous tensor, wherever it lies."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Any  # C pointer, on the tensor's device
+    nbytes: int
+    owner: object  # keeps the memory alive
+    device: str = "cpu"
+    stream: int | None = None  # CUDA: on which the values are ready; None: they are so already
+
+    @property
+    def address(self) -> int:
+        """Where the values are."""
+        return int(ffi.cast(_UINTPTR, self.data))
+
+    def first(self, nbytes: int) -> "TensorView":
+        """Of bytes the first ones, at most so many."""
+        n = min(self.nbytes, nbytes)
+        return self._replace(shape=(n,), nbytes=n)
+
+
+def _pointer(address: int) -> Any:
+    return ffi.cast(_BYTES, address)
+
+
+def _check_rank(rank: int) -> None:
+    if rank > _MAX_RANK:
+        raise SpecError(f"rank {rank} is above {_MAX_RANK}")
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return the library's name of a dtype.
+
+    Parameters
+    ----------
+    dtype : str, type or dtype
+        A name or type that numpy accepts, or a dtype of numpy, ml_dtypes or torch.
+
+    Raises
+    ------
+    SpecError
+        `dtype` is not a dtype, or values of it cannot be encoded.
+    """
+    if (name := _find_name(dtype)) is None:
+        given = dtype if isinstance(dtype, str) else shown(dtype)
+        raise SpecError(f"dtype {given} cannot be encoded; {_CAN}")
+    return name
+
+
+def _find_name(dtype: Any) -> str | None:
+    """Return the library's name of a dtype, or None if there is none."""
+    try:
+        if (name := _by_dtype.get(dtype)) is not None:
+            return name
+    except TypeError:  # not hashable
+        pass
+    if dtype is None:
+        return None
+    try:
+        name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
+        if name not in DTYPES:
+            name = np.dtype(dtype).name
+    except (TypeError, ValueError, SyntaxError):
+        return None
+    return name if name in DTYPES else None
+
+
+def _name_for(own: Any, itemsize: int, wanted: str | None) -> str:
+    """Return the name of the dtype that a tensor's items are read as.
+
+    Parameters
+    ----------
+    own : dtype
+        The tensor's own dtype. It counts only if `wanted` is None.
+    itemsize : int
+        Bytes of an item, which must be those of `wanted`.
+    wanted : str or None
+        The dtype that the user asked for.
+
+    Raises
+    ------
+    SpecError
+        The sizes differ, or `wanted` is None and `own` cannot be encoded.
+    """
+    if wanted is None:
+        if (name := _find_name(own)) is None:
+            raise SpecError(f"dtype {own} cannot be encoded; {_CAN}; encode(dtype=...) takes its bits as one of these")
+        return name
+    if itemsize != ITEMSIZE[wanted]:
+        raise SpecError(f"{own} has {itemsize} bytes an item, {wanted} has {ITEMSIZE[wanted]}")
+    return wanted
+
+
+def _refuse_masked(x: Any) -> None:
+    ma = sys.modules.get("numpy.ma")
+    if ma is not None and isinstance(x, ma.MaskedArray) and ma.is_masked(x):
+        raise SpecError("some values of this array are masked, which a frame cannot say: fill it first, by filled()")
+
+
+def _from_numpy(x: Array, wanted: str | None = None) -> TensorView:
+    name = _by_dtype.get(x.dtype)
+    if name is None or wanted is not None:
+        if not x.dtype.isnative:
+            x = x.astype(x.dtype.newbyteorder("="))
+        if x.dtype.hasobject:
+            raise SpecError(f"an array of Python objects (dtype {x.dtype}) cannot be encoded: convert it to numbers")
+        name = _name_for(x.dtype, x.dtype.itemsize, wanted)
+        if wanted is None:
+            _by_dtype[x.dtype] = name
+    shape = x.shape
+    if len(shape) > _MAX_RANK:
+        _check_rank(len(shape))
+    try:
+        data = ffi.from_buffer(x)
+    except (ValueError, BufferError, TypeError):  # not contiguous, or a dtype without a buffer, such as ml_dtypes'
+        if not x.flags.c_contiguous:
+            x = x.copy(order="C")
+        data = _pointer(x.__array_interface__["data"][0])
+    return new(TensorView, (name, shape, data, x.nbytes, x, "cpu", None))
+
+
+def is_torch(x: object) -> TypeGuard[Any]:
+    """Is it a torch tensor? Without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, getattr(torch, "Tensor", ()))
+
+
+def _from_torch(x: Any, wanted: str | None = None) -> TensorView:
+    torch: Any = sys.modules["torch"]
+    name = _by_dtype.get(x.dtype)
+    if name is None or wanted is not None:
+        name = _name_for(x.dtype, x.dtype.itemsize, wanted)
+        if wanted is None:
+            _by_dtype[x.dtype] = name
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested tensor" if x.is_nested else f"tensor of layout {x.layout}"
+        raise SpecError(f"a {kind} cannot be encoded: make it dense, or encode its parts")
+    device = x.device
+    _check_storage(x, device.type)
+    x = x.detach()
+    if x.is_neg():
+        x = x.resolve_neg()
+    if x.is_conj():
+        x = x.resolve_conj()
+    x = x.contiguous()
+    shape = tuple(x.shape)
+    _check_rank(len(shape))
+    nbytes, address = x.numel() * ITEMSIZE[name], x.data_ptr()
+    if nbytes and not address and device.type != "meta":  # others hold the values of this one
+        raise SpecError(
+            f"a {type(x).__name__} that has no memory of its own: encode what holds its values; "
+            "of a DTensor that is .to_local()"
+        )
+    if device.type == "cpu":
+        return TensorView(name, shape, _pointer(address), nbytes, x)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    return TensorView(name, shape, _pointer(address), nbytes, x, str(device), stream)
+
+
+def _check_storage(x: Any, device: str) -> None:
+    """Torch itself does not look whether the memory that shape and strides speak of is there."""
+    try:
+        storage = x.untyped_storage()
+        there = storage.nbytes() if storage.device.type == device else -1
+    except (RuntimeError, NotImplementedError):
+        there = -1
+    if there < 0:
+        raise SpecError(
+            "this tensor has no memory of its own: under torch.func's transforms, such as vmap and grad, "
+            "and in traced code tensors cannot be encoded or decoded to"
+        )
+    if not x.numel():
+        return
+    last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    if (last + 1) * x.element_size() > there:
+        raise SpecError(
+            f"a tensor of shape {tuple(x.shape)} over a storage of {there} bytes, which is too small for it"
+        )
+
+
+def is_cupy(x: object) -> TypeGuard[Any]:
+    """Is it a CuPy array? Without importing CuPy."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(x, getattr(cupy, "ndarray", ()))
+
+
+def _from_cupy(x: Any, wanted: str | None = None) -> TensorView:
+    """View a CuPy array, without DLPack: its values would be ready on a stream that other users do not wait for."""
+    cupy: Any = sys.modules["cupy"]
+    name = _name_for(x.dtype, x.dtype.itemsize, wanted)
+    _check_rank(x.ndim)
+    with x.device:
+        x = cupy.ascontiguousarray(x) if x.ndim else x
+        stream = cupy.cuda.get_current_stream().ptr
+    return TensorView(name, x.shape, _pointer(x.data.ptr), x.nbytes, x, f"cuda:{x.device.id}", stream)
+
+
+def mark_written(out: Any) -> None:
+    """Tell autograd that a tensor's values are others now."""
+    if type(out) is not np.ndarray and is_torch(out):
+        sys.modules["torch"].autograd.graph.increment_version(out)
+
+
+def _from_exported(e: Exported, wanted: str | None = None) -> TensorView:
+    name = _name_for(e.dtype, e.itemsize, wanted)
+    if e.itemsize != ITEMSIZE[name]:
+        raise SpecError(f"{name} has {ITEMSIZE[name]} bytes an item, this tensor says {e.itemsize}")
+    _check_rank(len(e.shape))
+    if is_contiguous(e):
+        return TensorView(name, e.shape, _pointer(e.address), e.nbytes, e.owner, e.device, e.stream)
+    if e.device != "cpu":
+        raise SpecError(f"a tensor on {e.device} whose values do not follow each other: make it contiguous first")
+    # read as unsigned integers, from memory that reaches from the first item to the last one
+    memory: Any = (c_uint8 * e.reach).from_address(e.address)
+    bits = np.lib.stride_tricks.as_strided(np.frombuffer(memory, _UINT[e.itemsize], 1), e.shape, e.strides)
+    v = _from_numpy(bits)
+    return v._replace(dtype=name, owner=(e.owner, v.owner))
+
+
+def view(x: Any, dtype: Any = None) -> TensorView:
+    """Return a view of x as a C-contiguous tensor. x is copied only if it is not contiguous.
+
+    Parameters
+    ----------
+    x : array, tensor or buffer
+        An object with a buffer, ``__array_interface__``, DLPack or ``__cuda_array_interface__``.
+    dtype : str, type or dtype, optional
+        Take the bits of x as values of this dtype. Of x's own dtype only the size of an item counts, which must be
+        that of `dtype`: complex64 can be taken as uint64, for example.
+
+    Raises
+    ------
+    SpecError
+        x is not a tensor, has a dtype or rank that cannot be encoded, or items of another size than `dtype`.
+    """
+    wanted = dtype if dtype is None or (type(dtype) is str and dtype in DTYPES) else dtype_name(dtype)
+    if type(x) is np.ndarray:
+        return _from_numpy(x, wanted)  # pyright: ignore[reportUnknownArgumentType] - a cast would be a call
+    if is_torch(x):
+        return _from_torch(x, wanted)
+    if is_cupy(x):
+        return _from_cupy(x, wanted)
+    if isinstance(x, type):
+        raise SpecError(f"not a tensor: {kind_of(x)}")
+    if isinstance(x, np.ndarray | np.generic) or hasattr(x, "__array_interface__"):
+        _refuse_masked(x)
+        return _from_numpy(_as_array(x), wanted)
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return _from_exported(from_dlpack(x), wanted)
+    if hasattr(x, "__cuda_array_interface__"):
+        return _from_exported(from_cuda_array_interface(x), wanted)
+    try:
+        memory = memoryview(x)
+    except TypeError:
+        raise SpecError(f"not a tensor: {kind_of(x)} has no buffer, array interface or DLPack{_hint(x)}") from None
+    return _from_numpy(_as_array(memory), wanted)
+
+
+def _as_array(x: Any) -> Array:
+    """Return a buffer or an object with ``__array_interface__`` as a numpy array that shares its memory."""
+    try:
+        return np.asarray(x)
+    except (TypeError, ValueError) as e:
+        raise SpecError(f"{kind_of(x)} cannot be read as an array: {e}") from None
+
+
+def _hint(x: object) -> str:
+    """Return what to do with an object that is many tensors, for a message; "" for any other object."""
+    if isinstance(x, Mapping):
+        return "; encode_many() encodes each tensor of a mapping"
+    if isinstance(x, list | tuple):
+        return "; encode_many() encodes each tensor of a sequence, numpy.array() makes an array of numbers"
+    return ""
+
+
+def view_bytes(frame: Any) -> TensorView:
+    """See a frame as bytes."""
+    if type(frame) is memoryview and frame.nbytes and frame.c_contiguous:
+        # not by itself: CPython crashes if it collects a memoryview whose buffer is in use, as after an error whose
+        # traceback refers to itself; an array does not use it
+        frame = np.frombuffer(frame, np.uint8)
+    elif type(frame) is not bytes:
+        v = view(frame)
+        return v._replace(dtype="uint8", shape=(v.nbytes,))
+    data = ffi.from_buffer(frame)
+    n = len(frame)
+    return new(TensorView, ("uint8", (n,), data, n, frame, "cpu", None))
+
+
+def view_output(out: Any, dtype: str | None = None, name: str = "out=") -> TensorView:
+    """Return a view of an argument that will be written in place.
+
+    Parameters
+    ----------
+    out : array or tensor
+        Contiguous and writable.
+    dtype : str, optional
+        Dtype of the values to be written. An `out` of unsigned integers, or of a dtype that cannot be encoded, such as
+        complex64, takes their bits if its items are as large.
+    name : str
+        The argument, for messages.
+
+    Raises
+    ------
+    SpecError
+        `out` is not an array or tensor, is read-only or not contiguous, or has a dtype that cannot be encoded.
+    """
+    if type(out) is np.ndarray:
+        v = _from_own(out, name, dtype)  # pyright: ignore[reportUnknownArgumentType] - a cast would be a call
+    elif is_torch(out):
+        v = _from_torch(out, _wanted(out.dtype, dtype))
+        if not out.is_contiguous() or out.is_neg() or out.is_conj():
+            raise SpecError(f"{name} must be contiguous")
+    elif is_cupy(out):
+        if not out.flags.c_contiguous:
+            raise SpecError(f"{name} must be C-contiguous")
+        v = _from_cupy(out, _wanted(out.dtype, dtype))
+    elif isinstance(out, np.ndarray):
+        _refuse_masked(out)
+        v = _from_own(cast(Array, out), name, dtype)
+    elif (device := device_of(out)) != "cpu":
+        e = from_cuda_array_interface(out) if hasattr(out, "__cuda_array_interface__") else from_dlpack(out)
+        if e.readonly:
+            raise SpecError(f"{name} is read-only")
+        v = _from_exported(e, _wanted(e.dtype, dtype))._replace(device=device)
+    else:
+        try:
+            memory = memoryview(out)
+        except TypeError:
+            raise SpecError(f"{name} must be an array or tensor to write to, not {kind_of(out)}") from None
+        v = _from_own(_as_array(memory), name, dtype)
+    if dtype and v.dtype != dtype and v.dtype == f"uint{8 * ITEMSIZE[dtype]}":
+        v = v._replace(dtype=dtype)
+    return v
+
+
+def _wanted(own: Any, dtype: str | None) -> str | None:
+    """Return `dtype` if an output's own dtype cannot be encoded, so that it can only take bits; None otherwise."""
+    return dtype if dtype is not None and _find_name(own) is None else None
+
+
+def kind_of(x: object) -> str:
+    """What something is that should be something else, for a message."""
+    return f"the class {x.__name__}" if isinstance(x, type) else type(x).__name__
+
+
+def _from_own(array: Array, argument: str, dtype: str | None) -> TensorView:
+    """Return a view of an array's own memory, never of a copy. `argument` and `dtype` are those of view_output."""
+    name = _by_dtype.get(array.dtype)
+    if name is not None and array.ndim <= _MAX_RANK:
+        try:
+            data = ffi.from_buffer(_CHARS, array, True)  # contiguous and writable
+        except (ValueError, BufferError, TypeError):
+            pass
+        else:
+            return new(TensorView, (name, array.shape, data, array.nbytes, array, "cpu", None))
+    flags = array.flags
+    if not flags.c_contiguous:
+        raise SpecError(f"{argument} must be C-contiguous")
+    if not flags.writeable:
+        raise SpecError(f"{argument} is read-only")
+    if not array.dtype.isnative:
+        raise SpecError(f"{argument} must be in native byte order")
+    return _from_numpy(array, _wanted(array.dtype, dtype))
+
+
+def on_host(name: str, v: TensorView, who: str = "this") -> TensorView:
+    """The view, if the host can read it.
+
+    Raises
+    ------
+    EngineError
+        It lies on a device.
+    """
+    if v.device != "cpu":
+        raise EngineError(refusal(name, v.device, who))
+    return v
+
+
+def fetch(name: str, v: TensorView, nbytes: int | None = None) -> TensorView:
+    """Bytes in host memory, all or the first ones: copied there if they lie on a device.
+
+    Raises
+    ------
+    EngineError
+        They cannot be: the array is neither torch's nor CuPy's.
+    """
+    if v.device == "cpu":
+        return v
+    x: Any = v.owner
+    if v.device == "meta" or (not is_torch(x) and not hasattr(x, "get")):
+        return on_host(name, v)
+    x = x.reshape(-1)[: -(-(v.nbytes if nbytes is None else nbytes) // ITEMSIZE[v.dtype])]
+    array = x.cpu().numpy() if is_torch(x) else np.asarray(x.get())
+    return view_bytes(array)
+
+
+def refusal(name: str, device: str, who: str) -> str:
+    """Why the host does not read what lies on a device, and what helps."""
+    if device == "meta":
+        return f"{name} lies on meta, where tensors have no values"
+    return f"{name} lies on {device}, which {who} cannot read: copy it to host memory first, such as by .cpu()"
+
+
+def device_like(like: Any) -> str:
+    """Where a tensor such as `like` would be."""
+    if like is None or type(like) is np.ndarray:
+        return "cpu"
+    if not is_torch(like):
+        return device_of(like)
+    device = like.device
+    return "cpu" if device.type == "cpu" else str(device)
+
+
+def _check_kind(like: Any) -> None:
+    known = hasattr(like, "__array_interface__") or hasattr(like, "__dlpack__")
+    try:
+        if isinstance(like, type) or not known:
+            memoryview(cast(Any, like))
+    except TypeError:
+        raise SpecError(f"like= must be an array or tensor, not {kind_of(like)}") from None
+
+
+def empty(dtype: str, shape: tuple[int, ...], like: Any = None) -> tuple[Any, TensorView]:
+    """Make a tensor to decode into, in host memory: of like's kind, or a numpy array."""
+    if like is None and (known := _NUMPY.get(dtype)) is not None:
+        array = np.empty(shape, known)
+        return array, new(TensorView, (dtype, shape, ffi.from_buffer(array), array.nbytes, array, "cpu", None))
+    if is_torch(like):
+        torch: Any = sys.modules["torch"]
+        t = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")  # whatever torch's default is
+        return t, _from_torch(t)
+    if not isinstance(like, np.ndarray | None):
+        _check_kind(like)
+    if dtype in _NUMPY:
+        return empty(dtype, shape)
+    if isinstance(like, np.ndarray) and cast(Array, like).dtype in (_UINT[ITEMSIZE[dtype]], f"V{ITEMSIZE[dtype]}"):
+        array = np.empty(shape, cast(Array, like).dtype)
+    else:
+        try:
+            array = np.empty(shape, getattr(importlib.import_module("ml_dtypes"), dtype))
+        except ImportError:
+            raise EngineError(
+                f"numpy has no {dtype}: install ml_dtypes, or pass like= a torch tensor, "
+                f"or out= or like= an array of {_UINT[ITEMSIZE[dtype]]} for the bits"
+            ) from None
+    return array, _from_numpy(array, dtype)

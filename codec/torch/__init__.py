@@ -1,0 +1,45 @@
+"""Collectives and hooks for torch.distributed whose tensors travel as frames.
+
+>>> import codec.torch
+>>> codec.torch.all_reduce(gradient, codec.Float8())  # doctest: +SKIP
+>>> codec.torch.ddp_hook(codec.Float8()).register(model)  # doctest: +SKIP
+"""
+
+from codec.torch.backend import Options, ProcessGroup, register_backend
+from codec.torch.byte_exchange import exchange
+from codec.torch.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from codec.torch.communicator import group_stats
+from codec.torch.counters import Counters
+from codec.torch.ddp import comm_hook, ddp_hook
+from codec.torch.fsdp import AllGather, AllReduce, CommStats, ReduceScatter
+from codec.torch.hook import Hook
+from codec.torch.policy import Policy, default_policy
+from codec.torch.stats import ParameterStats, Stats
+from codec.torch.worker import Pending
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "CommStats",
+    "Counters",
+    "Hook",
+    "Options",
+    "ParameterStats",
+    "Pending",
+    "Policy",
+    "ProcessGroup",
+    "ReduceScatter",
+    "Stats",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "comm_hook",
+    "ddp_hook",
+    "default_policy",
+    "exchange",
+    "group_stats",
+    "reduce_scatter",
+    "register_backend",
+]
+
+register_backend()  # so that init_process_group("codec") works

@@ -1,0 +1,161 @@
+"""Tensors and what is asked of them, looked through; as flat arrays, and back."""
+
+import functools
+from collections.abc import Hashable, Mapping
+from math import prod
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from codec import SpecError
+from codec.encoding import asked_of, bound, check_stream
+from codec.specs import Spec
+from codec.tensors.segments import Records, pack, unpack
+from codec.tensors.view import _check_storage, mark_written, view
+from codec.torch.channel import Array
+from codec.torch.reduction import Reduction
+
+Op = Literal["mean", "sum", "max"]
+
+NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_OPS: dict[Any, Op] = {
+    "mean": "mean",
+    "sum": "sum",
+    "max": "max",
+    dist.ReduceOp.AVG: "mean",
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.MAX: "max",
+}
+
+
+def reduction_of(
+    tensor: torch.Tensor,
+    spec: Spec,
+    op: Any,
+    segments: Any,
+    metric: Any,
+    state: Mapping[str, Any] | None,
+    stream: int,
+) -> Reduction:
+    """Arguments that were looked through: what is wrong with them is known before anything is sent."""
+    check_dense(tensor)
+    dtype = NAMES.get(tensor.dtype)
+    if dtype is None:
+        raise SpecError(f"only float32, bfloat16 and float16 can be reduced, not {tensor.dtype}")
+    op = getattr(op, "op", op)  # options of torch's hold what kind of operation it is inside
+    if not isinstance(op, Hashable) or op not in _OPS:
+        raise SpecError(f"op must be one of mean, sum, max, got {op!r}")
+    inside = None if segments is None else pack(segments)
+    if inside:
+        _check_inside(inside, tensor.numel())
+    bound(tensor.numel(), dtype, spec)
+    x = as_array(tensor)
+    asked_of(spec, metric, state, view(x, dtype))
+    flat = None if state is None else {name: _flat(x) for name, x in state.items() if x is not None}
+    return Reduction(x, dtype, spec, _OPS[op], check_stream(stream), inside, metric, flat)
+
+
+def check_dense(tensor: Any) -> None:
+    """Raise SpecError unless it is a tensor whose memory holds its values."""
+    if not isinstance(tensor, torch.Tensor):
+        raise SpecError(f"not a torch tensor: {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_neg():
+        raise SpecError("only dense tensors that hold values can be used, no sparse, meta or negated ones")
+
+
+def check_output(tensor: Any, dtype: torch.dtype, n: int, name: str = "output") -> None:
+    """Check that the result of a collective can be stored in a tensor.
+
+    All that :func:`publish` could fail at is checked here, before ranks agree to begin: afterwards an error on one
+    rank would not be an error on the others.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Where the result is to be stored. Any strides, any device; an inference tensor or one that requires a gradient.
+    dtype : torch.dtype
+        The dtype that it must have.
+    n : int
+        The number of values that it must have.
+    name : str
+        The argument's name, for the message.
+
+    Raises
+    ------
+    SpecError
+        The tensor is not dense, has no memory, another dtype or size, or values that share memory with each other.
+    """
+    check_dense(tensor)
+    if tensor.dtype != dtype or tensor.numel() != n:
+        raise SpecError(
+            f"{name} must have {n} values of {dtype}, to go with the tensor; it has {tensor.numel()} of {tensor.dtype}"
+        )
+    _check_storage(tensor, tensor.device.type)
+    if n and not tensor.data_ptr():
+        raise SpecError(f"{name} is a {type(tensor).__name__} without memory: pass what holds its values")
+    if _overlaps(tensor):
+        raise SpecError(
+            f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}, so that values may share memory: "
+            "pass a contiguous tensor"
+        )
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Return True if values of a tensor may share memory with each other."""
+    end = 0  # offset of the last value in the dimensions of smaller strides
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= end:
+                return True
+            end += stride * (size - 1)
+    return False
+
+
+@functools.lru_cache(256)
+def _check_inside(segments: Records, n: int) -> None:
+    end = 0
+    for offset, shape in unpack(segments):
+        if offset < end or offset + prod(shape) > n:
+            raise SpecError(f"segment {shape} at {offset} overlaps with the one before it or ends after value {n}")
+        end = offset + prod(shape)
+
+
+def _flat(x: Any) -> Any:
+    """Values of an optimizer's state, which tell their dtype: numpy has no bfloat16."""
+    if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16:
+        return x.detach().cpu().contiguous().view(-1)
+    return as_array(x).reshape(-1)
+
+
+def as_array(x: Any) -> Array:
+    """A flat array of a tensor's values; bfloat16 as uint16. It shares memory where it can."""
+    t = x.detach() if isinstance(x, torch.Tensor) else torch.as_tensor(np.ascontiguousarray(x))
+    t = cast(torch.Tensor, view(t.cpu()).owner).view(-1)  # contiguous, and with memory of its own
+    return (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy()
+
+
+def publish(result: Array, r: Reduction, tensor: torch.Tensor) -> None:
+    """Store the result of a collective in a tensor, which :func:`check_output` has accepted.
+
+    Works for inference tensors in any thread: torch's inference mode belongs to the caller's thread.
+
+    Parameters
+    ----------
+    result : ndarray
+        As many values as the tensor has; bfloat16 as uint16.
+    r : Reduction
+        Says the dtype.
+    tensor : torch.Tensor
+        Gets the values.
+    """
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        np.copyto(as_array(tensor), result.reshape(-1))  # torch's copy reads each line before it overwrites it
+        mark_written(tensor)
+        return
+    values = torch.from_numpy(result)
+    if r.dtype == "bfloat16":
+        values = values.view(torch.bfloat16)
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.copy_(values.reshape(tensor.shape))

@@ -1,0 +1,182 @@
+"""The contents of DistributedDataParallel's buckets: parameters, their places, shapes and order in memory."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from codec._c.library import lib
+from codec.specs import Spec, Truncate
+from codec.stateful.ranges import NOBODY
+from codec.tensors.segments import Records, pack, segments
+from codec.torch import arguments
+from codec.torch.channel import Array
+from codec.torch.reduction import Reduction
+
+_BETWEEN = 1 / 32  # of a bucket: up to this share of other parameters is encoded too, rather than cutting the bucket
+
+
+def n_values(parameter: torch.Tensor) -> int:
+    """Return how many values a parameter has in a bucket: two real ones for each complex one."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+@dataclass
+class Part:
+    """Parameters of a bucket that are encoded alike.
+
+    If they are nearly all of the bucket, all of it is encoded (`whole`), without a copy. Parameters of other parts are
+    in its frames, too, under the name NOBODY: they have no residual, and take their values from their own part.
+    """
+
+    spec: Spec
+    feedback: bool  # error feedback is applied
+    names: list[str]
+    parameters: list[torch.nn.Parameter]
+    offsets: list[int]  # in the bucket, in values
+    whole: bool
+    number: int = 0  # in its step: of the bucket, times 256, and of the part in the bucket
+    new: bool = True  # no step with this part has succeeded
+    out: torch.Tensor | None = None  # result of a whole bucket, which the model reads from here
+
+    @functools.cached_property
+    def layout(self) -> list[tuple[str, int]]:
+        """Names and numbers of values, in the order of the part."""
+        return [(name, n_values(p)) for name, p in zip(self.names, self.parameters, strict=True)]
+
+    @functools.cached_property
+    def segments(self) -> Records:
+        """Shapes of the parameters, for scales and rows that follow them."""
+        return pack(segments([_shape(p) for p in self.parameters]))
+
+    @functools.cached_property
+    def n(self) -> int:
+        """Number of values."""
+        return sum(n for _, n in self.layout)
+
+    def ranges(self, begin: int, end: int) -> list[tuple[str, int, int]]:
+        """Return the ranges (name, start, stop) of parameters that are values [begin, end) of the part."""
+        found: list[tuple[str, int, int]] = []
+        offset = 0
+        for name, n in self.layout:
+            a, b = max(begin, offset), min(end, offset + n)
+            if a < b:
+                found.append((name, a - offset, b - offset))
+            offset += n
+        return found
+
+
+def cut(
+    names: Sequence[str],
+    parameters: Sequence[torch.nn.Parameter],
+    specs: Sequence[tuple[Spec, bool]],
+    number: int = 0,
+) -> list[Part]:
+    """Group the parameters of a bucket by spec and feedback; the part that is encoded as a whole comes first."""
+    sizes = [n_values(p) for p in parameters]
+    offsets = [0, *itertools.accumulate(sizes)]
+    parts: list[Part] = []
+    for key in dict.fromkeys(specs):
+        mine = [i for i, its in enumerate(specs) if its == key]
+        parts.append(
+            Part(*key, [names[i] for i in mine], [parameters[i] for i in mine], [offsets[i] for i in mine], False)
+        )
+    largest = max(parts, key=lambda part: part.n)
+    others = offsets[-1] - largest.n
+    if not others:
+        largest.whole = True
+    elif others <= offsets[-1] * _BETWEEN and not by_state(largest.spec):
+        mine = set(largest.names)
+        inside = [name if name in mine else NOBODY for name in names]
+        whole = Part(largest.spec, largest.feedback, inside, [*parameters], offsets[:-1], whole=True)
+        parts = [whole, *(part for part in parts if part is not largest)]
+    for i, part in enumerate(parts):
+        part.number = (number << 8) + i
+    return parts
+
+
+def cut_as(
+    buckets: Sequence[Sequence[str]],
+    names: Sequence[str],
+    parameters: Sequence[torch.nn.Parameter],
+    specs: Sequence[tuple[Spec, bool]],
+) -> list[Part]:
+    """Group the parameters of a bucket as if they had come in several buckets.
+
+    DistributedDataParallel has one bucket in its first step, in another order. A training that is resumed is the
+    uninterrupted one to the bit if that bucket is reduced in the buckets from before.
+
+    Parameters
+    ----------
+    buckets : sequence of sequences of str
+        Names of the same parameters, in the order of each bucket.
+    names, parameters, specs
+        As for :func:`cut`, of the one bucket that there is.
+    """
+    offsets = itertools.accumulate((n_values(p) for p in parameters), initial=0)
+    offset_of = dict(zip(parameters, offsets, strict=False))
+    where = {name: i for i, name in enumerate(names)}
+    found: list[Part] = []
+    for number, bucket in enumerate(buckets):
+        mine = [where[name] for name in bucket]
+        parts = cut(bucket, [parameters[i] for i in mine], [specs[i] for i in mine], number)
+        for part in parts:
+            part.offsets, part.whole = [offset_of[p] for p in part.parameters], False
+        found += parts
+    return found
+
+
+def by_state(spec: Spec) -> bool:
+    """Return True if the spec drops bits by the optimizer's state, which lies in each parameter's own tensors."""
+    return isinstance(spec, Truncate) and spec.fixed_level is None
+
+
+def order(p: torch.Tensor) -> list[int]:
+    """Return a parameter's dimensions in the order of its values in a bucket: of memory, if they leave no gaps."""
+    dims = list(range(p.dim()))
+    in_memory = sorted(dims, key=p.stride, reverse=True)
+    return in_memory if not p.is_contiguous() and p.permute(in_memory).is_contiguous() else dims
+
+
+def _shape(p: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter's values in a bucket, its first dimensions merged to fit the format's rank."""
+    shape = tuple(p.permute(order(p)).shape) + ((2,) if p.is_complex() else ())
+    extra = len(shape) - lib.CODEC_MAX_RANK
+    return shape if extra <= 0 else (prod(shape[: extra + 1]), *shape[extra + 1 :])
+
+
+def flat(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a parameter's shape as flat values in the order of the parameter in a bucket."""
+    x = x.detach().permute(order(p))
+    return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1)
+
+
+def scatter(result: Array, r: Reduction, part: Part, buffer: torch.Tensor) -> None:
+    """Store the result of a part into the bucket."""
+    if part.whole:
+        arguments.publish(result, r, buffer)
+        return
+    begin = 0
+    for offset, (_, n) in zip(part.offsets, part.layout, strict=True):
+        arguments.publish(result[begin : begin + n], r, buffer[offset : offset + n])
+        begin += n
+
+
+class Rooms:
+    """Memory for tensors that are joined in every step: allocating it again takes longer than the copies."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[Any, torch.Tensor] = {}
+
+    def joined(self, which: tuple[int, str], tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Concatenate tensors; the result of the last call with the same `which` (a part's number, a name) is lost."""
+        n, device = sum(t.numel() for t in tensors), tensors[0].device
+        dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+        room = self._rooms.get(key := (*which, dtype, device))
+        if room is None or room.numel() < n:
+            room = self._rooms[key] = torch.empty(n, dtype=dtype, device=device)
+        return torch.cat(tensors, out=room[:n])

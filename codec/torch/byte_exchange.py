@@ -1,0 +1,142 @@
+"""Exchange of bytes: each rank sends some to each other one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from codec import FrameError, SpecError
+from codec.torch.channel import Array, Channel, Timeout
+from codec.torch.communicator import Line, agree, in_step, start
+from codec.torch.phases import Attempt
+
+_MOST_NBYTES = 1 << 36  # of a frame
+_CHUNK_NBYTES = 1 << 22  # of a message: memory for a frame grows with what has come of it
+_END_NBYTES = 8  # behind the bytes of a message; a message that is too short lacks some of them
+
+
+def exchange(frames: Sequence[Any], *, group: Any = None, timeout: Timeout | None = None) -> list[bytes]:
+    """Send a frame to each rank and get one from each: what ``all_to_all`` is for tensors.
+
+    Parameters
+    ----------
+    frames : sequence of bytes or buffers
+        One for each rank of the group, in order, this rank included; any bytes, up to 64 GiB.
+    group, timeout : optional
+        As for :func:`all_reduce`.
+
+    Returns
+    -------
+    list of bytes
+        From each rank, in order; empty if this rank is not of the group.
+
+    Raises
+    ------
+    PeerError, SpecError
+        As for :func:`all_reduce`.
+    FrameError
+        A rank announces a frame of an impossible size; a new group is needed. Or there is no memory for a frame, or a
+        message was shorter than announced; the group can still be used.
+    """
+    return start("exchange", group, timeout, False, lambda line: _exchange(line, frames)) or []
+
+
+def _exchange(line: Line, frames: Sequence[Any]) -> list[bytes]:
+    channel = line.channel
+
+    def prepare() -> tuple[list[Array], list[int]]:
+        try:
+            arrays = [np.frombuffer(frame, np.uint8) for frame in frames]
+        except (TypeError, ValueError, BufferError) as e:
+            raise SpecError(f"frames must be bytes or buffers, one for each rank: {e}") from None
+        if len(arrays) != channel.size:
+            raise SpecError(f"{len(arrays)} frames were given for {channel.size} ranks")
+        if max(a.nbytes for a in arrays) > _MOST_NBYTES:
+            raise SpecError(f"a frame has more than {_MOST_NBYTES} bytes")
+        return arrays, [0]
+
+    arrays, _ = agree(channel, prepare)
+    with in_step(channel):
+        received, error = swap(channel, arrays)
+    channel.conclude(error)
+    channel.counters.frame_collectives += 1
+    channel.counters.raw_nbytes += sum(a.nbytes for a in arrays)
+    return received
+
+
+def swap(channel: Channel, arrays: Sequence[Array]) -> tuple[list[bytes], Exception | None]:
+    """Send an array of bytes to each rank and receive one from each, in messages of _CHUNK_NBYTES.
+
+    Returns
+    -------
+    list of bytes, Exception or None
+        What ranks have sent, in order; if there is an error, empty ones.
+    """
+    sizes, others = channel.scatter([a.nbytes for a in arrays]), channel.others
+    for rank, nbytes in enumerate(sizes):
+        if not 0 <= nbytes <= _MOST_NBYTES:
+            raise FrameError(f"rank {rank} announces a frame of {nbytes} bytes; at most {_MOST_NBYTES} are possible")
+    rooms = [_room(nbytes) for o in others for nbytes in (sizes[o], arrays[o].nbytes)]
+    channel.begin(Channel.room_for(rooms))
+    incoming = {o: channel.take(_room(sizes[o])) for o in others}
+    outgoing = {o: channel.take(_room(arrays[o].nbytes)) for o in others}
+    found: dict[int, list[bytes]] = {o: [] for o in others}
+    attempt = Attempt(channel)
+    longest = max((max(sizes[o], arrays[o].nbytes) for o in others), default=0)
+    for begin in range(0, longest, _CHUNK_NBYTES):
+        expected = {o: _expect(channel, incoming[o], sizes[o] - begin, o) for o in others if sizes[o] > begin}
+        for o in others:
+            if arrays[o].nbytes > begin:
+                _send(channel, outgoing[o], arrays[o][begin : begin + _CHUNK_NBYTES], o)
+        for o, (message, work) in expected.items():
+            channel.wait(work, o)
+            attempt(_keep, found[o], message, o)
+        channel.finish()
+    found[channel.rank] = [arrays[channel.rank].tobytes()]
+    joined = attempt(_join, [found[rank] for rank in range(channel.size)])
+    return joined or [b""] * channel.size, attempt.error
+
+
+def _room(nbytes: int) -> int:
+    return min(nbytes, _CHUNK_NBYTES) + _END_NBYTES
+
+
+def _end(nbytes: int) -> Array:
+    """Return the last bytes of a message of `nbytes`."""
+    return np.frombuffer((~nbytes % (1 << 64)).to_bytes(_END_NBYTES, "little"), np.uint8)
+
+
+def _send(channel: Channel, room: Array, chunk: Array, to: int) -> None:
+    message = room[: chunk.nbytes + _END_NBYTES]
+    message[: chunk.nbytes] = chunk
+    message[chunk.nbytes :] = _end(chunk.nbytes)
+    channel.send_values(message, to)
+
+
+def _expect(channel: Channel, room: Array, left: int, source: int) -> tuple[Array, Any]:
+    message = room[: _room(left)]
+    message[-_END_NBYTES:] = 0  # no _end() is
+    channel.counters.received_nbytes += message.nbytes
+    return message, channel.post("recv", message, source)
+
+
+def _keep(found: list[bytes], message: Array, source: int) -> None:
+    """Append the bytes of a message to those that have come."""
+    nbytes = message.nbytes - _END_NBYTES
+    if message[nbytes:].tobytes() != _end(nbytes).tobytes():
+        raise FrameError(f"a message of rank {source} is shorter than the {nbytes} bytes that it announced")
+    try:
+        found.append(message[:nbytes].tobytes())
+    except MemoryError as e:
+        raise FrameError(f"there is no memory for the frame of rank {source}") from e
+
+
+def _join(found: list[list[bytes]]) -> list[bytes]:
+    joined: list[bytes] = []
+    for chunks in found:
+        try:
+            joined.append(chunks[0] if len(chunks) == 1 else b"".join(chunks))
+        except MemoryError as e:
+            raise FrameError(f"there is no memory for a frame of {sum(map(len, chunks))} bytes") from e
+        chunks.clear()
+    return joined

@@ -1,0 +1,116 @@
+"""Collectives over lists of tensors, as the backend `codec` needs them: all tensors of a list travel together."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from codec import SpecError
+from codec.specs import Spec
+from codec.tensors.segments import segments
+from codec.torch import algorithms
+from codec.torch.arguments import check_dense, check_output, publish, reduction_of
+from codec.torch.channel import Array
+from codec.torch.collectives import Algorithm, run, run_algorithm
+from codec.torch.communicator import Line, start, storing
+from codec.torch.reduction import Reduction
+from codec.torch.worker import Pending
+
+Tensors = Sequence[torch.Tensor]
+
+
+def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, algorithm: Algorithm, stream: int) -> Pending:
+    """Reduce tensors of one dtype over all ranks, in place: all of them, or none."""
+
+    def prepare() -> Reduction:
+        for t in tensors:
+            check_output(t, tensors[0].dtype, t.numel(), "a tensor")
+        flat = torch.cat([t.detach().reshape(-1) for t in tensors])
+        return reduction_of(flat, spec, op, segments(tensors), None, None, stream)
+
+    def work(line: Line) -> None:
+        result, r = run(line, prepare, algorithm)
+        with storing(line.channel):
+            begin = 0
+            for t in tensors:
+                publish(result[begin : begin + t.numel()], r, t)
+                begin += t.numel()
+
+    return _started("all_reduce", group, work)
+
+
+def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, op: Any, stream: int) -> Pending:
+    """Reduce tensors of one dtype over all ranks, and give each rank its part of each."""
+
+    def prepare(size: int) -> Reduction:
+        _check_pairs(inputs, outputs)
+        for t, part in zip(inputs, outputs, strict=True):
+            check_dense(t)
+            check_output(part, inputs[0].dtype, t.numel() // size)
+            if t.numel() % size:
+                raise SpecError(f"{t.numel()} values cannot be scattered over {size} ranks in equal parts")
+        flat = torch.cat([t.detach().reshape(size, -1) for t in inputs], 1)
+        return reduction_of(flat, spec, op, None, None, None, stream)
+
+    def store(result: Array, r: Reduction) -> None:
+        begin = 0
+        for part in outputs:
+            publish(result[begin : begin + part.numel()], r, part)
+            begin += part.numel()
+
+    return _started(
+        "reduce_scatter", group, lambda line: run_algorithm(line, algorithms.reduce_scatter, prepare, store)
+    )
+
+
+def all_gather(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, stream: int) -> Pending:
+    """Give all ranks the tensors of all: those of the i-th input, in the order of ranks, to the i-th output."""
+
+    def prepare(size: int) -> Reduction:
+        _check_pairs(inputs, outputs)
+        for t, everyones in zip(inputs, outputs, strict=True):
+            check_output(everyones, inputs[0].dtype, t.numel() * size)
+        return _joined(inputs, spec, stream)
+
+    def store(result: Array, r: Reduction) -> None:
+        rows, begin = result.reshape(-1, r.x.size), 0
+        for t, everyones in zip(inputs, outputs, strict=True):
+            publish(rows[:, begin : begin + t.numel()], r, everyones)
+            begin += t.numel()
+
+    return _started("all_gather", group, lambda line: run_algorithm(line, algorithms.gather, prepare, store))
+
+
+def all_gather_list(outputs: Tensors, tensor: torch.Tensor, spec: Spec, *, group: Any, stream: int) -> Pending:
+    """Give all ranks the tensors of all: that of the i-th rank to the i-th output."""
+
+    def prepare(size: int) -> Reduction:
+        if len(outputs) != size:
+            raise SpecError(f"{len(outputs)} outputs were given for the tensors of {size} ranks")
+        for theirs in outputs:
+            check_output(theirs, tensor.dtype, tensor.numel())
+        return _joined([tensor], spec, stream)
+
+    def store(result: Array, r: Reduction) -> None:
+        for theirs, row in zip(outputs, result.reshape(-1, r.x.size), strict=True):
+            publish(row, r, theirs)
+
+    return _started("all_gather", group, lambda line: run_algorithm(line, algorithms.gather, prepare, store))
+
+
+def _joined(tensors: Tensors, spec: Spec, stream: int) -> Reduction:
+    for t in tensors:
+        check_dense(t)
+    flat = tensors[0] if len(tensors) == 1 else torch.cat([t.detach().reshape(-1) for t in tensors])
+    return reduction_of(flat, spec, "sum", None, None, None, stream)
+
+
+def _check_pairs(inputs: Tensors, outputs: Tensors) -> None:
+    if len(inputs) != len(outputs):
+        raise SpecError(f"{len(outputs)} outputs were given for {len(inputs)} inputs")
+
+
+def _started(what: str, group: Any, work: Any) -> Pending:
+    pending = start(what, group, None, True, work)
+    assert isinstance(pending, Pending)
+    return pending

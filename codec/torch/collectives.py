@@ -1,0 +1,479 @@
+"""Collectives over torch.distributed whose tensors travel as frames."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from codec import SpecError
+from codec.specs import Lossless, Spec, Ternary
+from codec.tensors.segments import Records, Segments, unpack
+from codec.tensors.view import mark_written
+from codec.torch import algorithms, raw, ternary
+from codec.torch.arguments import as_array, check_dense, check_output, publish, reduction_of
+from codec.torch.autotune import Choice, report
+from codec.torch.channel import Array, Channel, Timeout
+from codec.torch.communicator import Line, agree, ask, group_stats, hang_up, hashed, in_step, line_of, start, storing
+from codec.torch.reduction import Reduction
+from codec.torch.residuals import CallersResidual, check_algorithm_of_feedback
+from codec.torch.worker import Pending
+
+Algorithm = Literal["auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"]
+
+__all__ = [
+    "Algorithm",
+    "Line",
+    "agree",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "ask",
+    "check_algorithm",
+    "choose_algorithm",
+    "group_stats",
+    "hang_up",
+    "hashed",
+    "in_step",
+    "line_of",
+    "reduce_scatter",
+    "run",
+    "run_algorithm",
+    "run_all",
+    "signature",
+]
+
+_ALGORITHMS = {
+    "two_shot": algorithms.two_shot,
+    "all_gather": algorithms.all_gather,
+    "ring": algorithms.ring,
+    "raw": raw.two_shot,
+    "shared_scale": ternary.shared_scale,
+}
+_OF_FRAMES = ("two_shot", "all_gather", "ring")  # their results can wait in them
+_CHOICES = 256  # that a group remembers
+_SMALL = 1 << 16  # bytes of a tensor: two phases take longer than what one sends more
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+    *,
+    group: Any = None,
+    op: Any = "mean",
+    algorithm: Algorithm = "auto",
+    segments: Segments | None = None,
+    metric: Any = None,
+    state: Mapping[str, Any] | None = None,
+    stream: int = 0,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    timeout: Timeout | None = None,
+    async_op: bool = False,
+) -> Pending | None:
+    """Reduce a tensor over all ranks of a group, in place, as ``dist.all_reduce`` does, with frames on the wire.
+
+    Values are summed in float32, in the order of ranks, so that all ranks get the same bits; lossless, the bits of that
+    sum. A rank's own values are encoded as all others'. If anything goes wrong on any rank, all of them raise, and all
+    tensors are as they were.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        float32, bfloat16 or float16; of the same shape on all ranks.
+    spec : Spec
+        How frames are encoded; lossless if left out.
+    group : ProcessGroup, optional
+        Whose ranks; all if left out. It gets connections of its own, over Gloo, with its first collective.
+    op : {"mean", "sum", "max"} or ReduceOp
+        What is made of the values.
+    algorithm : {"auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"}
+        Who sends what to whom. Two-shot: each rank reduces a slice, 2 (N - 1) / N frames on the wire; all-gather: one
+        phase, N - 1 frames; ring: as much as two-shot, to one neighbour, encoded N - 1 times; raw: two-shot without
+        frames, values as they are; shared scale: two-shot for :class:`codec.Ternary`, each parameter under one scale of
+        all ranks, so that sums come back whole. Left out: all-gather for two ranks and small tensors, else two-shot;
+        but raw where ranks are busy encoding and it has turned out to be faster, which is tried out by the first calls
+        with tensors of a size. Then what lossy codecs give depends on the time: name an algorithm if runs must be
+        alike.
+    segments : list of (int, tuple of int), optional
+        Parameters inside a flat bucket, as :func:`codec.encode` takes them. Left out: the tensor's own shape.
+    metric, state : optional
+        What :class:`codec.Truncate` goes by. State tensors have as many values as `tensor`.
+    stream : int
+        Tells tensors of one step apart, where a codec draws at random.
+    residual : torch.Tensor, optional
+        Error feedback with a lossy `spec`, for a sum or mean by any `algorithm` but the ring: float32, contiguous, in
+        host memory, with as many values as `tensor`; zeros before the first call. This rank sends ``tensor +
+        residual``, and `residual` gets all that its frames lose, those of sums included. Residuals of all ranks
+        together then hold what the results so far lack. With two-shot and a mean, a rank's residual holds N times the
+        error of its slice of the mean. The rounding of results to bfloat16 or float16 is not fed back. After an error
+        on any rank `residual` is unchanged on all.
+    out : torch.Tensor, optional
+        Where to put the result instead of into `tensor`, which then stays as it is: contiguous, of the same dtype and
+        size, in host memory of its own. In place nothing may be written before all have succeeded, so that frames are
+        decoded aside and what comes out is copied, or, low-bit codecs' of large tensors, decoded last of all; with
+        `out` while others are on the wire. After an error it holds anything.
+    timeout : float or timedelta, optional
+        Seconds that a rank may keep others waiting, set with the group's first collective; left out: the group's.
+    async_op : bool
+        Return at once, and reduce in the background, in the order of calls.
+
+    Returns
+    -------
+    None, or Pending if `async_op`
+        With ``wait()`` and ``get_future()``.
+
+    Raises
+    ------
+    SpecError
+        The tensor or an argument cannot be used; the values hold NaN or Inf, which lossy codecs refuse.
+    FrameError
+        What another rank sent was damaged.
+    PeerError
+        Another rank raised one of these, asked for something else, is gone or did not answer in time. If a connection
+        was lost a new group is needed.
+
+    Examples
+    --------
+    >>> codec.torch.all_reduce(gradient, codec.Float8(row=128))  # doctest: +SKIP
+    """
+
+    def work(line: Line) -> torch.Tensor:
+        return _all_reduce(line, tensor, spec, op, algorithm, segments, metric, state, stream, residual, out)
+
+    return _pending(start("all_reduce", group, timeout, async_op, work))
+
+
+def _pending(started: Any) -> Pending | None:
+    """Return `started` if the collective is in the background: others that write to a tensor return nothing."""
+    return started if isinstance(started, Pending) else None
+
+
+def _all_reduce(
+    line: Line,
+    tensor: torch.Tensor,
+    spec: Spec,
+    op: Any,
+    algorithm: Algorithm,
+    segments: Segments | None,
+    metric: Any,
+    state: Mapping[str, Any] | None,
+    stream: int,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    kept: CallersResidual | None = None
+
+    def prepare() -> Reduction:
+        nonlocal kept
+        whole = [(0, tuple(tensor.shape))] if len(getattr(tensor, "shape", ())) > 1 else None
+        inside = whole if segments is None else segments
+        r = reduction_of(tensor, spec, op, inside, metric, state, stream)
+        if algorithm == "shared_scale":
+            ternary.check(r.spec, r.op)
+        if out is None:
+            check_output(tensor, tensor.dtype, tensor.numel(), "the tensor")
+        r.out = None if out is None else _place(out, tensor, r)
+        if out is None and r.can_wait and r.x.ctypes.data == tensor.data_ptr():
+            r.late = []
+        if residual is not None:
+            check_algorithm_of_feedback(algorithm)
+            kept = CallersResidual(residual, r, tensor if out is None else out)
+        return r
+
+    result, r = run(line, prepare, algorithm)
+    with storing(line.channel):
+        if out is None:
+            _store(result, r, tensor)
+        if kept is not None:
+            kept.commit(line.channel.size)
+    return tensor if out is None else out
+
+
+def _store(result: Array, r: Reduction, tensor: torch.Tensor) -> None:
+    """Store the result of a reduction in the caller's tensor."""
+    for each in r.late or ():
+        each()
+    if r.late is None:
+        publish(result, r, tensor)
+    else:
+        mark_written(tensor)
+
+
+def _place(out: torch.Tensor, tensor: torch.Tensor, r: Reduction) -> Array:
+    """Where a result goes that is not written to the tensor itself."""
+    check_output(out, tensor.dtype, tensor.numel(), "out=")
+    if out.device.type != "cpu" or not out.is_contiguous():
+        raise SpecError(f"out= must be contiguous and in host memory; it has strides {out.stride()} on {out.device}")
+    place = as_array(out)
+    inside = out.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    if np.may_share_memory(place, r.x) or (inside and not tensor.is_contiguous()):
+        raise SpecError("out= shares memory with the tensor")
+    return place
+
+
+def run(line: Line, prepare: Callable[[], Reduction], asked: Algorithm) -> tuple[Array, Reduction]:
+    """The reduced values of what prepare() returns, once all ranks have them."""
+    return run_all(line, lambda: [prepare()], asked)[0]
+
+
+def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm) -> list[tuple[Array, Reduction]]:
+    """The same for several: all are reduced, or none."""
+    channel = line.channel
+    sign = 0
+
+    def begin() -> tuple[list[Reduction], list[int]]:
+        nonlocal sign
+        reductions = prepare()
+        # what is left to us may come to be another algorithm later: all must have left it
+        sign = hashed(asked, [signature(r, choose_algorithm(asked, r, channel.size)) for r in reductions])
+        return reductions, [sign]
+
+    reductions = ask(channel, begin)
+    choice = line.choices.get(sign) or Choice(_described(reductions))
+    as_they_are = asked == "auto" and channel.size > 1 and choice.kind == "values"
+    before = channel.sent_nbytes
+    with in_step(channel):
+        largest = max(reductions, key=lambda r: r.x.size, default=None)
+        for r in reductions:
+            if r is not largest and r.out is None and r.late is None:  # there is memory for one result
+                r.out = np.empty(r.x.size, r.x.dtype)
+        names = [choose_algorithm(asked, r, channel.size) for r in reductions]
+        if as_they_are:
+            names = ["raw" if r.x.nbytes > _SMALL else name for r, name in zip(reductions, names, strict=True)]
+        ended = _run_each(channel, reductions, names)
+    first = next((error for _, error in ended if error is not None), None)
+    nbytes = sum(2 * r.x.nbytes * (channel.size - 1) // channel.size for r in reductions)
+    choice.learn(channel.conclude(first, report(channel.began, channel.sent_nbytes - before, nbytes)))
+    _count(channel, reductions, raw="raw" in names)
+    line.choices.pop(sign, None)
+    line.choices[sign] = choice
+    if len(line.choices) > _CHOICES:  # that of the longest ago, on all ranks
+        del line.choices[next(iter(line.choices))]
+    return [(result, r) for r, (result, _) in zip(reductions, ended, strict=True)]
+
+
+def _described(reductions: list[Reduction]) -> str:
+    """Return the total size, dtypes and specs of some reductions, for log messages."""
+    specs = ", ".join(dict.fromkeys(f"{r.dtype} by {r.spec}" for r in reductions))
+    return f"{sum(r.x.nbytes for r in reductions)} bytes ({specs})"
+
+
+def _count(channel: Channel, reductions: Sequence[Reduction], *, raw: bool = False) -> None:
+    """Count a collective that has succeeded."""
+    counters = channel.counters
+    counters.raw_nbytes += sum(r.x.nbytes for r in reductions)
+    if raw:
+        counters.raw_collectives += 1
+    else:
+        counters.frame_collectives += 1
+
+
+def _run_each(channel: Channel, reductions: list[Reduction], names: list[str]) -> list[tuple[Array, Exception | None]]:
+    """What algorithms of these names give: together, if they have steps, else one after the other."""
+    if all(name in algorithms.STEPS for name in names):
+        return algorithms.in_turn(
+            [algorithms.STEPS[name](channel, r) for r, name in zip(reductions, names, strict=True)]
+        )
+    ended: list[tuple[Array, Exception | None]] = []
+    for r, name in zip(reductions, names, strict=True):
+        if name not in _OF_FRAMES:
+            r.late = None
+        ended.append(_ALGORITHMS[name](channel, r))
+    return ended
+
+
+def signature(r: Reduction, algorithm: str) -> int:
+    """What must be the same on all ranks."""
+    book = r.codebook and r.codebook.id
+    inside = None if r.segments is None else _hashed_segments(r.segments)
+    return hashed(r.spec, r.dtype, r.x.size, r.op, algorithm, inside, r.metric is None, book)
+
+
+@functools.lru_cache(256)
+def _hashed_segments(segments: Records) -> int:
+    return hashed(unpack(segments))  # records are in this machine's byte order
+
+
+def check_algorithm(asked: Any) -> None:
+    """Raise SpecError unless there is such an algorithm."""
+    if not isinstance(asked, str) or asked not in ("auto", *_ALGORITHMS):
+        raise SpecError(f"algorithm must be 'auto' or one of {tuple(_ALGORITHMS)}, got {asked!r}")
+
+
+def choose_algorithm(asked: Algorithm, r: Reduction, size: int) -> str:
+    """Who sends what to whom."""
+    check_algorithm(asked)
+    if asked == "shared_scale":
+        if isinstance(r.spec, Ternary):
+            return asked
+        asked = "auto"  # of what a hook's policy has beside
+    if size == 1 or (asked == "auto" and (size == 2 or r.x.nbytes <= _SMALL)):
+        return "all_gather"
+    return "two_shot" if asked == "auto" else asked
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+    *,
+    group: Any = None,
+    op: Any = "mean",
+    stream: int = 0,
+    residual: torch.Tensor | None = None,
+    timeout: Timeout | None = None,
+    async_op: bool = False,
+) -> Pending | None:
+    """Reduce a tensor over all ranks and give each rank its part, as ``dist.reduce_scatter_tensor`` does.
+
+    Parameters
+    ----------
+    output : torch.Tensor
+        Gets the part of this rank: the `rank`-th of N equal parts of the flattened sum. It may be a part of `tensor`.
+    tensor : torch.Tensor
+        N times as many values, of the same dtype: float32, bfloat16 or float16.
+    spec, group, op, stream, residual, timeout, async_op
+        As for :func:`all_reduce`, and so are the errors. `residual` has as many values as `tensor`.
+    """
+    kept: CallersResidual | None = None
+
+    def prepare(size: int) -> Reduction:
+        nonlocal kept
+        check_sizes(tensor, size, output)
+        r = reduction_of(tensor, spec, op, None, None, None, stream)
+        if residual is not None:
+            kept = CallersResidual(residual, r, output)
+        return r
+
+    def commit(size: int) -> None:
+        if kept is not None:
+            kept.commit(size)
+
+    return _begin(group, timeout, async_op, algorithms.reduce_scatter, prepare, output, commit)
+
+
+def all_gather(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+    *,
+    group: Any = None,
+    stream: int = 0,
+    timeout: Timeout | None = None,
+    async_op: bool = False,
+) -> Pending | None:
+    """Give all ranks the tensors of all, as ``dist.all_gather_single`` does. The sender sees its own as others do.
+
+    Parameters
+    ----------
+    output : torch.Tensor
+        N times as many values: those of rank 0 first.
+    tensor : torch.Tensor
+        float32, bfloat16 or float16.
+    spec, group, stream, timeout, async_op
+        As for :func:`all_reduce`, and so are the errors.
+    """
+
+    def prepare(size: int) -> Reduction:
+        check_sizes(output, size, tensor)
+        return reduction_of(tensor, spec, "sum", None, None, None, stream)
+
+    return _begin(group, timeout, async_op, algorithms.gather, prepare, output)
+
+
+def all_to_all(
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+    *,
+    group: Any = None,
+    stream: int = 0,
+    timeout: Timeout | None = None,
+    async_op: bool = False,
+) -> Pending | None:
+    """Send the i-th of N equal parts of a flattened tensor to rank i, as ``dist.all_to_all_single`` does.
+
+    Parameters
+    ----------
+    output : torch.Tensor
+        As many values as `tensor`: the part that rank 0 sent first.
+    tensor : torch.Tensor
+        float32, bfloat16 or float16.
+    spec, group, stream, timeout, async_op
+        As for :func:`all_reduce`, and so are the errors.
+    """
+
+    def prepare(size: int) -> Reduction:
+        check_sizes(output, 1, tensor)
+        if tensor.numel() % size:
+            raise SpecError(f"{tensor.numel()} values cannot be cut into {size} equal parts")
+        return reduction_of(tensor, spec, "sum", None, None, None, stream)
+
+    return _begin(group, timeout, async_op, algorithms.all_to_all, prepare, output)
+
+
+def check_sizes(large: torch.Tensor, times: int, small: torch.Tensor) -> None:
+    """Raise SpecError unless `large` has `times` as many values as `small`, of the same dtype."""
+    check_dense(large)
+    check_dense(small)
+    have, want, dtype, other = large.numel(), times * small.numel(), large.dtype, small.dtype
+    if have != want or dtype != other:
+        raise SpecError(f"output and tensor do not go together: {have} values for {want}, {dtype} and {other}")
+
+
+def run_algorithm(
+    line: Line,
+    algorithm: Callable[[Channel, Reduction], tuple[Array, Exception | None]],
+    prepare: Callable[[int], Reduction],
+    store: Callable[[Array, Reduction], None],
+) -> None:
+    """Run an algorithm over what prepare(number of ranks) returns; store(result, reduction) once all have succeeded.
+
+    What `prepare` raises is an error on all ranks.
+    """
+    channel, name = line.channel, algorithm.__name__
+
+    def begin() -> tuple[Reduction, list[int]]:
+        r = prepare(channel.size)
+        return r, [signature(r, name)]
+
+    r = ask(channel, begin)
+    with in_step(channel):
+        result, error = algorithm(channel, r)
+    channel.conclude(error)
+    _count(channel, [r])
+    with storing(channel):
+        store(result, r)
+
+
+def _nothing(size: int) -> None:
+    """Do nothing after a success."""
+
+
+def _begin(
+    group: Any,
+    timeout: Timeout | None,
+    async_op: bool,
+    algorithm: Any,
+    prepare: Callable[[int], Reduction],
+    output: torch.Tensor,
+    commit: Callable[[int], None] = _nothing,
+) -> Pending | None:
+    """Run an algorithm over what prepare(size) returns, into `output`; then commit(size) after a success."""
+
+    def prepare_all(size: int) -> Reduction:
+        r = prepare(size)
+        check_output(output, output.dtype, output.numel())
+        return r
+
+    def work(line: Line) -> torch.Tensor:
+        def store(result: Array, r: Reduction) -> None:
+            publish(result, r, output)
+            commit(line.channel.size)
+
+        run_algorithm(line, algorithm, prepare_all, store)
+        return output
+
+    return _pending(start(algorithm.__name__, group, timeout, async_op, work))

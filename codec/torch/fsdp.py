@@ -1,0 +1,449 @@
+"""FSDP2's collectives with frames on the wire: reduce-scatter, all-gather, and the all-reduce between replicas."""
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from codec import SpecError, StateError
+from codec._c.spec_structs import spec_struct
+from codec.specs import Lossless, Spec, check_contraction
+from codec.stateful.checkpoint import VERSION, opened, plain
+from codec.torch import algorithms, arguments, collectives
+from codec.torch.channel import Timeout, check_timeout
+from codec.torch.collectives import Algorithm, Line
+from codec.torch.communicator import start, storing
+from codec.torch.counters import Counters
+from codec.torch.passes import Pass
+from codec.torch.reduction import Reduction
+from codec.torch.residuals import Feedback, Residuals, check_algorithm_of_feedback
+from codec.torch.work import Handle
+from codec.torch.worker import Pending
+
+_STREAM = 1 << 32  # distance between the random streams of two collectives: more than one collective has frames
+
+
+@dataclass
+class CommStats(Counters):
+    """Totals of a :class:`ReduceScatter`, :class:`AllGather` or :class:`AllReduce`, over all modules that use it.
+
+    The attributes of :class:`codec.torch.counters.Counters`, and these. Tensors of dtypes without a codec count as
+    `raw_collectives`; their bytes and seconds are not measured.
+
+    Attributes
+    ----------
+    uncompressed_nbytes : int
+        Bytes that this rank would have sent in the same collectives without compression.
+    residual_norm : float
+        Euclidean norm of this rank's residuals (error feedback); 0.0 without.
+    """
+
+    uncompressed_nbytes: int = 0
+    residual_norm: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Bytes sent over those without compression; nan before the first collective."""
+        return self.sent_nbytes / self.uncompressed_nbytes if self.uncompressed_nbytes else math.nan
+
+
+class _Comm:
+    """Common part of the three collectives: codec, timeout, random streams, statistics."""
+
+    def __init__(self, spec: Spec, timeout: Timeout | None) -> None:
+        spec_struct(spec)  # raises SpecError unless it is a spec
+        self._spec, self._timeout = spec, check_timeout(timeout)
+        self._calls = 0  # equal on all ranks of a group
+        self._stats = CommStats()
+        self._counting = threading.Lock()
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for an input or output; FSDP2 calls this."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def stats(self) -> CommStats:
+        """Return the totals so far, of this rank."""
+        with self._counting:
+            return CommStats(**vars(self._stats))
+
+    def _count(self, counters: Counters, uncompressed_nbytes: int = 0) -> None:
+        with self._counting:
+            for name, value in vars(counters).items():
+                setattr(self._stats, name, getattr(self._stats, name) + value)
+            self._stats.uncompressed_nbytes += uncompressed_nbytes
+
+    def _run(
+        self,
+        name: str,
+        group: Any,
+        tensor: torch.Tensor,
+        copies: Callable[[int], float],
+        work: Callable[[Line, int], Any],
+        output: torch.Tensor,
+        async_op: bool,
+    ) -> Handle | None:
+        """Do work(line, stream) in the thread of a group's collectives, and count it.
+
+        The bytes without compression are those of `tensor` times copies(number of ranks).
+        """
+        if tensor.device.type != "cpu":  # the group's thread copies in a stream of its own
+            torch.accelerator.current_stream(tensor.device).synchronize()
+        self._calls += 1
+        stream = self._calls * _STREAM
+
+        def counted(line: Line) -> None:
+            before = line.channel.counters.copy()
+            work(line, stream)
+            self._count(line.channel.counters - before, round(tensor.nbytes * copies(line.channel.size)))
+
+        pending = start(name, group, self._timeout, async_op, counted)
+        return Handle(pending, [output]) if isinstance(pending, Pending) else None
+
+    def _count_plain(self) -> None:
+        """Count a collective that torch.distributed has done, of a dtype without a codec."""
+        self._count(Counters(raw_collectives=1))
+
+
+class _Reducing(_Comm):
+    """A collective that reduces gradients, with error feedback if wanted."""
+
+    def __init__(self, spec: Spec, feedback: bool, timeout: Timeout | None) -> None:
+        super().__init__(spec, timeout)
+        if feedback:
+            check_contraction(spec)
+        self._residuals = Residuals() if feedback else None
+        self._names: list[str] = []  # of the registered modules
+
+    def stats(self) -> CommStats:
+        """Return the totals so far, of this rank."""
+        stats = super().stats()
+        stats.residual_norm = 0.0 if self._residuals is None else self._residuals.norm()
+        return stats
+
+    def _feed(self, r: Reduction, now: Pass, name: str | None) -> Feedback | None:
+        """Have the reduction of a module's gradients use its residual, if there is error feedback."""
+        now.check()
+        if self._residuals is None:
+            return None
+        if name is None:
+            raise SpecError("feedback=True keeps a residual for each module: use register(model), which names them")
+        return Feedback(r, now.begin(self._residuals, name, r.x.size))
+
+    def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
+        """Return what a checkpoint needs so that a resumed run gets the same bits: residuals, and a count of calls.
+
+        Parameters
+        ----------
+        gather : bool
+            Return the state of all ranks, on all of them, so that one file is enough. This is a collective call.
+
+        Returns
+        -------
+        dict
+            ``version``, ``world_size`` and ``"rank <r>"``, of this rank or of each: ``calls``, and ``residuals`` as a
+            dict from module names to float32 tensors, as the last backward pass that succeeded has left them.
+        """
+        kept = {} if self._residuals is None else self._residuals.tensors()
+        mine = {f"rank {dist.get_rank()}": {"calls": self._calls, "residuals": kept}}
+        found: list[dict[str, Any]] = [mine] * dist.get_world_size()
+        if gather:
+            dist.all_gather_object(found, mine)
+        return functools.reduce(dict.__or__, found, {"version": VERSION, "world_size": len(found)})
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state of :meth:`state_dict`, this rank's or a gathered one. Call :meth:`register` before.
+
+        Raises
+        ------
+        StateError
+            It is no such state, or of another rank, number of ranks, version or model. Nothing has changed then.
+        """
+        state, rank, size = opened(state_dict), dist.get_rank(), dist.get_world_size()
+        if (saved := plain(state, "world_size", int)) != size:
+            raise StateError(
+                f"the state is of {saved} ranks, this job has {size}: residuals of shards cannot be resharded; "
+                "go on without this state"
+            )
+        mine = state.get(f"rank {rank}")
+        if not isinstance(mine, Mapping):
+            raise StateError(
+                f"the state has {sorted(map(str, state))}, nothing of rank {rank}: "
+                "save one file a rank, or one of state_dict(gather=True)"
+            )
+        calls = plain(mine, "calls", int)
+        if not 0 <= calls < _STREAM:
+            raise StateError(f"the state counts {calls} calls: that is damaged")
+        residuals = mine.get("residuals")
+        if self._residuals is not None:
+            self._residuals.load(residuals, self._names)
+        elif residuals:
+            raise StateError("the state has residuals, but error feedback is off: pass feedback=True")
+        self._calls = calls
+
+
+class ReduceScatter(_Reducing):
+    """Reduce FSDP2's gradients: sums in the order of ranks, with frames on the wire.
+
+    Parameters
+    ----------
+    spec : Spec
+        Codec of the gradients; lossless if left out.
+    feedback : bool
+        Error feedback: what a rank's frames lose is added to its next gradients. It takes 8 bytes for each value that
+        the rank reduces, which is 8 bytes for each parameter of the whole model. A gradient must have as many values
+        in each pass: where some parameters get no gradient, call ``set_reduce_scatter_unused_params(True)``.
+    timeout : float or timedelta, optional
+        Seconds that a rank may keep others waiting; left out: the group's.
+
+    Notes
+    -----
+    An error on one rank is an error on all, and residuals are as they were before that backward pass. Gradients of
+    dtypes without a codec go through torch.distributed.
+
+    Examples
+    --------
+    >>> fully_shard(model)  # doctest: +SKIP
+    >>> gradients = codec.torch.ReduceScatter(codec.Quantize(4), feedback=True).register(model)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+        *,
+        feedback: bool = False,
+        timeout: Timeout | None = None,
+    ) -> None:
+        super().__init__(spec, feedback, timeout)
+
+    def register(self, model: torch.nn.Module) -> "ReduceScatter":
+        """Have all FSDP2 modules in `model` reduce their gradients by this object, and return it."""
+        modules = _modules_of(model)
+        for name, module in modules.items():
+            module.set_custom_reduce_scatter(_ModuleReduceScatter(self, name))
+        self._names = list(modules)
+        return self
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Handle | dist.Work | None:
+        """Do what ``dist.reduce_scatter_single`` does; FSDP2 calls this."""
+        return self.reduce_scatter(None, output_tensor, input_tensor, group, op, async_op)
+
+    def reduce_scatter(
+        self, name: str | None, output: torch.Tensor, tensor: torch.Tensor, group: Any, op: Any, async_op: bool
+    ) -> Handle | dist.Work | None:
+        """Reduce the gradients of the module `name`."""
+        if tensor.dtype not in arguments.NAMES:
+            self._count_plain()
+            return dist.reduce_scatter_single(output, tensor, op, group, async_op)
+        if getattr(op, "op", op) == dist.ReduceOp.PREMUL_SUM:
+            tensor, op = tensor * op.factor, dist.ReduceOp.SUM
+        now = Pass.current()
+
+        def work(line: Line, stream: int) -> None:
+            def prepare(size: int) -> Reduction:
+                collectives.check_sizes(tensor, size, output)
+                r = arguments.reduction_of(tensor, self._spec, op, None, None, None, stream)
+                arguments.check_output(output, output.dtype, output.numel())
+                self._feed(r, now, name)
+                return r
+
+            collectives.run_algorithm(
+                line, algorithms.reduce_scatter, prepare, lambda result, r: arguments.publish(result, r, output)
+            )
+
+        run = functools.partial(
+            self._run, "reduce_scatter", group, tensor, lambda size: (size - 1) / size, work, output
+        )
+        if not async_op:
+            now.run(lambda: run(False), output)
+            return None
+        handle = run(True)
+        if handle is not None and self._residuals is not None:  # the residual is part of the pass
+            now.run(handle.wait, output)
+        return handle
+
+
+class _ModuleReduceScatter:
+    """The reduce-scatter of one module."""
+
+    def __init__(self, comm: ReduceScatter, name: str) -> None:
+        self.allocate = comm.allocate
+        self._comm, self._name = comm, name
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Handle | dist.Work | None:
+        return self._comm.reduce_scatter(self._name, output_tensor, input_tensor, group, op, async_op)
+
+
+class AllReduce(_Reducing):
+    """Reduce FSDP2's gradients between replicas (HSDP): the all-reduce over the slow link, with frames on the wire.
+
+    The mesh that ``fully_shard`` gets has the sharding dimension alone. After each reduce-scatter FSDP2 has this object
+    all-reduce the shard over `group`, the ranks that hold the same shard. As in HSDP, all replicas must begin with the
+    same parameters.
+
+    Parameters
+    ----------
+    spec : Spec
+        Codec of the gradients; lossless if left out.
+    group : ProcessGroup
+        The replicas: ``mesh.get_group("replicate")``.
+    op : {"mean", "sum"}
+        "sum" together with FSDP2's ``set_gradient_divide_factor``.
+    algorithm : str
+        As for :func:`all_reduce`.
+    feedback : bool
+        Error feedback: what a rank's frames lose is added to its next gradients. It takes 8 bytes for each value of
+        this rank's shards. As for :class:`ReduceScatter`, a gradient must have as many values in each pass.
+    timeout : float or timedelta, optional
+        Seconds that a rank may keep others waiting; left out: the group's.
+
+    Notes
+    -----
+    ``set_requires_all_reduce(False)`` is for FSDP2's own all-reduce; to accumulate gradients without this one, use
+    ``set_requires_gradient_sync(False)``.
+
+    Examples
+    --------
+    >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))  # doctest: +SKIP
+    >>> fully_shard(model, mesh=mesh["shard"])  # doctest: +SKIP
+    >>> replicas = mesh.get_group("replicate")  # doctest: +SKIP
+    >>> codec.torch.AllReduce(codec.Float8(row=128), group=replicas).register(model)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+        *,
+        group: Any,
+        op: Literal["mean", "sum"] = "mean",
+        algorithm: Algorithm = "auto",
+        feedback: bool = False,
+        timeout: Timeout | None = None,
+    ) -> None:
+        super().__init__(spec, feedback, timeout)
+        if op not in ("mean", "sum"):
+            raise SpecError(f'op must be "mean" or "sum", got {op!r}')
+        collectives.check_algorithm(algorithm)
+        if feedback:
+            check_algorithm_of_feedback(algorithm)
+        self._group, self._op = group, op
+        self._algorithm: Algorithm = algorithm
+
+    def register(self, model: torch.nn.Module) -> "AllReduce":
+        """Have all FSDP2 modules in `model` all-reduce their gradients by this object, and return it.
+
+        Raises
+        ------
+        SpecError
+            FSDP2 all-reduces over the same replicas already: its mesh has their dimension, too.
+        """
+        from torch.distributed.tensor import DTensor
+
+        modules = _modules_of(model)
+        mine = set(dist.get_process_group_ranks(self._group))
+        for p in model.parameters():
+            groups = p.device_mesh.get_all_groups() if isinstance(p, DTensor) else []
+            if len(mine) > 1 and any(set(dist.get_process_group_ranks(g)) == mine for g in groups):
+                raise SpecError('the mesh of fully_shard has the replicas, too: use fully_shard(mesh=mesh["shard"])')
+        for name, module in modules.items():
+            module.set_all_reduce_hook(functools.partial(self.all_reduce, name))
+        self._names = list(modules)
+        return self
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Reduce a shard of gradients in place; for ``set_all_reduce_hook``."""
+        self.all_reduce(None, tensor)
+
+    def all_reduce(self, name: str | None, tensor: torch.Tensor) -> None:
+        """Reduce the gradients of the module `name` in place."""
+        if tensor.dtype not in arguments.NAMES:
+            self._count_plain()
+            dist.all_reduce(tensor, dist.ReduceOp.AVG if self._op == "mean" else dist.ReduceOp.SUM, self._group)
+            return
+        now = Pass.current()
+
+        def work(line: Line, stream: int) -> None:
+            feedback: Feedback | None = None
+
+            def prepare() -> Reduction:
+                nonlocal feedback
+                r = arguments.reduction_of(tensor, self._spec, self._op, None, None, None, stream)
+                arguments.check_output(tensor, tensor.dtype, tensor.numel(), "the tensor")
+                feedback = self._feed(r, now, name)
+                return r
+
+            result, r = collectives.run(line, prepare, self._algorithm)
+            with storing(line.channel):
+                arguments.publish(result, r, tensor)
+                if feedback is not None:
+                    feedback.settle(line.channel.size)
+
+        run = functools.partial(
+            self._run, "all_reduce", self._group, tensor, lambda size: 2 * (size - 1) / size, work, tensor
+        )
+        now.run(lambda: run(False), tensor)
+
+
+class AllGather(_Comm):
+    """Gather FSDP2's parameters, with frames on the wire.
+
+    Parameters
+    ----------
+    spec : Spec
+        Codec of the parameters; lossless if left out. A lossy codec changes the parameters of the forward and backward
+        pass, on all ranks alike; the optimizer's shards stay exact.
+    timeout : float or timedelta, optional
+        As for :class:`ReduceScatter`.
+
+    Examples
+    --------
+    >>> codec.torch.AllGather().register(model)  # doctest: +SKIP
+    """
+
+    def __init__(self, spec: Spec = Lossless(), *, timeout: Timeout | None = None) -> None:  # noqa: B008
+        super().__init__(spec, timeout)
+
+    def register(self, model: torch.nn.Module) -> "AllGather":
+        """Have all FSDP2 modules in `model` gather their parameters by this object, and return it."""
+        for module in _modules_of(model).values():
+            module.set_custom_all_gather(self)
+        return self
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Handle | dist.Work | None:
+        """Do what ``dist.all_gather_single`` does; FSDP2 calls this."""
+        if input_tensor.dtype not in arguments.NAMES:
+            self._count_plain()
+            return dist.all_gather_single(output_tensor, input_tensor, group, async_op)
+
+        def work(line: Line, stream: int) -> None:
+            def prepare(size: int) -> Reduction:
+                collectives.check_sizes(output_tensor, size, input_tensor)
+                arguments.check_output(output_tensor, output_tensor.dtype, output_tensor.numel())
+                return arguments.reduction_of(input_tensor, self._spec, "sum", None, None, None, stream)
+
+            collectives.run_algorithm(
+                line, algorithms.gather, prepare, lambda result, r: arguments.publish(result, r, output_tensor)
+            )
+
+        return self._run("all_gather", group, input_tensor, lambda size: size - 1, work, output_tensor, async_op)
+
+
+def _modules_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the FSDP2 modules in a model by name, without the prefixes that torch.compile adds."""
+    from torch.distributed.fsdp import FSDPModule  # takes a second, which users of DDP need not wait
+
+    named = model.named_modules()
+    found = {name.replace("_orig_mod.", ""): m for name, m in named if isinstance(m, FSDPModule)}
+    if not found:
+        raise SpecError("the model has no FSDP2 module: call torch.distributed.fsdp.fully_shard(model) before")
+    return found

@@ -1,0 +1,61 @@
+"""The optimizer's metrics and state of a part of a bucket, which Truncate drops bits by."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from codec import SpecError, optimizers
+from codec.specs import Spec
+from codec.torch.buckets import Part, Rooms, by_state, flat, n_values
+
+
+def check_has(optimizer: Any, spec: Spec, name: str) -> None:
+    """Raise SpecError if the spec of a parameter needs an optimizer, and there is none."""
+    if by_state(spec) and optimizer is None:
+        raise SpecError(f"{spec} for {name} drops bits by the optimizer's step: pass ddp_hook(optimizer=)")
+
+
+def metric_of(
+    optimizer: Any, part: Part, scale: float, rooms: Rooms, number: int
+) -> tuple[Any, dict[str, torch.Tensor] | None]:
+    """Return the metrics of a part, by parameter group, and the optimizer's state in the order of the part.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer or None
+        That of the model.
+    part : Part
+        Parameters of a bucket.
+    scale : float
+        Gradients are multiplied by it.
+    rooms : Rooms
+        Memory for the state.
+    number : int
+        Of the part in its bucket.
+
+    Raises
+    ------
+    SpecError
+        There is no optimizer, or it does not have a parameter of the part.
+    """
+    if not by_state(part.spec):
+        return None, None
+    check_has(optimizer, part.spec, part.names[0])
+    group_of = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
+    if lacking := [name for name, p in zip(part.names, part.parameters, strict=True) if p not in group_of]:
+        raise SpecError(f"optimizer= does not have {', '.join(lacking)}: give another spec for it by policy=")
+    of_group = {
+        i: replace(optimizers.from_optimizer(optimizer, i), grad_scale=scale)
+        for i in {group_of[p] for p in part.parameters}
+    }
+    groups: list[tuple[int, Any]] = []
+    offset = 0
+    for p in part.parameters:
+        metric = of_group[group_of[p]]
+        if not groups or groups[-1][1] != metric:
+            groups.append((offset, metric))
+        offset += n_values(p)
+    states = [(p, optimizers.state_of(optimizer, p)) for p in part.parameters]
+    common = [name for name in ("theta", "m", "v") if all(name in s for _, s in states)]
+    return groups, {name: rooms.joined((number, name), [flat(s[name], p) for p, s in states]) for name in common}

@@ -1,0 +1,172 @@
+"""Error feedback of collectives by one residual a rank."""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from codec import SpecError, StateError
+from codec.specs import check_contraction
+from codec.stateful.checkpoint import array_of
+from codec.tensors.view import mark_written
+from codec.torch.arguments import as_array, check_output
+from codec.torch.channel import Array
+from codec.torch.reduction import Reduction
+
+
+class Feedback:
+    """Have a reduction send its values plus a residual, which gets all that this rank's frames lose.
+
+    In a two-shot all-reduce a rank also encodes the sums of its slice. Their errors are kept apart until :meth:`settle`
+    adds them to the residual, so that one residual accounts for both.
+
+    Parameters
+    ----------
+    r : Reduction
+        The reduction. Its frames are encoded with the residual from now on.
+    residual : numpy.ndarray of float32
+        One value for each value of the reduction. It is written while the reduction runs, also if that fails.
+
+    Raises
+    ------
+    SpecError
+        The codec loses nothing, or the reduction is no sum or mean.
+    """
+
+    def __init__(self, r: Reduction, residual: Array) -> None:
+        check_contraction(r.spec)
+        if r.op == "max":
+            raise SpecError("error feedback with a maximum: errors add up in sums and means only")
+        self._sum_errors: dict[int, Array] = {}
+        self._mean = r.op == "mean"
+        self.residual = r.residual = residual
+        r.sums_residual = self._of_sum
+
+    def _of_sum(self, begin: int, end: int) -> Array:
+        """Return the array for the error of the encoded sums [begin, end)."""
+        return self._sum_errors.setdefault(begin, np.zeros(end - begin, np.float32))
+
+    def settle(self, size: int) -> None:
+        """Add the errors of encoded sums to the residual, once a reduction over `size` ranks has succeeded.
+
+        The error of a mean is multiplied by `size`, by which later means divide this rank's values.
+        """
+        factor = np.float32(size if self._mean else 1)
+        for begin, error in self._sum_errors.items():
+            self.residual[begin : begin + error.size] += factor * error
+        self._sum_errors.clear()
+
+
+class CallersResidual(Feedback):
+    """Error feedback by a caller's tensor, which keeps its values until :meth:`commit`.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        The residual: float32, contiguous, in host memory, with as many values as the reduction.
+    r : Reduction
+        The reduction.
+    out : torch.Tensor
+        The tensor that gets the result.
+
+    Raises
+    ------
+    SpecError
+        As :class:`Feedback`; or `tensor` is no such residual, or shares memory with the reduction's tensors.
+    """
+
+    def __init__(self, tensor: Any, r: Reduction, out: torch.Tensor) -> None:
+        self._tensor, self._place = tensor, _place_of(tensor, r, out)
+        super().__init__(r, self._place.copy())
+
+    def commit(self, size: int) -> None:
+        """Store the new residual after a success on all ranks, of which there are `size`."""
+        self.settle(size)
+        np.copyto(self._place, self.residual)
+        mark_written(self._tensor)
+
+
+def check_algorithm_of_feedback(algorithm: str) -> None:
+    """Raise SpecError if an all-reduce algorithm cannot have error feedback."""
+    if algorithm == "ring":
+        raise SpecError(
+            'error feedback with algorithm="ring", whose frames hold sums of other ranks\' values: '
+            'use "two_shot" or "all_gather"'
+        )
+
+
+def _place_of(tensor: Any, r: Reduction, out: torch.Tensor) -> Array:
+    """Return the memory of a caller's residual."""
+    check_output(tensor, torch.float32, r.x.size, "residual=")
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise SpecError(
+            f"residual= must be contiguous and in host memory; it has strides {tensor.stride()} on {tensor.device}"
+        )
+    place = as_array(tensor)
+    shares = tensor.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+    if np.may_share_memory(place, r.x) or (shares and place.size):
+        raise SpecError("residual= shares memory with the tensor or with out=: it needs memory of its own")
+    return place
+
+
+class Residuals:
+    """Float32 residuals by module name. :class:`codec.torch.passes.Pass` writes copies and then replaces them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Array] = {}
+        self._spare: dict[str, Array] = {}  # memory for the next copies
+
+    def copy(self, key: str, n: int) -> Array:
+        """Return a copy of the residual of a module that reduces `n` values, zeros for a new module.
+
+        Raises
+        ------
+        SpecError
+            The module has reduced another number of values before.
+        """
+        kept, spare = self._kept.get(key), self._spare.pop(key, None)
+        if kept is None:
+            return np.zeros(n, np.float32)
+        if kept.size != n:
+            raise SpecError(
+                f"module {key!r} reduces {n} values, but its residual has {kept.size}: parameters without gradients or "
+                "another sharding change that number; call set_reduce_scatter_unused_params(True), and load only "
+                "states of the same sharding"
+            )
+        copy = np.empty(n, np.float32) if spare is None else spare
+        np.copyto(copy, kept)
+        return copy
+
+    def replace(self, copies: Mapping[str, Array]) -> None:
+        """Make copies the residuals."""
+        self._spare |= {key: self._kept[key] for key in copies if key in self._kept}
+        self._kept |= copies
+
+    def norm(self) -> float:
+        """Return the Euclidean norm of all residuals."""
+        return math.sqrt(sum(float(np.dot(x, x)) for x in self._kept.values()))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return copies of the residuals as tensors."""
+        return {key: torch.from_numpy(x.copy()) for key, x in self._kept.items()}
+
+    def load(self, tensors: Any, keys: Collection[str]) -> None:
+        """Replace the residuals by copies of `tensors`, a dict from some of `keys` to flat float32 tensors.
+
+        Raises
+        ------
+        StateError
+            It is no such dict. The residuals stay unchanged.
+        """
+        if not isinstance(tensors, Mapping):
+            raise StateError(f"residuals must be a dict from module names to tensors, not {type(tensors).__name__}")
+        given = cast(Mapping[Any, Any], tensors)
+        if unknown := [key for key in given if key not in keys]:
+            raise StateError(f"the state has a residual of {unknown[0]!r}, which is no registered module: {list(keys)}")
+        loaded = {key: array_of(f"the residual of {key!r}", x, "float32") for key, x in given.items()}
+        for key, x in loaded.items():
+            if not np.isfinite(x).all():
+                raise StateError(f"the residual of {key!r} holds NaN or Inf")
+        self._kept, self._spare = loaded, {}

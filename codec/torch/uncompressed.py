@@ -1,0 +1,106 @@
+"""Buckets that frames cannot carry: float64, and sparse gradients. They are summed uncompressed, in rank order."""
+
+import logging
+from collections.abc import Callable
+from math import prod
+
+import numpy as np
+import torch
+
+from codec import FrameError
+from codec.specs import Lossless
+from codec.torch import collectives
+from codec.torch.byte_exchange import swap
+from codec.torch.channel import Array
+from codec.torch.collectives import Line
+from codec.torch.phases import Attempt
+from codec.torch.reduction import Reduction
+
+logger = logging.getLogger("codec.torch")
+
+_told: set[str] = set()  # what the log has been told of
+
+
+def is_other(buffer: torch.Tensor) -> bool:
+    """Return True if frames cannot carry a bucket."""
+    return buffer.is_sparse or buffer.dtype == torch.float64
+
+
+def mean(line: Line, buffer: torch.Tensor, begin: Callable[[], None]) -> torch.Tensor:
+    """Return the mean of a bucket over all ranks; float64 is summed in float64.
+
+    Parameters
+    ----------
+    line : Line
+        The ranks.
+    buffer : torch.Tensor
+        float64, or sparse (COO) of any dtype. It gets the result if it is dense.
+    begin : callable
+        Called before ranks agree to begin; if it raises, all ranks raise.
+    """
+    kind = "sparse" if buffer.is_sparse else str(buffer.dtype).removeprefix("torch.")
+    if kind not in _told:
+        _told.add(kind)
+        logger.info("gradients that are %s are sent uncompressed: frames cannot carry their sums", kind)
+    if buffer.is_sparse:
+        return _sparse_mean(line, buffer, begin)
+
+    if line.channel.size == 1:
+        begin()
+        return buffer
+
+    def prepare() -> Reduction:
+        begin()
+        return Reduction(buffer.numpy(), "float64", Lossless(), "mean", 0)
+
+    result, _ = collectives.run(line, prepare, "raw")
+    with collectives.in_step(line.channel), line.channel.writing():
+        np.copyto(buffer.numpy(), result)
+    return buffer
+
+
+def _sparse_mean(line: Line, buffer: torch.Tensor, begin: Callable[[], None]) -> torch.Tensor:
+    """Return the mean of sparse tensors: each rank sends its entries to all, and all add them up in rank order."""
+    channel = line.channel
+    shape, dims = tuple(buffer.shape), buffer.sparse_dim()
+
+    def prepare() -> tuple[tuple[Array, Array], list[int]]:
+        begin()
+        t = buffer.detach().coalesce()
+        entries = t.indices().contiguous().numpy(), t.values().contiguous()
+        same = collectives.hashed("sparse", shape, dims, str(t.dtype))
+        return (entries[0], entries[1].view(-1).view(torch.uint8).numpy()), [same]
+
+    (indices, values), _ = collectives.agree(channel, prepare)
+    with collectives.in_step(channel):
+        message = np.concatenate([indices.reshape(-1).view(np.uint8), values])
+        received, error = swap(channel, [message] * channel.size)
+        attempt = Attempt(channel)
+        attempt.error = error
+        parts = [attempt(_entries, received[rank], buffer, shape, dims) for rank in range(channel.size)]
+    channel.conclude(attempt.error)
+    total = torch.sparse_coo_tensor(
+        torch.cat([i for i, _ in parts], 1), torch.cat([v for _, v in parts]), shape, check_invariants=False
+    )
+    return total.coalesce() / channel.size
+
+
+def _entries(data: bytes, like: torch.Tensor, shape: tuple[int, ...], dims: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices and values that a rank sent.
+
+    Raises
+    ------
+    FrameError
+        These are not entries of such a tensor.
+    """
+    dense = shape[dims:]
+    each = 8 * dims + like.element_size() * prod(dense)
+    n, rest = divmod(len(data), each)
+    if rest:
+        raise FrameError(f"{len(data)} bytes of sparse entries of {each} bytes each cannot be")
+    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    indices = raw[: 8 * dims * n].view(torch.int64).view(dims, n)
+    sizes = torch.tensor(shape[:dims]).view(dims, 1)
+    if not ((indices >= 0) & (indices < sizes)).all():
+        raise FrameError(f"an index of sparse entries is outside of shape {shape}")
+    return indices, raw[8 * dims * n :].view(like.dtype).view(n, *dense)
