@@ -4,9 +4,11 @@ from pathlib import Path
 
 try:
     from codec._c import _cffi
-except ModuleNotFoundError as e:
+except ModuleNotFoundError:  # cffi itself is missing
+    raise
+except ImportError as e:
     raise ImportError(
-        f"codec is not built in {Path(__file__).parents[1]}: run `pip install -e .` in the checkout, "
+        f"codec is not built in {Path(__file__).parents[2]}: run `pip install -e .` there, "
         "or start Python in another folder to import the installed package"
     ) from e
 
