@@ -1,36 +1,38 @@
 /*
- * gloo.h - Gloo's collectives with frames on the wire. C++17, headers only, over codec.h and Gloo (libgloo).
+ * gloo.h - collectives over Gloo that send compressed frames. C++17, headers only; needs codec.h and libgloo.
  *
  *     codec_spec spec = codec::gloo::spec_of(CODEC_FLOAT8);
  *     codec::gloo::Group group(context);                 // a connected gloo::Context
  *     group.allreduce(gradient, n, CODEC_FLOAT32, spec); // the mean of all ranks, in place
  *
- * What is promised
- *   - All ranks get the same bits: sums are made in float32, in an order that does not depend on time, and what is
- *     encoded again is taken by all from its frame. Lossless gives the float32 sum in the order of ranks. The bits are
+ * docs/protocol.md specifies the messages.
+ *
+ * Guarantees
+ *   - All ranks get the same bits. Values are summed in float32, in an order that does not depend on timing, and all
+ *     ranks decode results from the same frames. Lossless gives the float32 sum in the order of ranks. The bits are
  *     those of codec.torch.
- *   - An error on one rank is an error on all: whatever goes wrong, every rank throws an Error within the timeout, and
- *     tensors and residuals are as they were (`out` holds anything). Only rank 0, lost or silent in the moment in which
- *     it tells the others how it went, can leave some with the result and some with a PeerError, which then takes twice
- *     the timeout.
- *   - After a PeerError because of a lost or silent rank the context's connections are closed, as after an exception of
- *     Gloo's own: make a new one.
- *   - SIGPIPE, by which a lost rank would end the others, is ignored from the first Group on, unless it is handled.
- *   - A frame that is damaged, or of another codec or other parameters than the ranks agreed on, is a FrameError. So is
- *     any message that is shorter than announced: a frame, numbers, or uncompressed values (raw).
+ *   - An error on one rank is an error on all ranks: every rank throws an Error within the timeout, and tensors and
+ *     residuals are unchanged (`out` is unspecified). One exception: if rank 0 is lost while it sends the verdict,
+ *     some ranks have the result, and others throw PeerError after twice the timeout.
+ *   - After a PeerError because of a lost or silent rank the context's connections are closed, as after an exception
+ *     of Gloo: create a new context.
+ *   - A Group ignores SIGPIPE for the whole process, unless the program handles it. A lost rank would otherwise end
+ *     the others.
+ *   - A damaged frame, and a frame of another codec or other parameters than the ranks agreed on, is a FrameError. So
+ *     is a message of a frame or of uncompressed values that is shorter than announced.
  *
- * What is not promised, because Gloo does not allow it
- *   - A message that is longer than the receive that was posted for it ends the receiving process: Gloo throws
- *     gloo::EnforceNotMet in a thread of its own, so that std::terminate() is called. A damaged header of Gloo's does
- *     the same. Any rank can therefore end all others: ranks must trust each other and their network. Ranks that run
- *     this header and call the same functions in the same order never send such a message.
- *   - Uncompressed values have no checksum but the network's. Values that are damaged on their way are not noticed,
- *     unless it is in the last 8 bytes of a message.
- *   - With Algorithm::blocks messages are those of gloo::allreduce, whose lengths nobody checks. Elements have
- *     checksums; one that arrives in part is an error, unless the memory held the rest of it.
+ * Limits, because of Gloo
+ *   - A message longer than the receive that was posted for it ends the receiving process: Gloo throws
+ *     gloo::EnforceNotMet in its own thread, which calls std::terminate(). So does a damaged header of Gloo. Ranks
+ *     must therefore trust each other and their network. Ranks that run this header and call the same functions in
+ *     the same order never send such a message.
+ *   - Uncompressed values have no checksum but the network's. Damaged values are not detected, except in the last 8
+ *     bytes of a message.
+ *   - With Algorithm::blocks the messages are those of gloo::allreduce, which does not check their lengths. Elements
+ *     have checksums; an element that arrives in part is an error, unless the memory already held the rest of it.
  *
- * Each rank computes in the thread that calls; Gloo's thread sends and receives meanwhile. Ranks call the same
- * functions in the same order. Collectives of different groups over one context may be under way at once, from
+ * A rank computes in the thread that calls; Gloo's thread sends and receives in the background. All ranks call the
+ * same functions in the same order. Collectives of different groups over one context may run at the same time in
  * different threads, if the groups have different tags.
  */
 #ifndef CODEC_GLOO_H
@@ -61,8 +63,8 @@ namespace codec::gloo
 {
 
 /*
- * A codec with codec.h's defaults. Python's differ for two: Quantize has CODEC_OPTION_STOCHASTIC, Truncate
- * CODEC_LEVELS_CODED and a guard of -8.
+ * Return a spec with the defaults of codec.h. The defaults of Python differ in two codecs: Quantize has
+ * CODEC_OPTION_STOCHASTIC, and Truncate has CODEC_LEVELS_CODED and a guard of -8.
  */
 inline codec_spec spec_of(uint32_t codec)
 {
@@ -72,47 +74,50 @@ inline codec_spec spec_of(uint32_t codec)
 	return spec;
 }
 
-/* Who sends what to whom. */
+/* Algorithm of an all-reduce. N is the number of ranks. */
 enum class Algorithm {
 	/*
-	 * All-gather for two ranks and small tensors, else two-shot; but raw where ranks are busy encoding and it has
-	 * turned out to be faster, which is tried out by a group's first calls with tensors of a size. Then what lossy
-	 * codecs give depends on the time: name an algorithm if runs must be alike.
+	 * all_gather for two ranks and small tensors, else two_shot. The first calls with a size and spec also
+	 * measure raw if ranks are busy encoding, and later calls use raw if it was faster. The results of lossy
+	 * codecs then depend on timing: name an algorithm if runs must be reproducible.
 	 */
 	automatic,
-	two_shot,   /* each rank reduces a slice: 2 (N - 1) / N frames on the wire */
-	all_gather, /* each rank reduces all: N - 1 frames, in one phase */
-	ring,       /* as much as two-shot, to one neighbour, encoded N - 1 times */
-	raw,        /* two-shot with the values as they are */
-	blocks,     /* gloo::allreduce over frames of one size: see Blocks */
+	two_shot,   /* each rank reduces one slice; it sends 2 (N - 1) / N frames of the tensor */
+	all_gather, /* each rank reduces all slices; it sends N - 1 frames, in one phase */
+	ring,       /* as many frames as two_shot, to one neighbour; sums are encoded N - 1 times */
+	raw,        /* two_shot with uncompressed values */
+	blocks,     /* gloo::allreduce over frames of a fixed size: see Blocks */
 };
 
-/* What a collective may be given beyond its arguments. Pointers stay the caller's. */
+/* Optional arguments of a collective. The caller owns all memory, which must live until the call returns. */
 struct Options {
 	Op op = Op::mean;
 	Algorithm algorithm = Algorithm::automatic;
-	std::vector<codec_segment> segments;      /* parameters inside a flat bucket */
-	const codec_metric *metric = nullptr;     /* CODEC_TRUNCATE; its arrays have as many values as the tensor */
-	const codec_codebook *codebook = nullptr; /* what all ranks encode with */
-	std::vector<codec_codebook> codebooks;    /* what frames may name */
-	uint64_t stream = 0;                      /* tells tensors of one step apart, where a codec draws at random */
-	void *out = nullptr;                      /* where the result goes, if not to the tensor: that is sooner */
+	std::vector<codec_segment> segments;      /* shapes of parameters inside a flat bucket */
+	const codec_metric *metric = nullptr;     /* for CODEC_TRUNCATE; its arrays have as many values as the tensor */
+	const codec_codebook *codebook = nullptr; /* codebook for encoding, equal on all ranks */
+	std::vector<codec_codebook> codebooks;    /* codebooks that received frames may name */
+	uint64_t stream = 0; /* selects the random bits of stochastic codecs; differs between the tensors of a step */
+	void *out = nullptr; /* destination of the result instead of the tensor: faster than in place */
 	/*
-	 * Cut tensors as codec.torch does, whose messages cost more, so that small frames are of up to 4 MiB instead of
-	 * 1: for the same bits, where scales or draws depend on that. It is a little slower.
+	 * Cut tensors into the chunks of codec.torch, of up to 4 MiB of the tensor instead of 1 MiB. Needed for the
+	 * bits of codec.torch where scales or random bits depend on chunks. Slightly slower.
 	 */
 	bool cut_as_torch = false;
 	/*
-	 * Error feedback, n values each: what this rank's frames have lost is added, and gets what they lose now. The
-	 * second is for the sums that this rank encodes; the ring and blocks have none.
+	 * Residuals of error feedback, n values each, zero before the first call. A call adds them to the values that
+	 * it encodes, and stores what encoding loses. `residual` is for this rank's frames, `sums_residual` for the
+	 * sums that this rank encodes. The ring has none, blocks only the first.
 	 */
 	float *residual = nullptr;
 	float *sums_residual = nullptr;
-	/* Longest time that a rank may keep others waiting, from 1 ms to 10 years; 0: the context's timeout. */
+	/* Timeout of each wait for another rank, from 1 ms to 10 years; 0: the context's timeout. */
 	std::chrono::milliseconds timeout{0};
 };
 
-/* Ranks that do collectives, with memory that is kept from one to the next. One thread at a time. */
+/*
+ * Collectives over a context. A group reuses its buffers from one call to the next. One thread at a time may use it.
+ */
 class Group
 {
 public:
@@ -152,7 +157,10 @@ public:
 			values, out ? 0 : n, options);
 	}
 
-	/* The reduced values of this rank's slice: `values` has n for each rank, `out` n. */
+	/*
+	 * Reduce n values for each rank over all ranks: `values` has n times the number of ranks. Store this rank's n
+	 * values in `out`.
+	 */
 	void reduce_scatter(const void *values, void *out, size_t n, uint32_t dtype, const codec_spec &spec,
 			    const Options &options = {})
 	{
@@ -172,7 +180,7 @@ public:
 			out, n, options);
 	}
 
-	/* The n values of each rank, one after the other, as their frames have them. */
+	/* Gather the n values of each rank in rank order. A rank's own values are also those of its frames. */
 	void allgather(const void *values, void *out, size_t n, uint32_t dtype, const codec_spec &spec,
 		       const Options &options = {})
 	{
@@ -181,7 +189,7 @@ public:
 			[&] {
 				const size_t all = of_all(n, out);
 				Options plain = options;
-				plain.op = Op::sum; /* nothing is reduced */
+				plain.op = Op::sum; /* unused: nothing is reduced */
 				detail::Reduction r = reduction(values, n, dtype, spec, plain);
 
 				only_plain(options);
@@ -192,24 +200,23 @@ public:
 			n * channel_.size, options);
 	}
 
-	/* Bytes that this rank has sent: frames and values, not what Gloo and TCP add. */
+	/* Return the bytes of frames and values that this rank has sent, without the overhead of Gloo and TCP. */
 	uint64_t sent_nbytes() const
 	{
 		return channel_.sent_nbytes;
 	}
 
-	/* Whether a rank was lost: every call throws PeerError then. */
+	/* Return true if the connections are closed, after a rank was lost: every call throws PeerError then. */
 	bool closed() const
 	{
 		return channel_.closed();
 	}
 
 private:
-	static constexpr uint64_t PROTOCOL = 2; /* version of the messages, equal on all ranks */
-	static constexpr size_t SMALL = 1
-					<< 16; /* bytes of a tensor: two phases take longer than what one sends more */
+	static constexpr uint64_t PROTOCOL = 2;  /* protocol version: docs/protocol.md, section 13 */
+	static constexpr size_t SMALL = 1 << 16; /* bytes of a tensor up to which one phase is faster than two */
 	static constexpr std::chrono::milliseconds MOST_TIMEOUT = std::chrono::hours(24 * 3652); /* 10 years */
-	static constexpr std::chrono::milliseconds GLOO_TIMEOUT = std::chrono::seconds(30);      /* Gloo's default */
+	static constexpr std::chrono::milliseconds GLOO_TIMEOUT = std::chrono::seconds(30); /* the default of Gloo */
 	enum class Kind { allreduce, reduce_scatter, allgather };
 
 	/* Return the number of values of all ranks, n each. Throws SpecError if it is too large, or if out is null. */
@@ -282,7 +289,7 @@ private:
 		}
 	}
 
-	/* Memory for a result: the caller's, or that of the result before. */
+	/* Set the destination of the result: the caller's memory, or a buffer of the group. */
 	void place(detail::Reduction &r, uint8_t *out, size_t n)
 	{
 		r.result = out ? out : detail::Workspace::room(work_.result, n * r.itemsize);
@@ -325,8 +332,8 @@ private:
 	}
 
 	/*
-	 * Set the timeout of a call, and return whether it is one that can be used. If it is not, ranks still have to
-	 * agree that this call fails, within Gloo's default timeout.
+	 * Set the timeout of a call; return false if it is invalid. Ranks then agree within Gloo's default timeout
+	 * that the call fails.
 	 */
 	bool set_timeout(const Options &options)
 	{
@@ -337,7 +344,10 @@ private:
 		return valid;
 	}
 
-	/* Prepare, agree, reduce, conclude; then write the caller's n values. */
+	/*
+	 * Perform a collective: prepare the arguments, agree with all ranks, reduce, exchange outcomes, and write the
+	 * caller's n values.
+	 */
 	template <class Prepare, class Make>
 	void run(Kind kind, Prepare &&prepare, Make &&make, void *values, size_t n, const Options &options)
 	{
@@ -359,7 +369,7 @@ private:
 			keep.emplace(work_.residuals, options, *r, channel_);
 			if (detail::Choice *known = automatic ? choices_.find(signature) : nullptr)
 				choice = known;
-		} catch (const std::exception &) { /* an Error, or no memory */
+		} catch (const std::exception &) { /* an Error, or std::bad_alloc */
 			error = std::current_exception();
 		}
 		detail::Channel::Asked asked;
@@ -371,7 +381,7 @@ private:
 
 			asked = channel_.ask({signature, error ? uint64_t(1) : 0, mine.wall, mine.busy, mine.sent,
 					      channel_.next_round()});
-			if (!error) { /* while the others' answers are on their way */
+			if (!error) { /* while the requests of other ranks are in flight */
 				of = make(*r, choice->last());
 				of->prepare();
 			}
@@ -382,7 +392,7 @@ private:
 			std::rethrow_exception(error);
 		check_agreed(told, signature);
 		counted_on([&] {
-			if (automatic && choice == &fresh) /* now that all ranks do */
+			if (automatic && choice == &fresh) /* all ranks add the same choices, after they have agreed */
 				choice = choices_.add(signature);
 			const bool before = choice->last();
 			const bool as_they_are = choice->as_they_are(reports_of(told), raw_nbytes(*r));
@@ -403,13 +413,16 @@ private:
 			std::memcpy(values, r->result, n * r->itemsize);
 	}
 
-	/* What a rank sends if values travel as they are. */
+	/* Return the bytes that a rank sends in a raw all-reduce. */
 	uint64_t raw_nbytes(const detail::Reduction &r) const
 	{
 		return 2 * r.n * r.itemsize * (channel_.size - 1) / channel_.size;
 	}
 
-	/* Do work that other ranks rely on. If it throws, close the connections, so that no rank waits for this one. */
+	/*
+	 * Call work(), on which other ranks rely. If it throws, close the connections, so that no rank waits for this
+	 * one.
+	 */
 	template <class F> void counted_on(F &&work)
 	{
 		try {
@@ -420,7 +433,7 @@ private:
 		}
 	}
 
-	/* Residuals as they were, unless all went well. */
+	/* Restores the residuals when it is destroyed, unless as_it_is() was called after a success. */
 	class Keep
 	{
 	public:
@@ -468,7 +481,7 @@ private:
 		uint64_t n_, sums_n_ = 0;
 	};
 
-	/* Throw unless all ranks could begin, and ask for the same. */
+	/* Throw PeerError unless all ranks could begin, with the same signature. */
 	void check_agreed(const std::vector<detail::Numbers> &told, uint64_t signature) const
 	{
 		for (int rank = 0; rank < channel_.size; rank++) {
@@ -532,7 +545,7 @@ private:
 		return detail::Outcome::success;
 	}
 
-	/* What must be the same on all ranks, as a number. */
+	/* Return the hash of all arguments that must be equal on all ranks. */
 	static uint64_t signature_of(const detail::Reduction &r, Kind kind, Algorithm asked, Algorithm algorithm)
 	{
 		uint64_t hash = 0xcbf29ce484222325; /* FNV-1a */
@@ -558,7 +571,7 @@ private:
 		mix(r.n);
 		mix(r.op);
 		mix(r.cut_as_torch);
-		mix(asked); /* what is automatic may come to be another one */
+		mix(asked); /* an automatic choice may change later */
 		mix(algorithm);
 		mix(uint64_t(r.metric != nullptr));
 		mix(r.codebook ? r.codebook->id : 0);
@@ -577,21 +590,21 @@ private:
 	const uint32_t tag_;
 };
 
-/* One all-reduce. A Group keeps its memory, and finds out whether frames pay. */
+/* Perform one all-reduce. A Group is faster for several: it reuses buffers, and chooses between frames and raw. */
 inline void allreduce(const std::shared_ptr<::gloo::Context> &context, void *values, size_t n, uint32_t dtype,
 		      const codec_spec &spec, const Options &options = {}, uint32_t tag = 0)
 {
 	Group(context, tag).allreduce(values, n, dtype, spec, options);
 }
 
-/* One reduce-scatter. */
+/* Perform one reduce-scatter. */
 inline void reduce_scatter(const std::shared_ptr<::gloo::Context> &context, const void *values, void *out, size_t n,
 			   uint32_t dtype, const codec_spec &spec, const Options &options = {}, uint32_t tag = 0)
 {
 	Group(context, tag).reduce_scatter(values, out, n, dtype, spec, options);
 }
 
-/* One all-gather. */
+/* Perform one all-gather. */
 inline void allgather(const std::shared_ptr<::gloo::Context> &context, const void *values, void *out, size_t n,
 		      uint32_t dtype, const codec_spec &spec, const Options &options = {}, uint32_t tag = 0)
 {

@@ -1,4 +1,7 @@
-/* algorithms.h - who sends what to whom. Nothing of the caller's is written, but what it gives for the result. */
+/*
+ * algorithms.h - collectives by frames: two-shot, all-gather, ring, reduce-scatter (docs/protocol.md, section 8).
+ * They write the result and the residuals, and nothing else of the caller's.
+ */
 #pragma once
 
 #include <cstring>
@@ -14,7 +17,10 @@
 namespace codec::gloo::detail
 {
 
-/* A collective goes on after an error, without frames, so that no rank waits for what never comes. */
+/*
+ * First error of a collective on this rank. After it the rank still receives every message, and sends its own without
+ * frames, so that no rank waits for a message that never comes.
+ */
 class Attempt
 {
 public:
@@ -24,7 +30,10 @@ public:
 
 	std::exception_ptr error;
 
-	/* What step() gives; nothing after an error. But where no connection is left there is nothing to go on with. */
+	/*
+	 * Return the result of step(), or an empty one after an earlier error. An Error of step() is kept in `error`;
+	 * it is thrown only if the channel is closed, since no message can follow.
+	 */
 	template <class F> auto operator()(F &&step) -> decltype(step())
 	{
 		const GiveWay after;
@@ -32,7 +41,7 @@ public:
 		return error ? decltype(step())() : tried(step);
 	}
 
-	/* Return a frame, or nothing if it is not as announced. Waits for it even after an error. */
+	/* Wait for a frame, even after an error, and return it; return nothing if it is invalid. */
 	Bytes frame(Channel::Incoming &incoming)
 	{
 		auto wait = [&] { return channel_.frame(incoming); };
@@ -49,7 +58,10 @@ public:
 	}
 
 private:
-	/* Gloo's thread goes next, if it waits for this core: no connection is locked now, so it need not spin. */
+	/*
+	 * Yields the core to Gloo's thread at the end of a step: no connection is locked then, so that the thread
+	 * need not spin.
+	 */
 	struct GiveWay {
 		~GiveWay()
 		{
@@ -73,7 +85,7 @@ private:
 	Channel &channel_;
 };
 
-/* Put the sum of a piece where its values go. `flags`: those of codec_reduce. */
+/* Store the sum of a piece in the tensor's dtype at `place`. `flags` are those of codec_reduce. */
 inline void sum_into(Reduction &r, const Piece &piece, const std::vector<Bytes> &parts, uint8_t *place, uint32_t flags)
 {
 	float *total = r.total(piece, place);
@@ -88,7 +100,7 @@ inline void sum_into(Reduction &r, const Piece &piece, const std::vector<Bytes> 
 		check(CODEC_NONFINITE);
 }
 
-/* One collective, in steps. Residuals are written in both. */
+/* One collective in two steps, prepare() and run(). Both write residuals. */
 class Collective
 {
 public:
@@ -100,35 +112,39 @@ public:
 	Collective(const Collective &) = delete;
 	Collective &operator=(const Collective &) = delete;
 
-	/* What can be done while ranks agree to do it: nothing is sent, and nothing expected. */
+	/* Do the work that needs no message, while the request is in flight. */
 	virtual void prepare()
 	{
 	}
 
-	/* All the rest. */
+	/* Exchange all messages of the collective, and compute the result. */
 	virtual void run() = 0;
 
-	/* Now that all ranks have succeeded: what waits in frames goes where it belongs. All was tried before. */
+	/*
+	 * Decode the frames that were only checked before. Call it after the verdict, once all ranks have succeeded.
+	 */
 	void deliver()
 	{
 		for (auto &each : late_)
 			each();
 	}
 
-	/* What went wrong on this rank. */
+	/* Return the first error of this rank, if any. */
 	std::exception_ptr error() const
 	{
 		return attempt_.error;
 	}
 
 protected:
-	/* Where the values of a piece go. */
+	/* Return the address of a piece in the result. */
 	uint8_t *place(const Piece &piece) const
 	{
 		return r_.result + piece.begin * r_.itemsize;
 	}
 
-	/* The values of a frame to where they go, or of one that waits: they could. Pieces and frames stay as they are.
+	/*
+	 * Decode a frame into the result; if `late` is set, check it now and decode it in deliver(). The piece and
+	 * the frame must not change until then.
 	 */
 	void settle(Bytes frame, const Piece &piece)
 	{
@@ -140,7 +156,7 @@ protected:
 		late_.push_back([this, frame, &piece] { r_.decode(frame, piece, place(piece), CODEC_NO_CHECKSUM); });
 	}
 
-	/* The message with what comes out for a piece; its values, as others will see them, are settled. */
+	/* Encode the sum of a piece. Return the message, and store the values of its frame in the result. */
 	Bytes publish(const float *total, const Piece &piece, size_t most, uint64_t number)
 	{
 		Bytes message = r_.encode_sum(channel_, total, piece, most, number);
@@ -152,7 +168,10 @@ protected:
 		return message;
 	}
 
-	/* The sum of frames of all ranks to where it goes, or of one that waits: it could. */
+	/*
+	 * Store the sum of the frames of all ranks in the result; if `late` is set, check it now and store it in
+	 * deliver().
+	 */
 	void settle_sum(const std::vector<Bytes> &parts, const Piece &piece)
 	{
 		const uint32_t finite = r_.only_numbers() ? CODEC_FINITE : 0;
@@ -175,7 +194,7 @@ private:
 	std::vector<std::function<void()>> late_;
 };
 
-using Messages = std::vector<std::vector<Channel::Incoming>>; /* by chunk, then by rank */
+using Messages = std::vector<std::vector<Channel::Incoming>>; /* [chunk][others] */
 
 inline size_t room_for(const std::vector<std::vector<size_t>> &bounds)
 {
@@ -197,8 +216,8 @@ inline std::vector<std::vector<size_t>> bounds_of(const Reduction &r, const std:
 }
 
 /*
- * What encoding says of Inf and NaN, where values or sums are not encoded: which way they travel must not decide
- * whether a step is good.
+ * Throw SpecError for Inf or NaN that encoding would refuse. For values and sums that are not encoded, so that an
+ * error does not depend on the algorithm.
  */
 inline void check_finite(const Reduction &r, uint32_t dtype, const void *values, uint64_t n)
 {
@@ -206,7 +225,7 @@ inline void check_finite(const Reduction &r, uint32_t dtype, const void *values,
 		check(CODEC_NONFINITE);
 }
 
-/* The first phase of most collectives: each rank gets the frames of its slice from all. */
+/* First phase of two-shot and reduce-scatter: each rank receives the frames of its slice from all others. */
 class Scatter : public Collective
 {
 public:
@@ -224,7 +243,7 @@ public:
 	}
 
 protected:
-	/* Bytes of messages. */
+	/* Return the bytes that all messages take. */
 	virtual size_t room() const
 	{
 		return room_for(bounds_) + (channel_.size - 1) * room_for({bounds_[channel_.rank]});
@@ -235,7 +254,7 @@ protected:
 		return slices_[channel_.rank];
 	}
 
-	/* Expect what will come. */
+	/* Post all receives of the phase. */
 	void receive()
 	{
 		for (size_t nbytes : bounds_[channel_.rank]) {
@@ -245,7 +264,7 @@ protected:
 		}
 	}
 
-	/* Send all other slices' chunks, the first ones of all first. */
+	/* Send the chunks of all other slices: chunk 0 of each slice, then chunk 1, and so on. */
 	void send()
 	{
 		for (size_t c = 0; c < chunks_; c++) {
@@ -255,7 +274,10 @@ protected:
 		}
 	}
 
-	/* Chunk c of this rank's slice from all ranks, in their order, as Reduction::sum takes them. */
+	/*
+	 * Wait for chunk c of this rank's slice. Return the frames of all ranks in rank order, as Reduction::sum
+	 * takes them.
+	 */
 	std::vector<Bytes> parts(size_t c)
 	{
 		std::vector<Bytes> found(channel_.size);
@@ -285,8 +307,8 @@ private:
 };
 
 /*
- * Each rank reduces a slice of all frames and sends what comes out to all: 2 (N - 1) / N frames on the wire. Chunks of
- * slices follow each other, so that encoding, wire and decoding overlap.
+ * Two-shot all-reduce: each rank sums up the frames of one slice and sends the encoded sum to all. A rank sends 2 (N
+ * - 1) / N frames of the tensor. Chunks are pipelined: encoding, transfer and decoding overlap.
  */
 class TwoShot : public Scatter
 {
@@ -342,7 +364,10 @@ private:
 	}
 };
 
-/* Each rank reduces a slice of all frames: (N - 1) / N frames on the wire. The slices are of one size. */
+/*
+ * Reduce-scatter: each rank sums up the frames of one slice. A rank sends (N - 1) / N frames of the tensor. All
+ * slices have the same size.
+ */
 class ReduceScatter : public Scatter
 {
 public:
@@ -365,7 +390,9 @@ public:
 	}
 };
 
-/* Each rank sends its frames to all: one phase, N - 1 frames on the wire. */
+/*
+ * Base of all-gather algorithms: each rank sends its frames to all others, N - 1 frames of the tensor in one phase.
+ */
 class Spread : public Collective
 {
 public:
@@ -406,7 +433,7 @@ public:
 	}
 
 private:
-	/* What there is of a piece on all ranks, in their order, as Reduction::sum takes it. */
+	/* Process the frames of a piece from all ranks, in rank order, as Reduction::sum takes them. */
 	virtual void take(const Piece &piece, const std::vector<Bytes> &parts) = 0;
 
 	Bytes encode(size_t c)
@@ -421,7 +448,7 @@ private:
 	std::vector<Bytes> own_;
 };
 
-/* Each rank reduces the frames of all. */
+/* All-gather all-reduce: each rank sums up the frames of all ranks. */
 class AllGather : public Spread
 {
 	using Spread::Spread;
@@ -432,7 +459,7 @@ class AllGather : public Spread
 	}
 };
 
-/* The values of all ranks, one after the other. */
+/* All-gather of tensors: the values of rank 0, then those of rank 1, and so on. */
 class Gather : public Spread
 {
 	using Spread::Spread;
@@ -451,9 +478,9 @@ class Gather : public Spread
 };
 
 /*
- * Sums of slices go around, encoded anew by each rank, then what comes out: 2 (N - 1) / N frames, to one peer only. A
- * chunk goes on as soon as it is added to, while the next one is on the wire. Sums are added in the order in which they
- * pass the ranks; what lossy codecs lose adds up.
+ * Ring all-reduce: partial sums pass from rank to rank, encoded anew by each, then the results. A rank sends 2 (N -
+ * 1) / N frames of the tensor, to one neighbour only. Chunks are pipelined. Values are added in ring order; the
+ * errors of lossy codecs accumulate.
  */
 class Ring : public Collective
 {
@@ -507,7 +534,7 @@ public:
 	}
 
 private:
-	/* The slice that this rank sends in a step. */
+	/* Return the index of the slice that this rank sends in a step. */
 	int slice(int step) const
 	{
 		return (channel_.rank - step + channel_.size) % channel_.size;
@@ -527,7 +554,9 @@ private:
 			[&] { return r_.encode_sum(channel_, total_ + piece.begin, piece, most, number(step, c)); });
 	}
 
-	/* The message of a step, once this rank's values are added to what came; in the last step, with what comes out.
+	/*
+	 * Add the values of a received frame to this rank's. Return the message of the step: the encoded partial sum,
+	 * or in the last step the encoded result.
 	 */
 	Bytes add(Bytes frame, int step, size_t c)
 	{

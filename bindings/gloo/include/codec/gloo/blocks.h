@@ -1,4 +1,4 @@
-/* blocks.h - frames of one size as the elements of Gloo's own all-reduce. */
+/* blocks.h - frames of a fixed size as elements of gloo::allreduce. */
 #pragma once
 
 #include <cstring>
@@ -15,7 +15,7 @@
 namespace codec::gloo
 {
 
-/* Whether frames of a spec have the same size whatever the values: so that they can be elements. */
+/* Return true if the size of a spec's frames does not depend on the values, so that frames can be elements. */
 inline bool is_fixed_rate(const codec_spec &spec)
 {
 	switch (spec.codec) {
@@ -29,23 +29,23 @@ inline bool is_fixed_rate(const codec_spec &spec)
 }
 
 /*
- * A tensor as a row of elements, each a frame of `block` of its values, for gloo::allreduce with a reduce function that
- * decodes two, adds, and encodes what comes out. Sums are encoded anew at each hop, and what is lost adds up.
+ * A tensor as an array of elements for gloo::allreduce. Each element is a frame of `block` values. The reduce
+ * function decodes two elements, adds them and encodes the sum, so that the errors of lossy codecs accumulate.
  *
  *     Blocks blocks(spec, CODEC_FLOAT32, n);
  *     blocks.encode(gradient);
  *     ::codec::gloo::Blocks::Options options(context);
  *     blocks.fill(options);
  *     ::gloo::allreduce(options);
- *     blocks.decode(gradient, size); // divided by it: the mean
+ *     blocks.decode(gradient, size); // divides by size: the mean
  *
- * The reduce function does not throw, for then other ranks would wait for this one: what went wrong is thrown by
- * decode(), on all ranks that get to see an element that could not be made.
+ * The reduce function does not throw, since other ranks would wait for this one. It stores an element that is no
+ * frame; decode() throws on all ranks that receive such an element.
  */
 class Blocks
 {
 public:
-	/* Gloo's options take the size of an element from a type; ours is known at run time. */
+	/* AllreduceOptions with an element size that is known at run time. Gloo's own takes it from a type. */
 	class Options : public ::gloo::AllreduceOptions
 	{
 	public:
@@ -59,9 +59,12 @@ public:
 		}
 	};
 
-	static constexpr uint64_t BLOCK = 1 << 16; /* values: the header of a frame is 1% of 65,536 signs */
+	static constexpr uint64_t BLOCK = 1 << 16; /* values; the header of a frame is 1% of 65,536 signs */
 
-	/* For n values. `stream` tells ranks and tensors apart where a codec draws at random. */
+	/*
+	 * Prepare elements for n values. `stream` selects the random bits of stochastic codecs; it must differ
+	 * between ranks and tensors.
+	 */
 	Blocks(const codec_spec &spec, uint32_t dtype, uint64_t n, Op op = Op::sum, uint64_t stream = 0,
 	       uint64_t block = BLOCK)
 	    : spec_(spec), dtype_(dtype), itemsize_(codec_dtype_nbytes(dtype)), n_(n), block_(block), op_(op),
@@ -91,7 +94,7 @@ public:
 		return element_nbytes_;
 	}
 
-	/* Make the elements of n values. `residual`: as codec_encode's, with CODEC_FEEDBACK. */
+	/* Encode n values. `residual` is that of codec_encode with CODEC_FEEDBACK. */
 	void encode(const void *values, float *residual = nullptr)
 	{
 		error_ = nullptr;
@@ -103,20 +106,20 @@ public:
 		}
 	}
 
-	/* Make no elements: other ranks learn of it from what they get. */
+	/* Fill the elements with zeros, which are no frames, so that all other ranks fail, too. */
 	void give_up()
 	{
 		std::fill(elements_.begin(), elements_.end(), 0);
 	}
 
-	/* Have Gloo reduce them in place. */
+	/* Make the elements the buffer that gloo::allreduce reduces in place. */
 	void fill(Options &options)
 	{
 		options.set_output(elements_.data(), count(), element_nbytes_);
 		options.setReduceFunction(reduce_function());
 	}
 
-	/* out = a + b of so many elements, as Gloo asks for it. */
+	/* Return the function for Gloo that computes out = a + b for n elements. */
 	::gloo::AllreduceOptions::Func reduce_function()
 	{
 		return [this](void *out, const void *a, const void *b, size_t n) {
@@ -127,7 +130,9 @@ public:
 		};
 	}
 
-	/* The values that the elements have come to, each divided by `divisor`. On an error they are unspecified. */
+	/*
+	 * Decode the reduced elements, and divide the values by `divisor`. If it throws, the values are unspecified.
+	 */
 	void decode(void *values, float divisor = 1)
 	{
 		if (error_)
@@ -160,7 +165,10 @@ private:
 		std::memset(element + written, 0, element_nbytes_ - written);
 	}
 
-	/* Throw PeerError if a rank had nothing to put there: it knows why. No frame begins so. */
+	/*
+	 * Throw PeerError if an element begins with zeros: a rank could not encode it. Frames begin with their magic
+	 * number.
+	 */
 	static void check_there(const uint8_t *element)
 	{
 		const uint8_t nothing[4] = {};
@@ -183,7 +191,7 @@ private:
 		return info.n;
 	}
 
-	/* Decode an element, which must hold n values. */
+	/* Decode an element. Throws FrameError unless it has n values. */
 	void get(const uint8_t *element, uint64_t n, uint32_t dtype, void *values, uint32_t into, float divisor)
 	{
 		codec_tensor dst = detail::tensor_of(dtype, values, n);
@@ -220,7 +228,7 @@ private:
 		} catch (...) {
 			if (!error_)
 				error_ = std::current_exception();
-			std::memset(out, 0, element_nbytes_); /* no frame: whoever gets it learns of this */
+			std::memset(out, 0, element_nbytes_); /* no frame: ranks that receive it fail */
 		}
 	}
 
@@ -240,8 +248,10 @@ private:
 namespace detail
 {
 
-/* gloo::allreduce over blocks. Its ring has a segment on the wire while another is reduced: each rank has several
- * blocks. */
+/*
+ * gloo::allreduce over blocks. A rank has several blocks, because Gloo's ring sends one segment while it reduces
+ * another.
+ */
 class OfBlocks : public Collective
 {
 public:

@@ -1,4 +1,7 @@
-/* channel.h - messages between the ranks of a context, and agreement on how a collective went. */
+/*
+ * channel.h - messages between the ranks of a context, and the verdict on a collective (docs/protocol.md, section
+ * 13).
+ */
 #pragma once
 
 #include <algorithm>
@@ -35,7 +38,7 @@ struct Bytes {
 
 using Numbers = std::vector<uint64_t>;
 
-/* The outcome of a collective on one rank, the worst last. lost_peer: the rank blames others. */
+/* Outcome of a collective on one rank, the worst last. lost_peer: another rank is the cause. */
 enum class Outcome : uint64_t { success, lost_peer, refused, not_finite };
 
 /* The worst outcome of all ranks, and the rank that reported it. */
@@ -106,9 +109,9 @@ public:
 	Channel &operator=(const Channel &) = delete;
 
 	const int rank, size;
-	std::vector<int> others; /* each rank's begin with another one */
+	std::vector<int> others; /* in the order in which this rank addresses them */
 	std::chrono::milliseconds timeout{};
-	uint64_t sent_nbytes = 0; /* by frames and values, so far */
+	uint64_t sent_nbytes = 0; /* bytes of frames and values sent so far */
 
 	const std::shared_ptr<::gloo::Context> &context() const
 	{
@@ -120,7 +123,7 @@ public:
 		return closed_;
 	}
 
-	/* Give the connections up. */
+	/* Close all connections. */
 	void close() noexcept
 	{
 		if (closed_)
@@ -128,7 +131,7 @@ public:
 		closed_ = true;
 		try {
 			context_->closeConnections();
-		} catch (...) { /* one that was never made */
+		} catch (...) { /* a connection may never have been made */
 		}
 		sending_.clear();
 	}
@@ -288,7 +291,7 @@ public:
 		sent_nbytes += nbytes;
 	}
 
-	/* Wait until all is sent. */
+	/* Wait until all messages are sent. */
 	void finish()
 	{
 		for (Incoming &each : sending_)
@@ -324,10 +327,10 @@ public:
 	}
 
 	/*
-	 * Return the worst outcome of all ranks. Every rank reports to rank 0, which then tells all: if any other rank
-	 * is lost meanwhile, either all succeed or none does. Rank 0 may have begun to wait a timeout after this rank,
-	 * and then waits for one itself. An outcome that is none counts as `refused`; if rank 0 tells one, the channel
-	 * is closed and PeerError thrown.
+	 * Return the worst outcome of all ranks. Every rank reports to rank 0, which answers all: if another rank is
+	 * lost meanwhile, either all succeed or none does. Other ranks wait for two timeouts, since rank 0 may begin
+	 * to wait one timeout later than they, and waits for one itself. An unknown outcome counts as `refused`; if
+	 * rank 0 answers with one, the channel is closed and PeerError thrown.
 	 */
 	Verdict verdict(Outcome mine)
 	{
@@ -354,13 +357,13 @@ public:
 	}
 
 private:
-	static constexpr uint64_t SLOTS = 0xc0; /* Gloo's own collectives begin at 1; their users' slots have 0 */
+	static constexpr uint64_t SLOTS = 0xc0; /* prefix of slots; Gloo's collectives use 1 and up, other users 0 */
 	static constexpr uint64_t NUMBERS = 1, FRAMES = 2;
 	static constexpr size_t LENGTH = sizeof(uint64_t), STAMP = sizeof(uint64_t), ALIGN = 64;
-	static constexpr size_t WORDS = 8; /* messages of numbers have a multiple of so many words */
+	static constexpr size_t WORDS = 8; /* messages of numbers have a multiple of this number of words */
 	static constexpr uint64_t MOST_ROUNDS = uint64_t(1) << 62;
 
-	/* Memory for messages. It is zero at first: it holds no stamp but those of this channel. */
+	/* Memory for messages. It is zeroed, so that it holds only stamps of this channel. */
 	class Room
 	{
 	public:
@@ -397,7 +400,10 @@ private:
 		size_t nbytes_ = 0;
 	};
 
-	/* Gloo writes to connections whose other end is gone. The signal for that ends the process, if left alone. */
+	/*
+	 * Ignore SIGPIPE unless it is handled: Gloo writes to connections whose other end is closed, and the signal
+	 * would end the process.
+	 */
 	static void ignore_broken_pipes()
 	{
 		struct sigaction now;
@@ -460,7 +466,7 @@ private:
 		return found;
 	}
 
-	/* Begin to receive some ranks' messages, and to send this one's to others. */
+	/* Post the receives of messages from `sources`, and the sends of this rank's message. */
 	void post_numbers(Asked &asked, const std::vector<int> &sources, const std::vector<int> &to)
 	{
 		const size_t nbytes = asked.all[rank].size() * sizeof(uint64_t);
@@ -476,7 +482,7 @@ private:
 		guarded(incoming.source, [&] { incoming.buffer->waitRecv(within); });
 	}
 
-	/* All of them within this time, not one after the other. */
+	/* Wait for all messages of an exchange; `within` limits the sum of all waits. */
 	void wait(Asked &asked, std::chrono::milliseconds within)
 	{
 		const auto end = std::chrono::steady_clock::now() + within;
@@ -504,7 +510,10 @@ private:
 		}
 	}
 
-	/* Send this to all who are there. That one is not any more is for the next collective to find. */
+	/*
+	 * Send the verdict to all ranks that can be reached. If a rank is lost, close the channel, so that the next
+	 * collective fails.
+	 */
 	void tell(const Numbers &message)
 	{
 		std::vector<Incoming> out;
@@ -532,7 +541,7 @@ private:
 			close();
 	}
 
-	/* Do what may find that a connection is gone. */
+	/* Call work(). If a connection is lost, close the channel and throw PeerError. */
 	template <class F> void guarded(int peer, F &&work)
 	{
 		if (closed_)
@@ -549,9 +558,9 @@ private:
 	const uint64_t slot_;
 	uint64_t filler_;           /* secret state of the generator of random bits */
 	uint64_t round_ = 0;        /* number of the collective in progress */
-	uint64_t no_frame_[2] = {}; /* the message of a rank that has no frame: length 0, stamp */
+	uint64_t no_frame_[2] = {}; /* message without a frame: length 0, stamp */
 	Room room_;
-	size_t taken_ = 0, last_ = 0; /* of the room, and where what was taken last begins */
+	size_t taken_ = 0, last_ = 0; /* bytes of the room in use; begin of the message taken last */
 	std::vector<Incoming> sending_;
 	bool closed_ = false;
 };

@@ -1,4 +1,4 @@
-/* choosing.h - whether frames pay: decided from what collectives have taken, alike on all ranks. */
+/* choosing.h - choice between frames and raw values, from measured times, equal on all ranks. */
 #pragma once
 
 #include <algorithm>
@@ -13,33 +13,37 @@ namespace codec::gloo::detail
 {
 
 /*
- * For collectives of one size and spec: frames at first; values too if ranks are busy; then what took less time.
+ * Choice for collectives of one signature: frames first; then raw, if ranks were busy computing; then the faster of
+ * both (docs/protocol.md, section 13.4).
  *
- * Each rank reports, with the next collective, what the last one took; all see all reports, and so decide alike. On a
- * slow link the processor waits, values would take longer still, and are never tried: they need at least the time that
- * ranks did not compute, as often as they are larger than frames. (Half of that, for ranks wait for each other, too.)
+ * Each rank reports the times of its last collective with the next request. All ranks see all reports, so they choose
+ * alike. Raw is not tried on slow links: it would take at least half of the time that ranks waited, multiplied by the
+ * ratio of raw bytes to frame bytes. (Half, because ranks also wait for each other.)
  */
 class Choice
 {
 public:
 	struct Report {
-		uint64_t wall = 0, busy = 0; /* microseconds that a collective took, and of those that it computed */
-		uint64_t sent = 0;           /* bytes */
+		uint64_t wall = 0, busy = 0; /* microseconds: duration of a collective; computing time of the thread */
+		uint64_t sent = 0;           /* bytes of frames and values */
 	};
 
-	/* What the collective before took on this rank. */
+	/* Return this rank's report on the last collective. */
 	Report report() const
 	{
 		return report_;
 	}
 
-	/* What was decided last: most likely what will be next. */
+	/* Return true if the last collective used raw. The next one most likely does, too. */
 	bool last() const
 	{
 		return values_;
 	}
 
-	/* Whether values are to travel as they are, so many bytes a rank, from the reports of all ranks. */
+	/*
+	 * Return true if the next collective is to use raw, of `nbytes` bytes a rank. `reports` are those of all
+	 * ranks.
+	 */
 	bool as_they_are(const std::vector<Report> &reports, uint64_t nbytes)
 	{
 		uint64_t wall = 0;
@@ -65,11 +69,11 @@ public:
 		return values_ = next();
 	}
 
-	/* Time a collective. */
+	/* Measures a collective, from its construction to its destruction. */
 	class Timer
 	{
 	public:
-		/* `sent` counts the bytes that this rank sends. */
+		/* `sent` is the counter of bytes that this rank sends. */
 		Timer(Choice &choice, const uint64_t &sent)
 		    : choice_(choice), sent_(sent), before_(sent), wall_(now(CLOCK_MONOTONIC)),
 		      busy_(now(CLOCK_THREAD_CPUTIME_ID))
@@ -100,14 +104,14 @@ public:
 	};
 
 private:
-	/* collectives of a kind that are not timed: they allocate, and links are slow at first */
+	/* collectives that begin a trial and are not timed: they allocate memory, and new connections are slow */
 	static constexpr uint64_t WARM = 1;
-	/* their median counts: what else a machine does makes single ones longer by half, and the best are luck */
+	/* timed collectives in a trial; their median counts, which outliers do not change */
 	static constexpr uint64_t TIMED = 4, TRIAL = WARM + TIMED;
-	/* of what is sent: where it comes to take longer than what was not chosen, that is chosen */
+	/* times that the median covers; later times can reverse the choice */
 	static constexpr size_t LAST = 8;
-	static constexpr uint64_t AGAIN = 200; /* collectives until it is looked at again: links and loads change */
-	static constexpr double BUSY = 0.25; /* a rank that computes for so much of the time may be what all wait for */
+	static constexpr uint64_t AGAIN = 200; /* collectives from one trial to the next: links and loads change */
+	static constexpr double BUSY = 0.25;   /* share of computing time from which raw is tried */
 
 	static uint64_t median(std::deque<uint64_t> took)
 	{
@@ -117,7 +121,7 @@ private:
 		return *middle;
 	}
 
-	/* By the number of this collective. */
+	/* Return true if the next collective is to use raw, by its number. */
 	bool next()
 	{
 		uint64_t i = (calls_ - 1) % AGAIN;
@@ -136,27 +140,27 @@ private:
 				took_[1].clear();
 			return true;
 		}
-		/* values may come to be worth a trial when it is over: next time */
+		/* took_[1] is empty if raw became worth a trial only after the trial */
 		return !took_[1].empty() && median(took_[1]) < median(took_[0]);
 	}
 
-	bool values_ = false; /* what travels in the collective that is reported next */
+	bool values_ = false; /* true if the last collective used raw */
 	uint64_t calls_ = 0;
-	std::deque<uint64_t> took_[2]; /* microseconds of the slowest rank: of frames, of values */
+	std::deque<uint64_t> took_[2]; /* microseconds of the slowest rank: [0] frames, [1] raw */
 	bool worth_trying_ = false;
 	Report report_;
 };
 
 /*
- * What was chosen for collectives of a kind, of the kinds that came last: where sizes change from call to call there is
- * no end to them. Ranks must keep the same ones, or they would choose differently.
+ * Choices by signature. Their number is bounded, since programs may use ever new sizes. All ranks drop the same ones,
+ * the oldest, or they would choose differently.
  */
 class Choices
 {
 public:
 	static constexpr size_t MOST = 256;
 
-	/* That of a kind; nullptr: there is none. */
+	/* Return the choice of a signature; nullptr if there is none. */
 	Choice *find(uint64_t signature)
 	{
 		for (auto &[kind, choice] : kept_)
@@ -165,7 +169,7 @@ public:
 		return nullptr;
 	}
 
-	/* Begin one; the oldest is forgotten if there are too many. */
+	/* Add a choice for a signature; drop the oldest one if there are too many. */
 	Choice *add(uint64_t signature)
 	{
 		if (kept_.size() == MOST)

@@ -1,4 +1,4 @@
-/* connect.h - a context whose ranks are connected, with Gloo as Debian has it and as it is today. */
+/* connect.h - creation of connected contexts, for the Gloo of Debian and for current Gloo. */
 #pragma once
 
 #include <memory>
@@ -16,7 +16,7 @@ namespace codec::gloo
 namespace detail
 {
 
-/* Gloo took a reference to the store once, and takes a shared pointer now. */
+/* Calls connectFullMesh with a shared pointer to the store (current Gloo) or with a reference (older Gloo). */
 template <class Context, class Store>
 auto connect_full_mesh(Context &context, std::shared_ptr<Store> store,
 		       std::shared_ptr<::gloo::transport::Device> &device, int)
@@ -32,7 +32,10 @@ void connect_full_mesh(Context &context, std::shared_ptr<Store> store,
 	context.connectFullMesh(*store, device);
 }
 
-/* Threads that this one starts interrupt nobody who computes: they get a core that is free, or their turn. */
+/*
+ * Gives threads that this thread starts the scheduling policy SCHED_BATCH, so that they do not preempt computing
+ * threads.
+ */
 class Patient
 {
 public:
@@ -57,9 +60,9 @@ private:
 } // namespace detail
 
 /*
- * A device for ranks that share cores, with others or with Gloo's own thread. That spins while another thread holds the
- * lock of a connection: where it interrupts the one that does, both lose milliseconds, until its slice of time is over.
- * Here it interrupts nobody, and `Group` gives way to it between frames.
+ * Create a device whose thread does not preempt computing threads, for ranks that share cores. Gloo's thread spins
+ * while another thread holds the lock of a connection. If it preempts that thread, both lose milliseconds, until its
+ * time slice ends. `Group` yields to Gloo's thread between frames.
  */
 inline std::shared_ptr<::gloo::transport::Device> create_device(const ::gloo::transport::tcp::attr &attr)
 {
@@ -68,7 +71,7 @@ inline std::shared_ptr<::gloo::transport::Device> create_device(const ::gloo::tr
 	return ::gloo::transport::tcp::CreateDevice(attr);
 }
 
-/* A rank's context, once all ranks are connected. The store is one that nobody has used for this before. */
+/* Create a rank's context and connect it to all ranks. The store must not have been used for another context. */
 template <class Context = ::gloo::rendezvous::Context, class Store = ::gloo::rendezvous::Store>
 std::shared_ptr<Context> connect(int rank, int size, std::shared_ptr<Store> store,
 				 std::shared_ptr<::gloo::transport::Device> device)

@@ -1,4 +1,4 @@
-/* errors.h - what collectives throw. */
+/* errors.h - exceptions of collectives. */
 #pragma once
 
 #include <stdexcept>
@@ -9,7 +9,7 @@
 namespace codec::gloo
 {
 
-/* Anything that went wrong, on this rank or on another one. */
+/* Base class of all errors, of this rank or of another one. */
 class Error : public std::runtime_error
 {
 public:
@@ -17,7 +17,7 @@ public:
 	{
 	}
 
-	/* Why, if the codec says so; CODEC_OK if it has no part in it. */
+	/* Return the codec's status; CODEC_OK if the error is not the codec's. */
 	codec_status status() const noexcept
 	{
 		return status_;
@@ -27,19 +27,19 @@ private:
 	codec_status status_;
 };
 
-/* An argument that cannot be used, or values that the codec does not take (CODEC_NONFINITE). */
+/* An argument is invalid, or the codec refuses the values (CODEC_NONFINITE). */
 class SpecError : public Error
 {
 	using Error::Error;
 };
 
-/* What another rank sent is not a frame of this collective, or was damaged. */
+/* A received frame is damaged, or is not one of this collective. */
 class FrameError : public Error
 {
 	using Error::Error;
 };
 
-/* Another rank is gone, does not answer in time, asks for something else, or has one of the errors above. */
+/* Another rank is lost, does not answer in time, requests another collective, or has one of the errors above. */
 class PeerError : public Error
 {
 public:
@@ -51,7 +51,7 @@ public:
 namespace detail
 {
 
-/* Throw unless the status is CODEC_OK. */
+/* Throw FrameError or SpecError unless the status is CODEC_OK. */
 inline void check(codec_status status, const codec_fault *fault = nullptr)
 {
 	if (status == CODEC_OK)

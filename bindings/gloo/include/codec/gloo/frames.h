@@ -1,4 +1,4 @@
-/* frames.h - pieces of a tensor to frames and back, and sums of them. */
+/* frames.h - encoding, decoding and summing of pieces of a tensor. */
 #pragma once
 
 #include <cstdint>
@@ -17,13 +17,13 @@
 namespace codec::gloo
 {
 
-/* What is made of the values of all ranks. */
+/* Reduction operator. */
 enum class Op { mean, sum, max };
 
 namespace detail
 {
 
-/* Throw unless metrics ascend and their arrays have n values each: pieces are cut from them without a further look. */
+/* Throw SpecError unless metrics ascend and their arrays have n values each. MetricOf relies on it. */
 inline void check_metrics(const codec_metric *metric, uint64_t n)
 {
 	uint64_t from = 0;
@@ -40,7 +40,9 @@ inline void check_metrics(const codec_metric *metric, uint64_t n)
 	}
 }
 
-/* Values [begin, end) of what a metric goes by, counted from `begin`; parameter groups that lie elsewhere are left out.
+/*
+ * The part of a list of metrics that describes a piece: parameter groups that overlap with it, and views of their
+ * arrays.
  */
 class MetricOf
 {
@@ -106,13 +108,13 @@ private:
 	std::vector<std::unique_ptr<Each>> each_;
 };
 
-/* Memory that is kept from call to call. */
+/* Buffers that are reused by later calls. */
 struct Workspace {
 	std::vector<uint8_t> scratch, result;
 	std::vector<uint16_t> halves;
 	std::vector<float> total, wide, residuals;
 
-	/* Room for n values. */
+	/* Return a buffer of at least n values. */
 	template <class T> static T *room(std::vector<T> &of, uint64_t n)
 	{
 		if (of.size() < n)
@@ -121,7 +123,7 @@ struct Workspace {
 	}
 };
 
-/* What is to be reduced, and how it is encoded: the same on all ranks but for the values. */
+/* Arguments of a collective. They are equal on all ranks except for values, residuals and memory. */
 struct Reduction {
 	explicit Reduction(Workspace &memory) : work(memory)
 	{
@@ -132,34 +134,33 @@ struct Reduction {
 	uint64_t n = 0;
 	uint32_t dtype = CODEC_FLOAT32, itemsize = 4;
 	codec_spec spec{};
-	std::optional<Parameters> parameters; /* of frames of `spec` */
+	std::optional<Parameters> parameters; /* header fields of frames of `spec` */
 	Op op = Op::mean;
 	uint64_t stream = 0;
 	Segments segments;
 	bool cut_as_torch = false;
 	const codec_metric *metric = nullptr;
-	const codec_codebook *codebook = nullptr; /* that all ranks encode with */
-	std::vector<codec_codebook> codebooks;    /* that frames may name */
-	float *residual = nullptr;                /* as long as x: what this rank's frames have lost; written */
-	float *sums_residual = nullptr;           /* the same of the sums that it encodes */
-	uint8_t *result = nullptr;                /* where what comes out goes */
+	const codec_codebook *codebook = nullptr; /* for encoding, equal on all ranks; or NULL */
+	std::vector<codec_codebook> codebooks;    /* codebooks that received frames may name */
+	float *residual = nullptr;                /* n values: error feedback of this rank's frames; read and written */
+	float *sums_residual = nullptr;           /* n values: error feedback of the sums that this rank encodes */
+	uint8_t *result = nullptr;                /* destination of the result */
 	/*
-	 * The result is the tensor's own memory, which is not written before all ranks have succeeded: until then
-	 * frames are only checked. Where values are many but frames small that is sooner done than to decode them
-	 * elsewhere, and copy what comes out.
+	 * True if the result overwrites the tensor and frames are decoded after the verdict: until then they are only
+	 * checked. For large tensors with small frames this is faster than decoding into a buffer and copying it.
 	 */
 	bool late = false;
 
 	/*
-	 * Whether frames would say of this rank's values just what they are, so that it needs none for itself. Of a
-	 * maximum codec_reduce says what becomes of NaN.
+	 * Return true if this rank may use its own values instead of their frame, because encoding is lossless. For a
+	 * maximum it must not: codec_reduce defines what becomes of NaN.
 	 */
 	bool own_as_is() const
 	{
 		return spec.codec == CODEC_LOSSLESS && op != Op::max;
 	}
 
-	/* Whether encoding refuses Inf and NaN: frames have no words for them. */
+	/* Return true if encoding refuses Inf and NaN. */
 	bool only_numbers() const
 	{
 		return spec.codec != CODEC_LOSSLESS && spec.codec != CODEC_TRUNCATE &&
@@ -171,7 +172,7 @@ struct Reduction {
 		return x + piece.begin * itemsize;
 	}
 
-	/* Bytes of the largest frame of n values. */
+	/* Return the upper bound of a frame of `count` values, in bytes. */
 	size_t bound(uint64_t count) const
 	{
 		codec_tensor t = tensor_of(dtype, nullptr, count);
@@ -186,7 +187,7 @@ struct Reduction {
 		return cut_as_torch ? torch_chunk_nbytes(bound(CHUNK_NBYTES / itemsize)) : CHUNK_NBYTES;
 	}
 
-	/* A slice for each of `size` ranks, in chunks; and the same, of one size. */
+	/* Return the slices of `size` ranks, cut into chunks; even_slices() returns slices of one size. */
 	std::vector<Slice> slices(int size) const
 	{
 		return cut(n, size, itemsize, segments, chunk_nbytes());
@@ -206,14 +207,16 @@ struct Reduction {
 		return found;
 	}
 
-	/* The message with the frame of this rank's piece, which has at most `most` bytes; `number` keeps draws apart.
+	/*
+	 * Encode a piece of this rank's values and return the message. The frame has at most `most` bytes. `number`
+	 * selects the random stream: docs/protocol.md, section 6.2.
 	 */
 	Bytes encode(Channel &channel, const Piece &piece, size_t most, uint64_t number)
 	{
 		return encode(channel, own(piece), piece, most, number, residual);
 	}
 
-	/* The same of its sum, float32. */
+	/* Encode the float32 sum of a piece, rounded to the tensor's dtype, and return the message. */
 	Bytes encode_sum(Channel &channel, const float *sum, const Piece &piece, size_t most, uint64_t number)
 	{
 		const void *values = sum;
@@ -227,14 +230,13 @@ struct Reduction {
 		return encode(channel, values, piece, most, number, sums_residual);
 	}
 
-	/* The values of a frame of a piece to memory for them; or, by CODEC_CHECK_ONLY, what could go wrong with that.
-	 */
+	/* Decode the frame of a piece. With CODEC_CHECK_ONLY only validate it. */
 	void decode(Bytes frame, const Piece &piece, void *into, uint32_t flags = 0)
 	{
 		decode(frame, check_frame(frame, piece), piece, dtype, into, CODEC_INTO_STORE, flags);
 	}
 
-	/* Add the values of a frame of a piece to float32. */
+	/* Add the values of a frame to float32 values; for Op::max keep the larger ones. */
 	void accumulate(Bytes frame, const Piece &piece, float *total)
 	{
 		uint32_t into = op == Op::max ? CODEC_INTO_MAX : CODEC_INTO_ADD;
@@ -243,8 +245,8 @@ struct Reduction {
 	}
 
 	/*
-	 * Frames of a piece, of all ranks in their order, to what comes out, float32; an empty one: this rank's values.
-	 * `flags`: those of codec_reduce, of frames of all ranks.
+	 * Reduce the frames of a piece, in rank order, to float32 values. An empty frame stands for this rank's own
+	 * values. `flags` are those of codec_reduce; they apply only if no frame is empty.
 	 */
 	void sum(const std::vector<Bytes> &parts, const Piece &piece, float *total, uint32_t flags = 0)
 	{
@@ -267,12 +269,12 @@ struct Reduction {
 			else
 				add_own(piece, total, !i);
 		}
-		one_nan(total, piece.n()); /* which part was no frame differs from rank to rank */
+		one_nan(total, piece.n()); /* ranks differ in the part that is no frame, and with it in NaN payloads */
 		if (op == Op::mean)
 			divide(total, piece.n(), static_cast<float>(parts.size()));
 	}
 
-	/* Where values of float32 go that are needed for a moment; for float32 the result's own memory will do. */
+	/* Return a float32 buffer for the sum of a piece: the result itself if its dtype is float32. */
 	float *total(const Piece &piece, uint8_t *place)
 	{
 		if (dtype == CODEC_FLOAT32)
@@ -280,7 +282,7 @@ struct Reduction {
 		return room_for_total(piece);
 	}
 
-	/* Where a piece of what comes out may lie for a moment, in the tensor's dtype. */
+	/* Return a temporary buffer for a piece, in the tensor's dtype. */
 	uint8_t *aside(const Piece &piece)
 	{
 		if (dtype == CODEC_FLOAT32)
@@ -288,14 +290,19 @@ struct Reduction {
 		return reinterpret_cast<uint8_t *>(Workspace::room(work.halves, piece.n()));
 	}
 
-	/* The same of sums that are encoded: what a lossy codec makes of them goes to the place, they themselves do
-	 * not. */
+	/*
+	 * Return a float32 buffer for a sum that is encoded. With a lossy codec it is not the result, which gets the
+	 * decoded values.
+	 */
 	float *total_to_encode(const Piece &piece, uint8_t *place)
 	{
 		return spec.codec == CODEC_LOSSLESS ? total(piece, place) : room_for_total(piece);
 	}
 
-	/* Values of a piece as float32, until the next call; those of float32 are not copied. */
+	/*
+	 * Return the values of a piece as float32. The result is valid until the next call; float32 values are not
+	 * copied.
+	 */
 	const float *as_float32(const uint8_t *values, const Piece &piece)
 	{
 		if (dtype == CODEC_FLOAT32)
@@ -306,19 +313,21 @@ struct Reduction {
 		return wide;
 	}
 
-	/* Whether caches do not keep the tensor. */
+	/* Return true if the tensor is too large for caches. */
 	bool is_large() const
 	{
 		return n * itemsize >= CODEC_UNCACHED_NBYTES;
 	}
 
-	/* How results are stored that are not read again. */
+	/* Return the flag for results that are not read again: non-temporal stores for large tensors. */
 	uint32_t past_caches() const
 	{
 		return is_large() ? CODEC_NONTEMPORAL : 0;
 	}
 
-	/* Return the spec of a frame. Throws FrameError unless dtype, size, codec and parameters are the agreed ones.
+	/*
+	 * Return the spec of a frame. Throws FrameError unless dtype, size, codec and parameters are those that the
+	 * ranks agreed on.
 	 */
 	codec_spec check_frame(Bytes frame, const Piece &piece) const
 	{
@@ -333,7 +342,7 @@ struct Reduction {
 	}
 
 private:
-	/* odd: so far do streams lie apart that numbers of pieces do not meet the next one's */
+	/* stride between random streams; odd and large, so that piece numbers of two streams do not collide */
 	static constexpr uint64_t APART = 0x9E3779B97F4A7C15;
 
 	float *room_for_total(const Piece &piece)
@@ -366,7 +375,7 @@ private:
 		with.codebooks = codebook;
 		with.ncodebooks = codebook != nullptr;
 		with.stream = stream * APART + number;
-		if (owed) { /* after an error the caller puts back what it held */
+		if (owed) { /* one pass: after an error the caller restores the residual */
 			with.flags = CODEC_FEEDBACK | CODEC_ONE_PASS;
 			owed += piece.begin;
 		}
@@ -376,7 +385,7 @@ private:
 		return channel.sized(message, written);
 	}
 
-	/* What a receiver needs to know of the state. */
+	/* Return the context for decoding a frame of a piece. */
 	codec_context context_of_frame(const Piece &piece, const MetricOf &part)
 	{
 		codec_context with = context_for(piece);

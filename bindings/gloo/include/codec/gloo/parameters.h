@@ -36,17 +36,17 @@ inline codec_tensor tensor_of(uint32_t dtype, const void *data, uint64_t n)
 }
 
 /*
- * The header fields that all frames of a spec have. Defaults are resolved by the codec itself: a frame of one value is
- * encoded, and its header is read. A frame of TRUNCATE would need the optimizer's state; there only `cap` has a default
- * that a header resolves.
+ * The header fields that all frames of a spec share. To resolve defaults, the constructor encodes a frame of one
+ * value and reads its header. A frame of TRUNCATE would need the optimizer's state; of its fields only `cap` has a
+ * default that a header resolves.
  *
- * `seed`, `scale` and `clip` are not in a header. `guard` is compared only without a metric, since the encoder adds to
- * it for the dtype of the parameters.
+ * `seed`, `scale` and `clip` are not in a header. `guard` is compared only without a metric, since the encoder
+ * adjusts it to the dtype of the parameters.
  */
 class Parameters
 {
 public:
-	/* `memory` is scratch; it grows as needed. */
+	/* `memory` is a scratch buffer, which grows as needed. */
 	Parameters(const codec_spec &spec, uint32_t dtype, bool has_metric, std::vector<uint8_t> &memory)
 	    : spec_(spec), has_metric_(has_metric)
 	{
@@ -57,8 +57,8 @@ public:
 	}
 
 	/*
-	 * Throw FrameError unless a header has the agreed codec and parameters. Parts of a tensor that have shapes
-	 * choose rows of their own: then `any_row` is true.
+	 * Throw FrameError unless a header has the agreed codec and parameters. `any_row` is true for pieces with
+	 * segments, whose rows depend on the shapes.
 	 */
 	void check(const codec_info &info, bool any_row) const
 	{

@@ -1,4 +1,4 @@
-/* raw.h - an all-reduce of uncompressed values, for links so fast that encoding takes longer than sending. */
+/* raw.h - all-reduce of uncompressed values, for links on which encoding takes longer than sending. */
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,10 @@
 namespace codec::gloo::detail
 {
 
-/* What check_finite says, of a sum of n values of all ranks; of what was sent its sender says so. */
+/*
+ * Throw for Inf or NaN in a sum that encoding would refuse: PeerError if a rank has sent one, which that rank reports
+ * itself, else SpecError.
+ */
 inline void check_sum(const Reduction &r, uint32_t dtype, const void *sum, const std::vector<const uint8_t *> &parts,
 		      uint64_t n)
 {
@@ -22,7 +25,10 @@ inline void check_sum(const Reduction &r, uint32_t dtype, const void *sum, const
 	check(CODEC_NONFINITE);
 }
 
-/* Values of all ranks to what comes out, as codec_reduce has it, in the tensor's dtype. */
+/*
+ * Reduce the values of all ranks in rank order, as codec_reduce does, and store the result in the tensor's dtype.
+ * With error feedback the residual of sums is added before rounding, and receives the rounding error.
+ */
 inline void add_up(Reduction &r, const std::vector<const uint8_t *> &parts, const Piece &piece, uint8_t *place)
 {
 	float *total = r.total(piece, place), *residual = r.sums_residual ? r.sums_residual + piece.begin : nullptr;
@@ -51,8 +57,9 @@ inline void add_up(Reduction &r, const std::vector<const uint8_t *> &parts, cons
 }
 
 /*
- * Two-shot with uncompressed values. The bits are those of lossless frames. Ranks announce the last word of each
- * message of values beforehand for terms, and before the verdict for sums, which nobody uses until then.
+ * Two-shot all-reduce of uncompressed values; its result has the bits of lossless frames. Ranks announce the last
+ * word of each message of values: of terms before they send them, of sums before the verdict, because sums are not
+ * used earlier.
  */
 class Raw : public Collective
 {
@@ -87,10 +94,12 @@ public:
 			for (Channel::Incoming &each : terms)
 				attempt_.values(each, announced[each.source][channel_.rank * mine.size() + c]);
 			attempt_([&] { add_up(r_, parts, mine[c], place(mine[c])); });
-			if (attempt_.error && mine[c].n()) /* others must not get what the memory held */
+			if (attempt_.error && mine[c].n()) /* do not send uninitialized memory */
 				std::memset(place(mine[c]), 0, nbytes(mine[c]));
-			/* expected in the order in which others send: terms of the next chunk, sums of this one, terms
-			 * of the one after */
+			/*
+			 * receives are posted in the order in which others send: terms of chunk c + 1, sums of chunk
+			 * c, terms of chunk c + 2
+			 */
 			if (c + 1 < mine.size())
 				terms = expected(mine[c + 1]);
 			for (int o : channel_.others) {
@@ -104,15 +113,16 @@ public:
 		}
 		asked = channel_.ask(last_words(r_.result, {mine}));
 		const std::vector<Numbers> of_sums = channel_.hear(asked);
-		for (size_t i = 0; i < sums.size(); i++) /* `others` of each chunk */
+		for (size_t i = 0; i < sums.size(); i++) /* sums[] has one per other rank and chunk */
 			attempt_.values(sums[i], of_sums[sums[i].source][i / channel_.others.size()]);
 		channel_.finish();
 	}
 
 private:
 	/*
-	 * Where values travel as they are, all wait for processors. A chunk of all ranks is expected when the one
-	 * before it has been added up, in the same memory: so little is on its way at a time that caches hold it.
+	 * Bytes of the tensor in a chunk. Raw all-reduces are limited by memory bandwidth: the receives of a chunk
+	 * are posted, into the same buffers, when the chunk before it has been summed up, so that the data in flight
+	 * fits in caches.
 	 */
 	static constexpr uint64_t CHUNK = 3 << 18;
 
@@ -125,7 +135,7 @@ private:
 		return found;
 	}
 
-	/* Return the last word of each chunk of these slices, of values that begin at p. */
+	/* Return the last word of each chunk of some slices. `p` points to the first value of the tensor. */
 	Numbers last_words(const uint8_t *p, const std::vector<Slice> &slices) const
 	{
 		Numbers found;
@@ -168,7 +178,7 @@ private:
 	}
 
 	const std::vector<Slice> slices_;
-	std::vector<uint8_t *> rooms_; /* for a chunk of each rank's values */
+	std::vector<uint8_t *> rooms_; /* receive buffers for one chunk of each rank */
 	std::vector<uint8_t> owed_;
 };
 

@@ -1,4 +1,7 @@
-/* slices.h - where a flat tensor is cut: equally on all ranks, for it follows from sizes and shapes alone. */
+/*
+ * slices.h - partition of a flat tensor into slices and chunks. It depends on sizes and shapes only, so that all
+ * ranks compute the same one (docs/protocol.md, section 6.1).
+ */
 #pragma once
 
 #include <algorithm>
@@ -14,17 +17,17 @@
 namespace codec::gloo::detail
 {
 
-constexpr uint64_t CHUNK_NBYTES = 1 << 20; /* of a tensor: while one is on the wire, others are encoded and decoded */
-constexpr uint64_t FRAME_NBYTES = 1 << 19; /* codec.torch: if their frames are smaller, chunks are larger, */
-constexpr uint64_t MOST_NBYTES = 1 << 22;  /* up to this */
-constexpr int MOST_CHUNKS = 16;            /* of a slice */
-constexpr uint64_t LONG_ROW = 1 << 16;     /* values of a row that is cut like any others */
+constexpr uint64_t CHUNK_NBYTES = 1 << 20; /* bytes of the tensor in a chunk */
+constexpr uint64_t FRAME_NBYTES = 1 << 19; /* as codec.torch: bytes of a frame; chunks with smaller frames are larger */
+constexpr uint64_t MOST_NBYTES = 1 << 22;  /* as codec.torch: upper bound of bytes in a chunk */
+constexpr int MOST_CHUNKS = 16;            /* upper bound of the chunks in a slice */
+constexpr uint64_t LONG_ROW = 1 << 16;     /* values; longer rows are cut anywhere */
 constexpr uint64_t CUT_ALIGN =
-	1024; /* values: no block or group of a codec of rows is cut, as long as it divides this */
+	1024; /* values: cut points are multiples, so that no block or group whose size divides it is cut */
 
 using Segments = std::vector<codec_segment>;
 
-/* Values [begin, end) of a flat tensor, and what has a shape in it, counted from `begin`. */
+/* Values [begin, end) of a flat tensor, and its segments with offsets relative to `begin`. */
 struct Piece {
 	uint64_t begin, end;
 	Segments segments;
@@ -37,7 +40,7 @@ struct Piece {
 
 using Slice = std::vector<Piece>;
 
-/* How many values a shape has from a dimension on. */
+/* Return the product of the dimensions of a segment from dimension `from` on. */
 inline uint64_t values_of(const codec_segment &segment, uint32_t from = 0)
 {
 	uint64_t n = 1;
@@ -47,7 +50,7 @@ inline uint64_t values_of(const codec_segment &segment, uint32_t from = 0)
 	return n;
 }
 
-/* Throw unless segments ascend, do not overlap and lie in n values. */
+/* Throw SpecError unless segments ascend, do not overlap and end within n values. */
 inline void check_segments(const Segments &segments, uint64_t n)
 {
 	uint64_t end = 0;
@@ -57,7 +60,7 @@ inline void check_segments(const Segments &segments, uint64_t n)
 			    segment.offset <= n;
 		uint64_t room = good ? n - segment.offset : 0, count = 1;
 
-		/* a product is taken only where it cannot overflow: a dimension of 0 makes all of it 0 */
+		/* a dimension of 0 makes the product 0, so that large other dimensions must not overflow it */
 		for (uint32_t d = 0; good && d < segment.rank; d++)
 			count = segment.shape[d] ? count : 0;
 		for (uint32_t d = 0; good && count && d < segment.rank; d++) {
@@ -70,13 +73,19 @@ inline void check_segments(const Segments &segments, uint64_t n)
 	}
 }
 
-/* About how large chunks of codec.torch are, if CHUNK_NBYTES of a tensor become a frame of so many bytes at most. */
+/*
+ * Return the target size of chunks in codec.torch, in bytes of the tensor. `frame_nbytes` is the upper bound of a
+ * frame of CHUNK_NBYTES of the tensor.
+ */
 inline uint64_t torch_chunk_nbytes(uint64_t frame_nbytes)
 {
 	return std::clamp(CHUNK_NBYTES * FRAME_NBYTES / frame_nbytes, CHUNK_NBYTES, MOST_NBYTES);
 }
 
-/* At least two of a slice that is not small: while the sum of one goes out, the other one comes in. */
+/*
+ * Return the number of chunks in a slice. A slice above CHUNK_NBYTES has at least two, so that sending one sum
+ * overlaps with receiving the next terms.
+ */
 inline uint64_t chunks_of(double nbytes, uint64_t chunk_nbytes)
 {
 	double least = nbytes > double(CHUNK_NBYTES) ? 2 : 1;
@@ -85,20 +94,26 @@ inline uint64_t chunks_of(double nbytes, uint64_t chunk_nbytes)
 		std::clamp(std::nearbyint(nbytes / double(chunk_nbytes)), least, double(MOST_CHUNKS)));
 }
 
-/* The part i of m equal ones of n: where it begins. */
+/* Return i * n / m, rounded down, without overflow. */
 inline uint64_t share(uint64_t n, uint64_t i, uint64_t m)
 {
 	return n / m * i + n % m * i / m;
 }
 
-/* A good place to cut at or before `at`: at the start of a row where rows are short. */
+/*
+ * Return the cut point at or before `at`: the start of a row inside segments with short rows, otherwise a multiple of
+ * CUT_ALIGN.
+ */
 inline uint64_t near(uint64_t at, uint64_t n, const Segments &segments)
 {
 	if (at >= n)
 		return n;
 	auto behind = std::upper_bound(segments.begin(), segments.end(), at,
 				       [](uint64_t v, const codec_segment &s) { return v < s.offset; });
-	/* what has no values or no shape has no rows, and may begin where another one does */
+	/*
+	 * skip segments without values or dimensions: they have no rows, and may share their offset with the next
+	 * segment
+	 */
 	while (behind != segments.begin() && (!behind[-1].rank || !values_of(behind[-1])))
 		--behind;
 	if (behind != segments.begin()) {
@@ -111,7 +126,10 @@ inline uint64_t near(uint64_t at, uint64_t n, const Segments &segments)
 	return at - at % CUT_ALIGN;
 }
 
-/* What of the parameters lies in [begin, end): whole ones, and whole rows of those that are cut. */
+/*
+ * Return the segments in [begin, end), with offsets relative to `begin`. Of a segment that is cut only the whole rows
+ * are kept.
+ */
 inline Segments inside(const Segments &segments, uint64_t begin, uint64_t end)
 {
 	Segments found;
@@ -138,8 +156,8 @@ inline Segments inside(const Segments &segments, uint64_t begin, uint64_t end)
 }
 
 /*
- * A slice for each of `size` ranks, in chunks; some may be empty. Where slices begin does not depend on chunks. Short
- * rows of parameters stay whole.
+ * Return a slice for each of `size` ranks, each cut into chunks, which may be empty. The begin of a slice does not
+ * depend on the chunk size. Short rows of segments are not cut.
  */
 inline std::vector<Slice> cut(uint64_t n, int size, uint32_t itemsize, const Segments &segments,
 			      uint64_t chunk_nbytes = CHUNK_NBYTES)
@@ -157,7 +175,7 @@ inline std::vector<Slice> cut(uint64_t n, int size, uint32_t itemsize, const Seg
 	return slices;
 }
 
-/* The same with slices of n / size values, a whole number, and nothing that has a shape. */
+/* Return slices of n / size values each, cut into chunks without regard to segments. `size` must divide n. */
 inline std::vector<Slice> cut_evenly(uint64_t n, int size, uint32_t itemsize, uint64_t chunk_nbytes)
 {
 	uint64_t each = n / size, chunks = chunks_of(double(each) * itemsize, chunk_nbytes);

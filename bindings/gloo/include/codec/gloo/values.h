@@ -1,6 +1,6 @@
 /*
- * values.h - loops over values: bfloat16 and float16 to float32 and back, rounded to nearest even (NaN stays one, its
- * payload may not), and sums of float32.
+ * values.h - loops over values: conversion of bfloat16 and float16 to float32 and back, and sums of float32. Rounding
+ * is to nearest even. NaN stays NaN, but its payload may change.
  */
 #pragma once
 
@@ -14,7 +14,7 @@
 namespace codec::gloo::detail
 {
 
-/* f(i) for all i < n. Of loops of a known length compilers make vectors at -O2, too. */
+/* Call f(i) for all i < n. Compilers vectorize the inner loop at -O2, since its length is constant. */
 template <class F> inline void each(uint64_t n, F f)
 {
 	constexpr uint64_t BLOCK = 256;
@@ -58,9 +58,9 @@ inline float from_bfloat16(uint16_t h)
 inline uint16_t to_float16(float x)
 {
 	uint32_t u = bits_of(x), sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffff;
-	/* the exponent's bias is 112 less; a carry out of the mantissa is right there */
+	/* the exponent's bias is smaller by 112; a carry out of the mantissa correctly increments the exponent */
 	uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
-	/* 0.5 has its last bit where the smallest subnormal is, so that the addition rounds */
+	/* the last bit of 0.5 has the weight of the smallest subnormal, so that the addition rounds to it */
 	uint32_t small = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
 	uint32_t found = magnitude < 113u << 23 ? small : normal;
 
@@ -72,7 +72,7 @@ inline uint16_t to_float16(float x)
 inline float from_float16(uint16_t h)
 {
 	uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16, magnitude = static_cast<uint32_t>(h & 0x7fff) << 13;
-	/* 0.5 and a subnormal, less 0.5 */
+	/* (0.5 + subnormal) - 0.5 */
 	float small = float_of(bits_of(0.5f) + (magnitude >> 13)) - 0.5f;
 	uint32_t normal = magnitude + (112u << 23);
 
@@ -80,12 +80,12 @@ inline float from_float16(uint16_t h)
 	return float_of(sign | (magnitude < 1u << 23 ? bits_of(small) : normal));
 }
 
-/* n values of a dtype as float32. */
+/* Convert n values of a dtype to float32. */
 inline void widen(uint32_t dtype, const void *from, size_t n, float *__restrict to)
 {
 	const auto *halves = static_cast<const uint16_t *>(from);
 
-	if (!n) /* of which there may be no address */
+	if (!n) /* the pointers may be null */
 		return;
 	if (dtype == CODEC_FLOAT32)
 		std::memcpy(to, from, n * sizeof *to);
@@ -95,7 +95,7 @@ inline void widen(uint32_t dtype, const void *from, size_t n, float *__restrict 
 		each(n, [=](uint64_t i) { to[i] = from_float16(halves[i]); });
 }
 
-/* n values of float32 in a dtype. */
+/* Convert n float32 values to a dtype. */
 inline void narrow(uint32_t dtype, const float *__restrict from, size_t n, void *to)
 {
 	auto *halves = static_cast<uint16_t *>(to);
@@ -110,7 +110,7 @@ inline void narrow(uint32_t dtype, const float *__restrict from, size_t n, void 
 		each(n, [=](uint64_t i) { halves[i] = to_float16(from[i]); });
 }
 
-/* The same, but numbers stay numbers: at most the dtype's largest, which comes before Inf. */
+/* Convert n float32 values to a dtype. Finite values beyond its largest number become that number instead of Inf. */
 inline void narrow_numbers(uint32_t dtype, const float *__restrict from, size_t n, void *to)
 {
 	const uint16_t infinite = dtype == CODEC_BFLOAT16 ? 0x7f80 : 0x7c00;
@@ -128,7 +128,7 @@ inline void add(float *__restrict total, const float *__restrict x, uint64_t n)
 	each(n, [=](uint64_t i) { total[i] += x[i]; });
 }
 
-/* A power of two has an inverse: the product with it is the quotient, and rounded alike, but sooner there. */
+/* Divide by a number. For a power of two it multiplies by the inverse, which is faster and gives the same bits. */
 inline void divide(float *total, uint64_t n, float by)
 {
 	const float inverse = 1 / by;
@@ -139,19 +139,19 @@ inline void divide(float *total, uint64_t n, float by)
 		each(n, [=](uint64_t i) { total[i] *= inverse; });
 }
 
-/* The larger one; NaN if either is. */
+/* Keep the larger of two values; NaN if one is. */
 inline void keep_larger(float *__restrict total, const float *__restrict x, uint64_t n)
 {
 	each(n, [=](uint64_t i) { total[i] = total[i] >= x[i] || total[i] != total[i] ? total[i] : x[i]; });
 }
 
-/* Make every NaN the same one: with which bits an addition leaves it is for processors and compilers to say. */
+/* Replace every NaN by 7fc00000: the payload after an addition depends on processor and compiler. */
 inline void one_nan(float *total, uint64_t n)
 {
 	each(n, [=](uint64_t i) { total[i] = total[i] != total[i] ? float_of(0x7fc00000) : total[i]; });
 }
 
-/* What is lost where values are seen as others; nothing of Inf and NaN, or it would never be made up for. */
+/* Residual values - seen; 0 for Inf and NaN, which error feedback must not carry on. */
 inline void lost(float *__restrict residual, const float *__restrict values, const float *__restrict seen, uint64_t n)
 {
 	each(n, [=](uint64_t i) {
@@ -159,7 +159,7 @@ inline void lost(float *__restrict residual, const float *__restrict values, con
 	});
 }
 
-/* Whether none of n values is NaN or Inf. */
+/* Return true if none of n values is NaN or Inf. */
 inline bool finite(uint32_t dtype, const void *x, uint64_t n)
 {
 	const uint32_t infinite = dtype == CODEC_FLOAT32 ? 0x7f800000 : dtype == CODEC_BFLOAT16 ? 0x7f80 : 0x7c00;
