@@ -1,8 +1,8 @@
 /*
- * allreduce.cc - the mean of all ranks' gradients over Gloo, as FP8 on the wire, with error feedback.
+ * allreduce.cc - the mean of all ranks' gradients over Gloo, sent as FP8 with error feedback.
  *
  *     g++ -std=c++17 -O2 allreduce.cc $(python -m codec --cflags --libs) -lgloo -pthread -o allreduce
- *     for rank in 0 1; do ./allreduce $rank 2 /tmp/store & done; wait    # a store of its own for each run
+ *     for rank in 0 1; do ./allreduce $rank 2 /tmp/store & done; wait    # a new store for each run
  */
 #include <cmath>
 #include <cstdio>
@@ -32,14 +32,13 @@ static void train(int rank, int size, const char *folder)
 
 	spec.row = 128; /* values that share a scale */
 	for (int step = 0; step < STEPS; step++) {
-		for (size_t i = 0; i < N; i++) /* what a model's backward pass would give */
+		for (size_t i = 0; i < N; i++) /* in place of a model's backward pass */
 			gradient[i] = std::sin(static_cast<float>(i + 1) * 0.37f) * static_cast<float>(rank + 1);
 
 		codec::gloo::Options options;
-		options.algorithm =
-			codec::gloo::Algorithm::two_shot; /* left out: values as they are where frames do not pay */
+		options.algorithm = codec::gloo::Algorithm::two_shot; /* by default, raw where it is faster */
 		options.stream = static_cast<uint64_t>(step);
-		options.residual = residual.data(); /* what was lost is sent with the next step */
+		options.residual = residual.data(); /* errors are sent with the next step */
 		options.sums_residual = sums_residual.data();
 		group.allreduce(gradient.data(), N, CODEC_FLOAT32, spec, options);
 		for (size_t i = 0; i < N; i++)
@@ -66,7 +65,7 @@ int main(int argc, char **argv)
 	}
 	try {
 		train(std::atoi(argv[1]), std::atoi(argv[2]), argv[3]);
-	} catch (const std::exception &e) { /* another rank is gone, say: make a new context */
+	} catch (const std::exception &e) { /* for example, a rank is lost: create a new context */
 		std::fprintf(stderr, "allreduce: %s\n", e.what());
 		return 1;
 	}
