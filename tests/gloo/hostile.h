@@ -1,4 +1,4 @@
-/* hostile.h - a rank that speaks the protocol of codec/gloo.h by hand, and so can break it. */
+/* hostile.h - a rank that composes the messages of codec/gloo.h itself, and so can violate the protocol. */
 #pragma once
 
 #include <algorithm>
@@ -17,11 +17,11 @@ namespace hostile
 using codec::gloo::detail::Numbers;
 using Bytes = std::vector<uint8_t>;
 
-/* The messages of the other one of two ranks. Memory of messages that were sent lives as long as this. */
+/* One of two ranks, message by message. Sent messages live as long as this object. */
 class Peer
 {
 public:
-	static constexpr size_t WORDS = 8; /* of a message of up to 7 numbers */
+	static constexpr size_t WORDS = 8; /* size of a message of up to 7 numbers */
 
 	explicit Peer(std::shared_ptr<::gloo::Context> context) : context_(std::move(context)), to_(1 - context_->rank)
 	{
@@ -59,7 +59,7 @@ public:
 		return receive(nbytes, 2);
 	}
 
-	/* Agree to what the other rank wants. Returns the stamp of the collective. */
+	/* Answer the other rank's request with an equal one. Return the stamp of the collective. */
 	uint64_t agree()
 	{
 		Numbers wanted = numbers();
@@ -82,13 +82,13 @@ public:
 			send_numbers(message_of({0, 0}));
 	}
 
-	/* The message that carries numbers. */
+	/* Return the message that carries some numbers. */
 	static Bytes message_of(const Numbers &numbers)
 	{
 		return message_of(numbers, numbers.size());
 	}
 
-	/* Numbers with another count. */
+	/* Return a message of numbers that announces another count. */
 	static Bytes message_of(const Numbers &numbers, uint64_t count)
 	{
 		Numbers words((numbers.size() + WORDS) / WORDS * WORDS);
@@ -100,7 +100,7 @@ public:
 		return message;
 	}
 
-	/* The message that carries a frame, which says that it has `length` bytes. */
+	/* Return the message of a frame that announces `length` bytes. */
 	static Bytes message_of(const Bytes &frame, uint64_t length, uint64_t stamp)
 	{
 		Bytes message(sizeof length + frame.size() + sizeof stamp);

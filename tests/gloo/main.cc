@@ -1,4 +1,4 @@
-/* main.cc - the tests' main function, and the writev() that Gloo finds. */
+/* main.cc - main function of the tests, and the writev() of wire.h. */
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
@@ -19,12 +19,12 @@ namespace
 
 constexpr uint64_t NEVER = ~uint64_t(0);
 
-std::mutex mutex; /* ranks write in the thread that calls and in Gloo's */
+std::mutex mutex; /* both the calling thread and Gloo's thread write */
 uint64_t sent = 0, moment = NEVER, number = NEVER, offset = 0, framed = 0;
 uint8_t bits = 0;
 std::function<void()> act;
 
-/* A copy of a message with the byte flipped: what is sent may be the caller's tensor. */
+/* Send a copy of a message with a flipped byte: the original may be the caller's tensor. */
 ssize_t send_damaged(int fd, const iovec *parts)
 {
 	std::vector<uint8_t> message(parts[0].iov_len + parts[1].iov_len);
@@ -35,7 +35,7 @@ ssize_t send_damaged(int fd, const iovec *parts)
 	return syscall(SYS_write, fd, message.data(), message.size());
 }
 
-/* At most `most` bytes of it. */
+/* Send at most `most` bytes of a message. */
 ssize_t send_some(int fd, const iovec *parts, int count, uint64_t most)
 {
 	std::vector<iovec> some(parts, parts + count);
@@ -49,7 +49,7 @@ ssize_t send_some(int fd, const iovec *parts, int count, uint64_t most)
 
 } // namespace
 
-/* Read by LeakSanitizer: Gloo does not free the list of interfaces if the one that is asked for is missing. */
+/* Return the suppressions of LeakSanitizer: Gloo leaks the list of interfaces if the requested one is missing. */
 extern "C" const char *__lsan_default_suppressions()
 {
 	return "leak:gloo::transport::tcp::CreateDeviceAttr";
@@ -64,14 +64,14 @@ extern "C" ssize_t writev(int fd, const iovec *parts, int count)
 		moment = NEVER;
 		act();
 	}
-	/* a message that was cut short goes on with its second part alone, which begins elsewhere */
+	/* only whole messages: the rest of a partly sent one has one part, with another offset */
 	if (number != NEVER && count == 2 && parts[0].iov_len == wire::HEADER &&
 	    parts[1].iov_len > std::max(wire::NUMBERS, offset) && framed++ == number) {
 		n = send_damaged(fd, parts);
 		if (n > static_cast<ssize_t>(wire::HEADER + offset))
 			number = NEVER;
 		else
-			framed--; /* not gone yet: again */
+			framed--; /* the byte was not sent yet: damage the next attempt */
 	} else {
 		n = send_some(fd, parts, count, moment == NEVER ? NEVER : moment - sent);
 	}

@@ -1,8 +1,8 @@
 /*
- * peer.cc - collectives that a file describes, done by real ranks: `gloo_peer JOBS RESULTS`.
+ * peer.cc - C++ ranks that perform the collectives of a file: `gloo_peer JOBS RESULTS`.
  *
- * tests/test_gloo.py writes the jobs and compares what comes out with what Python's ranks get. Each rank writes its
- * results, one after the other, to RESULTS.rank. All numbers lie as in this machine's memory.
+ * tests/test_gloo.py writes the file JOBS, and compares the results with those of Python ranks. Each rank writes its
+ * results to RESULTS.rank. All numbers are in the byte order of the machine.
  */
 #include <cstdio>
 #include <fstream>
@@ -18,11 +18,14 @@ namespace
 enum Kind : uint32_t { ALLREDUCE, REDUCE_SCATTER, ALLGATHER };
 enum Part : uint32_t { THETA, V, M, PARTS };
 
-/* A job's head; arrays follow: segments, metrics, of the state what has a dtype, residuals, then each rank's values. */
+/*
+ * Header of a job. Arrays follow: segments, metrics, parts of the state that have a dtype, residuals, values of each
+ * rank.
+ */
 struct Head {
 	Kind kind;
 	uint32_t dtype, op, algorithm;
-	uint32_t state_dtypes[PARTS]; /* 0: there is none */
+	uint32_t state_dtypes[PARTS]; /* 0: no such part */
 	uint32_t feedback;
 	uint64_t n, stream, nsegments, nmetrics;
 	codec_spec spec;
@@ -31,12 +34,12 @@ struct Head {
 struct Metric {
 	uint32_t theta_dtype;
 	float theta_term, theta_v_term, v_term, eps, m_term;
-	uint32_t has[PARTS]; /* which of the state it looks at */
+	uint32_t has[PARTS]; /* parts of the state that the metric uses */
 	uint32_t reserved;
 	uint64_t until;
 };
 
-/* A file's bytes, from its begin to its end. */
+/* Reads a file from its begin to its end. */
 class Reader
 {
 public:
@@ -75,7 +78,7 @@ void write(std::ofstream &to, const void *p, size_t nbytes)
 	to.write(static_cast<const char *>(p), static_cast<std::streamsize>(nbytes));
 }
 
-/* Do the next job as one of the ranks. */
+/* Perform the next job as one of the ranks. */
 void do_next(Reader &jobs, const ranks::Rank &me, Group &group, std::ofstream &results)
 {
 	const Head head = jobs.take<Head>(1)[0];

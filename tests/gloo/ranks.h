@@ -1,8 +1,8 @@
 /*
- * ranks.h - functions run by real processes that are the ranks of a real Gloo context, and what befalls such processes.
+ * ranks.h - processes that are the ranks of a Gloo context, with results, errors and signals.
  *
- * Processes are forked, which is safe only while the parent has one thread: a rank's device, and with it Gloo's thread,
- * is made in the child.
+ * Processes are forked, which is safe only while the parent has one thread: the device of a rank, and with it Gloo's
+ * thread, is created in the child.
  */
 #pragma once
 
@@ -32,7 +32,7 @@
 #include <codec/gloo.h>
 #include <codec/gloo/connect.h>
 
-/* Looks for leaks and ends the process if there are any; there is none without AddressSanitizer. */
+/* Check for leaks, and end the process if there are any. Null without AddressSanitizer. */
 extern "C" void __lsan_do_leak_check(void) __attribute__((weak));
 
 namespace ranks
@@ -41,13 +41,13 @@ namespace ranks
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/* What is expected does not hold. Thrown, not counted: a rank that goes on would leave the others waiting. */
+/* Throw std::logic_error unless a condition holds. A failed rank must not go on: other ranks would wait for it. */
 #define EXPECT(...)                                                                                                    \
 	((__VA_ARGS__)                                                                                                 \
 		 ? (void)0                                                                                             \
 		 : throw std::logic_error(std::string(__FILE__ ":") + std::to_string(__LINE__) + ": " #__VA_ARGS__))
 
-/* The error that work() throws, of just this class; with what is expected of it. */
+/* Return the status of the error that work() throws. Throw unless its class is E and its message contains `words`. */
 template <class E, class F> codec_status thrown(F &&work, const std::string &words = "")
 {
 	try {
@@ -60,12 +60,12 @@ template <class E, class F> codec_status thrown(F &&work, const std::string &wor
 	throw std::logic_error(std::string("nothing was thrown, but expected: ") + typeid(E).name());
 }
 
-/* One of the processes, for itself. */
+/* A process's view of itself. */
 struct Rank {
 	int rank, size;
-	std::string folder; /* of this team */
+	std::string folder; /* folder of the team */
 
-	/* A context over loopback; contexts of one team have different names. */
+	/* Create a context over loopback. Contexts of one team need different names. */
 	std::shared_ptr<::gloo::Context> connect(const std::string &name = "first") const
 	{
 		::gloo::transport::tcp::attr attr;
@@ -81,11 +81,11 @@ struct Rank {
 
 using Function = std::function<std::string(Rank &)>;
 
-/* Processes that do the same function, each as another rank. */
+/* Processes that run the same function, each as another rank. */
 class Team
 {
 public:
-	/* Begin. All must have ended after `limit`. */
+	/* Start the processes. They must end within `limit`. */
 	Team(int size, const Function &function, milliseconds limit = milliseconds(60000)) : end_(Clock::now() + limit)
 	{
 		char name[] = "/tmp/codec-ranks-XXXXXX";
@@ -112,13 +112,14 @@ public:
 	Team(const Team &) = delete;
 	Team &operator=(const Team &) = delete;
 
-	/* One more process, which is a rank, too: it takes the place of one that is lost. */
+	/* Start one more process, which replaces a lost rank. */
 	void replace(int rank, const Function &function)
 	{
 		begin({rank, static_cast<int>(processes_.size()), folder_}, function);
 	}
 
-	/* What a process returned: in the order in which they were begun. An exception if it threw one, or died, or
+	/*
+	 * Wait for process number i, in the order of their starts, and return its result. Throws if it threw, died or
 	 * hangs.
 	 */
 	std::string result(size_t i)
@@ -140,7 +141,9 @@ public:
 		return p.said.substr(1);
 	}
 
-	/* What these processes returned. What went wrong with the first may be no more than what came of another one.
+	/*
+	 * Return the results of some processes. Throws the errors of all of them, since the first may be a
+	 * consequence of another one.
 	 */
 	std::vector<std::string> results(const std::vector<size_t> &of)
 	{
@@ -159,7 +162,7 @@ public:
 		return found;
 	}
 
-	/* The same of all. */
+	/* Return the results of all processes. */
 	std::vector<std::string> results()
 	{
 		std::vector<size_t> all(processes_.size());
@@ -168,7 +171,7 @@ public:
 		return results(all);
 	}
 
-	/* Whether a process was ended by a signal, for which this waits. */
+	/* Wait for a process, and return true if this signal ended it. */
 	bool ended_by(size_t i, int number)
 	{
 		Process &p = processes_[i];
@@ -177,7 +180,7 @@ public:
 		return p.ended && WIFSIGNALED(p.status) && WTERMSIG(p.status) == number;
 	}
 
-	/* Wait for a process to freeze, and have it go on. */
+	/* Wait until a process is stopped, and continue it. */
 	void thaw(size_t i)
 	{
 		int status;
@@ -214,7 +217,7 @@ private:
 		processes_.push_back({pid, ends[0], {}, 0, false});
 	}
 
-	/* The child's life. It ends without what others have registered for the end of the program. */
+	/* Run the function in the child, write its result to the pipe, and exit without handlers of atexit(). */
 	[[noreturn]] static void serve(Rank as, const Function &function, int pipe)
 	{
 		std::string said;
@@ -236,7 +239,7 @@ private:
 		_exit(0);
 	}
 
-	/* All that a process says, and how it ends, if it does in time. */
+	/* Read the output of a process and its exit status, within the limit. */
 	void read(Process &p)
 	{
 		std::vector<char> room(1 << 20);
@@ -265,13 +268,13 @@ private:
 	std::vector<Process> processes_;
 };
 
-/* What each rank's function returns. */
+/* Run a function on all ranks and return its results. */
 inline std::vector<std::string> run(int size, const Function &function)
 {
 	return Team(size, function).results();
 }
 
-/* The same, which must be the same on all ranks. */
+/* Run a function on all ranks and return its result, which must be equal on all. */
 inline std::string run_alike(int size, const Function &function)
 {
 	const std::vector<std::string> all = run(size, function);

@@ -1,4 +1,4 @@
-/* tensors.h - tensors and codecs for tests, and what an all-reduce must come to. */
+/* tensors.h - tensors and specs for tests, and expected results of all-reduces. */
 #pragma once
 
 #include <cmath>
@@ -19,7 +19,7 @@ namespace detail = codec::gloo::detail;
 constexpr uint32_t DTYPES[] = {CODEC_FLOAT32, CODEC_BFLOAT16, CODEC_FLOAT16};
 constexpr Op OPS[] = {Op::mean, Op::sum, Op::max};
 
-/* splitmix64: random words of a seed. */
+/* The random generator splitmix64. */
 class Random
 {
 public:
@@ -41,7 +41,7 @@ public:
 		return (*this)() % n;
 	}
 
-	/* Nearly normal. */
+	/* Return an approximately normal value. */
 	float normal()
 	{
 		const uint64_t u = (*this)();
@@ -54,7 +54,7 @@ private:
 	uint64_t state_;
 };
 
-/* Values of a dtype as they lie in memory. */
+/* Values of a dtype, as bytes in memory. */
 struct Tensor {
 	uint32_t dtype;
 	std::vector<uint8_t> bytes;
@@ -93,7 +93,7 @@ struct Tensor {
 	}
 };
 
-/* A rank's gradient: sizes of values differ from place to place, as they do in layers. */
+/* Return the gradient of a rank. Magnitudes differ from place to place, as they do between layers. */
 inline std::vector<float> values(int rank, size_t n, uint64_t seed = 0)
 {
 	Random random(seed * 100 + static_cast<uint64_t>(rank) + 1), places(seed + 7);
@@ -113,7 +113,7 @@ inline Tensor tensor(int rank, uint32_t dtype, size_t n, uint64_t seed = 0)
 	return {dtype, values(rank, n, seed)};
 }
 
-/* Summed in float32 in the order of ranks, and rounded once. */
+/* Return the reduction of all ranks' tensors in float32 and rank order, rounded once to the dtype. */
 inline Tensor in_order(int size, uint32_t dtype, size_t n, Op op, uint64_t seed = 0)
 {
 	std::vector<float> total = tensor(0, dtype, n, seed).floats();
@@ -129,7 +129,7 @@ inline Tensor in_order(int size, uint32_t dtype, size_t n, Op op, uint64_t seed 
 	return {dtype, total};
 }
 
-/* How far one is from the other, relative to it. */
+/* Return the relative error of `found` in the Euclidean norm. */
 inline double error(const Tensor &found, const Tensor &want)
 {
 	const std::vector<float> x = found.floats(), y = want.floats();
@@ -142,7 +142,7 @@ inline double error(const Tensor &found, const Tensor &want)
 	return std::sqrt(lost) / (all > 0 ? std::sqrt(all) : 1);
 }
 
-/* A codec, and how much it may lose of values that are encoded once. */
+/* A spec, and the upper bound of its relative error after one encoding. */
 struct Case {
 	std::string name;
 	codec_spec spec;
@@ -157,7 +157,7 @@ inline Case made(const std::string &name, uint32_t codec, double limit, const st
 	return {name, spec, limit};
 }
 
-/* Every codec, and its ways to write; but for metrics, which need state. */
+/* Return specs of all codecs and variants, except for those that need the state of an optimizer. */
 inline std::vector<Case> codecs()
 {
 	std::vector<Case> found;
@@ -208,7 +208,7 @@ inline codec_segment segment(uint64_t offset, const std::vector<uint64_t> &shape
 	return found;
 }
 
-/* Parameters one after the other; how many values they have. */
+/* Append the segments of adjacent parameters, and return the number of their values. */
 inline uint64_t laid_out(const std::vector<std::vector<uint64_t>> &shapes, std::vector<codec_segment> &segments)
 {
 	uint64_t n = 0;

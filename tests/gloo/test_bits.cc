@@ -1,4 +1,4 @@
-/* test_bits.cc - collectives between processes: the same bits on all ranks, and the values that they should be. */
+/* test_bits.cc - results of collectives: bit-identical on all ranks, and equal or close to the expected values. */
 #include <doctest/doctest.h>
 
 #include <thread>
@@ -18,7 +18,10 @@ namespace
 constexpr Algorithm ALGORITHMS[] = {Algorithm::two_shot, Algorithm::all_gather, Algorithm::ring,
 				    Algorithm::raw,      Algorithm::automatic,  Algorithm::blocks};
 
-/* Parameters of odd shapes: of no dimension, empty, with rows of one value and long ones, a gap before the last. */
+/*
+ * Append segments of unusual shapes: no dimension, empty, rows of one value, long rows, a gap before the last one.
+ * Return the number of values.
+ */
 uint64_t odd_shapes(std::vector<codec_segment> &segments)
 {
 	const uint64_t n = laid_out({{}, {64, 30}, {0, 7}, {5, 3, 3, 3}, {1}, {2, 2000}, {700, 1}}, segments);
@@ -28,8 +31,8 @@ uint64_t odd_shapes(std::vector<codec_segment> &segments)
 }
 
 /*
- * Each codec by each algorithm, in all dtypes and operations once the three sizes of groups are taken together. What
- * comes back is what this rank got.
+ * Reduce with each codec by each algorithm, and return this rank's results. The sizes of groups together cover all
+ * dtypes and operations.
  */
 std::string each_codec(Rank &me)
 {
@@ -62,14 +65,14 @@ std::string each_codec(Rank &me)
 				const Tensor want = in_order(me.size, dtype, n, options.op, s);
 				const std::string which = c.name + ", algorithm " + std::to_string(a) + ", round " +
 							  std::to_string(round);
-				/* one rank alone has nobody to send values to, and sees what its frames say */
+				/* a single rank sends no raw values: its result is that of its frames */
 				if ((options.algorithm == Algorithm::raw && me.size > 1) ||
 				    (!c.limit && options.algorithm != Algorithm::ring)) {
 					if (!(t == want))
 						throw std::logic_error(which + " is not the sum");
 					continue;
 				}
-				/* what is lost adds up where sums are encoded again and again */
+				/* errors accumulate where sums are encoded repeatedly */
 				const double lost = error(t, want), limit = c.limit * (1 + me.size) + 0.01;
 				if (!(lost <= limit))
 					throw std::logic_error(which + " loses " + std::to_string(lost));
@@ -81,7 +84,8 @@ std::string each_codec(Rank &me)
 
 } // namespace
 
-TEST_CASE("Every codec by every algorithm: replicas are identical, lossless is the sum in the order of ranks")
+TEST_CASE("Results of every codec by every algorithm are identical on all ranks, and lossless ones are the sum in rank "
+	  "order")
 {
 	for (int size : {1, 2, 3, 4})
 		ranks::run_alike(size, each_codec);
@@ -90,7 +94,7 @@ TEST_CASE("Every codec by every algorithm: replicas are identical, lossless is t
 namespace
 {
 
-/* Sizes where slices, chunks and blocks begin and end. */
+/* Reduce tensors with sizes at boundaries of slices, chunks and blocks. */
 std::string each_size(Rank &me)
 {
 	Group group(me.connect());
@@ -119,7 +123,7 @@ std::string each_size(Rank &me)
 
 } // namespace
 
-TEST_CASE("Tensors of any size, also of none, one, primes, and around blocks")
+TEST_CASE("Tensors of 0, 1 and prime numbers of values, and around block boundaries, are reduced")
 {
 	for (int size : {2, 3, 4})
 		ranks::run_alike(size, each_size);
@@ -128,7 +132,7 @@ TEST_CASE("Tensors of any size, also of none, one, primes, and around blocks")
 namespace
 {
 
-/* 64 MiB: many chunks a slice, and messages that the kernel takes in parts. */
+/* Reduce 64 MiB: slices have many chunks, and the kernel accepts messages in parts. */
 std::string large(Rank &me)
 {
 	constexpr size_t N = 1 << 24;
@@ -151,7 +155,7 @@ std::string large(Rank &me)
 
 } // namespace
 
-TEST_CASE("A tensor of 64 MiB")
+TEST_CASE("A tensor of 64 MiB is reduced")
 {
 	ranks::run_alike(2, large);
 }
@@ -159,7 +163,7 @@ TEST_CASE("A tensor of 64 MiB")
 namespace
 {
 
-/* The part of a tensor that is one rank's, of so many bytes. */
+/* Return the part of a tensor that belongs to a rank; parts have `nbytes` bytes. */
 std::string part(const Tensor &whole, int rank, size_t nbytes)
 {
 	return whole.str().substr(rank * nbytes, nbytes);
@@ -203,7 +207,7 @@ std::string others(Rank &me)
 				allgather(context, x.bytes.data(), free.data(), n, dtype, spec_of(codec), {}, 7);
 				EXPECT(free == out);
 			}
-			/* a part of the tensor may be the output, as with torch */
+			/* the output may be a part of the tensor, as in torch */
 			Tensor both = tensor(me.rank, dtype, n * me.size);
 			group.reduce_scatter(both.data(), both.bytes.data() + me.rank * x.bytes.size(), n, dtype,
 					     spec_of(CODEC_LOSSLESS));
@@ -216,7 +220,7 @@ std::string others(Rank &me)
 
 } // namespace
 
-TEST_CASE("Reduce-scatter gives each rank its part of the sum, all-gather what each rank's frames say")
+TEST_CASE("Reduce-scatter gives each rank its part of the sum, all-gather the decoded values of all ranks")
 {
 	for (int size : {1, 2, 3})
 		ranks::run_alike(size, others);
@@ -238,7 +242,7 @@ std::string apart(Rank &me)
 			Options options;
 
 			if (algorithm == Algorithm::automatic)
-				continue; /* it may choose another one the next time */
+				continue; /* its choice may change from call to call */
 			options.algorithm = algorithm;
 			group.allreduce(in_place.data(), N, dtype, spec_of(CODEC_FLOAT8), options);
 			options.out = out.data();
@@ -255,7 +259,7 @@ std::string apart(Rank &me)
 
 } // namespace
 
-TEST_CASE("Out of place and by the free function: the same bits, and the tensor stays as it is")
+TEST_CASE("Out-of-place calls and free functions give the bits of in-place calls and leave the tensor unchanged")
 {
 	ranks::run(3, apart);
 }
@@ -263,7 +267,7 @@ TEST_CASE("Out of place and by the free function: the same bits, and the tensor 
 namespace
 {
 
-/* Above 8 MiB in place: frames of codecs that have as many bits for all values wait until all ranks have succeeded. */
+/* Reduce tensors above 8 MiB in place by codecs of a fixed rate: their frames are decoded after the verdict. */
 std::string late(Rank &me)
 {
 	Group group(me.connect());
@@ -304,7 +308,7 @@ std::string late(Rank &me)
 
 } // namespace
 
-TEST_CASE("A large tensor in place: the same bits as out of place, on all ranks, and after an error it is as it was")
+TEST_CASE("A large tensor in place gets the bits of an out-of-place call, and is unchanged after an error")
 {
 	const auto results = ranks::run(3, late);
 
@@ -315,7 +319,7 @@ TEST_CASE("A large tensor in place: the same bits as out of place, on all ranks,
 namespace
 {
 
-/* Gloo's own all-reduce of as many ones as there are ranks. */
+/* Perform gloo::allreduce on ones, and check the sum. */
 void stock(const std::shared_ptr<::gloo::Context> &context, uint32_t tag)
 {
 	std::vector<float> ones(1000, 1);
@@ -332,7 +336,7 @@ void stock(const std::shared_ptr<::gloo::Context> &context, uint32_t tag)
 	EXPECT(ones == std::vector<float>(1000, static_cast<float>(context->size)));
 }
 
-/* Collectives of one thread; each rank waits at other moments. */
+/* Perform collectives in one thread, with random pauses. */
 void hammer(const std::shared_ptr<::gloo::Context> &context, uint32_t tag, int calls)
 {
 	Group group(context, tag);
@@ -379,7 +383,7 @@ std::string threads(Rank &me)
 
 } // namespace
 
-TEST_CASE("Groups of different tags in two threads over one context, and Gloo's own collectives between them")
+TEST_CASE("Groups of different tags share a context in two threads with Gloo's own collectives")
 {
 	ranks::run(3, threads);
 }
@@ -402,7 +406,7 @@ std::string over_and_over(Rank &me)
 		EXPECT(t == want);
 		sent.push_back(group.sent_nbytes() - before);
 	}
-	/* frames at first, and in the trial of values just what values take, if there was one */
+	/* a collective sends the bytes of frames, or in a trial of raw the bytes of raw values */
 	const uint64_t frames = sent[0], values = 2 * (me.size - 1) * N * 4 / me.size;
 	EXPECT(frames < values);
 	std::string kinds;
@@ -417,7 +421,7 @@ std::string over_and_over(Rank &me)
 
 } // namespace
 
-TEST_CASE("Ranks choose alike between frames and values, and the bits are the same either way")
+TEST_CASE("Ranks choose alike between frames and raw, and both give the same bits")
 {
 	const std::string kinds = ranks::run_alike(3, over_and_over);
 
@@ -457,7 +461,7 @@ std::string both_zeros(Rank &me)
 
 } // namespace
 
-TEST_CASE("Raw values give the bits that lossless frames give, zeros of both signs too")
+TEST_CASE("Raw gives the bits of lossless frames, including zeros of both signs")
 {
 	ranks::run_alike(3, both_zeros);
 }
@@ -487,7 +491,7 @@ std::string group_here_only(Rank &me)
 
 } // namespace
 
-TEST_CASE("A rank that makes a group for each call agrees with ranks that keep theirs")
+TEST_CASE("A rank that creates a group for each call agrees with ranks that keep theirs")
 {
 	ranks::run(3, group_here_only);
 }

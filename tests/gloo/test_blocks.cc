@@ -1,4 +1,4 @@
-/* test_blocks.cc - frames as the elements of Gloo's own all-reduce, by hand. */
+/* test_blocks.cc - the class Blocks: frames as elements of gloo::allreduce. */
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -43,7 +43,7 @@ std::string by_hand(Rank &me)
 			for (Op op : {Op::sum, Op::max}) {
 				const uint32_t dtype = DTYPES[number++ % 3];
 				const size_t n =
-					number % 5 ? 3000 * (number % 7) + 1 : 0; /* the last block is a part */
+					number % 5 ? 3000 * (number % 7) + 1 : 0; /* the last block is shorter */
 				Tensor x = tensor(me.rank, dtype, n);
 				Blocks blocks(c.spec, dtype, n, op, static_cast<uint64_t>(me.rank) << 32, 1024);
 
@@ -62,7 +62,7 @@ std::string by_hand(Rank &me)
 
 } // namespace
 
-TEST_CASE("Elements by Gloo's ring and its cube: the same bits on all ranks")
+TEST_CASE("Elements reduced by Gloo's ring and bcube are identical on all ranks")
 {
 	for (int size : {1, 2, 3, 4})
 		ranks::run_alike(size, by_hand);
@@ -71,7 +71,7 @@ TEST_CASE("Elements by Gloo's ring and its cube: the same bits on all ranks")
 namespace
 {
 
-/* The same values in each element: what they come to, by themselves. */
+/* Return the decoded elements of a tensor whose elements have equal values. */
 std::vector<float> drawn(const codec_spec &spec, uint64_t stream)
 {
 	std::vector<float> x(4096);
@@ -86,12 +86,12 @@ std::vector<float> drawn(const codec_spec &spec, uint64_t stream)
 
 } // namespace
 
-TEST_CASE("Draws differ from stream to stream and from element to element")
+TEST_CASE("Random bits differ between streams and between elements")
 {
 	for (const Case &c : codecs()) {
 		const bool draws = c.spec.codec == CODEC_TERNARY || c.spec.options & CODEC_OPTION_STOCHASTIC;
 
-		/* of powers of two some codecs lose nothing */
+		/* some codecs represent powers of two exactly */
 		if (!is_fixed_rate(c.spec) || !draws || drawn(c.spec, 0) == drawn(c.spec, 7))
 			continue;
 		const std::vector<float> x = drawn(c.spec, 0), y = drawn(c.spec, uint64_t(1) << 32);
@@ -106,7 +106,7 @@ TEST_CASE("Draws differ from stream to stream and from element to element")
 namespace
 {
 
-/* NaN on a rank that gives up, or a byte that is changed before two elements are added. */
+/* Reduce elements of which one has NaN on a rank, or a byte that changes before two elements are added. */
 std::string spoilt(Rank &me)
 {
 	constexpr size_t N = 10000;
@@ -154,7 +154,7 @@ std::string spoilt(Rank &me)
 					thrown<PeerError>([&] { blocks.decode(x.data()); }, "given up");
 			}
 
-			/* and then all is well again */
+			/* the next reduction succeeds */
 			x = values(me.rank, N);
 			blocks.encode(x.data());
 			reduce(blocks, context, how);
@@ -167,7 +167,7 @@ std::string spoilt(Rank &me)
 
 } // namespace
 
-TEST_CASE("An element that could not be made, or was damaged, is an error of decode() on all ranks, not of Gloo")
+TEST_CASE("A missing or damaged element is an error of decode() on all ranks, not of Gloo")
 {
 	ranks::run(2, spoilt);
 	ranks::run(3, spoilt);

@@ -1,4 +1,4 @@
-/* test_errors.cc - what is wrong on one rank is an error on all; nothing changes, and the next collective works. */
+/* test_errors.cc - errors of one rank are errors on all ranks; nothing is changed, and the next collective works. */
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -14,12 +14,12 @@ using ranks::thrown;
 namespace
 {
 
-constexpr int WRONG = 1; /* the rank that is */
+constexpr int WRONG = 1; /* rank with invalid arguments or values */
 constexpr size_t N = 40000;
 constexpr Algorithm ALGORITHMS[] = {Algorithm::two_shot, Algorithm::all_gather, Algorithm::ring, Algorithm::raw,
 				    Algorithm::blocks};
 
-/* A collective's arguments, for one rank to have others. */
+/* Arguments of a collective, which one rank changes. */
 struct Call {
 	Tensor x, out;
 	std::vector<float> residual, sums;
@@ -44,7 +44,7 @@ struct Call {
 	}
 };
 
-/* All is as it was, and the group works. */
+/* Check that the memory of a call is unchanged and the group works. */
 void check_unharmed(Group &group, const Rank &me, const Call &call)
 {
 	EXPECT(call.x == tensor(me.rank, call.x.dtype, N));
@@ -57,13 +57,13 @@ void check_unharmed(Group &group, const Rank &me, const Call &call)
 }
 
 struct Mistake {
-	codec_status status; /* of the rank that makes it */
+	codec_status status; /* status of the error on the rank that makes it */
 	std::function<void(Call &)> make;
 };
 
 const codec_codebook NO_BOOK{};
 
-/* A metric whose arrays do not have the tensor's size, in one way or another. */
+/* A metric whose arrays or parameter groups do not fit the tensor. */
 struct BadMetric {
 	std::vector<float> state = std::vector<float>(N, 1);
 	codec_tensor theta = detail::tensor_of(CODEC_FLOAT32, state.data(), N), other = theta;
@@ -98,9 +98,10 @@ std::vector<Mistake> mistakes()
 		{CODEC_BAD_ARGUMENT, [](Call &c) { c.spec.struct_nbytes = 0; }},
 		{CODEC_BAD_DTYPE, [](Call &c) { c.dtype = CODEC_FLOAT64; }},
 		{CODEC_BAD_DTYPE, [](Call &c) { c.dtype = 0; }},
-		{CODEC_BAD_SHAPE, [](Call &c) { c.n = size_t(1) << 62; }}, /* whose bytes are more than 2^64 */
+		{CODEC_BAD_SHAPE, [](Call &c) { c.n = size_t(1) << 62; }}, /* more than 2^64 bytes */
 		{CODEC_BAD_SHAPE, [](Call &c) { c.n = SIZE_MAX; }},
-		{CODEC_BAD_ARGUMENT, [](Call &c) { c.n = size_t(1) << 46; }}, /* residuals lie in so many values */
+		{CODEC_BAD_ARGUMENT,
+		 [](Call &c) { c.n = size_t(1) << 46; }}, /* so many values overlap with the residuals */
 		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.timeout = std::chrono::milliseconds(-1); }},
 		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.timeout = std::chrono::milliseconds::min(); }},
 		{CODEC_BAD_ARGUMENT, [](Call &c) { c.options.timeout = std::chrono::milliseconds::max(); }},
@@ -170,12 +171,12 @@ std::string mistaken(Rank &me)
 
 } // namespace
 
-TEST_CASE("Arguments that cannot be used on one rank: SpecError there, PeerError elsewhere")
+TEST_CASE("Invalid arguments on one rank are a SpecError there and a PeerError elsewhere")
 {
 	ranks::run(3, mistaken);
 }
 
-#ifndef __SANITIZE_ADDRESS__ /* which ends the process where there is no memory */
+#ifndef __SANITIZE_ADDRESS__ /* AddressSanitizer ends the process if memory is exhausted */
 namespace
 {
 
@@ -204,7 +205,7 @@ std::string without_memory(Rank &me)
 
 } // namespace
 
-TEST_CASE("A rank that has no memory for messages throws bad_alloc, and the others PeerError")
+TEST_CASE("A rank without memory for messages throws bad_alloc, the others PeerError")
 {
 	ranks::run(3, without_memory);
 }
@@ -221,7 +222,7 @@ std::string without_timeout(Rank &me)
 	for (bool in_options : {false, true}) {
 		Call call(me.rank, CODEC_FLOAT32);
 
-		context->setTimeout(std::chrono::milliseconds(me.rank == WRONG ? 0 : 20000)); /* 0: none */
+		context->setTimeout(std::chrono::milliseconds(me.rank == WRONG ? 0 : 20000)); /* 0: no timeout */
 		call.options.timeout = std::chrono::hours(in_options ? 24 * 3652 : 0);
 		if (in_options)
 			call.run(group);
@@ -236,7 +237,7 @@ std::string without_timeout(Rank &me)
 
 } // namespace
 
-TEST_CASE("A context without a timeout is refused, unless the call has one, of up to 10 years")
+TEST_CASE("A context without a timeout is refused unless the call has one of up to 10 years")
 {
 	ranks::run(3, without_timeout);
 }
@@ -244,7 +245,7 @@ TEST_CASE("A context without a timeout is refused, unless the call has one, of u
 namespace
 {
 
-/* What one of the other collectives is given: where to put what comes out, and of how many values. */
+/* Invalid arguments of a reduce-scatter or an all-gather: the output is null, or n is too large. */
 struct Given {
 	codec_status status;
 	bool out;
@@ -281,7 +282,7 @@ std::string others_mistaken(Rank &me)
 
 } // namespace
 
-TEST_CASE("A reduce-scatter or an all-gather to nowhere, or of more values than there can be, is refused")
+TEST_CASE("A reduce-scatter or all-gather to null, or of too many values, is refused")
 {
 	ranks::run(3, others_mistaken);
 }
@@ -289,10 +290,13 @@ TEST_CASE("A reduce-scatter or an all-gather to nowhere, or of more values than 
 namespace
 {
 
-/* More kinds of calls than are remembered, which not all ranks can begin: what they remember stays the same. */
+/*
+ * Perform more kinds of calls than a group remembers, some of which one rank cannot begin: all ranks must remember
+ * the same ones.
+ */
 std::string many_kinds(Rank &me)
 {
-	constexpr size_t LARGE = 50000; /* of which ranks may choose to send values */
+	constexpr size_t LARGE = 50000; /* values, of a tensor for which ranks may choose raw */
 	Group group(me.connect());
 	const Tensor want = in_order(me.size, CODEC_FLOAT32, LARGE, Op::mean);
 	const auto large = [&] {
@@ -303,9 +307,12 @@ std::string many_kinds(Rank &me)
 	};
 
 	for (int round = 0; round < 2; round++) {
-		for (int i = 0; i < 4; i++) /* the next one is of those by which values are tried */
+		for (int i = 0; i < 4; i++) /* the next call is the first of the trial of raw */
 			large();
-		/* the others must not take it for one more kind: they would forget what this rank remembers */
+		/*
+		 * a failed request must not count as a new kind: the other ranks would drop a choice that this rank
+		 * keeps
+		 */
 		std::vector<float> x(300, 1);
 		const auto refused = [&] {
 			group.allreduce(me.rank == WRONG ? nullptr : x.data(), x.size(), CODEC_FLOAT32,
@@ -323,7 +330,7 @@ std::string many_kinds(Rank &me)
 
 } // namespace
 
-TEST_CASE("Ranks remember the same of the calls before, also where one of them could not begin")
+TEST_CASE("Ranks remember the same choices after a call that one of them could not begin")
 {
 	ranks::run(3, many_kinds);
 }
@@ -331,7 +338,7 @@ TEST_CASE("Ranks remember the same of the calls before, also where one of them c
 namespace
 {
 
-/* One rank asks for something else, which is good by itself. */
+/* Request another collective on one rank, with valid arguments. */
 std::string other_wish(Rank &me)
 {
 	Group group(me.connect());
@@ -346,7 +353,7 @@ std::string other_wish(Rank &me)
 		[](Group &g, Call &c) { c.options.cut_as_torch = true, c.run(g); },
 		[](Group &g, Call &c) { c.options.algorithm = Algorithm::all_gather, c.run(g); },
 		[](Group &g, Call &c) { c.options.algorithm = Algorithm::raw, c.run(g); },
-		/* which is the same at first, but not once it has tried out values */
+		/* automatic is two_shot at first, but may become raw */
 		[](Group &g, Call &c) { c.options.algorithm = Algorithm::automatic, c.run(g); },
 		[](Group &g, Call &c) { c.options.segments = {segment(0, {100, 20})}, c.run(g); },
 		[](Group &g, Call &c) { c.options.segments = {segment(0, {N})}, c.run(g); },
@@ -387,7 +394,7 @@ TEST_CASE("Another size, spec, operation, algorithm or collective on one rank is
 namespace
 {
 
-/* NaN or Inf on one rank: the codec's refusal there, and its name elsewhere, whichever way values travel. */
+/* Reduce NaN or Inf of one rank: SpecError there, PeerError with its number elsewhere, by all algorithms. */
 std::string not_finite(Rank &me)
 {
 	Group group(me.connect());
@@ -395,7 +402,7 @@ std::string not_finite(Rank &me)
 
 	for (const Case &c : codecs()) {
 		if (c.spec.codec == CODEC_LOSSLESS || c.spec.codec == CODEC_TRUNCATE)
-			continue; /* which have words for them */
+			continue; /* these codecs represent NaN and Inf */
 		for (Algorithm algorithm : ALGORITHMS) {
 			const uint32_t dtype = DTYPES[random.below(3)];
 			const size_t at = random.below(N);
@@ -442,7 +449,7 @@ TEST_CASE("NaN or Inf on one rank is an error on all, for every lossy codec by e
 namespace
 {
 
-/* Frames that can say it do, and lossless ones keep NaN and Inf on all ranks alike. */
+/* Reduce NaN and Inf by codecs that represent them. Return the results. */
 std::string said(Rank &me)
 {
 	Group group(me.connect());
@@ -473,7 +480,7 @@ std::string said(Rank &me)
 
 } // namespace
 
-TEST_CASE("NaN that a frame can say arrives on all ranks")
+TEST_CASE("NaN and Inf arrive on all ranks if the codec represents them")
 {
 	ranks::run_alike(3, said);
 }
@@ -481,7 +488,7 @@ TEST_CASE("NaN that a frame can say arrives on all ranks")
 namespace
 {
 
-/* Each rank's NaNs have other bits, of both signs, quiet and signaling; and some ranks have a number or Inf there. */
+/* Reduce NaNs whose bits differ between ranks: both signs, quiet and signaling, beside numbers and Inf. */
 std::string many_nans(Rank &me)
 {
 	Group group(me.connect());
@@ -517,7 +524,7 @@ std::string many_nans(Rank &me)
 
 } // namespace
 
-TEST_CASE("NaNs of different bits come to the same bits on all ranks")
+TEST_CASE("NaNs of different bits are reduced to the same bits on all ranks")
 {
 	for (int size : {2, 3})
 		ranks::run_alike(size, many_nans);
@@ -526,7 +533,7 @@ TEST_CASE("NaNs of different bits come to the same bits on all ranks")
 namespace
 {
 
-/* A codebook for what ranks have at some step. */
+/* Build a codebook for the values of a step. */
 codec_codebook book_of(const codec_spec &spec, uint64_t seed)
 {
 	Tensor t = tensor(0, CODEC_FLOAT32, N, seed);
@@ -568,17 +575,17 @@ std::string books(Rank &me)
 		for (int step = 0; step < 3; step++)
 			EXPECT(reduce(&a, {a}) == want);
 		const uint64_t with_a = group.sent_nbytes() - before;
-		EXPECT(reduce(&a, {a, b}) == want); /* receivers have heard of it, senders do not use it yet */
+		EXPECT(reduce(&a, {a, b}) == want); /* receivers know book B, senders do not use it yet */
 		EXPECT(reduce(&b, {a, b}) == want);
 		EXPECT(reduce(&b, {b}) == want);
-		EXPECT(group.sent_nbytes() - before != 2 * with_a); /* another book makes other frames */
-		/* ranks that encode with different ones */
+		EXPECT(group.sent_nbytes() - before != 2 * with_a); /* another codebook gives frames of another size */
+		/* ranks encode with different codebooks */
 		const codec_codebook &mine = me.rank == WRONG ? b : a;
 		thrown<PeerError>([&] { reduce(&mine, {a, b}); }, "asks for something else");
 		thrown<PeerError>([&] { reduce(me.rank == WRONG ? nullptr : &a, {a, b}); }, "asks for something else");
-		/* a frame names A, which nobody knows any more: each has an error of its own */
+		/* frames name book A, which no receiver knows: every rank has its own error */
 		EXPECT(thrown<SpecError>([&] { reduce(&a, {b}); }) == CODEC_UNKNOWN_CODEBOOK);
-		/* one rank has not heard of it */
+		/* one receiver does not know book A */
 		if (me.rank == WRONG)
 			EXPECT(thrown<SpecError>([&] { reduce(&a, {b}); }) == CODEC_UNKNOWN_CODEBOOK);
 		else
@@ -590,7 +597,7 @@ std::string books(Rank &me)
 
 } // namespace
 
-TEST_CASE("A codebook may change while others know both; frames that name one not known are an error on all")
+TEST_CASE("The codebook may change while receivers know both; frames with an unknown one are an error on all ranks")
 {
 	ranks::run(3, books);
 }

@@ -1,4 +1,4 @@
-/* test_hostile.cc - a rank that breaks the protocol: an error on the other one, whose tensor is unchanged. */
+/* test_hostile.cc - a rank that violates the protocol: an error on the other one, whose tensor is unchanged. */
 #include <doctest/doctest.h>
 
 #include <fcntl.h>
@@ -19,7 +19,7 @@ namespace
 
 constexpr size_t N = 40000, VALUES_NBYTES = N * sizeof(float), ROOM = VALUES_NBYTES + 4096;
 
-/* A way to break the protocol, and the error class that the victim throws. */
+/* A violation of the protocol, and the error class that the victim throws. */
 struct Attack {
 	std::string name;
 	std::string error; /* "none": the result is right; "abort": Gloo ends the process */
@@ -27,11 +27,11 @@ struct Attack {
 	Algorithm algorithm = Algorithm::all_gather;
 	codec_spec spec = spec_of(CODEC_LOSSLESS);
 	int victim = -1;        /* -1: either rank */
-	int collectives = 1;    /* of the victim; all but the last succeed */
-	std::string words = ""; /* in the message of the error */
+	int collectives = 1;    /* number of the victim's all-reduces; all but the last succeed */
+	std::string words = ""; /* part of the error's message */
 };
 
-/* One all-reduce by the victim. Returns the class of the error, after a check that nothing was changed. */
+/* Perform one all-reduce as the victim. Return the class of the error, after a check that the tensor is unchanged. */
 std::string reduced(Group &group, const Attack &attack, int rank)
 {
 	Tensor x = tensor(rank, CODEC_FLOAT32, N);
@@ -100,14 +100,14 @@ void check(const Attack &attack)
 	}
 }
 
-/* The frame of the attacker's values. */
+/* Return the frame of the attacker's values. */
 Message frame_of(const Peer &peer, const codec_spec &spec = spec_of(CODEC_LOSSLESS), size_t n = N,
 		 uint32_t dtype = CODEC_FLOAT32)
 {
 	return hostile::encoded(spec, dtype, n, peer.context()->rank);
 }
 
-/* Do all that is right but for the message with the frame, which `make` returns. */
+/* Return an attack that follows the protocol, except for the message of the frame, which make() returns. */
 std::function<void(Peer &)> sends_frame(std::function<Message(Peer &, uint64_t stamp)> make)
 {
 	return [=](Peer &peer) {
@@ -119,7 +119,9 @@ std::function<void(Peer &)> sends_frame(std::function<Message(Peer &, uint64_t s
 	};
 }
 
-/* Message with a frame of `nbytes` more bytes than it announces, cut after `cut` bytes of the message. */
+/*
+ * Return an attack by a message that announces `nbytes` more bytes than its frame has, and is cut after `cut` bytes.
+ */
 std::function<void(Peer &)> misannounces(int64_t nbytes, size_t cut = SIZE_MAX)
 {
 	return sends_frame([=](Peer &peer, uint64_t stamp) {
@@ -153,7 +155,7 @@ TEST_CASE("A message of a frame that is shorter or longer than announced is a Fr
 	       })});
 }
 
-TEST_CASE("The frame of the collective before is not taken for one that arrives in part")
+TEST_CASE("A frame that arrives in part is not completed by the frame of the previous collective")
 {
 	const auto again = [](Peer &peer) {
 		const Message frame = frame_of(peer);
@@ -174,7 +176,7 @@ TEST_CASE("The frame of the collective before is not taken for one that arrives 
 namespace
 {
 
-/* All that is right of a raw all-reduce, but for one message of values. */
+/* Return an attack on a raw all-reduce that follows the protocol, except for one message of values. */
 std::function<void(Peer &)> sends_values(bool of_terms, std::function<Message(Message)> change)
 {
 	return [=](Peer &peer) {
@@ -215,7 +217,7 @@ std::function<Message(Message)> cut_by(size_t nbytes)
 
 } // namespace
 
-TEST_CASE("Raw values that arrive in part are a FrameError, whatever the memory held before")
+TEST_CASE("Raw values that arrive in part are a FrameError for any previous contents of memory")
 {
 	for (bool terms : {true, false}) {
 		check({"right", "none", sends_values(terms, cut_by(0)), Algorithm::raw});
@@ -228,7 +230,7 @@ TEST_CASE("Raw values that arrive in part are a FrameError, whatever the memory 
 namespace
 {
 
-/* Do not agree, but send this. */
+/* Return an attack by an invalid request. */
 std::function<void(Peer &)> answers(std::function<Message(Numbers)> make)
 {
 	return [=](Peer &peer) {
@@ -247,7 +249,7 @@ Numbers with(Numbers numbers, size_t i, uint64_t value)
 
 } // namespace
 
-TEST_CASE("Numbers of another count or in part, and numbers that cannot be, are a PeerError")
+TEST_CASE("Numbers of another count, in part or out of range are a PeerError")
 {
 	for (uint64_t count : {uint64_t(0), uint64_t(5), uint64_t(9), uint64_t(1) << 62, ~uint64_t(0)})
 		check({"count " + std::to_string(count), "PeerError",
@@ -280,7 +282,7 @@ TEST_CASE("Numbers of another count or in part, and numbers that cannot be, are 
 namespace
 {
 
-/* Do all that is right, and report this in the end. */
+/* Return an attack that follows the protocol, except for the report of the outcome. */
 std::function<void(Peer &)> reports(Message message)
 {
 	return [=](Peer &peer) {
@@ -331,7 +333,7 @@ codec_spec changed(codec_spec spec, const std::function<void(codec_spec &)> &cha
 	return spec;
 }
 
-/* Send a frame of another spec, dtype or size than agreed. */
+/* Return an attack by a frame of another spec, dtype or size than agreed. */
 Attack of_other_spec(const codec_spec &agreed, const codec_spec &sent, size_t n = N, uint32_t dtype = CODEC_FLOAT32)
 {
 	const auto act = sends_frame([=](Peer &peer, uint64_t stamp) {
@@ -360,7 +362,7 @@ TEST_CASE("A frame of another codec, parameter, dtype or size than agreed is a F
 	check(of_other_spec(lossless, lossless, N, CODEC_FLOAT16));
 }
 
-TEST_CASE("A frame of each codec passes for its own spec only")
+TEST_CASE("A frame of each codec is accepted for its own spec only")
 {
 	const std::vector<Case> cases = codecs();
 	std::vector<uint8_t> memory;
@@ -373,10 +375,11 @@ TEST_CASE("A frame of each codec passes for its own spec only")
 			REQUIRE(codec_inspect(frame.data(), frame.size(), &info) == CODEC_OK);
 			for (const Case &agreed : cases) {
 				const detail::Parameters parameters(agreed.spec, dtype, false, memory);
-				const auto row = [](const Case &c) { /* without rows, float8 has the last dimension */
-								     return c.name == "float8" ? "float8, last"
-											       : c.name;
-				};
+				const auto row =
+					[](const Case &
+						   c) { /* without a row, float8 has one scale for the last dimension */
+							return c.name == "float8" ? "float8, last" : c.name;
+					};
 
 				CAPTURE(sent.name);
 				CAPTURE(agreed.name);
@@ -410,7 +413,7 @@ TEST_CASE("An element of gloo::allreduce that has other parameters than agreed i
 	check({"e5m2 for e4m3", "FrameError", act, Algorithm::blocks, agreed});
 }
 
-TEST_CASE("A message that is longer than its receive ends the process, which Gloo does not let us prevent")
+TEST_CASE("A message longer than its receive ends the process, because of Gloo")
 {
 	check({"numbers", "abort", [](Peer &peer) {
 		       peer.numbers();

@@ -1,9 +1,8 @@
 /*
- * test_lost.cc - a rank dies or freezes: an error on all others in time, nothing changed, and then as if it had not
- * been.
+ * test_lost.cc - a rank dies or freezes: all others throw in time, nothing is changed, and a new group works.
  *
- * Moments are counted in bytes that the rank has sent, so that messages break off in their midst, too. The variable
- * CODEC_MOMENTS says how many are tried of each algorithm.
+ * The fault point is a number of bytes that the rank has sent, so that messages are also cut in the middle. The
+ * variable CODEC_MOMENTS sets how many fault points are tried for each algorithm.
  */
 #include <doctest/doctest.h>
 
@@ -22,8 +21,8 @@ namespace
 {
 
 constexpr int SIZE = 3, VICTIM = 1;
-constexpr size_t N = 500000;                                       /* more than what the kernel takes at once */
-constexpr milliseconds TIMEOUT(1000), PROMISED(2000), SLACK(2000); /* CPUs are shared */
+constexpr size_t N = 500000;                                       /* more than the kernel accepts at once */
+constexpr milliseconds TIMEOUT(1000), PROMISED(2000), SLACK(2000); /* for shared CPUs */
 
 struct Way {
 	const char *name;
@@ -40,7 +39,7 @@ constexpr Way WAYS[] = {
 	{"blocks", Algorithm::blocks, CODEC_QUANTIZE, false},
 };
 
-/* One all-reduce, with all that belongs to it. */
+/* One all-reduce and its memory. */
 struct Step {
 	Tensor x;
 	std::vector<float> residual, sums;
@@ -72,7 +71,7 @@ struct Step {
 	}
 };
 
-/* What all ranks have after an all-reduce that nothing disturbs, and how many bytes the victim has sent. */
+/* Results of all ranks after an all-reduce without a fault, and the number of bytes that the victim has sent. */
 struct Undisturbed {
 	std::vector<std::string> digests;
 	uint64_t nbytes;
@@ -96,7 +95,10 @@ Undisturbed undisturbed(const Way &way)
 	return found;
 }
 
-/* What a rank does that is not lost, or only for a while. The error comes within `within`; nothing has changed. */
+/*
+ * Perform an all-reduce as a surviving rank: either it succeeds, or it throws within `within` and changes nothing.
+ * Then perform another one in a new group.
+ */
 std::string survive(Rank &me, const Way &way, milliseconds within, bool voted, const std::string &want)
 {
 	Step step(way, me.rank, TIMEOUT);
@@ -116,7 +118,7 @@ std::string survive(Rank &me, const Way &way, milliseconds within, bool voted, c
 		const auto took = std::chrono::duration_cast<milliseconds>(Clock::now() - begin);
 		if (took > within)
 			throw std::logic_error("it took " + std::to_string(took.count()) + " ms");
-		/* its last message is whether its part went well: who has sent that may be lost */
+		/* a victim that has reported its outcome may be lost without an error */
 		EXPECT(raised || voted);
 		EXPECT(step.digest() == (raised ? before : want));
 		if (raised)
@@ -139,7 +141,7 @@ int moments(int few)
 	return asked ? std::max(2, std::atoi(asked)) : few;
 }
 
-/* The victim: what befalls it comes once it has sent so many bytes. */
+/* Perform an all-reduce as the victim, which raises signal `number` once it has sent `moment` bytes. */
 std::string be_lost(Rank &me, const Way &way, uint64_t moment, int number)
 {
 	Group group(me.connect());
@@ -157,7 +159,7 @@ std::string be_lost(Rank &me, const Way &way, uint64_t moment, int number)
 	return "none";
 }
 
-/* Begin a group one of whose ranks is lost; another process takes its place in the next group. */
+/* Start a team one of whose ranks is lost; another process replaces it in the next group. */
 std::unique_ptr<ranks::Team> lose(const Way &way, const Undisturbed &want, uint64_t moment, int number)
 {
 	const bool voted = moment + 2 * (wire::HEADER + 64) >= want.nbytes;
@@ -178,7 +180,7 @@ std::unique_ptr<ranks::Team> lose(const Way &way, const Undisturbed &want, uint6
 	return team;
 }
 
-/* What came of a group one of whose ranks was lost. */
+/* Check the results of a team one of whose ranks was lost. */
 void check(ranks::Team &team, int number)
 {
 	if (number == SIGKILL) {
@@ -186,13 +188,13 @@ void check(ranks::Team &team, int number)
 	}
 	const std::vector<std::string> found = team.results({0, 2, 3});
 	CHECK(found[0] == found[1]);
-	if (number == SIGSTOP) { /* and once it goes on it learns of it, too */
+	if (number == SIGSTOP) { /* the frozen rank throws once it continues */
 		team.thaw(VICTIM);
 		CHECK(team.result(VICTIM) == found[0]);
 	}
 }
 
-/* All algorithms at once: most of the time ranks wait. */
+/* Try fault points of all algorithms. Teams run at the same time, since their ranks mostly wait. */
 void sweep(int number, int most)
 {
 	std::vector<Undisturbed> wants;
@@ -221,8 +223,8 @@ void sweep(int number, int most)
 
 } // namespace
 
-TEST_CASE(
-	"A rank dies at any moment of an all-reduce: PeerError on all others, nothing changed, and a new group goes on")
+TEST_CASE("A rank dies at any fault point of an all-reduce: PeerError on all others, nothing is changed, a new group "
+	  "works")
 {
 	sweep(SIGKILL, 3);
 }
@@ -230,14 +232,14 @@ TEST_CASE(
 namespace
 {
 
-/* The last message of a collective comes from ranks one after the other; or rank 3's after the timeout. */
+/* Exchange outcomes that ranks report one after the other; `too_late`: rank 3 does so after the timeout. */
 std::string last_message(Rank &me, bool too_late)
 {
 	const int wait_ms[] = {700, 0, 1300, too_late ? 2500 : 1400};
 	detail::Channel channel(me.connect(), 0);
 
 	channel.timeout = TIMEOUT;
-	channel.hear(*std::make_unique<detail::Channel::Asked>(channel.ask({0}))); /* all are there */
+	channel.hear(*std::make_unique<detail::Channel::Asked>(channel.ask({0}))); /* all ranks have started */
 	std::this_thread::sleep_for(milliseconds(wait_ms[me.rank]));
 	try {
 		channel.verdict(detail::Outcome::success);
@@ -250,13 +252,14 @@ std::string last_message(Rank &me, bool too_late)
 
 } // namespace
 
-TEST_CASE("Ranks wait for the last message together: all succeed, or none")
+TEST_CASE("All ranks or none succeed if outcomes are reported late")
 {
 	CHECK(ranks::run_alike(4, [](Rank &me) { return last_message(me, false); }) == "none");
 	CHECK(ranks::run_alike(4, [](Rank &me) { return last_message(me, true); }) == "raised");
 }
 
-TEST_CASE("A rank freezes at any moment of an all-reduce: PeerError on all others after the timeout, and on it, too")
+TEST_CASE("A rank freezes at any fault point of an all-reduce: PeerError on all others after the timeout, and on it "
+	  "later")
 {
 	sweep(SIGSTOP, 2);
 }

@@ -1,5 +1,4 @@
-/* test_state.cc - what belongs to a tensor beside its values: an optimizer's state, and what frames have lost so far.
- */
+/* test_state.cc - tensors with an optimizer's state or with residuals. */
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -17,13 +16,13 @@ namespace
 
 constexpr size_t N = 60000;
 
-/* An optimizer's state, as a metric takes it: the same on all ranks. */
+/* State of an optimizer and its metrics, equal on all ranks. */
 struct State {
 	Tensor theta, v, m;
 	codec_tensor t, w, k;
 	std::vector<codec_metric> metrics;
 
-	/* One metric, or a group for each place where one begins. */
+	/* Create one metric for each parameter group; `begins` are their first values. */
 	State(uint32_t dtype, const std::vector<uint64_t> &begins)
 	    : theta(tensor(90, dtype, N)), v(CODEC_FLOAT32, squares()), m(tensor(92, dtype, N)),
 	      t(detail::tensor_of(dtype, theta.data(), N)), w(detail::tensor_of(CODEC_FLOAT32, v.data(), N)),
@@ -59,7 +58,7 @@ struct State {
 	}
 };
 
-/* The same A as the built-in metric's. */
+/* Compute the sensitivity of the built-in metric. */
 void as_built_in(void *data, uint64_t first, uint64_t n, float *a)
 {
 	const codec_metric &metric = static_cast<State *>(data)->metrics[0];
@@ -74,7 +73,7 @@ void as_built_in(void *data, uint64_t first, uint64_t n, float *a)
 	}
 }
 
-/* What is left of values once they were a frame of the whole tensor: levels belong to values, wherever it is cut. */
+/* Encode and decode a whole tensor. Levels depend on single values, so that pieces must give the same result. */
 std::vector<float> through_frame(const codec_spec &spec, const codec_metric *metric, const Tensor &x)
 {
 	codec_tensor like = detail::tensor_of(x.dtype, x.bytes.data(), N);
@@ -95,7 +94,7 @@ std::vector<float> through_frame(const codec_spec &spec, const codec_metric *met
 	return found;
 }
 
-/* The mean of what all ranks' frames say, in a frame again if sums are sent. */
+/* Return the mean of all ranks' decoded frames; `again`: encoded and decoded once more, as sums are. */
 Tensor expected(int size, uint32_t dtype, const codec_spec &spec, const codec_metric *metric, bool again)
 {
 	std::vector<float> total = through_frame(spec, metric, tensor(0, dtype, N));
@@ -117,7 +116,7 @@ std::string by_metric(Rank &me)
 	for (uint32_t variant : {CODEC_LEVELS_PLANE, CODEC_LEVELS_CODED, CODEC_LEVELS_SHARED}) {
 		for (uint32_t dtype : {CODEC_FLOAT32, CODEC_BFLOAT16}) {
 			const uint32_t of_state = dtype == CODEC_BFLOAT16 ? CODEC_BFLOAT16 : CODEC_FLOAT32;
-			/* groups that begin inside of slices, and one within a few values */
+			/* groups that begin inside slices, and groups of a few values */
 			for (const std::vector<uint64_t> &begins :
 			     {std::vector<uint64_t>{0}, {0, 21001, 21003, 26000, N - 1}, {0, 1, 30000}}) {
 				const State state(of_state, begins);
@@ -149,7 +148,7 @@ std::string by_metric(Rank &me)
 
 } // namespace
 
-TEST_CASE("Levels go by each value's own state, in groups of parameters too, wherever a tensor is cut")
+TEST_CASE("Levels follow the state of each value, in parameter groups too, for any partition")
 {
 	ranks::run_alike(3, by_metric);
 }
@@ -178,7 +177,7 @@ std::string by_users_metric(Rank &me)
 		group.allreduce(y.data(), N, CODEC_FLOAT32, spec, options);
 		EXPECT(x == y);
 
-		/* a receiver whose state is another one */
+		/* one receiver has another state */
 		const Tensor before = tensor(me.rank, CODEC_FLOAT32, N);
 		x = before;
 		if (me.rank == 1)
@@ -193,7 +192,7 @@ std::string by_users_metric(Rank &me)
 		EXPECT(!raised || x == before);
 		if (me.rank == 1)
 			state.metrics[0].theta_term /= 1024;
-		/* none at all */
+		/* no metric */
 		x = before;
 		options.metric = me.rank == 1 ? nullptr : options.metric;
 		thrown<PeerError>([&] { group.allreduce(x.data(), N, CODEC_FLOAT32, spec, options); },
@@ -204,7 +203,7 @@ std::string by_users_metric(Rank &me)
 
 } // namespace
 
-TEST_CASE("A metric of the user's own is asked for the values of the whole tensor; other state is an error on all")
+TEST_CASE("A user-defined metric gets positions in the whole tensor; other state on one rank is an error on all")
 {
 	ranks::run(3, by_users_metric);
 }
@@ -212,7 +211,7 @@ TEST_CASE("A metric of the user's own is asked for the values of the whole tenso
 namespace
 {
 
-/* Summed over all ranks, in double precision enough. */
+/* Return the sum over all ranks. */
 std::vector<float> everyones(Group &group, std::vector<float> mine)
 {
 	Options options;
@@ -223,7 +222,7 @@ std::vector<float> everyones(Group &group, std::vector<float> mine)
 	return mine;
 }
 
-/* So many steps: what they gave, what they should have, what is owed. All of it summed over steps. */
+/* Steps with error feedback: sums of the results and of the exact means, and the residuals. */
 struct Steps {
 	std::vector<float> residual = std::vector<float>(N), sums = residual, given = residual;
 	std::vector<double> wanted = std::vector<double>(N);
@@ -250,21 +249,21 @@ struct Steps {
 		detail::add(given.data(), got.data(), N);
 	}
 
-	/* The largest difference between what was given and what should have been, less what is owed. */
-	double untold(Group &group, const Rank &me)
+	/* Return the largest difference between exact and actual sums that residuals do not explain. */
+	double unexplained(Group &group, const Rank &me)
 	{
-		const std::vector<float> owed = everyones(group, residual), of_sums = everyones(group, sums);
+		const std::vector<float> of_terms = everyones(group, residual), of_sums = everyones(group, sums);
 		double worst = 0;
 
 		for (size_t i = 0; i < N; i++) {
-			const double want = wanted[i] - double(owed[i]) / me.size - of_sums[i];
+			const double want = wanted[i] - double(of_terms[i]) / me.size - of_sums[i];
 
 			worst = std::max(worst, std::fabs(want - given[i]));
 		}
 		return worst;
 	}
 
-	double owed() const
+	double largest_residual() const
 	{
 		double worst = 0;
 
@@ -280,7 +279,7 @@ std::string telescoped(Rank &me)
 
 	for (uint32_t dtype : DTYPES) {
 		for (uint32_t codec : {CODEC_QUANTIZE, CODEC_SIGN, CODEC_FLOAT8}) {
-			/* sums are rounded to the dtype before they are encoded, which nobody owes */
+			/* the rounding of sums to the dtype before encoding is in no residual */
 			const double limit = dtype == CODEC_FLOAT32 ? 2e-6 : dtype == CODEC_BFLOAT16 ? 0.04 : 0.005;
 			codec_spec spec = spec_of(codec);
 			Steps steps;
@@ -289,22 +288,22 @@ std::string telescoped(Rank &me)
 				spec.row = 1024;
 			for (int i = 0; i < 4; i++)
 				steps.take(group, me, dtype, spec, Algorithm::two_shot);
-			EXPECT(steps.owed() > 1e-3);
-			EXPECT(steps.untold(group, me) < limit);
-			/* in one phase nothing is owed to sums */
+			EXPECT(steps.largest_residual() > 1e-3);
+			EXPECT(steps.unexplained(group, me) < limit);
+			/* in one phase no sums are encoded */
 			Steps one_phase;
 			for (int i = 0; i < 3; i++)
 				one_phase.take(group, me, dtype, spec, Algorithm::all_gather);
 			EXPECT(one_phase.sums == std::vector<float>(N));
-			EXPECT(one_phase.untold(group, me) < limit);
-			/* values as they are pay all back, but for what their dtype cannot hold */
+			EXPECT(one_phase.unexplained(group, me) < limit);
+			/* raw sends the whole residuals, up to the precision of the dtype */
 			steps.take(group, me, dtype, spec, Algorithm::raw);
-			EXPECT(steps.owed() <= (dtype == CODEC_FLOAT32 ? 0 : limit));
-			EXPECT(steps.untold(group, me) < limit);
-			Steps as_they_are; /* which know of all roundings */
+			EXPECT(steps.largest_residual() <= (dtype == CODEC_FLOAT32 ? 0 : limit));
+			EXPECT(steps.unexplained(group, me) < limit);
+			Steps only_raw; /* the residuals of raw include every rounding */
 			for (int i = 0; i < 3; i++)
-				as_they_are.take(group, me, dtype, spec, Algorithm::raw);
-			EXPECT(as_they_are.untold(group, me) < 2e-6);
+				only_raw.take(group, me, dtype, spec, Algorithm::raw);
+			EXPECT(only_raw.unexplained(group, me) < 2e-6);
 		}
 	}
 	return "";
@@ -312,7 +311,7 @@ std::string telescoped(Rank &me)
 
 } // namespace
 
-TEST_CASE("Error feedback: what was given and what is owed are what should have been given")
+TEST_CASE("Results and residuals of error feedback add up to the exact means")
 {
 	ranks::run(2, telescoped);
 	ranks::run(3, telescoped);
@@ -321,45 +320,51 @@ TEST_CASE("Error feedback: what was given and what is owed are what should have 
 namespace
 {
 
-/* Rank 1's value and the others', what is owed to it and to the sum; whether codecs that say no Inf and NaN take that.
+/*
+ * Values of rank 1 and of the other ranks, residuals of rank 1's value and of the sum. `good`: codecs without NaN and
+ * Inf accept them.
  */
 struct Extreme {
 	const char *name;
 	uint32_t dtype;
 	Op op;
-	float mine, others, owed, owed_sum;
+	float mine, others, residual, sum_residual;
 	bool good;
 };
 
 constexpr float MOST = 3.4e38f, MOST_BFLOAT16 = 3.3895e38f;
 
 const Extreme EXTREMES[] = {
-	{"what is owed leaves the dtype", CODEC_FLOAT16, Op::mean, 65000, 0, 600, 0, true},
-	{"the same of bfloat16", CODEC_BFLOAT16, Op::mean, MOST_BFLOAT16, 0, 1e36f, 0, true},
-	{"what is owed to the sum leaves the dtype", CODEC_FLOAT16, Op::sum, 65000, 0, 0, 600, true},
-	{"what is owed leaves float32", CODEC_FLOAT32, Op::mean, MOST, 0, MOST, 0, false},
-	{"what is owed to the sum leaves float32", CODEC_FLOAT32, Op::max, MOST, 0, 0, MOST, false},
-	{"the sum leaves the dtype", CODEC_FLOAT16, Op::sum, 40000, 40000, 0, 0, false},
-	{"the sum leaves the dtype, for all that it owes", CODEC_FLOAT16, Op::sum, 40000, 40000, 0, -60000, false},
-	{"the sum leaves float32", CODEC_FLOAT32, Op::mean, MOST, MOST, 0, 0, false},
+	{"value and residual overflow the dtype", CODEC_FLOAT16, Op::mean, 65000, 0, 600, 0, true},
+	{"value and residual overflow bfloat16", CODEC_BFLOAT16, Op::mean, MOST_BFLOAT16, 0, 1e36f, 0, true},
+	{"sum and its residual overflow the dtype", CODEC_FLOAT16, Op::sum, 65000, 0, 0, 600, true},
+	{"value and residual overflow float32", CODEC_FLOAT32, Op::mean, MOST, 0, MOST, 0, false},
+	{"sum and its residual overflow float32", CODEC_FLOAT32, Op::max, MOST, 0, 0, MOST, false},
+	{"the sum overflows the dtype", CODEC_FLOAT16, Op::sum, 40000, 40000, 0, 0, false},
+	{"the sum overflows the dtype before its residual is added", CODEC_FLOAT16, Op::sum, 40000, 40000, 0, -60000,
+	 false},
+	{"the sum overflows float32", CODEC_FLOAT32, Op::mean, MOST, MOST, 0, 0, false},
 	{"Inf", CODEC_FLOAT32, Op::mean, INFINITY, 0, 0, 0, false},
 	{"NaN", CODEC_FLOAT16, Op::max, NAN, 0, 0, 0, false},
-	{"Inf is owed", CODEC_BFLOAT16, Op::mean, 1, 0, -INFINITY, 0, false},
+	{"the residual is Inf", CODEC_BFLOAT16, Op::mean, 1, 0, -INFINITY, 0, false},
 };
 
-/* Whether a step is good. If not all is as it was; if it is, what is owed is a number. */
+/*
+ * Perform a step and return true if it succeeds. Check that nothing is changed otherwise, and that residuals stay
+ * finite.
+ */
 bool take(Group &group, const Rank &me, const Extreme &of, const codec_spec &spec, Algorithm algorithm, bool feedback)
 {
-	constexpr size_t AT = 2500; /* in the last rank's slice */
+	constexpr size_t AT = 2500; /* a value in the slice of the last rank */
 	std::vector<float> x = values(me.rank, 3000), residual(x.size()), sums(x.size());
 	Options options;
 
 	x[AT] = me.rank == 1 ? of.mine : of.others;
-	residual[AT] = me.rank == 1 ? of.owed : 0;
-	sums[AT] = of.owed_sum;
+	residual[AT] = me.rank == 1 ? of.residual : 0;
+	sums[AT] = of.sum_residual;
 	Tensor t(of.dtype, x);
 	const Tensor given = t;
-	const std::vector<float> owed = residual, owed_sums = sums;
+	const std::vector<float> before = residual, before_sums = sums;
 	options.op = of.op;
 	options.algorithm = algorithm;
 	options.residual = feedback ? residual.data() : nullptr;
@@ -369,8 +374,8 @@ bool take(Group &group, const Rank &me, const Extreme &of, const codec_spec &spe
 	} catch (const Error &e) {
 		EXPECT(e.status() == CODEC_NONFINITE);
 		EXPECT(t == given);
-		EXPECT(residual == owed);
-		EXPECT(sums == owed_sums);
+		EXPECT(residual == before);
+		EXPECT(sums == before_sums);
 		return false;
 	}
 	EXPECT(!feedback || (std::isfinite(residual[AT]) && std::isfinite(sums[AT])));
@@ -390,14 +395,15 @@ std::string extremes(Rank &me)
 		for (const codec_spec &spec : {quantize, propagate, truncate}) {
 			for (Algorithm algorithm :
 			     {Algorithm::two_shot, Algorithm::all_gather, Algorithm::raw, Algorithm::blocks}) {
-				const bool owes_sums = algorithm == Algorithm::two_shot || algorithm == Algorithm::raw;
+				const bool sums_have_residuals =
+					algorithm == Algorithm::two_shot || algorithm == Algorithm::raw;
 
 				if (algorithm == Algorithm::blocks && !is_fixed_rate(spec))
 					continue;
 				for (bool feedback : {false, true}) {
-					if (!feedback && (of.owed || of.owed_sum))
+					if (!feedback && (of.residual || of.sum_residual))
 						continue;
-					if (of.owed_sum && !owes_sums)
+					if (of.sum_residual && !sums_have_residuals)
 						continue;
 					const bool want = of.good || spec.codec != CODEC_QUANTIZE;
 					const std::string which = std::string(of.name) + ", codec " +
@@ -418,7 +424,7 @@ std::string extremes(Rank &me)
 
 } // namespace
 
-TEST_CASE("Where a dtype ends a step is good or not whichever way values travel, and what is owed stays a number")
+TEST_CASE("Overflow of a dtype is an error by all algorithms or by none, and residuals stay finite")
 {
 	ranks::run(3, extremes);
 }

@@ -1,4 +1,7 @@
-/* test_wire.cc - bytes that are flipped on the way: an error on all ranks, nothing changed, and the next one works. */
+/*
+ * test_wire.cc - bytes that are damaged in transit: an error on all ranks, nothing is changed, and the next
+ * collective works.
+ */
 #include <doctest/doctest.h>
 
 #include <sstream>
@@ -15,7 +18,7 @@ namespace
 {
 
 constexpr int SIZE = 3, SENDER = 1;
-constexpr size_t N = 30000, LARGE = 2200000; /* whose frames wait until all ranks have succeeded */
+constexpr size_t N = 30000, LARGE = 2200000; /* large tensors, whose frames are decoded after the verdict */
 
 struct Way {
 	const char *name;
@@ -35,13 +38,13 @@ constexpr Way WAYS[] = {{"two-shot", Algorithm::two_shot, CODEC_LOSSLESS},
 			{"large all-gather", Algorithm::all_gather, CODEC_SIGN, LARGE},
 			{"large ring", Algorithm::ring, CODEC_TERNARY, LARGE}};
 
-/* What is flipped: in which of the messages with frames, where, which bits. */
+/* Flipped bits: number of the message among those with frames, offset of the byte, bits. */
 struct Flip {
 	uint64_t number, offset;
 	uint8_t bits;
 };
 
-/* One all-reduce in which a rank sends a damaged byte. What each rank makes of it. */
+/* Perform one all-reduce in which a rank sends a damaged byte. Return the error of this rank. */
 std::string damaged(Group &group, const Rank &me, const Way &way, const Flip &flip)
 {
 	const bool feedback = way.codec != CODEC_LOSSLESS && way.algorithm != Algorithm::ring;
@@ -75,14 +78,14 @@ std::string damaged(Group &group, const Rank &me, const Way &way, const Flip &fl
 
 } // namespace
 
-TEST_CASE("A flipped byte of a frame is a FrameError where it arrives, and a PeerError elsewhere")
+TEST_CASE("A flipped byte of a frame is a FrameError on its receiver and a PeerError elsewhere")
 {
 	for (const Way &way : WAYS) {
 		const bool blocks = way.algorithm == Algorithm::blocks;
 		std::vector<Flip> flips;
 		Random random(3);
 
-		/* the header's first bytes, and any place of the first messages */
+		/* fields of the header, and random bytes of the first messages */
 		for (uint64_t offset : {8, 12, 16, 40, 80})
 			flips.push_back({random.below(2), offset - (blocks ? 8 : 0), 1});
 		for (int i = 0; i < (way.n == N ? 20 : 3); i++)
@@ -113,19 +116,19 @@ TEST_CASE("A flipped byte of a frame is a FrameError where it arrives, and a Pee
 				CHECK(raised != "nothing");
 				frame_errors += raised == "FrameError";
 			}
-			/* to one rank, or the same message to more */
+			/* one message may go to several ranks */
 			CHECK(frame_errors >= 1);
 			CHECK(frame_errors < SIZE);
 		}
 	}
 }
 
-TEST_CASE("A length that cannot be is a FrameError or a PeerError, and nothing is read beyond the message")
+TEST_CASE("An impossible length is a FrameError or PeerError, and nothing is read beyond the message")
 {
 	for (const Way &way : WAYS) {
 		if (way.algorithm == Algorithm::blocks)
-			continue; /* whose elements have no lengths */
-		/* by one, or too short; by 16 MiB, by 255 TiB, by more than a word with a sign holds */
+			continue; /* elements have no lengths */
+		/* lengths change by 1, 16 MiB, 255 TiB and 2^63 */
 		const Flip flips[] = {{0, 0, 1}, {0, 3, 1}, {1, 5, 255}, {0, 7, 128}};
 		const auto results = ranks::run(SIZE, [&](Rank &me) {
 			Group group(me.connect());

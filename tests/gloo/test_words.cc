@@ -1,4 +1,6 @@
-/* test_words.cc - what needs no ranks: halves, where tensors are cut, whether frames pay, how contexts are connected.
+/*
+ * test_words.cc - unit tests that need no ranks: conversion of dtypes, partition, choice between frames and raw,
+ * connect.h.
  */
 #include <doctest/doctest.h>
 
@@ -19,7 +21,7 @@ using tensors::segment;
 namespace
 {
 
-/* What a half stands for, from its definition: so many bits of exponent and mantissa. */
+/* Return the value of a 16-bit float by the definition of its format. */
 double value_of(uint16_t h, int exponent_bits, int mantissa_bits)
 {
 	const int most = (1 << exponent_bits) - 1, bias = most >> 1;
@@ -33,7 +35,10 @@ double value_of(uint16_t h, int exponent_bits, int mantissa_bits)
 	return sign * std::ldexp((1 << mantissa_bits) + mantissa, exponent - bias - mantissa_bits);
 }
 
-/* The nearest half of x >= 0, ties to even, by distances in double precision, in which those of float32 are exact. */
+/*
+ * Return the 16-bit float nearest to x >= 0, ties to even. Distances between float32 values are exact in double
+ * precision.
+ */
 uint16_t nearest(double x, int exponent_bits, int mantissa_bits)
 {
 	const uint16_t infinite = static_cast<uint16_t>(((1 << exponent_bits) - 1) << mantissa_bits);
@@ -46,7 +51,7 @@ uint16_t nearest(double x, int exponent_bits, int mantissa_bits)
 
 		(value_of(middle, exponent_bits, mantissa_bits) <= x ? low : high) = middle;
 	}
-	/* beyond the largest number one more step of the same width is Inf */
+	/* Inf stands one step of the last width above the largest number */
 	const double below = value_of(low, exponent_bits, mantissa_bits);
 	const double above =
 		high == infinite ? 2 * below - value_of(static_cast<uint16_t>(low - 1), exponent_bits, mantissa_bits)
@@ -75,7 +80,7 @@ bool as_nearest(const Half &half, float x)
 
 } // namespace
 
-TEST_CASE("Every half widens to the number it stands for, and narrows to itself")
+TEST_CASE("Every 16-bit float converts to its value in float32 and back to itself")
 {
 	for (const Half &half : HALVES) {
 		for (uint32_t h = 0; h < 65536; h++) {
@@ -94,12 +99,12 @@ TEST_CASE("Every half widens to the number it stands for, and narrows to itself"
 	}
 }
 
-TEST_CASE("Floats narrow to the nearest half, ties to even, also subnormals and overflow")
+TEST_CASE("Float32 values round to the nearest 16-bit float, ties to even, including subnormals and overflow")
 {
 	tensors::Random random(1);
 
 	for (const Half &half : HALVES) {
-		/* each half, the middle to the next one, and the floats beside both */
+		/* each 16-bit float, the midpoint to the next one, and the float32 neighbours of both */
 		for (uint32_t h = 0; h < 65536; h++) {
 			const uint16_t next = static_cast<uint16_t>(h + 1);
 			const float x = half.widen(static_cast<uint16_t>(h)), y = half.widen(next);
@@ -113,7 +118,7 @@ TEST_CASE("Floats narrow to the nearest half, ties to even, also subnormals and 
 		}
 		for (int i = 0; i < 200000; i++)
 			REQUIRE(as_nearest(half, float_of(static_cast<uint32_t>(random()))));
-		/* the last that is a number, the tie beside it, what is more */
+		/* the largest number, the tie above it, and beyond */
 		for (float x :
 		     {65504.0f, 65519.996f, 65520.0f, 65536.0f, 3.3895314e38f, 3.4e38f, INFINITY, 1e-45f, 0.0f})
 			for (float sign : {1.0f, -1.0f})
@@ -124,7 +129,10 @@ TEST_CASE("Floats narrow to the nearest half, ties to even, also subnormals and 
 namespace
 {
 
-/* Pieces of all ranks follow each other and cover all; what has a shape in them lies where it did, in whole rows. */
+/*
+ * Check that the pieces of all ranks cover a tensor without gaps, and that their segments have the same place and
+ * whole rows.
+ */
 void check_cut(uint64_t n, int size, uint32_t itemsize, const Segments &segments, uint64_t chunk = CHUNK_NBYTES)
 {
 	const std::vector<Slice> slices = cut(n, size, itemsize, segments, chunk);
@@ -158,7 +166,7 @@ void check_cut(uint64_t n, int size, uint32_t itemsize, const Segments &segments
 
 } // namespace
 
-TEST_CASE("Slices cover a tensor in the order of ranks and keep short rows whole")
+TEST_CASE("Slices cover a tensor in rank order and keep short rows whole")
 {
 	const std::vector<std::vector<std::vector<uint64_t>>> layouts = {
 		{},
@@ -169,7 +177,7 @@ TEST_CASE("Slices cover a tensor in the order of ranks and keep short rows whole
 	};
 
 	for (const auto &shapes : layouts) {
-		for (uint64_t before : {0, 1, 5000}) { /* values without a shape on both sides */
+		for (uint64_t before : {0, 1, 5000}) { /* values outside of segments, before and behind */
 			Segments segments;
 			uint64_t n = laid_out(shapes, segments) + before + before / 2;
 
@@ -187,7 +195,7 @@ TEST_CASE("Slices cover a tensor in the order of ranks and keep short rows whole
 			check_cut(n, size, 4, {});
 }
 
-TEST_CASE("A cut is at the begin of the row in which it would be, and elsewhere at a multiple of 1,024 values")
+TEST_CASE("Cut points are starts of rows inside segments, and elsewhere multiples of 1,024")
 {
 	Segments segments;
 	const uint64_t n = laid_out({{700, 30}, {5000}, {0, 3}, {2, 65536}, {2, 65537}, {}, {9, 1}}, segments);
@@ -199,7 +207,7 @@ TEST_CASE("A cut is at the begin of the row in which it would be, and elsewhere 
 		if (row)
 			REQUIRE(found == at - (at - (row == 30 ? 0 : 26000)) % row);
 		else if (at - 157072 < 131074)
-			REQUIRE(found == at); /* whose rows are long */
+			REQUIRE(found == at); /* long rows are cut anywhere */
 		else
 			REQUIRE(found == at / 1024 * 1024);
 	}
@@ -207,7 +215,7 @@ TEST_CASE("A cut is at the begin of the row in which it would be, and elsewhere 
 	CHECK(near(5000, 6000, {}) == 4096);
 }
 
-TEST_CASE("codec.torch's chunks are larger where their frames are small, and slices begin where they did")
+TEST_CASE("Chunks of codec.torch are larger if frames are small, and slices begin at the same values")
 {
 	CHECK(torch_chunk_nbytes(1) == MOST_NBYTES);
 	CHECK(torch_chunk_nbytes(FRAME_NBYTES / 4) == MOST_NBYTES);
@@ -231,7 +239,8 @@ TEST_CASE("codec.torch's chunks are larger where their frames are small, and sli
 
 		for (int r = 0; r < 3; r++) {
 			CHECK(few[r].size() <= many[r].size());
-			CHECK(few[r].size() >= (4 * n / 3 > CHUNK_NBYTES ? 2 : 1)); /* or nothing overlaps */
+			CHECK(few[r].size() >=
+			      (4 * n / 3 > CHUNK_NBYTES ? 2 : 1)); /* two chunks, so that transfers overlap */
 			CHECK(few[r].front().begin == many[r].front().begin);
 			CHECK(few[r].back().end == many[r].back().end);
 		}
@@ -258,7 +267,7 @@ TEST_CASE("Even slices have one size and cover each rank's part")
 	}
 }
 
-TEST_CASE("A share is what integers without a limit would give")
+TEST_CASE("share() equals the result without overflow")
 {
 	for (uint64_t n : {uint64_t(0), uint64_t(7), uint64_t(1) << 40, ~uint64_t(0)})
 		for (uint64_t m : {1, 3, 64, 1000})
@@ -267,7 +276,7 @@ TEST_CASE("A share is what integers without a limit would give")
 					static_cast<uint64_t>(static_cast<unsigned __int128>(n) * i / m));
 }
 
-TEST_CASE("Segments that overlap, descend, end outside or are no shapes are refused")
+TEST_CASE("Segments that overlap, descend, end outside or have no valid shape are refused")
 {
 	const uint64_t huge = uint64_t(1) << 40;
 	codec_segment reserved = segment(0, {2}), deep = segment(0, {});
@@ -296,7 +305,7 @@ TEST_CASE("Segments that overlap, descend, end outside or are no shapes are refu
 		CHECK_THROWS_AS(check_segments(bad, 10), codec::gloo::SpecError);
 }
 
-TEST_CASE("Numbers beyond a half's largest become that one, Inf and NaN stay")
+TEST_CASE("Finite values beyond the largest 16-bit float become that one; Inf and NaN stay")
 {
 	const std::vector<float> x = {65504,    65519,    65520,     -1e30f, 3.3895e38f,
 				      -3.4e38f, INFINITY, -INFINITY, NAN,    1.5f};
@@ -317,8 +326,8 @@ namespace
 {
 
 /*
- * What is chosen for n collectives that take so long: whether values travel, as two ranks see it. Frames are so many
- * times smaller than values.
+ * Return the choices (true: raw) of n collectives that take `frames` or `values` microseconds, and check that two
+ * ranks choose alike. Frames are `smaller` times smaller than values.
  */
 std::vector<bool> chosen(uint64_t frames, uint64_t values, double load, int n, uint64_t smaller = 1)
 {
@@ -327,9 +336,9 @@ std::vector<bool> chosen(uint64_t frames, uint64_t values, double load, int n, u
 	std::vector<bool> found;
 
 	for (int i = 0; i < n; i++) {
-		const bool mine = here.as_they_are(reports, 1000);
+		const bool mine = here.use_raw(reports, 1000);
 
-		REQUIRE(mine == there.as_they_are({reports[1], reports[0]}, 1000));
+		REQUIRE(mine == there.use_raw({reports[1], reports[0]}, 1000));
 		found.push_back(mine);
 		const uint64_t wall = (mine ? values : frames) * (i % 200 ? 1 : 5);
 		const uint64_t busy = static_cast<uint64_t>(static_cast<double>(wall) * load);
@@ -345,35 +354,35 @@ int counted(const std::vector<bool> &x, int begin, int end)
 
 } // namespace
 
-TEST_CASE("Frames at first; values where ranks are busy and they turned out faster; on a slow link never")
+TEST_CASE("Raw is chosen after a trial if ranks are busy and it is faster, and never tried on a slow link")
 {
 	CHECK(counted(chosen(1000, 25000, 0.05, 500), 0, 500) == 0);
 
 	const std::vector<bool> fast = chosen(1000, 500, 0.8, 450);
 	CHECK(counted(fast, 0, 5) == 0);
 	CHECK(counted(fast, 5, 200) == 195);
-	CHECK(counted(fast, 200, 205) == 0); /* looked at again */
+	CHECK(counted(fast, 200, 205) == 0); /* the next trial */
 	CHECK(counted(fast, 205, 400) == 195);
 
 	const std::vector<bool> near = chosen(1000, 1500, 0.8, 100);
 	CHECK(counted(near, 5, 10) == 5);
 	CHECK(counted(near, 10, 100) == 0);
 
-	/* busy, but values would take the time that is left as often as they are larger */
+	/* busy, but raw would take longer than frames on this link */
 	CHECK(counted(chosen(1000, 25000, 0.5, 500, 50), 0, 500) == 0);
 	CHECK(counted(chosen(1000, 900, 0.5, 100, 3), 5, 100) == 95);
 }
 
-TEST_CASE("The median of what came last counts, not the best; what was never tried is not chosen")
+TEST_CASE("The median of the last times decides, and raw is not chosen without a trial")
 {
-	/* what the slowest of two ranks took for frames and for values, by the number of the collective */
+	/* frames(i) and values(i) are the times of collective i on the slower of two ranks */
 	const auto sent = [](auto frames, auto values, int n, auto load) {
 		Choice choice;
 		std::vector<Choice::Report> reports(2);
 		std::vector<bool> found;
 
 		for (int i = 0; i < n; i++) {
-			found.push_back(choice.as_they_are(reports, 1000));
+			found.push_back(choice.use_raw(reports, 1000));
 			const uint64_t wall = found.back() ? values(i) : frames(i);
 
 			reports = {{wall, wall * load(i) / 100, 1000}, {wall / 2, 0, 1000}};
@@ -386,19 +395,19 @@ TEST_CASE("The median of what came last counts, not the best; what was never tri
 	CHECK(counted(sent(always(1000), scattered, 200, always(80)), 10, 200) == 0);
 	CHECK(counted(sent(scattered, always(1000), 200, always(80)), 10, 200) == 190);
 
-	/* values were better until the network came to be slower */
+	/* raw is faster until the network becomes slower */
 	const auto slower = [](int i) { return i < 50 ? uint64_t{500} : uint64_t{2000}; };
 	const std::vector<bool> then = sent(always(1000), slower, 200, always(80));
 
 	CHECK(counted(then, 10, 50) == 40);
 	CHECK(counted(then, 60, 200) == 0);
 
-	/* ranks are busy when the trial is over */
+	/* ranks become busy after the trial */
 	CHECK(counted(sent(always(1000), always(500), 200, [](int i) { return uint64_t{i < 50 ? 5u : 80u}; }), 0,
 		      200) == 0);
 }
 
-TEST_CASE("Of kinds of collectives the last 256 are remembered, wherever others lie")
+TEST_CASE("The last 256 choices are remembered")
 {
 	Choices choices;
 	Choice *first = choices.add(0);
@@ -416,7 +425,7 @@ TEST_CASE("Of kinds of collectives the last 256 are remembered, wherever others 
 	CHECK(!choices.find(1));
 }
 
-TEST_CASE("What a collective took is reported with the next one")
+TEST_CASE("The times of a collective are reported with the next one")
 {
 	uint64_t sent = 7;
 	Choice choice;
@@ -442,7 +451,7 @@ TEST_CASE("What a collective took is reported with the next one")
 namespace
 {
 
-/* Contexts with the signatures that Gloo has had. */
+/* Contexts with the signatures of older and current Gloo. */
 struct Old {
 	Old(int r, int s) : rank(r), size(s)
 	{
@@ -497,7 +506,7 @@ struct NoStore : ::gloo::rendezvous::Store {
 
 } // namespace
 
-TEST_CASE("A mean is the quotient to the bit, whether it is divided or multiplied")
+TEST_CASE("Means are bit-identical whether computed by division or multiplication")
 {
 	const float odd[] = {
 		0,    -0.0f,         0x1p-149f, 0x1.fffffep-127f, 0x1.8p-148f, 0x1.000002p-126f, 0x1.fffffep127f,
@@ -521,7 +530,7 @@ TEST_CASE("A mean is the quotient to the bit, whether it is divided or multiplie
 	}
 }
 
-/* By policy, how many threads of this process there are. */
+/* Return the number of threads of this process by scheduling policy. */
 static std::map<int, int> policies()
 {
 	std::map<int, int> found;
@@ -531,7 +540,7 @@ static std::map<int, int> policies()
 	return found;
 }
 
-TEST_CASE("A device's thread interrupts nobody; whoever makes it stays what it was, also where making it fails")
+TEST_CASE("create_device() gives its thread SCHED_BATCH and restores the policy of the caller, also if it fails")
 {
 	const sched_param none{};
 	::gloo::transport::tcp::attr attr;
@@ -556,10 +565,10 @@ TEST_CASE("A device's thread interrupts nobody; whoever makes it stays what it w
 	REQUIRE(!sched_setscheduler(0, SCHED_OTHER, &none));
 }
 
-TEST_CASE("Contexts are connected whether Gloo takes a reference to the store or a shared pointer")
+TEST_CASE("connect() works with a Gloo that takes a reference to the store or a shared pointer")
 {
 	auto store = std::make_shared<NoStore>();
-	/* never looked into */
+	/* never dereferenced */
 	std::shared_ptr<::gloo::transport::Device> device(reinterpret_cast<::gloo::transport::Device *>(store.get()),
 							  [](void *) {});
 	auto old = codec::gloo::connect<Old>(1, 3, store, device);

@@ -1,9 +1,9 @@
 /*
- * wire.h - what this process writes to its connections: counted, damaged, or cut short by its end.
+ * wire.h - a writev() that counts the bytes this process sends, damages them, or acts at a given byte.
  *
- * Gloo sends by writev(), which it finds by name in the program that it is loaded into: ours stands before libc's. A
- * message is two parts, Gloo's own header of 48 bytes and what is sent; the second part is the one to be damaged. (A
- * damaged header ends the receiver's process, by Gloo's own checks.)
+ * Gloo sends by writev(). The dynamic linker finds the one of this program before that of libc. A message has two
+ * parts, Gloo's header of 48 bytes and the data. Only data is damaged: Gloo ends the receiving process if its header
+ * is wrong.
  */
 #pragma once
 
@@ -15,20 +15,20 @@ namespace wire
 
 constexpr uint64_t HEADER = 48;
 
-/* Bytes that this process has sent since the last call of one of these. */
+/* Return the bytes sent since the last call of restart() or at(). */
 uint64_t sent_nbytes();
 void restart();
 
-/* Do this as soon as so many bytes have been sent, before any more is; then go on, if there is still anyone to. */
+/* Call act() once `nbytes` bytes have been sent, before the next byte. */
 void at(uint64_t nbytes, const std::function<void()> &act);
 
-/* Messages of numbers are not longer than that, those with frames are. */
+/* Upper bound of messages of numbers; messages of frames are longer. */
 constexpr uint64_t NUMBERS = 64;
 
-/* Flip these bits of the byte at `offset` in what is sent: of message number `number` of those with frames. */
+/* Flip bits of the byte at `offset` of a message of a frame. `number` counts such messages from now on. */
 void flip(uint64_t number, uint64_t offset, uint8_t bits);
 
-/* Whether that has happened. If not it is not asked for any more. */
+/* Return true if flip() has taken effect; cancel it otherwise. */
 bool flipped();
 
 } // namespace wire

@@ -144,10 +144,10 @@ public:
 					check_blocks(options, r);
 				return r;
 			},
-			[&](detail::Reduction &r, bool as_they_are) {
+			[&](detail::Reduction &r, bool use_raw) {
 				Algorithm algorithm = chosen(options, r);
 
-				if (as_they_are && n * r.itemsize > SMALL)
+				if (use_raw && n * r.itemsize > SMALL)
 					algorithm = Algorithm::raw;
 				r.late = !out && r.is_large() && is_fixed_rate(r.spec) && algorithm != Algorithm::raw &&
 					 algorithm != Algorithm::blocks;
@@ -395,11 +395,11 @@ private:
 			if (automatic && choice == &fresh) /* all ranks add the same choices, after they have agreed */
 				choice = choices_.add(signature);
 			const bool before = choice->last();
-			const bool as_they_are = choice->as_they_are(reports_of(told), raw_nbytes(*r));
+			const bool use_raw = choice->use_raw(reports_of(told), raw_nbytes(*r));
 
-			if (as_they_are != before) {
+			if (use_raw != before) {
 				keep->restore();
-				of = make(*r, as_they_are);
+				of = make(*r, use_raw);
 				of->prepare();
 			}
 			detail::Choice::Timer timer(*choice, channel_.sent_nbytes);
@@ -407,7 +407,7 @@ private:
 		});
 		error = of->error();
 		conclude(error);
-		keep->as_it_is();
+		keep->commit();
 		counted_on([&] { of->deliver(); });
 		if (n && r->result != values)
 			std::memcpy(values, r->result, n * r->itemsize);
@@ -433,7 +433,7 @@ private:
 		}
 	}
 
-	/* Restores the residuals when it is destroyed, unless as_it_is() was called after a success. */
+	/* Restores the residuals when it is destroyed, unless commit() was called after a success. */
 	class Keep
 	{
 	public:
@@ -471,7 +471,7 @@ private:
 				std::memcpy(sums_, copy_ + n_, sums_n_ * sizeof *copy_);
 		}
 
-		void as_it_is()
+		void commit()
 		{
 			n_ = sums_n_ = 0;
 		}

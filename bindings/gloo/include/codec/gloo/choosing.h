@@ -44,7 +44,7 @@ public:
 	 * Return true if the next collective is to use raw, of `nbytes` bytes a rank. `reports` are those of all
 	 * ranks.
 	 */
-	bool as_they_are(const std::vector<Report> &reports, uint64_t nbytes)
+	bool use_raw(const std::vector<Report> &reports, uint64_t nbytes)
 	{
 		uint64_t wall = 0;
 		double load = 0, waited = 0;

@@ -363,7 +363,7 @@ private:
 	}
 
 	Bytes encode(Channel &channel, const void *values, const Piece &piece, size_t most, uint64_t number,
-		     float *owed)
+		     float *feedback)
 	{
 		Bytes message = channel.take(most), room_for_it = Channel::frame_of(message);
 		codec_tensor src = tensor_of(dtype, values, piece.n());
@@ -375,12 +375,12 @@ private:
 		with.codebooks = codebook;
 		with.ncodebooks = codebook != nullptr;
 		with.stream = stream * APART + number;
-		if (owed) { /* one pass: after an error the caller restores the residual */
+		if (feedback) { /* one pass: after an error the caller restores the residual */
 			with.flags = CODEC_FEEDBACK | CODEC_ONE_PASS;
-			owed += piece.begin;
+			feedback += piece.begin;
 		}
 		check(codec_scratch(&spec, &src, &nbytes));
-		check(codec_encode(&spec, &src, room_for_it.p, room_for_it.nbytes, &written, owed, &with,
+		check(codec_encode(&spec, &src, room_for_it.p, room_for_it.nbytes, &written, feedback, &with,
 				   Workspace::room(work.scratch, nbytes), nbytes));
 		return channel.sized(message, written);
 	}

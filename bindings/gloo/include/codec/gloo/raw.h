@@ -167,19 +167,19 @@ private:
 		}
 		std::vector<float> sums(r_.n), seen(r_.n);
 
-		owed_.resize(r_.n * r_.itemsize);
+		adjusted_.resize(r_.n * r_.itemsize);
 		widen(r_.dtype, r_.x, r_.n, sums.data());
 		add(sums.data(), r_.residual, r_.n);
 		attempt_([&] { check_finite(r_, CODEC_FLOAT32, sums.data(), r_.n); });
-		narrow_numbers(r_.dtype, sums.data(), r_.n, owed_.data());
-		widen(r_.dtype, owed_.data(), r_.n, seen.data());
+		narrow_numbers(r_.dtype, sums.data(), r_.n, adjusted_.data());
+		widen(r_.dtype, adjusted_.data(), r_.n, seen.data());
 		lost(r_.residual, sums.data(), seen.data(), r_.n);
-		return owed_.data();
+		return adjusted_.data();
 	}
 
 	const std::vector<Slice> slices_;
 	std::vector<uint8_t *> rooms_; /* receive buffers for one chunk of each rank */
-	std::vector<uint8_t> owed_;
+	std::vector<uint8_t> adjusted_;
 };
 
 } // namespace codec::gloo::detail
