@@ -44,7 +44,7 @@ class Hot(NamedTuple):
 
 
 _PAIR, _FOUR, _LOADED = "= pair[high >>", "walk_four<CODEC>", "w = *global("
-_EIGHT, _LARGEST, _SLACK = "after = end - i < EIGHTS", "values_at_quads<4>(dtype, source, first + i", "ea == 255"
+_EIGHT, _LARGEST, _SLACK = "after = end - i < WARP_STEP", "values_at_quads<4>(dtype, source, first + i", "ea == 255"
 _HALF, _SINGLE, _CUT = 2 + 1.33, 4 + 3.33, 4 + 12 + 1.6  # with AdamW's state
 HOT = (
     ("encode_lossless<2>", "", Hot(_LOADED, 4, _HALF)),

@@ -8,7 +8,7 @@
 union model_room {
 	fit_room fit;
 	count_room count;
-	settle_room settle;
+	decide_room decide;
 	struct {
 		uint32_t raised[CHOOSE_PARTS][256];
 		cost_room cost[CHOOSE_PARTS];
@@ -29,7 +29,7 @@ DEVICE_CALL int raise_bases(const codec_choice *c, uint32_t *counts, model_room 
 			n += part[(e < 255 ? e + 1 : 1) * CHOOSE_PARTS + phase] - part[e * CHOOSE_PARTS + phase];
 	}
 	__syncthreads();
-	static_assert(CHOOSE_PARTS == TEAM_WARPS, "a warp each");
+	static_assert(CHOOSE_PARTS == CTA_WARPS, "a warp each");
 	uint64_t bits = warp_cost(room->phase.raised[warp], room->phase.cost + warp, e % 32);
 
 	if (e % 32 == 0)
@@ -58,7 +58,7 @@ DEVICE_CALL uint64_t conclude_bases(const codec_view *v, uint8_t *memory, const 
 	fold(c->all, bins, c->counts[0]);
 	if (bins > 1)
 		phase = raise_bases(c, c->counts[0], room, &cost);
-	for (uint64_t p = threadIdx.x; p < nparts; p += TEAM) {
+	for (uint64_t p = threadIdx.x; p < nparts; p += CTA_THREADS) {
 		codec_model_part *part = model_parts(v, memory) + p;
 
 		part->base = (uint16_t)((part->base + phase) % (WIRE_CIRCLE(q.zero) >> q.eighth));
@@ -66,17 +66,17 @@ DEVICE_CALL uint64_t conclude_bases(const codec_view *v, uint8_t *memory, const 
 	__syncthreads();
 	if (q.based || nparts > 1 || model_parts(v, memory)->kind)
 		return nparts;
-	fold(found->raw, bins, room->settle.raw);
+	fold(found->raw, bins, room->decide.raw);
 	if (threadIdx.x < 32) {
-		uint64_t bits = warp_cost(room->settle.raw, room->settle.cost, threadIdx.x);
+		uint64_t bits = warp_cost(room->decide.raw, room->decide.cost, threadIdx.x);
 
 		if (threadIdx.x == 0)
-			room->settle.bits[0] = bits;
+			room->decide.bits[0] = bits;
 	}
 	__syncthreads();
-	if (bins > 1 && choose_record_pays(room->settle.bits[0], cost, seen->nvalues, v->n))
+	if (bins > 1 && choose_record_pays(room->decide.bits[0], cost, seen->nvalues, v->n))
 		return nparts;
-	c->counts[0][threadIdx.x] = room->settle.raw[threadIdx.x];
+	c->counts[0][threadIdx.x] = room->decide.raw[threadIdx.x];
 	__syncthreads();
 	return 0;
 }
@@ -91,7 +91,7 @@ DEVICE_CALL void conclude_model(codec_view *v, uint8_t *memory, const sample_kin
 		used = conclude_bases(v, memory, q, nparts, c, found, room);
 	else
 		fold(found->raw, 1, c->counts[0]);
-	uint64_t total = team_sum(c->counts[0][threadIdx.x]);
+	uint64_t total = cta_sum(c->counts[0][threadIdx.x]);
 
 	if (threadIdx.x == 0) {
 		v->model_parts.count = used;
@@ -132,31 +132,31 @@ DEVICE_CALL bool model_task(codec_view *v, uint8_t *memory, const uint8_t *value
 		return false;
 	if (t < tasks.step) {
 		sample_rows(q, part, values, share, shares, f);
-		if (!team_last(&f->rows, shares))
+		if (!cta_is_last(&f->rows, shares))
 			return false;
-		team_wait(c->told + PLANES);
+		cta_wait(c->ready + PLANES);
 		fit_part(v, memory, q, part, c, f, &room->fit);
-		team_tell(&f->fitted);
+		cta_signal(&f->rows_ready);
 		return false;
 	}
 	if (t < 2 * tasks.step) {
-		team_wait(&f->fitted);
+		cta_wait(&f->rows_ready);
 		if (part->kind & WIRE_SEGMENT_COLS)
 			sample_cols(v, memory, q, part, values, share, shares, &room->fit);
-		if (!team_last(&f->cols, shares))
+		if (!cta_is_last(&f->cols, shares))
 			return false;
 		if (part->kind & WIRE_SEGMENT_COLS)
 			fit_cols(v, memory, part, c);
-		team_tell(&f->settled);
+		cta_signal(&f->cols_ready);
 		return false;
 	}
-	team_wait(tasks.nparts ? &f->settled : c->told + PLANES);
+	cta_wait(tasks.nparts ? &f->cols_ready : c->ready + PLANES);
 	sample_symbols(v, memory, q, part, values, tasks.nparts > 0, share, shares, c, f, &room->count);
-	if (!team_last(&f->counts, shares))
+	if (!cta_is_last(&f->counts, shares))
 		return false;
 	if (tasks.nparts)
-		settle_part(v, q, part, c, f, &room->settle);
-	if (!team_last(c->done + PARTS, tasks.step / shares))
+		decide_part(v, q, part, c, f, &room->decide);
+	if (!cta_is_last(c->done + PARTS, tasks.step / shares))
 		return false;
 	conclude_model(v, memory, q, tasks.nparts, c, found, room);
 	return true;
@@ -168,11 +168,11 @@ DEVICE_CALL uint64_t place_nibbles(const codec_view *v, uint8_t *memory, uint64_
 {
 	uint64_t nibbles = 0, total;
 
-	for (uint64_t i = 0; i < nparts; i += TEAM) {
+	for (uint64_t i = 0; i < nparts; i += CTA_THREADS) {
 		uint64_t p = i + threadIdx.x;
 		const codec_model_part *part = model_parts(v, memory) + (p < nparts ? p : 0);
 		uint64_t mine = p < nparts ? (part_rows(part) + 1) / 2 + (part_cols(part) + 1) / 2 : 0;
-		uint64_t before = team_scan((uint32_t)mine, &total);
+		uint64_t before = cta_scan((uint32_t)mine, &total);
 
 		if (p < nparts)
 			found[p].side_nibbles = nibbles + before;
@@ -182,14 +182,14 @@ DEVICE_CALL uint64_t place_nibbles(const codec_view *v, uint8_t *memory, uint64_
 }
 
 /* Has the tensor, of values of `size` bytes, rather to be stored? There is no room, or nothing to gain. */
-DEVICE bool stays_stored(const codec_view *v, uint32_t size, uint64_t capacity)
+DEVICE bool should_store(const codec_view *v, uint32_t size, uint64_t capacity)
 {
 	return v->side_nbytes > 0xffffffffu || v->regions_offset > capacity ||
 	       choose_stored(v->regions_offset + WIRE_ALIGN * v->nblocks, v->side_offset + v->n * size) ||
 	       v->fixed == (1u << size) - 1;
 }
 
-DEVICE void store(codec_view *v)
+DEVICE void make_stored(codec_view *v)
 {
 	v->layout = WIRE_LAYOUT_STORED;
 	v->fixed = v->coded = v->halved = v->flags = 0;

@@ -46,13 +46,13 @@ DEVICE uint32_t leaves_up_to(const uint32_t *weight, uint32_t n, uint32_t x)
 DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t cap, book_room *r)
 {
 	uint32_t i = threadIdx.x, shift = 0, rank = 0, lighter = 0, room = (1u << cap) - 1;
-	uint64_t total = team_sum(counts[i]);
+	uint64_t total = cta_sum(counts[i]);
 
 	while (total >> shift >= 1u << 24)
 		shift++;
 	uint32_t w = counts[i] >> shift ? counts[i] >> shift : 1;
 	bool keeps = book_keeps(counts[i], total);
-	uint32_t n = (uint32_t)team_sum(keeps), drop = n > room ? n - room : 0;
+	uint32_t n = (uint32_t)cta_sum(keeps), drop = n > room ? n - room : 0;
 
 	for (uint32_t j = 0; keeps && j < 256; j++) {
 		uint32_t v = counts[j] >> shift ? counts[j] >> shift : 1;
@@ -62,11 +62,11 @@ DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t cap, book_room *r)
 		lighter += other && (v < w || (v == w && j > i)); /* among equals the largest value goes first */
 	}
 	keeps = keeps && lighter >= drop;
-	uint64_t kept = team_sum(keeps ? counts[i] : 0);
+	uint64_t kept = cta_sum(keeps ? counts[i] : 0);
 	uint32_t escape = (uint32_t)((total - kept) >> shift);
 
 	escape = escape ? escape : 1;
-	for (uint32_t k = i; k < LEAVES; k += TEAM)
+	for (uint32_t k = i; k < LEAVES; k += CTA_THREADS)
 		r->weight[k] = 0;
 	__syncthreads();
 	if (keeps) { /* with gaps where some were left out */
@@ -98,7 +98,7 @@ DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t cap, book_room *r)
 }
 
 /* book_from_counts: lengths, 257 of them. */
-DEVICE_CALL void team_book(const uint32_t *counts, uint32_t cap, uint8_t *length, book_room *r)
+DEVICE_CALL void cta_book(const uint32_t *counts, uint32_t cap, uint8_t *length, book_room *r)
 {
 	uint32_t n = 0, take;
 
@@ -107,13 +107,13 @@ DEVICE_CALL void team_book(const uint32_t *counts, uint32_t cap, uint8_t *length
 	for (uint32_t l = 0; l < cap; l++) {
 		uint32_t packs = n / 2, *before = r->list[l & 1], *next = r->list[~l & 1];
 
-		for (uint32_t i = threadIdx.x; i < r->live; i += TEAM) {
+		for (uint32_t i = threadIdx.x; i < r->live; i += CTA_THREADS) {
 			uint32_t place = i + packages_below(before, packs, r->weight[i]);
 
 			r->place[l][i] = (uint16_t)place;
 			next[place] = r->weight[i];
 		}
-		for (uint32_t p = threadIdx.x; p < packs; p += TEAM) {
+		for (uint32_t p = threadIdx.x; p < packs; p += CTA_THREADS) {
 			uint32_t sum = before[2 * p] + before[2 * p + 1];
 
 			next[p + leaves_up_to(r->weight, r->live, sum)] = sum;
@@ -122,14 +122,14 @@ DEVICE_CALL void team_book(const uint32_t *counts, uint32_t cap, uint8_t *length
 		__syncthreads();
 	}
 	take = 2 * r->live - 2;
-	for (uint32_t i = threadIdx.x; i < LEAVES; i += TEAM)
+	for (uint32_t i = threadIdx.x; i < LEAVES; i += CTA_THREADS)
 		length[i] = 0;
 	for (uint32_t l = cap; l-- > 0;) {
 		__syncthreads();
 		if (threadIdx.x == 0)
 			r->leaves = 0;
 		__syncthreads();
-		for (uint32_t i = threadIdx.x; i < r->live; i += TEAM)
+		for (uint32_t i = threadIdx.x; i < r->live; i += CTA_THREADS)
 			if (r->place[l][i] < take) {
 				atomicAdd(&r->leaves, 1u);
 				length[r->symbol[i]]++;
@@ -141,7 +141,7 @@ DEVICE_CALL void team_book(const uint32_t *counts, uint32_t cap, uint8_t *length
 }
 
 /* book_to_codes. */
-DEVICE_CALL void team_codes(const uint8_t *length, uint8_t *table, book_room *r)
+DEVICE_CALL void cta_codes(const uint8_t *length, uint8_t *table, book_room *r)
 {
 	uint32_t i = threadIdx.x, l = length[i], e = length[WIRE_ESCAPE], first = 0, rank = 0, below = 0;
 
@@ -177,11 +177,11 @@ DEVICE_CALL void team_codes(const uint8_t *length, uint8_t *table, book_room *r)
 }
 
 /* book_cost. */
-DEVICE_CALL uint64_t team_cost(const uint8_t *length, const uint32_t *counts, uint32_t literal)
+DEVICE_CALL uint64_t cta_cost(const uint8_t *length, const uint32_t *counts, uint32_t literal)
 {
 	uint32_t l = length[threadIdx.x];
 
-	return team_sum((uint64_t)counts[threadIdx.x] * (l ? l : length[WIRE_ESCAPE] + literal));
+	return cta_sum((uint64_t)counts[threadIdx.x] * (l ? l : length[WIRE_ESCAPE] + literal));
 }
 
 /* choose_cost, by a warp. */

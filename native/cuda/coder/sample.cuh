@@ -14,8 +14,8 @@
 
 /* What is found out about a part; zeros at first. */
 struct codec_part_found {
-	uint32_t rows, cols, counts; /* shares that are done */
-	uint32_t fitted, settled;    /* offsets of rows are there; of columns, too */
+	uint32_t rows, cols, counts;     /* shares that are done */
+	uint32_t rows_ready, cols_ready; /* offsets of rows are there; of columns, too */
 	int16_t mean[CHOOSE_ROWS];
 	uint64_t side_nibbles; /* bytes of nibbles before its own in the side section */
 	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], based[256]; /* float64: based[] under its base alone */
@@ -25,7 +25,7 @@ struct codec_part_found {
 struct codec_choice {
 	uint32_t counts[WIRE_MAX_PLANES][256], all[CHOOSE_BINS];
 	uint32_t ticket;                    /* numbers drawn */
-	uint32_t done[3], told[2];          /* of each step: shares done; and whether others may build on it */
+	uint32_t done[3], ready[2];         /* of each step: shares done; and whether others may build on it */
 	uint32_t zero_runs, varied;         /* bits: planes with runs of zeros, with more than one value */
 	uint32_t under;                     /* is anything set under a plane 0 that is 0? */
 	int32_t finest, bins;               /* shift; bins a symbol */
@@ -116,12 +116,12 @@ DEVICE_CALL void sample_planes(const codec_view *v, const job *j, uint8_t *memor
 	uint64_t nrows = (v->n + WIRE_ROW - 1) / WIRE_ROW, take = choose_plane_rows(nrows);
 	uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-	for (uint32_t i = threadIdx.x; i < 256 * q.size; i += TEAM)
+	for (uint32_t i = threadIdx.x; i < 256 * q.size; i += CTA_THREADS)
 		bins[i] = 0;
 	if (j && warp == 0) /* the first value's, with which all warps compare */
 		fit_rows(j, memory, values, q.size, q.octave, q.zero, 0, 1, lane);
 	__syncthreads();
-	for (uint64_t i = share * TEAM_WARPS + warp; i < take; i += shares * TEAM_WARPS) {
+	for (uint64_t i = share * CTA_WARPS + warp; i < take; i += shares * CTA_WARPS) {
 		uint64_t first = WIRE_ROW * choose_even(i, take, nrows);
 		uint32_t n = v->n - first < WIRE_ROW ? (uint32_t)(v->n - first) : WIRE_ROW, zeros = 0, under = 0;
 
@@ -159,13 +159,13 @@ DEVICE_CALL void sample_planes(const codec_view *v, const job *j, uint8_t *memor
 		}
 	}
 	__syncthreads();
-	for (uint32_t i = 256 * first_plane + threadIdx.x; i < 256 * q.size; i += TEAM)
+	for (uint32_t i = 256 * first_plane + threadIdx.x; i < 256 * q.size; i += CTA_THREADS)
 		if (bins[i])
 			atomicAdd((uint32_t *)c->counts + i, bins[i]);
 }
 
 /* Once all shares are done: how fine the model may be, and how finely symbols are to be counted. bins: 256. */
-DEVICE_CALL void know_planes(const codec_view *v, codec_choice *c, uint32_t *bins)
+DEVICE_CALL void conclude_planes(const codec_view *v, codec_choice *c, uint32_t *bins)
 {
 	const sample_kind q = sample_kind_of(v);
 	const volatile codec_choice *seen = c;
@@ -175,12 +175,12 @@ DEVICE_CALL void know_planes(const codec_view *v, codec_choice *c, uint32_t *bin
 	if (q.based && i == 0 && choose_prunes(seen->zeros, seen->sampled) && !seen->under)
 		c->counts[1][0] = n = 0; /* no other value of float64 has this byte, and blocks prune them */
 	bins[i] = 0;
-	uint64_t total = team_sum(n);
+	uint64_t total = cta_sum(n);
 
 	if (q.octave && q.octave <= 128) { /* as choose_finest */
 		atomicAdd(bins + i % values, n);
 		__syncthreads();
-		uint64_t squares = team_sum(bins[i] * bins[i]);
+		uint64_t squares = cta_sum(bins[i] * bins[i]);
 
 		finest = choose_finest_of((~seen->varied | seen->zero_runs) >> 1 & 1,
 					  choose_excess_of((uint32_t)squares, values, total), total);
@@ -197,29 +197,29 @@ struct fit_room {
 };
 
 /* choose_shift, by a team. */
-DEVICE_CALL int team_shift(const int8_t *eighths, uint64_t n, int shift)
+DEVICE_CALL int cta_shift(const int8_t *eighths, uint64_t n, int shift)
 {
 	for (; shift < WIRE_MAX_SHIFT; shift++) {
 		uint32_t outside = 0;
 
-		for (uint64_t i = threadIdx.x; i < n; i += TEAM) {
+		for (uint64_t i = threadIdx.x; i < n; i += CTA_THREADS) {
 			int nibble = choose_nibble(eighths[i], shift);
 
 			outside += choose_clamped(nibble) != nibble;
 		}
-		if (32 * team_sum(outside) <= n)
+		if (32 * cta_sum(outside) <= n)
 			break;
 	}
 	return shift;
 }
 
 /* The base of a part that has no offsets. */
-DEVICE uint16_t lone_base(const sample_kind &q, const codec_choice *c, const codec_model_part *part)
+DEVICE uint16_t base_without_offsets(const sample_kind &q, const codec_choice *c, const codec_model_part *part)
 {
 	return choose_base(part->mean, q.eighth, (int)q.zero, c->bins == 1 ? WIRE_MAX_SHIFT : 0);
 }
 
-DEVICE void base_alone(codec_model_part *part, uint16_t base)
+DEVICE void set_base_only(codec_model_part *part, uint16_t base)
 {
 	part->kind = part->shifts = 0;
 	part->row = 0;
@@ -232,7 +232,7 @@ DEVICE_CALL void sample_rows(const sample_kind &q, const codec_model_part *part,
 	uint64_t nrows = part_rows(part), take = nrows < CHOOSE_ROWS ? nrows : CHOOSE_ROWS;
 	uint32_t lane = threadIdx.x % 32;
 
-	for (uint64_t i = share * TEAM_WARPS + threadIdx.x / 32; i < take; i += shares * TEAM_WARPS) {
+	for (uint64_t i = share * CTA_WARPS + threadIdx.x / 32; i < take; i += shares * CTA_WARPS) {
 		int mean = row_mean(part, values, q.size, q.zero, choose_spread(i, take, nrows), lane);
 
 		if (lane == 0)
@@ -249,18 +249,18 @@ DEVICE_CALL void fit_part(const codec_view *v, uint8_t *memory, const sample_kin
 	int64_t sum = 0;
 	int centre, shift;
 
-	for (uint64_t i = threadIdx.x; i < take; i += TEAM) {
+	for (uint64_t i = threadIdx.x; i < take; i += CTA_THREADS) {
 		sum += mean[i] == CHOOSE_NONE ? 0 : mean[i];
 		count += mean[i] != CHOOSE_NONE;
 	}
-	sum = (int64_t)team_sum((uint64_t)sum);
-	count = team_sum(count);
+	sum = (int64_t)cta_sum((uint64_t)sum);
+	count = cta_sum(count);
 	centre = count ? bits_mean(sum, (int64_t)count) : choose_centre(q.octave);
-	for (uint64_t i = threadIdx.x; i < take; i += TEAM)
+	for (uint64_t i = threadIdx.x; i < take; i += CTA_THREADS)
 		room->eighths[i] = (int8_t)choose_eighths(mean[i], (uint16_t)centre, q.eighth);
 	__syncthreads();
-	shift = team_shift(room->eighths, take, c->finest);
-	for (uint64_t i = threadIdx.x; i < take && is_fitted(part); i += TEAM)
+	shift = cta_shift(room->eighths, take, c->finest);
+	for (uint64_t i = threadIdx.x; i < take && is_fitted(part); i += CTA_THREADS)
 		row_offsets(v, memory, part)[i] = (int8_t)choose_offset(room->eighths[i], shift);
 	__syncthreads();
 	if (threadIdx.x)
@@ -268,7 +268,7 @@ DEVICE_CALL void fit_part(const codec_view *v, uint8_t *memory, const sample_kin
 	part->mean = (uint16_t)centre;
 	part->shifts = (uint8_t)shift;
 	if (q.flat)
-		base_alone(part, lone_base(q, c, part));
+		set_base_only(part, base_without_offsets(q, c, part));
 	else
 		part->base = choose_base(part->mean, q.eighth, (int)q.zero, c->finest);
 }
@@ -280,7 +280,7 @@ DEVICE_CALL void sample_cols(const codec_view *v, uint8_t *memory, const sample_
 	uint64_t nrows = part_rows(part), take = choose_col_rows(nrows);
 	uint32_t lane = threadIdx.x % 32;
 
-	for (uint64_t i = threadIdx.x / 32; i < take; i += TEAM_WARPS) {
+	for (uint64_t i = threadIdx.x / 32; i < take; i += CTA_WARPS) {
 		uint64_t r = choose_spread(i, take, nrows);
 
 		int offset = is_fitted(part) ? row_offsets(v, memory, part)[r]
@@ -290,7 +290,7 @@ DEVICE_CALL void sample_cols(const codec_view *v, uint8_t *memory, const sample_
 			room->offset[i] = (int8_t)offset;
 	}
 	__syncthreads();
-	for (uint64_t col = share * TEAM + threadIdx.x; col < part->row; col += shares * TEAM) {
+	for (uint64_t col = share * CTA_THREADS + threadIdx.x; col < part->row; col += shares * CTA_THREADS) {
 		int total = 0, count = 0;
 
 		for (uint64_t i = 0; i < take; i++) {
@@ -310,9 +310,9 @@ DEVICE_CALL void sample_cols(const codec_view *v, uint8_t *memory, const sample_
 DEVICE_CALL void fit_cols(const codec_view *v, uint8_t *memory, codec_model_part *part, const codec_choice *c)
 {
 	int8_t *cols = col_offsets(v, memory, part);
-	int shift = team_shift(cols, part->row, c->finest);
+	int shift = cta_shift(cols, part->row, c->finest);
 
-	for (uint64_t i = threadIdx.x; i < part->row; i += TEAM)
+	for (uint64_t i = threadIdx.x; i < part->row; i += CTA_THREADS)
 		cols[i] = (int8_t)choose_offset(cols[i], shift);
 	__syncthreads();
 	if (threadIdx.x == 0)
@@ -333,12 +333,12 @@ DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const samp
 	uint64_t stride = choose_stride(n), take = (nrows + stride - 1) / stride, row = part->row;
 	uint32_t lane = threadIdx.x % 32, bins = model ? (uint32_t)c->bins : 1, mask = 256 * bins - 1;
 	int shift = bins == 1 ? q.shift : q.eighth;
-	uint16_t alone = model ? around(q, lone_base(q, c, part)) : 0;
+	uint16_t based_only = model ? around(q, base_without_offsets(q, c, part)) : 0;
 
-	for (uint32_t i = threadIdx.x; i < sizeof *room / 4; i += TEAM)
+	for (uint32_t i = threadIdx.x; i < sizeof *room / 4; i += CTA_THREADS)
 		((uint32_t *)room)[i] = 0;
 	__syncthreads();
-	for (uint64_t i = share * TEAM_WARPS + threadIdx.x / 32; i < take; i += shares * TEAM_WARPS) {
+	for (uint64_t i = share * CTA_WARPS + threadIdx.x / 32; i < take; i += shares * CTA_WARPS) {
 		uint64_t at = WIRE_ROW * choose_spread(i, take, nrows), r = row ? at / row : 0;
 		int offset[3] = {0}; /* of the rows that 128 values lie in: rows have 64 at least */
 
@@ -360,12 +360,13 @@ DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const samp
 					  (bits_lower(pattern, around(q, by), (uint16_t)q.zero) >> shift & mask),
 				  1u);
 			if (q.based)
-				atomicAdd(room->based + (bits_lower(pattern, alone, (uint16_t)q.zero) >> shift & 255),
+				atomicAdd(room->based +
+						  (bits_lower(pattern, based_only, (uint16_t)q.zero) >> shift & 255),
 					  1u);
 		}
 	}
 	__syncthreads();
-	for (uint32_t i = threadIdx.x; i < 256 * bins; i += TEAM) {
+	for (uint32_t i = threadIdx.x; i < 256 * bins; i += CTA_THREADS) {
 		if (room->raw[i])
 			atomicAdd(f->raw + i, room->raw[i]);
 		if (room->lowered[i])
@@ -380,7 +381,7 @@ DEVICE_CALL void add_lowered(const uint32_t *bins, uint32_t parts, uint32_t by, 
 {
 	uint32_t circle = 255 * parts, low = by % circle;
 
-	for (uint32_t i = threadIdx.x; i < 256 * parts; i += TEAM) {
+	for (uint32_t i = threadIdx.x; i < 256 * parts; i += CTA_THREADS) {
 		uint32_t n = ((const volatile uint32_t *)bins)[i];
 		uint32_t to = i < parts ? i : parts + (i - parts + circle - low) % circle;
 
@@ -401,19 +402,19 @@ DEVICE_CALL void fold(const volatile uint32_t *bins, uint32_t parts, uint32_t *c
 }
 
 /* Of a team's shared memory to conclude with a part. */
-struct settle_room {
+struct decide_room {
 	uint32_t raw[256], lowered[256];
 	cost_room cost[2];
 	uint64_t bits[2];
 };
 
 /* Do a part's offsets pay? Its share in the counts of all. */
-DEVICE_CALL void settle_part(const codec_view *v, const sample_kind &q, codec_model_part *part, codec_choice *c,
-			     const codec_part_found *f, settle_room *room)
+DEVICE_CALL void decide_part(const codec_view *v, const sample_kind &q, codec_model_part *part, codec_choice *c,
+			     const codec_part_found *f, decide_room *room)
 {
 	uint32_t bins = (uint32_t)c->bins, warp = threadIdx.x / 32;
 	bool pays = q.flat || (v->codec == CODEC_LOSSLESS && v->variant == WIRE_MODEL_SEPARABLE);
-	uint16_t base = lone_base(q, c, part);
+	uint16_t base = base_without_offsets(q, c, part);
 
 	fold(f->raw, bins, room->raw);
 	fold(f->lowered, bins, room->lowered);
@@ -423,7 +424,7 @@ DEVICE_CALL void settle_part(const codec_view *v, const sample_kind &q, codec_mo
 		if (threadIdx.x % 32 == 0)
 			room->bits[warp] = bits;
 	}
-	uint64_t samples = team_sum(room->raw[threadIdx.x]); /* after which costs are there, too */
+	uint64_t samples = cta_sum(room->raw[threadIdx.x]); /* after which costs are there, too */
 
 	pays |= choose_offsets_pay(room->bits[0], room->bits[1], samples, part->count,
 				   part_rows(part) + part_cols(part));
@@ -435,15 +436,15 @@ DEVICE_CALL void settle_part(const codec_view *v, const sample_kind &q, codec_mo
 		return add_lowered(f->lowered, bins, 0, c->all);
 	__syncthreads();
 	if (threadIdx.x == 0)
-		base_alone(part, base);
+		set_base_only(part, base);
 	if (q.based) /* symbols begin anew after 256, not after the circle's 2047 */
 		return add_lowered(f->based, 1, 0, c->all);
 	add_lowered(f->raw, bins, q.octave > 128 || bins > 1 ? base : base / 8u, c->all);
 }
 
 /* The side section's first bytes: a codebook's name, codebooks, the number of records behind them. */
-DEVICE_CALL void lead_side(const codec_view *v, const uint8_t *memory, uint32_t coded, uint64_t name, uint64_t nrecords,
-			   codec_choice *c)
+DEVICE_CALL void write_lead(const codec_view *v, const uint8_t *memory, uint32_t coded, uint64_t name,
+			    uint64_t nrecords, codec_choice *c)
 {
 	uint32_t at = name ? 8 : 0;
 

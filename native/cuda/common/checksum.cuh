@@ -23,7 +23,7 @@ DEVICE void digest_word(digest *d, uint32_t word, uint32_t row, uint32_t lane)
 }
 
 /* That was all of a chunk. */
-DEVICE void digest_keep(digest *d, uint32_t chunk, uint32_t lane)
+DEVICE void digest_end_chunk(digest *d, uint32_t chunk, uint32_t lane)
 {
 	uint64_t all = warp_sum(d->sum);
 
@@ -32,7 +32,7 @@ DEVICE void digest_keep(digest *d, uint32_t chunk, uint32_t lane)
 }
 
 /* What chunks `first` to `first` + count - 1, at most 32, add to the seal. */
-DEVICE uint64_t digest_end(const digest *d, uint64_t first, uint32_t count, uint32_t seed, uint32_t lane)
+DEVICE uint64_t digest_sum(const digest *d, uint64_t first, uint32_t count, uint32_t seed, uint32_t lane)
 {
 	return warp_sum(lane < count ? seal_chunk(d->mine, seed, first + lane) : (uint64_t)0);
 }
@@ -73,9 +73,9 @@ static __device__ uint64_t digest_bytes(const uint8_t *p, uint64_t nbytes, uint3
 
 	for (uint32_t i = 0; i < nchunks; i++) {
 		d.sum = lane_sum(p, nbytes, i, lane);
-		digest_keep(&d, i, lane);
+		digest_end_chunk(&d, i, lane);
 		if (i % 32 == 31 || i + 1 == nchunks)
-			total += digest_end(&d, i / 32 * 32, i % 32 + 1, seed, lane);
+			total += digest_sum(&d, i / 32 * 32, i % 32 + 1, seed, lane);
 	}
 	return total;
 }

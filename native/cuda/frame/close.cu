@@ -98,7 +98,7 @@ DEVICE_CALL uint64_t put_stored(const uint8_t *values, uint64_t nbytes, uint8_t 
 }
 
 /* What is left of a value that is kept whole: what rounding a sum has cost. */
-DEVICE float leave_stored(const codec_view *v, const codec_source *source, uint64_t i)
+DEVICE float residual_of_stored(const codec_view *v, const codec_source *source, uint64_t i)
 {
 	const codec_source rounded = {source->values, NULL, NULL};
 
@@ -112,8 +112,8 @@ DEVICE void put_field(uint8_t *to, uint64_t x, uint32_t nbytes)
 }
 
 /* The header, from what it was without values; `seal`: of all behind it. */
-DEVICE_CALL void put_header(const codec_view *v, const uint8_t *head, bool stored, uint64_t frame_nbytes, uint64_t seal,
-			    uint8_t *frame, uint8_t *image, uint32_t lane)
+DEVICE_CALL void put_header(const codec_view *v, const uint8_t *head, bool stored, uint64_t frame_nbytes,
+			    uint64_t checksum, uint8_t *frame, uint8_t *image, uint32_t lane)
 {
 	for (uint32_t i = lane; i < v->side_offset; i += 32)
 		image[i] = head[i];
@@ -131,10 +131,10 @@ DEVICE_CALL void put_header(const codec_view *v, const uint8_t *head, bool store
 		put_field(image + WIRE_AT_CHECKSUM, 0, 8);
 	}
 	__syncwarp();
-	seal += digest_bytes(image, v->side_offset, WIRE_SEED_HEADER, lane);
+	checksum += digest_bytes(image, v->side_offset, WIRE_SEED_HEADER, lane);
 	__syncwarp(); /* all have read it */
 	if (lane == 0)
-		put_field(image + WIRE_AT_CHECKSUM, seal, 8);
+		put_field(image + WIRE_AT_CHECKSUM, checksum, 8);
 	__syncwarp();
 	for (uint32_t i = lane; i < v->side_offset; i += 32)
 		frame[i] = image[i];
@@ -159,23 +159,23 @@ extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const
 	const bool stored =
 		!rows && (!out->fault || large) && (!v.nblocks || large || choose_stored(out->end, stored_nbytes));
 	const uint32_t fault = !stored ? out->fault : stored_nbytes > e.capacity ? (uint32_t)CODEC_SHORT_OUTPUT : 0;
-	uint64_t seal = 0;
+	uint64_t checksum = 0;
 
 	if (!fault && stored) {
 		for (uint64_t i = warp; chunk * i < nbytes; i += warps)
-			seal += put_stored(source.values, nbytes, frame + v.side_offset, i, lane);
+			checksum += put_stored(source.values, nbytes, frame + v.side_offset, i, lane);
 	} else if (!fault) {
 		for (uint64_t i = warp; chunk * i < v.side_nbytes; i += warps)
-			seal += put_side(&v, e.memory, e.found, frame, i, lane);
+			checksum += put_side(&v, e.memory, e.found, frame, i, lane);
 		for (uint64_t i = warp; chunk * i < WIRE_DIRECTORY_ENTRY * v.nblocks; i += warps)
-			seal += digest_chunk(frame + v.directory_offset, WIRE_DIRECTORY_ENTRY * v.nblocks,
-					     WIRE_SEED_DIRECTORY, i, lane);
+			checksum += digest_chunk(frame + v.directory_offset, WIRE_DIRECTORY_ENTRY * v.nblocks,
+						 WIRE_SEED_DIRECTORY, i, lane);
 	}
-	const bool leaves = source.residual && !fault && (stored || v.codec == WIRE_CODEC_LOSSLESS);
-	for (uint64_t i = 32 * warp + lane; leaves && i < v.n; i += 32 * warps)
-		source.residual[i] = leave_stored(&v, &source, i);
-	if (lane == 0 && seal)
-		atomicAdd(stored ? &out->stored : &out->seal, (unsigned long long)seal);
+	const bool has_residual = source.residual && !fault && (stored || v.codec == WIRE_CODEC_LOSSLESS);
+	for (uint64_t i = 32 * warp + lane; has_residual && i < v.n; i += 32 * warps)
+		source.residual[i] = residual_of_stored(&v, &source, i);
+	if (lane == 0 && checksum)
+		atomicAdd(stored ? &out->stored : &out->checksum, (unsigned long long)checksum);
 	__threadfence();
 	uint32_t last = lane == 0 ? atomicAdd(&out->closed, 1u) == warps - 1 : 0;
 
@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const
 
 	if (!fault)
 		put_header(&v, e.head, stored, stored ? stored_nbytes : seen->end,
-			   stored ? seal_block(seen->stored, 0) : seen->seal, frame, (uint8_t *)image, lane);
+			   stored ? seal_block(seen->stored, 0) : seen->checksum, frame, (uint8_t *)image, lane);
 	if (lane == 0) {
 		out->nbytes = fault ? 0 : stored ? stored_nbytes : seen->end;
 		out->fault = fault;

@@ -13,9 +13,9 @@
 
 /* What the blocks of a frame have found out together; all ones and zeros at first. */
 struct codec_found {
-	unsigned long long fault; /* block << 8 | status, of the first block at fault; ~0: none is */
-	unsigned long long seal;  /* of blocks and directory; of a stored tensor, as block 0 */
-	uint32_t done, reserved;  /* warps, where a tensor is stored */
+	unsigned long long fault;    /* block << 8 | status, of the first block at fault; ~0: none is */
+	unsigned long long checksum; /* of blocks and directory; of a stored tensor, as block 0 */
+	uint32_t done, reserved;     /* warps, where a tensor is stored */
 };
 
 struct codec_decoding {
@@ -60,7 +60,7 @@ static __device__ uint64_t digest_block(const codec_view *v, uint64_t b, const c
 	return total;
 }
 
-DEVICE void blame(codec_found *found, uint64_t order, codec_status status, uint32_t lane)
+DEVICE void report_fault(codec_found *found, uint64_t order, codec_status status, uint32_t lane)
 {
 	if (lane == 0 && status != CODEC_OK)
 		atomicMin(&found->fault, (unsigned long long)(order << 8 | status));
@@ -99,33 +99,33 @@ DEVICE void decode_blocks(const codec_decoding *decodings, uint64_t scratch_nbyt
 		fill_pairs(by, table_of(&j, by.plane));
 	__syncthreads();
 	if (warp == 0)
-		blame(found, 0, check_frame(&v, frame, lane), lane);
+		report_fault(found, 0, check_frame(&v, frame, lane), lane);
 	for (uint64_t b = warp; b < v.nblocks; b += warps) {
 		const uint8_t *entry = frame + v.directory_offset + WIRE_DIRECTORY_ENTRY * b;
-		uint64_t sealed = 0;
+		uint64_t checksum = 0;
 		cursor c;
 		codec_status status = open_region(&v, frame, b, &c);
 
 		if (status != CODEC_OK) {
-			blame(found, b + 1, status, lane);
+			report_fault(found, b + 1, status, lane);
 			continue;
 		}
-		status = read(d, &j, b, c, by, scratch, lane, &sealed);
+		status = read(d, &j, b, c, by, scratch, lane, &checksum);
 		if (d.checks) {
 			if (status == CODEC_OK)
-				sealed += digest_bytes(here(&c), left(&c), WIRE_SEED_REGION, lane);
+				checksum += digest_bytes(here(&c), left(&c), WIRE_SEED_REGION, lane);
 			else /* not all of it was read */
-				sealed = digest_block(&v, b, &c, size, lane);
-			sealed = seal_block(sealed, b);
-			if (load32(entry + 4) != seal_short(sealed))
+				checksum = digest_block(&v, b, &c, size, lane);
+			checksum = seal_block(checksum, b);
+			if (load32(entry + 4) != seal_short(checksum))
 				status = CODEC_CHECKSUM;
 			if (b % ENTRIES == 0)
-				sealed += digest_chunk(frame + v.directory_offset, WIRE_DIRECTORY_ENTRY * v.nblocks,
-						       WIRE_SEED_DIRECTORY, b / ENTRIES, lane);
+				checksum += digest_chunk(frame + v.directory_offset, WIRE_DIRECTORY_ENTRY * v.nblocks,
+							 WIRE_SEED_DIRECTORY, b / ENTRIES, lane);
 			if (lane == 0)
-				atomicAdd(&found->seal, (unsigned long long)sealed);
+				atomicAdd(&found->checksum, (unsigned long long)checksum);
 		}
-		blame(found, b + 1, status, lane);
+		report_fault(found, b + 1, status, lane);
 		__syncwarp();
 	}
 }

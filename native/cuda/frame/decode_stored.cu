@@ -36,10 +36,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) decode_stored(const cod
 			    : put_four<8>(v, frame, d.sink, i);
 	if (lane)
 		return;
-	atomicAdd(&found->seal, (unsigned long long)digest);
+	atomicAdd(&found->checksum, (unsigned long long)digest);
 	__threadfence();
 	if (atomicAdd(&found->done, 1u) == warps - 1) {
 		__threadfence();
-		found->seal = seal_block(((volatile codec_found *)found)->seal, 0);
+		found->checksum = seal_block(((volatile codec_found *)found)->checksum, 0);
 	}
 }

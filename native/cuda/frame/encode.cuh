@@ -12,12 +12,12 @@
 
 /* What blocks of a frame share; zeros at first. */
 struct codec_written {
-	unsigned long long seal;   /* the sum of seals: of blocks, at last of all but the header */
-	unsigned long long end;    /* of the last region */
-	unsigned long long stored; /* digest of the tensor as it is */
-	unsigned long long nbytes; /* of the frame, at last */
-	uint32_t ticket, closed;   /* blocks begun; warps that have closed */
-	uint32_t fault, reserved;  /* a status */
+	unsigned long long checksum; /* the sum of seals: of blocks, at last of all but the header */
+	unsigned long long end;      /* of the last region */
+	unsigned long long stored;   /* digest of the tensor as it is */
+	unsigned long long nbytes;   /* of the frame, at last */
+	uint32_t ticket, closed;     /* blocks begun; warps that have closed */
+	uint32_t fault, reserved;    /* a status */
 };
 
 /* How many bits each value may lose: by the exponents of A or by levels. NULL: the other; levels are fixed. */
@@ -100,13 +100,13 @@ DEVICE uint64_t next_block(codec_written *out, uint32_t lane)
 
 /* Block b's region of `size` bytes ends at `end`: its entry, and what it adds to what blocks share. */
 static __device__ void put_entry(const codec_view *v, const codec_encoding &e, uint64_t b, uint64_t end,
-				 uint64_t sealed, uint32_t lane)
+				 uint64_t checksum, uint32_t lane)
 {
 	if (end <= e.capacity && lane < 2)
 		((uint32_t *)(e.frame + v->directory_offset + WIRE_DIRECTORY_ENTRY * b))[lane] =
-			lane ? seal_short(sealed) : (uint32_t)(end / WIRE_ALIGN);
+			lane ? seal_short(checksum) : (uint32_t)(end / WIRE_ALIGN);
 	if (lane == 0) {
-		atomicAdd(&e.out->seal, (unsigned long long)sealed);
+		atomicAdd(&e.out->checksum, (unsigned long long)checksum);
 		if (end > e.capacity || end / WIRE_ALIGN > 0xffffffffu)
 			atomicMax(&e.out->fault, (uint32_t)(end > e.capacity ? CODEC_SHORT_OUTPUT : CODEC_LIMIT));
 		if (b + 1 == v->nblocks)
@@ -120,11 +120,11 @@ static __device__ void put_region(const codec_view *v, const codec_encoding &e, 
 				  uint32_t size, uint64_t planes, uint32_t lane)
 {
 	uint64_t at = v->regions_offset + look_back(e.places, b, size, lane), end = at + size;
-	uint64_t sealed = seal_block(planes + digest_bytes(region, size, WIRE_SEED_REGION, lane), b);
+	uint64_t checksum = seal_block(planes + digest_bytes(region, size, WIRE_SEED_REGION, lane), b);
 
 	for (uint32_t i = lane; end <= e.capacity && i < size / 4; i += 32)
 		((uint32_t *)(e.frame + at))[i] = ((const uint32_t *)region)[i];
-	put_entry(v, e, b, end, sealed, lane);
+	put_entry(v, e, b, end, checksum, lane);
 }
 
 #endif

@@ -20,7 +20,7 @@ struct codec_group {
 struct codec_before {
 	uint64_t n;
 	const uint8_t *values; /* under feedback: the tensor's, */
-	const float *owed;     /* what is added to them, */
+	const float *residual; /* what is added to them, */
 	float *sums;           /* the sums, */
 	uint8_t *rounded;      /* and these in the tensor's dtype */
 	const codec_group *groups;
@@ -41,12 +41,12 @@ DEVICE uint32_t rounded_sum(uint32_t dtype, float sum)
 }
 
 /* Values i to i + n - 1, at most four. */
-DEVICE_CALL void add_some(const codec_before &b, uint64_t i, uint32_t n)
+DEVICE_CALL void sums_some(const codec_before &b, uint64_t i, uint32_t n)
 {
 	const codec_source source = {b.values, NULL, NULL};
 
 	for (uint32_t k = 0; k < n; k++, i++) {
-		float sum = round_plus(value_at(b.dtype, &source, i), b.owed[i]);
+		float sum = round_plus(value_at(b.dtype, &source, i), b.residual[i]);
 		uint32_t x = rounded_sum(b.dtype, sum);
 
 		b.sums[i] = sum;
@@ -58,13 +58,13 @@ DEVICE_CALL void add_some(const codec_before &b, uint64_t i, uint32_t n)
 }
 
 /* The same of four that lie in quads, as all do that are made here. */
-DEVICE void add_four(const codec_before &b, uint64_t i)
+DEVICE void sums_four(const codec_before &b, uint64_t i)
 {
-	const codec_source source = {b.values, NULL, NULL}, owed = {NULL, b.owed, NULL};
+	const codec_source source = {b.values, NULL, NULL}, residual = {NULL, b.residual, NULL};
 	uint32_t x[4], y[4];
 
 	values_at_quads<4>(b.dtype, &source, i, x);
-	values_at_quads<4>(b.dtype, &owed, i, y);
+	values_at_quads<4>(b.dtype, &residual, i, y);
 	for (int k = 0; k < 4; k++) {
 		float sum = round_plus(round_float(x[k]), round_float(y[k]));
 
@@ -87,7 +87,7 @@ DEVICE float factor_of(const codec_group &g, float v)
 }
 
 /* Exponents of A of values i to i + n - 1, whose groups are g and those behind it. */
-DEVICE_CALL void ask_some(const codec_before &b, const codec_group *g, uint64_t i, uint32_t n)
+DEVICE_CALL void exponents_some(const codec_before &b, const codec_group *g, uint64_t i, uint32_t n)
 {
 	for (uint32_t k = 0; k < n; k++, i++) {
 		while (i >= g->end)
@@ -115,7 +115,7 @@ DEVICE bool state_in_quads(const codec_group &g)
 }
 
 /* The same of four values of one group whose state is in quads. */
-DEVICE void ask_four(const codec_before &b, const codec_group &g, uint64_t i)
+DEVICE void exponents_four(const codec_before &b, const codec_group &g, uint64_t i)
 {
 	const codec_source theta = {g.theta, NULL, NULL}, v = {g.v, NULL, NULL}, m = {g.m, NULL, NULL};
 	uint32_t x[3][4], exponents = 0;
@@ -140,24 +140,24 @@ extern "C" __global__ void __launch_bounds__(256, 4) before(const codec_before *
 	bool bad = false;
 
 	share(&b, tensors + blockIdx.y);
-	const codec_source values = {b.values, NULL, NULL}, owed = {NULL, b.owed, NULL};
-	const bool adds_four = in_quads(b.dtype, &values) && in_quads(b.dtype, &owed);
+	const codec_source values = {b.values, NULL, NULL}, residual = {NULL, b.residual, NULL};
+	const bool sums_in_quads = in_quads(b.dtype, &values) && in_quads(b.dtype, &residual);
 	const codec_group *g = b.groups;
 	const uint64_t step = 4ull * gridDim.x * blockDim.x;
 
 	for (uint64_t i = 4 * ((uint64_t)blockIdx.x * blockDim.x + threadIdx.x); i < b.n; i += step) {
 		const uint32_t n = b.n - i < 4 ? (uint32_t)(b.n - i) : 4;
 
-		if (b.owed && n == 4 && adds_four)
-			add_four(b, i);
-		else if (b.owed)
-			add_some(b, i, n);
+		if (b.residual && n == 4 && sums_in_quads)
+			sums_four(b, i);
+		else if (b.residual)
+			sums_some(b, i, n);
 		while (g && i >= g->end)
 			g++;
 		if (g && n == 4 && i + 4 <= g->end && state_in_quads(*g))
-			ask_four(b, *g, i);
+			exponents_four(b, *g, i);
 		else if (g)
-			ask_some(b, g, i, n);
+			exponents_some(b, g, i, n);
 		for (uint32_t k = 0; b.levels && k < n; k++)
 			bad |= b.levels[i + k] > 3;
 	}

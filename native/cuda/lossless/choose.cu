@@ -28,30 +28,30 @@ DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t
 
 	room->plane.counts[i] = counts[i];
 	low[i] = 0;
-	total = team_sum(counts[i]); /* after which these are there */
+	total = cta_sum(counts[i]); /* after which these are there */
 	cost = 8 * total;
 	if (s.exponent) {
 		if (!s.given)
-			team_book(room->plane.counts, cap, lengths, &room->plane.book);
-		cost = team_cost(lengths, room->plane.counts, 8);
+			cta_book(room->plane.counts, cap, lengths, &room->plane.book);
+		cost = cta_cost(lengths, room->plane.counts, 8);
 	} else if (!s.constant) {
-		excess = choose_excess_of((uint32_t)team_sum(counts[i] * counts[i]), 256, total);
+		excess = choose_excess_of((uint32_t)cta_sum(counts[i] * counts[i]), 256, total);
 		uneven = !choose_near_uniform(excess, total);
 	}
 	if (uneven && choose_may_pay(excess, total, n)) {
-		team_book(room->plane.counts, cap, lengths, &room->plane.book);
-		cost = team_cost(lengths, room->plane.counts, 8) + choose_price((const codebook *)lengths, total, n);
+		cta_book(room->plane.counts, cap, lengths, &room->plane.book);
+		cost = cta_cost(lengths, room->plane.counts, 8) + choose_price((const codebook *)lengths, total, n);
 	}
 	if (uneven) {
 		atomicAdd(low + i % 16, room->plane.counts[i]);
 		__syncthreads();
-		team_book(low, cap, room->plane.nibbles, &room->plane.book);
-		uint64_t less = team_cost(room->plane.nibbles, low, 8) + 4 * total +
+		cta_book(low, cap, room->plane.nibbles, &room->plane.book);
+		uint64_t less = cta_cost(room->plane.nibbles, low, 8) + 4 * total +
 				choose_price((const codebook *)room->plane.nibbles, total, n);
 
 		halved = less < cost;
 		cost = halved ? less : cost;
-		for (uint32_t k = i; halved && k < LEAVES; k += TEAM)
+		for (uint32_t k = i; halved && k < LEAVES; k += CTA_THREADS)
 			lengths[k] = room->plane.nibbles[k];
 	}
 	__syncthreads();
@@ -64,7 +64,7 @@ DEVICE_CALL void sample_moved(const codec_view *v, uint8_t *memory, const uint8_
 {
 	const job j = {*v, memory, NULL};
 
-	for (uint32_t i = 256 + threadIdx.x; i < 256 * size; i += TEAM)
+	for (uint32_t i = 256 + threadIdx.x; i < 256 * size; i += CTA_THREADS)
 		((uint32_t *)c->counts)[i] = 0;
 	if (threadIdx.x == 0) {
 		c->zero_runs = c->varied = c->under = 0;
@@ -75,7 +75,7 @@ DEVICE_CALL void sample_moved(const codec_view *v, uint8_t *memory, const uint8_
 	sample_planes(v, &j, memory, values, 1, 0, 1, c, bins);
 	__threadfence();
 	__syncthreads();
-	know_planes(v, c, bins);
+	conclude_planes(v, c, bins);
 	__syncthreads();
 }
 
@@ -104,11 +104,11 @@ DEVICE_CALL void conclude(codec_view *v, uint8_t *memory, const uint8_t *values,
 		if (what != CHOOSE_CODED && what != CHOOSE_HALVED)
 			continue;
 		coded |= 1u << p;
-		team_codes(lengths, memory + v->tables.at + TABLE_NBYTES * p, &room->plane.book);
+		cta_codes(lengths, memory + v->tables.at + TABLE_NBYTES * p, &room->plane.book);
 	}
 	if (!(coded & 1))
 		nparts = name = 0;
-	lead_side(v, memory, coded, name, nparts, c);
+	write_lead(v, memory, coded, name, nparts, c);
 	side_nbytes = place_nibbles(v, memory, nparts, c, found);
 	if (threadIdx.x)
 		return;
@@ -119,15 +119,15 @@ DEVICE_CALL void conclude(codec_view *v, uint8_t *memory, const uint8_t *values,
 	v->flags = (name ? WIRE_FLAG_PRIOR : 0) | (nparts ? WIRE_FLAG_SEGMENTS : 0);
 	v->model_parts.count = nparts;
 	place_sections(v, side_nbytes);
-	if (stays_stored(v, q.size, capacity))
-		store(v);
+	if (should_store(v, q.size, capacity))
+		make_stored(v);
 }
 
 /*
  * A planned job (codec_encode_plan) of LOSSLESS becomes one that kernels of blocks take; v->nblocks is 0 if the tensor
  * is to be stored.
  */
-extern "C" __global__ void __launch_bounds__(TEAM) choose_lossless(const codec_encoding *encodings)
+extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_lossless(const codec_encoding *encodings)
 {
 	__shared__ choose_room room;
 	const codec_encoding &e = encodings[blockIdx.y];
@@ -140,17 +140,17 @@ extern "C" __global__ void __launch_bounds__(TEAM) choose_lossless(const codec_e
 	const model_tasks tasks = model_tasks_of(e.nparts);
 	const uint32_t all = PLANE_SHARES + (q.octave ? 3 * tasks.step : 0);
 
-	for (uint32_t t; (t = team_draw(&c->ticket)) < all;) {
+	for (uint32_t t; (t = cta_next_task(&c->ticket)) < all;) {
 		if (t >= PLANE_SHARES) {
 			if (model_task(v, memory, values, q, tasks, t - PLANE_SHARES, c, found, &room.model))
 				conclude(v, memory, values, e.capacity, c, found, &room);
 			continue;
 		}
 		sample_planes(v, NULL, memory, values, q.octave != 0, t, PLANE_SHARES, c, room.bins);
-		if (!team_last(c->done + PLANES, PLANE_SHARES))
+		if (!cta_is_last(c->done + PLANES, PLANE_SHARES))
 			continue;
-		know_planes(v, c, room.bins);
-		team_tell(c->told + PLANES);
+		conclude_planes(v, c, room.bins);
+		cta_signal(c->ready + PLANES);
 		if (!q.octave)
 			conclude(v, memory, values, e.capacity, c, found, &room);
 	}

@@ -67,14 +67,14 @@ static __device__ const uint16_t SPREAD[16] = {0x4444, 0x4440, 0x4404, 0x4410, 0
 					       0x0444, 0x1440, 0x1404, 0x2410, 0x1044, 0x2140, 0x2104, 0x3210};
 
 /* Which of a lane's four values are not 0 in plane 0, and how many of them go before, in this row and in others. */
-struct lives {
+struct live_values {
 	uint32_t mask, before;
 };
 
 /* Of the next row; *seen: how many there were. */
-DEVICE lives lives_of(uint32_t top, uint32_t *seen, uint32_t lane)
+DEVICE live_values live_of(uint32_t top, uint32_t *seen, uint32_t lane)
 {
-	lives l = {~equal_bytes(top, 0) & 15, *seen};
+	live_values l = {~equal_bytes(top, 0) & 15, *seen};
 	uint32_t all;
 
 	l.before += warp_scan(__popc(l.mask), lane, &all);
@@ -83,7 +83,7 @@ DEVICE lives lives_of(uint32_t top, uint32_t *seen, uint32_t lane)
 }
 
 /* Bytes of those in a plane that has no others: in their places, elsewhere 0. */
-DEVICE uint32_t spread_quad(const bit_source &s, uint32_t begin, const lives &l)
+DEVICE uint32_t spread_quad(const bit_source &s, uint32_t begin, const live_values &l)
 {
 	return l.mask ? __byte_perm(window_at(s, begin + 8 * l.before), 0, SPREAD[l.mask]) : 0;
 }
@@ -94,7 +94,7 @@ static __device__ void spread(const uint32_t *top, uint32_t m, const uint8_t *ke
 	uint32_t seen = 0;
 
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
-		lives l = lives_of(top[32 * r + lane], &seen, lane);
+		live_values l = live_of(top[32 * r + lane], &seen, lane);
 		uint32_t quad = load_bytes(kept + l.before, __popc(l.mask));
 
 		plane[32 * r + lane] = __byte_perm(quad, 0, SPREAD[l.mask]);
@@ -103,7 +103,7 @@ static __device__ void spread(const uint32_t *top, uint32_t m, const uint8_t *ke
 }
 
 /* How many values of a block are not 0 in plane 0. */
-static __device__ uint32_t count_lives(const uint32_t *top, uint32_t m, uint32_t lane)
+static __device__ uint32_t count_live(const uint32_t *top, uint32_t m, uint32_t lane)
 {
 	uint32_t count = 0;
 
@@ -224,15 +224,15 @@ DEVICE void read_whole_rows(const job *j, plane *top, const pairs &by, const uin
 
 /* Are a lane's quads in the next chunk's rows such as read_whole_rows takes, each within one row of the place's part?
  */
-DEVICE bool plain_ahead(const place *o)
+DEVICE bool whole_rows_ahead(const place *o)
 {
 	return o->left >= WIRE_ROW * (CHUNK_ROWS - 1) + 4 && !((o->length | o->column) & 3);
 }
 
 /* A region with plane 0 alone, in any mode, whose values are read row by row; the cursor is behind its head. */
 template <int SIZE>
-DEVICE codec_status read_alone(const job *j, uint64_t b, uint32_t mode, cursor c, const pairs &by,
-			       const codec_sink *sink, uint64_t *sealed, uint32_t lane)
+DEVICE codec_status read_single_plane(const job *j, uint64_t b, uint32_t mode, cursor c, const pairs &by,
+				      const codec_sink *sink, uint64_t *checksum, uint32_t lane)
 {
 	const codec_view &v = j->v;
 	const uint64_t first = b * v.block_nvalues;
@@ -253,7 +253,7 @@ DEVICE codec_status read_alone(const job *j, uint64_t b, uint32_t mode, cursor c
 
 	for (uint32_t r = 0; r < rows;) {
 		if (fast && r % CHUNK_ROWS == 0 && r + CHUNK_ROWS <= m / WIRE_ROW &&
-		    (!v.model_parts.count || __all_sync(FULL, plain_ahead(&o)))) {
+		    (!v.model_parts.count || __all_sync(FULL, whole_rows_ahead(&o)))) {
 			if constexpr (SIZE == 2 || SIZE == 4)
 				read_whole_rows<SIZE>(j, &top, by, fixed, sums, &c, &o, sink->data + SIZE * first, r,
 						      lane);
@@ -270,10 +270,10 @@ DEVICE codec_status read_alone(const job *j, uint64_t b, uint32_t mode, cursor c
 		}
 		if (r % CHUNK_ROWS == 0 || r == rows)
 			for (int p = 1; p < SIZE; p++)
-				digest_keep(&sums[p], (r - 1) / CHUNK_ROWS, lane);
+				digest_end_chunk(&sums[p], (r - 1) / CHUNK_ROWS, lane);
 	}
 	for (int p = 1; p < SIZE; p++)
-		*sealed += digest_end(&sums[p], 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, WIRE_SEED_PLANE + p, lane);
+		*checksum += digest_sum(&sums[p], 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, WIRE_SEED_PLANE + p, lane);
 	status = plane_close(&top);
 	return status == CODEC_OK ? close_region(&c, lane) : status;
 }
@@ -322,7 +322,7 @@ DEVICE codec_status find_planes(const job *j, uint64_t first, uint32_t m, uint32
 			spread(top, m, some, to, lane);
 			continue;
 		}
-		k = count_lives(top, m, lane);
+		k = count_live(top, m, lane);
 		for (int f = 1; f < SIZE; f++)
 			if (v.fixed >> f & 1 && !zero_under(top, m, o->at[f], lane))
 				status = CODEC_BAD_REGION;
@@ -335,7 +335,7 @@ DEVICE codec_status find_planes(const job *j, uint64_t first, uint32_t m, uint32
 /* Values of a block, from all of its planes. */
 template <int SIZE>
 DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit_source &source, uint64_t first,
-			 uint32_t m, const uint8_t *scratch, const codec_sink *sink, uint64_t *sealed, uint32_t lane)
+			 uint32_t m, const uint8_t *scratch, const codec_sink *sink, uint64_t *checksum, uint32_t lane)
 {
 	const codec_view &v = j->v;
 	const uint32_t rows = (m + WIRE_ROW - 1) / WIRE_ROW, *top = (const uint32_t *)scratch;
@@ -346,10 +346,10 @@ DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit
 		o = place_at(j, first + (4 * lane < m ? 4 * lane : 0));
 	for (uint32_t r = 0, seen = 0; r < rows; r++) {
 		uint32_t n = there(r, lane, m), word[SIZE];
-		lives l = {0, 0};
+		live_values l = {0, 0};
 
 		if (from.apart)
-			l = lives_of(top[32 * r + lane], &seen, lane);
+			l = live_of(top[32 * r + lane], &seen, lane);
 		for (int p = 0; p < SIZE; p++) {
 			const uint8_t *at = from.at[p];
 
@@ -363,20 +363,20 @@ DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit
 				continue;
 			digest_word(&sums[p], word[p], r, lane);
 			if (r % CHUNK_ROWS == CHUNK_ROWS - 1 || r + 1 == rows)
-				digest_keep(&sums[p], r / CHUNK_ROWS, lane);
+				digest_end_chunk(&sums[p], r / CHUNK_ROWS, lane);
 		}
 		put_row<SIZE>(j, first, r, n, word, &o, sink, lane);
 	}
 	for (int p = 0; p < SIZE; p++)
 		if (v.fixed >> p & 1)
-			*sealed += digest_end(&sums[p], 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, WIRE_SEED_PLANE + p,
-					      lane);
+			*checksum += digest_sum(&sums[p], 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, WIRE_SEED_PLANE + p,
+						lane);
 }
 
 /* A region with any planes. `scratch`: memory for a plane more than values have. */
 template <int SIZE>
 DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor c, const pairs &by, uint8_t *scratch,
-				const codec_sink *sink, uint64_t *sealed, uint32_t lane)
+				const codec_sink *sink, uint64_t *checksum, uint32_t lane)
 {
 	const uint64_t first = b * j->v.block_nvalues;
 	const uint32_t m = (uint32_t)block_values(&j->v, b);
@@ -386,27 +386,27 @@ DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor 
 
 	if (status != CODEC_OK)
 		return status;
-	merge_planes<SIZE>(j, from, source, first, m, scratch, sink, sealed, lane);
+	merge_planes<SIZE>(j, from, source, first, m, scratch, sink, checksum, lane);
 	return close_region(&c, lane);
 }
 
 /* A region's values; the fixed planes' digests are added to *sealed on the way. */
 template <int SIZE>
 DEVICE codec_status read_block(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
-			       const codec_sink *sink, uint64_t *sealed, uint32_t lane)
+			       const codec_sink *sink, uint64_t *checksum, uint32_t lane)
 {
 	const codec_view &v = j->v;
 	uint32_t head = load32(here(&c));
 	codec_status status = check_head(&v, head, SIZE);
 
-	bool alone = v.fixed == (1u << SIZE) - 2 && !(v.halved & 1) && !(head & WIRE_REGION_PRUNED);
+	bool single = v.fixed == (1u << SIZE) - 2 && !(v.halved & 1) && !(head & WIRE_REGION_PRUNED);
 
 	c.at += 4;
 	if (status != CODEC_OK)
 		return status;
-	if (!alone)
-		return read_planes<SIZE>(j, b, head, c, by, scratch, sink, sealed, lane);
-	return read_alone<SIZE>(j, b, head & 3, c, by, sink, sealed, lane);
+	if (!single)
+		return read_planes<SIZE>(j, b, head, c, by, scratch, sink, checksum, lane);
+	return read_single_plane<SIZE>(j, b, head & 3, c, by, sink, checksum, lane);
 }
 
 /* For whoever launches: a warp's scratch, by the log2 of a value's size. */
@@ -418,6 +418,7 @@ __global__ void __launch_bounds__(32 * WARPS, SIZE > 4 ? 3 : 4) decode_lossless(
 {
 	decode_blocks<13>(decodings, (SIZE + 1) * PLANE_ROOM, SIZE,
 			  [](const codec_decoding &d, const job *j, uint64_t b, cursor c, const pairs &by,
-			     uint8_t *mine, uint32_t lane,
-			     uint64_t *sealed) { return read_block<SIZE>(j, b, c, by, mine, &d.sink, sealed, lane); });
+			     uint8_t *mine, uint32_t lane, uint64_t *checksum) {
+				  return read_block<SIZE>(j, b, c, by, mine, &d.sink, checksum, lane);
+			  });
 }

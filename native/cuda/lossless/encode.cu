@@ -187,7 +187,7 @@ DEVICE void put_fixed(const codec_view *v, uint8_t *frame, uint64_t section, uin
 }
 
 /* Is only plane 0 in regions, and one that is coded, whatever its values? */
-DEVICE bool is_alone(const codec_view &v, int size)
+DEVICE bool has_single_plane(const codec_view &v, int size)
 {
 	return size > 1 && octave_of(v.dtype) && v.coded & 1 && !(v.halved & 1) && v.fixed == (1u << size) - 2;
 }
@@ -214,15 +214,15 @@ DEVICE bool differs(const common &same)
  * What planes 1 on, of a row of a lane's, have where plane 0 is not 0. A row of 128 zeros among these takes half a row
  * of this kind at least: planes in which there is one are noted.
  */
-template <int SIZE> DEVICE void look_under(const uint32_t *word, uint32_t fixed, common *same, uint32_t *runs)
+template <int SIZE> DEVICE void note_live_bytes(const uint32_t *word, uint32_t fixed, common *same, uint32_t *runs)
 {
-	const uint32_t lives = ~equal_mask(word[0], 0);
+	const uint32_t live = ~equal_mask(word[0], 0);
 
 	for (int p = 1; p < SIZE; p++) {
-		uint32_t some = __ballot_sync(FULL, (word[p] & lives) != 0);
+		uint32_t some = __ballot_sync(FULL, (word[p] & live) != 0);
 
-		same[p].some |= word[p] & lives;
-		same[p].all &= word[p] | ~lives;
+		same[p].some |= word[p] & live;
+		same[p].all &= word[p] | ~live;
 		*runs |= (uint32_t)(!(some & 0xffff) || !(some >> 16)) << p;
 	}
 }
@@ -285,7 +285,7 @@ DEVICE void write_whole_rows(const job *j, const uint8_t *from, uint8_t *section
 }
 
 /* Are a lane's quads in the chunk of rows that ends here such as write_whole_rows takes? */
-DEVICE bool plain_behind(const place *o)
+DEVICE bool whole_rows_behind(const place *o)
 {
 	return o->part->count - o->left >= WIRE_ROW * (CHUNK_ROWS - 1) && o->left >= 4 &&
 	       !((o->length | o->column) & 3);
@@ -297,8 +297,8 @@ DEVICE bool plain_behind(const place *o)
  * happened but that fixed planes may have been written. `literals`, `words`: see begin_plane.
  */
 template <int SIZE>
-DEVICE bool write_alone(const codec_encoding &e, const job *j, uint64_t b, uint8_t *literals, uint32_t *words,
-			uint32_t lane)
+DEVICE bool write_single_plane(const codec_encoding &e, const job *j, uint64_t b, uint8_t *literals, uint32_t *words,
+			       uint32_t lane)
 {
 	const codec_view &v = j->v;
 	const uint64_t first = b * v.block_nvalues;
@@ -315,7 +315,7 @@ DEVICE bool write_alone(const codec_encoding &e, const job *j, uint64_t b, uint8
 	coding s = begin_plane(j, 0, words, literals, false);
 	common same = {0, FULL};
 	uint32_t size = 0;
-	uint64_t at = 0, sealed = 0;
+	uint64_t at = 0, checksum = 0;
 	digest sums[SIZE] = {};
 	place o = {};
 
@@ -323,7 +323,7 @@ DEVICE bool write_alone(const codec_encoding &e, const job *j, uint64_t b, uint8
 		o = place_at(j, first + WIRE_ROW * last + 4 * lane);
 	for (uint32_t r = rows; r > 0;) {
 		if (fast && r % CHUNK_ROWS == 0 && r <= m / WIRE_ROW &&
-		    (!offsets || __all_sync(FULL, plain_behind(&o)))) {
+		    (!offsets || __all_sync(FULL, whole_rows_behind(&o)))) {
 			r -= CHUNK_ROWS;
 			if constexpr (SIZE == 2 || SIZE == 4)
 				write_whole_rows<SIZE>(j, values, section, &o, &s, sums, &same, r, lane);
@@ -347,7 +347,7 @@ DEVICE bool write_alone(const codec_encoding &e, const job *j, uint64_t b, uint8
 		}
 		if (r % CHUNK_ROWS == 0)
 			for (int p = 1; p < SIZE; p++)
-				digest_keep(&sums[p], r / CHUNK_ROWS, lane);
+				digest_end_chunk(&sums[p], r / CHUNK_ROWS, lane);
 	}
 	auto place_for = [&](uint32_t nbytes) -> uint8_t * {
 		if (!differs(same))
@@ -362,13 +362,13 @@ DEVICE bool write_alone(const codec_encoding &e, const job *j, uint64_t b, uint8
 		return false;
 	if (got) {
 		for (int p = 1; p < SIZE; p++)
-			sealed += digest_end(&sums[p], 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, WIRE_SEED_PLANE + p,
-					     lane);
+			checksum += digest_sum(&sums[p], 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, WIRE_SEED_PLANE + p,
+					       lane);
 		put32(e.frame + at, WIRE_MODE_CODED, lane);
 		end_region(e.frame + at, 4 + got, lane);
-		sealed = seal_block(sealed + digest_bytes(e.frame + at, size, WIRE_SEED_REGION, lane), b);
+		checksum = seal_block(checksum + digest_bytes(e.frame + at, size, WIRE_SEED_REGION, lane), b);
 	}
-	put_entry(&v, e, b, at + size, sealed, lane);
+	put_entry(&v, e, b, at + size, checksum, lane);
 	return true;
 }
 
@@ -415,12 +415,12 @@ DEVICE void split_values(const job *j, const uint8_t *values, uint8_t *frame, ui
 			}
 			digest_word(&o->sums[p], word[p], r, lane);
 			if (r % CHUNK_ROWS == CHUNK_ROWS - 1 || r + 1 == rows)
-				digest_keep(&o->sums[p], r / CHUNK_ROWS, lane);
+				digest_end_chunk(&o->sums[p], r / CHUNK_ROWS, lane);
 			put_fixed(&v, frame, section, first + i, word[p]);
 			section += v.plane_stride;
 		}
 		if (octave && v.fixed != all - 1)
-			look_under<SIZE>(word, v.fixed, o->same, &o->runs);
+			note_live_bytes<SIZE>(word, v.fixed, o->same, &o->runs);
 		uint32_t none = equal_bytes(word[0], 0) & ((1u << n) - 1);
 
 		o->zeros += __popc(none);
@@ -477,7 +477,7 @@ DEVICE uint32_t put_planes(const job *j, const split_block<SIZE> &o, uint32_t m,
  */
 template <int SIZE>
 DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *frame, uint64_t b, uint8_t *scratch,
-				 uint8_t *region, uint64_t *sealed, uint32_t lane)
+				 uint8_t *region, uint64_t *checksum, uint32_t lane)
 {
 	const codec_view &v = j->v;
 	const uint32_t m = (uint32_t)block_values(&v, b);
@@ -489,7 +489,7 @@ DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *f
 	put32(region, put_planes<SIZE>(j, o, m, scratch, region, &size, lane), lane);
 	for (int p = 0; p < SIZE; p++)
 		if (v.fixed >> p & 1)
-			*sealed += digest_end(&o.sums[p], 0, chunks, WIRE_SEED_PLANE + p, lane);
+			*checksum += digest_sum(&o.sums[p], 0, chunks, WIRE_SEED_PLANE + p, lane);
 	return end_region(region, size, lane);
 }
 
@@ -513,16 +513,17 @@ template <int SIZE> __global__ void __launch_bounds__(32 * WARPS, 4) encode_loss
 	if (blockIdx.x * WARPS >= e.warps)
 		return;
 	for (uint64_t b; (b = next_block(e.out, lane)) < j.v.nblocks;) {
-		uint64_t sealed = 0;
+		uint64_t checksum = 0;
 
 		if (j.v.model_parts.count)
 			fit_rows(&j, e.memory, e.source.values, SIZE, octave_of(j.v.dtype), 1u << SHIFT_OF(SIZE),
 				 b * j.v.block_nvalues, (uint32_t)block_values(&j.v, b), lane);
-		if (is_alone(j.v, SIZE) && write_alone<SIZE>(e, &j, b, scratch + SIZE * PLANE_ROOM,
-							     (uint32_t *)(scratch + (SIZE + 1) * PLANE_ROOM), lane))
+		if (has_single_plane(j.v, SIZE) &&
+		    write_single_plane<SIZE>(e, &j, b, scratch + SIZE * PLANE_ROOM,
+					     (uint32_t *)(scratch + (SIZE + 1) * PLANE_ROOM), lane))
 			continue;
-		uint32_t size = write_block<SIZE>(&j, e.source.values, e.frame, b, scratch, region, &sealed, lane);
+		uint32_t size = write_block<SIZE>(&j, e.source.values, e.frame, b, scratch, region, &checksum, lane);
 
-		put_region(&j.v, e, b, region, size, sealed, lane);
+		put_region(&j.v, e, b, region, size, checksum, lane);
 	}
 }

@@ -8,12 +8,12 @@
 #include "coder/sample.cuh"
 #include "frame/encode.cuh"
 
-#define SCANNED (4 * TEAM_WARPS) /* of WIRE_TREE values, that a team scans at a time */
+#define SCANNED (4 * CTA_WARPS) /* of WIRE_TREE values, that a team scans at a time */
 
 /* Of a team's shared memory. */
 union rows_room {
 	struct {
-		double node[2][TEAM], level[2][64];
+		double node[2][CTA_THREADS], level[2][64];
 	} tree;
 	struct {
 		uint32_t counts[256];
@@ -27,7 +27,7 @@ DEVICE_CALL void scan_pieces(const codec_view *v, uint8_t *memory, const codec_s
 	codec_row_sums *sums = (codec_row_sums *)(memory + v->row_sums.at);
 	uint32_t lane = threadIdx.x % 32;
 
-	for (uint64_t i = first + threadIdx.x / 32; i < first + SCANNED && i < v->row_sums.count; i += TEAM_WARPS) {
+	for (uint64_t i = first + threadIdx.x / 32; i < first + SCANNED && i < v->row_sums.count; i += CTA_WARPS) {
 		const codec_row_part *part = part_at(parts, v->row_parts.count, &codec_row_part::first_sum, i);
 		uint64_t from = (i - part->first_sum) * WIRE_TREE, n = part->count - from;
 		codec_row_sums some = sums_of<false>(v, source, part->start + from,
@@ -45,7 +45,7 @@ DEVICE_CALL void add_pieces(const codec_row_sums *sums, uint64_t count, rows_roo
 	uint32_t log2 = 0, most = 0, t = threadIdx.x, below = 0;
 	double level[2][64]; /* of this thread's pieces, a power of two of them but for the last one's */
 
-	while ((uint64_t)TEAM << log2 < count)
+	while ((uint64_t)CTA_THREADS << log2 < count)
 		log2++;
 	uint64_t from = (uint64_t)t << log2, each = 1ull << log2, mine = from < count ? count - from : 0;
 	uint64_t full = count >> log2;
@@ -59,8 +59,8 @@ DEVICE_CALL void add_pieces(const codec_row_sums *sums, uint64_t count, rows_roo
 		most = s.max > most ? s.max : most;
 		below += s.negative;
 	}
-	*negative = team_sum(below);
-	*max = team_max(most);
+	*negative = cta_sum(below);
+	*max = cta_max(most);
 	for (int k = 0; k < 2; k++) {
 		if (mine == each)
 			room->tree.node[k][t] = level[k][log2];
@@ -122,19 +122,19 @@ DEVICE_CALL codec_status count_codes(const codec_view *v, const uint8_t *memory,
 	const row_place p = row_place_of(&j, q, b);
 	uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, ncodes = (uint32_t)row_codes_nbytes(q, p.m);
 	uint8_t *scales = scratch + PLANE_ROOM;
-	codec_status status = put_scales<WIRE_CODEC_FLOAT8>(v, q, p, source, scales, 0, warp, TEAM_WARPS, lane);
+	codec_status status = put_scales<WIRE_CODEC_FLOAT8>(v, q, p, source, scales, 0, warp, CTA_WARPS, lane);
 
 	room->codes.counts[threadIdx.x] = 0;
 	__syncthreads();
 	if (status == CODEC_OK && q.codec == WIRE_CODEC_TERNARY)
 		status = check_above(v, p.part,
 				     put_codes<WIRE_CODEC_TERNARY>(row_job_of<WIRE_CODEC_TERNARY>(v, p, source), scales,
-								   NULL, scratch, ncodes, 0, warp, TEAM_WARPS, lane));
+								   NULL, scratch, ncodes, 0, warp, CTA_WARPS, lane));
 	else if (status == CODEC_OK)
 		put_codes<WIRE_CODEC_FLOAT8>(row_job_of<WIRE_CODEC_FLOAT8>(v, p, source), scales, NULL, scratch, ncodes,
-					     0, warp, TEAM_WARPS, lane);
+					     0, warp, CTA_WARPS, lane);
 	__syncthreads();
-	for (uint32_t i = threadIdx.x; i < ncodes; i += TEAM)
+	for (uint32_t i = threadIdx.x; i < ncodes; i += CTA_THREADS)
 		atomicAdd(room->codes.counts + scratch[i], 1u);
 	__syncthreads();
 	atomicAdd(c->counts[0] + threadIdx.x, room->codes.counts[threadIdx.x]);
@@ -153,11 +153,11 @@ DEVICE_CALL void conclude_rows(codec_view *v, uint8_t *memory, codec_choice *c, 
 
 		room->codes.counts[threadIdx.x] = seen->counts[0][threadIdx.x];
 		__syncthreads();
-		team_book(room->codes.counts, WIRE_MAX_CAP, lengths, &room->codes.book);
-		team_codes(lengths, memory + v->tables.at, &room->codes.book);
+		cta_book(room->codes.counts, WIRE_MAX_CAP, lengths, &room->codes.book);
+		cta_codes(lengths, memory + v->tables.at, &room->codes.book);
 		__syncthreads();
 	}
-	lead_side(v, memory, q.entropy, 0, records, c);
+	write_lead(v, memory, q.entropy, 0, records, c);
 	if (threadIdx.x)
 		return;
 	v->coded = q.entropy;
@@ -174,7 +174,7 @@ DEVICE_CALL void conclude_rows(codec_view *v, uint8_t *memory, codec_choice *c, 
  * A planned job of a codec of rows becomes one that kernels of blocks take; v->nblocks is 0 if it cannot be, and
  * out->fault why. A team has the scratch of a warp.
  */
-extern "C" __global__ void __launch_bounds__(TEAM, 2) choose_rows(const codec_encoding *encodings)
+extern "C" __global__ void __launch_bounds__(CTA_THREADS, 2) choose_rows(const codec_encoding *encodings)
 {
 	__shared__ rows_room room;
 	const codec_encoding &e = encodings[blockIdx.y];
@@ -192,42 +192,42 @@ extern "C" __global__ void __launch_bounds__(TEAM, 2) choose_rows(const codec_en
 
 	if (blockIdx.x >= e.warps)
 		return;
-	for (uint32_t t; (t = team_draw(&c->ticket)) < scans + nparts + take;) {
+	for (uint32_t t; (t = cta_next_task(&c->ticket)) < scans + nparts + take;) {
 		codec_status status = CODEC_OK;
 		bool last;
 
 		if (t < scans) {
 			scan_pieces(v, memory, &source, (uint64_t)t * SCANNED);
-			if (team_last(c->done, scans))
-				team_tell(c->told);
+			if (cta_is_last(c->done, scans))
+				cta_signal(c->ready);
 			continue;
 		}
 		if (t < scans + nparts) {
 			if (scans)
-				team_wait(c->told);
+				cta_wait(c->ready);
 			if (!last_scaled)
 				status = scale_part(v, memory, row_parts(v, memory) + (t - scans), &room);
 			if (status != CODEC_OK && threadIdx.x == 0)
-				refuse(out, status);
-			last = team_last(c->done + PARTS, nparts);
+				set_fault(out, status);
+			last = cta_is_last(c->done + PARTS, nparts);
 			if (last && take)
-				team_tell(c->told + PARTS);
+				cta_signal(c->ready + PARTS);
 			else if (last)
 				conclude_rows(v, memory, c, &room, out);
 			continue;
 		}
-		team_wait(c->told + PARTS);
+		cta_wait(c->ready + PARTS);
 		status = count_codes(v, memory, &source, choose_even(t - scans - nparts, take, nblocks),
 				     e.scratch + blockIdx.x * e.each, c, &room);
 		if (status != CODEC_OK)
-			refuse(out, status);
-		if (team_last(c->done + SYMBOLS, take))
+			set_fault(out, status);
+		if (cta_is_last(c->done + SYMBOLS, take))
 			conclude_rows(v, memory, c, &room, out);
 	}
 }
 
 /* The scales of parts whose blocks have left sums. */
-extern "C" __global__ void __launch_bounds__(TEAM, 2) scale_rows(const codec_encoding *encodings)
+extern "C" __global__ void __launch_bounds__(CTA_THREADS, 2) scale_rows(const codec_encoding *encodings)
 {
 	__shared__ rows_room room;
 	const codec_encoding &e = encodings[blockIdx.y];

@@ -4,8 +4,8 @@
 
 #include "rows/scales.cuh"
 
-#define EIGHTS (8 * 32) /* values of a warp, eight a lane */
-#define TRITS_CHUNK (5 * EIGHTS)
+#define WARP_STEP (8 * 32) /* values of a warp, eight a lane */
+#define TRITS_CHUNK (5 * WARP_STEP)
 
 /* What codes of a row go by, and what they are worth. */
 struct row_scale {
@@ -75,7 +75,7 @@ DEVICE void no_draws(uint32_t draws[4])
 }
 
 /* Codes of TERNARY whose first draw has decided nothing: by their second ones. */
-DEVICE_CALL uint32_t settle(struct philox key, struct over over, uint64_t i, uint32_t codes, uint4 x)
+DEVICE_CALL uint32_t break_ties(struct philox key, struct over over, uint64_t i, uint32_t codes, uint4 x)
 {
 	const uint32_t bits[4] = {x.x, x.y, x.z, x.w};
 
@@ -101,7 +101,7 @@ DEVICE uint32_t code_four(const row_job &r, bool random, uint64_t i, const uint3
 		codes |= code_of<CODEC>(r.q, random, x[k], s, h) << 8 * k;
 	}
 	if (CODEC == WIRE_CODEC_TERNARY && (codes & codes >> 1 & ONES))
-		codes = settle(r.key, s.over, i, codes, {x[0], x[1], x[2], x[3]});
+		codes = break_ties(r.key, s.over, i, codes, {x[0], x[1], x[2], x[3]});
 	return codes;
 }
 
@@ -110,8 +110,8 @@ DEVICE uint32_t code_four(const row_job &r, bool random, uint64_t i, const uint3
  * it.
  */
 template <int CODEC>
-DEVICE_CALL void leave(float *residual, uint32_t dtype, uint32_t n, uint4 x, uint32_t codes, row_scale s,
-		       const float *ratio)
+DEVICE_CALL void put_residual(float *residual, uint32_t dtype, uint32_t n, uint4 x, uint32_t codes, row_scale s,
+			      const float *ratio)
 {
 	const uint32_t bits[4] = {x.x, x.y, x.z, x.w};
 	uint64_t left[4];
@@ -128,7 +128,7 @@ DEVICE_CALL void leave(float *residual, uint32_t dtype, uint32_t n, uint4 x, uin
 }
 
 /* Codes of eight values, a byte each, as their bits in the frame, from bit 0 on. */
-DEVICE uint64_t pack_eight(struct row_kind q, uint32_t low, uint32_t high)
+DEVICE uint64_t pack_group(struct row_kind q, uint32_t low, uint32_t high)
 {
 	uint64_t codes = low | (uint64_t)high << 32;
 
@@ -202,10 +202,10 @@ DEVICE_CALL uint32_t put_codes(row_job r, const uint8_t *scales, const float *ra
 				most = larger(most, x, ~0u);
 				code = code_of<CODEC>(r.q, r.random, x, s, draws[e / 2 % 4] >> 16 * (e % 2) & 0xffff);
 				if (CODEC == WIRE_CODEC_TERNARY && code == TERNARY_TIE)
-					code = settle(r.key, s.over, e, code, {x, 0, 0, 0}) & 255;
+					code = break_ties(r.key, s.over, e, code, {x, 0, 0, 0}) & 255;
 				if (r.source->residual)
-					leave<CODEC>(r.source->residual + e, r.v->dtype, 1, {x, 0, 0, 0}, code, s,
-						     ratio);
+					put_residual<CODEC>(r.source->residual + e, r.v->dtype, 1, {x, 0, 0, 0}, code,
+							    s, ratio);
 			}
 			codes[k / 4] |= code << 8 * (k % 4);
 			trits = 3 * trits + code;
@@ -213,7 +213,7 @@ DEVICE_CALL uint32_t put_codes(row_job r, const uint8_t *scales, const float *ra
 		const uint64_t at = r.q.bits ? i / 8 * r.q.bits : i / 5, left = nbytes - at;
 		const uint32_t bytes = r.q.bits ? r.q.bits : 1;
 
-		put_bytes(to + at, r.q.bits ? pack_eight(r.q, codes[0], codes[1]) : trits,
+		put_bytes(to + at, r.q.bits ? pack_group(r.q, codes[0], codes[1]) : trits,
 			  left < bytes ? (uint32_t)left : bytes);
 	}
 	__syncwarp();
@@ -245,7 +245,7 @@ DEVICE row_scale scale_of_lanes(const row_job &r, uint32_t most, uint32_t mine, 
 
 /* Codes of eight values from value e of the tensor on, which have one scale. */
 template <int CODEC>
-DEVICE void code_eight(const row_job &r, uint64_t e, const uint32_t x[8], const row_scale &s, uint32_t codes[2])
+DEVICE void code_group(const row_job &r, uint64_t e, const uint32_t x[8], const row_scale &s, uint32_t codes[2])
 {
 	uint32_t draws[4];
 
@@ -263,7 +263,7 @@ DEVICE void code_eight(const row_job &r, uint64_t e, const uint32_t x[8], const 
 }
 
 /* How far put_eights has come; of TERNARY the largest magnitude of a lane's. */
-struct eights_put {
+struct groups_put {
 	uint32_t done, most;
 	codec_status status;
 };
@@ -273,7 +273,7 @@ struct eights_put {
  * is read from memory once, a row's again while it is at hand. `chunk`: memory for TRITS_CHUNK bytes.
  */
 template <int CODEC>
-DEVICE eights_put put_eights(const row_job &r, uint8_t *scales, const float *ratio, uint8_t *to, uint8_t *chunk,
+DEVICE groups_put put_groups(const row_job &r, uint8_t *scales, const float *ratio, uint8_t *to, uint8_t *chunk,
 			     uint32_t lane)
 {
 	const codec_view *v = r.v;
@@ -282,8 +282,8 @@ DEVICE eights_put put_eights(const row_job &r, uint8_t *scales, const float *rat
 	const codec_source *source = r.source;
 	const uint32_t row = part->row, limit = limit_of(v);
 	/* rows of a few lanes, whose largest magnitudes lanes tell each other */
-	const bool small = row && EIGHTS % row == 0;
-	const uint32_t unit = small ? EIGHTS : row ? row : q.bits ? 8 : TRITS_CHUNK;
+	const bool small = row && WARP_STEP % row == 0;
+	const uint32_t unit = small ? WARP_STEP : row ? row : q.bits ? 8 : TRITS_CHUNK;
 	const uint32_t whole = r.p.m / unit * unit;
 	uint32_t end = row ? 0 : whole, bad = 0, most = 0;
 	row_scale s = open_part(q, part);
@@ -311,7 +311,7 @@ DEVICE eights_put put_eights(const row_job &r, uint8_t *scales, const float *rat
 		const uint64_t e = r.p.first + mine;
 		uint32_t x[8], codes[2];
 
-		after = end - i < EIGHTS ? end : i + EIGHTS;
+		after = end - i < WARP_STEP ? end : i + WARP_STEP;
 		for (int k = 0; k < 8; k++)
 			x[k] = next[k], next[k] = 0;
 		if (after + 8 * lane < whole)
@@ -325,18 +325,19 @@ DEVICE eights_put put_eights(const row_job &r, uint8_t *scales, const float *rat
 			if (small)
 				s = scale_of_lanes(r, max, mine, scales, &bad);
 		}
-		code_eight<CODEC>(r, e, x, s, codes);
+		code_group<CODEC>(r, e, x, s, codes);
 		if (source->residual && mine < end)
 			for (int k = 0; k < 2; k++)
-				leave<CODEC>(source->residual + e + 4 * k, v->dtype, 4,
-					     {x[4 * k], x[4 * k + 1], x[4 * k + 2], x[4 * k + 3]}, codes[k], s, ratio);
+				put_residual<CODEC>(source->residual + e + 4 * k, v->dtype, 4,
+						    {x[4 * k], x[4 * k + 1], x[4 * k + 2], x[4 * k + 3]}, codes[k], s,
+						    ratio);
 		if (q.bits) {
 			if (mine < end)
-				put_bytes(to + mine / 8 * q.bits, pack_eight(q, codes[0], codes[1]), q.bits);
+				put_bytes(to + mine / 8 * q.bits, pack_group(q, codes[0], codes[1]), q.bits);
 		} else {
-			put_bytes(chunk + mine % TRITS_CHUNK, pack_eight(q, codes[0], codes[1]), 8);
-			if ((i + EIGHTS) % TRITS_CHUNK == 0)
-				pack_trits(chunk, to + (i + EIGHTS - TRITS_CHUNK) / 5, lane);
+			put_bytes(chunk + mine % TRITS_CHUNK, pack_group(q, codes[0], codes[1]), 8);
+			if ((i + WARP_STEP) % TRITS_CHUNK == 0)
+				pack_trits(chunk, to + (i + WARP_STEP - TRITS_CHUNK) / 5, lane);
 		}
 	}
 	return {whole, most, __any_sync(FULL, bad != 0) ? CODEC_NONFINITE : CODEC_OK};

@@ -35,7 +35,7 @@ template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 4) encode_row
 		if (q.entropy || at + size <= e.capacity)
 			status = write_rows<CODEC>(&j, e.memory, &e.source, p, ratio, scratch, region, &size, lane);
 		if (lane == 0 && status != CODEC_OK)
-			refuse(e.out, status);
+			set_fault(e.out, status);
 		if (q.entropy)
 			put_region(&v, e, b, region, status == CODEC_OK ? size : 8, 0, lane);
 		else if (at + size <= e.capacity)

@@ -7,7 +7,7 @@
 #include "rows/codes.cuh"
 
 /* No frame of this. What is wrong is a scale that is too small only if no value anywhere is NaN or Inf. */
-DEVICE void refuse(codec_written *out, codec_status status)
+DEVICE void set_fault(codec_written *out, codec_status status)
 {
 	uint32_t old = atomicCAS(&out->fault, 0u, (uint32_t)status);
 
@@ -25,14 +25,14 @@ DEVICE bool scaled_last(const codec_view *v, const codec_source *source)
 }
 
 /* SIGN: what decoding n values will miss, whose scales are these. */
-DEVICE void leave_signs(const row_job &r, uint64_t first, uint32_t n, float scale, float below, uint32_t lane)
+DEVICE void put_sign_residuals(const row_job &r, uint64_t first, uint32_t n, float scale, float below, uint32_t lane)
 {
 	const uint32_t dtype = r.v->dtype;
 	float *residual = global(r.source->residual) + first;
 
 	scale = float_of(dtype, bits_of_float(dtype, scale));
 	below = float_of(dtype, bits_of_float(dtype, below));
-	auto leave = [&](uint32_t i, float x) {
+	auto put = [&](uint32_t i, float x) {
 		residual[i] = round_minus(x, round_bits(x) <= ROUND_ABS ? scale : below);
 	};
 	uint32_t i = lane;
@@ -42,10 +42,10 @@ DEVICE void leave_signs(const row_job &r, uint64_t first, uint32_t n, float scal
 
 		values_each_32<4>(dtype, r.source, first + i, x);
 		for (uint32_t k = 0; k < 4; k++)
-			leave(i + 32 * k, x[k]);
+			put(i + 32 * k, x[k]);
 	}
 	for (; i < n; i += 32)
-		leave(i, value_at(dtype, r.source, first + i));
+		put(i, value_at(dtype, r.source, first + i));
 }
 
 /* SIGN: all that a block has, if words of 32 signs are of one row each. */
@@ -73,7 +73,7 @@ DEVICE codec_status put_signs(const row_job &r, uint8_t *memory, uint8_t *scales
 		if (s.status != CODEC_OK)
 			return s.status;
 		if (r.source->residual)
-			leave_signs(r, r.p.first + i, n, s.scale, s.below, lane);
+			put_sign_residuals(r, r.p.first + i, n, s.scale, s.below, lane);
 	}
 	__syncwarp();
 	return CODEC_OK;
@@ -94,12 +94,12 @@ template <int CODEC>
 DEVICE codec_status put_rows(const row_job &r, uint8_t *memory, uint8_t *scales, const float *ratio, uint8_t *to,
 			     uint32_t ncodes, uint8_t *chunk, uint32_t lane)
 {
-	eights_put put = {0, 0, CODEC_OK};
+	groups_put put = {0, 0, CODEC_OK};
 
 	if (CODEC == WIRE_CODEC_SIGN && r.p.part->row % 32 == 0)
 		return put_signs(r, memory, scales, (uint32_t *)to, lane);
 	if (CODEC != WIRE_CODEC_SIGN)
-		put = put_eights<CODEC>(r, scales, ratio, to, chunk, lane);
+		put = put_groups<CODEC>(r, scales, ratio, to, chunk, lane);
 	if (put.status == CODEC_OK && put.done < r.p.m) {
 		put.status = put_scales<CODEC>(r.v, r.q, r.p, r.source, scales, put.done, 0, 1, lane);
 		if (put.status != CODEC_OK)

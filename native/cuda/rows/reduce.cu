@@ -301,15 +301,15 @@ DEVICE codec_status check_digests(const summed &s, uint64_t b, uint32_t known, u
 
 		if (!of->checks || !(known >> f & 1))
 			continue;
-		uint64_t sealed = seal_block(digest_bytes(region, nbytes, WIRE_SEED_REGION, lane), b);
+		uint64_t checksum = seal_block(digest_bytes(region, nbytes, WIRE_SEED_REGION, lane), b);
 
-		if (lane == f && load32(directory + WIRE_DIRECTORY_ENTRY * b + 4) != seal_short(sealed))
+		if (lane == f && load32(directory + WIRE_DIRECTORY_ENTRY * b + 4) != seal_short(checksum))
 			status = CODEC_CHECKSUM;
 		if (b % ENTRIES == 0)
-			sealed += digest_chunk(directory, WIRE_DIRECTORY_ENTRY * of->view->nblocks, WIRE_SEED_DIRECTORY,
-					       b / ENTRIES, lane);
+			checksum += digest_chunk(directory, WIRE_DIRECTORY_ENTRY * of->view->nblocks,
+						 WIRE_SEED_DIRECTORY, b / ENTRIES, lane);
 		if (lane == 0)
-			atomicAdd(&of->found->seal, (unsigned long long)sealed);
+			atomicAdd(&of->found->checksum, (unsigned long long)checksum);
 	}
 	return status;
 }
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decodin
 	if (CODEC == WIRE_CODEC_FLOAT8)
 		fill_entries(ratio, entry);
 	for (uint32_t f = 0; warp == 0 && f < count; f++)
-		blame(decodings[f].found, 0, check_frame(decodings[f].view, decodings[f].frame, lane), lane);
+		report_fault(decodings[f].found, 0, check_frame(decodings[f].view, decodings[f].frame, lane), lane);
 	for (uint64_t b = warp; b < v.nblocks; b += d.warps) {
 		const row_place p = row_place_of(&j, q, b);
 		const uint64_t part = p.part - row_parts(&v, j.memory), ncodes = row_codes_nbytes(q, p.m),
@@ -370,6 +370,6 @@ __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decodin
 				status = CODEC_BAD_REGION;
 		status = check_digests(s, b, known, left(&c), status, lane);
 		if (lane < count && status != CODEC_OK)
-			blame(mine->found, b + 1, status, 0);
+			report_fault(mine->found, b + 1, status, 0);
 	}
 }

@@ -33,7 +33,7 @@ DEVICE_CALL void sample_cut(const codec_view *v, uint8_t *memory, const codec_so
 
 	room->sample.counts[threadIdx.x] = 0;
 	__syncthreads();
-	for (uint64_t i = share * TEAM_WARPS + warp; i < take; i += SYMBOL_SHARES * TEAM_WARPS) {
+	for (uint64_t i = share * CTA_WARPS + warp; i < take; i += SYMBOL_SHARES * CTA_WARPS) {
 		uint64_t first = WIRE_ROW * choose_spread(i, take, nrows);
 		uint32_t m = v->n - first < WIRE_ROW ? (uint32_t)(v->n - first) : WIRE_ROW, n = there(0, lane, m);
 		const cut_quad cut = cut_values(c, first + 4 * lane, n);
@@ -64,22 +64,22 @@ DEVICE_CALL void conclude_cut(codec_view *v, uint8_t *memory, uint64_t capacity,
 	room->codes.counts[threadIdx.x] = c->counts[0][threadIdx.x] = ((const volatile uint32_t *)c->all)[threadIdx.x];
 	__syncthreads();
 	if (!v->codebook_id)
-		team_book(room->codes.counts, v->cap, lengths, &room->codes.book);
-	team_codes(lengths, memory + v->tables.at, &room->codes.book);
+		cta_book(room->codes.counts, v->cap, lengths, &room->codes.book);
+	cta_codes(lengths, memory + v->tables.at, &room->codes.book);
 	__syncthreads();
-	lead_side(v, memory, 1, v->codebook_id, nparts, c);
+	write_lead(v, memory, 1, v->codebook_id, nparts, c);
 	side_nbytes = place_nibbles(v, memory, nparts, c, found);
 	if (threadIdx.x)
 		return;
 	v->coded = 1;
 	v->flags = (v->codebook_id ? WIRE_FLAG_PRIOR : 0) | (nparts ? WIRE_FLAG_SEGMENTS : 0);
 	place_sections(v, side_nbytes);
-	if (stays_stored(v, size_of(v->dtype), capacity))
-		store(v);
+	if (should_store(v, size_of(v->dtype), capacity))
+		make_stored(v);
 }
 
 /* As choose_lossless, of TRUNCATE. Where levels are wrong (out->fault) there are no blocks. */
-extern "C" __global__ void __launch_bounds__(TEAM) choose_truncate(const codec_encoding *encodings)
+extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_truncate(const codec_encoding *encodings)
 {
 	__shared__ cut_room room;
 	const codec_encoding &e = encodings[blockIdx.y];
@@ -93,23 +93,23 @@ extern "C" __global__ void __launch_bounds__(TEAM) choose_truncate(const codec_e
 	const model_tasks tasks = model_tasks_of(e.nparts);
 	const uint32_t all = 1 + 3 * tasks.step + SYMBOL_SHARES;
 
-	for (uint32_t t; (t = team_draw(&c->ticket)) < all;) {
+	for (uint32_t t; (t = cta_next_task(&c->ticket)) < all;) {
 		if (t == 0) { /* offsets are whole octaves */
 			if (threadIdx.x == 0) {
 				c->finest = WIRE_MAX_SHIFT;
 				c->bins = 1;
 			}
-			team_tell(c->told + PLANES);
+			cta_signal(c->ready + PLANES);
 		} else if (t <= 3 * tasks.step) {
 			if (model_task(v, memory, source.values, q, tasks, t - 1, c, found, &room.model)) {
-				for (uint32_t i = threadIdx.x; i < 256; i += TEAM)
+				for (uint32_t i = threadIdx.x; i < 256; i += CTA_THREADS)
 					c->all[i] = 0; /* for symbols from here on */
-				team_tell(c->told + PARTS);
+				cta_signal(c->ready + PARTS);
 			}
 		} else {
-			team_wait(c->told + PARTS);
+			cta_wait(c->ready + PARTS);
 			sample_cut(v, memory, &source, e.by, t - 1 - 3 * tasks.step, c, &room);
-			if (team_last(c->done + SYMBOLS, SYMBOL_SHARES))
+			if (cta_is_last(c->done + SYMBOLS, SYMBOL_SHARES))
 				conclude_cut(v, memory, e.out->fault ? 0 : e.capacity, c, found, &room);
 		}
 	}
