@@ -64,7 +64,7 @@ HOT = (
     ("decode_rows<5>", "", Hot(_FOUR, 2, 4 + 4.25 / 8, 1, (), 2)),
     ("decode_rows<6>", "", Hot(_FOUR, 2, 4 + 4.5 / 8, 1, (), 2)),
     ("reduce_rows<4>", "of 8 frames", Hot("round_float(e &", 4 / 8, 8 * 1 + 4, 1, ("round_float(e &",))),
-    ("before", "exponents of A", Hot("exponents |=", 1, _CUT, 1, ("__fsqrt_rn(x)", "exponents |="))),
+    ("preprocess", "exponents of A", Hot("exponents |=", 1, _CUT, 1, ("__fsqrt_rn(x)", "exponents |="))),
     ("encode_truncate", "symbols", Hot("sums.any |=", 1, _CUT, 1, (_SLACK, "on_circle(o->eigh"))),
     ("encode_truncate", "coding", Hot("symbol[32 * r + lane]", 1, _CUT)),
     (

@@ -29,7 +29,7 @@
 	CUDA_ON_CPU_EXPORT(kernel##_4, kernel<4>)                                                                      \
 	CUDA_ON_CPU_EXPORT(kernel##_5, kernel<5>)                                                                      \
 	CUDA_ON_CPU_EXPORT(kernel##_6, kernel<6>)
-EXPORT(before)
+EXPORT(preprocess)
 EXPORT(gather)
 EXPORT(check_finite)
 EXPORT(choose_lossless)

@@ -72,7 +72,7 @@ class Reading:
         self._launches = [step.launches() for step in steps]
         self._before = [some for frame in frames if (some := frame.before.struct())]
         kernels = {kernel for launch in self._launches for kernel, _ in launch}
-        device.prepare(kernels | {"before"} if self._before else kernels)
+        device.prepare(kernels | {"preprocess"} if self._before else kernels)
         parts = [size for frame in frames for size in (VIEW_NBYTES, len(frame.image.data))]
         sizes = sum(map(len, self._before)), DECODING_NBYTES * sum(len(step.items) for step in steps)
         self._before_at, self._at, self._found, *parts = places = work.reserve(
@@ -94,7 +94,7 @@ class Reading:
         device = self._work.device
         if i == 0 and self._before:
             grid = grid_for(device, max(frame.info.n for frame in self._frames))
-            launch_each(device, "before", [grid] * len(self._before), self._before_at, BEFORE_NBYTES)
+            launch_each(device, "preprocess", [grid] * len(self._before), self._before_at, BEFORE_NBYTES)
         for kernel, items in self._launches[i]:
             grids = [frame.grid for frame, _ in items]
             if kernel == items[0][0].summing:

@@ -173,7 +173,7 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
     work.send(places[: len(sizes)], b"".join(before), encodings, *images)
     if before:
         grid = grid_for(device, max(job.plan.view.n for job in jobs))
-        launch_each(device, "before", [grid] * len(before), first, BEFORE_NBYTES)
+        launch_each(device, "preprocess", [grid] * len(before), first, BEFORE_NBYTES)
     for step in range(max(len(job.steps) for job in jobs) if close else 1):
         own = [(i, *job.steps[step]) for i, job in enumerate(jobs) if step < len(job.steps)]
         for kernel, some in itertools.groupby(own, key=lambda item: item[1]):

@@ -35,7 +35,7 @@ def _each(template: str, arguments: tuple[int, ...], resident: int) -> dict[str,
 FILES = {
     "frame/gather": File(256, {"gather": 4}),
     "frame/check_finite": File(256, {"check_finite": 4}),
-    "frame/preprocess": File(256, {"before": 4}),
+    "frame/preprocess": File(256, {"preprocess": 4}),
     "lossless/choose": File(256, {"choose_lossless": 2}),
     "rows/choose": File(256, {"choose_rows": 2, "scale_rows": 2}),
     "truncate/choose": File(256, {"choose_truncate": 2}),

@@ -12,13 +12,13 @@ from codec.optimizers.custom import Custom
 from codec.optimizers.formulas import Metric, floats_of
 from codec.tensors.view import TensorView
 
-_BEFORE, _GROUP = struct.Struct("<8Q2IQ"), struct.Struct("<6Q3I5f")  # codec_before, codec_group
+_BEFORE, _GROUP = struct.Struct("<8Q2IQ"), struct.Struct("<6Q3I5f")  # codec_preprocessing, codec_group
 BEFORE_NBYTES = _BEFORE.size
 State = dict[str, tuple[int, TensorView]]
 
 
 class Before:
-    """A codec_before, filled in by who wants what.
+    """A codec_preprocessing, filled in by who wants what.
 
     Attributes
     ----------
@@ -66,7 +66,13 @@ class Before:
         return _GROUP.pack(first, end, 0, *addresses, *dtypes, t.theta, t.theta_v, t.v, t.eps, t.m)
 
     def struct(self, written: int = 0) -> bytes:
-        """The codec_before; empty if nothing is wanted. `written`: address of a codec_written, for wrong levels."""
+        """Return the codec_preprocessing; empty if nothing is to be computed.
+
+        Parameters
+        ----------
+        written : int, optional
+            Address of a codec_written, whose fault reports invalid levels.
+        """
         if not (self._owed or self.exponents or self.levels):
             return b""
         addresses = self._values, self._owed, self.sums, self.rounded, self._groups, self.exponents, self.levels

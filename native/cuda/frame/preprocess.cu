@@ -17,7 +17,7 @@ struct codec_group {
 };
 
 /* Of n values; pointers are NULL where nothing of the kind is wanted. */
-struct codec_before {
+struct codec_preprocessing {
 	uint64_t n;
 	const uint8_t *values; /* under feedback: the tensor's, */
 	const float *residual; /* what is added to them, */
@@ -41,7 +41,7 @@ DEVICE uint32_t rounded_sum(uint32_t dtype, float sum)
 }
 
 /* Values i to i + n - 1, at most four. */
-DEVICE_CALL void sums_some(const codec_before &b, uint64_t i, uint32_t n)
+DEVICE_CALL void sums_some(const codec_preprocessing &b, uint64_t i, uint32_t n)
 {
 	const codec_source source = {b.values, NULL, NULL};
 
@@ -58,7 +58,7 @@ DEVICE_CALL void sums_some(const codec_before &b, uint64_t i, uint32_t n)
 }
 
 /* The same of four that lie in quads, as all do that are made here. */
-DEVICE void sums_four(const codec_before &b, uint64_t i)
+DEVICE void sums_four(const codec_preprocessing &b, uint64_t i)
 {
 	const codec_source source = {b.values, NULL, NULL}, residual = {NULL, b.residual, NULL};
 	uint32_t x[4], y[4];
@@ -87,7 +87,7 @@ DEVICE float factor_of(const codec_group &g, float v)
 }
 
 /* Exponents of A of values i to i + n - 1, whose groups are g and those behind it. */
-DEVICE_CALL void exponents_some(const codec_before &b, const codec_group *g, uint64_t i, uint32_t n)
+DEVICE_CALL void exponents_some(const codec_preprocessing &b, const codec_group *g, uint64_t i, uint32_t n)
 {
 	for (uint32_t k = 0; k < n; k++, i++) {
 		while (i >= g->end)
@@ -115,7 +115,7 @@ DEVICE bool state_in_quads(const codec_group &g)
 }
 
 /* The same of four values of one group whose state is in quads. */
-DEVICE void exponents_four(const codec_before &b, const codec_group &g, uint64_t i)
+DEVICE void exponents_four(const codec_preprocessing &b, const codec_group &g, uint64_t i)
 {
 	const codec_source theta = {g.theta, NULL, NULL}, v = {g.v, NULL, NULL}, m = {g.m, NULL, NULL};
 	uint32_t x[3][4], exponents = 0;
@@ -134,9 +134,9 @@ DEVICE void exponents_four(const codec_before &b, const codec_group &g, uint64_t
 	*(uint32_t *)(global(b.exponents) + i) = exponents;
 }
 
-extern "C" __global__ void __launch_bounds__(256, 4) before(const codec_before *tensors)
+extern "C" __global__ void __launch_bounds__(256, 4) preprocess(const codec_preprocessing *tensors)
 {
-	__shared__ codec_before b;
+	__shared__ codec_preprocessing b;
 	bool bad = false;
 
 	share(&b, tensors + blockIdx.y);
