@@ -1,4 +1,9 @@
-/* common/checksum.cuh - digests by a warp: a word a lane, 128 bytes at a time. docs/format.md, section 11. */
+/* common/checksum.cuh - checksums of bytes, computed by a warp: 32 words (128 bytes) at a time, one word a lane.
+ * Definition: docs/format.md, section 11.
+ *
+ * A chunk of WIRE_CHUNK_WORDS words has a sum of words times keys, which is mixed with the chunk's index. Checksums of
+ * chunks are added up. Both sums are of integers, so that they do not depend on the order of execution.
+ */
 #ifndef CODEC_CUDA_COMMON_CHECKSUM_CUH
 #define CODEC_CUDA_COMMON_CHECKSUM_CUH
 
@@ -9,20 +14,21 @@
 static __device__ const uint32_t SEAL_KEY[WIRE_CHUNK_WORDS] = {SEAL_KEYS};
 
 /*
- * Of bytes that pass by in rows: the chunk's sum over this lane's words; of the chunk, of the last 32, that is this
- * lane's, all of it. Sums are mixed by all lanes at once.
+ * Running checksum of one stream of bytes. `sum`: sum over this lane's words of the current chunk. `mine`: sum over all
+ * words of the latest chunk whose index modulo 32 is this lane. Lanes keep 32 chunks, so that digest_sum can mix all of
+ * them at once.
  */
 struct digest {
 	uint64_t sum, mine;
 };
 
-/* A word of row `row`, whose chunk's rows come one after the other. */
+/* Add one word a lane: row `row` (of 32 words) of the stream. Rows of a chunk may come in any order. */
 DEVICE void digest_word(digest *d, uint32_t word, uint32_t row, uint32_t lane)
 {
 	d->sum += (uint64_t)word * SEAL_KEY[row % CHUNK_ROWS * 32 + lane];
 }
 
-/* That was all of a chunk. */
+/* End the current chunk, whose index is `chunk`: add up the sums of all lanes, and start the next chunk at 0. */
 DEVICE void digest_end_chunk(digest *d, uint32_t chunk, uint32_t lane)
 {
 	uint64_t all = warp_sum(d->sum);
@@ -31,13 +37,13 @@ DEVICE void digest_end_chunk(digest *d, uint32_t chunk, uint32_t lane)
 	d->sum = 0;
 }
 
-/* What chunks `first` to `first` + count - 1, at most 32, add to the seal. */
+/* Return the checksum of chunks `first` to `first` + count - 1. The latest 32 chunks are kept: count is at most 32. */
 DEVICE uint64_t digest_sum(const digest *d, uint64_t first, uint32_t count, uint32_t seed, uint32_t lane)
 {
 	return warp_sum(lane < count ? seal_chunk(d->mine, seed, first + lane) : (uint64_t)0);
 }
 
-/* Of the i-th chunk of bytes in memory: over this lane's words. */
+/* Return the sum over this lane's words of chunk i of nbytes bytes at p, which may lie at any address. */
 static __device__ uint64_t lane_sum(const uint8_t *p, uint64_t nbytes, uint64_t i, uint32_t lane)
 {
 	uint64_t from = 4 * WIRE_CHUNK_WORDS * i, sum = 0;
@@ -58,13 +64,13 @@ static __device__ uint64_t lane_sum(const uint8_t *p, uint64_t nbytes, uint64_t 
 	return sum;
 }
 
-/* Of the i-th chunk of bytes in memory. */
+/* Return the checksum of chunk i of nbytes bytes at p. */
 static __device__ uint64_t digest_chunk(const uint8_t *p, uint64_t nbytes, uint32_t seed, uint64_t i, uint32_t lane)
 {
 	return seal_chunk(warp_sum(lane_sum(p, nbytes, i, lane)), seed, i);
 }
 
-/* Of bytes in memory. */
+/* Return the checksum of nbytes bytes at p. */
 static __device__ uint64_t digest_bytes(const uint8_t *p, uint64_t nbytes, uint32_t seed, uint32_t lane)
 {
 	uint32_t nchunks = (uint32_t)((nbytes + 4 * WIRE_CHUNK_WORDS - 1) / (4 * WIRE_CHUNK_WORDS));

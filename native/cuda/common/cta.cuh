@@ -1,18 +1,20 @@
-/* common/cta.cuh - what all threads of a CUDA block, a team (blocks are a frame's), find out together; teams that wait
- * for others.
+/* common/cta.cuh - reductions over a CTA, and synchronization between CTAs. A CTA is a CUDA thread block; "block" means
+ * a block of values of a frame here.
  *
- * Work that follows from other work is numbered behind it, and teams draw numbers in order. Whoever waits for what has
- * a smaller number waits for teams that run already, so that none waits for ever however few run at once.
+ * All functions are called by all CTA_THREADS threads of a CTA, and include the barriers that they need.
+ *
+ * CTAs share the work on a frame as numbered tasks (cta_next_task). A task waits only for tasks with smaller numbers,
+ * which CTAs that already run have taken. So waiting ends however few CTAs are resident at once.
  */
 #ifndef CODEC_CUDA_COMMON_CTA_CUH
 #define CODEC_CUDA_COMMON_CTA_CUH
 
 #include "common/warp.cuh"
 
-#define CTA_THREADS 256 /* threads */
+#define CTA_THREADS 256 /* threads of a CTA */
 #define CTA_WARPS (CTA_THREADS / 32)
 
-/* Of all threads, to all. */
+/* Return the sum of x over all threads. */
 DEVICE_CALL uint64_t cta_sum(uint64_t x)
 {
 	__shared__ uint64_t sums[CTA_WARPS];
@@ -28,7 +30,7 @@ DEVICE_CALL uint64_t cta_sum(uint64_t x)
 	return sum;
 }
 
-/* The largest, to all. */
+/* Return the largest x of all threads. */
 DEVICE_CALL uint32_t cta_max(uint32_t x)
 {
 	__shared__ uint32_t most[CTA_WARPS];
@@ -41,7 +43,7 @@ DEVICE_CALL uint32_t cta_max(uint32_t x)
 	return warp_max(most[threadIdx.x % CTA_WARPS]);
 }
 
-/* Sum of x over the threads below; over all of them to *total. */
+/* Return the sum of x over the threads below this one, and over all threads in *total. */
 DEVICE_CALL uint64_t cta_scan(uint32_t x, uint64_t *total)
 {
 	__shared__ uint32_t sums[CTA_WARPS];
@@ -60,7 +62,7 @@ DEVICE_CALL uint64_t cta_scan(uint32_t x, uint64_t *total)
 	return before + mine;
 }
 
-/* What thread 0 has. */
+/* Return thread 0's x to all threads. */
 DEVICE_CALL uint32_t cta_broadcast(uint32_t x)
 {
 	__shared__ uint32_t shared;
@@ -72,14 +74,15 @@ DEVICE_CALL uint32_t cta_broadcast(uint32_t x)
 	return shared;
 }
 
-/* The next number that no team has drawn. */
+/* Return the number of the next task that no CTA has taken. `ticket`: counter in global memory, 0 at first. */
 DEVICE_CALL uint32_t cta_next_task(uint32_t *ticket)
 {
 	return cta_broadcast(threadIdx.x == 0 ? atomicAdd(ticket, 1u) : 0);
 }
 
-/* What all threads have written comes before what thread 0 writes next, for other teams, too: of what it has only seen
- * at the barrier by a fence of its own.
+/*
+ * Release fence, device scope: writes of all threads of the CTA become visible before the next write of thread 0.
+ * Thread 0 needs a fence of its own, after the barrier, for what other threads have written.
  */
 DEVICE void cta_fence()
 {
@@ -89,17 +92,20 @@ DEVICE void cta_fence()
 		__threadfence();
 }
 
-/* Is this the last of so many teams that are done with something? It sees all that they have written. */
-DEVICE_CALL bool cta_is_last(uint32_t *done, uint32_t teams)
+/*
+ * Count one of `ctas` CTAs as done in *done. Returns true to the last one, which then sees what all others have
+ * written.
+ */
+DEVICE_CALL bool cta_is_last(uint32_t *done, uint32_t ctas)
 {
 	cta_fence();
-	uint32_t last = cta_broadcast(threadIdx.x == 0 && atomicAdd(done, 1u) == teams - 1);
+	uint32_t last = cta_broadcast(threadIdx.x == 0 && atomicAdd(done, 1u) == ctas - 1);
 
 	__threadfence();
 	return last;
 }
 
-/* Tell those who wait that all is written. */
+/* Set a flag in global memory on which other CTAs wait; they see all that this CTA has written before. */
 DEVICE_CALL void cta_signal(volatile uint32_t *flag)
 {
 	cta_fence();
@@ -107,6 +113,7 @@ DEVICE_CALL void cta_signal(volatile uint32_t *flag)
 		*flag = 1;
 }
 
+/* Wait until a flag is set by cta_signal. */
 DEVICE_CALL void cta_wait(const volatile uint32_t *flag)
 {
 	while (threadIdx.x == 0 && !*flag)

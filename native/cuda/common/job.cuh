@@ -1,17 +1,18 @@
-/* common/job.cuh - what the C core decided, as kernels are given it: codec_view, and the job's memory on the device. */
+/* common/job.cuh - a job on the device: the codec_view that the C library made, and the arrays to which it refers. */
 #ifndef CODEC_CUDA_COMMON_JOB_CUH
 #define CODEC_CUDA_COMMON_JOB_CUH
 
 #include "common/warp.cuh"
 
-/* A job, and where its parts and tables lie. */
+/* A job. `memory`: base address of the view's arrays. */
 struct job {
 	codec_view v;
 	const uint8_t *memory;
-	const uint32_t *codes; /* to encode: of 256 symbols of each plane, see coder/encode.cuh */
+	const uint32_t *codes; /* encoding: 256 codes for each plane in shared memory, see share_coding in
+				  coder/encode.cuh; else NULL */
 };
 
-/* Copy what all threads of a block read to shared memory, near all of them. */
+/* Copy *from to *to in shared memory, by all threads of the CTA. sizeof(T) is a multiple of 8. */
 template <class T> DEVICE void share(T *to, const T *from)
 {
 	for (uint32_t i = threadIdx.x; i < sizeof(T) / sizeof(uint64_t); i += blockDim.x)
@@ -19,7 +20,7 @@ template <class T> DEVICE void share(T *to, const T *from)
 	__syncthreads();
 }
 
-/* The job that a block of threads has to do. */
+/* Return the CTA's job in shared memory. */
 DEVICE const job &share_job(const codec_view *view, const uint8_t *memory, const uint32_t *codes = NULL)
 {
 	__shared__ job j;
@@ -30,7 +31,7 @@ DEVICE const job &share_job(const codec_view *view, const uint8_t *memory, const
 	return j;
 }
 
-/* Where a region is read: what is left of it are the bytes frame[at, end). The same in all lanes. */
+/* Position in a region: bytes frame[at, end) are still to be read. All lanes of a warp have the same cursor. */
 struct cursor {
 	const uint8_t *frame;
 	uint64_t at, end;
@@ -56,7 +57,7 @@ DEVICE codec_row_part *row_parts(const codec_view *v, const uint8_t *memory)
 	return (codec_row_part *)(memory + v->row_parts.at);
 }
 
-/* Tables of plane p's codebook for decoding: see codec_view.tables. */
+/* Layout of the decoding tables of one codebook, in bytes: see codec_view.tables. */
 #define TABLE_NBYTES 514
 #define TABLE_LENGTHS 256
 #define TABLE_ESCAPE 512
@@ -67,7 +68,9 @@ DEVICE const uint8_t *table_of(const job *j, uint32_t p)
 	return j->memory + j->v.tables.at + TABLE_NBYTES * p;
 }
 
-/* The last of `count` parts that begins at or before `place`; they ascend from 0, and a member says where they begin.
+/*
+ * Return the last of `count` parts that begins at or before `place`. Member `begins` of a part says where it begins;
+ * the first part begins at 0, and parts ascend. Binary search.
  */
 template <class PART, class NUMBER>
 DEVICE const PART *part_at(const PART *part, uint64_t count, NUMBER PART::*begins, uint64_t place)
@@ -92,7 +95,7 @@ DEVICE uint64_t block_values(const codec_view *v, uint64_t b)
 	return v->n - first < v->block_nvalues ? v->n - first : v->block_nvalues;
 }
 
-/* Block b's region. */
+/* Set *c to the region of block b. CODEC_BAD_DIRECTORY: directory entries do not ascend, or lie outside the frame. */
 DEVICE codec_status open_region(const codec_view *v, const uint8_t *frame, uint64_t b, cursor *c)
 {
 	const uint8_t *entry = frame + v->directory_offset + WIRE_DIRECTORY_ENTRY * b;
@@ -104,7 +107,7 @@ DEVICE codec_status open_region(const codec_view *v, const uint8_t *frame, uint6
 											: CODEC_OK;
 }
 
-/* A region ends with fewer than 8 zero bytes. */
+/* Check that a region ends with fewer than WIRE_ALIGN bytes of padding, which are all 0. */
 DEVICE codec_status close_region(const cursor *c, uint32_t lane)
 {
 	bool bad = left(c) >= WIRE_ALIGN || (lane < left(c) && here(c)[lane]);

@@ -1,11 +1,14 @@
-/* common/values.cuh - decoded values to where they go. */
+/* common/values.cuh - reading of values to be encoded (codec_source), and storing of decoded values (codec_sink). */
 #ifndef CODEC_CUDA_COMMON_VALUES_CUH
 #define CODEC_CUDA_COMMON_VALUES_CUH
 
 #include "exact/round.h"
 #include "common/warp.cuh"
 
-/* Fields as in codec_context. `data` lies at a multiple of a value's size; NULL: nothing is stored, only checked. */
+/*
+ * Destination of decoded values. Fields are those of codec_context. `data`: address of the tensor, a multiple of the
+ * size of a value; NULL: values are checked but not stored.
+ */
 struct codec_sink {
 	uint8_t *data;
 	uint32_t into;
@@ -13,7 +16,7 @@ struct codec_sink {
 	uint32_t unscaled, rescale;
 };
 
-/* A frame's value, its bits, as float32. */
+/* Return the float32 that a value of `dtype` with bits x stands for. */
 DEVICE float float_of(uint32_t dtype, uint32_t x)
 {
 	return round_float(dtype == WIRE_FLOAT32    ? x
@@ -21,6 +24,7 @@ DEVICE float float_of(uint32_t dtype, uint32_t x)
 						    : round_from_float16((uint16_t)x));
 }
 
+/* Round y to `dtype`, and return its bits. */
 DEVICE uint32_t bits_of_float(uint32_t dtype, float y)
 {
 	uint32_t u = round_bits(y);
@@ -28,15 +32,15 @@ DEVICE uint32_t bits_of_float(uint32_t dtype, float y)
 	return dtype == WIRE_FLOAT32 ? u : dtype == WIRE_BFLOAT16 ? round_to_bfloat16(u) : round_to_float16(u);
 }
 
-/* What is encoded, and what is to be left of it; all of n values. */
+/* Tensor to be encoded; all arrays have n values. */
 struct codec_source {
-	const uint8_t
-		*values;   /* the tensor's, at a multiple of their size; under feedback sums, rounded to its dtype */
-	const float *sums; /* under feedback: before they were rounded; else NULL */
-	float *residual;   /* what decoding will miss; NULL: nobody wants to know */
+	const uint8_t *values; /* the tensor, at a multiple of the size of a value; with error feedback: `sums`, rounded
+				  to the tensor's dtype */
+	const float *sums;     /* with error feedback: tensor + residual as float32; else NULL */
+	float *residual;       /* output: residual (source minus its decoded values); NULL: not written */
 };
 
-/* Value i, as float32. */
+/* Return value i as float32. */
 DEVICE float value_at(uint32_t dtype, const codec_source *s, uint64_t i)
 {
 	return s->sums                 ? s->sums[i]
@@ -44,13 +48,13 @@ DEVICE float value_at(uint32_t dtype, const codec_source *s, uint64_t i)
 				       : float_of(dtype, ((const uint16_t *)s->values)[i]);
 }
 
-/* Do quads of values, from a multiple of four on, lie at multiples of their size? */
+/* Check that groups of 4 values, which begin at multiples of 4, are aligned for one vector load each. */
 DEVICE bool in_quads(uint32_t dtype, const codec_source *s)
 {
 	return s->sums ? (uint64_t)s->sums % 16 == 0 : (uint64_t)s->values % (dtype == WIRE_FLOAT32 ? 16 : 8) == 0;
 }
 
-/* The bits, as float32, of N of them, 4 or 8. */
+/* Load N (4 or 8) values from value i on, as bits of float32. i is a multiple of 4, and in_quads() is true. */
 template <int N> DEVICE void values_at_quads(uint32_t dtype, const codec_source *s, uint64_t i, uint32_t x[N])
 {
 	if (s->sums || dtype == WIRE_FLOAT32) {
@@ -74,7 +78,10 @@ template <int N> DEVICE void values_at_quads(uint32_t dtype, const codec_source 
 		x[k] = round_bits(float_of(dtype, x[k]));
 }
 
-/* What becomes of a float32 by y of a frame. `scale`: its part's. */
+/*
+ * Return what to store where `before` is stored, for a decoded value y. `scale`: scale of the value's part, used by
+ * s->rescale.
+ */
 DEVICE float put_float(const codec_sink *s, float before, float y, float scale)
 {
 	if (s->into == CODEC_INTO_ADD)
@@ -86,7 +93,7 @@ DEVICE float put_float(const codec_sink *s, float before, float y, float scale)
 	return s->divide > 0 ? round_div(y, s->divide) : y;
 }
 
-/* Values i to i + n - 1, at most four, of a float32 tensor, as far as anything depends on them. */
+/* Load n <= 4 values from value i on of a float32 destination. They stay 0 if the result does not depend on them. */
 DEVICE void load_floats(const codec_sink *s, uint64_t i, uint32_t n, float x[4])
 {
 	uint64_t words[4] = {0};
@@ -97,6 +104,7 @@ DEVICE void load_floats(const codec_sink *s, uint64_t i, uint32_t n, float x[4])
 		x[k] = round_float((uint32_t)words[k]);
 }
 
+/* Store n <= 4 float32 values from value i on. */
 DEVICE void store_floats(const codec_sink *s, uint64_t i, uint32_t n, const float x[4])
 {
 	const uint64_t words[4] = {round_bits(x[0]), round_bits(x[1]), round_bits(x[2]), round_bits(x[3])};
@@ -104,6 +112,7 @@ DEVICE void store_floats(const codec_sink *s, uint64_t i, uint32_t n, const floa
 	store_quad<4>(s->data + 4 * i, n, words);
 }
 
+/* Combine n <= 4 decoded values with those of a float32 destination from value i on, see put_float. */
 DEVICE void put_floats(const codec_sink *s, uint64_t i, uint32_t n, const float y[4], float scale)
 {
 	float x[4];
@@ -115,8 +124,8 @@ DEVICE void put_floats(const codec_sink *s, uint64_t i, uint32_t n, const float 
 }
 
 /*
- * Values i to i + n - 1, at most four, their bits, to where they go; other than into a tensor of its own dtype floats
- * that codecs 2 to 7 take.
+ * Store n <= 4 values from value i on. x: their bits in the frame's dtype. Only float dtypes can be added to, or
+ * compared with, a destination of another dtype (s->into is not CODEC_INTO_STORE).
  */
 template <int SIZE>
 DEVICE void put_quad(const codec_sink *s, uint32_t dtype, uint64_t i, uint32_t n, const uint64_t x[4])
@@ -130,14 +139,15 @@ DEVICE void put_quad(const codec_sink *s, uint32_t dtype, uint64_t i, uint32_t n
 	put_floats(s, i, n, y, 0);
 }
 
-/* Float32 that were decoded, as values of a frame's dtype, which are added and compared. */
+/* Round a decoded float32 to the frame's dtype, unless the sink takes unscaled values. */
 DEVICE float decoded_float(const codec_sink *s, uint32_t dtype, float y)
 {
 	return s->unscaled ? y : float_of(dtype, bits_of_float(dtype, y));
 }
 
-/* Float32 that were decoded to values i to i + n - 1, at most four, of a tensor of a frame's dtype, or of float32, into
- * which they then go rounded.
+/*
+ * Store n <= 4 decoded float32 values from value i on: rounded to the frame's dtype, or combined with a float32
+ * destination.
  */
 DEVICE void put_values(const codec_sink *s, uint32_t dtype, uint64_t i, uint32_t n, const float y[4], float scale)
 {

@@ -1,4 +1,8 @@
-/* common/warp.cuh - memory at any address, and what 32 lanes find out together. */
+/* common/warp.cuh - loads and stores at any address, bytes within words, and reductions over the 32 lanes of a warp.
+ *
+ * A "quad" is four consecutive values of a tensor or plane. A lane works on one quad of a row of 128 values: values 4 *
+ * lane to 4 * lane + 3.
+ */
 #ifndef CODEC_CUDA_COMMON_WARP_CUH
 #define CODEC_CUDA_COMMON_WARP_CUH
 
@@ -8,32 +12,33 @@
 #include "exact/wire.h"
 
 #define DEVICE static __device__ __forceinline__
-#define DEVICE_CALL static __device__ __noinline__ /* large, and not in a loop over values */
+#define DEVICE_CALL static __device__ __noinline__ /* for large functions outside of loops over values */
 #define FULL 0xffffffffu
 #define ONES 0x01010101u
 
 static_assert(WIRE_LANES == 32, "a lane of the coder is a lane of a warp");
 
-/* A pointer into global memory, which the compiler cannot know of one that was read from memory itself. */
+/* Tell the compiler that p points to global memory, which it cannot know of an address loaded from memory. */
 template <class T> DEVICE T *global(T *p)
 {
 	__builtin_assume(__isGlobal(p));
 	return p;
 }
 
-/* The same of a block's shared memory. */
+/* Tell the compiler that p points to shared memory. */
 template <class T> DEVICE T *shared(T *p)
 {
 	__builtin_assume(__isShared(p));
 	return p;
 }
 
+/* Return the sum of x over the warp. */
 DEVICE uint32_t warp_sum(uint32_t x)
 {
 	return __reduce_add_sync(FULL, x);
 }
 
-/* In parts that 32 times are below 2^32. */
+/* Sum in parts of 27 bits, so that 32 parts cannot overflow 32 bits. */
 DEVICE uint64_t warp_sum(uint64_t x)
 {
 	const uint32_t part = (1u << 27) - 1;
@@ -47,7 +52,7 @@ DEVICE uint32_t warp_max(uint32_t x)
 	return __reduce_max_sync(FULL, x);
 }
 
-/* Sum of x over the lanes below; over all of them to *total. */
+/* Return the sum of x over the lanes below this one, and over all lanes in *total. */
 DEVICE uint32_t warp_scan(uint32_t x, uint32_t lane, uint32_t *total)
 {
 	uint32_t sum = x;
@@ -61,7 +66,7 @@ DEVICE uint32_t warp_scan(uint32_t x, uint32_t lane, uint32_t *total)
 	return sum - x;
 }
 
-/* A little-endian word at any address. */
+/* Load a little-endian word at any address. Aligned words that hold one of its bytes are read whole. */
 DEVICE uint32_t load32(const uint8_t *p)
 {
 	const uint32_t *w = (const uint32_t *)((uint64_t)p & ~3ull);
@@ -70,7 +75,7 @@ DEVICE uint32_t load32(const uint8_t *p)
 	return by ? w[0] >> by | w[1] << (32 - by) : w[0];
 }
 
-/* The first n of its bytes, fewer than 4. */
+/* Load the first n < 4 bytes at p as a little-endian word. */
 DEVICE_CALL uint32_t load_few(const uint8_t *p, uint32_t n)
 {
 	uint32_t x = 0;
@@ -80,13 +85,13 @@ DEVICE_CALL uint32_t load_few(const uint8_t *p, uint32_t n)
 	return x;
 }
 
-/* The first n of its bytes, and none behind them. */
+/* Load the first min(n, 4) bytes at p as a little-endian word; no byte behind them is read, if n < 4. */
 DEVICE uint32_t load_bytes(const uint8_t *p, uint32_t n)
 {
 	return n >= 4 ? load32(p) : load_few(p, n);
 }
 
-/* n values of SIZE bytes, at a multiple of that: all four by one access where they lie at a multiple of theirs. */
+/* Load n <= 4 values of SIZE bytes from p, a multiple of SIZE; others become 0. Four aligned values take one load. */
 template <int SIZE> DEVICE void load_quad(const uint8_t *p, uint32_t n, uint64_t x[4])
 {
 	if (n == 4 && (uint64_t)p % (SIZE < 8 ? 4 * SIZE : 16) == 0) {
@@ -119,6 +124,7 @@ template <int SIZE> DEVICE void load_quad(const uint8_t *p, uint32_t n, uint64_t
 				   : ((const uint64_t *)p)[k];
 }
 
+/* Store n <= 4 values of SIZE bytes at p, a multiple of SIZE. Four aligned values take one store. */
 template <int SIZE> DEVICE void store_quad(uint8_t *p, uint32_t n, const uint64_t x[4])
 {
 	if (n == 4 && (uint64_t)p % (SIZE < 8 ? 4 * SIZE : 16) == 0) {
@@ -146,22 +152,23 @@ template <int SIZE> DEVICE void store_quad(uint8_t *p, uint32_t n, const uint64_
 			((uint64_t *)p)[k] = x[k];
 }
 
-/* The first n bytes of a word. */
+/* Return word x with all bytes 0 but the first n. */
 DEVICE uint32_t keep_bytes(uint32_t x, uint32_t n)
 {
 	return n < 4 ? x & ((1u << 8 * n) - 1) : x;
 }
 
-/* Bit i: byte i is equal. */
+/* Return a mask of four bits: bit i is set if byte i of x equals `byte`. */
 DEVICE uint32_t equal_bytes(uint32_t x, uint32_t byte)
 {
 	uint32_t d = x ^ byte * ONES;
-	uint32_t zero = ~(((d & 0x7f7f7f7fu) + 0x7f7f7f7fu) | d) & 0x80808080u; /* exact, for every byte */
+	uint32_t zero = ~(((d & 0x7f7f7f7fu) + 0x7f7f7f7fu) | d) &
+			0x80808080u; /* high bit of each byte that is 0; exact, no carry between bytes */
 
 	return (zero >> 7 & 1) | (zero >> 14 & 2) | (zero >> 21 & 4) | (zero >> 28 & 8);
 }
 
-/* Bytes that are equal: all of their bits. */
+/* Return a word whose bytes are 255 where bytes of x equal `byte`, and 0 elsewhere. */
 DEVICE uint32_t equal_mask(uint32_t x, uint32_t byte)
 {
 	uint32_t d = x ^ byte * ONES;

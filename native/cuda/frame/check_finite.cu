@@ -1,9 +1,12 @@
-/* frame/check_finite.cu - whether float32 values are numbers: what a reduction may be asked of its result. */
+/* frame/check_finite.cu - check that the float32 result of a reduction is finite. */
 #include "codec/codec.h"
 #include "exact/round.h"
 #include "common/warp.cuh"
 
-/* *found, which is 0 before, is CODEC_NONFINITE if one of n values is NaN or Inf. */
+/*
+ * Set *found, which is 0 before the launch, to CODEC_NONFINITE if one of n values is NaN or Inf. Any grid: threads take
+ * values in turn.
+ */
 extern "C" __global__ void __launch_bounds__(256) check_finite(const uint32_t *x, uint64_t n, uint32_t *found)
 {
 	bool bad = false;

@@ -1,12 +1,16 @@
-/* frame/close.cu - what regions are not: side section, digests, header; or the tensor as it is. docs/format.md,
- * section 2. */
+/* frame/close.cu - last kernel of an encoding: writes what precedes the regions (header, side section, checksums), or
+ * the whole frame of a tensor that is stored uncompressed. docs/format.md, section 2.
+ */
 #include "rows/rows.cuh"
 #include "coder/sample.cuh"
 #include "frame/encode.cuh"
 
 #define CLOSE_WARPS 8
 
-/* Byte `at` of the side section behind codebooks and the number of parts: records, then nibbles, then zeros. */
+/*
+ * Return byte `at` of the scale model's part of the side section: records of parts, then nibbles of offsets, then
+ * zeros.
+ */
 DEVICE_CALL uint32_t model_byte(const codec_view *v, const uint8_t *memory, const codec_part_found *found, uint64_t at)
 {
 	const codec_model_part *part = model_parts(v, memory) + at / WIRE_SEGMENT_NBYTES;
@@ -38,7 +42,7 @@ DEVICE_CALL uint32_t model_byte(const codec_view *v, const uint8_t *memory, cons
 	       (k + 1 < n ? ((uint32_t)(offsets[k + 1] >> shift) & 15) << 4 : 0);
 }
 
-/* And of parts of rows: records, then scales. */
+/* Return byte `at` of a row codec's part of the side section: segment records, then scales, then zeros. */
 DEVICE_CALL uint32_t rows_byte(const codec_view *v, const uint8_t *memory, uint64_t at)
 {
 	const codec_row_part *parts = row_parts(v, memory), *part = parts + at / WIRE_SEGMENT_NBYTES;
@@ -54,7 +58,7 @@ DEVICE_CALL uint32_t rows_byte(const codec_view *v, const uint8_t *memory, uint6
 	return round_bits(parts[at / 8].scale[at / 4 % 2]) >> 8 * (at % 4) & 255;
 }
 
-/* Chunk i of the side section, to the frame: its digest. */
+/* Write chunk i of the side section to the frame. Returns its checksum. By one warp. */
 DEVICE_CALL uint64_t put_side(const codec_view *v, const uint8_t *memory, const codec_choice *c, uint8_t *frame,
 			      uint64_t i, uint32_t lane)
 {
@@ -79,7 +83,7 @@ DEVICE_CALL uint64_t put_side(const codec_view *v, const uint8_t *memory, const 
 	return seal_chunk(warp_sum(sum), WIRE_SEED_SIDE, i);
 }
 
-/* Chunk i of a tensor of nbytes bytes, as it is: its digest. */
+/* Copy chunk i of the tensor's nbytes bytes to `to`, the data of a stored frame. Returns its checksum. By one warp. */
 DEVICE_CALL uint64_t put_stored(const uint8_t *values, uint64_t nbytes, uint8_t *to, uint64_t i, uint32_t lane)
 {
 	uint64_t from = 4 * WIRE_CHUNK_WORDS * i, sum = 0;
@@ -97,7 +101,7 @@ DEVICE_CALL uint64_t put_stored(const uint8_t *values, uint64_t nbytes, uint8_t 
 	return seal_chunk(warp_sum(sum), WIRE_SEED_REGION, i);
 }
 
-/* What is left of a value that is kept whole: what rounding a sum has cost. */
+/* Return the residual of value i in a stored or lossless frame: the rounding error of tensor + residual. */
 DEVICE float residual_of_stored(const codec_view *v, const codec_source *source, uint64_t i)
 {
 	const codec_source rounded = {source->values, NULL, NULL};
@@ -105,13 +109,17 @@ DEVICE float residual_of_stored(const codec_view *v, const codec_source *source,
 	return source->sums ? round_minus(source->sums[i], value_at(v->dtype, &rounded, i)) : 0;
 }
 
+/* Store x in nbytes bytes, little-endian. */
 DEVICE void put_field(uint8_t *to, uint64_t x, uint32_t nbytes)
 {
 	for (uint32_t i = 0; i < nbytes; i++)
 		to[i] = (uint8_t)(x >> 8 * i);
 }
 
-/* The header, from what it was without values; `seal`: of all behind it. */
+/*
+ * Write the header. `head`: header of the planned job. `checksum`: of everything behind the header. `image`: shared
+ * memory for a header. By one warp.
+ */
 DEVICE_CALL void put_header(const codec_view *v, const uint8_t *head, bool stored, uint64_t frame_nbytes,
 			    uint64_t checksum, uint8_t *frame, uint8_t *image, uint32_t lane)
 {
@@ -132,7 +140,7 @@ DEVICE_CALL void put_header(const codec_view *v, const uint8_t *head, bool store
 	}
 	__syncwarp();
 	checksum += digest_bytes(image, v->side_offset, WIRE_SEED_HEADER, lane);
-	__syncwarp(); /* all have read it */
+	__syncwarp(); /* all lanes have read the image */
 	if (lane == 0)
 		put_field(image + WIRE_AT_CHECKSUM, checksum, 8);
 	__syncwarp();
@@ -141,8 +149,11 @@ DEVICE_CALL void put_header(const codec_view *v, const uint8_t *head, bool store
 }
 
 /*
- * After all blocks: the frame, as codec_encode_close would leave it.
- * out->nbytes is its size, unless out->fault is an error; then there is none.
+ * Finish frames whose blocks are written, as codec_encode_close does. Grid: (any number of CTAs, frames); warps take
+ * chunks of the side section and directory in turn, and the last warp to finish writes the header.
+ *
+ * Sets out->nbytes to the frame's size in bytes, and out->fault to a status; if that is an error, there is no frame and
+ * nbytes is 0. A tensor is stored if its blocks take too much room, or more than the stored frame does.
  */
 extern "C" __global__ void __launch_bounds__(32 * CLOSE_WARPS) close_frame(const codec_encoding *encodings)
 {

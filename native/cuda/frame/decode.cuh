@@ -1,7 +1,7 @@
-/* frame/decode.cuh - what kernels that read frames share. A warp does a block, then one that is as many blocks on as
- * there are warps.
+/* frame/decode.cuh - arguments of decoding kernels, and the loop over blocks that they share.
  *
- * Kernels take an array of them, for many frames at once: blockIdx.y says which one.
+ * A launch decodes many frames: the grid is (CTAs, frames), and blockIdx.y selects a codec_decoding. Each warp decodes
+ * block w, w + warps, w + 2 * warps ... of its frame.
  */
 #ifndef CODEC_CUDA_FRAME_DECODE_CUH
 #define CODEC_CUDA_FRAME_DECODE_CUH
@@ -11,29 +11,30 @@
 #include "common/job.cuh"
 #include "common/values.cuh"
 
-/* What the blocks of a frame have found out together; all ones and zeros at first. */
+/* Result of decoding a frame. fault is all ones and the rest 0 before the launch. */
 struct codec_found {
-	unsigned long long fault;    /* block << 8 | status, of the first block at fault; ~0: none is */
-	unsigned long long checksum; /* of blocks and directory; of a stored tensor, as block 0 */
-	uint32_t done, reserved;     /* warps, where a tensor is stored */
+	unsigned long long fault;    /* block + 1 << 8 | status of the first bad block; block 0: the frame; ~0: none */
+	unsigned long long checksum; /* sum over blocks and directory; of a stored tensor: the frame's */
+	uint32_t done, reserved;     /* stored tensors: warps that are done */
 };
 
+/* Arguments of decoding kernels for one frame. */
 struct codec_decoding {
-	const codec_view *view; /* of a job by codec_decode_plan */
-	const uint8_t *memory;  /* and its arrays */
+	const codec_view *view; /* of a job made by codec_decode_plan */
+	const uint8_t *memory;  /* arrays of the view */
 	const uint8_t *frame;
-	uint8_t *scratch;         /* for each warp */
-	const uint8_t *exponents; /* of A, for all values of the tensor, where levels are shared */
+	uint8_t *scratch;         /* scratch memory of all warps */
+	const uint8_t *exponents; /* Truncate, shared levels: exponents of A for all values */
 	codec_found *found;
 	codec_sink sink;
-	uint32_t checks; /* of digests, too */
-	uint32_t warps;  /* that have this to do, of a launch that may be for larger tensors */
+	uint32_t checks; /* not 0: verify checksums */
+	uint32_t warps;  /* warps that work on this frame; a launch may have more */
 };
 
-#define WARPS 4
-#define ENTRIES (WIRE_CHUNK_WORDS / 2) /* of the directory, in a chunk of its digest */
+#define WARPS 4                        /* warps of a CTA of kernels that encode or decode blocks */
+#define ENTRIES (WIRE_CHUNK_WORDS / 2) /* directory entries in a chunk of its checksum */
 
-/* All but a block's own: the directory's last entry, what fixed planes are filled up with. By one warp. */
+/* Check what belongs to no block: the last entry of the directory, and padding of fixed planes. By one warp. */
 static __device__ codec_status check_frame(const codec_view *v, const uint8_t *frame, uint32_t lane)
 {
 	const uint8_t *last = frame + v->directory_offset + WIRE_DIRECTORY_ENTRY * (v->nblocks - 1);
@@ -46,7 +47,7 @@ static __device__ codec_status check_frame(const codec_view *v, const uint8_t *f
 	return __any_sync(FULL, bad) ? CODEC_BAD_HEADER : CODEC_OK;
 }
 
-/* Block b's digest, from its bytes alone. */
+/* Return the checksum of block b, read from the frame: of its region and its parts of the fixed planes. */
 static __device__ uint64_t digest_block(const codec_view *v, uint64_t b, const cursor *c, int size, uint32_t lane)
 {
 	uint64_t total = digest_bytes(here(c), left(c), WIRE_SEED_REGION, lane), at = v->planes_offset;
@@ -60,13 +61,14 @@ static __device__ uint64_t digest_block(const codec_view *v, uint64_t b, const c
 	return total;
 }
 
+/* Report that a block (order: its index + 1) or the frame (order 0) is bad; the lowest order wins. */
 DEVICE void report_fault(codec_found *found, uint64_t order, codec_status status, uint32_t lane)
 {
 	if (lane == 0 && status != CODEC_OK)
 		atomicMin(&found->fault, (unsigned long long)(order << 8 | status));
 }
 
-/* This block's, near all of its threads. */
+/* Return the CTA's codec_decoding in shared memory. */
 DEVICE const codec_decoding &decoding_of(const codec_decoding *decodings)
 {
 	__shared__ codec_decoding d;
@@ -76,8 +78,11 @@ DEVICE const codec_decoding &decoding_of(const codec_decoding *decodings)
 }
 
 /*
- * All blocks, or all of their checks, by read(decoding, job, block, cursor, pairs by so many bits, memory of the warp's
- * of so many bytes, lane, what to add digests of `size` planes to, those that are fixed).
+ * Decode (or only check) all blocks of the CTA's frame.
+ *
+ * read(decoding, job, block, cursor, pairs, scratch, lane, checksum) decodes one block and returns a status. pairs:
+ * tables of 2^PAIR_BITS entries in shared memory; scratch: scratch_nbytes bytes of the warp; *checksum: read adds to it
+ * the checksums of the block's parts of the `size` planes that are fixed.
  */
 template <uint32_t PAIR_BITS, class F>
 DEVICE void decode_blocks(const codec_decoding *decodings, uint64_t scratch_nbytes, int size, F read)
@@ -114,7 +119,7 @@ DEVICE void decode_blocks(const codec_decoding *decodings, uint64_t scratch_nbyt
 		if (d.checks) {
 			if (status == CODEC_OK)
 				checksum += digest_bytes(here(&c), left(&c), WIRE_SEED_REGION, lane);
-			else /* not all of it was read */
+			else /* read() has stopped before it had read all of the block */
 				checksum = digest_block(&v, b, &c, size, lane);
 			checksum = seal_block(checksum, b);
 			if (load32(entry + 4) != seal_short(checksum))

@@ -1,8 +1,8 @@
-/* frame/decode_stored.cu - frames that hold a tensor as it is. */
+/* frame/decode_stored.cu - kernel that decodes frames of tensors that are stored uncompressed. */
 #include "frame/decode.cuh"
 #include "common/values.cuh"
 
-/* Values i to i + 3 of a stored tensor of values of so many bytes. */
+/* Store values i to i + 3 of a tensor whose values have SIZE bytes. */
 template <int SIZE> DEVICE void put_four(const codec_view &v, const uint8_t *frame, const codec_sink &sink, uint64_t i)
 {
 	uint32_t n = v.n - i < 4 ? (uint32_t)(v.n - i) : 4;
@@ -12,7 +12,10 @@ template <int SIZE> DEVICE void put_four(const codec_view &v, const uint8_t *fra
 	put_quad<SIZE>(&sink, v.dtype, i, n, x);
 }
 
-/* A tensor that is stored, or its check alone. */
+/*
+ * Decode stored tensors, or only check them. Grid: (CTAs, frames); warps take chunks of bytes to check, and rows of 128
+ * values to store, in turn.
+ */
 extern "C" __global__ void __launch_bounds__(32 * WARPS) decode_stored(const codec_decoding *decodings)
 {
 	const codec_decoding &d = decoding_of(decodings);

@@ -1,7 +1,8 @@
-/* frame/encode.cuh - what kernels that write frames share. A warp does a block, then the next one that nobody has
- * begun.
+/* frame/encode.cuh - arguments of encoding kernels, and how blocks find their places in the frame.
  *
- * Kernels take an array of them, for many tensors at once: blockIdx.y says which one.
+ * A launch encodes many tensors: the grid is (CTAs, frames), and blockIdx.y selects a codec_encoding. Each warp takes
+ * the next block of its frame that no warp has taken. Where regions lie depends on the sizes of all regions before
+ * them, which warps publish to each other (look_back).
  */
 #ifndef CODEC_CUDA_FRAME_ENCODE_CUH
 #define CODEC_CUDA_FRAME_ENCODE_CUH
@@ -10,41 +11,45 @@
 #include "common/job.cuh"
 #include "common/values.cuh"
 
-/* What blocks of a frame share; zeros at first. */
+/* Result of encoding a frame, and counters that its warps share. All 0 at first. */
 struct codec_written {
-	unsigned long long checksum; /* the sum of seals: of blocks, at last of all but the header */
-	unsigned long long end;      /* of the last region */
-	unsigned long long stored;   /* digest of the tensor as it is */
-	unsigned long long nbytes;   /* of the frame, at last */
-	uint32_t ticket, closed;     /* blocks begun; warps that have closed */
-	uint32_t fault, reserved;    /* a status */
+	unsigned long long checksum; /* sum of checksums of blocks; close_frame adds the rest */
+	unsigned long long end;      /* of the last region: offset in the frame */
+	unsigned long long stored;   /* sum of checksums of a stored tensor */
+	unsigned long long nbytes;   /* of the frame; set by close_frame */
+	uint32_t ticket, closed;     /* blocks taken; warps that are done in close_frame */
+	uint32_t fault, reserved;    /* fault: a status */
 };
 
-/* How many bits each value may lose: by the exponents of A or by levels. NULL: the other; levels are fixed. */
+/*
+ * Truncate: what determines how many bits each value loses. exponents: of A, one byte a value. levels: one byte a
+ * value. Both NULL: all values have the level of the spec.
+ */
 struct codec_cuts {
 	const uint8_t *exponents, *levels;
 };
 
 struct codec_choice;
 
+/* Arguments of encoding kernels for one tensor. */
 struct codec_encoding {
-	codec_view *view; /* of a job by codec_encode_plan */
-	uint8_t *memory;  /* and its memory */
+	codec_view *view; /* of a job planned by codec_encode_plan */
+	uint8_t *memory;  /* arrays of the view */
 	codec_source source;
 	uint8_t *frame;
-	uint64_t capacity;   /* bytes */
-	uint8_t *scratch;    /* for each warp */
-	uint64_t each;       /* so many bytes: what encode_*_nbytes say, and the largest region that there can be */
-	codec_choice *found; /* zeros */
-	const uint8_t *head; /* by codec_encode_head of the job */
-	unsigned long long *places; /* zeros, one a block */
+	uint64_t capacity;          /* of the frame, in bytes */
+	uint8_t *scratch;           /* scratch memory of all warps */
+	uint64_t each;              /* bytes of scratch a warp: encode_*_nbytes + size of the largest region */
+	codec_choice *found;        /* 0 at first; followed by codec_part_found of each part */
+	const uint8_t *head;        /* header of the planned job, from codec_encode_head */
+	unsigned long long *places; /* one a block, 0 at first: see look_back */
 	codec_written *out;
 	codec_cuts by;
-	uint32_t nparts; /* of the model as planned */
-	uint32_t warps; /* that there is scratch for: others, of a launch for larger tensors, have nothing to do here */
+	uint32_t nparts; /* parts of the planned scale model */
+	uint32_t warps;  /* warps that have scratch memory; a launch may have more */
 };
 
-/* This block's, near all of its threads. */
+/* Return the CTA's codec_encoding in shared memory. */
 DEVICE const codec_encoding &encoding_of(const codec_encoding *encodings)
 {
 	__shared__ codec_encoding e;
@@ -53,12 +58,16 @@ DEVICE const codec_encoding &encoding_of(const codec_encoding *encodings)
 	return e;
 }
 
-#define WARPS 4
+#define WARPS 4 /* warps of a CTA of kernels that encode or decode blocks */
 
-#define PLACE_KNOWN (1ull << 62)  /* what a block takes is known */
-#define PLACE_SUMMED (2ull << 62) /* and what all up to it take */
+#define PLACE_KNOWN (1ull << 62)  /* the block's region size is known */
+#define PLACE_SUMMED (2ull << 62) /* the sum of region sizes up to and including the block is known */
 
-/* What blocks before b take. They publish it, and their sum as soon as it is known. */
+/*
+ * Publish that block b's region has `mine` bytes. Returns the size of all regions before it (decoupled look-back):
+ * walks back over earlier blocks, 32 at a time, until one has published its sum. Warps take blocks in order, so that
+ * all blocks before b belong to warps that run already.
+ */
 static __device__ uint64_t look_back(volatile unsigned long long *places, uint64_t b, uint64_t mine, uint32_t lane)
 {
 	const unsigned long long mask = PLACE_KNOWN - 1;
@@ -84,13 +93,13 @@ static __device__ uint64_t look_back(volatile unsigned long long *places, uint64
 	return before;
 }
 
-/* This warp's. */
+/* Return this warp's scratch memory. */
 DEVICE uint8_t *scratch_of(const codec_encoding &e)
 {
 	return e.scratch + ((uint64_t)blockIdx.x * WARPS + threadIdx.x / 32) * e.each;
 }
 
-/* The next block that nobody has begun; v->nblocks if there is none. */
+/* Take the next block that no warp has taken; a number of v->nblocks or more: none is left. */
 DEVICE uint64_t next_block(codec_written *out, uint32_t lane)
 {
 	uint64_t b = lane == 0 ? atomicAdd(&out->ticket, 1u) : 0;
@@ -98,7 +107,10 @@ DEVICE uint64_t next_block(codec_written *out, uint32_t lane)
 	return __shfl_sync(FULL, b, 0);
 }
 
-/* Block b's region of `size` bytes ends at `end`: its entry, and what it adds to what blocks share. */
+/*
+ * Write the directory entry of block b, whose region ends at offset `end` of the frame and whose checksum is
+ * `checksum`. Nothing is written behind the frame's capacity: then the fault is CODEC_SHORT_OUTPUT.
+ */
 static __device__ void put_entry(const codec_view *v, const codec_encoding &e, uint64_t b, uint64_t end,
 				 uint64_t checksum, uint32_t lane)
 {
@@ -115,7 +127,10 @@ static __device__ void put_entry(const codec_view *v, const codec_encoding &e, u
 	__syncwarp();
 }
 
-/* A region of which only now is known where it belongs. */
+/*
+ * Copy a finished region of `size` bytes from scratch to its place in the frame. `planes`: checksum of the block's
+ * parts of fixed planes.
+ */
 static __device__ void put_region(const codec_view *v, const codec_encoding &e, uint64_t b, const uint8_t *region,
 				  uint32_t size, uint64_t planes, uint32_t lane)
 {

@@ -1,6 +1,9 @@
-/* frame/gather.cu - a few bytes of many places to one, from which they are copied to the host together. */
+/* frame/gather.cu - kernel that copies a few bytes from each of many places to one buffer, so that one transfer brings
+ * them to the host. Grid: one CTA a piece.
+ */
 #include "common/warp.cuh"
 
+/* Copy of nbytes bytes. */
 struct codec_piece {
 	const uint8_t *from;
 	uint8_t *to;

@@ -1,12 +1,12 @@
-/* frame/preprocess.cu - what must be known of values before they are encoded or decoded: sums under error feedback,
- * exponents of a metric's A, whether levels are levels. One launch for all of it.
+/* frame/preprocess.cu - kernel that runs before encoding or decoding, and computes arrays of one entry a value: sums of
+ * tensor and residual (error feedback), exponents of a metric's A (Truncate). It also checks levels.
  */
 #include "common/values.cuh"
 #include "frame/encode.cuh"
 
 /*
- * The metric of values [first, end): its terms and its state, as codec_metric has them; v, m: NULL where it does not
- * look at them. Or values of A, the first of them a[0], where it is its user's.
+ * Metric of values [first, end): terms and state as in codec_metric; v, m: NULL if the metric does not use them. For a
+ * user's own metric, a: its values of A, the first of them that of value `first`; else NULL.
  */
 struct codec_group {
 	uint64_t first, end;
@@ -16,21 +16,22 @@ struct codec_group {
 	float theta_term, theta_v_term, v_term, eps, m_term;
 };
 
-/* Of n values; pointers are NULL where nothing of the kind is wanted. */
+/* Arguments for one tensor of n values. Pointers are NULL where nothing of the kind is needed. */
 struct codec_preprocessing {
 	uint64_t n;
-	const uint8_t *values; /* under feedback: the tensor's, */
-	const float *residual; /* what is added to them, */
-	float *sums;           /* the sums, */
-	uint8_t *rounded;      /* and these in the tensor's dtype */
+	const uint8_t *values; /* error feedback: the tensor, */
+	const float *residual; /* its residual, */
+	float *sums;           /* output: their sums as float32, */
+	uint8_t *rounded;      /* output: sums rounded to the tensor's dtype */
 	const codec_group *groups;
-	uint8_t *exponents; /* of A */
+	uint8_t *exponents; /* output: biased exponents of A, one byte a value */
 	const uint8_t *levels;
 	uint32_t dtype, reserved;
-	codec_written *out; /* whose fault says that levels are none */
+	codec_written *out; /* out->fault becomes CODEC_BAD_ARGUMENT if a level is not 0 to 3 */
 };
 
-/* A sum in the tensor's dtype: to nearest even, and at most its largest number. */
+/* Round a sum to the tensor's dtype: to nearest even; a finite sum becomes at most the largest finite value, Inf stays.
+ */
 DEVICE uint32_t rounded_sum(uint32_t dtype, float sum)
 {
 	uint32_t u = round_bits(sum), inf = dtype == WIRE_FLOAT16 ? 0x7c00 : 0x7f80;
@@ -40,7 +41,7 @@ DEVICE uint32_t rounded_sum(uint32_t dtype, float sum)
 	return (u & ROUND_ABS) == ROUND_INF ? (u >> 16 & 0x8000) | inf : bits_of_float(dtype, sum);
 }
 
-/* Values i to i + n - 1, at most four. */
+/* Compute sums of n <= 4 values from value i on. */
 DEVICE_CALL void sums_some(const codec_preprocessing &b, uint64_t i, uint32_t n)
 {
 	const codec_source source = {b.values, NULL, NULL};
@@ -57,7 +58,7 @@ DEVICE_CALL void sums_some(const codec_preprocessing &b, uint64_t i, uint32_t n)
 	}
 }
 
-/* The same of four that lie in quads, as all do that are made here. */
+/* Compute four sums by vector loads and stores. All arrays are aligned: see in_quads. */
 DEVICE void sums_four(const codec_preprocessing &b, uint64_t i)
 {
 	const codec_source source = {b.values, NULL, NULL}, residual = {NULL, b.residual, NULL};
@@ -78,7 +79,7 @@ DEVICE void sums_four(const codec_preprocessing &b, uint64_t i)
 		*(uint2 *)(global((uint16_t *)b.rounded) + i) = {y[0] | y[1] << 16, y[2] | y[3] << 16};
 }
 
-/* Whatever A's factor of theta does not depend on theta for; `v`: of the state. docs/format.md, section 9. */
+/* Return the factor of theta in A. `v`: the state's v of this value. docs/encoder.md, section 8.1. */
 DEVICE float factor_of(const codec_group &g, float v)
 {
 	float root = round_sqrt(round_mul(g.v_term, v));
@@ -86,7 +87,7 @@ DEVICE float factor_of(const codec_group &g, float v)
 	return round_add(round_mul(round_add(root, g.eps), g.theta_v_term), g.theta_term);
 }
 
-/* Exponents of A of values i to i + n - 1, whose groups are g and those behind it. */
+/* Compute exponents of A for n <= 4 values from value i on. g: the group of value i; others follow it. */
 DEVICE_CALL void exponents_some(const codec_preprocessing &b, const codec_group *g, uint64_t i, uint32_t n)
 {
 	for (uint32_t k = 0; k < n; k++, i++) {
@@ -106,7 +107,7 @@ DEVICE_CALL void exponents_some(const codec_preprocessing &b, const codec_group 
 	}
 }
 
-/* Is all of the state in quads? */
+/* Check that all of a group's state is aligned for vector loads. */
 DEVICE bool state_in_quads(const codec_group &g)
 {
 	const codec_source theta = {g.theta, NULL, NULL}, v = {g.v, NULL, NULL}, m = {g.m, NULL, NULL};
@@ -114,7 +115,7 @@ DEVICE bool state_in_quads(const codec_group &g)
 	return !g.a && in_quads(g.theta_dtype, &theta) && in_quads(g.v_dtype, &v) && in_quads(g.m_dtype, &m);
 }
 
-/* The same of four values of one group whose state is in quads. */
+/* Compute four exponents of A of one group by vector loads; state_in_quads() is true. */
 DEVICE void exponents_four(const codec_preprocessing &b, const codec_group &g, uint64_t i)
 {
 	const codec_source theta = {g.theta, NULL, NULL}, v = {g.v, NULL, NULL}, m = {g.m, NULL, NULL};
@@ -134,6 +135,7 @@ DEVICE void exponents_four(const codec_preprocessing &b, const codec_group &g, u
 	*(uint32_t *)(global(b.exponents) + i) = exponents;
 }
 
+/* Compute what codec_preprocessing asks for. Grid: (CTAs, tensors); threads take four values in turn. */
 extern "C" __global__ void __launch_bounds__(256, 4) preprocess(const codec_preprocessing *tensors)
 {
 	__shared__ codec_preprocessing b;
