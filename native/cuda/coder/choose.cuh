@@ -1,10 +1,10 @@
-/* coder/choose.cuh - the scale model, by teams that take one task after the other. docs/encoder.md, section 4. */
+/* coder/choose.cuh - choice of the scale model, as tasks that CTAs take in order. docs/encoder.md, section 4. */
 #ifndef CODEC_CUDA_CODER_CHOOSE_CUH
 #define CODEC_CUDA_CODER_CHOOSE_CUH
 
 #include "coder/sample.cuh"
 
-/* A team's shared memory, for one thing after the other. */
+/* Shared memory of a CTA: of one task at a time. */
 union model_room {
 	fit_room fit;
 	count_room count;
@@ -16,7 +16,11 @@ union model_room {
 	} phase;
 };
 
-/* How many eighths all bases are raised by; counts become those under the raised ones, and cost *cost bits. */
+/*
+ * Return by how many eighths of an octave all bases are raised: the number, below CHOOSE_PARTS, at which symbols cost
+ * least. counts: on entry those under the present bases, on return those under the raised ones. *cost: bits that they
+ * cost.
+ */
 DEVICE_CALL int raise_bases(const codec_choice *c, uint32_t *counts, model_room *room, uint64_t *cost)
 {
 	const volatile uint32_t *part = c->all;
@@ -25,7 +29,7 @@ DEVICE_CALL int raise_bases(const codec_choice *c, uint32_t *counts, model_room 
 
 	for (uint32_t phase = 0; phase < CHOOSE_PARTS; phase++) {
 		room->phase.raised[phase][e] = n;
-		if (e) /* a step takes the first part of each symbol to the one before */
+		if (e) /* one eighth more moves the lowest bin of each symbol to the symbol below it */
 			n += part[(e < 255 ? e + 1 : 1) * CHOOSE_PARTS + phase] - part[e * CHOOSE_PARTS + phase];
 	}
 	__syncthreads();
@@ -44,8 +48,8 @@ DEVICE_CALL int raise_bases(const codec_choice *c, uint32_t *counts, model_room 
 }
 
 /*
- * Bases as all counts would have them, and whether one that has no offsets gets a record: how many parts of `nparts`
- * there are.
+ * Raise all bases as suits the counts of all parts, and decide whether a single part without offsets needs a record.
+ * Returns the number of parts that get records: nparts or 0. Writes counts of plane 0 to c->counts[0].
  */
 DEVICE_CALL uint64_t conclude_bases(const codec_view *v, uint8_t *memory, const sample_kind &q, uint64_t nparts,
 				    codec_choice *c, const codec_part_found *found, model_room *room)
@@ -81,7 +85,7 @@ DEVICE_CALL uint64_t conclude_bases(const codec_view *v, uint8_t *memory, const 
 	return 0;
 }
 
-/* The model is known, and counts of plane 0 under it: v->model_parts, c->counts[0]. */
+/* Conclude the model: write v->model_parts.count, and counts of plane 0 under the model to c->counts[0]. */
 DEVICE_CALL void conclude_model(codec_view *v, uint8_t *memory, const sample_kind &q, uint32_t nparts, codec_choice *c,
 				const codec_part_found *found, model_room *room)
 {
@@ -95,7 +99,7 @@ DEVICE_CALL void conclude_model(codec_view *v, uint8_t *memory, const sample_kin
 
 	if (threadIdx.x == 0) {
 		v->model_parts.count = used;
-		if (!nparts) { /* parts have counted these */
+		if (!nparts) { /* with parts, decide_part has counted these */
 			c->nzeros = c->counts[0][0];
 			c->nvalues = total;
 		}
@@ -104,7 +108,10 @@ DEVICE_CALL void conclude_model(codec_view *v, uint8_t *memory, const sample_kin
 	__syncthreads();
 }
 
-/* How tasks for `nparts` parts are numbered: three steps, in each of them shares of all parts. */
+/*
+ * Numbering of the tasks for `nparts` parts: three steps (rows, columns, symbols) of `step` tasks each; in each step,
+ * `shares` tasks for every part.
+ */
 struct model_tasks {
 	uint32_t nparts, shares, step;
 };
@@ -117,7 +124,10 @@ DEVICE model_tasks model_tasks_of(uint32_t nparts)
 	return {nparts, shares, parts * shares};
 }
 
-/* Task t < 3 step, once c->finest and c->bins are told of: is the model concluded with it? */
+/*
+ * Do task t < 3 * step, once c->finest and c->bins are known. The last CTA to finish a part's step concludes that step.
+ * Returns true to the CTA whose task concludes the model.
+ */
 DEVICE_CALL bool model_task(codec_view *v, uint8_t *memory, const uint8_t *values, const sample_kind &q,
 			    const model_tasks &tasks, uint32_t t, codec_choice *c, codec_part_found *found,
 			    model_room *room)
@@ -162,7 +172,9 @@ DEVICE_CALL bool model_task(codec_view *v, uint8_t *memory, const uint8_t *value
 	return true;
 }
 
-/* Bytes of nibbles before each part's: the side section's size. */
+/*
+ * Set found[].side_nibbles of all parts: the bytes of nibbles before each one's. Returns the size of the side section.
+ */
 DEVICE_CALL uint64_t place_nibbles(const codec_view *v, uint8_t *memory, uint64_t nparts, const codec_choice *c,
 				   codec_part_found *found)
 {
@@ -181,7 +193,10 @@ DEVICE_CALL uint64_t place_nibbles(const codec_view *v, uint8_t *memory, uint64_
 	return c->lead_nbytes + WIRE_SEGMENT_NBYTES * nparts + nibbles;
 }
 
-/* Has the tensor, of values of `size` bytes, rather to be stored? There is no room, or nothing to gain. */
+/*
+ * Check whether a tensor of values of `size` bytes is to be stored: blocks do not fit into the frame's capacity, or
+ * save nothing.
+ */
 DEVICE bool should_store(const codec_view *v, uint32_t size, uint64_t capacity)
 {
 	return v->side_nbytes > 0xffffffffu || v->regions_offset > capacity ||
@@ -189,6 +204,7 @@ DEVICE bool should_store(const codec_view *v, uint32_t size, uint64_t capacity)
 	       v->fixed == (1u << size) - 1;
 }
 
+/* Make the job one of a stored tensor. */
 DEVICE void make_stored(codec_view *v)
 {
 	v->layout = WIRE_LAYOUT_STORED;

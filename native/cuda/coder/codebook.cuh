@@ -1,7 +1,8 @@
-/* coder/codebook.cuh - exact/book.h and choose_cost by many threads: the same books and costs.
+/* coder/codebook.cuh - codebooks and costs as in exact/book.h and choose_cost, computed by a CTA or a warp.
  *
- * Sorted lists are merged by rank: a leaf's place is its index and the packages below its weight, a package's its index
- * and the leaves not above it. So every tie falls as in book.h, whatever the order of threads.
+ * Package-merge merges two sorted lists, leaves and packages. All entries are placed at once by rank: a leaf's place is
+ * its index plus the number of lighter packages; a package's place is its index plus the number of leaves that are not
+ * heavier. Ties are broken as in book.h, and results do not depend on the order of threads.
  */
 #ifndef CODEC_CUDA_CODER_CODEBOOK_CUH
 #define CODEC_CUDA_CODER_CODEBOOK_CUH
@@ -12,14 +13,14 @@
 
 #define LEAVES 257u
 
-/* Of a team's shared memory for a book. */
+/* Shared memory for one codebook. */
 struct book_room {
 	uint32_t weight[LEAVES], list[2][2 * LEAVES], live, leaves, count[WIRE_MAX_CAP + 2];
 	uint16_t symbol[LEAVES], place[WIRE_MAX_CAP][LEAVES];
 	uint32_t escape, pad;
 };
 
-/* How many of n ascending sums of pairs are below x. */
+/* Return how many of n packages weigh less than x. Package i is pair[2 * i] + pair[2 * i + 1]; packages ascend. */
 DEVICE uint32_t packages_below(const uint32_t *pair, uint32_t n, uint32_t x)
 {
 	uint32_t low = 0;
@@ -30,7 +31,7 @@ DEVICE uint32_t packages_below(const uint32_t *pair, uint32_t n, uint32_t x)
 	return low;
 }
 
-/* How many of n ascending weights are not above x. */
+/* Return how many of n ascending weights are at most x. */
 DEVICE uint32_t leaves_up_to(const uint32_t *weight, uint32_t n, uint32_t x)
 {
 	uint32_t low = 0;
@@ -41,8 +42,10 @@ DEVICE uint32_t leaves_up_to(const uint32_t *weight, uint32_t n, uint32_t x)
 	return low;
 }
 
-/* Leaves for counts, in order of (weight, symbol), the escape last among equals; those that there is no room for are
- * left out. */
+/*
+ * Make leaves for 256 counts, in order of (weight, symbol), the escape last among equals. At most 2^cap - 1 symbols are
+ * kept. Writes r->weight, r->symbol and r->live, the number of leaves.
+ */
 DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t cap, book_room *r)
 {
 	uint32_t i = threadIdx.x, shift = 0, rank = 0, lighter = 0, room = (1u << cap) - 1;
@@ -59,7 +62,8 @@ DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t cap, book_room *r)
 		bool other = book_keeps(counts[j], total);
 
 		rank += other && (v < w || (v == w && j < i));
-		lighter += other && (v < w || (v == w && j > i)); /* among equals the largest value goes first */
+		lighter += other &&
+			   (v < w || (v == w && j > i)); /* of equal weights the largest symbol is dropped first */
 	}
 	keeps = keeps && lighter >= drop;
 	uint64_t kept = cta_sum(keeps ? counts[i] : 0);
@@ -69,7 +73,7 @@ DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t cap, book_room *r)
 	for (uint32_t k = i; k < LEAVES; k += CTA_THREADS)
 		r->weight[k] = 0;
 	__syncthreads();
-	if (keeps) { /* with gaps where some were left out */
+	if (keeps) { /* places of dropped symbols stay 0 */
 		r->weight[rank] = w;
 		r->symbol[rank] = (uint16_t)i;
 	}
@@ -78,7 +82,7 @@ DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t cap, book_room *r)
 		return;
 	uint32_t m = 0, at;
 
-	if (!n) { /* nothing to count: 0 stands for everything */
+	if (!n) { /* no counts: keep symbol 0 */
 		r->weight[0] = 1;
 		r->symbol[0] = 0;
 		n = 1;
@@ -97,7 +101,10 @@ DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t cap, book_room *r)
 	r->live = m + 1;
 }
 
-/* book_from_counts: lengths, 257 of them. */
+/*
+ * Compute code lengths (257 bytes, the escape's last) from 256 counts, as book_from_counts does. Lengths are at most
+ * cap.
+ */
 DEVICE_CALL void cta_book(const uint32_t *counts, uint32_t cap, uint8_t *length, book_room *r)
 {
 	uint32_t n = 0, take;
@@ -140,7 +147,7 @@ DEVICE_CALL void cta_book(const uint32_t *counts, uint32_t cap, uint8_t *length,
 	__syncthreads();
 }
 
-/* book_to_codes. */
+/* Compute codes and decoding tables (layout: common/job.cuh) from code lengths, as book_to_codes does. */
 DEVICE_CALL void cta_codes(const uint8_t *length, uint8_t *table, book_room *r)
 {
 	uint32_t i = threadIdx.x, l = length[i], e = length[WIRE_ESCAPE], first = 0, rank = 0, below = 0;
@@ -159,7 +166,7 @@ DEVICE_CALL void cta_codes(const uint8_t *length, uint8_t *table, book_room *r)
 	__syncthreads();
 	for (uint32_t k = 1; k < (l ? l : e); k++)
 		first = (first + r->count[k]) << 1;
-	below = first + r->count[e] - 1; /* the escape's code, where there is none of the value's own */
+	below = first + r->count[e] - 1; /* a symbol without a code has the escape's */
 	for (uint32_t j = 0; j < i; j++)
 		rank += length[j] == l;
 	table[i] = (uint8_t)(l ? first + rank : below);
@@ -176,7 +183,7 @@ DEVICE_CALL void cta_codes(const uint8_t *length, uint8_t *table, book_room *r)
 		table[TABLE_PAD] = (uint8_t)r->pad;
 }
 
-/* book_cost. */
+/* Return what counts cost in bits, as book_cost does. `literal`: bits of a literal. */
 DEVICE_CALL uint64_t cta_cost(const uint8_t *length, const uint32_t *counts, uint32_t literal)
 {
 	uint32_t l = length[threadIdx.x];
@@ -184,7 +191,7 @@ DEVICE_CALL uint64_t cta_cost(const uint8_t *length, const uint32_t *counts, uin
 	return cta_sum((uint64_t)counts[threadIdx.x] * (l ? l : length[WIRE_ESCAPE] + literal));
 }
 
-/* choose_cost, by a warp. */
+/* Shared memory of a warp that computes a cost. */
 struct cost_room {
 	uint32_t live[LEAVES], leaf[LEAVES], node[LEAVES];
 };

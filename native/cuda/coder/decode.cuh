@@ -1,15 +1,17 @@
-/* coder/decode.cuh - coded planes: a lane of the coder is a lane of a warp. docs/format.md, section 7. */
+/* coder/decode.cuh - decoding of coded planes, four symbols a lane at a time. Each lane of a warp is a lane of the
+ * coder. docs/format.md, section 7.
+ */
 #ifndef CODEC_CUDA_CODER_DECODE_CUH
 #define CODEC_CUDA_CODER_DECODE_CUH
 
 #include "common/job.cuh"
 
-#define STATE_NBYTES 22 /* u16 and 32 x 5 bits */
+#define STATE_NBYTES 22 /* of a coded plane's head: u16 number of words, 32 tail lengths of 5 bits */
 
 /*
- * Two symbols of a plane at a look-up, by the next `nbits` bits: symbols in the upper half, bits of both; or, where
- * these are more, the first's, and LONG. ESCAPED: one of the two is the escape. In a block's shared memory, for all its
- * warps.
+ * Decoding table of plane `plane` that yields two symbols for the next `nbits` bits, shared by all warps of the CTA. An
+ * entry's low bits: number of bits of both codes; bits 16 to 31: both symbols. LONG is set if both codes do not fit
+ * into nbits bits: then the entry has the first symbol only. ESCAPED is set if one of the two is the escape.
  */
 #define LONG 64u
 #define ESCAPED (3u << 7)
@@ -18,7 +20,7 @@ struct pairs {
 	uint32_t nbits, plane;
 };
 
-/* By all threads of the block. */
+/* Fill a table of pairs from plane tables, by all threads of the CTA. */
 DEVICE void fill_pairs(const pairs &to, const uint8_t *table)
 {
 	const uint8_t *length = table + TABLE_LENGTHS;
@@ -34,14 +36,17 @@ DEVICE void fill_pairs(const pairs &to, const uint8_t *table)
 	}
 }
 
-/* A coded plane on its way: the lane's next bits on top, 32 to 63 of them, a 1 that marks their end, and zeros. */
+/*
+ * State of a lane that decodes a plane. `bits`: the lane's reservoir in the upper end, 32 to 63 bits, then a 1 that
+ * marks its end, then zeros.
+ */
 struct coded {
 	uint64_t bits;
-	const uint8_t *words; /* of the plane */
+	const uint8_t *words; /* words of the plane, in all lanes the same */
 	uint32_t nwords, taken;
 };
 
-/* Words and lanes' states of the coded plane that begins at the cursor, which moves behind the words. */
+/* Read the head of a coded plane at the cursor: set up all lanes' reservoirs, and move the cursor behind the words. */
 static __device__ codec_status open_plane(cursor *c, coded *s, uint32_t lane)
 {
 	const uint8_t *p = here(c);
@@ -52,7 +57,7 @@ static __device__ codec_status open_plane(cursor *c, coded *s, uint32_t lane)
 		return CODEC_BAD_REGION;
 	s->nwords = p[0] | p[1] << 8;
 	s->taken = WIRE_LANES;
-	/* five bits from the top; they end in the next byte if they do not end in this one */
+	/* the tail length's five bits, which end in the next byte if they do not end in this one */
 	uint32_t two = (uint32_t)p[2 + bit / 8] << 8 | (bit % 8 > 3 ? p[3 + bit / 8] : 0);
 	uint32_t t = two >> (11 - bit % 8) & 31;
 
@@ -60,7 +65,8 @@ static __device__ codec_status open_plane(cursor *c, coded *s, uint32_t lane)
 	nbytes = STATE_NBYTES + (sum + 7) / 8;
 	if (left(c) < nbytes)
 		return CODEC_BAD_REGION;
-	for (uint32_t k = STATE_NBYTES + from / 8; k < STATE_NBYTES + from / 8 + 5; k++) /* 31 bits, from bit 7 on */
+	for (uint32_t k = STATE_NBYTES + from / 8; k < STATE_NBYTES + from / 8 + 5;
+	     k++) /* up to 31 bits, from any bit of the first byte on */
 		tail = tail << 8 | (k < nbytes ? p[k] : 0);
 	tail = t ? tail << (24 + from % 8) >> (64 - t) : 0;
 	if (sum % 8)
@@ -79,14 +85,14 @@ static __device__ codec_status open_plane(cursor *c, coded *s, uint32_t lane)
 	return CODEC_OK;
 }
 
-/* Four symbols of the lane, and its bits after them. */
+/* Four symbols that a lane has decoded, and its reservoir after them. */
 struct symbols {
 	uint64_t bits;
 	uint32_t quad;
-	uint32_t escaped; /* 0: none of them is the escape */
+	uint32_t escaped; /* not 0: one of them is the escape */
 };
 
-/* One at a time. */
+/* Decode four symbols, one look-up each. */
 DEVICE_CALL symbols decode_singly(const uint8_t *table, uint64_t bits)
 {
 	symbols s = {bits, 0, ESCAPED};
@@ -100,10 +106,11 @@ DEVICE_CALL symbols decode_singly(const uint8_t *table, uint64_t bits)
 	return s;
 }
 
-/* Two at a time. */
+/* Decode four symbols with two look-ups in the table of pairs. */
 DEVICE symbols decode_pairs(const pairs &by, const uint8_t *table, uint64_t bits)
 {
-	uint32_t high = (uint32_t)(bits >> 32), low = (uint32_t)bits; /* shifts take an entry for its lower five bits */
+	uint32_t high = (uint32_t)(bits >> 32),
+		 low = (uint32_t)bits; /* shifts use the lower five bits of an entry, which is the number of bits */
 	const uint32_t *pair = shared(by.entry);
 	uint32_t a = pair[high >> (32 - by.nbits)];
 	uint32_t high2 = __funnelshift_l(low, high, a), low2 = __funnelshift_l(0, low, a);
@@ -115,12 +122,12 @@ DEVICE symbols decode_pairs(const pairs &by, const uint8_t *table, uint64_t bits
 		__byte_perm(a, b, 0x7632), (a | b) & ESCAPED};
 }
 
-/* The next word to lanes that have fewer than 32 bits left. `even`: words lie at multiples of four. */
+/* Append the next words to lanes that have fewer than 32 bits left. `even`: words are aligned to 4 bytes. */
 DEVICE void refill(coded *s, bool even, uint32_t lane)
 {
 	uint32_t high = (uint32_t)(s->bits >> 32), low = (uint32_t)s->bits, word = 0;
 	uint32_t taking = __ballot_sync(FULL, low == 0), place = s->taken + __popc(taking & ((1u << lane) - 1));
-	/* the lowest bit of the upper half, where a word goes in front of it; 0 where none does */
+	/* the end mark, where a word is to be inserted before it; else 0 */
 	uint32_t mark = low ? 0 : high & (0 - high);
 
 	if (mark && place < s->nwords)
@@ -129,7 +136,7 @@ DEVICE void refill(coded *s, bool even, uint32_t lane)
 	s->taken += __popc(taking);
 }
 
-/* How many of the four values of a lane and row are there, of k. */
+/* Return how many values of the lane's quad in row `row` exist, of k values in the plane: 0 to 4. */
 DEVICE uint32_t there(uint32_t row, uint32_t lane, uint32_t k)
 {
 	uint32_t i = WIRE_ROW * row + 4 * lane;
@@ -138,8 +145,8 @@ DEVICE uint32_t there(uint32_t row, uint32_t lane, uint32_t k)
 }
 
 /*
- * The symbols of the next row, of k in all; *escapes: those that are there and are the escape. What stands in place of
- * values from k on is compared with what it must be: *bad.
+ * Decode the lane's four symbols of row `row`, of k symbols in the plane. by: table of pairs, or NULL. *escapes: mask
+ * of existing symbols that are the escape. *bad is set if symbols behind the k-th are not the padding symbol.
  */
 DEVICE uint32_t decode_row(coded *s, const pairs *by, const uint8_t *table, uint32_t row, uint32_t k, uint32_t lane,
 			   uint32_t *escapes, bool *bad)
@@ -154,7 +161,7 @@ DEVICE uint32_t decode_row(coded *s, const pairs *by, const uint8_t *table, uint
 	return of.quad;
 }
 
-/* After the last row: is nothing left over? */
+/* Check, after the last row, that all words are used and the reservoir holds exactly 32 zeros. */
 DEVICE bool ends_well(const coded *s)
 {
 	return s->bits == 1ull << 31 && s->taken >= s->nwords;

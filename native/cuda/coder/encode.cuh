@@ -1,14 +1,16 @@
-/* coder/encode.cuh - a plane through the coder: a lane of the coder is a lane of a warp. docs/format.md, section 7. */
+/* coder/encode.cuh - coding of planes, four symbols a lane at a time. Each lane of a warp is a lane of the coder.
+ * docs/format.md, section 7.
+ */
 #ifndef CODEC_CUDA_CODER_ENCODE_CUH
 #define CODEC_CUDA_CODER_ENCODE_CUH
 
 #include "exact/choose.h"
 #include "coder/plane.cuh"
 
-/* Words that k symbols become at most, each lane's first one included. */
+/* Upper bound of the words of a coded plane, including the first word of each lane. */
 #define WORDS_ROOM ((1u << WIRE_MAX_BLOCK_LOG2) / 4 + 2 * WIRE_LANES)
 
-/* Bytes between memory at any addresses, words of where they go at a time. */
+/* Copy n bytes between any addresses, in words that are aligned at the destination. By one warp. */
 static __device__ void copy_bytes(uint8_t *to, const uint8_t *from, uint64_t n, uint32_t lane)
 {
 	uint64_t skip = (4 - (uint64_t)to % 4) % 4, whole = n > skip ? (n - skip) / 4 : 0;
@@ -22,7 +24,7 @@ static __device__ void copy_bytes(uint8_t *to, const uint8_t *from, uint64_t n, 
 		to[i] = from[i];
 }
 
-/* A region of `at` bytes filled up with zeros: its size. */
+/* Pad a region of `at` bytes with zeros. Returns its size, a multiple of WIRE_ALIGN. */
 DEVICE uint32_t end_region(uint8_t *region, uint32_t at, uint32_t lane)
 {
 	uint32_t size = (at + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
@@ -33,18 +35,21 @@ DEVICE uint32_t end_region(uint8_t *region, uint32_t at, uint32_t lane)
 	return size;
 }
 
-/* A word at the beginning of a region or of what it holds. */
+/* Store a little-endian word at any address. By one warp. */
 DEVICE void put32(uint8_t *to, uint32_t x, uint32_t lane)
 {
 	if (lane < 4)
 		to[lane] = (uint8_t)(x >> 8 * lane);
 }
 
-/* A symbol's code, on top of a word; whether it is an escape; how many bits the code has. */
+/*
+ * Entry of a code table: the code in the upper end; CODE_ESCAPED if the symbol is escaped; the code's number of bits in
+ * bits 0 to 3.
+ */
 #define CODE_ESCAPED (3u << 16)
 #define CODE_LENGTH(entry) ((entry) & 15)
 
-/* The job that a block of threads has to do, with such codes for `planes` planes, which are in shared memory, too. */
+/* Return the CTA's job in shared memory, with tables of codes for `planes` planes at `codes` in shared memory. */
 DEVICE const job &share_coding(const codec_view *view, const uint8_t *memory, uint32_t *codes, uint32_t planes)
 {
 	const job &j = share_job(view, memory, codes);
@@ -63,12 +68,13 @@ DEVICE const job &share_coding(const codec_view *view, const uint8_t *memory, ui
 }
 
 /*
- * A plane that is being coded, a warp's, the last row first. What comes out goes down from the end of its memory: words
- * that lanes give away, and literals, which are two bytes if they are `wide`.
+ * State of a lane that codes a plane. Rows are coded from the last to the first, so that bits are prepended as the
+ * decoder will take them. Words and literals are written from the end of their memory downwards. `wide`: literals have
+ * two bytes.
  */
 struct coding {
-	uint32_t low, high; /* the lane's bits, the next ones to be decoded on top, right-justified */
-	uint32_t more;      /* by how many they are more than 32: its lower five bits */
+	uint32_t low, high; /* bits of the lane, right-justified; the decoder's next bit is the highest */
+	uint32_t more;      /* the number of these bits less 32, modulo 32 */
 	const uint32_t *codes;
 	uint32_t *words, nwords;
 	uint8_t *literals;
@@ -77,15 +83,15 @@ struct coding {
 };
 
 /*
- * `words`: memory for WORDS_ROOM; `literals`: for PLANE_ROOM of them. Wide ones are there, one a symbol, and make room
- * as their rows are coded.
+ * Begin to code plane p. words: memory for WORDS_ROOM words. literals: memory for PLANE_ROOM literals. Wide literals
+ * lie there already, one a symbol; each row is read before it can be overwritten.
  */
 DEVICE coding begin_plane(const job *j, uint32_t p, uint32_t *words, uint8_t *literals, bool wide)
 {
 	return {0, 0, 0, j->codes + 256 * p, words, 0, literals, 0, wide};
 }
 
-/* Literals of row r, of the first n of a lane's four symbols. */
+/* Append the literals of row r to the plane's literals. escapes: mask of the lane's symbols that are escaped. */
 DEVICE void put_literals(coding *s, uint32_t quad, uint32_t escapes, uint32_t r, uint32_t lane)
 {
 	uint32_t total, value[4], at = warp_scan(__popc(escapes), lane, &total);
@@ -105,13 +111,19 @@ DEVICE void put_literals(coding *s, uint32_t quad, uint32_t escapes, uint32_t r,
 			s->literals[at++] = (uint8_t)value[i];
 }
 
-/* Four symbols in front of the lane's bits; n of them count, of row r. Rows are coded the last one first. */
+/*
+ * Prepend the lane's four symbols of row r. n: how many of them exist; others are padding, which has no literal. Rows
+ * descend.
+ */
 DEVICE void code_quad(coding *s, uint32_t quad, uint32_t r, uint32_t n, uint32_t lane)
 {
 	const uint32_t *codes = shared(s->codes);
 	uint32_t a = codes[__byte_perm(quad, 0, 0x4440)], b = codes[__byte_perm(quad, 0, 0x4441)];
 	uint32_t c = codes[__byte_perm(quad, 0, 0x4442)], d = codes[__byte_perm(quad, 0, 0x4443)];
-	/* shifts by entries take their lower five bits; a code comes down from the top */
+	/*
+	 * shifts use the lower five bits of an entry, which is the number of bits; funnel shifts bring codes down from
+	 * the top
+	 */
 	uint32_t four = __funnelshift_l(a, 0, a), more = s->more + a + b + c + d;
 
 	four = __funnelshift_l(b, four, b);
@@ -136,16 +148,20 @@ DEVICE void code_quad(coding *s, uint32_t quad, uint32_t r, uint32_t n, uint32_t
 			     r, lane);
 }
 
-/* The first n of four symbols, and in place of the others those that are there for coding. */
+/* Return the first n symbols of a quad, and padding symbols in place of the others. */
 DEVICE uint32_t filled(uint32_t quad, uint32_t n, uint32_t pad)
 {
 	return n < 4 ? keep_bytes(quad, n) | (pad & ~keep_bytes(FULL, n)) : quad;
 }
 
-/* Bits before the words, from the second byte on: tails' lengths, tails. */
+/*
+ * Write the head of a coded plane behind its first two bytes: tail lengths, then tails. t, tail: of this lane. from:
+ * bits of tails before this lane's. sum: bits of all tails.
+ */
 static __device__ void put_tails(uint8_t *p, uint32_t t, uint32_t tail, uint32_t from, uint32_t sum, uint32_t lane)
 {
-	for (uint32_t k = 0; k < 5 + (sum + 31) / 32; k++) { /* words from the top: 5 of lengths, then those of tails */
+	for (uint32_t k = 0; k < 5 + (sum + 31) / 32;
+	     k++) { /* word k from the top: words 0 to 4 are lengths, others are tails */
 		int over = (int)(32 * (k < 5 ? k + 1 : k - 4)) - (int)(k < 5 ? 5 * lane + 5 : from + t);
 		uint32_t field = k < 5 ? t : tail, part = 0;
 
@@ -158,8 +174,8 @@ static __device__ void put_tails(uint8_t *p, uint32_t t, uint32_t tail, uint32_t
 }
 
 /*
- * A plane all of whose symbols have been coded. Returns how many bytes it takes, which go to place(bytes); or 0 if they
- * are more than `most`, or have no place.
+ * End a plane all of whose rows are coded, and write it to the address that place(nbytes) returns for its nbytes bytes.
+ * Returns nbytes; 0 if that is more than `most`, or place() returns NULL.
  */
 template <class G> static __device__ uint32_t end_plane(const coding &s, uint32_t most, G place, uint32_t lane)
 {
@@ -169,7 +185,7 @@ template <class G> static __device__ uint32_t end_plane(const coding &s, uint32_
 
 	words[lane] = __funnelshift_r(s.low, s.high, t);
 	__syncwarp();
-	do { /* zeros at the end are left out */
+	do { /* drop words at the end that are 0 */
 		some = __ballot_sync(FULL, lane < nwords && words[nwords - 1 - lane] != 0);
 		nwords -= some ? (uint32_t)__ffs((int)some) - 1 : nwords < 32 ? nwords : 32;
 	} while (!some && nwords);
@@ -188,7 +204,7 @@ template <class G> static __device__ uint32_t end_plane(const coding &s, uint32_
 	return nbytes;
 }
 
-/* All of a plane of k symbols that are in memory. */
+/* Code a plane of k symbols in memory. Returns the bytes written to `out`; 0 if they would be more than `most`. */
 DEVICE_CALL uint32_t encode_plane(const job *j, uint32_t p, const uint32_t *symbol, uint32_t k, uint32_t most,
 				  uint32_t *words, uint8_t *literals, bool wide, uint8_t *out, uint32_t lane)
 {

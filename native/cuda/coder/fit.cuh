@@ -1,17 +1,24 @@
-/* coder/fit.cuh - offsets of rows that are found in the blocks. docs/encoder.md, section 4.2. */
+/* coder/fit.cuh - fitting of row offsets of the scale model, by warps. docs/encoder.md, section 4.2.
+ *
+ * Offsets of a part's rows are computed before the first block only if all rows are in the sample (is_fitted). Else
+ * each block computes offsets of its own rows.
+ */
 #ifndef CODEC_CUDA_CODER_FIT_CUH
 #define CODEC_CUDA_CODER_FIT_CUH
 
 #include "exact/choose.h"
 #include "coder/model.cuh"
 
-/* A value's pattern; values of `size` bytes lie at a multiple of that. */
+/*
+ * Return the pattern of value i: the exponent and upper mantissa bits of its upper 16 bits. values: aligned to `size`
+ * bytes.
+ */
 DEVICE uint32_t pattern_at(const uint8_t *values, uint32_t size, uint64_t i)
 {
 	return *global((const uint16_t *)(values + (i + 1) * size - 2)) & 0x7fff;
 }
 
-/* The mean pattern of row r of a part; CHOOSE_NONE if there is none. */
+/* Return the mean pattern of a sample of row r; CHOOSE_NONE if no value of the sample is at least `zero`. */
 DEVICE_CALL int row_mean(const codec_model_part *part, const uint8_t *values, uint32_t size, uint32_t zero, uint64_t r,
 			 uint32_t lane)
 {
@@ -32,13 +39,13 @@ DEVICE_CALL int row_mean(const codec_model_part *part, const uint8_t *values, ui
 	return choose_mean(warp_sum(sum), warp_sum(count));
 }
 
-/* log2 of the patterns in an eighth of an octave. */
+/* Return log2 of the patterns in an eighth of an octave. */
 DEVICE int eighth_log2(int octave)
 {
 	return __ffs(octave) - 4;
 }
 
-/* The offset of row r of a part, which docs/encoder.md, section 4.2 has. */
+/* Return the offset of row r of a part, in eighths of an octave. */
 DEVICE_CALL int fit_row(const codec_model_part *part, const uint8_t *values, uint32_t size, int octave, uint32_t zero,
 			uint64_t r, uint32_t lane)
 {
@@ -47,23 +54,25 @@ DEVICE_CALL int fit_row(const codec_model_part *part, const uint8_t *values, uin
 	return choose_offset(choose_eighths(mean, part->mean, eighth_log2(octave)), part->shifts & 15);
 }
 
+/* Return the number of rows that have offsets. */
 DEVICE uint64_t part_rows(const codec_model_part *part)
 {
 	return part->kind & WIRE_SEGMENT_ROWS ? (part->count + part->row - 1) / part->row : 0;
 }
 
+/* Return the number of columns that have offsets. */
 DEVICE uint64_t part_cols(const codec_model_part *part)
 {
 	return part->kind & WIRE_SEGMENT_COLS ? part->row : 0;
 }
 
-/* Have all offsets of rows been found before there are blocks? */
+/* Check that all row offsets of a part are computed before the first block. */
 DEVICE bool is_fitted(const codec_model_part *part)
 {
 	return part_rows(part) <= CHOOSE_ROWS;
 }
 
-/* Where offsets of rows, then of columns, are. */
+/* Return the address of a part's row offsets, one byte each; column offsets follow at an even index. */
 DEVICE int8_t *row_offsets(const codec_view *v, uint8_t *memory, const codec_model_part *part)
 {
 	return (int8_t *)memory + v->offsets.at + 2ull * part->nibbles_at;
@@ -75,8 +84,8 @@ DEVICE int8_t *col_offsets(const codec_view *v, uint8_t *memory, const codec_mod
 }
 
 /*
- * Offsets of rows that values [first, first + m) lie in, where that was left for the blocks, to the job's memory. Warps
- * that share a row find the same.
+ * Compute the row offsets of the rows that hold values first to first + m - 1, unless they were computed before. Warps
+ * that share a row write the same offset.
  */
 DEVICE_CALL void fit_rows(const job *j, uint8_t *memory, const uint8_t *values, uint32_t size, int octave,
 			  uint32_t zero, uint64_t first, uint32_t m, uint32_t lane)

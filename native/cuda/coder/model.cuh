@@ -1,10 +1,14 @@
-/* coder/model.cuh - the scale model's offsets. docs/format.md, section 5.2. */
+/* coder/model.cuh - offsets of values under the scale model. docs/format.md, section 5.2.
+ *
+ * An offset is base + row offset + column offset, in eighths of an octave. It lowers a value's pattern on a circle of
+ * 32768 - zero patterns.
+ */
 #ifndef CODEC_CUDA_CODER_MODEL_CUH
 #define CODEC_CUDA_CODER_MODEL_CUH
 
 #include "common/job.cuh"
 
-/* Patterns from one power of two to the next; 0: no pattern. */
+/* Return the number of patterns in an octave (a factor of two); 0: the dtype has no pattern. */
 DEVICE int octave_of(uint32_t dtype)
 {
 	return dtype == CODEC_FLOAT32 || dtype == CODEC_BFLOAT16 ? 128
@@ -13,18 +17,19 @@ DEVICE int octave_of(uint32_t dtype)
 								 : 0;
 }
 
-/* Patterns from 1 << this on are lowered; by how wide a value is. */
+/* log2 of `zero`, the first pattern that is lowered, for values of `size` bytes. */
 #define SHIFT_OF(size) ((size) == 8 ? 4 : 7)
 
-/* Where a value is: its part; under rows, its row and column there. */
+/* Position of a value in its part of the model. */
 struct place {
 	const codec_model_part *part;
-	uint64_t left;                /* values of the part from here on */
-	uint32_t row, column, length; /* length: values of a row; 0: there are none */
-	int eighths;                  /* offset of the row, the base included */
-	const int8_t *rows, *cols;    /* offsets of rows, of columns; NULL: there are none */
+	uint64_t left;                /* values of the part from this one on */
+	uint32_t row, column, length; /* length: values in a row; 0: the part has no rows */
+	int eighths;                  /* base + row offset */
+	const int8_t *rows, *cols;    /* offsets of rows and columns; NULL: none */
 };
 
+/* Return base + row offset, in eighths of an octave. */
 DEVICE int eighths_of(const codec_model_part *part, const int8_t *rows, uint32_t row)
 {
 	return part->base + (rows ? rows[row] : 0);
@@ -35,7 +40,7 @@ DEVICE void enter_row(place *o)
 	o->eighths = eighths_of(o->part, o->rows, o->row);
 }
 
-/* Of value `first`. */
+/* Return the position of value `first`. Binary search and division. */
 DEVICE_CALL place place_at(const job *j, uint64_t first)
 {
 	const codec_model_part *part =
@@ -56,10 +61,10 @@ DEVICE_CALL place place_at(const job *j, uint64_t first)
 	return o;
 }
 
-/* On by n values; beyond the tensor's end it is nowhere. */
+/* Move n values forward. Behind the tensor's last value the position is undefined. */
 DEVICE void move_on(const job *j, place *o, uint32_t n)
 {
-	if (n >= o->left) { /* a part may be shorter than that */
+	if (n >= o->left) { /* parts may have fewer than n values */
 		uint64_t next = o->part->start + o->part->count - o->left + n;
 
 		if (next < j->v.n)
@@ -70,12 +75,13 @@ DEVICE void move_on(const job *j, place *o, uint32_t n)
 	o->column += n;
 	if (!o->length || o->column < o->length)
 		return;
-	for (; o->column >= o->length; o->row++) /* rows have 64 values at least: no division */
+	for (; o->column >= o->length;
+	     o->row++) /* a few subtractions instead of a division: rows have at least 64 values */
 		o->column -= o->length;
 	enter_row(o);
 }
 
-/* Back by n values, where the tensor has some. */
+/* Move n values back; the position has at least n values before it in the tensor. */
 DEVICE void move_back(const job *j, place *o, uint32_t n)
 {
 	uint64_t i = o->part->count - o->left;
@@ -93,23 +99,27 @@ DEVICE void move_back(const job *j, place *o, uint32_t n)
 	o->column -= n;
 }
 
-/* How many eighths of an octave, of so many patterns, a circle has. */
+/* Eighths of an octave in the circle, for octaves of `octave` patterns. */
 #define ROUND_OF(octave) (8 * WIRE_CIRCLE(128) / (octave))
 
 /*
- * Two values at once, in the halves of a word: patterns that move turned by less than a circle. `u`: patterns;
- * `upper`: their upper eight bits, which are 0 where they stay. To turn them back, turn them by the rest of the circle.
+ * Raise two patterns, in the halves of a word, by `by` around the circle. u: patterns. upper: bits 7 to 14 of each;
+ * patterns where these are 0 are below `zero` and stay. by: below the size of the circle; to lower patterns, pass the
+ * circle's size less the offset.
  */
 DEVICE uint32_t turn_pair(uint32_t u, uint32_t upper, uint32_t by)
 {
 	static_assert(WIRE_CIRCLE(128) == 0x10000 - 0x8080, "what is taken off once round, in both halves");
 	uint32_t v = u + by, moves = __vminu2(upper, 0x10001) * 0xffff;
 
-	/* beyond the circle a half is negative, and once round less it is not; else it is the other way round */
+	/*
+	 * A half beyond the circle is negative as a signed number, and is not after the circle is taken off. Otherwise
+	 * it is the other way round. So the larger one of both is right.
+	 */
 	return (__viaddmax_s16x2(v, 0x80808080, v) & moves) | (u & ~moves);
 }
 
-/* Eighths of a row, less 128, on the circle, in both halves. */
+/* Return eighths of a row, less 128, reduced to the circle, in both halves of a word. */
 DEVICE uint32_t row_pair(int eighths, int round)
 {
 	int e = eighths - 128;
@@ -118,7 +128,7 @@ DEVICE uint32_t row_pair(int eighths, int round)
 	return (uint32_t)(e < round ? e : e - round) * 0x10001;
 }
 
-/* Four columns' offsets at an even place. */
+/* Load the column offsets of four values, from an even index. */
 DEVICE uint32_t columns_at(const int8_t *p)
 {
 	const uint16_t *two = global((const uint16_t *)p);
@@ -126,7 +136,7 @@ DEVICE uint32_t columns_at(const int8_t *p)
 	return two[0] | (uint32_t)two[1] << 16;
 }
 
-/* Eighths of the columns of two values, plus 128, and of their row to patterns. */
+/* Return two offsets in patterns. columns: two column offsets in eighths, plus 128. row: from row_pair. */
 DEVICE uint32_t pair_offset(uint32_t columns, uint32_t row, int octave)
 {
 	uint32_t e = columns + row;
@@ -135,8 +145,8 @@ DEVICE uint32_t pair_offset(uint32_t columns, uint32_t row, int octave)
 }
 
 /*
- * Eighths of an octave, each of `grain` patterns, on the circle of `around`: base, row and column add up to less than
- * two rounds.
+ * Reduce an offset in eighths of an octave, of `grain` patterns each, to the circle of `around` patterns. The offset is
+ * more than minus one circle, and less than two.
  */
 DEVICE uint16_t on_circle(int eighths, int grain, int around)
 {
@@ -146,13 +156,13 @@ DEVICE uint16_t on_circle(int eighths, int grain, int around)
 	return (uint16_t)(x - (x >= around ? around : 0));
 }
 
-/* A value's offset in patterns. */
+/* Return the offset of the value at a position, in patterns. */
 DEVICE uint16_t offset_at(const place *o, int grain, int around)
 {
 	return on_circle(o->eighths + (o->cols ? o->cols[o->column] : 0), grain, around);
 }
 
-/* Of n values that need not be in one row or part. */
+/* Compute offsets of n consecutive values in any rows and parts. */
 DEVICE_CALL void scattered_offsets(const job *j, const place *o, uint32_t n, int grain, int around, uint16_t *offset)
 {
 	place at = *o;
@@ -164,7 +174,7 @@ DEVICE_CALL void scattered_offsets(const job *j, const place *o, uint32_t n, int
 	}
 }
 
-/* Of n values, 1 to 4. */
+/* Compute offsets of n values (1 to 4) from a position on, in patterns. */
 DEVICE void quad_offsets_here(const job *j, const place *o, uint32_t n, int grain, int around, uint16_t offset[4])
 {
 	if (o->left >= 4 && (!o->length || o->column + 4 <= o->length)) {
@@ -181,7 +191,7 @@ DEVICE void quad_offsets_here(const job *j, const place *o, uint32_t n, int grai
 	}
 }
 
-/* The same; then on to where those of the next row of 128 are. */
+/* Compute offsets of n values, then move to the lane's quad in the next row of 128 values. */
 DEVICE void quad_offsets(const job *j, place *o, uint32_t n, int grain, int around, uint16_t offset[4])
 {
 	quad_offsets_here(j, o, n, grain, around, offset);

@@ -1,13 +1,18 @@
-/* coder/plane.cuh - planes of a region, read row by row. docs/format.md, sections 6 and 7. */
+/* coder/plane.cuh - reading of planes in any mode, row by row (128 values, one quad a lane). docs/format.md, sections 6
+ * and 7.
+ */
 #ifndef CODEC_CUDA_CODER_PLANE_CUH
 #define CODEC_CUDA_CODER_PLANE_CUH
 
 #include "coder/decode.cuh"
 
-/* Of a warp's memory for a plane: whole rows are written. */
+/* Bytes of scratch memory for a plane; rows are written whole. */
 #define PLANE_ROOM ((1u << WIRE_MAX_BLOCK_LOG2) + WIRE_ROW)
 
-/* Bits of a region: words at multiples of four, of which `whole` lie before its end, as bytes up to `end` do. */
+/*
+ * Packed bits of a region. words: aligned to 4 bytes, at or before the region's first byte. whole: words that end
+ * before `end`.
+ */
 struct bit_source {
 	const uint32_t *words;
 	uint32_t whole;
@@ -22,13 +27,13 @@ DEVICE bit_source bits_from(const cursor *c)
 	return {words, (uint32_t)((end - (const uint8_t *)words) / 4), end};
 }
 
-/* The number of the bit with which *p begins. */
+/* Return the index of the first bit of *p. */
 DEVICE uint32_t bit_of(const bit_source &s, const uint8_t *p)
 {
 	return 8 * (uint32_t)(p - (const uint8_t *)s.words);
 }
 
-/* As window_at, of the last bytes. */
+/* window_at for the last bytes of a region, which no word load may pass. */
 DEVICE_CALL uint32_t window_at_end(const uint32_t *words, const uint8_t *end, uint32_t bit)
 {
 	const uint8_t *from = (const uint8_t *)words + bit / 8;
@@ -39,7 +44,7 @@ DEVICE_CALL uint32_t window_at_end(const uint32_t *words, const uint8_t *end, ui
 	return (uint32_t)(x >> bit % 8);
 }
 
-/* 32 bits from one on, as far as they lie before the end; others are anything. */
+/* Return 32 bits from index `bit` on. Bits behind the region's end are undefined. */
 DEVICE uint32_t window_at(const bit_source &s, uint32_t bit)
 {
 	uint32_t i = bit / 32;
@@ -49,17 +54,20 @@ DEVICE uint32_t window_at(const bit_source &s, uint32_t bit)
 	return __funnelshift_r(global(s.words)[i], global(s.words)[i + 1], bit % 32);
 }
 
-/* A plane of k values that is being read. */
+/* State of reading a plane of k values. */
 struct plane {
 	uint32_t mode, k;
-	const uint8_t *bytes; /* raw: the next row; constant: one byte; rows: the bitmap */
-	const pairs *by;      /* coded: tables; without that of pairs one symbol is looked up at a time */
+	const uint8_t *bytes; /* raw: first row; constant: the byte; rows: bitmap */
+	const pairs *by;      /* coded: table of pairs, or NULL: one look-up a symbol */
 	const uint8_t *table;
 	coded coder;
 	bool bad;
 };
 
-/* Begin with plane p, in any mode. The cursor moves behind what is known to be there. */
+/*
+ * Begin to read plane p in mode `mode`. Moves the cursor behind what has a known size: all of the plane, but for
+ * literals, and for bytes of mode ROWS.
+ */
 static __device__ codec_status plane_open(plane *o, const job *j, uint32_t p, uint32_t mode, const pairs &by,
 					  uint32_t k, cursor *c, uint32_t lane)
 {
@@ -75,12 +83,15 @@ static __device__ codec_status plane_open(plane *o, const job *j, uint32_t p, ui
 	return CODEC_OK;
 }
 
-/* A quad in which escapes have become literals; of how many in all lanes, or more than there were. */
+/* A quad with literals in place of escapes, and the number of literals that all lanes took. */
 struct literals {
 	uint32_t quad, count;
 };
 
-/* Of a row, a byte each from p on, `left` at most. */
+/*
+ * Take a row's literals from p, at most `left` bytes. If there are too few, `count` is more than `left` and the quad is
+ * unchanged.
+ */
 DEVICE_CALL literals take_literals(const uint8_t *p, uint64_t left, uint32_t quad, uint32_t escapes, uint32_t lane)
 {
 	uint32_t total, at = warp_scan(__popc(escapes), lane, &total);
@@ -91,7 +102,7 @@ DEVICE_CALL literals take_literals(const uint8_t *p, uint64_t left, uint32_t qua
 	return {quad, total};
 }
 
-/* The same; the cursor moves behind them. */
+/* Take a row's literals at the cursor, and move it behind them. */
 DEVICE uint32_t with_literals(plane *o, cursor *c, uint32_t quad, uint32_t escapes, uint32_t lane)
 {
 	literals l = take_literals(here(c), left(c), quad, escapes, lane);
@@ -101,7 +112,7 @@ DEVICE uint32_t with_literals(plane *o, cursor *c, uint32_t quad, uint32_t escap
 	return l.quad;
 }
 
-/* Four bytes of row r, those of values from k on 0. Rows are to be read in order. */
+/* Return the lane's four bytes of row r; those of values from k on are 0. Rows are read in order. */
 static __device__ uint32_t plane_row(plane *o, uint32_t r, cursor *c, uint32_t lane)
 {
 	uint32_t n = there(r, lane, o->k), run = o->k - WIRE_ROW * r, escapes;
@@ -127,7 +138,7 @@ static __device__ uint32_t plane_row(plane *o, uint32_t r, cursor *c, uint32_t l
 	return load_bytes(here(c) - run + 4 * lane, n);
 }
 
-/* The same of a row that is all there, of a coded plane whose words lie at multiples of four. */
+/* plane_row for a row with all 128 values, of a coded plane with a table of pairs and words aligned to 4 bytes. */
 DEVICE uint32_t plane_whole_row(plane *o, const pairs &by, cursor *c, uint32_t lane)
 {
 	symbols s = decode_pairs(by, o->table, o->coder.bits);
@@ -139,7 +150,7 @@ DEVICE uint32_t plane_whole_row(plane *o, const pairs &by, cursor *c, uint32_t l
 		       : s.quad;
 }
 
-/* After the last row. */
+/* Check, after the last row, that the plane was valid. */
 DEVICE codec_status plane_close(const plane *o)
 {
 	bool bad = o->bad || (o->mode == WIRE_MODE_CODED && !ends_well(&o->coder));
@@ -147,7 +158,7 @@ DEVICE codec_status plane_close(const plane *o)
 	return __any_sync(FULL, bad) ? CODEC_BAD_REGION : CODEC_OK;
 }
 
-/* The high nibbles that belong to the k low ones of `plane`. */
+/* Add the high nibbles at the cursor to the k low ones in memory (a halved plane). */
 static __device__ codec_status read_high(uint32_t *plane, uint32_t k, cursor *c, uint32_t lane)
 {
 	uint32_t nbytes = (k + 1) / 2, any = 0;
@@ -162,7 +173,8 @@ static __device__ codec_status read_high(uint32_t *plane, uint32_t k, cursor *c,
 		any |= quad & 0xf0f0f0f0u;
 		const uint32_t first = WIRE_ROW * r + 4 * lane;
 
-		if (first + 4 <= nbytes) /* lower nibbles are of the first half, upper ones of the others */
+		if (first + 4 <=
+		    nbytes) /* low nibbles of `high` belong to the first half of values, high nibbles to the second */
 			quad |= load32(high + first) << 4 & 0xf0f0f0f0u;
 		else if (first >= nbytes && first + 4 <= k)
 			quad |= load32(high + first - nbytes) & 0xf0f0f0f0u;
@@ -179,7 +191,7 @@ static __device__ codec_status read_high(uint32_t *plane, uint32_t k, cursor *c,
 	return __any_sync(FULL, any != 0) ? CODEC_BAD_REGION : CODEC_OK;
 }
 
-/* All of plane p of k values to memory for whole rows. */
+/* Read all k values of plane p to memory, in whole rows. */
 static __device__ codec_status read_plane(const job *j, uint32_t p, uint32_t mode, const pairs &by, uint32_t k,
 					  uint32_t *to, cursor *c, uint32_t lane)
 {

@@ -1,7 +1,8 @@
-/* coder/sample.cuh - what a sample of a tensor says, by teams that share in it. docs/encoder.md, sections 4 and 5.
+/* coder/sample.cuh - samples of a tensor, from which encoders choose: planes, rows, columns, symbols. docs/encoder.md,
+ * sections 4 and 5.
  *
- * Parts of the scale model are fitted one step after the other: means of rows, then their shift; columns; counts of
- * symbols, then whether offsets pay. Each step of a part is shared by teams, and the last to be done concludes it.
+ * Each part of the scale model is fitted in three steps: means of rows, then their offsets; columns; counts of symbols,
+ * then whether offsets pay. CTAs share each step of a part, and the last one to finish concludes the step.
  */
 #ifndef CODEC_CUDA_CODER_SAMPLE_CUH
 #define CODEC_CUDA_CODER_SAMPLE_CUH
@@ -9,46 +10,52 @@
 #include "coder/codebook.cuh"
 #include "coder/fit.cuh"
 
-#define PLANE_SHARES 8 /* teams that share in the sample of planes */
-#define PART_SHARES 32 /* and in a part's, at most */
+#define PLANE_SHARES 8 /* tasks that sample planes */
+#define PART_SHARES 32 /* tasks of a step of a part, at most */
 
-/* What is found out about a part; zeros at first. */
+/* Results for one part of the model; all 0 at first. */
 struct codec_part_found {
-	uint32_t rows, cols, counts;     /* shares that are done */
-	uint32_t rows_ready, cols_ready; /* offsets of rows are there; of columns, too */
+	uint32_t rows, cols, counts;     /* shares of each step that are done */
+	uint32_t rows_ready, cols_ready; /* flags: offsets of rows, then of columns, are computed */
 	int16_t mean[CHOOSE_ROWS];
-	uint64_t side_nibbles; /* bytes of nibbles before its own in the side section */
-	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], based[256]; /* float64: based[] under its base alone */
+	uint64_t side_nibbles; /* bytes of nibbles in the side section before the part's own */
+	/* counts of symbols: without offsets, under them; float64: under the base only */
+	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], based[256];
 };
 
-/* And about the tensor; zeros at first. The parts follow. It begins with what codec_count counts, in the end. */
+/*
+ * Results for a tensor; all 0 at first. codec_part_found of each part follow. `counts` are in the end what codec_count
+ * returns.
+ */
 struct codec_choice {
 	uint32_t counts[WIRE_MAX_PLANES][256], all[CHOOSE_BINS];
-	uint32_t ticket;                    /* numbers drawn */
-	uint32_t done[3], ready[2];         /* of each step: shares done; and whether others may build on it */
-	uint32_t zero_runs, varied;         /* bits: planes with runs of zeros, with more than one value */
-	uint32_t under;                     /* is anything set under a plane 0 that is 0? */
-	int32_t finest, bins;               /* shift; bins a symbol */
-	unsigned long long zeros, sampled;  /* of plane 0 among the sample of planes */
-	unsigned long long nzeros, nvalues; /* among that of symbols */
-	uint32_t lead_nbytes;               /* of the side section: codebooks, the number of parts */
+	uint32_t ticket;            /* tasks taken */
+	uint32_t done[3], ready[2]; /* shares done of each step (PLANES, PARTS, SYMBOLS); flags: its result is ready */
+	uint32_t zero_runs, varied; /* masks of planes: a sampled row is all 0; not all bytes are equal */
+	uint32_t under;             /* not 0: another plane is not 0 where plane 0 is */
+	int32_t finest, bins;       /* finest shift; bins a symbol */
+	unsigned long long zeros, sampled;  /* sample of planes: bytes of plane 0 that are 0; all */
+	unsigned long long nzeros, nvalues; /* sample of symbols: symbols that are 0; all */
+	uint32_t lead_nbytes; /* bytes of `lead`: codebooks and number of parts, first in the side section */
 	uint8_t lead[8 + WIRE_MAX_PLANES * BOOK_MAX_NBYTES + 4];
 };
 
-/* Sizes, for whoever launches: of what is found out about a tensor, and in addition about each part. */
+/* Bytes of results, read by the host: for a tensor; in addition for each part. */
 extern "C" __device__ const uint64_t choose_nbytes[] = {sizeof(codec_choice), sizeof(codec_part_found)};
 
-/* Steps of all parts together. */
+/* Steps of all parts together: indices of codec_choice.done and ready. */
 enum { PLANES, PARTS, SYMBOLS };
 
-/* What follows from the job's dtype and codec. */
+/* Properties of the job's dtype and codec. */
 struct sample_kind {
 	uint32_t size;
-	int octave, eighth, shift; /* shift: a pattern's first bit in plane 0 */
-	uint32_t zero;             /* the first pattern that takes part in the model */
-	bool flat, based;          /* one base for all; and in any case */
+	int octave, eighth; /* patterns in an octave; log2 of those in an eighth of one */
+	int shift;          /* first bit of a pattern in plane 0 */
+	uint32_t zero;      /* first pattern that is lowered */
+	bool flat, based;   /* no offsets, one base for all; a base is needed in any case (float64) */
 };
 
+/* Return the size of a value in bytes. */
 DEVICE uint32_t size_of(uint32_t dtype)
 {
 	switch (dtype) {
@@ -81,13 +88,13 @@ DEVICE sample_kind sample_kind_of(const codec_view *v)
 		v->dtype == CODEC_FLOAT64};
 }
 
-/* An offset in eighths of an octave, in patterns. */
+/* Return an offset, given in eighths of an octave, in patterns. */
 DEVICE uint16_t around(const sample_kind &q, int eighths)
 {
 	return on_circle(eighths, 1 << q.eighth, WIRE_CIRCLE((int)q.zero));
 }
 
-/* The offset of value i under a job's model. */
+/* Return the offset of value i under the job's model, in patterns. */
 DEVICE uint16_t offset_of(const job *j, const sample_kind &q, uint64_t i)
 {
 	place o = place_at(j, i);
@@ -95,7 +102,7 @@ DEVICE uint16_t offset_of(const job *j, const sample_kind &q, uint64_t i)
 	return offset_at(&o, q.octave / 8, WIRE_CIRCLE((int)q.zero));
 }
 
-/* Byte of plane p of value i. */
+/* Return the byte of value i in plane p. offset: of the value, in patterns. */
 DEVICE uint32_t plane_byte(const sample_kind &q, const uint8_t *values, uint64_t i, uint32_t p, uint16_t offset)
 {
 	const uint8_t *value = values + i * q.size;
@@ -106,8 +113,8 @@ DEVICE uint32_t plane_byte(const sample_kind &q, const uint8_t *values, uint64_t
 }
 
 /*
- * A share of the sample of planes from `first_plane` on. With a job (not NULL) values have its model's offsets, and one
- * team does all. bins: 256 a plane.
+ * Count bytes in share `share` of the sample of planes, from plane first_plane on. j: job whose model lowers values,
+ * then `shares` is 1; NULL: no model. bins: shared memory, 256 a plane.
  */
 DEVICE_CALL void sample_planes(const codec_view *v, const job *j, uint8_t *memory, const uint8_t *values,
 			       uint32_t first_plane, uint32_t share, uint32_t shares, codec_choice *c, uint32_t *bins)
@@ -118,7 +125,7 @@ DEVICE_CALL void sample_planes(const codec_view *v, const job *j, uint8_t *memor
 
 	for (uint32_t i = threadIdx.x; i < 256 * q.size; i += CTA_THREADS)
 		bins[i] = 0;
-	if (j && warp == 0) /* the first value's, with which all warps compare */
+	if (j && warp == 0) /* offset of the first value, with which all others are compared */
 		fit_rows(j, memory, values, q.size, q.octave, q.zero, 0, 1, lane);
 	__syncthreads();
 	for (uint64_t i = share * CTA_WARPS + warp; i < take; i += shares * CTA_WARPS) {
@@ -164,7 +171,10 @@ DEVICE_CALL void sample_planes(const codec_view *v, const job *j, uint8_t *memor
 			atomicAdd((uint32_t *)c->counts + i, bins[i]);
 }
 
-/* Once all shares are done: how fine the model may be, and how finely symbols are to be counted. bins: 256. */
+/*
+ * Decide, when all shares are done, the finest shift, and how many bins a symbol has in counts. bins: shared memory,
+ * 256.
+ */
 DEVICE_CALL void conclude_planes(const codec_view *v, codec_choice *c, uint32_t *bins)
 {
 	const sample_kind q = sample_kind_of(v);
@@ -173,11 +183,12 @@ DEVICE_CALL void conclude_planes(const codec_view *v, codec_choice *c, uint32_t 
 	int finest = 0;
 
 	if (q.based && i == 0 && choose_prunes(seen->zeros, seen->sampled) && !seen->under)
-		c->counts[1][0] = n = 0; /* no other value of float64 has this byte, and blocks prune them */
+		c->counts[1][0] = n =
+			0; /* other values of float64 do not have this byte in plane 1, and blocks prune these values */
 	bins[i] = 0;
 	uint64_t total = cta_sum(n);
 
-	if (q.octave && q.octave <= 128) { /* as choose_finest */
+	if (q.octave && q.octave <= 128) { /* see choose_finest */
 		atomicAdd(bins + i % values, n);
 		__syncthreads();
 		uint64_t squares = cta_sum(bins[i] * bins[i]);
@@ -191,12 +202,12 @@ DEVICE_CALL void conclude_planes(const codec_view *v, codec_choice *c, uint32_t 
 	c->bins = !finest && q.octave == 128 && v->n >= CHOOSE_PARTS_MIN ? CHOOSE_PARTS : 1;
 }
 
-/* Of a team's shared memory for fitting. */
+/* Shared memory of a CTA that fits offsets. */
 struct fit_room {
 	int8_t eighths[CHOOSE_ROWS], offset[CHOOSE_COL_ROWS];
 };
 
-/* choose_shift, by a team. */
+/* Return the shift for n offsets in eighths, at least `shift`, as choose_shift does. */
 DEVICE_CALL int cta_shift(const int8_t *eighths, uint64_t n, int shift)
 {
 	for (; shift < WIRE_MAX_SHIFT; shift++) {
@@ -213,12 +224,13 @@ DEVICE_CALL int cta_shift(const int8_t *eighths, uint64_t n, int shift)
 	return shift;
 }
 
-/* The base of a part that has no offsets. */
+/* Return the base of a part that has no offsets. */
 DEVICE uint16_t base_without_offsets(const sample_kind &q, const codec_choice *c, const codec_model_part *part)
 {
 	return choose_base(part->mean, q.eighth, (int)q.zero, c->bins == 1 ? WIRE_MAX_SHIFT : 0);
 }
 
+/* Make a part one without offsets. */
 DEVICE void set_base_only(codec_model_part *part, uint16_t base)
 {
 	part->kind = part->shifts = 0;
@@ -226,6 +238,7 @@ DEVICE void set_base_only(codec_model_part *part, uint16_t base)
 	part->base = base;
 }
 
+/* Compute mean patterns of a share of the rows in a part's sample. */
 DEVICE_CALL void sample_rows(const sample_kind &q, const codec_model_part *part, const uint8_t *values, uint32_t share,
 			     uint32_t shares, codec_part_found *f)
 {
@@ -240,7 +253,7 @@ DEVICE_CALL void sample_rows(const sample_kind &q, const codec_model_part *part,
 	}
 }
 
-/* The mean of all rows, their shift, their offsets; the part's base. */
+/* Compute a part's mean pattern, shift, row offsets and base, from mean patterns of its rows. */
 DEVICE_CALL void fit_part(const codec_view *v, uint8_t *memory, const sample_kind &q, codec_model_part *part,
 			  const codec_choice *c, const codec_part_found *f, fit_room *room)
 {
@@ -273,7 +286,10 @@ DEVICE_CALL void fit_part(const codec_view *v, uint8_t *memory, const sample_kin
 		part->base = choose_base(part->mean, q.eighth, (int)q.zero, c->finest);
 }
 
-/* A share of a part's columns: what a sample of rows leaves, in eighths. */
+/*
+ * Compute column offsets before rounding, in eighths, for a share of a part's columns: the mean over a sample of rows
+ * of what row offsets leave.
+ */
 DEVICE_CALL void sample_cols(const codec_view *v, uint8_t *memory, const sample_kind &q, const codec_model_part *part,
 			     const uint8_t *values, uint32_t share, uint32_t shares, fit_room *room)
 {
@@ -306,7 +322,7 @@ DEVICE_CALL void sample_cols(const codec_view *v, uint8_t *memory, const sample_
 	}
 }
 
-/* Then their shift, and their offsets. */
+/* Compute the shift of column offsets, and round them. */
 DEVICE_CALL void fit_cols(const codec_view *v, uint8_t *memory, codec_model_part *part, const codec_choice *c)
 {
 	int8_t *cols = col_offsets(v, memory, part);
@@ -319,12 +335,12 @@ DEVICE_CALL void fit_cols(const codec_view *v, uint8_t *memory, codec_model_part
 		part->shifts |= (uint8_t)(shift << 4);
 }
 
-/* Of a team's shared memory for counting. */
+/* Shared memory of a CTA that counts symbols. */
 struct count_room {
 	uint32_t raw[CHOOSE_BINS], lowered[CHOOSE_BINS], based[256];
 };
 
-/* A share of a sample of a part's symbols: as values are and, under a model, lowered. */
+/* Count symbols of plane 0 in a share of a part's sample: of raw values and, with a model, of lowered values. */
 DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const sample_kind &q,
 				const codec_model_part *part, const uint8_t *values, bool model, uint32_t share,
 				uint32_t shares, const codec_choice *c, codec_part_found *f, count_room *room)
@@ -340,7 +356,7 @@ DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const samp
 	__syncthreads();
 	for (uint64_t i = share * CTA_WARPS + threadIdx.x / 32; i < take; i += shares * CTA_WARPS) {
 		uint64_t at = WIRE_ROW * choose_spread(i, take, nrows), r = row ? at / row : 0;
-		int offset[3] = {0}; /* of the rows that 128 values lie in: rows have 64 at least */
+		int offset[3] = {0}; /* of the rows that a run of 128 values lies in; rows have at least 64 values */
 
 		for (uint32_t k = 0;
 		     part->kind && k < 3 && (r + k) * row < at + WIRE_ROW && (r + k) * row < part->count; k++)
@@ -376,7 +392,7 @@ DEVICE_CALL void sample_symbols(const codec_view *v, uint8_t *memory, const samp
 	}
 }
 
-/* choose_add_lowered. */
+/* Add counts under bases raised by `by` eighths to a sum, as choose_add_lowered does. */
 DEVICE_CALL void add_lowered(const uint32_t *bins, uint32_t parts, uint32_t by, uint32_t *sum)
 {
 	uint32_t circle = 255 * parts, low = by % circle;
@@ -390,7 +406,7 @@ DEVICE_CALL void add_lowered(const uint32_t *bins, uint32_t parts, uint32_t by, 
 	}
 }
 
-/* Counts of symbols from those of their parts. */
+/* Add up the bins of each of 256 symbols. */
 DEVICE_CALL void fold(const volatile uint32_t *bins, uint32_t parts, uint32_t *counts)
 {
 	uint32_t sum = 0;
@@ -401,14 +417,14 @@ DEVICE_CALL void fold(const volatile uint32_t *bins, uint32_t parts, uint32_t *c
 	__syncthreads();
 }
 
-/* Of a team's shared memory to conclude with a part. */
+/* Shared memory of a CTA that decides on a part. */
 struct decide_room {
 	uint32_t raw[256], lowered[256];
 	cost_room cost[2];
 	uint64_t bits[2];
 };
 
-/* Do a part's offsets pay? Its share in the counts of all. */
+/* Decide whether a part's offsets pay, and drop them if not. Adds the part's counts to those of all parts. */
 DEVICE_CALL void decide_part(const codec_view *v, const sample_kind &q, codec_model_part *part, codec_choice *c,
 			     const codec_part_found *f, decide_room *room)
 {
@@ -424,7 +440,7 @@ DEVICE_CALL void decide_part(const codec_view *v, const sample_kind &q, codec_mo
 		if (threadIdx.x % 32 == 0)
 			room->bits[warp] = bits;
 	}
-	uint64_t samples = cta_sum(room->raw[threadIdx.x]); /* after which costs are there, too */
+	uint64_t samples = cta_sum(room->raw[threadIdx.x]); /* its barriers order room->bits, too */
 
 	pays |= choose_offsets_pay(room->bits[0], room->bits[1], samples, part->count,
 				   part_rows(part) + part_cols(part));
@@ -437,12 +453,15 @@ DEVICE_CALL void decide_part(const codec_view *v, const sample_kind &q, codec_mo
 	__syncthreads();
 	if (threadIdx.x == 0)
 		set_base_only(part, base);
-	if (q.based) /* symbols begin anew after 256, not after the circle's 2047 */
+	if (q.based) /* symbols wrap around at 256, not at the circle's 2047 */
 		return add_lowered(f->based, 1, 0, c->all);
 	add_lowered(f->raw, bins, q.octave > 128 || bins > 1 ? base : base / 8u, c->all);
 }
 
-/* The side section's first bytes: a codebook's name, codebooks, the number of records behind them. */
+/*
+ * Write the first bytes of the side section to c->lead: id of an agreed codebook, codebooks, number of records. coded:
+ * mask of planes. name: the id; 0: none.
+ */
 DEVICE_CALL void write_lead(const codec_view *v, const uint8_t *memory, uint32_t coded, uint64_t name,
 			    uint64_t nrecords, codec_choice *c)
 {
@@ -460,7 +479,7 @@ DEVICE_CALL void write_lead(const codec_view *v, const uint8_t *memory, uint32_t
 	__syncthreads();
 }
 
-/* Where sections begin. */
+/* Compute offsets of sections in the frame. */
 DEVICE void place_sections(codec_view *v, uint64_t side_nbytes)
 {
 	v->side_nbytes = (side_nbytes + WIRE_ALIGN - 1) / WIRE_ALIGN * WIRE_ALIGN;
