@@ -1,16 +1,16 @@
-/* rows/choose.cu - what must be known of a tensor of rows before its first block: scales of parts, a codebook.
+/* rows/choose.cu - kernels that compute what precedes the blocks of row codecs: scales of parts, a codebook.
  * docs/encoder.md, section 7.
  *
- * One launch, as of lossless/choose.cu: pieces are scanned, then parts get their scales, then codes of a sample are
- * counted.
+ * One launch, as lossless/choose.cu: CTAs take tasks in order. First pieces of WIRE_TREE values are summed, then parts
+ * get their scales, then codes of a sample of blocks are counted.
  */
 #include "rows/encode.cuh"
 #include "coder/sample.cuh"
 #include "frame/encode.cuh"
 
-#define SCANNED (4 * CTA_WARPS) /* of WIRE_TREE values, that a team scans at a time */
+#define SCANNED (4 * CTA_WARPS) /* pieces that a CTA sums in one task */
 
-/* Of a team's shared memory. */
+/* Shared memory of a CTA: of one task at a time. */
 union rows_room {
 	struct {
 		double node[2][CTA_THREADS], level[2][64];
@@ -21,6 +21,7 @@ union rows_room {
 	} codes;
 };
 
+/* Sum SCANNED pieces from piece `first` on, a warp each. */
 DEVICE_CALL void scan_pieces(const codec_view *v, uint8_t *memory, const codec_source *source, uint64_t first)
 {
 	const codec_row_part *parts = row_parts(v, memory);
@@ -38,12 +39,16 @@ DEVICE_CALL void scan_pieces(const codec_view *v, uint8_t *memory, const codec_s
 	}
 }
 
-/* Sums of a part's pieces as scale_push and scale_total have them, largest magnitude and all. */
+/*
+ * Add up sums of a part's pieces in the order of scale_push and scale_total. Also returns the largest magnitude (bits
+ * of float32) in *max, and the number of negative values.
+ */
 DEVICE_CALL void add_pieces(const codec_row_sums *sums, uint64_t count, rows_room *room, double total[2], uint32_t *max,
 			    uint64_t *negative)
 {
 	uint32_t log2 = 0, most = 0, t = threadIdx.x, below = 0;
-	double level[2][64]; /* of this thread's pieces, a power of two of them but for the last one's */
+	double level[2][64]; /* partial sums of this thread's pieces; their number is a power of two, but for the last
+				thread's */
 
 	while ((uint64_t)CTA_THREADS << log2 < count)
 		log2++;
@@ -68,7 +73,7 @@ DEVICE_CALL void add_pieces(const codec_row_sums *sums, uint64_t count, rows_roo
 			for (uint32_t l = 0; l < log2; l++)
 				room->tree.level[k][l] = level[k][l];
 	}
-	for (uint64_t n = full, l = log2; n; n /= 2, l++) { /* neighbours, then neighbouring pairs, and so on */
+	for (uint64_t n = full, l = log2; n; n /= 2, l++) { /* add neighbours, then neighbouring pairs, and so on */
 		double x[2] = {0, 0};
 
 		__syncthreads();
@@ -88,7 +93,10 @@ DEVICE_CALL void add_pieces(const codec_row_sums *sums, uint64_t count, rows_roo
 		total[k] = scale_total(room->tree.level[k], count);
 }
 
-/* The scales of a part, if such parts have any. */
+/*
+ * Compute the scales of a part, if parts of this kind have any. Returns CODEC_NONFINITE or CODEC_BAD_SCALE if values
+ * forbid it.
+ */
 DEVICE_CALL codec_status scale_part(const codec_view *v, const uint8_t *memory, codec_row_part *part, rows_room *room)
 {
 	const struct row_kind q = kind_of(v);
@@ -113,7 +121,7 @@ DEVICE_CALL codec_status scale_part(const codec_view *v, const uint8_t *memory, 
 											       : CODEC_OK;
 }
 
-/* Codes of block b, to be counted. `scratch`: memory for them, and for a region's scales. */
+/* Count the codes of block b. scratch: memory for the codes, and behind them for the block's scales. */
 DEVICE_CALL codec_status count_codes(const codec_view *v, const uint8_t *memory, const codec_source *source, uint64_t b,
 				     uint8_t *scratch, codec_choice *c, rows_room *room)
 {
@@ -141,7 +149,10 @@ DEVICE_CALL codec_status count_codes(const codec_view *v, const uint8_t *memory,
 	return status;
 }
 
-/* All scales are known, and codes counted: the job, as codec_encode_start would leave it. */
+/*
+ * Conclude, when all scales are known and codes are counted: make the codebook, and complete the job as
+ * codec_encode_start does.
+ */
 DEVICE_CALL void conclude_rows(codec_view *v, uint8_t *memory, codec_choice *c, rows_room *room, codec_written *out)
 {
 	const struct row_kind q = kind_of(v);
@@ -165,21 +176,23 @@ DEVICE_CALL void conclude_rows(codec_view *v, uint8_t *memory, codec_choice *c, 
 				  (row_part_scaled(q, row_parts(v, memory)->row) ? 8 * nparts : 0));
 	uint32_t fault = ((volatile codec_written *)out)->fault;
 
-	/* values of a sample above the scale given: blocks will tell whether NaN or Inf is elsewhere */
+	/*
+	 * A sampled value above the given scale is no final error: a block may find NaN or Inf, which is reported
+	 * instead.
+	 */
 	if (fault && (fault != CODEC_BAD_SCALE || v->row_sums.count))
 		v->nblocks = 0;
 }
 
 /*
- * A planned job of a codec of rows becomes one that kernels of blocks take; v->nblocks is 0 if it cannot be, and
- * out->fault why. A team has the scratch of a warp.
+ * Complete planned jobs (codec_encode_plan) of row codecs for encode_rows. Grid: (CTAs, frames). On an error v->nblocks
+ * becomes 0, and out->fault says why. The scratch memory of a warp serves a CTA.
  */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS, 2) choose_rows(const codec_encoding *encodings)
 {
 	__shared__ rows_room room;
 	const codec_encoding &e = encodings[blockIdx.y];
-	const codec_source source = {e.source.values, e.source.sums,
-				     NULL}; /* what is left is written with the blocks */
+	const codec_source source = {e.source.values, e.source.sums, NULL}; /* encode_rows writes residuals */
 	codec_view *v = e.view;
 	uint8_t *memory = e.memory;
 	codec_choice *c = e.found;
@@ -226,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS, 2) choose_rows(const c
 	}
 }
 
-/* The scales of parts whose blocks have left sums. */
+/* Compute scales of parts from the sums that encode_rows has left (scaled_last). Grid: (CTAs, frames). */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS, 2) scale_rows(const codec_encoding *encodings)
 {
 	__shared__ rows_room room;

@@ -1,18 +1,24 @@
-/* rows/codes.cuh - values to codes, in eights: those that share a block of draws. docs/encoder.md, section 7. */
+/* rows/codes.cuh - rounding of values to codes, in groups of 8 that share a block of random bits. docs/encoder.md,
+ * section 7.
+ */
 #ifndef CODEC_CUDA_ROWS_CODES_CUH
 #define CODEC_CUDA_ROWS_CODES_CUH
 
 #include "rows/scales.cuh"
 
-#define WARP_STEP (8 * 32) /* values of a warp, eight a lane */
+#define WARP_STEP (8 * 32) /* values that a warp takes at once, 8 a lane */
 #define TRITS_CHUNK (5 * WARP_STEP)
 
-/* What codes of a row go by, and what they are worth. */
+/*
+ * Scale of a row in the forms that rounding needs. scale: of the row. below: value of the code of negative numbers
+ * (SIGN). over: reciprocal of the scale, where codes are rounded by multiplication.
+ */
 struct row_scale {
 	float scale, below;
 	struct over over;
 };
 
+/* Return a scale in these forms. */
 DEVICE row_scale open_scale(struct row_kind q, float scale, float below)
 {
 	row_scale s = {scale, below, {1, 0}};
@@ -22,13 +28,16 @@ DEVICE row_scale open_scale(struct row_kind q, float scale, float below)
 	return s;
 }
 
-/* A part's, where rows have none. */
+/* Return the scale of a part whose rows have none. */
 DEVICE row_scale open_part(struct row_kind q, const codec_row_part *part)
 {
 	return open_scale(q, part->scale[0], round_sign_below(part->scale[q.variant == WIRE_SIGN_TWO_MEAN]));
 }
 
-/* What a block is encoded by, the same for all of its values. CODEC, here and below: the view's. */
+/*
+ * Properties of a block that hold for all of its values. The template parameter CODEC of this and other functions is
+ * the view's codec.
+ */
 struct row_job {
 	const codec_view *v;
 	struct row_kind q;
@@ -42,7 +51,7 @@ template <int CODEC> DEVICE row_job row_job_of(const codec_view *v, const row_pl
 {
 	struct row_kind q = kind_of(v);
 
-	q.codec = CODEC; /* which it is; now the compiler knows */
+	q.codec = CODEC; /* a constant for the compiler */
 	return {v,
 		q,
 		p,
@@ -51,7 +60,7 @@ template <int CODEC> DEVICE row_job row_job_of(const codec_view *v, const row_pl
 		q.codec == WIRE_CODEC_TERNARY || (v->options & WIRE_OPTION_STOCHASTIC) != 0};
 }
 
-/* The code of a value, by its bits and its first draw; of TERNARY it may be TERNARY_TIE. */
+/* Return the code of a value. x: its bits. h: 16 random bits; TERNARY may need more and then returns TERNARY_TIE. */
 template <int CODEC> DEVICE uint32_t code_of(struct row_kind q, bool random, uint32_t x, const row_scale &s, uint32_t h)
 {
 	const bool e4m3 = q.variant == WIRE_FLOAT8_E4M3FN;
@@ -67,14 +76,17 @@ template <int CODEC> DEVICE uint32_t code_of(struct row_kind q, bool random, uin
 	return s.scale > 0 ? round_level_code(x, q.odd, q.levels, s.over, h) : round_level_zero(q.odd, q.levels);
 }
 
-/* What the draws of eight values are where nothing is drawn. */
+/* Set random bits to one half, which makes rounding deterministic. */
 DEVICE void no_draws(uint32_t draws[4])
 {
 	for (int k = 0; k < 4; k++)
 		draws[k] = 0x80008000;
 }
 
-/* Codes of TERNARY whose first draw has decided nothing: by their second ones. */
+/*
+ * Decide codes of TERNARY that are TERNARY_TIE by the second 16 random bits of their values. i: index of the first of
+ * four values.
+ */
 DEVICE_CALL uint32_t break_ties(struct philox key, struct over over, uint64_t i, uint32_t codes, uint4 x)
 {
 	const uint32_t bits[4] = {x.x, x.y, x.z, x.w};
@@ -88,7 +100,10 @@ DEVICE_CALL uint32_t break_ties(struct philox key, struct over over, uint64_t i,
 	return codes;
 }
 
-/* Codes of four values from value i of the tensor on, a byte each. */
+/*
+ * Return codes of four values, a byte each. i: index of the first one in the tensor. draws, more: 16 random bits for
+ * each value.
+ */
 template <int CODEC>
 DEVICE uint32_t code_four(const row_job &r, bool random, uint64_t i, const uint32_t x[4], const row_scale &s,
 			  uint32_t draws, uint32_t more)
@@ -105,10 +120,7 @@ DEVICE uint32_t code_four(const row_job &r, bool random, uint64_t i, const uint3
 	return codes;
 }
 
-/*
- * What decoding n values will miss, at most four of them; they have one scale. `ratio`: what codes are worth but for
- * it.
- */
+/* Write the residuals of n <= 4 values of one row: values less their dequantized codes. ratio: see code_ratio. */
 template <int CODEC>
 DEVICE_CALL void put_residual(float *residual, uint32_t dtype, uint32_t n, uint4 x, uint32_t codes, row_scale s,
 			      const float *ratio)
@@ -119,7 +131,7 @@ DEVICE_CALL void put_residual(float *residual, uint32_t dtype, uint32_t n, uint4
 	for (uint32_t k = 0; k < 4; k++) {
 		uint32_t code = codes >> 8 * k & 255;
 		float y = CODEC == WIRE_CODEC_SIGN ? (code ? s.scale : s.below)
-						   : code_worth<CODEC>(shared(ratio)[code], s.scale);
+						   : dequantize<CODEC>(shared(ratio)[code], s.scale);
 
 		y = float_of(dtype, bits_of_float(dtype, y));
 		left[k] = round_bits(round_minus(round_float(bits[k]), y));
@@ -127,7 +139,7 @@ DEVICE_CALL void put_residual(float *residual, uint32_t dtype, uint32_t n, uint4
 	store_quad<4>((uint8_t *)residual, n, left);
 }
 
-/* Codes of eight values, a byte each, as their bits in the frame, from bit 0 on. */
+/* Pack 8 codes, a byte each, to q.bits bits each. */
 DEVICE uint64_t pack_group(struct row_kind q, uint32_t low, uint32_t high)
 {
 	uint64_t codes = low | (uint64_t)high << 32;
@@ -135,7 +147,7 @@ DEVICE uint64_t pack_group(struct row_kind q, uint32_t low, uint32_t high)
 	return q.bits && q.bits < 8 ? bits_squeeze(codes, q.bits) : codes;
 }
 
-/* The first n bytes of x, at most 8, by one access where they can be. */
+/* Store the first n <= 8 bytes of x; n = 2, 4 or 8 aligned bytes take one store. */
 DEVICE void put_bytes(uint8_t *to, uint64_t x, uint32_t n)
 {
 	if (n == 8 && (uint64_t)to % 8 == 0)
@@ -149,7 +161,7 @@ DEVICE void put_bytes(uint8_t *to, uint64_t x, uint32_t n)
 			to[k] = (uint8_t)x;
 }
 
-/* TRITS_CHUNK codes, a byte each, five a byte: a lane has 8 of these. */
+/* Pack TRITS_CHUNK codes of TERNARY, five a byte. Each lane makes 8 bytes. */
 DEVICE_CALL void pack_trits(const uint8_t *codes, uint8_t *to, uint32_t lane)
 {
 	uint64_t packed = 0;
@@ -163,8 +175,8 @@ DEVICE_CALL void pack_trits(const uint8_t *codes, uint8_t *to, uint32_t lane)
 }
 
 /*
- * Codes of a block from value `from` on, whatever it is like, a value after the other: to bytes `to`, packed, as many
- * as there are. Or a share of them. Returns the bits of a lane's largest magnitude.
+ * Encode values of a block from value `from` on, one at a time: for any rows, sizes and alignment. Packed codes go to
+ * `to`, which has nbytes bytes. `warps` warps share the values. Returns the bits of the lane's largest magnitude.
  */
 template <int CODEC>
 DEVICE_CALL uint32_t put_codes(row_job r, const uint8_t *scales, const float *ratio, uint8_t *to, uint64_t nbytes,
@@ -172,7 +184,7 @@ DEVICE_CALL uint32_t put_codes(row_job r, const uint8_t *scales, const float *ra
 {
 	const uint32_t row = r.p.part->row, each = (uint32_t)row_scale_nbytes(r.q), per = r.q.bits ? 8 : 5;
 	row_scale s = open_part(r.q, r.p.part);
-	uint64_t end = 0, drawn = ~0ull; /* of the row whose scale that is; the block of draws */
+	uint64_t end = 0, drawn = ~0ull; /* end of the row that s is for; block of random bits that draws holds */
 	uint32_t draws[4], most = 0;
 
 	no_draws(draws);
@@ -220,7 +232,7 @@ DEVICE_CALL uint32_t put_codes(row_job r, const uint8_t *scales, const float *ra
 	return most;
 }
 
-/* The largest of as many lanes as share a row, each of which has eight values of it. */
+/* Return the largest magnitude of the `lanes` lanes that share a row. */
 DEVICE uint32_t largest_of_lanes(uint32_t most, uint32_t lanes)
 {
 	for (uint32_t by = 1; by < lanes; by *= 2) {
@@ -231,7 +243,10 @@ DEVICE uint32_t largest_of_lanes(uint32_t most, uint32_t lanes)
 	return most;
 }
 
-/* The scale of a row of a few lanes, each of which has eight of its values and their largest magnitude. */
+/*
+ * Compute the scale of a row that `row / 8` lanes share, and store it. most: largest magnitude of the lane's 8 values,
+ * the first of which is value `mine` of the block.
+ */
 DEVICE row_scale scale_of_lanes(const row_job &r, uint32_t most, uint32_t mine, uint8_t *scales, uint32_t *bad)
 {
 	const uint32_t row = r.p.part->row, each = (uint32_t)row_scale_nbytes(r.q), row_log2 = 31 - __clz(row);
@@ -243,7 +258,7 @@ DEVICE row_scale scale_of_lanes(const row_job &r, uint32_t most, uint32_t mine, 
 	return open_scale(r.q, scale_of_bits(r.q, r.p.part, bits).scale, 0);
 }
 
-/* Codes of eight values from value e of the tensor on, which have one scale. */
+/* Encode 8 values of one row. e: index of the first one in the tensor, a multiple of 8. */
 template <int CODEC>
 DEVICE void code_group(const row_job &r, uint64_t e, const uint32_t x[8], const row_scale &s, uint32_t codes[2])
 {
@@ -252,7 +267,10 @@ DEVICE void code_group(const row_job &r, uint64_t e, const uint32_t x[8], const 
 	no_draws(draws);
 	if (r.random)
 		philox_block(r.key, e / 8, 0, draws);
-	/* two kinds of rounding, each without the other's instructions; some codecs have but one */
+	/*
+	 * Deterministic and stochastic rounding have code of their own, since either is constant for a tensor. Some
+	 * codecs have one only.
+	 */
 	if (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_QUANTIZE || !r.random)
 		for (int k = 0; k < 2; k++)
 			codes[k] = code_four<CODEC>(r, CODEC == WIRE_CODEC_TERNARY, e + 4 * k, x + 4 * k, s,
@@ -262,15 +280,15 @@ DEVICE void code_group(const row_job &r, uint64_t e, const uint32_t x[8], const 
 			codes[k] = code_four<CODEC>(r, true, e + 4 * k, x + 4 * k, s, draws[2 * k], draws[2 * k + 1]);
 }
 
-/* How far put_eights has come; of TERNARY the largest magnitude of a lane's. */
+/* Result of put_groups. done: values encoded. most: bits of the lane's largest magnitude (TERNARY, small rows). */
 struct groups_put {
 	uint32_t done, most;
 	codec_status status;
 };
 
 /*
- * Scales and codes of a block's values as far as they are eights of one row each, which they are of most tensors; each
- * is read from memory once, a row's again while it is at hand. `chunk`: memory for TRITS_CHUNK bytes.
+ * Write scales and codes of a block's values, as many as form groups of 8 of one row each: all values of most tensors.
+ * Memory is read once; a row is read again for its codes while caches hold it. chunk: memory for TRITS_CHUNK bytes.
  */
 template <int CODEC>
 DEVICE groups_put put_groups(const row_job &r, uint8_t *scales, const float *ratio, uint8_t *to, uint8_t *chunk,
@@ -281,7 +299,7 @@ DEVICE groups_put put_groups(const row_job &r, uint8_t *scales, const float *rat
 	const codec_row_part *part = r.p.part;
 	const codec_source *source = r.source;
 	const uint32_t row = part->row, limit = limit_of(v);
-	/* rows of a few lanes, whose largest magnitudes lanes tell each other */
+	/* rows of a few lanes: lanes exchange their largest magnitudes */
 	const bool small = row && WARP_STEP % row == 0;
 	const uint32_t unit = small ? WARP_STEP : row ? row : q.bits ? 8 : TRITS_CHUNK;
 	const uint32_t whole = r.p.m / unit * unit;
@@ -292,7 +310,7 @@ DEVICE groups_put put_groups(const row_job &r, uint8_t *scales, const float *rat
 		return {0, 0, CODEC_OK};
 	scales = global(scales);
 	to = global(to);
-	uint32_t next[8] = {0}; /* a lane's, which are on their way while others become codes */
+	uint32_t next[8] = {0}; /* prefetched: the lane's next 8 values */
 
 	if (8 * lane < whole)
 		values_at_quads<8>(v->dtype, source, r.p.first + 8 * lane, next);

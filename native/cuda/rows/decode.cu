@@ -1,8 +1,8 @@
-/* rows/decode.cu - frames of a codec of rows. */
+/* rows/decode.cu - kernels that decode frames of row codecs. */
 #include "frame/decode.cuh"
 #include "rows/rows.cuh"
 
-/* Four values of a dtype of 16 bits. */
+/* Round four values to a dtype of 16 bits. */
 DEVICE uint2 halves_of(uint32_t dtype, const float y[4])
 {
 	uint32_t u[4];
@@ -13,7 +13,7 @@ DEVICE uint2 halves_of(uint32_t dtype, const float y[4])
 	return {u[0] | u[1] << 16, u[2] | u[3] << 16};
 }
 
-/* As put_values does it, where that is not just to store. */
+/* Combine values with a destination as put_values does, for sinks and quads that need more than a vector store. */
 DEVICE_CALL void put_others(const codec_sink *sink, uint32_t dtype, uint64_t i, uint32_t n, float a, float b, float c,
 			    float d, float scale)
 {
@@ -22,7 +22,9 @@ DEVICE_CALL void put_others(const codec_sink *sink, uint32_t dtype, uint64_t i, 
 	put_values(sink, dtype, i, n, y, scale);
 }
 
-/* A region's values. `scratch` is memory for the bytes of its codes, where they come out of the coder. */
+/*
+ * Decode block b, whose region is at the cursor. scratch: memory of a plane, for codes that an entropy stage has coded.
+ */
 template <int CODEC>
 static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
 					 const float *ratio, const codec_sink *sink, uint32_t lane)
@@ -65,7 +67,7 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 
 	if (sink->into == CODEC_INTO_STORE && (uint64_t)to % (wide ? 16 : 8) == 0 && w.row % 4 == 0)
 #pragma unroll 2
-		for (; r < p.m / WIRE_ROW; r++) { /* nearly all rows of most tensors */
+		for (; r < p.m / WIRE_ROW; r++) { /* whole rows: nearly all values of most tensors */
 			float y[4];
 
 			bad |= walk_four<CODEC>(q, &w, WIRE_ROW * r + 4 * lane, y);
@@ -88,7 +90,7 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 	return __any_sync(FULL, bad != 0) ? CODEC_BAD_REGION : CODEC_OK;
 }
 
-/* For whoever launches: a warp's scratch. */
+/* Bytes of scratch memory for a warp, read by the host. */
 extern "C" __device__ const uint64_t decode_rows_nbytes[] = {PLANE_ROOM};
 
 template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 6) decode_rows(const codec_decoding *decodings)

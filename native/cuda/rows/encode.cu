@@ -1,12 +1,15 @@
-/* rows/encode.cu - frames of codecs of rows. */
+/* rows/encode.cu - kernels that encode blocks of row codecs. */
 #include "frame/encode.cuh"
 #include "rows/encode.cuh"
 
-/* For whoever launches: a warp's scratch, to which a region comes, the largest that there can be. */
+/* Bytes of scratch memory for a warp, read by the host; memory for the largest region follows. */
 #define ROWS_ROOM (2 * PLANE_ROOM + 4 * WORDS_ROOM)
 extern "C" __device__ const uint64_t encode_rows_nbytes[] = {ROWS_ROOM};
 
-/* As encode_lossless; scratch is for an entropy stage. What is left of the values goes where the source says. */
+/*
+ * Encode blocks, as encode_lossless does, and write residuals. Scratch memory is for an entropy stage: without one,
+ * blocks are encoded in place, for their size is known before.
+ */
 template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 4) encode_rows(const codec_encoding *encodings)
 {
 	__shared__ float ratio[256];
@@ -28,7 +31,7 @@ template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 4) encode_row
 		uint32_t size = (uint32_t)row_region_nbytes(q, p.part->row, p.m);
 		codec_status status = CODEC_OK;
 
-		if (!q.entropy) { /* where it belongs is known before */
+		if (!q.entropy) { /* the size, and so the place, is known before encoding */
 			at = v.regions_offset + look_back(e.places, b, size, lane);
 			region = e.frame + at;
 		}

@@ -1,4 +1,6 @@
-/* rows/encode.cuh - sign, ternary, float8, float4, quantize: a warp does a block. docs/encoder.md, section 7. */
+/* rows/encode.cuh - encoding of blocks of sign, ternary, float8, float4 and quantize, one block a warp.
+ * docs/encoder.md, section 7.
+ */
 #ifndef CODEC_CUDA_ROWS_ENCODE_CUH
 #define CODEC_CUDA_ROWS_ENCODE_CUH
 
@@ -6,7 +8,10 @@
 #include "frame/encode.cuh"
 #include "rows/codes.cuh"
 
-/* No frame of this. What is wrong is a scale that is too small only if no value anywhere is NaN or Inf. */
+/*
+ * Report that the tensor cannot be encoded. Any other fault replaces CODEC_BAD_SCALE: NaN or Inf anywhere is reported
+ * rather than a scale that is too small.
+ */
 DEVICE void set_fault(codec_written *out, codec_status status)
 {
 	uint32_t old = atomicCAS(&out->fault, 0u, (uint32_t)status);
@@ -16,15 +21,15 @@ DEVICE void set_fault(codec_written *out, codec_status status)
 }
 
 /*
- * Signs are the same whatever their scale is: where they share one, blocks leave sums from which it is made afterwards,
- * so that a tensor is read once. What is left of values cannot wait for that.
+ * Check whether scales are computed after the blocks. Signs do not depend on scales. So where a part shares one scale,
+ * blocks write sums from which scale_rows computes it, and the tensor is read once. Residuals need the scale earlier.
  */
 DEVICE bool scaled_last(const codec_view *v, const codec_source *source)
 {
 	return v->codec == WIRE_CODEC_SIGN && v->row_sums.count && !source->residual;
 }
 
-/* SIGN: what decoding n values will miss, whose scales are these. */
+/* SIGN: write the residuals of n values. scale, below: values of positive and negative numbers. */
 DEVICE void put_sign_residuals(const row_job &r, uint64_t first, uint32_t n, float scale, float below, uint32_t lane)
 {
 	const uint32_t dtype = r.v->dtype;
@@ -48,7 +53,7 @@ DEVICE void put_sign_residuals(const row_job &r, uint64_t first, uint32_t n, flo
 		put(i, value_at(dtype, r.source, first + i));
 }
 
-/* SIGN: all that a block has, if words of 32 signs are of one row each. */
+/* SIGN: encode a block whose rows are multiples of 32 values: scales, or sums of pieces, and codes. */
 DEVICE codec_status put_signs(const row_job &r, uint8_t *memory, uint8_t *scales, uint32_t *words, uint32_t lane)
 {
 	const codec_view *v = r.v;
@@ -79,7 +84,7 @@ DEVICE codec_status put_signs(const row_job &r, uint8_t *memory, uint8_t *scales
 	return CODEC_OK;
 }
 
-/* TERNARY: a scale that was given may be smaller than a value. */
+/* TERNARY: check that a given scale is not less than the largest magnitude. most: the lane's, as bits. */
 DEVICE codec_status check_above(const codec_view *v, const codec_row_part *part, uint32_t most)
 {
 	bool given = v->scale > 0 && !(v->clip > 0) && part->scale[0] > 0;
@@ -89,7 +94,9 @@ DEVICE codec_status check_above(const codec_view *v, const codec_row_part *part,
 	return __any_sync(FULL, most >= ROUND_INF) ? CODEC_NONFINITE : CODEC_BAD_SCALE;
 }
 
-/* A block's scales and codes, packed, to ncodes bytes. */
+/*
+ * Write scales of a block to `scales`, and ncodes bytes of packed codes to `to`. chunk: memory for TRITS_CHUNK bytes.
+ */
 template <int CODEC>
 DEVICE codec_status put_rows(const row_job &r, uint8_t *memory, uint8_t *scales, const float *ratio, uint8_t *to,
 			     uint32_t ncodes, uint8_t *chunk, uint32_t lane)
@@ -115,8 +122,8 @@ DEVICE codec_status put_rows(const row_job &r, uint8_t *memory, uint8_t *scales,
 }
 
 /*
- * Codes of a block through the entropy stage, to `out`: mode and bytes. `scratch` begins with the codes, and is memory
- * for two planes and WORDS_ROOM. Returns the size.
+ * Code ncodes bytes of codes as a plane (entropy stage): mode and plane go to `out`. scratch: the codes, in memory for
+ * two planes and WORDS_ROOM words. Returns the size in bytes.
  */
 DEVICE_CALL uint32_t code_plane(const job *j, uint8_t *scratch, uint32_t ncodes, uint8_t *out, uint32_t lane)
 {
@@ -136,7 +143,10 @@ DEVICE_CALL uint32_t code_plane(const job *j, uint8_t *scratch, uint32_t ncodes,
 	return 4 + (constant ? 1 : got ? got : ncodes);
 }
 
-/* A block to a region: its size to *size. `scratch`: memory for two planes and WORDS_ROOM. */
+/*
+ * Encode a block to a region, whose size in bytes goes to *size. scratch: memory for two planes and WORDS_ROOM words;
+ * used by an entropy stage only.
+ */
 template <int CODEC>
 DEVICE codec_status write_rows(const job *j, uint8_t *memory, const codec_source *source, const row_place &p,
 			       const float *ratio, uint8_t *scratch, uint8_t *region, uint32_t *size, uint32_t lane)

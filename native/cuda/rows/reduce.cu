@@ -1,13 +1,15 @@
-/* rows/reduce.cu - sums of frames of one codec of rows, cut alike, whose codes have a fixed width. A warp does a block
- * of all frames: what it adds up stays in registers, and is written once.
+/* rows/reduce.cu - kernels that add up frames of one row codec with equal parts and blocks, whose codes have a fixed
+ * width. A warp adds up one block of all frames: sums stay in registers, and are written once.
+ *
+ * Memory traffic: each frame is read once, and 4 bytes a value are written once a launch.
  */
 #include "frame/decode.cuh"
 #include "rows/rows.cuh"
 
-#define QUADS 4    /* of a lane, at once */
-#define TABLED 128 /* rows of a block, in all frames, whose quotients are kept */
+#define QUADS 4    /* rows of 128 values that a warp adds up at once */
+#define TABLED 128 /* rows of a block, in all frames, whose quotients fit into shared memory */
 
-/* By each lane: is this block's region as long as its scales and codes are, which end as they should? */
+/* Check a frame's region of block b, by each lane for a frame of its own: size, padding, last codes. Sets *c to it. */
 DEVICE codec_status check_region(struct row_kind q, const codec_decoding *d, uint64_t b, uint64_t nscales,
 				 uint64_t ncodes, uint32_t m, cursor *c)
 {
@@ -22,27 +24,27 @@ DEVICE codec_status check_region(struct row_kind q, const codec_decoding *d, uin
 	return bad || !allowed_end(q, here(c) + nscales, ncodes, m) ? CODEC_BAD_REGION : CODEC_OK;
 }
 
-/* Lane f's address. */
+/* Return p of lane f. */
 DEVICE const uint8_t *address_of(const uint8_t *p, uint32_t f)
 {
 	return (const uint8_t *)(uint64_t)__shfl_sync(FULL, (unsigned long long)p, (int)f);
 }
 
-/* A block of all frames: lane f knows frame f's region, bit f of `good` says that it is one. */
+/* A block of all frames. Lane f holds the region of frame f; bit f of `good` is set if that region is valid. */
 struct summed {
 	const codec_decoding *decodings;
 	uint32_t count, good;
 	struct row_kind q;
 	row_place p;
-	uint64_t part, nscales; /* number of the block's part; bytes of its scales */
+	uint64_t part, nscales; /* index of the block's part; bytes of its scales */
 	const uint8_t *region;
 	uint32_t dtype;
-	const uint32_t *entry;  /* FLOAT8: see fill_entries; */
-	float *quotient;        /* of row i of frame f eight from 8 * (f * nrows + i) on, */
-	uint32_t nrows, tabled; /* if bit f is set */
+	const uint32_t *entry;  /* FLOAT8: see fill_entries */
+	float *quotient;        /* FLOAT8: 8 quotients of row i of frame f from index 8 * (f * nrows + i) on, */
+	uint32_t nrows, tabled; /* valid if bit f of `tabled` is set */
 };
 
-/* What a row's values go by in a frame. */
+/* Scale of a row of one frame; wrong: not 0 if the scale is invalid. */
 struct summed_row {
 	float scale, below;
 	uint32_t wrong;
@@ -59,8 +61,9 @@ DEVICE_CALL summed_row open_summed(struct row_kind q, const codec_row_part *part
 }
 
 /*
- * FLOAT8's values are quotients by their row's scale of powers of two times 1, 9/8, .. 15/8. Of these eight are divided
- * for each row; the rest is exact. What a code is: that power, with the sign, and where its quotient is, in bytes.
+ * Fill a table of FLOAT8's codes. A value is code_ratio / scale, and code_ratio is a power of two times 1, 9/8, .. or
+ * 15/8. So 8 quotients are divided for each row, and multiplication by the power of two is exact. An entry holds the
+ * power with its sign, and in bits 2 to 4 the index of the quotient. NaN stays as it is.
  */
 DEVICE void fill_entries(const float *ratio, uint32_t *entry)
 {
@@ -72,7 +75,10 @@ DEVICE void fill_entries(const float *ratio, uint32_t *entry)
 	__syncthreads();
 }
 
-/* Quotients of all rows of a block, if they are not too many; of frames whose quotients could overflow none. */
+/*
+ * Compute quotients of all rows of a block, if they fit into shared memory; s->tabled: frames whose quotients cannot
+ * overflow. Returns a mask of frames with invalid scales that this lane has read.
+ */
 DEVICE uint32_t fill_quotients(summed *s, uint32_t lane)
 {
 	const uint32_t rows = s->nrows * s->count;
@@ -100,7 +106,7 @@ DEVICE uint32_t fill_quotients(summed *s, uint32_t lane)
 	return bad;
 }
 
-/* What becomes of four sums by a frame's values, all of them their bits, whatever is asked for. */
+/* Combine four sums with a frame's values as its sink says. sums, values: bits of float32. */
 DEVICE_CALL uint4 put_four(const codec_sink *sink, uint32_t dtype, uint4 sums, uint4 values, float scale)
 {
 	uint32_t sum[4] = {sums.x, sums.y, sums.z, sums.w}, y[4] = {values.x, values.y, values.z, values.w};
@@ -111,7 +117,7 @@ DEVICE_CALL uint4 put_four(const codec_sink *sink, uint32_t dtype, uint4 sums, u
 	return {sum[0], sum[1], sum[2], sum[3]};
 }
 
-/* Are values only to be added? */
+/* Check that values are only added: no maximum, division, scaling or rounding. */
 DEVICE bool is_plain(const codec_sink &sink, uint32_t dtype)
 {
 	return sink.into == CODEC_INTO_ADD && !sink.rescale && !(sink.divide > 0) &&
@@ -128,7 +134,7 @@ DEVICE void four_of_bits(uint4 u, float x[4])
 	x[0] = round_float(u.x), x[1] = round_float(u.y), x[2] = round_float(u.z), x[3] = round_float(u.w);
 }
 
-/* Adds a frame's codes of FLOAT8 to sums, by the quotients of their rows; `quotients`: of the frame's first row. */
+/* FLOAT8: add a frame's values to sums, from the quotients of their rows. quotients: of the frame's first row. */
 DEVICE void add_quotients(const summed &s, const float *quotients, const uint32_t at[QUADS],
 			  const uint32_t codes[QUADS], float weight, float sum[QUADS][4])
 {
@@ -145,7 +151,9 @@ DEVICE void add_quotients(const summed &s, const float *quotients, const uint32_
 	}
 }
 
-/* Adds frame f's codes to sums, as its sink says; `scales`: of the block. Returns bit f if some are not allowed. */
+/*
+ * Add values of frame f to sums, as its sink says. scales: of the block. Returns bit f if codes or scales are invalid.
+ */
 template <int CODEC>
 DEVICE uint32_t add_codes(const summed &s, uint32_t f, const uint8_t *scales, const uint32_t at[QUADS],
 			  const uint32_t codes[QUADS], const float *ratio, bool plain, float sum[QUADS][4])
@@ -181,8 +189,8 @@ DEVICE uint32_t add_codes(const summed &s, uint32_t f, const uint8_t *scales, co
 }
 
 /*
- * Sums of QUADS rows from row r on that are all there, of whose quads each has one scale. Bit f of what it returns: in
- * frame f this lane has read something that is not allowed.
+ * Add up QUADS rows of 128 values from row r on; all of them exist, and each quad lies in one row of the codec. Returns
+ * a mask of frames in which this lane has read invalid codes or scales.
  */
 template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, const float *ratio, uint32_t lane)
 {
@@ -194,12 +202,12 @@ template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, cons
 	for (uint32_t i = 0; i < QUADS; i++) {
 		uint4 w = {0, 0, 0, 0};
 
-		if (s.decodings->sink.into != CODEC_INTO_FLOAT32) /* else nothing depends on them */
+		if (s.decodings->sink.into != CODEC_INTO_FLOAT32) /* else the result does not depend on them */
 			w = to[32 * i];
 		four_of_bits(w, sum[i]);
-		at[i] = row ? (WIRE_ROW * (r + i) + 4 * lane) / row : 0; /* of the block, in all frames alike */
+		at[i] = row ? (WIRE_ROW * (r + i) + 4 * lane) / row : 0; /* row of the codec, equal in all frames */
 	}
-	uint32_t next[QUADS] = {0}; /* codes, which are on their way while others are added */
+	uint32_t next[QUADS] = {0}; /* prefetched: codes of the next frame */
 	auto fetch = [&](uint32_t f) {
 		const uint8_t *codes = address_of(s.region, f) + s.nscales;
 
@@ -231,7 +239,7 @@ template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, cons
 	return bad;
 }
 
-/* The same of any row r. */
+/* Add up row r of 128 values, of any shape. Returns a mask as add_quads. */
 template <int CODEC> DEVICE_CALL uint32_t add_row(const summed &s, uint32_t r, const float *ratio, uint32_t lane)
 {
 	const uint32_t n = there(r, lane, s.p.m);
@@ -259,7 +267,7 @@ template <int CODEC> DEVICE_CALL uint32_t add_row(const summed &s, uint32_t r, c
 	return bad;
 }
 
-/* Sums of a block's values; what it returns as add_quads. */
+/* Add up all values of a block. Returns a mask as add_quads. */
 template <int CODEC> DEVICE uint32_t add_up(const summed &s, const float *ratio, uint32_t lane)
 {
 	const bool quads = s.p.part->row % 4 == 0 && s.p.first % 4 == 0 && (uint64_t)s.decodings->sink.data % 16 == 0;
@@ -272,7 +280,7 @@ template <int CODEC> DEVICE uint32_t add_up(const summed &s, const float *ratio,
 	return bad;
 }
 
-/* Bit f: of frame f this lane has read a byte of codes of TERNARY that is none. */
+/* TERNARY: check the bytes of codes. Returns a mask of frames in which this lane has read an invalid byte. */
 DEVICE uint32_t check_trits(const summed &s, uint64_t ncodes, uint32_t lane)
 {
 	uint32_t bad = 0;
@@ -287,8 +295,8 @@ DEVICE uint32_t check_trits(const summed &s, uint64_t ncodes, uint32_t lane)
 }
 
 /*
- * Checks digests of block b in the frames that bits of `known` say have such a block; lane f's size is that of frame
- * f's region. Returns CODEC_CHECKSUM to lane f where frame f's is another, else its status.
+ * Verify checksums of block b. known: mask of frames whose directory entry is valid. size: of lane f's region. Returns
+ * CODEC_CHECKSUM to lane f if frame f's checksum differs, else its status.
  */
 DEVICE codec_status check_digests(const summed &s, uint64_t b, uint32_t known, uint64_t size, codec_status status,
 				  uint32_t lane)
@@ -315,8 +323,8 @@ DEVICE codec_status check_digests(const summed &s, uint64_t b, uint32_t known, u
 }
 
 /*
- * Of at most 32 frames, one a decoding, by whose sinks their values go to one and the same place, in this order. What
- * is wrong with a frame is found as by decode_rows.
+ * Add up `count` frames, at most 32, in this order, to one destination. Each has a codec_decoding, whose sink says how
+ * its values are added. Grid: (CTAs, 1). Errors are reported for each frame as by decode_rows.
  */
 template <int CODEC>
 __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decoding *decodings, uint32_t count)

@@ -1,4 +1,7 @@
-/* rows/rows.cuh - sign, ternary, float8, float4, quantize: a warp does a block. docs/format.md, section 8. */
+/* rows/rows.cuh - codes, scales and values of sign, ternary, float8, float4 and quantize. docs/format.md, section 8.
+ *
+ * Values of a row share a scale. Rows of a part have one length; 0: all values of the part share a scale.
+ */
 #ifndef CODEC_CUDA_ROWS_ROWS_CUH
 #define CODEC_CUDA_ROWS_ROWS_CUH
 
@@ -7,7 +10,7 @@
 #include "common/checksum.cuh"
 #include "common/values.cuh"
 
-/* A block: the part it belongs to, its first value, how many it has. */
+/* Position of a block: its part, its first value in the tensor, and its number of values. */
 struct row_place {
 	const codec_row_part *part;
 	uint64_t first;
@@ -28,7 +31,10 @@ static __device__ row_place row_place_of(const job *j, struct row_kind q, uint64
 	return {part, part->start + b * row_block(q, part->row), (uint32_t)row_block_n(q, part->row, part->count, b)};
 }
 
-/* What values of a row go by: their scale or, of signs, what positive and negative values are. False: not allowed. */
+/*
+ * Read the scale of a row. SIGN: *scale and *below become the values of positive and of negative numbers. Returns false
+ * if the scale is invalid.
+ */
 DEVICE bool read_scale(struct row_kind q, const codec_row_part *part, const uint8_t *p, float *scale, float *below)
 {
 	uint32_t u = 0, w = 0;
@@ -46,7 +52,7 @@ DEVICE bool read_scale(struct row_kind q, const codec_row_part *part, const uint
 	return u < ROUND_INF && w < ROUND_INF && (u || q.codec != WIRE_CODEC_FLOAT8);
 }
 
-/* Five codes a byte: codes i to i + n - 1, a byte each. */
+/* Read n codes of TERNARY (five a byte) from code i on, a byte each. */
 DEVICE_CALL uint32_t read_trits(const uint8_t *codes, uint32_t i, uint32_t n)
 {
 	uint32_t quad = 0;
@@ -61,16 +67,16 @@ DEVICE_CALL uint32_t read_trits(const uint8_t *codes, uint32_t i, uint32_t n)
 	return quad;
 }
 
-/* The same of codes of any number of bits. */
+/* Read n codes of any number of bits from code i on, a byte each. */
 DEVICE_CALL uint32_t read_odd_bits(const uint8_t *codes, uint32_t bits, uint32_t i, uint32_t n)
 {
-	uint64_t bit = (uint64_t)i * bits; /* of a byte bit 0 or 4: so all are in four bytes */
+	uint64_t bit = (uint64_t)i * bits; /* bit 0 or 4 of a byte, so that four codes lie within four bytes */
 	uint32_t at = (uint32_t)bit % 8, x = load_bytes(codes + bit / 8, (at + n * bits + 7) / 8);
 
 	return keep_bytes((uint32_t)bits_spread(x >> at & ((1ull << 4 * bits) - 1), (int)bits), n);
 }
 
-/* Codes i to i + n - 1, a byte each; i is a multiple of 4. `codes`: at any address. */
+/* Read n <= 4 codes from code i on, a byte each. i is a multiple of 4. codes: any address. */
 template <int CODEC> DEVICE uint32_t read_codes(struct row_kind q, const uint8_t *codes, uint32_t i, uint32_t n)
 {
 	const bool any = CODEC == WIRE_CODEC_QUANTIZE;
@@ -96,7 +102,7 @@ template <int CODEC> DEVICE uint32_t read_codes(struct row_kind q, const uint8_t
 	return any ? read_odd_bits(codes, q.bits, i, n) : read_trits(codes, i, n);
 }
 
-/* Do codes end as they can? By one lane. */
+/* Check that unused bits or digits of the last byte of codes are 0. By one lane. */
 DEVICE bool allowed_end(struct row_kind q, const uint8_t *codes, uint64_t nbytes, uint64_t m)
 {
 	uint32_t last = codes[nbytes - 1], missing = (uint32_t)(5 * nbytes - m);
@@ -109,7 +115,7 @@ DEVICE bool allowed_end(struct row_kind q, const uint8_t *codes, uint64_t nbytes
 	return true;
 }
 
-/* Of what a code is worth what does not depend on the scale; NaN where it says nothing. */
+/* Return the dequantized value of `code` before scaling; NaN if the code is invalid. */
 template <int CODEC> DEVICE float code_ratio(struct row_kind q, uint32_t code)
 {
 	const float none = round_float(0x7fc00000);
@@ -132,8 +138,8 @@ template <int CODEC> DEVICE float code_ratio(struct row_kind q, uint32_t code)
 		       : round_div((float)round_level_of(code, q.odd, q.levels), (float)q.levels);
 }
 
-/* And under a scale. */
-template <int CODEC> DEVICE float code_worth(float ratio, float scale)
+/* Return the dequantized value of a code, from its value before scaling. */
+template <int CODEC> DEVICE float dequantize(float ratio, float scale)
 {
 	if (CODEC == WIRE_CODEC_FLOAT8) {
 		uint32_t u = round_bits(ratio), a = u & ROUND_ABS, v = round_bits(round_div(round_float(a), scale));
@@ -146,7 +152,7 @@ template <int CODEC> DEVICE float code_worth(float ratio, float scale)
 	return round_scaled(ratio, scale);
 }
 
-/* What all codes are worth but for the scale, to shared memory, by all threads of a block. */
+/* Fill a table of code_ratio for all codes in shared memory, by all threads of the CTA. */
 template <int CODEC> DEVICE void fill_ratios(const codec_view *v, float *ratio)
 {
 	for (uint32_t code = threadIdx.x; code < 256 && CODEC != WIRE_CODEC_SIGN; code += blockDim.x)
@@ -154,12 +160,12 @@ template <int CODEC> DEVICE void fill_ratios(const codec_view *v, float *ratio)
 	__syncthreads();
 }
 
-/* A block's scales and codes, and what the values go by that are read from it, one quad after the other. */
+/* State of reading a block's values in order: its scales and codes, and the scale of the current row. */
 struct row_walk {
 	const codec_row_part *part;
 	const uint8_t *scales, *codes;
 	const float *ratio;
-	uint32_t row, end; /* values of a row; the end of the one whose scale this is */
+	uint32_t row, end; /* values of a row; end of the current row, in values of the block */
 	float scale, below;
 };
 
@@ -171,13 +177,13 @@ DEVICE row_walk walk_rows(struct row_kind q, const codec_row_part *part, const u
 	return {part, scales, codes, ratio, part->row, part->row ? 0 : ~0u, unscaled ? 1 : part->scale[0], below};
 }
 
-/* What values of a row go by, and where it ends; wrong: it is not allowed. */
+/* Scale of a row, and its end; wrong: not 0 if the scale is invalid. */
 struct opened_row {
 	float scale, below;
 	uint32_t end, wrong;
 };
 
-/* The row of value i of a block. */
+/* Return the scale of the row that holds value i of a block. */
 DEVICE_CALL opened_row open_row(struct row_kind q, const codec_row_part *part, const uint8_t *scales, uint32_t i)
 {
 	uint32_t at = i / part->row;
@@ -188,7 +194,7 @@ DEVICE_CALL opened_row open_row(struct row_kind q, const codec_row_part *part, c
 	return o;
 }
 
-/* On to the row of value i, if that is another one. */
+/* Move to the row of value i, unless it is the current one. Returns not 0 if its scale is invalid. */
 DEVICE uint32_t walk_on(struct row_kind q, row_walk *w, uint32_t i)
 {
 	if (i < w->end)
@@ -199,7 +205,7 @@ DEVICE uint32_t walk_on(struct row_kind q, row_walk *w, uint32_t i)
 	return o.wrong;
 }
 
-/* The value of a code in that row. */
+/* Set *y to the value of a code in the current row. Returns not 0 if the code is invalid. */
 template <int CODEC> DEVICE uint32_t walk_code(const row_walk &w, uint32_t code, float *y)
 {
 	if (CODEC == WIRE_CODEC_SIGN) {
@@ -208,11 +214,11 @@ template <int CODEC> DEVICE uint32_t walk_code(const row_walk &w, uint32_t code,
 	}
 	float ratio = shared(w.ratio)[code];
 
-	*y = code_worth<CODEC>(ratio, w.scale);
+	*y = dequantize<CODEC>(ratio, w.scale);
 	return (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_QUANTIZE) && ratio != ratio;
 }
 
-/* Values i to i + 3 of a block, which have one scale; i ascends. Not 0: they are none. */
+/* Read values i to i + 3 of a block, which lie in one row; i ascends. Returns not 0 if scale or codes are invalid. */
 template <int CODEC> DEVICE uint32_t walk_four(struct row_kind q, row_walk *w, uint32_t i, float y[4])
 {
 	uint32_t wrong = walk_on(q, w, i), quad = read_codes<CODEC>(q, w->codes, i, 4);
@@ -222,7 +228,7 @@ template <int CODEC> DEVICE uint32_t walk_four(struct row_kind q, row_walk *w, u
 	return wrong;
 }
 
-/* Values i to i + n - 1, at most four. */
+/* Read n <= 4 values from value i on; they may lie in several rows. */
 template <int CODEC> DEVICE uint32_t walk_quad(struct row_kind q, row_walk *w, uint32_t i, uint32_t n, float y[4])
 {
 	uint32_t wrong = 0, quad = n ? read_codes<CODEC>(q, w->codes, i, n) : 0;

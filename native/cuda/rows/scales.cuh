@@ -1,10 +1,10 @@
-/* rows/scales.cuh - scales of rows, from the values that have them in common. docs/encoder.md, section 7. */
+/* rows/scales.cuh - computation of the scales of rows. docs/encoder.md, section 7. */
 #ifndef CODEC_CUDA_ROWS_SCALES_CUH
 #define CODEC_CUDA_ROWS_SCALES_CUH
 
 #include "rows/rows.cuh"
 
-/* Values i, i + 32, and so on, N of them. */
+/* Load N values: i, i + 32, i + 64 ... */
 template <int N> DEVICE void values_each_32(uint32_t dtype, const codec_source *s, uint64_t i, float x[N])
 {
 	if (s->sums || dtype == WIRE_FLOAT32) {
@@ -22,7 +22,9 @@ template <int N> DEVICE void values_each_32(uint32_t dtype, const codec_source *
 		x[k] = float_of(dtype, round_bits(x[k]));
 }
 
-/* The larger magnitude, as bits; those from `limit` on count for nothing. */
+/*
+ * Return the larger of `most` and the magnitude of x, as bits of float32. Magnitudes of `limit` and above are ignored.
+ */
 DEVICE uint32_t larger(uint32_t most, uint32_t x, uint32_t limit)
 {
 	uint32_t a = x & ROUND_ABS;
@@ -30,7 +32,10 @@ DEVICE uint32_t larger(uint32_t most, uint32_t x, uint32_t limit)
 	return a < limit && a > most ? a : most;
 }
 
-/* The bits of the largest |x| of n values, those from `limit` on left out. */
+/*
+ * Return the largest magnitude of n values, as bits of float32. Magnitudes of `limit` and above are ignored. By one
+ * warp.
+ */
 DEVICE uint32_t largest(uint32_t dtype, const codec_source *source, uint64_t first, uint32_t n, uint32_t limit,
 			uint32_t lane)
 {
@@ -50,7 +55,7 @@ DEVICE uint32_t largest(uint32_t dtype, const codec_source *source, uint64_t fir
 	return warp_max(most);
 }
 
-/* What is summed up: magnitudes; those of both signs apart; values and their squares. */
+/* Kinds of sums: magnitudes; magnitudes of positive and of negative values; values and their squares. */
 enum summing { SUM_ABS, SUM_BY_SIGN, SUM_SQUARES };
 
 DEVICE summing summing_of(const codec_view *v)
@@ -60,14 +65,16 @@ DEVICE summing summing_of(const codec_view *v)
 	return v->codec == WIRE_CODEC_SIGN && v->variant == WIRE_SIGN_TWO_MEAN ? SUM_BY_SIGN : SUM_ABS;
 }
 
-/* A lane's. */
+/* Sums over a lane's values. */
 template <summing HOW> struct lane_sums {
 	codec_row_sums out = {{0, 0}, 0, 0};
 	double s = 0, t = 0;
 	float a = 0, b = 0;
 	uint32_t kept = 0;
 
-	/* SIGNS: value 32 k + lane of 1,024 has its sign's bit, unless it is not there, in the word that lane k keeps.
+	/*
+	 * Add one value. SIGNS: also set its bit in the word of signs that lane k keeps, if the value exists. It is
+	 * value 32 * k + lane of 1,024.
 	 */
 	template <bool SIGNS> __device__ __forceinline__ void add(float x, bool there, uint32_t k, uint32_t lane)
 	{
@@ -96,7 +103,7 @@ template <summing HOW, bool SIGNS>
 DEVICE codec_row_sums sums_how(uint32_t dtype, const codec_source *source, uint64_t first, uint32_t n, uint32_t *words,
 			       uint32_t lane)
 {
-	const int AT_ONCE = HOW == SUM_ABS ? 16 : 8; /* values of a lane, on their way together */
+	const int AT_ONCE = HOW == SUM_ABS ? 16 : 8; /* values of a lane that are loaded together */
 	lane_sums<HOW> sums;
 	uint32_t i = 0;
 
@@ -136,8 +143,8 @@ DEVICE codec_row_sums sums_how(uint32_t dtype, const codec_source *source, uint6
 }
 
 /*
- * Sums of at most WIRE_TREE values, as docs/encoder.md, section 7.2, has them: in 32 lanes, which are folded by halves.
- * SIGNS: the codes of SIGN come on the way, to words if these are wanted; else NULL.
+ * Return sums of n values, at most WIRE_TREE, in the order of docs/encoder.md, section 7.2: over 32 lanes, which are
+ * then added by halves. SIGNS: also write the codes of SIGN to `words`, unless that is NULL. By one warp.
  */
 template <bool SIGNS>
 DEVICE_CALL codec_row_sums sums_of(const codec_view *v, const codec_source *source, uint64_t first, uint32_t n,
@@ -150,13 +157,13 @@ DEVICE_CALL codec_row_sums sums_of(const codec_view *v, const codec_source *sour
 	}
 }
 
-/* What a row's values go by; status: a value of it is none. */
+/* Scale of a row, or the error if the row holds NaN or Inf. below: value of negative numbers (SIGN). */
 struct scaled {
 	codec_status status;
 	float scale, below;
 };
 
-/* The same of a row of SIGN that has more values. */
+/* Return sums of a row of SIGN that has more than WIRE_TREE values. */
 DEVICE_CALL codec_row_sums sums_of_pieces(const codec_view *v, const codec_source *source, uint64_t first, uint32_t n,
 					  uint32_t *words, uint32_t lane)
 {
@@ -178,7 +185,10 @@ DEVICE_CALL codec_row_sums sums_of_pieces(const codec_view *v, const codec_sourc
 	return all;
 }
 
-/* SIGN: scales of a row of n values, to 4 or 8 bytes; and its codes, if they are wanted. */
+/*
+ * SIGN: compute the scales of a row of n values and store them in 4 or 8 bytes at `to`; also write its codes, unless
+ * `words` is NULL.
+ */
 DEVICE_CALL scaled put_sign_row(const codec_view *v, struct row_kind q, const codec_source *source, uint64_t first,
 				uint32_t n, uint8_t *to, uint32_t *words, uint32_t lane)
 {
@@ -194,7 +204,7 @@ DEVICE_CALL scaled put_sign_row(const codec_view *v, struct row_kind q, const co
 	return {CODEC_OK, scale[0], round_sign_below(q.variant == WIRE_SIGN_TWO_MEAN ? scale[1] : scale[0])};
 }
 
-/* The bits that a row's scale is stored as, from its largest magnitude; those of SIGN are made of sums. */
+/* Return a row's stored scale from its largest magnitude. SIGN computes its scales from sums instead. */
 DEVICE uint32_t scale_bits(struct row_kind q, const codec_view *v, const codec_row_part *part, uint32_t max)
 {
 	return q.codec == WIRE_CODEC_FLOAT4   ? scale_float4(q, max, part->scale[0])
@@ -202,7 +212,7 @@ DEVICE uint32_t scale_bits(struct row_kind q, const codec_view *v, const codec_r
 					      : max;
 }
 
-/* The other way round. */
+/* Return the scale that stored bits stand for. */
 DEVICE scaled scale_of_bits(struct row_kind q, const codec_row_part *part, uint32_t bits)
 {
 	if (q.codec == WIRE_CODEC_FLOAT4)
@@ -210,13 +220,13 @@ DEVICE scaled scale_of_bits(struct row_kind q, const codec_row_part *part, uint3
 	return {CODEC_OK, round_float(bits), 0};
 }
 
-/* The largest magnitude that is one. */
+/* Return the bits from which on magnitudes are ignored: those of Inf if Inf and NaN are propagated, else none. */
 DEVICE uint32_t limit_of(const codec_view *v)
 {
 	return v->options & WIRE_OPTION_PROPAGATE ? ROUND_INF : ~0u;
 }
 
-/* The scale of a row of n values, to where it belongs. */
+/* Compute the scale of a row of n values and store it at `to`. By one warp. */
 template <int CODEC>
 DEVICE_CALL scaled put_scale(const codec_view *v, struct row_kind q, const codec_row_part *part,
 			     const codec_source *source, uint64_t first, uint32_t n, uint8_t *to, uint32_t lane)
@@ -234,7 +244,9 @@ DEVICE_CALL scaled put_scale(const codec_view *v, struct row_kind q, const codec
 	return scale_of_bits(q, part, bits);
 }
 
-/* The scales of a block's rows from value `from` on, with which one begins: of each so many warps do a share. */
+/*
+ * Compute the scales of a block's rows from value `from` on, the first one of a row. `warps` warps take rows in turn.
+ */
 template <int CODEC>
 DEVICE codec_status put_scales(const codec_view *v, struct row_kind q, const row_place &p, const codec_source *source,
 			       uint8_t *to, uint64_t from, uint32_t warp, uint32_t warps, uint32_t lane)
