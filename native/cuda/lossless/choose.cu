@@ -1,13 +1,13 @@
-/* lossless/choose.cu - what lossless frames begin with: a scale model, what becomes of planes, codebooks.
- * docs/encoder.md.
+/* lossless/choose.cu - kernel that chooses what precedes the blocks of lossless frames: the scale model, how each plane
+ * is stored, codebooks. docs/encoder.md, sections 4 and 5.
  *
- * One launch: tasks are drawn in the order in which they follow from each other, see common/cta.cuh; the team that ends
- * last decides.
+ * One launch: CTAs take numbered tasks (common/cta.cuh), first samples of planes, then the model's. The CTA that
+ * finishes the last one concludes the job.
  */
 #include "coder/choose.cuh"
 #include "frame/encode.cuh"
 
-/* A team's shared memory, for one thing after the other. */
+/* Shared memory of a CTA: of one task at a time. */
 union choose_room {
 	uint32_t bins[256 * WIRE_MAX_PLANES];
 	model_room model;
@@ -18,7 +18,9 @@ union choose_room {
 	} plane;
 };
 
-/* choose_plane. The book that was made is at `lengths`. */
+/*
+ * Choose how a plane is stored, as choose_plane does, from 256 counts. Writes code lengths of a codebook to `lengths`.
+ */
 DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t n, uint32_t cap, uint8_t *lengths,
 			       choose_room *room)
 {
@@ -28,7 +30,7 @@ DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t
 
 	room->plane.counts[i] = counts[i];
 	low[i] = 0;
-	total = cta_sum(counts[i]); /* after which these are there */
+	total = cta_sum(counts[i]); /* its barriers order room->plane, too */
 	cost = 8 * total;
 	if (s.exponent) {
 		if (!s.given)
@@ -58,7 +60,10 @@ DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t
 	return choose_fate(cost, total, halved, s);
 }
 
-/* Counts of planes but the first anew: plane 1 has bits of the exponent, as the model moves it. */
+/*
+ * Count all planes but plane 0 again under the scale model (float64): the model changes bits of the exponent in plane
+ * 1.
+ */
 DEVICE_CALL void sample_moved(const codec_view *v, uint8_t *memory, const uint8_t *values, uint32_t size,
 			      codec_choice *c, uint32_t *bins)
 {
@@ -79,7 +84,7 @@ DEVICE_CALL void sample_moved(const codec_view *v, uint8_t *memory, const uint8_
 	__syncthreads();
 }
 
-/* All is counted: the job, as codec_encode_open would leave it. */
+/* Conclude, when everything is counted: complete the job as codec_encode_open does. */
 DEVICE_CALL void conclude(codec_view *v, uint8_t *memory, const uint8_t *values, uint64_t capacity, codec_choice *c,
 			  codec_part_found *found, choose_room *room)
 {
@@ -124,8 +129,8 @@ DEVICE_CALL void conclude(codec_view *v, uint8_t *memory, const uint8_t *values,
 }
 
 /*
- * A planned job (codec_encode_plan) of LOSSLESS becomes one that kernels of blocks take; v->nblocks is 0 if the tensor
- * is to be stored.
+ * Complete planned jobs (codec_encode_plan) of LOSSLESS for encode_lossless. Grid: (CTAs, frames). v->nblocks becomes 0
+ * if the tensor is to be stored.
  */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_lossless(const codec_encoding *encodings)
 {

@@ -1,11 +1,17 @@
-/* lossless/decode.cu - regions to values: a warp does a block. docs/format.md, sections 3 and 6. */
+/* lossless/decode.cu - kernels that decode lossless frames, one block a warp. docs/format.md, sections 3 and 6.
+ *
+ * A value is live if its byte in plane 0 is not 0. Planes of a pruned region hold bytes of live values only.
+ */
 #include "coder/model.cuh"
 #include "coder/plane.cuh"
 #include "common/checksum.cuh"
 #include "common/values.cuh"
 #include "frame/decode.cuh"
 
-/* Value i of four from the words of their planes, which are the bytes from the top; the offset is in patterns. */
+/*
+ * Return value i of a quad. plane: a word of each plane; plane 0 holds the highest bits. offset: of the value, in
+ * patterns.
+ */
 template <int SIZE> DEVICE uint64_t merge_value(const uint32_t *plane, uint32_t i, bool is_float, uint16_t offset)
 {
 	uint64_t x = 0;
@@ -22,15 +28,16 @@ template <int SIZE> DEVICE uint64_t merge_value(const uint32_t *plane, uint32_t 
 }
 
 /*
- * A lane's four values of a row by the words of their planes, whose offsets are in the halves of two words; in memory
- * they are one after the other. The pattern's upper eight bits are plane 0, its sign and lower seven are plane 1.
+ * Merge a quad from words of its planes to SIZE words as they lie in memory. offset: offsets of two values in each of
+ * two words. Plane 0 holds the pattern's upper eight bits, plane 1 the sign and the lower seven. SIZE is 2 or 4.
  */
 template <int SIZE> DEVICE void merge_quad(const uint32_t *plane, const uint32_t *offset, uint32_t *out)
 {
 	uint32_t lower = plane[1] & 0x7f7f7f7f, signs = plane[1] & 0x80808080, top[2];
 
 	for (int h = 0; h < 2; h++) {
-		uint32_t even = h ? 0x4342 : 0x4140, odd = h ? 0x3424 : 0x1404; /* where in halves two bytes go */
+		/* selectors that move two bytes to the lower, upper ends of halves */
+		uint32_t even = h ? 0x4342 : 0x4140, odd = h ? 0x3424 : 0x1404;
 		uint32_t upper = __byte_perm(plane[0], 0, even), u = upper * 128 + __byte_perm(lower, 0, even);
 
 		top[h] = turn_pair(u, upper, offset[h]) | __byte_perm(signs, 0, odd);
@@ -47,7 +54,7 @@ template <int SIZE> DEVICE void merge_quad(const uint32_t *plane, const uint32_t
 	}
 }
 
-/* A region's head: modes of its planes, and whether values were taken out. */
+/* Check the head of a region: modes of its planes, and the flag of a pruned region. */
 DEVICE codec_status check_head(const codec_view *v, uint32_t head, int size)
 {
 	if (head & ~(WIRE_REGION_PRUNED | ((1u << 2 * size) - 1)))
@@ -62,16 +69,19 @@ DEVICE codec_status check_head(const codec_view *v, uint32_t head, int size)
 												    : CODEC_OK;
 }
 
-/* By which of four values are there: where in a word each one's byte is, for __byte_perm; elsewhere a 0. */
+/*
+ * Selectors of __byte_perm that move consecutive bytes to live values of a quad, and 0 to others, by the mask of live
+ * values.
+ */
 static __device__ const uint16_t SPREAD[16] = {0x4444, 0x4440, 0x4404, 0x4410, 0x4044, 0x4140, 0x4104, 0x4210,
 					       0x0444, 0x1440, 0x1404, 0x2410, 0x1044, 0x2140, 0x2104, 0x3210};
 
-/* Which of a lane's four values are not 0 in plane 0, and how many of them go before, in this row and in others. */
+/* Live values of a lane's quad: a mask, and the number of live values before them in the block. */
 struct live_values {
 	uint32_t mask, before;
 };
 
-/* Of the next row; *seen: how many there were. */
+/* Return the live values of the next row. top: word of plane 0. *seen: live values of all rows so far. */
 DEVICE live_values live_of(uint32_t top, uint32_t *seen, uint32_t lane)
 {
 	live_values l = {~equal_bytes(top, 0) & 15, *seen};
@@ -82,13 +92,13 @@ DEVICE live_values live_of(uint32_t top, uint32_t *seen, uint32_t lane)
 	return l;
 }
 
-/* Bytes of those in a plane that has no others: in their places, elsewhere 0. */
+/* Read a quad's bytes in a plane of live values only, which begins at bit `begin`. Other values have 0. */
 DEVICE uint32_t spread_quad(const bit_source &s, uint32_t begin, const live_values &l)
 {
 	return l.mask ? __byte_perm(window_at(s, begin + 8 * l.before), 0, SPREAD[l.mask]) : 0;
 }
 
-/* All of a plane that is in memory. */
+/* Spread a plane of live values only, at `kept`, to all m values. */
 static __device__ void spread(const uint32_t *top, uint32_t m, const uint8_t *kept, uint32_t *plane, uint32_t lane)
 {
 	uint32_t seen = 0;
@@ -102,7 +112,7 @@ static __device__ void spread(const uint32_t *top, uint32_t m, const uint8_t *ke
 	__syncwarp();
 }
 
-/* How many values of a block are not 0 in plane 0. */
+/* Return the number of live values of a block. */
 static __device__ uint32_t count_live(const uint32_t *top, uint32_t m, uint32_t lane)
 {
 	uint32_t count = 0;
@@ -112,7 +122,7 @@ static __device__ uint32_t count_live(const uint32_t *top, uint32_t m, uint32_t 
 	return warp_sum(count);
 }
 
-/* Is a fixed plane 0 where plane 0 is? */
+/* Check that a fixed plane is 0 where plane 0 is 0. */
 static __device__ bool zero_under(const uint32_t *top, uint32_t m, const uint8_t *fixed, uint32_t lane)
 {
 	bool bad = false;
@@ -125,7 +135,7 @@ static __device__ bool zero_under(const uint32_t *top, uint32_t m, const uint8_t
 	return !__any_sync(FULL, bad);
 }
 
-/* Four values as they lie in memory, whatever becomes of them. */
+/* Store a quad, or combine it with its destination, for sinks and quads that need more than a vector store. */
 template <int SIZE> DEVICE_CALL void put_any(const codec_sink *sink, uint32_t dtype, uint64_t i, uint4 x)
 {
 	uint64_t four[4] = {x.x, x.y, x.z, x.w};
@@ -147,7 +157,10 @@ template <int SIZE> DEVICE void put_merged(const codec_sink *sink, uint32_t dtyp
 		*(uint4 *)to = x;
 }
 
-/* Row r's four values, a word of each plane, to where they go. `o`: where they are, of which there are n, or none. */
+/*
+ * Merge and store the lane's n values of row r. word: of each plane. o: position of the first value in the model, which
+ * moves on by a row.
+ */
 template <int SIZE>
 DEVICE void put_row(const job *j, uint64_t first, uint32_t r, uint32_t n, const uint32_t *word, place *o,
 		    const codec_sink *sink, uint32_t lane)
@@ -176,15 +189,18 @@ DEVICE void put_row(const job *j, uint64_t first, uint32_t r, uint32_t n, const 
 }
 
 /*
- * A chunk of rows that are all there; all at multiples of a word, values at `to` at one of a quad. `fixed`: planes from
- * the second one on, so many bytes apart. Nearly all of a large tensor is read here.
+ * Decode CHUNK_ROWS rows from row r on whose values all exist. Words of planes are aligned to 4 bytes, and values at
+ * `to` to a quad. fixed: plane 1; other planes follow, j->v.plane_stride bytes apart. Nearly all values of a large
+ * tensor are decoded here.
+ *
+ * Memory traffic of a lane and row: words of SIZE - 1 planes, words of the coder, one quad written.
  */
 template <int SIZE>
 DEVICE void read_whole_rows(const job *j, plane *top, const pairs &by, const uint8_t *fixed, digest *sums, cursor *c,
 			    place *o, uint8_t *to, uint32_t r, uint32_t lane)
 {
 	const int octave = octave_of(j->v.dtype), round = ROUND_OF(octave);
-	const uint32_t length = o->length ? o->length : ~0u; /* a row without an end */
+	const uint32_t length = o->length ? o->length : ~0u; /* no rows: one that has no end */
 	const uint32_t *key = SEAL_KEY + lane, *word_of[SIZE];
 	uint32_t column = o->column, row = o->row, eighths = row_pair(o->eighths, round);
 
@@ -222,14 +238,13 @@ DEVICE void read_whole_rows(const job *j, plane *top, const pairs &by, const uin
 	}
 }
 
-/* Are a lane's quads in the next chunk's rows such as read_whole_rows takes, each within one row of the place's part?
- */
+/* Check that read_whole_rows takes the next chunk: each of the lane's quads lies within one row of the part at hand. */
 DEVICE bool whole_rows_ahead(const place *o)
 {
 	return o->left >= WIRE_ROW * (CHUNK_ROWS - 1) + 4 && !((o->length | o->column) & 3);
 }
 
-/* A region with plane 0 alone, in any mode, whose values are read row by row; the cursor is behind its head. */
+/* Decode a region that holds plane 0 only, in any mode, row by row. The cursor is behind the region's head. */
 template <int SIZE>
 DEVICE codec_status read_single_plane(const job *j, uint64_t b, uint32_t mode, cursor c, const pairs &by,
 				      const codec_sink *sink, uint64_t *checksum, uint32_t lane)
@@ -278,13 +293,13 @@ DEVICE codec_status read_single_plane(const job *j, uint64_t b, uint32_t mode, c
 	return status == CODEC_OK ? close_region(&c, lane) : status;
 }
 
-/* Where planes of a block are read. */
+/* Places from which planes of a block are read. */
 template <int SIZE> struct plane_places {
-	const uint8_t *at[SIZE]; /* NULL: in scratch */
-	uint32_t apart;          /* planes at at[] that have no bytes of values that were taken out, a bit each */
+	const uint8_t *at[SIZE]; /* address of the plane; NULL: it is in scratch memory */
+	uint32_t apart;          /* mask of planes at at[] that hold live values only */
 };
 
-/* Finds all planes of a region of m values; those that are not bytes as they are come to scratch. */
+/* Find all planes of a region of m values. Planes that are not raw are read to scratch memory. */
 template <int SIZE>
 DEVICE codec_status find_planes(const job *j, uint64_t first, uint32_t m, uint32_t head, cursor *c, const pairs &by,
 				uint8_t *scratch, plane_places<SIZE> *o, uint32_t lane)
@@ -292,7 +307,7 @@ DEVICE codec_status find_planes(const job *j, uint64_t first, uint32_t m, uint32
 	const codec_view &v = j->v;
 	const bool pruned = head & WIRE_REGION_PRUNED;
 	const uint32_t *top = (const uint32_t *)scratch;
-	uint8_t *some = scratch + SIZE * PLANE_ROOM; /* of values that were not taken out */
+	uint8_t *some = scratch + SIZE * PLANE_ROOM; /* plane of live values only */
 	const uint8_t *section = c->frame + v.planes_offset + first;
 	codec_status status = CODEC_OK;
 	uint32_t k = m;
@@ -332,7 +347,7 @@ DEVICE codec_status find_planes(const job *j, uint64_t first, uint32_t m, uint32
 	return status;
 }
 
-/* Values of a block, from all of its planes. */
+/* Merge all planes of a block, and store its values. Adds checksums of fixed planes to *checksum. */
 template <int SIZE>
 DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit_source &source, uint64_t first,
 			 uint32_t m, const uint8_t *scratch, const codec_sink *sink, uint64_t *checksum, uint32_t lane)
@@ -373,7 +388,7 @@ DEVICE void merge_planes(const job *j, const plane_places<SIZE> &from, const bit
 						lane);
 }
 
-/* A region with any planes. `scratch`: memory for a plane more than values have. */
+/* Decode a region with any planes. scratch: memory for SIZE + 1 planes. */
 template <int SIZE>
 DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor c, const pairs &by, uint8_t *scratch,
 				const codec_sink *sink, uint64_t *checksum, uint32_t lane)
@@ -390,7 +405,7 @@ DEVICE codec_status read_planes(const job *j, uint64_t b, uint32_t head, cursor 
 	return close_region(&c, lane);
 }
 
-/* A region's values; the fixed planes' digests are added to *sealed on the way. */
+/* Decode block b, whose region is at the cursor. Adds checksums of its parts of fixed planes to *checksum. */
 template <int SIZE>
 DEVICE codec_status read_block(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
 			       const codec_sink *sink, uint64_t *checksum, uint32_t lane)
@@ -409,10 +424,11 @@ DEVICE codec_status read_block(const job *j, uint64_t b, cursor c, const pairs &
 	return read_single_plane<SIZE>(j, b, head & 3, c, by, sink, checksum, lane);
 }
 
-/* For whoever launches: a warp's scratch, by the log2 of a value's size. */
+/* Bytes of scratch memory for a warp, by log2 of a value's size; read by the host. */
 extern "C" __device__ const uint64_t decode_lossless_nbytes[] = {2 * PLANE_ROOM, 3 * PLANE_ROOM, 5 * PLANE_ROOM,
 								 9 * PLANE_ROOM};
 
+/* Decode blocks. Grid: (CTAs, frames). */
 template <int SIZE>
 __global__ void __launch_bounds__(32 * WARPS, SIZE > 4 ? 3 : 4) decode_lossless(const codec_decoding *decodings)
 {

@@ -1,10 +1,17 @@
-/* lossless/encode.cu - values to regions: a warp does a block. docs/encoder.md, sections 4.2 and 6. */
+/* lossless/encode.cu - kernels that encode blocks of lossless frames, one block a warp. docs/encoder.md, sections 4.2
+ * and 6.
+ *
+ * A value is live if its byte in plane 0 is not 0. A region is pruned if its planes hold bytes of live values only.
+ */
 #include "coder/encode.cuh"
 #include "coder/fit.cuh"
 #include "common/checksum.cuh"
 #include "frame/encode.cuh"
 
-/* A lane's four values of a row, as they lie in memory, to a word of each plane; the reverse of merge_quad. */
+/*
+ * Split a quad as it lies in memory into a word of each plane; the inverse of merge_quad. offset: the circle's size
+ * less the offset, of two values in each of two words. SIZE is 2 or 4.
+ */
 template <int SIZE> DEVICE void split_pairs(const uint32_t *value, const uint32_t *offset, uint32_t *plane)
 {
 	uint32_t top[2], turned[2];
@@ -24,7 +31,7 @@ template <int SIZE> DEVICE void split_pairs(const uint32_t *value, const uint32_
 	}
 }
 
-/* Of n values that lie anywhere, and have offsets in patterns. */
+/* Split n values at any address. offset: of each value, in patterns. */
 template <int SIZE>
 DEVICE void split_some(const uint8_t *from, uint32_t n, bool is_float, const uint16_t *offset, uint32_t *word)
 {
@@ -47,7 +54,7 @@ DEVICE void split_some(const uint8_t *from, uint32_t n, bool is_float, const uin
 	}
 }
 
-/* Values of a row, this lane's four, as a word of each plane; their offsets, in patterns. */
+/* Split the lane's n values from value i on into a word of each plane. offset: of each value, in patterns. */
 template <int SIZE>
 DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_float, const uint16_t *offset,
 		       uint32_t *word)
@@ -56,7 +63,7 @@ DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_fl
 
 	if constexpr (SIZE == 2 || SIZE == 4)
 		if (is_float && n == 4 && (uint64_t)from % (4 * SIZE) == 0) {
-			uint32_t value[SIZE], back[2]; /* the rest of the circle */
+			uint32_t value[SIZE], back[2]; /* the circle's size less the offset */
 
 			for (int h = 0; h < 2; h++)
 				back[h] = WIRE_CIRCLE(128) * 0x10001 -
@@ -71,7 +78,7 @@ DEVICE void split_quad(const uint8_t *values, uint64_t i, uint32_t n, bool is_fl
 	split_some<SIZE>(from, n, is_float, offset, word);
 }
 
-/* Would coding a plane of k bytes save enough? */
+/* Check, from a sample of a plane's k bytes, that coding it saves enough. */
 static __device__ bool plane_pays(const job *j, uint32_t p, const uint32_t *plane, uint32_t k, uint32_t lane)
 {
 	const uint32_t *codes = j->codes + 256 * p;
@@ -87,7 +94,10 @@ static __device__ bool plane_pays(const job *j, uint32_t p, const uint32_t *plan
 	return choose_saves(warp_sum(cost), warp_sum(count), halved ? 4 : 8);
 }
 
-/* Plane p of k bytes, in whole rows, in the mode that serves it best: bytes at `out`. */
+/*
+ * Write plane p of k bytes, which is in memory in whole rows, in the mode that takes least space. Returns the bytes
+ * written to `out`. symbol: memory for a plane. words: memory for WORDS_ROOM words.
+ */
 DEVICE_CALL uint32_t put_plane(const job *j, uint32_t p, uint32_t *plane, uint32_t k, uint32_t *symbol, uint32_t *words,
 			       uint8_t *out, uint32_t *mode, uint32_t lane)
 {
@@ -144,13 +154,13 @@ DEVICE_CALL uint32_t put_plane(const job *j, uint32_t p, uint32_t *plane, uint32
 	return at;
 }
 
-/* Bytes of those of four values that are there, one after the other: which ones, for __byte_perm. */
+/* Selectors of __byte_perm that move the bytes of live values of a quad together, by the mask of live values. */
 static __device__ const uint16_t SQUEEZE[16] = {0x4444, 0x4440, 0x4441, 0x4410, 0x4442, 0x4420, 0x4421, 0x4210,
 						0x4443, 0x4430, 0x4431, 0x4310, 0x4432, 0x4320, 0x4321, 0x3210};
 
 /*
- * Of planes 1 on that are not `fixed`, in scratch, the bytes of values whose plane 0 is not 0, one after the other: in
- * their place, or k of each plane to `out`.
+ * Remove bytes of values that are not live from planes 1 and above, but for fixed ones. Planes in scratch memory are
+ * overwritten; if `out` is not NULL, they are written there instead, k bytes each.
  */
 template <int SIZE>
 DEVICE_CALL void prune(uint8_t *scratch, uint32_t m, uint32_t fixed, uint8_t *out, uint32_t k, uint32_t lane)
@@ -169,7 +179,7 @@ DEVICE_CALL void prune(uint8_t *scratch, uint32_t m, uint32_t fixed, uint8_t *ou
 		for (int p = 1; p < SIZE; p++)
 			word[p] =
 				__byte_perm(((uint32_t *)(scratch + p * PLANE_ROOM))[32 * r + lane], 0, SQUEEZE[mask]);
-		__syncwarp(); /* all have read the row; a shuffle orders no memory */
+		__syncwarp(); /* all lanes have read the row: a shuffle orders no memory */
 		for (int p = 1; p < SIZE; p++)
 			for (int i = 0; i < 4 && !(fixed >> p & 1); i++)
 				if (i < __popc(mask))
@@ -179,40 +189,43 @@ DEVICE_CALL void prune(uint8_t *scratch, uint32_t m, uint32_t fixed, uint8_t *ou
 	}
 }
 
-/* A quad of plane p, which is fixed, to its section; value i of the tensor is its first. */
+/*
+ * Store the lane's quad of a fixed plane. section: offset of the plane in the frame. i: index of the quad's first
+ * value.
+ */
 DEVICE void put_fixed(const codec_view *v, uint8_t *frame, uint64_t section, uint64_t i, uint32_t word)
 {
 	if (i < v->plane_stride)
 		*(uint32_t *)(frame + section + i) = word;
 }
 
-/* Is only plane 0 in regions, and one that is coded, whatever its values? */
+/* Check that regions hold plane 0 only, and that it is coded. */
 DEVICE bool has_single_plane(const codec_view &v, int size)
 {
 	return size > 1 && octave_of(v.dtype) && v.coded & 1 && !(v.halved & 1) && v.fixed == (1u << size) - 2;
 }
 
-/* Bits that some of a plane's symbols have, and those that all have; by their place in quads. */
+/* OR and AND of all symbols of a plane, separately for the four values of quads. */
 struct common {
 	uint32_t some, all;
 };
 
-/* Bits that some byte of the warp's words has. */
+/* Return the OR of all bytes of all lanes' words. */
 DEVICE uint32_t any_byte(uint32_t x)
 {
 	x = __reduce_or_sync(FULL, x);
 	return (x | x >> 8 | x >> 16 | x >> 24) & 255;
 }
 
-/* Are a plane's symbols not all one? */
+/* Check that not all symbols of a plane are equal. */
 DEVICE bool differs(const common &same)
 {
 	return any_byte(same.some) & any_byte(~same.all);
 }
 
 /*
- * What planes 1 on, of a row of a lane's, have where plane 0 is not 0. A row of 128 zeros among these takes half a row
- * of this kind at least: planes in which there is one are noted.
+ * Note bytes of live values in planes 1 and above. *runs: mask of planes that may have a run of 128 zeros among live
+ * values: such a run covers half of some row of 128 values, all of whose live values are then 0.
  */
 template <int SIZE> DEVICE void note_live_bytes(const uint32_t *word, uint32_t fixed, common *same, uint32_t *runs)
 {
@@ -228,9 +241,9 @@ template <int SIZE> DEVICE void note_live_bytes(const uint32_t *word, uint32_t f
 }
 
 /*
- * A chunk of rows, from row r on, that are all there: values at `from`, at a multiple of a quad, are split, coded, and
- * but for plane 0 written to their sections from `section` on. Nearly all of a large tensor is coded here. `o`: the
- * last of these rows.
+ * Encode CHUNK_ROWS rows from row r on whose values all exist: plane 0 goes to the coder, others to their sections of
+ * the frame from `section` on. from: values, aligned to a quad. o: position of the last of these rows; moves back.
+ * Nearly all values of a large tensor are encoded here.
  */
 template <int SIZE>
 DEVICE void write_whole_rows(const job *j, const uint8_t *from, uint8_t *section, place *o, coding *s, digest *sums,
@@ -258,7 +271,7 @@ DEVICE void write_whole_rows(const job *j, const uint8_t *from, uint8_t *section
 		}
 		if (o->cols)
 			four ^= columns_at(o->cols + column);
-		for (int h = 0; h < 2; h++) /* the rest of the circle */
+		for (int h = 0; h < 2; h++) /* the circle's size less the offset */
 			offset[h] = WIRE_CIRCLE(128) * 0x10001 -
 				    pair_offset(__byte_perm(four, 0, h ? 0x4342 : 0x4140), eighths, octave);
 		split_pairs<SIZE>(value, offset, word);
@@ -284,7 +297,10 @@ DEVICE void write_whole_rows(const job *j, const uint8_t *from, uint8_t *section
 	}
 }
 
-/* Are a lane's quads in the chunk of rows that ends here such as write_whole_rows takes? */
+/*
+ * Check that write_whole_rows takes the chunk of rows that ends at a position: each of the lane's quads lies within one
+ * row of the part at hand.
+ */
 DEVICE bool whole_rows_behind(const place *o)
 {
 	return o->part->count - o->left >= WIRE_ROW * (CHUNK_ROWS - 1) && o->left >= 4 &&
@@ -292,9 +308,10 @@ DEVICE bool whole_rows_behind(const place *o)
 }
 
 /*
- * Block b of a tensor of which that is true: values are read once, the last row first, and coded at once; as soon as
- * the region's size is known it is written to its place. False: it is not to be coded after all, and nothing has
- * happened but that fixed planes may have been written. `literals`, `words`: see begin_plane.
+ * Encode block b of a tensor for which has_single_plane() is true. Values are read once, from the last row to the
+ * first, and are coded at once. As soon as the region's size is known, the region is written to its place in the frame.
+ * Returns false if plane 0 must not be coded after all; then only fixed planes have been written. literals, words: see
+ * begin_plane.
  */
 template <int SIZE>
 DEVICE bool write_single_plane(const codec_encoding &e, const job *j, uint64_t b, uint8_t *literals, uint32_t *words,
@@ -303,13 +320,14 @@ DEVICE bool write_single_plane(const codec_encoding &e, const job *j, uint64_t b
 	const codec_view &v = j->v;
 	const uint64_t first = b * v.block_nvalues;
 	const uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW;
-	const uint32_t last = there(rows - 1, lane, m) ? rows - 1 : rows - 2; /* of this lane's rows; ~0: it has none */
+	/* last row in which this lane has a value; ~0: none */
+	const uint32_t last = there(rows - 1, lane, m) ? rows - 1 : rows - 2;
 	const uint32_t pad = table_of(j, 0)[TABLE_PAD] * ONES;
 	const bool offsets = v.model_parts.count > 0;
 	const int octave = octave_of(v.dtype);
 	const uint8_t *values = e.source.values + SIZE * first;
 	uint8_t *section = e.frame + v.planes_offset + first;
-	/* a quad is written to its sections' ends, too */
+	/* whole quads are written at the ends of sections, too */
 	const bool fast = (SIZE == 2 || SIZE == 4) &&
 			  ((uint64_t)values % (4 * SIZE) | ((uint64_t)section | v.plane_stride) % 4) == 0;
 	coding s = begin_plane(j, 0, words, literals, false);
@@ -372,16 +390,16 @@ DEVICE bool write_single_plane(const codec_encoding &e, const job *j, uint64_t b
 	return true;
 }
 
-/* What is found out about a block's planes while its values are split. */
+/* Properties of a block's planes, found while its values are split. */
 template <int SIZE> struct split_block {
 	common same[SIZE];
-	digest sums[SIZE]; /* of fixed planes */
-	uint32_t runs;     /* planes in which there may be rows of zeros, a bit each */
-	uint32_t zeros;    /* values whose plane 0 is 0 */
-	uint32_t under;    /* not 0: in some of them another plane is not */
+	digest sums[SIZE]; /* checksums of fixed planes */
+	uint32_t runs;     /* mask of planes that may have a run of 128 zeros */
+	uint32_t zeros;    /* values whose byte in plane 0 is 0 */
+	uint32_t under;    /* not 0: some of these have another byte that is not 0 */
 };
 
-/* Splits m values from value `first` on: fixed planes to their sections of the frame, others to scratch. */
+/* Split m values from value `first` on: fixed planes go to their sections of the frame, others to scratch memory. */
 template <int SIZE>
 DEVICE void split_values(const job *j, const uint8_t *values, uint8_t *frame, uint64_t first, uint32_t m,
 			 uint8_t *scratch, split_block<SIZE> *o, uint32_t lane)
@@ -431,7 +449,9 @@ DEVICE void split_values(const job *j, const uint8_t *values, uint8_t *frame, ui
 	o->under = __any_sync(FULL, o->under != 0);
 }
 
-/* Writes planes in scratch to a region, behind its head. Returns the head; *size becomes the bytes so far. */
+/*
+ * Write the planes in scratch memory to a region, behind its head. Returns the head; *size: bytes of head and planes.
+ */
 template <int SIZE>
 DEVICE uint32_t put_planes(const job *j, const split_block<SIZE> &o, uint32_t m, uint8_t *scratch, uint8_t *region,
 			   uint32_t *size, uint32_t lane)
@@ -441,7 +461,7 @@ DEVICE uint32_t put_planes(const job *j, const split_block<SIZE> &o, uint32_t m,
 	const bool prunes = octave_of(v.dtype) && (v.fixed | 1) != all && !o.under && choose_prunes(o.zeros, m);
 	uint32_t *symbol = (uint32_t *)(scratch + SIZE * PLANE_ROOM);
 	uint32_t *words = (uint32_t *)(scratch + (SIZE + 1) * PLANE_ROOM);
-	uint32_t k = m, head = 0, at = 4, raw = 0; /* planes that are raw if zeros are taken out */
+	uint32_t k = m, head = 0, at = 4, raw = 0; /* mask of planes that are certainly raw in a pruned region */
 
 	for (int p = 1; p < SIZE; p++)
 		raw |= (uint32_t)(!((v.fixed | v.coded | o.runs) >> p & 1) && differs(o.same[p])) << p;
@@ -456,7 +476,7 @@ DEVICE uint32_t put_planes(const job *j, const split_block<SIZE> &o, uint32_t m,
 		if (p || mode != WIRE_MODE_CODED || !prunes)
 			continue;
 		k = m - o.zeros;
-		if (raw == (~(v.fixed | 1) & all)) { /* as most mantissas are: at once to where they belong */
+		if (raw == (~(v.fixed | 1) & all)) { /* most mantissas: prune all planes directly into the region */
 			prune<SIZE>(scratch, m, v.fixed, region + at, k, lane);
 			for (p = 1; p < SIZE; p++)
 				if (raw >> p & 1) {
@@ -472,8 +492,8 @@ DEVICE uint32_t put_planes(const job *j, const split_block<SIZE> &o, uint32_t m,
 }
 
 /*
- * Block b to a region at `region`, fixed planes to their sections of the frame, whose digests become *sealed. Returns
- * the region's size. `scratch`: memory for a plane more than values have, and for WORDS_ROOM.
+ * Encode block b to a region, and fixed planes to their sections of the frame. Adds checksums of the block's parts of
+ * fixed planes to *checksum. Returns the region's size. scratch: memory for SIZE + 1 planes and WORDS_ROOM words.
  */
 template <int SIZE>
 DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *frame, uint64_t b, uint8_t *scratch,
@@ -494,14 +514,16 @@ DEVICE_CALL uint32_t write_block(const job *j, const uint8_t *values, uint8_t *f
 }
 
 /*
- * For whoever launches: a warp's scratch, by the log2 of a value's size, to which a region comes, the largest that
- * there can be.
+ * Bytes of scratch memory for a warp, by log2 of a value's size; read by the host. Memory for the largest region
+ * follows.
  */
 #define LOSSLESS_ROOM(size) (((size) + 1) * PLANE_ROOM + 4 * WORDS_ROOM)
 extern "C" __device__ const uint64_t encode_lossless_nbytes[] = {LOSSLESS_ROOM(1), LOSSLESS_ROOM(2), LOSSLESS_ROOM(4),
 								 LOSSLESS_ROOM(8)};
 
-/* Values, at a multiple of their size, to a frame's directory, fixed planes and regions. */
+/*
+ * Encode blocks: directory entries, fixed planes and regions. Grid: (CTAs, frames). Values are aligned to their size.
+ */
 template <int SIZE> __global__ void __launch_bounds__(32 * WARPS, 4) encode_lossless(const codec_encoding *encodings)
 {
 	const codec_encoding &e = encoding_of(encodings);

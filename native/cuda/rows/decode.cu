@@ -93,6 +93,7 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 /* Bytes of scratch memory for a warp, read by the host. */
 extern "C" __device__ const uint64_t decode_rows_nbytes[] = {PLANE_ROOM};
 
+/* Decode blocks. Grid: (CTAs, frames). */
 template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 6) decode_rows(const codec_decoding *decodings)
 {
 	__shared__ float ratio[256];

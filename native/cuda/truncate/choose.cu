@@ -1,6 +1,8 @@
-/* truncate/choose.cu - what frames of cut mantissas begin with: a scale model, a codebook. docs/encoder.md, section 8.
+/* truncate/choose.cu - kernel that chooses what precedes the blocks of Truncate frames: the scale model, a codebook.
+ * docs/encoder.md, section 8.
  *
- * One launch, as of lossless/choose.cu; symbols are counted under the model, as blocks will have them.
+ * One launch, as lossless/choose.cu: CTAs take numbered tasks, first the model's, then samples of symbols under the
+ * model.
  */
 #include "coder/choose.cuh"
 #include "truncate/encode.cuh"
@@ -8,7 +10,7 @@
 
 #define SYMBOL_SHARES 32
 
-/* A team's shared memory, for one thing after the other. */
+/* Shared memory of a CTA: of one task at a time. */
 union cut_room {
 	model_room model;
 	struct {
@@ -20,7 +22,7 @@ union cut_room {
 	} codes;
 };
 
-/* A share of a sample of the symbols. */
+/* Count symbols in share `share` of the sample. */
 DEVICE_CALL void sample_cut(const codec_view *v, uint8_t *memory, const codec_source *source, const codec_cuts &by,
 			    uint32_t share, codec_choice *to, cut_room *room)
 {
@@ -54,7 +56,7 @@ DEVICE_CALL void sample_cut(const codec_view *v, uint8_t *memory, const codec_so
 		atomicAdd(to->all + threadIdx.x, room->sample.counts[threadIdx.x]);
 }
 
-/* All is counted: the job, as codec_encode_open would leave it. */
+/* Conclude, when all symbols are counted: complete the job as codec_encode_open does. */
 DEVICE_CALL void conclude_cut(codec_view *v, uint8_t *memory, uint64_t capacity, codec_choice *c,
 			      codec_part_found *found, cut_room *room)
 {
@@ -78,13 +80,15 @@ DEVICE_CALL void conclude_cut(codec_view *v, uint8_t *memory, uint64_t capacity,
 		make_stored(v);
 }
 
-/* As choose_lossless, of TRUNCATE. Where levels are wrong (out->fault) there are no blocks. */
+/*
+ * Complete planned jobs (codec_encode_plan) of TRUNCATE for encode_truncate. Grid: (CTAs, frames). v->nblocks becomes 0
+ * if the tensor is to be stored, or if levels are invalid (out->fault).
+ */
 extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_truncate(const codec_encoding *encodings)
 {
 	__shared__ cut_room room;
 	const codec_encoding &e = encodings[blockIdx.y];
-	const codec_source source = {e.source.values, e.source.sums,
-				     NULL}; /* what is left is written with the blocks */
+	const codec_source source = {e.source.values, e.source.sums, NULL}; /* encode_truncate writes residuals */
 	codec_view *v = e.view;
 	uint8_t *memory = e.memory;
 	codec_choice *c = e.found;
@@ -94,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_truncate(const 
 	const uint32_t all = 1 + 3 * tasks.step + SYMBOL_SHARES;
 
 	for (uint32_t t; (t = cta_next_task(&c->ticket)) < all;) {
-		if (t == 0) { /* offsets are whole octaves */
+		if (t == 0) { /* the finest shift: offsets are whole octaves */
 			if (threadIdx.x == 0) {
 				c->finest = WIRE_MAX_SHIFT;
 				c->bins = 1;
@@ -103,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(CTA_THREADS) choose_truncate(const 
 		} else if (t <= 3 * tasks.step) {
 			if (model_task(v, memory, source.values, q, tasks, t - 1, c, found, &room.model)) {
 				for (uint32_t i = threadIdx.x; i < 256; i += CTA_THREADS)
-					c->all[i] = 0; /* for symbols from here on */
+					c->all[i] = 0; /* from here on for symbols */
 				cta_signal(c->ready + PARTS);
 			}
 		} else {

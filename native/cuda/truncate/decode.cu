@@ -1,8 +1,11 @@
-/* truncate/decode.cu - frames of values with cut mantissas. */
+/* truncate/decode.cu - kernel that decodes Truncate frames, one block a warp. docs/format.md, section 9. */
 #include "frame/decode.cuh"
 #include "truncate/truncate.cuh"
 
-/* The cursor behind nbits bits, which begin at *p; false: they are not there, or the last byte's others not 0. */
+/*
+ * Take nbits bits at the cursor, which moves behind their last byte. *p: their address. Returns false if there are
+ * fewer, or the last byte's other bits are not 0.
+ */
 DEVICE bool take_bits(cursor *c, uint64_t nbits, const uint8_t **p)
 {
 	uint64_t nbytes = (nbits + 7) / 8;
@@ -14,7 +17,7 @@ DEVICE bool take_bits(cursor *c, uint64_t nbits, const uint8_t **p)
 	return true;
 }
 
-/* Literals of two bytes, for a row's escapes. */
+/* Take literals of two bytes in place of a row's escapes. Returns false if there are too few. */
 DEVICE bool take_wide_literals(cursor *c, uint16_t *pairs, uint32_t escapes, uint32_t lane)
 {
 	uint32_t total, at = warp_scan(__popc(escapes), lane, &total);
@@ -31,7 +34,7 @@ DEVICE bool take_wide_literals(cursor *c, uint16_t *pairs, uint32_t escapes, uin
 }
 
 /*
- * Symbols of row r to the exponents that were lowered and, if they are coded with them, levels. What is wrong is noted.
+ * Read symbols of row r: lowered exponents, and levels if they are coded with them. o->bad is set for invalid symbols.
  */
 DEVICE void symbol_row(const job *j, const cut_kind &q, plane *o, uint32_t r, uint32_t m, cursor *c, uint32_t e[4],
 		       uint32_t levels[4], uint32_t lane)
@@ -68,7 +71,7 @@ DEVICE void symbol_row(const job *j, const cut_kind &q, plane *o, uint32_t r, ui
 	}
 }
 
-/* Exponents as they are, where they were lowered; on to the row after them. */
+/* Undo the scale model's offsets of n exponents, then move `o` to the next row. */
 DEVICE void raise_exponents(const job *j, const cut_kind &q, place *o, uint32_t e[4], uint32_t n)
 {
 	uint16_t offset[4] = {0};
@@ -79,15 +82,18 @@ DEVICE void raise_exponents(const job *j, const cut_kind &q, place *o, uint32_t 
 		e[k] = bits_raise_exponent((uint8_t)e[k], (uint8_t)(offset[k] >> q.octave_log2), (uint8_t)q.last);
 }
 
-/* How a block's values are cut: by what is known of them, but for levels that are sent. */
+/*
+ * Parameters of the cut of a block's values, other than levels in the region. A cut is a value's level or, by bit,
+ * the number of bits dropped.
+ */
 struct cutting {
-	const uint8_t *exponents; /* of A, of the block's values; NULL */
+	const uint8_t *exponents; /* exponents of A for the block; NULL: levels are not shared */
 	int guard;
-	uint32_t fixed; /* the level of all of them */
+	uint32_t fixed; /* level of all values */
 	bool by_bit;
 };
 
-/* Of row r: levels, or by bit what is dropped. */
+/* Compute the cuts of row r. */
 DEVICE void cuts_of(const cut_kind &q, const cutting &cut, uint32_t r, uint32_t m, const uint32_t e[4],
 		    uint32_t cuts[4], uint32_t lane)
 {
@@ -100,7 +106,7 @@ DEVICE void cuts_of(const cut_kind &q, const cutting &cut, uint32_t r, uint32_t 
 		cuts[k] = e[k] == q.last ? 0 : cut.fixed;
 }
 
-/* Has Inf or NaN a level that was sent? It would not be one. */
+/* Check for Inf or NaN with a level other than 0, which is invalid. */
 DEVICE bool cuts_last(const cut_kind &q, const uint32_t e[4], const uint32_t levels[4])
 {
 	bool bad = false;
@@ -110,7 +116,7 @@ DEVICE bool cuts_last(const cut_kind &q, const uint32_t e[4], const uint32_t lev
 	return bad;
 }
 
-/* Levels that were sent for a row's values, two bits each, from *bit of a source on. */
+/* Read levels of a row's values, two bits each, from index *bit on, which moves on. */
 DEVICE void levels_sent(const bit_source &s, uint32_t *bit, const uint32_t e[4], uint32_t levels[4], uint32_t lane)
 {
 	uint32_t live = 0, all;
@@ -126,18 +132,18 @@ DEVICE void levels_sent(const bit_source &s, uint32_t *bit, const uint32_t e[4],
 	*bit += 2 * all;
 }
 
-/* Where pieces are that are still to be read, bits of a source; by bit there is one. */
+/* Indices of the next bit of each piece; by bit, of the only stream. */
 struct pieces {
 	uint32_t bit[PIECES];
-	uint32_t left_out; /* a bit each */
+	uint32_t left_out; /* mask of pieces that are 0 in all values */
 };
 
-/* Fields of a lane's values of the next row. */
+/* Read the fields of the lane's values of the next row, piece by piece. */
 DEVICE void piece_fields(const cut_kind &q, const bit_source &s, pieces *p, const uint32_t e[4],
 			 const uint32_t levels[4], uint32_t field[4], uint32_t lane)
 {
-	uint32_t kept[4], by[4], count = 0,
-				 width = 0; /* bits of a piece that the lane's values before have, by piece */
+	/* width, by: bits of the lane's earlier values in each piece, a byte each */
+	uint32_t kept[4], by[4], count = 0, width = 0;
 
 	for (uint32_t k = 0; k < 4; k++) {
 		kept[k] = kept_of(e[k], levels[k]);
@@ -163,7 +169,7 @@ DEVICE void piece_fields(const cut_kind &q, const bit_source &s, pieces *p, cons
 	}
 }
 
-/* The same, bit by bit: `most` of each at most. */
+/* Read the fields of the lane's values of the next row, by bit: at most `most` bits each. */
 DEVICE void bit_fields(const cut_kind &q, const bit_source &s, pieces *p, const uint32_t e[4], const uint32_t cuts[4],
 		       uint32_t most, uint32_t field[4], uint32_t lane)
 {
@@ -181,7 +187,7 @@ DEVICE void bit_fields(const cut_kind &q, const bit_source &s, pieces *p, const 
 	p->bit[0] += all;
 }
 
-/* Values i to i + n - 1, their bits, whatever becomes of them. */
+/* Store n <= 4 values, or combine them with their destination. x: their bits. */
 DEVICE_CALL void put_patterns(const codec_sink *sink, uint32_t dtype, uint64_t i, uint32_t n, uint4 x)
 {
 	const uint64_t wide[4] = {x.x, x.y, x.z, x.w};
@@ -192,19 +198,19 @@ DEVICE_CALL void put_patterns(const codec_sink *sink, uint32_t dtype, uint64_t i
 		put_quad<2>(sink, dtype, i, n, wide);
 }
 
-/* Block of values, and what its region's head says of it. */
+/* Block of values, as its region's head describes it. */
 struct cut_block {
 	cut_kind q;
 	cutting cut;
-	uint32_t m, rows;       /* values; rows of them */
-	uint32_t most;          /* bits of a field at most: what is below is 0 in all of them */
+	uint32_t m, rows;       /* values; rows of 128 values */
+	uint32_t most;          /* bits of a field at most; lower ones are 0 in all fields */
 	uint32_t mode;          /* of the plane of symbols */
-	uint32_t left_out;      /* pieces that are 0 in all values, a bit each */
-	bool sends, plane_sent; /* levels are in the region; in a plane of their own */
-	uint32_t *e, *w;        /* scratch, four values a word: exponents; levels that are sent */
+	uint32_t left_out;      /* mask of pieces that are 0 in all values */
+	bool sends, plane_sent; /* the region holds levels; in a plane of their own */
+	uint32_t *e, *w;        /* scratch memory, four values a word: exponents; levels */
 };
 
-/* Reads the head of a region of m values; false: it is not allowed. */
+/* Read the head of a region of m values. Returns false if it is invalid. */
 DEVICE bool open_cut(const codec_view &v, uint32_t head, const uint8_t *exponents, uint32_t m, uint8_t *scratch,
 		     cut_block *o)
 {
@@ -227,13 +233,13 @@ DEVICE bool open_cut(const codec_view &v, uint32_t head, const uint8_t *exponent
 		 tail > total || (coded && o->mode == WIRE_MODE_RAW));
 }
 
-/* Bits that a block's values keep: of each piece how many values have it; or by bit this lane's number of bits. */
+/* Totals of a block: number of values that keep each piece; by bit: bits that this lane's values keep. */
 struct cut_totals {
 	kept_sums kept;
 	uint32_t bits;
 };
 
-/* Reads symbols: exponents, and levels that are coded with them, go to scratch. */
+/* Read symbols. Exponents, and levels that are coded with them, go to scratch memory. */
 DEVICE codec_status read_symbols(const job *j, const cut_block &o, uint64_t first, cursor *c, const pairs &by,
 				 cut_totals *totals, bool *bad, uint32_t lane)
 {
@@ -268,7 +274,10 @@ DEVICE codec_status read_symbols(const job *j, const cut_block &o, uint64_t firs
 	return plane_close(&symbols);
 }
 
-/* Reads levels that have a plane of their own, of `count` values whose exponent is not 0, to scratch. */
+/*
+ * Read levels that have a plane of their own, of `count` values whose exponent is not 0, to scratch memory. Returns
+ * false if there are too few.
+ */
 DEVICE bool read_levels(const cut_block &o, const bit_source &source, uint32_t count, cursor *c, kept_sums *kept,
 			bool *bad, uint32_t lane)
 {
@@ -292,7 +301,7 @@ DEVICE bool read_levels(const cut_block &o, const bit_source &source, uint32_t c
 	return true;
 }
 
-/* Finds where pieces begin; false: one of them is not all there. */
+/* Find where each piece begins. Returns false if one is incomplete. */
 DEVICE bool find_pieces(const cut_block &o, const bit_source &source, const cut_totals &totals, cursor *c, pieces *p)
 {
 	*p = {{0}, o.left_out};
@@ -307,7 +316,7 @@ DEVICE bool find_pieces(const cut_block &o, const bit_source &source, const cut_
 	return true;
 }
 
-/* Makes values of exponents, cuts and fields, and stores them. */
+/* Compute values from exponents, cuts and fields, and store them. */
 DEVICE void put_cut(const cut_block &o, const bit_source &source, pieces p, uint32_t dtype, uint64_t first,
 		    const codec_sink *sink, uint32_t lane)
 {
@@ -340,8 +349,8 @@ DEVICE void put_cut(const cut_block &o, const bit_source &source, pieces p, uint
 }
 
 /*
- * Decodes block b, whose region the cursor is at. `scratch`: memory for two planes. `exponents`: those of A for all
- * values of the tensor, where levels are shared.
+ * Decode block b, whose region is at the cursor. scratch: memory for two planes. exponents: of A for all values of the
+ * tensor; used if levels are shared.
  */
 static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, const pairs &by, uint8_t *scratch,
 					const uint8_t *exponents, const codec_sink *sink, uint32_t lane)
@@ -384,9 +393,10 @@ static __device__ codec_status read_cut(const job *j, uint64_t b, cursor c, cons
 	return status;
 }
 
-/* For whoever launches: a warp's scratch. */
+/* Bytes of scratch memory for a warp, read by the host. */
 extern "C" __device__ const uint64_t decode_truncate_nbytes[] = {2 * PLANE_ROOM};
 
+/* Decode blocks. Grid: (CTAs, frames). */
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) decode_truncate(const codec_decoding *decodings)
 {
 	decode_blocks<13>(decodings, 2 * PLANE_ROOM, 0,

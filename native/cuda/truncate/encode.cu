@@ -1,12 +1,12 @@
-/* truncate/encode.cu - frames of values with cut mantissas. */
+/* truncate/encode.cu - kernel that encodes blocks of Truncate frames. */
 #include "frame/encode.cuh"
 #include "truncate/encode.cuh"
 
-/* For whoever launches: a warp's scratch, to which a region comes, the largest that there can be. */
+/* Bytes of scratch memory for a warp, read by the host; memory for the largest region follows. */
 #define CUT_ROOM (CUT_PLANES * PLANE_ROOM + 4 * WORDS_ROOM)
 extern "C" __device__ const uint64_t encode_truncate_nbytes[] = {CUT_ROOM};
 
-/* As encode_lossless. What is cut off goes where the source says, which is not an array of the source. */
+/* Encode blocks, as encode_lossless does, and write residuals. The residual must not be an array of the source. */
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 4) encode_truncate(const codec_encoding *encodings)
 {
 	const codec_encoding &e = encoding_of(encodings);

@@ -1,4 +1,4 @@
-/* truncate/encode.cuh - values to regions with cut mantissas: a warp does a block. docs/encoder.md, section 8. */
+/* truncate/encode.cuh - encoding of blocks of Truncate frames, one block a warp. docs/encoder.md, section 8. */
 #ifndef CODEC_CUDA_TRUNCATE_ENCODE_CUH
 #define CODEC_CUDA_TRUNCATE_ENCODE_CUH
 
@@ -7,17 +7,20 @@
 #include "coder/fit.cuh"
 #include "truncate/truncate.cuh"
 
-/* Planes of a warp's memory: symbols, pairs (2). Values are cut twice rather than kept: that is more memory to move. */
+/*
+ * Planes of scratch memory for a warp: symbols (1), pairs (2). Values are cut twice, since storing cut values would
+ * move more memory.
+ */
 #define CUT_PLANES 3
 
-/* How values are cut. */
+/* Parameters of the cut of a tensor's values. */
 struct cutter {
 	cut_kind q;
 	uint32_t dtype, fixed;
 	bool nearest, by_bit, shares;
 	int guard;
-	const uint8_t *values;             /* of the tensor */
-	const uint8_t *exponents, *levels; /* of A; or levels that were asked for; or NULL, both */
+	const uint8_t *values;             /* the tensor */
+	const uint8_t *exponents, *levels; /* exponents of A; given levels; NULL if not used */
 };
 
 DEVICE cutter cutter_of(const codec_view *v, const codec_source *source, const codec_cuts &by)
@@ -37,12 +40,12 @@ DEVICE cutter cutter_of(const codec_view *v, const codec_source *source, const c
 		by.levels};
 }
 
-/* A lane's values, cut: patterns, exponents, levels or by bit what was dropped. */
+/* A lane's values after the cut: patterns, exponents, cuts (levels; by bit: numbers of bits dropped). */
 struct cut_quad {
 	uint32_t x[4], e[4], cuts[4];
 };
 
-/* What values with these exponents are cut by; n of them, from value i of the tensor on. */
+/* Compute the cuts of n values from value i on, whose exponents are e. */
 DEVICE void cuts_asked(const cutter &c, uint64_t i, uint32_t n, const uint32_t e[4], uint32_t cuts[4])
 {
 	if (c.exponents)
@@ -53,7 +56,7 @@ DEVICE void cuts_asked(const cutter &c, uint64_t i, uint32_t n, const uint32_t e
 		cuts[k] = e[k] == c.q.last ? 0 : byte_of(levels, k) & 3;
 }
 
-/* Values i to i + n - 1, at most four. */
+/* Cut n <= 4 values from value i on. */
 DEVICE cut_quad cut_values(const cutter &c, uint64_t i, uint32_t n)
 {
 	cut_quad cut;
@@ -76,32 +79,35 @@ DEVICE cut_quad cut_values(const cutter &c, uint64_t i, uint32_t n)
 		cut.e[k] = cut.x[k] >> c.q.mbits & c.q.last;
 		carried |= e ^ cut.e[k];
 	}
-	/* a receiver that works levels out has the new exponents */
+	/* Decoders compute shared levels from the exponents after rounding. */
 	if (c.shares && carried)
 		cuts_asked(c, i, n, cut.e, cut.cuts);
 	return cut;
 }
 
-/* Of all values of a block: which bits fields have, and how many values keep each piece. */
+/* Sums over a block's values: number of values that keep each piece, OR of all fields. */
 struct cut_sums {
 	kept_sums kept;
-	uint32_t bits; /* by bit: that are kept */
+	uint32_t bits; /* by bit: bits kept */
 	uint32_t any;
 };
 
-/* What a value's field keeps of it, and where it was cut off zeros. */
+/* Return the field of value k; bits that are not kept are 0. */
 DEVICE uint32_t kept_field(const cutter &c, const cut_quad &cut, uint32_t k)
 {
 	return bits_field(cut.x[k], (int)c.q.mbits, (int)c.q.sign);
 }
 
-/* Symbols of a lane's values of a row, and with joint levels their pairs; `outside`: those whose pair has no symbol. */
+/*
+ * Symbols of a lane's values of a row; pair: symbols and levels, if levels are coded with them; outside: mask of values
+ * whose pair has no symbol.
+ */
 struct cut_symbols {
 	uint32_t quad, outside;
 	uint16_t pair[4];
 };
 
-/* *o is the first value's place, or that of the row's after it. */
+/* Compute symbols of n values. o: position of the first value in the model; moves on by a row. */
 DEVICE cut_symbols symbols_of(const job *j, const cutter &c, place *o, uint32_t n, const cut_quad &cut)
 {
 	const bool joint = j->v.variant == WIRE_LEVELS_CODED;
@@ -128,7 +134,7 @@ DEVICE cut_symbols symbols_of(const job *j, const cutter &c, place *o, uint32_t 
 	return s;
 }
 
-/* Memory of a warp. */
+/* Scratch memory of a warp. */
 struct cut_memory {
 	uint32_t *symbol;
 	uint16_t *pairs;
@@ -141,7 +147,7 @@ DEVICE cut_memory cut_memory_of(uint8_t *scratch)
 		(uint32_t *)(scratch + CUT_PLANES * PLANE_ROOM)};
 }
 
-/* Symbols of a block, in the mode that serves them best: bytes at `out`. */
+/* Write a block's symbols in the mode that takes least space. Returns the bytes written to `out`. */
 DEVICE_CALL uint32_t put_symbols(const job *j, uint32_t m, bool constant, const cut_memory &to, uint8_t *out,
 				 uint32_t *mode, uint32_t lane)
 {
@@ -153,7 +159,7 @@ DEVICE_CALL uint32_t put_symbols(const job *j, uint32_t m, bool constant, const 
 			out[0] = (uint8_t)to.symbol[0];
 		return 1;
 	}
-	*mode = WIRE_MODE_CODED; /* joint ones are never raw */
+	*mode = WIRE_MODE_CODED; /* symbols with levels are never raw */
 	uint32_t got =
 		encode_plane(j, 0, to.symbol, m, joint ? ~0u : m - 1, to.words, (uint8_t *)to.pairs, joint, out, lane);
 
@@ -164,7 +170,7 @@ DEVICE_CALL uint32_t put_symbols(const job *j, uint32_t m, bool constant, const 
 	return m;
 }
 
-/* All rows of a block: symbols to memory; *constant: all are the first one. */
+/* Cut all rows of a block: writes symbols to scratch memory, and residuals. *constant: all symbols are equal. */
 DEVICE cut_sums cut_rows(const job *j, const cutter &c, const codec_source *source, uint64_t first, uint32_t m,
 			 const cut_memory &to, bool *constant, uint32_t lane)
 {
@@ -207,7 +213,7 @@ DEVICE cut_sums cut_rows(const job *j, const cutter &c, const codec_source *sour
 	return sums;
 }
 
-/* Bits to a region that is 0 there, from bit `bit` on; 32 of them at most. */
+/* OR up to 32 bits into a region from bit `bit` on. */
 DEVICE void or_bits(uint8_t *region, uint64_t bit, uint32_t x)
 {
 	uint32_t *word = global((uint32_t *)region) + bit / 32;
@@ -219,7 +225,7 @@ DEVICE void or_bits(uint8_t *region, uint64_t bit, uint32_t x)
 		atomicOr(word + 1, high);
 }
 
-/* Bytes from..end of a region, and what is left of the last word, become 0. */
+/* Clear bytes from to end - 1 of a region, and the rest of the last word. */
 DEVICE void clear_bytes(uint8_t *region, uint32_t from, uint32_t end, uint32_t lane)
 {
 	uint32_t *word = global((uint32_t *)region);
@@ -231,19 +237,20 @@ DEVICE void clear_bytes(uint8_t *region, uint32_t from, uint32_t end, uint32_t l
 	__syncwarp();
 }
 
-/* Where levels and pieces begin, in bits of the region. */
+/* Indices of the first bits of levels and pieces in the region. */
 struct cut_places {
 	uint32_t levels, piece[PIECES];
-	uint32_t left_out; /* pieces, a bit each */
+	uint32_t left_out; /* mask of pieces that are not written */
 };
 
-/* Levels, if they are sent apart, and pieces of all rows. */
+/* Write pieces of all values and, if `levels`, their levels. */
 DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, cut_places to, bool levels, uint8_t *region,
 		       uint32_t lane)
 {
 	for (uint32_t r = 0; WIRE_ROW * r < m; r++) {
 		const cut_quad cut = cut_values(c, first + WIRE_ROW * r + 4 * lane, there(r, lane, m));
-		uint32_t field[4], by[4], count = 0, width = 0; /* bits of a piece that values before have, by piece */
+		/* width, by: bits of the lane's earlier values in each piece, a byte each */
+		uint32_t field[4], by[4], count = 0, width = 0;
 
 		for (uint32_t k = 0; k < 4; k++) {
 			uint32_t kept = kept_of(cut.e[k], cut.cuts[k]);
@@ -269,7 +276,7 @@ DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, cut_places t
 		for (uint32_t i = 0; i < PIECES; i++) {
 			uint32_t width = byte_of(c.q.widths, i), shift = c.q.mbits + 1 - (ends += width), bits = 0;
 
-			/* what is not kept has been cut off: 0 */
+			/* bits that are not kept are 0 */
 			for (uint32_t k = 0; k < 4; k++)
 				bits |= (field[k] >> shift & ((1u << width) - 1)) << byte_of(by[k], i);
 			if (!(to.left_out >> i & 1))
@@ -280,7 +287,7 @@ DEVICE void put_pieces(const cutter &c, uint64_t first, uint32_t m, cut_places t
 	__syncwarp();
 }
 
-/* The same bit by bit, `most` of each field at most: how many bits in all. */
+/* Write fields by bit, at most `most` bits of each. Returns the number of bits. */
 DEVICE uint32_t put_bits(const cutter &c, uint64_t first, uint32_t m, uint32_t at, uint32_t most, uint8_t *region,
 			 uint32_t lane)
 {
@@ -304,7 +311,7 @@ DEVICE uint32_t put_bits(const cutter &c, uint64_t first, uint32_t m, uint32_t a
 	return at - begin;
 }
 
-/* Block b to a region: its size. */
+/* Encode block b to a region. Returns its size in bytes. */
 DEVICE uint32_t write_cut(const job *j, uint8_t *memory, const codec_source *source, const codec_cuts &by, uint64_t b,
 			  uint8_t *scratch, uint8_t *region, uint32_t lane)
 {
@@ -328,7 +335,7 @@ DEVICE uint32_t write_cut(const job *j, uint8_t *memory, const codec_source *sou
 	at += put_symbols(j, m, constant, to, region + at, &head, lane);
 	__syncwarp();
 	sums.any = __reduce_or_sync(FULL, sums.any);
-	if (c.by_bit) { /* gradients made in a narrower type than theirs end in zeros */
+	if (c.by_bit) { /* gradients that were computed in a narrower dtype end in zeros */
 		uint32_t tail = (uint32_t)__ffs((int)(sums.any | 1u << total)) - 1;
 
 		head |= tail << WIRE_TAIL_AT;

@@ -1,4 +1,4 @@
-/* truncate/truncate.cuh - values with cut mantissas: a warp does a block. docs/format.md, section 9. */
+/* truncate/truncate.cuh - exponents, levels and pieces of Truncate. docs/format.md, section 9. */
 #ifndef CODEC_CUDA_TRUNCATE_TRUNCATE_CUH
 #define CODEC_CUDA_TRUNCATE_TRUNCATE_CUH
 
@@ -9,14 +9,14 @@
 
 #define PIECES 4
 
-/* What follows from the dtype. */
+/* Properties of a dtype. */
 struct cut_kind {
-	uint32_t mbits, sign; /* bits of mantissa; place of the sign */
-	uint32_t bias, last;  /* of exponents: `last` is Inf's */
+	uint32_t mbits, sign; /* bits of mantissa; index of the sign bit */
+	uint32_t bias, last;  /* exponent of 1.0; exponent of Inf */
 	uint32_t octave_log2, base;
 	uint32_t drops;  /* bits dropped at each level, a byte each */
-	uint32_t widths; /* of the pieces that fields are cut into, from the top, likewise */
-	uint32_t per; /* a level has so many 256ths of a bit that is dropped, where all are counted up to level 3's */
+	uint32_t widths; /* bits of each piece of a field, from the top, a byte each */
+	uint32_t per;    /* levels per dropped bit, in 256ths: see cut_of */
 };
 
 DEVICE uint32_t bytes_of(const uint8_t *four)
@@ -36,20 +36,21 @@ DEVICE cut_kind cut_kind_of(uint32_t dtype)
 	return {10, 15, 15, 31, 10, 0, bytes_of(drops[2]), bytes_of(widths[2]), 105};
 }
 
+/* Return byte k of a word. */
 DEVICE uint32_t byte_of(uint32_t quad, uint32_t k)
 {
 	return __byte_perm(quad, 0, 0x4440 + k);
 }
 
-/* How many bits a level drops. */
+/* Return how many bits a level drops. */
 DEVICE uint32_t drop_of(const cut_kind &q, uint32_t level)
 {
 	return byte_of(q.drops, level & 3);
 }
 
 /*
- * By how much the exponent of A, `ea`, exceeds `e` and a guard; as round_slack of exact/round.h, but that what is above
- * 255 stays. `guard`: as there.
+ * Return by how much the exponent of A, ea, exceeds e + guard: round_slack of exact/round.h without its upper bound of
+ * 255. guard: from guard_of.
  */
 DEVICE int slack_of(const cut_kind &q, uint32_t e, uint32_t ea, int guard)
 {
@@ -58,22 +59,23 @@ DEVICE int slack_of(const cut_kind &q, uint32_t e, uint32_t ea, int guard)
 	return ea == 0 || e == q.last || d < 0 ? 0 : d;
 }
 
+/* Return the guard of slack_of: the spec's, less the difference of exponent biases. */
 DEVICE int guard_of(const cut_kind &q, const codec_view &v)
 {
 	return v.guard + 127 - (int)q.bias;
 }
 
-/* A value's level, or by bit what it drops, from its slack. */
+/* Return a value's cut for its slack: its level or, by bit, the number of bits dropped. */
 DEVICE uint32_t cut_of(const cut_kind &q, bool by_bit, int slack)
 {
 	if (by_bit)
 		return slack < (int)q.mbits ? (uint32_t)slack : q.mbits;
 	int most = (int)byte_of(q.drops, 3);
 
-	return (uint32_t)(slack < most ? slack : most) * q.per >> 8; /* the last one whose drop is not more */
+	return (uint32_t)(slack < most ? slack : most) * q.per >> 8; /* the highest level that drops no more bits */
 }
 
-/* Of the exponents that both sides know, a byte each: what each of four values is cut by. */
+/* Compute the cuts of four values from exponents of A that encoder and decoder share. ea4: a byte each. */
 DEVICE void shared_cuts(const cut_kind &q, bool by_bit, int guard, const uint32_t e[4], uint32_t ea4, uint32_t cuts[4])
 {
 	for (uint32_t k = 0; k < 4; k++)
@@ -81,14 +83,15 @@ DEVICE void shared_cuts(const cut_kind &q, bool by_bit, int guard, const uint32_
 }
 
 /*
- * Which pieces a value keeps, all bits of a byte each: a level keeps one less than the one below it, exponent 0 none.
+ * Return which pieces a value keeps: byte i is 255 if piece i is kept. Each level keeps one piece less than the level
+ * below it; exponent 0 keeps none.
  */
 DEVICE uint32_t kept_of(uint32_t e, uint32_t level)
 {
 	return e ? FULL >> 8 * level : 0;
 }
 
-/* Of each piece how many of a lane's values keep it, a byte each. */
+/* Return how many of a lane's values keep each piece, a byte each. */
 DEVICE uint32_t kept_by(const uint32_t e[4], const uint32_t levels[4])
 {
 	uint32_t kept = 0;
@@ -98,9 +101,9 @@ DEVICE uint32_t kept_by(const uint32_t e[4], const uint32_t levels[4])
 	return kept;
 }
 
-/* Of all rows of a block: 512 of a lane at most, 16,384 of a warp. */
+/* Numbers of values that keep each piece, of all rows of a block: at most 512 for a lane, 16,384 for a warp. */
 struct kept_sums {
-	uint32_t even, odd; /* pieces 0 and 2, 1 and 3 */
+	uint32_t even, odd; /* 16 bits each: pieces 0 and 2; pieces 1 and 3 */
 };
 
 DEVICE void add_kept(kept_sums *s, uint32_t kept)
@@ -114,12 +117,13 @@ DEVICE kept_sums warp_sum(kept_sums s)
 	return {warp_sum(s.even), warp_sum(s.odd)};
 }
 
+/* Return how many values keep piece i. */
 DEVICE uint32_t sum_of(const kept_sums &s, uint32_t i)
 {
 	return (i % 2 ? s.odd : s.even) >> 16 * (i / 2) & 0xffff;
 }
 
-/* Bits by bit that a value keeps, `most` at most. */
+/* Return how many bits of its field a value keeps by bit, at most `most`. */
 DEVICE uint32_t bits_kept(const cut_kind &q, uint32_t e, uint32_t cut, uint32_t most)
 {
 	uint32_t keeps = q.mbits + 1 - cut;
@@ -127,13 +131,14 @@ DEVICE uint32_t bits_kept(const cut_kind &q, uint32_t e, uint32_t cut, uint32_t 
 	return !e ? 0 : keeps < most ? keeps : most;
 }
 
-/* A quad of bytes, as numbers, and back. */
+/* Unpack four bytes. */
 DEVICE void unpack(uint32_t quad, uint32_t x[4])
 {
 	for (uint32_t k = 0; k < 4; k++)
 		x[k] = byte_of(quad, k);
 }
 
+/* Pack four bytes. */
 DEVICE uint32_t pack(const uint32_t x[4])
 {
 	return __byte_perm(__byte_perm(x[0], x[1], 0x0040), __byte_perm(x[2], x[3], 0x0040), 0x5410);
