@@ -29,7 +29,7 @@ struct model {
 	uint64_t nibbles;                 /* bytes of all segments */
 };
 
-/* rows.c: values [start, start + count) whose blocks and rows are their own. */
+/* Part of a row codec (rows/parts.c): values [start, start + count). Blocks and rows do not cross its ends. */
 struct part {
 	uint64_t start, count, first_block;
 	uint32_t first_sum;

@@ -1,7 +1,7 @@
 /* row_loops.h - the loops of codecs whose values share scales, compiled once for each instruction set.
  *
- * Included by scalar.c, avx2.c, avx512.c, as loops.h is. `row` values share scale[0], the next ones scale[1] and so on;
- * the last row may be shorter. Values are float32; their one-word functions are in round.h.
+ * Included by scalar.c, avx2.c, avx512.c, as plane_loops.h is. `row` values share scale[0], the next ones scale[1] and
+ * so on; the last row may be shorter. Values are float32; their one-word functions are in round.h.
  */
 #include "kernels.h"
 
