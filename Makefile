@@ -5,7 +5,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PYTEST := $(VENV)/bin/pytest
 # Modules that are not imported need not be compiled: this halves the time of an installation.
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c tests/constraints.txt
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 APT = $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends
 CMAKE := $(VENV)/bin/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja
@@ -65,8 +65,8 @@ $(VENV)/test: $(VENV)/tools $(SOURCES)
 	$(PIP) '.[test]'
 	touch $@
 
-$(VENV)/tools: $(VENV)/bin/pip
-	$(PIP) cmake ninja ruff==0.17.5 pyright==1.1.414 clang-format==23.1.5 numpy cffi
+$(VENV)/tools: $(VENV)/bin/pip tests/constraints.txt
+	$(PIP) cmake ninja numpy cffi ruff pyright clang-format codespell pre-commit-hooks
 	touch $@
 
 DEBIAN := g++ libcmocka-dev libsimde-dev iproute2 abigail-tools doxygen pkg-config libgloo-dev doctest-dev
@@ -214,7 +214,7 @@ FRAMEWORKS := .venv-frameworks
 $(FRAMEWORKS)/installed: $(SOURCES)
 	test -d $(FRAMEWORKS) || python3 -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/pip install -q --upgrade pip
-	$(FRAMEWORKS)/bin/pip install -q '.[frameworks]'
+	$(FRAMEWORKS)/bin/pip install -q -c tests/constraints.txt '.[frameworks]'
 	touch $@
 frameworks: $(FRAMEWORKS)/installed
 	$(FRAMEWORKS)/bin/pytest -m '' tests/frameworks $(ONLY)
