@@ -1,9 +1,9 @@
-"""The command line.
+"""The command ``codec``, also ``python -m codec``.
 
-``python -m codec advise FILE --link 100mbit``: which codec pays for the gradients in a .npz, .npy or .safetensors file.
-``python -m codec inspect FRAME``, ``verify FRAME``: print the header of a frame in a file, or check all of it.
-``python -m codec warmup``: compile the Numba engine's kernels, in an image for example.
-``python -m codec --cflags --libs``: how to build C against the library in this package.
+``codec advise FILE --link 100mbit``: which codec pays for the gradients in a .npz, .npy or .safetensors file.
+``codec inspect FRAME``, ``verify FRAME``: print the header of a frame in a file, or check all of it.
+``codec warmup``: compile the Numba engine's kernels, in an image for example.
+``codec --cflags --libs``: how to build C against the library in this package.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from codec.advisor.advise import advise, named
 from codec.advisor.cost_model import Algorithm
 from codec.errors import CodecError, FrameError
 
-PROGRAM = "python -m codec"
+PROGRAM = "codec"
 
 
 def run_advise(args: argparse.Namespace) -> int:

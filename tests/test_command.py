@@ -27,7 +27,7 @@ def run(capsys, *arguments):
     assert main([str(each) for each in arguments]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("python -m codec: ")
+    assert err.startswith("codec: ")
     assert err.count("\n") == 1
     return err
 
