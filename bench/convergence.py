@@ -2,7 +2,7 @@
 
     python bench/convergence.py                                          # all codecs of CODECS, about half an hour
     python bench/convergence.py --quick                                  # fewer steps, one seed: below two minutes
-    python bench/convergence.py --tasks text-sgd --codecs "Quantize(3)" "Sign(block=256)" --feedback on
+    python bench/convergence.py --tasks text-sgd --codecs "Quantize(3)" "Sign(group_size=256)" --feedback on
 
 Each rank is a process. DistributedDataParallel averages gradients over Gloo through
 ``codec.torch.ddp_hook(spec, optimizer=optimizer)``. The policy and error feedback are the hook's defaults for the
@@ -64,10 +64,10 @@ CODECS = (
     "Quantize(4)",
     "Quantize(2)",
     "Sign()",
-    "Sign(block=1024)",
+    "Sign(group_size=1024)",
     "Ternary()",
 )
-QUICK_CODECS = (LOSSLESS, CODECS[2], "Float8()", "Sign(block=1024)", "Ternary()")
+QUICK_CODECS = (LOSSLESS, CODECS[2], "Float8()", "Sign(group_size=1024)", "Ternary()")
 QUICK_STEPS = {"digits-sgd": 60, "text-sgd": 80, "text-adamw": 80}
 STEPS = {"digits-sgd": 400, "text-sgd": 1000, "text-adamw": 1000}
 SEEDS = 3

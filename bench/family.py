@@ -10,7 +10,7 @@ from codec import optimizers
 
 FAMILY: dict[str, codec.Spec] = {
     "Sign, tensor": codec.Sign(),
-    "Sign, block 1024": codec.Sign(block=1024),
+    "Sign, block 1024": codec.Sign(group_size=1024),
     "Ternary 2bit": codec.Ternary(),
     "Ternary base3": codec.Ternary("base3"),
     "Ternary entropy": codec.Ternary("entropy"),
@@ -39,7 +39,7 @@ TRUNCATE: dict[str, codec.Truncate] = {
 def whole_scale(spec: codec.Spec, residual: bool) -> bool:
     """Must all of the tensor be read before the first code, or what it loses, can be written?"""
     if isinstance(spec, codec.Sign):
-        return residual and spec.block is None
+        return residual and spec.group_size is None
     if isinstance(spec, codec.Ternary):
         return spec.scale is None
     return isinstance(spec, codec.Float4) and spec.format == "nvfp4"

@@ -25,9 +25,9 @@ import codec.torch
 
 CODECS: dict[str, tuple[codec.Spec, dict[str, Any]]] = {
     "lossless": (codec.Lossless(), {}),
-    "float8": (codec.Float8(row=128), {}),
+    "float8": (codec.Float8(group_size=128), {}),
     "quantize4": (codec.Quantize(4), {"feedback": True}),
-    "sign": (codec.Sign(block=1024), {"feedback": True}),
+    "sign": (codec.Sign(group_size=1024), {"feedback": True}),
 }
 
 

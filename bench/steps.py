@@ -37,9 +37,9 @@ def spec_of(name: str) -> Any:
     return {
         "Lossless": (codec.Lossless(), False),
         "Truncate": (codec.Truncate(levels="shared", granularity="bit", guard="feedback"), True),
-        "Float8": (codec.Float8(row=128), False),
+        "Float8": (codec.Float8(group_size=128), False),
         "Quantize 4": (codec.Quantize(4), True),
-        "Sign": (codec.Sign(block=1024), True),
+        "Sign": (codec.Sign(group_size=1024), True),
     }[name]
 
 

@@ -19,11 +19,11 @@ class Info:
     Attributes
     ----------
     spec : Spec
-        What was asked for, as far as decoding depends on it, with the row in use if the shape chose it. A frame does
-        not hold the seed of random draws, nor a ``scale`` or ``clip`` that was asked for: these are 0 or None here,
-        whatever they were. A ``guard`` is a number, greater by as many bits as the dtype of the state's ``theta`` has
-        more of mantissa than the tensor's. Where segments have records, ``block``, ``row`` and ``group`` are known only
-        if the side section is there too, and of a tensor without values never: they are as by default then.
+        Spec that was encoded with, as far as decoding depends on it. A group size that the shape chose is the number
+        in use. A frame does not hold the seed of random bits, nor a ``scale`` or ``clip`` that was given: these are 0
+        or None here. A ``guard`` is a number, greater by as many bits as the dtype of the state's ``theta`` has more
+        of mantissa than the tensor's. Where segments have records, ``group_size`` is known only if the side section is
+        there too, and of a tensor without values never: it is the default then.
     dtype : str
         Name of the dtype, such as ``"bfloat16"``.
     shape : tuple of int

@@ -113,7 +113,7 @@ class Sign(Spec):
     scale : {"l1", "l2", "two_mean"}
         Mean of magnitudes (least squared error), their root mean square, or the two means of the values that are
         positive and negative.
-    block : int, "row" or None
+    group_size : int, "row" or None
         Values that share a scale: so many, those of the last dimension, or all of a tensor or segment. A last dimension
         below 64 is taken together with those before it; a vector has rows of 1,024.
 
@@ -126,13 +126,13 @@ class Sign(Spec):
     """
 
     scale: SignScale = "l1"
-    block: int | Literal["row"] | None = None
+    group_size: int | Literal["row"] | None = None
 
     def __post_init__(self) -> None:
-        _store_plain(self, "block")
+        _store_plain(self, "group_size")
         _one_of("scale", self.scale, SignScale)
-        if self.block is not None and not (isinstance(self.block, str) and self.block == "row"):
-            _whole("block", self.block, 1, 1 << 31, '"row", None or ')
+        if self.group_size is not None and not (isinstance(self.group_size, str) and self.group_size == "row"):
+            _whole("group_size", self.group_size, 1, 1 << 31, '"row", None or ')
 
     @property
     def contraction(self) -> bool:
@@ -195,7 +195,7 @@ class Float8(Spec):
     ----------
     format : {"e4m3fn", "e5m2"}
         3 bits of mantissa up to 448, or 2 up to 57344.
-    row : int, optional
+    group_size : int, optional
         Values that share a scale. Left out: the last dimension; one below 64 is taken together with those before it; a
         vector has rows of 1,024.
     rounding : {"nearest", "stochastic"}
@@ -216,7 +216,7 @@ class Float8(Spec):
     """
 
     format: Format8 = "e4m3fn"
-    row: int | None = None
+    group_size: int | None = None
     rounding: Rounding = "nearest"
     nonfinite: Nonfinite = "error"
     scale: float | None = None
@@ -224,10 +224,10 @@ class Float8(Spec):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _store_plain(self, "row", "scale", "seed")
+        _store_plain(self, "group_size", "scale", "seed")
         _one_of("format", self.format, Format8)
-        if self.row is not None:
-            _whole("row", self.row, 1, 1 << 31)
+        if self.group_size is not None:
+            _whole("group_size", self.group_size, 1, 1 << 31)
         _one_of("rounding", self.rounding, Rounding)
         _one_of("nonfinite", self.nonfinite, Nonfinite)
         _positive("scale", self.scale)
@@ -283,7 +283,7 @@ class Quantize(Spec):
     ----------
     bits : int
         1 to 8.
-    group : int
+    group_size : int
         Values that share a scale.
     levels : {"even", "odd"}
         2^bits levels, none of them zero (the paper's), or 2^bits - 1 with zero (2 bits or more): better where many
@@ -300,15 +300,15 @@ class Quantize(Spec):
     """
 
     bits: int = 4
-    group: int = 64
+    group_size: int = 64
     levels: Levels = "even"
     rounding: Rounding = "stochastic"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _store_plain(self, "bits", "group", "seed")
+        _store_plain(self, "bits", "group_size", "seed")
         _whole("bits", self.bits, 1, 8)
-        _whole("group", self.group, 1, 1 << 31)
+        _whole("group_size", self.group_size, 1, 1 << 31)
         _one_of("levels", self.levels, Levels)
         _one_of("rounding", self.rounding, Rounding)
         _whole("seed", self.seed, 0, (1 << 32) - 1)
@@ -325,8 +325,8 @@ class Quantize(Spec):
         Odd levels and rounding to nearest lose less than the norm of any group.
         """
         if self.levels == "odd":
-            return self.rounding == "nearest" or self.group - 1 < 8 * ((1 << self.bits - 1) - 1) ** 2
-        return self.group - 1 < ((1 << self.bits) - 1) ** 2
+            return self.rounding == "nearest" or self.group_size - 1 < 8 * ((1 << self.bits - 1) - 1) ** 2
+        return self.group_size - 1 < ((1 << self.bits) - 1) ** 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import codec.torch
 CODECS = {
     "lossless": codec.Lossless(),
     "near": codec.Truncate(),  # as many bits as the optimizer's step can tell
-    "float8": codec.Float8(row=128),
+    "float8": codec.Float8(group_size=128),
     "quantize4": codec.Quantize(4),
 }
 

@@ -148,7 +148,7 @@ def test_a_slow_link(clock, name):
     assert lossy.nbytes < first.nbytes / 2
     assert "Quantize() sends" in lossy.why
     signs = codec.advise(grads, "100mbit", lossy=True, feedback=True)
-    assert signs.spec == codec.Sign(block=1024)
+    assert signs.spec == codec.Sign(group_size=1024)
     assert signs.nbytes < lossy.nbytes / 3
     for advice in (codec.advise(grads, NEVER), codec.advise(grads, NEVER, lossy=True, feedback=True)):
         assert advice.spec is None
@@ -489,7 +489,7 @@ def test_advice(clock):
     assert lines[-2] == advice.why
     assert lines[-1] == (
         "For DistributedDataParallel: hook = codec.torch.ddp_hook("
-        "codec.Sign(scale='l1', block=1024), feedback=True).register(model)"
+        "codec.Sign(scale='l1', group_size=1024), feedback=True).register(model)"
     )
     assert [line[2:].split()[0] for line in lines[2:-2]] == [
         "raw",
@@ -498,7 +498,7 @@ def test_advice(clock):
         "Quantize(bits=8)",
         "Quantize()",
         "Ternary(packing='base3')",
-        "Sign(block=1024)",
+        "Sign(group_size=1024)",
     ]
     assert [line[0] for line in lines[2:-2]] == [" "] * 6 + [">"]
     told = json.loads(advice.to_json())
@@ -528,7 +528,7 @@ def test_command_in_words(clock, tmp_path, capsys):
     np.savez(path, step=np.int64(3), lr=np.float64(1e-3), a=x[0], b=x[1])
     assert main(["advise", path, "--link", "1mbit", "--lossy", "--feedback", "--threads", "1"]) == 0
     out, err = capsys.readouterr()
-    assert "> Sign(block=1024)" in out
+    assert "> Sign(group_size=1024)" in out
     assert "measuring a, b" in err
     np.save(tmp_path / "x.npy", x[0])
     (tmp_path / "not.npz").write_bytes(b"PK\x03\x04 but no more")
@@ -603,7 +603,7 @@ def test_hook_line_can_be_pasted(feedback):
     p = torch.nn.Parameter(torch.randn(5000))
     p.grad = torch.randn(5000) * 1e-3
     optimizer = torch.optim.SGD([p], lr=0.1)
-    for spec in (codec.Lossless(), codec.Float8(), codec.Quantize(4), codec.Sign(block=1024), codec.Truncate()):
+    for spec in (codec.Lossless(), codec.Float8(), codec.Quantize(4), codec.Sign(group_size=1024), codec.Truncate()):
         how = {"candidates": [spec], "feedback": feedback, "optimizer": optimizer}
         advice = codec.advise([p.grad], "1kbit", **how)
         call = advice.hook.removeprefix("hook = ").removesuffix(".register(model)")

@@ -20,11 +20,11 @@ from codec.torch import arguments, channel, collectives
 SPECS = [
     codec.Lossless(),
     codec.Float8(),
-    codec.Float8(row=128),
+    codec.Float8(group_size=128),
     codec.Float4(),
     codec.Quantize(8),
     codec.Quantize(4),
-    codec.Sign(block=1024),
+    codec.Sign(group_size=1024),
     codec.Ternary(),
     codec.Truncate(2),
 ]
@@ -409,7 +409,7 @@ def test_into_another_tensor():
 
 SEVERAL = [
     (1_000, torch.float32, codec.Lossless()),
-    (3_000_000, torch.float32, codec.Sign(block=1024)),
+    (3_000_000, torch.float32, codec.Sign(group_size=1024)),
     (70_000, torch.bfloat16, codec.Quantize(4)),
     (20_000, torch.float16, codec.Float8()),
     (300_000, torch.float32, codec.Lossless()),
@@ -468,7 +468,10 @@ def _large(rank, size):
     """Frames wait until all ranks have succeeded: the same bits as out of place; after an error nothing is new."""
     found = []
     for algorithm in ("two_shot", "all_gather", "ring"):
-        for spec, dtype, high in ((codec.Sign(block=1024), torch.float32, 3e38), (codec.Float8(), torch.float16, 6e4)):
+        for spec, dtype, high in (
+            (codec.Sign(group_size=1024), torch.float32, 3e38),
+            (codec.Float8(), torch.float16, 6e4),
+        ):
             x = values(rank, (LARGE * 4 // dtype.itemsize // 1000, 1000), dtype)
             given, out = x.clone(), torch.empty_like(x).view(-1)
             codec.torch.all_reduce(x, spec, algorithm=algorithm)

@@ -229,8 +229,8 @@ def test_numbers_of_other_kinds():
     for given, kept in (
         (codec.Ternary(scale=f(0.5), clip=t(2.5), seed=i(3)), codec.Ternary(scale=0.5, clip=2.5, seed=3)),
         (codec.Quantize(i(4), t(32), seed=np.uint8(7)), codec.Quantize(4, 32, seed=7)),
-        (codec.Float8(row=i(128), scale=np.float64(2)), codec.Float8(row=128, scale=2.0)),
-        (codec.Sign(block=t(64)), codec.Sign(block=64)),
+        (codec.Float8(group_size=i(128), scale=np.float64(2)), codec.Float8(group_size=128, scale=2.0)),
+        (codec.Sign(group_size=t(64)), codec.Sign(group_size=64)),
         (codec.Truncate(np.uint8(2), guard=i(-3), cap=i(7)), codec.Truncate(2, guard=-3, cap=7)),
         (codec.Lossless(i(7)), codec.Lossless(7)),
         (
@@ -246,7 +246,7 @@ def test_numbers_of_other_kinds():
         for make in (
             lambda x: codec.Ternary(scale=x),
             lambda x: codec.Quantize(x),
-            lambda x: codec.Sign(block=x),
+            lambda x: codec.Sign(group_size=x),
             lambda x: codec.Truncate(x),
             lambda x: codec.optimizers.SGD(x),
             lambda x: codec.optimizers.Adam(step=x),
@@ -263,8 +263,8 @@ def test_numbers_of_other_kinds():
 def test_choices_are_named():
     """What could have been given instead."""
     for no in ("rows", np.arange(3), 0):
-        with refused(match='block must be "row", None or an int from 1'):
-            codec.Sign(block=no)
+        with refused(match='group_size must be "row", None or an int from 1'):
+            codec.Sign(group_size=no)
     for no in ("metrics", np.arange(3), 4):
         with refused(match='level must be "metric" or an int from 0 to 3'):
             codec.Truncate(no)

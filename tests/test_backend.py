@@ -230,9 +230,9 @@ def _lossy(rank, size):
     every = [values(r, 30_000) for r in range(size)]
     want, errors = in_order(every), []
     usual = dist.new_group()
-    options = codec.torch.Options(codec.Float8(row=100), gather=codec.Quantize(8))
+    options = codec.torch.Options(codec.Float8(group_size=100), gather=codec.Quantize(8))
     given = dist.new_group(pg_options=options)
-    codec.torch.register_backend(codec.Float8(row=100), algorithm="two_shot", small=120_000)
+    codec.torch.register_backend(codec.Float8(group_size=100), algorithm="two_shot", small=120_000)
     later = dist.new_group()
     for group in (usual, given, later):
         t = every[rank].clone()

@@ -9,7 +9,7 @@ import codec
 
 SPECS = [
     codec.Sign(),
-    codec.Sign(block=64),
+    codec.Sign(group_size=64),
     codec.Sign("two_mean"),
     codec.Sign("l2"),
     codec.Ternary(),

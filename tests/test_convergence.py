@@ -27,7 +27,7 @@ MARGINS = {
     codec.Quantize(4): 0.05,
     codec.Quantize(2): 0.15,
     codec.Sign(): 0.25,
-    codec.Sign(block=1024): 0.25,
+    codec.Sign(group_size=1024): 0.25,
     codec.Ternary(): 0.15,
 }
 RATIO = 10  # of residual norm to gradient norm; measured: 4 for Sign, 0.02 for Truncate

@@ -178,7 +178,7 @@ def test_every_width(as_native):
         dtype, rows = ("float64", *HALVES)[i % 4], 1 + 20_000 // columns
         x = make(dtype, 3 + 2 * rows * columns, "normal")
         segments = [(3, (rows, columns)), (3 + rows * columns, (rows // 2, 2 * columns))]
-        for spec in (codec.Lossless(), codec.Lossless(model="separable"), codec.Float8(row=columns)):
+        for spec in (codec.Lossless(), codec.Lossless(model="separable"), codec.Float8(group_size=columns)):
             if dtype != "float64" or isinstance(spec, codec.Lossless):
                 frame = test_numba.encoded(x, spec, dtype, segments=segments)
                 if isinstance(frame, bytes):
@@ -231,9 +231,9 @@ def test_whole_rows(dtype, columns):
 
 # rows of a few lanes, of one and of several turns of a warp, of no eights; packed by words, halves, bytes and fives
 EIGHTS = {
-    **{f"float8_{row}": codec.Float8(row=row) for row in (8, 64, 256, 40, 576, 4_096, 100)},
+    **{f"float8_{row}": codec.Float8(group_size=row) for row in (8, 64, 256, 40, 576, 4_096, 100)},
     "float8_random": codec.Float8("e5m2", 1_000, "stochastic"),
-    "float8_propagate": codec.Float8(row=128, nonfinite="propagate"),
+    "float8_propagate": codec.Float8(group_size=128, nonfinite="propagate"),
     "float4_nearest": codec.Float4("mxfp4"),
     "float4_random": codec.Float4("nvfp4", "stochastic"),
     **{f"quantize_{b}_{row}": codec.Quantize(b, row, "odd") for b, row in ((2, 16), (3, 128), (4, 600), (8, 512))},
@@ -374,7 +374,7 @@ def test_who_does_not_check_first(monkeypatch):
     scanned, plan_of = [], encoding.plan_of
     monkeypatch.setattr(encoding, "plan_of", lambda r: scanned.append((plan := plan_of(r)).view.row_sums.count) or plan)
     x = np.random.default_rng(2).standard_normal(20_000, F32)
-    for spec in (codec.Float8(), codec.Quantize(4), codec.Sign(block=1_024)):
+    for spec in (codec.Float8(), codec.Quantize(4), codec.Sign(group_size=1_024)):
         left = np.ones_like(x)
         frame = codec.encode(x, spec, residual=left, feedback=True)
         for check_first in (True, False):
@@ -436,7 +436,7 @@ def test_rows_of_few_values():
     """Whose scales take more than their codes."""
     x = test_numba.tensor("float32", 17_000, "normal").view(F32)
     for row in (1, 3, 100):
-        for spec in (codec.Float8(row=row, entropy=True), codec.Float8(row=row), codec.Quantize(2, row)):
+        for spec in (codec.Float8(group_size=row, entropy=True), codec.Float8(group_size=row), codec.Quantize(2, row)):
             frame = bytes(codec.encode(x, spec, stream=1 << 40))
             assert encode(x, spec, "float32", stream=1 << 40) == frame, (row, spec)
 
@@ -849,7 +849,7 @@ def test_rows_in_any_order(order, monkeypatch):
         (powers, codec.Lossless()),
         (powers.astype(F32), codec.Lossless(model="separable")),
         (powers.astype(F32), codec.Truncate(1)),
-        *((powers.astype(F32), spec) for spec in (codec.Sign(), codec.Float8(row=64), codec.Ternary("base3"))),
+        *((powers.astype(F32), spec) for spec in (codec.Sign(), codec.Float8(group_size=64), codec.Ternary("base3"))),
     ):
         frame = codec.encode(x, spec)
         assert encode(x, spec, str(x.dtype)) == frame

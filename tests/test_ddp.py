@@ -94,10 +94,10 @@ def test_lossless_is_training_with_sums_in_the_order_of_ranks(size, views):
 
 
 CASES = [
-    (codec.Float8(row=128), {}),
+    (codec.Float8(group_size=128), {}),
     (codec.Float8(), {"feedback": True}),
     (codec.Quantize(4), {"feedback": True}),
-    (codec.Sign(block=1024), {}),
+    (codec.Sign(group_size=1024), {}),
     (codec.Ternary(), {}),
     (codec.Truncate(), {"optimizer": True}),
     (codec.Truncate(levels="shared"), {"optimizer": True}),
@@ -419,7 +419,7 @@ def _scaled(rank, size):
     scaler = torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=2)
     models = [wrapped() for _ in range(2)]
     optimizers = [torch.optim.SGD(m.parameters(), 0.05) for m in models]
-    sign = codec.Sign(block=64)
+    sign = codec.Sign(group_size=64)
     hooks = [codec.torch.ddp_hook(sign, grad_scaler=s).register(m) for s, m in zip((scaler, None), models, strict=True)]
     scales = []
     for step in range(9):
@@ -455,7 +455,7 @@ def _continued(rank, size):
     results = []
     for cut in (False, True):
         model = wrapped()
-        hook = codec.torch.ddp_hook(codec.Sign(block=64), algorithm="two_shot").register(model)
+        hook = codec.torch.ddp_hook(codec.Sign(group_size=64), algorithm="two_shot").register(model)
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
         train(model, optimizer, rank, 4)
         if cut:
@@ -465,7 +465,7 @@ def _continued(rank, size):
             saved = torch.load(file)
             model = wrapped()
             model.module.load_state_dict(saved[0])
-            hook = codec.torch.ddp_hook(codec.Sign(block=64), algorithm="two_shot").register(model)
+            hook = codec.torch.ddp_hook(codec.Sign(group_size=64), algorithm="two_shot").register(model)
             optimizer = torch.optim.SGD(model.parameters(), 0.05)
             optimizer.load_state_dict(saved[1])
             hook.load_state_dict(saved[2])
@@ -557,7 +557,7 @@ def test_policies_that_are_wrong():
 
 def _many(rank, size, steps):
     model = wrapped()
-    codec.torch.ddp_hook(codec.Float8(row=128)).register(model)
+    codec.torch.ddp_hook(codec.Float8(group_size=128)).register(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.02)
     train(model, optimizer, rank, steps)
     return bits(model)

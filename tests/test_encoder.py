@@ -33,7 +33,7 @@ def ask_of(spec):
         case codec.Lossless():
             return Ask(1, index(specs.Model, spec.model), cap=spec.cap)
         case codec.Sign():
-            row = encoder.BY_SHAPE if spec.block == "row" else spec.block or 0
+            row = encoder.BY_SHAPE if spec.group_size == "row" else spec.group_size or 0
             return Ask(2, index(specs.SignScale, spec.scale), row=row)
         case codec.Ternary():
             packing = index(specs.Packing, spec.packing)
@@ -41,12 +41,12 @@ def ask_of(spec):
         case codec.Float8():
             options = stochastic | 2 * (spec.nonfinite == "propagate") | 4 * spec.entropy
             variant = index(specs.Format8, spec.format)
-            return Ask(4, variant, options, row=spec.row, scale=spec.scale, seed=spec.seed)
+            return Ask(4, variant, options, row=spec.group_size, scale=spec.scale, seed=spec.seed)
         case codec.Float4():
             return Ask(5, index(specs.Format4, spec.format), int(stochastic), seed=spec.seed)
         case codec.Quantize():
             levels = index(specs.Levels, spec.levels)
-            return Ask(6, levels, int(stochastic), spec.bits, spec.group, seed=spec.seed)
+            return Ask(6, levels, int(stochastic), spec.bits, spec.group_size, seed=spec.seed)
     cut = 16 * (spec.rounding == "truncate")
     if spec.fixed_level is not None:
         return Ask(7, 3, cut, spec.fixed_level, cap=spec.cap)
@@ -304,7 +304,7 @@ ROWS = LOSSY | {
     "ternary_entropy_clip": codec.Ternary("entropy", clip=0.7, seed=9),
     "ternary_given": codec.Ternary("base3", scale=1e4),
     "float8_given": codec.Float8("e5m2", scale=3.25, rounding="stochastic"),
-    "float8_entropy_long": codec.Float8(row=20_000, entropy=True),
+    "float8_entropy_long": codec.Float8(group_size=20_000, entropy=True),
     "float4_nvfp4_stochastic": codec.Float4(rounding="stochastic", seed=2),
     "float4_mxfp4_nearest": codec.Float4("mxfp4"),
     "quantize_5": codec.Quantize(5, 128, "even", "nearest"),
@@ -335,18 +335,18 @@ def test_rows(spec, dtype):
 def test_several_blocks(packing):
     """Those of base 3 are longer; with more than 16 blocks some are not looked at."""
     same(tame("bfloat16", 170_000, "normal"), codec.Ternary(packing), dtype="bfloat16")
-    same(tame("float32", 17_000, "normal"), codec.Float8(row=512, entropy=True), dtype="float32")
+    same(tame("float32", 17_000, "normal"), codec.Float8(group_size=512, entropy=True), dtype="float32")
     for n, row in itertools.product((511, 512), (100, 20_000)):
         same(
             tame("float32", n, "constant") ^ (np.arange(n, dtype=np.uint32) & 1) << 31,
-            codec.Float8(row=row, entropy=True),
+            codec.Float8(group_size=row, entropy=True),
             dtype="float32",
         )
     for row in (16_383, 16_384, 16_385):
-        same(tame("float32", 40_000, "normal"), codec.Float8(row=row, entropy=True), dtype="float32")
+        same(tame("float32", 40_000, "normal"), codec.Float8(group_size=row, entropy=True), dtype="float32")
     for shape in ((9, 7, 9), (9, 8, 8), (9, 2, 32), (100, 63), (100, 64), (5, 70_000)):
         same(tame("bfloat16", prod(shape), "normal"), codec.Sign("l1", "row"), dtype="bfloat16", shape=shape)
-    same(tame("float32", 290_000, "zeros"), codec.Float8(row=14_000, entropy=True), dtype="float32")
+    same(tame("float32", 290_000, "zeros"), codec.Float8(group_size=14_000, entropy=True), dtype="float32")
 
 
 @given(st.sampled_from(sorted(ROWS)), st.integers(0, 6000), st.integers(0, 2**32), st.data())

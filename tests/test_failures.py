@@ -232,7 +232,7 @@ def test_bound_holds_with_segments():
     rng = np.random.default_rng(0)
     for n in (1, 2, 63, 64, 1000, 4095, 4096, 4097, 20_000):
         x = rng.standard_normal(n).astype(np.float32)
-        for spec in [*LOSSY.values(), codec.Sign("two_mean", 1), codec.Float8(row=1), codec.Quantize(1, 1)]:
+        for spec in [*LOSSY.values(), codec.Sign("two_mean", 1), codec.Float8(group_size=1), codec.Quantize(1, 1)]:
             room = codec.bound(n, "float32", spec)
             for segments in (None, [(0, (n,))], [(n - 1, (1,))], [(0, (n // 2,)), (n // 2, (n - n // 2,))], [(0, ())]):
                 out = np.zeros(room, np.uint8)

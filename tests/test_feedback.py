@@ -103,7 +103,7 @@ def test_arguments():
 def test_sums_converge():
     """What one frame loses the next ones send: the mean of decoded frames comes close to the tensor."""
     x, e = values(5, 5_000), np.zeros(5_000, np.float32)
-    spec = codec.Sign(block=128)
+    spec = codec.Sign(group_size=128)
     total = np.zeros(5_000, np.float32)
     for _ in range(200):
         codec.accumulate(codec.encode(x, spec, residual=e, feedback=True), total)

@@ -87,13 +87,13 @@ def test_lossless_is_the_mean_in_the_order_of_ranks(size, dtype):
 
 
 def _lossy(rank, size):
-    net = sharded(model(), codec.torch.ReduceScatter(codec.Float8(row=128)), codec.torch.AllGather())
+    net = sharded(model(), codec.torch.ReduceScatter(codec.Float8(group_size=128)), codec.torch.AllGather())
     net(batch(rank)).square().mean().backward()
     errors = []
     for p, theirs in zip(net.parameters(), gradients_of(model(), size), strict=True):
         want, got = mean(theirs), p.grad.full_tensor()
         errors.append(float((got - want).norm() / want.norm()))
-    net = sharded(model(), codec.torch.ReduceScatter(), codec.torch.AllGather(codec.Float8(row=128)))
+    net = sharded(model(), codec.torch.ReduceScatter(), codec.torch.AllGather(codec.Float8(group_size=128)))
     exact, got = model()(batch(rank)), net(batch(rank))
     return errors, float((got - exact).norm() / exact.norm())
 

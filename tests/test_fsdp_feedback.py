@@ -277,7 +277,7 @@ def test_wrong_uses_are_refused():
 
 def _counted(rank, size):
     net = shard(model())
-    gradients = codec.torch.ReduceScatter(codec.Float8(row=128)).register(net)
+    gradients = codec.torch.ReduceScatter(codec.Float8(group_size=128)).register(net)
     parameters = codec.torch.AllGather().register(net)
     assert math.isnan(gradients.stats().ratio)
     train(net, rank, range(3))

@@ -200,7 +200,7 @@ def test_the_same_bits(size, tmp_path):
 def test_the_same_bits_of_any_size(tmp_path):
     """Slices of several chunks, and where blocks and slices begin and end."""
     sizes = [0, 1, 2, 1023, 1024, 1025, 3071, 3073, 65537]
-    specs = [codec.Lossless(), codec.Quantize(4), codec.Float8(row=100)]
+    specs = [codec.Lossless(), codec.Quantize(4), codec.Float8(group_size=100)]
     small = [
         Job(specs[(i + a) % 3], algorithm=algorithm, n=n)
         for i, n in enumerate(sizes)
@@ -210,7 +210,7 @@ def test_the_same_bits_of_any_size(tmp_path):
     n = 5 << 20  # 20 MiB
     large = [
         Job(codec.Quantize(4), n=n, segments=long, stream=7),
-        Job(codec.Float8(row=128), algorithm="ring", n=n, segments=long),
+        Job(codec.Float8(group_size=128), algorithm="ring", n=n, segments=long),
         Job(codec.Sign("l2", "row"), algorithm="all_gather", n=n, segments=long),
         Job(codec.Float8(), algorithm="raw", n=n),
         Job(codec.Ternary("base3"), "reduce_scatter", n=2_200_000),
@@ -240,7 +240,7 @@ def test_the_same_bits_by_an_optimizer_s_state(size, tmp_path):
 
 def test_the_same_residuals(tmp_path):
     """Error feedback: results, and what is owed then, to tensors and to sums."""
-    specs = [codec.Quantize(2), codec.Sign(block=1024), codec.Float8("e5m2"), codec.Truncate(2)]
+    specs = [codec.Quantize(2), codec.Sign(group_size=1024), codec.Float8("e5m2"), codec.Truncate(2)]
     ways = [(dtype, algorithm) for dtype in DTYPE for algorithm in ("two_shot", "all_gather", "raw")]
     jobs = [Job(spec, dtype=d, algorithm=a, n=20_000, feedback=True) for spec in specs for d, a in ways]
     compare(3, jobs, tmp_path)

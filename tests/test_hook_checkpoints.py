@@ -17,7 +17,7 @@ import codec
 import codec.torch
 from codec.torch import hook_state
 
-SIGN = codec.Sign(block=1024)
+SIGN = codec.Sign(group_size=1024)
 
 
 def through_a_file(state):
@@ -150,7 +150,7 @@ def _changed(rank, size):
     full = sum(p.numel() for p in net().parameters()) * 4 * (size - 1)
     model, hook = hooked(spec=codec.Lossless(), algorithm="all_gather")
     sizes = [_sent(hook, model, rank, step) for step in range(3)]
-    hook.set_spec(codec.Float8(row=128))
+    hook.set_spec(codec.Float8(group_size=128))
     sizes += [_sent(hook, model, rank, step) for step in range(3, 5)]
     assert min(sizes[:3]) > 0.7 * full
     assert max(sizes[3:]) < 0.4 * full
@@ -162,7 +162,7 @@ def _changed(rank, size):
     assert _sent(hook, model, rank, 5) < 0.4 * full
 
     now = {"spec": codec.Lossless()}
-    model, hook = hooked(spec=codec.Float8(row=128), policy=lambda n, p: now["spec"], algorithm="all_gather")
+    model, hook = hooked(spec=codec.Float8(group_size=128), policy=lambda n, p: now["spec"], algorithm="all_gather")
     sizes = [_sent(hook, model, rank, 0)]
     now["spec"] = None
     sizes += [_sent(hook, model, rank, 1)]
@@ -174,7 +174,7 @@ def _changed(rank, size):
     now["spec"] = None
     assert _sent(hook, model, rank, 3) < 0.4 * full  # the step was refused on all ranks, the group lives on
 
-    model, hook = hooked(spec=codec.Float8(row=128), start_step=2, algorithm="all_gather")
+    model, hook = hooked(spec=codec.Float8(group_size=128), start_step=2, algorithm="all_gather")
     sizes = [_sent(hook, model, rank, step) for step in range(4)]
     assert min(sizes[:2]) > 0.7 * full
     assert max(sizes[2:]) < 0.4 * full

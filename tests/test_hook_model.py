@@ -55,9 +55,9 @@ def _complex(rank, size):
     found = {}
     for spec, how in [
         (codec.Lossless(), {}),
-        (codec.Float8(row=128), {}),
+        (codec.Float8(group_size=128), {}),
         (codec.Quantize(8), {"feedback": True}),
-        (codec.Sign(block=1024), {"start_step": 1}),
+        (codec.Sign(group_size=1024), {"start_step": 1}),
         (codec.Truncate(), {"optimizer": True}),
     ]:
         model = DistributedDataParallel(Complex())
@@ -153,7 +153,7 @@ def forward(model, rank):
 
 
 def _registered_as_torch_does(rank, size):
-    spec, found = codec.Float8(row=128), {}
+    spec, found = codec.Float8(group_size=128), {}
     for form in ("register", "state", "callable", "compiled"):
         model, hook = DistributedDataParallel(net()), codec.torch.ddp_hook(spec, algorithm="two_shot")
         if form == "register":
@@ -182,7 +182,7 @@ def test_every_form_of_registration_gives_the_same_bits():
 
 def _second_model(rank, size):
     first, other = DistributedDataParallel(net()), DistributedDataParallel(nn.Linear(8, 64))
-    hook = codec.torch.ddp_hook(codec.Float8(row=128)).register(first)
+    hook = codec.torch.ddp_hook(codec.Float8(group_size=128)).register(first)
     with pytest.raises(codec.SpecError, match="serves one model"):
         hook.register(other)
     stepped(first, rank, forward)
@@ -296,7 +296,7 @@ class Vocabulary(nn.Module):
 
 def _vocabulary(rank, size):
     found = {}
-    for spec in (codec.Sign(block=1024), codec.Ternary(), codec.Quantize(4)):
+    for spec in (codec.Sign(group_size=1024), codec.Ternary(), codec.Quantize(4)):
         for tied in (False, True):
             model = DistributedDataParallel(Vocabulary(tied))
             hook = codec.torch.ddp_hook(spec).register(model)

@@ -114,7 +114,7 @@ def test_sums_have_one_order(n, isa):
     while len(level) > 1:
         level = [sum(level[i : i + 2]) for i in range(0, len(level), 2)]
     expected = F32(level[0] / n)
-    for spec in (codec.Sign(), codec.Sign(block=n)):
+    for spec in (codec.Sign(), codec.Sign(group_size=n)):
         for threads in (1, 3):
             assert (codec.decode(codec.encode(x, spec, threads=threads)) == expected).all()
 
@@ -400,7 +400,7 @@ def test_sums_of_signs(variant, isa):
     for n, block in itertools.product((7, 1_000, 40_003), (None, 8, 12, 40, 72, 1_000, 1_024, 4_096)):
         xs = [tensor(n, i) * F32(i + 1) for i in range(19)]
         segments = [(0, (n // 3,)), (n // 3, (n - n // 3,))] if n > 20_000 else None
-        frames = [codec.encode(x, codec.Sign(variant, block=block), segments=segments) for x in xs]
+        frames = [codec.encode(x, codec.Sign(variant, group_size=block), segments=segments) for x in xs]
         values = [codec.decode(frame) for frame in frames]
         out = np.empty(4 * n + 4, np.uint8)[1 : 4 * n + 1].view(F32)
         for count in (2, 3, 8, 9, 19):
@@ -437,7 +437,7 @@ def test_reduce_past_caches(spec, isa):
 def test_a_large_sum():
     """What goes past the caches because of its size alone."""
     xs = [np.resize(tensor(100_000, i), 2_100_000) for i in range(3)]
-    for spec in (codec.Sign(block=1024), codec.Lossless(), codec.Ternary("base3")):
+    for spec in (codec.Sign(group_size=1024), codec.Lossless(), codec.Ternary("base3")):
         frames = [codec.encode(x, spec) for x in xs]
         a, b, c = (codec.decode(frame) for frame in frames)
         for threads in (1, 2):
@@ -450,7 +450,12 @@ def test_results_must_be_numbers(engine):
     large, some = np.full(300_000, 1e38, F32), tensor(300_000)
     large[:204_800] = 1  # whole rows
     wrong = np.where(np.arange(300_000) == 250_000, np.nan, some)
-    for spec in (codec.Float8(), codec.Sign("l2", block=1024), codec.Lossless(), codec.Float8("e5m2", entropy=True)):
+    for spec in (
+        codec.Float8(),
+        codec.Sign("l2", group_size=1024),
+        codec.Lossless(),
+        codec.Float8("e5m2", entropy=True),
+    ):
         frames = [codec.encode(x, spec) for x in (large, some, large, large, large)]
         for threads, past in itertools.product((1, 3), (False, True)):
             how = {"threads": threads, "engine": engine, "nontemporal": past, "check_finite": True}
@@ -523,7 +528,7 @@ def test_sizes_are_what_definitions_imply():
     x = tensor((1024, 1024))
     for spec, bits in (
         (codec.Sign(), 1),
-        (codec.Sign(block=1024), 1 + 32 / 1024),
+        (codec.Sign(group_size=1024), 1 + 32 / 1024),
         (codec.Ternary(), 2),
         (codec.Ternary("base3"), 1.6),
         (codec.Float8(), 8 + 32 / 1024),
@@ -588,22 +593,22 @@ def test_specs_refuse():
     x = tensor(100)
     for bad in (
         lambda: codec.Sign("l3"),
-        lambda: codec.Sign(block=0),
-        lambda: codec.Sign(block="column"),
+        lambda: codec.Sign(group_size=0),
+        lambda: codec.Sign(group_size="column"),
         lambda: codec.Ternary("4bit"),
         lambda: codec.Ternary(scale=0.0),
         lambda: codec.Ternary(scale=float("nan")),
         lambda: codec.Ternary(clip=-1.0),
         lambda: codec.Ternary(seed=1 << 32),
         lambda: codec.Float8("e3m4"),
-        lambda: codec.Float8(row=0),
+        lambda: codec.Float8(group_size=0),
         lambda: codec.Float8(rounding="up"),
         lambda: codec.Float8(nonfinite="ignore"),
         lambda: codec.Float8(entropy=1),
         lambda: codec.Float4("fp4"),
         lambda: codec.Quantize(0),
         lambda: codec.Quantize(9),
-        lambda: codec.Quantize(group=0),
+        lambda: codec.Quantize(group_size=0),
         lambda: codec.Quantize(levels="many"),
         lambda: codec.encode(x.astype(np.float64), codec.Sign()),
         lambda: codec.encode(np.arange(10), codec.Ternary()),
@@ -623,7 +628,7 @@ def test_inspect_says_the_spec(spec):
     lost = {"seed": 0, "scale": None, "clip": None} if not isinstance(spec, codec.Sign) else {}
     for name in spec.__slots__:
         asked = getattr(spec, name)
-        chosen = asked == "row" or (name == "row" and asked is None)
+        chosen = asked == "row" or (type(spec) is codec.Float8 and name == "group_size" and asked is None)
         assert getattr(said, name) == (70 if chosen else lost.get(name, asked))
 
 
@@ -631,9 +636,9 @@ def test_inspect_says_the_row_of_parts():
     """One if all have it, "chosen by the shape" if they differ, and none where the records are not given."""
     x, alike, apart = tensor(10_000), [(0, (50, 100)), (5000, (50, 100))], [(0, (50, 100)), (5000, (25, 200))]
     for segments, row in ((alike, 100), (apart, None)):
-        assert codec.inspect(codec.encode(x, codec.Float8(), segments=segments)).spec == codec.Float8(row=row)
-        frame = codec.encode(x, codec.Sign(block="row"), segments=segments)
-        assert codec.inspect(frame).spec == codec.Sign(block=row or "row")
+        assert codec.inspect(codec.encode(x, codec.Float8(), segments=segments)).spec == codec.Float8(group_size=row)
+        frame = codec.encode(x, codec.Sign(group_size="row"), segments=segments)
+        assert codec.inspect(frame).spec == codec.Sign(group_size=row or "row")
         assert codec.inspect(frame[:56]).spec == codec.Sign()
     for spec in (codec.Quantize(3, 50), codec.Sign(), codec.Float4("mxfp4"), codec.Ternary("entropy")):
         frame = codec.encode(x, spec, segments=apart)

@@ -366,7 +366,7 @@ def test_what_is_not_finite(name):
                 encoded(x, SPECS[name], dtype, np.full(30_000, 7, F32), feedback=True, threads=threads, **how)
 
 
-ROWS_OF_ONE = [codec.Sign("two_mean", 1), codec.Float8(row=1), codec.Quantize(8, 1), codec.Quantize(3, 2, "odd")]
+ROWS_OF_ONE = [codec.Sign("two_mean", 1), codec.Float8(group_size=1), codec.Quantize(8, 1), codec.Quantize(3, 2, "odd")]
 
 
 @pytest.mark.parametrize("spec", [*LOSSY.values(), *TRUNCATES.values(), *ROWS_OF_ONE], ids=repr)
@@ -584,7 +584,9 @@ def test_frames_of_several_codecs_are_added():
     """Where blocks do not match, or one frame is stored, and with one scale, as integers."""
     x = tensor("float32", 30_000, "normal").view(F32)
     x *= F32(1 / np.abs(x).max())
-    frames = [bytes(codec.encode(x, spec)) for spec in (codec.Sign(), codec.Lossless(), codec.Quantize(group=20_000))]
+    frames = [
+        bytes(codec.encode(x, spec)) for spec in (codec.Sign(), codec.Lossless(), codec.Quantize(group_size=20_000))
+    ]
     ternary = [bytes(codec.encode(x, codec.Ternary(scale=1.5), stream=i)) for i in range(3)]
     noise = np.random.default_rng(0).integers(0x3F000000, 0x3F800000, 30_000, dtype=np.uint32)
     halves = bytes(codec.encode((x.view(np.uint32) >> 16).astype(np.uint16), codec.Sign(), dtype="bfloat16"))

@@ -40,7 +40,7 @@ def frames():
     for name, spec in TRUNCATES.items():
         how = HOW if spec.fixed_level is None else {}
         out[name] = (bytes(codec.encode(y[:600], spec, **how)), "float32", 600)
-    out["parts"] = (bytes(codec.encode(y, codec.Sign(block="row"), segments=[(0, (41, 100))])), "float32", 8300)
+    out["parts"] = (bytes(codec.encode(y, codec.Sign(group_size="row"), segments=[(0, (41, 100))])), "float32", 8300)
     out["bytes"] = (bytes(codec.encode(y[:8300], codec.Ternary("entropy"))), "float32", 8300)
     return out
 

@@ -10,7 +10,7 @@ import codec.torch
 from codec.torch import collectives
 
 N = 40_000  # values: 160 KB, so that algorithm="auto" takes two-shot from three ranks on
-SPECS = (codec.Quantize(4), codec.Float8(), codec.Sign(block=256), codec.Float4())
+SPECS = (codec.Quantize(4), codec.Float8(), codec.Sign(group_size=256), codec.Float4())
 
 
 def gradient(rank, step, n=N):
@@ -92,7 +92,7 @@ def _growth(rank, size, spec, steps):
 
 
 @pytest.mark.parametrize(
-    "spec", [codec.Quantize(2, levels="odd", rounding="nearest"), codec.Sign(block=256)], ids=["Quantize", "Sign"]
+    "spec", [codec.Quantize(2, levels="odd", rounding="nearest"), codec.Sign(group_size=256)], ids=["Quantize", "Sign"]
 )
 def test_residuals_of_two_shot_stay_bounded(spec):
     """The residual of a slice's owner holds the error of the mean N times, and must not grow by that."""

@@ -469,14 +469,14 @@ def test_commands_for_frames(tmp_path, capsys):
     """What a frame in a file says, for people and for programs; and whether it is whole."""
     x = np.ones((3, 1000), np.float32)
     good, bad = (str(tmp_path / name) for name in ("good", "bad"))
-    Path(good).write_bytes(frame := codec.encode(x, codec.Sign(block=64)))
+    Path(good).write_bytes(frame := codec.encode(x, codec.Sign(group_size=64)))
     Path(bad).write_bytes(frame[:-1])
     assert main(["inspect", good]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert (lines["spec"], lines["shape"], lines["nbytes"]) == ("Sign(block=64)", "(3, 1000)", str(len(frame)))
+    assert (lines["spec"], lines["shape"], lines["nbytes"]) == ("Sign(group_size=64)", "(3, 1000)", str(len(frame)))
     assert main(["inspect", bad, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["spec"], told["shape"], told["sections"]["header"][0]) == ("Sign(block=64)", [3, 1000], 0)
+    assert (told["spec"], told["shape"], told["sections"]["header"][0]) == ("Sign(group_size=64)", [3, 1000], 0)
     assert main(["verify", good, good]) == 0
     assert capsys.readouterr().out == 2 * f"{good}: a whole frame\n"
     for arguments, words in (

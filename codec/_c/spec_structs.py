@@ -57,8 +57,8 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
     match spec:
         case specs.Lossless(cap, model):
             return {"codec": lib.CODEC_LOSSLESS, "cap": cap, "model": _index(specs.Model, model)}
-        case specs.Sign(scale, block):
-            row = lib.CODEC_ROW_LAST if block == "row" else block or 0
+        case specs.Sign(scale, group_size):
+            row = lib.CODEC_ROW_LAST if group_size == "row" else group_size or 0
             return {"codec": lib.CODEC_SIGN, "variant": _index(specs.SignScale, scale), "row": row}
         case specs.Ternary(packing, scale, clip, seed):
             variant = _index(specs.Packing, packing)
@@ -69,11 +69,11 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
                 "clip": clip or 0,
                 "seed": seed,
             }
-        case specs.Float8(format, row, rounding, nonfinite, scale, entropy, seed):
+        case specs.Float8(format, group_size, rounding, nonfinite, scale, entropy, seed):
             return {
                 "codec": lib.CODEC_FLOAT8,
                 "variant": _index(specs.Format8, format),
-                "row": row or 0,
+                "row": group_size or 0,
                 "options": (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC
                 | (nonfinite == "propagate") * lib.CODEC_OPTION_PROPAGATE
                 | entropy * lib.CODEC_OPTION_ENTROPY,
@@ -84,12 +84,12 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
             options = (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC
             variant = _index(specs.Format4, format)
             return {"codec": lib.CODEC_FLOAT4, "variant": variant, "options": options, "seed": seed}
-        case specs.Quantize(bits, group, levels, rounding, seed):
+        case specs.Quantize(bits, group_size, levels, rounding, seed):
             return {
                 "codec": lib.CODEC_QUANTIZE,
                 "variant": _index(specs.Levels, levels),
                 "bits": bits,
-                "row": group,
+                "row": group_size,
                 "options": (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC,
                 "seed": seed,
             }

@@ -233,7 +233,7 @@ def advise(
     >>> codec.advise(grad, "1mbit").spec
     Lossless(cap=8, model='auto')
     >>> codec.advise(grad, "1mbit", lossy=True).spec
-    Quantize(bits=4, group=64, levels='even', rounding='stochastic', seed=0)
+    Quantize(bits=4, group_size=64, levels='even', rounding='stochastic', seed=0)
     >>> codec.advise(grad, codec.Link(float("inf"))).spec is None
     True
     """
@@ -297,7 +297,7 @@ def _specs(candidates: Any, lossy: Any, feedback: Any, optimizer: Any) -> list[S
     if lossy is True:
         specs += [Float8(), Quantize(8), Quantize(4)]
         if feedback:
-            specs += [Ternary("base3"), Sign(block=1024)]
+            specs += [Ternary("base3"), Sign(group_size=1024)]
     return specs
 
 

@@ -136,7 +136,7 @@ def all_reduce(
 
     Examples
     --------
-    >>> codec.torch.all_reduce(gradient, codec.Float8(row=128))  # doctest: +SKIP
+    >>> codec.torch.all_reduce(gradient, codec.Float8(group_size=128))  # doctest: +SKIP
     """
 
     def work(line: Line) -> torch.Tensor:

@@ -315,7 +315,7 @@ class AllReduce(_Reducing):
     >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))  # doctest: +SKIP
     >>> fully_shard(model, mesh=mesh["shard"])  # doctest: +SKIP
     >>> replicas = mesh.get_group("replicate")  # doctest: +SKIP
-    >>> codec.torch.AllReduce(codec.Float8(row=128), group=replicas).register(model)  # doctest: +SKIP
+    >>> codec.torch.AllReduce(codec.Float8(group_size=128), group=replicas).register(model)  # doctest: +SKIP
     """
 
     def __init__(
