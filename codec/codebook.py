@@ -107,7 +107,7 @@ class Codebook:
         counts : array_like of int, shape (256,)
             Counts of symbols, not negative.
         spec : Lossless or Truncate
-            Of the frames that it is for; its cap is the longest code in bits.
+            Of the frames that it is for; ``spec.max_code_length`` limits its code lengths.
         dtype : str, type or dtype
             Of the tensors, such as ``"float16"``: Truncate's symbols depend on it.
 
@@ -145,7 +145,7 @@ class Codebook:
             Floating-point tensors of float32, float64, bfloat16 or float16; for :class:`codec.Lossless` the dtypes may
             differ.
         spec : Lossless or Truncate
-            Of the frames that it is for; its cap is the longest code in bits.
+            Of the frames that it is for; ``spec.max_code_length`` limits its code lengths.
         segments, metric, state : optional
             As in :func:`codec.encode`; only with a single tensor.
 

@@ -68,12 +68,12 @@ class Spec:
 class Lossless(Spec):
     """Every bit returns: NaN payloads, signed zeros and subnormals included.
 
-    Exponents go through a length-capped Huffman coder, after offsets that a sample of the tensor suggests have been
+    Exponents go through a length-limited Huffman coder, after offsets that a sample of the tensor suggests have been
     taken away; sign and mantissa stay as they are. Integers and float8 are coded byte by byte.
 
     Parameters
     ----------
-    cap : int
+    max_code_length : int
         Longest code in bits, 2 to 8.
     model : {"auto", "flat", "separable"}
         Offsets of exponents by row and column: where a sample says that they pay, nowhere, or wherever the shape
@@ -90,12 +90,12 @@ class Lossless(Spec):
     .. [2] "GComp: Near-Lossless Gradient Compression for Data-Parallel Distributed DNN Training", SoCC 2024.
     """
 
-    cap: int = 8
+    max_code_length: int = 8
     model: Model = "auto"
 
     def __post_init__(self) -> None:
-        _store_plain(self, "cap")
-        _whole("cap", self.cap, 2, 8)
+        _store_plain(self, "max_code_length")
+        _whole("max_code_length", self.max_code_length, 2, 8)
         _one_of("model", self.model, Model)
 
 
@@ -355,7 +355,7 @@ class Truncate(Spec):
         training that feeds back what is lost (``residual=``) and then ends as without; "max" drops the most from all
         values.
         With momentum mu, bits that must last for many steps need log2(1 / (1 - mu)) more.
-    cap : int
+    max_code_length : int
         Longest code in bits, 2 to 8.
 
     References
@@ -368,10 +368,10 @@ class Truncate(Spec):
     levels: Sent = "coded"
     granularity: Granularity = "six"
     guard: int | Guard = -8
-    cap: int = 8
+    max_code_length: int = 8
 
     def __post_init__(self) -> None:
-        _store_plain(self, "level", "guard", "cap")
+        _store_plain(self, "level", "guard", "max_code_length")
         if not (isinstance(self.level, str) and self.level == "metric"):
             _whole("level", self.level, 0, 3, '"metric" or ')
         _one_of("rounding", self.rounding, Cut)
@@ -381,7 +381,7 @@ class Truncate(Spec):
             _one_of("guard", self.guard, Guard)
         else:
             _whole("guard", self.guard, -128, 126)
-        _whole("cap", self.cap, 2, 8)
+        _whole("max_code_length", self.max_code_length, 2, 8)
         if self.granularity == "bit" and (self.levels != "shared" or self.fixed_level is not None):
             raise SpecError('granularity="bit" needs levels="shared" and a metric: fields of any width cannot be sent')
 

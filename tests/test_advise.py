@@ -193,7 +193,7 @@ def test_faster_links_are_not_slower(clock):
 def test_candidates(clock):
     """Those given and raw, in the order given, whatever `lossy` says."""
     x = gradients("cnn_float32")
-    specs = [codec.Sign(), codec.Float4(), codec.Lossless(cap=4)]
+    specs = [codec.Sign(), codec.Float4(), codec.Lossless(max_code_length=4)]
     advice = codec.advise(x, "1mbit", candidates=iter(specs))
     assert [row.spec for row in advice.table] == [None, *specs]
     assert advice.spec == codec.Sign()

@@ -231,7 +231,10 @@ def test_numbers_of_other_kinds():
         (codec.Quantize(i(4), t(32), seed=np.uint8(7)), codec.Quantize(4, 32, seed=7)),
         (codec.Float8(group_size=i(128), scale=np.float64(2)), codec.Float8(group_size=128, scale=2.0)),
         (codec.Sign(group_size=t(64)), codec.Sign(group_size=64)),
-        (codec.Truncate(np.uint8(2), guard=i(-3), cap=i(7)), codec.Truncate(2, guard=-3, cap=7)),
+        (
+            codec.Truncate(np.uint8(2), guard=i(-3), max_code_length=i(7)),
+            codec.Truncate(2, guard=-3, max_code_length=7),
+        ),
         (codec.Lossless(i(7)), codec.Lossless(7)),
         (
             codec.optimizers.AdamW(f(0.25), betas=(f(0.5), t(0.75)), step=t(3.0)),

@@ -11,7 +11,7 @@ X = rng.standard_normal(20_000).astype(np.float32)
 SGD = {"metric": codec.optimizers.SGD(0.1), "state": {"theta": X}}
 BOOKS = [
     codec.Codebook.from_tensors(X),
-    codec.Codebook.from_tensors(X, spec=codec.Lossless(cap=4)),
+    codec.Codebook.from_tensors(X, spec=codec.Lossless(max_code_length=4)),
     codec.Codebook.from_tensors(X, spec=codec.Truncate(), **SGD),
     codec.Codebook.from_tensors(X.astype(np.float16), spec=codec.Truncate(), **SGD),
     codec.Codebook.from_tensors(X, spec=codec.Truncate(1)),

@@ -31,7 +31,7 @@ def ask_of(spec):
     stochastic = getattr(spec, "rounding", None) == "stochastic"
     match spec:
         case codec.Lossless():
-            return Ask(1, index(specs.Model, spec.model), cap=spec.cap)
+            return Ask(1, index(specs.Model, spec.model), cap=spec.max_code_length)
         case codec.Sign():
             row = encoder.BY_SHAPE if spec.group_size == "row" else spec.group_size or 0
             return Ask(2, index(specs.SignScale, spec.scale), row=row)
@@ -49,9 +49,9 @@ def ask_of(spec):
             return Ask(6, levels, int(stochastic), spec.bits, spec.group_size, seed=spec.seed)
     cut = 16 * (spec.rounding == "truncate")
     if spec.fixed_level is not None:
-        return Ask(7, 3, cut, spec.fixed_level, cap=spec.cap)
+        return Ask(7, 3, cut, spec.fixed_level, cap=spec.max_code_length)
     options = cut | 8 * (spec.granularity == "bit")
-    return Ask(7, index(specs.Sent, spec.levels), options, cap=spec.cap, guard=spec.guard_bits)
+    return Ask(7, index(specs.Sent, spec.levels), options, cap=spec.max_code_length, guard=spec.guard_bits)
 
 
 def asked_metric(ask, metric, state):
@@ -130,8 +130,8 @@ def bits_of(x, dtype):
 def test_lossless(dtype):
     for kind, n in itertools.product(KINDS, (0, 1, 511, 512, 4095, 4096, 20_000)):
         same(make(dtype, n, kind), dtype=dtype)
-    same(make(dtype, 5000, "normal"), codec.Lossless(cap=2), dtype=dtype)
-    same(make(dtype, 5000, "mixed"), codec.Lossless(cap=5), dtype=dtype, shape=(50, 1, 100))
+    same(make(dtype, 5000, "normal"), codec.Lossless(max_code_length=2), dtype=dtype)
+    same(make(dtype, 5000, "mixed"), codec.Lossless(max_code_length=5), dtype=dtype, shape=(50, 1, 100))
     same(make(dtype, 1, "normal"), dtype=dtype, shape=())
 
 
@@ -191,7 +191,7 @@ def test_scale_model_of_large_tensors(dtype):
             same(bits_of(scale * rng.standard_normal(m), dtype), dtype=dtype)
 
 
-@pytest.mark.parametrize("spec", [codec.Lossless(), codec.Lossless(cap=6, model="flat")], ids=repr)
+@pytest.mark.parametrize("spec", [codec.Lossless(), codec.Lossless(max_code_length=6, model="flat")], ids=repr)
 def test_codebooks_that_are_agreed_upon(spec):
     for dtype, n in itertools.product(PATTERNS, (600, 30_000)):
         sample, x = make(dtype, n, "normal"), make(dtype, n, "normal", 1)
@@ -199,7 +199,7 @@ def test_codebooks_that_are_agreed_upon(spec):
         book = codec.Codebook.from_counts(counts, spec, dtype)
         if dtype not in ("bfloat16",):
             assert book == codec.Codebook.from_tensors(sample.view(dtype), spec=spec)
-        assert [*book.lengths, book.escape_length] == encoder.codebook(counts, spec.cap)
+        assert [*book.lengths, book.escape_length] == encoder.codebook(counts, spec.max_code_length)
         for kind in ("normal", "noise", "zeros"):
             same(make(dtype, n, kind, 2), spec, dtype=dtype, codebook=book)
         same(x, spec, dtype=dtype, codebook=book)
@@ -213,7 +213,7 @@ def test_codebooks_from_counts(data):
     few = st.lists(st.integers(0, most), min_size=256, max_size=256)
     steep = st.builds(lambda r, k: [int(1 + k * r**i) for i in range(256)], st.floats(0.5, 1), st.integers(1, most))
     counts, cap = data.draw(few | steep | close), data.draw(st.integers(2, 8))
-    book = codec.Codebook.from_counts(counts, codec.Lossless(cap=cap))
+    book = codec.Codebook.from_counts(counts, codec.Lossless(max_code_length=cap))
     assert [*book.lengths, book.escape_length] == encoder.codebook(np.array(counts), cap)
 
 
@@ -571,7 +571,7 @@ def test_truncate_by_given_levels(dtype):
             same(gradient(n, dtype), codec.Truncate(level, rounding), dtype=dtype)
         levels = rng.integers(0, 4, n).astype(np.uint8)
         for sent in ("plane", "coded"):
-            spec = codec.Truncate("metric", rounding, sent, cap=7, guard=3)
+            spec = codec.Truncate("metric", rounding, sent, max_code_length=7, guard=3)
             same(gradient(n, dtype), spec, dtype=dtype, metric=levels)
     if dtype != "float32":
         for level in range(4):

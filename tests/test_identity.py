@@ -29,7 +29,7 @@ def test_oracle(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_oracle_scale_model(dtype):
     x = make(dtype, 24000, "mixed")
-    for spec in (codec.Lossless(), codec.Lossless(model="separable"), codec.Lossless(cap=4)):
+    for spec in (codec.Lossless(), codec.Lossless(model="separable"), codec.Lossless(max_code_length=4)):
         for segments in (None, [(100, (100, 90)), (9100, (130, 80)), (19500, (7,))]):
             frame = bytes(codec.encode(x, spec, dtype=dtype, segments=segments))
             assert oracle.decode(frame)[2] == x.tobytes()

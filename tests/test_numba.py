@@ -34,9 +34,9 @@ F32 = np.float32
 ENGINES = ("native", "numba")
 LOSSLESS = {
     "lossless": codec.Lossless(),
-    "lossless_3": codec.Lossless(cap=3),
+    "lossless_3": codec.Lossless(max_code_length=3),
     "lossless_flat": codec.Lossless(model="flat"),
-    "lossless_separable": codec.Lossless(cap=6, model="separable"),
+    "lossless_separable": codec.Lossless(max_code_length=6, model="separable"),
 }
 MORE = {
     "ternary_scale": codec.Ternary(scale=1024.0),

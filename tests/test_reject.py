@@ -278,8 +278,8 @@ def test_values_that_cannot_be_there():
 def test_arguments():
     x = np.zeros((4, 4), np.float32)
     for bad in (
-        lambda: codec.Lossless(cap=1),
-        lambda: codec.Lossless(cap=True),
+        lambda: codec.Lossless(max_code_length=1),
+        lambda: codec.Lossless(max_code_length=True),
         lambda: codec.Lossless(model="other"),
         lambda: codec.encode(object()),
         lambda: codec.encode(np.zeros(3, complex)),

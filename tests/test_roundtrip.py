@@ -99,7 +99,7 @@ def test_models(shape, model, dtype, isa):
 @pytest.mark.parametrize("cap", range(2, 9))
 def test_caps(cap, isa):
     for kind in KINDS:
-        same(make("bfloat16", 20000, kind), "bfloat16", spec=codec.Lossless(cap=cap))
+        same(make("bfloat16", 20000, kind), "bfloat16", spec=codec.Lossless(max_code_length=cap))
 
 
 @given(st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 200), st.integers(1, 200)), max_size=6))

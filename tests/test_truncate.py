@@ -444,7 +444,7 @@ def test_arguments():
         lambda: Truncate(guard=127),
         lambda: Truncate(guard=-129),
         lambda: Truncate(guard="far"),
-        lambda: Truncate(cap=9),
+        lambda: Truncate(max_code_length=9),
         lambda: codec.encode(x, Truncate()),
         lambda: codec.encode(x, Truncate(), state=arrays),
         lambda: codec.encode(x, codec.Sign(), metric=ADAMW, state=arrays),

@@ -86,7 +86,7 @@ def tensor(name):
     if kind == "constant":
         return np.full(1000, 0x40490FDB, u), dtype, {}
     if kind == "cap":
-        return floats(dtype, 1500, 13), dtype, {"spec": codec.Lossless(cap=3)}
+        return floats(dtype, 1500, 13), dtype, {"spec": codec.Lossless(max_code_length=3)}
     if kind == "prior":
         counts = np.zeros(256, int)
         counts[115:135] = np.arange(1, 21)

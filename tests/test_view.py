@@ -101,9 +101,9 @@ def test_dlpack(dtype):
 
 def test_inspect():
     x = np.zeros((3, 1000), np.float32)
-    frame = codec.encode(x, codec.Lossless(cap=7))
+    frame = codec.encode(x, codec.Lossless(max_code_length=7))
     info = codec.inspect(frame)
-    assert (info.spec, info.dtype, info.shape) == (codec.Lossless(cap=7), "float32", (3, 1000))
+    assert (info.spec, info.dtype, info.shape) == (codec.Lossless(max_code_length=7), "float32", (3, 1000))
     assert (info.nbytes, info.tensor_nbytes, info.n) == (len(frame), 12000, 3000)
     at = 0
     for offset, nbytes in info.sections.values():

@@ -55,8 +55,8 @@ def _index(choices: Any, value: object) -> int:
 def _fields_of(spec: Spec) -> dict[str, Any]:
     """Fields of codec_spec that are not zero."""
     match spec:
-        case specs.Lossless(cap, model):
-            return {"codec": lib.CODEC_LOSSLESS, "cap": cap, "model": _index(specs.Model, model)}
+        case specs.Lossless(max_code_length, model):
+            return {"codec": lib.CODEC_LOSSLESS, "cap": max_code_length, "model": _index(specs.Model, model)}
         case specs.Sign(scale, group_size):
             row = lib.CODEC_ROW_LAST if group_size == "row" else group_size or 0
             return {"codec": lib.CODEC_SIGN, "variant": _index(specs.SignScale, scale), "row": row}
@@ -93,14 +93,14 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
                 "options": (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC,
                 "seed": seed,
             }
-        case specs.Truncate(_, rounding, levels, granularity, _, cap):
+        case specs.Truncate(_, rounding, levels, granularity, _, max_code_length):
             options = (rounding == "truncate") * lib.CODEC_OPTION_CUT
             if spec.fixed_level is not None:
                 how = {"variant": lib.CODEC_LEVELS_FIXED, "bits": spec.fixed_level}
             else:
                 options |= (granularity == "bit") * lib.CODEC_OPTION_BITS
                 how = {"variant": _index(specs.Sent, levels), "guard": spec.guard_bits}
-            return {"codec": lib.CODEC_TRUNCATE, "cap": cap, "options": options, **how}
+            return {"codec": lib.CODEC_TRUNCATE, "cap": max_code_length, "options": options, **how}
         case _:
             raise SpecError(f"not a spec: {shown(spec)}; {spec_hint(spec)}")
 
@@ -129,7 +129,7 @@ def spec_of(struct: Any) -> Spec:
     if struct.codec == lib.CODEC_TRUNCATE:
         cut: specs.Cut = "truncate" if struct.options & lib.CODEC_OPTION_CUT else "nearest"
         if struct.variant == lib.CODEC_LEVELS_FIXED:
-            return specs.Truncate(struct.bits, cut, cap=struct.cap)
+            return specs.Truncate(struct.bits, cut, max_code_length=struct.cap)
         granularity: specs.Granularity = "bit" if struct.options & lib.CODEC_OPTION_BITS else "six"
         levels = get_args(specs.Sent)[variant]
         return specs.Truncate("metric", cut, levels, granularity, struct.guard, struct.cap)

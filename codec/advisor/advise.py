@@ -231,7 +231,7 @@ def advise(
     --------
     >>> grad = np.random.default_rng(0).standard_normal((500, 1000)).astype(np.float32)
     >>> codec.advise(grad, "1mbit").spec
-    Lossless(cap=8, model='auto')
+    Lossless(max_code_length=8, model='auto')
     >>> codec.advise(grad, "1mbit", lossy=True).spec
     Quantize(bits=4, group_size=64, levels='even', rounding='stochastic', seed=0)
     >>> codec.advise(grad, codec.Link(float("inf"))).spec is None
