@@ -57,7 +57,7 @@ PLAIN, ORDERED, LOSSLESS = "float32", "float32 in order", "Lossless()"
 CODECS = (
     LOSSLESS,
     "Truncate()",
-    'Truncate(levels="shared", granularity="bit", guard="feedback")',
+    'Truncate(level_coding="shared", granularity="bit", guard="feedback")',
     "Float8()",
     "Float4()",
     "Quantize(8)",

@@ -26,13 +26,13 @@ FAMILY: dict[str, codec.Spec] = {
     "Float8 e5m2": codec.Float8("e5m2"),
 }
 TRUNCATE: dict[str, codec.Truncate] = {
-    "Truncate near, plane": codec.Truncate(levels="plane"),
+    "Truncate near, plane": codec.Truncate(level_coding="plane"),
     "Truncate near, coded": codec.Truncate(),
-    "Truncate near, shared": codec.Truncate(levels="shared"),
-    "Truncate near, by bit": codec.Truncate(levels="shared", granularity="bit"),
+    "Truncate near, shared": codec.Truncate(level_coding="shared"),
+    "Truncate near, by bit": codec.Truncate(level_coding="shared", granularity="bit"),
     "Truncate exact, coded": codec.Truncate(guard="exact"),
-    "Truncate exact, shared": codec.Truncate(levels="shared", guard="exact"),
-    "Truncate exact, by bit": codec.Truncate(levels="shared", granularity="bit", guard="exact"),
+    "Truncate exact, shared": codec.Truncate(level_coding="shared", guard="exact"),
+    "Truncate exact, by bit": codec.Truncate(level_coding="shared", granularity="bit", guard="exact"),
 }
 
 

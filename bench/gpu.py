@@ -130,7 +130,13 @@ def cases(log2: int) -> dict[str, tuple[tuple[int, ...], str, str, codec.Spec, d
         "Ternary, its scale given": (rows, "float32", "float32", codec.Ternary(scale=1e6), {}),
         "Quantize 4": (rows, "float32", "float32", codec.Quantize(4), {}),
         "Float8": (rows, "float32", "float32", codec.Float8(), {}),
-        "Truncate, AdamW, shared": (rows, "float32", "float32", codec.Truncate(levels="shared"), {"metric": True}),
+        "Truncate, AdamW, shared": (
+            rows,
+            "float32",
+            "float32",
+            codec.Truncate(level_coding="shared"),
+            {"metric": True},
+        ),
     }
     return found
 

@@ -36,7 +36,7 @@ def spec_of(name: str) -> Any:
 
     return {
         "Lossless": (codec.Lossless(), False),
-        "Truncate": (codec.Truncate(levels="shared", granularity="bit", guard="feedback"), True),
+        "Truncate": (codec.Truncate(level_coding="shared", granularity="bit", guard="feedback"), True),
         "Float8": (codec.Float8(group_size=128), False),
         "Quantize 4": (codec.Quantize(4), True),
         "Sign": (codec.Sign(group_size=1024), True),

@@ -118,7 +118,7 @@ def _try(spec: Spec, dtype: str, engine: str, metric: Custom | None) -> bool:
         frame = encode(x, spec, dtype=dtype, engine=engine, threads=1, **how)
     except SpecError:
         return False
-    shared = how if isinstance(spec, Truncate) and spec.levels == "shared" else {}
+    shared = how if isinstance(spec, Truncate) and spec.level_coding == "shared" else {}
     decode(frame, out=x, engine=engine, threads=1, **shared)
     return True
 

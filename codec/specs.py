@@ -14,7 +14,7 @@ Format4 = Literal["nvfp4", "mxfp4"]
 Levels = Literal["even", "odd"]
 Rounding = Literal["nearest", "stochastic"]
 Cut = Literal["nearest", "truncate"]
-Sent = Literal["plane", "coded", "shared"]
+LevelCoding = Literal["plane", "coded", "shared"]
 Granularity = Literal["six", "bit"]
 Guard = Literal["exact", "near", "feedback", "max"]
 Nonfinite = Literal["error", "propagate"]
@@ -344,7 +344,7 @@ class Truncate(Spec):
         By metric, or 0 to 3 for all values.
     rounding : {"nearest", "truncate"}
         To nearest even, or towards zero, with twice the error.
-    levels : {"plane", "coded", "shared"}
+    level_coding : {"plane", "coded", "shared"}
         How the receiver learns levels: 2 bits a value, one code with the exponent, or by working them out from the same
         metric and state, which :func:`codec.decode` must then be given. A digest makes sure that they are the same.
     granularity : {"six", "bit"}
@@ -365,7 +365,7 @@ class Truncate(Spec):
 
     level: Literal["metric"] | int = "metric"
     rounding: Cut = "nearest"
-    levels: Sent = "coded"
+    level_coding: LevelCoding = "coded"
     granularity: Granularity = "six"
     guard: int | Guard = -8
     max_code_length: int = 8
@@ -375,15 +375,17 @@ class Truncate(Spec):
         if not (isinstance(self.level, str) and self.level == "metric"):
             _whole("level", self.level, 0, 3, '"metric" or ')
         _one_of("rounding", self.rounding, Cut)
-        _one_of("levels", self.levels, Sent)
+        _one_of("level_coding", self.level_coding, LevelCoding)
         _one_of("granularity", self.granularity, Granularity)
         if isinstance(self.guard, str):
             _one_of("guard", self.guard, Guard)
         else:
             _whole("guard", self.guard, -128, 126)
         _whole("max_code_length", self.max_code_length, 2, 8)
-        if self.granularity == "bit" and (self.levels != "shared" or self.fixed_level is not None):
-            raise SpecError('granularity="bit" needs levels="shared" and a metric: fields of any width cannot be sent')
+        if self.granularity == "bit" and (self.level_coding != "shared" or self.fixed_level is not None):
+            raise SpecError(
+                'granularity="bit" needs level_coding="shared" and a metric: fields of any width cannot be sent'
+            )
 
     @property
     def fixed_level(self) -> int | None:

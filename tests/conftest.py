@@ -78,11 +78,11 @@ LOSSY = {
 
 TRUNCATES = {
     "truncate_fixed": codec.Truncate(2),
-    "truncate_plane": codec.Truncate(levels="plane", guard=0),
+    "truncate_plane": codec.Truncate(level_coding="plane", guard=0),
     "truncate_coded": codec.Truncate(guard=0),
-    "truncate_cut": codec.Truncate(rounding="truncate", levels="plane", guard="exact"),
-    "truncate_shared": codec.Truncate(levels="shared", guard=0),
-    "truncate_bit": codec.Truncate(levels="shared", granularity="bit", guard=0),
+    "truncate_cut": codec.Truncate(rounding="truncate", level_coding="plane", guard="exact"),
+    "truncate_shared": codec.Truncate(level_coding="shared", guard=0),
+    "truncate_bit": codec.Truncate(level_coding="shared", granularity="bit", guard=0),
 }
 
 KINDS = ("noise", "few", "normal", "zeros", "sparse", "mixed", "constant", "wide")

@@ -384,7 +384,7 @@ def test_truncate(clock, monkeypatch):
         frame = codec.encode(x, row.spec, metric=metric, state=state, segments=codec.segments(grads))
         assert row.cost.frame_nbytes == len(frame)
     assert len(codec.advise(grads, "1mbit", lossy=True, optimizer=optimizer).table) == 7
-    shared = codec.Truncate(levels="shared")
+    shared = codec.Truncate(level_coding="shared")
     assert codec.advise(grads, "1mbit", candidates=[shared], optimizer=optimizer).spec == shared
     monkeypatch.setattr(sampling, "NBYTES", x.nbytes // 2)
     part = codec.advise(grads, "1mbit", lossy="near", optimizer=optimizer)

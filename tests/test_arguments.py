@@ -69,7 +69,7 @@ def test_numbers_of_metrics():
         metrics.RMSprop(10**300, alpha=1e300),
     ):
         for levels in ("coded", "shared"):
-            frame = codec.encode(X, codec.Truncate(levels=levels), metric=metric, state=state)
+            frame = codec.encode(X, codec.Truncate(level_coding=levels), metric=metric, state=state)
             assert codec.decode(frame, metric=metric, state=state).shape == X.shape
 
 
@@ -347,7 +347,7 @@ def test_memory_that_is_shared():
     assert bytes(at) == frame
     assert (codec.decode(at, out=memory[9_000:18_000]) == X).all()
     state = {"theta": X.copy()}
-    frame = codec.encode(X, codec.Truncate(levels="shared"), metric=codec.optimizers.SGD(1), state=state)
+    frame = codec.encode(X, codec.Truncate(level_coding="shared"), metric=codec.optimizers.SGD(1), state=state)
     with refused(match="out= shares memory with state's theta without being"):
         wide = np.concatenate([state["theta"], X])
         codec.accumulate(frame, wide[1:9_001], metric=codec.optimizers.SGD(1), state={"theta": wide[:9_000]})

@@ -20,7 +20,7 @@ STEPS, CONTEXT, WIDTH = 60, 32, 64
 # Quantize(2) 0.05, 4 bits 0.007, Ternary and others 0.001 at most. Trainings that diverge are 0.7 to 40 above.
 MARGINS = {
     codec.Truncate(): 0.02,
-    codec.Truncate(levels="shared", granularity="bit", guard="feedback"): 0.02,
+    codec.Truncate(level_coding="shared", granularity="bit", guard="feedback"): 0.02,
     codec.Float8(): 0.02,
     codec.Float4(): 0.05,
     codec.Quantize(8): 0.02,

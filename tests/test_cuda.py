@@ -303,7 +303,7 @@ def test_cut_mantissas(name, kind):
             how = test_numba.levels_by(TRUNCATES[name], n)
             frame = bytes(codec.encode(x, TRUNCATES[name], dtype=dtype, **how))
             assert encode(x, TRUNCATES[name], dtype, **how) == frame, (dtype, n)
-            given = how if TRUNCATES[name].levels == "shared" else {}
+            given = how if TRUNCATES[name].level_coding == "shared" else {}
             ours, native = outcomes(frame, dtype, **given)
             assert ours == native, (dtype, n)
 

@@ -100,8 +100,8 @@ CASES = [
     (codec.Sign(group_size=1024), {}),
     (codec.Ternary(), {}),
     (codec.Truncate(), {"optimizer": True}),
-    (codec.Truncate(levels="shared"), {"optimizer": True}),
-    (codec.Truncate(levels="shared", granularity="bit", guard=-11), {"optimizer": True, "feedback": True}),
+    (codec.Truncate(level_coding="shared"), {"optimizer": True}),
+    (codec.Truncate(level_coding="shared", granularity="bit", guard=-11), {"optimizer": True, "feedback": True}),
 ]
 
 

@@ -51,7 +51,7 @@ def ask_of(spec):
     if spec.fixed_level is not None:
         return Ask(7, 3, cut, spec.fixed_level, cap=spec.max_code_length)
     options = cut | 8 * (spec.granularity == "bit")
-    return Ask(7, index(specs.Sent, spec.levels), options, cap=spec.max_code_length, guard=spec.guard_bits)
+    return Ask(7, index(specs.LevelCoding, spec.level_coding), options, cap=spec.max_code_length, guard=spec.guard_bits)
 
 
 def asked_metric(ask, metric, state):
@@ -631,7 +631,7 @@ def test_feedback(spec, dtype):
         )
     left = error.copy()
     frame = codec.encode(x, spec, dtype=dtype, residual=left, feedback=True, **how)
-    shared = how if getattr(spec, "levels", None) == "shared" else {}
+    shared = how if getattr(spec, "level_coding", None) == "shared" else {}
     with np.errstate(all="ignore"):
         sums = encoder.floats(x, NUMBER[dtype]) + error
         lost = sums - codec.reduce([frame], "sum", **shared)

@@ -79,7 +79,7 @@ def bad_frames(name):
     yield "a last byte that is damaged", flipped(len(frame) - 1), {}
     yield "a checksum that is damaged", flipped(24), {}
     yield "a last block that makes no sense", DAMAGED[name], {}
-    if isinstance(spec, codec.Truncate) and spec.levels == "shared":
+    if isinstance(spec, codec.Truncate) and spec.level_coding == "shared":
         yield "made with another state", frame, how(spec, OTHER)
         yield "no state", frame, {"metric": None, "state": None}
 

@@ -77,7 +77,7 @@ SPECS = [
     (codec.Lossless(), "all_gather"),
     (codec.Truncate(2), "ring"),
     (codec.Truncate(), "two_shot"),
-    (codec.Truncate(levels="shared"), "two_shot"),
+    (codec.Truncate(level_coding="shared"), "two_shot"),
 ]
 
 

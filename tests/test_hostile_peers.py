@@ -232,7 +232,7 @@ LONG = {  # in make nightly: more of each, and what ends with the timeout
         lambda: _sent(
             encoded(
                 ones(),
-                codec.Truncate(levels="shared"),
+                codec.Truncate(level_coding="shared"),
                 metric=codec.optimizers.SGD(1.0),
                 state={"theta": ones()},
             )

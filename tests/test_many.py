@@ -50,7 +50,7 @@ def test_codebooks_and_state():
     frames = codec.encode_many(xs, codebook=book)
     assert frames == [codec.encode(x, codebook=book) for x in xs]
     assert all((a == b).all() for a, b in zip(codec.decode_many(frames, codebooks=book), xs, strict=True))
-    spec = codec.Truncate(levels="shared", guard=0)
+    spec = codec.Truncate(level_coding="shared", guard=0)
     states = [{"theta": rng.standard_normal(x.shape).astype(np.float32)} for x in xs]
     for threads in (1, 3):
         frames = codec.encode_many(xs, spec, metric=SGD, state=states, threads=threads)

@@ -118,7 +118,7 @@ def test_from_optimizer(name):
         assert state[ours].data_ptr() == optimizer.state[w][theirs].data_ptr()
     g = torch.randn(1000)
     for levels in ("coded", "shared"):
-        frame = codec.encode(g, codec.Truncate(levels=levels), metric=metric, state=state)
+        frame = codec.encode(g, codec.Truncate(level_coding=levels), metric=metric, state=state)
         y = codec.decode(frame, like=g, metric=metric, state=state)
         assert torch.equal(y, g) == (not metric._known())
     fresh, (w, _) = trained(kind, steps=0, **how)

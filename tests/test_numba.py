@@ -47,7 +47,7 @@ MORE = {
     **{f"quantize_{b}_{way}": codec.Quantize(b, 40, way) for b in (2, 5, 6) for way in ("even", "odd")},
     "truncate_0": codec.Truncate(0),
     "truncate_3_cut": codec.Truncate(3, "truncate"),
-    "truncate_feedback": codec.Truncate(levels="shared", guard="feedback"),
+    "truncate_feedback": codec.Truncate(level_coding="shared", guard="feedback"),
 }
 SPECS = LOSSLESS | LOSSY | TRUNCATES | MORE
 FAMILIES = (
@@ -504,7 +504,7 @@ def test_metrics(dtype):
                     decoded(frame, dtype, n, threads=2, **(how if levels == "shared" else {}))
     given = np.random.default_rng(5).integers(0, 4, n, dtype=np.uint8)
     for levels in ("plane", "coded"):
-        frame = encoded(x, codec.Truncate(levels=levels), dtype, metric=given)
+        frame = encoded(x, codec.Truncate(level_coding=levels), dtype, metric=given)
         decoded(frame, dtype, n)
     given[n - 3] = 4
     error = encoded(x, codec.Truncate(), dtype, np.full(n, 7, F32), metric=given)

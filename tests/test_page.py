@@ -661,7 +661,7 @@ def test_names_of_codebooks():
         (codec.Truncate(), "float16", 3),
         (codec.Truncate(2), "float32", 1),
         (codec.Truncate(2), "float16", 1),
-        (codec.Truncate(levels="plane"), "float32", 1),
+        (codec.Truncate(level_coding="plane"), "float32", 1),
     ],
 )
 def test_names_of_truncate_s_codebooks(spec, dtype, symbols):

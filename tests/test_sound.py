@@ -297,7 +297,7 @@ class Metric(codec.optimizers.SGD):
 
 x, theta = normal(2_000), normal(2_000)
 for levels in ("coded", "shared"):
-    spec = codec.Truncate(levels=levels, guard=0)
+    spec = codec.Truncate(level_coding=levels, guard=0)
     plain = {"metric": codec.optimizers.SGD(0.1), "state": {"theta": theta}}
     left = np.empty_like(x)
     frame = codec.encode(x, spec, residual=left, **plain)

@@ -515,7 +515,7 @@ def test_only_where_it_pays():
     assert refreshed(list(noise)) is None
     halves = [x.astype(np.float16) for x in alike]
     for levels in ("coded", "shared"):
-        how = {"spec": codec.Truncate(levels=levels), "dtype": "float16"}
+        how = {"spec": codec.Truncate(level_coding=levels), "dtype": "float16"}
         refresher = codec.CodebookRefresher(**how)
         for x in halves:
             refresher.count(x, **SGD, state={"theta": x})

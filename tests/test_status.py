@@ -35,7 +35,7 @@ def test_errors_carry_them():
         "LIMIT": lambda: codec.decode(frame, max_nbytes=0),
         "UNKNOWN_CODEBOOK": lambda: codec.decode(codec.encode(X, codebook=book)),
         "MISSING_STATE": lambda: codec.decode(
-            codec.encode(X, codec.Truncate(levels="shared"), metric=codec.optimizers.SGD(0.1), state={"theta": X})
+            codec.encode(X, codec.Truncate(level_coding="shared"), metric=codec.optimizers.SGD(0.1), state={"theta": X})
         ),
         "NONFINITE": lambda: codec.encode(nan, codec.Sign()),
         "BAD_SCALE": lambda: codec.encode(X, codec.Ternary(scale=0.5)),

@@ -262,7 +262,7 @@ def test_steps_stay_as_they_are(name, levels, granularity):
         arrays = {"theta": theta.detach().numpy().copy()}
         arrays |= {k: saved[b].numpy().copy() for k, b in buffers.items() if b in saved and saved[b] is not None}
         metric = metric_of(step)
-        spec = Truncate(levels=levels, granularity=granularity, guard="exact")
+        spec = Truncate(level_coding=levels, granularity=granularity, guard="exact")
         y = codec.decode(codec.encode(g, spec, metric=metric, state=arrays), metric=metric, state=arrays)
         twin = torch.nn.Parameter(theta.detach().clone())
         other = make([twin])
@@ -346,7 +346,7 @@ def test_parameter_groups(levels, granularity, isa):
         optimizers.Momentum(1e-5, momentum=0.9),
     )
     groups = [(0, first), (17_003, second), (33_000, third)]
-    spec = Truncate(levels=levels, granularity=granularity)
+    spec = Truncate(level_coding=levels, granularity=granularity)
     frame = codec.encode(x, spec, metric=groups, state=arrays)
     assert codec.encode(x, spec, metric=groups, state=arrays, threads=3) == frame
     y = codec.decode(frame, metric=groups, state=arrays)
@@ -366,7 +366,7 @@ def test_levels_of_your_own():
     x = gradient(20_000)
     level = np.random.default_rng(0).integers(0, 4, 20_000).astype(np.uint8)
     for levels in ("plane", "coded"):
-        frame = bytes(codec.encode(x, Truncate(levels=levels), metric=level))
+        frame = bytes(codec.encode(x, Truncate(level_coding=levels), metric=level))
         expected = cut(x, np.array(DROPS["float32"])[level])
         assert codec.decode(frame).tobytes() == expected.tobytes()
         assert oracle.decode(frame)[2] == expected.tobytes()
@@ -397,7 +397,7 @@ def test_metric_of_your_own(isa):
 
 def test_state_must_be_the_same():
     x, arrays = gradient(20_000), state(20_000)
-    frame = codec.encode(x, Truncate(levels="shared"), metric=ADAMW, state=arrays)
+    frame = codec.encode(x, Truncate(level_coding="shared"), metric=ADAMW, state=arrays)
     other = {**arrays, "theta": arrays["theta"].copy()}
     other["theta"][19_999] *= 2
     for bad in (
@@ -438,9 +438,9 @@ def test_arguments():
         lambda: Truncate(4),
         lambda: Truncate("levels"),
         lambda: Truncate(rounding="up"),
-        lambda: Truncate(levels="none"),
+        lambda: Truncate(level_coding="none"),
         lambda: Truncate(granularity="bit"),
-        lambda: Truncate(2, levels="shared", granularity="bit"),
+        lambda: Truncate(2, level_coding="shared", granularity="bit"),
         lambda: Truncate(guard=127),
         lambda: Truncate(guard=-129),
         lambda: Truncate(guard="far"),
@@ -452,7 +452,7 @@ def test_arguments():
         lambda: codec.encode(x, Truncate(), metric=ADAMW, state={**arrays, "v": x[:10]}),
         lambda: codec.encode(x, Truncate(), metric=ADAMW, state={**arrays, "v": x.astype(np.float64)}),
         lambda: codec.encode(x, Truncate(), metric=np.zeros(10, np.uint8)),
-        lambda: codec.encode(x, Truncate(levels="shared"), metric=np.zeros(5000, np.uint8)),
+        lambda: codec.encode(x, Truncate(level_coding="shared"), metric=np.zeros(5000, np.uint8)),
         lambda: codec.encode(np.arange(5000), Truncate(1)),
         lambda: optimizers.SGD(-1.0),
         lambda: optimizers.Adam(float("nan")),
@@ -465,7 +465,7 @@ def test_arguments():
 def test_inspect_and_size(levels, granularity):
     """Kept bits and the entropies of exponents and levels, to 2%."""
     x, arrays = gradient(1 << 18), state(1 << 18)
-    spec = Truncate(levels=levels, granularity=granularity)
+    spec = Truncate(level_coding=levels, granularity=granularity)
     frame = codec.encode(x, spec, metric=ADAMW, state=arrays)
     assert codec.inspect(frame).spec == spec
     y = codec.decode(frame, metric=ADAMW, state=arrays)
@@ -490,7 +490,7 @@ def test_zeros_at_the_end_cost_nothing():
     """Gradients made in bfloat16 and kept in float32, any number of bits dropped; and nothing but zeros."""
     x, arrays = gradient(1 << 16), state(1 << 16)
     x = (x.view(np.uint32) & 0xFFFF0000).view(F32)
-    spec = Truncate(levels="shared", granularity="bit", guard="exact")
+    spec = Truncate(level_coding="shared", granularity="bit", guard="exact")
     frame = bytes(codec.encode(x, spec, metric=ADAMW, state=arrays))
     y = codec.decode(frame, metric=ADAMW, state=arrays)
     assert oracle.decode(frame, a_exponents=a_exponents(ADAMW, arrays))[2] == y.tobytes()
@@ -527,7 +527,10 @@ def test_guards_by_name():
     ):
         frames = {
             codec.encode(
-                x, Truncate(levels="shared", granularity=granularity, guard=g), metric=optimizers.SGD(0.1), state=state
+                x,
+                Truncate(level_coding="shared", granularity=granularity, guard=g),
+                metric=optimizers.SGD(0.1),
+                state=state,
             )
             for g in (name, guard)
         }

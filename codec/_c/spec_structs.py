@@ -93,13 +93,13 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
                 "options": (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC,
                 "seed": seed,
             }
-        case specs.Truncate(_, rounding, levels, granularity, _, max_code_length):
+        case specs.Truncate(_, rounding, level_coding, granularity, _, max_code_length):
             options = (rounding == "truncate") * lib.CODEC_OPTION_CUT
             if spec.fixed_level is not None:
                 how = {"variant": lib.CODEC_LEVELS_FIXED, "bits": spec.fixed_level}
             else:
                 options |= (granularity == "bit") * lib.CODEC_OPTION_BITS
-                how = {"variant": _index(specs.Sent, levels), "guard": spec.guard_bits}
+                how = {"variant": _index(specs.LevelCoding, level_coding), "guard": spec.guard_bits}
             return {"codec": lib.CODEC_TRUNCATE, "cap": max_code_length, "options": options, **how}
         case _:
             raise SpecError(f"not a spec: {shown(spec)}; {spec_hint(spec)}")
@@ -131,6 +131,6 @@ def spec_of(struct: Any) -> Spec:
         if struct.variant == lib.CODEC_LEVELS_FIXED:
             return specs.Truncate(struct.bits, cut, max_code_length=struct.cap)
         granularity: specs.Granularity = "bit" if struct.options & lib.CODEC_OPTION_BITS else "six"
-        levels = get_args(specs.Sent)[variant]
-        return specs.Truncate("metric", cut, levels, granularity, struct.guard, struct.cap)
+        level_coding = get_args(specs.LevelCoding)[variant]
+        return specs.Truncate("metric", cut, level_coding, granularity, struct.guard, struct.cap)
     return specs.Lossless(struct.cap, get_args(specs.Model)[struct.model])

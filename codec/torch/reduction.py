@@ -201,7 +201,7 @@ class Reduction:
 
     def shared(self, piece: Piece) -> dict[str, Any]:
         """What decoding needs of the state, and codebooks."""
-        how = self._state(piece) if isinstance(self.spec, Truncate) and self.spec.levels == "shared" else {}
+        how = self._state(piece) if isinstance(self.spec, Truncate) and self.spec.level_coding == "shared" else {}
         return {**how, "codebooks": self.codebooks} if self.codebooks else how
 
     def tensor_of(self, x: Array) -> torch.Tensor:
