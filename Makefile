@@ -25,11 +25,12 @@ LANES := ranks engines processes core lint docs ctest abi gloo sanitize foreign
 test: $(VENV)/test $(VENV)/clang $(VENV)/foreign gloo-programs
 	$(MAKE) -k -j3 --output-sync=target BUILT=yes $(LANES)
 
-# The Python tests, by lanes: collectives of several ranks; processes that fail, are interrupted or compile; the other
-# engines; all others.
-PROCESSES := $(foreach t,embedding exact interrupts links peer_failures sound,tests/test_$(t).py)
-RANKS := $(filter-out $(PROCESSES),$(shell grep -lE '^(from|import) ranks\b' tests/test_*.py))
-ENGINES := $(sort $(shell grep -lE '^(from|import) (device|numba|test_numba)\b' tests/test_*.py) tests/test_numba_processes.py)
+# The Python tests, by lanes: collectives of several ranks; processes that fail, are interrupted or compile; the Numba
+# and CUDA engines; all others.
+RANKS := tests/torch
+PROCESSES := tests/failures tests/native tests/processes
+ENGINES := tests/engines
+CORE := $(addprefix tests/,advisor api codecs docs format robustness stateful)
 ranks: $(VENV)/test $(if $(BUILT),,gloo-programs)
 	$(PYTEST) $(RANKS)
 processes: $(VENV)/test
@@ -37,7 +38,7 @@ processes: $(VENV)/test
 engines: $(VENV)/test
 	$(PYTEST) $(ENGINES)
 core: $(VENV)/test
-	$(PYTEST) $(patsubst %,--ignore=%,$(RANKS) $(PROCESSES) $(ENGINES))
+	$(PYTEST) $(CORE)
 .PHONY: ranks processes engines core
 
 # Before every push: lint, types, golden frames in C, and the Python tests of lane `core`. Installs no system package.
@@ -45,11 +46,11 @@ check: APT = echo "Install with this system's package manager:"
 check: $(VENV)/test
 	$(MAKE) -k -j2 --output-sync=target core lint golden
 
-# All tests, in their long versions: CODEC_TESTS=nightly raises the counts of tests/conftest.py. This takes hours.
+# All tests, in their long versions: CODEC_TESTS=nightly raises the counts of tests/support/tiers.py. This takes hours.
 nightly: $(VENV)/test $(VENV)/clang $(VENV)/foreign
 	$(MAKE) -k nightly-python lint docs ctest abi gloo sanitize tsan msan gloo-sanitize emulated foreign frameworks SECONDS=60
 nightly-python: $(VENV)/test gloo-programs
-	CODEC_TESTS=nightly CODEC_MOMENTS=$(MOMENTS) $(PYTEST) -m 'not gpu'
+	CODEC_TESTS=nightly CODEC_FAULT_POINTS=$(FAULT_POINTS) $(PYTEST) -m 'not gpu'
 .PHONY: nightly-python
 
 # The package is built and installed for the tests; `pip install -e .` is enough for work on the Python files.
@@ -115,7 +116,8 @@ abi: $(VENV)/clang $(if $(BUILT),,native)
 abi-baseline: native
 	native/abi/abi.sh write build/native
 
-# bindings/gloo between processes, and the programs that tests/test_gloo.py runs; GLOO='-tc=*dies*' names some of the tests
+# Tests of bindings/gloo between processes, and the programs that tests/torch/test_gloo_interoperability.py runs.
+# GLOO='-tc=*dies*' selects tests.
 gloo-programs: native
 	$(VENV)/bin/cmake --build build/native --target test_gloo gloo_peer gloo_allreduce
 gloo: $(if $(BUILT),,gloo-programs)
@@ -185,7 +187,8 @@ emulated: $(VENV)/debian $(VENV)/test
 	build/emulated/test_steps
 	build/emulated/test_lossy
 	CODEC_LIBRARY=$(CURDIR)/build/emulated/libcodec.so $(PYTEST) \
-		tests/test_identity.py tests/test_vectors.py tests/test_lossy.py tests/test_truncate.py
+		tests/codecs/test_lossy.py tests/codecs/test_truncate.py tests/format/test_determinism.py \
+		tests/format/test_golden_frames.py
 
 # golden frames on other machines, one of them big-endian
 FOREIGN := aarch64 s390x
@@ -202,10 +205,11 @@ foreign: $(VENV)/foreign
 		qemu-$$m build/$$m/test_vectors tests/vectors || exit 1; \
 	done
 
-# ranks killed, frozen, cut off and interrupted at many moments of collectives and training steps; as root links fail, too
-MOMENTS ?= 20
+# Ranks are killed, frozen, cut off and interrupted at FAULT_POINTS points of collectives and training steps. As root
+# the tests also break links.
+FAULT_POINTS ?= 20
 failures: $(VENV)/debian $(VENV)/test
-	CODEC_MOMENTS=$(MOMENTS) $(PYTEST) -s tests/test_peer_failures.py tests/test_links.py tests/test_interrupts.py
+	CODEC_FAULT_POINTS=$(FAULT_POINTS) $(PYTEST) -s tests/failures
 .PHONY: failures
 
 # Accelerate, Lightning, Transformers, torchft and TensorBoard, in an environment of their own, with the code of
@@ -229,11 +233,11 @@ gpu: $(VENV)/test
 # Each of these targets runs with any Python that has the package, pytest, CuPy and the tests' dependencies:
 # `make gpu-table GPU_PYTHON=python3`. `CODEC_TESTS=nightly make gpu-tests` tries more examples.
 gpu-tests:
-	$(GPU_PYTHON) -P -m pytest -m gpu tests/test_cuda.py
+	$(GPU_PYTHON) -P -m pytest -m gpu tests/engines/test_cuda.py
 gpu-sanitizer:
 	for tool in memcheck racecheck synccheck; do \
 		$(SANITIZER) --tool $$tool --launch-timeout 300 --error-exitcode 1 \
-			$(GPU_PYTHON) -P -m pytest -m gpu tests/test_cuda.py -k "golden or few" || exit 1; \
+			$(GPU_PYTHON) -P -m pytest -m gpu tests/engines/test_cuda.py -k "golden or few" || exit 1; \
 	done
 gpu-table:
 	$(GPU_PYTHON) bench/gpu.py

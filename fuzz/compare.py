@@ -1,4 +1,4 @@
-"""Frames of the grammar (grammar.h), decoded by the library and by tests/oracle.py: both take or refuse them alike.
+"""Decode frames of the grammar (grammar.h) with the library and with tests/reference/decoder.py: both must agree.
 
     python fuzz/compare.py [--first SEED] [--frames N] [--most VALUES]
 
@@ -20,7 +20,7 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-import oracle  # noqa: E402
+from reference import decoder as oracle  # noqa: E402
 
 SOURCES = ("grammar.c", "maker.c", "make_lossless.c", "make_rows.c", "make_truncate.c", "frames.c")
 

@@ -7,8 +7,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from page import blocks
-from ranks import Team
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -21,6 +19,8 @@ from torch.distributed.distributed_c10d import (
 )
 
 import codec.torch
+from support.documentation import blocks
+from support.ranks import Team
 
 N = 6 * 4096  # values: each third and half of a tensor has 16 KiB or more
 

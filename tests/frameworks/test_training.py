@@ -5,8 +5,9 @@ import socket
 
 import pytest
 import torch
-from page import blocks
-from ranks import Team
+
+from support.documentation import blocks
+from support.ranks import Team
 
 STEPS = 4  # until a checkpoint, and as many after it
 

@@ -2,7 +2,7 @@
  * test_lost.cc - a rank dies or freezes: all others throw in time, nothing is changed, and a new group works.
  *
  * The fault point is a number of bytes that the rank has sent, so that messages are also cut in the middle. The
- * variable CODEC_MOMENTS sets how many fault points are tried for each algorithm.
+ * variable CODEC_FAULT_POINTS sets how many fault points are tried for each algorithm.
  */
 #include <doctest/doctest.h>
 
@@ -136,7 +136,7 @@ std::string survive(Rank &me, const Way &way, milliseconds within, bool voted, c
 
 int moments(int few)
 {
-	const char *asked = std::getenv("CODEC_MOMENTS");
+	const char *asked = std::getenv("CODEC_FAULT_POINTS");
 
 	return asked ? std::max(2, std::atoi(asked)) : few;
 }

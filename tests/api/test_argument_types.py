@@ -1,0 +1,175 @@
+"""Arguments of a wrong type raise a CodecError in every public function, for every parameter."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+import codec
+from codec import optimizers
+
+X = np.linspace(-1, 1, 600, dtype=np.float32)
+FRAME = bytes(codec.encode(X))
+BOOK = codec.Codebook.from_tensors(X)
+CYCLE = []
+CYCLE.append(CYCLE)
+
+
+WRONG = {
+    "none": None,
+    "true": True,
+    "negative": -1,
+    "half": 1.5,
+    "large": 1 << 70,
+    "huge": 10**5000,
+    "negative_huge": -(10**5000),
+    "nan": float("nan"),
+    "infinite": float("inf"),
+    "complex": 1j,
+    "text": "x",
+    "surrogate": "\udcff",
+    "nul": "\0",
+    "bytes": b"x",
+    "object": object(),
+    "type": int,
+    "function": len,
+    "ellipsis": ...,
+    "list": [],
+    "list_of_none": [None],
+    "list_of_huge": [10**5000],
+    "pairs": [("a", 10**5000)],
+    "pair_of_lists": [([], [])],
+    "cycle": CYCLE,
+    "tuple": (1, 2, 3),
+    "dict": {},
+    "dict_of_none": {"a": None},
+    "dict_of_numbers": {1: 2},
+    "set": {1},
+    "range": range(3),
+    "scalar": np.float32("nan"),
+    "complex_array": np.zeros(600, np.complex64),
+    "object_array": np.array([object()] * 3),
+    "empty": np.empty(0, np.float32),
+    "rank_9": np.zeros((1,) * 9, np.float32),
+    "text_array": np.array(["x"]),
+    "record": np.zeros(2, [("a", "f4")]),
+    "torch_complex": torch.zeros(3, dtype=torch.complex64),
+    "torch_meta": torch.zeros(3, device="meta"),
+    "sparse": torch.eye(3).to_sparse(),
+    "parameter": torch.nn.Parameter(torch.ones(3)),
+}
+
+sgd, theta = optimizers.SGD(0.1), {"theta": X}
+CALLS = {
+    "bound": (codec.bound, {"shape": 5, "dtype": "float32"}),
+    "encode": (codec.encode, {"x": X}),
+    "encode_sign": (codec.encode, {"x": X, "spec": codec.Sign(), "residual": X.copy(), "feedback": True}),
+    "encode_truncate": (codec.encode, {"x": X, "spec": codec.Truncate(), "metric": sgd, "state": theta}),
+    "encode_async": (codec.encode_async, {"x": X, "out": np.empty(9000, np.uint8)}),
+    "encode_many": (codec.encode_many, {"tensors": [X]}),
+    "encode_many_of_dict": (codec.encode_many, {"tensors": {"a": X}}),
+    "decode": (codec.decode, {"frame": FRAME}),
+    "decode_many": (codec.decode_many, {"frames": [FRAME]}),
+    "accumulate": (codec.accumulate, {"frame": FRAME, "out": X.copy()}),
+    "reduce": (codec.reduce, {"frames": [FRAME, FRAME]}),
+    "inspect": (codec.inspect, {"frame": FRAME}),
+    "verify": (codec.verify, {"frame": FRAME}),
+    "segments": (codec.segments, {"tensors": [X]}),
+    "use_isa": (codec.use_isa, {"name": "scalar"}),
+    "codebook": (codec.Codebook, {"lengths": BOOK.lengths, "escape_length": BOOK.escape_length, "id": BOOK.id}),
+    "from_bytes": (codec.Codebook.from_bytes, {"data": BOOK.to_bytes()}),
+    "from_counts": (codec.Codebook.from_counts, {"counts": np.ones(256, int)}),
+    "advise": (codec.advise, {"tensor_or_model": X, "link": "1gbit"}),
+    "link": (codec.Link, {"bits_per_second": 1e9}),
+    "warmup": (codec.warmup, {"specs": codec.Sign(), "dtypes": "float32", "engine": "native"}),
+    "refresher": (codec.CodebookRefresher, {}),
+    "feedback": (codec.ErrorFeedback, {"spec": codec.Sign()}),
+    "reshard": (codec.ErrorFeedback.reshard, {"state_dicts": [], "world_size": 2}),
+    **{kind.__name__: (kind, {}) for kind in codec.Spec.__subclasses__()},
+    **{
+        kind.__name__: (kind, {"lr": 0.1})
+        for kind in (optimizers.SGD, optimizers.AdamW, optimizers.Adagrad, optimizers.RMSprop)
+    },
+    "Nesterov": (optimizers.Nesterov, {"lr": 0.1, "momentum": 0.9}),
+}
+
+
+def refresher(method):
+    """Return a function that calls a method of a new refresher."""
+    return lambda **how: getattr(codec.CodebookRefresher(), method)(**how)
+
+
+def feedback(method):
+    """Return a function that calls a method of a new ErrorFeedback."""
+    return lambda **how: getattr(codec.ErrorFeedback(codec.Sign()), method)(**how)
+
+
+METHODS = {
+    "refresher.count": (refresher("count"), {"x": X}),
+    "refresher.propose": (refresher("propose"), {"step": 50, "summed_counts": np.zeros(257, np.int64)}),
+    "refresher.current": (refresher("current"), {"step": 5}),
+    "refresher.rollback": (refresher("rollback"), {"step": 5}),
+    "refresher.load_state_dict": (refresher("load_state_dict"), {"state_dict": {}}),
+    "feedback.begin": (feedback("begin"), {"layout": [("a", 5)]}),
+    "feedback.encode": (feedback("encode"), {"key": "a", "x": X}),
+    "feedback.rescale": (feedback("rescale"), {"scale": 2.0}),
+    "feedback.load_state_dict": (feedback("load_state_dict"), {"state_dict": {}}),
+}
+
+
+def parameters_of(function, given):
+    """Return the names of all parameters that can be given by keyword; of a wrapped method those that are given."""
+    names = [
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"
+    ]
+    return names or list(given)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [*CALLS, *METHODS])
+def test_wrong_kinds_raise_codec_errors(name):
+    """A call with one wrong argument either works or raises CodecError; nothing else is raised."""
+    function, given = (CALLS | METHODS)[name]
+    others = []
+    for parameter in parameters_of(function, given):
+        for kind, value in WRONG.items():
+            try:
+                function(**{**given, parameter: value})
+            except codec.CodecError as e:
+                if "\n" in str(e) or len(str(e)) > 500:
+                    others.append(f"{parameter}={kind}: message of {len(str(e))} characters: {e}"[:300])
+            except Exception as e:
+                others.append(f"{parameter}={kind}: {type(e).__name__}: {e}"[:150])
+    assert not others, "\n".join(others)
+
+
+STATES = {
+    "refresher": codec.CodebookRefresher,
+    "feedback": lambda: codec.ErrorFeedback(codec.Sign()),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_wrong_entries_of_states_raise_codec_errors(name):
+    """A state that load_state_dict accepts can be used; a refused one changes nothing."""
+    store = STATES[name]()
+    if name == "feedback":
+        store.encode("a", X)
+    good = store.state_dict()
+    for entry in [*good, "more", "a[0:5]", "book[3]", 5]:
+        for kind, value in WRONG.items():
+            before = repr(store.state_dict())
+            try:
+                store.load_state_dict({**good, entry: value})
+            except codec.StateError:
+                assert repr(store.state_dict()) == before, (entry, kind)
+                continue
+            if name == "refresher":
+                store.current(1 << 61)
+                store.propose(1 << 61, store.counts())
+            else:
+                store.encode("a", X)
+            store.load_state_dict(good)

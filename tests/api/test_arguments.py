@@ -1,0 +1,361 @@
+"""Arguments that cannot be used raise a CodecError whose message names them and what is accepted."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import codec
+from support.processes import run
+
+X = np.linspace(-1, 1, 9_000, dtype=np.float32)
+HUGE = 10**5000  # more digits than Python prints
+
+
+def refused(error=codec.SpecError, match=None):
+    """Expect an error whose message matches `match`."""
+    return pytest.raises(error, match=match)
+
+
+def test_threads_must_be_a_positive_int():
+    """Every function that takes `threads` rejects all other values."""
+    frame = codec.encode(X)
+    for value in (0, -1, 1.0, "2", True, int, np.arange(2), -HUGE):
+        for call in (
+            lambda n: codec.encode(X, threads=n),
+            lambda n: codec.decode(frame, threads=n),
+            lambda n: codec.accumulate(frame, X.copy(), threads=n),
+            lambda n: codec.reduce([frame], threads=n),
+        ):
+            with refused(match="threads must be an int of at least 1"):
+                call(value)
+
+
+def test_threads_takes_numpy_integers_and_any_environment_text():
+    """A CODEC_NUM_THREADS that is no number is ignored."""
+    assert codec.encode(X, threads=np.int64(2)) == codec.encode(X, threads=HUGE) == codec.encode(X)
+    for text in ("9" * 5000, "0", "-3", "many", "", "١٢"):
+        run('assert codec.encode(normal(1 << 20))\nprint("the end")', CODEC_NUM_THREADS=text)
+
+
+def test_metrics_reject_parameters_out_of_range():
+    """Parameters are finite and betas two values below 1; all but lr are keyword-only; step is at least 0."""
+    optimizers = codec.optimizers
+    for metric in (optimizers.Adam, optimizers.AdamW):
+        for betas in ((1, 0.999), (0.9, 1.0), (1.5, 0)):
+            with refused(match="must be below 1"):
+                metric(1e-3, betas=betas)
+        for betas in (0.9, (0.9,), (0.9, 0.99, 0.999), "ab", None):
+            with refused(match="betas must be"):
+                metric(1e-3, betas=betas)
+    for metric in (optimizers.SGD, optimizers.Adagrad, optimizers.RMSprop, optimizers.Adam, optimizers.AdamW):
+        with pytest.raises(TypeError):
+            metric(1e-3, 0.9)
+    for metric in (optimizers.Adam, optimizers.AdamW, optimizers.Adagrad):
+        first = metric(1e-3, step=0)
+        assert first == metric(1e-3)
+        assert np.isfinite([first.final({"theta": 0}).theta, first.final({"theta": 0, "v": 0}).theta_v]).all()
+    for bad in (10**400, HUGE, float("inf"), float("nan"), -1, "0.1", None):
+        with refused(match="lr must be a finite number"):
+            optimizers.SGD(bad)
+        with refused(match="step must be a finite number"):
+            optimizers.Adam(1e-3, step=bad)
+    state = {"theta": X, "m": X, "v": X * X}
+    for metric in (
+        optimizers.Adam(1e300, step=10**300),
+        optimizers.AdamW(0, step=1, betas=(0, 0)),
+        optimizers.Adam(5e-324, eps=1e308, step=1),
+        optimizers.Momentum(0.1, dampening=1, momentum=1e308),
+        optimizers.Adagrad(1e-300, lr_decay=1e308, step=10**300),
+        optimizers.RMSprop(10**300, alpha=1e300),
+    ):
+        for levels in ("coded", "shared"):
+            frame = codec.encode(X, codec.Truncate(level_coding=levels), metric=metric, state=state)
+            assert codec.decode(frame, metric=metric, state=state).shape == X.shape
+
+
+def test_error_names_the_accepted_values():
+    """An argument of a wrong type or range is a SpecError."""
+    frame, sgd, truncate = codec.encode(X), codec.optimizers.SGD(0.1), codec.Truncate()
+    for most in (-1, 1 << 64, "1", 1.5, -HUGE):
+        with refused(match="max_nbytes must be an int from 0"):
+            codec.decode(frame, max_nbytes=most)
+        with refused(match="max_nbytes must be an int from 0"):
+            codec.reduce([frame], max_nbytes=most)
+    for most in (0, 35_999):
+        with refused(codec.LimitError):
+            codec.decode(frame, max_nbytes=most)
+    for stream in (-1, 1 << 64, "1", 1.5, None, HUGE):
+        with refused(match="stream must be an int from 0"):
+            codec.encode(X, stream=stream)
+    for shape in (1 << 64, (3, 1 << 60), -1, (2, -1), "ab", 1.5, (1,) * 9, (2, HUGE), None):
+        with refused():
+            codec.bound(shape, "float32")
+    assert codec.bound(np.int64(9_000), "float32") == codec.bound([9_000], np.float32) >= len(frame)
+    for weight in ("1", None, 1j, 1e39, -HUGE):
+        with refused(match="weight must be a number"):
+            codec.accumulate(frame, X.copy(), weight)
+    for weight in (2, np.float32(2), np.array(2)):
+        assert (codec.accumulate(frame, X.copy(), weight) == 3 * X).all()
+    for segments in (5, [5], [(1,)], [(0, 5)], [(0, (5,), 7)], [(None, (5,))], [(0, ("a",))], [(0, (HUGE,))], "ab"):
+        with refused(match="segments are pairs"):
+            codec.encode(X, segments=segments)
+        with refused(match="segments are pairs"):
+            codec.Codebook.from_tensors(X, segments=segments)
+    for groups in (
+        [], [sgd], [(0, sgd, 1)], [(1, sgd)], [(0, sgd), (0, sgd)], [(0, 7)], [(0, sgd), (1 << 64, sgd)],
+        [(-1, sgd)], [(0.5, sgd)], [("0", sgd)], "metric", object(),
+    ):  # fmt: skip
+        with refused():
+            codec.encode(X, truncate, metric=groups, state={"theta": X})
+    for state in (5, {"theta": X, 5: X}, {"theta": X, "w": X}, [X]):
+        with refused(match="state"):
+            codec.encode(X, truncate, metric=sgd, state=state)
+    for spec, hint in (
+        (codec.Sign, r"codec\.Sign\(\)$"), ("sign", r"codec\.Sign\(\)$"), ("Quantize(4)", r"codec\.Quantize\(\)$"),
+        ("codec.Float8", r"codec\.Float8\(\)$"), ([], r"codec\.Lossless\(\), .* or codec\.Sign\(\)$"), (None, "or"),
+        ({}, "or"), (codec.Codebook, "or"), ("gzip", "or"), (HUGE, "or"),
+    ):  # fmt: skip
+        with refused(match=f"not a spec: .*; write .*{hint}"):
+            codec.encode(X, spec)
+        with refused(match=f"candidates must be specs, got .*; write .*{hint}"):
+            codec.advise(X, "1gbit", candidates=[spec])
+    book = codec.Codebook.from_tensors(X)
+    for books in (5, [5], "ab", [book, None]):
+        with refused(match="not codebooks"):
+            codec.decode(frame, codebooks=books)
+    for one in ([book], 5):
+        with refused(match="not codebooks"):
+            codec.encode(X, codebook=one)
+    for op in (["sum"], "product", None):
+        with refused(match="op must be"):
+            codec.reduce([frame], op)
+    with refused(match="cannot be encoded; these can"):
+        codec.encode(X, dtype=["float32"])
+
+
+ENGINES = ("native", "numba")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_mismatch_with_a_frame_names_both_sides(engine):
+    """The message has the dtype and shape of the frame and of the argument."""
+    frame, how = codec.encode(X), {"engine": engine}
+    others = (np.zeros(9_000), np.zeros((90, 100), np.float32), np.zeros(8_999, np.float32))
+    for out in others:
+        words = rf"needs an out= of float32 and shape \(9000,\), not of {out.dtype} and \({out.shape[0]}, ?"
+        for call in (
+            lambda out: codec.decode(frame, out=out, **how),
+            lambda out: codec.accumulate(frame, out, **how),
+            lambda out: codec.reduce([frame, frame], out=out, **how),
+            lambda out: codec.decode_many([frame, frame], out=[X.copy(), out], **how),
+        ):
+            with refused(match=words) as e:
+                call(out)
+            assert e.value.code == codec.Status.SHAPE_MISMATCH
+    for x in (np.arange(9_000), X.astype(np.float64)):
+        other = codec.encode(x)
+        for call in (
+            lambda f: codec.accumulate(f, X.copy(), **how),
+            lambda f: codec.reduce([frame, f], **how),
+            lambda f: codec.reduce([f], out=X.copy(), **how),
+        ):
+            with refused(match=f"a frame of {x.dtype} cannot be added up, only those of float"):
+                call(other)
+    for bytes_, code in ((frame[:-1], "TRUNCATED"), (frame + b"?", "TRAILING")):
+        for call in (
+            lambda f: codec.decode(f, **how),
+            lambda f: codec.accumulate(f, X.copy(), **how),
+            lambda f: codec.reduce([frame, f], **how),
+        ):
+            with refused(codec.FrameError) as e:
+                call(bytes_)
+            assert (e.value.code.name, e.value.found, e.value.expected) == (code, len(bytes_), len(frame))
+
+
+def test_objects_that_are_no_tensors_are_rejected():
+    """Classes, objects, sparse tensors and single frames in place of lists are named in the message."""
+    frame = codec.encode(X)
+    for frames in (frame, {"a": frame}, None, 5, "ab", memoryview(frame), np.frombuffer(frame, np.uint8)):
+        with refused(match="frames must be a sequence of frames, not"):
+            codec.reduce(frames)
+    assert (codec.reduce(np.stack([np.frombuffer(frame, np.uint8)] * 2)) == X).all()
+    for x in (torch.Tensor, np.ndarray, np.float32):
+        with refused(match="not a tensor: the class"):
+            codec.encode(x)
+    for like in (object(), torch.Tensor, np.ndarray, 5, "torch"):
+        with refused(match="like= must be an array or tensor, not"):
+            codec.decode(frame, like=like)
+    for like in (bytearray(4), X[0], ml_dtypes.bfloat16(1)):
+        assert type(codec.decode(frame, like=like)) is np.ndarray
+    for out in (object(), np.ndarray, "x"):
+        with refused(match="out= must be an array or tensor to write to, not"):
+            codec.decode(frame, out=out)
+    with refused(match="layout"):
+        codec.decode(frame, out=torch.eye(3).to_sparse())
+    with refused(match="out= must be contiguous"):
+        codec.decode(frame, out=torch.zeros(18_000)[::2])
+    readonly = X.copy()
+    readonly.flags.writeable = False
+    for residual in (torch.zeros(18_000)[::2], np.zeros(18_000, np.float32)[::2], readonly, 5, X.astype(">f4")):
+        with refused(match="residual="):
+            codec.encode(X, codec.Sign(), residual=residual)
+    book = codec.Codebook.from_tensors(X)
+    with refused(match="codebook= is for Lossless and Truncate, not for Sign"):
+        codec.encode(X, codec.Sign(), codebook=book)
+    with refused(match="no tensors"):
+        codec.Codebook.from_tensors()
+
+
+def test_dtype_takes_names_and_dtypes_of_numpy_torch_and_ml_dtypes():
+    x = np.arange(9_000, dtype=np.uint16)
+    frames = {codec.encode(x, dtype=d) for d in ("bfloat16", torch.bfloat16, ml_dtypes.bfloat16)}
+    assert len(frames) == 1
+    assert codec.encode(x, dtype=np.float16) == codec.encode(x, dtype="f2") == codec.encode(x.view(np.float16))
+    counts, spec = np.arange(256), codec.Truncate(2)
+    books = {codec.Codebook.from_counts(counts, spec, d) for d in ("float16", np.float16, torch.float16)}
+    assert len(books) == 1
+    assert codec.CodebookRefresher(dtype=torch.float16).dtype == "float16"
+    for bad in ([], None, "float31", 7):
+        with refused(match="cannot be encoded"):
+            codec.Codebook.from_counts(counts, dtype=bad)
+        with refused(match="cannot be encoded"):
+            codec.CodebookRefresher(dtype=bad)
+
+
+def test_parameters_of_specs_become_python_numbers():
+    """Numbers of numpy and torch are converted; bools and strings are rejected."""
+    f, i, t = np.float32, np.int64, torch.tensor
+    for given, kept in (
+        (codec.Ternary(scale=f(0.5), clip=t(2.5), seed=i(3)), codec.Ternary(scale=0.5, clip=2.5, seed=3)),
+        (codec.Quantize(i(4), t(32), seed=np.uint8(7)), codec.Quantize(4, 32, seed=7)),
+        (codec.Float8(group_size=i(128), scale=np.float64(2)), codec.Float8(group_size=128, scale=2.0)),
+        (codec.Sign(group_size=t(64)), codec.Sign(group_size=64)),
+        (
+            codec.Truncate(np.uint8(2), guard=i(-3), max_code_length=i(7)),
+            codec.Truncate(2, guard=-3, max_code_length=7),
+        ),
+        (codec.Lossless(i(7)), codec.Lossless(7)),
+        (
+            codec.optimizers.AdamW(f(0.25), betas=(f(0.5), t(0.75)), step=t(3.0)),
+            codec.optimizers.AdamW(0.25, betas=(0.5, 0.75), step=3),
+        ),
+        (codec.optimizers.SGD(t(0.5), maximize=np.True_), codec.optimizers.SGD(0.5, maximize=True)),
+        (codec.optimizers.Adagrad(step=2.0), codec.optimizers.Adagrad(step=2)),
+    ):
+        assert given == kept
+        assert repr(given) == repr(kept)
+    for no in (True, np.True_, t(True), "1", [1], np.ones(1), 1j, np.complex64(1)):
+        for make in (
+            lambda x: codec.Ternary(scale=x),
+            lambda x: codec.Quantize(x),
+            lambda x: codec.Sign(group_size=x),
+            lambda x: codec.Truncate(x),
+            lambda x: codec.optimizers.SGD(x),
+            lambda x: codec.optimizers.Adam(step=x),
+        ):
+            with refused(match="must be"):
+                make(no)
+    for no in (2.5, t(2.5), -1, float("nan")):
+        with refused(match="step must be"):
+            codec.optimizers.Adam(step=no)
+    with refused(match="maximize must be True or False"):
+        codec.optimizers.SGD(maximize="no")
+
+
+def test_error_lists_the_choices():
+    """An unknown choice is rejected with the list of valid ones."""
+    for no in ("rows", np.arange(3), 0):
+        with refused(match='group_size must be "row", None or an int from 1'):
+            codec.Sign(group_size=no)
+    for no in ("metrics", np.arange(3), 4):
+        with refused(match='level must be "metric" or an int from 0 to 3'):
+            codec.Truncate(no)
+    for call in (
+        lambda: codec.advise(X, "1gbit", lossy=X),
+        lambda: codec.advise(X, "1gbit", algorithm=X),
+        lambda: codec.reduce([codec.encode(X)], X),
+        lambda: codec.ErrorFeedback(codec.Sign(), role=X),
+        lambda: codec.ErrorFeedback.reshard([], 2, op=X),
+        lambda: codec.Sign(X),
+        lambda: codec.Float8(rounding=X),
+    ):
+        with refused(match="must be"):
+            call()
+    with refused(match="guard must be one of .*feedback"):
+        codec.Truncate(guard="exac")
+
+
+def test_scales_that_round_to_zero_or_infinity_are_rejected():
+    """A scale must be positive and finite in float32 and in the tensor's dtype."""
+    for bad in (1e-46, 1e39, 0, -1, float("nan"), float("inf"), HUGE):
+        with refused(match="scale must be positive and finite as float32"):
+            codec.Ternary(scale=bad)
+        with refused(match="clip must be positive and finite as float32"):
+            codec.Ternary(clip=bad)
+        with refused(match="scale must be positive and finite as float32"):
+            codec.Float8(scale=bad)
+    for bad in ("1", 1j, [1]):
+        with refused(match="must be a positive number or None"):
+            codec.Ternary(scale=bad)
+    tiny, wide = np.zeros(5, np.float16), np.zeros(5, np.uint16)
+    for x, dtype, scales, good in (
+        (tiny, None, (1e-8, 2.98e-8, 65520, 1e5), (2.99e-8, 6e-8, 65519, 1)),
+        (wide, "bfloat16", (1e-45, 4.59e-41, 3.3961776e38), (4.6e-41, 1e-40, 3.3961e38, 1)),
+    ):
+        for scale in scales:
+            with refused(match="0 or Inf in the tensor's dtype"):
+                codec.encode(x, codec.Ternary(scale=scale), dtype=dtype)
+        for scale in good:
+            assert not codec.decode(codec.encode(x, codec.Ternary(scale=scale), dtype=dtype)).any()
+
+
+def test_outputs_that_overlap_inputs_are_rejected():
+    """An output may be exactly its input, or lie apart from it."""
+    memory = np.zeros(40_000, np.float32)
+    memory[:9_000] = X
+    x = memory[:9_000]
+    for r in (memory[1:9_001], memory[8_999:17_999]):
+        with refused(match="residual= shares memory with x without being x itself"):
+            codec.encode(x, codec.Sign(), residual=r)
+    with refused(match="residual= shares memory with x"):
+        codec.encode(memory.view(np.uint16)[:9_000], codec.Sign(), dtype="bfloat16", residual=x)
+    for out in (memory.view(np.uint8), memory.view(np.uint8)[35_999:]):
+        with refused(match="out= shares memory with x"):
+            codec.encode(x, out=out)
+    left = memory[20_000:29_000]
+    with refused(match="out= shares memory with residual="):
+        codec.encode(x, codec.Sign(), residual=left, out=memory.view(np.uint8)[115_000:])
+    theta = {"theta": memory[10_000:19_000]}
+    with refused(match="out= shares memory with state's theta"):
+        codec.encode(
+            x, codec.Truncate(), metric=codec.optimizers.SGD(1), state=theta, out=memory.view(np.uint8)[40_000:]
+        )
+    with refused(match="residual= shares memory with state's theta"):
+        codec.encode(x, codec.Truncate(), metric=codec.optimizers.SGD(1), state=theta, residual=memory[10_000:19_000])
+    assert (x == X).all()
+    frame = codec.encode(X)
+    at = memory.view(np.uint8)[36_000 - len(frame) :][: len(frame)]
+    at[:] = np.frombuffer(frame, np.uint8)
+    for call in (
+        lambda: codec.decode(at, out=x),
+        lambda: codec.accumulate(at, x),
+        lambda: codec.reduce([frame, at], out=x),
+    ):
+        with refused(match="out= shares memory with a frame"):
+            call()
+    assert bytes(at) == frame
+    assert (codec.decode(at, out=memory[9_000:18_000]) == X).all()
+    state = {"theta": X.copy()}
+    frame = codec.encode(X, codec.Truncate(level_coding="shared"), metric=codec.optimizers.SGD(1), state=state)
+    with refused(match="out= shares memory with state's theta without being"):
+        wide = np.concatenate([state["theta"], X])
+        codec.accumulate(frame, wide[1:9_001], metric=codec.optimizers.SGD(1), state={"theta": wide[:9_000]})
+    for threads in (1, 3):  # the first sum would overwrite the second frame's state
+        with refused(match="out= shares memory with state's theta"):
+            codec.reduce(
+                [frame, frame], out=state["theta"], metric=codec.optimizers.SGD(1), state=state, threads=threads
+            )
+    assert (state["theta"] == X).all()
+    expected = X + codec.decode(frame, metric=codec.optimizers.SGD(1), state=state)
+    assert (codec.accumulate(frame, state["theta"], metric=codec.optimizers.SGD(1), state=state) == expected).all()

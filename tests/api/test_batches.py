@@ -1,0 +1,175 @@
+"""encode_many and decode_many: results of single calls, for all tensors or for none."""
+
+import numpy as np
+import pytest
+import torch
+
+import codec
+from support.specs import LOSSY
+
+rng = np.random.default_rng(0)
+SHAPES = [(64, 100), (64,), (), (0, 3), (1000, 700), (3, 3, 64, 64), (1 << 20,), (5,), (4, 1 << 17), (64,)]
+TENSORS = [rng.standard_normal(shape).astype(np.float32) for shape in SHAPES]
+SGD = codec.optimizers.SGD(0.1)
+
+
+def draws(i, stream=0):
+    return (stream + (i << 32)) % (1 << 64)
+
+
+@pytest.mark.parametrize("threads", [None, 1, 2, 5])
+@pytest.mark.parametrize("spec", [codec.Lossless(), LOSSY["ternary_entropy"], LOSSY["quantize_4"]], ids=repr)
+def test_frames_and_tensors_are_those_of_single_calls(spec, threads):
+    """Lists give lists and dicts dicts; tensor i uses the random stream `stream + i`."""
+    expected = [codec.encode(x, spec, stream=draws(i, (1 << 64) - 7)) for i, x in enumerate(TENSORS)]
+    frames = codec.encode_many(TENSORS, spec, stream=(1 << 64) - 7, threads=threads)
+    assert type(frames) is list
+    assert frames == expected
+    named = {f"parameter {i}": x for i, x in enumerate(TENSORS)}
+    by_name = codec.encode_many(named, spec, stream=(1 << 64) - 7, threads=threads)
+    assert type(by_name) is dict
+    assert by_name == dict(zip(named, expected, strict=True))
+    assert codec.encode_many(iter(TENSORS), spec, stream=(1 << 64) - 7) == expected
+    values = [codec.decode(frame) for frame in expected]
+    outs = [np.full(x.shape, 7, np.float32) for x in TENSORS]
+    for result in (
+        codec.decode_many(frames, threads=threads),
+        list(codec.decode_many(by_name, threads=threads).values()),
+        codec.decode_many(tuple(frames), out=outs, threads=threads),
+        [y.numpy() for y in codec.decode_many(frames, like=torch.zeros(1), threads=threads)],
+    ):
+        assert all(a.shape == b.shape and (a == b).all() for a, b in zip(result, values, strict=True))
+    by_key = dict(zip(reversed(list(named)), reversed(outs), strict=True))  # dict order differs
+    assert codec.decode_many(by_name, out=by_key, threads=threads)["parameter 3"] is outs[3]
+
+
+def test_batch_shares_arguments_and_takes_a_state_for_each_tensor():
+    xs = [rng.standard_normal(n).astype(np.float32) for n in (100_000, 2_000, 700)]
+    book = codec.Codebook.from_tensors(xs[0])
+    frames = codec.encode_many(xs, codebook=book)
+    assert frames == [codec.encode(x, codebook=book) for x in xs]
+    assert all((a == b).all() for a, b in zip(codec.decode_many(frames, codebooks=book), xs, strict=True))
+    spec = codec.Truncate(level_coding="shared", guard=0)
+    states = [{"theta": rng.standard_normal(x.shape).astype(np.float32)} for x in xs]
+    for threads in (1, 3):
+        frames = codec.encode_many(xs, spec, metric=SGD, state=states, threads=threads)
+        assert frames == [codec.encode(x, spec, metric=SGD, state=s) for x, s in zip(xs, states, strict=True)]
+        values = [codec.decode(f, metric=SGD, state=s) for f, s in zip(frames, states, strict=True)]
+        outs = [s["theta"].copy() for s in states]
+        mine = [{"theta": out} for out in outs]  # outputs overwrite the state
+        for got in (
+            codec.decode_many(frames, metric=SGD, state=states, threads=threads),
+            codec.decode_many(frames, metric=SGD, state=mine, out=outs, threads=threads),
+        ):
+            assert all((a == b).all() for a, b in zip(got, values, strict=True))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_error_names_the_first_bad_item_and_changes_nothing(threads):
+    """The message and `item` have the index or key, for any number of threads."""
+    xs = [x.copy() for x in TENSORS]
+    xs[4][0, 0] = xs[6][-1] = xs[8][0, 0] = np.nan
+    with pytest.raises(codec.SpecError, match=r"^4: .*NaN") as caught:
+        codec.encode_many(xs, codec.Sign(), threads=threads)
+    assert (caught.value.item, caught.value.code) == (4, codec.Status.NONFINITE)
+    with pytest.raises(codec.SpecError, match=r"^'layer 6': .*NaN") as caught:
+        codec.encode_many({f"layer {i}": x for i, x in enumerate(xs) if i != 4}, codec.Sign(), threads=threads)
+    assert caught.value.item == "layer 6"
+    with pytest.raises(codec.SpecError, match=r"^2: dtype"):
+        codec.encode_many([*xs[:2], np.zeros(3, complex)], threads=threads)
+    frames = codec.encode_many(TENSORS)
+    for bad in ([1], [4], [6, 8], [9, 4]):
+        damaged = list(frames)
+        for i in bad:
+            damaged[i] = damaged[i][:-1] + bytes([damaged[i][-1] ^ 1])
+        outs = [np.full(x.shape, 7, np.float32) for x in TENSORS]
+        for out in (None, outs):
+            with pytest.raises(codec.ChecksumError, match=rf"^{min(bad)}: ") as caught:
+                codec.decode_many(damaged, out=out, threads=threads)
+            assert caught.value.item == min(bad)
+            assert caught.value.code == codec.Status.CHECKSUM
+        assert all((out == 7).all() for out in outs)
+    outs[7] = np.zeros(6, np.float32)
+    with pytest.raises(codec.SpecError, match=r"^7: the frame needs an out= of"):
+        codec.decode_many(frames, out=outs, threads=threads)
+    assert all((out == 7).all() for i, out in enumerate(outs) if i != 7)
+
+
+def test_outputs_that_overlap_other_outputs_or_frames_are_rejected():
+    """A destination may be an array of its own tensor's state."""
+    xs = [np.arange(5_000, dtype=np.float32) + i for i in range(3)]
+    frames = codec.encode_many(xs)
+    memory = np.full(15_000, 7, np.float32)
+    parts = [memory[:5_000], memory[5_000:10_000], memory[10_000:]]
+    codec.decode_many(frames, out=parts)
+    assert (memory == np.concatenate(xs)).all()
+    memory[:] = 7
+    with pytest.raises(codec.SpecError, match="items 0 and 2 shares memory"):
+        codec.decode_many(frames, out=[memory[:5_000], memory[5_000:10_000], memory[4_000:5_000]])
+    room = memory.view(np.uint8)[20_000:][: len(frames[2])]
+    room[:] = np.frombuffer(frames[2], np.uint8)
+    before = memory.tobytes()
+    with pytest.raises(codec.SpecError, match="out= of item 1 shares memory with what item 2 is read from"):
+        codec.decode_many([frames[0], frames[1], room], out=[xs[0].copy(), parts[1], xs[2].copy()])
+    with pytest.raises(codec.SpecError, match="2: out= shares memory with a frame"):
+        codec.decode_many([frames[0], frames[1], room], out=[xs[0].copy(), xs[1].copy(), parts[1]])
+    assert memory.tobytes() == before
+
+
+def test_arguments_that_are_not_lists_or_dicts_alike_are_rejected():
+    frames = codec.encode_many(TENSORS)
+    assert codec.encode_many([]) == codec.decode_many(()) == []
+    assert codec.encode_many({}) == codec.decode_many({}, out={}) == {}
+    for bad in (TENSORS[0], torch.zeros(3, 4), 5, None, "ab", b"ab"):
+        with pytest.raises(codec.SpecError, match="must be a sequence or mapping"):
+            codec.encode_many(bad)
+        with pytest.raises(codec.SpecError, match="must be a sequence or mapping"):
+            codec.decode_many(bad)
+    for out in (TENSORS[:-1], dict(enumerate(TENSORS)), 5, TENSORS[0]):
+        with pytest.raises(codec.SpecError, match="out="):
+            codec.decode_many(frames, out=out)
+    with pytest.raises(codec.SpecError, match="other keys"):
+        codec.decode_many({"a": frames[0]}, out={"b": TENSORS[0]})
+    with pytest.raises(codec.SpecError, match=r"'a': .*dtype"):
+        codec.encode_many({"a": np.zeros(3, complex)})
+    with pytest.raises(codec.SpecError, match="threads must be"):
+        codec.encode_many(TENSORS, threads=0)
+    with pytest.raises(codec.SpecError, match="stream must be"):
+        codec.encode_many(TENSORS, stream=-1)
+    with pytest.raises(codec.SpecError, match=r"0: .*needs metric="):
+        codec.encode_many(TENSORS, codec.Truncate())
+    with pytest.raises(codec.LimitError, match="4: "):
+        codec.decode_many(frames, max_nbytes=100_000)
+    assert codec.decode_many(frames, out=[x.copy() for x in TENSORS], max_nbytes=0)
+
+
+def test_segments_gives_offsets_of_a_flat_bucket():
+    """segments() lists where tensors lie that a bucket holds one after the other."""
+    expected = [(0, (64, 100)), (6400, (64,)), (6464, ()), (6465, (0, 3)), (6465, (5,))]
+    shapes = [(64, 100), (64,), (), (0, 3), (5,)]
+    for given in (
+        shapes,
+        [list(s) for s in shapes],
+        [np.zeros(s) for s in shapes],
+        [torch.zeros(s) for s in shapes],
+        dict(enumerate(shapes)),
+        (torch.Size(s) for s in shapes),
+        torch.nn.ParameterList([torch.zeros(s) for s in shapes]),
+    ):
+        assert codec.segments(given) == expected
+    bucket = np.concatenate([x.ravel() for x in TENSORS])
+    frame = codec.encode(bucket, segments=codec.segments(TENSORS))
+    assert (codec.decode(frame) == bucket).all()
+    for bad in ([5], ["ab"], [(3, -1)], [(2.5,)], [None]):
+        with pytest.raises(codec.SpecError):
+            codec.segments(bad)
+
+
+@pytest.mark.parametrize("shapes", [[(600,)], [(1 << 18,)], [(600,), (600,)], [(0,)], [(0,), (0,)]], ids=str)
+@pytest.mark.parametrize("threads", [2, 3, 1 << 70])
+def test_batch_of_fewer_tensors_than_threads(shapes, threads):
+    """Each tensor may then be split over threads itself."""
+    xs = [np.ones(shape, np.float32) for shape in shapes]
+    frames = codec.encode_many(xs, threads=threads)
+    assert frames == [codec.encode(x) for x in xs]
+    assert all((y == x).all() for x, y in zip(xs, codec.decode_many(frames, threads=threads), strict=True))

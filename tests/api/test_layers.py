@@ -1,0 +1,149 @@
+"""Layers of the package, of native/src and of tests: no module imports a module of a higher layer."""
+
+import ast
+import re
+from pathlib import Path
+
+import codec
+
+# Packages and modules of `codec`, lowest first; those of one line do not import each other. `_c` itself, which only
+# finds the compiled package, is below all others.
+LAYERS = [
+    {"errors"},
+    {"arguments", "_ownership"},
+    {"specs"},
+    {"_c"},
+    {"tensors"},
+    {"optimizers"},
+    {"_call"},
+    {"codebook", "inspection"},
+    {"engines"},
+    {"encoding", "decoding"},
+    {"batch", "advisor", "_files", "_warmup"},
+    {"stateful"},
+    {"torch", "__main__"},
+]
+ENGINES = [{"request"}, {"blockwise"}, {"native"}, {"numba", "cuda"}]  # within codec.engines
+ROOT = Path(codec.__file__).parent
+
+
+def module(path):
+    """Return the name of a file's module inside the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module(p): p for p in ROOT.rglob("*.py") if p.stem != "_cffi" and p != ROOT / "__init__.py"}
+
+
+def imports(path):
+    """Yield the modules of this package that a file imports, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "codec":
+            inner = node.module.partition(".")[2]
+            for a in node.names:
+                name = f"{inner}.{a.name}".removeprefix(".")
+                if inner or name in FILES:  # otherwise a public name of the package
+                    yield name if name in FILES else inner
+        elif isinstance(node, ast.Import):
+            yield from (a.name.partition(".")[2] for a in node.names if a.name.startswith("codec."))
+
+
+def check_layers(layers, files, part):
+    """Check that all packages have a layer, and import only those of lower ones; `part` names a module's package."""
+    layer = {name: i for i, names in enumerate(layers) for name in names}
+    assert {part(name) for name in files} == set(layer)
+    for name in files:
+        for other in set(imports(FILES[name])) & set(files):
+            here, there = part(name), part(other)
+            assert here == there or layer[there] < layer[here], f"{name} imports {other}"
+
+
+def test_packages_import_lower_layers_only():
+    check_layers(LAYERS, [name for name in FILES if name != "_c"], lambda name: name.split(".")[0])
+
+
+def test_engines_import_only_the_native_engine_and_shared_modules():
+    files = [name for name in FILES if name.startswith("engines.")]
+    check_layers(ENGINES, files, lambda name: name.split(".")[1])
+
+
+def check_no_cycle(below):
+    """Check that a graph, given as a dict of successors, has no cycle."""
+    while below:
+        free = {node for node, others in below.items() if not others & below.keys()}
+        assert free, f"a cycle among {sorted(below)}"
+        below = {node: others for node, others in below.items() if node not in free}
+
+
+def test_modules_import_each_other_without_a_cycle():
+    check_no_cycle({name: set(imports(path)) - {name} for name, path in FILES.items()})
+
+
+def test_public_functions_do_not_import_the_native_engine():
+    """They make requests, and codec.engines chooses the engine."""
+    for name in ("encoding", "decoding", "batch", "advisor.advise"):
+        assert not any(other.startswith("engines.native") for other in imports(FILES[name])), name
+
+
+def test_import_loads_no_optional_package():
+    """`import codec` needs numpy and cffi only."""
+    allowed = {"numpy", "codec", "_cffi_backend", "cffi"}
+    import subprocess
+    import sys
+
+    code = "import sys; old = set(sys.modules); import codec; print(*{m.split('.')[0] for m in set(sys.modules) - old})"
+    out = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    foreign = {m for m in out.stdout.split() if m not in sys.stdlib_module_names and not m.startswith("_")}
+    assert foreign <= allowed
+
+
+# folders of native/src, lowest first; families do not include each other
+FLOORS = [{"exact"}, {"isa"}, {"frame"}, {"coder"}, {"lossless", "rows", "truncate"}, {"job"}]
+SOURCES = Path(__file__).parents[2] / "native/src"
+C_FILES = {str(p.relative_to(SOURCES)): p for p in SOURCES.rglob("*.[ch]")}
+
+
+def includes(name):
+    """Yield the files of native/src that a file includes."""
+    for given in re.findall(r'^#include "([^"]+)"', C_FILES[name].read_text(), re.MULTILINE):
+        beside = str(Path(name).parent / given)
+        if beside in C_FILES or given in C_FILES:
+            yield beside if beside in C_FILES else given
+
+
+def test_c_files_include_lower_folders_only():
+    floor = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+    for name in C_FILES:
+        here = name.split("/")[0]
+        for other in includes(name):
+            there = other.split("/")[0]
+            assert here == there or floor[there] < floor[here], f"{name} includes {other}"
+
+
+def test_c_files_include_each_other_without_a_cycle():
+    """A header and the source of its name count as one unit."""
+    unit = {name: name.rsplit(".", 1)[0] for name in C_FILES}
+    below = {u: {unit[o] for n in C_FILES if unit[n] == u for o in includes(n)} - {u} for u in unit.values()}
+    check_no_cycle(below)
+
+
+TESTS = Path(__file__).parents[1]
+TEST_MODULES = {p.stem for p in TESTS.rglob("*.py") if p.parent.name not in ("support", "reference")}
+
+
+def imported_names(path):
+    """Yield the first component of each module that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.split(".")[0]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+
+
+def test_tests_import_helpers_only_from_support_and_reference():
+    """No test module is imported; reference implementations import nothing of tests but each other."""
+    for path in TESTS.rglob("*.py"):
+        below = {"reference"} if path.parent.name == "reference" else {"reference", "support"}
+        others = set(imported_names(path)) & {*TEST_MODULES, "reference", "support"}
+        assert others <= below, f"{path} imports {sorted(others - below)}"

@@ -1,0 +1,84 @@
+"""`Spec.contraction` is true exactly for codecs whose error is smaller than the norm of every tensor."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import codec
+
+SPECS = [
+    codec.Sign(),
+    codec.Sign(group_size=64),
+    codec.Sign("two_mean"),
+    codec.Sign("l2"),
+    codec.Ternary(),
+    codec.Ternary("base3", clip=2.5),
+    codec.Float8(),
+    codec.Float8("e5m2", 128, "stochastic"),
+    codec.Float8(scale=1.0),
+    codec.Float8(scale=1.0, rounding="stochastic"),
+    codec.Float4(),
+    codec.Float4("mxfp4", "stochastic"),
+    codec.Truncate(3),
+    *(
+        codec.Quantize(bits, group, levels, rounding)
+        for bits, group, levels, rounding in itertools.product(
+            (1, 2, 3, 4, 8), (8, 64, 1024), ("even", "odd"), ("stochastic", "nearest")
+        )
+        if bits > 1 or levels == "even"
+    ),
+]
+DRAWS = 24
+
+
+def tensors():
+    """Yield tensors of 4,096 values, each of which is hard for some codec."""
+    rng = np.random.default_rng(0)
+    n = 4096
+    yield "normal", rng.standard_normal(n)
+    for zeros in (0.5, 0.9, 0.99):
+        yield f"zeros {zeros}", rng.standard_normal(n) * (rng.random(n) > zeros)
+    one = np.zeros(n)
+    one[::1024] = 1
+    yield "one value in 1,024", one
+    for small in (1e-4, 0.03, 0.06, 0.13, 0.25, 0.5):  # half a step of some codec, relative to the largest value
+        x = np.full(n, small)
+        x[::64] = 1
+        yield f"one beside {small}", x
+    yield "heavy tails", rng.standard_normal(n) ** 7
+    yield "far below a scale of 1", np.full(n, 2.0**-13)
+
+
+def loss(spec, x):
+    """Return E||x - C(x)||^2 / ||x||^2, averaged over several random streams."""
+    total = 0.0
+    for stream in range(DRAWS):
+        decoded = codec.decode(codec.encode(x, spec, stream=stream)).astype(np.float64)
+        total += np.square(x - decoded).sum()
+    return total / DRAWS / np.square(x.astype(np.float64)).sum()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=repr)
+def test_contraction_agrees_with_the_measured_error(spec):
+    """If the property is false, a tensor loses its norm, or groups are too large to try the worst one."""
+    losses = {name: loss(spec, x.astype(np.float32)) for name, x in tensors()}
+    worst = max(losses, key=losses.__getitem__)
+    if spec.contraction:
+        assert losses[worst] < 1, worst
+    elif not isinstance(spec, codec.Quantize):  # Quantize's bound is sufficient, not necessary
+        assert losses[worst] >= 1, losses
+
+
+def test_quantize_is_a_contraction_up_to_the_largest_allowed_group_size():
+    """The largest groups lose less than the norm of the tensor that is hardest for them."""
+    for bits, levels in itertools.product((2, 3, 4), ("even", "odd")):
+        top = (1 << bits) - 1 if levels == "even" else (1 << bits - 1) - 1
+        most = top**2 if levels == "even" else 8 * top**2
+        spec = codec.Quantize(bits, most, levels)
+        assert spec.contraction
+        assert not codec.Quantize(bits, most + 1, levels).contraction
+        hardest = 0.0 if levels == "even" else 1 / (4 * top)
+        x = np.full((4096 // most + 1) * most, hardest, np.float32)
+        x[::most] = 1
+        assert loss(spec, x) < 1

@@ -1,0 +1,213 @@
+"""Metrics follow torch.optim: names, defaults, what is read from an optimizer and its state."""
+
+import dataclasses
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+import codec
+from codec import optimizers
+
+TORCH = {
+    "SGD": torch.optim.SGD,
+    "Momentum": torch.optim.SGD,
+    "Nesterov": torch.optim.SGD,
+    "Adagrad": torch.optim.Adagrad,
+    "RMSprop": torch.optim.RMSprop,
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_names_and_defaults(name):
+    """Parameters that torch has too have its defaults; all but lr are given by name; only ours are others."""
+    theirs = inspect.signature(TORCH[name]).parameters
+    ours = inspect.signature(getattr(optimizers, name)).parameters
+    assert set(ours) - set(theirs) <= {"grad_scale", "step"}
+    assert ours["lr"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    for parameter in ours.values():
+        if parameter.name == "lr":
+            assert parameter.default == theirs["lr"].default
+            continue
+        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        if name in ("Momentum", "Nesterov") and parameter.name == "momentum":
+            assert parameter.default is inspect.Parameter.empty  # torch's default 0 means no momentum
+        elif parameter.name in theirs:
+            assert parameter.default == theirs[parameter.name].default, parameter.name
+
+
+def trained(kind, steps=3, **how):
+    """An optimizer of two parameters after some steps."""
+    generator = torch.Generator().manual_seed(0)
+    w = [torch.nn.Parameter(torch.randn(1000, generator=generator)) for _ in range(2)]
+    optimizer = kind(w, **how)
+    for _ in range(steps):
+        for p in w:
+            p.grad = torch.randn(1000, generator=generator)
+        optimizer.step()
+    return optimizer, w
+
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}, optimizers.SGD(0.1, weight_decay=0.1), {}),
+    "sgd that maximizes": (torch.optim.SGD, {"maximize": True}, optimizers.SGD(maximize=True), {}),
+    "momentum": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "foreach": True},
+        optimizers.Momentum(0.1, momentum=0.9, dampening=0.5),
+        {"m": "momentum_buffer"},
+    ),
+    "nesterov": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+        optimizers.Nesterov(0.1, momentum=0.9),
+        {"m": "momentum_buffer"},
+    ),
+    "adagrad": (
+        torch.optim.Adagrad,
+        {"lr_decay": 0.1, "initial_accumulator_value": 0.1},
+        optimizers.Adagrad(lr_decay=0.1, step=3),
+        {"v": "sum"},
+    ),
+    "rmsprop": (
+        torch.optim.RMSprop,
+        {"alpha": 0.9, "eps": 1e-6},
+        optimizers.RMSprop(alpha=0.9, eps=1e-6),
+        {"v": "square_avg"},
+    ),
+    "rmsprop with all": (
+        torch.optim.RMSprop,
+        {"momentum": 0.5, "centered": True},
+        optimizers.RMSprop(momentum=0.5, centered=True),
+        {"m": "momentum_buffer", "v": "square_avg"},
+    ),
+    "adam": (
+        torch.optim.Adam,
+        {"betas": (0.8, 0.9), "weight_decay": 0.1, "fused": True},
+        optimizers.Adam(betas=(0.8, 0.9), weight_decay=0.1, step=3),
+        {"m": "exp_avg", "v": "exp_avg_sq"},
+    ),
+    "adam, decoupled": (
+        torch.optim.Adam,
+        {"decoupled_weight_decay": True},
+        optimizers.AdamW(weight_decay=0, step=3),
+        {"m": "exp_avg", "v": "exp_avg_sq"},
+    ),
+    "adamw": (
+        torch.optim.AdamW,
+        {"lr": torch.tensor(0.25), "amsgrad": True, "capturable": False},
+        optimizers.AdamW(0.25, amsgrad=True, step=3),
+        {"m": "exp_avg", "v": "exp_avg_sq"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_from_optimizer(name):
+    """The metric of the step to come, and the state before it: the optimizer's own memory."""
+    kind, how, expected, buffers = OPTIMIZERS[name]
+    optimizer, (w, _) = trained(kind, **how)
+    metric, state = optimizers.from_optimizer(optimizer), optimizers.state_of(optimizer, w)
+    assert metric == expected
+    assert set(state) == {"theta", *buffers}
+    assert state["theta"] is w
+    for ours, theirs in buffers.items():
+        assert state[ours].data_ptr() == optimizer.state[w][theirs].data_ptr()
+    g = torch.randn(1000)
+    for levels in ("coded", "shared"):
+        frame = codec.encode(g, codec.Truncate(level_coding=levels), metric=metric, state=state)
+        y = codec.decode(frame, like=g, metric=metric, state=state)
+        assert torch.equal(y, g) == (not metric._known())
+    fresh, (w, _) = trained(kind, steps=0, **how)
+    first = optimizers.from_optimizer(fresh)
+    assert first == (dataclasses.replace(expected, step=0) if hasattr(expected, "step") else expected)
+    assert codec.decode(codec.encode(g, codec.Truncate(), metric=first, state=optimizers.state_of(fresh, w))).shape == (
+        1000,
+    )
+    assert not any("step" in s and float(s["step"]) for s in fresh.state.values())  # the optimizer's state is unchanged
+
+
+def test_groups():
+    """Each group has numbers of its own; groups of a bucket go by their offsets."""
+    w = [torch.nn.Parameter(torch.randn(500)) for _ in range(2)]
+    optimizer = torch.optim.AdamW([{"params": [w[0]], "lr": 0.1}, {"params": [w[1]], "weight_decay": 0.5}])
+    first, second = (optimizers.from_optimizer(optimizer, i) for i in (0, 1))
+    assert (first, second) == (optimizers.AdamW(0.1), optimizers.AdamW(weight_decay=0.5))
+    assert optimizers.from_optimizer(optimizer, -1) == second
+    bucket, g = torch.cat([p.detach() for p in w]), torch.randn(1000)
+    frame = codec.encode(g, codec.Truncate(), metric=[(0, first), (500, second)], state={"theta": bucket})
+    parts = [
+        codec.encode(g[i * 500 :][:500], codec.Truncate(), metric=m, state={"theta": w[i]})
+        for i, m in enumerate((first, second))
+    ]
+    assert torch.equal(codec.decode(frame, like=g), torch.cat([codec.decode(p, like=g) for p in parts]))
+
+
+def test_what_is_not_known():
+    """Other optimizers, groups and parameters are refused in words."""
+    optimizer, (w, other) = trained(torch.optim.Adam)
+
+    class Mine(torch.optim.AdamW):
+        pass
+
+    for bad in (torch.optim.LBFGS([w]), torch.optim.NAdam([w]), Mine([w]), None, w, "Adam"):
+        with pytest.raises(codec.SpecError, match="no metric is known for"):
+            optimizers.from_optimizer(bad)
+    for group in (1, -2, "0", None, 0.0):
+        with pytest.raises(codec.SpecError, match="group"):
+            optimizers.from_optimizer(optimizer, group)
+    with pytest.raises(codec.SpecError, match=r"one of torch\.optim's, not NoneType"):
+        optimizers.state_of(None, w)
+    with pytest.raises(codec.SpecError, match="not among the optimizer's"):
+        optimizers.state_of(optimizer, torch.nn.Parameter(torch.ones(3)))
+    other.grad = None
+    optimizer.step()
+    with pytest.raises(codec.SpecError, match="have taken 3 to 4 steps"):
+        optimizers.from_optimizer(optimizer)
+
+
+def test_step_is_torchs():
+    """Steps taken before this one: what is sent decodes to what leaves the step as it was."""
+    g = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    theta = {"theta": np.ones(1000, np.float32)}
+    for kind in (optimizers.Adagrad, optimizers.Adam, optimizers.AdamW):
+        how = {"lr_decay": 0.5} if kind is optimizers.Adagrad else {}
+        terms = [kind(step=step, **how).final({**theta, "v": 0}) for step in (0, 1, 2)]
+        assert terms[0] == kind(**how).final({**theta, "v": 0})
+        assert len(set(terms)) == 3
+        assert codec.encode(g, codec.Truncate(), metric=kind(step=0), state=theta)
+    t = optimizers.Adam(0.5, step=1).final({"v": 0})
+    assert t.theta_v == pytest.approx((1 - 0.9**2) / (0.5 * 0.1))
+    assert t.v == pytest.approx(0.999 / (1 - 0.999**2))
+
+
+def test_levels_by_name_of_the_guard():
+    """As Truncate has them; of g's shape; what does not fit is said."""
+    x = np.random.default_rng(0).standard_normal((30, 40)).astype(np.float32)
+    theta, metric = np.ones(1200, np.float32), optimizers.SGD(0.1)
+    for guard, bits in (("exact", 4), ("near", -8), ("feedback", -11)):
+        levels = metric.levels(x, theta, guard=guard)
+        assert levels.shape == x.shape
+        assert (levels == metric.levels(x, theta, guard=bits)).all()
+        frame = codec.encode(x, codec.Truncate(guard=guard), metric=metric, state={"theta": theta})
+        assert frame == codec.encode(x, codec.Truncate(guard=guard), metric=levels)
+    assert (metric.levels(x, theta, guard="max") == 3).all()
+    for how in ({"guard": "exac"}, {"guard": 1.5}, {"m": theta[1:]}):
+        with pytest.raises(codec.SpecError):
+            metric.levels(x, theta, **how)
+    with pytest.raises(codec.SpecError, match="theta has 3 values, g has 1200"):
+        metric.levels(x, np.ones(3, np.float32))
+
+
+def test_a_step_that_was_forgotten():
+    """A mean square that is not zero tells that there were some; one of zeros, as torch makes it, does not."""
+    x = np.ones(1000, np.float32)
+    for kind in (optimizers.Adam, optimizers.AdamW):
+        with pytest.warns(UserWarning, match="step is 0"):
+            codec.encode(x, codec.Truncate(), metric=kind(), state={"theta": x, "v": x})
+        codec.encode(x, codec.Truncate(), metric=kind(), state={"theta": x, "v": 0 * x})
+        codec.encode(x, codec.Truncate(), metric=kind(step=1), state={"theta": x, "v": x})
+    codec.encode(x, codec.Truncate(), metric=optimizers.Adagrad(), state={"theta": x, "v": x})

@@ -1,0 +1,526 @@
+"""Truncate: rounded bits, the effect on the optimizer's step, and agreement of both sides on shared levels."""
+
+import copy
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import codec
+from codec import Truncate, optimizers
+from reference import decoder as oracle
+from support.specs import TRUNCATE_LEVELS
+from support.tensors import ADAMW, NUMPY_DTYPES, gradient, optimizer_state
+
+F32 = np.float32
+MBITS = {"float32": 23, "bfloat16": 7, "float16": 10}
+DROPS = {"float32": (0, 6, 12, 18), "bfloat16": (0, 2, 4, 6), "float16": (0, 3, 5, 8)}
+
+
+def a_exponents(metric, arrays):
+    """Return the exponent field of A for each value, computed with numpy from the metric's terms."""
+    t = metric.final(arrays)
+    with np.errstate(all="ignore"):
+        factor = F32(t.theta)
+        if t.theta_v:
+            factor = (np.sqrt(F32(t.v) * arrays["v"]) + F32(t.eps)) * F32(t.theta_v) + F32(t.theta)
+        a = arrays["theta"] * factor
+        if t.m:
+            a = a + F32(t.m) * arrays["m"]
+    return np.where(np.isnan(a), 0, a.view(np.uint32) >> 23 & 255).astype(np.uint8)
+
+
+def cut(x, k, nearest=True):
+    """Return x with the lowest k bits of each pattern rounded away, computed with integers."""
+    size = 8 * x.dtype.itemsize
+    mbits, last = (23, 255) if size == 32 else (7, 255) if x.dtype == NUMPY_DTYPES["bfloat16"] else (10, 31)
+    u = x.view(f"u{x.dtype.itemsize}").astype(np.int64)
+    e = u >> mbits & last
+    down = u >> k << k
+    rest = u - down
+    up = (rest * 2 > 1 << k) | ((rest * 2 == 1 << k) & (u >> k & 1 == 1) & (k > 0))
+    y = np.where(up & nearest, down + (1 << k), down)
+    y = np.where((y >> mbits & last) == last, down, y)
+    return np.where(e == 0, 0, y).astype(f"u{x.dtype.itemsize}").view(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
+@pytest.mark.parametrize("level", range(4))
+@pytest.mark.parametrize("rounding", ["nearest", "truncate"])
+def test_fixed_level_rounds_the_given_bits(dtype, level, rounding, isa):
+    x = gradient(30_000, dtype=dtype)
+    spec = Truncate(level, rounding)
+    frame = bytes(codec.encode(x, spec))
+    expected = cut(x, DROPS[dtype][level], rounding == "nearest")
+    assert codec.decode(frame).tobytes() == expected.tobytes()
+    assert oracle.decode(frame)[2] == expected.tobytes()
+    assert len(frame) < x.nbytes * (1 - DROPS[dtype][level] / (8 * x.itemsize))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("level", range(4))
+def test_every_half_precision_pattern(dtype, level, isa):
+    """NaN and Inf keep every bit, zeros and subnormals become +0, and no finite value becomes Inf."""
+    x = np.arange(1 << 16, dtype=np.uint16).view(NUMPY_DTYPES[dtype])
+    frame = bytes(codec.encode(x, Truncate(level)))
+    y = codec.decode(frame)
+    if codec.inspect(frame).stored:  # uniform exponents cannot be compressed
+        assert level == 0
+        assert y.tobytes() == x.tobytes()
+        return
+    wide = x.astype(F32)
+    odd = ~np.isfinite(wide)
+    assert y.view(np.uint16)[odd].tolist() == x.view(np.uint16)[odd].tolist()
+    small = np.abs(wide) < float(ml_dtypes.finfo(x.dtype).smallest_normal)
+    assert not y.view(np.uint16)[small].any()
+    drop = np.where(odd, 0, DROPS[dtype][level])
+    assert y.tobytes() == cut(x, drop).tobytes()
+    assert oracle.decode(frame)[2] == y.tobytes()
+
+
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
+@pytest.mark.parametrize(("levels", "granularity"), TRUNCATE_LEVELS)
+@pytest.mark.parametrize("guard", [-8, "exact", -20])
+@pytest.mark.parametrize("rounding", ["nearest", "truncate"])
+def test_all_levels_and_granularities_round_alike(dtype, levels, granularity, guard, rounding, isa):
+    x, arrays = gradient(40_000, dtype=dtype), optimizer_state(40_000)
+    x[7:9] = np.nan, np.inf
+    spec = Truncate("metric", rounding, levels, granularity, guard)
+    r = np.empty(x.shape, F32)
+    frame = bytes(codec.encode(x, spec, metric=ADAMW, state=arrays, residual=r))
+    how = {"metric": ADAMW, "state": arrays} if levels == "shared" else {}
+    y = codec.decode(frame, **how)
+    with np.errstate(invalid="ignore"):
+        lost = x.astype(F32) - y.astype(F32)
+    np.testing.assert_array_equal(r, np.where(np.isfinite(x.astype(F32)), lost, 0))  # 0 for NaN and Inf
+    assert oracle.decode(frame, a_exponents=a_exponents(ADAMW, arrays))[2] == y.tobytes()
+    if granularity == "six":
+        g = spec.guard_bits + (rounding == "truncate")
+        level = ADAMW.levels(x, arrays["theta"], m=arrays["m"], v=arrays["v"], guard=g)
+        assert set(np.unique(level)) >= {0} if guard == "exact" else len(set(np.unique(level))) > 2
+        k = np.array(DROPS[dtype])[level]
+        assert y.tobytes() == cut(x, k, rounding == "nearest").tobytes()
+    for threads in (2, 5):
+        assert codec.encode(x, spec, metric=ADAMW, state=arrays, threads=threads) == frame
+        assert codec.decode(frame, threads=threads, **how).tobytes() == y.tobytes()
+    out = np.ones(x.shape, F32)
+    codec.accumulate(frame, out, 2.0, **how)
+    np.testing.assert_array_equal(out, F32(1) + F32(2) * y.astype(F32))
+    np.testing.assert_array_equal(codec.reduce([frame, frame], "sum", **how), y.astype(F32) + y.astype(F32))
+    c = x.astype(F32)
+    if dtype == "float32":
+        codec.encode(c, spec, metric=ADAMW, state=arrays, residual=c)
+        np.testing.assert_array_equal(c, r)
+
+
+@given(
+    st.integers(0, 40_000), st.integers(0, 2**32), st.sampled_from(TRUNCATE_LEVELS), st.integers(-30, 10), st.booleans()
+)
+def test_reference_decoder_gives_the_same_values(n, seed, way, guard, matrix):
+    x, arrays = gradient(n, seed), optimizer_state(n, seed)
+    spec = Truncate("metric", "nearest", *way, guard)
+    shape = (n // 100, 100) if matrix and n % 100 == 0 and n else (n,)
+    frame = bytes(codec.encode(x.reshape(shape), spec, metric=ADAMW, state=arrays))
+    assert len(frame) <= codec.bound(shape, "float32", spec)
+    y = codec.decode(frame, metric=ADAMW, state=arrays)
+    assert oracle.decode(frame, a_exponents=a_exponents(ADAMW, arrays))[2] == y.tobytes()
+
+
+def test_values_that_sampling_misses_are_escaped(isa):
+    """Zeros and distant exponents are so few that the codebook has no code for them."""
+    x, arrays = gradient(200_000), optimizer_state(200_000)
+    x[x == 0] = 1e-3
+    for at, value in ((77_777, 0.0), (123_456, 1e-30), (99_999, 1e30), (150_001, np.inf)):
+        x[at] = value
+    for way in TRUNCATE_LEVELS:
+        spec = Truncate("metric", "nearest", *way)
+        frame = bytes(codec.encode(x, spec, metric=ADAMW, state=arrays))
+        y = codec.decode(frame, metric=ADAMW, state=arrays)
+        assert (y[77_777], y[150_001]) == (0, np.inf)
+        assert oracle.decode(frame, a_exponents=a_exponents(ADAMW, arrays))[2] == y.tobytes()
+
+
+def test_segments_and_codebook(isa):
+    x, arrays = gradient(30_000), optimizer_state(30_000)
+    x[:9000] *= 1e-3
+    segments = [(0, (90, 100)), (9000, (700,)), (10_000, (150, 130))]
+    lossless = codec.Codebook.from_tensors(x)
+    for way in TRUNCATE_LEVELS:
+        spec = Truncate("metric", "nearest", *way)
+        book = codec.Codebook.from_tensors(x, spec=spec, metric=ADAMW, state=arrays)
+        with pytest.raises(codec.SpecError, match="symbols"):
+            codec.encode(x, spec, metric=ADAMW, state=arrays, codebook=lossless)
+        own = len(codec.encode(x, spec, metric=ADAMW, state=arrays))
+        assert len(codec.encode(x, spec, metric=ADAMW, state=arrays, codebook=book)) <= own
+        for how in ({"segments": segments}, {"codebook": book}):
+            frame = bytes(codec.encode(x, spec, metric=ADAMW, state=arrays, **how))
+            y = codec.decode(frame, metric=ADAMW, state=arrays, codebooks=book)
+            plain = codec.decode(codec.encode(x, spec, metric=ADAMW, state=arrays), metric=ADAMW, state=arrays)
+            assert (y == plain).all()
+    joint = codec.Codebook.from_tensors(x.astype(np.float16), spec=Truncate(), metric=ADAMW, state=arrays)
+    with pytest.raises(codec.SpecError, match="symbols"):
+        codec.encode(x, Truncate(), metric=ADAMW, state=arrays, codebook=joint)
+    with pytest.raises(codec.StateError, match="metric"):
+        codec.Codebook.from_tensors(x, spec=Truncate())
+    whole = len(codec.encode(x, Truncate(2)))
+    assert len(codec.encode(x, Truncate(2), segments=segments)) < whole
+
+
+def torch_optimizers():
+    """Yield torch's optimizers, each with its metric and the names of its m and v buffers."""
+    o, wd = torch.optim, 0.01
+    return {
+        "sgd": (lambda p: o.SGD(p, 0.05, weight_decay=wd), lambda t: optimizers.SGD(0.05, weight_decay=wd), {}),
+        "momentum": (
+            lambda p: o.SGD(p, 0.05, momentum=0.9, weight_decay=wd),
+            lambda t: optimizers.Momentum(0.05, weight_decay=wd, momentum=0.9),
+            {"m": "momentum_buffer"},
+        ),
+        "dampening": (
+            lambda p: o.SGD(p, 0.05, momentum=0.9, dampening=0.5),
+            lambda t: optimizers.Momentum(0.05, momentum=0.9, dampening=0.5),
+            {"m": "momentum_buffer"},
+        ),
+        "nesterov": (
+            lambda p: o.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=wd),
+            lambda t: optimizers.Nesterov(0.05, weight_decay=wd, momentum=0.9),
+            {"m": "momentum_buffer"},
+        ),
+        "adagrad": (
+            lambda p: o.Adagrad(p, 1e-4, lr_decay=0.01, weight_decay=wd),
+            lambda t: optimizers.Adagrad(1e-4, weight_decay=wd, step=t - 1, lr_decay=0.01),
+            {"v": "sum"},
+        ),
+        "rmsprop": (
+            lambda p: o.RMSprop(p, 1e-5, alpha=0.98, weight_decay=wd),
+            lambda t: optimizers.RMSprop(1e-5, weight_decay=wd, alpha=0.98),
+            {"v": "square_avg"},
+        ),
+        "adam": (
+            lambda p: o.Adam(p, 1e-4, weight_decay=wd),
+            lambda t: optimizers.Adam(1e-4, weight_decay=wd, step=t - 1),
+            {"m": "exp_avg", "v": "exp_avg_sq"},
+        ),
+        "adamw": (
+            lambda p: o.AdamW(p, 1e-4, weight_decay=wd),
+            lambda t: optimizers.AdamW(1e-4, weight_decay=wd, step=t - 1),
+            {"m": "exp_avg", "v": "exp_avg_sq"},
+        ),
+    }
+
+
+@pytest.mark.parametrize("n", [600, 616, 700, 20_000])
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
+def test_frames_that_would_grow_are_stored(n, dtype, isa):
+    """The residual is also right where blocks had been written before the encoder found out."""
+    x = (
+        np.random.default_rng(n)
+        .integers(0, 1 << 16, n * NUMPY_DTYPES[dtype].itemsize // 2, np.uint16)
+        .view(NUMPY_DTYPES[dtype])
+    )
+    spec, how = Truncate(guard=126), {"metric": optimizers.SGD(1.0), "state": {"theta": np.full(n, 1e-30, F32)}}
+    finite = np.isfinite(x.astype(F32))
+    for threads in (1, 2):
+        for room in (0, 8):
+            left = np.full(n, 7, F32)
+            out = np.empty(codec.bound(x.shape, dtype, spec) - room, np.uint8)
+            try:
+                frame = codec.encode(x, spec, residual=left, out=out, threads=threads, **how)
+            except codec.SpecError:  # too little room
+                assert room
+                assert (left == 7).all()
+                continue
+            y = codec.decode(frame)
+            assert (left[finite] == x[finite].astype(F32) - y[finite].astype(F32)).all()
+
+
+@pytest.mark.parametrize("name", torch_optimizers())
+@pytest.mark.parametrize(("levels", "granularity"), [("coded", "six"), ("shared", "bit")])
+def test_exact_preset_changes_few_parameters_of_a_step(name, levels, granularity):
+    """At least 99.3% of parameters are unchanged, and none differs by more than one unit in the last place."""
+    make, metric_of, buffers = torch_optimizers()[name]
+    n = 40_000
+    theta = torch.nn.Parameter(torch.from_numpy(optimizer_state(n)["theta"]).clone())
+    optimizer = make([theta])
+    dropped = 0
+    for step in range(1, 6):
+        g = gradient(n, 10 + step)
+        saved = optimizer.state[theta]
+        arrays = {"theta": theta.detach().numpy().copy()}
+        arrays |= {k: saved[b].numpy().copy() for k, b in buffers.items() if b in saved and saved[b] is not None}
+        metric = metric_of(step)
+        spec = Truncate(level_coding=levels, granularity=granularity, guard="exact")
+        y = codec.decode(codec.encode(g, spec, metric=metric, state=arrays), metric=metric, state=arrays)
+        twin = torch.nn.Parameter(theta.detach().clone())
+        other = make([twin])
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # copy, since load_state_dict shares buffers
+        theta.grad, twin.grad = torch.from_numpy(g), torch.from_numpy(y)
+        optimizer.step()
+        other.step()
+        a, b = theta.detach().numpy(), twin.detach().numpy()
+        assert (a == b).mean() >= 0.993
+        # a step that brings a parameter close to 0 increases its precision
+        unit = np.spacing(np.maximum(np.abs(arrays["theta"]), np.abs(a)))
+        assert (np.abs(a - b) <= unit).all()
+        dropped += (g != y).mean()
+    assert dropped > 0.5  # bits were dropped
+
+
+def test_first_step_without_buffers():
+    """Missing m and v count as zeros; torch's momentum then starts with the whole gradient."""
+    x, arrays = gradient(5000), optimizer_state(5000)
+    zeros = {"theta": arrays["theta"], "m": np.zeros(5000, F32), "v": np.zeros(5000, F32)}
+    for metric in (
+        optimizers.AdamW(1e-3, weight_decay=0),
+        optimizers.Adam(1e-3, weight_decay=0.1),
+        optimizers.RMSprop(1e-3),
+        optimizers.SGD(0.1),
+    ):
+        with_zeros = codec.encode(x, Truncate(), metric=metric, state=zeros)
+        assert codec.encode(x, Truncate(), metric=metric, state={"theta": arrays["theta"]}) == with_zeros
+    late = optimizers.Momentum(0.1, momentum=0.9, dampening=0.75)
+    assert late.final({"theta": 0}).theta == optimizers.SGD(0.1).final({"theta": 0}).theta
+    assert late.final({"theta": 0, "m": 0}).theta == pytest.approx(40)
+
+
+def test_zero_learning_rate_unknown_steps_and_scaled_gradients():
+    """With lr = 0 all bits may go; a GradScaler's scale is taken out of the gradient."""
+    x, arrays = gradient(5000), optimizer_state(5000)
+    arrays["theta"][arrays["theta"] == 0] = 1
+    top = codec.decode(codec.encode(x, Truncate(3)))
+    assert (codec.decode(codec.encode(x, Truncate(), metric=optimizers.SGD(0.0), state=arrays)) == top).all()
+    for metric in (
+        optimizers.SGD(0.1, maximize=True),
+        optimizers.Adam(1e-3, amsgrad=True, step=1),
+        optimizers.AdamW(1e-3, amsgrad=True, step=1),
+        optimizers.RMSprop(1e-3, centered=True),
+        optimizers.RMSprop(1e-3, momentum=0.9),
+    ):
+        y = codec.decode(codec.encode(x, Truncate(guard=-99), metric=metric, state=arrays))
+        assert (y == x).all()
+    scaled = codec.decode(
+        codec.encode(x * F32(1024), Truncate(), metric=optimizers.Adam(1e-3, grad_scale=1024.0, step=1), state=arrays)
+    )
+    assert (
+        scaled / 1024 == codec.decode(codec.encode(x, Truncate(), metric=optimizers.Adam(1e-3, step=1), state=arrays))
+    ).all()
+
+
+def test_guard_depends_on_the_dtypes_of_gradient_and_parameter():
+    """A bfloat16 parameter allows more bits to go than a float32 one."""
+    x = gradient(5000, dtype="bfloat16")
+    arrays = optimizer_state(5000)
+    half = {k: v.astype(ml_dtypes.bfloat16) for k, v in arrays.items()}
+    wide = {k: v.astype(F32) for k, v in half.items()}
+    metric = optimizers.SGD(0.1)
+    for theta, extra in ((wide, 16), (half, 0)):
+        level = metric.levels(x, theta["theta"], guard=-2)
+        a = a_exponents(metric, {"theta": wide["theta"]}).astype(int)
+        e = x.view(np.uint16) >> 7 & 255
+        slack = a - e.astype(int) + 2 - extra
+        assert (level == sum((slack >= k) & (a > 0) for k in (2, 4, 6))).all()
+        y = codec.decode(codec.encode(x, Truncate(guard=-2), metric=metric, state=theta))
+        assert y.tobytes() == cut(x, np.array(DROPS["bfloat16"])[level]).tobytes()
+
+
+@pytest.mark.parametrize(("levels", "granularity"), TRUNCATE_LEVELS)
+def test_parameter_groups_use_their_own_metrics(levels, granularity, isa):
+    """Wherever the border between groups lies in a bucket."""
+    x, arrays = gradient(40_000), optimizer_state(40_000)
+    first, second, third = (
+        optimizers.AdamW(1e-3, weight_decay=0.1, step=8),
+        optimizers.SGD(0.5),
+        optimizers.Momentum(1e-5, momentum=0.9),
+    )
+    groups = [(0, first), (17_003, second), (33_000, third)]
+    spec = Truncate(level_coding=levels, granularity=granularity)
+    frame = codec.encode(x, spec, metric=groups, state=arrays)
+    assert codec.encode(x, spec, metric=groups, state=arrays, threads=3) == frame
+    y = codec.decode(frame, metric=groups, state=arrays)
+    for (begin, metric), end in zip(groups, (17_003, 33_000, 40_000), strict=True):
+        alone = {k: v[begin:end] for k, v in arrays.items()}
+        z = codec.decode(codec.encode(x[begin:end], spec, metric=metric, state=alone), metric=metric, state=alone)
+        assert (y[begin:end] == z).all()
+    for bad in ([], [(1, first)], [(0, first), (0, second)], [(0, first), (9, second), (5, third)]):
+        with pytest.raises(codec.SpecError):
+            codec.encode(x, spec, metric=bad, state=arrays)
+    if levels == "shared":
+        with pytest.raises(codec.StateError):
+            codec.decode(frame, metric=[(0, first), (17_000, second), (33_000, third)], state=arrays)
+
+
+def test_levels_given_as_an_array():
+    x = gradient(20_000)
+    level = np.random.default_rng(0).integers(0, 4, 20_000).astype(np.uint8)
+    for levels in ("plane", "coded"):
+        frame = bytes(codec.encode(x, Truncate(level_coding=levels), metric=level))
+        expected = cut(x, np.array(DROPS["float32"])[level])
+        assert codec.decode(frame).tobytes() == expected.tobytes()
+        assert oracle.decode(frame)[2] == expected.tobytes()
+    level[9000] = 4
+    with pytest.raises(codec.SpecError):
+        codec.encode(x, Truncate(), metric=level)
+
+
+def test_custom_metric_equals_the_built_in_one(isa):
+    """A function compiled by Numba computes the same float32 values."""
+    x, arrays = gradient(20_000), optimizer_state(20_000)
+    built_in = optimizers.Momentum(0.1, momentum=0.9)
+    t = built_in.final(arrays)
+    p, q = F32(t.theta), F32(t.m)
+    custom = optimizers.Custom(lambda theta, m: theta * p + q * m)
+    for way in TRUNCATE_LEVELS:
+        spec = Truncate("metric", "nearest", *way)
+        frame = codec.encode(x, spec, metric=custom, state=arrays, threads=1)
+        assert frame == codec.encode(x, spec, metric=built_in, state=arrays)
+        assert codec.encode(x, spec, metric=custom, state=arrays, threads=4) == frame
+        y = codec.decode(frame, metric=custom, state=arrays)
+        assert (y == codec.decode(frame, metric=built_in, state=arrays)).all()
+    with pytest.raises(codec.StateError):
+        codec.encode(x, Truncate(), metric=custom, state={"theta": arrays["theta"]})
+    with pytest.raises(codec.SpecError):
+        optimizers.Custom(lambda theta, beta: theta)
+
+
+def test_decoding_with_another_state_is_a_state_error():
+    x, arrays = gradient(20_000), optimizer_state(20_000)
+    frame = codec.encode(x, Truncate(level_coding="shared"), metric=ADAMW, state=arrays)
+    other = {**arrays, "theta": arrays["theta"].copy()}
+    other["theta"][19_999] *= 2
+    for bad in (
+        {},
+        {"metric": ADAMW, "state": other},
+        {"metric": ADAMW, "state": {"m": arrays["m"], "v": arrays["v"]}},
+        {"metric": optimizers.AdamW(2e-3, step=99), "state": arrays},
+        {"metric": optimizers.AdamW(1e-3, step=100, betas=(0.5, 0.999)), "state": arrays},
+    ):
+        with pytest.raises(codec.StateError):
+            codec.decode(frame, **bad)
+        with pytest.raises(codec.StateError):
+            codec.reduce([frame, frame], **bad)
+    out = np.full(20_000, 7, F32)
+    with pytest.raises(codec.SpecError):
+        codec.decode(frame, out=out, metric=ADAMW, state={**arrays, "m": arrays["m"][:100]})
+    assert (out == 7).all()
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "truncate"])
+def test_inspect_returns_a_valid_spec_for_every_guard(rounding):
+    """The guard that a frame stores includes what the dtypes add to it."""
+    x, half = gradient(600), gradient(600).astype(NUMPY_DTYPES["bfloat16"])
+    theta = np.full(600, 1e-30, F32)
+    for guard in range(-128, 127):
+        spec = Truncate("metric", rounding, "shared", guard=guard)
+        for values, of, more in ((x, theta, 0), (half, theta, 16), (x, theta.astype(NUMPY_DTYPES["bfloat16"]), -16)):
+            how = {"metric": optimizers.SGD(1.0), "state": {"theta": of}}
+            frame = codec.encode(values, spec, **how)
+            found = codec.inspect(frame).spec
+            assert found == Truncate("metric", rounding, "shared", guard=min(max(guard + more, -128), 126))
+            assert codec.decode(frame, like=values, **how).shape == (600,)
+
+
+def test_wrong_arguments_are_rejected():
+    x, arrays = gradient(5000), optimizer_state(5000)
+    for bad in (
+        lambda: Truncate(4),
+        lambda: Truncate("levels"),
+        lambda: Truncate(rounding="up"),
+        lambda: Truncate(level_coding="none"),
+        lambda: Truncate(granularity="bit"),
+        lambda: Truncate(2, level_coding="shared", granularity="bit"),
+        lambda: Truncate(guard=127),
+        lambda: Truncate(guard=-129),
+        lambda: Truncate(guard="far"),
+        lambda: Truncate(max_code_length=9),
+        lambda: codec.encode(x, Truncate()),
+        lambda: codec.encode(x, Truncate(), state=arrays),
+        lambda: codec.encode(x, codec.Sign(), metric=ADAMW, state=arrays),
+        lambda: codec.encode(x, Truncate(), metric=ADAMW, state={**arrays, "w": x}),
+        lambda: codec.encode(x, Truncate(), metric=ADAMW, state={**arrays, "v": x[:10]}),
+        lambda: codec.encode(x, Truncate(), metric=ADAMW, state={**arrays, "v": x.astype(np.float64)}),
+        lambda: codec.encode(x, Truncate(), metric=np.zeros(10, np.uint8)),
+        lambda: codec.encode(x, Truncate(level_coding="shared"), metric=np.zeros(5000, np.uint8)),
+        lambda: codec.encode(np.arange(5000), Truncate(1)),
+        lambda: optimizers.SGD(-1.0),
+        lambda: optimizers.Adam(float("nan")),
+    ):
+        with pytest.raises(codec.SpecError):
+            bad()
+
+
+@pytest.mark.parametrize(("levels", "granularity"), TRUNCATE_LEVELS)
+def test_frame_size_follows_from_entropies(levels, granularity):
+    """Kept bits plus the entropies of exponents and levels, to 2%."""
+    x, arrays = gradient(1 << 18), optimizer_state(1 << 18)
+    spec = Truncate(level_coding=levels, granularity=granularity)
+    frame = codec.encode(x, spec, metric=ADAMW, state=arrays)
+    assert codec.inspect(frame).spec == spec
+    y = codec.decode(frame, metric=ADAMW, state=arrays)
+    level = ADAMW.levels(x, arrays["theta"], m=arrays["m"], v=arrays["v"])
+    e = y.view(np.uint32) >> 23 & 255
+
+    def entropy(symbols):
+        counts = np.unique(symbols, return_counts=True)[1]
+        return float((counts * np.log2(counts.sum() / counts)).sum())
+
+    if granularity == "bit":
+        a = a_exponents(ADAMW, arrays).astype(int)
+        k = np.where(a > 0, np.clip(a - e + 8, 0, 23), 0)
+    else:
+        k = np.array(DROPS["float32"])[level]
+    bits = (24 - k)[e > 0].sum() + entropy(e)
+    bits += {"plane": 2 * int((e > 0).sum()), "coded": entropy(level[e > 0]), "shared": 0}[levels]
+    assert 8 * len(frame) <= 1.02 * bits
+
+
+def test_trailing_zero_bits_cost_nothing():
+    """Gradients made in bfloat16 and stored in float32, for any number of dropped bits."""
+    x, arrays = gradient(1 << 16), optimizer_state(1 << 16)
+    x = (x.view(np.uint32) & 0xFFFF0000).view(F32)
+    spec = Truncate(level_coding="shared", granularity="bit", guard="exact")
+    frame = bytes(codec.encode(x, spec, metric=ADAMW, state=arrays))
+    y = codec.decode(frame, metric=ADAMW, state=arrays)
+    assert oracle.decode(frame, a_exponents=a_exponents(ADAMW, arrays))[2] == y.tobytes()
+    assert 8 * len(frame) / x.size < 8 + 3.5  # sign and 7 bits of mantissa, exponents
+    assert (y == x).mean() > 0.99
+    zeros = bytes(codec.encode(np.zeros_like(x), spec, metric=ADAMW, state=arrays))
+    assert len(zeros) < 300
+    assert not codec.decode(zeros, metric=ADAMW, state=arrays).any()
+
+
+def test_flush_denormal_does_not_change_results():
+    x, arrays = gradient(5000, scale=1e-38), optimizer_state(5000)
+    arrays["v"] *= F32(1e-36)
+    for way in TRUNCATE_LEVELS:
+        spec = Truncate("metric", "nearest", *way)
+        frame = codec.encode(x, spec, metric=ADAMW, state=arrays)
+        y = codec.decode(frame, metric=ADAMW, state=arrays)
+        torch.set_flush_denormal(True)
+        try:
+            assert codec.encode(x, spec, metric=ADAMW, state=arrays) == frame
+            assert codec.decode(frame, metric=ADAMW, state=arrays).tobytes() == y.tobytes()
+        finally:
+            torch.set_flush_denormal(False)
+
+
+def test_named_guards_equal_their_numbers():
+    x, state = np.linspace(-1, 1, 5000, dtype=F32), {"theta": np.full(5000, 3, F32)}
+    for name, granularity, guard in (
+        ("exact", "six", 4),
+        ("exact", "bit", 6),
+        ("near", "bit", -8),
+        ("feedback", "bit", -11),
+    ):
+        frames = {
+            codec.encode(
+                x,
+                Truncate(level_coding="shared", granularity=granularity, guard=g),
+                metric=optimizers.SGD(0.1),
+                state=state,
+            )
+            for g in (name, guard)
+        }
+        assert len(frames) == 1

@@ -1,0 +1,82 @@
+"""The examples in docstrings, and examples/diloco.py, do what they say."""
+
+import contextlib
+import doctest
+import importlib
+import io
+import os
+import pkgutil
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import codec
+from support.ranks import ranks
+
+DILOCO = Path(__file__).parents[2] / "examples/diloco.py"
+MODULES = ["codec", *(m.name for m in pkgutil.walk_packages(codec.__path__, "codec.") if not m.name.endswith("_cffi"))]
+# what users call: each with an example that is run
+SHOWN = [
+    "encode",
+    "decode",
+    "accumulate",
+    "reduce",
+    "bound",
+    "inspect",
+    "encode_many",
+    "segments",
+    "advise",
+    "engines",
+    "use_isa",
+    "warmup",
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name):
+    globs = {"codec": codec, "np": np, "torch": torch, "metrics": codec.optimizers}
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    module = importlib.import_module(name)
+    assert doctest.testmod(module, extraglobs=globs, optionflags=flags).failed == 0
+
+
+def test_what_has_examples():
+    finder = doctest.DocTestFinder(recurse=False)
+    for name in SHOWN:
+        (found,) = finder.find(getattr(codec, name), name)
+        assert found.examples, name
+    for member in (codec.Codebook, codec.ErrorFeedback, codec.CodebookRefresher, codec.optimizers.from_optimizer):
+        assert any(t.examples for t in finder.find(member, "it"))
+
+
+def _diloco(rank, size):
+    train = runpy.run_path(str(DILOCO))["train"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        results = train("plain", None, 3, 12), train("Quantize(4)", codec.Quantize(4), 3, 12)
+    return *results, printed.getvalue()
+
+
+def test_diloco_reaches_the_plain_loss_with_a_seventh_of_the_bytes():
+    for rank, (plain, compressed, printed) in enumerate(ranks(2, _diloco)):
+        assert compressed[0] == pytest.approx(plain[0], rel=0.02)
+        assert plain[0] < 1.9  # it begins at 2.1
+        assert 6.5 < plain[1] / compressed[1] < 7.5
+        assert ("Quantize(4): outer step 3/3, loss" in printed) == (rank == 0)
+
+
+@pytest.mark.nightly
+def test_diloco_runs_by_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(DILOCO)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=environment)
+    plain, compressed = done.stdout.splitlines()[-2:]
+    found = [re.search(r"loss ([\d.]+), each rank sent ([\d.]+) MB", line).groups() for line in (plain, compressed)]
+    (loss, sent), (loss4, sent4) = ([float(x) for x in each] for each in found)
+    assert loss4 == pytest.approx(loss, rel=0.05)
+    assert 6.5 < sent / sent4 < 7.5

@@ -1,0 +1,149 @@
+"""The CUDA kernels compiled otherwise: with sanitizers, for a GPU, made wrong."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import codec
+from codec.engines.cuda import kernels
+from codec.engines.cuda.kernels import FILES
+from codec.engines.cuda.workspace import pointer
+from support.device import ROOT, LaunchError, build, compile_kernels, launch
+from support.tiers import NIGHTLY
+
+TESTS = ROOT / "tests/engines"
+
+# a multiprocessor's registers, and the bytes of shared memory that those of A100 and later ones for servers have
+ALL_REGISTERS, ALL_SHARED = 65_536, 164 << 10
+# of a thread, as they were last, sm_90
+REGISTERS = {
+    "frame/preprocess": (48,),
+    "lossless/choose": (128,),
+    "rows/choose": (124, 72),
+    "truncate/choose": (128,),
+    "lossless/encode": (128, 128, 128, 128),
+    "rows/encode": (124, 116, 116, 112, 112),
+    "truncate/encode": (128,),
+    "frame/close": (64,),
+    "lossless/decode": (112, 128, 128, 160),
+    "rows/decode": (80, 80, 80, 80, 80),
+    "rows/reduce": (117, 117, 120, 116, 118),
+    "truncate/decode": (128,),
+    "frame/decode_stored": (64,),
+    "frame/gather": (32,),
+    "frame/check_finite": (32,),
+}
+
+
+SPILLS = 64  # bytes at most
+
+
+def test_faults_of_launches(tmp_path):
+    """What a GPU leaves undefined ends a launch, and says which thread and line."""
+    source = tmp_path / "wrong.cc"
+    source.write_text(
+        '#include "cuda_on_cpu.h"\n'
+        "void diverges(uint32_t *x) { if (threadIdx.x % 2) x[0] = __ballot_sync(~0u, 1); }\n"
+        "void outside(uint32_t *x) { if (threadIdx.x < 16) x[0] = __shfl_sync(0xffffu, 1u, 20); }\n"
+        "void alien(uint32_t *x) { x[0] = __ballot_sync(1u, 1); }\n"
+        "void barrier(uint32_t *x) { if (threadIdx.x) __syncthreads(); x[0] = 1; }\n"
+        "void fine(uint32_t *x) { x[threadIdx.x] = __shfl_xor_sync(~0u, threadIdx.x, 1); __syncthreads(); }\n"
+        + "".join(
+            f"CUDA_ON_CPU_EXPORT({name}, {name})\n" for name in ("diverges", "outside", "alien", "barrier", "fine")
+        )
+    )
+    wrong, x = build(source), np.zeros(64, np.uint32)
+    for kernel, said in (
+        ("diverges", "waiting for ever: thread 1 vote in line 2"),
+        ("outside", "shuffle from outside of the mask in line 3"),
+        ("alien", "thread 1 is not in its own mask in line 4"),
+        ("barrier", "waiting for ever: thread 1 __syncthreads in line 5"),
+    ):
+        with pytest.raises(LaunchError, match=said):
+            launch(wrong, kernel, (1, 1), 64, pointer(x.ctypes.data))
+    launch(wrong, "fine", (1, 1), 64, pointer(x.ctypes.data))
+    assert (x == np.arange(64) ^ 1).all()
+
+
+@pytest.mark.nightly
+def test_no_access_is_out_of_range(tmp_path):
+    """Damaged frames and those made by hand, under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    asan, ubsan = (
+        subprocess.run(["gcc", f"-print-file-name=lib{name}.so"], capture_output=True, text=True, check=True).stdout
+        for name in ("asan", "ubsan")
+    )
+    env = {
+        **os.environ,
+        "CUDA_ON_CPU_FLAGS": "-fsanitize=address,undefined -fno-sanitize-recover=all",
+        "LD_PRELOAD": f"{asan.strip()} {ubsan.strip()}",
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONMALLOC": "malloc",
+    }
+    some = "many_of_any or hostile or by_hand or golden or test_few_values or test_rows_of_few"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(TESTS / "test_cuda.py"), "-k", some]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_nvrtc_takes_them(file):
+    """For a GPU: room for as many blocks of threads as are launched, and nothing that rounds otherwise."""
+    log, ptx = compile_kernels(file, "sm_90")
+    threads, resident = FILES[file]
+    most = dict(zip(resident, REGISTERS[file], strict=True))
+    found = (
+        r"entry function '([\w<>]+)'",
+        r"(\d+) bytes spill stores",
+        r"Used (\d+) registers(?:.* (\d+) bytes smem)?",
+    )
+    said = re.findall("(?s:.*?)".join(found), log)
+    assert {name for name, *_ in said} == set(most)
+    for name, spilled, registers, shared in said:
+        assert int(spilled) <= SPILLS, name
+        assert int(registers) <= most[name], name
+        assert int(registers) * threads * resident[name] <= ALL_REGISTERS, name
+        assert (int(shared or 0) + 1024) * resident[name] <= ALL_SHARED, name  # 1 KB a block is CUDA's own
+    assert not re.findall(r"\bfma\.|\bmad\.rn|\.ftz|\.approx|\bdiv\.full", ptx), "fused, flushed or approximated"
+
+
+ARCHS = ("sm_80", "sm_100", "sm_120")
+SOME = [("frame/close", "sm_80"), ("frame/gather", "sm_100"), ("frame/check_finite", "sm_120")]  # what compiles fastest
+ALL = [(file, arch) for file in FILES for arch in ARCHS]
+
+
+@pytest.mark.parametrize(("file", "arch"), ALL if NIGHTLY else SOME)
+def test_other_architectures(file, arch, tmp_path, monkeypatch):
+    """As the engine compiles them: once, whole or not at all, and again what was damaged on the disk."""
+    monkeypatch.setenv("CODEC_CACHE_DIR", str(tmp_path / "made"))
+    wanted = FILES[file].alone(list(FILES[file].kernels)[-1])
+    code = kernels.compiled(file, wanted, arch)
+    assert code.image.startswith(b"\x7fELF")
+    assert code.names.keys() == set(wanted)
+    assert all(name.encode() in code.image for name in code.names.values())
+    with monkeypatch.context() as m:
+        m.setattr(kernels, "_compile", lambda *_: pytest.fail("compiled again"))
+        assert kernels.compiled(file, wanted, arch) == code
+    if file == "frame/close":
+        [path] = (tmp_path / "made").iterdir()
+        for damaged in (path.read_bytes()[:-1], b"", b"\n\n\n"):
+            path.write_bytes(damaged)
+            assert kernels.compiled(file, wanted, arch) == code
+        monkeypatch.setenv("CODEC_CACHE_DIR", "/dev/null/nowhere")
+        assert kernels.compiled(file, wanted, arch) == code
+
+
+def test_what_cannot_be_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("CODEC_CACHE_DIR", str(tmp_path))
+    with pytest.raises(codec.EngineError, match=r"cannot compile frame/close.cu for sm_19: nvrtc: error"):
+        kernels.compiled("frame/close", ("close_frame",), "sm_19")
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_kernels_are_known():
+    sources = ROOT / "native/cuda"
+    assert {str(path.relative_to(sources).with_suffix("")) for path in sources.rglob("*.cu")} == FILES.keys()

@@ -1,0 +1,211 @@
+"""What `codec/engines/cuda/cupy_backend.py` asks CuPy for; and that the one of `cupy_on_cpu.py` is like CuPy itself."""
+
+import contextlib
+import importlib
+import inspect
+import re
+import types
+import weakref
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import codec
+from codec import optimizers
+from codec.engines.cuda import cupy_backend
+from support import cupy_on_cpu
+from support.cupy_on_cpu import Stream, cupy
+from support.device import build
+
+F32 = np.float32
+X = np.random.default_rng(0).standard_normal(20_000, F32)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    return cupy_on_cpu.install(monkeypatch, build())
+
+
+def parameters(call):
+    """Their names; of what Cython compiled, as its documentation begins."""
+    try:
+        names = list(inspect.signature(call).parameters)
+    except (TypeError, ValueError):
+        names = ["args"]
+    if "args" in names:
+        written = re.search(r"\(([^)]*)\)", call.__doc__)[1]
+        names = [part.split("=")[0].split()[-1].strip("*") for part in written.split(",") if part]
+    return [name for name in names if name not in ("self", "cls")]
+
+
+def same(ours, real, path):
+    """Whether what is here is there, too, and is called alike."""
+    if inspect.ismodule(ours):
+        for name in vars(ours).keys() - vars(types.ModuleType("")).keys() - {"__version__"}:
+            same(getattr(ours, name), getattr(real, name), f"{path}.{name}")
+    elif isinstance(ours, type):
+        assert isinstance(real, type), path
+        one = getattr(real, "null", real)  # has what is an object's
+        for name, member in vars(ours).items():
+            if isinstance(member, property):
+                assert not callable(getattr(real, name)), f"{path}.{name}"
+            elif inspect.isroutine(getattr(ours, name)) and name[0] != "_":
+                same(getattr(ours, name), getattr(real, name), f"{path}.{name}")
+        assert all(hasattr(one, name) for name in inspect.get_annotations(ours) if name[0] != "_"), path
+        assert all(hasattr(real, name) for name in vars(ours) if name in ("__add__", "__enter__", "__dlpack_device__"))
+        if "__init__" in vars(ours):
+            called_alike(ours, real, path)
+    elif inspect.isroutine(ours):
+        assert not isinstance(real, type), path
+        called_alike(ours, real, path)
+    else:
+        assert type(ours) is type(real), path
+        assert type(ours) is not int or ours == real, path
+
+
+def called_alike(ours, real, path):
+    expected = parameters(ours)
+    assert parameters(real)[: len(expected)] == expected, path
+
+
+def test_cupy_is_like_that():
+    real = importlib.import_module("cupy")
+    same(cupy, real, "cupy")
+    assert real.cuda.driver.moduleGetGlobal.__doc__.endswith("-> intptr_t")  # what get_global_var returns
+    assert hasattr(real.cuda.runtime.PointerAttributes, "device")
+    assert issubclass(real.cuda.runtime.CUDARuntimeError, RuntimeError)
+
+
+class OnStream:
+    """An array of another library's, with the stream on which it is ready."""
+
+    def __init__(self, array, stream):
+        self.array = array
+        self.__cuda_array_interface__ = {
+            "shape": array.shape,
+            "typestr": array.dtype.str,
+            "data": (array.data.ptr, False),
+            "version": 3,
+            "stream": stream.ptr,
+        }
+
+
+def test_order_of_streams(machine):
+    """What is made on others is waited for, and what they do then waits for us."""
+    a, b = Stream(), Stream()
+    spec, metric, theta = codec.Truncate(), optimizers.SGD(0.1), np.sqrt(np.abs(X))
+    with a:
+        x = OnStream(cupy.array(X), a)
+    with b:
+        state = {"theta": OnStream(cupy.array(theta), b)}
+    frame = codec.encode(X, spec, metric=metric, state={"theta": theta})
+    out = cupy.empty(codec.bound(X.shape, "float32", spec), np.uint8)
+    assert bytes(codec.encode(x, spec, metric=metric, state=state).get()) == frame
+    pending = codec.encode_async(x, spec, out=out, metric=metric, state=state)
+    with b:
+        state["theta"].array.set(-theta)
+    b.synchronize()
+    assert bytes(pending.wait().get()) == frame
+
+
+def test_the_stream_of_a_caller_stays(machine):
+    """Chosen by `with` or by `use`, also where something is wrong."""
+    a, b, other = Stream(), Stream(), Stream()
+    x = cupy.array(X)
+    Stream.null.synchronize()
+    for work in (lambda: codec.encode(OnStream(x, other)), lambda: codec.decode(codec.encode(X)[:-1], like=x)):
+        with a:
+            for now in (a, b):
+                now.use()
+                with contextlib.suppress(codec.FrameError):
+                    work()
+                assert cupy.cuda.get_current_stream() is now
+        assert cupy.cuda.get_current_stream() is Stream.null
+
+
+def test_gpus_that_are_too_old(monkeypatch):
+    """Are refused by name; others beside them are not."""
+    for capabilities, said in (
+        ((), "there is no GPU"),
+        (("75",), r"cuda:0 has compute capability 7\.5, and 8\.0 or more"),
+        (("75", "70"), r"cuda:1 has compute capability 7\.0"),
+    ):
+        cupy_on_cpu.install(monkeypatch, build(), capabilities)
+        assert re.match(said, codec.engines()["cuda"])
+        with pytest.raises(codec.EngineError, match=said):
+            codec.encode(X, engine="cuda")
+    for capabilities in (("80",), ("121", "75"), ("75", "90")):
+        cupy_on_cpu.install(monkeypatch, build(), capabilities)
+        assert codec.engines()["cuda"] is None
+    with pytest.raises(codec.EngineError, match="cuda:0 has"):
+        codec.encode(X, engine="cuda")
+
+
+@pytest.mark.parametrize("mode", [cupy_on_cpu.GLOBAL, cupy_on_cpu.RELAXED])
+def test_graphs(machine, mode):
+    """Captured as torch does it, or CuPy: then memory must not be asked for as usual. They run on other values."""
+    spec, s = codec.Float8(entropy=True), Stream()
+    left, out = (cupy.empty(n, dtype) for n, dtype in ((X.shape, F32), (codec.bound(X.shape, "float32", spec), "u1")))
+    x = cupy.array(X)
+    codec.encode_async(x, spec, out=out, residual=left)  # on another stream
+    with s:
+        s.begin_capture(mode)
+        pending = codec.encode_async(x, spec, out=out, residual=left)
+        graph = s.end_capture()
+        assert machine.mode == cupy_on_cpu.GLOBAL
+        for y in (X[::-1], X * F32(3)):
+            x.set(y)
+            graph.launch()
+            codec.encode(cupy.array(np.ones(30_000, F32)))  # takes memory that is free
+            kept = np.empty_like(X)
+            assert bytes(pending.wait().get()) == codec.encode(y, spec, residual=kept)
+            assert left.get().tobytes() == kept.tobytes()
+
+
+def test_graphs_of_what_waits(machine):
+    """End with an error, and other calls go on as before."""
+    s, x = Stream(), cupy.array(X)
+    frame = codec.encode(x).get()
+    with s:
+        s.begin_capture()
+        with pytest.raises(cupy_on_cpu.CUDARuntimeError, match="Unsupported"):
+            codec.encode(x)
+        with pytest.raises(cupy_on_cpu.CUDARuntimeError, match="Invalidated"):
+            s.end_capture()
+        assert machine.mode == cupy_on_cpu.GLOBAL
+        assert codec.encode(x).get().tobytes() == frame.tobytes()
+
+
+@pytest.mark.parametrize("nbytes", [100, 100_000])
+def test_memory_that_is_copied_from(machine, nbytes):
+    """Is kept until the copy is done, pinned or not, and no longer; nor if it was never begun."""
+    device, there = cupy_backend._gpu(0), cupy.empty(nbytes, np.uint8)
+    data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    expected, alive = data.tobytes(), weakref.ref(data)
+    device.upload(there.data.ptr, data)
+    del data
+    assert (alive() is None) == (nbytes == 100)  # then it was copied to pinned memory
+    assert there.get().tobytes() == expected
+    first, second = (getattr(device.upload(there.data.ptr, bytes(nbytes)), "ptr", 0) for _ in range(2))
+    assert alive() is None
+    assert first != second or nbytes > 100
+    Stream.null.synchronize()
+    assert getattr(device.upload(there.data.ptr, bytes(nbytes)), "ptr", 0) in (first, second)
+    Stream.null.synchronize()
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(cupy.cuda.runtime, "memcpyAsync", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            device.upload(there.data.ptr, bytes(nbytes))
+    assert not device._sent
+
+
+def test_dtypes_that_cupy_lacks(machine):
+    x = X.astype(ml_dtypes.float8_e4m3fn)
+    frame = cupy.array(np.frombuffer(codec.encode(x), np.uint8))
+    with pytest.raises(codec.EngineError, match="CuPy has no float8_e4m3fn"):
+        codec.decode(frame, like=cupy.empty(0, F32))
+    assert codec.decode(frame).get().tobytes() == x.tobytes()
+    y = X.astype(ml_dtypes.bfloat16)
+    decoded = codec.decode(cupy.array(np.frombuffer(codec.encode(y), np.uint8)))
+    assert (decoded.dtype, decoded.get().tobytes()) == (y.dtype, y.tobytes())

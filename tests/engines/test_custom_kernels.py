@@ -1,0 +1,153 @@
+"""What users do with the Numba engine's kernels: compile them ahead, put functions of their own into them."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+import torch
+
+import codec
+from codec.engines.numba import loops, rows
+from codec.engines.numba.floats import to_floats
+from codec.engines.numba.lanes import pairs_of
+from codec.engines.numba.patching import trying
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "new_kernel.py"
+
+
+def test_a_quantiser_of_ones_own(capsys):
+    """The example of docs/new-kernel.md: less noise and more bias; and afterwards all is as it was."""
+    x = np.random.default_rng(1).standard_normal(5000).astype(np.float32)
+    before = codec.encode(x, codec.Quantize(3), engine="numba")
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    (_, _, noise, bias), (_, _, less, more) = (line.split() for line in capsys.readouterr().out.splitlines()[1:])
+    assert 0.7 * float(noise) < float(less) < 0.85 * float(noise)
+    assert float(more) > 2 * float(bias)
+    assert loops.rows is rows
+    assert codec.encode(x, codec.Quantize(3), engine="numba") == before
+    document = EXAMPLE.parents[1] / "docs" / "new-kernel.md"
+    code = EXAMPLE.read_text().split('[0, 1)."""\n')[1].split("\n\n\n")[0]
+    assert code in document.read_text().replace("\n    ", "\n")
+
+
+def test_what_cannot_be_tried():
+    for module, function in ((rows, "_no_such"), (rows, "TIE"), (numba, "njit")):
+        with pytest.raises(codec.EngineError), trying(module, **{function: print}):
+            pass
+    assert loops.rows is rows
+
+
+def test_functions_inside_of_kernels_cannot_be_called():
+    """They have no entry for Python: an error, not a crash; kernels have one."""
+    with pytest.raises(TypeError, match="only kernels"):
+        to_floats(1, np.zeros(8, np.uint8), 0, np.zeros(2, np.float32))
+    pair = np.zeros(4096, np.uint32)
+    pairs_of(np.zeros(256, np.uint8), np.full(256, 8, np.uint8), 255, pair)
+    assert pair.any()
+
+
+def test_a_metric_that_raises():
+    """A value for which a function raises keeps all bits, by every engine; the thread goes on as it was."""
+
+    def of_most(theta):
+        if -0.5 < theta < 0:
+            raise ValueError("not of this one")
+        return 100 / theta
+
+    def by_nan(theta):
+        return np.nan if -0.5 < theta < 0 else 100 / theta
+
+    x = np.linspace(-1, 1, 5001, dtype=np.float32)
+    metric = codec.optimizers.Custom(numba.njit(of_most))
+    torch.set_flush_denormal(True)
+    try:
+        loops.fill_exponents(context_of(metric, x), len(x), 0, ea := np.empty(len(x), np.uint8))
+        assert not ea[1251:2500].any()
+        assert (np.full(100, 1e-40, np.float32) * np.float32(1) == 0).all()  # still flushed
+    finally:
+        torch.set_flush_denormal(False)
+    frames = [
+        codec.encode(x, codec.Truncate(), metric=m, state={"theta": x}, engine=engine, threads=threads)
+        for m in (metric, codec.optimizers.Custom(of_most), codec.optimizers.Custom(by_nan))
+        for engine in ("native", "numba")
+        for threads in (1, 3)
+    ]
+    assert len(set(frames)) == 1
+    y = codec.decode(frames[0])
+    assert (y[1251:2500] == x[1251:2500]).all()
+    assert (y != x).any()
+
+
+def test_a_metric_compiled_already():
+    """A division by 0 is Inf or NaN, whatever it was before."""
+    x = np.linspace(-1, 1, 5001, dtype=np.float32)
+    frames = [
+        codec.encode(x, codec.Truncate(), metric=codec.optimizers.Custom(f), state={"theta": x}, engine=engine)
+        for f in (
+            lambda theta: 1 / theta,
+            numba.njit(lambda theta: 1 / theta),
+            numba.njit(lambda theta: 1 / theta, fastmath=False),
+        )
+        for engine in ("native", "numba")
+    ]
+    assert len(set(frames)) == 1
+
+
+def test_metrics_that_are_none():
+    """What Numba cannot compile to a number is refused in words."""
+    for f in (lambda theta: theta.foo, lambda theta: {1: theta}, lambda theta: "a", lambda theta: None,
+              lambda theta: 1j * theta, lambda theta: input(theta)):  # fmt: skip
+        with pytest.raises(codec.SpecError, match="cannot compile this function of theta to a number"):
+            codec.optimizers.Custom(f)
+    for f in (5, None, "theta", print):
+        with pytest.raises(codec.SpecError, match="a metric is a function of theta, m and v"):
+            codec.optimizers.Custom(f)
+
+
+def context_of(metric, theta):
+    """A call's context with a metric."""
+    from codec import _call
+    from codec.optimizers.arguments import asked
+
+    call = _call.take()
+    call.set_metric(asked(metric, {"theta": theta}, theta.size))
+    context_of.keep = call
+    return call.context
+
+
+def test_warmup():
+    codec.warmup([codec.Sign(), codec.Float8()], ("float32", np.float16, "int8"), progress=False)
+    codec.warmup(codec.Truncate(), torch.bfloat16, metric=codec.optimizers.Custom(lambda m, v: m * v))
+    codec.warmup(codec.Lossless(), engine="native")
+    codec.warmup({codec.Sign()}, (name for name in ("float32", torch.bfloat16)), engine="native")
+    for bad in (
+        lambda: codec.warmup(codec.Sign(), "int8"),
+        lambda: codec.warmup(codec.Sign(), "complex64"),
+        lambda: codec.warmup([codec.Sign(), "sign"]),
+        lambda: codec.warmup(codec.Sign),
+        lambda: codec.warmup(5),
+        lambda: codec.warmup(codec.Sign(), None),
+    ):
+        with pytest.raises(codec.SpecError):
+            bad()
+    with pytest.raises(codec.EngineError):
+        codec.warmup(engine="abacus")
+
+
+def test_warmup_says_what_it_does():
+    """On stderr; nothing if that is not asked for."""
+    code = "import codec, sys; codec.warmup(codec.Sign(), ['float32', 'bfloat16'], progress=sys.argv[1] == 'yes')"
+    for asked in ("yes", "no"):
+        command = [sys.executable, "-P", "-c", code, asked]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert ("compiled" in done.stderr) == (asked == "yes")
+        assert done.stdout == ""
+    command = [sys.executable, "-P", "-m", "codec", "warmup", "--dtypes"]
+    assert subprocess.run([*command, "float32"], check=True, capture_output=True).stdout == b""
+    bad = subprocess.run([*command, "float3"], check=False, capture_output=True, text=True)
+    assert bad.returncode == 1
+    assert "float3 cannot be encoded" in bad.stderr

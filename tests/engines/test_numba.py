@@ -1,0 +1,663 @@
+"""engine="numba": the bytes, the values and the errors of the native engine, whatever is asked.
+
+One file: tests/engines/test_cuda.py takes its comparisons and frames for a third engine.
+"""
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import codec
+from codec import optimizers
+from codec.engines import blockwise
+from codec.engines.native import decoding, encoding, reducing
+from codec.engines.numba import calls, loops, view
+from reference import decoder as oracle
+from support import engine_comparison
+from support.device import Emulated, build, use
+from support.engine_comparison import (
+    ENGINES,
+    agreed,
+    check_decode,
+    check_encode,
+    check_engines,
+    check_sums,
+    level_arguments,
+    like,
+    misaligned,
+    outcome,
+    sample_bits,
+    unify_nan,
+)
+from support.format_cases import FLOAT16, HAND_MADE, JOINT, SEVEN, cut, u32
+from support.frame_builder import coded
+from support.golden_frames import GOLDEN, GOLDEN_FRAMES, OLDER_FRAMES, golden_tensor
+from support.philox import random_words
+from support.sample_frames import FRAMES_TO_DAMAGE, damage
+from support.specs import FAMILIES, LOSSY, MORE, SPECS, TRUNCATE_LEVELS, TRUNCATES
+from support.tensors import ADAMW, ALL_DTYPES, KINDS, NUMPY_DTYPES, gradient, normal_values, optimizer_state
+from support.tiers import N_DAMAGED
+
+F32 = np.float32
+LOSSY_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@given(st.data())
+def test_same_bytes_values_and_errors(data):
+    check_engines(data.draw)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(st.data())
+def test_three_engines(monkeypatch, data):
+    """native = numba = cuda, on a GPU that is this CPU."""
+    use(monkeypatch, Emulated(build()))
+    monkeypatch.setattr(engine_comparison, "ENGINES", ("native", "numba", "cuda"))
+    check_engines(data.draw)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_length(name):
+    """Lengths 0 to 1,024, at every offset in a cache line."""
+    spec = SPECS[name]
+    dtype = "bfloat16" if name == "lossless" else "float32"
+    x = sample_bits(dtype, 1024, "zeros")
+    for n in range(1025):
+        how = level_arguments(spec, n)
+        part = misaligned(x[:n], n % 64 % 13)
+        frame = check_encode(part, spec, dtype, stream=n, threads=1 + n % 2, **how)
+        check_decode(frame, dtype, n, **how)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_large_tensors(name):
+    """Of many blocks, by any number of threads."""
+    spec = SPECS[name]
+    x = sample_bits("float32", 300_001, "normal").view(F32)
+    x[17:40_000] = 0
+    x /= np.abs(x).max() / 4  # which is the largest scale given
+    how = level_arguments(spec, len(x), how="groups")
+    frame = bytes(codec.encode(x, spec, threads=1, **how))
+    y = codec.decode(frame, **how)
+    left = np.empty_like(x)
+    for threads in (1, 2, 5):
+        given = {"engine": "numba", "threads": threads, **how}
+        assert codec.encode(x, spec, residual=left, **given) == frame
+        assert (left == x - y).all()
+        assert codec.decode(frame, **given).tobytes() == y.tobytes()
+    other = bytes(codec.encode(x[::-1].copy(), spec, stream=9, **how))
+    for op in ("sum", "mean", "max"):
+        check_sums([frame, other, frame], "float32", len(x), op, threads=1 + len(op) % 3, **how)
+
+
+@pytest.mark.parametrize("scale", [1e35, 1e-36, 1e-41])
+@pytest.mark.parametrize("name", SPECS)
+def test_far_from_one(name, scale):
+    """Scales near the ends of float32, where quotients and products overflow or are subnormal."""
+    spec = SPECS[name]
+    x = (normal_values(20_001) * F32(scale * 30)).reshape(3, -1)
+    x[1] *= F32(1e-3)
+    how = level_arguments(spec, x.size)
+    left = np.zeros_like(x)
+    frame = check_encode(x, spec, "float32", left, feedback=not isinstance(spec, codec.Lossless), **how)
+    if isinstance(frame, bytes):
+        check_decode(frame, "float32", x.shape, **how)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", SPECS)
+def test_every_pattern_of_halves(name, dtype):
+    """All 65,536; lossy codecs of rows: all that are finite."""
+    spec = SPECS[name]
+    x = np.arange(1 << 16, dtype=np.uint16)
+    if name in LOSSY | MORE and not isinstance(spec, codec.Truncate):
+        x = x[x & 0x7FFF < (0x7F80 if dtype == "bfloat16" else 0x7C00)]
+    how = level_arguments(spec, len(x), how="adamw")
+    frame = check_encode(x, spec, dtype, np.zeros(len(x), F32), **how)
+    if isinstance(frame, bytes):
+        check_decode(frame, dtype, len(x), **how)
+        check_sums([frame, frame], dtype, len(x), "max", **how)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES)
+def test_every_dtype(dtype):
+    """Lossless, of every kind of values, in one block and in several."""
+    for kind in KINDS:
+        for n in (513, 20_000):
+            x = sample_bits(dtype, n, kind, odd=9, finite=False)
+            frame = check_encode(x, codec.Lossless(), dtype, threads=n % 3 + 1)
+            assert check_decode(frame, dtype, n) == x.tobytes()
+            check_sums([frame], dtype, n)
+
+
+@pytest.mark.parametrize("shape", [(1100, 64), (1030, 601), (3, 1500, 133), (300_000,)])
+@pytest.mark.parametrize("name", ["lossless_separable", "truncate_coded"])
+def test_scale_models(shape, name):
+    """Rows and columns of different sizes; of more rows than are looked at beforehand, threads find the offsets."""
+    spec, rng = SPECS[name], np.random.default_rng(4)
+    size = np.exp2(np.arange(np.prod(shape)) // (shape[-1] if len(shape) > 1 else 512) * 37 % 6).reshape(shape)
+    size = size * np.exp2(np.arange(shape[-1]) % 5 if len(shape) > 1 else 0) * 1e-2
+    values = rng.standard_normal(shape) * size
+    dtypes = {**NUMPY_DTYPES, "float64": np.dtype("f8")} if name != "truncate_coded" else NUMPY_DTYPES
+    for dtype, kind in dtypes.items():
+        x = values.astype(kind)
+        how = level_arguments(spec, x.size)
+        for threads in (1, 3):
+            frame = check_encode(x, spec, dtype, threads=threads, **how)
+            if name == "truncate_coded":
+                left = np.full(shape, 1e-3, F32)
+                check_encode(x, spec, dtype, left, feedback=True, threads=threads, **how)
+        assert codec.inspect(frame).nsegments == 1
+        check_decode(frame, dtype, shape, **how)
+
+
+def test_segments():
+    """Parameters of a bucket: rows, scales and offsets of their own."""
+    shapes = [(0, (100, 90)), (9000, (130, 80)), (19_400, (7,)), (19_407, (5000,)), (25_000, (70, 1030))]
+    for spec in SPECS.values():
+        for dtype in LOSSY_DTYPES:
+            x = sample_bits(dtype, 100_000, "normal")
+            how = level_arguments(spec, len(x))
+            frame = check_encode(x, spec, dtype, segments=shapes, threads=2, **how)
+            check_decode(frame, dtype, len(x), threads=3, **how)
+
+
+def test_draws():
+    """Of any seed and stream."""
+    x = normal_values(3000)
+    for seed, stream in ((0, 0), (5, 3), (0xFFFFFFFF, (1 << 64) - 7), (1 << 31, 1 << 63), (9, (7 << 32) + 9)):
+        for spec in (
+            codec.Ternary(seed=seed),
+            codec.Quantize(seed=seed),
+            codec.Float8(rounding="stochastic", seed=seed),
+        ):
+            assert isinstance(check_encode(x, spec, "float32", stream=stream), bytes)
+
+
+def test_ternary_ties_and_scales():
+    """Where the first draw decides nothing; and where a scale is given that may be too small."""
+    h, low = random_words(1 << 16, 0, 0), random_words(1 << 16, 0, 0, 1)
+    x = ((h + 0.5) / 65536).astype(F32)
+    x[0] = 1.0
+    y = codec.decode(codec.encode(x, codec.Ternary(scale=1.0), engine="numba"), engine="numba")
+    assert (y[1:] == (low[1:] < 32768)).all()
+    for packing in ("2bit", "base3", "entropy"):
+        check_encode(x, codec.Ternary(packing), "float32")
+        for scale in (0.5, 1e-30, 1e30, np.float32(0.9999)):
+            check_encode(x, codec.Ternary(packing, scale=float(scale)), "float32", np.zeros_like(x))
+            check_encode(x.astype(np.float16), codec.Ternary(packing, scale=float(scale)), "float16", np.zeros_like(x))
+
+
+@pytest.mark.parametrize("name", [*LOSSY, *MORE])
+def test_what_is_not_finite(name):
+    """The same refusal, and the residual as it was; or the same frame."""
+    for dtype in LOSSY_DTYPES:
+        for bad in (np.nan, np.inf, -np.inf):
+            x = normal_values(30_000)
+            x[29_000] = bad
+            x = x.astype(NUMPY_DTYPES[dtype])
+            for threads in (1, 4):
+                how = level_arguments(SPECS[name], len(x))
+                check_encode(x, SPECS[name], dtype, np.full(30_000, 7, F32), threads=threads, **how)
+                check_encode(x, SPECS[name], dtype, np.full(30_000, 7, F32), feedback=True, threads=threads, **how)
+
+
+ROWS_OF_ONE = [codec.Sign("two_mean", 1), codec.Float8(group_size=1), codec.Quantize(8, 1), codec.Quantize(3, 2, "odd")]
+
+
+@pytest.mark.parametrize("spec", [*LOSSY.values(), *TRUNCATES.values(), *ROWS_OF_ONE], ids=repr)
+def test_residual_in_place(spec):
+    """The tensor's own memory may get what is lost; of frames that are larger than the tensor, too."""
+    x = normal_values(100_003)
+    how = level_arguments(spec, len(x))
+    left, fed = np.full_like(x, 1e-3), np.full_like(x, 1e-3)
+    frame = check_encode(x, spec, "float32", left, feedback=True, **how)
+    for threads in (1, 3):
+        given = {"threads": threads, "engine": "numba", **how}
+        codec.encode(x, spec, residual=fed, feedback=True, **given)
+        mine = x + F32(1e-3)
+        assert codec.encode(mine, spec, residual=mine, **given) == frame
+        assert (mine == fed).all()
+        fed[:] = 1e-3
+
+
+def test_a_value_above_the_scale_given():
+    """In the last block: earlier ones have left nothing in the residual."""
+    x = np.full(200_000, 0.25, F32)
+    x[-1] = 0.75
+    for packing in ("2bit", "base3", "entropy"):
+        for threads in (1, 3):
+            for feedback in (False, True):
+                left = np.full_like(x, 0.125)
+                how = {"threads": threads, "feedback": feedback}
+                error = check_encode(x, codec.Ternary(packing, scale=0.5), "float32", left, **how)
+                assert error[1] == codec.Status.BAD_SCALE
+
+
+def test_nan_is_told_before_a_scale_that_is_too_small():
+    """Wherever either is: a chunk, a block, a part or a sampled block apart."""
+    for bad, large in ((90_000, 3), (3, 90_000), (3_000, 3), (199_999, 0), (20_000, 100)):
+        x = np.full(200_000, 0.25, F32)
+        x[large] = 0.75
+        x[bad] = np.nan
+        for packing in ("2bit", "base3", "entropy"):
+            for segments in (None, [(0, (50_000,)), (50_000, (150_000,))]):
+                for left in (None, np.zeros_like(x)):
+                    spec = codec.Ternary(packing, scale=0.5)
+                    error = check_encode(x, spec, "float32", left, threads=2, segments=segments)
+                    assert error[1] == codec.Status.NONFINITE
+
+
+def test_memory_that_is_shared():
+    """What may not overlap is refused alike; a tensor may come in place of the state that its levels go by."""
+    memory = np.random.default_rng(0).standard_normal(60_000).astype(F32)
+    x, raw, before = memory[:20_000], memory.view(np.uint8), memory.tobytes()
+    frame = bytes(codec.encode(x))
+    raw[100_000 : 100_000 + len(frame)] = np.frombuffer(frame, np.uint8)
+    mine, before = raw[100_000 : 100_000 + len(frame)], memory.tobytes()
+    for call in (
+        lambda engine: codec.encode(x, codec.Sign(), out=raw[40_000:], engine=engine),
+        lambda engine: codec.encode(x, codec.Sign(), residual=memory[5:20_005], engine=engine),
+        lambda engine: codec.encode(x, codec.Sign(), residual=x, out=raw[:50_000], engine=engine),
+        lambda engine: codec.decode(mine, out=memory[20_000:40_000], engine=engine),
+        lambda engine: codec.accumulate(mine, memory[20_000:40_000], engine=engine),
+        lambda engine: codec.reduce([frame, mine], out=memory[20_000:40_000], engine=engine),
+    ):
+        assert agreed(call)[0] is codec.SpecError
+        assert memory.tobytes() == before
+    theta = optimizer_state(300_000)["theta"]
+    how = {"metric": optimizers.SGD(0.1), "state": {"theta": theta}}
+    frame = codec.encode(gradient(300_000), TRUNCATES["truncate_shared"], **how)
+    expected = codec.decode(frame, **how).tobytes()
+    for threads in (1, 3):
+        out = theta.copy()
+        how["state"] = {"theta": out}
+        assert codec.decode(frame, out=out, threads=threads, engine="numba", **how).tobytes() == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_room(name):
+    """An `out` of any size: the frame if it is large enough, else the same error; nothing behind it, no residual."""
+    spec, x = SPECS[name], sample_bits("float32", 40_000, "zeros")
+    how = level_arguments(spec, len(x))
+    left = None if name == "lossless" else np.full(len(x), 7, F32)
+    frame, most = check_encode(x, spec, "float32", left, **how), codec.bound(len(x), "float32", spec)
+    for room in (0, 47, 56, len(frame) - 8, len(frame) - 1, len(frame), len(frame) + 1, most - 1, most, most + 99):
+        for threads in (1, 4):
+            memory = np.full(room + 64, 0xA5, np.uint8)
+
+            def call(engine, memory=memory, room=room, threads=threads):
+                residual = None if left is None else left.copy()
+                given = {"out": memory[3 : 3 + room], "residual": residual, "threads": threads, "engine": engine}
+                made = outcome(lambda: bytes(codec.encode(x, spec, **given, dtype="float32", **how)))
+                assert made == frame if room >= len(frame) else made[0] is codec.SpecError
+                assert (memory[:3] == 0xA5).all()
+                assert (memory[3 + room :] == 0xA5).all()
+                if room < len(frame) and residual is not None:
+                    assert (residual == 7).all()
+                return made
+
+            agreed(call)
+
+
+@pytest.mark.parametrize("dtype", LOSSY_DTYPES)
+def test_metrics(dtype):
+    """Formulas with and without m and v, groups, state of any float dtype, levels given, functions of one's own."""
+    n, ways = 20_000, TRUNCATE_LEVELS
+    x = gradient(n, dtype=dtype)
+    x[7:9] = np.nan, np.inf
+    arrays = optimizer_state(n)
+    arrays["theta"][100:109] = 0, -0.0, np.inf, np.nan, 1e-40, 3e38, -3e38, 1e-45, -np.inf
+    with np.errstate(over="ignore"):
+        half = arrays["theta"].astype(np.float16)
+    halves = {
+        "theta": half,
+        "m": arrays["m"].astype(NUMPY_DTYPES["bfloat16"]),
+        "v": misaligned(arrays["v"]),
+    }
+    sgd, adamw = optimizers.SGD(0.1), ADAMW
+    of_three = optimizers.Custom(lambda theta, m, v: theta * F32(8) + m - v)
+    cases = [
+        (sgd, {"theta": arrays["theta"]}),
+        (adamw, {"theta": arrays["theta"], "v": arrays["v"]}),
+        (adamw, halves),
+        (optimizers.Momentum(0.1, momentum=0.9), arrays),
+        (optimizers.SGD(0.1, maximize=True), arrays),
+        ([(0, adamw), (1, sgd), (9_999, adamw), (19_999, sgd), (50_000, sgd)], arrays),
+        ([(0, sgd), (5_000, optimizers.Custom(lambda theta: theta * F32(3))), (9_000, of_three)], arrays),
+        (of_three, arrays),
+        (optimizers.Custom(lambda m, theta: theta * F32(3) + m), {"theta": arrays["theta"], "m": arrays["m"]}),
+        (optimizers.Custom(lambda theta: theta), halves),
+        (sgd, {}),
+    ]
+    for levels, granularity in ways:
+        for guard, rounding in ((-8, "nearest"), ("exact", "truncate"), (3, "nearest")):
+            spec = codec.Truncate("metric", rounding, levels, granularity, guard)
+            for metric, state in cases if guard == -8 else cases[2:3]:
+                how = {"metric": metric, "state": state}
+                frame = check_encode(x, spec, dtype, np.zeros(n, F32), threads=1 + n % 2, **how)
+                if isinstance(frame, bytes):
+                    check_decode(frame, dtype, n, threads=2, **(how if levels == "shared" else {}))
+    given = np.random.default_rng(5).integers(0, 4, n, dtype=np.uint8)
+    for levels in ("plane", "coded"):
+        frame = check_encode(x, codec.Truncate(level_coding=levels), dtype, metric=given)
+        check_decode(frame, dtype, n)
+    given[n - 3] = 4
+    error = check_encode(x, codec.Truncate(), dtype, np.full(n, 7, F32), metric=given)
+    assert error[0] is codec.SpecError
+
+
+def test_other_state():
+    """Shared levels by another state: the same StateError, whether the frame is damaged, too, or not."""
+    n = 40_000
+    x, arrays, adamw = gradient(n), optimizer_state(n), ADAMW
+    frame = bytes(codec.encode(x, TRUNCATES["truncate_shared"], metric=adamw, state=arrays))
+    changed = {**arrays, "theta": arrays["theta"].copy()}
+    changed["theta"][n - 1] *= 2
+    for damaged in (frame, frame[:-9] + b"\x55" + frame[-8:], frame[:1000] + b"\x55" + frame[1001:]):
+        for how in (
+            {},
+            {"metric": adamw, "state": changed},
+            {"metric": adamw, "state": {"theta": arrays["theta"], "v": arrays["v"]}},
+            {"metric": optimizers.SGD(0.1), "state": arrays},
+            {"metric": adamw, "state": {"theta": x[:9]}},
+        ):
+            for threads in (1, 3):
+                out = np.full(n, 7, F32)
+                given = {"threads": threads, **how}
+                error = agreed(lambda engine: codec.decode(damaged, out=out, engine=engine, **given))  # noqa: B023
+                assert issubclass(error[0], codec.CodecError)
+                assert (out == 7).all()
+                agreed(lambda engine: codec.reduce([frame, damaged], out=out, engine=engine, **given))  # noqa: B023
+                assert (out == 7).all()
+
+
+def test_codebooks():
+    """Agreed beforehand; what they have no code for is escaped."""
+    x = sample_bits("float32", 30_000, "normal")
+    far = sample_bits("float32", 30_000, "wide", 3)
+    for spec in (codec.Lossless(), codec.Truncate(1), TRUNCATES["truncate_coded"], TRUNCATES["truncate_shared"]):
+        how = level_arguments(spec, len(x))
+        book = codec.Codebook.from_tensors(x.view(F32), spec=spec, **how)
+        for y in (x, far, x[:600]):
+            own = level_arguments(spec, len(y))
+            frame = check_encode(y, spec, "float32", codebook=book, **own)
+            check_decode(frame, "float32", len(y), codebooks=book, **own)
+            agreed(lambda engine: codec.decode(frame, engine=engine, **own).tobytes())  # noqa: B023
+    counts = np.zeros(256, int)
+    for few in (counts, np.eye(256, dtype=int)[127]):
+        book = codec.Codebook.from_counts(few)
+        check_decode(check_encode(x, codec.Lossless(), "float32", codebook=book), "float32", len(x), codebooks=book)
+    halves = sample_bits("float16", 5000, "mixed")
+    how = level_arguments(codec.Truncate(), 5000)
+    book = codec.Codebook.from_tensors(halves.view(np.float16), spec=codec.Truncate(), **how)
+    check_decode(
+        check_encode(halves, codec.Truncate(), "float16", codebook=book, **how), "float16", 5000, codebooks=book
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_many_at_once(name):
+    """Lists of tensors and of frames; the first error is named alike."""
+    spec = SPECS[name]
+    xs = [sample_bits("float32", n, "mixed", n).view(F32) for n in (70_000, 0, 5, 600, 20_000, 300_000)]
+    states = [level_arguments(spec, len(x), 3).get("state") for x in xs]
+    how = {"metric": optimizers.SGD(1e-2), "state": states} if states[0] else {}
+    for threads in (1, 3):
+        given = {"threads": threads}
+        frames = agreed(lambda engine: codec.encode_many(xs, spec, stream=7, engine=engine, **given, **how))  # noqa: B023
+        assert isinstance(frames, list)
+        agreed(lambda engine: [y.tobytes() for y in codec.decode_many(frames, engine=engine, **given)])  # noqa: B023
+        outs = [np.full_like(x, 7) for x in xs]
+        bad = [*frames[:4], bytes(frames[4][:-1]) + bytes([frames[4][-1] ^ 1]), frames[5]]
+        error = agreed(lambda engine: codec.decode_many(bad, out=outs, engine=engine, **given))  # noqa: B023
+        assert error[0] is codec.ChecksumError
+        assert all((out == 7).all() for out in outs)
+        xs[3][5] = np.nan
+        agreed(lambda engine: codec.encode_many(xs, spec, engine=engine, **given, **how))  # noqa: B023
+        xs[3][5] = 1
+
+
+def test_frames_of_several_codecs_are_added():
+    """Where blocks do not match, or one frame is stored, and with one scale, as integers."""
+    x = sample_bits("float32", 30_000, "normal").view(F32)
+    x *= F32(1 / np.abs(x).max())
+    frames = [
+        bytes(codec.encode(x, spec)) for spec in (codec.Sign(), codec.Lossless(), codec.Quantize(group_size=20_000))
+    ]
+    ternary = [bytes(codec.encode(x, codec.Ternary(scale=1.5), stream=i)) for i in range(3)]
+    noise = np.random.default_rng(0).integers(0x3F000000, 0x3F800000, 30_000, dtype=np.uint32)
+    halves = bytes(codec.encode((x.view(np.uint32) >> 16).astype(np.uint16), codec.Sign(), dtype="bfloat16"))
+    stored = bytes(codec.encode(noise[:400].view(F32)))
+    assert codec.inspect(stored).stored
+    for some in (
+        frames,
+        ternary,
+        [*ternary, bytes(codec.encode(x, codec.Ternary()))],
+        [halves, frames[1]],
+        [frames[1]] * 3,
+    ):
+        for threads in (1, 2):
+            for op in ("sum", "mean", "max"):
+                check_sums(some, "float32", len(x), op, threads=threads)
+    check_sums([stored, bytes(codec.encode(x[:400], codec.Sign()))], "float32", 400)
+    damaged = frames[2][:-9] + b"\x99" + frames[2][-8:]
+    for some in ([frames[0], damaged], [damaged, frames[0]], [damaged, damaged], [damaged], [ternary[0], damaged]):
+        for threads in (1, 2):
+            out = np.full(len(x), 7, F32)
+            error = agreed(lambda engine: codec.reduce(some, out=out, threads=threads, engine=engine))  # noqa: B023
+            assert error[0] is codec.ChecksumError
+            assert (out == 7).all()
+
+
+def everything(engine, x, spec, **how):
+    """What an engine makes of a tensor in all ways."""
+    left = np.zeros_like(x)
+    feedback = not isinstance(spec, codec.Lossless)
+    frame = codec.encode(x, spec, residual=left, feedback=feedback, engine=engine, **how)
+    how["engine"] = engine
+    sums = [codec.reduce([frame] * 3, op, **how) for op in ("sum", "mean", "max")]
+    sums.append(codec.accumulate(frame, x.copy(), 0.5, **how))
+    return [bytes(frame), left.tobytes(), codec.decode(frame, **how).tobytes(), *map(unify_nan, sums)]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_flush_denormal_changes_nothing(name):
+    """Kernels compute as the format says, however the thread does otherwise."""
+    small = np.arange(5000, dtype=np.uint32) * 1657
+    x = np.concatenate([sample_bits("float32", 5000, "normal"), small, small | np.uint32(1 << 31)]).view(F32)
+    for y in (x, x[5000:]):
+        how = level_arguments(SPECS[name], len(y))
+        if how:
+            how["state"] = {name: v * F32(1e-38) for name, v in how["state"].items()}
+        expected = everything("native", y, SPECS[name], **how)
+        assert everything("numba", y, SPECS[name], **how) == expected
+        torch.set_flush_denormal(True)
+        try:
+            flushed = [everything(engine, y, SPECS[name], **how) for engine in ENGINES]
+        finally:
+            torch.set_flush_denormal(False)
+        assert flushed[0] == expected
+        assert flushed[1] == expected
+
+
+@pytest.mark.parametrize("name", GOLDEN_FRAMES)
+def test_golden_frames(name):
+    """Both ways."""
+    about, frame = GOLDEN[name], GOLDEN_FRAMES[name]
+    x, dtype, how = golden_tensor(name)
+    shared = {k: v for k, v in how.items() if k in ("metric", "state")}
+    y = codec.decode(frame, out=np.empty_like(x), codebooks=how.get("codebook"), engine="numba", **shared)
+    assert hashlib.sha256(y.tobytes()).hexdigest() == about.get("values_sha256", about["tensor_sha256"])
+    assert codec.encode(x, dtype=dtype, engine="numba", **how) == frame
+
+
+@pytest.mark.parametrize("path", OLDER_FRAMES, ids=[path.stem for path in OLDER_FRAMES])
+def test_older_golden_frames(path):
+    """What earlier encoders made."""
+    x, _, _ = golden_tensor(path.stem)
+    assert codec.decode(path.read_bytes(), out=np.empty_like(x), engine="numba").tobytes() == x.tobytes()
+
+
+@pytest.mark.parametrize("name", FRAMES_TO_DAMAGE)
+def test_hostile_frames(name):
+    """The same tensor or the same error, by its type, code and text, by any number of threads; and memory as it was."""
+    frame, dtype, n, how = FRAMES_TO_DAMAGE[name]
+    rng = np.random.default_rng(sorted(FRAMES_TO_DAMAGE).index(name))
+    out, seen = np.zeros(codec.inspect(frame).shape, like(dtype).dtype), []
+    for i in range(N_DAMAGED if n < 20_000 else N_DAMAGED // 2):
+        mutant = damage(frame, rng)
+        given = {"like": like(dtype), "max_nbytes": 1 << 24, "threads": 1 + i % 3, **how}
+
+        def decode(engine, mutant=mutant, given=given):
+            y = codec.decode(mutant, engine=engine, **given)
+            return y.shape, y.dtype, y.tobytes()
+
+        result = agreed(decode)
+        seen.append(type(result[0]) is type)
+        out[:] = 7
+        into = outcome(lambda: codec.decode(mutant, out=out, engine="numba", **how).tobytes())  # noqa: B023
+        assert (out == 7).all() if isinstance(into, tuple) else into == result[2]
+        if dtype in LOSSY_DTYPES and i % 4 == 0:
+            total = np.full(codec.inspect(frame).shape, 7, F32)
+
+            def add(engine, mutant=mutant, total=total):
+                return codec.accumulate(mutant, total.copy(), engine=engine, **how).tobytes()
+
+            def join(engine, mutant=mutant, total=total):
+                # where the fault is, a reduction does not say in every case
+                return outcome(lambda: codec.reduce([frame, mutant], out=total, engine=engine, **how).tobytes())[:2]
+
+            agreed(add)
+            if isinstance(into, tuple):
+                agreed(join)
+                assert (total == 7).all()
+                with pytest.raises(codec.CodecError):
+                    codec.accumulate(mutant, total, engine="numba", **how)
+                assert (total == 7).all()
+    assert any(seen)
+
+
+def outcomes(frame, **how):
+    """What test_page asks for: values, or None of a frame that is refused, which both engines do in the same words."""
+    kind = like(codec._c.library.DTYPE_NAMES[frame[6]])
+    results = {}
+    for threads in (1, 4):
+        given = {"threads": threads, **how}
+        result = agreed(lambda engine: codec.decode(frame, like=kind, engine=engine, **given).tobytes())  # noqa: B023
+        assert isinstance(result, bytes) or issubclass(result[0], codec.FrameError)
+        results[threads] = result if isinstance(result, bytes) else None
+    return results
+
+
+@pytest.mark.parametrize("case", HAND_MADE)
+def test_frames_made_by_hand(case):
+    """All that no encoder writes and the format allows or forbids."""
+    check, *arguments = HAND_MADE[case]
+    check(outcomes, *arguments)
+
+
+def test_literals_of_two_bytes_that_are_cut_off():
+    """Of exponent and level: read as far as the region goes."""
+    accepted = []
+    for size in range(19):
+        plane = coded([oracle.ESCAPE] * 9, SEVEN, (b"\x7c\0" * 9)[:size])
+        frame = cut(FLOAT16, 9, u32(0xF02) + plane, JOINT).frame()
+        accepted.append(outcomes(frame)[1] is not None)
+    assert not accepted[0]
+    assert accepted[18]
+
+
+class OnlyAround:
+    """The C library without what goes over values."""
+
+    def __init__(self, lib, *names):
+        self._lib, self._names = lib, names
+
+    def __getattr__(self, name):
+        if name.startswith("codec_") and name not in self._names:
+            raise AssertionError(f"{name} was called")
+        return getattr(self._lib, name)
+
+    def codec_reduce_blocks(self, *args):
+        assert args[8] == 0  # blocks: only whether they match
+        return self._lib.codec_reduce_blocks(*args)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_kernels_do_the_work(name, monkeypatch):
+    """All blocks go through this engine's loops, none through the C library's."""
+    spec = SPECS[name]
+    x = sample_bits("float32", 70_000, "normal").view(F32)
+    how = level_arguments(spec, len(x))
+    frame = bytes(codec.encode(x, spec, **how))
+    y, nblocks = (
+        codec.decode(frame, **how).tobytes(),
+        codec.inspection.read_header(codec.tensors.view.view_bytes(frame)).nblocks,
+    )
+    mean = codec.reduce([frame, frame], **how).tobytes()
+    done = {}
+
+    def count(name, at):
+        function = getattr(loops, name)
+
+        def counted(*args):
+            done[name] = done.get(name, 0) + args[at]
+            return function(*args)
+
+        monkeypatch.setattr(loops, name, counted)
+
+    def never(*_, **__):
+        raise AssertionError("the native engine was called")
+
+    count("codec_encode_blocks", 6)
+    count("codec_decode_check", 5)
+    count("codec_decode_blocks", 6)
+    count("codec_reduce_blocks", 8)
+    around = (
+        "codec_job_nbytes", "codec_encode_open", "codec_encode_start", "codec_encode_move", "codec_encode_close",
+        "codec_decode_open", "codec_decode_close",
+    )  # fmt: skip
+    monkeypatch.setattr(blockwise, "lib", OnlyAround(blockwise.lib, *around))
+    monkeypatch.setattr(calls, "lib", OnlyAround(calls.lib, "codec_bound", "codec_encode_room"))
+    monkeypatch.setattr(loops, "lib", OnlyAround(loops.lib, "codec_strerror"))
+    monkeypatch.setattr(view, "lib", OnlyAround(view.lib, "codec_job_view"))
+    monkeypatch.setattr(encoding, "lib", OnlyAround(encoding.lib))
+    monkeypatch.setattr(encoding, "encode_filled", never)
+    monkeypatch.setattr(decoding, "lib", OnlyAround(decoding.lib, "codec_inspect"))
+    monkeypatch.setattr(decoding, "decode_prepared", never)
+    monkeypatch.setattr(reducing, "_reduce_into", never)
+    for threads in (1, 3):
+        how["threads"], how["engine"] = threads, "numba"
+        done.clear()
+        assert codec.encode(x, spec, **how) == frame
+        assert codec.encode(x, spec, out=np.empty(len(frame), np.uint8), **how) == frame
+        assert codec.decode(frame, out=np.empty_like(x), **how).tobytes() == y
+        assert codec.reduce([frame, frame], **how).tobytes() == mean
+        once = {"codec_encode_blocks": 2, "codec_decode_check": 1, "codec_decode_blocks": 1, "codec_reduce_blocks": 1}
+        assert done == {name: times * nblocks for name, times in once.items()}
+
+
+def test_several_callers():
+    """Threads of Python's that encode and decode at once do not meet."""
+    xs = [sample_bits("float32", n, "normal", n).view(F32) for n in (600, 20_000, 40_000)]
+    asked = [(x, spec, level_arguments(spec, len(x))) for x in xs for spec in SPECS.values()]
+    expected = [bytes(codec.encode(x, spec, **how)) for x, spec, how in asked]
+    values = [codec.decode(frame, **how).tobytes() for frame, (_, _, how) in zip(expected, asked, strict=True)]
+
+    def caller(k):
+        for i in np.random.default_rng(k).permutation(len(asked)):
+            x, spec, how = asked[i]
+            given = {"engine": "numba", "threads": 1 + k % 2, **how}
+            frame = codec.encode(x, spec, **given)
+            assert frame == expected[i]
+            assert codec.decode(frame, **given).tobytes() == values[i]
+        return True
+
+    with ThreadPoolExecutor(5) as pool:
+        assert all(pool.map(caller, range(5)))

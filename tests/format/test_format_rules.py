@@ -1,0 +1,226 @@
+"""Rules of docs/format.md that are easy to misread: library and reference decoder agree on hand-made frames."""
+
+import struct
+
+import numpy as np
+import pytest
+
+import codec
+from reference import decoder as oracle
+from reference.decoder import ESCAPE
+from support.format_cases import (
+    BOOL,
+    F32,
+    FLOAT8,
+    FLOAT32,
+    LOSSLESS_CASES,
+    PART_CASES,
+    RAW,
+    ROW_CASES,
+    SEVEN,
+    SHARED_LEVEL_CASES,
+    TRUNCATE,
+    TRUNCATE_CASES,
+    UINT8,
+    check_case,
+    check_lossless,
+    check_parts,
+    check_rows,
+    check_shared_levels,
+    check_truncate,
+    head,
+    row_params,
+    u8,
+    u32,
+    u64,
+)
+from support.frame_builder import Blocks, region, reseal, stored
+
+
+def decode_all_ways(frame, **how):
+    """Return the values' bytes for each way to decode a frame, None where it is rejected and `out` is unchanged."""
+    kind = np.dtype(f"u{oracle.DTYPES[frame[6]][1]}")
+    shape = struct.unpack_from(f"<{frame[7]}Q", frame, 48)
+    results = {}
+    for isa in codec.isas():
+        with codec.use_isa(isa):
+            for threads in (1, 4):
+                try:
+                    y = codec.decode(frame, like=np.empty(0, kind), threads=threads, **how)
+                    results[isa, threads] = y.tobytes()
+                except codec.FrameError:
+                    results[isa, threads] = None
+                if np.prod([s or 1 for s in shape], dtype=object) >= 1 << 60:
+                    continue  # numpy cannot make such an array
+                out = np.full(shape, 7, kind)
+                try:
+                    assert codec.decode(frame, out=out, threads=threads, **how) is out
+                    results[isa, threads, "out"] = out.tobytes()
+                except codec.FrameError:
+                    assert (out == 7).all()
+                    results[isa, threads, "out"] = None
+    return results
+
+
+LEADS = pytest.mark.parametrize("lead", [False, True], ids=["alone", "behind a block"])
+
+
+@LEADS
+@pytest.mark.parametrize("name", LOSSLESS_CASES)
+def test_lossless(name, lead):
+    """Sections 2 to 7 of the format."""
+    check_lossless(decode_all_ways, name, lead)
+
+
+@pytest.mark.parametrize("name", PART_CASES)
+def test_parts(name):
+    """Section 5.2 of the format: the number and sizes of a scale model's parts."""
+    check_parts(decode_all_ways, name)
+
+
+@pytest.mark.parametrize("name", ROW_CASES)
+def test_rows(name):
+    """Section 8 of the format."""
+    check_rows(decode_all_ways, name)
+
+
+@LEADS
+@pytest.mark.parametrize("name", TRUNCATE_CASES)
+def test_truncate(name, lead):
+    """Section 9 of the format."""
+    check_truncate(decode_all_ways, name, lead)
+
+
+@pytest.mark.parametrize("name", SHARED_LEVEL_CASES)
+@pytest.mark.parametrize("by_bit", [0, 8])
+def test_shared_levels(name, by_bit):
+    """Section 9.3 of the format."""
+    check_shared_levels(decode_all_ways, name, by_bit)
+
+
+STORED = {
+    "of 1,000 values": (stored(UINT8, (10, 100), bytes(range(250)) * 4), bytes(range(250)) * 4),
+    "of float8 without values": (stored(FLOAT32, (0, 5), b"", FLOAT8, row_params()), b""),
+    "of float8 with a row": (stored(FLOAT32, (0, 5), b"", FLOAT8, row_params(row=9)), "row"),
+    "of float8 with values": (stored(FLOAT32, (1,), bytes(4), FLOAT8, row_params(row=9)), "dtype or layout of a codec"),
+    "of truncate with values": (stored(FLOAT32, (1,), u32(5), TRUNCATE, b"\0\0\0\x08\x80"), u32(5)),
+    "with another size": (stored(FLOAT32, (1,), bytes(8)), "size"),
+    "with params of no variant": (stored(FLOAT32, (0,), b"", FLOAT8, row_params(2)), "params"),
+    "with params of no cap": (stored(FLOAT32, (1,), bytes(4), params=b""), "params"),
+    "with a flag": (stored(FLOAT32, (1,), bytes(4), flags=2), "stored"),
+    "with block_log2": (stored(FLOAT32, (1,), bytes(4), log2=9), "stored"),
+    "with a side section": (stored(FLOAT32, (1,), bytes(4), side=8), "stored"),
+    "with a coded plane": (stored(FLOAT32, (1,), bytes(4), coded=1), "stored"),
+    "with a block": (stored(FLOAT32, (1,), bytes(4), blocks=1), "stored"),
+    "of bools": (stored(BOOL, (2,), b"\2\xff"), b"\2\xff"),
+    "with sides of 2^59 and 0": (stored(UINT8, (1 << 59, 0), b""), b""),
+    "with sides of 2^60 and 0": (stored(UINT8, (0, 1 << 60), b""), "shape"),
+    "with sides that make 2^60 and 0": (stored(UINT8, (1 << 30, 0, 1 << 30), b""), "shape"),
+    "with sides of 0 and 2^63": (stored(UINT8, (0, 1 << 63), b""), "shape"),
+    "with sides that make 2^64 and 0": (stored(UINT8, (1 << 32, 1 << 32, 0), b""), "shape"),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_stored(name):
+    """Section 2: stored frames, and shapes."""
+    check_case(decode_all_ways, *STORED[name])
+
+
+def test_codebook_id_is_a_digest_of_lengths_and_symbols():
+    """Section 5.1: two programs compute the same id."""
+    counts = np.zeros(256, int)
+    counts[115:135] = np.arange(1, 21)
+    mine = codec.Codebook.from_counts(counts)
+    lengths = [*mine.lengths, mine.escape_length]
+    assert mine.id == oracle.codebook_id(lengths, 0)
+    assert len({oracle.codebook_id(lengths, symbols) for symbols in range(4)}) == 4
+    x = np.random.default_rng(0).standard_normal(600).astype(F32)
+    frame = bytearray(codec.encode(x, codebook=mine))
+    assert frame[40] & 1
+    assert oracle.decode(bytes(frame), {mine.id: lengths})[2] == x.tobytes()
+    struct.pack_into("<Q", frame, 56, mine.id ^ 1)
+    with pytest.raises(oracle.Bad, match="name"):
+        oracle.decode(reseal(frame), {mine.id ^ 1: lengths})
+    with pytest.raises(codec.SpecError):
+        codec.Codebook(mine.lengths, mine.escape_length, mine.id ^ 1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "symbols"),
+    [
+        (codec.Truncate(), "float32", 2),
+        (codec.Truncate(), "float16", 3),
+        (codec.Truncate(2), "float32", 1),
+        (codec.Truncate(2), "float16", 1),
+        (codec.Truncate(level_coding="plane"), "float32", 1),
+    ],
+)
+def test_codebook_id_depends_on_the_kind_of_symbols(spec, dtype, symbols):
+    """Section 5.1: a Truncate frame rejects a codebook for other symbols with the same lengths."""
+    x = np.random.default_rng(0).standard_normal(3000).astype(dtype)
+    how = {}
+    if spec.fixed_level is None:
+        how = {"metric": codec.optimizers.SGD(1.0), "state": {"theta": x.astype(F32)}}
+    mine = codec.Codebook.from_tensors(x, spec=spec, **how)
+    lengths = [*mine.lengths, mine.escape_length]
+    assert mine.id == oracle.codebook_id(lengths, symbols)
+    frame = bytearray(codec.encode(x, spec, codebook=mine, **how))
+    assert frame[40] & 1
+    assert oracle.decode(bytes(frame), {mine.id: lengths})[2] == codec.decode(frame, codebooks=mine).tobytes()
+    for wrong in {0, 1, 2, 3} - {symbols}:
+        ident = oracle.codebook_id(lengths, wrong)
+        struct.pack_into("<Q", frame, 56, ident)
+        sealed = reseal(frame)
+        with pytest.raises(oracle.Bad, match="name"):
+            oracle.decode(sealed, {ident: lengths})
+        with pytest.raises(codec.CodecError):
+            codec.decode(sealed, codebooks=codec.Codebook(mine.lengths, mine.escape_length, ident, wrong))
+
+
+def test_shared_codebook_needs_a_float_dtype():
+    """Section 2: flag 1 is rejected for bytes, even if the codebook is given."""
+    lengths = [1 if i in (7, ESCAPE) else 0 for i in range(257)]
+    ident = oracle.codebook_id(lengths, 0)
+    frame = u8([7, 7], SEVEN)
+    frame.side, frame.flags = u64(ident), 1
+    with pytest.raises(oracle.Bad, match="flags"):
+        oracle.decode(frame.frame(), {ident: lengths})
+    with pytest.raises(codec.FrameError):
+        codec.decode(frame.frame(), codebooks=codec.Codebook(bytes(lengths[:256]), 1, ident))
+
+
+def test_lowest_damaged_block_is_reported():
+    """Section 10: in that block the checksum comes before the structure, for any threads and `out`."""
+    good, bad = region(head(RAW) + bytes(512)), region(head(RAW) + bytes(511) + bytes(9))
+    for malformed, damaged, expected in (
+        (1, 2, codec.FrameError),
+        (2, 1, codec.ChecksumError),
+        (1, 1, codec.ChecksumError),
+    ):
+        regions = [bad if b == malformed else good for b in range(4)]
+        frame = bytearray(Blocks(UINT8, 4 * 512, regions).frame())
+        frame[8 * struct.unpack_from("<I", frame, 56 + 8 * (damaged - 1))[0] + 100] ^= 1
+        found = set()
+        for isa in codec.isas():
+            with codec.use_isa(isa):
+                for threads in (1, 2, 4):
+                    for out in (None, np.zeros(2048, np.uint8)):
+                        with pytest.raises(codec.FrameError) as caught:
+                            codec.decode(frame, out=out, threads=threads)
+                        assert type(caught.value) is expected
+                        found.add((caught.value.code, caught.value.offset))
+        assert len(found) == 1
+
+
+def test_damage_is_reported_before_wrong_arguments():
+    """Section 10: before an `out` that does not fit and before a missing codebook."""
+    x = np.random.default_rng(0).standard_normal(600).astype(F32)
+    counts = np.bincount(x.view(np.uint32) >> 23 & 255, minlength=256)
+    for how in ({}, {"codebook": codec.Codebook.from_counts(counts)}):
+        frame = bytearray(codec.encode(x, **how))
+        with pytest.raises(codec.StateError if how else codec.SpecError):
+            codec.decode(frame, out=None if how else np.empty(599, F32))
+        frame[-20] ^= 1
+        with pytest.raises(codec.ChecksumError):
+            codec.decode(frame, out=None if how else np.empty(599, F32))

@@ -1,0 +1,89 @@
+"""Forks and the exit of the interpreter while calls are in flight."""
+
+from support.processes import run
+
+
+def test_forked_child_encodes_with_its_own_threads():
+    """A child that is forked while the parent's threads encode starts threads of its own."""
+    run(
+        """
+frame, stop = codec.encode(big), False
+
+def encode():
+    while not stop:
+        assert codec.encode(big, threads=2) == frame
+
+threads = [threading.Thread(target=encode) for _ in range(3)]
+for t in threads:
+    t.start()
+for _ in range(25):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        os._exit(0 if codec.encode(big, threads=3) == frame and (codec.decode(frame, threads=2) == big).all() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+stop = True
+for t in threads:
+    t.join()
+print("the end")
+""",
+        PYTHONWARNINGS="ignore",
+    )
+
+
+def test_calls_succeed_while_the_interpreter_exits():
+    """atexit handlers and threads that outlive the main one get right results, also for large tensors."""
+    run(
+        """
+huge = normal(1 << 20)
+frame = codec.encode(huge) if WARM else codec.encode(huge, threads=1)
+
+def right(when):
+    assert codec.encode(huge) == frame and (codec.decode(frame) == huge).all()
+    assert codec.encode(huge, threads=3) == frame
+    sys.stdout.write(f"{when}\\n")
+
+def late():
+    threading.main_thread().join()
+    time.sleep(0.05)
+    right("late")
+
+def last():
+    right("atexit")
+    print("the end")
+
+atexit.register(last)
+threading.Thread(target=late).start()
+""".replace("WARM", "True")
+    )
+    run(
+        """
+huge = normal(1 << 20)
+frame = codec.encode(huge, threads=1)
+
+@atexit.register
+def last():
+    assert codec.encode(huge) == frame
+    print("the end")
+"""
+    )
+
+
+def test_interpreter_exits_while_daemon_threads_encode():
+    """The process ends without a crash or a message."""
+    for _ in range(10):
+        run(
+            """
+huge = normal(1 << 20)
+frame = codec.encode(huge)
+
+def forever():
+    while True:
+        codec.decode(codec.encode(huge, threads=2), threads=2)
+
+for _ in range(2):
+    threading.Thread(target=forever, daemon=True).start()
+time.sleep(random.random() * 0.02)
+print("the end")
+"""
+        )

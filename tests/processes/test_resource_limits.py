@@ -1,0 +1,139 @@
+"""Calls that cannot have the threads, memory or stack that they need: the same result, or an error without effect."""
+
+import pytest
+
+from support.processes import run
+
+
+def test_calls_succeed_when_threads_cannot_start():
+    """The threads that did start, or the caller alone, do all the work."""
+    run(
+        """
+import _thread
+real = _thread.start_new_thread
+allowed = 0
+
+def start(*args, **kw):
+    global allowed
+    if allowed == 0:
+        raise RuntimeError("can't start new thread")
+    allowed -= 1
+    return real(*args, **kw)
+
+_thread.start_new_thread = threading._start_new_thread = threading._start_joinable_thread = start
+frame, lossy = codec.encode(big, threads=1), codec.encode(big, ternary, threads=1)
+for allowed in (0, 0, 1, 0, 2, 5):
+    for threads in (2, 3, 7):
+        for _ in range(5):
+            left = np.empty_like(big)
+            assert codec.encode(big, threads=threads) == frame
+            assert codec.encode(big, ternary, threads=threads, residual=left) == lossy
+            assert (codec.decode(frame, threads=threads) == big).all()
+            assert (codec.reduce([lossy, lossy], threads=threads) == codec.decode(lossy)).all()
+            assert np.allclose(left + codec.decode(lossy), big, atol=1e-6)
+print("the end")
+"""
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 2, 6])
+def test_memory_error_leaves_arguments_unchanged(threads):
+    """A call either succeeds or raises MemoryError and changes nothing."""
+    run(
+        f"THREADS = {threads}"
+        + """
+x = normal(1 << 19)
+before, frame, lossy = x.copy(), codec.encode(x, threads=1), codec.encode(x, ternary, threads=1)
+value = codec.decode(lossy, threads=1)
+theta, spec, sgd = {"theta": x[::-1].copy()}, codec.Truncate(guard=0), codec.optimizers.SGD(0.1)
+cut = codec.encode(x, spec, metric=sgd, state=theta, threads=1)
+room = np.empty(codec.bound(x.shape, "float32"), np.uint8)
+calls = [
+    lambda out: codec.encode(x, threads=THREADS) == frame,
+    lambda out: codec.encode(x, out=room, threads=THREADS) == frame,
+    lambda out: codec.encode(x, ternary, residual=out, threads=THREADS) == lossy,
+    lambda out: codec.encode(x, spec, metric=sgd, state=theta, residual=out, threads=THREADS) == cut,
+    lambda out: codec.decode(frame, threads=THREADS).tobytes() == before.tobytes(),
+    lambda out: codec.decode(frame, out=out, threads=THREADS)[-1] == x[-1],
+    lambda out: codec.accumulate(lossy, out, threads=THREADS)[-1] == value[-1] + 7,
+    lambda out: codec.reduce([lossy, lossy], out=out, threads=THREADS)[-1] == value[-1],
+]
+
+def child(call, step):
+    "Run a call with `step` more bytes of address space; return 0 for success, 1 for MemoryError."
+    out = np.full(x.size, 7, np.float32)
+    have = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (have + step, hard))
+    try:
+        status = 0 if call(out) else 8
+    except MemoryError:
+        status = 1
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    assert status != 1 or (out == 7).all(), "written to"
+    assert (x == before).all()
+    assert codec.encode(x, threads=3) == frame
+    return status
+
+seen = set()
+for step in (*range(0, 1 << 20, 1 << 17), *range(1 << 20, 12 << 20, 3 << 18), 64 << 20, 1 << 30):
+    for call in calls:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(30)
+            try:
+                os._exit(child(call, step))
+            finally:
+                os._exit(9)
+        seen.add(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+assert seen == {0, 1}, seen
+print("the end")
+""",
+        # CPython prints this for a thread that has no memory for its first call; the pool goes on without the thread
+        noise=("Exception ignored in thread started by", "MemoryError:"),
+    )
+
+
+def test_frame_too_large_for_memory_raises_memory_error():
+    """No finalizer prints a warning."""
+    run(
+        """
+x = np.zeros(1 << 24, np.uint8)
+have = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (have + (4 << 20),) * 2)
+for threads in (1, 3):
+    try:
+        codec.encode(x, threads=threads)
+    except MemoryError:
+        continue
+    raise SystemExit("there was memory")
+gc.collect()
+print("the end")
+"""
+    )
+
+
+def test_calls_near_the_recursion_limit_succeed_or_raise_recursion_error():
+    """After a RecursionError nothing is left running and the next call succeeds."""
+    run(
+        """
+frame = codec.encode(big, threads=3)
+
+def at(depth):
+    if depth:
+        return at(depth - 1)
+    return codec.encode(big, threads=3)
+
+sys.setrecursionlimit(200)
+ended = 0
+for depth in range(120, 200):
+    try:
+        assert at(depth) == frame
+        ended += 1
+    except RecursionError:
+        pass
+assert 10 < ended < 80
+assert codec.encode(big, threads=3) == frame
+print("the end")
+"""
+    )

@@ -1,0 +1,1044 @@
+"""Reference encoder of frames, written from docs/format.md and docs/encoder.md alone with numpy; plain and slow.
+
+The encoder shares no code with the library, and gives the same bytes. It is one file, so that it can be read beside the
+specification. Checksum, table of dtypes and conversions of float32 come from decoder.py. Sections named here are those
+of docs/encoder.md.
+"""
+
+import heapq
+import struct
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from reference.decoder import (
+    DTYPES,
+    E2M1,
+    E4M3,
+    E5M2,
+    ESCAPE,
+    F32,
+    GOLDEN,
+    MASK64,
+    codebook_id,
+    digest,
+    mix,
+    narrow,
+    narrowed,
+)
+
+Array = np.ndarray[Any, Any]
+BY_SHAPE = -1  # a row
+
+
+@dataclass
+class Ask:
+    """What is asked for, in the numbers of the format's params."""
+
+    codec: int
+    variant: int = 0
+    options: int = 0
+    bits: int = 0  # quantize; truncate's fixed level
+    row: int | None = None
+    scale: float | None = None
+    clip: float | None = None
+    seed: int = 0
+    cap: int = 0
+    guard: int = 0
+    # not of the spec
+    segments: Any = None  # (first value, shape)
+    book: Any = None  # lengths of 256 values and the escape
+    stream: int = 0
+    groups: Any = None  # (first value, (theta_term, theta_v_term, v_term, eps, m_term))
+    state: Any = None  # theta, v, m: float32 arrays
+    p: int = 23  # of the parameters
+    levels: Any = None  # of each value
+    error: Any = None  # to be added
+
+
+def pad8(data: bytes) -> bytes:
+    return data + bytes(-len(data) % 8)
+
+
+def blocks_of(n: int, size: int) -> list[tuple[int, int]]:
+    return [(first, min(size, n - first)) for first in range(0, n, size)]
+
+
+def cut_blocks(n: int) -> tuple[int, list[tuple[int, int]]]:
+    """block_log2, and blocks."""
+    log2 = next((k for k in range(9, 14) if 1 << k >= n), 14)
+    return log2, blocks_of(n, 1 << log2)
+
+
+# ---- frames: section 2
+
+
+@dataclass
+class Frame:
+    ask: Ask
+    dtype: int
+    shape: tuple[int, ...]
+    options: int = 0
+    row: int = 0
+
+    def params(self, options: int, row: int) -> None:
+        self.options, self.row = options, row
+
+    def header(self, layout: int, nbytes: int, checksum: int, *fields: int) -> bytes:
+        log2, fixed, coded, side, flags, halved, nblocks = fields or (0,) * 7
+        params = (self.ask.variant, self.options, self.ask.bits, self.ask.cap, self.row)
+        return struct.pack(
+            f"<4s8BIQQ4BI4BI{len(self.shape)}Q",
+            *(b"CODC", 1, self.ask.codec, self.dtype, len(self.shape), layout, log2, fixed, coded, side, nbytes),
+            *(checksum, *params, flags, halved, 0, 0, nblocks, *self.shape),
+        )
+
+    def stored(self, values: bytes) -> bytes:
+        nbytes = 48 + 8 * len(self.shape) + len(values)
+        seal = digest(self.header(0, nbytes, 0), 0x100) + mix(digest(values, 0x300) ^ GOLDEN)
+        return self.header(0, nbytes, seal & MASK64) + values
+
+    def blocks(
+        self,
+        side: bytes,
+        regions: list[bytes],
+        log2: int = 0,
+        coded: int = 0,
+        flags: int = 0,
+        halved: int = 0,
+        planes: dict[int, Array] | None = None,
+    ) -> bytes:
+        """``planes``: those that are fixed."""
+        planes = planes or {}
+        middle = b"".join(pad8(planes[p].tobytes()) for p in sorted(planes))
+        at = 48 + 8 * len(self.shape) + len(side) + 8 * len(regions) + len(middle)
+        directory, seal = b"", digest(side, 0x101)
+        for b, region in enumerate(regions):
+            at += len(region)
+            d = digest(region, 0x300)
+            for p, plane in planes.items():
+                d += digest(plane[b << log2 : (b + 1) << log2].tobytes(), 0x400 + p)
+            s = mix((d & MASK64) ^ ((b + 1) * GOLDEN & MASK64))
+            seal += s
+            directory += struct.pack("<II", at // 8, s >> 32)
+        fields = (log2, sum(1 << p for p in planes), coded, len(side), flags, halved, len(regions))
+        seal += digest(directory, 0x200) + digest(self.header(1, at, 0, *fields), 0x100)
+        return self.header(1, at, seal & MASK64, *fields) + side + directory + middle + b"".join(regions)
+
+
+def cut_parts(ask: Ask, n: int, shape: tuple[int, ...], least: int) -> list[tuple[int, int, Any]]:
+    """Section 3: start, count and shape; None: flat."""
+    if not ask.segments:
+        return [(0, n, shape)]
+    parts, flat = [], 0
+    for start, dims in ask.segments:
+        count = int(np.prod(dims, dtype=object))
+        if count >= least:
+            parts += [(flat, start - flat, None), (start, count, dims)]
+            flat = start + count
+    return [p for p in [*parts, (flat, n - flat, None)] if p[1]]
+
+
+# ---- codebooks and coded planes: section 5.2, and 7 of the format
+
+
+def codebook(counts: Array, cap: int) -> list[int]:
+    """Lengths, the escape's last."""
+    c = [int(x) for x in counts]
+    total = sum(c)
+    shift = 0
+    while total >> shift >= 1 << 24:
+        shift += 1
+    kept = sorted((max(x >> shift, 1), v) for v, x in enumerate(c) if 1280 * x > total)
+    while len(kept) > (1 << cap) - 1:
+        lightest = kept[0][0]
+        kept.remove(max(k for k in kept if k[0] == lightest))
+    kept = kept or [(1, 0)]
+    rest = total - sum(c[v] for _, v in kept)
+    leaves = sorted([*kept, (max(rest >> shift, 1), ESCAPE)])
+    level: list[tuple[int, int, Any]] = []
+    for _ in range(cap):
+        packages = [(a[0] + b[0], 1, (a, b)) for a, b in zip(level[::2], level[1::2], strict=False)]
+        level = sorted([(w, 0, v) for w, v in leaves] + packages, key=lambda x: x[:2])
+    lengths = [0] * 257
+
+    def take(node: tuple[int, int, Any]) -> None:
+        if node[1]:
+            take(node[2][0])
+            take(node[2][1])
+        else:
+            lengths[node[2]] += 1
+
+    for node in level[: 2 * len(leaves) - 2]:
+        take(node)
+    return lengths
+
+
+def book_bytes(lengths: list[int]) -> bytes:
+    some = [v for v in range(1, 256) if lengths[v]] or [1, 0]
+    nibbles = [*lengths[some[0] : some[-1] + 1], 0]
+    pairs = [nibbles[i] | nibbles[i + 1] << 4 for i in range(0, len(nibbles) - 1, 2)]
+    return bytes([lengths[ESCAPE] | lengths[0] << 4, some[0], some[-1], *pairs])
+
+
+def cost(lengths: list[int], counts: Array) -> int:
+    return sum(int(c) * (lengths[v] or lengths[ESCAPE] + 8) for v, c in enumerate(counts))
+
+
+def codes_of(lengths: list[int]) -> tuple[Array, Array, int]:
+    """Codes and lengths, with the escape's for values without; the value of the first code."""
+    code, at = [0] * 257, 0
+    order = sorted((v for v in range(257) if lengths[v]), key=lambda v: (lengths[v], v))
+    for v in order:
+        code[v] = at >> (8 - lengths[v])
+        at += 256 >> lengths[v]
+    known = [v if lengths[v] else ESCAPE for v in range(257)]
+    return (
+        np.array([code[v] for v in known], np.uint64),
+        np.array([lengths[v] for v in known], np.uint64),
+        order[0],
+    )
+
+
+def coded_plane(lengths: list[int], symbols: Array, literals: Array) -> bytes:
+    """``literals``: what each value's would be. Values of ESCAPE are escaped, as those without a code are."""
+    code, length, first = codes_of(lengths)
+    escaped = np.array([*(x == 0 for x in lengths[:256]), True])[symbols]
+    quads = np.concatenate([symbols, np.full(-len(symbols) % 128, first)]).reshape(-1, 32, 4)
+    lanes, nbits, words = np.zeros(32, np.uint64), np.full(32, 32, np.uint64), []
+    u32 = np.uint64(32)
+    for row in quads[::-1]:
+        quad, width = np.zeros(32, np.uint64), np.zeros(32, np.uint64)
+        for i in range(4):
+            quad = quad << length[row[:, i]] | code[row[:, i]]
+            width = width + length[row[:, i]]
+        full = nbits + width >= 64
+        words.append(lanes[full] & np.uint64(0xFFFFFFFF))
+        lanes, nbits = np.where(full, lanes >> u32, lanes), np.where(full, nbits - u32, nbits)
+        lanes, nbits = lanes | quad << nbits, nbits + width
+    tails = nbits - u32
+    words = np.concatenate([lanes >> tails, *words[::-1]])
+    some = np.flatnonzero(words)
+    words = words[: some[-1] + 1 if len(some) else 0]
+    bits = "".join(f"{int(t):05b}" for t in tails)
+    bits += "".join(f"{int(lane):064b}"[64 - int(t) :] for lane, t in zip(lanes, tails, strict=True) if t)
+    bits += "0" * (-len(bits) % 8)
+    out = struct.pack("<H", len(words)) + int(bits, 2).to_bytes(len(bits) // 8, "big")
+    return out + bytes(-len(out) % 4) + words.astype("<u4").tobytes() + literals[escaped].tobytes()
+
+
+def packed(values: Array, widths: Any) -> bytes:
+    """Numbers of these widths, from the lowest bit of the first byte on."""
+    widths = np.broadcast_to(widths, values.shape)
+    bits = (values[:, None].astype(np.int64) >> np.arange(24)) & 1
+    return np.packbits(bits[np.arange(24) < widths[:, None]].astype(np.uint8), bitorder="little").tobytes()
+
+
+def histogram(values: Array) -> Array:
+    return np.bincount(values, minlength=256)
+
+
+# ---- codecs of rows: section 7
+
+
+def draws(ask: Ask, n: int, w: int) -> Array:
+    """Section 7.3."""
+    i = np.arange(-(-n // 8), dtype=np.uint64)
+    low, u32 = np.uint64(0xFFFFFFFF), np.uint64(32)
+    c0, c1 = i & low, i >> u32
+    c2, c3 = np.full(i.shape, w, np.uint64), np.full(i.shape, ask.stream >> 32, np.uint64)
+    k0, k1 = ask.seed, ask.stream & 0xFFFFFFFF
+    for _ in range(10):
+        a, b = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+        c0, c1, c2, c3 = b >> u32 ^ c1 ^ np.uint64(k0), b & low, a >> u32 ^ c3 ^ np.uint64(k1), a & low
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    words = np.stack([c0, c1, c2, c3], 1)
+    return np.stack([words & np.uint64(0xFFFF), words >> np.uint64(16)], 2).ravel()[:n].astype(np.int64)
+
+
+def run_sums(x: Array) -> float:
+    """Section 7.2, in the dtype of x."""
+    x = np.concatenate([x, np.zeros(-len(x) % 4096, x.dtype)]).reshape(-1, 128, 32)
+    lanes = np.zeros((len(x), 32), x.dtype)
+    for i in range(128):
+        lanes = lanes + x[:, i]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    sums = [float(s) for s in lanes[:, 0]]
+    while len(sums) > 1:
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=False)] + sums[len(sums) // 2 * 2 :]
+    return sums[0]
+
+
+def once(x: float, dtype: int) -> Any:
+    """A mean or a root as float32."""
+    most = {1: float(np.finfo(F32).max), 3: float.fromhex("0x1.fep127"), 4: 65504.0}[dtype]
+    return F32(min(x, most))
+
+
+def largest(x: Array) -> Any:
+    a = np.abs(x)
+    return a[np.isfinite(a)].max(initial=F32(0))
+
+
+def sign_scales(ask: Ask, x: Array, dtype: int) -> list[Any]:
+    a, minus = np.abs(x), np.signbit(x)
+    if ask.variant == 0:
+        return [once(run_sums(a) / len(x), dtype), F32(0)]
+    if ask.variant == 1:
+        return [once(float(np.sqrt(run_sums(x.astype(np.float64) ** 2) / len(x))), dtype), F32(0)]
+    sides = [(np.where(s, a, F32(0)), int(s.sum())) for s in (~minus, minus)]
+    return [once(run_sums(y) / count, dtype) if count else F32(0) for y, count in sides]
+
+
+def raised(s: Any, dtype: int) -> Any:
+    """To one of the dtype's numbers, not below s if there is one."""
+    near = narrowed(np.array([s], F32), dtype)[0]
+    if near >= s or dtype == 1:
+        return near
+    u = np.frombuffer(narrow(np.array([near], F32), dtype), "<u2")[0]
+    u = np.array([min(u + 1, 0x7F7F if dtype == 3 else 0x7BFF)], "<u2")
+    return ((u.astype(np.uint32) << 16).view(F32) if dtype == 3 else u.view(np.float16).astype(F32))[0]
+
+
+def ternary_scale(ask: Ask, x: Array, dtype: int) -> Any:
+    s = narrowed(np.array([ask.scale], F32), dtype)[0] if ask.scale else raised(largest(x), dtype)
+    if ask.clip:
+        v = x.astype(np.float64)
+        mean, square = run_sums(v) / len(x), run_sums(v * v) / len(x)
+        limit = once(float(F32(ask.clip)) * float(np.sqrt(max(square - mean * mean, 0.0))), dtype)
+        s = min(s, narrowed(np.array([limit]), dtype)[0])
+    return s
+
+
+def steps(x: Array, h: Any) -> Array:
+    return (np.floor(x.astype(np.float64) * 65536 + 0.5).astype(np.int64) + h) >> 16
+
+
+def over(v: Array, s: Any, k: int) -> Array:
+    u = F32(2**64) if s < F32(2**-60) else F32(1)
+    return (v * u) * (F32(k) / (s * u))
+
+
+def small(y: Array, table: Array, mbits: int, bias: int, h: Any) -> Array:
+    """Codes of magnitudes y, at most the largest of a table of values; h: draws, or None."""
+    y = np.minimum(y, np.nanmax(table))
+    e = np.where(y > 0, np.maximum(np.frexp(y)[1] - 1, 1 - bias), 1 - bias)
+    x = np.ldexp(y.astype(np.float64), mbits - e)
+    c = np.rint(x).astype(np.int64) if h is None else steps(x, h)
+    return c + (e - 1 + bias << mbits)
+
+
+@np.errstate(all="ignore")
+def row_scale(ask: Ask, x: Array, t: Any, stochastic: bool) -> tuple[Any, bytes]:
+    """What the codes of a row go by, and the bytes that say so."""
+    amax = largest(x)
+    if ask.codec == 4:
+        scale = F32(ask.scale) if ask.scale else F32(57344 if ask.variant else 448) / amax
+        scale = scale if np.isfinite(scale) else F32(1)
+        return scale, struct.pack("<f", scale)
+    if ask.codec == 6:
+        return amax, struct.pack("<f", amax)
+    if ask.variant == 1:
+        e = int(amax.view(np.uint32)) >> 23
+        e += stochastic and float(amax) > 1.5 * 2.0 ** (e - 127)
+        e = min(max(e - 2, 0), 252)
+        return F32(2.0 ** (e - 127)), bytes([e])
+    a = (amax / F32(6)) / t if t > 0 else F32(0)
+    e = int(small(np.array([a]), E4M3, 3, 7, None)[0])
+    e += stochastic and e < 126 and E4M3[e] < a
+    return E4M3[e] * t, bytes([e])
+
+
+@np.errstate(all="ignore")
+def row_codes(ask: Ask, v: Array, s: Any, h: Array | None, h1: Array) -> Array:
+    """Section 7.4."""
+    a, minus = np.abs(v), np.signbit(v)
+    if ask.codec == 3:
+        if not s > 0:
+            return np.zeros(len(v), np.int64)
+        q = over(np.minimum(a, s), s, 65536).astype(np.float64)
+        high = np.minimum(np.floor(q), 65535)
+        keep = (a >= s) | (h < high) | ((h == high) & (h1 < np.floor((q - high) * 65536)))
+        return np.where(keep, 1 + minus, 0)
+    if ask.codec == 6:
+        odd = ask.variant == 1
+        levels = (1 << ask.bits - 1) - 1 if odd else (1 << ask.bits) - 1
+        if not s > 0:
+            return np.full(len(v), levels if odd else 0)
+        draw: Any = 1 << 15 if h is None else h
+        if not odd:
+            return steps((over(v, s, 1) + F32(1)) * F32(levels / 2), draw)
+        c = steps(over(a, s, 1) * F32(levels), draw)
+        return levels + np.where(minus, -c, c)
+    if ask.codec == 5:
+        return small(a / s if s > 0 else a * 0, E2M1, 1, 1, h) | minus << 3
+    table, mbits, bias = ((E4M3, 3, 7), (E5M2, 2, 15))[ask.variant]
+    some = np.isfinite(v)
+    c = small(np.where(some, a, F32(0)) * s, table, mbits, bias, h)
+    return np.where(some, c, 0x7F) | minus << 7
+
+
+def packed_codes(ask: Ask, codes: Array) -> Array:
+    if ask.codec == 3 and ask.variant:
+        five = np.concatenate([codes, np.zeros(-len(codes) % 5, np.int64)]).reshape(-1, 5)
+        return (five @ np.array([81, 27, 9, 3, 1])).astype(np.uint8)
+    width = {2: 1, 3: 2, 4: 8, 5: 4, 6: ask.bits}[ask.codec]
+    return np.frombuffer(packed(codes, width), np.uint8)
+
+
+def entropy_bytes(lengths: list[int], data: Array) -> bytes:
+    """Section 7.5."""
+    if (data == data[0]).all():
+        return struct.pack("<IB", 0, data[0])
+    if len(data) >= 512:
+        coded = coded_plane(lengths, data.astype(np.int64), data)
+        if len(coded) < len(data):
+            return struct.pack("<I", 2) + coded
+    return struct.pack("<I", 1) + data.tobytes()
+
+
+def row_of(ask: Ask, shape: Any, entropy: bool) -> int:
+    """Section 7.1."""
+    default = {4: BY_SHAPE, 5: 32 if ask.variant else 16, 6: 64}.get(ask.codec, 0)
+    row = default if ask.row is None else ask.row
+    if row == BY_SHAPE:
+        row = 1024
+        if shape is not None and len(shape) > 1:
+            dims = list(shape)
+            row = dims.pop()
+            while row < 64 and dims:
+                row *= dims.pop()
+            row = 1024 if row > 1 << 31 else row
+    return 1024 if entropy and row > 16384 else row
+
+
+def encode_rows(ask: Ask, frame: Frame, v: Array, dtype: int) -> bytes:
+    n = len(v)
+    entropy = (ask.codec == 3 and ask.variant == 2) or (ask.codec == 4 and ask.options & 4 != 0)
+    stochastic = ask.options & 1 != 0
+    parts = [
+        (start, count, row_of(ask, shape, entropy)) for start, count, shape in cut_parts(ask, n, frame.shape, 4096)
+    ]
+    options = ask.options | (32 if ask.clip else 0)
+    row = parts[0][2] if n and not ask.segments else 0
+    frame.params(options, row)
+    if not n:
+        return frame.stored(b"")
+    h = draws(ask, n, 0) if stochastic or ask.codec == 3 else None
+    h1 = draws(ask, n, 1) if ask.codec == 3 else np.zeros(n)
+    records, part_scales = struct.pack("<I", len(parts)), b""
+    found: list[tuple[bytes, Array]] = []
+    for start, count, row in parts:
+        records += struct.pack("<QII", count, row, 0)
+        part = v[start : start + count]
+        t: Any = F32(0)
+        if not row or (ask.codec == 5 and ask.variant == 0):
+            t, below = F32(0), F32(0)
+            if ask.codec == 2:
+                t, below = sign_scales(ask, part, dtype)
+            elif ask.codec == 3:
+                t = ternary_scale(ask, part, dtype)
+            else:
+                t = largest(part) / F32(2688)
+            part_scales += struct.pack("<ff", t, below)
+        size = max(1, 16384 // row) * row if row else 81920 if ask.codec == 3 and ask.variant else 16384
+        for first, m in blocks_of(count, size):
+            scales, codes = b"", []
+            for at, k in blocks_of(m, row or m):
+                i = slice(start + first + at, start + first + at + k)
+                if ask.codec == 2:
+                    codes.append(1 - np.signbit(v[i]))
+                    if row:
+                        scales += struct.pack("<ff", *sign_scales(ask, v[i], dtype))[: 8 if ask.variant == 2 else 4]
+                    continue
+                s = t
+                if row:
+                    s, stored = row_scale(ask, v[i], t, stochastic)
+                    scales += stored
+                codes.append(row_codes(ask, v[i], s, None if h is None else h[i], h1[i]))
+            found.append((scales, packed_codes(ask, np.concatenate(codes))))
+    side = b""
+    lengths: list[int] = []
+    if entropy:
+        take = min(len(found), 16)
+        counts = sum(histogram(found[i * len(found) // take][1]) for i in range(take))
+        lengths = codebook(np.asarray(counts), 8)
+        side = book_bytes(lengths)
+    side = pad8(side + (records if ask.segments else b"") + part_scales)
+    regions = [pad8(s + (entropy_bytes(lengths, c) if entropy else c.tobytes())) for s, c in found]
+    return frame.blocks(side, regions, coded=int(entropy), flags=2 if ask.segments else 0)
+
+
+# ---- samples and the scale model: sections 1, 4 and 5.1
+
+
+def excess(c: Array, v: int) -> int:
+    t = int(c.sum())
+    return sum(int(x) ** 2 for x in c) * v - t * t - (v - 1) * t
+
+
+def uneven(c: Array, v: int) -> bool:
+    return excess(c, v) > int(c.sum()) ** 2 // 7
+
+
+@dataclass
+class Sample:
+    """Of planes."""
+
+    counts: list[Array]
+    constant: list[bool]
+    zero_run: list[bool]
+
+
+def quad_rows(n: int, rows: Any) -> Array:
+    i = (np.asarray(rows)[:, None] * 128 + np.arange(128)).ravel()
+    return i[i < n]
+
+
+def sample_planes(bits: Array, dtype: int, t: Any) -> Sample:
+    """Section 5.1."""
+    n, planes = len(bits), planes_of(bits, dtype, t)
+    nrows = -(-n // 128)
+    take = min(-(-nrows // 2), 64)
+    rows = [i * nrows // take for i in range(take)]
+    i = quad_rows(n, rows)
+    sample = Sample(
+        [histogram(p[i]) for p in planes],
+        [bool((p[i] == p[i[0]]).all()) for p in planes],
+        [any(not p[128 * r : 128 * r + 128].any() for r in rows) for p in planes],
+    )
+    zero = planes[0][i] == 0
+    if dtype == 2 and 64 * int(zero.sum()) >= len(i) and not any(p[i][zero].any() for p in planes):
+        sample.counts[1][0] = 0
+    return sample
+
+
+def planes_of(bits: Array, dtype: int, t: Any) -> list[Array]:
+    """Section 3 of the format; t: offsets in patterns."""
+    _, nplanes, octave, s = DTYPES[dtype]
+    x = bits.astype(np.uint64)
+    planes = [(x >> np.uint64(8 * (nplanes - 1 - p)) & np.uint64(255)).astype(np.uint8) for p in range(nplanes)]
+    if octave:
+        upper = (x >> np.uint64(8 * nplanes - 16)).astype(np.int64)
+        u = lowered(upper & 0x7FFF, t, 1 << s)
+        planes[0] = (u >> s & 255).astype(np.uint8)
+        planes[1] = (u >> s + 8 << s + 1 | upper >> 15 << s | u & (1 << s) - 1).astype(np.uint8)
+    return planes
+
+
+def lowered(p: Array, t: Any, zero: int) -> Array:
+    return np.where(p < zero, p, zero + (p - zero - t) % (32768 - zero))
+
+
+@dataclass
+class Part:
+    """Of the scale model; offsets in eighths of an octave."""
+
+    start: int
+    count: int
+    row: int
+    kind: int
+    base: int
+    shifts: list[int]
+    rows: Array
+    cols: Array
+
+    def eighths(self) -> Array:
+        i = np.arange(self.count)
+        q = np.full(self.count, self.base)
+        if self.kind:
+            q += self.rows[i // self.row]
+        return q + self.cols[i % self.row] if self.kind == 3 else q
+
+
+@dataclass
+class Model:
+    """``offsets``: in patterns, of all values."""
+
+    parts: list[Part]
+    grain: int
+
+    @property
+    def offsets(self) -> Array:
+        return self.grain * np.concatenate([p.eighths() for p in self.parts])
+
+    @property
+    def side(self) -> bytes:
+        out, nibbles = struct.pack("<I", len(self.parts)), b""
+        for p in self.parts:
+            shifts = p.shifts[0] | p.shifts[1] << 4
+            out += struct.pack("<QIBBH", p.count, p.row if p.kind else 0, p.kind, shifts, p.base)
+            for q, shift in zip((p.rows, p.cols), p.shifts, strict=True):
+                x = np.concatenate([q >> shift & 15, np.zeros(len(q) % 2, np.int64)])
+                nibbles += (x[::2] | x[1::2] << 4).astype(np.uint8).tobytes()
+        return out + nibbles
+
+
+def mean(s: Any, n: int) -> int:
+    return (2 * int(s) + n) // (2 * n)
+
+
+def clamp(x: int) -> int:
+    return max(-127, min(127, x))
+
+
+def spread(take: int, n: int) -> list[int]:
+    return [i if take == n else (i * 0x9E3779B9 % 2**32) * n >> 32 for i in range(take)]
+
+
+def stride_of(n: int) -> int:
+    nrows = -(-n // 128)
+    return max(nrows // 2048, 1, min(16, nrows // 64))
+
+
+def sampled(count: int, stride: int) -> Array:
+    """Places of the symbols that are counted, of a part or tensor of so many values."""
+    nrows = -(-count // 128)
+    return quad_rows(count, spread(-(-nrows // stride), nrows))
+
+
+def huffman(c: Array) -> int:
+    """Section 4.5."""
+    total = int(c.sum())
+    kept = [int(x) for x in c if 1280 * int(x) > total]
+    rest = total - sum(kept)
+    heap = [*kept, max(rest, 1)]
+    heapq.heapify(heap)
+    bits = 8 * rest
+    while len(heap) > 1:
+        pair = heapq.heappop(heap) + heapq.heappop(heap)
+        heapq.heappush(heap, pair)
+        bits += pair
+    return bits
+
+
+def pays(before: int, after: int, samples: int, count: int, bits: int) -> bool:
+    return before > after and (before - after << 16) // samples * count > bits << 16
+
+
+def columns_of(shape: Any, n: int) -> int:
+    """Section 3: of a matrix, or 0."""
+    best, rows = (1, n), 1
+    for dim in shape or ():
+        rows *= dim
+        if max(rows, n // rows) < max(best):
+            best = (rows, n // rows)
+    return best[1] if min(best) >= 64 and best[1] < 1 << 32 else 0
+
+
+def nibbles_of(q: Array, shift: int) -> Array:
+    return q + (1 << shift >> 1) >> shift
+
+
+def shift_of(q: Array, shift: int) -> int:
+    while shift < 3 and 32 * int((np.abs(2 * nibbles_of(q, shift) + 1) > 15).sum()) > len(q):
+        shift += 1
+    return shift
+
+
+def offsets_of(q: Array, shift: int) -> Array:
+    return np.clip(nibbles_of(q, shift), -8, 7) << shift
+
+
+def row_mean(p: Array, zero: int) -> int | None:
+    """Section 4.2."""
+    if len(p) > 128:
+        p = np.concatenate([p[at : at + 32] for at in (i * (len(p) - 32) // 3 for i in range(4))])
+    live = p[p >= zero]
+    return mean(live.sum(), len(live)) if len(live) else None
+
+
+def fit_part(part: Part, p: Array, zero: int, grain: int, centre: int, finest: int) -> int:
+    """Sections 4.2 and 4.3, of the part's patterns; the mean of its rows."""
+    means = [row_mean(p[at : at + part.row], zero) for at in range(0, part.count, part.row)]
+    nrows = len(means)
+    rows = spread(min(nrows, 1024), nrows)
+    known = [m for r in rows if (m := means[r]) is not None]
+    middle = mean(sum(known), len(known)) if known else centre
+    q = np.array([0 if m is None else clamp(mean(m - middle, grain)) for m in means])
+    part.shifts[0] = shift_of(q[rows], finest)
+    part.rows = offsets_of(q, part.shifts[0])
+    if part.kind == 3:
+        r = spread(min(nrows, 128, max(64, nrows // 2)), nrows)
+        some = p.reshape(nrows, -1)[r]
+        live = some >= zero
+        total = np.where(live, some - (middle + grain * part.rows[r, None]), 0).sum(0)
+        left = [clamp(mean(t, int(c) * grain)) if c else 0 for t, c in zip(total, live.sum(0), strict=True)]
+        part.shifts[1] = shift_of(np.array(left), finest)
+        part.cols = offsets_of(np.array(left), part.shifts[1])
+    return middle
+
+
+def scale_model(
+    ask: Ask, how: int, pattern: Array, shape: tuple[int, ...], zero: int, octave: int, finest: int
+) -> tuple[Model | None, Array, int, int]:
+    """Section 4: the model, counts of symbols, how many of the sample are 0 under offsets, and all."""
+    n, s, grain = len(pattern), 4 if octave == 16 else 7, octave // 8
+    stride, circle = stride_of(n), (32768 - zero) // grain
+    flat, based = how == 1 or n < 4096, octave == 16
+    if flat and not based:
+        plain = histogram(pattern[sampled(n, stride)] >> s & 255)
+        return None, plain, int(plain[0]), int(plain.sum())
+    centre = 0x4800 if octave == 16 else 0x4000
+    by_eighths = finest == 0 and octave == 128 and n >= 524288
+    cuts = cut_parts(replace(ask, segments=None) if flat else ask, n, shape if n >= 8192 else (), 8192)
+    raw, zeros, parts, samples = np.zeros(256, np.int64), 0, [], []
+    for start, count, dims in cuts:
+        row = columns_of(dims, count)
+        none = np.zeros(0, np.int64)
+        part = Part(start, count, row or 512, 3 if row else 1, 0, [0, 0], none, none)
+        p = pattern[start : start + count]
+        middle = fit_part(part, p, zero, grain, centre, finest)
+
+        def base(unit: int, middle: int = middle) -> int:
+            return unit * mean(middle - centre - min(octave, 128) * 7 // 8, unit * grain) % circle
+
+        part.base = base(1 << finest)
+        if flat:
+            part.kind, part.shifts, part.rows, part.cols, part.base = 0, [0, 0], none, none, base(8)
+        i = sampled(count, stride)
+        raw = histogram(p[i] >> s & 255)
+        fitted = histogram(lowered(p[i], grain * part.eighths()[i], zero) >> s & 255)
+        zeros += int(fitted[0])
+        cost_of_nibbles = 4 * (len(part.rows) + len(part.cols)) + 64
+        if not flat and how != 2 and not pays(huffman(raw), huffman(fitted), len(i), count, cost_of_nibbles):
+            part.kind, part.shifts, part.rows, part.cols = 0, [0, 0], none, none
+            part.base = base(1 if by_eighths else 8)
+        parts.append(part)
+        samples.append((p[i], part.eighths()[i]))
+    p, q = (np.concatenate(x) for x in zip(*samples, strict=True))
+    phases = [histogram(lowered(p, grain * (q + f), zero) >> s & 255) for f in range(8 if by_eighths else 1)]
+    costs = [huffman(c) for c in phases]
+    best = costs.index(min(costs))
+    base_pays = by_eighths and pays(huffman(raw), costs[best], len(p), n, 224)
+    if len(parts) == 1 and not parts[0].kind and not base_pays and not based:
+        return None, raw, zeros, len(p)
+    for part in parts:
+        part.base = (part.base + best) % circle
+    return Model(parts, grain), phases[best], zeros, len(p)
+
+
+# ---- lossless: sections 5 and 6
+
+
+def put_plane(plane: Array, exponent: bool, lengths: list[int] | None, is_halved: bool) -> tuple[int, bytes]:
+    """Mode and contents."""
+    n = len(plane)
+    if (plane == plane[0]).all():
+        return 0, plane[:1].tobytes()
+    if lengths:
+        symbols = plane & 15 if is_halved else plane
+        tried = symbols[np.arange(n) // 128 % 8 == 0]
+        if exponent or 100 * cost(lengths, histogram(tried)) < 98 * (4 if is_halved else 8) * len(tried):
+            coded = coded_plane(lengths, symbols.astype(np.int64), symbols)
+            if is_halved:
+                high = np.concatenate([plane >> 4, np.zeros(n % 2, np.uint8)])
+                coded += (high[: len(high) // 2] | high[len(high) // 2 :] << 4).tobytes()
+            if len(coded) < n:
+                return 2, coded
+    runs = [plane[i : i + 128] for i in range(0, n, 128)]
+    some = [run.any() for run in runs]
+    rows = np.packbits(some, bitorder="little").tobytes() + b"".join(
+        r.tobytes() for r, any_ in zip(runs, some, strict=True) if any_
+    )
+    return (3, rows) if len(rows) < n else (1, plane.tobytes())
+
+
+@dataclass
+class Chosen:
+    """What becomes of planes: section 5.3."""
+
+    books: dict[int, list[int]]
+    halved: set[int]
+    fixed: set[int]
+
+
+def choose_planes(ask: Ask, dtype: int, n: int, sample: Sample, zeros: int, values: int) -> Chosen:
+    _, nplanes, octave, _ = DTYPES[dtype]
+    chosen = Chosen({}, set(), set())
+    for p in range(nplanes):
+        c, top = sample.counts[p], p == 0 and octave != 0
+        total, half, book = int(c.sum()), False, None
+        bits, is_uneven = 8 * total, not sample.constant[p] and uneven(c, 256)
+        if top:
+            book = ask.book or codebook(c, ask.cap)
+            bits = cost(book, c)
+        elif is_uneven and excess(c, 256) > total**2 // 7 + 655 * total**2 // n:
+            book = codebook(c, ask.cap)
+            bits = cost(book, c) + 8 * len(book_bytes(book)) * total // n
+        if is_uneven and not top:
+            low = np.concatenate([c.reshape(16, 16).sum(0), np.zeros(240, np.int64)])
+            nibbles = codebook(low, ask.cap)
+            all_nibbles = cost(nibbles, low) + 4 * total + 8 * len(book_bytes(nibbles)) * total // n
+            if all_nibbles < bits:
+                book, bits, half = nibbles, all_nibbles, True
+        if book and 100 * bits < 98 * 8 * total:
+            chosen.books[p] = book
+            chosen.halved |= {p} if half else set()
+        elif not top and not sample.constant[p] and not sample.zero_run[p] and (not octave or 64 * zeros < values):
+            chosen.fixed |= {p}
+    return chosen
+
+
+def region(dtype: int, chosen: Chosen, planes: list[Array]) -> bytes:
+    """Section 6, of a block."""
+    _, nplanes, octave, _ = DTYPES[dtype]
+    head, body, is_pruned, zero = 0, b"", False, planes[0] == 0
+    for p in range(nplanes):
+        if p in chosen.fixed:
+            continue
+        top = p == 0 and octave != 0
+        plane = planes[p][~zero] if p and is_pruned else planes[p]
+        mode, contents = put_plane(plane, top, chosen.books.get(p), p in chosen.halved)
+        body += contents
+        head |= mode << 2 * p
+        if top and mode == 2 and len(chosen.fixed) < nplanes - 1:
+            is_pruned = 64 * int(zero.sum()) >= len(zero) and not any(q[zero].any() for q in planes[1:])
+            head |= is_pruned << 16
+    return pad8(struct.pack("<I", head) + body)
+
+
+def pattern_model(ask: Ask, shape: tuple[int, ...], bits: Array, dtype: int) -> tuple["Model | None", Array, int, int]:
+    """Section 4, of lossless."""
+    _, nplanes, octave, s = DTYPES[dtype]
+    pattern = (bits.astype(np.uint64) >> np.uint64(8 * nplanes - 16)).astype(np.int64) & 0x7FFF
+    finest = 0
+    if octave < 1024:
+        plain = sample_planes(bits, dtype, 0)
+        c = plain.counts[1].reshape(-1, 2 << s).sum(0)
+        finest = 0 if not plain.constant[1] and not plain.zero_run[1] and not uneven(c, 2 << s) else 3
+    return scale_model(ask, ask.variant, pattern, shape, 1 << s, octave, finest)
+
+
+def encode_lossless(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
+    _, nplanes, octave, _ = DTYPES[dtype]
+    n = len(bits)
+    frame.params(0, 0)
+    stored = frame.stored(bits.astype(f"<u{nplanes}").tobytes())
+    if n < 512:
+        return stored
+    model, counts, zeros, values = pattern_model(ask, frame.shape, bits, dtype) if octave else (None, None, 0, 0)
+    sample = sample_planes(bits, dtype, model.offsets if model and dtype == 2 else 0)
+    if counts is not None:
+        sample.counts[0] = counts
+    chosen = choose_planes(ask, dtype, n, sample, zeros, values)
+    if len(chosen.fixed) == nplanes:
+        return stored
+    model = model if 0 in chosen.books else None
+    planes = planes_of(bits, dtype, model.offsets if model else 0)
+    prior = bool(ask.book and octave and 0 in chosen.books)
+    side = struct.pack("<Q", codebook_id(ask.book, 0)) if prior else b""
+    side += b"".join(book_bytes(chosen.books[p]) for p in sorted(chosen.books) if p or not prior)
+    side = pad8(side + (model.side if model else b""))
+    log2, blocks = cut_blocks(n)
+    if 48 + 8 * len(frame.shape) + len(side) + 16 * len(blocks) + len(chosen.fixed) * (n + 7 & -8) >= len(stored):
+        return stored
+    regions = [region(dtype, chosen, [p[first : first + m] for p in planes]) for first, m in blocks]
+    built = frame.blocks(
+        *(side, regions, log2, sum(1 << p for p in chosen.books), prior | (2 if model else 0)),
+        *(sum(1 << p for p in chosen.halved), {p: planes[p] for p in chosen.fixed}),
+    )
+    return built if len(built) < len(stored) else stored
+
+
+# ---- truncate: section 8
+
+# p, bias, exponent of Inf, bits dropped by levels, widths of pieces, octave
+TRUNCATED = {
+    1: (23, 127, 255, (0, 6, 12, 18), (6, 6, 6, 6), 128),
+    3: (7, 127, 255, (0, 2, 4, 6), (2, 2, 2, 2), 128),
+    4: (10, 15, 31, (0, 3, 5, 8), (3, 3, 2, 3), 1024),
+}
+
+
+def a_exponents(ask: Ask, n: int) -> Array:
+    """Exponent fields of A."""
+    a = np.zeros(n, F32)
+    starts = [start for start, _ in ask.groups]
+    for (start, terms), end in zip(ask.groups, [*starts[1:], n], strict=True):
+        theta_term, theta_v, v_term, eps, m_term = (F32(x) for x in terms)
+        i = slice(start, end)
+        factor: Any = theta_term
+        if "v" in ask.state:
+            factor = (np.sqrt(v_term * ask.state["v"][i]) + eps) * theta_v + theta_term
+        a[i] = ask.state["theta"][i] * factor
+        if "m" in ask.state:
+            a[i] = a[i] + m_term * ask.state["m"][i]
+    return np.where(np.isnan(a), 0, a.view(np.uint32) >> 23 & 255).astype(np.int64)
+
+
+@dataclass
+class Cut:
+    """Values as they will be, their exponents, bits dropped, and exponents of A: section 8.1."""
+
+    x: Array
+    e: Array
+    k: Array
+    ea: Array
+
+    def level(self, dtype: int) -> Array:
+        return level_of(self.k, dtype)
+
+
+def level_of(k: Array, dtype: int) -> Array:
+    return sum(((k >= y).astype(np.int64) for y in TRUNCATED[dtype][3][1:]), np.zeros(len(k), np.int64))
+
+
+def cut(ask: Ask, x: Array, dtype: int, guard: int) -> Cut:
+    p, bias, last, drops, _, _ = TRUNCATED[dtype]
+    nearest = not ask.options & 16
+    ea = a_exponents(ask, len(x)) if ask.groups else np.zeros(len(x), np.int64)
+
+    def dropped(e: Array) -> Array:
+        if not ask.groups:
+            return np.where(e == last, 0, np.array(drops)[ask.bits if ask.levels is None else ask.levels])
+        d = np.where(ea == 255, 1000, ea - 127 - (e - bias) - guard)
+        d = np.where((ea == 0) | (e == last), -1000, d)
+        return np.clip(d, 0, p) if ask.options & 8 else np.array(drops)[level_of(d, dtype)]
+
+    e = x >> p & last
+    k = dropped(e)
+    y = x + np.where((k > 0) & nearest, (1 << np.maximum(k - 1, 0)) - 1 + (x >> k & 1), 0) >> k << k
+    x = np.where(e == 0, 0, np.where((y >> p & last) == last, x >> k << k, y))
+    e = x >> p & last
+    return Cut(x, e, dropped(e) if ask.variant == 2 else k, ea)
+
+
+@dataclass
+class Symbols:
+    """Section 8.2."""
+
+    values: Array  # ESCAPE: without one
+    literals: Array
+    counts: Array
+    model: "Model | None"
+
+
+def symbols_of(ask: Ask, shape: tuple[int, ...], x: Array, dtype: int, c: Cut) -> Symbols:
+    octave = TRUNCATED[dtype][5]
+    pattern = x >> (16 if dtype == 1 else 0) & 0x7FFF
+    model = scale_model(ask, 0, pattern, shape, octave, octave, 3)[0]
+    u = lowered(c.e * octave, model.offsets if model else 0, octave) // octave
+    literals, values, outside = u.astype(np.uint8), u, np.zeros(len(u), bool)
+    if ask.variant == 1:
+        level, t = c.level(dtype), u - (0 if dtype == 4 else 96)
+        outside = (u > 0) & ~((t > 0) & (t < 64))
+        values = np.where(outside | (u == 0), 0, 4 * t + level)
+        literals = np.where(u > 0, 4 * u + level, 0).astype("<u2")
+    n = len(u)
+    counts = histogram(values[sampled(n, stride_of(n))])
+    return Symbols(np.where(outside, ESCAPE, values), literals, counts, model)
+
+
+def guard_of(ask: Ask, dtype: int) -> int:
+    guard = ask.guard + (ask.options & 16 != 0)
+    if ask.groups:
+        guard = min(max(guard + ask.p - TRUNCATED[dtype][0], -128), 127)
+    return 0 if ask.variant == 3 else guard
+
+
+def put_fields(ask: Ask, dtype: int, c: Cut, i: slice) -> tuple[int, bytes]:
+    """Section 8.3: bits of head, and pieces."""
+    p, _, _, _, widths, _ = TRUNCATED[dtype]
+    x, k, some = c.x[i], c.k[i], c.e[i] > 0
+    f = x >> (31 if p == 23 else 15) << p | x & (1 << p) - 1
+    if ask.options & 8:
+        zeros = int(np.bitwise_or.reduce(f)) | 1 << p + 1
+        tail = (zeros & -zeros).bit_length() - 1
+        left = np.maximum(k, tail)[some]
+        return tail << 8, packed(f[some] >> left, p + 1 - left)
+    head, body, rest = 0, b"", p + 1
+    for j, width in enumerate(widths):
+        rest -= width
+        piece = f[some & (k <= rest)] >> rest & (1 << width) - 1
+        if len(piece) and not piece.any():
+            head |= 1 << 8 + j
+        else:
+            body += packed(piece, width)
+    return head, body
+
+
+def encode_truncate(ask: Ask, frame: Frame, x: Array, dtype: int) -> bytes:
+    n = len(x)
+    guard = guard_of(ask, dtype)
+    frame.params(ask.options, guard + 128)
+    stored = frame.stored(x.astype("<u4" if dtype == 1 else "<u2").tobytes())
+    if n < 512:
+        return stored
+    x = x.astype(np.int64)
+    c = cut(ask, x, dtype, guard)
+    s = symbols_of(ask, frame.shape, x, dtype, c)
+    book = ask.book or codebook(s.counts, ask.cap)
+    name = 1 if ask.variant != 1 else 3 if dtype == 4 else 2
+    side = struct.pack("<Q", codebook_id(ask.book, name)) if ask.book else book_bytes(book)
+    side = pad8(side + (s.model.side if s.model else b""))
+    log2, blocks = cut_blocks(n)
+    if 48 + 8 * len(frame.shape) + len(side) + 16 * len(blocks) >= len(stored):
+        return stored
+    regions = []
+    for first, m in blocks:
+        i = slice(first, first + m)
+        values, body = s.values[i], b""
+        if ask.variant == 2:
+            body += struct.pack("<I", digest(c.ea[i].astype(np.uint8).tobytes(), 0x500) & 0xFFFFFFFF)
+        mode, part = 2, coded_plane(book, values, s.literals[i])
+        if (values == values[0]).all() and values[0] != ESCAPE:
+            mode, part = 0, bytes([values[0]])
+        elif len(part) >= m and ask.variant != 1:
+            mode, part = 1, values.astype(np.uint8).tobytes()
+        body += part
+        if ask.variant == 0:
+            body += packed(c.level(dtype)[i][c.e[i] > 0], 2)
+        head, pieces = put_fields(ask, dtype, c, i)
+        regions.append(pad8(struct.pack("<I", mode | head) + body + pieces))
+    built = frame.blocks(side, regions, log2, 1, (1 if ask.book else 0) | (2 if s.model else 0))
+    return built if len(built) < len(stored) else stored
+
+
+# ---- all
+
+
+def floats(bits: Array, dtype: int) -> Array:
+    """As float32."""
+    if dtype == 1:
+        return bits.astype(np.uint32).view(F32)
+    return bits.view(np.float16).astype(F32) if dtype == 4 else (bits.astype(np.uint32) << 16).view(F32)
+
+
+def with_error(bits: Array, dtype: int, error: Array) -> Array:
+    """Section 9: the sums."""
+    v = floats(bits, dtype) + error
+    return np.where(np.isnan(v), F32("nan"), v)
+
+
+def in_dtype(v: Array, dtype: int) -> Array:
+    """Section 9: the bits of sums as truncate takes them."""
+    u = np.frombuffer(narrow(v, dtype), "<u4" if dtype == 1 else "<u2")
+    inf = {1: 0x7F800000, 3: 0x7F80, 4: 0x7C00}[dtype]
+    return np.where(np.isinf(v), inf | np.signbit(v).astype(u.dtype) << 8 * u.itemsize - 1, u).astype(u.dtype)
+
+
+@np.errstate(all="ignore")
+def encode(bits: Array, dtype: int, shape: tuple[int, ...], ask: Ask) -> bytes:
+    """A frame of the values whose bits, unsigned integers of their size, are given."""
+    bits = bits.reshape(-1)
+    frame = Frame(ask, dtype, shape)
+    if ask.codec == 1:
+        return encode_lossless(ask, frame, bits, dtype)
+    error = np.zeros(len(bits), F32) if ask.error is None else ask.error
+    if ask.codec == 7:
+        bits = bits if ask.error is None else in_dtype(with_error(bits, dtype, error), dtype)
+        return encode_truncate(ask, frame, bits, dtype)
+    return encode_rows(ask, frame, floats(bits, dtype) if ask.error is None else with_error(bits, dtype, error), dtype)
+
+
+@np.errstate(all="ignore")
+def count_symbols(bits: Array, dtype: int, shape: tuple[int, ...], ask: Ask) -> Array:
+    """What a codebook that both sides hold is made from, of one tensor: section 5.2."""
+    if ask.codec == 1:
+        return pattern_model(ask, shape, bits, dtype)[1]
+    x = bits.astype(np.int64)
+    return symbols_of(ask, shape, x, dtype, cut(ask, x, dtype, guard_of(ask, dtype))).counts

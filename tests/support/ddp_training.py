@@ -1,0 +1,64 @@
+"""Small models and data for tests of DistributedDataParallel hooks."""
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from codec.torch import hook_state
+
+
+def net():
+    torch.manual_seed(3)
+    middle = [m for _ in range(9) for m in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+    return torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.LayerNorm(64), *middle, torch.nn.Linear(64, 5))
+
+
+def data(rank, step):
+    g = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(16, 20, generator=g)
+    return x, (x[:, :5] * x[:, 5:10]).argmax(1)
+
+
+def wrapped(model=None, **kwargs):
+    """In 8 buckets or more."""
+    return DistributedDataParallel(model or net(), bucket_cap_mb=0.015, **kwargs)
+
+
+def parameter_bytes(model):
+    return b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+
+
+def hook_state_bytes(hook):
+    """Return its state as bytes, to be compared."""
+    return hook_state.packed(hook.state_dict())
+
+
+def train(model, optimizer, rank, steps, first=0):
+    """The losses."""
+    losses = []
+    for step in range(first, first + steps):
+        x, y = data(rank, step)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def take_step(model, rank, small_forward, optimizer=None):
+    """Take a step and return the gradients."""
+    model.zero_grad()
+    small_forward(model, rank).backward()
+    if optimizer is not None:
+        optimizer.step()
+    return [p.grad for p in model.parameters()]
+
+
+def small_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 8))
+
+
+def small_forward(model, rank):
+    return model(torch.randn(16, 64, generator=torch.Generator().manual_seed(rank))).square().mean()

@@ -1,0 +1,196 @@
+"""A GPU that is this CPU: kernels as g++ compiles them behind `tests/cuda/`, and arrays that say they lie there."""
+
+import ctypes
+import hashlib
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from codec._c.library import ITEMSIZE
+from codec.engines.cuda import devices
+from codec.engines.cuda.cupy_backend import Gpu
+from codec.engines.cuda.kernels import FILE_OF, FILES
+from codec.tensors.view import TensorView, view
+from support.nvrtc import compile_cuda
+
+ROOT = Path(__file__).parents[2]
+INCLUDED = [f"-I{ROOT / folder}" for folder in ("native/include", "native/src", "native/cuda", "tests/cuda")]
+FLAGS = [
+    "-std=c++20",
+    "-O1",
+    "-g1",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-fno-gnu-unique",  # variables of templates are one library's
+    "-shared",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unknown-pragmas",
+]
+
+
+class LaunchError(Exception):
+    """What a GPU leaves undefined, in words."""
+
+
+def build(source=ROOT / "tests/cuda/kernels.cc", options=()):
+    """Kernels as a shared library, made anew if anything has changed."""
+    command = ["g++", *FLAGS, *options, *INCLUDED]
+    digest = hashlib.sha256(" ".join(command).encode() + Path(source).read_bytes())
+    for folder in ("native/include/codec", "native/src/exact", "native/cuda", "tests/cuda"):
+        for path in sorted(path for path in (ROOT / folder).rglob("*") if path.is_file()):
+            digest.update(path.read_bytes())
+    out = ROOT / "build/cuda_on_cpu" / f"{digest.hexdigest()[:32]}.so"
+    if not out.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+            subprocess.run([*command, str(source), "-o", f"{folder}/kernels.so"], check=True)
+            Path(folder, "kernels.so").replace(out)
+    return ctypes.CDLL(str(out))
+
+
+def launch(library, kernel, grid, threads, *args):
+    """`args`: ctypes values and buffers, which are passed as they are."""
+    call = getattr(library, f"{kernel.replace('<', '_').rstrip('>')}_launch")
+    call.restype, call.argtypes = ctypes.c_char_p, [ctypes.c_void_p, *[ctypes.c_uint32] * 3, ctypes.c_size_t]
+    pointers = (ctypes.c_void_p * len(args))(*[ctypes.addressof(a) for a in args])
+    if said := call(pointers, *grid, threads, 0):
+        raise LaunchError(said.decode())
+
+
+def compile_kernels(file, arch):
+    """By NVRTC, for a GPU that need not be there: what its assembler says, and the PTX."""
+    stubs = {"stdint.h": '#pragma once\n#include "exact/bits.h"\n', "stddef.h": "#pragma once\n"}
+    options = [f"-arch={arch}", "-fmad=false", "-default-device", "-Xptxas=-v", *INCLUDED]
+    return compile_cuda(f'#include "{file}.cu"\n', stubs, options, FILES[file].kernels)
+
+
+class DeviceArray:
+    """An array "on a GPU": libraries know of its memory by ``__cuda_array_interface__`` alone."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "version": 3,
+            "stream": 7,
+            **{k: self.array.__array_interface__[k] for k in ("shape", "typestr", "data", "strides")},
+        }
+
+    def __getitem__(self, items: Any) -> "DeviceArray":
+        return DeviceArray(self.array[items])
+
+    def reshape(self, *shape: int) -> "DeviceArray":
+        return DeviceArray(self.array.reshape(*shape))
+
+    def view(self, dtype: str) -> "DeviceArray":
+        return DeviceArray(self.array.view(dtype))
+
+    def get(self) -> Any:
+        """A copy for the host."""
+        return self.array.copy()
+
+
+class Emulated:
+    """A device as this engine needs one, and a backend that has no other."""
+
+    name = "cuda:0"
+
+    def __init__(self, library: Any, processors: int = 1) -> None:
+        self.library, self.processors, self.launched, self.uploaded = library, processors, [], []
+
+    def put(self, array: Any) -> DeviceArray:
+        """A copy that lies on this device."""
+        return DeviceArray(np.array(array))
+
+    def why_not(self) -> str | None:
+        return None
+
+    def find(self, v: TensorView) -> "Emulated":
+        return self
+
+    def current(self) -> "Emulated":
+        return self
+
+    def on(self, stream: int) -> Any:
+        return nullcontext()
+
+    def stream(self) -> int:
+        return 0
+
+    def wait_for(self, stream: int) -> None:
+        pass
+
+    hold = wait_for
+
+    def allocate(self, nbytes: int) -> tuple[int, object]:
+        memory = np.empty(nbytes, np.uint8)  # which AddressSanitizer guards
+        assert memory.ctypes.data % 16 == 0
+        memory.fill(0xE5)
+        return memory.ctypes.data, memory
+
+    def upload(self, to: int, data: Any) -> object:
+        ctypes.memmove(to, bytes(data), len(data))
+        self.uploaded.append(len(data))
+        return None
+
+    def download(self, at: int, nbytes: int) -> bytearray:
+        return bytearray(ctypes.string_at(at, nbytes))
+
+    def copy(self, to: int, at: int, nbytes: int) -> None:
+        ctypes.memmove(to, at, nbytes)
+
+    def clear(self, at: int, nbytes: int) -> None:
+        ctypes.memset(at, 0, nbytes)
+
+    def prepare(self, kernels: Iterable[str]) -> None:
+        assert set(kernels) <= FILE_OF.keys()
+
+    def numbers(self, kernel: str, name: str, count: int) -> tuple[int, ...]:
+        return tuple((ctypes.c_uint64 * count).in_dll(self.library, name))
+
+    def launch(self, kernel: str, grid: tuple[int, int], *args: Any) -> None:
+        self.launched.append(kernel)
+        launch(self.library, kernel, grid, FILES[FILE_OF[kernel]].threads, *args)
+
+    def empty(self, dtype: str, shape: tuple[int, ...], like: Any) -> tuple[Any, TensorView]:
+        array = DeviceArray(np.empty(shape, f"u{ITEMSIZE[dtype]}"))
+        return array, view(array)._replace(dtype=dtype)
+
+    def bytes_of(self, v: TensorView, nbytes: int) -> Any:
+        memory = (ctypes.c_uint8 * nbytes).from_address(v.address)
+        memory.owner = v.owner  # kept by the array
+        return DeviceArray(np.frombuffer(memory, np.uint8))
+
+
+class Real:
+    """A GPU, as tests use it."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.launched: list[str] = []
+        begin = Gpu.launch
+
+        def launch(gpu: Gpu, kernel: str, grid: tuple[int, int], *args: Any) -> None:
+            self.launched.append(kernel)
+            begin(gpu, kernel, grid, *args)
+
+        monkeypatch.setattr(Gpu, "launch", launch)
+
+    def put(self, array: Any) -> Any:
+        """A copy that lies on this device."""
+        import cupy
+
+        return cupy.array(array)
+
+
+def use(monkeypatch: Any, device: Emulated) -> None:
+    """Meanwhile engine="cuda" works on this one."""
+    monkeypatch.setattr(devices, "backend", device)

@@ -1,0 +1,160 @@
+"""Comparison of engines: each call must give the same bytes, the same values or the same error with all of them."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+import codec
+from codec import optimizers
+from codec._c.library import ITEMSIZE, MANTISSA_BITS
+from support.specs import SPECS
+from support.tensors import ADAMW, ALL_DTYPES, F32, KINDS, LOSSY_DTYPES, optimizer_state, random_bits
+
+ENGINES = ("native", "numba")
+MBITS = {**MANTISSA_BITS, "float64": 52}
+
+
+def outcome(call):
+    """What a call gives, or its error as a caller sees it."""
+    try:
+        return call()
+    except codec.CodecError as e:
+        return type(e), e.code, str(e)
+
+
+def agreed(call):
+    """What a call gives with any engine."""
+    expected, *others = (outcome(lambda: call(engine)) for engine in ENGINES)  # noqa: B023
+    assert others == [expected] * len(others)
+    return expected
+
+
+def dtypes_of(spec):
+    return ALL_DTYPES if isinstance(spec, codec.Lossless) else LOSSY_DTYPES
+
+
+def sample_bits(dtype, n, kind="mixed", seed=0, odd=0, finite=True):
+    """Bits of values, `odd` of them at the ends of what the dtype has; no NaN and Inf if `finite`."""
+    x = random_bits(dtype, n, kind, seed)
+    if dtype not in MBITS:
+        return x
+    u, sign, mbits = x.dtype.type, 1 << 8 * ITEMSIZE[dtype] - 1, MBITS[dtype]
+    inf = sign - (1 << mbits)
+    if finite:
+        x = np.where(x & u(inf) == u(inf), x ^ u(1 << mbits), x)
+    ends = [0, sign, 1, sign | (1 << mbits) - 1, 1 << mbits, inf - 1, sign | inf - 1]
+    ends += [] if finite else [inf, sign | inf, inf | 1, inf | 1 << mbits - 1, sign | inf | 5]
+    rng = np.random.default_rng([seed, n])
+    if n and odd:
+        x[rng.integers(0, n, odd)] = rng.choice(np.array(ends, x.dtype), odd)
+    return x
+
+
+def level_arguments(spec, n, seed=0, how="sgd"):
+    """What Truncate needs beside the tensor."""
+    if not isinstance(spec, codec.Truncate) or spec.fixed_level is not None:
+        return {}
+    state = {k: v * F32(1e3 if k == "theta" else 1) for k, v in optimizer_state(n, seed).items()}
+    if how == "sgd":
+        return {"metric": optimizers.SGD(1e-2), "state": {"theta": state["theta"]}}
+    if how == "groups" and n > 1:
+        return {"metric": [(0, optimizers.SGD(1e-3)), (n // 3 + 1, ADAMW)], "state": state}
+    return {"metric": ADAMW, "state": state}
+
+
+def like(dtype):
+    return np.empty(0, f"u{ITEMSIZE[dtype]}")
+
+
+def misaligned(x, shift=3):
+    """The same array at an odd address."""
+    raw = np.empty(x.nbytes + 16, np.uint8)
+    raw[shift : shift + x.nbytes] = x.reshape(-1).view(np.uint8)
+    return np.ndarray(x.shape, x.dtype, raw[shift:])
+
+
+def unify_nan(y):
+    """Bits of float32, of NaN always the same."""
+    return np.where(np.isnan(y), F32(np.nan), y).tobytes()
+
+
+def check_encode(x, spec, dtype, left=None, **how):
+    """A frame that both engines make, with what they leave in `residual`; or their error, which leaves it as it was."""
+
+    def call(engine):
+        residual = None if left is None else left.copy()
+        frame = outcome(lambda: bytes(codec.encode(x, spec, dtype=dtype, engine=engine, residual=residual, **how)))
+        if left is not None and not isinstance(frame, bytes):
+            assert residual.tobytes() == left.tobytes()
+        return frame, None if left is None else residual.tobytes()
+
+    frame, _ = agreed(call)
+    return frame
+
+
+def check_decode(frame, dtype, shape, **how):
+    """A frame's values by both engines, in memory of their own and of ours."""
+    values = agreed(lambda engine: codec.decode(frame, like=like(dtype), engine=engine, **how).tobytes())
+    out = misaligned(np.zeros(shape, like(dtype).dtype))
+    codec.decode(
+        misaligned(np.frombuffer(frame, np.uint8), 5),
+        out=out,
+        engine=ENGINES[-1],
+        check_first=len(frame) % 16 == 0,
+        **how,
+    )
+    assert out.tobytes() == values
+    return values
+
+
+def check_sums(frames, dtype, n, op="mean", **how):
+    """Sums of frames by both engines."""
+
+    def accumulate(engine):
+        total = misaligned(np.linspace(-1, 1, n, dtype=F32))
+        for i, frame in enumerate(frames):
+            codec.accumulate(frame, total, 0.3 * i - 1, engine=engine, **how)
+        return unify_nan(total)
+
+    if dtype in LOSSY_DTYPES:
+        agreed(accumulate)
+        agreed(lambda engine: unify_nan(codec.reduce(frames, op, engine=engine, **how)))
+
+
+def check_engines(draw):
+    """Engines, by any tensor in any way of asking."""
+    name = draw(st.sampled_from(sorted(SPECS)))
+    spec = SPECS[name]
+    dtype = draw(st.sampled_from(dtypes_of(spec)))
+    n = draw(st.integers(0, 600) | st.sampled_from([2559, 4097, 8192, 16384, 16385, 33000, 60000]))
+    seed, kind, finite = draw(st.integers(0, 1 << 20)), draw(st.sampled_from(KINDS)), draw(st.integers(0, 3)) > 0
+    x = sample_bits(dtype, n, kind, seed, draw(st.integers(0, 4)), finite)
+    if draw(st.booleans()):
+        columns = draw(st.sampled_from([1, 7, 64, 100, 1030]))
+        x = x[: n // columns * columns].reshape(-1, columns)
+        n = x.size
+    how = level_arguments(spec, n, seed % 7, draw(st.sampled_from(["sgd", "adamw", "groups"])))
+    levels = how
+    threads = {"threads": draw(st.sampled_from([1, 2, 5]))}
+    if draw(st.booleans()):
+        cut = draw(st.integers(0, n))
+        how = {**how, "segments": [(0, (cut // 70, 70)), (cut // 70 * 70, (n - cut,))]}
+    left, feedback = None, False
+    if draw(st.booleans()):
+        left = (np.random.default_rng(seed).standard_normal(x.shape) * 1e-2).astype(F32)
+        feedback = draw(st.booleans()) and not isinstance(spec, codec.Lossless)
+        if left.size and draw(st.integers(0, 9)) == 0:
+            left.reshape(-1)[n // 2] = np.nan if feedback else np.inf
+    stream = draw(st.integers(0, 1 << 40))
+    frame = check_encode(x, spec, dtype, left, feedback=feedback, stream=stream, **threads, **how)
+    if isinstance(frame, bytes):
+        if isinstance(spec, codec.Lossless):
+            assert check_decode(frame, dtype, x.shape, **threads) == x.tobytes()
+        else:
+            check_decode(frame, dtype, x.shape, **threads, **levels)
+        again = codec.encode(x, spec, dtype=dtype, stream=stream + 1, **how)
+        frames = [frame, again, frame][: draw(st.integers(1, 3))]
+        total = np.linspace(-1, 1, n, dtype=F32).reshape(x.shape)
+        op = draw(st.sampled_from(["sum", "mean", "max"]))
+        if dtype in LOSSY_DTYPES:
+            agreed(lambda engine: unify_nan(codec.reduce(frames, op, engine=engine, **threads, **levels)))
+            agreed(lambda engine: unify_nan(codec.accumulate(frames[-1], total.copy(), 0.7, engine=engine, **levels)))

@@ -1,0 +1,32 @@
+"""A small model and its data for tests of FSDP2."""
+
+import copy
+
+import torch
+from torch import nn
+
+
+def small_model():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(60, 150), nn.ReLU(), nn.Linear(150, 90), nn.ReLU(), nn.Linear(90, 7))
+
+
+def batch(rank):
+    return torch.randn(16, 60, generator=torch.Generator().manual_seed(50 + rank))
+
+
+def gradients_of(net, size, dtype=torch.float32):
+    """Of each parameter those of all ranks, as one process computes them."""
+    found = []
+    for rank in range(size):
+        here = copy.deepcopy(net).to(dtype)
+        here(batch(rank).to(dtype)).square().mean().backward()
+        found.append([p.grad for p in here.parameters()])
+    return list(zip(*found, strict=True))
+
+
+def mean(tensors):
+    total = tensors[0].float()
+    for t in tensors[1:]:
+        total = total + t.float()
+    return total / len(tensors)

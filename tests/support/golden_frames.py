@@ -1,0 +1,154 @@
+"""Golden frames in tests/vectors, and the tensors that they encode.
+
+``PYTHONPATH=tests python -m support.golden_frames --write NAME...`` writes new ones. They are decoded forever. When an
+encoder learns to decide better, frames of the former encoder move to ``vectors/older``.
+
+Tensors come from the integer formulas below: they need no library whose results may change.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import codec
+from codec import optimizers
+from codec._c.library import ITEMSIZE
+from reference import decoder as oracle
+from support.specs import LOSSY, TRUNCATES
+
+FOLDER = Path(__file__).parents[1] / "vectors"
+INDEX_FILE = FOLDER / "index.json"
+OLDER_FRAMES = sorted((FOLDER / "older").glob("*.codec"))
+GOLDEN = json.loads(INDEX_FILE.read_text())
+GOLDEN_FRAMES = {name: (FOLDER / f"{name}.codec").read_bytes() for name in GOLDEN}
+
+
+def hashed(n, salt):
+    """n well mixed 64-bit words: splitmix64."""
+    with np.errstate(over="ignore"):
+        x = (np.arange(n, dtype=np.uint64) + np.uint64(salt * 1_000_003 + 1)) * np.uint64(0x9E3779B97F4A7C15)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ x >> np.uint64(shift)) * np.uint64(factor)
+        return x ^ x >> np.uint64(31)
+
+
+def floats(dtype, n, salt, wide=0):
+    """Bits of floats whose exponents are binomial around 1, with sign and mantissa random."""
+    x = hashed(n, salt)
+    heads = np.bitwise_count(hashed(n, salt + 1) & np.uint64(0xFFFF)).astype(np.int64)
+    mantissa, middle = {"float32": (23, 127), "float64": (52, 1023), "bfloat16": (7, 127), "float16": (10, 15)}[dtype]
+    e = np.clip(middle + (heads - 8) * (1 + wide) // (1 if dtype != "float16" else 2), 0, 2 * middle)
+    size = ITEMSIZE[dtype]
+    sign = x >> np.uint64(63)
+    bits = sign << np.uint64(8 * size - 1) | e.astype(np.uint64) << np.uint64(mantissa)
+    bits |= x & np.uint64((1 << mantissa) - 1)
+    return bits.astype(f"u{size}")
+
+
+def golden_tensor(name):
+    """Bits, dtype and arguments of encode."""
+    dtype, kind, *more = name.split("-")
+    u, size = np.dtype(f"u{ITEMSIZE[dtype]}"), ITEMSIZE[dtype]
+    if kind == "stored":
+        return hashed(100, 1).astype(u).reshape(4, 25), dtype, {}
+    if kind == "empty":
+        return np.zeros((3, 0, 2), u), dtype, {}
+    if kind == "scalar":
+        return hashed(1, 2).astype(u).reshape(()), dtype, {}
+    if kind == "plain":
+        return floats(dtype, 3000, 3).reshape(30, 100), dtype, {}
+    if kind == "wide":
+        return floats(dtype, 2000, 4, wide=60), dtype, {}
+    if kind == "zeros":
+        x = floats(dtype, 5000, 5)
+        x[hashed(5000, 6) % np.uint64(3) == 0] = 0
+        return x, dtype, {}
+    if kind == "model":
+        x = floats(dtype, 130 * 160, 7).reshape(130, 160)
+        step = u.type({"float32": 1 << 23, "float64": 1 << 52, "bfloat16": 1 << 7, "float16": 1 << 10}[dtype])
+        shift = (np.arange(130)[:, None] % 5 + np.arange(160)[None] % 4).astype(u)
+        return (x - shift * step if dtype != "float16" else x + shift % u.type(2) * step), dtype, {}
+    if kind == "bucket":
+        segments = [(0, (90, 100)), (9000, (700,)), (10000, (80, 120)), (19600, (3, 3))]
+        x = floats(dtype, 20000, 8)
+        x[:9000] -= u.type(5 << 23)
+        return x, dtype, {"segments": segments, "spec": codec.Lossless(model="separable")}
+    if kind == "blocks":
+        return floats(dtype, 40000, 9), dtype, {}
+    if kind == "even":  # low bytes that are even too often: halved
+        x = floats(dtype, 6000, 10)
+        drop = np.bitwise_count(hashed(6000, 11) & np.uint64(7)).astype(u)
+        return x >> drop << drop, dtype, {}
+    if kind == "rows":
+        x = floats(dtype, 4000, 12)
+        x[: 4000 - 600] &= u.type(0xFFFF0000)
+        return x, dtype, {}
+    if kind == "constant":
+        return np.full(1000, 0x40490FDB, u), dtype, {}
+    if kind == "cap":
+        return floats(dtype, 1500, 13), dtype, {"spec": codec.Lossless(max_code_length=3)}
+    if kind == "prior":
+        counts = np.zeros(256, int)
+        counts[115:135] = np.arange(1, 21)
+        return floats(dtype, 1500, 14), dtype, {"codebook": codec.Codebook.from_counts(counts)}
+    if kind in LOSSY:
+        x = floats(dtype, 3000, 16)
+        x[hashed(3000, 17) % np.uint64(9) == 0] = 0
+        x[300:400] = 0
+        return x.reshape(30, 100), dtype, {"spec": LOSSY[kind], "stream": 3}
+    if kind in TRUNCATES:
+        theta = floats("float32", 3000, 20, wide=2)
+        theta[::50] = 0x7F800000, *[0] * 59  # Inf once, then zeros
+        state = {"theta": theta.view(np.float32).reshape(30, 100)}
+        metric = optimizers.SGD(0.125) if TRUNCATES[kind].fixed_level is None else None
+        how = {"metric": metric, "state": state} if metric else {}
+        x = floats(dtype, 3000, 19)
+        x &= ~u.type(0xFFFF if "narrow" in more else 0)  # made in bfloat16
+        return x.reshape(30, 100), dtype, {"spec": TRUNCATES[kind], **how}
+    if kind == "parts":
+        segments = [(0, (50, 100)), (5000, (700,)), (6000, (70, 80))]
+        return floats(dtype, 12000, 18), dtype, {"segments": segments, "spec": codec.Sign("l1", "row")}
+    x = np.bitwise_count(hashed(2000, 15)).astype(np.int64) - 32
+    return (x.astype(f"i{size}").view(u) if kind == "small" else (x * x * x).astype(f"i{size}").view(u)), dtype, {}
+
+
+NAMES = [
+    *(f"{d}-{k}" for d in ("float32", "float64", "bfloat16", "float16") for k in ("plain", "wide", "zeros", "model")),
+    *(f"float32-{k}" for k in ("stored", "empty", "scalar", "bucket", "blocks", "even", "rows", "constant")),
+    "float32-cap",
+    "float32-prior",
+    *(f"{d}-small" for d in ("int8", "int16", "int32", "int64", "uint8", "bool", "float8_e4m3fn")),
+    *(f"{d}-cubes" for d in ("int32", "uint64")),
+    *(f"float32-{k}" for k in LOSSY),
+    *(f"{d}-{k}" for d in ("bfloat16", "float16") for k in ("sign_l1", "ternary_base3", "float8_e4m3fn", "quantize_4")),
+    "float32-parts",
+    *(f"{d}-{k}" for d in ("float32", "bfloat16", "float16") for k in TRUNCATES),
+    "float32-truncate_bit-narrow",
+    "float32-truncate_coded-narrow",
+]  # fmt: skip
+
+
+def a_exponents(how):
+    """Of A, for shared levels: theta / lr."""
+    if "state" not in how:
+        return None
+    return (how["state"]["theta"] * np.float32(8)).view(np.uint32).ravel() >> 23 & 255
+
+
+if __name__ == "__main__" and sys.argv[1] == "--write":
+    for name in sys.argv[2:] or NAMES:
+        if name in GOLDEN:
+            raise SystemExit(f"{name} exists; golden frames never change")
+        x, dtype, how = golden_tensor(name)
+        frame = bytes(codec.encode(x, dtype=dtype, **how))
+        (FOLDER / f"{name}.codec").write_bytes(frame)
+        GOLDEN[name] = {"tensor_sha256": hashlib.sha256(x.tobytes()).hexdigest()}
+        book = how.get("codebook")
+        lengths = {book.id: [*book.lengths, book.escape_length]} if book else None
+        values = hashlib.sha256(oracle.decode(frame, lengths, a_exponents(how))[2]).hexdigest()
+        if values != GOLDEN[name]["tensor_sha256"]:  # lossy
+            GOLDEN[name]["values_sha256"] = values
+    INDEX_FILE.write_text(json.dumps(GOLDEN, indent=1) + "\n")

@@ -1,0 +1,68 @@
+"""Specs that tests iterate over, by name: every codec, each in all of its variants."""
+
+import codec
+
+LOSSY = {
+    "sign_l1": codec.Sign(),
+    "sign_l2": codec.Sign("l2", 128),
+    "sign_two_mean": codec.Sign("two_mean"),
+    "sign_row": codec.Sign("two_mean", "row"),
+    "ternary_2bit": codec.Ternary(),
+    "ternary_base3": codec.Ternary("base3", seed=7),
+    "ternary_entropy": codec.Ternary("entropy"),
+    "ternary_clip": codec.Ternary("base3", clip=2.5),
+    "float8_e4m3fn": codec.Float8(),
+    "float8_e5m2": codec.Float8("e5m2", 100, "stochastic"),
+    "float8_entropy": codec.Float8(nonfinite="propagate", entropy=True),
+    "float4_nvfp4": codec.Float4(),
+    "float4_mxfp4": codec.Float4("mxfp4", "stochastic"),
+    "quantize_4": codec.Quantize(),
+    "quantize_3_odd": codec.Quantize(3, 50, "odd"),
+    "quantize_1": codec.Quantize(1, 20000),
+    "quantize_7": codec.Quantize(7, 3, "odd", "nearest"),
+    "quantize_8": codec.Quantize(8, 3000, "even", "nearest"),
+}
+
+TRUNCATES = {
+    "truncate_fixed": codec.Truncate(2),
+    "truncate_plane": codec.Truncate(level_coding="plane", guard=0),
+    "truncate_coded": codec.Truncate(guard=0),
+    "truncate_cut": codec.Truncate(rounding="truncate", level_coding="plane", guard="exact"),
+    "truncate_shared": codec.Truncate(level_coding="shared", guard=0),
+    "truncate_bit": codec.Truncate(level_coding="shared", granularity="bit", guard=0),
+}
+
+LOSSLESS = {
+    "lossless": codec.Lossless(),
+    "lossless_3": codec.Lossless(max_code_length=3),
+    "lossless_flat": codec.Lossless(model="flat"),
+    "lossless_separable": codec.Lossless(max_code_length=6, model="separable"),
+}
+
+# further variants, which tests that compare engines add
+MORE = {
+    "ternary_scale": codec.Ternary(scale=1024.0),
+    "float8_e5m2_nearest": codec.Float8("e5m2", 7, scale=0.5, nonfinite="propagate"),
+    "float8_e4m3fn_stochastic": codec.Float8("e4m3fn", 5000, "stochastic", entropy=True),
+    "float4_nvfp4_stochastic": codec.Float4("nvfp4", "stochastic"),
+    "float4_mxfp4_nearest": codec.Float4("mxfp4"),
+    **{f"quantize_{b}_{way}": codec.Quantize(b, 40, way) for b in (2, 5, 6) for way in ("even", "odd")},
+    "truncate_0": codec.Truncate(0),
+    "truncate_3_cut": codec.Truncate(3, "truncate"),
+    "truncate_feedback": codec.Truncate(level_coding="shared", guard="feedback"),
+}
+
+SPECS = LOSSLESS | LOSSY | TRUNCATES | MORE
+# names of one spec of each family of codecs
+FAMILIES = (
+    "lossless",
+    "sign_row",
+    "ternary_base3",
+    "float8_entropy",
+    "float4_nvfp4",
+    "quantize_3_odd",
+    "truncate_coded",
+)
+
+# (levels, granularity) of Truncate, all combinations that send levels of a metric
+TRUNCATE_LEVELS = [("plane", "six"), ("coded", "six"), ("shared", "six"), ("shared", "bit")]

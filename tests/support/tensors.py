@@ -1,0 +1,73 @@
+"""Tensors that tests encode: bits of every dtype and distribution, normal values, gradients with optimizer state."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from codec import optimizers
+from codec._c.library import DTYPES, ITEMSIZE
+
+F32 = np.float32
+ALL_DTYPES = sorted(DTYPES)
+LOSSY_DTYPES = ("float32", "bfloat16", "float16")  # dtypes that lossy codecs accept
+NUMPY_DTYPES = {"float32": np.dtype(F32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+
+# distributions of values that random_bits() makes
+KINDS = ("noise", "few", "normal", "zeros", "sparse", "mixed", "constant", "wide")
+
+
+def random_bits(dtype: str, n: int, kind: str, seed: int = 0) -> np.ndarray[Any, Any]:
+    """Return n random values of a dtype and distribution, as unsigned integers that hold their bits."""
+    rng = np.random.default_rng([seed, n, KINDS.index(kind)])
+    size = ITEMSIZE[dtype]
+    u = np.dtype(f"u{size}")
+    noise = rng.integers(0, 256, (n, size), dtype=np.uint8).view(u).reshape(n)
+    scale = np.exp(rng.standard_normal() + rng.standard_normal(n) * (40 if kind == "wide" else 0.3))
+    x = rng.standard_normal(n) * scale
+    with np.errstate(over="ignore", under="ignore"):
+        if dtype == "float64":
+            normal = x.view(u)
+        elif dtype == "float16":
+            normal = x.astype(np.float16).view(u)
+        elif size == 1:
+            normal = np.clip(x * 10, -127, 127).astype(np.int8).view(u)
+        else:
+            bits = x.astype(np.float32).view(np.uint32)
+            normal = (bits >> 16).astype(u) if size == 2 else bits.astype(u)
+    if kind == "noise":
+        return noise
+    if kind == "few":
+        return rng.integers(0, 20, n).astype(u)
+    if kind == "zeros":
+        return np.where(rng.random(n) < 0.6, 0, normal).astype(u)
+    if kind == "sparse":
+        return np.where((np.arange(n) // 300) % 7 == 3, normal, 0).astype(u)
+    if kind == "mixed":
+        return np.where(rng.random(n) < 0.02, noise, normal).astype(u)
+    if kind == "constant":
+        return np.full(n, normal[0] if n else 0, u)
+    return normal
+
+
+def normal_values(shape, seed=0, scale=0.01):
+    """Return float32 values of a normal distribution with standard deviation `scale`."""
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(F32)
+
+
+def gradient(n, seed=0, dtype="float32", scale=1e-3):
+    """Return n values like those of a gradient: heavy tails, and 5% zeros."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(n) * scale * np.exp(rng.standard_normal(n))
+    x[rng.random(n) < 0.05] = 0
+    return x.astype(F32).astype(NUMPY_DTYPES[dtype])
+
+
+def optimizer_state(n, seed=1):
+    """Return the state of an Adam optimizer for n parameters: theta, m and v in float32."""
+    rng = np.random.default_rng(seed)
+    m, v = rng.standard_normal(n) * 1e-3, rng.standard_normal(n) ** 2 * 1e-6
+    return {"theta": (rng.standard_normal(n) * 0.02).astype(F32), "m": m.astype(F32), "v": v.astype(F32)}
+
+
+ADAMW = optimizers.AdamW(1e-3, step=99)

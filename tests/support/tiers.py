@@ -1,0 +1,37 @@
+"""Counts and limits of the two tiers of tests: "merge" (make test) and "nightly" (make nightly)."""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+TIER = os.environ.get("CODEC_TESTS", "merge")
+if TIER not in ("merge", "nightly"):
+    raise pytest.UsageError(f"CODEC_TESTS={TIER}: unknown tier of tests; use merge or nightly")
+NIGHTLY = TIER == "nightly"
+N_EXAMPLES = 1000 if NIGHTLY else 100  # examples of each Hypothesis test
+N_DAMAGED = 400 if NIGHTLY else 60  # damaged copies of each frame, for each engine
+HANG_SECONDS = 300  # wait for a process before it counts as hung; generous, since test machines are busy
+
+
+def every(step: int, items: Iterable[Any]) -> list[Any]:
+    """Return all items in nightly tests, and every `step`-th one otherwise.
+
+    Parameters
+    ----------
+    step : int
+        Distance of the items that are returned. Choose a prime: then no period in `items` is met in one phase only.
+    items : iterable
+        All items, in a fixed order.
+
+    Returns
+    -------
+    list
+    """
+    return list(items)[:: 1 if NIGHTLY else step]
+
+
+def nightly(value: object) -> Any:
+    """Return a value of a parametrized test for which the test runs in the nightly tier only."""
+    return pytest.param(value, marks=pytest.mark.nightly)

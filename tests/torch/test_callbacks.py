@@ -1,0 +1,206 @@
+"""Callbacks of collectives: they begin collectives and wait for them, in the same order on all ranks."""
+
+import logging
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import codec
+import codec.torch
+from codec.torch import collectives
+from support.ranks import Team
+
+N = 6000  # values, which a group of the backend "codec" sends as frames
+
+
+@pytest.fixture(scope="module")
+def team():
+    with Team(2, timeout=10) as team:
+        yield team
+
+
+def ones():
+    return torch.ones(N)
+
+
+def _reduced(rank, factor=1.0):
+    """Return the sum over ranks of tensors that hold factor * (rank + 1)."""
+    x = torch.full((N,), factor * (rank + 1))
+    codec.torch.all_reduce(x, op="sum")
+    return x[0].item()
+
+
+def _in_future(rank, size):
+    pending = codec.torch.all_reduce(ones(), async_op=True)
+    return pending.get_future().then(lambda _: _reduced(rank)).wait()
+
+
+def _in_when_over(rank, size):
+    found, over = [], threading.Event()
+    pending = codec.torch.all_reduce(ones(), async_op=True)
+    pending.when_over(lambda: (found.append(_reduced(rank)), over.set()))
+    pending.wait()
+    found.append(_reduced(rank))
+    assert over.wait(20)
+    return sum(found) / 2
+
+
+def _of_collected_futures(rank, size):
+    futures = [codec.torch.all_reduce(ones(), async_op=True).get_future() for _ in range(3)]
+    return torch.futures.collect_all(futures).then(lambda _: _reduced(rank)).wait()
+
+
+def _nested(rank, size, depth=8):
+    """Each callback begins the next collective."""
+    found = torch.futures.Future()
+
+    def go_on(left):
+        if left == 0:
+            found.set_result(_reduced(rank))
+            return
+        codec.torch.all_reduce(ones(), async_op=True).when_over(lambda: go_on(left - 1))
+
+    go_on(depth)
+    return found.wait()
+
+
+def _waiting_for_a_later_one(rank, size):
+    """The callback waits for a collective that was submitted behind it, by Pending and by its future."""
+    gate = threading.Event()
+    collectives.line_of(None).worker.submit(gate.wait)
+    first, second, third = (codec.torch.all_reduce(ones(), async_op=True) for _ in range(3))
+    later = third.get_future()
+    done = first.get_future().then(lambda _: (second.wait(), later.wait(), _reduced(rank))[-1])
+    gate.set()
+    return done.wait()
+
+
+def _behind_a_lock(rank, size):
+    """The callback needs a lock whose owner waits for a later collective."""
+    lock, gate = threading.Lock(), threading.Event()
+    collectives.line_of(None).worker.submit(gate.wait)
+    pending = codec.torch.all_reduce(ones(), async_op=True)
+
+    def callback(_):
+        with lock:
+            return _reduced(rank)
+
+    done = pending.get_future().then(callback)
+    with lock:
+        gate.set()
+        codec.torch.all_reduce(ones())
+    return done.wait()
+
+
+@pytest.mark.parametrize(
+    "case", [_in_future, _in_when_over, _of_collected_futures, _nested, _waiting_for_a_later_one, _behind_a_lock]
+)
+def test_collective_in_a_callback_completes(team, case):
+    team.regroup()
+    assert team.all(case) == [3.0, 3.0]
+
+
+def _order(rank, size):
+    """Collectives of callbacks are begun in the same order on ranks that submit later ones at other times."""
+    pending = [codec.torch.all_reduce(torch.ones(N + 10), async_op=True)]
+    futures = [pending[0].get_future().then(lambda _: _reduced(rank))]
+    for i in range(10):
+        time.sleep(0.005 * ((i + rank) % 2))
+        pending.append(codec.torch.all_reduce(torch.ones(N + 20 + i), async_op=True))
+        futures.append(pending[-1].get_future().then(lambda _: _reduced(rank)))
+    return {f.wait() for f in futures}
+
+
+def test_collectives_of_callbacks_have_the_same_order_on_all_ranks(team):
+    team.regroup()
+    assert team.all(_order) == [{3.0}, {3.0}]
+
+
+def _of_backend(rank, size):
+    x = torch.full((N,), rank + 1.0)
+    work = dist.all_reduce(torch.ones(N), async_op=True)
+    work.get_future().then(lambda _: dist.all_reduce(x)).wait()
+    y = torch.full((N,), rank + 1.0)
+    gathered = [torch.empty(N) for _ in range(size)]
+    dist.all_gather(gathered, ones(), async_op=True).get_future().then(lambda _: dist.all_reduce(y)).wait()
+    return x[0].item(), y[0].item()
+
+
+def test_backend_collective_in_a_callback_completes(team):
+    team.regroup("codec")
+    assert team.all(_of_backend) == [(3.0, 3.0)] * 2
+
+
+def _of_ddp_hook(rank, size):
+    torch.manual_seed(3)
+    net = nn.Sequential(*[nn.Linear(200, 200) for _ in range(4)])
+    model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.2)
+    hook, sums = codec.torch.ddp_hook(codec.Lossless()), []
+    register = model.register_comm_hook
+
+    def register_wrapped(state, theirs):
+        def wrapped(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            def then(future):
+                sums.append(_reduced(rank))
+                return future.value()
+
+            return theirs(state, bucket).then(then)
+
+        register(state, wrapped)
+
+    model.register_comm_hook = register_wrapped
+    hook.register(model)
+    for step in range(3):
+        model(torch.randn(4, 200, generator=torch.Generator().manual_seed(2 * step + rank))).square().sum().backward()
+    assert set(sums) == {3.0}
+    return len(sums), [p.grad.sum().item() for p in net.parameters()]
+
+
+def test_ddp_hook_can_be_wrapped_by_one_that_reduces(team):
+    team.regroup()
+    first, second = team.all(_of_ddp_hook)
+    assert first == second
+    assert first[0] >= 3 + 2  # several buckets from the second step on
+
+
+def _with_errors(rank, size):
+    logged = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.exc_info[0].__name__)
+    logging.getLogger("codec.torch").addHandler(handler)
+
+    def fail(error):
+        raise error
+
+    try:
+        pending = codec.torch.all_reduce(ones(), async_op=True)
+        for error in (ValueError("x"), SystemExit(3), KeyboardInterrupt()):
+            pending.when_over(lambda error=error: fail(error))
+        future = pending.get_future().then(lambda _: fail(ValueError("in then")))
+        with pytest.raises(RuntimeError, match="in then"):
+            future.wait()
+        return logged, _reduced(rank)
+    finally:
+        logging.getLogger("codec.torch").removeHandler(handler)
+
+
+def test_error_in_a_callback_is_logged_and_the_group_lives(team):
+    team.regroup()
+    assert team.all(_with_errors) == [(["ValueError", "SystemExit", "KeyboardInterrupt"], 3.0)] * 2
+
+
+def _in_worker_thread(rank, size):
+    """A sync collective in the thread of the collectives, which no callback runs in, raises at once."""
+    line = collectives.line_of(None)
+    with pytest.raises(codec.SpecError, match="async_op=True"):
+        line.worker.submit(lambda: codec.torch.all_reduce(ones())).wait()
+    return _reduced(rank)
+
+
+def test_wait_in_the_thread_of_the_collectives_raises(team):
+    team.regroup()
+    assert team.all(_in_worker_thread) == [3.0, 3.0]

@@ -1,0 +1,376 @@
+"""A rank that sends wrong messages: the other one ends with an error in time, and its tensor is as it was."""
+
+import os
+import struct
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+
+import codec
+import codec.torch
+from codec.torch import collectives
+from support.faults import GONE
+from support.ranks import Team
+
+N = 40_000
+TIMEOUT = 3
+LIMIT = TIMEOUT + 3  # seconds until the error; CPUs are shared
+_FRAMES, _NUMBERS = range(2)  # tags
+OURS, THEIRS = 19_456, 20_544  # values of the slices of rank 0 and rank 1
+_ROOM = 4 * N + 4096  # bytes; more than any frame has
+
+
+@pytest.fixture(scope="module")
+def team():
+    with Team(2, timeout=TIMEOUT) as team:
+        yield team
+
+
+def values():
+    return torch.linspace(-1, 1, N)
+
+
+class Fake:
+    """A rank that speaks the protocol of a channel, by hand."""
+
+    def __init__(self, rank):
+        store = PrefixStore("codec", dist.group.WORLD.get_group_store())
+        self._timeout = timedelta(seconds=TIMEOUT)
+        self._pg = dist.ProcessGroupGloo(store, rank, 2, self._timeout)
+        self._other, self._sent = 1 - rank, []
+
+    def send(self, message, tag=_FRAMES):
+        tensor = (
+            torch.tensor(list(message), dtype=torch.uint8)
+            if len(message) < 100
+            else torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        )
+        self._sent.append((tensor, self._pg.send([tensor], self._other, tag)))
+
+    def receive(self, nbytes=_ROOM, tag=_FRAMES):
+        room = torch.zeros(nbytes, dtype=torch.uint8)
+        self._pg.recv([room], self._other, tag).wait(self._timeout)
+        return room.numpy().tobytes()
+
+    def numbers(self, *numbers, count=None):
+        """Send a message of numbers."""
+        count = len(numbers) if count is None else count
+        self.send(struct.pack("<8q", count, *numbers, *[0] * (7 - len(numbers))), _NUMBERS)
+
+    def hear(self):
+        """Receive one, and return its numbers."""
+        count, *numbers = struct.unpack("<8q", self.receive(64, _NUMBERS))
+        return numbers[:count]
+
+    def echo(self, times=1):
+        """Answer messages of numbers by the same ones: agree to all that is asked."""
+        for _ in range(times):
+            self.numbers(*self.hear())
+
+    def frame(self, frame=b"", length=None, message_nbytes=None):
+        message = struct.pack("<Q", (len(frame) if length is None else length) % (1 << 64)) + frame
+        self.send(message[:message_nbytes])
+
+    def end(self, *verdict):
+        """Say how it went, as a rank that is not 0, and hear of the others."""
+        self.numbers(*(verdict or (0, 1, 1, 1, 1)))
+        self.hear()
+
+
+def reduce(spec=codec.Lossless(), **how):  # noqa: B008
+    """Return a call that reduces values(), and the values before and after."""
+
+    def call():
+        x = values()
+        try:
+            codec.torch.all_reduce(x, spec, **how)
+        finally:
+            assert torch.equal(x, values())
+
+    return call
+
+
+def exchange():
+    codec.torch.exchange([b"abc", b"def"])
+
+
+def _version(act):
+    def fake(k):
+        k.hear()
+        act(k)
+
+    return reduce(), fake
+
+
+def _asked(act):
+    def fake(k):
+        k.echo()
+        signature = k.hear()[0]
+        act(k, signature)
+
+    return reduce(), fake
+
+
+def _sent(frame=b"", spec=codec.Lossless(), **how):  # noqa: B008
+    def fake(k):
+        k.echo(2)
+        k.frame(frame, **how)
+        k.receive()
+        k.end()
+
+    return reduce(spec, algorithm="all_gather"), fake
+
+
+def _verdict(*verdict, n=N):
+    def fake(k):
+        k.echo(2)
+        k.frame(good())
+        k.receive()
+        k.end(*verdict)
+
+    return reduce(algorithm="all_gather"), fake
+
+
+def _exchanged(announced, *messages):
+    def fake(k):
+        k.echo(2)
+        k.numbers(announced)
+        k.hear()
+        for message in messages:
+            k.send(message)
+        k.receive(3 + 8)
+        k.end(0, 1)
+
+    return exchange, fake
+
+
+def _raw(terms, sums):
+    """Values of which a slice has 20,480 or 19,520, as one chunk."""
+
+    def fake(k):
+        k.echo(2)
+        k.send(bytes(terms))
+        k.receive()
+        k.send(bytes(sums))
+        k.receive()
+        k.end()
+
+    return reduce(algorithm="raw"), fake
+
+
+def good():
+    return codec.encode(values().numpy())
+
+
+def flipped():
+    frame = bytearray(good())
+    frame[200] ^= 1
+    return bytes(frame)
+
+
+def encoded(*args, **how):
+    return codec.encode(*args, **how)
+
+
+def ones(dtype="f4", n=N):
+    return np.ones(n, dtype)
+
+
+PEER, FRAME = codec.PeerError, codec.FrameError
+SHORT = {  # in make test: each kind of message
+    "version that differs": (PEER, lambda: _version(lambda k: k.numbers(12345))),
+    "count of numbers that is negative": (PEER, lambda: _version(lambda k: k.numbers(1, count=-1))),
+    "numbers that are short": (PEER, lambda: _version(lambda k: k.send(struct.pack("<q", 1), _NUMBERS))),
+    "signature that differs": (PEER, lambda: _asked(lambda k, s: k.numbers(5, 0, 0, 0))),
+    "frame that is garbage": (FRAME, lambda: _sent(os.urandom(5000))),
+    "frame of another shape": (FRAME, lambda: _sent(encoded(ones(n=N - 1)))),
+    "frame of another codec": (FRAME, lambda: _sent(encoded(ones(), codec.Sign()))),
+    "frame with other parameters": (FRAME, lambda: _sent(encoded(ones(), codec.Quantize(2)), codec.Quantize(4))),
+    "length beyond the message": (FRAME, lambda: _sent(good()[:-9], length=len(good()))),
+    "length beyond the room": (FRAME, lambda: _sent(good(), length=1 << 62)),
+    "verdict that is negative": (PEER, lambda: _verdict(-5, 1, 1, 1, 1)),
+    "verdict that is unknown": (PEER, lambda: _verdict(99, 1, 1, 1, 1)),
+    "verdict of a rank that is not there": (PEER, lambda: _verdict(1, 1 << 40, 1, 1, 1)),
+    "raw terms that lack a value": (FRAME, lambda: _raw(4 * OURS - 4, 4 * THEIRS)),
+    "raw terms that lack all values": (FRAME, lambda: _raw(0, 4 * THEIRS)),
+    "raw sums that lack a value": (FRAME, lambda: _raw(4 * OURS, 4 * THEIRS - 4)),
+    "exchange of an impossible size": (FRAME, lambda: _exchanged(1 << 62)),
+    "exchange of a message that is short": (FRAME, lambda: _exchanged(1000, b"x" * 300)),
+    "exchange of a message that is empty": (FRAME, lambda: _exchanged(1000, b"")),
+}
+LONG = {  # in make nightly: more of each, and what ends with the timeout
+    "count of numbers that is another": (PEER, lambda: _version(lambda k: k.numbers(1, 2))),
+    "count of numbers that is huge": (PEER, lambda: _version(lambda k: k.numbers(1, count=1 << 62))),
+    "count of numbers that is 0": (PEER, lambda: _version(lambda k: k.numbers())),
+    "numbers that are empty": (PEER, lambda: _version(lambda k: k.send(b"", _NUMBERS))),
+    "silence from the start": (PEER, lambda: (reduce(), lambda k: time.sleep(TIMEOUT + 1))),
+    "answers that drip": (PEER, lambda: _version(drip)),
+    "inability": (PEER, lambda: _asked(lambda k, s: k.numbers(s, 0, 0, 1))),
+    "too few numbers": (PEER, lambda: _asked(lambda k, s: k.numbers(s))),
+    "too many numbers": (PEER, lambda: _asked(lambda k, s: k.numbers(s, 2, 3, 4, 5, 6, 7))),
+    "agreement twice": (PEER, lambda: _asked(lambda k, s: (k.numbers(s, 0, 0, 0), k.numbers(s, 0, 0, 0), k.end(0)))),
+    "silence instead of a frame": (PEER, lambda: (reduce(), lambda k: (k.echo(2), time.sleep(TIMEOUT + 1)))),
+    "end of the process instead of a frame": (PEER, lambda: (reduce(), lambda k: (k.echo(2), os._exit(0)))),
+    "no frame": (PEER, lambda: _sent(length=0)),
+    "negative length": (FRAME, lambda: _sent(good(), length=-1)),
+    "length of an empty frame": (FRAME, lambda: _sent(length=1000)),
+    "length that is 5 too much": (FRAME, lambda: _sent(good(), length=len(good()) + 5)),
+    "frame that is cut": (FRAME, lambda: _sent(good(), message_nbytes=500)),
+    "length that is cut": (codec.CodecError, lambda: _sent(good(), message_nbytes=4)),
+    "frame of another dtype": (FRAME, lambda: _sent(encoded(ones("f8")))),
+    "frame of bfloat16": (FRAME, lambda: _sent(encoded(ones("u2"), dtype="bfloat16"))),
+    "frame of two dimensions": (FRAME, lambda: _sent(encoded(ones().reshape(2, -1)))),
+    "frame of Float8": (FRAME, lambda: _sent(encoded(ones(), codec.Float8()))),
+    "frame of another packing": (FRAME, lambda: _sent(encoded(ones(), codec.Ternary("base3")), codec.Ternary())),
+    "frame that needs a state": (
+        FRAME,
+        lambda: _sent(
+            encoded(
+                ones(),
+                codec.Truncate(level_coding="shared"),
+                metric=codec.optimizers.SGD(1.0),
+                state={"theta": ones()},
+            )
+        ),
+    ),
+    "frame that needs a codebook": (
+        codec.CodecError,
+        lambda: _sent(encoded(values().numpy(), codebook=codec.Codebook.from_tensors(values().numpy()))),
+    ),
+    "flipped bit": (FRAME, lambda: _sent(flipped())),
+    "verdict with too few numbers": (PEER, lambda: _verdict(0)),
+    "verdict of a negative rank": (PEER, lambda: _verdict(0, -1, 1, 1, 1)),
+    "raw terms that lack half": (FRAME, lambda: _raw(2 * OURS, 4 * THEIRS)),
+    "raw sums that lack all values": (FRAME, lambda: _raw(4 * OURS, 0)),
+    "exchange of a negative size": (FRAME, lambda: _exchanged(-1)),
+    "exchange that announces 64 GiB and sends 100 bytes": (codec.CodecError, lambda: _exchanged(1 << 36, b"x" * 100)),
+    "exchange that announces 64 GiB and sends nothing": (PEER, lambda: _exchanged(1 << 36)),
+    "scale that is NaN": (codec.CodecError, lambda: shared_scale(np.nan)),
+    "scale that is negative": (codec.CodecError, lambda: shared_scale(-1e30)),
+}
+
+
+def drip(k):
+    for _ in range(10):
+        time.sleep(TIMEOUT / 8)
+        k.send(bytes(8), _NUMBERS)
+
+
+def shared_scale(scale):
+    def fake(k):
+        k.echo(2)
+        k.frame(encoded(np.array([scale], "f4")))
+        k.receive()
+        k.frame(encoded(np.full(OURS, 5.0, "f4")))
+        k.end()
+
+    return reduce(codec.Ternary(), algorithm="shared_scale"), fake
+
+
+def _case(rank, size, table, name, real=0):
+    """Return the error's name and the seconds it took, on the real rank."""
+    wanted, make = table[name]
+    call, fake = make()
+    if rank != real:
+        with suppress(RuntimeError):
+            fake(Fake(rank))
+        return None
+    begin = time.monotonic()
+    with pytest.raises(wanted):
+        call()
+    return time.monotonic() - begin
+
+
+def _try(team, table, names, real=0):
+    for name in names:
+        team.regroup()
+        team.begin(_case, table, name, real)
+        took = team.answers([real])[0]
+        assert took is not GONE, name
+        assert took < LIMIT, name
+        if team.answers([1 - real]) == [GONE]:
+            team.replace(1 - real)
+
+
+class _Names:
+    """Tables are sent to ranks by name: functions in them cannot be pickled."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __getitem__(self, key):
+        return {"SHORT": SHORT, "LONG": LONG, "OF_RANK_0": OF_RANK_0}[self.name][key]
+
+
+def test_wrong_message_is_an_error_and_changes_no_tensor(team):
+    _try(team, _Names("SHORT"), SHORT)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", LONG)
+def test_more_wrong_messages_are_errors(team, name):
+    _try(team, _Names("LONG"), [name])
+
+
+def _verdict_of_rank_0(*verdict):
+    def fake(k):
+        k.echo(2)
+        k.frame(good())
+        k.receive()
+        k.hear()
+        k.numbers(*verdict)
+        time.sleep(0.3)
+
+    return reduce(algorithm="all_gather"), fake
+
+
+OF_RANK_0 = {
+    "negative": (PEER, lambda: _verdict_of_rank_0(-7, 0, 1, 1, 1)),
+    "of a rank that is not there": (PEER, lambda: _verdict_of_rank_0(1, -(1 << 60), 1, 1, 1)),
+}
+
+
+def test_wrong_verdict_of_rank_0_is_an_error(team):
+    _try(team, _Names("OF_RANK_0"), OF_RANK_0, real=1)
+
+
+def _memory(rank, size):
+    """Peak memory in KiB that an announcement of 64 GiB costs."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if rank:
+        with suppress(RuntimeError):
+            _exchanged(1 << 36, b"x" * 100)[1](Fake(rank))
+        return 0
+    with pytest.raises(codec.CodecError):
+        exchange()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
+
+
+@pytest.mark.nightly
+def test_announcement_of_a_large_frame_allocates_little(team):
+    team.regroup()
+    assert team.all(_memory)[0] < 64 << 10
+
+
+def _well(rank, size):
+    """Make the same calls with a rank that behaves."""
+    reduce_checked = values()
+    for how in ({}, {"algorithm": "raw"}, {"spec": codec.Quantize(4)}):
+        x = values()
+        codec.torch.all_reduce(x, **how)
+        assert (x - reduce_checked).abs().max() < 0.2
+    assert codec.torch.exchange([b"abc", b"def"]) == [[b"abc"] * 2, [b"def"] * 2][rank]
+    assert collectives.line_of(None).channel.counters.raw_collectives == 1
+
+
+def test_rank_that_behaves_is_served(team):
+    team.regroup()
+    team.all(_well)

@@ -1,0 +1,368 @@
+"""Ternary all-reduces under one scale of all ranks: exact sums, the same bits everywhere, no trace of failures."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import codec
+import codec.torch
+from codec.torch import arguments, collectives, ternary
+from codec.torch.partition import Piece
+from codec.torch.reduction import Reduction
+from support.ddp_training import data, hook_state_bytes, parameter_bytes, train, wrapped
+from support.ranks import ranks
+
+SHAPES = [(40, 100), (), (3, 5, 7), (0, 4), (6000,), (300, 500)]
+LEFT_OUT = 777  # values behind them
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def bits(t):
+    return t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def bounds():
+    """Where parameters begin and end, and what they leave out."""
+    edges = np.cumsum([0, *[int(np.prod(s)) for s in SHAPES], LEFT_OUT]).tolist()
+    return list(itertools.pairwise(edges))
+
+
+def values(rank, factors, dtype=torch.float32):
+    """Parameters of very different sizes; on no rank is every one the largest."""
+    g = torch.Generator().manual_seed(5 + rank)
+    parts = []
+    for i, (begin, end) in enumerate(bounds()):
+        x = torch.randn(end - begin, generator=g).clamp(-3, 3) / 3
+        parts.append(x.double() * factors[i % len(factors)] * (1 + (rank + i) % 3) / 3)
+    return torch.cat(parts).to(dtype)
+
+
+def reduced(t, spec, op, residual, stream=0):
+    """By shared_scale, with a residual, which is written."""
+
+    def prepare():
+        r = arguments.reduction_of(t, spec, op, codec.segments(SHAPES), None, None, stream)
+        r.residual = residual
+        return r
+
+    result, r = collectives.run(collectives.line_of(None), prepare, "shared_scale")
+    out = torch.empty_like(t)
+    arguments.publish(result, r, out)
+    return out
+
+
+CASES = [
+    (codec.Ternary("base3"), "mean", torch.float32, (1e-3, 5.0, 0.0, 2e4)),
+    (codec.Ternary("entropy", seed=9), "sum", torch.float32, (1.0, 1e-44, 1e-30, 3e-39)),
+    (codec.Ternary(), "mean", torch.float32, (LARGEST,)),
+    (codec.Ternary(clip=2.5), "mean", torch.float32, (1e-3, 5.0, 0.0, 1e-44, 2e4)),
+    (codec.Ternary("base3", clip=1.0), "sum", torch.bfloat16, (1e-3, 7.0)),
+    (codec.Ternary(), "mean", torch.float16, (1e-6, 7.0, 0.0)),
+]
+
+
+def _exact(rank, size):
+    """What is sent and what is owed is what there was; each value is a whole multiple of its parameter's one scale."""
+    found = []
+    for spec, op, dtype, factors in CASES:
+        divide = size if op == "mean" else 1
+        every = [values(r, factors, dtype).float() for r in range(size)]
+        before = [torch.zeros_like(t) if spec.packing == "2bit" else t.flip(0) / 50 for t in every]
+        residual = before[rank].numpy().copy()
+        t = values(rank, factors, dtype)
+        out = reduced(t, spec, op, residual)
+        found.append(bits(out))
+        after = [torch.empty_like(before[0]) for _ in range(size)]
+        dist.all_gather(after, torch.from_numpy(residual))
+        owed = [a + b for a, b in zip(every, before, strict=True)]
+        for begin, end in bounds():
+            if begin == end:
+                continue
+            mine = [x[begin:end].double() for x in owed]
+            scales = [x.abs().max().item() for x in mine]
+            if spec.clip:
+                scales = [
+                    min(s, spec.clip * x.std(correction=0).item() or s) for s, x in zip(scales, mine, strict=True)
+                ]
+            scale = max(scales)
+            sent = out[begin:end].double() * divide
+            there = sum(mine) - sum(x[begin:end].double() for x in after)
+            whole = sent / scale if scale else sent
+            exact = {torch.float32: 3e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+            room = size * (scale * exact + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+            apart = room / scale + 1e-6 if scale else 0
+            assert (whole - whole.round()).abs().max() <= apart, (spec, begin)
+            assert whole.abs().max() <= size + apart, (spec, begin)
+            assert (sent - there).abs().max() <= room, (spec, op, begin)
+        again = t.clone()  # without a residual; the tensor's own scale, or those of segments
+        codec.torch.all_reduce(again, spec, op=op, algorithm="shared_scale", segments=codec.segments(SHAPES))
+        found.append(bits(again))
+        if spec.packing == "2bit" and size > 1:
+            assert torch.equal(again, out)
+    t, apart = values(rank, (1e-3, 7.0)), torch.empty(sum(end - begin for begin, end in bounds()))
+    codec.torch.all_reduce(t, codec.Ternary(), algorithm="shared_scale", out=apart)
+    assert torch.equal(t, values(rank, (1e-3, 7.0)))
+    codec.torch.all_reduce(t, codec.Ternary(), algorithm="shared_scale")
+    assert torch.equal(t, apart)
+    empty = torch.zeros(0)
+    codec.torch.all_reduce(empty, codec.Ternary(), algorithm="shared_scale")
+    zeros = -torch.zeros(500)
+    codec.torch.all_reduce(zeros, codec.Ternary(clip=2.5), algorithm="shared_scale")
+    assert bits(zeros) == bytes(2000)
+    ones = torch.full((3, 4), -1.0)  # without deviations there is nothing to clip
+    codec.torch.all_reduce(ones, codec.Ternary(clip=2.5), algorithm="shared_scale")
+    assert (ones == -1).all()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_what_is_sent_and_what_is_owed_is_all_there_was(size):
+    results = ranks(size, _exact)
+    assert all(r == results[0] for r in results)
+
+
+def _unbiased(rank, size):
+    n = 200_000
+    x = torch.full((n,), 0.3)
+    x[7] = 1
+    codec.torch.all_reduce(x, codec.Ternary("base3"), algorithm="shared_scale")
+    assert x[7] == 1
+    variance = 0.3 * 0.7 / size  # with the same draws on all ranks it would be as many times as much
+    assert abs(x.mean() - 0.3) < 5 * (variance / n) ** 0.5
+    assert abs(x.var() / variance - 1) < 0.05
+    every = [values(r, (1e-3, 5.0, 1e2)) for r in range(size)]
+    want = sum(every) / size
+    errors = {}
+    for algorithm in ("shared_scale", "two_shot"):
+        t = every[rank].clone()
+        codec.torch.all_reduce(t, codec.Ternary(), algorithm=algorithm, segments=codec.segments(SHAPES))
+        errors[algorithm] = float((t - want).norm() / want.norm())
+    assert errors["shared_scale"] < 0.75 * errors["two_shot"]  # which makes its sums ternary once more
+
+
+def test_it_is_unbiased_and_ranks_draw_apart():
+    ranks(4, _unbiased)
+
+
+def _refused(rank, size):
+    """What is wrong on one rank is an error on all; tensors are as they were, and the next one works."""
+    raised = []
+    for case in range(8):
+        x = torch.linspace(-1, 2, 50_000) * (1 + rank)
+        spec, kwargs = codec.Ternary("base3", clip=2.5), {}
+        wrong = rank == 1
+        if case == 0 and wrong:
+            x[49_999] = float("nan")
+        elif case == 1 and wrong:
+            x[0] = float("-inf")
+        elif case == 2 and wrong:
+            spec = codec.Ternary()
+        elif case == 3 and wrong:
+            kwargs = {"segments": [(0, (100, 10))]}
+        elif case == 4 and wrong:
+            kwargs = {"op": "max"}
+        elif case == 5:
+            spec = codec.Sign() if wrong else codec.Lossless()
+        elif case == 6:
+            spec = codec.Ternary(scale=6.0)
+        elif case == 7:
+            kwargs = {"op": "max"}
+        before = bits(x)
+        with pytest.raises(codec.CodecError) as e:
+            codec.torch.all_reduce(x, spec, **({"algorithm": "shared_scale"} | kwargs))
+        assert bits(x) == before
+        raised.append((type(e.value).__name__, getattr(e.value, "code", None) == codec.Status.NONFINITE))
+        y = torch.ones(30)
+        codec.torch.all_reduce(y, codec.Ternary(), algorithm="shared_scale")
+        assert (y == 1).all()
+    return raised
+
+
+def test_an_error_on_one_rank_is_one_on_all():
+    results = ranks(3, _refused)
+    spec, peer = ("SpecError", False), ("PeerError", False)
+    first = [("PeerError", True)] * 2 + [peer] * 3
+    mine = [("SpecError", True)] * 2 + [peer, peer, spec]
+    assert results == [[*first, spec, spec, spec], [*mine, spec, spec, spec], [*first, spec, spec, spec]]
+
+
+def _damaged(rank, size):
+    """Every message of one rank in turn, in all three exchanges."""
+    channel = collectives.line_of(None).channel
+    x = torch.linspace(-1, 2, 40_000) * (1 + rank)
+    send, raised = channel.send, []
+    for which in range(3 * (size - 1)):
+        before, count = bits(x), [0]
+
+        def damage(message, to, which=which, count=count):
+            if rank == 2 and count[0] == which and message is not None:
+                message = message.copy()  # it goes to others, too
+                message[message.nbytes // 2] ^= 4
+            count[0] += 1
+            send(message, to)
+
+        channel.send = damage
+        with pytest.raises((codec.FrameError, codec.PeerError)) as e:
+            codec.torch.all_reduce(x, codec.Ternary(), algorithm="shared_scale")
+        assert count[0] == 3 * (size - 1)
+        channel.send = send
+        assert bits(x) == before
+        raised.append(type(e.value).__name__)
+        codec.torch.all_reduce(x.clone(), codec.Ternary(), algorithm="shared_scale")
+    return raised
+
+
+def test_a_damaged_frame_is_an_error_on_all():
+    results = ranks(3, _damaged)
+    assert all("ChecksumError" in {r[i] for r in results} for i in range(6))
+
+
+def _lied(rank, size):
+    """Frames that are whole, but say what cannot be."""
+    x = torch.linspace(-1, 2, 40_000) * (1 + rank)
+    shared, signs = ternary._Shared, ternary._Shared.encode
+    sums, magnitude = shared.encode_sum, ternary._magnitude
+
+    def encoded(spec, values):
+        return lambda self, piece, out, number: len(codec.encode(values(piece.n), spec, out=out))
+
+    def of_sums(value, dtype="uint8", more=0):
+        return lambda self, total, piece, out, number: len(
+            codec.encode(np.full(self._room(piece.n)[0] + more, value, dtype), out=out)
+        )
+
+    lies = [
+        ("encode", encoded(codec.Ternary(scale=3.0), lambda n: np.full(n, 3, np.float32))),
+        ("encode", encoded(codec.Ternary(scale=0.5), lambda n: np.full(n, 0.5, np.float32))),
+        ("encode", encoded(codec.Ternary(), lambda n: np.full(n - 1, 1, np.float32))),
+        ("encode", encoded(codec.Ternary(), lambda n: np.full(n, 1, np.float16))),
+        ("encode_sum", of_sums(255)),
+        ("encode_sum", of_sums(0, more=-1)),
+        ("encode_sum", of_sums(0, "int8")),
+        ("_magnitude", lambda x, spec: float("inf")),
+    ]
+    raised = []
+    for name, lie in lies:
+        before = bits(x)
+        if rank == 1:
+            if name == "_magnitude":
+                ternary._magnitude = lie
+            else:
+                setattr(shared, name, lie)
+        with pytest.raises((codec.FrameError, codec.PeerError)) as e:
+            codec.torch.all_reduce(x, codec.Ternary(), algorithm="shared_scale")
+        shared.encode, shared.encode_sum, ternary._magnitude = signs, sums, magnitude
+        assert bits(x) == before
+        raised.append(type(e.value).__name__)
+    codec.torch.all_reduce(x, codec.Ternary(), algorithm="shared_scale")
+    return raised, bits(x)
+
+
+def test_frames_that_say_what_cannot_be():
+    results = ranks(3, _lied)
+    assert len({b for _, b in results}) == 1
+    assert all("FrameError" in {r[i] for r, _ in results} for i in range(8))
+
+
+@given(
+    st.sampled_from([1, 2, 3, 4, 7, 8, 127, 128, 32767]),
+    st.integers(0, 3000),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["mean", "sum"]),
+    st.sampled_from([None, np.nan, 0.5, -1e30, "more", "less"]),
+)
+@example(7, 1, 72, "mean", None)  # rounded to -0
+def test_sums_as_integers(size, n, seed, op, wrong):
+    """Any number of ranks, any parts: s times the sum, over N for a mean, rounded once; all else is refused."""
+    rng = np.random.default_rng(seed)
+    edges = [0, *sorted(rng.integers(0, n + 1, 3).tolist()), n]
+    parts = [(a, b, i) for i, (a, b) in enumerate(itertools.pairwise(edges)) if a < b]
+    scales = (2.0 ** rng.integers(-149, 127, 4) * 1.37).astype(np.float32)
+    x = np.zeros(n, np.float32)
+    shared = ternary._Shared(Reduction(x, "float32", codec.Ternary(), op, 0), x, parts, scales, size, None)
+    begin = int(rng.integers(0, n + 1))
+    piece = Piece(begin, n, None)
+    total = rng.integers(-size, size + 1, piece.n).astype(np.float32)
+    out = np.empty(shared.bound(piece.n), np.uint8)
+    if wrong is not None and piece.n:
+        total[rng.integers(piece.n)] = {"more": size + 1, "less": -size - 1}.get(wrong, wrong)
+        with pytest.raises(codec.FrameError):
+            shared.encode_sum(total, piece, out, 0)
+        return
+    frame = out[: shared.encode_sum(total, piece, out, 0)]
+    into = np.full(n, 7, np.float32)
+    shared.decode(frame, piece, into)
+    s = np.concatenate([np.zeros(0), *(np.full(b - a, scales[i], np.float64) for a, b, i in parts)])
+    with np.errstate(over="ignore"):
+        want = (s[begin:] / (size if op == "mean" else 1) * total).astype(np.float32)
+    assert (into[:begin] == 7).all()
+    assert into[begin:].tobytes() == want.tobytes()
+
+
+HOW = [
+    (codec.Ternary("base3"), {}),
+    (codec.Ternary("base3", clip=2.5), {}),
+    (codec.Ternary(), {"policy": lambda name, p: None}),
+    (codec.Ternary(), {"policy": lambda name, p: codec.Quantize(4) if "3" in name else None}),
+]
+
+
+def _trained(rank, size):
+    found = {}
+    for i, (spec, how) in enumerate(HOW):
+        model = wrapped()
+        hook = codec.torch.ddp_hook(spec, algorithm="shared_scale", **how).register(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+        losses = train(model, optimizer, rank, 8)
+        before, state = parameter_bytes(model), hook_state_bytes(hook)
+        x, y = data(rank, 8)
+        if rank == 1:
+            x[3, 4] = float("nan")
+        optimizer.zero_grad()
+        with pytest.raises(codec.SpecError if rank == 1 else codec.PeerError, match=r"NaN|nothing was changed"):
+            torch.nn.functional.cross_entropy(model(x), y).backward()
+        assert parameter_bytes(model) == before
+        assert hook_state_bytes(hook) == state
+        losses += train(model, optimizer, rank, 4, 9)
+        assert not {"worker", "server"} & hook.state_dict().keys()
+        found[i] = parameter_bytes(model), losses
+    return found
+
+
+def test_ddp():
+    """Replicas stay equal, without feedback, whatever else a policy has in a bucket; NaN leaves no trace."""
+    results = ranks(3, _trained)
+    for i, (mine, losses) in results[0].items():
+        assert all(r[i][0] == mine for r in results), i
+        assert sum(losses[-3:]) < sum(losses[:3]) + 0.3, i
+
+
+def test_arguments():
+    for spec in (codec.Sign(), codec.Lossless()):
+        with pytest.raises(codec.SpecError, match="only values of Ternary"):
+            codec.torch.ddp_hook(spec, algorithm="shared_scale")
+    with pytest.raises(codec.SpecError, match="leave out scale="):
+        codec.torch.ddp_hook(codec.Ternary(scale=1.0), algorithm="shared_scale")
+    with pytest.raises(codec.SpecError, match="not a contraction"):
+        codec.torch.ddp_hook(codec.Ternary(clip=2.5), algorithm="shared_scale", feedback=True)
+
+
+def _backend(rank, size):
+    """Sums under shared scales, maxima exact."""
+    options = codec.torch.Options(codec.Ternary(), algorithm="shared_scale")
+    group = dist.new_group(backend="codec", pg_options=options)
+    x = torch.full((10_000,), 2.0)
+    dist.all_reduce(x, group=group)
+    assert (x == 2 * size).all()
+    x = torch.full((10_000,), rank / 3)
+    dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+    assert (x == torch.tensor((size - 1) / 3)).all()
+
+
+def test_backend():
+    ranks(2, _backend)
