@@ -16,7 +16,7 @@ SOURCES := $(shell find native bindings codec -name '*.[ch]' -o -name '*.py' -o 
 .PHONY: demo check test nightly lint docs native ctest abi abi-baseline sanitize emulated foreign bench format clean
 
 demo: $(VENV)/demo
-	$(PY) bench/demo.py
+	$(PY) bench/codec/demo.py
 
 # The lanes of `make test`, for two cores: the longest ones come first. Tests of ranks wait for each other and for
 # timeouts, so that a third lane fits beside two. What lanes share is built before: make would start a lane that waits
@@ -240,7 +240,7 @@ gpu-sanitizer:
 			$(GPU_PYTHON) -P -m pytest -m gpu tests/engines/test_cuda.py -k "golden or few" || exit 1; \
 	done
 gpu-table:
-	$(GPU_PYTHON) bench/gpu.py
+	$(GPU_PYTHON) bench/gpu/throughput.py
 .PHONY: gpu gpu-tests gpu-sanitizer gpu-table
 
 # The files of a release, in dist/: the sdist, and a wheel that is built from it and carries a manylinux tag. The wheel is
@@ -263,9 +263,9 @@ $(VENV)/release: $(VENV)/bin/pip
 
 bench: $(VENV)/test ctest
 	$(PIP) '.[bench]'
-	$(PY) bench/throughput.py
-	$(PY) bench/quality.py --plot docs/quality.png
-	$(PY) bench/peers.py --each --flat
+	$(PY) bench/codec/throughput.py
+	$(PY) bench/codec/quality.py --plot docs/quality.png
+	$(PY) bench/codec/peers.py --each --flat
 	build/native/coder
 	build/native/loops
 

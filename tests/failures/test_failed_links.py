@@ -11,7 +11,7 @@ import codec
 from support import rank_loss
 from support.ranks import Team
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench/network"))
 import netns
 
 from support.rank_loss import ALGORITHMS, FAULT_POINTS, VICTIM, spread

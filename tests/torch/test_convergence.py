@@ -1,4 +1,4 @@
-"""Training with each codec's default settings reaches about the loss of Lossless (bench/convergence.py)."""
+"""Training with each codec's default settings reaches about the loss of Lossless (bench/training/convergence.py)."""
 
 import argparse
 import hashlib

@@ -1,10 +1,10 @@
 """What activations cost, in bits a bfloat16 value, and what they would with other symbols than exponents.
 
-    python bench/activations.py                      # trains a small language model first: two minutes
-    python bench/activations.py hidden.npz           # or takes arrays of files, as bench/peers.py does
+    python bench/codec/activations.py                      # trains a small language model first: two minutes
+    python bench/codec/activations.py hidden.npz           # or takes arrays of files, as bench/codec/peers.py does
 
 codec       its frames, lossless
-openzl      those of OpenZL, whose exponents are coded by FSE (bench/peers.py), if that is installed
+openzl      those of OpenZL, whose exponents are coded by FSE (bench/codec/peers.py), if that is installed
 entropy     of exponents, and 8 bits for sign and mantissa: what a coder of fractions of bits could reach with them
 exponent    codes of at most 8 bits for exponents and 8 bits: what a frame is but for its overhead
 +1, +2      the same with so many upper bits of the mantissa in the symbol: 7 or 6 bits are left to be packed
@@ -15,13 +15,17 @@ Codes are made from all values, escapes counted.
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peers import openzl, tensors
+from peers import openzl
 
 import codec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from gradients import tensors
 
 Array = np.ndarray[Any, Any]
 
@@ -29,9 +33,9 @@ Array = np.ndarray[Any, Any]
 def activations(steps: int) -> dict[str, Array]:
     """Keys, values and hidden states of a causal transformer in bfloat16 after so many steps."""
     import torch
+    from models import Language, text
     from rich.progress import track
     from torch.nn import functional as F
-    from training import Language, text
 
     torch.manual_seed(0)
     data, context = text(), 128

@@ -1,6 +1,6 @@
 """How long NVRTC takes for each of the CUDA engine's kernels, and loading it from the cache. No GPU is needed.
 
-python bench/kernels.py --arch sm_90
+python bench/gpu/compile_time.py --arch sm_90
 """
 
 import argparse

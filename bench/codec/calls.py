@@ -6,14 +6,18 @@ take turns, so that each finds the caches and the CPU's predictions as the other
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import tensor
 
 import codec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from measure import tensor
 
 COUNT = 200
 ROUNDS = 400

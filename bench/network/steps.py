@@ -1,10 +1,10 @@
 """Whole training steps over slow links: what the hook costs beyond computing, encoding, sending and decoding.
 
-    sudo python bench/steps.py                                   # 4 ranks at 100 Mbit and 1 Gbit, five codecs
-    sudo python bench/steps.py --ranks 2 --links 100mbit --codecs Lossless Float8
+    sudo python bench/network/steps.py                                   # 4 ranks at 100 Mbit and 1 Gbit, five codecs
+    sudo python bench/network/steps.py --ranks 2 --links 100mbit --codecs Lossless Float8
 
-Ranks are processes in network namespaces (bench/netns.py: Linux, root, iproute2) that train a transformer on text
-(bench/training.py, wider) with DistributedDataParallel, in buckets as it makes them.
+Ranks are processes in network namespaces (bench/network/netns.py: Linux, root, iproute2) that train a transformer on
+text (bench/support/models.py, wider) with DistributedDataParallel, in buckets as it makes them.
 
 step        seconds from one optimizer's step to the next, median of the slowest rank
 compute     the same with torch's noop_hook: DistributedDataParallel's own work, but no communication
@@ -23,9 +23,12 @@ import statistics
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import netns
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 CODECS = ("Lossless", "Truncate", "Float8", "Quantize 4", "Sign")
 
@@ -58,8 +61,8 @@ class Training:
 
     def __init__(self, name: str | None, width: int, layers: int) -> None:
         import torch
+        from models import Language
         from torch.nn.parallel import DistributedDataParallel
-        from training import Language
 
         torch.manual_seed(0)
         net = Language(width, layers, 64)

@@ -1,7 +1,7 @@
 """Slow links on one machine: network namespaces joined by a bridge, and a token bucket on what each of them sends.
 
-    python bench/netns.py                                          # the TCP rate that each link really has
-    python bench/netns.py --ranks 4 --rate 100mbit -- python train.py
+    python bench/network/netns.py                                          # the TCP rate that each link really has
+    python bench/network/netns.py --ranks 4 --rate 100mbit -- python train.py
 
 The second form starts the command once a rank, in a namespace of its own, with RANK, WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT and GLOO_SOCKET_IFNAME set, as torchrun would on as many machines. If one fails, the others are ended.
@@ -472,7 +472,7 @@ def main() -> None:
         with Network((args.ranks or [2])[0], args.rate, **how) as network:
             network.run(args.command, timeout=args.timeout, on_line=lambda rank, line: print(f"[{rank}] {line}"))
     except NetworkError as e:
-        raise SystemExit(f"bench/netns.py: {e}") from None
+        raise SystemExit(f"bench/network/netns.py: {e}") from None
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -1,6 +1,6 @@
 """Encoding and decoding on an NVIDIA GPU, as fractions of a device copy in the same run.
 
-    python bench/cupy_backend.py                       # 2^28 values; --values 20 for fewer, --json for programs
+    python bench/gpu/throughput.py                       # 2^28 values; --values 20 for fewer, --json for programs
 
 A time is the median of 20 by CUDA events, of a graph with all that a call has to do: sampling, codebooks, checksums.
 Beside the GB/s of the tensor stands (tensor bytes + frame bytes) / time over the same of a copy, which reads and writes

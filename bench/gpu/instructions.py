@@ -1,8 +1,8 @@
 """How many instructions the CUDA engine's loops take, from their machine code. No GPU is needed, but nvdisasm is.
 
     pip install nvidia-cuda-nvdisasm
-    python bench/instructions.py                              # the loops in which nearly all values are
-    python bench/instructions.py --all "encode_truncate"      # every loop of a kernel
+    python bench/gpu/instructions.py                              # the loops in which nearly all values are
+    python bench/gpu/instructions.py --all "encode_truncate"      # every loop of a kernel
 
 Of a row of 128 values: `least` is the shortest way round the loop on which something is stored, `most` all that stands
 in it; what is rarely needed (an escape's literal, a row's end) is in the latter only. A warp issues one instruction a

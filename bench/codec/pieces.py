@@ -14,13 +14,16 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from family import FAMILY
-from measure import tensor
 
 import codec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from family import FAMILY
+from measure import tensor
 
 CODECS: dict[str, codec.Spec] = {
     "Lossless": codec.Lossless(),

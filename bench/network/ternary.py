@@ -9,6 +9,7 @@ less the exact mean, over that of the mean.
 import argparse
 import math
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, get_args
@@ -16,13 +17,15 @@ from typing import Any, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
-from peers import SAMPLE, segments, tensors
 from torch import multiprocessing
 
 import codec
 import codec.torch
 from codec.specs import Packing
 from codec.torch import collectives
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from gradients import SAMPLE, segments, tensors
 
 ALGORITHMS = ("two_shot", "all_gather", "shared_scale")
 CLIPS = (None, 2.5)

@@ -26,17 +26,20 @@ import json
 import os
 import statistics
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from family import FAMILY, TRUNCATE, moved
-from measure import best, tensor
 
 import codec
 from codec import optimizers
 from codec._c.library import check, ffi, lib, new_bytes
 from codec._c.spec_structs import spec_struct
 from codec._call import new_tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from family import FAMILY, TRUNCATE, moved
+from measure import best, tensor
 
 
 def lossy_peers(x: np.ndarray[Any, Any]) -> dict[str, tuple[float, float]]:

@@ -1,13 +1,14 @@
 """All-reduce in C++ over slow links: Gloo's own in float32, and every codec by every algorithm of codec/gloo.h.
 
-    sudo python bench/gloo_allreduce.py                      # 2 and 4 ranks, four links: about 25 minutes
-    sudo python bench/gloo_allreduce.py --quick              # a few codecs on 2 MiB: under two minutes
-    sudo python bench/gloo_allreduce.py --ranks 4 --links 100mbit --codecs lossless "sign, block" --algorithms ring
+    sudo python bench/network/gloo_allreduce.py                # 2 and 4 ranks, four links: about 25 minutes
+    sudo python bench/network/gloo_allreduce.py --quick        # a few codecs on 2 MiB: under two minutes
+    sudo python bench/network/gloo_allreduce.py --ranks 4 --links 100mbit --codecs lossless --algorithms ring
 
 It is GComp's experiment (SoCC 2024, figure 10): the time of an all-reduce of real gradients, over that of
-gloo::allreduce of float32 in the same run. `make gloo` builds the program that is a rank (bench/gloo_allreduce.cc).
-Ranks are processes in network namespaces (bench/netns.py: Linux, root, iproute2), each on cores of its own, or two on
-one where there are half as many; gradients are those of bench/allreduce.py.
+gloo::allreduce of float32 in the same run. `make gloo` builds the program that each rank runs
+(bench/network/gloo_allreduce.cc). Ranks are processes in network namespaces (bench/network/netns.py: Linux, root,
+iproute2), each on cores of its own, or two on one where there are half as many; gradients are those of
+bench/network/allreduce.py.
 
 sent        bytes of frames and values that a rank sends: the average of the ranks
 less        how much less that is than Gloo sends
@@ -41,7 +42,7 @@ from codec._c.spec_structs import spec_struct
 from codec.optimizers.arguments import asked
 
 HERE = Path(__file__).parent
-PROGRAM = HERE.parent / "build" / "native" / "gloo_allreduce"
+PROGRAM = HERE.parents[1] / "build" / "native" / "gloo_allreduce"
 LINKS = ("100mbit", "500mbit", "1gbit", "10gbit")
 STOCK = "Gloo float32"
 ALGORITHMS = ("two_shot", "all_gather", "ring", "raw", "blocks", "auto")
@@ -257,7 +258,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, help="least number of timed repetitions (5)")
     parser.add_argument("--seconds", type=float, help="time for repetitions of one row, if there is more of it (0.5)")
     parser.add_argument("--pause", type=float, default=0, help="seconds before each repetition")
-    parser.add_argument("--data", type=Path, default=HERE / "data", help="a capture (.npz), or a folder of them")
+    parser.add_argument("--data", type=Path, default=HERE.parent / "data", help="a capture (.npz), or a folder of them")
     parser.add_argument("--program", type=Path, default=PROGRAM, help="the program that is a rank")
     parser.add_argument("--unbound", action="store_true", help="ranks may go from core to core")
     parser.add_argument("--congestion", help="TCP's congestion control (the machine's)")
@@ -295,7 +296,7 @@ def main() -> None:
     try:
         measure(args, check(args))
     except netns.NetworkError as e:
-        raise SystemExit(f"bench/gloo_allreduce.py: {e}") from None
+        raise SystemExit(f"bench/network/gloo_allreduce.py: {e}") from None
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -1,14 +1,14 @@
 """All-reduce of real gradients over slow links: Gloo in float32, torch's hooks, and every codec.
 
-    sudo python bench/allreduce.py                       # 2 and 4 ranks, five links, every codec: about half an hour
-    sudo python bench/allreduce.py --quick               # a few codecs on 2 MiB: under two minutes
-    sudo python bench/allreduce.py --ranks 4 --links 100mbit --codecs lossless float8 "sign, block"
+    sudo python bench/network/allreduce.py                # 2 and 4 ranks, five links, every codec: half an hour
+    sudo python bench/network/allreduce.py --quick        # a few codecs on 2 MiB: under two minutes
+    sudo python bench/network/allreduce.py --ranks 4 --links 100mbit --codecs lossless float8 "sign, block"
 
-Ranks are processes in network namespaces (bench/netns.py: Linux, root, iproute2), each on cores of its own, or two on
-one where there are half as many; a token bucket limits what each may send. Each has gradients of its own: those of one
-real step, float32 that were made in bfloat16 as under autocast, with their parameters' shapes; Truncate has gradients
-with the optimizer's state beside them. A capture that is too short is taken again with the rows of its parameters
-turned, so that no two ranks have the same.
+Ranks are processes in network namespaces (bench/network/netns.py: Linux, root, iproute2), each on cores of its own, or
+two on one where there are half as many; a token bucket limits what each may send. Each has gradients of its own:
+those of one real step, float32 that were made in bfloat16 as under autocast, with their parameters' shapes; Truncate
+has gradients with the optimizer's state beside them. A capture that is too short is taken again with the rows of its
+parameters turned, so that no two ranks have the same.
 
 A row is what one all-reduce took, from when the first rank starts until the last has the mean; codecs write it apart
 (`out=`), Gloo and hooks in place. With `--algorithm auto` what is tried before it is chosen does not count:
@@ -47,12 +47,14 @@ from typing import Any
 
 import netns
 import numpy as np
-from family import FAMILY, TRUNCATE, optimizer_state
-from peers import segments, tensors
 
 import codec
 
-HERE = Path(__file__).parent
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from family import FAMILY, TRUNCATE, optimizer_state
+from gradients import segments, tensors
+
+DATA = Path(__file__).parents[1] / "data"
 SPECS: dict[str, codec.Spec] = {"Lossless": codec.Lossless(), **FAMILY, **TRUNCATE}
 QUICK = ("Lossless", "Truncate near, by bit", "Float8 e4m3fn", "Quantize 4", "Sign, block 1024")
 RAW = "Gloo float32"
@@ -517,7 +519,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--pause", type=float, default=0, help="seconds before each repetition, such as backward() takes"
     )
-    parser.add_argument("--data", type=Path, default=HERE / "data", help="folder with other captures (.npz)")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder with other captures (.npz)")
     parser.add_argument("--algorithm", default="two_shot", help="of codec.torch.all_reduce (two_shot)")
     parser.add_argument("--in-place", action="store_true", help="codecs write to the tensor itself, last of all")
     parser.add_argument("--threads", type=int, help="of each rank (cores / ranks, at least 1)")
@@ -562,7 +564,7 @@ def main() -> None:
     try:
         measure(args, check(args))
     except netns.NetworkError as e:
-        raise SystemExit(f"bench/allreduce.py: {e}") from None
+        raise SystemExit(f"bench/network/allreduce.py: {e}") from None
     except KeyboardInterrupt:
         sys.exit(130)
 

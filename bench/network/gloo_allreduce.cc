@@ -1,5 +1,5 @@
 /*
- * gloo_allreduce.cc - one rank of bench/gloo_allreduce.py: all-reduces over real Gloo, without and with frames.
+ * gloo_allreduce.cc - one rank of bench/network/gloo_allreduce.py: all-reduces over real Gloo, without and with frames.
  *
  *     gloo_allreduce PLAN STORE
  *

@@ -5,14 +5,17 @@ for the parameters that have rows and columns: the coder's overhead and sampling
 """
 
 import argparse
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peers import SAMPLE, exponents, segments, tensors
 
 from codec import Codebook
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from gradients import SAMPLE, exponents, segments, tensors
 
 Array = np.ndarray[Any, Any]
 

@@ -1,7 +1,7 @@
 """Does it ever hang? Training over codec.torch.ddp_hook, again and again, with many small buckets on real processes.
 
-    python bench/soak.py                 # 20 runs of 200 steps, 4 ranks, 10 buckets
-    python bench/soak.py --codec lossless --runs 3
+    python bench/network/soak.py                 # 20 runs of 200 steps, 4 ranks, 10 buckets
+    python bench/network/soak.py --codec lossless --runs 3
 
 A run that takes longer than --limit, or ends with ranks that differ in a bit, fails.
 """

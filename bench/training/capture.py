@@ -19,6 +19,7 @@ block only in the third, for the sample's size.
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from training import Language, cnn_model, digits, text
 
-HERE = Path(__file__).parent / "data"
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from models import Language, cnn_model, digits, text
+
+DATA = Path(__file__).parents[1] / "data"
 
 
 def bucket(model: nn.Module, skip: tuple[str, ...] = ()) -> tuple[torch.Tensor, list[list[int]]]:
@@ -111,7 +114,7 @@ def transformer(steps: int, half: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="of the transformers; the CNN takes a third")
-    parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--out", type=Path, default=DATA)
     parser.add_argument("--only", help="one of the files")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

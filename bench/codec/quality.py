@@ -9,14 +9,17 @@ many units in the last place the others differ at most.
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from family import FAMILY, TRUNCATE, optimizer_state, step_of
-from peers import SAMPLE, segments, tensors
 
 import codec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from family import FAMILY, TRUNCATE, optimizer_state, step_of
+from gradients import SAMPLE, segments, tensors
 
 Array = np.ndarray[Any, Any]
 

@@ -3,15 +3,18 @@
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from family import FAMILY, TRUNCATE, optimizer_state
-from measure import best
-from peers import SAMPLE, block_entropy, exponent_nbytes, exponents, segments, tensors
 
 import codec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from family import FAMILY, TRUNCATE, optimizer_state
+from gradients import SAMPLE, block_entropy, exponent_nbytes, exponents, segments, tensors
+from measure import best
 
 
 def measure(name: str, x: np.ndarray[Any, Any], dtype: str, shapes: list[tuple[int, ...]]) -> dict[str, Any]:
@@ -118,7 +121,7 @@ def main() -> None:
     console.print(
         "Error: root mean square, over that of the gradient. GB/s of float32. Truncate goes by AdamW's state; exact\n"
         "leaves more than 99.3% of the parameters as they would be, nearly all others a unit in the last place away\n"
-        "(bench/quality.py)."
+        "(bench/codec/quality.py)."
     )
 
 

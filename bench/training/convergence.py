@@ -1,13 +1,14 @@
 """Compare how codecs affect training: loss, accuracy, bytes sent and residuals, against uncompressed float32.
 
-    python bench/convergence.py                                          # all codecs of CODECS, about half an hour
-    python bench/convergence.py --quick                                  # fewer steps, one seed: below two minutes
-    python bench/convergence.py --tasks text-sgd --codecs "Quantize(3)" "Sign(group_size=256)" --feedback on
+    python bench/training/convergence.py                           # all codecs of CODECS, about half an hour
+    python bench/training/convergence.py --quick                   # fewer steps, one seed: below two minutes
+    python bench/training/convergence.py --tasks text-sgd --codecs "Quantize(3)" "Sign(block=256)" --feedback on
 
 Each rank is a process. DistributedDataParallel averages gradients over Gloo through
 ``codec.torch.ddp_hook(spec, optimizer=optimizer)``. The policy and error feedback are the hook's defaults for the
 codec, unless ``--feedback`` says otherwise. The algorithm is fixed, because "auto" may send gradients uncompressed if
-that is faster on this machine. Models and data are those of bench/training.py. All codecs train from the same seeds.
+that is faster on this machine. Models and data are those of bench/support/models.py. All codecs train from the same
+seeds.
 
 Two more rows are references without a codec:
 
@@ -49,9 +50,11 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 from torch.nn.parallel import DistributedDataParallel
-from training import TASKS, Task
 
 import codec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from models import TASKS, Task
 
 PLAIN, ORDERED, LOSSLESS = "float32", "float32 in order", "Lossless()"
 CODECS = (

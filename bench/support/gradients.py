@@ -1,0 +1,64 @@
+"""Gradients that benchmarks encode: the committed sample in bench/data, or arrays of .npz files."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import codec
+
+SAMPLE = sorted((Path(__file__).parents[1] / "data").glob("*.npz"))
+
+
+def tensors(path: Path) -> Iterator[tuple[str, np.ndarray[Any, Any], str, list[tuple[int, ...]]]]:
+    """Yield name, values, dtype and shapes of the parameters inside, if known."""
+    with np.load(path) as file:
+        shapes = [tuple(s) for s in ast.literal_eval(str(file["shapes"]))] if "shapes" in file else []
+        few = int(file["few"]) if "few" in file else 0
+        for key in file.files:
+            x = file[key]
+            if x.size < 1024 or x.dtype.kind not in "fu":
+                continue
+            inside: list[tuple[int, ...]] = [x.shape] if x.ndim > 1 else []
+            for candidate in (shapes, shapes[:few]):
+                if candidate and sum(int(np.prod(s)) for s in candidate) == x.size:
+                    inside = candidate
+            yield f"{path.stem}:{key}", x.reshape(-1), "bfloat16" if key.endswith("_bits") else x.dtype.name, inside
+
+
+def segments(shapes: list[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
+    """Offsets of consecutive shapes."""
+    offsets = np.cumsum([0, *(int(np.prod(s)) for s in shapes)])
+    return [(int(o), s) for o, s in zip(offsets, shapes, strict=False)]
+
+
+def exponents(x: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    """Exponent bytes of float32 and bfloat16."""
+    return ((x >> 7) & 255 if dtype == "bfloat16" else (x.view(np.uint32) >> 23) & 255).astype(np.uint8)
+
+
+def block_entropy(e: np.ndarray[Any, Any], block: int = 16384) -> float:
+    """Sum of the empirical entropies of consecutive blocks, in bytes."""
+    bits = 0.0
+    for i in range(0, e.size, block):
+        counts = np.bincount(e[i : i + block])
+        counts = counts[counts > 0]
+        bits += float((counts * np.log2(counts.sum() / counts)).sum())
+    return bits / 8
+
+
+def exponent_nbytes(x: np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...], inside: Any) -> float:
+    """What exponents cost, with model, tables, directory and header: the frame less what stands for sign and mantissa.
+
+    The scale model moves mantissas, too, so they stay as they are, and their upper byte counts as its entropy. Lower
+    bytes, which may be coded or constant, are made random first and count as they are.
+    """
+    noise = np.random.default_rng(0).integers(0, 1 << 8 * x.itemsize, x.size, dtype=f"u{x.itemsize}")
+    low = noise.dtype.type(0 if dtype == "bfloat16" else 0xFFFF)
+    y = x.view(noise.dtype) & ~low | noise & low
+    upper = (y >> noise.dtype.type(8 * x.itemsize - 16)).astype(np.uint16)
+    mantissa = (upper >> 8 & 0x80 | upper & 0x7F).astype(np.uint8)
+    frame = len(codec.encode(y.reshape(shape), dtype=dtype, segments=inside))
+    return frame - (x.itemsize - 2) * x.size - block_entropy(mantissa)
