@@ -28,7 +28,7 @@ test: $(VENV)/test $(VENV)/clang $(VENV)/foreign gloo-programs
 # The Python tests, by lanes: collectives of several ranks; processes that fail, are interrupted or compile; the Numba
 # and CUDA engines; all others.
 RANKS := tests/torch
-PROCESSES := tests/failures tests/native tests/processes
+PROCESSES := tests/failures tests/native tests/packaging tests/processes
 ENGINES := tests/engines
 CORE := $(addprefix tests/,advisor api codecs docs format robustness stateful)
 ranks: $(VENV)/test $(if $(BUILT),,gloo-programs)
