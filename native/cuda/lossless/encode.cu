@@ -308,21 +308,17 @@ DEVICE bool whole_rows_behind(const place *o)
 }
 
 /*
- * Encode block b of a tensor for which has_single_plane() is true. Values are read once, from the last row to the
- * first, and are coded at once. As soon as the region's size is known, the region is written to its place in the frame.
- * Returns false if plane 0 must not be coded after all; then only fixed planes have been written. literals, words: see
- * begin_plane.
+ * Split and code the m values from value `first` on, from the last row to the first. Other planes than plane 0 go to
+ * their sections of the frame. sums: checksums of fixed planes. same: of plane 0.
  */
 template <int SIZE>
-DEVICE bool write_single_plane(const codec_encoding &e, const job *j, uint64_t b, uint8_t *literals, uint32_t *words,
-			       uint32_t lane)
+DEVICE void code_values(const codec_encoding &e, const job *j, uint64_t first, uint32_t m, coding *s, digest *sums,
+			common *same, uint32_t lane)
 {
 	const codec_view &v = j->v;
-	const uint64_t first = b * v.block_nvalues;
-	const uint32_t m = (uint32_t)block_values(&v, b), rows = (m + WIRE_ROW - 1) / WIRE_ROW;
+	const uint32_t rows = (m + WIRE_ROW - 1) / WIRE_ROW, pad = table_of(j, 0)[TABLE_PAD] * ONES;
 	/* last row in which this lane has a value; ~0: none */
 	const uint32_t last = there(rows - 1, lane, m) ? rows - 1 : rows - 2;
-	const uint32_t pad = table_of(j, 0)[TABLE_PAD] * ONES;
 	const bool offsets = v.model_parts.count > 0;
 	const int octave = octave_of(v.dtype);
 	const uint8_t *values = e.source.values + SIZE * first;
@@ -330,11 +326,6 @@ DEVICE bool write_single_plane(const codec_encoding &e, const job *j, uint64_t b
 	/* whole quads are written at the ends of sections, too */
 	const bool fast = (SIZE == 2 || SIZE == 4) &&
 			  ((uint64_t)values % (4 * SIZE) | ((uint64_t)section | v.plane_stride) % 4) == 0;
-	coding s = begin_plane(j, 0, words, literals, false);
-	common same = {0, FULL};
-	uint32_t size = 0;
-	uint64_t at = 0, checksum = 0;
-	digest sums[SIZE] = {};
 	place o = {};
 
 	if (offsets && last != ~0u)
@@ -344,7 +335,7 @@ DEVICE bool write_single_plane(const codec_encoding &e, const job *j, uint64_t b
 		    (!offsets || __all_sync(FULL, whole_rows_behind(&o)))) {
 			r -= CHUNK_ROWS;
 			if constexpr (SIZE == 2 || SIZE == 4)
-				write_whole_rows<SIZE>(j, values, section, &o, &s, sums, &same, r, lane);
+				write_whole_rows<SIZE>(j, values, section, &o, s, sums, same, r, lane);
 		} else {
 			uint32_t n = there(--r, lane, m), word[SIZE], i = WIRE_ROW * r + 4 * lane;
 			uint16_t offset[4] = {0};
@@ -359,14 +350,35 @@ DEVICE bool write_single_plane(const codec_encoding &e, const job *j, uint64_t b
 				digest_word(&sums[p], word[p], r, lane);
 				put_fixed(&v, e.frame, v.planes_offset + (p - 1) * v.plane_stride, first + i, word[p]);
 			}
-			same.some |= keep_bytes(word[0], n);
-			same.all &= word[0] | ~keep_bytes(FULL, n);
-			code_quad(&s, filled(word[0], n, pad), r, n, lane);
+			same->some |= keep_bytes(word[0], n);
+			same->all &= word[0] | ~keep_bytes(FULL, n);
+			code_quad(s, filled(word[0], n, pad), r, n, lane);
 		}
 		if (r % CHUNK_ROWS == 0)
 			for (int p = 1; p < SIZE; p++)
 				digest_end_chunk(&sums[p], r / CHUNK_ROWS, lane);
 	}
+}
+
+/*
+ * Encode block b of a tensor for which has_single_plane() is true. Values are read once. As soon as the region's size
+ * is known, the region is written to its place in the frame. Returns false if plane 0 must not be coded after all; then
+ * only fixed planes have been written. literals, words: see begin_plane.
+ */
+template <int SIZE>
+DEVICE bool write_single_plane(const codec_encoding &e, const job *j, uint64_t b, uint8_t *literals, uint32_t *words,
+			       uint32_t lane)
+{
+	const codec_view &v = j->v;
+	const uint32_t m = (uint32_t)block_values(&v, b);
+	const uint32_t chunks = (m + WIRE_ROW * CHUNK_ROWS - 1) / (WIRE_ROW * CHUNK_ROWS);
+	coding s = begin_plane(j, 0, words, literals, false);
+	common same = {0, FULL};
+	digest sums[SIZE] = {};
+	uint32_t size = 0;
+	uint64_t at = 0, checksum = 0;
+
+	code_values<SIZE>(e, j, b * v.block_nvalues, m, &s, sums, &same, lane);
 	auto place_for = [&](uint32_t nbytes) -> uint8_t * {
 		if (!differs(same))
 			return NULL;
@@ -380,8 +392,7 @@ DEVICE bool write_single_plane(const codec_encoding &e, const job *j, uint64_t b
 		return false;
 	if (got) {
 		for (int p = 1; p < SIZE; p++)
-			checksum += digest_sum(&sums[p], 0, (rows + CHUNK_ROWS - 1) / CHUNK_ROWS, WIRE_SEED_PLANE + p,
-					       lane);
+			checksum += digest_sum(&sums[p], 0, chunks, WIRE_SEED_PLANE + p, lane);
 		put32(e.frame + at, WIRE_MODE_CODED, lane);
 		end_region(e.frame + at, 4 + got, lane);
 		checksum = seal_block(checksum + digest_bytes(e.frame + at, size, WIRE_SEED_REGION, lane), b);
