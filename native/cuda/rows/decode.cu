@@ -22,6 +22,52 @@ DEVICE_CALL void put_others(const codec_sink *sink, uint32_t dtype, uint64_t i, 
 	put_values(sink, dtype, i, n, y, scale);
 }
 
+/* Codes of a block: nbytes packed bytes. */
+struct found_codes {
+	const uint8_t *codes;
+	uint64_t nbytes;
+	codec_status status;
+};
+
+/*
+ * Find the codes of a block's region, and check its size and the codes' end. Codes that an entropy stage has coded are
+ * decoded to scratch memory. nscales: bytes of scales before the codes.
+ */
+DEVICE found_codes find_codes(const job *j, struct row_kind q, uint32_t m, uint64_t nscales, cursor c, const pairs &by,
+			      uint8_t *scratch, uint32_t lane)
+{
+	found_codes o = {here(&c) + nscales, row_codes_nbytes(q, m), CODEC_BAD_REGION};
+	codec_status status = CODEC_OK;
+	bool bad = false;
+
+	if (q.entropy) {
+		if (left(&c) < nscales + 4)
+			return o;
+		uint32_t mode = load32(o.codes);
+
+		if (mode > WIRE_MODE_CODED)
+			return o;
+		c.at += nscales + 4;
+		status = read_plane(j, 0, mode, by, (uint32_t)o.nbytes, (uint32_t *)scratch, &c, lane);
+		o.codes = scratch;
+	} else {
+		if (left(&c) < nscales + o.nbytes)
+			return o;
+		c.at += nscales + o.nbytes;
+	}
+	if (status == CODEC_OK)
+		status = close_region(&c, lane);
+	if (status == CODEC_OK) {
+		if (lane == 0)
+			bad = !allowed_end(q, o.codes, o.nbytes, m);
+		for (uint64_t i = lane; i < o.nbytes && !q.bits; i += 32)
+			bad |= o.codes[i] > 242;
+		status = __any_sync(FULL, bad) ? CODEC_BAD_REGION : CODEC_OK;
+	}
+	o.status = status;
+	return o;
+}
+
 /*
  * Decode block b, whose region is at the cursor. scratch: memory of a plane, for codes that an entropy stage has coded.
  */
@@ -31,39 +77,16 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 {
 	const struct row_kind q = kind_of(&j->v);
 	const row_place p = row_place_of(j, q, b);
-	uint64_t nscales = row_count(p.part->row, p.m) * row_scale_nbytes(q), ncodes = row_codes_nbytes(q, p.m);
-	const uint8_t *scales = here(&c), *codes = scales + nscales;
-	codec_status status = CODEC_OK;
-	uint32_t bad = 0;
+	const uint64_t nscales = row_count(p.part->row, p.m) * row_scale_nbytes(q);
+	const uint8_t *scales = here(&c);
+	const found_codes found = find_codes(j, q, p.m, nscales, c, by, scratch, lane);
 
-	if (q.entropy) {
-		if (left(&c) < nscales + 4)
-			return CODEC_BAD_REGION;
-		uint32_t mode = load32(codes);
-
-		if (mode > WIRE_MODE_CODED)
-			return CODEC_BAD_REGION;
-		c.at += nscales + 4;
-		status = read_plane(j, 0, mode, by, (uint32_t)ncodes, (uint32_t *)scratch, &c, lane);
-		codes = scratch;
-	} else {
-		if (left(&c) < nscales + ncodes)
-			return CODEC_BAD_REGION;
-		c.at += nscales + ncodes;
-	}
-	if (status == CODEC_OK)
-		status = close_region(&c, lane);
-	if (status != CODEC_OK)
-		return status;
-	if (lane == 0)
-		bad = !allowed_end(q, codes, ncodes, p.m);
-	for (uint64_t i = lane; i < ncodes && !q.bits; i += 32)
-		bad |= codes[i] > 242;
-
-	row_walk w = walk_rows(q, p.part, scales, codes, ratio, sink->unscaled);
+	if (found.status != CODEC_OK)
+		return found.status;
+	row_walk w = walk_rows(q, p.part, scales, found.codes, ratio, sink->unscaled);
 	const bool wide = j->v.dtype == WIRE_FLOAT32;
 	uint8_t *to = sink->data ? sink->data + (wide ? 4 : 2) * p.first : NULL;
-	uint32_t r = 0;
+	uint32_t r = 0, bad = 0;
 
 	if (sink->into == CODEC_INTO_STORE && (uint64_t)to % (wide ? 16 : 8) == 0 && w.row % 4 == 0)
 #pragma unroll 2
