@@ -63,7 +63,7 @@ $(VENV)/demo: $(VENV)/bin/pip $(SOURCES)
 	touch $@
 
 $(VENV)/test: $(VENV)/tools $(SOURCES)
-	$(PIP) '.[test]'
+	$(PIP) '.[test,docs]'
 	touch $@
 
 $(VENV)/tools: $(VENV)/bin/pip tests/constraints.txt
@@ -76,19 +76,20 @@ $(VENV)/debian: $(VENV)/tools Makefile
 	touch $@
 
 lint: $(VENV)/tools $(VENV)/test
-	$(VENV)/bin/ruff check codec tests bench bindings examples fuzz
-	$(VENV)/bin/ruff format --check codec tests bench bindings examples fuzz
+	$(VENV)/bin/ruff check codec tests bench bindings examples fuzz docs
+	$(VENV)/bin/ruff format --check codec tests bench bindings examples fuzz docs
 	$(VENV)/bin/clang-format --dry-run --Werror $(C_FILES)
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
-# The pages of the C interface, in build/docs/html.
-docs: $(VENV)/debian
+# The documentation, in build/docs/html. Warnings are errors.
+docs: $(VENV)/debian $(VENV)/test
 	@mkdir -p build
 	doxygen docs/Doxyfile
+	$(VENV)/bin/sphinx-build -W --keep-going -q docs build/docs/html
 
 format: $(VENV)/tools
-	$(VENV)/bin/ruff check --fix codec tests bench bindings examples fuzz
-	$(VENV)/bin/ruff format codec tests bench bindings examples fuzz
+	$(VENV)/bin/ruff check --fix codec tests bench bindings examples fuzz docs
+	$(VENV)/bin/ruff format codec tests bench bindings examples fuzz docs
 	$(VENV)/bin/clang-format -i $(C_FILES)
 
 # One build for ctest, abi and gloo. Debug information is for make abi; it does not change the code.

@@ -1,0 +1,108 @@
+"""Code blocks of README.md and docs/: every one runs, and prints what the page shows.
+
+Python blocks of a page share one namespace and are run in order; those that begin with ``>>>`` are doctests. In console
+blocks, lines after ``$`` are commands; lines below a command are its output, where ``...`` stands for any text. A block
+that cannot run here has ``<!-- skip: next "reason" -->`` above it. ``<!-- invisible-code-block: python`` hides code.
+"""
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+
+import pytest
+from sybil import Document, Example
+from sybil.evaluators.doctest import NUMBER
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
+
+import codec
+
+ROOT = Path(__file__).parents[2]
+PAGES = {str(p.relative_to(ROOT)): p for p in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]}
+FLAGS = doctest.ELLIPSIS | NUMBER
+
+# Languages of blocks that other tests run, by page.
+RUN_ELSEWHERE = {
+    "docs/embedding.md": {"c", "cpp", "sh"},  # tests/native/test_embedding.py
+    "docs/frameworks.md": {"python"},  # tests/frameworks
+}
+_COMMAND = 'codec() { python -m codec "$@"; }; '  # the command codec, of the package under test
+NOT_CODE = {"", "text", "toctree", "eval-rst", "tip", "note", "warning"}
+
+
+def _evaluate_console(example: Example) -> None:
+    """Run each command of a console block in the current folder, and compare its output with the block's."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(codec.__file__).parents[1]),  # the package that the Python blocks use
+    }
+    for step in re.split(r"^\$ ", example.parsed, flags=re.MULTILINE)[1:]:
+        command, _, expected = step.partition("\n")
+        while command.endswith("\\"):
+            line, _, expected = expected.partition("\n")
+            command = f"{command[:-1]} {line.strip()}"
+        done = subprocess.run(
+            ["bash", "-c", _COMMAND + command],
+            check=False,
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+        output = done.stdout + done.stderr
+        if expected.strip():
+            assert doctest.OutputChecker().check_output(expected, output, FLAGS), f"$ {command}\n{output}"
+        else:
+            assert done.returncode == 0, f"$ {command}\n{output}"
+
+
+def _parsers(page: str) -> list:
+    elsewhere = RUN_ELSEWHERE.get(page, set())
+    parsers = [SkipParser()]
+    if "python" not in elsewhere:
+        parsers.append(PythonCodeBlockParser(doctest_optionflags=FLAGS))
+    if "console" not in elsewhere:
+        parsers.append(CodeBlockParser("console", _evaluate_console))
+    return parsers
+
+
+def _examples(page: str) -> list[Example]:
+    return list(Document.parse(str(PAGES[page]), *_parsers(page)).examples())
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Run in a folder with links to examples/ and bench/, and leave no process group behind."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("examples", "bench"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    yield tmp_path
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _examples(page)])
+def test_code_blocks_run_as_shown(page, folder):
+    for example in _examples(page):
+        try:
+            example.evaluate()
+        except unittest.SkipTest:
+            continue
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_run_or_says_why_not(page):
+    """Blocks have a language that a test runs, or are text."""
+    languages = re.findall(
+        r"^ *(?:```+|:::+)(?:\{([\w-]+)\}|(\w*)).*\n(?:.*\n)*?^ *(?:```+|:::+) *$",
+        PAGES[page].read_text(),
+        re.MULTILINE,
+    )
+    known = {"python", "console"} | NOT_CODE | RUN_ELSEWHERE.get(page, set())
+    assert {a or b for a, b in languages} <= known
+    skips = re.findall(r"<!--+ *skip: next(.*?)--+>", PAGES[page].read_text())
+    assert all(re.fullmatch(r' "[^"]{10,}" *', reason) for reason in skips), skips
