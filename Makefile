@@ -83,8 +83,9 @@ lint: $(VENV)/tools $(VENV)/test
 
 # The documentation, in build/docs/html. Warnings are errors.
 docs: $(VENV)/debian $(VENV)/test
-	@mkdir -p build
+	@mkdir -p build/docs/gloo
 	doxygen docs/Doxyfile
+	doxygen docs/Doxyfile.gloo
 	$(VENV)/bin/sphinx-build -W --keep-going -q docs build/docs/html
 
 format: $(VENV)/tools

@@ -40,9 +40,9 @@ autodoc_default_options = {"member-order": "bysource"}
 numpydoc_show_class_members = False
 suppress_warnings = ["ref.citation"]  # docstrings list sources that their text need not cite
 
-breathe_projects = {"codec": str(ROOT / "build/docs/xml")}
+breathe_projects = {"codec": str(ROOT / "build/docs/xml"), "gloo": str(ROOT / "build/docs/gloo/xml")}
 breathe_default_project = "codec"
-breathe_domain_by_extension = {"h": "c", "hpp": "cpp"}
+breathe_domain_by_file_pattern = {"*/codec.h": "c", "*/codec_engine.h": "c"}  # others: C++
 breathe_order_parameters_first = False
 
 

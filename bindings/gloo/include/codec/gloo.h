@@ -62,7 +62,7 @@
 namespace codec::gloo
 {
 
-/*
+/**
  * Return a spec with the defaults of codec.h. The defaults of Python differ in two codecs: Quantize has
  * CODEC_OPTION_STOCHASTIC, and Truncate has CODEC_LEVELS_CODED and a guard of -8.
  */
@@ -74,59 +74,60 @@ inline codec_spec spec_of(uint32_t codec)
 	return spec;
 }
 
-/* Algorithm of an all-reduce. N is the number of ranks. */
+/** Algorithm of an all-reduce. N is the number of ranks. */
 enum class Algorithm {
-	/*
+	/**
 	 * all_gather for two ranks and small tensors, else two_shot. The first calls with a size and spec also
 	 * measure raw if ranks are busy encoding, and later calls use raw if it was faster. The results of lossy
 	 * codecs then depend on timing: name an algorithm if runs must be reproducible.
 	 */
 	automatic,
-	two_shot,   /* each rank reduces one slice; it sends 2 (N - 1) / N frames of the tensor */
-	all_gather, /* each rank reduces all slices; it sends N - 1 frames, in one phase */
-	ring,       /* as many frames as two_shot, to one neighbour; sums are encoded N - 1 times */
-	raw,        /* two_shot with uncompressed values */
-	blocks,     /* gloo::allreduce over frames of a fixed size: see Blocks */
+	two_shot,   /**< each rank reduces one slice; it sends 2 (N - 1) / N frames of the tensor */
+	all_gather, /**< each rank reduces all slices; it sends N - 1 frames, in one phase */
+	ring,       /**< as many frames as two_shot, to one neighbour; sums are encoded N - 1 times */
+	raw,        /**< two_shot with uncompressed values */
+	blocks,     /**< gloo::allreduce over frames of a fixed size: see Blocks */
 };
 
-/* Optional arguments of a collective. The caller owns all memory, which must live until the call returns. */
+/** Optional arguments of a collective. The caller owns all memory, which must live until the call returns. */
 struct Options {
-	Op op = Op::mean;
-	Algorithm algorithm = Algorithm::automatic;
-	std::vector<codec_segment> segments;      /* shapes of parameters inside a flat bucket */
-	const codec_metric *metric = nullptr;     /* for CODEC_TRUNCATE; its arrays have as many values as the tensor */
-	const codec_codebook *codebook = nullptr; /* codebook for encoding, equal on all ranks */
-	std::vector<codec_codebook> codebooks;    /* codebooks that received frames may name */
-	uint64_t stream = 0; /* selects the random bits of stochastic codecs; differs between the tensors of a step */
-	void *out = nullptr; /* destination of the result instead of the tensor: faster than in place */
-	/*
+	Op op = Op::mean;                           /**< of reductions */
+	Algorithm algorithm = Algorithm::automatic; /**< of an all-reduce */
+	std::vector<codec_segment> segments;        /**< shapes of parameters inside a flat bucket */
+	const codec_metric *metric = nullptr; /**< for CODEC_TRUNCATE; its arrays have as many values as the tensor */
+	const codec_codebook *codebook = nullptr; /**< codebook for encoding, equal on all ranks */
+	std::vector<codec_codebook> codebooks;    /**< codebooks that received frames may name */
+	uint64_t stream = 0; /**< selects the random bits of stochastic codecs; differs between the tensors of a step */
+	void *out = nullptr; /**< destination of the result instead of the tensor: faster than in place */
+	/**
 	 * Cut tensors into the chunks of codec.torch, of up to 4 MiB of the tensor instead of 1 MiB. Needed for the
 	 * bits of codec.torch where scales or random bits depend on chunks. Slightly slower.
 	 */
 	bool cut_as_torch = false;
-	/*
+	/**
 	 * Residuals of error feedback, n values each, zero before the first call. A call adds them to the values that
 	 * it encodes, and stores what encoding loses. `residual` is for this rank's frames, `sums_residual` for the
 	 * sums that this rank encodes. The ring has none, blocks only the first.
 	 */
 	float *residual = nullptr;
-	float *sums_residual = nullptr;
-	/* Timeout of each wait for another rank, from 1 ms to 10 years; 0: the context's timeout. */
+	float *sums_residual = nullptr; /**< residual of the sums that this rank encodes */
+	/** Timeout of each wait for another rank, from 1 ms to 10 years; 0: the context's timeout. */
 	std::chrono::milliseconds timeout{0};
 };
 
-/*
+/**
  * Collectives over a context. A group reuses its buffers from one call to the next. One thread at a time may use it.
  */
 class Group
 {
 public:
+	/** Use a connected context. Groups of one context that run at the same time need different tags. */
 	explicit Group(std::shared_ptr<::gloo::Context> context, uint32_t tag = 0)
 	    : channel_(std::move(context), tag), tag_(tag)
 	{
 	}
 
-	/* Reduce n values of float32, bfloat16 or float16 over all ranks, in place. */
+	/** Reduce n values of float32, bfloat16 or float16 over all ranks, in place. */
 	void allreduce(void *values, size_t n, uint32_t dtype, const codec_spec &spec, const Options &options = {})
 	{
 		uint8_t *out = static_cast<uint8_t *>(options.out);
@@ -157,7 +158,7 @@ public:
 			values, out ? 0 : n, options);
 	}
 
-	/*
+	/**
 	 * Reduce n values for each rank over all ranks: `values` has n times the number of ranks. Store this rank's n
 	 * values in `out`.
 	 */
@@ -180,7 +181,7 @@ public:
 			out, n, options);
 	}
 
-	/* Gather the n values of each rank in rank order. A rank's own values are also those of its frames. */
+	/** Gather the n values of each rank in rank order. A rank's own values are also those of its frames. */
 	void allgather(const void *values, void *out, size_t n, uint32_t dtype, const codec_spec &spec,
 		       const Options &options = {})
 	{
@@ -200,13 +201,13 @@ public:
 			n * channel_.size, options);
 	}
 
-	/* Return the bytes of frames and values that this rank has sent, without the overhead of Gloo and TCP. */
+	/** Return the bytes of frames and values that this rank has sent, without the overhead of Gloo and TCP. */
 	uint64_t sent_nbytes() const
 	{
 		return channel_.sent_nbytes;
 	}
 
-	/* Return true if the connections are closed, after a rank was lost: every call throws PeerError then. */
+	/** Return true if the connections are closed, after a rank was lost: every call throws PeerError then. */
 	bool closed() const
 	{
 		return channel_.closed();
@@ -590,21 +591,21 @@ private:
 	const uint32_t tag_;
 };
 
-/* Perform one all-reduce. A Group is faster for several: it reuses buffers, and chooses between frames and raw. */
+/** Perform one all-reduce. A Group is faster for several: it reuses buffers, and chooses between frames and raw. */
 inline void allreduce(const std::shared_ptr<::gloo::Context> &context, void *values, size_t n, uint32_t dtype,
 		      const codec_spec &spec, const Options &options = {}, uint32_t tag = 0)
 {
 	Group(context, tag).allreduce(values, n, dtype, spec, options);
 }
 
-/* Perform one reduce-scatter. */
+/** Perform one reduce-scatter. */
 inline void reduce_scatter(const std::shared_ptr<::gloo::Context> &context, const void *values, void *out, size_t n,
 			   uint32_t dtype, const codec_spec &spec, const Options &options = {}, uint32_t tag = 0)
 {
 	Group(context, tag).reduce_scatter(values, out, n, dtype, spec, options);
 }
 
-/* Perform one all-gather. */
+/** Perform one all-gather. */
 inline void allgather(const std::shared_ptr<::gloo::Context> &context, const void *values, void *out, size_t n,
 		      uint32_t dtype, const codec_spec &spec, const Options &options = {}, uint32_t tag = 0)
 {

@@ -15,7 +15,7 @@
 namespace codec::gloo
 {
 
-/* Return true if the size of a spec's frames does not depend on the values, so that frames can be elements. */
+/** Return true if the size of a spec's frames does not depend on the values, so that frames can be elements. */
 inline bool is_fixed_rate(const codec_spec &spec)
 {
 	switch (spec.codec) {
@@ -28,7 +28,7 @@ inline bool is_fixed_rate(const codec_spec &spec)
 	}
 }
 
-/*
+/**
  * A tensor as an array of elements for gloo::allreduce. Each element is a frame of `block` values. The reduce
  * function decodes two elements, adds them and encodes the sum, so that the errors of lossy codecs accumulate.
  *
@@ -45,12 +45,13 @@ inline bool is_fixed_rate(const codec_spec &spec)
 class Blocks
 {
 public:
-	/* AllreduceOptions with an element size that is known at run time. Gloo's own takes it from a type. */
+	/** AllreduceOptions with an element size that is known at run time. Gloo's own takes it from a type. */
 	class Options : public ::gloo::AllreduceOptions
 	{
 	public:
 		using ::gloo::AllreduceOptions::AllreduceOptions;
 
+		/** Set the elements in place of setOutput(). */
 		void set_output(uint8_t *elements, size_t count, size_t element_nbytes)
 		{
 			setOutput(elements, count * element_nbytes);
@@ -59,9 +60,9 @@ public:
 		}
 	};
 
-	static constexpr uint64_t BLOCK = 1 << 16; /* values; the header of a frame is 1% of 65,536 signs */
+	static constexpr uint64_t BLOCK = 1 << 16; /**< values; the header of a frame is 1% of 65,536 signs */
 
-	/*
+	/**
 	 * Prepare elements for n values. `stream` selects the random bits of stochastic codecs; it must differ
 	 * between ranks and tensors.
 	 */
@@ -84,17 +85,19 @@ public:
 		elements_.resize(count() * element_nbytes_);
 	}
 
+	/** Return the number of elements. */
 	uint64_t count() const
 	{
 		return (n_ + block_ - 1) / block_;
 	}
 
+	/** Return the bytes of an element. */
 	size_t element_nbytes() const
 	{
 		return element_nbytes_;
 	}
 
-	/* Encode n values. `residual` is that of codec_encode with CODEC_FEEDBACK. */
+	/** Encode n values. `residual` is that of codec_encode with CODEC_FEEDBACK. */
 	void encode(const void *values, float *residual = nullptr)
 	{
 		error_ = nullptr;
@@ -106,20 +109,20 @@ public:
 		}
 	}
 
-	/* Fill the elements with zeros, which are no frames, so that all other ranks fail, too. */
+	/** Fill the elements with zeros, which are no frames, so that all other ranks fail, too. */
 	void give_up()
 	{
 		std::fill(elements_.begin(), elements_.end(), 0);
 	}
 
-	/* Make the elements the buffer that gloo::allreduce reduces in place. */
+	/** Make the elements the buffer that gloo::allreduce reduces in place. */
 	void fill(Options &options)
 	{
 		options.set_output(elements_.data(), count(), element_nbytes_);
 		options.setReduceFunction(reduce_function());
 	}
 
-	/* Return the function for Gloo that computes out = a + b for n elements. */
+	/** Return the function for Gloo that computes out = a + b for n elements. */
 	::gloo::AllreduceOptions::Func reduce_function()
 	{
 		return [this](void *out, const void *a, const void *b, size_t n) {
@@ -130,7 +133,7 @@ public:
 		};
 	}
 
-	/*
+	/**
 	 * Decode the reduced elements, and divide the values by `divisor`. If it throws, the values are unspecified.
 	 */
 	void decode(void *values, float divisor = 1)

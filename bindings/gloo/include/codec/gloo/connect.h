@@ -59,7 +59,7 @@ private:
 
 } // namespace detail
 
-/*
+/**
  * Create a device whose thread does not preempt computing threads, for ranks that share cores. Gloo's thread spins
  * while another thread holds the lock of a connection. If it preempts that thread, both lose milliseconds, until its
  * time slice ends. `Group` yields to Gloo's thread between frames.
@@ -71,7 +71,7 @@ inline std::shared_ptr<::gloo::transport::Device> create_device(const ::gloo::tr
 	return ::gloo::transport::tcp::CreateDevice(attr);
 }
 
-/* Create a rank's context and connect it to all ranks. The store must not have been used for another context. */
+/** Create a rank's context and connect it to all ranks. The store must not have been used for another context. */
 template <class Context = ::gloo::rendezvous::Context, class Store = ::gloo::rendezvous::Store>
 std::shared_ptr<Context> connect(int rank, int size, std::shared_ptr<Store> store,
 				 std::shared_ptr<::gloo::transport::Device> device)

@@ -9,15 +9,16 @@
 namespace codec::gloo
 {
 
-/* Base class of all errors, of this rank or of another one. */
+/** Base class of all errors, of this rank or of another one. */
 class Error : public std::runtime_error
 {
 public:
+	/** Make an error with a status of the codec and a message. */
 	Error(codec_status status, const std::string &what) : std::runtime_error(what), status_(status)
 	{
 	}
 
-	/* Return the codec's status; CODEC_OK if the error is not the codec's. */
+	/** Return the codec's status; CODEC_OK if the error is not the codec's. */
 	codec_status status() const noexcept
 	{
 		return status_;
@@ -27,22 +28,23 @@ private:
 	codec_status status_;
 };
 
-/* An argument is invalid, or the codec refuses the values (CODEC_NONFINITE). */
+/** An argument is invalid, or the codec refuses the values (CODEC_NONFINITE). */
 class SpecError : public Error
 {
 	using Error::Error;
 };
 
-/* A received frame is damaged, or is not one of this collective. */
+/** A received frame is damaged, or is not one of this collective. */
 class FrameError : public Error
 {
 	using Error::Error;
 };
 
-/* Another rank is lost, does not answer in time, requests another collective, or has one of the errors above. */
+/** Another rank is lost, does not answer in time, requests another collective, or has one of the errors above. */
 class PeerError : public Error
 {
 public:
+	/** Make an error with a message, and the codec's status on the other rank if it is known. */
 	explicit PeerError(const std::string &what, codec_status status = CODEC_OK) : Error(status, what)
 	{
 	}

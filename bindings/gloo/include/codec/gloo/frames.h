@@ -17,7 +17,7 @@
 namespace codec::gloo
 {
 
-/* Reduction operator. */
+/** Reduction operator. */
 enum class Op { mean, sum, max };
 
 namespace detail
