@@ -1,4 +1,4 @@
-"""What the choices in docs/internals/lossless.md are worth, in bits a value, on the committed gradients or the files given.
+"""Price choices of docs/internals/lossless.md in bits a value, on the committed gradients or the files given.
 
 All with length-capped codes of at most 8 bits made from all values, one codebook a file, escapes and nibbles counted,
 for the parameters that have rows and columns: the coder's overhead and sampling are left out.
