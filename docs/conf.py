@@ -25,6 +25,7 @@ extensions = [
 ]
 templates_path = ["_templates"]
 exclude_patterns = ["Doxyfile"]
+highlight_language = "text"
 html_theme = "furo"
 html_title = f"codec {release}"
 html_show_copyright = False
