@@ -111,6 +111,17 @@ def test_floats_refuses(floats, tmp_path):
     assert "encode|decode" in floats("encode", frame)
 
 
+def test_cpp_of_page_compiles(tmp_path):
+    (code,) = blocks("cpp", SECTIONS["All-reduce over Gloo"])
+    declarations = """#include <codec/gloo.h>
+#include <codec/gloo/connect.h>
+void page(int rank, int size, std::shared_ptr<::gloo::rendezvous::Store> store,
+          const ::gloo::transport::tcp::attr &attr, float *gradient, float *mine, float *all, size_t n)
+"""
+    (tmp_path / "page.cc").write_text(f"{declarations}{{\n{code}}}\n")
+    run("g++ -std=c++17 -fsyntax-only -Wall -Wextra page.cc $(python -m codec --cflags)", tmp_path)
+
+
 @pytest.mark.parametrize("command", blocks("sh", SECTIONS["All-reduce over Gloo"]), ids=["pkg-config", "cmake"])
 def test_allreduce(command, tmp_path):
     """examples/gloo/allreduce.cc, built as the page says: two ranks find the same parameters, near the right ones."""
