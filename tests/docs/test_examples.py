@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import codec
-from support.ranks import ranks
+from support.ranks import run_ranks
 
 DILOCO = Path(__file__).parents[2] / "examples/diloco.py"
 MODULES = ["codec", *(m.name for m in pkgutil.walk_packages(codec.__path__, "codec.") if not m.name.endswith("_cffi"))]
-# what users call: each with an example that is run
+# public functions and classes: each must have an example
 SHOWN = [
     "encode",
     "decode",
@@ -63,9 +63,9 @@ def _diloco(rank, size):
 
 
 def test_diloco_reaches_the_plain_loss_with_a_seventh_of_the_bytes():
-    for rank, (plain, compressed, printed) in enumerate(ranks(2, _diloco)):
+    for rank, (plain, compressed, printed) in enumerate(run_ranks(2, _diloco)):
         assert compressed[0] == pytest.approx(plain[0], rel=0.02)
-        assert plain[0] < 1.9  # it begins at 2.1
+        assert plain[0] < 1.9  # the initial loss is 2.1
         assert 6.5 < plain[1] / compressed[1] < 7.5
         assert ("Quantize(4): outer step 3/3, loss" in printed) == (rank == 0)
 

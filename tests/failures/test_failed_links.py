@@ -1,4 +1,4 @@
-"""Links that fail between ranks in network namespaces: all raise in time, and once it is up again all is as it was."""
+"""Links between ranks in network namespaces fail: all ranks raise in time, and after a repair a new group works."""
 
 import contextlib
 import os
@@ -9,31 +9,31 @@ import pytest
 
 import codec
 from support import rank_loss
-from support.ranks import Team
+from support.ranks import RankPool
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench/network"))
 import netns
 
-from support.rank_loss import ALGORITHMS, FAULT_POINTS, VICTIM, spread
+from support.rank_loss import ALGORITHMS, FAULT_POINTS, FAULTY, fault_points
 
-# everything that the rank sends is dropped, while it still receives; both ways, and its link is down; the same at the
-# other end, of which the rank sees nothing; a switch that forwards nothing any more
+# drop: packets that the rank sends are dropped; down: its interface is down; far: the other end of its link is down,
+# which the rank cannot see; switch: the bridge does not forward its packets
 FAULTS = {
     "drop": ("tc", "qdisc", "replace", "dev", "eth0", "root", "blackhole"),
     "down": ("ip", "link", "set", "eth0", "down"),
-    "far": ("ip", "link", "set", f"port{VICTIM}", "down"),
-    "switch": ("ip", "link", "set", f"port{VICTIM}", "nomaster"),
+    "far": ("ip", "link", "set", f"port{FAULTY}", "down"),
+    "switch": ("ip", "link", "set", f"port{FAULTY}", "nomaster"),
 }
 REPAIRS = {
     "drop": ("tc", "qdisc", "del", "dev", "eth0", "root"),
     "down": ("ip", "link", "set", "eth0", "up"),
-    "far": ("ip", "link", "set", f"port{VICTIM}", "up"),
-    "switch": ("ip", "link", "set", f"port{VICTIM}", "master", "bridge"),
+    "far": ("ip", "link", "set", f"port{FAULTY}", "up"),
+    "switch": ("ip", "link", "set", f"port{FAULTY}", "master", "bridge"),
 }
 
 
-class Break:
-    """What befalls a link, done by the rank behind it in the midst of a collective."""
+class LinkFault:
+    """Fault of a link, caused by the rank behind it during a collective."""
 
     def __init__(self, name, fault):
         self.name, self.fault = name, fault
@@ -42,53 +42,55 @@ class Break:
         self.run(FAULTS)
 
     def run(self, commands):
+        """Run the command of this fault: of FAULTS to break the link, of REPAIRS to repair it."""
         tool, *rest = commands[self.fault]
         netns.tool(tool, "-n", self.name, *rest)
 
 
 @pytest.fixture
 def network():
+    """Return three network namespaces joined by a bridge."""
     if os.geteuid():
         pytest.skip("network namespaces need root")
     try:
         made = netns.Network(3).__enter__()
     except netns.NetworkError as e:
-        if "not permitted" in str(e):  # root without its privileges, as in a container
+        if "not permitted" in str(e):  # root without privileges, as in a container
             pytest.skip(f"network namespaces need root's privileges: {e}")
         raise
     with contextlib.closing(made):
         yield made
 
 
-def _rounds(network, team, faults, undisturbed, disturbed, vote):
-    """For each fault, at another moment: an error on all in time, then the undisturbed result.
+def _rounds(network, ranks, faults, undisturbed, disturbed, vote):
+    """Cause each fault at another fault point: all ranks raise in time, and then get the undisturbed result.
 
-    After the event vote(want) the victim has sent its vote, and the collective may succeed.
+    After event vote(want) the faulty rank has sent its vote, and the collective may succeed.
     """
     for i, fault in enumerate(faults):
         want = undisturbed(i)
-        moment = spread(want[VICTIM][1], len(faults))[i]
-        act = Break(network.names[VICTIM] if fault in ("drop", "down") else network.hub, fault)
-        found = team.all(*disturbed(i), moment, act)
-        act.run(REPAIRS)
-        assert rank_loss.raised_in_time(found) or moment > vote(want[VICTIM]), (fault, moment, found)
-        print(fault, moment, max(took for _, took, _ in found))
-        assert undisturbed(i) == want, (fault, moment)
+        point = fault_points(want[FAULTY][1], len(faults))[i]
+        link_fault = LinkFault(network.names[FAULTY] if fault in ("drop", "down") else network.hub, fault)
+        found = ranks.run(*disturbed(i), point, link_fault)
+        link_fault.run(REPAIRS)
+        assert rank_loss.raised_in_time(found) or point > vote(want[FAULTY]), (fault, point, found)
+        print(fault, point, max(took for _, took, _ in found))
+        assert undisturbed(i) == want, (fault, point)
 
 
-def test_a_link_fails_in_an_all_reduce(network):
+def test_link_failure_during_an_all_reduce_is_an_error_on_all(network):
     faults = list(FAULTS) * (FAULT_POINTS or 1)
     names = [ALGORITHMS[(i + i // 4) % 4] for i in range(len(faults))]
     how = [(name, codec.Lossless() if name == "raw" else codec.Quantize(4)) for name in names]
-    with Team(3, namespaces=network.names) as team:
+    with RankPool(3, namespaces=network.names) as ranks:
 
         def undisturbed(i):
-            team.regroup()
-            return team.all(rank_loss.undisturbed_all_reduce, *how[i])
+            ranks.new_group()
+            return ranks.run(rank_loss.undisturbed_all_reduce, *how[i])
 
         _rounds(
             network,
-            team,
+            ranks,
             faults,
             undisturbed,
             lambda i: (rank_loss.disturbed_all_reduce, *how[i]),
@@ -96,14 +98,14 @@ def test_a_link_fails_in_an_all_reduce(network):
         )
 
 
-def test_a_link_fails_in_a_training_step(network):
+def test_link_failure_during_a_training_step_is_an_error_on_all(network):
     faults = ["drop", "down"] * (FAULT_POINTS or 1)
-    with Team(3, namespaces=network.names) as team:
-        team.regroup()
-        saved = [s for _, _, s in team.all(rank_loss.train, None, 2)]
+    with RankPool(3, namespaces=network.names) as ranks:
+        ranks.new_group()
+        saved = [s for _, _, s in ranks.run(rank_loss.train, None, 2)]
 
         def undisturbed(i):
-            team.regroup()
-            return [result[:2] for result in team.all(rank_loss.train, saved, 1 + i % 2)]
+            ranks.new_group()
+            return [result[:2] for result in ranks.run(rank_loss.train, saved, 1 + i % 2)]
 
-        _rounds(network, team, faults, undisturbed, lambda i: (rank_loss.disturbed_step,), lambda want: want[1] - 3)
+        _rounds(network, ranks, faults, undisturbed, lambda i: (rank_loss.disturbed_step,), lambda want: want[1] - 3)

@@ -1,6 +1,6 @@
-"""A rank dies, freezes or is cut off: an error on all others in time, nothing changed, and then as if it had not been.
+"""A rank dies, freezes or is cut off: the others raise in time, nothing changes, and a new group works.
 
-CODEC_FAULT_POINTS=20 tries so many moments of each; `pytest -s` prints what was tried.
+CODEC_FAULT_POINTS=20 sets how many fault points each test tries; `pytest -s` prints them.
 """
 
 import time
@@ -15,63 +15,66 @@ from support.faults import SEND_BUFFER, acked_nbytes, cut_after, die, freeze, ne
 from support.rank_loss import (
     ALGORITHMS,
     FAULT_POINTS,
-    SLACK,
+    FAULTY,
+    SLACK_SECONDS,
     TIMEOUT,
-    VICTIM,
     channel,
     digest,
     disturbed_all_reduce,
     disturbed_step,
+    fault_points,
     load_training,
-    lose_rank,
     raised_in_time,
-    spread,
+    run_with_fault,
     train,
     undisturbed_all_reduce,
     values,
 )
-from support.ranks import Team, ranks
+from support.ranks import RankPool, run_ranks
 
 
-def _sweep(algorithms, act, most):
-    # A rank that dies breaks its connections, which ends the others' waits at once: except a wait for a message that
-    # has arrived in part, which Gloo lets run into the timeout.
-    timeout = TIMEOUT if act is freeze else 10
+def _sweep(algorithms, fault, most):
+    """Lose a rank at several fault points of each algorithm; return a line of text for each."""
+    # A rank that dies breaks its connections, which ends the others' waits at once. Only a wait for a message that has
+    # arrived in part lasts until Gloo's timeout.
+    timeout = TIMEOUT if fault is freeze else 10
     rows, all_took = [], []
-    with Team(3) as team:
+    with RankPool(3) as ranks:
         for algorithm in algorithms:
             spec = codec.Lossless() if algorithm == "raw" else codec.Quantize(4)
-            team.regroup()
-            want = team.all(undisturbed_all_reduce, algorithm, spec, timeout)
+            ranks.new_group()
+            want = ranks.run(undisturbed_all_reduce, algorithm, spec, timeout)
             assert len({result for result, *_ in want}) == 1
-            moments, took = spread(want[VICTIM][1], FAULT_POINTS or most), []
-            for moment in moments:
-                voted = moment > want[VICTIM][2]
-                within = timeout + 1 + SLACK
-                found = lose_rank(team, act, disturbed_all_reduce, algorithm, spec, moment, within=within, voted=voted)
+            points, took = fault_points(want[FAULTY][1], FAULT_POINTS or most), []
+            for point in points:
+                voted = point > want[FAULTY][2]
+                within = timeout + 1 + SLACK_SECONDS
+                found = run_with_fault(
+                    ranks, fault, disturbed_all_reduce, algorithm, spec, point, within=within, voted=voted
+                )
                 took += [seconds for _, seconds, _ in found[:2]]
-                assert all(error or result == want[0][0] for error, _, result in found), moment
-                team.regroup()
-                assert team.all(undisturbed_all_reduce, algorithm, spec, timeout) == want, moment
+                assert all(error or result == want[0][0] for error, _, result in found), point
+                ranks.new_group()
+                assert ranks.run(undisturbed_all_reduce, algorithm, spec, timeout) == want, point
             all_took += took
-            rows.append(f"{act.__name__} {algorithm}: {len(moments)} of {want[VICTIM][1]} moments, {max(took):.2f} s")
-    assert act is freeze or sum(seconds < timeout / 2 for seconds in all_took) > 0.8 * len(all_took), all_took
+            rows.append(f"{fault.__name__} {algorithm}: {len(points)} of {want[FAULTY][1]} points, {max(took):.2f} s")
+    assert fault is freeze or sum(seconds < timeout / 2 for seconds in all_took) > 0.8 * len(all_took), all_took
     return rows
 
 
-@pytest.mark.parametrize(("act", "most"), [(die, 6), (freeze, 4)])
-def test_a_rank_is_lost_at_any_moment_of_an_all_reduce(act, most):
-    # who is frozen takes time, but no processor's
-    each = [[algorithm] for algorithm in ALGORITHMS] if act is freeze else [ALGORITHMS]
+@pytest.mark.parametrize(("fault", "most"), [(die, 6), (freeze, 4)])
+def test_rank_lost_during_an_all_reduce_is_an_error_on_all_others(fault, most):
+    # tests of frozen ranks wait, so that they can run at once
+    each = [[algorithm] for algorithm in ALGORITHMS] if fault is freeze else [ALGORITHMS]
     with ThreadPoolExecutor() as pool:
-        for rows in pool.map(lambda algorithms: _sweep(algorithms, act, most), each):
+        for rows in pool.map(lambda algorithms: _sweep(algorithms, fault, most), each):
             print("", *rows, sep="\n")
 
 
-def _unconnected(rank, size, act):
-    """Lost before the group's first collective."""
-    if rank == VICTIM:
-        act()
+def _unconnected(rank, size, fault):
+    """Lose a rank before the group's first collective."""
+    if rank == FAULTY:
+        fault()
     x = values(rank)
     begin = time.monotonic()
     with pytest.raises(codec.PeerError) as e:
@@ -81,17 +84,17 @@ def _unconnected(rank, size, act):
     return type(e.value).__name__, took, digest(x)
 
 
-@pytest.mark.parametrize("act", [die, freeze])
-def test_a_rank_is_lost_before_all_are_connected(act):
-    with Team(3) as team:
-        team.regroup()
-        print(act.__name__, lose_rank(team, act, _unconnected))
-        team.regroup()
-        assert len({result for result, *_ in team.all(undisturbed_all_reduce, "two_shot", codec.Quantize(4))}) == 1
+@pytest.mark.parametrize("fault", [die, freeze])
+def test_rank_lost_before_all_are_connected_is_an_error_on_all_others(fault):
+    with RankPool(3) as ranks:
+        ranks.new_group()
+        print(fault.__name__, run_with_fault(ranks, fault, _unconnected))
+        ranks.new_group()
+        assert len({result for result, *_ in ranks.run(undisturbed_all_reduce, "two_shot", codec.Quantize(4))}) == 1
 
 
 def _acked(rank, size, algorithm, spec):
-    """Undisturbed: how many bytes go over the busiest connection."""
+    """Return the result of an undisturbed all-reduce, and the bytes sent over the busiest connection."""
     with new_connections() as found:
         channel()
     before = [acked_nbytes(s) for s in found]
@@ -103,36 +106,38 @@ def _cut(rank, size, algorithm, spec, nbytes, rate):
     """Return the result of disturbed_all_reduce and the bytes that had arrived at the cut, if it came in time."""
     with new_connections() as found:
         channel()
-    arrived = cut_after(found, nbytes, rate) if rank == VICTIM else []
+    arrived = cut_after(found, nbytes, rate) if rank == FAULTY else []
     return disturbed_all_reduce(rank, size, algorithm, spec, -1, None), arrived[:1]
 
 
 def _sweep_bytes(algorithm, most):
+    """Cut a connection after several numbers of bytes; return a line of text."""
     spec = codec.Lossless() if algorithm == "raw" else codec.Quantize(4)
-    with Team(3) as team:
-        team.regroup()
-        both = team.all(_acked, algorithm, spec)
-        want, most_nbytes = [result for result, _ in both], both[VICTIM][1]
-        moments, cut = spread(most_nbytes * 9 // 10, FAULT_POINTS or most), 0
-        for nbytes in moments:
-            for rate in (1 << 20, 1 << 18, 1 << 17):  # slower where a busy machine did not see the bytes in time
-                team.regroup()
-                both = team.all(_cut, algorithm, spec, nbytes, rate)
-                found, arrived = [result for result, _ in both], both[VICTIM][1]
-                if found[VICTIM][0] is not None:
+    with RankPool(3) as ranks:
+        ranks.new_group()
+        both = ranks.run(_acked, algorithm, spec)
+        want, most_nbytes = [result for result, _ in both], both[FAULTY][1]
+        points, cut = fault_points(most_nbytes * 9 // 10, FAULT_POINTS or most), 0
+        for nbytes in points:
+            for rate in (1 << 20, 1 << 18, 1 << 17):  # slower if a busy machine missed the point
+                ranks.new_group()
+                both = ranks.run(_cut, algorithm, spec, nbytes, rate)
+                found, arrived = [result for result, _ in both], both[FAULTY][1]
+                if found[FAULTY][0] is not None:
                     break
-            # all may go well only if what had not arrived was the kernel's to send: of a cut that never came, too
+            # all may succeed only if the kernel had the remaining bytes in its buffers, or the cut never came
             gone = raised_in_time(found)
             assert gone or (arrived or [nbytes])[0] >= most_nbytes - 2 * SEND_BUFFER, (nbytes, arrived, found)
             cut += gone
             assert all(error or x == want[0][0] for error, _, x in found), (nbytes, found)
-            team.regroup()
-            assert team.all(undisturbed_all_reduce, algorithm, spec) == want, nbytes
+            ranks.new_group()
+            assert ranks.run(undisturbed_all_reduce, algorithm, spec) == want, nbytes
         assert cut, algorithm
-    return f"cut {algorithm}: {cut} of {len(moments)} moments of {most_nbytes} bytes"
+    return f"cut {algorithm}: {cut} of {len(points)} points of {most_nbytes} bytes"
 
 
-def _late_at_the_end(rank, size):
+def _late_votes(rank, size):
+    """Reduce while ranks vote late, each by less than a timeout after the one before."""
     x = torch.full((1000,), float(rank))
     codec.torch.all_reduce(torch.ones(3), timeout=TIMEOUT)
     line = channel()
@@ -142,46 +147,46 @@ def _late_at_the_end(rank, size):
     return x.tolist()
 
 
-def test_who_waits_for_rank_0_waits_as_long_as_rank_0_may():
-    """Else a rank would be left alone by others none of whom was late by a timeout."""
-    assert ranks(3, _late_at_the_end) == [[1.0] * 1000] * 3
+def test_ranks_wait_for_the_verdict_as_long_as_rank_0_waits_for_votes():
+    """Otherwise a rank would time out although no rank was late by a timeout."""
+    assert run_ranks(3, _late_votes) == [[1.0] * 1000] * 3
 
 
-def test_a_connection_is_cut_at_any_byte_of_an_all_reduce():
+def test_connection_cut_at_any_byte_of_an_all_reduce_is_an_error_on_all():
     with ThreadPoolExecutor() as pool:
         for row in pool.map(lambda algorithm: _sweep_bytes(algorithm, 4), ALGORITHMS):
             print("", row, sep="\n")
 
 
-@pytest.mark.parametrize(("act", "most"), [(die, 6), (freeze, 4)])
-def test_a_rank_is_lost_at_any_moment_of_a_training_step(act, most):
-    """In the first step of a group, when ranks hand over what they owe to sums, and in later ones."""
-    with Team(3) as team:
-        team.regroup()
-        saved = [s for _, _, s in team.all(train, None, 3)]
-        team.regroup()
+@pytest.mark.parametrize(("fault", "most"), [(die, 6), (freeze, 4)])
+def test_rank_lost_during_a_training_step_leaves_the_others_unchanged(fault, most):
+    """In the first step of a group, in which workers pass residuals to the owners of sums, and in later ones."""
+    with RankPool(3) as ranks:
+        ranks.new_group()
+        saved = [s for _, _, s in ranks.run(train, None, 3)]
+        ranks.new_group()
         want, events, after = [], [], []
-        for done in range(3):  # steps in a group before the one that is disturbed
-            team.regroup()
-            undisturbed = team.all(train, saved, done + 1)
-            events.append(undisturbed[VICTIM][1])
+        for done in range(3):  # steps in the group before the faulty one
+            ranks.new_group()
+            undisturbed = ranks.run(train, saved, done + 1)
+            events.append(undisturbed[FAULTY][1])
             after.append([states[-1] for states, _, _ in undisturbed])
-            team.regroup()  # what is drawn at random goes by a group's collectives
-            first = team.all(train, saved, done)
-            team.regroup()
-            want.append(([states for states, _, _ in first], [s for s, _, _ in team.all(train, None, 2)]))
+            ranks.new_group()  # random streams are numbered by the collectives of a group
+            first = ranks.run(train, saved, done)
+            ranks.new_group()
+            want.append(([states for states, _, _ in first], [s for s, _, _ in ranks.run(train, None, 2)]))
         for i in range(FAULT_POINTS or most):
             done = i % 3
-            moment = spread(events[done], FAULT_POINTS or most)[i]
-            team.regroup()
-            both = team.all(train, saved, done)
+            point = fault_points(events[done], FAULT_POINTS or most)[i]
+            ranks.new_group()
+            both = ranks.run(train, saved, done)
             assert [states for states, _, _ in both] == want[done][0]
-            found = lose_rank(team, act, disturbed_step, moment, voted=moment >= events[done] - 2)
+            found = run_with_fault(ranks, fault, disturbed_step, point, voted=point >= events[done] - 2)
             if found[0][0] is None:
-                assert all(state in after[done] for _, _, state in found), moment
+                assert all(state in after[done] for _, _, state in found), point
                 continue
-            team.regroup()
-            if act is die:  # its successor goes on from a checkpoint
-                team.one(VICTIM, load_training, both[VICTIM][2])
-            assert [states for states, _, _ in team.all(train, None, 2)] == want[done][1], moment
-        print(act.__name__, "DDP", events)
+            ranks.new_group()
+            if fault is die:  # the new process continues from a checkpoint
+                ranks.run_on(FAULTY, load_training, both[FAULTY][2])
+            assert [states for states, _, _ in ranks.run(train, None, 2)] == want[done][1], point
+        print(fault.__name__, "DDP", events)

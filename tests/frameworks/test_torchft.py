@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import (
 
 import codec.torch
 from support.documentation import blocks
-from support.ranks import Team
+from support.ranks import RankPool
 
 N = 6 * 4096  # values: each third and half of a tensor has 16 KiB or more
 
@@ -55,8 +55,8 @@ def _suite(small):
 
 @pytest.mark.parametrize("small", [0, 1 << 14])
 def test_suite_of_torchft_passes(small):
-    with Team(1, limit=300) as team:
-        count, skipped, failed = team.one(0, _suite, small)
+    with RankPool(1, limit=300) as ranks:
+        count, skipped, failed = ranks.run_on(0, _suite, small)
     assert count == 19
     assert not skipped
     assert not failed, "\n".join(failed)
@@ -168,8 +168,8 @@ def master():
 def test_collectives_of_large_tensors():
     store = master()
     for size in (2, 3):
-        with Team(size, limit=120) as team:
-            team.all(_large, store.port)
+        with RankPool(size, limit=120) as ranks:
+            ranks.run(_large, store.port)
 
 
 def _resilient(rank, size, port, name):
@@ -198,8 +198,8 @@ RESILIENT = [name for name in _cases(0, 3) if name not in ("send/recv", "broadca
 def test_group_is_reconfigured_after_a_rank_is_gone(name):
     """All ranks that are left raise. (Those that send to others alone need not notice.)"""
     store = master()
-    with Team(3, limit=120) as team:
-        *left, gone = team.all(_resilient, store.port, name)
+    with RankPool(3, limit=120) as ranks:
+        *left, gone = ranks.run(_resilient, store.port, name)
     assert gone == "gone"
     assert "no error" not in left
     if name.startswith(FRAMES):
@@ -230,8 +230,8 @@ def test_manager_trains_replicas_over_frames():
 
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=2, join_timeout_ms=10000)
     try:
-        with Team(2, limit=240) as team:
-            results = team.all(_managed, lighthouse.address(), "\n".join(blocks("torchft")))
+        with RankPool(2, limit=240) as ranks:
+            results = ranks.run(_managed, lighthouse.address(), "\n".join(blocks("torchft")))
     finally:
         lighthouse.shutdown()
     (first, counted), (second, _) = results

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from support.documentation import blocks
-from support.ranks import Team
+from support.ranks import RankPool
 
 STEPS = 4  # until a checkpoint, and as many after it
 
@@ -17,8 +17,8 @@ def run(size, function, *args):
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
-    with Team(size, limit=300) as team:
-        return team.all(_launched, port, function, *args)
+    with RankPool(size, limit=300) as ranks:
+        return ranks.run(_launched, port, function, *args)
 
 
 def _launched(rank, size, port, function, *args):

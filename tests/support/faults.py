@@ -9,17 +9,26 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 
-GONE = "gone"  # the result of a rank that was killed
-_BYTES_ACKED = 120  # where it is in Linux's struct tcp_info
+KILLED = "killed"  # result of a rank that died
+_BYTES_ACKED = 120  # offset of tcpi_bytes_acked in Linux's struct tcp_info
 _MAX_PACING_RATE = 47  # Linux's SO_MAX_PACING_RATE
 
 
 @contextmanager
-def at_event(channel, moment, act):
-    """Have act() come before event number `moment` of a channel; yields a function that says how many there were.
+def at_fault_point(channel, point, fault):
+    """Call fault() before event number `point` of a channel.
 
-    An event is a message that is posted, one that is waited for, an agreement that begins. The function's `last_send()`
-    is the number of the last message that was sent.
+    Events are posting a message, waiting for one, and beginning an agreement. Yields a function that returns the number
+    of events so far; its `last_send()` is the number of the last message that was sent.
+
+    Parameters
+    ----------
+    channel : codec.torch.channel.Channel
+        Channel whose events are counted.
+    point : int
+        Number of the event, from 0; -1: only count.
+    fault : callable
+        Function without arguments.
     """
     count = last = 0
     names = ("post", "wait", "gather")
@@ -35,8 +44,8 @@ def at_event(channel, moment, act):
             if args[:1] == ("send",):
                 last = count
             count += 1
-            if count - 1 == moment:
-                act()
+            if count - 1 == point:
+                fault()
             return call(*args)
 
         return counted
@@ -51,15 +60,17 @@ def at_event(channel, moment, act):
 
 
 def die():
+    """Kill this process."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def freeze():
-    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # by this thread, before it goes on, for all
+    """Stop this process. The signal is sent to this thread, so that it stops before it returns."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def _connections():
-    """This process's TCP connections by inode: descriptors of our own, since another thread may close its meanwhile."""
+    """Return this process's TCP connections by inode, as duplicates: other threads may close their own."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -69,13 +80,13 @@ def _connections():
                 continue
             with socket.socket(fileno=fd) as s:
                 if s.family in (socket.AF_INET, socket.AF_INET6) and s.getpeername():
-                    found[os.fstat(fd).st_ino] = socket.socket(fileno=os.dup(fd))  # s.dup() would have it block
+                    found[os.fstat(fd).st_ino] = socket.socket(fileno=os.dup(fd))  # s.dup() would change it to blocking
     return found
 
 
 @contextmanager
 def new_connections():
-    """Sockets of the connections that are made meanwhile: a list, filled at the end."""
+    """Yield a list that receives the sockets of all connections made in this context, when it ends."""
     found, before = [], set()
     for inode, s in _connections().items():
         before.add(inode)
@@ -89,17 +100,18 @@ def new_connections():
 
 
 def acked_nbytes(s):
-    """How many bytes the other side of a connection has confirmed."""
+    """Return the number of bytes that the other side of a connection has acknowledged."""
     return struct.unpack_from("Q", s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192), _BYTES_ACKED)[0]
 
 
-SEND_BUFFER = 1 << 14  # bytes, of which the kernel makes twice as many
+SEND_BUFFER = 1 << 14  # bytes; the kernel doubles the number
 
 
 def cut_after(connections, nbytes, rate):
-    """Send at so many bytes a second, and cut the connection over which so many have arrived first.
+    """Cut the first of the connections over which `nbytes` have arrived, at `rate` bytes per second.
 
-    How many had then: a list, filled at the cut. What the kernel had to send by then may arrive yet.
+    Returns a list that receives the number of bytes that had arrived at the cut. Bytes in the kernel's buffers may
+    arrive later.
     """
     arrived = []
     for s in connections:
@@ -112,10 +124,10 @@ def cut_after(connections, nbytes, rate):
             for s, begun in zip(connections, before, strict=True):
                 if (now := acked_nbytes(s) - begun) >= nbytes:
                     arrived.append(now)
-                    with suppress(OSError):  # the other side may have gone already
+                    with suppress(OSError):  # the other side may have closed it
                         s.shutdown(socket.SHUT_RDWR)
                     return
-            time.sleep(0.0005)  # there is no event for bytes that arrive elsewhere
+            time.sleep(0.0005)  # poll: no event reports acknowledged bytes
 
     threading.Thread(target=watch, daemon=True).start()
     return arrived

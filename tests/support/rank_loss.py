@@ -1,4 +1,4 @@
-"""Collectives and training steps of three ranks, one of which is lost at a chosen fault point."""
+"""All-reduces and training steps of three ranks, one of which fails at a chosen fault point."""
 
 import os
 import pickle
@@ -12,55 +12,62 @@ from torch.nn.parallel import DistributedDataParallel
 import codec
 import codec.torch
 from codec.torch import collectives, hook_state, partition, raw
-from support.faults import GONE, at_event, freeze
+from support.faults import KILLED, at_fault_point, freeze
 
 ALGORITHMS = ["two_shot", "ring", "all_gather", "raw"]
-TIMEOUT = 1.5
-PROMISED = TIMEOUT + 1
-SLACK = 10  # seconds that a busy machine may add; more than that is the timeout of the group, 20 s
-VICTIM = 1
-FAULT_POINTS = int(os.environ.get("CODEC_FAULT_POINTS", "0"))
+TIMEOUT = 1.5  # seconds
+PROMISED_SECONDS = TIMEOUT + 1  # time in which all ranks must raise
+SLACK_SECONDS = 10  # added for busy machines; well below the timeout of the group, 20 s
+FAULTY = 1  # rank that fails
+FAULT_POINTS = int(os.environ.get("CODEC_FAULT_POINTS", "0"))  # per sweep; 0: the default of each test
 
 
-def spread(n, most):
-    """So many moments of an attempt that has n, the first and the last among them."""
-    return [round(i * (n - 1) / (most - 1)) for i in range(most)]
+def fault_points(n, count):
+    """Return `count` of n fault points, evenly spaced, the first and the last included."""
+    return [round(i * (n - 1) / (count - 1)) for i in range(count)]
 
 
 def digest(*arrays):
+    """Return a digest of the bits of tensors."""
     return sha256(b"".join(a.detach().contiguous().view(torch.uint8).numpy().tobytes() for a in arrays)).hexdigest()
 
 
 def channel():
+    """Return the channel of the default group."""
     return collectives.line_of(None, TIMEOUT).channel
 
 
 def connect(rank, size):
+    """Connect the ranks of the default group."""
     channel()
 
 
 def values(rank):
+    """Return the tensor of a rank."""
     g = torch.Generator().manual_seed(rank)
     return torch.randn(100_000, generator=g) * 2.0 ** torch.randint(-9, 0, (100_000,), generator=g)
 
 
 def undisturbed_all_reduce(rank, size, algorithm, spec, timeout=TIMEOUT):
-    """Undisturbed: return the result's digest, the number of events, and the last message's, which is the vote."""
-    partition.CHUNK_NBYTES = partition.MOST_NBYTES = raw._CHUNK_NBYTES = 1 << 16  # several chunks a slice
+    """Return the result's digest, the number of events, and the number of the last message, which is the vote."""
+    partition.CHUNK_NBYTES = partition.MOST_NBYTES = raw._CHUNK_NBYTES = 1 << 16  # several chunks per slice
     codec.torch.all_reduce(torch.ones(3), timeout=timeout)
     x = values(rank)
-    with at_event(channel(), -1, None) as events:
+    with at_fault_point(channel(), -1, None) as events:
         codec.torch.all_reduce(x, spec, algorithm=algorithm)
     return digest(x), events(), events.last_send()
 
 
-def disturbed_all_reduce(rank, size, algorithm, spec, moment, act):
-    """The error, after which nothing may have changed, or None; after how long; the values then."""
+def disturbed_all_reduce(rank, size, algorithm, spec, point, fault):
+    """Run an all-reduce with a fault on one rank; return the error's name or None, the seconds, and a digest.
+
+    An error must leave the tensor unchanged and close the group.
+    """
     x = values(rank)
     before, raised = digest(x), None
     begin = time.monotonic()
     try:
-        with at_event(channel(), moment if rank == VICTIM else -1, act):
+        with at_fault_point(channel(), point if rank == FAULTY else -1, fault):
             codec.torch.all_reduce(x, spec, algorithm=algorithm)
     except codec.CodecError as e:
         raised = type(e).__name__
@@ -72,20 +79,20 @@ def disturbed_all_reduce(rank, size, algorithm, spec, moment, act):
     return raised, took, digest(x)
 
 
-def lose_rank(team, act, function, *args, within=PROMISED + SLACK, voted=False):
-    """One rank is lost in the midst of something: what the others say, all the same thing.
+def run_with_fault(ranks, fault, function, *args, within=PROMISED_SECONDS + SLACK_SECONDS, voted=False):
+    """Run a function with a fault that kills or freezes one rank; return the results of the others.
 
-    Once it has sent its vote, they may have succeeded.
+    All must raise PeerError within `within` seconds. If the rank has sent its vote (`voted`), all may succeed instead.
     """
-    team.begin(function, *args, act)
-    left = [r for r in range(3) if r != VICTIM]
-    found = team.answers(left)
-    if act is freeze:  # and once it goes on it learns of it, too
-        team[VICTIM].thaw()
-        found += team.answers([VICTIM])
+    ranks.start(function, *args, fault)
+    left = [r for r in range(3) if r != FAULTY]
+    found = ranks.results(left)
+    if fault is freeze:  # the frozen rank raises, too, when it continues
+        ranks[FAULTY].resume()
+        found += ranks.results([FAULTY])
     else:
-        assert team.answers([VICTIM]) == [GONE]
-        team.replace(VICTIM)
+        assert ranks.results([FAULTY]) == [KILLED]
+        ranks.replace(FAULTY)
     errors = {error for error, *_ in found}
     assert errors == {"PeerError"} or (voted and errors == {None}), found
     assert all(took < within for _, took, _ in found[:2]), found
@@ -93,23 +100,26 @@ def lose_rank(team, act, function, *args, within=PROMISED + SLACK, voted=False):
 
 
 def raised_in_time(found):
-    """Whether all but the victim raised, in time; none has if not. Cut off from the last message, it cannot know."""
-    errors = [found[r][0] for r in range(3) if r != VICTIM]
+    """Return True if all ranks raised in time, and False if none did but perhaps the faulty one.
+
+    A rank that is cut off before the last message arrives cannot know whether the others succeeded.
+    """
+    errors = [found[r][0] for r in range(3) if r != FAULTY]
     assert errors in (["PeerError"] * 2, [None] * 2), found
-    assert errors[0] is None or found[VICTIM][0] == "PeerError", found
-    assert all(took < PROMISED + SLACK for _, took, _ in found), found
+    assert errors[0] is None or found[FAULTY][0] == "PeerError", found
+    assert all(took < PROMISED_SECONDS + SLACK_SECONDS for _, took, _ in found), found
     return errors[0] is not None
 
 
 class Training:
-    """A model in training on this rank, which outlives groups."""
+    """Training of a model on this rank, which outlives groups."""
 
     def __init__(self):
         torch.manual_seed(5)
         layers = [m for _ in range(4) for m in (torch.nn.Linear(64, 64), torch.nn.GELU())]
         self.net = torch.nn.Sequential(torch.nn.Linear(20, 64), *layers, torch.nn.Linear(64, 5))
         self.optimizer = torch.optim.SGD(self.net.parameters(), 0.05, momentum=0.9)
-        # two values a bit: residuals are large, and decide what comes next
+        # 2 bits per value: residuals are large, and later steps depend on them
         self.hook = codec.torch.ddp_hook(
             codec.Quantize(2, 64, "odd", "nearest"), feedback=True, algorithm="two_shot", timeout=TIMEOUT
         )
@@ -117,10 +127,12 @@ class Training:
         self.steps = 0
 
     def wrap(self):
+        """Wrap the model for the current group, and register the hook."""
         self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.015)  # several buckets
         self.hook.register(self.model)
 
     def step(self, rank):
+        """Take a training step."""
         g = torch.Generator().manual_seed(1000 * self.steps + rank)
         x = torch.randn(16, 20, generator=g)
         self.optimizer.zero_grad()
@@ -129,17 +141,19 @@ class Training:
         self.steps += 1
 
     def saved(self):
+        """Return a checkpoint."""
         states = [self.net.state_dict(), self.optimizer.state_dict(), self.hook.state_dict(), self.steps]
         return pickle.dumps(states)
 
     def load(self, saved):
+        """Continue from a checkpoint."""
         net, optimizer, hook, self.steps = pickle.loads(saved)
         self.net.load_state_dict(net)
         self.optimizer.load_state_dict(optimizer)
         self.hook.load_state_dict(hook)
 
     def state(self):
-        """All that a step may change: parameters, momentum, what is owed to each."""
+        """Return digests of everything that a step changes: parameters, momentum and residuals."""
         momenta = [s["momentum_buffer"] for s in self.optimizer.state.values() if "momentum_buffer" in s]
         return (
             self.steps,
@@ -152,12 +166,15 @@ _training = None
 
 
 def current_training():
-    """Return this rank's training, which train() began."""
+    """Return this rank's training, which train() started."""
     return _training
 
 
 def train(rank, size, saved, steps):
-    """On from what was saved, or None: the state after each step, events of the last one, what is saved then."""
+    """Train from the ranks' checkpoints, or on from the current state if None.
+
+    Returns the state after each step, the number of events of the last step, and a checkpoint.
+    """
     global _training
     _training = _training or Training()
     if saved is not None:
@@ -166,19 +183,20 @@ def train(rank, size, saved, steps):
     states, events = [], 0
     for _ in range(steps):
         line = collectives.line_of(_training.model.process_group, TIMEOUT)
-        with at_event(line.channel, -1, None) as count:
+        with at_fault_point(line.channel, -1, None) as count:
             _training.step(rank)
         states.append(_training.state())
         events = count()
     return states, events, _training.saved()
 
 
-def disturbed_step(rank, size, moment, act):
+def disturbed_step(rank, size, point, fault):
+    """Take a training step with a fault on one rank; return the error's name or None, the seconds, and the state."""
     before, raised = _training.state(), None
     line = collectives.line_of(_training.model.process_group, TIMEOUT)
     begin = time.monotonic()
     try:
-        with at_event(line.channel, moment if rank == VICTIM else -1, act):
+        with at_fault_point(line.channel, point if rank == FAULTY else -1, fault):
             _training.step(rank)
     except codec.CodecError as e:
         raised = type(e).__name__
@@ -187,6 +205,7 @@ def disturbed_step(rank, size, moment, act):
 
 
 def load_training(saved):
+    """Begin a new training from a checkpoint."""
     global _training
     _training = Training()
     _training.load(saved)

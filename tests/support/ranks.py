@@ -1,4 +1,4 @@
-"""Functions run by real processes that are the ranks of a real Gloo group, and what befalls such processes."""
+"""Processes that are the ranks of a real torch.distributed group, and the functions that tests run on them."""
 
 import ctypes
 import gc
@@ -17,62 +17,67 @@ from pathlib import Path
 
 import pytest
 
-from support.faults import GONE
+from support.faults import KILLED
 
 _CLONE_NEWNET = 0x40000000
 _context = multiprocessing.get_context("forkserver")
-# Modules that are slow to import: ranks are forked from a process that has them.
+# These modules take long to import. Ranks are forked from a process that has imported them.
 _context.set_forkserver_preload(["pytest", "hypothesis", "torch._dynamo", "torch.distributed.fsdp", "codec.torch"])
 
 
 class Rank:
-    """A process that does what it is told, as a rank of one group after the other.
+    """Process that runs functions, one after the other, as a rank of changing groups.
 
     Parameters
     ----------
     namespace : str, optional
-        The network namespace in which it lives, if not this one.
+        Network namespace of the process; by default that of the caller.
     """
 
     def __init__(self, namespace=None):
-        self._pipe, there = _context.Pipe()
-        self._process = _context.Process(target=_serve, args=(there, namespace), daemon=True)
+        self._pipe, other_end = _context.Pipe()
+        self._process = _context.Process(target=_serve, args=(other_end, namespace), daemon=True)
         self._process.start()
-        there.close()
+        other_end.close()
 
-    def ask(self, function, *args):
-        """Have it do function(*args)."""
+    def start(self, function, *args):
+        """Start function(*args) in the process."""
         self._pipe.send((function, args))
 
-    def answer(self, end):
-        """Whether that went well, and what came of it; `end` is when it should be there, on the monotonic clock."""
-        if not self._pipe.poll(max(0, end - time.monotonic())):
+    def result(self, deadline):
+        """Return (True, result) or (False, message); wait until `deadline` on the monotonic clock.
+
+        The result of a process that died is KILLED.
+        """
+        if not self._pipe.poll(max(0, deadline - time.monotonic())):
             return False, "hangs"
         try:
-            good, result = self._pipe.recv()
+            succeeded, result = self._pipe.recv()
         except (EOFError, ConnectionResetError):
-            return True, GONE
-        return good, pickle.loads(result) if good else result
+            return True, KILLED
+        return succeeded, pickle.loads(result) if succeeded else result
 
-    def thaw(self):
-        """Have it go on that freezes, once it has."""
+    def resume(self):
+        """Continue the process as soon as it has stopped itself."""
         stat = Path(f"/proc/{self._process.pid}/stat")
-        end = time.monotonic() + 10
-        while stat.read_text().rpartition(")")[2].split()[0] != "T" and time.monotonic() < end:
+        deadline = time.monotonic() + 10
+        while stat.read_text().rpartition(")")[2].split()[0] != "T" and time.monotonic() < deadline:
             time.sleep(0.001)
         os.kill(self._process.pid, signal.SIGCONT)
 
     def close(self):
+        """Kill the process."""
         self._process.kill()
         self._process.join()
         self._pipe.close()
 
 
 def _serve(pipe, namespace):
+    """Run functions that arrive on a pipe until it is closed."""
     import torch
 
-    gc.freeze()  # what was imported: closing connections collects garbage
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server's children ignore it
+    gc.freeze()  # exempt imported modules from the garbage collections that closing connections triggers
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # children of the fork server ignore SIGINT
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if namespace is None else "eth0"
     if namespace is not None:
@@ -90,25 +95,25 @@ def _serve(pipe, namespace):
 
 
 def _enter(namespace):
-    """Go over to a network namespace; os.setns came with Python 3.12."""
+    """Enter a network namespace, as os.setns of Python 3.12 does."""
     with open(f"/run/netns/{namespace}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
 
 
-class Team:
-    """Ranks that outlive their groups.
+class RankPool:
+    """Rank processes that outlive their groups.
 
     Parameters
     ----------
     size : int
-        How many.
+        Number of ranks.
     timeout : float
-        Seconds, of their groups.
+        Timeout of the groups, in seconds.
     namespaces : sequence of str, optional
-        Where they live.
+        Network namespace of each rank.
     limit : float
-        Seconds that any answer may take.
+        Seconds after which a function counts as hung.
     """
 
     def __init__(self, size, timeout=20, namespaces=None, limit=300):
@@ -129,39 +134,38 @@ class Team:
     def __getitem__(self, i):
         return self._ranks[i]
 
-    def begin(self, function, *args):
-        """Have all do function(rank, size, *args)."""
+    def start(self, function, *args):
+        """Start function(rank, size, *args) on all ranks."""
         for i, rank in enumerate(self._ranks):
-            rank.ask(function, i, len(self._ranks), *args)
+            rank.start(function, i, len(self._ranks), *args)
 
-    def answers(self, of=None):
-        """What came of it, in the order of ranks; of these ranks, of all if left out. GONE of those who have died."""
-        end = time.monotonic() + self._limit
-        found = {i: self._ranks[i].answer(end) for i in (range(len(self._ranks)) if of is None else of)}
-        if bad := [f"rank {i}: {result}" for i, (good, result) in found.items() if not good]:
-            pytest.fail("\n".join(bad))
+    def results(self, of=None):
+        """Return the results of the given ranks in their order, by default of all; KILLED for a rank that died."""
+        deadline = time.monotonic() + self._limit
+        found = {i: self._ranks[i].result(deadline) for i in (range(len(self._ranks)) if of is None else of)}
+        if failed := [f"rank {i}: {result}" for i, (succeeded, result) in found.items() if not succeeded]:
+            pytest.fail("\n".join(failed))
         return [result for _, result in found.values()]
 
-    def all(self, function, *args):
-        """Both."""
-        self.begin(function, *args)
-        return self.answers()
+    def run(self, function, *args):
+        """Return the results of function(rank, size, *args) on all ranks."""
+        self.start(function, *args)
+        return self.results()
 
-    def one(self, i, function, *args):
-        """What comes of function(*args) on one rank."""
-        self._ranks[i].ask(function, *args)
-        return self.answers([i])[0]
+    def run_on(self, i, function, *args):
+        """Return the result of function(*args) on rank `i`."""
+        self._ranks[i].start(function, *args)
+        return self.results([i])[0]
 
     def replace(self, i):
-        """A new process in the place of one."""
+        """Replace the process of rank `i` by a new one."""
         self._ranks[i].close()
         self._ranks[i] = Rank(self._namespaces[i])
 
-    def regroup(self, backend="gloo"):
-        """A new group of all; what is left of the one before is given up."""
-        assert self.all(_join, f"{self._folder.name}/{next(self._groups)}", self._timeout, backend) == [None] * len(
-            self._ranks
-        )
+    def new_group(self, backend="gloo"):
+        """Destroy the group and create another one of all ranks."""
+        path = f"{self._folder.name}/{next(self._groups)}"
+        assert self.run(_join, path, self._timeout, backend) == [None] * len(self._ranks)
 
 
 def _join(rank, size, path, timeout, backend):
@@ -169,18 +173,36 @@ def _join(rank, size, path, timeout, backend):
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    importlib.import_module("codec.torch")  # registers the backend's name
     timeout = timedelta(seconds=timeout)
-    importlib.import_module("codec.torch")  # a backend's name is known from then on
     dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=size, timeout=timeout)
 
 
-def ranks(size, function, *args, backend="gloo", timeout=20, limit=300, gone=()):
-    """Results of function(rank, size, *args) on all ranks; those in `gone` are expected to die."""
-    with Team(size, timeout, limit=limit) as team:
-        team.regroup(backend)
-        team.begin(function, *args)
-        left = [i for i in range(size) if i not in gone]
-        results = dict(zip(left, team.answers(left), strict=True))
+def run_ranks(size, function, *args, backend="gloo", timeout=20, limit=300, killed=()):
+    """Return the results of function(rank, size, *args) on all ranks of a new group.
+
+    Parameters
+    ----------
+    size : int
+        Number of ranks.
+    function : callable
+        Function of a module that the ranks can import.
+    *args
+        Further arguments of the function.
+    backend : str
+        Backend of the group.
+    timeout : float
+        Timeout of the group, in seconds.
+    limit : float
+        Seconds after which the function counts as hung.
+    killed : collection of int
+        Ranks that are expected to die; their results are KILLED.
+    """
+    with RankPool(size, timeout, limit=limit) as ranks:
+        ranks.new_group(backend)
+        ranks.start(function, *args)
+        left = [i for i in range(size) if i not in killed]
+        results = dict(zip(left, ranks.results(left), strict=True))
         for i in left:
-            assert results[i] is not GONE, f"rank {i} has died"
-        return [results.get(i, GONE) for i in range(size)]
+            assert results[i] is not KILLED, f"rank {i} has died"
+        return [results.get(i, KILLED) for i in range(size)]

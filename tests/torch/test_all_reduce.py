@@ -15,7 +15,7 @@ import codec
 import codec.torch
 from codec.tensors.segments import pack, unpack
 from codec.torch import arguments, channel, collectives
-from support.ranks import ranks
+from support.ranks import run_ranks
 
 SPECS = [
     codec.Lossless(),
@@ -77,7 +77,7 @@ def _exact(rank, size):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_lossless_is_the_sum_in_the_order_of_ranks(size):
-    results = ranks(size, _exact)
+    results = run_ranks(size, _exact)
     assert all(r == results[0] for r in results)
 
 
@@ -107,11 +107,11 @@ def _overflows(rank, size):
 
 
 def test_sums_that_overflow():
-    ranks(3, _overflows)
+    run_ranks(3, _overflows)
 
 
 def test_nans_are_the_same_on_all_ranks():
-    results = ranks(3, _nans)
+    results = run_ranks(3, _nans)
     assert all(r == results[0] for r in results)
 
 
@@ -137,7 +137,7 @@ def _lossy(rank, size):
 
 def test_replicas_are_identical():
     """Every codec by every algorithm; loss is what the codec's rate allows."""
-    results = ranks(4, _lossy)
+    results = run_ranks(4, _lossy)
     limits = {
         "Lossless": 1e-6,
         "Truncate": 0.2,
@@ -161,7 +161,7 @@ def _one_phase(rank, size):
 
 
 def test_all_gather_is_reduce_of_frames():
-    ranks(3, _one_phase)
+    run_ranks(3, _one_phase)
 
 
 def _background(rank, size):
@@ -175,7 +175,7 @@ def _background(rank, size):
 
 
 def test_in_the_background():
-    ranks(3, _background)
+    run_ranks(3, _background)
 
 
 def _refused(rank, size):
@@ -214,7 +214,7 @@ def _refused(rank, size):
 
 
 def test_an_error_on_one_rank_is_one_on_all():
-    results = ranks(3, _refused)
+    results = run_ranks(3, _refused)
     other = ["PeerError"] * 8
     mine = ["SpecError", "PeerError", "PeerError", "SpecError", "SpecError", "SpecError", "SpecError", "PeerError"]
     assert results == [other, mine, other]
@@ -240,10 +240,10 @@ def _not_finite(rank, size):
 
 
 def test_what_is_refused_does_not_depend_on_how_it_travels():
-    ranks(2, _not_finite)
+    run_ranks(2, _not_finite)
     owner, wrong, other = ("SpecError", "PeerError", "PeerError"), ("PeerError", "SpecError", "PeerError"), {False}
     want = [([wrong[rank], owner[rank], owner[rank]], other) for rank in range(3)]
-    assert ranks(3, _not_finite) == want
+    assert run_ranks(3, _not_finite) == want
 
 
 def _wrong(rank, size):
@@ -292,7 +292,7 @@ def distributed(x):
 
 def test_arguments_that_are_wrong_on_one_rank():
     """Whatever it is, it is said before anything is sent, and the group can still be used."""
-    assert len(set(ranks(3, _wrong))) == 1
+    assert len(set(run_ranks(3, _wrong))) == 1
 
 
 def _timeouts(rank, size):
@@ -305,7 +305,7 @@ def _timeouts(rank, size):
 
 def test_timeouts():
     """Seconds, or what torch takes."""
-    ranks(1, _timeouts)
+    run_ranks(1, _timeouts)
 
 
 def _of_bfloat16(rank, size):
@@ -320,7 +320,7 @@ def _of_bfloat16(rank, size):
 
 def test_state_may_be_bfloat16():
     """Which numpy has no dtype for."""
-    ranks(2, _of_bfloat16)
+    run_ranks(2, _of_bfloat16)
 
 
 def _damaged(rank, size, n):
@@ -350,7 +350,7 @@ def _damaged(rank, size, n):
 
 @pytest.mark.parametrize("n", [300_000, LARGE])
 def test_a_damaged_frame_is_an_error_on_all(n):
-    results = ranks(3, _damaged, n)
+    results = run_ranks(3, _damaged, n)
     assert all("ChecksumError" in {r[i] for r in results} for i in range(3))
 
 
@@ -382,7 +382,7 @@ def _lost(rank, size, how, moment):
 
 @pytest.mark.parametrize(("how", "moment"), [(signal.SIGKILL, 0), (signal.SIGKILL, 17), (signal.SIGSTOP, 9)])
 def test_a_lost_peer_is_an_error_on_all_others(how, moment):
-    took = ranks(3, _lost, how, moment, timeout=3, gone=(1,))
+    took = run_ranks(3, _lost, how, moment, timeout=3, killed=(1,))
     assert all(t < 3 + 1 + 2 for t in (took[0], took[2])), took  # CPUs are shared
 
 
@@ -404,7 +404,7 @@ def _apart(rank, size):
 
 
 def test_into_another_tensor():
-    ranks(3, _apart)
+    run_ranks(3, _apart)
 
 
 SEVERAL = [
@@ -460,7 +460,7 @@ def _together(rank, size):
 
 def test_several_together():
     for size in (2, 3):
-        results = ranks(size, _together)
+        results = run_ranks(size, _together)
         assert all(r == results[0] for r in results)
 
 
@@ -491,7 +491,7 @@ def _large(rank, size):
 
 
 def test_large_tensors_in_place():
-    results = ranks(3, _large)
+    results = run_ranks(3, _large)
     assert results[1:] == results[:1] * 2
 
 
@@ -525,7 +525,7 @@ def _odd(rank, size):
 
 
 def test_what_cannot_be_used():
-    assert ranks(3, _odd) == [[b"a", b"a"], [b"b", b"b"], []]
+    assert run_ranks(3, _odd) == [[b"a", b"a"], [b"b", b"b"], []]
 
 
 def _exchanged(rank, size):
@@ -538,7 +538,7 @@ def _exchanged(rank, size):
 
 
 def test_exchange():
-    ranks(4, _exchanged)
+    run_ranks(4, _exchanged)
 
 
 def _announced(rank, size):
@@ -566,7 +566,7 @@ def _announced(rank, size):
 
 
 def test_an_exchange_that_cannot_be():
-    results = ranks(3, _announced)
+    results = run_ranks(3, _announced)
     wrong = ["FrameError", "PeerError"] * 2
     assert results == [[*wrong, "PeerError", "PeerError"], [*wrong, "MemoryError", "PeerError"], results[0]]
 
@@ -589,7 +589,7 @@ def _policies(rank, size):
 
 
 def test_threads_that_interrupt_nobody():
-    ranks(2, _policies)
+    run_ranks(2, _policies)
 
 
 def test_a_policy_is_given_back_or_done_without(monkeypatch):
@@ -673,7 +673,7 @@ def _others(rank, size):
 
 def test_other_collectives():
     """Reduce-scatter, all-gather and all-to-all: lossless what torch's give, in the order of ranks."""
-    ranks(3, _others)
+    run_ranks(3, _others)
 
 
 def decided(frames, values, load, n, smaller=1):
@@ -756,6 +756,6 @@ def _chosen(rank, size):
 
 def test_ranks_choose_alike():
     """Frames or values: the same bits, and all ranks take the same way."""
-    results = ranks(3, _chosen)
+    results = run_ranks(3, _chosen)
     assert len(results[0]) == 1 + 3
     assert all(r == results[0] for r in results)

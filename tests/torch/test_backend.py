@@ -18,7 +18,7 @@ from torch import nn
 import codec
 import codec.torch
 from codec.torch import collectives
-from support.ranks import ranks
+from support.ranks import run_ranks
 from support.tiers import HANG_SECONDS, nightly
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -158,7 +158,7 @@ def _all_of_it(rank, size):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_collectives(size):
-    ranks(size, _all_of_it, backend="codec")
+    run_ranks(size, _all_of_it, backend="codec")
 
 
 def model():
@@ -194,7 +194,7 @@ def _ddp(rank, size):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ddp_is_the_sum_in_the_order_of_ranks(size):
-    assert all(n >= 4 + 3 for n in ranks(size, _ddp, backend="codec"))
+    assert all(n >= 4 + 3 for n in run_ranks(size, _ddp, backend="codec"))
 
 
 def _diloco(rank, size):
@@ -220,7 +220,7 @@ def _diloco(rank, size):
 
 
 def test_outer_steps():
-    results = ranks(2, _diloco, backend="codec")
+    results = run_ranks(2, _diloco, backend="codec")
     assert results[0] == results[1]
     assert results[0][1] == 4
 
@@ -252,7 +252,7 @@ def _lossy(rank, size):
 
 
 def test_specs():
-    for usual, given, later, *gathers in ranks(3, _lossy, backend="codec"):
+    for usual, given, later, *gathers in run_ranks(3, _lossy, backend="codec"):
         assert usual == 0
         assert 1e-4 < given < 0.1
         assert 1e-4 < later < 0.1
@@ -289,7 +289,7 @@ def _refused(rank, size):
 
 
 def test_an_error_on_one_rank_is_one_on_all():
-    results = ranks(3, _refused, backend="codec")
+    results = run_ranks(3, _refused, backend="codec")
     assert [name for name, _ in results] == ["PeerError", "SpecError", "PeerError"]
     assert len({total for _, total in results}) == 1
 
@@ -327,7 +327,7 @@ def _lost(rank, size, how, path):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_is_an_error_and_the_others_go_on(how, tmp_path):
-    took = ranks(3, _lost, how, str(tmp_path / "store"), gone=(1,))
+    took = run_ranks(3, _lost, how, str(tmp_path / "store"), killed=(1,))
     assert max(took[0], took[2]) < 4 + 1 + 2, took
 
 
@@ -348,7 +348,7 @@ def _aborted(rank, size):
 
 
 def test_abort():
-    ranks(2, _aborted, backend="codec")
+    run_ranks(2, _aborted, backend="codec")
 
 
 def _aborted_before_results_are_stored(rank, size):
@@ -375,7 +375,7 @@ def _aborted_before_results_are_stored(rank, size):
 
 
 def test_abort_before_results_are_stored():
-    ranks(2, _aborted_before_results_are_stored, backend="codec")
+    run_ranks(2, _aborted_before_results_are_stored, backend="codec")
 
 
 SCRIPT = """

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 import codec.torch
-from support.ranks import ranks
+from support.ranks import run_ranks
 
 
 def _older_names(rank, size):
@@ -31,7 +31,7 @@ def _older_names(rank, size):
 
 
 def test_collectives_by_older_names_travel_as_frames():
-    ranks(3, _older_names, backend="codec")
+    run_ranks(3, _older_names, backend="codec")
 
 
 def _small(rank, size):
@@ -50,4 +50,4 @@ def _small(rank, size):
 
 
 def test_reduce_scatter_of_a_small_tensor_has_a_future():
-    ranks(2, _small, backend="codec")
+    run_ranks(2, _small, backend="codec")

@@ -12,15 +12,15 @@ from torch import nn
 import codec
 import codec.torch
 from codec.torch import collectives
-from support.ranks import Team
+from support.ranks import RankPool
 
 N = 6000  # values, which a group of the backend "codec" sends as frames
 
 
 @pytest.fixture(scope="module")
-def team():
-    with Team(2, timeout=10) as team:
-        yield team
+def ranks():
+    with RankPool(2, timeout=10) as ranks:
+        yield ranks
 
 
 def ones():
@@ -99,9 +99,9 @@ def _behind_a_lock(rank, size):
 @pytest.mark.parametrize(
     "case", [_in_future, _in_when_over, _of_collected_futures, _nested, _waiting_for_a_later_one, _behind_a_lock]
 )
-def test_collective_in_a_callback_completes(team, case):
-    team.regroup()
-    assert team.all(case) == [3.0, 3.0]
+def test_collective_in_a_callback_completes(ranks, case):
+    ranks.new_group()
+    assert ranks.run(case) == [3.0, 3.0]
 
 
 def _order(rank, size):
@@ -115,9 +115,9 @@ def _order(rank, size):
     return {f.wait() for f in futures}
 
 
-def test_collectives_of_callbacks_have_the_same_order_on_all_ranks(team):
-    team.regroup()
-    assert team.all(_order) == [{3.0}, {3.0}]
+def test_collectives_of_callbacks_have_the_same_order_on_all_ranks(ranks):
+    ranks.new_group()
+    assert ranks.run(_order) == [{3.0}, {3.0}]
 
 
 def _of_backend(rank, size):
@@ -130,9 +130,9 @@ def _of_backend(rank, size):
     return x[0].item(), y[0].item()
 
 
-def test_backend_collective_in_a_callback_completes(team):
-    team.regroup("codec")
-    assert team.all(_of_backend) == [(3.0, 3.0)] * 2
+def test_backend_collective_in_a_callback_completes(ranks):
+    ranks.new_group("codec")
+    assert ranks.run(_of_backend) == [(3.0, 3.0)] * 2
 
 
 def _of_ddp_hook(rank, size):
@@ -160,9 +160,9 @@ def _of_ddp_hook(rank, size):
     return len(sums), [p.grad.sum().item() for p in net.parameters()]
 
 
-def test_ddp_hook_can_be_wrapped_by_one_that_reduces(team):
-    team.regroup()
-    first, second = team.all(_of_ddp_hook)
+def test_ddp_hook_can_be_wrapped_by_one_that_reduces(ranks):
+    ranks.new_group()
+    first, second = ranks.run(_of_ddp_hook)
     assert first == second
     assert first[0] >= 3 + 2  # several buckets from the second step on
 
@@ -188,9 +188,9 @@ def _with_errors(rank, size):
         logging.getLogger("codec.torch").removeHandler(handler)
 
 
-def test_error_in_a_callback_is_logged_and_the_group_lives(team):
-    team.regroup()
-    assert team.all(_with_errors) == [(["ValueError", "SystemExit", "KeyboardInterrupt"], 3.0)] * 2
+def test_error_in_a_callback_is_logged_and_the_group_lives(ranks):
+    ranks.new_group()
+    assert ranks.run(_with_errors) == [(["ValueError", "SystemExit", "KeyboardInterrupt"], 3.0)] * 2
 
 
 def _in_worker_thread(rank, size):
@@ -201,6 +201,6 @@ def _in_worker_thread(rank, size):
     return _reduced(rank)
 
 
-def test_wait_in_the_thread_of_the_collectives_raises(team):
-    team.regroup()
-    assert team.all(_in_worker_thread) == [3.0, 3.0]
+def test_wait_in_the_thread_of_the_collectives_raises(ranks):
+    ranks.new_group()
+    assert ranks.run(_in_worker_thread) == [3.0, 3.0]

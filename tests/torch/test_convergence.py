@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
-from support.ranks import Team
+from support.ranks import RankPool
 
 STEPS, CONTEXT, WIDTH = 60, 32, 64
 
@@ -87,9 +87,9 @@ def train_all(rank, size):
 @pytest.fixture(scope="module")
 def trained():
     """Results of all trainings, for each rank."""
-    with Team(2, limit=300) as team:
-        team.regroup()
-        return team.all(train_all)
+    with RankPool(2, limit=300) as ranks:
+        ranks.new_group()
+        return ranks.run(train_all)
 
 
 @pytest.mark.parametrize("spec", MARGINS, ids=str)

@@ -11,7 +11,7 @@ import codec.torch
 from codec.torch import collectives
 from codec.torch.autotune import Choice
 from codec.torch.counters import Counters, Stopwatch
-from support.ranks import ranks
+from support.ranks import run_ranks
 
 
 def _counted(rank, size):
@@ -35,7 +35,7 @@ def _counted(rank, size):
 
 
 def test_counters_agree_with_what_collectives_send_and_receive():
-    results = ranks(2, _counted)
+    results = run_ranks(2, _counted)
     for deltas in zip(*results, strict=True):
         assert deltas[0].sent_nbytes == deltas[1].received_nbytes > 0
         assert deltas[1].sent_nbytes == deltas[0].received_nbytes
@@ -97,4 +97,4 @@ def _of_backend(rank, size):
 
 
 def test_backend_group_has_stats():
-    ranks(2, _of_backend, backend="codec")
+    run_ranks(2, _of_backend, backend="codec")

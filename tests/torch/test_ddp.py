@@ -20,7 +20,7 @@ import codec
 import codec.torch
 from codec.torch import hook_residuals
 from support.ddp_training import data, hook_state_bytes, net, parameter_bytes, train, wrapped
-from support.ranks import ranks
+from support.ranks import run_ranks
 from support.tiers import HANG_SECONDS
 
 
@@ -51,7 +51,7 @@ def _lossless(rank, size, views):
 
 @pytest.mark.parametrize(("size", "views"), [(2, False), (3, False), (3, True)])
 def test_lossless_is_training_with_sums_in_the_order_of_ranks(size, views):
-    ranks(size, _lossless, views)
+    run_ranks(size, _lossless, views)
 
 
 CASES = [
@@ -92,7 +92,7 @@ def _lossy(rank, size):
 
 def test_replicas_stay_equal():
     """Every kind of codec, with schedules and parameter groups; and the loss is that of float32, or near it."""
-    results = ranks(3, _lossy)
+    results = run_ranks(3, _lossy)
     assert len(results[0]) == 2 * len(CASES)
     for key, (mine, losses) in results[0].items():
         assert all(r[key][0] == mine for r in results), key
@@ -127,7 +127,7 @@ def _channels_last(rank, size):
 
 
 def test_parameters_in_another_order_of_memory():
-    ranks(2, _channels_last)
+    run_ranks(2, _channels_last)
 
 
 def _owed(rank, size, paid):
@@ -207,13 +207,13 @@ def _rounded(rank, size):
 
 
 def test_rounding_of_values_is_owed():
-    ranks(3, _rounded)
+    run_ranks(3, _rounded)
 
 
 def test_what_is_lost_is_owed():
     """Over buckets that are rebuilt after the first step, on workers and where sums are encoded; each sum's by one."""
     for paid in (False, True):
-        owned = ranks(3, _owed, paid)
+        owned = run_ranks(3, _owed, paid)
         assert sum(owned) == sum(p.numel() for p in net().parameters())
 
 
@@ -236,7 +236,7 @@ def _refused(rank, size):
 
 
 def test_nan_on_one_rank_refuses_the_step_on_all():
-    results = ranks(3, _refused)
+    results = run_ranks(3, _refused)
     assert all(refused == 1 for refused, _ in results)
     assert len({b for _, b in results}) == 1
 
@@ -290,7 +290,7 @@ def _nested(rank, size):
 
 def test_reentrant_checkpoints():
     """What goes wrong with any bucket is raised, also after passes of earlier ones have ended."""
-    results = ranks(2, _nested)
+    results = run_ranks(2, _nested)
     assert results[0] == results[1]
 
 
@@ -327,7 +327,7 @@ def _alone(rank, size):
 
 def test_what_fails_on_one_rank_alone_leaves_none_behind():
     """Buckets of the same size are not taken for each other."""
-    results = ranks(2, _alone)
+    results = run_ranks(2, _alone)
     assert results[0] == results[1]
 
 
@@ -340,7 +340,7 @@ def _lacking(rank, size):
 
 
 def test_parameters_of_another_optimizer():
-    ranks(1, _lacking)
+    run_ranks(1, _lacking)
 
 
 def _joined(rank, size):
@@ -372,7 +372,7 @@ def _joined(rank, size):
 
 
 def test_ranks_with_fewer_batches():
-    ranks(2, _joined)
+    run_ranks(2, _joined)
 
 
 def _scaled(rank, size):
@@ -407,7 +407,7 @@ def _scaled(rank, size):
 
 
 def test_scaled_gradients_that_overflow_are_skipped_on_all():
-    results = ranks(2, _scaled)
+    results = run_ranks(2, _scaled)
     assert results[0] == results[1]
     assert results[0][1:] == (8, 1, [1, 1, 2, 2, 1, 1, 2, 2, 4])
 
@@ -445,7 +445,7 @@ def _continued(rank, size):
 
 
 def test_a_checkpoint_is_taken_up_to_the_bit():
-    ranks(2, _continued)
+    run_ranks(2, _continued)
 
 
 def _lost(rank, size):
@@ -474,7 +474,7 @@ def _lost(rank, size):
 
 
 def test_a_lost_peer_ends_backward_on_all_others():
-    took = ranks(3, _lost, timeout=3, gone=(1,))
+    took = run_ranks(3, _lost, timeout=3, killed=(1,))
     assert max(took[0], took[2]) < 6
 
 
@@ -513,7 +513,7 @@ def _bad_policies(rank, size):
 
 def test_policies_that_are_wrong():
     """What they give is looked at before there is a gradient."""
-    ranks(2, _bad_policies)
+    run_ranks(2, _bad_policies)
 
 
 def _many(rank, size, steps):
@@ -526,7 +526,7 @@ def _many(rank, size, steps):
 
 def test_many_steps():
     """Buckets in the background while backward goes on, step after step: nothing hangs, and replicas are equal."""
-    results = ranks(4, _many, 60)
+    results = run_ranks(4, _many, 60)
     assert len(set(results)) == 1
 
 

@@ -15,7 +15,7 @@ import codec
 import codec.torch
 from codec.torch import collectives
 from support.fsdp_training import batch, gradients_of, mean, small_model
-from support.ranks import ranks
+from support.ranks import run_ranks
 
 
 def sharded(net, gradients, parameters, **how):
@@ -55,7 +55,7 @@ def _exact(rank, size, dtype):
 
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (3, torch.float32), (3, torch.bfloat16)])
 def test_lossless_is_the_mean_in_the_order_of_ranks(size, dtype):
-    calls = ranks(size, _exact, dtype)
+    calls = run_ranks(size, _exact, dtype)
     assert calls == [calls[0]] * size
     assert calls[0] >= 3 * (3 + 5)  # gradients, parameters: all have gone as frames
 
@@ -74,7 +74,7 @@ def _lossy(rank, size):
 
 def test_lossy():
     """Something is lost, and no more than the codec may lose."""
-    for errors, output in ranks(2, _lossy):
+    for errors, output in run_ranks(2, _lossy):
         assert all(1e-4 < e < 0.1 for e in errors), errors
         assert 1e-4 < output < 0.1
 
@@ -106,7 +106,7 @@ def _protocol(rank, size):
 
 
 def test_what_fsdp_counts_on():
-    ranks(2, _protocol)
+    run_ranks(2, _protocol)
 
 
 def _refused(rank, size):
@@ -123,7 +123,7 @@ def _refused(rank, size):
 
 
 def test_nan_on_one_rank_is_an_error_on_all():
-    assert ranks(3, _refused) == [("PeerError", 3.0), ("SpecError", 3.0), ("PeerError", 3.0)]
+    assert run_ranks(3, _refused) == [("PeerError", 3.0), ("SpecError", 3.0), ("PeerError", 3.0)]
 
 
 def _lost(rank, size):
@@ -139,5 +139,5 @@ def _lost(rank, size):
 
 
 def test_a_killed_rank_is_an_error_on_all_others():
-    took = ranks(3, _lost, timeout=5, gone=(1,))
+    took = run_ranks(3, _lost, timeout=5, killed=(1,))
     assert max(took[0], took[2]) < 5 + 1 + 2, took

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import codec
 import codec.torch
 from support.fsdp_training import batch, gradients_of, mean, small_model
-from support.ranks import ranks
+from support.ranks import run_ranks
 
 COARSE = codec.Quantize(4)
 
@@ -68,7 +68,7 @@ def _telescopes(rank, size):
 
 
 def test_reduced_gradients_and_residuals_add_up_to_the_gradients():
-    for imbalance, lost in ranks(3, _telescopes):
+    for imbalance, lost in run_ranks(3, _telescopes):
         assert lost > 1e-4
         assert imbalance < 1e-3 * lost
 
@@ -96,9 +96,9 @@ def _replicated(rank, size, how):
 
 
 def test_replicas_reduce_gradients_as_frames():
-    plain = ranks(4, _replicated, "plain")[0][0]
+    plain = run_ranks(4, _replicated, "plain")[0][0]
     for how in ("lossless", "backend", "lossy"):
-        results = ranks(4, _replicated, how)
+        results = run_ranks(4, _replicated, how)
         for parameters, stats, _ in results:
             for p, first, want in zip(parameters, results[0][0], plain, strict=True):
                 assert torch.equal(p, first)  # replicas are identical
@@ -143,7 +143,7 @@ def _fails(rank, size, replicas):
 
 @pytest.mark.parametrize("replicas", [False, True], ids=["FSDP", "HSDP"])
 def test_error_in_one_module_on_one_rank_undoes_the_pass_on_all(replicas):
-    results = ranks(4, _fails, replicas)
+    results = run_ranks(4, _fails, replicas)
     assert [name for name, _ in results] == ["PeerError", "SpecError", "PeerError", "PeerError"]
     for _, parameters in results:
         assert all(torch.equal(a, b) for a, b in zip(parameters, results[0][1], strict=True))
@@ -173,7 +173,7 @@ def _interrupted(rank, size):
 
 
 def test_exception_in_backward_undoes_residuals():
-    ranks(2, _interrupted)
+    run_ranks(2, _interrupted)
 
 
 def _resumed(rank, size, gather):
@@ -202,7 +202,7 @@ def _resumed(rank, size, gather):
 
 @pytest.mark.parametrize("gather", [False, True])
 def test_training_resumes_from_a_checkpoint_with_the_same_bits(gather):
-    results = ranks(2, _resumed, gather)
+    results = run_ranks(2, _resumed, gather)
     assert [same for same, _ in results] == [True, True]
     first, second = (state for _, state in results)
     assert (list(first) == list(second)) == gather
@@ -243,7 +243,7 @@ def _refused_states(rank, size):
 
 
 def test_wrong_states_are_refused():
-    assert ranks(2, _refused_states) == ["SpecError", "PeerError"]
+    assert run_ranks(2, _refused_states) == ["SpecError", "PeerError"]
 
 
 def _wrong_uses(rank, size):
@@ -272,7 +272,7 @@ def _wrong_uses(rank, size):
 
 
 def test_wrong_uses_are_refused():
-    ranks(4, _wrong_uses)
+    run_ranks(4, _wrong_uses)
 
 
 def _counted(rank, size):
@@ -285,7 +285,7 @@ def _counted(rank, size):
 
 
 def test_stats_count_bytes_calls_and_seconds():
-    results = ranks(2, _counted)
+    results = run_ranks(2, _counted)
     n = sum(p.numel() for p in small_model().parameters())
     for gradients, parameters in results:
         assert gradients.frame_collectives == 9

@@ -19,7 +19,7 @@ from codec._call import Call
 from codec.optimizers.arguments import asked
 from codec.tensors.segments import pack
 from codec.torch import arguments, collectives
-from support.ranks import ranks
+from support.ranks import run_ranks
 from support.specs import LOSSY, TRUNCATES
 from support.tiers import HANG_SECONDS
 
@@ -166,7 +166,7 @@ def in_cpp(size, jobs, folder):
 def compare(size, jobs, folder, like=lambda job, got: got):
     """Both, and that they are alike to the bit, or once `like` has made equal what may differ."""
     found = in_cpp(size, jobs, folder)
-    for rank, (want, got) in enumerate(zip(ranks(size, _python, jobs), found, strict=True)):
+    for rank, (want, got) in enumerate(zip(run_ranks(size, _python, jobs), found, strict=True)):
         at = 0
         for job, part in zip(jobs, want, strict=True):
             assert like(job, got[at : at + len(part)]) == like(job, part), (size, rank, job)

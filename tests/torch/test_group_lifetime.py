@@ -13,15 +13,15 @@ import torch.distributed as dist
 import codec
 import codec.torch
 from codec.torch import collectives
-from support.ranks import Team
+from support.ranks import RankPool
 
 N = 6000
 
 
 @pytest.fixture(scope="module")
-def team():
-    with Team(2, timeout=10) as team:
-        yield team
+def ranks():
+    with RankPool(2, timeout=10) as ranks:
+        yield ranks
 
 
 def in_threads(count, work):
@@ -55,10 +55,10 @@ def _first_call(rank, size):
     return [*found, reduced(rank)]
 
 
-def test_first_collective_of_a_group_may_come_from_several_threads(team):
+def test_first_collective_of_a_group_may_come_from_several_threads(ranks):
     for _ in range(3):
-        team.regroup()
-        assert team.all(_first_call) == [[[3.0]] * 5] * 2
+        ranks.new_group()
+        assert ranks.run(_first_call) == [[[3.0]] * 5] * 2
 
 
 def regroup_by_tcp(rank, size):
@@ -84,9 +84,9 @@ def _groups(rank, size, calls):
 
 
 @pytest.mark.parametrize("calls", [5, pytest.param(100, marks=pytest.mark.nightly)])
-def test_threads_use_a_group_each(team, calls):
-    team.regroup()
-    assert team.all(_groups, calls) == [True, True]
+def test_threads_use_a_group_each(ranks, calls):
+    ranks.new_group()
+    assert ranks.run(_groups, calls) == [True, True]
 
 
 def _crossed(rank, size):
@@ -102,9 +102,9 @@ def _crossed(rank, size):
     return in_threads(2, work), time.monotonic() - begin
 
 
-def test_groups_are_connected_in_any_order_by_threads(team):
-    team.regroup()
-    for found, took in team.all(_crossed):
+def test_groups_are_connected_in_any_order_by_threads(ranks):
+    ranks.new_group()
+    for found, took in ranks.run(_crossed):
         assert found == [[3.0]] * 2
         assert took < 5
 
@@ -140,9 +140,9 @@ def _forked(rank, size):
     return said, reduced(rank)
 
 
-def test_collective_in_a_forked_child_is_an_error(team):
-    team.regroup()
-    assert team.all(_forked) == [("PeerError PeerError PeerError none none", [3.0])] * 2
+def test_collective_in_a_forked_child_is_an_error(ranks):
+    ranks.new_group()
+    assert ranks.run(_forked) == [("PeerError PeerError PeerError none none", [3.0])] * 2
 
 
 def _held(rank, size):
@@ -173,9 +173,9 @@ def _held(rank, size):
     return os.waitstatus_to_exitcode(status)
 
 
-def test_fork_while_locks_are_held_does_not_hang_the_child(team):
-    team.regroup()
-    assert team.all(_held) == [3, 3]
+def test_fork_while_locks_are_held_does_not_hang_the_child(ranks):
+    ranks.new_group()
+    assert ranks.run(_held) == [3, 3]
 
 
 def _many(rank, size, count):
@@ -202,9 +202,9 @@ def _many(rank, size, count):
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.nightly)])
-def test_groups_that_end_leave_nothing_behind(team, count):
-    team.regroup()
-    for threads, descriptors in team.all(_many, count):
+def test_groups_that_end_leave_nothing_behind(ranks, count):
+    ranks.new_group()
+    for threads, descriptors in ranks.run(_many, count):
         assert threads <= 1
         assert descriptors <= 8
 
@@ -222,6 +222,6 @@ def _given_up_by_peers(rank, size):
     return "none"
 
 
-def test_group_closed_by_a_peer_is_an_error(team):
-    team.regroup()
-    assert team.all(_given_up_by_peers) == ["PeerError", "closed"]
+def test_group_closed_by_a_peer_is_an_error(ranks):
+    ranks.new_group()
+    assert ranks.run(_given_up_by_peers) == ["PeerError", "closed"]

@@ -14,7 +14,7 @@ import codec
 import codec.torch
 from codec.torch import hook_state
 from support.ddp_training import parameter_bytes, small_forward, small_net, take_step
-from support.ranks import ranks
+from support.ranks import run_ranks
 
 SIGN = codec.Sign(group_size=1024)
 
@@ -77,7 +77,7 @@ def _checked(rank, size):
 
 
 def test_state_of_another_rank_or_model_is_refused():
-    ranks(2, _checked)
+    run_ranks(2, _checked)
 
 
 def _renamed(rank, size):
@@ -101,7 +101,7 @@ def _renamed(rank, size):
 
 
 def test_state_is_taken_up_under_the_names_of_a_compiled_model():
-    ranks(2, _renamed)
+    run_ranks(2, _renamed)
 
 
 RESUMED = [
@@ -135,7 +135,7 @@ def _resumed(rank, size):
 
 def test_resumed_training_is_the_uninterrupted_one_to_the_bit():
     """Random streams, residuals, warm-up and what is left lossless go on where they were."""
-    ranks(2, _resumed)
+    run_ranks(2, _resumed)
 
 
 def _sent(hook, model, rank, step):
@@ -180,7 +180,7 @@ def _changed(rank, size):
 
 
 def test_spec_policy_and_warm_up_take_effect_at_the_next_step():
-    ranks(2, _changed)
+    run_ranks(2, _changed)
 
 
 def _settled(rank, size):
@@ -202,7 +202,7 @@ def _settled(rank, size):
 
 
 def test_residuals_are_sent_when_a_codec_without_feedback_takes_over():
-    ranks(2, _settled)
+    run_ranks(2, _settled)
 
 
 def _as_documented(rank, world_size, path, blocks, steps):
@@ -227,9 +227,9 @@ def test_documented_lines_save_and_load_checkpoints(tmp_path):
     text = (Path(__file__).parents[2] / "docs/torch.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text[text.index("## Checkpoints") :], re.DOTALL)[:2]
     path = str(tmp_path / "checkpoint.pt")
-    saved = ranks(3, _as_documented, path, blocks, 3)
-    assert ranks(3, _as_documented, path, blocks, 0) == saved
-    assert len(set(ranks(2, _as_documented, path, blocks, 0))) == 1
+    saved = run_ranks(3, _as_documented, path, blocks, 3)
+    assert run_ranks(3, _as_documented, path, blocks, 0) == saved
+    assert len(set(run_ranks(2, _as_documented, path, blocks, 0))) == 1
 
 
 def test_reshard_refuses_incomplete_states():

@@ -16,7 +16,7 @@ import codec.torch
 from codec.torch import hook as hook_module
 from codec.torch import uncompressed
 from support.ddp_training import parameter_bytes, small_forward, small_net, take_step
-from support.ranks import ranks
+from support.ranks import run_ranks
 
 EVERYTHING = {"policy": lambda name, p: None}
 
@@ -68,7 +68,7 @@ def _complex(rank, size):
 
 
 def test_complex_parameters_are_reduced_whole():
-    results = ranks(2, _complex)
+    results = run_ranks(2, _complex)
     assert results[0] == results[1]
 
 
@@ -85,7 +85,7 @@ def _uncovered(rank, size):
 
 
 def test_bucket_with_unaccounted_values_is_refused():
-    ranks(2, _uncovered)
+    run_ranks(2, _uncovered)
 
 
 class Odd(nn.Module):
@@ -130,7 +130,7 @@ def _odd(rank, size):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_gradients_that_frames_cannot_carry_are_summed_uncompressed(size):
-    results = ranks(size, _odd)
+    results = run_ranks(size, _odd)
     assert all(r == results[0] for r in results)
 
 
@@ -158,7 +158,7 @@ def _registered_as_torch_does(rank, size):
 
 
 def test_every_form_of_registration_gives_the_same_bits():
-    for found in ranks(2, _registered_as_torch_does):
+    for found in run_ranks(2, _registered_as_torch_does):
         assert len(set(found.values())) == 1
 
 
@@ -183,7 +183,7 @@ def _second_model(rank, size):
 
 
 def test_hook_of_two_models_is_refused():
-    ranks(2, _second_model)
+    run_ranks(2, _second_model)
 
 
 def _python_reducer(rank, size):
@@ -200,7 +200,7 @@ def _python_reducer(rank, size):
 
 
 def test_settings_that_cannot_work_are_refused_when_the_hook_is_registered():
-    ranks(1, _python_reducer)
+    run_ranks(1, _python_reducer)
 
 
 class Wrapper:
@@ -242,7 +242,7 @@ def _warned(rank, size):
 
 
 def test_adam_with_sign_or_ternary_is_warned_of_once():
-    ranks(1, _warned)
+    run_ranks(1, _warned)
 
 
 UNUSED = """
@@ -294,7 +294,7 @@ def _vocabulary(rank, size):
 
 def test_default_policy_leaves_embeddings_heads_and_sparse_gradients_lossless():
     dense = {"up.weight", "down.weight", "dense.weight"}
-    for found in ranks(2, _vocabulary):
+    for found in run_ranks(2, _vocabulary):
         for kind in ("Sign", "Ternary"):
             assert found[kind, False] == dense
             assert found[kind, True] == {"down.weight", "dense.weight"} | ({"up.weight"} & found[kind, True])
@@ -326,4 +326,4 @@ def _growing(rank, size):
 
 
 def test_residual_that_outgrows_its_gradient_is_logged_once():
-    ranks(2, _growing)
+    run_ranks(2, _growing)

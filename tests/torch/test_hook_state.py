@@ -11,7 +11,7 @@ import codec
 import codec.torch
 from codec.torch import collectives
 from support.ddp_training import data, hook_state_bytes, parameter_bytes, wrapped
-from support.ranks import ranks
+from support.ranks import run_ranks
 
 EVERYTHING = {"policy": lambda name, p: None}
 
@@ -105,7 +105,7 @@ def _refreshed(rank, size):
 
 def test_codebooks_that_ranks_agree_on():
     """Used from the agreed step on, by all ranks alike; frames are smaller and decode to the same."""
-    results = ranks(3, _refreshed)
+    results = run_ranks(3, _refreshed)
     assert all(r == results[0] for r in results)
     for _, steps in results[0]:
         assert steps[:4] == [{None}] * 4
@@ -164,7 +164,7 @@ def _failed(rank, size):
 
 
 def test_failures_leave_ranks_with_the_same_codebooks():
-    results = ranks(3, _failed)
+    results = run_ranks(3, _failed)
     assert all(r == results[0] for r in results)
     log = results[0][0]
     named = {step: book for step, *books in log for book in books}
@@ -262,7 +262,7 @@ def _changed(rank, size):
 
 def test_another_algorithm_owes_as_much():
     """What workers and owners of sums have not sent yet is sent, whoever owes it, also where values go as they are."""
-    results = ranks(3, _changed)
+    results = run_ranks(3, _changed)
     owing_still = [now for now, _ in results[0]]
     assert owing_still == [True, True, False, False, False]
     for i, (_, _, after) in enumerate(CHANGES):
@@ -288,7 +288,7 @@ def _settled(rank, size):
 
 
 def test_a_step_that_is_refused_leaves_what_is_owed():
-    ranks(3, _settled)
+    run_ranks(3, _settled)
 
 
 def _between(rank, size):
@@ -325,7 +325,7 @@ def _between(rank, size):
 
 
 def test_small_parameters_between_large_ones():
-    ranks(3, _between)
+    run_ranks(3, _between)
 
 
 def _some(rank, size):
@@ -348,7 +348,7 @@ def _others(rank, size, states, was, algorithm):
 
 
 def test_another_number_of_ranks_owes_as_much():
-    old = ranks(3, _some)
+    old = run_ranks(3, _some)
     for size, algorithm in ((2, "two_shot"), (4, "two_shot"), (1, "auto")):
         states = codec.torch.Hook.reshard([state for state, _ in old], size)
-        assert all(ranks(size, _others, states, old[0][1], algorithm))
+        assert all(run_ranks(size, _others, states, old[0][1], algorithm))

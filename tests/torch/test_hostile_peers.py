@@ -15,8 +15,8 @@ from torch.distributed import PrefixStore
 import codec
 import codec.torch
 from codec.torch import collectives
-from support.faults import GONE
-from support.ranks import Team
+from support.faults import KILLED
+from support.ranks import RankPool
 
 N = 40_000
 TIMEOUT = 3
@@ -27,9 +27,9 @@ _ROOM = 4 * N + 4096  # bytes; more than any frame has
 
 
 @pytest.fixture(scope="module")
-def team():
-    with Team(2, timeout=TIMEOUT) as team:
-        yield team
+def ranks():
+    with RankPool(2, timeout=TIMEOUT) as ranks:
+        yield ranks
 
 
 def values():
@@ -287,15 +287,15 @@ def _case(rank, size, table, name, real=0):
     return time.monotonic() - begin
 
 
-def _try(team, table, names, real=0):
+def _try(ranks, table, names, real=0):
     for name in names:
-        team.regroup()
-        team.begin(_case, table, name, real)
-        took = team.answers([real])[0]
-        assert took is not GONE, name
+        ranks.new_group()
+        ranks.start(_case, table, name, real)
+        took = ranks.results([real])[0]
+        assert took is not KILLED, name
         assert took < LIMIT, name
-        if team.answers([1 - real]) == [GONE]:
-            team.replace(1 - real)
+        if ranks.results([1 - real]) == [KILLED]:
+            ranks.replace(1 - real)
 
 
 class _Names:
@@ -308,14 +308,14 @@ class _Names:
         return {"SHORT": SHORT, "LONG": LONG, "OF_RANK_0": OF_RANK_0}[self.name][key]
 
 
-def test_wrong_message_is_an_error_and_changes_no_tensor(team):
-    _try(team, _Names("SHORT"), SHORT)
+def test_wrong_message_is_an_error_and_changes_no_tensor(ranks):
+    _try(ranks, _Names("SHORT"), SHORT)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", LONG)
-def test_more_wrong_messages_are_errors(team, name):
-    _try(team, _Names("LONG"), [name])
+def test_more_wrong_messages_are_errors(ranks, name):
+    _try(ranks, _Names("LONG"), [name])
 
 
 def _verdict_of_rank_0(*verdict):
@@ -336,8 +336,8 @@ OF_RANK_0 = {
 }
 
 
-def test_wrong_verdict_of_rank_0_is_an_error(team):
-    _try(team, _Names("OF_RANK_0"), OF_RANK_0, real=1)
+def test_wrong_verdict_of_rank_0_is_an_error(ranks):
+    _try(ranks, _Names("OF_RANK_0"), OF_RANK_0, real=1)
 
 
 def _memory(rank, size):
@@ -355,9 +355,9 @@ def _memory(rank, size):
 
 
 @pytest.mark.nightly
-def test_announcement_of_a_large_frame_allocates_little(team):
-    team.regroup()
-    assert team.all(_memory)[0] < 64 << 10
+def test_announcement_of_a_large_frame_allocates_little(ranks):
+    ranks.new_group()
+    assert ranks.run(_memory)[0] < 64 << 10
 
 
 def _well(rank, size):
@@ -371,6 +371,6 @@ def _well(rank, size):
     assert collectives.line_of(None).channel.counters.raw_collectives == 1
 
 
-def test_rank_that_behaves_is_served(team):
-    team.regroup()
-    team.all(_well)
+def test_rank_that_behaves_is_served(ranks):
+    ranks.new_group()
+    ranks.run(_well)

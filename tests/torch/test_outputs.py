@@ -9,15 +9,15 @@ import torch.distributed as dist
 import codec
 import codec.torch
 from codec.torch import collectives
-from support.ranks import Team
+from support.ranks import RankPool
 
 N = 6000
 
 
 @pytest.fixture(scope="module")
-def team():
-    with Team(2, timeout=8) as team:
-        yield team
+def ranks():
+    with RankPool(2, timeout=8) as ranks:
+        yield ranks
 
 
 class Hostile(torch.Tensor):
@@ -99,9 +99,9 @@ def _refused(rank, size):
         assert (x == 3).all(), name
 
 
-def test_output_that_cannot_be_written_is_an_error_on_all_ranks(team):
-    team.regroup()
-    team.all(_refused)
+def test_output_that_cannot_be_written_is_an_error_on_all_ranks(ranks):
+    ranks.new_group()
+    ranks.run(_refused)
 
 
 def _refused_by_backend(rank, size):
@@ -143,9 +143,9 @@ def _refused_by_backend(rank, size):
         assert (x == 3).all()
 
 
-def test_list_output_that_cannot_be_written_is_an_error_on_all_ranks(team):
-    team.regroup("codec")
-    team.all(_refused_by_backend)
+def test_list_output_that_cannot_be_written_is_an_error_on_all_ranks(ranks):
+    ranks.new_group("codec")
+    ranks.run(_refused_by_backend)
 
 
 def _in_inference_mode(rank, size):
@@ -179,9 +179,9 @@ def _in_inference_mode(rank, size):
     assert leaf.is_leaf
 
 
-def test_results_are_stored_in_inference_tensors_and_leaves(team):
-    team.regroup("codec")
-    team.all(_in_inference_mode)
+def test_results_are_stored_in_inference_tensors_and_leaves(ranks):
+    ranks.new_group("codec")
+    ranks.run(_in_inference_mode)
 
 
 def _failing_to_store(rank, size):
@@ -206,9 +206,9 @@ def _failing_to_store(rank, size):
         codec.torch.all_reduce(x)
 
 
-def test_failure_to_store_closes_the_group_on_all_ranks(team):
-    team.regroup()
-    team.all(_failing_to_store)
+def test_failure_to_store_closes_the_group_on_all_ranks(ranks):
+    ranks.new_group()
+    ranks.run(_failing_to_store)
 
 
 TIMEOUTS = (0, -1, 1e-9, 1e12, float("nan"), float("inf"), "5", True, [1], timedelta.max, timedelta.min, timedelta(0))
@@ -226,9 +226,9 @@ def _timeouts(rank, size):
         dist.destroy_process_group(group)
 
 
-def test_bad_timeout_on_one_rank_is_an_error_on_all(team):
-    team.regroup()
-    team.all(_timeouts)
+def test_bad_timeout_on_one_rank_is_an_error_on_all(ranks):
+    ranks.new_group()
+    ranks.run(_timeouts)
 
 
 @pytest.mark.parametrize("make", [codec.torch.ddp_hook, codec.torch.ReduceScatter, codec.torch.AllGather])
@@ -250,6 +250,6 @@ def _groups(rank, size):
                 call()
 
 
-def test_group_of_another_type_is_refused(team):
-    team.regroup()
-    team.all(_groups)
+def test_group_of_another_type_is_refused(ranks):
+    ranks.new_group()
+    ranks.run(_groups)

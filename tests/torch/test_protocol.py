@@ -21,7 +21,7 @@ import torch
 import codec
 import codec.torch
 from codec.torch.channel import Channel
-from support.ranks import Team, ranks
+from support.ranks import RankPool, run_ranks
 
 SPECIFICATION = Path(__file__).parents[2] / "docs/protocol.md"
 VERSION = "0.1.0"  # of the library, in the specification's examples
@@ -419,7 +419,7 @@ ALL = [*CALLS, *SIZED]
 @pytest.fixture(scope="module")
 def recorded() -> list[list[tuple[list[Message], Any]]]:
     """Return what each of three ranks sends in ALL, after a collective that connects them."""
-    return ranks(3, record, [EXAMPLE, *ALL])
+    return run_ranks(3, record, [EXAMPLE, *ALL])
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def words_of(messages: list[Message]) -> list[tuple[int, ...]]:
 
 
 def test_refused_argument_ends_a_collective_with_the_request() -> None:
-    zero, one = ranks(2, record_failures)
+    zero, one = run_ranks(2, record_failures)
     assert words_of(zero[0])[0][2:] == (0, 0, 0, 0, 0, 0)
     assert words_of(one[0]) == [tuple(numbers(0, 0, 0, 1))]
     assert len(zero[0]) == len(one[0]) == 1
@@ -544,9 +544,9 @@ def dumped(rank: int, message: Message, what: str) -> list[str]:
     return lines
 
 
-def example_block(team: Team) -> str:
+def example_block(ranks: RankPool) -> str:
     """Return all messages of EXAMPLE between two ranks."""
-    sent = [iter(rank[0][0]) for rank in team.all(record, [EXAMPLE])]
+    sent = [iter(rank[0][0]) for rank in ranks.run(record, [EXAMPLE])]
     order = [(rank, what) for what in ("handshake", "request", "term", "sum") for rank in (0, 1)]
     lines: list[str] = []
     for rank, what in [*order, (1, "report for the verdict"), (0, "verdict")]:
@@ -555,20 +555,20 @@ def example_block(team: Team) -> str:
     return "\n".join(lines).rstrip()
 
 
-def blocks(team: Team, recorded: Any) -> list[str]:
-    return [requests_block(), partitions_block(), sizes_block(recorded), example_block(team)]
+def blocks(ranks: RankPool, recorded: Any) -> list[str]:
+    return [requests_block(), partitions_block(), sizes_block(recorded), example_block(ranks)]
 
 
 def test_specification_has_the_generated_blocks(recorded: Any) -> None:
-    with Team(2) as team:
-        team.regroup()
-        expected = blocks(team, recorded)
+    with RankPool(2) as ranks:
+        ranks.new_group()
+        expected = blocks(ranks, recorded)
     page = SPECIFICATION.read_text()
     for block in expected:
         assert f"```\n{block}\n```\n" in page, f"docs/protocol.md must have this block:\n{block}"
 
 
 if __name__ == "__main__":
-    with Team(2) as two:
+    with RankPool(2) as two:
         two.regroup()
-        print(*blocks(two, ranks(3, record, [EXAMPLE, *ALL])), sep="\n\n")
+        print(*blocks(two, run_ranks(3, record, [EXAMPLE, *ALL])), sep="\n\n")

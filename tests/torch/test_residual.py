@@ -7,7 +7,7 @@ import torch
 import codec
 import codec.torch
 from codec.torch import collectives
-from support.ranks import ranks
+from support.ranks import run_ranks
 
 N = 40_000  # values: 160 KB, so that algorithm="auto" takes two-shot from three ranks on
 SPECS = (codec.Quantize(4), codec.Float8(), codec.Sign(group_size=256), codec.Float4())
@@ -50,7 +50,7 @@ def _balances(rank, size, steps):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_results_and_residuals_add_up_to_the_inputs(size):
     steps = 6
-    for found in ranks(size, _balances, steps):
+    for found in run_ranks(size, _balances, steps):
         for (spec, algorithm, op), (imbalance, lost) in found.items():
             assert imbalance < 2 * size * steps, (spec, algorithm, op)
             if algorithm != "auto" and (algorithm != "raw" or size == 1):  # "auto" may send values uncompressed
@@ -76,7 +76,7 @@ def _scattered(rank, size, steps):
 
 
 def test_reduce_scatter_takes_a_residual():
-    for imbalance, lost in ranks(3, _scattered, 6):
+    for imbalance, lost in run_ranks(3, _scattered, 6):
         assert imbalance < 1e-4
         assert lost > 0.1
 
@@ -96,7 +96,7 @@ def _growth(rank, size, spec, steps):
 )
 def test_residuals_of_two_shot_stay_bounded(spec):
     """The residual of a slice's owner holds the error of the mean N times, and must not grow by that."""
-    for early, late in ranks(3, _growth, spec, 60):
+    for early, late in run_ranks(3, _growth, spec, 60):
         assert late < 1.2 * early
 
 
@@ -121,7 +121,7 @@ def _unchanged(rank, size):
 
 
 def test_error_on_one_rank_leaves_residuals_unchanged_on_all():
-    assert ranks(3, _unchanged) == [["PeerError"] * 3, ["SpecError"] * 3, ["PeerError"] * 3]
+    assert run_ranks(3, _unchanged) == [["PeerError"] * 3, ["SpecError"] * 3, ["PeerError"] * 3]
 
 
 def _damaged(rank, size):
@@ -147,7 +147,7 @@ def _damaged(rank, size):
 
 
 def test_damaged_frame_leaves_residuals_unchanged():
-    assert min(ranks(3, _damaged)) >= 4
+    assert min(run_ranks(3, _damaged)) >= 4
 
 
 def _refused(rank, size):
@@ -185,7 +185,7 @@ def _refused(rank, size):
 
 
 def test_wrong_residual_on_one_rank_is_an_error_on_all():
-    assert all(0 < largest < 1 for largest in ranks(2, _refused))
+    assert all(0 < largest < 1 for largest in run_ranks(2, _refused))
 
 
 def _inference(rank, size):
@@ -196,7 +196,7 @@ def _inference(rank, size):
 
 
 def test_residual_may_be_an_inference_tensor():
-    assert all(largest > 0 for largest in ranks(2, _inference))
+    assert all(largest > 0 for largest in run_ranks(2, _inference))
 
 
 def _dtypes(rank, size):
@@ -210,7 +210,7 @@ def _dtypes(rank, size):
 
 
 def test_residual_of_a_half_precision_tensor_is_float32():
-    ranks(2, _dtypes)
+    run_ranks(2, _dtypes)
 
 
 def _stats(rank, size):
@@ -222,6 +222,6 @@ def _stats(rank, size):
 
 
 def test_stats_of_a_group_count_bytes():
-    (sent, received), other = ranks(2, _stats)
+    (sent, received), other = run_ranks(2, _stats)
     assert N / 2 < sent < N  # 4.5 bits a value
     assert other == (received, sent)

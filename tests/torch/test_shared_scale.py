@@ -15,7 +15,7 @@ from codec.torch import arguments, collectives, ternary
 from codec.torch.partition import Piece
 from codec.torch.reduction import Reduction
 from support.ddp_training import data, hook_state_bytes, parameter_bytes, train, wrapped
-from support.ranks import ranks
+from support.ranks import run_ranks
 
 SHAPES = [(40, 100), (), (3, 5, 7), (0, 4), (6000,), (300, 500)]
 LEFT_OUT = 777  # values behind them
@@ -122,7 +122,7 @@ def _exact(rank, size):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_what_is_sent_and_what_is_owed_is_all_there_was(size):
-    results = ranks(size, _exact)
+    results = run_ranks(size, _exact)
     assert all(r == results[0] for r in results)
 
 
@@ -146,7 +146,7 @@ def _unbiased(rank, size):
 
 
 def test_it_is_unbiased_and_ranks_draw_apart():
-    ranks(4, _unbiased)
+    run_ranks(4, _unbiased)
 
 
 def _refused(rank, size):
@@ -184,7 +184,7 @@ def _refused(rank, size):
 
 
 def test_an_error_on_one_rank_is_one_on_all():
-    results = ranks(3, _refused)
+    results = run_ranks(3, _refused)
     spec, peer = ("SpecError", False), ("PeerError", False)
     first = [("PeerError", True)] * 2 + [peer] * 3
     mine = [("SpecError", True)] * 2 + [peer, peer, spec]
@@ -218,7 +218,7 @@ def _damaged(rank, size):
 
 
 def test_a_damaged_frame_is_an_error_on_all():
-    results = ranks(3, _damaged)
+    results = run_ranks(3, _damaged)
     assert all("ChecksumError" in {r[i] for r in results} for i in range(6))
 
 
@@ -264,7 +264,7 @@ def _lied(rank, size):
 
 
 def test_frames_that_say_what_cannot_be():
-    results = ranks(3, _lied)
+    results = run_ranks(3, _lied)
     assert len({b for _, b in results}) == 1
     assert all("FrameError" in {r[i] for r, _ in results} for i in range(8))
 
@@ -336,7 +336,7 @@ def _trained(rank, size):
 
 def test_ddp():
     """Replicas stay equal, without feedback, whatever else a policy has in a bucket; NaN leaves no trace."""
-    results = ranks(3, _trained)
+    results = run_ranks(3, _trained)
     for i, (mine, losses) in results[0].items():
         assert all(r[i][0] == mine for r in results), i
         assert sum(losses[-3:]) < sum(losses[:3]) + 0.3, i
@@ -365,4 +365,4 @@ def _backend(rank, size):
 
 
 def test_backend():
-    ranks(2, _backend)
+    run_ranks(2, _backend)
