@@ -270,7 +270,7 @@ def test_samples_compress_as_the_whole(clock, monkeypatch, name):
     for a, b in zip(whole.table, part.table, strict=True):
         assert b.cost.frame_nbytes == pytest.approx(a.cost.frame_nbytes, rel=0.04)
         assert b.cost.sum_nbytes == pytest.approx(a.cost.sum_nbytes, rel=0.04)
-    assert part.table[1].cost.encode > 3 * whole.table[1].cost.encode  # of the same seconds for a quarter
+    assert part.table[1].cost.encode > 3 * whole.table[1].cost.encode  # same seconds for a quarter of the values
 
 
 def test_samples_are_rows(monkeypatch):
@@ -322,7 +322,7 @@ def test_kinds_of_input(clock):
         assert [r.cost.frame_nbytes for r in again.table] == [r.cost.frame_nbytes for r in advice.table]
         assert (again.spec, again.tensor_nbytes, again.nbytes) == (advice.spec, advice.tensor_nbytes, advice.nbytes)
     w = grads["0.weight"]
-    alone = codec.advise(w.t(), "1mbit")  # not contiguous
+    alone = codec.advise(w.t(), "1mbit")  # non-contiguous
     segments = codec.segments([w.t()])
     assert alone.table[1].cost.frame_nbytes == len(codec.encode(w.t().reshape(-1), segments=segments))
 

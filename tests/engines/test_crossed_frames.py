@@ -1,6 +1,6 @@
-"""Frames that are crossed with others give the same tensor or the same error with every engine.
+"""Mutants made of two frames decode to the same tensor or the same error with every engine.
 
-Mutants keep a right checksum, as an attacker would see to, so that every check behind the checksum is reached.
+Mutants have valid checksums, as an attacker would make them, so that the checks behind the checksum are reached.
 """
 
 import struct
@@ -11,13 +11,13 @@ import pytest
 import codec
 from support.device import Emulated, build, use
 from support.engine_comparison import level_arguments, like, outcome, sample_bits
-from support.frame_builder import reseal
+from support.frame_builder import recompute_checksums
 from support.sample_frames import FRAMES_TO_DAMAGE
 from support.specs import SPECS
 from support.tensors import LOSSY_DTYPES
 
 MAX_NBYTES = 1 << 22
-LARGE = 40_000  # bytes: of larger frames fewer mutants are made
+LARGE = 40_000  # bytes; larger frames get fewer mutants
 NUMBERS = (0, 1, 2, 7, 8, 127, 128, 255, 256, 511, 512, 1023, 4095, 4096, 16383, 16384, 65535, 65536)
 EXTREMES = (*NUMBERS, *(2**k + d for k in (31, 32, 40, 60, 62, 63, 64) for d in (-1, 0)))
 
@@ -38,7 +38,7 @@ ORIGINALS = originals()
 
 
 def sections_of(frame):
-    """Return (offset, size) of each part of a frame that a mutation may aim at; of a broken frame fewer."""
+    """Return (offset, size) of each part that a mutation may aim at; fewer parts of a damaged frame."""
     found = outcome(lambda: codec.inspect(bytes(frame)).sections)
     found = {} if isinstance(found, tuple) else found
     whole = {"fields": (0, 48), "all": (0, len(frame)), "tail": (max(0, len(frame) - 100), 100)}
@@ -59,7 +59,7 @@ class Mutation:
         return int(self.rng.integers(max(1, n)))
 
     def place(self, nbytes=1):
-        """Return an offset in the chosen section, with so many bytes of the frame behind it."""
+        """Return an offset in the chosen section that leaves room for `nbytes` bytes."""
         return min(self.begin + self.below(self.size), len(self.frame) - nbytes)
 
     def put(self, at, data):
@@ -121,12 +121,12 @@ class Mutation:
 
 
 def mutant_of(frame, other, rng):
-    """Return a frame changed in one to three ways, with a right checksum wherever the header says where that is."""
+    """Return a frame with one to three mutations, and valid checksums if its header still locates them."""
     data = bytearray(frame)
     for _ in range(rng.integers(1, 4)):
         way = Mutation.WAYS[int(rng.integers(len(Mutation.WAYS)))]
         way(Mutation(data, other, rng))
-    return reseal(bytes(data)) or bytes(data)
+    return recompute_checksums(bytes(data)) or bytes(data)
 
 
 def mutants(seed, count):
@@ -155,7 +155,7 @@ def check_decode(mutant, dtype, how, **given):
 
 
 def check_numba(seed, count):
-    """Compare the Numba engine with the native one, and return how many mutants were refused."""
+    """Compare the Numba engine with the native one, and return how many mutants were rejected."""
     refused = 0
     for i, (frame, mutant, dtype, how) in enumerate(mutants(seed, count)):
         threads = 1 + i % 2
@@ -181,7 +181,7 @@ def check_cuda(seed, count):
     for _, mutant, dtype, how in mutants(seed, count):
         expected = check_decode(mutant, dtype, how)
         found = check_decode(mutant, dtype, how, engine="cuda")
-        # of several faults a GPU reports any one; the tensor is the same to the bit
+        # a GPU reports any one of several faults; tensors are bit-identical
         same = found[:2] == expected[:2] if isinstance(expected[0], type) else found[::2] == expected[::2]
         assert same, mutant.hex()
 

@@ -1,6 +1,6 @@
-"""The CUDA engine on a GPU that is this CPU: the bytes, the values and the errors of the native engine.
+"""The CUDA engine on the CPU gives the bytes, values and errors of the native engine.
 
-One file: its fixtures run tests on one, two or three kinds of device, and ``make gpu-tests`` runs it on a GPU.
+Fixtures run tests on one, two or three kinds of device; ``make gpu-tests`` runs the file on a GPU.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from support.engine_comparison import (
     unify_nan,
 )
 from support.format_cases import HAND_MADE
-from support.frame_builder import reseal
+from support.frame_builder import recompute_checksums
 from support.golden_frames import GOLDEN, GOLDEN_FRAMES, golden_tensor
 from support.sample_frames import FRAMES_TO_DAMAGE, damage
 from support.specs import LOSSY, MORE, SPECS, TRUNCATES
@@ -56,7 +56,7 @@ GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
 @pytest.fixture(params=["cpu", GPU], autouse=True)
 def device(request, monkeypatch):
-    """The CPU as a GPU; or as one that CuPy knows; with ``-m gpu`` a real one."""
+    """The kernels compiled for the CPU, the same behind a CuPy that runs on the CPU, or with ``-m gpu`` a real GPU."""
     if request.param == "cpu":
         device = Emulated(request.getfixturevalue("library"))
         use(monkeypatch, device)
@@ -75,32 +75,32 @@ def encode(x, spec, dtype, **how):
 
 
 def decode(frame, **how):
-    """Values, their bits."""
+    """Return the decoded values' bytes."""
     out = np.empty(codec.inspect(frame).shape, like(codec.inspect(frame).dtype).dtype)
     return codec.decode(frame, out=out, engine="cuda", **how).tobytes()
 
 
-def got(x):
-    """The bytes of a frame or a tensor, wherever it lies."""
+def bytes_of(x):
+    """Return the bytes of a frame or a tensor on the host or the device."""
     x = x.get() if hasattr(x, "get") else x
     return x.tobytes() if isinstance(x, np.ndarray) else bytes(x)
 
 
 def outcome(call, *args, **how):
-    """Bytes, or an error's code."""
+    """Return the result's bytes, or the error's code."""
     try:
-        return got(call(*args, **how))
+        return bytes_of(call(*args, **how))
     except codec.CodecError as e:
         return e.code
 
 
-def outcomes(frame, dtype, **how):
-    """Of decoding by this engine and by the native one."""
+def both_outcomes(frame, dtype, **how):
+    """Return the both_outcomes of decoding with the CUDA engine and with the native one."""
     return [outcome(codec.decode, frame, like=like(dtype), engine=name, **how) for name in ("cuda", "native")]
 
 
-def planes_of_many_kinds():
-    """Tensors, some of floats, some of integers, whose planes are sent in every way that there is."""
+def planes_of_all_modes():
+    """Yield float and integer tensors whose planes are sent in every mode of the format."""
     rng, n = np.random.default_rng(0), 66_000
     x, noise = rng.standard_normal(n, F32).view(np.uint32), rng.integers(0, 1 << 32, n, np.uint32)
     short, zero, rare, runs = x & 0xFFFF0000, rng.random(n) < 0.3, rng.random(n) < 0.05, np.arange(n) // 512 % 2 == 0
@@ -113,11 +113,11 @@ def planes_of_many_kinds():
 
 
 WAYS = {"fixed", "constant", "raw", "coded", "halved", "rows"}
-PRUNED = {"constant", "raw", "coded", "halved"}  # of values whose first plane is 0 nothing is sent
+PRUNED = {"constant", "raw", "coded", "halved"}  # pruned values send nothing
 
 
-def test_every_way_to_send_a_plane(monkeypatch):
-    """And the list of them is complete: an independent decoder tells which one it meets."""
+def test_planes_of_every_mode(monkeypatch):
+    """The reference decoder confirms that every mode occurs."""
     seen, read = set(), oracle.decode_region
 
     def watched(frame, at, end, m, nplanes, shift, fixed, coded, halved, *rest):
@@ -129,7 +129,7 @@ def test_every_way_to_send_a_plane(monkeypatch):
         return read(frame, at, end, m, nplanes, shift, fixed, coded, halved, *rest)
 
     monkeypatch.setattr(oracle, "decode_region", watched)
-    for x, dtype in planes_of_many_kinds():
+    for x, dtype in planes_of_all_modes():
         frame = codec.encode(x, dtype=dtype)
         assert oracle.decode(frame)[2] == x.tobytes()
         assert encode(x, codec.Lossless(), dtype) == frame
@@ -138,8 +138,8 @@ def test_every_way_to_send_a_plane(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_blocks_that_are_not_coded(dtype, monkeypatch):
-    """Where the first plane alone is in regions, which is coded as values are read: but one value, or noise."""
+def test_blocks_whose_first_plane_is_not_coded(dtype, monkeypatch):
+    """Blocks of one value and of noise, where only the first plane lies in regions."""
     n, heads, read = 16_384, [], oracle.decode_region
     x = random_bits(dtype, 6 * n, "normal")
     x[n : 2 * n] = x[0]
@@ -157,19 +157,19 @@ def test_blocks_that_are_not_coded(dtype, monkeypatch):
 
 
 @pytest.fixture
-def as_native(monkeypatch):
-    """Comparisons of tests/engines/test_numba.py are of this engine with the native one."""
+def compare_with_native(monkeypatch):
+    """Make check_encode() and similar helpers compare the CUDA engine with the native one."""
     monkeypatch.setattr(engine_comparison, "ENGINES", ("native", "cuda"))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
-def test_same_bytes_values_and_errors(as_native, data):
+def test_random_calls_agree_with_native(compare_with_native, data):
     check_engines(data.draw)
 
 
-def test_every_length(as_native):
-    """0 to 512, by all codecs in turn, at every offset in a cache line."""
+def test_every_length(compare_with_native):
+    """Lengths 0 to 512, codecs in turn, at every offset in a cache line."""
     x = {dtype: sample_bits(dtype, 512, "zeros", odd=9) for dtype in LOSSY_DTYPES}
     specs = sorted(SPECS.items())
     for n in range(513):
@@ -181,7 +181,7 @@ def test_every_length(as_native):
                 check_decode(frame, dtype, n, **how)
 
 
-def test_every_width(as_native):
+def test_every_width(compare_with_native):
     """Rows of 64 to 1,000 values, in segments that begin anywhere."""
     for i, columns in enumerate(range(64, 1001, 39)):
         dtype, rows = ("float64", *LOSSY_DTYPES)[i % 4], 1 + 20_000 // columns
@@ -214,14 +214,14 @@ def test_scale_models(dtype, shape):
         assert decode(frame) == x.tobytes()
 
 
-# a row ends within a chunk of rows, between two, in a quad; its length is one of columns' quads, or not
+# rows end inside a chunk, between chunks and inside a group of 4, with lengths that are multiples of 4 or not
 WIDTHS = (64, 68, 100, 127, 130, 512, 1_000, 2_052)
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("dtype", LOSSY_DTYPES)
 def test_whole_rows(dtype, columns):
-    """Chunks of eight rows of 128 values have a loop of their own, general rows around it: both meet anywhere."""
+    """A loop for eight rows of 128 values and the general loop alternate within a tensor."""
     rng = np.random.default_rng(columns)
     shape = (40_000 // columns, columns)
     x = rng.standard_normal(shape, F32) * np.exp(2 * rng.standard_normal((shape[0], 1), F32))
@@ -238,7 +238,7 @@ def test_whole_rows(dtype, columns):
             assert decode(frame) == bits.tobytes()
 
 
-# rows of a few lanes, of one and of several turns of a warp, of no eights; packed by words, halves, bytes and fives
+# rows of a few lanes, of one and several passes of a warp, without groups of 8; packed by 32, 16, 8 bits and fives
 EIGHTS = {
     **{f"float8_{row}": codec.Float8(group_size=row) for row in (8, 64, 256, 40, 576, 4_096, 100)},
     "float8_random": codec.Float8("e5m2", 1_000, "stochastic"),
@@ -255,8 +255,8 @@ EIGHTS = {
 
 
 @pytest.mark.parametrize("name", EIGHTS)
-def test_eights(name):
-    """What lies in eights of one row has a loop of its own, general values a way around it: both meet anywhere."""
+def test_groups_of_8(name):
+    """A loop for groups of 8 in one row and the general path alternate within a tensor."""
     spec, rng = EIGHTS[name], np.random.default_rng(len(name))
     x = rng.standard_normal(18_509, F32) * np.exp(rng.standard_normal(18_509, F32)) * (rng.random(18_509) > 0.02)
     x[600:1300] = 0
@@ -268,7 +268,7 @@ def test_eights(name):
         for bits, how in ((values, {}), (values[:-1], {"segments": cut}), (values[1:], {})):
             frame = codec.encode(bits, spec, dtype=dtype, **how)
             assert encode(bits, spec, dtype, **how) == frame
-            ours, native = outcomes(frame, dtype)
+            ours, native = both_outcomes(frame, dtype)
             assert ours == native
             left, owed = np.full(bits.size, 1e-2, F32), np.full(bits.size, 1e-2, F32)
             how |= {"dtype": dtype, "feedback": bits is values}
@@ -278,8 +278,8 @@ def test_eights(name):
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf, 5_000.0])
-def test_what_eights_cannot_hold(bad):
-    """NaN, Inf, and more than a scale that was given, wherever."""
+def test_values_that_the_loop_for_groups_of_8_rejects(bad):
+    """NaN, Inf and values above a given scale, at any position."""
     for name in ("float8_64", "float8_576", "quantize_4_600", "ternary_2bit", "ternary_scale", "sign_l1", "sign_1056"):
         for at in (5, 17_000, 18_508):
             x, left = np.ones(18_509, F32), np.full(18_509, 0.5, F32)
@@ -299,13 +299,13 @@ def test_rows(name):
             x = sample_bits(dtype, n, "normal", odd=0 if "scale" in name else 3)
             frame = bytes(codec.encode(x, ROWS[name], dtype=dtype))
             assert encode(x, ROWS[name], dtype) == frame, (dtype, n)
-            ours, native = outcomes(frame, dtype)
+            ours, native = both_outcomes(frame, dtype)
             assert ours == native, (dtype, n)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TRUNCATES)
-def test_cut_mantissas(name, kind):
+def test_truncate(name, kind):
     for dtype in LOSSY_DTYPES:
         for n in (513, 20_001) if kind == "mixed" else (513,):
             x = random_bits(dtype, n, kind)
@@ -313,7 +313,7 @@ def test_cut_mantissas(name, kind):
             frame = bytes(codec.encode(x, TRUNCATES[name], dtype=dtype, **how))
             assert encode(x, TRUNCATES[name], dtype, **how) == frame, (dtype, n)
             given = how if TRUNCATES[name].level_coding == "shared" else {}
-            ours, native = outcomes(frame, dtype, **given)
+            ours, native = both_outcomes(frame, dtype, **given)
             assert ours == native, (dtype, n)
 
 
@@ -322,7 +322,7 @@ BUCKET = [(0, (100, 90)), (9000, (130, 80)), (19_400, (7,)), (19_407, (5000,)), 
 
 @pytest.mark.parametrize("name", ["lossless", *ROWS, *TRUNCATES])
 def test_segments(name):
-    """Parts of a bucket: models, rows and scales of their own."""
+    """Parameters of a bucket have their own scale models, rows and scales."""
     spec = (SPECS | ROWS)[name]
     for dtype in LOSSY_DTYPES if name == "lossless" else [LOSSY_DTYPES[len(name) % 3]]:
         x = sample_bits(dtype, 100_000, "normal")
@@ -335,7 +335,7 @@ def test_segments(name):
 
 @pytest.mark.parametrize("dtype", ["float64", *LOSSY_DTYPES])
 def test_large_tensors(dtype):
-    """Of one part whose best eighth of an octave is looked for, and of many."""
+    """One part, whose best eighth of an octave is searched, and many parts."""
     n = 540_001
     x = random_bits(dtype, n, "normal")
     y = np.where(np.arange(n) % 3 == 0, x.view(f"u{ITEMSIZE[dtype]}"), 0).astype(x.dtype)
@@ -348,8 +348,7 @@ def test_large_tensors(dtype):
                 assert encode(values, spec, dtype, **how) == frame, (model, segments is None)
 
 
-def test_codebooks():
-    """One that is agreed upon."""
+def test_shared_codebook():
     x, far = sample_bits("float32", 30_000, "normal"), sample_bits("float32", 30_000, "wide", 3)
     for spec in (codec.Lossless(), codec.Lossless(model="flat"), codec.Truncate(1), TRUNCATES["truncate_coded"]):
         how = level_arguments(spec, len(x))
@@ -361,8 +360,8 @@ def test_codebooks():
 
 
 @pytest.mark.parametrize("name", [*ROWS, *TRUNCATES])
-def test_what_is_lost(name, device):
-    """Without feedback and with it; of tensors that are stored, too; and untouched where encoding fails."""
+def test_residuals(name, device):
+    """With and without feedback, for stored tensors, and unchanged where encoding fails."""
     spec = (ROWS | TRUNCATES)[name]
     for dtype in LOSSY_DTYPES:
         for n in (300, 5001):
@@ -375,11 +374,11 @@ def test_what_is_lost(name, device):
                 native = outcome(codec.encode, x, spec, residual=left, **how)
                 assert outcome(codec.encode, x, spec, engine="cuda", residual=ours, **how) == native
                 assert outcome(codec.encode, device.put(x), spec, residual=on_device, **how) == native
-                assert ours.tobytes() == got(on_device) == left.tobytes(), (dtype, n, feedback)
+                assert ours.tobytes() == bytes_of(on_device) == left.tobytes(), (dtype, n, feedback)
 
 
-def test_who_does_not_check_first(monkeypatch):
-    """Rows are then read once, whatever is asked for besides; errors are the same."""
+def test_one_pass_reads_rows_once(monkeypatch):
+    """check_first=False launches fewer kernels; errors are the same."""
     scanned, plan_of = [], encoding.plan_of
     monkeypatch.setattr(encoding, "plan_of", lambda r: scanned.append((plan := plan_of(r)).view.row_sums.count) or plan)
     x = np.random.default_rng(2).standard_normal(20_000, F32)
@@ -396,19 +395,19 @@ def test_who_does_not_check_first(monkeypatch):
 
 
 @by_cupy
-def test_what_is_lost_in_place(device):
-    """A residual that is the tensor itself."""
+def test_residual_in_place(device):
+    """The residual is the tensor itself."""
     for spec in (codec.Float8(), codec.Sign(), codec.Truncate(1), codec.Truncate(3)):
         for x in (np.random.default_rng(1).standard_normal(70_000, F32), np.full(600, np.pi, F32)):
             left, there = x.copy(), device.put(x.copy())
             frame = codec.encode(left, spec, residual=left)
-            assert got(codec.encode(there, spec, residual=there)) == frame
-            assert got(there) == left.tobytes()
+            assert bytes_of(codec.encode(there, spec, residual=there)) == frame
+            assert bytes_of(there) == left.tobytes()
 
 
 @pytest.mark.parametrize("dtype", LOSSY_DTYPES)
 def test_metrics(dtype):
-    """Groups of parameters with metrics of their own, states of any dtype; levels that are given."""
+    """Parameter groups with their own metrics, state of every dtype, and given levels."""
     n, sgd, adamw = 30_000, optimizers.SGD(0.1), ADAMW
     x = gradient(n, dtype=dtype)
     arrays = optimizer_state(n)
@@ -441,8 +440,7 @@ def test_few_values():
             assert encode(x, spec, "bfloat16", **how) == frame, (name, n)
 
 
-def test_rows_of_few_values():
-    """Whose scales take more than their codes."""
+def test_rows_whose_scales_are_larger_than_their_codes():
     x = sample_bits("float32", 17_000, "normal").view(F32)
     for row in (1, 3, 100):
         for spec in (codec.Float8(group_size=row, entropy=True), codec.Float8(group_size=row), codec.Quantize(2, row)):
@@ -451,8 +449,8 @@ def test_rows_of_few_values():
 
 
 @by_cupy
-def test_what_cannot_be_encoded():
-    """The same errors; a tensor that needs more room than there is is stored, if there is as much."""
+def test_encode_errors_agree_with_native():
+    """A tensor that needs more room than `out` has is stored if that fits."""
     x = sample_bits("float32", 100_000, "normal").view(F32)
     nan, inf = x.copy(), x.copy()
     nan[70_000], inf[99_999] = np.nan, np.inf
@@ -467,8 +465,8 @@ def test_what_cannot_be_encoded():
 
 
 @by_cupy
-def test_outputs(device):
-    """Where frames go: memory on either side, at any address, that is too small or just large enough."""
+def test_encode_into_out(device):
+    """On host and device, at any address, too small or just large enough."""
     x = sample_bits("float32", 30_000, "normal").view(F32)
     noise = np.random.default_rng(5).integers(0, 1 << 32, 30_000, np.uint32).view(F32)
     noise[:18_000] = x[:18_000]
@@ -485,7 +483,7 @@ def test_outputs(device):
                     assert outcome(codec.encode, device.put(values), spec, out=out) == expected
                     assert outcome(codec.encode, values, spec, engine="cuda", out=host[at:]) == expected
                     if nbytes >= len(frame):
-                        assert got(out)[: len(frame)] == host[at : at + len(frame)].tobytes() == frame
+                        assert bytes_of(out)[: len(frame)] == host[at : at + len(frame)].tobytes() == frame
                     left = device.put(np.ones_like(x))
                     if not isinstance(spec, codec.Lossless):
                         assert outcome(codec.encode, device.put(values), spec, residual=left, out=out) == expected
@@ -493,29 +491,29 @@ def test_outputs(device):
 
 
 @by_cupy
-def test_where_tensors_are_decoded(device):
-    """From either side to either side, at any address; the destination as it was if the frame is damaged."""
+def test_decode_from_and_to_host_and_device(device):
+    """At any address; damage leaves the destination unchanged."""
     for x in (np.random.default_rng(0).standard_normal(9000, F32), np.ones(100, F32)):
         frame = codec.encode(x)
         damaged = frame[:-20] + bytes([frame[-20] ^ 1]) + frame[-19:]
         for at in (0, 1, 4, 8):
             there, bad = (device.put(np.frombuffer(bytes(at) + f, np.uint8).copy())[at:] for f in (frame, damaged))
-            assert got(codec.decode(there)) == x.tobytes()
+            assert bytes_of(codec.decode(there)) == x.tobytes()
             assert codec.decode(there, like=x).tobytes() == x.tobytes()
             out, far = np.zeros_like(x), device.put(np.zeros_like(x))
             for whole, broken in ((there, bad), (frame, damaged)):
                 assert codec.decode(whole, out=far) is far
-                assert got(far) == x.tobytes()
+                assert bytes_of(far) == x.tobytes()
                 assert codec.decode(whole, out=out, engine="cuda") is out
                 assert out.tobytes() == x.tobytes()
                 for kept in (far, out):
                     with pytest.raises(codec.ChecksumError):
                         codec.decode(broken, out=kept, engine="cuda")
-                    assert got(kept) == x.tobytes()
+                    assert bytes_of(kept) == x.tobytes()
 
 
 @by_cupy
-def test_what_lies_elsewhere(device):
+def test_arguments_on_another_device_are_rejected(device):
     x = device.put(np.random.default_rng(0).standard_normal(600, F32))
     with pytest.raises(codec.SpecError, match="shares memory"):
         codec.encode(x, out=x.view(np.uint8))
@@ -530,8 +528,7 @@ def test_what_lies_elsewhere(device):
 @by_cupy
 @pytest.mark.parametrize("dtype", LOSSY_DTYPES)
 @pytest.mark.parametrize("spec", [codec.Lossless(), codec.Float8(), codec.Quantize(3), codec.Truncate(1)], ids=repr)
-def test_sums(spec, dtype, device):
-    """What is added, compared and divided."""
+def test_accumulate_and_reduce_agree_with_native(spec, dtype, device):
     n = 20_001
     frames = [codec.encode(sample_bits(dtype, n, seed=i), spec, dtype=dtype) for i in range(3)]
     total = np.linspace(-1, 1, n, dtype=F32)
@@ -539,23 +536,23 @@ def test_sums(spec, dtype, device):
     codec.accumulate(frames[0], total, 0.3)
     codec.accumulate(frames[0], ours, 0.3, engine="cuda")
     codec.accumulate(frames[0], there, 0.3)
-    assert ours.tobytes() == got(there) == total.tobytes()
+    assert ours.tobytes() == bytes_of(there) == total.tobytes()
     for op in ("sum", "mean", "max"):
         for some in (frames, frames[:1]):
             expected = codec.reduce(some, op).tobytes()
             assert codec.reduce(some, op, engine="cuda").tobytes() == expected
             assert codec.reduce(some, op, out=there) is there
-            assert got(there) == expected
+            assert bytes_of(there) == expected
     damaged = bytearray(frames[1])
     damaged[-20] ^= 1
     with pytest.raises(codec.FrameError):
         codec.reduce([frames[0], bytes(damaged), frames[2][:-1]], out=there)
-    assert got(there) == expected
+    assert bytes_of(there) == expected
 
 
 @by_cupy
-def test_results_must_be_numbers(device):
-    """If asked for: one that is none, wherever it is."""
+def test_check_finite_rejects_nonfinite_results(device):
+    """At any position."""
     for n in (1, 31, 33, 5000):
         x = np.linspace(-1, 1, n, dtype=F32)
         frames = [codec.encode(x), codec.encode(x, codec.Float8())]
@@ -573,8 +570,8 @@ def test_results_must_be_numbers(device):
 
 
 @by_cupy
-def test_sums_of_codes():
-    """Of ternary frames with one scale and with several, of the same segments and of others."""
+def test_reduce_of_ternary_frames():
+    """With one scale and with several, for equal and different segments."""
     rng = np.random.default_rng(2)
     x = rng.standard_normal((3, 30_000), F32)
     same, clipped = codec.Ternary(scale=6.0), codec.Ternary("base3", clip=2.0)
@@ -592,10 +589,12 @@ def test_sums_of_codes():
 
 @by_cupy
 @pytest.mark.parametrize("name", [name for name in ROWS if "scale" not in name])
-def test_sums_at_once(name, device):
-    """Of frames that are cut alike; of more than one launch takes."""
+def test_reduce_of_many_frames_with_equal_blocks(name, device):
+    """Also of more frames than one launch takes."""
     segments = [(0, (40, 90)), (3600, (13, 80)), (4641, (7,))]
-    coded = getattr(ROWS[name], "entropy", name == "ternary_entropy")  # those are added one after the other
+    coded = getattr(
+        ROWS[name], "entropy", name == "ternary_entropy"
+    )  # entropy-coded frames are added one after the other
     for n, count, how in ((20_001, 3, {}), (600, 70, {}), (5000, 3, {"segments": segments}), (9, 2, {})):
         dtype = LOSSY_DTYPES[(n + count) % 3]
         xs = [sample_bits(dtype, n, seed=i, odd=3) for i in range(count)]
@@ -607,8 +606,8 @@ def test_sums_at_once(name, device):
 
 
 @pytest.mark.parametrize("fp8", ["e4m3fn", "e5m2"])
-def test_sums_of_quotients(fp8):
-    """Rows that are few enough have theirs in a table, all codes in it; others, of odd scales, and NaN."""
+def test_reduce_of_quantized_rows(fp8):
+    """Short rows use a table of quotients; odd scales and NaN do not."""
     rng = np.random.default_rng(4)
     every = np.concatenate([np.ldexp(1.0, np.arange(-17, 10)) * (1 + m / 8) for m in range(8)]).astype(F32)
     for row, count in ((1_024, 8), (1_024, 9), (4_096, 3), (64, 2), (130, 2)):
@@ -629,20 +628,22 @@ def test_sums_of_quotients(fp8):
 
 @by_cupy
 @pytest.mark.parametrize("at_once", [2, 65_535])
-def test_many(device, monkeypatch, at_once):
-    """Of any size, at either side; all or none; the first at fault; more than a launch may be for, too."""
+def test_batches(device, monkeypatch, at_once):
+    """Any sizes, on host and device; all or none; the first fault is reported, also over several launches."""
     monkeypatch.setattr(workspace, "_AT_ONCE", at_once)
     rng = np.random.default_rng(3)
     xs = {i: rng.standard_normal(n).astype(F32) for i, n in enumerate((0, 1, 600, 20_000, 512))}
     frames = codec.encode_many(xs)
     there = {i: device.put(x) for i, x in xs.items()}
     device.launched.clear()
-    assert {i: got(f) for i, f in codec.encode_many(there).items()} == frames
+    assert {i: bytes_of(f) for i, f in codec.encode_many(there).items()} == frames
     assert device.launched.count("close_frame") == -(-len(xs) // at_once)
     assert codec.encode_many(xs, engine="cuda") == frames
     device.launched.clear()
     decoded = codec.decode_many(frames, engine="cuda")
-    assert device.launched.count("decode_lossless<4>") == (1 if at_once > 2 else 2)  # some of few values have no blocks
+    assert device.launched.count("decode_lossless<4>") == (
+        1 if at_once > 2 else 2
+    )  # small tensors are stored without blocks
     assert all((decoded[i] == x).all() for i, x in xs.items())
     codec.decode_many(frames, out={i: device.put(np.zeros_like(x)) for i, x in xs.items()})
     bad = frames | {3: frames[3][:-1] + b"\1"}
@@ -659,8 +660,8 @@ def test_many(device, monkeypatch, at_once):
 
 
 @by_cupy
-def test_headers_that_are_at_hand(device, monkeypatch):
-    """Are not fetched; nor believed, if they are another frame's."""
+def test_cached_headers(device, monkeypatch):
+    """decode() skips fetching a header that it knows, and detects that it belongs to another frame."""
     x = np.random.default_rng(4).standard_normal((300, 70), F32)
     for y, other in ((x, -x), (x[:3], -x[:3])):
         frame, another, short = codec.encode(y), codec.encode(other), codec.encode(y[:-1])
@@ -668,29 +669,29 @@ def test_headers_that_are_at_hand(device, monkeypatch):
         for head in (frame[:4096], frame, frame[:120]):
             codec.decode(there, out=out, head=head)
             codec.accumulate(there, out, head=head)
-            assert got(out) == (2 * y).tobytes()
+            assert bytes_of(out) == (2 * y).tobytes()
         with pytest.raises(codec.LimitError):
             codec.decode(there, head=frame, max_nbytes=y.nbytes - 1)
         codec.decode(there, out=out, head=device.put(np.frombuffer(frame, np.uint8)))
-        assert got(out) == y.tobytes()
+        assert bytes_of(out) == y.tobytes()
         codec.accumulate(there, out, head=frame)
         for wrong in (another, short, frame[:20], b""):
             with pytest.raises(codec.FrameError):
                 codec.decode(there, out=out, head=wrong)
-        assert got(out) == (2 * y).tobytes()
+        assert bytes_of(out) == (2 * y).tobytes()
     spec, state = TRUNCATES["truncate_shared"], {"theta": device.put(x)}
     how = {"metric": optimizers.SGD(0.1), "state": state}
     frame, another = (codec.encode(device.put(z), spec, **how) for z in (x, -x))
-    damaged = bytearray(got(another)[:4096])
+    damaged = bytearray(bytes_of(another)[:4096])
     damaged[-1] ^= 255
-    for head in (got(another), bytes(damaged), got(another)[:48] + bytes(60)):
+    for head in (bytes_of(another), bytes(damaged), bytes_of(another)[:48] + bytes(60)):
         with pytest.raises(codec.CodecError):
             codec.decode(frame, head=head, **how)
 
 
 @by_cupy
-def test_symbols_are_counted_where_they_lie(device):
-    """For codebooks, by the sample that encoding takes; of a few values on the host."""
+def test_symbols_are_counted_on_the_device(device):
+    """Codebooks use the sample that encoding takes; few values are counted on the host."""
     rng = np.random.default_rng(2)
     x = (rng.standard_normal((300, 128)) * np.exp(rng.standard_normal((300, 1)))).astype(F32)
     lossless = [codec.Lossless(), codec.Lossless(model="flat"), codec.Lossless(model="separable")]
@@ -707,8 +708,8 @@ def test_symbols_are_counted_where_they_lie(device):
 
 
 @by_cupy
-def test_nobody_waits(device):
-    """For size and status, which stay on the device; nor for what would have to be copied."""
+def test_calls_do_not_synchronize(device):
+    """Size and status stay on the device, and nothing is copied to the host."""
     x = np.random.default_rng(8).standard_normal(20_000, F32)
     nan = x.copy()
     nan[100] = np.nan
@@ -720,7 +721,7 @@ def test_nobody_waits(device):
         if isinstance(spec, codec.Lossless | codec.Truncate):
             book = codec.Codebook.from_counts(pending.counts.get(), spec)
             assert book == codec.Codebook.from_tensors(x, spec=spec)
-        assert got(pending.wait()) == got(out)[: len(frame)] == frame
+        assert bytes_of(pending.wait()) == bytes_of(out)[: len(frame)] == frame
         assert codec.inspect(out[: len(frame)]) == codec.inspect(frame)
         codec.verify(out[: len(frame)])
         pending = codec.encode_async(device.put(x), spec, out=out[:100])
@@ -737,28 +738,28 @@ def test_nobody_waits(device):
 
 
 @by_cupy
-def test_compiling_ahead(device):
+def test_warmup_compiles_kernels(device):
     codec.warmup([codec.Sign(), codec.Lossless()], "float32", engine="cuda", progress=False)
     assert {"encode_rows<2>", "decode_rows<2>", "encode_lossless<4>", "decode_lossless<4>"} <= set(device.launched)
 
 
 @by_cupy
-def test_metrics_of_ones_own(device):
-    """Are worked out on the host, wherever the state lies."""
+def test_custom_metrics_run_on_the_host(device):
+    """Wherever the state lies."""
     x = gradient(9000)
     state = optimizer_state(9000)
     metric = [(0, optimizers.Custom(lambda theta, v: theta / (v + 1e-8) ** 0.5)), (5000, optimizers.SGD(0.1))]
     frame = codec.encode(x, TRUNCATES["truncate_shared"], metric=metric, state=state)
     there = {name: device.put(array) for name, array in state.items()}
     ours = codec.encode(device.put(x), TRUNCATES["truncate_shared"], metric=metric, state=there)
-    assert got(ours) == frame
+    assert bytes_of(ours) == frame
     expected = codec.decode(frame, metric=metric, state=state).tobytes()
-    assert got(codec.decode(ours, metric=metric, state=there)) == expected
+    assert bytes_of(codec.decode(ours, metric=metric, state=there)) == expected
 
 
 @on_cpu
-def test_many_of_any_size_in_any_order(device, monkeypatch):
-    """Blocks of threads for the largest have nothing to do for others, whichever runs first."""
+def test_batches_of_different_sizes_in_any_block_order(device, monkeypatch):
+    """Thread blocks beyond the end of a smaller tensor do nothing."""
     monkeypatch.setenv("CUDA_ON_CPU_ORDER", "down")
     rng = np.random.default_rng(6)
     xs = [rng.standard_normal(n, F32) for n in (600, 150_000, 5000, 1, 20_000)]
@@ -766,14 +767,14 @@ def test_many_of_any_size_in_any_order(device, monkeypatch):
         frames = [codec.encode(x, spec, stream=i << 32) for i, x in enumerate(xs)]
         assert codec.encode_many(xs, spec, engine="cuda") == frames
         there = [device.put(np.frombuffer(frame, np.uint8)) for frame in frames]
-        assert list(map(got, codec.decode_many(there))) == [codec.decode(frame).tobytes() for frame in frames]
+        assert list(map(bytes_of, codec.decode_many(there))) == [codec.decode(frame).tobytes() for frame in frames]
 
 
 @by_cupy
-def test_how_many_launches(device):
-    """At most four to encode, whatever is asked for, and three to decode into what must stay as it is on errors.
+def test_number_of_launches(device):
+    """At most four to encode, and three to decode into memory that errors must not change.
 
-    No more for many tensors, but for those that need other kernels.
+    Batches need no more, except for tensors that use other kernels.
     """
     xs = [device.put(np.random.default_rng(n).standard_normal(n, F32)) for n in (5, 600, 40_000, 513, 20_000)]
     codec.encode_many(xs)
@@ -804,8 +805,7 @@ def test_how_many_launches(device):
 
 
 @on_cpu
-def test_how_much_is_uploaded(device):
-    """Of a job no more than is used."""
+def test_upload_is_limited_to_the_used_part_of_a_job(device):
     x = np.random.default_rng(7).standard_normal(20_000, F32)
     there = device.put(x)
     for spec in (codec.Lossless(), codec.Truncate(), *ROWS.values()):
@@ -820,8 +820,8 @@ def test_how_much_is_uploaded(device):
 
 
 @on_cpu
-def test_blocks_at_once(monkeypatch):
-    """What blocks of threads wait for is written by others, which may run meanwhile, or not yet."""
+def test_thread_blocks_in_parallel(monkeypatch):
+    """Thread blocks wait for values of other blocks, which run in parallel or have not begun."""
     use(monkeypatch, Emulated(build(options=["-DCUDA_ON_CPU_WORKERS=4"]), 2))
     x = sample_bits("bfloat16", 200_000, "normal")
     y = random_bits("float64", 100_000, "normal")
@@ -833,24 +833,24 @@ def test_blocks_at_once(monkeypatch):
         frame = bytes(codec.encode(values, spec, dtype=dtype, **how))
         for _ in range(3):
             assert encode(values, spec, dtype, **how) == frame, spec
-            ours, native = outcomes(frame, dtype)
+            ours, native = both_outcomes(frame, dtype)
             assert ours == native, spec
 
 
 @on_cpu
 @pytest.mark.parametrize("order", ["down", "3", "17"])
-def test_order_of_threads(order, monkeypatch):
+def test_any_order_of_threads(order, monkeypatch):
     """Between collectives threads may run in any order."""
     monkeypatch.setenv("CUDA_ON_CPU_ORDER", order)
     for name, (frame, dtype, _, how) in FRAMES_TO_DAMAGE.items():
-        ours, native = outcomes(frame, dtype, **how)
+        ours, native = both_outcomes(frame, dtype, **how)
         assert ours == native, name
 
 
 @on_cpu
 @pytest.mark.parametrize("order", ["up", "down", "3", "17"])
-def test_rows_in_any_order(order, monkeypatch):
-    """So many that blocks find their offsets; in a sample all values are compared with the first one's."""
+def test_scale_models_in_any_order_of_threads(order, monkeypatch):
+    """Blocks compute offsets of many rows; a sample compares all values with the first one."""
     monkeypatch.setenv("CUDA_ON_CPU_ORDER", order)
     powers = np.ldexp(1.0, np.random.default_rng(0).integers(-20, 20, (1040, 1))) * np.ones((1040, 160))
     for x, spec in (
@@ -880,44 +880,44 @@ def test_golden_frames(name):
 
 
 @pytest.mark.parametrize("name", list(GOLDEN)[::3])
-def test_golden_frames_cut_off(name):
-    """Anywhere; and by what they say of their size, too."""
+def test_truncated_golden_frames(name):
+    """At any byte, with and without a size field that agrees."""
     frame = GOLDEN_FRAMES[name]
     for n in {0, 1, 47, *np.random.default_rng(len(frame)).integers(0, len(frame), 9).tolist()}:
-        for cut in (frame[:n], reseal(frame[:16] + n.to_bytes(8, "little") + frame[24:n])):
+        for cut in (frame[:n], recompute_checksums(frame[:16] + n.to_bytes(8, "little") + frame[24:n])):
             if cut is not None:
-                ours, native = outcomes(cut, codec.inspect(frame).dtype)
+                ours, native = both_outcomes(cut, codec.inspect(frame).dtype)
                 assert ours == native
 
 
-def summed(frames, engine):
-    """Of NaN a GPU's sums have other bits than a CPU's."""
-    return unify_nan(np.frombuffer(got(codec.reduce(frames, engine=engine)), np.float32))
+def reduce_bits(frames, engine):
+    """Return the bits of a reduction with all NaNs unified: a GPU makes other NaNs than a CPU."""
+    return unify_nan(np.frombuffer(bytes_of(codec.reduce(frames, engine=engine)), np.float32))
 
 
 @pytest.mark.parametrize("name", FRAMES_TO_DAMAGE)
 def test_hostile_frames(name):
-    """The same tensor or the same error."""
+    """Damaged frames give the same tensor or the same error."""
     frame, dtype, _, how = FRAMES_TO_DAMAGE[name]
     rng = np.random.default_rng(sorted(FRAMES_TO_DAMAGE).index(name))
     refused = 0
     for _ in range(N_DAMAGED):
         mutant = damage(frame, rng)
-        ours, native = outcomes(mutant, dtype, max_nbytes=1 << 22, **how)
+        ours, native = both_outcomes(mutant, dtype, max_nbytes=1 << 22, **how)
         assert ours == native
         refused += isinstance(ours, int)
         if name in (*ROWS, "blocks_quantize_3_odd", "parts") and refused % 3 == 0:
-            ours, native = (outcome(summed, [frame, mutant, frame], by) for by in ("cuda", "native"))
+            ours, native = (outcome(reduce_bits, [frame, mutant, frame], by) for by in ("cuda", "native"))
             assert ours == native
     assert refused
 
 
 @pytest.mark.parametrize("case", HAND_MADE)
 def test_frames_made_by_hand(case):
-    """All that no encoder writes and the format allows or forbids."""
+    """Hand-made frames decode to the same values or are rejected alike."""
 
     def compared(frame, **how):
-        ours, native = outcomes(frame, codec._c.library.DTYPE_NAMES[frame[6]], **how)
+        ours, native = both_outcomes(frame, codec._c.library.DTYPE_NAMES[frame[6]], **how)
         assert ours == native
         return dict.fromkeys((1, 4), ours if isinstance(ours, bytes) else None)
 

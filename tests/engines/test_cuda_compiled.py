@@ -1,4 +1,4 @@
-"""The CUDA kernels compiled otherwise: with sanitizers, for a GPU, made wrong."""
+"""CUDA kernels compiled with sanitizers, by NVRTC for GPUs, and with injected faults."""
 
 import os
 import re
@@ -17,9 +17,9 @@ from support.tiers import NIGHTLY
 
 TESTS = ROOT / "tests/engines"
 
-# a multiprocessor's registers, and the bytes of shared memory that those of A100 and later ones for servers have
+# registers of a multiprocessor, and its bytes of shared memory on A100 and later server GPUs
 ALL_REGISTERS, ALL_SHARED = 65_536, 164 << 10
-# of a thread, as they were last, sm_90
+# registers per thread for sm_90
 REGISTERS = {
     "frame/preprocess": (48,),
     "lossless/choose": (128,),
@@ -39,11 +39,11 @@ REGISTERS = {
 }
 
 
-SPILLS = 64  # bytes at most
+SPILLS = 64  # maximum bytes per thread
 
 
-def test_faults_of_launches(tmp_path):
-    """What a GPU leaves undefined ends a launch, and says which thread and line."""
+def test_undefined_behaviour_of_a_launch_is_reported(tmp_path):
+    """The error names the thread and the line."""
     source = tmp_path / "wrong.cc"
     source.write_text(
         '#include "cuda_on_cpu.h"\n'
@@ -71,7 +71,7 @@ def test_faults_of_launches(tmp_path):
 
 @pytest.mark.nightly
 def test_no_access_is_out_of_range(tmp_path):
-    """Damaged frames and those made by hand, under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    """Damaged and hand-made frames run under AddressSanitizer and UndefinedBehaviorSanitizer."""
     asan, ubsan = (
         subprocess.run(["gcc", f"-print-file-name=lib{name}.so"], capture_output=True, text=True, check=True).stdout
         for name in ("asan", "ubsan")
@@ -91,8 +91,8 @@ def test_no_access_is_out_of_range(tmp_path):
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_nvrtc_takes_them(file):
-    """For a GPU: room for as many blocks of threads as are launched, and nothing that rounds otherwise."""
+def test_nvrtc_compiles_every_kernel(file):
+    """Registers leave room for the launched thread blocks, and nothing changes the rounding."""
     log, ptx = compile_kernels(file, "sm_90")
     threads, resident = FILES[file]
     most = dict(zip(resident, REGISTERS[file], strict=True))
@@ -107,18 +107,22 @@ def test_nvrtc_takes_them(file):
         assert int(spilled) <= SPILLS, name
         assert int(registers) <= most[name], name
         assert int(registers) * threads * resident[name] <= ALL_REGISTERS, name
-        assert (int(shared or 0) + 1024) * resident[name] <= ALL_SHARED, name  # 1 KB a block is CUDA's own
+        assert (int(shared or 0) + 1024) * resident[name] <= ALL_SHARED, name  # CUDA uses 1 KiB per block
     assert not re.findall(r"\bfma\.|\bmad\.rn|\.ftz|\.approx|\bdiv\.full", ptx), "fused, flushed or approximated"
 
 
 ARCHS = ("sm_80", "sm_100", "sm_120")
-SOME = [("frame/close", "sm_80"), ("frame/gather", "sm_100"), ("frame/check_finite", "sm_120")]  # what compiles fastest
+SOME = [
+    ("frame/close", "sm_80"),
+    ("frame/gather", "sm_100"),
+    ("frame/check_finite", "sm_120"),
+]  # kernels that compile fastest
 ALL = [(file, arch) for file in FILES for arch in ARCHS]
 
 
 @pytest.mark.parametrize(("file", "arch"), ALL if NIGHTLY else SOME)
-def test_other_architectures(file, arch, tmp_path, monkeypatch):
-    """As the engine compiles them: once, whole or not at all, and again what was damaged on the disk."""
+def test_cached_machine_code(file, arch, tmp_path, monkeypatch):
+    """The engine compiles each kernel once, and again if the file on disk is damaged."""
     monkeypatch.setenv("CODEC_CACHE_DIR", str(tmp_path / "made"))
     wanted = FILES[file].alone(list(FILES[file].kernels)[-1])
     code = kernels.compiled(file, wanted, arch)
@@ -137,13 +141,13 @@ def test_other_architectures(file, arch, tmp_path, monkeypatch):
         assert kernels.compiled(file, wanted, arch) == code
 
 
-def test_what_cannot_be_compiled(tmp_path, monkeypatch):
+def test_compile_errors_are_engine_errors(tmp_path, monkeypatch):
     monkeypatch.setenv("CODEC_CACHE_DIR", str(tmp_path))
     with pytest.raises(codec.EngineError, match=r"cannot compile frame/close.cu for sm_19: nvrtc: error"):
         kernels.compiled("frame/close", ("close_frame",), "sm_19")
     assert not list(tmp_path.iterdir())
 
 
-def test_all_kernels_are_known():
+def test_every_kernel_is_listed():
     sources = ROOT / "native/cuda"
     assert {str(path.relative_to(sources).with_suffix("")) for path in sources.rglob("*.cu")} == FILES.keys()

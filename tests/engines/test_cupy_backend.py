@@ -1,4 +1,4 @@
-"""What `codec/engines/cuda/cupy_backend.py` asks CuPy for; and that the one of `cupy_on_cpu.py` is like CuPy itself."""
+"""The CUDA engine's use of CuPy, and agreement of tests/support/cupy_on_cpu.py with CuPy's own interface."""
 
 import contextlib
 import importlib
@@ -28,7 +28,7 @@ def machine(monkeypatch):
 
 
 def parameters(call):
-    """Their names; of what Cython compiled, as its documentation begins."""
+    """Return a callable's parameter names; for Cython functions from the first line of the docstring."""
     try:
         names = list(inspect.signature(call).parameters)
     except (TypeError, ValueError):
@@ -40,13 +40,13 @@ def parameters(call):
 
 
 def same(ours, real, path):
-    """Whether what is here is there, too, and is called alike."""
+    """Return the differences between the emulation and CuPy: missing names and other signatures."""
     if inspect.ismodule(ours):
         for name in vars(ours).keys() - vars(types.ModuleType("")).keys() - {"__version__"}:
             same(getattr(ours, name), getattr(real, name), f"{path}.{name}")
     elif isinstance(ours, type):
         assert isinstance(real, type), path
-        one = getattr(real, "null", real)  # has what is an object's
+        one = getattr(real, "null", real)  # an instance, for attributes of instances
         for name, member in vars(ours).items():
             if isinstance(member, property):
                 assert not callable(getattr(real, name)), f"{path}.{name}"
@@ -69,16 +69,16 @@ def called_alike(ours, real, path):
     assert parameters(real)[: len(expected)] == expected, path
 
 
-def test_cupy_is_like_that():
+def test_emulation_has_the_interface_of_cupy():
     real = importlib.import_module("cupy")
     same(cupy, real, "cupy")
-    assert real.cuda.driver.moduleGetGlobal.__doc__.endswith("-> intptr_t")  # what get_global_var returns
+    assert real.cuda.driver.moduleGetGlobal.__doc__.endswith("-> intptr_t")  # get_global_var returns its result
     assert hasattr(real.cuda.runtime.PointerAttributes, "device")
     assert issubclass(real.cuda.runtime.CUDARuntimeError, RuntimeError)
 
 
-class OnStream:
-    """An array of another library's, with the stream on which it is ready."""
+class ArrayOnStream:
+    """Array of another library that is ready on a given stream."""
 
     def __init__(self, array, stream):
         self.array = array
@@ -91,14 +91,14 @@ class OnStream:
         }
 
 
-def test_order_of_streams(machine):
-    """What is made on others is waited for, and what they do then waits for us."""
+def test_streams_wait_for_each_other(machine):
+    """The engine waits for producers on other streams, and their later work waits for the engine."""
     a, b = Stream(), Stream()
     spec, metric, theta = codec.Truncate(), optimizers.SGD(0.1), np.sqrt(np.abs(X))
     with a:
-        x = OnStream(cupy.array(X), a)
+        x = ArrayOnStream(cupy.array(X), a)
     with b:
-        state = {"theta": OnStream(cupy.array(theta), b)}
+        state = {"theta": ArrayOnStream(cupy.array(theta), b)}
     frame = codec.encode(X, spec, metric=metric, state={"theta": theta})
     out = cupy.empty(codec.bound(X.shape, "float32", spec), np.uint8)
     assert bytes(codec.encode(x, spec, metric=metric, state=state).get()) == frame
@@ -109,12 +109,12 @@ def test_order_of_streams(machine):
     assert bytes(pending.wait().get()) == frame
 
 
-def test_the_stream_of_a_caller_stays(machine):
-    """Chosen by `with` or by `use`, also where something is wrong."""
+def test_current_stream_is_unchanged(machine):
+    """Chosen by `with` or by `use`, also after an error."""
     a, b, other = Stream(), Stream(), Stream()
     x = cupy.array(X)
     Stream.null.synchronize()
-    for work in (lambda: codec.encode(OnStream(x, other)), lambda: codec.decode(codec.encode(X)[:-1], like=x)):
+    for work in (lambda: codec.encode(ArrayOnStream(x, other)), lambda: codec.decode(codec.encode(X)[:-1], like=x)):
         with a:
             for now in (a, b):
                 now.use()
@@ -124,8 +124,8 @@ def test_the_stream_of_a_caller_stays(machine):
         assert cupy.cuda.get_current_stream() is Stream.null
 
 
-def test_gpus_that_are_too_old(monkeypatch):
-    """Are refused by name; others beside them are not."""
+def test_old_gpus_are_rejected_by_name(monkeypatch):
+    """Other GPUs of the machine are accepted."""
     for capabilities, said in (
         ((), "there is no GPU"),
         (("75",), r"cuda:0 has compute capability 7\.5, and 8\.0 or more"),
@@ -143,8 +143,8 @@ def test_gpus_that_are_too_old(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [cupy_on_cpu.GLOBAL, cupy_on_cpu.RELAXED])
-def test_graphs(machine, mode):
-    """Captured as torch does it, or CuPy: then memory must not be asked for as usual. They run on other values."""
+def test_graph_capture(machine, mode):
+    """Captured by torch's or CuPy's way, in which memory must not be allocated; graphs run on new values."""
     spec, s = codec.Float8(entropy=True), Stream()
     left, out = (cupy.empty(n, dtype) for n, dtype in ((X.shape, F32), (codec.bound(X.shape, "float32", spec), "u1")))
     x = cupy.array(X)
@@ -157,14 +157,14 @@ def test_graphs(machine, mode):
         for y in (X[::-1], X * F32(3)):
             x.set(y)
             graph.launch()
-            codec.encode(cupy.array(np.ones(30_000, F32)))  # takes memory that is free
+            codec.encode(cupy.array(np.ones(30_000, F32)))  # reuses free memory
             kept = np.empty_like(X)
             assert bytes(pending.wait().get()) == codec.encode(y, spec, residual=kept)
             assert left.get().tobytes() == kept.tobytes()
 
 
-def test_graphs_of_what_waits(machine):
-    """End with an error, and other calls go on as before."""
+def test_graph_capture_of_a_synchronizing_call_is_an_error(machine):
+    """Later calls succeed."""
     s, x = Stream(), cupy.array(X)
     frame = codec.encode(x).get()
     with s:
@@ -178,14 +178,14 @@ def test_graphs_of_what_waits(machine):
 
 
 @pytest.mark.parametrize("nbytes", [100, 100_000])
-def test_memory_that_is_copied_from(machine, nbytes):
-    """Is kept until the copy is done, pinned or not, and no longer; nor if it was never begun."""
+def test_host_buffers_live_until_their_copy_completes(machine, nbytes):
+    """Pinned or not, no longer than that, and not if the copy never began."""
     device, there = cupy_backend._gpu(0), cupy.empty(nbytes, np.uint8)
     data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
     expected, alive = data.tobytes(), weakref.ref(data)
     device.upload(there.data.ptr, data)
     del data
-    assert (alive() is None) == (nbytes == 100)  # then it was copied to pinned memory
+    assert (alive() is None) == (nbytes == 100)  # small buffers are copied to pinned memory
     assert there.get().tobytes() == expected
     first, second = (getattr(device.upload(there.data.ptr, bytes(nbytes)), "ptr", 0) for _ in range(2))
     assert alive() is None

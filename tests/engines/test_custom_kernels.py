@@ -1,4 +1,4 @@
-"""What users do with the Numba engine's kernels: compile them ahead, put functions of their own into them."""
+"""User functions in Numba kernels, custom metrics, and compiling ahead of time."""
 
 import runpy
 import subprocess
@@ -19,8 +19,8 @@ from codec.engines.numba.patching import trying
 EXAMPLE = Path(__file__).parents[2] / "examples" / "new_kernel.py"
 
 
-def test_a_quantiser_of_ones_own(capsys):
-    """The example of docs/new-kernel.md: less noise and more bias; and afterwards all is as it was."""
+def test_example_of_a_custom_quantizer(capsys):
+    """The example of docs/new-kernel.md reduces noise and adds bias; afterwards the kernels are restored."""
     x = np.random.default_rng(1).standard_normal(5000).astype(np.float32)
     before = codec.encode(x, codec.Quantize(3), engine="numba")
     runpy.run_path(str(EXAMPLE), run_name="__main__")
@@ -34,15 +34,15 @@ def test_a_quantiser_of_ones_own(capsys):
     assert code in document.read_text().replace("\n    ", "\n")
 
 
-def test_what_cannot_be_tried():
+def test_patching_rejects_wrong_functions():
     for module, function in ((rows, "_no_such"), (rows, "TIE"), (numba, "njit")):
         with pytest.raises(codec.EngineError), trying(module, **{function: print}):
             pass
     assert loops.rows is rows
 
 
-def test_functions_inside_of_kernels_cannot_be_called():
-    """They have no entry for Python: an error, not a crash; kernels have one."""
+def test_device_functions_cannot_be_called_from_python():
+    """The call is an error, not a crash."""
     with pytest.raises(TypeError, match="only kernels"):
         to_floats(1, np.zeros(8, np.uint8), 0, np.zeros(2, np.float32))
     pair = np.zeros(4096, np.uint32)
@@ -50,8 +50,8 @@ def test_functions_inside_of_kernels_cannot_be_called():
     assert pair.any()
 
 
-def test_a_metric_that_raises():
-    """A value for which a function raises keeps all bits, by every engine; the thread goes on as it was."""
+def test_metric_that_raises_keeps_all_bits():
+    """Every engine keeps all bits of that value, and the thread goes on."""
 
     def of_most(theta):
         if -0.5 < theta < 0:
@@ -67,7 +67,7 @@ def test_a_metric_that_raises():
     try:
         loops.fill_exponents(context_of(metric, x), len(x), 0, ea := np.empty(len(x), np.uint8))
         assert not ea[1251:2500].any()
-        assert (np.full(100, 1e-40, np.float32) * np.float32(1) == 0).all()  # still flushed
+        assert (np.full(100, 1e-40, np.float32) * np.float32(1) == 0).all()  # the thread still flushes subnormals
     finally:
         torch.set_flush_denormal(False)
     frames = [
@@ -82,8 +82,8 @@ def test_a_metric_that_raises():
     assert (y != x).any()
 
 
-def test_a_metric_compiled_already():
-    """A division by 0 is Inf or NaN, whatever it was before."""
+def test_compiled_metric_divides_by_zero_as_ieee():
+    """A function that was compiled by the user gives Inf or NaN for a division by 0."""
     x = np.linspace(-1, 1, 5001, dtype=np.float32)
     frames = [
         codec.encode(x, codec.Truncate(), metric=codec.optimizers.Custom(f), state={"theta": x}, engine=engine)
@@ -97,8 +97,7 @@ def test_a_metric_compiled_already():
     assert len(set(frames)) == 1
 
 
-def test_metrics_that_are_none():
-    """What Numba cannot compile to a number is refused in words."""
+def test_metrics_that_numba_cannot_compile_are_rejected():
     for f in (lambda theta: theta.foo, lambda theta: {1: theta}, lambda theta: "a", lambda theta: None,
               lambda theta: 1j * theta, lambda theta: input(theta)):  # fmt: skip
         with pytest.raises(codec.SpecError, match="cannot compile this function of theta to a number"):
@@ -109,7 +108,7 @@ def test_metrics_that_are_none():
 
 
 def context_of(metric, theta):
-    """A call's context with a metric."""
+    """Return the context of a call with a metric."""
     from codec import _call
     from codec.optimizers.arguments import asked
 
@@ -119,7 +118,7 @@ def context_of(metric, theta):
     return call.context
 
 
-def test_warmup():
+def test_warmup_compiles_every_kernel_of_a_spec():
     codec.warmup([codec.Sign(), codec.Float8()], ("float32", np.float16, "int8"), progress=False)
     codec.warmup(codec.Truncate(), torch.bfloat16, metric=codec.optimizers.Custom(lambda m, v: m * v))
     codec.warmup(codec.Lossless(), engine="native")
@@ -138,8 +137,8 @@ def test_warmup():
         codec.warmup(engine="abacus")
 
 
-def test_warmup_says_what_it_does():
-    """On stderr; nothing if that is not asked for."""
+def test_warmup_reports_progress_on_stderr():
+    """Only with progress=True."""
     code = "import codec, sys; codec.warmup(codec.Sign(), ['float32', 'bfloat16'], progress=sys.argv[1] == 'yes')"
     for asked in ("yes", "no"):
         command = [sys.executable, "-P", "-c", code, asked]

@@ -1,4 +1,4 @@
-"""Compiled kernels are loaded only from files that no other user can write, and every failure means: compile again."""
+"""Compiled kernels are loaded only from files that no other user can write; otherwise they are compiled again."""
 
 import hashlib
 import os
@@ -15,14 +15,14 @@ from codec.engines.cuda import cache, kernels
 
 PACKAGES = Path(codec.__file__).parents[1]
 KEY, DATA = "0" * 64, b"machine code"
-OTHER = 12345  # a user id
+OTHER = 12345  # another user's id
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A cache folder that holds DATA."""
+    """Return a cache folder that holds DATA."""
     path = tmp_path / "cache"
     monkeypatch.setenv("CODEC_CACHE_DIR", str(path))
     cache.store_cached(KEY, DATA)
@@ -30,8 +30,8 @@ def folder(tmp_path, monkeypatch):
     return path
 
 
-def sealed(data):
-    """Return the bytes of a file that holds `data`."""
+def with_checksum(data):
+    """Return the bytes of a cache file that holds `data`."""
     return hashlib.sha256(data).digest() + data
 
 
@@ -44,7 +44,9 @@ def test_stored_kernels_are_private(folder):
     assert [path.name for path in folder.iterdir()] == [KEY]
 
 
-@pytest.mark.parametrize("damaged", [b"", b"x", bytes(32), sealed(DATA)[:-1], sealed(DATA) + b"x"], ids=len)
+@pytest.mark.parametrize(
+    "damaged", [b"", b"x", bytes(32), with_checksum(DATA)[:-1], with_checksum(DATA) + b"x"], ids=len
+)
 def test_damaged_cache_files_are_not_loaded(folder, damaged):
     (folder / KEY).write_bytes(damaged)
     assert cache.load_cached(KEY) is None
@@ -86,7 +88,7 @@ def test_cache_files_of_other_kinds_are_not_loaded(folder, tmp_path):
     (folder / KEY).mkdir(0o700)
     before = len(os.listdir("/proc/self/fd"))
     assert cache.load_cached(KEY) is None
-    cache.store_cached(KEY, DATA)  # a folder cannot be replaced
+    cache.store_cached(KEY, DATA)  # storing cannot replace a folder
     assert [path.name for path in folder.iterdir()] == [KEY]
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -101,7 +103,7 @@ def test_cache_folders_that_cannot_be_used_are_no_error(monkeypatch, place):
 def test_no_cache_without_a_home_folder(monkeypatch):
     for name in ("HOME", "XDG_CACHE_HOME", "CODEC_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as of a user who is not in /etc/passwd
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without a home folder
     assert cache.cache_folder() is None
     assert cache.load_cached(KEY) is None
     cache.store_cached(KEY, DATA)
@@ -119,7 +121,7 @@ def test_no_cache_for_an_unknown_user():
 
 
 @pytest.mark.parametrize("names", [b'{"a": "b"}', b"5", b"null", b"[1]", b'"x"', b"{", b"\xff", b""])
-def test_cached_code_must_name_the_kernels_that_are_wanted(names):
+def test_cached_code_must_name_the_requested_kernels(names):
     assert kernels._unpacked(names + b"\nimage", ("close_frame",)) is None
     code = kernels.Code(b"im\nage", {"close_frame": "_Z"})
     assert kernels._unpacked(kernels._packed(code), ("close_frame",)) == code

@@ -1,4 +1,4 @@
-"""engine="numba" in processes of their own: accesses are in range, kernels are compiled once, Numba may be missing."""
+"""The Numba engine in separate processes: bounds checks, the compilation cache, and a missing Numba."""
 
 import os
 import shutil
@@ -13,13 +13,13 @@ from codec._c import PACKAGE as BUILT
 from codec._c import _cffi
 from support.tiers import HANG_SECONDS
 
-PYTHON = (sys.executable, "-P", "-W", "error", "-c")  # not what lies in the working directory
+PYTHON = (sys.executable, "-P", "-W", "error", "-c")  # -P: ignore the working directory
 TESTS, PACKAGE = Path(__file__).parent, Path(codec.__file__).parent
 LIBRARY = os.environ.get("CODEC_LIBRARY") or str(BUILT / "lib/libcodec.so")
 
 
 def run(*command, cwd=None, **env):
-    """A process's output, which must end well."""
+    """Return the output of a process, which must succeed."""
     done = subprocess.run(command, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
     return done.stdout
@@ -27,9 +27,9 @@ def run(*command, cwd=None, **env):
 
 @pytest.mark.nightly
 def test_no_access_is_out_of_range(tmp_path):
-    """Hostile frames and those made by hand, where each index is checked: an access out of range is an IndexError.
+    """Hostile and hand-made frames run with bounds checks: an access out of range is an IndexError.
 
-    Not optimized: that takes half the time to compile, and Numba can keep nothing of it then.
+    Kernels are not optimized, which halves the compile time; Numba's cache cannot be used then.
     """
     options = ("-p", "no:cacheprovider", "-W", "ignore::numba.core.errors.NumbaWarning")
     command = [sys.executable, "-m", "pytest", *options, str(TESTS / "test_numba.py"), "-k", "hostile or by_hand"]
@@ -37,8 +37,8 @@ def test_no_access_is_out_of_range(tmp_path):
     assert " passed" in out
 
 
-def test_an_access_out_of_range_would_be_seen(tmp_path):
-    """In a kernel and in what it calls, of an array and of a part of one."""
+def test_bounds_checks_detect_accesses_out_of_range(tmp_path):
+    """In a kernel and in functions that it calls, for arrays and slices."""
     (tmp_path / "reading.py").write_text(
         "from codec.engines.numba.jit import jit, kernel\n"
         "@jit\n"
@@ -77,7 +77,7 @@ load = values._cache.load_overload
 def look(*args):
     found = load(*args)
     print("looked", flush=True)
-    sys.stdin.readline()  # until all have looked for what is kept
+    sys.stdin.readline()  # until all processes have searched the cache
     return found
 values._cache.load_overload = look
 y = np.empty(3, np.float32)
@@ -86,8 +86,8 @@ print(y.tolist() == [1, 2, 448], sum(values.stats.cache_hits.values()), sum(valu
 """
 
 
-class Copy:
-    """A package like this one with a small kernel more, and processes that call it."""
+class PackageCopy:
+    """Copy of the package with one more small kernel, and processes that call that kernel."""
 
     def __init__(self, folder):
         self.numba = folder / "codec" / "engines" / "numba"
@@ -100,7 +100,7 @@ class Copy:
         self.env = {"PYTHONPATH": path, "NUMBA_CACHE_DIR": str(folder / "cache"), "CODEC_LIBRARY": LIBRARY}
 
     def call(self, processes=1):
-        """Whether values were right, kernels taken from the cache, kernels compiled: of each, all beginning at once."""
+        """Start processes at once; return (correct, cache hits, cache misses) of each."""
         env, pipe = {**os.environ, **self.env}, subprocess.PIPE
         some = [
             subprocess.Popen([*PYTHON, CALL], env=env, stdin=pipe, stdout=pipe, text=True) for _ in range(processes)
@@ -118,8 +118,8 @@ class Copy:
 
 
 def test_kernels_are_compiled_once_and_again_when_a_source_changes(tmp_path):
-    """By two processes at once, each; then by none, until a file changes that is not the kernel's own."""
-    copy = Copy(tmp_path)
+    """Two concurrent processes compile once each; later ones load, until a source of a called function changes."""
+    copy = PackageCopy(tmp_path)
     assert copy.call(2) == [("True", 0, 1)] * 2
     assert copy.call() == [("True", 1, 0)]
     words = copy.numba / "words.py"
@@ -128,8 +128,8 @@ def test_kernels_are_compiled_once_and_again_when_a_source_changes(tmp_path):
     assert copy.call() == [("False", 1, 0)]
 
 
-def test_kernels_of_codecs_are_kept():
-    """What one process has compiled the next one does not: for that, a kernel must hold nothing of its process."""
+def test_second_process_loads_all_kernels_from_the_cache():
+    """No kernel may depend on addresses of its process."""
     code = """
 import numpy as np, codec
 from codec.engines.numba import rows
@@ -141,8 +141,8 @@ print(sum(rows.decode_blocks.stats.cache_misses.values()))
     assert run(*PYTHON, code) == "0\n"
 
 
-def test_numba_is_imported_when_it_is_used():
-    """Not with the package, nor to say which engines there are."""
+def test_numba_is_imported_only_when_used():
+    """Neither `import codec` nor codec.engines() imports it."""
     code = """
 import sys, numpy as np, codec
 assert codec.engines()["numba"] is None
@@ -154,8 +154,8 @@ assert "numba" in sys.modules
     run(*PYTHON, code)
 
 
-def test_numba_may_be_missing():
-    """Then asking for it is an error that says what to install; all else works."""
+def test_missing_numba_is_an_engine_error_that_says_what_to_install():
+    """Other engines work."""
     code = """
 import sys
 sys.modules["numba"] = None

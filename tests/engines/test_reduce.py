@@ -1,4 +1,4 @@
-"""reduce() of any two frames gives the same bits, or the same error, with the native and the Numba engine."""
+"""reduce() of any two frames gives the same bits or the same error with the native and the Numba engine."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def reduced(frames, n, engine, with_out, **how):
     result = outcome(lambda: unify_nan(codec.reduce(frames, out=out, engine=engine, **how)))
     if isinstance(result, tuple):
         assert out is None or (out == 7).all()
-        return result[:2]  # which of several blocks is reported depends on how blocks are grouped
+        return result[:2]  # the reported block depends on how blocks are grouped
     return result
 
 

@@ -91,7 +91,7 @@ def test_floats_refuses(floats, tmp_path):
         flipped = bytearray(good)
         flipped[at] ^= 1
         bad.append(bytes(flipped))
-    large = bytearray(codec.encode(np.ones(1, np.float32)))  # stored: its header may say any size
+    large = bytearray(codec.encode(np.ones(1, np.float32)))  # stored: the header may declare any size
     struct.pack_into("<Q", large, 16, 56 + (4 << 38))
     struct.pack_into("<Q", large, 48, 1 << 38)
     bad += [good + b"\0", codec.encode(np.arange(9)), bytes(large)]
@@ -129,7 +129,7 @@ def test_allreduce(command, tmp_path):
     shutil.copytree(ROOT / "examples/gloo", folder)
     strict = "-Wall -Wextra -Wpedantic -Wshadow -Werror"
     assert " -O2 " in command or "cmake" in command
-    run(f"export CXXFLAGS='{strict}'\n" + command.replace(" -O2 ", f" {strict} "), folder)  # twice as fast to build
+    run(f"export CXXFLAGS='{strict}'\n" + command.replace(" -O2 ", f" {strict} "), folder)  # halves the build time
     (folder / "store").mkdir()
     ranks = [
         subprocess.Popen([folder / "allreduce", str(rank), "2", folder / "store"], stdout=subprocess.PIPE, text=True)
@@ -141,7 +141,7 @@ def test_allreduce(command, tmp_path):
     assert all(found), said
     assert found[0].groups() == found[1].groups()
     sent, error = map(float, found[0].groups())
-    assert sent < 12  # FP8 and its scales
+    assert sent < 12  # 8 bits and scales
     assert error < 0.01
 
 

@@ -90,7 +90,7 @@ def test_blocks_decoded_elsewhere() -> None:
     offsets = array(memory, view.offsets, "i1")[2 * part["nibbles_at"] :].astype(np.int64)
     row, col = offsets[:rows], offsets[(rows + 1) // 2 * 2 :][: part["row"]]
     t = (16 * (int(part["base"]) + row[:, None] + col)).reshape(-1)
-    low = np.frombuffer(frame, np.uint8, x.size, view.planes_offset)  # plane 1 is fixed
+    low = np.frombuffer(frame, np.uint8, x.size, view.planes_offset)  # plane 1 is a fixed plane
     assert view.fixed == 2
     top = np.empty(x.size, np.uint8)
     for b in range(plan.nblocks):
@@ -112,7 +112,7 @@ def test_a_plan_wants_header_and_side_section() -> None:
         assert planned(frame, given)[2] == lib.CODEC_TRUNCATED
     job, _, status = planned(frame, at)
     assert status == lib.CODEC_OK
-    seal = ffi.new("uint64_t *")  # but without a destination none of its own steps can go on
+    seal = ffi.new("uint64_t *")  # without a destination, none of the job's own steps works
     dst = new_tensor(DTYPES["bfloat16"], (300, 128), ffi.from_buffer(gradient()), 76800)
     work = new_bytes(1 << 20)
     status = lib.codec_decode_blocks(frame, len(frame), dst, ffi.NULL, job, 0, 1, seal, work, len(work))
@@ -136,7 +136,7 @@ def test_blocks_encoded_elsewhere(segments) -> None:
     job, frame = new_bytes(sizes[0]), bytearray(2 * x.nbytes)
     dst = ffi.from_buffer(frame)
     check(lib.codec_encode_open(spec, t, dst, len(frame), context, job, sizes[0], plan))
-    assert lib.codec_encode_head(job, dst, len(frame), sizes) == lib.CODEC_BAD_ARGUMENT  # scales are not known yet
+    assert lib.codec_encode_head(job, dst, len(frame), sizes) == lib.CODEC_BAD_ARGUMENT  # scales are not set yet
     check(lib.codec_encode_scan(t, context, job, 0, plan.nscans))
     check(lib.codec_encode_start(t, dst, len(frame), context, job, plan))
     view = view_of(job)
@@ -159,7 +159,7 @@ def test_blocks_encoded_elsewhere(segments) -> None:
     assert lib.codec_encode_head(job, dst, 60, sizes) == lib.CODEC_SHORT_OUTPUT
     check(lib.codec_encode_head(job, dst, len(frame), sizes))
     assert sizes[0] == view.directory_offset
-    assert frame[16:32] == bytes(16)  # size and checksum
+    assert frame[16:32] == bytes(16)  # size and checksum are not set
     seal, _ = seals_of(bytes(frame[:at]), view, plan.nblocks)
     check(lib.codec_encode_seal(job, at, seal, dst, len(frame)))
     assert bytes(frame[:at]) == expected
@@ -188,7 +188,7 @@ def test_a_job_without_values(spec) -> None:
     assert lib.codec_encode_head(job, head, 63, sizes) == lib.CODEC_SHORT_OUTPUT
     check(lib.codec_encode_head(job, head, 64, sizes))
     assert sizes[0] == 64
-    decided = {10, 11, *range(12, 16), *range(16, 32), 40, 41}  # planes, sizes, checksum, flags
+    decided = {10, 11, *range(12, 16), *range(16, 32), 40, 41}  # offsets of planes, sizes, checksum and flags
     assert all(ffi.buffer(head)[i] == frame[i : i + 1] for i in range(64) if i not in decided)
     end, work = ffi.new("uint64_t[2]"), new_bytes(1 << 20)
     steps = [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import codec
 from codec._c.library import ITEMSIZE
 from reference import decoder as oracle
-from support.frame_builder import reseal
+from support.frame_builder import recompute_checksums
 from support.sample_frames import SMALL_FRAMES, TRUNCATE_HOW
 from support.specs import LOSSY
 from support.tensors import ALL_DTYPES, KINDS, random_bits
@@ -32,7 +32,7 @@ def decode_bits(frame, dtype, n, **kw):
 @pytest.mark.parametrize("name", SMALL_FRAMES)
 def test_recomputed_checksums_of_a_whole_frame_are_unchanged(name):
     frame = SMALL_FRAMES[name][0]
-    assert reseal(frame) == frame
+    assert recompute_checksums(frame) == frame
 
 
 @pytest.mark.parametrize("name", SMALL_FRAMES)
@@ -120,7 +120,7 @@ def test_mutants_with_valid_checksums(name, data):
     for _ in range(data.draw(st.integers(1, 3))):
         i = data.draw(st.integers(0, min(len(mutant) - 1, data.draw(st.sampled_from([48, 200, len(mutant) - 1])))))
         mutant[i] = data.draw(st.integers(0, 255))
-    sealed = reseal(mutant)
+    sealed = recompute_checksums(mutant)
     if sealed is not None and sealed[6] == frame[6] and sealed[7] == frame[7] and sealed[48:56] == frame[48:56]:
         check_mutant(sealed, dtype, n)
 
@@ -135,7 +135,7 @@ def test_changed_bytes_with_valid_checksums():
             for value in (0, 1, 0x7F, 0xFF):
                 mutant = bytearray(frame)
                 mutant[i] = value
-                sealed = reseal(mutant)
+                sealed = recompute_checksums(mutant)
                 if sealed is not None:
                     check_mutant(sealed, dtype, n)
 

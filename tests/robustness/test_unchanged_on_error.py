@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import codec
-from support.frame_builder import reseal
+from support.frame_builder import recompute_checksums
 from support.specs import LOSSY, TRUNCATES
 
 N = 120_003  # several blocks; the last one has padding
@@ -44,11 +44,11 @@ def damaged_last_block(frame):
         for byte in (0xFF, 0x80, 0x01):
             mutant = bytearray(frame)
             mutant[at] ^= byte
-            sealed = reseal(mutant)
+            sealed = recompute_checksums(mutant)
             try:
                 codec.decode(sealed, **how(info.spec))
             except codec.ChecksumError as e:
-                raise AssertionError("reseal() did not") from e
+                raise AssertionError("recompute_checksums() did not") from e
             except (codec.FrameError, codec.StateError):
                 return sealed
     return None
@@ -151,7 +151,7 @@ def test_errors_do_not_depend_on_threads(name):
     ends = [8 * int.from_bytes(frame[entries + 8 * b :][:4], "little") for b in range(info.nblocks)]
     both = bytearray(frame)
     both[ends[0]] ^= 1  # block 1 has a wrong checksum, the last one is invalid
-    later = bytearray(reseal(bytes(both)) or b"")
+    later = bytearray(recompute_checksums(bytes(both)) or b"")
     variants = [bytes(frame), bytes(both)]
     if later:
         later[ends[-2]] ^= 2  # block 1 may be invalid, the last one has a wrong checksum

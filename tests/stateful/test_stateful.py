@@ -127,9 +127,9 @@ def test_any_range_from_any_ranges(sizes, seed):
         assert feedback.begin(layout).tobytes() == np.concatenate(expected).tobytes()
         feedback.commit()
         assert same(feedback.state_dict(), before)
-        assert all(array.base is None for array in feedback._now.kept.values())  # no part of a bucket that is gone
+        assert all(array.base is None for array in feedback._now.kept.values())  # no view that keeps a bucket alive
     key, n = next(iter(sizes.items()))
-    longer = feedback.begin([(key, n + 5)])  # what was never seen is owed nothing
+    longer = feedback.begin([(key, n + 5)])  # new values have no residual
     assert longer.tobytes() == before[f"{key}[0:{n}]"].tobytes() + bytes(20)
 
 
@@ -187,9 +187,9 @@ def test_no_memory_in_the_steady_state():
             buffer = feedback.begin(layout)
             assert (buffer == step).all()
             buffer += 1
-            seen.setdefault(i, []).append(buffer)  # held, so that no other could be in its place
+            seen.setdefault(i, []).append(buffer)  # kept alive, so that ids stay unique
         if step % 3 == 2:
-            for layout in layouts:  # what failed is tried again
+            for layout in layouts:  # failed steps are repeated
                 with pytest.raises(codec.StateError):
                     feedback.begin(layout)
             feedback.rollback()
@@ -307,7 +307,7 @@ def test_resumed(through):
     a.begin([("[0:1]", 9)])[:] = 5  # not committed, so not saved
     saved = a.state_dict()
     a.rollback()
-    a.encode("layer.bias", values(np.random.default_rng(5), 50))  # what is saved is a copy
+    a.encode("layer.bias", values(np.random.default_rng(5), 50))  # the saved state is a copy
     a.load_state_dict(saved)
     b.encode("of another run", values(rng, 10))
     b.load_state_dict(through(saved))
@@ -361,7 +361,7 @@ def test_workers_reshard(old, new, sizes, seed, op):
     states = [some_state(rng, sizes).state_dict() for _ in range(old)]
     missing = next(iter(sizes))
     if old > 1:
-        del states[0][f"{missing}[0:{sizes[missing]}]"]  # a parameter that this rank has not seen yet
+        del states[0][f"{missing}[0:{sizes[missing]}]"]  # a parameter without a residual on this rank
     resharded = codec.ErrorFeedback.reshard(states, new, op=op)
     assert len(resharded) == new
     ranks = [codec.ErrorFeedback(codec.Sign()) for _ in range(new)]
@@ -402,7 +402,7 @@ def test_servers_reshard(old, new, sizes, seed):
         server.load_state_dict(state)
         assert sum(len(v) for v in state.values() if isinstance(v, np.ndarray)) == sum(b - a for _, a, b in layout)
         assert server.begin(layout).tolist() == [x for k, a, b in layout for x in owed[k][a:b]]
-    moved = codec.ErrorFeedback.reshard(states, new)  # nobody says who owns what: later it can be said
+    moved = codec.ErrorFeedback.reshard(states, new)  # without layouts; they can be given later
     assert len(moved) == new
     again = codec.ErrorFeedback.reshard(moved, 1, owned=lambda rank: sizes.items())
     for k, n in sizes.items():
@@ -463,7 +463,7 @@ def test_ranks_switch_alike(ranks, interval, data):
         assert len(set(told)) == 1
         used.append(told[0])
         sent = [(x := grads_of(step, i, interval)[0], codec.encode(x, codebook=told[i])) for i in range(ranks)]
-        for x, frame in sent + latest:  # frames of the last step may still be on their way
+        for x, frame in sent + latest:  # frames of the last step may still be in flight
             for rank in all_ranks:
                 assert (codec.decode(frame, codebooks=rank.books) == x).all()
         frames.append((step, *sent[0]))
@@ -508,7 +508,7 @@ def test_only_where_it_pays():
         assert (refreshed(tensors) is not None) == pays
     assert refreshed([]) is None
     few = codec.CodebookRefresher()
-    few.count(alike[0][:511])  # frames of so few values do not use one
+    few.count(alike[0][:511])  # frames of so few values use no codebook
     assert not few.counts().any()
     assert refreshed([np.zeros(0, np.float32)]) is None
     noise = rng.integers(0, 256, (6, 4000), dtype=np.uint8).view(np.float32)
@@ -532,7 +532,7 @@ def test_counts_of_large_tensors():
     refresher.count(x)
     assert 0.999 * x.size < refresher.counts()[:256].sum() <= x.size
     assert refresher.counts()[256] < 4 * x.size
-    refresher.counts()[:] = 0  # a copy
+    refresher.counts()[:] = 0  # counts() returns a copy
     assert refresher.counts().any()
 
 
@@ -573,7 +573,7 @@ def test_refresher_arguments():
     refresher.propose(20, sums)
     with pytest.raises(codec.StateError, match="before the last one is in use"):
         refresher.propose(24, sums)
-    refresher.propose(30, sums)  # the same codebook: no switch, and no other is forgotten
+    refresher.propose(30, sums)  # the same codebook: no switch, and older ones stay known
     assert refresher.current(24) is None
     assert refresher.current(25) is refresher.current(40) is refresher.books[0]
     refresher.propose(40, np.zeros(257, np.int64))
@@ -682,7 +682,7 @@ def test_scaled_gradients_are_owed_scaled_residuals():
     assert pickle.dumps(feedback.state_dict()) == state
     with pytest.raises(codec.StateError):
         feedback.rescale(2)
-    feedback.rollback()  # of the scale, too
+    feedback.rollback()  # restores the scale, too
     assert feedback.begin([("a", 2, 5)]).tolist() == [2, 3, 4]
     feedback.rollback()
     feedback.rescale(0.5)

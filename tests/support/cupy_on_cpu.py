@@ -1,10 +1,10 @@
-"""CuPy with a GPU that is this CPU: the part of CuPy that the CUDA engine and the tests use, under its names.
+"""CuPy with a GPU that runs on the CPU: the part of CuPy that `codec.engines.cuda` and the tests use.
 
-Nothing is done before somebody waits for it: a stream is a list of what it has to do. Memory whose owner is gone goes
-back to its pool, and is overwritten: pinned memory at once, the device's in the order of its stream. A stream that is
-captured has what it is given written down instead, and what CUDA calls unsafe ends the capture.
+A stream is a list of work that runs when somebody waits for it. Memory without an owner returns to its pool and is
+overwritten: pinned memory at once, device memory in the order of its stream. A captured stream records its work, and
+calls that CUDA calls unsafe end the capture.
 
-`tests/engines/test_cupy_backend.py` holds names, parameters and kinds to those of CuPy itself.
+`tests/engines/test_cupy_backend.py` compares names, parameters and types with CuPy's own.
 """
 
 import ctypes
@@ -23,27 +23,27 @@ import numpy as np
 from codec.engines.cuda import cache, cupy_backend
 from support.device import launch
 
-GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # modes of captures, and of threads meanwhile
-_LEGACY = 1  # another number of stream 0
+GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # modes of captures, and of threads during captures
+_LEGACY = 1  # other handle of stream 0
 _MANY = 65_535  # CUDA's limit of a grid's second dimension
 
 
 class Machine:
-    """All that there is of a GPU and of its driver. Threads are not told apart."""
+    """State of the emulated GPUs and their driver, shared by all threads."""
 
     def __init__(self, library: Any, capabilities: tuple[str, ...]) -> None:
         self.library, self.capabilities = library, capabilities
-        self.todo: dict[int, deque[Callable[[], Any]]] = defaultdict(deque)  # of streams
-        self.captured: dict[int, tuple[int, list[Callable[[], Any]]]] = {}  # of those that are: the mode, and what for
-        self.broken = False  # a capture
+        self.todo: dict[int, deque[Callable[[], Any]]] = defaultdict(deque)  # work of each stream
+        self.captured: dict[int, tuple[int, list[Callable[[], Any]]]] = {}  # captured streams: mode and recorded work
+        self.broken = False  # a capture was invalidated
         self.mode = GLOBAL
         self.current = Stream.null
         self.stack = [Stream.null]
-        self.free: dict[Any, list[Any]] = defaultdict(list)  # by pool and size
-        self.functions: list[str] = []  # kernels that were loaded
+        self.free: dict[Any, list[Any]] = defaultdict(list)  # free memory by pool and size
+        self.functions: list[str] = []  # names of loaded kernels
 
     def do(self, stream: int, work: Callable[[], Any]) -> None:
-        """Later, when somebody waits for it."""
+        """Add work to a stream; it runs when somebody waits for it."""
         (self.captured[stream][1] if stream in self.captured else self.todo[_number(stream)]).append(work)
 
     def wait(self, stream: int, until: Callable[[], bool] = lambda: False) -> None:
@@ -55,7 +55,7 @@ class Machine:
             todo.popleft()()
 
     def unsafe(self) -> None:
-        """What a capture does not survive, unless a thread has said that it knows."""
+        """End captures as CUDA does for unsafe calls, unless this thread has allowed them."""
         if self.mode != RELAXED and any(mode != RELAXED for mode, _ in self.captured.values()):
             self.broken = True
             raise CUDARuntimeError("cudaErrorStreamCaptureUnsafe")
@@ -175,7 +175,7 @@ class Device:
         self.id = getDevice() if device is None else int(device)
 
     def __enter__(self) -> "Device":
-        assert self.id == getDevice()  # the only one on which anything is done
+        assert self.id == getDevice()  # work runs on the current device only
         return self
 
     def __exit__(self, *args: object) -> None:
@@ -187,7 +187,7 @@ class Device:
 
 
 class _Pooled:
-    """Memory of a pool: a stream's number, or None for pinned memory."""
+    """Memory of a pool: that of a stream's number, or of pinned memory for None."""
 
     def __init__(self, memory: Any, pool: int | None) -> None:
         self._machine, self._memory, self._pool, self.ptr = machine, memory, pool, memory.ctypes.data
@@ -202,7 +202,7 @@ class _Pooled:
 
 
 def _take(size: int, pool: int | None) -> _Pooled:
-    """What is free, or new memory."""
+    """Return free memory of a pool, or new memory."""
     size = -(-size // 512) * 512
     free = machine.free[pool, size]
     if not free:
@@ -283,7 +283,7 @@ def launchKernel(
     kernel_params: int,
     extra: int,
 ) -> None:
-    """Arguments are read now, as many as the kernel has."""
+    """Add a kernel to a stream; its arguments are read at once, as many as the kernel has."""
     assert (grid_dim_z, block_dim_y, block_dim_z, shared_mem_bytes, extra) == (1, 1, 1, 0, 0)
     assert grid_dim_x > 0
     assert 0 < grid_dim_y <= _MANY
@@ -324,7 +324,7 @@ class NVRTCError(RuntimeError):
 
 
 class _Compiler:
-    """NVRTC, whose machine code is a list of kernels."""
+    """NVRTC whose machine code is a list of kernel names."""
 
     def __init__(self) -> None:
         self._programs: dict[int, list[str]] = {}
@@ -395,7 +395,7 @@ class ndarray:
         return self._there.copy()
 
     def set(self, arr: Any) -> None:
-        """In the order of the current stream."""
+        """Copy a host array to the device in the order of the current stream."""
         machine.do(machine.current.ptr, functools.partial(np.copyto, self._there, np.array(arr)))
 
 
@@ -414,7 +414,7 @@ def ascontiguousarray(a: Any) -> ndarray:
 
 
 def exchange(mode: Any) -> int:
-    """The driver's cuThreadExchangeStreamCaptureMode."""
+    """Emulate cuThreadExchangeStreamCaptureMode of the driver."""
     mode._obj.value, machine.mode = machine.mode, mode._obj.value
     return 0
 
@@ -446,7 +446,7 @@ cupy = _module("cupy", ndarray, empty, array, ascontiguousarray, cuda=cuda, __ve
 
 
 def install(monkeypatch: Any, library: Any, capabilities: tuple[str, ...] = ("90",)) -> Machine:
-    """Meanwhile `import cupy` finds this, and there are GPUs of such compute capabilities."""
+    """Replace CuPy by this module, with GPUs of the given compute capabilities, until the test ends."""
     global machine
     machine = Machine(library, capabilities)
     monkeypatch.setitem(sys.modules, "cupy", cupy)

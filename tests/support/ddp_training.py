@@ -8,33 +8,36 @@ from codec.torch import hook_state
 
 
 def net():
+    """Return a model of 12 layers, the same on all ranks."""
     torch.manual_seed(3)
     middle = [m for _ in range(9) for m in (torch.nn.Linear(64, 64), torch.nn.GELU())]
     return torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.LayerNorm(64), *middle, torch.nn.Linear(64, 5))
 
 
 def data(rank, step):
+    """Return inputs and labels of a rank's batch in a step."""
     g = torch.Generator().manual_seed(1000 * step + rank)
     x = torch.randn(16, 20, generator=g)
     return x, (x[:, :5] * x[:, 5:10]).argmax(1)
 
 
 def wrapped(model=None, **kwargs):
-    """In 8 buckets or more."""
+    """Wrap a model in DistributedDataParallel with at least 8 buckets."""
     return DistributedDataParallel(model or net(), bucket_cap_mb=0.015, **kwargs)
 
 
 def parameter_bytes(model):
+    """Return the bytes of all parameters."""
     return b"".join(p.detach().numpy().tobytes() for p in model.parameters())
 
 
 def hook_state_bytes(hook):
-    """Return its state as bytes, to be compared."""
+    """Return the state of a hook as bytes, for comparison."""
     return hook_state.packed(hook.state_dict())
 
 
 def train(model, optimizer, rank, steps, first=0):
-    """The losses."""
+    """Train for some steps and return the losses."""
     losses = []
     for step in range(first, first + steps):
         x, y = data(rank, step)
@@ -56,9 +59,11 @@ def take_step(model, rank, small_forward, optimizer=None):
 
 
 def small_net():
+    """Return a model of three layers, the same on all ranks."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 8))
 
 
 def small_forward(model, rank):
+    """Return the loss of the small model for a rank's batch."""
     return model(torch.randn(16, 64, generator=torch.Generator().manual_seed(rank))).square().mean()

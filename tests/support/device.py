@@ -1,4 +1,4 @@
-"""A GPU that is this CPU: kernels as g++ compiles them behind `tests/cuda/`, and arrays that say they lie there."""
+"""The CUDA kernels compiled by g++ for the CPU (`tests/cuda/`), and arrays and devices that stand for a GPU."""
 
 import ctypes
 import hashlib
@@ -27,7 +27,7 @@ FLAGS = [
     "-fno-strict-aliasing",
     "-ffp-contract=off",
     "-fPIC",
-    "-fno-gnu-unique",  # variables of templates are one library's
+    "-fno-gnu-unique",  # each library has its own variables of templates
     "-shared",
     "-Wall",
     "-Wextra",
@@ -36,11 +36,11 @@ FLAGS = [
 
 
 class LaunchError(Exception):
-    """What a GPU leaves undefined, in words."""
+    """Undefined behaviour of a launch: the message names the thread and the line."""
 
 
 def build(source=ROOT / "tests/cuda/kernels.cc", options=()):
-    """Kernels as a shared library, made anew if anything has changed."""
+    """Return the kernels as a shared library; compile it if a source or an option has changed."""
     command = ["g++", *FLAGS, *options, *INCLUDED]
     digest = hashlib.sha256(" ".join(command).encode() + Path(source).read_bytes())
     for folder in ("native/include/codec", "native/src/exact", "native/cuda", "tests/cuda"):
@@ -56,7 +56,7 @@ def build(source=ROOT / "tests/cuda/kernels.cc", options=()):
 
 
 def launch(library, kernel, grid, threads, *args):
-    """`args`: ctypes values and buffers, which are passed as they are."""
+    """Launch a kernel; `args` are ctypes values and buffers, passed by address."""
     call = getattr(library, f"{kernel.replace('<', '_').rstrip('>')}_launch")
     call.restype, call.argtypes = ctypes.c_char_p, [ctypes.c_void_p, *[ctypes.c_uint32] * 3, ctypes.c_size_t]
     pointers = (ctypes.c_void_p * len(args))(*[ctypes.addressof(a) for a in args])
@@ -65,14 +65,14 @@ def launch(library, kernel, grid, threads, *args):
 
 
 def compile_kernels(file, arch):
-    """By NVRTC, for a GPU that need not be there: what its assembler says, and the PTX."""
+    """Compile a file of kernels by NVRTC for an architecture; return the assembler's log and the PTX."""
     stubs = {"stdint.h": '#pragma once\n#include "exact/bits.h"\n', "stddef.h": "#pragma once\n"}
     options = [f"-arch={arch}", "-fmad=false", "-default-device", "-Xptxas=-v", *INCLUDED]
     return compile_cuda(f'#include "{file}.cu"\n', stubs, options, FILES[file].kernels)
 
 
 class DeviceArray:
-    """An array "on a GPU": libraries know of its memory by ``__cuda_array_interface__`` alone."""
+    """Array on the emulated GPU, which libraries know by ``__cuda_array_interface__`` alone."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -95,12 +95,12 @@ class DeviceArray:
         return DeviceArray(self.array.view(dtype))
 
     def get(self) -> Any:
-        """A copy for the host."""
+        """Return a copy on the host."""
         return self.array.copy()
 
 
 class Emulated:
-    """A device as this engine needs one, and a backend that has no other."""
+    """Device of the CUDA engine that runs kernels on the CPU, and the backend of that device alone."""
 
     name = "cuda:0"
 
@@ -108,7 +108,7 @@ class Emulated:
         self.library, self.processors, self.launched, self.uploaded = library, processors, [], []
 
     def put(self, array: Any) -> DeviceArray:
-        """A copy that lies on this device."""
+        """Return a copy of an array on the device."""
         return DeviceArray(np.array(array))
 
     def why_not(self) -> str | None:
@@ -132,7 +132,7 @@ class Emulated:
     hold = wait_for
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
-        memory = np.empty(nbytes, np.uint8)  # which AddressSanitizer guards
+        memory = np.empty(nbytes, np.uint8)  # AddressSanitizer checks accesses around it
         assert memory.ctypes.data % 16 == 0
         memory.fill(0xE5)
         return memory.ctypes.data, memory
@@ -167,12 +167,12 @@ class Emulated:
 
     def bytes_of(self, v: TensorView, nbytes: int) -> Any:
         memory = (ctypes.c_uint8 * nbytes).from_address(v.address)
-        memory.owner = v.owner  # kept by the array
+        memory.owner = v.owner  # keeps the memory alive
         return DeviceArray(np.frombuffer(memory, np.uint8))
 
 
 class Real:
-    """A GPU, as tests use it."""
+    """Real GPU that records which kernels are launched."""
 
     def __init__(self, monkeypatch: Any) -> None:
         self.launched: list[str] = []
@@ -185,12 +185,12 @@ class Real:
         monkeypatch.setattr(Gpu, "launch", launch)
 
     def put(self, array: Any) -> Any:
-        """A copy that lies on this device."""
+        """Return a copy of an array on the device."""
         import cupy
 
         return cupy.array(array)
 
 
 def use(monkeypatch: Any, device: Emulated) -> None:
-    """Meanwhile engine="cuda" works on this one."""
+    """Make engine="cuda" use a device until the test ends."""
     monkeypatch.setattr(devices, "backend", device)

@@ -1,4 +1,4 @@
-"""Code blocks of docs/frameworks.md, which the tests run."""
+"""Code blocks of docs/frameworks.md, which tests run."""
 
 import re
 from pathlib import Path

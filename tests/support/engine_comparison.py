@@ -14,7 +14,7 @@ MBITS = {**MANTISSA_BITS, "float64": 52}
 
 
 def outcome(call):
-    """What a call gives, or its error as a caller sees it."""
+    """Return the result of a call, or its error as (type, code, message)."""
     try:
         return call()
     except codec.CodecError as e:
@@ -22,18 +22,19 @@ def outcome(call):
 
 
 def agreed(call):
-    """What a call gives with any engine."""
+    """Return the outcome of a call, which must be the same for all engines."""
     expected, *others = (outcome(lambda: call(engine)) for engine in ENGINES)  # noqa: B023
     assert others == [expected] * len(others)
     return expected
 
 
 def dtypes_of(spec):
+    """Return the dtypes that a spec accepts."""
     return ALL_DTYPES if isinstance(spec, codec.Lossless) else LOSSY_DTYPES
 
 
 def sample_bits(dtype, n, kind="mixed", seed=0, odd=0, finite=True):
-    """Bits of values, `odd` of them at the ends of what the dtype has; no NaN and Inf if `finite`."""
+    """Return bits of values, `odd` of them at the limits of the dtype; without NaN and Inf if `finite`."""
     x = random_bits(dtype, n, kind, seed)
     if dtype not in MBITS:
         return x
@@ -50,7 +51,7 @@ def sample_bits(dtype, n, kind="mixed", seed=0, odd=0, finite=True):
 
 
 def level_arguments(spec, n, seed=0, how="sgd"):
-    """What Truncate needs beside the tensor."""
+    """Return the metric and state that a Truncate spec needs for n values; {} for other specs."""
     if not isinstance(spec, codec.Truncate) or spec.fixed_level is not None:
         return {}
     state = {k: v * F32(1e3 if k == "theta" else 1) for k, v in optimizer_state(n, seed).items()}
@@ -62,23 +63,27 @@ def level_arguments(spec, n, seed=0, how="sgd"):
 
 
 def like(dtype):
+    """Return an empty unsigned array of the dtype's item size."""
     return np.empty(0, f"u{ITEMSIZE[dtype]}")
 
 
 def misaligned(x, shift=3):
-    """The same array at an odd address."""
+    """Return a copy of an array at an address that is not aligned."""
     raw = np.empty(x.nbytes + 16, np.uint8)
     raw[shift : shift + x.nbytes] = x.reshape(-1).view(np.uint8)
     return np.ndarray(x.shape, x.dtype, raw[shift:])
 
 
 def unify_nan(y):
-    """Bits of float32, of NaN always the same."""
+    """Return the bytes of float32 values with all NaNs made equal."""
     return np.where(np.isnan(y), F32(np.nan), y).tobytes()
 
 
 def check_encode(x, spec, dtype, left=None, **how):
-    """A frame that both engines make, with what they leave in `residual`; or their error, which leaves it as it was."""
+    """Return the frame or the error of encode, which all engines must agree on.
+
+    `left` is the residual before the call: engines must leave the same one, and errors must leave it unchanged.
+    """
 
     def call(engine):
         residual = None if left is None else left.copy()
@@ -92,7 +97,7 @@ def check_encode(x, spec, dtype, left=None, **how):
 
 
 def check_decode(frame, dtype, shape, **how):
-    """A frame's values by both engines, in memory of their own and of ours."""
+    """Return the decoded values' bytes, the same for all engines, in new memory and in `out`."""
     values = agreed(lambda engine: codec.decode(frame, like=like(dtype), engine=engine, **how).tobytes())
     out = misaligned(np.zeros(shape, like(dtype).dtype))
     codec.decode(
@@ -107,7 +112,7 @@ def check_decode(frame, dtype, shape, **how):
 
 
 def check_sums(frames, dtype, n, op="mean", **how):
-    """Sums of frames by both engines."""
+    """Check that accumulate and reduce give the same sums with all engines."""
 
     def accumulate(engine):
         total = misaligned(np.linspace(-1, 1, n, dtype=F32))
@@ -121,7 +126,7 @@ def check_sums(frames, dtype, n, op="mean", **how):
 
 
 def check_engines(draw):
-    """Engines, by any tensor in any way of asking."""
+    """Compare the engines for a tensor, spec and arguments that Hypothesis draws."""
     name = draw(st.sampled_from(sorted(SPECS)))
     spec = SPECS[name]
     dtype = draw(st.sampled_from(dtypes_of(spec)))

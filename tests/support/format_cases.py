@@ -56,7 +56,7 @@ def head(*modes, flags=0):
 
 SEVEN = {7: 1, ESCAPE: 1}
 FEW = {127: 1, 0: 2, ESCAPE: 2}
-LONG = {7: 1, 8: 2, 9: 3, ESCAPE: 3}  # of an odd number of bytes
+LONG = {7: 1, 8: 2, 9: 3, ESCAPE: 3}  # stored in an odd number of bytes
 
 
 def u8(symbols, lengths, literals=b"", **how):
@@ -344,7 +344,7 @@ def halves(*bits):
     return struct.pack(f"<{len(bits)}H", *bits)
 
 
-NEAR = 1 + 2.0**-20  # no number of the halves
+NEAR = 1 + 2.0**-20  # not representable in half precision
 ROW_CASES = {
     # section 2
     "block_log2": (
@@ -516,7 +516,7 @@ TRUNCATE_CASES = {
         "level of Inf or NaN",
     ),
     "NaN under fixed levels": (
-        cut(FLOAT32, 2, u32(0xB01) + b"\x7f\xff" + b"\5", FIXED, level=3),  # a third piece, of the NaN alone
+        cut(FLOAT32, 2, u32(0xB01) + b"\x7f\xff" + b"\5", FIXED, level=3),  # the NaN has a third piece
         u32(0x3F800000, 0x7F800000 | 5 << 6),
     ),
     # 9.4
@@ -529,11 +529,11 @@ TRUNCATE_CASES = {
 def check_truncate(decode, name, lead):
     """Check a case of section 9: Truncate."""
     blocks, values = TRUNCATE_CASES[name]
-    lead = lead and not blocks.flags & 2  # a model has its n
+    lead = lead and not blocks.flags & 2  # scale models fix the number of values
     check_case(decode, blocks.frame(lead), behind(lead, blocks, values))
 
 
-# theta, A's exponent, and what is left of 24 bits of ones of 1.0 and of a NaN: 1.0 keeps 6, 24 or 12
+# theta, A's exponent, and the bits that 1.0 with 24 bits set keeps: 6, 24 or 12; a NaN keeps all 24
 SHARED_LEVEL_CASES = {
     "as much as there is": (np.inf, 255, 6),
     "none, a subnormal": (1e-45, 0, 24),
@@ -546,7 +546,7 @@ SHARED_LEVEL_CASES = {
 def check_shared_levels(decode, name, by_bit):
     """Check a case of section 9.3: shared levels where A is not a normal number; Inf and NaN keep all bits."""
     theta, a, keeps = SHARED_LEVEL_CASES[name]
-    keeps += (by_bit != 0) * (keeps == 6) * -5  # only the sign
+    keeps += (by_bit != 0) * (keeps == 6) * -5  # keeps only the sign
     widths = (keeps, 24)
     fields = [(1 << 24) - (1 << 24 - w) for w in widths]
     if by_bit:

@@ -1,4 +1,4 @@
-"""Frames that no encoder writes: pieces of docs/format.md put together at will, and sealed."""
+"""Frames that no encoder writes, built from the pieces of docs/format.md."""
 
 import struct
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ from reference import decoder as oracle
 from reference.decoder import ESCAPE
 
 
-def reseal(frame):
-    """Make the checksums right again, as an attacker would; None if the header no longer says where they are."""
+def recompute_checksums(frame):
+    """Return a frame with valid checksums, as an attacker would make it; None if its header does not locate them."""
     try:
         side, frame_nbytes = struct.unpack_from("<I", frame, 12)[0], struct.unpack_from("<Q", frame, 16)[0]
         rank, layout, log2, fixed, dtype = frame[7], frame[8], frame[9], frame[10], frame[6]
@@ -52,6 +52,7 @@ def reseal(frame):
 def header(
     codec, dtype, shape, params, layout=0, log2=0, fixed=0, coded=0, side=0, nbytes=0, flags=0, halved=0, blocks=0
 ):
+    """Return a header with a checksum of 0."""
     return struct.pack(
         f"<4s8BIQQ8s4BI{len(shape)}Q",
         *(b"CODC", 1, codec, dtype, len(shape), layout, log2, fixed, coded, side, nbytes, 0),
@@ -60,14 +61,14 @@ def header(
 
 
 def stored(dtype, shape, values, codec=1, params=b"\0\0\0\x08", **fields):
-    """A frame of layout 0."""
+    """Return a frame of layout 0."""
     nbytes = 48 + 8 * len(shape) + len(values)
-    return reseal(header(codec, dtype, shape, params, nbytes=nbytes, **fields) + values)
+    return recompute_checksums(header(codec, dtype, shape, params, nbytes=nbytes, **fields) + values)
 
 
 @dataclass
 class Blocks:
-    """A frame of layout 1 and rank 1, to be given its regions as :func:`region` makes them."""
+    """Frame of layout 1 and rank 1, whose regions :func:`region` makes."""
 
     dtype: int
     n: int
@@ -82,7 +83,7 @@ class Blocks:
     log2: int = 9
 
     def frame(self, lead=False):
-        """Its bytes; ``lead``: behind a block of 512 values that are 0."""
+        """Return the frame's bytes; ``lead``: with a block of 512 zeros in front."""
         nplanes = oracle.DTYPES[self.dtype][1]
         zeros = region(bytes(5 if self.codec == 7 else 4 + nplanes - len(self.fixed)))
         regions = [zeros] * lead + self.regions
@@ -95,21 +96,21 @@ class Blocks:
             *(len(side), 8 * int(ends[-1]), self.flags, self.halved, len(regions)),
         )
         directory = b"".join(struct.pack("<II", end, 0) for end in ends)
-        return reseal(head + side + directory + planes + b"".join(regions))
+        return recompute_checksums(head + side + directory + planes + b"".join(regions))
 
 
 def region(body):
-    """Filled up to a multiple of 8."""
+    """Pad a region to a multiple of 8 bytes."""
     return body + bytes(-len(body) % 8)
 
 
 def ordered(lengths):
-    """Values in the order of their codes."""
+    """Return the values in the order of their codes."""
     return sorted(lengths, key=lambda v: (lengths[v], v))
 
 
 def book(lengths):
-    """A codebook as it is stored, from a dict of lengths."""
+    """Return the stored form of a codebook, given as a dict of code lengths."""
     values = [v for v in lengths if 0 < v < ESCAPE]
     first, last = min(values, default=1), max(values, default=0)
     nibbles = [lengths.get(v, 0) for v in range(first, last + 1)] + [0]
@@ -124,7 +125,7 @@ def book(lengths):
 
 
 def coded(symbols, lengths, literals=b"", pad=None):
-    """A coded plane. Symbols are values, or ESCAPE; ``pad`` is what the last quad row is filled up with."""
+    """Return a coded plane of values or ESCAPE; ``pad`` fills up the last quad row."""
     code, at = {}, 0
     for v in ordered(lengths):
         code[v] = f"{at:08b}"[: lengths[v]]

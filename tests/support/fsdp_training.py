@@ -7,16 +7,18 @@ from torch import nn
 
 
 def small_model():
+    """Return a model of three linear layers, the same on all ranks."""
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(60, 150), nn.ReLU(), nn.Linear(150, 90), nn.ReLU(), nn.Linear(90, 7))
 
 
 def batch(rank):
+    """Return the inputs of a rank."""
     return torch.randn(16, 60, generator=torch.Generator().manual_seed(50 + rank))
 
 
 def gradients_of(net, size, dtype=torch.float32):
-    """Of each parameter those of all ranks, as one process computes them."""
+    """Return the gradients of all ranks for each parameter, computed in one process."""
     found = []
     for rank in range(size):
         here = copy.deepcopy(net).to(dtype)
@@ -26,6 +28,7 @@ def gradients_of(net, size, dtype=torch.float32):
 
 
 def mean(tensors):
+    """Return the float32 mean of tensors, added in order."""
     total = tensors[0].float()
     for t in tensors[1:]:
         total = total + t.float()

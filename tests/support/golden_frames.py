@@ -27,7 +27,7 @@ GOLDEN_FRAMES = {name: (FOLDER / f"{name}.codec").read_bytes() for name in GOLDE
 
 
 def hashed(n, salt):
-    """n well mixed 64-bit words: splitmix64."""
+    """Return n words of 64 bits: splitmix64 of the index and a salt."""
     with np.errstate(over="ignore"):
         x = (np.arange(n, dtype=np.uint64) + np.uint64(salt * 1_000_003 + 1)) * np.uint64(0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -36,7 +36,7 @@ def hashed(n, salt):
 
 
 def floats(dtype, n, salt, wide=0):
-    """Bits of floats whose exponents are binomial around 1, with sign and mantissa random."""
+    """Return bits of floats with random signs and mantissas, and binomial exponents around 1."""
     x = hashed(n, salt)
     heads = np.bitwise_count(hashed(n, salt + 1) & np.uint64(0xFFFF)).astype(np.int64)
     mantissa, middle = {"float32": (23, 127), "float64": (52, 1023), "bfloat16": (7, 127), "float16": (10, 15)}[dtype]
@@ -49,7 +49,7 @@ def floats(dtype, n, salt, wide=0):
 
 
 def golden_tensor(name):
-    """Bits, dtype and arguments of encode."""
+    """Return the bits, the dtype and the other arguments of encode for a golden frame."""
     dtype, kind, *more = name.split("-")
     u, size = np.dtype(f"u{ITEMSIZE[dtype]}"), ITEMSIZE[dtype]
     if kind == "stored":
@@ -78,7 +78,7 @@ def golden_tensor(name):
         return x, dtype, {"segments": segments, "spec": codec.Lossless(model="separable")}
     if kind == "blocks":
         return floats(dtype, 40000, 9), dtype, {}
-    if kind == "even":  # low bytes that are even too often: halved
+    if kind == "even":  # the low byte is often even: a halved plane
         x = floats(dtype, 6000, 10)
         drop = np.bitwise_count(hashed(6000, 11) & np.uint64(7)).astype(u)
         return x >> drop << drop, dtype, {}
@@ -101,7 +101,7 @@ def golden_tensor(name):
         return x.reshape(30, 100), dtype, {"spec": LOSSY[kind], "stream": 3}
     if kind in TRUNCATES:
         theta = floats("float32", 3000, 20, wide=2)
-        theta[::50] = 0x7F800000, *[0] * 59  # Inf once, then zeros
+        theta[::50] = 0x7F800000, *[0] * 59  # one Inf, then zeros
         state = {"theta": theta.view(np.float32).reshape(30, 100)}
         metric = optimizers.SGD(0.125) if TRUNCATES[kind].fixed_level is None else None
         how = {"metric": metric, "state": state} if metric else {}
@@ -132,7 +132,7 @@ NAMES = [
 
 
 def a_exponents(how):
-    """Of A, for shared levels: theta / lr."""
+    """Return the exponent fields of A = theta / lr for shared levels."""
     if "state" not in how:
         return None
     return (how["state"]["theta"] * np.float32(8)).view(np.uint32).ravel() >> 23 & 255

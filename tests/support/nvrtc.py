@@ -7,7 +7,7 @@ from importlib.metadata import files
 
 
 def nvrtc() -> ctypes.CDLL:
-    """NVIDIA's compiler, which needs neither a GPU nor a driver."""
+    """Load NVRTC's library from its Python package."""
     installed = files("nvidia-cuda-nvrtc-cu12") or []
     return ctypes.CDLL(str(next(f.locate() for f in installed if re.fullmatch(r"libnvrtc\.so\.\d+", f.name))))
 
@@ -15,7 +15,10 @@ def nvrtc() -> ctypes.CDLL:
 def compile_cuda(
     source: str, headers: dict[str, str], options: list[str], kernels: Sequence[str] = ()
 ) -> tuple[str, str]:
-    """What NVRTC says of a source whose headers are given with it, and its PTX; both have kernels' own names."""
+    """Compile a source with the given headers; return the log and the PTX.
+
+    Both name kernels by the expressions in `kernels` in place of mangled names.
+    """
     lib, program = nvrtc(), ctypes.c_void_p()
     texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
     names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))

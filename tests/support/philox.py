@@ -1,4 +1,4 @@
-"""Philox4x32-10, written a second time: the random bits that stochastic codecs must use."""
+"""Independent implementation of Philox4x32-10, the generator of stochastic codecs."""
 
 import numpy as np
 

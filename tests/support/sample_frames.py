@@ -4,7 +4,7 @@ import numpy as np
 
 import codec
 from support.engine_comparison import level_arguments, sample_bits
-from support.frame_builder import reseal
+from support.frame_builder import recompute_checksums
 from support.specs import LOSSY, SPECS, TRUNCATES
 from support.tensors import random_bits
 
@@ -15,7 +15,7 @@ TRUNCATE_HOW = {
 
 
 def small_frames():
-    """Small frames of every layout and mode."""
+    """Return small frames of every layout and mode by name: (frame, dtype, number of values)."""
     out = {}
     for dtype, n, kind in (
         ("float32", 100, "normal"),
@@ -46,7 +46,7 @@ SMALL_FRAMES = small_frames()
 
 
 def frames_to_damage():
-    """Frames to damage: the tensor's dtype, and what decoding needs."""
+    """Return frames by name: (frame, dtype, number of values, arguments that decoding needs)."""
     frames = {
         name: (frame, dtype, n, TRUNCATE_HOW if n == 600 else {}) for name, (frame, dtype, n) in SMALL_FRAMES.items()
     }
@@ -72,7 +72,10 @@ FRAMES_TO_DAMAGE = frames_to_damage()
 
 
 def damage(frame, rng):
-    """A frame with a few bytes changed, mostly where regions and the side section begin; sealed again or not."""
+    """Return a frame with one to three changed bytes, most of them near the beginning of a section.
+
+    Four of five mutants have valid checksums.
+    """
     info, mutant = codec.inspect(frame), bytearray(frame)
     sections = {"end": (len(frame) - 200, 200), "all": (0, len(frame)), **info.sections}
     for _ in range(rng.integers(1, 4)):
@@ -81,5 +84,5 @@ def damage(frame, rng):
         if i >= len(frame):
             continue
         mutant[i] = rng.choice([mutant[i] ^ 1 << int(rng.integers(8)), rng.integers(256), 0, 255, mutant[i] + 1 & 255])
-    sealed = reseal(bytes(mutant)) if rng.random() < 0.8 else None
+    sealed = recompute_checksums(bytes(mutant)) if rng.random() < 0.8 else None
     return sealed or bytes(mutant)
