@@ -83,7 +83,7 @@ lint: $(VENV)/tools $(VENV)/test
 
 # The documentation, in build/docs/html. Warnings are errors.
 docs: $(VENV)/debian $(VENV)/test
-	@mkdir -p build/docs/gloo
+	@mkdir -p build/docs/gloo && rm -rf docs/reference/api # generated: pages of names that are gone would stay
 	doxygen docs/Doxyfile
 	doxygen docs/Doxyfile.gloo
 	$(VENV)/bin/sphinx-build -W --keep-going -q docs build/docs/html
