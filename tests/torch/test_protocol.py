@@ -8,6 +8,7 @@ specification: it calls `codec.encode`, `codec.decode` and `codec.reduce`, but n
 
 import hashlib
 import itertools
+import re
 import struct
 from collections import defaultdict
 from math import floor, log, prod
@@ -432,6 +433,13 @@ def test_messages_are_those_of_the_specification(recorded: Any, i: int) -> None:
     expected.collective()
     for rank in range(3):
         check_sent(expected.sent[rank], recorded[rank][1 + i][0])
+
+
+def test_specification_names_existing_tests() -> None:
+    interoperability = (Path(__file__).parent / "test_gloo_interoperability.py").read_text()
+    names = re.findall(r"`(test_\w+)`", SPECIFICATION.read_text())
+    assert len(names) >= 5
+    assert [name for name in names if f"def {name}(" not in interoperability] == []
 
 
 def test_results_are_the_same_bits_on_all_ranks(recorded: Any) -> None:
