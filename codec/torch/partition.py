@@ -3,7 +3,7 @@
 import bisect
 import functools
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -48,7 +48,8 @@ def cut(
     chunks = _chunks(n * itemsize / size, chunk_nbytes or CHUNK_NBYTES)
     inside = unpack(segments) if segments else []
     starts = _row_starts(inside) if inside else None
-    cuts = [_near(i * n // (size * chunks), n, starts) for i in range(size * chunks + 1)]
+    # max: rounding to _ALIGN behind a segment can give a cut point before the last one inside the segment
+    cuts = list(accumulate((_near(i * n // (size * chunks), n, starts) for i in range(size * chunks + 1)), max))
     pieces = [Piece(a, b, pack(_inside(inside, a, b)) if inside else None) for a, b in pairwise(cuts)]
     return [pieces[r * chunks : (r + 1) * chunks] for r in range(size)]
 

@@ -190,6 +190,13 @@ TEST_CASE("Slices cover a tensor in rank order and keep short rows whole")
 						check_cut(n, size, itemsize, segments, chunk);
 		}
 	}
+	for (uint64_t rows = 1; rows < 550; rows++) { /* slices of fewer than 1,024 values, some behind a segment */
+		Segments segments;
+
+		laid_out({{rows, 2}}, segments);
+		for (int size : {3, 7, 64})
+			check_cut(1100, size, 4, segments);
+	}
 	for (uint64_t n : {0, 1, 2, 3, 997, 1023, 1024, 1025, 3071, 3072, 3073, 1 << 22, (1 << 24) + 1})
 		for (int size : {1, 2, 3, 4, 5, 16})
 			check_cut(n, size, 4, {});

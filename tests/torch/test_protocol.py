@@ -183,7 +183,8 @@ def inside(segments: Any, begin: int, end: int) -> Any:
 
 def partition(n: int, size: int, itemsize: int, segments: Any, chunk_nbytes: int) -> list[list[Piece]]:
     chunks = chunk_count(n * itemsize / size, chunk_nbytes)
-    cuts = [cut_point(i * n // (size * chunks), n, segments) for i in range(size * chunks + 1)]
+    points = (cut_point(i * n // (size * chunks), n, segments) for i in range(size * chunks + 1))
+    cuts = list(itertools.accumulate(points, max))
     pieces = [Piece(a, b, inside(segments, a, b) if segments else None) for a, b in itertools.pairwise(cuts)]
     return [pieces[r * chunks : (r + 1) * chunks] for r in range(size)]
 
@@ -404,6 +405,7 @@ CALLS = [
     Call(n=3 * N, algorithm="raw", op="mean", segments=SEGMENTS),  # five chunks in a slice
     Call(n=5000, algorithm="raw", dtype=torch.bfloat16),
     Call(spec=codec.Ternary("base3"), n=40_000, algorithm="shared_scale", op="mean", stream=5),
+    *[Call(n=1100, algorithm=name, segments=[(0, (190, 2))]) for name in ("two_shot", "ring", "raw")],  # 0 366 366 1100
     Call("reduce_scatter", codec.Quantize(4), n=N, op="mean", stream=2),
     Call("all_gather", codec.Quantize(3), n=7000, stream=4),
     Call("all_to_all", codec.Ternary(), n=N),

@@ -167,7 +167,8 @@ inline std::vector<Slice> cut(uint64_t n, int size, uint32_t itemsize, const Seg
 	std::vector<Slice> slices(size);
 
 	for (uint64_t i = 0; i < m; i++) {
-		uint64_t end = near(share(n, i + 1, m), n, segments);
+		/* rounding to CUT_ALIGN behind a segment can give a cut point before the last one inside the segment */
+		uint64_t end = std::max(begin, near(share(n, i + 1, m), n, segments));
 
 		slices[i / chunks].push_back({begin, end, inside(segments, begin, end)});
 		begin = end;
