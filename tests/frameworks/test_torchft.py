@@ -22,11 +22,11 @@ import codec.torch
 from support.documentation import blocks
 from support.ranks import RankPool
 
-N = 6 * 4096  # values: each third and half of a tensor has 16 KiB or more
+N = 6 * 4096  # values; each third and half of a tensor has at least 16 KiB
 
 
 def codec_group(timeout=20.0, small=1 << 14):
-    """Return a reconfigurable group of torchft's, by the class that the page shows, but lossless."""
+    """Return a reconfigurable group of torchft, by the class of docs/frameworks.md with Lossless."""
     namespace = {}
     exec(blocks("torchft")[0], namespace)
     group = namespace["CodecGroup"](timedelta(seconds=timeout))
@@ -37,7 +37,7 @@ def codec_group(timeout=20.0, small=1 << 14):
 
 
 def _suite(small):
-    """Run the cases of torchft's suite that are for its Gloo group; return how many there were and what failed."""
+    """Run the cases of torchft's test suite for its Gloo group; return their number and the failures."""
     from torchft import process_group_test as suite
 
     suite.ProcessGroupGloo = lambda timeout=timedelta(seconds=20): codec_group(timeout.total_seconds(), small=small)
@@ -137,14 +137,14 @@ def _cases(rank, size):
     }
 
 
-FRAMES = ("allreduce", "allgather", "reduce_scatter")  # the others go over Gloo
+FRAMES = ("allreduce", "allgather", "reduce_scatter")  # other collectives go over Gloo
 
 
 def _run(pg, name, case):
     work, found, wanted = case(pg)
     if work is not None:
         work.wait()
-        if name != "send/recv":  # a send and a receive of Gloo's have no future
+        if name != "send/recv":  # Gloo's send and receive have no future
             work.get_future().wait()
     for x, want in zip(found, wanted, strict=True):
         assert torch.equal(x, want), name
@@ -173,7 +173,7 @@ def test_collectives_of_large_tensors():
 
 
 def _resilient(rank, size, port, name):
-    """A collective; then one without the last rank, which is gone: an error; then one of those that are left."""
+    """Run a collective; one without the last rank, which has died; and one of the remaining ranks."""
     pg = codec_group(timeout=5)
     pg.configure(f"localhost:{port}/{name}/first", "0", rank, size)
     _run(pg, name, _cases(rank, size)[name])
@@ -195,8 +195,8 @@ RESILIENT = [name for name in _cases(0, 3) if name not in ("send/recv", "broadca
 
 
 @pytest.mark.parametrize("name", RESILIENT)
-def test_group_is_reconfigured_after_a_rank_is_gone(name):
-    """All ranks that are left raise. (Those that send to others alone need not notice.)"""
+def test_group_is_reconfigured_after_a_rank_died(name):
+    """All remaining ranks raise, except those that only send."""
     store = master()
     with RankPool(3, limit=120) as ranks:
         *left, gone = ranks.run(_resilient, store.port, name)
@@ -207,7 +207,7 @@ def test_group_is_reconfigured_after_a_rank_is_gone(name):
 
 
 def _managed(rank, size, lighthouse, code):
-    """A replica group of one rank: runs the page's training loop."""
+    """Run the page's training loop as a replica group of one rank."""
     store = master()
     os.environ |= {
         "TORCHFT_LIGHTHOUSE": lighthouse,

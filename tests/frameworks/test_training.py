@@ -9,7 +9,7 @@ import torch
 from support.documentation import blocks
 from support.ranks import RankPool
 
-STEPS = 4  # until a checkpoint, and as many after it
+STEPS = 4  # steps before a checkpoint, and after it
 
 
 def run(size, function, *args):
@@ -36,7 +36,7 @@ def _launched(rank, size, port, function, *args):
 
 
 def _trained(rank, size, code, first, last, folder):
-    """Run train() of a block; return the parameters and what the hook has counted."""
+    """Run train() of a code block; return the parameters and the hook's statistics."""
     namespace = {"__name__": "page"}
     exec(code, namespace)
     hook, model = namespace["train"](first, last, folder)
@@ -79,7 +79,7 @@ def test_framework_trains_and_resumes_with_compressed_gradients(framework, tmp_p
     assert equal(resumed[0][0], straight[0][0])
 
 
-def test_state_of_another_rank_is_refused(tmp_path):
+def test_state_of_another_rank_is_rejected(tmp_path):
     (code,) = blocks("Accelerate")
     first, second = run(2, _others_state, code, str(tmp_path))
     assert first is None

@@ -1,4 +1,4 @@
-"""All-reduces between processes: the same bits on all ranks, and after any failure the tensors that were there."""
+"""All-reduces between processes: bit-identical results on all ranks, and unchanged tensors after any failure."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ SPECS = [
     codec.Ternary(),
     codec.Truncate(2),
 ]
-LARGE = 2_200_000  # values of float32: their frames wait until all ranks have succeeded
+LARGE = 2_200_000  # float32 values; results of large tensors are stored only when all ranks have succeeded
 ALGORITHMS = ["two_shot", "all_gather", "ring", "raw"]
 
 
@@ -37,8 +37,8 @@ def values(rank, shape, dtype=torch.float32):
     return (torch.randn(shape, generator=g) * 2.0 ** torch.randint(-9, 0, shape[-1:], generator=g)).to(dtype)
 
 
-def in_order(tensors, op):
-    """Summed in float32 in the order of ranks, and rounded once."""
+def sum_in_order(tensors, op):
+    """Return the float32 sum of tensors in the order of ranks, rounded once to their dtype."""
     total = tensors[0].float()
     for t in tensors[1:]:
         total = torch.maximum(total, t.float()) if op == "max" else total + t.float()
@@ -50,7 +50,7 @@ def bits(t):
 
 
 def _exact(rank, size):
-    """Lossless and raw: the sum in the order of ranks, whatever the shape, dtype and operation."""
+    """Lossless and raw: sums in the order of ranks for every shape, dtype and operation."""
     found = []
     for shape in [(), (1,), (5,), (0,), (1000,), (300, 100), (3, 5, 7, 11), (1100, 1000)]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -58,31 +58,31 @@ def _exact(rank, size):
                 continue
             every = [values(r, shape or (1,), dtype).view(shape) for r in range(size)]
             for op in ("mean", "sum", "max"):
-                want = in_order(every, op)
+                want = sum_in_order(every, op)
                 for algorithm in ("two_shot", "all_gather", "raw"):
                     t = every[rank].clone()
                     codec.torch.all_reduce(t, op=op, algorithm=algorithm)
                     assert torch.equal(t, want), (shape, dtype, op, algorithm)
             found.append(want.sum().item())
-    want = in_order(large := [values(r, (300, 100)) for r in range(size)], "mean")
-    for _ in range(8):  # frames at first, then values if they are faster
+    want = sum_in_order(large := [values(r, (300, 100)) for r in range(size)], "mean")
+    for _ in range(8):  # frames first, then raw values if they are faster
         codec.torch.all_reduce(t := large[rank].clone())
         assert torch.equal(t, want)
-    t = values(rank, (40, 30)).t()  # not contiguous
-    want = in_order([values(r, (40, 30)).t() for r in range(size)], "sum")
+    t = values(rank, (40, 30)).t()  # non-contiguous
+    want = sum_in_order([values(r, (40, 30)).t() for r in range(size)], "sum")
     codec.torch.all_reduce(t, op=dist.ReduceOp.SUM, algorithm="two_shot")
     assert torch.equal(t, want)
     return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_lossless_is_the_sum_in_the_order_of_ranks(size):
+def test_lossless_all_reduce_is_the_sum_in_the_order_of_ranks(size):
     results = run_ranks(size, _exact)
     assert all(r == results[0] for r in results)
 
 
 def _nans(rank, size):
-    """Of other bits on each rank, several in a sum."""
+    """Reduce NaNs with other bits on each rank."""
     found = []
     for dtype, quiet in ((torch.float32, 0x7FC00001), (torch.bfloat16, 0x7FC1), (torch.float16, 0x7E01)):
         for n in (1000, 100_000):
@@ -95,7 +95,7 @@ def _nans(rank, size):
 
 
 def _overflows(rank, size):
-    """Sums that no number is, and Inf less Inf: what comes out says so, and nobody is warned of it."""
+    """Sums that overflow and Inf - Inf give Inf and NaN without a warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for algorithm in ("two_shot", "all_gather", "raw"):
@@ -106,7 +106,7 @@ def _overflows(rank, size):
             assert (x[1:] == torch.inf).all(), algorithm
 
 
-def test_sums_that_overflow():
+def test_overflowing_sums_give_inf_and_nan_without_a_warning():
     run_ranks(3, _overflows)
 
 
@@ -119,14 +119,14 @@ def _lossy(rank, size):
     results = {}
     shapes = [(64, 100), (40, 30, 3, 3), (77,), (200_000,)]
     every = [torch.cat([values(10 * r + i, s).flatten() for i, s in enumerate(shapes)]) for r in range(size)]
-    want = in_order(every, "mean")
+    want = sum_in_order(every, "mean")
     for spec in SPECS:
         for algorithm in ALGORITHMS:
             t = every[rank].clone()
             codec.torch.all_reduce(t, spec, algorithm=algorithm, segments=codec.segments(shapes))
             error = float((t - want).norm() / want.norm())
             results[repr(spec), algorithm] = bits(t), error
-            if algorithm == "all_gather":  # what the frames say, and nothing else
+            if algorithm == "all_gather":  # exactly the decoded frames
                 again = every[rank].clone()
                 codec.torch.all_reduce(
                     again, spec, algorithm=algorithm, segments=codec.segments(shapes), stream=1 << 40
@@ -135,8 +135,8 @@ def _lossy(rank, size):
     return results
 
 
-def test_replicas_are_identical():
-    """Every codec by every algorithm; loss is what the codec's rate allows."""
+def test_lossy_results_are_identical_on_all_ranks():
+    """Every codec with every algorithm; the error is what the codec allows."""
     results = run_ranks(4, _lossy)
     limits = {
         "Lossless": 1e-6,
@@ -160,7 +160,7 @@ def _one_phase(rank, size):
     assert torch.equal(x, want)
 
 
-def test_all_gather_is_reduce_of_frames():
+def test_all_gather_algorithm_equals_reduce_of_all_frames():
     run_ranks(3, _one_phase)
 
 
@@ -170,16 +170,16 @@ def _background(rank, size):
     futures = [p.get_future() for p in pending]
     for i, t in enumerate(tensors):
         assert futures[i].wait() is t
-        assert torch.equal(t, in_order([values(10 * r + i, (300, 100 + i)) for r in range(size)], "mean"))
+        assert torch.equal(t, sum_in_order([values(10 * r + i, (300, 100 + i)) for r in range(size)], "mean"))
     assert all(p.is_completed() for p in pending)
 
 
-def test_in_the_background():
+def test_async_collectives():
     run_ranks(3, _background)
 
 
 def _refused(rank, size):
-    """What is wrong on one rank is an error on all; nothing changes, and the next one works."""
+    """An error on one rank raises on all and changes nothing; the next collective works."""
     raised = []
     for case in range(8):
         x = values(rank, (400_000,))
@@ -187,7 +187,7 @@ def _refused(rank, size):
         wrong = rank == 1
         if case == 0 and wrong:
             x[399_999] = float("nan")
-        elif case == 6:  # values as they are: refused alike
+        elif case == 6:  # raw values: the same error
             kwargs = {"algorithm": "raw"}
             x[7] = float("inf") if wrong else 0
         elif case == 1 and wrong:
@@ -200,7 +200,7 @@ def _refused(rank, size):
             kwargs = {"op": "product"}
         elif case == 5 and wrong:
             kwargs = {"segments": [(0, (400_001,))]}
-        elif case == 7 and wrong:  # which comes to the same now, but may not with a later call
+        elif case == 7 and wrong:  # equal results now, but perhaps not in a later call
             kwargs = {"algorithm": "auto"}
         before = bits(x)
         with pytest.raises(codec.CodecError) as e:
@@ -209,11 +209,11 @@ def _refused(rank, size):
         raised.append(type(e.value).__name__)
         y = values(rank, (1000,))
         codec.torch.all_reduce(y)
-        assert torch.equal(y, in_order([values(r, (1000,)) for r in range(size)], "mean"))
+        assert torch.equal(y, sum_in_order([values(r, (1000,)) for r in range(size)], "mean"))
     return raised
 
 
-def test_an_error_on_one_rank_is_one_on_all():
+def test_error_on_one_rank_raises_on_all():
     results = run_ranks(3, _refused)
     other = ["PeerError"] * 8
     mine = ["SpecError", "PeerError", "PeerError", "SpecError", "SpecError", "SpecError", "SpecError", "PeerError"]
@@ -221,25 +221,27 @@ def test_an_error_on_one_rank_is_one_on_all():
 
 
 def _not_finite(rank, size):
-    """Frames or values: the same is refused, by the same rank, and the same is not."""
+    """Non-finite values are rejected by the same rank, as frames and uncompressed."""
     found = []
     for algorithm in ("two_shot", "raw", "all_gather"):
         for spec in (codec.Float8(), codec.Float8(nonfinite="propagate"), codec.Truncate(2), codec.Lossless()):
             for value, dtype in ((torch.inf, torch.float32), (6e4, torch.float16), (3e38, torch.float32)):
                 x = torch.ones(30_000, dtype=dtype)
                 if rank == 1 or value < torch.inf:
-                    x[7] = value  # of which one is too much, or the sum of all
+                    x[7] = value  # one value or the sum of all overflows
                 try:
                     codec.torch.all_reduce(x, spec, op="sum", algorithm=algorithm)
                     found.append(x.isfinite().all().item())
                 except codec.CodecError as e:
                     found.append(type(e).__name__)
     assert found[:12] == found[12:24]
-    assert [f is False for f in found[:12]] == [f is False for f in found[24:]]  # where all ranks find a sum too large
+    assert [f is False for f in found[:12]] == [
+        f is False for f in found[24:]
+    ]  # sums that overflow are rejected by all ranks
     return found[:3], set(found[3:12])
 
 
-def test_what_is_refused_does_not_depend_on_how_it_travels():
+def test_raw_and_frames_reject_the_same_values():
     run_ranks(2, _not_finite)
     owner, wrong, other = ("SpecError", "PeerError", "PeerError"), ("PeerError", "SpecError", "PeerError"), {False}
     want = [([wrong[rank], owner[rank], owner[rank]], other) for rank in range(3)]
@@ -247,7 +249,7 @@ def test_what_is_refused_does_not_depend_on_how_it_travels():
 
 
 def _wrong(rank, size):
-    """An argument that one rank alone got wrong: an error on all, and the next call works."""
+    """A wrong argument on one rank raises on all; the next call works."""
     x, wrong = values(rank, (3000,)), rank == 1
     reduce, scatter, exchange = codec.torch.all_reduce, codec.torch.reduce_scatter, codec.torch.exchange
     part = torch.zeros(3000 // size)
@@ -284,14 +286,13 @@ def _wrong(rank, size):
 
 
 def distributed(x):
-    """The same as a DTensor, whose memory is that of another."""
+    """Return a tensor as a DTensor, whose values lie in another tensor."""
     from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
 
     return distribute_tensor(x, DeviceMesh("cpu", list(range(dist.get_world_size()))), [Replicate()])
 
 
-def test_arguments_that_are_wrong_on_one_rank():
-    """Whatever it is, it is said before anything is sent, and the group can still be used."""
+def test_wrong_argument_on_one_rank_raises_on_all_before_anything_is_sent():
     assert len(set(run_ranks(3, _wrong))) == 1
 
 
@@ -303,8 +304,7 @@ def _timeouts(rank, size):
     assert torch.equal(pending.wait(timedelta(seconds=20)), torch.ones(3))
 
 
-def test_timeouts():
-    """Seconds, or what torch takes."""
+def test_timeout_takes_seconds_and_timedelta():
     run_ranks(1, _timeouts)
 
 
@@ -318,8 +318,8 @@ def _of_bfloat16(rank, size):
     assert torch.equal(x, codec.reduce(frames, "mean", like=x))
 
 
-def test_state_may_be_bfloat16():
-    """Which numpy has no dtype for."""
+def test_optimizer_state_may_be_bfloat16():
+    """numpy has no such dtype."""
     run_ranks(2, _of_bfloat16)
 
 
@@ -334,7 +334,7 @@ def _damaged(rank, size, n):
 
             def damage(message, to, send=send):
                 if message is not None:
-                    message = message.copy()  # it goes to others, too
+                    message = message.copy()  # the message also goes to other ranks
                     message[message.nbytes // 2] ^= 4
                 send(message, to)
 
@@ -349,15 +349,15 @@ def _damaged(rank, size, n):
 
 
 @pytest.mark.parametrize("n", [300_000, LARGE])
-def test_a_damaged_frame_is_an_error_on_all(n):
+def test_damaged_frame_raises_on_all(n):
     results = run_ranks(3, _damaged, n)
     assert all("ChecksumError" in {r[i] for r in results} for i in range(3))
 
 
 def _lost(rank, size, how, moment):
-    codec.torch.partition.MOST_NBYTES = 1 << 20  # several chunks a slice
+    codec.torch.partition.MOST_NBYTES = 1 << 20  # several chunks per slice
     x = values(rank, (LARGE,))
-    codec.torch.all_reduce(x.clone())  # all are there
+    codec.torch.all_reduce(x.clone())  # connects all ranks
     channel = collectives.line_of(None).channel
     if rank == 1:
         count, post = [0], channel.post
@@ -381,9 +381,9 @@ def _lost(rank, size, how, moment):
 
 
 @pytest.mark.parametrize(("how", "moment"), [(signal.SIGKILL, 0), (signal.SIGKILL, 17), (signal.SIGSTOP, 9)])
-def test_a_lost_peer_is_an_error_on_all_others(how, moment):
+def test_lost_rank_raises_on_all_others(how, moment):
     took = run_ranks(3, _lost, how, moment, timeout=3, killed=(1,))
-    assert all(t < 3 + 1 + 2 for t in (took[0], took[2])), took  # CPUs are shared
+    assert all(t < 3 + 1 + 2 for t in (took[0], took[2])), took  # margin for shared CPUs
 
 
 def _apart(rank, size):
@@ -403,7 +403,7 @@ def _apart(rank, size):
     assert torch.equal(x, every[rank])
 
 
-def test_into_another_tensor():
+def test_all_reduce_into_out():
     run_ranks(3, _apart)
 
 
@@ -417,7 +417,7 @@ SEVERAL = [
 
 
 def _together(rank, size):
-    """Several reductions of one call: the bits of each by itself; what one waits for is on its way with the others."""
+    """Several reductions of one call give the bits of single ones; no message waits for another reduction."""
     line, events, found = collectives.line_of(None), [], []
     post, wait = line.channel.post, line.channel.wait
     line.channel.post = lambda what, message, to, tag=0: events.append((what, tag)) or post(what, message, to, tag)
@@ -447,7 +447,7 @@ def _together(rank, size):
             each += run([i], algorithm)
             alone.append(sent())
         for which in ([0, 1], [1, 0], [4, 2, 0, 3, 1]):
-            for _ in range(2):  # in memory that is new, and that was used
+            for _ in range(2):  # in new and in reused memory
                 assert run(which, algorithm) == [each[i] for i in which], (algorithm, which)
             if algorithm in ("two_shot", "all_gather"):
                 assert sent() == sum(alone[i] for i in which) >= len(which) * (size - 1)
@@ -458,14 +458,14 @@ def _together(rank, size):
     return found
 
 
-def test_several_together():
+def test_list_of_tensors_is_reduced_with_overlapping_messages():
     for size in (2, 3):
         results = run_ranks(size, _together)
         assert all(r == results[0] for r in results)
 
 
 def _large(rank, size):
-    """Frames wait until all ranks have succeeded: the same bits as out of place; after an error nothing is new."""
+    """Large tensors in place: results are stored when all ranks have succeeded; errors change nothing."""
     found = []
     for algorithm in ("two_shot", "all_gather", "ring"):
         for spec, dtype, high in (
@@ -477,7 +477,7 @@ def _large(rank, size):
             codec.torch.all_reduce(x, spec, algorithm=algorithm)
             codec.torch.all_reduce(given, spec, algorithm=algorithm, out=out)
             assert torch.equal(x.view(-1), out)
-            turned, straight = given.T, given.T.contiguous()  # memory that has its values in another order
+            turned, straight = given.T, given.T.contiguous()  # transposed memory
             codec.torch.all_reduce(turned, spec, algorithm=algorithm)
             codec.torch.all_reduce(straight, spec, algorithm=algorithm)
             assert torch.equal(turned, straight)
@@ -496,7 +496,7 @@ def test_large_tensors_in_place():
 
 
 def _odd(rank, size):
-    """Tensors that cannot be used; a rank that is not of a group."""
+    """Tensors that cannot be used, and a rank outside the group."""
     x, metric, state = torch.ones(600, 500), codec.optimizers.SGD(lr=0.1), {"theta": np.ones(300_001, np.float32)}
     wide = torch.zeros(600, 1000)
     for tensor, kwargs in (
@@ -510,7 +510,7 @@ def _odd(rank, size):
             codec.torch.all_reduce(tensor, **kwargs)
     with pytest.raises(codec.SpecError, match="sparse"):
         codec.torch.all_gather(torch.empty(size * 300_000, device="meta"), x)
-    state["theta"] = state["theta"][:0:-1]  # which torch has no strides for
+    state["theta"] = state["theta"][:0:-1]  # negative strides, which torch does not support
     codec.torch.all_reduce(x, codec.Truncate(), metric=metric, state=state)
     group = dist.new_group([0, 1])
     if rank < 2:
@@ -524,7 +524,7 @@ def _odd(rank, size):
         return codec.torch.exchange([], group=group)
 
 
-def test_what_cannot_be_used():
+def test_unusable_tensors_and_foreign_groups_are_rejected():
     assert run_ranks(3, _odd) == [[b"a", b"a"], [b"b", b"b"], []]
 
 
@@ -542,7 +542,7 @@ def test_exchange():
 
 
 def _announced(rank, size):
-    """Sizes that cannot be, and room that there is not: on one rank, an error on all."""
+    """Impossible sizes and missing memory on one rank raise on all."""
     raised = []
     for lie in (1 << 60, -1, None):
         group = dist.new_group()
@@ -565,14 +565,14 @@ def _announced(rank, size):
     return raised
 
 
-def test_an_exchange_that_cannot_be():
+def test_exchange_of_impossible_sizes_raises_on_all():
     results = run_ranks(3, _announced)
     wrong = ["FrameError", "PeerError"] * 2
     assert results == [[*wrong, "PeerError", "PeerError"], [*wrong, "MemoryError", "PeerError"], results[0]]
 
 
 def _policies(rank, size):
-    """The threads behind our messages interrupt nobody; this one stays what it was."""
+    """Threads for messages have no signal handlers; the scheduling policy of the caller is unchanged."""
 
     def batch():
         return {t for t in os.listdir("/proc/self/task") if os.sched_getscheduler(int(t)) == os.SCHED_BATCH}
@@ -588,11 +588,11 @@ def _policies(rank, size):
     assert os.sched_getscheduler(0) == os.SCHED_BATCH
 
 
-def test_threads_that_interrupt_nobody():
+def test_message_threads_do_not_change_the_callers_scheduling():
     run_ranks(2, _policies)
 
 
-def test_a_policy_is_given_back_or_done_without(monkeypatch):
+def test_scheduling_policy_is_restored_or_left_alone(monkeypatch):
     def forbidden(*args):
         raise PermissionError
 
@@ -610,13 +610,13 @@ def test_a_policy_is_given_back_or_done_without(monkeypatch):
             pass
 
 
-def test_without_a_group():
+def test_collective_without_a_group_is_an_error():
     with pytest.raises(codec.SpecError, match="init_process_group"):
         codec.torch.all_reduce(torch.ones(3))
 
 
-def test_slices_cover_all_and_keep_rows():
-    """The same cuts from sizes alone; every value in one piece; segments inside describe rows that are whole."""
+def test_partition_covers_all_values_and_keeps_rows():
+    """It depends on sizes only; each value is in one piece, and segments of pieces have whole rows."""
     shapes = [(64, 100), (64,), (128, 64, 3, 3), (1000,), (3000, 1100), (2, 500_000), ()]
     inside = codec.segments(shapes)
     n = inside[-1][0] + 1
@@ -626,7 +626,7 @@ def test_slices_cover_all_and_keep_rows():
     for size in (1, 2, 3, 4, 7):
         few, many = (codec.torch.partition.cut(n, size, 4, pack(inside), nbytes) for nbytes in (1 << 22, 1 << 20))
         assert [(s[0].begin, s[-1].end) for s in few] == [(s[0].begin, s[-1].end) for s in many]
-        assert all(len(s) >= 2 for s in few if 4 * (s[-1].end - s[0].begin) > 1 << 21)  # or nothing overlaps
+        assert all(len(s) >= 2 for s in few if 4 * (s[-1].end - s[0].begin) > 1 << 21)  # otherwise nothing overlaps
         pieces = [p for each in many for p in each]
         assert [p.begin for p in pieces] == [0, *[p.end for p in pieces[:-1]]]
         assert pieces[-1].end == n
@@ -650,7 +650,7 @@ def _others(rank, size):
             every = [values(r, (size, n), dtype) for r in range(size)]
             out = torch.full((n,), 7, dtype=dtype)
             codec.torch.reduce_scatter(out, every[rank], op="sum")
-            assert torch.equal(out, in_order([x[rank] for x in every], "sum"))
+            assert torch.equal(out, sum_in_order([x[rank] for x in every], "sum"))
             out = torch.full((size, n), 7, dtype=dtype)
             codec.torch.all_gather(out, every[rank][0])
             assert torch.equal(out, torch.stack([x[0] for x in every]))
@@ -671,18 +671,18 @@ def _others(rank, size):
     assert bits(x) == before
 
 
-def test_other_collectives():
-    """Reduce-scatter, all-gather and all-to-all: lossless what torch's give, in the order of ranks."""
+def test_reduce_scatter_all_gather_and_all_to_all_equal_torch():
+    """Lossless: sums in the order of ranks."""
     run_ranks(3, _others)
 
 
-def decided(frames, values, load, n, smaller=1):
-    """What is chosen for n collectives that take so long, as two ranks see it; frames are so many times smaller."""
+def choices_of(frames, values, load, n, smaller=1):
+    """Return the choices of two ranks for n collectives, of which frames and values take the given seconds."""
     choices = [codec.torch.autotune.Choice() for _ in range(2)]
     kinds = []
     for i in range(n):
         kind, other = (c.kind for c in choices)
-        assert kind == other  # ranks with other clocks agree
+        assert kind == other  # ranks agree although their clocks differ
         kinds.append(kind)
         reports = []
         for rank in range(2):
@@ -694,27 +694,27 @@ def decided(frames, values, load, n, smaller=1):
     return kinds
 
 
-def test_what_is_faster_is_sent():
-    """Frames at first; values where ranks are busy and values have turned out faster; on a slow link never tried."""
-    assert set(decided(1.0, 25.0, 0.05, 500)) == {"frames"}
-    fast = decided(1.0, 0.5, 0.8, 450)
+def test_autotune_sends_what_is_faster():
+    """Frames first; values where ranks are busy and values were faster; values are never tried on a slow link."""
+    assert set(choices_of(1.0, 25.0, 0.05, 500)) == {"frames"}
+    fast = choices_of(1.0, 0.5, 0.8, 450)
     assert fast[:5] == ["frames"] * 5
     assert set(fast[10:200]) == {"values"}
-    assert fast[200] == "frames"  # looked at again
+    assert fast[200] == "frames"  # measured again
     assert set(fast[210:400]) == {"values"}
-    near = decided(1.0, 1.5, 0.8, 100)
+    near = choices_of(1.0, 1.5, 0.8, 100)
     assert near[5:10] == ["values"] * 5
     assert set(near[10:]) == {"frames"}
-    # what takes twice as long as frames is not tried to the end
-    far = decided(1.0, 3.0, 0.5, 300, 4)
+    # a trial stops when values take twice as long as frames
+    far = choices_of(1.0, 3.0, 0.5, 300, 4)
     assert [i for i, kind in enumerate(far) if kind == "values"] == [5, 6, 205, 206]
-    # busy, but values would take the time that is left as often as they are larger
-    assert set(decided(1.0, 25.0, 0.5, 500, 50)) == {"frames"}
-    assert set(decided(1.0, 0.9, 0.5, 100, 3)[5:]) == {"values"}
+    # busy, but raw values would take longer by as much as they are larger
+    assert set(choices_of(1.0, 25.0, 0.5, 500, 50)) == {"frames"}
+    assert set(choices_of(1.0, 0.9, 0.5, 100, 3)[5:]) == {"values"}
 
 
-def test_the_median_of_what_came_last_counts():
-    """Not the best of all, which is luck where times scatter; and what comes to take longer is not sent any more."""
+def test_autotune_uses_the_median_of_recent_times():
+    """The fastest time may be luck; a way that becomes slower is left."""
 
     def sent(frames, values, n=200):
         choice, kinds = codec.torch.autotune.Choice(), []
@@ -728,7 +728,7 @@ def test_the_median_of_what_came_last_counts():
 
     assert "values" not in sent(lambda i: 1000, scattered)[10:]
     assert "frames" not in sent(scattered, lambda i: 1000)[10:]
-    # one that takes far longer than the others, but less than frames, does not end the trial
+    # a single slow collective, still faster than frames, does not end the trial
     assert "frames" not in sent(lambda i: 3000, lambda i: 2900 if i % 3 else 1000)[10:]
     assert "frames" not in sent(lambda i: 3000, lambda i: 1000 if i % 3 else 2900)[10:]
     slower = sent(lambda i: 1000, lambda i: 500 if i < 50 else 2000)
@@ -738,7 +738,7 @@ def test_the_median_of_what_came_last_counts():
 
 def _chosen(rank, size):
     every = [values(r, (500, 1000)) for r in range(size)]
-    want = in_order(every, "mean")
+    want = sum_in_order(every, "mean")
     for _ in range(15):
         t = every[rank].clone()
         codec.torch.all_reduce(t)
@@ -746,7 +746,7 @@ def _chosen(rank, size):
     kinds = [c.kind for c in collectives.line_of(None).choices.values()]
     collectives._CHOICES = 3
     with pytest.raises(codec.PeerError):
-        codec.torch.all_reduce(torch.ones(5 + rank))  # of which none is remembered
+        codec.torch.all_reduce(torch.ones(5 + rank))  # small tensors leave no entry
     for n in (1, 2, 3, 1, 4):
         codec.torch.all_reduce(torch.ones(n))
     choices = collectives.line_of(None).choices
@@ -754,8 +754,8 @@ def _chosen(rank, size):
     return [*kinds, *choices]
 
 
-def test_ranks_choose_alike():
-    """Frames or values: the same bits, and all ranks take the same way."""
+def test_all_ranks_choose_frames_or_raw_alike():
+    """Results are bit-identical in both ways."""
     results = run_ranks(3, _chosen)
     assert len(results[0]) == 1 + 3
     assert all(r == results[0] for r in results)

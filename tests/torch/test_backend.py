@@ -1,4 +1,4 @@
-"""The backend `codec`: what torch.distributed's callers get, to the bit the sum in the order of ranks."""
+"""The backend `codec`: torch.distributed's collectives give the sum in the order of ranks, bit for bit."""
 
 import copy
 import os
@@ -29,7 +29,8 @@ def values(rank, n, dtype=torch.float32):
     return (torch.randn(n, generator=g) * 2.0 ** torch.randint(-9, 0, (n,), generator=g)).to(dtype)
 
 
-def in_order(tensors, op="sum"):
+def sum_in_order(tensors, op="sum"):
+    """Return the float32 sum of tensors in the order of ranks, rounded once."""
     total = tensors[0].float()
     for t in tensors[1:]:
         total = torch.maximum(total, t.float()) if op == "max" else total + t.float()
@@ -37,12 +38,12 @@ def in_order(tensors, op="sum"):
 
 
 def calls():
-    """Collectives that went as frames."""
+    """Return the number of collectives that were sent as frames."""
     return collectives.line_of(dist.group.WORLD).channel.calls
 
 
 def _reduced(rank, size):
-    """All-reduces and reduce-scatters, each in every form that torch.distributed has."""
+    """All-reduce and reduce-scatter in every form of torch.distributed."""
     n = 9000
     ops = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX}
     begun = calls()
@@ -51,7 +52,7 @@ def _reduced(rank, size):
         for name, op in ops.items():
             t = every[rank].clone()
             dist.all_reduce(t, op)
-            assert torch.equal(t, in_order(every, name)), (dtype, name)
+            assert torch.equal(t, sum_in_order(every, name)), (dtype, name)
     shapes = [(30, 200), (77,), ()]
     every = [
         [values(10 * r + i, max(1, torch.Size(s).numel())).view(s) for i, s in enumerate(shapes)] for r in range(size)
@@ -61,7 +62,7 @@ def _reduced(rank, size):
         for t in mine:
             dist.all_reduce(t)
     for i, t in enumerate(mine):
-        assert torch.equal(t, in_order([x[i] for x in every]))
+        assert torch.equal(t, sum_in_order([x[i] for x in every]))
     x, y = ([values(r + b, size * n).view(size, n) for r in range(size)] for b in (0, 5))
     outs = [torch.empty(n) for _ in range(4)]
     dist.reduce_scatter_single(outs[0], x[rank].view(-1))
@@ -70,10 +71,10 @@ def _reduced(rank, size):
         dist.reduce_scatter_single(outs[2], x[rank].view(-1), dist.ReduceOp.AVG)
         dist.reduce_scatter_single(outs[3], y[rank].view(-1), dist.ReduceOp.AVG)
     want, other = [t[rank] for t in x], [t[rank] for t in y]
-    assert torch.equal(outs[0], in_order(want))
-    assert torch.equal(outs[1], in_order(want))
-    assert torch.equal(outs[2], in_order(want, "mean"))
-    assert torch.equal(outs[3], in_order(other, "mean"))
+    assert torch.equal(outs[0], sum_in_order(want))
+    assert torch.equal(outs[1], sum_in_order(want))
+    assert torch.equal(outs[2], sum_in_order(want, "mean"))
+    assert torch.equal(outs[3], sum_in_order(other, "mean"))
     assert calls() - begun == 9 + 1 + 3
 
 
@@ -99,7 +100,7 @@ def _gathered(rank, size):
 
 
 def _passed_on(rank, size):
-    """What is no large tensor of floats is Gloo's."""
+    """Small tensors and other dtypes are passed on to Gloo."""
     begun = calls()
     n = 9000
     for dtype in (torch.int64, torch.float64):
@@ -130,7 +131,7 @@ def _passed_on(rank, size):
 
 
 def _many(rank, size):
-    """All of it on two groups, in the background, and by names."""
+    """All collectives on two groups, asynchronous, and by functional names."""
     assert dist.get_backend() == "codec"
     group = dist.new_group()
     assert isinstance(group, codec.torch.ProcessGroup)
@@ -140,11 +141,11 @@ def _many(rank, size):
     for i, t in enumerate(tensors):
         assert works[i].wait()
         assert futures[i].wait()[0] is t
-        assert torch.equal(t, in_order([values(10 * r + i, 20_000 + i) for r in range(size)]))
+        assert torch.equal(t, sum_in_order([values(10 * r + i, 20_000 + i) for r in range(size)]))
     import torch.distributed._functional_collectives as functional
 
     t = functional.all_reduce(values(rank, 20_000), "sum", dist.group.WORLD)
-    assert torch.equal(t + 0, in_order([values(r, 20_000) for r in range(size)]))
+    assert torch.equal(t + 0, sum_in_order([values(r, 20_000) for r in range(size)]))
 
 
 def _all_of_it(rank, size):
@@ -181,7 +182,7 @@ def _ddp(rank, size):
     for step in range(4):
         every = [gradients(copy.deepcopy(plain), r, step) for r in range(size)]
         for p, *theirs in zip(plain.parameters(), *every, strict=True):
-            p.grad = in_order([g * (1 / size) for g in theirs])  # DDP scales, then sums
+            p.grad = sum_in_order([g * (1 / size) for g in theirs])  # DDP scales, then sums
         gradients(net, rank, step)
         for p, want in zip(net.parameters(), plain.parameters(), strict=True):
             assert torch.equal(p.grad, want.grad)
@@ -198,7 +199,7 @@ def test_ddp_is_the_sum_in_the_order_of_ranks(size):
 
 
 def _diloco(rank, size):
-    """Ranks train on their own; now and then the mean of how far they have come is a gradient."""
+    """Ranks train alone, and sometimes average how far they have come."""
     net, start = model(), model()
     inner = torch.optim.AdamW(net.parameters(), lr=1e-3)
     outer = torch.optim.SGD(start.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -211,7 +212,7 @@ def _diloco(rank, size):
             every = torch.empty(size, flat.numel())
             dist.all_gather_single(every, flat)
             dist.all_reduce(flat, dist.ReduceOp.AVG)
-            assert torch.equal(flat, in_order(list(every), "mean"))
+            assert torch.equal(flat, sum_in_order(list(every), "mean"))
             for p, delta in zip(start.parameters(), flat.split([d.numel() for d in deltas]), strict=True):
                 p.grad = delta.view(p.shape)
             outer.step()
@@ -219,16 +220,16 @@ def _diloco(rank, size):
     return [p.sum().item() for p in net.parameters()], calls()
 
 
-def test_outer_steps():
+def test_diloco_outer_steps():
     results = run_ranks(2, _diloco, backend="codec")
     assert results[0] == results[1]
     assert results[0][1] == 4
 
 
 def _lossy(rank, size):
-    """A spec for a group, for gathers, for all groups; what is not a sum stays exact."""
+    """Specs for a group, for gathers and for all groups; operations other than sums stay exact."""
     every = [values(r, 30_000) for r in range(size)]
-    want, errors = in_order(every), []
+    want, errors = sum_in_order(every), []
     usual = dist.new_group()
     options = codec.torch.Options(codec.Float8(group_size=100), gather=codec.Quantize(8))
     given = dist.new_group(pg_options=options)
@@ -238,20 +239,20 @@ def _lossy(rank, size):
         t = every[rank].clone()
         dist.all_reduce(t, group=group)
         errors.append(float((t - want).norm() / want.norm()))
-    t = values(rank, 29_999)  # fewer bytes than `small`
+    t = values(rank, 29_999)  # fewer bytes than the threshold `small`
     dist.all_reduce(t, group=later)
-    assert torch.allclose(t, in_order([values(r, 29_999) for r in range(size)]), rtol=0, atol=1e-5)
+    assert torch.allclose(t, sum_in_order([values(r, 29_999) for r in range(size)]), rtol=0, atol=1e-5)
     for group in (usual, given, later):
         t = every[rank].clone()
         dist.all_reduce(t, dist.ReduceOp.MAX, group=group)
-        assert torch.equal(t, in_order(every, "max"))
+        assert torch.equal(t, sum_in_order(every, "max"))
         out = torch.empty(size, 30_000)
         dist.all_gather_single(out, every[rank], group=group)
         errors.append(float((out - torch.stack(every)).norm() / out.norm()))
     return errors
 
 
-def test_specs():
+def test_specs_apply_to_sums_only():
     for usual, given, later, *gathers in run_ranks(3, _lossy, backend="codec"):
         assert usual == 0
         assert 1e-4 < given < 0.1
@@ -261,7 +262,7 @@ def test_specs():
 
 
 def _refused(rank, size):
-    """One rank's NaN under a lossy codec: an error on all, in Python and in DDP's C++; the tensors are as before."""
+    """NaN under a lossy codec on one rank raises on all, in Python and in DDP's C++; tensors are unchanged."""
     group = dist.new_group(pg_options=codec.torch.Options(codec.Float8()))
     x = values(rank, 20_000)
     if rank == 1:
@@ -288,21 +289,21 @@ def _refused(rank, size):
     return type(e.value).__name__, y.sum().item()
 
 
-def test_an_error_on_one_rank_is_one_on_all():
+def test_error_on_one_rank_raises_on_all():
     results = run_ranks(3, _refused, backend="codec")
     assert [name for name, _ in results] == ["PeerError", "SpecError", "PeerError"]
     assert len({total for _, total in results}) == 1
 
 
 def _lost(rank, size, how, path):
-    """As torchft does it: no default group; after a loss one of those who are left, found through the store."""
+    """Without a default group, as torchft: after a loss the remaining ranks form a group through the store."""
     dist.destroy_process_group()
     store = dist.FileStore(path, size)
     timeout = timedelta(seconds=4)
     group = codec.torch.ProcessGroup(dist.PrefixStore("first", store), rank, size, timeout)
     t = values(rank, 400_000)
     group.allreduce([t], dist.AllreduceOptions()).wait()
-    assert torch.equal(t, in_order([values(r, 400_000) for r in range(size)]))
+    assert torch.equal(t, sum_in_order([values(r, 400_000) for r in range(size)]))
     if rank == 1:
         os.kill(os.getpid(), how)
     before, begin = t.clone(), time.monotonic()
@@ -320,22 +321,22 @@ def _lost(rank, size, how, path):
     again = codec.torch.ProcessGroup(dist.PrefixStore("again", store), left.index(rank), len(left), timeout)
     t = values(rank, 400_000)
     again.allreduce([t], dist.AllreduceOptions()).wait()
-    assert torch.equal(t, in_order([values(r, 400_000) for r in left]))
+    assert torch.equal(t, sum_in_order([values(r, 400_000) for r in left]))
     again.shutdown()
     return took
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_is_an_error_and_the_others_go_on(how, tmp_path):
+def test_remaining_ranks_form_a_new_group_after_a_loss(how, tmp_path):
     took = run_ranks(3, _lost, how, str(tmp_path / "store"), killed=(1,))
     assert max(took[0], took[2]) < 4 + 1 + 2, took
 
 
 def _aborted(rank, size):
-    """One gives up in the midst of a collective: it is an error on all, and nothing is written."""
+    """One rank aborts during a collective: it raises on all, and nothing is written."""
     t = values(rank, 20_000)
     before = t.clone()
-    collectives.line_of(dist.group.WORLD)  # all are connected
+    collectives.line_of(dist.group.WORLD)  # connects all ranks
     if rank == 0:
         work = dist.all_reduce(t, async_op=True)
         dist.group.WORLD.abort()
@@ -347,12 +348,12 @@ def _aborted(rank, size):
     assert torch.equal(t, before)
 
 
-def test_abort():
+def test_abort_during_a_collective_raises_on_all():
     run_ranks(2, _aborted, backend="codec")
 
 
 def _aborted_before_results_are_stored(rank, size):
-    """The group is aborted when all ranks have succeeded, and before results are stored."""
+    """The group is aborted after all ranks have succeeded and before results are stored."""
     group, gate, there = dist.group.WORLD, threading.Event(), threading.Event()
     channel = collectives.line_of(group).channel
     conclude = channel.conclude
@@ -397,8 +398,8 @@ elif way == "callbacks":
 
 
 @pytest.mark.parametrize("way", [nightly("leave"), nightly("destroy"), nightly("abort"), "callbacks"])
-def test_processes_end_well(way, tmp_path):
-    """However a script leaves its group, the thread of the collectives does not die in the midst of something."""
+def test_processes_exit_cleanly(way, tmp_path):
+    """However a script leaves its group, the thread of the collectives ends between collectives."""
     command = [sys.executable, "-P", "-W", "error", "-c", SCRIPT, way, str(tmp_path / "store")]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -409,8 +410,7 @@ def test_processes_end_well(way, tmp_path):
     ] * 2
 
 
-def test_options_that_are_wrong():
-    """They are refused where they are given, not with the first tensor."""
+def test_wrong_options_are_rejected_when_the_group_is_made():
     for make in (codec.torch.Options, codec.torch.register_backend):
         for how in ({"spec": "x"}, {"spec": codec.Sign}, {"gather": None}):
             with pytest.raises(codec.SpecError, match="not a spec"):

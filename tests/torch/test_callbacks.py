@@ -1,4 +1,4 @@
-"""Callbacks of collectives: they begin collectives and wait for them, in the same order on all ranks."""
+"""Callbacks of collectives may start collectives and wait for them, in the same order on all ranks."""
 
 import logging
 import threading
@@ -14,7 +14,7 @@ import codec.torch
 from codec.torch import collectives
 from support.ranks import RankPool
 
-N = 6000  # values, which a group of the backend "codec" sends as frames
+N = 6000  # values; enough for the backend "codec" to send frames
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def _of_collected_futures(rank, size):
 
 
 def _nested(rank, size, depth=8):
-    """Each callback begins the next collective."""
+    """Each callback starts the next collective."""
     found = torch.futures.Future()
 
     def go_on(left):
@@ -69,7 +69,7 @@ def _nested(rank, size, depth=8):
 
 
 def _waiting_for_a_later_one(rank, size):
-    """The callback waits for a collective that was submitted behind it, by Pending and by its future."""
+    """The callback waits for a collective that was submitted later, by Work and by its future."""
     gate = threading.Event()
     collectives.line_of(None).worker.submit(gate.wait)
     first, second, third = (codec.torch.all_reduce(ones(), async_op=True) for _ in range(3))
@@ -105,7 +105,7 @@ def test_collective_in_a_callback_completes(ranks, case):
 
 
 def _order(rank, size):
-    """Collectives of callbacks are begun in the same order on ranks that submit later ones at other times."""
+    """Collectives of callbacks start in the same order on ranks that submit later ones at different times."""
     pending = [codec.torch.all_reduce(torch.ones(N + 10), async_op=True)]
     futures = [pending[0].get_future().then(lambda _: _reduced(rank))]
     for i in range(10):
@@ -188,19 +188,19 @@ def _with_errors(rank, size):
         logging.getLogger("codec.torch").removeHandler(handler)
 
 
-def test_error_in_a_callback_is_logged_and_the_group_lives(ranks):
+def test_error_in_a_callback_is_logged_and_the_group_stays_usable(ranks):
     ranks.new_group()
     assert ranks.run(_with_errors) == [(["ValueError", "SystemExit", "KeyboardInterrupt"], 3.0)] * 2
 
 
 def _in_worker_thread(rank, size):
-    """A sync collective in the thread of the collectives, which no callback runs in, raises at once."""
+    """A synchronous collective in the worker thread, which runs no callbacks, raises at once."""
     line = collectives.line_of(None)
     with pytest.raises(codec.SpecError, match="async_op=True"):
         line.worker.submit(lambda: codec.torch.all_reduce(ones())).wait()
     return _reduced(rank)
 
 
-def test_wait_in_the_thread_of_the_collectives_raises(ranks):
+def test_wait_in_the_worker_thread_raises(ranks):
     ranks.new_group()
     assert ranks.run(_in_worker_thread) == [3.0, 3.0]

@@ -30,7 +30,7 @@ MARGINS = {
     codec.Sign(group_size=1024): 0.25,
     codec.Ternary(): 0.15,
 }
-RATIO = 10  # of residual norm to gradient norm; measured: 4 for Sign, 0.02 for Truncate
+RATIO = 10  # largest residual norm over gradient norm; measured: 4 for Sign, 0.02 for Truncate
 
 
 class Language(nn.Module):

@@ -71,7 +71,7 @@ def test_switch_between_frames_and_raw_is_logged_once(caplog):
     choice, kinds = Choice("400000 bytes (float32 by Lossless())"), []
     for i in range(450):
         kinds.append(choice.kind)
-        frames = 1000 if i < 200 else 300  # from then on frames are faster
+        frames = 1000 if i < 200 else 300  # frames are faster from step 200 on
         choice.learn([frames if kinds[-1] == "frames" else 500, 800, 0])
     assert "values" in kinds[10:200]
     assert set(kinds[210:400]) == {"frames"}
@@ -84,7 +84,7 @@ def test_switch_between_frames_and_raw_is_logged_once(caplog):
 def _of_backend(rank, size):
     group = dist.group.WORLD
     assert group.stats() == codec.torch.Counters()
-    dist.all_reduce(torch.ones(3))  # goes over Gloo
+    dist.all_reduce(torch.ones(3))  # small tensors go over Gloo
     assert group.stats() == codec.torch.Counters()
     dist.all_reduce(torch.ones(50_000))
     first = group.stats()

@@ -1,4 +1,4 @@
-"""DistributedDataParallel with frames: replicas stay equal, lossless is the sum, a step that fails leaves no trace."""
+"""DDP hooks: replicas stay identical, Lossless gives sums in the order of ranks, and a failed step changes nothing."""
 
 import io
 import os
@@ -50,7 +50,7 @@ def _lossless(rank, size, views):
 
 
 @pytest.mark.parametrize(("size", "views"), [(2, False), (3, False), (3, True)])
-def test_lossless_is_training_with_sums_in_the_order_of_ranks(size, views):
+def test_lossless_trains_with_sums_in_the_order_of_ranks(size, views):
     run_ranks(size, _lossless, views)
 
 
@@ -90,8 +90,8 @@ def _lossy(rank, size):
     return found
 
 
-def test_replicas_stay_equal():
-    """Every kind of codec, with schedules and parameter groups; and the loss is that of float32, or near it."""
+def test_replicas_stay_identical():
+    """Every codec, with schedules and parameter groups; the loss is near that of float32."""
     results = run_ranks(3, _lossy)
     assert len(results[0]) == 2 * len(CASES)
     for key, (mine, losses) in results[0].items():
@@ -100,7 +100,7 @@ def test_replicas_stay_equal():
 
 
 def _channels_last(rank, size):
-    """What comes out is what comes out of the same values in the order of memory."""
+    """Parameters in channels_last order give the gradients of contiguous ones."""
     torch.manual_seed(5)
     net = torch.nn.Conv2d(16, 32, 3, bias=False)
     net.weight.data *= torch.logspace(-4, 3, 16).view(1, 16, 1, 1)
@@ -114,7 +114,7 @@ def _channels_last(rank, size):
         with model.no_sync():
             model(x).square().mean().backward()
         state = {"theta": net.weight.detach()}
-        for momentum in optimizer.state.values():  # its own memory may be in another order
+        for momentum in optimizer.state.values():  # buffers may have another memory order
             momentum["momentum_buffer"] = momentum["momentum_buffer"].contiguous()
             state["m"] = momentum["momentum_buffer"]
         want, *values = (t.permute(0, 2, 3, 1).contiguous() for t in (net.weight.grad, *state.values()))
@@ -126,12 +126,12 @@ def _channels_last(rank, size):
         optimizer.step()
 
 
-def test_parameters_in_another_order_of_memory():
+def test_channels_last_parameters():
     run_ranks(2, _channels_last)
 
 
-def _owed(rank, size, paid):
-    """What the optimizer saw and what is still owed is what the gradients were."""
+def _accounted(rank, size, paid):
+    """Gradients seen by the optimizer plus the final residuals equal the gradients, on workers and owners."""
     spec = codec.Quantize(2, 8)
     model = wrapped()
     hook = codec.torch.ddp_hook(spec, feedback=True, algorithm="two_shot", policy=lambda name, p: None).register(model)
@@ -139,7 +139,7 @@ def _owed(rank, size, paid):
     seen, sent = ({n: torch.zeros(p.shape) for n, p in model.module.named_parameters()} for _ in range(2))
     for step in range(7):
         if step == 6 and paid:
-            hook._algorithm = "raw"  # as it is where values are faster: all that is owed is sent
+            hook._algorithm = "raw"  # as "auto" does where values are faster: residuals are sent
         x, y = data(rank, step)
         model.zero_grad()
         with model.no_sync():
@@ -168,7 +168,7 @@ def _owed(rank, size, paid):
 
 
 def _rounded(rank, size):
-    """Values of bfloat16 as they are: what rounding takes is owed, too."""
+    """bfloat16 values sent raw: the rounding error of sums is in the residual, too."""
     every = [(torch.arange(70_000) % 251 + r).to(torch.bfloat16) for r in range(size)]
     from codec.torch import partition, raw
 
@@ -189,7 +189,7 @@ def _rounded(rank, size):
     seen = torch.from_numpy(result.copy()).view(torch.bfloat16).float()
     torch.testing.assert_close((seen + owed)[begin:end], mean[begin:end], atol=1e-4, rtol=0)
     assert owed.any()
-    # at most the largest number, as frames have it; what is not finite is owed nothing
+    # saturates at the largest number; non-finite values have no residual
     x = torch.full((70_000,), 65_000.0).half()
     x[begin] = torch.inf
     r = codec.torch.arguments.reduction_of(x, codec.Truncate(2), "mean", None, None, None, 0)
@@ -206,14 +206,14 @@ def _rounded(rank, size):
     assert r.residual[begin] == sums[0] == 0
 
 
-def test_rounding_of_values_is_owed():
+def test_rounding_of_raw_values_enters_the_residual():
     run_ranks(3, _rounded)
 
 
-def test_what_is_lost_is_owed():
-    """Over buckets that are rebuilt after the first step, on workers and where sums are encoded; each sum's by one."""
+def test_results_and_residuals_add_up_to_the_gradients():
+    """Buckets are rebuilt after the first step; residuals are on workers and on the owners of sums."""
     for paid in (False, True):
-        owned = run_ranks(3, _owed, paid)
+        owned = run_ranks(3, _accounted, paid)
         assert sum(owned) == sum(p.numel() for p in net().parameters())
 
 
@@ -231,18 +231,18 @@ def _refused(rank, size):
         torch.nn.functional.cross_entropy(model(x), y).backward()
     assert parameter_bytes(model) == before
     assert hook_state_bytes(hook) == state
-    train(model, optimizer, rank, 3, 4)  # as if there had been no such step
+    train(model, optimizer, rank, 3, 4)  # continues as if the step had not been taken
     return hook.stats().refused, parameter_bytes(model)
 
 
-def test_nan_on_one_rank_refuses_the_step_on_all():
+def test_nan_on_one_rank_raises_on_all_and_changes_nothing():
     results = run_ranks(3, _refused)
     assert all(refused == 1 for refused, _ in results)
     assert len({b for _, b in results}) == 1
 
 
-class Alike(torch.nn.Module):
-    """Layers of one size, each in a bucket; `nested`: whose backward passes run inside of the whole one."""
+class EqualLayers(torch.nn.Module):
+    """Layers of one size, each in its own bucket; `nested`: their backward passes run inside the outer one."""
 
     def __init__(self, nested=False):
         super().__init__()
@@ -257,7 +257,7 @@ class Alike(torch.nn.Module):
 
 
 def _nested(rank, size):
-    model, other = wrapped(Alike(nested=True)), wrapped(Alike(nested=True))
+    model, other = wrapped(EqualLayers(nested=True)), wrapped(EqualLayers(nested=True))
     hook = codec.torch.ddp_hook(codec.Float8(), policy=lambda name, p: None).register(model)
 
     def step():
@@ -274,7 +274,7 @@ def _nested(rank, size):
         assert hook.stats().refused == i + 1
         found.append(step())
 
-    def broken(*_):  # between two passes inside, where no bucket is under way
+    def broken(*_):  # between two inner passes, where no bucket is in flight
         assert not torch.is_grad_enabled()
 
     if rank:
@@ -282,23 +282,23 @@ def _nested(rank, size):
     with pytest.raises(AssertionError if rank else codec.PeerError):
         step()
     if rank:
-        hook.register(other)  # the other one does not wait any longer
+        hook.register(other)  # the other model no longer waits
     with pytest.raises(codec.PeerError, match="new group"):
         codec.torch.all_reduce(torch.ones(3))
     return [g.tolist() for grads in found for g in grads]
 
 
-def test_reentrant_checkpoints():
-    """What goes wrong with any bucket is raised, also after passes of earlier ones have ended."""
+def test_errors_in_reentrant_backward_passes_are_raised():
+    """For any bucket, also after passes of earlier buckets have ended."""
     results = run_ranks(2, _nested)
     assert results[0] == results[1]
 
 
 def _alone(rank, size):
-    """What fails on one rank, before its first message or after the last one of a bucket."""
+    """Fail on one rank, before its first message or after the last one of a bucket."""
     found = []
     for where, name in ((hook_residuals.Residuals, "begin_step"), (codec.torch.hook, "scatter")):
-        model = wrapped(Alike(), process_group=dist.new_group())
+        model = wrapped(EqualLayers(), process_group=dist.new_group())
         codec.torch.ddp_hook(codec.Quantize(4), feedback=True).register(model)
         call = getattr(where, name)
 
@@ -317,7 +317,7 @@ def _alone(rank, size):
             setattr(where, name, fails)
         with pytest.raises(MemoryError if rank else codec.PeerError):
             step(1)
-        if name == "begin_step":  # nothing was sent: all go on
+        if name == "begin_step":  # nothing was sent, so that all continue
             found.append(step(2))
         else:
             with pytest.raises(codec.PeerError, match="new group"):
@@ -325,14 +325,14 @@ def _alone(rank, size):
     return found
 
 
-def test_what_fails_on_one_rank_alone_leaves_none_behind():
-    """Buckets of the same size are not taken for each other."""
+def test_failure_on_one_rank_raises_on_all():
+    """Buckets of equal size are not mistaken for each other."""
     results = run_ranks(2, _alone)
     assert results[0] == results[1]
 
 
 def _lacking(rank, size):
-    model = wrapped(Alike())
+    model = wrapped(EqualLayers())
     optimizer = torch.optim.SGD(model.module.layers[:3].parameters(), 0.1)
     codec.torch.ddp_hook(codec.Truncate(), optimizer=optimizer).register(model)
     with pytest.raises(codec.SpecError, match=r"does not have layers\.3\.weight"):
@@ -344,10 +344,10 @@ def test_parameters_of_another_optimizer():
 
 
 def _joined(rank, size):
-    """Ranks that are through send zeros; and hear of what goes wrong."""
+    """Ranks without batches send zeros, and raise when others fail."""
     found = []
     for hooked in (False, True):
-        model = wrapped(Alike())
+        model = wrapped(EqualLayers())
         if hooked:
             hook = codec.torch.ddp_hook().register(model)
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -359,7 +359,7 @@ def _joined(rank, size):
         found.append(parameter_bytes(model))
     assert hook.stats().steps == 4
     assert found[0] == found[1]
-    model = wrapped(Alike())
+    model = wrapped(EqualLayers())
     codec.torch.ddp_hook(codec.Float8()).register(model)
 
     def through():
@@ -371,12 +371,12 @@ def _joined(rank, size):
         through()
 
 
-def test_ranks_with_fewer_batches():
+def test_join_with_uneven_batches():
     run_ranks(2, _joined)
 
 
 def _scaled(rank, size):
-    """Steps of a scaled loss, whose scale grows and falls, are those of the loss itself."""
+    """Steps of a scaled loss, whose scale grows and shrinks, equal those of the loss."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024, growth_interval=2)
     models = [wrapped() for _ in range(2)]
     optimizers = [torch.optim.SGD(m.parameters(), 0.05) for m in models]
@@ -406,7 +406,7 @@ def _scaled(rank, size):
     return parameter_bytes(models[0]), hooks[0].stats().steps, hooks[0].stats().refused, scales
 
 
-def test_scaled_gradients_that_overflow_are_skipped_on_all():
+def test_grad_scaler_skips_overflowing_steps_on_all_ranks():
     results = run_ranks(2, _scaled)
     assert results[0] == results[1]
     assert results[0][1:] == (8, 1, [1, 1, 2, 2, 1, 1, 2, 2, 4])
@@ -432,7 +432,7 @@ def _continued(rank, size):
             hook.load_state_dict(saved[2])
             with pytest.raises(codec.StateError):
                 hook.load_state_dict({})
-        else:  # buckets are those of a new model, as they are after a restart
+        else:  # a new model starts with initial buckets, as after a restart
             model2 = wrapped()
             model2.module.load_state_dict(model.module.state_dict())
             hook.register(model2)
@@ -444,7 +444,7 @@ def _continued(rank, size):
     assert results[0] == results[1]
 
 
-def test_a_checkpoint_is_taken_up_to_the_bit():
+def test_training_resumes_bit_identically_from_a_checkpoint():
     run_ranks(2, _continued)
 
 
@@ -473,12 +473,12 @@ def _lost(rank, size):
     return time.monotonic() - begin
 
 
-def test_a_lost_peer_ends_backward_on_all_others():
+def test_lost_rank_raises_in_backward_on_all_others():
     took = run_ranks(3, _lost, timeout=3, killed=(1,))
     assert max(took[0], took[2]) < 6
 
 
-def test_arguments():
+def test_wrong_arguments_are_rejected():
     with pytest.raises(codec.SpecError, match="optimizer="):
         codec.torch.ddp_hook(codec.Truncate())
     with pytest.raises(codec.SpecError, match="loses nothing"):
@@ -511,8 +511,7 @@ def _bad_policies(rank, size):
     _lossless(rank, size, False)
 
 
-def test_policies_that_are_wrong():
-    """What they give is looked at before there is a gradient."""
+def test_wrong_policies_are_rejected_before_the_first_gradient():
     run_ranks(2, _bad_policies)
 
 
@@ -524,13 +523,13 @@ def _many(rank, size, steps):
     return parameter_bytes(model)
 
 
-def test_many_steps():
-    """Buckets in the background while backward goes on, step after step: nothing hangs, and replicas are equal."""
+def test_many_overlapped_steps():
+    """Buckets are reduced while backward goes on: nothing hangs, and replicas are identical."""
     results = run_ranks(4, _many, 60)
     assert len(set(results)) == 1
 
 
-def test_the_example_runs_as_it_is():
+def test_example_runs():
     script = Path(__file__).parents[2] / "examples/ddp.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "--steps", "10"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)

@@ -1,4 +1,4 @@
-"""FSDP2 over frames: lossless, the gradients and parameters of sums in the order of ranks, to the bit."""
+"""FSDP2 with frames: Lossless gives gradients and parameters as sums in the order of ranks, bit for bit."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ from support.ranks import run_ranks
 
 
 def sharded(net, gradients, parameters, **how):
-    """The model under FSDP2, its layers on their own, all with these communications."""
+    """Apply FSDP2 to a model and its layers, with the given communications."""
     for layer in net:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, **how)
@@ -54,10 +54,10 @@ def _exact(rank, size, dtype):
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (3, torch.float32), (3, torch.bfloat16)])
-def test_lossless_is_the_mean_in_the_order_of_ranks(size, dtype):
+def test_lossless_gradients_are_means_in_the_order_of_ranks(size, dtype):
     calls = run_ranks(size, _exact, dtype)
     assert calls == [calls[0]] * size
-    assert calls[0] >= 3 * (3 + 5)  # gradients, parameters: all have gone as frames
+    assert calls[0] >= 3 * (3 + 5)  # gradients and parameters were sent as frames
 
 
 def _lossy(rank, size):
@@ -72,15 +72,14 @@ def _lossy(rank, size):
     return errors, float((got - exact).norm() / exact.norm())
 
 
-def test_lossy():
-    """Something is lost, and no more than the codec may lose."""
+def test_lossy_error_is_within_the_codecs_bound():
     for errors, output in run_ranks(2, _lossy):
         assert all(1e-4 < e < 0.1 for e in errors), errors
         assert 1e-4 < output < 0.1
 
 
 def _protocol(rank, size):
-    """What FSDP2 counts on: nothing returned, or a Work; memory as asked for; dtypes without a codec go as well."""
+    """Return values, Work objects, memory and dtypes are as FSDP2 expects."""
     scatter, gather = codec.torch.ReduceScatter(), codec.torch.AllGather()
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         every = [torch.randn(size * 3000, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(size)]
@@ -105,7 +104,7 @@ def _protocol(rank, size):
     assert torch.equal(out, torch.full((3000,), 1.5 * size))
 
 
-def test_what_fsdp_counts_on():
+def test_communications_follow_the_interface_of_fsdp2():
     run_ranks(2, _protocol)
 
 
@@ -117,12 +116,12 @@ def _refused(rank, size):
     with pytest.raises(codec.CodecError) as e:
         net(x).square().mean().backward()
     good = torch.ones(3000)
-    dist.all_reduce(good)  # and the group still works
+    dist.all_reduce(good)  # the group still works
     codec.torch.all_reduce(good)
     return type(e.value).__name__, float(good[0])
 
 
-def test_nan_on_one_rank_is_an_error_on_all():
+def test_nan_on_one_rank_raises_on_all():
     assert run_ranks(3, _refused) == [("PeerError", 3.0), ("SpecError", 3.0), ("PeerError", 3.0)]
 
 
@@ -138,6 +137,6 @@ def _lost(rank, size):
     return time.monotonic() - begin
 
 
-def test_a_killed_rank_is_an_error_on_all_others():
+def test_killed_rank_raises_on_all_others():
     took = run_ranks(3, _lost, timeout=5, killed=(1,))
     assert max(took[0], took[2]) < 5 + 1 + 2, took

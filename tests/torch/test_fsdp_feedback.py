@@ -40,7 +40,7 @@ def train(net, rank, steps, x=None):
 
 
 def whole(net):
-    """Return the parameters, put together from all shards."""
+    """Return the full parameters, gathered from all shards."""
     return [p.full_tensor().detach().clone() for p in net.parameters()]
 
 
@@ -127,7 +127,9 @@ def _fails(rank, size, replicas):
     x = batch(rank)
     if rank == 1:
         x[0, 0] = float("nan")
-    handle = net[0].register_forward_hook(lambda module, args, out: out.nan_to_num())  # other layers' are finite
+    handle = net[0].register_forward_hook(
+        lambda module, args, out: out.nan_to_num()
+    )  # keeps gradients of other layers finite
     with pytest.raises(codec.CodecError) as e:
         train(net, rank, range(1), x)
     handle.remove()
@@ -154,7 +156,7 @@ class Interrupt(Exception):
 
 
 def _interrupted(rank, size):
-    """An exception of the user's in the midst of backward: residuals of modules already reduced are undone."""
+    """Raise an exception during backward: residuals of modules that were reduced before are restored."""
     net = shard(small_model())
     comm = codec.torch.ReduceScatter(COARSE, feedback=True).register(net)
     train(net, rank, range(1))
@@ -181,7 +183,7 @@ def _resumed(rank, size, gather):
 
     def begin():
         net = shard(small_model())
-        spec = codec.Quantize(3, 32)  # rounds stochastically: the random streams must go on, too
+        spec = codec.Quantize(3, 32)  # stochastic rounding: random streams must resume, too
         return net, codec.torch.ReduceScatter(spec, feedback=True).register(net)
 
     straight, _ = begin()
@@ -235,14 +237,14 @@ def _refused_states(rank, size):
         codec.torch.ReduceScatter(COARSE).register(net).load_state_dict(good)
     comm.register(net)
     comm.load_state_dict(good | {f"rank {rank}": mine | {"residuals": {"0": torch.zeros(8)}}} if rank == 0 else good)
-    with pytest.raises(codec.CodecError) as e:  # of another sharding: found out when the module is reduced
+    with pytest.raises(codec.CodecError) as e:  # from another sharding: detected when the module is reduced
         train(net, rank, range(1))
     comm.load_state_dict(good)
     train(net, rank, range(1))
     return type(e.value).__name__
 
 
-def test_wrong_states_are_refused():
+def test_wrong_states_are_rejected():
     assert run_ranks(2, _refused_states) == ["SpecError", "PeerError"]
 
 
@@ -271,7 +273,7 @@ def _wrong_uses(rank, size):
         train(net, rank, range(1))
 
 
-def test_wrong_uses_are_refused():
+def test_wrong_uses_are_rejected():
     run_ranks(4, _wrong_uses)
 
 

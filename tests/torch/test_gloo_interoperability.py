@@ -1,4 +1,4 @@
-"""Collectives in C++ over Gloo give the bits that codec.torch gives: the same protocol, written twice."""
+"""The C++ adapter over Gloo gives the bits of codec.torch: two implementations of one protocol."""
 
 import os
 import struct
@@ -29,11 +29,11 @@ OPS = ["mean", "sum", "max"]
 ALGORITHMS = ["auto", "two_shot", "all_gather", "ring", "raw"]
 DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STATE = ["theta", "v", "m"]
-MANY = 999_983  # values at random; then they come again, elsewhere in a row
+MANY = 999_983  # random values; longer tensors repeat them at other offsets
 
 
 class Job(NamedTuple):
-    """A collective, but for the values."""
+    """Collective of a given kind, size and spec, without its values."""
 
     spec: Any
     kind: str = "allreduce"
@@ -44,7 +44,7 @@ class Job(NamedTuple):
     segments: Any = None
     stream: int = 0
     metric: Any = None
-    state: tuple[tuple[str, str], ...] = ()  # what there is of it, in which dtype
+    state: tuple[tuple[str, str], ...] = ()  # names of the optimizer's state and their dtypes
     feedback: bool = False
     values: str = "normal"
 
@@ -56,7 +56,7 @@ class Job(NamedTuple):
 def values(job, rank, size):
     n = job.whole(size)
     g = torch.Generator().manual_seed(100 * job.n + rank)
-    if job.values == "bits":  # any there are: NaN, Inf, subnormals, zeros of both signs
+    if job.values == "bits":  # random bits: NaN, Inf, subnormals, zeros of both signs
         bits = torch.randint(-(1 << 31), 1 << 31, (n,), generator=g).int()
         bits[torch.randint(0, 4, (n,), generator=g) == 0] &= -(1 << 31)
         return (bits if job.dtype == "float32" else (bits >> 16).short()).view(DTYPE[job.dtype])
@@ -83,7 +83,7 @@ def as_bytes(x):
 
 
 def _python(rank, size, jobs):
-    """What comes out for each job, and what is owed then."""
+    """Return result and residuals of each job on a Python rank."""
     results = []
     for job in jobs:
         x = values(job, rank, size)
@@ -107,7 +107,7 @@ def _python(rank, size, jobs):
 
 
 def _with_feedback(job, x, size):
-    """Residuals are a hook's, not all_reduce's."""
+    """Reduce with the residuals of a hook, which all_reduce does not have."""
     residual, sums = residual_of(job, size), residual_of(job, size)
 
     def prepare():
@@ -121,7 +121,7 @@ def _with_feedback(job, x, size):
 
 
 def packed_metrics(job, size):
-    """Each group's numbers, as peer.cc has them; how many."""
+    """Return the packed metrics of each parameter group, as peer.cc reads them, and their number."""
     if job.metric is None:
         return b"", 0
     call = Call()
@@ -136,7 +136,7 @@ def packed_metrics(job, size):
 
 
 def packed(job, size):
-    """A job as peer.cc reads it."""
+    """Return a job as peer.cc reads it."""
     state = state_of(job, size) or {}
     terms, nmetrics = packed_metrics(job, size)
     dtypes = [DTYPES[dict(job.state)[name]] if name in state else 0 for name in STATE]
@@ -152,7 +152,7 @@ def packed(job, size):
 
 
 def in_cpp(size, jobs, folder):
-    """What comes out for all jobs on each rank."""
+    """Return the results of all jobs on each C++ rank."""
     if not PEER.exists():
         pytest.fail(f"{PEER} is missing: make gloo builds it")
     with (folder / "jobs").open("wb") as file:
@@ -164,7 +164,7 @@ def in_cpp(size, jobs, folder):
 
 
 def compare(size, jobs, folder, like=lambda job, got: got):
-    """Both, and that they are alike to the bit, or once `like` has made equal what may differ."""
+    """Check that C++ and Python ranks give the same bits, after `like` has unified what may differ."""
     found = in_cpp(size, jobs, folder)
     for rank, (want, got) in enumerate(zip(run_ranks(size, _python, jobs), found, strict=True)):
         at = 0
@@ -181,7 +181,7 @@ FIXED = {"lossless": codec.Lossless(), "lossless_flat": codec.Lossless(5, "flat"
 
 
 def every_codec(size):
-    """Each codec by each algorithm; dtype and operation change from one to the next, and with the number of ranks."""
+    """Return jobs of each codec with each algorithm, in different dtypes and operations."""
     jobs = []
     for i, spec in enumerate((FIXED | LOSSY).values()):
         for a, algorithm in enumerate(ALGORITHMS):
@@ -193,13 +193,13 @@ def every_codec(size):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_same_bits(size, tmp_path):
-    """Every codec by every algorithm, with parameters inside and without."""
+def test_every_codec_gives_the_same_bits(size, tmp_path):
+    """With every algorithm, with and without parameters."""
     compare(size, every_codec(size), tmp_path)
 
 
-def test_the_same_bits_of_any_size(tmp_path):
-    """Slices of several chunks, and where blocks and slices begin and end."""
+def test_every_size_gives_the_same_bits(tmp_path):
+    """Slices of several chunks, and sizes around block and slice boundaries."""
     sizes = [0, 1, 2, 1023, 1024, 1025, 3071, 3073, 65537]
     specs = [codec.Lossless(), codec.Quantize(4), codec.Float8(group_size=100)]
     small = [
@@ -234,13 +234,13 @@ def optimizer_jobs():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_same_bits_by_an_optimizer_s_state(size, tmp_path):
-    """Truncate by metrics, in groups of parameters too; levels sent and shared."""
+def test_truncate_by_optimizer_state_gives_the_same_bits(size, tmp_path):
+    """With parameter groups; levels sent and shared."""
     compare(size, list(optimizer_jobs()), tmp_path)
 
 
-def test_the_same_residuals(tmp_path):
-    """Error feedback: results, and what is owed then, to tensors and to sums."""
+def test_error_feedback_gives_the_same_residuals(tmp_path):
+    """Results, and residuals of workers and owners of sums."""
     specs = [codec.Quantize(2), codec.Sign(group_size=1024), codec.Float8("e5m2"), codec.Truncate(2)]
     ways = [(dtype, algorithm) for dtype in DTYPE for algorithm in ("two_shot", "all_gather", "raw")]
     jobs = [Job(spec, dtype=d, algorithm=a, n=20_000, feedback=True) for spec in specs for d, a in ways]
@@ -248,10 +248,10 @@ def test_the_same_residuals(tmp_path):
 
 
 def any_nan(job, got):
-    """NaN is one in both, but with which bits is not said where it is made or added.
+    """Unify NaNs, whose bits the protocol leaves open where they are made or added.
 
-    Of -0 and 0 the first is the maximum, in frames and in C++; but numpy's and torch's, in rings and of values, may
-    be the other one: the same on all ranks, all the same.
+    The maximum of -0 and 0 is the first operand in frames and in C++. In raw and ring reductions of numpy and torch it
+    may be the other one, the same on all ranks.
     """
     x = torch.frombuffer(bytearray(got), dtype=DTYPE[job.dtype])
     if job.algorithm in ("ring", "raw") and job.op == "max":
@@ -259,8 +259,8 @@ def any_nan(job, got):
     return as_bytes(torch.where(x.isnan(), torch.tensor(float("nan"), dtype=x.dtype), x))
 
 
-def test_the_same_bits_of_any_bits(tmp_path):
-    """Lossless and raw of anything that floats can be: alike but for NaN's payload."""
+def test_special_values_give_the_same_bits(tmp_path):
+    """Lossless and raw, for every kind of float; only NaN payloads may differ."""
     jobs = [
         Job(codec.Lossless(), dtype=dtype, op=op, algorithm=algorithm, n=20_000, values="bits")
         for dtype in DTYPE

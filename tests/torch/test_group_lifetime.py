@@ -1,4 +1,4 @@
-"""Groups that several threads use, that a process forks with, and that end while collectives are in flight."""
+"""Groups used by several threads, inherited by forked processes, and destroyed while collectives are in flight."""
 
 import os
 import signal

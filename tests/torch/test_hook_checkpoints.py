@@ -23,7 +23,7 @@ def through_a_file(state):
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    return torch.load(file)  # weights_only, which is torch's default
+    return torch.load(file)  # weights_only is torch's default
 
 
 def hooked(model=None, spec=SIGN, cap=25, **how):
@@ -97,7 +97,7 @@ def _renamed(rank, size):
         take_step(model, rank, small_forward)
         found.append(hook_state.packed(hook.state_dict()))
     assert found[0] == found[1]
-    assert found[2] is None  # which has other names
+    assert found[2] is None  # a wrapped model has other names
 
 
 def test_state_is_taken_up_under_the_names_of_a_compiled_model():
@@ -171,7 +171,7 @@ def _changed(rank, size):
     with pytest.raises(codec.SpecError, match="not a spec"):
         _sent(hook, model, rank, 2)
     now["spec"] = None
-    assert _sent(hook, model, rank, 3) < 0.4 * full  # the step was refused on all ranks, the group lives on
+    assert _sent(hook, model, rank, 3) < 0.4 * full  # the step failed on all ranks; the group stays usable
 
     model, hook = hooked(spec=codec.Float8(group_size=128), start_step=2, algorithm="all_gather")
     sizes = [_sent(hook, model, rank, step) for step in range(4)]

@@ -1,4 +1,4 @@
-"""DDP hooks serve every kind of parameter and model that DistributedDataParallel trains, or refuse it at once."""
+"""DDP hooks serve every kind of parameter and model of DistributedDataParallel, or reject it at registration."""
 
 import copy
 import pickle
@@ -67,13 +67,13 @@ def _complex(rank, size):
     return found
 
 
-def test_complex_parameters_are_reduced_whole():
+def test_complex_parameters_are_reduced():
     results = run_ranks(2, _complex)
     assert results[0] == results[1]
 
 
 def _uncovered(rank, size):
-    """A bucket whose values the hook cannot account for is refused on all ranks, and the group lives on."""
+    """A bucket whose values the hook cannot account for raises on all ranks, and the group stays usable."""
     model = DistributedDataParallel(nn.Linear(64, 64))
     codec.torch.ddp_hook(codec.Float8(), **EVERYTHING).register(model)
     hook_module.n_values = lambda p: p.numel() - (p.dim() == 1)
@@ -84,7 +84,7 @@ def _uncovered(rank, size):
     assert x[0] == sum(range(size))
 
 
-def test_bucket_with_unaccounted_values_is_refused():
+def test_bucket_with_unaccounted_values_is_rejected():
     run_ranks(2, _uncovered)
 
 
@@ -170,7 +170,7 @@ def _second_model(rank, size):
     take_step(first, rank, small_forward)
     assert len(pickle.dumps(hook)) < 10_000  # without the model
     again = DistributedDataParallel(copy.deepcopy(first.module))
-    hook.register(again)  # the same model anew, as after a rank was lost
+    hook.register(again)  # the same model again, as after the loss of a rank
     take_step(again, rank, small_forward)
     with pytest.raises(codec.SpecError, match="registered to another model since"):
         take_step(first, rank, small_forward)
@@ -182,7 +182,7 @@ def _second_model(rank, size):
         take_step(other[0], rank, small_forward)
 
 
-def test_hook_of_two_models_is_refused():
+def test_second_model_of_a_hook_is_rejected():
     run_ranks(2, _second_model)
 
 
@@ -199,7 +199,7 @@ def _python_reducer(rank, size):
         codec.torch.ddp_hook(policy=lambda n, p: codec.Truncate()).register(DistributedDataParallel(small_net()))
 
 
-def test_settings_that_cannot_work_are_refused_when_the_hook_is_registered():
+def test_unsupported_settings_are_rejected_at_registration():
     run_ranks(1, _python_reducer)
 
 
@@ -210,7 +210,7 @@ class Wrapper:
         self.optimizer, self.param_groups = optimizer, optimizer.param_groups
 
 
-def test_optimizers_are_unwrapped_or_refused_by_name():
+def test_optimizers_are_unwrapped_or_rejected_by_name():
     model = small_net()
     adam = torch.optim.AdamW(model.parameters())
     assert codec.torch.ddp_hook(codec.Truncate(), optimizer=Wrapper(Wrapper(adam))).optimizer is adam
@@ -231,17 +231,17 @@ def _warned(rank, size):
         adam, sgd = torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), 0.1)
         codec.torch.ddp_hook(spec).register(model)
         take_step(model, rank, small_forward)
-        torch.optim.Adam(small_net().parameters()).step()  # of another model
+        torch.optim.Adam(small_net().parameters()).step()  # an optimizer of another model
         with pytest.warns(UserWarning, match=r"distorts.*Adam"):
             adam.step()
-        take_step(model, rank, small_forward, adam)  # once is enough
+        take_step(model, rank, small_forward, adam)  # warns only once
     model = DistributedDataParallel(small_net())
     codec.torch.ddp_hook(codec.Sign()).register(model)
     sgd = torch.optim.SGD(model.parameters(), 0.1)
     take_step(model, rank, small_forward, sgd)
 
 
-def test_adam_with_sign_or_ternary_is_warned_of_once():
+def test_adam_with_sign_or_ternary_warns_once():
     run_ranks(1, _warned)
 
 

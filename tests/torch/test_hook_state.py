@@ -1,4 +1,4 @@
-"""What a hook remembers: codebooks that ranks agree on, and what is owed, whoever owes it next."""
+"""State of DDP hooks: codebooks that ranks agree on, and residuals when algorithms and numbers of ranks change."""
 
 import pickle
 
@@ -17,7 +17,7 @@ EVERYTHING = {"policy": lambda name, p: None}
 
 
 class Sent:
-    """What this rank's channel sends: how many bytes, and which codebooks frames name."""
+    """Record of messages: bytes, and the codebooks that frames name."""
 
     def __init__(self):
         self.channel = collectives.line_of(None).channel
@@ -34,18 +34,18 @@ class Sent:
         if message is not None:
             frame = message[8:]
             info = codec.inspect(frame)
-            if info.dtype != "int64":  # as counts are
+            if info.dtype != "int64":  # counts are int64
                 self.nbytes += frame.nbytes
                 self.books.add(info.codebook_id)
-            self.frames += 1  # counts, too
+            self.frames += 1  # includes frames of counts
             if self.damage(frame):
                 message = message.copy()
                 message[message.nbytes // 2] ^= 4
         self.pass_on(message, to)
 
 
-class Alike(torch.nn.Module):
-    """Layers whose gradients are alike, and like their means over ranks, so that a codebook for all of them pays."""
+class SimilarLayers(torch.nn.Module):
+    """Layers with similar gradients, whose mean over ranks is similar, so that a common codebook pays."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ def step_of(model, optimizer, rank, step, scale=1.0):
 
 
 def hooked(spec, interval=3, model=None, optimizer=None, **how):
-    model = wrapped(model or Alike())
+    model = wrapped(model or SimilarLayers())
     refresher = codec.CodebookRefresher(spec, interval=interval, delay=1) if interval else None
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)
     how = EVERYTHING | {"optimizer": optimizer, "refresher": refresher} | how
@@ -82,7 +82,7 @@ SPECS = [
 
 
 def _refreshed(rank, size):
-    """By step: which codebooks frames name. They are smaller with them, and parameters the same to the bit."""
+    """Return the codebooks that frames name in each step, the bytes, and the parameters."""
     found = []
     for spec, algorithm in SPECS:
         feedback = {"feedback": True} if spec == codec.Truncate() else {}
@@ -103,8 +103,8 @@ def _refreshed(rank, size):
     return found
 
 
-def test_codebooks_that_ranks_agree_on():
-    """Used from the agreed step on, by all ranks alike; frames are smaller and decode to the same."""
+def test_ranks_switch_to_an_agreed_codebook():
+    """At the agreed step, on all ranks; frames become smaller and decode to the same values."""
     results = run_ranks(3, _refreshed)
     assert all(r == results[0] for r in results)
     for _, steps in results[0]:
@@ -114,7 +114,7 @@ def test_codebooks_that_ranks_agree_on():
 
 
 def _failed(rank, size):
-    """Steps that fail, counts that are damaged, ranks that come anew or load another state than others."""
+    """Failed steps, damaged counts, new ranks, and ranks that load a different state."""
     model, optimizer, hook = hooked(codec.Lossless(), algorithm="two_shot")
     sent, log = Sent(), []
 
@@ -127,30 +127,30 @@ def _failed(rank, size):
                     step_of(model, optimizer, rank, step)
                 assert parameter_bytes(model) == before
             else:
-                step_of(model, optimizer, rank, step, 4.0 ** (step // 6))  # other codebooks from time to time
-                hook.state_dict()  # which waits for what goes on behind the step
+                step_of(model, optimizer, rank, step, 4.0 ** (step // 6))  # the best codebook changes every 6 steps
+                hook.state_dict()  # waits for the background work of the step
                 log.append((step, *sent.books))
 
     go(0, 1, 2, 3, 4)
     sent.damage = lambda frame: rank == 1 and sent.frames == 4
     go(5, fails=True)
     sent.damage = lambda frame: False
-    go(6)  # due; all go on with what they know
+    go(6)  # a codebook is due; ranks keep the ones they know
     sent.damage = lambda frame: rank == 1 and codec.inspect(frame).dtype == "int64"
-    go(7, 8, 9, 10)  # what is due in 9 comes to nothing
+    go(7, 8, 9, 10)  # the switch of step 9 fails
     sent.damage = lambda frame: rank == 2 and sent.frames == 4
-    go(11, 12, fails=True)  # and so it does in 12
+    go(11, 12, fails=True)  # the switch of step 12 fails, too
     sent.damage = lambda frame: False
     state = hook.state_dict()
     hook.load_state_dict(state)
     go(13, 14, 15, 16)
     if rank == 0:
-        hook.load_state_dict(state)  # which is old: all begin anew, after a step that is refused
+        hook.load_state_dict(state)  # an old state: all start over after a failed step
     go(17, fails=True)
     go(18, 19, 20)
     saved = pickle.loads(pickle.dumps(hook.state_dict()))
     model, optimizer, hook = hooked(codec.Lossless(), algorithm="two_shot", model=model.module)
-    if rank != 2:  # where one rank has no state all begin anew
+    if rank != 2:  # all start over if one rank has no state
         hook.load_state_dict(saved)
     go(21, 22)
     before = hook_state_bytes(hook)
@@ -159,7 +159,7 @@ def _failed(rank, size):
             hook.load_state_dict(broken)
         assert hook_state_bytes(hook) == before
     model, optimizer, hook = hooked(codec.Lossless(), 3 + (rank == 1), model=model.module)
-    go(23, fails=True)  # other intervals: an error on all, and no rank waits
+    go(23, fails=True)  # different intervals: an error on all, without a timeout
     return log, parameter_bytes(model)
 
 
@@ -168,13 +168,13 @@ def test_failures_leave_ranks_with_the_same_codebooks():
     assert all(r == results[0] for r in results)
     log = results[0][0]
     named = {step: book for step, *books in log for book in books}
-    assert len(named) == len(log)  # one in a step, if any
+    assert len(named) == len(log)  # at most one codebook per step
     assert {step for step, book in named.items() if book is None} == {0, 1, 2, 3, 18, 21}
     assert named[4] == named[6] != named[7] == named[10] == named[13] == named[15] != named[16]
     assert named[19] == named[20] != named[16]
 
 
-def test_refresher_arguments():
+def test_wrong_refresher_arguments_are_rejected():
     with pytest.raises(codec.SpecError, match="does not go with"):
         codec.torch.ddp_hook(codec.Lossless(), refresher=codec.CodebookRefresher(codec.Truncate()))
     hook = codec.torch.ddp_hook(refresher=codec.CodebookRefresher(interval=7, delay=2))
@@ -182,31 +182,34 @@ def test_refresher_arguments():
     assert set(hook.state_dict()) == {"version", "rank", "world_size", "steps", "sparse", "buckets", "refresher"}
 
 
-def everyones(t):
-    """The mean over ranks."""
+def mean_over_ranks(t):
+    """Return the mean of a tensor over ranks."""
     t = t.clone()
     dist.all_reduce(t)
     return t / dist.get_world_size()
 
 
-def owed(hook, model):
-    """What parameters are still owed by all ranks together, one after the other."""
+def residual_sum(hook, model):
+    """Return the residuals of all ranks together, one parameter after the other."""
     found = []
     state = hook.state_dict()
     for name, p in model.module.named_parameters():
         left = torch.zeros(p.numel())
-        for role, scale in (("worker", 1), ("server", dist.get_world_size())):  # which has a mean's, once
+        for role, scale in (
+            ("worker", 1),
+            ("server", dist.get_world_size()),
+        ):  # the owner's residual is that of the mean
             for key, values in state[role].items():
                 at, _, where = key.rpartition("[")
                 if at == name:
                     start, stop = map(int, where[:-1].split(":"))
                     left[start:stop] += scale * torch.as_tensor(values)
         found.append(left)
-    return everyones(torch.cat(found))
+    return mean_over_ranks(torch.cat(found))
 
 
-def followed(model, rank, steps):
-    """The sum of mean gradients, and of what the optimizer saw."""
+def train_and_sum(model, rank, steps):
+    """Return the sums of mean gradients and of the gradients that the optimizer saw."""
     sums = []
     for sync in (False, True):
         total = 0
@@ -217,10 +220,11 @@ def followed(model, rank, steps):
             torch.nn.functional.cross_entropy(model(x), y).backward()
             total = total + torch.cat([p.grad.flatten() for p in model.parameters()])
         sums.append(total)
-    return everyones(sums[0]), sums[1]
+    return mean_over_ranks(sums[0]), sums[1]
 
 
-def owing(spec, algorithm):
+def hook_with_feedback(spec, algorithm):
+    """Return a model and its hook with error feedback and a fixed algorithm."""
     model, how = wrapped(), {"algorithm": algorithm, **EVERYTHING}
     if algorithm == "lossless":
         how = {"policy": lambda name, p: codec.Lossless()}
@@ -231,28 +235,28 @@ CHANGES = [
     (codec.Quantize(2, 8), "two_shot", "all_gather"),
     (codec.Quantize(2, 8), "all_gather", "two_shot"),
     (codec.Quantize(2, 8), "two_shot", "raw"),
-    (codec.Quantize(2, 8), "two_shot", "auto"),  # frames at first, then values
-    (codec.Quantize(2, 8), "two_shot", "lossless"),  # by the policy
+    (codec.Quantize(2, 8), "two_shot", "auto"),  # frames first, then raw values
+    (codec.Quantize(2, 8), "two_shot", "lossless"),  # Lossless by the policy
 ]
 
 
-def _changed(rank, size):
+def _change_algorithm(rank, size):
     left = []
     kind, small = collectives.Choice.kind, collectives._SMALL
     for spec, before, after in CHANGES:
-        model, hook = owing(spec, before)
-        followed(model, rank, [0, 1])
-        was = owed(hook, model)
+        model, hook = hook_with_feedback(spec, before)
+        train_and_sum(model, rank, [0, 1])
+        was = residual_sum(hook, model)
         state = pickle.loads(pickle.dumps(hook.state_dict()))
-        model, hook = owing(spec, after)
+        model, hook = hook_with_feedback(spec, after)
         hook.load_state_dict(state)
-        assert torch.equal(owed(hook, model), was)
-        for step in (2, 3, 4):  # the first one in one bucket
+        assert torch.equal(residual_sum(hook, model), was)
+        for step in (2, 3, 4):  # step 2 has a single bucket
             if after == "auto":
                 collectives._SMALL = 100
                 collectives.Choice.kind = "values" if step > 2 else "frames"
-            mean, sent = followed(model, rank, [step])
-            now = owed(hook, model)
+            mean, sent = train_and_sum(model, rank, [step])
+            now = residual_sum(hook, model)
             torch.testing.assert_close(sent + now, mean + was, atol=1e-5, rtol=1e-4)
             was = now
         collectives.Choice.kind, collectives._SMALL = kind, small
@@ -260,9 +264,9 @@ def _changed(rank, size):
     return left
 
 
-def test_another_algorithm_owes_as_much():
-    """What workers and owners of sums have not sent yet is sent, whoever owes it, also where values go as they are."""
-    results = run_ranks(3, _changed)
+def test_residuals_survive_a_change_of_algorithm():
+    """Residuals of workers and of owners of sums are sent later, whichever rank holds them, also by raw."""
+    results = run_ranks(3, _change_algorithm)
     owing_still = [now for now, _ in results[0]]
     assert owing_still == [True, True, False, False, False]
     for i, (_, _, after) in enumerate(CHANGES):
@@ -270,29 +274,29 @@ def test_another_algorithm_owes_as_much():
         assert bool(servers) == (after in ("two_shot", "raw", "auto")), after
 
 
-def _settled(rank, size):
-    """A step whose first bucket is refused: later ones hand over and pay what is owed for the first time."""
-    model, hook = owing(codec.Quantize(2, 8), "two_shot")
-    followed(model, rank, [0, 1])
+def _refused_first_bucket(rank, size):
+    """Reject the first bucket of a step in which later ones pass residuals on for the first time."""
+    model, hook = hook_with_feedback(codec.Quantize(2, 8), "two_shot")
+    train_and_sum(model, rank, [0, 1])
     state = hook.state_dict()
     for policy in (lambda name, p: None, lambda name, p: None if name[:2] in ("20", "18") else codec.Lossless()):
         model = wrapped()
         hook = codec.torch.ddp_hook(codec.Quantize(2, 8), feedback=True, policy=policy).register(model)
-        followed(model, rank, [2])  # buckets are rebuilt
+        train_and_sum(model, rank, [2])  # buckets are rebuilt
         hook.load_state_dict(state)
         was = hook_state_bytes(hook)
         list(model.parameters())[-1].register_hook(lambda g: g * (torch.nan if rank else 1))
         with pytest.raises(codec.CodecError):
-            followed(model, rank, [3])
+            train_and_sum(model, rank, [3])
         assert hook_state_bytes(hook) == was
 
 
-def test_a_step_that_is_refused_leaves_what_is_owed():
-    run_ranks(3, _settled)
+def test_rejected_step_leaves_residuals_unchanged():
+    run_ranks(3, _refused_first_bucket)
 
 
 def _between(rank, size):
-    """What little lies between large parameters is exact and owed nothing, though their frames hold it, too."""
+    """Small parameters between large ones are exact and have no residual, although they share frames."""
     torch.manual_seed(3)
     net = torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in ((20, 256), (256, 256), (256, 5))))
     model = DistributedDataParallel(net)
@@ -316,39 +320,39 @@ def _between(rank, size):
     keys = {key.partition("[")[0] for role in ("worker", "server") for key in state[role]}
     assert keys == {"version", "role", *large}
     left = torch.cat([total[n].flatten() for n in total])
-    torch.testing.assert_close(owed(hook, model), left, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(residual_sum(hook, model), left, atol=1e-5, rtol=1e-4)
     before = hook_state_bytes(hook)
-    net[1].bias.register_hook(lambda g: g * torch.nan if rank == 1 else g)  # frames of the others have no word for it
+    net[1].bias.register_hook(lambda g: g * torch.nan if rank == 1 else g)  # frames of other ranks cannot encode NaN
     with pytest.raises(codec.CodecError):
         torch.nn.functional.cross_entropy(model(x), y).backward()
     assert hook_state_bytes(hook) == before
 
 
-def test_small_parameters_between_large_ones():
+def test_small_parameters_between_large_ones_are_exact():
     run_ranks(3, _between)
 
 
-def _some(rank, size):
-    model, hook = owing(codec.Quantize(2, 8), "two_shot")
-    followed(model, rank, [0, 1, 2])
+def _train_part(rank, size):
+    model, hook = hook_with_feedback(codec.Quantize(2, 8), "two_shot")
+    train_and_sum(model, rank, [0, 1, 2])
     state, before = hook.state_dict(), hook_state_bytes(hook)
-    with pytest.raises(codec.StateError):  # one part that cannot be loaded: none is
+    with pytest.raises(codec.StateError):  # if one part cannot be loaded, none is
         hook.load_state_dict({**state, "server": {}})
     assert hook_state_bytes(hook) == before
-    return state, owed(hook, model)
+    return state, residual_sum(hook, model)
 
 
-def _others(rank, size, states, was, algorithm):
-    model, hook = owing(codec.Quantize(2, 8), algorithm)
+def _train_with_other_ranks(rank, size, states, was, algorithm):
+    model, hook = hook_with_feedback(codec.Quantize(2, 8), algorithm)
     hook.load_state_dict(states[rank])
-    torch.testing.assert_close(owed(hook, model), was, atol=1e-6, rtol=1e-5)
-    mean, sent = followed(model, rank, [3, 4])
-    torch.testing.assert_close(sent + owed(hook, model), mean + was, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(residual_sum(hook, model), was, atol=1e-6, rtol=1e-5)
+    mean, sent = train_and_sum(model, rank, [3, 4])
+    torch.testing.assert_close(sent + residual_sum(hook, model), mean + was, atol=1e-5, rtol=1e-4)
     return was.any() and sent.any()
 
 
-def test_another_number_of_ranks_owes_as_much():
-    old = run_ranks(3, _some)
+def test_residuals_survive_a_change_of_the_number_of_ranks():
+    old = run_ranks(3, _train_part)
     for size, algorithm in ((2, "two_shot"), (4, "two_shot"), (1, "auto")):
         states = codec.torch.Hook.reshard([state for state, _ in old], size)
-        assert all(run_ranks(size, _others, states, old[0][1], algorithm))
+        assert all(run_ranks(size, _train_with_other_ranks, states, old[0][1], algorithm))

@@ -1,4 +1,4 @@
-"""A rank that sends wrong messages: the other one ends with an error in time, and its tensor is as it was."""
+"""A rank sends wrong messages: the other one raises in time, and its tensor is unchanged."""
 
 import os
 import struct
@@ -20,10 +20,10 @@ from support.ranks import RankPool
 
 N = 40_000
 TIMEOUT = 3
-LIMIT = TIMEOUT + 3  # seconds until the error; CPUs are shared
+LIMIT = TIMEOUT + 3  # seconds until the error, with margin for shared CPUs
 _FRAMES, _NUMBERS = range(2)  # tags
 OURS, THEIRS = 19_456, 20_544  # values of the slices of rank 0 and rank 1
-_ROOM = 4 * N + 4096  # bytes; more than any frame has
+_ROOM = 4 * N + 4096  # bytes; more than any frame needs
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,8 @@ def values():
     return torch.linspace(-1, 1, N)
 
 
-class Fake:
-    """A rank that speaks the protocol of a channel, by hand."""
+class FakeRank:
+    """Rank that writes and reads the messages of a channel by hand."""
 
     def __init__(self, rank):
         store = PrefixStore("codec", dist.group.WORLD.get_group_store())
@@ -63,24 +63,24 @@ class Fake:
         count = len(numbers) if count is None else count
         self.send(struct.pack("<8q", count, *numbers, *[0] * (7 - len(numbers))), _NUMBERS)
 
-    def hear(self):
-        """Receive one, and return its numbers."""
+    def receive_numbers(self):
+        """Receive a message of numbers, and return them."""
         count, *numbers = struct.unpack("<8q", self.receive(64, _NUMBERS))
         return numbers[:count]
 
-    def echo(self, times=1):
-        """Answer messages of numbers by the same ones: agree to all that is asked."""
+    def agree(self, times=1):
+        """Answer messages of numbers with the same ones: agree to every request."""
         for _ in range(times):
-            self.numbers(*self.hear())
+            self.numbers(*self.receive_numbers())
 
     def frame(self, frame=b"", length=None, message_nbytes=None):
         message = struct.pack("<Q", (len(frame) if length is None else length) % (1 << 64)) + frame
         self.send(message[:message_nbytes])
 
-    def end(self, *verdict):
-        """Say how it went, as a rank that is not 0, and hear of the others."""
+    def vote(self, *verdict):
+        """Send the vote of a rank other than 0, and receive the verdict."""
         self.numbers(*(verdict or (0, 1, 1, 1, 1)))
-        self.hear()
+        self.receive_numbers()
 
 
 def reduce(spec=codec.Lossless(), **how):  # noqa: B008
@@ -102,7 +102,7 @@ def exchange():
 
 def _version(act):
     def fake(k):
-        k.hear()
+        k.receive_numbers()
         act(k)
 
     return reduce(), fake
@@ -110,8 +110,8 @@ def _version(act):
 
 def _asked(act):
     def fake(k):
-        k.echo()
-        signature = k.hear()[0]
+        k.agree()
+        signature = k.receive_numbers()[0]
         act(k, signature)
 
     return reduce(), fake
@@ -119,47 +119,47 @@ def _asked(act):
 
 def _sent(frame=b"", spec=codec.Lossless(), **how):  # noqa: B008
     def fake(k):
-        k.echo(2)
+        k.agree(2)
         k.frame(frame, **how)
         k.receive()
-        k.end()
+        k.vote()
 
     return reduce(spec, algorithm="all_gather"), fake
 
 
 def _verdict(*verdict, n=N):
     def fake(k):
-        k.echo(2)
+        k.agree(2)
         k.frame(good())
         k.receive()
-        k.end(*verdict)
+        k.vote(*verdict)
 
     return reduce(algorithm="all_gather"), fake
 
 
 def _exchanged(announced, *messages):
     def fake(k):
-        k.echo(2)
+        k.agree(2)
         k.numbers(announced)
-        k.hear()
+        k.receive_numbers()
         for message in messages:
             k.send(message)
         k.receive(3 + 8)
-        k.end(0, 1)
+        k.vote(0, 1)
 
     return exchange, fake
 
 
 def _raw(terms, sums):
-    """Values of which a slice has 20,480 or 19,520, as one chunk."""
+    """Send uncompressed values; a slice has 20,480 or 19,520 of them in one chunk."""
 
     def fake(k):
-        k.echo(2)
+        k.agree(2)
         k.send(bytes(terms))
         k.receive()
         k.send(bytes(sums))
         k.receive()
-        k.end()
+        k.vote()
 
     return reduce(algorithm="raw"), fake
 
@@ -183,7 +183,7 @@ def ones(dtype="f4", n=N):
 
 
 PEER, FRAME = codec.PeerError, codec.FrameError
-SHORT = {  # in make test: each kind of message
+SHORT = {  # run by make test: each kind of message
     "version that differs": (PEER, lambda: _version(lambda k: k.numbers(12345))),
     "count of numbers that is negative": (PEER, lambda: _version(lambda k: k.numbers(1, count=-1))),
     "numbers that are short": (PEER, lambda: _version(lambda k: k.send(struct.pack("<q", 1), _NUMBERS))),
@@ -204,7 +204,7 @@ SHORT = {  # in make test: each kind of message
     "exchange of a message that is short": (FRAME, lambda: _exchanged(1000, b"x" * 300)),
     "exchange of a message that is empty": (FRAME, lambda: _exchanged(1000, b"")),
 }
-LONG = {  # in make nightly: more of each, and what ends with the timeout
+LONG = {  # run by make nightly: more of each kind, and cases that last until the timeout
     "count of numbers that is another": (PEER, lambda: _version(lambda k: k.numbers(1, 2))),
     "count of numbers that is huge": (PEER, lambda: _version(lambda k: k.numbers(1, count=1 << 62))),
     "count of numbers that is 0": (PEER, lambda: _version(lambda k: k.numbers())),
@@ -214,9 +214,9 @@ LONG = {  # in make nightly: more of each, and what ends with the timeout
     "inability": (PEER, lambda: _asked(lambda k, s: k.numbers(s, 0, 0, 1))),
     "too few numbers": (PEER, lambda: _asked(lambda k, s: k.numbers(s))),
     "too many numbers": (PEER, lambda: _asked(lambda k, s: k.numbers(s, 2, 3, 4, 5, 6, 7))),
-    "agreement twice": (PEER, lambda: _asked(lambda k, s: (k.numbers(s, 0, 0, 0), k.numbers(s, 0, 0, 0), k.end(0)))),
-    "silence instead of a frame": (PEER, lambda: (reduce(), lambda k: (k.echo(2), time.sleep(TIMEOUT + 1)))),
-    "end of the process instead of a frame": (PEER, lambda: (reduce(), lambda k: (k.echo(2), os._exit(0)))),
+    "agreement twice": (PEER, lambda: _asked(lambda k, s: (k.numbers(s, 0, 0, 0), k.numbers(s, 0, 0, 0), k.vote(0)))),
+    "silence instead of a frame": (PEER, lambda: (reduce(), lambda k: (k.agree(2), time.sleep(TIMEOUT + 1)))),
+    "end of the process instead of a frame": (PEER, lambda: (reduce(), lambda k: (k.agree(2), os._exit(0)))),
     "no frame": (PEER, lambda: _sent(length=0)),
     "negative length": (FRAME, lambda: _sent(good(), length=-1)),
     "length of an empty frame": (FRAME, lambda: _sent(length=1000)),
@@ -264,11 +264,11 @@ def drip(k):
 
 def shared_scale(scale):
     def fake(k):
-        k.echo(2)
+        k.agree(2)
         k.frame(encoded(np.array([scale], "f4")))
         k.receive()
         k.frame(encoded(np.full(OURS, 5.0, "f4")))
-        k.end()
+        k.vote()
 
     return reduce(codec.Ternary(), algorithm="shared_scale"), fake
 
@@ -279,7 +279,7 @@ def _case(rank, size, table, name, real=0):
     call, fake = make()
     if rank != real:
         with suppress(RuntimeError):
-            fake(Fake(rank))
+            fake(FakeRank(rank))
         return None
     begin = time.monotonic()
     with pytest.raises(wanted):
@@ -299,7 +299,7 @@ def _try(ranks, table, names, real=0):
 
 
 class _Names:
-    """Tables are sent to ranks by name: functions in them cannot be pickled."""
+    """Mapping that resolves names on the rank, since functions in tables cannot be pickled."""
 
     def __init__(self, name):
         self.name = name
@@ -320,10 +320,10 @@ def test_more_wrong_messages_are_errors(ranks, name):
 
 def _verdict_of_rank_0(*verdict):
     def fake(k):
-        k.echo(2)
+        k.agree(2)
         k.frame(good())
         k.receive()
-        k.hear()
+        k.receive_numbers()
         k.numbers(*verdict)
         time.sleep(0.3)
 
@@ -341,13 +341,13 @@ def test_wrong_verdict_of_rank_0_is_an_error(ranks):
 
 
 def _memory(rank, size):
-    """Peak memory in KiB that an announcement of 64 GiB costs."""
+    """Return the peak memory in KiB that an announcement of 64 GiB costs."""
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if rank:
         with suppress(RuntimeError):
-            _exchanged(1 << 36, b"x" * 100)[1](Fake(rank))
+            _exchanged(1 << 36, b"x" * 100)[1](FakeRank(rank))
         return 0
     with pytest.raises(codec.CodecError):
         exchange()
@@ -360,8 +360,8 @@ def test_announcement_of_a_large_frame_allocates_little(ranks):
     assert ranks.run(_memory)[0] < 64 << 10
 
 
-def _well(rank, size):
-    """Make the same calls with a rank that behaves."""
+def _behave(rank, size):
+    """Make the same calls with a rank that follows the protocol."""
     reduce_checked = values()
     for how in ({}, {"algorithm": "raw"}, {"spec": codec.Quantize(4)}):
         x = values()
@@ -371,6 +371,6 @@ def _well(rank, size):
     assert collectives.line_of(None).channel.counters.raw_collectives == 1
 
 
-def test_rank_that_behaves_is_served(ranks):
+def test_rank_that_follows_the_protocol_succeeds(ranks):
     ranks.new_group()
-    ranks.run(_well)
+    ranks.run(_behave)

@@ -1,4 +1,4 @@
-"""Tensors that results are stored in: what cannot be stored is an error on all ranks, before anything is sent."""
+"""Output tensors that cannot be written raise on all ranks before anything is sent."""
 
 from datetime import timedelta
 
@@ -95,7 +95,7 @@ def _refused(rank, size):
         with pytest.raises(OTHERS.get(name, codec.SpecError) if rank == 0 else codec.PeerError):
             call(t)
         x = torch.full((N,), rank + 1.0)
-        codec.torch.all_reduce(x, op="sum")  # the group lives
+        codec.torch.all_reduce(x, op="sum")  # the group is usable
         assert (x == 3).all(), name
 
 
@@ -232,7 +232,7 @@ def test_bad_timeout_on_one_rank_is_an_error_on_all(ranks):
 
 
 @pytest.mark.parametrize("make", [codec.torch.ddp_hook, codec.torch.ReduceScatter, codec.torch.AllGather])
-def test_bad_timeout_is_refused_where_it_is_given(make):
+def test_bad_timeout_is_rejected_where_it_is_given(make):
     for bad in TIMEOUTS:
         with pytest.raises(codec.SpecError, match="timeout must be seconds or a timedelta"):
             make(timeout=bad)
@@ -250,6 +250,6 @@ def _groups(rank, size):
                 call()
 
 
-def test_group_of_another_type_is_refused(ranks):
+def test_group_of_another_type_is_rejected(ranks):
     ranks.new_group()
     ranks.run(_groups)

@@ -1,4 +1,4 @@
-"""Error feedback of collectives by a caller's residual: it accounts for all that frames lose."""
+"""Error feedback with a caller's residual: results and residuals add up to the inputs."""
 
 import numpy as np
 import pytest
@@ -125,7 +125,7 @@ def test_error_on_one_rank_leaves_residuals_unchanged_on_all():
 
 
 def _damaged(rank, size):
-    """A frame that is damaged on its way back, when residuals of this step have been computed."""
+    """Damage a frame of the second phase, when residuals of this step have been computed."""
     channel = collectives.line_of(None).channel
     residual, x = gradient(rank, 7) / 10, gradient(rank, 8)
     before = residual.clone()
@@ -134,7 +134,7 @@ def _damaged(rank, size):
     def damage(message, nbytes):
         nonlocal calls
         message, calls = give_back(message, nbytes), calls + 1
-        if rank == 0 and calls == size + 1:  # its sum, after its frames for all ranks
+        if rank == 0 and calls == size + 1:  # the frame of its sum, after frames of its terms
             message[-1] ^= 1
         return message
 

@@ -1,4 +1,4 @@
-"""Ternary all-reduces under one scale of all ranks: exact sums, the same bits everywhere, no trace of failures."""
+"""Ternary all-reduces with scales shared by all ranks: exact sums, identical bits, and no effect of failures."""
 
 import itertools
 
@@ -18,7 +18,7 @@ from support.ddp_training import data, hook_state_bytes, parameter_bytes, train,
 from support.ranks import run_ranks
 
 SHAPES = [(40, 100), (), (3, 5, 7), (0, 4), (6000,), (300, 500)]
-LEFT_OUT = 777  # values behind them
+LEFT_OUT = 777  # values after the last parameter
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -27,13 +27,13 @@ def bits(t):
 
 
 def bounds():
-    """Where parameters begin and end, and what they leave out."""
+    """Return the begin and end of each parameter, which leave values out between them."""
     edges = np.cumsum([0, *[int(np.prod(s)) for s in SHAPES], LEFT_OUT]).tolist()
     return list(itertools.pairwise(edges))
 
 
 def values(rank, factors, dtype=torch.float32):
-    """Parameters of very different sizes; on no rank is every one the largest."""
+    """Return parameters of very different sizes; no rank has the largest of each."""
     g = torch.Generator().manual_seed(5 + rank)
     parts = []
     for i, (begin, end) in enumerate(bounds()):
@@ -43,7 +43,7 @@ def values(rank, factors, dtype=torch.float32):
 
 
 def reduced(t, spec, op, residual, stream=0):
-    """By shared_scale, with a residual, which is written."""
+    """All-reduce with shared scales and a residual, which is updated."""
 
     def prepare():
         r = arguments.reduction_of(t, spec, op, codec.segments(SHAPES), None, None, stream)
@@ -67,7 +67,7 @@ CASES = [
 
 
 def _exact(rank, size):
-    """What is sent and what is owed is what there was; each value is a whole multiple of its parameter's one scale."""
+    """Results and residuals add up to the inputs; each value is a multiple of its parameter's scale."""
     found = []
     for spec, op, dtype, factors in CASES:
         divide = size if op == "mean" else 1
@@ -99,7 +99,7 @@ def _exact(rank, size):
             assert (whole - whole.round()).abs().max() <= apart, (spec, begin)
             assert whole.abs().max() <= size + apart, (spec, begin)
             assert (sent - there).abs().max() <= room, (spec, op, begin)
-        again = t.clone()  # without a residual; the tensor's own scale, or those of segments
+        again = t.clone()  # without a residual, with one scale or one per segment
         codec.torch.all_reduce(again, spec, op=op, algorithm="shared_scale", segments=codec.segments(SHAPES))
         found.append(bits(again))
         if spec.packing == "2bit" and size > 1:
@@ -114,14 +114,14 @@ def _exact(rank, size):
     zeros = -torch.zeros(500)
     codec.torch.all_reduce(zeros, codec.Ternary(clip=2.5), algorithm="shared_scale")
     assert bits(zeros) == bytes(2000)
-    ones = torch.full((3, 4), -1.0)  # without deviations there is nothing to clip
+    ones = torch.full((3, 4), -1.0)  # equal values are not clipped
     codec.torch.all_reduce(ones, codec.Ternary(clip=2.5), algorithm="shared_scale")
     assert (ones == -1).all()
     return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_what_is_sent_and_what_is_owed_is_all_there_was(size):
+def test_results_and_residuals_add_up_to_the_inputs(size):
     results = run_ranks(size, _exact)
     assert all(r == results[0] for r in results)
 
@@ -132,7 +132,7 @@ def _unbiased(rank, size):
     x[7] = 1
     codec.torch.all_reduce(x, codec.Ternary("base3"), algorithm="shared_scale")
     assert x[7] == 1
-    variance = 0.3 * 0.7 / size  # with the same draws on all ranks it would be as many times as much
+    variance = 0.3 * 0.7 / size  # with equal random bits on all ranks it would be `size` times larger
     assert abs(x.mean() - 0.3) < 5 * (variance / n) ** 0.5
     assert abs(x.var() / variance - 1) < 0.05
     every = [values(r, (1e-3, 5.0, 1e2)) for r in range(size)]
@@ -142,15 +142,15 @@ def _unbiased(rank, size):
         t = every[rank].clone()
         codec.torch.all_reduce(t, codec.Ternary(), algorithm=algorithm, segments=codec.segments(SHAPES))
         errors[algorithm] = float((t - want).norm() / want.norm())
-    assert errors["shared_scale"] < 0.75 * errors["two_shot"]  # which makes its sums ternary once more
+    assert errors["shared_scale"] < 0.75 * errors["two_shot"]  # two_shot rounds the sums to ternary again
 
 
-def test_it_is_unbiased_and_ranks_draw_apart():
+def test_results_are_unbiased_and_ranks_use_independent_streams():
     run_ranks(4, _unbiased)
 
 
 def _refused(rank, size):
-    """What is wrong on one rank is an error on all; tensors are as they were, and the next one works."""
+    """An error on one rank raises on all and leaves tensors unchanged; the next collective works."""
     raised = []
     for case in range(8):
         x = torch.linspace(-1, 2, 50_000) * (1 + rank)
@@ -183,7 +183,7 @@ def _refused(rank, size):
     return raised
 
 
-def test_an_error_on_one_rank_is_one_on_all():
+def test_error_on_one_rank_raises_on_all():
     results = run_ranks(3, _refused)
     spec, peer = ("SpecError", False), ("PeerError", False)
     first = [("PeerError", True)] * 2 + [peer] * 3
@@ -192,7 +192,7 @@ def test_an_error_on_one_rank_is_one_on_all():
 
 
 def _damaged(rank, size):
-    """Every message of one rank in turn, in all three exchanges."""
+    """Damage every message of one rank in turn, in all three phases."""
     channel = collectives.line_of(None).channel
     x = torch.linspace(-1, 2, 40_000) * (1 + rank)
     send, raised = channel.send, []
@@ -201,7 +201,7 @@ def _damaged(rank, size):
 
         def damage(message, to, which=which, count=count):
             if rank == 2 and count[0] == which and message is not None:
-                message = message.copy()  # it goes to others, too
+                message = message.copy()  # the message also goes to other ranks
                 message[message.nbytes // 2] ^= 4
             count[0] += 1
             send(message, to)
@@ -217,13 +217,13 @@ def _damaged(rank, size):
     return raised
 
 
-def test_a_damaged_frame_is_an_error_on_all():
+def test_damaged_frame_raises_on_all():
     results = run_ranks(3, _damaged)
     assert all("ChecksumError" in {r[i] for r in results} for i in range(6))
 
 
 def _lied(rank, size):
-    """Frames that are whole, but say what cannot be."""
+    """Send valid frames with impossible contents."""
     x = torch.linspace(-1, 2, 40_000) * (1 + rank)
     shared, signs = ternary._Shared, ternary._Shared.encode
     sums, magnitude = shared.encode_sum, ternary._magnitude
@@ -263,7 +263,7 @@ def _lied(rank, size):
     return raised, bits(x)
 
 
-def test_frames_that_say_what_cannot_be():
+def test_valid_frames_with_impossible_contents_raise_on_all():
     results = run_ranks(3, _lied)
     assert len({b for _, b in results}) == 1
     assert all("FrameError" in {r[i] for r, _ in results} for i in range(8))
@@ -277,8 +277,8 @@ def test_frames_that_say_what_cannot_be():
     st.sampled_from([None, np.nan, 0.5, -1e30, "more", "less"]),
 )
 @example(7, 1, 72, "mean", None)  # rounded to -0
-def test_sums_as_integers(size, n, seed, op, wrong):
-    """Any number of ranks, any parts: s times the sum, over N for a mean, rounded once; all else is refused."""
+def test_sums_of_codes_are_exact(size, n, seed, op, wrong):
+    """Any number of ranks and segments: scale times the sum, divided by N for a mean, rounded once."""
     rng = np.random.default_rng(seed)
     edges = [0, *sorted(rng.integers(0, n + 1, 3).tolist()), n]
     parts = [(a, b, i) for i, (a, b) in enumerate(itertools.pairwise(edges)) if a < b]
@@ -334,15 +334,15 @@ def _trained(rank, size):
     return found
 
 
-def test_ddp():
-    """Replicas stay equal, without feedback, whatever else a policy has in a bucket; NaN leaves no trace."""
+def test_ddp_with_shared_scales():
+    """Replicas stay identical without feedback, whatever else a bucket holds; NaN changes nothing."""
     results = run_ranks(3, _trained)
     for i, (mine, losses) in results[0].items():
         assert all(r[i][0] == mine for r in results), i
         assert sum(losses[-3:]) < sum(losses[:3]) + 0.3, i
 
 
-def test_arguments():
+def test_wrong_arguments_are_rejected():
     for spec in (codec.Sign(), codec.Lossless()):
         with pytest.raises(codec.SpecError, match="only values of Ternary"):
             codec.torch.ddp_hook(spec, algorithm="shared_scale")
@@ -353,7 +353,7 @@ def test_arguments():
 
 
 def _backend(rank, size):
-    """Sums under shared scales, maxima exact."""
+    """Sums use shared scales, and maxima are exact."""
     options = codec.torch.Options(codec.Ternary(), algorithm="shared_scale")
     group = dist.new_group(backend="codec", pg_options=options)
     x = torch.full((10_000,), 2.0)
@@ -364,5 +364,5 @@ def _backend(rank, size):
     assert (x == torch.tensor((size - 1) / 3)).all()
 
 
-def test_backend():
+def test_backend_with_shared_scales():
     run_ranks(2, _backend)
