@@ -1,4 +1,4 @@
-"""Advice: what is measured, what is predicted from it, and what is chosen. The clock is a made one throughout."""
+"""codec.advise: predictions from formulas, measurements on a fake clock, choices and output."""
 
 import ast
 import dataclasses
@@ -27,7 +27,7 @@ NEVER = Link(math.inf)
 
 
 def gradients(name):
-    """Those of one step, in the shapes of their parameters."""
+    """Return the gradients of a file of bench/data, in the shapes of their parameters."""
     with np.load(DATA / f"{name}.npz") as f:
         flat = f["grad_bits"].view(ml_dtypes.bfloat16) if "grad_bits" in f else f["grad"]
         pairs = codec.segments(ast.literal_eval(str(f["shapes"])))
@@ -40,7 +40,7 @@ def bucket(tensors):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Every measured call takes as long as is asked for, 0.1 ms at first; a power of two, to add exactly."""
+    """Replace the clock: every measured call takes a duration that tests set, at first a power of two near 0.1 ms."""
     now = SimpleNamespace(seconds=0.0, step=2.0**-13)
 
     def tick():
@@ -54,8 +54,8 @@ def clock(monkeypatch):
 # predictions
 
 
-def test_what_the_formulas_say():
-    """Bytes and seconds of the docstring's table, by hand: 4 ranks, 8 bit a second."""
+def test_predictions_follow_the_documented_formulas():
+    """The values of the docstring's table, computed by hand for 4 ranks and 8 bit/s."""
     cost = Cost(120, 160, encode=1, encode_sum=2, reduce=3, decode=4)
     expected = {
         "two_shot": (210, 1 + 3 + 0.5 + 4, 2),
@@ -72,8 +72,8 @@ def test_what_the_formulas_say():
         assert predict_seconds(cost, Link(8, 10), 4, **how) == nbytes + compute + 10 * messages
 
 
-def test_predictions_of_raw():
-    """All all-reduces send 2 (N - 1)/N of what is sent as it is; one rank sends nothing."""
+def test_predictions_of_uncompressed_all_reduces():
+    """Every algorithm sends 2 (N - 1)/N of the tensor; one rank sends nothing."""
     for n in range(1, 9):
         for algorithm in ("two_shot", "ring"):
             assert wire_nbytes(Cost(840, 840), n, algorithm) == pytest.approx(2 * (n - 1) / n * 840)
@@ -86,7 +86,7 @@ some = st.floats(0, 1e9)
 
 @given(st.tuples(*[some] * 6), st.floats(1, 1e15), st.floats(1, 1e6), st.integers(1, 64), st.integers(1, 64))
 def test_predictions_are_monotone(cost, rate, times, n, chunks):
-    """A faster link or more overlap never takes longer; nor is anything faster than its wire or its compute."""
+    """A faster link or more overlap never takes longer, and nothing beats its wire or compute time."""
     cost = Cost(*cost)
     for algorithm in ("two_shot", "ring", "all_gather"):
 
@@ -99,15 +99,15 @@ def test_predictions_are_monotone(cost, rate, times, n, chunks):
         assert here >= max(8 * wire_nbytes(cost, n, algorithm) / rate, compute_seconds(cost, n, algorithm))
 
 
-def test_predictions_refuse():
+def test_predictions_reject_wrong_arguments():
     cost, link = Cost(1, 1), Link(1)
     for n, how in ((0, {}), (2.0, {}), (4, {"chunks": 0}), (4, {"algorithm": "tree"}), (4, {"algorithm": None})):
         with pytest.raises(codec.SpecError, match=r"world_size|chunks|algorithm"):
             predict_seconds(cost, link, n, **how)
 
 
-def test_links():
-    """As tc says them, as numbers, or with a latency; a name says what it is."""
+def test_links_take_names_numbers_and_latencies():
+    """Names follow `tc`; a Link prints its name."""
     for text, rate in {"100mbit": 1e8, "1gbit": 1e9, "2.5 Gbit/s": 2.5e9, " .5tbit": 5e11, "64KBIT": 64e3}.items():
         assert link_of(text) == Link(rate)
     for number in (1e8, 10**8, np.int64(10**8), np.float32(1e8)):
@@ -136,8 +136,8 @@ def test_links():
 
 
 @pytest.mark.parametrize("name", ["cnn_float32", "transformer_autocast", "transformer_bfloat16"])
-def test_a_slow_link(clock, name):
-    """Lossless if nothing may be lost, else what is smallest; on a link of any speed raw."""
+def test_slow_link_gets_the_smallest_frames(clock, name):
+    """Lossless if no loss is allowed; raw on an infinitely fast link."""
     grads = gradients(name)
     first = codec.advise(grads, "100mbit")
     assert (first.spec, first.table[0].spec) == (codec.Lossless(), None)
@@ -156,8 +156,8 @@ def test_a_slow_link(clock, name):
         assert advice.why.startswith("Raw: ")
 
 
-def test_compute_that_does_not_pay(clock):
-    """The same sizes, but calls that take longer than the wire: raw, and why."""
+def test_raw_if_encoding_takes_longer_than_the_wire(clock):
+    """`why` gives the reason."""
     grads = gradients("transformer_autocast")
     assert codec.advise(grads, "1gbit").spec == codec.Lossless()
     clock.step = 0.125
@@ -166,21 +166,21 @@ def test_compute_that_does_not_pay(clock):
     assert "but encoding, adding and decoding take" in advice.why
 
 
-def test_what_does_not_become_smaller(clock):
+def test_raw_if_frames_are_not_smaller(clock):
     noise = np.random.default_rng(0).integers(0, 1 << 32, 10_000, np.uint32).view(np.float32)
     advice = codec.advise(noise, "1kbit", world_size=2)
     assert advice.spec is None
     assert "no frame is smaller" in advice.why
 
 
-def test_a_single_rank(clock):
+def test_single_rank_needs_no_codec(clock):
     advice = codec.advise(gradients("cnn_float32"), "1kbit", world_size=1)
     assert (advice.spec, advice.seconds, advice.nbytes) == (None, 0, 0)
     assert "nobody" in advice.why
 
 
-def test_faster_links_are_not_slower(clock):
-    """The winner's time falls with the link's, and what it is goes from few bytes to raw."""
+def test_best_time_falls_with_the_links_speed(clock):
+    """The winner changes from small frames to raw."""
     grads = gradients("cnn_float32")
     found = [codec.advise(grads, 10.0**k, lossy=True) for k in range(6, 14)]
     seconds = [a.seconds for a in found]
@@ -190,8 +190,8 @@ def test_faster_links_are_not_slower(clock):
     assert (found[0].spec, found[-1].spec) == (codec.Quantize(4), None)
 
 
-def test_candidates(clock):
-    """Those given and raw, in the order given, whatever `lossy` says."""
+def test_given_candidates_and_raw_are_compared(clock):
+    """In the given order, whatever `lossy` is."""
     x = gradients("cnn_float32")
     specs = [codec.Sign(), codec.Float4(), codec.Lossless(max_code_length=4)]
     advice = codec.advise(x, "1mbit", candidates=iter(specs))
@@ -208,8 +208,8 @@ def test_candidates(clock):
         assert len(codec.advise(x, "1mbit", lossy=lossy, feedback=feedback).table) == 1 + n
 
 
-def test_algorithms(clock):
-    """Each by its own formula, raw by two_shot; chunks as asked, and by size."""
+def test_algorithms_use_their_own_formulas(clock):
+    """Raw uses two_shot; the number of chunks follows the argument or the size."""
     x = gradients("cnn_float32")
     for algorithm in ("two_shot", "ring", "all_gather"):
         for chunks in (None, 3):
@@ -228,7 +228,7 @@ def test_algorithms(clock):
 
 @pytest.mark.parametrize("name", ["cnn_float32", "transformer_autocast", "transformer_bfloat16"])
 def test_small_tensors_are_measured_whole(clock, name):
-    """A frame of the bucket, to the byte, and made calls' seconds."""
+    """The frame of the bucket, byte for byte, and the seconds of the fake clock."""
     grads = gradients(name)
     (_, row) = codec.advise(grads, "1gbit").table
     assert row.cost.frame_nbytes == len(codec.encode(bucket(grads), segments=codec.segments(grads)))
@@ -236,10 +236,10 @@ def test_small_tensors_are_measured_whole(clock, name):
     assert times == (clock.step,) * 4
 
 
-def test_sums(clock):
-    """Means of gradients made in bfloat16 have longer mantissas: larger frames of float32, not of bfloat16.
+def test_frames_of_sums_are_larger(clock):
+    """Means of gradients made in bfloat16 have longer mantissas in float32, not in bfloat16.
 
-    0.504 and 0.663 is what they were for four batches of the same two transformers.
+    0.504 and 0.663 were measured for four batches of the same two transformers.
     """
     for name, low, high in (("transformer_autocast", 0.48, 0.53), ("transformer_bfloat16", 0.65, 0.69)):
         grads = gradients(name)
@@ -250,8 +250,7 @@ def test_sums(clock):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_means(dtype):
-    """Of values and of their neighbours, rounded to their dtype once."""
+def test_means_of_neighbours_are_rounded_once(dtype):
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     x = np.random.default_rng(0).standard_normal(1000).astype(np.float32).astype(kind)
     for n in (1, 2, 3):
@@ -261,8 +260,8 @@ def test_means(dtype):
 
 
 @pytest.mark.parametrize("name", ["cnn_float32", "transformer_autocast", "transformer_bfloat16"])
-def test_samples_compress_as_the_whole(clock, monkeypatch, name):
-    """A quarter of a bucket tells the size of all of it, of frames and of sums, to 4%."""
+def test_samples_predict_the_size_of_the_bucket(clock, monkeypatch, name):
+    """A quarter of a bucket tells the sizes of frames and of sums to 4%."""
     grads = gradients(name)
     whole = codec.advise(grads, "1gbit", lossy=True)
     monkeypatch.setattr(sampling, "NBYTES", bucket(grads).nbytes // 4)
@@ -273,8 +272,8 @@ def test_samples_compress_as_the_whole(clock, monkeypatch, name):
     assert part.table[1].cost.encode > 3 * whole.table[1].cost.encode  # same seconds for a quarter of the values
 
 
-def test_samples_are_rows(monkeypatch):
-    """Parts begin where rows do, follow each other, lie all over the bucket and are not much more than was wanted."""
+def test_samples_are_whole_rows_across_the_bucket(monkeypatch):
+    """Their total is close to the wanted size."""
     shapes = [(100, 50), (7,), (3, 40, 5), (5000,), (), (2, 3000), (600, 8, 2, 2)]
     n = sum(prod(s) for s in shapes)
     flat = np.arange(n, dtype=np.float32)
@@ -304,8 +303,8 @@ def test_samples_are_rows(monkeypatch):
     assert places[-1] > n * 3 / 4
 
 
-def test_kinds_of_input(clock):
-    """A model's gradients, mappings, lists and iterators of them are one bucket; numpy and torch are alike."""
+def test_inputs_of_every_type_are_one_bucket(clock):
+    """Models, mappings, lists and iterators, of numpy and torch."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.Linear(100, 10), torch.nn.Linear(10, 3))
     model[2].weight.requires_grad = False
@@ -327,8 +326,8 @@ def test_kinds_of_input(clock):
     assert alone.table[1].cost.frame_nbytes == len(codec.encode(w.t().reshape(-1), segments=segments))
 
 
-def test_dtypes_together(clock):
-    """Tensors of several dtypes are a bucket each, whose bytes and seconds add; bits are values of the dtype given."""
+def test_each_dtype_is_a_bucket(clock):
+    """Bytes and seconds of the buckets add up; dtype= reinterprets bits."""
     single, half = gradients("cnn_float32"), gradients("transformer_bfloat16")
     one, other = (codec.advise(g, "1gbit").table[1].cost for g in (single, half))
     both = codec.advise([single[0], *half, *single[1:]], "1gbit").table[1].cost
@@ -337,8 +336,7 @@ def test_dtypes_together(clock):
     assert codec.advise(bits, "1gbit", dtype="bfloat16").table[1].cost == other
 
 
-def test_feedback_is_measured(clock, monkeypatch):
-    """Lossy frames are made with a residual, others cannot be."""
+def test_lossy_codecs_are_measured_with_a_residual(clock, monkeypatch):
     seen = []
     real = advise.encode
     monkeypatch.setattr(advise, "encode", lambda x, spec, **how: seen.append((spec, how)) or real(x, spec, **how))
@@ -353,7 +351,7 @@ def test_feedback_is_measured(clock, monkeypatch):
 
 
 def trained(**how):
-    """An optimizer of two groups, one step behind it, and gradients for the next."""
+    """Return an optimizer with two groups after a step, and gradients of the next step."""
     torch.manual_seed(0)
     w = [torch.nn.Parameter(torch.randn(200, 50)), torch.nn.Parameter(torch.randn(3000))]
     optimizer = torch.optim.AdamW([{"params": [w[0]], "lr": 1e-4}, {"params": [w[1]], "lr": 1e-2}], **how)
@@ -364,8 +362,8 @@ def trained(**how):
     return optimizer, w
 
 
-def test_truncate(clock, monkeypatch):
-    """By the step of the optimizer, group by group: the size is that of the frames; without one it is left out."""
+def test_truncate_is_measured_by_the_optimizers_step(clock, monkeypatch):
+    """Per parameter group; left out without an optimizer."""
     optimizer, w = trained()
     grads = [p.grad for p in w]
     advice = codec.advise(grads, "1mbit", lossy="near", optimizer=optimizer)
@@ -392,8 +390,8 @@ def test_truncate(clock, monkeypatch):
         assert b.cost.frame_nbytes == pytest.approx(a.cost.frame_nbytes, rel=0.15)
 
 
-def test_truncate_of_a_model(clock):
-    """Parameters are the optimizer's; before its first step there is no state but theta."""
+def test_truncate_takes_parameters_from_the_model(clock):
+    """Before the optimizer's first step the state has only theta."""
     model = torch.nn.Linear(100, 100)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     model(torch.randn(16, 100)).square().sum().backward()
@@ -402,7 +400,7 @@ def test_truncate_of_a_model(clock):
     assert codec.advise(model, "1mbit", candidates=[codec.Truncate(level=2)]).spec == codec.Truncate(level=2)
 
 
-def test_optimizers_that_do_not_fit():
+def test_unsuitable_optimizers_are_rejected():
     optimizer, w = trained()
     for other in (torch.ones(5), [w[0].grad, w[1].grad.clone()]):
         with pytest.raises(codec.SpecError, match="optimizer= has no parameter whose gradient this is"):
@@ -419,19 +417,18 @@ def test_optimizers_that_do_not_fit():
 
 
 @pytest.mark.parametrize("nothing", [[], {}, np.zeros((0, 5), np.float32), [np.zeros(0, np.float32)], torch.nn.ReLU()])
-def test_no_values(nothing):
+def test_inputs_without_values_are_rejected(nothing):
     with pytest.raises(codec.SpecError, match="there are no values to measure"):
         codec.advise(nothing, "1gbit")
 
 
-def test_empty_tensors_among_others(clock):
+def test_empty_tensors_are_skipped(clock):
     x = gradients("cnn_float32")
     with_empty = codec.advise([x[0], np.zeros((0, 3), np.float32), *x[1:]], "1gbit")
     assert with_empty.table[1].cost == codec.advise(x, "1gbit").table[1].cost
 
 
-def test_tensors_that_cannot_be_reduced():
-    """Refused in words, and which one it was."""
+def test_error_names_the_tensor_that_cannot_be_reduced():
     x = np.ones(100, np.float32)
     for bad in (np.ones(5, np.int64), np.ones(5, np.float64), torch.ones(5, dtype=torch.uint8)):
         with pytest.raises(codec.SpecError, match=r"int64|float64|uint8") as e:
@@ -451,8 +448,7 @@ def test_tensors_that_cannot_be_reduced():
         codec.advise(np.full(100, np.nan, np.float32), "1gbit", lossy=True)
 
 
-def test_arguments():
-    """Looked through before anything is measured."""
+def test_wrong_arguments_are_rejected_before_measuring():
     x = np.ones(100, np.float32)
     for how, words in (
         ({"link": "fast"}, "link must be"),
@@ -478,8 +474,8 @@ def test_arguments():
 # what is returned and printed
 
 
-def test_advice(clock):
-    """Frozen; printed as a table with a row for each candidate; as JSON whose specs are constructor calls."""
+def test_advice_prints_a_table_and_json(clock):
+    """Advice is frozen; specs in JSON are constructor calls."""
     advice = codec.advise(gradients("cnn_float32"), codec.Link(1e8, 1e-3), lossy=True, feedback=True)
     assert isinstance(advice, codec.Advice)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -511,8 +507,8 @@ def test_advice(clock):
     assert endless["link"]["bits_per_second"] is None
 
 
-def test_command():
-    """In a process of its own: JSON alone on stdout, progress on stderr."""
+def test_command_prints_json_alone_on_stdout():
+    """Progress goes to stderr."""
     command = [sys.executable, "-P", "-m", "codec", "advise", str(DATA / "transformer_bfloat16.npz"), "grad_bits"]
     how = ["--dtype", "bfloat16", "--link", "1mbit", "--ranks", "2", "--json"]
     done = subprocess.run([*command, *how], capture_output=True, text=True, check=True)
@@ -521,8 +517,8 @@ def test_command():
     assert "measuring grad_bits" in done.stderr
 
 
-def test_command_in_words(clock, tmp_path, capsys):
-    """A table; arrays that are no floats are left out unless they are named; what is wrong is said in a line."""
+def test_command_prints_a_table(clock, tmp_path, capsys):
+    """Arrays that are no floats are skipped unless named; errors take one line."""
     path = str(tmp_path / "x.npz")
     x = gradients("cnn_float32")
     np.savez(path, step=np.int64(3), lr=np.float64(1e-3), a=x[0], b=x[1])
@@ -548,8 +544,8 @@ def test_command_in_words(clock, tmp_path, capsys):
         assert not out
 
 
-def test_links_as_text():
-    """Units, plain numbers, powers of ten; "B" would be bytes."""
+def test_links_parse_units_and_powers_of_ten():
+    """ "B" for bytes is rejected."""
     for text, rate in (
         ("1e9", 1e9), ("100", 100), ("1Gbps", 1e9), ("1 Gbps", 1e9), ("1.5e3 kbit", 1.5e6), ("10gbit", 1e10),
         ("100Mbit/s", 1e8), ("100 Mbits/s", 1e8), (" .5Mbps ", 5e5),
@@ -560,8 +556,8 @@ def test_links_as_text():
             link_of(text)
 
 
-def test_command_takes_arrays_of_bits(clock, tmp_path, capsys):
-    """Under --dtype those that may hold it, also as numpy saves ml_dtypes' arrays; and only those."""
+def test_command_reinterprets_arrays_with_dtype(clock, tmp_path, capsys):
+    """Arrays of the same item size, also those that numpy saves for ml_dtypes."""
     path = str(tmp_path / "x.npz")
     x = gradients("cnn_float32")[0].astype(ml_dtypes.bfloat16)
     np.savez(
@@ -574,8 +570,8 @@ def test_command_takes_arrays_of_bits(clock, tmp_path, capsys):
     assert "float31 cannot be encoded" in capsys.readouterr().err
 
 
-def test_advice_is_json_whatever_the_link():
-    """What is infinite is null; the algorithm is named."""
+def test_json_has_null_for_infinity():
+    """The algorithm is included."""
     for rate in (1e-323, 1e9, float("inf")):
         for algorithm in ("ring", "two_shot"):
             advice = codec.advise(np.ones(1000, np.float32), codec.Link(rate), algorithm=algorithm)
@@ -585,8 +581,8 @@ def test_advice_is_json_whatever_the_link():
             assert str(advice).startswith(f"{algorithm} all-reduce of")
 
 
-def test_parameters_without_their_model():
-    """They are weights, and that is said."""
+def test_parameters_without_their_model_are_rejected():
+    """The message says that they are weights."""
     model = torch.nn.Linear(30, 40)
     for parameters in (model.parameters(), list(model.parameters()), dict(model.named_parameters())):
         assert "Measured on weights" in codec.advise(parameters, NEVER).why
@@ -596,8 +592,8 @@ def test_parameters_without_their_model():
 
 
 @pytest.mark.parametrize("feedback", [False, True])
-def test_hook_line_can_be_pasted(feedback):
-    """The printed call of ddp_hook is valid Python, for each codec that can be advised."""
+def test_printed_ddp_hook_call_is_valid_python(feedback):
+    """For each codec that advise can choose."""
     import codec.torch
 
     p = torch.nn.Parameter(torch.randn(5000))

@@ -1,4 +1,4 @@
-"""The examples in docstrings, and examples/diloco.py, do what they say."""
+"""Examples in docstrings and examples/diloco.py run and give the printed results."""
 
 import contextlib
 import doctest
@@ -39,14 +39,14 @@ SHOWN = [
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples(name):
+def test_docstring_examples(name):
     globs = {"codec": codec, "np": np, "torch": torch, "metrics": codec.optimizers}
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     module = importlib.import_module(name)
     assert doctest.testmod(module, extraglobs=globs, optionflags=flags).failed == 0
 
 
-def test_what_has_examples():
+def test_public_functions_have_examples():
     finder = doctest.DocTestFinder(recurse=False)
     for name in SHOWN:
         (found,) = finder.find(getattr(codec, name), name)
@@ -62,7 +62,7 @@ def _diloco(rank, size):
     return *results, printed.getvalue()
 
 
-def test_diloco_reaches_the_plain_loss_with_a_seventh_of_the_bytes():
+def test_diloco_reaches_the_uncompressed_loss_with_a_seventh_of_the_bytes():
     for rank, (plain, compressed, printed) in enumerate(run_ranks(2, _diloco)):
         assert compressed[0] == pytest.approx(plain[0], rel=0.02)
         assert plain[0] < 1.9  # the initial loss is 2.1
@@ -71,7 +71,7 @@ def test_diloco_reaches_the_plain_loss_with_a_seventh_of_the_bytes():
 
 
 @pytest.mark.nightly
-def test_diloco_runs_by_torchrun():
+def test_diloco_runs_under_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(DILOCO)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=environment)

@@ -1,4 +1,4 @@
-"""What C programmers read and do: from an empty folder, against the installed package and nothing else."""
+"""The C code and commands of docs/embedding.md work from an empty folder with the installed package."""
 
 import os
 import re
@@ -23,12 +23,12 @@ SECTIONS = dict(HEADING.findall(PAGE))
 
 
 def blocks(language, text=PAGE):
-    """What stands in blocks of a language, in order."""
+    """Return the code blocks of a language, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def run(command, folder):
-    """As someone would type it there, in whose PATH this Python comes first."""
+    """Run a shell command in a folder, with this Python first in PATH."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["sh", "-ec", command],
@@ -41,8 +41,8 @@ def run(command, folder):
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
 
-def test_the_page_s_c(tmp_path):
-    """It compiles as C99 without a warning, and does what is said around it."""
+def test_c_code_of_the_page(tmp_path):
+    """It compiles as C99 without a warning and succeeds."""
     (tmp_path / "page.h").write_text("\n".join(blocks("c")))
     shutil.copy(ROOT / "tests/native/embedding.c", tmp_path)
     strict = "-std=c99 -D_POSIX_C_SOURCE=200809L -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Werror"
@@ -51,7 +51,7 @@ def test_the_page_s_c(tmp_path):
 
 @pytest.fixture(scope="module", params=range(3), ids=["flags", "pkg-config", "cmake"])
 def floats(request, tmp_path_factory):
-    """examples/c/floats.c, built as the page says."""
+    """Build examples/c/floats.c as the page says."""
     folder = tmp_path_factory.mktemp("floats") / "empty"
     shutil.copytree(ROOT / "examples/c", folder)
     commands = [b for b in blocks("sh", SECTIONS["Build"]) if "python -m codec" in b]
@@ -68,8 +68,8 @@ def floats(request, tmp_path_factory):
     return call
 
 
-def test_floats_there_and_back(floats, tmp_path):
-    """The frames are the package's own; from any codec that needs no state."""
+def test_floats_round_trip(floats, tmp_path):
+    """Frames equal those of the package, for every codec that needs no state."""
     x, frame, back = tmp_path / "x", tmp_path / "frame", tmp_path / "back"
     for n in (0, 1, 50_000):
         values = np.random.default_rng(n).standard_normal(n, np.float32)
@@ -83,8 +83,8 @@ def test_floats_there_and_back(floats, tmp_path):
     assert back.read_bytes() == codec.decode(frame.read_bytes()).tobytes()
 
 
-def test_floats_refuses(floats, tmp_path):
-    """What is not a whole frame of float32: one line, status 1, no file; one that was there is as it was."""
+def test_floats_rejects_other_files(floats, tmp_path):
+    """One line of error, status 1, and no file; an existing file is unchanged."""
     good = codec.encode(np.random.default_rng(0).standard_normal(2000, np.float32))
     bad = [good[:n] for n in (0, 3, 47, 48, 55, 56, 700, len(good) - 1)]
     for at in (0, 6, 17, 23, 30, 52, 60, 700, len(good) - 1):
@@ -123,8 +123,8 @@ void page(int rank, int size, std::shared_ptr<::gloo::rendezvous::Store> store,
 
 
 @pytest.mark.parametrize("command", blocks("sh", SECTIONS["All-reduce over Gloo"]), ids=["pkg-config", "cmake"])
-def test_allreduce(command, tmp_path):
-    """examples/gloo/allreduce.cc, built as the page says: two ranks find the same parameters, near the right ones."""
+def test_allreduce_example(command, tmp_path):
+    """examples/gloo/allreduce.cc, built as the page says: two ranks find the same parameters."""
     folder = tmp_path / "empty"
     shutil.copytree(ROOT / "examples/gloo", folder)
     strict = "-Wall -Wextra -Wpedantic -Wshadow -Werror"
@@ -145,8 +145,8 @@ def test_allreduce(command, tmp_path):
     assert error < 0.01
 
 
-def test_flags(tmp_path, monkeypatch, capsys):
-    """In the order asked, a line each, safe for a shell; none for headers that are not there."""
+def test_compiler_flags(tmp_path, monkeypatch, capsys):
+    """In the given order, one line each, quoted for a shell; an error if headers are missing."""
     package = tmp_path / "in a folder"
     (package / "include/codec").mkdir(parents=True)
     monkeypatch.setattr(cli._c, "PACKAGE", package)

@@ -1,4 +1,4 @@
-"""The exact headers are one text for C, C++ and GPUs: NVRTC must take them, and must neither fuse nor flush."""
+"""Headers of native/src/exact compile as C, C++ and CUDA, and no compiler may fuse or flush their arithmetic."""
 
 import platform
 import re
@@ -17,7 +17,7 @@ FUNCTIONS = sorted(name for header in HEADERS for name in FUNCTION.findall((EXAC
 
 
 def ptx_of(*options: str, source: str = EVERYTHING) -> str:
-    """PTX of all functions of all headers: other files might call them, so that each is there."""
+    """Return the PTX of all functions of all headers."""
     log, ptx = compile_cuda(source, {name: (EXACT / name).read_text() for name in HEADERS}, list(options))
     assert not log.strip()
     return ptx
@@ -26,8 +26,8 @@ def ptx_of(*options: str, source: str = EVERYTHING) -> str:
 ALONE = ("-default-device", "--relocatable-device-code=true", "-DBITS_FN=__device__")
 
 
-def test_a_gpu_computes_as_a_cpu_does() -> None:
-    """The least GPU that there may be; tests/engines/test_cuda.py has the kernels for another."""
+def test_ptx_has_no_fused_or_approximate_instructions() -> None:
+    """For the oldest supported GPU."""
     ptx = ptx_of("-arch=compute_80", "-fmad=false", *ALONE)
     missing = [name for name in FUNCTIONS if f"_Z{len(name)}{name}" not in ptx]
     assert FUNCTIONS
@@ -35,13 +35,13 @@ def test_a_gpu_computes_as_a_cpu_does() -> None:
     assert not re.findall(r"\bfma\.|\bmad\.rn|\.ftz|\.approx|\bdiv\.full", ptx), "fused, flushed or approximated"
 
 
-def test_why_that_option_is_needed() -> None:
-    """Without it products and sums become one operation: were this to end, the option could go."""
+def test_nvrtc_fuses_without_fmad_false() -> None:
+    """If this fails, the option is no longer needed."""
     assert "fma.rn" in ptx_of("-arch=compute_90", *ALONE, source='#include "round.h"\n')
 
 
 @pytest.mark.parametrize("compiler", [["g++", "-std=c++17"], ["gcc", "-std=c11"]])
-def test_c_and_cpp_take_them_without_a_warning(compiler: list[str]) -> None:
+def test_c_and_cpp_compile_without_a_warning(compiler: list[str]) -> None:
     language = "c++" if compiler[0] == "g++" else "c"
     options = [
         "-x",
@@ -58,8 +58,8 @@ def test_c_and_cpp_take_them_without_a_warning(compiler: list[str]) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_each_stands_alone() -> None:
-    """No header leans on one that happens to be included before it, nor on libc."""
+def test_each_header_compiles_alone() -> None:
+    """Without other headers and without libc."""
     for name in HEADERS:
         options = ["-std=c11", "-fsyntax-only", "-ffreestanding", "-nostdinc", "-isystem", _freestanding()]
         text = f'#include "{EXACT / name}"\n'
@@ -68,7 +68,7 @@ def test_each_stands_alone() -> None:
 
 
 def _freestanding() -> str:
-    """Where gcc keeps the headers that need no libc, stdint.h among them."""
+    """Return gcc's folder of headers that need no libc, such as stdint.h."""
     return subprocess.run(
         ["gcc", "-print-file-name=include"], text=True, capture_output=True, check=True
     ).stdout.strip()
@@ -84,8 +84,8 @@ def _freestanding() -> str:
     ],
 )
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are its compiler's options")
-def test_builds_that_compute_otherwise_are_refused(options: list[str], refused: bool) -> None:
-    """What may reorder floats, or has more bits than they do."""
+def test_builds_with_other_float_semantics_are_rejected(options: list[str], refused: bool) -> None:
+    """Options that reorder operations or use excess precision are a compile error."""
     command = ["gcc", "-std=c11", "-fsyntax-only", *options, f"-I{EXACT}", "-xc", "-"]
     said = subprocess.run(command, input=EVERYTHING, capture_output=True, text=True, check=False)
     assert ("numbers would depend on the build" in said.stderr) == refused

@@ -1,4 +1,4 @@
-"""An engine with loops of its own reads from a job what was decided: here numpy, which decodes and encodes blocks."""
+"""An engine outside the library reads a job through codec_job_view: here numpy, which decodes and encodes blocks."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ def view_of(job):
 
 
 def array(memory, a, dtype):
-    """The array in a job's memory, without a copy."""
+    """Return an array of a job's memory, without a copy."""
     assert a.count == 0 or np.dtype(dtype).itemsize == a.itemsize
     return np.frombuffer(memory, dtype, a.count, a.at)
 
@@ -35,7 +35,7 @@ def head_nbytes(frame):
 
 
 def planned(frame, given=None):
-    """A job for a frame, of which it sees no more than header and side section."""
+    """Return a job for a frame of which it sees only the header and the side section."""
     like = codec.inspect(frame)
     sizes = ffi.new("size_t[2]")
     spec = spec_struct(like.spec)
@@ -64,14 +64,14 @@ def seal_of(frame, view, b, at, end):
 
 
 def seals_of(frame, view, nblocks):
-    """What blocks and directory add to the checksum; blocks' ends."""
+    """Return the contributions of blocks and directory to the checksum, and the ends of blocks."""
     directory = np.frombuffer(frame, "<u4", 2 * nblocks, view.directory_offset).reshape(-1, 2)
     ends = [view.regions_offset, *(8 * int(e) for e in directory[:, 0])]
     seals = sum(seal_of(frame, view, b, ends[b], ends[b + 1]) for b in range(nblocks))
     return (seals + oracle.digest(directory.tobytes(), 0x200)) & oracle.MASK64, ends
 
 
-def test_blocks_decoded_elsewhere() -> None:
+def test_blocks_decoded_by_numpy() -> None:
     x = gradient()
     frame = codec.encode(x, dtype="bfloat16")
     job, plan, status = planned(frame)
@@ -105,7 +105,7 @@ def test_blocks_decoded_elsewhere() -> None:
     assert lib.codec_decode_close(ffi.NULL, job, seal ^ 1) == lib.CODEC_CHECKSUM
 
 
-def test_a_plan_wants_header_and_side_section() -> None:
+def test_plan_needs_header_and_side_section() -> None:
     frame = codec.encode(gradient(), dtype="bfloat16")
     at = head_nbytes(frame)
     for given in (0, 47, 63, at - 1):
@@ -120,8 +120,8 @@ def test_a_plan_wants_header_and_side_section() -> None:
 
 
 @pytest.mark.parametrize("segments", [None, [(0, (100, 150)), (20000, (70, 200))]])
-def test_blocks_encoded_elsewhere(segments) -> None:
-    """Sign: the core finds scales and parts, numpy makes codes, and the frame is the library's."""
+def test_sign_blocks_encoded_by_numpy(segments) -> None:
+    """The library computes scales and segments, numpy the codes; the frame equals the library's."""
     x = np.random.default_rng(1).standard_normal(50000).astype(np.float32)
     expected = bytes(codec.encode(x, codec.Sign(), segments=segments))
     spec, t = spec_struct(codec.Sign()), new_tensor(DTYPES["float32"], x.shape, ffi.from_buffer(x), x.nbytes)
@@ -167,8 +167,8 @@ def test_blocks_encoded_elsewhere(segments) -> None:
 
 
 @pytest.mark.parametrize("spec", [codec.Lossless(), codec.Lossless(model="flat"), codec.Sign(), codec.Truncate(1)])
-def test_a_job_without_values(spec) -> None:
-    """What shapes say: the parts of an opened job, the header of its frame; and nothing else can be done with it."""
+def test_job_opened_by_shape_alone(spec) -> None:
+    """Segments and the header follow from shapes; all other steps are rejected."""
     x = np.random.default_rng(1).standard_normal((500, 100)).astype(np.float32)
     frame = bytes(codec.encode(x, spec))
     s, t = spec_struct(spec), new_tensor(DTYPES["float32"], x.shape, ffi.from_buffer(x), x.nbytes)
@@ -201,7 +201,7 @@ def test_a_job_without_values(spec) -> None:
     assert steps == [lib.CODEC_BAD_ARGUMENT] * 5
 
 
-def test_a_job_without_values_that_is_stored() -> None:
+def test_job_of_a_stored_frame_opened_by_shape_alone() -> None:
     s, t = spec_struct(codec.Lossless()), new_tensor(DTYPES["float32"], (511,))
     sizes, plan = ffi.new("size_t[2]"), ffi.new("codec_plan *")
     check(lib.codec_job_nbytes(s, t, sizes, sizes + 1))

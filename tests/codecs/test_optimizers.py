@@ -1,4 +1,4 @@
-"""Metrics follow torch.optim: names, defaults, what is read from an optimizer and its state."""
+"""codec.optimizers follow torch.optim: names, defaults, and the state that is read from an optimizer."""
 
 import dataclasses
 import inspect
@@ -22,8 +22,8 @@ TORCH = {
 
 
 @pytest.mark.parametrize("name", TORCH)
-def test_names_and_defaults(name):
-    """Parameters that torch has too have its defaults; all but lr are given by name; only ours are others."""
+def test_parameters_have_torchs_names_and_defaults(name):
+    """All but lr are keyword-only."""
     theirs = inspect.signature(TORCH[name]).parameters
     ours = inspect.signature(getattr(optimizers, name)).parameters
     assert set(ours) - set(theirs) <= {"grad_scale", "step"}
@@ -40,7 +40,7 @@ def test_names_and_defaults(name):
 
 
 def trained(kind, steps=3, **how):
-    """An optimizer of two parameters after some steps."""
+    """Return an optimizer of two parameters after some steps."""
     generator = torch.Generator().manual_seed(0)
     w = [torch.nn.Parameter(torch.randn(1000, generator=generator)) for _ in range(2)]
     optimizer = kind(w, **how)
@@ -106,8 +106,8 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_from_optimizer(name):
-    """The metric of the step to come, and the state before it: the optimizer's own memory."""
+def test_from_optimizer_describes_the_next_step(name):
+    """state_of() returns the optimizer's own memory."""
     kind, how, expected, buffers = OPTIMIZERS[name]
     optimizer, (w, _) = trained(kind, **how)
     metric, state = optimizers.from_optimizer(optimizer), optimizers.state_of(optimizer, w)
@@ -130,8 +130,8 @@ def test_from_optimizer(name):
     assert not any("step" in s and float(s["step"]) for s in fresh.state.values())  # the optimizer's state is unchanged
 
 
-def test_groups():
-    """Each group has numbers of its own; groups of a bucket go by their offsets."""
+def test_parameter_groups_have_their_own_settings():
+    """Groups of a bucket are found by their offsets."""
     w = [torch.nn.Parameter(torch.randn(500)) for _ in range(2)]
     optimizer = torch.optim.AdamW([{"params": [w[0]], "lr": 0.1}, {"params": [w[1]], "weight_decay": 0.5}])
     first, second = (optimizers.from_optimizer(optimizer, i) for i in (0, 1))
@@ -146,8 +146,7 @@ def test_groups():
     assert torch.equal(codec.decode(frame, like=g), torch.cat([codec.decode(p, like=g) for p in parts]))
 
 
-def test_what_is_not_known():
-    """Other optimizers, groups and parameters are refused in words."""
+def test_unknown_optimizers_groups_and_parameters_are_rejected():
     optimizer, (w, other) = trained(torch.optim.Adam)
 
     class Mine(torch.optim.AdamW):
@@ -169,8 +168,8 @@ def test_what_is_not_known():
         optimizers.from_optimizer(optimizer)
 
 
-def test_step_is_torchs():
-    """Steps taken before this one: what is sent decodes to what leaves the step as it was."""
+def test_step_counts_steps_taken_before():
+    """Decoded values leave torch's step as it was."""
     g = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     theta = {"theta": np.ones(1000, np.float32)}
     for kind in (optimizers.Adagrad, optimizers.Adam, optimizers.AdamW):
@@ -184,8 +183,8 @@ def test_step_is_torchs():
     assert t.v == pytest.approx(0.999 / (1 - 0.999**2))
 
 
-def test_levels_by_name_of_the_guard():
-    """As Truncate has them; of g's shape; what does not fit is said."""
+def test_levels_takes_named_guards():
+    """Levels have the shape of g; wrong arguments are rejected."""
     x = np.random.default_rng(0).standard_normal((30, 40)).astype(np.float32)
     theta, metric = np.ones(1200, np.float32), optimizers.SGD(0.1)
     for guard, bits in (("exact", 4), ("near", -8), ("feedback", -11)):
@@ -202,8 +201,8 @@ def test_levels_by_name_of_the_guard():
         metric.levels(x, np.ones(3, np.float32))
 
 
-def test_a_step_that_was_forgotten():
-    """A mean square that is not zero tells that there were some; one of zeros, as torch makes it, does not."""
+def test_missing_step_with_a_nonzero_state_is_rejected():
+    """A zero mean square, as torch creates it, is accepted."""
     x = np.ones(1000, np.float32)
     for kind in (optimizers.Adam, optimizers.AdamW):
         with pytest.warns(UserWarning, match="step is 0"):
