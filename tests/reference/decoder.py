@@ -14,7 +14,7 @@ import numpy as np
 MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 
-# number: (name, planes, octave, s); 0, 0: no pattern
+# (name, planes, octave, s) by number; octave and s are 0 for dtypes without a pattern
 DTYPES = {
     1: ("float32", 4, 128, 7),
     2: ("float64", 8, 16, 4),
@@ -28,15 +28,16 @@ DTYPES = {
 
 
 class Bad(Exception):
-    """The frame is not what the format allows."""
+    """The frame is invalid; the message names the rule."""
 
 
 def need(condition: Any, what: str) -> None:
+    """Raise Bad(what) if a condition is false."""
     if not condition:
         raise Bad(what)
 
 
-# codec: number of variants, options allowed, most bits, least and most cap
+# by codec: number of variants, allowed options, most bits, least and most code length limit
 PARAMS = {
     1: (3, 0, 0, 2, 8),
     2: (3, 0, 0, 0, 0),
@@ -49,7 +50,7 @@ PARAMS = {
 
 
 def check_params(codec: int, variant: int, options: int, bits: int, cap: int, row: int) -> None:
-    """Section 2, but for row of codecs 2 to 6."""
+    """Check params by section 2, except the row of codecs 2 to 6."""
     variants, allowed, most, *caps = PARAMS[codec]
     need(variant < variants and not options & ~allowed and bits <= most and caps[0] <= cap <= caps[1], "params")
     need(codec != 1 or row == 0, "row of lossless")
@@ -61,6 +62,7 @@ def check_params(codec: int, variant: int, options: int, bits: int, cap: int, ro
 
 
 def mix(x: int) -> int:
+    """Return the mixed 64-bit word of section 1: the finalizer of splitmix64."""
     x ^= x >> 30
     x = x * 0xBF58476D1CE4E5B9 & MASK64
     x ^= x >> 27
@@ -69,6 +71,7 @@ def mix(x: int) -> int:
 
 
 def key(i: int) -> int:
+    """Return word i of the digest's key."""
     x = i + 1
     x ^= x >> 16
     x = x * 0x85EBCA6B & 0xFFFFFFFF
@@ -81,16 +84,19 @@ KEYS = np.array([key(i) for i in range(256)], np.uint64)
 
 
 def digest(data: bytes, seed: int) -> int:
+    """Return the digest of bytes with a seed."""
     total = 0
     for c in range(0, len(data), 1024):
         words = np.frombuffer(data[c : c + 1024].ljust(1024, b"\0"), "<u4").astype(np.uint64)
-        s = int((words * KEYS).sum(dtype=np.uint64))  # numpy wraps, as it must
+        s = int((words * KEYS).sum(dtype=np.uint64))  # numpy wraps around modulo 2^64
         total += mix((s + ((seed << 40) + c // 1024) * GOLDEN) & MASK64)
     return total & MASK64
 
 
 @dataclass
 class Segment:
+    """Part of the scale model: its values, and offsets of rows and columns in eighths of an octave."""
+
     start: int
     count: int
     cols: int
@@ -105,25 +111,27 @@ ESCAPE = 256
 
 
 class Codebook:
-    """Lengths of the 256 values, and of the escape at 256."""
+    """Code lengths of the 256 values and, at 256, of the escape."""
 
     def __init__(self, lengths: list[int]) -> None:
         codes = [i for i in range(257) if lengths[i]]
         need(lengths[ESCAPE] and all(0 <= x <= 8 for x in lengths), "code length")
         need(2 <= len(codes) <= 256 and sum(1 << (8 - lengths[i]) for i in codes) == 256, "Kraft sum")
         self.lengths = lengths
-        self.table: list[tuple[int, int]] = []  # by the next 8 bits: value, length
+        self.table: list[tuple[int, int]] = []  # (value, length) by the next 8 bits
         for i in sorted(codes, key=lambda i: (lengths[i], i)):
             self.table += [(i, lengths[i])] * (1 << (8 - lengths[i]))
         self.first = self.table[0][0]
 
 
 def codebook_id(lengths: list[int], symbols: int) -> int:
-    """Of a codebook that both sides hold."""
+    """Return the id of a shared codebook."""
     return digest(bytes([*lengths, symbols]), 0x101) or 1
 
 
 class Reader:
+    """Cursor over a section of the frame; reading beyond its end raises Bad."""
+
     def __init__(self, data: bytes, at: int, end: int) -> None:
         self.data, self.at, self.end = data, at, end
 
@@ -136,11 +144,13 @@ class Reader:
         return struct.unpack("<" + fmt, self.take(struct.calcsize("<" + fmt)))
 
     def zeros(self, limit: int) -> None:
+        """Check that the rest of the section is padding of fewer than `limit` zeros."""
         rest = self.take(self.end - self.at)
         need(len(rest) < limit and not any(rest), "padding")
 
 
 def nibbles(r: Reader, n: int) -> list[int]:
+    """Read n values of 4 bits."""
     data = r.take((n + 1) // 2)
     out = [data[i // 2] >> 4 * (i % 2) & 15 for i in range(2 * len(data))]
     need(not any(out[n:]), "nibble padding")
@@ -148,6 +158,7 @@ def nibbles(r: Reader, n: int) -> list[int]:
 
 
 def read_codebook(r: Reader) -> Codebook:
+    """Read a stored codebook (section 5.1)."""
     head, first, last = r.ints("BBB")
     need(1 <= first <= last or (first, last) == (1, 0), "first or last")
     lengths = [0] * 257
@@ -158,6 +169,7 @@ def read_codebook(r: Reader) -> Codebook:
 
 
 def read_segments(r: Reader, n: int, octave: int, zero: int) -> list[Segment]:
+    """Read the parts of the scale model (section 5.2)."""
     (nparts,) = r.ints("I")
     need(1 <= nparts <= 2 * (n // 4096) + 1, "number of parts")
     segments, start = [], 0
@@ -182,6 +194,7 @@ def read_segments(r: Reader, n: int, octave: int, zero: int) -> list[Segment]:
 
 
 def offsets(segments: list[Segment], octave: int, first: int, m: int) -> np.ndarray[Any, Any]:
+    """Return the offsets in patterns of values `first` to `first + m`."""
     out = np.zeros(m, np.int64)
     for s in segments:
         lo, hi = max(first, s.start), min(first + m, s.start + s.count)
@@ -198,12 +211,12 @@ def offsets(segments: list[Segment], octave: int, first: int, m: int) -> np.ndar
 
 
 def raised(u: np.ndarray[Any, Any], off: np.ndarray[Any, Any], zero: int) -> np.ndarray[Any, Any]:
-    """Patterns from lowered ones."""
+    """Return the patterns that lowered patterns stand for."""
     return np.where(u < zero, u, zero + (u - zero + off) % (32768 - zero))
 
 
 def decode_lanes(book: Codebook, r: Reader, k: int, wide: bool = False) -> tuple[list[int], list[int]]:
-    """Values, literals in place, and the positions of escapes; ``wide``: literals have two bytes."""
+    """Decode a coded plane: values with literals in place, and positions of escapes; ``wide``: 2-byte literals."""
     begin = r.at
     (nwords,) = r.ints("H")
     bits = "".join(f"{b:08b}" for b in r.take(20))
@@ -244,9 +257,9 @@ def decode(
     codebooks: dict[int, list[int]] | None = None,
     a_exponents: np.ndarray[Any, Any] | None = None,
 ) -> tuple[str, tuple[int, ...], bytes]:
-    """Name of the dtype, shape, and the values' little-endian bytes.
+    """Decode a frame; return the dtype's name, the shape, and the values' little-endian bytes.
 
-    ``codebooks``: id to 257 lengths, the escape's last. ``a_exponents``: for shared levels.
+    ``codebooks``: 257 lengths by id, that of the escape last. ``a_exponents``: exponent fields of A for shared levels.
     """
     need(len(frame) >= 48, "truncated")
     magic, version, codec, dtype, rank, layout, block_log2, fixed, coded, side_nbytes = struct.unpack_from(
@@ -364,6 +377,7 @@ def decode_region(
     slices: dict[int, bytes],
     off: np.ndarray[Any, Any],
 ) -> np.ndarray[Any, Any]:
+    """Decode the region of a lossless block (sections 6 and 7)."""
     (head,) = struct.unpack_from("<I", frame, at)
     r = Reader(frame, at + 4, end)
     need(not head & ~((1 << 2 * nplanes) - 1 | 1 << 16), "region head")
@@ -429,7 +443,7 @@ def decode_region(
 
 
 class Truncate:
-    """Section 9."""
+    """Decoder of Truncate's blocks (section 9)."""
 
     def __init__(self, params: list[int], dtype: int, a: np.ndarray[Any, Any] | None) -> None:
         self.sent, self.options, self.level, _, guard = params
@@ -443,7 +457,7 @@ class Truncate:
         }[dtype]
 
     def packed(self, r: Reader, widths: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Numbers of these widths, from the lowest bit of the first byte on."""
+        """Read numbers of the given widths, from the lowest bit of the first byte on."""
         total = int(widths.sum())
         flat = np.unpackbits(np.frombuffer(r.take(-(-total // 8)), np.uint8), bitorder="little").astype(np.int64)
         need(not flat[total:].any(), "padding")
@@ -516,7 +530,7 @@ F32 = np.float32
 
 
 def narrow(x: np.ndarray[Any, Any], dtype: int) -> bytes:
-    """float32 to the frame's dtype, to nearest even, at most its largest number."""
+    """Round float32 to the frame's dtype, to nearest even, and saturate at its largest number."""
     most = np.finfo(F32).max
     x = np.clip(x, -most, most)
     if dtype == 1:
@@ -531,7 +545,7 @@ def narrow(x: np.ndarray[Any, Any], dtype: int) -> bytes:
 
 
 def narrowed(x: np.ndarray[Any, Any], dtype: int) -> np.ndarray[Any, Any]:
-    """The same, back in float32."""
+    """Round float32 to the frame's dtype, and return float32."""
     u = np.frombuffer(narrow(x, dtype), "<u4" if dtype == 1 else "<u2")
     return (
         u.view("<f4")
@@ -543,7 +557,7 @@ def narrowed(x: np.ndarray[Any, Any], dtype: int) -> np.ndarray[Any, Any]:
 
 
 def small_floats(mbits: int, bias: int, last: int) -> np.ndarray[Any, Any]:
-    """Values of all codes without sign; NaN above `last`."""
+    """Return the values of all codes without a sign; NaN above `last`."""
     codes = np.arange(1 << 7 if mbits > 1 else 8)
     e, m = codes >> mbits, codes & (1 << mbits) - 1
     values = np.where(e > 0, (1 + m / 2**mbits) * 2.0 ** (e - bias), m / 2**mbits * 2.0 ** (1 - bias))
@@ -554,13 +568,14 @@ E4M3, E5M2, E2M1 = small_floats(3, 7, 126), small_floats(2, 15, 123), small_floa
 
 
 def finite(r: Reader, count: int) -> np.ndarray[Any, Any]:
+    """Read float32 scales, which must be finite and not negative."""
     data = r.take(4 * count)
     need((np.frombuffer(data, "<u4") < 0x7F800000).all(), "scale")
     return np.frombuffer(data, "<f4")
 
 
 class Rows:
-    """Section 8."""
+    """Decoder of the row codecs' blocks (section 8)."""
 
     def __init__(self, codec: int, params: list[int], n: int, flags: int) -> None:
         self.codec, self.n, self.flags = codec, n, flags
@@ -686,7 +701,7 @@ class Rows:
 
 
 def example() -> bytes:
-    """The frame of the format's example, which the library makes."""
+    """Return the frame of the specification's example, as the library encodes it."""
     import codec
 
     x = np.ones(512, np.float32)
@@ -695,7 +710,7 @@ def example() -> bytes:
 
 
 def dump(frame: bytes) -> str:
-    """Hex and meaning, line by line."""
+    """Return the hex bytes of a frame and their meaning, line by line."""
     side = struct.unpack_from("<I", frame, 12)[0]
     rank = frame[7]
     parts = [

@@ -29,12 +29,12 @@ from reference.decoder import (
 )
 
 Array = np.ndarray[Any, Any]
-BY_SHAPE = -1  # a row
+BY_SHAPE = -1  # group size that follows the shape
 
 
 @dataclass
 class Ask:
-    """What is asked for, in the numbers of the format's params."""
+    """Arguments of an encode call, in the numbers of the format's params."""
 
     codec: int
     variant: int = 0
@@ -46,27 +46,29 @@ class Ask:
     seed: int = 0
     cap: int = 0
     guard: int = 0
-    # not of the spec
+    # arguments beside the spec
     segments: Any = None  # (first value, shape)
     book: Any = None  # lengths of 256 values and the escape
     stream: int = 0
     groups: Any = None  # (first value, (theta_term, theta_v_term, v_term, eps, m_term))
     state: Any = None  # theta, v, m: float32 arrays
-    p: int = 23  # of the parameters
-    levels: Any = None  # of each value
-    error: Any = None  # to be added
+    p: int = 23  # mantissa bits of the parameters
+    levels: Any = None  # given level of each value
+    error: Any = None  # residual that is added
 
 
 def pad8(data: bytes) -> bytes:
+    """Pad bytes with zeros to a multiple of 8."""
     return data + bytes(-len(data) % 8)
 
 
 def blocks_of(n: int, size: int) -> list[tuple[int, int]]:
+    """Return (first value, number of values) of each block of `size` values."""
     return [(first, min(size, n - first)) for first in range(0, n, size)]
 
 
 def cut_blocks(n: int) -> tuple[int, list[tuple[int, int]]]:
-    """block_log2, and blocks."""
+    """Return block_log2, and (first value, number of values) of each block."""
     log2 = next((k for k in range(9, 14) if 1 << k >= n), 14)
     return log2, blocks_of(n, 1 << log2)
 
@@ -76,6 +78,8 @@ def cut_blocks(n: int) -> tuple[int, list[tuple[int, int]]]:
 
 @dataclass
 class Frame:
+    """Header of a frame to be written."""
+
     ask: Ask
     dtype: int
     shape: tuple[int, ...]
@@ -109,7 +113,7 @@ class Frame:
         halved: int = 0,
         planes: dict[int, Array] | None = None,
     ) -> bytes:
-        """``planes``: those that are fixed."""
+        """Return the frame of layout 1; ``planes``: the fixed planes."""
         planes = planes or {}
         middle = b"".join(pad8(planes[p].tobytes()) for p in sorted(planes))
         at = 48 + 8 * len(self.shape) + len(side) + 8 * len(regions) + len(middle)
@@ -128,7 +132,7 @@ class Frame:
 
 
 def cut_parts(ask: Ask, n: int, shape: tuple[int, ...], least: int) -> list[tuple[int, int, Any]]:
-    """Section 3: start, count and shape; None: flat."""
+    """Return start, count and shape of each part (section 3); shape None: flat."""
     if not ask.segments:
         return [(0, n, shape)]
     parts, flat = [], 0
@@ -144,7 +148,7 @@ def cut_parts(ask: Ask, n: int, shape: tuple[int, ...], least: int) -> list[tupl
 
 
 def codebook(counts: Array, cap: int) -> list[int]:
-    """Lengths, the escape's last."""
+    """Return the code lengths for counts; that of the escape is last."""
     c = [int(x) for x in counts]
     total = sum(c)
     shift = 0
@@ -176,6 +180,7 @@ def codebook(counts: Array, cap: int) -> list[int]:
 
 
 def book_bytes(lengths: list[int]) -> bytes:
+    """Return the stored form of a codebook."""
     some = [v for v in range(1, 256) if lengths[v]] or [1, 0]
     nibbles = [*lengths[some[0] : some[-1] + 1], 0]
     pairs = [nibbles[i] | nibbles[i + 1] << 4 for i in range(0, len(nibbles) - 1, 2)]
@@ -183,11 +188,12 @@ def book_bytes(lengths: list[int]) -> bytes:
 
 
 def cost(lengths: list[int], counts: Array) -> int:
+    """Return the number of bits of coded symbols."""
     return sum(int(c) * (lengths[v] or lengths[ESCAPE] + 8) for v, c in enumerate(counts))
 
 
 def codes_of(lengths: list[int]) -> tuple[Array, Array, int]:
-    """Codes and lengths, with the escape's for values without; the value of the first code."""
+    """Return codes and lengths by value, the escape's for values without a code, and the value of the first code."""
     code, at = [0] * 257, 0
     order = sorted((v for v in range(257) if lengths[v]), key=lambda v: (lengths[v], v))
     for v in order:
@@ -202,7 +208,7 @@ def codes_of(lengths: list[int]) -> tuple[Array, Array, int]:
 
 
 def coded_plane(lengths: list[int], symbols: Array, literals: Array) -> bytes:
-    """``literals``: what each value's would be. Values of ESCAPE are escaped, as those without a code are."""
+    """Return a coded plane. Values of ESCAPE and values without a code are escaped; ``literals``: their literals."""
     code, length, first = codes_of(lengths)
     escaped = np.array([*(x == 0 for x in lengths[:256]), True])[symbols]
     quads = np.concatenate([symbols, np.full(-len(symbols) % 128, first)]).reshape(-1, 32, 4)
@@ -236,6 +242,7 @@ def packed(values: Array, widths: Any) -> bytes:
 
 
 def histogram(values: Array) -> Array:
+    """Return the counts of bytes."""
     return np.bincount(values, minlength=256)
 
 
@@ -243,7 +250,7 @@ def histogram(values: Array) -> Array:
 
 
 def draws(ask: Ask, n: int, w: int) -> Array:
-    """Section 7.3."""
+    """Return the random words of section 7.3."""
     i = np.arange(-(-n // 8), dtype=np.uint64)
     low, u32 = np.uint64(0xFFFFFFFF), np.uint64(32)
     c0, c1 = i & low, i >> u32
@@ -258,7 +265,7 @@ def draws(ask: Ask, n: int, w: int) -> Array:
 
 
 def run_sums(x: Array) -> float:
-    """Section 7.2, in the dtype of x."""
+    """Return the sums of section 7.2, in the dtype of x."""
     x = np.concatenate([x, np.zeros(-len(x) % 4096, x.dtype)]).reshape(-1, 128, 32)
     lanes = np.zeros((len(x), 32), x.dtype)
     for i in range(128):
@@ -273,17 +280,19 @@ def run_sums(x: Array) -> float:
 
 
 def once(x: float, dtype: int) -> Any:
-    """A mean or a root as float32."""
+    """Round a mean or a root to float32."""
     most = {1: float(np.finfo(F32).max), 3: float.fromhex("0x1.fep127"), 4: 65504.0}[dtype]
     return F32(min(x, most))
 
 
 def largest(x: Array) -> Any:
+    """Return the largest finite magnitude."""
     a = np.abs(x)
     return a[np.isfinite(a)].max(initial=F32(0))
 
 
 def sign_scales(ask: Ask, x: Array, dtype: int) -> list[Any]:
+    """Return the scales of Sign (section 7.2)."""
     a, minus = np.abs(x), np.signbit(x)
     if ask.variant == 0:
         return [once(run_sums(a) / len(x), dtype), F32(0)]
@@ -294,7 +303,7 @@ def sign_scales(ask: Ask, x: Array, dtype: int) -> list[Any]:
 
 
 def raised(s: Any, dtype: int) -> Any:
-    """To one of the dtype's numbers, not below s if there is one."""
+    """Return the smallest number of the dtype that is at least s; if there is none, the largest."""
     near = narrowed(np.array([s], F32), dtype)[0]
     if near >= s or dtype == 1:
         return near
@@ -304,6 +313,7 @@ def raised(s: Any, dtype: int) -> Any:
 
 
 def ternary_scale(ask: Ask, x: Array, dtype: int) -> Any:
+    """Return the scale of Ternary."""
     s = narrowed(np.array([ask.scale], F32), dtype)[0] if ask.scale else raised(largest(x), dtype)
     if ask.clip:
         v = x.astype(np.float64)
@@ -318,12 +328,13 @@ def steps(x: Array, h: Any) -> Array:
 
 
 def over(v: Array, s: Any, k: int) -> Array:
+    """Return v / s * k, computed as the specification says."""
     u = F32(2**64) if s < F32(2**-60) else F32(1)
     return (v * u) * (F32(k) / (s * u))
 
 
 def small(y: Array, table: Array, mbits: int, bias: int, h: Any) -> Array:
-    """Codes of magnitudes y, at most the largest of a table of values; h: draws, or None."""
+    """Return the codes of magnitudes y in a table of values; h: random words, or None to round to nearest."""
     y = np.minimum(y, np.nanmax(table))
     e = np.where(y > 0, np.maximum(np.frexp(y)[1] - 1, 1 - bias), 1 - bias)
     x = np.ldexp(y.astype(np.float64), mbits - e)
@@ -333,7 +344,7 @@ def small(y: Array, table: Array, mbits: int, bias: int, h: Any) -> Array:
 
 @np.errstate(all="ignore")
 def row_scale(ask: Ask, x: Array, t: Any, stochastic: bool) -> tuple[Any, bytes]:
-    """What the codes of a row go by, and the bytes that say so."""
+    """Return the scale by which codes of a row are computed, and its stored bytes."""
     amax = largest(x)
     if ask.codec == 4:
         scale = F32(ask.scale) if ask.scale else F32(57344 if ask.variant else 448) / amax
@@ -354,7 +365,7 @@ def row_scale(ask: Ask, x: Array, t: Any, stochastic: bool) -> tuple[Any, bytes]
 
 @np.errstate(all="ignore")
 def row_codes(ask: Ask, v: Array, s: Any, h: Array | None, h1: Array) -> Array:
-    """Section 7.4."""
+    """Return the codes of a row (section 7.4)."""
     a, minus = np.abs(v), np.signbit(v)
     if ask.codec == 3:
         if not s > 0:
@@ -382,6 +393,7 @@ def row_codes(ask: Ask, v: Array, s: Any, h: Array | None, h1: Array) -> Array:
 
 
 def packed_codes(ask: Ask, codes: Array) -> Array:
+    """Return the packed codes of a row."""
     if ask.codec == 3 and ask.variant:
         five = np.concatenate([codes, np.zeros(-len(codes) % 5, np.int64)]).reshape(-1, 5)
         return (five @ np.array([81, 27, 9, 3, 1])).astype(np.uint8)
@@ -390,7 +402,7 @@ def packed_codes(ask: Ask, codes: Array) -> Array:
 
 
 def entropy_bytes(lengths: list[int], data: Array) -> bytes:
-    """Section 7.5."""
+    """Return the entropy-coded bytes of a block (section 7.5)."""
     if (data == data[0]).all():
         return struct.pack("<IB", 0, data[0])
     if len(data) >= 512:
@@ -401,7 +413,7 @@ def entropy_bytes(lengths: list[int], data: Array) -> bytes:
 
 
 def row_of(ask: Ask, shape: Any, entropy: bool) -> int:
-    """Section 7.1."""
+    """Return the row length (section 7.1)."""
     default = {4: BY_SHAPE, 5: 32 if ask.variant else 16, 6: 64}.get(ask.codec, 0)
     row = default if ask.row is None else ask.row
     if row == BY_SHAPE:
@@ -416,6 +428,7 @@ def row_of(ask: Ask, shape: Any, entropy: bool) -> int:
 
 
 def encode_rows(ask: Ask, frame: Frame, v: Array, dtype: int) -> bytes:
+    """Return the frame of a row codec (section 7)."""
     n = len(v)
     entropy = (ask.codec == 3 and ask.variant == 2) or (ask.codec == 4 and ask.options & 4 != 0)
     stochastic = ask.options & 1 != 0
@@ -486,7 +499,7 @@ def uneven(c: Array, v: int) -> bool:
 
 @dataclass
 class Sample:
-    """Of planes."""
+    """Sampled planes and their counts."""
 
     counts: list[Array]
     constant: list[bool]
@@ -494,12 +507,13 @@ class Sample:
 
 
 def quad_rows(n: int, rows: Any) -> Array:
+    """Return the indices of the values in the given quad rows."""
     i = (np.asarray(rows)[:, None] * 128 + np.arange(128)).ravel()
     return i[i < n]
 
 
 def sample_planes(bits: Array, dtype: int, t: Any) -> Sample:
-    """Section 5.1."""
+    """Return the sample of planes (section 5.1)."""
     n, planes = len(bits), planes_of(bits, dtype, t)
     nrows = -(-n // 128)
     take = min(-(-nrows // 2), 64)
@@ -517,7 +531,7 @@ def sample_planes(bits: Array, dtype: int, t: Any) -> Sample:
 
 
 def planes_of(bits: Array, dtype: int, t: Any) -> list[Array]:
-    """Section 3 of the format; t: offsets in patterns."""
+    """Return the planes of values (section 3 of the format); t: offsets in patterns."""
     _, nplanes, octave, s = DTYPES[dtype]
     x = bits.astype(np.uint64)
     planes = [(x >> np.uint64(8 * (nplanes - 1 - p)) & np.uint64(255)).astype(np.uint8) for p in range(nplanes)]
@@ -530,12 +544,13 @@ def planes_of(bits: Array, dtype: int, t: Any) -> list[Array]:
 
 
 def lowered(p: Array, t: Any, zero: int) -> Array:
+    """Return patterns lowered by offsets."""
     return np.where(p < zero, p, zero + (p - zero - t) % (32768 - zero))
 
 
 @dataclass
 class Part:
-    """Of the scale model; offsets in eighths of an octave."""
+    """Part of the scale model; offsets are in eighths of an octave."""
 
     start: int
     count: int
@@ -556,7 +571,7 @@ class Part:
 
 @dataclass
 class Model:
-    """``offsets``: in patterns, of all values."""
+    """Scale model; ``offsets``: of all values, in patterns."""
 
     parts: list[Part]
     grain: int
@@ -590,18 +605,19 @@ def spread(take: int, n: int) -> list[int]:
 
 
 def stride_of(n: int) -> int:
+    """Return the stride of sampling."""
     nrows = -(-n // 128)
     return max(nrows // 2048, 1, min(16, nrows // 64))
 
 
 def sampled(count: int, stride: int) -> Array:
-    """Places of the symbols that are counted, of a part or tensor of so many values."""
+    """Return the indices of values whose symbols are counted, in a part or tensor of `count` values."""
     nrows = -(-count // 128)
     return quad_rows(count, spread(-(-nrows // stride), nrows))
 
 
 def huffman(c: Array) -> int:
-    """Section 4.5."""
+    """Return the estimated number of bits that symbols with these counts take (section 4.5)."""
     total = int(c.sum())
     kept = [int(x) for x in c if 1280 * int(x) > total]
     rest = total - sum(kept)
@@ -616,11 +632,12 @@ def huffman(c: Array) -> int:
 
 
 def pays(before: int, after: int, samples: int, count: int, bits: int) -> bool:
+    """Return True if the bits saved by a model exceed its cost."""
     return before > after and (before - after << 16) // samples * count > bits << 16
 
 
 def columns_of(shape: Any, n: int) -> int:
-    """Section 3: of a matrix, or 0."""
+    """Return the columns of a matrix, 0 if the shape is none (section 3)."""
     best, rows = (1, n), 1
     for dim in shape or ():
         rows *= dim
@@ -644,7 +661,7 @@ def offsets_of(q: Array, shift: int) -> Array:
 
 
 def row_mean(p: Array, zero: int) -> int | None:
-    """Section 4.2."""
+    """Return the mean pattern of a row (section 4.2)."""
     if len(p) > 128:
         p = np.concatenate([p[at : at + 32] for at in (i * (len(p) - 32) // 3 for i in range(4))])
     live = p[p >= zero]
@@ -652,7 +669,7 @@ def row_mean(p: Array, zero: int) -> int | None:
 
 
 def fit_part(part: Part, p: Array, zero: int, grain: int, centre: int, finest: int) -> int:
-    """Sections 4.2 and 4.3, of the part's patterns; the mean of its rows."""
+    """Fit a part to its patterns (sections 4.2 and 4.3); return the mean of its rows."""
     means = [row_mean(p[at : at + part.row], zero) for at in range(0, part.count, part.row)]
     nrows = len(means)
     rows = spread(min(nrows, 1024), nrows)
@@ -675,7 +692,7 @@ def fit_part(part: Part, p: Array, zero: int, grain: int, centre: int, finest: i
 def scale_model(
     ask: Ask, how: int, pattern: Array, shape: tuple[int, ...], zero: int, octave: int, finest: int
 ) -> tuple[Model | None, Array, int, int]:
-    """Section 4: the model, counts of symbols, how many of the sample are 0 under offsets, and all."""
+    """Return the model of section 4, counts of symbols, and the numbers of sampled zeros and of all samples."""
     n, s, grain = len(pattern), 4 if octave == 16 else 7, octave // 8
     stride, circle = stride_of(n), (32768 - zero) // grain
     flat, based = how == 1 or n < 4096, octave == 16
@@ -725,7 +742,7 @@ def scale_model(
 
 
 def put_plane(plane: Array, exponent: bool, lengths: list[int] | None, is_halved: bool) -> tuple[int, bytes]:
-    """Mode and contents."""
+    """Return the mode and the contents of a plane."""
     n = len(plane)
     if (plane == plane[0]).all():
         return 0, plane[:1].tobytes()
@@ -749,7 +766,7 @@ def put_plane(plane: Array, exponent: bool, lengths: list[int] | None, is_halved
 
 @dataclass
 class Chosen:
-    """What becomes of planes: section 5.3."""
+    """Choices for planes (section 5.3)."""
 
     books: dict[int, list[int]]
     halved: set[int]
@@ -757,6 +774,7 @@ class Chosen:
 
 
 def choose_planes(ask: Ask, dtype: int, n: int, sample: Sample, zeros: int, values: int) -> Chosen:
+    """Choose the modes of planes (section 5)."""
     _, nplanes, octave, _ = DTYPES[dtype]
     chosen = Chosen({}, set(), set())
     for p in range(nplanes):
@@ -784,7 +802,7 @@ def choose_planes(ask: Ask, dtype: int, n: int, sample: Sample, zeros: int, valu
 
 
 def region(dtype: int, chosen: Chosen, planes: list[Array]) -> bytes:
-    """Section 6, of a block."""
+    """Return the region of a lossless block (section 6)."""
     _, nplanes, octave, _ = DTYPES[dtype]
     head, body, is_pruned, zero = 0, b"", False, planes[0] == 0
     for p in range(nplanes):
@@ -802,7 +820,7 @@ def region(dtype: int, chosen: Chosen, planes: list[Array]) -> bytes:
 
 
 def pattern_model(ask: Ask, shape: tuple[int, ...], bits: Array, dtype: int) -> tuple["Model | None", Array, int, int]:
-    """Section 4, of lossless."""
+    """Return the scale model of a lossless tensor (section 4)."""
     _, nplanes, octave, s = DTYPES[dtype]
     pattern = (bits.astype(np.uint64) >> np.uint64(8 * nplanes - 16)).astype(np.int64) & 0x7FFF
     finest = 0
@@ -814,6 +832,7 @@ def pattern_model(ask: Ask, shape: tuple[int, ...], bits: Array, dtype: int) -> 
 
 
 def encode_lossless(ask: Ask, frame: Frame, bits: Array, dtype: int) -> bytes:
+    """Return a lossless frame."""
     _, nplanes, octave, _ = DTYPES[dtype]
     n = len(bits)
     frame.params(0, 0)
@@ -855,7 +874,7 @@ TRUNCATED = {
 
 
 def a_exponents(ask: Ask, n: int) -> Array:
-    """Exponent fields of A."""
+    """Return the exponent fields of A."""
     a = np.zeros(n, F32)
     starts = [start for start, _ in ask.groups]
     for (start, terms), end in zip(ask.groups, [*starts[1:], n], strict=True):
@@ -872,7 +891,7 @@ def a_exponents(ask: Ask, n: int) -> Array:
 
 @dataclass
 class Cut:
-    """Values as they will be, their exponents, bits dropped, and exponents of A: section 8.1."""
+    """Truncated values, their exponents, the bits dropped, and exponents of A (section 8.1)."""
 
     x: Array
     e: Array
@@ -884,10 +903,12 @@ class Cut:
 
 
 def level_of(k: Array, dtype: int) -> Array:
+    """Return the level of k dropped bits."""
     return sum(((k >= y).astype(np.int64) for y in TRUNCATED[dtype][3][1:]), np.zeros(len(k), np.int64))
 
 
 def cut(ask: Ask, x: Array, dtype: int, guard: int) -> Cut:
+    """Truncate values by their levels (section 8.1)."""
     p, bias, last, drops, _, _ = TRUNCATED[dtype]
     nearest = not ask.options & 16
     ea = a_exponents(ask, len(x)) if ask.groups else np.zeros(len(x), np.int64)
@@ -909,15 +930,16 @@ def cut(ask: Ask, x: Array, dtype: int, guard: int) -> Cut:
 
 @dataclass
 class Symbols:
-    """Section 8.2."""
+    """Symbols of truncated values and their codebook (section 8.2)."""
 
-    values: Array  # ESCAPE: without one
+    values: Array  # ESCAPE for values without a symbol
     literals: Array
     counts: Array
     model: "Model | None"
 
 
 def symbols_of(ask: Ask, shape: tuple[int, ...], x: Array, dtype: int, c: Cut) -> Symbols:
+    """Return the symbols of truncated values (section 8.2)."""
     octave = TRUNCATED[dtype][5]
     pattern = x >> (16 if dtype == 1 else 0) & 0x7FFF
     model = scale_model(ask, 0, pattern, shape, octave, octave, 3)[0]
@@ -934,6 +956,7 @@ def symbols_of(ask: Ask, shape: tuple[int, ...], x: Array, dtype: int, c: Cut) -
 
 
 def guard_of(ask: Ask, dtype: int) -> int:
+    """Return the guard, with the additions for dtypes."""
     guard = ask.guard + (ask.options & 16 != 0)
     if ask.groups:
         guard = min(max(guard + ask.p - TRUNCATED[dtype][0], -128), 127)
@@ -941,7 +964,7 @@ def guard_of(ask: Ask, dtype: int) -> int:
 
 
 def put_fields(ask: Ask, dtype: int, c: Cut, i: slice) -> tuple[int, bytes]:
-    """Section 8.3: bits of head, and pieces."""
+    """Return the bits of the head and the pieces of sign and mantissa (section 8.3)."""
     p, _, _, _, widths, _ = TRUNCATED[dtype]
     x, k, some = c.x[i], c.k[i], c.e[i] > 0
     f = x >> (31 if p == 23 else 15) << p | x & (1 << p) - 1
@@ -962,6 +985,7 @@ def put_fields(ask: Ask, dtype: int, c: Cut, i: slice) -> tuple[int, bytes]:
 
 
 def encode_truncate(ask: Ask, frame: Frame, x: Array, dtype: int) -> bytes:
+    """Return a Truncate frame (section 8)."""
     n = len(x)
     guard = guard_of(ask, dtype)
     frame.params(ask.options, guard + 128)
@@ -998,24 +1022,24 @@ def encode_truncate(ask: Ask, frame: Frame, x: Array, dtype: int) -> bytes:
     return built if len(built) < len(stored) else stored
 
 
-# ---- all
+# ---- all codecs
 
 
 def floats(bits: Array, dtype: int) -> Array:
-    """As float32."""
+    """Return the values of bits as float32."""
     if dtype == 1:
         return bits.astype(np.uint32).view(F32)
     return bits.view(np.float16).astype(F32) if dtype == 4 else (bits.astype(np.uint32) << 16).view(F32)
 
 
 def with_error(bits: Array, dtype: int, error: Array) -> Array:
-    """Section 9: the sums."""
+    """Return the sums of values and residuals (section 9)."""
     v = floats(bits, dtype) + error
     return np.where(np.isnan(v), F32("nan"), v)
 
 
 def in_dtype(v: Array, dtype: int) -> Array:
-    """Section 9: the bits of sums as truncate takes them."""
+    """Return the bits of sums as Truncate encodes them (section 9)."""
     u = np.frombuffer(narrow(v, dtype), "<u4" if dtype == 1 else "<u2")
     inf = {1: 0x7F800000, 3: 0x7F80, 4: 0x7C00}[dtype]
     return np.where(np.isinf(v), inf | np.signbit(v).astype(u.dtype) << 8 * u.itemsize - 1, u).astype(u.dtype)
@@ -1023,7 +1047,7 @@ def in_dtype(v: Array, dtype: int) -> Array:
 
 @np.errstate(all="ignore")
 def encode(bits: Array, dtype: int, shape: tuple[int, ...], ask: Ask) -> bytes:
-    """A frame of the values whose bits, unsigned integers of their size, are given."""
+    """Return the frame of a tensor, given as unsigned integers that hold the values' bits."""
     bits = bits.reshape(-1)
     frame = Frame(ask, dtype, shape)
     if ask.codec == 1:
@@ -1037,7 +1061,7 @@ def encode(bits: Array, dtype: int, shape: tuple[int, ...], ask: Ask) -> bytes:
 
 @np.errstate(all="ignore")
 def count_symbols(bits: Array, dtype: int, shape: tuple[int, ...], ask: Ask) -> Array:
-    """What a codebook that both sides hold is made from, of one tensor: section 5.2."""
+    """Return the counts from which a shared codebook for one tensor is made (section 5.2)."""
     if ask.codec == 1:
         return pattern_model(ask, shape, bits, dtype)[1]
     x = bits.astype(np.int64)
