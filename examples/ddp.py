@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/ddp.py
     torchrun --nproc-per-node 4 examples/ddp.py --codec float8
 
-Every process computes on its own share of each batch; the gradients that DistributedDataParallel sends between them are
-frames. What is saved is what a restart needs: model, optimizer and, by each rank, what is still owed (error feedback).
+Every process computes on its share of each batch. DistributedDataParallel sends their gradients as frames. The
+checkpoint holds the model, the optimizer and, for each rank, the residuals of error feedback.
 """
 
 import argparse
@@ -21,27 +21,27 @@ import codec.torch
 
 CODECS = {
     "lossless": codec.Lossless(),
-    "near": codec.Truncate(),  # as many bits as the optimizer's step can tell
+    "near": codec.Truncate(),  # keeps the bits that the optimizer's step does not round away
     "float8": codec.Float8(group_size=128),
     "quantize4": codec.Quantize(4),
 }
 
 
 def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points, and in which of 8 rings around the origin they lie."""
+    """Return points and their classes: 8 rings around the origin."""
     x = torch.randn(256, 32, generator=generator)
     return x, (x.norm(dim=1) * 2 - 7).clamp(0, 7).long()
 
 
 def train(name: str, steps: int, folder: Path) -> list[float]:
-    """The losses of this rank."""
+    """Train with a codec, save a checkpoint in `folder`, and return the losses of this rank."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(
         torch.nn.Linear(32, 256), torch.nn.GELU(), torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 8)
     )
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    # left to itself it would find that inside one machine values travel faster as they are
+    # "auto" would send gradients uncompressed: that is faster within one machine
     hook = codec.torch.ddp_hook(
         CODECS[name], optimizer=optimizer, feedback=name == "quantize4", algorithm="two_shot"
     ).register(model)
@@ -55,7 +55,7 @@ def train(name: str, steps: int, folder: Path) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     rank = dist.get_rank()
-    torch.save(hook.state_dict(), folder / f"hook-{rank}.pt")  # one for each rank
+    torch.save(hook.state_dict(), folder / f"hook-{rank}.pt")  # each rank has a state of its own
     if rank == 0:
         torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, folder / "checkpoint.pt")
         stats = hook.stats()
@@ -69,9 +69,9 @@ def train(name: str, steps: int, folder: Path) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--codec", choices=CODECS, help="one of these; all, one after the other, if left out")
+    parser.add_argument("--codec", choices=CODECS, help="default: all of these, one after the other")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--checkpoint", type=Path, help="folder for the checkpoint (a temporary one)")
+    parser.add_argument("--checkpoint", type=Path, help="folder for the checkpoint; default: a temporary one")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))

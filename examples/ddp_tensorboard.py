@@ -1,4 +1,4 @@
-"""Train a small network with compressed gradients, and write what the hook counts to TensorBoard.
+"""Train a small network with compressed gradients, and write the hook's statistics to TensorBoard.
 
 pip install tensorboard
 torchrun --nproc-per-node 4 examples/ddp_tensorboard.py --folder runs
@@ -27,9 +27,9 @@ class Monitor:
     Parameters
     ----------
     hook : codec.torch.Hook
-        The hook.
+        Hook of the model.
     writer : SummaryWriter
-        Where they go.
+        Destination.
     """
 
     def __init__(self, hook: codec.torch.Hook, writer: SummaryWriter) -> None:

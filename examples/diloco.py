@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 examples/diloco.py
 
-Each process takes some AdamW steps on its own data (the inner steps). Then all processes average how far their
-parameters have moved, and take that as the gradient of an outer step with Nesterov momentum [1]_. The average is the
-only communication. Here 4 bits a value travel; what a frame loses is added to the next difference (`residual`).
+Each process takes some AdamW steps on its own data (inner steps). Then all processes average the differences of their
+parameters, and use the mean as the gradient of an outer step with Nesterov momentum [1]_. That average is the only
+communication. It sends 4 bits a value, with error feedback: `residual` holds the losses of frames.
 
 .. [1] A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.
 """

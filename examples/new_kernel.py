@@ -1,6 +1,6 @@
-"""A quantiser tried in an afternoon: dither half as wide, in place of the engine's (docs/new-kernel.md).
+"""Compare a quantizer with half the dither with that of the Numba engine (docs/new-kernel.md).
 
-The frames are frames like others, which every engine decodes; only their codes are chosen otherwise.
+Every engine decodes the frames: the two quantizers differ only in the codes that they choose.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from codec.engines.numba.words import F32, I64, U8, U16, over, place
 
 
 def narrow_codes(odd, levels, x, up, by, half, code):
-    """codes.level_codes for even levels, but draws are from [1/4, 3/4) of a step instead of [0, 1)."""
+    """Choose codes as codes.level_codes does for even levels, with random bits from [1/4, 3/4) of a step."""
     half_n = F32(F32(levels) * F32(0.5))
     for i in range(len(x)):
         draw = U16((I64(half[i]) >> 1) + 0x4000)
@@ -21,15 +21,15 @@ def narrow_codes(odd, levels, x, up, by, half, code):
 
 
 def measure(x: np.ndarray, spec: codec.Spec) -> tuple[float, float]:
-    """The error of one frame, and of the mean of 64 of them, in shares of the values' own size."""
+    """Return the relative errors of one frame and of the mean of 64 frames."""
     frames = [codec.encode(x, spec, stream=i, engine="numba") for i in range(64)]
-    one, mean = codec.decode(frames[0]), codec.reduce(frames, "mean")  # by the native engine, which need not know
+    one, mean = codec.decode(frames[0]), codec.reduce(frames, "mean")  # by the native engine
     size = np.sqrt(np.mean(x**2))
     return float(np.sqrt(np.mean((one - x) ** 2)) / size), float(np.sqrt(np.mean((mean - x) ** 2)) / size)
 
 
 def main() -> None:
-    """Print both quantisers' errors."""
+    """Print the errors of both quantizers."""
     x = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
     spec = codec.Quantize(3)
     print("            error of one   of the mean of 64")

@@ -1,7 +1,7 @@
 /*
  * floats.c - a file of float32 to a frame, and back: floats encode|decode FROM TO
  *
- * C99, built in one line (docs/embedding.md). TO is there when all went well, and as it was before if not.
+ * C99; docs/embedding.md has the command that builds it. After an error TO is unchanged.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,7 +9,7 @@
 
 #include <codec/codec.h>
 
-static const uint64_t MOST = (uint64_t)1 << 30; /* bytes that a frame may have us allocate */
+static const uint64_t MOST = (uint64_t)1 << 30; /* upper bound of allocations, in bytes */
 
 static void die(const char *why)
 {
@@ -32,7 +32,7 @@ static void *memory(void *old, uint64_t nbytes)
 	return p;
 }
 
-/* Read on, from `have` bytes to n. */
+/* Extend `bytes`, which holds `have` bytes, to n bytes of the file. */
 static uint8_t *read_up_to(FILE *from, uint8_t *bytes, size_t have, size_t n)
 {
 	bytes = memory(bytes, n);
@@ -41,7 +41,7 @@ static uint8_t *read_up_to(FILE *from, uint8_t *bytes, size_t have, size_t n)
 	return bytes;
 }
 
-/* A frame as it arrives: its first bytes say how many make a header, and that how many make the frame. */
+/* Read one frame. codec_inspect reports how many bytes to read next: first of the header, then of the frame. */
 static uint8_t *receive(FILE *from, codec_info *info)
 {
 	uint8_t *frame = NULL;
@@ -96,14 +96,14 @@ static void *decode(FILE *from, size_t *nbytes)
 
 	if (getc(from) != EOF || info.tensor_nbytes > MOST)
 		die("more than one frame, or a larger tensor than we take");
-	check(codec_verify(frame, n)); /* before there is memory for the tensor */
+	check(codec_verify(frame, n)); /* before allocating the tensor */
 	x.rank = info.rank;
 	memcpy(x.shape, info.shape, sizeof x.shape);
 	x.nbytes = info.tensor_nbytes;
 	check(codec_scratch(&info.spec, &x, &scratch_nbytes));
 	x.data = memory(NULL, x.nbytes);
 	scratch = memory(NULL, scratch_nbytes);
-	check(codec_decode(frame, n, &x, NULL, scratch, scratch_nbytes)); /* refuses what is not float32 */
+	check(codec_decode(frame, n, &x, NULL, scratch, scratch_nbytes)); /* an error unless the dtype is float32 */
 	free(scratch);
 	free(frame);
 	*nbytes = (size_t)x.nbytes;

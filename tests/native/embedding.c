@@ -1,11 +1,11 @@
-/* embedding.c - the C of docs/embedding.md, which is page.h here, does what the page says. */
+/* embedding.c - tests of the C code of docs/embedding.md, which is copied to page.h. */
 #include "page.h"
 
 #include <assert.h>
 
 enum { ROWS = 300, COLUMNS = 200, N = ROWS * COLUMNS };
 
-static float values[N], out[N], owed[N], scratch[1 << 19];
+static float values[N], out[N], residual[N], scratch[1 << 19];
 
 static codec_tensor tensor(float *data)
 {
@@ -17,7 +17,7 @@ static codec_tensor tensor(float *data)
 			      .nbytes = 4 * N};
 }
 
-/* Two frames, and the beginning of a third, of which so many bytes arrive. */
+/* Write two frames and the first bytes of a third to a stream, and read them. */
 static void stream(const void *frame, size_t nbytes, size_t rest)
 {
 	FILE *f = tmpfile();
@@ -33,7 +33,7 @@ static void stream(const void *frame, size_t nbytes, size_t rest)
 	}
 	assert(!next_frame(fileno(f), 1 << 20, &info));
 	lseek(fileno(f), 0, SEEK_SET);
-	assert(!next_frame(fileno(f), 4 * N - 1, &info)); /* larger than is taken */
+	assert(!next_frame(fileno(f), 4 * N - 1, &info)); /* larger than max_nbytes */
 	fclose(f);
 }
 
@@ -64,21 +64,21 @@ int main(void)
 
 	((uint8_t *)frame)[nbytes - 9] ^= 1;
 	memset(out, 1, sizeof out);
-	memset(owed, 1, sizeof owed);
+	memset(residual, 1, sizeof residual);
 	assert(values_of(frame, nbytes, &to, scratch, sizeof scratch) == CODEC_CHECKSUM);
-	assert(memcmp(out, owed, sizeof out) == 0);
+	assert(memcmp(out, residual, sizeof out) == 0);
 	assert(decode_by_four(frame, &info, &to) == CODEC_CHECKSUM);
 	((uint8_t *)frame)[nbytes - 9] ^= 1;
 
-	memset(owed, 0, sizeof owed);
+	memset(residual, 0, sizeof residual);
 	memset(out, 0, sizeof out);
-	for (uint64_t step = 0; step < 2; step++) { /* what was sent and what is owed make up the gradients */
-		assert(one_bit(&x, owed, step, small, sizeof small, &small_nbytes, scratch, sizeof scratch) ==
+	for (uint64_t step = 0; step < 2; step++) { /* sent values + residual = gradients */
+		assert(one_bit(&x, residual, step, small, sizeof small, &small_nbytes, scratch, sizeof scratch) ==
 		       CODEC_OK);
 		assert(codec_accumulate(small, small_nbytes, 1, &to, NULL, scratch, sizeof scratch) == CODEC_OK);
 	}
 	for (int i = 0; i < N; i++)
-		assert(out[i] + owed[i] - 2 * values[i] < 1e-5f && 2 * values[i] - out[i] - owed[i] < 1e-5f);
+		assert(out[i] + residual[i] - 2 * values[i] < 1e-5f && 2 * values[i] - out[i] - residual[i] < 1e-5f);
 
 	frames[0] = frames[1] = frame;
 	sizes[0] = sizes[1] = nbytes;
