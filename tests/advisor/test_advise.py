@@ -497,10 +497,10 @@ def test_advice_prints_a_table_and_json(clock):
         "Sign(group_size=1024)",
     ]
     assert [line[0] for line in lines[2:-2]] == [" "] * 6 + [">"]
-    told = json.loads(advice.to_json())
-    assert told == advice.to_dict()
-    assert told["link"] == {"bits_per_second": 1e8, "latency": 1e-3}
-    for row, real in zip(told["table"], advice.table, strict=True):
+    parsed = json.loads(advice.to_json())
+    assert parsed == advice.to_dict()
+    assert parsed["link"] == {"bits_per_second": 1e8, "latency": 1e-3}
+    for row, real in zip(parsed["table"], advice.table, strict=True):
         spec = row["spec"] and eval(row["spec"], vars(codec))
         assert (spec, row["seconds"], Cost(**row["cost"])) == (real.spec, real.seconds, real.cost)
     endless = json.loads(codec.advise(np.ones(9, np.float32), NEVER).to_json(), parse_constant=pytest.fail)
@@ -512,8 +512,8 @@ def test_command_prints_json_alone_on_stdout():
     command = [sys.executable, "-P", "-m", "codec", "advise", str(DATA / "transformer_bfloat16.npz"), "grad_bits"]
     how = ["--dtype", "bfloat16", "--link", "1mbit", "--ranks", "2", "--json"]
     done = subprocess.run([*command, *how], capture_output=True, text=True, check=True)
-    told = json.loads(done.stdout)
-    assert (told["spec"], told["world_size"], told["tensor_nbytes"]) == ("Lossless()", 2, 463_104)
+    parsed = json.loads(done.stdout)
+    assert (parsed["spec"], parsed["world_size"], parsed["tensor_nbytes"]) == ("Lossless()", 2, 463_104)
     assert "measuring grad_bits" in done.stderr
 
 
@@ -575,9 +575,9 @@ def test_json_has_null_for_infinity():
     for rate in (1e-323, 1e9, float("inf")):
         for algorithm in ("ring", "two_shot"):
             advice = codec.advise(np.ones(1000, np.float32), codec.Link(rate), algorithm=algorithm)
-            told = json.loads(advice.to_json(), parse_constant=pytest.fail)
-            assert told == advice.to_dict()
-            assert told["algorithm"] == advice.algorithm == algorithm
+            parsed = json.loads(advice.to_json(), parse_constant=pytest.fail)
+            assert parsed == advice.to_dict()
+            assert parsed["algorithm"] == advice.algorithm == algorithm
             assert str(advice).startswith(f"{algorithm} all-reduce of")
 
 

@@ -119,7 +119,7 @@ METHODS = {
 
 
 def parameters_of(function, given):
-    """Return the names of all parameters that can be given by keyword; of a wrapped method those that are given."""
+    """Return the names of parameters that take keywords; for a wrapped method those in `given`."""
     names = [
         p.name
         for p in inspect.signature(function).parameters.values()
@@ -130,8 +130,8 @@ def parameters_of(function, given):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*CALLS, *METHODS])
-def test_wrong_kinds_raise_codec_errors(name):
-    """A call with one wrong argument either works or raises CodecError; nothing else is raised."""
+def test_wrong_types_raise_codec_errors(name):
+    """A call with one wrong argument works or raises CodecError, and nothing else."""
     function, given = (CALLS | METHODS)[name]
     others = []
     for parameter in parameters_of(function, given):
@@ -154,7 +154,7 @@ STATES = {
 
 @pytest.mark.parametrize("name", STATES)
 def test_wrong_entries_of_states_raise_codec_errors(name):
-    """A state that load_state_dict accepts can be used; a refused one changes nothing."""
+    """A state that load_state_dict accepts is usable; a rejected one changes nothing."""
     store = STATES[name]()
     if name == "feedback":
         store.encode("a", X)

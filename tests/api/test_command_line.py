@@ -33,7 +33,7 @@ def run(capsys, *arguments):
 
 
 def sparse(path, head):
-    """Make a file of a TiB that begins with `head` and takes no room on the disk."""
+    """Make a sparse file of 1 TiB that begins with `head`."""
     path.write_bytes(head)
     os.truncate(path, SPARSE)
     return path
@@ -166,7 +166,7 @@ def test_advise_refuses_damaged_safetensors_headers(text, tmp_path, capsys):
 
 
 def test_advise_never_unpickles(tmp_path, capsys):
-    """Files of torch.save and object arrays are refused, and the message says how to convert them."""
+    """Files of torch.save and object arrays are rejected; the message says how to convert them."""
     for new in (True, False):
         torch.save({"w": torch.ones(3)}, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
         err = run(capsys, "advise", tmp_path / "a.pt", "--link", "1gbit")

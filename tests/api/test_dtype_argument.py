@@ -172,8 +172,8 @@ def test_encode_reads_versioned_dlpack_capsules():
     assert codec.encode(Exporter(x)) == codec.encode(x)
 
 
-class Cuda:
-    """Object whose ``__cuda_array_interface__`` is `said`."""
+class CudaArray:
+    """Object with a given ``__cuda_array_interface__``."""
 
     def __init__(self, said):
         self.__cuda_array_interface__ = said
@@ -201,7 +201,7 @@ WRONG = [
 @pytest.mark.parametrize("said", WRONG, ids=str)
 def test_encode_refuses_wrong_cuda_array_interfaces(said):
     with pytest.raises(codec.SpecError):
-        codec.encode(Cuda(said))
+        codec.encode(CudaArray(said))
 
 
 @pytest.mark.parametrize("device", [None, 5, (1,), ("a", "b"), (1 << 70, 0)], ids=str)

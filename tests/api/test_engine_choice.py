@@ -150,7 +150,7 @@ def test_native_engine_rejects_gpu_arguments_by_name(x):
 
 
 def test_meta_tensors_are_rejected():
-    """They have no values; nothing helps."""
+    """Meta tensors have no values, and the message suggests no remedy."""
     for call in (
         lambda: codec.encode(torch.zeros(9_000, device="meta")),
         lambda: codec.decode(FRAME, like=torch.zeros(1, device="meta")),

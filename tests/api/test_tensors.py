@@ -475,8 +475,8 @@ def test_inspect_and_verify_commands(tmp_path, capsys):
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert (lines["spec"], lines["shape"], lines["nbytes"]) == ("Sign(group_size=64)", "(3, 1000)", str(len(frame)))
     assert main(["inspect", bad, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["spec"], told["shape"], told["sections"]["header"][0]) == ("Sign(group_size=64)", [3, 1000], 0)
+    parsed = json.loads(capsys.readouterr().out)
+    assert (parsed["spec"], parsed["shape"], parsed["sections"]["header"][0]) == ("Sign(group_size=64)", [3, 1000], 0)
     assert main(["verify", good, good]) == 0
     assert capsys.readouterr().out == 2 * f"{good}: a whole frame\n"
     for arguments, words in (

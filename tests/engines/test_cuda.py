@@ -270,11 +270,11 @@ def test_groups_of_8(name):
             assert encode(bits, spec, dtype, **how) == frame
             ours, native = both_outcomes(frame, dtype)
             assert ours == native
-            left, owed = np.full(bits.size, 1e-2, F32), np.full(bits.size, 1e-2, F32)
+            left, other = np.full(bits.size, 1e-2, F32), np.full(bits.size, 1e-2, F32)
             how |= {"dtype": dtype, "feedback": bits is values}
             frame = codec.encode(bits, spec, residual=left, **how)
-            assert codec.encode(bits, spec, engine="cuda", residual=owed, **how) == frame
-            assert left.tobytes() == owed.tobytes()
+            assert codec.encode(bits, spec, engine="cuda", residual=other, **how) == frame
+            assert left.tobytes() == other.tobytes()
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf, 5_000.0])
@@ -787,14 +787,14 @@ def test_number_of_launches(device):
     assert device.launched == ["gather", "decode_lossless<2>", "decode_lossless<4>"]
     x = device.put(np.random.default_rng(1).standard_normal(20_000, F32))
     groups = {"metric": [(0, optimizers.SGD(0.1)), (500, optimizers.SGD(0.2))], "state": {"theta": x}}
-    owed = {"residual": device.put(np.zeros(20_000, F32)), "feedback": True}
+    with_feedback = {"residual": device.put(np.zeros(20_000, F32)), "feedback": True}
     shared = TRUNCATES["truncate_shared"]
     for spec, how, most in (
         (codec.Lossless(), {}, 3),
         (codec.Float8(), {}, 3),
         (codec.Sign(), {}, 4),
-        (codec.Sign(), owed, 4),
-        (shared, groups | owed, 4),
+        (codec.Sign(), with_feedback, 4),
+        (shared, groups | with_feedback, 4),
     ):
         device.launched.clear()
         frame = codec.encode(x, spec, **how)

@@ -464,7 +464,7 @@ def all_results(engine, x, spec, **how):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_flush_denormal_does_not_change_results(name):
-    """Kernels compute as the format says, however the thread does otherwise."""
+    """Kernels follow the format although the thread flushes subnormals."""
     small = np.arange(5000, dtype=np.uint32) * 1657
     x = np.concatenate([sample_bits("float32", 5000, "normal"), small, small | np.uint32(1 << 31)]).view(F32)
     for y in (x, x[5000:]):

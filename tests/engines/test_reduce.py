@@ -25,8 +25,8 @@ def frames_of(dtype, n, names):
     }
 
 
-def reduced(frames, n, engine, with_out, **how):
-    """Return the bits of a reduction, NaN unified; an error must leave `out` as it was."""
+def reduce_bits(frames, n, engine, with_out, **how):
+    """Return the bits of a reduction with NaNs unified; an error must leave `out` unchanged."""
     out = np.full(n, 7, np.float32) if with_out else None
     result = outcome(lambda: unify_nan(codec.reduce(frames, out=out, engine=engine, **how)))
     if isinstance(result, tuple):
@@ -39,9 +39,9 @@ def check_pair(first, second, n, **how):
     """Compare the engines on two frames, whole and with the last byte of the second one changed."""
     damaged = second[:-1] + bytes([second[-1] ^ 0x55])
     for with_out in (False, True):
-        whole = agreed(lambda engine: reduced([first, second], n, engine, with_out, **how))  # noqa: B023
+        whole = agreed(lambda engine: reduce_bits([first, second], n, engine, with_out, **how))  # noqa: B023
         assert isinstance(whole, bytes)
-        error = agreed(lambda engine: reduced([first, damaged], n, engine, with_out, **how))  # noqa: B023
+        error = agreed(lambda engine: reduce_bits([first, damaged], n, engine, with_out, **how))  # noqa: B023
         assert issubclass(error[0], codec.FrameError)
 
 

@@ -129,9 +129,9 @@ def test_codec_isa_chooses_the_instruction_set():
     bad = subprocess.run([*PYTHON, code], env={**os.environ, "CODEC_ISA": "mmx"}, capture_output=True, check=False)
     assert b"EngineError: CODEC_ISA: instruction set 'mmx'" in bad.stderr
     for chosen in ("None", "'scalar'"):
-        told = f"import codec; codec.use_isa({chosen}); {code}"
+        script = f"import codec; codec.use_isa({chosen}); {code}"
         env = {**os.environ, "CODEC_ISA": "mmx"}
-        frames.add(subprocess.run([*PYTHON, told], env=env, capture_output=True, check=True).stdout)
+        frames.add(subprocess.run([*PYTHON, script], env=env, capture_output=True, check=True).stdout)
     assert len(frames) == 1
     # importing succeeds; the first use fails
     subprocess.run([*PYTHON, "import codec"], env={**os.environ, "CODEC_ISA": "mmx"}, check=True)

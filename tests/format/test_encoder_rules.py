@@ -439,7 +439,6 @@ def test_small_floats_round_without_double_rounding(kind, rounding):
 @pytest.mark.parametrize("format", ["e4m3fn", "e5m2"])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_float8_ignores_nan_and_inf_for_scales(dtype, format):
-    """And whose scales are then those of the others, if there are any."""
     x = random_bits(dtype, 9000, "noise")
     top = {"float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}[dtype]
     x[::50] |= top
@@ -457,7 +456,7 @@ def test_float8_frames_hold_no_infinity():
 
 @pytest.mark.parametrize("scale", [0.01, 1e37, 1e-41, 1e-44])
 def test_ternary_ties_and_scales_without_a_reciprocal(scale):
-    """Where the first draw decides nothing, and scales that have no reciprocal."""
+    """The second random word decides ties; reciprocals of tiny scales overflow."""
     rng = np.random.default_rng(3)
     x = (rng.standard_normal(N) * scale).astype(F32)
     same(x, codec.Ternary(seed=3), stream=5)
@@ -492,7 +491,6 @@ AMAX = np.exp2(np.linspace(-149, 127, 300)) * np.linspace(1, 1.99, 300)
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_row_scales_from_the_smallest_to_the_largest(rounding):
-    """From the smallest amax to the largest."""
     for row in (16, 32):
         x = np.zeros((301, row), F32)
         x[:300, 5] = -AMAX

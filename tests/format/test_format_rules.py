@@ -171,11 +171,11 @@ def test_codebook_id_depends_on_the_kind_of_symbols(spec, dtype, symbols):
     for wrong in {0, 1, 2, 3} - {symbols}:
         ident = oracle.codebook_id(lengths, wrong)
         struct.pack_into("<Q", frame, 56, ident)
-        sealed = recompute_checksums(frame)
+        valid = recompute_checksums(frame)
         with pytest.raises(oracle.Bad, match="name"):
-            oracle.decode(sealed, {ident: lengths})
+            oracle.decode(valid, {ident: lengths})
         with pytest.raises(codec.CodecError):
-            codec.decode(sealed, codebooks=codec.Codebook(mine.lengths, mine.escape_length, ident, wrong))
+            codec.decode(valid, codebooks=codec.Codebook(mine.lengths, mine.escape_length, ident, wrong))
 
 
 def test_shared_codebook_needs_a_float_dtype():

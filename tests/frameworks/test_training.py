@@ -13,7 +13,7 @@ STEPS = 4  # steps before a checkpoint, and after it
 
 
 def run(size, function, *args):
-    """Return function(rank, size, *args) of processes that have the environment of torchrun."""
+    """Return the results of function(rank, size, *args) on processes with the environment of torchrun."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]

@@ -52,7 +52,7 @@ def gradient():
     return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
-def seal_of(frame, view, b, at, end):
+def block_checksum(frame, view, b, at, end):
     data, m = oracle.digest(frame[at:end], 0x300), view.block_nvalues
     section = view.planes_offset
     for p in range(8):
@@ -63,12 +63,12 @@ def seal_of(frame, view, b, at, end):
     return oracle.mix((data ^ (b + 1) * oracle.GOLDEN) & oracle.MASK64)
 
 
-def seals_of(frame, view, nblocks):
+def checksums_of(frame, view, nblocks):
     """Return the contributions of blocks and directory to the checksum, and the ends of blocks."""
     directory = np.frombuffer(frame, "<u4", 2 * nblocks, view.directory_offset).reshape(-1, 2)
     ends = [view.regions_offset, *(8 * int(e) for e in directory[:, 0])]
-    seals = sum(seal_of(frame, view, b, ends[b], ends[b + 1]) for b in range(nblocks))
-    return (seals + oracle.digest(directory.tobytes(), 0x200)) & oracle.MASK64, ends
+    checksums = sum(block_checksum(frame, view, b, ends[b], ends[b + 1]) for b in range(nblocks))
+    return (checksums + oracle.digest(directory.tobytes(), 0x200)) & oracle.MASK64, ends
 
 
 def test_blocks_decoded_by_numpy() -> None:
@@ -78,7 +78,7 @@ def test_blocks_decoded_by_numpy() -> None:
     check(status)
     view, memory = view_of(job), ffi.buffer(job)
     assert (view.encoding, view.n, view.nblocks, view.coded & 1) == (0, x.size, plan.nblocks, 1)
-    seal, ends = seals_of(frame, view, plan.nblocks)
+    checksum, ends = checksums_of(frame, view, plan.nblocks)
     tables = array(memory, view.tables, "514u1")
     values, lengths, (stands_for_escape, first) = tables[0][:256], tables[0][256:512], tables[0][512:]
     coded = [oracle.ESCAPE if v == stands_for_escape else int(v) for v in values]
@@ -101,8 +101,8 @@ def test_blocks_decoded_by_numpy() -> None:
     u = top.astype(np.int64) << 7 | low & 0x7F
     p = np.where(u < 128, u, 128 + (u - 128 + t) % (32768 - 128))
     np.testing.assert_array_equal(p | (low.astype(np.int64) & 0x80) << 8, x.reshape(-1))
-    assert lib.codec_decode_close(ffi.NULL, job, seal) == lib.CODEC_OK
-    assert lib.codec_decode_close(ffi.NULL, job, seal ^ 1) == lib.CODEC_CHECKSUM
+    assert lib.codec_decode_close(ffi.NULL, job, checksum) == lib.CODEC_OK
+    assert lib.codec_decode_close(ffi.NULL, job, checksum ^ 1) == lib.CODEC_CHECKSUM
 
 
 def test_plan_needs_header_and_side_section() -> None:
@@ -112,10 +112,10 @@ def test_plan_needs_header_and_side_section() -> None:
         assert planned(frame, given)[2] == lib.CODEC_TRUNCATED
     job, _, status = planned(frame, at)
     assert status == lib.CODEC_OK
-    seal = ffi.new("uint64_t *")  # without a destination, none of the job's own steps works
+    checksum = ffi.new("uint64_t *")  # without a destination, none of the job's own steps works
     dst = new_tensor(DTYPES["bfloat16"], (300, 128), ffi.from_buffer(gradient()), 76800)
     work = new_bytes(1 << 20)
-    status = lib.codec_decode_blocks(frame, len(frame), dst, ffi.NULL, job, 0, 1, seal, work, len(work))
+    status = lib.codec_decode_blocks(frame, len(frame), dst, ffi.NULL, job, 0, 1, checksum, work, len(work))
     assert status == lib.CODEC_BAD_ARGUMENT
 
 
@@ -153,15 +153,15 @@ def test_sign_blocks_encoded_by_numpy(segments) -> None:
         region = codes.tobytes() + bytes(-codes.size % 8)
         frame[at : at + len(region)] = region
         at += len(region)
-        seal = seal_of(bytes(frame[:at]), view, b, at - len(region), at)
-        entry = np.array([at // 8, seal >> 32], "<u4").tobytes()
+        checksum = block_checksum(bytes(frame[:at]), view, b, at - len(region), at)
+        entry = np.array([at // 8, checksum >> 32], "<u4").tobytes()
         frame[view.directory_offset + 8 * b : view.directory_offset + 8 * b + 8] = entry
     assert lib.codec_encode_head(job, dst, 60, sizes) == lib.CODEC_SHORT_OUTPUT
     check(lib.codec_encode_head(job, dst, len(frame), sizes))
     assert sizes[0] == view.directory_offset
     assert frame[16:32] == bytes(16)  # size and checksum are not set
-    seal, _ = seals_of(bytes(frame[:at]), view, plan.nblocks)
-    check(lib.codec_encode_seal(job, at, seal, dst, len(frame)))
+    checksum, _ = checksums_of(bytes(frame[:at]), view, plan.nblocks)
+    check(lib.codec_encode_seal(job, at, checksum, dst, len(frame)))
     assert bytes(frame[:at]) == expected
     codec.verify(expected)
 

@@ -281,7 +281,7 @@ def decode(
     n *= 0 not in shape
     need(len(frame) == frame_nbytes, "size")
     header_nbytes = 48 + 8 * rank
-    seal = digest(frame[:24] + bytes(8) + frame[32:header_nbytes], 0x100)
+    computed = digest(frame[:24] + bytes(8) + frame[32:header_nbytes], 0x100)
     truncate = Truncate(params, dtype, a_exponents) if codec == 7 else None
     rows = Rows(codec, params, n, flags) if 1 < codec < 7 else None
     if codec > 1:
@@ -290,13 +290,13 @@ def decode(
         need(not any((block_log2, fixed, coded, halved, side_nbytes, flags, nblocks)), "stored")
         values = frame[header_nbytes:]
         need(len(values) == n * nplanes, "size")
-        need((seal + digest(b"", 0x101) + mix(digest(values, 0x300) ^ GOLDEN)) & MASK64 == checksum, "checksum")
+        need((computed + digest(b"", 0x101) + mix(digest(values, 0x300) ^ GOLDEN)) & MASK64 == checksum, "checksum")
         return name, shape, values
 
     if rows:
         need(not any((block_log2, fixed, halved)), "planes of a codec of rows")
         need(coded == rows.entropy and flags in (0, 2), "coded or flags")
-        values = rows.decode(frame, dtype, header_nbytes, side_nbytes, nblocks, seal, checksum)
+        values = rows.decode(frame, dtype, header_nbytes, side_nbytes, nblocks, computed, checksum)
         return name, shape, narrow(values, dtype)
     planes_mask = (1 << nplanes) - 1
     need(n and 9 <= block_log2 <= 14 and not (fixed | coded) & ~planes_mask and not fixed & coded, "planes")
@@ -325,11 +325,11 @@ def decode(
     for g in segments if truncate else []:
         need(g.base % 8 == 0 and g.shifts == tuple(3 if g.kind & k else 0 for k in (1, 2)), "not whole octaves")
     r.zeros(8)
-    seal += digest(frame[header_nbytes : r.end], 0x101)
+    computed += digest(frame[header_nbytes : r.end], 0x101)
     directory_at = r.end
     directory = frame[directory_at : directory_at + 8 * nblocks]
     need(len(directory) == 8 * nblocks, "directory")
-    seal += digest(directory, 0x200)
+    computed += digest(directory, 0x200)
     at = directory_at + 8 * nblocks
     fixed_at = {}
     for p in range(nplanes):
@@ -348,7 +348,7 @@ def decode(
         d = digest(frame[at:end], 0x300) + sum(digest(x, 0x400 + p) for p, x in slices.items())
         s = mix((d & MASK64) ^ ((b + 1) * GOLDEN & MASK64))
         need(s >> 32 == short, "block digest")
-        seal += s
+        computed += s
         off = offsets(segments, octave, first, m)
         if truncate:
             bits[first : first + m] = truncate.block(Reader(frame, at, end), first, m, books[0], off)
@@ -359,7 +359,7 @@ def decode(
         )
         at = end
     need(at == frame_nbytes, "last region")
-    need(seal & MASK64 == checksum, "checksum")
+    need(computed & MASK64 == checksum, "checksum")
     return name, shape, bits.astype(f"<u{nplanes}").tobytes()
 
 
@@ -610,17 +610,17 @@ class Rows:
         return scales
 
     def decode(
-        self, frame: bytes, dtype: int, side_at: int, side_nbytes: int, nblocks: int, seal: int, checksum: int
+        self, frame: bytes, dtype: int, side_at: int, side_nbytes: int, nblocks: int, computed: int, checksum: int
     ) -> np.ndarray[Any, Any]:
         need(side_nbytes % 8 == 0 and len(frame) % 8 == 0 and side_at + side_nbytes <= len(frame), "side section")
         r = Reader(frame, side_at, side_at + side_nbytes)
         book = read_codebook(r) if self.entropy else None
         parts = self.read_parts(r, dtype)
         r.zeros(8)
-        seal += digest(frame[side_at : r.end], 0x101)
+        computed += digest(frame[side_at : r.end], 0x101)
         directory = frame[r.end : r.end + 8 * nblocks]
         need(len(directory) == 8 * nblocks, "directory")
-        seal += digest(directory, 0x200)
+        computed += digest(directory, 0x200)
         at, b, out = r.end + 8 * nblocks, 0, []
         for count, row, scales in parts:
             block = (81920 if self.codec == 3 and self.variant else 16384) if not row else row * max(1, 16384 // row)
@@ -631,10 +631,10 @@ class Rows:
                 need(at < end <= len(frame), "directory")
                 s = mix(digest(frame[at:end], 0x300) ^ ((b + 1) * GOLDEN & MASK64))
                 need(s >> 32 == short, "block digest")
-                seal += s
+                computed += s
                 out.append(self.block(Reader(frame, at, end), min(block, count - first), row, scales, book))
                 at, b = end, b + 1
-        need(b == nblocks and at == len(frame) and seal & MASK64 == checksum, "nblocks, size or checksum")
+        need(b == nblocks and at == len(frame) and computed & MASK64 == checksum, "nblocks, size or checksum")
         return np.concatenate(out)
 
     def codes(self, r: Reader, m: int, book: Codebook | None) -> np.ndarray[Any, Any]:

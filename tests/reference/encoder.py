@@ -100,8 +100,8 @@ class Frame:
 
     def stored(self, values: bytes) -> bytes:
         nbytes = 48 + 8 * len(self.shape) + len(values)
-        seal = digest(self.header(0, nbytes, 0), 0x100) + mix(digest(values, 0x300) ^ GOLDEN)
-        return self.header(0, nbytes, seal & MASK64) + values
+        checksum = digest(self.header(0, nbytes, 0), 0x100) + mix(digest(values, 0x300) ^ GOLDEN)
+        return self.header(0, nbytes, checksum & MASK64) + values
 
     def blocks(
         self,
@@ -117,18 +117,18 @@ class Frame:
         planes = planes or {}
         middle = b"".join(pad8(planes[p].tobytes()) for p in sorted(planes))
         at = 48 + 8 * len(self.shape) + len(side) + 8 * len(regions) + len(middle)
-        directory, seal = b"", digest(side, 0x101)
+        directory, checksum = b"", digest(side, 0x101)
         for b, region in enumerate(regions):
             at += len(region)
             d = digest(region, 0x300)
             for p, plane in planes.items():
                 d += digest(plane[b << log2 : (b + 1) << log2].tobytes(), 0x400 + p)
             s = mix((d & MASK64) ^ ((b + 1) * GOLDEN & MASK64))
-            seal += s
+            checksum += s
             directory += struct.pack("<II", at // 8, s >> 32)
         fields = (log2, sum(1 << p for p in planes), coded, len(side), flags, halved, len(regions))
-        seal += digest(directory, 0x200) + digest(self.header(1, at, 0, *fields), 0x100)
-        return self.header(1, at, seal & MASK64, *fields) + side + directory + middle + b"".join(regions)
+        checksum += digest(directory, 0x200) + digest(self.header(1, at, 0, *fields), 0x100)
+        return self.header(1, at, checksum & MASK64, *fields) + side + directory + middle + b"".join(regions)
 
 
 def cut_parts(ask: Ask, n: int, shape: tuple[int, ...], least: int) -> list[tuple[int, int, Any]]:

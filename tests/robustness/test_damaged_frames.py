@@ -120,9 +120,9 @@ def test_mutants_with_valid_checksums(name, data):
     for _ in range(data.draw(st.integers(1, 3))):
         i = data.draw(st.integers(0, min(len(mutant) - 1, data.draw(st.sampled_from([48, 200, len(mutant) - 1])))))
         mutant[i] = data.draw(st.integers(0, 255))
-    sealed = recompute_checksums(mutant)
-    if sealed is not None and sealed[6] == frame[6] and sealed[7] == frame[7] and sealed[48:56] == frame[48:56]:
-        check_mutant(sealed, dtype, n)
+    valid = recompute_checksums(mutant)
+    if valid is not None and valid[6] == frame[6] and valid[7] == frame[7] and valid[48:56] == frame[48:56]:
+        check_mutant(valid, dtype, n)
 
 
 def test_changed_bytes_with_valid_checksums():
@@ -135,9 +135,9 @@ def test_changed_bytes_with_valid_checksums():
             for value in (0, 1, 0x7F, 0xFF):
                 mutant = bytearray(frame)
                 mutant[i] = value
-                sealed = recompute_checksums(mutant)
-                if sealed is not None:
-                    check_mutant(sealed, dtype, n)
+                valid = recompute_checksums(mutant)
+                if valid is not None:
+                    check_mutant(valid, dtype, n)
 
 
 @given(st.binary(max_size=300))

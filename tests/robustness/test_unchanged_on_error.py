@@ -44,13 +44,13 @@ def damaged_last_block(frame):
         for byte in (0xFF, 0x80, 0x01):
             mutant = bytearray(frame)
             mutant[at] ^= byte
-            sealed = recompute_checksums(mutant)
+            valid = recompute_checksums(mutant)
             try:
-                codec.decode(sealed, **how(info.spec))
+                codec.decode(valid, **how(info.spec))
             except codec.ChecksumError as e:
                 raise AssertionError("recompute_checksums() did not") from e
             except (codec.FrameError, codec.StateError):
-                return sealed
+                return valid
     return None
 
 
@@ -59,7 +59,7 @@ DAMAGED = {name: damaged_last_block(frame) for name, frame in FRAMES.items()}
 
 
 def test_every_codec_has_an_invalid_last_block():
-    """Where the last block may hold any bytes at all there is nothing to test; no codec is like that."""
+    """If all bytes of a last block were valid, its codec would not be tested here."""
     assert not [name for name, frame in DAMAGED.items() if frame is None]
 
 

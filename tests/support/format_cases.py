@@ -20,14 +20,17 @@ SIGN, TERNARY, FLOAT8, FLOAT4, QUANTIZE, TRUNCATE = range(2, 8)
 
 
 def u32(*x):
+    """Return little-endian 32-bit words."""
     return struct.pack(f"<{len(x)}I", *x)
 
 
 def f32(*x):
+    """Return little-endian float32 values."""
     return struct.pack(f"<{len(x)}f", *x)
 
 
 def u64(*x):
+    """Return little-endian 64-bit words."""
     return struct.pack(f"<{len(x)}Q", *x)
 
 
@@ -51,6 +54,7 @@ def check_case(decode, frame, values, a_exponents=None, **how):
 
 
 def head(*modes, flags=0):
+    """Return the head of a region: the modes of planes, and flags."""
     return u32(sum(mode << 2 * p for p, mode in enumerate(modes)) | flags)
 
 
@@ -60,6 +64,7 @@ LONG = {7: 1, 8: 2, 9: 3, ESCAPE: 3}  # stored in an odd number of bytes
 
 
 def u8(symbols, lengths, literals=b"", **how):
+    """Return a frame of uint8 with one coded plane."""
     return Blocks(
         UINT8,
         len(symbols),
@@ -70,23 +75,24 @@ def u8(symbols, lengths, literals=b"", **how):
 
 
 def side_of(*side):
-    """A frame that makes no use of its codebook."""
+    """Return a frame with a codebook that it does not use, stored as `side`."""
     return Blocks(UINT8, 1, [region(head(RAW) + b"\5")], side=bytes(side), coded=1)
 
 
 def halved(symbols, high, literals=b"", lengths=SEVEN):
+    """Return a frame of uint8 whose low nibbles are coded and whose high nibbles are `high`."""
     body = head(CODED) + coded(symbols, lengths, literals) + high
     return Blocks(UINT8, len(symbols), [region(body)], side=book(lengths), coded=1, halved=1)
 
 
 def pruned(symbols, rest, literals=b"", lengths=FEW, modes=(CODED, RAW, CONSTANT, CONSTANT), **more):
-    """float32, plane 0 coded."""
+    """Return a frame of float32 with plane 0 coded and zeros pruned."""
     body = head(*modes, flags=PRUNED) + coded(symbols, lengths, literals) + rest
     return Blocks(FLOAT32, len(symbols), [region(body)], side=book(lengths), coded=1, **more)
 
 
 def wide(plane0, plane1, modes=(RAW, RAW), **more):
-    """float64, upper planes as they are stored, the others 0."""
+    """Return a frame of float64 with given planes 0 and 1; the others are 0."""
     side = b"".join(book(SEVEN) for p in range(2) if modes[p] == CODED)
     coded_planes = sum(1 << p for p in range(2) if modes[p] == CODED)
     body = head(*modes, **more) + plane0 + plane1 + bytes(6)
@@ -94,6 +100,7 @@ def wide(plane0, plane1, modes=(RAW, RAW), **more):
 
 
 def float64s(*bits):
+    """Return float64 values, given by their upper 16 bits."""
     return u64(*(b << 48 for b in bits))
 
 
@@ -244,6 +251,7 @@ LOSSLESS_CASES = {
 
 
 def behind(lead, blocks, values):
+    """Return the expected values with those of a leading block of zeros."""
     return values if isinstance(values, str) else bytes(lead * 512 * oracle.DTYPES[blocks.dtype][1]) + values
 
 
@@ -254,7 +262,7 @@ def check_lossless(decode, name, lead):
 
 
 def model(kind, shifts, base, nibbles, codec=TRUNCATE):
-    """One segment of zeros, in whole blocks."""
+    """Return a frame of zeros under a scale model of one part."""
     record = struct.pack("<QIBBH", 4096, 512 if kind else 0, kind, shifts, base)
     zeros = region(u32(0) + (b"\0" if codec == TRUNCATE else bytes(4)))
     params = bytes([3, 0, 0, 8, 128]) if codec == TRUNCATE else b"\0\0\0\x08"
@@ -263,17 +271,18 @@ def model(kind, shifts, base, nibbles, codec=TRUNCATE):
 
 
 def flat(count):
+    """Return the record of a part without offsets."""
     return struct.pack("<QIBBH", count, 0, 0, 0, 0), b""
 
 
 def square(row, nrows, left=0):
-    """A part of kind 3 with an offset for each row and column."""
+    """Return the record of a matrix with an offset for each row and column; `left`: surplus values."""
     nibbles = bytes([0x21] * (nrows // 2) + [1] * (nrows % 2) + [0xE1] * (row // 2) + [1] * (row % 2))
     return struct.pack("<QIBBH", row * nrows + left, row, 3, 0, 0), nibbles
 
 
 def parts(n, *parts):
-    """Zeros, under a scale model of these parts."""
+    """Return a frame of n zeros under a scale model of the given parts."""
     side = book(SEVEN) + u32(len(parts)) + b"".join(record for record, _ in parts) + b"".join(x for _, x in parts)
     return Blocks(FLOAT32, n, [region(bytes(8))] * -(-n // 512), side=side, coded=1, flags=2)
 
@@ -303,44 +312,51 @@ def check_parts(decode, name):
 
 
 def row_params(variant=0, options=0, bits=0, row=0):
+    """Return the params of a row codec."""
     return struct.pack("<BBBBI", variant, options, bits, 0, row)
 
 
 def rows(codec, n, body, params, side=b"", dtype=FLOAT32, **more):
+    """Return a frame of a row codec with one block."""
     return Blocks(dtype, n, [region(body)], codec, params, side, log2=0, **more)
 
 
 def float8(codes, scale, dtype=FLOAT32, variant=0, options=0, row=100):
+    """Return a Float8 frame of one row."""
     return rows(FLOAT8, len(codes), f32(scale) + codes, row_params(variant, options, row=row), dtype=dtype)
 
 
 def entropy8(body=b"\0\0\x80\x40\0\0\0\0\x38", n=2, record=(2, 1024, 0, 0, 0), row=0, more=b""):
-    """float8 with an entropy stage and one part; its record stands at an odd byte."""
+    """Return a Float8 frame with entropy stage and one part, whose record is at an odd byte."""
     side = book(LONG) + u32(1) + struct.pack("<QIBBH", *record) + more
     return rows(FLOAT8, n, body, row_params(options=4, row=row), side, coded=1, flags=2)
 
 
 def nvfp4(code, t, e):
+    """Return an NVFP4 frame of two values with tensor scale t and block scale e."""
     return rows(FLOAT4, 2, bytes([e, code]), row_params(row=16), f32(t, 0))
 
 
 def ternary(body, n=1, s=(2.0, 0.0), variant=0, dtype=FLOAT32, **more):
+    """Return a Ternary frame of n values."""
     return rows(TERNARY, n, body, row_params(variant), f32(*s), dtype, **more)
 
 
 def ternary_part(s, dtype=FLOAT16):
+    """Return a Ternary frame whose scale is in the record of a part."""
     side = u32(1) + u64(1, 0) + f32(s, 0)
     return rows(TERNARY, 1, b"\1", row_params(), side, dtype, flags=2)
 
 
 def sign_parts(side):
-    """Two parts of 4,096 values of which the first has one scale, the second one a row."""
+    """Return a Sign frame of two parts of 4,096 values: one scale, then a scale per row."""
     blocks = Blocks(FLOAT32, 8192, [], SIGN, row_params(), u32(2) + side, log2=0, flags=2)
     blocks.regions = [region(bytes(512)), region(f32(3, 5) + b"\xff" * 512)]
     return blocks
 
 
 def halves(*bits):
+    """Return little-endian 16-bit words."""
     return struct.pack(f"<{len(bits)}H", *bits)
 
 
@@ -458,6 +474,7 @@ def check_rows(decode, name):
 
 
 def cut(dtype, n, body, levels, level=0, options=0, guard=0, lengths=SEVEN, **more):
+    """Return a Truncate frame of one block."""
     params = bytes([levels, options, level, 8, guard + 128])
     return Blocks(dtype, n, [region(body)], TRUNCATE, params, book(lengths), coded=1, **more)
 

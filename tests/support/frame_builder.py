@@ -18,10 +18,12 @@ def recompute_checksums(frame):
         n = int(np.prod([min(s, 1 << 40) for s in shape], dtype=object))
         header = 48 + 8 * rank
         nplanes = oracle.DTYPES[dtype][1]
-        seal = oracle.digest(bytes(frame[:24]) + bytes(8) + bytes(frame[32:header]), 0x100)
+        checksum = oracle.digest(bytes(frame[:24]) + bytes(8) + bytes(frame[32:header]), 0x100)
         out = bytearray(frame)
         if layout == 0:
-            seal += oracle.digest(b"", 0x101) + oracle.mix(oracle.digest(bytes(frame[header:]), 0x300) ^ oracle.GOLDEN)
+            checksum += oracle.digest(b"", 0x101) + oracle.mix(
+                oracle.digest(bytes(frame[header:]), 0x300) ^ oracle.GOLDEN
+            )
         else:
             (nblocks,) = struct.unpack_from("<I", frame, 44)
             directory, at = header + side, header + side + 8 * nblocks
@@ -39,11 +41,11 @@ def recompute_checksums(frame):
                     d += oracle.digest(bytes(frame[a : a + m]), 0x400 + p)
                 s = oracle.mix((d & oracle.MASK64) ^ ((b + 1) * oracle.GOLDEN & oracle.MASK64))
                 struct.pack_into("<I", out, directory + 8 * b + 4, s >> 32)
-                seal += s
+                checksum += s
                 begin = end
-            seal += oracle.digest(bytes(frame[header : header + side]), 0x101)
-            seal += oracle.digest(bytes(out[directory : directory + 8 * nblocks]), 0x200)
-        struct.pack_into("<Q", out, 24, seal & oracle.MASK64)
+            checksum += oracle.digest(bytes(frame[header : header + side]), 0x101)
+            checksum += oracle.digest(bytes(out[directory : directory + 8 * nblocks]), 0x200)
+        struct.pack_into("<Q", out, 24, checksum & oracle.MASK64)
         return bytes(out)
     except (struct.error, IndexError, KeyError, OverflowError):
         return None

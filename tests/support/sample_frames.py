@@ -84,5 +84,5 @@ def damage(frame, rng):
         if i >= len(frame):
             continue
         mutant[i] = rng.choice([mutant[i] ^ 1 << int(rng.integers(8)), rng.integers(256), 0, 255, mutant[i] + 1 & 255])
-    sealed = recompute_checksums(bytes(mutant)) if rng.random() < 0.8 else None
-    return sealed or bytes(mutant)
+    valid = recompute_checksums(bytes(mutant)) if rng.random() < 0.8 else None
+    return valid or bytes(mutant)

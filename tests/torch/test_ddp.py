@@ -151,19 +151,19 @@ def _accounted(rank, size, paid):
         for n, p in model.module.named_parameters():
             sent[n] += p.grad
     for n in names:
-        owed = torch.zeros_like(seen[n]).view(-1)
+        residual = torch.zeros_like(seen[n]).view(-1)
         state = hook.state_dict()
         for role, scale in (("worker", 1 / size), ("server", 1)):
             for key, values in state[role].items():
                 name, _, where = str(key).rpartition("[")
                 if name == n:
                     start, stop = map(int, where[:-1].split(":"))
-                    owed[start:stop] += torch.as_tensor(values) * scale
+                    residual[start:stop] += torch.as_tensor(values) * scale
         mean = seen[n] / size
-        dist.all_reduce(owed)
+        dist.all_reduce(residual)
         dist.all_reduce(mean)
-        torch.testing.assert_close(sent[n].view(-1) + owed, mean.view(-1), atol=1e-5, rtol=1e-4)
-        assert owed.any() == (not paid)
+        torch.testing.assert_close(sent[n].view(-1) + residual, mean.view(-1), atol=1e-5, rtol=1e-4)
+        assert residual.any() == (not paid)
     return sum(len(x) for k, x in hook.state_dict()["server"].items() if k not in ("version", "role"))
 
 
@@ -182,13 +182,13 @@ def _rounded(rank, size):
     result, error = raw.two_shot(line.channel, r)
     line.channel.conclude(error)
     mean = torch.stack([t.float() for t in every]).mean(0) + 0.3 + 0.2
-    owed = torch.from_numpy(r.residual.copy())
-    dist.all_reduce(owed)
-    owed /= size
-    owed[begin:end] += torch.from_numpy(sums)
+    residual = torch.from_numpy(r.residual.copy())
+    dist.all_reduce(residual)
+    residual /= size
+    residual[begin:end] += torch.from_numpy(sums)
     seen = torch.from_numpy(result.copy()).view(torch.bfloat16).float()
-    torch.testing.assert_close((seen + owed)[begin:end], mean[begin:end], atol=1e-4, rtol=0)
-    assert owed.any()
+    torch.testing.assert_close((seen + residual)[begin:end], mean[begin:end], atol=1e-4, rtol=0)
+    assert residual.any()
     # saturates at the largest number; non-finite values have no residual
     x = torch.full((70_000,), 65_000.0).half()
     x[begin] = torch.inf

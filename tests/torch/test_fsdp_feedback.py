@@ -74,7 +74,7 @@ def test_reduced_gradients_and_residuals_add_up_to_the_gradients():
 
 
 def _replicated(rank, size, how):
-    """Train by HSDP on a mesh of 2 x 2; plainly, by the hook, or by a mesh dimension over the backend `codec`."""
+    """Train by HSDP on a 2 x 2 mesh: uncompressed, by the hook, or with the backend `codec` between replicas."""
     names = ("replicate", "shard")
     net = small_model()
     if how == "plain":
@@ -109,7 +109,7 @@ def test_replicas_reduce_gradients_as_frames():
 
 
 def _fails(rank, size, replicas):
-    """A gradient with NaN on one rank, in the module that is reduced last."""
+    """Train with a NaN gradient on one rank, in the module that is reduced last."""
     net = small_model()
     comms = []
     if replicas:
@@ -179,7 +179,7 @@ def test_exception_in_backward_undoes_residuals():
 
 
 def _resumed(rank, size, gather):
-    """Train for 4 steps; and for 2 steps, then 2 more in new objects from a checkpoint."""
+    """Train for 4 steps, and for 2 + 2 steps with new objects from a checkpoint."""
 
     def begin():
         net = shard(small_model())

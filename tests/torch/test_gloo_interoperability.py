@@ -49,7 +49,7 @@ class Job(NamedTuple):
     values: str = "normal"
 
     def whole(self, size):
-        """Values of the tensor on each of so many ranks."""
+        """Return the values of the tensor on each of `size` ranks."""
         return self.n * (size if self.kind == "reduce_scatter" else 1)
 
 

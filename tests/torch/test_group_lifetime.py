@@ -61,8 +61,8 @@ def test_first_collective_of_a_group_may_come_from_several_threads(ranks):
         assert ranks.run(_first_call) == [[[3.0]] * 5] * 2
 
 
-def regroup_by_tcp(rank, size):
-    """Make the default group again, with a store of which all threads share one connection, as torchrun has it."""
+def new_group_by_tcp(rank, size):
+    """Create the default group with a TCPStore whose connection all threads share, as under torchrun."""
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -74,7 +74,7 @@ def regroup_by_tcp(rank, size):
 
 
 def _groups(rank, size, calls):
-    regroup_by_tcp(rank, size)
+    new_group_by_tcp(rank, size)
     groups = [dist.new_group() for _ in range(4)]
 
     def work(i):
@@ -91,7 +91,7 @@ def test_threads_use_a_group_each(ranks, calls):
 
 def _crossed(rank, size):
     """Two threads connect a group each, in another order on each rank."""
-    regroup_by_tcp(rank, size)
+    new_group_by_tcp(rank, size)
     groups = [dist.new_group() for _ in range(2)]
     begin = time.monotonic()
 
@@ -179,7 +179,7 @@ def test_fork_while_locks_are_held_does_not_hang_the_child(ranks):
 
 
 def _many(rank, size, count):
-    """Make groups and destroy them, with collectives in flight; return threads and descriptors left over."""
+    """Create and destroy groups with collectives in flight; return the threads and descriptors left over."""
 
     def counts():
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
@@ -209,8 +209,8 @@ def test_groups_that_end_leave_nothing_behind(ranks, count):
         assert descriptors <= 8
 
 
-def _given_up_by_peers(rank, size):
-    """A rank of the group destroys it while the other one waits."""
+def _destroyed_by_peer(rank, size):
+    """Destroy the group on one rank while the other one waits."""
     assert reduced(rank) == [3.0]
     if rank == 1:
         collectives.hang_up(dist.group.WORLD, now=True)
@@ -224,4 +224,4 @@ def _given_up_by_peers(rank, size):
 
 def test_group_closed_by_a_peer_is_an_error(ranks):
     ranks.new_group()
-    assert ranks.run(_given_up_by_peers) == ["PeerError", "closed"]
+    assert ranks.run(_destroyed_by_peer) == ["PeerError", "closed"]

@@ -22,7 +22,7 @@ EVERYTHING = {"policy": lambda name, p: None}
 
 
 class Complex(nn.Module):
-    """Complex parameters, some below the size at which the default policy sends them lossless, and a real one."""
+    """Complex parameters, some of them small enough for the policy's Lossless, and a real one."""
 
     def __init__(self):
         super().__init__()
@@ -88,8 +88,8 @@ def test_bucket_with_unaccounted_values_is_rejected():
     run_ranks(2, _uncovered)
 
 
-class Odd(nn.Module):
-    """float64, sparse, and of nine dimensions, beside ordinary parameters."""
+class UnusualParameters(nn.Module):
+    """float64, sparse and nine-dimensional parameters beside ordinary ones."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +112,7 @@ def _odd(rank, size):
     logged = []
     uncompressed.logger.setLevel("INFO")
     uncompressed.logger.info = lambda text, kind: logged.append(kind)
-    plain, model = DistributedDataParallel(Odd()), DistributedDataParallel(Odd())
+    plain, model = DistributedDataParallel(UnusualParameters()), DistributedDataParallel(UnusualParameters())
     hook = codec.torch.ddp_hook(codec.Quantize(8), feedback=True).register(model)
     for _ in range(3):
         want, got = take_step(plain, rank, _odd_forward), take_step(model, rank, _odd_forward)
@@ -203,8 +203,8 @@ def test_unsupported_settings_are_rejected_at_registration():
     run_ranks(1, _python_reducer)
 
 
-class Wrapper:
-    """An optimizer as Accelerate and Lightning wrap it."""
+class OptimizerWrapper:
+    """Optimizer as wrapped by Accelerate and Lightning."""
 
     def __init__(self, optimizer):
         self.optimizer, self.param_groups = optimizer, optimizer.param_groups
@@ -213,10 +213,10 @@ class Wrapper:
 def test_optimizers_are_unwrapped_or_rejected_by_name():
     model = small_net()
     adam = torch.optim.AdamW(model.parameters())
-    assert codec.torch.ddp_hook(codec.Truncate(), optimizer=Wrapper(Wrapper(adam))).optimizer is adam
-    assert codec.optimizers.from_optimizer(Wrapper(adam)) == codec.optimizers.from_optimizer(adam)
+    assert codec.torch.ddp_hook(codec.Truncate(), optimizer=OptimizerWrapper(OptimizerWrapper(adam))).optimizer is adam
+    assert codec.optimizers.from_optimizer(OptimizerWrapper(adam)) == codec.optimizers.from_optimizer(adam)
     weight = model[0].weight
-    assert codec.optimizers.state_of(Wrapper(adam), weight)["theta"] is weight
+    assert codec.optimizers.state_of(OptimizerWrapper(adam), weight)["theta"] is weight
     with pytest.raises(codec.SpecError, match=r"no metric is known for ASGD.*\.optimizer of a wrapper"):
         codec.torch.ddp_hook(codec.Truncate(), optimizer=torch.optim.ASGD(model.parameters()))
 
@@ -260,7 +260,7 @@ def test_hook_that_was_never_called_is_reported_at_exit():
 
 
 class Vocabulary(nn.Module):
-    """An embedding and its head, tied or not, and parameters with few gradients or the shape of the embedding."""
+    """Embedding and head, tied or not, and other parameters with sparse gradients or the same shape."""
 
     def __init__(self, tied):
         super().__init__()
@@ -302,7 +302,7 @@ def test_default_policy_leaves_embeddings_heads_and_sparse_gradients_lossless():
 
 
 def _growing(rank, size):
-    """A residual that outgrows the gradient is logged once, with the parameter's name."""
+    """Train with a residual that outgrows its gradient."""
     from codec.torch import hook_residuals as residuals
 
     logged = []

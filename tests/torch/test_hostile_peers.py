@@ -274,7 +274,7 @@ def shared_scale(scale):
 
 
 def _case(rank, size, table, name, real=0):
-    """Return the error's name and the seconds it took, on the real rank."""
+    """Return the error's name and the seconds on the rank that is tested."""
     wanted, make = table[name]
     call, fake = make()
     if rank != real:

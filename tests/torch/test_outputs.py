@@ -20,8 +20,8 @@ def ranks():
         yield ranks
 
 
-class Hostile(torch.Tensor):
-    """Raises when its functions are called."""
+class RaisingTensor(torch.Tensor):
+    """Tensor whose functions raise."""
 
     error = RuntimeError("hostile")
 
@@ -30,7 +30,7 @@ class Hostile(torch.Tensor):
         raise cls.error
 
 
-class Exits(Hostile):
+class Exits(RaisingTensor):
     error = SystemExit(3)
 
 
@@ -72,7 +72,7 @@ BAD = {
     "expanded": (_reduce, _expanded, torch.ones),
     "overlapping": (_reduce, _overlapping, torch.ones),
     "without storage": (_reduce, _emptied, torch.ones),
-    "hostile": (_reduce, lambda: torch.ones(N).as_subclass(Hostile), torch.ones),
+    "hostile": (_reduce, lambda: torch.ones(N).as_subclass(RaisingTensor), torch.ones),
     "exits": (_reduce, lambda: torch.ones(N).as_subclass(Exits), torch.ones),
     "out= expanded": (_reduce_into, _expanded, torch.empty),
     "out= of another dtype": (_reduce_into, lambda: torch.empty(N, dtype=torch.float16), torch.empty),
@@ -105,7 +105,7 @@ def test_output_that_cannot_be_written_is_an_error_on_all_ranks(ranks):
 
 
 def _refused_by_backend(rank, size):
-    """Lists of outputs, one of which is bad on one rank."""
+    """Pass lists of outputs, one of which is bad on one rank."""
     n, bad = N, rank == 0
 
     def listed(make):
@@ -215,7 +215,7 @@ TIMEOUTS = (0, -1, 1e-9, 1e12, float("nan"), float("inf"), "5", True, [1], timed
 
 
 def _timeouts(rank, size):
-    """A bad timeout of the first call on one rank."""
+    """Pass a bad timeout to the first call on one rank."""
     for bad in TIMEOUTS:
         group = dist.new_group(timeout=timedelta(seconds=5))
         with pytest.raises(codec.SpecError if rank == 0 else codec.PeerError):

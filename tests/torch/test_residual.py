@@ -95,13 +95,13 @@ def _growth(rank, size, spec, steps):
     "spec", [codec.Quantize(2, levels="odd", rounding="nearest"), codec.Sign(group_size=256)], ids=["Quantize", "Sign"]
 )
 def test_residuals_of_two_shot_stay_bounded(spec):
-    """The residual of a slice's owner holds the error of the mean N times, and must not grow by that."""
+    """The residual of a slice's owner holds N times the error of the mean, which must not accumulate."""
     for early, late in run_ranks(3, _growth, spec, 60):
         assert late < 1.2 * early
 
 
 def _unchanged(rank, size):
-    """Errors on one rank, before and after frames were sent, leave residuals and tensors unchanged on all."""
+    """Cause errors on one rank, before and after frames are sent; residuals and tensors must be unchanged."""
     found = []
     for algorithm in ("two_shot", "all_gather", "raw"):
         residual, x = gradient(rank, 7) / 10, gradient(rank, 8)

@@ -79,11 +79,11 @@ def _exact(rank, size):
         found.append(bits(out))
         after = [torch.empty_like(before[0]) for _ in range(size)]
         dist.all_gather(after, torch.from_numpy(residual))
-        owed = [a + b for a, b in zip(every, before, strict=True)]
+        inputs = [a + b for a, b in zip(every, before, strict=True)]
         for begin, end in bounds():
             if begin == end:
                 continue
-            mine = [x[begin:end].double() for x in owed]
+            mine = [x[begin:end].double() for x in inputs]
             scales = [x.abs().max().item() for x in mine]
             if spec.clip:
                 scales = [
