@@ -18,6 +18,7 @@ from codec.decoding import accumulate, decode, reduce
 from codec.encoding import bound, encode, encode_async
 from codec.engines import engines
 from codec.errors import (
+    ArgumentError,
     ChecksumError,
     CodecError,
     EngineError,
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Advice",
+    "ArgumentError",
     "ChecksumError",
     "Codebook",
     "CodebookRefresher",

@@ -21,7 +21,7 @@ from zipfile import BadZipFile, ZipFile
 import numpy as np
 
 from codec._c.library import ITEMSIZE, MANTISSA_BITS, lib
-from codec.errors import CodecError, SpecError
+from codec.errors import ArgumentError, CodecError
 from codec.inspection import Info, inspect, verify
 from codec.tensors.view import Array, dtype_name
 
@@ -48,14 +48,14 @@ def _opened(path: str) -> Generator[int]:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         It cannot be opened, is not a regular file, or cannot be read by what the ``with`` block does.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise SpecError(f"{printable(path)} cannot be read: it is not a regular file")
+                raise ArgumentError(f"{printable(path)} cannot be read: it is not a regular file")
             yield fd
         finally:
             os.close(fd)
@@ -63,7 +63,7 @@ def _opened(path: str) -> Generator[int]:
         raise
     except _CANNOT_READ as e:
         why = getattr(e, "strerror", None) or str(e) or type(e).__name__
-        raise SpecError(f"{printable(path)} cannot be read: {why}") from None
+        raise ArgumentError(f"{printable(path)} cannot be read: {why}") from None
 
 
 def inspect_file(path: str) -> Info:
@@ -76,7 +76,7 @@ def inspect_file(path: str) -> Info:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         The file cannot be read.
     FrameError
         As :func:`codec.inspect`.
@@ -105,7 +105,7 @@ def verify_file(path: str) -> None:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         The file cannot be read.
     FrameError
         As :func:`codec.verify`.
@@ -143,13 +143,13 @@ def arrays_of(path: str, names: Sequence[str], dtype: str | None) -> dict[str, A
 
     Raises
     ------
-    SpecError
+    ArgumentError
         The file cannot be read, is of another kind, or has no such array.
     """
     with _opened(path) as fd:
         known, read = _arrays_in(fd, path)
         if missing := set(names) - set(known):
-            raise SpecError(f"{printable(path)} has {', '.join(known)}, not {', '.join(sorted(missing))}")
+            raise ArgumentError(f"{printable(path)} has {', '.join(known)}, not {', '.join(sorted(missing))}")
         found = {name: read(name) for name in names or known}
     if names:
         return found
@@ -157,7 +157,7 @@ def arrays_of(path: str, names: Sequence[str], dtype: str | None) -> dict[str, A
     if not fit:
         have = ", ".join(f"{name} ({x.dtype})" for name, x in found.items()) or "no arrays"
         wanted = dtype or ", ".join(MANTISSA_BITS)
-        raise SpecError(
+        raise ArgumentError(
             f"{printable(path)} has no arrays of {wanted} with a dimension, but {have}: name those that are meant, "
             "with --dtype if they hold the bits of another dtype"
         )
@@ -183,11 +183,11 @@ def _arrays_in(fd: int, path: str) -> Arrays:
         return _safetensors(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
     if head.startswith(b"\x80"):
         raise _pickled(path)
-    raise SpecError(f"{printable(path)} cannot be read: it is no .npz, .npy or .safetensors file")
+    raise ArgumentError(f"{printable(path)} cannot be read: it is no .npz, .npy or .safetensors file")
 
 
-def _pickled(path: str) -> SpecError:
-    return SpecError(
+def _pickled(path: str) -> ArgumentError:
+    return ArgumentError(
         f"{printable(path)} is a pickle, as torch.save writes it, which could run code when it is read. Load it where "
         "you trust it, and save its tensors by numpy.savez or safetensors.torch.save_file"
     )
@@ -204,7 +204,7 @@ def _npz(fd: int, path: str) -> Arrays:
                 return cast(Array, file[name])
             except ValueError as e:
                 if "allow_pickle" in str(e):
-                    raise SpecError(f"{name!r} holds Python objects: save it as an array of numbers") from None
+                    raise ArgumentError(f"{name!r} holds Python objects: save it as an array of numbers") from None
                 raise
 
     with np.load(path) as file:

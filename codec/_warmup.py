@@ -18,7 +18,7 @@ from codec.arguments import truth
 from codec.decoding import decode
 from codec.encoding import encode
 from codec.engines import choose
-from codec.errors import SpecError
+from codec.errors import ArgumentError
 from codec.optimizers import SGD, Custom
 from codec.specs import Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
 from codec.tensors.view import dtype_name
@@ -60,7 +60,7 @@ def warmup(
     ------
     EngineError
         The engine cannot be used here.
-    SpecError
+    ArgumentError, SpecError
         Not a spec or dtype; no spec takes any of the dtypes.
 
     Warns
@@ -88,7 +88,7 @@ def warmup(
             advance(f"{type(spec).__name__} {name}")
             done += _try(spec, name, engine, metric)
     if not done:
-        raise SpecError(f"none of these specs takes {', '.join(names)}")
+        raise ArgumentError(f"none of these specs takes {', '.join(names)}")
 
 
 def _warn_of_shared_cache() -> None:
@@ -116,7 +116,7 @@ def _try(spec: Spec, dtype: str, engine: str, metric: Custom | None) -> bool:
     x = np.zeros(_N, f"u{ITEMSIZE[dtype]}")
     try:
         frame = encode(x, spec, dtype=dtype, engine=engine, threads=1, **how)
-    except SpecError:
+    except ArgumentError:
         return False
     shared = how if isinstance(spec, Truncate) and spec.level_coding == "shared" else {}
     decode(frame, out=x, engine=engine, threads=1, **shared)

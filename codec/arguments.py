@@ -4,7 +4,7 @@ import operator
 import struct
 from typing import Any
 
-from codec.errors import SpecError
+from codec.errors import ArgumentError
 
 _MAX_SHOWN = 120  # characters
 
@@ -26,7 +26,7 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
         number = None
     if number is None or value is True or value is False or number < least or (most is not None and number > most):
         bounds = f"from {least} to {most}" if most is not None else f"of at least {least}"
-        raise SpecError(f"{name} must be an int {bounds}, got {shown(value)}")
+        raise ArgumentError(f"{name} must be an int {bounds}, got {shown(value)}")
     return number
 
 
@@ -37,7 +37,7 @@ def truth(name: str, value: Any) -> bool:
     try:
         return bool(value)
     except (TypeError, ValueError, RuntimeError):  # an array or tensor of many values
-        raise SpecError(f"{name} must be True or False, got {shown(value)}") from None
+        raise ArgumentError(f"{name} must be True or False, got {shown(value)}") from None
 
 
 def plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ from codec.decoding import check_limit, engine_for, explain
 from codec.encoding import DEFAULT, asked_of, check_stream, one_codebook
 from codec.engines import choose
 from codec.engines.request import DecodeRequest, EncodeRequest
-from codec.errors import CodecError, SpecError
+from codec.errors import ArgumentError, CodecError
 from codec.specs import Spec, Truncate
 from codec.tensors.view import mark_written, new, view, view_bytes
 
@@ -47,7 +47,7 @@ def encode_many(
 
     Raises
     ------
-    SpecError, EngineError, StateError
+    ArgumentError, SpecError, EngineError, StateError
         As in :func:`encode`, for the first tensor that has an error; its ``item`` is that tensor's index or key, with
         which the message begins.
 
@@ -118,7 +118,7 @@ def decode_many(
 
     Raises
     ------
-    FrameError, StateError, SpecError, EngineError
+    FrameError, StateError, ArgumentError, EngineError
         As in :func:`decode`, for the first frame that has an error; its ``item`` is that frame's index or key, with
         which the message begins.
     """
@@ -142,7 +142,7 @@ def decode_many(
         tensors = chosen.decode_many(requests)
     except CodecError as e:
         index = e.item if at is None else at
-        if isinstance(e, SpecError) and isinstance(index, int):
+        if isinstance(e, ArgumentError) and isinstance(index, int):
             explain(e, view_bytes(given[index]), outs[index])
         _name(e, keys, at)
         raise
@@ -159,11 +159,11 @@ def _items(name: str, given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
         return list(pairs), list(pairs.values())
     kind: str = type(given).__name__
     if hasattr(given, "dtype") or isinstance(given, str | bytes | bytearray | memoryview):
-        raise SpecError(f"{name} must be a sequence or mapping, not one {kind}")
+        raise ArgumentError(f"{name} must be a sequence or mapping, not one {kind}")
     try:
         items = list(cast(Iterable[Any], given))
     except TypeError:
-        raise SpecError(f"{name} must be a sequence or mapping, not {kind}") from None
+        raise ArgumentError(f"{name} must be a sequence or mapping, not {kind}") from None
     return range(len(items)), items
 
 
@@ -172,10 +172,10 @@ def _alike(name: str, given: Any, model: Any, keys: Sequence[Any]) -> Sequence[A
     if given is None:
         return [None] * len(keys)
     if isinstance(model, Mapping) != isinstance(given, Mapping):
-        raise SpecError(f"{name} must be a mapping if the rest is one, and a sequence otherwise")
+        raise ArgumentError(f"{name} must be a mapping if the rest is one, and a sequence otherwise")
     have, items = _items(name, given)
     if len(have) != len(keys) or (isinstance(model, Mapping) and set(have) != set(keys)):
-        raise SpecError(f"{name} has other keys, or another length, than the rest")
+        raise ArgumentError(f"{name} has other keys, or another length, than the rest")
     return [given[key] for key in keys] if isinstance(model, Mapping) else items
 
 

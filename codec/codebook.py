@@ -11,7 +11,7 @@ from codec._c import library
 from codec._c.library import ITEMSIZE, check, ffi, lib
 from codec._c.spec_structs import spec_struct
 from codec.arguments import shown, whole
-from codec.errors import SpecError
+from codec.errors import ArgumentError, SpecError
 from codec.optimizers.arguments import Asked, asked
 from codec.specs import Lossless, Spec, Truncate
 from codec.tensors.segments import pack
@@ -48,7 +48,7 @@ class Codebook:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         Lengths that are not a whole code (every sequence of bits must mean something), or an id that is not theirs.
     """
 
@@ -59,14 +59,16 @@ class Codebook:
 
     def __post_init__(self) -> None:
         if type(self.lengths) is not bytes or len(self.lengths) != 256 or max(self.lengths) > 8:
-            raise SpecError("lengths must be 256 bytes of 0 to 8")
+            raise ArgumentError("lengths must be 256 bytes of 0 to 8")
         whole("escape_length", self.escape_length, 1, 8)
         whole("id", self.id, 1, (1 << 64) - 1)
         whole("symbols", self.symbols, 0, library.lib.CODEC_SYMBOLS_JOINT16)
         if sum(256 >> n for n in (*self.lengths, self.escape_length) if n) != 256:
-            raise SpecError("code lengths must fill the tree: the sum of 1 / 2^length over values and escape must be 1")
+            raise ArgumentError(
+                "code lengths must fill the tree: the sum of 1 / 2^length over values and escape must be 1"
+            )
         if lib.codec_codebook_check(self._struct()):
-            raise SpecError(f"{self.id:#018x} is not the id of these code lengths and symbols")
+            raise ArgumentError(f"{self.id:#018x} is not the id of these code lengths and symbols")
 
     def _struct(self) -> Any:
         struct = ffi.new("codec_codebook *")
@@ -91,7 +93,7 @@ class Codebook:
 
         Raises
         ------
-        SpecError
+        ArgumentError
             Other bytes.
         """
         v, book = on_host("data", view_bytes(data)), ffi.new("codec_codebook *")
@@ -113,16 +115,16 @@ class Codebook:
 
         Raises
         ------
-        SpecError
+        ArgumentError, SpecError
             Counts of another shape or below 0, or a spec or dtype without exponents.
         """
         _check_spec(spec)
         try:
             array = np.asarray(counts)
         except (TypeError, ValueError, RuntimeError) as e:
-            raise SpecError(f"counts must be 256 integers, not {shown(counts)}: {e}") from None
+            raise ArgumentError(f"counts must be 256 integers, not {shown(counts)}: {e}") from None
         if array.shape != (256,) or array.dtype.kind not in "iu" or (array.dtype.kind == "i" and (array < 0).any()):
-            raise SpecError("counts must be 256 integers, none below 0")
+            raise ArgumentError("counts must be 256 integers, none below 0")
         book = ffi.new("codec_codebook *")
         numbers = ffi.from_buffer("uint64_t[]", array.astype(np.uint64))
         check(lib.codec_codebook_build(spec_struct(spec), library.DTYPES[dtype_name(dtype)], numbers, book))
@@ -151,14 +153,14 @@ class Codebook:
 
         Raises
         ------
-        SpecError
+        ArgumentError, SpecError
             No tensors, one of another dtype, tensors whose symbols differ, or a spec without exponents.
         """
         _check_spec(spec)
         if not tensors:
-            raise SpecError("there are no tensors to count in")
+            raise ArgumentError("there are no tensors to count in")
         if len(tensors) != 1 and not (segments is None and metric is None and state is None):
-            raise SpecError("segments=, metric= and state= go with a single tensor")
+            raise ArgumentError("segments=, metric= and state= go with a single tensor")
         counts = np.zeros(256, np.int64)
         symbols: set[int] = set()
         for x in tensors:
@@ -166,7 +168,7 @@ class Codebook:
             counts += own
             symbols.add(cls.from_counts(own, spec, dtype).symbols)
         if len(symbols) > 1:
-            raise SpecError(f"tensors of these dtypes have no symbols in common under {spec}")
+            raise ArgumentError(f"tensors of these dtypes have no symbols in common under {spec}")
         return cls.from_counts(counts, spec, view(tensors[0]).dtype)
 
     @classmethod
@@ -200,13 +202,13 @@ def count_symbols(
 
     Raises
     ------
-    SpecError
+    ArgumentError, SpecError
         As :meth:`Codebook.from_tensors`.
     """
     _check_spec(spec)
     v = view(x)
     if v.dtype not in _FLOATS:
-        raise SpecError(f"codebooks are for the exponents of {', '.join(_FLOATS)}, not for {v.dtype}")
+        raise ArgumentError(f"codebooks are for the exponents of {', '.join(_FLOATS)}, not for {v.dtype}")
     s = spec_struct(spec)
     n = v.nbytes // ITEMSIZE[v.dtype]
     m = asked(metric, state, n)
@@ -243,5 +245,5 @@ def given_codebooks(books: Any) -> "tuple[Codebook, ...]":
     """What ``codebooks=`` says, looked through."""
     found: tuple[Any, ...] = tuple(books) if hasattr(books, "__iter__") else (books,)
     if not all(isinstance(book, Codebook) for book in found):
-        raise SpecError(f"not codebooks: {shown(books)}")
+        raise ArgumentError(f"not codebooks: {shown(books)}")
     return found

@@ -10,7 +10,7 @@ from codec.arguments import float32, shown, truth, whole
 from codec.codebook import Codebook, given_codebooks
 from codec.engines import Engine, choose
 from codec.engines.request import DecodeRequest
-from codec.errors import SpecError, Status
+from codec.errors import ArgumentError, Status
 from codec.inspection import inspect
 from codec.tensors.view import TensorView, device_like, kind_of, mark_written, new, view_bytes, view_output
 
@@ -77,7 +77,7 @@ def decode(
     StateError
         The frame names a codebook that is not among `codebooks`, or needs a metric and state that are missing or not
         the sender's.
-    SpecError
+    ArgumentError
         `out` does not fit the frame.
     EngineError
         An argument lies on a device that the engine cannot read, or the engine cannot be used here.
@@ -112,7 +112,7 @@ def decode(
     r: DecodeRequest = new(DecodeRequest, fields)
     try:
         return engine_for(engine, v, out, like).decode(r)
-    except SpecError as e:
+    except ArgumentError as e:
         explain(e, v, out)
         raise
     finally:
@@ -125,12 +125,12 @@ def check_values(frame: Any, out: Any, *, threads: int | None = None) -> None:
     v = view_bytes(frame)
     try:
         engine_for(None, v, out, None).decode(DecodeRequest((v,), out, threads=threads, check_only=True))
-    except SpecError as e:
+    except ArgumentError as e:
         explain(e, v, out)
         raise
 
 
-def explain(error: SpecError, frame: TensorView, out: Any, *, adds: bool = False) -> None:
+def explain(error: ArgumentError, frame: TensorView, out: Any, *, adds: bool = False) -> None:
     """Have an error say of a tensor that does not go with a frame what both are. `adds`: to float32."""
     if error.code == Status.SHAPE_MISMATCH:
         info, o = inspect(frame.owner), view_output(out)
@@ -191,7 +191,7 @@ def accumulate(
     ------
     FrameError, StateError
         As in :func:`decode`.
-    SpecError
+    ArgumentError
         `out` does not fit the frame.
 
     Examples
@@ -211,7 +211,7 @@ def accumulate(
     r = DecodeRequest((v,), out, None, books, None, threads, metric, state, check_first, first)
     try:
         engine_for(engine, v, out, None).accumulate(r, factor)
-    except SpecError as e:
+    except ArgumentError as e:
         explain(e, v, out, adds=True)
         raise
     finally:
@@ -225,14 +225,14 @@ def _weight_of(weight: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         number = None
     if number is None or (math.isfinite(number) and not math.isfinite(float32(number) or 0)):
-        raise SpecError(f"weight must be a number that float32 can hold, got {shown(weight)}")
+        raise ArgumentError(f"weight must be a number that float32 can hold, got {shown(weight)}")
     return number
 
 
 def _views_of(frames: Any) -> list[TensorView]:
     one = getattr(frames, "ndim", 2) < 2 or type(frames) in (str, bytes, bytearray) or hasattr(frames, "keys")
     if one or not hasattr(frames, "__iter__"):
-        raise SpecError(f"frames must be a sequence of frames, not {kind_of(frames)}")
+        raise ArgumentError(f"frames must be a sequence of frames, not {kind_of(frames)}")
     return [view_bytes(frame) for frame in frames]
 
 
@@ -284,7 +284,7 @@ def reduce(
     ------
     FrameError, StateError
         As in :func:`decode`, for any of the frames.
-    SpecError
+    ArgumentError
         No frames, shapes that differ, an `out` that does not fit them; or by `check_finite`.
 
     Examples
@@ -297,17 +297,17 @@ def reduce(
         threads = pool.check_threads(threads)
     most = None if max_nbytes is None else check_limit(max_nbytes)
     if not isinstance(op, str) or op not in _OPS:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise SpecError(f"op must be one of {tuple(_OPS)}, got {shown(op)}")
+        raise ArgumentError(f"op must be one of {tuple(_OPS)}, got {shown(op)}")
     views = _views_of(frames)
     if not views:
-        raise SpecError("there are no frames to reduce")
+        raise ArgumentError("there are no frames to reduce")
     books = given_codebooks(codebooks) if codebooks is not None else ()
     given = (views, out, like, books, most, threads, metric, state, truth("check_first", check_first))
     nontemporal, check_finite = truth("nontemporal", nontemporal), truth("check_finite", check_finite)
     r = DecodeRequest(*given, nontemporal=nontemporal, check_finite=check_finite)
     try:
         return engine_for(engine, views[0], out, like).reduce(r, _OPS[op])
-    except SpecError as e:
+    except ArgumentError as e:
         wrong = (v for v in views if inspect(v.owner).dtype not in MANTISSA_BITS)
         explain(e, next(wrong, views[0]), out, adds=True)
         raise

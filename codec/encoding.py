@@ -11,7 +11,7 @@ from codec.arguments import shown, truth, whole
 from codec.codebook import Codebook, given_codebooks
 from codec.engines import choose
 from codec.engines.request import EncodeRequest
-from codec.errors import EngineError, SpecError
+from codec.errors import ArgumentError, EngineError, SpecError
 from codec.optimizers.arguments import Asked, asked
 from codec.specs import Lossless, Spec, Truncate
 from codec.tensors.segments import pack
@@ -34,7 +34,7 @@ def bound(shape: int | Iterable[int], dtype: Any, spec: Spec = DEFAULT) -> int:
 
     Raises
     ------
-    SpecError
+    ArgumentError, SpecError
         The tensor cannot be encoded with this spec.
 
     Examples
@@ -48,9 +48,9 @@ def bound(shape: int | Iterable[int], dtype: Any, spec: Spec = DEFAULT) -> int:
         sizes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
         sizes = tuple(whole("a dimension", s, 0, (1 << 60) - 1) for s in sizes)
     except TypeError:
-        raise SpecError(f"not a shape: {shown(shape)}") from None
+        raise ArgumentError(f"not a shape: {shown(shape)}") from None
     if len(sizes) > lib.CODEC_MAX_RANK:
-        raise SpecError(f"rank {len(sizes)} is above {lib.CODEC_MAX_RANK}")
+        raise ArgumentError(f"rank {len(sizes)} is above {lib.CODEC_MAX_RANK}")
     size = ffi.new("size_t *")
     check(lib.codec_bound(spec_struct(spec), _call.new_tensor(DTYPES[name], sizes), size))
     return size[0]
@@ -130,7 +130,7 @@ def encode(
 
     Raises
     ------
-    SpecError
+    ArgumentError, SpecError
         x, spec, segments, residual or `out` cannot be used as asked; x holds NaN or Inf, which lossy codecs refuse; a
         scale was given that is smaller than a value, or 0 or Inf in x's dtype.
     EngineError
@@ -150,7 +150,7 @@ def encode(
     v = view(x, dtype)
     o = view_output(out) if out is not None else None
     if o is not None and o.dtype not in ("uint8", "int8"):
-        raise SpecError(f"out= must hold bytes, not {o.dtype}")
+        raise ArgumentError(f"out= must hold bytes, not {o.dtype}")
     levels = metric is not None or state is not None or type(spec) is Truncate
     fields = (
         v,
@@ -213,7 +213,7 @@ def encode_async(
 
     Raises
     ------
-    SpecError
+    ArgumentError, SpecError
         As in :func:`encode`, if it can be said without x's values.
     EngineError
         x or something else lies in host memory; there is no GPU that can be used.
@@ -254,7 +254,7 @@ def check_stream(stream: Any) -> int:
 def one_codebook(codebook: Any, spec: Spec) -> Codebook:
     """The argument, if it is one and goes with the spec."""
     if isinstance(spec, Spec) and not isinstance(spec, Lossless | Truncate):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise SpecError(f"codebook= is for Lossless and Truncate, not for {type(spec).__name__}")
+        raise ArgumentError(f"codebook= is for Lossless and Truncate, not for {type(spec).__name__}")
     return given_codebooks([codebook])[0]
 
 
@@ -262,7 +262,7 @@ def asked_of(spec: Spec, metric: Any, state: Mapping[str, Any] | None, v: Tensor
     """What levels of a tensor go by, if the spec has any."""
     if not isinstance(spec, Truncate):
         if metric is not None or state is not None:
-            raise SpecError(f"metric= and state= are for Truncate, not for {type(spec).__name__}")
+            raise ArgumentError(f"metric= and state= are for Truncate, not for {type(spec).__name__}")
         return None
     if metric is None and spec.fixed_level is None:
         raise SpecError(f"{spec} needs metric= and state=, or a level for all values")
@@ -272,9 +272,9 @@ def asked_of(spec: Spec, metric: Any, state: Mapping[str, Any] | None, v: Tensor
 def _check_feedback(feedback: Any, residual: Any, spec: Spec) -> bool:
     """The argument, which is not False, if the others go with it."""
     if feedback is not True:
-        raise SpecError(f"feedback must be True or False, got {shown(feedback)}")
+        raise ArgumentError(f"feedback must be True or False, got {shown(feedback)}")
     if residual is None:
-        raise SpecError("feedback= needs residual=, which holds what earlier frames lost: zeros at first")
+        raise ArgumentError("feedback= needs residual=, which holds what earlier frames lost: zeros at first")
     if isinstance(spec, Lossless):
         raise SpecError("Lossless loses nothing that could be fed back")
     return True
@@ -283,5 +283,5 @@ def _check_feedback(feedback: Any, residual: Any, spec: Spec) -> bool:
 def _view_residual(residual: Any, v: TensorView) -> TensorView:
     r = view_output(residual, name="residual=")
     if r.dtype != "float32" or r.nbytes // 4 != v.nbytes // ITEMSIZE[v.dtype]:
-        raise SpecError(f"residual= must be float32 with as many values as x, not {r.dtype} of shape {r.shape}")
+        raise ArgumentError(f"residual= must be float32 with as many values as x, not {r.dtype} of shape {r.shape}")
     return r

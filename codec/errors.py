@@ -69,8 +69,12 @@ class CodecError(Exception):
         self.args = (f"{item!r}: {self.args[0]}", *self.args[1:])
 
 
+class ArgumentError(CodecError, ValueError):
+    """Wrong argument or tensor: type, range, dtype, shape, memory, or values that the codec does not take."""
+
+
 class SpecError(CodecError, ValueError):
-    """A spec, tensor or argument that cannot be encoded as asked."""
+    """Wrong spec: a field out of range, or a spec that does not go with this call."""
 
 
 class FrameError(CodecError, ValueError):

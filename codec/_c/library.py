@@ -27,6 +27,7 @@ LEVEL_BITS: dict[str, tuple[int, ...]] = {
     name: tuple(lib.codec_level_bits(DTYPES[name], level) for level in range(4)) for name in MANTISSA_BITS
 }
 
+_OF_SPECS = (Status.BAD_SPEC, Status.BAD_SCALE, Status.ROUNDED_SCALE)
 _FRAME_ERRORS: dict[int, type[errors.FrameError]] = {
     Status.CHECKSUM: errors.ChecksumError,
     Status.UNSUPPORTED: errors.UnsupportedError,
@@ -46,7 +47,7 @@ def check(status: int, fault: Any = None) -> None:
     if status < Status.TRUNCATED:
         if status == Status.SHAPE_MISMATCH and fault is not None:
             text += f" (frame has {fault.found}, destination {fault.expected})"
-        raise errors.SpecError(text, status)
+        raise (errors.SpecError if status in _OF_SPECS else errors.ArgumentError)(text, status)
     error = _FRAME_ERRORS.get(status, errors.FrameError)
     if fault is None:
         raise error(text, status)

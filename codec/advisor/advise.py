@@ -26,7 +26,7 @@ from codec.advisor.sampling import Sample, samples, tensors_of
 from codec.arguments import shown, whole
 from codec.decoding import decode, reduce
 from codec.encoding import bound, encode
-from codec.errors import SpecError
+from codec.errors import ArgumentError, SpecError
 from codec.specs import Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
 from codec.tensors.view import Array
 
@@ -221,7 +221,7 @@ def advise(
 
     Raises
     ------
-    SpecError
+    ArgumentError, SpecError
         There are no values, or of a dtype that cannot be reduced, or NaN and Inf for lossy candidates; a link,
         candidate or another argument is not one, or Truncate was asked for without `optimizer`.
     EngineError
@@ -277,9 +277,9 @@ def advise(
 def _specs(candidates: Any, lossy: Any, feedback: Any, optimizer: Any) -> list[Spec]:
     """What to choose among: from all bits to the fewest."""
     if lossy is not True and lossy is not False and not (isinstance(lossy, str) and lossy == "near"):
-        raise SpecError(f'lossy must be False, "near" or True, got {shown(lossy)}')
+        raise ArgumentError(f'lossy must be False, "near" or True, got {shown(lossy)}')
     if feedback is not True and feedback is not False:
-        raise SpecError(f"feedback must be True or False, got {shown(feedback)}")
+        raise ArgumentError(f"feedback must be True or False, got {shown(feedback)}")
     if candidates is not None:
         try:
             specs: list[Spec] = list(candidates)

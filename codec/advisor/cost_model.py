@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from codec.arguments import shown, whole
-from codec.errors import SpecError
+from codec.errors import ArgumentError
 
 Algorithm = Literal["two_shot", "ring", "all_gather"]
 
@@ -27,7 +27,7 @@ def _number(name: str, value: Any, bounds: str, least: float, most: float) -> fl
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not least <= number <= most:  # nor is NaN
-        raise SpecError(f"{name} must be {bounds}, got {shown(value)}")
+        raise ArgumentError(f"{name} must be {bounds}, got {shown(value)}")
     return number
 
 
@@ -44,7 +44,7 @@ class Link:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         The rate is not above 0, or the latency is negative or infinite.
     """
 
@@ -65,7 +65,7 @@ def link_of(link: Any) -> Link:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         It is none of these.
     """
     if isinstance(link, Link):
@@ -74,7 +74,9 @@ def link_of(link: Any) -> Link:
         return Link(float(found[1]) * _UNITS[(found[2] or found[3] or "").lower()])
     if hasattr(link, "__float__") and not isinstance(link, bool):
         return Link(cast(float, link))
-    raise SpecError(f'link must be such as "100mbit" or "10Gbps", bits a second, or a codec.Link, got {shown(link)}')
+    raise ArgumentError(
+        f'link must be such as "100mbit" or "10Gbps", bits a second, or a codec.Link, got {shown(link)}'
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,7 @@ def predict_seconds(
 
     Raises
     ------
-    SpecError
+    ArgumentError
         No such algorithm, or no ranks or chunks.
 
     Examples
@@ -188,5 +190,5 @@ def predict_seconds(
 def check_algorithm(algorithm: Any) -> Algorithm:
     """The argument, if it is one."""
     if not isinstance(algorithm, str) or algorithm not in get_args(Algorithm):
-        raise SpecError(f"algorithm must be one of {get_args(Algorithm)}, got {shown(algorithm)}")
+        raise ArgumentError(f"algorithm must be one of {get_args(Algorithm)}, got {shown(algorithm)}")
     return cast(Algorithm, algorithm)

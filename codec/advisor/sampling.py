@@ -10,7 +10,7 @@ import numpy as np
 
 from codec import optimizers
 from codec._c.library import ITEMSIZE, MANTISSA_BITS, ffi
-from codec.errors import CodecError, SpecError
+from codec.errors import ArgumentError, CodecError
 from codec.tensors.segments import Segments
 from codec.tensors.view import Array, TensorView, on_host, view
 
@@ -46,27 +46,29 @@ def tensors_of(given: Any, dtype: Any, optimizer: Any) -> tuple[list[Tensor], bo
 
     Raises
     ------
-    SpecError, EngineError
+    ArgumentError, EngineError
         There are no values, or some that cannot be reduced or read; the key of that tensor is in the message.
     """
     items, weights = _items(given)
     owners: dict[int, Any] = {}
     if optimizer is not None:
         if not hasattr(optimizer, "param_groups"):
-            raise SpecError(f"optimizer must be one of torch.optim's, not {type(optimizer).__name__}")
+            raise ArgumentError(f"optimizer must be one of torch.optim's, not {type(optimizer).__name__}")
         owners = {id(p.grad): p for g in optimizer.param_groups for p in g["params"]}
     found: list[Tensor] = []
     for key, x, parameter in items:
         try:
             v = on_host("it", view(x, dtype))
             if v.dtype not in MANTISSA_BITS:
-                raise SpecError(
+                raise ArgumentError(
                     f"{v.dtype} cannot be reduced from frames, only {', '.join(MANTISSA_BITS)}: leave it to an "
                     "all-reduce of its own"
                 )
             owner = parameter if parameter is not None else owners.get(id(x))
             if optimizer is not None and owner is None:
-                raise SpecError("optimizer= has no parameter whose gradient this is: give a model, or gradients of its")
+                raise ArgumentError(
+                    "optimizer= has no parameter whose gradient this is: give a model, or gradients of its"
+                )
             if v.nbytes:
                 found.append(Tensor(v, owner))
         except CodecError as e:
@@ -74,7 +76,7 @@ def tensors_of(given: Any, dtype: Any, optimizer: Any) -> tuple[list[Tensor], bo
                 e.of(key)
             raise
     if not found:
-        raise SpecError("there are no values to measure")
+        raise ArgumentError("there are no values to measure")
     return found, weights
 
 
@@ -189,7 +191,7 @@ def _metrics(optimizer: Any, tensors: Sequence[Tensor], starts: Sequence[int]) -
     for t, start in zip(tensors, starts, strict=False):
         group = group_of.get(id(t.parameter))
         if group is None:
-            raise SpecError("a parameter is not among the optimizer's")
+            raise ArgumentError("a parameter is not among the optimizer's")
         if group not in known:
             known[group] = optimizers.from_optimizer(optimizer, group)
         if not found or found[-1][1] != known[group]:

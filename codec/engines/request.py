@@ -39,7 +39,7 @@ class EncodeRequest(NamedTuple):
         return views + self.metric.read if self.metric else views
 
     def check_apart(self) -> None:
-        """Raise SpecError if what would be written lies in what is read, or two outputs in each other."""
+        """Raise ArgumentError if what would be written lies in what is read, or two outputs in each other."""
         state = [(name, v, False) for name, v in self.metric.read] if self.metric else []
         if self.residual is not None:
             check_apart("residual=", self.residual, [("x", self.x, not self.feedback), *state])
@@ -81,7 +81,10 @@ class DecodeRequest(NamedTuple):
             raise LimitError(f"the tensor has {nbytes} bytes, more than max_nbytes, {self.limit()}", Status.LIMIT)
 
     def check_apart(self, out: TensorView, asked: Asked | None, in_place: bool) -> None:
-        """Raise SpecError if the destination shares memory with what is read. `in_place`: state it may be itself."""
+        """Raise ArgumentError if the destination shares memory with an input.
+
+        `in_place`: the destination may be an array of the state.
+        """
         others = [("a frame", frame, False) for frame in self.frames]
         if asked is not None:
             others += [(name, v, in_place) for name, v in asked.read]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from codec._c.library import ITEMSIZE, MANTISSA_BITS, ffi
 from codec.arguments import whole
-from codec.errors import SpecError
+from codec.errors import ArgumentError
 from codec.optimizers.custom import Custom
 from codec.optimizers.formulas import Adam, Metric
 from codec.tensors.view import TensorView, view
@@ -30,10 +30,10 @@ class Asked(NamedTuple):
 def asked(metric: Any, state: Mapping[str, Any] | None, n: int) -> Asked | None:
     """A metric and its state, or levels, for n values, looked through; None if there is none."""
     if state is not None and not hasattr(state, "items"):
-        raise SpecError(f"state= must be a mapping, not {type(state).__name__}")
+        raise ArgumentError(f"state= must be a mapping, not {type(state).__name__}")
     if metric is None:
         if state:
-            raise SpecError("state= needs metric=")
+            raise ArgumentError("state= needs metric=")
         return None
     if isinstance(metric, Metric | Custom):
         groups: list[tuple[int, Metric | Custom]] = [(0, metric)]
@@ -42,15 +42,17 @@ def asked(metric: Any, state: Mapping[str, Any] | None, n: int) -> Asked | None:
     else:
         v = view(metric)
         if v.dtype != "uint8" or v.nbytes != n:
-            raise SpecError("metric= must be a metric, a list of (offset, metric), or a uint8 level for each value")
+            raise ArgumentError("metric= must be a metric, a list of (offset, metric), or a uint8 level for each value")
         return Asked((), {}, v)
     arrays = {name: x for name, x in (state or {}).items() if x is not None}
     if others := set(arrays) - {"theta", "m", "v"}:
-        raise SpecError(f"state has theta, m and v, not {', '.join(sorted(map(str, others)))}")
+        raise ArgumentError(f"state has theta, m and v, not {', '.join(sorted(map(str, others)))}")
     views = {name: view(x) for name, x in arrays.items()}
     for name, v in views.items():
         if v.dtype not in MANTISSA_BITS or v.nbytes // ITEMSIZE[v.dtype] != n:
-            raise SpecError(f"{name} must be {n} values of float32, bfloat16 or float16, not {v.dtype} of {v.shape}")
+            raise ArgumentError(
+                f"{name} must be {n} values of float32, bfloat16 or float16, not {v.dtype} of {v.shape}"
+            )
     if (v := views.get("v")) is not None and any(isinstance(m, Adam) and not m.step for _, m in groups):
         _doubt(v)
     return Asked(groups, views)
@@ -70,11 +72,11 @@ def _groups(metric: Any) -> list[tuple[int, Metric | Custom]]:
     try:
         groups = [(whole("a group's offset", offset, 0, (1 << 64) - 1), m) for offset, m in metric]
     except (TypeError, ValueError) as e:
-        if isinstance(e, SpecError):
+        if isinstance(e, ArgumentError):
             raise
-        raise SpecError("metric= must be a metric, or pairs (offset, metric)") from None
+        raise ArgumentError("metric= must be a metric, or pairs (offset, metric)") from None
     if not all(isinstance(m, Metric | Custom) for _, m in groups):
-        raise SpecError("metric= must be a metric, or pairs (offset, metric)")
+        raise ArgumentError("metric= must be a metric, or pairs (offset, metric)")
     if not groups or groups[0][0] != 0 or any(a[0] >= b[0] for a, b in itertools.pairwise(groups)):
-        raise SpecError("metric= must begin at offset 0, and offsets must ascend")
+        raise ArgumentError("metric= must begin at offset 0, and offsets must ascend")
     return groups

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from codec.arguments import shown
-from codec.errors import EngineError, SpecError
+from codec.errors import ArgumentError, EngineError
 
 _by_address: "WeakValueDictionary[int, Custom]" = WeakValueDictionary()
 
@@ -33,7 +33,7 @@ class Custom:
     ------
     EngineError
         Numba is not installed.
-    SpecError
+    ArgumentError
         An argument of another name, not a function, or one that Numba cannot compile to a number.
     """
 
@@ -47,9 +47,9 @@ class Custom:
             own: Any = numba.jit(**options)(getattr(function, "py_func", function))
             self.names = tuple(inspect.signature(own.py_func).parameters)
         except (TypeError, AttributeError):
-            raise SpecError(f"a metric is a function of theta, m and v, not {shown(function)}") from None
+            raise ArgumentError(f"a metric is a function of theta, m and v, not {shown(function)}") from None
         if not self.names or set(self.names) - {"theta", "m", "v"}:
-            raise SpecError(f"a metric is a function of theta, m and v, not of {', '.join(self.names)}")
+            raise ArgumentError(f"a metric is a function of theta, m and v, not of {', '.join(self.names)}")
 
         @numba.njit
         def compiled(*values: Any) -> Any:
@@ -78,7 +78,9 @@ class Custom:
         try:
             self._callback = numba.cfunc(signature)((one, two, three)[count - 1])
         except numba.core.errors.NumbaError as e:
-            raise SpecError(f"Numba cannot compile this function of {', '.join(self.names)} to a number: {e}") from None
+            raise ArgumentError(
+                f"Numba cannot compile this function of {', '.join(self.names)} to a number: {e}"
+            ) from None
         _by_address[self.address] = self
 
     @property

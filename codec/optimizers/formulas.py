@@ -10,7 +10,7 @@ import numpy as np
 
 from codec._c.library import ITEMSIZE, LEVEL_BITS, MANTISSA_BITS, ffi
 from codec.arguments import plain, shown
-from codec.errors import SpecError
+from codec.errors import ArgumentError
 from codec.specs import Guard, Truncate
 from codec.tensors.view import TensorView, on_host, view
 
@@ -53,7 +53,7 @@ class Metric(ABC):
 
     Raises
     ------
-    SpecError
+    ArgumentError
         A number that is negative or not finite, a beta of 1 or more, or a step that is not whole.
     """
 
@@ -107,7 +107,7 @@ class Metric(ABC):
 
         Raises
         ------
-        SpecError
+        ArgumentError
             An array of another dtype or size, or no such guard.
         """
         spec = Truncate(guard=guard)
@@ -116,11 +116,11 @@ class Metric(ABC):
         p, a = {name: _floats(x).reshape(-1) for name, x in arrays.items()}, F32(0)
         x = on_host("g", view(g))
         if x.dtype not in MANTISSA_BITS:
-            raise SpecError(f"g must be float32, bfloat16 or float16, not {x.dtype}")
+            raise ArgumentError(f"g must be float32, bfloat16 or float16, not {x.dtype}")
         n = x.nbytes // ITEMSIZE[x.dtype]
         for name, values in p.items():
             if values.size != n:
-                raise SpecError(f"{name} has {values.size} values, g has {n}")
+                raise ArgumentError(f"{name} has {values.size} values, g has {n}")
         if (level := spec.fixed_level) is not None:
             return np.full(x.shape, level, np.uint8)
         with np.errstate(all="ignore"):
@@ -151,13 +151,13 @@ def _number(name: str, given: object) -> Any:
     if name in _FLAGS:
         flag: object = cast(Any, given).item() if getattr(given, "shape", None) == () else given
         if not isinstance(flag, bool | int):
-            raise SpecError(f"{name} must be True or False, got {shown(given)}")
+            raise ArgumentError(f"{name} must be True or False, got {shown(given)}")
         return bool(flag)
     number = plain(given)
     if isinstance(number, bool) or not isinstance(number, int | float) or not (number >= 0 and _is_float64(number)):
-        raise SpecError(f"{name} must be a finite number that is not negative, got {shown(given)}")
+        raise ArgumentError(f"{name} must be a finite number that is not negative, got {shown(given)}")
     if name == "step" and number != (number := int(number)):
-        raise SpecError(f"step must be a whole number, got {shown(given)}")
+        raise ArgumentError(f"step must be a whole number, got {shown(given)}")
     return number
 
 
@@ -165,10 +165,10 @@ def _betas(value: object) -> tuple[float, ...]:
     """Of Adam, which must be below 1."""
     betas = tuple(cast(Sequence[object], value)) if isinstance(value, tuple | list) else ()
     if len(betas) != 2:
-        raise SpecError(f"betas must be two numbers, got {shown(cast(object, value))}")
+        raise ArgumentError(f"betas must be two numbers, got {shown(cast(object, value))}")
     numbers = tuple(_number("betas", beta) for beta in betas)
     if max(numbers) >= 1:
-        raise SpecError(f"betas must be below 1, got {shown(max(numbers))}")
+        raise ArgumentError(f"betas must be below 1, got {shown(max(numbers))}")
     return numbers
 
 
@@ -179,7 +179,7 @@ def _floats(x: Any) -> np.ndarray[Any, Any]:
 def floats_of(v: TensorView) -> np.ndarray[Any, Any]:
     """A copy of a state array as float32."""
     if v.dtype not in MANTISSA_BITS:
-        raise SpecError(f"state must be float32, bfloat16 or float16, not {v.dtype}")
+        raise ArgumentError(f"state must be float32, bfloat16 or float16, not {v.dtype}")
     raw = ffi.buffer(v.data, v.nbytes)
     if v.dtype == "bfloat16":
         return (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(F32).reshape(v.shape)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from codec.arguments import whole
-from codec.errors import SpecError
+from codec.errors import ArgumentError
 from codec.optimizers.formulas import SGD, Adagrad, Adam, AdamW, Metric, Momentum, Nesterov, RMSprop
 
 _BUFFERS = {"m": ("momentum_buffer", "exp_avg"), "v": ("exp_avg_sq", "square_avg", "sum")}
@@ -25,7 +25,7 @@ def from_optimizer(optimizer: Any, group: int = 0) -> Metric:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         Another optimizer, no such group, or a group whose parameters have taken different numbers of steps.
 
     Examples
@@ -42,7 +42,7 @@ def from_optimizer(optimizer: Any, group: int = 0) -> Metric:
     kind = check_known(optimizer)
     groups: list[dict[str, Any]] = optimizer.param_groups
     if not -len(groups) <= whole("group", group, -len(groups)) < len(groups):
-        raise SpecError(f"group {group} of an optimizer that has {len(groups)}")
+        raise ArgumentError(f"group {group} of an optimizer that has {len(groups)}")
     g = groups[group]
     known = {name: float(g[name]) for name in ("lr", "weight_decay")} | {"maximize": bool(g["maximize"])}
     return _READERS[kind](g, known, lambda: _steps(optimizer, g["params"]))
@@ -63,14 +63,14 @@ def check_known(optimizer: Any) -> str:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         It is another one.
     """
     optim: Any = getattr(sys.modules.get("torch"), "optim", None)
     kind = type(optimizer).__name__
     if kind not in _READERS or type(optimizer) is not getattr(optim, kind, None):
         known = ", ".join(_READERS)
-        raise SpecError(
+        raise ArgumentError(
             f"no metric is known for {kind}: only for torch.optim's {known}, also as .optimizer of a wrapper, or by "
             "metrics.Custom"
         )
@@ -81,7 +81,7 @@ def _steps(optimizer: Any, params: Sequence[Any]) -> int:
     """Taken so far by all parameters of a group."""
     steps = {int(s["step"]) for p in params if "step" in (s := optimizer.state.get(p, {}))}
     if len(steps) > 1:
-        raise SpecError(
+        raise ArgumentError(
             f"parameters of this group have taken {min(steps)} to {max(steps)} steps: "
             "make their metrics one by one, by dataclasses.replace(metric, step=...)"
         )
@@ -137,14 +137,14 @@ def state_of(optimizer: Any, parameter: Any) -> dict[str, Any]:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         It is no optimizer, or the parameter is not the optimizer's.
     """
     optimizer = unwrapped(optimizer)
     if not hasattr(optimizer, "param_groups"):
-        raise SpecError(f"optimizer must be one of torch.optim's, not {type(optimizer).__name__}")
+        raise ArgumentError(f"optimizer must be one of torch.optim's, not {type(optimizer).__name__}")
     if not any(parameter is p for g in optimizer.param_groups for p in g["params"]):
-        raise SpecError("the parameter is not among the optimizer's")
+        raise ArgumentError("the parameter is not among the optimizer's")
     have: Mapping[str, Any] = optimizer.state.get(parameter, {})
     found = {ours: have[name] for ours, names in _BUFFERS.items() for name in names if have.get(name) is not None}
     return {"theta": parameter, **found}

@@ -9,7 +9,7 @@ import numpy as np
 from codec._c import library
 from codec.arguments import shown, whole
 from codec.codebook import Codebook, count_symbols
-from codec.errors import SpecError, StateError
+from codec.errors import ArgumentError, StateError
 from codec.specs import Lossless, Truncate
 from codec.stateful.checkpoint import VERSION, array_of, opened, plain
 from codec.tensors.view import dtype_name
@@ -51,7 +51,7 @@ class CodebookRefresher:
 
     Raises
     ------
-    SpecError
+    ArgumentError, SpecError
         A spec or dtype without exponents, or `interval` and `delay` that do not go together.
 
     References
@@ -109,13 +109,13 @@ class CodebookRefresher:
 
         Raises
         ------
-        SpecError, EngineError, StateError
+        ArgumentError, EngineError, StateError
             As in :meth:`Codebook.from_tensors`, or x has other symbols than tensors of `dtype`. Counts are as before.
         """
         dtype, n, sample = count_symbols(x, self.spec, segments, metric, state)
         own = Codebook.from_counts(sample, self.spec, dtype)
         if own.symbols != self._symbols:
-            raise SpecError(f"under {self.spec} tensors of {dtype} have other symbols than those of {self.dtype}")
+            raise ArgumentError(f"under {self.spec} tensors of {dtype} have other symbols than those of {self.dtype}")
         if n < _LEAST or not (taken := int(sample.sum())):
             return
         counts = sample * n // taken  # values: tensors of which a smaller part is looked at count no less
@@ -155,7 +155,7 @@ class CodebookRefresher:
 
         Raises
         ------
-        SpecError
+        ArgumentError
             Not a step, or not such counts.
         StateError
             Too late: this rank has been told another codebook for a step in which the new one is in use. Or too early,
@@ -165,9 +165,9 @@ class CodebookRefresher:
         try:
             sums = array_of("summed_counts", summed_counts, "int64")
         except StateError as e:
-            raise SpecError(str(e)) from None
+            raise ArgumentError(str(e)) from None
         if sums.shape != (257,) or (sums < 0).any():
-            raise SpecError("summed_counts must be 257 integers, none below 0")
+            raise ArgumentError("summed_counts must be 257 integers, none below 0")
         switch, (at, last) = step + self.delay, next(reversed(self._books.items()))
         if switch <= self._latest:
             raise StateError(
@@ -284,5 +284,5 @@ def _book(name: str, value: Any) -> Codebook | None:
     data = array_of(name, value, "uint8")
     try:
         return Codebook.from_bytes(data) if len(data) else None
-    except SpecError as e:
+    except ArgumentError as e:
         raise StateError(f"{name}: {e}") from None

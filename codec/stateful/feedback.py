@@ -10,7 +10,7 @@ from codec._c.spec_structs import spec_hint
 from codec.arguments import plain
 from codec.arguments import shown as told
 from codec.encoding import encode
-from codec.errors import SpecError, StateError
+from codec.errors import ArgumentError, SpecError, StateError
 from codec.specs import Lossless, Spec
 from codec.stateful.checkpoint import ROLES, load, save
 from codec.stateful.ranges import (
@@ -70,7 +70,7 @@ class ErrorFeedback:
 
     Raises
     ------
-    SpecError
+    ArgumentError, SpecError
         The spec loses nothing, or there is no such role.
 
     References
@@ -106,7 +106,7 @@ class ErrorFeedback:
         if isinstance(spec, Lossless):
             raise SpecError("Lossless loses nothing that could be fed back")
         if not isinstance(role, str) or role not in ROLES:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise SpecError(f"role must be one of {ROLES}, got {told(role)}")
+            raise ArgumentError(f"role must be one of {ROLES}, got {told(role)}")
         self.spec = spec
         self.role: Role = role
         self._now = _Now({}, {}, {})
@@ -128,7 +128,7 @@ class ErrorFeedback:
 
         Raises
         ------
-        SpecError
+        ArgumentError
             It is not a layout, or has a value twice.
         StateError
             A value has been begun already, and neither committed nor rolled back.
@@ -227,7 +227,7 @@ class ErrorFeedback:
 
         Raises
         ------
-        SpecError
+        ArgumentError
             It is not such a number, or farther than that from the one before.
         StateError
             Something has been begun.
@@ -235,9 +235,11 @@ class ErrorFeedback:
         now, number = self._now, plain(scale)
         # beyond, float32 has no factor or its inverse: residuals would come back as others, or not at all
         if isinstance(number, bool) or not isinstance(number, int | float) or not 2.0**-126 <= number <= 2.0**126:
-            raise SpecError(f"a scale must be a number from 2^-126 to 2^126, got {told(scale)}")
+            raise ArgumentError(f"a scale must be a number from 2^-126 to 2^126, got {told(scale)}")
         if not 2.0**-126 <= number / now.scale <= 2.0**126:
-            raise SpecError(f"residuals of scale {now.scale!r} cannot be those of {told(scale)}: float32 has no factor")
+            raise ArgumentError(
+                f"residuals of scale {now.scale!r} cannot be those of {told(scale)}: float32 has no factor"
+            )
         if now.pending:
             raise StateError(
                 "residuals cannot be rescaled while some have been begun, and not committed nor rolled back"
@@ -266,7 +268,7 @@ class ErrorFeedback:
 
         Raises
         ------
-        SpecError, EngineError, StateError
+        ArgumentError, EngineError, StateError
             As in :func:`codec.encode` and :meth:`begin`. What is owed is as it was.
         """
         v, before = view(x, keywords.get("dtype")), self._now

@@ -14,7 +14,7 @@ import numpy as np
 
 from codec.arguments import shown as told
 from codec.arguments import whole
-from codec.errors import SpecError
+from codec.errors import ArgumentError
 
 Range = tuple[str, int, int]  # key, start, stop
 Layout = tuple[Range, ...]
@@ -30,13 +30,13 @@ def layout_of(given: Any) -> Layout:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         It is something else, or has a value twice.
     """
     try:
         return _looked_through(tuple(tuple(item) for item in cast(Iterable[Iterable[Any]], given)))
     except TypeError:
-        raise SpecError("a layout is a list of (key, numel) or (key, start, stop), keys being strings") from None
+        raise ArgumentError("a layout is a list of (key, numel) or (key, start, stop), keys being strings") from None
 
 
 @lru_cache(1024)  # buckets come back every step, with hundreds of parameters
@@ -44,11 +44,13 @@ def _looked_through(given: tuple[Any, ...]) -> Layout:
     found: list[Range] = []
     for item in given:
         if len(item) not in (2, 3) or type(item[0]) is not str:
-            raise SpecError(f"a layout has (key, numel) or (key, start, stop), keys being strings, not {told(item)}")
+            raise ArgumentError(
+                f"a layout has (key, numel) or (key, start, stop), keys being strings, not {told(item)}"
+            )
         start = whole("the start of a range", item[1], 0, _MOST) if len(item) == 3 else 0
         found.append((item[0], start, whole("the end of a range", item[-1], start, _MOST)))
     if (twice := shared(found)) is not None:
-        raise SpecError(f"this layout has {shown(twice)} twice")
+        raise ArgumentError(f"this layout has {shown(twice)} twice")
     return tuple(found)
 
 

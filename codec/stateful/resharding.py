@@ -8,7 +8,7 @@ import numpy as np
 from codec.advisor.cost_model import MAX_RANKS
 from codec.arguments import shown as told
 from codec.arguments import whole
-from codec.errors import SpecError, StateError
+from codec.errors import ArgumentError, StateError
 from codec.stateful.checkpoint import load, save
 from codec.stateful.ranges import Layout, Range, Store, gather, layout_of, pieces, shared, shown, union, without
 from codec.tensors.view import kind_of
@@ -64,7 +64,7 @@ def reshard(
     ------
     StateError
         A state dict is not one, their roles differ, two old servers have a value in common, or no new one owns it.
-    SpecError
+    ArgumentError
         An argument that cannot be used as asked, or two new ranks that own a value.
 
     Examples
@@ -80,16 +80,16 @@ def reshard(
     """
     world_size = whole("world_size", world_size, 1, MAX_RANKS)
     if not isinstance(op, str) or op not in get_args(Reduction):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise SpecError(f"op must be one of {get_args(Reduction)}, got {told(op)}")
+        raise ArgumentError(f"op must be one of {get_args(Reduction)}, got {told(op)}")
     loaded = [load(saved) for saved in _sequence_of(state_dicts)]
     if not loaded:
-        raise SpecError("reshard needs the state dicts of all old ranks, and got none")
+        raise ArgumentError("reshard needs the state dicts of all old ranks, and got none")
     if len(roles := sorted({role for role, _ in loaded})) > 1:
         raise StateError(f"these states are of different roles: {' and '.join(roles)}")
     stores = [store for _, store in loaded]
     if roles == ["worker"]:
         if owned is not None:
-            raise SpecError("owned= is for servers: every worker has a residual for all that it sends")
+            raise ArgumentError("owned= is for servers: every worker has a residual for all that it sends")
         return [_evenly(stores, len(stores) if op == "mean" else world_size)] * world_size
     return [save("server", store) for store in _among_servers(stores, world_size, owned)]
 
@@ -99,7 +99,7 @@ def _sequence_of(state_dicts: Any) -> Iterable[Any]:
     if isinstance(state_dicts, Iterable) and not isinstance(state_dicts, Mapping | str | bytes):
         return cast(Iterable[Any], state_dicts)
     kind = kind_of(cast(object, state_dicts))
-    raise SpecError(f"state_dicts must be a sequence of state dicts, one of each old rank, not {kind}")
+    raise ArgumentError(f"state_dicts must be a sequence of state dicts, one of each old rank, not {kind}")
 
 
 def _evenly(stores: list[Store], share: int) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _among_servers(stores: list[Store], world_size: int, owned: Callable[[int], 
     everything = {layout: array for store in stores for layout, array in store.items()}
     layouts: list[Layout] = [layout_of(owned(rank)) for rank in range(world_size)]
     if (twice := shared(r for layout in layouts for r in layout)) is not None:
-        raise SpecError(f"two of the new servers own {shown(twice)}")
+        raise ArgumentError(f"two of the new servers own {shown(twice)}")
     for r, _ in pieces(without(everything, layouts)):
         raise StateError(f"none of the new servers owns {shown(r)}, whose correction would be lost")
     return [{layout: gather(everything, layout)} for layout in layouts]

@@ -8,7 +8,7 @@ import ctypes
 import math
 from typing import Any, NamedTuple
 
-from codec.errors import SpecError
+from codec.errors import ArgumentError
 
 _MAX_NBYTES = (1 << 63) - 1  # of a tensor, and of the memory that strides span
 _MAX_ADDRESS = (1 << 63) - 1  # above it no program has memory
@@ -90,13 +90,13 @@ def device_name(device: Any) -> str:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         `device` is not a pair of integers.
     """
     try:
         number, index = (int(n) for n in device)
     except (TypeError, ValueError, OverflowError):
-        raise SpecError(f"__dlpack_device__() must return two integers, not {type(device).__name__}") from None
+        raise ArgumentError(f"__dlpack_device__() must return two integers, not {type(device).__name__}") from None
     kind = _DEVICES.get(number, f"device type {number}")
     return kind if kind == "cpu" else f"{kind}:{index}"
 
@@ -115,17 +115,17 @@ def from_dlpack(x: Any) -> Exported:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         x does not export a DLPack capsule, or the capsule describes no memory that can exist.
     """
     capsule = _capsule_of(x)
     t, readonly = _tensor_in(capsule)
     if not 0 <= t.ndim <= _MAX_RANK or (t.ndim and not t.shape):
-        raise SpecError(f"a DLPack tensor of {t.ndim} dimensions cannot be encoded")
+        raise ArgumentError(f"a DLPack tensor of {t.ndim} dimensions cannot be encoded")
     itemsize, rest = divmod(t.bits * t.lanes, 8)
     name = _dtype_name(t.code, t.bits, t.lanes)
     if rest or not itemsize:
-        raise SpecError(f"{name} cannot be encoded: its items are not whole bytes")
+        raise ArgumentError(f"{name} cannot be encoded: its items are not whole bytes")
     shape = tuple(int(t.shape[i]) for i in range(t.ndim))
     strides = tuple(int(t.strides[i]) * itemsize for i in range(t.ndim)) if t.strides else None
     device = device_name((t.device_type, t.device_id))
@@ -142,7 +142,7 @@ def _capsule_of(x: Any) -> Any:
         except TypeError:  # x implements DLPack before version 1.0
             return x.__dlpack__()
     except BufferError as e:
-        raise SpecError(f"{type(x).__name__} does not export its memory by DLPack: {e}") from None
+        raise ArgumentError(f"{type(x).__name__} does not export its memory by DLPack: {e}") from None
 
 
 def _tensor_in(capsule: Any) -> tuple[DLTensor, bool]:
@@ -154,7 +154,7 @@ def _tensor_in(capsule: Any) -> tuple[DLTensor, bool]:
         head = _VersionedHead.from_address(address := _get_pointer(capsule, name))
         if head.major == _VERSION[0]:
             return DLTensor.from_address(address + ctypes.sizeof(head)), bool(head.flags & _READ_ONLY)
-    raise SpecError(f"__dlpack__() must return an unused DLPack capsule of version 0 or 1, not {capsule!r}")
+    raise ArgumentError(f"__dlpack__() must return an unused DLPack capsule of version 0 or 1, not {capsule!r}")
 
 
 def from_cuda_array_interface(x: Any) -> Exported:
@@ -162,7 +162,7 @@ def from_cuda_array_interface(x: Any) -> Exported:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         It lacks an entry or has one of another kind, or describes no memory that can exist.
     """
     said: Any = x.__cuda_array_interface__
@@ -175,7 +175,7 @@ def from_cuda_array_interface(x: Any) -> Exported:
         address, stream = int(address or 0), said.get("stream")
         strides = None if strides is None else _whole_numbers(strides)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as e:
-        raise SpecError(f"__cuda_array_interface__ of {type(x).__name__} cannot be read: {e!r}") from None
+        raise ArgumentError(f"__cuda_array_interface__ of {type(x).__name__} cannot be read: {e!r}") from None
     # the interface does not say on which of several devices the memory is
     return _checked(Exported(name, itemsize, shape, strides, address, "cuda", stream, bool(readonly), x))
 
@@ -188,7 +188,7 @@ def _typestr_name(typestr: str) -> tuple[str, int]:
     """Return the name of the dtype that a typestr such as "<f4" means, or the typestr itself, and its itemsize."""
     order, kind, itemsize = typestr[0], typestr[1], int(typestr[2:])
     if order == ">" and itemsize > 1:
-        raise SpecError(f"values of type {typestr} cannot be encoded: they are big-endian")
+        raise ArgumentError(f"values of type {typestr} cannot be encoded: they are big-endian")
     if kind == "b":
         return "bool", itemsize
     name = {"i": "int", "u": "uint", "f": "float"}.get(kind)
@@ -196,16 +196,16 @@ def _typestr_name(typestr: str) -> tuple[str, int]:
 
 
 def _checked(e: Exported) -> Exported:
-    """Return `e` if its numbers describe memory that can exist, and raise SpecError otherwise."""
+    """Return `e` if its numbers describe memory that can exist, and raise ArgumentError otherwise."""
     if e.itemsize < 1 or any(n < 0 for n in e.shape):
-        raise SpecError(f"a tensor of shape {e.shape} with {e.itemsize} bytes an item cannot be encoded")
+        raise ArgumentError(f"a tensor of shape {e.shape} with {e.itemsize} bytes an item cannot be encoded")
     if e.strides is not None and len(e.strides) != len(e.shape):
-        raise SpecError(f"a tensor of shape {e.shape} cannot have the strides {e.strides}")
+        raise ArgumentError(f"a tensor of shape {e.shape} cannot have the strides {e.strides}")
     if e.nbytes and not e.address:
-        raise SpecError("this tensor has values, but no address")
+        raise ArgumentError("this tensor has values, but no address")
     # the memory of a tensor without values is not read, whatever its strides and address are
     if e.nbytes > _MAX_NBYTES or e.reach > _MAX_NBYTES or (e.nbytes and e.address + e.reach > _MAX_ADDRESS):
-        raise SpecError(f"a tensor of shape {e.shape} and strides {e.strides} is larger than memory can be")
+        raise ArgumentError(f"a tensor of shape {e.shape} and strides {e.strides} is larger than memory can be")
     return e
 
 

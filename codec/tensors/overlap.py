@@ -4,12 +4,12 @@ import bisect
 import itertools
 from collections.abc import Iterable
 
-from codec.errors import SpecError
+from codec.errors import ArgumentError
 from codec.tensors.view import TensorView
 
 
 def check_apart(name: str, written: TensorView, others: Iterable[tuple[str, TensorView, bool]]) -> None:
-    """Raise SpecError if a tensor that will be written shares memory with others.
+    """Raise ArgumentError if a tensor that will be written shares memory with others.
 
     Parameters
     ----------
@@ -26,13 +26,13 @@ def check_apart(name: str, written: TensorView, others: Iterable[tuple[str, Tens
             if same and at == begin and v.nbytes == written.nbytes and v.dtype == written.dtype:
                 continue
             but = f" without being {other} itself" if same else ""
-            raise SpecError(f"{name} shares memory with {other}{but}")
+            raise ArgumentError(f"{name} shares memory with {other}{but}")
 
 
 def check_all_apart(
     name: str, written: Iterable[tuple[int, TensorView]], read: Iterable[tuple[int, TensorView]]
 ) -> None:
-    """Raise SpecError if one of many tensors to be written shares memory with another, or with what is read for others.
+    """Raise ArgumentError if one of many outputs shares memory with another output, or with an input of another item.
 
     Parameters
     ----------
@@ -44,12 +44,12 @@ def check_all_apart(
     spans = sorted((v.address, v.address + v.nbytes, i) for i, v in written if v.nbytes)
     for (_, end, i), (begin, _, j) in itertools.pairwise(spans):
         if begin < end:
-            raise SpecError(f"{name} of items {min(i, j)} and {max(i, j)} shares memory")
+            raise ArgumentError(f"{name} of items {min(i, j)} and {max(i, j)} shares memory")
     ends = [end for _, end, _ in spans]
     for i, v in read:
         begin = v.address
         k = bisect.bisect_right(ends, begin)
         while k < len(spans) and spans[k][0] < begin + v.nbytes:
             if i != spans[k][2]:
-                raise SpecError(f"{name} of item {spans[k][2]} shares memory with what item {i} is read from")
+                raise ArgumentError(f"{name} of item {spans[k][2]} shares memory with what item {i} is read from")
             k += 1

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any, cast
 
 from codec.arguments import shown, whole
-from codec.errors import SpecError
+from codec.errors import ArgumentError
 
 Segments = list[tuple[int, tuple[int, ...]]]
 
@@ -34,7 +34,7 @@ def segments(tensors: Any) -> Segments:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         One of them has no shape, or it is a single tensor.
 
     Examples
@@ -48,7 +48,7 @@ def segments(tensors: Any) -> Segments:
     if hasattr(tensors, "parameters"):
         tensors = tensors.parameters()
     if hasattr(tensors, "shape") or not isinstance(tensors, Iterable):
-        raise SpecError(f"segments are made of many tensors or shapes, not of {type(tensors).__name__}")
+        raise ArgumentError(f"segments are made of many tensors or shapes, not of {type(tensors).__name__}")
     items = cast(Mapping[Any, Any], tensors).values() if isinstance(tensors, Mapping) else cast(Iterable[Any], tensors)
     found: Segments = []
     offset = 0
@@ -57,7 +57,7 @@ def segments(tensors: Any) -> Segments:
         try:
             sizes = tuple(whole("a dimension", n, 0) for n in shape)
         except TypeError:
-            raise SpecError(f"segment {len(found)} is neither a tensor nor a shape: {shown(item)}") from None
+            raise ArgumentError(f"segment {len(found)} is neither a tensor nor a shape: {shown(item)}") from None
         found.append((offset, sizes))
         offset += prod(sizes)
     return found
@@ -74,7 +74,7 @@ def pack(pairs: Any) -> Records:
     try:
         items = tuple(pairs)
     except TypeError:
-        raise SpecError(_PAIRS) from None
+        raise ArgumentError(_PAIRS) from None
     try:
         return _packed(items)
     except TypeError:  # a shape that is a list has no hash
@@ -86,14 +86,14 @@ def _packed(items: tuple[Any, ...]) -> Records:
     try:
         pairs = [(offset, tuple(shape)) for offset, shape in items]
     except (TypeError, ValueError):
-        raise SpecError(_PAIRS) from None
+        raise ArgumentError(_PAIRS) from None
     try:
         return Records(b"".join([_OF_RANK[len(shape)](offset, len(shape), 0, *shape) for offset, shape in pairs]))
     except IndexError:
         most = max(len(shape) for _, shape in pairs)
-        raise SpecError(f"segment of rank {most} is above {len(_OF_RANK) - 1}") from None
+        raise ArgumentError(f"segment of rank {most} is above {len(_OF_RANK) - 1}") from None
     except struct.error as e:
-        raise SpecError(f"segments are pairs (offset, shape) of integers, none below 0: {e}") from None
+        raise ArgumentError(f"segments are pairs (offset, shape) of integers, none below 0: {e}") from None
 
 
 @functools.lru_cache(256)

@@ -14,7 +14,7 @@ import numpy as np
 
 from codec._c.library import DTYPES, ITEMSIZE, ffi
 from codec.arguments import shown
-from codec.errors import EngineError, SpecError
+from codec.errors import ArgumentError, EngineError
 from codec.tensors.dlpack import Exported, device_of, from_cuda_array_interface, from_dlpack, is_contiguous
 
 Array = np.ndarray[Any, Any]
@@ -60,7 +60,7 @@ def _pointer(address: int) -> Any:
 
 def _check_rank(rank: int) -> None:
     if rank > _MAX_RANK:
-        raise SpecError(f"rank {rank} is above {_MAX_RANK}")
+        raise ArgumentError(f"rank {rank} is above {_MAX_RANK}")
 
 
 def dtype_name(dtype: Any) -> str:
@@ -73,12 +73,12 @@ def dtype_name(dtype: Any) -> str:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         `dtype` is not a dtype, or values of it cannot be encoded.
     """
     if (name := _find_name(dtype)) is None:
         given = dtype if isinstance(dtype, str) else shown(dtype)
-        raise SpecError(f"dtype {given} cannot be encoded; {_CAN}")
+        raise ArgumentError(f"dtype {given} cannot be encoded; {_CAN}")
     return name
 
 
@@ -114,22 +114,26 @@ def _name_for(own: Any, itemsize: int, wanted: str | None) -> str:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         The sizes differ, or `wanted` is None and `own` cannot be encoded.
     """
     if wanted is None:
         if (name := _find_name(own)) is None:
-            raise SpecError(f"dtype {own} cannot be encoded; {_CAN}; encode(dtype=...) takes its bits as one of these")
+            raise ArgumentError(
+                f"dtype {own} cannot be encoded; {_CAN}; encode(dtype=...) takes its bits as one of these"
+            )
         return name
     if itemsize != ITEMSIZE[wanted]:
-        raise SpecError(f"{own} has {itemsize} bytes an item, {wanted} has {ITEMSIZE[wanted]}")
+        raise ArgumentError(f"{own} has {itemsize} bytes an item, {wanted} has {ITEMSIZE[wanted]}")
     return wanted
 
 
 def _refuse_masked(x: Any) -> None:
     ma = sys.modules.get("numpy.ma")
     if ma is not None and isinstance(x, ma.MaskedArray) and ma.is_masked(x):
-        raise SpecError("some values of this array are masked, which a frame cannot say: fill it first, by filled()")
+        raise ArgumentError(
+            "some values of this array are masked, which a frame cannot say: fill it first, by filled()"
+        )
 
 
 def _from_numpy(x: Array, wanted: str | None = None) -> TensorView:
@@ -138,7 +142,9 @@ def _from_numpy(x: Array, wanted: str | None = None) -> TensorView:
         if not x.dtype.isnative:
             x = x.astype(x.dtype.newbyteorder("="))
         if x.dtype.hasobject:
-            raise SpecError(f"an array of Python objects (dtype {x.dtype}) cannot be encoded: convert it to numbers")
+            raise ArgumentError(
+                f"an array of Python objects (dtype {x.dtype}) cannot be encoded: convert it to numbers"
+            )
         name = _name_for(x.dtype, x.dtype.itemsize, wanted)
         if wanted is None:
             _by_dtype[x.dtype] = name
@@ -169,7 +175,7 @@ def _from_torch(x: Any, wanted: str | None = None) -> TensorView:
             _by_dtype[x.dtype] = name
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested tensor" if x.is_nested else f"tensor of layout {x.layout}"
-        raise SpecError(f"a {kind} cannot be encoded: make it dense, or encode its parts")
+        raise ArgumentError(f"a {kind} cannot be encoded: make it dense, or encode its parts")
     device = x.device
     _check_storage(x, device.type)
     x = x.detach()
@@ -182,7 +188,7 @@ def _from_torch(x: Any, wanted: str | None = None) -> TensorView:
     _check_rank(len(shape))
     nbytes, address = x.numel() * ITEMSIZE[name], x.data_ptr()
     if nbytes and not address and device.type != "meta":  # others hold the values of this one
-        raise SpecError(
+        raise ArgumentError(
             f"a {type(x).__name__} that has no memory of its own: encode what holds its values; "
             "of a DTensor that is .to_local()"
         )
@@ -200,7 +206,7 @@ def _check_storage(x: Any, device: str) -> None:
     except (RuntimeError, NotImplementedError):
         there = -1
     if there < 0:
-        raise SpecError(
+        raise ArgumentError(
             "this tensor has no memory of its own: under torch.func's transforms, such as vmap and grad, "
             "and in traced code tensors cannot be encoded or decoded to"
         )
@@ -208,7 +214,7 @@ def _check_storage(x: Any, device: str) -> None:
         return
     last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     if (last + 1) * x.element_size() > there:
-        raise SpecError(
+        raise ArgumentError(
             f"a tensor of shape {tuple(x.shape)} over a storage of {there} bytes, which is too small for it"
         )
 
@@ -239,12 +245,12 @@ def mark_written(out: Any) -> None:
 def _from_exported(e: Exported, wanted: str | None = None) -> TensorView:
     name = _name_for(e.dtype, e.itemsize, wanted)
     if e.itemsize != ITEMSIZE[name]:
-        raise SpecError(f"{name} has {ITEMSIZE[name]} bytes an item, this tensor says {e.itemsize}")
+        raise ArgumentError(f"{name} has {ITEMSIZE[name]} bytes an item, this tensor says {e.itemsize}")
     _check_rank(len(e.shape))
     if is_contiguous(e):
         return TensorView(name, e.shape, _pointer(e.address), e.nbytes, e.owner, e.device, e.stream)
     if e.device != "cpu":
-        raise SpecError(f"a tensor on {e.device} whose values do not follow each other: make it contiguous first")
+        raise ArgumentError(f"a tensor on {e.device} whose values do not follow each other: make it contiguous first")
     # read as unsigned integers, from memory that reaches from the first item to the last one
     memory: Any = (c_uint8 * e.reach).from_address(e.address)
     bits = np.lib.stride_tricks.as_strided(np.frombuffer(memory, _UINT[e.itemsize], 1), e.shape, e.strides)
@@ -265,7 +271,7 @@ def view(x: Any, dtype: Any = None) -> TensorView:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         x is not a tensor, has a dtype or rank that cannot be encoded, or items of another size than `dtype`.
     """
     wanted = dtype if dtype is None or (type(dtype) is str and dtype in DTYPES) else dtype_name(dtype)
@@ -276,7 +282,7 @@ def view(x: Any, dtype: Any = None) -> TensorView:
     if is_cupy(x):
         return _from_cupy(x, wanted)
     if isinstance(x, type):
-        raise SpecError(f"not a tensor: {kind_of(x)}")
+        raise ArgumentError(f"not a tensor: {kind_of(x)}")
     if isinstance(x, np.ndarray | np.generic) or hasattr(x, "__array_interface__"):
         _refuse_masked(x)
         return _from_numpy(_as_array(x), wanted)
@@ -287,7 +293,7 @@ def view(x: Any, dtype: Any = None) -> TensorView:
     try:
         memory = memoryview(x)
     except TypeError:
-        raise SpecError(f"not a tensor: {kind_of(x)} has no buffer, array interface or DLPack{_hint(x)}") from None
+        raise ArgumentError(f"not a tensor: {kind_of(x)} has no buffer, array interface or DLPack{_hint(x)}") from None
     return _from_numpy(_as_array(memory), wanted)
 
 
@@ -296,7 +302,7 @@ def _as_array(x: Any) -> Array:
     try:
         return np.asarray(x)
     except (TypeError, ValueError) as e:
-        raise SpecError(f"{kind_of(x)} cannot be read as an array: {e}") from None
+        raise ArgumentError(f"{kind_of(x)} cannot be read as an array: {e}") from None
 
 
 def _hint(x: object) -> str:
@@ -337,7 +343,7 @@ def view_output(out: Any, dtype: str | None = None, name: str = "out=") -> Tenso
 
     Raises
     ------
-    SpecError
+    ArgumentError
         `out` is not an array or tensor, is read-only or not contiguous, or has a dtype that cannot be encoded.
     """
     if type(out) is np.ndarray:
@@ -345,10 +351,10 @@ def view_output(out: Any, dtype: str | None = None, name: str = "out=") -> Tenso
     elif is_torch(out):
         v = _from_torch(out, _wanted(out.dtype, dtype))
         if not out.is_contiguous() or out.is_neg() or out.is_conj():
-            raise SpecError(f"{name} must be contiguous")
+            raise ArgumentError(f"{name} must be contiguous")
     elif is_cupy(out):
         if not out.flags.c_contiguous:
-            raise SpecError(f"{name} must be C-contiguous")
+            raise ArgumentError(f"{name} must be C-contiguous")
         v = _from_cupy(out, _wanted(out.dtype, dtype))
     elif isinstance(out, np.ndarray):
         _refuse_masked(out)
@@ -356,13 +362,13 @@ def view_output(out: Any, dtype: str | None = None, name: str = "out=") -> Tenso
     elif (device := device_of(out)) != "cpu":
         e = from_cuda_array_interface(out) if hasattr(out, "__cuda_array_interface__") else from_dlpack(out)
         if e.readonly:
-            raise SpecError(f"{name} is read-only")
+            raise ArgumentError(f"{name} is read-only")
         v = _from_exported(e, _wanted(e.dtype, dtype))._replace(device=device)
     else:
         try:
             memory = memoryview(out)
         except TypeError:
-            raise SpecError(f"{name} must be an array or tensor to write to, not {kind_of(out)}") from None
+            raise ArgumentError(f"{name} must be an array or tensor to write to, not {kind_of(out)}") from None
         v = _from_own(_as_array(memory), name, dtype)
     if dtype and v.dtype != dtype and v.dtype == f"uint{8 * ITEMSIZE[dtype]}":
         v = v._replace(dtype=dtype)
@@ -391,11 +397,11 @@ def _from_own(array: Array, argument: str, dtype: str | None) -> TensorView:
             return new(TensorView, (name, array.shape, data, array.nbytes, array, "cpu", None))
     flags = array.flags
     if not flags.c_contiguous:
-        raise SpecError(f"{argument} must be C-contiguous")
+        raise ArgumentError(f"{argument} must be C-contiguous")
     if not flags.writeable:
-        raise SpecError(f"{argument} is read-only")
+        raise ArgumentError(f"{argument} is read-only")
     if not array.dtype.isnative:
-        raise SpecError(f"{argument} must be in native byte order")
+        raise ArgumentError(f"{argument} must be in native byte order")
     return _from_numpy(array, _wanted(array.dtype, dtype))
 
 
@@ -453,7 +459,7 @@ def _check_kind(like: Any) -> None:
         if isinstance(like, type) or not known:
             memoryview(cast(Any, like))
     except TypeError:
-        raise SpecError(f"like= must be an array or tensor, not {kind_of(like)}") from None
+        raise ArgumentError(f"like= must be an array or tensor, not {kind_of(like)}") from None
 
 
 def empty(dtype: str, shape: tuple[int, ...], like: Any = None) -> tuple[Any, TensorView]:

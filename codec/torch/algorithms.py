@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 import codec
-from codec import SpecError
+from codec import ArgumentError
 from codec.specs import Lossless
 from codec.torch.channel import Array, Channel
 from codec.torch.partition import Piece
@@ -196,7 +196,7 @@ def ring(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     """
     size, me = channel.size, channel.rank
     if r.residual is not None or r.sums_residual is not None:
-        raise SpecError("a ring has no error feedback: its frames hold sums of other ranks' values")
+        raise ArgumentError("a ring has no error feedback: its frames hold sums of other ranks' values")
     slices = r.slices(size)
     bounds = [[r.bound(piece.n) for piece in pieces] for pieces in slices]
     left, right, steps = (me - 1) % size, (me + 1) % size, range(size - 1)

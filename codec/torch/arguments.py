@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from codec import SpecError
+from codec import ArgumentError
 from codec.encoding import asked_of, bound, check_stream
 from codec.specs import Spec
 from codec.tensors.segments import Records, pack, unpack
@@ -43,10 +43,10 @@ def reduction_of(
     check_dense(tensor)
     dtype = NAMES.get(tensor.dtype)
     if dtype is None:
-        raise SpecError(f"only float32, bfloat16 and float16 can be reduced, not {tensor.dtype}")
+        raise ArgumentError(f"only float32, bfloat16 and float16 can be reduced, not {tensor.dtype}")
     op = getattr(op, "op", op)  # options of torch's hold what kind of operation it is inside
     if not isinstance(op, Hashable) or op not in _OPS:
-        raise SpecError(f"op must be one of mean, sum, max, got {op!r}")
+        raise ArgumentError(f"op must be one of mean, sum, max, got {op!r}")
     inside = None if segments is None else pack(segments)
     if inside:
         _check_inside(inside, tensor.numel())
@@ -58,11 +58,11 @@ def reduction_of(
 
 
 def check_dense(tensor: Any) -> None:
-    """Raise SpecError unless it is a tensor whose memory holds its values."""
+    """Raise ArgumentError unless it is a tensor whose memory holds its values."""
     if not isinstance(tensor, torch.Tensor):
-        raise SpecError(f"not a torch tensor: {type(tensor).__name__}")
+        raise ArgumentError(f"not a torch tensor: {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_neg():
-        raise SpecError("only dense tensors that hold values can be used, no sparse, meta or negated ones")
+        raise ArgumentError("only dense tensors that hold values can be used, no sparse, meta or negated ones")
 
 
 def check_output(tensor: Any, dtype: torch.dtype, n: int, name: str = "output") -> None:
@@ -84,19 +84,19 @@ def check_output(tensor: Any, dtype: torch.dtype, n: int, name: str = "output") 
 
     Raises
     ------
-    SpecError
+    ArgumentError
         The tensor is not dense, has no memory, another dtype or size, or values that share memory with each other.
     """
     check_dense(tensor)
     if tensor.dtype != dtype or tensor.numel() != n:
-        raise SpecError(
+        raise ArgumentError(
             f"{name} must have {n} values of {dtype}, to go with the tensor; it has {tensor.numel()} of {tensor.dtype}"
         )
     _check_storage(tensor, tensor.device.type)
     if n and not tensor.data_ptr():
-        raise SpecError(f"{name} is a {type(tensor).__name__} without memory: pass what holds its values")
+        raise ArgumentError(f"{name} is a {type(tensor).__name__} without memory: pass what holds its values")
     if _overlaps(tensor):
-        raise SpecError(
+        raise ArgumentError(
             f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}, so that values may share memory: "
             "pass a contiguous tensor"
         )
@@ -118,7 +118,7 @@ def _check_inside(segments: Records, n: int) -> None:
     end = 0
     for offset, shape in unpack(segments):
         if offset < end or offset + prod(shape) > n:
-            raise SpecError(f"segment {shape} at {offset} overlaps with the one before it or ends after value {n}")
+            raise ArgumentError(f"segment {shape} at {offset} overlaps with the one before it or ends after value {n}")
         end = offset + prod(shape)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from codec import FrameError, SpecError
+from codec import ArgumentError, FrameError
 from codec.torch.channel import Array, Channel, Timeout
 from codec.torch.communicator import Line, agree, in_step, start
 from codec.torch.phases import Attempt
@@ -32,7 +32,7 @@ def exchange(frames: Sequence[Any], *, group: Any = None, timeout: Timeout | Non
 
     Raises
     ------
-    PeerError, SpecError
+    PeerError, ArgumentError
         As for :func:`all_reduce`.
     FrameError
         A rank announces a frame of an impossible size; a new group is needed. Or there is no memory for a frame, or a
@@ -48,11 +48,11 @@ def _exchange(line: Line, frames: Sequence[Any]) -> list[bytes]:
         try:
             arrays = [np.frombuffer(frame, np.uint8) for frame in frames]
         except (TypeError, ValueError, BufferError) as e:
-            raise SpecError(f"frames must be bytes or buffers, one for each rank: {e}") from None
+            raise ArgumentError(f"frames must be bytes or buffers, one for each rank: {e}") from None
         if len(arrays) != channel.size:
-            raise SpecError(f"{len(arrays)} frames were given for {channel.size} ranks")
+            raise ArgumentError(f"{len(arrays)} frames were given for {channel.size} ranks")
         if max(a.nbytes for a in arrays) > _MOST_NBYTES:
-            raise SpecError(f"a frame has more than {_MOST_NBYTES} bytes")
+            raise ArgumentError(f"a frame has more than {_MOST_NBYTES} bytes")
         return arrays, [0]
 
     arrays, _ = agree(channel, prepare)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from codec import FrameError, PeerError, SpecError, Status
+from codec import ArgumentError, FrameError, PeerError, Status
 from codec.arguments import shown
 from codec.torch.counters import Counters, Stopwatch
 
@@ -43,7 +43,7 @@ def check_timeout(timeout: Any) -> timedelta | None:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         `timeout` is something else.
     """
     if timeout is None:
@@ -52,7 +52,7 @@ def check_timeout(timeout: Any) -> timedelta | None:
         given = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         if not isinstance(timeout, bool) and _SHORTEST <= given <= _LONGEST:
             return given
-    raise SpecError(f"timeout must be seconds or a timedelta, from 1 ms to 10 years, got {shown(timeout)}")
+    raise ArgumentError(f"timeout must be seconds or a timedelta, from 1 ms to 10 years, got {shown(timeout)}")
 
 
 def _timeout_of(group: Any) -> timedelta:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from codec import SpecError
+from codec import ArgumentError
 from codec.specs import Spec
 from codec.tensors.segments import segments
 from codec.torch import algorithms
@@ -48,7 +48,7 @@ def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any,
             check_dense(t)
             check_output(part, inputs[0].dtype, t.numel() // size)
             if t.numel() % size:
-                raise SpecError(f"{t.numel()} values cannot be scattered over {size} ranks in equal parts")
+                raise ArgumentError(f"{t.numel()} values cannot be scattered over {size} ranks in equal parts")
         flat = torch.cat([t.detach().reshape(size, -1) for t in inputs], 1)
         return reduction_of(flat, spec, op, None, None, None, stream)
 
@@ -86,7 +86,7 @@ def all_gather_list(outputs: Tensors, tensor: torch.Tensor, spec: Spec, *, group
 
     def prepare(size: int) -> Reduction:
         if len(outputs) != size:
-            raise SpecError(f"{len(outputs)} outputs were given for the tensors of {size} ranks")
+            raise ArgumentError(f"{len(outputs)} outputs were given for the tensors of {size} ranks")
         for theirs in outputs:
             check_output(theirs, tensor.dtype, tensor.numel())
         return _joined([tensor], spec, stream)
@@ -107,7 +107,7 @@ def _joined(tensors: Tensors, spec: Spec, stream: int) -> Reduction:
 
 def _check_pairs(inputs: Tensors, outputs: Tensors) -> None:
     if len(inputs) != len(outputs):
-        raise SpecError(f"{len(outputs)} outputs were given for {len(inputs)} inputs")
+        raise ArgumentError(f"{len(outputs)} outputs were given for {len(inputs)} inputs")
 
 
 def _started(what: str, group: Any, work: Any) -> Pending:

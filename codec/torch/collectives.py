@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from codec import SpecError
+from codec import ArgumentError
 from codec.specs import Lossless, Spec, Ternary
 from codec.tensors.segments import Records, Segments, unpack
 from codec.tensors.view import mark_written
@@ -126,7 +126,7 @@ def all_reduce(
 
     Raises
     ------
-    SpecError
+    ArgumentError, SpecError
         The tensor or an argument cannot be used; the values hold NaN or Inf, which lossy codecs refuse.
     FrameError
         What another rank sent was damaged.
@@ -205,11 +205,13 @@ def _place(out: torch.Tensor, tensor: torch.Tensor, r: Reduction) -> Array:
     """Where a result goes that is not written to the tensor itself."""
     check_output(out, tensor.dtype, tensor.numel(), "out=")
     if out.device.type != "cpu" or not out.is_contiguous():
-        raise SpecError(f"out= must be contiguous and in host memory; it has strides {out.stride()} on {out.device}")
+        raise ArgumentError(
+            f"out= must be contiguous and in host memory; it has strides {out.stride()} on {out.device}"
+        )
     place = as_array(out)
     inside = out.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     if np.may_share_memory(place, r.x) or (inside and not tensor.is_contiguous()):
-        raise SpecError("out= shares memory with the tensor")
+        raise ArgumentError("out= shares memory with the tensor")
     return place
 
 
@@ -297,9 +299,9 @@ def _hashed_segments(segments: Records) -> int:
 
 
 def check_algorithm(asked: Any) -> None:
-    """Raise SpecError unless there is such an algorithm."""
+    """Raise ArgumentError unless there is such an algorithm."""
     if not isinstance(asked, str) or asked not in ("auto", *_ALGORITHMS):
-        raise SpecError(f"algorithm must be 'auto' or one of {tuple(_ALGORITHMS)}, got {asked!r}")
+        raise ArgumentError(f"algorithm must be 'auto' or one of {tuple(_ALGORITHMS)}, got {asked!r}")
 
 
 def choose_algorithm(asked: Algorithm, r: Reduction, size: int) -> str:
@@ -408,19 +410,19 @@ def all_to_all(
     def prepare(size: int) -> Reduction:
         check_sizes(output, 1, tensor)
         if tensor.numel() % size:
-            raise SpecError(f"{tensor.numel()} values cannot be cut into {size} equal parts")
+            raise ArgumentError(f"{tensor.numel()} values cannot be cut into {size} equal parts")
         return reduction_of(tensor, spec, "sum", None, None, None, stream)
 
     return _begin(group, timeout, async_op, algorithms.all_to_all, prepare, output)
 
 
 def check_sizes(large: torch.Tensor, times: int, small: torch.Tensor) -> None:
-    """Raise SpecError unless `large` has `times` as many values as `small`, of the same dtype."""
+    """Raise ArgumentError unless `large` has `times` as many values as `small`, of the same dtype."""
     check_dense(large)
     check_dense(small)
     have, want, dtype, other = large.numel(), times * small.numel(), large.dtype, small.dtype
     if have != want or dtype != other:
-        raise SpecError(f"output and tensor do not go together: {have} values for {want}, {dtype} and {other}")
+        raise ArgumentError(f"output and tensor do not go together: {have} values for {want}, {dtype} and {other}")
 
 
 def run_algorithm(

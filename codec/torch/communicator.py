@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 import codec
-from codec import PeerError, SpecError
+from codec import ArgumentError, PeerError
 from codec.arguments import shown
 from codec.torch.autotune import Choice
 from codec.torch.channel import Channel, Timeout, check_timeout
@@ -88,7 +88,7 @@ def line_of(group: Any, timeout: Timeout | None = None) -> Line:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         The group or the timeout is none; torch.distributed is not initialized.
     PeerError
         The ranks cannot be connected.
@@ -107,18 +107,18 @@ def _key_of(group: Any) -> Any:
     _check_group(group)
     key = group or dist.group.WORLD
     if key is None:
-        raise SpecError("torch.distributed is not initialized: call init_process_group first")
+        raise ArgumentError("torch.distributed is not initialized: call init_process_group first")
     return key
 
 
 def _check_group(group: Any) -> None:
-    """Raise SpecError unless it is a process group, None, or what new_group gives ranks that are not of a group."""
+    """Raise ArgumentError unless it is a process group, None, or what new_group gives ranks that are not of a group."""
     if (
         group is not None
         and group is not dist.GroupMember.NON_GROUP_MEMBER
         and not isinstance(group, dist.ProcessGroup)
     ):
-        raise SpecError(f"group must be a ProcessGroup or None, got {shown(group)}")
+        raise ArgumentError(f"group must be a ProcessGroup or None, got {shown(group)}")
 
 
 def start(what: str, group: Any, timeout: Timeout | None, async_op: bool, work: Callable[[Line], Any]) -> Any:
@@ -142,10 +142,10 @@ def start(what: str, group: Any, timeout: Timeout | None, async_op: bool, work: 
     _check_group(group)
     if _is_apart(group, what):
         return None
-    error: SpecError | None = None
+    error: ArgumentError | None = None
     try:
         check_timeout(timeout)
-    except SpecError as e:
+    except ArgumentError as e:
         timeout, error = None, e
     line = line_of(group, timeout)
 
@@ -157,7 +157,7 @@ def start(what: str, group: Any, timeout: Timeout | None, async_op: bool, work: 
     return line.worker.submit(run) if async_op else line.finish(run)
 
 
-def _refuse(channel: Channel, error: SpecError) -> None:
+def _refuse(channel: Channel, error: ArgumentError) -> None:
     """Tell all ranks that this one cannot begin, and raise the error."""
 
     def prepare() -> NoReturn:
@@ -191,7 +191,7 @@ def group_stats(group: Any = None) -> Counters:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         `group` is no process group, or torch.distributed is not initialized.
     """
     key = _key_of(group)

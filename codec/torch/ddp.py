@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from codec import SpecError
+from codec import ArgumentError
 from codec.arguments import whole
 from codec.optimizers.from_torch import check_known, unwrapped
 from codec.specs import Lossless, Spec
@@ -80,7 +80,7 @@ def ddp_hook(
 
     Raises
     ------
-    SpecError
+    ArgumentError, SpecError
         The arguments do not go together.
 
     Examples
@@ -113,7 +113,7 @@ def comm_hook(state: Hook, bucket: dist.GradBucket) -> torch.futures.Future[torc
 
     Raises
     ------
-    SpecError
+    ArgumentError
         `state` is not a Hook.
 
     Examples
@@ -122,5 +122,7 @@ def comm_hook(state: Hook, bucket: dist.GradBucket) -> torch.futures.Future[torc
     >>> model.register_comm_hook(state=hook, hook=codec.torch.comm_hook)  # doctest: +SKIP
     """
     if not isinstance(state, Hook):
-        raise SpecError(f"the state of codec.torch.comm_hook is what ddp_hook() returned, not {type(state).__name__}")
+        raise ArgumentError(
+            f"the state of codec.torch.comm_hook is what ddp_hook() returned, not {type(state).__name__}"
+        )
     return state(None, bucket)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from codec import SpecError, StateError
+from codec import ArgumentError, StateError
 from codec._c.spec_structs import spec_struct
 from codec.specs import Lossless, Spec, check_contraction
 from codec.stateful.checkpoint import VERSION, opened, plain
@@ -56,7 +56,7 @@ class _Comm:
     """Common part of the three collectives: codec, timeout, random streams, statistics."""
 
     def __init__(self, spec: Spec, timeout: Timeout | None) -> None:
-        spec_struct(spec)  # raises SpecError unless it is a spec
+        spec_struct(spec)  # raises ArgumentError unless it is a spec
         self._spec, self._timeout = spec, check_timeout(timeout)
         self._calls = 0  # equal on all ranks of a group
         self._stats = CommStats()
@@ -131,7 +131,7 @@ class _Reducing(_Comm):
         if self._residuals is None:
             return None
         if name is None:
-            raise SpecError("feedback=True keeps a residual for each module: use register(model), which names them")
+            raise ArgumentError("feedback=True keeps a residual for each module: use register(model), which names them")
         return Feedback(r, now.begin(self._residuals, name, r.x.size))
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
@@ -330,7 +330,7 @@ class AllReduce(_Reducing):
     ) -> None:
         super().__init__(spec, feedback, timeout)
         if op not in ("mean", "sum"):
-            raise SpecError(f'op must be "mean" or "sum", got {op!r}')
+            raise ArgumentError(f'op must be "mean" or "sum", got {op!r}')
         collectives.check_algorithm(algorithm)
         if feedback:
             check_algorithm_of_feedback(algorithm)
@@ -342,7 +342,7 @@ class AllReduce(_Reducing):
 
         Raises
         ------
-        SpecError
+        ArgumentError
             FSDP2 all-reduces over the same replicas already: its mesh has their dimension, too.
         """
         from torch.distributed.tensor import DTensor
@@ -352,7 +352,9 @@ class AllReduce(_Reducing):
         for p in model.parameters():
             groups = p.device_mesh.get_all_groups() if isinstance(p, DTensor) else []
             if len(mine) > 1 and any(set(dist.get_process_group_ranks(g)) == mine for g in groups):
-                raise SpecError('the mesh of fully_shard has the replicas, too: use fully_shard(mesh=mesh["shard"])')
+                raise ArgumentError(
+                    'the mesh of fully_shard has the replicas, too: use fully_shard(mesh=mesh["shard"])'
+                )
         for name, module in modules.items():
             module.set_all_reduce_hook(functools.partial(self.all_reduce, name))
         self._names = list(modules)
@@ -445,5 +447,5 @@ def _modules_of(model: torch.nn.Module) -> dict[str, Any]:
     named = model.named_modules()
     found = {name.replace("_orig_mod.", ""): m for name, m in named if isinstance(m, FSDPModule)}
     if not found:
-        raise SpecError("the model has no FSDP2 module: call torch.distributed.fsdp.fully_shard(model) before")
+        raise ArgumentError("the model has no FSDP2 module: call torch.distributed.fsdp.fully_shard(model) before")
     return found

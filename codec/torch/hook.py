@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from codec import PeerError, SpecError, StateError, Status
+from codec import ArgumentError, PeerError, SpecError, StateError, Status
 from codec._c.spec_structs import spec_struct
 from codec.specs import Spec, check_contraction
 from codec.stateful import CodebookRefresher
@@ -131,14 +131,14 @@ class Hook:
 
         Raises
         ------
-        SpecError
+        ArgumentError
             The model, or what the policy returns for its parameters, cannot be used; the hook serves another model.
         StateError
             A state was loaded that belongs to another model or rank.
         """
         model = getattr(model, "_orig_mod", model)
         if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            raise SpecError(f"a hook is for a DistributedDataParallel, not for {type(model).__name__}")
+            raise ArgumentError(f"a hook is for a DistributedDataParallel, not for {type(model).__name__}")
         adopted = self._checked(model)
         model.register_comm_hook(None, self)
         self._adopt(*adopted)
@@ -150,7 +150,7 @@ class Hook:
         named = [(name, p) for name, p in model.module.named_parameters() if p.requires_grad]
         names = dict(zip((p for _, p in named), plain_names(name for name, _ in named), strict=True))
         if self._model is not None and self._model() is not None and _sizes(names) != _sizes(self.plan.names):
-            raise SpecError(
+            raise ArgumentError(
                 "this hook is registered to another model: a hook serves one model, make another one by ddp_hook()"
             )
         for p, name in names.items():
@@ -187,7 +187,7 @@ class Hook:
 
         Raises
         ------
-        SpecError
+        ArgumentError, SpecError
             The spec does not go with the other arguments of the hook, which goes on as before.
         """
         check(spec, self.optimizer, feedback, self._algorithm, self.refresher)
@@ -488,7 +488,7 @@ class Hook:
             names = tuple(self.plan.names[p] for p in parameters)
         except KeyError as e:
             shape = tuple(cast(torch.Tensor, e.args[0]).shape)
-            raise SpecError(
+            raise ArgumentError(
                 f"a bucket has a parameter of shape {shape} that the hook does not know: it was registered to another "
                 "model since"
             ) from None
@@ -502,7 +502,7 @@ class Hook:
             self._parts[names] = sum(n_values(p) for p in parameters), parts
         known, parts = self._parts[names]
         if known != n:
-            raise SpecError(f"a bucket has {n} values, its parameters have {known}: it cannot be taken apart")
+            raise ArgumentError(f"a bucket has {n} values, its parameters have {known}: it cannot be taken apart")
         return parts
 
     def _prepare(self, line: Line, buffer: torch.Tensor, i: int, part: Part, step: _Step) -> Reduction:
@@ -567,18 +567,18 @@ def check(
     algorithm: Algorithm,
     refresher: CodebookRefresher | None,
 ) -> None:
-    """Raise SpecError unless these arguments of a hook go together."""
+    """Raise ArgumentError unless these arguments of a hook go together."""
     spec_struct(spec)  # raises if it is none
     collectives.check_algorithm(algorithm)
     if by_state(spec) and optimizer is None:
         raise SpecError(f"{spec} drops bits by the optimizer's step: pass optimizer=")
     if feedback not in (None, True, False):
-        raise SpecError(f"feedback must be True, False or None, got {feedback!r}")
+        raise ArgumentError(f"feedback must be True, False or None, got {feedback!r}")
     if feedback:
         check_contraction(spec)
     if algorithm == "shared_scale":
         ternary.check(spec, "mean")
     if (feedback or (feedback is None and feeds_back(spec))) and algorithm == "ring":
-        raise SpecError("a ring has no error feedback: its frames hold sums of other ranks' values")
+        raise ArgumentError("a ring has no error feedback: its frames hold sums of other ranks' values")
     if refresher is not None and refresher.spec != spec:
-        raise SpecError(f"a refresher of {refresher.spec} does not go with {spec}")
+        raise ArgumentError(f"a refresher of {refresher.spec} does not go with {spec}")

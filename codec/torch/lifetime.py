@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from codec import SpecError
+from codec import ArgumentError
 from codec.specs import Sign, Spec, Ternary
 
 logger = logging.getLogger("codec.torch")
@@ -39,15 +39,15 @@ def _warn_of_unused() -> None:
 
 
 def check_reducer(model: DistributedDataParallel) -> None:
-    """Raise SpecError if a model's gradients are reduced by torch.compile's Python reducer."""
+    """Raise ArgumentError if a model's gradients are reduced by torch.compile's Python reducer."""
     if getattr(model, "_use_python_reducer", False):
-        raise SpecError(_REDUCER)
+        raise ArgumentError(_REDUCER)
 
 
 def check_bucket(bucket: Any) -> None:
-    """Raise SpecError if it is what torch.compile's Python reducer gives hooks instead of a bucket."""
+    """Raise ArgumentError if it is what torch.compile's Python reducer gives hooks instead of a bucket."""
     if isinstance(bucket, tuple):
-        raise SpecError(_REDUCER)
+        raise ArgumentError(_REDUCER)
 
 
 def model_of(hook: Any) -> DistributedDataParallel:
@@ -55,13 +55,13 @@ def model_of(hook: Any) -> DistributedDataParallel:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         There is none, or there are several: a hook serves one model.
     """
     models = [m for m in gc.get_objects() if issubclass(type(m), DistributedDataParallel)]
     mine = [m for m in models if any(h is hook or s is hook for h, s in m._comm_hooks)]
     if len(mine) != 1:
-        raise SpecError(
+        raise ArgumentError(
             f"the hook is registered to {len(mine)} models: a hook serves one model, make another one by ddp_hook()"
         )
     return mine[0]

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from codec import SpecError, optimizers
+from codec import ArgumentError, SpecError, optimizers
 from codec.specs import Spec
 from codec.torch.buckets import Part, Rooms, by_state, flat, n_values
 
 
 def check_has(optimizer: Any, spec: Spec, name: str) -> None:
-    """Raise SpecError if the spec of a parameter needs an optimizer, and there is none."""
+    """Raise ArgumentError if the spec of a parameter needs an optimizer, and there is none."""
     if by_state(spec) and optimizer is None:
         raise SpecError(f"{spec} for {name} drops bits by the optimizer's step: pass ddp_hook(optimizer=)")
 
@@ -36,7 +36,7 @@ def metric_of(
 
     Raises
     ------
-    SpecError
+    ArgumentError
         There is no optimizer, or it does not have a parameter of the part.
     """
     if not by_state(part.spec):
@@ -44,7 +44,7 @@ def metric_of(
     check_has(optimizer, part.spec, part.names[0])
     group_of = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
     if lacking := [name for name, p in zip(part.names, part.parameters, strict=True) if p not in group_of]:
-        raise SpecError(f"optimizer= does not have {', '.join(lacking)}: give another spec for it by policy=")
+        raise ArgumentError(f"optimizer= does not have {', '.join(lacking)}: give another spec for it by policy=")
     of_group = {
         i: replace(optimizers.from_optimizer(optimizer, i), grad_scale=scale)
         for i in {group_of[p] for p in part.parameters}

@@ -97,7 +97,7 @@ class Plan:
 
         Raises
         ------
-        SpecError
+        ArgumentError
             The policy returned something else.
         """
         spec = self.policy(name, parameter) or self.spec

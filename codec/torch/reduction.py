@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import codec
-from codec import Codebook, SpecError, Status
+from codec import ArgumentError, Codebook, Status
 from codec._c.library import DTYPES, lib
 from codec._c.spec_structs import spec_struct
 from codec.decoding import check_values
@@ -246,8 +246,8 @@ def floats(x: Array, r: Reduction) -> Array:
     return torch.from_numpy(x).view(FLOATS[r.dtype]).float().numpy()
 
 
-def refused(r: Reduction, x: Array) -> SpecError | None:
+def refused(r: Reduction, x: Array) -> ArgumentError | None:
     """What encoding would have said of NaN and Inf: which way values travel must not decide whether a step is good."""
     if not r.only_numbers or not x.size or all(torch.isfinite(t) for t in torch.aminmax(r.tensor_of(x))):
         return None
-    return SpecError("the tensor holds NaN or Inf, which this codec does not take", Status.NONFINITE)
+    return ArgumentError("the tensor holds NaN or Inf, which this codec does not take", Status.NONFINITE)

@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from codec import SpecError, StateError
+from codec import ArgumentError, StateError
 from codec.specs import check_contraction
 from codec.stateful.checkpoint import array_of
 from codec.tensors.view import mark_written
@@ -31,14 +31,14 @@ class Feedback:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         The codec loses nothing, or the reduction is no sum or mean.
     """
 
     def __init__(self, r: Reduction, residual: Array) -> None:
         check_contraction(r.spec)
         if r.op == "max":
-            raise SpecError("error feedback with a maximum: errors add up in sums and means only")
+            raise ArgumentError("error feedback with a maximum: errors add up in sums and means only")
         self._sum_errors: dict[int, Array] = {}
         self._mean = r.op == "mean"
         self.residual = r.residual = residual
@@ -73,7 +73,7 @@ class CallersResidual(Feedback):
 
     Raises
     ------
-    SpecError
+    ArgumentError
         As :class:`Feedback`; or `tensor` is no such residual, or shares memory with the reduction's tensors.
     """
 
@@ -89,9 +89,9 @@ class CallersResidual(Feedback):
 
 
 def check_algorithm_of_feedback(algorithm: str) -> None:
-    """Raise SpecError if an all-reduce algorithm cannot have error feedback."""
+    """Raise ArgumentError if an all-reduce algorithm cannot have error feedback."""
     if algorithm == "ring":
-        raise SpecError(
+        raise ArgumentError(
             'error feedback with algorithm="ring", whose frames hold sums of other ranks\' values: '
             'use "two_shot" or "all_gather"'
         )
@@ -101,13 +101,13 @@ def _place_of(tensor: Any, r: Reduction, out: torch.Tensor) -> Array:
     """Return the memory of a caller's residual."""
     check_output(tensor, torch.float32, r.x.size, "residual=")
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise SpecError(
+        raise ArgumentError(
             f"residual= must be contiguous and in host memory; it has strides {tensor.stride()} on {tensor.device}"
         )
     place = as_array(tensor)
     shares = tensor.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
     if np.may_share_memory(place, r.x) or (shares and place.size):
-        raise SpecError("residual= shares memory with the tensor or with out=: it needs memory of its own")
+        raise ArgumentError("residual= shares memory with the tensor or with out=: it needs memory of its own")
     return place
 
 
@@ -123,14 +123,14 @@ class Residuals:
 
         Raises
         ------
-        SpecError
+        ArgumentError
             The module has reduced another number of values before.
         """
         kept, spare = self._kept.get(key), self._spare.pop(key, None)
         if kept is None:
             return np.zeros(n, np.float32)
         if kept.size != n:
-            raise SpecError(
+            raise ArgumentError(
                 f"module {key!r} reduces {n} values, but its residual has {kept.size}: parameters without gradients or "
                 "another sharding change that number; call set_reduce_scatter_unused_params(True), and load only "
                 "states of the same sharding"

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import torch
 
-from codec import FrameError, SpecError, Status
+from codec import ArgumentError, FrameError, SpecError, Status
 from codec.arguments import float32
 from codec.specs import Lossless, Spec, Ternary
 from codec.tensors.segments import Records, Segments, unpack
@@ -20,13 +20,13 @@ _Part = tuple[int, int, int]  # begin, end, number of the scale
 
 
 def check(spec: Spec, op: str) -> None:
-    """Raise SpecError unless such a reduction can have scales that ranks share."""
+    """Raise ArgumentError unless such a reduction can have scales that ranks share."""
     if not isinstance(spec, Ternary):
         raise SpecError(f"only values of Ternary have a scale that ranks can share, not those of {spec}")
     if spec.scale is not None:
         raise SpecError("ranks find out themselves which scale they share: leave out scale=")
     if op == "max":
-        raise SpecError("sums of ternary values say nothing of the largest: op must be mean or sum")
+        raise ArgumentError("sums of ternary values say nothing of the largest: op must be mean or sum")
 
 
 def shared_scale(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
@@ -44,7 +44,7 @@ def shared_scale(channel: Channel, r: Reduction) -> tuple[Array, Exception | Non
     try:
         for begin, end, i in parts:
             mine[i] = max(mine[i], _magnitude(owed[begin:end], r.spec))
-    except SpecError as e:
+    except ArgumentError as e:
         error = e
     scales, fault = all_gather(channel, Reduction(mine, "float32", Lossless(), "max", r.stream))
     if fault is None and not np.isfinite(scales).all():
@@ -70,7 +70,7 @@ def _magnitude(x: Array, spec: Spec) -> float:
     """The largest magnitude, or as many standard deviations as the spec allows; without any there are none to clip."""
     most = abs(max(float(x.max()), -float(x.min())))
     if not math.isfinite(most):
-        raise SpecError("the tensor holds NaN or Inf, which this codec does not take", Status.NONFINITE)
+        raise ArgumentError("the tensor holds NaN or Inf, which this codec does not take", Status.NONFINITE)
     assert isinstance(spec, Ternary)
     if spec.clip is None:
         return most

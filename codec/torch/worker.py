@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from codec import PeerError, SpecError
+from codec import ArgumentError, PeerError
 
 _log = logging.getLogger("codec.torch")
 _PATIENCE = 2.0  # seconds that stop() waits for a thread which does not compute
@@ -240,13 +240,13 @@ class Worker:
         ------
         PeerError
             This process was forked from the one that made the worker.
-        SpecError
+        ArgumentError
             Only this thread could run the collective.
         """
         if self.forked:
             raise PeerError(_FORKED)
         if threading.current_thread() is self._thread:
-            raise SpecError("the thread that runs collectives cannot wait for one: begin it with async_op=True")
+            raise ArgumentError("the thread that runs collectives cannot wait for one: begin it with async_op=True")
 
     def before_wait(self, batch: _Batch | None) -> None:
         """Let callbacks go on whose thread is about to wait for a collective that was submitted within `batch`."""

@@ -48,7 +48,7 @@ def test_errors_have_the_status_as_code():
             call()
         assert caught.value.code is codec.Status[status]
         assert caught.value.code == getattr(lib, f"CODEC_{status}")
-    with pytest.raises(codec.SpecError) as caught:
+    with pytest.raises(codec.ArgumentError) as caught:
         codec.encode(object())
     assert caught.value.code is None
 

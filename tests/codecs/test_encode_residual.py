@@ -50,13 +50,13 @@ def test_errors_leave_the_residual_unchanged(name, threads):
     x, e, keywords = values(2), values(3), how(spec)
     before = e.tobytes()
     for capacity in (0, 50, 500):
-        with pytest.raises(codec.SpecError, match="too few"):
+        with pytest.raises(codec.ArgumentError, match="too few"):
             codec.encode(x, spec, residual=e, feedback=True, out=bytearray(capacity), threads=threads, **keywords)
         assert e.tobytes() == before
     if name in LOSSY and not (isinstance(spec, codec.Float8) and spec.nonfinite == "propagate"):
         e[-1] = np.inf
         before = e.tobytes()
-        with pytest.raises(codec.SpecError, match="NaN or Inf"):
+        with pytest.raises(codec.ArgumentError, match="NaN or Inf"):
             codec.encode(x, spec, residual=e, feedback=True, threads=threads, **keywords)
         assert e.tobytes() == before
 
@@ -77,7 +77,7 @@ def test_one_pass_gives_the_same_frames_residuals_and_errors(name, threads, engi
             assert error.tobytes() == e.tobytes()
         if name in LOSSY and not (isinstance(spec, codec.Float8) and spec.nonfinite == "propagate"):
             error[-1] = np.inf
-            with pytest.raises(codec.SpecError, match="NaN or Inf"):
+            with pytest.raises(codec.ArgumentError, match="NaN or Inf"):
                 codec.encode(x, spec, residual=error, feedback=True, **once, **keywords)
         assert x.tobytes() == before
 
@@ -91,10 +91,11 @@ def test_wrong_uses_of_feedback_are_rejected():
         "shares memory with x": {"spec": codec.Sign(), "residual": x},
         "as many values": {"spec": codec.Sign(), "residual": np.zeros(5, np.float32)},
     }.items():
-        with pytest.raises(codec.SpecError, match=match):
+        error = codec.SpecError if match == "loses nothing" else codec.ArgumentError
+        with pytest.raises(error, match=match):
             codec.encode(x, feedback=True, **keywords)
     for bad in (1, None, "yes", np.True_):
-        with pytest.raises(codec.SpecError, match="feedback must be"):
+        with pytest.raises(codec.ArgumentError, match="feedback must be"):
             codec.encode(x, codec.Sign(), residual=np.zeros_like(x), feedback=bad)
     assert x.tobytes() == before
 

@@ -153,18 +153,18 @@ def test_unknown_optimizers_groups_and_parameters_are_rejected():
         pass
 
     for bad in (torch.optim.LBFGS([w]), torch.optim.NAdam([w]), Mine([w]), None, w, "Adam"):
-        with pytest.raises(codec.SpecError, match="no metric is known for"):
+        with pytest.raises(codec.ArgumentError, match="no metric is known for"):
             optimizers.from_optimizer(bad)
     for group in (1, -2, "0", None, 0.0):
-        with pytest.raises(codec.SpecError, match="group"):
+        with pytest.raises(codec.ArgumentError, match="group"):
             optimizers.from_optimizer(optimizer, group)
-    with pytest.raises(codec.SpecError, match=r"one of torch\.optim's, not NoneType"):
+    with pytest.raises(codec.ArgumentError, match=r"one of torch\.optim's, not NoneType"):
         optimizers.state_of(None, w)
-    with pytest.raises(codec.SpecError, match="not among the optimizer's"):
+    with pytest.raises(codec.ArgumentError, match="not among the optimizer's"):
         optimizers.state_of(optimizer, torch.nn.Parameter(torch.ones(3)))
     other.grad = None
     optimizer.step()
-    with pytest.raises(codec.SpecError, match="have taken 3 to 4 steps"):
+    with pytest.raises(codec.ArgumentError, match="have taken 3 to 4 steps"):
         optimizers.from_optimizer(optimizer)
 
 
@@ -194,10 +194,12 @@ def test_levels_takes_named_guards():
         frame = codec.encode(x, codec.Truncate(guard=guard), metric=metric, state={"theta": theta})
         assert frame == codec.encode(x, codec.Truncate(guard=guard), metric=levels)
     assert (metric.levels(x, theta, guard="max") == 3).all()
-    for how in ({"guard": "exac"}, {"guard": 1.5}, {"m": theta[1:]}):
-        with pytest.raises(codec.SpecError):
-            metric.levels(x, theta, **how)
-    with pytest.raises(codec.SpecError, match="theta has 3 values, g has 1200"):
+    for guard in ("exac", 1.5):
+        with pytest.raises(codec.SpecError, match="guard must be"):
+            metric.levels(x, theta, guard=guard)
+    with pytest.raises(codec.ArgumentError, match="m has 1199 values, g has 1200"):
+        metric.levels(x, theta, m=theta[1:])
+    with pytest.raises(codec.ArgumentError, match="theta has 3 values, g has 1200"):
         metric.levels(x, np.ones(3, np.float32))
 
 

@@ -151,7 +151,7 @@ def test_segments_and_codebook(isa):
     for way in TRUNCATE_LEVELS:
         spec = Truncate("metric", "nearest", *way)
         book = codec.Codebook.from_tensors(x, spec=spec, metric=ADAMW, state=arrays)
-        with pytest.raises(codec.SpecError, match="symbols"):
+        with pytest.raises(codec.ArgumentError, match="symbols"):
             codec.encode(x, spec, metric=ADAMW, state=arrays, codebook=lossless)
         own = len(codec.encode(x, spec, metric=ADAMW, state=arrays))
         assert len(codec.encode(x, spec, metric=ADAMW, state=arrays, codebook=book)) <= own
@@ -161,7 +161,7 @@ def test_segments_and_codebook(isa):
             plain = codec.decode(codec.encode(x, spec, metric=ADAMW, state=arrays), metric=ADAMW, state=arrays)
             assert (y == plain).all()
     joint = codec.Codebook.from_tensors(x.astype(np.float16), spec=Truncate(), metric=ADAMW, state=arrays)
-    with pytest.raises(codec.SpecError, match="symbols"):
+    with pytest.raises(codec.ArgumentError, match="symbols"):
         codec.encode(x, Truncate(), metric=ADAMW, state=arrays, codebook=joint)
     with pytest.raises(codec.StateError, match="metric"):
         codec.Codebook.from_tensors(x, spec=Truncate())
@@ -229,7 +229,7 @@ def test_frames_that_would_grow_are_stored(n, dtype, isa):
             out = np.empty(codec.bound(x.shape, dtype, spec) - room, np.uint8)
             try:
                 frame = codec.encode(x, spec, residual=left, out=out, threads=threads, **how)
-            except codec.SpecError:  # too little room
+            except codec.ArgumentError:  # too little room
                 assert room
                 assert (left == 7).all()
                 continue
@@ -345,7 +345,7 @@ def test_parameter_groups_use_their_own_metrics(levels, granularity, isa):
         z = codec.decode(codec.encode(x[begin:end], spec, metric=metric, state=alone), metric=metric, state=alone)
         assert (y[begin:end] == z).all()
     for bad in ([], [(1, first)], [(0, first), (0, second)], [(0, first), (9, second), (5, third)]):
-        with pytest.raises(codec.SpecError):
+        with pytest.raises(codec.ArgumentError):
             codec.encode(x, spec, metric=bad, state=arrays)
     if levels == "shared":
         with pytest.raises(codec.StateError):
@@ -361,7 +361,7 @@ def test_levels_given_as_an_array():
         assert codec.decode(frame).tobytes() == expected.tobytes()
         assert oracle.decode(frame)[2] == expected.tobytes()
     level[9000] = 4
-    with pytest.raises(codec.SpecError):
+    with pytest.raises(codec.ArgumentError):
         codec.encode(x, Truncate(), metric=level)
 
 
@@ -381,7 +381,7 @@ def test_custom_metric_equals_the_built_in_one(isa):
         assert (y == codec.decode(frame, metric=built_in, state=arrays)).all()
     with pytest.raises(codec.StateError):
         codec.encode(x, Truncate(), metric=custom, state={"theta": arrays["theta"]})
-    with pytest.raises(codec.SpecError):
+    with pytest.raises(codec.ArgumentError):
         optimizers.Custom(lambda theta, beta: theta)
 
 
@@ -402,7 +402,7 @@ def test_decoding_with_another_state_is_a_state_error():
         with pytest.raises(codec.StateError):
             codec.reduce([frame, frame], **bad)
     out = np.full(20_000, 7, F32)
-    with pytest.raises(codec.SpecError):
+    with pytest.raises(codec.ArgumentError):
         codec.decode(frame, out=out, metric=ADAMW, state={**arrays, "m": arrays["m"][:100]})
     assert (out == 7).all()
 
@@ -437,6 +437,10 @@ def test_wrong_arguments_are_rejected():
         lambda: Truncate(max_code_length=9),
         lambda: codec.encode(x, Truncate()),
         lambda: codec.encode(x, Truncate(), state=arrays),
+    ):
+        with pytest.raises(codec.SpecError):
+            bad()
+    for bad in (
         lambda: codec.encode(x, codec.Sign(), metric=ADAMW, state=arrays),
         lambda: codec.encode(x, Truncate(), metric=ADAMW, state={**arrays, "w": x}),
         lambda: codec.encode(x, Truncate(), metric=ADAMW, state={**arrays, "v": x[:10]}),
@@ -447,7 +451,7 @@ def test_wrong_arguments_are_rejected():
         lambda: optimizers.SGD(-1.0),
         lambda: optimizers.Adam(float("nan")),
     ):
-        with pytest.raises(codec.SpecError):
+        with pytest.raises(codec.ArgumentError):
             bad()
 
 

@@ -63,7 +63,7 @@ def outcome(job, threads):
     except codec.FrameError as e:
         assert (out == 7).all()
         return type(e), codec.encode(x, spec, threads=threads)
-    except codec.SpecError as e:
+    except codec.ArgumentError as e:
         return type(e), codec.encode(x, spec, threads=threads)
     return out.tobytes(), codec.encode(x, spec, threads=threads)
 

@@ -181,7 +181,7 @@ def test_damage_leaves_out_unchanged(threads):
     assert (out == 7).all()
     with pytest.raises(codec.ChecksumError):
         codec.decode(frame, threads=threads)
-    with pytest.raises(codec.SpecError, match="shape"):
+    with pytest.raises(codec.ArgumentError, match="shape"):
         codec.decode(codec.encode(x), out=out[:-1])
 
 
@@ -237,7 +237,7 @@ def test_bound_holds_for_adversarial_tensors(dtype):
         memory = np.full(len(frame) + 64, 0xA5, np.uint8)
         assert codec.encode(x, dtype=dtype, out=memory[: len(frame)]) == frame
         assert (memory[len(frame) :] == 0xA5).all()
-        with pytest.raises(codec.SpecError, match="too few"):
+        with pytest.raises(codec.ArgumentError, match="too few"):
             codec.encode(x, dtype=dtype, out=memory[: len(frame) - 1])
         assert (memory[len(frame) :] == 0xA5).all()
 
@@ -258,6 +258,11 @@ def test_wrong_arguments_are_rejected():
         lambda: codec.Lossless(max_code_length=1),
         lambda: codec.Lossless(max_code_length=True),
         lambda: codec.Lossless(model="other"),
+        lambda: codec.encode(x, object()),
+    ):
+        with pytest.raises(codec.SpecError):
+            bad()
+    for bad in (
         lambda: codec.encode(object()),
         lambda: codec.encode(np.zeros(3, complex)),
         lambda: codec.encode(np.array(["a"])),
@@ -266,7 +271,6 @@ def test_wrong_arguments_are_rejected():
         lambda: codec.encode(x, dtype="float3"),
         lambda: codec.encode(x, threads=0),
         lambda: codec.encode(x, out=bytes(1000)),
-        lambda: codec.encode(x, object()),
         lambda: codec.encode(np.zeros(9000, np.float32), segments=[(0, (100, 80)), (50, (10,))]),
         lambda: codec.encode(np.zeros(9000, np.float32), segments=[(0, (100, 91))]),
         lambda: codec.encode(np.zeros(9000, np.float32), segments=[(-1, (10,))]),
@@ -277,7 +281,7 @@ def test_wrong_arguments_are_rejected():
         lambda: codec.decode(codec.encode(x), out=np.zeros((4, 8), np.float32)[:, ::2]),
         lambda: codec.bound((3,), "complex64"),
     ):
-        with pytest.raises(codec.SpecError):
+        with pytest.raises(codec.ArgumentError):
             bad()
     with pytest.raises(codec.EngineError):
         codec.encode(x, engine="abacus")

@@ -204,7 +204,7 @@ def test_encoding_errors_change_nothing(name, threads):
         keywords = {**how(spec), **other, "threads": threads}
         before, residual, theta = x.tobytes(), np.full(N, 7, np.float32), THETA.tobytes()
         for r in (residual, x):
-            with pytest.raises(codec.SpecError):
+            with pytest.raises(codec.SpecError if "scale" in what else codec.ArgumentError):
                 codec.encode(x, spec, residual=r, **keywords)
             assert x.tobytes() == before, what
             assert (residual == 7).all(), what
@@ -245,7 +245,7 @@ def test_wrong_segments_are_rejected_for_every_dtype_and_size(dtype, n):
     """Also for small tensors and integers, which do not use segments."""
     x = np.ones(n, dtype)
     for segments in ([(0, (n + 1,))], [(1, (n,))], [(5, (2,)), (0, (2,))], [(0, (3,)), (2, (2,))], [(n + 1, (0,))]):
-        with pytest.raises(codec.SpecError, match="segments"):
+        with pytest.raises(codec.ArgumentError, match="segments"):
             codec.encode(x, segments=segments)
 
 

@@ -54,7 +54,7 @@ def test_frames_and_residuals_add_up_to_the_gradients(name, sizes, seed, steps):
                 for a, b in random_cuts(rng, len(bucket), 3):
                     frame = codec.encode(bucket[a:b], spec, residual=error[a:b], feedback=True)
                     codec.decode(frame, out=sent[a:b])
-            except codec.SpecError:
+            except codec.ArgumentError:
                 refused = True
                 continue
             left, at = c - sent, 0
@@ -139,7 +139,7 @@ def test_range_cannot_be_begun_twice():
 )
 def test_wrong_layouts_are_rejected(layout):
     feedback = codec.ErrorFeedback(codec.Sign())
-    with pytest.raises(codec.SpecError):
+    with pytest.raises(codec.ArgumentError):
         feedback.begin(layout)
     feedback.commit()
     assert len(feedback.state_dict()) == 2
@@ -202,10 +202,10 @@ def test_errors_of_encode_leave_residuals_unchanged(monkeypatch):
     bad = x.copy()
     bad[500] = np.inf
     for error, arguments in [
-        (codec.SpecError, ("w", bad)),
-        (codec.SpecError, ("w", x, bytearray(20))),
-        (codec.SpecError, ("w", "no tensor")),
-        (codec.SpecError, (5, x)),
+        (codec.ArgumentError, ("w", bad)),
+        (codec.ArgumentError, ("w", x, bytearray(20))),
+        (codec.ArgumentError, ("w", "no tensor")),
+        (codec.ArgumentError, (5, x)),
         (codec.StateError, ("v", x)),
         (TypeError, ("w", x, None, x)),
     ]:
@@ -245,7 +245,7 @@ def test_wrong_arguments_are_rejected():
     for bad in (codec.Lossless(), None, "sign"):
         with pytest.raises(codec.SpecError):
             codec.ErrorFeedback(bad)
-    with pytest.raises(codec.SpecError, match="role"):
+    with pytest.raises(codec.ArgumentError, match="role"):
         codec.ErrorFeedback(codec.Sign(), role="boss")
 
 
@@ -338,10 +338,10 @@ def test_rescale_multiplies_residuals_by_the_change_of_scale():
     feedback.load_state_dict(pickle.loads(state))
     assert pickle.dumps(feedback.state_dict()) == state
     for scale in (0, -1, float("inf"), float("nan"), "a", None, True, [1], 2.0**-127, 2.0**127, 10**400):
-        with pytest.raises(codec.SpecError, match="a scale must be a number"):
+        with pytest.raises(codec.ArgumentError, match="a scale must be a number"):
             feedback.rescale(scale)
     feedback.rescale(np.float32(2.0**100))
-    with pytest.raises(codec.SpecError, match="no factor"):
+    with pytest.raises(codec.ArgumentError, match="no factor"):
         feedback.rescale(2.0**-100)
     assert pickle.dumps(feedback.state_dict()) == state
 

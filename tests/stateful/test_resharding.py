@@ -71,20 +71,20 @@ def test_wrong_states_and_owners_are_rejected():
     )
     reshard = codec.ErrorFeedback.reshard
     for error, match, call in [
-        (codec.SpecError, "got none", lambda: reshard([], 2)),
-        (codec.SpecError, "world_size", lambda: reshard([worker], 0)),
-        (codec.SpecError, "op must be", lambda: reshard([worker], 2, op="max")),
-        (codec.SpecError, "for servers", lambda: reshard([worker], 2, owned=lambda rank: [])),
+        (codec.ArgumentError, "got none", lambda: reshard([], 2)),
+        (codec.ArgumentError, "world_size", lambda: reshard([worker], 0)),
+        (codec.ArgumentError, "op must be", lambda: reshard([worker], 2, op="max")),
+        (codec.ArgumentError, "for servers", lambda: reshard([worker], 2, owned=lambda rank: [])),
         (codec.StateError, "different roles", lambda: reshard([worker, server], 2)),
         (codec.StateError, "two of the old", lambda: reshard([server, server], 2)),
         (codec.StateError, r"owns a\[9:10\]", lambda: reshard([server], 1, owned=lambda rank: [("a", 9)])),
-        (codec.SpecError, r"own a\[0:10\]", lambda: reshard([server], 2, owned=lambda rank: [("a", 10)])),
+        (codec.ArgumentError, r"own a\[0:10\]", lambda: reshard([server], 2, owned=lambda rank: [("a", 10)])),
         (codec.StateError, "not a state dict", lambda: reshard([worker, {}], 2)),
         (codec.StateError, "thousands of digits", lambda: reshard([{**worker, "version": 10**5000}], 2)),
-        (codec.SpecError, "world_size", lambda: reshard([worker], 1 << 62)),
-        (codec.SpecError, "sequence of state dicts.*not NoneType", lambda: reshard(None, 2)),
-        (codec.SpecError, "sequence of state dicts.*not dict", lambda: reshard(worker, 2)),
-        (codec.SpecError, "sequence of state dicts.*not str", lambda: reshard("worker", 2)),
+        (codec.ArgumentError, "world_size", lambda: reshard([worker], 1 << 62)),
+        (codec.ArgumentError, "sequence of state dicts.*not NoneType", lambda: reshard(None, 2)),
+        (codec.ArgumentError, "sequence of state dicts.*not dict", lambda: reshard(worker, 2)),
+        (codec.ArgumentError, "sequence of state dicts.*not str", lambda: reshard("worker", 2)),
     ]:
         with pytest.raises(error, match=match):
             call()

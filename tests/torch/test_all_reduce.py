@@ -216,7 +216,8 @@ def _refused(rank, size):
 def test_error_on_one_rank_raises_on_all():
     results = run_ranks(3, _refused)
     other = ["PeerError"] * 8
-    mine = ["SpecError", "PeerError", "PeerError", "SpecError", "SpecError", "SpecError", "SpecError", "PeerError"]
+    bad, peer = "ArgumentError", "PeerError"
+    mine = [bad, peer, peer, bad, bad, bad, bad, peer]
     assert results == [other, mine, other]
 
 
@@ -243,7 +244,11 @@ def _not_finite(rank, size):
 
 def test_raw_and_frames_reject_the_same_values():
     run_ranks(2, _not_finite)
-    owner, wrong, other = ("SpecError", "PeerError", "PeerError"), ("PeerError", "SpecError", "PeerError"), {False}
+    owner, wrong, other = (
+        ("ArgumentError", "PeerError", "PeerError"),
+        ("PeerError", "ArgumentError", "PeerError"),
+        {False},
+    )
     want = [([wrong[rank], owner[rank], owner[rank]], other) for rank in range(3)]
     assert run_ranks(3, _not_finite) == want
 
@@ -257,10 +262,13 @@ def _wrong(rank, size):
     good = {"metric": sgd, "state": {"theta": x, "m": None}}
     reduce(x.clone(), truncate, **good)
     raised = []
-    for call, bad in [
+    specs = [
         *((reduce, (x, spec)) for spec in ("float8", codec.Sign, None, [])),
-        *((reduce, (y,)) for y in (x.numpy(), None, distributed(x), x.to_sparse())),
         (reduce, (x, truncate)),
+        *((scatter, (part, x, spec)) for spec in ("x", codec.Sign)),
+    ]
+    arguments = [
+        *((reduce, (y,)) for y in (x.numpy(), None, distributed(x), x.to_sparse())),
         (reduce, (x, truncate, {"metric": sgd, "state": [x]})),
         (reduce, (x, truncate, {"metric": sgd, "state": {"theta": x[1:]}})),
         *((reduce, (x, codec.Lossless(), {"segments": s})) for s in (5, [5], "ab")),
@@ -268,15 +276,16 @@ def _wrong(rank, size):
         *((reduce, (x, codec.Lossless(), {"stream": stream})) for stream in ("a", -1, 1.5)),
         (reduce, (x, codec.Lossless(), {"algorithm": "foo"})),
         (reduce, (x, codec.Lossless(), {"out": x.numpy()})),
-        *((scatter, (part, x, spec)) for spec in ("x", codec.Sign)),
         *((scatter, (y, x)) for y in (part.numpy(), None)),
         *((exchange, (frames,)) for frames in (["a"] * size, 5, [b""])),
-    ]:
+    ]
+    cases = [(codec.SpecError, *case) for case in specs] + [(codec.ArgumentError, *case) for case in arguments]
+    for error, call, bad in cases:
         *args, how = bad if isinstance(bad[-1], dict) else (*bad, {})
         if not wrong:
             args, how = {reduce: (x,), scatter: (part, x), exchange: ([b"ab"] * size,)}[call], {}
         before = bits(x)
-        with pytest.raises(codec.SpecError if wrong else codec.PeerError):
+        with pytest.raises(error if wrong else codec.PeerError):
             call(*args, **how)
         assert bits(x) == before
         y = values(rank, (1000,))
@@ -298,7 +307,7 @@ def test_wrong_argument_on_one_rank_raises_on_all_before_anything_is_sent():
 
 def _timeouts(rank, size):
     for bad in ("a", [1], 1e300):
-        with pytest.raises(codec.SpecError, match="timeout must be seconds or a timedelta"):
+        with pytest.raises(codec.ArgumentError, match="timeout must be seconds or a timedelta"):
             codec.torch.all_reduce(torch.ones(3), timeout=bad)
     pending = codec.torch.all_reduce(torch.ones(3), timeout=timedelta(seconds=20), async_op=True)
     assert torch.equal(pending.wait(timedelta(seconds=20)), torch.ones(3))
@@ -483,7 +492,7 @@ def _large(rank, size):
             assert torch.equal(turned, straight)
             found.append(bits(x)[:1000])
             above = torch.full_like(x, high)
-            with pytest.raises(codec.SpecError) as caught:
+            with pytest.raises(codec.ArgumentError) as caught:
                 codec.torch.all_reduce(above, spec, op="sum", algorithm=algorithm)
             assert caught.value.code == codec.Status.NONFINITE
             assert (above == above[0, 0]).all()
@@ -506,9 +515,9 @@ def _odd(rank, size):
         (wide[:, ::2], {"out": wide.view(-1)[300_000:]}),
         (x, {"spec": codec.Truncate(), "metric": metric, "state": state}),
     ):
-        with pytest.raises(codec.SpecError, match=r"sparse|shares|300001"):
+        with pytest.raises(codec.ArgumentError, match=r"sparse|shares|300001"):
             codec.torch.all_reduce(tensor, **kwargs)
-    with pytest.raises(codec.SpecError, match="sparse"):
+    with pytest.raises(codec.ArgumentError, match="sparse"):
         codec.torch.all_gather(torch.empty(size * 300_000, device="meta"), x)
     state["theta"] = state["theta"][:0:-1]  # negative strides, which torch does not support
     codec.torch.all_reduce(x, codec.Truncate(), metric=metric, state=state)
@@ -611,7 +620,7 @@ def test_scheduling_policy_is_restored_or_left_alone(monkeypatch):
 
 
 def test_collective_without_a_group_is_an_error():
-    with pytest.raises(codec.SpecError, match="init_process_group"):
+    with pytest.raises(codec.ArgumentError, match="init_process_group"):
         codec.torch.all_reduce(torch.ones(3))
 
 

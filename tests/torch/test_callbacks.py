@@ -196,7 +196,7 @@ def test_error_in_a_callback_is_logged_and_the_group_stays_usable(ranks):
 def _in_worker_thread(rank, size):
     """A synchronous collective in the worker thread, which runs no callbacks, raises at once."""
     line = collectives.line_of(None)
-    with pytest.raises(codec.SpecError, match="async_op=True"):
+    with pytest.raises(codec.ArgumentError, match="async_op=True"):
         line.worker.submit(lambda: codec.torch.all_reduce(ones())).wait()
     return _reduced(rank)
 

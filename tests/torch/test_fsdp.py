@@ -122,7 +122,7 @@ def _refused(rank, size):
 
 
 def test_nan_on_one_rank_raises_on_all():
-    assert run_ranks(3, _refused) == [("PeerError", 3.0), ("SpecError", 3.0), ("PeerError", 3.0)]
+    assert run_ranks(3, _refused) == [("PeerError", 3.0), ("ArgumentError", 3.0), ("PeerError", 3.0)]
 
 
 def _lost(rank, size):

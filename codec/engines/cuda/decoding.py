@@ -15,7 +15,7 @@ from codec.engines.cuda.upload import Image
 from codec.engines.cuda.workspace import Work, grid_for
 from codec.engines.native import decoding as native
 from codec.engines.request import DecodeRequest
-from codec.errors import CodecError, FrameError, SpecError, StateError, Status
+from codec.errors import ArgumentError, CodecError, FrameError, StateError, Status
 from codec.inspection import read_header
 from codec.optimizers.arguments import Asked, asked
 from codec.tensors.view import TensorView
@@ -131,7 +131,7 @@ class Frame:
         """What levels go by; but if that does not fit, see first that it is not the frame's fault."""
         try:
             return asked(self.request.metric, self.request.state, self.info.n)
-        except (SpecError, StateError):
+        except (ArgumentError, StateError):
             self.verify()
             raise
 

@@ -8,7 +8,7 @@ from codec.engines.cuda.job import WRITTEN_NBYTES, Job, plan_of
 from codec.engines.cuda.workspace import Work
 from codec.engines.native.encoding import frame_in
 from codec.engines.request import EncodeRequest
-from codec.errors import SpecError, Status
+from codec.errors import ArgumentError, Status
 from codec.tensors.view import TensorView
 
 ALIGNMENT = 8  # of a frame's sections
@@ -64,7 +64,7 @@ class Encoding:
         said = _WRITTEN.unpack(written or self.work.device.download(self.job.written, WRITTEN_NBYTES))
         nbytes, fault, out = said[3], said[6], self.request.out
         if fault == _SHORT_OUTPUT or (out is not None and nbytes > out.nbytes):
-            raise SpecError(
+            raise ArgumentError(
                 f"out= has {self._capacity if out is None else out.nbytes} bytes, which is too few; "
                 "bound() says how many are enough",
                 _SHORT_OUTPUT,

@@ -17,7 +17,7 @@ from codec.engines.cuda.workspace import Work
 from codec.engines.native.decoding import check_whole, is_bomb
 from codec.engines.native.many import at_item, check_many_apart
 from codec.engines.request import DecodeRequest, EncodeRequest
-from codec.errors import CodecError, SpecError, Status
+from codec.errors import ArgumentError, CodecError, Status
 from codec.tensors.view import TensorView, device_like, empty, view, view_output
 
 _STORE, _ADD, _MAX, _FLOAT32 = lib.CODEC_INTO_STORE, lib.CODEC_INTO_ADD, lib.CODEC_INTO_MAX, lib.CODEC_INTO_FLOAT32
@@ -164,7 +164,7 @@ def reduce(r: DecodeRequest, op: str) -> Any:
             if frame.shape != shape:
                 for each in frames:  # or one is damaged
                     each.verify()
-                raise SpecError(f"frames of shapes {shape} and {frame.shape} cannot be reduced")
+                raise ArgumentError(f"frames of shapes {shape} and {frame.shape} cannot be reduced")
         r.check_limit(4 * frames[0].info.n)
         result, v = _target(work, r, "float32", shape)
         for i, frame in enumerate(frames):

@@ -7,7 +7,7 @@ from codec.engines.cuda.encoding import ALIGNMENT, Encoding
 from codec.engines.cuda.job import COUNTS_NBYTES, WRITTEN_NBYTES, begin, bound_of
 from codec.engines.cuda.workspace import Work
 from codec.engines.request import EncodeRequest
-from codec.errors import EngineError, SpecError
+from codec.errors import ArgumentError, EngineError
 from codec.optimizers.custom import Custom
 from codec.tensors.view import is_torch
 
@@ -61,11 +61,11 @@ def _check(r: EncodeRequest) -> None:
         if v.device == "cpu":
             raise EngineError(f"{name} lies in host memory, for which encode_async would have to wait")
     if r.out is None or r.out.address % ALIGNMENT:
-        raise SpecError(f"encode_async needs out=, at a multiple of {ALIGNMENT} bytes")
+        raise ArgumentError(f"encode_async needs out=, at a multiple of {ALIGNMENT} bytes")
     if r.residual is not None and r.out.nbytes < bound_of(r):
-        raise SpecError("encode_async with residual= needs an out= of bound() bytes: one that surely is enough")
+        raise ArgumentError("encode_async with residual= needs an out= of bound() bytes: one that surely is enough")
     if r.metric is not None and any(isinstance(m, Custom) for _, m in r.metric.groups):
-        raise SpecError("a metric of your own is worked out on the host, for which encode_async would have to wait")
+        raise ArgumentError("a metric of your own is worked out on the host, for which encode_async would have to wait")
 
 
 def _seen(memory: Any, dtype: str) -> Any:

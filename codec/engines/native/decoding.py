@@ -10,7 +10,7 @@ from codec._call import Call
 from codec.engines import blockwise
 from codec.engines.native.encoding import ME
 from codec.engines.request import DecodeRequest
-from codec.errors import SpecError, StateError, Status
+from codec.errors import ArgumentError, StateError, Status
 from codec.inspection import check_frame, read_header
 from codec.optimizers.arguments import Asked, asked
 from codec.tensors.view import TensorView, empty, on_host, view_output
@@ -87,7 +87,7 @@ def _asked(info: Any, r: DecodeRequest, frame: TensorView) -> Asked | None:
     """What a frame needs; but if that does not fit, see first that it is not the frame's fault."""
     try:
         m = asked(r.metric, r.state, info.n)
-    except (SpecError, StateError):
+    except (ArgumentError, StateError):
         check_frame(frame)
         raise
     for name, v in m.read if m else ():
@@ -109,7 +109,7 @@ def decode_prepared(call: Call, r: DecodeRequest, v: TensorView, metric: Asked |
         status = lib.codec_decode(frame.data, frame.nbytes, t, call.context, call.small_scratch, _SCRATCH)
         if status:
             check(status, call.fault)
-    except SpecError as e:
+    except ArgumentError as e:
         if e.code == _BAD_ARGUMENT:
             r.check_apart(v, metric, in_place=True)
         raise

@@ -13,7 +13,7 @@ from codec._call import Call
 from codec.engines import blockwise
 from codec.engines.native.memory import NewBytes
 from codec.engines.request import EncodeRequest
-from codec.errors import SpecError, Status
+from codec.errors import ArgumentError, Status
 from codec.tensors.view import TensorView, on_host
 
 _ROOM, _SCRATCH, _SMALL_TENSOR = _call.SMALL_FRAME, _call.SMALL_SCRATCH, _call.SMALL_TENSOR
@@ -71,7 +71,7 @@ def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> 
         if status != _SHORT_OUTPUT:  # rows of one value may make a frame larger than the tensor
             check(status)
         return _encode_large(call, s, r, 1)
-    except SpecError as e:
+    except ArgumentError as e:
         if e.code == _BAD_ARGUMENT:
             r.check_apart()
         raise
@@ -104,7 +104,7 @@ def _encode_one(call: Call, spec: Any, dst: Any, capacity: int) -> None:
     scratch = call.scratch(nbytes)
     status = lib.codec_encode(spec, call.tensor, dst, capacity, call.size, _NULL, call.context, scratch, nbytes)
     if status == _SHORT_OUTPUT:
-        raise SpecError(f"out= has {capacity} bytes, which is too few; bound() says how many are enough", status)
+        raise ArgumentError(f"out= has {capacity} bytes, which is too few; bound() says how many are enough", status)
     check(status)
 
 

@@ -11,7 +11,7 @@ from codec.engines import blockwise
 from codec.engines.native.decoding import read_whole
 from codec.engines.native.encoding import ME
 from codec.engines.request import DecodeRequest
-from codec.errors import SpecError, Status
+from codec.errors import ArgumentError, Status
 from codec.inspection import check_frame
 from codec.optimizers.arguments import asked
 from codec.tensors.view import TensorView, empty, on_host, view_output
@@ -34,7 +34,7 @@ def reduce(r: DecodeRequest, op: str, make: ReduceInto | None = None) -> Any:
         if tuple(info.shape[0 : info.rank]) != shape:
             for frame in r.frames:  # or one is damaged
                 check_frame(frame)
-            raise SpecError(f"frames of shapes {shape} and {tuple(info.shape[0 : info.rank])} cannot be reduced")
+            raise ArgumentError(f"frames of shapes {shape} and {tuple(info.shape[0 : info.rank])} cannot be reduced")
     r.check_limit(4 * first.n)
     m = asked(r.metric, r.state, first.n)
     for name, array in m.read if m else ():
@@ -57,7 +57,7 @@ def reduce(r: DecodeRequest, op: str, make: ReduceInto | None = None) -> Any:
     call.fill_tensor(v)
     try:
         (make or _reduce_into)(call, read, _OPS[op], pool.choose_threads(r.threads, v.nbytes * len(read)))
-    except SpecError as e:
+    except ArgumentError as e:
         if e.code == _BAD_ARGUMENT:
             r.check_apart(v, m, in_place=len(read) == 1)
         raise

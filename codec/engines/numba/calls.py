@@ -13,7 +13,7 @@ from codec.engines.native import decoding, encoding
 from codec.engines.native.memory import NewBytes
 from codec.engines.numba import loops
 from codec.engines.request import DecodeRequest, EncodeRequest
-from codec.errors import SpecError, Status
+from codec.errors import ArgumentError, Status
 from codec.inspection import read_header
 from codec.optimizers.arguments import Asked
 from codec.tensors.view import TensorView
@@ -35,7 +35,7 @@ def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> 
             return _encode_apart(call, s, r, out, count)
         check(lib.codec_encode_room(s, t, call.size))
         return _encode_new(call, s, r, call.size[0], count)
-    except SpecError as e:
+    except ArgumentError as e:
         if e.code == _BAD_ARGUMENT:
             r.check_apart()
         raise
@@ -61,7 +61,7 @@ def _encode_apart(call: Call, s: Any, r: EncodeRequest, out: TensorView, threads
     check(lib.codec_encode_room(s, call.tensor, call.size))
     frame = _encode_new(call, s, r, call.size[0], threads)
     if len(frame) > out.nbytes:
-        raise SpecError(
+        raise ArgumentError(
             f"out= has {out.nbytes} bytes, which is too few; bound() says how many are enough", _SHORT_OUTPUT
         )
     ffi.memmove(out.data, frame, len(frame))
@@ -83,7 +83,7 @@ def decode_prepared(call: Call, r: DecodeRequest, v: TensorView, metric: Asked |
     call.fill_tensor(v)
     try:
         blockwise.decode(loops, call, info, frame.data, frame.nbytes, pool.choose_threads(threads, v.nbytes))
-    except SpecError as e:
+    except ArgumentError as e:
         if e.code == _BAD_ARGUMENT:
             r.check_apart(v, metric, in_place=True)
         raise
