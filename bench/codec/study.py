@@ -64,8 +64,10 @@ def study(x: Array, dtype: str, shapes: list[tuple[int, ...]]) -> dict[str, floa
         rows["first bit"].append((lowered(128) >> 7) % 128 * 2 + bit)
         n += r * c
         nibbles += 4 * (r + c)
+    if not n:
+        return {}  # no parameter has rows and columns
     out = {k: cost(v) / n + (nibbles / n if k != "flat" else 0) for k, v in rows.items()}
-    out["first bit"] -= 1  # it is no longer among the raw ones
+    out["first bit"] -= 1  # the bit is no longer sent raw
     low = (x if dtype == "bfloat16" else x.view(np.uint32)) & 255
     counts = np.bincount(low.astype(np.int64), minlength=256)
     counts = counts[counts > 0]
@@ -84,6 +86,8 @@ def main() -> None:
             if not shapes or "grad" not in name:
                 continue
             s = study(x, dtype, shapes)
+            if not s:
+                continue
             print(
                 f"{name:34} {s['flat']:10.3f} {s['whole']:14.3f} {s['quarters']:9.3f} {s['eighths']:8.3f}"
                 f" {s['first bit']:18.3f} {100 * s['even']:11.0f}% {s['low byte']:20.2f}"
