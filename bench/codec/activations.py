@@ -31,7 +31,7 @@ Array = np.ndarray[Any, Any]
 
 
 def activations(steps: int) -> dict[str, Array]:
-    """Keys, values and hidden states of a causal transformer in bfloat16 after so many steps."""
+    """Return bfloat16 keys, values and hidden states of a causal transformer after some training steps."""
     import torch
     from models import Language, text
     from rich.progress import track
@@ -75,7 +75,7 @@ def entropy(symbols: Array) -> float:
 
 
 def coded(symbols: Array) -> float:
-    """Bits a symbol by one codebook of 255 symbols at most, the most frequent ones; all others are escaped."""
+    """Return the bits per symbol with one codebook of the 255 most frequent symbols; others are escaped."""
     counts = np.sort(np.bincount(symbols.astype(np.int64)))[::-1]
     kept, rest = counts[:255], int(counts[255:].sum())
     padded = np.zeros(256, np.int64)
@@ -87,7 +87,7 @@ def coded(symbols: Array) -> float:
 
 
 def study(x: Array) -> dict[str, float | None]:
-    """Of the bits of bfloat16 values."""
+    """Return the bits per value of each way to code bfloat16 values."""
     flat = x.reshape(-1).astype(np.int64)
     exponent, mantissa = flat >> 7 & 255, flat & 127
     try:

@@ -1,7 +1,7 @@
-"""Microseconds of calls with small tensors, whose time is mostly that of calling.
+"""Microseconds of calls with small tensors, in which the overhead of a call dominates.
 
-`1 of 200` is a share of encode_many and decode_many, and `alone` the same tensors one call each. Calls of all kinds
-take turns, so that each finds the caches and the CPU's predictions as the others have left them.
+`1 of 200` is one tensor's share of encode_many and decode_many, `alone` a single call for the same tensor. Calls of all
+kinds alternate, so that each finds caches and branch predictors as the others left them.
 """
 
 import argparse
@@ -24,7 +24,7 @@ ROUNDS = 400
 
 
 def calls_of(x: np.ndarray[Any, Any]) -> dict[str, tuple[int, Callable[[], Any]]]:
-    """What is timed, and how many tensors it does."""
+    """Return the timed calls by name, each with its number of tensors."""
     frame, many = codec.encode(x), [x.copy() for _ in range(COUNT)]
     frames = codec.encode_many(many)
     out, back = np.empty(codec.bound(x.shape, x.dtype), np.uint8), np.empty_like(x)
@@ -41,7 +41,7 @@ def calls_of(x: np.ndarray[Any, Any]) -> dict[str, tuple[int, Callable[[], Any]]
 
 
 def measure(x: np.ndarray[Any, Any]) -> dict[str, float]:
-    """Microseconds a tensor."""
+    """Return microseconds per tensor by name."""
     shortest: dict[str, float] = {}
     calls = calls_of(x)
     for _ in range(ROUNDS):

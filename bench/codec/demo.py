@@ -1,4 +1,4 @@
-"""Encode and decode the committed real gradients, bit for bit and by the lossy family, and print what it costs."""
+"""Encode and decode the committed gradients with Lossless and the lossy codecs, and print sizes and speeds."""
 
 import argparse
 import json
@@ -40,7 +40,7 @@ def measure(name: str, x: np.ndarray[Any, Any], dtype: str, shapes: list[tuple[i
 
 
 def lossy(path: Path, name: str, x: np.ndarray[Any, Any], shapes: list[tuple[int, ...]]) -> list[dict[str, Any]]:
-    """The family on one gradient; Truncate if the optimizer's state is there."""
+    """Return a row for each lossy codec; Truncate if the file has the optimizer's state."""
     given = optimizer_state(path, x.size)
     specs = {"Lossless": codec.Lossless(), **FAMILY} if given is None else {"Lossless": codec.Lossless(), **TRUNCATE}
     how: dict[str, Any] = {} if given is None else {"metric": given[0], "state": given[1]}

@@ -23,7 +23,7 @@ from measure import best, tensor
 
 
 def made() -> Iterator[tuple[str, np.ndarray[Any, Any], str, list[tuple[int, ...]]]]:
-    """Matrices like gradients, float32 and bfloat16, and the latter without its shape."""
+    """Yield made matrices in float32 and bfloat16, the latter also without its shape."""
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         x = tensor(dtype, (9 << 20) // size)
         yield f"matrix {x.shape[0]}x{x.shape[1]}", x.reshape(-1), dtype, [x.shape]
@@ -31,7 +31,7 @@ def made() -> Iterator[tuple[str, np.ndarray[Any, Any], str, list[tuple[int, ...
 
 
 def openzl(dtype: str) -> tuple[Callable[[np.ndarray[Any, Any]], bytes], Callable[[bytes], Any]]:
-    """The smallest of what OpenZL's graphs make of floats: exponents by FSE, the other bytes apart.
+    """Return OpenZL's smallest graph for floats: exponents by FSE, other bytes by planes.
 
     Generic backends (Compress, Zstd, FieldLz) gave larger frames, or frames 0.3% smaller at a tenth of the speed.
     """
@@ -56,7 +56,7 @@ def openzl(dtype: str) -> tuple[Callable[[np.ndarray[Any, Any]], bytes], Callabl
 
 
 def peers(dtype: str) -> dict[str, tuple[Callable[[np.ndarray[Any, Any]], bytes], Callable[[bytes], Any]]]:
-    """Name to (compress, decompress); imported here so that the rest of this file needs none of them."""
+    """Return (compress, decompress) by name. Imports are local: the rest of the file needs none of these packages."""
     import blosc2
     import zipnn
     import zstandard
@@ -64,7 +64,7 @@ def peers(dtype: str) -> dict[str, tuple[Callable[[np.ndarray[Any, Any]], bytes]
 
     found: dict[str, tuple[Callable[[np.ndarray[Any, Any]], bytes], Callable[[bytes], Any]]] = {}
     zip_nn = zipnn.ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1)
-    # ZipNN overwrites its input: give it a copy, made outside of the timing
+    # ZipNN overwrites its input: pass a copy, made outside of the timing
     found["zipnn"] = (lambda x: zip_nn.compress(x), lambda f: zip_nn.decompress(f))
     found["openzl"] = openzl(dtype)
     z, d = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
@@ -89,7 +89,7 @@ def peers(dtype: str) -> dict[str, tuple[Callable[[np.ndarray[Any, Any]], bytes]
 def measure(
     name: str, x: np.ndarray[Any, Any], dtype: str, shapes: list[tuple[int, ...]], speed: bool
 ) -> dict[str, Any]:
-    """One row: sizes as fractions of the tensor, GB/s of tensor bytes."""
+    """Return a row: sizes as fractions of the tensor, and GB/s of tensor bytes."""
     seconds = 0.4 if speed else 0.0
     inside = segments(shapes) or None
     shape = shapes[0] if len(shapes) == 1 else x.shape
@@ -195,7 +195,7 @@ def report(rows: list[dict[str, Any]]) -> None:
         ]
         table.add_row(*cells)
     Console(width=max(200, Console().width)).print(table)
-    # buckets of gradients with their shapes, and everything else; single parameters are parts of the former
+    # buckets of gradients with shapes, and all others; single parameters are parts of buckets
     whole = [r for r in rows if "[" not in r["tensor"]]
     for what, shaped in (("gradients with shapes", True), ("all else", False)):
         some = [r for r in whole if (":grad" in r["tensor"] and r["segments"] > 0) == shaped]

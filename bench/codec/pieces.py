@@ -1,11 +1,10 @@
-"""GB/s of pieces of a large tensor, one thread: as all-reduces encode and decode them.
+"""GB/s of pieces of a large tensor on one thread, as all-reduces encode and decode them.
 
-``memory``: from or to tensors that no cache holds any more, eight of them in turn. ``cache``: the same one each time,
-as benchmarks mostly measure. ``past``: to memory, past the caches (``decode(nontemporal=True)``): a line that is
-stored the usual way is read from memory before it is overwritten, and from there reading takes longer than all the
-rest. ``mean of 2`` is codec.reduce of two frames, as an all-gather of two ranks has it, to memory and past the caches,
-with ``check_finite=True``. ``copy`` is numpy.copyto from memory to memory, in the same run; of encoding the tensor is
-read, of decoding it is written, and a frame has at most as many bytes again.
+``memory``: pieces of eight tensors in turn, which no cache holds. ``cache``: one piece again and again, as most
+benchmarks measure. ``past``: non-temporal stores to memory (``decode(nontemporal=True)``). An ordinary store first
+reads its cache line from memory, which takes longer than all the rest. ``mean of 2``: codec.reduce of two frames, as in
+an all-gather of two ranks, with ordinary and non-temporal stores and ``check_finite=True``. ``copy``: numpy.copyto from
+memory to memory in the same run. Encoding reads the tensor and decoding writes it; a frame is at most as large.
 """
 
 import argparse
@@ -33,7 +32,7 @@ TENSORS, ROUNDS = 8, 24
 
 
 def seconds(do: Callable[[int], Any], tensors: int) -> float:
-    """Of a processor, that do(which tensor) takes: median."""
+    """Return the median CPU seconds of do(i) for tensor i."""
     times: list[float] = []
     for i in range(ROUNDS):
         start = time.thread_time()
@@ -43,7 +42,7 @@ def seconds(do: Callable[[int], Any], tensors: int) -> float:
 
 
 def measure(x: np.ndarray[Any, Any], piece: int) -> list[dict[str, Any]]:
-    """Rows of the table: copies first."""
+    """Return the rows of the table, copies first."""
     sources = [x + np.float32(0) for _ in range(TENSORS)]
     targets = [np.zeros_like(x) for _ in range(TENSORS)]
     cuts = [slice(i, i + piece) for i in range(0, x.size, piece)]

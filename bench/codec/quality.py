@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 
 
 def wide(x: Array, dtype: str) -> Array:
-    """As float32."""
+    """Return values as float32."""
     return (x.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else x.astype(np.float32)
 
 

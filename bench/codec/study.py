@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 
 def cost(symbols: Iterable[Array]) -> float:
-    """Bits that one codebook for all of these bytes spends on them."""
+    """Return the bits that one codebook spends on all of these bytes."""
     counts = np.bincount(np.concatenate([s.ravel() for s in symbols]).astype(np.int64), minlength=256)
     book = Codebook.from_counts(counts)
     lengths = np.frombuffer(book.lengths, np.uint8).astype(np.int64)
@@ -29,7 +29,7 @@ def cost(symbols: Iterable[Array]) -> float:
 
 
 def square(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The split that is most nearly square."""
+    """Return the split of a shape into rows and columns that is closest to square."""
     splits = [int(np.prod(shape[:i])) for i in range(len(shape) + 1)]
     n = int(np.prod(shape))
     return min(((r, n // r) for r in splits), key=max)
@@ -52,7 +52,7 @@ def study(x: Array, dtype: str, shapes: list[tuple[int, ...]]) -> dict[str, floa
         col = ((p - row[:, None]) * some).sum(0) / np.maximum(some.sum(0), 1)
 
         def lowered(unit: int, p: Array = p, some: Array = some, row: Array = row, col: Array = col) -> Array:
-            """Plane 0 of patterns under offsets that are multiples of `unit`, their mean just below an octave."""
+            """Return plane 0 of patterns after offsets in multiples of `unit` put their mean just below an octave."""
             by = unit * np.round(row / unit).astype(np.int64)[:, None] + unit * np.round(col / unit).astype(np.int64)
             return np.where(some, p - by + (128 << 7) + 112 & 0x7FFF, 0)
 

@@ -43,7 +43,7 @@ from measure import best, tensor
 
 
 def lossy_peers(x: np.ndarray[Any, Any]) -> dict[str, tuple[float, float]]:
-    """Seconds of encoding and decoding x by what people use: numpy, and torch if it is there, one thread."""
+    """Return the seconds of encoding and decoding x by numpy, and by torch if installed, on one thread."""
     rows = x.reshape(-1, x.shape[-1])
     signs, _ = best(lambda: (np.packbits(np.signbit(x)), np.abs(x).mean()))
     packed, scale = np.packbits(np.signbit(x)), np.abs(x).mean()
@@ -79,7 +79,7 @@ def lossy_peers(x: np.ndarray[Any, Any]) -> dict[str, tuple[float, float]]:
         enc, (q, s) = best(lambda: fast(t))
         dec, _ = best(lambda: slow(q, s))
         out["torch.compile float8"] = (enc, dec)
-    except Exception as e:  # it needs a C++ compiler and Python's headers
+    except Exception as e:  # torch.compile needs a C++ compiler and Python's headers
         print(f"torch.compile: {type(e).__name__}", file=sys.stderr)
     try:
         import fbgemm_gpu  # noqa: F401 - registers the operators
@@ -100,7 +100,7 @@ def lossy_peers(x: np.ndarray[Any, Any]) -> dict[str, tuple[float, float]]:
 
 
 def lossy(nbytes: int, dtype: str) -> dict[str, Any]:
-    """The family, Truncate under AdamW, and the peers of float32."""
+    """Print the rows of the lossy codecs, of Truncate under AdamW, and of peers for float32."""
     x = tensor(dtype, nbytes // codec._c.library.ITEMSIZE[dtype])
     rng = np.random.default_rng(1)
     state = {k: rng.standard_normal(x.shape, np.float32) * np.float32(0.02) for k in ("theta", "m", "v")}
@@ -167,7 +167,7 @@ def print_lossy(result: dict[str, Any]) -> None:
 
 
 def once_through(frame: Any, back: np.ndarray[Any, Any], isa: str) -> Any:
-    """A call that decodes in one thread as it checks, as C callers may: what is wrong may be found after writing."""
+    """Return a call that decodes on one thread in one pass: damage may be found after writing."""
     data = np.frombuffer(frame, np.uint8)
     t = new_tensor(codec._c.library.DTYPES[codec.inspect(frame).dtype], back.shape, ffi.from_buffer(back), back.nbytes)
     context = ffi.new("codec_context *")
@@ -183,7 +183,7 @@ def once_through(frame: Any, back: np.ndarray[Any, Any], isa: str) -> Any:
 
 
 def side_by_side(x: np.ndarray[Any, Any], dtype: str, out: np.ndarray[Any, Any], threads: int) -> float:
-    """How much faster one-thread calls are at once than one after the other."""
+    """Return the speedup of concurrent one-thread calls over the same calls in sequence."""
     calls = [
         functools.partial(codec.encode, part, dtype=dtype, out=room, threads=1)
         for part, room in zip(np.array_split(x, threads), np.array_split(out, threads), strict=True)
@@ -195,7 +195,7 @@ def side_by_side(x: np.ndarray[Any, Any], dtype: str, out: np.ndarray[Any, Any],
 
 
 def beside_native(engine: str, nbytes: int) -> list[dict[str, Any]]:
-    """Lossless dtypes, and the family on float32: GB/s of an engine and of the native one by AVX2, one thread."""
+    """Print GB/s of an engine and its fraction of the native engine with AVX2, on one thread."""
     cases: dict[str, tuple[str, codec.Spec]] = {
         **{f"Lossless {made}": (made, codec.Lossless()) for made in ("float32", "float32:bfloat16", "bfloat16")},
         **{name: ("float32", spec) for name, spec in {**FAMILY, **TRUNCATE}.items()},
@@ -213,7 +213,7 @@ def beside_native(engine: str, nbytes: int) -> list[dict[str, Any]]:
             how |= {"metric": optimizers.AdamW(1e-5, step=999), "state": state}
         out, back = np.empty(codec.bound(x.shape, dtype, spec) * 2 + (1 << 20), np.uint8), np.empty_like(x)
         rounds: list[dict[tuple[str, str], float]] = []
-        for _ in range(5):  # in turn, so that what else the machine does meets both
+        for _ in range(5):  # alternate, so that other load affects both
             seconds: dict[tuple[str, str], float] = {}
             for who in (engine, "native"):
                 with codec.use_isa("avx2" if who == "native" else None):

@@ -1,4 +1,4 @@
-"""How long NVRTC takes for each of the CUDA engine's kernels, and loading it from the cache. No GPU is needed.
+"""Seconds that NVRTC takes to compile each kernel of the CUDA engine, and to load it from the cache. Needs no GPU.
 
 python bench/gpu/compile_time.py --arch sm_90
 """
@@ -14,7 +14,7 @@ from codec.engines.cuda import kernels
 
 
 def compiling(arch: str) -> list[dict[str, Any]]:
-    """Seconds a kernel, compiled and from the disk."""
+    """Return the seconds of compiling a kernel and of loading it from disk."""
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CODEC_CACHE_DIR"] = folder

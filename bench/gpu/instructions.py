@@ -1,14 +1,14 @@
-"""How many instructions the CUDA engine's loops take, from their machine code. No GPU is needed, but nvdisasm is.
+"""Instructions of the CUDA engine's loops, counted in their machine code. Needs nvdisasm, but no GPU.
 
     pip install nvidia-cuda-nvdisasm
-    python bench/gpu/instructions.py                              # the loops in which nearly all values are
+    python bench/gpu/instructions.py                              # loops over whole rows
     python bench/gpu/instructions.py --all "encode_truncate"      # every loop of a kernel
 
-Of a row of 128 values: `least` is the shortest way round the loop on which something is stored, `most` all that stands
-in it; what is rarely needed (an escape's literal, a row's end) is in the latter only. A warp issues one instruction a
-cycle, of one of four schedulers a multiprocessor. `slots` is how many there are for a row, should a kernel reach 80% or
-70% of what a copy of as many bytes does on an H200 (132 multiprocessors, 1.98 GHz, 4.15 TB/s): with fewer instructions,
-its digests and what it does once a block included, memory is what limits it.
+For a row of 128 values, `least` counts the shortest path through the loop that stores something, and `most` all
+instructions of the loop, including rare ones (literals of escapes, ends of rows). A warp issues one instruction per
+cycle on one of four schedulers of a multiprocessor. `slots` is the number of instructions per row at which a kernel
+reaches 80% or 70% of a copy's speed on an H200 (132 multiprocessors, 1.98 GHz, 4.15 TB/s). With fewer instructions,
+including digests and work per block, memory is the limit.
 """
 
 import argparse
@@ -27,20 +27,20 @@ from typing import Any, NamedTuple
 
 from codec.engines.cuda import kernels
 
-ROW = 128  # values
-SLOTS = 132 * 4 * 1.98e9  # instructions a second of an H200
-COPY = 4.15e12  # bytes a second that a copy reads and writes
+ROW = 128  # values per row
+SLOTS = 132 * 4 * 1.98e9  # instructions per second of an H200
+COPY = 4.15e12  # bytes per second that a copy reads and writes
 
 
 class Hot(NamedTuple):
-    """A loop over rows that are all there."""
+    """Loop over whole rows."""
 
-    holds: str  # this, in lines of its instructions; smaller loops do not
-    rows: float  # at once, as it was unrolled
-    nbytes: float  # of a value, in its tensor and in a typical frame
-    times: int = 1  # or not so often
-    through: tuple[str, ...] = ()  # what all ways that values take pass by
-    stores: int = 1  # and so many of these
+    holds: str  # source text; the loop is the smallest one that contains it
+    rows: float  # rows per iteration, after unrolling
+    nbytes: float  # bytes per value, in the tensor and in a typical frame
+    times: int = 1  # least number of instructions from `holds`
+    through: tuple[str, ...] = ()  # source text on all paths of values
+    stores: int = 1  # stores on the path
 
 
 _PAIR, _FOUR, _LOADED = "= pair[high >>", "walk_four<CODEC>", "w = *global("
@@ -84,8 +84,8 @@ _SHOWN = ("kernel", "line", "source", "least", "most")
 
 class Instruction(NamedTuple):
     text: str
-    line: str  # "file:number", of the innermost function
-    follows: tuple[int, ...]  # by number
+    line: str  # "file:number" in the innermost function
+    follows: tuple[int, ...]  # numbers of instructions that may follow
 
 
 class Loop(NamedTuple):
@@ -99,7 +99,7 @@ class Loop(NamedTuple):
 
 
 def nvdisasm() -> str:
-    """Where it is: on the path, or in one of NVIDIA's packages."""
+    """Return the path of nvdisasm: from PATH, or from a package of NVIDIA."""
     packages = Path(sysconfig.get_path("purelib")) / "nvidia"
     found = shutil.which("nvdisasm") or next(map(str, packages.glob("*/bin/nvdisasm")), None)
     if found is None:
@@ -108,7 +108,7 @@ def nvdisasm() -> str:
 
 
 def disassembled(kernel: str, arch: str) -> list[Instruction]:
-    """A kernel's instructions, those of functions that it calls behind its own."""
+    """Return a kernel's instructions, followed by those of functions that it calls."""
     code = kernels.compiled(kernels.FILE_OF[kernel], (kernel,), arch, ("-lineinfo",))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code.image)
@@ -130,10 +130,10 @@ def disassembled(kernel: str, arch: str) -> list[Instruction]:
 
 
 def follows(text: str, i: int, labels: dict[str, int]) -> tuple[int, ...]:
-    """What may come after the i-th instruction; a call comes back."""
+    """Return the instructions that may follow instruction i; a call returns."""
     guard, opcode = re.match(r"(@!?U?P\w+\s+)?(\S+)", text).groups()  # type: ignore[union-attr]
     target = re.search(r"\((\.L_x_\d+)\)", text)
-    if opcode.startswith("BRA") and opcode != "BRA.DIV" and target:  # the other is for warps that have diverged
+    if opcode.startswith("BRA") and opcode != "BRA.DIV" and target:  # BRA.DIV is for diverged warps
         conditional = guard or re.match(r"\S+\s+!?U?P\d", text)
         return (labels[target[1]], i + 1) if conditional else (labels[target[1]],)
     if opcode in ("EXIT", "RET.REL.NODEC", "BRX") and not guard:
@@ -142,7 +142,7 @@ def follows(text: str, i: int, labels: dict[str, int]) -> tuple[int, ...]:
 
 
 def components(inside: set[int], code: Sequence[Instruction]) -> Iterator[set[int]]:
-    """Strongly connected ones of more than one instruction (Tarjan's algorithm, without recursion)."""
+    """Return strongly connected components of several instructions (Tarjan's algorithm, iterative)."""
     index: dict[int, int] = {}
     low: dict[int, int] = {}
     stack: list[int] = []
@@ -177,7 +177,7 @@ def components(inside: set[int], code: Sequence[Instruction]) -> Iterator[set[in
 def shortest(
     header: int, inside: set[int], code: Sequence[Instruction], through: Sequence[str] = (), stores: int = 1
 ) -> int:
-    """Instructions of the shortest way round that passes such lines and so many stores, if there are any."""
+    """Return the length of the shortest cycle that passes the given lines and stores; None if there is none."""
     counts = {i for i in inside if " STG" in f" {code[i].text}"}
     passes = {i: sum((wanted in source_of(code[i].line)) << k for k, wanted in enumerate(through)) for i in inside}
     every = functools.reduce(operator.or_, passes.values()), min(stores, len(counts))
@@ -198,7 +198,7 @@ def shortest(
 
 
 def loops(kernel: str, code: Sequence[Instruction], inside: set[int] | None = None) -> Iterator[Loop]:
-    """All of them, outer ones first. A loop begins where it is entered."""
+    """Return all loops, outer ones first. A loop begins at its entry."""
     into: dict[int, set[int]] = {}
     for i, instruction in enumerate(code):
         for other in instruction.follows:
@@ -229,12 +229,12 @@ def source_of(line: str) -> str:
 
 
 def slots(nbytes: float, fraction: float) -> float:
-    """Instructions that a row may take whose values have so many bytes, in tensor and frame."""
+    """Return the instructions per row that keep a kernel at `fraction` of a copy's speed."""
     return SLOTS * ROW * nbytes / COPY / fraction
 
 
 def hot(kernel: str, what: str, about: Hot, code: Sequence[Instruction], found: Sequence[Loop]) -> dict[str, Any]:
-    """What a row takes in a kernel's loop over whole rows, and what there is for it."""
+    """Return instructions per row of a kernel's loop over whole rows, and the slots for them."""
     held = {i for i, instruction in enumerate(code) if about.holds in source_of(instruction.line)}
     loop = min((loop for loop in found if len(loop.inside & held) >= about.times), key=lambda loop: loop.most)
     least = shortest(loop.header, set(loop.inside), code, about.through, about.stores)

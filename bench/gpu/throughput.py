@@ -1,12 +1,12 @@
-"""Encoding and decoding on an NVIDIA GPU, as fractions of a device copy in the same run.
+"""GB/s of encoding and decoding on an NVIDIA GPU, and fractions of a device copy in the same run.
 
     python bench/gpu/throughput.py                       # 2^28 values; --values 20 for fewer, --json for programs
 
-A time is the median of 20 by CUDA events, of a graph with all that a call has to do: sampling, codebooks, checksums.
-Beside the GB/s of the tensor stands (tensor bytes + frame bytes) / time over the same of a copy, which reads and writes
-as much: 100% is what no coder exceeds; where a tensor has to be read twice (Ternary's scale, unless it is given), half
-of that. Truncate's optimizer state counts as read. `decode` checks all as it writes, and knows the header. nvCOMP's ANS
-(nvidia-nvcomp-cu12) is measured beside, if it is installed.
+A time is the median of 20 runs by CUDA events, of a graph with all work of a call: sampling, codebooks, checksums.
+The fraction is (tensor bytes + frame bytes) / time, relative to that of a copy, which reads and writes as much. No
+coder exceeds 100%; half of that if a tensor must be read twice (Ternary without a given scale). Truncate's optimizer
+state counts as read. `decode` validates while it writes, and knows the header. nvCOMP's ANS (nvidia-nvcomp-cu12) is
+measured if it is installed.
 """
 
 import argparse
@@ -34,20 +34,20 @@ from codec.tensors.view import TensorView, view, view_bytes, view_output
 
 
 def timed(begin: Callable[[], Any], times: int = 20) -> float:
-    """Seconds of what a call begins, without waiting for it, on the GPU alone: the median of runs of a graph of it."""
+    """Return the GPU seconds of asynchronous work: the median of runs of its graph."""
     import cupy
 
     stream, taken = cupy.cuda.Stream(non_blocking=True), []
-    cupy.cuda.runtime.deviceSynchronize()  # what was made on other streams, which this one does not wait for
+    cupy.cuda.runtime.deviceSynchronize()  # wait for inputs made on other streams
     with stream:
         begin()
         stream.synchronize()
         stream.begin_capture()
-        kept = begin()  # with the memory that the graph works on
+        kept = begin()  # keeps the memory of the graph alive
         graph = stream.end_capture()
         for _ in range(times + 1):
             start, end = cupy.cuda.Event(), cupy.cuda.Event()
-            graph.launch()  # keeps the GPU busy while the next one is launched
+            graph.launch()  # keep the GPU busy while the next graph is launched
             start.record()
             graph.launch()
             end.record()
@@ -58,7 +58,7 @@ def timed(begin: Callable[[], Any], times: int = 20) -> float:
 
 
 def clock(call: Callable[[], Any], times: int = 20) -> float:
-    """Seconds of a call that waits, or of all that it begins: the median."""
+    """Return the median seconds of a call, including the work that it starts."""
     import cupy
 
     call()
@@ -73,12 +73,12 @@ def clock(call: Callable[[], Any], times: int = 20) -> float:
 
 
 def copy_rate(n: int) -> float:
-    """Bytes a second that a copy of n float32 reads and writes."""
+    """Return the bytes per second that a copy of n float32 reads and writes."""
     import cupy
 
     a = cupy.empty(n, cupy.float32)
     b = cupy.empty_like(a)
-    end = time.perf_counter() + 0.5  # an idle GPU's clocks are low
+    end = time.perf_counter() + 0.5  # warm up: an idle GPU has low clocks
     while time.perf_counter() < end:
         cupy.copyto(b, a)
         cupy.cuda.runtime.deviceSynchronize()
@@ -86,7 +86,7 @@ def copy_rate(n: int) -> float:
 
 
 def row_of(name: str, size: float, moved: float, values: float, bits: float, rate: float, **seconds: float) -> Any:
-    """A line: GB/s of the tensor, and fractions of a copy's rate."""
+    """Return a row: GB/s of the tensor, and fractions of the copy's rate."""
     row: dict[str, Any] = {"name": name, "bits": bits / values}
     for way, taken in seconds.items():
         row |= {way: size / taken, f"{way} of a copy": moved / taken / rate, f"{way} us": 1e6 * taken}
@@ -94,7 +94,7 @@ def row_of(name: str, size: float, moved: float, values: float, bits: float, rat
 
 
 def gradient(shape: tuple[int, ...], kind: str) -> Any:
-    """Values with scales by row and column, as gradients have; flat: with none."""
+    """Return values with scales by row and column, like a gradient's; flat: without scales."""
     import cupy
 
     rng = cupy.random.default_rng(0)
@@ -104,7 +104,7 @@ def gradient(shape: tuple[int, ...], kind: str) -> Any:
         x *= cupy.exp(0.5 * rng.standard_normal(shape[1], dtype=cupy.float32))
     if "zeros" in kind:
         x[rng.random(shape, dtype=cupy.float32) < 0.02] = 0
-    if "halved" in kind:  # made with 12 bits of mantissa
+    if "halved" in kind:  # 12 bits of mantissa
         x = (x.view(cupy.uint32) & 0xFFFFF000).view(cupy.float32)
     if "in bfloat16" in kind:
         x = (x.view(cupy.uint32) & 0xFFFF0000).view(cupy.float32)
@@ -112,7 +112,7 @@ def gradient(shape: tuple[int, ...], kind: str) -> Any:
 
 
 def cases(log2: int) -> dict[str, tuple[tuple[int, ...], str, str, codec.Spec, dict[str, Any]]]:
-    """Shape, kind of values, dtype, spec and arguments, by name."""
+    """Return shape, distribution, dtype, spec and arguments by name."""
     n = 1 << log2
     rows = (n >> 12, 1 << 12)
     auto, flat = codec.Lossless(), codec.Lossless(model="flat")
@@ -142,7 +142,7 @@ def cases(log2: int) -> dict[str, tuple[tuple[int, ...], str, str, codec.Spec, d
 
 
 def measured(name: str, case: Any, rate: float) -> dict[str, Any]:
-    """Both ways; the GPU's time alone."""
+    """Return the rows of encoding and decoding, by GPU time alone."""
     import cupy
 
     shape, kind, dtype, spec, how = case
@@ -168,7 +168,7 @@ def measured(name: str, case: Any, rate: float) -> dict[str, Any]:
 
 
 def begun(frames: Sequence[Any], steps: Callable[[list[Frame]], list[Step]], into: int, **given: Any) -> Any:
-    """What decoding does once it knows the headers, which it waits for."""
+    """Start decoding of frames whose headers are known."""
     work = Work(devices.device_for([("the frame", view_bytes(frames[0]))]), 0)
     asked = [(work, r, r.frames[0]) for r in (DecodeRequest((view_bytes(frame),), **given) for frame in frames)]
     opened = open_frames(asked)
@@ -186,13 +186,13 @@ def begun(frames: Sequence[Any], steps: Callable[[list[Frame]], list[Step]], int
 
 
 def new(frame: Frame, into: int) -> TensorView:
-    """A destination like this one."""
+    """Return a destination like `into`."""
     dtype = frame.dtype if into == lib.CODEC_INTO_STORE else "float32"
     return frame.work.device.empty(dtype, frame.shape, frame.frame.owner)[1]
 
 
 def decoding(frame: Any, back: Any, **given: Any) -> Callable[[], Any]:
-    """One frame to its tensor."""
+    """Return a call that decodes a frame."""
 
     def steps(opened: list[Frame]) -> list[Step]:
         return [Step([(opened[0], Sink(view_output(back, opened[0].dtype).address))])]
@@ -201,7 +201,7 @@ def decoding(frame: Any, back: Any, **given: Any) -> Callable[[], Any]:
 
 
 def nvcomp(x: Any, rate: float) -> dict[str, Any] | None:
-    """ANS of nvCOMP, in chunks as it likes them, on the host's clock: its calls cannot be captured."""
+    """Return the row of nvCOMP's ANS in its own chunks, by the host's clock, since its calls cannot be captured."""
     import cupy
 
     try:
@@ -220,7 +220,7 @@ def nvcomp(x: Any, rate: float) -> dict[str, Any] | None:
 
 
 def reduced(rate: float, log2: int) -> dict[str, Any]:
-    """Eight frames to their mean."""
+    """Return the row of reducing eight frames to their mean."""
     import cupy
 
     shape = (1 << log2 - 12, 1 << 12)
@@ -234,7 +234,7 @@ def reduced(rate: float, log2: int) -> dict[str, Any]:
 
 
 def many(rate: float) -> dict[str, Any]:
-    """200 tensors in one call."""
+    """Return the rows of calls with 200 tensors."""
     xs = [gradient((100_000,), "float32 flat").astype("float16") for _ in range(200)]
     frames = codec.encode_many(xs)
     device, spec = devices.device_for([("x", view(xs[0]))]), codec.Lossless()
@@ -255,7 +255,7 @@ def many(rate: float) -> dict[str, Any]:
 
 
 def show(row: dict[str, Any]) -> None:
-    """A line of the table."""
+    """Print a row."""
     both = [
         f"{row[way] / 1e9:10.0f}{row[f'{way} of a copy']:6.0%}{row[f'{way} us']:10.1f}" if way in row else " " * 26
         for way in ("encode", "decode")
@@ -279,7 +279,11 @@ def main() -> None:
     if not args.json:
         print(f"{name}: a copy reads and writes {rate / 1e9:.0f} GB/s; tensors of 2^{args.values} values")
         print(f"{'':38}{'bits':>6}{'encode GB/s, of a copy, us':>26}{'decode GB/s, of a copy, us':>26}")
-    large, small, small_rate = cases(args.values), cases(20), copy_rate(1 << 20)  # which stays in the GPU's cache
+    large, small, small_rate = (
+        cases(args.values),
+        cases(20),
+        copy_rate(1 << 20),
+    )  # small tensors stay in the GPU's cache
     found: list[Callable[[], dict[str, Any] | None]] = [
         *(lambda n=n, c=c: measured(n, c, rate) for n, c in large.items()),
         *(lambda n=n, c=c: measured(f"{n}, 1M", c, small_rate) for n, c in small.items()),

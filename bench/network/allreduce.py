@@ -59,9 +59,9 @@ SPECS: dict[str, codec.Spec] = {"Lossless": codec.Lossless(), **FAMILY, **TRUNCA
 QUICK = ("Lossless", "Truncate near, by bit", "Float8 e4m3fn", "Quantize 4", "Sign, block 1024")
 RAW = "Gloo float32"
 HOOKS = ("fp16 hook", "PowerSGD hook, rank 1", "PowerSGD hook, rank 4")
-ROUNDING = 1e-6  # of sums in float32
-SLACK = 1.5  # frames of slices have other blocks, other draws
-AHEAD = 5e-3  # seconds from telling all ranks when to start until they do
+ROUNDING = 1e-6  # error of float32 sums
+SLACK = 1.5  # frames of slices have other blocks and random bits
+AHEAD = 5e-3  # seconds between announcing a start and starting
 
 Array = np.ndarray[Any, Any]
 Shapes = list[tuple[int, ...]]
@@ -80,12 +80,12 @@ class Capture:
     optimizer: Any = None
 
     def made_in_bfloat16(self) -> float:
-        """Share of values whose lower half is empty."""
+        """Return the share of values whose lower 16 bits are zero."""
         return float((self.values.view(np.uint32) & 0xFFFF == 0).mean())
 
 
 def captures(folder: Path) -> list[Capture]:
-    """Float32 gradients with their shapes, of all files of a folder, or of one."""
+    """Return the float32 gradients of a file or of all files of a folder, with their shapes."""
     found: list[Capture] = []
     for path in sorted(folder.glob("*.npz")) if folder.is_dir() else [folder]:
         for name, values, dtype, shapes in tensors(path):
@@ -102,13 +102,13 @@ def captures(folder: Path) -> list[Capture]:
 
 
 def turned(values: Array, shapes: Shapes, turn: int) -> Array:
-    """The same parameters, each with its rows moved on by so many."""
+    """Return parameters with their rows rotated by `turn`."""
     parts = np.split(values, np.cumsum([math.prod(s) for s in shapes])[:-1])
     return np.concatenate([np.roll(p.reshape(s), turn, 0).ravel() for p, s in zip(parts, shapes, strict=True)])
 
 
 def cut(shapes: Shapes, n: int) -> Shapes:
-    """Shapes again and again, up to n values: of the last one whole rows, and the rest of a row."""
+    """Return shapes, repeated up to n values; the last one has whole rows and the rest of a row."""
     found: Shapes = []
     while n:
         for shape in shapes:
@@ -125,7 +125,7 @@ def cut(shapes: Shapes, n: int) -> Shapes:
 
 @dataclass
 class Gradients:
-    """What one rank has: n values, where parameters lie in them, and for Truncate what it asks for."""
+    """Values of one rank, the segments of parameters, and the state that Truncate needs."""
 
     source: str
     values: Array
@@ -143,7 +143,7 @@ def gradients(which: Sequence[Capture], n: int, rank: int, world: int) -> Gradie
         tiles.append(turned(which[turn % len(which)].values, first.shapes, turn // len(which)))
     how: dict[str, Any] = {}
     if first.optimizer is not None:
-        # the state is every rank's, so it does not move on with the rank
+        # all ranks have the same state, which is not rotated
         metric, state = first.optimizer
         moved = {
             k: np.concatenate([turned(v, first.shapes, t * world) for t in range(count)]) for k, v in state.items()
@@ -153,7 +153,7 @@ def gradients(which: Sequence[Capture], n: int, rank: int, world: int) -> Gradie
 
 
 def kinds(folder: Path) -> tuple[list[Capture], list[Capture]]:
-    """Captures for all codecs, and those for Truncate: of the same parameters, to be taken in turn."""
+    """Return the captures for all codecs, and those for Truncate; each has the same parameters."""
     found = captures(folder)
     plain, stateful = [c for c in found if c.optimizer is None], [c for c in found if c.optimizer is not None]
     if not plain:
@@ -168,20 +168,20 @@ def kinds(folder: Path) -> tuple[list[Capture], list[Capture]]:
 
 @dataclass
 class Contender:
-    """An all-reduce to the mean, and what its frames would be."""
+    """All-reduce to the mean, and the sizes of its frames."""
 
     name: str
     gradients: Gradients
-    call: Callable[[Any, int], Any]  # what to reduce and which repetition; where the mean is then
+    call: Callable[[Any, int], Any]  # (tensor, repetition) -> tensor with the mean
     ratios: tuple[float, float] | None = (1.0, 1.0)
     limit: float = math.inf
-    warm: int = 1  # repetitions that do not count: they make connections and memory
+    warm: int = 1  # repetitions that do not count: they connect and allocate
     before: Callable[[], None] = lambda: None
     after: Callable[[], tuple[float, float]] | None = None
 
 
 class FlatBucket:
-    """What hooks ask of DDP's bucket: a flat tensor with all parameters."""
+    """Stand-in for DDP's bucket, as hooks use it: a flat tensor with all parameters."""
 
     def __init__(self, flat: Any, shapes: Shapes) -> None:
         self.flat, self.shapes = flat, shapes
@@ -211,7 +211,7 @@ def raw(g: Gradients) -> Contender:
 
 
 def hooks(g: Gradients) -> list[Contender]:
-    """Torch's own compression. PowerSGD's error of the step before is forgotten: each repetition is a first step."""
+    """Return torch's own compression hooks. PowerSGD forgets its error, so that each repetition is a first step."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     def fp16(t: Any, _: int) -> Any:
@@ -221,7 +221,7 @@ def hooks(g: Gradients) -> list[Contender]:
     found = [Contender(HOOKS[0], g, fp16, (0.5, 0.5), 0.1)]
     for name, order in zip(HOOKS[1:], (1, 4), strict=True):
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=order, start_powerSGD_iter=2)
-        state.iter = state.start_powerSGD_iter  # the steps before are plain all-reduces
+        state.iter = state.start_powerSGD_iter  # earlier steps are plain all-reduces
 
         def power(t: Any, _: int, state: Any = state) -> Any:
             powerSGD_hook.powerSGD_hook(state, FlatBucket(t, g.shapes)).wait()  # type: ignore[arg-type]
@@ -241,13 +241,13 @@ def hooks(g: Gradients) -> list[Contender]:
 
 
 def codecs(names: Sequence[str], plain: Gradients, stateful: Gradients | None, plan: dict[str, Any]) -> list[Contender]:
-    """Those of the codec's own."""
+    """Return the contenders of this library."""
     import torch
 
     from codec.torch import all_reduce, autotune
 
     found: list[Contender] = []
-    warm = autotune.TRIALS if plan["algorithm"] == "auto" else 1  # a training has thousands of steps to choose for
+    warm = autotune.TRIALS if plan["algorithm"] == "auto" else 1  # amortized over thousands of steps
     out = None if plan["in_place"] else torch.empty(plain.values.size)
     for name in names:
         spec = SPECS[name]
@@ -275,7 +275,7 @@ def exact_mean(of_ranks: Sequence[Gradients]) -> Array:
 
 
 def two_shot(spec: codec.Spec, of_ranks: Sequence[Gradients], exact: Array) -> tuple[tuple[float, float], float]:
-    """Sizes of frames of both phases, as fractions, and the error of what comes out: all ranks' work done by one."""
+    """Return the relative frame sizes of both phases, and the error, computed in one process."""
     inside = segments(of_ranks[0].shapes)
     nbytes = of_ranks[0].values.nbytes
     how = of_ranks[0].how
@@ -291,7 +291,7 @@ def say(**event: Any) -> None:
 
 
 def worker(plan: dict[str, Any]) -> None:
-    """One rank: every link, every contender."""
+    """Run all links and contenders on one rank."""
     import torch
     import torch.distributed as dist
 
@@ -305,7 +305,7 @@ def worker(plan: dict[str, Any]) -> None:
     if plan["codecs"]:
         contenders += codecs(plan["codecs"], plain, stateful, plan)
     exact: dict[str, Array] = {}
-    if rank == 0:  # the others wait for it
+    if rank == 0:  # other ranks wait for it
         exact = {of_ranks[0].source: exact_mean(of_ranks) for of_ranks in of_kinds}
         for c in contenders:
             if c.name in SPECS:
@@ -318,7 +318,7 @@ def worker(plan: dict[str, Any]) -> None:
         address = f"tcp://{os.environ['MASTER_ADDR']}:{netns.PORT + 1 + turn}"
         dist.init_process_group("gloo", address, timedelta(seconds=300), world, rank)
         say(kind="link", link=link, rate=netns.tcp_rate(rank, world), congestion=congestion())
-        for c in [*contenders, contenders[0]]:  # raw again at the end, for machines whose speed changes
+        for c in [*contenders, contenders[0]]:  # raw again at the end, to detect changes of the machine's speed
             repeat(c, link, plan, exact.get(c.gradients.source))
         dist.barrier()
         dist.destroy_process_group()
@@ -329,7 +329,7 @@ def congestion() -> str:
 
 
 def together(dist: Any) -> None:
-    """Go on at one time on all ranks: those on one machine have one clock, and come out of a barrier one by one."""
+    """Wait for a common time: ranks of one machine share a clock, but leave a barrier one by one."""
     import torch
 
     start = torch.tensor([time.perf_counter() + AHEAD], dtype=torch.float64)
@@ -338,7 +338,7 @@ def together(dist: Any) -> None:
 
 
 def repeat(c: Contender, link: str, plan: dict[str, Any], exact: Array | None) -> None:
-    """Run a contender as often as the time for it allows, at least so often, and say what came of it."""
+    """Run a contender for its share of time, at least a minimum of times, and return the measurements."""
     import torch
     import torch.distributed as dist
 
@@ -360,7 +360,7 @@ def repeat(c: Contender, link: str, plan: dict[str, Any], exact: Array | None) -
         mean = c.call(t, repetition)
         times.append((start, time.perf_counter()))
         cpu.append(time.process_time() - cpu_before)
-        dist.barrier()  # what was queued has left
+        dist.barrier()  # wait until queues are empty
         sent.append(netns.sent_nbytes() - before)
         digests.append(zlib.crc32(mean.numpy()))
         if repetition == c.warm - 1:
@@ -388,7 +388,7 @@ def repeat(c: Contender, link: str, plan: dict[str, Any], exact: Array | None) -
 
 
 def run(ranks: int, plan: dict[str, Any], args: argparse.Namespace, tick: Callable[[int, str], None]) -> list[Any]:
-    """Measure with so many ranks; what each said."""
+    """Measure with some ranks; return their reports."""
     threads = {k: str(plan["threads"]) for k in ("OMP_NUM_THREADS", "CODEC_NUM_THREADS")}
     how = {"both_ways": args.both_ways, "congestion": args.congestion, "slow_start_after_idle": not args.no_restart}
     command = [sys.executable, __file__, "--worker", json.dumps(plan)]
@@ -397,7 +397,7 @@ def run(ranks: int, plan: dict[str, Any], args: argparse.Namespace, tick: Callab
 
 
 def of_links(said: list[list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """What ranks said, put together: a table a link; and what was wrong."""
+    """Combine the reports of ranks into a table for each link, and a list of errors."""
     tables: list[dict[str, Any]] = []
     wrong: list[str] = []
     for events in zip(*([e for e in events if e["kind"] != "prepared"] for events in said), strict=True):
@@ -409,9 +409,9 @@ def of_links(said: list[list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], li
         where = f"{first['name']}, {len(events)} ranks, {netns.shown(first['link'])}"
         if any(e["digests"] != first["digests"] for e in events):
             wrong.append(f"{where}: replicas differ")
-        if not first["error"] <= first["limit"]:  # so that NaN is found
+        if not first["error"] <= first["limit"]:  # also True for NaN
             wrong.append(f"{where}: wrong values, error {first['error']:.3g} is above {first['limit']:.3g}")
-        # as the ranks' clock is one: from the first start to the last end
+        # ranks share a clock: from the first start to the last end
         spans = zip(*(e["times"] for e in events), strict=True)
         seconds = [max(end for _, end in s) - min(start for start, _ in s) for s in spans]
         row = {k: first[k] for k in ("name", "source", "nbytes", "ratios", "error", "limit")}
@@ -426,7 +426,7 @@ def of_links(said: list[list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], li
 
 
 def finish(table: dict[str, Any]) -> None:
-    """Speeds of a link's rows beside raw Gloo's."""
+    """Add the speeds relative to raw Gloo to a table."""
     base = table["rows"][RAW]
     for row in table["rows"].values():
         row["median"], row["best"] = statistics.median(row["seconds"]), min(row["seconds"])
@@ -463,7 +463,7 @@ def report(table: dict[str, Any]) -> None:
 
 
 def plot(tables: list[dict[str, Any]], path: str) -> None:
-    """Speed beside raw Gloo over the links, a panel for each number of ranks; hollow: what frames allow."""
+    """Draw speed relative to raw Gloo over links, a panel per number of ranks; hollow: upper bound by frame size."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -494,7 +494,7 @@ def plot(tables: list[dict[str, Any]], path: str) -> None:
 
 
 def chosen(asked: Sequence[str]) -> list[str]:
-    """Names of codecs from their beginnings."""
+    """Return the codecs whose names begin with the given texts."""
     found: list[str] = []
     for text in asked:
         if text.lower() == "none":
@@ -540,7 +540,7 @@ def arguments() -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> list[str]:
-    """What would fail later fails at once; the names of the codecs."""
+    """Reject arguments that would fail later; return the names of the codecs."""
     netns.require()
     for link in args.links:
         netns.bits(link)
@@ -596,7 +596,7 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
                 found, problems = of_links(run(ranks, plan, args, tick))
                 tables += found
                 wrong += problems
-    finally:  # after an error, too: what was measured may have taken long
+    finally:  # also after an error, since measurements take long
         if tables:
             show(tables, args, {"cores": cores, "isa": codec.isas()[-1]})
     if wrong:
@@ -613,7 +613,7 @@ def show(tables: list[dict[str, Any]], args: argparse.Namespace, about: dict[str
         "bound": not args.unbound,
     }
     about |= {"slow_start_after_idle": not args.no_restart, "pause": args.pause}
-    about |= {"load": [round(x, 1) for x in os.getloadavg()]}  # above the number of ranks: others were there
+    about |= {"load": [round(x, 1) for x in os.getloadavg()]}  # above the number of ranks: other processes were running
     sources = dict.fromkeys(r["source"] for t in tables for r in t["rows"])
     print(f"{args.mib:g} MiB of float32 a rank: {', '.join(sources)}")
     print(", ".join(f"{k} {v}" for k, v in about.items()))

@@ -47,11 +47,11 @@ LINKS = ("100mbit", "500mbit", "1gbit", "10gbit")
 STOCK = "Gloo float32"
 ALGORITHMS = ("two_shot", "all_gather", "ring", "raw", "blocks", "auto")
 FIXED_RATE = (codec.Sign, codec.Float8, codec.Float4, codec.Quantize, codec.Ternary)
-HOPS = 3.0  # a ring encodes sums at each hop: so many times the error of one encoding, and room for other blocks
+HOPS = 3.0  # bound on a ring's error, which encodes sums at each hop, relative to one encoding
 
 
 def blocks_take(spec: codec.Spec) -> bool:
-    """Whether frames of a spec have one size."""
+    """Return True if all frames of a spec have one size."""
     entropy = getattr(spec, "entropy", False) or getattr(spec, "packing", "") == "entropy"
     return isinstance(spec, FIXED_RATE) and not entropy
 
@@ -61,14 +61,14 @@ def hexed(struct: Any) -> str:
 
 
 class Plan:
-    """What ranks do, in files for them."""
+    """Work of the ranks, as files that they read."""
 
     def __init__(self, folder: Path, ranks: int, args: argparse.Namespace, names: Sequence[str]) -> None:
         self.folder, self.ranks = folder, ranks
         n = round(args.mib * (1 << 18))
         self.lines = [f"n {n}", f"repeat {args.repeat}", f"seconds {args.seconds}", f"pause {args.pause}"]
         self.limits: dict[str, float] = {}
-        self.about: dict[str, tuple[str, str]] = {}  # rows: name and algorithm
+        self.about: dict[str, tuple[str, str]] = {}  # name and algorithm of each row
         kinds = [[allreduce.gradients(k, n, r, ranks) for r in range(ranks)] for k in args.kinds if k]
         exact = [allreduce.exact_mean(of_ranks) for of_ranks in kinds]
         self.sources = [of_ranks[0].source for of_ranks in kinds]
@@ -91,7 +91,9 @@ class Plan:
                 hops = allreduce.SLACK if algorithm in ("two_shot", "all_gather", "auto") else HOPS
                 row = f"data{which} {algorithm} {hexed(spec_struct(spec))}"
                 self.add_row(name, algorithm, row, hops * least + allreduce.ROUNDING)
-        self.add_row(STOCK, "ring", f"data0 stock_ring {blank}", allreduce.ROUNDING)  # for machines whose speed changes
+        self.add_row(
+            STOCK, "ring", f"data0 stock_ring {blank}", allreduce.ROUNDING
+        )  # detects changes of the machine's speed
         self.path = folder / "plan"
         self.path.write_text("\n".join(self.lines) + "\n")
 
@@ -125,7 +127,7 @@ class Plan:
 
 
 def table_of(plan: Plan, said: list[list[dict[str, Any]]], link: str, rates: list[float]) -> tuple[Any, list[str]]:
-    """What ranks said of a link, put together; and what was wrong."""
+    """Combine the reports of ranks for a link into a table, and a list of errors."""
     wrong: list[str] = []
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for events in zip(*said, strict=True):
@@ -134,9 +136,9 @@ def table_of(plan: Plan, said: list[list[dict[str, Any]]], link: str, rates: lis
         where = f"{name} by {algorithm}, {plan.ranks} ranks, {netns.shown(link)}"
         if any(e["digests"] != first["digests"] for e in events):
             wrong.append(f"{where}: replicas differ")
-        if not first["error"] <= plan.limits[first["name"]]:  # so that NaN is found
+        if not first["error"] <= plan.limits[first["name"]]:  # also True for NaN
             wrong.append(f"{where}: error {first['error']:.3g} is above {plan.limits[first['name']]:.3g}")
-        # as the ranks' clock is one: from the first start to the last end
+        # ranks share a clock: from the first start to the last end
         spans = zip(*(e["times"] for e in events), strict=True)
         seconds = [max(end for _, end in s) - min(start for start, _ in s) for s in spans]
         row = rows.setdefault((name, algorithm), {"name": name, "algorithm": algorithm, "seconds": []})
@@ -182,7 +184,7 @@ def report(table: dict[str, Any]) -> None:
 
 
 def plot(tables: list[dict[str, Any]], path: str) -> None:
-    """Normalised time, a panel for each link and number of ranks."""
+    """Draw normalised time, a panel for each link and number of ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -231,7 +233,7 @@ def measure(args: argparse.Namespace, names: list[str]) -> None:
                         tables.append(table)
                         wrong += problems
                 bar.remove_task(task)
-    finally:  # after an error, too: what was measured may have taken long
+    finally:  # also after an error, since measurements take long
         if tables:
             about = {"mib": args.mib, "cores": len(os.sched_getaffinity(0)), "bound": bind, "isa": codec.isas()[-1]}
             about |= {"sources": ", ".join(plan.sources), "load": [round(x, 1) for x in os.getloadavg()]}
@@ -276,7 +278,7 @@ def arguments() -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> list[str]:
-    """What would fail later fails at once; the names of the codecs."""
+    """Reject arguments that would fail later; return the names of the codecs."""
     netns.require()
     for link in args.links:
         netns.bits(link)

@@ -1,14 +1,14 @@
-"""Slow links on one machine: network namespaces joined by a bridge, and a token bucket on what each of them sends.
+"""Slow links on one machine: network namespaces joined by a bridge, and a token bucket for what each one sends.
 
-    python bench/network/netns.py                                          # the TCP rate that each link really has
+    python bench/network/netns.py                                          # measure the TCP rate of each link
     python bench/network/netns.py --ranks 4 --rate 100mbit -- python train.py
 
-The second form starts the command once a rank, in a namespace of its own, with RANK, WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT and GLOO_SOCKET_IFNAME set, as torchrun would on as many machines. If one fails, the others are ended.
+The second form starts the command once per rank, in its own namespace, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+and GLOO_SOCKET_IFNAME set as torchrun sets them on several machines. If one fails, the others are killed.
 
-It needs Linux, root and iproute2. Everything that is made, the bridge too, is in namespaces whose names begin with
-``codec-``; the machine's own network is not touched. They are removed at the end, after an error and after Ctrl-C;
-what a killed run left behind is removed by the next one.
+The script needs Linux, root and iproute2. Everything that it creates, including the bridge, is in namespaces whose
+names begin with ``codec-``; the machine's own network is not touched. They are removed at the end, after an error and
+after Ctrl-C; those of a killed run are removed by the next one.
 """
 
 import argparse
@@ -35,16 +35,16 @@ PORT = 29500
 PROBE_PORT = 29400
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 LINKS = ("100mbit", "500mbit", "1gbit", "10gbit", "none")
-SEARCH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # where ip is, for shells without them
+SEARCH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # folders of ip, which PATH may lack
 SERIAL = itertools.count()
 
 
 class NetworkError(RuntimeError):
-    """A network could not be made, or what ran in it failed."""
+    """A network cannot be made, or a process in it failed."""
 
 
 def bits(rate: str) -> float | None:
-    """Bits per second of "100mbit"; None for "none", a link without limit."""
+    """Return the bits per second of a rate such as "100mbit"; None for "none", a link without a limit."""
     if rate == "none":
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
@@ -54,12 +54,12 @@ def bits(rate: str) -> float | None:
 
 
 def shown(rate: str) -> str:
-    """A rate as people write it."""
+    """Return a rate in the usual notation."""
     return "unthrottled" if rate == "none" else re.sub(r"([kmg])bit", lambda m: f" {m[1].upper()}bit", rate)
 
 
 def tool(*command: str) -> str:
-    """Run ip or tc; what it prints."""
+    """Run ip or tc, and return its output."""
     path = shutil.which(command[0], path=SEARCH)
     if path is None:
         raise NetworkError(f"{command[0]} is missing: install iproute2 (apt-get install iproute2)")
@@ -70,7 +70,7 @@ def tool(*command: str) -> str:
 
 
 def require() -> None:
-    """Say what is missing, before anything is made."""
+    """Raise NetworkError if something is missing, before anything is made."""
     if sys.platform != "linux":
         raise NetworkError("network namespaces are Linux's")
     for name in ("ip", "tc"):
@@ -90,11 +90,11 @@ def bucket_nbytes(rate: float) -> int:
 
 
 def shape(rate: str, *namespace: str, device: str = DEVICE) -> None:
-    """Limit what leaves a device, of this namespace or of ``-n NAME``."""
+    """Limit the rate of a device, in this namespace or in that of ``-n NAME``."""
     speed = bits(rate)
     if "qdisc tbf" in tool("tc", *namespace, "qdisc", "show", "dev", device):
         tool("tc", *namespace, "qdisc", "del", "dev", device, "root")
-    # tbf cuts packets above its bucket into Ethernet frames one by one, which costs a core at 500 Mbit: no such packets
+    # tbf splits packets larger than its bucket, which costs a core at 500 Mbit: avoid such packets
     largest = 65536 if speed is None else min(65536, bucket_nbytes(speed) * 3 // 4)
     tool("ip", *namespace, "link", "set", device, "gso_max_size", str(largest))
     if speed is not None:
@@ -103,12 +103,12 @@ def shape(rate: str, *namespace: str, device: str = DEVICE) -> None:
 
 
 def sent_nbytes(device: str = DEVICE) -> int:
-    """Bytes that this namespace has sent: headers of packets as the driver sees them, and acknowledgements, too."""
+    """Return the bytes that this namespace has sent, with headers and acknowledgements."""
     return int(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text())
 
 
 def sweep() -> None:
-    """Remove what runs left that were killed."""
+    """Remove the namespaces of killed runs."""
     for line in tool("ip", "netns", "list").splitlines():
         match = re.match(r"(codec-(\d+)-\S+)", line)
         if match and not alive(int(match[2])):
@@ -116,7 +116,7 @@ def sweep() -> None:
 
 
 def alive(pid: int) -> bool:
-    """Is it running? One that was killed may be listed until its parent has looked."""
+    """Return True if a process runs; a killed one may be listed until its parent has waited for it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
@@ -124,9 +124,9 @@ def alive(pid: int) -> bool:
 
 
 def remove(name: str) -> None:
-    """End what runs in a namespace, and the namespace with its devices."""
+    """Kill the processes of a namespace, and remove the namespace with its devices."""
     for pid in tool("ip", "netns", "pids", name).split():
-        with contextlib.suppress(ProcessLookupError):  # it may just have ended by itself
+        with contextlib.suppress(ProcessLookupError):  # the process may have ended
             os.kill(int(pid), signal.SIGKILL)
     tool("ip", "netns", "del", name)
 
@@ -146,7 +146,7 @@ def cores_of(rank: int, ranks: int) -> set[int] | None:
 
 @contextlib.contextmanager
 def on_cores(cores: set[int] | None) -> Iterator[None]:
-    """Processes begun by this thread have these cores alone; None: as ever."""
+    """Bind processes that this thread starts to cores; None: no binding."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores or before)
     try:
@@ -205,7 +205,7 @@ class Network:
         for name in (self.hub, *self.names):
             self.made.append(name)
             tool("ip", "netns", "add", name)
-            # an address that nobody asked for would be one that Gloo may choose
+            # Gloo could choose an automatic address
             if Path("/proc/sys/net/ipv6").exists():
                 tool("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv6.conf.all.disable_ipv6=1")
         tool("ip", "-n", self.hub, "link", "add", "bridge", "type", "bridge")
@@ -306,13 +306,13 @@ class Network:
 
 
 class Rank:
-    """A process in a namespace, and what it has said."""
+    """Process in a namespace, and its output."""
 
     def __init__(self, rank: int, command: list[str], env: dict[str, str]) -> None:
         self.rank, self.found = rank, []
         self.partial = b""
         self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
-        # a session of its own: Ctrl-C reaches the parent alone, which then ends all that the rank has started
+        # own session: Ctrl-C reaches only the parent, which then ends all processes of the rank
         self.process = subprocess.Popen(
             command,
             env=env,
@@ -332,7 +332,7 @@ class Rank:
         for raw in lines:
             line = raw.decode(errors="replace")
             if line.startswith("{"):
-                with contextlib.suppress(ValueError):  # it may only look like JSON
+                with contextlib.suppress(ValueError):  # the line may only look like JSON
                     self.found.append(json.loads(line))
             on_line(self.rank, line)
         return bool(data)
@@ -354,7 +354,7 @@ class Rank:
 
 
 def follow(ranks: list[Rank], deadline: float, on_line: Callable[[int, str], None]) -> None:
-    """Read what ranks say until all have ended well; an error as soon as one has not."""
+    """Read the output of ranks until all have succeeded; raise as soon as one fails."""
     with selectors.DefaultSelector() as selector:
         for r in ranks:
             selector.register(r.process.stdout, selectors.EVENT_READ, r)  # type: ignore[arg-type]
@@ -363,7 +363,7 @@ def follow(ranks: list[Rank], deadline: float, on_line: Callable[[int, str], Non
                 if not key.data.read(on_line):
                     selector.unregister(key.fileobj)
             if any(r.process.poll() for r in ranks):
-                # the one that failed first may have been seen last: the others fail because their peer is gone
+                # the first rank to fail may be seen last: others fail because their peer is gone
                 time.sleep(0.5)
                 failed = [r for r in ranks if r.process.poll()]
                 said = "\n".join(f"rank {r.rank}, exit status {r.process.returncode}:\n{r.said()}" for r in failed)
@@ -417,14 +417,14 @@ def flood(out: socket.socket, end: float) -> None:
 
 
 def probe(links: Sequence[str]) -> None:
-    """What a rank does to measure links: prints one JSON line each."""
+    """Measure links on one rank, and print a JSON line for each."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for link in links:
         shape(link)
         before = sent_nbytes()
         rate = tcp_rate(rank, world)
         print(json.dumps({"link": link, "rate": rate, "sent": sent_nbytes() - before}), flush=True)
-        time.sleep(0.3)  # queues run empty, and all are here
+        time.sleep(0.3)  # let queues drain and all ranks arrive
 
 
 def report_rates(ranks: Sequence[int], links: Sequence[str], **how: Any) -> None:
@@ -443,7 +443,7 @@ def report_rates(ranks: Sequence[int], links: Sequence[str], **how: Any) -> None
 
 
 def end_on_sigterm() -> None:
-    """Leave by an exception when told to end, so that namespaces are removed."""
+    """Raise an exception on SIGTERM, so that namespaces are removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 

@@ -1,9 +1,9 @@
-"""Does it ever hang? Training over codec.torch.ddp_hook, again and again, with many small buckets on real processes.
+"""Endurance test: training over codec.torch.ddp_hook, repeated, with many small buckets on real processes.
 
     python bench/network/soak.py                 # 20 runs of 200 steps, 4 ranks, 10 buckets
     python bench/network/soak.py --codec lossless --runs 3
 
-A run that takes longer than --limit, or ends with ranks that differ in a bit, fails.
+A run fails if it takes longer than --limit, or if ranks end with different bits.
 """
 
 import argparse

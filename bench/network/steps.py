@@ -34,7 +34,7 @@ CODECS = ("Lossless", "Truncate", "Float8", "Quantize 4", "Sign")
 
 
 def spec_of(name: str) -> Any:
-    """And whether what it loses is fed back."""
+    """Return the spec of a name, and True if it uses error feedback."""
     import codec
 
     return {
@@ -47,7 +47,7 @@ def spec_of(name: str) -> Any:
 
 
 def most(seconds: float) -> float:
-    """Of the slowest rank."""
+    """Return the seconds of the slowest rank."""
     import torch
     import torch.distributed as dist
 
@@ -57,7 +57,7 @@ def most(seconds: float) -> float:
 
 
 class Training:
-    """A model in data-parallel training, with or without a hook."""
+    """Data-parallel training of a model, with or without a hook."""
 
     def __init__(self, name: str | None, width: int, layers: int) -> None:
         import torch
@@ -87,7 +87,7 @@ class Training:
         self.optimizer.step()
 
     def seconds(self, batch: int, steps: int) -> float:
-        """Of a step, median."""
+        """Return the median seconds of a step."""
         import torch.distributed as dist
 
         times: list[float] = []
@@ -100,7 +100,7 @@ class Training:
 
 
 def codec_seconds(training: Training, name: str, world: int) -> float:
-    """To encode all gradients, add up a slice of all ranks, encode that, and decode all; all ranks at once."""
+    """Return the seconds to encode all gradients, sum a slice of all ranks, encode it, and decode all slices."""
     import torch
     import torch.distributed as dist
 
@@ -118,7 +118,7 @@ def codec_seconds(training: Training, name: str, world: int) -> float:
 
 
 def worker(plan: dict[str, Any]) -> None:
-    """One rank."""
+    """Measure all codecs and links on one rank."""
     import torch
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
@@ -134,7 +134,7 @@ def worker(plan: dict[str, Any]) -> None:
         idle.model.register_comm_hook(None, noop_hook)
         for name in [None, *plan["codecs"]]:
             training = Training(name, plan["width"], plan["layers"])
-            for _ in range(2):  # buckets are made anew after the first step
+            for _ in range(2):  # DDP rebuilds buckets after the first step
                 training.step(plan["batch"])
             before = training.hook.stats().sent_nbytes if training.hook else 0
             step = training.seconds(plan["batch"], plan["steps"])

@@ -33,13 +33,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def turned(x: np.ndarray[Any, Any], shapes: list[tuple[int, ...]], rank: int) -> np.ndarray[Any, Any]:
-    """The same parameters with other values in most places."""
+    """Return parameters with rotated rows, so that ranks differ."""
     parts = np.split(x, np.cumsum([math.prod(s) for s in shapes])[:-1])
     return np.concatenate([np.roll(p, 97 * rank) for p in parts])
 
 
 def measured(path: Path, rank: int, world: int) -> list[str]:
-    """Lines of a table."""
+    """Return the rows of a table."""
     channel = collectives.line_of(None).channel
     lines: list[str] = []
     for name, x, dtype, shapes in tensors(path):
@@ -47,7 +47,7 @@ def measured(path: Path, rank: int, world: int) -> list[str]:
             continue
         every = [torch.from_numpy(turned(x, shapes, r)).view(DTYPES[dtype]) for r in range(world)]
         mean = sum(t.double() for t in every) / world
-        both = 2 * (world - 1) / world * x.size / 8  # bytes of one bit a value
+        both = 2 * (world - 1) / world * x.size / 8  # bytes at one bit per value
         for clip in CLIPS:
             for packing in get_args(Packing):
                 for algorithm in ALGORITHMS:

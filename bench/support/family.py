@@ -1,4 +1,4 @@
-"""The lossy codecs that benchmarks go through, what a frame of each must move, and what an optimizer makes of it."""
+"""Lossy codecs that benchmarks iterate over, the bytes that each must move, and optimizer states of the sample."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ TRUNCATE: dict[str, codec.Truncate] = {
 
 
 def whole_scale(spec: codec.Spec, residual: bool) -> bool:
-    """Must all of the tensor be read before the first code, or what it loses, can be written?"""
+    """Return True if the whole tensor must be read before the first code or residual can be written."""
     if isinstance(spec, codec.Sign):
         return residual and spec.group_size is None
     if isinstance(spec, codec.Ternary):
@@ -46,13 +46,13 @@ def whole_scale(spec: codec.Spec, residual: bool) -> bool:
 
 
 def moved(spec: codec.Spec, tensor_nbytes: int, frame_nbytes: int, residual: int = 0) -> tuple[int, int]:
-    """Bytes that encoding and decoding cannot but read and write. A metric's state is not counted."""
+    """Return the bytes that encoding and decoding must read and write, without a metric's state."""
     tensors = 1 + whole_scale(spec, residual > 0)
     return tensor_nbytes * tensors + frame_nbytes + residual, frame_nbytes + tensor_nbytes
 
 
 def optimizer_state(path: Path, n: int) -> tuple[optimizers.Metric, dict[str, np.ndarray[Any, Any]]] | None:
-    """The metric of a file's training and the arrays of its first n values, if it has them."""
+    """Return the optimizer of a file's training and the state of its first n values; None if the file has none."""
     with np.load(path) as f:
         if "param" not in f.files or f["param"].size < n:
             return None
@@ -61,7 +61,7 @@ def optimizer_state(path: Path, n: int) -> tuple[optimizers.Metric, dict[str, np
         if "exp_avg" in f.files:
             state |= {"m": f["exp_avg"][:n], "v": f["exp_avg_sq"][:n]}
             beta1, beta2 = (float(b) for b in f["betas"])
-            step = int(f["step"]) - ("few" not in f.files)  # which count from 1
+            step = int(f["step"]) - ("few" not in f.files)  # such files count steps from 1
             adamw = optimizers.AdamW(lr, weight_decay=decay, step=step, betas=(beta1, beta2), eps=float(f["eps"]))
             return adamw, state
         return optimizers.Momentum(lr, weight_decay=decay, momentum=float(f["momentum"])), state | {
@@ -70,7 +70,7 @@ def optimizer_state(path: Path, n: int) -> tuple[optimizers.Metric, dict[str, np
 
 
 def step_of(metric: optimizers.Metric, g: Any, state: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """Parameters after the optimizer's step, by torch, in float32."""
+    """Return the float32 parameters after torch's optimizer step."""
     import torch
 
     theta = torch.nn.Parameter(torch.from_numpy(state["theta"].copy()))

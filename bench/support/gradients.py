@@ -29,18 +29,18 @@ def tensors(path: Path) -> Iterator[tuple[str, np.ndarray[Any, Any], str, list[t
 
 
 def segments(shapes: list[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
-    """Offsets of consecutive shapes."""
+    """Return (offset, shape) of consecutive parameters."""
     offsets = np.cumsum([0, *(int(np.prod(s)) for s in shapes)])
     return [(int(o), s) for o, s in zip(offsets, shapes, strict=False)]
 
 
 def exponents(x: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-    """Exponent bytes of float32 and bfloat16."""
+    """Return the exponent bytes of float32 or bfloat16 values."""
     return ((x >> 7) & 255 if dtype == "bfloat16" else (x.view(np.uint32) >> 23) & 255).astype(np.uint8)
 
 
 def block_entropy(e: np.ndarray[Any, Any], block: int = 16384) -> float:
-    """Sum of the empirical entropies of consecutive blocks, in bytes."""
+    """Return the sum of the empirical entropies of consecutive blocks, in bytes."""
     bits = 0.0
     for i in range(0, e.size, block):
         counts = np.bincount(e[i : i + block])
@@ -50,10 +50,10 @@ def block_entropy(e: np.ndarray[Any, Any], block: int = 16384) -> float:
 
 
 def exponent_nbytes(x: np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...], inside: Any) -> float:
-    """What exponents cost, with model, tables, directory and header: the frame less what stands for sign and mantissa.
+    """Return the bytes that exponents cost, with scale model, tables, directory and header.
 
-    The scale model moves mantissas, too, so they stay as they are, and their upper byte counts as its entropy. Lower
-    bytes, which may be coded or constant, are made random first and count as they are.
+    This is the frame's size minus the bytes of signs and mantissas. The upper byte of the mantissa counts as its
+    entropy, since the scale model moves mantissas, too. Lower bytes, which may be coded or constant, are random here.
     """
     noise = np.random.default_rng(0).integers(0, 1 << 8 * x.itemsize, x.size, dtype=f"u{x.itemsize}")
     low = noise.dtype.type(0 if dtype == "bfloat16" else 0xFFFF)

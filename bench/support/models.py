@@ -21,7 +21,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Residual(nn.Module):
-    """Two 3x3 convolutions around a shortcut."""
+    """Two 3x3 convolutions with a residual connection."""
 
     def __init__(self, inside: int, outside: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """A transformer block."""
+    """Transformer block."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Attention(nn.Module):
 
 
 class Language(nn.Module):
-    """Bytes in, next byte out."""
+    """Causal language model over bytes."""
 
     def __init__(self, width: int, layers: int, context: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def text() -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Task:
-    """A model in training on one rank, with its optimizer, its batches and held-out data."""
+    """Training of a model on one rank: optimizer, batches and held-out data."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

@@ -35,7 +35,7 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 def bucket(model: nn.Module, skip: tuple[str, ...] = ()) -> tuple[torch.Tensor, list[list[int]]]:
-    """Gradients as one flat tensor, last parameter first, and their shapes."""
+    """Return the gradients as one flat tensor, last parameter first, and their shapes."""
     parameters = [p for name, p in model.named_parameters() if not name.startswith(skip or ("?",))][::-1]
     return torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None]), [
         list(p.shape) for p in parameters
@@ -43,7 +43,7 @@ def bucket(model: nn.Module, skip: tuple[str, ...] = ()) -> tuple[torch.Tensor, 
 
 
 def cnn_adamw(steps: int) -> dict[str, Any]:
-    """The gradient of a step, and parameters and moments before it."""
+    """Return the gradient of a step, and the parameters and moments before it."""
     images, labels = digits()
     model = cnn_model()
     how = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}

@@ -76,12 +76,12 @@ STEPS = {"digits-sgd": 400, "text-sgd": 1000, "text-adamw": 1000}
 SEEDS = 3
 LINKS = {"100 Mbit": 100e6, "1 Gbit": 1e9}
 EVALUATIONS = 20
-MARKERS = "os^vD<>pP*Xhd8" * 2  # of codecs, in plots
+MARKERS = "os^vD<>pP*Xhd8" * 2  # plot markers of codecs
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training run to do."""
+    """Training run to do."""
 
     task: str
     codec: str  # PLAIN, ORDERED or a spec as Python text
@@ -93,21 +93,21 @@ class Job:
 
 @dataclass
 class Run:
-    """The results of one training run."""
+    """Results of a training run."""
 
     task: str
     codec: str
     seed: int
     steps: int
-    values: int = 0  # of all parameters
-    nbytes: float = 0  # sent by a rank in a step
-    cpu: float = 0  # seconds a step, of the busiest rank
+    values: int = 0  # number of values of all parameters
+    nbytes: float = 0  # bytes sent per rank and step
+    cpu: float = 0  # CPU seconds per step of the busiest rank
     residual: float = math.nan  # largest ||residual|| / ||gradient||
     losses: list[float] = field(default_factory=list[float])  # training loss of each step, mean of the ranks
     curve: list[tuple[int, float, float]] = field(
         default_factory=list[tuple[int, float, float]]
     )  # step, loss, accuracy
-    digest: str = ""  # of the final parameters
+    digest: str = ""  # digest of the final parameters
     stopped: str = ""  # why the run ended early
 
     @property
@@ -206,7 +206,7 @@ def take_step(task: Task, model: DistributedDataParallel) -> tuple[float, str]:
     try:
         loss.backward()
     except (codec.CodecError, RuntimeError) as error:
-        # a training that diverges ends in NaN, which lossy codecs refuse on all ranks: that is a result
+        # a diverging training ends in NaN, which lossy codecs reject on all ranks: a valid result
         if any_rank(any(p.grad is not None and not p.grad.isfinite().all() for p in model.parameters())):
             return math.nan, str(error).splitlines()[0]
         raise
