@@ -1,6 +1,7 @@
-/* bits.h - one-word functions: bit positions, mixing, rounded quotients. C, C++ and NVRTC.
+/*
+ * bits.h - functions on single words: bit positions, mixing, rounded quotients. C, C++ and NVRTC.
  *
- * Every function maps words to words and touches no memory; loops over tensors are written once per engine.
+ * Every function maps words to words and accesses no memory. Each engine has its own loops over tensors.
  */
 #ifndef CODEC_BITS_H
 #define CODEC_BITS_H
@@ -18,8 +19,8 @@ typedef unsigned long long uint64_t;
 #include <stdint.h>
 #endif
 
-/* BITS_LARGE_FN: too large to be inlined wherever it is called. */
-#if defined(BITS_FN) /* a build that looks at the functions themselves */
+/* BITS_LARGE_FN: functions too large to inline at every call. */
+#if defined(BITS_FN) /* set by builds that export the functions */
 #define BITS_LARGE_FN BITS_FN
 #elif defined(__CUDACC__)
 #define BITS_FN static __host__ __device__ __forceinline__
@@ -30,15 +31,15 @@ typedef unsigned long long uint64_t;
 #endif
 
 /*
- * A float's pattern p (the 15 bits below its sign) lowered by an offset: patterns from `zero` on move around a circle,
- * those below stay. offset < WIRE_CIRCLE(zero). bits_raise is the inverse; an offset of 0 changes nothing.
+ * Lower a float's pattern p (the 15 bits below its sign) by an offset < WIRE_CIRCLE(zero). Patterns from `zero` on
+ * rotate around a circle; smaller ones are unchanged. bits_raise is the inverse. Offset 0 is the identity.
  */
 BITS_FN uint16_t bits_lower(uint16_t p, uint16_t offset, uint16_t zero)
 {
 	uint16_t d = (uint16_t)(p - zero - offset), moves = (uint16_t)-(p >= zero);
 	uint16_t u = (uint16_t)((d & 0x7fff) + (zero & (uint16_t)((d >> 15) - 1)));
 
-	return p ^ ((p ^ u) & moves); /* no branch, so that loops become vector code */
+	return p ^ ((p ^ u) & moves); /* branch-free, so that compilers vectorize loops */
 }
 
 BITS_FN uint16_t bits_raise(uint16_t u, uint16_t offset, uint16_t zero)
@@ -50,8 +51,9 @@ BITS_FN uint16_t bits_raise(uint16_t u, uint16_t offset, uint16_t zero)
 }
 
 /*
- * The upper 16 bits of a float as the bytes of plane 0, on top, and plane 1: its pattern is lowered, 8 of its bits from
- * bit s on go first, then those above, the sign, those below. Patterns move from 1 << s on. bits_unturn is the inverse.
+ * Rearrange the upper 16 bits of a float into plane 0 (high byte) and plane 1 (low byte). The pattern is lowered; its 8
+ * bits from bit s on go first, then the bits above those, the sign, and the bits below. Patterns from 1 << s on are
+ * lowered. bits_unturn is the inverse.
  */
 BITS_FN uint16_t bits_turn(uint16_t x, uint16_t offset, int s)
 {
@@ -67,7 +69,7 @@ BITS_FN uint16_t bits_unturn(uint16_t y, uint16_t offset, int s)
 	return (uint16_t)((y >> s & 1) << 15 | bits_raise(u, offset, (uint16_t)(1 << s)));
 }
 
-/* TRUNCATE lowers exponents alone, around a circle of `last` from 1 on, by less than `last`; 0 stays. */
+/* Lower an exponent for TRUNCATE: rotate 1..last by `by` < last; 0 is unchanged. bits_raise_exponent is the inverse. */
 BITS_FN uint8_t bits_lower_exponent(uint8_t e, uint8_t by, uint8_t last)
 {
 	uint8_t a = (uint8_t)(e - 1), d = (uint8_t)(a - by);
@@ -81,7 +83,10 @@ BITS_FN uint8_t bits_raise_exponent(uint8_t u, uint8_t by, uint8_t last)
 	return bits_lower_exponent(u, (uint8_t)(last - by), last);
 }
 
-/* A pattern's field: sign and mantissa, right-justified, mbits + 1 bits. And back, +0 where e is 0. */
+/*
+ * Extract the field of a pattern: sign and mantissa, right-justified, mbits + 1 bits. bits_pattern is the inverse; it
+ * returns +0 if e is 0.
+ */
 BITS_FN uint32_t bits_field(uint32_t x, int mbits, int sign)
 {
 	return (x & ((1u << mbits) - 1)) | x >> sign << mbits;
@@ -95,8 +100,8 @@ BITS_FN uint32_t bits_pattern(uint32_t f, uint8_t e, int mbits, int sign)
 }
 
 /*
- * A lowered exponent and its level as one number, 0 if the exponent is; and as one symbol, 0 if the exponent is or lies
- * too far from `base`: then it must be escaped as the former.
+ * Combine a lowered exponent and its level into one number; 0 if the exponent is 0. bits_pair_symbol returns the
+ * number's symbol, or 0 if the exponent is 0 or too far from `base`; a number of the latter kind must be escaped.
  */
 BITS_FN uint16_t bits_pair(uint8_t e, uint8_t level)
 {
@@ -115,7 +120,7 @@ BITS_FN uint16_t bits_symbol_pair(uint8_t symbol, int base)
 	return (uint16_t)(symbol ? symbol + 4 * base : 0);
 }
 
-/* Eight codes of `bits` bits, a byte each, side by side, and back. */
+/* Pack eight codes of `bits` bits, one per byte, next to each other. bits_spread is the inverse. */
 BITS_FN uint64_t bits_squeeze(uint64_t x, int bits)
 {
 	int gap = 8 - bits;
@@ -136,7 +141,9 @@ BITS_FN uint64_t bits_spread(uint64_t x, int bits)
 	return (x & b1) | (x >> bits & b1) << 8;
 }
 
-/* Five codes 0..2 as a byte, the first one most significant; b / 3 below 512, which leaves the last of them. */
+/*
+ * Pack five codes 0..2 into a byte, the first most significant. bits_third returns b / 3 for b < 512, to unpack them.
+ */
 BITS_FN uint8_t bits_trits(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t e)
 {
 	return (uint8_t)(81 * a + 27 * b + 9 * c + 3 * d + e);
@@ -167,7 +174,7 @@ BITS_FN uint32_t bits_mix32(uint32_t x)
 	return x ^ x >> 16;
 }
 
-/* Quotient to the nearest, halves up. n > 0; sum may be negative. */
+/* Return the quotient rounded to nearest, halves up. n > 0; sum may be negative. */
 BITS_FN int bits_mean(long long sum, long long n)
 {
 	long long t = 2 * sum + n, d = 2 * n, q = t / d;

@@ -1,7 +1,8 @@
-/* book.h - length-capped Huffman codebooks: counts to lengths, lengths to codes, both to bytes. C, C++ and NVRTC.
+/*
+ * book.h - length-limited Huffman codebooks: counts to lengths, lengths to codes, both to bytes. C, C++ and NVRTC.
  *
- * A book gives each byte value a code of 1..cap bits or none, and always has an escape. All arithmetic is on
- * integers with every tie decided by symbol, so equal counts give equal books on every engine.
+ * A book gives each byte value a code of 1..cap bits or none, and always contains an escape. All arithmetic is on
+ * integers, and ties are resolved by symbol, so equal counts give equal books on every engine.
  */
 #ifndef CODEC_BOOK_H
 #define CODEC_BOOK_H
@@ -11,20 +12,20 @@
 
 #define BOOK_MAX_NBYTES (3 + 128)
 
-/* length[256] is the escape's. 0: no code, the value is escaped. */
+/* Code lengths in bits. 0: the value has no code and is escaped. length[256] is the escape's. */
 typedef struct codebook {
 	uint8_t length[257];
 } codebook;
 
-/* Every byte value has a row: those without a code carry the escape's, and `escapes` says which they are. */
+/* Codes by byte value. Values without a code have the escape's code. */
 typedef struct book_codes {
 	uint8_t code[256];
-	uint8_t length[256]; /* bit 7: escaped */
-	uint8_t escape;      /* the largest value without a code: stands for an escape in a decoded stream */
-	uint8_t pad;         /* the value of the first code in canonical order: fills the last quad row */
+	uint8_t length[256]; /* code length in bits; bit 7: escaped */
+	uint8_t escape;      /* largest value without a code, which marks escapes in decoded symbols */
+	uint8_t pad;         /* value of the first canonical code, which fills the last quad row */
 } book_codes;
 
-/* By the next 8 bits of a lane. */
+/* Decoding table, indexed by the next 8 bits of a lane. */
 typedef struct book_lookup {
 	uint8_t symbol[256];
 	uint8_t length[256];
@@ -32,13 +33,13 @@ typedef struct book_lookup {
 	uint8_t pad;
 } book_lookup;
 
-/* A value is worth a code of its own when 1280 * count > total: rarer ones cost less as escapes. */
+/* Return 1 if a value gets a code of its own: 1280 * count > total. Rarer values are cheaper as escapes. */
 BITS_FN int book_keeps(uint32_t count, uint64_t total)
 {
 	return 1280 * (uint64_t)count > total;
 }
 
-/* Leaves that are worth a code, in order of (weight, symbol), the escape last among equals. */
+/* Leaves of the Huffman tree, sorted by (weight, symbol); the escape is the last of equal weight. */
 typedef struct book_leaves {
 	uint32_t weight[257];
 	uint16_t symbol[257];
@@ -58,7 +59,7 @@ BITS_LARGE_FN void book_add_leaf(book_leaves *t, uint32_t weight, int symbol)
 	t->symbol[j] = (uint16_t)symbol;
 }
 
-/* The lightest gives way; among equals the largest value. */
+/* Remove the lightest leaf; of equal ones the largest symbol. */
 BITS_LARGE_FN void book_drop_leaf(book_leaves *t)
 {
 	int j = 0;
@@ -72,8 +73,8 @@ BITS_LARGE_FN void book_drop_leaf(book_leaves *t)
 }
 
 /*
- * Package-merge (Larmore and Hirschberg 1990) with at most `cap` bits: adds to the lengths of the leaves' symbols. A
- * leaf goes before a package of the same weight. The sum of all weights is below 2^24, so that every sum fits 32 bits.
+ * Add code lengths of at most `cap` bits to the leaves' symbols, by package-merge (Larmore and Hirschberg 1990). A leaf
+ * precedes a package of equal weight. The sum of all weights is below 2^24, so that every sum fits 32 bits.
  */
 BITS_LARGE_FN void book_merge(codebook *b, const book_leaves *t, int cap)
 {
@@ -113,7 +114,10 @@ BITS_LARGE_FN void book_merge(codebook *b, const book_leaves *t, int cap)
 	}
 }
 
-/* Counts are halved until their sum is below 2^24. With cap bits there is room for 2^cap codes, one is the escape's. */
+/*
+ * Build the codebook of `counts`. Counts are halved until their sum is below 2^24. Keeps at most 2^cap - 1 values,
+ * because one of the 2^cap codes is the escape's.
+ */
 BITS_LARGE_FN void book_from_counts(codebook *b, const uint32_t counts[256], int cap)
 {
 	book_leaves t;
@@ -128,7 +132,7 @@ BITS_LARGE_FN void book_from_counts(codebook *b, const uint32_t counts[256], int
 	while (total >> shift >= 1u << 24)
 		shift++;
 	for (int i = 0; i < 256; i += 4) {
-		if (!(counts[i] | counts[i + 1] | counts[i + 2] | counts[i + 3])) /* most have not come */
+		if (!(counts[i] | counts[i + 1] | counts[i + 2] | counts[i + 3])) /* most values have count 0 */
 			continue;
 		for (int k = i; k < i + 4; k++)
 			if (book_keeps(counts[k], total))
@@ -136,7 +140,7 @@ BITS_LARGE_FN void book_from_counts(codebook *b, const uint32_t counts[256], int
 	}
 	while (t.n > (1 << cap) - 1)
 		book_drop_leaf(&t);
-	if (t.n == 0) /* nothing to count: 0 stands for everything */
+	if (t.n == 0) /* no counts: the book has value 0 alone */
 		book_add_leaf(&t, 1, 0);
 	for (int i = 0; i < t.n; i++)
 		kept += counts[t.symbol[i]];
@@ -144,7 +148,7 @@ BITS_LARGE_FN void book_from_counts(codebook *b, const uint32_t counts[256], int
 	book_merge(b, &t, cap);
 }
 
-/* Has any of eight values a code? */
+/* Return non-zero if any of eight values has a code. */
 BITS_FN int book_any(const uint8_t length[8])
 {
 	uint8_t any = 0;
@@ -154,7 +158,10 @@ BITS_FN int book_any(const uint8_t length[8])
 	return any;
 }
 
-/* The values that have codes, in order; how many. Most have none: what is made from a book goes through these alone. */
+/*
+ * List the values that have codes, in ascending order. Returns their number. Most values have none, so that functions
+ * of a book loop over this list.
+ */
 BITS_LARGE_FN int book_values(const codebook *b, uint8_t value[256])
 {
 	int n = 0;
@@ -170,7 +177,7 @@ BITS_LARGE_FN int book_values(const codebook *b, uint8_t value[256])
 	return n;
 }
 
-/* A usable book: an escape, at least one value, no code above 8 bits, and a Kraft sum of exactly one. */
+/* Return 1 if the book is valid: an escape, at least one value, no code above 8 bits, and a Kraft sum of exactly 1. */
 BITS_LARGE_FN int book_valid(const codebook *b)
 {
 	uint8_t value[256], escape = b->length[WIRE_ESCAPE];
@@ -185,7 +192,7 @@ BITS_LARGE_FN int book_valid(const codebook *b)
 	return escape && escape <= WIRE_MAX_CAP && n && n < 256 && kraft == 256;
 }
 
-/* The largest value without a code. */
+/* Return the largest value without a code. */
 BITS_FN uint8_t book_escape(const codebook *b)
 {
 	int i = 255;
@@ -196,8 +203,8 @@ BITS_FN uint8_t book_escape(const codebook *b)
 }
 
 /*
- * The first code of each length, of n values and the escape. Codes are canonical, first bit on top: shorter first, then
- * by value, the escape after every value of its length, as the last before next[length + 1] / 2.
+ * Compute the first code of each length, for n values and the escape. Codes are canonical, most significant bit first:
+ * ordered by length, then by value. The escape is the last of its length: its code is next[length + 1] / 2 - 1.
  */
 BITS_LARGE_FN void book_first_codes(const codebook *b, const uint8_t *value, int n, uint32_t next[WIRE_MAX_CAP + 2])
 {
@@ -255,18 +262,18 @@ BITS_LARGE_FN void book_to_lookup(const codebook *b, book_lookup *t)
 	t->pad = t->symbol[0];
 }
 
-/* Bits that `counts` cost under this book, escapes with literals of `literal` bits. */
+/* Return the size in bits of symbols with these counts under this book. An escape adds a literal of `literal` bits. */
 BITS_LARGE_FN uint64_t book_cost(const codebook *b, const uint32_t counts[256], int literal)
 {
 	uint32_t escape = (uint32_t)(b->length[WIRE_ESCAPE] + literal);
 	uint64_t bits = 0;
 
-	for (int i = 0; i < 256; i++) /* without a branch, many at once */
+	for (int i = 0; i < 256; i++) /* branch-free, so that compilers vectorize it */
 		bits += (uint64_t)counts[i] * (b->length[i] + (escape & (0u - !b->length[i])));
 	return bits;
 }
 
-/* The least and the largest value with a code, 0 aside. A book of value 0 alone has 1 and 0. */
+/* Find the smallest and the largest non-zero value with a code. A book of value 0 alone gives 1 and 0. */
 BITS_LARGE_FN void book_span(const codebook *b, int *first, int *last)
 {
 	int lo = 1, hi = 255;
@@ -283,7 +290,7 @@ BITS_LARGE_FN void book_span(const codebook *b, int *first, int *last)
 	*last = hi;
 }
 
-/* Bytes that book_pack takes. */
+/* Return the size of the packed book in bytes. */
 BITS_LARGE_FN int book_nbytes(const codebook *b)
 {
 	int first, last;
@@ -292,7 +299,9 @@ BITS_LARGE_FN int book_nbytes(const codebook *b)
 	return 3 + (last - first + 2) / 2;
 }
 
-/* Bytes: escape length | length of value 0 << 4, first, last, then a nibble for each of first..last. Returns how many.
+/*
+ * Pack a book: escape length | length of value 0 << 4, first, last, then a nibble for each of first..last. Returns the
+ * size in bytes.
  */
 BITS_LARGE_FN int book_pack(const codebook *b, uint8_t *dst)
 {
@@ -310,7 +319,10 @@ BITS_LARGE_FN int book_pack(const codebook *b, uint8_t *dst)
 	return n;
 }
 
-/* Bytes read, or 0 if they are not a book. Each book has one encoding: one of value 0 alone has first 1, last 0. */
+/*
+ * Unpack a book. Returns the number of bytes read, or 0 if they are not a book. Each book has exactly one encoding;
+ * that of value 0 alone has first 1 and last 0.
+ */
 BITS_LARGE_FN int book_unpack(codebook *b, const uint8_t *src, uint64_t nbytes)
 {
 	int first, last, n = 3;

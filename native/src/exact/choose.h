@@ -1,7 +1,8 @@
-/* choose.h - what an encoder decides, from shapes and sums of samples. C, C++ and NVRTC.
+/*
+ * choose.h - an encoder's decisions, computed from shapes and from sums over samples. C, C++ and NVRTC.
  *
- * A decoder needs none of it; two encoders that give the same bytes need all of it. Which values are looked at follows
- * from shapes alone, and all arithmetic is on integers. `eighth` is log2 of the patterns in an eighth of an octave.
+ * Decoders do not need them; encoders that must produce equal bytes need all of them. Sample positions depend on shapes
+ * only, and all arithmetic is on integers. `eighth` is log2 of the number of patterns in an eighth of an octave.
  */
 #ifndef CODEC_CHOOSE_H
 #define CODEC_CHOOSE_H
@@ -11,23 +12,26 @@
 #include "wire.h"
 
 #define CHOOSE_MODEL_MIN 4096   /* fewer values get no scale model */
-#define CHOOSE_SEGMENT_MIN 8192 /* smaller segments, and what lies between, are one flat segment */
-#define CHOOSE_ROWS 1024        /* of a segment, for its base and the rows' shift */
-#define CHOOSE_COL_ROWS 128     /* for the columns' offsets */
-#define CHOOSE_RUNS 4           /* of a row, for its mean, */
-#define CHOOSE_RUN 32           /* of so many neighbours: 128 values find it to a tenth of a step or so */
-#define CHOOSE_PARTS_MIN 524288 /* values for which the best eighth of an octave is looked for */
+#define CHOOSE_SEGMENT_MIN 8192 /* smaller segments, and gaps between segments, are merged into flat segments */
+#define CHOOSE_ROWS 1024        /* rows sampled per segment, for its base and the rows' shift */
+#define CHOOSE_COL_ROWS 128     /* rows sampled per segment, for the columns' offsets */
+#define CHOOSE_RUNS 4           /* runs sampled per row, for its mean */
+#define CHOOSE_RUN 32           /* values per run; 4 runs of 32 find the mean to about a tenth of a step */
+#define CHOOSE_PARTS_MIN 524288 /* values from which on the base is tuned to an eighth of an octave */
 #define CHOOSE_PARTS 8
 #define CHOOSE_BINS (256 * CHOOSE_PARTS)
-#define CHOOSE_NONE (-1) /* the mean of a row that has no pattern from zero on */
+#define CHOOSE_NONE (-1) /* mean of a row without a pattern from `zero` on */
 
-/* Sample i of `take` among n < 2^32 places: spread by the golden ratio, for regular strides meet 3x3 kernels. */
+/*
+ * Return position i of `take` samples among n < 2^32 places. Samples are spread by the golden ratio, because regular
+ * strides alias with 3x3 convolution kernels.
+ */
 BITS_FN uint64_t choose_spread(uint64_t i, uint64_t take, uint64_t n)
 {
 	return take == n ? i : (i * 0x9e3779b9u & 0xffffffffu) * n >> 32;
 }
 
-/* Of how many quad rows one is looked at for symbols' counts, in a tensor that has nrows of them. */
+/* Return the stride between sampled quad rows for symbol counts, in a tensor of nrows quad rows. */
 BITS_FN uint64_t choose_stride(uint64_t nrows)
 {
 	uint64_t few = nrows / 64 < 16 ? nrows / 64 : 16, most = nrows / 2048;
@@ -36,7 +40,10 @@ BITS_FN uint64_t choose_stride(uint64_t nrows)
 	return most > few ? most : few;
 }
 
-/* The columns of the matrix as which a shape of n values is seen, the one most nearly square; 0: as rows of 512. */
+/*
+ * Return the number of columns of the most nearly square matrix as which a shape of n values can be viewed, or 0 if it
+ * has no such matrix and is viewed as rows of 512 values.
+ */
 BITS_FN uint32_t choose_columns(uint32_t rank, const uint64_t *shape, uint64_t n)
 {
 	uint64_t rows = 1, best_rows = 1, best = n, longer = n;
@@ -53,14 +60,16 @@ BITS_FN uint32_t choose_columns(uint32_t rank, const uint64_t *shape, uint64_t n
 	return best_rows < WIRE_MATRIX_MIN || best < WIRE_MATRIX_MIN || best > 0xffffffffu ? 0 : (uint32_t)best;
 }
 
-/* The first value of run i of a row of n values, of which n > CHOOSE_RUNS * CHOOSE_RUN; of shorter ones all are taken.
+/*
+ * Return the first value of run i of a row of n > CHOOSE_RUNS * CHOOSE_RUN values. All values of shorter rows are
+ * sampled.
  */
 BITS_FN uint64_t choose_run(uint64_t i, uint64_t n)
 {
 	return i * (n - CHOOSE_RUN) / (CHOOSE_RUNS - 1);
 }
 
-/* Rows for the columns' offsets. */
+/* Return the number of rows sampled for the columns' offsets. */
 BITS_FN uint64_t choose_col_rows(uint64_t nrows)
 {
 	uint64_t half = nrows / 2 < 64 ? 64 : nrows / 2;
@@ -69,13 +78,13 @@ BITS_FN uint64_t choose_col_rows(uint64_t nrows)
 	return nrows < half ? nrows : half;
 }
 
-/* The mean of `count` patterns, which are at most 2^15; CHOOSE_NONE without any. */
+/* Return the mean of `count` patterns, each at most 2^15, or CHOOSE_NONE if count is 0. */
 BITS_FN int choose_mean(uint32_t sum, uint32_t count)
 {
 	return count ? (int)((2 * sum + count) / (2 * count)) : CHOOSE_NONE;
 }
 
-/* How far a mean lies above a centre, in eighths of an octave. */
+/* Return the distance of a mean above a centre, in eighths of an octave. */
 BITS_FN int choose_eighths(int mean, int centre, int eighth)
 {
 	int q = (mean - centre + (1 << eighth >> 1)) >> eighth;
@@ -84,7 +93,7 @@ BITS_FN int choose_eighths(int mean, int centre, int eighth)
 	return mean == CHOOSE_NONE ? 0 : q;
 }
 
-/* The mean of so many differences, in eighths of an octave; 0 without any. */
+/* Return the mean of `count` differences, in eighths of an octave; 0 if count is 0. */
 BITS_FN int choose_mean_eighths(int total, int count, int eighth)
 {
 	int q = count ? bits_mean(total, (int64_t)count << eighth) : 0;
@@ -92,7 +101,7 @@ BITS_FN int choose_mean_eighths(int total, int count, int eighth)
 	return q < -127 ? -127 : q > 127 ? 127 : q;
 }
 
-/* The nibble for so many eighths, before it is clamped to -8..7. */
+/* Convert eighths to a nibble, not yet clamped to -8..7. */
 BITS_FN int choose_nibble(int eighths, int shift)
 {
 	return (eighths + (1 << shift >> 1)) >> shift;
@@ -103,7 +112,10 @@ BITS_FN int choose_clamped(int nibble)
 	return nibble < -8 ? -8 : nibble > 7 ? 7 : nibble;
 }
 
-/* The finest shift from `shift` on under which at most one of 32 offsets is clamped. Any decodes; those do no harm. */
+/*
+ * Return the finest shift, from `shift` on, that clamps at most one of 32 offsets. Clamped offsets cost bits but decode
+ * correctly.
+ */
 BITS_FN int choose_shift(const int8_t *eighths, uint64_t n, int shift)
 {
 	for (; shift < WIRE_MAX_SHIFT; shift++) {
@@ -120,21 +132,22 @@ BITS_FN int choose_shift(const int8_t *eighths, uint64_t n, int shift)
 	return shift;
 }
 
-/* An offset, in eighths. */
+/* Return the offset, in eighths, that the nibble of `eighths` decodes to. */
 BITS_FN int choose_offset(int eighths, int shift)
 {
 	return choose_clamped(choose_nibble(eighths, shift)) * (1 << shift);
 }
 
-/* Where mean patterns go: symbols lie around 128, those of float64 far from where they begin anew. */
+/* Return the pattern to which bases move means: symbols lie around 128, those of float64 far from their wrap-around. */
 BITS_FN int choose_centre(int octave)
 {
 	return octave == 16 ? 0x4800 : 0x4000;
 }
 
 /*
- * The base that takes a mean pattern to the centre, in eighths, a multiple of 1 << shift. The distribution of exponents
- * falls steeply above its mode: measured, symbols are cheapest if the mean comes to lie just below a power of two.
+ * Return the base that moves a mean pattern to the centre, in eighths, a multiple of 1 << shift. The distribution of
+ * exponents falls steeply above its mode. By measurement, symbols are cheapest if the mean lies just below a power of
+ * two.
  */
 BITS_FN uint16_t choose_base(int mean, int eighth, int zero, int shift)
 {
@@ -145,8 +158,8 @@ BITS_FN uint16_t choose_base(int mean, int eighth, int zero, int shift)
 }
 
 /*
- * Symbols are counted in bins: `parts` of a symbol, 1, or CHOOSE_PARTS where plane 0 has a symbol an octave and its
- * eighths matter. Adds bins as they become under a base that lowers by so many of them.
+ * Add bins, lowered by a base of `by` bins, to `sum`. Symbols are counted in bins of 1 / parts of a symbol. `parts` is
+ * 1, or CHOOSE_PARTS if plane 0 has one symbol per octave and its eighths matter.
  */
 BITS_LARGE_FN void choose_add_lowered(const uint32_t *bins, int parts, uint32_t by, uint32_t *sum)
 {
@@ -160,7 +173,7 @@ BITS_LARGE_FN void choose_add_lowered(const uint32_t *bins, int parts, uint32_t 
 		sum[zeros + circle - low + i] += bins[zeros + i];
 }
 
-/* Counts of symbols from those of their parts. */
+/* Sum the bins of each symbol into counts of symbols. */
 BITS_LARGE_FN void choose_fold(const uint32_t *bins, int parts, uint32_t counts[256])
 {
 	for (int e = 0; e < 256; e++)
@@ -171,8 +184,8 @@ BITS_LARGE_FN void choose_fold(const uint32_t *bins, int parts, uint32_t counts[
 }
 
 /*
- * Bits that symbols cost under a Huffman code of any length: as book_from_counts, but for its limit. Cheap, for it is
- * asked eight times and more for each segment.
+ * Return the size in bits of symbols with these counts under a Huffman code of unlimited length: as book_from_counts,
+ * but cheaper, since it is called at least eight times per segment.
  */
 BITS_LARGE_FN uint64_t choose_cost(const uint32_t counts[256])
 {
@@ -183,7 +196,7 @@ BITS_LARGE_FN uint64_t choose_cost(const uint32_t counts[256])
 
 	for (int e = 0; e < 256; e++)
 		total += counts[e];
-	least = total / 1280; /* book_keeps */
+	least = total / 1280; /* as book_keeps */
 	for (int e = 0; e <= 256; e++) {
 		uint32_t w = e < 256 ? counts[e] : rest + !rest;
 		int j = n;
@@ -209,8 +222,9 @@ BITS_LARGE_FN uint64_t choose_cost(const uint32_t counts[256])
 }
 
 /*
- * How many eighths all bases should be raised by, so that symbols cost least: counts of symbols, which cost *cost,
- * become those under the raised ones. Each step takes the first part of each symbol to the one before.
+ * Return the number of eighths by which to raise all bases, so that symbols are cheapest. `counts`, which cost *cost
+ * bits, are replaced by those under the raised bases. Each step moves the first bin of each symbol to the preceding
+ * symbol.
  */
 BITS_LARGE_FN int choose_phase(const uint32_t bins[CHOOSE_BINS], uint32_t counts[256], uint64_t *cost)
 {
@@ -237,14 +251,14 @@ BITS_LARGE_FN int choose_phase(const uint32_t bins[CHOOSE_BINS], uint32_t counts
 	return best;
 }
 
-/* Do `count` values save more than so many bits, if a sample of them has these costs? */
+/* Return 1 if `count` values save more than `bits` bits, given the costs of `samples` of them. */
 BITS_FN int choose_pays(uint64_t before, uint64_t after, uint64_t samples, uint64_t count, uint64_t bits)
 {
-	/* per value in 1/65536 bit, so that the product stays below 2^64 */
+	/* bits per value in units of 1/65536, so that the product stays below 2^64 */
 	return samples && before > after && ((before - after) << 16) / samples * count > bits << 16;
 }
 
-/* The same of so many offsets, and of a record for a part that has none. */
+/* Return 1 if the offsets save more than they cost, or the record of a segment without offsets does. */
 BITS_FN int choose_offsets_pay(uint64_t before, uint64_t after, uint64_t samples, uint64_t count, uint64_t offsets)
 {
 	return choose_pays(before, after, samples, count, 4 * offsets + 64);
@@ -265,10 +279,10 @@ BITS_FN uint64_t choose_total(const uint32_t counts[256])
 }
 
 /*
- * How uneven counts are: the sum of their squares, times how many values there may be, beyond what it is if all are as
- * frequent, with what chance adds. In shares of total^2 it is at least ln 2 times the bits a value that a codebook can
- * save, and near the uniform distribution twice that; it is found much faster than a book. A sample of a plane has
- * 64 quad rows at most, so that squares are added in 32 bits, many at once.
+ * Return how uneven counts are: the sum of their squares times the number of possible values, minus its expected value
+ * for a uniform distribution. In units of total^2 this is at least ln 2 times the bits per value that a codebook can
+ * save, and near the uniform distribution twice that. It is much faster than building a book. Squares are added in 32
+ * bits, so that the loop vectorizes: a sample of a plane has at most 64 quad rows.
  */
 BITS_FN uint64_t choose_excess_of(uint32_t squares, uint64_t values, uint64_t total)
 {
@@ -286,29 +300,29 @@ BITS_FN uint64_t choose_excess(const uint32_t counts[256], uint64_t values, uint
 	return choose_excess_of(squares, values, total);
 }
 
-/* Is that too little for a codebook to save 2%? */
+/* Return 1 if the excess is too small for a codebook to save 2%. */
 BITS_FN int choose_near_uniform(uint64_t excess, uint64_t total)
 {
 	return excess <= total * total / 7;
 }
 
-/* The finest shift, by how uneven mantissas are. */
+/* Return the finest shift, given how uneven mantissas are. */
 BITS_FN int choose_finest_of(int has_pattern, uint64_t excess, uint64_t total)
 {
 	return has_pattern || !choose_near_uniform(excess, total) ? WIRE_MAX_SHIFT : 0;
 }
 
 /*
- * The finest shift that a model may have: offsets that are not whole octaves move mantissas, too. Where these are worth
- * coding (few bits of them are in use, say) they should stay as they are. `plane1` has signs and mantissas in its lower
- * bits, mantissas of octave / 8 patterns.
+ * Return the finest shift that a model may have. Offsets that are not whole octaves change mantissas, which should
+ * remain unchanged if they are worth coding, for example because few of their bits are used. `plane1` has signs and
+ * mantissas of octave / 8 patterns in its lower bits.
  */
 BITS_FN int choose_finest(const uint32_t plane1[256], int octave, int has_pattern)
 {
 	uint32_t counts[256] = {0}, values = 2 * (uint32_t)octave;
 	uint64_t total;
 
-	if (octave > 128) /* mantissas' upper bits are in plane 0 */
+	if (octave > 128) /* the mantissas' upper bits are in plane 0 */
 		return 0;
 	for (uint32_t i = 0; i < 256; i++)
 		counts[i % values] += plane1[i];
@@ -316,7 +330,10 @@ BITS_FN int choose_finest(const uint32_t plane1[256], int octave, int has_patter
 	return choose_finest_of(has_pattern, choose_excess(counts, values, total), total);
 }
 
-/* Of planes but the exponent's few quad rows are looked at; of codecs of rows, as many blocks: place i of n. */
+/*
+ * Return the number of quad rows sampled of planes other than the exponent, and of blocks sampled by codecs of rows.
+ * choose_even returns the position of sample i.
+ */
 BITS_FN uint64_t choose_plane_rows(uint64_t nrows)
 {
 	uint64_t half = (nrows + 1) / 2;
@@ -334,38 +351,43 @@ BITS_FN uint64_t choose_even(uint64_t i, uint64_t take, uint64_t n)
 	return i * n / take;
 }
 
-/* Are so many of m values 0 that planes had better not hold them? */
+/* Return 1 if enough of m values are 0 that planes should omit them. */
 BITS_FN int choose_prunes(uint64_t nzeros, uint64_t m)
 {
 	return 64 * nzeros >= m;
 }
 
-/* Does coding save 2% of count * raw bits? Less is not worth the time, nor surer than a sample. */
+/*
+ * Return 1 if coding saves at least 2% of count * raw bits. Less is not worth the time, and within the sampling error.
+ */
 BITS_FN int choose_saves(uint64_t cost, uint64_t count, uint64_t raw)
 {
 	return 100 * cost < 98 * raw * count;
 }
 
-/* What becomes of a plane: coded with the book that was made, whole or halved; raw in every block; or each decides. */
+/*
+ * Treatment of a plane: coded with the book that was built, whole or only its low nibbles; raw in every block; or
+ * chosen by each block.
+ */
 enum { CHOOSE_CODED, CHOOSE_HALVED, CHOOSE_FIXED, CHOOSE_BY_BLOCK };
 
-/* What a sample says of a plane, beside its counts. */
+/* Properties of a sampled plane, besides its counts. */
 struct choose_sample {
-	int exponent; /* it is plane 0 of a float */
-	int given;    /* and its book is the caller's */
-	int constant; /* all its bytes are one value */
-	int by_block; /* it has runs of zeros, or may lose zeros */
+	int exponent; /* 1: plane 0 of a float */
+	int given;    /* 1: plane 0 has an agreed codebook */
+	int constant; /* 1: all bytes are equal */
+	int by_block; /* 1: has runs of zeros, or may lose zeros by pruning */
 };
 
-/* A book's own bits, shared among n values: what `sample` of them pay. */
+/* Return the share of a book's own size, in bits, that `sample` of n values bear. */
 BITS_LARGE_FN uint64_t choose_price(const codebook *b, uint64_t sample, uint64_t n)
 {
 	return 8 * (uint64_t)book_nbytes(b) * sample / n;
 }
 
 /*
- * Low bytes of sums of products are even too often: a book of bytes with codes of at most 8 bits cannot say so, a book
- * of their low nibbles can. Is that cheaper than *cost bits? Then it takes the place of *b.
+ * Replace *b by a book of low nibbles if that is cheaper than *cost bits. Returns 1 if it was replaced. Low bytes of
+ * sums of products are even too often, which a book of bytes with codes of at most 8 bits cannot represent.
  */
 BITS_LARGE_FN int choose_halved(const uint32_t counts[256], uint64_t total, uint64_t n, int cap, uint64_t *cost,
 				codebook *b)
@@ -385,13 +407,13 @@ BITS_LARGE_FN int choose_halved(const uint32_t counts[256], uint64_t total, uint
 	return 1;
 }
 
-/* Is a book worth making, where it saves no more than 8 ln 2 of the excess, rounded down, less its bytes? */
+/* Return 1 if a book may be worth building: it saves at most 8 ln 2 of the excess, rounded down, minus its own size. */
 BITS_FN int choose_may_pay(uint64_t excess, uint64_t total, uint64_t n)
 {
 	return excess > total * total / 7 + 5 * BOOK_MAX_NBYTES * total * total / n;
 }
 
-/* What becomes of a plane of which `total` values cost so much. */
+/* Return the treatment of a plane of which `total` values cost `cost` bits. */
 BITS_FN int choose_fate(uint64_t cost, uint64_t total, int halved, struct choose_sample s)
 {
 	if (choose_saves(cost, total, 8))
@@ -399,7 +421,7 @@ BITS_FN int choose_fate(uint64_t cost, uint64_t total, int halved, struct choose
 	return s.constant || s.by_block ? CHOOSE_BY_BLOCK : CHOOSE_FIXED;
 }
 
-/* What becomes of a plane of n values; a book that was made is *b. */
+/* Return the treatment of a plane of n values, and the book in *b if one was built. */
 BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample s, uint64_t n, int cap, codebook *b)
 {
 	uint64_t total = choose_total(counts), cost = 8 * total, excess = 0;
@@ -422,8 +444,10 @@ BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample 
 	return choose_fate(cost, total, halved, s);
 }
 
-/* A block's mode for a plane of n bytes: coded, if that takes `coded` > 0 bytes; as runs, with a bitmap, if those that
- * are not all zero have few bytes. */
+/*
+ * Return a block's mode for a plane of n bytes: coded, if that takes `coded` > 0 bytes; or as a bitmap and the runs
+ * that are not all zero, if these are smaller.
+ */
 BITS_FN uint32_t choose_mode(uint64_t n, int constant, uint64_t coded, uint64_t bitmap, uint64_t runs)
 {
 	if (constant)
@@ -433,16 +457,16 @@ BITS_FN uint32_t choose_mode(uint64_t n, int constant, uint64_t coded, uint64_t 
 	return bitmap + runs < n ? WIRE_MODE_ROWS : WIRE_MODE_RAW;
 }
 
-/* Which quad rows of a block tell whether coding a plane (not an exponent) saves enough. */
+/* stride of sampled quad rows of a block, to decide whether coding a plane (not an exponent) saves enough */
 #define CHOOSE_BLOCK_STRIDE 8
 
-/* Most bytes of a coded plane and its escapes; halved: without its high nibbles. */
+/* Return the maximum size in bytes of a coded plane with its escapes; halved: without its high nibbles. */
 BITS_FN uint64_t choose_coded_most(uint64_t n, int halved)
 {
 	return (halved ? n / 2 : n) - 1;
 }
 
-/* Blocks: as long as all values, within limits. */
+/* Return log2 of the block length: all values, within limits. */
 BITS_FN int choose_block_log2(uint64_t n)
 {
 	int log2 = WIRE_MIN_BLOCK_LOG2;
@@ -452,13 +476,13 @@ BITS_FN int choose_block_log2(uint64_t n)
 	return log2;
 }
 
-/* Is a frame of so many bytes, or at least so many, replaced by a stored one? */
+/* Return 1 if a frame of at least `nbytes` bytes is replaced by a stored one. */
 BITS_FN int choose_stored(uint64_t nbytes, uint64_t stored)
 {
 	return nbytes >= stored;
 }
 
-/* TRUNCATE: the guard in the header. A gradient of few mantissa bits tells less of parameters of many. */
+/* Return TRUNCATE's guard for the header. It is larger if parameters have more mantissa bits than the gradient. */
 BITS_FN int choose_guard(int asked, int theta_mbits, int mbits)
 {
 	int guard = asked + theta_mbits - mbits;

@@ -1,6 +1,7 @@
-/* round.h - one-word functions of the lossy codecs: random words, conversions and their roundings. C, C++ and NVRTC.
+/*
+ * round.h - functions of lossy codecs on single words: random bits, conversions and rounding. C, C++ and NVRTC.
  *
- * Arguments are finite unless it says otherwise.
+ * Arguments are finite unless the function's comment says otherwise.
  */
 #ifndef CODEC_ROUND_H
 #define CODEC_ROUND_H
@@ -12,8 +13,8 @@
 #endif
 
 /*
- * The float operations of these headers, and nothing else in them adds, multiplies, divides or converts floats: a build
- * that neither fuses these nor flushes subnormals to zero gives the same words everywhere.
+ * Floating-point operations of these headers. Nothing else in them adds, multiplies, divides or converts floats. A
+ * build that neither fuses operations nor flushes subnormals to zero gives bit-identical results everywhere.
  */
 BITS_FN float round_add(float a, float b)
 {
@@ -35,7 +36,7 @@ BITS_FN float round_div(float a, float b)
 	return a / b;
 }
 
-/* Toward zero; x must fit. */
+/* Round toward zero; x must fit an int. */
 BITS_FN int round_to_int(float x)
 {
 	return (int)x;
@@ -90,7 +91,7 @@ BITS_FN double round_sqrt64(double x)
 
 #define ROUND_INF 0x7f800000u
 #define ROUND_ABS 0x7fffffffu
-#define ROUND_MAX 0x7f7fffffu /* the largest number */
+#define ROUND_MAX 0x7f7fffffu /* largest finite float32 */
 
 BITS_FN uint32_t round_bits(float x)
 {
@@ -112,7 +113,7 @@ BITS_FN float round_float(uint32_t u)
 	return c.f;
 }
 
-/* A value and what was lost of earlier ones. NaN is one, whichever of the two it comes from. */
+/* Add a residual to a value. Every NaN result is 0x7fc00000, whichever operand it comes from. */
 BITS_FN float round_plus(float x, float e)
 {
 	float sum = round_add(x, e);
@@ -120,7 +121,7 @@ BITS_FN float round_plus(float x, float e)
 	return sum != sum ? round_float(0x7fc00000u) : sum;
 }
 
-/* What is lost of x where y is seen: nothing of NaN and Inf, or it would never be made up for. */
+/* Return the residual x - y; 0 if x is NaN or Inf, which error feedback must not carry on. */
 BITS_FN float round_minus(float x, float y)
 {
 	float lost = round_sub(x, y);
@@ -128,7 +129,7 @@ BITS_FN float round_minus(float x, float y)
 	return (round_bits(x) & ROUND_ABS) < ROUND_INF ? lost : 0.0f;
 }
 
-/* Sums of frames: out + weight * y; the larger one, or NaN if either is. */
+/* Accumulate frames: out + weight * y; round_larger: the larger of both, or NaN if either is. */
 BITS_FN float round_weighted(float out, float weight, float y)
 {
 	return round_add(out, round_mul(weight, y));
@@ -140,8 +141,8 @@ BITS_FN float round_larger(float out, float y)
 }
 
 /*
- * Philox4x32-10 (Salmon et al., SC 2011). Element i of a tensor uses half-word i % 8 of the block with counter
- * (i / 8, word), key (seed, stream): two draws (word 0 and 1) of 16 bits an element.
+ * Philox4x32-10 (Salmon et al., SC 2011). Element i of a tensor uses half-word i % 8 of the block with counter (i / 8,
+ * word) and key (seed, stream). Words 0 and 1 give two independent draws of 16 bits per element.
  */
 #define PHILOX_M0 0xd2511f53u
 #define PHILOX_M1 0xcd9e8d57u
@@ -180,7 +181,7 @@ BITS_FN uint16_t philox_half(struct philox key, uint64_t i, uint32_t word)
 	return (uint16_t)(out[i >> 1 & 3] >> 16 * (i & 1));
 }
 
-/* bfloat16 and float16 bits to float32, exactly (NaNs of float16 become quiet, as CPUs make them). */
+/* Convert bfloat16 or float16 bits to float32 exactly. NaNs of float16 become quiet, as CPUs do. */
 BITS_FN uint32_t round_from_bfloat16(uint16_t x)
 {
 	return (uint32_t)x << 16;
@@ -190,14 +191,17 @@ BITS_FN uint32_t round_from_float16(uint16_t x)
 {
 	uint32_t a = x & 0x7fffu, sign = (uint32_t)(x & 0x8000) << 16;
 	uint32_t normal = (a << 13) + (112u << 23);
-	/* subnormal: as a fraction above 2^-14, which is then taken away */
+	/* subnormal: a fraction above 2^-14, minus 2^-14 */
 	uint32_t small = round_bits(round_sub(round_float((a << 13) + (113u << 23)), 0x1p-14f));
 	uint32_t special = (a << 13) | ROUND_INF | (uint32_t)(a > 0x7c00) << 22;
 
 	return sign | (a < 0x400 ? small : a < 0x7c00 ? normal : special);
 }
 
-/* float32 to bfloat16 and float16, to nearest even, at most the largest number; NaN gives the quiet NaN of its sign. */
+/*
+ * Convert float32 to bfloat16 or float16: to nearest even, clamped to the largest finite value. NaN becomes the quiet
+ * NaN of its sign.
+ */
 BITS_FN uint16_t round_to_bfloat16(uint32_t x)
 {
 	uint32_t a = x & ROUND_ABS, up = (a + 0x7fff + (a >> 16 & 1)) >> 16;
@@ -210,25 +214,26 @@ BITS_FN uint16_t round_to_float16(uint32_t x)
 {
 	uint32_t a = x & ROUND_ABS, sign = x >> 16 & 0x8000;
 	uint32_t normal = ((a + 0xfff + (a >> 13 & 1)) >> 13) - (112u << 10);
-	/* below 2^-14 a number has as many bits as are left of 2^-24: those of a sum with 1/2 */
+	/* below 2^-14 the last bit is worth 2^-24, as in a sum with 1/2 */
 	uint32_t small = round_bits(round_add(round_float(a), 0.5f)) - round_bits(0.5f),
 		 is_small = 0 - (a < 113u << 23);
-	uint32_t finite = (small & is_small) | (normal & ~is_small); /* a choice would keep loops from being vectors */
+	uint32_t finite =
+		(small & is_small) | (normal & ~is_small); /* branch-free: a conditional would prevent vectorization */
 
 	finite = finite > 0x7bff ? 0x7bff : finite;
 	return (uint16_t)(sign | (a > ROUND_INF ? 0x7e00 : finite));
 }
 
 /*
- * Small floats of `mbits` bits of mantissa and a bias: e4m3fn 3 and 7, e5m2 2 and 15, e2m1 1 and 1. y is at most
- * their largest value. h: 16 random bits; the result is then one of the neighbours, and on average y to 2^-17 of
- * their distance.
+ * Round to a small float with `mbits` mantissa bits and the given bias: e4m3fn 3 and 7, e5m2 2 and 15, e2m1 1 and 1. y
+ * is at most their largest value. Stochastic: h has 16 random bits; the result is one of the two neighbours, and its
+ * mean is y to 2^-17 of their distance.
  */
 BITS_FN uint32_t round_small_nearest(uint32_t y, uint32_t mbits, uint32_t bias)
 {
 	uint32_t a = y & ROUND_ABS, shift = 23 - mbits;
 	uint32_t normal = ((a + (1u << (shift - 1)) - 1 + (a >> shift & 1)) >> shift) - ((127 - bias) << mbits);
-	/* below the normal range: a sum with a power of two whose last bit is worth a step */
+	/* below the normal range: add a power of two whose last bit is worth a step */
 	uint32_t step = (127 + 23 + 1 - bias - mbits) << 23;
 	uint32_t small = round_bits(round_add(round_float(a), round_float(step))) - step;
 
@@ -247,8 +252,8 @@ BITS_FN uint32_t round_small_stochastic(uint32_t y, uint32_t mbits, uint32_t bia
 }
 
 /*
- * The inverse, without sign: code below 2^(7 or fewer) to float32 bits. Read as if all were normal, a subnormal number
- * is too large, and twice that less the smallest normal number is what it is; of normal ones that is more.
+ * Convert a code below 2^(7 or fewer), without sign, to float32 bits. Read as a normal number, a subnormal is too
+ * large; its value is twice that minus the smallest normal number, which exceeds the value of any normal number.
  */
 BITS_FN uint32_t round_small_value(uint32_t code, uint32_t mbits, uint32_t bias)
 {
@@ -258,7 +263,7 @@ BITS_FN uint32_t round_small_value(uint32_t code, uint32_t mbits, uint32_t bias)
 	return round_bits(small < normal ? small : normal);
 }
 
-/* To nearest, or with 16 random bits: which of them is a constant of the loop. */
+/* Round to nearest, or stochastically with 16 random bits. `random` is constant in each loop. */
 BITS_FN uint32_t round_small(uint32_t y, uint32_t mbits, uint32_t bias, int random, uint32_t h)
 {
 	return random ? round_small_stochastic(y, mbits, bias, h) : round_small_nearest(y, mbits, bias);
@@ -266,7 +271,10 @@ BITS_FN uint32_t round_small(uint32_t y, uint32_t mbits, uint32_t bias, int rand
 
 #define FLOAT8_NAN 0x7fu
 
-/* FLOAT8: the code of x, which may be NaN or Inf, times a scale; `most` is the largest number. And back. */
+/*
+ * FLOAT8: return the code of x times a scale; x may be NaN or Inf, `most` is the largest finite value.
+ * round_float8_value decodes it.
+ */
 BITS_FN uint8_t round_float8_code(uint32_t x, float scale, float most, uint32_t mbits, uint32_t bias, int random,
 				  uint32_t h)
 {
@@ -285,7 +293,7 @@ BITS_FN float round_float8_value(uint32_t code, float scale, uint32_t mbits, uin
 	return round_float(v | (code & 0x80) << 24);
 }
 
-/* FLOAT4: the code of x over a scale, sign at bit 3; over a scale of 0, that of a zero. */
+/* FLOAT4: return the code of x divided by a scale, with the sign at bit 3; the code of 0 if the scale is 0. */
 BITS_FN uint8_t round_float4_code(uint32_t x, float scale, int random, uint32_t h)
 {
 	uint32_t y = round_bits(round_div(round_float(x & ROUND_ABS), scale > 0 ? scale : round_float(ROUND_INF)));
@@ -294,13 +302,13 @@ BITS_FN uint8_t round_float4_code(uint32_t x, float scale, int random, uint32_t 
 	return (uint8_t)(round_small(y, 1, 1, random, h) | (x >> 28 & 8));
 }
 
-/* What a code is worth, times the scale. */
+/* Return the dequantized value of a code before scaling. */
 BITS_FN float round_float4_ratio(uint32_t code)
 {
 	return round_float(round_small_value(code & 7, 1, 1) | (code & 8) << 28);
 }
 
-/* That product: at most the largest number, with its sign. */
+/* Multiply by the scale, clamped to the largest finite value with the product's sign. */
 BITS_FN float round_scaled(float ratio, float scale)
 {
 	uint32_t u = round_bits(round_mul(ratio, scale)), a = u & ROUND_ABS;
@@ -308,15 +316,15 @@ BITS_FN float round_scaled(float ratio, float scale)
 	return round_float((u & ~ROUND_ABS) | (a < ROUND_MAX ? a : ROUND_MAX));
 }
 
-/* SIGN: what negative values are. A scale of 0 says that they were 0, whatever their sign. */
+/* SIGN: return the dequantized value of negative values. A scale of 0 means that all values were 0, of either sign. */
 BITS_FN float round_sign_below(float scale)
 {
 	return scale > 0 ? -scale : 0.0f;
 }
 
 /*
- * x / scale * n by two products, since a division takes many times longer: (x * up) * by. n is a power of two, so that
- * |x| <= scale gives at most n, whatever the roundings; `up` keeps `by` finite.
+ * Factors for x / scale * n as two products, (x * up) * by, because a division is many times slower. n is a power of
+ * two, so that |x| <= scale gives at most n under any rounding. `up` keeps `by` finite.
  */
 struct over {
 	float up, by;
@@ -335,7 +343,10 @@ BITS_FN float round_over_times(float x, struct over o)
 	return round_mul(round_mul(x, o.up), o.by);
 }
 
-/* x over a scale, as an index into levels 0..n from -amax to amax (even) or 0..n from 0 to amax (odd, of |x|). */
+/*
+ * Return the position of x / amax among the levels: 0..n from -amax to amax (even), or for |x| 0..n from 0 to amax
+ * (odd).
+ */
 BITS_FN float round_even_place(float x, struct over amax, float n)
 {
 	return round_mul(round_add(round_over_times(x, amax), 1.0f), round_mul(n, 0.5f));
@@ -347,8 +358,9 @@ BITS_FN float round_odd_place(float ax, struct over amax, float n)
 }
 
 /*
- * A place in 0..255 to one of its neighbours: floor((floor(2^16 place + 1/2) + h) / 2^16), exactly; a sum with 1/2
- * would round. Others, NaN too, come from tensors that change while they are read, and give some number from 0 to 256.
+ * Round a position in 0..255 to one of its neighbours: floor((floor(2^16 place + 1/2) + h) / 2^16), exactly; adding 1/2
+ * in floating point would round. Positions outside that range, and NaN, occur only if the tensor changes while it is
+ * read; they give some number from 0 to 256.
  */
 BITS_FN int round_place(float place, uint32_t h)
 {
@@ -362,7 +374,10 @@ BITS_FN float round_level(int c, float n, float amax)
 	return amax > 0 ? round_mul(amax, round_div((float)c, n)) : 0.0f;
 }
 
-/* The code of x, whose sign bit is above its magnitude; amax > 0. Of a row of zeros it is round_level_zero. */
+/*
+ * QUANTIZE: return the code of x; the sign bit is above the magnitude, and amax > 0. In rows of zeros all codes are
+ * round_level_zero.
+ */
 BITS_FN uint8_t round_level_code(uint32_t x, int odd, int levels, struct over amax, uint32_t h)
 {
 	int c;
@@ -378,16 +393,16 @@ BITS_FN uint8_t round_level_zero(int odd, int levels)
 	return (uint8_t)(odd ? levels : 0);
 }
 
-/* The level of a code, times amax. */
+/* Return the level of a code, to be multiplied by amax / levels. */
 BITS_FN int round_level_of(uint32_t code, int odd, int levels)
 {
 	return odd ? (int)code - levels : 2 * (int)code - levels;
 }
 
 /*
- * GComp. Dropping k bits of a gradient is harmless where the exponent of A, all that does not depend on the gradient in
- * (rest of the step) / (its part of the step), exceeds its own by k and a guard. Exponents are the patterns' fields; ea
- * is float32's.
+ * GComp. Dropping k bits of a gradient is harmless if the exponent of A exceeds the gradient's by k and a guard. A is
+ * (rest of the step) / (the gradient's part of the step), as far as it does not depend on the gradient. Exponents are
+ * the patterns' biased fields; ea is float32's.
  */
 BITS_FN uint8_t round_exponent(float a)
 {
@@ -411,8 +426,9 @@ BITS_FN uint8_t round_plus8(uint8_t a, uint8_t b)
 }
 
 /*
- * ea - e - guard, from 0 to 255; guard here is that of the spec + 127 - the dtype's bias. In bytes, so that a vector
- * has as many values: one of the differences is 0, and what is below 0 or above 255 does not matter.
+ * Return ea - e - guard, clamped to 0..255. Here guard is that of the header + 127 - the dtype's bias. The arithmetic
+ * is on bytes to process more values per vector: one of the two differences is 0, and clamping does not change the
+ * result.
  */
 BITS_FN uint8_t round_slack(uint8_t e, uint8_t ea, uint8_t last, short guard)
 {
@@ -440,7 +456,7 @@ BITS_FN uint8_t round_drop_level(uint8_t e, uint8_t ea, uint8_t last, short guar
 	return d >= k3 ? k3 : k;
 }
 
-/* The level that drops so many bits, and back. */
+/* Return the level that drops `drop` bits. round_drop_of_level is the inverse. */
 BITS_FN uint8_t round_level_of_drop(uint8_t drop, uint8_t k1, uint8_t k2, uint8_t k3)
 {
 	return (uint8_t)((drop >= k1) + (drop >= k2) + (drop >= k3));
@@ -454,7 +470,7 @@ BITS_FN uint8_t round_drop_of_level(uint8_t level, uint8_t k1, uint8_t k2, uint8
 	return level >= 3 ? k3 : k;
 }
 
-/* Pattern x without its last k bits; without a sign and mantissa where the exponent is 0. */
+/* Clear the last k bits of pattern x, truncating or rounding to nearest; 0 if the exponent is 0. */
 BITS_FN uint32_t round_truncate(uint32_t x, uint32_t k, uint32_t nearest, uint32_t mbits, uint32_t last)
 {
 	uint32_t mask = (1u << k) - 1, half = (1u << k >> 1) - 1 + (x >> k & 1);
@@ -465,25 +481,28 @@ BITS_FN uint32_t round_truncate(uint32_t x, uint32_t k, uint32_t nearest, uint32
 }
 
 /*
- * TernGrad: |x| / s as a fraction of 2^32, cut in two; `over` is round_over(s, 65536). A value is kept if the first
- * draw is below `high`, or equal to it and the second below `low`, and always if |x| = s.
+ * TernGrad: return |x| / s as a 32-bit fraction in two halves; `over` is round_over(s, 65536). The value is kept if the
+ * first draw is below `high`, or equal to it and the second draw below `low`; always if |x| = s.
  */
 BITS_FN uint32_t round_ternary(float ax, struct over over, uint32_t *low)
 {
 	float q = round_over_times(ax, over), most = 65536.0f;
 	int high;
 
-	q = q < most ? q : most; /* of a tensor that changes while it is read, anything */
+	q = q < most ? q : most; /* holds unless the tensor changes while it is read */
 	high = round_to_int(q) < 65535 ? round_to_int(q) : 65535;
 
 	*low = (uint32_t)round_to_int(round_mul(round_sub(q, (float)high), 65536.0f));
 	return (uint32_t)high;
 }
 
-/* TERNARY's code for a draw that decides nothing. */
+/* code of a value that the first draw leaves undecided */
 #define TERNARY_TIE 3
 
-/* 0 for 0, 1 for s, 2 for -s, or TERNARY_TIE, from the first draw. `top` is s > 0, the pattern; x may lie beyond it. */
+/*
+ * Return 0 for 0, 1 for s, 2 for -s, or TERNARY_TIE, decided by the first draw. `top` is the pattern of s > 0; x may
+ * exceed it.
+ */
 BITS_FN uint8_t round_ternary_code(uint32_t x, uint32_t top, struct over over, uint32_t h)
 {
 	uint32_t a = x & ROUND_ABS, low, high;
@@ -493,7 +512,7 @@ BITS_FN uint8_t round_ternary_code(uint32_t x, uint32_t top, struct over over, u
 	return (uint8_t)(h < high || a == top ? 1 + (x >> 31) : h == high ? TERNARY_TIE : 0);
 }
 
-/* The same of a tie, from the second draw. */
+/* Return the code of a tie, decided by the second draw. */
 BITS_FN uint8_t round_ternary_settled(uint32_t x, struct over over, uint32_t h)
 {
 	uint32_t low;
@@ -502,7 +521,7 @@ BITS_FN uint8_t round_ternary_settled(uint32_t x, struct over over, uint32_t h)
 	return (uint8_t)(h < low ? 1 + (x >> 31) : 0);
 }
 
-/* What a code is worth, times s. */
+/* Return the dequantized value of a code before scaling. */
 BITS_FN float round_ternary_ratio(uint32_t code)
 {
 	return code == 1 ? 1.0f : code == 2 ? -1.0f : 0.0f;

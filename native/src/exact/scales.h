@@ -1,6 +1,6 @@
-/* scales.h - codecs whose values share scales: what params mean, which rows, parts and blocks follow from them, how
- * many bytes those take, and scales from the largest magnitude or from sums. C, C++ and NVRTC. docs/format.md,
- * section 8.
+/*
+ * scales.h - codecs whose values share scales: meaning of params, resulting rows, parts and blocks with their sizes,
+ * and scales computed from the largest magnitude or from sums. C, C++ and NVRTC. docs/format.md, section 8.
  */
 #ifndef CODEC_SCALES_H
 #define CODEC_SCALES_H
@@ -8,20 +8,20 @@
 #include "round.h"
 #include "wire.h"
 
-#define ROW_ASKED_LAST 0xffffffffu /* asked for, never in a frame: rows follow the shape */
-#define ROW_FLAT 1024              /* of a vector, then */
-#define ROW_LEAST 64               /* trailing dimensions are taken together until a row has as many values */
+#define ROW_ASKED_LAST 0xffffffffu /* requested row only, never in a frame: rows follow the shape */
+#define ROW_FLAT 1024              /* values per row of a tensor of rank 1 */
+#define ROW_LEAST 64               /* trailing dimensions are joined until a row has this many values */
 
-/* How values that share a scale become codes. */
+/* Quantization of values that share a scale. */
 struct row_kind {
 	uint8_t codec, variant, options, dtype;
-	uint8_t entropy, odd; /* odd: QUANTIZE's levels */
-	uint8_t bits;         /* of a code in the frame; 0: five a byte */
-	float max;            /* FLOAT8: the largest number */
-	int levels;           /* QUANTIZE: the largest code (even), or the largest magnitude (odd) */
+	uint8_t entropy, odd; /* odd: QUANTIZE, odd number of levels */
+	uint8_t bits;         /* bits of a code in the frame; 0: five codes per byte */
+	float max;            /* FLOAT8: largest finite value */
+	int levels;           /* QUANTIZE: largest code (even) or largest magnitude of a level (odd) */
 };
 
-/* From params and the dtype; of other codecs nothing means anything, but entropy is 0. */
+/* Return the row_kind of params and a dtype. For codecs without rows only `entropy` is defined, as 0. */
 BITS_FN struct row_kind row_kind_of(uint32_t codec, uint32_t variant, uint32_t options, uint32_t bits, uint32_t dtype)
 {
 	struct row_kind q = {(uint8_t)codec, (uint8_t)variant, (uint8_t)options, (uint8_t)dtype, 0, 0, 8, 0, 0};
@@ -44,9 +44,9 @@ BITS_FN struct row_kind row_kind_of(uint32_t codec, uint32_t variant, uint32_t o
 	return q;
 }
 
-/* Rows: how many values share a scale; 0: all of a part. */
+/* Rows: number of values that share a scale; 0: all values of a part. */
 
-/* May a row have so many, wherever a frame says so? */
+/* Return 1 if the format allows this row. */
 BITS_FN int row_allowed(struct row_kind q, uint32_t row)
 {
 	uint32_t most = q.entropy ? WIRE_ROW_BLOCK : WIRE_MAX_ROW;
@@ -58,7 +58,7 @@ BITS_FN int row_allowed(struct row_kind q, uint32_t row)
 	return row <= most && (row || q.codec == WIRE_CODEC_SIGN);
 }
 
-/* The row in use where `asked` was asked for, of a tensor or part of this shape. */
+/* Return the row in use for a requested row, in a tensor or part of this shape. */
 BITS_FN uint32_t row_in_use(struct row_kind q, uint32_t asked, uint32_t rank, const uint64_t *shape)
 {
 	uint64_t row = asked;
@@ -73,7 +73,7 @@ BITS_FN uint32_t row_in_use(struct row_kind q, uint32_t asked, uint32_t rank, co
 	return (uint32_t)(q.entropy && row > WIRE_ROW_BLOCK ? ROW_FLAT : row);
 }
 
-/* Has a part with such rows scales of its own, beside those of its rows or instead of them? */
+/* Return 1 if a part has scales of its own, besides those of its rows or in place of them. */
 BITS_FN int row_part_scaled(struct row_kind q, uint32_t row)
 {
 	return row == 0 || (q.codec == WIRE_CODEC_FLOAT4 && q.variant == WIRE_FLOAT4_NVFP4);
@@ -84,7 +84,7 @@ BITS_FN uint64_t row_count(uint32_t row, uint64_t n)
 	return row ? (n + row - 1) / row : 0;
 }
 
-/* Blocks: whole rows, and never two parts. */
+/* Blocks: whole rows of a single part. */
 
 BITS_FN uint64_t row_block(struct row_kind q, uint32_t row)
 {
@@ -93,7 +93,7 @@ BITS_FN uint64_t row_block(struct row_kind q, uint32_t row)
 	return row <= WIRE_ROW_BLOCK ? WIRE_ROW_BLOCK / row * row : row;
 }
 
-/* Of a part of n values. */
+/* Return the number of blocks in a part of n values. */
 BITS_FN uint64_t row_nblocks(struct row_kind q, uint32_t row, uint64_t n)
 {
 	uint64_t block = row_block(q, row);
@@ -101,7 +101,7 @@ BITS_FN uint64_t row_nblocks(struct row_kind q, uint32_t row, uint64_t n)
 	return (n + block - 1) / block;
 }
 
-/* Values of its block b, before which come b * row_block. */
+/* Return the number of values in block b of a part. Its first value is b * row_block. */
 BITS_FN uint64_t row_block_n(struct row_kind q, uint32_t row, uint64_t n, uint64_t b)
 {
 	uint64_t block = row_block(q, row), left = n - b * block;
@@ -109,7 +109,7 @@ BITS_FN uint64_t row_block_n(struct row_kind q, uint32_t row, uint64_t n, uint64
 	return left < block ? left : block;
 }
 
-/* Bytes: of a row's scales, of the codes of m values, and the most of a block of m values. */
+/* Sizes in bytes: of a row's scales; of the codes of m values; upper bound of the region of m values. */
 
 BITS_FN uint64_t row_scale_nbytes(struct row_kind q)
 {
@@ -131,8 +131,8 @@ BITS_FN uint64_t row_region_nbytes(struct row_kind q, uint32_t row, uint64_t m)
 }
 
 /*
- * Sums for means: 32 lanes over at most WIRE_TREE values, folded by halves; those sums in float64, neighbours first,
- * then neighbouring pairs, and so on.
+ * Sums for means: 32 float32 lanes over at most WIRE_TREE values, folded by halves. Those sums are added in float64 as
+ * a binary tree: neighbours, then neighbouring pairs, and so on.
  */
 BITS_FN float scale_fold(float *lane)
 {
@@ -150,7 +150,10 @@ BITS_FN double scale_fold64(double *lane)
 	return lane[0];
 }
 
-/* `count` sums went before; of each bit i that is set in it, level[i] (of 64) has the sum of 2^i of them. */
+/*
+ * Add a sum to the tree, after `count` others. For each bit i set in `count`, level[i] of 64 holds a sum of 2^i of
+ * them.
+ */
 BITS_FN void scale_push(double *level, uint64_t count, double sum)
 {
 	int i = 0;
@@ -160,7 +163,7 @@ BITS_FN void scale_push(double *level, uint64_t count, double sum)
 	level[i] = sum;
 }
 
-/* Of all, the last of which may be without a neighbour. */
+/* Return the total of the tree. The last sums may lack a neighbour. */
 BITS_FN double scale_total(const double *level, uint64_t count)
 {
 	double total = 0;
@@ -174,7 +177,7 @@ BITS_FN double scale_total(const double *level, uint64_t count)
 	return total;
 }
 
-/* Rounded once; sums may have overflown, but no scale lies beyond the dtype's range. */
+/* Round a sum to float32, clamped to the dtype's largest finite value: sums may have overflowed. */
 BITS_FN float scale_of_sum(double x, uint32_t dtype)
 {
 	double most = dtype == WIRE_FLOAT16 ? 65504.0 : dtype == WIRE_BFLOAT16 ? 0x1.fep127 : 0x1.fffffep127;
@@ -187,7 +190,7 @@ BITS_FN float scale_mean(double total, uint64_t n, uint32_t dtype)
 	return n ? scale_of_sum(round_div64(total, (double)n), dtype) : 0.0f;
 }
 
-/* A scale as one of the dtype's numbers: TERNARY's values are 0 and plus or minus it. */
+/* Round a scale to the dtype: TERNARY's values are 0 and plus or minus the scale. */
 BITS_FN float scale_in_dtype(float x, uint32_t dtype)
 {
 	if (dtype == WIRE_BFLOAT16)
@@ -197,7 +200,10 @@ BITS_FN float scale_in_dtype(float x, uint32_t dtype)
 	return x;
 }
 
-/* The same, not below x if that can be: values that saturate are not unbiased. Sums with what was lost need it. */
+/*
+ * Round a scale to the dtype, upwards if possible: values that saturate would be biased. Sums with a residual need it,
+ * since they are no values of the dtype.
+ */
 BITS_FN float scale_above(float x, uint32_t dtype)
 {
 	float y = scale_in_dtype(x, dtype);
@@ -210,25 +216,27 @@ BITS_FN float scale_above(float x, uint32_t dtype)
 						 : round_from_bfloat16((uint16_t)half));
 }
 
-/* Is a scale that was given 0 or Inf as float32 or, TERNARY, in the tensor's dtype? Rounding itself stops short of Inf.
+/*
+ * Return 1 if a given scale is 0 or Inf as float32, or in the tensor's dtype (TERNARY). Conversions clamp instead of
+ * returning Inf, so compare with the rounding limits.
  */
 BITS_FN int scale_lost(struct row_kind q, float x)
 {
 	uint32_t inf = ROUND_INF;
 
 	if (q.codec == WIRE_CODEC_TERNARY && q.dtype == WIRE_BFLOAT16)
-		inf = 0x7f7f8000; /* half a unit above the largest number */
+		inf = 0x7f7f8000; /* half a unit above bfloat16's largest value */
 	if (q.codec == WIRE_CODEC_TERNARY && q.dtype == WIRE_FLOAT16)
-		inf = 0x477ff000; /* 65520 */
+		inf = 0x477ff000; /* 65520, half a unit above float16's largest value */
 	return round_bits(x) >= inf || (q.codec == WIRE_CODEC_TERNARY && !(scale_in_dtype(x, q.dtype) > 0));
 }
 
 /*
- * Scales of a row or part, of n values. `max` is the pattern of the largest magnitude; what is `given` is 0 if nothing
- * is.
+ * Scales of a row or part of n values. `max` is the bit pattern of the largest magnitude; `given` is a scale from the
+ * spec, or 0.
  */
 
-/* SIGN: positive values' in scale[0], negative ones' in scale[1], which only two_mean has. */
+/* SIGN: scale[0] is that of positive values. scale[1], of negative values, is used by two_mean only. */
 BITS_FN void scale_sign(struct row_kind q, const double *total, uint64_t negative, uint64_t n, float *scale)
 {
 	scale[1] = 0;
@@ -242,7 +250,7 @@ BITS_FN void scale_sign(struct row_kind q, const double *total, uint64_t negativ
 	}
 }
 
-/* TERNARY: total has the sums of x^2 and of x, if it is clipped. */
+/* TERNARY: return the scale. With clipping, `total` holds the sums of x^2 and of x. */
 BITS_FN float scale_ternary(struct row_kind q, uint32_t max, float given, float clip, const double *total, uint64_t n)
 {
 	float s = given > 0 ? given : scale_above(round_float(max), q.dtype), limit;
@@ -257,7 +265,7 @@ BITS_FN float scale_ternary(struct row_kind q, uint32_t max, float given, float 
 	return s < limit ? s : limit;
 }
 
-/* FLOAT8: what values are multiplied by. */
+/* FLOAT8: return the factor of values. */
 BITS_FN float scale_float8(struct row_kind q, uint32_t max, float given)
 {
 	float scale = given > 0 ? given : round_div(q.max, round_float(max));
@@ -265,23 +273,26 @@ BITS_FN float scale_float8(struct row_kind q, uint32_t max, float given)
 	return round_bits(scale) < ROUND_INF ? scale : 1.0f;
 }
 
-/* NVFP4's scale of a part. */
+/* Return NVFP4's scale of a part. */
 BITS_FN float scale_nvfp4(uint32_t max)
 {
 	return round_div(round_float(max), 6 * 448.0f);
 }
 
-/* FLOAT4: the byte that a row's scale is stored as, rounded up if rounding is stochastic. `part`: the part's scale. */
+/*
+ * FLOAT4: return the byte that stores a row's scale, rounded up if rounding is stochastic. `part` is the part's scale.
+ */
 BITS_FN uint8_t scale_float4(struct row_kind q, uint32_t max, float part)
 {
 	int unbiased = (q.options & WIRE_OPTION_STOCHASTIC) != 0;
 	uint32_t stored;
 	float a;
 
-	if (q.variant == WIRE_FLOAT4_MXFP4) { /* the largest comes to lie in [4, 8), or not above 6 */
+	if (q.variant == WIRE_FLOAT4_MXFP4) { /* the largest magnitude is scaled to [4, 8), or to at most 6 */
 		stored = (max >> 23) + (unbiased && (max & 0x7fffff) > 0x400000);
 		stored = stored > 2 ? stored - 2 : 0;
-		return (uint8_t)(stored < WIRE_MAX_MXFP4 ? stored : WIRE_MAX_MXFP4); /* 4 and 6 times it are finite */
+		return (uint8_t)(stored < WIRE_MAX_MXFP4 ? stored
+							 : WIRE_MAX_MXFP4); /* 4 and 6 times the scale are finite */
 	}
 	a = part > 0 ? round_div(round_div(round_float(max), 6.0f), part) : 0.0f;
 	stored = round_small_nearest(round_bits(a < 448.0f ? a : 448.0f), 3, 7);
@@ -289,7 +300,7 @@ BITS_FN uint8_t scale_float4(struct row_kind q, uint32_t max, float part)
 			 (unbiased && stored < WIRE_MAX_NVFP4 && round_float(round_small_value(stored, 3, 7)) < a));
 }
 
-/* What FLOAT4's values are divided by. */
+/* FLOAT4: return the divisor of values. */
 BITS_FN float scale_float4_value(struct row_kind q, uint32_t stored, float part)
 {
 	if (q.variant == WIRE_FLOAT4_MXFP4)

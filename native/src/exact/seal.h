@@ -1,9 +1,10 @@
-/* seal.h - the checksum: an order-free sum of position-keyed products. C, C++ and NVRTC.
+/*
+ * seal.h - the checksum: an order-independent sum of products with position-dependent keys. C, C++ and NVRTC.
  *
- * Bytes are cut into chunks of 1 KiB (the last one padded with zeros). A chunk's sum is sum(word[i] * SEAL_KEY[i])
- * mod 2^64 over its little-endian 32-bit words. Keys are odd and below 2^32, so a change in a single word always
- * changes the sum; what follows is a bijection of it. Chunks, planes, blocks and the frame are then plain sums,
- * which any number of threads may add up in any order.
+ * Bytes are cut into chunks of 1 KiB, the last one padded with zeros. The sum of a chunk is sum(word[i] * SEAL_KEY[i])
+ * mod 2^64 over its little-endian 32-bit words. Keys are odd and below 2^32, so that a change of a single word always
+ * changes the sum. A bijection mixes the sum with the chunk's number. Digests of chunks, planes, blocks and the frame
+ * are plain sums of these, which any number of threads may add in any order.
  */
 #ifndef CODEC_SEAL_H
 #define CODEC_SEAL_H
@@ -13,7 +14,7 @@
 
 #define SEAL_GOLDEN 0x9e3779b97f4a7c15ull
 
-/* SEAL_KEY[i] = bits_mix32(i + 1) | 1 (tests/test_core.c recomputes them) */
+/* SEAL_KEY[i] = bits_mix32(i + 1) | 1 (tests/test_core.c recomputes the keys) */
 #define SEAL_KEYS \
 	0x514e28b7u, 0x30f4c307u, 0x85f0b427u, 0x249cb285u, 0xcc0d53cdu, 0x5ceb4d09u, 0x18c9aec5u, 0x4939650bu, \
 	0xc27c2913u, 0xe9250491u, 0x93a0fe05u, 0x7c88ad73u, 0x95bb7d93u, 0xbfebd3f1u, 0xcc1ad845u, 0x552553bdu, \
@@ -53,7 +54,7 @@ BITS_FN uint64_t seal_chunk(uint64_t sum, uint32_t seed, uint64_t chunk)
 	return bits_mix64(sum + ((uint64_t)seed << 40 | chunk) * SEAL_GOLDEN);
 }
 
-/* A block's part of the frame's checksum, and the 32 bits of it that stand in the directory. */
+/* Return a block's part of the frame's checksum. seal_short returns the 32 bits of it in the directory. */
 BITS_FN uint64_t seal_block(uint64_t digest, uint64_t block)
 {
 	return bits_mix64(digest ^ (block + 1) * SEAL_GOLDEN);

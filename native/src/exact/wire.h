@@ -1,11 +1,11 @@
-/* wire.h - the constants of the format (docs/format.md), and nothing else. C, C++ and NVRTC. */
+/* wire.h - constants of the format (docs/format.md). C, C++ and NVRTC. */
 #ifndef CODEC_WIRE_H
 #define CODEC_WIRE_H
 
 #define WIRE_MAGIC 0x43444f43u /* "CODC" */
 #define WIRE_VERSION 1
 
-/* Header: 48 bytes, then 8 a dimension. */
+/* Header: 48 bytes, then 8 bytes per dimension. */
 #define WIRE_AT_VERSION 4
 #define WIRE_AT_CODEC 5
 #define WIRE_AT_DTYPE 6
@@ -26,7 +26,7 @@
 #define WIRE_MAX_RANK 8
 #define WIRE_MAX_HEADER (WIRE_AT_SHAPE + 8 * WIRE_MAX_RANK)
 
-/* Dtypes of codecs 2 to 7. */
+/* Dtypes of the lossy codecs 2 to 7. */
 #define WIRE_FLOAT32 1
 #define WIRE_BFLOAT16 3
 #define WIRE_FLOAT16 4
@@ -39,12 +39,12 @@
 #define WIRE_CODEC_QUANTIZE 6
 #define WIRE_CODEC_TRUNCATE 7
 
-/* Parameters, from WIRE_AT_PARAMS on; 0 where a codec has none. */
-#define WIRE_PARAM_VARIANT 0 /* LOSSLESS: its model; TRUNCATE: how levels are sent */
+/* Parameters: byte offsets from WIRE_AT_PARAMS on. A codec without a parameter stores 0. */
+#define WIRE_PARAM_VARIANT 0 /* LOSSLESS: model; TRUNCATE: level coding */
 #define WIRE_PARAM_OPTIONS 1
-#define WIRE_PARAM_BITS 2 /* TRUNCATE: the level of all values */
+#define WIRE_PARAM_BITS 2 /* TRUNCATE: level of all values */
 #define WIRE_PARAM_CAP 3
-#define WIRE_PARAM_ROW 4 /* u32: values that share a scale, 0 for all of a part; TRUNCATE: guard + WIRE_GUARD */
+#define WIRE_PARAM_ROW 4 /* u32: values that share a scale, 0: all of a part; TRUNCATE: guard + WIRE_GUARD */
 #define WIRE_PARAMS_NBYTES 8
 #define WIRE_GUARD 128
 
@@ -71,82 +71,83 @@
 #define WIRE_OPTION_STOCHASTIC 1u
 #define WIRE_OPTION_PROPAGATE 2u
 #define WIRE_OPTION_ENTROPY 4u
-#define WIRE_OPTION_BITS 8u /* TRUNCATE: any number of bits is dropped */
-#define WIRE_OPTION_CUT 16u /* TRUNCATE: and not rounded */
+#define WIRE_OPTION_BITS 8u /* TRUNCATE: any number of bits may be dropped */
+#define WIRE_OPTION_CUT 16u /* TRUNCATE: bits are truncated, not rounded */
 #define WIRE_OPTION_CLIPPED 32u
 
-#define WIRE_PIECE_ZERO                                                                                                \
-	(1u << 8)      /* region: the first piece of all mantissas is 0 and left out; << i for the others              \
-			*/
-#define WIRE_TAIL_AT 8 /* region, any number of bits: last bits of all fields that are 0 and left out, 5 bits */
-/* By dtype: mantissa bits dropped at levels 0 to 3; bits of the pieces that a field is cut into, from the top. */
+#define WIRE_PIECE_ZERO (1u << 8) /* region: the first piece of all mantissas is 0 and omitted; << i: piece i */
+#define WIRE_TAIL_AT 8 /* region, any number of bits: number of trailing zero bits omitted from all fields, 5 bits */
+/*
+ * By dtype: mantissa bits dropped at levels 0 to 3; bits of the pieces into which a field is cut, most significant
+ * first.
+ */
 #define WIRE_DROPS_FLOAT32 {0, 6, 12, 18}
 #define WIRE_DROPS_BFLOAT16 {0, 2, 4, 6}
 #define WIRE_DROPS_FLOAT16 {0, 3, 5, 8}
 #define WIRE_PIECES_FLOAT32 {6, 6, 6, 6}
 #define WIRE_PIECES_BFLOAT16 {2, 2, 2, 2}
 #define WIRE_PIECES_FLOAT16 {3, 3, 2, 3}
-#define WIRE_JOINT_BASE 96 /* symbols of exponent and level: exponents 97..159, float16 1..31 */
+#define WIRE_JOINT_BASE 96 /* joint symbols of exponent and level: exponents 97..159, float16 1..31 */
 
-#define WIRE_ROW_BLOCK 16384   /* values of a block, if rows fit */
-#define WIRE_TRITS_BLOCK 81920 /* of packings of 5 values a byte */
+#define WIRE_ROW_BLOCK 16384   /* maximum values per block, if rows fit */
+#define WIRE_TRITS_BLOCK 81920 /* maximum values per block, if 5 values are packed per byte */
 #define WIRE_PART_MIN 4096     /* smaller segments share a part with their neighbours */
 #define WIRE_MAX_PARTS(n) (2 * ((n) / WIRE_PART_MIN) + 1)
 #define WIRE_MAX_ROW 0x80000000u
-#define WIRE_MAX_NVFP4 126 /* a row's scale: e4m3fn, no sign, no NaN */
-#define WIRE_MAX_MXFP4 252 /* a row's exponent: 6 times it is finite */
-#define WIRE_TREE 4096     /* values summed in float32 lanes; then pairs in float64 */
+#define WIRE_MAX_NVFP4 126 /* a row's scale: e4m3fn without sign and NaN */
+#define WIRE_MAX_MXFP4 252 /* a row's scale exponent: 6 times the scale is finite */
+#define WIRE_TREE 4096     /* values summed in float32 lanes; these sums are added pairwise in float64 */
 
 #define WIRE_LAYOUT_STORED 0
 #define WIRE_LAYOUT_BLOCKS 1
 
-#define WIRE_FLAG_PRIOR 1u    /* plane 0 is coded with a codebook named by id */
+#define WIRE_FLAG_PRIOR 1u    /* plane 0 is coded with an agreed codebook, named by id */
 #define WIRE_FLAG_SEGMENTS 2u /* the side section holds a scale model */
 #define WIRE_FLAGS_KNOWN 3u
 
-#define WIRE_ALIGN 8 /* sections and regions start at multiples of this */
+#define WIRE_ALIGN 8 /* sections and regions begin at multiples of this */
 #define WIRE_DIRECTORY_ENTRY 8
-#define WIRE_MIN_CODED 512 /* fewer values are stored */
+#define WIRE_MIN_CODED 512 /* frames of fewer values are stored */
 #define WIRE_MIN_BLOCK_LOG2 9
 #define WIRE_MAX_BLOCK_LOG2 14
 #define WIRE_MAX_PLANES 8
 
 /*
- * The pattern of a float is the 15 bits below its sign. Those below `zero` (a dtype's first non-zero exponent byte)
- * stay as they are under the scale model; the others move around a circle of WIRE_CIRCLE(zero).
+ * The pattern of a float is the 15 bits below its sign. The scale model does not change patterns below `zero`, the
+ * dtype's first non-zero exponent byte; it rotates the others around a circle of WIRE_CIRCLE(zero).
  */
 #define WIRE_PATTERNS 0x8000
 #define WIRE_CIRCLE(zero) (WIRE_PATTERNS - (zero))
 
-/* Lane coder. */
+/* Lane coder: interleaved entropy-coded streams. */
 #define WIRE_LANES 32
-#define WIRE_ROW 128 /* values in a quad row: 32 lanes of 4 */
+#define WIRE_ROW 128 /* values in a quad row: 4 per lane */
 #define WIRE_MIN_CAP 2
 #define WIRE_MAX_CAP 8
-#define WIRE_ESCAPE 256 /* the escape's place in canonical order */
+#define WIRE_ESCAPE 256 /* index of the escape, last in canonical order */
 
-/* Region: u32 head = 2 bits of mode a plane, then flags. */
+/* Region: u32 head = 2 bits of mode per plane, then flags. */
 #define WIRE_MODE_CONSTANT 0u
 #define WIRE_MODE_RAW 1u
 #define WIRE_MODE_CODED 2u
 #define WIRE_MODE_ROWS 3u
 #define WIRE_REGION_PRUNED (1u << 16)
 
-/* Scale model: a record a segment, then nibbles. Parts of codecs of rows have the same record. */
-#define WIRE_SEGMENT_NBYTES 16 /* its number is at most WIRE_MAX_PARTS */
+/* Scale model: one record per segment, then nibbles. Parts of codecs of rows use the same record. */
+#define WIRE_SEGMENT_NBYTES 16 /* bytes per record; at most WIRE_MAX_PARTS records */
 #define WIRE_SEGMENT_ROWS 1u
 #define WIRE_SEGMENT_COLS 2u
-#define WIRE_MAX_SHIFT 3   /* offsets are nibble << shift eighths of an octave */
-#define WIRE_FLAT_ROW 512  /* a segment without columns has an offset for each run of this many values */
-#define WIRE_MATRIX_MIN 64 /* the shorter side of a matrix that gets offsets */
+#define WIRE_MAX_SHIFT 3   /* offsets are nibble << shift, in eighths of an octave */
+#define WIRE_FLAT_ROW 512  /* values per offset in a segment without columns */
+#define WIRE_MATRIX_MIN 64 /* minimum length of the shorter side of a matrix with offsets */
 
-/* Seal. */
+/* Checksum: words per chunk, and seeds of digests. */
 #define WIRE_CHUNK_WORDS 256
 #define WIRE_SEED_HEADER 0x100u
 #define WIRE_SEED_SIDE 0x101u
 #define WIRE_SEED_DIRECTORY 0x200u
 #define WIRE_SEED_REGION 0x300u
 #define WIRE_SEED_PLANE 0x400u /* + plane */
-#define WIRE_SEED_STATE 0x500u /* exponents of A, whose digest stands in a region */
+#define WIRE_SEED_STATE 0x500u /* exponents of A; their digest is in a region */
 
 #endif

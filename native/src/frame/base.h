@@ -1,4 +1,4 @@
-/* base.h - small words that every floor above the kernels uses. */
+/* base.h - macros and helpers that all layers above the kernels use. */
 #ifndef CODEC_BASE_H
 #define CODEC_BASE_H
 
@@ -28,7 +28,7 @@ static inline void swap_bytes(uint8_t *p, uint64_t nbytes, uint64_t size)
 }
 #endif
 
-/* Where and why a frame is refused: returns the status. */
+/* Record where and why a frame is rejected. Returns `status`. */
 static inline codec_status fault(codec_fault *f, codec_status status, uint64_t offset, uint64_t found,
 				 uint64_t expected)
 {
@@ -37,7 +37,7 @@ static inline codec_status fault(codec_fault *f, codec_status status, uint64_t o
 	return status;
 }
 
-/* Do two spans share a byte? */
+/* Return 1 if two spans share a byte. */
 static inline int spans_overlap(const void *a, uint64_t a_nbytes, const void *b, uint64_t b_nbytes)
 {
 	uintptr_t p = (uintptr_t)a, q = (uintptr_t)b;

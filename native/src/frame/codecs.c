@@ -1,7 +1,7 @@
-/* codecs.c - the codecs, and which dtypes each takes. */
+/* codecs.c - table of codecs: family, accepted dtypes, parameter ranges. */
 #include "family.h"
 
-/* What codec.h calls by its own names is what frames hold. */
+/* Constants of codec.h must equal those of the format. */
 #define SAME(wire, ours) _Static_assert((wire) == (ours), #ours)
 SAME(WIRE_MAX_HEADER, CODEC_HEADER_NBYTES);
 SAME(WIRE_CODEC_LOSSLESS, CODEC_LOSSLESS);
@@ -74,7 +74,7 @@ int params_fault(const struct header *h)
 	return c->family->params_fault ? c->family->params_fault(h) : -1;
 }
 
-/* What was asked for, as far as a frame says it. */
+/* Convert a header to the spec that it records. */
 void params_spec(const struct header *h, codec_spec *s)
 {
 	int lossless = h->codec == CODEC_LOSSLESS;
@@ -87,7 +87,7 @@ void params_spec(const struct header *h, codec_spec *s)
 			  .options = h->options & ~WIRE_OPTION_CLIPPED,
 			  .bits = h->bits,
 			  .row = h->row};
-	/* see truncate/params.c; what dtypes add may lead out of what can be asked for */
+	/* See truncate/params.c. The correction for dtypes can leave the range of specs, so clamp it. */
 	s->guard = h->guard - (h->options & WIRE_OPTION_CUT && h->variant != WIRE_LEVELS_FIXED);
 	s->guard = MIN(MAX(s->guard, LEAST_GUARD), MOST_GUARD);
 }

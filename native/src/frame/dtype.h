@@ -1,4 +1,4 @@
-/* dtype.h - what each dtype is to the coder. */
+/* dtype.h - properties of dtypes that the coder needs. */
 #ifndef CODEC_DTYPE_H
 #define CODEC_DTYPE_H
 
@@ -7,24 +7,27 @@
 struct dtype {
 	uint8_t nbytes;
 	uint8_t form;    /* enum form */
-	uint16_t octave; /* patterns from one power of two to the next; 0: no exponent, no scale model */
+	uint16_t octave; /* patterns between consecutive powers of two; 0: no exponent, no scale model */
 };
 
-/* The first bit of a lowered pattern that is in plane 0. */
+/* Return the lowest bit of a lowered pattern that belongs to plane 0. */
 static inline int dtype_shift(const struct dtype *d)
 {
 	return d->form == FORM_FLOAT8 ? FORM_SHIFT64 : FORM_SHIFT;
 }
 
-/* The first pattern that takes part in the scale model: below it, plane 0 is 0. */
+/* Return the smallest pattern that the scale model applies to. Plane 0 of smaller patterns is 0. */
 static inline uint16_t dtype_zero(const struct dtype *d)
 {
 	return (uint16_t)(1 << dtype_shift(d));
 }
 
-extern const struct dtype dtypes[CODEC_UINT64 + 1]; /* of 0 bytes: there is none of this number */
+extern const struct dtype dtypes[CODEC_UINT64 + 1]; /* nbytes is 0 for numbers that are not dtypes */
 
-/* NULL: there is none. Small frames ask dozens of times, so this is no call. */
+/*
+ * Return the dtype's entry, or NULL if the number is not a dtype. Inline, because encoding a small frame calls it
+ * dozens of times.
+ */
 static inline const struct dtype *dtype_of(uint32_t number)
 {
 	return number < sizeof dtypes / sizeof *dtypes && dtypes[number].nbytes ? dtypes + number : NULL;

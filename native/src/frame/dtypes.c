@@ -1,4 +1,4 @@
-/* dtypes.c - what each dtype is to the coder. */
+/* dtypes.c - table of dtypes: element size, form, octave. */
 #include "dtype.h"
 
 const struct dtype dtypes[] = {

@@ -1,9 +1,9 @@
-/* frame.c - what can be said of a frame without decoding it: header, sections, directory, checksums. */
+/* frame.c - check a frame without decoding it: header, sections, directory, checksums. */
 #include "frame.h"
 
 #include "isa/cpu.h"
 
-/* The header of a frame of nbytes bytes, of which the first head_nbytes are at `head`. */
+/* Read and check the header of a frame of `nbytes` bytes, given its first `head_nbytes`. */
 codec_status frame_head(const uint8_t *head, size_t head_nbytes, uint64_t nbytes, const codec_context *with,
 			struct header *h)
 {
@@ -21,7 +21,7 @@ codec_status frame_head(const uint8_t *head, size_t head_nbytes, uint64_t nbytes
 	return CODEC_OK;
 }
 
-/* The header, the directory's last entry and the fixed planes' ends: what is checked before a job is opened. */
+/* Check what precedes opening a job: the header, the directory's last entry and the padding of fixed planes. */
 codec_status frame_open(const uint8_t *frame, size_t nbytes, const codec_context *with, struct header *h)
 {
 	codec_fault *f = with->fault;
@@ -41,7 +41,7 @@ codec_status frame_open(const uint8_t *frame, size_t nbytes, const codec_context
 	return CODEC_OK;
 }
 
-/* Block b's region is frame[*at, *end). */
+/* Get the region of block b: frame[*at, *end). */
 codec_status frame_region(const uint8_t *frame, const struct header *h, uint64_t b, uint64_t *at, uint64_t *end,
 			  codec_fault *f)
 {
@@ -68,7 +68,7 @@ static uint64_t digest_block(const uint8_t *frame, const struct header *h, const
 	return seal_block(digest, b);
 }
 
-/* Digest block b and compare it with the directory. */
+/* Compare the digest of block b with the directory, and add its checksum part to *seal. */
 codec_status frame_check_block(const uint8_t *frame, const struct header *h, const struct kernels *k, uint64_t b,
 			       uint64_t at, uint64_t end, uint64_t *seal, codec_fault *f)
 {
@@ -81,7 +81,7 @@ codec_status frame_check_block(const uint8_t *frame, const struct header *h, con
 	return CODEC_OK;
 }
 
-/* The checksum less the blocks' part. */
+/* Return the checksum without the blocks' parts. */
 uint64_t frame_seal(const uint8_t *frame, const struct header *h, const struct kernels *k)
 {
 	uint64_t seal = header_seal(h, k, frame + h->side_at);

@@ -1,4 +1,4 @@
-/* frame.h - what can be said of a frame without decoding it: its sections, its checksums. */
+/* frame.h - check a frame without decoding it: sections and checksums. */
 #ifndef CODEC_FRAME_H
 #define CODEC_FRAME_H
 

@@ -1,9 +1,12 @@
-/* head.c - the header's bytes: read once, checked whole, written; nothing else reads or writes a header field. */
+/* head.c - read, check and write the bytes of a header. No other file accesses header fields in a frame. */
 #include "head.h"
 
 #define BAD(at, found, expected) return fault(f, CODEC_BAD_HEADER, at, found, expected)
 
-/* The header's bytes, read once; `b` is zeros behind them. */
+/*
+ * Copy the header's bytes to `b`, padded with zeros, and check what its length depends on. The frame is read once, so
+ * that a concurrent change cannot pass the checks.
+ */
 static codec_status take_bytes(const uint8_t *frame, size_t nbytes, uint8_t b[WIRE_MAX_HEADER], codec_fault *f)
 {
 	memset(b, 0, WIRE_MAX_HEADER);
@@ -71,7 +74,7 @@ static void take_fields(const uint8_t b[WIRE_MAX_HEADER], struct header *h)
 	params_read(h, b + WIRE_AT_PARAMS);
 }
 
-/* Params in a range, and nothing where the codec has none. */
+/* Check that params are in range, and 0 where the codec has none. */
 static codec_status check_params(const struct header *h, const uint8_t *given, codec_fault *f)
 {
 	uint8_t params[WIRE_PARAMS_NBYTES];
@@ -104,7 +107,7 @@ codec_status header_check_blocks(const struct header *h, codec_fault *f)
 	return CODEC_OK;
 }
 
-/* What the fields say of each other, before sizes are worked out. */
+/* Check that fields are consistent, before sizes are computed from them. */
 static codec_status check_fields(const struct header *h, codec_fault *f)
 {
 	if (h->flags & ~WIRE_FLAGS_KNOWN)
@@ -116,7 +119,7 @@ static codec_status check_fields(const struct header *h, codec_fault *f)
 	return h->layout == WIRE_LAYOUT_STORED ? check_stored(h, f) : family_of(h)->header_check(h, f);
 }
 
-/* Before anyone allocates: can so many values be in so many bytes? */
+/* Check that `frame_nbytes` bytes can hold so many values, before a caller allocates memory for them. */
 static codec_status check_sizes(const struct header *h, uint64_t nblocks, codec_fault *f)
 {
 	uint64_t least = h->regions_at + WIRE_ALIGN * h->nblocks;
@@ -177,7 +180,7 @@ void header_write(const struct header *h, uint8_t *frame)
 		store64(frame + WIRE_AT_SHAPE + 8 * i, h->shape[i]);
 }
 
-/* The header's and side section's part of the checksum. */
+/* Return the checksum part of the header and the side section. */
 uint64_t header_seal(const struct header *h, const struct kernels *k, const uint8_t *side)
 {
 	uint8_t image[WIRE_MAX_HEADER];

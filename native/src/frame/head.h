@@ -1,4 +1,4 @@
-/* head.h - the header's bytes. */
+/* head.h - the bytes of a header. */
 #ifndef CODEC_HEAD_H
 #define CODEC_HEAD_H
 
@@ -6,10 +6,10 @@
 
 codec_status header_read(const uint8_t *frame, size_t nbytes, struct header *h, codec_fault *f);
 void header_write(const struct header *h, uint8_t *frame);
-/* The header's and side section's part of the checksum. */
+/* Return the checksum part of the header and the side section. */
 uint64_t header_seal(const struct header *h, const struct kernels *k, const uint8_t *side);
 
-/* What families that cut tensors into blocks of 2^block_log2 values have in common. */
+/* Check block_log2, for families that cut tensors into blocks of 2^block_log2 values. */
 codec_status header_check_blocks(const struct header *h, codec_fault *f);
 
 #endif

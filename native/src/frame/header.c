@@ -1,7 +1,7 @@
-/* header.c - what follows from a header's fields: places of the sections, sizes. */
+/* header.c - derive section offsets and sizes from a header's fields. */
 #include "header.h"
 
-/* Room for everything that a frame of 2^60 values needs below 2^64. */
+/* Derive n, nblocks and the sections' offsets. Nothing overflows: a frame of 2^60 values needs less than 2^64 bytes. */
 codec_status header_derive(struct header *h)
 {
 	const struct dtype *d = dtype_of(h->dtype);
@@ -13,7 +13,7 @@ codec_status header_derive(struct header *h)
 	h->block = h->nblocks = h->plane_stride = 0;
 	if (h->layout == WIRE_LAYOUT_STORED)
 		return CODEC_OK;
-	if (h->block_log2) { /* else blocks follow rows and parts */
+	if (h->block_log2) { /* otherwise blocks follow rows and parts, and nblocks is given */
 		h->block = 1ull << h->block_log2;
 		h->nblocks = (h->n + h->block - 1) / h->block;
 	} else {
@@ -31,7 +31,7 @@ uint64_t stored_nbytes(const struct header *h)
 	return WIRE_AT_SHAPE + 8 * (uint64_t)h->rank + h->n * dtype_of(h->dtype)->nbytes;
 }
 
-/* Of a stored frame: nothing but what was asked for. */
+/* Turn a header into that of a stored frame, which keeps only the requested fields. */
 codec_status header_store(struct header *h, const struct header *asked)
 {
 	*h = *asked;

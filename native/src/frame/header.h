@@ -1,4 +1,4 @@
-/* header.h - a frame's header in memory, and what follows from it. */
+/* header.h - a frame's header in memory, and values derived from it. */
 #ifndef CODEC_HEADER_H
 #define CODEC_HEADER_H
 
@@ -7,12 +7,13 @@
 
 struct header {
 	uint8_t codec, dtype, rank, layout, block_log2, fixed, coded, halved, flags;
-	uint8_t variant, options, bits, cap; /* LOSSLESS: its model; TRUNCATE: how levels are sent, the level of all */
-	int8_t guard;                        /* TRUNCATE */
-	uint32_t row; /* codecs of rows: in use, 0 if stored or in parts; what was asked for, until parts are cut */
+	uint8_t variant, options, bits, cap; /* variant: model or level coding; bits: TRUNCATE's level */
+	int8_t guard;                        /* TRUNCATE: guard in use */
+	uint32_t row; /* codecs of rows: values per scale in use; 0: stored or in parts; as requested until parts are
+			 cut */
 	uint64_t shape[CODEC_MAX_RANK];
 	uint64_t frame_nbytes, checksum;
-	/* derived */
+	/* derived by header_derive */
 	uint64_t n, block, nblocks;
 	uint64_t side_at, side_nbytes, directory_at, planes_at, plane_stride, regions_at;
 };

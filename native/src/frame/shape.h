@@ -1,4 +1,4 @@
-/* shape.h - shapes and what they hold: a tensor's, and those of the segments that its caller says it has. */
+/* shape.h - number of values in the shapes of tensors and of segments. */
 #ifndef CODEC_SHAPE_H
 #define CODEC_SHAPE_H
 

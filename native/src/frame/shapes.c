@@ -1,7 +1,10 @@
-/* shapes.c - shapes and what they hold: a tensor's, and those of the segments that its caller says it has. */
+/* shapes.c - number of values in the shapes of tensors and of segments. */
 #include "shape.h"
 
-/* Sides other than 0 count even where there are no values: whoever makes such a tensor multiplies them, too. */
+/*
+ * Multiply the dimensions: *n. Rejects products of 2^60 and more. Dimensions of 0 make *n 0, but are left out of the
+ * overflow check: a caller that allocates such a tensor multiplies the others, too.
+ */
 codec_status shape_product(uint32_t rank, const uint64_t *shape, uint64_t *n)
 {
 	uint64_t product = 1;
@@ -18,7 +21,7 @@ codec_status shape_product(uint32_t rank, const uint64_t *shape, uint64_t *n)
 	return CODEC_OK;
 }
 
-/* Values of a segment that has been checked. */
+/* Return the number of values of a segment that segments_check has accepted. */
 uint64_t segment_count(const codec_segment *s)
 {
 	uint64_t count = 0;
@@ -27,7 +30,7 @@ uint64_t segment_count(const codec_segment *s)
 	return count;
 }
 
-/* Segments ascend, do not overlap and lie within n values. */
+/* Check that segments ascend, do not overlap and lie within n values. */
 codec_status segments_check(const codec_context *with, uint64_t n)
 {
 	uint64_t end = 0, count;
