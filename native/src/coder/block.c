@@ -1,4 +1,4 @@
-/* block.c - see block.h. */
+/* block.c - decode blocks in pairs; see block.h. */
 #include "block.h"
 
 #include "sink.h"
@@ -25,7 +25,7 @@ void block_decode_top(const struct job *j, const struct kernels *k, struct block
 			loop(j->lookup, &o[i].top, NULL, padded(o[i].m) / WIRE_ROW, ahead);
 }
 
-/* The next blocks, at most two: how many were opened before *behind, what came of the one after them. */
+/* Open the next blocks, at most two. Returns how many were opened; *behind is the status of the block after them. */
 static size_t open_pair(const struct block_steps *steps, const uint8_t *frame, const codec_context *with,
 			const struct job *j, uint64_t b, uint64_t end, uint64_t *seal, struct work *w,
 			struct block *open, codec_status *behind)

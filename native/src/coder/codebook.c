@@ -1,7 +1,7 @@
-/* codebook.c - codebooks that both sides hold: named, checked. */
+/* codebook.c - check and load agreed codebooks. */
 #include "codebook.h"
 
-/* Does such a frame have exponents, for which a codebook may be agreed upon? */
+/* Check that frames with this header have exponents, for which a codebook may be agreed. */
 codec_status has_exponents(const struct header *h)
 {
 	if (!family_of(h)->symbols)
@@ -9,7 +9,7 @@ codec_status has_exponents(const struct header *h)
 	return dtype_of(h->dtype)->octave ? CODEC_OK : CODEC_BAD_DTYPE;
 }
 
-/* What a codebook's id is: one id, one book. */
+/* Return the id of a codebook: a digest of its lengths and symbols, never 0. */
 uint64_t codebook_id(const codebook *b, uint8_t symbols)
 {
 	uint8_t image[258];
@@ -21,7 +21,7 @@ uint64_t codebook_id(const codebook *b, uint8_t symbols)
 	return id ? id : 1;
 }
 
-/* A caller's codebook as ours, if it is one. */
+/* Convert a caller's codebook after checking it. */
 codec_status book_load(const codec_codebook *c, codebook *b)
 {
 	for (int i = 0; i < 6; i++)
@@ -34,11 +34,9 @@ codec_status book_load(const codec_codebook *c, codebook *b)
 		       : CODEC_BAD_CODEBOOK;
 }
 
-/* A caller's codebook for the symbols of this frame. */
+/* Convert a caller's codebook after checking that it is valid and codes the symbols of this frame. */
 codec_status codebook_load(const codec_codebook *c, const struct header *h, codebook *b)
 {
 	TRY(book_load(c, b));
 	return c->symbols == family_of(h)->symbols(h) ? CODEC_OK : CODEC_BAD_CODEBOOK;
 }
-
-/* Bytes: id | what its symbols are | lengths as in a frame's side section */

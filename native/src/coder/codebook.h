@@ -1,4 +1,4 @@
-/* codebook.h - codebooks that both sides hold. */
+/* codebook.h - check and load agreed codebooks. */
 #ifndef CODEC_CODEBOOK_H
 #define CODEC_CODEBOOK_H
 
@@ -6,7 +6,7 @@
 
 codec_status has_exponents(const struct header *h);
 uint64_t codebook_id(const codebook *b, uint8_t symbols);
-/* A caller's codebook as ours, if it is one. */
+/* Convert a caller's codebook after checking it. */
 codec_status book_load(const codec_codebook *c, codebook *b);
 codec_status codebook_load(const codec_codebook *c, const struct header *h, codebook *b);
 

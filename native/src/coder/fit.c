@@ -1,12 +1,13 @@
-/* fit.c - an encoder's scale model: segments, offsets and bases, from samples (exact/choose.h).
+/*
+ * fit.c - choose an encoder's scale model (segments, offsets and bases) from samples. Formulas: exact/choose.h.
  *
- * Logarithms of a gradient matrix are nearly row + column. A float's pattern is such a logarithm, but for the
- * mantissa's curve. A segment (a parameter in a flat bucket, or the whole tensor) has a base, and where it pays an
- * offset for each row and column. Which values are looked at depends on the shape alone. All arithmetic is on integers.
+ * The logarithms of a gradient matrix are nearly row + column. A float's pattern is its logarithm, except for the
+ * mantissa's curve. A segment (a parameter in a flat bucket, or the whole tensor) has a base and, if that pays, an
+ * offset for each row and column. Sample positions depend on the shape only. All arithmetic is on integers.
  */
 #include "model.h"
 
-#define NEAR_NBYTES (1u << 20) /* tensors as small as this are in a cache that is near enough */
+#define NEAR_NBYTES (1u << 20) /* tensors up to this size fit a cache, so that prefetching does not pay */
 
 static void add_flat(struct job *j, uint64_t start, uint64_t end)
 {
@@ -27,19 +28,19 @@ static void add_shape(struct job *j, uint64_t start, uint64_t count, uint32_t ra
 		add_flat(j, start, start + count);
 }
 
-/* Is one base to serve all values? */
+/* Return 1 if one base serves all values. */
 static int is_flat(const struct job *j)
 {
 	return model_asked(&j->h) == WIRE_MODEL_FLAT || j->h.n < CHOOSE_MODEL_MIN;
 }
 
-/* Have values a base in any case? Symbols of float64 should lie far from where they begin anew. */
+/* Return 1 if values always have a base: symbols of float64 should lie far from their wrap-around. */
 static int is_based(const struct job *j)
 {
 	return dtype_of(j->h.dtype)->form == FORM_FLOAT8;
 }
 
-/* Segments worth a record of their own; what lies between them is flat. */
+/* Cut the tensor into segments. Segments too small for a record, and gaps, are merged into flat segments. */
 static void cut_parts(const codec_context *with, struct job *j)
 {
 	uint64_t flat = 0, end = 0;
@@ -73,7 +74,7 @@ void model_cut(struct job *j, const codec_context *with)
 	j->model.offsets_at = j->model.segments_at + j->model.nsegments * sizeof(struct segment);
 }
 
-/* Patterns of n values from `first` on, COLUMNS at most. */
+/* Get the patterns of n <= COLUMNS values from `first` on. */
 static void patterns(const struct source *src, const struct kernels *k, uint64_t first, uint64_t n, uint16_t *p)
 {
 	const struct dtype *d = dtype_of(src->dtype);
@@ -82,7 +83,7 @@ static void patterns(const struct source *src, const struct kernels *k, uint64_t
 	k->patterns[d->form](load_native(k, src, first, n, sums), n, p);
 }
 
-/* Samples lie far apart, so that the CPU does not see them coming. */
+/* Prefetch n values from `first` on: samples lie too far apart for the CPU's prefetcher. */
 static void values_ahead(const struct source *src, const struct dtype *d, uint64_t first, uint64_t n)
 {
 	uintptr_t at = (uintptr_t)src->data + first * d->nbytes;
@@ -93,7 +94,7 @@ static void values_ahead(const struct source *src, const struct dtype *d, uint64
 		__builtin_prefetch((const void *)(at + b));
 }
 
-/* What row_mean will look at. */
+/* Prefetch the samples that row_mean reads. */
 static void row_ahead(const struct source *src, const struct dtype *d, const struct segment *s, uint64_t r)
 {
 	uint64_t first = s->start + r * s->row;
@@ -105,7 +106,7 @@ static void row_ahead(const struct source *src, const struct dtype *d, const str
 			values_ahead(src, d, first + choose_run(i, s->row), CHOOSE_RUN);
 }
 
-/* The mean pattern of a few runs of row r; CHOOSE_NONE if there is none. */
+/* Return the mean pattern of a few runs of row r, or CHOOSE_NONE if it has no pattern from zero on. */
 static int row_mean(const struct source *src, const struct kernels *k, const struct job *j, const struct segment *s,
 		    uint64_t r)
 {
@@ -124,7 +125,7 @@ static int row_mean(const struct source *src, const struct kernels *k, const str
 	return choose_mean(sum, count);
 }
 
-/* The offset of row r, from its values, the mean of all rows and the shift alone. */
+/* Return the offset of row r. It depends only on the row's values, the mean of all rows and the shift. */
 static int8_t fit_row(const struct source *src, const struct kernels *k, const struct job *j, const struct segment *s,
 		      uint64_t r)
 {
@@ -133,13 +134,13 @@ static int8_t fit_row(const struct source *src, const struct kernels *k, const s
 	return (int8_t)choose_offset(eighths, s->shifts & 15);
 }
 
-/* Have all offsets of rows been found when the job was opened? */
+/* Return 1 if opening the job computes the offsets of all rows. */
 static int is_fitted(const struct segment *s)
 {
 	return segment_rows(s) <= CHOOSE_ROWS;
 }
 
-/* The mean of all rows and their shift, from a sample of them. */
+/* Compute the mean of all rows and their shift, from a sample of rows. */
 static void fit_rows(const struct source *src, const struct kernels *k, struct job *j, struct segment *s, int finest)
 {
 	const struct dtype *d = dtype_of(src->dtype);
@@ -162,7 +163,7 @@ static void fit_rows(const struct source *src, const struct kernels *k, struct j
 		segment_row_offsets(j, s)[i] = (int8_t)choose_offset(eighths[i], s->shifts);
 }
 
-/* The offsets of columns: the mean of what those of a sample of rows leave. */
+/* Compute the offsets of columns: the mean of what the offsets of sampled rows leave. */
 static void fit_cols(const struct source *src, const struct kernels *k, struct job *j, struct segment *s, int finest)
 {
 	const struct dtype *d = dtype_of(src->dtype);
@@ -193,7 +194,7 @@ static void fit_cols(const struct source *src, const struct kernels *k, struct j
 	s->shifts |= (uint8_t)(shift << 4);
 }
 
-/* The offsets of rows [r, end). Short ones lie side by side, so that many are loaded at once. */
+/* Compute the offsets of rows [r, end). Short rows are adjacent, so that many are loaded at once. */
 static void fit_whole(const struct source *src, const struct kernels *k, const struct job *j, const struct segment *s,
 		      uint64_t r, uint64_t end, int8_t *rows)
 {
@@ -218,9 +219,9 @@ static void fit_whole(const struct source *src, const struct kernels *k, const s
 }
 
 /*
- * Find the offsets of rows that begin in values [first, first + n) of a segment and were not found when the job was
- * opened. Whose values those are may store them: nobody else does, or reads them. The row that holds the first value
- * may begin before; its offset is f->row.
+ * Compute the offsets of rows that begin in values [first, first + n) of a segment and were not computed when the job
+ * was opened. Only the thread that encodes these values stores or reads those offsets. The row that contains the first
+ * value may begin before it; that row's offset is f->row.
  */
 static void fit_range(const struct source *src, const struct kernels *k, struct job *j, const struct segment *s,
 		      uint64_t first, uint64_t n, struct fitted *f)
@@ -258,7 +259,7 @@ static void count_bytes(const uint8_t *e, uint64_t n, uint32_t counts[256])
 {
 	uint64_t i = 0, x;
 
-	for (; i + 8 <= n; i += 8) { /* one load for eight */
+	for (; i + 8 <= n; i += 8) { /* one load for eight symbols */
 		memcpy(&x, e + i, 8);
 		for (int k = 0; k < 8; k++)
 			counts[x >> 8 * k & 255]++;
@@ -267,20 +268,23 @@ static void count_bytes(const uint8_t *e, uint64_t n, uint32_t counts[256])
 		counts[e[i]]++;
 }
 
-/* 256 bins are kept twice, for every other value: to count one symbol over and over takes the time of a store each. */
+/*
+ * Clear the bins. With one bin per symbol there are two sets of 256, for alternate values: counting one symbol
+ * repeatedly is limited by the latency of a store to its bin.
+ */
 static void open_bins(uint32_t *bins, int parts)
 {
 	memset(bins, 0, (parts == 1 ? 512 : 256 * (size_t)parts) * sizeof *bins);
 }
 
-/* Symbols of n patterns to their bins. */
+/* Count the symbols of n patterns in bins. */
 static void count_bins(const struct dtype *d, const uint16_t *p, uint64_t n, int parts, uint32_t *bins)
 {
 	int shift = parts == 1 ? dtype_shift(d) : eighth_log2(d), mask = 256 * parts - 1;
 	uint32_t *other = parts == 1 ? bins + 256 : bins;
 	uint64_t i = 0, x;
 
-	for (; i + 4 <= n; i += 4) { /* one load, shift and mask for four */
+	for (; i + 4 <= n; i += 4) { /* one load, shift and mask for four symbols */
 		memcpy(&x, p + i, 8);
 		x = x >> shift & (uint64_t)mask * 0x0001000100010001;
 		bins[x & 0xffff]++;
@@ -300,7 +304,7 @@ static void close_bins(uint32_t *bins, int parts)
 		bins[e] += bins[256 + e];
 }
 
-/* A sample of a segment's symbols, from one of `stride` quad rows: as values are, and (unless NULL) lowered. */
+/* Count a segment's symbols in one of `stride` quad rows: raw, and (unless NULL) lowered. */
 static void count_segment(const struct source *src, const struct kernels *k, struct job *j, const struct segment *s,
 			  uint64_t stride, int parts, uint32_t *raw, uint32_t *lowered)
 {
@@ -333,7 +337,7 @@ static void count_segment(const struct source *src, const struct kernels *k, str
 		close_bins(lowered, parts);
 }
 
-/* Planes other than the exponent: few samples tell whether they are worth coding, constant or full of zeros. */
+/* Sample the planes other than the exponent, to find those that are worth coding, constant or full of zeros. */
 static void sample_planes(const struct source *src, const struct kernels *k, struct job *j, struct sample *s,
 			  int first_plane)
 {
@@ -375,7 +379,7 @@ static void sample_planes(const struct source *src, const struct kernels *k, str
 		zeros += (uint32_t)(n - k->count(plane[0], 1, n));
 		sampled += (uint32_t)n;
 	}
-	/* no other value of float64 has this byte, and where they are many and all +0 blocks prune them */
+	/* Byte 0 of plane 1 belongs to zeros only; if these are many and all +0, blocks prune them. */
 	if (d->form == FORM_FLOAT8 && choose_prunes(zeros, sampled) && !other_zeros)
 		s->counts[1][0] = 0;
 }
@@ -387,8 +391,10 @@ static void base_alone(struct segment *s, uint16_t base)
 	s->base = base;
 }
 
-/* Choose a segment's base and, unless flat, its offsets if they pay; s->raw is its sample then, and s->all has it, too,
- * lowered. */
+/*
+ * Choose a segment's base and, unless flat, its offsets if they pay. Stores the segment's sample in s->raw, and adds
+ * it, lowered, to s->all.
+ */
 static void choose_segment(const struct source *src, const struct kernels *k, struct job *j, struct segment *g,
 			   uint64_t stride, int flat, int finest, int parts, struct sample *s)
 {
@@ -420,7 +426,7 @@ static void choose_segment(const struct source *src, const struct kernels *k, st
 		return;
 	}
 	base_alone(g, centre);
-	if (d->form == FORM_FLOAT8) { /* symbols begin anew after 256, not after the circle's 2047 */
+	if (d->form == FORM_FLOAT8) { /* symbols wrap around after 256, not after the circle's 2047 */
 		count_segment(src, k, j, g, stride, parts, s->raw, s->lowered);
 		choose_add_lowered(s->lowered, parts, 0, s->all);
 	} else {
@@ -428,7 +434,10 @@ static void choose_segment(const struct source *src, const struct kernels *k, st
 	}
 }
 
-/* The segments' bases and offsets, and with them counts of plane 0. `alone`: one that has neither gets no record. */
+/*
+ * Choose the segments' bases and offsets, and count the symbols of plane 0. `alone`: drop the record of a single
+ * segment that has no offsets, unless its base pays.
+ */
 static void choose_segments(const struct source *src, const struct kernels *k, struct job *j, int flat, int alone,
 			    struct sample *s)
 {
@@ -460,7 +469,7 @@ static void choose_segments(const struct source *src, const struct kernels *k, s
 	memcpy(s->counts[0], raw, sizeof raw);
 }
 
-/* Model, and counts of all planes. */
+/* Choose the scale model, and count the symbols of all planes. */
 void model_choose(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
 		  struct sample *s)
 {
@@ -483,7 +492,7 @@ void model_choose(const struct source *src, const codec_context *with, const str
 		return;
 	}
 	choose_segments(src, k, j, is_flat(j), !is_based(j), s);
-	if (is_based(j)) { /* plane 1 has bits of the exponent, as the model moves it */
+	if (is_based(j)) { /* plane 1 has bits of the exponent, which the model changes */
 		memset(s->counts + 1, 0, (d->nbytes - 1u) * sizeof *s->counts);
 		s->has_zero_run = 0;
 		sample_planes(src, k, j, s, 1);

@@ -1,4 +1,4 @@
-/* job.c - what any family asks of a job. */
+/* job.c - access a frame's blocks through a job. */
 #include "job.h"
 
 #include "frame/frame.h"

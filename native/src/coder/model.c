@@ -1,11 +1,14 @@
-/* model.c - the scale model: an offset for every value, so that one codebook serves a frame. Written, read, applied;
- * fit.c finds one.
+/*
+ * model.c - the scale model: an offset for every value, so that one codebook suits the whole frame. Written, read and
+ * applied here; fit.c chooses it.
  */
 #include "model.h"
 
 #include "codebook.h"
 
-/* Frames of blocks of 2^block_log2 values, whose plane 0 or exponents may have a model and an agreed codebook. */
+/*
+ * Begin a frame of blocks of 2^block_log2 values, whose plane 0 or exponents may have a model and an agreed codebook.
+ */
 codec_status model_begin(struct job *j, const codec_context *with)
 {
 	codebook given;
@@ -23,7 +26,7 @@ uint64_t model_job_nbytes(const struct header *h)
 {
 	if (!dtype_of(h->dtype)->octave)
 		return 0;
-	/* a matrix whose sides are at least 64 has at most count / 32 rows and columns; both are padded to pairs */
+	/* A matrix with sides of at least 64 has at most count / 32 rows and columns; both are padded to pairs. */
 	return ALIGN8(WIRE_MAX_PARTS(h->n) * (sizeof(struct segment) + 2) + h->n / 32 + 64);
 }
 
@@ -46,7 +49,7 @@ static void segment_offsets(const struct job *j, const struct kernels *k, const 
 	const struct dtype *d = dtype_of(j->h.dtype);
 	const int8_t *rows = segment_row_offsets(j, s), *cols = segment_col_offsets(j, s);
 	int circle = WIRE_CIRCLE(model_zero(&j->h, d)), grain = 1 << eighth_log2(d);
-	uint64_t length = s->kind ? s->row : OFFSETS; /* of runs under one offset, but for columns */
+	uint64_t length = s->kind ? s->row : OFFSETS; /* values of a run that share a row's offset */
 	uint64_t i = first - s->start;
 
 	for (uint64_t row = i / length, col = i % length; n; row++, col = 0) {
@@ -63,7 +66,7 @@ static void segment_offsets(const struct job *j, const struct kernels *k, const 
 	}
 }
 
-/* The segment that holds value `first`. */
+/* Return the segment that contains value `first`. */
 const struct segment *model_segment_at(const struct job *j, uint64_t first)
 {
 	const struct segment *s = job_segments(j);
@@ -139,7 +142,7 @@ void model_write(const struct job *j, uint8_t *dst)
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_SIDE, where, found, expected)
 
-/* The record at frame[at]: the next segment, if it may be one. */
+/* Read and check the record at frame[at], which describes the next segment. */
 static codec_status read_record(const uint8_t *frame, uint64_t at, struct job *j, struct segment *s, codec_fault *f)
 {
 	const struct dtype *d = dtype_of(j->h.dtype);
@@ -173,7 +176,7 @@ static codec_status read_record(const uint8_t *frame, uint64_t at, struct job *j
 	return CODEC_OK;
 }
 
-/* n nibbles at frame[*p]. */
+/* Read n nibbles at frame[*p], and advance *p. */
 static codec_status read_nibbles(const uint8_t *frame, uint64_t *p, uint64_t n, int shift, int8_t *offset,
 				 codec_fault *f)
 {
@@ -187,7 +190,7 @@ static codec_status read_nibbles(const uint8_t *frame, uint64_t *p, uint64_t n, 
 	return CODEC_OK;
 }
 
-/* Read the scale model at frame[at, end), if there is one. */
+/* Read the scale model at frame[at, end), if there is one. *used is its end. */
 codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f)
 {
 	uint64_t nsegments, start = 0, p;

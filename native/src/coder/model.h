@@ -1,14 +1,14 @@
-/* model.h - the scale model: an offset for every value, so that one codebook serves a frame. */
+/* model.h - the scale model: an offset for every value, so that one codebook suits the whole frame. */
 #ifndef CODEC_MODEL_H
 #define CODEC_MODEL_H
 
 #include "job.h"
 #include "sink.h"
 
-/* Values whose offsets are worked out at once: they stay in the first-level cache. */
+/* Values whose offsets are computed at once; they fit the first-level cache. */
 #define OFFSETS 4096
 
-/* log2 of the patterns in an eighth of an octave. */
+/* Return log2 of the number of patterns in an eighth of an octave. */
 static inline int eighth_log2(const struct dtype *d)
 {
 	return __builtin_ctz(d->octave) - 3;
@@ -19,7 +19,7 @@ static inline int model_asked(const struct header *h)
 	return family_of(h)->whole_octaves ? WIRE_MODEL_AUTO : h->variant;
 }
 
-/* Where the scale model begins: at the first pattern whose plane 0 is not 0, or whose exponent is not. */
+/* Return the smallest pattern that the model changes: the first one whose plane 0 (TRUNCATE: exponent) is not 0. */
 static inline uint16_t model_zero(const struct header *h, const struct dtype *d)
 {
 	return family_of(h)->whole_octaves ? d->octave : dtype_zero(d);
@@ -30,21 +30,24 @@ codec_status model_begin(struct job *j, const codec_context *with);
 uint64_t model_job_nbytes(const struct header *h);
 void model_add(struct job *j, struct segment *s);
 const struct segment *model_segment_at(const struct job *j, uint64_t first);
-/* Offsets, in patterns, of values among those that *f is of; or of any, when decoding (NULL). */
+/*
+ * Compute the offsets, in patterns, of values [first, first + n). Encode: they lie in the range that model_fit computed
+ * *f for. Decode: f is NULL.
+ */
 void model_offsets(const struct job *j, const struct kernels *k, const struct fitted *f, uint64_t first, uint64_t n,
 		   uint16_t *offset);
 uint64_t model_side_nbytes(const struct job *j);
 void model_write(const struct job *j, uint8_t *dst);
 codec_status model_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f);
 
-/* fit.c. Its segments, by shapes alone; none: there is no model. */
+/* fit.c. Cut the tensor into segments by shapes only. No segments: there is no model. */
 void model_cut(struct job *j, const codec_context *with);
-/* Model, and counts of all planes. */
+/* Choose the scale model, and count the symbols of all planes. */
 void model_choose(const struct source *src, const codec_context *with, const struct kernels *k, struct job *j,
 		  struct sample *s);
 /*
- * Find the offsets of rows for values [first, first + n). Those of rows that begin there are stored in the
- * job, which no other thread may be given these values of.
+ * Compute the offsets of rows for values [first, first + n). Those of rows that begin there are stored in the job; no
+ * other thread may process the same values.
  */
 void model_fit(const struct source *src, const struct kernels *k, struct job *j, uint64_t first, uint64_t n,
 	       struct fitted *f);

@@ -1,14 +1,20 @@
-/* plane.c - a plane of bytes through the lane coder. docs/format.md, section 7.
+/*
+ * plane.c - code a plane of bytes with the lane coder. docs/format.md, section 7.
  *
- * A coded plane is
+ * Layout of a coded plane:
+ *
  *   u16 words | 32 x 5 bits of tail lengths | tails | padding to 4 bytes | words | literals of escapes
- * whose first 32 words are the lanes' first ones. Trailing zero words are left out.
+ *
+ * The first 32 words are the lanes' first words. Trailing zero words are omitted.
  */
 #include "plane.h"
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
 
-/* 32 fields of width[l] bits (NULL: 5), first one on top, to p; returns their end. unpack_bits is the inverse. */
+/*
+ * Pack 32 fields of width[l] bits (NULL: 5) at p, most significant bit first. Returns the end. unpack_bits is the
+ * inverse.
+ */
 static uint8_t *pack_bits(uint8_t *p, const uint32_t *field, const uint32_t *width)
 {
 	uint64_t bits = 0;
@@ -31,13 +37,15 @@ static uint8_t *pack_bits(uint8_t *p, const uint32_t *field, const uint32_t *wid
 	return p;
 }
 
-/* What follows the tail lengths begins here, of a plane whose tails have so many bits together. */
+/* Return the offset of the words in a coded plane whose tails have this many bits in total. */
 static uint64_t words_at(uint64_t tail_bits)
 {
 	return (STATE_NBYTES + (tail_bits + 7) / 8 + 3) / 4 * 4;
 }
 
-/* After encoding: each lane's first 32 bits go before the words, the tails stay. Returns the place of the first word.
+/*
+ * Finish encoding: store each lane's first 32 bits before the words, and keep the tails in s->part. Returns the first
+ * word.
  */
 static uint32_t *take_state(lanes *s, uint32_t *first, uint64_t *tail_bits)
 {
@@ -54,7 +62,10 @@ static uint32_t *take_state(lanes *s, uint32_t *first, uint64_t *tail_bits)
 	return first;
 }
 
-/* Literals of escaped values to dst, which has `room` bytes; returns how many, or UINT64_MAX if there is no room. */
+/*
+ * Write the literals of escaped values to dst, which has `room` bytes. Returns their size, or UINT64_MAX if they do not
+ * fit.
+ */
 static uint64_t put_literals(const uint32_t *escaped, uint64_t m, const struct literals *from, uint64_t room,
 			     uint8_t *dst)
 {
@@ -104,7 +115,7 @@ uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct w
 	return nliterals == UINT64_MAX ? 0 : size + nliterals;
 }
 
-/* The inverse of pack_bits. p has 8 bytes behind the fields. */
+/* Unpack the fields of pack_bits. p must have 8 readable bytes behind the fields. */
 static void unpack_bits(const uint8_t *p, uint32_t *field, const uint32_t *width)
 {
 	uint64_t bits = 0;
@@ -113,7 +124,7 @@ static void unpack_bits(const uint8_t *p, uint32_t *field, const uint32_t *width
 	for (int l = 0; l < WIRE_LANES; l++) {
 		uint32_t n = width ? width[l] : 5;
 
-		if (have < 32) { /* taken or not, it costs the same: no loop to mispredict */
+		if (have < 32) { /* cheap whether taken or not, unlike a loop that is mispredicted */
 			bits |= (uint64_t)__builtin_bswap32(load32(p)) << (32 - have);
 			p += 4;
 			have += 32;

@@ -1,4 +1,4 @@
-/* plane.h - a plane of bytes to its part of a region and back. docs/format.md, section 7. */
+/* plane.h - encode a plane of bytes into a region, and decode it. docs/format.md, section 7. */
 #ifndef CODEC_PLANE_H
 #define CODEC_PLANE_H
 
@@ -11,7 +11,7 @@ static inline uint64_t escaped_bits(const uint32_t *escaped, uint64_t word, uint
 	return 64 * word + 64 > m ? bits & ((1ull << m % 64) - 1) : bits;
 }
 
-/* Escaped positions below m, in order. */
+/* Loop over escaped positions below m, in ascending order. */
 #define FOR_ESCAPED(i, escaped, m)                                                                                     \
 	for (uint64_t word_ = 0; word_ < ((m) + 63) / 64; word_++)                                                     \
 		for (uint64_t bits_ = escaped_bits(escaped, word_, m), i;                                              \
@@ -22,7 +22,10 @@ static inline int is_constant(const uint8_t *p, uint64_t n)
 	return n < 2 || (p[0] == p[n - 1] && memcmp(p, p + 1, n - 1) == 0);
 }
 
-/* The place of the first of n bytes above `most`; the last one's if there is none, for a frame may change meanwhile. */
+/*
+ * Return the index of the first of n bytes above `most`. Returns n - 1 if there is none, because another thread may
+ * change the frame.
+ */
 static inline uint64_t first_above(const uint8_t *p, uint64_t n, uint8_t most)
 {
 	uint64_t i = 0;
@@ -32,47 +35,47 @@ static inline uint64_t first_above(const uint8_t *p, uint64_t n, uint8_t most)
 	return i;
 }
 
-/* Where a region is read: what is left of it are the bytes frame[at, end). */
+/* Reading position in a region: frame[at, end) remains to be read. */
 struct cursor {
 	const uint8_t *frame;
 	uint64_t at, end;
 };
 
-/* What is stored for values whose code is the escape's: their bytes or, if `wide` is given, two bytes each. */
+/* Literals to store for escaped values: a byte each or, if `wide` is given, two bytes. */
 struct literals {
 	const uint8_t *byte;
 	const uint16_t *wide;
 };
 
 /*
- * Code m symbols, whose memory goes on to padded(m) and is written there. Returns the bytes stored at dst; 0 if these
- * would be more than `most`: nothing is written behind dst + most. from.byte may be `symbol`. Uses w->words, w->top[0].
+ * Code m symbols, whose memory extends to padded(m) and is padded here. Returns the size stored at dst, or 0 if it
+ * would exceed `most`; writes nothing beyond dst + most. from.byte may be `symbol`. Uses w->words and w->top[0].
  */
 uint64_t encode_plane(const book_codes *codes, const struct kernels *k, struct work *w, uint8_t *symbol, uint64_t m,
 		      struct literals from, uint64_t most, uint8_t *dst);
 
 /*
- * A coded plane in steps, for two planes may go through the coder's loop together. Read it up to its words' end: s,
- * which has its memory, gets the words and the lanes' first state. After its rows were decoded: nothing may be left
- * over, and the last row is filled up as it must be. Symbols of escapes are still to come then.
+ * Decode a coded plane in steps, so that two planes can be decoded together. open_plane reads it up to the end of its
+ * words: s, which has its memory, gets the words and the lanes' initial state. After the rows are decoded, close_plane
+ * checks that no bits are left and that the last row is padded correctly. Symbols of escapes are read afterwards.
  */
 codec_status open_plane(struct cursor *c, struct stream *s, codec_fault *f);
 codec_status close_plane(const book_lookup *lookup, const struct cursor *c, const struct stream *s, uint64_t m,
 			 codec_fault *f);
-/* Those steps at once: m symbols to `symbol`, which has padded(m) bytes; w->top[0].escaped says which are escapes. */
+/* Decode a plane in one call: m symbols to `symbol`, which has padded(m) bytes. w->top[0].escaped marks the escapes. */
 codec_status decode_plane(const book_lookup *lookup, const struct kernels *k, struct work *w, struct cursor *c,
 			  uint64_t m, uint8_t *symbol, codec_fault *f);
-/* The literals behind the words, to their places. */
+/* Read the literals behind the words into the escaped positions. */
 codec_status read_literals(const uint32_t *escaped, struct cursor *c, uint8_t *symbol, uint64_t m, codec_fault *f);
 codec_status skip_literals(uint64_t n, struct cursor *c, codec_fault *f);
 codec_status read_wide_literals(const uint32_t *escaped, struct cursor *c, uint16_t *literal, uint64_t m,
 				codec_fault *f);
-/* A region ends with fewer than 8 zero bytes. */
+/* Check that a region ends with fewer than 8 padding bytes, all 0. */
 codec_status close_region(const struct cursor *c, codec_fault *f);
 
 /*
- * Codecs of rows with an entropy stage: n code bytes in w->plane[0] to dst, at most 4 + n bytes; returns how many.
- * And back: *bytes is in the frame or in w->symbol.
+ * Code the n bytes in w->plane[0], for codecs of rows with an entropy stage. Returns the size stored at dst, at most 4
+ * + n. decode_bytes is the inverse: *bytes points into the frame or to w->symbol.
  */
 uint64_t encode_bytes(const struct job *j, const struct kernels *k, struct work *w, uint64_t n, uint8_t *dst);
 codec_status decode_bytes(const struct job *j, const struct kernels *k, struct work *w, struct cursor *c, uint64_t n,

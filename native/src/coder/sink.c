@@ -1,4 +1,4 @@
-/* sink.c - decoded values to where they go. */
+/* sink.c - load values to encode, and store decoded values. */
 #include "sink.h"
 
 static void store_floats(const struct kernels *k, int past, uint8_t *at, const float *y, uint64_t n)
@@ -41,7 +41,7 @@ const void *load_native(const struct kernels *k, const struct source *s, uint64_
 			continue;
 		}
 		k->from_float[s->dtype == CODEC_FLOAT16](sum, m, to);
-		for (uint64_t v = 0; v < m; v++) { /* which made a number of it */
+		for (uint64_t v = 0; v < m; v++) { /* from_float has clamped Inf to the largest finite value */
 			uint32_t u = round_bits(sum[v]);
 			uint16_t inf = (uint16_t)(u >> 16 & 0x8000) | (s->dtype == CODEC_FLOAT16 ? 0x7c00 : 0x7f80);
 
@@ -52,7 +52,7 @@ const void *load_native(const struct kernels *k, const struct source *s, uint64_
 	return buffer;
 }
 
-/* Values to where they belong. */
+/* Store or accumulate decoded values. */
 void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uint64_t n, const float *y)
 {
 	uint8_t *at = (uint8_t *)s->dst->data + first * dtype_of(s->dst->dtype)->nbytes;
@@ -88,8 +88,8 @@ void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uin
 }
 
 /*
- * Decoded values, n of them from `first` on, to where they go other than their own dtype's tensor; `wire`: in the
- * frame's byte order.
+ * Store or accumulate n decoded values from `first` on, other than into a tensor of their own dtype. `wire`: they are
+ * in the frame's byte order.
  */
 void sink_values(const struct kernels *k, uint32_t dtype, const void *values, int wire, uint64_t first, uint64_t n,
 		 const codec_context *with, const codec_tensor *dst)

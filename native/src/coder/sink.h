@@ -1,19 +1,19 @@
-/* sink.h - where values come from and go to: tensors of any float dtype, at any address. */
+/* sink.h - load values to encode and store decoded values: tensors of any float dtype, at any address. */
 #ifndef CODEC_SINK_H
 #define CODEC_SINK_H
 
 #include "frame/dtype.h"
 
 /*
- * What is written to a large tensor goes past the caches: it would only sweep them out, and be read before it is
- * overwritten. From memory, reading takes longer than writing.
+ * Return 1 if stores to dst should be non-temporal. Storing a large tensor through the caches would evict them, and
+ * each line would be read before it is overwritten, which takes longer than writing it.
  */
 static inline int past_caches(const codec_context *with, const codec_tensor *dst)
 {
 	return with->flags & CODEC_NONTEMPORAL || dst->nbytes >= CODEC_UNCACHED_NBYTES;
 }
 
-/* Values [first, first + n) of an array as float32: where they lie, or in `buffer`. */
+/* Get values [first, first + n) of an array as float32. Returns a pointer into the array or to `buffer`. */
 static inline const float_any *load_floats(const struct kernels *k, uint32_t dtype, const void *data, uint64_t first,
 					   uint64_t n, float *buffer)
 {
@@ -25,12 +25,12 @@ static inline const float_any *load_floats(const struct kernels *k, uint32_t dty
 	return buffer;
 }
 
-/* What is encoded: the values of a tensor, plus what was lost of earlier ones under CODEC_FEEDBACK. */
+/* Values to encode: a tensor, plus the residual if CODEC_FEEDBACK is set. */
 struct source {
 	uint32_t dtype;
 	const void *data;
 	uint64_t nbytes;
-	const float_any *error; /* one for each value; NULL: none */
+	const float_any *error; /* residual of each value; NULL: none */
 };
 
 static inline struct source source_of(const codec_tensor *t, const codec_context *with)
@@ -38,7 +38,10 @@ static inline struct source source_of(const codec_tensor *t, const codec_context
 	return (struct source){t->dtype, t->data, t->nbytes, with->flags & CODEC_FEEDBACK ? with->residual : NULL};
 }
 
-/* Its values as float32, sums rounded to that: where they lie, or in `buffer`. */
+/*
+ * Get values as float32, with the residual added and the sums rounded. Returns a pointer into the tensor or to
+ * `buffer`.
+ */
 static inline const float_any *load_values(const struct kernels *k, const struct source *s, uint64_t first, uint64_t n,
 					   float *buffer)
 {
@@ -50,26 +53,31 @@ static inline const float_any *load_values(const struct kernels *k, const struct
 	return buffer;
 }
 
-/* The same, rounded to the tensor's dtype: where they lie, or in `buffer`, at any address. */
+/*
+ * Get values in the tensor's dtype, with the residual added and rounded to it. Returns a pointer into the tensor or to
+ * `buffer`. Neither need be aligned.
+ */
 const void *load_native(const struct kernels *k, const struct source *s, uint64_t first, uint64_t n, void *buffer);
 
-/* Where decoded values go: what codec_context's `into` says, or x - y, or nowhere: codes and scales are only checked.
+/*
+ * Destination of decoded values: codec_context.into; or SINK_RESIDUAL, x - y; or SINK_NONE, which only checks codes and
+ * scales.
  */
 struct sink {
 	int into;
 	float weight;
-	float scale, divide; /* of the result; 0: not */
+	float scale, divide; /* divide: divisor of the result; 0: none */
 	int unscaled, rescale;
-	int past; /* past the caches, what is stored */
+	int past; /* 1: use non-temporal stores */
 	const codec_tensor *dst;
-	const struct source *src; /* SINK_RESIDUAL: x */
+	const struct source *src; /* SINK_RESIDUAL: source of x */
 };
 #define SINK_RESIDUAL 100
 #define SINK_NONE 101
 
 /*
- * Where values can be made: where they belong, if they go there as they are, or are added as they are; else NULL.
- * `adds`, `streams`: by who can add, and who can store at multiples of 16 bytes past the caches.
+ * Return a pointer into dst if a kernel may write float32 values there directly, or add to them; NULL: use a temporary
+ * buffer. `adds`: the kernel can accumulate. `streams`: it can do non-temporal stores at multiples of 16 bytes.
  */
 static inline float_any *sink_room(const struct sink *s, uint64_t first, int adds, int streams)
 {
@@ -84,10 +92,13 @@ static inline float_any *sink_room(const struct sink *s, uint64_t first, int add
 	return adds || (stores && (!s->past || streams)) ? there : NULL;
 }
 
-/* y: NULL if they were made in sink_room(), or added there. */
+/* Store or accumulate values y. NULL: the kernel has written or added them at sink_room(). */
 void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uint64_t n, const float *y);
 
-/* Values as they were in a tensor (`wire`: in a frame) to where `with` says: not to a tensor of their own dtype. */
+/*
+ * Store or accumulate values of a tensor (`wire`: of a frame) according to `with`, other than into a tensor of their
+ * own dtype.
+ */
 void sink_values(const struct kernels *k, uint32_t dtype, const void *values, int wire, uint64_t first, uint64_t n,
 		 const codec_context *with, const codec_tensor *dst);
 

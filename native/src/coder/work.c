@@ -1,4 +1,4 @@
-/* work.c - one thread's buffers: how large, and what lies where. */
+/* work.c - sizes and layout of one thread's work buffers. */
 #include "work.h"
 
 #include "model.h"
@@ -8,7 +8,10 @@ uint64_t largest_block(uint64_t n)
 	return padded(MIN(n, 1u << WIRE_MAX_BLOCK_LOG2));
 }
 
-/* Most bytes of a coded plane: every value escaped under codes of 8 bits, to literals of two bytes. */
+/*
+ * Return an upper bound of a coded plane's size: every value escaped under a code of 8 bits, with literals of two
+ * bytes.
+ */
 static uint64_t coded_bound(uint64_t m)
 {
 	return STATE_NBYTES + 4 * WIRE_LANES + 4 * WIRE_LANES + 8 + padded(m) * (1 + 2);
@@ -19,7 +22,7 @@ uint64_t region_room(const struct dtype *d, uint64_t m)
 	return ALIGN8(16 + m * d->nbytes + coded_bound(m) + 64);
 }
 
-/* As much again for scales of rows of a single value. */
+/* Return the size of a region's buffer. Rows of a single value add a scale per value. */
 static uint64_t region_buffer(const struct header *h, const struct dtype *d, uint64_t m)
 {
 	return region_room(d, m) + (codec_is_rows(h->codec) ? 4 * m : 0);
@@ -30,7 +33,7 @@ static uint64_t words_room(uint64_t m)
 	return LANES_SLACK + WIRE_LANES + padded(m) / 4 + 16;
 }
 
-/* Codecs of rows code bytes, if anything. */
+/* Return the dtype that the lane coder codes. Codecs of rows code bytes, if anything. */
 static const struct dtype *coded_dtype(const struct header *h)
 {
 	return dtype_of(codec_is_rows(h->codec) ? CODEC_UINT8 : h->dtype);
@@ -41,7 +44,7 @@ static uint64_t coded_block(const struct header *h)
 	return largest_block(codec_is_rows(h->codec) && !header_kind(h).entropy ? 0 : h->n);
 }
 
-/* Pieces begin with a cache line: vectors that lie across two of them cost twice. */
+/* Buffers begin at cache lines: a vector access that crosses two lines costs twice. */
 #define LINE 64
 #define ALIGN_LINE(x) (((x) + LINE - 1) & ~(uint64_t)(LINE - 1))
 #define MOST_PIECES 40
@@ -99,8 +102,8 @@ uint64_t region_bound(const struct job *j)
 }
 
 /*
- * Most of what regions take beyond their values, with side section and directory, while ranges of blocks leave gaps
- * between each other. TRUNCATE's bound is larger, but its regions are hardly ever larger than their values.
+ * Return an upper bound of the side section, the directory and the regions' overhead over their values, while ranges of
+ * blocks leave gaps between each other. TRUNCATE's bound is larger, but its regions rarely exceed their values.
  */
 uint64_t region_gaps(const struct header *h)
 {
