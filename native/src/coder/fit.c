@@ -84,7 +84,7 @@ static void patterns(const struct source *src, const struct kernels *k, uint64_t
 }
 
 /* Prefetch n values from `first` on: samples lie too far apart for the CPU's prefetcher. */
-static void values_ahead(const struct source *src, const struct dtype *d, uint64_t first, uint64_t n)
+static void prefetch_values(const struct source *src, const struct dtype *d, uint64_t first, uint64_t n)
 {
 	uintptr_t at = (uintptr_t)src->data + first * d->nbytes;
 
@@ -95,15 +95,15 @@ static void values_ahead(const struct source *src, const struct dtype *d, uint64
 }
 
 /* Prefetch the samples that row_mean reads. */
-static void row_ahead(const struct source *src, const struct dtype *d, const struct segment *s, uint64_t r)
+static void prefetch_row(const struct source *src, const struct dtype *d, const struct segment *s, uint64_t r)
 {
 	uint64_t first = s->start + r * s->row;
 
 	if (s->row <= CHOOSE_RUNS * CHOOSE_RUN)
-		values_ahead(src, d, first, s->row);
+		prefetch_values(src, d, first, s->row);
 	else
 		for (uint64_t i = 0; i < CHOOSE_RUNS; i++)
-			values_ahead(src, d, first + choose_run(i, s->row), CHOOSE_RUN);
+			prefetch_values(src, d, first + choose_run(i, s->row), CHOOSE_RUN);
 }
 
 /* Return the mean pattern of a few runs of row r, or CHOOSE_NONE if it has no pattern from zero on. */
@@ -150,7 +150,7 @@ static void fit_rows(const struct source *src, const struct kernels *k, struct j
 	int64_t total = 0, count = 0;
 
 	for (uint64_t i = 0; i < take; i++) {
-		row_ahead(src, d, s, choose_spread(MIN(i + 4, take - 1), take, nrows));
+		prefetch_row(src, d, s, choose_spread(MIN(i + 4, take - 1), take, nrows));
 		mean[i] = (int16_t)row_mean(src, k, j, s, choose_spread(i, take, nrows));
 		total += mean[i] == CHOOSE_NONE ? 0 : mean[i];
 		count += mean[i] != CHOOSE_NONE;
@@ -320,13 +320,13 @@ static void count_segment(const struct source *src, const struct kernels *k, str
 		uint16_t p[WIRE_ROW], offset[WIRE_ROW];
 		struct fitted f;
 
-		values_ahead(src, d, s->start + next, WIRE_ROW);
+		prefetch_values(src, d, s->start + next, WIRE_ROW);
 		patterns(src, k, s->start + at, n, p);
 		count_bins(d, p, n, parts, raw);
 		if (!lowered)
 			continue;
 		if (!is_fitted(s))
-			row_ahead(src, d, s, next / s->row);
+			prefetch_row(src, d, s, next / s->row);
 		fit_range(src, k, j, s, s->start + at, n, &f);
 		model_offsets(j, k, &f, s->start + at, n, offset);
 		k->lower(p, offset, model_zero(&j->h, d), n, p);

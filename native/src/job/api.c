@@ -1,4 +1,4 @@
-/* api.c - arguments checked, sizes, status texts: what codec_encode and codec_decode have in common. */
+/* api.c - functions that codec_encode and codec_decode share: argument checks, sizes, status messages. */
 #include "api.h"
 
 const char *codec_strerror(codec_status status)
@@ -40,8 +40,8 @@ uint32_t codec_abi_version(void)
 }
 
 /*
- * Structs of callers may be newer (longer) than ours, and will one day be older: what is missing is zero. But they have
- * all fields of version 1, which are all there are: cut in the midst of a pointer, one would lead anywhere.
+ * Copy a caller's struct. The caller's may be longer, if it is newer; fields missing from an older one are read as 0.
+ * It must have all fields of version 1, which are all fields so far.
  */
 #define READ_STRUCT(copy, given)                                                                                       \
 	do {                                                                                                           \
@@ -67,7 +67,7 @@ codec_status context_read(const codec_context *with, codec_context *copy)
 	return CODEC_OK;
 }
 
-/* Spec and tensor to the header of a frame that has no sections yet. */
+/* Convert a spec and a tensor to the header of a frame without sections. */
 codec_status request(const codec_spec *spec, const codec_tensor *like, int with_data, struct header *h,
 		     codec_tensor *copy)
 {
@@ -95,7 +95,10 @@ codec_status request(const codec_spec *spec, const codec_tensor *like, int with_
 	return CODEC_OK;
 }
 
-/* Does opening a job need a thread's buffer? It is then part of the job, and serves one-call functions throughout. */
+/*
+ * Return 1 if opening a job needs a thread's buffer. It is then part of the job, and one-call functions use it
+ * throughout.
+ */
 static int job_works(const struct header *h, uint32_t kind)
 {
 	return kind == JOB_ENCODE && family_of(h)->opens_with_work && family_of(h)->opens_with_work(h);
@@ -106,7 +109,7 @@ void *job_work(const struct job *j, void *scratch)
 	return job_works(&j->h, j->kind) ? (char *)j + j->work_at : (char *)scratch + job_room(&j->h, j->kind);
 }
 
-/* A job and one buffer, of either direction. */
+/* Return the scratch size in bytes of a job of either direction and one work buffer. */
 uint64_t job_scratch(const struct header *h)
 {
 	return job_room(h, JOB_DECODE) + work_nbytes(h);
@@ -167,7 +170,7 @@ codec_status codec_scratch(const codec_spec *spec, const codec_tensor *like, siz
 	return CODEC_OK;
 }
 
-/* The job at memory, if it is of this kind and in this state; else NULL. */
+/* Return the job at `memory` if it has this kind and state, else NULL. */
 struct job *job_at(const void *memory, uint32_t kind, uint32_t state)
 {
 	struct job *j = job_place((void *)memory);
@@ -181,7 +184,7 @@ codec_status job_open(void *memory, size_t nbytes, const struct header *h, uint3
 
 	if (!memory || nbytes < job_room(h, kind))
 		return CODEC_SHORT_SCRATCH;
-	memset(j, 0, offsetof(struct job, sample)); /* the rest is large, and filled in before it is read */
+	memset(j, 0, offsetof(struct job, sample)); /* the rest is large, and written before it is read */
 	j->kind = kind;
 	j->h = *h;
 	j->model.segments_at = ALIGN8(sizeof *j);

@@ -1,4 +1,4 @@
-/* api.h - what opening, doing and closing a job share between both directions: the C interface's own floor. */
+/* api.h - functions shared by opening, processing and closing jobs of both directions: the layer of the C interface. */
 #ifndef CODEC_API_H
 #define CODEC_API_H
 
@@ -8,7 +8,7 @@
 #include "rows/rows.h"
 #include "truncate/truncate.h"
 
-/* close.c: once all blocks are done, or instead of them. */
+/* close.c: close an encode job */
 codec_status encode_store(const struct source *src, const struct kernels *k, struct header h, uint8_t *dst,
 			  size_t capacity, size_t *written);
 uint64_t encode_move(const struct header *h, uint8_t *dst, size_t capacity, uint64_t first, uint64_t count, uint64_t at,
@@ -19,7 +19,7 @@ codec_status encode_finish(const struct source *src, uint8_t *dst, size_t capaci
 codec_status encode_leave(const struct job *j, const struct source *src, const uint8_t *frame,
 			  const codec_context *with, void *work);
 
-/* decode.c: a frame's jobs, for codec_reduce as well. */
+/* decode.c: decode jobs, also used by codec_reduce */
 codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
 			 void *memory, size_t job_nbytes, struct job **out);
 codec_status decode_step(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
@@ -32,12 +32,12 @@ codec_status decode_values(const uint8_t *frame, const codec_tensor *dst, const 
 			   const struct job *j, void *work);
 codec_status decode_close(const codec_context *with, const struct job *j, uint64_t seal);
 
-/* side.c */
+/* side.c: the side section */
 uint64_t side_write(const struct job *j, uint8_t *dst);
 void head_write(const struct job *j, uint64_t frame_nbytes, uint64_t seal, uint8_t *head);
 codec_status side_read(const uint8_t *frame, const codec_context *with, struct job *j);
 
-/* api.c */
+/* api.c: jobs, sizes and arguments */
 codec_status context_read(const codec_context *with, codec_context *copy);
 codec_status request(const codec_spec *spec, const codec_tensor *like, int with_data, struct header *h,
 		     codec_tensor *copy);

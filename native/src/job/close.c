@@ -1,7 +1,10 @@
-/* close.c - regions to a frame: moved together, sealed; or the tensor stored as it is. Then what is left of it. */
+/*
+ * close.c - complete a frame: join the regions and write the checksum, or store the tensor raw; then write the
+ * residual.
+ */
 #include "api.h"
 
-/* Write a stored frame over whatever is there. */
+/* Write a stored frame over the contents of dst. */
 codec_status encode_store(const struct source *src, const struct kernels *k, struct header h, uint8_t *dst,
 			  size_t capacity, size_t *written)
 {
@@ -15,7 +18,7 @@ codec_status encode_store(const struct source *src, const struct kernels *k, str
 	if (src->nbytes) {
 		const void *values = load_native(k, src, 0, h.n, dst + h.side_at);
 
-		if (values != dst + h.side_at) /* where sums are put */
+		if (values != dst + h.side_at) /* the sums were put into a buffer */
 			memcpy(dst + h.side_at, values, src->nbytes);
 	}
 #if CODEC_BIG_ENDIAN
@@ -27,7 +30,10 @@ codec_status encode_store(const struct source *src, const struct kernels *k, str
 	return CODEC_OK;
 }
 
-/* Regions of blocks [first, first + count) from `at` to `to`: where they end then, or 0 if that cannot be. */
+/*
+ * Move the regions of blocks [first, first + count) from `at` to `to`. Returns their new end, or 0 if the arguments are
+ * inconsistent.
+ */
 uint64_t encode_move(const struct header *h, uint8_t *dst, size_t capacity, uint64_t first, uint64_t count, uint64_t at,
 		     uint64_t to)
 {
@@ -76,8 +82,8 @@ codec_status encode_finish(const struct source *src, uint8_t *dst, size_t capaci
 	return CODEC_OK;
 }
 
-/* What rounding to the dtype leaves of sums that are stored. */
-static void leave_stored(const struct job *j, const struct kernels *k, const struct source *src, float *residual)
+/* Write the residual of stored sums: the error of rounding them to the dtype. */
+static void stored_residual(const struct job *j, const struct kernels *k, const struct source *src, float *residual)
 {
 	const codec_tensor dst = {.dtype = CODEC_FLOAT32, .data = residual, .nbytes = sizeof(float) * j->h.n};
 	const struct sink sink = {.into = SINK_RESIDUAL, .dst = &dst, .src = src};
@@ -90,7 +96,7 @@ static void leave_stored(const struct job *j, const struct kernels *k, const str
 	}
 }
 
-/* What is left of the tensor, where it was not written with the blocks. */
+/* Write the residual, unless it was written with the blocks. */
 codec_status encode_leave(const struct job *j, const struct source *src, const uint8_t *frame,
 			  const codec_context *with, void *work)
 {
@@ -101,7 +107,7 @@ codec_status encode_leave(const struct job *j, const struct source *src, const u
 	if (frame[WIRE_AT_LAYOUT] == WIRE_LAYOUT_BLOCKS && family_of(&j->h)->leave)
 		return family_of(&j->h)->leave(j, k, with, src, work);
 	if (j->feedback)
-		leave_stored(j, k, src, with->residual);
+		stored_residual(j, k, src, with->residual);
 	else
 		memset(with->residual, 0, sizeof(float) * j->h.n);
 	return CODEC_OK;

@@ -1,4 +1,4 @@
-/* codebooks.c - codebooks to be agreed upon: made from counts, to bytes and back. */
+/* codebooks.c - agreed codebooks: build from counts, serialize, deserialize. */
 #include "api.h"
 
 codec_status codec_codebook_check(const codec_codebook *book)

@@ -1,9 +1,10 @@
-/* decode.c - a frame to a tensor: open (check, build tables), blocks, close (checksum). */
+/* decode.c - decode a frame: open (check, build tables), decode blocks, close (compare the checksum). */
 #include "api.h"
 
-#define FIRST (CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY) /* a pass of its own, which steps leave to their caller */
+#define VERIFY_FLAGS                                                                                                   \
+	(CODEC_VERIFY_FIRST | CODEC_CHECK_ONLY) /* need a pass of their own, which steps leave to their caller */
 
-/* Is this a tensor that decoding can write at all? What divides or rescales results does so in float32. */
+/* Check that decoding can write this tensor at all. Division and rescaling need a float32 destination. */
 static codec_status read_destination(const codec_tensor *dst, const codec_context *with, codec_tensor *copy)
 {
 	if (!dst || dst->struct_nbytes < sizeof *dst ||
@@ -13,7 +14,7 @@ static codec_status read_destination(const codec_tensor *dst, const codec_contex
 	return copy->nbytes && !copy->data ? CODEC_BAD_ARGUMENT : CODEC_OK;
 }
 
-/* The destination's dtype and shape must be the frame's. */
+/* Check that the destination's dtype and shape are the frame's. */
 static codec_status check_destination(const struct header *h, const codec_tensor *dst, uint32_t into, codec_fault *f)
 {
 	uint32_t dtype = into == CODEC_INTO_STORE ? h->dtype : CODEC_FLOAT32;
@@ -30,7 +31,7 @@ static codec_status check_destination(const struct header *h, const codec_tensor
 	return dst->nbytes == h->n * dtype_of(dtype)->nbytes ? CODEC_OK : CODEC_BAD_ARGUMENT;
 }
 
-/* A stored frame's values, whose checksum was right, to the destination. */
+/* Store or accumulate the values of a stored frame whose checksum was correct. */
 static void put_stored(const uint8_t *frame, const codec_tensor *dst, const codec_context *with, const struct header *h)
 {
 	if (with->into != CODEC_INTO_STORE) {
@@ -45,10 +46,11 @@ static void put_stored(const uint8_t *frame, const codec_tensor *dst, const code
 }
 
 /*
- * The caller's destination, state or codebooks do not fit what the frame says: is that what was sent? If it is damaged
- * then that is the fault.
+ * Return `status`, an error because the caller's destination, state or codebooks do not fit the frame; but if the frame
+ * is damaged, return that error instead.
  */
-static codec_status blame(codec_status status, const uint8_t *frame, const struct header *h, const codec_context *with)
+static codec_status damage_or(codec_status status, const uint8_t *frame, const struct header *h,
+			      const codec_context *with)
 {
 	codec_fault found = with->fault ? *with->fault : (codec_fault){0};
 
@@ -59,7 +61,7 @@ static codec_status blame(codec_status status, const uint8_t *frame, const struc
 	return fault(with->fault, status, found.offset, found.found, found.expected);
 }
 
-/* What is given besides the frame: state, and a destination (NULL: none) that lies apart from all else. */
+/* Check state and destination (NULL: none): the state must be given, and the destination must not overlap any input. */
 static codec_status check_caller(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 				 const struct header *h)
 {
@@ -70,7 +72,7 @@ static codec_status check_caller(const uint8_t *frame, const codec_tensor *dst, 
 		       : CODEC_OK;
 }
 
-/* A job for a frame with this header and side section; `frame` is blamed for what does not fit the caller. */
+/* Create a job for a frame with this header and side section. */
 static codec_status open_job(const uint8_t *frame, const struct header *h, const codec_context *with, void *memory,
 			     size_t job_nbytes, struct job **out)
 {
@@ -81,7 +83,7 @@ static codec_status open_job(const uint8_t *frame, const struct header *h, const
 	return CODEC_OK;
 }
 
-/* All that precedes the first block: nothing is written but the job. A stored frame has been verified then. */
+/* Do all that precedes the first block, writing nothing but the job. The checksum of a stored frame is verified. */
 codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
 			 void *memory, size_t job_nbytes, struct job **out)
 {
@@ -91,9 +93,9 @@ codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor
 
 	TRY(read_destination(dst, with, &t));
 	TRY(frame_open(frame, nbytes, with, &h));
-	TRY(blame(check_destination(&h, &t, with->into, with->fault), frame, &h, with));
-	TRY(blame(check_caller(frame, &t, with, &h), frame, &h, with));
-	TRY(blame(open_job(frame, &h, with, memory, job_nbytes, &j), frame, &h, with));
+	TRY(damage_or(check_destination(&h, &t, with->into, with->fault), frame, &h, with));
+	TRY(damage_or(check_caller(frame, &t, with, &h), frame, &h, with));
+	TRY(damage_or(open_job(frame, &h, with, memory, job_nbytes, &j), frame, &h, with));
 	*out = j;
 	if (!j->checked)
 		j->seal = frame_seal(frame, &h, kernels_for(with));
@@ -103,7 +105,7 @@ codec_status decode_open(const uint8_t *frame, size_t nbytes, const codec_tensor
 	return CODEC_OK;
 }
 
-/* Blocks to dst or, if that is NULL, through all of their checks. */
+/* Decode blocks to dst, or only check them if dst is NULL. */
 codec_status decode_blocks(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 			   const struct job *j, uint64_t first, uint64_t count, uint64_t *seal, void *work)
 {
@@ -113,8 +115,8 @@ codec_status decode_blocks(const uint8_t *frame, const codec_tensor *dst, const 
 	work_place(&j->h, work, &w);
 	*seal = 0;
 	status = family_of(&j->h)->decode_blocks(frame, dst, with, j, first, count, seal, &w);
-	/* a state that does not fit: of a block behind which others may be damaged */
-	return j->checked ? status : blame(status, frame, &j->h, with);
+	/* the state of a block may not fit because a later block is damaged */
+	return j->checked ? status : damage_or(status, frame, &j->h, with);
 }
 
 codec_status decode_close(const codec_context *with, const struct job *j, uint64_t seal)
@@ -122,7 +124,7 @@ codec_status decode_close(const codec_context *with, const struct job *j, uint64
 	return j->checked || !j->h.nblocks ? CODEC_OK : frame_check_seal(&j->h, j->seal + seal, with->fault);
 }
 
-/* Everything that can be wrong with an opened frame, before anything is written. */
+/* Check everything that can be wrong with an opened frame, before anything is written. */
 codec_status decode_check(const uint8_t *frame, const codec_context *with, struct job *j, void *work)
 {
 	uint64_t seal;
@@ -135,7 +137,7 @@ codec_status decode_check(const uint8_t *frame, const codec_context *with, struc
 	return CODEC_OK;
 }
 
-/* All values of an opened frame. */
+/* Decode all values of an opened frame. */
 codec_status decode_values(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
 			   const struct job *j, void *work)
 {
@@ -158,7 +160,7 @@ codec_status codec_decode_open(const void *frame, size_t nbytes, codec_tensor *d
 	struct job *j;
 
 	TRY(context_read(with, &c));
-	if (c.flags & FIRST)
+	if (c.flags & VERIFY_FLAGS)
 		return CODEC_BAD_ARGUMENT;
 	saved = call_enter();
 	status = decode_open(frame, nbytes, dst, &c, job, job_nbytes, &j);
@@ -194,15 +196,15 @@ codec_status codec_decode_plan(const void *head, size_t head_nbytes, size_t nbyt
 	return CODEC_OK;
 }
 
-/* May a step go over blocks [first, first + count) of a job? *copy gets the destination, if there is one. */
+/* Check the arguments of a step over blocks [first, first + count). *copy gets the destination, if there is one. */
 codec_status decode_step(const uint8_t *frame, size_t nbytes, const codec_tensor *dst, const codec_context *with,
 			 const void *job, uint64_t first, uint64_t count, const void *work, size_t work_nbytes,
 			 codec_tensor *copy)
 {
 	const struct job *j = job_at(job, JOB_DECODE, JOB_READY);
 
-	if (with->flags & FIRST || !frame || !j || !work || first > j->h.nblocks || count > j->h.nblocks - first ||
-	    nbytes < j->h.frame_nbytes)
+	if (with->flags & VERIFY_FLAGS || !frame || !j || !work || first > j->h.nblocks ||
+	    count > j->h.nblocks - first || nbytes < j->h.frame_nbytes)
 		return CODEC_BAD_ARGUMENT;
 	if (dst) {
 		TRY(read_destination(dst, with, copy));
@@ -255,16 +257,16 @@ codec_status codec_decode_close(const codec_context *with, const void *job, uint
 	return planned ? CODEC_OK : j ? decode_close(&c, j, seal) : CODEC_BAD_ARGUMENT;
 }
 
-/* Must nothing be written before all is checked, and does a thread's buffer hold all values? */
-static int goes_by_buffer(const struct job *j, const codec_context *with)
+/* Return 1 if nothing may be written before the checks, and a work buffer can hold all values. */
+static int fits_buffer(const struct job *j, const codec_context *with)
 {
 	return with->flags & CODEC_VERIFY_FIRST && !(with->flags & CODEC_CHECK_ONLY) &&
 	       with->into == CODEC_INTO_STORE && j->h.nblocks == 1 && !family_of(&j->h)->is_rows;
 }
 
-/* Copying one block costs less than to go through it twice. */
-static codec_status decode_by_buffer(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
-				     const struct job *j, void *work)
+/* Decode into the work buffer, then copy. For one block this is faster than decoding twice. */
+static codec_status decode_via_buffer(const uint8_t *frame, const codec_tensor *dst, const codec_context *with,
+				      const struct job *j, void *work)
 {
 	codec_tensor block = *dst;
 	struct work w;
@@ -286,9 +288,9 @@ static codec_status decode(const uint8_t *frame, size_t nbytes, const codec_tens
 	if (scratch_nbytes < job_scratch(&j->h))
 		return CODEC_SHORT_SCRATCH;
 	work = job_work(j, scratch);
-	if (goes_by_buffer(j, with))
-		return decode_by_buffer(frame, dst, with, j, work);
-	if (with->flags & FIRST)
+	if (fits_buffer(j, with))
+		return decode_via_buffer(frame, dst, with, j, work);
+	if (with->flags & VERIFY_FLAGS)
 		TRY(decode_check(frame, with, j, work));
 	return with->flags & CODEC_CHECK_ONLY ? CODEC_OK : decode_values(frame, dst, with, j, work);
 }

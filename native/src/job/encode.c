@@ -1,7 +1,7 @@
-/* encode.c - a tensor to a frame: open (sample, choose), blocks; close.c has the end of it. */
+/* encode.c - encode a tensor: open (sample, choose), encode blocks. close.c completes the frame. */
 #include "api.h"
 
-/* Is there something to be added, and a codec that then loses something? */
+/* Check CODEC_FEEDBACK: it needs a residual and a lossy codec. */
 static codec_status check_feedback(const struct header *h, const codec_context *with)
 {
 	int feedback = (with->flags & CODEC_FEEDBACK) != 0;
@@ -10,8 +10,8 @@ static codec_status check_feedback(const struct header *h, const codec_context *
 }
 
 /*
- * Nothing that is written may lie in what is read; but the residual may be an array of state, or the tensor unless it
- * is added to it.
+ * Return 1 if an output overlaps an input. The residual may be a state array, or the tensor itself without
+ * CODEC_FEEDBACK.
  */
 static int outputs_overlap(const struct header *h, const codec_tensor *src, const void *dst, size_t capacity,
 			   const codec_context *with)
@@ -26,7 +26,7 @@ static int outputs_overlap(const struct header *h, const codec_tensor *src, cons
 	return family_reads(h, with, 1, dst, capacity, 0) || family_reads(h, with, 1, with->residual, nbytes, 1);
 }
 
-/* No room, or nothing to gain: such a tensor is stored. */
+/* Return 1 if the tensor is stored, for lack of room or because blocks save nothing. */
 static int stays_stored(const struct job *j, size_t capacity)
 {
 	return j->h.side_nbytes > UINT32_MAX || j->h.regions_at > capacity ||
@@ -35,8 +35,8 @@ static int stays_stored(const struct job *j, size_t capacity)
 }
 
 /*
- * Codecs of rows: where all fits whatever becomes of an entropy stage, what is left is written block by block. Without
- * that stage this is known for sure, before anything is written.
+ * Decide when the residual is written, for codecs of rows: with the blocks if the largest possible frame fits. Without
+ * an entropy stage the frame's size is known, so that it must fit.
  */
 static codec_status fit_rows(struct job *j, size_t capacity)
 {
@@ -51,7 +51,7 @@ static codec_status fit_rows(struct job *j, size_t capacity)
 	return CODEC_OK;
 }
 
-/* After any scan: all that precedes the directory is decided. */
+/* Choose all that precedes the directory, after any scan. */
 static codec_status start(struct job *j, const struct source *src, size_t capacity, const codec_context *with)
 {
 	const struct header asked = j->h;
@@ -106,7 +106,7 @@ static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t
 {
 	const struct kernels *k = kernels_for(with);
 	const struct family *family = family_of(&j->h);
-	/* sizes that are known need none */
+	/* without a buffer, region sizes are known beforehand */
 	int has_buffer = !family->is_rows || j->h.coded;
 	uint64_t most = region_bound(j);
 	uint8_t *buffer;
@@ -124,7 +124,7 @@ static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t
 			most = family->regions_bound(j, b, 1);
 		if (capacity - at < most && !has_buffer)
 			return CODEC_SHORT_OUTPUT;
-		w.region = capacity - at < most ? buffer : dst + at; /* where it will lie, if it surely fits */
+		w.region = capacity - at < most ? buffer : dst + at; /* encode in place if it surely fits */
 		TRY(family->encode_block(j, k, with, src, b, dst, &w, &digest, &nbytes));
 		if (nbytes > capacity - at)
 			return CODEC_SHORT_OUTPUT;
@@ -144,20 +144,20 @@ static codec_status encode_blocks(const struct source *src, uint8_t *dst, size_t
 	return CODEC_OK;
 }
 
-/* Is this the tensor that the job was opened with? */
+/* Return 1 if this tensor matches the one that the job was opened with. */
 static int fits_tensor(const struct job *j, const codec_tensor *src)
 {
 	return src && src->struct_nbytes >= sizeof *src && src->dtype == j->h.dtype &&
 	       src->nbytes == j->h.n * dtype_of(j->h.dtype)->nbytes && (src->data || !src->nbytes);
 }
 
-/* And is what is added to it? */
+/* Check that CODEC_FEEDBACK matches how the job was opened. */
 static int fits_feedback(const struct job *j, const codec_context *with)
 {
 	return !(with->flags & CODEC_FEEDBACK) == !j->feedback && check_feedback(&j->h, with) == CODEC_OK;
 }
 
-/* And is the rest like what it was opened with: room, a residual or none, TRUNCATE's metric? */
+/* Check the arguments of a step against those with which the job was opened: tensor, room, residual, metric. */
 static codec_status check_step(const struct job *j, const codec_tensor *src, const void *dst, size_t capacity,
 			       const codec_context *with)
 {
@@ -169,10 +169,10 @@ static codec_status check_step(const struct job *j, const codec_tensor *src, con
 }
 
 /*
- * In steps the residual is written with the blocks or not at all: they could not be done a second time. With more room
- * this step may be repeated, but no other may follow.
+ * Require that the residual is written with the blocks, since steps cannot encode them a second time. After
+ * CODEC_SHORT_OUTPUT this step may be repeated with more room, but no other step may follow.
  */
-static codec_status stepwise(struct job *j)
+static codec_status require_stepwise(struct job *j)
 {
 	if (j->state != JOB_READY || j->residual != RESIDUAL_LAST)
 		return CODEC_OK;
@@ -182,9 +182,9 @@ static codec_status stepwise(struct job *j)
 }
 
 /*
- * Bytes a block for ranges done side by side: what regions take at most or, where that is more than there is, as much
- * as there is, unless it is far less than the values, which a frame that is worth having may still need. 0 where one
- * range must do: a residual that is written with the blocks, and may be the tensor, leaves no second try.
+ * Return the bytes per block between ranges encoded side by side: the regions' upper bound or, if capacity is less, an
+ * equal share, unless that is so far below the values' size that a useful frame may need more. Returns 0 if one range
+ * must encode all blocks: a residual written with the blocks, possibly over the tensor, allows no second try.
  */
 static uint64_t range_room(const struct job *j, size_t capacity)
 {
@@ -226,7 +226,7 @@ codec_status codec_encode_open(const codec_spec *spec, const codec_tensor *src, 
 	call_leave(saved);
 	TRY(status);
 	plan_ranges(j, capacity, plan);
-	return stepwise(j);
+	return require_stepwise(j);
 }
 
 codec_status codec_encode_scan(const codec_tensor *src, const codec_context *with, void *job, uint64_t first,
@@ -264,7 +264,7 @@ codec_status codec_encode_start(const codec_tensor *src, void *dst, size_t capac
 	call_leave(saved);
 	TRY(status);
 	plan_ranges(j, capacity, plan);
-	return stepwise(j);
+	return require_stepwise(j);
 }
 
 codec_status codec_encode_blocks(const codec_tensor *src, void *dst, size_t capacity, const codec_context *with,
@@ -365,7 +365,7 @@ static codec_status encode(const codec_spec *spec, const codec_tensor *src, void
 	if (j->h.nblocks) {
 		status = encode_blocks(&values, dst, capacity, with, j, 0, j->h.nblocks, at, &end, &seal, work);
 		if ((status == CODEC_SHORT_OUTPUT || status == CODEC_LIMIT) && !codec_is_rows(j->h.codec)) {
-			TRY(encode_store(&values, k, j->h, dst, capacity, written)); /* perhaps it fits as it is */
+			TRY(encode_store(&values, k, j->h, dst, capacity, written)); /* it may fit as a stored frame */
 			return encode_leave(j, &values, dst, with, work);
 		}
 		TRY(status);

@@ -1,4 +1,4 @@
-/* inspect.c - what a frame says of itself, without decoding it. */
+/* inspect.c - inspect and verify a frame without decoding it. */
 #include "api.h"
 
 codec_status codec_verify(const void *frame, size_t nbytes)
@@ -11,8 +11,8 @@ codec_status codec_verify(const void *frame, size_t nbytes)
 }
 
 /*
- * The row that all parts have, whose records lie at frame[at, end); if they differ, their shapes chose them. 0, which
- * any spec may have, if they make no sense.
+ * Return the row that all parts have, whose records are frame[at, end). If parts differ: CODEC_ROW_LAST for codecs
+ * whose shapes choose rows, else 0. Returns 0, which any spec may request, if the records are invalid.
  */
 static uint32_t row_of_parts(const struct header *h, const uint8_t *frame, uint64_t at, uint64_t end, uint64_t nparts)
 {
@@ -32,7 +32,7 @@ static uint32_t row_of_parts(const struct header *h, const uint8_t *frame, uint6
 	return row;
 }
 
-/* What the side section says, as far as it makes sense: decoding checks it, this only looks. */
+/* Read the side section as far as it is valid. Decoding checks it; this function reports no error. */
 static void inspect_side(const uint8_t *frame, const struct header *h, codec_info *out)
 {
 	uint64_t at = h->side_at, end = h->directory_at;

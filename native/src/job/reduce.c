@@ -1,10 +1,12 @@
-/* reduce.c - frames of one shape to their sum, mean or maximum, block by block: the result is written once. */
+/* reduce.c - reduce frames of one shape to their sum, mean or maximum, block by block, writing the result once. */
 #include "api.h"
 
-#define TILE WIRE_TRITS_BLOCK /* values of the largest blocks but those of long rows: second-level caches hold them */
+#define TILE                                                                                                           \
+	WIRE_TRITS_BLOCK /* values of the largest blocks except those of long rows; a tile fits the second-level cache \
+			  */
 
-/* How frame i of `count` goes into the result. A single one is its own mean: dividing it would change some NaN. */
-static void turn_of(codec_context *c, size_t i, size_t count, uint32_t op, int unscaled)
+/* Set the context for frame i of `count`. A single frame is its own mean: dividing it by 1 could change a NaN. */
+static void set_context(codec_context *c, size_t i, size_t count, uint32_t op, int unscaled)
 {
 	c->into = i == 0 ? CODEC_INTO_FLOAT32 : op == CODEC_REDUCE_MAX ? CODEC_INTO_MAX : CODEC_INTO_ADD;
 	c->weight = 1;
@@ -30,7 +32,10 @@ static int same_parts(const struct job *a, const struct job *b, int *same_scale)
 	return 1;
 }
 
-/* Opened jobs: can their blocks be done side by side, and do TERNARY's codes add up to more than those of one frame? */
+/*
+ * Return 1 if the blocks of opened jobs match, so that they can be reduced together. *unscaled: sum TERNARY's codes as
+ * integers, then scale.
+ */
 static int side_by_side(const void *const *jobs, size_t count, uint32_t op, int *unscaled)
 {
 	const struct job *a = job_at(jobs[0], JOB_DECODE, JOB_READY);
@@ -46,7 +51,10 @@ static int side_by_side(const void *const *jobs, size_t count, uint32_t op, int 
 	return 1;
 }
 
-/* A result is written once a frame: it cannot be state as well, which the frames after the first would read from it. */
+/*
+ * Check the state. With more than one frame the destination must not be state: later frames would read the partial
+ * result.
+ */
 static codec_status check_state(const void *const *jobs, size_t count, const codec_tensor *dst,
 				const codec_context *with)
 {
@@ -60,7 +68,7 @@ static codec_status check_state(const void *const *jobs, size_t count, const cod
 	return CODEC_OK;
 }
 
-/* Where the values of block b begin; behind the last block, how many there are. */
+/* Return the index of the first value of block b, or of all values if b is the number of blocks. */
 static uint64_t first_value(const struct job *j, uint64_t b)
 {
 	if (b == j->h.nblocks)
@@ -68,7 +76,7 @@ static uint64_t first_value(const struct job *j, uint64_t b)
 	return codec_is_rows(j->h.codec) ? rows_place(j, b).first : b * j->h.block;
 }
 
-/* Frames whose blocks match, and what is to become of them. */
+/* A reduction of frames with matching blocks. */
 struct sum {
 	const void *const *frames, *const *jobs;
 	size_t count;
@@ -77,26 +85,26 @@ struct sum {
 	const codec_tensor *dst;
 	const codec_context *with;
 	void *work;
-	float *tile;   /* for a result that is to go past the caches: where it is made; NULL: where it belongs */
-	uint64_t room; /* values that the tile has room for, by a header that may have been another one */
+	float *tile;   /* buffer for results that are then stored with non-temporal stores; NULL: compute in dst */
+	uint64_t room; /* values that the tile holds, from an earlier reading of the header, which may have changed */
 };
 
-/* Values [at, at + n), which are those of so many blocks from b on, to `there`; their seals are added. */
-static codec_status add_up(const struct sum *s, uint64_t b, uint64_t nblocks, uint64_t at, uint64_t n, float_any *there,
-			   uint64_t *seals)
+/* Accumulate values [at, at + n), those of `nblocks` blocks from b on, at `there`. Adds the checksum parts to seals. */
+static codec_status accumulate_frames(const struct sum *s, uint64_t b, uint64_t nblocks, uint64_t at, uint64_t n,
+				      float_any *there, uint64_t *seals)
 {
 	const int tiled = there == (float_any *)s->tile;
 	codec_tensor part = *s->dst;
 	codec_context turn = *s->with;
 
-	part.data = (void *)((uintptr_t)there - 4 * at); /* values are counted from the tensor's first */
+	part.data = (void *)((uintptr_t)there - 4 * at); /* decoding indexes values from the tensor's first */
 	part.nbytes = 4 * n;
-	turn.flags &= ~CODEC_NONTEMPORAL; /* what one frame stores the next one reads */
+	turn.flags &= ~CODEC_NONTEMPORAL; /* the next frame reads what this one stores */
 	turn.flags |= s->count == 1 && past_caches(s->with, s->dst) ? CODEC_NONTEMPORAL : 0;
 	for (size_t i = 0; i < s->count; i++) {
 		uint64_t seal;
 
-		turn_of(&turn, i, s->count, s->op, s->unscaled);
+		set_context(&turn, i, s->count, s->op, s->unscaled);
 		turn.divide = tiled ? 0 : turn.divide;
 		TRY(decode_blocks(s->frames[i], &part, &turn, job_place((void *)s->jobs[i]), b, nblocks, &seal,
 				  s->work));
@@ -106,8 +114,8 @@ static codec_status add_up(const struct sum *s, uint64_t b, uint64_t nblocks, ui
 }
 
 /*
- * Blocks [first, first + nblocks) of all frames, as many in turn as are decoded at once: what one frame stores the next
- * one finds in a cache.
+ * Reduce blocks [first, first + nblocks) of all frames, a few blocks at a time, so that results stay in a cache between
+ * frames.
  */
 static codec_status sum_blocks(const struct sum *s, uint64_t first, uint64_t nblocks, uint64_t *seals)
 {
@@ -136,7 +144,7 @@ static codec_status sum_blocks(const struct sum *s, uint64_t first, uint64_t nbl
 			TRY(rows_sum_signs(s->frames, s->jobs, s->count, s->with, b, there == place ? by : 0, there,
 					   seals, &w));
 		else
-			TRY(add_up(s, b, n, at, m, there, seals));
+			TRY(accumulate_frames(s, b, n, at, m, there, seals));
 		if (there != place)
 			most = k->settle(there, m, by, place);
 		else if (s->with->flags & CODEC_FINITE)
@@ -166,7 +174,7 @@ codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes
 	TRY(check_state(jobs, count, dst, &c));
 	for (size_t i = 0; i < count; i++) {
 		turn = c;
-		turn_of(&turn, i, count, op, unscaled);
+		set_context(&turn, i, count, op, unscaled);
 		TRY(decode_step(frames[i], nbytes[i], dst, &turn, jobs[i], first, nblocks, work, work_nbytes, &t));
 	}
 	saved = call_enter();
@@ -177,9 +185,8 @@ codec_status codec_reduce_blocks(const void *const *frames, const size_t *nbytes
 }
 
 /*
- * Where things lie in a reduction's scratch: pointers to jobs and their seals, the jobs, one buffer for work, the tile.
- * It follows from one reading of the headers, and each job, which reads its own once more, is held to the room that it
- * got.
+ * Layout of a reduction's scratch: pointers to jobs and their checksum sums, the jobs, one work buffer, the tile. It is
+ * computed from one reading of the headers. Each job reads its header again, and is limited to the room it got.
  */
 struct layout {
 	size_t each, work, tile, total;
@@ -217,7 +224,7 @@ codec_status codec_reduce_scratch(const void *const *frames, const size_t *nbyte
 	return CODEC_OK;
 }
 
-/* Of several faults the first frame's is reported: that of one of the first `count`, if any has one, or `status`. */
+/* Return the error of the first faulty frame: one of the first `count`, or else `status`. */
 static codec_status first_fault(codec_status status, const void *const *frames, size_t count, const codec_context *with,
 				struct job *const *jobs, void *work)
 {
@@ -228,7 +235,7 @@ static codec_status first_fault(codec_status status, const void *const *frames, 
 	return status == CODEC_OK ? CODEC_OK : fault(with->fault, status, found.offset, found.found, found.expected);
 }
 
-/* Frames whose blocks do not match: each passes over the whole result. */
+/* Reduce frames whose blocks do not match: each frame passes over the whole result. */
 static codec_status one_by_one(const void *const *frames, size_t count, uint32_t op, const codec_tensor *dst,
 			       const codec_context *with, struct job *const *jobs, void *work)
 {
@@ -237,7 +244,7 @@ static codec_status one_by_one(const void *const *frames, size_t count, uint32_t
 	for (size_t i = 0; i < count; i++) {
 		codec_context turn = *with;
 
-		turn_of(&turn, i, count, op, 0);
+		set_context(&turn, i, count, op, 0);
 		turn.flags &= count > 1 ? ~CODEC_NONTEMPORAL : ~0u;
 		TRY(decode_values(frames[i], dst, &turn, jobs[i], work));
 	}
@@ -259,7 +266,7 @@ static codec_status reduce(const void *const *frames, const size_t *nbytes, size
 
 	turn.struct_nbytes = sizeof turn;
 	for (size_t i = 0; i < count; i++) {
-		turn_of(&turn, i, count, op, 0);
+		set_context(&turn, i, count, op, 0);
 		status = decode_open(frames[i], nbytes[i], dst, &turn, memory + i * l->each, l->each, jobs + i);
 		if (status != CODEC_OK)
 			return first_fault(status, frames, i, with, jobs, work);
@@ -281,7 +288,7 @@ static codec_status reduce(const void *const *frames, const size_t *nbytes, size
 	status = sum_blocks(&sum, 0, jobs[0]->h.nblocks, seals);
 	for (size_t i = 0; i < count && status == CODEC_OK; i++)
 		status = decode_close(with, jobs[i], seals[i]);
-	/* blocks were taken in turn */
+	/* blocks of all frames were interleaved */
 	return status == CODEC_OK ? CODEC_OK : first_fault(status, frames, count, with, jobs, work);
 }
 

@@ -1,7 +1,7 @@
-/* side.c - the side section: codebooks, then what the family has there. Written, read. */
+/* side.c - write and read the side section: codebooks, then what the codec's family stores there. */
 #include "api.h"
 
-/* Side section: codebook id, codebooks, scale model. Returns its size; dst NULL: only that. */
+/* Write the side section: codebook id, codebooks, scale model or parts. Returns its size; dst NULL: only that. */
 uint64_t side_write(const struct job *j, uint8_t *dst)
 {
 	uint8_t packed[BOOK_MAX_NBYTES + 1];
@@ -28,7 +28,10 @@ uint64_t side_write(const struct job *j, uint8_t *dst)
 	return ALIGN8(at);
 }
 
-/* Header and side section of a frame in blocks. seal: of all that follows them; frame_nbytes 0: not known yet. */
+/*
+ * Write the header and side section of a frame in blocks. `seal`: checksum of all that follows; frame_nbytes 0: not yet
+ * known.
+ */
 void head_write(const struct job *j, uint64_t frame_nbytes, uint64_t seal, uint8_t *head)
 {
 	struct header h = j->h;

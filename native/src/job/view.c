@@ -1,4 +1,4 @@
-/* view.c - a job as plain data: what was decided, for engines with loops of their own. */
+/* view.c - describe a job as plain data, for engines with their own kernels. */
 #include "api.h"
 
 #define SAME(ours, theirs, field)                                                                                      \
@@ -28,7 +28,7 @@ SAME(row_sums, codec_row_sums, max);
 _Static_assert(sizeof(struct row_sums) == sizeof(codec_row_sums), "what a scan leaves");
 _Static_assert(sizeof(codebook) == 257 && sizeof(book_codes) == 514 && sizeof(book_lookup) == 514, "tables of bytes");
 
-/* Any job, whatever it is for and however far it is. */
+/* Return a job of either kind, in any state; NULL if there is none. */
 static const struct job *any_job(const void *memory)
 {
 	const struct job *j = job_place((void *)memory);
@@ -36,7 +36,7 @@ static const struct job *any_job(const void *memory)
 	return memory && (j->kind == JOB_ENCODE || j->kind == JOB_DECODE) ? j : NULL;
 }
 
-/* An array of a job, from the beginning of the memory that was given for it. */
+/* Describe an array of a job by its offset from the start of the job's memory. */
 static codec_array array_of(const struct job *j, const void *memory, uint64_t at, uint64_t count, uint64_t itemsize)
 {
 	return (codec_array){at + (uint64_t)((const char *)j - (const char *)memory), count, itemsize};
@@ -99,7 +99,7 @@ codec_status codec_job_view(const void *job, codec_view *view)
 	return CODEC_OK;
 }
 
-/* Without values: what begins a job, then parts that are cut by shapes, and a codebook that was given. */
+/* Open a job without values: cut the parts that depend on shapes, and load an agreed codebook. */
 static codec_status encode_plan(const codec_spec *spec, const codec_tensor *like, const codec_context *with,
 				void *memory, size_t job_nbytes, struct job **out)
 {
@@ -113,7 +113,7 @@ static codec_status encode_plan(const codec_spec *spec, const codec_tensor *like
 	TRY(segments_check(with, h.n));
 	TRY(family_check_state(&h, with, 1));
 	TRY(job_open(memory, job_nbytes, &h, JOB_ENCODE, &j));
-	memset(&j->sample, 0, sizeof *j - offsetof(struct job, sample)); /* for others to fill in */
+	memset(&j->sample, 0, sizeof *j - offsetof(struct job, sample)); /* the engine fills it in */
 	j->one_pass = (with->flags & CODEC_ONE_PASS) != 0;
 	TRY(family_of(&h)->begin(j, &s, with));
 	if (j->h.layout == WIRE_LAYOUT_BLOCKS && family_of(&h)->cut)
@@ -146,7 +146,7 @@ codec_status codec_encode_plan(const codec_spec *spec, const codec_tensor *like,
 	return CODEC_OK;
 }
 
-/* A job that knows the header, if not what it depends on. */
+/* Return a job whose header is known, though perhaps not yet what depends on values. */
 static const struct job *head_job(const void *job)
 {
 	const struct job *j = job_at(job, JOB_ENCODE, JOB_PLANNED);

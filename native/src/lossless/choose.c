@@ -1,4 +1,4 @@
-/* choose.c - which planes are coded, which are raw in every block, and their codebooks. */
+/* choose.c - choose which planes are coded and which are raw in every block, and their codebooks. */
 #include "lossless.h"
 
 static codec_status choose_planes(const codec_context *with, struct job *j, const struct sample *s)
@@ -37,7 +37,7 @@ codec_status lossless_begin(struct job *j, const codec_spec *s, const codec_cont
 	return model_begin(j, with);
 }
 
-/* Model, planes and codebooks, from a sample. */
+/* Choose model, planes and codebooks from a sample. */
 codec_status lossless_choose(struct job *j, const struct kernels *k, const struct source *src,
 			     const codec_context *with)
 {

@@ -1,7 +1,7 @@
-/* encode.c - one block of values to its region: a head (u32), then the planes that are not fixed, by number. */
+/* encode.c - encode a block of values into its region: a head (u32), then the planes that are not fixed, by number. */
 #include "lossless.h"
 
-/* Would coding plane i of a block save enough? From some of its quad rows; an exponent is not asked. */
+/* Return 1 if coding plane i of a block saves enough, estimated from some of its quad rows. Not for exponents. */
 static int plane_pays(const struct job *j, int i, const uint8_t *plane, uint64_t n)
 {
 	int is_halved = j->h.halved >> i & 1;
@@ -18,8 +18,8 @@ static int plane_pays(const struct job *j, int i, const uint8_t *plane, uint64_t
 }
 
 /*
- * Where every value with exponent 0 is +0, and they are many, the other planes need not hold them: returns how many
- * were taken out of the planes that are not fixed.
+ * Remove zeros from the planes that are not fixed, if every value with exponent 0 is +0 and there are many. Returns the
+ * number of values removed.
  */
 static uint64_t prune_zeros(const struct header *h, const struct kernels *k, uint8_t *const *plane, int nplanes,
 			    uint64_t m)
@@ -58,7 +58,10 @@ static void split_block(const struct job *j, const struct kernels *k, const stru
 	}
 }
 
-/* Planes that are fixed: where their sections begin in a frame, to be split there (or to w->plane, then streamed). */
+/*
+ * Set where to split each plane to. Fixed planes go to their sections of the frame, or to w->plane if they are stored
+ * with non-temporal stores afterwards.
+ */
 static void place_planes(const struct header *h, uint8_t *section, int stream, struct work *w, uint8_t **plane)
 {
 	for (int i = 0; i < dtype_of(h->dtype)->nbytes; i++) {
@@ -71,7 +74,7 @@ static void place_planes(const struct header *h, uint8_t *section, int stream, s
 	}
 }
 
-/* The block's part of the fixed planes, split already: stored, padded, digested. */
+/* Store, pad and digest the block's part of the fixed planes, after the split. Returns the digest. */
 static uint64_t put_fixed(const struct header *h, const struct kernels *k, uint8_t *section, int stream, uint64_t first,
 			  uint64_t m, uint8_t *const *plane)
 {
@@ -90,7 +93,7 @@ static uint64_t put_fixed(const struct header *h, const struct kernels *k, uint8
 	return digest;
 }
 
-/* Plane i through the coder, if that makes it smaller than n bytes. Returns the bytes stored at p, or 0. */
+/* Code plane i if that makes it smaller than n bytes. Returns the size stored at p, or 0. */
 static uint64_t put_coded(const struct job *j, const struct kernels *k, struct work *w, int i, uint8_t *plane,
 			  uint64_t n, uint8_t *p)
 {
@@ -111,7 +114,7 @@ static uint64_t put_coded(const struct job *j, const struct kernels *k, struct w
 	return encode_plane(codes, k, w, plane, n, (struct literals){.byte = plane}, most, p);
 }
 
-/* The runs of 128 whose bit is set. Returns the bytes stored at p, bitmap included. */
+/* Store the runs of 128 values whose bit is set, after the bitmap. Returns the size stored at p. */
 static uint64_t put_rows(const uint8_t *plane, uint64_t n, const uint8_t *bitmap, uint64_t nbitmap, uint8_t *p)
 {
 	uint8_t *to = p + nbitmap;
@@ -127,7 +130,7 @@ static uint64_t put_rows(const uint8_t *plane, uint64_t n, const uint8_t *bitmap
 	return (uint64_t)(to - p);
 }
 
-/* Plane i, of n values, in the mode that serves it best. Returns the bytes stored at p. */
+/* Store plane i of n values in the smallest mode. Returns the size stored at p. */
 static uint64_t put_plane(const struct job *j, const struct kernels *k, struct work *w, int i, uint8_t *plane,
 			  uint64_t n, uint8_t *p, uint32_t *mode)
 {
@@ -191,7 +194,7 @@ codec_status lossless_encode_block(struct job *j, const struct kernels *k, const
 	return CODEC_OK;
 }
 
-/* Planes in modes that take no more than they have. */
+/* Return an upper bound of a region: the head plus every non-fixed plane raw, 8-byte aligned. */
 uint64_t lossless_region_bound(const struct job *j)
 {
 	uint64_t m = MIN(j->h.n, j->h.block), nplanes = dtype_of(j->h.dtype)->nbytes;

@@ -1,4 +1,4 @@
-/* lossless.h - blocks of values as byte planes, some of them coded. docs/format.md, section 6. */
+/* lossless.h - LOSSLESS: blocks of values as byte planes, some of them coded. docs/format.md, section 6. */
 #ifndef CODEC_LOSSLESS_H
 #define CODEC_LOSSLESS_H
 
@@ -9,8 +9,8 @@
 #include "frame/head.h"
 
 /*
- * Block b of src to w->region, of which region_bound bytes may be written; returns its size. Its part of the planes
- * that are fixed goes to their sections of the frame dst; their digest is *planes_digest.
+ * Encode block b of src into w->region, which has room for region_bound bytes. Returns its size. The block's part of
+ * the fixed planes is written to their sections of the frame dst; *planes_digest is its digest.
  */
 uint64_t encode_block(struct job *j, const struct kernels *k, const struct source *src, uint8_t *dst, uint64_t b,
 		      struct work *w, uint64_t *planes_digest);

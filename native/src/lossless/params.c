@@ -1,4 +1,4 @@
-/* params.c - what LOSSLESS has in the header: cap and model in params, which planes are fixed, coded, halved. */
+/* params.c - LOSSLESS's parameters, and its fields of the header. */
 #include "lossless.h"
 
 static codec_status params_ask(const codec_spec *s, struct header *h)

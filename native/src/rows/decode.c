@@ -1,4 +1,4 @@
-/* decode.c - a region, whatever it holds, to a block of values, and those to where they go. */
+/* decode.c - decode a region to a block of values, and store or accumulate these. Any bytes give values or an error. */
 #include "rows.h"
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
@@ -13,7 +13,7 @@ static inline codec_status read_scale(const uint8_t *frame, uint64_t at, float *
 	return CODEC_OK;
 }
 
-/* Scales of n values of whole rows, stored at frame[at], to w->scale; SIGN has two floats each. */
+/* Read the scales of n values in whole rows at frame[at] to w->scale. SIGN has two scales per row. */
 static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct row_kind *q, uint64_t nbytes,
 				const struct part *p, uint64_t n, struct work *w, codec_fault *f)
 {
@@ -26,7 +26,7 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 			if (frame[at] > last)
 				BAD(at, frame[at], last);
 			w->scale[r] = scale_float4_value(*q, frame[at], p->scale[0]);
-			if (round_bits(w->scale[r]) >= ROUND_INF) /* that times the part's */
+			if (round_bits(w->scale[r]) >= ROUND_INF) /* product with the part's scale */
 				BAD(at, round_bits(w->scale[r]), ROUND_MAX);
 			continue;
 		}
@@ -52,7 +52,7 @@ static void sign_run(const struct kernels *k, const uint8_t *bits, uint64_t from
 	}
 }
 
-/* A block whose scales and codes are there; where in the frame they begin, for faults. */
+/* A block's scales and codes, and their offsets in the frame for faults. */
 struct coded {
 	const struct part *part;
 	const uint8_t *frame, *codes;
@@ -60,13 +60,15 @@ struct coded {
 	uint64_t first, m;
 };
 
-/* Where a byte of codes stands; of those that went through an entropy coder, where these begin. */
+/*
+ * Return the frame offset of a byte of codes. Entropy-coded bytes have no offset of their own: return where they begin.
+ */
 static uint64_t code_at(const struct coded *c, const uint8_t *code)
 {
 	return c->codes == c->frame + c->codes_at ? c->codes_at + (uint64_t)(code - c->codes) : c->codes_at;
 }
 
-/* Largest code that this codec writes. */
+/* Return the largest code that this codec writes. */
 static uint8_t largest_code(const struct row_kind *q)
 {
 	if (q->codec == CODEC_TERNARY)
@@ -74,7 +76,7 @@ static uint8_t largest_code(const struct row_kind *q)
 	return (uint8_t)(q->codec == CODEC_QUANTIZE ? q->odd ? 2 * q->levels : q->levels : 255);
 }
 
-/* Codes [t, end) of a block, five a byte, to w->code: all of them, or only those of the last byte. */
+/* Unpack codes [t, end) of a block, five per byte, to w->code. `last`: only those of the last byte, for checks. */
 static codec_status open_trits(const struct kernels *k, const struct coded *c, uint64_t t, uint64_t end, int last,
 			       struct work *w, codec_fault *f)
 {
@@ -93,15 +95,16 @@ static codec_status open_trits(const struct kernels *k, const struct coded *c, u
 }
 
 /*
- * Codes [t, end) of a block: none is larger than there are, and what fills the last byte is 0. To *code a byte each,
- * but SIGN's, which stay packed; those of which only that is to be known may be left out.
+ * Get codes [t, end) of a block, one byte each, in *code; SIGN's remain packed. Checks that no code is too large and
+ * that the padding of the last byte is 0. Codes that are only checked may not be unpacked.
  */
 static codec_status open_codes(const struct kernels *k, const struct row_kind *q, const struct coded *c, uint64_t t,
 			       uint64_t end, int checking, struct work *w, const uint8_t **code, codec_fault *f)
 {
 	uint64_t nbits = (end - t) * q->bits, at = (t * q->bits + nbits) / 8;
 	uint8_t most = largest_code(q), rest = nbits % 8 ? c->codes[at] >> nbits % 8 : 0;
-	int all = q->codec == CODEC_SIGN || !q->bits || most >= (1 << q->bits) - 1; /* no other fits */
+	int all = q->codec == CODEC_SIGN || !q->bits ||
+		  most >= (1 << q->bits) - 1; /* every bit pattern is a valid code */
 
 	*code = q->bits == 8 ? c->codes + t : q->codec == CODEC_SIGN ? c->codes : w->code;
 	if (!q->bits)
@@ -118,7 +121,7 @@ static codec_status open_codes(const struct kernels *k, const struct row_kind *q
 	return CODEC_OK;
 }
 
-/* Values [t, end) of a block from their codes to the sink, run by run. */
+/* Decode values [t, end) of a block to the sink, run by run. */
 static codec_status decode_tile(const struct job *j, const struct kernels *k, const struct row_kind *q,
 				const struct coded *c, uint64_t t, uint64_t end, const uint8_t *code,
 				const struct sink *sink, struct work *w, codec_fault *f)
@@ -128,7 +131,7 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 	int signs = q->codec == CODEC_SIGN, how = sink->into == CODEC_INTO_ADD ? SIGNS_ADD
 						  : sink->past                 ? SIGNS_PAST
 									       : SIGNS_STORE;
-	/* what is added up is what decoding gives */
+	/* accumulated values must equal those that decoding to the dtype gives */
 	int rounds = j->h.dtype != CODEC_FLOAT32 && sink->into != CODEC_INTO_STORE && !sink->unscaled;
 
 	for (uint64_t i = t; i < end; i += n) {
@@ -173,7 +176,7 @@ static codec_status decode_codes(const struct job *j, const struct kernels *k, c
 	return CODEC_OK;
 }
 
-/* Block b, whose region is frame[at, end): where its scales and codes lie. */
+/* Find the scales and codes of block b, whose region is frame[at, end). */
 static codec_status open_block(const struct job *j, const struct kernels *k, const uint8_t *frame, uint64_t b,
 			       uint64_t at, uint64_t end, struct work *w, struct coded *block, codec_fault *f)
 {
@@ -210,7 +213,7 @@ codec_status rows_decode_block(const struct job *j, const struct kernels *k, con
 	return decode_codes(j, k, &block, &last, w, f);
 }
 
-/* What block b, just encoded at frame[at], leaves of src. */
+/* Write the residual of block b, which was just encoded at frame[at]: src minus its decoded values. */
 codec_status rows_residual(const struct job *j, const struct kernels *k, const struct source *src, const uint8_t *frame,
 			   uint64_t b, uint64_t at, float *residual, struct work *w)
 {
@@ -245,8 +248,8 @@ codec_status rows_decode_blocks(const uint8_t *frame, const codec_tensor *dst, c
 }
 
 /*
- * Signs that are added up in registers: of float32, since what is narrower is rounded before it is added, and in rows
- * of whole bytes.
+ * Return 1 if rows_sum_signs can decode this frame: float32, since narrower values are rounded before they are added,
+ * and rows of whole bytes.
  */
 int rows_sums_signs(const struct job *j)
 {
@@ -258,10 +261,12 @@ int rows_sums_signs(const struct job *j)
 	return 1;
 }
 
-#define AT_ONCE 8 /* frames */
+#define AT_ONCE 8 /* frames per call */
 
-/* Values [i, i + n) of blocks that match, which share scales; to y, which has the sum of others' if `more`; over
- * `by` unless that is 0. */
+/*
+ * Sum values [i, i + n), which share scales, of `count` matching blocks into y. `more`: y already holds the sum of
+ * others. `by`: divisor of the sum, or 0.
+ */
 static codec_status sum_row(const struct kernels *k, const struct row_kind *q, const struct coded *block, size_t count,
 			    uint64_t i, uint64_t n, int more, float by, float_any *y, codec_fault *f)
 {
@@ -285,8 +290,8 @@ static codec_status sum_row(const struct kernels *k, const struct row_kind *q, c
 }
 
 /*
- * Block b of frames all of which rows_sums_signs() allows, and whose parts are the same: added up, over `divide` unless
- * that is 0, to y. What they add to their seals is added.
+ * Sum block b of frames with equal parts, all of which rows_sums_signs accepts, into y, divided by `divide` unless that
+ * is 0. Adds the checksum part of each frame's block to seals.
  */
 codec_status rows_sum_signs(const void *const *frames, const void *const *jobs, size_t count, const codec_context *with,
 			    uint64_t b, float divide, float_any *y, uint64_t *seals, struct work *w)

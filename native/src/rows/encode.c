@@ -1,8 +1,8 @@
-/* encode.c - a block of values to codes and their scales. */
+/* encode.c - encode a block of values as codes and scales. */
 #include "rows.h"
 
-/* Where TERNARY's first draw decides nothing, the second does. */
-static void settle_ties(const struct job *j, const float_any *x, uint64_t first, uint64_t n, float s, uint8_t *code)
+/* Decide by the second random_bits the codes that TERNARY's first random_bits leaves undecided. */
+static void resolve_ties(const struct job *j, const float_any *x, uint64_t first, uint64_t n, float s, uint8_t *code)
 {
 	const struct over over = round_over(s, 65536);
 	uint8_t *tie = code;
@@ -14,7 +14,8 @@ static void settle_ties(const struct job *j, const float_any *x, uint64_t first,
 	}
 }
 
-static const uint16_t *draw(const struct job *j, const struct kernels *k, uint64_t first, uint64_t n, struct work *w)
+static const uint16_t *random_bits(const struct job *j, const struct kernels *k, uint64_t first, uint64_t n,
+				   struct work *w)
 {
 	uint64_t block = first / 8;
 
@@ -22,8 +23,11 @@ static const uint16_t *draw(const struct job *j, const struct kernels *k, uint64
 	return w->half + first % 8;
 }
 
-/* A value lies above the scale given. That is what is wrong, unless some value, anywhere, is NaN or Inf. */
-static codec_status refuse_given(const struct job *j, const struct kernels *k, const struct source *src, float *buffer)
+/*
+ * Return the error for a value above the given scale: CODEC_NONFINITE if any value of the tensor is NaN or Inf, else
+ * CODEC_BAD_SCALE.
+ */
+static codec_status scale_error(const struct job *j, const struct kernels *k, const struct source *src, float *buffer)
 {
 	for (uint64_t i = 0; i < j->h.n; i += ROW_CHUNK) {
 		uint64_t n = MIN(ROW_CHUNK, j->h.n - i);
@@ -36,13 +40,16 @@ static codec_status refuse_given(const struct job *j, const struct kernels *k, c
 	return CODEC_BAD_SCALE;
 }
 
-/* Codes of values [i, i + n) of a block of part p, a byte each; scales of rows that begin there are stored. */
+/*
+ * Compute the codes, one byte each, of values [i, i + n) of a block of part p, and store the scales of rows that begin
+ * there.
+ */
 static codec_status encode_run(const struct job *j, const struct kernels *k, const struct row_kind *q,
 			       const struct part *p, const struct source *src, uint64_t first, uint64_t i, uint64_t n,
 			       uint64_t m, struct work *w, uint8_t *stored, uint8_t *code)
 {
 	int random = q->codec == CODEC_TERNARY || j->h.options & WIRE_OPTION_STOCHASTIC;
-	const uint16_t *h = random ? draw(j, k, first + i, n, w) : NULL;
+	const uint16_t *h = random ? random_bits(j, k, first + i, n, w) : NULL;
 	const float_any *x;
 	int above;
 
@@ -56,13 +63,13 @@ static codec_status encode_run(const struct job *j, const struct kernels *k, con
 		*w->scale = p->scale[0];
 	above = k->encode_rows(q, x, n, p->row && p->row <= ROW_CHUNK ? p->row : n, w->scale, h, code);
 	if (above && j->scale > 0 && !(j->clip > 0))
-		return refuse_given(j, k, src, w->x);
+		return scale_error(j, k, src, w->x);
 	if (q->codec == CODEC_TERNARY)
-		settle_ties(j, x, first + i, n, *w->scale, code);
+		resolve_ties(j, x, first + i, n, *w->scale, code);
 	return CODEC_OK;
 }
 
-/* Codes of a whole block, packed at dst. */
+/* Encode the codes of a whole block, packed, at dst. */
 static codec_status encode_codes(const struct job *j, const struct kernels *k, const struct part *p,
 				 const struct source *src, uint64_t first, uint64_t m, struct work *w, uint8_t *stored,
 				 uint8_t *dst)
@@ -102,7 +109,7 @@ static codec_status encode_codes(const struct job *j, const struct kernels *k, c
 	return CODEC_OK;
 }
 
-/* A book for the codes of a codec of rows, from counts of a sample. */
+/* Build the codebook for codes, from counts of a sample. */
 static void choose_bytes(struct job *j, const uint32_t counts[256])
 {
 	book_from_counts(j->books, counts, WIRE_MAX_CAP);
@@ -110,7 +117,7 @@ static void choose_bytes(struct job *j, const uint32_t counts[256])
 	j->h.coded = 1;
 }
 
-/* The code bytes of block b, to w->plane[0]; its scales go nowhere. */
+/* Compute the code bytes of block b in w->plane[0]. Its scales are discarded. */
 codec_status rows_codes(const struct job *j, const struct kernels *k, const struct source *src, uint64_t b, uint64_t *n,
 			struct work *w)
 {
@@ -138,7 +145,7 @@ codec_status rows_encode_block(struct job *j, const struct kernels *k, const cod
 	return CODEC_OK;
 }
 
-/* Parts are cut; what must be scanned first is counted. */
+/* Begin encoding: cut the parts, and count the pieces to scan. */
 codec_status rows_begin(struct job *j, const codec_spec *s, const codec_context *with)
 {
 	if (with->ncodebooks)
@@ -159,7 +166,7 @@ codec_status rows_begin(struct job *j, const codec_spec *s, const codec_context 
 	return CODEC_OK;
 }
 
-/* Codecs of rows: the book for codes, from a sample of the blocks. */
+/* Build the codebook for codes from a sample of blocks. */
 static codec_status sample_codes(struct job *j, const struct kernels *k, const struct source *src)
 {
 	uint64_t take = choose_code_blocks(j->h.nblocks);

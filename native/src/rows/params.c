@@ -1,9 +1,9 @@
-/* params.c - what codecs of rows have in the header: which rows, which codes. */
+/* params.c - parameters of codecs of rows, and their fields of the header. */
 #include "rows.h"
 
 #define OPTIONS (CODEC_OPTION_STOCHASTIC | CODEC_OPTION_PROPAGATE | CODEC_OPTION_ENTROPY)
 
-/* All but the row, which depends on more than params. */
+/* Check all parameters but the row, which depends on more than params. */
 static int own_fault(const struct header *h)
 {
 	int least = h->codec != CODEC_QUANTIZE ? 0 : h->variant == WIRE_LEVELS_ODD ? 2 : 1;
@@ -16,7 +16,9 @@ static int is_finite(float x)
 	return (round_bits(x) & ROUND_ABS) < ROUND_INF;
 }
 
-/* May rows of h->row values be asked for? What is chosen by the shape, or too long for an entropy stage, comes later.
+/*
+ * Return 1 if a spec may request rows of h->row values. Rows that follow the shape, or are too long for an entropy
+ * stage, are replaced later.
  */
 static int row_asked(const struct header *h)
 {
@@ -63,7 +65,7 @@ static codec_status header_check(const struct header *h, codec_fault *f)
 		BAD(WIRE_AT_CODED, h->coded, q.entropy);
 	if (h->flags & ~WIRE_FLAG_SEGMENTS)
 		BAD(WIRE_AT_FLAGS, h->flags, WIRE_FLAG_SEGMENTS);
-	if (h->flags ? h->row != 0 : !row_allowed(q, h->row)) /* of parts, each says its own */
+	if (h->flags ? h->row != 0 : !row_allowed(q, h->row)) /* otherwise the side section has the row of each part */
 		BAD(WIRE_AT_PARAMS + WIRE_PARAM_ROW, h->row, 0);
 	return CODEC_OK;
 }
@@ -72,7 +74,8 @@ static codec_status header_check_size(const struct header *h, codec_fault *f)
 {
 	const struct row_kind q = header_kind(h);
 	uint64_t least = h->regions_at + row_codes_nbytes(q, h->n);
-	uint64_t blocks = h->n / (q.bits ? WIRE_ROW_BLOCK : WIRE_TRITS_BLOCK); /* full ones, at most */
+	uint64_t blocks =
+		h->n / (q.bits ? WIRE_ROW_BLOCK : WIRE_TRITS_BLOCK); /* upper bound of the number of full blocks */
 
 	if (q.entropy && blocks > h->nblocks)
 		BAD(WIRE_AT_NBLOCKS, h->nblocks, blocks);

@@ -1,4 +1,4 @@
-/* parts.c - the geometry of frames whose values share scales: parts, their blocks and regions; their side section. */
+/* parts.c - frames whose values share scales: parts, blocks, regions and the side section. */
 #include "rows.h"
 
 static void add_part(struct job *j, uint64_t start, uint64_t count, uint32_t row)
@@ -17,7 +17,7 @@ static void add_flat(struct job *j, uint64_t start, uint64_t end)
 		add_part(j, start, end - start, row_in_use(header_kind(&j->h), j->h.row, 1, NULL));
 }
 
-/* Parts of a tensor about to be encoded; the blocks are counted, and the header's row is that in use. */
+/* Cut a tensor into parts for encoding, count the blocks, and set the header's row to the one in use. */
 void rows_cut(struct job *j, const codec_context *with)
 {
 	uint64_t flat = 0, end = 0;
@@ -51,7 +51,7 @@ uint64_t rows_job_nbytes(const struct header *h)
 	return parts * sizeof(struct part) + (parts + h->n / WIRE_TREE + 1) * sizeof(struct row_sums) + 16;
 }
 
-/* The values of a block. */
+/* Find the values of a block. */
 struct place rows_place(const struct job *j, uint64_t block)
 {
 	const struct row_kind q = header_kind(&j->h);
@@ -73,7 +73,7 @@ struct place rows_place(const struct job *j, uint64_t block)
 			      row_count(p->row, n) * row_scale_nbytes(q)};
 }
 
-/* Most bytes of the regions of blocks [first, first + count); without an entropy stage, all that there can be. */
+/* Return an upper bound in bytes of the regions of blocks [first, first + count); exact without an entropy stage. */
 uint64_t rows_regions_nbytes(const struct job *j, uint64_t first, uint64_t count)
 {
 	uint64_t nbytes = 0;
@@ -86,7 +86,7 @@ uint64_t rows_regions_nbytes(const struct job *j, uint64_t first, uint64_t count
 	return nbytes;
 }
 
-/* The largest frame, whatever the segments: each part may end a block early. */
+/* Return the largest frame in bytes, for any segments. Each part may end with an incomplete block. */
 uint64_t rows_bound(const struct header *h)
 {
 	const struct row_kind q = header_kind(h);
@@ -96,7 +96,9 @@ uint64_t rows_bound(const struct header *h)
 
 	if (!h->n)
 		return head;
-	/* no segments, or parts of WIRE_PART_MIN values and what lies between them, whose rows have ROW_LEAST or more
+	/*
+	 * Either there are no segments; or parts have WIRE_PART_MIN values or lie between such parts, with rows of at
+	 * least ROW_LEAST.
 	 */
 	most = nblocks * (WIRE_DIRECTORY_ENTRY + 16) + (row_count(row, h->n) + (row ? nblocks : 0)) * 8;
 	row = h->row == CODEC_ROW_LAST ? ROW_LEAST : row;
@@ -110,7 +112,7 @@ uint64_t rows_side_nbytes(const struct job *j)
 {
 	uint64_t nbytes = j->h.flags & WIRE_FLAG_SEGMENTS ? 4 + WIRE_SEGMENT_NBYTES * j->nparts : 0;
 
-	/* rows were asked for of all parts or of none */
+	/* either all parts have rows or none */
 	return nbytes + (row_part_scaled(header_kind(&j->h), job_parts(j)->row) ? 8 * j->nparts : 0);
 }
 
@@ -136,7 +138,7 @@ void rows_write(const struct job *j, uint8_t *dst)
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_SIDE, where, found, expected)
 
-/* Scales of a part at frame[at, at + 8). */
+/* Read and check the scales of a part at frame[at, at + 8). */
 static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct header *h, struct part *p,
 				codec_fault *f)
 {
@@ -154,7 +156,7 @@ static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct 
 	return CODEC_OK;
 }
 
-/* Records of parts from frame[*at, end) on. */
+/* Read and check the records of parts at frame[*at, end), and advance *at. */
 static codec_status read_records(const uint8_t *frame, uint64_t *at, uint64_t end, struct job *j, codec_fault *f)
 {
 	uint64_t nparts = end - *at < 4 ? 0 : load32(frame + *at), start = 0;
@@ -180,7 +182,7 @@ static codec_status read_records(const uint8_t *frame, uint64_t *at, uint64_t en
 	return CODEC_OK;
 }
 
-/* Parts from frame[at, end). */
+/* Read and check the side section at frame[at, end). *used is its end. */
 codec_status rows_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f)
 {
 	uint64_t nblocks = j->h.nblocks;
@@ -204,7 +206,7 @@ codec_status rows_read(const uint8_t *frame, uint64_t at, uint64_t end, struct j
 	return CODEC_OK;
 }
 
-/* The book for codes comes from a sample of blocks. */
+/* Opening an encode job needs a work buffer for the entropy stage: its codebook comes from a sample of blocks. */
 int rows_opens_with_work(const struct header *h)
 {
 	return header_kind(h).entropy;

@@ -6,10 +6,10 @@
 #include "coder/plane.h"
 #include "coder/sink.h"
 
-/* Codes that are packed at once where rows are longer than a block. */
+/* codes packed at once if rows are longer than a block */
 #define ROW_TILE 10240
 
-/* parts.c: the geometry, from header and segments or from a frame's side section. */
+/* parts.c: parts and blocks, from header and segments or from a frame's side section */
 uint64_t rows_job_nbytes(const struct header *h);
 void rows_cut(struct job *j, const codec_context *with);
 codec_status rows_read(const uint8_t *frame, uint64_t at, uint64_t end, struct job *j, uint64_t *used, codec_fault *f);
@@ -17,14 +17,14 @@ uint64_t rows_side_nbytes(const struct job *j);
 void rows_write(const struct job *j, uint8_t *dst);
 struct place {
 	const struct part *part;
-	uint64_t first, n; /* values */
-	uint64_t nscales;  /* bytes of its rows' scales */
+	uint64_t first, n; /* index of the first value, number of values */
+	uint64_t nscales;  /* size of its rows' scales in bytes */
 };
 struct place rows_place(const struct job *j, uint64_t block);
 uint64_t rows_bound(const struct header *h);
 uint64_t rows_regions_nbytes(const struct job *j, uint64_t first, uint64_t count);
 
-/* How far a run of values from place i of a block goes: whole rows, or a piece of one. */
+/* Return the length of the run of values from index i of a block: whole rows, or a piece of one. */
 static inline uint64_t rows_run(uint32_t row, uint64_t i, uint64_t m)
 {
 	uint64_t run = ROW_CHUNK;
@@ -36,7 +36,7 @@ static inline uint64_t rows_run(uint32_t row, uint64_t i, uint64_t m)
 	return MIN(run, m - i);
 }
 
-/* scan.c: what must be known of a part before its first block: its scale, and that all is finite. */
+/* scan.c: compute scales, and check that values are finite */
 uint64_t rows_scan_count(const struct job *j);
 void rows_scan(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count);
 codec_status rows_finish(struct job *j);

@@ -1,14 +1,15 @@
-/* scan.c - scales: the largest magnitude or a mean, of a row or of a whole part.
+/*
+ * scan.c - scales of a row or of a whole part: from the largest magnitude or a mean.
  *
- * Means have one order of additions: float32 lanes over WIRE_TREE values, then pairs in float64.
+ * The order of additions is fixed: float32 lanes over WIRE_TREE values, whose sums are added pairwise in float64.
  */
 #include <math.h>
 
 #include "rows.h"
 
-#define PIECE 1024 /* values widened at once */
+#define PIECE 1024 /* values converted to float32 at once */
 
-/* Sums of pieces, put together in pairs: of |x| or x^2, and of negative |x| or x. */
+/* Pairwise sums of pieces: [0] of |x| or x^2, [1] of negative |x| or x. */
 struct pairs {
 	double sum[2][64];
 	uint64_t count;
@@ -27,7 +28,9 @@ static void pairs_total(const struct pairs *p, double total[2])
 		total[i] = scale_total(p->sum[i], p->count);
 }
 
-/* Largest magnitude of at most WIRE_TREE values, their sums and, unless NULL, the bits of their signs. */
+/*
+ * Compute the largest magnitude and the sums of at most WIRE_TREE values and, unless `bits` is NULL, their sign bits.
+ */
 static void scan(int kind, const struct kernels *k, const struct source *src, uint64_t first, uint64_t n, uint8_t *bits,
 		 struct row_sums *out)
 {
@@ -52,7 +55,7 @@ static int sums_kind(const struct header *h, int clips)
 	return clips ? ROW_SUM_SQUARES : ROW_SUM_ABS;
 }
 
-/* How many pieces of WIRE_TREE values must be scanned before blocks can be encoded. */
+/* Return the number of pieces of WIRE_TREE values to scan before blocks can be encoded. */
 uint64_t rows_scan_count(const struct job *j)
 {
 	int given = j->h.codec == CODEC_TERNARY && j->scale > 0 && !(j->clip > 0);
@@ -80,13 +83,15 @@ void rows_scan(struct job *j, const struct kernels *k, const struct source *src,
 	}
 }
 
-/* Signs need no scale. What is left of values does. */
+/*
+ * Return 1 if encoding the blocks can replace the scan: codes of SIGN do not depend on the scale, but a residual does.
+ */
 int rows_blocks_can_scan(const struct job *j)
 {
 	return j->h.codec == CODEC_SIGN && !j->residual;
 }
 
-/* Of n values of a part's block: the sums for the part's scale, and their signs. */
+/* Compute the sums for the part's scale, and the sign bits, of n values of a block. */
 void rows_scan_signs(const struct job *j, const struct kernels *k, const struct source *src, const struct part *p,
 		     uint64_t first, uint64_t n, uint8_t *bits)
 {
@@ -96,7 +101,7 @@ void rows_scan_signs(const struct job *j, const struct kernels *k, const struct 
 		scan(sums_kind(&j->h, 0), k, src, first + i, MIN(WIRE_TREE, n - i), bits + i / 8, out++);
 }
 
-/* The parts' scales, after all was scanned. NaN or Inf in any of them is told first. */
+/* Compute the parts' scales after the scan. CODEC_NONFINITE takes precedence over CODEC_BAD_SCALE. */
 codec_status rows_finish(struct job *j)
 {
 	const struct row_kind q = header_kind(&j->h);
@@ -144,7 +149,7 @@ static codec_status sign_row(struct row_kind q, int kind, const struct kernels *
 		scan(kind, k, src, first + i, MIN(WIRE_TREE, n - i), bits ? bits + i / 8 : NULL, &sums);
 		if (sums.max >= ROUND_INF)
 			return CODEC_NONFINITE;
-		if (n <= WIRE_TREE) { /* what one pair alone adds up to */
+		if (n <= WIRE_TREE) { /* equal to the sum over a single pair */
 			scale_sign(q, sums.sum, sums.negative, n, scale);
 			return CODEC_OK;
 		}
@@ -156,7 +161,7 @@ static codec_status sign_row(struct row_kind q, int kind, const struct kernels *
 	return CODEC_OK;
 }
 
-/* What values are multiplied by (FLOAT8), divided by (FLOAT4) or compared with; and the bytes that say so. */
+/* Compute a row's scale, the factor (FLOAT8) or divisor of values, and store it. */
 static float scale_of(const struct job *j, const struct row_kind *q, const struct part *p, uint32_t max,
 		      uint8_t *stored)
 {
@@ -172,7 +177,7 @@ static float scale_of(const struct job *j, const struct row_kind *q, const struc
 	return scale;
 }
 
-/* SIGN's scales of the rows of values [first, first + n), as they stand in the region; and their bits, unless NULL. */
+/* Store SIGN's scales of the rows in values [first, first + n) and, unless `bits` is NULL, the sign bits. */
 codec_status rows_sign_scales(const struct job *j, const struct kernels *k, const struct source *src, uint64_t first,
 			      uint64_t n, uint32_t row, uint8_t *stored, uint8_t *bits)
 {
@@ -190,7 +195,7 @@ codec_status rows_sign_scales(const struct job *j, const struct kernels *k, cons
 	return CODEC_OK;
 }
 
-/* Scales of the n values of whole rows at x: to w->scale and to the region. */
+/* Compute the scales of the n values of whole rows at x, in w->scale, and store them. */
 codec_status rows_scales(const struct job *j, const struct kernels *k, const struct row_kind *q, const struct part *p,
 			 const float_any *x, uint64_t n, struct work *w, uint8_t *stored)
 {
@@ -206,7 +211,7 @@ codec_status rows_scales(const struct job *j, const struct kernels *k, const str
 	return CODEC_OK;
 }
 
-/* The same for one row that is longer than a chunk. */
+/* Compute and store the scale of one row that is longer than a chunk. */
 codec_status rows_long_scale(const struct job *j, const struct kernels *k, const struct row_kind *q,
 			     const struct part *p, const struct source *src, uint64_t first, uint64_t n, struct work *w,
 			     uint8_t *stored)

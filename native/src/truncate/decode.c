@@ -1,4 +1,4 @@
-/* decode.c - a region, whatever it holds, to a block of values with cut mantissas. */
+/* decode.c - decode a region to a block of values with truncated mantissas. Any bytes give values or an error. */
 #include "truncate.h"
 
 #define BAD(where, found, expected) return fault(f, CODEC_BAD_REGION, where, found, expected)
@@ -14,12 +14,12 @@ static codec_status region_open(const struct job *j, struct block *o, codec_faul
 	    (by_bit && (int)(o->head >> WIRE_TAIL_AT) > q.mbits + 1))
 		BAD(o->at, o->head, known);
 	if (j->h.variant == WIRE_LEVELS_SHARED)
-		o->c.at += 4; /* the digest */
+		o->c.at += 4; /* the digest of the state */
 	o->coded = (o->head & 3) == WIRE_MODE_CODED;
 	return o->coded ? open_plane(&o->c, &o->top, f) : CODEC_OK;
 }
 
-/* Literals of pairs, and the pairs taken apart: lowered exponents to w->e, levels to w->level. */
+/* Read the literals of joint symbols, and separate all pairs: lowered exponents to w->e, levels to w->level. */
 static codec_status read_pairs(const struct job *j, const struct kernels *k, const struct truncate_kind *q,
 			       struct block *o, uint64_t at, struct work *w, codec_fault *f)
 {
@@ -35,7 +35,7 @@ static codec_status read_pairs(const struct job *j, const struct kernels *k, con
 
 			if ((pair && pair < 4) || pair >> 2 > last)
 				BAD(literal, pair, pair < 4 ? 4 : 4 * last + 3);
-			symbol[i] = 0; /* whatever the escape was */
+			symbol[i] = 0; /* overwrite the escape symbol, so that the checks below ignore it */
 			literal += 2;
 		}
 	}
@@ -47,14 +47,14 @@ static codec_status read_pairs(const struct job *j, const struct kernels *k, con
 	return CODEC_OK;
 }
 
-/* The block's lowered exponents: *lowered, in top.symbol or w->e; joint levels to w->level. */
+/* Read the block's lowered exponents to *lowered, in top.symbol or w->e, and joint levels to w->level. */
 static codec_status read_symbols(const struct job *j, const struct kernels *k, const struct truncate_kind *q,
 				 struct block *o, struct work *w, const uint8_t **lowered, codec_fault *f)
 {
 	int joint = j->h.variant == WIRE_LEVELS_CODED;
 	uint8_t *symbol = o->top.symbol;
 	struct cursor *c = &o->c;
-	uint64_t at = c->at, i; /* coded ones stand before it, but for literals */
+	uint64_t at = c->at, i; /* coded symbols precede it, except literals */
 
 	switch (o->head & 3) {
 	case WIRE_MODE_CODED:
@@ -82,7 +82,7 @@ static codec_status read_symbols(const struct job *j, const struct kernels *k, c
 	BAD(at + ((o->head & 3) == WIRE_MODE_RAW ? i : 0), symbol[i], q->last);
 }
 
-/* Exponents as they are to w->e, from lowered ones, which may lie there. */
+/* Restore exponents from lowered ones to w->e, possibly in place. */
 static void raise_exponents(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t first,
 			    uint64_t m, const uint8_t *lowered, struct work *w)
 {
@@ -98,7 +98,7 @@ static void raise_exponents(const struct job *j, const struct kernels *k, const 
 	}
 }
 
-/* Bytes for that many bits at the cursor, the rest of the last one 0. */
+/* Take the bytes of nbits bits at the cursor, and check that the padding of the last byte is 0. */
 static codec_status take_bits(struct cursor *c, uint64_t nbits, const uint8_t **bytes, uint64_t *nbytes, codec_fault *f)
 {
 	*nbytes = (nbits + 7) / 8;
@@ -111,7 +111,7 @@ static codec_status take_bits(struct cursor *c, uint64_t nbits, const uint8_t **
 	return CODEC_OK;
 }
 
-/* n codes of `bits` bits; to `code`, unless that is NULL. */
+/* Take n codes of `bits` bits, and unpack them to `code` unless that is NULL. */
 static codec_status take_codes(struct cursor *c, const struct kernels *k, uint64_t n, int bits, uint8_t *code,
 			       codec_fault *f)
 {
@@ -146,12 +146,15 @@ static codec_status read_levels(const struct job *j, const struct kernels *k, co
 	default: break;
 	}
 	k->drops_at(q, w->level, m, w->drop);
-	if (k->drops_under(w->e, w->drop, m, (uint8_t)q->last)) /* a NaN would be Inf */
+	if (k->drops_under(w->e, w->drop, m, (uint8_t)q->last)) /* a NaN would become Inf */
 		BAD(at, 1, 0);
 	return CODEC_OK;
 }
 
-/* What the block's values keep: fields to w->fields, or pieces to w->piece, one after the other; or only its checks. */
+/*
+ * Read the mantissa bits of the block's values: fields to w->fields, or pieces to w->piece, concatenated. `checking`:
+ * only check them.
+ */
 static codec_status read_pieces(const struct kernels *k, const struct truncate_kind *q, struct cursor *c, uint32_t head,
 				uint64_t m, int checking, struct work *w, codec_fault *f)
 {
@@ -177,8 +180,8 @@ static codec_status read_pieces(const struct kernels *k, const struct truncate_k
 	return CODEC_OK;
 }
 
-/* The values' patterns to w->patterns. */
-static void put_together(const struct kernels *k, const struct truncate_kind *q, uint64_t m, struct work *w)
+/* Assemble the patterns of the values in w->patterns. */
+static void assemble_patterns(const struct kernels *k, const struct truncate_kind *q, uint64_t m, struct work *w)
 {
 	uint8_t piece[TRUNCATE_PIECES][TRUNCATE_TILE];
 	const uint8_t *const pieces[] = {piece[0], piece[1], piece[2], piece[3]};
@@ -203,7 +206,8 @@ static void put_together(const struct kernels *k, const struct truncate_kind *q,
 static codec_status region_close(const struct job *j, const struct kernels *k, const codec_context *with,
 				 struct block *o, char *values, int past, struct work *w)
 {
-	uint32_t nbytes = dtype_of(j->h.dtype)->nbytes, digest = load32(o->c.frame + o->at + 4); /* if it is there */
+	uint32_t nbytes = dtype_of(j->h.dtype)->nbytes,
+		 digest = load32(o->c.frame + o->at + 4); /* used with shared levels only */
 	uint64_t first = o->b * j->h.block, m = o->m;
 	codec_fault *f = with->fault;
 	const uint8_t *lowered;
@@ -217,10 +221,10 @@ static codec_status region_close(const struct job *j, const struct kernels *k, c
 	TRY(close_region(&o->c, f));
 	if (!values)
 		return CODEC_OK;
-	put_together(k, &q, m, w);
+	assemble_patterns(k, &q, m, w);
 	if (past && nbytes == 4) {
 		k->stream((uint8_t *)values, (const uint8_t *)w->patterns, 4 * m);
-	} else if (past) { /* fields and exponents are in the patterns now */
+	} else if (past) { /* the memory of fields is free now */
 		k->store_patterns(w->patterns, m, (int)nbytes, w->fields);
 		k->stream((uint8_t *)values, (const uint8_t *)w->fields, nbytes * m);
 	} else {

@@ -1,14 +1,16 @@
-/* encode.c - a block of values to its region: symbols, levels, pieces of mantissas.
+/*
+ * encode.c - encode a block of values into its region: symbols, levels, pieces of mantissas.
  *
- * Region: head (u32), with shared levels a digest (u32), the symbols' plane, with mode plane the levels, then the
- * pieces of sign and mantissa, from the top; fewer than 8 zero bytes.
+ * Region: head (u32); with shared levels a digest (u32); the symbols' plane; with level coding "plane" the levels; then
+ * the pieces of sign and mantissa, most significant first; fewer than 8 zero bytes.
  */
 #include "truncate.h"
 
-/* What the next tile is made from, a little of it between two steps: memory would idle while they compute. */
-static void fetch(const struct truncate_kind *q, struct ahead *next)
+/* Prefetch a part of the next tile between two steps of this one, so that memory is not idle while these compute. */
+static void prefetch(const struct truncate_kind *q, struct ahead *next)
 {
-	size_t n = MIN(next->n, 4 * TRUNCATE_TILE / (q->by_bit ? 4 : 8)); /* a tile of float32 in as many steps */
+	size_t n = MIN(next->n,
+		       4 * TRUNCATE_TILE / (q->by_bit ? 4 : 8)); /* prefetches a tile of float32 in as many steps */
 
 	for (size_t c = 0; c < next->count; c++, next->at[c - 1] += n)
 		for (size_t i = 0; i < n; i += 64)
@@ -21,8 +23,10 @@ static int needs_reference(const struct job *j, const codec_context *with)
 	return j->h.variant != WIRE_LEVELS_FIXED && !with->levels;
 }
 
-/* Values [at, at + n) of a block that begins at `first`, at most a tile: cut, their exponents as they will be coded,
- * bits dropped. */
+/*
+ * Truncate values [at, at + n) of a block that begins at `first`, at most a tile. Computes their exponents after
+ * rounding, and the bits dropped.
+ */
 static codec_status cut(const struct job *j, const struct kernels *k, const codec_context *with,
 			const struct truncate_kind *q, const struct source *src, uint64_t first, uint64_t at,
 			uint64_t n, struct work *w)
@@ -35,23 +39,29 @@ static codec_status cut(const struct job *j, const struct kernels *k, const code
 	first += at;
 	k->load_patterns(load_native(k, src, first, n, sums), n, d->nbytes, x);
 	k->exponents(x, n, q->mbits, q->last, e);
-	fetch(q, &w->ahead);
+	prefetch(q, &w->ahead);
 	if (needs_reference(j, with))
 		truncate_reference(&w->metric, k, first, n, ea);
-	fetch(q, &w->ahead);
+	prefetch(q, &w->ahead);
 	TRY(truncate_drops(j, k, with, q, first, n, e, ea, drop));
-	fetch(q, &w->ahead);
+	prefetch(q, &w->ahead);
 	k->truncate(q, drop, !(j->h.options & WIRE_OPTION_CUT), n, x, e);
-	/* a receiver that works levels out has the new exponents; where they changed, mantissas are 0 at any width */
+	/*
+	 * A decoder computes levels from the exponents after rounding. Where rounding changed one, the mantissa is 0 at
+	 * any width.
+	 */
 	return j->h.variant == WIRE_LEVELS_SHARED ? truncate_drops(j, k, with, q, first, n, e, ea, drop) : CODEC_OK;
 }
 
-/* Symbols of n values to `symbol`; with joint levels, their pairs to w->exponent. Returns how many have none. */
+/*
+ * Compute the symbols of n values and, with joint levels, their pairs in w->exponent. Returns the number of values
+ * without a symbol.
+ */
 static uint64_t symbols(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t first,
 			uint64_t n, struct work *w, uint8_t *symbol)
 {
 	int shift = truncate_shift(q), joint = j->h.variant == WIRE_LEVELS_CODED;
-	uint8_t *lowered = joint ? w->ea : symbol; /* those of A have served */
+	uint8_t *lowered = joint ? w->ea : symbol; /* the exponents of A are no longer needed */
 	uint64_t m;
 
 	for (uint64_t i = 0; i < n; i += m) {
@@ -71,7 +81,10 @@ static uint64_t symbols(const struct job *j, const struct kernels *k, const stru
 
 #define NEAR 64
 
-/* The sample's rows lie in no order: the metric of every NEAR-th part of all values, to find theirs from. */
+/*
+ * Find the metric of every n / NEAR-th value. Sampled rows are not in order; each search starts from the nearest of
+ * these.
+ */
 static void metrics_near(const struct job *j, const codec_context *with, uint64_t each, const codec_metric *near[NEAR])
 {
 	near[0] = with->metric;
@@ -79,7 +92,7 @@ static void metrics_near(const struct job *j, const codec_context *with, uint64_
 		near[i] = needs_reference(j, with) ? truncate_metric(near[i - 1], i * each) : NULL;
 }
 
-/* The codebook, from a sample of quad rows. */
+/* Count symbols in a sample of quad rows. */
 static codec_status count_symbols(struct job *j, const struct kernels *k, const struct source *src,
 				  const codec_context *with)
 {
@@ -107,7 +120,7 @@ static codec_status count_symbols(struct job *j, const struct kernels *k, const 
 	return CODEC_OK;
 }
 
-/* TRUNCATE's book, from the caller or the sample. */
+/* Set the codebook: the agreed one, or one built from the sample. */
 static codec_status choose_symbols(const codec_context *with, struct job *j)
 {
 	if (with->ncodebooks) {
@@ -122,7 +135,7 @@ static codec_status choose_symbols(const codec_context *with, struct job *j)
 	return CODEC_OK;
 }
 
-/* With what dtypes add, the guard is the header's. */
+/* Begin encoding, and add the correction for dtypes to the header's guard. */
 codec_status truncate_begin(struct job *j, const codec_spec *s, const codec_context *with)
 {
 	(void)s;
@@ -139,14 +152,14 @@ codec_status truncate_choose(struct job *j, const struct kernels *k, const struc
 	return choose_symbols(with, j);
 }
 
-/* The pieces that values [at, at + n) keep, behind the count[i] that others kept; or their fields. */
+/* Append the pieces of values [at, at + n) to the count[i] pieces of earlier values; or compute their fields. */
 static void take_pieces(const struct kernels *k, const struct truncate_kind *q, uint64_t at, uint64_t n, struct work *w,
 			uint64_t count[TRUNCATE_PIECES])
 {
 	uint8_t piece[TRUNCATE_PIECES][TRUNCATE_TILE];
 	uint8_t *const pieces[] = {piece[0], piece[1], piece[2], piece[3]}, least = 0;
 
-	fetch(q, &w->ahead);
+	prefetch(q, &w->ahead);
 	k->widths(w->e + at, w->drop + at, n, q->mbits + 1, q->mbits + 1, w->width + at);
 	if (q->by_bit) {
 		k->fields(q, w->patterns + at, n, w->fields + at);
@@ -154,7 +167,7 @@ static void take_pieces(const struct kernels *k, const struct truncate_kind *q, 
 	}
 	k->split_pieces(q, w->patterns + at, n, pieces);
 	for (int i = 0; i < TRUNCATE_PIECES; i++) {
-		fetch(q, &w->ahead);
+		prefetch(q, &w->ahead);
 		least = (uint8_t)(least + q->width[i]);
 		count[i] += k->prune(w->width + at, least, piece[i], n, w->piece[i] + count[i]);
 	}
@@ -164,7 +177,7 @@ static uint8_t *put_pieces(const struct kernels *k, const struct truncate_kind *
 			   const uint64_t count[TRUNCATE_PIECES], uint8_t *p, uint32_t *head)
 {
 	if (q->by_bit) {
-		/* gradients made in a narrower type than theirs end in zeros */
+		/* gradients computed in a narrower dtype end in zero bits */
 		int total = q->mbits + 1, tail = __builtin_ctz(k->any_field(w->fields, m) | 1u << total);
 		uint64_t nbits = k->widths(w->e, w->drop, m, total, total - tail, w->width);
 
@@ -183,7 +196,7 @@ static uint8_t *put_pieces(const struct kernels *k, const struct truncate_kind *
 	return p;
 }
 
-/* The symbols of a block, in the mode that serves them best, to p. Returns the bytes stored. */
+/* Store the symbols of a block at p in the smallest mode. Returns the size stored. */
 static uint64_t put_symbols(const struct job *j, const struct kernels *k, const struct truncate_kind *q, uint64_t first,
 			    uint64_t m, struct work *w, uint8_t *p, uint32_t *head)
 {
@@ -199,7 +212,7 @@ static uint64_t put_symbols(const struct job *j, const struct kernels *k, const 
 	for (uint64_t i = 0; outside && i < m; i++)
 		if (w->exponent[i] && !w->plane[0][i])
 			w->plane[0][i] = j->codes->escape;
-	if (j->h.variant == WIRE_LEVELS_CODED) { /* which are never raw */
+	if (j->h.variant == WIRE_LEVELS_CODED) { /* joint symbols are never raw */
 		from.wide = w->exponent;
 		most = UINT64_MAX;
 	}
@@ -212,7 +225,7 @@ static uint64_t put_symbols(const struct job *j, const struct kernels *k, const 
 	return m;
 }
 
-/* Values [first, first + n) and their metric's state, as memory to fetch. */
+/* Set values [first, first + n) and their metric's state as the memory to prefetch. */
 static void next_tile(const struct job *j, const codec_context *with, const struct source *src, uint64_t first,
 		      uint64_t n, struct work *w)
 {
@@ -232,7 +245,7 @@ static void next_tile(const struct job *j, const codec_context *with, const stru
 	}
 }
 
-/* Fill w->region; w->patterns are the values a decoder will see. */
+/* Encode a block into w->region. w->patterns holds the values that a decoder returns. */
 codec_status truncate_encode_block(struct job *j, const struct kernels *k, const codec_context *with,
 				   const struct source *src, uint64_t b, uint8_t *frame, struct work *w,
 				   uint64_t *digest, uint64_t *nbytes)
@@ -273,7 +286,7 @@ codec_status truncate_encode_block(struct job *j, const struct kernels *k, const
 	return CODEC_OK;
 }
 
-/* What is cut off, once nothing can fail any more: work it out again. */
+/* Write the residual. It is computed again, once no error can occur any more. */
 codec_status truncate_leave(const struct job *j, const struct kernels *k, const codec_context *with,
 			    const struct source *src, void *work)
 {
@@ -283,7 +296,7 @@ codec_status truncate_leave(const struct job *j, const struct kernels *k, const 
 	struct truncate_kind q;
 	struct work w;
 
-	(void)work; /* the job has one */
+	(void)work; /* the job has a work buffer */
 	truncate_kind_of(&j->h, &q);
 	work_place(&j->h, (char *)j + j->work_at, &w);
 	w.metric = with->metric;

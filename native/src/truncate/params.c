@@ -1,4 +1,4 @@
-/* params.c - what TRUNCATE has in the header. */
+/* params.c - TRUNCATE's parameters, and its fields of the header. */
 #include "truncate.h"
 
 static int own_fault(const struct header *h)
@@ -22,7 +22,7 @@ static codec_status params_ask(const codec_spec *s, struct header *h)
 	h->variant = (uint8_t)s->variant;
 	h->bits = (uint8_t)s->bits;
 	h->options = (uint8_t)s->options;
-	/* without rounding the error is twice as large */
+	/* truncating without rounding doubles the error */
 	if (h->variant != WIRE_LEVELS_FIXED)
 		h->guard = (int8_t)(s->guard + (s->options & CODEC_OPTION_CUT ? 1 : 0));
 	return CODEC_OK;

@@ -1,4 +1,6 @@
-/* truncate.c - what both directions of TRUNCATE need: the dtypes' levels, and how many bits a metric lets go. */
+/*
+ * truncate.c - functions that encoding and decoding TRUNCATE share: levels of dtypes, and bits that a metric lets go.
+ */
 #include "truncate.h"
 
 void truncate_kind_of(const struct header *h, struct truncate_kind *q)
@@ -36,21 +38,24 @@ static codec_status check_metric(const struct header *h, const codec_metric *t)
 	return CODEC_OK;
 }
 
-/* Must levels be worked out, or taken from `levels`? Not where they are in the frame, or the same for all values. */
+/*
+ * Return 1 if levels are computed from a metric or given by the caller, not read from the frame or equal for all
+ * values.
+ */
 static int needs_state(const struct header *h, int encoding)
 {
 	return encoding ? h->variant != WIRE_LEVELS_FIXED
 			: h->layout == WIRE_LAYOUT_BLOCKS && h->variant == WIRE_LEVELS_SHARED;
 }
 
-/* Are the metrics and their state there, of the tensor's size and dtypes that can be read? */
+/* Check that metrics and their state are given, with the tensor's size and accepted dtypes. */
 codec_status truncate_check_state(const struct header *h, const codec_context *with, int encoding)
 {
 	uint64_t from = 0;
 
 	if (!needs_state(h, encoding))
 		return CODEC_OK;
-	if (with->levels) /* an encoder's, who then sends them */
+	if (with->levels) /* only encoders accept levels, and only if they are sent */
 		return encoding && h->variant != WIRE_LEVELS_SHARED ? CODEC_OK : CODEC_BAD_ARGUMENT;
 	if (!with->metric)
 		return CODEC_MISSING_STATE;
@@ -62,7 +67,7 @@ codec_status truncate_check_state(const struct header *h, const codec_context *w
 	return CODEC_OK;
 }
 
-/* Of float32, bfloat16 or float16. */
+/* Return the number of mantissa bits of float32, bfloat16 or float16. */
 static int mantissa_bits(uint32_t dtype)
 {
 	const struct header h = {.codec = CODEC_TRUNCATE, .dtype = (uint8_t)dtype};
@@ -89,8 +94,8 @@ uint32_t codec_level_bits(uint32_t dtype, uint32_t level)
 }
 
 /*
- * With what dtypes add to the guard: a gradient of few bits tells less of parameters of many. Groups share the header's
- * guard, so it is that of the finest parameters.
+ * Return the guard corrected for dtypes: if parameters have more mantissa bits than the gradient, more bits must be
+ * kept. Groups share the header's guard, which is that of the parameters with the most mantissa bits.
  */
 int8_t truncate_guard(const struct header *h, const codec_metric *metric)
 {
@@ -104,7 +109,7 @@ int8_t truncate_guard(const struct header *h, const codec_metric *metric)
 	return (int8_t)choose_guard(h->guard, theta, mantissa_bits(h->dtype));
 }
 
-/* Does memory that will be written overlap with what levels are worked out from? */
+/* Return 1 if an output overlaps the state that levels are computed from. */
 int truncate_reads(const struct header *h, const codec_context *with, int encoding, const void *out, uint64_t nbytes,
 		   int in_place)
 {
@@ -152,7 +157,10 @@ void truncate_reference(const codec_metric **from, const struct kernels *k, uint
 	}
 }
 
-/* How many bits each of values [first, first + n), whose exponents are e, may lose. ea: by truncate_reference. */
+/*
+ * Compute the number of bits to drop from each of values [first, first + n) with exponents e. ea is from
+ * truncate_reference.
+ */
 codec_status truncate_drops(const struct job *j, const struct kernels *k, const codec_context *with,
 			    const struct truncate_kind *q, uint64_t first, uint64_t n, const uint8_t *e,
 			    const uint8_t *ea, uint8_t *drop)
@@ -171,7 +179,7 @@ codec_status truncate_drops(const struct job *j, const struct kernels *k, const 
 	return CODEC_OK;
 }
 
-/* A sample is cut as blocks are. */
+/* Opening an encode job needs a work buffer: the sample is truncated as blocks are. */
 int truncate_opens_with_work(const struct header *h)
 {
 	(void)h;

@@ -1,4 +1,6 @@
-/* truncate.h - TRUNCATE: exponents through the lossless coder, mantissas cut to levels. docs/format.md, section 9. */
+/*
+ * truncate.h - TRUNCATE: exponents coded by the lane coder, mantissas truncated by levels. docs/format.md, section 9.
+ */
 #ifndef CODEC_TRUNCATE_H
 #define CODEC_TRUNCATE_H
 
@@ -9,11 +11,13 @@
 #include "frame/head.h"
 
 #define TRUNCATE_PIECES 4
-#define TRUNCATE_TILE 1024 /* values worked on at once: what they become fits the first-level cache */
+#define TRUNCATE_TILE 1024 /* values processed at once; their intermediate results fit the first-level cache */
 
 void truncate_kind_of(const struct header *h, struct truncate_kind *q);
 
-/* Exponents are the upper 15 bits of a number >> this: as the scale model has them. */
+/*
+ * Return the right shift that gets exponents from the upper 15 bits of a number, the pattern that the scale model uses.
+ */
 static inline int truncate_shift(const struct truncate_kind *q)
 {
 	return q->mbits + 15 - q->sign;
@@ -24,7 +28,7 @@ static inline uint32_t truncate_base(const struct header *h)
 	return h->dtype == CODEC_FLOAT16 ? 0 : WIRE_JOINT_BASE;
 }
 
-/* The metric of value `first`, from that of a value before it on. */
+/* Return the metric of value `first`, searching from the metric t of an earlier value. */
 static inline const codec_metric *truncate_metric(const codec_metric *t, uint64_t first)
 {
 	while (t->until && t->until <= first)
@@ -33,8 +37,8 @@ static inline const codec_metric *truncate_metric(const codec_metric *t, uint64_
 }
 
 /*
- * Exponents of A for values [first, first + n), n at most a block. *t is the metric of a value before them, then that
- * of the last: there may be as many as values, to be passed but once.
+ * Compute the exponents of A for values [first, first + n), at most a block. *t is the metric of an earlier value, and
+ * becomes the metric of the last one. There may be as many metrics as values, so that each must be searched only once.
  */
 void truncate_reference(const codec_metric **t, const struct kernels *k, uint64_t first, uint64_t n, uint8_t *ea);
 codec_status truncate_drops(const struct job *j, const struct kernels *k, const codec_context *with,
