@@ -2,7 +2,8 @@
 
     python fuzz/compare.py [--first SEED] [--frames N] [--most VALUES]
 
-Every frame follows from its number. A disagreement is printed with it, and the frame is left in build/fuzz/disagree.
+The number of a frame determines its bytes. A disagreement is printed with the number, and its frame is written to
+build/fuzz/disagree.
 """
 
 import argparse
@@ -28,7 +29,7 @@ LIMIT = 51  # CODEC_LIMIT
 
 
 class One(ctypes.Structure):
-    """frames.c's struct frames_one."""
+    """struct frames_one of frames.c."""
 
     _fields_ = [
         *((name, ctypes.POINTER(ctypes.c_uint8)) for name in ("frame", "ea", "values")),
@@ -40,7 +41,7 @@ class One(ctypes.Structure):
 
 
 def build(folder: Path, library: Path) -> Any:
-    """The generator, compiled against a build of the library."""
+    """Compile the generator against a build of the library, and load it."""
     made = folder / "frames.so"
     command = ["cc", "-std=c11", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-o", made]
     command += [f"-I{ROOT / 'native/include'}", f"-I{ROOT / 'native/src'}"]
@@ -53,7 +54,7 @@ def build(folder: Path, library: Path) -> Any:
 
 
 def values_declared(one: One) -> int:
-    """How many values the header says that there are."""
+    """Return the number of values that the header declares."""
     rank = one.frame[7] if one.nbytes > 7 else 0
     if rank > 8 or one.nbytes < 48 + 8 * rank:
         return 0
@@ -61,7 +62,7 @@ def values_declared(one: One) -> int:
 
 
 def verdict(one: One) -> tuple[str, bytes]:
-    """What the oracle makes of a frame: why it refuses it, or "" and the values."""
+    """Return the reference decoder's reason to reject a frame, or "" and the values' bytes."""
     frame = bytes(one.frame[: one.nbytes])
     books = {one.book_id: list(one.lengths)} if one.book_id else {}
     a = np.ctypeslib.as_array(one.ea, (one.n,)) if one.ea else None
@@ -74,25 +75,25 @@ def verdict(one: One) -> tuple[str, bytes]:
 
 
 def compare(lib: Any, seed: int, most: int) -> tuple[One, str]:
-    """Frame number `seed`, and how library and oracle disagree: "" if they do not."""
+    """Return frame number `seed`, and how library and reference decoder disagree; "" if they agree."""
     one = One()
     lib.frames_make(seed, most, one)
     if one.ea and values_declared(one) != one.n:
-        return one, ""  # the state is another tensor's
+        return one, ""  # the state belongs to another tensor
     if one.status == LIMIT:
-        return one, ""  # too large to be looked at
+        return one, ""  # too large for the library's limits
     why, values = verdict(one)
     if (one.status == 0) != (not why):
-        return one, f"the library says {one.status}, the oracle {why or 'success'!r}"
+        return one, f"the library returns {one.status}, the reference decoder {why or 'success'!r}"
     if one.status and not one.planted:
-        return one, f"nothing was planted, and it is refused: {one.status}, {why!r}"
+        return one, f"a frame without a planted fault is rejected: {one.status}, {why!r}"
     if one.status == 0 and values != ctypes.string_at(one.values, one.values_nbytes):
         return one, "values differ"
     return one, ""
 
 
 def main() -> int:
-    """Compare, and say how it goes."""
+    """Compare frames and print progress; return 1 if any disagree."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--frames", type=int, default=2000)
@@ -115,8 +116,8 @@ def main() -> int:
             if time.monotonic() - last > 10:
                 last = time.monotonic()
                 done = seed + 1 - args.first
-                print(f"{done} frames, {accepted} taken, {bad} disagreements", flush=True)
-    print(f"{args.frames} frames, {accepted} taken by both, {bad} disagreements, {time.monotonic() - begin:.0f} s")
+                print(f"{done} frames, {accepted} valid, {bad} disagreements", flush=True)
+    print(f"{args.frames} frames, {accepted} valid for both, {bad} disagreements, {time.monotonic() - begin:.0f} s")
     return bad > 0
 
 
