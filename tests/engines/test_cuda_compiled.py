@@ -83,7 +83,7 @@ def test_no_access_is_out_of_range(tmp_path):
         "ASAN_OPTIONS": "detect_leaks=0",
         "PYTHONMALLOC": "malloc",
     }
-    some = "many_of_any or hostile or by_hand or golden or test_few_values or test_rows_of_few"
+    some = "batches_of_different or hostile or by_hand or golden or few_values or rows_whose_scales"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(TESTS / "test_cuda.py"), "-k", some]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
