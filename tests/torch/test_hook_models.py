@@ -1,6 +1,7 @@
 """DDP hooks serve every kind of parameter and model of DistributedDataParallel, or reject it at registration."""
 
 import copy
+import functools
 import pickle
 import subprocess
 import sys
@@ -201,6 +202,37 @@ def _python_reducer(rank, size):
 
 def test_unsupported_settings_are_rejected_at_registration():
     run_ranks(1, _python_reducer)
+
+
+class Branches(nn.Module):
+    """Two branches, one of which serves a batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(96, 96) for _ in range(2))
+        self.used = 0
+
+    def forward(self, x):
+        return self.branches[self.used](x)
+
+
+def _branches(rank, size, **kwargs):
+    model = DistributedDataParallel(Branches(), **kwargs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = codec.torch.ddp_hook(codec.Quantize(4), feedback=True, algorithm="two_shot").register(model)
+    for step in range(4):
+        if "find_unused_parameters" in kwargs:
+            model.module.used = step // 2
+        x = torch.randn(8, 96, generator=torch.Generator().manual_seed(size * step + rank))
+        take_step(model, rank, lambda model, rank, x=x: model(x).square().mean(), optimizer)
+    assert hook.stats().steps == 4
+    return parameter_bytes(model)
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_replicas_stay_equal_while_parameters_are_unused(option):
+    assert len(set(run_ranks(2, functools.partial(_branches, **{option: True})))) == 1
 
 
 class OptimizerWrapper:
