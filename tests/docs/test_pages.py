@@ -1,12 +1,17 @@
-"""Pages of README.md, CONTRIBUTING.md and docs/ name files that exist."""
+"""Pages of README.md, CONTRIBUTING.md and docs/ name files that exist, and all errors."""
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import codec
+from codec._c import library
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ERRORS = ROOT / "docs/reference/errors.md"
 FOLDERS = "bench|bindings|docs|examples|fuzz|native|tests"
 PLACEHOLDERS = ("*", "NAME")
 
@@ -19,3 +24,22 @@ def test_paths_in_a_page_exist(page):
     missing = [p for p in code if not any(x in p for x in PLACEHOLDERS) and not (ROOT / p).exists()]
     missing += [p for p in links if not (page.parent / p).exists()]
     assert not missing
+
+
+def raised_for(status):
+    """Return the name of the exception that a status of the C library becomes; "" for success."""
+    try:
+        library.check(status, SimpleNamespace(offset=0, found=0, expected=0))
+    except codec.CodecError as e:
+        return type(e).__name__
+    return ""
+
+
+def test_table_of_errors_has_every_status_and_its_exception():
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|.*\| `?(\w*)`? ?\|$", ERRORS.read_text(), re.MULTILINE)
+    assert rows == [(str(int(s)), s.name, raised_for(s)) for s in codec.Status]
+
+
+def test_table_of_errors_has_every_exception():
+    names = set(re.findall(r"^\| `(\w+)` \| `\w+` \|", ERRORS.read_text(), re.MULTILINE))
+    assert names == {e for e in codec.__all__ if e.endswith("Error")} - {"CodecError"}
