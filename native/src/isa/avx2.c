@@ -1,4 +1,4 @@
-/* avx2.c - the loops for AVX2, FMA, F16C and BMI2. */
+/* avx2.c - kernels for AVX2, FMA, F16C and BMI2. */
 #include <immintrin.h>
 
 #include "planes_avx2.h"
@@ -85,20 +85,23 @@ static inline uint32_t *PUSH(uint32_t *end, __m256i v, __m256i mask)
 {
 	unsigned m = bits_of(mask);
 
-	/* packed against the top, so that what lies above stays; below is overwritten by the next */
+	/*
+	 * packed against the top of the vector: words at `end` and above are kept, the rest is overwritten by the next
+	 * call
+	 */
 	STORE(end - 8, _mm256_permutevar8x32_epi32(v, permutation(COMPRESS, m)));
 	return end - __builtin_popcount(m);
 }
 
 /*
- * A table of 256 bytes, looked up 32 at a time with pshufb. Seen as 16 rows by the index's high nibble, most rows of
- * our tables hold one value (no code there, or a code of at most 4 bits): one look-up by high nibble serves them all,
- * and each other row adds one. Two tables share the indices.
+ * Two tables of 256 bytes, looked up at 32 common indices with pshufb. Seen as 16 rows by the index's high nibble, most
+ * rows of codebooks hold a single value (no code, or a code of at most 4 bits). One look-up by high nibble serves all
+ * those rows; each other row needs one more.
  */
 struct pair {
 	__m256i by_row[2];
 	__m256i row[16][2];
-	__m256i high[16]; /* the row's nibble, in place */
+	__m256i high[16]; /* the row's number in the high nibble */
 	int nrows;
 };
 
@@ -133,7 +136,7 @@ static inline void pair_find(const struct pair *t, __m256i x, __m256i *a, __m256
 	*a = _mm256_shuffle_epi8(t->by_row[0], high);
 	*b = _mm256_shuffle_epi8(t->by_row[1], high);
 	for (int r = 0; r < t->nrows; r++) {
-		/* outside of the row the saturated sum sets bit 7, and pshufb gives 0 */
+		/* outside of the row the saturated sum has bit 7 set, so that pshufb gives 0 */
 		__m256i i = _mm256_adds_epu8(_mm256_xor_si256(x, t->high[r]), _mm256_set1_epi8(0x70));
 
 		*a = OR(*a, _mm256_shuffle_epi8(t->row[r][0], i));
@@ -152,7 +155,7 @@ static inline CODES codes_load(const book_codes *book)
 static inline void codes_find(const CODES *t, int few, const uint8_t *symbol, __m256i *code, __m256i *length,
 			      uint32_t *escaped)
 {
-	/* 2^(n - 1) by n, since a 16-bit shift by lane is a multiplication here */
+	/* 2^(n - 1) by n: AVX2 has no 16-bit shift by a variable count, so multiply */
 	const __m256i power =
 		_mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 4, 8, 16, 32, 64, (char)128, 0, 0, 0, 0, 0, 0, 0));
 	__m256i c, n, p, c2, n2;
@@ -174,8 +177,10 @@ static inline __m256i at_least(__m256i v, __m256i floor)
 	return _mm256_cmpeq_epi8(_mm256_max_epu8(v, floor), v);
 }
 
-/* Eight bytes at a time by the same permutations, in 32-bit lanes above; often all are kept, or none. Returns i; *m is
- * where the packed bytes end. */
+/*
+ * Pack the bytes of p where e is at least `least`, 8 at a time, with the permutations of 32-bit lanes above; 32 at a
+ * time if all or none are kept. Returns the number of values processed; *m is the number of bytes packed.
+ */
 static inline size_t prune_avx2(const uint8_t *e, uint8_t least, const uint8_t *p, size_t n, uint8_t *dst, size_t *m)
 {
 	const __m256i floor = _mm256_set1_epi8((char)least);
@@ -196,7 +201,9 @@ static inline size_t prune_avx2(const uint8_t *e, uint8_t least, const uint8_t *
 			__m128i x = _mm_loadl_epi64((const __m128i *)(p + i + b));
 			__m128i order = _mm_loadl_epi64((const __m128i *)(COMPRESS + (mask & 255)));
 
-			/* packed against the top; of none, what is stored is overwritten */
+			/*
+			 * packed against the top, hence the shift; if none is kept, the next store overwrites this one
+			 */
 			store64(dst + at,
 				(uint64_t)_mm_cvtsi128_si64(_mm_shuffle_epi8(x, order)) >> (8 * (8 - count) & 63));
 			at += count;

@@ -1,4 +1,4 @@
-/* bytes_avx512.h - look-ups of 64 bytes at once. */
+/* bytes_avx512.h - table look-ups of 64 bytes at a time. */
 #ifndef CODEC_BYTES_AVX512_H
 #define CODEC_BYTES_AVX512_H
 
@@ -6,7 +6,7 @@
 
 #include "kernels.h"
 
-/* A table of 256 bytes in four registers: two 128-byte permutes and a blend on bit 7. */
+/* Table of 256 bytes in four registers: two permutes of 128 bytes each, blended by bit 7. */
 struct bytes256 {
 	__m512i part[4];
 };

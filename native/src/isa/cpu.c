@@ -1,4 +1,4 @@
-/* cpu.c - which loops this CPU can run. Detection here; the choice is the caller's or the best. */
+/* cpu.c - detect the instruction sets of this CPU, and select kernels. */
 #include "cpu.h"
 
 #if defined(__x86_64__)
@@ -37,7 +37,10 @@ static unsigned detect(void)
 	return found;
 }
 
-/* CPUID traps in virtual machines (microseconds), so its answer, which never changes, is kept. */
+/*
+ * Return the instruction sets found. The result of CPUID never changes, and is cached because CPUID traps in virtual
+ * machines, which takes microseconds.
+ */
 static unsigned cpu(void)
 {
 	static _Atomic unsigned known;
@@ -69,7 +72,7 @@ uint64_t call_enter(void)
 
 void call_leave(uint64_t saved)
 {
-	_mm_sfence(); /* what was stored past the caches comes before what the caller stores */
+	_mm_sfence(); /* order non-temporal stores before the caller's later stores */
 	_mm_setcsr((unsigned)saved);
 }
 #elif defined(__aarch64__)
@@ -98,12 +101,12 @@ void call_leave(uint64_t saved)
 }
 #endif
 
-/* Slowest first. An instruction set is its file, which includes the loops, and its line here. */
+/* Kernels, slowest first. To add an instruction set, add its file, which includes the loops, and an entry here. */
 extern const struct kernels kernels_avx2, kernels_avx512;
 
 static const struct {
 	const struct kernels *kernels;
-	unsigned needs; /* of what detect finds */
+	unsigned needs; /* bits of detect() that it requires */
 } ALL[] = {
 	{&kernels_scalar, 0},
 #if defined(__x86_64__)
@@ -128,7 +131,7 @@ int codec_isa_usable(uint32_t index)
 	return index < COUNT && (!ALL[index].needs || cpu() & ALL[index].needs);
 }
 
-/* NULL: there is no such instruction set, or not here. */
+/* Return the kernels for a call, or NULL if the requested instruction set does not exist or this CPU lacks it. */
 const struct kernels *kernels_for(const codec_context *with)
 {
 	if (with && with->isa)

@@ -1,4 +1,4 @@
-/* cpu.h - which loops a call runs, and what it finds the CPU set to. */
+/* cpu.h - select kernels, and set the floating-point environment. */
 #ifndef CODEC_CPU_H
 #define CODEC_CPU_H
 
@@ -7,7 +7,10 @@
 
 const struct kernels *kernels_for(const codec_context *with);
 
-/* Around a call's work: the floating-point environment that the format is written for, and back; stores in order. */
+/*
+ * Set the floating-point environment that the format requires for the duration of a call. call_leave restores the
+ * caller's, and orders non-temporal stores before later ones.
+ */
 uint64_t call_enter(void);
 void call_leave(uint64_t saved);
 

@@ -1,15 +1,16 @@
-/* decode_lanes_avx2.h - the lane coder's decoding in 256-bit vectors, and its check, which needs no symbols.
+/*
+ * decode_lanes_avx2.h - decode the lane coder in 256-bit vectors, or only check it without computing symbols.
  *
- * Included by avx2.c, with its words for vectors. Four vectors hold the words of 32 lanes. What is a byte for each lane
- * lies in one vector, whose word i has the bytes of word i of vectors 3, 1, 2, 0, the lowest first: so two vectors of
- * 16 bits hold what is on top of all lanes, shifts bring bytes to words, and nothing crosses lanes.
+ * Included by avx2.c, which defines the vector operations. Four vectors hold the words of 32 lanes. Values of one byte
+ * per lane are kept in one vector: its word i has the bytes of word i of vectors 3, 1, 2, 0, lowest first. Two vectors
+ * of 16 bits then hold the top of all lanes, shifts move bytes to words, and nothing crosses lanes.
  */
 #include "place.h"
 
 /*
- * A table of 256 bytes whose first 192 are equal by 16 and the next 48 by 4, as they are where codes that begin with 0
- * or 10 have at most 4 bits, and those below 1111 at most 6: three sums of 16 bytes, the last two of which are 0 at
- * their first.
+ * Table of 256 bytes, of which the first 192 are equal in groups of 16 and the next 48 in groups of 4: codes that begin
+ * with 0 or 10 have at most 4 bits, and codes below 1111 at most 6. An entry is the sum of three look-ups in 16 bytes;
+ * the last two are 0 at index 0.
  */
 struct sums {
 	__m256i by_sixteen, by_four, last;
@@ -31,9 +32,9 @@ static inline struct sums sums_load(const uint8_t *of)
 
 struct lookup {
 	struct sums length, symbol;
-	struct pair both;                          /* of any book */
-	int few;                                   /* whether sums will do */
-	__m256i escape, escape_first, escape_bits; /* x begins with the escape's code: x & bits is first */
+	struct pair both;                          /* for any book */
+	int few;                                   /* 1: struct sums suffices */
+	__m256i escape, escape_first, escape_bits; /* the escape's code is on top of x if x & bits equals first */
 };
 
 static inline struct lookup lookup_load(const book_lookup *book)
@@ -41,7 +42,7 @@ static inline struct lookup lookup_load(const book_lookup *book)
 	struct lookup t;
 	int first = 0;
 
-	t.few = book->length[191] <= 4 && book->length[239] <= 6; /* codes do not get shorter */
+	t.few = book->length[191] <= 4 && book->length[239] <= 6; /* lengths do not decrease */
 	if (t.few) {
 		t.length = sums_load(book->length);
 		t.symbol = sums_load(book->symbol);
@@ -70,7 +71,7 @@ static inline __m256i sum_at(const struct sums *t, const struct where *i)
 			       _mm256_shuffle_epi8(t->last, i->last));
 }
 
-/* The lengths of the codes that x begin with, and their symbols unless NULL. */
+/* Return the lengths of the codes on top of x, and their symbols in *symbol unless that is NULL. */
 static inline __attribute__((always_inline)) __m256i find_codes(const struct lookup *t, int few, __m256i x,
 								__m256i *symbol)
 {
@@ -90,13 +91,13 @@ static inline __attribute__((always_inline)) __m256i find_codes(const struct loo
 	return length;
 }
 
-/* Count the bytes that begin with the escape's code. */
+/* Count, per byte, the escape codes on top of x. */
 static inline __m256i note_escapes(const struct lookup *t, __m256i x, __m256i count)
 {
 	return _mm256_sub_epi8(count, _mm256_cmpeq_epi8(AND(x, t->escape_bits), t->escape_first));
 }
 
-/* The bytes of all lanes to the words of four vectors. */
+/* Expand the bytes of all lanes to the words of four vectors. */
 static inline void by_word(__m256i bytes, __m256i v[NV])
 {
 	const __m256i low = SET1(255);
@@ -107,33 +108,33 @@ static inline void by_word(__m256i bytes, __m256i v[NV])
 	v[3] = AND(bytes, low);
 }
 
-/* The upper halves of a's words, and of b's below them. */
+/* Return the upper halves of a's words, with those of b's words below them. */
 static inline __m256i upper_halves(__m256i a, __m256i b)
 {
 	return _mm256_blend_epi16(SRL(b, 16), a, 0xaa);
 }
 
-/* The upper bytes of a's halves, and of b's below them. */
+/* Return the upper bytes of a's halves, with those of b's halves below them. */
 static inline __m256i upper_bytes(__m256i a, __m256i b)
 {
 	return OR(AND(a, _mm256_set1_epi16((short)0xff00)), _mm256_srli_epi16(b, 8));
 }
 
 /*
- * Streams are decoded in turns of a few instructions: while one waits for itself, there is another. (The row of one
- * after the row of the other would not do: what waits fills the CPU's scheduler.)
+ * Loop over the streams. A few instructions of each stream alternate, to hide latency. Alternating whole rows would
+ * not: waiting instructions would fill the CPU's scheduler.
  */
 #define EACH_STREAM for (int s = 0; s < count; s++)
 
 /*
- * The next two codes of all lanes, from words which have them on top: bits of both, and their symbols or, if those are
- * not wanted, how many of them are escapes, counted in bytes.
+ * Decode the next two codes of all lanes from words that have them on top: *bits is the length of both. `wanted`: store
+ * their symbols; otherwise count the escapes per byte.
  */
 static inline __attribute__((always_inline)) void two_codes(const struct lookup *t, int few, int wanted, int count,
 							    const __m256i word[2][NV], __m256i *const symbol[2],
 							    __m256i escapes[2], __m256i bits[2])
 {
-	/* 2^(n - 1) by n: a 16-bit shift by lane is a multiplication here */
+	/* 2^(n - 1) by n: AVX2 has no 16-bit shift by a variable count, so multiply */
 	const __m256i power =
 		_mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 4, 8, 16, 32, 64, (char)128, 0, 0, 0, 0, 0, 0, 0));
 	__m256i a[2], b[2], x[2], by[2];
@@ -163,7 +164,7 @@ static inline __attribute__((always_inline)) void two_codes(const struct lookup 
 	}
 }
 
-/* Four bytes of each lane together, stored by lane, and which of them are the escape. */
+/* Combine the four symbols of each lane, store them in lane order, and mark the escapes. */
 static inline void store_quads(const __m256i s[4], __m256i escape, uint8_t *dst, uint32_t *escaped)
 {
 	const __m256i upper = _mm256_set1_epi16((short)0xff00);
@@ -187,7 +188,7 @@ struct decoding {
 	struct stream *stream;
 	struct place at;
 	__m256i word[NV], part[NV], tail;
-	__m256i escapes; /* how many there are, in 64-bit lanes */
+	__m256i escapes; /* number of escapes, in 64-bit lanes */
 };
 
 static inline void decoding_begin(struct decoding *d, struct stream *s)
@@ -227,8 +228,8 @@ static inline __attribute__((always_inline)) void decode_row(const struct lookup
 	}
 	two_codes(t, few, wanted, count, next, last, escapes, bits);
 	/*
-	 * A word comes where that leaves fewer than none. With 32 more, c, it is as many as are left of the word behind
-	 * the first 32 bits; elsewhere c is 32 or more, and shifts by it, and by 31 less it, leave nothing.
+	 * A lane takes a new word if fewer than 0 bits are left. c = left + 32 is then the number of that word's bits
+	 * beyond the first 32 bits of the lane. In other lanes c is at least 32, and shifts by c or by 31 - c give 0.
 	 */
 	EACH_STREAM
 	{

@@ -1,19 +1,20 @@
-/* decode_lanes_avx512.h - what decode_lanes_avx2.h does, by byte permutations and for two streams together.
+/*
+ * decode_lanes_avx512.h - decode the lane coder with byte permutations, two streams together; see decode_lanes_avx2.h.
  *
- * Included by avx512.c, with its words for vectors.
+ * Included by avx512.c, which defines the vector operations.
  */
 #include "bytes_avx512.h"
 #include "place.h"
 
 /*
- * How long a code is, is what the next symbol waits for: 7 bits say it, for two codes of 8 bits differ in the last; and
- * 6 bits do, unless a code of 7 bits has two of 8 beside it. Symbols of codes of at most 6 bits are found by 6 bits,
- * too; if longer ones begin with two ones, as they do where few values are rare, another permute finds those.
+ * Decoding tables. The length of a code is on the critical path. It follows from 7 bits, since two codes of 8 bits
+ * differ only in the last; and from 6 bits, unless a code of 7 bits is next to two of 8. Symbols of codes of at most 6
+ * bits are found by 6 bits, too. Longer codes begin with two ones if few values are rare; one more permute finds those.
  */
 struct lookup512 {
 	struct bytes256 symbol;
 	__m512i length[2], top_length, top_symbol, last_symbol;
-	__m512i escape, escape_first, escape_bits; /* x begins with the escape's code: x & bits is first */
+	__m512i escape, escape_first, escape_bits; /* the escape's code is on top of x if x & bits equals first */
 	int few;
 };
 
@@ -38,12 +39,12 @@ static inline struct lookup512 lookup512_load(const book_lookup *book)
 	t.top_symbol = _mm512_loadu_si512(symbol);
 	t.top_length = _mm512_loadu_si512(length);
 	t.last_symbol = t.symbol.part[3];
-	for (int k = 0; k < 2; k++) { /* pairs of bytes */
+	for (int k = 0; k < 2; k++) { /* swap adjacent bytes */
 		__m512i turned = OR(_mm512_slli_epi16(t.length[k], 8), _mm512_srli_epi16(t.length[k], 8));
 
 		alike &= _mm512_cmpeq_epi8_mask(t.length[k], turned);
 	}
-	t.few = book->length[191] <= 6 && !~alike; /* codes do not get shorter */
+	t.few = book->length[191] <= 6 && !~alike; /* lengths do not decrease */
 	t.escape = _mm512_set1_epi8((char)book->escape);
 	t.escape_first = _mm512_set1_epi8((char)first);
 	t.escape_bits = _mm512_set1_epi8((char)(0xff00 >> book->length[first]));
@@ -52,7 +53,7 @@ static inline struct lookup512 lookup512_load(const book_lookup *book)
 
 static inline __m512i lookup512_length(const struct lookup512 *t, int few, __m512i x)
 {
-	/* permutes take the lower 6 or 7 bits of each byte */
+	/* permutes use only the lower 6 or 7 bits of each byte */
 	return few ? _mm512_permutexvar_epi8(_mm512_srli_epi16(x, 2), t->top_length)
 		   : _mm512_permutex2var_epi8(t->length[0], _mm512_srli_epi16(x, 1), t->length[1]);
 }
@@ -67,9 +68,9 @@ static inline __m512i lookup512_symbol(const struct lookup512 *t, int few, __m51
 }
 
 /*
- * Of the words of two vectors, the upper (or lower) parts together, b's below a's. BYTES: of words of 16 bits; HALVES:
- * of
- * 32. By a byte shuffle that leaves half of the bytes alone; or, with fewer cycles to wait, by a shift and a choice.
+ * Combine the upper (or lower) parts of the words of two vectors, b's below a's: upper and lower bytes of 16-bit words,
+ * halves of 32-bit words. A masked byte shuffle does it; the variants named _soon use a shift and a select, which have
+ * lower latency.
  */
 static inline __m512i upper_bytes(__m512i a, __m512i b)
 {
@@ -110,9 +111,9 @@ static inline __m512i upper_halves_soon(__m512i a, __m512i b)
 }
 
 /*
- * Two streams at once, for one leaves the CPU waiting for itself: vectors 0 and 1 hold the words of the first, 2 and 3
- * those of the second. What is a byte for each of the 64 lanes lies in one vector, whose word i has the bytes of word i
- * of vectors 2, 0, 3, 1, the lowest first. So shifts bring it to the words; above it there may be more.
+ * Expand bytes to words. Two streams are decoded together to hide latency: vectors 0 and 1 hold the words of the first,
+ * 2 and 3 those of the second. Values of one byte per lane, 64 in all, are kept in one vector: its word i has the bytes
+ * of word i of vectors 2, 0, 3, 1, lowest first. Bits above the lowest byte of the results are unspecified.
  */
 static inline void by_word(__m512i bytes, __m512i v[4])
 {
@@ -122,8 +123,10 @@ static inline void by_word(__m512i bytes, __m512i v[4])
 	v[1] = _mm512_srli_epi32(bytes, 24);
 }
 
-/* How many of x begin with the escape's code, of the first stream, whose bytes are the upper ones of halves, and of the
- * other. */
+/*
+ * Count the escape codes on top of x: some[0] of the first stream, whose bytes are the upper ones of halves, some[1] of
+ * the second.
+ */
 static inline void note_escapes(const struct lookup512 *t, __m512i x, size_t some[2])
 {
 	uint64_t escaped = _mm512_cmpeq_epi8_mask(AND(x, t->escape_bits), t->escape_first);
@@ -132,7 +135,7 @@ static inline void note_escapes(const struct lookup512 *t, __m512i x, size_t som
 	some[1] += (size_t)__builtin_popcountll(escaped & 0x5555555555555555);
 }
 
-/* The symbols of both streams, by their four in a lane, stored by lane, and which of them are the escape. */
+/* Combine the four symbols of each lane, store them in lane order for both streams, and mark the escapes. */
 static inline void store_quads(const struct lookup512 *table, const __m512i symbol[4], struct stream *const stream[2],
 			       size_t r)
 {
@@ -162,7 +165,7 @@ static inline __attribute__((always_inline)) void decode_two(const struct lookup
 	const size_t step = ahead_step(ahead, rows);
 	__m512i word[4], part[4], tails[4], tail;
 	struct place at[2];
-	const uint8_t *p[2]; /* at[].p, in a register */
+	const uint8_t *p[2]; /* at[].p in a register */
 	size_t nescaped[2] = {0, 0};
 
 	for (int v = 0; v < 4; v++) {
@@ -189,7 +192,7 @@ static inline __attribute__((always_inline)) void decode_two(const struct lookup
 				place_row(at + s);
 				p[s] = at[s].p;
 			}
-		for (int k = 0; k < 4; k += 2) { /* the upper 16 bits of a word hold two codes */
+		for (int k = 0; k < 4; k += 2) { /* the upper 16 bits of a word hold at least two codes */
 			__m512i a = upper_halves_soon(word[1], word[0]), b = upper_halves_soon(word[3], word[2]);
 			__m512i x = upper_bytes_soon(a, b), n, n2;
 
@@ -209,12 +212,15 @@ static inline __attribute__((always_inline)) void decode_two(const struct lookup
 			n = _mm512_add_epi8(n, n2);
 			total = _mm512_add_epi8(total, n);
 			by_word(n, count);
-			for (int v = 0; v < 4; v++) { /* by at most 16; counts are taken mod 32 */
+			for (int v = 0; v < 4; v++) { /* shift by at most 16; counts are taken mod 32 */
 				word[v] = _mm512_shldv_epi32(word[v], part[v], count[v]);
 				part[v] = _mm512_shldv_epi32(part[v], zero, count[v]);
 			}
 		}
-		/* a new word where bits are missing: then `tail` is what is left of it behind the first 32 */
+		/*
+		 * A lane with fewer than 0 bits left takes a new word; `tail` is then the number of its bits beyond the
+		 * first 32.
+		 */
 		left = _mm512_sub_epi8(tail, total);
 		tail = AND(left, _mm512_set1_epi8(31));
 		m[1] = _mm512_movepi32_mask(left);
@@ -246,7 +252,7 @@ static inline __attribute__((always_inline)) void decode_by(const book_lookup *b
 							    struct stream *b, size_t rows, const struct ahead *ahead)
 {
 	const struct lookup512 table = lookup512_load(book);
-	struct stream *const both[] = {a, b ? b : a}; /* one alone is done twice, to the same bytes */
+	struct stream *const both[] = {a, b ? b : a}; /* a single stream is decoded twice, into the same bytes */
 
 	if (table.few)
 		decode_two(&table, 1, wanted, both, rows, ahead);

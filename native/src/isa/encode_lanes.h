@@ -1,29 +1,30 @@
-/* encode_lanes.h - the lane coder's encoding for vectors of 32-bit words, written once.
+/*
+ * encode_lanes.h - encode with the lane coder in vectors of 32-bit words; common to all instruction sets.
  *
  * Included by avx2.c and avx512.c, which define:
- *   V, NV                    a vector of words; how many hold the 32 lanes
- *   LANES                    words in a V
- *   LOAD STORE SET1          memory and constants
- *   ADD SUB OR AND           on words
- *   SHL SHR (v, counts)      by lane; a count above 31 (a negative one too) gives 0
- *   GT (a, b)                lanes where a > b, as MASK; signed
- *   KEEP (v)                 v & 31
- *   SELECT (mask, a, b)      mask ? a : b
- *   PUSH (end, v, mask)      store the masked lanes, in lane order, just below end; returns the new end
- *   CODES, codes_load (book) what a look-up of symbols needs
- *   codes_find (t, few, x, c, n, e)  the codes (right-justified) and lengths of the quads in x, one a word, and a bit
- *                            mask of the escaped symbols
- *   FEW (t)                  0, or which of the faster ways codes_find has for few symbols: it is told, as a constant
+ *   - V, NV: a vector of words; number of vectors for the 32 lanes
+ *   - LANES: words in a V
+ *   - LOAD STORE SET1: memory and constants
+ *   - ADD SUB OR AND: on words
+ *   - SHL SHR (v, counts): by lane; counts above 31 and negative counts give 0
+ *   - GT (a, b): lanes where a > b, as MASK; signed
+ *   - KEEP (v): v & 31
+ *   - SELECT (mask, a, b): mask ? a : b
+ *   - PUSH (end, v, mask): store the masked lanes, in lane order, just below end; returns the new end
+ *   - CODES, codes_load (book): tables to look up symbols
+ *   - codes_find (t, few, x, c, n, e): codes (right-justified) and lengths of the quads at x, one per word, and a bit
+ *     mask of escaped symbols
+ *   - FEW (t): 0, or the faster variant of codes_find for few symbols, which codes_find gets as a constant
  */
 #include "place.h"
 
 /*
- * For vectors that are shorter (NEON) make V a pair of them, with LANES 8: a V's escapes are noted in whole words of 32
- * bits, at LANES / 8 of them a V, and simd_loops.h counts on it, too.
+ * For shorter vectors (NEON) let V be a pair of them, with LANES 8: escapes are stored in whole words of 32 bits, LANES
+ * / 8 words per V. simd_loops.h relies on it, too.
  */
 _Static_assert(LANES >= 8, "the escapes of fewer than 8 lanes do not fill a word: make V a pair of vectors");
 _Static_assert(NV *LANES == WIRE_LANES, "NV vectors hold the lanes");
-_Static_assert(LANES <= LANES_SLACK, "whole vectors are stored, and loaded by decoders, where no word is due");
+_Static_assert(LANES <= LANES_SLACK, "whole vectors are stored and loaded beyond the words");
 
 static inline __attribute__((always_inline)) uint32_t *encode_rows_by(const CODES *table, int few,
 								      const uint8_t *symbol, size_t rows, uint32_t *end,
@@ -43,7 +44,7 @@ static inline __attribute__((always_inline)) uint32_t *encode_rows_by(const CODE
 
 			codes_find(table, few, symbol + WIRE_ROW * rows + 4 * LANES * v, &code, &n,
 				   escaped + 4 * rows + LANES / 8 * v);
-			/* prepend n bits: what no longer fits beside 32 pushes the last word out */
+			/* prepend n bits: if part and tail exceed 32 bits, the last word is complete and pushed out */
 			t = ADD(tail[v], n);
 			m = GT(t, SET1(31));
 			full = OR(part[v], SHL(code, tail[v]));

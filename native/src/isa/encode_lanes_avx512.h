@@ -1,4 +1,4 @@
-/* encode_lanes_avx512.h - what encode_lanes.h asks for, look-ups by byte permutations. Included by avx512.c. */
+/* encode_lanes_avx512.h - PUSH and codes_find of encode_lanes.h, with byte permutations. Included by avx512.c. */
 #include "bytes_avx512.h"
 
 static inline uint32_t *PUSH(uint32_t *end, __m512i v, __mmask16 m)
@@ -12,19 +12,19 @@ static inline uint32_t *PUSH(uint32_t *end, __m512i v, __mmask16 m)
 }
 
 /*
- * Most books have few codes, of values that are neighbours, but for 0 perhaps: of a window of 64 values a permute is
- * enough. All others are escapes.
+ * Tables of codes. Most books have few codes, of adjacent values and perhaps of 0: one permute in a window of 64 values
+ * then suffices. All other values are escapes.
  */
 struct codes512 {
 	struct bytes256 code, length;
 	__m512i base, near_code, near_length, escape_code, escape_length, zero_code, zero_length;
-	int few; /* 1: all values that have a code are in the window, 2: or 0 */
+	int few; /* 1: all values with a code are in the window; 2: in the window or 0 */
 };
 
 #define CODES struct codes512
 #define FEW(t) (t)->few
 
-/* The 64 bytes from p[first] on of 256, `beyond` behind them. */
+/* Return the 64 bytes at p[first] of 256; bytes beyond the 256 are p[beyond]. */
 static inline __m512i window512(const uint8_t *p, int first, int beyond)
 {
 	__mmask64 there = ~0ull >> (first > 192 ? first - 192 : 0);

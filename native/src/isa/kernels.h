@@ -1,4 +1,4 @@
-/* kernels.h - the table of loops that each instruction set fills in. */
+/* kernels.h - table of kernels that each instruction set provides. */
 #ifndef CODEC_KERNELS_H
 #define CODEC_KERNELS_H
 
@@ -72,26 +72,26 @@ static inline void store64(void *p, uint64_t x)
 	memcpy(p, &x, 8);
 }
 
-/* How a value becomes bytes, most significant first. */
+/* Layout of a value as byte planes, most significant first. */
 enum form {
 	FORM_BYTES1,
 	FORM_BYTES2,
 	FORM_BYTES4,
 	FORM_BYTES8,
-	FORM_FLOAT2, /* bits_turn of the upper two bytes, then the others */
+	FORM_FLOAT2, /* bits_turn of the upper two bytes, then the other bytes */
 	FORM_FLOAT4,
 	FORM_FLOAT8,
 	FORM_COUNT
 };
 
-/* Plane 0 has 8 bits of a float's lowered pattern from this bit on. */
+/* Lowest of the 8 bits of a float's lowered pattern that form plane 0. */
 #define FORM_SHIFT 7
-#define FORM_SHIFT64 4 /* of FORM_FLOAT8 */
+#define FORM_SHIFT64 4 /* for FORM_FLOAT8 */
 
 /*
- * A lane's bit sequence is `tail` bits longer than one word. While encoding, `word` is its end (what the decoder
- * takes next) and `part` its beginning, right-justified; while decoding, `word` is its beginning and `part` what
- * follows, left-justified.
+ * State of the lanes. A lane's bit sequence is `tail` bits longer than one word. While encoding, `word` is its end (the
+ * next bits to be decoded) and `part` its beginning, right-justified; while decoding, `word` is its beginning and
+ * `part` the rest, left-justified.
  */
 typedef struct lanes {
 	uint32_t word[WIRE_LANES];
@@ -100,28 +100,28 @@ typedef struct lanes {
 } lanes;
 
 /*
- * Memory that comes next: `count` pieces of n bytes. Kernels that compute bring it closer meanwhile. Addresses, for
- * they may lie behind objects, where no pointer may.
+ * Memory to prefetch while a kernel computes: `count` pieces of n bytes. Addresses are integers, because they may lie
+ * beyond an object, where pointers must not point.
  */
 struct ahead {
 	uintptr_t at[WIRE_MAX_PLANES];
 	size_t n, count;
 };
 
-/* Words that a kernel may write below, or read above, what it was given. */
+/* Words that a kernel may write below, or read above, its buffers. */
 #define LANES_SLACK 48
 
 /*
- * What comes of the next PAIR_BITS bits of a lane, two symbols at once: for loops that look up in memory. Lies in one
- * thread's buffers, and is made anew when another book comes; whoever places it says that it was made of none.
+ * Decoding table of the next PAIR_BITS bits of a lane, up to two symbols at a time, for scalar loops. It is part of a
+ * thread's work buffer and is rebuilt when the book changes. work_place sets `of` to NULL.
  */
 #define PAIR_BITS 12
 struct symbol_pairs {
-	const book_lookup *of; /* NULL: none */
+	const book_lookup *of; /* book of the table; NULL: none yet */
 	uint32_t at[1 << PAIR_BITS];
 };
 
-/* A plane to be decoded: nwords words at any address, zeros follow the last one. */
+/* Coded plane to decode: nwords words at any address, followed by zeros as needed. */
 struct stream {
 	const uint8_t *words;
 	size_t nwords;
@@ -129,8 +129,8 @@ struct stream {
 	uint8_t *symbol;
 	uint32_t *escaped; /* bit i: symbol i is the book's escape */
 	struct symbol_pairs *pairs;
-	int good;        /* every word was taken and every lane ended on 32 zero bits */
-	size_t nescaped; /* how many symbols are the escape: of check_lanes alone */
+	int good;        /* 1: all words were consumed and every lane ended with 32 zero bits */
+	size_t nescaped; /* check_lanes only: number of escapes */
 };
 
 #define COLUMNS 512
@@ -139,25 +139,29 @@ struct columns {
 	int32_t count[COLUMNS];
 };
 
-/* Floats of a caller's tensor: at any address. */
+/* float32 at any address, as in a caller's tensor */
 typedef float float_any __attribute__((aligned(1), may_alias));
 
-/* A = theta * ((sqrt(v * V) + eps) * theta_v + theta) + m * M, each operation rounded; without V: theta * theta + ...
+/*
+ * Terms of A = theta * ((sqrt(v * V) + eps) * theta_v + theta) + m * M; without V: theta * theta + m * M. Each
+ * operation is rounded.
  */
 struct metric_terms {
 	float theta, theta_v, v, eps, m;
 };
 
 struct truncate_kind {
-	int mbits, sign;     /* bits of mantissa; place of the sign */
-	uint32_t bias, last; /* of exponents: `last` is Inf's */
-	int guard;           /* k bits may go where exponent(A) - exponent(g) is at least k + guard */
+	int mbits, sign;     /* number of mantissa bits; bit of the sign */
+	uint32_t bias, last; /* exponent bias; exponent of Inf and NaN */
+	int guard;           /* k bits may be dropped where exponent(A) - exponent(g) >= k + guard */
 	int by_bit;
-	uint8_t drop[4];  /* bits dropped at each level */
-	uint8_t width[4]; /* of the pieces that fields are cut into, from the top */
+	uint8_t drop[4];  /* mantissa bits dropped at each level */
+	uint8_t width[4]; /* bits of the pieces that fields are cut into, most significant first */
 };
 
-/* Sums over at most WIRE_TREE values: of |x|; of x^2 and x; or of |x| where the sign is clear, and where it is set. */
+/*
+ * Kinds of sums over at most WIRE_TREE values: of |x|; of x^2 and of x; of |x| with a clear, and with a set, sign bit.
+ */
 enum { ROW_SUM_ABS, ROW_SUM_SQUARES, ROW_SUM_SIGNS };
 struct row_lanes {
 	union {
@@ -168,96 +172,104 @@ struct row_lanes {
 			double s[WIRE_LANES], t[WIRE_LANES]; /* ROW_SUM_SQUARES */
 		};
 	};
-	int32_t max[WIRE_LANES]; /* patterns of |x| */
+	int32_t max[WIRE_LANES]; /* bit patterns of |x| */
 	uint32_t negative;
 };
 
 struct row_sums {
 	double sum[2];
-	uint32_t negative, max; /* max: the largest pattern of |x| */
+	uint32_t negative, max; /* max: largest bit pattern of |x| */
 };
 
-/* Of one frame: a bit a value, and what the two are worth. */
+/* Signs of one frame: one bit per value, and the dequantized values of the two signs. */
 struct signs {
 	const uint8_t *bits;
 	float negative, positive;
 };
-enum { SIGNS_STORE, SIGNS_ADD, SIGNS_PAST };      /* to what is there; past the caches, to a multiple of 16 bytes */
-enum { SETTLE_AS_IS, SETTLE_TIMES, SETTLE_OVER }; /* what a loop does to values that are settled */
+enum { SIGNS_STORE, SIGNS_ADD, SIGNS_PAST };      /* accumulate; store non-temporally at a multiple of 16 bytes */
+enum { SETTLE_AS_IS, SETTLE_TIMES, SETTLE_OVER }; /* Final operation on results: none; multiply; divide. */
 
 struct kernels {
 	const char *name;
 
 	/*
-	 * Code `rows` quad rows of symbols, last row first, storing words downwards from `end`; LANES_SLACK words
-	 * below the last one may be overwritten. Bit i of `escaped` is set where symbol i has no code. Returns the
-	 * place of the first word.
+	 * Code `rows` quad rows of symbols, last row first, and store words downwards from `end`. Up to LANES_SLACK
+	 * words below the last one may be overwritten. Sets bit i of `escaped` if symbol i has no code. Returns the
+	 * first word.
 	 */
 	uint32_t *(*encode_lanes)(const book_codes *book, const uint8_t *symbol, size_t rows, uint32_t *end,
 				  lanes *state, uint32_t *escaped, const struct ahead *ahead);
-	/*
-	 * Decode `rows` quad rows of a, and of b unless it is NULL: two are faster together where one leaves the CPU
-	 * waiting for itself.
-	 */
+	/* Decode `rows` quad rows of a, and of b unless that is NULL. Decoding two streams together hides latency. */
 	void (*decode_lanes)(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
 			     const struct ahead *ahead);
-	/* The same to know what is `good`, and how many are escapes: the lengths of codes say that. */
+	/*
+	 * Compute `good` and `nescaped` as decode_lanes would, for which the lengths of codes suffice. No symbols are
+	 * stored.
+	 */
 	void (*check_lanes)(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
 			    const struct ahead *ahead);
 
-	/* Values to byte planes and back, by enum form. Floats have an offset each (others none). `past`: past the
-	 * caches. */
+	/*
+	 * Split values into byte planes and merge them, by enum form. Floats have an offset per value, other forms
+	 * none. `past`: use non-temporal stores.
+	 */
 	void (*split[FORM_COUNT])(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane);
 	void (*merge[FORM_COUNT])(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past);
 	void (*stream)(uint8_t *dst, const uint8_t *src, size_t n);
 
-	/* The patterns of floats; lowered under an offset each (in place if wanted). */
+	/* Get the patterns of floats. lower: lower each by an offset, possibly in place. */
 	void (*patterns[FORM_COUNT])(const void *src, size_t n, uint16_t *p);
 	void (*lower)(const uint16_t *p, const uint16_t *offset, uint16_t zero, size_t n, uint16_t *u);
 	/* offset = start + grain * cols on the circle; |start| <= circle / 2, |cols| <= 64, grain <= 128 */
 	void (*offsets)(const int8_t *cols, int start, int grain, uint16_t zero, size_t n, uint16_t *offset);
 
-	/* Sum of the patterns from `zero` on, and how many they are. */
+	/* Sum the patterns from `zero` on, and count them. */
 	void (*sum)(const uint16_t *p, size_t n, uint16_t zero, uint32_t *total, uint32_t *count);
-	/* Column by column, where p is from `zero` on: total += p - row, count += 1. */
+	/* For each column with p >= zero: total += p - row, count += 1. */
 	void (*columns)(const uint16_t *p, int row, uint16_t zero, size_t n, struct columns *sums);
 
-	/* Low nibbles as symbols, high ones two a byte (value i and value i + (n + 1) / 2); and back, in place. */
+	/*
+	 * Separate low nibbles (symbols) from high ones, packed in pairs: value i with value i + (n + 1) / 2. unhalve
+	 * is the inverse, in place.
+	 */
 	void (*halve)(const uint8_t *p, size_t n, uint8_t *symbol, uint8_t *high);
 	void (*unhalve)(uint8_t *symbol, const uint8_t *high, size_t n);
 
-	/* Sum of seal_chunk over nbytes bytes, the last chunk padded with zeros. */
+	/* Return the sum of seal_chunk over nbytes bytes, the last chunk padded with zeros. */
 	uint64_t (*digest)(const uint8_t *src, size_t nbytes, uint32_t seed);
 
-	/* The OR of p where e is 0. */
+	/* Return the OR of all p where e is 0. */
 	uint8_t (*under_zeros)(const uint8_t *e, const uint8_t *p, size_t n);
 	/*
-	 * How many e are at least `least`, which is not 0; keep p there (dst may be p, 64 bytes more may be written);
-	 * and the inverse, zeros elsewhere (64 bytes more may be read). Both return the number.
+	 * count: return the number of e >= least > 0. prune: keep p there; dst may be p, and 64 more bytes may be
+	 * written. unprune: the inverse, 0 elsewhere; 64 more bytes may be read. All return that number.
 	 */
 	size_t (*count)(const uint8_t *e, uint8_t least, size_t n);
 	size_t (*prune)(const uint8_t *e, uint8_t least, const uint8_t *p, size_t n, uint8_t *dst);
 	size_t (*unprune)(const uint8_t *e, uint8_t least, const uint8_t *p, size_t n, uint8_t *dst);
-	/* Bit r: run r of 128 bytes is not all zero. Returns the number of bytes in such runs. */
+	/* Set bit r of bitmap if run r of 128 bytes is not all zero. Returns the number of bytes in such runs. */
 	size_t (*rows)(const uint8_t *p, size_t n, uint8_t *bitmap);
 
-	/* row_loops.h. bfloat16, float16 to float32 and back, to nearest even. */
+	/* row_loops.h. Convert bfloat16, float16 to float32 and back, to nearest even. */
 	void (*to_float[2])(const void *src, size_t n, float *x);
 	void (*from_float[2])(const float *x, size_t n, void *dst);
-	/* max[r]: the largest pattern of |x| in row r, those from `limit` on left out. */
+	/* max[r] = largest pattern of |x| in row r, ignoring patterns from `limit` on. */
 	void (*abs_max)(const float_any *x, size_t n, size_t row, uint32_t limit, uint32_t *max);
-	/* `first`: the lanes begin anew; bits: as of sign_bits, unless NULL. row_fold makes of them what the values are
-	 * known by; it may be done once. */
+	/*
+	 * Add values to the lanes' sums. `first`: clear the lanes before. bits: also as sign_bits, unless NULL.
+	 * row_fold reduces the lanes to the result; it may be called once.
+	 */
 	void (*row_sums)(int kind, const float_any *x, size_t n, int first, uint8_t *bits, struct row_lanes *sums);
 	void (*row_fold)(int kind, struct row_lanes *sums, struct row_sums *out);
 	void (*sign_bits)(const float_any *x, size_t n, uint8_t *bits);
 	void (*sign_values)(const uint8_t *bits, size_t from, size_t n, float negative, float positive, int how,
 			    float_any *y);
-	/* y = the sum of n values of `count` frames, in their order, to what is there if `more`; over `by` unless that
-	 * is 0. */
+	/*
+	 * y = the sum of n values of `count` frames, in order, added to y if `more`; divided by `by` unless that is 0.
+	 */
 	void (*sign_sums)(const struct signs *s, size_t count, size_t n, int more, float by, float_any *y);
 	void (*halves)(struct philox key, uint64_t block, size_t nblocks, uint16_t *h);
-	/* h: random halves, NULL for nearest. Returns whether a magnitude lies above TERNARY's scale. */
+	/* h: random bits; NULL: round to nearest. Returns 1 if a magnitude exceeds TERNARY's scale. */
 	int (*encode_rows)(const struct row_kind *q, const float_any *x, size_t n, size_t row, const float *scale,
 			   const uint16_t *h, uint8_t *code);
 	void (*decode_rows)(const struct row_kind *q, const uint8_t *code, size_t n, size_t row, const float *scale,
@@ -267,15 +279,17 @@ struct kernels {
 	void (*pack_trits)(const uint8_t *code, size_t n, uint8_t *dst);
 	void (*unpack_trits)(const uint8_t *src, size_t n, uint8_t *code);
 	uint8_t (*max_byte)(const uint8_t *p, size_t n);
-	/* sum = x + e (sum may be x); r = x - y (r may be x); out += weight * y, both rounded; out = max(out, y), NaN
-	 * if either is. */
+	/*
+	 * sum = x + e (sum may be x); r = x - y (r may be x); out += weight * y, both operations rounded; out =
+	 * max(out, y), NaN if either is.
+	 */
 	void (*plus)(const float_any *x, const float_any *e, size_t n, float *sum);
 	void (*subtract)(const float_any *x, const float *y, size_t n, float_any *r);
 	void (*add)(const float *y, size_t n, float weight, float_any *out);
 	void (*multiply)(float_any *out, size_t n, float by);
 	void (*divide)(float_any *out, size_t n, float by);
 	void (*maximum)(const float *y, size_t n, float_any *out);
-	/* x over `by`, 0: as it is, to dst, past the caches. Returns the largest pattern of |x / by|. */
+	/* Store x / by (by 0: x) to dst with non-temporal stores. Returns the largest bit pattern of |x / by|. */
 	uint32_t (*settle)(const float_any *x, size_t n, float by, float_any *dst);
 
 	/* truncate_loops.h */
@@ -286,21 +300,21 @@ struct kernels {
 	void (*exponents_of)(const float *a, size_t n, uint8_t *ea);
 	void (*drops_of)(const struct truncate_kind *q, const uint8_t *e, const uint8_t *ea, size_t n, uint8_t *drop);
 	void (*exponents)(const uint32_t *x, size_t n, int mbits, uint32_t last, uint8_t *e);
-	/* e: the exponents that come out. */
+	/* e: exponents of the results */
 	void (*truncate)(const struct truncate_kind *q, const uint8_t *drop, int nearest, size_t n, uint32_t *x,
 			 uint8_t *e);
-	/* Bits of its field that a value keeps, `most` at most: none where e is 0. Returns their sum. */
+	/* width: bits that a value keeps of its field, at most `most`; 0 where e is 0. Returns their sum. */
 	size_t (*widths)(const uint8_t *e, const uint8_t *drop, size_t n, int total, int most, uint8_t *width);
-	/* The OR of all fields. */
+	/* Return the OR of all fields. */
 	uint32_t (*any_field)(const uint32_t *f, size_t n);
 	/*
-	 * The upper `width` bits of fields of `total` ones, one after the other from bit 0 of the first byte on; 8
-	 * bytes more may be written. And back, from nbytes bytes, which are as many as widths say.
+	 * Pack the upper `width` bits of fields of `total` bits, from bit 0 of the first byte on; up to 8 more bytes
+	 * may be written. unpack_fields is the inverse; nbytes is the size of the packed bits.
 	 */
 	void (*pack_fields)(const uint32_t *f, const uint8_t *width, size_t n, int total, uint8_t *dst);
 	void (*unpack_fields)(const uint8_t *src, size_t nbytes, const uint8_t *width, size_t n, int total,
 			      uint32_t *f);
-	/* Values to fields or their pieces, and back; where e is 0, to 0. */
+	/* Convert patterns to fields or to their pieces, and back; to 0 where e is 0. */
 	void (*fields)(const struct truncate_kind *q, const uint32_t *x, size_t n, uint32_t *f);
 	void (*assemble)(const struct truncate_kind *q, const uint32_t *f, const uint8_t *e, size_t n, uint32_t *x);
 	void (*split_pieces)(const struct truncate_kind *q, const uint32_t *x, size_t n, uint8_t *const piece[4]);
@@ -308,7 +322,7 @@ struct kernels {
 			    uint32_t *x);
 	void (*levels_of)(const struct truncate_kind *q, const uint8_t *drop, size_t n, uint8_t *level);
 	void (*drops_at)(const struct truncate_kind *q, const uint8_t *level, size_t n, uint8_t *drop);
-	/* lower and raise of exponents, which are patterns >> shift (in place if wanted). */
+	/* Lower and raise exponents, which are patterns >> shift, possibly in place. */
 	void (*lower_exponents)(const uint8_t *e, const uint16_t *offset, uint8_t last, int shift, size_t n,
 				uint8_t *u);
 	void (*raise_exponents)(const uint8_t *u, const uint16_t *offset, uint8_t last, int shift, size_t n,
@@ -320,6 +334,6 @@ struct kernels {
 	uint8_t (*below_four)(const uint8_t *p, size_t n);
 };
 
-extern const struct kernels kernels_scalar; /* the others: cpu.c */
+extern const struct kernels kernels_scalar; /* others: cpu.c */
 
 #endif

@@ -1,4 +1,4 @@
-/* past_avx2.h - stores past the caches. */
+/* past_avx2.h - non-temporal (streaming) stores. */
 #ifndef CODEC_PAST_AVX2_H
 #define CODEC_PAST_AVX2_H
 
@@ -6,8 +6,10 @@
 
 #include "kernels.h"
 
-/* Store past the caches, in the halves that malloc's alignment allows, or as usual. call_leave puts such stores in
- * order. */
+/*
+ * Store a vector; past: with non-temporal stores, in halves of 16 bytes because malloc guarantees no more alignment.
+ * call_leave orders these stores.
+ */
 static inline void put256(int past, void *p, __m256i v)
 {
 	if (past) {

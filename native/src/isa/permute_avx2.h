@@ -1,6 +1,8 @@
-/* permute_avx2.h - for each mask of 8 lanes, the byte indices that spread words out to its lanes (EXPAND) or
- * pack its lanes against the top of the vector (COMPRESS). Byte i of an entry is lane i's source.
- * tests/test_core.c recomputes both. */
+/*
+ * permute_avx2.h - byte indices for each mask of 8 lanes: EXPAND spreads words to the mask's lanes, COMPRESS packs the
+ * mask's lanes against the top of the vector. Byte i of an entry is the source of lane i. tests/test_core.c recomputes
+ * both tables.
+ */
 #ifndef CODEC_PERMUTE_AVX2_H
 #define CODEC_PERMUTE_AVX2_H
 

@@ -1,10 +1,10 @@
-/* place.h - where a loop over rows is: in the words that it decodes, and in what is fetched ahead of it. */
+/* place.h - position of a loop over rows in the words that it decodes and in the memory that it prefetches. */
 #ifndef CODEC_PLACE_H
 #define CODEC_PLACE_H
 
 #include "kernels.h"
 
-/* Bytes of each piece to fetch in a row: whole cache lines. */
+/* Return the bytes of each piece to prefetch per row, in whole cache lines. */
 static inline size_t ahead_step(const struct ahead *ahead, size_t rows)
 {
 	return rows ? (ahead->n + 64 * rows - 1) / (64 * rows) * 64 : 0;
@@ -17,12 +17,15 @@ static inline void ahead_fetch(const struct ahead *ahead, size_t step, size_t ro
 			__builtin_prefetch((const void *)(ahead->at[c] + row * step + i));
 }
 
-/* Reads past the last word come from here: a row takes at most 32 words, a vector may look LANES_SLACK ahead. */
+/*
+ * Copy of a stream's last words, followed by zeros: a row takes at most 32 words, and a vector may read LANES_SLACK
+ * words ahead.
+ */
 struct tail {
 	uint8_t bytes[4 * (WIRE_LANES + 2 * LANES_SLACK)];
 };
 
-/* A stream's place in its words. */
+/* Position in a stream's words. */
 struct place {
 	const uint8_t *p, *end;
 	struct tail last;
@@ -36,7 +39,7 @@ static inline void place_begin(struct place *at, const struct stream *s)
 	at->in_last = 0;
 }
 
-/* What a row may take, and a vector read behind that. */
+/* bytes that a row may take, and that a vector may read after them */
 #define PLACE_LEAST (4 * (WIRE_LANES + LANES_SLACK))
 
 static inline void place_row(struct place *at)
@@ -52,7 +55,7 @@ static inline void place_row(struct place *at)
 		at->end = at->p + left;
 		at->in_last = 1;
 	}
-	at->p = at->p > at->end ? at->end : at->p; /* zeros from here on */
+	at->p = at->p > at->end ? at->end : at->p; /* only zeros follow */
 }
 
 #endif

@@ -1,7 +1,8 @@
-/* plane_loops.h - the loops that need no intrinsics, compiled once for each instruction set.
+/*
+ * plane_loops.h - loops without intrinsics over planes, compiled once per instruction set.
  *
- * Included by scalar.c, avx2.c, avx512.c, whose compiler flags say what the vectorizer may use. Memory is read with
- * memcpy-like loads, so tensors and frames may lie at any address.
+ * Included by scalar.c, avx2.c and avx512.c, whose compiler flags enable the vectorizer's instructions. Memory is
+ * accessed as with memcpy, so that tensors and frames may lie at any address.
  */
 #include "kernels.h"
 
@@ -50,7 +51,10 @@ static void copy(uint8_t *dst, const uint8_t *src, size_t n)
 #define STREAM copy
 #endif
 
-/* An instruction set may do the first values of a plane loop, or a whole chunk of the checksum, in its own way. */
+/*
+ * Defaults of vectorized parts. An instruction set may process the first values of a loop over planes, or a whole chunk
+ * of the checksum, itself. *_FIRST returns the number of values processed.
+ */
 #ifndef SPLIT2_FIRST
 #define SPLIT2_FIRST(src, n, offset, plane) 0
 #define MERGE2_FIRST(plane, n, offset, dst, past) ((void)(past), 0)
@@ -94,7 +98,7 @@ static inline void split4(const void *src, size_t n, const uint16_t *offset, uin
 		p0[i] = (uint8_t)(y >> 8);
 		p1[i] = (uint8_t)y;
 	}
-	for (size_t i = done; i < n; i++) { /* apart: a loop with so many pointers stays scalar */
+	for (size_t i = done; i < n; i++) { /* a loop of its own: with more pointers it would not be vectorized */
 		uint32_t x = native32(src, i);
 
 		p2[i] = (uint8_t)(x >> 8);
@@ -115,7 +119,7 @@ static inline void merge4(const uint8_t *const *plane, size_t n, const uint16_t 
 	}
 }
 
-/* 8 bytes a value: the halves of so many values, in the first-level cache, go through the loops for 4. */
+/* Values of 8 bytes per tile. Their halves, in the first-level cache, go through the loops for 4 bytes. */
 #define SPLIT8_TILE 256
 
 static inline void split8(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
@@ -252,7 +256,7 @@ static void columns(const uint16_t *p, int row, uint16_t zero, size_t n, struct 
 	}
 }
 
-static const uint32_t SEAL_KEY[WIRE_CHUNK_WORDS + 1] = {SEAL_KEYS}; /* one more: vectors read ahead */
+static const uint32_t SEAL_KEY[WIRE_CHUNK_WORDS + 1] = {SEAL_KEYS}; /* one extra key: vectors read ahead */
 
 #ifndef CHUNK_SUM
 static inline uint64_t CHUNK_SUM(const uint8_t *src, const uint32_t *key)
@@ -319,7 +323,8 @@ static size_t count(const uint8_t *e, uint8_t least, size_t n)
 {
 	size_t total = 0;
 
-	for (size_t i = COUNT_LEAST(e, least, n, &total); i < n; i += 128) { /* byte counters that cannot overflow */
+	for (size_t i = COUNT_LEAST(e, least, n, &total); i < n;
+	     i += 128) { /* 128 values do not overflow a byte counter */
 		size_t end = i + 128 < n ? i + 128 : n;
 		uint8_t some = 0;
 

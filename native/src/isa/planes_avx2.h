@@ -1,6 +1,7 @@
-/* planes_avx2.h - values to byte planes and back, and the checksum, in 256-bit vectors.
+/*
+ * planes_avx2.h - split values into byte planes, merge them, and compute the checksum, in 256-bit vectors.
  *
- * Loops stop at a multiple of 32 values; the portable ones of plane_loops.h do the rest.
+ * Loops stop at a multiple of 32 values; the portable loops of plane_loops.h process the rest.
  */
 #ifndef CODEC_PLANES_AVX2_H
 #define CODEC_PLANES_AVX2_H
@@ -13,8 +14,8 @@
 #define STORE256(p, v) _mm256_storeu_si256((__m256i *)(p), v)
 
 /*
- * bits_turn and bits_unturn: the two top bytes of 16 floats under their offsets. On a circle of n numbers, of two that
- * differ by n one is meant: as numbers without sign it is the smaller one.
+ * bits_turn and bits_unturn of the two top bytes of 16 floats with their offsets. On the circle of n numbers, a result
+ * is correct or too small by n; as unsigned numbers, the smaller of d and d + n is correct.
  */
 #define CIRCLE256 _mm256_set1_epi16(WIRE_CIRCLE(128))
 
@@ -35,7 +36,7 @@ static inline __m256i raise256(__m256i u, __m256i offset)
 	return _mm256_add_epi16(s, _mm256_and_si256(_mm256_srai_epi16(s, 15), past_end));
 }
 
-/* The top bytes of values a and b as two planes; half by half, like _mm256_packus_epi16. */
+/* Compute the two planes of the top bytes of values a and b; 128-bit halves are in the order of _mm256_packus_epi16. */
 static inline void turn256(__m256i a, __m256i b, __m256i offset_a, __m256i offset_b, __m256i *high, __m256i *low)
 {
 	const __m256i mantissa = _mm256_set1_epi16(0x7f), sign = _mm256_set1_epi16(0x80);
@@ -47,7 +48,7 @@ static inline void turn256(__m256i a, __m256i b, __m256i offset_a, __m256i offse
 	*low = _mm256_packus_epi16(u, v);
 }
 
-/* y: both bytes of 16 values, the exponent's on top. */
+/* y: both bytes of 16 values, the exponent's in the upper one. */
 static inline __m256i unturn256(__m256i y, __m256i offset)
 {
 	const __m256i mantissa = _mm256_set1_epi16(0x7f), sign = _mm256_set1_epi16((short)0x8000);
@@ -108,7 +109,7 @@ static inline size_t merge2_avx2(const uint8_t *const *plane, size_t n, const ui
 	return i;
 }
 
-/* 32 offsets as unpacklo and unpackhi order their values: 0..7 and 16..23, 8..15 and 24..31. */
+/* Load 32 offsets in the order of values after unpacklo and unpackhi: 0..7 and 16..23, 8..15 and 24..31. */
 static inline void offsets_unpacked(const uint16_t *offset, __m256i *lo, __m256i *hi)
 {
 	__m256i a = LOAD256(offset), b = LOAD256(offset + 16);
@@ -119,7 +120,7 @@ static inline void offsets_unpacked(const uint16_t *offset, __m256i *lo, __m256i
 
 static inline size_t split4_avx2(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
 {
-	/* bytes of a kind together in each half, then across the halves: 8 bytes of each kind */
+	/* gather bytes of a kind in each half, then across halves: 8 bytes of each kind */
 	const __m256i kinds =
 		_mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
 	const __m256i halves = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
@@ -188,7 +189,7 @@ static inline size_t merge4_avx2(const uint8_t *const *plane, size_t n, const ui
 	return i;
 }
 
-/* sum(word[i] * key[i]) over a whole chunk; key[WIRE_CHUNK_WORDS] is read and ignored. */
+/* Return sum(word[i] * key[i]) over a whole chunk. key[WIRE_CHUNK_WORDS] is read and ignored. */
 static inline uint64_t chunk_sum_avx2(const uint8_t *src, const uint32_t *key)
 {
 	__m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
@@ -197,7 +198,7 @@ static inline uint64_t chunk_sum_avx2(const uint8_t *src, const uint32_t *key)
 	for (int i = 0; i < WIRE_CHUNK_WORDS; i += 16) {
 		__m256i v = LOAD256(src + 4 * i), w = LOAD256(src + 4 * i + 32);
 
-		/* even words meet even keys; odd words, shuffled down, the keys read one word further on */
+		/* multiply even words with even keys; odd words, shuffled down, with keys read one word further */
 		a = _mm256_add_epi64(a, _mm256_mul_epu32(v, LOAD256(key + i)));
 		b = _mm256_add_epi64(b, _mm256_mul_epu32(_mm256_shuffle_epi32(v, 0xf5), LOAD256(key + i + 1)));
 		c = _mm256_add_epi64(c, _mm256_mul_epu32(w, LOAD256(key + i + 8)));

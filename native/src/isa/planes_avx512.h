@@ -1,6 +1,7 @@
-/* planes_avx512.h - values to byte planes and back, and the checksum, in 512-bit vectors.
+/*
+ * planes_avx512.h - split values into byte planes, merge them, and compute the checksum, in 512-bit vectors.
  *
- * As planes_avx2.h: loops stop at a multiple of 32 values, the portable ones of plane_loops.h do the rest.
+ * Loops stop at a multiple of 32 values; the portable loops of plane_loops.h process the rest.
  */
 #ifndef CODEC_PLANES_AVX512_H
 #define CODEC_PLANES_AVX512_H
@@ -12,19 +13,19 @@
 #define LOAD256(p) _mm256_loadu_si256((const __m256i *)(p))
 #define STORE256(p, v) _mm256_storeu_si256((__m256i *)(p), v)
 
-/* mask ? a : b, bit by bit */
+/* Return mask ? a : b for each bit. */
 static inline __m512i select512(__m512i mask, __m512i a, __m512i b)
 {
 	return _mm512_ternarylogic_epi32(mask, a, b, 0xca);
 }
 
-/* Lanes whose pattern is 128 or more: those that are lowered and raised. */
+/* Return the lanes whose pattern is 128 or more, which are lowered and raised. */
 static inline __mmask32 moving512(__m512i x)
 {
 	return _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x7f80));
 }
 
-/* bits_turn and bits_unturn: the two top bytes of 32 floats under their offsets. */
+/* bits_turn and bits_unturn of the two top bytes of 32 floats with their offsets. */
 static inline __m512i turn512(__m512i x, __m512i offset)
 {
 	const __m512i mantissa = _mm512_set1_epi16(0x7f), circle = _mm512_set1_epi16(WIRE_CIRCLE(128));
@@ -49,9 +50,9 @@ static inline __m512i unturn512(__m512i y, __m512i offset)
 }
 
 /*
- * Byte orders for a permutation: bytes i of a vector of words, first the lower ones, then the upper ones; and back. Of
- * PAIRED words the value k and 16 + k are neighbours; of QUARTERS 64-bit lanes come in the order 0 4 1 5 2 6 3 7, which
- * unpacking to 32 bits undoes.
+ * Byte orders for permutes. PLANAR512 gathers the lower bytes of 16-bit words, then the upper ones; WORDS512 is the
+ * inverse. PAIRED: values k and 16 + k share a 32-bit word. QUARTERS: 64-bit lanes are in the order 0 4 1 5 2 6 3 7,
+ * which unpacking to 32 bits undoes.
  */
 static const uint8_t PLANAR512[64] = {
 	0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42,
@@ -79,7 +80,7 @@ static const uint8_t PAIRED512[64] = {
 	22, 23, 54, 55, 24, 25, 56, 57, 26, 27, 58, 59, 28, 29, 60, 61, 30, 31, 62, 63,
 };
 
-/* Bytes of v and w in a planar order: the lower ones of their words to a, the upper ones to b. */
+/* Store the lower bytes of the words of v and w at a, the upper ones at b. `order` is a PLANAR order. */
 static inline void put_planes512(__m512i v, __m512i w, const uint8_t *order, uint8_t *a, uint8_t *b)
 {
 	v = _mm512_permutexvar_epi8(_mm512_loadu_si512(order), v);
@@ -88,7 +89,7 @@ static inline void put_planes512(__m512i v, __m512i w, const uint8_t *order, uin
 	_mm512_storeu_si512(b, _mm512_shuffle_i64x2(v, w, 0xee));
 }
 
-/* Words of lower bytes at a and upper ones at b. */
+/* Return words with lower bytes from a and upper bytes from b. */
 static inline __m512i get_planes512(const uint8_t *a, const uint8_t *b, const uint8_t *order)
 {
 	return _mm512_permutexvar_epi8(_mm512_loadu_si512(order),
@@ -138,7 +139,7 @@ static inline size_t split4_avx512(const void *src, size_t n, const uint16_t *of
 	return i;
 }
 
-/* Stores past the caches are of whole lines. */
+/* Store a vector; past: with a non-temporal store of a whole cache line. */
 static inline void put512(int past, void *p, __m512i v)
 {
 	if (past)
@@ -148,8 +149,8 @@ static inline void put512(int past, void *p, __m512i v)
 }
 
 /*
- * How many values of `width` bytes lie before the first line of dst: they are stored as usual, in a vector whose rest
- * is stored again. *past is cleared where there is no such line.
+ * Return the number of values of `width` bytes before the first cache line of dst. They are stored normally, in a
+ * vector whose rest is stored again. Clears *past if dst has no such line.
  */
 static inline size_t before_line(const void *dst, size_t width, size_t n, int *past)
 {
@@ -211,7 +212,7 @@ static inline void stream_avx512(uint8_t *dst, const uint8_t *src, size_t n)
 	memcpy(dst + i, src + i, n - i);
 }
 
-/* sum(word[i] * key[i]) over a whole chunk; key[WIRE_CHUNK_WORDS] is read and ignored. */
+/* Return sum(word[i] * key[i]) over a whole chunk. key[WIRE_CHUNK_WORDS] is read and ignored. */
 static inline uint64_t chunk_sum_avx512(const uint8_t *src, const uint32_t *key)
 {
 	__m512i a = _mm512_setzero_si512(), b = a, c = a, d = a;
@@ -221,7 +222,7 @@ static inline uint64_t chunk_sum_avx512(const uint8_t *src, const uint32_t *key)
 	for (int i = 0; i < WIRE_CHUNK_WORDS; i += 32) {
 		__m512i v = _mm512_loadu_si512(src + 4 * i), w = _mm512_loadu_si512(src + 4 * i + 64);
 
-		/* even words meet even keys; odd words, shuffled down, the keys read one word further on */
+		/* multiply even words with even keys; odd words, shuffled down, with keys read one word further */
 		a = _mm512_add_epi64(a, _mm512_mul_epu32(v, _mm512_loadu_si512(key + i)));
 		b = _mm512_add_epi64(b,
 				     _mm512_mul_epu32(_mm512_shuffle_epi32(v, 0xf5), _mm512_loadu_si512(key + i + 1)));

@@ -1,11 +1,12 @@
-/* row_loops.h - the loops of codecs whose values share scales, compiled once for each instruction set.
+/*
+ * row_loops.h - loops without intrinsics for codecs of rows, compiled once per instruction set.
  *
- * Included by scalar.c, avx2.c, avx512.c, as plane_loops.h is. `row` values share scale[0], the next ones scale[1] and
- * so on; the last row may be shorter. Values are float32; their one-word functions are in round.h.
+ * Included by scalar.c, avx2.c and avx512.c like plane_loops.h. `row` values share scale[0], the next ones scale[1],
+ * and so on; the last row may be shorter. Values are float32; round.h has the functions on single words.
  */
 #include "kernels.h"
 
-/* What vectors do of a loop, its first values: where there are none, nothing. */
+/* Defaults of vectorized parts, which process the first values of a loop and return their number: 0 without vectors. */
 #ifndef ABS_MAX
 #define FROM_BFLOAT16(src, n, x) 0
 #define TO_BFLOAT16(x, n, dst) 0
@@ -64,7 +65,7 @@ static void abs_max(const float_any *x, size_t n, size_t row, uint32_t limit, ui
 {
 	for (size_t at = 0; at < n; at += row) {
 		size_t m = n - at < row ? n - at : row;
-		int32_t most = 0; /* signed, since SSE2 has no other */
+		int32_t most = 0; /* signed, because SSE2 has no unsigned comparison */
 
 		for (size_t i = limit > ROUND_ABS ? ABS_MAX(x + at, m, &most) : 0; i < m; i++) {
 			int32_t a = (int32_t)(round_bits(x[at + i]) & ROUND_ABS);
@@ -106,7 +107,7 @@ static inline void clear_lanes(int kind, struct row_lanes *sums)
 		memset(sums, 0, sizeof *sums);
 		return;
 	}
-	for (int l = 0; l < WIRE_LANES; l++) { /* a row may be short */
+	for (int l = 0; l < WIRE_LANES; l++) { /* a loop instead of memset, since rows may be short */
 		sums->a[l] = sums->b[l] = 0;
 		sums->max[l] = 0;
 	}
@@ -144,7 +145,7 @@ static void row_fold(int kind, struct row_lanes *l, struct row_sums *out)
 #define SIGN_SUMS(s, count, n, more, how, by, y) 0
 #endif
 
-/* Bit i % 8 of byte i / 8: the sign bit of x[i] is clear. Bits behind the last value are 0. */
+/* Set bit i % 8 of byte i / 8 if the sign bit of x[i] is clear. Bits after the last value are 0. */
 static void sign_bits(const float_any *x, size_t n, uint8_t *bits)
 {
 	for (size_t i = SIGN_BITS(x, n, bits); i < n; i += 8) {
@@ -157,7 +158,7 @@ static void sign_bits(const float_any *x, size_t n, uint8_t *bits)
 	}
 }
 
-/* Value i goes to lane i % 32; n is a multiple of 32 but for the last values. */
+/* Add value i to lane i % 32. n is a multiple of 32, except for the last values. */
 static void row_sums(int kind, const float_any *x, size_t n, int first, uint8_t *bits, struct row_lanes *sums)
 {
 	size_t i = 0, signs = 0;
@@ -194,11 +195,11 @@ static inline void put_signs(const uint8_t *bits, size_t from, size_t n, float n
 	}
 }
 
-/* From value `from` of the bits on; from is a multiple of 8 unless rows are. */
+/* Dequantize signs from value `from` of the bits on. `from` is a multiple of 8 if rows are. */
 static void sign_values(const uint8_t *bits, size_t from, size_t n, float negative, float positive, int how,
 			float_any *y)
 {
-	if (how == SIGNS_ADD) /* constants make faster loops */
+	if (how == SIGNS_ADD) /* a constant `how` lets the compiler specialize the loop */
 		put_signs(bits, from, n, negative, positive, SIGNS_ADD, y);
 	else if (how == SIGNS_PAST)
 		put_signs(bits, from, n, negative, positive, SIGNS_PAST, y);
@@ -206,7 +207,7 @@ static void sign_values(const uint8_t *bits, size_t from, size_t n, float negati
 		put_signs(bits, from, n, negative, positive, SIGNS_STORE, y);
 }
 
-/* The first words of nblocks blocks, as halves in element order. */
+/* Generate word 0 of nblocks blocks, as halves in element order. */
 static void halves(struct philox key, uint64_t block, size_t nblocks, uint16_t *restrict h)
 {
 	for (size_t b = HALVES(key, block, nblocks, h); b < nblocks; b++) {
@@ -220,7 +221,7 @@ static void halves(struct philox key, uint64_t block, size_t nblocks, uint16_t *
 	}
 }
 
-/* Codes 0, 1, 2 for 0, 1, -1; TERNARY_TIE where the second draw decides. Returns whether some value exceeds s > 0. */
+/* Compute codes 0, 1, 2 for 0, 1, -1, or TERNARY_TIE if the second draw decides. Returns 1 if a value exceeds s > 0. */
 static int ternary_run(const float_any *x, size_t n, float s, const uint16_t *h, uint8_t *restrict code)
 {
 	const struct over over = round_over(s, 65536);
@@ -247,12 +248,12 @@ static inline void float8_run(uint32_t mbits, uint32_t bias, float max, const fl
 static inline void float8_values(uint32_t mbits, uint32_t bias, uint32_t last, const uint8_t *code, size_t n,
 				 float scale, float_any *restrict y)
 {
-	/* a scale so small that a quotient could overflow is no vector's business */
+	/* scalar code for scales so small that a quotient could overflow */
 	for (size_t i = scale < 0x1p-111f ? 0 : FLOAT8_VALUES(mbits, bias, last, code, n, scale, y); i < n; i++)
 		y[i] = round_float8_value(code[i], scale, mbits, bias, last);
 }
 
-/* Codes of at most 4 bits: what each is worth, before the scale. */
+/* Compute the dequantized values before scaling, for codes of at most 4 bits. */
 static void ratios(const struct row_kind *q, float ratio[16])
 {
 	for (uint32_t c = 0; c < 16; c++)
@@ -266,12 +267,12 @@ static void ratios(const struct row_kind *q, float ratio[16])
 static inline void table_values(int few, const uint8_t *code, size_t n, const float ratio[16], float scale,
 				float_any *y)
 {
-	/* FLOAT4: 6 times such a scale would overflow */
+	/* FLOAT4: 6 times a larger scale would overflow */
 	for (size_t i = scale > 0x1p125f ? 0 : TABLE_VALUES(few, code, n, ratio, scale, y); i < n; i++)
 		y[i] = round_scaled(ratio[code[i] & 15], scale);
 }
 
-/* scale is what a row's values are divided by, 0 for zeros. Code: sign at bit 3. */
+/* Compute FLOAT4's codes, with the sign at bit 3. scale is the divisor of a row's values, 0 for a row of zeros. */
 static inline void float4_run(const float_any *x, size_t n, size_t row, const float *scale, const uint16_t *h,
 			      uint8_t *restrict code)
 {
@@ -279,7 +280,7 @@ static inline void float4_run(const float_any *x, size_t n, size_t row, const fl
 		code[i] = round_float4_code(round_bits(x[i]), scale[i / row], h != NULL, h ? h[i] : 0);
 }
 
-/* amax > 0. */
+/* Compute QUANTIZE's codes; amax > 0. */
 static inline void level_run(int odd, const float_any *x, size_t n, float amax, int levels, const uint16_t *h,
 			     uint8_t *restrict code)
 {
@@ -298,9 +299,10 @@ static void level_values(const uint8_t *code, size_t n, float amax, int odd, int
 static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, size_t row, const float *scale,
 		       const uint16_t *h, uint8_t *code)
 {
-	int above = 0, finite = !(q->options & WIRE_OPTION_PROPAGATE); /* NaN and Inf were refused before */
+	int above = 0,
+	    finite = !(q->options & WIRE_OPTION_PROPAGATE); /* without PROPAGATE, NaN and Inf were rejected before */
 
-	if (q->codec == WIRE_CODEC_FLOAT4) { /* rows are short there */
+	if (q->codec == WIRE_CODEC_FLOAT4) { /* rows are short, so that a loop per row would be slow */
 		h ? float4_run(x, n, row, scale, h, code) : float4_run(x, n, row, scale, NULL, code);
 		return 0;
 	}
@@ -311,7 +313,7 @@ static int encode_rows(const struct row_kind *q, const float_any *x, size_t n, s
 		uint8_t *c = code + at;
 
 		switch (q->codec) {
-		case WIRE_CODEC_FLOAT8: /* constants make faster loops */
+		case WIRE_CODEC_FLOAT8: /* constant parameters let the compiler specialize the loops */
 			if (q->variant == WIRE_FLOAT8_E4M3FN)
 				r ? float8_run(3, 7, 448, p, m, *scale, r, finite, c)
 				  : float8_run(3, 7, 448, p, m, *scale, NULL, finite, c);
@@ -378,7 +380,7 @@ static inline void pack_bits_of(const uint8_t *code, size_t n, int bits, uint8_t
 	for (; i + 8 <= n; i += 8, dst += bits) {
 		uint64_t x = bits_squeeze(load64(code + i), bits);
 
-		if (n - i >= 72) { /* room for 8 bytes */
+		if (n - i >= 72) { /* dst has room for 8 bytes */
 			store64(dst, x);
 		} else {
 			uint8_t last[8];
@@ -422,7 +424,7 @@ static inline void unpack_bits_of(const uint8_t *src, size_t n, int bits, uint8_
 
 static void pack_codes(const uint8_t *code, size_t n, int bits, uint8_t *dst)
 {
-	switch (bits) { /* constants make faster loops */
+	switch (bits) { /* constant `bits` lets the compiler specialize the loops */
 	case 1: pack_bits_of(code, n, 1, dst); break;
 	case 2: pack_bits_of(code, n, 2, dst); break;
 	case 3: pack_bits_of(code, n, 3, dst); break;
@@ -453,7 +455,7 @@ static void unpack_codes(const uint8_t *src, size_t n, int bits, uint8_t *code)
 #define UNPACK_TRITS(src, n, code) 0
 #endif
 
-/* Five codes 0..2 a byte, the first one most significant; missing ones are 0. */
+/* Pack five codes 0..2 per byte, the first most significant; missing codes are 0. */
 static void pack_trits(const uint8_t *code, size_t n, uint8_t *dst)
 {
 	size_t i = PACK_TRITS(code, n, dst);
@@ -521,7 +523,7 @@ static void multiply(float_any *out, size_t n, float by)
 		out[i] = round_mul(out[i], by);
 }
 
-/* A power of two has an inverse: the product with it is the quotient, and rounded alike, but sooner there. */
+/* Return 1 if `by` is a power of two: multiplying by its inverse is then exact division, and faster. */
 static inline int has_inverse(float by)
 {
 	return !(round_bits(by) & 0x7fffff);
@@ -543,7 +545,7 @@ static void maximum(const float *y, size_t n, float_any *out)
 		out[i] = round_larger(out[i], y[i]);
 }
 
-/* A sum or what it is worth in the end. */
+/* Apply the final operation to a result. */
 static inline float settled(int how, float x, float by)
 {
 	return how == SETTLE_TIMES ? round_mul(x, by) : how == SETTLE_OVER ? round_div(x, by) : x;
@@ -578,7 +580,7 @@ static inline uint32_t settle_how(int how, const float_any *x, size_t n, float b
 	size_t behind = (uintptr_t)dst % SETTLE_ALIGN, lead = behind ? (SETTLE_ALIGN - behind) / sizeof *dst : 0;
 	int32_t most = 0;
 
-	if (behind % sizeof *dst) /* no float of it is aligned */
+	if (behind % sizeof *dst) /* dst is not float-aligned, so no element reaches the alignment */
 		lead = n;
 	for (size_t i = 0; i < n; i++) {
 		if (i == lead)

@@ -1,6 +1,7 @@
-/* rows_avx2.h - loops of row_loops.h that shuffle, in 256-bit vectors; and what simd_loops.h needs.
+/*
+ * rows_avx2.h - loops of row_loops.h that shuffle, in 256-bit vectors, and operations that simd_loops.h needs.
  *
- * Each does the first values and returns how many; the portable ones do the rest.
+ * Each loop processes the first values and returns their number; the portable loops process the rest.
  */
 #ifndef CODEC_ROWS_AVX2_H
 #define CODEC_ROWS_AVX2_H
@@ -9,13 +10,13 @@
 
 #include "past_avx2.h"
 
-/* Bytes of two halves interleaved by packs, back in order. */
+/* Restore the order of 32-bit words after packs instructions have interleaved 128-bit halves. */
 static inline __m256i in_order(__m256i v)
 {
 	return _mm256_permutevar8x32_epi32(v, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
-/* scale_fold. */
+/* Vectorized scale_fold. */
 static inline float fold_avx2(const float *lane)
 {
 	__m256 a = _mm256_add_ps(_mm256_loadu_ps(lane), _mm256_loadu_ps(lane + 16));
@@ -53,7 +54,7 @@ static inline size_t sign_values_avx2(const uint8_t *bits, size_t n, float negat
 	for (; i + 32 <= n; i += 32) {
 		uint32_t word = load32(bits + i / 8);
 
-		for (int k = 0; k < 4; k++) { /* each bit on top of its lane in turn, where blendv looks */
+		for (int k = 0; k < 4; k++) { /* shift each bit to the top of its lane, which blendv tests */
 			__m256i v = _mm256_set1_epi32((int)(word << (24 - 8 * k)));
 			__m256 x = _mm256_blendv_ps(q, p, _mm256_castsi256_ps(_mm256_sllv_epi32(v, count)));
 			float_any *there = y + i + 8 * k;
@@ -96,11 +97,12 @@ static inline size_t sign_sums_avx2(const struct signs *s, size_t count, size_t 
 	return i;
 }
 
-/* bits_squeeze and bits_spread, four words at once. */
+/* Vectorized bits_squeeze and bits_spread, on four 64-bit words. */
 static inline __m256i squeeze_avx2(__m256i x, int bits)
 {
 	for (int half = 8; half < 64; half *= 2) {
-		__m256i low = _mm256_set1_epi64x((long long)(~0ull / ((1ull << half) + 1))); /* every other half */
+		__m256i low =
+			_mm256_set1_epi64x((long long)(~0ull / ((1ull << half) + 1))); /* mask of every other half */
 
 		x = _mm256_or_si256(_mm256_and_si256(low, x),
 				    _mm256_srli_epi64(_mm256_andnot_si256(low, x), half / 8 * (8 - bits)));
@@ -130,7 +132,7 @@ static inline size_t pack_any_avx2(const uint8_t *code, size_t n, int bits, uint
 	for (int k = 0; k < 16; k++)
 		order[k] = (uint8_t)(k < 2 * bits ? k % bits + k / bits * 8 : 0x80);
 	close = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)order));
-	for (; i + 160 <= n; i += 32, dst += 4 * bits) { /* room for 16 bytes and more */
+	for (; i + 160 <= n; i += 32, dst += 4 * bits) { /* dst has room for full 16-byte stores */
 		__m256i x = squeeze_avx2(_mm256_loadu_si256((const __m256i *)(code + i)), bits);
 
 		x = _mm256_shuffle_epi8(x, close);
@@ -159,7 +161,7 @@ static inline size_t unpack_any_avx2(const uint8_t *src, size_t n, int bits, uin
 	return i;
 }
 
-/* Codes of 2 and 4 bits: neighbours meet in sums of products, and part again by masks. */
+/* Pack codes of 2 and 4 bits with multiply-add instructions. Other widths use pack_any_avx2. */
 static inline size_t pack_codes_avx2(const uint8_t *code, size_t n, int bits, uint8_t *dst)
 {
 	const __m256i pairs = _mm256_set1_epi16(bits == 2 ? 4 << 8 | 1 : 16 << 8 | 1);
@@ -172,7 +174,7 @@ static inline size_t pack_codes_avx2(const uint8_t *code, size_t n, int bits, ui
 		__m256i a = _mm256_maddubs_epi16(_mm256_loadu_si256((const __m256i *)(code + i)), pairs);
 		__m256i b = _mm256_maddubs_epi16(_mm256_loadu_si256((const __m256i *)(code + i + 32)), pairs);
 
-		if (bits == 2) { /* a byte in each 32-bit lane, then in order */
+		if (bits == 2) { /* one byte per 32-bit lane, then in order */
 			a = _mm256_packs_epi32(_mm256_madd_epi16(a, quads), _mm256_madd_epi16(b, quads));
 			a = _mm256_permute4x64_epi64(a, 0xd8);
 			_mm_storeu_si128((__m128i *)(dst + i / 4),
@@ -221,8 +223,8 @@ static inline size_t unpack_codes_avx2(const uint8_t *src, size_t n, int bits, u
 }
 
 /*
- * Six bytes from 30 codes at a time: 15 in each half, dealt so that pairs meet their weights. Reads a code more, and
- * writes a byte more.
+ * Pack 30 codes into six bytes at a time: 15 codes in each half, shuffled so that pairs meet their weights. Reads one
+ * more code, and writes one more byte.
  */
 static inline size_t pack_trits_avx2(const uint8_t *code, size_t n, uint8_t *dst)
 {
@@ -250,15 +252,18 @@ static inline size_t pack_trits_avx2(const uint8_t *code, size_t n, uint8_t *dst
 }
 
 /*
- * And back, 3 bytes in each half: b * 3^k / 243 as a fraction of 2^16 gives each digit on top. ceil(2^16 / 243) = 270
- * is near enough for 243 numerators. Writes a code more.
+ * Unpack 15 codes from 3 bytes at a time. b * 3^k / 243 as a fraction of 2^16 has each digit on top; ceil(2^16 / 243) =
+ * 270 is exact enough for 243 numerators. Writes one more code.
  */
 static inline size_t unpack_trits_avx2(const uint8_t *src, size_t n, uint8_t *code)
 {
 	/* words: bytes 0, 0, 0, 0, 0, 1, 1, 1 and 1, 1, 2, 2, 2, 2, 2, - */
 	const __m256i take = _mm256_setr_epi8(0, -1, 0, -1, 0, -1, 0, -1, 0, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 2,
 					      -1, 2, -1, 2, -1, 2, -1, 2, -1, -1, -1);
-	/* byte * 270 * 3^k mod 2^16 is the fraction after k digits: its digit is the upper half of three times that */
+	/*
+	 * byte * 270 * 3^k mod 2^16 is the fraction after k digits; the next digit is the upper half of three times
+	 * that
+	 */
 	const __m256i scale = _mm256_setr_epi16(270, 810, 2430, 7290, 21870, 270, 810, 2430, 7290, 21870, 270, 810,
 						2430, 7290, 21870, 0);
 	size_t i = 0;
@@ -273,7 +278,7 @@ static inline size_t unpack_trits_avx2(const uint8_t *src, size_t n, uint8_t *co
 	return i;
 }
 
-/* A table of 16 floats: looked up by the low three bits in each half, then chosen by the fourth. */
+/* Table of 16 floats: looked up by the low three bits in each half, then selected by the fourth. */
 struct table_avx2 {
 	__m256 low, high;
 };
@@ -292,7 +297,7 @@ static inline __m256 table_find_avx2(struct table_avx2 t, __m256i c, int few)
 				      _mm256_castsi256_ps(_mm256_slli_epi32(c, 28)));
 }
 
-/* Numbers below 256 as bytes, in order. */
+/* Store numbers below 256 as bytes, in order. */
 static inline void narrow_avx2(uint8_t *p, const __m256i v[4])
 {
 	__m256i a = _mm256_packus_epi32(v[0], v[1]), b = _mm256_packus_epi32(v[2], v[3]);

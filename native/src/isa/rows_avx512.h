@@ -1,4 +1,6 @@
-/* rows_avx512.h - loops of row_loops.h where 512-bit vectors, masks and permutations of 16 do better than rows_avx2.h.
+/*
+ * rows_avx512.h - loops of row_loops.h that are faster than rows_avx2.h with 512-bit vectors, masks and permutes of 16
+ * words.
  */
 #ifndef CODEC_ROWS_AVX512_H
 #define CODEC_ROWS_AVX512_H
@@ -20,14 +22,14 @@ static inline size_t sign_bits_avx512(const float_any *x, size_t n, uint8_t *bit
 
 static inline __m512 signs_at(const uint8_t *bits, size_t i, __m512 negative, __m512 positive)
 {
-	unsigned shift = i % 8, third = bits[i / 8 + (shift ? 2 : 0)]; /* where 16 bits are in 3 bytes */
+	unsigned shift = i % 8, third = bits[i / 8 + (shift ? 2 : 0)]; /* 16 bits span 3 bytes */
 
 	return _mm512_mask_blend_ps((__mmask16)((load16(bits + i / 8) | third << 16) >> shift), negative, positive);
 }
 
 /*
- * Past the caches, all of it: a store that waits for its line to be read has the others wait behind it. So of a line
- * that rows share each stores its part, by fours.
+ * Store dequantized signs with non-temporal stores only: a normal store that waits for its cache line delays the
+ * others. Rows that share a cache line store their parts of it in groups of four values.
  */
 static inline size_t sign_values_past(const uint8_t *bits, size_t n, float negative, float positive, float_any *y)
 {
@@ -64,7 +66,7 @@ static inline size_t sign_values_avx512(const uint8_t *bits, size_t n, float neg
 	return i;
 }
 
-/* Of nv vectors from value i on. */
+/* Sum the values of nv vectors, from value i on. */
 static inline void sign_sum_avx512(int nv, const struct signs *s, size_t count, size_t i, int more, int how, float by,
 				   float_any *y)
 {
@@ -102,8 +104,8 @@ static inline size_t sign_sums_avx512(const struct signs *s, size_t count, size_
 }
 
 /*
- * 8 codes a 64-bit lane, by doubling: pairs, quads, all of them; then the lanes' bytes without what lies between.
- * Stores and loads are of 64 bytes: as many are there.
+ * Pack codes: combine 8 codes per 64-bit lane in pairs, then quads, then all; then compress the lanes' bytes. Loads and
+ * stores have 64 bytes, which the loop condition guarantees.
  */
 static inline size_t pack_codes_avx512(const uint8_t *code, size_t n, int bits, uint8_t *dst)
 {
@@ -114,7 +116,7 @@ static inline size_t pack_codes_avx512(const uint8_t *code, size_t n, int bits, 
 	const __m128i gap = _mm_cvtsi32_si128(32 - 4 * bits);
 	size_t i = 0;
 
-	if (bits == 4 || bits == 7) /* of 4 a pair is a byte; the weight of 7 is no signed one */
+	if (bits == 4 || bits == 7) /* 4: a pair is a byte; 7: the weight exceeds a signed byte */
 		return pack_codes_avx2(code, n, bits, dst);
 	for (; (n - i) * (size_t)bits >= 512; i += 64) {
 		__m512i x = _mm512_madd_epi16(_mm512_maddubs_epi16(_mm512_loadu_si512(code + i), pairs), quads);

@@ -1,4 +1,4 @@
-/* scalar.c - the loops for any CPU: plain C, and the reference for the others. */
+/* scalar.c - kernels in plain C, for any CPU; reference for the other kernels. */
 #include "kernels.h"
 
 static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, size_t rows, uint32_t *end, lanes *state,
@@ -28,7 +28,10 @@ static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, siz
 
 			if (__builtin_expect((a | b | c | d) & 0x8000, 0))
 				esc[l / 8] |= (a >> 15 | b >> 15 << 1 | c >> 15 << 2 | d >> 15 << 3) << 4 * (l % 8);
-			/* a branch on the reservoir mispredicts: store always, keep what is due */
+			/*
+			 * no branch, which would be mispredicted: store always, advance `end` only if a word is
+			 * complete
+			 */
 			n += a >> 8 & 15;
 			due = have + n >= 64;
 			end[-1] = (uint32_t)x;
@@ -48,14 +51,14 @@ static uint32_t *encode_lanes(const book_codes *book, const uint8_t *symbol, siz
 	return end;
 }
 
-/* A stream's words, then zeros. */
+/* A stream's words, followed by zeros. */
 struct source {
 	const uint8_t *p, *end;
 	uint8_t last[4 * 2 * WIRE_LANES];
 	int in_last;
 };
 
-/* A row takes at most 32 words. */
+/* Make 32 words available, which is the maximum that a row takes. */
 static inline void source_row(struct source *w)
 {
 	if (__builtin_expect(w->end - w->p >= 4 * WIRE_LANES, 1))
@@ -69,12 +72,12 @@ static inline void source_row(struct source *w)
 		w->end = w->p + left;
 		w->in_last = 1;
 	}
-	w->p = w->p > w->end ? w->end : w->p; /* zeros from here on */
+	w->p = w->p > w->end ? w->end : w->p; /* only zeros follow */
 }
 
 /*
- * A lane is 64 bits and how many of them are used up, less one: 0 to 31. After a quad of n bits more: a word follows if
- * that leaves fewer than 32.
+ * Consume n bits of a lane, and add a word if fewer than 32 remain. A lane has 64 bits; `used` is the number of used
+ * bits minus 1, 0 to 31.
  */
 #define TAKE(x, n, used, p)                                                                                            \
 	do {                                                                                                           \
@@ -86,11 +89,11 @@ static inline void source_row(struct source *w)
 	} while (0)
 
 /*
- * An entry of pairs: first symbol << 16 | second << 24 | bits of both. Of pairs longer than PAIR_BITS only the first
- * symbol is known, and PAIR_LONG is set.
+ * Entries of the table of pairs: first symbol << 16 | second symbol << 24 | bits of both codes. If a pair is longer
+ * than PAIR_BITS, the entry has only the first symbol, and PAIR_LONG is set.
  */
 #define PAIR_LONG 64u
-#define PAIRS_ROWS 24 /* fewer are not worth a table */
+#define PAIRS_ROWS 24 /* fewer rows do not repay building the table */
 
 static void pairs_make(const book_lookup *book, struct symbol_pairs *pairs)
 {
@@ -100,7 +103,8 @@ static void pairs_make(const book_lookup *book, struct symbol_pairs *pairs)
 		uint32_t l = book->length[i], r = PAIR_BITS - l, n = 1u << r;
 		uint32_t first = (uint32_t)book->symbol[i] << 16;
 
-		if (l == last) { /* as under the code before, which is as long */
+		if (l ==
+		    last) { /* same entries as for the preceding code of equal length, plus the difference of symbols */
 			uint32_t more = first - ((uint32_t)book->symbol[i - 1] << 16);
 
 			for (uint32_t j = 0; j < n; j++)
@@ -119,7 +123,9 @@ static void pairs_make(const book_lookup *book, struct symbol_pairs *pairs)
 	pairs->of = book;
 }
 
-/* The quad on top of *x, first symbol lowest, one by one; *x moves past it, *n is its bits. */
+/*
+ * Decode the quad on top of *x one symbol at a time; the first symbol is lowest. Advances *x; *n is the number of bits.
+ */
 static inline uint32_t quad_of(const book_lookup *book, uint64_t *x, uint32_t *n)
 {
 	uint32_t quad = 0;
@@ -135,7 +141,7 @@ static inline uint32_t quad_of(const book_lookup *book, uint64_t *x, uint32_t *n
 	return quad;
 }
 
-/* pair: NULL if there are none. */
+/* Decode rows of quads. pair: table of pairs, or NULL. */
 static inline void decode_quad_rows(const book_lookup *book, const uint32_t *pair, struct source *w, uint64_t *bits,
 				    uint32_t *used, size_t rows, uint8_t *symbol)
 {
@@ -157,7 +163,8 @@ static inline void decode_quad_rows(const book_lookup *book, const uint32_t *pai
 				n = a + b;
 				quad = a >> 16 | (b & 0xffff0000);
 			}
-			if (__builtin_expect(n & (3 * PAIR_LONG), 0)) { /* one of the pairs is, or both */
+			if (__builtin_expect(n & (3 * PAIR_LONG),
+					     0)) { /* one or both pairs are longer than PAIR_BITS */
 				y = x;
 				quad = quad_of(book, &y, &n);
 			}
@@ -169,7 +176,7 @@ static inline void decode_quad_rows(const book_lookup *book, const uint32_t *pai
 	}
 }
 
-/* Bit i: byte i of p[0..31] is v. */
+/* Return a mask with bit i set if p[i] is v, for i in 0..31. */
 static inline uint32_t equal_bytes(const uint8_t *p, uint8_t v)
 {
 	const uint64_t low = 0x7f7f7f7f7f7f7f7full;
@@ -232,7 +239,7 @@ static void decode_lanes(const book_lookup *book, struct stream *a, struct strea
 		decode_stream(book, b, rows);
 }
 
-/* Symbols cost nothing where pairs are looked up. */
+/* Decode to check: with a table of pairs, symbols cost nothing extra. */
 static void check_lanes(const book_lookup *book, struct stream *a, struct stream *b, size_t rows,
 			const struct ahead *ahead)
 {

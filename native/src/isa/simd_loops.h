@@ -1,42 +1,44 @@
-/* simd_loops.h - loops of row_loops.h and truncate_loops.h over vectors of LANES 32-bit words, written once.
+/*
+ * simd_loops.h - loops of row_loops.h and truncate_loops.h in vectors of LANES 32-bit words; common to all instruction
+ * sets.
  *
- * Included by avx2.c and avx512.c, which define, besides what encode_lanes.h asks for:
- *   F, SETF, LOADF, STOREF   a vector of floats
- *   AS_F AS_V                the same bits as floats, as words
- *   ADDF MULF DIVF MINF      on floats; MINF gives b where a is NaN
- *   FMA FNMA (a, b, c)       a * b + c, c - a * b, rounded once
- *   TRUNC                    floats to integers, toward zero
- *   FLOAT (v)                integers to floats
- *   SLL SRL SRA (v, n)       all lanes by one count
- *   XOR XOR3 MIN MAX         on words; signed
- *   GT EQ EITHER             signed comparisons, as MASK; either of two
- *   MULU ADDQ SRLQ           products of the lower halves of 64-bit lanes; sums, shifts
- *   SETQ SEQUENCE            a 64-bit constant; lane 2i holds i, lane 2i + 1 i + BLOCKS / 2
- *   UNPACKLOQ UNPACKHIQ      even, odd 64-bit lanes of a and b, interleaved
- *   ODD_WORDS (a, b)         a's lower words, and b's as upper ones
- *   WIDEN8 WIDEN16 (p)       bytes, halves to words
- *   FROM_HALVES TO_HALVES    float16 at p to floats; floats, to nearest even, to float16 at p
- *   STORE16 (p, v)           numbers below 65536 as LANES halves
- *   NARROW (p, v[4])         numbers below 256 as 4 * LANES bytes
- *   SHLQ (v, w)              64-bit lanes shifted, each by its own
- *   TABLE, TABLE_LOAD (x, by) 16 floats, times by
- *   TABLE_FIND (t, v, few)   those at v, which is below 16, or 8 if few
- *   SIGNS                    the lanes' highest bits, the first one's lowest
- *   PUT_PAST (p, v)          to memory, past the caches; p is a multiple of SETTLE_ALIGN
- *   CHAINS                   how many generators run side by side
+ * Included by avx2.c and avx512.c, which define, besides the operations of encode_lanes.h:
+ *   - F, SETF, LOADF, STOREF: a vector of floats
+ *   - AS_F AS_V: reinterpret bits as floats, as words
+ *   - ADDF MULF DIVF MINF: on floats; MINF gives b where a is NaN
+ *   - FMA FNMA (a, b, c): a * b + c, c - a * b, rounded once
+ *   - TRUNC: floats to integers, toward zero
+ *   - FLOAT (v): integers to floats
+ *   - SLL SRL SRA (v, n): shift all lanes by one count
+ *   - XOR XOR3 MIN MAX: on words; signed
+ *   - GT EQ EITHER: signed comparisons, as MASK; or of two masks
+ *   - MULU ADDQ SRLQ: products of the lower halves of 64-bit lanes; sums, shifts
+ *   - SETQ SEQUENCE: a 64-bit constant; lane 2i holds i, lane 2i + 1 holds i + BLOCKS / 2
+ *   - UNPACKLOQ UNPACKHIQ: even, odd 64-bit lanes of a and b, interleaved
+ *   - ODD_WORDS (a, b): a's lower words, and b's as upper ones
+ *   - WIDEN8 WIDEN16 (p): bytes, halves to words
+ *   - FROM_HALVES TO_HALVES: float16 at p to floats; floats, to nearest even, to float16 at p
+ *   - STORE16 (p, v): store numbers below 65536 as LANES halves
+ *   - NARROW (p, v[4]): store numbers below 256 as 4 * LANES bytes
+ *   - SHLQ (v, w): shift each 64-bit lane by its own count
+ *   - TABLE, TABLE_LOAD (x, by): 16 floats, multiplied by `by`
+ *   - TABLE_FIND (t, v, few): entries v, which is below 16, or below 8 if few
+ *   - SIGNS: highest bits of the lanes, the first lane's lowest
+ *   - PUT_PAST (p, v): non-temporal store; p is a multiple of SETTLE_ALIGN
+ *   - CHAINS: number of random generators interleaved
  *
- * Each loop returns how many values it did; the plain ones do the rest.
+ * Each loop returns the number of values processed; the portable loops process the rest.
  */
 #define STEP (4 * (size_t)LANES)
 
 /*
- * Value i of a run belongs to sum i mod 32, which is a lane of vector k mod NV if it is in vector k of a step: so the
- * four vectors of a step must begin with the first sum, each time. And one scale is spread over a vector.
+ * Value i of a run is added to sum i mod 32: a lane of vector k mod NV if the value is in vector k of a step. The four
+ * vectors of a step must therefore begin at sum 0. Also, one scale is broadcast to a whole vector.
  */
-_Static_assert(NV *LANES == 32 && 4 % NV == 0, "sums would go to lanes of others: with fewer lanes make V a pair");
+_Static_assert(NV *LANES == 32 && 4 % NV == 0, "a step must begin at sum 0: for shorter vectors make V a pair of them");
 _Static_assert(16 % LANES == 0, "the shortest rows that share a scale are 16 values, whole vectors");
 
-/* Bytes ahead that are fetched while values are coded: otherwise memory would idle. */
+/* Prefetch distance in bytes while values are coded, so that memory is not idle. */
 #define AHEAD 16384
 
 static inline void fetch_ahead(const float_any *x)
@@ -45,7 +47,7 @@ static inline void fetch_ahead(const float_any *x)
 		_mm_prefetch((const char *)((uintptr_t)x + AHEAD + i), _MM_HINT_T1);
 }
 
-/* The largest of v's lanes and x. */
+/* Return the maximum of v's lanes and x. */
 static inline int32_t largest(V v, int32_t x)
 {
 	int32_t lane[LANES];
@@ -65,7 +67,7 @@ static inline size_t from_bfloat16_simd(const void *src, size_t n, float *x)
 	return i;
 }
 
-/* round_to_bfloat16. */
+/* Vectorized round_to_bfloat16. */
 static inline size_t to_bfloat16_simd(const float *x, size_t n, void *dst)
 {
 	const V magnitude = SET1((int)ROUND_ABS), inf = SET1(ROUND_INF);
@@ -90,7 +92,7 @@ static inline size_t from_float16_simd(const void *src, size_t n, float *x)
 	return i;
 }
 
-/* round_to_float16. */
+/* Vectorized round_to_float16. */
 static inline size_t to_float16_simd(const float *x, size_t n, void *dst)
 {
 	const V magnitude = SET1((int)ROUND_ABS), most = AS_V(SETF(65504)), inf = SET1(ROUND_INF);
@@ -118,7 +120,9 @@ static inline size_t abs_max_simd(const float_any *x, size_t n, int32_t *most)
 	return i;
 }
 
-/* Of a tensor and its residual, which come from memory: what goes on with the sums has no more to fetch. */
+/*
+ * Add a tensor and its residual. Both come from memory and are prefetched; kernels that use the sums need not prefetch.
+ */
 static inline size_t plus_simd(const float_any *x, const float_any *e, size_t n, float *sum)
 {
 	const V magnitude = SET1((int)ROUND_ABS), inf = SET1(ROUND_INF), nan = SET1(0x7fc00000);
@@ -136,7 +140,7 @@ static inline size_t plus_simd(const float_any *x, const float_any *e, size_t n,
 	return i;
 }
 
-/* add_magnitudes and sign_bits. */
+/* Vectorized add_magnitudes and sign_bits. */
 static inline size_t add_row(int by_sign, const float_any *x, size_t n, uint8_t *bits, struct row_lanes *sums)
 {
 	const V magnitude = SET1((int)ROUND_ABS);
@@ -185,7 +189,7 @@ static inline size_t row_sums_simd(int by_sign, const float_any *x, size_t n, ui
 	return bits ? add_row(by_sign, x, n, bits, sums) : add_row(by_sign, x, n, NULL, sums);
 }
 
-/* dst: at a multiple of SETTLE_ALIGN. */
+/* dst is a multiple of SETTLE_ALIGN. */
 static inline size_t settle_simd(int how, const float_any *x, size_t n, float by, float_any *dst, int32_t *most)
 {
 	const V magnitude = SET1((int)ROUND_ABS);
@@ -207,8 +211,8 @@ static inline size_t settle_simd(int how, const float_any *x, size_t n, float by
 }
 
 /*
- * Philox. Each 64-bit lane has a block, whose words lie in the lower halves of c; what is above does not matter.
- * Counters must not carry into their upper word.
+ * Philox blocks per vector: each 64-bit lane has a block, whose words are in the lower halves of c; upper halves are
+ * ignored. Block counters must not carry into their upper word.
  */
 #define BLOCKS (LANES / 2)
 
@@ -262,13 +266,13 @@ static inline size_t halves_simd(struct philox key, uint64_t block, size_t nbloc
 	return b;
 }
 
-/* 16 random bits a lane, or the half that rounds to nearest. */
+/* Return 16 random bits per lane, or one half to round to nearest. */
 static inline V draws(const uint16_t *h, size_t i)
 {
 	return h ? WIDEN16(h + i) : SET1(0x8000);
 }
 
-/* Those to be added to twice as fine steps, and a half: what round_place adds. */
+/* Return 2 * random bits + 1, in half steps, as round_place adds. */
 static inline V fine_draws(const uint16_t *h, size_t i)
 {
 	V draw = draws(h, i);
@@ -276,7 +280,7 @@ static inline V fine_draws(const uint16_t *h, size_t i)
 	return ADD(ADD(draw, draw), SET1(1));
 }
 
-/* round_ternary; *most: the largest magnitude. */
+/* Vectorized round_ternary_code; *most: the largest magnitude. */
 static inline size_t ternary_codes_simd(const float_any *x, size_t n, float s, const uint16_t *h, uint8_t *code,
 					int32_t *most)
 {
@@ -294,7 +298,7 @@ static inline size_t ternary_codes_simd(const float_any *x, size_t n, float s, c
 		for (int k = 0; k < 4; k++) {
 			V u = LOAD(x + i + LANES * k), a = AND(u, SET1((int)ROUND_ABS)), draw = draws(h, i + LANES * k);
 			F y = AS_F(MIN(a, top));
-			V high = TRUNC(MULF(tiny ? MULF(y, up) : y, by)); /* 65536 is above all draws */
+			V high = TRUNC(MULF(tiny ? MULF(y, up) : y, by)); /* 65536 exceeds all random bits */
 			MASK keep = EITHER(GT(high, draw), EQ(AS_V(y), top));
 
 			max = MAX(max, a);
@@ -307,7 +311,7 @@ static inline size_t ternary_codes_simd(const float_any *x, size_t n, float s, c
 	return i;
 }
 
-/* round_small_nearest or, with draws, round_small_stochastic. */
+/* Vectorized round_small_nearest or, with random bits, round_small_stochastic. */
 static inline V small_simd(F y, int mbits, int bias, const uint16_t *h, size_t i)
 {
 	const int shift = 23 - mbits, lost = shift - 16;
@@ -352,7 +356,7 @@ static inline size_t float8_codes_simd(int mbits, int bias, float max, const flo
 	return i;
 }
 
-/* Many short rows at once; `row` is a multiple of LANES. Of a row of zeros, signs stay. */
+/* Compute FLOAT4's codes of many short rows; `row` is a multiple of LANES. Zeros keep their sign. */
 static inline size_t float4_codes_simd(const float_any *x, size_t n, size_t row, const float *scale, const uint16_t *h,
 				       uint8_t *code)
 {
@@ -376,7 +380,7 @@ static inline size_t float4_codes_simd(const float_any *x, size_t n, size_t row,
 	return i;
 }
 
-/* round_place of round_even_place or round_odd_place. */
+/* Vectorized round_level_code; amax > 0. */
 static inline size_t level_codes_simd(int odd, const float_any *x, size_t n, float amax, int levels, const uint16_t *h,
 				      uint8_t *code)
 {
@@ -405,8 +409,8 @@ static inline size_t level_codes_simd(int odd, const float_any *x, size_t n, flo
 }
 
 /*
- * x / by, rounded once, where |x| has at most 8 bits of mantissa: `inverse` is 1 / by, and what the product misses is
- * added. Holds for every mantissa of `by` (a test goes through them), as long as nothing over- or underflows.
+ * Return x / by, rounded once, where |x| has at most 8 mantissa bits. `inverse` is 1 / by; a fused multiply-add
+ * corrects the product. A test checks every mantissa of `by`. Nothing may overflow or underflow.
  */
 static inline F over_simd(F x, F by, F inverse)
 {
@@ -415,7 +419,7 @@ static inline F over_simd(F x, F by, F inverse)
 	return FMA(FNMA(y, by, x), inverse, y);
 }
 
-/* round_level; amax > 0. */
+/* Vectorized round_level; amax > 0. */
 static inline size_t level_values_simd(const uint8_t *code, size_t n, float amax, int odd, int levels, float_any *y)
 {
 	const F most = SETF((float)levels), inverse = SETF(1 / (float)levels), by = SETF(amax);
@@ -456,7 +460,7 @@ static inline size_t float8_values_simd(int mbits, int bias, int last, const uin
 	for (; i + LANES <= n; i += LANES) {
 		V c = WIDEN8(code + i), a = AND(c, magnitude), v;
 		F normal = AS_F(ADD(SLL(a, 23 - mbits), SET1((127 - bias) << 23)));
-		F x = MINF(normal, FMA(normal, SETF(2), minus_least)); /* round_small_value */
+		F x = MINF(normal, FMA(normal, SETF(2), minus_least)); /* as round_small_value */
 
 		v = AS_V(usual ? over_simd(x, by, inverse) : DIVF(x, by));
 		v = SELECT(GT(a, SET1(last)), SET1(0x7fc00000), v);
@@ -465,7 +469,7 @@ static inline size_t float8_values_simd(int mbits, int bias, int last, const uin
 	return i;
 }
 
-/* round_truncate, and the exponents that come out. */
+/* Vectorized round_truncate, and the exponents of the results. */
 static inline size_t truncate_simd(const struct truncate_kind *q, const uint8_t *drop, int nearest, size_t n,
 				   uint32_t *x, uint8_t *e)
 {
@@ -482,7 +486,7 @@ static inline size_t truncate_simd(const struct truncate_kind *q, const uint8_t 
 			if (nearest) {
 				V half = ADD(SUB(SRL(unit, 1), one), AND(SHR(u, drops), one));
 
-				up = ADD(u, AND(half, SUB(unit, one))); /* 0 where none is dropped */
+				up = ADD(u, AND(half, SUB(unit, one))); /* 0 if no bits are dropped */
 			}
 			up = SELECT(EQ(AND(SHR(up, mbits), last), last), u, up);
 			up = SELECT(EQ(AND(SHR(u, mbits), last), zero), zero, AND(up, kept));
@@ -514,7 +518,7 @@ static inline size_t join_pieces_simd(const struct truncate_kind *q, const uint8
 	return i;
 }
 
-/* Two fields a 64-bit lane. */
+/* Combine two fields per 64-bit lane. */
 static inline size_t field_pairs_simd(const uint32_t *f, const uint8_t *width, size_t n, int total, uint64_t *pair,
 				      uint64_t *wide)
 {

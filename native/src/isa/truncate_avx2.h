@@ -1,4 +1,4 @@
-/* truncate_avx2.h - loops of truncate_loops.h that move bits within 256-bit vectors. */
+/* truncate_avx2.h - loops of truncate_loops.h that move bits, in 256-bit vectors. */
 #ifndef CODEC_TRUNCATE_AVX2_H
 #define CODEC_TRUNCATE_AVX2_H
 
@@ -6,13 +6,16 @@
 
 #include "kernels.h"
 
-/* Sums of the first 1, 2, ... 8 of 8 bytes, at most 255. */
+/* Return the prefix sums of 8 bytes, one per byte; each must be at most 255. */
 static inline uint64_t running_sums(const uint8_t *p)
 {
 	return load64(p) * 0x0101010101010101;
 }
 
-/* 4 fields of 24 bits lie in a half: each lane fetches the four bytes that its own begins in. */
+/*
+ * Unpack fields of at most 24 bits: a half holds 4 of them, and each lane takes the four bytes in which its field
+ * begins.
+ */
 static inline size_t unpack_fields_avx2(const uint8_t *src, size_t nbytes, const uint8_t *width, size_t n, int total,
 					uint32_t *f, size_t *bit)
 {
@@ -22,13 +25,13 @@ static inline size_t unpack_fields_avx2(const uint8_t *src, size_t nbytes, const
 	const __m128i above = _mm_cvtsi32_si128(32 - total);
 	size_t i = 0, at = 0;
 
-	/* the second half begins 12 bytes on, at most, and 16 are read there */
+	/* the second half begins at most 12 bytes further, and 16 bytes are read there */
 	for (; i + 8 <= n && at / 8 + 32 <= nbytes; i += 8) {
 		uint64_t sums = running_sums(width + i), half = sums >> 24 & 255;
 		const uint8_t *p = src + at / 8, *q = src + (at + half) / 8;
 		__m256i w = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(width + i))), start, index, x;
 
-		/* sums within a half, from the first bit of the byte that it begins in */
+		/* start bits within each half, counted from the byte in which the half begins */
 		start = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)(sums << 8)));
 		start = _mm256_sub_epi32(start, _mm256_setr_m128i(_mm_set1_epi32(-(int)(at % 8)),
 								  _mm_set1_epi32((int)half - (int)((at + half) % 8))));

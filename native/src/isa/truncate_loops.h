@@ -1,6 +1,7 @@
-/* truncate_loops.h - the loops of TRUNCATE, compiled once for each instruction set.
+/*
+ * truncate_loops.h - loops without intrinsics for TRUNCATE, compiled once per instruction set.
  *
- * Values are patterns of 16 or 32 bits, widened to 32: sign, exponent, `mbits` bits of mantissa.
+ * Values are bit patterns of 16 or 32 bits, widened to 32: sign, exponent, `mbits` mantissa bits.
  */
 #include "kernels.h"
 
@@ -28,7 +29,7 @@ static void store_patterns(const uint32_t *x, size_t n, int nbytes, void *dst)
 	}
 }
 
-/* Exponents of A, as metrics state it: 0 where it is NaN, 0 or subnormal, 255 where it is Inf. v and m may be NULL. */
+/* Compute the exponents of A: 0 if A is NaN, 0 or subnormal, 255 if it is Inf. v and m may be NULL. */
 static void metric_exponents(const struct metric_terms *t, const float_any *theta, const float_any *v,
 			     const float_any *m, size_t n, uint8_t *restrict ea)
 {
@@ -89,13 +90,13 @@ static void raise_exponents(const uint8_t *u, const uint16_t *offset, uint8_t la
 		e[i] = bits_raise_exponent(u[i], (uint8_t)(offset[i] >> shift), last);
 }
 
-/* Returns how many must be escaped. */
+/* Combine exponents and levels into pairs and symbols. Returns the number of values to escape. */
 static size_t join(const uint8_t *e, const uint8_t *level, size_t n, int base, uint16_t *restrict pair,
 		   uint8_t *restrict symbol)
 {
 	size_t outside = 0;
 
-	for (size_t at = 0; at < n; at += 4096) { /* 16 bits can count so many */
+	for (size_t at = 0; at < n; at += 4096) { /* 16 bits can count 4096 values */
 		size_t m = n - at < 4096 ? n - at : 4096;
 		uint16_t some = 0;
 
@@ -125,7 +126,7 @@ static void unjoin(const uint16_t *pair, size_t n, uint8_t *restrict e, uint8_t 
 	}
 }
 
-/* The OR of bits dropped where the exponent is e0. */
+/* Return the OR of bits dropped where the exponent is e0. */
 static uint8_t drops_under(const uint8_t *e, const uint8_t *drop, size_t n, uint8_t e0)
 {
 	uint8_t any = 0;
@@ -135,7 +136,7 @@ static uint8_t drops_under(const uint8_t *e, const uint8_t *drop, size_t n, uint
 	return any;
 }
 
-/* The OR of p where it is below 4: symbols that stand for nothing. */
+/* Return the OR of all p below 4, which are no valid symbols unless 0. */
 static uint8_t below_four(const uint8_t *p, size_t n)
 {
 	uint8_t any = 0;
@@ -175,7 +176,7 @@ static size_t widths(const uint8_t *e, const uint8_t *drop, size_t n, int total,
 	uint8_t all = (uint8_t)total, limit = (uint8_t)most;
 	size_t sum = 0;
 
-	for (size_t at = 0; at < n; at += 2048) { /* 16 bits can add up so many */
+	for (size_t at = 0; at < n; at += 2048) { /* 16 bits can sum the widths of 2048 values */
 		size_t end = n - at < 2048 ? n : at + 2048;
 		uint16_t some = 0;
 
@@ -254,7 +255,7 @@ static void join_pieces(const struct truncate_kind *q, const uint8_t *const piec
 #endif
 #define PAIRS 64
 
-/* n runs of bits, an even number, two by two; whether each fits a word behind 7 that wait. */
+/* Merge n runs of bits, an even number, in pairs. Returns 1 if each pair fits a word after 7 pending bits. */
 static inline int merge_runs(const uint64_t *run, const uint64_t *nbits, size_t n, uint64_t *restrict pair,
 			     uint64_t *restrict wide)
 {
@@ -265,12 +266,15 @@ static inline int merge_runs(const uint64_t *run, const uint64_t *nbits, size_t 
 
 		pair[i] = run[2 * i] | run[2 * i + 1] << (nbits[2 * i] & 63);
 		wide[i] = both;
-		above |= 56 - both; /* its highest bit */
+		above |= 56 - both; /* its highest bit is set if both exceeds 56 */
 	}
 	return !(above >> 63);
 }
 
-/* Runs of bits one after the other; `waits` are bits of the last byte. */
+/*
+ * Write runs of bits one after the other. `waits` holds the pending bits of the last byte. Returns the new bit
+ * position.
+ */
 static inline size_t put_runs(const uint64_t *run, const uint64_t *nbits, size_t n, uint8_t *dst, size_t bit,
 			      uint64_t *waits)
 {
@@ -286,8 +290,8 @@ static inline size_t put_runs(const uint64_t *run, const uint64_t *nbits, size_t
 }
 
 /*
- * Two at a time, of 48 bits at most: behind 7 that wait they fit a word. What follows depends on nothing but the sum of
- * widths, and on what waits: so the fewer the better, and as long as they fit, four or eight go at a time.
+ * Pack fields in pairs of at most 48 bits, which fit a word after 7 pending bits. The loop's critical path is the bit
+ * position and the pending bits; so pairs are merged to runs of four or eight fields while these fit.
  */
 static void pack_fields(const uint32_t *f, const uint8_t *width, size_t n, int total, uint8_t *dst)
 {
@@ -319,7 +323,7 @@ static void unpack_fields(const uint8_t *src, size_t nbytes, const uint8_t *widt
 			  uint32_t *restrict f)
 {
 	size_t bit = 0, last = nbytes - (nbytes < 16 ? nbytes : 16);
-	uint8_t tail[24] = {0}; /* where 8 bytes cannot be read any more they are read from a copy */
+	uint8_t tail[24] = {0}; /* copy of the end of src, where 8 bytes can be read */
 
 	memcpy(tail, src + last, nbytes - last);
 	for (size_t i = UNPACK_FIELDS(src, nbytes, width, n, total, f, &bit); i < n; i++) {

@@ -21,11 +21,11 @@ SAME(part, codec_row_part, first_block);
 SAME(part, codec_row_part, first_sum);
 SAME(part, codec_row_part, row);
 SAME(part, codec_row_part, scale);
-_Static_assert(sizeof(struct part) == sizeof(codec_row_part), "a part of a frame of rows");
+_Static_assert(sizeof(struct part) == sizeof(codec_row_part), "a part of a frame whose values share scales");
 SAME(row_sums, codec_row_sums, sum);
 SAME(row_sums, codec_row_sums, negative);
 SAME(row_sums, codec_row_sums, max);
-_Static_assert(sizeof(struct row_sums) == sizeof(codec_row_sums), "what a scan leaves");
+_Static_assert(sizeof(struct row_sums) == sizeof(codec_row_sums), "sums of a scan");
 _Static_assert(sizeof(codebook) == 257 && sizeof(book_codes) == 514 && sizeof(book_lookup) == 514, "tables of bytes");
 
 /* Return a job of either kind, in any state; NULL if there is none. */
