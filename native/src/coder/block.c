@@ -52,7 +52,7 @@ codec_status decode_in_pairs(const struct block_steps *steps, const uint8_t *fra
 {
 	const struct kernels *k = kernels_for(with);
 	uint64_t size = dtype_of(j->h.dtype)->nbytes, end = first + count;
-	int stores = dst && with->into == CODEC_INTO_STORE, past = stores && past_caches(with, dst);
+	int stores = dst && with->into == CODEC_INTO_STORE, nontemporal = stores && is_nontemporal(with, dst);
 
 	for (uint64_t b = first; b < end;) {
 		codec_status behind;
@@ -71,7 +71,7 @@ codec_status decode_in_pairs(const struct block_steps *steps, const uint8_t *fra
 			uint64_t from = b * j->h.block;
 			char *values = stores ? (char *)dst->data + from * size : dst ? w->values : NULL;
 
-			TRY(steps->close(j, k, with, open + i, values, past, w));
+			TRY(steps->close(j, k, with, open + i, values, nontemporal, w));
 			if (dst && !stores)
 				sink_values(k, j->h.dtype, values, 0, from, open[i].m, with, dst);
 		}

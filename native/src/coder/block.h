@@ -23,14 +23,11 @@ struct block {
 struct block_steps {
 	/* Read the region up to `top`, after block_begin. */
 	codec_status (*open)(const struct job *j, struct block *o, codec_fault *f);
-	/*
-	 * Set the memory, besides their regions, that the following blocks will be read from, to prefetch it. NULL:
-	 * none.
-	 */
+	/* Decode the values, with non-temporal stores if requested. values is NULL: only check the block. */
 	void (*ahead)(const struct job *j, const struct block *o, size_t count, struct ahead *ahead);
-	/* Decode the values, with non-temporal stores if `past` is 1. values is NULL: only check the block. */
+	/* Decode the values, with non-temporal stores if `nontemporal` is 1. values is NULL: only check the block. */
 	codec_status (*close)(const struct job *j, const struct kernels *k, const codec_context *with, struct block *o,
-			      char *values, int past, struct work *w);
+			      char *values, int nontemporal, struct work *w);
 };
 
 /* Begin block b, whose region is frame[at, end), at least 8 bytes. `top` is the memory for its top plane. */

@@ -1,9 +1,9 @@
 /* sink.c - load values to encode, and store decoded values. */
 #include "sink.h"
 
-static void store_floats(const struct kernels *k, int past, uint8_t *at, const float *y, uint64_t n)
+static void store_floats(const struct kernels *k, int nontemporal, uint8_t *at, const float *y, uint64_t n)
 {
-	if (past)
+	if (nontemporal)
 		k->stream(at, (const uint8_t *)y, 4 * n);
 	else
 		memcpy(at, y, 4 * n);
@@ -14,7 +14,7 @@ static void store_halves(const struct kernels *k, const struct sink *s, uint8_t 
 	int half = s->dst->dtype == CODEC_FLOAT16;
 	uint16_t buffer[512];
 
-	if (!s->past) {
+	if (!s->nontemporal) {
 		k->from_float[half](y, n, at);
 		return;
 	}
@@ -79,7 +79,7 @@ void sink_put(const struct kernels *k, const struct sink *s, uint64_t first, uin
 		if (s->dst->dtype != CODEC_FLOAT32)
 			store_halves(k, s, at, y, n);
 		else
-			store_floats(k, s->past, at, y, n);
+			store_floats(k, s->nontemporal, at, y, n);
 	}
 	if (s->rescale)
 		k->multiply((float_any *)at, n, s->scale);
@@ -97,7 +97,7 @@ void sink_values(const struct kernels *k, uint32_t dtype, const void *values, in
 	const struct sink sink = {.into = (int)with->into,
 				  .weight = with->weight,
 				  .divide = with->divide,
-				  .past = past_caches(with, dst),
+				  .nontemporal = is_nontemporal(with, dst),
 				  .dst = dst};
 	const void *from = values;
 	float buffer[512], aligned[512];

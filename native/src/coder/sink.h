@@ -8,7 +8,7 @@
  * Return 1 if stores to dst should be non-temporal. Storing a large tensor through the caches would evict them, and
  * each line would be read before it is overwritten, which takes longer than writing it.
  */
-static inline int past_caches(const codec_context *with, const codec_tensor *dst)
+static inline int is_nontemporal(const codec_context *with, const codec_tensor *dst)
 {
 	return with->flags & CODEC_NONTEMPORAL || dst->nbytes >= CODEC_UNCACHED_NBYTES;
 }
@@ -66,9 +66,9 @@ const void *load_native(const struct kernels *k, const struct source *s, uint64_
 struct sink {
 	int into;
 	float weight;
-	float scale, divide; /* divide: divisor of the result; 0: none */
+	float scale, divide; /* 1: store with instructions that bypass the caches */
 	int unscaled, rescale;
-	int past; /* 1: use non-temporal stores */
+	int nontemporal; /* 1: use non-temporal stores */
 	const codec_tensor *dst;
 	const struct source *src; /* SINK_RESIDUAL: source of x */
 };
@@ -89,7 +89,7 @@ static inline float_any *sink_room(const struct sink *s, uint64_t first, int add
 	there = (float_any *)s->dst->data + first;
 	streams = streams && (uintptr_t)there % 16 == 0 && !(s->divide > 0);
 	adds = adds && s->into == CODEC_INTO_ADD && s->weight == 1;
-	return adds || (stores && (!s->past || streams)) ? there : NULL;
+	return adds || (stores && (!s->nontemporal || streams)) ? there : NULL;
 }
 
 /* Store or accumulate values y. NULL: the kernel has written or added them at sink_room(). */

@@ -68,7 +68,7 @@
 #define TABLE_FIND table_find_avx2
 #define SIGNS bits_of
 #define SETTLE_ALIGN 16
-#define PUT_PAST(p, v) put256(1, p, v)
+#define PUT_NONTEMPORAL(p, v) put256(1, p, v)
 #define CHAINS 3
 
 static inline unsigned bits_of(__m256i mask)

@@ -66,7 +66,7 @@
 #define TABLE_FIND(t, c, few) ((void)(few), _mm512_permutexvar_ps(c, t))
 #define SIGNS _mm512_movepi32_mask
 #define SETTLE_ALIGN 64
-#define PUT_PAST(p, v) put512(1, p, v)
+#define PUT_NONTEMPORAL(p, v) put512(1, p, v)
 #define CHAINS 4
 
 static inline size_t count_avx512(const uint8_t *e, uint8_t least, size_t n, size_t *m)

@@ -186,8 +186,8 @@ struct signs {
 	const uint8_t *bits;
 	float negative, positive;
 };
-enum { SIGNS_STORE, SIGNS_ADD, SIGNS_PAST };      /* accumulate; store non-temporally at a multiple of 16 bytes */
-enum { SETTLE_AS_IS, SETTLE_TIMES, SETTLE_OVER }; /* Final operation on results: none; multiply; divide. */
+enum { SIGNS_STORE, SIGNS_ADD, SIGNS_NONTEMPORAL }; /* accumulate; store non-temporally at a multiple of 16 bytes */
+enum { SETTLE_AS_IS, SETTLE_TIMES, SETTLE_OVER };   /* Final operation on results: none; multiply; divide. */
 
 struct kernels {
 	const char *name;
@@ -211,10 +211,11 @@ struct kernels {
 
 	/*
 	 * Split values into byte planes and merge them, by enum form. Floats have an offset per value, other forms
-	 * none. `past`: use non-temporal stores.
+	 * none. `nontemporal`: use non-temporal stores.
 	 */
 	void (*split[FORM_COUNT])(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane);
-	void (*merge[FORM_COUNT])(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past);
+	void (*merge[FORM_COUNT])(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst,
+				  int nontemporal);
 	void (*stream)(uint8_t *dst, const uint8_t *src, size_t n);
 
 	/* Get the patterns of floats. lower: lower each by an offset, possibly in place. */

@@ -36,9 +36,9 @@ static void split_bytes1(const void *src, size_t n, const uint16_t *offset, uint
 	memcpy(plane[0], src, n);
 }
 
-static void merge_bytes1(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)
+static void merge_bytes1(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int nontemporal)
 {
-	(void)offset, (void)past;
+	(void)offset, (void)nontemporal;
 	memcpy(dst, plane[0], n);
 }
 
@@ -57,9 +57,9 @@ static void copy(uint8_t *dst, const uint8_t *src, size_t n)
  */
 #ifndef SPLIT2_FIRST
 #define SPLIT2_FIRST(src, n, offset, plane) 0
-#define MERGE2_FIRST(plane, n, offset, dst, past) ((void)(past), 0)
+#define MERGE2_FIRST(plane, n, offset, dst, nontemporal) ((void)(nontemporal), 0)
 #define SPLIT4_FIRST(src, n, offset, plane) 0
-#define MERGE4_FIRST(plane, n, offset, dst, past) ((void)(past), 0)
+#define MERGE4_FIRST(plane, n, offset, dst, nontemporal) ((void)(nontemporal), 0)
 #endif
 
 static inline void split2(const void *src, size_t n, const uint16_t *offset, uint8_t *const *plane)
@@ -74,12 +74,12 @@ static inline void split2(const void *src, size_t n, const uint16_t *offset, uin
 	}
 }
 
-static inline void merge2(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)
+static inline void merge2(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int nontemporal)
 {
 	const uint8_t *p0 = plane[0], *p1 = plane[1];
 	char *restrict d = dst;
 
-	for (size_t i = MERGE2_FIRST(plane, n, offset, dst, past); i < n; i++) {
+	for (size_t i = MERGE2_FIRST(plane, n, offset, dst, nontemporal); i < n; i++) {
 		uint16_t y = (uint16_t)(p0[i] << 8 | p1[i]), x = offset ? bits_unturn(y, offset[i], FORM_SHIFT) : y;
 
 		memcpy(d + 2 * i, &x, 2);
@@ -106,12 +106,12 @@ static inline void split4(const void *src, size_t n, const uint16_t *offset, uin
 	}
 }
 
-static inline void merge4(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)
+static inline void merge4(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int nontemporal)
 {
 	const uint8_t *p0 = plane[0], *p1 = plane[1], *p2 = plane[2], *p3 = plane[3];
 	char *restrict d = dst;
 
-	for (size_t i = MERGE4_FIRST(plane, n, offset, dst, past); i < n; i++) {
+	for (size_t i = MERGE4_FIRST(plane, n, offset, dst, nontemporal); i < n; i++) {
 		uint16_t y = (uint16_t)(p0[i] << 8 | p1[i]), high = offset ? bits_unturn(y, offset[i], FORM_SHIFT) : y;
 		uint32_t x = (uint32_t)high << 16 | (uint32_t)p2[i] << 8 | p3[i];
 
@@ -148,7 +148,7 @@ static inline void split8(const void *src, size_t n, const uint16_t *offset, uin
 	}
 }
 
-static inline void merge8(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)
+static inline void merge8(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int nontemporal)
 {
 	for (size_t from = 0, m; from < n; from += m) {
 		uint8_t first[SPLIT8_TILE], second[SPLIT8_TILE];
@@ -172,7 +172,7 @@ static inline void merge8(const uint8_t *const *plane, size_t n, const uint16_t 
 		merge4(at + 4, m, NULL, low, 0);
 		for (size_t i = 0; i < m; i++)
 			x[i] = (uint64_t)high[i] << 32 | low[i];
-		(past ? STREAM : copy)((uint8_t *)dst + 8 * from, (const uint8_t *)x, 8 * m);
+		(nontemporal ? STREAM : copy)((uint8_t *)dst + 8 * from, (const uint8_t *)x, 8 * m);
 	}
 }
 
@@ -182,10 +182,11 @@ static inline void merge8(const uint8_t *const *plane, size_t n, const uint16_t 
 		(void)offset;                                                                                          \
 		split##width(src, n, with, plane);                                                                     \
 	}                                                                                                              \
-	static void merge_##form(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)   \
+	static void merge_##form(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst,             \
+				 int nontemporal)                                                                      \
 	{                                                                                                              \
 		(void)offset;                                                                                          \
-		merge##width(plane, n, with, dst, past);                                                               \
+		merge##width(plane, n, with, dst, nontemporal);                                                        \
 	}
 PLANES(bytes2, 2, NULL)
 PLANES(float2, 2, offset)

@@ -8,7 +8,7 @@
 
 #include <immintrin.h>
 
-#include "past_avx2.h"
+#include "nontemporal_avx2.h"
 
 #define LOAD256(p) _mm256_loadu_si256((const __m256i *)(p))
 #define STORE256(p, v) _mm256_storeu_si256((__m256i *)(p), v)
@@ -91,20 +91,21 @@ static inline size_t split2_avx2(const void *src, size_t n, const uint16_t *offs
 	return i;
 }
 
-static inline size_t merge2_avx2(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)
+static inline size_t merge2_avx2(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst,
+				 int nontemporal)
 {
 	char *p = dst;
 	size_t i = 0;
 
-	past = past && (uintptr_t)p % 16 == 0;
+	nontemporal = nontemporal && (uintptr_t)p % 16 == 0;
 
 	for (; i + 32 <= n; i += 32) {
 		__m256i high = _mm256_permute4x64_epi64(LOAD256(plane[0] + i), 0xd8);
 		__m256i low = _mm256_permute4x64_epi64(LOAD256(plane[1] + i), 0xd8);
 		__m256i a = _mm256_unpacklo_epi8(low, high), b = _mm256_unpackhi_epi8(low, high);
 
-		put256(past, p + 2 * i, offset ? unturn256(a, LOAD256(offset + i)) : a);
-		put256(past, p + 2 * i + 32, offset ? unturn256(b, LOAD256(offset + i + 16)) : b);
+		put256(nontemporal, p + 2 * i, offset ? unturn256(a, LOAD256(offset + i)) : a);
+		put256(nontemporal, p + 2 * i + 32, offset ? unturn256(b, LOAD256(offset + i + 16)) : b);
 	}
 	return i;
 }
@@ -154,12 +155,13 @@ static inline size_t split4_avx2(const void *src, size_t n, const uint16_t *offs
 	return i;
 }
 
-static inline size_t merge4_avx2(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)
+static inline size_t merge4_avx2(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst,
+				 int nontemporal)
 {
 	char *p = dst;
 	size_t i = 0;
 
-	past = past && (uintptr_t)p % 16 == 0;
+	nontemporal = nontemporal && (uintptr_t)p % 16 == 0;
 
 	for (; i + 32 <= n; i += 32) {
 		__m256i b[4], low, high, lowh, highh, v[4];
@@ -181,10 +183,10 @@ static inline size_t merge4_avx2(const uint8_t *const *plane, size_t n, const ui
 		v[1] = _mm256_unpackhi_epi16(low, high);
 		v[2] = _mm256_unpacklo_epi16(lowh, highh);
 		v[3] = _mm256_unpackhi_epi16(lowh, highh);
-		put256(past, p + 4 * i, _mm256_permute2x128_si256(v[0], v[1], 0x20));
-		put256(past, p + 4 * i + 32, _mm256_permute2x128_si256(v[2], v[3], 0x20));
-		put256(past, p + 4 * i + 64, _mm256_permute2x128_si256(v[0], v[1], 0x31));
-		put256(past, p + 4 * i + 96, _mm256_permute2x128_si256(v[2], v[3], 0x31));
+		put256(nontemporal, p + 4 * i, _mm256_permute2x128_si256(v[0], v[1], 0x20));
+		put256(nontemporal, p + 4 * i + 32, _mm256_permute2x128_si256(v[2], v[3], 0x20));
+		put256(nontemporal, p + 4 * i + 64, _mm256_permute2x128_si256(v[0], v[1], 0x31));
+		put256(nontemporal, p + 4 * i + 96, _mm256_permute2x128_si256(v[2], v[3], 0x31));
 	}
 	return i;
 }

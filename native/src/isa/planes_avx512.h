@@ -139,10 +139,10 @@ static inline size_t split4_avx512(const void *src, size_t n, const uint16_t *of
 	return i;
 }
 
-/* Store a vector; past: with a non-temporal store of a whole cache line. */
-static inline void put512(int past, void *p, __m512i v)
+/* Store a vector. A non-temporal store needs a whole cache line. */
+static inline void put512(int nontemporal, void *p, __m512i v)
 {
-	if (past)
+	if (nontemporal)
 		_mm512_stream_si512((__m512i *)p, v);
 	else
 		_mm512_storeu_si512(p, v);
@@ -150,35 +150,36 @@ static inline void put512(int past, void *p, __m512i v)
 
 /*
  * Return the number of values of `width` bytes before the first cache line of dst. They are stored normally, in a
- * vector whose rest is stored again. Clears *past if dst has no such line.
+ * vector whose rest is stored again. Clears *nontemporal if dst has no such line.
  */
-static inline size_t before_line(const void *dst, size_t width, size_t n, int *past)
+static inline size_t before_line(const void *dst, size_t width, size_t n, int *nontemporal)
 {
 	size_t nbytes = (64 - (uintptr_t)dst % 64) % 64;
 
-	*past = *past && nbytes % width == 0 && n >= 64;
-	return *past ? nbytes / width : 0;
+	*nontemporal = *nontemporal && nbytes % width == 0 && n >= 64;
+	return *nontemporal ? nbytes / width : 0;
 }
 
-static inline void merge2_32(const uint8_t *const *plane, size_t i, const uint16_t *offset, char *dst, int past)
+static inline void merge2_32(const uint8_t *const *plane, size_t i, const uint16_t *offset, char *dst, int nontemporal)
 {
 	__m512i y = get_planes512(plane[1] + i, plane[0] + i, WORDS512);
 
-	put512(past, dst + 2 * i, offset ? unturn512(y, _mm512_loadu_si512(offset + i)) : y);
+	put512(nontemporal, dst + 2 * i, offset ? unturn512(y, _mm512_loadu_si512(offset + i)) : y);
 }
 
-static inline size_t merge2_avx512(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)
+static inline size_t merge2_avx512(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst,
+				   int nontemporal)
 {
-	size_t i = before_line(dst, 2, n, &past);
+	size_t i = before_line(dst, 2, n, &nontemporal);
 
 	if (i)
 		merge2_32(plane, 0, offset, dst, 0);
 	for (; i + 32 <= n; i += 32)
-		merge2_32(plane, i, offset, dst, past);
+		merge2_32(plane, i, offset, dst, nontemporal);
 	return i;
 }
 
-static inline void merge4_32(const uint8_t *const *plane, size_t i, const uint16_t *offset, char *dst, int past)
+static inline void merge4_32(const uint8_t *const *plane, size_t i, const uint16_t *offset, char *dst, int nontemporal)
 {
 	const __m512i quarters = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
 	__m512i high = get_planes512(plane[1] + i, plane[0] + i, WORDS_QUARTERS512);
@@ -186,18 +187,19 @@ static inline void merge4_32(const uint8_t *const *plane, size_t i, const uint16
 
 	if (offset)
 		high = unturn512(high, _mm512_permutexvar_epi64(quarters, _mm512_loadu_si512(offset + i)));
-	put512(past, dst + 4 * i, _mm512_unpacklo_epi16(low, high));
-	put512(past, dst + 4 * i + 64, _mm512_unpackhi_epi16(low, high));
+	put512(nontemporal, dst + 4 * i, _mm512_unpacklo_epi16(low, high));
+	put512(nontemporal, dst + 4 * i + 64, _mm512_unpackhi_epi16(low, high));
 }
 
-static inline size_t merge4_avx512(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst, int past)
+static inline size_t merge4_avx512(const uint8_t *const *plane, size_t n, const uint16_t *offset, void *dst,
+				   int nontemporal)
 {
-	size_t i = before_line(dst, 4, n, &past);
+	size_t i = before_line(dst, 4, n, &nontemporal);
 
 	if (i)
 		merge4_32(plane, 0, offset, dst, 0);
 	for (; i + 32 <= n; i += 32)
-		merge4_32(plane, i, offset, dst, past);
+		merge4_32(plane, i, offset, dst, nontemporal);
 	return i;
 }
 

@@ -201,8 +201,8 @@ static void sign_values(const uint8_t *bits, size_t from, size_t n, float negati
 {
 	if (how == SIGNS_ADD) /* a constant `how` lets the compiler specialize the loop */
 		put_signs(bits, from, n, negative, positive, SIGNS_ADD, y);
-	else if (how == SIGNS_PAST)
-		put_signs(bits, from, n, negative, positive, SIGNS_PAST, y);
+	else if (how == SIGNS_NONTEMPORAL)
+		put_signs(bits, from, n, negative, positive, SIGNS_NONTEMPORAL, y);
 	else
 		put_signs(bits, from, n, negative, positive, SIGNS_STORE, y);
 }

@@ -8,7 +8,7 @@
 
 #include <immintrin.h>
 
-#include "past_avx2.h"
+#include "nontemporal_avx2.h"
 
 /* Restore the order of 32-bit words after packs instructions have interleaved 128-bit halves. */
 static inline __m256i in_order(__m256i v)
@@ -60,7 +60,7 @@ static inline size_t sign_values_avx2(const uint8_t *bits, size_t n, float negat
 			float_any *there = y + i + 8 * k;
 
 			x = how == SIGNS_ADD ? _mm256_add_ps(_mm256_loadu_ps(there), x) : x;
-			put256(how == SIGNS_PAST, there, _mm256_castps_si256(x));
+			put256(how == SIGNS_NONTEMPORAL, there, _mm256_castps_si256(x));
 		}
 	}
 	return i;

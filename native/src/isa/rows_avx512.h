@@ -31,7 +31,8 @@ static inline __m512 signs_at(const uint8_t *bits, size_t i, __m512 negative, __
  * Store dequantized signs with non-temporal stores only: a normal store that waits for its cache line delays the
  * others. Rows that share a cache line store their parts of it in groups of four values.
  */
-static inline size_t sign_values_past(const uint8_t *bits, size_t n, float negative, float positive, float_any *y)
+static inline size_t sign_values_nontemporal(const uint8_t *bits, size_t n, float negative, float positive,
+					     float_any *y)
 {
 	const __m512 p = _mm512_set1_ps(positive), q = _mm512_set1_ps(negative);
 	size_t i = 0;
@@ -56,8 +57,8 @@ static inline size_t sign_values_avx512(const uint8_t *bits, size_t n, float neg
 	const __m512 p = _mm512_set1_ps(positive), q = _mm512_set1_ps(negative);
 	size_t i = 0;
 
-	if (how == SIGNS_PAST)
-		return sign_values_past(bits, n, negative, positive, y);
+	if (how == SIGNS_NONTEMPORAL)
+		return sign_values_nontemporal(bits, n, negative, positive, y);
 	for (; i + 16 <= n; i += 16) {
 		__m512 x = signs_at(bits, i, q, p);
 

@@ -24,7 +24,7 @@
  *   - TABLE, TABLE_LOAD (x, by): 16 floats, multiplied by `by`
  *   - TABLE_FIND (t, v, few): entries v, which is below 16, or below 8 if few
  *   - SIGNS: highest bits of the lanes, the first lane's lowest
- *   - PUT_PAST (p, v): non-temporal store; p is a multiple of SETTLE_ALIGN
+ *   - PUT_NONTEMPORAL (p, v): non-temporal store; p is a multiple of SETTLE_ALIGN
  *   - CHAINS: number of random generators interleaved
  *
  * Each loop returns the number of values processed; the portable loops process the rest.
@@ -204,7 +204,7 @@ static inline size_t settle_simd(int how, const float_any *x, size_t n, float by
 			if (how)
 				y = how == SETTLE_TIMES ? MULF(y, factor) : DIVF(y, factor);
 			m[k] = MAX(m[k], AND(magnitude, AS_V(y)));
-			PUT_PAST(dst + i + LANES * k, AS_V(y));
+			PUT_NONTEMPORAL(dst + i + LANES * k, AS_V(y));
 		}
 	*most = largest(MAX(MAX(m[0], m[1]), MAX(m[2], m[3])), *most);
 	return i;

@@ -100,7 +100,7 @@ static codec_status accumulate_frames(const struct sum *s, uint64_t b, uint64_t 
 	part.data = (void *)((uintptr_t)there - 4 * at); /* decoding indexes values from the tensor's first */
 	part.nbytes = 4 * n;
 	turn.flags &= ~CODEC_NONTEMPORAL; /* the next frame reads what this one stores */
-	turn.flags |= s->count == 1 && past_caches(s->with, s->dst) ? CODEC_NONTEMPORAL : 0;
+	turn.flags |= s->count == 1 && is_nontemporal(s->with, s->dst) ? CODEC_NONTEMPORAL : 0;
 	for (size_t i = 0; i < s->count; i++) {
 		uint64_t seal;
 
@@ -281,7 +281,7 @@ static codec_status reduce(const void *const *frames, const size_t *nbytes, size
 	if (!side_by_side((const void *const *)jobs, count, op, &unscaled))
 		return one_by_one(frames, count, op, dst, with, jobs, work);
 	sum = (struct sum){frames, (const void *const *)jobs, count, op, unscaled, dst, with, work, NULL, 0};
-	if (count > 1 && past_caches(with, dst)) {
+	if (count > 1 && is_nontemporal(with, dst)) {
 		sum.tile = (float *)(work + l->work);
 		sum.room = l->tile / sizeof *sum.tile;
 	}

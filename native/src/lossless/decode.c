@@ -86,13 +86,13 @@ static void block_ahead(const struct job *j, const struct block *o, size_t count
 }
 
 static void merge_block(const struct job *j, const struct kernels *k, const struct work *w, const uint8_t **plane,
-			uint64_t first, uint64_t m, char *values, int past)
+			uint64_t first, uint64_t m, char *values, int nontemporal)
 {
 	const struct dtype *d = dtype_of(j->h.dtype);
 	uint64_t n;
 
 	if (!d->octave) {
-		k->merge[d->form](plane, m, NULL, values, past);
+		k->merge[d->form](plane, m, NULL, values, nontemporal);
 		return;
 	}
 	for (uint64_t i = 0; i < m; i += n, values += n * d->nbytes) {
@@ -102,7 +102,7 @@ static void merge_block(const struct job *j, const struct kernels *k, const stru
 		for (int p = 0; p < d->nbytes; p++)
 			at[p] = plane[p] + i;
 		model_offsets(j, k, NULL, first + i, n, w->offset);
-		k->merge[d->form](at, n, w->offset, values, past);
+		k->merge[d->form](at, n, w->offset, values, nontemporal);
 	}
 }
 
@@ -157,7 +157,7 @@ static codec_status read_plane(const struct job *j, const struct kernels *k, str
 }
 
 static codec_status block_close(const struct job *j, const struct kernels *k, const codec_context *with,
-				struct block *o, char *values, int past, struct work *w)
+				struct block *o, char *values, int nontemporal, struct work *w)
 {
 	const struct header *h = &j->h;
 	const struct dtype *d = dtype_of(h->dtype);
@@ -193,7 +193,7 @@ static codec_status block_close(const struct job *j, const struct kernels *k, co
 	}
 	TRY(close_region(&o->c, f));
 	if (values)
-		merge_block(j, k, w, plane, first, m, values, past);
+		merge_block(j, k, w, plane, first, m, values, nontemporal);
 	return CODEC_OK;
 }
 

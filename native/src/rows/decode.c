@@ -129,7 +129,7 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 	uint64_t row = c->part->row <= ROW_CHUNK ? c->part->row : 0, nbytes = row_scale_nbytes(*q), n;
 	int half = j->h.dtype == CODEC_FLOAT16;
 	int signs = q->codec == CODEC_SIGN, how = sink->into == CODEC_INTO_ADD ? SIGNS_ADD
-						  : sink->past                 ? SIGNS_PAST
+						  : sink->nontemporal          ? SIGNS_NONTEMPORAL
 									       : SIGNS_STORE;
 	/* accumulated values must equal those that decoding to the dtype gives */
 	int rounds = j->h.dtype != CODEC_FLOAT32 && sink->into != CODEC_INTO_STORE && !sink->unscaled;
@@ -235,7 +235,7 @@ codec_status rows_decode_blocks(const uint8_t *frame, const codec_tensor *dst, c
 				  .rescale = unscaled && with->flags & CODEC_RESCALE,
 				  .divide = with->divide,
 				  .unscaled = unscaled,
-				  .past = dst && past_caches(with, dst),
+				  .nontemporal = dst && is_nontemporal(with, dst),
 				  .dst = dst};
 
 	for (uint64_t b = first; b < first + count; b++) {

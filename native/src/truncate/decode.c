@@ -204,7 +204,7 @@ static void assemble_patterns(const struct kernels *k, const struct truncate_kin
 }
 
 static codec_status region_close(const struct job *j, const struct kernels *k, const codec_context *with,
-				 struct block *o, char *values, int past, struct work *w)
+				 struct block *o, char *values, int nontemporal, struct work *w)
 {
 	uint32_t nbytes = dtype_of(j->h.dtype)->nbytes,
 		 digest = load32(o->c.frame + o->at + 4); /* used with shared levels only */
@@ -222,9 +222,9 @@ static codec_status region_close(const struct job *j, const struct kernels *k, c
 	if (!values)
 		return CODEC_OK;
 	assemble_patterns(k, &q, m, w);
-	if (past && nbytes == 4) {
+	if (nontemporal && nbytes == 4) {
 		k->stream((uint8_t *)values, (const uint8_t *)w->patterns, 4 * m);
-	} else if (past) { /* the memory of fields is free now */
+	} else if (nontemporal) { /* the memory of fields is free now */
 		k->store_patterns(w->patterns, m, (int)nbytes, w->fields);
 		k->stream((uint8_t *)values, (const uint8_t *)w->fields, nbytes * m);
 	} else {
