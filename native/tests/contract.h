@@ -1,4 +1,4 @@
-/* contract.h - a tensor, frames and scratch for tests of the C interface, filled anew by each. */
+/* contract.h - tensor, frames and scratch for tests of the C interface. Each test calls fill() first. */
 #ifndef CODEC_TESTS_CONTRACT_H
 #define CODEC_TESTS_CONTRACT_H
 
@@ -13,7 +13,7 @@ enum { N = 40000, SCRATCH = 4 << 20 };
 static float x[N], theta[N + 1], residual[N], out[N];
 static uint8_t frame[8 * N], other[8 * N], scratch[SCRATCH];
 
-/* By what a test calls its own. */
+/* Calls with the variables of a test. */
 #define DECODE(n) codec_decode(frame, n, &to, &with, scratch, sizeof scratch)
 #define ENCODE(dst, room, r) codec_encode(&spec, &t, dst, room, &written, r, &with, scratch, sizeof scratch)
 

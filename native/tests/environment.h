@@ -1,12 +1,14 @@
-/* The floating-point environment: what a caller notices of it, and calls must leave alone. */
+/* environment.h - the caller's floating-point environment, which calls must restore. */
 #ifndef CODEC_TESTS_ENVIRONMENT_H
 #define CODEC_TESTS_ENVIRONMENT_H
 
 #include <fenv.h>
 #include <string.h>
 
-/* Of x86 without the addresses of the x87's last operation: where it had no exception, some processors forget them, or
- * show those of another thread, when threads are switched. */
+/*
+ * Return the environment, on x86 without the addresses of the last x87 operation: if that raised no exception, some
+ * processors lose them, or show those of another thread, at a context switch.
+ */
 static inline fenv_t environment(void)
 {
 	fenv_t now;

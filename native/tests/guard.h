@@ -1,4 +1,4 @@
-/* guard.h - random words, and memory that ends where none may be touched. */
+/* guard.h - random numbers, and memory followed by a page that must not be accessed. */
 #ifndef CODEC_TESTS_GUARD_H
 #define CODEC_TESTS_GUARD_H
 
@@ -23,7 +23,7 @@ static inline uint64_t next_random(void)
 	return state;
 }
 
-/* n bytes that end right before a page that may not be touched. */
+/* n bytes that end at a page without access rights. */
 struct guarded {
 	uint8_t *p;
 	void *map;
@@ -51,7 +51,7 @@ static inline void unguard(struct guarded g)
 #define STACK (1 << 18)
 #define PAINT 0x5a
 
-/* Bytes of stack that a thread running f touches. */
+/* Return the bytes of stack that a thread running f uses. */
 static inline size_t stack_of(void *(*f)(void *))
 {
 	struct guarded g = guard(STACK);

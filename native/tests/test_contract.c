@@ -1,10 +1,10 @@
-/* test_contract.c - what codec.h says of wrong calls: refused, and nothing written that counts. */
+/* test_contract.c - codec.h: errors of wrong calls, which must leave outputs unchanged. */
 #include <math.h>
 
 #include "contract.h"
 
-/* What is written may be what is read, value by value, or lie apart from it. */
-static void test_overlap(void **unused)
+/* Outputs may be exactly an allowed input array, and must not overlap inputs otherwise. */
+static void test_rejects_overlapping_buffers(void **unused)
 {
 	codec_spec spec = spec_of(CODEC_TRUNCATE);
 	codec_tensor t = tensor(x, N), state = tensor(theta, N), to = tensor(out, N);
@@ -21,7 +21,7 @@ static void test_overlap(void **unused)
 	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
 	assert_int_equal(ENCODE(x + 100, sizeof x - 400, NULL), CODEC_BAD_ARGUMENT);
 	assert_int_equal(ENCODE(theta, sizeof theta, NULL), CODEC_BAD_ARGUMENT);
-	assert_int_equal(ENCODE(theta, 4 * N, NULL), CODEC_BAD_ARGUMENT); /* just the state, but frames are no values */
+	assert_int_equal(ENCODE(theta, 4 * N, NULL), CODEC_BAD_ARGUMENT); /* the state's array exactly */
 	assert_int_equal(ENCODE(residual, sizeof residual, residual), CODEC_BAD_ARGUMENT);
 	t = tensor(x + 1, N - 1);
 	state = tensor(theta + 1, N - 1);
@@ -38,7 +38,7 @@ static void test_overlap(void **unused)
 	t = tensor(x, N);
 	state = tensor(theta, N);
 	fill();
-	/* in place: of the tensor, of the state */
+	/* residual in place of the tensor, result in place of the state */
 	assert_int_equal(ENCODE(frame, sizeof frame, residual), CODEC_OK);
 	n = written;
 	assert_int_equal(codec_decode(frame, n, &to, &with, scratch, sizeof scratch), CODEC_OK);
@@ -58,14 +58,14 @@ static void test_overlap(void **unused)
 	assert_memory_equal(x, theta, sizeof x);
 	assert_int_equal(codec_decode(frame, n, &state, &with, scratch, sizeof scratch), CODEC_OK);
 	assert_memory_equal(theta, out, sizeof out);
-	to.data = theta + 1; /* across the state's array */
+	to.data = theta + 1; /* overlaps the state's array */
 	assert_int_equal(codec_decode(frame, n, &to, &with, scratch, sizeof scratch), CODEC_BAD_ARGUMENT);
 	to.data = frame + 16;
 	assert_int_equal(codec_decode(frame, n, &to, &with, scratch, sizeof scratch), CODEC_BAD_ARGUMENT);
 }
 
-/* Parameters are of a dtype that there is, and the finest group's sets the guard that all share. */
-static void test_theta_dtype(void **unused)
+/* theta_dtype must be a supported dtype. The group with the most mantissa bits sets the common guard. */
+static void test_finest_theta_dtype_sets_guard(void **unused)
 {
 	codec_spec spec = spec_of(CODEC_TRUNCATE);
 	codec_tensor t = tensor(x, N), state = tensor(theta, N), half = tensor(theta, N);
@@ -99,8 +99,8 @@ static void test_theta_dtype(void **unused)
 	assert_int_equal(frame[36], 128 - 8); /* not 16 bits less */
 }
 
-/* The group of a value says what it is cut by: groups that say the same are as one, others are told apart. */
-static void test_groups(void **unused)
+/* Each value is truncated by the metric of its group. Groups with equal metrics give the frame of a single group. */
+static void test_each_group_uses_its_metric(void **unused)
 {
 	enum { MOST = 4000 };
 	static const uint64_t EACH[] = {10, 513, 16384, 20000};
@@ -144,8 +144,8 @@ static void test_groups(void **unused)
 	}
 }
 
-/* Scratch of a reduction follows from frames that are there, not from what a header of 56 bytes claims. */
-static void test_reduce_scratch(void **unused)
+/* Scratch of a reduction is computed from whole frames, not from what a header of 56 bytes claims. */
+static void test_reduce_scratch_needs_whole_frames(void **unused)
 {
 	codec_spec spec = spec_of(CODEC_LOSSLESS);
 	codec_tensor t = tensor(x, 1), to = tensor(out, 1);
@@ -172,7 +172,7 @@ static void test_reduce_scratch(void **unused)
 	nbytes[0] = nbytes[1] = written;
 	assert_int_equal(codec_reduce_scratch(frames, nbytes, 2, &need), CODEC_OK);
 	assert_int_equal(codec_reduce(frames, nbytes, 2, CODEC_REDUCE_SUM, &to, NULL, scratch + 1, need),
-			 CODEC_OK); /* at any address */
+			 CODEC_OK); /* at an unaligned address */
 	assert_true(out[0] == 2 * x[0]);
 	assert_int_equal(codec_reduce(frames, nbytes, 2, CODEC_REDUCE_SUM, &to, NULL, scratch, need - 1),
 			 CODEC_SHORT_SCRATCH);
@@ -183,8 +183,8 @@ static void test_reduce_scratch(void **unused)
 			 CODEC_BAD_ARGUMENT);
 }
 
-/* A single frame's sum, mean and maximum are its values to the bit, signalling NaN and -0 too. */
-static void test_reduce_one(void **unused)
+/* Sum, mean and maximum of a single frame are bit-identical to its values, including signalling NaN and -0. */
+static void test_reduce_of_one_frame_is_exact(void **unused)
 {
 	const void *frames[] = {frame};
 	codec_tensor t = tensor(x, N), to = tensor(out, N);
@@ -212,8 +212,8 @@ static void test_reduce_one(void **unused)
 	}
 }
 
-/* Blocks bound values, before anyone allocates: as many as theirs hold at most. */
-static void test_values_of_blocks(void **unused)
+/* A header's number of blocks limits its number of values, before a caller allocates memory for them. */
+static void test_blocks_limit_number_of_values(void **unused)
 {
 	codec_tensor t = tensor(x, 3000);
 	codec_context with = context();
@@ -239,9 +239,8 @@ static void test_values_of_blocks(void **unused)
 	}
 }
 
-/* TRUNCATE's guards are those that codec.h says, however values are rounded; what a frame says of its own can be asked
- * for. */
-static void test_guards(void **unused)
+/* A spec accepts guards of -128 to 126 with either rounding, and the spec of any frame is valid. */
+static void test_guard_range(void **unused)
 {
 	codec_tensor t = tensor(x, 600), state = tensor(theta, 600);
 	codec_metric metric = {.struct_nbytes = sizeof metric, .theta_term = 3, .theta = &state};
@@ -273,8 +272,8 @@ static void test_guards(void **unused)
 		}
 }
 
-/* A context's fault is filled in by decoding, where there is a place in the frame; else it is as it was. */
-static void test_fault(void **unused)
+/* Decoding sets the context's fault if the error has a place in the frame; otherwise fault is unchanged. */
+static void test_fault_set_only_for_places_in_frame(void **unused)
 {
 	codec_fault fault = {7, 7, 7};
 	codec_spec spec = spec_of(CODEC_TRUNCATE);
@@ -306,8 +305,8 @@ static void test_fault(void **unused)
 	assert_true(fault.offset == 48 && fault.found == 4 * N && fault.expected == 4 * N - 1);
 }
 
-/* One id, one book, one kind of symbols. */
-static void test_codebooks(void **unused)
+/* A codebook with a wrong id, wrong lengths or wrong symbols is rejected. */
+static void test_rejects_inconsistent_codebooks(void **unused)
 {
 	codec_spec spec = spec_of(CODEC_LOSSLESS);
 	codec_tensor t = tensor(x, N);
@@ -346,8 +345,8 @@ static void test_codebooks(void **unused)
 	assert_int_equal(codec_count(&spec, &t, counts, NULL, scratch, sizeof scratch), CODEC_MISSING_STATE);
 }
 
-/* NULL with size 0 is an empty span: no arithmetic is done on it, whatever the codec. */
-static void test_no_room(void **unused)
+/* NULL with capacity 0 is an empty destination for every codec: CODEC_SHORT_OUTPUT. */
+static void test_null_destination_is_short_output(void **unused)
 {
 	codec_tensor t = tensor(x, N);
 	codec_context with = context();
@@ -366,8 +365,8 @@ static void test_no_room(void **unused)
 	}
 }
 
-/* Every beginning of a frame, and nothing behind it, in memory that ends there. */
-static void arrive(size_t written, size_t header)
+/* Inspect, verify and decode every prefix of a frame, followed by a guard page. */
+static void check_prefixes(size_t written, size_t header)
 {
 	codec_tensor to = tensor(out, 1);
 	codec_fault fault;
@@ -402,8 +401,8 @@ static void arrive(size_t written, size_t header)
 	}
 }
 
-/* What divides or rescales does so in float32: a destination of the frame's dtype may be half of that. */
-static void test_results(void **unused)
+/* Division and rescaling need a float32 destination: one of the frame's dtype may have half the size. */
+static void test_divide_and_rescale_need_float32(void **unused)
 {
 	static const uint32_t DTYPES[] = {CODEC_FLOAT32, CODEC_BFLOAT16, CODEC_FLOAT16};
 	static const float WRONG[] = {-1, INFINITY, -INFINITY, NAN};
@@ -439,7 +438,7 @@ static void test_results(void **unused)
 					assert_true(g.p[k] == 7);
 			}
 		unguard(g);
-		/* these say themselves where values go */
+		/* these functions set `into` themselves */
 		with.divide = 2;
 		assert_int_equal(codec_accumulate(frame, written, 1, &sum, &with, scratch, sizeof scratch), CODEC_OK);
 		assert_true(out[0] == 3.5f);
@@ -455,8 +454,8 @@ static void test_results(void **unused)
 	}
 }
 
-/* A fault is where the first wrong byte stands, and says what stands there and what may. */
-static void test_places(void **unused)
+/* A fault names the first wrong byte, the value found and the largest valid value. */
+static void test_fault_names_first_wrong_byte(void **unused)
 {
 	static const struct {
 		uint32_t codec, variant, dtype, byte, value, found, most;
@@ -479,7 +478,7 @@ static void test_places(void **unused)
 		codec_info info = {.struct_nbytes = sizeof info};
 		size_t written;
 
-		memset(x, 0, sizeof x); /* one exponent: a single symbol stands for all */
+		memset(x, 0, sizeof x); /* one exponent: a single symbol for all values */
 		spec.variant = CASES[i].variant;
 		t.dtype = to.dtype = CASES[i].dtype;
 		t.nbytes = to.nbytes = N * codec_dtype_nbytes(t.dtype);
@@ -502,8 +501,8 @@ static void test_places(void **unused)
 	}
 }
 
-/* Of a frame that is still arriving it is known at any time how many bytes it takes to go on. */
-static void test_arriving(void **unused)
+/* codec_inspect of a partial frame returns the number of bytes needed to continue. */
+static void test_inspect_partial_frames(void **unused)
 {
 	static const uint32_t RANKS[] = {0, 1, CODEC_MAX_RANK};
 
@@ -525,12 +524,12 @@ static void test_arriving(void **unused)
 			assert_int_equal(codec_encode(&spec, &t, frame, sizeof frame, &written, NULL, NULL, scratch,
 						      sizeof scratch),
 					 CODEC_OK);
-			arrive(written, 48 + 8 * rank);
+			check_prefixes(written, 48 + 8 * rank);
 			for (; codec_inspect(frame, need, &info) == CODEC_TRUNCATED; asked++)
 				need = info.fault.expected;
 			assert_int_equal(need, 48 + 8 * rank);
 			assert_true(need <= CODEC_HEADER_NBYTES && asked <= 2);
-			frame[3] ^= 1; /* not a frame: said as soon as it can be */
+			frame[3] ^= 1; /* a wrong magic number is reported as soon as it is complete */
 			assert_int_equal(codec_inspect(frame, 3, &info), CODEC_TRUNCATED);
 			assert_int_equal(codec_inspect(frame, 4, &info), CODEC_BAD_MAGIC);
 		}
@@ -540,13 +539,19 @@ static void test_arriving(void **unused)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_overlap),          cmocka_unit_test(test_theta_dtype),
-		cmocka_unit_test(test_reduce_scratch),   cmocka_unit_test(test_codebooks),
-		cmocka_unit_test(test_no_room),          cmocka_unit_test(test_arriving),
-		cmocka_unit_test(test_results),          cmocka_unit_test(test_groups),
-		cmocka_unit_test(test_places),           cmocka_unit_test(test_reduce_one),
-		cmocka_unit_test(test_guards),           cmocka_unit_test(test_fault),
-		cmocka_unit_test(test_values_of_blocks),
+		cmocka_unit_test(test_rejects_overlapping_buffers),
+		cmocka_unit_test(test_finest_theta_dtype_sets_guard),
+		cmocka_unit_test(test_reduce_scratch_needs_whole_frames),
+		cmocka_unit_test(test_rejects_inconsistent_codebooks),
+		cmocka_unit_test(test_null_destination_is_short_output),
+		cmocka_unit_test(test_inspect_partial_frames),
+		cmocka_unit_test(test_divide_and_rescale_need_float32),
+		cmocka_unit_test(test_each_group_uses_its_metric),
+		cmocka_unit_test(test_fault_names_first_wrong_byte),
+		cmocka_unit_test(test_reduce_of_one_frame_is_exact),
+		cmocka_unit_test(test_guard_range),
+		cmocka_unit_test(test_fault_set_only_for_places_in_frame),
+		cmocka_unit_test(test_blocks_limit_number_of_values),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);

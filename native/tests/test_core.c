@@ -1,4 +1,4 @@
-/* test_core.c - promises of the C interface: tables, codebooks, guard pages, stack, threads, environment. */
+/* test_core.c - C core: tables, codebooks, kernels, guard pages, stack, threads, floating-point environment. */
 #include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -17,7 +17,7 @@
 #include "isa/permute_avx2.h"
 #endif
 
-static void test_tables(void **unused)
+static void test_tables_match_their_formulas(void **unused)
 {
 	static const uint32_t key[] = {SEAL_KEYS};
 
@@ -39,11 +39,11 @@ static void test_tables(void **unused)
 #endif
 }
 
-static void test_bits(void **unused)
+static void test_bits_round_trip(void **unused)
 {
 	(void)unused;
 	for (uint32_t x = 0; x < 1 << 16; x++)
-		for (int shift = 4; shift <= 7; shift += 3) { /* float64, others */
+		for (int shift = 4; shift <= 7; shift += 3) { /* float64; other dtypes */
 			uint16_t zero = (uint16_t)(1 << shift), p = x & 0x7fff;
 			uint16_t o = (uint16_t)(next_random() % WIRE_CIRCLE(zero)), u = bits_lower(p, o, zero);
 			uint16_t y = bits_turn((uint16_t)x, o, shift);
@@ -61,7 +61,7 @@ static void test_bits(void **unused)
 	assert_int_equal(bits_mean(-8, 3), -3);
 }
 
-/* The cheapest code lengths for k weights by trying all of them. */
+/* Return the minimum cost of code lengths for k weights, by exhaustive search. */
 static uint64_t cheapest(const uint32_t *w, int k, int cap, int left, uint64_t kraft)
 {
 	uint64_t best = UINT64_MAX;
@@ -80,7 +80,7 @@ static uint64_t cheapest(const uint32_t *w, int k, int cap, int left, uint64_t k
 	return best;
 }
 
-static void test_books(void **unused)
+static void test_codebooks_are_optimal_and_round_trip(void **unused)
 {
 	(void)unused;
 	for (int round = 0; round < 3000; round++) {
@@ -146,7 +146,7 @@ struct coded {
 	uint64_t nescaped;
 };
 
-/* Streams [0, count) of words that are the same but for how many they are. */
+/* Decode `count` streams with the same words, but nwords[i] of them, and check that check_lanes agrees. */
 static void decode_with(const struct kernels *k, const book_lookup *book, const uint8_t *words, const size_t *nwords,
 			const lanes *start, size_t rows, int count, struct symbol_pairs *pairs, struct coded *out)
 {
@@ -163,7 +163,7 @@ static void decode_with(const struct kernels *k, const book_lookup *book, const 
 		for (size_t w = 0; w < 4 * rows; w++)
 			out[i].nescaped += (uint64_t)__builtin_popcount(out[i].escaped[w]);
 	}
-	/* what is only checked is found to be the same */
+	/* check_lanes gives the same `good` and number of escapes */
 	for (int i = 0; i < count; i++) {
 		state[i] = *start;
 		s[i].good = -1;
@@ -175,8 +175,8 @@ static void decode_with(const struct kernels *k, const book_lookup *book, const 
 	}
 }
 
-/* Every instruction set codes to the same words, and says the same of any words, whatever the book. */
-static void test_lanes(void **unused)
+/* All instruction sets encode to equal words, and decode any words to equal symbols or failures, for any codebook. */
+static void test_instruction_sets_agree_on_lanes(void **unused)
 {
 	struct symbol_pairs *pairs = malloc(sizeof *pairs);
 	uint64_t refused = 0;
@@ -202,7 +202,7 @@ static void test_lanes(void **unused)
 		book_from_counts(&book, counts, cap);
 		book_to_codes(&book, &codes);
 		book_to_lookup(&book, &lookup);
-		for (size_t i = 0; i < WIRE_ROW * rows; i++) /* as probable as their codes, but for a few */
+		for (size_t i = 0; i < WIRE_ROW * rows; i++) /* mostly distributed by their codes */
 			symbol[i] = next_random() % 400 ? lookup.symbol[next_random() & 255] : (uint8_t)next_random();
 		for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
 			codec_context with = {.struct_nbytes = sizeof with, .isa = 1 + isa};
@@ -237,7 +237,7 @@ static void test_lanes(void **unused)
 			store32(at.p + 4 * i, words[i]);
 		pairs->of = NULL;
 		lengths[0] = nwords;
-		lengths[1] = nwords / 2; /* so that what is one's shows up where it is the other's */
+		lengths[1] = nwords / 2; /* shorter, so that mixing up the streams is detected */
 		decode_with(&kernels_scalar, &lookup, at.p, lengths + 1, &last, rows, 1, pairs, &half);
 		decode_with(&kernels_scalar, &lookup, at.p, lengths, &last, rows, 1, pairs, &plain);
 		for (uint32_t isa = 0; codec_isa_name(isa); isa++)
@@ -271,9 +271,10 @@ static void test_lanes(void **unused)
 	free(pairs);
 }
 
-/* Planes, values again and the checksum are the same from every instruction set, at any address, past the caches or
- * not. */
-static void test_planes(void **unused)
+/*
+ * All instruction sets give equal planes, values and digests at any address, with normal and with non-temporal stores.
+ */
+static void test_instruction_sets_agree_on_planes(void **unused)
 {
 	enum { MOST = 700 };
 	static const struct {
@@ -292,7 +293,7 @@ static void test_planes(void **unused)
 
 		for (size_t i = 0; i < nbytes; i++)
 			values[i] = (uint8_t)(next_random() >> 20);
-		for (size_t i = 0; i < n; i++) { /* the ends of the circle, too; few exponents so that some are 0 */
+		for (size_t i = 0; i < n; i++) { /* also ends of the circle; some exponents of 0 */
 			offset[i] = (uint16_t)(next_random() % 3 ? next_random() % WIRE_CIRCLE(128)
 								 : next_random() % 2 * (WIRE_CIRCLE(128) - 1));
 			if (next_random() % 4 == 0)
@@ -329,7 +330,7 @@ static void test_planes(void **unused)
 static const uint32_t ALL_DTYPES[] = {CODEC_FLOAT32, CODEC_FLOAT64, CODEC_BFLOAT16, CODEC_FLOAT16,
 				      CODEC_UINT8,   CODEC_INT16,   CODEC_INT32,    CODEC_INT64};
 
-/* Values with a few exponents, zeros and noise. */
+/* Fill with values of few exponents, with zeros, or with noise. */
 static void fill(uint8_t *p, uint32_t dtype, uint64_t n, int kind)
 {
 	uint64_t size = codec_dtype_nbytes(dtype);
@@ -384,7 +385,7 @@ static void round_trip(uint32_t dtype, uint64_t n, int kind, uint32_t isa)
 	assert_true(written <= bound);
 	frame = guard(written);
 	memset(frame.p, 0xa5, written);
-	/* capacity exact, then one short; scratch one short */
+	/* exact capacity; capacity one byte short; scratch too small */
 	assert_int_equal(codec_encode(&spec, &t, frame.p, written, &again, NULL, &with, scratch.p, need), CODEC_OK);
 	assert_int_equal(again, written);
 	assert_memory_equal(frame.p, dst.p, written);
@@ -401,7 +402,7 @@ static void round_trip(uint32_t dtype, uint64_t n, int kind, uint32_t isa)
 	assert_int_equal(codec_verify(frame.p, written), CODEC_OK);
 	assert_int_equal(codec_decode(frame.p, written, &t, &with, scratch.p, need), CODEC_OK);
 	assert_memory_equal(back.p, src.p, t.nbytes);
-	/* a frame cut anywhere, its end against the guard page */
+	/* truncated frames, at the guard page */
 	for (size_t cut = 1; cut < written; cut += 1 + written / 97) {
 		memmove(frame.p + cut, frame.p, written - cut);
 		assert_int_not_equal(codec_decode(frame.p + cut, written - cut, &t, &with, scratch.p, need), CODEC_OK);
@@ -415,7 +416,7 @@ static void round_trip(uint32_t dtype, uint64_t n, int kind, uint32_t isa)
 	unguard(back);
 }
 
-static void test_guard_pages(void **unused)
+static void test_round_trip_between_guard_pages(void **unused)
 {
 	(void)unused;
 	for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
@@ -432,8 +433,8 @@ static void test_guard_pages(void **unused)
 	}
 }
 
-/* Any bytes behind a header that passes: no page outside is touched, whatever the codes say. */
-static void test_noise_without_checksum(void **unused)
+/* Decoding damaged frames without checking the checksum stays within the buffers. */
+static void test_decode_noise_without_checksum(void **unused)
 {
 	const codec_spec spec = {sizeof spec, CODEC_LOSSLESS, 0, 0};
 	uint64_t decoded = 0;
@@ -463,7 +464,7 @@ static void test_noise_without_checksum(void **unused)
 		frame = guard(written);
 		memcpy(frame.p, dst.p, written);
 		assert_int_equal(codec_inspect(frame.p, written, &info), CODEC_OK);
-		for (int i = 0; i < 1 + round % 8; i++) { /* where it hurts: side, directory, head of a region */
+		for (int i = 0; i < 1 + round % 8; i++) { /* side, directory or region */
 			uint64_t at = round % 3 ? info.side_offset : info.regions_offset;
 			uint64_t room = MIN(written - at, round % 5 ? 200u : written - at);
 
@@ -480,7 +481,7 @@ static void test_noise_without_checksum(void **unused)
 		unguard(scratch);
 		unguard(frame);
 	}
-	assert_true(decoded > 100); /* the damage must not be such that nothing gets past the first check */
+	assert_true(decoded > 100); /* damage must often pass the first checks */
 }
 
 static void *use_stack(void *unused)
@@ -496,7 +497,7 @@ static void *use_no_stack(void *unused)
 	return unused;
 }
 
-static void test_stack(void **unused)
+static void test_stack_use_is_limited(void **unused)
 {
 	(void)unused;
 #if !defined(__SANITIZE_ADDRESS__)
@@ -515,7 +516,7 @@ static void *mixed_calls(void *seed)
 	return NULL;
 }
 
-static void test_threads(void **unused)
+static void test_concurrent_calls(void **unused)
 {
 	pthread_t thread[16];
 
@@ -526,7 +527,7 @@ static void test_threads(void **unused)
 		pthread_join(thread[i], NULL);
 }
 
-static void test_environment(void **unused)
+static void test_environment_is_restored(void **unused)
 {
 	fenv_t before, after;
 
@@ -539,7 +540,7 @@ static void test_environment(void **unused)
 	assert_memory_equal(&before, &after, sizeof before);
 }
 
-static void test_arguments(void **unused)
+static void test_rejects_wrong_arguments(void **unused)
 {
 	const codec_spec spec = {sizeof spec, CODEC_LOSSLESS, 0, 0};
 	codec_tensor t = {.struct_nbytes = sizeof t, .dtype = CODEC_FLOAT32, .rank = 1, .shape = {0}};
@@ -553,7 +554,7 @@ static void test_arguments(void **unused)
 	assert_int_equal(codec_bound(NULL, &t, &n), CODEC_BAD_ARGUMENT);
 	assert_int_equal(codec_bound(&spec, NULL, &n), CODEC_BAD_ARGUMENT);
 	assert_int_equal(codec_bound(&spec, &t, NULL), CODEC_BAD_ARGUMENT);
-	/* NULL with 0 is legal */
+	/* NULL with size 0 is valid */
 	assert_int_equal(codec_encode(&spec, &t, frame, sizeof frame, &n, NULL, NULL, scratch, sizeof scratch),
 			 CODEC_OK);
 	assert_int_equal(n, 56);
@@ -570,7 +571,7 @@ static void test_arguments(void **unused)
 	t.shape[1] = 1ull << 40;
 	t.shape[2] = 0;
 	assert_int_equal(codec_bound(&spec, &t, &n), CODEC_OK);
-	t.shape[0] = 1ull << 20; /* its sides are too long all the same */
+	t.shape[0] = 1ull << 20; /* the product of the other dimensions overflows */
 	assert_int_equal(codec_bound(&spec, &t, &n), CODEC_BAD_SHAPE);
 	t.dtype = 15;
 	assert_int_equal(codec_bound(&spec, &t, &n), CODEC_BAD_DTYPE);
@@ -578,8 +579,8 @@ static void test_arguments(void **unused)
 	assert_int_equal(codec_bound(&(codec_spec){sizeof spec, CODEC_LOSSLESS, 9, 0}, &t, &n), CODEC_BAD_SPEC);
 }
 
-/* The steps are given the tensor and the frame anew each time: another one must be refused, not read. */
-static void test_steps(void **unused)
+/* Steps get the tensor and the frame again each time, and reject others than those of the job. */
+static void test_steps_reject_other_tensors(void **unused)
 {
 	enum { N = 40000 };
 	const codec_spec spec = {sizeof spec, CODEC_LOSSLESS, 0, 0};
@@ -643,18 +644,18 @@ static void test_steps(void **unused)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_tables),
-		cmocka_unit_test(test_bits),
-		cmocka_unit_test(test_books),
-		cmocka_unit_test(test_lanes),
-		cmocka_unit_test(test_planes),
-		cmocka_unit_test(test_guard_pages),
-		cmocka_unit_test(test_noise_without_checksum),
-		cmocka_unit_test(test_stack),
-		cmocka_unit_test(test_threads),
-		cmocka_unit_test(test_environment),
-		cmocka_unit_test(test_arguments),
-		cmocka_unit_test(test_steps),
+		cmocka_unit_test(test_tables_match_their_formulas),
+		cmocka_unit_test(test_bits_round_trip),
+		cmocka_unit_test(test_codebooks_are_optimal_and_round_trip),
+		cmocka_unit_test(test_instruction_sets_agree_on_lanes),
+		cmocka_unit_test(test_instruction_sets_agree_on_planes),
+		cmocka_unit_test(test_round_trip_between_guard_pages),
+		cmocka_unit_test(test_decode_noise_without_checksum),
+		cmocka_unit_test(test_stack_use_is_limited),
+		cmocka_unit_test(test_concurrent_calls),
+		cmocka_unit_test(test_environment_is_restored),
+		cmocka_unit_test(test_rejects_wrong_arguments),
+		cmocka_unit_test(test_steps_reject_other_tensors),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);

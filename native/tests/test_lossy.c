@@ -1,4 +1,4 @@
-/* test_lossy.c - the lossy codecs of the C interface between guard pages: sizes, residuals, sums, noise. */
+/* test_lossy.c - lossy codecs of the C interface between guard pages: sizes, residuals, sums, noise. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -121,7 +121,7 @@ static void round_trip(codec_spec spec, uint32_t dtype, uint64_t n, uint32_t isa
 		assert_true(r == x - y);
 		assert_true(widened(sum.p, CODEC_FLOAT32, i) == r + y);
 	}
-	/* damaged anywhere, without a checksum to say so */
+	/* damaged anywhere, without checking the checksum */
 	with.flags = CODEC_NO_CHECKSUM;
 	for (int round = 0; round < 20 && written; round++) {
 		size_t at = next_random() % written;
@@ -142,7 +142,7 @@ static void round_trip(codec_spec spec, uint32_t dtype, uint64_t n, uint32_t isa
 	unguard(state);
 }
 
-static void test_guard_pages(void **unused)
+static void test_round_trip_between_guard_pages(void **unused)
 {
 	static const uint64_t SIZES[] = {0, 1, 5, 100, 513, 2561, 16384, 16385, 22500, 90001};
 
@@ -153,7 +153,7 @@ static void test_guard_pages(void **unused)
 				round_trip(SPECS[s], DTYPES[i % 3], SIZES[i], 1 + isa);
 }
 
-/* One frame, in ranges of blocks, the last one first; the residual may hold what is to be added. */
+/* Encode a frame in three ranges of blocks, the last one first. with->residual may hold a residual to add. */
 static codec_status encode_steps(const codec_spec *spec, const codec_tensor *t, uint8_t *dst, size_t capacity,
 				 size_t *written, const codec_context *with)
 {
@@ -191,7 +191,10 @@ static codec_status encode_steps(const codec_spec *spec, const codec_tensor *t, 
 	return status;
 }
 
-/* Error feedback is encoding sums: to the byte in float32; of halves the residual is what their sums lose. */
+/*
+ * Error feedback equals encoding the sums: bit-identical in float32; for half types the residual is the error of the
+ * sums.
+ */
 static void feedback(codec_spec spec, uint32_t dtype, uint64_t n, uint32_t isa)
 {
 	uint32_t size = codec_dtype_nbytes(dtype);
@@ -214,7 +217,7 @@ static void feedback(codec_spec spec, uint32_t dtype, uint64_t n, uint32_t isa)
 	for (uint64_t i = 0; i < n; i++)
 		sum[i] = widened((uint8_t *)x, dtype, i) + e[i];
 	assert_int_equal(codec_bound(&spec, &t, &bound), CODEC_OK);
-	room = 2 * bound + (1 << 16); /* for ranges apart */
+	room = 2 * bound + (1 << 16); /* leaves gaps between ranges */
 	assert_int_equal(codec_scratch(&spec, &t, &need), CODEC_OK);
 	frame = malloc(bound);
 	other = malloc(room);
@@ -227,7 +230,7 @@ static void feedback(codec_spec spec, uint32_t dtype, uint64_t n, uint32_t isa)
 	assert_int_equal(codec_decode(frame, written, &y, &with, scratch, need), CODEC_OK);
 	for (uint64_t i = 0; i < n; i++)
 		assert_true(left[i] == sum[i] - widened(back, dtype, i));
-	/* with no byte to spare; with one too few, after which the residual still holds what is to be added */
+	/* exact capacity; one byte short, which leaves the residual unchanged */
 	memcpy(sum, e, 4 * n);
 	assert_int_equal(codec_encode(&spec, &t, other, written - 1, &again, sum, &with, scratch, need),
 			 CODEC_SHORT_OUTPUT);
@@ -258,7 +261,7 @@ static void feedback(codec_spec spec, uint32_t dtype, uint64_t n, uint32_t isa)
 	free(theta.data);
 }
 
-static void test_feedback(void **unused)
+static void test_feedback_equals_encoding_sums(void **unused)
 {
 	static const uint64_t SIZES[] = {0, 1, 100, 513, 2561, 16385, 22500, 90001};
 
@@ -269,8 +272,8 @@ static void test_feedback(void **unused)
 				feedback(SPECS[s], DTYPES[i % 3], SIZES[i / 3], 1 + isa);
 }
 
-/* What cannot be added up, or has no place: nothing is written then. */
-static void test_feedback_refuses(void **unused)
+/* Error feedback with invalid arguments or sums is rejected, and the residual is unchanged. */
+static void test_feedback_rejects_wrong_calls(void **unused)
 {
 	enum { N = 5000 };
 	float *x = calloc(N, 4), *e = calloc(N, 4);
@@ -292,17 +295,17 @@ static void test_feedback_refuses(void **unused)
 			 CODEC_BAD_ARGUMENT);
 	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, x, &with, scratch, need),
 			 CODEC_BAD_ARGUMENT);
-	/* the sum is Inf, though neither is */
+	/* the sum is Inf, though neither operand is */
 	x[N - 1] = e[N - 1] = 3e38f;
 	x[0] = 1;
 	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, e, &with, scratch, need), CODEC_NONFINITE);
 	assert_true(e[N - 1] == 3e38f && e[0] == 0);
-	/* above a scale that was given, though neither is */
+	/* the sum exceeds the given scale, though neither operand does */
 	spec = (codec_spec){.struct_nbytes = sizeof spec, .codec = CODEC_TERNARY, .scale = 4};
 	x[N - 1] = e[N - 1] = 3;
 	assert_int_equal(codec_encode(&spec, &t, frame, capacity, &written, e, &with, scratch, need), CODEC_BAD_SCALE);
 	assert_true(e[N - 1] == 3 && e[0] == 0);
-	/* a job that was opened with it goes on with it, and the other way round */
+	/* CODEC_FEEDBACK must match in all steps of a job */
 	spec.scale = 8;
 	with.residual = e;
 	job = scratch;
@@ -316,7 +319,7 @@ static void test_feedback_refuses(void **unused)
 		assert_int_equal(codec_encode_start(&t, frame, capacity, &with, job, &plan), CODEC_BAD_ARGUMENT);
 		with.flags ^= CODEC_FEEDBACK;
 	}
-	/* beyond the largest number of a half: the rest is left for next time */
+	/* the sum exceeds float16's range: the excess remains in the residual */
 	spec = (codec_spec){.struct_nbytes = sizeof spec, .codec = CODEC_TERNARY};
 	t.dtype = CODEC_FLOAT16;
 	t.nbytes = 2 * N;
@@ -332,8 +335,8 @@ static void test_feedback_refuses(void **unused)
 	free(scratch);
 }
 
-/* codec_reduce is decoding and adding, in order. */
-static void test_reduce(void **unused)
+/* codec_reduce equals decoding and adding in order. */
+static void test_reduce_equals_decode_and_add(void **unused)
 {
 	enum { N = 40000, COUNT = 3 };
 	float *sum = malloc(4 * N), *out = malloc(4 * N), *x = malloc(4 * N);
@@ -373,7 +376,7 @@ static void test_reduce(void **unused)
 		t.data = out;
 		assert_int_equal(codec_reduce(frames, nbytes, COUNT, CODEC_REDUCE_SUM, &t, NULL, scratch, need),
 				 CODEC_OK);
-		/* with one scale, codes are added first: 3 times the scale may round otherwise */
+		/* codes with equal scales are added first: 3 times the scale may round differently */
 		for (int v = 0; v < N; v++)
 			assert_true(spec.scale > 0 ? out[v] == sum[v]
 						   : memcmp(out + v, sum + v, 4) == 0 || out[v] == sum[v]);
@@ -389,7 +392,7 @@ static void test_reduce(void **unused)
 	free(x);
 }
 
-static void test_environment(void **unused)
+static void test_environment_is_restored(void **unused)
 {
 	fenv_t before, after;
 
@@ -398,7 +401,7 @@ static void test_environment(void **unused)
 	before = environment();
 	for (size_t s = 0; s < NSPECS; s++)
 		round_trip(SPECS[s], CODEC_FLOAT32, 22500, 0);
-	feclearexcept(FE_ALL_EXCEPT); /* the tests' own arithmetic */
+	feclearexcept(FE_ALL_EXCEPT); /* flags raised by the tests' own arithmetic */
 	after = environment();
 	assert_memory_equal(&before, &after, sizeof before);
 }
@@ -417,7 +420,7 @@ static void *use_no_stack(void *unused)
 	return unused;
 }
 
-static void test_stack(void **unused)
+static void test_stack_use_is_limited(void **unused)
 {
 	(void)unused;
 #if !defined(__SANITIZE_ADDRESS__)
@@ -429,7 +432,7 @@ static void test_stack(void **unused)
 #endif
 }
 
-static void test_specs(void **unused)
+static void test_rejects_wrong_specs(void **unused)
 {
 	static const codec_spec BAD[] = {
 		{.codec = 8},
@@ -473,8 +476,8 @@ static void test_specs(void **unused)
 	}
 }
 
-/* What multiplies where the format divides: under every mantissa of a scale, and every number of levels. */
-static void test_divisions(void **unused)
+/* Vectorized multiplication equals the format's division, for every mantissa of a scale and every number of levels. */
+static void test_multiplication_equals_division(void **unused)
 {
 	const struct row_kind float8 = {.codec = CODEC_FLOAT8, .bits = 8};
 	uint8_t code[256];
@@ -488,7 +491,7 @@ static void test_divisions(void **unused)
 		if (!codec_isa_usable(isa))
 			continue;
 		k = kernels_for(&with);
-		for (int i = 0; i < 16; i++) /* all mantissas, of subnormal numbers too */
+		for (int i = 0; i < 16; i++) /* all mantissas, also of subnormals */
 			code[i] = (uint8_t)(i < 8 ? i : 0x30 + i);
 		for (uint32_t mantissa = 0; mantissa < 1u << 23; mantissa++) {
 			float scale = round_float(mantissa % 254 + 1 << 23 | mantissa);
@@ -517,8 +520,8 @@ static void test_divisions(void **unused)
 	}
 }
 
-/* Half types to float32 and back: what vectors do is what one word at a time is. */
-static void test_conversions(void **unused)
+/* Vectorized conversions between half types and float32 equal the scalar functions. */
+static void test_conversions_equal_scalar_functions(void **unused)
 {
 	enum { N = 1 << 16 };
 	uint16_t *half = malloc(2 * N), *back = malloc(2 * N);
@@ -545,7 +548,7 @@ static void test_conversions(void **unused)
 			k->from_float[t]((float *)x, N, back);
 			for (uint32_t i = 0; i < N; i++)
 				assert_int_equal(back[i], t ? round_to_float16(x[i]) : round_to_bfloat16(x[i]));
-			for (int run = 0; run < 64; run++) { /* and between them: near ties, or anywhere */
+			for (int run = 0; run < 64; run++) { /* values in between: near ties, or random */
 				for (uint32_t i = 0; i < N; i++) {
 					uint32_t r = (uint32_t)next_random(),
 						 near = r % 5 - 2 + (r & 64 ? 1u << 15 : 1u << 12);
@@ -564,8 +567,8 @@ static void test_conversions(void **unused)
 	free(x);
 }
 
-/* Counters of two words: where the lower one wraps around, and behind. */
-static void test_draws(void **unused)
+/* Random bits equal philox_half where the lower word of the block counter wraps around. */
+static void test_random_bits_across_counter_words(void **unused)
 {
 	static const uint64_t FROM[] = {0, 1, 5, UINT32_MAX - 40, UINT32_MAX, (1ull << 32) + 3, (7ull << 32) - 200};
 	const struct philox key = {0x12345678, 0x9abcdef0, 0xfedcba98};
@@ -587,11 +590,16 @@ static void test_draws(void **unused)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_divisions),   cmocka_unit_test(test_draws),
-		cmocka_unit_test(test_conversions), cmocka_unit_test(test_guard_pages),
-		cmocka_unit_test(test_feedback),    cmocka_unit_test(test_feedback_refuses),
-		cmocka_unit_test(test_reduce),      cmocka_unit_test(test_environment),
-		cmocka_unit_test(test_stack),       cmocka_unit_test(test_specs),
+		cmocka_unit_test(test_multiplication_equals_division),
+		cmocka_unit_test(test_random_bits_across_counter_words),
+		cmocka_unit_test(test_conversions_equal_scalar_functions),
+		cmocka_unit_test(test_round_trip_between_guard_pages),
+		cmocka_unit_test(test_feedback_equals_encoding_sums),
+		cmocka_unit_test(test_feedback_rejects_wrong_calls),
+		cmocka_unit_test(test_reduce_equals_decode_and_add),
+		cmocka_unit_test(test_environment_is_restored),
+		cmocka_unit_test(test_stack_use_is_limited),
+		cmocka_unit_test(test_rejects_wrong_specs),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);

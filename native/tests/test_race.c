@@ -1,10 +1,11 @@
-/* test_race.c - what codec.h and codec_engine.h promise to threads, for TSan; and of memory that changes, for ASan.
+/*
+ * test_race.c - thread safety of codec.h and codec_engine.h, for TSan; and memory that changes during calls, for ASan.
  *
- *   test_race [SECONDS]           4 threads on the steps of one job: the bytes of one call, whatever the order
- *   test_race hostile [SECONDS]   another thread rewrites tensor, state, levels and frame meanwhile: the results may be
- *                                 anything, but no byte outside of the spans is touched
+ *   - test_race [SECONDS]: 4 threads process the steps of one job; the bytes equal those of the one-call functions
+ *   - test_race hostile [SECONDS]: another thread rewrites tensor, state, levels and frames during calls;
+ * results are unspecified, but no byte outside of the buffers is accessed
  *
- * Without SECONDS, once through all codecs.
+ * Without SECONDS: each codec once.
  */
 #include <pthread.h>
 #include <stdatomic.h>
@@ -18,7 +19,7 @@
 
 #define THREADS 4
 #define N 80001
-#define ROW 65 /* of a segment of so many rows that threads find their offsets */
+#define ROW 65 /* the segment has so many rows that threads compute their offsets */
 #define NROWS 1100
 #define FRAMES 3
 #define SLICES 7
@@ -56,7 +57,7 @@ static const struct kind {
 	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVELS_FIXED, .bits = 2}},
 };
 
-/* One tensor under one spec; all buffers are allocations of their own, so that ASan sees where they end. */
+/* A tensor and a spec. Every buffer is an allocation of its own, so that ASan knows its end. */
 struct task {
 	codec_spec spec;
 	codec_tensor x, out, sum, theta;
@@ -170,17 +171,17 @@ static void task_close(struct task *k)
 		free(k->frame[i]);
 }
 
-/* f(context, i) for i below count, by all threads. */
-struct crowd {
+/* Call f(context, i) for each i below count, by all threads. */
+struct tasks {
 	void (*f)(void *context, uint64_t i);
 	void *context;
 	atomic_uint_fast64_t next;
 	uint64_t count;
 };
 
-static void *member(void *p)
+static void *run_tasks(void *p)
 {
-	struct crowd *c = p;
+	struct tasks *c = p;
 	uint64_t i;
 
 	while ((i = atomic_fetch_add(&c->next, 1)) < c->count)
@@ -188,18 +189,18 @@ static void *member(void *p)
 	return NULL;
 }
 
-static void crowd(void (*f)(void *, uint64_t), void *context, uint64_t count)
+static void run_all(void (*f)(void *, uint64_t), void *context, uint64_t count)
 {
-	struct crowd c = {.f = f, .context = context, .count = count};
+	struct tasks c = {.f = f, .context = context, .count = count};
 	pthread_t thread[THREADS];
 
 	for (int i = 0; i < THREADS; i++)
-		MUST(pthread_create(thread + i, NULL, member, &c) == 0);
+		MUST(pthread_create(thread + i, NULL, run_tasks, &c) == 0);
 	for (int i = 0; i < THREADS; i++)
 		pthread_join(thread[i], NULL);
 }
 
-/* What threads share in the steps of one job. */
+/* State that threads share in the steps of one job. */
 struct steps {
 	struct task *k;
 	void *job[FRAMES];
@@ -208,7 +209,7 @@ struct steps {
 	codec_status status[SLICES];
 	int add;
 	uint32_t op;
-	/* encode: ranges are moved together by whichever thread is done with one and finds nobody at it */
+	/* encode: a thread that has finished a range joins finished ranges, unless another thread is doing so */
 	atomic_int done[SLICES];
 	pthread_mutex_t moving;
 	uint64_t moved, to;
@@ -310,7 +311,7 @@ static codec_status encode_steps(struct task *k, size_t *written)
 
 	TRY(codec_encode_open(&k->spec, &k->x, k->made, capacity, &k->with, s.job[0], k->job_nbytes, &s.plan));
 	if (status == CODEC_OK && s.plan.nscans) {
-		crowd(scan, &s, SLICES);
+		run_all(scan, &s, SLICES);
 		TRY(status_of(&s));
 		TRY(codec_encode_start(&k->x, k->made, capacity, &k->with, s.job[0], &s.plan));
 	}
@@ -318,7 +319,7 @@ static codec_status encode_steps(struct task *k, size_t *written)
 	s.to = s.plan.regions_at;
 	pthread_mutex_init(&s.moving, NULL);
 	if (status == CODEC_OK && blocks) {
-		crowd(encode, &s, SLICES);
+		run_all(encode, &s, SLICES);
 		TRY(status_of(&s));
 	}
 	TRY(codec_encode_close(&k->x, k->made, capacity, &k->with, s.job[0], s.count, s.at, blocks ? SLICES : 0,
@@ -338,7 +339,7 @@ static codec_status decode_steps(struct task *k, int add)
 	TRY(codec_decode_open(k->frame[0], k->nbytes[0], add ? &k->sum : &k->out, &with, s.job[0], k->job_nbytes,
 			      &s.plan));
 	if (status == CODEC_OK && s.plan.nblocks) {
-		crowd(decode, &s, SLICES);
+		run_all(decode, &s, SLICES);
 		TRY(status_of(&s));
 		TRY(codec_decode_close(&with, s.job[0], seal_of(&s, 0)));
 	}
@@ -358,7 +359,7 @@ static codec_status reduce_steps(struct task *k, uint32_t op)
 		TRY(codec_decode_open(k->frame[i], k->nbytes[i], &k->sum, &with, s.job[i], k->job_nbytes, &s.plan));
 	}
 	if (status == CODEC_OK && s.plan.nblocks) {
-		crowd(reduce, &s, SLICES);
+		run_all(reduce, &s, SLICES);
 		TRY(status_of(&s));
 	}
 	for (int i = 0; i < FRAMES; i++) {
@@ -378,7 +379,7 @@ static codec_status at_once(struct task *k, int what, size_t *written)
 
 	if (what == 3) {
 		status = codec_reduce_scratch((const void *const *)k->frame, k->nbytes, FRAMES, &need);
-		if (status != CODEC_OK || need > 64 << 20) /* of a header that was rewritten */
+		if (status != CODEC_OK || need > 64 << 20) /* from a header that was rewritten */
 			return status;
 	}
 	scratch = room(need);
@@ -389,7 +390,7 @@ static codec_status at_once(struct task *k, int what, size_t *written)
 	case 1: status = codec_decode(k->frame[0], k->nbytes[0], &k->out, &with, scratch, need); break;
 	case 2: status = codec_accumulate(k->frame[0], k->nbytes[0], 0.5f, &k->sum, &with, scratch, need); break;
 	default:
-		with.flags |= CODEC_NONTEMPORAL; /* by the tile, which is as large as a header says */
+		with.flags |= CODEC_NONTEMPORAL; /* uses the tile, whose size is read from a header */
 		status = codec_reduce((const void *const *)k->frame, k->nbytes, FRAMES, CODEC_REDUCE_MEAN, &k->sum,
 				      &with, scratch, need);
 	}
@@ -402,8 +403,8 @@ static int is_float(uint32_t dtype)
 	return dtype == CODEC_FLOAT32 || dtype == CODEC_BFLOAT16 || dtype == CODEC_FLOAT16;
 }
 
-/* The same bytes from four threads as from one. */
-static void peaceful(const struct kind *kind)
+/* Check that four threads produce the same bytes as one. */
+static void check_steps(const struct kind *kind)
 {
 	struct task k;
 	codec_tensor once;
@@ -437,22 +438,22 @@ static void peaceful(const struct kind *kind)
 	task_close(&k);
 }
 
-/* Rewrites what the task reads, until told to stop; the frames also back to what they were. */
-struct enemy {
+/* State of the thread that rewrites the task's inputs until `stop` is set, and restores parts of the frames. */
+struct rewriter {
 	struct task *k;
 	const uint8_t *good[FRAMES];
-	uint8_t larger[64]; /* a header of 8 times as many values, right in itself where blocks may be constant */
+	uint8_t larger[64]; /* valid header with 8 times as many values, which constant blocks could hold */
 	atomic_int stop, headers;
 };
 
-static void scribble(void *p, size_t n, uint64_t x)
+static void flip_bit(void *p, size_t n, uint64_t x)
 {
 	((volatile uint8_t *)p)[(x >> 8) % n] ^= (uint8_t)(1 << (x & 7));
 }
 
 static void *rewrite(void *p)
 {
-	struct enemy *e = p;
+	struct rewriter *e = p;
 	struct task *k = e->k;
 	uint64_t s = 0x9e3779b97f4a7c15ull;
 
@@ -467,14 +468,14 @@ static void *rewrite(void *p)
 		switch (x >> 60) {
 		case 0:
 		case 1:
-		case 2: scribble(k->x.data, k->x.nbytes, x); break;
-		case 3: scribble(k->theta.data, k->theta.nbytes, x); break;
-		case 4: scribble(k->levels, N, x); break;
+		case 2: flip_bit(k->x.data, k->x.nbytes, x); break;
+		case 3: flip_bit(k->theta.data, k->theta.nbytes, x); break;
+		case 4: flip_bit(k->levels, N, x); break;
 		case 5:
 		case 6:
-		case 7: scribble(k->frame[i], k->nbytes[i] < 120 ? k->nbytes[i] : 120, x); break;
+		case 7: flip_bit(k->frame[i], k->nbytes[i] < 120 ? k->nbytes[i] : 120, x); break;
 		case 8:
-		case 9: scribble(k->frame[i], k->nbytes[i], x); break;
+		case 9: flip_bit(k->frame[i], k->nbytes[i], x); break;
 		default:
 			n = k->nbytes[i] - from < 2000 ? k->nbytes[i] - from : 2000;
 			memcpy(k->frame[i] + from, e->good[i] + from, n);
@@ -483,9 +484,9 @@ static void *rewrite(void *p)
 	return NULL;
 }
 
-static void hostile(const struct kind *kind, int rounds)
+static void check_rewriting(const struct kind *kind, int rounds)
 {
-	struct enemy e = {0};
+	struct rewriter e = {0};
 	pthread_t thread;
 	struct task k;
 	size_t written;
@@ -528,20 +529,20 @@ static void hostile(const struct kind *kind, int rounds)
 
 int main(int argc, char **argv)
 {
-	int war = argc > 1 && !strcmp(argv[1], "hostile");
-	double seconds = argc > 1 + war ? atof(argv[1 + war]) : 0;
+	int is_hostile = argc > 1 && !strcmp(argv[1], "hostile");
+	double seconds = argc > 1 + is_hostile ? atof(argv[1 + is_hostile]) : 0;
 	time_t begin = time(NULL);
 	int rounds = 0;
 
 	do {
 		for (size_t i = 0; i < sizeof KINDS / sizeof *KINDS; i++)
-			if (war)
-				hostile(KINDS + i, 3);
+			if (is_hostile)
+				check_rewriting(KINDS + i, 3);
 			else
-				peaceful(KINDS + i);
+				check_steps(KINDS + i);
 		rounds++;
 	} while (difftime(time(NULL), begin) < seconds);
 	printf("test_race: %d rounds of %zu kinds, %s\n", rounds, sizeof KINDS / sizeof *KINDS,
-	       war ? "memory rewritten meanwhile" : "same bytes");
+	       is_hostile ? "memory rewritten during calls" : "same bytes");
 	return 0;
 }

@@ -1,11 +1,13 @@
-/* test_steps.c - what codec_engine.h says of steps, jobs and plans, above all of wrong ones: refused, and nothing
- * written. */
+/* test_steps.c - codec_engine.h: order of steps, jobs and plans. Wrong calls return errors and write nothing. */
 #include <fenv.h>
 #include <stdlib.h>
 
 #include "contract.h"
 
-/* What other engines read in a job's memory keeps its place; no function's arguments lead abidiff there. */
+/*
+ * Offsets of fields that other engines read in a job's memory. abidiff does not check them, since no function's
+ * parameters lead there.
+ */
 #define PLACE(type, field, at) _Static_assert(offsetof(type, field) == (at), #field)
 PLACE(codec_model_part, start, 0);
 PLACE(codec_model_part, count, 8);
@@ -23,8 +25,8 @@ PLACE(codec_row_part, row, 28);
 PLACE(codec_row_part, scale, 32);
 _Static_assert(sizeof(codec_model_part) == 32 && sizeof(codec_row_part) == 40, "arrays of them");
 
-/* A job knows what it is for and how far it is. */
-static void test_order(void **unused)
+/* Steps out of order, of the other direction or with other arguments are rejected. */
+static void test_rejects_steps_out_of_order(void **unused)
 {
 	codec_spec spec = spec_of(CODEC_SIGN);
 	codec_tensor t = tensor(x, N), to = tensor(out, N);
@@ -46,7 +48,7 @@ static void test_order(void **unused)
 #define CLOSE() codec_encode_close(&t, frame, sizeof frame, &with, job, &count, &at, 1, seal, &written)
 	count = at = seal = 0;
 	plan.nscans = 0;
-	assert_int_equal(SCAN(), CODEC_BAD_ARGUMENT); /* memory that is no job */
+	assert_int_equal(SCAN(), CODEC_BAD_ARGUMENT); /* memory without a job */
 	assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
 	assert_int_equal(codec_decode_close(&with, job, 0), CODEC_BAD_ARGUMENT);
 	assert_int_equal(codec_encode_open(&spec, &t, frame, sizeof frame, &with, job, job_nbytes, &plan), CODEC_OK);
@@ -58,22 +60,24 @@ static void test_order(void **unused)
 	assert_int_equal(CLOSE(), CODEC_BAD_ARGUMENT);
 	assert_int_equal(SCAN(), CODEC_OK);
 	assert_int_equal(codec_encode_start(&t, frame, 60, &with, job, &plan), CODEC_SHORT_OUTPUT);
-	assert_int_equal(START(), CODEC_OK); /* a step that failed may be repeated */
+	assert_int_equal(START(), CODEC_OK); /* a failed step may be repeated */
 	assert_int_equal(START(), CODEC_BAD_ARGUMENT);
 	assert_int_equal(SCAN(), CODEC_BAD_ARGUMENT);
 	at = plan.regions_at;
 	assert_int_equal(codec_decode_blocks(frame, sizeof frame, &to, &with, job, 0, 1, &seal, work, work_nbytes),
 			 CODEC_BAD_ARGUMENT);
 	with.residual = residual;
-	assert_int_equal(BLOCKS(), CODEC_BAD_ARGUMENT); /* opened without one: not all is known to be finite */
+	assert_int_equal(
+		BLOCKS(),
+		CODEC_BAD_ARGUMENT); /* opened without a residual, so that not all values are known to be finite */
 	with.residual = NULL;
 	assert_int_equal(BLOCKS(), CODEC_OK);
 	at += 64;
 	assert_int_equal(BLOCKS(), CODEC_OK);
-	assert_int_equal(MOVE(count, at, at + 8), CODEC_BAD_ARGUMENT); /* later than where they are */
+	assert_int_equal(MOVE(count, at, at + 8), CODEC_BAD_ARGUMENT); /* behind their present place */
 	assert_int_equal(MOVE(count, at, plan.regions_at + 4), CODEC_BAD_ARGUMENT);
 	assert_int_equal(MOVE(count, at, plan.regions_at - 8), CODEC_BAD_ARGUMENT);
-	assert_int_equal(MOVE(count, end + 8, at), CODEC_BAD_ARGUMENT); /* where they are not */
+	assert_int_equal(MOVE(count, end + 8, at), CODEC_BAD_ARGUMENT); /* no regions there */
 	assert_int_equal(MOVE(0, at, at), CODEC_BAD_ARGUMENT);
 	assert_int_equal(MOVE(count + 1, at, at), CODEC_BAD_ARGUMENT);
 	assert_int_equal(codec_encode_move(job, frame, end - 8, 0, count, at, at, &end), CODEC_BAD_ARGUMENT);
@@ -101,8 +105,8 @@ static void test_order(void **unused)
 	free(work);
 }
 
-/* A metric is given to every step that needs it, not only to the first. */
-static void test_steps_metric(void **unused)
+/* Every step that needs a metric must be given one. */
+static void test_steps_require_metric(void **unused)
 {
 	codec_spec spec = spec_of(CODEC_TRUNCATE);
 	codec_tensor t = tensor(x, N), state = tensor(theta, N), to = tensor(out, N);
@@ -143,8 +147,8 @@ static void test_steps_metric(void **unused)
 	free(work);
 }
 
-/* Steps with a residual are refused before one value of it is written, if there may not be room for all. */
-static void test_steps_residual(void **unused)
+/* Without room for the largest possible frame, steps with a residual fail before any of it is written. */
+static void test_steps_with_residual_require_bound(void **unused)
 {
 	static const uint32_t CODECS[] = {CODEC_SIGN, CODEC_TERNARY, CODEC_FLOAT8, CODEC_FLOAT4, CODEC_QUANTIZE};
 	codec_tensor t = tensor(x, N);
@@ -187,8 +191,11 @@ static void test_steps_residual(void **unused)
 	}
 }
 
-/* Room for the frame, but not for all that could become of it: no step follows, but the same one with more room may. */
-static void test_steps_short(void **unused)
+/*
+ * With room for the frame but not for the largest possible one, no other step may follow, but the same one with more
+ * room may.
+ */
+static void test_step_can_be_repeated_with_more_room(void **unused)
 {
 	codec_tensor t = tensor(x, N);
 	codec_context with = context(), plain = context();
@@ -239,8 +246,8 @@ static void test_steps_short(void **unused)
 	free(work);
 }
 
-/* A job takes what its plan says: to decode, none has the buffer that some encoders begin with. */
-static void test_job_sizes(void **unused)
+/* A job needs the size in its plan. Jobs for decoding do not include the work buffer of some encoders. */
+static void test_job_size_of_plan_suffices(void **unused)
 {
 	static const codec_spec SPECS[] = {
 		{.codec = CODEC_LOSSLESS},
@@ -284,15 +291,15 @@ static void test_job_sizes(void **unused)
 	free(work);
 }
 
-/* What only checks writes nothing, whichever call it is; steps, which have calls of their own for that, refuse it. */
-static void test_check_only(void **unused)
+/* CODEC_CHECK_ONLY writes nothing, in any one-call function. Steps reject it. */
+static void test_check_only_writes_nothing(void **unused)
 {
 	static const uint32_t FLAGS[] = {CODEC_CHECK_ONLY, CODEC_VERIFY_FIRST, CODEC_CHECK_ONLY | CODEC_VERIFY_FIRST};
 
 	(void)unused;
 	for (int i = 0; i < 6; i++) {
 		codec_spec spec = spec_of(i % 3 == 2 ? CODEC_QUANTIZE : CODEC_LOSSLESS);
-		uint64_t n = i % 3 ? N : 100, seal, seals[2]; /* 100 values are stored */
+		uint64_t n = i % 3 ? N : 100, seal, seals[2]; /* 100 values give a stored frame */
 		codec_tensor t = tensor(x, n), to = tensor(out, n);
 		codec_context with = context();
 		const void *frames[] = {frame, i < 3 ? frame : other}, *jobs[2] = {0};
@@ -303,7 +310,7 @@ static void test_check_only(void **unused)
 		fill();
 		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
 		nbytes[0] = written;
-		spec.codec = CODEC_SIGN; /* whose blocks do not match */
+		spec.codec = CODEC_SIGN; /* blocks of this frame do not match */
 		if (i >= 3)
 			assert_int_equal(ENCODE(other, sizeof other, NULL), CODEC_OK);
 		nbytes[1] = written;
@@ -348,8 +355,8 @@ static void test_check_only(void **unused)
 	}
 }
 
-/* A range of blocks is a part of those that there are, however large its numbers. */
-static void test_ranges(void **unused)
+/* Ranges of blocks beyond the last block are rejected, also if their end overflows. */
+static void test_rejects_ranges_beyond_blocks(void **unused)
 {
 	codec_spec spec = spec_of(CODEC_QUANTIZE);
 	codec_tensor t = tensor(x, N), to = tensor(out, N);
@@ -378,8 +385,8 @@ static void test_ranges(void **unused)
 	free(work);
 }
 
-/* Plans, too, are the same whatever the caller's rounding mode, which stays as it was. */
-static void test_rounding_mode(void **unused)
+/* Plans do not depend on the caller's rounding mode, and restore it. */
+static void test_plans_ignore_rounding_mode(void **unused)
 {
 	static const int MODES[] = {FE_TONEAREST, FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO};
 	codec_spec spec = spec_of(CODEC_TERNARY);
@@ -412,8 +419,8 @@ static void test_rounding_mode(void **unused)
 	}
 }
 
-/* A residual costs a pass before the first block, unless it may hold anything after an error, or scales need it. */
-static void test_one_pass(void **unused)
+/* CODEC_ONE_PASS saves the scan before the first block, unless scales need it. */
+static void test_one_pass_saves_scan(void **unused)
 {
 	static const uint32_t codec_ids[] = {CODEC_FLOAT8, CODEC_QUANTIZE, CODEC_SIGN};
 	codec_tensor t = tensor(x, N);
@@ -427,7 +434,7 @@ static void test_one_pass(void **unused)
 		codec_spec spec = spec_of(codec_ids[i]);
 
 		for (uint32_t flags = 0; flags <= CODEC_ONE_PASS; flags += CODEC_ONE_PASS) {
-			int scans = !flags || spec.codec == CODEC_SIGN; /* whose scale is the whole tensor's */
+			int scans = !flags || spec.codec == CODEC_SIGN; /* its scale is that of the whole tensor */
 
 			with.flags = flags;
 			assert_int_equal(codec_encode_open(&spec, &t, frame, sizeof frame, &with, scratch,
@@ -441,11 +448,15 @@ static void test_one_pass(void **unused)
 int main(void)
 {
 	const struct CMUnitTest tests[] = {
-		cmocka_unit_test(test_order),          cmocka_unit_test(test_steps_metric),
-		cmocka_unit_test(test_steps_residual), cmocka_unit_test(test_check_only),
-		cmocka_unit_test(test_ranges),         cmocka_unit_test(test_steps_short),
-		cmocka_unit_test(test_rounding_mode),  cmocka_unit_test(test_job_sizes),
-		cmocka_unit_test(test_one_pass),
+		cmocka_unit_test(test_rejects_steps_out_of_order),
+		cmocka_unit_test(test_steps_require_metric),
+		cmocka_unit_test(test_steps_with_residual_require_bound),
+		cmocka_unit_test(test_check_only_writes_nothing),
+		cmocka_unit_test(test_rejects_ranges_beyond_blocks),
+		cmocka_unit_test(test_step_can_be_repeated_with_more_room),
+		cmocka_unit_test(test_plans_ignore_rounding_mode),
+		cmocka_unit_test(test_job_size_of_plan_suffices),
+		cmocka_unit_test(test_one_pass_saves_scan),
 	};
 
 	return cmocka_run_group_tests(tests, NULL, NULL);

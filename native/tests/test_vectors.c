@@ -1,7 +1,9 @@
-/* test_vectors.c - golden frames on whatever machine this is: decoded, into float32 as well, and encoded again.
+/*
+ * test_vectors.c - decode golden frames on this machine, also to float32, and encode them again.
  *
- * usage: test_vectors DIRECTORY. Needs no library for tests, so that it runs under an emulator of another CPU. Where
- * the tensor is not at hand what comes out is encoded again: of lossless frames that gives the same bytes.
+ * usage: test_vectors DIRECTORY. Uses no test library, so that it runs under an emulator of another CPU. Tensors of
+ * golden frames are not available here: the decoded values are encoded again, which gives equal bytes for lossless
+ * frames.
  */
 #include <dirent.h>
 #include <stdio.h>
@@ -37,7 +39,7 @@ static float widened(uint32_t dtype, const uint8_t *p, uint64_t i)
 	return x;
 }
 
-/* 1: right, 0: wrong, -1: not one that can be told by itself. */
+/* Check a frame. Returns 1 if it is right, 0 if it is wrong, -1 if it cannot be checked alone. */
 static int check(const uint8_t *frame, size_t nbytes)
 {
 	codec_info info = {.struct_nbytes = sizeof info};

@@ -1,7 +1,8 @@
-/* immintrin.h - stands in for the compiler's: vector instructions in plain C, by SIMDe (Debian: libsimde-dev).
+/*
+ * immintrin.h - replaces the compiler's header: vector instructions in plain C, by SIMDe (Debian: libsimde-dev).
  *
- * isa/avx512.c compiled against it runs on any CPU, slowly, and must give the same bytes. What Debian's SIMDe lacks
- * is written out below.
+ * isa/avx512.c compiled with it runs on any CPU, slowly, and must give equal bytes. Instructions that Debian's SIMDe
+ * lacks are implemented below.
  */
 #ifndef EMULATED_IMMINTRIN_H
 #define EMULATED_IMMINTRIN_H
@@ -219,7 +220,7 @@ static inline __m256i emulated_cvtepi32_epi16(__m512i a)
 	return simde_mm256_loadu_si256((const simde__m256i *)h);
 }
 
-/* fused: SIMDe rounds twice where the CPU has none */
+/* fused: SIMDe rounds twice if the CPU has no FMA */
 static inline __m512 emulated_fmadd_ps(__m512 a, __m512 b, __m512 c)
 {
 	float x[16], y[16], z[16];
@@ -270,7 +271,7 @@ static inline __m512i emulated_mask_shuffle_epi8(__m512i from, __mmask64 k, __m5
 	return simde_mm512_loadu_si512(out);
 }
 
-/* the upper half of a above b, shifted up; the lower half of b above a, shifted down */
+/* shldv: upper half of a:b shifted left; shrdv: lower half of b:a shifted right */
 static inline __m512i emulated_shldv_epi32(__m512i a, __m512i b, __m512i n)
 {
 	uint32_t x[16], y[16], c[16];
