@@ -1,4 +1,4 @@
-/* check.c - a frame, decoded in every way that there is. */
+/* check.c - decode a frame in all ways, and compare the results. */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -26,7 +26,7 @@ struct exact exact(size_t n, struct source *s)
 	struct exact e = {.n = n, .base = malloc(n + shift)};
 
 	if (!e.base)
-		shift = 0; /* malloc(0) may be NULL: an empty span */
+		shift = 0; /* malloc(0) may return NULL: an empty span */
 	e.p = e.base ? (uint8_t *)e.base + shift : NULL;
 	return e;
 }
@@ -79,22 +79,22 @@ static int is_float(uint32_t dtype)
 	return dtype == CODEC_FLOAT32 || dtype == CODEC_BFLOAT16 || dtype == CODEC_FLOAT16;
 }
 
-/* How to decode. */
+/* A way to decode. */
 struct way {
 	uint32_t flags, into, isa; /* isa: 1 + index */
 	float weight, divide;
 	enum { AT_ONCE, STEPS, CHECKED_STEPS } steps;
 };
 
-/* What came of it. */
+/* Result of decoding in one way. */
 struct result {
 	codec_status status;
 	codec_fault fault;
 	struct exact out;
-	int untouched; /* the destination is as it was */
+	int untouched; /* 1: the destination is unchanged */
 };
 
-/* One frame's facts. */
+/* A frame and its properties. */
 struct subject {
 	struct given g;
 	codec_info info;
@@ -109,7 +109,7 @@ static void tensor_like(const codec_info *info, uint32_t dtype, codec_tensor *t)
 	t->nbytes = info->n * codec_dtype_nbytes(dtype);
 }
 
-/* What a destination holds at first: as float32 numbers that sums are ordinary with. */
+/* Initialize a destination with float32 values for which sums are ordinary numbers. */
 static void fill(uint8_t *p, size_t nbytes)
 {
 	for (size_t i = 0; i < nbytes; i++)
@@ -150,10 +150,10 @@ static codec_context context_of(const struct subject *f, const struct way *w, co
 			       .fault = fault};
 }
 
-/* What a step does to blocks. */
+/* Operation of a step on blocks. */
 enum { CHECK_BLOCKS, DECODE_BLOCKS };
 
-/* Blocks in ranges of any size, in any order; the status of the lowest that fails. */
+/* Process blocks in ranges of any size, in any order. Returns the status of the lowest failing range. */
 static codec_status step_blocks(const struct subject *f, int what, codec_tensor *t, const codec_context *with,
 				const void *job, const codec_plan *plan, uint64_t *seal)
 {
@@ -182,7 +182,7 @@ static codec_status step_blocks(const struct subject *f, int what, codec_tensor 
 	return status;
 }
 
-/* Open, blocks, close; or all checks first. */
+/* Decode in steps: open, blocks, close. `check`: check all blocks before decoding them. */
 static codec_status decode_steps(const struct subject *f, int check, codec_tensor *t, const codec_context *with)
 {
 	codec_context unchecked = *with;
@@ -245,7 +245,7 @@ static struct result decode(const struct subject *f, struct way w)
 	return r;
 }
 
-/* The same whatever the instruction set, to the byte; NULL: whatever that is. */
+/* Decode with every instruction set, and check that status, fault and bytes are equal. */
 static struct result decode_everywhere(const struct subject *f, struct way w)
 {
 	struct result first = {0};
@@ -271,7 +271,7 @@ static struct result decode_everywhere(const struct subject *f, struct way w)
 	return first;
 }
 
-/* Decoded another way: the same status, and if that is success the same bytes. */
+/* Decode in another way, and check that the status is equal, and on success the bytes. */
 static void agree(const struct subject *f, const struct result *plain, struct way w)
 {
 	struct result r;
@@ -298,7 +298,10 @@ static void check_flags(const struct subject *f, const struct result *plain)
 	agree(f, plain, (struct way){.flags = CODEC_NONTEMPORAL, .isa = w.isa, .steps = w.steps});
 	agree(f, plain, (struct way){.steps = STEPS});
 	agree(f, plain, (struct way){.steps = CHECKED_STEPS});
-	/* without checksums: the same, but for what only they would have found, or blamed on the frame */
+	/*
+	 * Without checksums the result is equal, except for errors that only checksums detect, or that are the caller's
+	 * if the frame is not damaged.
+	 */
 	w.flags |= one_in(f->s, 4) && !w.steps ? CODEC_VERIFY_FIRST : 0;
 	r = decode(f, w);
 	if (plain->status != r.status)
@@ -309,7 +312,10 @@ static void check_flags(const struct subject *f, const struct result *plain)
 	exact_free(&r.out);
 }
 
-/* Without what it needs, a good frame says so; a damaged one that it is damaged. */
+/*
+ * Decode without codebook and metric, and with other metrics: an intact frame gives the error for what is missing, a
+ * damaged frame that of the damage.
+ */
 static void check_missing(const struct subject *f, const struct result *plain)
 {
 	codec_status sealed = codec_verify(f->frame.p, f->frame.n);
@@ -348,7 +354,7 @@ static void check_missing(const struct subject *f, const struct result *plain)
 	exact_free(&r.out);
 }
 
-/* Of float32, from what was decoded as it is. */
+/* Decode to float32, and compare with values computed from the frame's dtype. */
 static void check_floats(const struct subject *f, const struct result *plain)
 {
 	struct way w = {.into = 1 + (uint32_t)below(f->s, 3), .steps = below(f->s, 3)};
@@ -393,7 +399,7 @@ static void check_floats(const struct subject *f, const struct result *plain)
 	exact_free(&r.out);
 }
 
-/* What is done with results is done in float32, and refused where they are stored in the frame's dtype. */
+/* Check that dividing and rescaling need a float32 destination. */
 static void check_results(const struct subject *f)
 {
 	struct way w = {.steps = below(f->s, 3), .isa = check_some_isa(f->s), .divide = one_in(f->s, 2) ? 3 : 0};
@@ -405,7 +411,7 @@ static void check_results(const struct subject *f)
 	exact_free(&r.out);
 }
 
-/* All that decoding would say, and nothing written; steps have a call of their own for that. */
+/* Check that CODEC_CHECK_ONLY gives the status of decoding and writes nothing. Steps reject it. */
 static void check_only(const struct subject *f, const struct result *plain)
 {
 	struct way w = {.flags = CODEC_CHECK_ONLY, .steps = below(f->s, 2), .isa = check_some_isa(f->s)};
@@ -415,7 +421,7 @@ static void check_only(const struct subject *f, const struct result *plain)
 	exact_free(&r.out);
 }
 
-/* Bytes behind a frame: refused, or ignored where that is asked for. */
+/* Check that bytes after a frame are rejected, or ignored with CODEC_ALLOW_SLACK. */
 static void check_slack(const struct subject *f, const struct result *plain)
 {
 	struct subject more = *f;
@@ -432,7 +438,7 @@ static void check_slack(const struct subject *f, const struct result *plain)
 	exact_free(&more.frame);
 }
 
-/* As decoding into a sum. */
+/* Check that codec_accumulate equals decoding with CODEC_INTO_ADD. */
 static void check_accumulate(const struct subject *f)
 {
 	struct way w = {.isa = check_some_isa(f->s), .into = CODEC_INTO_ADD, .flags = CODEC_VERIFY_FIRST, .weight = 3};
@@ -458,7 +464,10 @@ static void check_accumulate(const struct subject *f)
 	exact_free(&r.out);
 }
 
-/* One byte less than is asked for, another destination, a lower limit: said, and nothing is touched. */
+/*
+ * Check that short scratch, a lower max_nbytes or another destination gives the right error and leaves the destination
+ * unchanged.
+ */
 static void check_room(const struct subject *f, const struct result *plain)
 {
 	struct way w = {.isa = check_some_isa(f->s)};
@@ -499,7 +508,7 @@ static void check_room(const struct subject *f, const struct result *plain)
 		      status);
 		with.max_nbytes = TENSOR_LIMIT;
 	}
-	/* another tensor of the same size, or another dtype */
+	/* another shape of the same size, or another dtype */
 	if (t.rank && t.rank < CODEC_MAX_RANK && below(f->s, 2))
 		t.shape[t.rank++] = 1;
 	else if (t.rank == CODEC_MAX_RANK || below(f->s, 2))
@@ -519,7 +528,7 @@ static void check_room(const struct subject *f, const struct result *plain)
 	exact_free(&out);
 }
 
-/* The share of blocks that reducing gives to threads. */
+/* Reduce in steps, as threads do. */
 static codec_status reduce_steps(const struct subject *f, size_t count, uint32_t op, codec_tensor *t, uint32_t isa)
 {
 	struct way w = {.isa = isa, .into = CODEC_INTO_FLOAT32};
@@ -566,7 +575,7 @@ static codec_status reduce_steps(const struct subject *f, size_t count, uint32_t
 	return status;
 }
 
-/* Are n floats numbers? */
+/* Return 1 if n floats are finite. */
 static int are_numbers(const uint8_t *p, uint64_t n)
 {
 	float x = 0;
@@ -576,7 +585,7 @@ static int are_numbers(const uint8_t *p, uint64_t n)
 	return fabsf(x) < INFINITY;
 }
 
-/* Up to four frames to one: as they decode to float32 each, one after the other. */
+/* Check that reducing up to four frames equals decoding them to float32 and combining the values in order. */
 static void check_reduce(const struct subject *f, size_t count)
 {
 	struct way w = {.isa = check_some_isa(f->s), .into = CODEC_INTO_FLOAT32, .flags = CODEC_VERIFY_FIRST};
@@ -651,7 +660,7 @@ static void check_reduce(const struct subject *f, size_t count)
 		}
 		y = op == CODEC_REDUCE_MEAN ? y / (float)count : y;
 		memcpy(&got, out.p + 4 * i, 4);
-		if (ternary && !(fabsf(y) < INFINITY)) /* codes add up where numbers would not */
+		if (ternary && !(fabsf(y) < INFINITY)) /* integer codes can be summed where float values overflow */
 			continue;
 		CHECK(same(y, got), op, i);
 		if (!same(y, got))
@@ -662,7 +671,10 @@ static void check_reduce(const struct subject *f, size_t count)
 		exact_free(&one[i].out);
 }
 
-/* A frame of its own exact size; 0 if its header is refused or its tensor too large: which decoding says, too. */
+/*
+ * Open a frame in memory of its exact size. Returns 0 if its header is rejected or its tensor is too large, after
+ * checking that decoding rejects it, too.
+ */
 static int subject_open(struct subject *f, const struct given *given, struct source *s)
 {
 	codec_context with = {.struct_nbytes = sizeof with, .max_nbytes = TENSOR_LIMIT};
@@ -711,7 +723,7 @@ codec_status check_frame(const struct given *given, const struct given *others, 
 					   is_float(f[count].info.dtype) &&
 					   !memcmp(f[count].info.shape, f->info.shape, sizeof f->info.shape);
 
-				/* a metric or a codebook is for all */
+				/* metric and codebook are common to all frames */
 				fits &= other == given || (!f[count].g.metric && !f[count].g.book);
 				f[count].g.metric = f->g.metric;
 				f[count].g.book = f->g.book;

@@ -1,4 +1,4 @@
-/* check.h - what must hold of any frame, however it is decoded; and how a fuzzer says that it does not. */
+/* check.h - properties of any frame, however it is decoded, and how fuzzers report violations. */
 #ifndef FUZZ_CHECK_H
 #define FUZZ_CHECK_H
 
@@ -9,9 +9,9 @@
 #include "codec/codec.h"
 #include "source.h"
 
-#define TENSOR_LIMIT (1u << 22) /* bytes: larger ones are refused, and that is all that is looked at */
+#define TENSOR_LIMIT (1u << 22) /* bytes: of larger tensors only the rejection is checked */
 
-/* Abort, or with FUZZ_GO_ON in the environment print each broken promise once. */
+/* Report a violated property and abort; with FUZZ_GO_ON in the environment, print each property once and continue. */
 void check_failed(const char *file, int line, const char *what, int64_t a, int64_t b);
 #define CHECK(good, a, b)                                                                                              \
 	do {                                                                                                           \
@@ -19,7 +19,7 @@ void check_failed(const char *file, int line, const char *what, int64_t a, int64
 			check_failed(__FILE__, __LINE__, #good, (int64_t)(a), (int64_t)(b));                           \
 	} while (0)
 
-/* A frame with what decoding it needs: NULL for what is not there. */
+/* A frame and what decoding it needs; NULL: not needed. */
 struct given {
 	const uint8_t *frame;
 	size_t nbytes;
@@ -28,13 +28,13 @@ struct given {
 };
 
 /*
- * Decode in every way that there is; they must agree, stay within their buffers (whose ends are those of allocations)
- * and keep their promises. `others`, frames perhaps of the same shape, are added up with it. Returns the status of
- * plain decoding.
+ * Decode a frame in all ways, and check that the results agree, that calls stay within their buffers (each is an
+ * allocation) and that codec.h's guarantees hold. `others`, perhaps of the same shape, are reduced together with it.
+ * Returns the status of codec_decode.
  */
 codec_status check_frame(const struct given *given, const struct given *others, size_t nothers, struct source *s);
 
-/* n bytes that end where an allocation ends, at any address. To be freed by exact_free. */
+/* n bytes that end at the end of an allocation, unaligned. Free with exact_free. */
 struct exact {
 	uint8_t *p;
 	size_t n;
@@ -43,9 +43,12 @@ struct exact {
 struct exact exact(size_t n, struct source *s);
 void exact_free(struct exact *e);
 
-/* Is there an instruction set of this index here? FUZZ_ISAS in the environment: only so many of them, slowest first. */
+/*
+ * Return 1 if the instruction set with this index is usable. FUZZ_ISAS in the environment limits their number, slowest
+ * first.
+ */
 int check_usable(uint32_t isa);
-uint32_t check_some_isa(struct source *s); /* 1 + its index */
+uint32_t check_some_isa(struct source *s); /* 1 + index */
 
 float check_widen(const void *values, uint32_t dtype, uint64_t i);
 

@@ -1,10 +1,10 @@
-/* frames.c - frames of the grammar with the library's verdict, for compare.py: a frame for each number. */
+/* frames.c - make a grammar frame for each number, with the library's result, for compare.py. */
 #include <stdlib.h>
 
 #include "grammar.h"
 
 struct frames_one {
-	const uint8_t *frame, *ea, *values; /* ea: n exponents of A, NULL: none needed */
+	const uint8_t *frame, *ea, *values; /* ea: n exponents of A; NULL: none needed */
 	uint64_t nbytes, n, values_nbytes, book_id;
 	uint8_t lengths[257];
 	uint32_t planted;
@@ -13,7 +13,7 @@ struct frames_one {
 
 void frames_make(uint64_t seed, uint64_t most, struct frames_one *one);
 
-/* Good until the next call. */
+/* Make frame number `seed`. *one is valid until the next call. */
 __attribute__((visibility("default"))) void frames_make(uint64_t seed, uint64_t most, struct frames_one *one)
 {
 	static struct grammar g;

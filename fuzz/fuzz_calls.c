@@ -1,6 +1,6 @@
-/* fuzz_calls.c - libFuzzer: wrong calls. Each argument is now and then missing, too small, of another kind or out of
- * range, each step of a job now and then out of turn: a status comes back, and no byte outside of what was given is
- * touched.
+/*
+ * fuzz_calls.c - libFuzzer: wrong calls. Arguments are sometimes missing, too small, of another kind or out of range,
+ * and steps of a job out of order. Every call must return a status and stay within its buffers.
  */
 #include <string.h>
 
@@ -12,12 +12,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 enum { NVALUES = 20000, NBYTES = 8 * NVALUES, SCRATCH = 1 << 20 };
 
-/* Memory whose ends are where AddressSanitizer looks. */
+/* Buffers that are allocations of their own, so that AddressSanitizer checks their ends. */
 struct memory {
 	struct exact values, frame, out, residual, state, scratch, job, work;
 };
 
-/* What a call is given: mostly right. */
+/* Arguments of calls, mostly valid. */
 struct arguments {
 	codec_spec spec;
 	codec_tensor like, to, state;
@@ -30,11 +30,11 @@ struct arguments {
 	uint64_t counts[256], ats[4], ranges[4];
 };
 
-/* p, or now and then nothing. */
+/* p, or sometimes NULL. */
 #define OR_NULL(s, p) (one_in(s, 24) ? NULL : (p))
-/* x, or now and then less. */
+/* x, or sometimes less. */
 #define OR_LESS(s, x) (one_in(s, 12) ? (size_t)below(s, (uint64_t)(x) + 1) : (size_t)(x))
-/* A size of a struct, or now and then another one: larger is from a later version, smaller is wrong. */
+/* Size of a struct, or sometimes another size: larger is a later version, smaller is invalid. */
 #define STRUCT(s, type) (uint32_t)(one_in(s, 24) ? below(s, 3 * sizeof(type)) : sizeof(type))
 
 static uint32_t odd(struct source *s, uint64_t usual)
@@ -140,7 +140,7 @@ static codec_status said(codec_status status)
 	return status;
 }
 
-/* The one-call functions. Returns a frame's size, if there is one. */
+/* Call the one-call functions. Returns the size of the frame, or 0. */
 static size_t whole(struct source *s, struct memory *m, struct arguments *a)
 {
 	codec_info info = {.struct_nbytes = STRUCT(s, codec_info)};
@@ -178,7 +178,7 @@ static size_t whole(struct source *s, struct memory *m, struct arguments *a)
 	return written;
 }
 
-/* Steps in any order, over any ranges. */
+/* Call steps in any order, with any ranges. */
 static void steps(struct source *s, struct memory *m, struct arguments *a, size_t written)
 {
 	codec_plan plan = {0};

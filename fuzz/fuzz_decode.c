@@ -1,5 +1,6 @@
-/* fuzz_decode.c - libFuzzer: any bytes as a frame, as they are and sealed as an attacker would seal them, decoded in
- * every way that there is.
+/*
+ * fuzz_decode.c - libFuzzer: any bytes as a frame, unchanged and with recomputed checksums as an attacker can forge
+ * them, decoded in all ways.
  */
 #include <string.h>
 

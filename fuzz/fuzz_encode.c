@@ -1,8 +1,9 @@
-/* fuzz_encode.c - libFuzzer: any values under any spec, with whatever may be given beside them.
+/*
+ * fuzz_encode.c - libFuzzer: any values, any spec, any optional arguments.
  *
- * Every instruction set writes the same frame, at once and in steps, in as many bytes as are enough; it decodes to the
- * same values, lossless ones are those that went in, residuals are what is missing. On any error what was given is as
- * it was. Inputs are short: tensors grow out of a few decisions (scales of rows and columns, runs of zeros).
+ * All instruction sets must write the same frame, in one call and in steps, within the bound. Lossless frames must
+ * decode to the input; residuals must be the error. Errors must leave inputs unchanged. Fuzzer inputs are short:
+ * tensors are generated from a few decisions (scales of rows and columns, runs of zeros).
  */
 #include <math.h>
 #include <stdio.h>
@@ -18,20 +19,20 @@
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
-/* All that one call is given. */
+/* Arguments of a call. */
 struct task {
 	struct source s;
 	codec_spec spec;
 	codec_tensor t, theta, v, m;
 	uint64_t n;
-	struct exact x, error, levels, state[3]; /* error: what feedback adds */
+	struct exact x, error, levels, state[3]; /* error: residual to add */
 	codec_segment segments[SEGMENTS];
 	codec_metric metric[GROUPS];
 	codec_codebook book;
 	codec_context with;
-	float *a; /* what a metric's function gives */
+	float *a; /* values that the metric's function returns */
 	int nonfinite, scaled;
-	codec_status expected; /* of encoding, if known: else CODEC_LIMIT */
+	codec_status expected; /* status of encoding if known; else UNKNOWN */
 	size_t bound, need, job_nbytes, work_nbytes;
 };
 
@@ -47,7 +48,7 @@ static int is_float(uint32_t dtype)
 	return dtype >= CODEC_FLOAT32 && dtype <= CODEC_FLOAT16 && dtype != CODEC_FLOAT64;
 }
 
-/* Mostly what the codec takes; else any field is anything. */
+/* Pick a spec, mostly a valid one. */
 static void pick_spec(struct task *k)
 {
 	static const uint32_t ROWS[] = {0, 0, 1, 2, 3, 16, 64, 1000, 2560, 2561, 8192, 16384, 16385, 20000, 1u << 31};
@@ -78,7 +79,7 @@ static void pick_spec(struct task *k)
 			p->options = (uint32_t)below(s, 2);
 		p->clip = p->codec == CODEC_TERNARY && one_in(s, 3) ? 2.5f : 0;
 	}
-	if (one_in(s, 16)) { /* fields from cap to guard */
+	if (one_in(s, 16)) { /* any field from cap to guard */
 		uint32_t any = below(s, 2) ? (uint32_t)noise(s) : (uint32_t)below(s, 300);
 
 		memcpy((char *)p + 8 + 4 * below(s, 10), &any, 4);
@@ -112,7 +113,7 @@ static void pick_tensor(struct task *k)
 	t->nbytes = k->n * codec_dtype_nbytes(t->dtype);
 }
 
-/* float32 to a value of the tensor's dtype. */
+/* Convert a float32 to a value of the tensor's dtype, and store it. */
 static void put_value(uint8_t *p, uint32_t dtype, float x, uint64_t low)
 {
 	double wide = (double)x * (1 + (double)(low >> 40) * 0x1p-24 * 0x1p-20);
@@ -133,7 +134,7 @@ static void put_value(uint8_t *p, uint32_t dtype, float x, uint64_t low)
 	memcpy(p, &u, codec_dtype_nbytes(dtype));
 }
 
-/* Numbers around 1 (times the scales of their row and column), in a style. */
+/* Fill with values around 1, times scales of row and column, in one of several styles. */
 static void make_values(struct task *k, uint8_t *p, uint32_t dtype, int finite)
 {
 	struct source *s = &k->s;
@@ -215,7 +216,7 @@ static void pick_metric(struct task *k)
 		}
 	}
 	k->with.metric = k->metric;
-	if (one_in(s, 24)) { /* groups out of order, no state, state of another size */
+	if (one_in(s, 24)) { /* groups out of order, missing state, or state of another size */
 		switch (below(s, 3)) {
 		case 0: k->metric[0].until = k->n + 5; break;
 		case 1: k->metric[0].theta = NULL; break;
@@ -247,7 +248,7 @@ static int segments_good(const struct task *k)
 	return 1;
 }
 
-/* Ascending, with gaps; or, now and then, not. */
+/* Pick segments: ascending, with gaps; sometimes invalid. */
 static void pick_segments(struct task *k)
 {
 	struct source *s = &k->s;
@@ -285,7 +286,7 @@ static void pick_segments(struct task *k)
 		k->expected = k->expected == CODEC_OK ? CODEC_BAD_SEGMENTS : UNKNOWN;
 }
 
-/* From counts of anything, or the tensor's own; now and then spoilt. */
+/* Pick a codebook from random counts or from the tensor's; sometimes damage it. */
 static void pick_book(struct task *k, uint8_t *scratch)
 {
 	struct source *s = &k->s;
@@ -371,7 +372,7 @@ static void pick_rest(struct task *k)
 	}
 }
 
-/* What encoding gave. */
+/* Result of encoding. */
 struct result {
 	codec_status status;
 	struct exact frame, residual;
@@ -380,7 +381,7 @@ struct result {
 
 enum { NONE, APART, IN_PLACE, FEEDBACK };
 
-/* Begin with a residual of whatever was there, or the tensor, and end with it as it was if that must be. */
+/* Begin encoding with the residual's initial contents. end() checks that errors left them unchanged. */
 static struct result begin(struct task *k, size_t capacity, int residual, float **at)
 {
 	struct result r = {.frame = exact(capacity, &k->s)};
@@ -438,7 +439,7 @@ static struct result encode(struct task *k, uint32_t isa, size_t capacity, int r
 	return r;
 }
 
-/* The same in steps, ranges of pieces and of blocks in any order. */
+/* Encode in steps, with ranges of pieces and of blocks in any order. */
 static struct result encode_steps(struct task *k, uint32_t isa, int residual)
 {
 	uint64_t ats[8], counts[8], cut[9] = {0}, nranges = 1 + below(&k->s, 8), seal = 0;
@@ -550,7 +551,7 @@ static void check_values(struct task *k, const struct result *r)
 	exact_free(&scratch);
 }
 
-/* Exactly as many bytes as it takes, fewer, a byte less of scratch, buffers that overlap. */
+/* Check exact capacity, less capacity, short scratch and overlapping buffers. */
 static void check_room(struct task *k, const struct result *r, int residual)
 {
 	size_t capacity = below(&k->s, 2) ? r->nbytes - 1 : below(&k->s, r->nbytes);
@@ -567,12 +568,12 @@ static void check_room(struct task *k, const struct result *r, int residual)
 	more = encode(k, isa, one_in(&k->s, 4) ? 0 : capacity, residual, 0);
 	CHECK(more.status == CODEC_SHORT_OUTPUT, more.status, capacity);
 	result_free(&more);
-	if (r->frame.p[8]) { /* blocks */
+	if (r->frame.p[8]) { /* a frame of blocks */
 		more = encode(k, isa, k->bound, residual, 1);
 		CHECK(more.status == CODEC_SHORT_SCRATCH, more.status, k->need);
 		result_free(&more);
 	}
-	if (k->n > 1) { /* the residual a value on from the tensor's beginning */
+	if (k->n > 1) { /* the residual begins one value after the tensor */
 		k->t.data = both.p;
 		memcpy(both.p, k->x.p, k->t.nbytes);
 		more.frame = exact(k->bound, &k->s);
@@ -596,7 +597,7 @@ static void check_encoder(struct task *k)
 		residual = FEEDBACK;
 		k->error = exact(4 * k->n, &k->s);
 		make_values(k, k->error.p, CODEC_FLOAT32, one_in(&k->s, 2));
-		k->expected = UNKNOWN; /* sums may be what neither is */
+		k->expected = UNKNOWN; /* sums may be NaN or Inf, or exceed a scale */
 	}
 
 	for (uint32_t isa = 0; codec_isa_name(isa); isa++) {

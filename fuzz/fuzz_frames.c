@@ -1,5 +1,5 @@
-/* fuzz_frames.c - libFuzzer: frames from the grammar, decoded in every way that there is. What the grammar says and
- * nothing was planted in, decoders take.
+/*
+ * fuzz_frames.c - libFuzzer: frames from the grammar, decoded in all ways. Frames without a planted fault must decode.
  */
 #include "check.h"
 #include "grammar.h"

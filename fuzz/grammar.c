@@ -1,4 +1,4 @@
-/* grammar.c - a frame from the grammar: what kind, its shape, header and seal; the rest is each codec's. */
+/* grammar.c - make a frame from the grammar: codec, shape, header and checksums. make_*.c make the codec's parts. */
 #include "exact/bits.h"
 #include "maker.h"
 
@@ -80,7 +80,7 @@ void grammar_seal(uint8_t *f, size_t nbytes)
 	store(f + WIRE_AT_CHECKSUM, sum, 8);
 }
 
-/* How many values, most often few: a frame of two blocks has all that one of a hundred has. */
+/* Pick the number of values, mostly small: a frame of two blocks covers what one of a hundred does. */
 static uint64_t pick_n(struct maker *m)
 {
 	static const uint64_t MOST[] = {8, 700, 700, 1600, 1600, 5000, 9000, 17000, 40000, 100000};
@@ -107,15 +107,15 @@ static void pick_shape(struct maker *m)
 		g->n *= g->shape[i];
 }
 
-/* A tensor without values may be anything else that is below 2^60. */
+/* Pick a shape without values, whose other dimensions may have any product below 2^60. */
 static void pick_empty(struct maker *m)
 {
 	struct grammar *g = m->g;
-	uint64_t product = 1; /* of those before, below 2^60 */
+	uint64_t product = 1; /* product of the preceding dimensions, below 2^60 */
 
 	g->rank = 1 + (uint32_t)below(&m->s, 8);
 	for (uint32_t i = 0; i < g->rank; i++) {
-		uint64_t limit = ((1ull << 60) - 1) / product; /* the largest that is allowed */
+		uint64_t limit = ((1ull << 60) - 1) / product; /* largest valid dimension */
 
 		g->shape[i] = 1 + below(&m->s, one_in(&m->s, 3) ? limit : limit < 5 ? limit : 5);
 		product *= g->shape[i];
@@ -125,7 +125,7 @@ static void pick_empty(struct maker *m)
 	g->shape[below(&m->s, g->rank)] = g->n = 0;
 }
 
-/* Dtypes that all codecs take. */
+/* dtypes that all codecs accept */
 static const uint8_t FLOATS[] = {CODEC_FLOAT32, CODEC_BFLOAT16, CODEC_FLOAT16};
 
 static int is_float(uint32_t dtype)
@@ -141,7 +141,7 @@ static uint32_t pick_dtype(struct maker *m)
 	return m->g->codec == CODEC_LOSSLESS ? DTYPES[below(&m->s, sizeof DTYPES)] : FLOATS[below(&m->s, 3)];
 }
 
-/* What kind of frame, as asked for: dtype, shape and params. */
+/* Pick codec, dtype, shape and params. */
 static void pick(struct maker *m, const struct grammar *like)
 {
 	static const uint8_t CODECS[] = {1, 7, 2, 3, 4, 5, 6, 1, 7, 1, 4, 3};
@@ -151,7 +151,7 @@ static void pick(struct maker *m, const struct grammar *like)
 	g->codec = same ? like->codec : CODECS[below(&m->s, sizeof CODECS)];
 	if (like) {
 		g->dtype = like->dtype;
-		if (is_float(g->dtype) && one_in(&m->s, 4)) /* frames of several may be added up */
+		if (is_float(g->dtype) && one_in(&m->s, 4)) /* frames of different dtypes may be reduced together */
 			g->dtype = FLOATS[below(&m->s, 3)];
 		g->rank = like->rank;
 		g->n = like->n;
@@ -242,7 +242,9 @@ static void make(struct maker *m, const struct grammar *like)
 	free(m->raise);
 }
 
-/* A section that has lost its end, in a frame that knows of it: what lay in it goes on behind it, or behind the frame.
+/*
+ * Remove the end of a section from the frame, with consistent sizes. What was in it seems to continue in the next
+ * section, or beyond the frame.
  */
 static void shorten(struct grammar *g)
 {
@@ -273,7 +275,7 @@ static void shorten(struct grammar *g)
 	g->nbytes -= cut;
 }
 
-/* Faults that are no field's: any bytes of what is sealed, its seal, its size. */
+/* Add a fault outside of fields: in any bytes, in a checksum, or in the frame's size. */
 static void spoil(struct maker *m, uint64_t what)
 {
 	struct grammar *g = m->g;
@@ -291,7 +293,7 @@ static void spoil(struct maker *m, uint64_t what)
 		g->frame[noise(&m->s) % g->nbytes] ^= (uint8_t)(1 << below(&m->s, 8));
 	if (what == 3)
 		g->frame[WIRE_AT_CHECKSUM + below(&m->s, 8)] ^= (uint8_t)(1 << below(&m->s, 8));
-	if (what == 4) /* cut short; bytes behind a frame are there where its header says less */
+	if (what == 4) /* truncated; bytes after a frame occur where the header declares less */
 		g->nbytes = below(&m->s, 2) ? below(&m->s, g->nbytes) : g->nbytes - 1;
 }
 
@@ -318,7 +320,7 @@ void grammar_make(struct grammar *g, const uint8_t *data, size_t size, uint64_t 
 	m.most = most;
 	make(&m, like);
 	sites = m.sites;
-	if (what >= 11) { /* two in nine frames have one wrong field, more are spoilt otherwise */
+	if (what >= 11) { /* 3 of 14 frames have one wrong field, others have other faults */
 		reset(&m, g, s);
 		m.most = most;
 		m.fault = which % sites;

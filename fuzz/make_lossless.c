@@ -1,4 +1,4 @@
-/* make_lossless.c - frames of the lossless codec: docs/format.md, sections 3 to 7. */
+/* make_lossless.c - make LOSSLESS frames: docs/format.md, sections 3 to 7. */
 #include "maker.h"
 
 static void put_side(struct maker *m)
@@ -21,7 +21,7 @@ static void put_side(struct maker *m)
 	put_gap(m);
 }
 
-/* n bytes of a plane, with no codebook, to m->plane. */
+/* Make n bytes of a plane without a codebook in m->plane. */
 static void contents(struct maker *m, uint32_t mode, size_t n)
 {
 	uint64_t dense = below(&m->s, 5), runs = noise(&m->s) | noise(&m->s);
@@ -45,7 +45,7 @@ static void put_runs(struct maker *m, size_t n)
 	for (size_t r = 0; r < nruns; r++) {
 		const uint8_t *run = m->plane + WIRE_ROW * r;
 		size_t nbytes = n - WIRE_ROW * r < WIRE_ROW ? n - WIRE_ROW * r : WIRE_ROW;
-		int any = one_in(&m->s, 16); /* a run of zeros may be there all the same */
+		int any = one_in(&m->s, 16); /* a run of zeros may be stored nevertheless */
 
 		for (size_t i = 0; i < nbytes; i++)
 			any |= run[i];
@@ -58,7 +58,7 @@ static void put_runs(struct maker *m, size_t n)
 		m->out.p[bitmap + (nruns - 1) / 8] ^= (uint8_t)(0x80 >> below(&m->s, 8));
 }
 
-/* High nibbles of n values: those of the second half above those of the first. */
+/* Write the high nibbles of n values: those of the second half in the upper nibbles. */
 static void put_high(struct maker *m, size_t n)
 {
 	for (size_t i = 0; i < (n + 1) / 2; i++) {
@@ -70,7 +70,7 @@ static void put_high(struct maker *m, size_t n)
 	}
 }
 
-/* What a region has for plane p, of n values; those that are pruned to m->zero_at. */
+/* Write plane p of n values. Plane 0: m->zero_at marks the values that are pruned. */
 static void put_plane(struct maker *m, int p, uint32_t mode, size_t n)
 {
 	const struct book *b = m->book + p;
@@ -125,7 +125,7 @@ static void put_region(struct maker *m, uint32_t b, const uint64_t *fixed_at)
 		k = 0;
 		for (size_t i = 0; i < n; i++)
 			k += !m->zero_at[i];
-		if (!k && !one_in(&m->s, 8)) { /* a block of which nothing is left is refused */
+		if (!k && !one_in(&m->s, 8)) { /* a pruned block without values is invalid */
 			pruned = 0;
 			k = n;
 		}

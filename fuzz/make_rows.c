@@ -1,13 +1,13 @@
-/* make_rows.c - frames whose values share scales: docs/format.md, section 8. */
+/* make_rows.c - make frames whose values share scales: docs/format.md, section 8. */
 #include "maker.h"
 
 enum { VARIANT, OPTIONS, BITS, RESERVED, ROW };
 
-/* What params say. */
+/* Meaning of params. */
 struct kind {
 	uint32_t codec, variant, bits, row;
 	int entropy, trits, two;
-	uint32_t most; /* the largest code */
+	uint32_t most; /* largest code */
 };
 
 static struct kind kind_of(const struct grammar *g)
@@ -32,7 +32,7 @@ static struct kind kind_of(const struct grammar *g)
 	return q;
 }
 
-/* A row that this codec may have. */
+/* Pick a row that the codec allows. */
 static uint32_t pick_row(struct maker *m, const struct kind *q)
 {
 	static const uint32_t ROWS[] = {1, 2, 3, 5, 8, 64, 100, 128, 1000, 2560, 2561, 3000, 8192, 16384, 16385, 20000};
@@ -66,7 +66,7 @@ void pick_rows_params(struct maker *m)
 	put_row(m, m->g->n ? pick_row(m, &q) : 0);
 }
 
-/* The number of the tensor's dtype that is nearest below. */
+/* Round down to the tensor's dtype. */
 static uint32_t narrow(const struct maker *m, uint32_t u)
 {
 	uint32_t e = u >> 23;
@@ -80,10 +80,10 @@ static uint32_t narrow(const struct maker *m, uint32_t u)
 	return e >= 113 ? u & 0xffffe000 : e >= 103 ? u & 0xffffffffu << (126 - e) : 0;
 }
 
-/* Above this a part's scale times a row's may be Inf: 2^119. */
+/* 2^119: the product of a larger scale of a part and a row's scale may be Inf */
 #define LARGE (246u << 23)
 
-/* The two scales of a part, if it has any. */
+/* Write the two scales of a part, if its codec has any. */
 static void put_scales(struct maker *m, const struct kind *q, uint32_t row)
 {
 	uint32_t first;
@@ -99,7 +99,7 @@ static void put_scales(struct maker *m, const struct kind *q, uint32_t row)
 	put(m, q->two ? pick_scale(m, 1) : 0, 4);
 }
 
-/* n codes as bytes, or packed. */
+/* Pack n codes: trits or bits. */
 static void pack(struct maker *m, const struct kind *q, struct bytes *b, size_t n)
 {
 	uint32_t have = 0;
@@ -125,13 +125,13 @@ static void pack(struct maker *m, const struct kind *q, struct bytes *b, size_t 
 			b->p[b->n - 1] |= (uint8_t)((code >> k & 1) << have % 8);
 		}
 	}
-	if (n && slip(m)) /* of the last byte, padding or not */
+	if (n && slip(m)) /* in the last byte, padding or not */
 		b->p[b->n - 1] ^= (uint8_t)(1 << below(&m->s, 8));
-	if (n && q->bits > 1 && q->bits < 8 && slip(m)) /* a code that there is not */
+	if (n && q->bits > 1 && q->bits < 8 && slip(m)) /* an invalid code */
 		b->p[below(&m->s, b->n)] = 0xff;
 }
 
-/* Codes of n values through the entropy coder: k bytes of them. */
+/* Write codes of n values with the entropy stage, k bytes before coding. */
 static void put_entropy(struct maker *m, const struct kind *q, size_t n)
 {
 	size_t k = q->trits ? (n + 4) / 5 : n;
@@ -141,7 +141,7 @@ static void put_entropy(struct maker *m, const struct kind *q, size_t n)
 	mode = mode == 3 ? 2 : mode;
 	put(m, mode, 4);
 	switch (mode) {
-	case 0: /* the byte of all: the last of trits is filled up with 0 */
+	case 0: /* one byte for all: the last byte of trits is padded with 0 */
 		put(m, q->trits ? n % 5 ? 0 : below(&m->s, 243) : below(&m->s, 256), 1);
 		break;
 	case 1:
@@ -161,7 +161,7 @@ static void put_entropy(struct maker *m, const struct kind *q, size_t n)
 	}
 }
 
-/* A scale for each row, or two. */
+/* Write n scales of rows. */
 static void put_row_scales(struct maker *m, const struct kind *q, uint64_t n)
 {
 	uint64_t wrong = n && slip(m) ? below(&m->s, n) : n;
@@ -212,7 +212,7 @@ struct part {
 	uint32_t row;
 };
 
-/* All values, or parts of them with rows of their own. */
+/* Write the parts: a single one, or several with their own rows. */
 static uint64_t put_parts(struct maker *m, const struct kind *q, struct part *part)
 {
 	uint64_t n = m->g->n, nparts = 0, most = WIRE_MAX_PARTS(n), done = 0, allowed = most;

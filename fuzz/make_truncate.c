@@ -1,11 +1,14 @@
-/* make_truncate.c - frames of truncated floats, with the state that shared levels need: docs/format.md, section 9. */
+/* make_truncate.c - make TRUNCATE frames, with the state that shared levels need: docs/format.md, section 9. */
 #include <math.h>
 
 #include "maker.h"
 
 enum { LEVELS, OPTIONS, LEVEL, CAP, GUARD };
 
-/* The largest mantissa is 23 bits; a level drops so many, a piece has so many. */
+/*
+ * By dtype: mantissa bits, exponent bias, largest exponent, base of joint symbols, bits dropped per level, bits per
+ * piece.
+ */
 static const struct cut {
 	int p, bias, last, base, drop[4], width[4];
 } CUTS[] = {
@@ -36,7 +39,7 @@ static float float_of(uint32_t u)
 	return x;
 }
 
-/* Whatever floats there are, most of them near 1; of a type that has fewer bits these are the upper ones. */
+/* Make a state array of random floats, mostly near 1. `wide` gets the values as float32. */
 static void state_make(struct maker *m, codec_tensor *t, float *wide)
 {
 	static const uint32_t DTYPES[] = {CODEC_FLOAT32, CODEC_BFLOAT16, CODEC_FLOAT16};
@@ -55,13 +58,13 @@ static void state_make(struct maker *m, codec_tensor *t, float *wide)
 		uint32_t u = e << 23 | (uint32_t)(x & 0x807fffff);
 
 		if (odd < 20 && x >> 60 == 0)
-			u = (uint32_t)(x >> 8); /* any, Inf and NaN too */
+			u = (uint32_t)(x >> 8); /* any bits, including Inf and NaN */
 		if (t->dtype == CODEC_FLOAT32) {
 			memcpy((char *)t->data + 4 * i, &u, 4);
 		} else if (t->dtype == CODEC_BFLOAT16) {
 			u &= 0xffff0000;
 			memcpy((char *)t->data + 2 * i, &(uint16_t){(uint16_t)(u >> 16)}, 2);
-		} else { /* numbers of float16 only */
+		} else { /* numbers within float16's range */
 			e = e < 113 ? 113 : e > 142 ? 142 : e;
 			u = (u & 0x807fe000) | e << 23;
 			memcpy((char *)t->data + 2 * i,
@@ -71,7 +74,7 @@ static void state_make(struct maker *m, codec_tensor *t, float *wide)
 	}
 }
 
-/* Of a frame whose header claims more values than there are, too. */
+/* Metric function. Returns 0 for values that do not exist: a damaged header may claim more. */
 static void user_a(void *data, uint64_t first, uint64_t n, float *a)
 {
 	const struct grammar *g = data;
@@ -87,7 +90,7 @@ static float term(struct maker *m)
 	return TERMS[below(&m->s, sizeof TERMS / sizeof *TERMS)];
 }
 
-/* Up to three metrics, one after the other, and the exponents of what they give. */
+/* Make up to three metrics and the exponents of A. */
 static void metric_make(struct maker *m)
 {
 	struct grammar *g = m->g;
@@ -148,7 +151,7 @@ static void metric_make(struct maker *m)
 	free(mean);
 }
 
-/* Fields of some widths, packed from the lowest bit on. */
+/* Fields of various widths, packed from the lowest bit on. */
 struct packed {
 	struct bytes *b;
 	uint32_t have;
@@ -178,7 +181,7 @@ static int raised(const struct maker *m, uint64_t at, int e)
 	return (zero + (e * octave - zero + m->raise[at]) % (WIRE_PATTERNS - zero)) / octave;
 }
 
-/* Symbols of n values from `first` on: lowered exponents to e, levels in them to level. Returns the mode. */
+/* Write symbols of n values from `first` on: their exponents to e, their joint levels to level. */
 static void put_symbols(struct maker *m, const struct cut *q, uint32_t mode, uint64_t first, size_t n, int *e,
 			int *level)
 {
@@ -210,7 +213,8 @@ static void put_symbols(struct maker *m, const struct cut *q, uint32_t mode, uin
 		if (joint) {
 			level[i] = s & 3;
 			e[i] = s < 4 ? 0 : (s >> 2) + (escaped ? 0 : q->base);
-			if (level[i] && raised(m, first + i, e[i]) == q->last && !slip(m)) { /* of Inf and NaN: 0 */
+			if (level[i] && raised(m, first + i, e[i]) == q->last &&
+			    !slip(m)) { /* Inf and NaN have level 0 */
 				level[i] = 0;
 				m->symbol[i] = ESCAPE;
 				m->literal[i] = (uint16_t)(4 * e[i]);
@@ -226,7 +230,7 @@ static void put_symbols(struct maker *m, const struct cut *q, uint32_t mode, uin
 		put(m, m->symbol[0], 1);
 }
 
-/* How many bits a value with exponent e has lost where A's is a. */
+/* Return the number of bits dropped from a value with exponent e, where the exponent of A is a. */
 static int slack_drops(const struct cut *q, int e, int a, int guard, int by_bit)
 {
 	int d = (a - 127) - (e - q->bias) - guard, k = 0;
@@ -306,7 +310,7 @@ void make_truncate(struct maker *m)
 	m->nblocks = (uint32_t)((m->g->n + (1ull << m->block_log2) - 1) >> m->block_log2);
 	if (m->g->params[LEVELS] == WIRE_LEVELS_SHARED)
 		metric_make(m);
-	if (joint) { /* symbols 1..3 are none */
+	if (joint) { /* symbols 1..3 are invalid */
 		lowest = 4;
 		highest = q->last == 31 ? 127 : 255;
 	} else if (highest == 255 && below(&m->s, 2)) {

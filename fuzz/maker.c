@@ -1,4 +1,4 @@
-/* maker.c - parts that frames of several codecs have: fields, codebooks, coded planes, scale models. */
+/* maker.c - make parts common to several codecs: fields, codebooks, coded planes, scale models. */
 #include <math.h>
 
 #include "exact/bits.h"
@@ -35,7 +35,7 @@ void put_zeros(struct bytes *b, size_t n)
 	}
 }
 
-/* Something else than x that a field of so many bytes can hold: near it, or at an end of the range. */
+/* Return another value than x that a field of nbytes can hold: near x, or at an end of the range. */
 static uint64_t other(struct maker *m, uint64_t x, int nbytes)
 {
 	uint64_t mask = nbytes == 8 ? ~0ull : (1ull << 8 * nbytes) - 1, y;
@@ -108,7 +108,7 @@ uint32_t pick_scale(struct maker *m, int may_be_zero)
 
 	switch (below(&m->s, 12)) {
 	case 0: return may_be_zero ? 0 : 1;
-	case 1: return 0x7f7fffff;       /* the largest */
+	case 1: return 0x7f7fffff;       /* largest finite */
 	case 2: return 1 + mantissa / 2; /* subnormal */
 	case 3: return (uint32_t)between(&m->s, 1, 254) << 23 | mantissa;
 	case 4: return (uint32_t)between(&m->s, 230, 254) << 23 | mantissa; /* huge */
@@ -119,13 +119,13 @@ uint32_t pick_scale(struct maker *m, int may_be_zero)
 
 uint32_t bad_scale(struct maker *m)
 {
-	/* -0, Inf, NaN, negative */
+	/* -0, Inf, NaN, negative, 0 */
 	static const uint32_t NONE[] = {0x80000000, 0x7f800000, 0x7fc00000, 0x7f800001, 0xff800000, 0xbf800000, 0};
 
 	return NONE[below(&m->s, 7)];
 }
 
-/* Canonical codes of whatever lengths, the escape after the values of its length. */
+/* Compute canonical codes for the lengths, the escape after the values of its length. */
 static void book_codes_of(struct book *b)
 {
 	int at = 0;
@@ -157,7 +157,7 @@ void book_make(struct maker *m, struct book *b, int lowest, int highest, int zer
 	uint8_t length[256] = {0};
 	uint16_t value[256];
 
-	/* split leaves until there are k: any, or the latest, which makes codes as long as they can be */
+	/* split leaves until there are k: a random one, or the latest, which gives the longest codes */
 	k = 2 + (int)below(&m->s, one_in(&m->s, 3) || most < 12 ? (uint64_t)most : 12);
 	for (int deep = one_in(&m->s, 3); n < k;) {
 		int i = deep ? n - 1 : (int)(noise(&m->s) % (uint64_t)n);
@@ -166,7 +166,7 @@ void book_make(struct maker *m, struct book *b, int lowest, int highest, int zer
 			i = (i + 1) % n;
 		length[n++] = ++length[i];
 	}
-	/* values: neighbours, or any */
+	/* values: adjacent or random */
 	from = (int)below(&m->s, (uint64_t)span);
 	for (int i = 0; i < span; i++) {
 		int v = lowest + (from + i) % span;
@@ -178,13 +178,13 @@ void book_make(struct maker *m, struct book *b, int lowest, int highest, int zer
 			swap(value + i, value + i + noise(&m->s) % (uint64_t)(span - i));
 	zero = (int)below(&m->s, 2);
 	for (int i = 0; i < span && !zero; i++)
-		if (value[i] == 0) /* the one that is pruned */
+		if (value[i] == 0) /* the symbol of pruned values */
 			swap(value, value + i);
 	memset(b, 0, sizeof *b);
 	b->length[ESCAPE] = length[0];
 	for (int i = 1; i < k; i++)
 		b->length[value[i - 1]] = length[i];
-	if (slip(m)) { /* near-valid: a Kraft sum that is not 1, a code too long, none for the escape */
+	if (slip(m)) { /* nearly valid: a Kraft sum other than 1, a code too long, or an escape without a code */
 		int i = one_in(&m->s, 4) ? ESCAPE : value[below(&m->s, (uint64_t)(k - 1))];
 
 		b->length[i] = (b->length[i] + 1 + below(&m->s, 15)) & 15;
@@ -208,7 +208,7 @@ void book_put(struct maker *m, const struct book *b)
 
 		put_raw(&m->out, &two, 1);
 	}
-	if (slip(m)) /* one that is missing after all, or there though it has no place */
+	if (slip(m)) /* changes the length of the last value or the padding */
 		m->out.p[m->out.n - 1] ^= 0x10;
 }
 
@@ -219,13 +219,13 @@ void draw(struct maker *m, const struct book *b, size_t n, uint32_t literals)
 	for (size_t i = 0; i < n; i++) {
 		uint64_t x = noise(&m->s);
 
-		/* as often as codes are short; or one all through, in runs, or seldom another; or all escaped */
+		/* distributed by the codes' lengths; or constant, in runs, with rare exceptions; or all escaped */
 		if (style == 1 || (style == 2 && x >> 56) || (style == 3 && i % 100))
 			m->symbol[i] = i && style > 1 ? m->symbol[i - 1] : b->lookup[run];
 		else
 			m->symbol[i] = style == 4 ? ESCAPE : b->lookup[x & 255];
 		m->literal[i] = (uint16_t)((x >> 8 & 0xffff) % literals);
-		if (style == 5) /* literals that have codes, too: 0 above all */
+		if (style == 5) /* literals that also have codes, mostly 0 */
 			m->literal[i] = x >> 32 & 1 ? 0 : m->literal[i];
 		m->plane[i] = (uint8_t)(m->symbol[i] == ESCAPE ? m->literal[i] : m->symbol[i]);
 	}
@@ -235,7 +235,7 @@ void draw(struct maker *m, const struct book *b, size_t n, uint32_t literals)
 	}
 }
 
-/* Bits from the top of each byte. */
+/* Write bits, most significant first in each byte. */
 static void put_bits(struct bytes *b, uint32_t *have, uint64_t x, uint32_t n)
 {
 	while (n-- > 0) {
@@ -246,7 +246,10 @@ static void put_bits(struct bytes *b, uint32_t *have, uint64_t x, uint32_t n)
 	}
 }
 
-/* m->symbol through the coder, last row first: what stays in the lanes, and the words they pushed. Returns how many. */
+/*
+ * Encode m->symbol, last row first: `lane` and `have` get the lanes' remaining bits, `pushed` the words. Returns their
+ * number.
+ */
 static size_t code_rows(const struct maker *m, const struct book *b, size_t rows, uint64_t *lane, uint32_t *have,
 			uint32_t *pushed)
 {
@@ -272,7 +275,7 @@ static size_t code_rows(const struct maker *m, const struct book *b, size_t rows
 	return nwords;
 }
 
-/* The lanes' tails, and zeros up to the words of a plane that begins at `begin`. */
+/* Write the lanes' tails, and padding up to the words of a plane that begins at `begin`. */
 static void put_tails(struct maker *m, size_t begin, const uint64_t *lane, const uint32_t *have)
 {
 	uint32_t sum = 0;
@@ -302,7 +305,7 @@ static void put_literals(struct maker *m, size_t n, int nbytes)
 
 			put_raw(&m->out, two, (size_t)nbytes);
 		}
-	if (slip(m)) { /* one too few or too many */
+	if (slip(m)) { /* one literal too few, or too many bytes */
 		if (m->out.n > at && one_in(&m->s, 2))
 			m->out.n--;
 		else
@@ -324,7 +327,7 @@ void put_coded(struct maker *m, const struct book *b, size_t n, int nbytes)
 		m->symbol[n + below(&m->s, WIRE_ROW - n % WIRE_ROW)] = b->lookup[below(&m->s, 256)];
 	for (int l = 0; l < WIRE_LANES; l++)
 		have[l] = 32;
-	if (slip(m)) /* a reservoir that does not end on zeros */
+	if (slip(m)) /* a lane that does not end with zero bits */
 		lane[below(&m->s, WIRE_LANES)] = 1 + below(&m->s, 0xffff);
 	nwords = code_rows(m, b, rows, lane, have, pushed);
 	for (int l = 0; l < WIRE_LANES; l++)
@@ -335,7 +338,7 @@ void put_coded(struct maker *m, const struct book *b, size_t n, int nbytes)
 	while (nwords && !word[nwords - 1])
 		nwords--;
 	word[nwords] = 0;
-	if (slip(m)) /* a last word of 0, or one that is missing */
+	if (slip(m)) /* a last word of 0, or a missing word */
 		nwords = nwords && one_in(&m->s, 2) ? nwords - 1 : nwords + 1;
 	put_raw(&m->out, head, 2);
 	little(m->out.p + begin, slip(m) ? other(m, nwords, 2) : nwords, 2);
@@ -364,7 +367,7 @@ void put_prior(struct maker *m, const struct book *b, uint8_t symbols)
 	c->id += c->id == 0;
 	memcpy(c->length, b->length, 256);
 	put(m, c->id, 8);
-	if (slip(m)) { /* another book under that name, still a valid one: two values change places */
+	if (slip(m)) { /* another valid book with that id: two lengths swapped */
 		uint8_t *x = c->length + below(&m->s, 256), *y = c->length + below(&m->s, 256), t = *x;
 
 		*x = *y;
@@ -372,7 +375,7 @@ void put_prior(struct maker *m, const struct book *b, uint8_t symbols)
 	}
 }
 
-/* What a segment adds to its values, in eighths of an octave. */
+/* Part of the scale model: offsets of its values, in eighths of an octave. */
 struct segment {
 	uint64_t count, cols, nrows;
 	int kind, shift[2], base;
@@ -404,7 +407,7 @@ static struct segment segment_make(struct maker *m, uint64_t left, int last, int
 	return s;
 }
 
-/* n nibbles; their offsets to q. */
+/* Write n nibbles. q gets their offsets. */
 static void put_nibbles(struct maker *m, uint64_t n, int shift, int *q)
 {
 	for (uint64_t i = 0; i < n; i += 2) {

@@ -1,4 +1,4 @@
-/* maker.h - what the parts of the grammar share: the frame so far, planted faults, codebooks, coded planes. */
+/* maker.h - state common to all parts of the grammar: the frame so far, planted faults, codebooks, coded planes. */
 #ifndef FUZZ_MAKER_H
 #define FUZZ_MAKER_H
 
@@ -18,58 +18,61 @@ struct bytes {
 	size_t n, room;
 };
 
-/* A codebook: lengths, codes (right-justified) and theirs, at most 8, and what each 8 bits begin with. */
+/* Codebook: lengths, codes (right-justified) with their lengths of at most 8, and the symbol by the next 8 bits. */
 struct book {
 	uint8_t length[257], code[257], bits[257];
 	uint16_t lookup[256];
-	uint16_t pad; /* the symbol of the first code */
+	uint16_t pad; /* symbol of the first code */
 };
 
 /*
- * Every field that is written is a site. A frame is made once to count them, and perhaps again with one of them wrong:
- * so all are hit equally often, however many there are.
+ * State of making a frame. Each field written is a site. A frame is made once to count its sites, and perhaps a second
+ * time with a wrong value at one of them, so that all sites are hit equally often.
  */
 struct maker {
 	struct source s;
 	struct grammar *g;
 	struct bytes out;
-	uint64_t sites, fault; /* met so far; the one that is to be wrong */
-	uint64_t most;         /* values */
+	uint64_t sites, fault; /* sites so far; site of the fault */
+	uint64_t most;         /* maximum number of values */
 	int planes;
-	uint32_t octave, zero; /* 0: the dtype has no pattern */
+	uint32_t octave, zero; /* octave 0: the dtype has no patterns */
 	uint8_t layout, block_log2, fixed, coded, halved, flags;
 	uint32_t nblocks;
 	uint64_t side_at, directory_at;
 	struct book book[WIRE_MAX_PLANES];
-	uint16_t symbol[BLOCK + WIRE_ROW], literal[BLOCK]; /* of the plane in hand; ESCAPE: then the literal counts */
+	uint16_t symbol[BLOCK + WIRE_ROW],
+		literal[BLOCK]; /* current plane; if a symbol is ESCAPE, its literal is used */
 	uint8_t plane[BLOCK], zero_at[BLOCK];
-	uint16_t *raise; /* NULL: no scale model; else patterns that are added to each value's */
+	uint16_t *raise; /* pattern offset of each value; NULL: no scale model */
 };
 
-/* 1 where something is to be wrong: where the format asks for something that is no field's value. */
+/* Return 1 if this site must be wrong; for rules of the format that are not the value of a field. */
 int slip(struct maker *m);
 void put(struct maker *m, uint64_t x, int nbytes);
-void put_at(struct maker *m, uint64_t at, uint64_t x, int nbytes); /* over zeros, a site too */
+void put_at(struct maker *m, uint64_t at, uint64_t x, int nbytes); /* overwrites zeros; also a site */
 void put_raw(struct bytes *b, const void *p, size_t n);
 void put_zeros(struct bytes *b, size_t n);
-/* Fewer than 8 zero bytes up to a multiple of 8. */
+/* Pad with fewer than 8 zero bytes to a multiple of 8. */
 void put_gap(struct maker *m);
-/* The end of block b's region. */
+/* End the region of block b. */
 void end_region(struct maker *m, uint32_t b);
 
-/* A book of values lowest..highest, and perhaps 0. */
+/* Make a codebook of values lowest..highest, and perhaps 0. */
 void book_make(struct maker *m, struct book *b, int lowest, int highest, int zero);
 void book_put(struct maker *m, const struct book *b);
-/* n symbols from a book: to m->symbol, m->literal (below `literals`) and m->plane, the bytes they stand for. */
+/*
+ * Draw n symbols from a book: m->symbol, m->literal (below `literals`), and in m->plane the bytes that they decode to.
+ */
 void draw(struct maker *m, const struct book *b, size_t n, uint32_t literals);
-/* m->symbol as a coded plane of n values, literals of `nbytes` bytes. */
+/* Write m->symbol as a coded plane of n values with literals of `nbytes` bytes. */
 void put_coded(struct maker *m, const struct book *b, size_t n, int nbytes);
 void put_scale_model(struct maker *m, int octaves);
-/* A codebook known to both sides is what plane 0 has; its symbols as in the format, section 5.1. */
+/* Use an agreed codebook for plane 0. symbols: as in docs/format.md, section 5.1. */
 void put_prior(struct maker *m, const struct book *b, uint8_t symbols);
 
 uint64_t digest(const uint8_t *p, size_t n, uint32_t seed);
-/* A scale's bits; and such as are none, or 0. */
+/* Return the bits of a valid scale; bad_scale: of an invalid one, or 0. */
 uint32_t pick_scale(struct maker *m, int may_be_zero);
 uint32_t bad_scale(struct maker *m);
 

@@ -1,17 +1,20 @@
-/* source.h - decisions from a fuzzer's bytes, and when these are used up from a generator that they seed. */
+/* source.h - decisions from a fuzzer's input and, once it is used up, from a generator seeded by it. */
 #ifndef FUZZ_SOURCE_H
 #define FUZZ_SOURCE_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-/* A short input is a random one, a long one is steered: the same bytes give the same decisions everywhere. */
+/*
+ * Source of decisions. Equal bytes give equal decisions everywhere; a short input gives random ones, a long one is
+ * steered by the fuzzer.
+ */
 struct source {
 	const uint8_t *p, *end;
 	uint64_t state;
 };
 
-/* Contents, as against decisions: never from the bytes, which would not last. */
+/* Return random contents. They never come from the input, which would not last. */
 static inline uint64_t noise(struct source *s)
 {
 	uint64_t x = s->state += 0x9e3779b97f4a7c15ull;
@@ -21,7 +24,7 @@ static inline uint64_t noise(struct source *s)
 	return x ^ x >> 31;
 }
 
-/* The first 4 bytes seed the contents. */
+/* Open an input. Its first 4 bytes seed the contents. */
 static inline struct source source_open(const uint8_t *data, size_t size)
 {
 	struct source s = {data, data + size, size};
@@ -32,7 +35,7 @@ static inline struct source source_open(const uint8_t *data, size_t size)
 	return s;
 }
 
-/* A decision: 0 .. n - 1. */
+/* Return a decision in 0 .. n - 1. */
 static inline uint64_t below(struct source *s, uint64_t n)
 {
 	uint64_t x = 0;
@@ -51,7 +54,7 @@ static inline uint64_t between(struct source *s, uint64_t least, uint64_t most)
 	return most <= least ? least : least + below(s, most - least + 1);
 }
 
-/* Not so of bytes that are 0. */
+/* Return 1 in one of n cases; 0 for zero bytes. */
 static inline int one_in(struct source *s, uint64_t n)
 {
 	return below(s, n) == n - 1;
