@@ -18,7 +18,7 @@ from codec import PeerError
 from codec._c.spec_structs import spec_struct
 from codec.arguments import whole
 from codec.specs import Lossless, Spec
-from codec.torch import arguments, coalesced, collectives
+from codec.torch import arguments, coalesced, collectives, renamed
 from codec.torch.collectives import Algorithm
 from codec.torch.counters import Counters
 from codec.torch.work import Handle
@@ -199,13 +199,15 @@ class ProcessGroup(_Base):
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
         """Reduce a tensor, of which each rank gets its part."""
         if not self._travels([tensor], _op_of(opts)):
-            return self._with_future(self._plain.reduce_scatter_single(output, tensor, opts), [output])
+            return self._with_future(renamed.group_reduce_scatter_single(self._plain, output, tensor, opts), [output])
         return self._reduce_scatter([output], [tensor], _op_of(opts))
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """The same for many."""
         if not self._travels(inputs, _op_of(opts)):
-            return self._with_future(self._plain.reduce_scatter_single_coalesced(outputs, inputs, opts), outputs)
+            return self._with_future(
+                renamed.group_reduce_scatter_single_coalesced(self._plain, outputs, inputs, opts), outputs
+            )
         return self._reduce_scatter(outputs, inputs, _op_of(opts))
 
     def allgather(self, outputs: Any, inputs: Any, *rest: Any) -> Any:
@@ -219,13 +221,13 @@ class ProcessGroup(_Base):
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> Any:
         """Give all ranks the tensors of all."""
         if not self._travels([tensor]):
-            return self._plain.all_gather_single(output, tensor, *rest)
+            return renamed.group_all_gather_single(self._plain, output, tensor, *rest)
         return self._all_gather([output], [tensor])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *rest: Any) -> Any:
         """The same for many."""
         if not self._travels(inputs):
-            return self._plain.all_gather_single_coalesced(outputs, inputs, *rest)
+            return renamed.group_all_gather_single_coalesced(self._plain, outputs, inputs, *rest)
         return self._all_gather(outputs, inputs)
 
     # Names of older releases of torch, which torchft and others call. Those of the class above bypass this one.

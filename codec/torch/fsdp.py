@@ -14,7 +14,7 @@ from codec import ArgumentError, StateError
 from codec._c.spec_structs import spec_struct
 from codec.specs import Lossless, Spec, check_contraction
 from codec.stateful.checkpoint import VERSION, opened, plain
-from codec.torch import algorithms, arguments, collectives
+from codec.torch import algorithms, arguments, collectives, renamed
 from codec.torch.channel import Timeout, check_timeout
 from codec.torch.collectives import Algorithm, Line
 from codec.torch.communicator import start, storing
@@ -240,9 +240,10 @@ class ReduceScatter(_Reducing):
         """Reduce the gradients of the module `name`."""
         if tensor.dtype not in arguments.NAMES:
             self._count_plain()
-            return dist.reduce_scatter_single(output, tensor, op, group, async_op)
+            return renamed.reduce_scatter_single(output, tensor, op, group, async_op)
         if getattr(op, "op", op) == dist.ReduceOp.PREMUL_SUM:
-            tensor, op = tensor * op.factor, dist.ReduceOp.SUM
+            _, factor = op.__getstate__()  # torch 2.9 has no other access to the factor
+            tensor, op = tensor * factor, dist.ReduceOp.SUM
         now = Pass.current()
 
         def work(line: Line, stream: int) -> None:
@@ -425,7 +426,7 @@ class AllGather(_Comm):
         """Do what ``dist.all_gather_single`` does; FSDP2 calls this."""
         if input_tensor.dtype not in arguments.NAMES:
             self._count_plain()
-            return dist.all_gather_single(output_tensor, input_tensor, group, async_op)
+            return renamed.all_gather_single(output_tensor, input_tensor, group, async_op)
 
         def work(line: Line, stream: int) -> None:
             def prepare(size: int) -> Reduction:

@@ -533,7 +533,7 @@ def test_example_runs():
     script = Path(__file__).parents[2] / "examples/ddp.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "--steps", "10"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
-    lines = done.stdout.splitlines()
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # printed by torch 2.9
     assert [line.partition(":")[0] for line in lines] == ["lossless", "near", "float8", "quantize4"]
     sent = [float(re.search(r"sent ([\d.]+) MB", line)[1]) for line in lines]
     assert sent == sorted(sent, reverse=True)

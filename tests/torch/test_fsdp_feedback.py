@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import codec
 import codec.torch
+from codec.torch import renamed
 from support.fsdp_training import batch, gradients_of, mean, small_model
 from support.ranks import run_ranks
 
@@ -62,7 +63,7 @@ def _telescopes(rank, size):
     exact = [steps * mean(every[i]).chunk(size)[rank].flatten() for i in (2, 3)]
     residual = residuals(comm, rank)["2"]
     held = torch.empty(n // size)
-    dist.reduce_scatter_single(held, residual, op=dist.ReduceOp.SUM)
+    renamed.reduce_scatter_single(held, residual, op=dist.ReduceOp.SUM)
     lost = torch.cat(exact) - got
     return float((lost - held / size).abs().max()), float(lost.abs().max())
 

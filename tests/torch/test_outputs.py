@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import codec
 import codec.torch
-from codec.torch import collectives
+from codec.torch import collectives, renamed
 from support.ranks import RankPool
 
 N = 6000
@@ -119,12 +119,12 @@ def _refused_by_backend(rank, size):
     def gathered(outputs):
         with dist._coalescing_manager():
             for out in outputs:
-                dist.all_gather_single(out, torch.ones(n // 2))
+                renamed.all_gather_single(out, torch.ones(n // 2))
 
     def scattered(outputs):
         with dist._coalescing_manager():
             for out in outputs:
-                dist.reduce_scatter_single(out, torch.ones(2 * n))
+                renamed.reduce_scatter_single(out, torch.ones(2 * n))
 
     for call, make in (
         (lambda outs: dist.all_gather(outs, torch.ones(n)), _expanded),
