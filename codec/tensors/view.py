@@ -20,7 +20,7 @@ from codec.tensors.dlpack import Exported, device_of, from_cuda_array_interface,
 Array = np.ndarray[Any, Any]
 
 _UINT = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
-_NUMPY = {name: np.dtype(name) for name in DTYPES if hasattr(np, name)}
+_NUMPY = {name: np.dtype(name) for name in DTYPES if name == "bool" or hasattr(np, name)}  # numpy 1 has no np.bool
 _by_dtype: dict[Any, str] = {dtype: name for name, dtype in _NUMPY.items()}
 _CAN = f"these can: {', '.join(DTYPES)}"
 _MAX_RANK = 8
