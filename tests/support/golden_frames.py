@@ -35,10 +35,15 @@ def hashed(n, salt):
         return x ^ x >> np.uint64(31)
 
 
+def ones(words):
+    """Count the one bits of each uint64 of a vector, as np.bitwise_count of numpy 2 does."""
+    return np.unpackbits(words[:, None].view(np.uint8), axis=1).sum(axis=1)
+
+
 def floats(dtype, n, salt, wide=0):
     """Return bits of floats with random signs and mantissas, and binomial exponents around 1."""
     x = hashed(n, salt)
-    heads = np.bitwise_count(hashed(n, salt + 1) & np.uint64(0xFFFF)).astype(np.int64)
+    heads = ones(hashed(n, salt + 1) & np.uint64(0xFFFF)).astype(np.int64)
     mantissa, middle = {"float32": (23, 127), "float64": (52, 1023), "bfloat16": (7, 127), "float16": (10, 15)}[dtype]
     e = np.clip(middle + (heads - 8) * (1 + wide) // (1 if dtype != "float16" else 2), 0, 2 * middle)
     size = ITEMSIZE[dtype]
@@ -80,7 +85,7 @@ def golden_tensor(name):
         return floats(dtype, 40000, 9), dtype, {}
     if kind == "even":  # the low byte is often even: a halved plane
         x = floats(dtype, 6000, 10)
-        drop = np.bitwise_count(hashed(6000, 11) & np.uint64(7)).astype(u)
+        drop = ones(hashed(6000, 11) & np.uint64(7)).astype(u)
         return x >> drop << drop, dtype, {}
     if kind == "rows":
         x = floats(dtype, 4000, 12)
@@ -111,7 +116,7 @@ def golden_tensor(name):
     if kind == "parts":
         segments = [(0, (50, 100)), (5000, (700,)), (6000, (70, 80))]
         return floats(dtype, 12000, 18), dtype, {"segments": segments, "spec": codec.Sign("l1", "row")}
-    x = np.bitwise_count(hashed(2000, 15)).astype(np.int64) - 32
+    x = ones(hashed(2000, 15)).astype(np.int64) - 32
     return (x.astype(f"i{size}").view(u) if kind == "small" else (x * x * x).astype(f"i{size}").view(u)), dtype, {}
 
 
