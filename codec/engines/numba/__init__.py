@@ -1,6 +1,6 @@
-"""The engine whose loops are Python, compiled by Numba: to be read, to be changed, and to check the first one by.
+"""Engine whose loops are Python functions compiled by Numba, for experiments and as a reference for the C library.
 
-Jobs are opened and closed by the C library, which decides everything; blocks are done here.
+The C library opens and closes jobs and makes all decisions. This engine processes the blocks of values.
 """
 
 import importlib
@@ -17,45 +17,45 @@ __all__ = ["accumulate", "decode", "decode_many", "encode", "encode_many", "redu
 
 
 def why_not() -> str | None:
-    """Why it cannot be used here, or None."""
+    """Return why this engine is unavailable, or None if it can be used."""
     if importlib.util.find_spec("numba") is None:
         return "Numba is not installed: pip install 'tensor-codec[numba]'"
-    return None if sys.byteorder == "little" else "it is for little-endian CPUs"
+    return None if sys.byteorder == "little" else "the numba engine needs a little-endian CPU"
 
 
 def _calls() -> Any:
-    """Imported when it is used: Numba takes half a second."""
+    """Import and return ``calls`` on first use: importing Numba takes half a second."""
     try:
         return importlib.import_module("codec.engines.numba.calls")
-    except ImportError as e:  # which does not go with this numpy, say
+    except ImportError as e:  # for example Numba is incompatible with this numpy
         raise EngineError(f"the numba engine cannot be used here: {e}") from e
 
 
 def encode(r: EncodeRequest) -> bytes | memoryview:
-    """A frame."""
+    """Return the frame of a tensor."""
     return native.encode(r, _calls().encode_filled)
 
 
 def encode_many(requests: Sequence[EncodeRequest]) -> list[bytes]:
-    """Frames."""
+    """Return the frames of several tensors."""
     return native.encode_many(requests, _calls().encode_filled)
 
 
 def decode(r: DecodeRequest) -> Any:
-    """The tensor of a frame."""
+    """Return the tensor of a frame."""
     return native.decode(r, _calls().decode_prepared)
 
 
 def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
-    """The tensors of frames."""
+    """Return the tensors of several frames."""
     return native.decode_many(requests, _calls().decode_prepared)
 
 
 def accumulate(r: DecodeRequest, weight: float) -> None:
-    """Add a frame's values to a tensor."""
+    """Add ``weight`` times the values of a frame to a tensor."""
     native.accumulate(r, weight, _calls().decode_prepared)
 
 
 def reduce(r: DecodeRequest, op: str) -> Any:
-    """The sum, mean or maximum of frames."""
+    """Return the sum, mean or maximum of frames."""
     return native.reduce(r, op, _calls().reduce_into)

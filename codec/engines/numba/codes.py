@@ -1,9 +1,12 @@
 # pyright: basic
-"""Values to codes of codecs of rows, and back (docs/encoder.md, section 7.4; docs/format.md, section 8.5)."""
+"""Quantization of values to codes, and back, for codecs of rows (docs/encoder.md, 7.4; docs/format.md, 8.5).
 
-from codec.engines.numba.draws import draw_one
+``half`` holds 16 random bits for each value, ``code`` a byte for each value.
+"""
+
 from codec.engines.numba.jit import jit
 from codec.engines.numba.parts import E4M3FN, FLOAT4, FLOAT8, QUANTIZE, SIGN, TERNARY, TIE, TWO_MEAN
+from codec.engines.numba.philox import random_word
 from codec.engines.numba.region import largest
 from codec.engines.numba.scales import spread
 from codec.engines.numba.words import (
@@ -29,7 +32,7 @@ from codec.engines.numba.words import (
 
 @jit
 def float8_codes(variant, x, scale, random, half, code):
-    """Bytes; `scale` is what values are multiplied by."""
+    """Convert values to float8 codes; values are multiplied by ``scale``."""
     mbits, bias = (3, 7) if variant == E4M3FN else (2, 15)
     top = bits_of(F32(448) if variant == E4M3FN else F32(57344))
     u = x.view(U32)
@@ -42,7 +45,7 @@ def float8_codes(variant, x, scale, random, half, code):
 
 @jit
 def float4_codes(x, scale, random, half, code):
-    """Sign and three bits; `scale` is what values are divided by."""
+    """Convert values to codes of a sign and three bits; values are divided by ``scale``."""
     u = x.view(U32)
     for i in range(len(u)):
         d = scale[i] if scale[i] > F32(0) else float_of(INF)
@@ -53,7 +56,7 @@ def float4_codes(x, scale, random, half, code):
 
 @jit
 def level_codes(odd, levels, x, up, by, half, code):
-    """Levels, between two of which a draw decides; `by` is 0 where all values of a row are."""
+    """Convert values to codes of levels, rounded at random; ``by`` is 0 where all values of a row are 0."""
     n, top = F32(levels), U8(levels)
     u = x.view(U32)
     if odd:
@@ -70,7 +73,7 @@ def level_codes(odd, levels, x, up, by, half, code):
 
 @jit
 def _ternary_part(a, up, by):
-    """|x| / s as a fraction of 2^32, cut in two."""
+    """Return |x| / scale as a fraction of 2^32: its upper 16 bits, and the lower ones as float32."""
     q = over(float_of(a), up, by)
     q = q if q < F32(65536) else F32(65536)
     high = min(I32(q), I32(65535))
@@ -79,7 +82,7 @@ def _ternary_part(a, up, by):
 
 @jit
 def ternary_codes(x, scale, half, code):
-    """0, 1 for the scale, 2 for minus the scale; 3 where the first draw decides nothing."""
+    """Convert values to codes: 0 for zero, 1 for the scale, 2 for -scale, TIE where ``half`` does not decide."""
     up, by = over_of(scale, F32(65536))
     u, top = x.view(U32), bits_of(scale)
     for i in range(len(u)):
@@ -91,8 +94,8 @@ def ternary_codes(x, scale, half, code):
 
 
 @jit
-def settle_ties(keys, first, x, scale, code):
-    """Where the first draw decides nothing, the second does."""
+def resolve_ties(keys, first, x, scale, code):
+    """Replace TIE codes by the decision of a second word of random bits."""
     if largest(code) < TIE:
         return
     up, by = over_of(scale, F32(65536))
@@ -100,13 +103,13 @@ def settle_ties(keys, first, x, scale, code):
     for i in range(len(code)):
         if code[i] == TIE:
             _, low = _ternary_part(U32(u[i] & ABS), up, by)
-            kept = I32(draw_one(keys, first + i, 1)) < I32(low)
+            kept = I32(random_word(keys, first + i, 1)) < I32(low)
             code[i] = U8(1 + I64(u[i] >> U32(31))) if kept else U8(0)
 
 
 @jit
 def largest_code(job):
-    """That this codec writes."""
+    """Return the largest code that this codec writes."""
     if job.codec == TERNARY:
         return 2
     if job.codec == QUANTIZE:
@@ -116,12 +119,14 @@ def largest_code(job):
 
 @jit
 def _sign_values(code, above, below, y):
+    """Dequantize codes of Sign: ``above`` or ``below``."""
     for i in range(len(y)):
         y[i] = above[i] if code[i] else below[i]
 
 
 @jit
 def _float8_values(variant, code, scale, y):
+    """Dequantize codes of Float8."""
     mbits, bias, last = (3, 7, 0x7E) if variant == E4M3FN else (2, 15, 0x7B)
     u = y.view(U32)
     for i in range(len(u)):
@@ -132,13 +137,14 @@ def _float8_values(variant, code, scale, y):
 
 @jit
 def _scaled(ratio, scale):
-    """The product's bits, at most the largest number."""
+    """Return the bits of ``ratio * scale``, clipped to the largest finite number."""
     u = bits_of(F32(ratio * scale))
     return U32(U32(u & ~ABS) | min(U32(u & ABS), MAX))
 
 
 @jit
 def _other_values(job, code, scale, y):
+    """Dequantize codes of Ternary, Float4 and Quantize."""
     u = y.view(U32)
     if job.codec == TERNARY:
         for i in range(len(u)):
@@ -159,7 +165,7 @@ def _other_values(job, code, scale, y):
 
 @jit
 def values(job, work, part, unscaled, code, y):
-    """Values of a run."""
+    """Dequantize the codes of a run into ``y``, by the row scales in ``work``; ``unscaled``: by scale 1."""
     row, n = I64(part.row), len(y)
     scale, other = work.scale[:n], work.other[:n]
     if row == 0:

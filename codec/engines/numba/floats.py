@@ -1,5 +1,5 @@
 # pyright: basic
-"""Tensors of any float dtype as float32, and decoded values to where they go."""
+"""Conversion of tensors of any float dtype to float32, and of decoded values to their destination."""
 
 from typing import Any, NamedTuple
 
@@ -21,13 +21,13 @@ from codec.engines.numba.words import (
 )
 
 FLOAT32, BFLOAT16, FLOAT16 = 1, 3, 4
-STORE, ADD, MAXIMUM = 0, 1, 2  # codec_context.into; 3 is STORE as float32
-NOWHERE = 101
+STORE, ADD, MAXIMUM = 0, 1, 2  # codec_context.into; 3 stores float32 whatever the dtype of the frame
+NOWHERE = 101  # value of Sink.into: check the frame without decoding values
 
 
 @jit
 def to_floats(dtype, data, first, x):
-    """Values of a tensor (its bytes) from `first` on."""
+    """Convert values of a tensor (``data``: its bytes) from value ``first`` on to float32, and fill ``x``."""
     n = len(x)
     if dtype == FLOAT32:
         copy(x, data[4 * first : 4 * (first + n)].view(F32))
@@ -44,7 +44,7 @@ def to_floats(dtype, data, first, x):
 
 @jit
 def from_floats(dtype, x, data, first):
-    """Float32 values, rounded, to a tensor from value `first` on."""
+    """Round float32 values ``x`` to a dtype, and store them in a tensor (``data``: its bytes) from ``first`` on."""
     n = len(x)
     if dtype == FLOAT32:
         copy(data[4 * first : 4 * (first + n)].view(F32), x)
@@ -60,19 +60,22 @@ def from_floats(dtype, x, data, first):
 
 
 @jit
-def load(dtype, data, error, first, x):
-    """What is encoded: values of a tensor, plus what was lost of earlier ones unless `error` is empty."""
+def load(dtype, data, feedback, first, x):
+    """Fill ``x`` with the values to encode: a tensor's, plus the residuals in ``feedback`` unless that is empty."""
     to_floats(dtype, data, first, x)
-    if len(error):
-        e = error[first : first + len(x)]
+    if len(feedback):
+        e = feedback[first : first + len(x)]
         for i in range(len(x)):
             x[i] = plus(x[i], e[i])
 
 
 @jit
-def load_native(dtype, data, error, first, x, native):
-    """The same rounded to the dtype (Inf stays), as bytes; `x` is room for as many float32."""
-    load(dtype, data, error, first, x)
+def load_native(dtype, data, feedback, first, x, native):
+    """Store the values to encode in ``native`` (bytes), rounded to the tensor's dtype; Inf stays Inf.
+
+    ``x`` is a buffer of as many float32.
+    """
+    load(dtype, data, feedback, first, x)
     from_floats(dtype, x, native, 0)
     if dtype == FLOAT32:
         return
@@ -85,24 +88,24 @@ def load_native(dtype, data, error, first, x, native):
 
 @jit
 def larger(a, y):
-    """The larger one, NaN if either is."""
+    """Return the maximum of two values; NaN if either is NaN."""
     return y if a < y or np.isnan(y) else a
 
 
 class Sink(NamedTuple):
-    """Where decoded values go."""
+    """Destination of decoded values, and the operation that combines them with its contents."""
 
-    into: int
-    weight: Any  # float32
-    divide: Any  # the result, if it is not 0
-    unscaled: bool  # ternary: values are 0, 1 and -1
-    rescale: bool  # the result by the part's scale
-    data: Any  # the destination's bytes
+    into: int  # STORE, ADD, MAXIMUM, 3 or NOWHERE
+    weight: Any  # float32 factor of added values
+    divide: Any  # float32 divisor of the result; 0: none
+    unscaled: bool  # True: ternary values are 0, 1 and -1, without their scale
+    rescale: bool  # True: multiply the result by the part's scale
+    data: Any  # bytes of the destination
 
 
 @jit
 def put(sink, scale, y, first):
-    """Float32 values to a float32 destination from value `first` on."""
+    """Combine float32 values ``y`` with a float32 destination from value ``first`` on."""
     n, weight, divide = len(y), sink.weight, sink.divide
     out = sink.data[4 * first : 4 * (first + n)].view(F32)
     if sink.into == ADD:

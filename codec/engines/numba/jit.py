@@ -1,5 +1,5 @@
 # pyright: basic
-"""How kernels are compiled: once, for all processes to come."""
+"""Compilation of kernels, with a cache on disk that all processes share."""
 
 import hashlib
 import os
@@ -14,19 +14,21 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.types import ExternalFunction
 
-# Numba looks at a kernel's own file to see whether what it has kept is still right: it would miss a changed word of
-# another file, and that bounds are to be checked.
+# Numba's cache is invalidated only by changes of a kernel's own file. Kernels include functions of other files, and
+# NUMBA_BOUNDSCHECK changes their code, so the key covers all files and the variable.
 _SOURCES = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
 _KEY = hashlib.sha256(_SOURCES).hexdigest(), os.environ.get("NUMBA_BOUNDSCHECK", "0")
 
 
 class _Cache(FunctionCache):
+    """Cache on disk whose key includes all files of this engine and NUMBA_BOUNDSCHECK."""
+
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return *super()._index_key(sig, codegen), _KEY
 
 
-class _Part(JITCodeLibrary):
-    """Code that is linked into a kernel's, and optimized and made machine code there: not by itself before."""
+class _InlinedLibrary(JITCodeLibrary):
+    """Code of a function that kernels call: optimized and compiled as a part of each kernel only."""
 
     def _optimize_final_module(self) -> None:
         pass
@@ -47,62 +49,70 @@ class _Part(JITCodeLibrary):
         pass
 
 
-class _PartCompiler(Compiler):
+class _InlinedCompiler(Compiler):
+    """Compiler that puts a function into an :class:`_InlinedLibrary`."""
+
     def __init__(self, typingctx: Any, targetctx: Any, library: Any, *rest: Any) -> None:
-        super().__init__(typingctx, targetctx, _Part(targetctx.codegen(), "part"), *rest)
+        super().__init__(typingctx, targetctx, _InlinedLibrary(targetctx.codegen(), "part"), *rest)
 
 
 def _compiled(function: Any, **options: Any) -> Any:
-    # without `_nrt` arrays are plain memory: not counted, and not made
+    # `_nrt`: False: kernels neither count references of arrays nor allocate arrays
     options |= {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": False}
     return numba.njit(**options)(function)
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
-    raise TypeError("only kernels can call this function; its .py_func is the one that Python can")
+    raise TypeError("only kernels can call this function; call its .py_func from Python")
 
 
 def jit(function: Any) -> Any:
-    """What kernels call. Python cannot, which more than halves the time to compile."""
-    part = _compiled(function, no_cpython_wrapper=True, pipeline_class=_PartCompiler)
+    """Compile a function that only kernels call.
+
+    Python cannot call the result, which more than halves the time to compile.
+    """
+    part = _compiled(function, no_cpython_wrapper=True, pipeline_class=_InlinedCompiler)
     part._compile_for_args, part._insert = _refuse, lambda *_, **__: None
     return part
 
 
 def kernel(function: Any) -> Any:
-    """Compiled when it is first called, kept on disk, run without the interpreter's lock."""
+    """Compile a function on its first call, and cache the code on disk; the kernel runs without the GIL."""
     dispatcher = _compiled(function)
-    if _keeping:
+    if _cache_enabled:
         dispatcher._cache = _Cache(function)
     return dispatcher
 
 
-_keeping = True
+_cache_enabled = True
 
 
 @contextmanager
 def without_cache() -> Generator[None]:
-    """Kernels that are defined meanwhile are not kept on disk, nor looked for there."""
-    global _keeping
-    _keeping = False
+    """Neither read nor write the cache on disk for kernels that are defined in this context."""
+    global _cache_enabled
+    _cache_enabled = False
     try:
         yield
     finally:
-        _keeping = True
+        _cache_enabled = True
 
 
-_save: Any = ExternalFunction("fegetenv", numba.int32(numba.intp))
-_set: Any = ExternalFunction("fesetenv", numba.int32(numba.intp))
+_fegetenv: Any = ExternalFunction("fegetenv", numba.int32(numba.intp))
+_fesetenv: Any = ExternalFunction("fesetenv", numba.int32(numba.intp))
 
 
 @jit
 def enter_floats(saved: Any) -> None:
-    """Round to nearest and keep subnormals, whatever the thread does otherwise, until :func:`leave_floats`."""
-    _save(saved.ctypes.data)
-    _set(-1)  # FE_DFL_ENV
+    """Round to nearest and keep subnormals in this thread until :func:`leave_floats`.
+
+    ``saved`` (64 bytes) receives the thread's floating-point environment.
+    """
+    _fegetenv(saved.ctypes.data)
+    _fesetenv(-1)  # FE_DFL_ENV
 
 
 @jit
 def leave_floats(saved: Any) -> None:
-    """As before."""
-    _set(saved.ctypes.data)
+    """Restore the thread's floating-point environment from ``saved``."""
+    _fesetenv(saved.ctypes.data)

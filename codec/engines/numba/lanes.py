@@ -1,5 +1,5 @@
 # pyright: basic
-"""The coder's loops over 32 lanes (docs/format.md, section 7), and its tables of pairs."""
+"""Loops of the entropy coder over 32 interleaved lanes (docs/format.md, section 7), and its tables of symbol pairs."""
 
 import numpy as np
 
@@ -7,29 +7,33 @@ from codec.engines.numba.jit import jit, kernel
 
 U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
 
-LANES, ROW = 32, 128  # symbols of a quad row
-PAIR_BITS = 12  # looked up at once: nearly all pairs of codes, and a table that leaves room in the cache
-APART = U32(63)  # for the bits of a pair that has more, or an escape
-BITS, ESCAPED = U64(63), U32(64)  # of codes of pairs: how many, and whether a symbol is an escape; codes above 16
+LANES, ROW = 32, 128  # lanes, and symbols of a quad row: four for each lane
+PAIR_BITS = 12  # index bits of the decoding table: nearly all pairs of codes fit, and the table fits the L1 cache
+UNPAIRED = U32(63)  # bit count of table entries whose pair is longer than PAIR_BITS or holds an escape
+BITS, ESCAPED = U64(63), U32(64)  # fields of encoding entries: length of both codes in bits; a symbol is an escape
 
 
 @kernel
-def codes_of_pairs(code, length, pair):
-    """Of symbols a and b at b * 256 + a, which are two bytes one after the other: their bits | both codes << 16."""
+def fill_encode_pairs(code, length, pair):
+    """Fill the encoding table: entry ``b * 256 + a`` is for symbol a followed by symbol b.
+
+    An entry holds the length of both codes in bits (BITS), a flag for escapes (ESCAPED), and both codes from bit 16 on.
+    """
     for b in range(256):
         second = U32(length[b]) & U32(15)
         low = U32(U32(code[b]) << U32(16)) | second | (ESCAPED if length[b] >= 128 else U32(0))
-        ahead = pair[256 * b : 256 * b + 256]
+        entries = pair[256 * b : 256 * b + 256]
         for a in range(256):
             high = U32(U32(code[a]) << U32(second + U32(16))) | (ESCAPED if length[a] >= 128 else U32(0))
-            ahead[a] = U32((low | high) + U32(length[a] & U8(15)))
+            entries[a] = U32((low | high) + U32(length[a] & U8(15)))
 
 
 @jit
 def encode_lanes(pair, symbol, rows, words, bits, have, escaped):
-    """Code quad rows, the last one first, words downwards from the end of `words`: where the first one is.
+    """Encode quad rows from the last one to the first, and return the index of the first word written.
 
-    `bits` and `have` become the lanes' reservoirs; escaped[r] says whether row r has escapes.
+    Words are written downwards from the end of ``words``. ``bits`` and ``have`` receive the lanes' bit reservoirs and
+    their lengths. ``escaped[r]`` becomes 1 if row ``r`` has escapes.
     """
     end = U64(len(words))
     for lane in range(LANES):
@@ -44,7 +48,7 @@ def encode_lanes(pair, symbol, rows, words, bits, have, escaped):
             quad = U64(a >> U32(16)) << (U64(b) & BITS) | U64(b >> U32(16))
             x, k = bits[lane], have[lane]
             n = k + (U64(a) & BITS) + (U64(b) & BITS)
-            # whether a word is due cannot be predicted: it is stored in any case, and stays if it is
+            # A branch here would be mispredicted: store the word always, and move `end` only if the word is full.
             due = n >> U64(6)
             words[end - U64(1)] = U32(x)
             end -= due
@@ -57,23 +61,27 @@ def encode_lanes(pair, symbol, rows, words, bits, have, escaped):
 
 @kernel
 def pairs_of(value, length, escape, pair):
-    """By the next 12 bits: first symbol << 16 | second << 24 | bits of both, or APART."""
+    """Fill the decoding table, indexed by the next 12 bits of a lane.
+
+    An entry holds the first symbol << 16, the second symbol << 24, and the length of both codes in bits or UNPAIRED.
+    """
     for i in range(len(pair)):
         top = i >> (PAIR_BITS - 8)
         first = U32(length[top])
         rest = U32(U32(i) << first) & U32((1 << PAIR_BITS) - 1)
         second = rest >> U32(PAIR_BITS - 8)
         n = first + U32(length[second])
-        apart = n > PAIR_BITS or value[top] == escape or value[second] == escape
-        pair[i] = U32(value[top]) << U32(16) | U32(value[second]) << U32(24) | (APART if apart else n)
+        unpaired = n > PAIR_BITS or value[top] == escape or value[second] == escape
+        pair[i] = U32(value[top]) << U32(16) | U32(value[second]) << U32(24) | (UNPAIRED if unpaired else n)
 
 
 @jit
 def decode_lanes(pair, value, length, escape, words, rows, bits, quad, escaped):
-    """Decode quad rows to `quad`, four symbols an item, or nowhere if that is None: how many words were taken.
+    """Decode quad rows to ``quad`` (four symbols in a uint32) unless it is None, and return the words consumed.
 
-    A lane is 64 bits: its next ones on top, 32 to 63 of them, a 1 that marks their end, and zeros. `words` goes on for
-    as many as there may be. escaped[r] says how many escapes row r has.
+    The reservoir of a lane has 64 bits: from the top 32 to 63 bits of the stream, then a marker bit 1, then zeros.
+    ``words`` must hold as many words as all lanes could consume. ``escaped[r]`` receives the number of escapes of row
+    ``r``.
     """
     at = U64(0)
     for r in range(rows):
@@ -86,7 +94,7 @@ def decode_lanes(pair, value, length, escape, words, rows, bits, quad, escaped):
             y <<= U64(b) & U64(63)
             if quad is not None:
                 quad[LANES * r + lane] = U32(a >> U32(16)) | U32(b & U32(0xFFFF0000))
-            if not y:  # not even the mark is left: a pair is read symbol by symbol, or both
+            if not y:  # even the marker was shifted out: an entry is UNPAIRED, so decode the four symbols singly
                 y, four = x, U32(0)
                 for i in range(4):
                     k = y >> U64(56)
@@ -95,8 +103,8 @@ def decode_lanes(pair, value, length, escape, words, rows, bits, quad, escaped):
                     y <<= U64(length[k])
                 if quad is not None:
                     quad[LANES * r + lane] = four
-            # If fewer than 32 are left, the mark is bit 32 + d: a word goes where it is, and the mark to d. Without
-            # a branch, which could not be predicted: 2^d, or 0, times what a word and a mark in its place add up to.
+            # If fewer than 32 bits are left, the marker is bit 32 + d. Insert a word there and move the marker to bit
+            # d, without a branch that would be mispredicted: add 2^d (or 0) times (2 * word + 1 - 2^32).
             due = (y & (U64(0) - y)) >> U64(32)
             bits[lane] = y + due * (U64(words[at]) * U64(2) - U64(0xFFFFFFFF))
             at += U64(due != 0)

@@ -1,4 +1,4 @@
-"""The functions of ``codec_engine.h`` that go over values, as C has them, for this engine's kernels."""
+"""Functions of ``codec_engine.h`` that process values, with the signatures of C, by this engine's kernels."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,24 +12,24 @@ from codec.engines.numba.memory import NOTHING, Array, memory_of
 from codec.engines.numba.metric import fill_exponents
 from codec.engines.numba.view import Job, view_job
 
-_MUCH = 1 << 18  # values whose exponents of A are found at once
+_VALUES_PER_STEP = 1 << 18  # values whose exponents of A are computed at once
 
 
 def _family(job: Job) -> Any:
-    """The kernels of a job's codec."""
+    """Return the module with the kernels of a job's codec."""
     return {lib.CODEC_LOSSLESS: lossless, lib.CODEC_TRUNCATE: truncate}.get(job.codec, rows)
 
 
-def _error(context: Any, n: int) -> Array:
-    """What was lost of earlier frames, if that is to be added."""
+def _feedback(context: Any, n: int) -> Array:
+    """Return the residuals to add to the tensor; empty without CODEC_FEEDBACK."""
     feedback = context.flags & lib.CODEC_FEEDBACK
     return memory_of(context.residual, 4 * n) if feedback else NOTHING
 
 
 def codec_encode_scan(src: Any, context: Any, job: Any, first: int, count: int) -> int:
-    """Pieces of the tensor to what its scales are made from."""
+    """Sum leaves [first, first + count) of the tensor, from which the C library computes scales."""
     j = view_job(job)
-    rows.scan(j, _family(j).work_of(j), memory_of(src.data, src.nbytes), _error(context, j.n), first, count)
+    rows.scan(j, _family(j).work_of(j), memory_of(src.data, src.nbytes), _feedback(context, j.n), first, count)
     return 0
 
 
@@ -43,34 +43,39 @@ def codec_encode_blocks(
     count: int,
     at: int,
     end: Any,
-    seal: Any,
+    checksum: Any,
     work: Any,
     work_nbytes: int,
 ) -> int:
-    """Blocks to regions. Memory to work in is this engine's own."""
+    """Encode blocks to regions. ``work`` is ignored: this engine allocates its own buffers."""
     j = view_job(job)
     kernels = _family(j)
-    data, frame, error = memory_of(src.data, src.nbytes), memory_of(dst, capacity), _error(context, j.n)
-    mine, result = kernels.work_of(j), np.array([at, 0], np.uint64)
+    data, frame, feedback = memory_of(src.data, src.nbytes), memory_of(dst, capacity), _feedback(context, j.n)
+    own_work, result = kernels.work_of(j), np.array([at, 0], np.uint64)
     status: int = 0
     if kernels is lossless:
-        status = lossless.encode_blocks(j, mine, data, frame, capacity, first, count, result)
+        status = lossless.encode_blocks(j, own_work, data, frame, capacity, first, count, result)
     elif kernels is rows:
         residual = memory_of(context.residual, 4 * j.n) if context.residual else NOTHING
-        status = rows.encode_blocks(j, mine, data, error, residual, frame, capacity, first, count, result)
+        status = rows.encode_blocks(j, own_work, data, feedback, residual, frame, capacity, first, count, result)
     else:
         levels = memory_of(context.levels, j.n) if context.levels else NOTHING
         for some, n, start, ea in _with_exponents(j, context, first, count):
-            status = truncate.encode_blocks(j, mine, data, error, levels, ea, start, frame, capacity, some, n, result)
+            status = truncate.encode_blocks(
+                j, own_work, data, feedback, levels, ea, start, frame, capacity, some, n, result
+            )
             if status:
                 break
-    end[0], seal[0] = int(result[0]), int(result[1])
+    end[0], checksum[0] = int(result[0]), int(result[1])
     return status
 
 
 def _with_exponents(j: Job, context: Any, first: int, count: int) -> Iterator[tuple[int, int, int, Array]]:
-    """Blocks of Truncate, a few at a time: the first one, how many, its first value, exponents of A from there on."""
-    each = max(1, _MUCH // j.block)
+    """Yield ranges of Truncate's blocks with the exponents of A of their values.
+
+    Each item is the first block, the number of blocks, the first value, and the exponents from there on.
+    """
+    each = max(1, _VALUES_PER_STEP // j.block)
     needs = j.variant != truncate.FIXED and context.metric and (j.encoding or j.variant == truncate.SHARED)
     for b in range(first, first + count, each):
         n = min(each, first + count - b)
@@ -82,7 +87,7 @@ def _with_exponents(j: Job, context: Any, first: int, count: int) -> Iterator[tu
 
 
 def _sink(j: Job, context: Any, dst: Any) -> Sink:
-    """Where decoded values go; None: nowhere."""
+    """Return the destination of decoded values; with ``dst`` None frames are only validated."""
     unscaled = bool(context.flags & lib.CODEC_UNSCALED) and j.codec == lib.CODEC_TERNARY
     return Sink(
         NOWHERE if dst is None else context.into,
@@ -95,10 +100,10 @@ def _sink(j: Job, context: Any, dst: Any) -> Sink:
 
 
 def codec_decode_check(
-    frame: Any, nbytes: int, context: Any, job: Any, first: int, count: int, seal: Any, work: Any, work_nbytes: int
+    frame: Any, nbytes: int, context: Any, job: Any, first: int, count: int, checksum: Any, work: Any, work_nbytes: int
 ) -> int:
-    """Blocks through all their checks."""
-    return _step(frame, nbytes, None, context, job, first, count, seal, work, work_nbytes)
+    """Validate blocks without decoding their values."""
+    return _step(frame, nbytes, None, context, job, first, count, checksum, work, work_nbytes)
 
 
 def codec_decode_blocks(
@@ -109,16 +114,16 @@ def codec_decode_blocks(
     job: Any,
     first: int,
     count: int,
-    seal: Any,
+    checksum: Any,
     work: Any,
     work_nbytes: int,
 ) -> int:
-    """Blocks to a destination."""
-    return _step(frame, nbytes, dst, context, job, first, count, seal, work, work_nbytes)
+    """Decode blocks to a destination."""
+    return _step(frame, nbytes, dst, context, job, first, count, checksum, work, work_nbytes)
 
 
 class _Decoding:
-    """A frame's job, and what its kernels need."""
+    """Job of a frame with the buffers of its kernels."""
 
     def __init__(self, frame: Any, nbytes: int, context: Any, job: Any) -> None:
         self.job = view_job(job)
@@ -127,19 +132,19 @@ class _Decoding:
         self.checks = not context.flags & lib.CODEC_NO_CHECKSUM
         self.kernels = _family(self.job)
         self.work = self.kernels.work_of(self.job)
-        self.seal, self.fault = np.zeros(1, np.uint64), np.zeros(3, np.uint64)
+        self.checksum, self.fault = np.zeros(1, np.uint64), np.zeros(3, np.uint64)
 
     def run(self, first: int, count: int, sink: Sink) -> int:
-        """Blocks to a sink; of an error the context's fault says where it is."""
-        where = self.job, self.work, self.frame, self.checks
+        """Decode blocks to a sink, and return the status; on failure fill the context's fault."""
+        args = self.job, self.work, self.frame, self.checks
         status: int = 0
         if self.kernels is truncate:
             for some, n, start, ea in _with_exponents(self.job, self.context, first, count):
-                status = truncate.decode_blocks(*where, ea, start, some, n, sink, self.seal, self.fault)
+                status = truncate.decode_blocks(*args, ea, start, some, n, sink, self.checksum, self.fault)
                 if status:
                     break
         else:
-            status = self.kernels.decode_blocks(*where, first, count, sink, self.seal, self.fault)
+            status = self.kernels.decode_blocks(*args, first, count, sink, self.checksum, self.fault)
         if status and self.context.fault:
             fault = self.context.fault
             fault.offset, fault.found, fault.expected = (int(x) for x in self.fault)
@@ -154,26 +159,27 @@ def _step(
     job: Any,
     first: int,
     count: int,
-    seal: Any,
+    checksum: Any,
     work: Any,
     work_nbytes: int,
 ) -> int:
+    """Decode blocks to ``dst``; if that is None, only validate them."""
     d = _Decoding(frame, nbytes, context, job)
     status = d.run(first, count, _sink(d.job, context, dst))
-    if status == truncate.OTHER_STATE:  # unless the frame is damaged: the C library says so
-        return lib.codec_decode_check(frame, nbytes, context, job, first, count, seal, work, work_nbytes)
-    seal[0] = int(d.seal[0])
+    if status == truncate.OTHER_STATE:  # the frame may be damaged instead: let the C library distinguish
+        return lib.codec_decode_check(frame, nbytes, context, job, first, count, checksum, work, work_nbytes)
+    checksum[0] = int(d.checksum[0])
     return status
 
 
 def into(i: int, op: int) -> int:
-    """How the i-th frame of a reduction goes into the result."""
+    """Return the CODEC_INTO value for the i-th frame of a reduction."""
     if i == 0:
         return lib.CODEC_INTO_FLOAT32
     return lib.CODEC_INTO_MAX if op == lib.CODEC_REDUCE_MAX else lib.CODEC_INTO_ADD
 
 
-_AT_ONCE = 8  # blocks: what frames are added to stays in the cache
+_BLOCKS_PER_STEP = 8  # blocks of each frame in turn, so that their part of the result stays in the cache
 
 
 def codec_reduce_blocks(
@@ -186,13 +192,13 @@ def codec_reduce_blocks(
     jobs: Any,
     first: int,
     nblocks: int,
-    seals: Any,
+    checksums: Any,
     work: Any,
     work_nbytes: int,
 ) -> int:
-    """Blocks of all frames in turn. Whether they match is the C library's to say."""
+    """Reduce blocks of all frames; the C library checks that the frames match."""
     status: int = lib.codec_reduce_blocks(
-        frames, nbytes, count, op, dst, context, jobs, first, 0, seals, work, work_nbytes
+        frames, nbytes, count, op, dst, context, jobs, first, 0, checksums, work, work_nbytes
     )
     if status:
         return status
@@ -211,11 +217,11 @@ def codec_reduce_blocks(
         )
         for i in range(count)
     ]
-    for b in range(first, first + nblocks, _AT_ONCE):
+    for b in range(first, first + nblocks, _BLOCKS_PER_STEP):
         for d, sink in zip(opened, sinks, strict=True):
-            status = d.run(b, min(_AT_ONCE, first + nblocks - b), sink)
+            status = d.run(b, min(_BLOCKS_PER_STEP, first + nblocks - b), sink)
             if status:
                 return status
     for i, d in enumerate(opened):
-        seals[i] = int(d.seal[0])
+        checksums[i] = int(d.checksum[0])
     return 0

@@ -1,14 +1,15 @@
 # pyright: basic
-"""Lossless: values to byte planes, planes to regions, and back (docs/format.md, sections 3 to 7)."""
+"""Lossless: conversion of values to byte planes and of planes to regions, and back (docs/format.md, 3 to 7)."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from codec.engines.numba.checksum import PLANE, digest
 from codec.engines.numba.floats import NOWHERE, STORE, put, to_floats
 from codec.engines.numba.jit import enter_floats, jit, kernel, leave_floats
 from codec.engines.numba.lanes import ROW
-from codec.engines.numba.model import fill_offsets, find_rows
+from codec.engines.numba.model import fill_offsets, fill_row_offsets
 from codec.engines.numba.region import (
     BAD_REGION,
     BLOCK,
@@ -21,31 +22,31 @@ from codec.engines.numba.region import (
     close_block,
     close_region,
     coder_room,
+    compact,
     count_from,
     end_region,
+    expand,
     get_coded,
     get_literals,
     is_constant,
-    keep_from,
     largest,
     load32,
     open_block,
     pass_literals,
     put_coded,
-    spread_from,
     store32,
 )
-from codec.engines.numba.seal import PLANE, digest
 from codec.engines.numba.words import F32, I64, U8, U16, U32, U64, copy, turn, unturn
 
-PRUNED = 1 << 16
-SHIFT, SHIFT64 = 7, 4  # s of the format: float32, bfloat16, float16; float64
-MANY = 64  # values are pruned if at least one in so many is +0
-PLANE_ROOM = BLOCK + ROW
+PRUNED = 1 << 16  # flag in a region's head: +0 values are left out of other planes
+SHIFT, SHIFT64 = 7, 4  # s of the format for float32, bfloat16 and float16; for float64
+MANY = 64  # values are pruned if at least one in 64 is +0
+PLANE_ROOM = BLOCK + ROW  # bytes of a plane's buffer
 
 
 @jit
 def _split2(x, offset, is_float, p0, p1):
+    """Split values of 2 bytes into planes."""
     n = len(x)
     if is_float:
         for i in range(n):
@@ -58,20 +59,24 @@ def _split2(x, offset, is_float, p0, p1):
 
 @jit
 def _split4(x, offset, is_float, upper, p0, p1, p2, p3):
+    """Split values of 4 bytes into planes. ``upper`` is a buffer of 16 bits for each value."""
     n = len(x)
     if is_float:
-        for i in range(n):  # apart: no word of the next loop is wider, so that its vectors hold twice as many
+        for i in range(
+            n
+        ):  # a loop of its own, so that all lanes of the next one have 16 bits: twice as many in a vector
             upper[i] = U16(x[i] >> U32(16))
         _split2(upper[:n], offset, is_float, p0, p1)
     else:
         for i in range(n):
             p0[i], p1[i] = U8(x[i] >> U32(24)), U8(x[i] >> U32(16))
-    for i in range(n):  # apart: LLVM compares addresses of a few arrays at most before it makes vectors
+    for i in range(n):  # a loop of its own: LLVM vectorizes only loops over few arrays, whose overlap it checks
         p2[i], p3[i] = U8(x[i] >> U32(8)), U8(x[i])
 
 
 @jit
 def _split8(x, offset, is_float, upper, half, planes):
+    """Split values of 8 bytes into planes. ``half`` is a buffer of 32 bits for each value."""
     n = len(x)
     for i in range(n):
         half[i] = U32(x[i] >> U64(32))
@@ -87,7 +92,7 @@ def _split8(x, offset, is_float, upper, half, planes):
 
 @jit
 def _split(job, data, offset, upper, half, planes):
-    """Values, their bytes, to planes."""
+    """Split values (``data``: their bytes) into planes."""
     is_float = job.octave > 0
     if job.size == 1:
         copy(planes[0], data)
@@ -101,6 +106,7 @@ def _split(job, data, offset, upper, half, planes):
 
 @jit
 def _merge2(p0, p1, offset, is_float, x):
+    """Merge planes to values of 2 bytes."""
     n = len(x)
     if is_float:
         for i in range(n):
@@ -112,14 +118,16 @@ def _merge2(p0, p1, offset, is_float, x):
 
 @jit
 def _merge4(p0, p1, p2, p3, offset, is_float, upper, x):
+    """Merge planes to values of 4 bytes."""
     n = len(x)
-    _merge2(p0, p1, offset, is_float, upper[:n])  # apart: its vectors hold twice as many words
+    _merge2(p0, p1, offset, is_float, upper[:n])  # a loop of its own: 16-bit lanes, twice as many in a vector
     for i in range(n):
         x[i] = U32(U32(U32(upper[i]) << U32(16)) | U32(U32(p2[i]) << U32(8)) | U32(p3[i]))
 
 
 @jit
 def _merge8(p0, p1, p2, p3, p4, p5, p6, p7, offset, is_float, upper, half, x):
+    """Merge planes to values of 8 bytes."""
     n = len(x)
     for i in range(n):
         y = U16(U16(U16(p0[i]) << U16(8)) | U16(p1[i]))
@@ -134,7 +142,7 @@ def _merge8(p0, p1, p2, p3, p4, p5, p6, p7, offset, is_float, upper, half, x):
 
 @jit
 def _section(job, p, first):
-    """Where a block's part of fixed plane p is in the frame."""
+    """Return the offset in the frame of the values from ``first`` on in fixed plane ``p``."""
     at = job.planes + first
     for q in range(p):
         at += job.plane_stride * (job.fixed >> q & 1)
@@ -142,46 +150,46 @@ def _section(job, p, first):
 
 
 @jit
-def _memory(frame, job, flat, p):
-    """What plane p is in: the frame if it is fixed, or a thread's memory of planes."""
+def _plane_array(frame, job, flat, p):
+    """Return the array that holds plane ``p``: the frame if the plane is fixed, else the thread's planes."""
     if job.fixed >> p & 1:
         return frame
     return flat
 
 
 @jit
-def _at(job, p, first):
-    """And where."""
+def _plane_offset(job, p, first):
+    """Return the offset of plane ``p`` of a block in the array that :func:`_plane_array` returns."""
     return _section(job, p, first) if job.fixed >> p & 1 else PLANE_ROOM * p
 
 
 @jit
 def _merge(frame, job, work, first, data):
-    """Planes of a block to values, their bytes."""
+    """Merge the planes of a block to values (``data``: their bytes)."""
     is_float, flat = job.octave > 0, work.flat
-    p0 = _memory(frame, job, flat, 0)[_at(job, 0, first) :]
+    p0 = _plane_array(frame, job, flat, 0)[_plane_offset(job, 0, first) :]
     if job.size == 1:
         copy(data, p0[: len(data)])
         return
-    p1 = _memory(frame, job, flat, 1)[_at(job, 1, first) :]
+    p1 = _plane_array(frame, job, flat, 1)[_plane_offset(job, 1, first) :]
     if job.size == 2:
         _merge2(p0, p1, work.offset, is_float, data.view(U16))
         return
-    p2 = _memory(frame, job, flat, 2)[_at(job, 2, first) :]
-    p3 = _memory(frame, job, flat, 3)[_at(job, 3, first) :]
+    p2 = _plane_array(frame, job, flat, 2)[_plane_offset(job, 2, first) :]
+    p3 = _plane_array(frame, job, flat, 3)[_plane_offset(job, 3, first) :]
     if job.size == 4:
         _merge4(p0, p1, p2, p3, work.offset, is_float, work.upper, data.view(U32))
         return
-    p4 = _memory(frame, job, flat, 4)[_at(job, 4, first) :]
-    p5 = _memory(frame, job, flat, 5)[_at(job, 5, first) :]
-    p6 = _memory(frame, job, flat, 6)[_at(job, 6, first) :]
-    p7 = _memory(frame, job, flat, 7)[_at(job, 7, first) :]
+    p4 = _plane_array(frame, job, flat, 4)[_plane_offset(job, 4, first) :]
+    p5 = _plane_array(frame, job, flat, 5)[_plane_offset(job, 5, first) :]
+    p6 = _plane_array(frame, job, flat, 6)[_plane_offset(job, 6, first) :]
+    p7 = _plane_array(frame, job, flat, 7)[_plane_offset(job, 7, first) :]
     _merge8(p0, p1, p2, p3, p4, p5, p6, p7, work.offset, is_float, work.upper, work.half, data.view(U64))
 
 
 @jit
 def _pays(halved, lengths, plane):
-    """Would coding a plane save enough? From some of its quad rows."""
+    """Estimate from some quad rows whether encoding a plane saves at least 2%."""
     n, raw = len(plane), 4 if halved else 8
     cost, count = 0, 0
     for r in range(0, n, 8 * ROW):
@@ -194,7 +202,7 @@ def _pays(halved, lengths, plane):
 
 @jit
 def _halve(plane, low, high):
-    """Low nibbles, and the high ones of values i and i + (n + 1) / 2 as a byte."""
+    """Split a plane into low nibbles, a byte each, and high nibbles, two in a byte: of values i and i + (n + 1) / 2."""
     n, half = len(plane), len(high)
     for i in range(n):
         low[i] = plane[i] & U8(15)
@@ -206,6 +214,7 @@ def _halve(plane, low, high):
 
 @jit
 def _unhalve(low, high):
+    """Add the high nibbles to the low ones: the inverse of :func:`_halve`."""
     n, half = len(low), len(high)
     for i in range(half):
         low[i] |= U8(high[i] << U8(4))
@@ -215,7 +224,10 @@ def _unhalve(low, high):
 
 @jit
 def _put_rows(plane, out, at):
-    """As runs of 128 with a bit each, those that are all zero left out: where it ends, or 0 if that saves nothing."""
+    """Encode a plane as a bitmap of runs of 128 bytes and the runs that are not all zero; return the end.
+
+    Return 0 if this saves nothing.
+    """
     n = len(plane)
     rows = (n + ROW - 1) // ROW
     bitmap, kept = (rows + 7) // 8, 0
@@ -237,7 +249,7 @@ def _put_rows(plane, out, at):
 
 @jit
 def _put_plane(job, i, memory, k, room, low, out, at):
-    """Plane i, the first k bytes of its memory, in the mode that serves it best: mode, and where it ends."""
+    """Encode plane ``i``, the first ``k`` bytes of ``memory``, in the smallest mode; return the mode and the end."""
     plane, end = memory[:k], 0
     if is_constant(plane):
         out[at] = plane[0]
@@ -266,7 +278,10 @@ def _put_plane(job, i, memory, k, room, low, out, at):
 
 @jit
 def _put_fixed(job, frame, planes, first, m):
-    """A block's fixed planes to their sections: their digest. Zeros behind the last block's."""
+    """Copy a block's fixed planes to their sections, and return their digest.
+
+    The rest of a section is filled with zeros after the last block.
+    """
     total, section = U64(0), job.planes + first
     for p in range(job.size):
         if job.fixed >> p & 1:
@@ -280,7 +295,7 @@ def _put_fixed(job, frame, planes, first, m):
 
 @jit
 def _under_zeros(top, plane):
-    """What is set in a plane where plane 0 is 0."""
+    """Return the bitwise OR of the bytes of ``plane`` where plane 0 is 0."""
     some = U8(0)
     for i in range(len(top)):
         some |= plane[i] if top[i] == 0 else U8(0)
@@ -289,7 +304,10 @@ def _under_zeros(top, plane):
 
 @jit
 def _prune(job, planes, m):
-    """Take out values that are +0, if they are many and plane 0 is 0 of no others: how many are left."""
+    """Remove +0 values from all planes but plane 0, and return the number of values left.
+
+    All values are kept if fewer than one in 64 is +0, or if plane 0 is 0 for a value other than +0.
+    """
     top = planes[0][:m]
     left = count_from(top, 1)
     if MANY * (m - left) < m:
@@ -299,13 +317,13 @@ def _prune(job, planes, m):
             return m
     for p in range(1, job.size):
         if not job.fixed >> p & 1:
-            keep_from(top, 1, planes[p][:m], planes[p])
+            compact(top, 1, planes[p][:m], planes[p])
     return left
 
 
 @jit
 def _put_block(job, planes, m, room, low, region):
-    """Planes of a block to its region: the size."""
+    """Write the planes of a block to its region, and return the size."""
     head, at, k = 0, 4, m
     for p in range(job.size):
         if job.fixed >> p & 1:
@@ -319,25 +337,25 @@ def _put_block(job, planes, m, room, low, region):
 
 
 class Work(NamedTuple):
-    """Memory of one thread."""
+    """Buffers of one thread."""
 
     coder: Any
     planes: Any
-    flat: Any  # the same
-    low: Any  # nibbles, and the high ones behind them
+    flat: Any  # `planes` as one dimension
+    low: Any  # low nibbles, followed by high nibbles
     region: Any
     offset: Any
-    upper: Any  # of values: 16 bits, 32 bits
+    upper: Any  # upper 16 bits of values; half: 32 bits of values
     half: Any
     x: Any
     native: Any
     mode: Any
     c: Any
-    floats: Any  # the thread's way with floats
+    floats: Any  # saved floating-point environment of the thread
 
 
 def work_of(job):
-    """Memory for a job's blocks."""
+    """Allocate the buffers for a job's blocks."""
     planes = np.empty((8, PLANE_ROOM), U8)
     return Work(
         coder_room(job, BLOCK),
@@ -358,10 +376,13 @@ def work_of(job):
 
 @kernel
 def encode_blocks(job, work, data, frame, limit, first, count, result):
-    """Blocks [first, first + count) to regions from frame[result[0]] on; result becomes their end and seal."""
+    """Encode blocks [first, first + count) to regions from frame[result[0]] on.
+
+    result[0] becomes the end, and checksums of blocks are added to result[1].
+    """
     if job.octave:
         end = min((first + count) * job.block, job.n)
-        find_rows(job, data, work.x[:0], first * job.block, end, work.x, work.native)
+        fill_row_offsets(job, data, work.x[:0], first * job.block, end, work.x, work.native)
     for b in range(first, first + count):
         start = b * job.block
         m, at = min(job.block, job.n - start), np.int64(result[0])
@@ -381,7 +402,7 @@ def encode_blocks(job, work, data, frame, limit, first, count, result):
 
 @jit
 def _read_head(job, head, at, mode, fault):
-    """Modes of a region's planes."""
+    """Read the modes of a region's planes, and check that they are valid."""
     known = PRUNED | ((1 << 2 * job.size) - 1)
     if head & ~known:
         return bad(fault, BAD_REGION, at, head, known)
@@ -397,7 +418,7 @@ def _read_head(job, head, at, mode, fault):
 
 @jit
 def _get_high(frame, low, c, fault):
-    """The high nibbles of a halved plane."""
+    """Read the high nibbles of a halved plane, and add them to the low ones."""
     n = len(low)
     half = (n + 1) // 2
     if c[1] - c[0] < half:
@@ -417,7 +438,7 @@ def _get_high(frame, low, c, fault):
 
 @jit
 def _get_rows(frame, plane, c, fault):
-    """The inverse of _put_rows."""
+    """Decode a plane that :func:`_put_rows` encoded."""
     n = len(plane)
     rows = (n + ROW - 1) // ROW
     nbytes = (rows + 7) // 8
@@ -441,7 +462,7 @@ def _get_rows(frame, plane, c, fault):
 
 @jit
 def _get_plane(frame, job, p, mode, k, room, memory, wanted, c, fault):
-    """Plane p, of k values, to the beginning of its memory; where it is not wanted, only its checks."""
+    """Decode plane ``p``, of ``k`` values, to ``memory``; if it is not ``wanted``, only validate it."""
     if mode == CODED:
         halved = job.halved >> p & 1
         symbols = wanted or halved > 0
@@ -468,7 +489,7 @@ def _get_plane(frame, job, p, mode, k, room, memory, wanted, c, fault):
 
 @jit
 def _check_pruned(frame, job, first, m, planes, fault):
-    """Values that were taken out are +0, also where a plane holds a byte for each value."""
+    """Check that pruned values are +0 also in the fixed planes, which hold a byte for each value."""
     for p in range(1, job.size):
         if job.fixed >> p & 1:
             at = _section(job, p, first)
@@ -480,7 +501,7 @@ def _check_pruned(frame, job, first, m, planes, fault):
 
 @jit
 def _get_block(frame, job, work, first, m, merges, fault):
-    """A region to planes; only what must be checked if nothing is made of them."""
+    """Decode a region to planes; unless ``merges``, decode only what must be validated."""
     c, planes, mode = work.c, work.planes, work.mode
     head = np.int64(load32(frame, c[0]))
     status = _read_head(job, head, c[0], mode, fault)
@@ -495,7 +516,7 @@ def _get_block(frame, job, work, first, m, merges, fault):
         else:
             status = _get_plane(frame, job, p, mode[p], k, work.coder, work.low, merges, c, fault)
             if not status and merges:
-                spread_from(planes[0][:m], 1, work.low, planes[p][:m])
+                expand(planes[0][:m], 1, work.low, planes[p][:m])
         if not status and p == 0 and head & PRUNED:
             k = count_from(planes[0][:m], 1)
             status = _check_pruned(frame, job, first, m, planes, fault) if k else bad(fault, BAD_REGION, c[0], 0, 1)
@@ -503,14 +524,14 @@ def _get_block(frame, job, work, first, m, merges, fault):
 
 
 @kernel
-def decode_blocks(job, work, frame, checks, first, count, sink, seal, fault):
-    """Blocks [first, first + count) to their values; or, if there is no sink, only their checks."""
+def decode_blocks(job, work, frame, checks, first, count, sink, checksum, fault):
+    """Decode blocks [first, first + count) to ``sink``; if ``sink.into`` is NOWHERE, only validate them."""
     enter_floats(work.floats)
     status = OK
     for b in range(first, first + count):
         start = b * job.block
         m = min(job.block, job.n - start)
-        status = open_block(frame, job, b, checks, work.c, seal, fault)
+        status = open_block(frame, job, b, checks, work.c, checksum, fault)
         if not status:
             status = _get_block(frame, job, work, start, m, sink.into != NOWHERE, fault)
         if status:

@@ -1,4 +1,4 @@
-"""Memory behind C pointers as arrays."""
+"""Views of C memory as numpy arrays."""
 
 from typing import Any
 
@@ -11,5 +11,5 @@ NOTHING: Array = np.empty(0, np.uint8)
 
 
 def memory_of(pointer: Any, nbytes: int) -> Array:
-    """Its bytes, without a copy."""
+    """Return ``nbytes`` bytes behind a C pointer as a uint8 array, without a copy."""
     return np.frombuffer(ffi.buffer(ffi.cast("uint8_t *", pointer), nbytes), np.uint8) if nbytes else NOTHING

@@ -1,4 +1,4 @@
-"""Exponents of A, what levels of Truncate go by (docs/encoder.md, section 8.1): a formula's or a user's."""
+"""Exponents of A, from which Truncate computes levels (docs/encoder.md, section 8.1), by a formula or a function."""
 
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +18,7 @@ TILE = 512
 
 @jit
 def exponent(a: Any) -> Any:
-    """Of a float32; 0 of NaN."""
+    """Return the biased exponent of a float32; 0 for NaN."""
     u = U32(bits_of(a) & ABS)
     return U8(0) if u > INF else U8(u >> U32(23))
 
@@ -27,7 +27,10 @@ def exponent(a: Any) -> Any:
 def _by_formula(
     terms: Any, theta: Any, v: Any, m: Any, dtypes: Any, first: Any, tiles: Any, saved: Any, ea: Any
 ) -> None:
-    """A = theta ((sqrt(v_term v) + eps) theta_v_term + theta_term) + m_term m, each operation rounded."""
+    """Fill ``ea`` with the exponents of A, each operation rounded to float32.
+
+    A = theta ((sqrt(v_term v) + eps) theta_v_term + theta_term) + m_term m.
+    """
     enter_floats(saved)
     theta_term, theta_v_term, v_term, eps, m_term = terms[0], terms[1], terms[2], terms[3], terms[4]
     for at in range(0, len(ea), TILE):
@@ -54,6 +57,7 @@ def _by_formula(
 
 @kernel
 def _restore(saved: Any) -> None:
+    """Restore the thread's floating-point environment after a user's function has raised."""
     leave_floats(saved)
 
 
@@ -61,7 +65,7 @@ _kernels: "WeakKeyDictionary[Custom, Any]" = WeakKeyDictionary()
 
 
 def _kernel_of(custom: Custom) -> Any:
-    """A loop with the user's function in it."""
+    """Return a kernel that fills ``ea`` by the user's function, compiled once for each function."""
     kernel = _kernels.get(custom)
     if kernel is None:
         function = custom.compiled
@@ -89,7 +93,7 @@ def _kernel_of(custom: Custom) -> Any:
 
 
 def fill_exponents(context: Any, n: int, first: int, ea: Array) -> None:
-    """Of values from `first` on of a tensor of n values, by the metrics of a context."""
+    """Fill ``ea`` with exponents of A from value ``first`` on of ``n`` values, by the metrics of a context."""
     t, at, saved = context.metric, 0, np.empty(64, np.uint8)
     while at < len(ea):
         if t.until and t.until <= first + at:

@@ -1,5 +1,5 @@
 # pyright: basic
-"""The scale model: an offset for every value (docs/format.md, 5.2), and those of rows (docs/encoder.md, 4.2)."""
+"""Offsets of the scale model for all values (docs/format.md, 5.2), and their choice for rows (docs/encoder.md, 4.2)."""
 
 import numpy as np
 
@@ -7,15 +7,15 @@ from codec.engines.numba.floats import load_native
 from codec.engines.numba.jit import jit
 from codec.engines.numba.words import I64, U8, U16
 
-ROWS, COLUMNS = 1, 2  # bits of a part's kind
-FOUND = 1024  # offsets of so many rows are found when the job is opened
-FLOAT64_ZERO, ZERO = 16, 128  # where lowered patterns begin; of truncate: the first octave
+ROWS, COLUMNS = 1, 2  # bits of a part's kind: rows, columns have offsets
+EAGER_ROWS = 1024  # maximum rows of a part whose offsets the C library chooses when the job is opened
+FLOAT64_ZERO, ZERO = 16, 128  # first pattern that is lowered; Truncate: the first octave
 TRUNCATE = 7
 
 
 @jit
 def zero_of(job):
-    """The first pattern that is lowered."""
+    """Return the first bit pattern that is lowered."""
     if job.codec == TRUNCATE:
         return job.octave
     return FLOAT64_ZERO if job.octave == FLOAT64_ZERO else ZERO
@@ -23,7 +23,7 @@ def zero_of(job):
 
 @jit
 def row_count(part):
-    """Of a part; 0 if rows have no offsets."""
+    """Return the rows of a part; 0 if its rows have no offsets."""
     if part.kind & ROWS == 0:
         return 0
     return (np.int64(part.count) + np.int64(part.row) - 1) // np.int64(part.row)
@@ -31,7 +31,7 @@ def row_count(part):
 
 @jit
 def part_at(parts, first):
-    """The index of the part that holds value `first`."""
+    """Return the index of the part that holds value ``first``."""
     low, high = 0, len(parts)
     while high - low > 1:
         middle = (low + high) // 2
@@ -44,7 +44,7 @@ def part_at(parts, first):
 
 @jit
 def fill_offsets(job, first, offset):
-    """The offsets of values from `first` on, in patterns: t of the format, around the circle."""
+    """Fill ``offset`` with the offsets of values from ``first`` on, in patterns: t of the format, modulo the circle."""
     zero = zero_of(job)
     circle, grain = 32768 - zero, job.octave // 8
     n, at = len(offset), 0
@@ -69,11 +69,11 @@ def fill_offsets(job, first, offset):
             start = base * grain % circle
             if part.kind & COLUMNS:
                 some = job.offsets[columns + column : columns + column + m]
-                begin, around = U16(start - circle if start > circle // 2 else start), U16(circle)
+                begin, modulus = U16(start - circle if start > circle // 2 else start), U16(circle)
                 shift = U16(7 if grain == 128 else 4 if grain == 16 else 1)
                 for k in range(m):
                     t = U16(begin + U16(U16(some[k]) << shift))
-                    here[k] = U16(t + (around & U16(-I64(t >> U16(15)))))  # no choice: of those LLVM makes wide vectors
+                    here[k] = U16(t + (modulus & U16(-I64(t >> U16(15)))))  # no `if`: LLVM would use wider lanes
             else:
                 here[:] = U16(start)
             at += m
@@ -83,7 +83,7 @@ def fill_offsets(job, first, offset):
 
 @jit
 def _add_patterns(data, size, first, n, zero):
-    """The sum of patterns from `zero` on, of n values, and how many they are."""
+    """Return the sum of those patterns of ``n`` values that are at least ``zero``, and their number."""
     total, some = 0, 0
     for i in range((first + 1) * size - 2, (first + n) * size, size):
         pattern = np.int64(data[i]) | np.int64(data[i + 1] & U8(127)) << 8
@@ -94,16 +94,16 @@ def _add_patterns(data, size, first, n, zero):
 
 
 @jit
-def find_rows(job, data, error, first, end, x, native):
-    """Find offsets of rows that lie in values [first, end), where that was left for the blocks.
+def fill_row_offsets(job, data, feedback, first, end, x, native):
+    """Choose the offsets of rows that touch values [first, end), where the C library left them to the blocks.
 
-    Threads that share a row find the same. `x` and `native` are room for 128 values.
+    Threads that share a row write equal offsets. ``x`` and ``native`` are buffers of 128 values.
     """
     zero, grain = zero_of(job), job.octave // 8
     for p in range(len(job.parts)):
         part = job.parts[p]
         start, count, length = np.int64(part.start), np.int64(part.count), np.int64(part.row)
-        if row_count(part) <= FOUND or start >= end or start + count <= first:
+        if row_count(part) <= EAGER_ROWS or start >= end or start + count <= first:
             continue
         shift = np.int64(part.shifts & 15)
         for row in range(max(first - start, 0) // length, (min(end, start + count) - start - 1) // length + 1):
@@ -113,8 +113,8 @@ def find_rows(job, data, error, first, end, x, native):
             for run in range(4 if m > 128 else 1):
                 begin = at + run * (m - 32) // 3 if m > 128 else at
                 k = 32 if m > 128 else m
-                if len(error):
-                    load_native(job.dtype, data, error, begin, x[:k], native)
+                if len(feedback):
+                    load_native(job.dtype, data, feedback, begin, x[:k], native)
                     more, live = _add_patterns(native, job.size, 0, k, zero)
                 else:
                     more, live = _add_patterns(data, job.size, begin, k, zero)

@@ -7,19 +7,19 @@ from codec.errors import Status
 
 NONFINITE, BAD_SCALE = int(Status.NONFINITE), int(Status.BAD_SCALE)
 SIGN, TERNARY, FLOAT8, FLOAT4, QUANTIZE = 2, 3, 4, 5, 6
-L1, L2, TWO_MEAN = 0, 1, 2  # sign's variants
-E4M3FN, NVFP4 = 0, 0  # float8's, float4's
-STOCHASTIC, PROPAGATE, ENTROPY = 1, 2, 4  # options
-ROW_BLOCK, TRITS_BLOCK = 16384, 81920
-RUN, TILE = 2560, 10240  # values: multiples of 40, so that codes of any width begin at a byte
-TREE, LANES = 4096, 32  # of sums
-TIE = 3  # ternary's code where the second draw decides
-MIN_CODED = 512
+L1, L2, TWO_MEAN = 0, 1, 2  # variants of Sign
+E4M3FN, NVFP4 = 0, 0  # variant 0 of Float8, of Float4
+STOCHASTIC, PROPAGATE, ENTROPY = 1, 2, 4  # options, as bits
+ROW_BLOCK, TRITS_BLOCK = 16384, 81920  # maximum values of a block
+RUN, TILE = 2560, 10240  # values processed together; multiples of 40, so that codes of any width begin at a byte
+LEAF, LANES = 4096, 32  # values of a leaf of the pairwise sum, and interleaved sums in a leaf
+TIE = 3  # temporary ternary code: the first 16 random bits do not decide
+MIN_CODED = 512  # bytes of codes; fewer are not entropy-coded
 
 
 @jit
 def code_bits(job):
-    """Of a code; 0: five a byte."""
+    """Return the bits of a code; 0 for trits, of which five are packed in a byte."""
     if job.codec == SIGN:
         return 1
     if job.codec == TERNARY:
@@ -31,13 +31,13 @@ def code_bits(job):
 
 @jit
 def has_entropy(job):
-    """Whether there is an entropy stage."""
+    """Return whether codes are entropy-coded."""
     return (job.codec == TERNARY and job.variant == 2) or (job.codec == FLOAT8 and job.options & ENTROPY != 0)
 
 
 @jit
 def scale_nbytes(job):
-    """Of a row."""
+    """Return the bytes of a row's scales."""
     if job.codec == FLOAT4:
         return 1
     return 8 if job.codec == SIGN and job.variant == TWO_MEAN else 4
@@ -45,14 +45,14 @@ def scale_nbytes(job):
 
 @jit
 def codes_nbytes(job, m):
-    """Of m values."""
+    """Return the bytes of ``m`` packed codes."""
     bits = code_bits(job)
     return (m * bits + 7) // 8 if bits else (m + 4) // 5
 
 
 @jit
-def block_place(job, b):
-    """Block b: the part it belongs to, its first value, how many it has."""
+def locate_block(job, b):
+    """Return the index of block ``b``'s part, the block's first value, and its number of values."""
     low, high = 0, len(job.row_parts)
     while high - low > 1:
         middle = (low + high) // 2
@@ -72,7 +72,7 @@ def block_place(job, b):
 
 @jit
 def run_length(row, i, m):
-    """How far a run from value i of m goes."""
+    """Return the values of the run from value ``i`` of ``m``: whole rows, or a piece of one row."""
     n = RUN
     if row and row <= RUN:
         n = RUN // row * row

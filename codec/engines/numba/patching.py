@@ -1,4 +1,4 @@
-"""Kernels with a function of your own in them: see docs/new-kernel.md."""
+"""Replacement of functions in kernels by your own: see docs/new-kernel.md."""
 
 import importlib.util
 from collections.abc import Callable, Generator
@@ -13,23 +13,23 @@ from codec.errors import EngineError
 
 @contextmanager
 def trying(module: ModuleType, **functions: Callable[..., Any]) -> Generator[ModuleType]:
-    """Meanwhile engine="numba" goes by a module in which these functions stand in place of its own.
+    """Make engine="numba" use a module in which some functions are replaced, until the context ends.
 
-    All kernels of the module are compiled anew, for this process, when they are first used. For experiments: other
-    threads see the change, too.
+    All kernels of the module are compiled anew on first use, in this process only. For experiments: the replacement
+    affects all threads.
 
     Parameters
     ----------
     module : module
         ``lossless``, ``rows`` or ``truncate`` of ``codec.engines.numba``.
     **functions : callable
-        Python functions, by the names of those that they replace where the module calls them, with the same arguments.
-        They may call others of this engine.
+        Python functions, by the names of the functions that they replace where the module calls them, with the same
+        arguments. They may call other functions of this engine.
 
     Yields
     ------
     module
-        The other one.
+        The modified copy of the module.
 
     Raises
     ------
@@ -38,7 +38,9 @@ def trying(module: ModuleType, **functions: Callable[..., Any]) -> Generator[Mod
     """
     name = module.__name__.rpartition(".")[2]
     if getattr(loops, name, None) is not module:
-        raise EngineError(f"{module.__name__} is not one of this engine's families")
+        raise EngineError(
+            f"trying() takes lossless, rows or truncate of codec.engines.numba, not the module {module.__name__}"
+        )
     spec = importlib.util.find_spec(module.__name__)
     assert spec is not None
     assert spec.loader is not None
@@ -47,7 +49,7 @@ def trying(module: ModuleType, **functions: Callable[..., Any]) -> Generator[Mod
         spec.loader.exec_module(other)
     for function, mine in functions.items():
         if not hasattr(getattr(other, function, None), "py_func"):
-            raise EngineError(f"{module.__name__} has no function {function}")
+            raise EngineError(f"{module.__name__} has no function {function} that kernels call")
         setattr(other, function, jit(mine))
     setattr(loops, name, other)
     try:

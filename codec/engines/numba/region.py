@@ -1,42 +1,42 @@
 # pyright: basic
-"""Regions of blocks: byte planes into them and out of them (docs/format.md, sections 6 and 7).
+"""Regions of blocks: byte planes encoded into regions and decoded from them (docs/format.md, sections 6 and 7).
 
-What reads a frame returns a status and, if that is not OK, has left in `fault` where, what was found and what would
-have been right. `c` is where the reading is: c[0] the next byte, c[1] the region's end.
+Functions that read a frame return a status. On failure ``fault`` holds the byte offset, the value found, and the value
+or bound expected. ``c`` is the read position: c[0] is the offset of the next byte, c[1] the end of the region.
 """
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from codec.engines.numba.checksum import PLANE, REGION, block_checksum, digest
 from codec.engines.numba.jit import jit
-from codec.engines.numba.lanes import LANES, PAIR_BITS, ROW, codes_of_pairs, decode_lanes, encode_lanes, pairs_of
-from codec.engines.numba.seal import PLANE, REGION, digest, seal_block
+from codec.engines.numba.lanes import LANES, PAIR_BITS, ROW, decode_lanes, encode_lanes, fill_encode_pairs, pairs_of
 from codec.engines.numba.words import U8, U16, U32, U64, copy
 from codec.errors import Status
 
 OK, SHORT_OUTPUT, LIMIT = 0, int(Status.SHORT_OUTPUT), int(Status.LIMIT)
 BAD_DIRECTORY, BAD_REGION, CHECKSUM = int(Status.BAD_DIRECTORY), int(Status.BAD_REGION), int(Status.CHECKSUM)
-CONSTANT, RAW, CODED, ROWS = 0, 1, 2, 3  # modes
-BLOCK = 16384  # values of the largest block but those of rows
-STATE = 22  # bytes of a coded plane before its tails
-ONES = U64(0x0101010101010101)
+CONSTANT, RAW, CODED, ROWS = 0, 1, 2, 3  # modes of a plane
+BLOCK = 16384  # maximum values of a block, for codecs without rows
+STATE = 22  # bytes of a coded plane before its tails, the bits of each lane that fill no word
+ONES = U64(0x0101010101010101)  # 1 in each byte
 
 
 class Room(NamedTuple):
-    """Memory for one plane on its way through the coder."""
+    """Buffers for one plane in the entropy coder."""
 
     words: Any
-    bits: Any  # the lanes' reservoirs, and how many bits of each
+    bits: Any  # bit reservoirs of the lanes, and their lengths
     have: Any
-    escaped: Any  # a byte a quad row
+    escaped: Any  # a byte for each quad row
     literals: Any
-    pairs: Any  # a table for each plane that has a codebook
-    none: Any  # literals of two bytes where there are none
+    pairs: Any  # a table of symbol pairs for each plane that has a codebook
+    none: Any  # empty uint16 array: no literals of two bytes
 
 
 def coder_room(job, n):
-    """For planes of n bytes; with tables of the job's codebooks."""
+    """Allocate buffers for planes of ``n`` bytes, and fill the pair tables of the job's codebooks."""
     rows = (n + ROW - 1) // ROW
     planes = job.coded.bit_length()
     pairs = np.empty((planes, 1 << 16 if job.encoding else 1 << PAIR_BITS), U32)
@@ -44,7 +44,7 @@ def coder_room(job, n):
         if job.coded >> p & 1:
             table = job.tables[p]
             if job.encoding:
-                codes_of_pairs(table[:256], table[256:512], pairs[p])
+                fill_encode_pairs(table[:256], table[256:512], pairs[p])
             else:
                 pairs_of(table[:256], table[256:512], table[512], pairs[p])
     words = np.empty(LANES * rows + 3 * LANES, U32)
@@ -54,32 +54,32 @@ def coder_room(job, n):
 
 @jit
 def bad(fault, status, where, found, expected):
-    """What is wrong."""
+    """Store a fault, and return ``status``."""
     fault[0], fault[1], fault[2] = U64(where), U64(found), U64(expected)
     return status
 
 
 @jit
 def load32(data, at):
-    """A little-endian word."""
+    """Return the little-endian 32-bit word at ``data[at]``."""
     return U32(data[at]) | U32(data[at + 1]) << U32(8) | U32(data[at + 2]) << U32(16) | U32(data[at + 3]) << U32(24)
 
 
 @jit
 def store32(data, at, x):
-    """The inverse."""
+    """Store a little-endian 32-bit word at ``data[at]``."""
     for i in range(4):
         data[at + i] = U8(U32(x) >> U32(8 * i))
 
 
 @jit
 def is_constant(plane):
-    """Whether all bytes are equal."""
+    """Return whether all bytes are equal."""
     n = len(plane)
     if not n:
         return True
     words, all_equal = plane[: n // 8 * 8].view(U64), U64(plane[0]) * ONES
-    for at in range(0, len(words), 32):  # a few at a time: of most planes the first ones tell
+    for at in range(0, len(words), 32):  # most planes differ within the first words: stop there
         some = U64(0)
         for word in words[at : at + 32]:
             some |= word ^ all_equal
@@ -93,7 +93,7 @@ def is_constant(plane):
 
 @jit
 def largest(p):
-    """The largest byte, 0 if there is none."""
+    """Return the largest byte; 0 if there is none."""
     most = U8(0)
     for i in range(len(p)):
         most = max(most, p[i])
@@ -102,7 +102,10 @@ def largest(p):
 
 @jit
 def first_above(p, most):
-    """The place of the first byte above `most`; the last one's if there is none, for a frame may change meanwhile."""
+    """Return the index of the first byte above ``most``; the last index if there is none.
+
+    Memory of a frame may change while it is read, so a byte found before may be gone.
+    """
     i = 0
     while i + 1 < len(p) and p[i] <= most:
         i += 1
@@ -111,9 +114,9 @@ def first_above(p, most):
 
 @jit
 def count_from(p, least):
-    """How many bytes are at least so large."""
+    """Return the number of bytes that are at least ``least``."""
     n = 0
-    for at in range(0, len(p), 128):  # so few that a byte can count them
+    for at in range(0, len(p), 128):  # a byte can count 128
         some = U8(0)
         for x in p[at : at + 128]:
             some += U8(x >= least)
@@ -122,8 +125,8 @@ def count_from(p, least):
 
 
 @jit
-def keep_from(e, least, p, kept):
-    """Those of p where e is at least so large: how many."""
+def compact(e, least, p, kept):
+    """Copy those bytes of ``p`` whose byte of ``e`` is at least ``least`` to ``kept``, and return their number."""
     n = 0
     for i in range(len(p)):
         kept[n] = p[i]
@@ -132,12 +135,15 @@ def keep_from(e, least, p, kept):
 
 
 @jit
-def spread_from(e, least, kept, p):
-    """The inverse, 0 elsewhere: how many."""
+def expand(e, least, kept, p):
+    """Copy ``kept`` to those bytes of ``p`` whose byte of ``e`` is at least ``least``; other bytes become 0.
+
+    Return the number of bytes copied. One byte more of ``kept`` is read than is used.
+    """
     n = 0
     for i in range(len(p)):
         keeps = e[i] >= least
-        x = kept[n]  # in any case, for nothing can be predicted here: it has one more
+        x = kept[n]  # read unconditionally: a branch would be mispredicted
         p[i] = x if keeps else U8(0)
         n += keeps
     return n
@@ -145,7 +151,7 @@ def spread_from(e, least, kept, p):
 
 @jit
 def close_region(region, size):
-    """Fill up to a multiple of 8: its size."""
+    """Pad a region with zeros to a multiple of 8 bytes, and return its size."""
     while size % 8:
         region[size] = U8(0)
         size += 1
@@ -154,9 +160,10 @@ def close_region(region, size):
 
 @jit
 def close_block(frame, job, b, region, size, in_place, limit, planes, result):
-    """Block b's region to frame[result[0]], unless it was made there, and its entry; `planes`: digest of fixed ones.
+    """Finish block ``b``: copy its region to frame[result[0]] unless ``in_place``, and write its directory entry.
 
-    result becomes where the region ends and, added to it, the block's seal.
+    ``planes`` is the digest of the block's fixed planes. result[0] becomes the end of the region, and the block's
+    checksum is added to result[1].
     """
     at = np.int64(result[0])
     end = at + size
@@ -166,18 +173,21 @@ def close_block(frame, job, b, region, size, in_place, limit, planes, result):
         return LIMIT
     if not in_place:
         copy(frame[at:], region[:size])
-    sealed = seal_block(digest(region[:size], REGION) + planes, b)
+    checksum = block_checksum(digest(region[:size], REGION) + planes, b)
     entry = job.directory + 8 * b
     store32(frame, entry, end // 8)
-    store32(frame, entry + 4, sealed >> U64(32))
+    store32(frame, entry + 4, checksum >> U64(32))
     result[0] = U64(end)
-    result[1] += sealed
+    result[1] += checksum
     return OK
 
 
 @jit
-def open_block(frame, job, b, checks, c, seal, fault):
-    """Where block b's region is, to c; its digest is checked if wanted, and added to the seal."""
+def open_block(frame, job, b, checks, c, checksum, fault):
+    """Set ``c`` to the region of block ``b``.
+
+    If ``checks`` is set, the block's checksum is compared with its directory entry, and added to ``checksum[0]``.
+    """
     entry = job.directory + 8 * b
     c[0] = 8 * np.int64(load32(frame, entry - 8)) if b else job.regions
     c[1] = 8 * np.int64(load32(frame, entry))
@@ -191,17 +201,17 @@ def open_block(frame, job, b, checks, c, seal, fault):
             first = section + b * job.block
             total += digest(frame[first : first + min(job.block, job.n - b * job.block)], PLANE + p)
             section += job.plane_stride
-    sealed = seal_block(total, b)
+    own = block_checksum(total, b)
     found = load32(frame, entry + 4)
-    if U64(found) != sealed >> U64(32):
-        return bad(fault, CHECKSUM, entry + 4, found, sealed >> U64(32))
-    seal[0] += sealed
+    if U64(found) != own >> U64(32):
+        return bad(fault, CHECKSUM, entry + 4, found, own >> U64(32))
+    checksum[0] += own
     return OK
 
 
 @jit
 def end_region(frame, c, fault):
-    """A region ends with fewer than 8 zero bytes."""
+    """Check that fewer than 8 bytes, all zero, are left of a region."""
     if c[1] - c[0] >= 8:
         return bad(fault, BAD_REGION, c[0], c[1] - c[0], 7)
     for i in range(c[0], c[1]):
@@ -212,7 +222,7 @@ def end_region(frame, c, fault):
 
 @jit
 def _take_literals(lengths, symbol, k, wide, escaped, literals):
-    """Literals of k symbols: how many bytes."""
+    """Copy the literals of ``k`` symbols to ``literals``, and return their bytes."""
     n = 0
     for r in range(len(escaped)):
         if escaped[r]:
@@ -229,7 +239,7 @@ def _take_literals(lengths, symbol, k, wide, escaped, literals):
 
 @jit
 def _pack(out, at, fields, widths):
-    """Fields of so many bits each, the first one on top, to out[at...]: its end, at a byte."""
+    """Pack fields of ``widths`` bits, the first one in the top bits, to ``out[at]``, and return the end in bytes."""
     word, have = U64(0), 0
     for lane in range(LANES):
         word = word << U64(widths[lane]) | U64(fields[lane])
@@ -246,7 +256,7 @@ def _pack(out, at, fields, widths):
 
 @jit
 def _unpack(data, at, fields, widths):
-    """The inverse: the bits that were taken."""
+    """Unpack fields of ``widths`` bits from ``data[at]``: the inverse of :func:`_pack`."""
     word, have = U64(0), 0
     for lane in range(LANES):
         width = np.int64(widths[lane])
@@ -263,9 +273,10 @@ FIVE = np.full(LANES, 5, U64)
 
 @jit
 def put_coded(job, p, symbol, k, wide, most, room, out, at):
-    """Code k symbols, whose memory goes on to whole quad rows, to out[at...]: the end, or 0 if it takes over `most`.
+    """Encode ``k`` symbols with the codebook of plane ``p`` to ``out[at]``, and return the end.
 
-    With the codebook of plane p. `wide` has literals of two bytes, or is empty.
+    Return 0 if more than ``most`` bytes are needed. The memory of ``symbol`` extends to whole quad rows. ``wide`` holds
+    literals of two bytes, or is empty.
     """
     words, bits, have = room.words, room.bits, room.have
     table, rows = job.tables[p], (k + ROW - 1) // ROW
@@ -296,9 +307,10 @@ def put_coded(job, p, symbol, k, wide, most, room, out, at):
 
 @jit
 def get_coded(frame, job, p, k, room, wanted, symbol, c, fault):
-    """Decode k symbols of plane p, escapes among them as such, to `symbol`, which goes on to whole quad rows.
+    """Decode ``k`` symbols of plane ``p`` to ``symbol``, whose memory extends to whole quad rows.
 
-    room.escaped[r] says how many escapes row r has. Where symbols are not wanted, only that, and the checks.
+    Escapes stay in ``symbol``; ``room.escaped[r]`` becomes the number of escapes in row ``r``. If ``wanted`` is False,
+    symbols are only validated and escapes counted.
     """
     words, bits, have, escaped, table = room.words, room.bits, room.have, room.escaped, job.tables[p]
     start = c[0]
@@ -329,15 +341,15 @@ def get_coded(frame, job, p, k, room, wanted, symbol, c, fault):
     copy(words.view(U8), frame[c[0] : c[0] + 4 * most])
     words[most : LANES * rows + LANES + 1] = U32(0)
     for lane in range(LANES):
-        tail = U64(2) * bits[lane] + U64(1)  # and the mark
+        tail = U64(2) * bits[lane] + U64(1)  # with the marker bit
         bits[lane] = U64(words[lane]) << U64(32) | tail << (U64(31) - have[lane])
     c[0] += 4 * nwords
     padding, escape = ROW * rows - k, table[512]
-    how = room.pairs[p], table[:256], table[256:512], escape, words[LANES:], rows, bits
-    if wanted or padding:  # that is checked
-        taken = decode_lanes(*how, symbol[: ROW * rows].view(U32), escaped)
+    args = room.pairs[p], table[:256], table[256:512], escape, words[LANES:], rows, bits
+    if wanted or padding:  # padding symbols are checked below
+        taken = decode_lanes(*args, symbol[: ROW * rows].view(U32), escaped)
     else:
-        taken = decode_lanes(*how, None, escaped)
+        taken = decode_lanes(*args, None, escaped)
     some = U64(0)
     for lane in range(LANES):
         some |= bits[lane] ^ U64(1 << 31)
@@ -354,7 +366,7 @@ def get_coded(frame, job, p, k, room, wanted, symbol, c, fault):
 
 @jit
 def pass_literals(escaped, k, c, fault):
-    """Past literals of a byte each, which nobody wants."""
+    """Skip literals of one byte each."""
     total = 0
     for n in escaped[: (k + ROW - 1) // ROW]:
         total += np.int64(n)
@@ -366,21 +378,21 @@ def pass_literals(escaped, k, c, fault):
 
 @jit
 def get_literals(frame, escape, escaped, k, symbol, wide, c, fault):
-    """Literals to the places of escapes: to `symbol`, or two bytes each to `wide`, if that is not empty."""
-    eights = symbol[: (k + ROW - 1) // ROW * ROW].view(U64)
-    all_of_them = U64(escape) * ONES
+    """Replace escapes by literals: one byte each in ``symbol``, or two bytes each in ``wide`` unless that is empty."""
+    groups = symbol[: (k + ROW - 1) // ROW * ROW].view(U64)
+    all_escapes = U64(escape) * ONES
     for r in range((k + ROW - 1) // ROW):
-        after = np.int64(escaped[r])  # so many are still to come in this row
+        remaining = np.int64(escaped[r])  # escapes left in this row
         for e in range(ROW // 8 * r, ROW // 8 * (r + 1)):
-            if not after:
+            if not remaining:
                 break
-            other = eights[e] ^ all_of_them
-            if not (other - ONES) & ~other & (ONES << U64(7)):  # no byte of it is 0
+            other = groups[e] ^ all_escapes
+            if not (other - ONES) & ~other & (ONES << U64(7)):  # no byte is 0: no escape in these 8 symbols
                 continue
             for i in range(8 * e, min(k, 8 * e + 8)):
                 if symbol[i] != escape:
                     continue
-                after -= 1
+                remaining -= 1
                 if len(wide):
                     if c[1] - c[0] < 2:
                         return bad(fault, BAD_REGION, c[0], c[1] - c[0], 2)

@@ -1,8 +1,8 @@
 # pyright: basic
-"""Sign, ternary, float8, float4, quantize: values share scales (docs/format.md, section 8; docs/encoder.md, 7).
+"""Sign, Ternary, Float8, Float4 and Quantize: values share scales (docs/format.md, section 8; docs/encoder.md, 7).
 
-A block is gone through a run of whole rows, or a piece of one, at a time: what a run becomes stays in the first-level
-cache. Its values get their scale each, so that one long loop does rows of any length.
+Blocks are processed in runs of whole rows, or of a piece of one row, so that a run's intermediate values stay in the L1
+cache. Each value has its own copy of the scale, so that one long loop serves rows of any length.
 """
 
 from typing import Any, NamedTuple
@@ -14,11 +14,10 @@ from codec.engines.numba.codes import (
     float8_codes,
     largest_code,
     level_codes,
-    settle_ties,
+    resolve_ties,
     ternary_codes,
     values,
 )
-from codec.engines.numba.draws import ROUNDS, draw, fill_keys
 from codec.engines.numba.floats import FLOAT32, NOWHERE, STORE, from_floats, load, put, to_floats
 from codec.engines.numba.jit import enter_floats, jit, kernel, leave_floats
 from codec.engines.numba.packing import pack, pack_trits, unpack, unpack_trits
@@ -26,6 +25,7 @@ from codec.engines.numba.parts import (
     BAD_SCALE,
     FLOAT8,
     LANES,
+    LEAF,
     MIN_CODED,
     NONFINITE,
     QUANTIZE,
@@ -35,14 +35,14 @@ from codec.engines.numba.parts import (
     STOCHASTIC,
     TERNARY,
     TILE,
-    TREE,
-    block_place,
     code_bits,
     codes_nbytes,
     has_entropy,
+    locate_block,
     run_length,
     scale_nbytes,
 )
+from codec.engines.numba.philox import ROUNDS, fill_keys, fill_random
 from codec.engines.numba.region import (
     BAD_REGION,
     CODED,
@@ -65,43 +65,43 @@ from codec.engines.numba.region import (
     put_coded,
     store32,
 )
-from codec.engines.numba.scales import find_scales, magnitude, piece, read_scales, sign_scales, spread
+from codec.engines.numba.scales import magnitude, read_scales, spread, store_scales, store_sign_scales, sum_leaf
 from codec.engines.numba.words import ABS, F32, I64, INF, U8, U16, U32, U64, bits_of, copy, minus, over_of
 
 
 class Work(NamedTuple):
-    """Memory of one thread."""
+    """Buffers of one thread."""
 
     coder: Any
-    codes: Any  # bytes, packed, on their way through the coder
-    code: Any  # a byte each
+    codes: Any  # packed codes before or after the entropy coder
+    code: Any  # codes, a byte for each value
     region: Any
     x: Any
     y: Any
-    scale: Any  # of each value; and a second one
+    scale: Any  # scale of each value; `other`: a second scale or factor
     other: Any
     row_scale: Any
     row_other: Any
-    half: Any  # draws
-    keys: Any
-    sums: Any  # float32 lanes, float64 lanes
+    half: Any  # 16 random bits for each value
+    keys: Any  # Philox keys
+    sums: Any  # float32 lanes; sums64: float64 lanes
     sums64: Any
-    levels: Any  # sums of 2^i pieces
+    levels: Any  # pairwise summation tree: sums of 2^i leaves
     total: Any
-    c: Any
+    c: Any  # read position in a region and its end
     fault: Any
-    floats: Any  # the thread's way with floats
+    floats: Any  # saved floating-point environment of the thread
 
 
 def work_of(job):
-    """Memory for a job's blocks."""
+    """Allocate the buffers for a job's blocks, and fill the random generator's keys."""
     most = 16 + 8 * ROW_BLOCK + ROW_BLOCK * 2
     work = Work(
         coder_room(job, ROW_BLOCK),
         np.empty(ROW_BLOCK + 128, U8),
         np.empty(ROW_BLOCK + 64, U8),
         np.empty(most, U8),
-        np.empty(TREE, F32),
+        np.empty(LEAF, F32),
         np.empty(RUN, F32),
         np.empty(RUN, F32),
         np.empty(RUN, F32),
@@ -122,17 +122,19 @@ def work_of(job):
 
 
 @kernel
-def scan(job, work, data, error, first, count):
-    """Pieces of 4,096 values of parts: what the C library makes scales of."""
+def scan(job, work, data, feedback, first, count):
+    """Sum leaves of 4,096 values of the parts into ``job.row_sums``, from which the C library computes scales."""
     enter_floats(work.floats)
-    lost = error.view(F32)
+    feedback_values = feedback.view(F32)
     for i in range(first, first + count):
         p = len(job.row_parts) - 1
         while I64(job.row_parts[p].first_sum) > i:
             p -= 1
         part = job.row_parts[p]
-        at = (i - I64(part.first_sum)) * TREE
-        negative, most = piece(job, work, data, lost, I64(part.start) + at, min(TREE, I64(part.count) - at), work.total)
+        at = (i - I64(part.first_sum)) * LEAF
+        negative, most = sum_leaf(
+            job, work, data, feedback_values, I64(part.start) + at, min(LEAF, I64(part.count) - at), work.total
+        )
         sums = job.row_sums[i]
         sums.sum0, sums.sum1 = work.total[0], work.total[1]
         sums.negative, sums.max = U32(negative), most
@@ -140,30 +142,33 @@ def scan(job, work, data, error, first, count):
 
 
 @jit
-def _refuse_given(job, work, data, error):
-    """What is wrong with a tensor that has a value above the scale given: that, or some value is NaN or Inf."""
+def _refuse_given(job, work, data, feedback):
+    """Return the status for a tensor with a value above the given scale: NONFINITE or BAD_SCALE.
+
+    NONFINITE takes precedence if any value of the tensor is NaN or Inf.
+    """
     for at in range(0, job.n, RUN):
         some = work.y[: min(RUN, job.n - at)]
-        load(job.dtype, data, error, at, some)
+        load(job.dtype, data, feedback, at, some)
         if magnitude(some, U32(ABS + U32(1))) >= INF:
             return NONFINITE
     return BAD_SCALE
 
 
 @jit
-def _encode_run(job, work, data, error, part, first, i, n, m, region, code):
-    """Codes of values [i, i + n) of a block, a byte each; scales of rows that begin there."""
-    half, row, direct = work.half, I64(part.row), job.dtype == FLOAT32 and not len(error)
+def _encode_run(job, work, data, feedback, part, first, i, n, m, region, code):
+    """Quantize values [i, i + n) of a block to ``code``, and write the scales of rows that begin there."""
+    half, row, direct = work.half, I64(part.row), job.dtype == FLOAT32 and not len(feedback)
     x = data[4 * (first + i) : 4 * (first + i + n)].view(F32) if direct else work.x[:n]
     random = job.codec == TERNARY or job.options & STOCHASTIC != 0
     if random:
-        half = half[draw(work.keys, first + i, n, half) :]
+        half = half[fill_random(work.keys, first + i, n, half) :]
     else:
         half[:n] = U16(0x8000)
     if not direct:
-        load(job.dtype, data, error, first + i, x)
+        load(job.dtype, data, feedback, first + i, x)
     if row:
-        status = find_scales(job, work, data, error, part, first, i, n, m, x, region)
+        status = store_scales(job, work, data, feedback, part, first, i, n, m, x, region)
         if status:
             return status
     if job.codec == TERNARY:
@@ -173,8 +178,8 @@ def _encode_run(job, work, data, error, part, first, i, n, m, region, code):
         ternary_codes(x, part.scale, half, code)
         given = job.scale > F32(0) and not job.clip > F32(0)
         if given and magnitude(x, U32(ABS + U32(1))) > bits_of(part.scale):
-            return _refuse_given(job, work, data, error)
-        settle_ties(work.keys, first + i, x, part.scale, code)
+            return _refuse_given(job, work, data, feedback)
+        resolve_ties(work.keys, first + i, x, part.scale, code)
         return OK
     scale, other = work.scale[:n], work.other[:n]
     if job.codec == QUANTIZE:
@@ -199,20 +204,20 @@ def _encode_run(job, work, data, error, part, first, i, n, m, region, code):
 
 
 @jit
-def _encode_codes(job, work, data, error, part, first, m, region, codes):
-    """Codes of a whole block, packed, to `codes`; its rows' scales to the region."""
+def _encode_codes(job, work, data, feedback, part, first, m, region, codes):
+    """Quantize and pack the codes of a whole block to ``codes``, and write its row scales to the region."""
     row, bits = I64(part.row), code_bits(job)
     if job.codec == SIGN:
         if row:
-            status = sign_scales(job, work, data, error, first, m, row, region)
+            status = store_sign_scales(job, work, data, feedback, first, m, row, region)
             if status:
                 return status
         for i in range(0, m, RUN):
             n = min(RUN, m - i)
-            direct = job.dtype == FLOAT32 and not len(error)
+            direct = job.dtype == FLOAT32 and not len(feedback)
             x = data[4 * (first + i) : 4 * (first + i + n)].view(F32) if direct else work.x[:n]
             if not direct:
-                load(job.dtype, data, error, first + i, x)
+                load(job.dtype, data, feedback, first + i, x)
             u = x.view(U32)
             for k in range(n):
                 work.code[k] = U8(u[k] <= ABS)
@@ -224,7 +229,7 @@ def _encode_codes(job, work, data, error, part, first, m, region, codes):
         i = t
         while i < end:
             n = run_length(row, i, end)
-            status = _encode_run(job, work, data, error, part, first, i, n, m, region, work.code[i - t : i - t + n])
+            status = _encode_run(job, work, data, feedback, part, first, i, n, m, region, work.code[i - t : i - t + n])
             if status:
                 return status
             i += n
@@ -237,7 +242,7 @@ def _encode_codes(job, work, data, error, part, first, m, region, codes):
 
 @jit
 def _put_bytes(job, work, n, out, at):
-    """Code bytes through the entropy stage: where they end."""
+    """Entropy-code ``n`` bytes of codes to ``out[at]``, and return the end."""
     codes = work.codes
     if is_constant(codes[:n]):
         store32(out, at, CONSTANT)
@@ -252,26 +257,27 @@ def _put_bytes(job, work, n, out, at):
 
 
 @kernel
-def encode_blocks(job, work, data, error, residual, frame, limit, first, count, result):
-    """Blocks [first, first + count) to regions from frame[result[0]] on; result becomes their end and seal.
+def encode_blocks(job, work, data, feedback, residual, frame, limit, first, count, result):
+    """Encode blocks [first, first + count) to regions from frame[result[0]] on.
 
-    `residual` gets what a decoder will miss, unless it is empty.
+    result[0] becomes the end, and checksums of blocks are added to result[1]. ``residual`` receives the residuals of
+    all values, unless it is empty.
     """
     enter_floats(work.floats)
-    status, lost, entropy = OK, error.view(F32), has_entropy(job)
+    status, feedback_values, entropy = OK, feedback.view(F32), has_entropy(job)
     for b in range(first, first + count):
-        p, start, m = block_place(job, b)
+        p, start, m = locate_block(job, b)
         part, at = job.row_parts[p], I64(result[0])
         nscales = (m + I64(part.row) - 1) // I64(part.row) * scale_nbytes(job) if part.row else 0
         ncodes = codes_nbytes(job, m)
-        most = (nscales + ncodes + (4 if entropy else 0) + 7) // 8 * 8
-        fits = limit - at >= most
+        bound = (nscales + ncodes + (4 if entropy else 0) + 7) // 8 * 8
+        fits = limit - at >= bound
         if not fits and not entropy:
             status = SHORT_OUTPUT
             break
         region = frame[at:limit] if fits else work.region
         codes = work.codes if entropy else region[nscales : nscales + ncodes]
-        status = _encode_codes(job, work, data, lost, part, start, m, region, codes)
+        status = _encode_codes(job, work, data, feedback_values, part, start, m, region, codes)
         if status:
             break
         size = close_region(region, _put_bytes(job, work, ncodes, region, nscales) if entropy else nscales + ncodes)
@@ -279,16 +285,16 @@ def encode_blocks(job, work, data, error, residual, frame, limit, first, count, 
         if status:
             break
         if len(residual):
-            _leave(job, work, data, lost, residual, part, start, m, frame[at : at + size], codes)
+            _store_residuals(job, work, data, feedback_values, residual, part, start, m, frame[at : at + size], codes)
     leave_floats(work.floats)
     return status
 
 
 @jit
 def _open_codes(job, work, codes, codes_at, t, end, checking, fault):
-    """Codes [t, end) of a block, a byte each, to work.code: none is larger than there are, what is left over is 0.
+    """Unpack codes [t, end) of a block to ``work.code``, and check that codes and padding bits are valid.
 
-    `checking`: those of which no more is to be known may be left out.
+    With ``checking``, codes are not unpacked where only the padding can be invalid.
     """
     bits, n = code_bits(job), end - t
     if bits == 0:
@@ -309,10 +315,10 @@ def _open_codes(job, work, codes, codes_at, t, end, checking, fault):
     if nbits % 8 and codes[at] >> U8(nbits % 8):
         return bad(fault, BAD_REGION, codes_at + at, codes[at] >> U8(nbits % 8), 0)
     most = largest_code(job)
-    all_are = job.codec == SIGN or most >= (1 << bits) - 1
-    if not (checking and all_are):
+    all_valid = job.codec == SIGN or most >= (1 << bits) - 1
+    if not (checking and all_valid):
         unpack(codes[t * bits // 8 :], n, bits, work.code)
-    if not all_are and largest(work.code[:n]) > most:
+    if not all_valid and largest(work.code[:n]) > most:
         i = first_above(work.code[:n], most)
         return bad(fault, BAD_REGION, codes_at + (t + i) * bits // 8, work.code[i], most)
     return OK
@@ -320,14 +326,14 @@ def _open_codes(job, work, codes, codes_at, t, end, checking, fault):
 
 @jit
 def _round_to(job, y, native):
-    """Float32 values as decoding to the dtype gives them."""
+    """Round float32 values to the job's dtype, as decoding does."""
     from_floats(job.dtype, y, native, 0)
     to_floats(job.dtype, native, 0, y)
 
 
 @jit
-def _leave(job, work, data, error, residual, part, first, m, region, codes):
-    """What a block, just encoded, leaves of its values."""
+def _store_residuals(job, work, data, feedback, residual, part, first, m, region, codes):
+    """Dequantize a block that was just encoded, and store the residuals of its values."""
     row = I64(part.row)
     tile, nbytes = (m if row and row <= ROW_BLOCK else TILE), scale_nbytes(job)
     for t in range(0, m, tile):
@@ -342,7 +348,7 @@ def _leave(job, work, data, error, residual, part, first, m, region, codes):
             values(job, work, part, False, work.code[i - t : i - t + n], y)
             if job.dtype != FLOAT32:
                 _round_to(job, y, work.region)
-            load(job.dtype, data, error, first + i, x)
+            load(job.dtype, data, feedback, first + i, x)
             left = residual[4 * (first + i) : 4 * (first + i + n)].view(F32)
             for k in range(n):
                 left[k] = minus(x[k], y[k])
@@ -351,7 +357,7 @@ def _leave(job, work, data, error, residual, part, first, m, region, codes):
 
 @jit
 def _get_bytes(job, work, frame, n, c, fault):
-    """Code bytes from behind the entropy stage, to work.codes."""
+    """Decode the entropy-coded bytes of codes to ``work.codes``."""
     mode = load32(frame, c[0])
     c[0] += 4
     codes = work.codes
@@ -377,6 +383,7 @@ def _get_bytes(job, work, frame, n, c, fault):
 
 @jit
 def _decode_block(job, work, frame, part, first, m, sink, fault):
+    """Decode a block to ``sink``, or only validate its region."""
     c, row, nbytes = work.c, I64(part.row), scale_nbytes(job)
     at, end_at = c[0], c[1]
     nscales = (m + row - 1) // row * nbytes if row else 0
@@ -410,12 +417,12 @@ def _decode_block(job, work, frame, part, first, m, sink, fault):
             if row and (row <= RUN or i % row == 0):
                 status = read_scales(job, frame, at + i // row * nbytes, part, n if row <= RUN else 1, work, fault)
             if not status and sink.into != NOWHERE:
-                at_once = sink.into == STORE and job.dtype == FLOAT32
-                y = sink.data[4 * (first + i) : 4 * (first + i + n)].view(F32) if at_once else work.y[:n]
+                direct = sink.into == STORE and job.dtype == FLOAT32
+                y = sink.data[4 * (first + i) : 4 * (first + i + n)].view(F32) if direct else work.y[:n]
                 values(job, work, part, sink.unscaled, work.code[i - t : i - t + n], y)
                 if rounds:
                     _round_to(job, y, work.region)
-                if at_once:
+                if direct:
                     pass
                 elif sink.into == STORE:
                     from_floats(job.dtype, y, sink.data, first + i)
@@ -428,14 +435,14 @@ def _decode_block(job, work, frame, part, first, m, sink, fault):
 
 
 @kernel
-def decode_blocks(job, work, frame, checks, first, count, sink, seal, fault):
-    """Blocks [first, first + count) to their values; or, if there is no sink, only their checks."""
+def decode_blocks(job, work, frame, checks, first, count, sink, checksum, fault):
+    """Decode blocks [first, first + count) to ``sink``; if ``sink.into`` is NOWHERE, only validate them."""
     enter_floats(work.floats)
     status = OK
     for b in range(first, first + count):
-        status = open_block(frame, job, b, checks, work.c, seal, fault)
+        status = open_block(frame, job, b, checks, work.c, checksum, fault)
         if not status:
-            p, start, m = block_place(job, b)
+            p, start, m = locate_block(job, b)
             status = _decode_block(job, work, frame, job.row_parts[p], start, m, sink, fault)
         if status:
             break

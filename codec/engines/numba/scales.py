@@ -12,13 +12,13 @@ from codec.engines.numba.parts import (
     L1,
     L2,
     LANES,
+    LEAF,
     NONFINITE,
     NVFP4,
     PROPAGATE,
     RUN,
     SIGN,
     STOCHASTIC,
-    TREE,
     TWO_MEAN,
     scale_nbytes,
 )
@@ -28,7 +28,7 @@ from codec.engines.numba.words import ABS, F32, I64, INF, MAX, U8, U32, bits_of,
 
 @jit
 def magnitude(x, limit):
-    """The largest |x|, its bits, those from `limit` on left out."""
+    """Return the bits of the largest |x|; values whose bits are ``limit`` or more are ignored."""
     u, most = x.view(U32), U32(0)
     for i in range(len(u)):
         a = U32(u[i] & ABS)
@@ -39,7 +39,10 @@ def magnitude(x, limit):
 
 @jit
 def _add_magnitudes(x, by_sign, lanes):
-    """|x| to lanes; or negative ones' to other lanes: how many these are."""
+    """Add |x| to the lanes, those of negative values to separate lanes if ``by_sign``.
+
+    Return the number of negative values, 0 unless ``by_sign``.
+    """
     a, b, negative = lanes[0], lanes[1], 0
     n = len(x)
     for at in range(0, n, LANES):
@@ -56,7 +59,7 @@ def _add_magnitudes(x, by_sign, lanes):
 
 @jit
 def _add_squares(x, lanes):
-    """x^2 and x to lanes."""
+    """Add x^2 and x to the lanes."""
     s, t = lanes[0], lanes[1]
     n = len(x)
     for at in range(0, n, LANES):
@@ -69,7 +72,7 @@ def _add_squares(x, lanes):
 
 @jit
 def _fold(lanes):
-    """Lanes by halves."""
+    """Return the sum of the lanes, added pairwise by halves."""
     w = LANES // 2
     while w:
         for k in range(w):
@@ -79,12 +82,15 @@ def _fold(lanes):
 
 
 @jit
-def piece(job, work, data, error, first, n, total):
-    """Sums of at most 4,096 values to total[0..1]; how many are negative, and the bits of the largest magnitude."""
-    direct = job.dtype == FLOAT32 and not len(error)
+def sum_leaf(job, work, data, feedback, first, n, total):
+    """Sum at most 4,096 values into ``total[0]`` and ``total[1]``.
+
+    Return the number of negative values (0 unless Sign's two-mean variant) and the bits of the largest magnitude.
+    """
+    direct = job.dtype == FLOAT32 and not len(feedback)
     x = data[4 * first : 4 * (first + n)].view(F32) if direct else work.x[:n]
     if not direct:
-        load(job.dtype, data, error, first, x)
+        load(job.dtype, data, feedback, first, x)
     if (job.codec == SIGN and job.variant == L2) or job.clip > F32(0):
         work.sums64[:, :] = 0.0
         _add_squares(x, work.sums64)
@@ -98,7 +104,7 @@ def piece(job, work, data, error, first, n, total):
 
 @jit
 def _push(levels, count, total):
-    """`count` sums went before: neighbours are added first, then neighbouring pairs, and so on."""
+    """Add sum number ``count`` to the pairwise summation tree; ``levels[k, i]`` holds a sum of 2^i leaves."""
     for k in range(2):
         i, s = 0, total[k]
         while count >> i & 1:
@@ -109,7 +115,7 @@ def _push(levels, count, total):
 
 @jit
 def _sum_of(levels, count):
-    """Of all; the last one may be without a neighbour."""
+    """Return the sum of ``count`` leaves in the tree."""
     total, some = 0.0, False
     for i in range(64):
         if count >> i & 1:
@@ -120,24 +126,25 @@ def _sum_of(levels, count):
 
 @jit
 def _of_sum(dtype, x):
-    """A mean or root as a scale: rounded once, at most the dtype's largest number."""
+    """Round a mean or root once to float32, clipped to the dtype's largest number."""
     most = 65504.0 if dtype == 4 else 3.3895313892515355e38 if dtype == 3 else 3.4028234663852886e38
     return F32(x if x < most else most)
 
 
 @jit
 def _mean(dtype, total, n):
+    """Return total / n as a scale; 0 if n is 0."""
     return _of_sum(dtype, total / np.float64(n)) if n else F32(0)
 
 
 @jit
-def sign_scales(job, work, data, error, first, m, row, region):
-    """Of the rows of a block, to its region."""
+def store_sign_scales(job, work, data, feedback, first, m, row, region):
+    """Compute Sign's scales of the rows of a block, and write them to its region."""
     at = 0
     for i in range(0, m, row):
         n, negative, pieces = min(row, m - i), 0, 0
-        for k in range(0, n, TREE):
-            some, most = piece(job, work, data, error, first + i + k, min(TREE, n - k), work.total)
+        for k in range(0, n, LEAF):
+            some, most = sum_leaf(job, work, data, feedback, first + i + k, min(LEAF, n - k), work.total)
             if most >= INF:
                 return NONFINITE
             _push(work.levels, pieces, work.total)
@@ -160,7 +167,7 @@ def sign_scales(job, work, data, error, first, m, row, region):
 
 @jit
 def _float4_scale(variant, stored, part):
-    """What a row's values are divided by."""
+    """Return the divisor of a row's values from its stored byte."""
     if variant == NVFP4:
         return F32(small_value(U32(stored), 3, 7) * part)
     return float_of(U32(U32(stored) << U32(23)) if stored else U32(1 << 22))
@@ -168,7 +175,7 @@ def _float4_scale(variant, stored, part):
 
 @jit
 def _float4_stored(variant, up, most, part):
-    """The byte that a row's scale is stored as; `up`: never below."""
+    """Return the byte that stores a row's scale; ``up``: round the scale up, so that no value is clipped."""
     if variant != NVFP4:
         e = I64(most >> U32(23)) + (1 if up and U32(most & U32(0x7FFFFF)) > U32(0x400000) else 0)
         return U8(min(max(e - 2, 0), 252))
@@ -181,7 +188,10 @@ def _float4_stored(variant, up, most, part):
 
 @jit
 def _row_scale(job, part_scale, most, region, at):
-    """From a row's largest magnitude: what its values are multiplied or divided by; and what says so, to region[at]."""
+    """Write a row's scale, from its largest magnitude, to ``region[at]``.
+
+    Return the factor (Float8) or divisor (other codecs) of the row's values.
+    """
     scale = float_of(most)
     if job.codec == FLOAT4:
         region[at] = _float4_stored(job.variant, job.options & STOCHASTIC != 0, most, part_scale)
@@ -195,8 +205,8 @@ def _row_scale(job, part_scale, most, region, at):
 
 
 @jit
-def find_scales(job, work, data, error, part, first, i, n, m, x, region):
-    """Of the rows that begin in a run, to the region and to work.row_scale."""
+def store_scales(job, work, data, feedback, part, first, i, n, m, x, region):
+    """Compute the scales of rows that begin in a run, for the region and ``work.row_scale``."""
     row, nbytes = I64(part.row), scale_nbytes(job)
     limit = INF if job.options & PROPAGATE else U32(ABS + U32(1))
     if row > RUN:
@@ -205,7 +215,7 @@ def find_scales(job, work, data, error, part, first, i, n, m, x, region):
         most = U32(0)
         for at in range(first + i, first + min(i + row, m), RUN):
             some = work.y[: min(RUN, first + min(i + row, m) - at)]
-            load(job.dtype, data, error, at, some)
+            load(job.dtype, data, feedback, at, some)
             most = max(most, magnitude(some, limit))
         if most >= INF:
             return NONFINITE
@@ -221,7 +231,7 @@ def find_scales(job, work, data, error, part, first, i, n, m, x, region):
 
 @jit
 def read_scales(job, frame, at, part, n, work, fault):
-    """Scales of n values of whole rows."""
+    """Read the scales of ``n`` values of whole rows into ``work.row_scale`` and ``work.row_other``."""
     row, nbytes = I64(part.row), scale_nbytes(job)
     for r in range((n + row - 1) // row):
         if job.codec == FLOAT4:
@@ -248,7 +258,7 @@ def read_scales(job, frame, at, part, n, work, fault):
 
 @jit
 def spread(row_scale, row, scale):
-    """A scale for each value."""
+    """Fill ``scale`` with the row's scale of each value."""
     if row == 0 or row > RUN:
         scale[:] = row_scale[0]
         return

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from codec._c.library import DTYPE_NAMES, LEVEL_BITS, MANTISSA_BITS
+from codec.engines.numba.checksum import STATE, digest
 from codec.engines.numba.floats import NOWHERE, STORE, load_native, put, to_floats
 from codec.engines.numba.jit import enter_floats, jit, kernel, leave_floats
-from codec.engines.numba.model import fill_offsets, find_rows
+from codec.engines.numba.model import fill_offsets, fill_row_offsets
 from codec.engines.numba.packing import pack, unpack
 from codec.engines.numba.region import (
     BAD_REGION,
@@ -22,49 +23,48 @@ from codec.engines.numba.region import (
     close_block,
     close_region,
     coder_room,
+    compact,
     count_from,
     end_region,
+    expand,
     first_above,
     get_coded,
     get_literals,
     is_constant,
-    keep_from,
     largest,
     load32,
     open_block,
     put_coded,
-    spread_from,
     store32,
 )
-from codec.engines.numba.seal import STATE, digest
 from codec.engines.numba.words import F32, I16, I64, U8, U16, U32, U64, copy
 from codec.errors import Status
 
 OTHER_STATE, BAD_ARGUMENT = int(Status.OTHER_STATE), int(Status.BAD_ARGUMENT)
-PLANE, CODED_LEVELS, SHARED, FIXED = 0, 1, 2, 3  # how levels are sent
-BITS, CUT = 8, 16  # options
+PLANE, CODED_LEVELS, SHARED, FIXED = 0, 1, 2, 3  # variants: how levels are sent
+BITS, CUT = 8, 16  # options: per-bit granularity; round toward zero
 FLOAT16 = 4
-BASE = 96  # symbols of exponent and level: exponents 97 to 159, float16 1 to 31
-PIECES = 4
-MUCH = 1000  # of slack: as much as there is
+BASE = 96  # joint symbols of exponent and level stand for exponents 97 to 159; of float16 for 1 to 31
+PIECES = 4  # pieces of a field of sign and mantissa
+UNLIMITED = 1000  # slack in bits: more than any mantissa has
 _PIECES = {"float32": (6, 6, 6, 6), "bfloat16": (2, 2, 2, 2), "float16": (3, 3, 2, 3)}
-TILE = 1024  # values summed with what was lost
+TILE = 1024  # values to which residuals are added at once
 
 
 class Kind(NamedTuple):
-    """What the dtype says (format, 9.1)."""
+    """Constants of the dtype (format, 9.1)."""
 
     mbits: int
-    sign: int  # its place
+    sign: int  # position of the sign bit
     bias: int
-    last: int  # the exponent of Inf and NaN
-    base: int
-    drops: Any  # bits that a level drops
+    last: int  # exponent of Inf and NaN
+    base: int  # exponents above it have joint symbols
+    drops: Any  # mantissa bits that each level drops
     pieces: Any  # bits of the pieces of a field, from the top
 
 
 class Work(NamedTuple):
-    """Memory of one thread."""
+    """Buffers of one thread."""
 
     coder: Any
     kind: Kind
@@ -82,11 +82,11 @@ class Work(NamedTuple):
     piece: Any
     kept: Any
     c: Any
-    floats: Any  # the thread's way with floats
+    floats: Any  # saved floating-point environment of the thread
 
 
 def work_of(job):
-    """Memory for a job's blocks."""
+    """Allocate the buffers for a job's blocks."""
     name = DTYPE_NAMES[job.dtype]
     mbits, bits = MANTISSA_BITS[name], 8 * job.size
     last = (1 << bits - 1 - mbits) - 1
@@ -116,20 +116,20 @@ def work_of(job):
 
 @jit
 def _drop_bits(e, ea, kind, guard, by_bit, drop):
-    """How many bits each value may lose, from its exponent and that of A."""
+    """Compute the mantissa bits that each value may drop, from its exponent ``e`` and that of A, ``ea``."""
     shift, last, mbits = I16(guard + 127 - kind.bias), U8(kind.last), I16(kind.mbits)
     k1, k2, k3 = I16(kind.drops[1]), I16(kind.drops[2]), I16(kind.drops[3])
     for i in range(len(e)):
         d = I16(I16(I16(ea[i]) - I16(e[i])) - shift)
-        d = I16(MUCH) if ea[i] == U8(255) else d
-        d = I16(-MUCH) if ea[i] == U8(0) or e[i] == last else d
+        d = I16(UNLIMITED) if ea[i] == U8(255) else d
+        d = I16(-UNLIMITED) if ea[i] == U8(0) or e[i] == last else d
         level = k3 if d >= k3 else k2 if d >= k2 else k1 if d >= k1 else I16(0)
         drop[i] = U8(min(max(d, I16(0)), mbits) if by_bit else level)
 
 
 @jit
 def _drops(job, kind, e, ea, levels, drop):
-    """The same, or as levels say that are fixed or given."""
+    """Compute the mantissa bits that each value drops: from the exponents, a fixed level, or given ``levels``."""
     last, drops = U8(kind.last), kind.drops
     if job.variant == FIXED:
         k = U8(drops[job.bits])
@@ -147,7 +147,7 @@ def _drops(job, kind, e, ea, levels, drop):
 
 @jit
 def _cut(kind, nearest, drop, x, e):
-    """Patterns without their last bits, and their exponents then (encoder, 8.1)."""
+    """Drop the last bits of patterns, and compute the resulting exponents (encoder, 8.1)."""
     mbits, last = U32(kind.mbits), U32(kind.last)
     for i in range(len(x)):
         k, u = U32(drop[i]), x[i]
@@ -162,19 +162,20 @@ def _cut(kind, nearest, drop, x, e):
 
 @jit
 def _exponents(kind, x, e):
+    """Extract the exponents of patterns."""
     mbits, last = U32(kind.mbits), U32(kind.last)
     for i in range(len(x)):
         e[i] = U8(U32(x[i] >> mbits) & last)
 
 
 @jit
-def _load_patterns(job, work, data, error, first, x):
-    """Bits of values in 32 each."""
+def _load_patterns(job, work, data, feedback, first, x):
+    """Load the bit patterns of values, plus residuals unless ``feedback`` is empty, as uint32."""
     m = len(x)
-    if len(error):
+    if len(feedback):
         for i in range(0, m, TILE):
             n = min(TILE, m - i)
-            load_native(job.dtype, data, error, first + i, work.x[:n], work.native[job.size * i :])
+            load_native(job.dtype, data, feedback, first + i, work.x[:n], work.native[job.size * i :])
     else:
         copy(work.native, data[job.size * first : job.size * (first + m)])
     if job.size == 4:
@@ -187,19 +188,22 @@ def _load_patterns(job, work, data, error, first, x):
 
 @jit
 def _move_exponents(e, offset, shift, last, back, moved):
-    """Lowered around a circle of `last` from 1 on, or back; 0 stays. May be in place."""
-    around = U8(last)
+    """Lower exponents by their offsets around a circle of ``last`` values from 1 on, or raise them (``back``).
+
+    Exponent 0 stays. ``moved`` may be ``e``.
+    """
+    circle = U8(last)
     for i in range(len(e)):
         by = U8(offset[i] >> U16(shift))
-        by = U8(around - by) if back else by
+        by = U8(circle - by) if back else by
         a = U8(e[i] - U8(1))
-        d = U8(U8(a - by) + U8((around if a < by else U8(0)) + U8(1)))
+        d = U8(U8(a - by) + U8((circle if a < by else U8(0)) + U8(1)))
         moved[i] = d if e[i] else U8(0)
 
 
 @jit
 def _levels_of(kind, drop, level):
-    """The level that drops so many bits."""
+    """Convert dropped bits to levels."""
     k1, k2, k3 = U8(kind.drops[1]), U8(kind.drops[2]), U8(kind.drops[3])
     for i in range(len(drop)):
         level[i] = U8(U8(drop[i] >= k1) + U8(drop[i] >= k2) + U8(drop[i] >= k3))
@@ -207,6 +211,7 @@ def _levels_of(kind, drop, level):
 
 @jit
 def _drops_at(kind, level, drop):
+    """Convert levels to dropped bits."""
     k1, k2, k3 = U8(kind.drops[1]), U8(kind.drops[2]), U8(kind.drops[3])
     for i in range(len(level)):
         k = U8(level[i])
@@ -215,7 +220,7 @@ def _drops_at(kind, level, drop):
 
 @jit
 def _join(lowered, level, base, pair, symbol):
-    """Exponents and levels as pairs and, where there is one, as symbols: how many have none."""
+    """Combine exponents and levels to pairs and symbols, and return the number of pairs without a symbol."""
     outside = 0
     for i in range(len(pair)):
         both = U16(U16(U16(lowered[i]) << U16(2)) | U16(level[i])) if lowered[i] else U16(0)
@@ -228,7 +233,7 @@ def _join(lowered, level, base, pair, symbol):
 
 @jit
 def _put_symbols(job, work, m, out, at):
-    """Symbols of a block in the mode that serves them best: mode, and where they end."""
+    """Encode the symbols of a block in the smallest mode, and return the mode and the end."""
     kind, joint = work.kind, job.variant == CODED_LEVELS
     symbol, e = work.symbol[:m], work.e[:m]
     lowered, outside = work.kept[:m] if joint else symbol, 0
@@ -256,7 +261,7 @@ def _put_symbols(job, work, m, out, at):
 
 @jit
 def _widths(e, drop, total, most, width):
-    """How many bits of its field each value keeps."""
+    """Compute the bits of its field that each value keeps."""
     for i in range(len(e)):
         keeps = min(U8(U8(total) - drop[i]), U8(most))
         width[i] = keeps if e[i] else U8(0)
@@ -264,7 +269,7 @@ def _widths(e, drop, total, most, width):
 
 @jit
 def _fields(kind, x, f):
-    """Sign and mantissa; may be in place."""
+    """Extract the fields of sign and mantissa; ``f`` may be ``x``."""
     mask, mbits, sign = U32((1 << kind.mbits) - 1), U32(kind.mbits), U32(kind.sign)
     for i in range(len(x)):
         f[i] = U32(U32(x[i] & mask) | U32(U32(x[i] >> sign) << mbits))
@@ -272,7 +277,7 @@ def _fields(kind, x, f):
 
 @jit
 def _patterns(kind, f, e):
-    """The inverse, in place; +0 where e is 0."""
+    """Combine fields with exponents to patterns, in place; +0 where the exponent is 0."""
     mask, mbits, sign = U32((1 << kind.mbits) - 1), U32(kind.mbits), U32(kind.sign)
     for i in range(len(f)):
         x = U32(U32(f[i] & mask) | U32(U32(e[i]) << mbits) | U32(U32(f[i] >> mbits) << sign))
@@ -281,7 +286,7 @@ def _patterns(kind, f, e):
 
 @jit
 def _pack_widths(f, width, total, out, at):
-    """The upper bits of fields, any number of each: where they end."""
+    """Pack the upper ``width`` bits of fields, and return the end."""
     word, have = U64(0), U64(0)
     for i in range(len(f)):
         n = U64(width[i])
@@ -300,7 +305,7 @@ def _pack_widths(f, width, total, out, at):
 
 @jit
 def _unpack_widths(data, width, total, f):
-    """The inverse."""
+    """Unpack fields of ``width`` upper bits: the inverse of :func:`_pack_widths`."""
     word, have, at = U64(0), U64(0), 0
     for i in range(len(f)):
         n = U64(width[i])
@@ -315,7 +320,7 @@ def _unpack_widths(data, width, total, f):
 
 @jit
 def _piece(f, below, bits, piece):
-    """Some bits of all fields."""
+    """Extract ``bits`` bits of all fields, above the lowest ``below`` bits."""
     mask = U32((1 << bits) - 1)
     for i in range(len(f)):
         piece[i] = U8(U32(f[i] >> U32(below)) & mask)
@@ -323,7 +328,7 @@ def _piece(f, below, bits, piece):
 
 @jit
 def _put_pieces(job, work, m, out, at):
-    """What values keep of their fields: what that adds to the head, and where it ends."""
+    """Write the bits that values keep of their fields; return bits to set in the region's head, and the end."""
     kind, head = work.kind, 0
     total, f, width = kind.mbits + 1, work.pattern[:m], work.width[:m]
     _fields(kind, f, f)
@@ -341,7 +346,7 @@ def _put_pieces(job, work, m, out, at):
         bits = kind.pieces[p]
         least += bits
         _piece(f, total - least, bits, work.piece[:m])
-        n = keep_from(width, least, work.piece[:m], work.kept)
+        n = compact(width, least, work.piece[:m], work.kept)
         if n and largest(work.kept[:n]) == 0:
             head |= 1 << 8 + p
             continue
@@ -352,7 +357,7 @@ def _put_pieces(job, work, m, out, at):
 
 @jit
 def _put_block(job, work, m, digest_of_state, region):
-    """A block that was cut to its region: the size."""
+    """Write a truncated block to its region, and return the size."""
     at = 4
     if job.variant == SHARED:
         store32(region, at, digest_of_state)
@@ -360,7 +365,7 @@ def _put_block(job, work, m, digest_of_state, region):
     mode, at = _put_symbols(job, work, m, region, at)
     if job.variant == PLANE:
         _levels_of(work.kind, work.drop[:m], work.level[:m])
-        n = keep_from(work.e[:m], 1, work.level[:m], work.kept)
+        n = compact(work.e[:m], 1, work.level[:m], work.kept)
         pack(work.kept, n, 2, region[at:])
         at += (n + 3) // 4
     head, at = _put_pieces(job, work, m, region, at)
@@ -369,26 +374,29 @@ def _put_block(job, work, m, digest_of_state, region):
 
 
 @kernel
-def encode_blocks(job, work, data, error, levels, exponents, from_, frame, limit, first, count, result):
-    """Blocks [first, first + count) to regions from frame[result[0]] on; result becomes their end and seal.
+def encode_blocks(job, work, data, feedback, levels, exponents, from_, frame, limit, first, count, result):
+    """Encode blocks [first, first + count) to regions from frame[result[0]] on.
 
-    `levels` are the caller's, of all values, or empty; `exponents` are those of A, of values from `from_` on.
+    result[0] becomes the end, and checksums of blocks are added to result[1]. ``levels`` are the caller's, of all
+    values, or empty. ``exponents`` are those of A, of values from ``from_`` on.
     """
     enter_floats(work.floats)
-    status, lost, kind = OK, error.view(F32), work.kind
-    find_rows(job, data, lost, first * job.block, min((first + count) * job.block, job.n), work.x, work.native)
+    status, feedback_values, kind = OK, feedback.view(F32), work.kind
+    fill_row_offsets(
+        job, data, feedback_values, first * job.block, min((first + count) * job.block, job.n), work.x, work.native
+    )
     for b in range(first, first + count):
         start, at = b * job.block, I64(result[0])
         m = min(job.block, job.n - start)
         x, e, drop = work.pattern[:m], work.e[:m], work.drop[:m]
         ea, given = exponents[start - from_ :][:m], levels[start:][:m]
-        _load_patterns(job, work, data, lost, start, x)
+        _load_patterns(job, work, data, feedback_values, start, x)
         _exponents(kind, x, e)
         status = _drops(job, kind, e, ea, given, drop)
         if status:
             break
         _cut(kind, job.options & CUT == 0, drop, x, e)
-        if job.variant == SHARED:  # a receiver works levels out from the new exponents
+        if job.variant == SHARED:  # the receiver computes levels from the exponents after rounding
             _drops(job, kind, e, ea, given, drop)
         if len(job.parts):
             fill_offsets(job, start, work.offset[:m])
@@ -405,13 +413,13 @@ def encode_blocks(job, work, data, error, levels, exponents, from_, frame, limit
 
 @jit
 def _get_symbols(frame, job, work, mode, m, c, fault):
-    """Exponents, lowered, to work.e; levels that are coded to work.level."""
+    """Decode lowered exponents to ``work.e``, and coded levels to ``work.level``."""
     kind, joint, symbol = work.kind, job.variant == CODED_LEVELS, work.symbol
     escaped, escape = work.coder.escaped, job.tables[0, 512]
     at = c[0]
     if mode == CODED:
         status = get_coded(frame, job, 0, m, work.coder, True, symbol, c, fault)
-        at = c[0]  # behind their words
+        at = c[0]  # end of the lanes' words
         if not status and not joint:
             status = get_literals(frame, escape, escaped, m, symbol, work.coder.none, c, fault)
         if status:
@@ -462,7 +470,7 @@ def _get_symbols(frame, job, work, mode, m, c, fault):
 
 @jit
 def _get_codes(frame, n, bits, checking, code, c, fault):
-    """Codes of so many bits, the rest of the last byte 0; or only their checks."""
+    """Read ``n`` packed codes, and check that padding bits are 0; ``checking``: do not unpack the codes."""
     nbytes = (n * bits + 7) // 8
     if c[1] - c[0] < nbytes:
         return bad(fault, BAD_REGION, c[0], c[1] - c[0], nbytes)
@@ -477,7 +485,7 @@ def _get_codes(frame, n, bits, checking, code, c, fault):
 
 @jit
 def _get_levels(frame, job, work, found, ea, none, m, c, fault):
-    """How many bits values have lost, to work.drop."""
+    """Compute the bits that values have dropped, into ``work.drop``."""
     kind, e, drop, at = work.kind, work.e[:m], work.drop[:m], c[0]
     if job.variant == SHARED:
         state = U32(digest(ea, STATE))
@@ -490,7 +498,7 @@ def _get_levels(frame, job, work, found, ea, none, m, c, fault):
         status = _get_codes(frame, count_from(e, 1), 2, False, work.kept, c, fault)
         if status:
             return status
-        spread_from(e, 1, work.kept, work.level[:m])
+        expand(e, 1, work.kept, work.level[:m])
     _drops_at(kind, work.level[:m], drop)
     some, last = U8(0), U8(kind.last)
     for i in range(m):
@@ -500,7 +508,7 @@ def _get_levels(frame, job, work, found, ea, none, m, c, fault):
 
 @jit
 def _get_pieces(frame, job, work, head, m, checking, c, fault):
-    """Fields to work.pattern; or only their checks."""
+    """Decode fields to ``work.pattern``; ``checking``: only validate them."""
     kind, f, width = work.kind, work.pattern[:m], work.width[:m]
     total = kind.mbits + 1
     tail = head >> 8 if job.options & BITS else 0
@@ -531,7 +539,7 @@ def _get_pieces(frame, job, work, head, m, checking, c, fault):
         if checking:
             continue
         piece, below = work.piece[:m], U32(total - least)
-        spread_from(width, least, work.kept, piece)
+        expand(width, least, work.kept, piece)
         for i in range(m):
             f[i] |= U32(U32(piece[i]) << below)
     return OK
@@ -539,7 +547,7 @@ def _get_pieces(frame, job, work, head, m, checking, c, fault):
 
 @jit
 def _get_block(frame, job, work, ea, none, first, m, checking, fault):
-    """A region to bits of values, in work.pattern."""
+    """Decode a region to fields in ``work.pattern`` and exponents in ``work.e``."""
     c, kind = work.c, work.kind
     at = c[0]
     head = I64(load32(frame, at))
@@ -566,14 +574,14 @@ def _get_block(frame, job, work, ea, none, first, m, checking, fault):
 
 
 @kernel
-def decode_blocks(job, work, frame, checks, exponents, from_, first, count, sink, seal, fault):
-    """Blocks [first, first + count) to their values; or, if there is no sink, only their checks."""
+def decode_blocks(job, work, frame, checks, exponents, from_, first, count, sink, checksum, fault):
+    """Decode blocks [first, first + count) to ``sink``; if ``sink.into`` is NOWHERE, only validate them."""
     enter_floats(work.floats)
     status = OK
     for b in range(first, first + count):
         start = b * job.block
         m = min(job.block, job.n - start)
-        status = open_block(frame, job, b, checks, work.c, seal, fault)
+        status = open_block(frame, job, b, checks, work.c, checksum, fault)
         if not status:
             ea = exponents[start - from_ :][:m]
             status = _get_block(frame, job, work, ea, work.kept[:0], start, m, sink.into == NOWHERE, fault)

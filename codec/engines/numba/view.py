@@ -1,4 +1,4 @@
-"""A job as kernels see it: what the C core decided, and arrays in the job's memory."""
+"""Jobs of the C library as kernels see them: scalar fields, and arrays that share the job's memory."""
 
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ _OCTAVES = {"float32": 128, "float64": 16, "bfloat16": 128, "float16": 1024}
 
 
 class Job(NamedTuple):
-    """Fields of ``codec_view``, by their names there, and what the dtype says."""
+    """Fields of ``codec_view``, by their names there, and properties of the dtype."""
 
     encoding: int
     codec: int
@@ -52,27 +52,27 @@ class Job(NamedTuple):
     coded: int
     halved: int
     n: int
-    block: int  # values
+    block: int  # values of a block
     frame_nbytes: int
-    directory: int  # offsets in the frame
+    directory: int  # byte offsets in the frame, also planes and regions
     planes: int
     plane_stride: int
     regions: int
     seed: Any  # uint32
-    stream: Any  # uint64, always: a kernel is compiled for one type
+    stream: Any  # uint64: kernels are compiled for one type
     scale: Any  # float32
     clip: Any
     size: int  # bytes of a value
-    octave: int  # patterns; 0: it has none
-    tables: Array  # uint8, 514 a plane
-    parts: Array  # of the scale model
-    offsets: Array  # int8
+    octave: int  # bit patterns in an octave; 0: no float, or a dtype without scale model
+    tables: Array  # uint8, 514 for each plane
+    parts: Array  # parts of the scale model
+    offsets: Array  # int8 offsets of rows and columns
     row_parts: Array
     row_sums: Array
 
 
 def view_job(job: Any) -> Job:
-    """What stands in a job's memory, which the arrays share."""
+    """Return the fields of a job, with arrays that share its memory."""
     v = ffi.new("codec_view *")
     v.struct_nbytes = ffi.sizeof("codec_view")
     check(lib.codec_job_view(job, v))

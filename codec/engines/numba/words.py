@@ -1,8 +1,8 @@
 # pyright: basic
-"""One-word functions: bit positions and roundings, as `native/src/exact/bits.h` and `round.h` have them.
+"""Functions of one word, bit positions and roundings, as in `native/src/exact/bits.h` and `round.h`.
 
-Numbers are unsigned words of a fixed width. Numba widens what it adds; each step is cut back to its width, which also
-is what makes LLVM turn loops over these into narrow vectors. Float operations are float32 and rounded one by one.
+Arguments are unsigned words of a fixed width. Numba widens sums, so each step is narrowed to its width, which also lets
+LLVM vectorize loops with narrow lanes. Float operations are float32, and each is rounded once.
 """
 
 import numpy as np
@@ -17,19 +17,19 @@ ABS, INF, MAX, NAN = U32(0x7FFFFFFF), U32(0x7F800000), U32(0x7F7FFFFF), U32(0x7F
 
 @jit
 def bits_of(x):
-    """Of a float32."""
+    """Return the bits of a float32."""
     return F32(x).view(U32)
 
 
 @jit
 def float_of(u):
-    """The float32 of some bits."""
+    """Return the float32 that has bits ``u``."""
     return U32(u).view(F32)
 
 
 @jit
 def lower(p, offset, zero):
-    """A pattern lowered by an offset around the circle (format, section 5.2); those below `zero` stay."""
+    """Return a pattern lowered by an offset around the circle (format, section 5.2); patterns below ``zero`` stay."""
     d = U16(p - zero - offset)
     u = U16((d & U16(0x7FFF)) + (zero if d < U16(0x8000) else U16(0)))
     return u if p >= zero else p
@@ -37,7 +37,7 @@ def lower(p, offset, zero):
 
 @jit
 def raise_(u, offset, zero):
-    """The inverse."""
+    """Return the pattern that :func:`lower` maps to ``u``."""
     s = U16(u + offset)
     p = U16((s & U16(0x7FFF)) + (zero if s >= U16(0x8000) else U16(0)))
     return p if u >= zero else u
@@ -45,7 +45,7 @@ def raise_(u, offset, zero):
 
 @jit
 def turn(x, offset, s):
-    """The upper 16 bits of a float as bytes of plane 0 (on top) and plane 1, its pattern lowered (section 3)."""
+    """Return the upper 16 bits of a float as bytes of planes 0 (on top) and 1, its pattern lowered (section 3)."""
     u = lower(U16(x & U16(0x7FFF)), offset, U16(1 << s))
     top = U16(U16(U16(u >> U16(s)) & U16(0xFF)) << U16(8))
     above = U16(U16(u >> U16(s + 8)) << U16(s + 1))
@@ -55,7 +55,7 @@ def turn(x, offset, s):
 
 @jit
 def unturn(y, offset, s):
-    """The inverse."""
+    """Return the upper 16 bits of a float from its bytes of planes 0 and 1: the inverse of :func:`turn`."""
     above = U16(U16(U16(y & U16(0xFF)) >> U16(s + 1)) << U16(s + 8))
     u = U16(U16(U16(y >> U16(8)) << U16(s)) | above | U16(y & U16((1 << s) - 1)))
     sign = U16(U16(U16(y >> U16(s)) & U16(1)) << U16(15))
@@ -64,17 +64,17 @@ def unturn(y, offset, s):
 
 @jit
 def from_bfloat16(h):
-    """Bits of the float32."""
+    """Return the bits of a bfloat16 as a float32."""
     return U32(U32(h) << U32(16))
 
 
 @jit
 def from_float16(h):
-    """Bits of the float32; NaN becomes quiet."""
+    """Return the bits of a float16 as a float32; NaN becomes quiet."""
     a, sign = U32(h) & U32(0x7FFF), U32(U32(U32(h) & U32(0x8000)) << U32(16))
     wide = U32(U32(a) << U32(13))
     normal = U32(wide + U32(112 << 23))
-    # subnormal: as a fraction above 2^-14, which is then taken away
+    # subnormal: use its bits as a fraction above 2^-14, and subtract 2^-14
     small = bits_of(F32(float_of(U32(wide + U32(113 << 23))) - F32(2.0**-14)))
     special = U32(wide | INF) | (U32(1 << 22) if a > U32(0x7C00) else U32(0))
     u = small if a < U32(0x400) else normal if a < U32(0x7C00) else special
@@ -83,7 +83,7 @@ def from_float16(h):
 
 @jit
 def to_bfloat16(u):
-    """The nearest number, of two the even one, at most the largest; NaN is quiet."""
+    """Round float32 bits to the nearest bfloat16, ties to even, clipped to the largest number; NaN becomes quiet."""
     a = U32(u & ABS)
     up = U32(U32(a + U32(0x7FFF) + (U32(a >> U32(16)) & U32(1))) >> U32(16))
     up = min(up, U32(0x7F7F))
@@ -92,10 +92,10 @@ def to_bfloat16(u):
 
 @jit
 def to_float16(u):
-    """The same."""
+    """Round float32 bits to the nearest float16, ties to even, clipped to the largest number; NaN becomes quiet."""
     a = U32(u & ABS)
     normal = U32(U32(U32(a + U32(0xFFF) + (U32(a >> U32(13)) & U32(1))) >> U32(13)) - U32(112 << 10))
-    # below 2^-14 a number has as many bits as are left of 2^-24: those of a sum with 1/2
+    # below 2^-14 numbers are multiples of 2^-24, to which the sum with 1/2 is rounded
     small = U32(bits_of(F32(float_of(a) + F32(0.5))) - U32(0x3F000000))
     finite = min(small if a < U32(113 << 23) else normal, U32(0x7BFF))
     return U16(U16(U32(u >> U32(16)) & U32(0x8000)) | U16(U32(0x7E00) if a > INF else finite))
@@ -103,32 +103,35 @@ def to_float16(u):
 
 @jit
 def plus(x, e):
-    """A value and what was lost of earlier ones; NaN is one, whichever of the two it comes from."""
+    """Return the sum of a value and its residual; NaN becomes the canonical quiet NaN."""
     total = F32(x + e)
     return float_of(NAN) if np.isnan(total) else total
 
 
 @jit
 def minus(x, y):
-    """What is lost of x where y is seen: nothing of NaN and Inf."""
-    lost = F32(x - y)
-    return lost if U32(bits_of(x) & ABS) < INF else F32(0)
+    """Return the residual x - y; 0 if x is NaN or Inf, which error feedback must not carry on."""
+    residual = F32(x - y)
+    return residual if U32(bits_of(x) & ABS) < INF else F32(0)
 
 
 @jit
 def copy(to, values):
-    """All values, to the beginning of `to`."""
+    """Copy all of ``values`` to the beginning of ``to``."""
     for i in range(len(values)):
         to[i] = values[i]
 
 
 @jit
 def small_nearest(y, mbits, bias):
-    """The nearest small float of so many bits of mantissa; y, its bits, is at most the largest one (encoder, 7.4)."""
+    """Round ``y`` to the nearest small float of ``mbits`` mantissa bits, ties to even (encoder, 7.4).
+
+    ``y`` holds the bits of a positive float32 that is at most the largest small float.
+    """
     shift = U32(23 - mbits)
     normal = U32(y + U32((1 << (22 - mbits)) - 1) + (U32(y >> shift) & U32(1)))
     normal = U32(U32(normal >> shift) - U32((127 - bias) << mbits))
-    # below the normal range: a sum with a power of two whose last bit is worth a step
+    # below the normal range: the sum with a power of two whose last bit is worth a step is rounded to steps
     step = U32((127 + 23 + 1 - bias - mbits) << 23)
     small = U32(bits_of(F32(float_of(y) + float_of(step))) - step)
     return small if y < U32((128 - bias) << 23) else normal
@@ -136,9 +139,9 @@ def small_nearest(y, mbits, bias):
 
 @jit
 def small_stochastic(y, mbits, bias, h):
-    """One of its neighbours, by 16 random bits."""
-    shift, lost = U32(23 - mbits), U32(7 - mbits)
-    normal = U32(U32(y + U32(U32(h) << lost) + U32((1 << (7 - mbits)) >> 1)) >> shift)
+    """Round ``y`` to one of the two neighbouring small floats, at random by 16 random bits ``h``."""
+    shift, align = U32(23 - mbits), U32(7 - mbits)
+    normal = U32(U32(y + U32(U32(h) << align) + U32((1 << (7 - mbits)) >> 1)) >> shift)
     normal = U32(normal - U32((127 - bias) << mbits))
     is_small = y < U32((128 - bias) << 23)
     steps = F32(float_of(y) * float_of(U32((127 + 17 + bias + mbits - 1) << 23)))
@@ -148,8 +151,8 @@ def small_stochastic(y, mbits, bias, h):
 
 @jit
 def small_value(code, mbits, bias):
-    """What a code without sign is worth."""
-    # read as if all were normal a subnormal number is too large: twice that less the smallest normal one is right
+    """Return the value of a small float's code without sign, as float32."""
+    # decoded as normal, a subnormal number is too large: its value is twice that minus the smallest normal number
     normal = float_of(U32(U32(U32(code) << U32(23 - mbits)) + U32((127 - bias) << 23)))
     small = F32(F32(normal + normal) - float_of(U32((128 - bias) << 23)))
     return small if small < normal else normal
@@ -157,7 +160,7 @@ def small_value(code, mbits, bias):
 
 @jit
 def place(x, h):
-    """A place in 0..255 to one of its neighbours, by 16 random bits, exactly."""
+    """Clip ``x`` to 0..255, and round it to a neighbouring integer, at random by 16 random bits ``h``, exactly."""
     x = x if x > F32(0) else F32(0)
     x = x if x < F32(255) else F32(255)
     return I32(I32(I32(F32(x * F32(131072))) + I32(I32(h) * I32(2)) + I32(1)) >> I32(17))
@@ -165,12 +168,12 @@ def place(x, h):
 
 @jit
 def over_of(scale, n):
-    """The two factors that make n x / scale of x; the first keeps the second finite."""
+    """Return two factors whose product is n / scale; the first one keeps the second one finite."""
     up = F32(2.0**64) if scale < F32(2.0**-60) else F32(1)
     return up, F32(F32(n) / F32(scale * up))
 
 
 @jit
 def over(x, up, by):
-    """Both factors of a value."""
+    """Return ``x`` times both factors of :func:`over_of`."""
     return F32(F32(x * up) * by)

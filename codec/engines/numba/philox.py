@@ -1,5 +1,5 @@
 # pyright: basic
-"""Random words of elements: Philox4x32-10 (docs/encoder.md, section 7.3)."""
+"""Random bits of elements: Philox4x32-10 (docs/encoder.md, section 7.3)."""
 
 from codec.engines.numba.jit import jit, kernel
 from codec.engines.numba.words import U16, U32, U64
@@ -9,7 +9,7 @@ ROUNDS = 10
 
 @kernel
 def fill_keys(seed, stream, keys):
-    """What the rounds use, two words each, and behind them the last word of counters."""
+    """Fill ``keys`` (21 uint32): two key words for each round, then the upper word of the counters."""
     for r in range(ROUNDS):
         keys[2 * r] = U32(U32(seed) + U32(U32(r) * U32(0x9E3779B9)))
         keys[2 * r + 1] = U32(U32(stream) + U32(U32(r) * U32(0xBB67AE85)))
@@ -18,15 +18,19 @@ def fill_keys(seed, stream, keys):
 
 @jit
 def _round(c0, c1, c2, c3, k0, k1):
+    """Return the four words of a counter after one Philox round."""
     a, b = U64(U32(c0)) * U64(0xD2511F53), U64(U32(c2)) * U64(0xCD9E8D57)
     return U32(U32(b >> U64(32)) ^ c1 ^ k0), U32(b), U32(U32(a >> U64(32)) ^ c3 ^ k1), U32(a)
 
 
 @jit
-def draw(keys, first, n, half):
-    """Draw 0 of n elements from `first` on: to half[...], beginning at the index that is returned."""
+def fill_random(keys, first, n, half):
+    """Fill ``half`` (uint16) with word 0 of the random bits of ``n`` elements from element ``first`` on.
+
+    Return the index in ``half`` of the first element's bits: counters yield groups of 8 elements.
+    """
     words = half.view(U32)
-    # in registers, one by one: LLVM makes vectors of a loop that has no other inside
+    # Keys in local variables and rounds written out: LLVM vectorizes only loops without an inner loop.
     k0, k1, k2, k3, k4, k5, k6, k7, k8, k9 = (
         keys[0], keys[1], keys[2], keys[3], keys[4], keys[5], keys[6], keys[7], keys[8], keys[9],
     )  # fmt: skip
@@ -52,8 +56,8 @@ def draw(keys, first, n, half):
 
 
 @jit
-def draw_one(keys, i, word):
-    """One draw of one element."""
+def random_word(keys, i, word):
+    """Return 16 random bits of element ``i``; ``word`` counts the words of one element."""
     c0, c1, c2, c3 = U32(U64(i // 8)), U32(U64(i // 8) >> U64(32)), U32(word), keys[2 * ROUNDS]
     for r in range(ROUNDS):
         c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[2 * r], keys[2 * r + 1])

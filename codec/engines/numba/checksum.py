@@ -1,5 +1,5 @@
 # pyright: basic
-"""Digests of bytes (docs/format.md, section 11)."""
+"""Digests of bytes and checksums of blocks (docs/format.md, section 11)."""
 
 import numpy as np
 
@@ -8,12 +8,12 @@ from codec.engines.numba.jit import jit
 U32, U64 = np.uint32, np.uint64
 GOLDEN = U64(0x9E3779B97F4A7C15)
 REGION, PLANE, STATE = 0x300, 0x400, 0x500  # seeds
-PAIRS = 128  # of words, in a chunk
+PAIRS = 128  # pairs of 32-bit words in a chunk
 LOWER = U64(0xFFFFFFFF)
 
 
 def _keys() -> np.ndarray:
-    """h(i + 1) | 1."""
+    """Return the key words h(i + 1) | 1 of a chunk's 32-bit words."""
     with np.errstate(over="ignore"):
         x = np.arange(1, 2 * PAIRS + 1, dtype=U32)
         x = (x ^ x >> U32(16)) * U32(0x85EBCA6B)
@@ -26,7 +26,7 @@ EVEN, ODD = _keys()[::2].astype(U64), _keys()[1::2].astype(U64)
 
 @jit
 def mix(x):
-    """A bijection of 64-bit words."""
+    """Return a bijective mix of a 64-bit word."""
     x ^= x >> U64(30)
     x *= U64(0xBF58476D1CE4E5B9)
     x ^= x >> U64(27)
@@ -36,13 +36,13 @@ def mix(x):
 
 @jit
 def _product(x, i):
-    """Of words 2 i and 2 i + 1 of a chunk and their keys."""
+    """Return the keyed product of words 2 i and 2 i + 1 of a chunk, which ``x`` holds."""
     return (x & LOWER) * EVEN[i] + (x >> U64(32)) * ODD[i]
 
 
 @jit
 def digest(data, seed):
-    """Of bytes."""
+    """Return the 64-bit digest of bytes."""
     total = U64(0)
     whole = len(data) // 8
     pairs = data[: 8 * whole].view(U64)
@@ -62,6 +62,9 @@ def digest(data, seed):
 
 
 @jit
-def seal_block(data, b):
-    """What a block whose bytes have this digest adds to the checksum; its upper half stands in the directory."""
+def block_checksum(data, b):
+    """Return the checksum of block ``b``, whose bytes have the digest ``data``.
+
+    Checksums of blocks add up to that of their frame. The upper half is stored in the block's directory entry.
+    """
     return mix(data ^ U64(b + 1) * GOLDEN)
