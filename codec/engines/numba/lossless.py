@@ -64,7 +64,7 @@ def _split4(x, offset, is_float, upper, p0, p1, p2, p3):
     if is_float:
         for i in range(
             n
-        ):  # a loop of its own, so that all lanes of the next one have 16 bits: twice as many in a vector
+        ):  # a loop of its own: lanes of the next one have 16 bits, twice as many in a vector
             upper[i] = U16(x[i] >> U32(16))
         _split2(upper[:n], offset, is_float, p0, p1)
     else:
