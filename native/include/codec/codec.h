@@ -257,7 +257,7 @@ typedef struct codec_fault {
  * copied.
  */
 #define CODEC_VERIFY_FIRST 2u
-#define CODEC_CHECK_ONLY 64u /**< decode or reduce in one call: do these checks, write nothing */
+#define CODEC_CHECK_ONLY 64u /**< decode or reduce in one call: check as CODEC_VERIFY_FIRST does, write nothing */
 #define CODEC_NO_CHECKSUM 4u /**< decode: skip checksums; the structure is checked nevertheless */
 #define CODEC_UNSCALED 8u    /**< decode, TERNARY: values are -1, 0 and 1, not scaled */
 /** With CODEC_UNSCALED: multiply the result by the scale, before `divide`. Not with CODEC_INTO_STORE. */

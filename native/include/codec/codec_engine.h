@@ -235,8 +235,8 @@ CODEC_API codec_status codec_encode_plan(const codec_spec *spec, const codec_ten
 CODEC_API codec_status codec_encode_head(const void *job, void *head, size_t capacity, size_t *written);
 
 /**
- * Write that part with frame size and checksum. `seal` is the sum of the blocks' checksum parts and of the directory's
- * digest (docs/format.md, section 11).
+ * Write the part of the frame that precedes the directory, with its size and checksum. `seal` is the sum of the blocks'
+ * checksum parts and of the directory's digest (docs/format.md, section 11).
  */
 CODEC_API codec_status codec_encode_seal(const void *job, uint64_t frame_nbytes, uint64_t seal, void *head,
 					 size_t head_nbytes);

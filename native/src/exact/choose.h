@@ -41,8 +41,8 @@ BITS_FN uint64_t choose_stride(uint64_t nrows)
 }
 
 /*
- * Return the number of columns of the most nearly square matrix as which a shape of n values can be viewed, or 0 if it
- * has no such matrix and is viewed as rows of 512 values.
+ * Return the number of columns of the matrix as which a shape of n values is viewed, the most nearly square one.
+ * Returns 0 if a side of that matrix is below 64; the values are then viewed as rows of 512.
  */
 BITS_FN uint32_t choose_columns(uint32_t rank, const uint64_t *shape, uint64_t n)
 {
