@@ -53,7 +53,7 @@ def measured(path: Path, rank: int, world: int) -> list[str]:
                 for algorithm in ALGORITHMS:
                     t, sent = every[rank].clone(), channel.sent_nbytes
                     codec.torch.all_reduce(
-                        t, codec.Ternary(packing, clip=clip), algorithm=algorithm, segments=segments(shapes)
+                        t, codec.Ternary(packing, clip=clip), algorithm=algorithm, segments=segments(shapes), op="mean"
                     )
                     error = float((t.double() - mean).norm() / mean.norm())
                     most = torch.tensor(float(channel.sent_nbytes - sent))

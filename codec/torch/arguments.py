@@ -9,7 +9,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from codec import ArgumentError
+from codec import SpecError
+from codec.arguments import shown
 from codec.encoding import asked_of, bound, check_stream
 from codec.specs import Spec
 from codec.tensors.segments import Records, pack, unpack
@@ -21,13 +22,35 @@ Op = Literal["mean", "sum", "max"]
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _OPS: dict[Any, Op] = {
-    "mean": "mean",
     "sum": "sum",
+    "mean": "mean",
+    "avg": "mean",
     "max": "max",
-    dist.ReduceOp.AVG: "mean",
     dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "mean",
     dist.ReduceOp.MAX: "max",
 }
+
+
+def op_of(op: Any) -> Op:
+    """Return the name of a reduction.
+
+    Parameters
+    ----------
+    op : ReduceOp or str
+        ``ReduceOp.SUM``, ``AVG`` or ``MAX``, or "sum", "mean" (also "avg"), "max".
+
+    Raises
+    ------
+    SpecError
+        `op` is another operation, or no operation.
+    """
+    kind = getattr(op, "op", op)  # a ReduceOp, as its C++ type, holds the enumeration value inside
+    if not isinstance(kind, Hashable) or kind not in _OPS:
+        raise SpecError(
+            f'op must be ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, "sum", "mean", "avg" or "max", got {shown(op)}'
+        )
+    return _OPS[kind]
 
 
 def reduction_of(
@@ -43,10 +66,8 @@ def reduction_of(
     check_dense(tensor)
     dtype = NAMES.get(tensor.dtype)
     if dtype is None:
-        raise ArgumentError(f"only float32, bfloat16 and float16 can be reduced, not {tensor.dtype}")
-    op = getattr(op, "op", op)  # options of torch's hold what kind of operation it is inside
-    if not isinstance(op, Hashable) or op not in _OPS:
-        raise ArgumentError(f"op must be one of mean, sum, max, got {op!r}")
+        raise SpecError(f"only float32, bfloat16 and float16 can be reduced, not {tensor.dtype}")
+    op = op_of(op)
     inside = None if segments is None else pack(segments)
     if inside:
         _check_inside(inside, tensor.numel())
@@ -54,7 +75,7 @@ def reduction_of(
     x = as_array(tensor)
     asked_of(spec, metric, state, view(x, dtype))
     flat = None if state is None else {name: _flat(x) for name, x in state.items() if x is not None}
-    return Reduction(x, dtype, spec, _OPS[op], check_stream(stream), inside, metric, flat)
+    return Reduction(x, dtype, spec, op, check_stream(stream), inside, metric, flat)
 
 
 def check_dense(tensor: Any) -> None:

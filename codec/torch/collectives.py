@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from codec import ArgumentError
 from codec.specs import Lossless, Spec, Ternary
@@ -61,7 +62,7 @@ def all_reduce(
     spec: Spec = Lossless(),  # noqa: B008 - it cannot change
     *,
     group: Any = None,
-    op: Any = "mean",
+    op: Any = dist.ReduceOp.SUM,
     algorithm: Algorithm = "auto",
     segments: Segments | None = None,
     metric: Any = None,
@@ -86,8 +87,9 @@ def all_reduce(
         How frames are encoded; lossless if left out.
     group : ProcessGroup, optional
         Whose ranks; all if left out. It gets connections of its own, over Gloo, with its first collective.
-    op : {"mean", "sum", "max"} or ReduceOp
-        What is made of the values.
+    op : ReduceOp or {"sum", "mean", "avg", "max"}
+        Reduction over ranks: ``ReduceOp.SUM`` (the default, as for ``dist.all_reduce``), ``ReduceOp.AVG`` or
+        ``ReduceOp.MAX``.
     algorithm : {"auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"}
         Who sends what to whom. Two-shot: each rank reduces a slice, 2 (N - 1) / N frames on the wire; all-gather: one
         phase, N - 1 frames; ring: as much as two-shot, to one neighbour, encoded N - 1 times; raw: two-shot without
@@ -322,7 +324,7 @@ def reduce_scatter(
     spec: Spec = Lossless(),  # noqa: B008 - it cannot change
     *,
     group: Any = None,
-    op: Any = "mean",
+    op: Any = dist.ReduceOp.SUM,
     stream: int = 0,
     residual: torch.Tensor | None = None,
     timeout: Timeout | None = None,

@@ -5,7 +5,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -296,8 +296,9 @@ class AllReduce(_Reducing):
         Codec of the gradients; lossless if left out.
     group : ProcessGroup
         The replicas: ``mesh.get_group("replicate")``.
-    op : {"mean", "sum"}
-        "sum" together with FSDP2's ``set_gradient_divide_factor``.
+    op : {"mean", "avg", "sum"} or ReduceOp
+        Reduction over the replicas. FSDP2 averages gradients, so the default is "mean"; use "sum" together with FSDP2's
+        ``set_gradient_divide_factor``.
     algorithm : str
         As for :func:`all_reduce`.
     feedback : bool
@@ -324,14 +325,15 @@ class AllReduce(_Reducing):
         spec: Spec = Lossless(),  # noqa: B008 - it cannot change
         *,
         group: Any,
-        op: Literal["mean", "sum"] = "mean",
+        op: Any = dist.ReduceOp.AVG,
         algorithm: Algorithm = "auto",
         feedback: bool = False,
         timeout: Timeout | None = None,
     ) -> None:
         super().__init__(spec, feedback, timeout)
-        if op not in ("mean", "sum"):
-            raise ArgumentError(f'op must be "mean" or "sum", got {op!r}')
+        op = arguments.op_of(op)
+        if op == "max":
+            raise SpecError("op must be a sum or a mean of gradients, got a maximum")
         collectives.check_algorithm(algorithm)
         if feedback:
             check_algorithm_of_feedback(algorithm)

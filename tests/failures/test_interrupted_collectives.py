@@ -42,7 +42,7 @@ def _interrupted(rank, size, point):
     begin = time.monotonic()
     try:
         with at_fault_point(channel(), point if rank == FAULTY else -1, interrupt):
-            codec.torch.all_reduce(x, codec.Quantize(4), algorithm="two_shot")
+            codec.torch.all_reduce(x, codec.Quantize(4), algorithm="two_shot", op="mean")
     except (codec.PeerError, KeyboardInterrupt) as e:
         raised = type(e).__name__
     now, took = digest(x), time.monotonic() - begin
@@ -76,7 +76,7 @@ def _wait_again(rank, size, point):
     """Interrupt a wait, and wait again: the collective goes on."""
     x, interrupted, gate = values(rank), False, threading.Event()
     collectives.line_of(None).worker.submit(gate.wait)  # delays the collective until the rank waits for it
-    pending = codec.torch.all_reduce(x, codec.Quantize(4), algorithm="two_shot", async_op=True)
+    pending = codec.torch.all_reduce(x, codec.Quantize(4), algorithm="two_shot", async_op=True, op="mean")
     try:
         with at_fault_point(channel(), point if rank == FAULTY else -1, interrupt):
             gate.set()
@@ -109,7 +109,7 @@ def _connecting(rank, size):
     if rank != FAULTY:
         communicator.Channel = interrupted
     with pytest.raises(codec.PeerError if rank == FAULTY else KeyboardInterrupt):
-        codec.torch.all_reduce(values(rank), timeout=TIMEOUT)
+        codec.torch.all_reduce(values(rank), timeout=TIMEOUT, op="mean")
     communicator.Channel = connect
 
 

@@ -54,7 +54,7 @@ def undisturbed_all_reduce(rank, size, algorithm, spec, timeout=TIMEOUT):
     codec.torch.all_reduce(torch.ones(3), timeout=timeout)
     x = values(rank)
     with at_fault_point(channel(), -1, None) as events:
-        codec.torch.all_reduce(x, spec, algorithm=algorithm)
+        codec.torch.all_reduce(x, spec, algorithm=algorithm, op="mean")
     return digest(x), events(), events.last_send()
 
 
@@ -68,14 +68,14 @@ def disturbed_all_reduce(rank, size, algorithm, spec, point, fault):
     begin = time.monotonic()
     try:
         with at_fault_point(channel(), point if rank == FAULTY else -1, fault):
-            codec.torch.all_reduce(x, spec, algorithm=algorithm)
+            codec.torch.all_reduce(x, spec, algorithm=algorithm, op="mean")
     except codec.CodecError as e:
         raised = type(e).__name__
     took = time.monotonic() - begin
     if raised is not None:
         assert digest(x) == before
         with pytest.raises(codec.PeerError, match="new group"):
-            codec.torch.all_reduce(x, spec, algorithm=algorithm)
+            codec.torch.all_reduce(x, spec, algorithm=algorithm, op="mean")
     return raised, took, digest(x)
 
 

@@ -66,13 +66,36 @@ def _exact(rank, size):
             found.append(want.sum().item())
     want = sum_in_order(large := [values(r, (300, 100)) for r in range(size)], "mean")
     for _ in range(8):  # frames first, then raw values if they are faster
-        codec.torch.all_reduce(t := large[rank].clone())
+        codec.torch.all_reduce(t := large[rank].clone(), op="mean")
         assert torch.equal(t, want)
     t = values(rank, (40, 30)).t()  # non-contiguous
     want = sum_in_order([values(r, (40, 30)).t() for r in range(size)], "sum")
     codec.torch.all_reduce(t, op=dist.ReduceOp.SUM, algorithm="two_shot")
     assert torch.equal(t, want)
     return found
+
+
+def _op_names(rank, size):
+    inputs = [values(r, (8, 10)) for r in range(size)]
+    scattered = torch.empty(80 // size)
+    for how, op in (
+        ({}, "sum"),
+        ({"op": dist.ReduceOp.SUM}, "sum"),
+        ({"op": dist.ReduceOp.AVG}, "mean"),
+        ({"op": "avg"}, "mean"),
+        ({"op": dist.ReduceOp.MAX}, "max"),
+    ):
+        codec.torch.all_reduce(t := inputs[rank].clone(), **how)
+        assert torch.equal(t, in_order(inputs, op)), how
+        codec.torch.reduce_scatter(scattered, inputs[rank], **how)
+        assert torch.equal(scattered, in_order(inputs, op).view(size, -1)[rank]), how
+    for wrong in ("product", dist.ReduceOp.MIN, None, []):
+        with pytest.raises(codec.SpecError, match=r"ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, .*\"max\", got "):
+            codec.torch.all_reduce(inputs[rank], op=wrong)
+
+
+def test_op_defaults_to_sum_and_takes_torch_names():
+    ranks(2, _op_names)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -89,7 +112,7 @@ def _nans(rank, size):
             for algorithm in ("two_shot", "all_gather", "ring", "raw"):
                 x = values(rank, (n,), dtype)
                 x.view(torch.int32 if dtype == torch.float32 else torch.int16)[rank :: rank + 2] = quiet + rank
-                codec.torch.all_reduce(x, algorithm=algorithm)
+                codec.torch.all_reduce(x, algorithm=algorithm, op="mean")
                 found.append(bits(x))
     return found
 
@@ -123,13 +146,13 @@ def _lossy(rank, size):
     for spec in SPECS:
         for algorithm in ALGORITHMS:
             t = every[rank].clone()
-            codec.torch.all_reduce(t, spec, algorithm=algorithm, segments=codec.segments(shapes))
+            codec.torch.all_reduce(t, spec, algorithm=algorithm, segments=codec.segments(shapes), op="mean")
             error = float((t - want).norm() / want.norm())
             results[repr(spec), algorithm] = bits(t), error
             if algorithm == "all_gather":  # exactly the decoded frames
                 again = every[rank].clone()
                 codec.torch.all_reduce(
-                    again, spec, algorithm=algorithm, segments=codec.segments(shapes), stream=1 << 40
+                    again, spec, algorithm=algorithm, segments=codec.segments(shapes), stream=1 << 40, op="mean"
                 )
                 results[repr(spec), "again"] = bits(again), error
     return results
@@ -156,7 +179,7 @@ def _one_phase(rank, size):
     x = values(rank, (9000,))
     frames = [codec.encode(values(r, (9000,)), codec.Float8()) for r in range(size)]
     want = codec.reduce(frames, "mean", like=x)
-    codec.torch.all_reduce(x, codec.Float8(), algorithm="all_gather")
+    codec.torch.all_reduce(x, codec.Float8(), algorithm="all_gather", op="mean")
     assert torch.equal(x, want)
 
 
@@ -166,7 +189,7 @@ def test_all_gather_algorithm_equals_reduce_of_all_frames():
 
 def _background(rank, size):
     tensors = [values(10 * rank + i, (300, 100 + i)) for i in range(6)]
-    pending = [codec.torch.all_reduce(t, async_op=True) for t in tensors]
+    pending = [codec.torch.all_reduce(t, async_op=True, op="mean") for t in tensors]
     futures = [p.get_future() for p in pending]
     for i, t in enumerate(tensors):
         assert futures[i].wait() is t
@@ -204,11 +227,11 @@ def _refused(rank, size):
             kwargs = {"algorithm": "auto"}
         before = bits(x)
         with pytest.raises(codec.CodecError) as e:
-            codec.torch.all_reduce(x, spec, **({"algorithm": "two_shot"} | kwargs))
+            codec.torch.all_reduce(x, spec, **({"algorithm": "two_shot", "op": "mean"} | kwargs))
         assert bits(x) == before
         raised.append(type(e.value).__name__)
         y = values(rank, (1000,))
-        codec.torch.all_reduce(y)
+        codec.torch.all_reduce(y, op="mean")
         assert torch.equal(y, sum_in_order([values(r, (1000,)) for r in range(size)], "mean"))
     return raised
 
@@ -323,7 +346,7 @@ def _of_bfloat16(rank, size):
     every = [values(r, (5000,)) for r in range(size)]
     frames = [codec.encode(x, codec.Truncate(), metric=metric, state=state) for x in every]
     x = every[rank].clone()
-    codec.torch.all_reduce(x, codec.Truncate(), metric=metric, state=state, algorithm="all_gather")
+    codec.torch.all_reduce(x, codec.Truncate(), metric=metric, state=state, algorithm="all_gather", op="mean")
     assert torch.equal(x, codec.reduce(frames, "mean", like=x))
 
 
@@ -349,11 +372,11 @@ def _damaged(rank, size, n):
 
             channel.send = damage
         with pytest.raises((codec.FrameError, codec.PeerError)) as e:
-            codec.torch.all_reduce(x, codec.Quantize(4), algorithm=algorithm)
+            codec.torch.all_reduce(x, codec.Quantize(4), algorithm=algorithm, op="mean")
         channel.send = send
         assert bits(x) == before
         raised.append(type(e.value).__name__)
-        codec.torch.all_reduce(x.clone(), codec.Quantize(4), algorithm=algorithm)
+        codec.torch.all_reduce(x.clone(), codec.Quantize(4), algorithm=algorithm, op="mean")
     return raised
 
 
@@ -366,7 +389,7 @@ def test_damaged_frame_raises_on_all(n):
 def _lost(rank, size, how, moment):
     codec.torch.partition.MOST_NBYTES = 1 << 20  # several chunks per slice
     x = values(rank, (LARGE,))
-    codec.torch.all_reduce(x.clone())  # connects all ranks
+    codec.torch.all_reduce(x.clone(), op="mean")  # connects all ranks
     channel = collectives.line_of(None).channel
     if rank == 1:
         count, post = [0], channel.post
@@ -380,11 +403,11 @@ def _lost(rank, size, how, moment):
         channel.post = die
     before, begin = bits(x), time.monotonic()
     with pytest.raises(codec.PeerError):
-        codec.torch.all_reduce(x, codec.Float8(), algorithm="two_shot")
+        codec.torch.all_reduce(x, codec.Float8(), algorithm="two_shot", op="mean")
     took = time.monotonic() - begin
     assert bits(x) == before
     with pytest.raises(codec.PeerError, match="new group"):
-        codec.torch.all_reduce(x)
+        codec.torch.all_reduce(x, op="mean")
     dist.destroy_process_group()
     return took
 
@@ -401,14 +424,14 @@ def _apart(rank, size):
         for algorithm in ("two_shot", "all_gather", "ring", "raw"):
             for spec in (codec.Lossless(), codec.Float8()):
                 x, y, out = every[rank].clone(), every[rank].clone(), torch.full((300_000,), 7, dtype=dtype)
-                codec.torch.all_reduce(x, spec, algorithm=algorithm)
-                codec.torch.all_reduce(y, spec, algorithm=algorithm, out=out)
+                codec.torch.all_reduce(x, spec, algorithm=algorithm, op="mean")
+                codec.torch.all_reduce(y, spec, algorithm=algorithm, out=out, op="mean")
                 assert torch.equal(x.view(-1), out)
                 assert torch.equal(y, every[rank])
     x = every[rank].clone()
     for out in (x, x.view(-1), torch.empty(300_000), torch.empty(299_999, dtype=dtype), torch.empty(1000, 600)[:, ::2]):
         with pytest.raises(codec.CodecError):
-            codec.torch.all_reduce(x, out=out)
+            codec.torch.all_reduce(x, out=out, op="mean")
     assert torch.equal(x, every[rank])
 
 
@@ -483,12 +506,12 @@ def _large(rank, size):
         ):
             x = values(rank, (LARGE * 4 // dtype.itemsize // 1000, 1000), dtype)
             given, out = x.clone(), torch.empty_like(x).view(-1)
-            codec.torch.all_reduce(x, spec, algorithm=algorithm)
-            codec.torch.all_reduce(given, spec, algorithm=algorithm, out=out)
+            codec.torch.all_reduce(x, spec, algorithm=algorithm, op="mean")
+            codec.torch.all_reduce(given, spec, algorithm=algorithm, out=out, op="mean")
             assert torch.equal(x.view(-1), out)
             turned, straight = given.T, given.T.contiguous()  # transposed memory
-            codec.torch.all_reduce(turned, spec, algorithm=algorithm)
-            codec.torch.all_reduce(straight, spec, algorithm=algorithm)
+            codec.torch.all_reduce(turned, spec, algorithm=algorithm, op="mean")
+            codec.torch.all_reduce(straight, spec, algorithm=algorithm, op="mean")
             assert torch.equal(turned, straight)
             found.append(bits(x)[:1000])
             above = torch.full_like(x, high)
@@ -520,13 +543,13 @@ def _odd(rank, size):
     with pytest.raises(codec.ArgumentError, match="sparse"):
         codec.torch.all_gather(torch.empty(size * 300_000, device="meta"), x)
     state["theta"] = state["theta"][:0:-1]  # negative strides, which torch does not support
-    codec.torch.all_reduce(x, codec.Truncate(), metric=metric, state=state)
+    codec.torch.all_reduce(x, codec.Truncate(), metric=metric, state=state, op="mean")
     group = dist.new_group([0, 1])
     if rank < 2:
-        codec.torch.all_reduce(x, group=group)
+        codec.torch.all_reduce(x, group=group, op="mean")
         return codec.torch.exchange([b"a", b"b"], group=group)
     with pytest.warns(UserWarning, match="does not belong"):
-        codec.torch.all_reduce(x, group=group)
+        codec.torch.all_reduce(x, group=group, op="mean")
     with pytest.warns(UserWarning, match="does not belong"):
         codec.torch.all_gather(torch.empty(1), x, group=group)
     with pytest.warns(UserWarning, match="does not belong"):
@@ -587,13 +610,13 @@ def _policies(rank, size):
         return {t for t in os.listdir("/proc/self/task") if os.sched_getscheduler(int(t)) == os.SCHED_BATCH}
 
     before = batch()
-    codec.torch.all_reduce(values(rank, (1000,)))
+    codec.torch.all_reduce(values(rank, (1000,)), op="mean")
     assert not before
     assert batch()
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     group = dist.new_group()
-    codec.torch.all_reduce(values(rank, (1000,)), group=group)
+    codec.torch.all_reduce(values(rank, (1000,)), group=group, op="mean")
     assert os.sched_getscheduler(0) == os.SCHED_BATCH
 
 
@@ -674,7 +697,7 @@ def _others(rank, size):
     assert torch.equal(out, torch.stack(want))
     before = bits(x)
     with pytest.raises(codec.CodecError):
-        codec.torch.reduce_scatter(torch.zeros(1000 + (rank == 1)), x)
+        codec.torch.reduce_scatter(torch.zeros(1000 + (rank == 1)), x, op="mean")
     with pytest.raises(codec.CodecError):
         codec.torch.all_to_all(x, torch.zeros(size, 1000) if rank else x.double())
     assert bits(x) == before
@@ -750,7 +773,7 @@ def _chosen(rank, size):
     want = sum_in_order(every, "mean")
     for _ in range(15):
         t = every[rank].clone()
-        codec.torch.all_reduce(t)
+        codec.torch.all_reduce(t, op="mean")
         assert torch.equal(t, want)
     kinds = [c.kind for c in collectives.line_of(None).choices.values()]
     collectives._CHOICES = 3

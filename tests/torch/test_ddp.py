@@ -119,7 +119,7 @@ def _channels_last(rank, size):
             state["m"] = momentum["momentum_buffer"]
         want, *values = (t.permute(0, 2, 3, 1).contiguous() for t in (net.weight.grad, *state.values()))
         metric, state = codec.optimizers.from_optimizer(optimizer), dict(zip(state, values, strict=True))
-        codec.torch.all_reduce(want, spec, metric=metric, state=state, algorithm=algorithm)
+        codec.torch.all_reduce(want, spec, metric=metric, state=state, algorithm=algorithm, op="mean")
         optimizer.zero_grad()
         model(x).square().mean().backward()
         assert torch.equal(net.weight.grad.permute(0, 2, 3, 1), want)

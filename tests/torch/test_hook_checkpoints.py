@@ -194,7 +194,7 @@ def _settled(rank, size):
         with model.no_sync():
             want = [g.clone() for g in take_step(model, 10 * step + rank, small_forward)]
         for g in want:
-            codec.torch.all_reduce(g)
+            codec.torch.all_reduce(g, op="mean")
         means = means + torch.cat([g.flatten() for g in want])
         sent = sent + torch.cat([g.flatten() for g in take_step(model, 10 * step + rank, small_forward)])
     assert not hook._residuals.ranges()

@@ -312,7 +312,7 @@ def _between(rank, size):
         model.zero_grad()
         torch.nn.functional.cross_entropy(model(x), y).backward()
         for n, p in net.named_parameters():
-            codec.torch.all_reduce(alone[n], algorithm="two_shot")
+            codec.torch.all_reduce(alone[n], algorithm="two_shot", op="mean")
             total[n] += alone[n] - p.grad
             assert torch.equal(p.grad, alone[n]) == (n not in large), n
     assert all([part.whole for part in parts] == [True, False] for _, parts in hook._parts.values())

@@ -81,7 +81,7 @@ BAD = {
     "gather expanded": (_gather, _expanded, torch.empty),
     "all_to_all expanded": (_all_to_all, _expanded, torch.empty),
     "timeout": (
-        lambda t: codec.torch.all_reduce(t, timeout="5" if t.dim() == 2 else 5),
+        lambda t: codec.torch.all_reduce(t, timeout="5" if t.dim() == 2 else 5, op="mean"),
         lambda: torch.ones(1, N),
         None,
     ),
@@ -168,7 +168,7 @@ def _in_inference_mode(rank, size):
         codec.torch.all_gather(gathered, torch.full((n,), rank + 1.0))
         assert [row.unique().tolist() for row in gathered] == [[1.0], [2.0]]
     outside = torch.full((128, 256), 1.0).T
-    codec.torch.all_reduce(transposed)  # an inference tensor, outside of inference mode
+    codec.torch.all_reduce(transposed, op="mean")  # an inference tensor, outside of inference mode
     with torch.inference_mode():
         codec.torch.all_reduce(outside, op="sum")  # an ordinary tensor, in inference mode
     assert outside.unique().tolist() == [2.0]
@@ -203,7 +203,7 @@ def _failing_to_store(rank, size):
     finally:
         module.publish = publish
     with pytest.raises(codec.PeerError):
-        codec.torch.all_reduce(x)
+        codec.torch.all_reduce(x, op="mean")
 
 
 def test_failure_to_store_closes_the_group_on_all_ranks(ranks):

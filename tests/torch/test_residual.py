@@ -109,13 +109,15 @@ def _unchanged(rank, size):
             x[N // 2] = float("nan")
         before, copy = residual.clone(), x.clone()
         with pytest.raises(codec.CodecError) as e:
-            codec.torch.all_reduce(x, codec.Quantize(4), algorithm=algorithm, residual=residual)
+            codec.torch.all_reduce(x, codec.Quantize(4), algorithm=algorithm, residual=residual, op="mean")
         assert torch.equal(residual, before)
         assert torch.equal(x.nan_to_num(5), copy.nan_to_num(5))
         found.append(type(e.value).__name__)
     out = torch.empty(N // size)
     with pytest.raises(codec.CodecError):
-        codec.torch.reduce_scatter(out, x[: N // size * size], codec.Quantize(4), residual=residual[: N // size * size])
+        codec.torch.reduce_scatter(
+            out, x[: N // size * size], codec.Quantize(4), residual=residual[: N // size * size], op="mean"
+        )
     assert torch.equal(residual, before)
     return found
 
@@ -140,7 +142,7 @@ def _damaged(rank, size):
 
     channel.give_back = damage
     with pytest.raises(codec.CodecError):
-        codec.torch.all_reduce(x, codec.Quantize(4), algorithm="two_shot", residual=residual)
+        codec.torch.all_reduce(x, codec.Quantize(4), algorithm="two_shot", residual=residual, op="mean")
     assert torch.equal(residual, before)
     assert torch.equal(x, gradient(rank, 8))
     return calls
@@ -166,7 +168,7 @@ def _refused(rank, size):
         ({"spec": codec.Ternary()}, "not a contraction"),
         ({"out": residual}, "shares memory|own memory"),
     ]
-    usual = {"spec": codec.Quantize(4), "residual": residual}
+    usual = {"spec": codec.Quantize(4), "residual": residual, "op": "mean"}
     for how, message in wrong:
         if rank == 0:  # an error on one rank is an error on all
             with pytest.raises(codec.SpecError if "spec" in how else codec.ArgumentError, match=message):
@@ -177,7 +179,8 @@ def _refused(rank, size):
         assert torch.equal(x, gradient(rank, 0))
         assert not residual.any()
     pending = [
-        codec.torch.all_reduce(x, codec.Quantize(4), residual=residual, async_op=True, stream=i) for i in range(2)
+        codec.torch.all_reduce(x, codec.Quantize(4), residual=residual, async_op=True, stream=i, op="mean")
+        for i in range(2)
     ]
     for each in pending:
         each.wait()
@@ -191,7 +194,7 @@ def test_wrong_residual_on_one_rank_is_an_error_on_all():
 def _inference(rank, size):
     with torch.inference_mode():
         residual = torch.zeros(N)
-    codec.torch.all_reduce(gradient(rank, 0), codec.Quantize(4), residual=residual)
+    codec.torch.all_reduce(gradient(rank, 0), codec.Quantize(4), residual=residual, op="mean")
     return float(residual.abs().max())
 
 
@@ -203,7 +206,7 @@ def _dtypes(rank, size):
     for dtype in (torch.bfloat16, torch.float16):
         residual, x = torch.zeros(N), gradient(rank, 0).to(dtype).reshape(200, -1)
         out = torch.empty_like(x)
-        codec.torch.all_reduce(x, codec.Float8(), residual=residual, out=out)
+        codec.torch.all_reduce(x, codec.Float8(), residual=residual, out=out, op="mean")
         assert torch.equal(x.flatten(), gradient(rank, 0).to(dtype))
         assert residual.any()
         assert 0 < float((out.float() - x.float()).abs().max()) < 8
@@ -215,7 +218,7 @@ def test_residual_of_a_half_precision_tensor_is_float32():
 
 def _stats(rank, size):
     before = codec.torch.group_stats()
-    codec.torch.all_reduce(gradient(rank, 0), codec.Quantize(4), algorithm="two_shot")
+    codec.torch.all_reduce(gradient(rank, 0), codec.Quantize(4), algorithm="two_shot", op="mean")
     delta = codec.torch.group_stats() - before
     assert delta.frame_collectives == 1
     return delta.sent_nbytes, delta.received_nbytes

@@ -105,17 +105,17 @@ def _exact(rank, size):
         if spec.packing == "2bit" and size > 1:
             assert torch.equal(again, out)
     t, apart = values(rank, (1e-3, 7.0)), torch.empty(sum(end - begin for begin, end in bounds()))
-    codec.torch.all_reduce(t, codec.Ternary(), algorithm="shared_scale", out=apart)
+    codec.torch.all_reduce(t, codec.Ternary(), algorithm="shared_scale", out=apart, op="mean")
     assert torch.equal(t, values(rank, (1e-3, 7.0)))
-    codec.torch.all_reduce(t, codec.Ternary(), algorithm="shared_scale")
+    codec.torch.all_reduce(t, codec.Ternary(), algorithm="shared_scale", op="mean")
     assert torch.equal(t, apart)
     empty = torch.zeros(0)
-    codec.torch.all_reduce(empty, codec.Ternary(), algorithm="shared_scale")
+    codec.torch.all_reduce(empty, codec.Ternary(), algorithm="shared_scale", op="mean")
     zeros = -torch.zeros(500)
-    codec.torch.all_reduce(zeros, codec.Ternary(clip=2.5), algorithm="shared_scale")
+    codec.torch.all_reduce(zeros, codec.Ternary(clip=2.5), algorithm="shared_scale", op="mean")
     assert bits(zeros) == bytes(2000)
     ones = torch.full((3, 4), -1.0)  # equal values are not clipped
-    codec.torch.all_reduce(ones, codec.Ternary(clip=2.5), algorithm="shared_scale")
+    codec.torch.all_reduce(ones, codec.Ternary(clip=2.5), algorithm="shared_scale", op="mean")
     assert (ones == -1).all()
     return found
 
@@ -130,7 +130,7 @@ def _unbiased(rank, size):
     n = 200_000
     x = torch.full((n,), 0.3)
     x[7] = 1
-    codec.torch.all_reduce(x, codec.Ternary("base3"), algorithm="shared_scale")
+    codec.torch.all_reduce(x, codec.Ternary("base3"), algorithm="shared_scale", op="mean")
     assert x[7] == 1
     variance = 0.3 * 0.7 / size  # with equal random bits on all ranks it would be `size` times larger
     assert abs(x.mean() - 0.3) < 5 * (variance / n) ** 0.5
@@ -140,7 +140,7 @@ def _unbiased(rank, size):
     errors = {}
     for algorithm in ("shared_scale", "two_shot"):
         t = every[rank].clone()
-        codec.torch.all_reduce(t, codec.Ternary(), algorithm=algorithm, segments=codec.segments(SHAPES))
+        codec.torch.all_reduce(t, codec.Ternary(), algorithm=algorithm, segments=codec.segments(SHAPES), op="mean")
         errors[algorithm] = float((t - want).norm() / want.norm())
     assert errors["shared_scale"] < 0.75 * errors["two_shot"]  # two_shot rounds the sums to ternary again
 
@@ -174,11 +174,11 @@ def _refused(rank, size):
             kwargs = {"op": "max"}
         before = bits(x)
         with pytest.raises(codec.CodecError) as e:
-            codec.torch.all_reduce(x, spec, **({"algorithm": "shared_scale"} | kwargs))
+            codec.torch.all_reduce(x, spec, **({"algorithm": "shared_scale", "op": "mean"} | kwargs))
         assert bits(x) == before
         raised.append((type(e.value).__name__, getattr(e.value, "code", None) == codec.Status.NONFINITE))
         y = torch.ones(30)
-        codec.torch.all_reduce(y, codec.Ternary(), algorithm="shared_scale")
+        codec.torch.all_reduce(y, codec.Ternary(), algorithm="shared_scale", op="mean")
         assert (y == 1).all()
     return raised
 
@@ -209,12 +209,12 @@ def _damaged(rank, size):
 
         channel.send = damage
         with pytest.raises((codec.FrameError, codec.PeerError)) as e:
-            codec.torch.all_reduce(x, codec.Ternary(), algorithm="shared_scale")
+            codec.torch.all_reduce(x, codec.Ternary(), algorithm="shared_scale", op="mean")
         assert count[0] == 3 * (size - 1)
         channel.send = send
         assert bits(x) == before
         raised.append(type(e.value).__name__)
-        codec.torch.all_reduce(x.clone(), codec.Ternary(), algorithm="shared_scale")
+        codec.torch.all_reduce(x.clone(), codec.Ternary(), algorithm="shared_scale", op="mean")
     return raised
 
 
@@ -256,11 +256,11 @@ def _lied(rank, size):
             else:
                 setattr(shared, name, lie)
         with pytest.raises((codec.FrameError, codec.PeerError)) as e:
-            codec.torch.all_reduce(x, codec.Ternary(), algorithm="shared_scale")
+            codec.torch.all_reduce(x, codec.Ternary(), algorithm="shared_scale", op="mean")
         shared.encode, shared.encode_sum, ternary._magnitude = signs, sums, magnitude
         assert bits(x) == before
         raised.append(type(e.value).__name__)
-    codec.torch.all_reduce(x, codec.Ternary(), algorithm="shared_scale")
+    codec.torch.all_reduce(x, codec.Ternary(), algorithm="shared_scale", op="mean")
     return raised, bits(x)
 
 
