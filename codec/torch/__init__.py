@@ -15,7 +15,7 @@ from codec.torch.fsdp import AllGather, AllReduce, CommStats, ReduceScatter
 from codec.torch.hook import Hook
 from codec.torch.policy import Policy, default_policy
 from codec.torch.stats import ParameterStats, Stats
-from codec.torch.worker import Pending
+from codec.torch.work import Work
 
 __all__ = [
     "AllGather",
@@ -25,11 +25,11 @@ __all__ = [
     "Hook",
     "Options",
     "ParameterStats",
-    "Pending",
     "Policy",
     "ProcessGroup",
     "ReduceScatter",
     "Stats",
+    "Work",
     "all_gather",
     "all_reduce",
     "all_to_all",

@@ -21,8 +21,8 @@ from codec.specs import Lossless, Spec
 from codec.torch import arguments, coalesced, collectives, renamed
 from codec.torch.collectives import Algorithm
 from codec.torch.counters import Counters
-from codec.torch.work import Handle
-from codec.torch.worker import Pending, Worker
+from codec.torch.work import Work
+from codec.torch.worker import Worker
 
 _STREAM = 1 << 32  # draws of one collective: more than it has frames
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
@@ -147,31 +147,36 @@ class ProcessGroup(_Base):
     def _spec_for(self, op: Any) -> Spec:
         return self._options.spec if op in _SUMS else Lossless()
 
-    def _all_reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> Handle:
+    def _all_reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> Work:
         algorithm: Algorithm = self._options.algorithm if op in _SUMS else "auto"
         how = self._how(self._spec_for(op)) | {"op": op, "algorithm": algorithm}
         if len(tensors) == 1:
-            return Handle(_begin(collectives.all_reduce, tensors[0], **how), tensors)
-        return Handle(coalesced.all_reduce(tensors, **how), tensors)
+            return _begin(collectives.all_reduce, tensors[0], **how)
+        return coalesced.all_reduce(tensors, **how)
 
-    def _reduce_scatter(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any) -> Handle:
+    def _reduce_scatter(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any) -> Work:
         how = self._how(self._spec_for(op)) | {"op": op}
         if len(outputs) == 1 == len(inputs):
-            return Handle(_begin(collectives.reduce_scatter, outputs[0], inputs[0], **how), outputs)
-        return Handle(coalesced.reduce_scatter(outputs, inputs, **how), outputs)
+            return _begin(collectives.reduce_scatter, outputs[0], inputs[0], **how)
+        return coalesced.reduce_scatter(outputs, inputs, **how)
 
-    def _all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Handle:
+    def _all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Work:
         how = self._how(self._options.gather)
         if len(outputs) == 1 == len(inputs):
-            return Handle(_begin(collectives.all_gather, outputs[0], inputs[0], **how), outputs)
-        return Handle(coalesced.all_gather(outputs, inputs, **how), outputs)
+            return _begin(collectives.all_gather, outputs[0], inputs[0], **how)
+        return coalesced.all_gather(outputs, inputs, **how)
 
-    def _with_future(self, work: Any, outputs: Sequence[torch.Tensor]) -> Handle:
+    def _with_future(self, work: Any, outputs: Sequence[torch.Tensor]) -> Work:
         """Return a work of Gloo's with get_future(), which its reduce-scatters lack."""
         if self._waiting is None:
             self._waiting = Worker("codec, Gloo's reduce-scatters")
             weakref.finalize(self, self._waiting.stop)
-        return Handle(self._waiting.submit(work.wait), outputs)
+
+        def wait() -> list[torch.Tensor]:
+            work.wait()
+            return list(outputs)
+
+        return self._waiting.submit(wait)
 
     # Each of these is as torch.distributed's. What does not travel is for the plain group: methods of the class above
     # that Python may override hold the interpreter's lock while they wait for one of Gloo's, whose holder may want it.
@@ -216,7 +221,7 @@ class ProcessGroup(_Base):
         if len(to) != 1 or not _alike([*tensors, *to[0]]) or not self._travels(tensors):
             return self._plain.allgather(outputs, inputs, *rest)
         how = self._how(self._options.gather)
-        return Handle(coalesced.all_gather_list(to[0], tensors[0], **how), to[0])
+        return coalesced.all_gather_list(to[0], tensors[0], **how)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> Any:
         """Give all ranks the tensors of all."""
@@ -279,8 +284,8 @@ def _alike(tensors: Sequence[torch.Tensor]) -> bool:
     return all(t.shape == tensors[0].shape for t in tensors)
 
 
-def _begin(collective: Callable[..., Pending | None], *tensors: torch.Tensor, **how: Any) -> Pending:
-    return cast(Pending, collective(*tensors, async_op=True, **how))
+def _begin(collective: Callable[..., Work | None], *tensors: torch.Tensor, **how: Any) -> Work:
+    return cast(Work, collective(*tensors, async_op=True, **how))
 
 
 def register_backend(

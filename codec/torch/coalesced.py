@@ -1,6 +1,6 @@
 """Collectives over lists of tensors, as the backend `codec` needs them: all tensors of a list travel together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,12 @@ from codec.torch.channel import Array
 from codec.torch.collectives import Algorithm, run, run_algorithm
 from codec.torch.communicator import Line, start, storing
 from codec.torch.reduction import Reduction
-from codec.torch.worker import Pending
+from codec.torch.work import Work
 
 Tensors = Sequence[torch.Tensor]
 
 
-def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, algorithm: Algorithm, stream: int) -> Pending:
+def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, algorithm: Algorithm, stream: int) -> Work:
     """Reduce tensors of one dtype over all ranks, in place: all of them, or none."""
 
     def prepare() -> Reduction:
@@ -28,18 +28,19 @@ def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, algorithm: 
         flat = torch.cat([t.detach().reshape(-1) for t in tensors])
         return reduction_of(flat, spec, op, segments(tensors), None, None, stream)
 
-    def work(line: Line) -> None:
+    def work(line: Line) -> Tensors:
         result, r = run(line, prepare, algorithm)
         with storing(line.channel):
             begin = 0
             for t in tensors:
                 publish(result[begin : begin + t.numel()], r, t)
                 begin += t.numel()
+        return tensors
 
     return _started("all_reduce", group, work)
 
 
-def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, op: Any, stream: int) -> Pending:
+def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, op: Any, stream: int) -> Work:
     """Reduce tensors of one dtype over all ranks, and give each rank its part of each."""
 
     def prepare(size: int) -> Reduction:
@@ -58,12 +59,10 @@ def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any,
             publish(result[begin : begin + part.numel()], r, part)
             begin += part.numel()
 
-    return _started(
-        "reduce_scatter", group, lambda line: run_algorithm(line, algorithms.reduce_scatter, prepare, store)
-    )
+    return _run(algorithms.reduce_scatter, group, prepare, store, outputs)
 
 
-def all_gather(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, stream: int) -> Pending:
+def all_gather(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, stream: int) -> Work:
     """Give all ranks the tensors of all: those of the i-th input, in the order of ranks, to the i-th output."""
 
     def prepare(size: int) -> Reduction:
@@ -78,10 +77,10 @@ def all_gather(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, str
             publish(rows[:, begin : begin + t.numel()], r, everyones)
             begin += t.numel()
 
-    return _started("all_gather", group, lambda line: run_algorithm(line, algorithms.gather, prepare, store))
+    return _run(algorithms.gather, group, prepare, store, outputs)
 
 
-def all_gather_list(outputs: Tensors, tensor: torch.Tensor, spec: Spec, *, group: Any, stream: int) -> Pending:
+def all_gather_list(outputs: Tensors, tensor: torch.Tensor, spec: Spec, *, group: Any, stream: int) -> Work:
     """Give all ranks the tensors of all: that of the i-th rank to the i-th output."""
 
     def prepare(size: int) -> Reduction:
@@ -95,7 +94,7 @@ def all_gather_list(outputs: Tensors, tensor: torch.Tensor, spec: Spec, *, group
         for theirs, row in zip(outputs, result.reshape(-1, r.x.size), strict=True):
             publish(row, r, theirs)
 
-    return _started("all_gather", group, lambda line: run_algorithm(line, algorithms.gather, prepare, store))
+    return _run(algorithms.gather, group, prepare, store, outputs)
 
 
 def _joined(tensors: Tensors, spec: Spec, stream: int) -> Reduction:
@@ -110,7 +109,17 @@ def _check_pairs(inputs: Tensors, outputs: Tensors) -> None:
         raise ArgumentError(f"{len(outputs)} outputs were given for {len(inputs)} inputs")
 
 
-def _started(what: str, group: Any, work: Any) -> Pending:
-    pending = start(what, group, None, True, work)
-    assert isinstance(pending, Pending)
-    return pending
+def _run(algorithm: Any, group: Any, prepare: Any, store: Any, outputs: Tensors) -> Work:
+    """Begin a collective that stores results by store(result, reduction) in `outputs`."""
+
+    def work(line: Line) -> Tensors:
+        run_algorithm(line, algorithm, prepare, store)
+        return outputs
+
+    return _started(algorithm.__name__, group, work)
+
+
+def _started(what: str, group: Any, work: Callable[[Line], Tensors]) -> Work:
+    started = start(what, group, None, True, work)
+    assert isinstance(started, Work)
+    return started

@@ -9,7 +9,7 @@ from codec.torch import algorithms, collectives
 from codec.torch.channel import Channel
 from codec.torch.collectives import Line
 from codec.torch.reduction import Reduction
-from codec.torch.worker import Pending
+from codec.torch.work import Work
 
 
 class Refreshing:
@@ -21,7 +21,7 @@ class Refreshing:
     def __init__(self, refresher: CodebookRefresher) -> None:
         self.refresher = refresher
         self._alike = False  # all ranks are known to have the same step and codebooks
-        self._refreshing: Pending | None = None
+        self._refreshing: Work | None = None
         self.restart()
 
     def restart(self) -> None:

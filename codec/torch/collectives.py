@@ -19,7 +19,7 @@ from codec.torch.channel import Array, Channel, Timeout
 from codec.torch.communicator import Line, agree, ask, group_stats, hang_up, hashed, in_step, line_of, start, storing
 from codec.torch.reduction import Reduction
 from codec.torch.residuals import CallersResidual, check_algorithm_of_feedback
-from codec.torch.worker import Pending
+from codec.torch.work import Work
 
 Algorithm = Literal["auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"]
 
@@ -72,7 +72,7 @@ def all_reduce(
     out: torch.Tensor | None = None,
     timeout: Timeout | None = None,
     async_op: bool = False,
-) -> Pending | None:
+) -> Work | None:
     """Reduce a tensor over all ranks of a group, in place, as ``dist.all_reduce`` does, with frames on the wire.
 
     Values are summed in float32, in the order of ranks, so that all ranks get the same bits; lossless, the bits of that
@@ -123,8 +123,8 @@ def all_reduce(
 
     Returns
     -------
-    None, or Pending if `async_op`
-        With ``wait()`` and ``get_future()``.
+    Work or None
+        Handle of the collective if `async_op`; its result is ``[tensor]``, or ``[out]``.
 
     Raises
     ------
@@ -141,15 +141,15 @@ def all_reduce(
     >>> codec.torch.all_reduce(gradient, codec.Float8(group_size=128))  # doctest: +SKIP
     """
 
-    def work(line: Line) -> torch.Tensor:
+    def work(line: Line) -> list[torch.Tensor]:
         return _all_reduce(line, tensor, spec, op, algorithm, segments, metric, state, stream, residual, out)
 
-    return _pending(start("all_reduce", group, timeout, async_op, work))
+    return _work(start("all_reduce", group, timeout, async_op, work))
 
 
-def _pending(started: Any) -> Pending | None:
-    """Return `started` if the collective is in the background: others that write to a tensor return nothing."""
-    return started if isinstance(started, Pending) else None
+def _work(started: Any) -> Work | None:
+    """Return the handle of a collective in flight; None after one that has ended."""
+    return started if isinstance(started, Work) else None
 
 
 def _all_reduce(
@@ -164,7 +164,7 @@ def _all_reduce(
     stream: int,
     residual: torch.Tensor | None,
     out: torch.Tensor | None,
-) -> torch.Tensor:
+) -> list[torch.Tensor]:
     kept: CallersResidual | None = None
 
     def prepare() -> Reduction:
@@ -190,7 +190,7 @@ def _all_reduce(
             _store(result, r, tensor)
         if kept is not None:
             kept.commit(line.channel.size)
-    return tensor if out is None else out
+    return [tensor if out is None else out]
 
 
 def _store(result: Array, r: Reduction, tensor: torch.Tensor) -> None:
@@ -329,7 +329,7 @@ def reduce_scatter(
     residual: torch.Tensor | None = None,
     timeout: Timeout | None = None,
     async_op: bool = False,
-) -> Pending | None:
+) -> Work | None:
     """Reduce a tensor over all ranks and give each rank its part, as ``dist.reduce_scatter_tensor`` does.
 
     Parameters
@@ -367,7 +367,7 @@ def all_gather(
     stream: int = 0,
     timeout: Timeout | None = None,
     async_op: bool = False,
-) -> Pending | None:
+) -> Work | None:
     """Give all ranks the tensors of all, as ``dist.all_gather_single`` does. The sender sees its own as others do.
 
     Parameters
@@ -396,7 +396,7 @@ def all_to_all(
     stream: int = 0,
     timeout: Timeout | None = None,
     async_op: bool = False,
-) -> Pending | None:
+) -> Work | None:
     """Send the i-th of N equal parts of a flattened tensor to rank i, as ``dist.all_to_all_single`` does.
 
     Parameters
@@ -464,7 +464,7 @@ def _begin(
     prepare: Callable[[int], Reduction],
     output: torch.Tensor,
     commit: Callable[[int], None] = _nothing,
-) -> Pending | None:
+) -> Work | None:
     """Run an algorithm over what prepare(size) returns, into `output`; then commit(size) after a success."""
 
     def prepare_all(size: int) -> Reduction:
@@ -472,12 +472,12 @@ def _begin(
         check_output(output, output.dtype, output.numel())
         return r
 
-    def work(line: Line) -> torch.Tensor:
+    def work(line: Line) -> list[torch.Tensor]:
         def store(result: Array, r: Reduction) -> None:
             publish(result, r, output)
             commit(line.channel.size)
 
         run_algorithm(line, algorithm, prepare_all, store)
-        return output
+        return [output]
 
-    return _pending(start(algorithm.__name__, group, timeout, async_op, work))
+    return _work(start(algorithm.__name__, group, timeout, async_op, work))

@@ -16,6 +16,7 @@ from codec.arguments import shown
 from codec.torch.autotune import Choice
 from codec.torch.channel import Channel, Timeout, check_timeout
 from codec.torch.counters import Counters
+from codec.torch.work import Work
 from codec.torch.worker import Worker
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ class Line:
         self.worker = Worker(f"codec, rank {group.rank()}")
         weakref.finalize(self, self.worker.stop)
         # a thread that waits for another one hears Ctrl-C, one that waits for peers does not
-        self.channel: Channel = self.worker.submit(lambda: Channel(group, timeout)).wait()
+        self.channel: Channel = self.worker.submit(lambda: Channel(group, timeout)).result()
         self.choices: dict[int, Choice] = {}
         self.finish(lambda: self.channel.check_same("version of codec", [hashed(codec.__version__)]))
 
@@ -38,12 +39,12 @@ class Line:
         Where Ctrl-C ends the wait, the collective is given up: the caller's tensors are not written any more.
         """
         self.worker.check_thread()
-        pending = None
+        submitted: Work | None = None
         try:
-            pending = self.worker.submit(work)
-            return pending.wait()
+            submitted = self.worker.submit(work)
+            return submitted.result()
         except BaseException:
-            if pending is None or not pending.is_completed():
+            if submitted is None or not submitted.is_completed():
                 self.give_up()
             raise
 
@@ -137,7 +138,7 @@ def start(what: str, group: Any, timeout: Timeout | None, async_op: bool, work: 
 
     Returns
     -------
-    Pending if `async_op`, None if this rank is not of the group, else what `work` returns
+    Work if `async_op`, None if this rank is not of the group, else what `work` returns
     """
     _check_group(group)
     if _is_apart(group, what):

@@ -2,16 +2,19 @@
 
 # no `from __future__ import annotations`: torch looks at the hook's annotations
 
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-from codec import ArgumentError
-from codec.arguments import whole
+from codec import SpecError
+from codec.arguments import shown, whole
 from codec.optimizers.from_torch import check_known, unwrapped
 from codec.specs import Lossless, Spec
 from codec.stateful import CodebookRefresher
+from codec.torch import lifetime
 from codec.torch.buckets import by_state
 from codec.torch.channel import Timeout
 from codec.torch.collectives import Algorithm
@@ -96,33 +99,57 @@ def ddp_hook(
     return Hook(spec, optimizer, feedback, policy, algorithm, refresher, grad_scaler, group, timeout, start_step)
 
 
-def comm_hook(state: Hook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
-    """Reduce a bucket by a :class:`Hook`, for programs that register hooks as torch does.
+# Hooks that comm_hook has made, by the model whose gradients they send.
+_hooks: "weakref.WeakKeyDictionary[DistributedDataParallel, Hook]" = weakref.WeakKeyDictionary()
+
+
+def comm_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
+    """Reduce a bucket, in the form ``hook(state, bucket)`` of torch's own communication hooks.
 
     Parameters
     ----------
-    state : Hook
-        What :func:`ddp_hook` returned.
+    state : Hook, Spec or None
+        Hook that :func:`ddp_hook` returned; or a spec for ``ddp_hook(spec)``; or None for ``ddp_hook()``, which is
+        lossless. Pass a hook if it needs other arguments, such as ``optimizer=`` for :class:`codec.Truncate`, or if its
+        statistics or its state for checkpoints are wanted.
     bucket : torch.distributed.GradBucket
-        From DistributedDataParallel.
+        Bucket of DistributedDataParallel.
 
     Returns
     -------
     torch.futures.Future
-        The reduced bucket.
+        Tensor of the reduced bucket: the mean over all ranks.
 
     Raises
     ------
-    ArgumentError
-        `state` is not a Hook.
+    SpecError
+        `state` is something else, or a spec that needs other arguments of :func:`ddp_hook`.
 
     Examples
     --------
-    >>> hook = codec.torch.ddp_hook(codec.Float8())  # doctest: +SKIP
-    >>> model.register_comm_hook(state=hook, hook=codec.torch.comm_hook)  # doctest: +SKIP
+    >>> model.register_comm_hook(codec.Float8(), codec.torch.comm_hook)  # doctest: +SKIP
+    >>> hook = codec.torch.ddp_hook(codec.Truncate(), optimizer=optimizer)  # doctest: +SKIP
+    >>> model.register_comm_hook(hook, codec.torch.comm_hook)  # doctest: +SKIP
     """
-    if not isinstance(state, Hook):
-        raise ArgumentError(
-            f"the state of codec.torch.comm_hook is what ddp_hook() returned, not {type(state).__name__}"
-        )
-    return state(None, bucket)
+    hook = state if isinstance(state, Hook) else _hook_of(state, bucket)
+    return hook(None, bucket)
+
+
+def _hook_of(state: Any, bucket: Any) -> Hook:
+    """Return the hook of the model that a bucket belongs to; the first bucket of a model makes it."""
+    lifetime.check_bucket(bucket)
+    parameter = bucket.parameters()[0]
+    for hook in _hooks.values():
+        if parameter in hook.plan.names:
+            return hook
+    try:
+        hook = ddp_hook() if state is None else ddp_hook(state)
+    except SpecError as e:
+        raise SpecError(
+            f"the state of codec.torch.comm_hook must be a hook that ddp_hook() returned, a Spec or None, got "
+            f"{shown(state)}: {e}"
+        ) from e
+    model = lifetime.model_with(parameter, comm_hook)
+    hook.serve(model)
+    _hooks[model] = hook
+    return hook

@@ -22,8 +22,7 @@ from codec.torch.counters import Counters
 from codec.torch.passes import Pass
 from codec.torch.reduction import Reduction
 from codec.torch.residuals import Feedback, Residuals, check_algorithm_of_feedback
-from codec.torch.work import Handle
-from codec.torch.worker import Pending
+from codec.torch.work import Work
 
 _STREAM = 1 << 32  # distance between the random streams of two collectives: more than one collective has frames
 
@@ -86,7 +85,7 @@ class _Comm:
         work: Callable[[Line, int], Any],
         output: torch.Tensor,
         async_op: bool,
-    ) -> Handle | None:
+    ) -> Work | None:
         """Do work(line, stream) in the thread of a group's collectives, and count it.
 
         The bytes without compression are those of `tensor` times copies(number of ranks).
@@ -96,13 +95,14 @@ class _Comm:
         self._calls += 1
         stream = self._calls * _STREAM
 
-        def counted(line: Line) -> None:
+        def counted(line: Line) -> list[torch.Tensor]:
             before = line.channel.counters.copy()
             work(line, stream)
             self._count(line.channel.counters - before, round(tensor.nbytes * copies(line.channel.size)))
+            return [output]
 
-        pending = start(name, group, self._timeout, async_op, counted)
-        return Handle(pending, [output]) if isinstance(pending, Pending) else None
+        started = start(name, group, self._timeout, async_op, counted)
+        return started if isinstance(started, Work) else None
 
     def _count_plain(self) -> None:
         """Count a collective that torch.distributed has done, of a dtype without a codec."""
@@ -230,13 +230,13 @@ class ReduceScatter(_Reducing):
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> Handle | dist.Work | None:
+    ) -> dist.Work | None:
         """Do what ``dist.reduce_scatter_single`` does; FSDP2 calls this."""
         return self.reduce_scatter(None, output_tensor, input_tensor, group, op, async_op)
 
     def reduce_scatter(
         self, name: str | None, output: torch.Tensor, tensor: torch.Tensor, group: Any, op: Any, async_op: bool
-    ) -> Handle | dist.Work | None:
+    ) -> dist.Work | None:
         """Reduce the gradients of the module `name`."""
         if tensor.dtype not in arguments.NAMES:
             self._count_plain()
@@ -279,7 +279,7 @@ class _ModuleReduceScatter:
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> Handle | dist.Work | None:
+    ) -> dist.Work | None:
         return self._comm.reduce_scatter(self._name, output_tensor, input_tensor, group, op, async_op)
 
 
@@ -424,7 +424,7 @@ class AllGather(_Comm):
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
-    ) -> Handle | dist.Work | None:
+    ) -> dist.Work | None:
         """Do what ``dist.all_gather_single`` does; FSDP2 calls this."""
         if input_tensor.dtype not in arguments.NAMES:
             self._count_plain()

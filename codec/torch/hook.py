@@ -27,7 +27,7 @@ from codec.torch.optimizer_state import check_has, metric_of
 from codec.torch.policy import Plan, Policy, feeds_back, note_zeros, plain_names
 from codec.torch.reduction import Reduction
 from codec.torch.stats import ParameterStats, Stats
-from codec.torch.worker import Pending, let_go
+from codec.torch.work import Work, clear_frames
 
 _changing = threading.Lock()  # residuals and the current step of hooks
 
@@ -143,6 +143,10 @@ class Hook:
         model.register_comm_hook(None, self)
         self._adopt(*adopted)
         return self
+
+    def serve(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
+        """Reduce the gradients of a model to which torch has registered this hook, or a function that calls it."""
+        self._adopt(*self._checked(model))
 
     def _checked(self, model: torch.nn.parallel.DistributedDataParallel) -> tuple[Any, dict[torch.nn.Parameter, str]]:
         """Return a model and the names of its parameters, if this hook can serve it."""
@@ -325,18 +329,18 @@ class Hook:
         self.called = True
         try:
             if self._model is None or self._model() is None:  # registered by torch's own register_comm_hook
-                self._adopt(*self._checked(lifetime.model_of(self)))
-            pending = self._begin(bucket)
+                self.serve(lifetime.model_of(self))
+            work = self._begin(bucket)
             if bucket.is_last():
-                pending.wait()  # the model would wait, too, but would not hear Ctrl-C meanwhile
+                work.wait()  # the model would wait, too, but would not hear Ctrl-C meanwhile
         except BaseException:
             self._give_up(self._step)
             raise
         if bucket.is_last() and not _in_backward():  # but in join(), which sends zeros for ranks that are through
             self._raise()
-        return pending.get_future()
+        return work.get_future()
 
-    def _begin(self, bucket: Any) -> Pending:
+    def _begin(self, bucket: Any) -> Work:
         """Reduce a bucket in the background."""
         buffer, first, last = bucket.buffer(), bucket.index() == 0, bucket.is_last()
         parameters = cast(list[torch.nn.Parameter], bucket.parameters())
@@ -351,7 +355,7 @@ class Hook:
         line = collectives.line_of(self._group, self._timeout)
         number = bucket.index()
 
-        def work() -> torch.Tensor:
+        def run() -> torch.Tensor:
             reduced = buffer
             try:
                 if first:
@@ -361,7 +365,7 @@ class Hook:
                     with collectives.in_step(line.channel), self._current(step):
                         self._commit(step)
             except BaseException as e:
-                let_go(e)
+                clear_frames(e)
                 step.error = step.error or e
                 self._doubt()
                 if self._is_overflow(e):
@@ -372,10 +376,10 @@ class Hook:
                     self._rollback()
             return reduced
 
-        reduced = line.worker.submit(work)
+        work = line.worker.submit(run)
         if last and self._books is not None:
             self._books.submit(line)
-        return reduced
+        return work
 
     def _begin_step(self, channel: Channel, step: _Step) -> None:
         """Agree with all ranks on the number of the step, and on the parameters that are mostly zero."""

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -50,6 +51,19 @@ def check_bucket(bucket: Any) -> None:
         raise ArgumentError(_REDUCER)
 
 
+def model_with(parameter: torch.nn.Parameter, hook: Any) -> DistributedDataParallel:
+    """Return the model that has a parameter and to which a hook is registered."""
+    return next(
+        model
+        for model in _models()
+        if any(h is hook for h, _ in model._comm_hooks) and any(p is parameter for p in model.parameters())
+    )
+
+
+def _models() -> list[DistributedDataParallel]:
+    return [m for m in gc.get_objects() if issubclass(type(m), DistributedDataParallel)]
+
+
 def model_of(hook: Any) -> DistributedDataParallel:
     """Return the model to which torch's own register_comm_hook has registered a hook.
 
@@ -58,8 +72,7 @@ def model_of(hook: Any) -> DistributedDataParallel:
     ArgumentError
         There is none, or there are several: a hook serves one model.
     """
-    models = [m for m in gc.get_objects() if issubclass(type(m), DistributedDataParallel)]
-    mine = [m for m in models if any(h is hook or s is hook for h, s in m._comm_hooks)]
+    mine = [m for m in _models() if any(h is hook or s is hook for h, s in m._comm_hooks)]
     if len(mine) != 1:
         raise ArgumentError(
             f"the hook is registered to {len(mine)} models: a hook serves one model, make another one by ddp_hook()"

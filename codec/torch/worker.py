@@ -1,135 +1,50 @@
-"""A thread that runs the collectives of a group in order, and threads that run their callbacks."""
+"""Thread that runs the collectives of a group in order, and threads that run their callbacks."""
 
-import logging
 import os
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
-from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import torch
+from codec import PeerError, SpecError
+from codec.torch.work import Callback, Work
 
-from codec import ArgumentError, PeerError
-
-_log = logging.getLogger("codec.torch")
-_PATIENCE = 2.0  # seconds that stop() waits for a thread which does not compute
-_HOLD = 1.0  # seconds that the next collective waits for callbacks which do not begin one
+_STOP_INTERVAL = 2.0  # seconds between two looks at the CPU time of a thread that is to end
+_CALLBACK_TIMEOUT = 1.0  # seconds that the next collective waits for callbacks that begin no collective
 _FORKED = "the group belongs to the process that forked this one: make a new group here, or start processes by spawn"
 
-Callback = Callable[[], Any]
-
-
-class Pending:
-    """A collective in the background."""
-
-    def __init__(self, worker: "Worker", done: "Future[Any]", batch: "_Batch | None") -> None:
-        self._worker, self._done, self._batch = worker, done, batch
-        self._callbacks: list[Callback] | None = []  # None once they were handed over
-
-    def wait(self, timeout: float | timedelta | None = None) -> Any:
-        """Wait for the collective and return its result.
-
-        Parameters
-        ----------
-        timeout : float or timedelta, optional
-            Seconds to wait; without a limit if left out.
-
-        Raises
-        ------
-        TimeoutError
-            The collective is still in flight after `timeout`.
-        CodecError
-            The collective failed.
-        """
-        if not self._done.done():
-            self._worker.before_wait(self._batch)
-        return self._done.result(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
-
-    def is_completed(self) -> bool:
-        """Return True once the collective has succeeded or failed."""
-        return self._done.done()
-
-    def when_over(self, then: Callback) -> None:
-        """Call `then` once the collective has succeeded or failed.
-
-        Callbacks of a collective run one after the other in a thread of their own, or at once in this thread if the
-        collective is over. Collectives that a callback begins come before all that were begun elsewhere and wait; so
-        ranks whose callbacks are alike begin the same collectives in the same order. A callback that waits for
-        anything else delays the next collective by at most a second. Exceptions of `then` are logged.
-        """
-        with self._worker.lock:
-            if self._callbacks is not None:
-                self._callbacks.append(then)
-                return
-        _call(then)
-
-    def get_future(self) -> "torch.futures.Future[Any]":
-        """Return a torch future with the collective's result or error. Its callbacks run as :meth:`when_over` says."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
-
-        def pass_on() -> None:
-            error = self._done.exception()
-            if error is None:
-                future.set_result(self._done.result())
-            else:
-                future.set_exception(error)
-
-        self.when_over(pass_on)
-        return future
-
-    def run(self, work: Callable[[], Any]) -> list[Callback]:
-        """Run the collective; return the callbacks to call now. For the worker's thread."""
-        try:
-            result = work()
-        except BaseException as e:
-            let_go(e)
-            self._done.set_exception(e)
-        else:
-            self._done.set_result(result)
-        return self.hand_over()
-
-    def hand_over(self) -> list[Callback]:
-        """Return the callbacks registered so far; later ones are called when they are registered."""
-        with self._worker.lock:
-            callbacks, self._callbacks = self._callbacks, None
-        return callbacks or []
-
-
-_Item = tuple[Pending, Callable[[], Any]]
+_Item = tuple[Work, Callable[[], Any]]
 
 
 class _Batch:
-    """Callbacks of one collective, and the collectives that they begin, which come before all others.
+    """Callbacks of one collective, and the collectives that they begin, which run before all others.
 
     Parameters
     ----------
     worker : Worker
         Runs the collectives.
-    callbacks : list of callable
-        Called one after the other.
+    callbacks : callable
+        Runs the callbacks.
     """
 
-    def __init__(self, worker: "Worker", callbacks: list[Callback]) -> None:
+    def __init__(self, worker: "Worker", callbacks: Callback) -> None:
         self.worker = worker
         self.ended = False
-        self._callbacks = callbacks
+        self._callbacks: Callback | None = callbacks
         self._begun: SimpleQueue[_Item | None] = SimpleQueue()
         self._open = True
 
-    def call(self) -> None:
-        """Call the callbacks, in this thread."""
+    def run_callbacks(self) -> None:
+        """Run the callbacks, in this thread."""
+        callbacks, self._callbacks = self._callbacks, None
         _running.batch = self
         try:
-            for then in self._callbacks:
-                _call(then)
+            if callbacks is not None:
+                callbacks()
         finally:
             _running.batch = None
-            self._callbacks.clear()
             self.ended = True
             self.release()
 
@@ -145,9 +60,15 @@ class _Batch:
         self._begun.put(None)
 
     def serve(self, run: Callable[[_Item], None]) -> list[_Item]:
-        """Run what callbacks begin, until all have returned or wait for something else; return what was not run."""
+        """Run collectives that callbacks begin, until all callbacks have returned or wait for something else.
+
+        Returns
+        -------
+        list
+            Items that were not run.
+        """
         try:
-            while (item := self._begun.get(timeout=_HOLD)) is not None:
+            while (item := self._begun.get(timeout=_CALLBACK_TIMEOUT)) is not None:
                 run(item)
         except Empty:
             pass
@@ -165,21 +86,21 @@ class _Batch:
 
 
 class _Running(threading.local):
-    batch: _Batch | None = None  # whose callbacks this thread runs
+    batch: _Batch | None = None  # batch whose callbacks this thread runs
 
 
 _running = _Running()
 
 
-class _Helper:
-    """A thread that runs batches of callbacks."""
+class _CallbackThread:
+    """Thread that runs batches of callbacks."""
 
     def __init__(self, name: str) -> None:
         self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def run(self, batch: _Batch) -> None:
-        """Run the callbacks of a batch after those of earlier ones."""
+        """Run the callbacks of a batch after those of earlier batches."""
         self._batches.put(batch)
 
     def stop(self) -> None:
@@ -188,12 +109,12 @@ class _Helper:
 
     def _serve(self) -> None:
         while (batch := self._batches.get()) is not None:
-            batch.call()
+            batch.run_callbacks()
             del batch
 
 
 class Worker:
-    """A thread that runs what is submitted, in that order.
+    """Thread that runs submitted functions in the order of submission.
 
     Gloo matches collectives by their order, so one thread begins all those of a group. Callbacks run in another
     thread, so that they can begin collectives and wait for them.
@@ -205,18 +126,18 @@ class Worker:
     """
 
     def __init__(self, name: str) -> None:
-        self.lock = threading.Lock()  # guards lists of callbacks, and batches that end
+        self.lock = threading.Lock()  # guards registration of callbacks, and batches that end
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._name = name
         self._clock = 0
-        self._helper: _Helper | None = None
+        self._callback_thread: _CallbackThread | None = None
         self.forked = False  # True in a child process, where the thread does not run
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
         _workers.add(self)
 
-    def submit(self, work: Callable[[], Any]) -> Pending:
-        """Run `work` after what was submitted before; inside a callback, after the collective of that callback.
+    def submit(self, function: Callable[[], Any]) -> Work:
+        """Run `function` after what was submitted before; within a callback, after the collective of that callback.
 
         Raises
         ------
@@ -228,10 +149,10 @@ class Worker:
         batch = _running.batch
         if batch is not None and batch.worker is not self:
             batch = None
-        pending = Pending(self, Future(), batch)
-        if batch is None or not batch.submit((pending, work)):
-            self._queue.put((pending, work))
-        return pending
+        work = Work(self, batch)
+        if batch is None or not batch.submit((work, function)):
+            self._queue.put((work, function))
+        return work
 
     def check_thread(self) -> None:
         """Check that this thread may wait for a collective.
@@ -240,8 +161,8 @@ class Worker:
         ------
         PeerError
             This process was forked from the one that made the worker.
-        ArgumentError
-            Only this thread could run the collective.
+        SpecError
+            This is the worker's own thread, which alone could run the collective.
         """
         if self.forked:
             raise PeerError(_FORKED)
@@ -249,11 +170,17 @@ class Worker:
             raise ArgumentError("the thread that runs collectives cannot wait for one: begin it with async_op=True")
 
     def before_wait(self, batch: _Batch | None) -> None:
-        """Let callbacks go on whose thread is about to wait for a collective that was submitted within `batch`."""
+        """Let the worker go on, if this thread runs callbacks and is about to wait for a later collective.
+
+        Parameters
+        ----------
+        batch : _Batch or None
+            Callbacks that have begun the collective.
+        """
         self.check_thread()
         mine = _running.batch
         if mine is not None and mine.worker is self and mine is not batch:
-            mine.release()  # the collective may be one that comes after the callbacks
+            mine.release()
 
     def stop(self) -> None:
         """End the thread, after what was submitted before.
@@ -265,16 +192,16 @@ class Worker:
         if self.forked or threading.current_thread() is self._thread:
             return
         used = None
-        while self._thread.is_alive() and used != (now := self._seconds()):
+        while self._thread.is_alive() and used != (now := self._cpu_seconds()):
             used = now
-            self._thread.join(_PATIENCE)
+            self._thread.join(_STOP_INTERVAL)
 
     def after_fork(self) -> None:
         """Fail what is in flight: a forked child has no thread to run it. For the child."""
         self.lock = threading.Lock()
         self.forked = True
 
-    def _seconds(self) -> float:
+    def _cpu_seconds(self) -> float:
         """Return the CPU time that the thread has used; 0 before it has begun and after it has ended."""
         try:
             return time.clock_gettime(self._clock) if self._clock else 0.0
@@ -286,30 +213,32 @@ class Worker:
         while (item := self._queue.get()) is not None:
             self._run(item)
             del item
-        if self._helper is not None:
-            self._helper.stop()
+        if self._callback_thread is not None:
+            self._callback_thread.stop()
 
     def _run(self, item: _Item) -> None:
-        """Run a collective, then what its callbacks begin."""
-        pending, work = item
-        if callbacks := pending.run(work):
+        """Run a collective, then the collectives that its callbacks begin."""
+        work, function = item
+        work.run(function)
+        if (callbacks := work.take_callbacks()) is not None:
             self._run_callbacks(_Batch(self, callbacks))
 
     def _run_callbacks(self, batch: _Batch) -> None:
-        helper, self._helper = self._helper, None  # callbacks of what is begun meanwhile need another one
+        # callbacks of collectives that the batch begins need a thread other than the one of the batch
+        thread, self._callback_thread = self._callback_thread, None
         try:
-            helper = helper or _Helper(f"{self._name}, callbacks")
-        except RuntimeError:  # no thread can be started: the interpreter ends, for instance
+            thread = thread or _CallbackThread(f"{self._name}, callbacks")
+        except RuntimeError:  # no thread can be started, for instance because the interpreter ends
             batch.close()
-            batch.call()
+            batch.run_callbacks()
             return
-        helper.run(batch)
+        thread.run(batch)
         for item in batch.serve(self._run):
             self._queue.put(item)
-        if batch.ended and self._helper is None:
-            self._helper = helper
+        if batch.ended and self._callback_thread is None:
+            self._callback_thread = thread
         else:  # the thread ends when its callbacks have returned
-            helper.stop()
+            thread.stop()
 
 
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
@@ -321,21 +250,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _call(then: Callback) -> None:
-    """Call a callback; log what it raises."""
-    try:
-        then()
-    except BaseException:
-        _log.exception("a callback of a collective raised")
-
-
-def let_go(error: BaseException | None) -> None:
-    """Clear the frames of an error's traceback: messages in flight keep connections open, whose other ends wait.
-
-    Frames keep their functions, so no closure may hold a message.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

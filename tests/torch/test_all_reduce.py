@@ -192,9 +192,10 @@ def _background(rank, size):
     pending = [codec.torch.all_reduce(t, async_op=True, op="mean") for t in tensors]
     futures = [p.get_future() for p in pending]
     for i, t in enumerate(tensors):
-        assert futures[i].wait() is t
+        assert futures[i].wait()[0] is t
+        assert pending[i].result()[0] is t
         assert torch.equal(t, sum_in_order([values(10 * r + i, (300, 100 + i)) for r in range(size)], "mean"))
-    assert all(p.is_completed() for p in pending)
+    assert all(p.is_completed() and p.is_success() for p in pending)
 
 
 def test_async_collectives():
@@ -333,7 +334,8 @@ def _timeouts(rank, size):
         with pytest.raises(codec.ArgumentError, match="timeout must be seconds or a timedelta"):
             codec.torch.all_reduce(torch.ones(3), timeout=bad)
     pending = codec.torch.all_reduce(torch.ones(3), timeout=timedelta(seconds=20), async_op=True)
-    assert torch.equal(pending.wait(timedelta(seconds=20)), torch.ones(3))
+    assert pending.wait(timedelta(seconds=20))
+    assert torch.equal(pending.result()[0], torch.ones(3))
 
 
 def test_timeout_takes_seconds_and_timedelta():

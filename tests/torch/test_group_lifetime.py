@@ -192,7 +192,7 @@ def _many(rank, size, count):
             pending[-1].wait()
         collectives.hang_up(group, now=False)
         dist.destroy_process_group(group)
-        assert [p.wait().unique().tolist() for p in pending] == [[2.0]] * 3
+        assert [p.result()[0].unique().tolist() for p in pending] == [[2.0]] * 3
         del group, pending
         if i == 2:
             before = counts()
