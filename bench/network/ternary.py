@@ -22,7 +22,7 @@ from torch import multiprocessing
 import codec
 import codec.torch
 from codec.specs import Packing
-from codec.torch import collectives
+from codec.torch import communicator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from gradients import SAMPLE, segments, tensors
@@ -40,7 +40,7 @@ def turned(x: np.ndarray[Any, Any], shapes: list[tuple[int, ...]], rank: int) ->
 
 def measured(path: Path, rank: int, world: int) -> list[str]:
     """Return the rows of a table."""
-    channel = collectives.line_of(None).channel
+    channel = communicator.communicator_of(None).channel
     lines: list[str] = []
     for name, x, dtype, shapes in tensors(path):
         if ":grad" not in name or not shapes or dtype not in DTYPES:

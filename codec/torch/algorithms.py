@@ -9,9 +9,10 @@ import torch
 import codec
 from codec import ArgumentError
 from codec.specs import Lossless
-from codec.torch.channel import Array, Channel
+from codec.torch.channel import Channel
+from codec.torch.messages import Array
 from codec.torch.partition import Piece
-from codec.torch.phases import Attempt, Scatter, Spread, copied, message_of
+from codec.torch.phases import BroadcastPhase, FirstError, ScatterPhase, copied, encode_message
 from codec.torch.reduction import Reduction, refused
 
 # An algorithm in steps: after each of them it would wait for other ranks. What comes in a step is expected in it, so
@@ -19,7 +20,7 @@ from codec.torch.reduction import Reduction, refused
 Steps = Generator[None, None, tuple[Array, Exception | None]]
 
 
-def in_turn(several: Sequence[Steps]) -> list[tuple[Array, Exception | None]]:
+def interleave(several: Sequence[Steps]) -> list[tuple[Array, Exception | None]]:
     """What several algorithms end with, a step of each after the other: what one waits for is on its way meanwhile."""
     found: dict[int, tuple[Array, Exception | None]] = {}
     try:
@@ -44,9 +45,9 @@ def two_shot_steps(channel: Channel, r: Reduction) -> Steps:
     size, me, others = channel.size, channel.rank, channel.others
     slices = r.slices(size)
     bounds = [[r.bound(piece.n) for piece in pieces] for pieces in slices]
-    attempt = Attempt(channel)
-    scatter = Scatter(channel, r, slices, attempt)
-    scatter.begin(Channel.room_for([b for each in bounds for b in each]))
+    attempt = FirstError(channel)
+    scatter = ScatterPhase(channel, r, slices, attempt)
+    scatter.begin(Channel.arena_nbytes([b for each in bounds for b in each]))
     scatter.send()
     result = r.result(channel, r.x.size)
     yield
@@ -55,33 +56,33 @@ def two_shot_steps(channel: Channel, r: Reduction) -> Steps:
     for c, piece in enumerate(slices[me]):
         parts = scatter.parts(c)
         number = (size * size + me) * len(chunks) + c
-        message = attempt(_summed, channel, r, piece, bounds[me][c], parts, result, number)
+        message = attempt(_encode_sum, channel, r, piece, bounds[me][c], parts, result, number)
         for o in others:
             channel.send(message, o)
     yield
     for c in chunks:
         for o in others:
             frame = attempt.frame(sums[c, o])
-            attempt(r.settle, frame, slices[o][c], result)
-    channel.finish()
+            attempt(r.decode_or_defer, frame, slices[o][c], result)
+    channel.wait_for_sends()
     return result, attempt.error
 
 
 def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     """All steps of :func:`two_shot_steps`."""
-    return in_turn([two_shot_steps(channel, r)])[0]
+    return interleave([two_shot_steps(channel, r)])[0]
 
 
-def _summed(
+def _encode_sum(
     channel: Channel, r: Reduction, piece: Piece, bound: int, parts: Sequence[Array | None], result: Array, number: int
 ) -> Array:
     """The message with the sum of a piece; its values, as others will see them, are put into the result."""
     place = result[piece.begin : piece.end]
-    total = place if r.dtype == "float32" and isinstance(r.spec, Lossless) else channel.total(piece.n)
+    total = place if r.dtype == "float32" and isinstance(r.spec, Lossless) else channel.sum_buffer(piece.n)
     r.sum(parts, piece, total)
-    message = message_of(channel, bound, lambda room: r.encode_sum(total, piece, room, number))
+    message = encode_message(channel, bound, lambda room: r.encode_sum(total, piece, room, number))
     if not isinstance(r.spec, Lossless):
-        r.settle(channel.frame_room(message), piece, result)
+        r.decode_or_defer(channel.frame_buffer(message), piece, result)
     elif total is not place:
         place[:] = r.rounded(total)
     return message
@@ -90,37 +91,39 @@ def _summed(
 def all_gather_steps(channel: Channel, r: Reduction) -> Steps:
     """Each rank sends its frame to all, and each reduces all of them: one phase, N - 1 frames on the wire."""
     result = r.result(channel, r.x.size)
-    attempt = Attempt(channel)
-    spread = Spread(channel, r, attempt)
+    attempt = FirstError(channel)
+    spread = BroadcastPhase(channel, r, attempt)
     yield
     for piece, parts in spread.parts():
-        attempt(_settle_sum, channel, r, piece, parts, result[piece.begin :])
+        attempt(_store_or_defer_sum, channel, r, piece, parts, result[piece.begin :])
     return result, attempt.error
 
 
 def all_gather(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     """All steps of :func:`all_gather_steps`."""
-    return in_turn([all_gather_steps(channel, r)])[0]
+    return interleave([all_gather_steps(channel, r)])[0]
 
 
 STEPS = {"two_shot": two_shot_steps, "all_gather": all_gather_steps}
 
 
-def _settle_sum(channel: Channel, r: Reduction, piece: Piece, parts: Sequence[Array | None], place: Array) -> None:
+def _store_or_defer_sum(
+    channel: Channel, r: Reduction, piece: Piece, parts: Sequence[Array | None], place: Array
+) -> None:
     """The sum of a piece to the result, if its dtype can hold it, as other algorithms find out by encoding sums."""
-    if r.late is None:
+    if r.deferred is None:
         _sum_into(channel, r, piece, parts, place, check=True)
         return
-    aside = channel.total(piece.n) if r.dtype == "float32" else np.empty(piece.n, place.dtype)
+    aside = channel.sum_buffer(piece.n) if r.dtype == "float32" else np.empty(piece.n, place.dtype)
     _sum_into(channel, r, piece, parts, aside, check=True, again=True)
-    r.late.append(partial(_sum_into, channel, r, piece, parts, place))
+    r.deferred.append(partial(_sum_into, channel, r, piece, parts, place))
 
 
 def reduce_scatter(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     """Each rank reduces a slice of all frames: (N - 1) / N frames on the wire. The slices are of one size."""
     slices = r.even_slices(channel.size)
-    attempt = Attempt(channel)
-    scatter = Scatter(channel, r, slices, attempt)
+    attempt = FirstError(channel)
+    scatter = ScatterPhase(channel, r, slices, attempt)
     scatter.begin()
     scatter.send()
     mine = slices[channel.rank]
@@ -128,7 +131,7 @@ def reduce_scatter(channel: Channel, r: Reduction) -> tuple[Array, Exception | N
     for c, piece in enumerate(mine):
         parts = scatter.parts(c)
         attempt(_sum_into, channel, r, piece, parts, result[piece.begin - mine[0].begin :])
-    channel.finish()
+    channel.wait_for_sends()
     return result, attempt.error
 
 
@@ -143,11 +146,11 @@ def _sum_into(
     again: bool = False,
 ) -> None:
     """The sum of a piece to where it goes; `check`: as encoding it would; `again`: into memory used again and again."""
-    place, check = place[: piece.n], check and r.only_numbers
+    place, check = place[: piece.n], check and r.rejects_nonfinite
     if r.dtype == "float32":
-        r.sum(parts, piece, place, nontemporal=r.past_caches and not again, check_finite=check)
+        r.sum(parts, piece, place, nontemporal=r.nontemporal and not again, check_finite=check)
         return
-    total = channel.total(piece.n)
+    total = channel.sum_buffer(piece.n)
     r.sum(parts, piece, total, check_finite=check)
     place[:] = r.rounded(total)
     if check and (fault := refused(r, place)):  # what the sum's dtype holds and this one does not
@@ -157,15 +160,15 @@ def _sum_into(
 def all_to_all(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     """Slice i of each rank goes to rank i: (N - 1) / N frames on the wire. The slices are of one size."""
     slices = r.even_slices(channel.size)
-    attempt = Attempt(channel)
-    scatter = Scatter(channel, r, slices, attempt)
+    attempt = FirstError(channel)
+    scatter = ScatterPhase(channel, r, slices, attempt)
     scatter.begin()
     scatter.send()
     result = r.result(channel, r.x.size)
     for c in range(len(slices[0])):
         for rank, part in enumerate(scatter.parts(c) or ()):
             attempt(_put, r, part, slices[rank][c], result)
-    channel.finish()
+    channel.wait_for_sends()
     return result, attempt.error
 
 
@@ -173,8 +176,8 @@ def gather(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     """The values of all ranks, one after the other: N - 1 frames on the wire."""
     n = r.x.size
     result = r.result(channel, channel.size * n)
-    attempt = Attempt(channel)
-    for piece, parts in Spread(channel, r, attempt).parts():
+    attempt = FirstError(channel)
+    for piece, parts in BroadcastPhase(channel, r, attempt).parts():
         for rank, part in enumerate(parts or ()):
             attempt(_put, r, part, piece, result[rank * n : (rank + 1) * n])
     return result, attempt.error
@@ -183,7 +186,7 @@ def gather(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
 def _put(r: Reduction, part: Array | None, piece: Piece, result: Array) -> None:
     """What there is of a rank into a piece of the result; None: this rank's own values."""
     if part is None:
-        result[piece.begin : piece.end] = r.own(piece)
+        result[piece.begin : piece.end] = r.own_term(piece)
     else:
         r.decode(part, piece, result)
 
@@ -195,15 +198,15 @@ def ring(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     they pass the ranks; what lossy codecs lose adds up.
     """
     size, me = channel.size, channel.rank
-    if r.residual is not None or r.sums_residual is not None:
-        raise ArgumentError("a ring has no error feedback: its frames hold sums of other ranks' values")
+    if r.residual is not None or r.sum_residual is not None:
+        raise SpecError("a ring has no error feedback: its frames hold sums of other ranks' values")
     slices = r.slices(size)
     bounds = [[r.bound(piece.n) for piece in pieces] for pieces in slices]
     left, right, steps = (me - 1) % size, (me + 1) % size, range(size - 1)
-    channel.begin(Channel.room_for(4 * [b for each in bounds for b in each]))
+    channel.begin(Channel.arena_nbytes(4 * [b for each in bounds for b in each]))
     sums = [[channel.receive(b, left) for b in bounds[(me - s - 1) % size]] for s in steps]
     results = [[channel.receive(b, left) for b in bounds[(me - s) % size]] for s in steps]
-    attempt = Attempt(channel)
+    attempt = FirstError(channel)
     total = _as_float32(r)
     result = r.result(channel, r.x.size)
 
@@ -224,10 +227,10 @@ def ring(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     for s in steps:
         for c, piece in enumerate(slices[(me - s) % size]):
             frame = attempt.frame(results[s][c])
-            attempt(r.settle, frame, piece, result)
+            attempt(r.decode_or_defer, frame, piece, result)
             if s < size - 2:
                 channel.send(attempt(copied, channel, frame), right)
-    channel.finish()
+    channel.wait_for_sends()
     return result, attempt.error
 
 
@@ -237,16 +240,18 @@ def _as_float32(r: Reduction) -> Array:
 
 
 def _partial(channel: Channel, r: Reduction, piece: Piece, bound: int, total: Array, number: int) -> Array:
-    return message_of(channel, bound, lambda room: r.encode_sum(total[piece.begin : piece.end], piece, room, number))
+    return encode_message(
+        channel, bound, lambda room: r.encode_sum(total[piece.begin : piece.end], piece, room, number)
+    )
 
 
 def _add(r: Reduction, frame: Array, piece: Piece, total: Array) -> None:
-    r.check(frame, piece)
+    r.check_frame(frame, piece)
     part = total[piece.begin : piece.end]
     if r.op == "max":
-        np.maximum(part, codec.reduce([frame], "sum", **r.shared(piece)), out=part)
+        np.maximum(part, codec.reduce([frame], "sum", **r.decode_arguments(piece)), out=part)
     else:
-        codec.accumulate(frame, part, **r.shared(piece))
+        codec.accumulate(frame, part, **r.decode_arguments(piece))
 
 
 def _last(channel: Channel, r: Reduction, piece: Piece, bound: int, total: Array, result: Array, number: int) -> Array:
@@ -254,5 +259,5 @@ def _last(channel: Channel, r: Reduction, piece: Piece, bound: int, total: Array
     if r.op == "mean":
         total[piece.begin : piece.end] /= np.float32(channel.size)
     message = _partial(channel, r, piece, bound, total, number)
-    r.settle(channel.frame_room(message), piece, result)
+    r.decode_or_defer(channel.frame_buffer(message), piece, result)
     return message

@@ -15,7 +15,7 @@ from codec.encoding import asked_of, bound, check_stream
 from codec.specs import Spec
 from codec.tensors.segments import Records, pack, unpack
 from codec.tensors.view import _check_storage, mark_written, view
-from codec.torch.channel import Array
+from codec.torch.messages import Array
 from codec.torch.reduction import Reduction
 
 Op = Literal["mean", "sum", "max"]
@@ -84,6 +84,15 @@ def check_dense(tensor: Any) -> None:
         raise ArgumentError(f"not a torch tensor: {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_neg():
         raise ArgumentError("only dense tensors that hold values can be used, no sparse, meta or negated ones")
+
+
+def check_sizes(large: torch.Tensor, times: int, small: torch.Tensor) -> None:
+    """Raise SpecError unless `large` has `times` as many values as `small`, of the same dtype."""
+    check_dense(large)
+    check_dense(small)
+    have, want, dtype, other = large.numel(), times * small.numel(), large.dtype, small.dtype
+    if have != want or dtype != other:
+        raise SpecError(f"output and tensor do not go together: {have} values for {want}, {dtype} and {other}")
 
 
 def check_output(tensor: Any, dtype: torch.dtype, n: int, name: str = "output") -> None:

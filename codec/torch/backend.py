@@ -19,8 +19,9 @@ from codec._c.spec_structs import spec_struct
 from codec.arguments import whole
 from codec.specs import Lossless, Spec
 from codec.torch import arguments, coalesced, collectives, renamed
-from codec.torch.collectives import Algorithm
+from codec.torch.communicator import close_communicator, group_stats
 from codec.torch.counters import Counters
+from codec.torch.execution import Algorithm, check_algorithm
 from codec.torch.work import Work
 from codec.torch.worker import Worker
 
@@ -53,7 +54,7 @@ class Options:
     def __post_init__(self) -> None:
         for spec in (self.spec, self.gather):
             spec_struct(spec)  # or it is not one
-        collectives.check_algorithm(self.algorithm)
+        check_algorithm(self.algorithm)
         whole("small", self.small, 0)
 
     @property
@@ -125,7 +126,7 @@ class ProcessGroup(_Base):
 
         What goes over Gloo, such as small tensors, is not counted. Subtract an earlier result to get the difference.
         """
-        return collectives.group_stats(self)
+        return group_stats(self)
 
     def _travels(self, tensors: Sequence[torch.Tensor], op: Any = dist.ReduceOp.SUM) -> bool:
         """Whether these go as frames: decided from what is the same on all ranks."""
@@ -197,7 +198,7 @@ class ProcessGroup(_Base):
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any, *rest: Any) -> Any:
         """Reduce a list of tensors, of which each rank gets one."""
         to, parts = ([outputs], [inputs]) if isinstance(outputs, torch.Tensor) else (outputs, inputs)
-        if len(to) != 1 or not _alike([to[0], *parts[0]]) or not self._travels(parts[0], _op_of(opts)):
+        if len(to) != 1 or not _in_sync([to[0], *parts[0]]) or not self._travels(parts[0], _op_of(opts)):
             return self._with_future(self._plain.reduce_scatter(outputs, inputs, opts, *rest), to)
         return self._reduce_scatter(to, [torch.stack(parts[0])], _op_of(opts))
 
@@ -218,7 +219,7 @@ class ProcessGroup(_Base):
     def allgather(self, outputs: Any, inputs: Any, *rest: Any) -> Any:
         """Give all ranks the tensors of all, as a list."""
         to, tensors = ([outputs], [inputs]) if isinstance(inputs, torch.Tensor) else (outputs, inputs)
-        if len(to) != 1 or not _alike([*tensors, *to[0]]) or not self._travels(tensors):
+        if len(to) != 1 or not _in_sync([*tensors, *to[0]]) or not self._travels(tensors):
             return self._plain.allgather(outputs, inputs, *rest)
         how = self._how(self._options.gather)
         return coalesced.all_gather_list(to[0], tensors[0], **how)
@@ -264,13 +265,13 @@ class ProcessGroup(_Base):
     def abort(self) -> None:
         """Begin nothing more; what is under way fails, and changes no tensor any more."""
         self._over = True
-        collectives.hang_up(self, now=True)
+        close_communicator(self, cancel=True)
         self._plain.abort()
 
     def shutdown(self) -> None:
         """Begin nothing more, and wait for what is under way: torch.distributed calls this to destroy a group."""
         self._over = True
-        collectives.hang_up(self, now=False)
+        close_communicator(self, cancel=False)
         self._plain.shutdown()
 
 
@@ -280,7 +281,7 @@ def _op_of(opts: Any) -> Any:
     return getattr(op, "op", op)
 
 
-def _alike(tensors: Sequence[torch.Tensor]) -> bool:
+def _in_sync(tensors: Sequence[torch.Tensor]) -> bool:
     return all(t.shape == tensors[0].shape for t in tensors)
 
 

@@ -14,7 +14,7 @@ from codec.specs import Spec, Truncate
 from codec.stateful.ranges import NOBODY
 from codec.tensors.segments import Records, pack, segments
 from codec.torch import arguments
-from codec.torch.channel import Array
+from codec.torch.messages import Array
 from codec.torch.reduction import Reduction
 
 _BETWEEN = 1 / 32  # of a bucket: up to this share of other parameters is encoded too, rather than cutting the bucket
@@ -89,7 +89,7 @@ def cut(
     others = offsets[-1] - largest.n
     if not others:
         largest.whole = True
-    elif others <= offsets[-1] * _BETWEEN and not by_state(largest.spec):
+    elif others <= offsets[-1] * _BETWEEN and not needs_optimizer(largest.spec):
         mine = set(largest.names)
         inside = [name if name in mine else NOBODY for name in names]
         whole = Part(largest.spec, largest.feedback, inside, [*parameters], offsets[:-1], whole=True)
@@ -130,7 +130,7 @@ def cut_as(
     return found
 
 
-def by_state(spec: Spec) -> bool:
+def needs_optimizer(spec: Spec) -> bool:
     """Return True if the spec drops bits by the optimizer's state, which lies in each parameter's own tensors."""
     return isinstance(spec, Truncate) and spec.fixed_level is None
 
@@ -166,17 +166,17 @@ def scatter(result: Array, r: Reduction, part: Part, buffer: torch.Tensor) -> No
         begin += n
 
 
-class Rooms:
+class Buffers:
     """Memory for tensors that are joined in every step: allocating it again takes longer than the copies."""
 
     def __init__(self) -> None:
-        self._rooms: dict[Any, torch.Tensor] = {}
+        self._buffers: dict[Any, torch.Tensor] = {}
 
     def joined(self, which: tuple[int, str], tensors: list[torch.Tensor]) -> torch.Tensor:
         """Concatenate tensors; the result of the last call with the same `which` (a part's number, a name) is lost."""
         n, device = sum(t.numel() for t in tensors), tensors[0].device
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
-        room = self._rooms.get(key := (*which, dtype, device))
+        room = self._buffers.get(key := (*which, dtype, device))
         if room is None or room.numel() < n:
-            room = self._rooms[key] = torch.empty(n, dtype=dtype, device=device)
+            room = self._buffers[key] = torch.empty(n, dtype=dtype, device=device)
         return torch.cat(tensors, out=room[:n])

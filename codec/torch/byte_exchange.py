@@ -5,10 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from codec import ArgumentError, FrameError
-from codec.torch.channel import Array, Channel, Timeout
-from codec.torch.communicator import Line, agree, in_step, start
-from codec.torch.phases import Attempt
+from codec import FrameError, SpecError
+from codec.torch.channel import Channel
+from codec.torch.communicator import Communicator, close_on_error, exchange_requests, start
+from codec.torch.connection import Timeout
+from codec.torch.messages import Array
+from codec.torch.phases import FirstError
 
 _MOST_NBYTES = 1 << 36  # of a frame
 _CHUNK_NBYTES = 1 << 22  # of a message: memory for a frame grows with what has come of it
@@ -38,11 +40,11 @@ def exchange(frames: Sequence[Any], *, group: Any = None, timeout: Timeout | Non
         A rank announces a frame of an impossible size; a new group is needed. Or there is no memory for a frame, or a
         message was shorter than announced; the group can still be used.
     """
-    return start("exchange", group, timeout, False, lambda line: _exchange(line, frames)) or []
+    return start("exchange", group, timeout, False, lambda comm: _exchange(comm, frames)) or []
 
 
-def _exchange(line: Line, frames: Sequence[Any]) -> list[bytes]:
-    channel = line.channel
+def _exchange(comm: Communicator, frames: Sequence[Any]) -> list[bytes]:
+    channel = comm.channel
 
     def prepare() -> tuple[list[Array], list[int]]:
         try:
@@ -55,10 +57,10 @@ def _exchange(line: Line, frames: Sequence[Any]) -> list[bytes]:
             raise ArgumentError(f"a frame has more than {_MOST_NBYTES} bytes")
         return arrays, [0]
 
-    arrays, _ = agree(channel, prepare)
-    with in_step(channel):
+    arrays, _ = exchange_requests(channel, prepare)
+    with close_on_error(channel):
         received, error = swap(channel, arrays)
-    channel.conclude(error)
+    channel.exchange_verdict(error)
     channel.counters.frame_collectives += 1
     channel.counters.raw_nbytes += sum(a.nbytes for a in arrays)
     return received
@@ -72,16 +74,16 @@ def swap(channel: Channel, arrays: Sequence[Array]) -> tuple[list[bytes], Except
     list of bytes, Exception or None
         What ranks have sent, in order; if there is an error, empty ones.
     """
-    sizes, others = channel.scatter([a.nbytes for a in arrays]), channel.others
+    sizes, others = channel.scatter_numbers([a.nbytes for a in arrays]), channel.others
     for rank, nbytes in enumerate(sizes):
         if not 0 <= nbytes <= _MOST_NBYTES:
             raise FrameError(f"rank {rank} announces a frame of {nbytes} bytes; at most {_MOST_NBYTES} are possible")
     rooms = [_room(nbytes) for o in others for nbytes in (sizes[o], arrays[o].nbytes)]
-    channel.begin(Channel.room_for(rooms))
-    incoming = {o: channel.take(_room(sizes[o])) for o in others}
-    outgoing = {o: channel.take(_room(arrays[o].nbytes)) for o in others}
+    channel.begin(Channel.arena_nbytes(rooms))
+    incoming = {o: channel.allocate(_room(sizes[o])) for o in others}
+    outgoing = {o: channel.allocate(_room(arrays[o].nbytes)) for o in others}
     found: dict[int, list[bytes]] = {o: [] for o in others}
-    attempt = Attempt(channel)
+    attempt = FirstError(channel)
     longest = max((max(sizes[o], arrays[o].nbytes) for o in others), default=0)
     for begin in range(0, longest, _CHUNK_NBYTES):
         expected = {o: _expect(channel, incoming[o], sizes[o] - begin, o) for o in others if sizes[o] > begin}
@@ -91,7 +93,7 @@ def swap(channel: Channel, arrays: Sequence[Array]) -> tuple[list[bytes], Except
         for o, (message, work) in expected.items():
             channel.wait(work, o)
             attempt(_keep, found[o], message, o)
-        channel.finish()
+        channel.wait_for_sends()
     found[channel.rank] = [arrays[channel.rank].tobytes()]
     joined = attempt(_join, [found[rank] for rank in range(channel.size)])
     return joined or [b""] * channel.size, attempt.error

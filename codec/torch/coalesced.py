@@ -10,9 +10,9 @@ from codec.specs import Spec
 from codec.tensors.segments import segments
 from codec.torch import algorithms
 from codec.torch.arguments import check_dense, check_output, publish, reduction_of
-from codec.torch.channel import Array
-from codec.torch.collectives import Algorithm, run, run_algorithm
-from codec.torch.communicator import Line, start, storing
+from codec.torch.communicator import Communicator, start, storing_results
+from codec.torch.execution import Algorithm, run, run_algorithm
+from codec.torch.messages import Array
 from codec.torch.reduction import Reduction
 from codec.torch.work import Work
 
@@ -28,9 +28,9 @@ def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, algorithm: 
         flat = torch.cat([t.detach().reshape(-1) for t in tensors])
         return reduction_of(flat, spec, op, segments(tensors), None, None, stream)
 
-    def work(line: Line) -> Tensors:
-        result, r = run(line, prepare, algorithm)
-        with storing(line.channel):
+    def work(comm: Communicator) -> Tensors:
+        result, r = run(comm, prepare, algorithm)
+        with storing_results(comm.channel):
             begin = 0
             for t in tensors:
                 publish(result[begin : begin + t.numel()], r, t)
@@ -112,14 +112,14 @@ def _check_pairs(inputs: Tensors, outputs: Tensors) -> None:
 def _run(algorithm: Any, group: Any, prepare: Any, store: Any, outputs: Tensors) -> Work:
     """Begin a collective that stores results by store(result, reduction) in `outputs`."""
 
-    def work(line: Line) -> Tensors:
-        run_algorithm(line, algorithm, prepare, store)
+    def work(comm: Communicator) -> Tensors:
+        run_algorithm(comm, algorithm, prepare, store)
         return outputs
 
     return _started(algorithm.__name__, group, work)
 
 
-def _started(what: str, group: Any, work: Callable[[Line], Tensors]) -> Work:
+def _started(what: str, group: Any, work: Callable[[Communicator], Tensors]) -> Work:
     started = start(what, group, None, True, work)
     assert isinstance(started, Work)
     return started

@@ -5,14 +5,15 @@ from typing import Any
 from codec import CodecError
 from codec.specs import Lossless, Truncate
 from codec.stateful import CodebookRefresher
-from codec.torch import algorithms, collectives
+from codec.torch import algorithms
 from codec.torch.channel import Channel
-from codec.torch.collectives import Line
+from codec.torch.communicator import Communicator, close_on_error, exchange_requests, hash64, request
+from codec.torch.execution import signature
 from codec.torch.reduction import Reduction
 from codec.torch.work import Work
 
 
-class Refreshing:
+class CodebookSync:
     """A refresher whose steps are counted alike on all ranks, and whose codebooks all of them know.
 
     Counts are gathered by the thread and over the connections of the gradients, after a step's last bucket.
@@ -20,33 +21,33 @@ class Refreshing:
 
     def __init__(self, refresher: CodebookRefresher) -> None:
         self.refresher = refresher
-        self._alike = False  # all ranks are known to have the same step and codebooks
+        self._in_sync = False  # all ranks are known to have the same step and codebooks
         self._refreshing: Work | None = None
         self.restart()
 
     def restart(self) -> None:
         """Go on from the refresher's state."""
         self._step: int = self.refresher.state_dict()["latest"]  # failed ones count, too
-        self._alike = False
+        self._in_sync = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is under way."""
-        return self.__dict__ | {"_alike": False, "_refreshing": None}
+        return self.__dict__ | {"_in_sync": False, "_refreshing": None}
 
-    def doubt(self) -> None:
+    def require_sync(self) -> None:
         """Ranks may know other codebooks now: others have come, or a step has failed."""
-        self._alike = False
+        self._in_sync = False
 
     def begin_step(self, channel: Channel) -> None:
         """Count steps as all ranks do. Where they know other codebooks, as a rank that is new does, all begin anew."""
-        if not self._alike:
-            _, known = collectives.agree(channel, lambda: (None, self._known()))
+        if not self._in_sync:
+            _, known = exchange_requests(channel, lambda: (None, self._known()))
             everyones = [(step, books) for _, step, books in known]
             if len(set(everyones)) > 1:
-                with collectives.in_step(channel):
+                with close_on_error(channel):
                     self._begin_anew()
             self._step = max(step for step, _ in everyones)
-            self._alike = True
+            self._in_sync = True
         self._step += 1
 
     def _known(self) -> list[int]:
@@ -54,7 +55,7 @@ class Refreshing:
         refresher = self.refresher
         how = refresher.spec, refresher.dtype, refresher.interval, refresher.delay
         books = {name: bytes(book) for name, book in refresher.state_dict().items() if name.startswith("book")}
-        return [collectives.hashed("codebooks", how), self._step, collectives.hashed(books)]
+        return [hash64("codebooks", how), self._step, hash64(books)]
 
     def _begin_anew(self) -> None:
         """Forget codebooks, counts and steps."""
@@ -69,11 +70,11 @@ class Refreshing:
             return  # other symbols
         r.codebook, r.codebooks = refresher.current(self._step), refresher.books
         if refresher.due(self._step):
-            r.count = refresher.count
+            r.count_symbols = refresher.count
 
-    def submit(self, line: Line) -> None:
+    def submit(self, comm: Communicator) -> None:
         """Refresh behind all that was submitted."""
-        self._refreshing = line.worker.submit(lambda: self._refresh(line.channel))
+        self._refreshing = comm.worker.submit(lambda: self._refresh(comm.channel))
 
     def _refresh(self, channel: Channel) -> None:
         """All ranks sum what was counted, and propose the same codebook for a later step."""
@@ -84,16 +85,16 @@ class Refreshing:
         def prepare() -> tuple[Reduction, list[int]]:
             r = Reduction(refresher.counts(), "int64", Lossless(), "sum", 0)
             refresher.rollback(self._step)  # counts of a step that fails are forgotten
-            return r, [collectives.signature(r, "refresh")]
+            return r, [signature(r, "refresh")]
 
-        if not self._alike:
+        if not self._in_sync:
             refresher.rollback(self._step)
             return
         try:
-            r = collectives.ask(channel, prepare)
-            with collectives.in_step(channel):
+            r = request(channel, prepare)
+            with close_on_error(channel):
                 counts, error = algorithms.gather(channel, r)
-            channel.conclude(error)
+            channel.exchange_verdict(error)
             refresher.propose(self._step, counts.reshape(channel.size, -1).sum(0))
         except CodecError:
             pass  # on all ranks: the codebook that they have will do

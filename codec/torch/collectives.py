@@ -1,60 +1,25 @@
 """Collectives over torch.distributed whose tensors travel as frames."""
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from codec import ArgumentError
-from codec.specs import Lossless, Spec, Ternary
-from codec.tensors.segments import Records, Segments, unpack
+from codec import SpecError
+from codec.specs import Lossless, Spec
+from codec.tensors.segments import Segments
 from codec.tensors.view import mark_written
-from codec.torch import algorithms, raw, ternary
-from codec.torch.arguments import as_array, check_dense, check_output, publish, reduction_of
-from codec.torch.autotune import Choice, report
-from codec.torch.channel import Array, Channel, Timeout
-from codec.torch.communicator import Line, agree, ask, group_stats, hang_up, hashed, in_step, line_of, start, storing
+from codec.torch import algorithms, ternary
+from codec.torch.arguments import as_array, check_output, check_sizes, publish, reduction_of
+from codec.torch.communicator import Communicator, start, storing_results
+from codec.torch.connection import Timeout
+from codec.torch.execution import Algorithm, run, run_algorithm
+from codec.torch.messages import Array
 from codec.torch.reduction import Reduction
-from codec.torch.residuals import CallersResidual, check_algorithm_of_feedback
+from codec.torch.residuals import CallersResidual, check_feedback_algorithm
 from codec.torch.work import Work
-
-Algorithm = Literal["auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"]
-
-__all__ = [
-    "Algorithm",
-    "Line",
-    "agree",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "ask",
-    "check_algorithm",
-    "choose_algorithm",
-    "group_stats",
-    "hang_up",
-    "hashed",
-    "in_step",
-    "line_of",
-    "reduce_scatter",
-    "run",
-    "run_algorithm",
-    "run_all",
-    "signature",
-]
-
-_ALGORITHMS = {
-    "two_shot": algorithms.two_shot,
-    "all_gather": algorithms.all_gather,
-    "ring": algorithms.ring,
-    "raw": raw.two_shot,
-    "shared_scale": ternary.shared_scale,
-}
-_OF_FRAMES = ("two_shot", "all_gather", "ring")  # their results can wait in them
-_CHOICES = 256  # that a group remembers
-_SMALL = 1 << 16  # bytes of a tensor: two phases take longer than what one sends more
 
 
 def all_reduce(
@@ -141,8 +106,8 @@ def all_reduce(
     >>> codec.torch.all_reduce(gradient, codec.Float8(group_size=128))  # doctest: +SKIP
     """
 
-    def work(line: Line) -> list[torch.Tensor]:
-        return _all_reduce(line, tensor, spec, op, algorithm, segments, metric, state, stream, residual, out)
+    def work(comm: Communicator) -> list[torch.Tensor]:
+        return _all_reduce(comm, tensor, spec, op, algorithm, segments, metric, state, stream, residual, out)
 
     return _work(start("all_reduce", group, timeout, async_op, work))
 
@@ -153,7 +118,7 @@ def _work(started: Any) -> Work | None:
 
 
 def _all_reduce(
-    line: Line,
+    comm: Communicator,
     tensor: torch.Tensor,
     spec: Spec,
     op: Any,
@@ -177,27 +142,27 @@ def _all_reduce(
         if out is None:
             check_output(tensor, tensor.dtype, tensor.numel(), "the tensor")
         r.out = None if out is None else _place(out, tensor, r)
-        if out is None and r.can_wait and r.x.ctypes.data == tensor.data_ptr():
-            r.late = []
+        if out is None and r.can_defer and r.x.ctypes.data == tensor.data_ptr():
+            r.deferred = []
         if residual is not None:
-            check_algorithm_of_feedback(algorithm)
+            check_feedback_algorithm(algorithm)
             kept = CallersResidual(residual, r, tensor if out is None else out)
         return r
 
-    result, r = run(line, prepare, algorithm)
-    with storing(line.channel):
+    result, r = run(comm, prepare, algorithm)
+    with storing_results(comm.channel):
         if out is None:
             _store(result, r, tensor)
         if kept is not None:
-            kept.commit(line.channel.size)
+            kept.commit(comm.channel.size)
     return [tensor if out is None else out]
 
 
 def _store(result: Array, r: Reduction, tensor: torch.Tensor) -> None:
     """Store the result of a reduction in the caller's tensor."""
-    for each in r.late or ():
+    for each in r.deferred or ():
         each()
-    if r.late is None:
+    if r.deferred is None:
         publish(result, r, tensor)
     else:
         mark_written(tensor)
@@ -215,107 +180,6 @@ def _place(out: torch.Tensor, tensor: torch.Tensor, r: Reduction) -> Array:
     if np.may_share_memory(place, r.x) or (inside and not tensor.is_contiguous()):
         raise ArgumentError("out= shares memory with the tensor")
     return place
-
-
-def run(line: Line, prepare: Callable[[], Reduction], asked: Algorithm) -> tuple[Array, Reduction]:
-    """The reduced values of what prepare() returns, once all ranks have them."""
-    return run_all(line, lambda: [prepare()], asked)[0]
-
-
-def run_all(line: Line, prepare: Callable[[], list[Reduction]], asked: Algorithm) -> list[tuple[Array, Reduction]]:
-    """The same for several: all are reduced, or none."""
-    channel = line.channel
-    sign = 0
-
-    def begin() -> tuple[list[Reduction], list[int]]:
-        nonlocal sign
-        reductions = prepare()
-        # what is left to us may come to be another algorithm later: all must have left it
-        sign = hashed(asked, [signature(r, choose_algorithm(asked, r, channel.size)) for r in reductions])
-        return reductions, [sign]
-
-    reductions = ask(channel, begin)
-    choice = line.choices.get(sign) or Choice(_described(reductions))
-    as_they_are = asked == "auto" and channel.size > 1 and choice.kind == "values"
-    before = channel.sent_nbytes
-    with in_step(channel):
-        largest = max(reductions, key=lambda r: r.x.size, default=None)
-        for r in reductions:
-            if r is not largest and r.out is None and r.late is None:  # there is memory for one result
-                r.out = np.empty(r.x.size, r.x.dtype)
-        names = [choose_algorithm(asked, r, channel.size) for r in reductions]
-        if as_they_are:
-            names = ["raw" if r.x.nbytes > _SMALL else name for r, name in zip(reductions, names, strict=True)]
-        ended = _run_each(channel, reductions, names)
-    first = next((error for _, error in ended if error is not None), None)
-    nbytes = sum(2 * r.x.nbytes * (channel.size - 1) // channel.size for r in reductions)
-    choice.learn(channel.conclude(first, report(channel.began, channel.sent_nbytes - before, nbytes)))
-    _count(channel, reductions, raw="raw" in names)
-    line.choices.pop(sign, None)
-    line.choices[sign] = choice
-    if len(line.choices) > _CHOICES:  # that of the longest ago, on all ranks
-        del line.choices[next(iter(line.choices))]
-    return [(result, r) for r, (result, _) in zip(reductions, ended, strict=True)]
-
-
-def _described(reductions: list[Reduction]) -> str:
-    """Return the total size, dtypes and specs of some reductions, for log messages."""
-    specs = ", ".join(dict.fromkeys(f"{r.dtype} by {r.spec}" for r in reductions))
-    return f"{sum(r.x.nbytes for r in reductions)} bytes ({specs})"
-
-
-def _count(channel: Channel, reductions: Sequence[Reduction], *, raw: bool = False) -> None:
-    """Count a collective that has succeeded."""
-    counters = channel.counters
-    counters.raw_nbytes += sum(r.x.nbytes for r in reductions)
-    if raw:
-        counters.raw_collectives += 1
-    else:
-        counters.frame_collectives += 1
-
-
-def _run_each(channel: Channel, reductions: list[Reduction], names: list[str]) -> list[tuple[Array, Exception | None]]:
-    """What algorithms of these names give: together, if they have steps, else one after the other."""
-    if all(name in algorithms.STEPS for name in names):
-        return algorithms.in_turn(
-            [algorithms.STEPS[name](channel, r) for r, name in zip(reductions, names, strict=True)]
-        )
-    ended: list[tuple[Array, Exception | None]] = []
-    for r, name in zip(reductions, names, strict=True):
-        if name not in _OF_FRAMES:
-            r.late = None
-        ended.append(_ALGORITHMS[name](channel, r))
-    return ended
-
-
-def signature(r: Reduction, algorithm: str) -> int:
-    """What must be the same on all ranks."""
-    book = r.codebook and r.codebook.id
-    inside = None if r.segments is None else _hashed_segments(r.segments)
-    return hashed(r.spec, r.dtype, r.x.size, r.op, algorithm, inside, r.metric is None, book)
-
-
-@functools.lru_cache(256)
-def _hashed_segments(segments: Records) -> int:
-    return hashed(unpack(segments))  # records are in this machine's byte order
-
-
-def check_algorithm(asked: Any) -> None:
-    """Raise ArgumentError unless there is such an algorithm."""
-    if not isinstance(asked, str) or asked not in ("auto", *_ALGORITHMS):
-        raise ArgumentError(f"algorithm must be 'auto' or one of {tuple(_ALGORITHMS)}, got {asked!r}")
-
-
-def choose_algorithm(asked: Algorithm, r: Reduction, size: int) -> str:
-    """Who sends what to whom."""
-    check_algorithm(asked)
-    if asked == "shared_scale":
-        if isinstance(r.spec, Ternary):
-            return asked
-        asked = "auto"  # of what a hook's policy has beside
-    if size == 1 or (asked == "auto" and (size == 2 or r.x.nbytes <= _SMALL)):
-        return "all_gather"
-    return "two_shot" if asked == "auto" else asked
 
 
 def reduce_scatter(
@@ -418,40 +282,6 @@ def all_to_all(
     return _begin(group, timeout, async_op, algorithms.all_to_all, prepare, output)
 
 
-def check_sizes(large: torch.Tensor, times: int, small: torch.Tensor) -> None:
-    """Raise ArgumentError unless `large` has `times` as many values as `small`, of the same dtype."""
-    check_dense(large)
-    check_dense(small)
-    have, want, dtype, other = large.numel(), times * small.numel(), large.dtype, small.dtype
-    if have != want or dtype != other:
-        raise ArgumentError(f"output and tensor do not go together: {have} values for {want}, {dtype} and {other}")
-
-
-def run_algorithm(
-    line: Line,
-    algorithm: Callable[[Channel, Reduction], tuple[Array, Exception | None]],
-    prepare: Callable[[int], Reduction],
-    store: Callable[[Array, Reduction], None],
-) -> None:
-    """Run an algorithm over what prepare(number of ranks) returns; store(result, reduction) once all have succeeded.
-
-    What `prepare` raises is an error on all ranks.
-    """
-    channel, name = line.channel, algorithm.__name__
-
-    def begin() -> tuple[Reduction, list[int]]:
-        r = prepare(channel.size)
-        return r, [signature(r, name)]
-
-    r = ask(channel, begin)
-    with in_step(channel):
-        result, error = algorithm(channel, r)
-    channel.conclude(error)
-    _count(channel, [r])
-    with storing(channel):
-        store(result, r)
-
-
 def _nothing(size: int) -> None:
     """Do nothing after a success."""
 
@@ -472,12 +302,12 @@ def _begin(
         check_output(output, output.dtype, output.numel())
         return r
 
-    def work(line: Line) -> list[torch.Tensor]:
+    def work(comm: Communicator) -> list[torch.Tensor]:
         def store(result: Array, r: Reduction) -> None:
             publish(result, r, output)
-            commit(line.channel.size)
+            commit(comm.channel.size)
 
-        run_algorithm(line, algorithm, prepare_all, store)
+        run_algorithm(comm, algorithm, prepare_all, store)
         return [output]
 
     return _work(start(algorithm.__name__, group, timeout, async_op, work))

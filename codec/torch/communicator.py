@@ -1,4 +1,4 @@
-"""The thread and the connections of a group, and how its ranks begin and end a collective together."""
+"""Communicator of a group: its channel, the thread that uses it, and the begin and end of collectives."""
 
 import hashlib
 import os
@@ -14,54 +14,65 @@ import codec
 from codec import ArgumentError, PeerError
 from codec.arguments import shown
 from codec.torch.autotune import Choice
-from codec.torch.channel import Channel, Timeout, check_timeout
+from codec.torch.channel import Channel
+from codec.torch.connection import Timeout, check_timeout
 from codec.torch.counters import Counters
 from codec.torch.work import Work
 from codec.torch.worker import Worker
 
 T = TypeVar("T")
 
+# Communicators
 
-class Line:
-    """A group's channel, with the thread that alone uses it."""
+
+class Communicator:
+    """Channel of a group, with the thread that alone uses it.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        Ranks of the communicator.
+    timeout : float, timedelta or None
+        As for :class:`codec.torch.channel.Channel`.
+    """
 
     def __init__(self, group: Any, timeout: Timeout | None) -> None:
         self.worker = Worker(f"codec, rank {group.rank()}")
         weakref.finalize(self, self.worker.stop)
-        # a thread that waits for another one hears Ctrl-C, one that waits for peers does not
+        # Ctrl-C interrupts a thread that waits for another thread, but not one that waits for peers.
         self.channel: Channel = self.worker.submit(lambda: Channel(group, timeout)).result()
-        self.choices: dict[int, Choice] = {}
-        self.finish(lambda: self.channel.check_same("version of codec", [hashed(codec.__version__)]))
+        self.choices: dict[int, Choice] = {}  # frames or uncompressed, by signature; the last used is last
+        self.run(lambda: self.channel.check_same("version of codec", [hash64(codec.__version__)]))
 
-    def finish(self, work: Callable[[], T]) -> T:
-        """Run `work` after what was submitted before, and return its result.
+    def run(self, collective: Callable[[], T]) -> T:
+        """Run a collective after those submitted before, and return its result.
 
-        Where Ctrl-C ends the wait, the collective is given up: the caller's tensors are not written any more.
+        If Ctrl-C ends the wait, the collective is cancelled: no tensor of the caller is written any more.
         """
         self.worker.check_thread()
-        submitted: Work | None = None
+        work: Work | None = None
         try:
-            submitted = self.worker.submit(work)
-            return submitted.result()
+            work = self.worker.submit(collective)
+            return work.result()
         except BaseException:
-            if submitted is None or not submitted.is_completed():
-                self.give_up()
+            if work is None or not work.is_completed():
+                self.cancel()
             raise
 
-    def give_up(self) -> None:
-        """Have the collective in flight and all later ones fail without writing a tensor; peers learn of it."""
+    def cancel(self) -> None:
+        """Make the collective in flight and all later ones fail without writing a tensor, here and on peers."""
         if self.worker.forked:  # the connections are the parent's
             return
-        self.channel.abandon()
+        self.channel.cancel()
         self.worker.submit(self.channel.close)
 
 
 class _Slot:
-    """The line of a group, once it was made, and the lock under which it is."""
+    """Communicator of a group, None until it is made, and the lock that guards it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.line: Line | None = None
+        self.communicator: Communicator | None = None
 
 
 _slots: "weakref.WeakKeyDictionary[Any, _Slot]" = weakref.WeakKeyDictionary()
@@ -84,13 +95,20 @@ def _slot_of(group: Any) -> _Slot:
         return _slots.setdefault(group, _Slot())
 
 
-def line_of(group: Any, timeout: Timeout | None = None) -> Line:
-    """Return the line of a group; the first call makes it, which all ranks must do, one thread at a time.
+def communicator_of(group: Any, timeout: Timeout | None = None) -> Communicator:
+    """Return the communicator of a group. The first call makes it; all ranks must take part in that.
+
+    Parameters
+    ----------
+    group : ProcessGroup or None
+        None: all ranks.
+    timeout : float, timedelta or None
+        Timeout of a new communicator.
 
     Raises
     ------
-    ArgumentError
-        The group or the timeout is none; torch.distributed is not initialized.
+    SpecError
+        `group` or `timeout` has a wrong type or value, or torch.distributed is not initialized.
     PeerError
         The ranks cannot be connected.
     """
@@ -98,13 +116,13 @@ def line_of(group: Any, timeout: Timeout | None = None) -> Line:
     key = _key_of(group)
     slot = _slot_of(key)
     with slot.lock:
-        if slot.line is None:
-            slot.line = Line(key, timeout)
-        return slot.line
+        if slot.communicator is None:
+            slot.communicator = Communicator(key, timeout)
+        return slot.communicator
 
 
 def _key_of(group: Any) -> Any:
-    """Return the process group that is meant: that of all ranks for None."""
+    """Return the process group itself: that of all ranks for None."""
     _check_group(group)
     key = group or dist.group.WORLD
     if key is None:
@@ -113,7 +131,7 @@ def _key_of(group: Any) -> Any:
 
 
 def _check_group(group: Any) -> None:
-    """Raise ArgumentError unless it is a process group, None, or what new_group gives ranks that are not of a group."""
+    """Raise SpecError unless `group` is a process group, None, or the value that new_group gives non-members."""
     if (
         group is not None
         and group is not dist.GroupMember.NON_GROUP_MEMBER
@@ -122,144 +140,182 @@ def _check_group(group: Any) -> None:
         raise ArgumentError(f"group must be a ProcessGroup or None, got {shown(group)}")
 
 
-def start(what: str, group: Any, timeout: Timeout | None, async_op: bool, work: Callable[[Line], Any]) -> Any:
-    """Run work(line) in the thread of a group's collectives.
-
-    A bad timeout is an error on all ranks, like other arguments: this rank connects nevertheless, to tell the others.
+def close_communicator(group: Any, *, cancel: bool) -> None:
+    """Close the connections of a group.
 
     Parameters
     ----------
-    what : str
-        The name of the collective, for messages.
-    group, timeout, async_op
-        As for :func:`all_reduce`.
-    work : callable
-        The collective.
+    group : ProcessGroup
+        A group; nothing happens if it has no communicator.
+    cancel : bool
+        True: make collectives in flight fail without writing a tensor. False: wait for them first.
+    """
+    comm = _slot_of(group).communicator
+    if comm is None or comm.worker.forked:
+        return
+    if cancel:
+        comm.cancel()
+    else:
+        comm.worker.submit(comm.channel.close).wait()
+
+
+def group_stats(group: Any = None) -> Counters:
+    """Return the totals of a group's collectives so far, on this rank.
+
+    Parameters
+    ----------
+    group : ProcessGroup, optional
+        None: all ranks.
 
     Returns
     -------
-    Work if `async_op`, None if this rank is not of the group, else what `work` returns
+    Counters
+        A copy, which later collectives do not change; zeros before the first collective. Subtract an earlier copy to
+        get the totals of a period.
+
+    Raises
+    ------
+    SpecError
+        `group` is no process group, or torch.distributed is not initialized.
+
+    Examples
+    --------
+    >>> before = codec.torch.group_stats()
+    >>> codec.torch.all_reduce(torch.ones(1000))
+    >>> (codec.torch.group_stats() - before).raw_nbytes
+    4000
+    """
+    key = _key_of(group)
+    comm = None if key is dist.GroupMember.NON_GROUP_MEMBER else _slot_of(key).communicator
+    return Counters() if comm is None else comm.channel.counters.copy()
+
+
+# Collectives
+
+
+def start(name: str, group: Any, timeout: Timeout | None, async_op: bool, work: Callable[[Communicator], Any]) -> Any:
+    """Run work(comm) in the thread of a group's collectives.
+
+    A wrong timeout is an error on all ranks, as other arguments are: this rank connects in spite of it, to report the
+    error.
+
+    Parameters
+    ----------
+    name : str
+        Name of the collective, for messages.
+    group, timeout, async_op
+        As for :func:`codec.torch.all_reduce`.
+    work : callable
+        Runs the collective; returns its result.
+
+    Returns
+    -------
+    Work, None or the result of `work`
+        Work if `async_op`; None if this rank is not of the group.
     """
     _check_group(group)
-    if _is_apart(group, what):
+    if _warn_non_member(group, name):
         return None
     error: ArgumentError | None = None
     try:
         check_timeout(timeout)
     except ArgumentError as e:
         timeout, error = None, e
-    line = line_of(group, timeout)
+    comm = communicator_of(group, timeout)
 
     def run() -> Any:
         if error is not None:
-            _refuse(line.channel, error)
-        return work(line)
+            _refuse(comm.channel, error)
+        return work(comm)
 
-    return line.worker.submit(run) if async_op else line.finish(run)
+    return comm.worker.submit(run) if async_op else comm.run(run)
 
 
-def _refuse(channel: Channel, error: ArgumentError) -> None:
-    """Tell all ranks that this one cannot begin, and raise the error."""
+def _refuse(channel: Channel, error: SpecError) -> None:
+    """Tell all ranks that this one cannot take part, and raise the error."""
 
     def prepare() -> NoReturn:
         raise error
 
-    ask(channel, prepare)
+    request(channel, prepare)
 
 
-def _is_apart(group: Any, what: str) -> bool:
-    """Return True, with a warning as torch.distributed's, if this rank is not of a group."""
-    apart = dist.distributed_c10d._rank_not_in_group(group)
-    if apart:
-        dist.distributed_c10d._warn_not_in_group(what)
-    return apart
+def _warn_non_member(group: Any, name: str) -> bool:
+    """Return True if this rank is not of a group, with the warning that torch.distributed gives."""
+    outside = dist.distributed_c10d._rank_not_in_group(group)
+    if outside:
+        dist.distributed_c10d._warn_not_in_group(name)
+    return outside
 
 
-def group_stats(group: Any = None) -> Counters:
-    """Return the totals of a group's collectives so far, on this rank: bytes, seconds, and how often frames were sent.
-
-    Subtract an earlier result to get the totals of a period.
-
-    Parameters
-    ----------
-    group : ProcessGroup, optional
-        As for :func:`all_reduce`.
-
-    Returns
-    -------
-    Counters
-        A copy, which later collectives do not change; zeros before the first collective.
-
-    Raises
-    ------
-    ArgumentError
-        `group` is no process group, or torch.distributed is not initialized.
-    """
-    key = _key_of(group)
-    line = None if key is dist.GroupMember.NON_GROUP_MEMBER else _slot_of(key).line
-    return Counters() if line is None else line.channel.counters.copy()
-
-
-def hang_up(group: Any, *, now: bool) -> None:
-    """Close a group's connections, after what was begun; or `now`: what is in flight fails and writes nothing."""
-    line = _slot_of(group).line
-    if line is None or line.worker.forked:
-        return
-    if now:
-        line.give_up()
-    else:
-        line.worker.submit(line.channel.close).wait()
-
-
-def hashed(*what: Any) -> int:
-    """64 bits that tell arguments apart on different ranks."""
-    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little", signed=True)
+def hash64(*values: Any) -> int:
+    """Return a signed 64-bit hash of the representation of some values, equal on all ranks and in all processes."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "little", signed=True)
 
 
 @contextmanager
-def in_step(channel: Channel) -> Iterator[None]:
-    """Close the channel if the body fails on this rank alone, such as for want of memory.
+def close_on_error(channel: Channel) -> Iterator[None]:
+    """Return a context manager that closes the channel if its body fails on this rank alone, such as out of memory.
 
-    No rank waits for what never comes, or takes for this collective what belongs to the next one.
+    Without it, ranks would wait for messages that never come, or take messages of one collective for those of the next.
     """
     try:
         yield
     except BaseException:
-        if not channel.declined:
+        if not channel.refused:
             channel.close()
         raise
 
 
 @contextmanager
-def storing(channel: Channel) -> Iterator[None]:
-    """Store results in the caller's tensors within this, after all ranks have succeeded.
+def storing_results(channel: Channel) -> Iterator[None]:
+    """Return a context manager for storing results in the caller's tensors, after all ranks have succeeded.
 
-    An error closes the channel: the other ranks have gone on, and learn of it with the next collective.
+    An error closes the channel: the other ranks have gone on, and fail at the next collective.
     """
-    with in_step(channel), channel.writing():
+    with close_on_error(channel), channel.writing():
         yield
 
 
-def ask(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> T:
-    """Return what prepare() returns; send its numbers to all ranks, of which the first must be the same on all.
+def request(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> T:
+    """Begin a collective: check this rank's arguments and send the request.
 
-    An error on one rank is an error on all: on others when they hear of it, before anything else is sent.
+    An error on one rank is an error on all: the other ranks raise PeerError before they send any data.
+
+    Parameters
+    ----------
+    channel : Channel
+        Channel of the group.
+    prepare : callable
+        Returns a value and at most 3 numbers. The first number, the signature, must be the same on all ranks. Raises an
+        error if the arguments are wrong.
+
+    Returns
+    -------
+    object
+        The value.
     """
     try:
         prepared, numbers = prepare()
     except BaseException:
-        with in_step(channel):
-            channel.ask([0], able=False)
+        with close_on_error(channel):
+            channel.send_request([0], able=False)
             with suppress(PeerError):  # this rank is the cause
-                channel.agree()
+                channel.await_requests()
         raise
-    with in_step(channel):
-        channel.ask(numbers, able=True)
+    with close_on_error(channel):
+        channel.send_request(numbers, able=True)
     return prepared
 
 
-def agree(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> tuple[T, list[list[int]]]:
-    """The same, once all ranks are known to do the same; and all ranks' numbers."""
-    prepared = ask(channel, prepare)
-    with in_step(channel):
-        return prepared, channel.agree()
+def exchange_requests(channel: Channel, prepare: Callable[[], tuple[T, list[int]]]) -> tuple[T, list[list[int]]]:
+    """Begin a collective as :func:`request` does, and wait for the requests of all ranks.
+
+    Returns
+    -------
+    object, list of list of int
+        The value that prepare() returned; the numbers of each rank.
+    """
+    prepared = request(channel, prepare)
+    with close_on_error(channel):
+        return prepared, channel.await_requests()

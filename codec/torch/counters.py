@@ -29,7 +29,7 @@ class Counters:
     wire_s : float
         Seconds spent sending and waiting for other ranks.
     decode_s : float
-        Seconds spent decoding, summing and storing results.
+        Seconds spent decoding, summing and storing_results results.
     """
 
     frame_collectives: int = 0

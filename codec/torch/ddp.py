@@ -15,9 +15,9 @@ from codec.optimizers.from_torch import check_known, unwrapped
 from codec.specs import Lossless, Spec
 from codec.stateful import CodebookRefresher
 from codec.torch import lifetime
-from codec.torch.buckets import by_state
-from codec.torch.channel import Timeout
-from codec.torch.collectives import Algorithm
+from codec.torch.buckets import needs_optimizer
+from codec.torch.connection import Timeout
+from codec.torch.execution import Algorithm
 from codec.torch.hook import Hook, check
 from codec.torch.policy import Policy, default_policy
 
@@ -93,7 +93,7 @@ def ddp_hook(
     """
     optimizer = unwrapped(optimizer)
     check(spec, optimizer, feedback, algorithm, refresher)
-    if by_state(spec):
+    if needs_optimizer(spec):
         check_known(optimizer)
     start_step = whole("start_step", start_step, 0, 1 << 40)
     return Hook(spec, optimizer, feedback, policy, algorithm, refresher, grad_scaler, group, timeout, start_step)

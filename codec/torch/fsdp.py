@@ -14,14 +14,15 @@ from codec import ArgumentError, StateError
 from codec._c.spec_structs import spec_struct
 from codec.specs import Lossless, Spec, check_contraction
 from codec.stateful.checkpoint import VERSION, opened, plain
-from codec.torch import algorithms, arguments, collectives, renamed
-from codec.torch.channel import Timeout, check_timeout
-from codec.torch.collectives import Algorithm, Line
-from codec.torch.communicator import start, storing
+from codec.torch import algorithms, arguments, execution, renamed
+from codec.torch.arguments import check_sizes
+from codec.torch.communicator import Communicator, start, storing_results
+from codec.torch.connection import Timeout, check_timeout
 from codec.torch.counters import Counters
+from codec.torch.execution import Algorithm
 from codec.torch.passes import Pass
 from codec.torch.reduction import Reduction
-from codec.torch.residuals import Feedback, Residuals, check_algorithm_of_feedback
+from codec.torch.residuals import Feedback, Residuals, check_feedback_algorithm
 from codec.torch.work import Work
 
 _STREAM = 1 << 32  # distance between the random streams of two collectives: more than one collective has frames
@@ -82,11 +83,11 @@ class _Comm:
         group: Any,
         tensor: torch.Tensor,
         copies: Callable[[int], float],
-        work: Callable[[Line, int], Any],
+        work: Callable[[Communicator, int], Any],
         output: torch.Tensor,
         async_op: bool,
     ) -> Work | None:
-        """Do work(line, stream) in the thread of a group's collectives, and count it.
+        """Do work(comm, stream) in the thread of a group's collectives, and count it.
 
         The bytes without compression are those of `tensor` times copies(number of ranks).
         """
@@ -95,10 +96,10 @@ class _Comm:
         self._calls += 1
         stream = self._calls * _STREAM
 
-        def counted(line: Line) -> list[torch.Tensor]:
-            before = line.channel.counters.copy()
-            work(line, stream)
-            self._count(line.channel.counters - before, round(tensor.nbytes * copies(line.channel.size)))
+        def counted(comm: Communicator) -> list[torch.Tensor]:
+            before = comm.channel.counters.copy()
+            work(comm, stream)
+            self._count(comm.channel.counters - before, round(tensor.nbytes * copies(comm.channel.size)))
             return [output]
 
         started = start(name, group, self._timeout, async_op, counted)
@@ -246,16 +247,16 @@ class ReduceScatter(_Reducing):
             tensor, op = tensor * factor, dist.ReduceOp.SUM
         now = Pass.current()
 
-        def work(line: Line, stream: int) -> None:
+        def work(comm: Communicator, stream: int) -> None:
             def prepare(size: int) -> Reduction:
-                collectives.check_sizes(tensor, size, output)
+                check_sizes(tensor, size, output)
                 r = arguments.reduction_of(tensor, self._spec, op, None, None, None, stream)
                 arguments.check_output(output, output.dtype, output.numel())
                 self._feed(r, now, name)
                 return r
 
-            collectives.run_algorithm(
-                line, algorithms.reduce_scatter, prepare, lambda result, r: arguments.publish(result, r, output)
+            execution.run_algorithm(
+                comm, algorithms.reduce_scatter, prepare, lambda result, r: arguments.publish(result, r, output)
             )
 
         run = functools.partial(
@@ -334,9 +335,9 @@ class AllReduce(_Reducing):
         op = arguments.op_of(op)
         if op == "max":
             raise SpecError("op must be a sum or a mean of gradients, got a maximum")
-        collectives.check_algorithm(algorithm)
+        execution.check_algorithm(algorithm)
         if feedback:
-            check_algorithm_of_feedback(algorithm)
+            check_feedback_algorithm(algorithm)
         self._group, self._op = group, op
         self._algorithm: Algorithm = algorithm
 
@@ -375,7 +376,7 @@ class AllReduce(_Reducing):
             return
         now = Pass.current()
 
-        def work(line: Line, stream: int) -> None:
+        def work(comm: Communicator, stream: int) -> None:
             feedback: Feedback | None = None
 
             def prepare() -> Reduction:
@@ -385,11 +386,11 @@ class AllReduce(_Reducing):
                 feedback = self._feed(r, now, name)
                 return r
 
-            result, r = collectives.run(line, prepare, self._algorithm)
-            with storing(line.channel):
+            result, r = execution.run(comm, prepare, self._algorithm)
+            with storing_results(comm.channel):
                 arguments.publish(result, r, tensor)
                 if feedback is not None:
-                    feedback.settle(line.channel.size)
+                    feedback.settle(comm.channel.size)
 
         run = functools.partial(
             self._run, "all_reduce", self._group, tensor, lambda size: 2 * (size - 1) / size, work, tensor
@@ -430,14 +431,14 @@ class AllGather(_Comm):
             self._count_plain()
             return renamed.all_gather_single(output_tensor, input_tensor, group, async_op)
 
-        def work(line: Line, stream: int) -> None:
+        def work(comm: Communicator, stream: int) -> None:
             def prepare(size: int) -> Reduction:
-                collectives.check_sizes(output_tensor, size, input_tensor)
+                check_sizes(output_tensor, size, input_tensor)
                 arguments.check_output(output_tensor, output_tensor.dtype, output_tensor.numel())
                 return arguments.reduction_of(input_tensor, self._spec, "sum", None, None, None, stream)
 
-            collectives.run_algorithm(
-                line, algorithms.gather, prepare, lambda result, r: arguments.publish(result, r, output_tensor)
+            execution.run_algorithm(
+                comm, algorithms.gather, prepare, lambda result, r: arguments.publish(result, r, output_tensor)
             )
 
         return self._run("all_gather", group, input_tensor, lambda size: size - 1, work, output_tensor, async_op)

@@ -16,12 +16,21 @@ from codec import ArgumentError, PeerError, SpecError, StateError, Status
 from codec._c.spec_structs import spec_struct
 from codec.specs import Spec, check_contraction
 from codec.stateful import CodebookRefresher
-from codec.torch import arguments, collectives, hook_state, lifetime, ternary, uncompressed
-from codec.torch.buckets import Part, Rooms, by_state, cut, cut_as, n_values, scatter
+from codec.torch import arguments, execution, hook_state, lifetime, ternary, uncompressed
+from codec.torch.buckets import Buffers, Part, cut, cut_as, n_values, needs_optimizer, scatter
 from codec.torch.byte_exchange import exchange
-from codec.torch.channel import Channel, Timeout, check_timeout
-from codec.torch.codebook_sync import Refreshing
-from codec.torch.collectives import Algorithm, Line
+from codec.torch.channel import Channel
+from codec.torch.codebook_sync import CodebookSync
+from codec.torch.communicator import (
+    Communicator,
+    close_communicator,
+    close_on_error,
+    communicator_of,
+    exchange_requests,
+    hash64,
+)
+from codec.torch.connection import Timeout, check_timeout
+from codec.torch.execution import Algorithm
 from codec.torch.hook_residuals import Residuals
 from codec.torch.optimizer_state import check_has, metric_of
 from codec.torch.policy import Plan, Policy, feeds_back, note_zeros, plain_names
@@ -63,7 +72,7 @@ class _End:
 
     def __del__(self) -> None:
         if not self._called:
-            self._hook._give_up(self._step)
+            self._hook._cancel_step(self._step)
 
 
 class Hook:
@@ -86,20 +95,20 @@ class Hook:
         self.optimizer = optimizer
         self._algorithm: Algorithm = algorithm
         self._scaler = grad_scaler
-        self._asked_group, self._group, self._timeout = group, group, check_timeout(timeout)
+        self._group_argument, self._group, self._timeout = group, group, check_timeout(timeout)
         self._steps = 0  # that have succeeded, those before a checkpoint included
         self._buckets: list[list[str]] = []  # names of the parameters in each bucket of the last step
-        self._resumed: list[list[str]] = []  # the same until the first step of a new model has succeeded
-        self._alike = False  # all ranks are known to have the same number of steps, and of mostly zero parameters
+        self._loaded_buckets: list[list[str]] = []  # the same until the first step of a new model has succeeded
+        self._in_sync = False  # all ranks are known to have the same number of steps, and of mostly zero parameters
         self._model: weakref.ref[torch.nn.parallel.DistributedDataParallel] | None = None
         self._parts: dict[tuple[str, ...], tuple[int, list[Part]]] = {}  # of buckets, and how many values they have
-        self._rooms = Rooms()
+        self._buffers = Buffers()
         self._step = _Step()
         self._stats = Stats()
         self._owner = hook_state.UNKNOWN, hook_state.UNKNOWN  # rank and world size that the residuals are of
         self._residuals = Residuals(spec) if self.plan.feedback else None
         self.refresher = refresher
-        self._books = None if refresher is None else Refreshing(refresher)
+        self._books = None if refresher is None else CodebookSync(refresher)
         self.called = False
         self.__name__ = self.__qualname__ = "codec.torch.Hook"  # torch asks a hook for both
         lifetime.watch(self)
@@ -159,21 +168,21 @@ class Hook:
             )
         for p, name in names.items():
             check_has(self.optimizer, self.plan.asked(name, p), name)
-        group: Any = self._asked_group or model.process_group
+        group: Any = self._group_argument or model.process_group
         self._check_state(names, group.rank(), group.size())
         return model, names
 
     def _adopt(self, model: Any, names: dict[torch.nn.Parameter, str]) -> None:
         """Serve a model from now on."""
         if self._step.in_flight:
-            self._give_up(self._step)
+            self._cancel_step(self._step)
         if self._books is not None:
             self._books.settle()
-            self._books.doubt()
-        self._model, self._alike, self._resumed = weakref.ref(model), False, self._buckets
+            self._books.require_sync()
+        self._model, self._in_sync, self._loaded_buckets = weakref.ref(model), False, self._buckets
         self.plan.serve(model, names)
         self._parts.clear()
-        self._group = self._asked_group or model.process_group  # a new one, perhaps, after a rank was lost
+        self._group = self._group_argument or model.process_group  # a new one, perhaps, after a rank was lost
         self._owner = self._group.rank(), self._group.size()
         lifetime.warn_of_adam(self)
 
@@ -195,7 +204,7 @@ class Hook:
             The spec does not go with the other arguments of the hook, which goes on as before.
         """
         check(spec, self.optimizer, feedback, self._algorithm, self.refresher)
-        self.plan.spec, self.plan.asked_feedback = spec, feedback
+        self.plan.spec, self.plan.feedback_argument = spec, feedback
         if self.plan.feedback and self._residuals is None:
             self._residuals = Residuals(spec)
         lifetime.warn_of_adam(self)
@@ -281,8 +290,8 @@ class Hook:
             self._books.settle()
             self.refresher.load_state_dict(saved.parts["refresher"])
             self._books.restart()
-        self._residuals, self._steps, self._alike = residuals, saved.steps, False
-        self.plan.sparse, self._buckets, self._resumed = saved.sparse, saved.buckets, saved.buckets
+        self._residuals, self._steps, self._in_sync = residuals, saved.steps, False
+        self.plan.sparse, self._buckets, self._loaded_buckets = saved.sparse, saved.buckets, saved.buckets
         if self._model is None:
             self._owner = saved.rank, saved.world_size
         self._parts.clear()
@@ -320,8 +329,8 @@ class Hook:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the hook without the process group and the model, which belong to this process."""
-        nothing = {"_asked_group": None, "_group": None, "_model": None, "_parts": {}}
-        return self.__dict__ | nothing | {"_rooms": Rooms(), "_step": _Step(), "_alike": False}
+        nothing = {"_group_argument": None, "_group": None, "_model": None, "_parts": {}}
+        return self.__dict__ | nothing | {"_buffers": Buffers(), "_step": _Step(), "_in_sync": False}
 
     def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
         """Reduce a bucket: torch calls this in the same order on all ranks."""
@@ -334,7 +343,7 @@ class Hook:
             if bucket.is_last():
                 work.wait()  # the model would wait, too, but would not hear Ctrl-C meanwhile
         except BaseException:
-            self._give_up(self._step)
+            self._cancel_step(self._step)
             raise
         if bucket.is_last() and not _in_backward():  # but in join(), which sends zeros for ranks that are through
             self._raise()
@@ -352,22 +361,22 @@ class Hook:
         step = self._step
         if _in_backward():
             _when_backward_ends(_End(self, step, last))
-        line = collectives.line_of(self._group, self._timeout)
+        comm = communicator_of(self._group, self._timeout)
         number = bucket.index()
 
         def run() -> torch.Tensor:
             reduced = buffer
             try:
                 if first:
-                    self._begin_step(line.channel, step)
-                reduced = self._reduce(line, buffer, parameters, number, step)
+                    self._begin_step(comm.channel, step)
+                reduced = self._reduce(comm, buffer, parameters, number, step)
                 if last and step.error is None:
-                    with collectives.in_step(line.channel), self._current(step):
+                    with close_on_error(comm.channel), self._current(step):
                         self._commit(step)
             except BaseException as e:
                 clear_frames(e)
                 step.error = step.error or e
-                self._doubt()
+                self._require_sync()
                 if self._is_overflow(e):
                     with suppress(PeerError), self._current(step):
                         buffer.fill_(torch.nan)  # on all ranks: their scalers skip the step
@@ -376,30 +385,30 @@ class Hook:
                     self._rollback()
             return reduced
 
-        work = line.worker.submit(run)
+        work = comm.worker.submit(run)
         if last and self._books is not None:
-            self._books.submit(line)
+            self._books.submit(comm)
         return work
 
     def _begin_step(self, channel: Channel, step: _Step) -> None:
         """Agree with all ranks on the number of the step, and on the parameters that are mostly zero."""
         if self._books is not None:
             self._books.begin_step(channel)
-        if not self._alike:
-            same = collectives.hashed("hook")
-            known = collectives.hashed(self.plan.sparse is None, sorted(self.plan.sparse or ()), self._resumed)
-            _, everyones = collectives.agree(channel, lambda: (None, [same, self._steps, known]))
+        if not self._in_sync:
+            same = hash64("hook")
+            known = hash64(self.plan.sparse is None, sorted(self.plan.sparse or ()), self._loaded_buckets)
+            _, everyones = exchange_requests(channel, lambda: (None, [same, self._steps, known]))
             self._steps = max(steps for _, steps, _ in everyones)
             if len({theirs for _, _, theirs in everyones}) > 1:  # a rank is new: look again
-                self.plan.sparse, self._resumed = None, []
-            self._alike = True
+                self.plan.sparse, self._loaded_buckets = None, []
+            self._in_sync = True
         step.number = self._steps
 
-    def _doubt(self) -> None:
+    def _require_sync(self) -> None:
         """Note that other ranks may have other states now: they are new, or a step has failed."""
-        self._alike = False
+        self._in_sync = False
         if self._books is not None:
-            self._books.doubt()
+            self._books.require_sync()
 
     @contextmanager
     def _current(self, step: _Step) -> Iterator[None]:
@@ -409,17 +418,17 @@ class Hook:
                 raise PeerError("the step was given up")
             yield
 
-    def _give_up(self, step: _Step) -> None:
+    def _cancel_step(self, step: _Step) -> None:
         """End a step halfway: peers are told, and its work in the background changes nothing any more."""
         if step is not self._step:
             return
         if self._group is not None:
-            collectives.hang_up(self._group, now=True)
+            close_communicator(self._group, cancel=True)
         with _changing:
             self._step = _Step()
             self._rollback()
             # work in the background may still write to the old residuals, and send what lies in rooms
-            self._rooms = Rooms()
+            self._buffers = Buffers()
             self._residuals = self._residuals and self._residuals.copied()
 
     def _raise(self) -> None:
@@ -436,16 +445,21 @@ class Hook:
         return self._scaler is not None and getattr(error, "code", None) == Status.NONFINITE
 
     def _reduce(
-        self, line: Line, buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter], number: int, step: _Step
+        self,
+        comm: Communicator,
+        buffer: torch.Tensor,
+        parameters: Sequence[torch.nn.Parameter],
+        number: int,
+        step: _Step,
     ) -> torch.Tensor:
         """Return the mean of a bucket over all ranks, in its buffer or beside it; in the worker's thread."""
-        before = line.channel.counters.copy()
+        before = comm.channel.counters.copy()
         parts: list[Part] = []
         if uncompressed.is_other(buffer):
-            out = uncompressed.mean(line, buffer, lambda: self._prepare_step(step, number))
+            out = uncompressed.mean(comm, buffer, lambda: self._prepare_step(step, number))
         else:
-            out = self._reduce_parts(line, buffer, parameters, number, step, parts)
-        self._stats.add(line.channel.counters - before)
+            out = self._reduce_parts(comm, buffer, parameters, number, step, parts)
+        self._stats.add(comm.channel.counters - before)
         if step.exact:
             note_zeros(out, parts, step.sparse)
         return out
@@ -463,7 +477,7 @@ class Hook:
 
     def _reduce_parts(
         self,
-        line: Line,
+        comm: Communicator,
         buffer: torch.Tensor,
         parameters: Sequence[torch.nn.Parameter],
         number: int,
@@ -476,11 +490,11 @@ class Hook:
             self._prepare_step(step, number)
             with self._current(step):
                 parts.extend(self._parts_of(parameters, buffer.numel(), number, step))
-                return [self._prepare(line, buffer, i, part, step) for i, part in enumerate(parts)]
+                return [self._prepare(comm, buffer, i, part, step) for i, part in enumerate(parts)]
 
-        results = collectives.run_all(line, prepare, self._algorithm)
+        results = execution.all_reduce_several(comm, prepare, self._algorithm)
         out = buffer if parts[0].out is None else parts[0].out
-        with collectives.in_step(line.channel), line.channel.writing():
+        with close_on_error(comm.channel), comm.channel.writing():
             for part, (result, r) in zip(parts, results, strict=True):
                 if part.out is None:
                     scatter(result, r, part, out)
@@ -498,7 +512,7 @@ class Hook:
             ) from None
         step.buckets.append([*names])
         if names not in self._parts:
-            chosen, before = [self.plan.chosen[p] for p in parameters], self._resumed
+            chosen, before = [self.plan.chosen[p] for p in parameters], self._loaded_buckets
             if sorted(names) == sorted(name for bucket in before for name in bucket):
                 parts = cut_as(before, names, parameters, chosen)
             else:
@@ -509,14 +523,14 @@ class Hook:
             raise ArgumentError(f"a bucket has {n} values, its parameters have {known}: it cannot be taken apart")
         return parts
 
-    def _prepare(self, line: Line, buffer: torch.Tensor, i: int, part: Part, step: _Step) -> Reduction:
+    def _prepare(self, comm: Communicator, buffer: torch.Tensor, i: int, part: Part, step: _Step) -> Reduction:
         """Return the reduction of part i of a bucket."""
-        channel = line.channel
+        channel = comm.channel
         x = buffer
         if not part.whole:
             places = zip(part.offsets, part.layout, strict=True)
-            x = self._rooms.joined((i, "grad"), [buffer[o : o + n] for o, (_, n) in places])
-        metric, state = metric_of(self.optimizer, part, step.scale, self._rooms, i)
+            x = self._buffers.joined((i, "grad"), [buffer[o : o + n] for o, (_, n) in places])
+        metric, state = metric_of(self.optimizer, part, step.scale, self._buffers, i)
         r = arguments.reduction_of(
             x, part.spec, "mean", part.segments, metric, state, (step.number << 20) + part.number
         )
@@ -524,7 +538,7 @@ class Hook:
             part.out = torch.empty_like(buffer) if part.out is None else part.out
             r.out = arguments.as_array(part.out)
         if self._residuals is not None:
-            phases = collectives.choose_algorithm(self._algorithm, r, channel.size)
+            phases = execution.choose_algorithm(self._algorithm, r, channel.size)
             self._residuals.feed(r, part, channel.rank, channel.size, phases in ("two_shot", "raw"))
         if self._books is not None:
             self._books.prepare(r)
@@ -533,12 +547,12 @@ class Hook:
     def _commit(self, step: _Step) -> None:
         self._stats.steps += 1
         self._steps += 1
-        if not self._resumed or len(step.buckets) > 1:
+        if not self._loaded_buckets or len(step.buckets) > 1:
             self._buckets = step.buckets
-        if self._resumed:
-            self._resumed = []
+        if self._loaded_buckets:
+            self._loaded_buckets = []
             self._parts.clear()
-            self._rooms = Rooms()  # which hold all of the gradients now
+            self._buffers = Buffers()  # which hold all of the gradients now
         if step.exact:
             self.plan.sparse = frozenset(step.sparse)
         if self._residuals is not None:
@@ -573,8 +587,8 @@ def check(
 ) -> None:
     """Raise ArgumentError unless these arguments of a hook go together."""
     spec_struct(spec)  # raises if it is none
-    collectives.check_algorithm(algorithm)
-    if by_state(spec) and optimizer is None:
+    execution.check_algorithm(algorithm)
+    if needs_optimizer(spec) and optimizer is None:
         raise SpecError(f"{spec} drops bits by the optimizer's step: pass optimizer=")
     if feedback not in (None, True, False):
         raise ArgumentError(f"feedback must be True, False or None, got {feedback!r}")

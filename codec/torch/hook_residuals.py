@@ -13,8 +13,8 @@ from codec.stateful.feedback import Role
 from codec.stateful.ranges import NOBODY, Range, pieces, union
 from codec.torch import partition
 from codec.torch.buckets import Part
-from codec.torch.channel import Array
 from codec.torch.hook_state import of_tensors
+from codec.torch.messages import Array
 from codec.torch.reduction import Reduction, floats
 
 logger = logging.getLogger("codec.torch")
@@ -76,7 +76,7 @@ class Residuals:
             if part.new:
                 residual = self.server.settle(part.layout) * np.float32(size)
                 residual += self.worker.settle(part.layout)
-                r.add(residual)
+                r.add_residual(residual)
             return
         begin = end = 0
         if two_phases:
@@ -89,7 +89,7 @@ class Residuals:
         self._measure(r, part, 0, part.n, r.residual)
         if begin < end:
             sums = self.server.begin(part.ranges(begin, end))
-            r.sums_residual = lambda a, b: sums[a - begin : b - begin]
+            r.sum_residual = lambda a, b: sums[a - begin : b - begin]
             self._measure(r, part, begin, end, sums)
 
     def _measure(self, r: Reduction, part: Part, begin: int, end: int, residual: Array) -> None:

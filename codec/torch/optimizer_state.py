@@ -7,17 +7,17 @@ import torch
 
 from codec import ArgumentError, SpecError, optimizers
 from codec.specs import Spec
-from codec.torch.buckets import Part, Rooms, by_state, flat, n_values
+from codec.torch.buckets import Buffers, Part, flat, n_values, needs_optimizer
 
 
 def check_has(optimizer: Any, spec: Spec, name: str) -> None:
-    """Raise ArgumentError if the spec of a parameter needs an optimizer, and there is none."""
-    if by_state(spec) and optimizer is None:
+    """Raise SpecError if the spec of a parameter needs an optimizer, and there is none."""
+    if needs_optimizer(spec) and optimizer is None:
         raise SpecError(f"{spec} for {name} drops bits by the optimizer's step: pass ddp_hook(optimizer=)")
 
 
 def metric_of(
-    optimizer: Any, part: Part, scale: float, rooms: Rooms, number: int
+    optimizer: Any, part: Part, scale: float, rooms: Buffers, number: int
 ) -> tuple[Any, dict[str, torch.Tensor] | None]:
     """Return the metrics of a part, by parameter group, and the optimizer's state in the order of the part.
 
@@ -29,7 +29,7 @@ def metric_of(
         Parameters of a bucket.
     scale : float
         Gradients are multiplied by it.
-    rooms : Rooms
+    rooms : Buffers
         Memory for the state.
     number : int
         Of the part in its bucket.
@@ -39,7 +39,7 @@ def metric_of(
     ArgumentError
         There is no optimizer, or it does not have a parameter of the part.
     """
-    if not by_state(part.spec):
+    if not needs_optimizer(part.spec):
         return None, None
     check_has(optimizer, part.spec, part.names[0])
     group_of = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}

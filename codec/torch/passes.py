@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from codec import CodecError, PeerError
-from codec.torch.channel import Array
+from codec.torch.messages import Array
 from codec.torch.residuals import Residuals
 
 _passes: "weakref.WeakValueDictionary[int, Pass]" = weakref.WeakValueDictionary()  # by graph task

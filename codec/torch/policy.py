@@ -71,7 +71,7 @@ class Plan:
 
     def __init__(self, spec: Spec, feedback: bool | None, policy: Policy, start_step: int) -> None:
         self.spec, self.policy, self.start_step = spec, policy, start_step
-        self.asked_feedback = feedback
+        self.feedback_argument = feedback
         self.names: dict[torch.nn.Parameter, str] = {}
         self.chosen: dict[torch.nn.Parameter, Choice] = {}
         self.sparse: frozenset[str] | None = None  # parameters whose gradients are mostly zero; None: not known yet
@@ -85,7 +85,7 @@ class Plan:
     @property
     def feedback(self) -> bool:
         """True if lossy parameters have residuals."""
-        return feeds_back(self.spec) if self.asked_feedback is None else self.asked_feedback
+        return feeds_back(self.spec) if self.feedback_argument is None else self.feedback_argument
 
     def serve(self, model: torch.nn.Module, names: Mapping[torch.nn.Parameter, str]) -> None:
         """Choose for the parameters of this model from now on."""
@@ -117,7 +117,7 @@ class Plan:
     def choose(self, step: int) -> bool:
         """Choose for the step after so many; return True if a choice differs from that of the step before."""
         exact, even, former = self.is_exact(step), self._needs_even, self.chosen
-        basis = (self.spec, self.asked_feedback, exact, self.sparse) if self.policy is default_policy else None
+        basis = (self.spec, self.feedback_argument, exact, self.sparse) if self.policy is default_policy else None
         if basis is not None and basis == self._basis:
             return False
         self._basis = basis

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from codec import FrameError
-from codec.torch.channel import Array, Channel, IncomingValues
+from codec.torch.channel import Channel
+from codec.torch.messages import Array, IncomingValues
 from codec.torch.partition import Piece, cut
 from codec.torch.reduction import FLOATS, Reduction, floats, refused
 
@@ -24,10 +25,10 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     others = channel.others
     room = max(piece.n for piece in slices[me])
     result = r.result(channel, x.size)
-    channel.begin(Channel.room_for([room * x.itemsize] * len(others)))
-    rooms = {o: channel.take(room * x.itemsize)[: room * x.itemsize].view(x.dtype) for o in others}
+    channel.begin(Channel.arena_nbytes([room * x.itemsize] * len(others)))
+    rooms = {o: channel.allocate(room * x.itemsize)[: room * x.itemsize].view(x.dtype) for o in others}
 
-    terms = _expected(channel, rooms, slices[me][0])
+    terms = _number_receives(channel, rooms, slices[me][0])
     sums: list[IncomingValues] = []
     if r.residual is not None:
         x = np.empty_like(x)
@@ -42,7 +43,7 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
         error = _arrived(terms) or error
         parts = {o: rooms[o][: piece.n] for o in others} | {me: x[piece.begin : piece.end]}
         total = result[piece.begin : piece.end]
-        residual = None if r.sums_residual is None else r.sums_residual(piece.begin, piece.end)
+        residual = None if r.sum_residual is None else r.sum_residual(piece.begin, piece.end)
         with channel.clock.during("decode_s"):
             _settle(_add_up([parts[rank] for rank in range(size)], r, total), r, residual, total)
             fault = refused(r, total)
@@ -50,18 +51,18 @@ def two_shot(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
                 error = error or fault
         # expected in the order in which others send: terms of the next chunk, sums of this one, terms of the one after
         if c + 1 in chunks:
-            terms = _expected(channel, rooms, slices[me][c + 1])
+            terms = _number_receives(channel, rooms, slices[me][c + 1])
         sums += [channel.receive_values(result[slices[o][c].begin : slices[o][c].end], o) for o in others]
         for o in others:
             channel.send_values(total, o)
         if c + 2 in chunks:
             _send(channel, x, slices, c + 2)
     error = _arrived(sums) or error
-    channel.finish()
+    channel.wait_for_sends()
     return result, error
 
 
-def _expected(channel: Channel, rooms: dict[int, Array], piece: Piece) -> list[IncomingValues]:
+def _number_receives(channel: Channel, rooms: dict[int, Array], piece: Piece) -> list[IncomingValues]:
     """Expect the values of a piece from other ranks, in their rooms."""
     return [channel.receive_values(room[: piece.n], o) for o, room in rooms.items()]
 

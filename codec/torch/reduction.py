@@ -18,7 +18,8 @@ from codec.inspection import read_header
 from codec.specs import Lossless, Spec, Truncate
 from codec.tensors.segments import Records
 from codec.tensors.view import view_bytes
-from codec.torch.channel import Array, Channel
+from codec.torch.channel import Channel
+from codec.torch.messages import Array
 from codec.torch.partition import Piece, chunk_nbytes, cut, cut_evenly
 
 bound = functools.lru_cache(1024)(codec.bound)  # of few sizes, again and again
@@ -40,14 +41,14 @@ class Reduction:
     metric: Any = None
     state: Mapping[str, Any] | None = None  # flat, each as long as x
     residual: Array | None = None  # float32, as long as x: what this rank's frames have lost; written
-    sums_residual: Callable[[int, int], Array] | None = None  # the same of the sums [begin, end) that it encodes
+    sum_residual: Callable[[int, int], Array] | None = None  # the same of the sums [begin, end) that it encodes
     codebook: Codebook | None = None  # that all ranks encode with
     codebooks: Sequence[Codebook] = ()  # that frames may name
-    count: Callable[..., None] | None = None  # told what was encoded: values, segments, metric and state
+    count_symbols: Callable[..., None] | None = None  # told what was encoded: values, segments, metric and state
     out: Array | None = None  # for what comes out; None: memory of the channel's
     # What is to be done when all ranks have succeeded, if the result goes to x itself and is left in frames until then:
     # where values are many but frames small that is sooner than to decode them elsewhere and copy what comes out.
-    late: list[Callable[[], None]] | None = None
+    deferred: list[Callable[[], None]] | None = None
 
     def bound(self, n: int) -> int:
         """Bytes of the largest frame of n values."""
@@ -68,11 +69,11 @@ class Reduction:
     def encode(self, piece: Piece, out: Array, number: int) -> int:
         """Put the frame of a piece into `out`; its size in bytes."""
         residual = None if self.residual is None else self.residual[piece.begin : piece.end]
-        return self._encode(self.own(piece), piece, out, residual, number)
+        return self._encode(self.own_term(piece), piece, out, residual, number)
 
     def encode_sum(self, total: Array, piece: Piece, out: Array, number: int) -> int:
         """The same of a piece's sum, float32."""
-        residual = None if self.sums_residual is None else self.sums_residual(piece.begin, piece.end)
+        residual = None if self.sum_residual is None else self.sum_residual(piece.begin, piece.end)
         return self._encode(self.rounded(total), piece, out, residual, number)
 
     def _encode(self, x: Array, piece: Piece, out: Array, residual: Array | None, number: int) -> int:
@@ -90,59 +91,59 @@ class Reduction:
             codebook=self.codebook,
             **how,
         )
-        if self.count is not None:
-            self.count(self.tensor_of(x), segments=piece.segments, **self._state(piece))
+        if self.count_symbols is not None:
+            self.count_symbols(self.tensor_of(x), segments=piece.segments, **self._state(piece))
         return len(frame)
 
     @property
-    def own_as_is(self) -> bool:
+    def own_term_is_exact(self) -> bool:
         """Whether frames would say of this rank's values just what they are, so that it needs none for itself."""
         return isinstance(self.spec, Lossless) and self.op != "max"
 
     @property
-    def only_numbers(self) -> bool:
+    def rejects_nonfinite(self) -> bool:
         """Whether encoding refuses NaN and Inf: frames have no words for them."""
         return not isinstance(self.spec, Lossless | Truncate) and getattr(self.spec, "nonfinite", "") != "propagate"
 
     def result(self, channel: Channel, n: int) -> Array:
         """Where n values go that come out."""
-        if self.late is not None:
+        if self.deferred is not None:
             return self.x
-        return channel.result(n, self.x.dtype) if self.out is None else self.out
+        return channel.result_buffer(n, self.x.dtype) if self.out is None else self.out
 
     @property
-    def can_wait(self) -> bool:
+    def can_defer(self) -> bool:
         """Whether results are sooner decoded late than copied."""
         entropy = getattr(self.spec, "entropy", False) or getattr(self.spec, "packing", "") == "entropy"
-        return self.past_caches and not entropy and not isinstance(self.spec, Lossless | Truncate)
+        return self.nontemporal and not entropy and not isinstance(self.spec, Lossless | Truncate)
 
-    def settle(self, frame: Array, piece: Piece, into: Array) -> None:
+    def decode_or_defer(self, frame: Array, piece: Piece, into: Array) -> None:
         """Decode a frame to a piece of the result; what waits is only checked now."""
-        if self.late is None:
+        if self.deferred is None:
             self.decode(frame, piece, into)
             return
-        self.check(frame, piece)
+        self.check_frame(frame, piece)
         check_values(frame, into[piece.begin : piece.end], threads=_threads(piece))
-        self.late.append(partial(self.decode, frame, piece, into))
+        self.deferred.append(partial(self.decode, frame, piece, into))
 
-    def add(self, owed: Array) -> None:
+    def add_residual(self, owed: Array) -> None:
         """Reduce x and these values, float32, instead of x."""
         if owed.any():
             self.x = self.rounded(floats(self.x, self) + owed)
 
-    def own(self, piece: Piece) -> Array:
+    def own_term(self, piece: Piece) -> Array:
         """What there is on this rank."""
         return self.x[piece.begin : piece.end]
 
     def decode(self, frame: Array, piece: Piece, into: Array) -> None:
         """The values of a frame, to a piece of a tensor like x."""
-        self.check(frame, piece)
+        self.check_frame(frame, piece)
         into = into[piece.begin : piece.end]
-        how: dict[str, Any] = {"threads": _threads(piece), "check_first": False, **self.shared(piece)}
-        codec.decode(frame, out=into, nontemporal=self.past_caches, **how)
+        how: dict[str, Any] = {"threads": _threads(piece), "check_first": False, **self.decode_arguments(piece)}
+        codec.decode(frame, out=into, nontemporal=self.nontemporal, **how)
 
     @property
-    def past_caches(self) -> bool:
+    def nontemporal(self) -> bool:
         """How results are stored that are not read again."""
         return self.x.nbytes >= lib.CODEC_UNCACHED_NBYTES
 
@@ -161,14 +162,14 @@ class Reduction:
         """
         frames = [part for part in parts if part is not None]
         for frame in frames:
-            self.check(frame, piece)
-        how: dict[str, Any] = {"threads": _threads(piece), "check_first": False, **self.shared(piece)}
+            self.check_frame(frame, piece)
+        how: dict[str, Any] = {"threads": _threads(piece), "check_first": False, **self.decode_arguments(piece)}
         if len(frames) == len(parts):
             codec.reduce(frames, self.op, out=total, nontemporal=nontemporal, check_finite=check_finite, **how)
             return
         for i, part in enumerate(parts):
             if part is None:
-                own = floats(self.own(piece), self)
+                own = floats(self.own_term(piece), self)
                 with np.errstate(over="ignore", invalid="ignore"):  # what comes out says so
                     np.add(total, own, out=total) if i else np.copyto(total, own)
             elif i:
@@ -180,7 +181,7 @@ class Reduction:
         if total.size and np.isnan(total.min()):  # which of two a sum keeps depends on how it is added
             total[np.isnan(total)] = np.nan
 
-    def check(self, frame: Array, piece: Piece) -> None:
+    def check_frame(self, frame: Array, piece: Piece) -> None:
         """Raise FrameError unless it is a frame of such a piece, by the codec and with the parameters agreed upon."""
         info = read_header(view_bytes(frame))
         if _codec_of(info.spec) != self._codec:
@@ -199,7 +200,7 @@ class Reduction:
         state = {name: x[piece.begin : piece.end] for name, x in (self.state or {}).items()}
         return {"metric": _metric_of(self.metric, piece), "state": state}
 
-    def shared(self, piece: Piece) -> dict[str, Any]:
+    def decode_arguments(self, piece: Piece) -> dict[str, Any]:
         """What decoding needs of the state, and codebooks."""
         how = self._state(piece) if isinstance(self.spec, Truncate) and self.spec.level_coding == "shared" else {}
         return {**how, "codebooks": self.codebooks} if self.codebooks else how
@@ -248,6 +249,6 @@ def floats(x: Array, r: Reduction) -> Array:
 
 def refused(r: Reduction, x: Array) -> ArgumentError | None:
     """What encoding would have said of NaN and Inf: which way values travel must not decide whether a step is good."""
-    if not r.only_numbers or not x.size or all(torch.isfinite(t) for t in torch.aminmax(r.tensor_of(x))):
+    if not r.rejects_nonfinite or not x.size or all(torch.isfinite(t) for t in torch.aminmax(r.tensor_of(x))):
         return None
     return ArgumentError("the tensor holds NaN or Inf, which this codec does not take", Status.NONFINITE)

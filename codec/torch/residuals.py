@@ -12,7 +12,7 @@ from codec.specs import check_contraction
 from codec.stateful.checkpoint import array_of
 from codec.tensors.view import mark_written
 from codec.torch.arguments import as_array, check_output
-from codec.torch.channel import Array
+from codec.torch.messages import Array
 from codec.torch.reduction import Reduction
 
 
@@ -42,7 +42,7 @@ class Feedback:
         self._sum_errors: dict[int, Array] = {}
         self._mean = r.op == "mean"
         self.residual = r.residual = residual
-        r.sums_residual = self._of_sum
+        r.sum_residual = self._of_sum
 
     def _of_sum(self, begin: int, end: int) -> Array:
         """Return the array for the error of the encoded sums [begin, end)."""
@@ -88,8 +88,8 @@ class CallersResidual(Feedback):
         mark_written(self._tensor)
 
 
-def check_algorithm_of_feedback(algorithm: str) -> None:
-    """Raise ArgumentError if an all-reduce algorithm cannot have error feedback."""
+def check_feedback_algorithm(algorithm: str) -> None:
+    """Raise SpecError if an all-reduce algorithm cannot have error feedback."""
     if algorithm == "ring":
         raise ArgumentError(
             'error feedback with algorithm="ring", whose frames hold sums of other ranks\' values: '

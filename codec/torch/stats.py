@@ -47,7 +47,7 @@ class Stats:
     sent_nbytes, received_nbytes : int
         Bytes of frames and of uncompressed values, to and from all other ranks together.
     encode_s, wire_s, decode_s : float
-        Seconds spent encoding; sending and waiting for other ranks; decoding, summing and storing results.
+        Seconds spent encoding; sending and waiting for other ranks; decoding, summing and storing_results results.
     residual_ratio : float
         Largest norm of a parameter's residual over that of its gradient, measured every 8 steps. Trainings that
         converge stay below 15.

@@ -12,7 +12,8 @@ from codec.arguments import float32
 from codec.specs import Lossless, Spec, Ternary
 from codec.tensors.segments import Records, Segments, unpack
 from codec.torch.algorithms import all_gather, two_shot
-from codec.torch.channel import Array, Channel
+from codec.torch.channel import Channel
+from codec.torch.messages import Array
 from codec.torch.partition import Piece
 from codec.torch.reduction import Reduction, bound
 

@@ -9,11 +9,11 @@ import torch
 
 from codec import FrameError
 from codec.specs import Lossless
-from codec.torch import collectives
+from codec.torch import execution
 from codec.torch.byte_exchange import swap
-from codec.torch.channel import Array
-from codec.torch.collectives import Line
-from codec.torch.phases import Attempt
+from codec.torch.communicator import Communicator, close_on_error, exchange_requests, hash64
+from codec.torch.messages import Array
+from codec.torch.phases import FirstError
 from codec.torch.reduction import Reduction
 
 logger = logging.getLogger("codec.torch")
@@ -26,12 +26,12 @@ def is_other(buffer: torch.Tensor) -> bool:
     return buffer.is_sparse or buffer.dtype == torch.float64
 
 
-def mean(line: Line, buffer: torch.Tensor, begin: Callable[[], None]) -> torch.Tensor:
+def mean(comm: Communicator, buffer: torch.Tensor, begin: Callable[[], None]) -> torch.Tensor:
     """Return the mean of a bucket over all ranks; float64 is summed in float64.
 
     Parameters
     ----------
-    line : Line
+    line : Communicator
         The ranks.
     buffer : torch.Tensor
         float64, or sparse (COO) of any dtype. It gets the result if it is dense.
@@ -43,9 +43,9 @@ def mean(line: Line, buffer: torch.Tensor, begin: Callable[[], None]) -> torch.T
         _told.add(kind)
         logger.info("gradients that are %s are sent uncompressed: frames cannot carry their sums", kind)
     if buffer.is_sparse:
-        return _sparse_mean(line, buffer, begin)
+        return _sparse_mean(comm, buffer, begin)
 
-    if line.channel.size == 1:
+    if comm.channel.size == 1:
         begin()
         return buffer
 
@@ -53,32 +53,32 @@ def mean(line: Line, buffer: torch.Tensor, begin: Callable[[], None]) -> torch.T
         begin()
         return Reduction(buffer.numpy(), "float64", Lossless(), "mean", 0)
 
-    result, _ = collectives.run(line, prepare, "raw")
-    with collectives.in_step(line.channel), line.channel.writing():
+    result, _ = execution.run(comm, prepare, "raw")
+    with close_on_error(comm.channel), comm.channel.writing():
         np.copyto(buffer.numpy(), result)
     return buffer
 
 
-def _sparse_mean(line: Line, buffer: torch.Tensor, begin: Callable[[], None]) -> torch.Tensor:
+def _sparse_mean(comm: Communicator, buffer: torch.Tensor, begin: Callable[[], None]) -> torch.Tensor:
     """Return the mean of sparse tensors: each rank sends its entries to all, and all add them up in rank order."""
-    channel = line.channel
+    channel = comm.channel
     shape, dims = tuple(buffer.shape), buffer.sparse_dim()
 
     def prepare() -> tuple[tuple[Array, Array], list[int]]:
         begin()
         t = buffer.detach().coalesce()
         entries = t.indices().contiguous().numpy(), t.values().contiguous()
-        same = collectives.hashed("sparse", shape, dims, str(t.dtype))
+        same = hash64("sparse", shape, dims, str(t.dtype))
         return (entries[0], entries[1].view(-1).view(torch.uint8).numpy()), [same]
 
-    (indices, values), _ = collectives.agree(channel, prepare)
-    with collectives.in_step(channel):
+    (indices, values), _ = exchange_requests(channel, prepare)
+    with close_on_error(channel):
         message = np.concatenate([indices.reshape(-1).view(np.uint8), values])
         received, error = swap(channel, [message] * channel.size)
-        attempt = Attempt(channel)
+        attempt = FirstError(channel)
         attempt.error = error
         parts = [attempt(_entries, received[rank], buffer, shape, dims) for rank in range(channel.size)]
-    channel.conclude(attempt.error)
+    channel.exchange_verdict(attempt.error)
     total = torch.sparse_coo_tensor(
         torch.cat([i for i, _ in parts], 1), torch.cat([v for _, v in parts]), shape, check_invariants=False
     )

@@ -13,7 +13,7 @@ import pytest
 
 import codec
 import codec.torch
-from codec.torch import collectives, communicator
+from codec.torch import communicator
 from support import rank_loss
 from support.faults import at_fault_point, freeze
 from support.rank_loss import (
@@ -47,7 +47,7 @@ def _interrupted(rank, size, point):
         raised = type(e).__name__
     now, took = digest(x), time.monotonic() - begin
     if raised == "KeyboardInterrupt":  # work in flight must not write to the tensor
-        collectives.line_of(None).worker.submit(int).wait()
+        communicator.communicator_of(None).worker.submit(int).wait()
         assert digest(x) == now
     return raised, now, took
 
@@ -75,7 +75,7 @@ def test_ctrl_c_during_an_all_reduce_raises_on_all():
 def _wait_again(rank, size, point):
     """Interrupt a wait, and wait again: the collective goes on."""
     x, interrupted, gate = values(rank), False, threading.Event()
-    collectives.line_of(None).worker.submit(gate.wait)  # delays the collective until the rank waits for it
+    communicator.communicator_of(None).worker.submit(gate.wait)  # delays the collective until the rank waits for it
     pending = codec.torch.all_reduce(x, codec.Quantize(4), algorithm="two_shot", async_op=True, op="mean")
     try:
         with at_fault_point(channel(), point if rank == FAULTY else -1, interrupt):
@@ -130,7 +130,7 @@ def test_ctrl_c_while_connecting_raises_keyboard_interrupt():
 def _train_interrupted(rank, size, point):
     """Return the error's name or None, the seconds, and the states before and after the step."""
     before, raised = rank_loss.current_training().state(), None
-    line = collectives.line_of(rank_loss.current_training().model.process_group)
+    line = communicator.communicator_of(rank_loss.current_training().model.process_group)
     begin = time.monotonic()
     try:
         with at_fault_point(line.channel, point if rank == FAULTY else -1, interrupt):
@@ -174,7 +174,7 @@ def test_ctrl_c_during_a_training_step_leaves_it_undone_or_complete():
 def _interrupted_between_buckets(rank, size):
     """Interrupt backward after the first buckets and before the last one."""
     now = rank_loss.current_training()
-    line = collectives.line_of(now.model.process_group)
+    line = communicator.communicator_of(now.model.process_group)
 
     def midway(*_):
         line.worker.submit(int).wait()  # wait until earlier buckets are reduced

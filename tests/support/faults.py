@@ -31,7 +31,7 @@ def at_fault_point(channel, point, fault):
         Function without arguments.
     """
     count = last = 0
-    names = ("post", "wait", "gather")
+    names = ("post", "wait", "gather_numbers")
 
     def events():
         return count

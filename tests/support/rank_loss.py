@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
-from codec.torch import collectives, hook_state, partition, raw
+from codec.torch import communicator, hook_state, partition, raw
 from support.faults import KILLED, at_fault_point, freeze
 
 ALGORITHMS = ["two_shot", "ring", "all_gather", "raw"]
@@ -34,7 +34,7 @@ def digest(*arrays):
 
 def channel():
     """Return the channel of the default group."""
-    return collectives.line_of(None, TIMEOUT).channel
+    return communicator.communicator_of(None, TIMEOUT).channel
 
 
 def connect(rank, size):
@@ -182,7 +182,7 @@ def train(rank, size, saved, steps):
     _training.wrap()
     states, events = [], 0
     for _ in range(steps):
-        line = collectives.line_of(_training.model.process_group, TIMEOUT)
+        line = communicator.communicator_of(_training.model.process_group, TIMEOUT)
         with at_fault_point(line.channel, -1, None) as count:
             _training.step(rank)
         states.append(_training.state())
@@ -193,7 +193,7 @@ def train(rank, size, saved, steps):
 def disturbed_step(rank, size, point, fault):
     """Take a training step with a fault on one rank; return the error's name or None, the seconds, and the state."""
     before, raised = _training.state(), None
-    line = collectives.line_of(_training.model.process_group, TIMEOUT)
+    line = communicator.communicator_of(_training.model.process_group, TIMEOUT)
     begin = time.monotonic()
     try:
         with at_fault_point(line.channel, point if rank == FAULTY else -1, fault):

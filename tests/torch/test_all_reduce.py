@@ -14,7 +14,7 @@ import torch.distributed as dist
 import codec
 import codec.torch
 from codec.tensors.segments import pack, unpack
-from codec.torch import arguments, channel, collectives
+from codec.torch import arguments, communicator, connection, execution, messages
 from support.ranks import run_ranks
 
 SPECS = [
@@ -86,16 +86,16 @@ def _op_names(rank, size):
         ({"op": dist.ReduceOp.MAX}, "max"),
     ):
         codec.torch.all_reduce(t := inputs[rank].clone(), **how)
-        assert torch.equal(t, in_order(inputs, op)), how
+        assert torch.equal(t, sum_in_order(inputs, op)), how
         codec.torch.reduce_scatter(scattered, inputs[rank], **how)
-        assert torch.equal(scattered, in_order(inputs, op).view(size, -1)[rank]), how
+        assert torch.equal(scattered, sum_in_order(inputs, op).view(size, -1)[rank]), how
     for wrong in ("product", dist.ReduceOp.MIN, None, []):
         with pytest.raises(codec.SpecError, match=r"ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, .*\"max\", got "):
             codec.torch.all_reduce(inputs[rank], op=wrong)
 
 
 def test_op_defaults_to_sum_and_takes_torch_names():
-    ranks(2, _op_names)
+    run_ranks(2, _op_names)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -359,7 +359,7 @@ def test_optimizer_state_may_be_bfloat16():
 
 def _damaged(rank, size, n):
     x = values(rank, (n,))
-    channel = collectives.line_of(None).channel
+    channel = communicator.communicator_of(None).channel
     raised = []
     for algorithm in ("two_shot", "all_gather", "ring"):
         before = bits(x)
@@ -392,7 +392,7 @@ def _lost(rank, size, how, moment):
     codec.torch.partition.MOST_NBYTES = 1 << 20  # several chunks per slice
     x = values(rank, (LARGE,))
     codec.torch.all_reduce(x.clone(), op="mean")  # connects all ranks
-    channel = collectives.line_of(None).channel
+    channel = communicator.communicator_of(None).channel
     if rank == 1:
         count, post = [0], channel.post
 
@@ -452,7 +452,7 @@ SEVERAL = [
 
 def _together(rank, size):
     """Several reductions of one call give the bits of single ones; no message waits for another reduction."""
-    line, events, found = collectives.line_of(None), [], []
+    line, events, found = communicator.communicator_of(None), [], []
     post, wait = line.channel.post, line.channel.wait
     line.channel.post = lambda what, message, to, tag=0: events.append((what, tag)) or post(what, message, to, tag)
     line.channel.wait = lambda work, other, *within: events.append(("wait", len(within))) or wait(work, other, *within)
@@ -468,12 +468,12 @@ def _together(rank, size):
 
     def run(which, algorithm, spoiled=None):
         events.clear()
-        ended = line.finish(lambda: collectives.run_all(line, lambda: reductions(which, spoiled), algorithm))
+        ended = line.run(lambda: execution.all_reduce_several(line, lambda: reductions(which, spoiled), algorithm))
         return [result.tobytes() for result, _ in ended]
 
     def sent():
         """How many messages, before any of another rank's was waited for."""
-        return events[: events.index(("wait", 0))].count(("send", channel._FRAMES))
+        return events[: events.index(("wait", 0))].count(("send", messages.FRAMES_TAG))
 
     for algorithm in ("two_shot", "all_gather", "ring", "raw", "auto"):
         each, alone = [], []
@@ -581,8 +581,8 @@ def _announced(rank, size):
     for lie in (1 << 60, -1, None):
         group = dist.new_group()
         codec.torch.exchange([b"x"] * size, group=group)
-        line = collectives.line_of(group).channel
-        scatter, begin = line.scatter, line.begin
+        line = communicator.communicator_of(group).channel
+        scatter, begin = line.scatter_numbers, line.begin
 
         def lying(numbers, scatter=scatter, lie=lie):
             return scatter([lie] * len(numbers))
@@ -591,7 +591,7 @@ def _announced(rank, size):
             raise MemoryError
 
         if rank == 1:
-            line.scatter, line.begin = (scatter, failing) if lie is None else (lying, begin)
+            line.scatter_numbers, line.begin = (scatter, failing) if lie is None else (lying, begin)
         for _ in range(2):
             with pytest.raises((codec.CodecError, MemoryError)) as e:
                 codec.torch.exchange([b"y" * 5000] * size, group=group)
@@ -631,7 +631,7 @@ def test_scheduling_policy_is_restored_or_left_alone(monkeypatch):
         raise PermissionError
 
     def failing():
-        with channel._patient():
+        with connection.batch_scheduling():
             assert os.sched_getscheduler(0) == os.SCHED_BATCH
             raise codec.PeerError("no connection")
 
@@ -640,7 +640,7 @@ def test_scheduling_policy_is_restored_or_left_alone(monkeypatch):
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
     for name in ("sched_setscheduler", "sched_getscheduler"):
         monkeypatch.setattr(os, name, forbidden)
-        with channel._patient():
+        with connection.batch_scheduling():
             pass
 
 
@@ -777,13 +777,13 @@ def _chosen(rank, size):
         t = every[rank].clone()
         codec.torch.all_reduce(t, op="mean")
         assert torch.equal(t, want)
-    kinds = [c.kind for c in collectives.line_of(None).choices.values()]
-    collectives._CHOICES = 3
+    kinds = [c.kind for c in communicator.communicator_of(None).choices.values()]
+    execution._CHOICES = 3
     with pytest.raises(codec.PeerError):
         codec.torch.all_reduce(torch.ones(5 + rank))  # small tensors leave no entry
     for n in (1, 2, 3, 1, 4):
         codec.torch.all_reduce(torch.ones(n))
-    choices = collectives.line_of(None).choices
+    choices = communicator.communicator_of(None).choices
     assert [c._over for c in choices.values()] == [1, 2, 1]
     return [*kinds, *choices]
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import codec
 import codec.torch
-from codec.torch import collectives, renamed
+from codec.torch import communicator, renamed
 from support.ranks import run_ranks
 from support.tiers import HANG_SECONDS, nightly
 
@@ -40,7 +40,7 @@ def sum_in_order(tensors, op="sum"):
 
 def calls():
     """Return the number of collectives that were sent as frames."""
-    return collectives.line_of(dist.group.WORLD).channel.calls
+    return communicator.communicator_of(dist.group.WORLD).channel.calls
 
 
 def _reduced(rank, size):
@@ -337,7 +337,7 @@ def _aborted(rank, size):
     """One rank aborts during a collective: it raises on all, and nothing is written."""
     t = values(rank, 20_000)
     before = t.clone()
-    collectives.line_of(dist.group.WORLD)  # connects all ranks
+    communicator.communicator_of(dist.group.WORLD)  # connects all ranks
     if rank == 0:
         work = dist.all_reduce(t, async_op=True)
         dist.group.WORLD.abort()
@@ -356,8 +356,8 @@ def test_abort_during_a_collective_raises_on_all():
 def _aborted_before_results_are_stored(rank, size):
     """The group is aborted after all ranks have succeeded and before results are stored."""
     group, gate, there = dist.group.WORLD, threading.Event(), threading.Event()
-    channel = collectives.line_of(group).channel
-    conclude = channel.conclude
+    channel = communicator.communicator_of(group).channel
+    conclude = channel.exchange_verdict
 
     def and_wait(*args):
         largest = conclude(*args)
@@ -365,7 +365,7 @@ def _aborted_before_results_are_stored(rank, size):
         gate.wait()
         return largest
 
-    channel.conclude = and_wait
+    channel.exchange_verdict = and_wait
     lists = [torch.zeros(9000) for _ in range(size)]
     work = dist.all_gather(lists, values(rank, 9000), async_op=True)
     there.wait()

@@ -10,7 +10,7 @@ from torch import nn
 
 import codec
 import codec.torch
-from codec.torch import collectives
+from codec.torch import communicator
 from support.ranks import RankPool
 
 N = 6000  # values; enough for the backend "codec" to send frames
@@ -70,7 +70,7 @@ def _nested(rank, size, depth=8):
 def _waiting_for_a_later_one(rank, size):
     """The callback waits for a collective that was submitted later, by Work and by its future."""
     gate = threading.Event()
-    collectives.line_of(None).worker.submit(gate.wait)
+    communicator.communicator_of(None).worker.submit(gate.wait)
     first, second, third = (codec.torch.all_reduce(ones(), async_op=True) for _ in range(3))
     later = third.get_future()
     done = first.get_future().then(lambda _: (second.wait(), later.wait(), _reduced(rank))[-1])
@@ -81,7 +81,7 @@ def _waiting_for_a_later_one(rank, size):
 def _behind_a_lock(rank, size):
     """The callback needs a lock whose owner waits for a later collective."""
     lock, gate = threading.Lock(), threading.Event()
-    collectives.line_of(None).worker.submit(gate.wait)
+    communicator.communicator_of(None).worker.submit(gate.wait)
     pending = codec.torch.all_reduce(ones(), async_op=True)
 
     def callback(_):
@@ -172,7 +172,7 @@ def _with_errors(rank, size):
 
     gate = threading.Event()
     for inside in (True, False):  # callbacks run in a thread of their own, or at once
-        collectives.line_of(None).worker.submit(gate.wait)
+        communicator.communicator_of(None).worker.submit(gate.wait)
         future = codec.torch.all_reduce(ones(), async_op=True).get_future()
         if not inside:
             future.wait()
@@ -194,8 +194,8 @@ def test_group_survives_errors_of_callbacks(ranks):
 
 def _in_worker_thread(rank, size):
     """A synchronous collective in the worker thread, which runs no callbacks, raises at once."""
-    line = collectives.line_of(None)
-    with pytest.raises(codec.ArgumentError, match="async_op=True"):
+    line = communicator.communicator_of(None)
+    with pytest.raises(codec.SpecError, match="async_op=True"):
         line.worker.submit(lambda: codec.torch.all_reduce(ones())).wait()
     return _reduced(rank)
 

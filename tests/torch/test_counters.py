@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import codec
 import codec.torch
-from codec.torch import collectives
+from codec.torch import communicator
 from codec.torch.autotune import Choice
 from codec.torch.counters import Counters, Stopwatch
 from support.ranks import run_ranks
@@ -16,7 +16,7 @@ from support.ranks import run_ranks
 
 def _counted(rank, size):
     n = 100_000
-    counters = collectives.line_of(None).channel.counters
+    counters = communicator.communicator_of(None).channel.counters
     found = []
     for run in (
         lambda: codec.torch.all_reduce(torch.ones(n), codec.Float8(), algorithm="two_shot"),

@@ -172,15 +172,15 @@ def _rounded(rank, size):
     every = [(torch.arange(70_000) % 251 + r).to(torch.bfloat16) for r in range(size)]
     from codec.torch import partition, raw
 
-    line = codec.torch.collectives.line_of(None)
+    line = codec.torch.communicator.communicator_of(None)
     r = codec.torch.arguments.reduction_of(every[rank], codec.Float8(), "mean", None, None, None, 0)
     r.residual = torch.full((70_000,), 0.3).numpy()
     owned = partition.cut(70_000, size, 2, None)[rank]
     begin, end = owned[0].begin, owned[-1].end
     sums = torch.full((end - begin,), 0.2).numpy()
-    r.sums_residual = lambda a, b: sums[a - begin : b - begin]
+    r.sum_residual = lambda a, b: sums[a - begin : b - begin]
     result, error = raw.two_shot(line.channel, r)
-    line.channel.conclude(error)
+    line.channel.exchange_verdict(error)
     mean = torch.stack([t.float() for t in every]).mean(0) + 0.3 + 0.2
     residual = torch.from_numpy(r.residual.copy())
     dist.all_reduce(residual)
@@ -195,9 +195,9 @@ def _rounded(rank, size):
     r = codec.torch.arguments.reduction_of(x, codec.Truncate(2), "mean", None, None, None, 0)
     r.residual = torch.full((70_000,), 600.0).numpy()
     sums = torch.full((end - begin,), 100.0).numpy()
-    r.sums_residual = lambda a, b: sums[a - begin : b - begin]
+    r.sum_residual = lambda a, b: sums[a - begin : b - begin]
     result, error = raw.two_shot(line.channel, r)
-    line.channel.conclude(error)
+    line.channel.exchange_verdict(error)
     infinite = [partition.cut(70_000, size, 2, None)[i][0].begin for i in range(size)]
     assert set(np.delete(result, infinite)) == {65_504}
     assert set(result[infinite]) == {torch.inf}
@@ -456,7 +456,7 @@ def _lost(rank, size):
     before, state = parameter_bytes(model), hook_state_bytes(hook)
     x, y = data(rank, 2)
     if rank == 1:
-        post, count = codec.torch.collectives.line_of(model.process_group).channel.post, [0]
+        post, count = codec.torch.communicator.communicator_of(model.process_group).channel.post, [0]
 
         def die(*args):
             count[0] += 1
@@ -464,7 +464,7 @@ def _lost(rank, size):
                 os.kill(os.getpid(), signal.SIGKILL)
             return post(*args)
 
-        codec.torch.collectives.line_of(model.process_group).channel.post = die
+        codec.torch.communicator.communicator_of(model.process_group).channel.post = die
     begin = time.monotonic()
     with pytest.raises(codec.PeerError, match=r"gone|new group"):
         torch.nn.functional.cross_entropy(model(x), y).backward()

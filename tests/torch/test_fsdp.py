@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import codec
 import codec.torch
-from codec.torch import collectives
+from codec.torch import communicator
 from support.fsdp_training import batch, gradients_of, mean, small_model
 from support.ranks import run_ranks
 
@@ -38,7 +38,7 @@ def _exact(rank, size, dtype):
     net = sharded(small_model(), codec.torch.ReduceScatter(lossless), codec.torch.AllGather(lossless), mp_policy=policy)
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
     outer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    channel = collectives.line_of(dist.group.WORLD).channel
+    channel = communicator.communicator_of(dist.group.WORLD).channel
     for _ in range(3):
         net(batch(rank)).square().mean().backward()
         for p, theirs in zip(plain.parameters(), gradients_of(plain, size, dtype), strict=True):

@@ -18,7 +18,7 @@ from codec._c.spec_structs import spec_struct
 from codec._call import Call
 from codec.optimizers.arguments import asked
 from codec.tensors.segments import pack
-from codec.torch import arguments, collectives
+from codec.torch import arguments, communicator, execution
 from support.ranks import run_ranks
 from support.specs import LOSSY, TRUNCATES
 from support.tiers import HANG_SECONDS
@@ -112,11 +112,11 @@ def _with_feedback(job, x, size):
 
     def prepare():
         r = arguments.reduction_of(x, job.spec, job.op, job.segments, None, None, job.stream)
-        r.residual, r.sums_residual = residual, lambda begin, end: sums[begin:end]
+        r.residual, r.sum_residual = residual, lambda begin, end: sums[begin:end]
         return r
 
-    line = collectives.line_of(None)
-    result, _ = line.finish(lambda: collectives.run(line, prepare, job.algorithm))
+    line = communicator.communicator_of(None)
+    result, _ = line.run(lambda: execution.run(line, prepare, job.algorithm))
     return b"".join(a.tobytes() for a in (result, residual, sums))
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import codec
 import codec.torch
-from codec.torch import collectives
+from codec.torch import communicator
 from support.ranks import RankPool
 
 N = 6000
@@ -50,7 +50,7 @@ def reduced(rank, n=N, group=None):
 
 def _first_call(rank, size):
     found = in_threads(4, lambda i: reduced(rank))
-    line = collectives.line_of(None)
+    line = communicator.communicator_of(None)
     assert line.channel.calls == 4
     return [*found, reduced(rank)]
 
@@ -123,8 +123,8 @@ def _forked(rank, size):
             lambda: reduced(rank),
             lambda: codec.torch.exchange([b""] * 2),
             lambda: codec.torch.all_reduce(torch.ones(3), async_op=True),
-            lambda: collectives.hang_up(dist.group.WORLD, now=False),
-            lambda: collectives.hang_up(dist.group.WORLD, now=True),
+            lambda: communicator.close_communicator(dist.group.WORLD, cancel=False),
+            lambda: communicator.close_communicator(dist.group.WORLD, cancel=True),
         ):
             try:
                 call()
@@ -148,7 +148,7 @@ def test_collective_in_a_forked_child_is_an_error(ranks):
 def _held(rank, size):
     """Fork while another thread holds the locks of the group's connections."""
     assert reduced(rank) == [3.0]
-    line = collectives.line_of(None)
+    line = communicator.communicator_of(None)
     held, go = threading.Event(), threading.Event()
 
     def hold():
@@ -190,7 +190,7 @@ def _many(rank, size, count):
         pending = [codec.torch.all_reduce(x, op="max", group=group, async_op=True) for _ in range(3)]
         if i % 2:
             pending[-1].wait()
-        collectives.hang_up(group, now=False)
+        communicator.close_communicator(group, cancel=False)
         dist.destroy_process_group(group)
         assert [p.result()[0].unique().tolist() for p in pending] == [[2.0]] * 3
         del group, pending
@@ -213,7 +213,7 @@ def _destroyed_by_peer(rank, size):
     """Destroy the group on one rank while the other one waits."""
     assert reduced(rank) == [3.0]
     if rank == 1:
-        collectives.hang_up(dist.group.WORLD, now=True)
+        communicator.close_communicator(dist.group.WORLD, cancel=True)
         return "closed"
     try:
         reduced(rank)

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
-from codec.torch import collectives
+from codec.torch import communicator, execution
 from support.ddp_training import data, hook_state_bytes, parameter_bytes, wrapped
 from support.ranks import run_ranks
 
@@ -20,7 +20,7 @@ class Sent:
     """Record of messages: bytes, and the codebooks that frames name."""
 
     def __init__(self):
-        self.channel = collectives.line_of(None).channel
+        self.channel = communicator.communicator_of(None).channel
         self.pass_on = self.channel.send
         self.damage = lambda frame: False
         self.channel.send = self
@@ -242,7 +242,7 @@ CHANGES = [
 
 def _change_algorithm(rank, size):
     left = []
-    kind, small = collectives.Choice.kind, collectives._SMALL
+    kind, small = execution.Choice.kind, execution._SMALL
     for spec, before, after in CHANGES:
         model, hook = hook_with_feedback(spec, before)
         train_and_sum(model, rank, [0, 1])
@@ -253,13 +253,13 @@ def _change_algorithm(rank, size):
         assert torch.equal(residual_sum(hook, model), was)
         for step in (2, 3, 4):  # step 2 has a single bucket
             if after == "auto":
-                collectives._SMALL = 100
-                collectives.Choice.kind = "values" if step > 2 else "frames"
+                execution._SMALL = 100
+                execution.Choice.kind = "values" if step > 2 else "frames"
             mean, sent = train_and_sum(model, rank, [step])
             now = residual_sum(hook, model)
             torch.testing.assert_close(sent + now, mean + was, atol=1e-5, rtol=1e-4)
             was = now
-        collectives.Choice.kind, collectives._SMALL = kind, small
+        execution.Choice.kind, execution._SMALL = kind, small
         left.append((bool(now.any()), len(hook.state_dict()["server"].keys() - {"version", "role"})))
     return left
 

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore
 
 import codec
 import codec.torch
-from codec.torch import collectives
+from codec.torch import communicator
 from support.faults import KILLED
 from support.ranks import RankPool
 
@@ -368,7 +368,7 @@ def _behave(rank, size):
         codec.torch.all_reduce(x, op="mean", **how)
         assert (x - reduce_checked).abs().max() < 0.2
     assert codec.torch.exchange([b"abc", b"def"]) == [[b"abc"] * 2, [b"def"] * 2][rank]
-    assert collectives.line_of(None).channel.counters.raw_collectives == 1
+    assert communicator.communicator_of(None).channel.counters.raw_collectives == 1
 
 
 def test_rank_that_follows_the_protocol_succeeds(ranks):

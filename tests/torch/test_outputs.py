@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import codec
 import codec.torch
-from codec.torch import collectives, renamed
+from codec.torch import communicator, renamed
 from support.ranks import RankPool
 
 N = 6000
@@ -244,7 +244,7 @@ def _groups(rank, size):
         for call in (
             lambda bad=bad: codec.torch.all_reduce(torch.ones(3), group=bad),
             lambda bad=bad: codec.torch.exchange([b""] * size, group=bad),
-            lambda bad=bad: collectives.line_of(bad),
+            lambda bad=bad: communicator.communicator_of(bad),
         ):
             with pytest.raises(codec.ArgumentError, match="group must be a ProcessGroup or None"):
                 call()

@@ -89,18 +89,18 @@ class Message(NamedTuple):
 def recording(call: Any) -> tuple[list[Message], Any]:
     """Return the messages that this rank sends during `call`, and its result."""
     sent: list[Message] = []
-    begin = Channel._begin
+    begin = Channel._post
 
     def recorded(channel: Channel, what: str, message: Any, to: int, tag: int) -> Any:
         if what == "send":
             sent.append(Message(to, tag, message.tobytes()))
         return begin(channel, what, message, to, tag)
 
-    Channel._begin = recorded
+    Channel._post = recorded
     try:
         return sent, call()
     finally:
-        Channel._begin = begin
+        Channel._post = begin
 
 
 def record(rank: int, size: int, calls: list[Call]) -> list[tuple[list[Message], Any]]:

@@ -6,7 +6,7 @@ import torch
 
 import codec
 import codec.torch
-from codec.torch import collectives
+from codec.torch import communicator
 from support.ranks import run_ranks
 
 N = 40_000  # values: 160 KB, so that algorithm="auto" takes two-shot from three ranks on
@@ -128,19 +128,19 @@ def test_error_on_one_rank_leaves_residuals_unchanged_on_all():
 
 def _damaged(rank, size):
     """Damage a frame of the second phase, when residuals of this step have been computed."""
-    channel = collectives.line_of(None).channel
+    channel = communicator.communicator_of(None).channel
     residual, x = gradient(rank, 7) / 10, gradient(rank, 8)
     before = residual.clone()
-    give_back, calls = channel.give_back, 0
+    finish_message, calls = channel.finish_message, 0
 
     def damage(message, nbytes):
         nonlocal calls
-        message, calls = give_back(message, nbytes), calls + 1
+        message, calls = finish_message(message, nbytes), calls + 1
         if rank == 0 and calls == size + 1:  # the frame of its sum, after frames of its terms
             message[-1] ^= 1
         return message
 
-    channel.give_back = damage
+    channel.finish_message = damage
     with pytest.raises(codec.CodecError):
         codec.torch.all_reduce(x, codec.Quantize(4), algorithm="two_shot", residual=residual, op="mean")
     assert torch.equal(residual, before)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import codec
 import codec.torch
-from codec.torch import arguments, collectives, ternary
+from codec.torch import arguments, communicator, execution, ternary
 from codec.torch.partition import Piece
 from codec.torch.reduction import Reduction
 from support.ddp_training import data, hook_state_bytes, parameter_bytes, train, wrapped
@@ -50,7 +50,7 @@ def reduced(t, spec, op, residual, stream=0):
         r.residual = residual
         return r
 
-    result, r = collectives.run(collectives.line_of(None), prepare, "shared_scale")
+    result, r = execution.run(communicator.communicator_of(None), prepare, "shared_scale")
     out = torch.empty_like(t)
     arguments.publish(result, r, out)
     return out
@@ -194,7 +194,7 @@ def test_error_on_one_rank_raises_on_all():
 
 def _damaged(rank, size):
     """Damage every message of one rank in turn, in all three phases."""
-    channel = collectives.line_of(None).channel
+    channel = communicator.communicator_of(None).channel
     x = torch.linspace(-1, 2, 40_000) * (1 + rank)
     send, raised = channel.send, []
     for which in range(3 * (size - 1)):

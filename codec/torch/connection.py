@@ -1,0 +1,89 @@
+"""Connections between the ranks of a group, and their timeouts."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from codec import PeerError, SpecError
+from codec.arguments import shown
+
+Timeout = float | timedelta  # float: seconds
+
+_SHORTEST, _LONGEST = timedelta(milliseconds=1), timedelta(days=3653)  # Gloo's clock overflows beyond
+
+
+def check_timeout(timeout: Any) -> timedelta | None:
+    """Return a timeout as a timedelta, or None if there is none.
+
+    Parameters
+    ----------
+    timeout : float, timedelta or None
+        Seconds, or a timedelta: from 1 ms to 10 years.
+
+    Raises
+    ------
+    SpecError
+        `timeout` is something else.
+    """
+    if timeout is None:
+        return None
+    with suppress(TypeError, ValueError, OverflowError):
+        given = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        if not isinstance(timeout, bool) and _SHORTEST <= given <= _LONGEST:
+            return given
+    raise SpecError(f"timeout must be seconds or a timedelta, from 1 ms to 10 years, got {shown(timeout)}")
+
+
+def timeout_of(group: Any) -> timedelta:
+    """Return the timeout of a group, limited to the range that Gloo can wait for."""
+    timeout = dist.distributed_c10d.default_pg_timeout
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            timeout = options._timeout
+            break
+    return min(max(timeout, _SHORTEST), _LONGEST)
+
+
+@contextmanager
+def batch_scheduling() -> Iterator[None]:
+    """Give threads that this thread starts the scheduling policy SCHED_BATCH, so that they do not preempt others.
+
+    Gloo's thread spins while another thread holds the lock of a connection. If it preempts the holder, both lose
+    milliseconds, until its time slice is over.
+    """
+    changed, parameters = False, os.sched_param(0)
+    try:
+        with suppress(OSError):  # where setting the policy is forbidden, threads keep the default one
+            changed = os.sched_getscheduler(0) == os.SCHED_OTHER
+            if changed:
+                os.sched_setscheduler(0, os.SCHED_BATCH, parameters)
+        yield
+    finally:
+        if changed:
+            with suppress(OSError):
+                os.sched_setscheduler(0, os.SCHED_OTHER, parameters)
+
+
+def connect(group: Any, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """Connect the ranks of a group for one channel.
+
+    The store gets a connection of its own. Over a shared one, a thread that waits for a key would block all others from
+    the store, also a thread whose group a peer of this rank must make first.
+
+    Raises
+    ------
+    PeerError
+        A rank cannot be reached in time.
+    """
+    try:
+        store = PrefixStore("codec", group.get_group_store().clone())
+        with batch_scheduling():
+            return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+    except RuntimeError as e:
+        raise PeerError(f"the ranks of the group cannot be connected: {e}") from e
