@@ -15,8 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import codec
+from codec.torch import communicator
 from support.ranks import run_ranks
 
 DILOCO = Path(__file__).parents[2] / "examples/diloco.py"
@@ -38,6 +40,20 @@ SHOWN = [
 ]
 
 
+@pytest.fixture
+def single_rank_group(request, tmp_path, monkeypatch):
+    """Make a Gloo group of this process alone, for the examples of codec.torch."""
+    if not request.node.callspec.params["name"].startswith("codec.torch"):
+        yield
+        return
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    communicator.close_communicator(dist.group.WORLD, cancel=False)
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("single_rank_group")
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
     globs = {"codec": codec, "np": np, "torch": torch, "metrics": codec.optimizers}
