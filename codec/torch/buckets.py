@@ -1,4 +1,4 @@
-"""The contents of DistributedDataParallel's buckets: parameters, their places, shapes and order in memory."""
+"""Contents of DistributedDataParallel's buckets: parameters, their offsets, shapes and order in memory."""
 
 import functools
 import itertools
@@ -17,7 +17,7 @@ from codec.torch import arguments
 from codec.torch.messages import Array
 from codec.torch.reduction import Reduction
 
-_BETWEEN = 1 / 32  # of a bucket: up to this share of other parameters is encoded too, rather than cutting the bucket
+_MAX_OTHERS = 1 / 32  # share of a bucket: up to so many other values are encoded along, instead of copying a part
 
 
 def n_values(parameter: torch.Tensor) -> int:
@@ -27,21 +27,22 @@ def n_values(parameter: torch.Tensor) -> int:
 
 @dataclass
 class Part:
-    """Parameters of a bucket that are encoded alike.
+    """Parameters of a bucket that have the same spec and the same error feedback.
 
-    If they are nearly all of the bucket, all of it is encoded (`whole`), without a copy. Parameters of other parts are
-    in its frames, too, under the name NOBODY: they have no residual, and take their values from their own part.
+    If they are nearly the whole bucket, the whole bucket is encoded (`whole`), without a copy. Its frames then hold
+    the parameters of other parts, too, under the name NOBODY: these have no residual there, and get their values from
+    their own part.
     """
 
     spec: Spec
     feedback: bool  # error feedback is applied
     names: list[str]
     parameters: list[torch.nn.Parameter]
-    offsets: list[int]  # in the bucket, in values
-    whole: bool
-    number: int = 0  # in its step: of the bucket, times 256, and of the part in the bucket
-    new: bool = True  # no step with this part has succeeded
-    out: torch.Tensor | None = None  # result of a whole bucket, which the model reads from here
+    offsets: list[int]  # of the parameters in the bucket, in values
+    whole: bool  # frames hold the whole bucket
+    number: int = 0  # number of the bucket in its step, times 256, plus number of the part in the bucket
+    new: bool = True  # no step with this part has succeeded yet
+    out: torch.Tensor | None = None  # result of a whole bucket, which the model reads
 
     @functools.cached_property
     def layout(self) -> list[tuple[str, int]]:
@@ -50,7 +51,7 @@ class Part:
 
     @functools.cached_property
     def segments(self) -> Records:
-        """Shapes of the parameters, for scales and rows that follow them."""
+        """Shapes of the parameters, whose rows get scales of their own."""
         return pack(segments([_shape(p) for p in self.parameters]))
 
     @functools.cached_property
@@ -89,7 +90,7 @@ def cut(
     others = offsets[-1] - largest.n
     if not others:
         largest.whole = True
-    elif others <= offsets[-1] * _BETWEEN and not needs_optimizer(largest.spec):
+    elif others <= offsets[-1] * _MAX_OTHERS and not needs_optimizer(largest.spec):
         mine = set(largest.names)
         inside = [name if name in mine else NOBODY for name in names]
         whole = Part(largest.spec, largest.feedback, inside, [*parameters], offsets[:-1], whole=True)
@@ -107,15 +108,15 @@ def cut_as(
 ) -> list[Part]:
     """Group the parameters of a bucket as if they had come in several buckets.
 
-    DistributedDataParallel has one bucket in its first step, in another order. A training that is resumed is the
-    uninterrupted one to the bit if that bucket is reduced in the buckets from before.
+    DistributedDataParallel has one bucket in its first step, in another order. If that bucket is reduced in the buckets
+    from before a checkpoint, a resumed run is bit-identical to the uninterrupted one.
 
     Parameters
     ----------
     buckets : sequence of sequences of str
         Names of the same parameters, in the order of each bucket.
     names, parameters, specs
-        As for :func:`cut`, of the one bucket that there is.
+        As for :func:`cut`, of the one bucket.
     """
     offsets = itertools.accumulate((n_values(p) for p in parameters), initial=0)
     offset_of = dict(zip(parameters, offsets, strict=False))
@@ -131,12 +132,12 @@ def cut_as(
 
 
 def needs_optimizer(spec: Spec) -> bool:
-    """Return True if the spec drops bits by the optimizer's state, which lies in each parameter's own tensors."""
+    """Return True if a spec computes the level of each value from the optimizer's state."""
     return isinstance(spec, Truncate) and spec.fixed_level is None
 
 
 def order(p: torch.Tensor) -> list[int]:
-    """Return a parameter's dimensions in the order of its values in a bucket: of memory, if they leave no gaps."""
+    """Return a parameter's dimensions in the order of its values in a bucket: the order in memory, if without gaps."""
     dims = list(range(p.dim()))
     in_memory = sorted(dims, key=p.stride, reverse=True)
     return in_memory if not p.is_contiguous() and p.permute(in_memory).is_contiguous() else dims
@@ -167,16 +168,16 @@ def scatter(result: Array, r: Reduction, part: Part, buffer: torch.Tensor) -> No
 
 
 class Buffers:
-    """Memory for tensors that are joined in every step: allocating it again takes longer than the copies."""
+    """Memory for tensors that are concatenated in every step: to allocate it anew would take longer than the copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[Any, torch.Tensor] = {}
 
     def joined(self, which: tuple[int, str], tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Concatenate tensors; the result of the last call with the same `which` (a part's number, a name) is lost."""
+        """Concatenate tensors; this overwrites the result of the last call with the same `which`, a part and a name."""
         n, device = sum(t.numel() for t in tensors), tensors[0].device
         dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
-        room = self._buffers.get(key := (*which, dtype, device))
-        if room is None or room.numel() < n:
-            room = self._buffers[key] = torch.empty(n, dtype=dtype, device=device)
-        return torch.cat(tensors, out=room[:n])
+        buffer = self._buffers.get(key := (*which, dtype, device))
+        if buffer is None or buffer.numel() < n:
+            buffer = self._buffers[key] = torch.empty(n, dtype=dtype, device=device)
+        return torch.cat(tensors, out=buffer[:n])

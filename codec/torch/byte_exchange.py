@@ -1,4 +1,4 @@
-"""Exchange of bytes: each rank sends some to each other one."""
+"""Exchange of bytes: an all-to-all of frames or of any bytes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +12,9 @@ from codec.torch.connection import Timeout
 from codec.torch.messages import Array
 from codec.torch.phases import FirstError
 
-_MOST_NBYTES = 1 << 36  # of a frame
-_CHUNK_NBYTES = 1 << 22  # of a message: memory for a frame grows with what has come of it
-_END_NBYTES = 8  # behind the bytes of a message; a message that is too short lacks some of them
+_MOST_NBYTES = 1 << 36  # upper bound of the bytes of a frame
+_CHUNK_NBYTES = 1 << 22  # bytes of a message; memory for a frame is allocated as its messages arrive
+_END_NBYTES = 8  # bytes behind those of a chunk, by which a message that is too short is recognized
 
 
 def exchange(frames: Sequence[Any], *, group: Any = None, timeout: Timeout | None = None) -> list[bytes]:
@@ -72,21 +72,23 @@ def swap(channel: Channel, arrays: Sequence[Array]) -> tuple[list[bytes], Except
     Returns
     -------
     list of bytes, Exception or None
-        What ranks have sent, in order; if there is an error, empty ones.
+        Bytes of each rank, in order, all empty after an error; and the error.
     """
     sizes, others = channel.scatter_numbers([a.nbytes for a in arrays]), channel.others
     for rank, nbytes in enumerate(sizes):
         if not 0 <= nbytes <= _MOST_NBYTES:
-            raise FrameError(f"rank {rank} announces a frame of {nbytes} bytes; at most {_MOST_NBYTES} are possible")
-    rooms = [_room(nbytes) for o in others for nbytes in (sizes[o], arrays[o].nbytes)]
-    channel.begin(Channel.arena_nbytes(rooms))
-    incoming = {o: channel.allocate(_room(sizes[o])) for o in others}
-    outgoing = {o: channel.allocate(_room(arrays[o].nbytes)) for o in others}
+            raise FrameError(
+                f"rank {rank} announces a frame of {nbytes} bytes, but at most {_MOST_NBYTES} are possible"
+            )
+    buffers = [_buffer_nbytes(nbytes) for o in others for nbytes in (sizes[o], arrays[o].nbytes)]
+    channel.begin(Channel.arena_nbytes(buffers))
+    incoming = {o: channel.allocate(_buffer_nbytes(sizes[o])) for o in others}
+    outgoing = {o: channel.allocate(_buffer_nbytes(arrays[o].nbytes)) for o in others}
     found: dict[int, list[bytes]] = {o: [] for o in others}
     attempt = FirstError(channel)
     longest = max((max(sizes[o], arrays[o].nbytes) for o in others), default=0)
     for begin in range(0, longest, _CHUNK_NBYTES):
-        expected = {o: _expect(channel, incoming[o], sizes[o] - begin, o) for o in others if sizes[o] > begin}
+        expected = {o: _post_receive(channel, incoming[o], sizes[o] - begin, o) for o in others if sizes[o] > begin}
         for o in others:
             if arrays[o].nbytes > begin:
                 _send(channel, outgoing[o], arrays[o][begin : begin + _CHUNK_NBYTES], o)
@@ -99,31 +101,31 @@ def swap(channel: Channel, arrays: Sequence[Array]) -> tuple[list[bytes], Except
     return joined or [b""] * channel.size, attempt.error
 
 
-def _room(nbytes: int) -> int:
+def _buffer_nbytes(nbytes: int) -> int:
     return min(nbytes, _CHUNK_NBYTES) + _END_NBYTES
 
 
 def _end(nbytes: int) -> Array:
-    """Return the last bytes of a message of `nbytes`."""
+    """Return the end of a message with `nbytes` bytes of a frame."""
     return np.frombuffer((~nbytes % (1 << 64)).to_bytes(_END_NBYTES, "little"), np.uint8)
 
 
-def _send(channel: Channel, room: Array, chunk: Array, to: int) -> None:
-    message = room[: chunk.nbytes + _END_NBYTES]
+def _send(channel: Channel, buffer: Array, chunk: Array, to: int) -> None:
+    message = buffer[: chunk.nbytes + _END_NBYTES]
     message[: chunk.nbytes] = chunk
     message[chunk.nbytes :] = _end(chunk.nbytes)
     channel.send_values(message, to)
 
 
-def _expect(channel: Channel, room: Array, left: int, source: int) -> tuple[Array, Any]:
-    message = room[: _room(left)]
-    message[-_END_NBYTES:] = 0  # no _end() is
+def _post_receive(channel: Channel, buffer: Array, left: int, source: int) -> tuple[Array, Any]:
+    message = buffer[: _buffer_nbytes(left)]
+    message[-_END_NBYTES:] = 0  # no _end() is 0
     channel.counters.received_nbytes += message.nbytes
     return message, channel.post("recv", message, source)
 
 
 def _keep(found: list[bytes], message: Array, source: int) -> None:
-    """Append the bytes of a message to those that have come."""
+    """Append the bytes of a message to those received before."""
     nbytes = message.nbytes - _END_NBYTES
     if message[nbytes:].tobytes() != _end(nbytes).tobytes():
         raise FrameError(f"a message of rank {source} is shorter than the {nbytes} bytes that it announced")

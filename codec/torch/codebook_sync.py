@@ -1,4 +1,4 @@
-"""Codebooks of what all ranks send, agreed on behind a step's buckets."""
+"""Codebooks that all ranks agree on, refreshed behind the buckets of a step."""
 
 from typing import Any
 
@@ -14,77 +14,82 @@ from codec.torch.work import Work
 
 
 class CodebookSync:
-    """A refresher whose steps are counted alike on all ranks, and whose codebooks all of them know.
+    """Keeps the steps and codebooks of a refresher equal on all ranks.
 
-    Counts are gathered by the thread and over the connections of the gradients, after a step's last bucket.
+    Counts of symbols are gathered in the thread and over the connections of the gradients, after a step's last bucket.
+
+    Parameters
+    ----------
+    refresher : CodebookRefresher
+        This rank's refresher.
     """
 
     def __init__(self, refresher: CodebookRefresher) -> None:
         self.refresher = refresher
         self._in_sync = False  # all ranks are known to have the same step and codebooks
-        self._refreshing: Work | None = None
+        self._refresh_work: Work | None = None
         self.restart()
 
     def restart(self) -> None:
         """Go on from the refresher's state."""
-        self._step: int = self.refresher.state_dict()["latest"]  # failed ones count, too
+        self._step: int = self.refresher.state_dict()["latest"]  # failed steps count, too
         self._in_sync = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is under way."""
-        return self.__dict__ | {"_in_sync": False, "_refreshing": None}
+        """Return the state without the refresh in flight."""
+        return self.__dict__ | {"_in_sync": False, "_refresh_work": None}
 
     def require_sync(self) -> None:
-        """Ranks may know other codebooks now: others have come, or a step has failed."""
+        """Note that ranks may have different codebooks: one is new, or a step has failed."""
         self._in_sync = False
 
     def begin_step(self, channel: Channel) -> None:
-        """Count steps as all ranks do. Where they know other codebooks, as a rank that is new does, all begin anew."""
+        """Advance the step. If ranks have different steps or codebooks, all ranks drop their codebooks."""
         if not self._in_sync:
-            _, known = exchange_requests(channel, lambda: (None, self._known()))
-            everyones = [(step, books) for _, step, books in known]
-            if len(set(everyones)) > 1:
+            _, requests = exchange_requests(channel, lambda: (None, self._request()))
+            states = [(step, books) for _, step, books in requests]
+            if len(set(states)) > 1:
                 with close_on_error(channel):
-                    self._begin_anew()
-            self._step = max(step for step, _ in everyones)
+                    self._reset()
+            self._step = max(step for step, _ in states)
             self._in_sync = True
         self._step += 1
 
-    def _known(self) -> list[int]:
-        """What must be the same on all ranks, in a number; the step; the codebooks, in a number."""
+    def _request(self) -> list[int]:
+        """Return the signature of the refresher's parameters, the step, and a hash of the codebooks."""
         refresher = self.refresher
         how = refresher.spec, refresher.dtype, refresher.interval, refresher.delay
         books = {name: bytes(book) for name, book in refresher.state_dict().items() if name.startswith("book")}
         return [hash64("codebooks", how), self._step, hash64(books)]
 
-    def _begin_anew(self) -> None:
-        """Forget codebooks, counts and steps."""
+    def _reset(self) -> None:
+        """Drop codebooks, counts and steps."""
         refresher = self.refresher
         how = {"interval": refresher.interval, "delay": refresher.delay}
         refresher.load_state_dict(CodebookRefresher(refresher.spec, refresher.dtype, **how).state_dict())
 
     def prepare(self, r: Reduction) -> None:
-        """Have it encode with the codebook that all ranks know, and be counted if that is to be refreshed."""
+        """Make a reduction encode with the agreed codebook, and count its symbols if a refresh is due."""
         refresher = self.refresher
         if r.spec != refresher.spec or (isinstance(r.spec, Truncate) and r.dtype != refresher.dtype):
-            return  # other symbols
+            return  # the codebooks are for other symbols
         r.codebook, r.codebooks = refresher.current(self._step), refresher.books
         if refresher.due(self._step):
             r.count_symbols = refresher.count
 
     def submit(self, comm: Communicator) -> None:
-        """Refresh behind all that was submitted."""
-        self._refreshing = comm.worker.submit(lambda: self._refresh(comm.channel))
+        """Refresh the codebooks after all collectives that were submitted before."""
+        self._refresh_work = comm.worker.submit(lambda: self._refresh(comm.channel))
 
     def _refresh(self, channel: Channel) -> None:
-        """All ranks sum what was counted, and propose the same codebook for a later step."""
+        """Sum the counts of all ranks, and propose the same codebook for a later step on all of them."""
         refresher = self.refresher
         if not refresher.due(self._step):
             return
 
         def prepare() -> tuple[Reduction, list[int]]:
             r = Reduction(refresher.counts(), "int64", Lossless(), "sum", 0)
-            refresher.rollback(self._step)  # counts of a step that fails are forgotten
+            refresher.rollback(self._step)  # counts of a step that fails are dropped
             return r, [signature(r, "refresh")]
 
         if not self._in_sync:
@@ -97,10 +102,10 @@ class CodebookSync:
             channel.exchange_verdict(error)
             refresher.propose(self._step, counts.reshape(channel.size, -1).sum(0))
         except CodecError:
-            pass  # on all ranks: the codebook that they have will do
+            pass  # on all ranks; they keep the current codebook
 
-    def settle(self) -> None:
-        """Wait until no codebook is being agreed on."""
-        refreshing, self._refreshing = self._refreshing, None
-        if refreshing is not None:
-            refreshing.wait()
+    def wait(self) -> None:
+        """Wait for the refresh in flight, if there is one."""
+        work, self._refresh_work = self._refresh_work, None
+        if work is not None:
+            work.wait()

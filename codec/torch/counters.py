@@ -1,4 +1,4 @@
-"""Statistics of a channel: bytes on the wire, and where the time of its collectives goes."""
+"""Counters of a channel: bytes on the wire, and the time of its collectives by phase."""
 
 from dataclasses import dataclass, fields, replace
 from time import perf_counter
@@ -9,19 +9,19 @@ Phase = Literal["encode_s", "wire_s", "decode_s"]
 
 @dataclass
 class Counters:
-    """Totals of the collectives of a channel, on this rank. Subtract an earlier copy to get a difference.
+    """Totals of the collectives of a group, on this rank. Subtract an earlier copy to get a difference.
 
-    Only the thread that runs the collectives writes a channel's counters. :meth:`copy` may be called by any thread;
-    while a collective is in flight, the copied values may belong to different moments of that collective.
+    Only the thread that runs the collectives writes a group's counters. :meth:`copy` may be called by any thread; while
+    a collective is in flight, the copied values may belong to different moments of that collective.
 
     Attributes
     ----------
     frame_collectives : int
-        Number of collectives that succeeded and sent frames.
+        Collectives that succeeded and sent frames.
     raw_collectives : int
-        Number of all-reduces that succeeded and sent at least one tensor uncompressed.
+        All-reduces that succeeded and sent at least one tensor uncompressed.
     raw_nbytes : int
-        Size in bytes of the tensors that this rank has given to collectives.
+        Bytes of the tensors that this rank has given to collectives.
     sent_nbytes, received_nbytes : int
         Bytes of frames and of uncompressed values, to and from all other ranks together.
     encode_s : float
@@ -29,7 +29,14 @@ class Counters:
     wire_s : float
         Seconds spent sending and waiting for other ranks.
     decode_s : float
-        Seconds spent decoding, summing and storing_results results.
+        Seconds spent decoding, summing and storing results.
+
+    Examples
+    --------
+    >>> before = codec.torch.group_stats()
+    >>> codec.torch.all_reduce(torch.ones(1000))
+    >>> (codec.torch.group_stats() - before).frame_collectives
+    1
     """
 
     frame_collectives: int = 0
@@ -46,18 +53,18 @@ class Counters:
         return replace(self)
 
     def __sub__(self, earlier: "Counters") -> "Counters":
-        """Return what was counted since `earlier` was copied."""
-        values: list[Any] = [getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)]
+        """Return the totals since `earlier` was copied."""
+        values: list[Any] = [getattr(self, f.name) - getattr(earlier, f.name) for f in fields(Counters)]
         return Counters(*values)
 
     def __add__(self, other: "Counters") -> "Counters":
-        """Return the sums of the totals of two channels."""
-        values: list[Any] = [getattr(self, f.name) + getattr(other, f.name) for f in fields(self)]
+        """Return the sums of the totals of two groups."""
+        values: list[Any] = [getattr(self, f.name) + getattr(other, f.name) for f in fields(Counters)]
         return Counters(*values)
 
 
 class Stopwatch:
-    """Adds elapsed time to the fields of counters. A phase inside another one interrupts the outer phase.
+    """Adds elapsed time to counters. A phase within another one interrupts the outer phase.
 
     Parameters
     ----------
@@ -75,7 +82,7 @@ class Stopwatch:
         return _During(self, phase)
 
     def enter(self, phase: Phase | None) -> Phase | None:
-        """Charge the time since the last call to the current phase; `phase` becomes current. Return the former one."""
+        """Charge the time since the last call to the current phase; make `phase` current, and return the former one."""
         now, former = perf_counter(), self._current
         if former is not None:
             setattr(self._counters, former, getattr(self._counters, former) + now - self._since)
@@ -84,7 +91,7 @@ class Stopwatch:
 
 
 class _During:
-    """A context manager written as a class: a generator would take four times as long."""
+    """Context manager written as a class: a generator would take four times as long."""
 
     __slots__ = ("_outer", "_phase", "_watch")
 

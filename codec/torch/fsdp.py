@@ -390,7 +390,7 @@ class AllReduce(_Reducing):
             with storing_results(comm.channel):
                 arguments.publish(result, r, tensor)
                 if feedback is not None:
-                    feedback.settle(comm.channel.size)
+                    feedback.add_sum_errors(comm.channel.size)
 
         run = functools.partial(
             self._run, "all_reduce", self._group, tensor, lambda size: 2 * (size - 1) / size, work, tensor

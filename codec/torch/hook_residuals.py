@@ -1,4 +1,4 @@
-"""Error feedback of a DDP hook: the residuals of its frames, and a guard that notices when they grow."""
+"""Error feedback of a DDP hook: residuals of its frames, and a guard against residuals that grow."""
 
 import logging
 from collections import defaultdict
@@ -19,56 +19,58 @@ from codec.torch.reduction import Reduction, floats
 
 logger = logging.getLogger("codec.torch")
 
-_EVERY = 8  # steps between two measurements of norms, which read residuals and gradients once more
-_KEPT = 0.75  # weight of earlier measurements in a running mean
-_FIRST = 3  # measurements before the guard looks at them: the first gradients differ in size
-_BOUND = 20.0  # norm of a residual over that of its gradient: stable ones stay below 15 (docs/convergence.md)
+_INTERVAL = 8  # steps between two measurements of norms, which read residuals and gradients once more
+_DECAY = 0.75  # weight of earlier measurements in a running mean
+_FIRST = 3  # measurements before the guard may warn, since first gradients differ in size
+_BOUND = 20.0  # largest norm of a residual over that of its gradient; stable runs stay below 15 (docs/convergence.md)
 
 
 class Residuals:
     """Residuals of the frames of earlier steps, by parameter and range, on this rank.
 
-    Workers lose something when gradients are encoded, owners of a slice when its sum is. A step changes copies;
-    :meth:`commit` keeps them, :meth:`rollback` forgets them.
+    A worker's residual holds the errors of encoded gradients, a server's those of the encoded sums of its slice. A step
+    changes copies, which :meth:`commit` keeps and :meth:`rollback` drops.
 
     Parameters
     ----------
     spec : Spec
-        The hook's; frames of other specs can use the residuals, too.
+        Spec of the hook. Frames of other specs can use the residuals, too.
     """
 
     def __init__(self, spec: Spec) -> None:
         self.worker = ErrorFeedback(spec, role="worker")
         self.server = ErrorFeedback(spec, role="server")
-        self._squares: dict[str, tuple[float, float]] = {}  # by parameter: running means of both squared norms
+        self._squares: dict[str, tuple[float, float]] = {}  # running means of both squared norms, by parameter
         self._measuring = False
         self._measurements = 0
-        self._measured: list[tuple[list[Range], Array, list[float]]] = []  # ranges, their residuals, gradients' squares
-        self._moved: list[Part] = []  # parts that take part in their first step
+        self._measured: list[
+            tuple[list[Range], Array, list[float]]
+        ] = []  # ranges, residual, squared norms of gradients
+        self._moved: list[Part] = []  # parts in their first step
         self._warned = False
 
     def begin_step(self, step: int, scale: float) -> None:
-        """Forget what a failed step began; gradients are multiplied by `scale` from now on."""
+        """Roll a failed step back; from now on gradients have the factor `scale`."""
         self.rollback()
         self.worker.rescale(scale)
         self.server.rescale(scale)
-        self._measuring = step % _EVERY == 0
+        self._measuring = step % _INTERVAL == 0
 
     def feed(self, r: Reduction, part: Part, rank: int, size: int, two_phases: bool) -> None:
-        """Have frames of a part add the residuals, and keep what the frames lose.
+        """Make the frames of a part add the residuals, and keep their own errors.
 
-        Frames without feedback, such as lossless ones, add the residuals once: when the part is new.
+        A part without error feedback, such as a lossless one, adds the residuals once, in its first step.
 
         Parameters
         ----------
         r : Reduction
-            Gets the arrays to read and to write.
+            Gets the arrays of the residuals.
         part : Part
             The parameters of the reduction.
         rank, size : int
-            This rank, and how many there are.
+            This rank, and number of ranks.
         two_phases : bool
-            Each rank sums a slice and encodes the sum, so that it has a residual of its own.
+            True if each rank encodes the sum of its slice, for which it then has a residual.
         """
         if part.new:
             self._moved.append(part)
@@ -82,7 +84,7 @@ class Residuals:
         if two_phases:
             mine = partition.cut(r.x.size, size, r.x.itemsize, r.segments)[rank]
             begin, end = mine[0].begin, mine[-1].end
-        if part.new:  # sums of its other ranges belong to other ranks now
+        if part.new:  # other ranks encode the sums of its other ranges now
             elsewhere = part.ranges(0, begin) + part.ranges(end, part.n)
             self.server.pass_on(elsewhere, self.worker, size)
         r.residual = self.worker.begin(part.layout)
@@ -93,7 +95,7 @@ class Residuals:
             self._measure(r, part, begin, end, sums)
 
     def _measure(self, r: Reduction, part: Part, begin: int, end: int, residual: Array) -> None:
-        """Note the squared norms of gradients whose residuals a step writes to `residual`."""
+        """Note the squared norms of the gradients whose residuals a step writes to `residual`."""
         if not self._measuring:
             return
         ranges, offset, squares = part.ranges(begin, end), begin, list[float]()
@@ -114,29 +116,29 @@ class Residuals:
         self.server.commit()
 
     def rollback(self) -> None:
-        """Forget what a step has begun."""
+        """Drop the residuals of a step that has failed."""
         self._measured, self._moved = [], []
         self.worker.rollback()
         self.server.rollback()
 
     @property
     def ratios(self) -> dict[str, float]:
-        """By parameter: norm of its residual over that of its gradient, from running means of their squares."""
+        """Norm of each parameter's residual divided by that of its gradient, from running means of their squares."""
         return {name: float(np.sqrt(e / g)) for name, (e, g) in self._squares.items()}
 
     def _note(self, measured: list[tuple[list[Range], Array, list[float]]]) -> None:
-        """Update the running means, and warn once of a parameter whose residual is out of bounds."""
+        """Update the running means, and warn once if the residual of a parameter is too large."""
         found: dict[str, tuple[float, float]] = {}
         for ranges, residual, squares in measured:
             offset = 0
             for (name, start, stop), g in zip(ranges, squares, strict=True):
                 here, offset = residual[offset : offset + stop - start], offset + stop - start
                 e, former = _square(here), found.get(name, (0.0, 1.0))
-                if name != NOBODY and g > 0 and e * former[1] >= former[0] * g:  # of worker and server the larger one
+                if name != NOBODY and g > 0 and e * former[1] >= former[0] * g:  # the larger one of worker and server
                     found[name] = e, g
         for name, new in found.items():
             old = self._squares.get(name, new)
-            self._squares[name] = (_KEPT * old[0] + (1 - _KEPT) * new[0], _KEPT * old[1] + (1 - _KEPT) * new[1])
+            self._squares[name] = (_DECAY * old[0] + (1 - _DECAY) * new[0], _DECAY * old[1] + (1 - _DECAY) * new[1])
         self._measurements += bool(found)
         ratios = self.ratios if self._measurements >= _FIRST and not self._warned else {}
         worst = max(ratios, key=ratios.__getitem__, default="")
@@ -158,11 +160,11 @@ class Residuals:
         return again
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what both keep, as tensors."""
+        """Return the residuals of both roles, as tensors."""
         return {role: of_tensors(feedback.state_dict()) for role, feedback in self._by_role().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the residuals; after an error they are as before."""
+        """Replace the residuals; an error leaves them unchanged."""
         loaded = Residuals(self.worker.spec)
         for role, feedback in loaded._by_role().items():
             feedback.load_state_dict(state[role])

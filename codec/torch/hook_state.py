@@ -1,4 +1,4 @@
-"""States of DDP hooks: what they hold, whose they are, and how they become one file or those of other ranks."""
+"""States of DDP hooks: entries, checks, and conversion to one file or to another number of ranks."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ ROLES = ("worker", "server")
 _NUMBERS = ("rank", "world_size", "steps")
 _LISTS = ("sparse", "buckets")
 _HEAD = ("version", *_NUMBERS, *_LISTS)
-UNKNOWN = -1  # rank and world size of a hook that has no group yet
+UNKNOWN = -1  # rank and world size of a hook without a group
 
 
 def head(
@@ -29,34 +29,34 @@ def head(
     Parameters
     ----------
     rank, world_size : int
-        Whose state it is.
+        Rank to which the state belongs, and number of ranks.
     steps : int
         Number of steps that have succeeded.
     sparse : iterable of str or None
-        Parameters whose gradients are mostly zero; None: not known yet.
+        Names of parameters whose gradients are mostly zero; None: not known yet.
     buckets : sequence of sequences of str
-        Parameters of each bucket of the last step.
+        Names of the parameters in each bucket of the last step.
     """
     lists = {"sparse": "" if sparse is None else json.dumps(sorted(sparse)), "buckets": json.dumps(buckets)}
     return {"version": VERSION, "rank": rank, "world_size": world_size, "steps": steps, **lists}
 
 
 class Saved:
-    """A state that was read and found to be well-formed.
+    """State that was parsed and checked.
 
     Parameters
     ----------
     state : mapping
-        What ``Hook.state_dict`` returned, of one rank, or of all by ``gather=True``.
+        State of one rank by ``Hook.state_dict``, or of all ranks by ``gather=True``.
     rank : int
-        Whose state to take from one of all ranks.
+        Rank whose state to take from one of all ranks.
     world_size : int
-        The number of ranks that it must be of.
+        Number of ranks that a state of all ranks must have.
 
     Raises
     ------
     StateError
-        It is not such a state.
+        `state` is no such state.
     """
 
     def __init__(self, state: Any, rank: int, world_size: int) -> None:
@@ -67,7 +67,10 @@ class Saved:
             entries = opened(_one_of(entries["ranks"], rank, world_size))
         self.rank, self.world_size, self.steps = (plain(entries, name, int) for name in _NUMBERS)
         if not UNKNOWN <= self.rank < max(1, self.world_size) or not 0 <= self.steps < 1 << 48:
-            raise StateError(f"a state of rank {self.rank} of {self.world_size} after {self.steps} steps cannot be")
+            raise StateError(
+                f"a state of rank {self.rank} of {self.world_size} after {self.steps} steps is impossible: "
+                "it is damaged"
+            )
         text = plain(entries, "sparse", str)
         self.sparse = frozenset(_names("sparse", _read("sparse", text))) if text else None
         buckets = _read("buckets", plain(entries, "buckets", str))
@@ -79,28 +82,28 @@ class Saved:
         lacking, extra = sorted(set(expected) - set(self.parts)), sorted(set(map(str, self.parts)) - set(expected))
         if lacking or extra:
             raise StateError(
-                f"the state is of another kind of hook: it lacks {lacking}, and has {extra} in excess; make the hook "
-                "with the feedback= and refresher= with which it was saved"
+                f"the state is of a hook with other arguments: it lacks {lacking}, and has {extra} in excess; "
+                "make the hook with the feedback= and refresher= with which it was saved"
             )
 
 
 def check_rank(owner: tuple[int, int], here: tuple[int, int]) -> None:
-    """Raise StateError if residuals are those of another rank, or of another number of ranks, than this one."""
+    """Raise StateError if residuals belong to another rank, or to another number of ranks, than `here`."""
     if UNKNOWN not in (*owner, *here) and owner != here:
         raise StateError(
-            f"these residuals are of rank {owner[0]} of {owner[1]}, and this is rank {here[0]} of {here[1]}: load each "
-            "rank's own state, one of all ranks (state_dict(gather=True)), or one that Hook.reshard(states, "
+            f"these residuals belong to rank {owner[0]} of {owner[1]}, and this is rank {here[0]} of {here[1]}: "
+            "load each rank's own state, one of all ranks (state_dict(gather=True)), or one that Hook.reshard(states, "
             "world_size) made for this number of ranks"
         )
 
 
 def check_ranges(ranges: Iterable[Range], sizes: Mapping[str, int]) -> None:
-    """Raise StateError if residuals are of parameters, or of values, that a model does not have.
+    """Raise StateError if residuals belong to parameters, or to values, that a model does not have.
 
     Parameters
     ----------
     ranges : iterable of (str, int, int)
-        What there are residuals of.
+        Ranges of parameters that have residuals.
     sizes : mapping of str to int
         Number of values of each parameter of the model.
     """
@@ -114,12 +117,12 @@ def check_ranges(ranges: Iterable[Range], sizes: Mapping[str, int]) -> None:
 
 
 def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:
-    """Return the states of `world_size` ranks that correct gradients by as much as the given ones; see Hook.reshard."""
+    """Return states for `world_size` ranks whose residuals correct gradients as the given ones do; see Hook.reshard."""
     world_size = whole("world_size", world_size, 1, 1 << 20)
     if isinstance(states, Mapping) and "ranks" in states:
         states = opened(cast(Mapping[str, Any], states))["ranks"]
     if not isinstance(states, Sequence) or not states:
-        raise StateError("reshard needs the states of all ranks: a list in their order, or one of all ranks")
+        raise StateError("reshard needs the states of all ranks: a list in their order, or the state of gather=True")
     old = cast(Sequence[Any], states)
     saved = [Saved(state, UNKNOWN, UNKNOWN) for state in old]
     for rank, each in enumerate(saved):
@@ -140,12 +143,12 @@ def reshard(states: Any, world_size: int) -> list[dict[str, Any]]:
 
 
 def of_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a part of a state with tensors for arrays, as torch.load takes them."""
+    """Return a part of a state with tensors in place of arrays, for torch.load."""
     return {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in state.items()}
 
 
 def packed(state: Mapping[str, Any]) -> bytes:
-    """Return a state of one rank as bytes, without pickles: a table in JSON, its length before it, then the arrays."""
+    """Return a state of one rank as bytes without pickles: length of a table, the table in JSON, then the arrays."""
     table: list[Any] = []
     arrays: list[bytes] = []
 
@@ -171,7 +174,7 @@ def unpacked(data: bytes) -> dict[str, Any]:
     Raises
     ------
     StateError
-        The bytes are something else.
+        `data` is something else.
     """
     state: dict[str, Any] = {}
     try:
@@ -188,12 +191,12 @@ def unpacked(data: bytes) -> dict[str, Any]:
             else:
                 place[name] = value
     except (ValueError, TypeError, AttributeError, OverflowError) as e:
-        raise StateError(f"what another rank sent is not the state of a hook: {e}") from e
+        raise StateError(f"another rank has sent bytes that are no state of a hook: {e}") from e
     return state
 
 
 def _one_of(ranks: Any, rank: int, world_size: int) -> Any:
-    """Return the state of a rank out of those of all."""
+    """Return the state of a rank from those of all."""
     if not isinstance(ranks, Sequence):
         raise StateError(f"'ranks' of the state is {type(ranks).__name__}, not a list of the states of all ranks")
     states = cast(Sequence[Any], ranks)

@@ -1,4 +1,4 @@
-"""Hooks and the models and optimizers around them: finding them, and warning of what would go wrong quietly."""
+"""Search for the models of hooks, and warnings of silent mistakes in the use of hooks."""
 
 import atexit
 import gc
@@ -16,7 +16,7 @@ from codec.specs import Sign, Spec, Ternary
 
 logger = logging.getLogger("codec.torch")
 
-_hooks: "weakref.WeakSet[Any]" = weakref.WeakSet()  # made in this process
+_hooks: "weakref.WeakSet[Any]" = weakref.WeakSet()  # all hooks of this process
 _REDUCER = (
     'torch._dynamo.config.optimize_ddp = "python_reducer" gives hooks single gradients inside of a compiled graph, '
     'which cannot be sent as frames: set it to "ddp_optimizer", torch\'s default'
@@ -24,7 +24,7 @@ _REDUCER = (
 
 
 def watch(hook: Any) -> None:
-    """Log a warning when the process ends and the hook was never called: its gradients were not compressed."""
+    """Log a warning when the process ends and the hook was never called, because no gradient was compressed."""
     _hooks.add(hook)
 
 
@@ -46,7 +46,7 @@ def check_reducer(model: DistributedDataParallel) -> None:
 
 
 def check_bucket(bucket: Any) -> None:
-    """Raise ArgumentError if it is what torch.compile's Python reducer gives hooks instead of a bucket."""
+    """Raise SpecError for the tuple that torch.compile's Python reducer passes instead of a bucket."""
     if isinstance(bucket, tuple):
         raise ArgumentError(_REDUCER)
 
@@ -69,8 +69,8 @@ def model_of(hook: Any) -> DistributedDataParallel:
 
     Raises
     ------
-    ArgumentError
-        There is none, or there are several: a hook serves one model.
+    SpecError
+        No model has the hook, or several have it.
     """
     mine = [m for m in _models() if any(h is hook or s is hook for h, s in m._comm_hooks)]
     if len(mine) != 1:
@@ -81,9 +81,9 @@ def model_of(hook: Any) -> DistributedDataParallel:
 
 
 def warn_of_adam(hook: Any) -> None:
-    """Warn if the optimizer of a hook's parameters is a kind of Adam, and the codec distorts what it divides by.
+    """Warn if the optimizer of a hook's parameters is a kind of Adam and the codec distorts its second moments.
 
-    Where the hook was not given an optimizer, the first one that steps any of the parameters is looked at.
+    Without ``optimizer=`` of the hook, the first optimizer that steps any of its parameters is checked.
     """
     if not _distorts(hook.spec):
         return
@@ -92,7 +92,7 @@ def warn_of_adam(hook: Any) -> None:
         return
     mine = weakref.ref(hook)
 
-    def look(optimizer: Any, *_: Any) -> None:
+    def check(optimizer: Any, *_: Any) -> None:
         hook = mine()
         if hook is not None and not any(p in hook.plan.names for g in optimizer.param_groups for p in g["params"]):
             return
@@ -100,10 +100,11 @@ def warn_of_adam(hook: Any) -> None:
         if hook is not None and _distorts(hook.spec):
             _warn_if_adam(hook.spec, optimizer)
 
-    handle = register_optimizer_step_pre_hook(look)
+    handle = register_optimizer_step_pre_hook(check)
 
 
 def _distorts(spec: Spec) -> bool:
+    """Return True if a spec distorts squares of gradients, and so second moments."""
     return isinstance(spec, Sign | Ternary)
 
 

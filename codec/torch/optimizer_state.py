@@ -1,4 +1,4 @@
-"""The optimizer's metrics and state of a part of a bucket, which Truncate drops bits by."""
+"""Hyperparameters and state of the optimizer for a part of a bucket, from which Truncate computes levels."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,22 +17,22 @@ def check_has(optimizer: Any, spec: Spec, name: str) -> None:
 
 
 def metric_of(
-    optimizer: Any, part: Part, scale: float, rooms: Buffers, number: int
+    optimizer: Any, part: Part, scale: float, buffers: Buffers, number: int
 ) -> tuple[Any, dict[str, torch.Tensor] | None]:
     """Return the metrics of a part, by parameter group, and the optimizer's state in the order of the part.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer or None
-        That of the model.
+        Optimizer of the model.
     part : Part
         Parameters of a bucket.
     scale : float
-        Gradients are multiplied by it.
-    rooms : Buffers
+        Factor of the GradScaler in all gradients.
+    buffers : Buffers
         Memory for the state.
     number : int
-        Of the part in its bucket.
+        Number of the part in its bucket.
 
     Raises
     ------
@@ -58,4 +58,4 @@ def metric_of(
         offset += n_values(p)
     states = [(p, optimizers.state_of(optimizer, p)) for p in part.parameters]
     common = [name for name in ("theta", "m", "v") if all(name in s for _, s in states)]
-    return groups, {name: rooms.joined((number, name), [flat(s[name], p) for p, s in states]) for name in common}
+    return groups, {name: buffers.joined((number, name), [flat(s[name], p) for p, s in states]) for name in common}

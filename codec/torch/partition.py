@@ -1,4 +1,4 @@
-"""Where a flat tensor is cut: equally on all ranks, for it follows from sizes and shapes alone."""
+"""Partition of a flat tensor into slices and pieces, computed from sizes and shapes alone, so equal on all ranks."""
 
 import bisect
 import functools
@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 from codec.tensors.segments import Records, Segments, pack, unpack
 
-CHUNK_NBYTES = 1 << 20  # of a tensor: while one is on the wire, others are encoded and decoded
-_FRAME_NBYTES = 1 << 19  # each chunk costs messages: if their frames are smaller than that, chunks are larger,
-MOST_NBYTES = 1 << 22  # up to this
-_MOST = 16  # chunks of a slice
-_LONG = 1 << 16  # values of a row that is cut like any others
-_ALIGN = 1024  # values: no block or group of a codec of rows is cut, as long as it divides this
+CHUNK_NBYTES = 1 << 20  # bytes of a tensor in a chunk; while one is on the wire, others are encoded and decoded
+_FRAME_NBYTES = 1 << 19  # bytes of a chunk's frame; chunks of smaller frames are larger, since each costs messages
+MOST_NBYTES = 1 << 22  # upper bound of the bytes of a tensor in a chunk
+_MOST = 16  # upper bound of the chunks of a slice
+_LONG = 1 << 16  # values; rows longer than that may be cut
+_ALIGN = 1024  # values: cut points outside of rows are multiples, so that no group of a size that divides it is cut
 
 
 class Piece(NamedTuple):
-    """Values [begin, end) of a flat tensor, and what has a shape in it, counted from `begin`."""
+    """Values [begin, end) of a flat tensor, and the segments inside, with offsets from `begin`."""
 
     begin: int
     end: int
@@ -26,24 +26,42 @@ class Piece(NamedTuple):
 
     @property
     def n(self) -> int:
-        """How many values."""
+        """Number of values."""
         return self.end - self.begin
 
 
 def chunk_nbytes(itemsize: int, bound: Callable[[int], int]) -> int:
-    """About how large chunks of a tensor are whose frames of n values have bound(n) bytes at most."""
+    """Return the bytes of a tensor in a chunk, if frames of n values have at most bound(n) bytes."""
     frame_nbytes = bound(CHUNK_NBYTES // itemsize)
     return max(CHUNK_NBYTES, min(MOST_NBYTES, CHUNK_NBYTES * _FRAME_NBYTES // frame_nbytes))
 
 
-@functools.lru_cache(256)  # of few tensors, again and again
+@functools.lru_cache(256)  # a training cuts few tensors, again and again
 def cut(
     n: int, size: int, itemsize: int, segments: Records | None, chunk_nbytes: int | None = None
 ) -> list[list[Piece]]:
-    """A slice for each of `size` ranks, in chunks of CHUNK_NBYTES or as many as are given; some may be empty.
+    """Return a slice for each of `size` ranks, as pieces of about `chunk_nbytes` bytes; pieces may be empty.
 
-    Where slices begin does not depend on them. Rows of parameters stay whole where they are much shorter than a chunk.
-    What is returned is for all who ask: not to be changed.
+    The begin of a slice does not depend on `chunk_nbytes`. Rows of segments that are much shorter than a chunk stay
+    whole.
+
+    Parameters
+    ----------
+    n : int
+        Number of values.
+    size : int
+        Number of ranks.
+    itemsize : int
+        Bytes of a value.
+    segments : Records or None
+        Shapes of parameters inside the tensor.
+    chunk_nbytes : int, optional
+        Bytes of a chunk; CHUNK_NBYTES if left out.
+
+    Returns
+    -------
+    list of list of Piece
+        Pieces by slice. The list is shared by all callers, who must not change it.
     """
     chunks = _chunks(n * itemsize / size, chunk_nbytes or CHUNK_NBYTES)
     inside = unpack(segments) if segments else []
@@ -55,7 +73,7 @@ def cut(
 
 
 def cut_evenly(n: int, size: int, itemsize: int, chunk_nbytes: int) -> list[list[Piece]]:
-    """The same with slices of n / size values, a whole number."""
+    """Return slices of n / size values each, as :func:`cut` does without segments; `n` is a multiple of `size`."""
     each = n // size
     chunks = _chunks(each * itemsize, chunk_nbytes)
     cuts = [i * each // chunks for i in range(chunks + 1)]
@@ -63,18 +81,20 @@ def cut_evenly(n: int, size: int, itemsize: int, chunk_nbytes: int) -> list[list
 
 
 def _chunks(nbytes: float, chunk_nbytes: int) -> int:
-    """At least two of a slice that is not small: while the sum of one goes out, the other one comes in."""
+    """Return the number of chunks of a slice: two or more unless it is small, so that sums and terms overlap."""
     return max(2 if nbytes > CHUNK_NBYTES else 1, min(_MOST, round(nbytes / chunk_nbytes)))
 
 
 class _Rows(NamedTuple):
+    """Segments that have dimensions and values."""
+
     offset: list[int]
-    row: list[int]
-    n: list[int]
+    row: list[int]  # values of a row
+    n: list[int]  # values of the segment
 
 
 def _row_starts(segments: Segments) -> _Rows:
-    """Of parameters with values: where they begin, and their rows."""
+    """Return the segments that have dimensions and values."""
     shaped = [(offset, shape) for offset, shape in segments if shape and prod(shape)]
     return _Rows(
         [offset for offset, _ in shaped],
@@ -84,7 +104,7 @@ def _row_starts(segments: Segments) -> _Rows:
 
 
 def _near(at: int, n: int, rows: _Rows | None) -> int:
-    """A good place to cut at or before `at`."""
+    """Return the cut point at or before `at`: the begin of a row, or a multiple of _ALIGN."""
     if at >= n:
         return n
     i = bisect.bisect_right(rows.offset, at) - 1 if rows else -1
@@ -95,7 +115,7 @@ def _near(at: int, n: int, rows: _Rows | None) -> int:
 
 
 def _inside(segments: Segments, begin: int, end: int) -> Segments:
-    """What of the parameters lies in [begin, end): whole ones, and whole rows of those that are cut."""
+    """Return the segments in [begin, end): whole ones, and the whole rows of segments that are cut."""
     found: Segments = []
     for offset, shape in segments:
         count = prod(shape)

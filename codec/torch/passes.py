@@ -10,16 +10,16 @@ from codec import CodecError, PeerError
 from codec.torch.messages import Array
 from codec.torch.residuals import Residuals
 
-_passes: "weakref.WeakValueDictionary[int, Pass]" = weakref.WeakValueDictionary()  # by graph task
+_passes: "weakref.WeakValueDictionary[int, Pass]" = weakref.WeakValueDictionary()  # by the id of their graph task
 
 
 class Pass:
-    """The collectives of a backward pass: their first error, and the residuals that they write.
+    """Collectives of a backward pass: their first error, and the residuals that they write.
 
     An exception that ends a backward pass leaves FSDP2 in a state from which it does not recover. So errors of
     collectives are kept until FSDP2 has finished the pass, and are raised then. Later collectives of the pass fail as
-    well: so a failure among the shards of one replica reaches the ranks of other replicas. Residuals change if the pass
-    ends without an error.
+    well, so that a failure among the shards of one replica reaches the ranks of other replicas. Residuals change only
+    if the pass ends without an error.
     """
 
     def __init__(self) -> None:
@@ -42,19 +42,19 @@ class Pass:
         return current
 
     def begin(self, residuals: Residuals, key: str, n: int) -> Array:
-        """Return this pass's copy of the residual of a module, to be written."""
+        """Return this pass's copy of the residual of a module, which its reduction writes."""
         copies = self._copies.setdefault(residuals, {})
         if key not in copies:
             copies[key] = residuals.copy(key, n)
         return copies[key]
 
     def check(self) -> None:
-        """Raise PeerError after a failure: the ranks of all groups must learn of it."""
+        """Raise PeerError if an earlier collective of this pass has failed, so that the ranks of all groups fail."""
         if self._error is not None:
             raise PeerError(f"an earlier collective of this backward pass has failed: {self._error}") from self._error
 
     def run(self, collective: Callable[[], Any], output: torch.Tensor) -> None:
-        """Run a collective of this pass. If it fails in a backward pass, fill `output` with NaN and go on."""
+        """Run a collective of this pass. If it fails in a backward pass, fill `output` with NaN and keep the error."""
         try:
             collective()
         except CodecError as e:
@@ -68,7 +68,7 @@ class Pass:
             self.end()
 
     def end(self) -> None:
-        """Raise the first error of the pass, or make the copies the residuals."""
+        """Raise the first error of the pass, or replace the residuals by the copies."""
         error, self._error = self._error, None
         copies, self._copies = self._copies, {}
         if error is not None:
@@ -77,7 +77,7 @@ class Pass:
             residuals.replace(written)
 
 
-_NONE = -1
+_NONE = -1  # id of a graph task outside of backward passes
 
 
 def _graph_task_id() -> int:

@@ -1,4 +1,4 @@
-"""Error feedback of collectives by one residual a rank."""
+"""Error feedback of collectives with one residual on each rank."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -17,10 +17,10 @@ from codec.torch.reduction import Reduction
 
 
 class Feedback:
-    """Have a reduction send its values plus a residual, which gets all that this rank's frames lose.
+    """Makes a reduction send its values plus a residual, which gets the errors of all frames of this rank.
 
-    In a two-shot all-reduce a rank also encodes the sums of its slice. Their errors are kept apart until :meth:`settle`
-    adds them to the residual, so that one residual accounts for both.
+    In a two-shot all-reduce a rank also encodes the sums of its slice. Their errors are kept apart until
+    :meth:`add_sum_errors` adds them to the residual, so that one residual holds both.
 
     Parameters
     ----------
@@ -31,14 +31,14 @@ class Feedback:
 
     Raises
     ------
-    ArgumentError
-        The codec loses nothing, or the reduction is no sum or mean.
+    SpecError
+        The codec is lossless or not a contraction, or the reduction is a maximum.
     """
 
     def __init__(self, r: Reduction, residual: Array) -> None:
         check_contraction(r.spec)
         if r.op == "max":
-            raise ArgumentError("error feedback with a maximum: errors add up in sums and means only")
+            raise SpecError("error feedback is for sums and means; op is a maximum")
         self._sum_errors: dict[int, Array] = {}
         self._mean = r.op == "mean"
         self.residual = r.residual = residual
@@ -48,10 +48,10 @@ class Feedback:
         """Return the array for the error of the encoded sums [begin, end)."""
         return self._sum_errors.setdefault(begin, np.zeros(end - begin, np.float32))
 
-    def settle(self, size: int) -> None:
-        """Add the errors of encoded sums to the residual, once a reduction over `size` ranks has succeeded.
+    def add_sum_errors(self, size: int) -> None:
+        """Add the errors of encoded sums to the residual, after a reduction over `size` ranks has succeeded.
 
-        The error of a mean is multiplied by `size`, by which later means divide this rank's values.
+        The error of a mean is multiplied by `size`, because later means divide this rank's values by it.
         """
         factor = np.float32(size if self._mean else 1)
         for begin, error in self._sum_errors.items():
@@ -60,7 +60,7 @@ class Feedback:
 
 
 class CallersResidual(Feedback):
-    """Error feedback by a caller's tensor, which keeps its values until :meth:`commit`.
+    """Error feedback with a caller's tensor, which is unchanged until :meth:`commit`.
 
     Parameters
     ----------
@@ -69,12 +69,12 @@ class CallersResidual(Feedback):
     r : Reduction
         The reduction.
     out : torch.Tensor
-        The tensor that gets the result.
+        Tensor that gets the result.
 
     Raises
     ------
-    ArgumentError
-        As :class:`Feedback`; or `tensor` is no such residual, or shares memory with the reduction's tensors.
+    SpecError
+        As for :class:`Feedback`; or `tensor` is no such residual, or shares memory with the reduction's tensors.
     """
 
     def __init__(self, tensor: Any, r: Reduction, out: torch.Tensor) -> None:
@@ -82,8 +82,8 @@ class CallersResidual(Feedback):
         super().__init__(r, self._place.copy())
 
     def commit(self, size: int) -> None:
-        """Store the new residual after a success on all ranks, of which there are `size`."""
-        self.settle(size)
+        """Store the new residual in the caller's tensor, after all `size` ranks have succeeded."""
+        self.add_sum_errors(size)
         np.copyto(self._place, self.residual)
         mark_written(self._tensor)
 
@@ -91,14 +91,14 @@ class CallersResidual(Feedback):
 def check_feedback_algorithm(algorithm: str) -> None:
     """Raise SpecError if an all-reduce algorithm cannot have error feedback."""
     if algorithm == "ring":
-        raise ArgumentError(
-            'error feedback with algorithm="ring", whose frames hold sums of other ranks\' values: '
+        raise SpecError(
+            'algorithm="ring" has no error feedback, because its frames hold sums of other ranks\' values: '
             'use "two_shot" or "all_gather"'
         )
 
 
 def _place_of(tensor: Any, r: Reduction, out: torch.Tensor) -> Array:
-    """Return the memory of a caller's residual."""
+    """Check a caller's residual and return its memory."""
     check_output(tensor, torch.float32, r.x.size, "residual=")
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ArgumentError(
@@ -140,7 +140,7 @@ class Residuals:
         return copy
 
     def replace(self, copies: Mapping[str, Array]) -> None:
-        """Make copies the residuals."""
+        """Replace residuals by copies of :meth:`copy`."""
         self._spare |= {key: self._kept[key] for key in copies if key in self._kept}
         self._kept |= copies
 
@@ -158,7 +158,7 @@ class Residuals:
         Raises
         ------
         StateError
-            It is no such dict. The residuals stay unchanged.
+            `tensors` is no such dict. The residuals are unchanged.
         """
         if not isinstance(tensors, Mapping):
             raise StateError(f"residuals must be a dict from module names to tensors, not {type(tensors).__name__}")

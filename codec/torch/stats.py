@@ -1,6 +1,6 @@
-"""Figures of what hooks and groups have sent, and how long it took."""
+"""Statistics of hooks: steps, traffic, residuals."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from codec.specs import Spec
 from codec.torch.counters import Counters
@@ -8,18 +8,18 @@ from codec.torch.counters import Counters
 
 @dataclass(frozen=True)
 class ParameterStats:
-    """A parameter of a model whose gradients go through a hook.
+    """Statistics of one parameter of a hook's model.
 
     Attributes
     ----------
     spec : Spec
-        How its gradient was encoded in the last step.
+        Codec of its gradient in the last step.
     n : int
         Number of values.
     residual_norm : float
-        Norm of this rank's residual.
+        Euclidean norm of this rank's residual; 0 without error feedback.
     residual_ratio : float
-        That norm over the norm of the gradient, as last measured; 0 without error feedback.
+        Norm of the residual divided by the norm of the gradient, as last measured; 0 without error feedback.
     """
 
     spec: Spec
@@ -29,57 +29,47 @@ class ParameterStats:
 
 
 @dataclass
-class Stats:
-    """Figures of a hook on this rank.
+class Stats(Counters):
+    """Statistics of a hook on this rank: the attributes of :class:`Counters`, and these.
 
     Attributes
     ----------
     steps : int
         Steps that succeeded on all ranks.
-    refused : int
+    failed_steps : int
         Steps that failed.
     buckets : int
-        Buckets that were reduced.
-    raw_buckets : int
-        Those of which some values were sent uncompressed, since that was faster.
-    raw_nbytes : int
-        Size of the gradients in bytes.
-    sent_nbytes, received_nbytes : int
-        Bytes of frames and of uncompressed values, to and from all other ranks together.
-    encode_s, wire_s, decode_s : float
-        Seconds spent encoding; sending and waiting for other ranks; decoding, summing and storing_results results.
+        Buckets that were reduced. `raw_collectives` of them were sent uncompressed, at least in part.
     residual_ratio : float
-        Largest norm of a parameter's residual over that of its gradient, measured every 8 steps. Trainings that
+        Largest norm of a parameter's residual divided by the norm of its gradient, measured every 8 steps. Runs that
         converge stay below 15.
     world_size : int
         Number of ranks.
     parameters : dict of str to ParameterStats
-        By name; only from ``stats(by_parameter=True)``.
+        Statistics by parameter name; empty without ``stats(by_parameter=True)``.
+
+    Examples
+    --------
+    >>> hook = codec.torch.ddp_hook(codec.Float8())
+    >>> hook.stats().steps
+    0
     """
 
     steps: int = 0
-    refused: int = 0
+    failed_steps: int = 0
     buckets: int = 0
-    raw_buckets: int = 0
-    raw_nbytes: int = 0
-    sent_nbytes: int = 0
-    received_nbytes: int = 0
-    encode_s: float = 0.0
-    wire_s: float = 0.0
-    decode_s: float = 0.0
     residual_ratio: float = 0.0
     world_size: int = 1
     parameters: dict[str, ParameterStats] = field(default_factory=dict[str, ParameterStats])
 
     @property
     def ratio(self) -> float:
-        """Bytes sent over those of an uncompressed all-reduce, which sends 2 (N - 1) / N of a tensor; nan if none."""
+        """Bytes sent divided by those of an uncompressed all-reduce, 2 (N - 1) / N of each tensor; nan if none."""
         plain = self.raw_nbytes * 2 * (self.world_size - 1) / self.world_size
         return self.sent_nbytes / plain if plain else float("nan")
 
-    def add(self, counters: Counters) -> None:
+    def add_bucket(self, traffic: Counters) -> None:
         """Add the traffic of a bucket."""
-        for name in ("raw_nbytes", "sent_nbytes", "received_nbytes", "encode_s", "wire_s", "decode_s"):
-            setattr(self, name, getattr(self, name) + getattr(counters, name))
+        for f in fields(Counters):
+            setattr(self, f.name, getattr(self, f.name) + getattr(traffic, f.name))
         self.buckets += 1
-        self.raw_buckets += bool(counters.raw_collectives)

@@ -1,4 +1,4 @@
-"""Buckets that frames cannot carry: float64, and sparse gradients. They are summed uncompressed, in rank order."""
+"""Uncompressed sums, in rank order, of buckets that frames cannot carry: float64, and sparse gradients."""
 
 import logging
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from codec.torch.reduction import Reduction
 
 logger = logging.getLogger("codec.torch")
 
-_told: set[str] = set()  # what the log has been told of
+_logged: set[str] = set()  # kinds of buckets that were logged
 
 
 def is_other(buffer: torch.Tensor) -> bool:
@@ -31,16 +31,16 @@ def mean(comm: Communicator, buffer: torch.Tensor, begin: Callable[[], None]) ->
 
     Parameters
     ----------
-    line : Communicator
-        The ranks.
+    comm : Communicator
+        Communicator of the group.
     buffer : torch.Tensor
-        float64, or sparse (COO) of any dtype. It gets the result if it is dense.
+        float64, or sparse (COO) of any dtype. A dense one gets the result.
     begin : callable
-        Called before ranks agree to begin; if it raises, all ranks raise.
+        Called before the request; if it raises an error, all ranks raise one.
     """
     kind = "sparse" if buffer.is_sparse else str(buffer.dtype).removeprefix("torch.")
-    if kind not in _told:
-        _told.add(kind)
+    if kind not in _logged:
+        _logged.add(kind)
         logger.info("gradients that are %s are sent uncompressed: frames cannot carry their sums", kind)
     if buffer.is_sparse:
         return _sparse_mean(comm, buffer, begin)
@@ -60,7 +60,7 @@ def mean(comm: Communicator, buffer: torch.Tensor, begin: Callable[[], None]) ->
 
 
 def _sparse_mean(comm: Communicator, buffer: torch.Tensor, begin: Callable[[], None]) -> torch.Tensor:
-    """Return the mean of sparse tensors: each rank sends its entries to all, and all add them up in rank order."""
+    """Return the mean of sparse tensors: each rank sends its entries to all, and all add them in rank order."""
     channel = comm.channel
     shape, dims = tuple(buffer.shape), buffer.sparse_dim()
 
@@ -68,8 +68,8 @@ def _sparse_mean(comm: Communicator, buffer: torch.Tensor, begin: Callable[[], N
         begin()
         t = buffer.detach().coalesce()
         entries = t.indices().contiguous().numpy(), t.values().contiguous()
-        same = hash64("sparse", shape, dims, str(t.dtype))
-        return (entries[0], entries[1].view(-1).view(torch.uint8).numpy()), [same]
+        signature = hash64("sparse", shape, dims, str(t.dtype))
+        return (entries[0], entries[1].view(-1).view(torch.uint8).numpy()), [signature]
 
     (indices, values), _ = exchange_requests(channel, prepare)
     with close_on_error(channel):
@@ -91,13 +91,13 @@ def _entries(data: bytes, like: torch.Tensor, shape: tuple[int, ...], dims: int)
     Raises
     ------
     FrameError
-        These are not entries of such a tensor.
+        The bytes are no entries of such a tensor.
     """
     dense = shape[dims:]
     each = 8 * dims + like.element_size() * prod(dense)
     n, rest = divmod(len(data), each)
     if rest:
-        raise FrameError(f"{len(data)} bytes of sparse entries of {each} bytes each cannot be")
+        raise FrameError(f"a rank sent {len(data)} bytes of sparse entries, which have {each} bytes each")
     raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     indices = raw[: 8 * dims * n].view(torch.int64).view(dims, n)
     sizes = torch.tensor(shape[:dims]).view(dims, 1)

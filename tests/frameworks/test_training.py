@@ -75,7 +75,7 @@ def test_framework_trains_and_resumes_with_compressed_gradients(framework, tmp_p
         assert equal(first, second)  # all ranks have the same parameters
         assert stats.steps == steps
         assert 0 < stats.sent_nbytes < stats.raw_nbytes / 4
-        assert stats.raw_buckets == 0
+        assert stats.raw_collectives == 0
     assert equal(resumed[0][0], straight[0][0])
 
 

@@ -784,7 +784,7 @@ def _chosen(rank, size):
     for n in (1, 2, 3, 1, 4):
         codec.torch.all_reduce(torch.ones(n))
     choices = communicator.communicator_of(None).choices
-    assert [c._over for c in choices.values()] == [1, 2, 1]
+    assert [c._count for c in choices.values()] == [1, 2, 1]
     return [*kinds, *choices]
 
 

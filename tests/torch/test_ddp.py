@@ -232,7 +232,7 @@ def _refused(rank, size):
     assert parameter_bytes(model) == before
     assert hook_state_bytes(hook) == state
     train(model, optimizer, rank, 3, 4)  # continues as if the step had not been taken
-    return hook.stats().refused, parameter_bytes(model)
+    return hook.stats().failed_steps, parameter_bytes(model)
 
 
 def test_nan_on_one_rank_raises_on_all_and_changes_nothing():
@@ -271,7 +271,7 @@ def _nested(rank, size):
         with pytest.raises(codec.ArgumentError if rank else codec.PeerError, match=r"NaN|nothing was changed"):
             step()
         poison.remove()
-        assert hook.stats().refused == i + 1
+        assert hook.stats().failed_steps == i + 1
         found.append(step())
 
     def broken(*_):  # between two inner passes, where no bucket is in flight
@@ -297,7 +297,7 @@ def test_errors_in_reentrant_backward_passes_are_raised():
 def _alone(rank, size):
     """Fail on one rank, before its first message or after the last one of a bucket."""
     found = []
-    for where, name in ((hook_residuals.Residuals, "begin_step"), (codec.torch.hook, "scatter")):
+    for where, name in ((hook_residuals.Residuals, "begin_step"), (codec.torch.reducer, "scatter")):
         model = wrapped(EqualLayers(), process_group=dist.new_group())
         codec.torch.ddp_hook(codec.Quantize(4), feedback=True).register(model)
         call = getattr(where, name)
@@ -403,7 +403,7 @@ def _scaled(rank, size):
         assert hook_state_bytes(hooks[0]) == hook_state_bytes(hooks[1])
         if step == 6:
             hooks[0].load_state_dict(pickle.loads(pickle.dumps(hooks[1].state_dict())))
-    return parameter_bytes(models[0]), hooks[0].stats().steps, hooks[0].stats().refused, scales
+    return parameter_bytes(models[0]), hooks[0].stats().steps, hooks[0].stats().failed_steps, scales
 
 
 def test_grad_scaler_skips_overflowing_steps_on_all_ranks():

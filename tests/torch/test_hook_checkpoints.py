@@ -52,7 +52,7 @@ def _checked(rank, size):
         ({"version": 1, "ranks": three}, r"3 ranks, and there are 2.*reshard"),
         ({**state, "worker": renamed}, r"model does not have: 8\.weight, 9\.weight"),
         ({**state, "worker": longer}, r"has \d+ values"),
-        ({**state, "steps": -1}, r"after -1 steps cannot be"),
+        ({**state, "steps": -1}, r"after -1 steps is impossible"),
         ({**state, "sparse": "{}"}, r"not a list of names"),
         ({**state, "buckets": "[1]"}, r"not a list of names"),
         ({k: v for k, v in state.items() if k != "server"}, r"lacks \['server'\]"),

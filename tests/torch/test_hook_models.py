@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import codec
 import codec.torch
-from codec.torch import hook as hook_module
+from codec.torch import reducer as reducer_module
 from codec.torch import uncompressed
 from support.ddp_training import parameter_bytes, small_forward, small_net, take_step
 from support.ranks import run_ranks
@@ -77,8 +77,8 @@ def _uncovered(rank, size):
     """A bucket whose values the hook cannot account for raises on all ranks, and the group stays usable."""
     model = DistributedDataParallel(nn.Linear(64, 64))
     codec.torch.ddp_hook(codec.Float8(), **EVERYTHING).register(model)
-    hook_module.n_values = lambda p: p.numel() - (p.dim() == 1)
-    with pytest.raises(codec.ArgumentError, match="4160 values, its parameters have 4159"):
+    reducer_module.n_values = lambda p: p.numel() - (p.dim() == 1)
+    with pytest.raises(codec.SpecError, match="4160 values, its parameters have 4159"):
         model(torch.ones(2, 64)).sum().backward()
     x = torch.full((3,), float(rank))
     codec.torch.all_reduce(x, op="sum")
