@@ -47,7 +47,7 @@ def _checked(rank, size):
     renamed = {**state["worker"], "9.weight[0:8]": torch.ones(8), "8.weight[0:8]": torch.ones(8)}
     longer = {**state["worker"], key.replace(key.partition("[")[2], "8192:8200]"): torch.ones(8)}
     for wrong, match in [
-        (other, rf"of rank {(rank + 1) % size} of {size}.*this is rank {rank} of {size}.*reshard"),
+        (other, rf"to rank {(rank + 1) % size} of {size}.*this is rank {rank} of {size}.*reshard"),
         (three[0], r"reshard"),
         ({"version": 1, "ranks": three}, r"3 ranks, and there are 2.*reshard"),
         ({**state, "worker": renamed}, r"model does not have: 8\.weight, 9\.weight"),

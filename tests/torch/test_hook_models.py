@@ -78,7 +78,7 @@ def _uncovered(rank, size):
     model = DistributedDataParallel(nn.Linear(64, 64))
     codec.torch.ddp_hook(codec.Float8(), **EVERYTHING).register(model)
     reducer_module.n_values = lambda p: p.numel() - (p.dim() == 1)
-    with pytest.raises(codec.SpecError, match="4160 values, its parameters have 4159"):
+    with pytest.raises(codec.SpecError, match="4160 values, but its parameters have 4159"):
         model(torch.ones(2, 64)).sum().backward()
     x = torch.full((3,), float(rank))
     codec.torch.all_reduce(x, op="sum")
