@@ -85,7 +85,7 @@ def swap(channel: Channel, arrays: Sequence[Array]) -> tuple[list[bytes], Except
     incoming = {o: channel.allocate(_buffer_nbytes(sizes[o])) for o in others}
     outgoing = {o: channel.allocate(_buffer_nbytes(arrays[o].nbytes)) for o in others}
     found: dict[int, list[bytes]] = {o: [] for o in others}
-    attempt = FirstError(channel)
+    first_error = FirstError(channel)
     longest = max((max(sizes[o], arrays[o].nbytes) for o in others), default=0)
     for begin in range(0, longest, _CHUNK_NBYTES):
         expected = {o: _post_receive(channel, incoming[o], sizes[o] - begin, o) for o in others if sizes[o] > begin}
@@ -94,11 +94,11 @@ def swap(channel: Channel, arrays: Sequence[Array]) -> tuple[list[bytes], Except
                 _send(channel, outgoing[o], arrays[o][begin : begin + _CHUNK_NBYTES], o)
         for o, (message, work) in expected.items():
             channel.wait(work, o)
-            attempt(_keep, found[o], message, o)
+            first_error(_keep, found[o], message, o)
         channel.wait_for_sends()
     found[channel.rank] = [arrays[channel.rank].tobytes()]
-    joined = attempt(_join, [found[rank] for rank in range(channel.size)])
-    return joined or [b""] * channel.size, attempt.error
+    joined = first_error(_join, [found[rank] for rank in range(channel.size)])
+    return joined or [b""] * channel.size, first_error.error
 
 
 def _buffer_nbytes(nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""What algorithms are made of: messages with frames, sent to the owners of slices or to all."""
+"""Phases of algorithms: messages with frames, sent to the owners of slices or to all ranks."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,30 +12,45 @@ from codec.torch.reduction import Reduction
 
 
 class FirstError:
-    """A collective goes on after an error, without frames, so that no rank waits for what never comes."""
+    """Runs the steps of a collective until one of them fails, and keeps the error.
+
+    The collective goes on after an error, and sends messages without frames, so that no rank waits for a message that
+    never comes.
+
+    Parameters
+    ----------
+    channel : Channel
+        Channel of the collective.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.error: Exception | None = None
 
     def __call__(self, step: Callable[..., Any], *args: Any) -> Any:
-        """step(*args), or None after an error; but where no connection is left there is nothing to go on with."""
+        """Return step(*args), or None after an error of this or an earlier step.
+
+        Raises
+        ------
+        CodecError
+            The channel is closed, so that the collective cannot go on.
+        """
         try:
             return self.at_once(step, *args)
-        finally:  # Gloo's thread goes next, if it waits for this core: no connection is locked now, so it need not spin
+        finally:  # no connection is locked now, so Gloo's thread need not spin if it gets this core
             os.sched_yield()
 
     def at_once(self, step: Callable[..., Any], *args: Any) -> Any:
-        """The same for what is urgent: others who wait for this core do not get it first."""
-        return None if self.error is not None else self._tried(step, *args)
+        """Run an urgent step: as a call does, but without yielding the core to other threads."""
+        return None if self.error is not None else self._try(step, *args)
 
     def frame(self, incoming: IncomingFrame) -> Array | None:
-        """The frame of a message, waited for whatever has happened."""
-        return self._tried(incoming.frame)
+        """Wait for a frame, also after an error; return None if there is none."""
+        return self._try(incoming.frame)
 
-    def _tried(self, step: Callable[..., Any], *args: Any) -> Any:
+    def _try(self, step: Callable[..., Any], *args: Any) -> Any:
         try:
-            with self._channel.clock.during("decode_s"):  # where a step encodes or waits, that interrupts this phase
+            with self._channel.clock.during("decode_s"):  # a step that encodes or waits interrupts this phase
                 return step(*args)
         except CodecError as e:
             if self._channel.closed:
@@ -45,78 +60,111 @@ class FirstError:
             return None
 
 
-def encode_message(channel: Channel, nbytes: int, encode: Callable[[Array], int]) -> Array:
-    """A message with a frame of so many bytes at most, which encode(room) makes; how many it takes."""
-    message = channel.allocate(nbytes)
+def encode_message(channel: Channel, bound: int, encode: Callable[[Array], int]) -> Array:
+    """Return a message with a frame.
+
+    Parameters
+    ----------
+    channel : Channel
+        Gives the memory.
+    bound : int
+        Largest number of bytes of the frame.
+    encode : callable
+        Writes the frame into an array, and returns its number of bytes.
+    """
+    message = channel.allocate(bound)
     with channel.clock.during("encode_s"):
         nbytes = encode(channel.frame_buffer(message))
     return channel.finish_message(message, nbytes)
 
 
-def copied(channel: Channel, frame: Array) -> Array:
-    """The message with a frame that there is already."""
+def copy_to_message(channel: Channel, frame: Array) -> Array:
+    """Return a message with a copy of a frame."""
 
-    def copy(room: Array) -> int:
-        room[: frame.nbytes] = frame
+    def copy(buffer: Array) -> int:
+        buffer[: frame.nbytes] = frame
         return frame.nbytes
 
     return encode_message(channel, frame.nbytes, copy)
 
 
-def _encoded(channel: Channel, r: Reduction, piece: Piece, bound: int, number: int) -> Array:
-    return encode_message(channel, bound, lambda room: r.encode(piece, room, number))
+def _encode_term(channel: Channel, r: Reduction, piece: Piece, bound: int, number: int) -> Array:
+    return encode_message(channel, bound, lambda buffer: r.encode(piece, buffer, number))
 
 
-def _ordered(
-    channel: Channel, r: Reduction, attempt: FirstError, incoming: Mapping[int, IncomingFrame], own: Array | None
+def _in_rank_order(
+    channel: Channel, r: Reduction, first_error: FirstError, incoming: Mapping[int, IncomingFrame], own: Array | None
 ) -> list[Array | None] | None:
-    """Frames of all ranks, in their order; of this one what it sends, or None for its values; no list if one lacks."""
-    found: dict[int, Array | None] = {o: attempt.frame(there) for o, there in incoming.items()}
+    """Return the frames of all ranks in their order, or None if one is missing.
+
+    This rank's entry is the frame of the message `own`; None stands for its own values.
+    """
+    found: dict[int, Array | None] = {o: first_error.frame(each) for o, each in incoming.items()}
     found[channel.rank] = None if own is None else channel.frame_buffer(own)
-    lacks = [rank for rank, frame in found.items() if frame is None]
-    if lacks and not (r.own_term_is_exact and lacks == [channel.rank]):
+    missing = [rank for rank, frame in found.items() if frame is None]
+    if missing and not (r.own_term_is_exact and missing == [channel.rank]):
         return None
     return [found[rank] for rank in range(channel.size)]
 
 
 class ScatterPhase:
-    """The first phase of most algorithms: each rank gets the frames of its slice from all."""
+    """First phase of most algorithms: each rank gets the terms of its slice from all ranks.
 
-    def __init__(self, channel: Channel, r: Reduction, slices: Sequence[Sequence[Piece]], attempt: FirstError) -> None:
-        self._channel, self._r, self._slices, self._attempt = channel, r, slices, attempt
+    Parameters
+    ----------
+    channel : Channel
+        Channel of the collective.
+    r : Reduction
+        Values of this rank.
+    slices : sequence of sequences of Piece
+        Pieces of each rank's slice.
+    first_error : FirstError
+        Runs the steps.
+    """
+
+    def __init__(
+        self, channel: Channel, r: Reduction, slices: Sequence[Sequence[Piece]], first_error: FirstError
+    ) -> None:
+        self._channel, self._r, self._slices, self._first_error = channel, r, slices, first_error
         self._bounds = [[r.bound(piece.n) for piece in pieces] for pieces in slices]
         self._incoming: list[dict[int, IncomingFrame]] = []
         self._own: list[Array | None] = []
-        # the first chunks of all slices are sent first, and this rank's own are made after those of others
+        # first chunks of all slices come first, and those of other ranks before this rank's own
         ranks = [*channel.others, channel.rank]
         self._order = [(c, o) for c in range(max(map(len, slices))) for o in ranks if c < len(slices[o])]
         self._first: Array | None = None
 
-    def begin(self, room: int = 0) -> None:
-        """Begin the collective, which takes so much room beside, and send a frame, made before all agreed to begin."""
+    def begin(self, nbytes: int = 0) -> None:
+        """Begin the collective and send one frame, which is encoded while the requests of other ranks arrive.
+
+        Parameters
+        ----------
+        nbytes : int
+            Bytes of the arena that the algorithm needs besides.
+        """
         sent = [b for bounds in self._bounds for b in bounds]
         mine = self._bounds[self._channel.rank]
         received = mine * (self._channel.size - 1)
-        self._channel.begin(Channel.arena_nbytes(sent + received) + room, self._encode_first)
+        self._channel.begin(Channel.arena_nbytes(sent + received) + nbytes, self._encode_first)
         self._incoming = [{o: self._channel.receive(b, o) for o in self._channel.others} for b in mine]
         self._send_or_keep(self._order[0][1], self._first)
-        os.sched_yield()  # what all wait for is the slowest rank's first frame: it may be one that waits for this core
+        os.sched_yield()  # all ranks wait for the slowest rank's first frame; that rank may wait for this core
 
     def send(self) -> None:
-        """Send all other slices' chunks."""
+        """Encode and send all other terms."""
         for c, o in self._order[1:]:
-            self._send_or_keep(o, self._encoded(c, o, self._attempt))
+            self._send_or_keep(o, self._encode(c, o, self._first_error))
 
     def _encode_first(self) -> None:
-        self._first = self._encoded(*self._order[0], self._attempt.at_once)
+        self._first = self._encode(*self._order[0], self._first_error.at_once)
 
-    def _encoded(self, c: int, o: int, attempt: Callable[..., Any]) -> Array | None:
-        """The message with chunk c of the slice of rank o."""
+    def _encode(self, c: int, o: int, run: Callable[..., Any]) -> Array | None:
+        """Return the message with chunk `c` of the slice of rank `o`; None for exact terms of this rank itself."""
         me, size, most = self._channel.rank, self._channel.size, max(map(len, self._slices))
         if o == me and self._r.own_term_is_exact:
             return None
         piece, bound = self._slices[o][c], self._bounds[o][c]
-        return attempt(_encoded, self._channel, self._r, piece, bound, (me * size + o) * most + c)
+        return run(_encode_term, self._channel, self._r, piece, bound, (me * size + o) * most + c)
 
     def _send_or_keep(self, o: int, message: Array | None) -> None:
         if o == self._channel.rank:
@@ -124,17 +172,27 @@ class ScatterPhase:
         else:
             self._channel.send(message, o)
 
-    def parts(self, c: int) -> list[Array | None] | None:
-        """Chunk c of this rank's slice from all ranks, in their order, as :meth:`Reduction.sum` takes them."""
+    def terms(self, c: int) -> list[Array | None] | None:
+        """Return chunk `c` of this rank's slice from all ranks, in their order, as :meth:`Reduction.sum` takes them."""
         own = None if self._r.own_term_is_exact else self._own[c]
-        return _ordered(self._channel, self._r, self._attempt, self._incoming[c], own)
+        return _in_rank_order(self._channel, self._r, self._first_error, self._incoming[c], own)
 
 
 class BroadcastPhase:
-    """The only phase of others: this rank's frames are sent to all."""
+    """Only phase of other algorithms: each rank sends its frames to all ranks.
 
-    def __init__(self, channel: Channel, r: Reduction, attempt: FirstError) -> None:
-        self._channel, self._r, self._attempt = channel, r, attempt
+    Parameters
+    ----------
+    channel : Channel
+        Channel of the collective.
+    r : Reduction
+        Values of this rank.
+    first_error : FirstError
+        Runs the steps.
+    """
+
+    def __init__(self, channel: Channel, r: Reduction, first_error: FirstError) -> None:
+        self._channel, self._r, self._first_error = channel, r, first_error
         self._pieces = [piece for pieces in r.slices(1) for piece in pieces]
         bounds = [r.bound(piece.n) for piece in self._pieces]
         channel.begin(Channel.arena_nbytes(bounds * channel.size))
@@ -142,13 +200,13 @@ class BroadcastPhase:
         self._own: list[Array | None] = []
         for c, piece in enumerate(self._pieces):
             number = channel.rank * len(self._pieces) + c
-            self._own.append(attempt(_encoded, channel, r, piece, bounds[c], number))
+            self._own.append(first_error(_encode_term, channel, r, piece, bounds[c], number))
             for o in channel.others:
                 channel.send(self._own[c], o)
 
-    def parts(self) -> Iterator[tuple[Piece, list[Array | None] | None]]:
-        """The pieces, and what there is of all ranks."""
+    def terms(self) -> Iterator[tuple[Piece, list[Array | None] | None]]:
+        """Yield each piece, and its frames from all ranks in their order, or None if one is missing."""
         for c, piece in enumerate(self._pieces):
             own = None if self._r.own_term_is_exact else self._own[c]
-            yield piece, _ordered(self._channel, self._r, self._attempt, self._incoming[c], own)
+            yield piece, _in_rank_order(self._channel, self._r, self._first_error, self._incoming[c], own)
         self._channel.wait_for_sends()
