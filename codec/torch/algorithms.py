@@ -214,7 +214,9 @@ def ring(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
     """
     size, me = channel.size, channel.rank
     if r.residual is not None or r.sum_residual is not None:
-        raise SpecError('algorithm="ring" has no error feedback, because its frames hold sums of other ranks\' values')
+        raise ArgumentError(
+            'algorithm="ring" has no error feedback, because its frames hold sums of other ranks\' values'
+        )
     slices = r.slices(size)
     bounds = [[r.bound(piece.n) for piece in pieces] for pieces in slices]
     left, right, steps = (me - 1) % size, (me + 1) % size, range(size - 1)

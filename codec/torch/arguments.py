@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from codec import SpecError
+from codec import ArgumentError
 from codec.arguments import shown
 from codec.encoding import asked_of, bound, check_stream
 from codec.specs import Spec
@@ -42,12 +42,12 @@ def op_of(op: Any) -> Op:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         `op` is another operation, or no operation.
     """
     kind = getattr(op, "op", op)  # a ReduceOp, as its C++ type, holds the enumeration value inside
     if not isinstance(kind, Hashable) or kind not in _OPS:
-        raise SpecError(
+        raise ArgumentError(
             f'op must be ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, "sum", "mean", "avg" or "max", got {shown(op)}'
         )
     return _OPS[kind]
@@ -66,7 +66,7 @@ def reduction_of(
     check_dense(tensor)
     dtype = NAMES.get(tensor.dtype)
     if dtype is None:
-        raise SpecError(f"only float32, bfloat16 and float16 can be reduced, not {tensor.dtype}")
+        raise ArgumentError(f"only float32, bfloat16 and float16 can be reduced, not {tensor.dtype}")
     op = op_of(op)
     inside = None if segments is None else pack(segments)
     if inside:
@@ -87,12 +87,12 @@ def check_dense(tensor: Any) -> None:
 
 
 def check_sizes(large: torch.Tensor, times: int, small: torch.Tensor) -> None:
-    """Raise SpecError unless `large` has `times` as many values as `small`, of the same dtype."""
+    """Raise ArgumentError unless `large` has `times` as many values as `small`, of the same dtype."""
     check_dense(large)
     check_dense(small)
     have, want, dtype, other = large.numel(), times * small.numel(), large.dtype, small.dtype
     if have != want or dtype != other:
-        raise SpecError(f"output and tensor do not go together: {have} values for {want}, {dtype} and {other}")
+        raise ArgumentError(f"output and tensor do not go together: {have} values for {want}, {dtype} and {other}")
 
 
 def check_output(tensor: Any, dtype: torch.dtype, n: int, name: str = "output") -> None:

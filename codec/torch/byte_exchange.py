@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from codec import FrameError, SpecError
+from codec import ArgumentError, FrameError
 from codec.torch.channel import Channel
 from codec.torch.communicator import Communicator, close_on_error, exchange_requests, start
 from codec.torch.connection import Timeout

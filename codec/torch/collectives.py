@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from codec import SpecError
+from codec import ArgumentError
 from codec.specs import Lossless, Spec
 from codec.tensors.segments import Segments
 from codec.tensors.view import mark_written

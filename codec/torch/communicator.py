@@ -107,7 +107,7 @@ def communicator_of(group: Any, timeout: Timeout | None = None) -> Communicator:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         `group` or `timeout` has a wrong type or value, or torch.distributed is not initialized.
     PeerError
         The ranks cannot be connected.
@@ -131,7 +131,7 @@ def _key_of(group: Any) -> Any:
 
 
 def _check_group(group: Any) -> None:
-    """Raise SpecError unless `group` is a process group, None, or the value that new_group gives non-members."""
+    """Raise ArgumentError unless `group` is a process group, None, or the value that new_group gives non-members."""
     if (
         group is not None
         and group is not dist.GroupMember.NON_GROUP_MEMBER
@@ -175,7 +175,7 @@ def group_stats(group: Any = None) -> Counters:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         `group` is no process group, or torch.distributed is not initialized.
 
     Examples
@@ -231,7 +231,7 @@ def start(name: str, group: Any, timeout: Timeout | None, async_op: bool, work: 
     return comm.worker.submit(run) if async_op else comm.run(run)
 
 
-def _refuse(channel: Channel, error: SpecError) -> None:
+def _refuse(channel: Channel, error: ArgumentError) -> None:
     """Tell all ranks that this one cannot take part, and raise the error."""
 
     def prepare() -> NoReturn:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from codec import PeerError, SpecError
+from codec import ArgumentError, PeerError
 from codec.arguments import shown
 
 Timeout = float | timedelta  # float: seconds
@@ -27,7 +27,7 @@ def check_timeout(timeout: Any) -> timedelta | None:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         `timeout` is something else.
     """
     if timeout is None:
@@ -36,7 +36,7 @@ def check_timeout(timeout: Any) -> timedelta | None:
         given = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
         if not isinstance(timeout, bool) and _SHORTEST <= given <= _LONGEST:
             return given
-    raise SpecError(f"timeout must be seconds or a timedelta, from 1 ms to 10 years, got {shown(timeout)}")
+    raise ArgumentError(f"timeout must be seconds or a timedelta, from 1 ms to 10 years, got {shown(timeout)}")
 
 
 def timeout_of(group: Any) -> timedelta:

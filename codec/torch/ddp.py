@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from codec import SpecError
+from codec import ArgumentError, SpecError
 from codec.arguments import shown, whole
 from codec.optimizers.from_torch import check_known, unwrapped
 from codec.specs import Lossless, Spec
@@ -122,7 +122,7 @@ def comm_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch
 
     Raises
     ------
-    SpecError
+    ArgumentError
         `state` is something else, or a spec that needs other arguments of :func:`ddp_hook`.
 
     Examples
@@ -144,8 +144,8 @@ def _hook_of(state: Any, bucket: Any) -> Hook:
             return hook
     try:
         hook = ddp_hook() if state is None else ddp_hook(state)
-    except SpecError as e:
-        raise SpecError(
+    except (ArgumentError, SpecError) as e:
+        raise ArgumentError(
             f"the state of codec.torch.comm_hook must be a hook that ddp_hook() returned, a Spec or None, got "
             f"{shown(state)}: {e}"
         ) from e

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from codec import SpecError
+from codec import ArgumentError
 from codec.specs import Ternary
 from codec.tensors.segments import Records, unpack
 from codec.torch import algorithms, raw, ternary
@@ -116,9 +116,9 @@ def _hashed_segments(segments: Records) -> int:
 
 
 def check_algorithm(asked: Any) -> None:
-    """Raise SpecError unless there is such an algorithm."""
+    """Raise ArgumentError unless there is such an algorithm."""
     if not isinstance(asked, str) or asked not in ("auto", *_ALGORITHMS):
-        raise SpecError(f"algorithm must be 'auto' or one of {tuple(_ALGORITHMS)}, got {asked!r}")
+        raise ArgumentError(f"algorithm must be 'auto' or one of {tuple(_ALGORITHMS)}, got {asked!r}")
 
 
 def choose_algorithm(asked: Algorithm, r: Reduction, size: int) -> str:

@@ -56,7 +56,7 @@ class _Comm:
     """Common part of the three collectives: codec, timeout, random streams, statistics."""
 
     def __init__(self, spec: Spec, timeout: Timeout | None) -> None:
-        spec_struct(spec)  # raises ArgumentError unless it is a spec
+        spec_struct(spec)  # raises SpecError unless it is a spec
         self._spec, self._timeout = spec, check_timeout(timeout)
         self._calls = 0  # equal on all ranks of a group
         self._stats = CommStats()
@@ -334,7 +334,7 @@ class AllReduce(_Reducing):
         super().__init__(spec, feedback, timeout)
         op = arguments.op_of(op)
         if op == "max":
-            raise SpecError("op must be a sum or a mean of gradients, got a maximum")
+            raise ArgumentError("op must be a sum or a mean of gradients, got a maximum")
         execution.check_algorithm(algorithm)
         if feedback:
             check_feedback_algorithm(algorithm)

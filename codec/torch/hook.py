@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from codec import SpecError, StateError
+from codec import ArgumentError, SpecError, StateError
 from codec._c.spec_structs import spec_struct
 from codec.specs import Spec, check_contraction
 from codec.stateful import CodebookRefresher
@@ -115,7 +115,7 @@ class Hook(Reducer):
 
         Raises
         ------
-        SpecError
+        ArgumentError
             The model, or a spec that the policy returns for its parameters, cannot be used; or the hook serves another
             model.
         StateError
@@ -129,7 +129,7 @@ class Hook(Reducer):
         """
         model = getattr(model, "_orig_mod", model)
         if not isinstance(model, DistributedDataParallel):
-            raise SpecError(f"a hook is for a DistributedDataParallel, not for {type(model).__name__}")
+            raise ArgumentError(f"a hook is for a DistributedDataParallel, not for {type(model).__name__}")
         names = self._check_model(model)
         model.register_comm_hook(None, self)
         self._adopt(model, names)
@@ -190,7 +190,7 @@ class Hook(Reducer):
 
         Raises
         ------
-        SpecError
+        ArgumentError
             The spec does not go with the other arguments of the hook, which is unchanged.
 
         Examples
@@ -346,7 +346,7 @@ def check(
     algorithm: Algorithm,
     refresher: CodebookRefresher | None,
 ) -> None:
-    """Raise SpecError unless these arguments of :func:`ddp_hook` go together."""
+    """Raise ArgumentError unless these arguments of :func:`ddp_hook` go together."""
     spec_struct(spec)  # raises SpecError unless it is a spec
     execution.check_algorithm(algorithm)
     if needs_optimizer(spec) and optimizer is None:

@@ -46,7 +46,7 @@ def check_reducer(model: DistributedDataParallel) -> None:
 
 
 def check_bucket(bucket: Any) -> None:
-    """Raise SpecError for the tuple that torch.compile's Python reducer passes instead of a bucket."""
+    """Raise ArgumentError for the tuple that torch.compile's Python reducer passes instead of a bucket."""
     if isinstance(bucket, tuple):
         raise ArgumentError(_REDUCER)
 
@@ -69,7 +69,7 @@ def model_of(hook: Any) -> DistributedDataParallel:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         No model has the hook, or several have it.
     """
     mine = [m for m in _models() if any(h is hook or s is hook for h, s in m._comm_hooks)]

@@ -11,7 +11,7 @@ from codec.torch.buckets import Buffers, Part, flat, n_values, needs_optimizer
 
 
 def check_has(optimizer: Any, spec: Spec, name: str) -> None:
-    """Raise SpecError if the spec of a parameter needs an optimizer, and there is none."""
+    """Raise ArgumentError if the spec of a parameter needs an optimizer, and there is none."""
     if needs_optimizer(spec) and optimizer is None:
         raise SpecError(f"{spec} for {name} drops bits by the optimizer's step: pass ddp_hook(optimizer=)")
 

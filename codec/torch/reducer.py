@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from codec import PeerError, SpecError, Status
+from codec import ArgumentError, PeerError, Status
 from codec.stateful import CodebookRefresher
 from codec.torch import arguments, execution, uncompressed
 from codec.torch.buckets import Buffers, Part, cut, cut_as, n_values, scatter
@@ -304,7 +304,7 @@ class Reducer:
             names = tuple(self.plan.names[p] for p in parameters)
         except KeyError as e:
             shape = tuple(cast(torch.Tensor, e.args[0]).shape)
-            raise SpecError(
+            raise ArgumentError(
                 f"a bucket has a parameter of shape {shape} that the hook does not know: it was registered to another "
                 "model since"
             ) from None
@@ -318,7 +318,7 @@ class Reducer:
             self._parts[names] = sum(n_values(p) for p in parameters), parts
         known, parts = self._parts[names]
         if known != n:
-            raise SpecError(f"a bucket has {n} values, but its parameters have {known}: the hook cannot separate them")
+            raise ArgumentError(f"a bucket has {n} values, but its parameters have {known}: they cannot be separated")
         return parts
 
     def _prepare(self, comm: Communicator, buffer: torch.Tensor, i: int, part: Part, step: Step) -> Reduction:

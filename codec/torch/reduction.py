@@ -247,7 +247,7 @@ def floats(x: Array, r: Reduction) -> Array:
     return torch.from_numpy(x).view(FLOATS[r.dtype]).float().numpy()
 
 
-def nonfinite_error(r: Reduction, x: Array) -> SpecError | None:
+def nonfinite_error(r: Reduction, x: Array) -> ArgumentError | None:
     """What encoding would have said of NaN and Inf: which way values travel must not decide whether a step is good."""
     if not r.rejects_nonfinite or not x.size or all(torch.isfinite(t) for t in torch.aminmax(r.tensor_of(x))):
         return None

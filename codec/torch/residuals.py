@@ -31,14 +31,14 @@ class Feedback:
 
     Raises
     ------
-    SpecError
+    ArgumentError
         The codec is lossless or not a contraction, or the reduction is a maximum.
     """
 
     def __init__(self, r: Reduction, residual: Array) -> None:
         check_contraction(r.spec)
         if r.op == "max":
-            raise SpecError("error feedback is for sums and means; op is a maximum")
+            raise ArgumentError("error feedback is for sums and means; op is a maximum")
         self._sum_errors: dict[int, Array] = {}
         self._mean = r.op == "mean"
         self.residual = r.residual = residual
@@ -73,7 +73,7 @@ class CallersResidual(Feedback):
 
     Raises
     ------
-    SpecError
+    ArgumentError
         As for :class:`Feedback`; or `tensor` is no such residual, or shares memory with the reduction's tensors.
     """
 
@@ -89,9 +89,9 @@ class CallersResidual(Feedback):
 
 
 def check_feedback_algorithm(algorithm: str) -> None:
-    """Raise SpecError if an all-reduce algorithm cannot have error feedback."""
+    """Raise ArgumentError if an all-reduce algorithm cannot have error feedback."""
     if algorithm == "ring":
-        raise SpecError(
+        raise ArgumentError(
             'algorithm="ring" has no error feedback, because its frames hold sums of other ranks\' values: '
             'use "two_shot" or "all_gather"'
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from codec import PeerError, SpecError
+from codec import ArgumentError, PeerError
 from codec.torch.work import Callback, Work
 
 _STOP_INTERVAL = 2.0  # seconds between two looks at the CPU time of a thread that is to end
@@ -161,7 +161,7 @@ class Worker:
         ------
         PeerError
             This process was forked from the one that made the worker.
-        SpecError
+        ArgumentError
             This is the worker's own thread, which alone could run the collective.
         """
         if self.forked:

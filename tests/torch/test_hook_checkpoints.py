@@ -156,7 +156,7 @@ def _changed(rank, size):
     with pytest.raises(AttributeError):
         hook.spec = codec.Lossless()
     for wrong, match in ((codec.Truncate(), "optimizer="), ("x", "not a spec")):
-        with pytest.raises(codec.ArgumentError, match=match):
+        with pytest.raises(codec.SpecError, match=match):
             hook.set_spec(wrong)
     assert _sent(hook, model, rank, 5) < 0.4 * full
 

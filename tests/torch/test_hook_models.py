@@ -78,7 +78,7 @@ def _uncovered(rank, size):
     model = DistributedDataParallel(nn.Linear(64, 64))
     codec.torch.ddp_hook(codec.Float8(), **EVERYTHING).register(model)
     reducer_module.n_values = lambda p: p.numel() - (p.dim() == 1)
-    with pytest.raises(codec.SpecError, match="4160 values, but its parameters have 4159"):
+    with pytest.raises(codec.ArgumentError, match="4160 values, but its parameters have 4159"):
         model(torch.ones(2, 64)).sum().backward()
     x = torch.full((3,), float(rank))
     codec.torch.all_reduce(x, op="sum")
@@ -167,7 +167,9 @@ def _registered_as_torch_does(rank, size):
     for state in (7, codec.Truncate()):
         wrong = DistributedDataParallel(small_net(), process_group=dist.new_group())
         wrong.register_comm_hook(state, codec.torch.comm_hook)
-        with pytest.raises(codec.SpecError, match=r"must be a hook that ddp_hook\(\) returned, a Spec or None, got"):
+        with pytest.raises(
+            codec.ArgumentError, match=r"must be a hook that ddp_hook\(\) returned, a Spec or None, got"
+        ):
             take_step(wrong, rank, small_forward)
     return found
 
