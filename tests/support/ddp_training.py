@@ -49,10 +49,10 @@ def train(model, optimizer, rank, steps, first=0):
     return losses
 
 
-def take_step(model, rank, small_forward, optimizer=None):
-    """Take a step and return the gradients."""
+def take_step(model, rank, forward, optimizer=None):
+    """Backpropagate the loss forward(model, rank), step the optimizer if given, and return the gradients."""
     model.zero_grad()
-    small_forward(model, rank).backward()
+    forward(model, rank).backward()
     if optimizer is not None:
         optimizer.step()
     return [p.grad for p in model.parameters()]
