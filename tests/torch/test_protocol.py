@@ -580,5 +580,5 @@ def test_specification_has_the_generated_blocks(recorded: Any) -> None:
 
 if __name__ == "__main__":
     with RankPool(2) as two:
-        two.regroup()
+        two.new_group()
         print(*blocks(two, run_ranks(3, record, [EXAMPLE, *ALL])), sep="\n\n")
