@@ -62,9 +62,7 @@ def _split4(x, offset, is_float, upper, p0, p1, p2, p3):
     """Split values of 4 bytes into planes. ``upper`` is a buffer of 16 bits for each value."""
     n = len(x)
     if is_float:
-        for i in range(
-            n
-        ):  # a loop of its own: lanes of the next one have 16 bits, twice as many in a vector
+        for i in range(n):  # a loop of its own: lanes of the next one have 16 bits, twice as many in a vector
             upper[i] = U16(x[i] >> U32(16))
         _split2(upper[:n], offset, is_float, p0, p1)
     else:
