@@ -1,13 +1,14 @@
-/* cuda_on_cpu.h - CUDA kernels as plain C++, for tests without a GPU: the same source, the same bytes. Included first.
+/* cuda_on_cpu.h - run CUDA kernels as C++ on a CPU, for tests without a GPU. Include before the kernels.
  *
- * A thread of a block is a fiber. Fibers change only where a collective waits for the lanes of its mask, or a barrier
- * for the block. What a GPU leaves undefined ends the launch with a message: threads that wait for ever (for what, in
- * which line), a shuffle from a lane outside of the mask, a lane that is not in its own mask.
+ * A thread of a block is a fiber. The scheduler switches fibers only in a collective, which waits for the lanes of its
+ * mask, or in a barrier, which waits for the block. Undefined behaviour ends the launch with a message: threads that
+ * wait for ever (the message names the operation and line), a shuffle from a lane outside of the mask, a lane that is
+ * not in its own mask.
  *
- * Blocks run one after the other and __shared__ is static, so that AddressSanitizer guards it; dynamic_shared is heap
- * memory of just the size asked for. With -DCUDA_ON_CPU_WORKERS=n so many blocks run at once: for protocols between
- * them. CUDA_ON_CPU_ORDER in the environment (up, down, or a seed) is the order in which threads run between
- * collectives: where results depend on it, a barrier is missing.
+ * Blocks run one after the other. __shared__ variables are static, so AddressSanitizer detects accesses out of range;
+ * dynamic_shared is heap memory of exactly the requested size. -DCUDA_ON_CPU_WORKERS=n runs n blocks at once, to test
+ * protocols between blocks. The environment variable CUDA_ON_CPU_ORDER (up, down, or a seed) sets the order in which
+ * threads run between collectives: if results depend on the order, a barrier is missing.
  */
 #pragma once
 #include <algorithm>
@@ -31,14 +32,14 @@
 #define CUDA_ON_CPU 1
 #ifdef CUDA_ON_CPU_WORKERS
 #define __shared__ thread_local
-#define OFTEN
+#define FAST_TLS
 #else
-#define OFTEN __attribute__((tls_model("initial-exec"))) /* of a few bytes, which are found without a call */
+#define FAST_TLS __attribute__((tls_model("initial-exec"))) /* for a few bytes that are accessed without a call */
 #define CUDA_ON_CPU_WORKERS 1
 #define __shared__ static
 #endif
 
-/* x86-64: save registers, leave the stack pointer in *from, go on where `to` was left. */
+/* x86-64: save registers, store the stack pointer in *from, and continue at the saved stack pointer `to`. */
 extern "C" void cuda_on_cpu_switch(void **from, void *to);
 asm(".weak cuda_on_cpu_switch\ncuda_on_cpu_switch:\n"
     "pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15; movq %rsp, (%rdi)\n"
@@ -57,10 +58,10 @@ struct fiber {
 	std::unique_ptr<char[]> stack;
 	void *sp;
 	bool done;
-	op waits; /* with line and mask: the collective that it stands in */
+	op waits; /* collective that the fiber waits in; with its line and mask */
 	int line;
 	uint32_t mask, source;
-	uint64_t value; /* what it gave, then what it gets */
+	uint64_t value; /* argument of the collective, then its result */
 };
 
 struct block {
@@ -72,11 +73,11 @@ struct block {
 	void *home;
 	std::string error;
 };
-inline thread_local block *now OFTEN;
-inline thread_local dim thread OFTEN;
-inline thread_local std::vector<fiber> idle; /* their stacks serve the next launch */
+inline thread_local block *now FAST_TLS;
+inline thread_local dim thread FAST_TLS;
+inline thread_local std::vector<fiber> idle; /* fibers of the last launch, whose stacks the next one reuses */
 
-/* The one after i of n, in the order in which threads run. */
+/* Return the thread after i of n in scheduling order. */
 inline uint32_t after(const block &b, uint32_t i, uint32_t n)
 {
 	if (b.order == 1)
@@ -84,7 +85,7 @@ inline uint32_t after(const block &b, uint32_t i, uint32_t n)
 	return i + 1 < n ? i + 1 : 0;
 }
 
-/* On to a thread that can run; home if there is none. */
+/* Switch to a runnable thread, or return from the block if there is none. */
 inline void next()
 {
 	block &b = *now;
@@ -119,7 +120,7 @@ inline void entry()
 	next();
 }
 
-/* What a lane gets by a shuffle; what all get otherwise. */
+/* Return the result of a shuffle for a lane. Throws std::runtime_error if the source lane is outside of the mask. */
 inline uint64_t shuffled(const fiber *lane, const fiber &me)
 {
 	if (!(me.mask >> me.source & 1))
@@ -127,6 +128,7 @@ inline uint64_t shuffled(const fiber *lane, const fiber &me)
 	return lane[me.source].value;
 }
 
+/* Return the result of a vote or reduction, equal for all lanes of the mask. */
 inline uint64_t reduced(const fiber *lane, const fiber &me)
 {
 	uint64_t r = 0;
@@ -140,7 +142,7 @@ inline uint64_t reduced(const fiber *lane, const fiber &me)
 	return r;
 }
 
-/* Wait for the lanes of `mask` (at a barrier for the block). The last one to arrive gives each its result. */
+/* Wait for the lanes of `mask`, at a barrier for the block. The last lane to arrive computes the results of all. */
 inline uint64_t collective(op what, uint32_t mask, uint64_t value, uint32_t source, int line)
 {
 	block &b = *now;
@@ -153,7 +155,8 @@ inline uint64_t collective(op what, uint32_t mask, uint64_t value, uint32_t sour
 		throw std::runtime_error("thread " + std::to_string(b.self) + " is not in its own mask in line " +
 					 std::to_string(line));
 	me.waits = what, me.line = line, me.mask = mask, me.source = source, me.value = value;
-	for (uint32_t k = 1, i = b.self - first; k <= count; k++) { /* who runs next has not arrived yet */
+	for (uint32_t k = 1, i = b.self - first; k <= count;
+	     k++) { /* begin with the one that has probably not arrived */
 		i = after(b, i, count);
 		if ((all || mask >> i & 1) &&
 		    (first + i >= b.size.x || lane[i].waits != what || lane[i].line != line || lane[i].mask != mask))
@@ -182,9 +185,9 @@ inline void run_block(block &b, size_t shared_nbytes)
 
 		if (!f.stack)
 			f.stack.reset(new char[STACK_NBYTES]);
-		__asan_unpoison_memory_region(f.stack.get(), STACK_NBYTES); /* it was left, not returned from */
+		__asan_unpoison_memory_region(f.stack.get(), STACK_NBYTES); /* the last launch did not return from it */
 		f.sp = (void *)(((uintptr_t)f.stack.get() + STACK_NBYTES - 64) & ~(uintptr_t)15);
-		((void **)f.sp)[6] = (void *)entry; /* returned to, after six registers */
+		((void **)f.sp)[6] = (void *)entry; /* return address, above six saved registers */
 		f.done = false, f.waits = NOTHING;
 	}
 	now = &b;
@@ -192,13 +195,13 @@ inline void run_block(block &b, size_t shared_nbytes)
 	cuda_on_cpu_switch(&b.home, b.fibers[b.self].sp);
 }
 
-/* As cuLaunchKernel: pointers to the arguments. Returns what went wrong, or "". */
+/* Launch a kernel; `args` are pointers to the arguments, as for cuLaunchKernel. Return an error message, or "". */
 template <class... A>
 std::string launch(void (*kernel)(A...), void **args, uint32_t grid, uint32_t many, uint32_t threads, size_t shared)
 {
 	std::vector<std::thread> workers;
 	std::atomic<uint32_t> todo{0};
-	bool down = getenv("CUDA_ON_CPU_ORDER") && !strcmp(getenv("CUDA_ON_CPU_ORDER"), "down"); /* blocks, too */
+	bool down = getenv("CUDA_ON_CPU_ORDER") && !strcmp(getenv("CUDA_ON_CPU_ORDER"), "down"); /* order of blocks */
 	std::string error[CUDA_ON_CPU_WORKERS];
 	auto call = [&]<size_t... I>(std::index_sequence<I...>) { kernel(*(A *)args[I]...); };
 	auto work = [&](int w) {
@@ -227,14 +230,13 @@ std::string launch(void (*kernel)(A...), void **args, uint32_t grid, uint32_t ma
 	return error[0];
 }
 
-inline thread_local std::string
-	said; /* one for all kernels: there is little memory for what threads have for themselves */
+inline thread_local std::string message; /* shared by all kernels: thread-local memory of a library is small */
 } // namespace cuda_on_cpu
 
 /* const char *NAME_launch(void **args, uint32_t grid_x, uint32_t grid_y, uint32_t threads, size_t shared_nbytes) */
 #define CUDA_ON_CPU_EXPORT(name, ...)                                                                                  \
 	extern "C" const char *name##_launch(void **a, uint32_t g, uint32_t m, uint32_t t, size_t s)                   \
 	{                                                                                                              \
-		return (cuda_on_cpu::said = cuda_on_cpu::launch(__VA_ARGS__, a, g, m, t, s)).c_str();                  \
+		return (cuda_on_cpu::message = cuda_on_cpu::launch(__VA_ARGS__, a, g, m, t, s)).c_str();               \
 	}
 #include "cuda_builtins.h"

@@ -1,4 +1,4 @@
-/* kernels.cc - the kernels as functions of a shared library: NAME_launch(arguments, grid, threads, shared bytes). */
+/* kernels.cc - export all kernels from a shared library: NAME_launch(arguments, grid, threads, shared bytes). */
 #include "cuda_on_cpu.h"
 
 #include "frame/preprocess.cu"
