@@ -1,4 +1,4 @@
-"""The C library: loaded once, its tables read, its status turned into exceptions, its instruction set chosen."""
+"""C library: loading, constants of dtypes, conversion of statuses to exceptions, choice of the instruction set."""
 
 import os
 from typing import Any
@@ -8,9 +8,9 @@ from codec._c import PACKAGE, _cffi
 from codec.errors import Status
 
 ffi: Any = _cffi.ffi
-# beside the generated module, which need not lie beside this file
+# in the folder of the generated module, which may differ from the folder of this file
 _path = os.environ.get("CODEC_LIBRARY") or str(PACKAGE / "lib/libcodec.so")
-# never unloaded: daemon threads may be in it when the interpreter ends
+# RTLD_NODELETE: daemon threads may run library code when the interpreter exits
 lib: Any = ffi.dlopen(_path, ffi.RTLD_NOW | ffi.RTLD_NODELETE)
 if lib.codec_abi_version() != lib.CODEC_ABI_VERSION:
     raise ImportError(f"{_path} has ABI {lib.codec_abi_version()}, this package needs {lib.CODEC_ABI_VERSION}")
@@ -20,10 +20,10 @@ DTYPES: dict[str, int] = {
 }
 DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
 ITEMSIZE: dict[str, int] = {name: lib.codec_dtype_nbytes(number) for name, number in DTYPES.items()}
-MANTISSA_BITS: dict[str, int] = {  # of the dtypes that have levels, and how many of them each level drops
+MANTISSA_BITS: dict[str, int] = {  # mantissa bits of the dtypes that Truncate accepts
     name: bits for name, number in DTYPES.items() if (bits := lib.codec_mantissa_bits(number))
 }
-LEVEL_BITS: dict[str, tuple[int, ...]] = {
+LEVEL_BITS: dict[str, tuple[int, ...]] = {  # mantissa bits that each level drops
     name: tuple(lib.codec_level_bits(DTYPES[name], level) for level in range(4)) for name in MANTISSA_BITS
 }
 
@@ -36,7 +36,10 @@ _FRAME_ERRORS: dict[int, type[errors.FrameError]] = {
 
 
 def check(status: int, fault: Any = None) -> None:
-    """Raise what a status stands for."""
+    """Raise the exception for a status; return for status 0.
+
+    ``fault`` is a codec_fault, whose details the message gives.
+    """
     if status == 0:
         return
     text: str = ffi.string(lib.codec_strerror(status)).decode()
@@ -61,16 +64,17 @@ _new_uninitialized = ffi.new_allocator(should_clear_after_alloc=False)
 
 
 def new_bytes(n: int) -> Any:
-    """Uninitialized bytes."""
+    """Return ``n`` uninitialized bytes."""
     return _new_uninitialized("uint8_t[]", n)
 
 
 def isas() -> tuple[str, ...]:
-    """Instruction sets that this machine can use, slowest first."""
+    """Return the names of the instruction sets that this machine can use, slowest first."""
     return tuple(name for i, name in enumerate(_isa_names) if lib.codec_isa_usable(i))
 
 
 def _names() -> tuple[str, ...]:
+    """Return the names of all instruction sets that the library knows."""
     names: list[str] = []
     while (p := lib.codec_isa_name(len(names))) != ffi.NULL:
         names.append(ffi.string(p).decode())
@@ -78,41 +82,41 @@ def _names() -> tuple[str, ...]:
 
 
 _isa_names = _names()
-chosen_isa: int | None = None  # None: CODEC_ISA has not been read yet
+chosen_isa: int | None = None  # number for codec_context.isa; None: CODEC_ISA has not been read yet
 
 
-class _Forced:
-    """Restores the former choice when used as a context manager."""
+class _IsaGuard:
+    """Context manager that restores the previous choice of instruction set."""
 
-    def __init__(self, former: int | None) -> None:
-        self._former = former
+    def __init__(self, previous: int | None) -> None:
+        self._previous = previous
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *_: object) -> None:
         global chosen_isa
-        chosen_isa = self._former
+        chosen_isa = self._previous
 
 
-def use_isa(name: str | None) -> _Forced:
+def use_isa(name: str | None) -> _IsaGuard:
     """Force an instruction set in this process; the bytes do not change.
 
     Parameters
     ----------
     name : str or None
-        One of :func:`codec.isas`, or None for the best one. The environment variable ``CODEC_ISA`` does the same where
-        this is not called.
+        One of :func:`codec.isas`, or None for the best one. Until the first call the environment variable
+        ``CODEC_ISA`` decides.
 
     Returns
     -------
     context manager
-        Leaving it restores the former choice; it need not be entered.
+        Restores the previous choice on exit. Without ``with`` the choice is permanent.
 
     Raises
     ------
     EngineError
-        This library or this machine does not have it.
+        The library or this machine does not have the instruction set.
 
     Examples
     --------
@@ -122,11 +126,12 @@ def use_isa(name: str | None) -> _Forced:
     True
     """
     global chosen_isa
-    former, chosen_isa = chosen_isa, _number_of(name)
-    return _Forced(former)
+    previous, chosen_isa = chosen_isa, _number_of(name)
+    return _IsaGuard(previous)
 
 
 def _number_of(name: str | None) -> int:
+    """Return the number of an instruction set for ``codec_context.isa``; 0 for the best one."""
     if name is not None and not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise errors.EngineError(f"an instruction set has a name, {', '.join(isas())}, not a {type(name).__name__}")
     if name and name not in isas():
@@ -135,7 +140,7 @@ def _number_of(name: str | None) -> int:
 
 
 def current_isa() -> int:
-    """The number for ``codec_context.isa``: `chosen_isa`, once the environment has been asked."""
+    """Return the number for ``codec_context.isa``; the first call reads ``CODEC_ISA``."""
     global chosen_isa
     if chosen_isa is None:
         try:

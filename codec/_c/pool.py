@@ -1,4 +1,7 @@
-"""Threads for block ranges. The C calls hold no lock, so plain threads are enough."""
+"""Thread pool for ranges of blocks. C calls release the GIL, so Python threads run in parallel.
+
+Relies on details of CPython: its private locks, and the places where the interpreter runs signal handlers.
+"""
 
 import _thread
 import ctypes
@@ -11,12 +14,12 @@ from typing import Any
 from codec._c.library import ffi, lib
 from codec.arguments import whole
 
-MIN_NBYTES = 1 << 20  # of tensor a thread: less is not worth waking it
-MAX_THREADS = 1024  # more would only wait for each other
-_OWN_NBYTES = 1 << 16  # more than cffi and others have for a thread
+MIN_NBYTES = 1 << 20  # minimum bytes of a tensor for each thread: less does not pay for waking the thread
+MAX_THREADS = 1024  # maximum threads of a call
+_OWN_NBYTES = 1 << 16  # bytes: more than the thread-local memory of cffi and other libraries
 
-# CPython's own locks. Unlike those of `threading` they are waited for without running signal handlers, so that nothing
-# can be raised; by CDLL, not PyDLL, so that other threads run meanwhile.
+# CPython's own locks. Waiting for a lock of `threading` runs signal handlers, which may raise; waiting for these does
+# not. CDLL releases the GIL during a call, PyDLL would not.
 _c = ctypes.CDLL(None, handle=ctypes.pythonapi._handle)
 _allocate, _acquire, _release = _c.PyThread_allocate_lock, _c.PyThread_acquire_lock, _c.PyThread_release_lock
 _allocate.restype = ctypes.c_void_p
@@ -25,19 +28,20 @@ _free = ffi.cast("void (*)(void *)", ctypes.cast(_c.PyThread_free_lock, ctypes.c
 
 
 class _Helper:
-    """A share in some work, taken by whatever thread of the pool is free.
+    """Share of a thread in a task list, taken by any thread of the pool that is free.
 
-    Its gate is shut while it works. Whoever shuts the gate before keeps it from ever beginning.
+    The gate is a lock, held while the share runs. If the caller of :func:`run` acquires the gate first, the share never
+    starts.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
         handle = _allocate()
         if handle is None:
             raise MemoryError("cannot allocate a lock")
-        self._lock = ffi.gc(ffi.cast("void *", handle), _free)  # no __del__: it could be interrupted
+        self._lock = ffi.gc(ffi.cast("void *", handle), _free)  # not __del__, which a signal handler could interrupt
         self.gate = ctypes.c_void_p.from_param(handle)
         self._work = work
-        self._opening = itertools.starmap(_release, [(self.gate,)])  # made beforehand: it must not fail for memory
+        self._opening = itertools.starmap(_release, [(self.gate,)])  # allocated here, so that releasing cannot fail
 
     def __call__(self) -> None:
         if _acquire(self.gate, 0):
@@ -48,51 +52,51 @@ class _Helper:
 
 
 _queue: "SimpleQueue[_Helper]" = SimpleQueue()
-_workers: dict[int, int] = {}  # identities of the pool's threads, which never end
+_workers: dict[int, int] = {}  # identities of the pool's threads, which run until the process ends
 
 
-def _forget() -> None:
-    """In a forked child: its threads do not exist."""
+def _reset() -> None:
+    """Reset the pool in a forked child, where its threads do not exist."""
     global _queue
     _queue = SimpleQueue()
     _workers.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_reset)
 
 
 def _serve(number: int, queue: "SimpleQueue[_Helper]") -> None:
-    """What a thread of the pool does."""
-    # glibc ends the process where a thread's first call into a library finds no memory for what is the thread's own.
-    # So memory is asked for in a way that can be refused, and the call takes what that has left.
+    """Run shares from the queue in a thread of the pool."""
+    # glibc aborts the process if a thread's first call into a library cannot allocate thread-local memory. Allocate and
+    # free as much memory first, which fails with an exception; then make the first call, which uses the freed memory.
     try:
         bytes(_OWN_NBYTES)
     except MemoryError:
-        return  # as if it had not been started
+        return  # the pool has one thread less
     lib.codec_abi_version()
     me = _thread.get_ident()
     if _workers.setdefault(number, me) != me:
-        return  # two calls have started it at once
+        return  # two calls have started a thread of this number
     while True:
         try:
             queue.get()()
         except BaseException:
-            continue  # it is for those who wait for the work to tell
+            continue  # run() reports the failure to its caller
 
 
 def _start(most: int) -> int:
-    """Start threads, if there are not enough; how many there are, `most` at most."""
+    """Start threads until the pool has ``most``, and return the number of threads: ``most``, or fewer on failure."""
     for number in range(most):
         if number not in _workers:
             try:
                 _thread.start_new_thread(_serve, (number, _queue))
-            except (RuntimeError, MemoryError):  # no more are to be had, or the interpreter is about to end
+            except (RuntimeError, MemoryError):  # a limit is reached, or the interpreter is shutting down
                 return number
     return most
 
 
 def default_threads() -> int:
-    """CODEC_NUM_THREADS, else OMP_NUM_THREADS, else the CPUs that this process may use."""
+    """Return CODEC_NUM_THREADS, else OMP_NUM_THREADS, else the number of CPUs that this process may use."""
     for name in ("CODEC_NUM_THREADS", "OMP_NUM_THREADS"):
         value = os.environ.get(name, "")
         if value.isdecimal() and len(value) < 1000 and int(value) > 0:
@@ -100,34 +104,49 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def check_threads(asked: Any) -> int:
-    """What a caller asks for, as an int."""
-    return whole("threads", asked, 1)
+def check_threads(requested: Any) -> int:
+    """Return the argument ``threads`` as an int; raise ArgumentError unless it is a whole number from 1 on."""
+    return whole("threads", requested, 1)
 
 
-def choose_threads(asked: int | None, nbytes: int) -> int:
-    """How many threads a tensor of nbytes gets: what was asked, or no more than pay."""
-    if asked is not None:
-        return min(asked, MAX_THREADS)
+def choose_threads(requested: int | None, nbytes: int) -> int:
+    """Return the threads for a tensor of ``nbytes``: those requested, or as many as pay."""
+    if requested is not None:
+        return min(requested, MAX_THREADS)
     if nbytes < 2 * MIN_NBYTES:
         return 1
     return min(default_threads(), nbytes // MIN_NBYTES, MAX_THREADS)
 
 
 def ranges(nblocks: int, threads: int) -> list[tuple[int, int]]:
-    """Cut blocks into (first, count), a few a thread so that a slow thread does not hold up the others."""
+    """Cut blocks into ranges (first, count): four for each thread, so that a slow thread does not delay the others."""
     pieces = min(nblocks, 4 * threads if threads > 1 else 1)
     cuts = [i * nblocks // pieces for i in range(pieces + 1)]
     return [(a, b - a) for a, b in itertools.pairwise(cuts)]
 
 
 def run(task: Callable[[int, int], Any], count: int, threads: int) -> list[Any]:
-    """Results of task(0, w), ..., task(count - 1, w), on `threads` threads, this one among them, or fewer.
+    """Return the results of task(0, w), ..., task(count - 1, w), run by this thread and up to ``threads - 1`` others.
 
-    w < min(threads, count) is the number of the thread, for buffers of its own: no two tasks with one w run at once.
+    Parameters
+    ----------
+    task : callable
+        Called with the task's number i and the number w of the thread, w < min(threads, count). No two tasks with one w
+        run at once, so that w can select a buffer.
+    count : int
+        Number of tasks.
+    threads : int
+        Maximum number of threads.
 
-    When this returns or raises, whatever it raises, no task is running any more and none will begin. Of several errors
-    the first in order is raised; an interrupt of this thread comes before all of them, and what was not begun is left.
+    Returns
+    -------
+    list
+
+    Raises
+    ------
+    Exception
+        The error of the first task in order that failed. A signal handler's exception in this thread takes precedence.
+        Tasks that have not started are dropped. When this function raises or returns, no task runs or will run.
     """
     if not count:
         return []
@@ -141,19 +160,19 @@ def run(task: Callable[[int, int], Any], count: int, threads: int) -> list[Any]:
         while todo:
             try:
                 i = todo.pop()
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread took the last task
                 return
             try:
                 results[i] = task(i, w)
             except Exception as e:
                 failed[i] = e
-                del todo[:]  # tasks are begun in order: those before this one will end
+                del todo[:]  # tasks start in order, so all tasks before this one have started and will end
 
     helpers = [_Helper(work) for _ in range(_start(len(numbers) - 1))]
-    # CPython runs signal handlers where a function begins, where a call has ended and where it jumps back: so there is
-    # no moment between the first `put` and `all` at which an exception would not lead to `all`. That is one call, and
-    # when it ends all gates are shut: helpers that had begun have ended, and others will not begin. It can neither be
-    # interrupted nor fail, for it allocates nothing.
+    # CPython runs signal handlers at the start of a function, after a call, and at backward jumps. So an exception
+    # after the first `put` is raised inside the `try`, and `all` runs. `all` is one call that allocates nothing, so it
+    # can neither be interrupted nor fail. It acquires all gates: then shares that have started have ended, and others
+    # cannot start.
     waiting = itertools.starmap(_acquire, [(helper.gate, 1) for helper in helpers])
     try:
         for helper in helpers:
@@ -170,4 +189,4 @@ def run(task: Callable[[int, int], Any], count: int, threads: int) -> list[Any]:
     try:
         raise first
     finally:
-        del failed[:], first  # or its traceback would hold itself, and all that the tasks hold
+        del failed[:], first  # break the reference cycle of the traceback, which would keep the tasks' memory alive
