@@ -1,7 +1,7 @@
-"""Files that the command line reads: frames, and arrays in .npz, .npy and .safetensors files.
+"""Files of the command line: frames, and arrays in .npz, .npy and .safetensors files.
 
-Only regular files are opened: a pipe or a device may make a reader wait, or have no end. No more of a file is read than
-is needed, and nothing is unpickled.
+Only regular files are opened, because reading a pipe or a device may block or never end. Reads are bounded by what is
+needed. Pickles are rejected.
 """
 
 import importlib
@@ -27,29 +27,29 @@ from codec.tensors.view import Array, dtype_name
 
 _HEADER: int = lib.CODEC_HEADER_NBYTES
 _MAX_SIDE = 16 << 20  # bytes of a side section that inspect_file reads
-_MAX_JSON = 100_000_000  # bytes of a .safetensors header, as its specification has it
+_MAX_JSON = 100_000_000  # maximum bytes of a .safetensors header, from its specification
 _CHUNK = 1 << 20  # bytes read from standard input at once
 _CANNOT_READ = (
     OSError, ValueError, TypeError, LookupError, EOFError, BadZipFile, zlib.error, MemoryError, RuntimeError
 )  # fmt: skip
 
-Read = Callable[[int], bytes]  # up to so many bytes more
-Arrays = tuple[Sequence[str], Callable[[str], Array]]  # the names of a file's arrays, and a function that reads one
+Read = Callable[[int], bytes]  # reads the next bytes, at most so many
+Arrays = tuple[Sequence[str], Callable[[str], Array]]  # names of a file's arrays, and a function that reads one
 
 
 def printable(path: str) -> str:
-    """Return a path for a message: itself, or its repr if it has characters that a terminal may not print."""
+    """Return a path for a message: unchanged, or its repr if it has characters that are unsafe in a terminal."""
     return path if path.isprintable() and path else repr(path)
 
 
 @contextmanager
 def _opened(path: str) -> Generator[int]:
-    """Open a regular file and give its descriptor.
+    """Open a regular file, and yield its descriptor.
 
     Raises
     ------
     ArgumentError
-        It cannot be opened, is not a regular file, or cannot be read by what the ``with`` block does.
+        The file cannot be opened or is not regular, or the ``with`` block cannot read it.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
@@ -67,19 +67,23 @@ def _opened(path: str) -> Generator[int]:
 
 
 def inspect_file(path: str) -> Info:
-    """Return what the header of a frame says, reading no more than the header and the side section.
+    """Return the header of a frame as :class:`codec.Info`, reading only the header and the side section.
 
     Parameters
     ----------
     path : str
-        A regular file that begins with a frame; "-" for standard input.
+        Path of a regular file that begins with a frame; "-" for standard input.
+
+    Returns
+    -------
+    Info
 
     Raises
     ------
     ArgumentError
         The file cannot be read.
     FrameError
-        As :func:`codec.inspect`.
+        The header or the side section is invalid, as in :func:`codec.inspect`.
     """
     if path == "-":
         return _inspect_by(sys.stdin.buffer.read)
@@ -88,6 +92,7 @@ def inspect_file(path: str) -> Info:
 
 
 def _inspect_by(read: Read) -> Info:
+    """Inspect a frame by a function that reads its next bytes."""
     head = read(_HEADER)
     begin, nbytes = inspect(head).sections["side"]
     if nbytes <= _MAX_SIDE:
@@ -96,31 +101,31 @@ def _inspect_by(read: Read) -> Info:
 
 
 def verify_file(path: str) -> None:
-    """Check all of a frame but the values. A regular file is mapped, not copied to memory.
+    """Verify a frame without decoding its values. A regular file is mapped, not copied to memory.
 
     Parameters
     ----------
     path : str
-        A regular file that is a frame; "-" for standard input, of which no more is read than its header says.
+        Path of a regular file that is a frame; "-" for standard input, of which at most the frame and a byte are read.
 
     Raises
     ------
     ArgumentError
         The file cannot be read.
     FrameError
-        As :func:`codec.verify`.
+        The frame is invalid, as in :func:`codec.verify`.
     """
     if path == "-":
         verify(_frame_from(sys.stdin.buffer.read))
         return
     with _opened(path) as fd:
         size = os.fstat(fd).st_size
-        # files of size 0 cannot be mapped, but those of /proc have bytes all the same
+        # files of size 0 cannot be mapped; files in /proc report size 0 but have contents
         verify(mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else os.read(fd, _HEADER))
 
 
 def _frame_from(read: Read) -> bytearray:
-    """Return a frame, and the first byte behind it if there is one."""
+    """Return a frame, and the first byte after the frame if there is one."""
     frame = bytearray(read(_HEADER))
     most = inspect(frame).nbytes + 1
     while more := read(min(_CHUNK, most - len(frame))):
@@ -134,17 +139,21 @@ def arrays_of(path: str, names: Sequence[str], dtype: str | None) -> dict[str, A
     Parameters
     ----------
     path : str
-        A regular file.
+        Path of a regular file.
     names : sequence of str
-        Arrays to return. None given: all of float32, bfloat16 and float16 that have a dimension, or those that may hold
-        values of `dtype`.
+        Names of the arrays to return. Empty: all arrays with at least one dimension whose dtype is float32, bfloat16 or
+        float16, or that can hold the bits of `dtype`.
     dtype : str or None
-        A dtype that arrays of unsigned integers, or those without a dtype of numpy's, are taken as.
+        Dtype of the values whose bits are stored as unsigned integers or as a dtype that numpy lacks.
+
+    Returns
+    -------
+    dict of str to array
 
     Raises
     ------
     ArgumentError
-        The file cannot be read, is of another kind, or has no such array.
+        The file cannot be read, has an unknown format, or has no such array.
     """
     with _opened(path) as fd:
         known, read = _arrays_in(fd, path)
@@ -165,7 +174,7 @@ def arrays_of(path: str, names: Sequence[str], dtype: str | None) -> dict[str, A
 
 
 def _may_hold(own: Any, dtype: str | None) -> bool:
-    """Return whether an array of dtype `own` has values of a dtype, or their bits; None: any that can be reduced."""
+    """Return whether an array of dtype `own` holds values of `dtype` or their bits; None: any dtype of gradients."""
     if dtype is None:
         return own.name in MANTISSA_BITS
     name = dtype_name(dtype)
@@ -173,7 +182,7 @@ def _may_hold(own: Any, dtype: str | None) -> bool:
 
 
 def _arrays_in(fd: int, path: str) -> Arrays:
-    """Return a reader of the arrays in a file, whose kind is known by its first bytes."""
+    """Return a reader of the arrays in a file, whose format its first bytes identify."""
     head = os.pread(fd, 9, 0)
     if head.startswith(b"PK"):
         return _npz(fd, path)
@@ -187,6 +196,7 @@ def _arrays_in(fd: int, path: str) -> Arrays:
 
 
 def _pickled(path: str) -> ArgumentError:
+    """Return the error for a pickle."""
     return ArgumentError(
         f"{printable(path)} is a pickle, as torch.save writes it, which could run code when it is read. Load it where "
         "you trust it, and save its tensors by numpy.savez or safetensors.torch.save_file"
@@ -194,6 +204,7 @@ def _pickled(path: str) -> ArgumentError:
 
 
 def _npz(fd: int, path: str) -> Arrays:
+    """Return a reader of a .npz file."""
     with os.fdopen(fd, "rb", closefd=False) as f, ZipFile(f) as archive:
         if any(name.endswith("data.pkl") for name in archive.namelist()):
             raise _pickled(path)
@@ -224,14 +235,14 @@ def _is_table(value: Any) -> bool:
 
 
 def _safetensors(file: mmap.mmap) -> Arrays:
-    """Return a reader of a .safetensors file: u64 length of a JSON header, the header, and the arrays' bytes."""
+    """Return a reader of a .safetensors file: u64 length of a JSON header, the header, the bytes of all arrays."""
     nbytes = int.from_bytes(file[:8], "little")
     if nbytes > min(_MAX_JSON, len(file) - 8):
         raise ValueError("its header is longer than the file, or than 100 MB")
     header: Any = json.loads(file[8 : 8 + nbytes])
     if not _is_table(header) or not all(_is_table(entry) for entry in header.values()):
         raise ValueError("its header does not describe arrays")
-    # neither metadata, nor arrays of dtypes that have less than a byte a value
+    # skip metadata, and arrays whose values take less than a byte
     entries = {str(name): entry for name, entry in header.items() if entry.get("dtype") in _SAFETENSORS}
 
     def read(name: str) -> Array:
@@ -248,7 +259,7 @@ def _safetensors(file: mmap.mmap) -> Arrays:
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return a dtype by its name: of ml_dtypes where numpy has none, and without ml_dtypes one of bytes."""
+    """Return a dtype by name: of numpy, of ml_dtypes, or without ml_dtypes a dtype of raw bytes."""
     if hasattr(np, name):
         return np.dtype(name)
     try:
