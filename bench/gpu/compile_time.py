@@ -23,7 +23,7 @@ def compiling(arch: str) -> list[dict[str, Any]]:
                 seconds: list[float] = []
                 for _ in range(2):
                     start = time.perf_counter()
-                    kernels.compiled(file, about.alone(kernel), arch)
+                    kernels.compiled(file, about.compiled_with(kernel), arch)
                     seconds.append(time.perf_counter() - start)
                 rows.append({"kernel": kernel, "compiled": seconds[0], "cached": seconds[1]})
     return rows

@@ -630,7 +630,7 @@ def test_reduce_of_quantized_rows(fp8):
 @pytest.mark.parametrize("at_once", [2, 65_535])
 def test_batches(device, monkeypatch, at_once):
     """Any sizes, on host and device; all or none; the first fault is reported, also over several launches."""
-    monkeypatch.setattr(workspace, "_AT_ONCE", at_once)
+    monkeypatch.setattr(workspace, "_MAX_GRID_Y", at_once)
     rng = np.random.default_rng(3)
     xs = {i: rng.standard_normal(n).astype(F32) for i, n in enumerate((0, 1, 600, 20_000, 512))}
     frames = codec.encode_many(xs)

@@ -129,7 +129,7 @@ class Emulated:
     def wait_for(self, stream: int) -> None:
         pass
 
-    hold = wait_for
+    delay = wait_for
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
         memory = np.empty(nbytes, np.uint8)  # AddressSanitizer checks accesses around it
@@ -154,7 +154,7 @@ class Emulated:
     def prepare(self, kernels: Iterable[str]) -> None:
         assert set(kernels) <= FILE_OF.keys()
 
-    def numbers(self, kernel: str, name: str, count: int) -> tuple[int, ...]:
+    def constant(self, kernel: str, name: str, count: int) -> tuple[int, ...]:
         return tuple((ctypes.c_uint64 * count).in_dll(self.library, name))
 
     def launch(self, kernel: str, grid: tuple[int, int], *args: Any) -> None:

@@ -1,7 +1,7 @@
-"""Machine code of kernels, kept on disk for later processes.
+"""Cache on disk for the machine code of kernels, shared by later processes.
 
-A kernel runs with the rights of the process, so no file is loaded that another user could have written. The digest in a
-file finds damage. It says nothing about who wrote the file.
+A kernel runs with the rights of the process, so no file is loaded that another user could have written. The digest in
+a file detects damage, but does not authenticate its author.
 """
 
 import hashlib
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from codec._ownership import writable_by_others
 
-_MAX_NBYTES = 64 << 20  # of a file; kernels take less than 1 MiB
+_MAX_NBYTES = 64 << 20  # bytes read of a file; kernels take less than 1 MiB
 _DIGEST = hashlib.sha256().digest_size
-_NO_WAIT = os.O_NOFOLLOW | os.O_NONBLOCK  # neither through a link, nor waiting for a pipe
+_NO_WAIT = os.O_NOFOLLOW | os.O_NONBLOCK  # do not follow links, do not wait for a pipe
 
 
 def cache_folder() -> Path | None:
@@ -26,13 +26,13 @@ def cache_folder() -> Path | None:
         return Path(own)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "codec"
-    except RuntimeError:  # a container whose user is unknown there
+    except RuntimeError:  # for example a container whose user has no entry in passwd
         return None
 
 
 @contextmanager
 def _opened(path: str | Path, flags: int, folder: int | None = None) -> Generator[int]:
-    """Open a file or folder to read. `folder`: descriptor of the folder that the path starts from."""
+    """Open a file or folder for reading; ``folder``: descriptor of the folder that a relative path starts from."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags, dir_fd=folder)
     try:
         yield fd
@@ -41,13 +41,13 @@ def _opened(path: str | Path, flags: int, folder: int | None = None) -> Generato
 
 
 def load_cached(key: str) -> bytes | None:
-    """Return what :func:`store_cached` stored under a key.
+    """Return the bytes that :func:`store_cached` stored under a key. No failure raises.
 
     Returns
     -------
     bytes or None
-        None if there is no such file, or one that cannot be read, is damaged, is not a regular file of this user or
-        root, or could have been written by others. No failure raises.
+        None if the file does not exist, cannot be read, is damaged, is not a regular file of this user or root, or
+        could have been written by other users.
     """
     try:
         folder = cache_folder()
@@ -60,14 +60,14 @@ def load_cached(key: str) -> bytes | None:
             with open(fd, "rb", closefd=False) as f:
                 digest, data = f.read(_DIGEST), f.read(_MAX_NBYTES)
             return data if hashlib.sha256(data).digest() == digest else None
-    except Exception:  # whatever failed, the kernel can be compiled
+    except Exception:  # without the cache the kernel is compiled
         return None
 
 
 def store_cached(key: str, data: bytes) -> None:
-    """Store bytes under a key, whole or not at all, in a file that this user alone can read and write.
+    """Store bytes under a key atomically, in a file that only this user can read and write.
 
-    Nothing is stored where that cannot be done. If others can write the folder a RuntimeWarning says so.
+    Failures are ignored. A RuntimeWarning reports a folder that other users can write; nothing is stored there.
     """
     folder = cache_folder()
     if folder is None:
@@ -87,7 +87,7 @@ def store_cached(key: str, data: bytes) -> None:
 
 
 def _write(folder: int, key: str, data: bytes) -> None:
-    """Write a file beside the one of this name, and put it in its place when it is whole."""
+    """Write a temporary file in the folder, and rename it to ``key`` when it is complete."""
     name = f"{key}.{secrets.token_hex(8)}"
     fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:

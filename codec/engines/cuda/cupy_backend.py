@@ -1,6 +1,6 @@
 # pyright: basic
-# ruff: noqa: D102 - what methods do is said by Device
-"""GPUs through CuPy: memory from its pools, kernels by the driver."""
+# ruff: noqa: D102 - Device documents the methods
+"""GPUs through CuPy: memory comes from its pools, kernels are launched by the driver."""
 
 import ctypes
 import functools
@@ -21,11 +21,11 @@ from codec.engines.cuda.kernels import FILE_OF, FILES
 from codec.errors import EngineError
 from codec.tensors.view import TensorView, is_torch, view
 
-_PINNED = 1 << 16  # bytes: longer copies from memory that can be paged wait for the stream
+_PINNED = 1 << 16  # maximum bytes that are copied through pinned memory; longer copies wait for the stream
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 # cudaDevAttrMultiProcessorCount, ComputeCapabilityMajor and Minor, which CuPy does not name
 _PROCESSORS, _MAJOR, _MINOR = 16, 75, 76
-_OLDEST = 8  # since then a warp adds and ors by one instruction
+_OLDEST = 8  # minimum compute capability (major): reductions of a warp are one instruction from there on
 _INSTALL = "pip install 'tensor-codec[cuda12]', or [cuda13] beside a driver of CUDA 13"
 
 
@@ -35,13 +35,16 @@ def _cupy() -> Any:
 
 @functools.cache
 def _driver() -> Any:
-    """For what CuPy does not pass on."""
+    """Return the CUDA driver, for functions that CuPy does not expose."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 @contextmanager
 def _relaxed() -> Generator[None]:
-    """Let this thread ask for memory while a stream is captured, by whoever: it is kept, and no part of the graph."""
+    """Let this thread allocate memory while a stream is captured by any thread.
+
+    The memory is kept by its owner, and is no part of the graph.
+    """
     mode = ctypes.c_int(_RELAXED)
     exchange = _driver().cuThreadExchangeStreamCaptureMode
     exchange(ctypes.byref(mode))
@@ -52,15 +55,18 @@ def _relaxed() -> Generator[None]:
 
 
 def _too_old(cupy: Any, index: int) -> str | None:
-    """Why kernels cannot run on a GPU, or None. It is not made the current one, which would take memory there."""
+    """Return why kernels cannot run on a GPU, or None.
+
+    The GPU is not made current, which would allocate memory there.
+    """
     major, minor = (cupy.cuda.runtime.deviceGetAttribute(which, index) for which in (_MAJOR, _MINOR))
     if major >= _OLDEST:
         return None
     return f"cuda:{index} has compute capability {major}.{minor}, and 8.0 or more is needed: A100, RTX 30 or later"
 
 
-class _Number:
-    """A stream of another library's, as CuPy takes it."""
+class _ForeignStream:
+    """Stream of another library, as CuPy accepts it."""
 
     def __init__(self, stream: int) -> None:
         self._stream = stream
@@ -70,25 +76,25 @@ class _Number:
 
 
 class Gpu:
-    """A :class:`codec.engines.cuda.devices.Device`."""
+    """GPU of CuPy: implements :class:`codec.engines.cuda.devices.Device`."""
 
     def __init__(self, index: int) -> None:
         self._cupy = _cupy()
-        if said := _too_old(self._cupy, index):
-            raise EngineError(said)
+        if reason := _too_old(self._cupy, index):
+            raise EngineError(reason)
         self._device = self._cupy.cuda.Device(index)
         self.name = f"cuda:{index}"
         self.processors = self._cupy.cuda.runtime.deviceGetAttribute(_PROCESSORS, index)
         self._arch = f"sm_{self._device.compute_capability}"
         self._functions: dict[str, Any] = {}
-        self._numbers: dict[tuple[str, str], tuple[int, ...]] = {}
-        self._sent: list[list[Any]] = []  # memory that is copied from, and the event after which it is free
+        self._constants: dict[tuple[str, str], tuple[int, ...]] = {}
+        self._sent: list[list[Any]] = []  # source of a copy in flight, and the event that completes it
         self._sending = threading.Lock()
 
     @contextmanager
     def on(self, stream: int) -> Generator[None]:
         with self._device:
-            before = self._stream()  # CuPy's own `with` would not go back to one that was chosen by use()
+            before = self._stream()  # CuPy's `with stream:` does not restore a stream chosen by use()
             now = self._other(stream).use()
             try:
                 with _relaxed() if now.is_capturing() else nullcontext():
@@ -104,12 +110,12 @@ class Gpu:
             return self._stream().ptr
 
     def _other(self, stream: int) -> Any:
-        return self._cupy.cuda.Stream.from_external(_Number(stream)) if stream else self._cupy.cuda.Stream.null
+        return self._cupy.cuda.Stream.from_external(_ForeignStream(stream)) if stream else self._cupy.cuda.Stream.null
 
     def wait_for(self, stream: int) -> None:
         self._stream().wait_event(self._other(stream).record())
 
-    def hold(self, stream: int) -> None:
+    def delay(self, stream: int) -> None:
         self._other(stream).wait_event(self._stream().record())
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
@@ -117,7 +123,7 @@ class Gpu:
         return memory.ptr, memory
 
     def upload(self, to: int, data: Any) -> object:
-        self._forget()
+        self._drop_sent()
         runtime, stream, nbytes = self._cupy.cuda.runtime, self._stream(), len(data)
         kept, at, capturing = data, _address(data), stream.is_capturing()
         if capturing or nbytes <= _PINNED:
@@ -125,20 +131,20 @@ class Gpu:
             ctypes.memmove(kept.ptr, at, nbytes)
             at = kept.ptr
         sent = [kept, None]
-        if not capturing:  # a graph's memory is kept by who has the graph
+        if not capturing:  # memory of a graph is kept by the graph's owner
             with self._sending:
                 self._sent.append(sent)
         try:
             runtime.memcpyAsync(to, at, nbytes, runtime.memcpyHostToDevice, stream.ptr)
         except Exception:
-            self._forget(sent)
+            self._drop_sent(sent)
             raise
         if not capturing:
             sent[1] = stream.record()
         return kept
 
-    def _forget(self, failed: list[Any] | None = None) -> None:
-        """Copies that are done, and one that was not begun."""
+    def _drop_sent(self, failed: list[Any] | None = None) -> None:
+        """Drop the sources of completed copies, and that of the copy that failed to start."""
         with self._sending:
             self._sent = [s for s in self._sent if s is not failed and (s[1] is None or not s[1].done)]
 
@@ -168,13 +174,13 @@ class Gpu:
             for name, lowered in code.names.items():
                 self._functions[name] = module.get_function(lowered)
 
-    def numbers(self, kernel: str, name: str, count: int) -> tuple[int, ...]:
+    def constant(self, kernel: str, name: str, count: int) -> tuple[int, ...]:
         self.prepare([kernel])
-        if (kernel, name) not in self._numbers:
+        if (kernel, name) not in self._constants:
             module = self._functions[kernel].module
             data = self.download(module.get_global_var(name), 8 * count)
-            self._numbers[kernel, name] = tuple(np.frombuffer(data, np.uint64).tolist())
-        return self._numbers[kernel, name]
+            self._constants[kernel, name] = tuple(np.frombuffer(data, np.uint64).tolist())
+        return self._constants[kernel, name]
 
     def launch(self, kernel: str, grid: tuple[int, int], *args: Any) -> None:
         self.prepare([kernel])
@@ -208,6 +214,7 @@ class Gpu:
 
 
 def _numpy_dtype(dtype: str) -> Any:
+    """Return the dtype of numpy or ml_dtypes; raise TypeError if there is none."""
     if hasattr(np, dtype):
         return np.dtype(dtype)
     if importlib.util.find_spec("ml_dtypes") is None:
@@ -216,29 +223,31 @@ def _numpy_dtype(dtype: str) -> Any:
 
 
 def compile_all(wanted: list[str], arch: str) -> list[kernels.Code]:
-    """Of the file of each kernel what is needed for it, several at a time."""
+    """Compile the kernels needed for each wanted one, several at a time."""
 
     def task(i: int, _: int) -> kernels.Code:
         file = FILE_OF[wanted[i]]
-        return kernels.compiled(file, FILES[file].alone(wanted[i]), arch)
+        return kernels.compiled(file, FILES[file].compiled_with(wanted[i]), arch)
 
     return pool.run(task, len(wanted), len(wanted))
 
 
 def _address(data: Any) -> int:
+    """Return the address of a buffer."""
     return int(ffi.cast("uintptr_t", ffi.from_buffer(data)))
 
 
 @functools.cache
 def _gpu(index: int) -> Gpu:
+    """Return the GPU of this index, created once."""
     return Gpu(index)
 
 
 class CupyBackend:
-    """A :class:`codec.engines.cuda.devices.Backend`."""
+    """GPUs of CuPy: implements :class:`codec.engines.cuda.devices.Backend`."""
 
     def why_not(self) -> str | None:
-        """Why no GPU can be used, or None."""
+        """Return why no GPU can be used, or None."""
         if importlib.util.find_spec("cupy") is None:
             return f"CuPy is not installed: {_INSTALL}"
         try:
@@ -247,23 +256,23 @@ class CupyBackend:
             return f"CuPy cannot be imported: {e}"
         if not hasattr(cupy.cuda.Stream, "from_external"):
             return f"CuPy {cupy.__version__} is too old: {_INSTALL}"
-        said: str | None = "there is no GPU"
+        reason: str | None = "there is no GPU"
         try:
             for i in range(cupy.cuda.runtime.getDeviceCount()):
-                said = _too_old(cupy, i)
-                if said is None:
+                reason = _too_old(cupy, i)
+                if reason is None:
                     break
-            return said
-        except Exception as e:  # of CuPy's own kinds
+            return reason
+        except Exception as e:  # CuPy's own exception types
             return f"there is no GPU that can be used: {e}"
 
     def find(self, v: TensorView) -> Gpu:
-        """The one on which a tensor lies."""
+        """Return the GPU on which a tensor lies."""
         index = v.device.partition(":")[2]
         if index:
             return _gpu(int(index))
         return _gpu(_cupy().cuda.runtime.pointerGetAttributes(v.address).device) if v.nbytes else self.current()
 
     def current(self) -> Gpu:
-        """CuPy's current one."""
+        """Return CuPy's current GPU."""
         return _gpu(_cupy().cuda.runtime.getDevice())

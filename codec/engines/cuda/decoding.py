@@ -194,7 +194,7 @@ class Frame:
         """The codec_decoding, from the addresses of what was uploaded, for a kernel that has been prepared."""
         device, warps = self.work.device, WARPS * self.grid
         if kernel == self.kernel and self._numbers and not self._scratch:
-            self._scratch = self.work.new(warps * device.numbers(kernel, *self._numbers)[-1])
+            self._scratch = self.work.new(warps * device.constant(kernel, *self._numbers)[-1])
         codes = bool(sink.codes & lib.CODEC_UNSCALED), bool(sink.codes & lib.CODEC_RESCALE)
         addresses = view, data, self._at, self._scratch, self.before.exponents, found
         return _DECODING.pack(*addresses, *sink[:4], *codes, checks, warps)

@@ -1,4 +1,4 @@
-"""What this engine needs of a GPU, and which one it works on."""
+"""Interface of a GPU as this engine uses it, and the choice of the GPU for a call."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -10,81 +10,90 @@ from codec.tensors.view import TensorView
 
 
 class Device(Protocol):
-    """A GPU. All but its properties is done inside of :meth:`on`, in the order of that stream."""
+    """GPU. All methods run inside of :meth:`on`, in the order of its stream; properties can be read anywhere."""
 
     name: str  # such as "cuda:0"
-    processors: int
+    processors: int  # multiprocessors
 
     def on(self, stream: int) -> AbstractContextManager[Any]:
-        """Work on this device and stream."""
+        """Make this device and ``stream`` current in the context."""
         ...
 
     def stream(self) -> int:
-        """The one that its user works on."""
+        """Return the stream that the caller has made current."""
         ...
 
     def wait_for(self, stream: int) -> None:
-        """Do what follows after what that stream has to do by now."""
+        """Make the current stream wait for the work submitted to ``stream`` so far."""
         ...
 
-    def hold(self, stream: int) -> None:
-        """Let that stream wait for what was begun here."""
+    def delay(self, stream: int) -> None:
+        """Make ``stream`` wait for the work submitted to the current stream so far."""
         ...
 
     def allocate(self, nbytes: int) -> tuple[int, object]:
-        """The address of so many bytes, at a multiple of 256, and what keeps them."""
+        """Return the address of ``nbytes`` bytes, a multiple of 256, and the object that owns them."""
         ...
 
     def upload(self, to: int, data: Any) -> object:
-        """Copy a buffer here, and return what must be kept until that is done."""
+        """Copy a buffer in host memory to the device.
+
+        Returns
+        -------
+        object
+            Owner of memory that must be kept until the copy is complete.
+        """
         ...
 
     def download(self, at: int, nbytes: int) -> bytearray:
-        """Wait for all that was begun, and copy bytes to the host."""
+        """Copy bytes to the host after waiting for the current stream."""
         ...
 
     def copy(self, to: int, at: int, nbytes: int) -> None:
-        """From here to here."""
+        """Copy bytes within the device."""
         ...
 
     def clear(self, at: int, nbytes: int) -> None:
-        """Make bytes 0."""
+        """Set bytes to 0."""
         ...
 
     def prepare(self, wanted: Iterable[str]) -> None:
-        """Compile and load them."""
+        """Compile and load kernels."""
         ...
 
-    def numbers(self, kernel: str, name: str, count: int) -> tuple[int, ...]:
-        """What a kernel's file exports, an array of uint64."""
+    def constant(self, kernel: str, name: str, count: int) -> tuple[int, ...]:
+        """Return a constant that a kernel's file exports: an array of ``count`` uint64."""
         ...
 
     def launch(self, kernel: str, grid: tuple[int, int], *args: Any) -> None:
-        """Begin a kernel with so many blocks, for so many tensors. Arguments are ctypes values, which are copied."""
+        """Launch a kernel with a grid of blocks and tensors.
+
+        Arguments are ctypes values, which are copied.
+        """
         ...
 
     def empty(self, dtype: str, shape: tuple[int, ...], like: Any) -> tuple[Any, TensorView]:
-        """A new tensor of the kind of `like` on this device, as its user and as this engine sees it."""
+        """Return a new tensor on this device, of the library of ``like``, and its view."""
         ...
 
     def bytes_of(self, v: TensorView, nbytes: int) -> Any:
-        """The first bytes of a tensor on this device, as an array or tensor of its owner's kind."""
+        """Return the first bytes of a tensor on this device, as an array or tensor of its owner's library."""
         ...
 
 
 class Backend(Protocol):
-    """Where devices come from."""
+    """Source of devices."""
 
     def why_not(self) -> str | None:
-        """Why there are none, or None."""
+        """Return why no device is available, or None."""
         ...
 
     def find(self, v: TensorView) -> Device:
-        """The device on which a tensor lies."""
+        """Return the device on which a tensor lies."""
         ...
 
     def current(self) -> Device:
-        """The one that its user has chosen for what lies on none."""
+        """Return the device that the caller has made current, for tensors that lie on none."""
         ...
 
 
@@ -92,12 +101,12 @@ backend: Backend = cupy_backend.CupyBackend()
 
 
 def device_for(views: Iterable[tuple[str, TensorView]]) -> Device:
-    """The device on which arguments lie, all but those in host memory.
+    """Return the device on which arguments lie, except those in host memory; the current one if all are there.
 
     Raises
     ------
     EngineError
-        They lie on different ones, or on something else.
+        Arguments lie on different devices, or on a device that this engine cannot read.
     """
     found: Device | None = None
     first = ""
@@ -105,10 +114,10 @@ def device_for(views: Iterable[tuple[str, TensorView]]) -> Device:
         if v.device == "cpu":
             continue
         if v.device.partition(":")[0] != "cuda":
-            raise EngineError(f"{name} lies on {v.device}, which the cuda engine cannot read")
+            raise EngineError(f"{name} is on {v.device}, which the cuda engine cannot read")
         device = backend.find(v)
         if found is not None and device.name != found.name:
-            raise EngineError(f"{name} lies on {device.name}, but {first} on {found.name}")
+            raise EngineError(f"{name} is on {device.name}, but {first} on {found.name}: move both to one device")
         if found is None:
             found, first = device, name
     return found or backend.current()

@@ -1,4 +1,4 @@
-"""Tensors to frames: three kernels or four, one after the other, that nothing waits for."""
+"""Encoding of a tensor on a device: three or four kernels in stream order, without synchronization."""
 
 import struct
 from typing import Any
@@ -11,25 +11,26 @@ from codec.engines.request import EncodeRequest
 from codec.errors import ArgumentError, Status
 from codec.tensors.view import TensorView
 
-ALIGNMENT = 8  # of a frame's sections
+ALIGNMENT = 8  # alignment of a frame's sections in bytes
 _WRITTEN = struct.Struct("<4Q4I")  # codec_written of native/cuda/frame/encode.cuh
 _SHORT_OUTPUT = int(Status.SHORT_OUTPUT)
 
 
 class Encoding:
-    """A frame on its way, whose job is to be begun. All that it takes is in `work`'s memory.
+    """Frame to be encoded: its memory is allocated, and its job is ready to be launched.
+
+    Parameters
+    ----------
+    work : Work
+        Device memory of the call.
+    r : EncodeRequest
+    written : int, optional
+        Address of memory for a codec_written of ``native/cuda/frame/encode.cuh``, which receives size and status.
 
     Attributes
     ----------
     frame : int
         Address of the frame.
-
-    Parameters
-    ----------
-    work : Work
-    r : EncodeRequest
-    written : int, optional
-        Address of memory for a codec_written of ``native/cuda/frame/encode.cuh``: size and status will be there.
     """
 
     def __init__(self, work: Work, r: EncodeRequest, written: int = 0) -> None:
@@ -49,20 +50,20 @@ class Encoding:
         self.job = Job(work, r, plan, self.frame, self._capacity, residual, written)
 
     def finish(self, written: bytes | None = None) -> Any:
-        """Wait, and return the frame.
+        """Wait for the stream, and return the frame.
 
         Parameters
         ----------
         written : bytes, optional
-            The codec_written, if that has been waited for.
+            The codec_written, if the caller has read it.
 
         Raises
         ------
         CodecError
             The tensor cannot be encoded.
         """
-        said = _WRITTEN.unpack(written or self.work.device.download(self.job.written, WRITTEN_NBYTES))
-        nbytes, fault, out = said[3], said[6], self.request.out
+        fields = _WRITTEN.unpack(written or self.work.device.download(self.job.written, WRITTEN_NBYTES))
+        nbytes, fault, out = fields[3], fields[6], self.request.out
         if fault == _SHORT_OUTPUT or (out is not None and nbytes > out.nbytes):
             raise ArgumentError(
                 f"out= has {self._capacity if out is None else out.nbytes} bytes, which is too few; "

@@ -37,7 +37,7 @@ def _working(views: Named) -> Generator[Work]:
             device.wait_for(other)
         yield Work(device, stream)
         for other in others:
-            device.hold(other)
+            device.delay(other)
 
 
 def encode(r: EncodeRequest) -> Any:
@@ -70,7 +70,7 @@ def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
     if not requests:
         return []
     with _working([named for r in requests for named in r.views]) as work:
-        encodings = [at_item(i, Encoding, work.beside(), r) for i, r in enumerate(requests)]
+        encodings = [at_item(i, Encoding, work.sibling(), r) for i, r in enumerate(requests)]
         begin(work, [encoding.job for encoding in encodings])
         first = min(encoding.job.written for encoding in encodings)
         written = bytes(work.device.download(first, WRITTEN_NBYTES * len(encodings)))  # they lie together

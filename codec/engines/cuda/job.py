@@ -119,7 +119,7 @@ class Job:
             values = before.rounded
         self.grid = blocks_for(self.kernel, device.processors, v.nblocks)
         self.teams = min(WARPS * self.grid, 2 * device.processors)
-        each = device.numbers(self.kernel, *numbers)[-1] + plan.region if v.nblocks else 0
+        each = device.constant(self.kernel, *numbers)[-1] + plan.region if v.nblocks else 0
         self._source = values, before.sums, residual, frame, capacity, work.new(WARPS * self.grid * each), each
 
     @property
@@ -134,7 +134,7 @@ class Job:
 
     def zeros(self, device: Device) -> tuple[int, int]:
         """Bytes that are to be zeros: of what is found out about the tensor, and of where blocks go."""
-        each, each_part = device.numbers("close_frame", "choose_nbytes", 2)
+        each, each_part = device.constant("close_frame", "choose_nbytes", 2)
         v = self.plan.view
         return each + max(v.model_parts.count, 1) * each_part, 8 * v.nblocks
 

@@ -1,6 +1,6 @@
-"""The kernels of ``native/cuda``, and their machine code: compiled once for an architecture, then kept on disk.
+"""Kernels of ``native/cuda``: compilation by NVRTC for a GPU architecture, and their launch parameters.
 
-NVRTC is called as it is: CuPy's own way to compile sources would flush subnormals.
+NVRTC is called directly, because CuPy's own compilation of sources flushes subnormals. Machine code is cached on disk.
 """
 
 import functools
@@ -14,21 +14,22 @@ from codec._c import PACKAGE
 from codec.engines.cuda.cache import load_cached, store_cached
 from codec.errors import EngineError
 
-_SIZES, _ROWS = (1, 2, 4, 8), (2, 3, 4, 5, 6)  # bytes of a value; codecs of rows
+_SIZES, _ROWS = (1, 2, 4, 8), (2, 3, 4, 5, 6)  # sizes of a value in bytes; numbers of the codecs of rows
 
 
 class File(NamedTuple):
     """Kernels of one ``.cu`` file."""
 
-    threads: int  # of a block
-    kernels: dict[str, int]  # and how many blocks a multiprocessor is given: as many as its registers let it have
+    threads: int  # threads of a block
+    kernels: dict[str, int]  # thread blocks of each kernel on a multiprocessor: as many as its registers allow
 
-    def alone(self, kernel: str) -> tuple[str, ...]:
-        """What is compiled when one of them is wanted: of a template nothing else."""
+    def compiled_with(self, kernel: str) -> tuple[str, ...]:
+        """Return the kernels compiled together with ``kernel``: only itself if it is of a template, else all."""
         return (kernel,) if kernel.endswith(">") else tuple(self.kernels)
 
 
 def _each(template: str, arguments: tuple[int, ...], resident: int) -> dict[str, int]:
+    """Return the instances of a kernel template, each with ``resident`` blocks on a multiprocessor."""
     return {f"{template}<{n}>": resident for n in arguments}
 
 
@@ -53,18 +54,18 @@ FILE_OF = {kernel: name for name, file in FILES.items() for kernel in file.kerne
 
 
 def blocks_for(kernel: str, processors: int, nblocks: int) -> int:
-    """Blocks of threads for so many blocks of values, of which each of their warps does one after the other."""
+    """Return the thread blocks to launch for ``nblocks`` blocks of values, each of which one warp processes."""
     file = FILES[FILE_OF[kernel]]
     return max(1, min(-(-nblocks // (file.threads // 32)), file.kernels[kernel] * processors))
 
 
-# a product and a sum are two roundings, as on a CPU
+# -fmad=false: a product and a sum are rounded separately, as on a CPU
 _OPTIONS = ("-std=c++17", "-fmad=false", "-default-device")
 _STANDARD = {"stdint.h": '#pragma once\n#include "exact/bits.h"\n', "stddef.h": "#pragma once\n"}  # NVRTC has no libc
 
 
 class Code(NamedTuple):
-    """Machine code, and what kernels are called in it."""
+    """Machine code, and the mangled names of its kernels."""
 
     image: bytes
     names: dict[str, str]
@@ -72,7 +73,7 @@ class Code(NamedTuple):
 
 @functools.cache
 def folders() -> tuple[Path, ...]:
-    """Where sources and headers lie: in the repository, if this is one, or in the package."""
+    """Return the folders of sources and headers: in the repository if this is a checkout, or in the package."""
     native = Path(__file__).parents[3] / "native"
     if (native / "cuda").is_dir():
         return native / "cuda", native / "src", native / "include"
@@ -81,7 +82,7 @@ def folders() -> tuple[Path, ...]:
 
 @functools.cache
 def _sources() -> bytes:
-    """A digest of all that can be included."""
+    """Return a digest of all files that kernels can include."""
     digest = hashlib.sha256()
     for folder in folders():
         for path in sorted((*folder.glob("*/*.cu*"), *folder.glob("exact/*.h"), *folder.glob("codec/*.h"))):
@@ -90,9 +91,9 @@ def _sources() -> bytes:
 
 
 def compiled(file: str, kernels: tuple[str, ...], arch: str, more: tuple[str, ...] = ()) -> Code:
-    """Return kernels of a file for an architecture such as ``"sm_90"``, from disk if they were compiled before.
+    """Return kernels of a file for an architecture such as ``"sm_90"``, from the cache on disk if possible.
 
-    `more`: compiler options that do not change what kernels compute.
+    ``more`` are compiler options that do not change the kernels' results.
 
     Raises
     ------
@@ -103,20 +104,21 @@ def compiled(file: str, kernels: tuple[str, ...], arch: str, more: tuple[str, ..
     nvrtc = cupy.cuda.nvrtc
     try:
         version = nvrtc.getVersion()
-    except Exception as e:  # of many kinds: CuPy finds it on its first call
-        raise EngineError(f"NVRTC, which compiles kernels for the GPU, cannot be used: {e}") from e
+    except Exception as e:  # CuPy loads NVRTC on its first call, which raises errors of many types
+        raise EngineError(f"NVRTC, which compiles kernels for the GPU, is unavailable: {e}") from e
     options = (*_OPTIONS, f"-arch={arch}", *more)
-    asked = json.dumps([file, kernels, options, version, cupy.__version__])
-    key = hashlib.sha256(asked.encode() + _sources()).hexdigest()
+    request = json.dumps([file, kernels, options, version, cupy.__version__])
+    key = hashlib.sha256(request.encode() + _sources()).hexdigest()
     cached = load_cached(key)
-    code = None if cached is None else _unpacked(cached, kernels)
+    code = None if cached is None else _deserialize(cached, kernels)
     if code is None:
         code = _compile(nvrtc, file, kernels, arch, options)
-        store_cached(key, _packed(code))
+        store_cached(key, _serialize(code))
     return code
 
 
 def _compile(nvrtc: Any, file: str, kernels: tuple[str, ...], arch: str, options: tuple[str, ...]) -> Code:
+    """Compile kernels of a file by NVRTC."""
     names, texts = _STANDARD, _STANDARD.values()
     program = nvrtc.createProgram(
         f'#include "{file}.cu"\n', "codec.cu", [text.encode() for text in texts], [name.encode() for name in names]
@@ -127,22 +129,22 @@ def _compile(nvrtc: Any, file: str, kernels: tuple[str, ...], arch: str, options
         try:
             nvrtc.compileProgram(program, [*options, *(f"-I{folder}" for folder in folders())])
         except nvrtc.NVRTCError as e:
-            said = nvrtc.getProgramLog(program).strip()
+            log = nvrtc.getProgramLog(program).strip()
             version = ".".join(map(str, nvrtc.getVersion()))
-            raise EngineError(f"NVRTC {version} cannot compile {file}.cu for {arch}: {said or e}") from e
-        image = nvrtc.getCUBIN(program) + b"\0"  # CuPy takes the last byte for the end of a string
+            raise EngineError(f"NVRTC {version} cannot compile {file}.cu for {arch}: {log or e}") from e
+        image = nvrtc.getCUBIN(program) + b"\0"  # CuPy drops the last byte as the terminator of a string
         return Code(image, {kernel: nvrtc.getLoweredName(program, kernel) for kernel in kernels})
     finally:
         nvrtc.destroyProgram(program)
 
 
-def _packed(code: Code) -> bytes:
+def _serialize(code: Code) -> bytes:
     """Return code as bytes: names as JSON, a line feed, and the image."""
     return json.dumps(code.names).encode() + b"\n" + code.image
 
 
-def _unpacked(data: bytes, kernels: tuple[str, ...]) -> Code | None:
-    """Return the code of these kernels that bytes hold; None if they hold something else."""
+def _deserialize(data: bytes, kernels: tuple[str, ...]) -> Code | None:
+    """Return the code of these kernels from bytes; None if the bytes hold anything else."""
     try:
         names, image = data.split(b"\n", 1)
         found: Any = json.loads(names)

@@ -51,7 +51,7 @@ class Pending:
         CodecError
             The tensor cannot be encoded, as :func:`codec.encode` says.
         """
-        with self._encoding.work.again():
+        with self._encoding.work.resume():
             return self._encoding.finish()
 
 

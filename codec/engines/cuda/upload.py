@@ -1,4 +1,4 @@
-"""What kernels are given of a job that the C library made: its codec_view, and of its memory the arrays alone."""
+"""Upload of a job of the C library to a device: its codec_view, and those arrays of its memory that kernels use."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from codec._c.library import ffi
 
 VIEW_NBYTES = ffi.sizeof("codec_view")
-_MULTIPLE = 16  # at which arrays begin
+_MULTIPLE = 16  # alignment of arrays in bytes
 
 
 class Image:
-    """A job for the device, smaller than the C library's, which has room for all that may be.
+    """Job for the device: only the arrays that kernels use, while the C library's job has room for all.
 
     Parameters
     ----------
@@ -24,9 +24,9 @@ class Image:
     Attributes
     ----------
     data : bytes
-        The arrays that are given, one behind the other.
+        The arrays that kernels read, one after the other.
     made_nbytes : int
-        What the others take.
+        Size of the arrays that kernels fill.
     """
 
     def __init__(self, view: Any, job: Any, given: Sequence[str], made: Sequence[str] = ()) -> None:
@@ -36,21 +36,22 @@ class Image:
             array = getattr(self._view, name)
             size, at = array.count * array.itemsize, array.at
             array.at = len(data)
-            data += memory[at : at + size].ljust(_whole(size), b"\0")
+            data += memory[at : at + size].ljust(_aligned(size), b"\0")
         self.data = bytes(data)
         self.made_nbytes = 0
         for name in made:
             array = getattr(self._view, name)
             array.at = self.made_nbytes
-            self.made_nbytes += _whole(array.count * array.itemsize)
+            self.made_nbytes += _aligned(array.count * array.itemsize)
 
     def view(self, data: int = 0, made: int = 0) -> bytes:
-        """The codec_view, of arrays at these addresses, the second one the higher."""
+        """Return the codec_view for arrays at address ``data`` and filled arrays at ``made``, the higher address."""
         view = ffi.new("codec_view *", self._view[0])
         for name in self._made:
             getattr(view, name).at += made - data
         return bytes(ffi.buffer(view))
 
 
-def _whole(nbytes: int) -> int:
+def _aligned(nbytes: int) -> int:
+    """Round up to the alignment of arrays."""
     return -(-nbytes // _MULTIPLE) * _MULTIPLE

@@ -1,4 +1,4 @@
-"""The memory that one call has on a device."""
+"""Device memory of one call, and copies between it and host memory."""
 
 import ctypes
 import struct
@@ -10,15 +10,15 @@ from codec._c.library import ITEMSIZE, ffi
 from codec.engines.cuda.devices import Device
 from codec.tensors.view import TensorView
 
-_VALUES = 4096  # a block of threads
-_AT_ONCE = 65_535  # CUDA's limit of a grid's second dimension
+_VALUES = 4096  # values for each thread block
+_MAX_GRID_Y = 65_535  # CUDA's limit of a grid's second dimension
 _PIECE = struct.Struct("<3Q")  # codec_piece of native/cuda/frame/gather.cu
 
 
 class Work:
-    """Memory on a device for one call, kept until this object is gone.
+    """Device memory of one call, owned by this object.
 
-    What lies elsewhere, or where kernels cannot read it, is copied: tensors in host memory can be encoded, too.
+    Tensors in host memory, and tensors that kernels cannot read in place, are copied to the device.
     """
 
     def __init__(self, device: Device, stream: int) -> None:
@@ -26,35 +26,35 @@ class Work:
         self._keep: list[object] = []
         self._written: list[tuple[TensorView, int]] = []
 
-    def again(self) -> AbstractContextManager[Any]:
-        """Work on the device and stream once more."""
+    def resume(self) -> AbstractContextManager[Any]:
+        """Make the device and stream current again."""
         return self.device.on(self._stream)
 
-    def beside(self) -> "Work":
-        """Memory for another call on the same stream."""
+    def sibling(self) -> "Work":
+        """Return memory for another call on the same stream."""
         return Work(self.device, self._stream)
 
     def new(self, nbytes: int) -> int:
-        """The address of new bytes, at a multiple of 256."""
+        """Return the address of uninitialized bytes, a multiple of 256."""
         address, owner = self.device.allocate(max(nbytes, 1))
         self._keep.append(owner)
         return address
 
     def zeros(self, *sizes: int) -> list[int]:
-        """Addresses of zeros, so many bytes each."""
+        """Return the addresses of zeroed buffers of the given sizes."""
         places, total = _places(sizes)
         address = self.new(total)
         self.device.clear(address, total)
         return [address + at for at in places]
 
     def reserve(self, *sizes: int) -> list[int]:
-        """Addresses of memory for several things, one behind the other, which :meth:`send` fills."""
+        """Return the addresses of adjacent buffers of the given sizes, which :meth:`send` fills."""
         places, total = _places(sizes)
         address = self.new(total)
         return [address + at for at in places]
 
     def send(self, places: Sequence[int], *buffers: Any) -> None:
-        """Copy buffers in host memory to where there is a place for each, all at once."""
+        """Copy buffers in host memory to the reserved addresses, in one copy."""
         if len(buffers) == 1:
             [image] = buffers
         else:
@@ -66,13 +66,16 @@ class Work:
             self._keep.append(self.device.upload(places[0], image))
 
     def put(self, *buffers: Any) -> list[int]:
-        """Addresses of copies of buffers in host memory, which get there together."""
+        """Copy buffers in host memory to the device in one copy, and return their addresses."""
         places = self.reserve(*map(len, buffers))
         self.send(places, *buffers)
         return places
 
     def read(self, v: TensorView, multiple: int = 0) -> int:
-        """The address of a tensor's values, at a multiple of a value's size or of another number."""
+        """Return the device address of a tensor's values; unaligned tensors and those in host memory are copied.
+
+        The address is a multiple of ``multiple``, or of the size of a value.
+        """
         self._keep.append(v)
         if v.device == "cpu":
             return self.put(_host_bytes(v))[0]
@@ -81,13 +84,13 @@ class Work:
         return self.copy(v)
 
     def fetch(self, v: TensorView) -> TensorView:
-        """The tensor in host memory: what was begun is waited for."""
+        """Return the tensor in host memory, after waiting for the stream if it is on the device."""
         if v.device == "cpu":
             return v
         return _on_host(v, self.device.download(v.address, v.nbytes))
 
     def fetch_all(self, views: Sequence[TensorView]) -> list[TensorView]:
-        """The same of a few bytes each, all at once."""
+        """Return several small tensors in host memory, by one copy."""
         there = [v for v in views if v.device != "cpu"]
         if len(there) < 2:
             return [self.fetch(v) for v in views]
@@ -102,15 +105,21 @@ class Work:
         return [v if v.device == "cpu" else _on_host(v, next(found)) for v in views]
 
     def copy(self, v: TensorView) -> int:
-        """The address of a copy of what lies on the device."""
+        """Return the address of a copy of a tensor on the device."""
         address = self.new(v.nbytes)
         self.device.copy(address, v.address, v.nbytes)
         return address
 
     def write(self, v: TensorView, *, read: bool = False, apart: bool = False) -> int:
-        """The address of what is to be a tensor's values by :meth:`finish`.
+        """Return the address that kernels write for a tensor; :meth:`finish` copies it to the tensor if necessary.
 
-        `read`: it is to have them before, too; `apart`: the tensor itself must stay as it is until then.
+        Parameters
+        ----------
+        v : TensorView
+        read : bool, optional
+            Kernels also read the tensor's values there.
+        apart : bool, optional
+            The tensor itself stays unchanged until :meth:`finish`.
         """
         self._keep.append(v)
         if v.device != "cpu" and v.address % ITEMSIZE[v.dtype] == 0 and not apart:
@@ -120,18 +129,18 @@ class Work:
         return address
 
     def finite(self, address: int, n: int) -> bool:
-        """Whether n float32 are numbers: what was begun is waited for."""
+        """Return whether ``n`` float32 are all finite, after waiting for the stream."""
         [found] = self.zeros(4)
         self.device.launch("check_finite", (grid_for(self.device, n), 1), pointer(address), wide(n), pointer(found))
         return not any(self.device.download(found, 4))
 
     def finish(self) -> None:
-        """All that was to be written has been: copy it where it does not lie where it should."""
+        """Copy the written values of all tensors to where they belong."""
         for v, address in self._written:
             self.deliver(v, address, v.nbytes)
 
     def deliver(self, v: TensorView, address: int, nbytes: int) -> None:
-        """The first bytes of a tensor are those here."""
+        """Copy bytes at a device address to the beginning of a tensor."""
         if v.device == "cpu":
             ffi.memmove(v.data, self.device.download(address, nbytes), nbytes)
         elif v.address != address:
@@ -139,12 +148,12 @@ class Work:
 
 
 def _on_host(v: TensorView, data: Any) -> TensorView:
-    """A tensor on a device, by a copy of its bytes."""
+    """Return the view of a tensor with a copy of its bytes in host memory."""
     return v._replace(data=ffi.from_buffer(data), owner=data, device="cpu", stream=None)
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where things of such sizes begin, one behind the other, and all that they take."""
+    """Return the offsets of adjacent buffers of the given sizes, aligned to 16 bytes, and their total size."""
     places = [0]
     for size in sizes:
         places.append(places[-1] + -(-size // 16) * 16)
@@ -152,32 +161,32 @@ def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def _host_bytes(v: TensorView) -> Any:
-    """The bytes of a tensor in host memory."""
+    """Return the bytes of a tensor in host memory."""
     return ffi.buffer(v.data, v.nbytes) if v.nbytes else b""
 
 
 def pointer(address: int) -> Any:
-    """An address as a kernel's argument."""
+    """Return an address as a kernel argument."""
     return ctypes.c_uint64(address)
 
 
 def wide(n: int) -> Any:
-    """A uint64, likewise."""
+    """Return a uint64 as a kernel argument."""
     return ctypes.c_uint64(n)
 
 
 def small(n: int) -> Any:
-    """A uint32, likewise."""
+    """Return a uint32 as a kernel argument."""
     return ctypes.c_uint32(n)
 
 
 def launch_each(device: Device, kernel: str, grids: Sequence[int], at: int, nbytes: int) -> None:
-    """Launch a kernel for structs of so many bytes that follow each other, each with so many blocks of threads."""
-    for i in range(0, len(grids), _AT_ONCE):
-        some = grids[i : i + _AT_ONCE]
+    """Launch a kernel for adjacent structs of ``nbytes`` bytes at ``at``, struct i with ``grids[i]`` thread blocks."""
+    for i in range(0, len(grids), _MAX_GRID_Y):
+        some = grids[i : i + _MAX_GRID_Y]
         device.launch(kernel, (max(some), len(some)), pointer(at + nbytes * i))
 
 
 def grid_for(device: Device, n: int) -> int:
-    """Blocks of threads that go over n values, a few each."""
+    """Return the number of thread blocks for an elementwise kernel over ``n`` values."""
     return max(1, min(-(-n // _VALUES), 8 * device.processors))
