@@ -79,6 +79,7 @@ lint: $(VENV)/tools $(VENV)/test
 	$(VENV)/bin/ruff check codec tests bench bindings examples fuzz docs
 	$(VENV)/bin/ruff format --check codec tests bench bindings examples fuzz docs
 	$(VENV)/bin/clang-format --dry-run --Werror $(C_FILES)
+	$(VENV)/bin/codespell
 	$(VENV)/bin/pyright --pythonpath $(PY)
 
 # The documentation, in build/docs/html. Warnings are errors.
