@@ -121,6 +121,10 @@ def test_one_version_in_wheel_pkgconfig_and_cmake(wheel):
     assert f'set(PACKAGE_VERSION "{release}")' in cmake
 
 
+def test_citation_has_the_version():
+    assert f"\nversion: {codec.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def test_wheel_installs_the_command(wheel):
     files = contents(wheel)
     entry_points = ConfigParser()
