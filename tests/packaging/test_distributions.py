@@ -3,6 +3,7 @@
 Both are built from a copy of the tracked files, without optimization: 5 s of CPU time a wheel.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -82,6 +83,15 @@ def contents(wheel):
     """Return the bytes of each file in a wheel but RECORD, which has their digests."""
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
+
+
+def test_import_from_a_checkout_without_a_build_names_the_command(checkout):
+    command = [sys.executable, "-c", "import codec"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=checkout, env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith(f"ImportError: codec is not built in {checkout}: run `pip install -e .` there")
 
 
 def test_sdist_holds_tracked_files_and_metadata_only(unpacked):
