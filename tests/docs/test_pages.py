@@ -26,6 +26,12 @@ def test_paths_in_a_page_exist(page):
     assert not missing
 
 
+def test_files_that_the_architecture_names_exist():
+    named = re.findall(r"`(?:[\w/]+/)?(\w+\.(?:py|c|h|cc|cu))`", (ROOT / "docs/internals/architecture.md").read_text())
+    exist = {p.name for folder in ("codec", *FOLDERS.split("|")) for p in (ROOT / folder).rglob("*.*")}
+    assert not {name for name in named if name not in exist and "NAME" not in name}
+
+
 def raised_for(status):
     """Return the name of the exception that a status of the C library becomes; "" for success."""
     try:
