@@ -1,17 +1,17 @@
-"""What activations cost, in bits a bfloat16 value, and what they would with other symbols than exponents.
+"""Bits per bfloat16 activation, for the library's frames and for other choices of symbols.
 
     python bench/codec/activations.py                      # trains a small language model first: two minutes
-    python bench/codec/activations.py hidden.npz           # or takes arrays of files, as bench/codec/peers.py does
+    python bench/codec/activations.py hidden.npz           # arrays of files, as in bench/codec/peers.py
 
-codec       its frames, lossless
-openzl      those of OpenZL, whose exponents are coded by FSE (bench/codec/peers.py), if that is installed
-entropy     of exponents, and 8 bits for sign and mantissa: what a coder of fractions of bits could reach with them
-exponent    codes of at most 8 bits for exponents and 8 bits: what a frame is but for its overhead
-+1, +2      the same with so many upper bits of the mantissa in the symbol: 7 or 6 bits are left to be packed
-low 1, 2    with so many of its lowest bits
-both        entropy of sign and mantissa instead of 8 bits, too: no symbol of either alone can say more
+codec       lossless frames of the library
+openzl      frames of OpenZL, which codes exponents by FSE (bench/codec/peers.py), if it is installed
+entropy     entropy of exponents plus 8 bits for sign and mantissa: the limit of a coder of fractional bits
+exponent    codes of at most 8 bits for exponents plus 8 bits: a frame without its overhead
++1, +2      symbols with one or two upper bits of the mantissa; 7 or 6 bits remain raw
+low 1, 2    symbols with one or two lowest bits of the mantissa
+both        entropy of sign and mantissa in place of 8 bits: the limit of coding both separately
 
-Codes are made from all values, escapes counted.
+Codes are made from all values, and escapes are counted.
 """
 
 import argparse

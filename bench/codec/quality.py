@@ -1,10 +1,15 @@
-"""Size against error of every lossy codec, on the committed gradients or the files given.
+"""Size and error of every lossy codec, on the committed gradients or the files given.
 
-Bits a value with everything in the frame. Errors of the decoded values: `error` is the root mean square over that of
-the gradient, `mean` the mean magnitude over the gradient's, `max` the largest over the gradient's largest, `bias` the
-mean over the root mean square, times the square root of the number of values (chance gives about the error). Files
-with an optimizer's state also show how many parameters come out of its step as they would without loss, and by how
-many units in the last place the others differ at most.
+Bits per value include the whole frame. Errors are those of the decoded values.
+
+error    root mean square over that of the gradient
+mean     mean magnitude of the error over that of the gradient
+max      largest error over the gradient's largest value
+bias     mean error over the gradient's root mean square, times the square root of the number of values; about
+         as large as `error` by chance
+
+Files with an optimizer's state also show how many parameters are unchanged by the loss after a step, and by how many
+units in the last place the others differ at most.
 """
 
 import argparse

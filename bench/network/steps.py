@@ -1,19 +1,19 @@
-"""Whole training steps over slow links: what the hook costs beyond computing, encoding, sending and decoding.
+"""Training steps over slow links: the time of a hook beyond computing, encoding, sending and decoding.
 
     sudo python bench/network/steps.py                                   # 4 ranks at 100 Mbit and 1 Gbit, five codecs
     sudo python bench/network/steps.py --ranks 2 --links 100mbit --codecs Lossless Float8
 
 Ranks are processes in network namespaces (bench/network/netns.py: Linux, root, iproute2) that train a transformer on
-text (bench/support/models.py, wider) with DistributedDataParallel, in buckets as it makes them.
+text (bench/support/models.py, wider) with DistributedDataParallel and its default buckets.
 
-step        seconds from one optimizer's step to the next, median of the slowest rank
-compute     the same with torch's noop_hook: DistributedDataParallel's own work, but no communication
-codec       of one rank, all ranks at once, its own gradients: to encode all, to add up a slice, to encode that and to
-            decode all, one after the other
-wire        what a rank sent in a step over the TCP rate that it really had, measured before
-model       compute + codec + wire: nothing overlaps
+step        seconds between two optimizer steps, median of the slowest rank
+compute     the same with torch's noop_hook: all work of DistributedDataParallel but communication
+codec       time to encode all gradients, sum a slice, encode the sum and decode all slices, one after the other, on all
+            ranks at once
+wire        bytes that a rank sends per step over the TCP rate measured before
+model       compute + codec + wire, without overlap
 over        step / model
-x DDP       how many times as fast as DDP without a hook on the same link
+x DDP       speedup over DDP without a hook on the same link
 """
 
 import argparse
