@@ -9,9 +9,10 @@ True
 
 from codec import optimizers
 from codec._c.library import isas, use_isa
+from codec._options import CallOptions, options
 from codec._warmup import warmup
 from codec.advisor.advise import Advice, advise
-from codec.advisor.cost_model import Link
+from codec.advisor.cost_model import Cost, Link, predict_seconds
 from codec.batch import decode_many, encode_many
 from codec.codebook import Codebook
 from codec.decoding import accumulate, decode, reduce
@@ -31,19 +32,24 @@ from codec.errors import (
     UnsupportedError,
 )
 from codec.inspection import Info, inspect, verify
-from codec.specs import Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
+from codec.presets import preset
+from codec.specs import BoundSpec, Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
 from codec.stateful import CodebookRefresher, ErrorFeedback
 from codec.tensors.segments import segments
+from codec.tensors.wrapper import View, view
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Advice",
     "ArgumentError",
+    "BoundSpec",
+    "CallOptions",
     "ChecksumError",
     "Codebook",
     "CodebookRefresher",
     "CodecError",
+    "Cost",
     "EngineError",
     "ErrorFeedback",
     "Float4",
@@ -63,6 +69,7 @@ __all__ = [
     "Ternary",
     "Truncate",
     "UnsupportedError",
+    "View",
     "accumulate",
     "advise",
     "bound",
@@ -75,9 +82,13 @@ __all__ = [
     "inspect",
     "isas",
     "optimizers",
+    "options",
+    "predict_seconds",
+    "preset",
     "reduce",
     "segments",
     "use_isa",
     "verify",
+    "view",
     "warmup",
 ]

@@ -30,14 +30,13 @@ def run_advise(args: argparse.Namespace) -> int:
     total = sum(x.nbytes for x in arrays.values()) / 1e6
     print(f"measuring {', '.join(arrays) or 'nothing'}: {total:.3g} MB", file=sys.stderr, flush=True)
     advice = advise(
-        arrays,
+        {name: codec.view(x, args.dtype) for name, x in arrays.items()},
         args.link,
         world_size=args.ranks,
         algorithm=args.algorithm,
         lossy=args.lossy,
         feedback=args.feedback,
-        threads=args.threads,
-        dtype=args.dtype,
+        options=codec.options(threads=args.threads),
     )
     print(advice.to_json() if args.json else advice)
     return 0

@@ -6,9 +6,9 @@ from typing import Any
 from codec._c import library
 from codec._c.library import DTYPES, ffi
 from codec.errors import StateError
-from codec.optimizers.arguments import Asked
+from codec.optimizers.arguments import LevelSource
 from codec.optimizers.custom import Custom
-from codec.optimizers.formulas import Metric, floats_of
+from codec.optimizers.formulas import Optimizer, floats_of
 from codec.tensors.view import TensorView
 
 SMALL_TENSOR = 1 << 16  # bytes: frames of such are built in a call's own buffer and copied
@@ -118,25 +118,29 @@ class Call:
         self.context.segments, self.context.nsegments = array, len(array)
         self.keep = self.keep, array
 
-    def set_metric(self, asked: Asked, *, read: bool = True) -> None:
-        """A metric and its state, or levels; not `read`: which lie where the host need not be able to."""
-        if asked.levels is not None:
-            self.context.levels = ffi.cast("uint8_t *", asked.levels.data)
+    def forget_levels(self) -> None:
+        """Unset the source of levels."""
+        self.context.levels = self.context.metric = ffi.NULL
+
+    def set_levels(self, source: LevelSource, *, read: bool = True) -> None:
+        """Set the source of levels. `read`: False if arrays lie on a device, where the host must not read them."""
+        if source.levels is not None:
+            self.context.levels = ffi.cast("uint8_t *", source.levels.data)
             return
         keep: list[Any] = []
         following: Any = ffi.NULL
         until = 0
-        for offset, metric in reversed(asked.groups):
+        for offset, optimizer in reversed(source.groups):
             struct = ffi.new("codec_metric *")
             struct.struct_nbytes = ffi.sizeof("codec_metric")
             struct.until, struct.next = until, following
-            if isinstance(metric, Custom):
-                keep += [struct, _fill_custom(struct, metric, asked.state, read)]
+            if isinstance(optimizer, Custom):
+                keep += [struct, _fill_custom(struct, optimizer, source.state, read)]
             else:
-                keep += [struct, _fill_terms(struct, metric, asked.state)]
+                keep += [struct, _fill_terms(struct, optimizer, source.state)]
             following, until = struct, offset
         self.context.metric = following
-        self.keep = self.keep, asked, keep
+        self.keep = self.keep, source, keep
 
 
 _KEPT = 32
@@ -171,26 +175,26 @@ def fill_codebook(struct: Any, book: Any) -> None:
     struct.symbols = book.symbols
 
 
-def _fill_custom(struct: Any, metric: Custom, state: Mapping[str, TensorView], read: bool) -> list[Any]:
-    missing = [name for name in metric.names if name not in state]
+def _fill_custom(struct: Any, optimizer: Custom, state: Mapping[str, TensorView], read: bool) -> list[Any]:
+    missing = [name for name in optimizer.names if name not in state]
     if missing:
-        raise StateError(f"the metric needs {', '.join(missing)} in state=")
-    floats = [floats_of(state[name]) for name in metric.names] if read else []
+        raise StateError(f"the optimizer needs {', '.join(missing)}: bind(optimizer, {missing[0]}=...)")
+    floats = [floats_of(state[name]) for name in optimizer.names] if read else []
     pointers = ffi.new("float *[]", [ffi.cast("float *", x.ctypes.data) for x in floats])
-    struct.user = ffi.cast("void (*)(void *, uint64_t, uint64_t, float *)", metric.address)
+    struct.user = ffi.cast("void (*)(void *, uint64_t, uint64_t, float *)", optimizer.address)
     struct.data = pointers
     struct.theta_dtype = DTYPES[state["theta"].dtype] if "theta" in state else 0
-    return [floats, pointers, metric]
+    return [floats, pointers, optimizer]
 
 
-def _fill_terms(struct: Any, metric: Metric, state: Mapping[str, TensorView]) -> list[Any]:
+def _fill_terms(struct: Any, optimizer: Optimizer, state: Mapping[str, TensorView]) -> list[Any]:
     if "theta" not in state:
-        raise StateError("the metric needs theta in state=")
+        raise StateError("the optimizer needs theta: bind(optimizer, theta=...)")
     keep: list[Any] = []
-    terms = metric.final(state)
+    terms = optimizer.final(state)
     for name, v in state.items():
         if (name == "v" and not terms.theta_v) or (name == "m" and not terms.m):
-            continue  # the metric does not look at it
+            continue  # A does not depend on it
         t = new_tensor(DTYPES[v.dtype], (), v.data, v.nbytes)
         setattr(struct, name, t)
         keep.append(t)

@@ -7,12 +7,13 @@ import sys
 import warnings
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import numpy as np
 
 from codec._c.library import ITEMSIZE
-from codec._c.spec_structs import spec_struct
+from codec._options import CallOptions, settings_of
 from codec._ownership import writable_by_others
 from codec.arguments import truth
 from codec.decoding import decode
@@ -20,22 +21,23 @@ from codec.encoding import encode
 from codec.engines import choose
 from codec.errors import ArgumentError
 from codec.optimizers import SGD, Custom
-from codec.specs import Float4, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
+from codec.presets import resolve
+from codec.specs import BoundSpec, Float4, Float8, Lossless, Quantize, Sign, Spec, SpecLike, Ternary, Truncate
 from codec.tensors.view import dtype_name
+from codec.tensors.wrapper import view
 
 _SPECS = (Lossless(), Sign(), Ternary(), Float8(), Float4(), Quantize(), Truncate())
 _N = 1024  # values: enough for blocks
 
 
 def warmup(
-    specs: Spec | Iterable[Spec] | None = None,
+    specs: SpecLike | Iterable[SpecLike] | None = None,
     dtypes: Any = ("float32", "bfloat16"),
     *,
-    engine: str = "numba",
-    metric: Custom | None = None,
     progress: bool | None = None,
+    options: CallOptions | None = None,
 ) -> None:
-    """Compile what an engine needs to encode and decode, which would take its time on the first call otherwise.
+    """Compile the kernels of an engine before the first call needs them.
 
     The Numba engine compiles a family of codecs in some ten seconds for each direction, and keeps the result on disk
     for all processes to come: in ``NUMBA_CACHE_DIR``, or beside the package, or else in the user's cache folder. The
@@ -44,17 +46,15 @@ def warmup(
 
     Parameters
     ----------
-    specs : Spec or iterable of Spec, optional
-        Those that will be used; all codecs if left out.
+    specs : Spec, bound spec or name of a preset, or iterable of them; optional
+        Specs that will be used. Default: one of each codec. Of a spec that is bound to a
+        :class:`codec.optimizers.Custom` that function is compiled, too, for this process only.
     dtypes : str, type or dtype, or iterable of them
         Dtypes of the tensors. A spec is left out for those that it does not take.
-    engine : str
-        One of :func:`engines`.
-    metric : Custom, optional
-        A metric of your own for :class:`codec.Truncate`, whose function is compiled into a loop. That cannot be kept:
-        it is for this process.
     progress : bool, optional
-        Show a progress bar on stderr. Left out: if that is a terminal and `rich` is installed.
+        Show a progress bar on stderr. Default: True if stderr is a terminal and `rich` is installed.
+    options : CallOptions, optional
+        The engine, made by :func:`options`. Default: "numba".
 
     Raises
     ------
@@ -73,20 +73,22 @@ def warmup(
     --------
     >>> codec.warmup(codec.Sign(), "float32")
     """
+    settings = settings_of(options)
+    engine = settings.engine or "numba"
+    settings = replace(settings, engine=engine, threads=1)
     choose(engine, "x", "cpu")
     progress = None if progress is None else truth("progress", progress)
     if engine == "numba":
         _warn_of_shared_cache()
-    wanted: tuple[Any, ...] = _SPECS if specs is None else tuple(specs) if _are_many(specs) else (specs,)
-    for spec in wanted:
-        spec_struct(spec)  # or it is not one
+    given: tuple[Any, ...] = _SPECS if specs is None else tuple(specs) if _are_many(specs) else (specs,)
+    wanted = [resolve(spec) for spec in given]
     names = [dtype_name(d) for d in (dtypes if _are_many(dtypes) else (dtypes,))]
     todo = [(spec, name) for spec in wanted for name in names]
     done = 0
     with _bar(len(todo), progress) as advance:
-        for spec, name in todo:
+        for (spec, bound), name in todo:
             advance(f"{type(spec).__name__} {name}")
-            done += _try(spec, name, engine, metric)
+            done += _try(spec, bound, name, settings)
     if not done:
         raise ArgumentError(f"none of these specs takes {', '.join(names)}")
 
@@ -107,19 +109,19 @@ def _are_many(given: Any) -> TypeGuard[Iterable[Any]]:
     return isinstance(given, Iterable) and not isinstance(given, str | type)
 
 
-def _try(spec: Spec, dtype: str, engine: str, metric: Custom | None) -> bool:
+def _try(spec: Spec, given: BoundSpec | None, dtype: str, settings: CallOptions) -> bool:
     """Encode and decode a tensor; False if the spec does not take the dtype."""
-    how: dict[str, Any] = {}
+    bound: BoundSpec | None = None
     if isinstance(spec, Truncate) and spec.fixed_level is None:
-        names = ("theta",) if metric is None else metric.names
-        how = {"metric": metric or SGD(1.0), "state": {name: np.ones(_N, np.float32) for name in names}}
+        custom = given.optimizer if given is not None and isinstance(given.optimizer, Custom) else None
+        names = ("theta",) if custom is None else custom.names
+        bound = spec.bind(custom or SGD(1.0), **{name: np.ones(_N, np.float32) for name in names})
     x = np.zeros(_N, f"u{ITEMSIZE[dtype]}")
     try:
-        frame = encode(x, spec, dtype=dtype, engine=engine, threads=1, **how)
+        frame = encode(view(x, dtype), spec if bound is None else bound, options=settings)
     except ArgumentError:
         return False
-    shared = how if isinstance(spec, Truncate) and spec.level_coding == "shared" else {}
-    decode(frame, out=x, engine=engine, threads=1, **shared)
+    decode(frame, bound, out=x, options=settings)
     return True
 
 

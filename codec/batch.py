@@ -1,55 +1,79 @@
-"""Many tensors to frames and back, in one call."""
+"""Encoding and decoding of many tensors in one call."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast, overload
 
-from codec._c import pool
+from codec._options import CallOptions, settings_of
 from codec.codebook import Codebook, given_codebooks
-from codec.decoding import check_limit, engine_for, explain
-from codec.encoding import DEFAULT, asked_of, check_stream, one_codebook
+from codec.decoding import check_bound, check_limit, decode_request, engine_for, explain
+from codec.encoding import DEFAULT, check_stream, encode_request, one_codebook
 from codec.engines import choose
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import ArgumentError, CodecError
-from codec.specs import Spec, Truncate
-from codec.tensors.view import mark_written, new, view, view_bytes
+from codec.presets import resolve
+from codec.specs import BoundSpec, Spec, SpecLike
+from codec.tensors.view import Array, mark_written, view_bytes
+from codec.tensors.wrapper import View
+
+Key = TypeVar("Key")
+Tensor = TypeVar("Tensor")
+Codebooks = Codebook | Sequence[Codebook] | None
 
 
+@overload
 def encode_many(
-    tensors: Any,
-    spec: Spec = DEFAULT,
+    tensors: Mapping[Key, Any],
+    spec: SpecLike | Sequence[SpecLike] | Mapping[Key, SpecLike] = DEFAULT,
     *,
-    engine: str | None = None,
-    threads: int | None = None,
     codebook: Codebook | None = None,
     stream: int = 0,
-    metric: Any = None,
-    state: Any = None,
-    dtype: Any = None,
+    options: CallOptions | None = None,
+) -> dict[Key, bytes]: ...
+@overload
+def encode_many(
+    tensors: Sequence[Any] | Iterator[Any],
+    spec: SpecLike | Sequence[SpecLike] = DEFAULT,
+    *,
+    codebook: Codebook | None = None,
+    stream: int = 0,
+    options: CallOptions | None = None,
+) -> list[bytes]: ...
+def encode_many(
+    tensors: Any,
+    spec: Any = DEFAULT,
+    *,
+    codebook: Codebook | None = None,
+    stream: int = 0,
+    options: CallOptions | None = None,
 ) -> Any:
-    """Encode each of many tensors as a frame, as :func:`encode` would.
+    """Encode each of many tensors as a frame, as :func:`encode` does.
 
-    Whole tensors are spread over threads. All are encoded, or none.
+    Small tensors are spread over threads. All tensors are encoded, or none.
 
     Parameters
     ----------
-    tensors : sequence or mapping of tensors
-    spec, engine, threads, codebook, metric, dtype : optional
-        As in :func:`encode`, for all of them.
+    tensors : iterable or mapping of arrays, tensors, buffers or Views
+        Tensors as :func:`encode` takes them, all on one device.
+    spec : Spec, bound spec or name of a preset; or sequence or mapping of them
+        Spec of all tensors, or a spec for each tensor: a mapping, with the same keys, if `tensors` is one. Specs that
+        are bound to an optimizer differ from tensor to tensor.
+    codebook : Codebook, optional
+        As in :func:`encode`, for all tensors.
     stream : int
-        Of the first one. The i-th one gets `stream` + i * 2^32, mod 2^64: what tells ranks and steps apart belongs into
-        the lower 32 bits.
-    state : sequence or mapping of mappings, optional
-        The metric's arrays, for each tensor its own.
+        Number of the stream of random bits of the first tensor. Tensor i gets `stream` + i * 2^32, mod 2^64, so encode
+        rank and step in the lower 32 bits.
+    options : CallOptions, optional
+        Engine and threads, made by :func:`options`.
 
     Returns
     -------
-    list of bytes, or dict of them with the keys of `tensors`
+    list of bytes, or dict of bytes with the keys of `tensors`
 
     Raises
     ------
     ArgumentError, SpecError, EngineError, StateError
-        As in :func:`encode`, for the first tensor that has an error; its ``item`` is that tensor's index or key, with
-        which the message begins.
+        As in :func:`encode`, for the first tensor that has an error. Its ``item`` is the index or key of that tensor,
+        with which the message begins.
 
     Examples
     --------
@@ -58,23 +82,22 @@ def encode_many(
     >>> {name: x.shape for name, x in codec.decode_many(frames).items()}
     {'weight': (100, 100), 'bias': (100,)}
     """
-    if threads is not None:
-        threads = pool.check_threads(threads)
-    stream = check_stream(stream)
-    book = one_codebook(codebook, spec) if codebook is not None else None
-    levels = metric is not None or state is not None or isinstance(spec, Truncate)
+    settings, stream = settings_of(options), check_stream(stream)
     keys, xs = _items("tensors", tensors)
-    states = _alike("state=", state, tensors, keys)
+    one = isinstance(spec, Spec | BoundSpec | str) or not hasattr(spec, "__iter__")
+    specs = [spec] * len(keys) if one else _alike("spec=", spec, tensors, keys)
+    if one:  # an error that concerns no tensor of its own
+        kind, _ = resolve(spec)
+        codebook = None if codebook is None else one_codebook(codebook, kind)
     requests: list[EncodeRequest] = []
-    chosen = choose(engine, "x", "cpu")
+    chosen = choose(settings.engine, "x", "cpu")
     at: int | None = 0
     try:
         for at, x in enumerate(xs):
-            v = view(x, dtype)
-            m = asked_of(spec, metric, states[at], v) if levels else None
-            chosen = choose(engine, "x", v.device)
-            draws = (stream + (at << 32)) % (1 << 64)
-            requests.append(new(EncodeRequest, (v, spec, None, None, book, None, draws, m, threads, False)))
+            number = (stream + (at << 32)) % (1 << 64)
+            r = encode_request(x, specs[at], settings, codebook=codebook, stream=number)
+            chosen = choose(settings.engine, "x", r.x.device)
+            requests.append(r)
         at = None
         frames = chosen.encode_many(requests)
     except CodecError as e:
@@ -83,61 +106,135 @@ def encode_many(
     return _like(tensors, keys, frames)
 
 
+@overload
+def decode_many(
+    frames: Mapping[Key, Any],
+    spec: BoundSpec | Mapping[Key, BoundSpec | None] | None = None,
+    *,
+    out: None = None,
+    like: None = None,
+    codebooks: Codebooks = None,
+    max_nbytes: int | None = None,
+    options: CallOptions | None = None,
+) -> dict[Key, Array]: ...
+@overload
+def decode_many(
+    frames: Mapping[Key, Any],
+    spec: BoundSpec | Mapping[Key, BoundSpec | None] | None = None,
+    *,
+    out: Mapping[Key, Tensor],
+    like: Any = None,
+    codebooks: Codebooks = None,
+    max_nbytes: int | None = None,
+    options: CallOptions | None = None,
+) -> dict[Key, Tensor]: ...
+@overload
+def decode_many(
+    frames: Mapping[Key, Any],
+    spec: BoundSpec | Mapping[Key, BoundSpec | None] | None = None,
+    *,
+    out: None = None,
+    like: Tensor,
+    codebooks: Codebooks = None,
+    max_nbytes: int | None = None,
+    options: CallOptions | None = None,
+) -> dict[Key, Tensor]: ...
+@overload
+def decode_many(
+    frames: Sequence[Any] | Iterator[Any],
+    spec: BoundSpec | Sequence[BoundSpec | None] | None = None,
+    *,
+    out: None = None,
+    like: None = None,
+    codebooks: Codebooks = None,
+    max_nbytes: int | None = None,
+    options: CallOptions | None = None,
+) -> list[Array]: ...
+@overload
+def decode_many(
+    frames: Sequence[Any] | Iterator[Any],
+    spec: BoundSpec | Sequence[BoundSpec | None] | None = None,
+    *,
+    out: Sequence[Tensor] | Iterator[Tensor],
+    like: Any = None,
+    codebooks: Codebooks = None,
+    max_nbytes: int | None = None,
+    options: CallOptions | None = None,
+) -> list[Tensor]: ...
+@overload
+def decode_many(
+    frames: Sequence[Any] | Iterator[Any],
+    spec: BoundSpec | Sequence[BoundSpec | None] | None = None,
+    *,
+    out: None = None,
+    like: Tensor,
+    codebooks: Codebooks = None,
+    max_nbytes: int | None = None,
+    options: CallOptions | None = None,
+) -> list[Tensor]: ...
 def decode_many(
     frames: Any,
+    spec: Any = None,
     *,
     out: Any = None,
     like: Any = None,
-    engine: str | None = None,
-    codebooks: Codebook | Sequence[Codebook] | None = None,
+    codebooks: Codebooks = None,
     max_nbytes: int | None = None,
-    threads: int | None = None,
-    metric: Any = None,
-    state: Any = None,
+    options: CallOptions | None = None,
 ) -> Any:
-    """Decode each of many frames, as :func:`decode` would.
+    """Decode each of many frames, as :func:`decode` does.
 
-    Whole frames are spread over threads.
+    Small frames are spread over threads.
 
     Parameters
     ----------
-    frames : sequence or mapping of bytes or buffers
-    out : sequence or mapping of arrays or tensors, optional
-        Where to put the values, for each frame its own, apart from each other. All frames are checked before the first
-        byte is written, so that after any error all of `out` is as it was.
+    frames : iterable or mapping of bytes or buffers
+        Whole frames, all on one device.
+    spec : BoundSpec, or sequence or mapping of BoundSpec or None; optional
+        As in :func:`decode`: for all frames, or for each frame.
+    out : iterable or mapping of arrays or tensors, optional
+        Memory for the values of each frame, which does not overlap. All of `out` is unchanged after an error.
     like : array or tensor, optional
-        Return tensors of this one's kind.
-    engine, codebooks, max_nbytes, threads, metric : optional
-        As in :func:`decode`, for all of them; `max_nbytes` is for each one.
-    state : sequence or mapping of mappings, optional
-        The metric's arrays, for each frame its own.
+        Return tensors of the kind of this one.
+    codebooks, options : optional
+        As in :func:`decode`, for all frames. Tensors are always validated before `out` is written.
+    max_nbytes : int, optional
+        As in :func:`decode`, for each tensor.
 
     Returns
     -------
-    list of tensors, or dict of them with the keys of `frames`
+    list of tensors, or dict of tensors with the keys of `frames`
 
     Raises
     ------
-    FrameError, StateError, ArgumentError, EngineError
-        As in :func:`decode`, for the first frame that has an error; its ``item`` is that frame's index or key, with
-        which the message begins.
+    FrameError, StateError, ArgumentError, SpecError, EngineError
+        As in :func:`decode`, for the first frame that has an error. Its ``item`` is the index or key of that frame,
+        with which the message begins.
+
+    Examples
+    --------
+    >>> frames = codec.encode_many([np.ones(1000, np.float32), np.zeros(10, np.float32)])
+    >>> out = np.empty(1000, np.float32), np.empty(10, np.float32)
+    >>> codec.decode_many(frames, out=out)[0] is out[0]
+    True
     """
-    if threads is not None:
-        threads = pool.check_threads(threads)
-    books = given_codebooks(codebooks) if codebooks is not None else ()
+    settings = settings_of(options)
+    books = None if codebooks is None else given_codebooks(codebooks)
     most = None if max_nbytes is None else check_limit(max_nbytes)
     keys, given = _items("frames", frames)
-    outs, states = _alike("out=", out, frames, keys), _alike("state=", state, frames, keys)
+    outs = _alike("out=", out, frames, keys)
+    one = spec is None or isinstance(spec, BoundSpec) or not hasattr(spec, "__iter__")
+    specs = [spec] * len(keys) if one else _alike("spec=", spec, frames, keys)
+    if one and spec is not None:
+        check_bound(spec)
     requests: list[DecodeRequest] = []
-    chosen = choose(engine, "a frame", "cpu")
+    chosen = choose(settings.engine, "a frame", "cpu")
     at: int | None = 0
     try:
         for at, frame in enumerate(given):
             v = view_bytes(frame)
-            requests.append(
-                new(DecodeRequest, ((v,), outs[at], like, books, most, threads, metric, states[at], True, None))
-            )
-            chosen = engine_for(engine, v, outs[at], like)
+            requests.append(decode_request((v,), specs[at], settings, outs[at], like, books, most))
+            chosen = engine_for(settings.engine, v, outs[at], like)
         at = None
         tensors = chosen.decode_many(requests)
     except CodecError as e:
@@ -153,12 +250,12 @@ def decode_many(
 
 
 def _items(name: str, given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Keys, or indices, and what is there."""
+    """Return the keys, or indices, and the items of an argument."""
     if isinstance(given, Mapping):
         pairs = cast(Mapping[Any, Any], given)
         return list(pairs), list(pairs.values())
     kind: str = type(given).__name__
-    if hasattr(given, "dtype") or isinstance(given, str | bytes | bytearray | memoryview):
+    if hasattr(given, "dtype") or isinstance(given, str | bytes | bytearray | memoryview | View):
         raise ArgumentError(f"{name} must be a sequence or mapping, not one {kind}")
     try:
         items = list(cast(Iterable[Any], given))
@@ -168,14 +265,15 @@ def _items(name: str, given: Any) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def _alike(name: str, given: Any, model: Any, keys: Sequence[Any]) -> Sequence[Any]:
-    """For each key what `given`, which has the keys of `model`, has there; None for all if there is none."""
+    """Return the items of an argument in the order of `keys`, those of `model`; None for each if it is None."""
     if given is None:
         return [None] * len(keys)
     if isinstance(model, Mapping) != isinstance(given, Mapping):
-        raise ArgumentError(f"{name} must be a mapping if the rest is one, and a sequence otherwise")
+        kind = "a mapping" if isinstance(model, Mapping) else "a sequence"
+        raise ArgumentError(f"{name} must be {kind}, as the first argument is, not {type(given).__name__}")
     have, items = _items(name, given)
     if len(have) != len(keys) or (isinstance(model, Mapping) and set(have) != set(keys)):
-        raise ArgumentError(f"{name} has other keys, or another length, than the rest")
+        raise ArgumentError(f"{name} must have the {len(keys)} keys or items of the first argument, it has others")
     return [given[key] for key in keys] if isinstance(model, Mapping) else items
 
 
@@ -184,7 +282,7 @@ def _like(model: Any, keys: Sequence[Any], results: list[Any]) -> Any:
 
 
 def _name(error: CodecError, keys: Sequence[Any], at: int | None) -> None:
-    """Say which item it was: that one, or the one whose index an engine has put there."""
+    """Set an error's item to the key of item `at`; if that is None, of the index that an engine has set."""
     index = error.item if at is None else at
     if isinstance(index, int):
         error.of(keys[index])

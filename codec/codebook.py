@@ -1,6 +1,6 @@
 """Codebooks that both sides hold before a frame is sent."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,11 @@ from codec._c.library import ITEMSIZE, check, ffi, lib
 from codec._c.spec_structs import spec_struct
 from codec.arguments import shown, whole
 from codec.errors import ArgumentError, SpecError
-from codec.optimizers.arguments import Asked, asked
-from codec.specs import Lossless, Spec, Truncate
-from codec.tensors.segments import pack
+from codec.optimizers.arguments import LevelSource, level_source
+from codec.presets import resolve
+from codec.specs import Lossless, Spec, SpecLike, Truncate
 from codec.tensors.view import TensorView, dtype_name, fetch, on_host, view, view_bytes
+from codec.tensors.wrapper import View
 
 _DEFAULT = Lossless()
 _FLOATS = ("float32", "float64", "bfloat16", "float16")
@@ -101,7 +102,7 @@ class Codebook:
         return cls._of(book)
 
     @classmethod
-    def from_counts(cls, counts: Any, spec: Lossless | Truncate = _DEFAULT, dtype: Any = "float32") -> "Codebook":
+    def from_counts(cls, counts: Any, spec: SpecLike = _DEFAULT, dtype: Any = "float32") -> "Codebook":
         """Build from how often each symbol occurs.
 
         Parameters
@@ -118,7 +119,7 @@ class Codebook:
         ArgumentError, SpecError
             Counts of another shape or below 0, or a spec or dtype without exponents.
         """
-        _check_spec(spec)
+        kind = _with_exponents(resolve(spec)[0])
         try:
             array = np.asarray(counts)
         except (TypeError, ValueError, RuntimeError) as e:
@@ -127,49 +128,46 @@ class Codebook:
             raise ArgumentError("counts must be 256 integers, none below 0")
         book = ffi.new("codec_codebook *")
         numbers = ffi.from_buffer("uint64_t[]", array.astype(np.uint64))
-        check(lib.codec_codebook_build(spec_struct(spec), library.DTYPES[dtype_name(dtype)], numbers, book))
+        check(lib.codec_codebook_build(spec_struct(kind), library.DTYPES[dtype_name(dtype)], numbers, book))
         return cls._of(book)
 
     @classmethod
     def from_tensors(
         cls,
         *tensors: Any,
-        spec: Lossless | Truncate = _DEFAULT,
-        segments: Any = None,
-        metric: Any = None,
-        state: Mapping[str, Any] | None = None,
+        spec: SpecLike = _DEFAULT,
     ) -> "Codebook":
-        """Build from a sample of tensors, taken as :func:`codec.encode` would take it.
+        """Build from a sample of tensors, which is that of :func:`codec.encode`.
 
         Parameters
         ----------
-        *tensors : array or tensor
-            Floating-point tensors of float32, float64, bfloat16 or float16; for :class:`codec.Lossless` the dtypes may
-            differ.
-        spec : Lossless or Truncate
-            Of the frames that it is for; ``spec.max_code_length`` limits its code lengths.
-        segments, metric, state : optional
-            As in :func:`codec.encode`; only with a single tensor.
+        *tensors : array, tensor or View
+            Tensors of float32, float64, bfloat16 or float16; for :class:`codec.Lossless` the dtypes may differ.
+        spec : Lossless, Truncate, bound spec or name of a preset
+            Spec of the frames that the codebook is for. A spec that is bound to an optimizer goes with a single tensor.
 
         Raises
         ------
         ArgumentError, SpecError
             No tensors, one of another dtype, tensors whose symbols differ, or a spec without exponents.
         """
-        _check_spec(spec)
         if not tensors:
             raise ArgumentError("there are no tensors to count in")
-        if len(tensors) != 1 and not (segments is None and metric is None and state is None):
-            raise ArgumentError("segments=, metric= and state= go with a single tensor")
+        kind, bound = resolve(spec)
+        if len(tensors) != 1 and bound is not None:
+            raise ArgumentError(f"a spec bound to an optimizer goes with a single tensor, not with {len(tensors)}")
+        kind = _with_exponents(kind)
         counts = np.zeros(256, np.int64)
         symbols: set[int] = set()
+        first = ""
         for x in tensors:
-            dtype, _, own = count_symbols(x, spec, segments, metric, state)
+            dtype, _, own = count_symbols(x, spec)
             counts += own
-            symbols.add(cls.from_counts(own, spec, dtype).symbols)
+            symbols.add(cls.from_counts(own, kind, dtype).symbols)
+            first = first or dtype
         if len(symbols) > 1:
-            raise ArgumentError(f"tensors of these dtypes have no symbols in common under {spec}")
-        return cls.from_counts(counts, spec, view(tensors[0]).dtype)
+            raise ArgumentError(f"tensors of these dtypes have no symbols in common under {kind}")
+        return cls.from_counts(counts, kind, first)
 
     @classmethod
     def _of(cls, struct: Any) -> "Codebook":
@@ -177,23 +175,17 @@ class Codebook:
 
 
 Counted = np.ndarray[Any, np.dtype[np.int64]]
-_count_elsewhere: Callable[[TensorView, Spec, bytes | None, Asked | None], Counted | None] | None = None
+_count_elsewhere: Callable[[TensorView, Spec, bytes | None, LevelSource | None], Counted | None] | None = None
 
 
-def count_elsewhere_by(count: Callable[[TensorView, Spec, bytes | None, Asked | None], Counted | None]) -> None:
+def count_elsewhere_by(count: Callable[[TensorView, Spec, bytes | None, LevelSource | None], Counted | None]) -> None:
     """Say how symbols of tensors on a device are counted, for engines stand above; None: there are too few values."""
     global _count_elsewhere
     _count_elsewhere = count
 
 
-def count_symbols(
-    x: Any,
-    spec: Lossless | Truncate,
-    segments: Any = None,
-    metric: Any = None,
-    state: Mapping[str, Any] | None = None,
-) -> tuple[str, int, Counted]:
-    """How often each symbol occurs in the sample that encoding would take of a tensor.
+def count_symbols(x: Any, spec: SpecLike) -> tuple[str, int, Counted]:
+    """Count the symbols in the sample that encoding takes of a tensor.
 
     Returns
     -------
@@ -205,14 +197,17 @@ def count_symbols(
     ArgumentError, SpecError
         As :meth:`Codebook.from_tensors`.
     """
-    _check_spec(spec)
-    v = view(x)
+    dtype = packed = None
+    if type(x) is View:
+        x, dtype, packed = x.tensor, x.dtype, x.segments
+    spec, bound = resolve(spec)
+    spec = _with_exponents(spec)
+    v = view(x, dtype)
     if v.dtype not in _FLOATS:
         raise ArgumentError(f"codebooks are for the exponents of {', '.join(_FLOATS)}, not for {v.dtype}")
     s = spec_struct(spec)
     n = v.nbytes // ITEMSIZE[v.dtype]
-    m = asked(metric, state, n)
-    packed = pack(segments) if segments is not None else None
+    m = None if bound is None else level_source(bound, n)
     if v.device != "cpu" and _count_elsewhere is not None:
         found = _count_elsewhere(v, spec, packed, m)
         if found is not None:
@@ -225,7 +220,7 @@ def count_symbols(
     if m is not None:
         for name, array in m.read:
             on_host(name, array)
-        call.set_metric(m)
+        call.set_levels(m)
     t = call.fill_tensor(v)
     check(lib.codec_scratch(s, t, call.size))
     nbytes = call.size[0]
@@ -236,9 +231,11 @@ def count_symbols(
     return v.dtype, n, counts
 
 
-def _check_spec(spec: object) -> None:
+def _with_exponents(spec: Spec) -> Lossless | Truncate:
+    """Return the spec if its frames code exponents, which a codebook is for."""
     if not isinstance(spec, Lossless | Truncate):
-        raise SpecError(f"{shown(spec)} has no exponents that a codebook could be for")
+        raise SpecError(f"codebooks are for Lossless and Truncate, whose frames code exponents; got {shown(spec)}")
+    return spec
 
 
 def given_codebooks(books: Any) -> "tuple[Codebook, ...]":

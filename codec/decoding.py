@@ -1,86 +1,112 @@
-"""Frames to tensors, and to sums of them."""
+"""Decoding of frames to tensors, and to sums of tensors."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar, overload
 
-from codec._c import pool
+import numpy as np
+
 from codec._c.library import MANTISSA_BITS
+from codec._options import CallOptions, settings_of
 from codec.arguments import float32, shown, truth, whole
 from codec.codebook import Codebook, given_codebooks
 from codec.engines import Engine, choose
 from codec.engines.request import DecodeRequest
-from codec.errors import ArgumentError, Status
+from codec.errors import ArgumentError, SpecError, Status
 from codec.inspection import inspect
-from codec.tensors.view import TensorView, device_like, kind_of, mark_written, new, view_bytes, view_output
+from codec.specs import BoundSpec
+from codec.tensors.view import Array, TensorView, device_like, kind_of, mark_written, view_bytes, view_output
+
+Tensor = TypeVar("Tensor")
+Float32Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
+@overload
 def decode(
     frame: Any,
+    spec: BoundSpec | None = None,
+    *,
+    out: None = None,
+    like: None = None,
+    codebooks: Codebook | Sequence[Codebook] | None = None,
+    max_nbytes: int | None = None,
+    options: CallOptions | None = None,
+) -> Array: ...
+@overload
+def decode(
+    frame: Any,
+    spec: BoundSpec | None = None,
+    *,
+    out: Tensor,
+    like: Any = None,
+    codebooks: Codebook | Sequence[Codebook] | None = None,
+    max_nbytes: int | None = None,
+    options: CallOptions | None = None,
+) -> Tensor: ...
+@overload
+def decode(
+    frame: Any,
+    spec: BoundSpec | None = None,
+    *,
+    out: None = None,
+    like: Tensor,
+    codebooks: Codebook | Sequence[Codebook] | None = None,
+    max_nbytes: int | None = None,
+    options: CallOptions | None = None,
+) -> Tensor: ...
+def decode(
+    frame: Any,
+    spec: BoundSpec | None = None,
     *,
     out: Any = None,
     like: Any = None,
-    engine: str | None = None,
     codebooks: Codebook | Sequence[Codebook] | None = None,
     max_nbytes: int | None = None,
-    threads: int | None = None,
-    metric: Any = None,
-    state: Mapping[str, Any] | None = None,
-    check_first: bool = True,
-    head: Any = None,
-    nontemporal: bool = False,
+    options: CallOptions | None = None,
 ) -> Any:
     """Decode a frame.
 
     Parameters
     ----------
     frame : bytes or buffer
-        A frame, whole, with nothing behind it.
+        Whole frame, without trailing bytes.
+    spec : BoundSpec, optional
+        Spec bound to the sender's optimizer and state, by :meth:`Truncate.bind`: for frames of :class:`Truncate` with
+        shared levels. Other frames describe themselves and ignore it.
     out : array or tensor, optional
-        Where to put the values: contiguous, writable, of the frame's shape and dtype, apart from the frame. For the
-        bits alone it may also be of unsigned integers, or of a dtype that cannot be encoded, such as complex64, if its
-        items are as large. All of the frame is checked before the first byte is written, so that after any error `out`
-        is as it was.
+        Memory for the values: contiguous, writable, of the frame's shape and dtype, and apart from the frame. It may
+        also have unsigned integers, or a dtype that cannot be encoded such as complex64, of the same itemsize, and then
+        gets the bits. It is unchanged after an error, unless the options have ``verify_first=False``.
     like : array or tensor, optional
-        Return a tensor of this one's kind; a torch tensor, for example.
-    engine : str, optional
-        One of :func:`engines`. Left out: the one for the GPU on which `out`, `like` or the frame lies, if one does.
+        Return a tensor of the kind of this one, such as a torch tensor. Its dtype and shape do not matter.
     codebooks : Codebook or sequence of Codebook, optional
-        Those that the frame may name.
+        Codebooks that the frame may name.
     max_nbytes : int, optional
-        Largest tensor to make, in bytes; nothing is allocated for a frame that declares more. Left out: 1 GiB, or 256
-        times the frame's own bytes if that is more, which only frames of nearly constant tensors could exceed. A
-        tensor that is given as `out` may have any size.
-    threads : int, optional
-        As in :func:`encode`.
-    metric, state : optional
-        What the sender had, for frames of :class:`codec.Truncate` with shared levels.
-    check_first : bool
-        False: write to `out` while the frame is checked. That saves a pass, and after an error `out` holds anything.
-    head : bytes or buffer, optional
-        The first bytes of a frame on a GPU, if they are at hand: 4,096 are mostly enough. Then they need not be copied
-        from there, which is waited for. Elsewhere it is ignored.
-    nontemporal : bool
-        True: the values will not be read soon, `out` being part of something larger than the caches, say; they are
-        written past them, as those of tensors of 8 MiB or more are. The values are the same.
+        Upper bound of the size of a new tensor, in bytes; nothing is allocated for a frame that declares more. Default:
+        1 GiB, or 256 times the size of the frame if that is more. A tensor given as `out` may have any size.
+    options : CallOptions, optional
+        Engine, threads, ``verify_first`` and ``nontemporal``, made by :func:`options`.
 
     Returns
     -------
-    numpy.ndarray, or the kind of `like` or `out`
-        The tensor. bfloat16 and float8 need ml_dtypes, or `out` or `like`.
+    numpy.ndarray, or `out`, or a tensor of the kind of `like`
+        Tensor of the frame's shape and dtype; for a frame on a GPU a tensor there. bfloat16 and float8 need ml_dtypes,
+        `out` or `like`.
 
     Raises
     ------
     FrameError
-        The bytes are not a frame, are damaged (`ChecksumError`), need a later version (`UnsupportedError`) or declare
-        too large a tensor (`LimitError`).
+        The bytes are no frame, are damaged (`ChecksumError`), need a later version (`UnsupportedError`) or declare too
+        large a tensor (`LimitError`).
     StateError
-        The frame names a codebook that is not among `codebooks`, or needs a metric and state that are missing or not
+        The frame names a codebook that is not among `codebooks`, or needs a bound spec that is missing or that is not
         the sender's.
     ArgumentError
         `out` does not fit the frame.
+    SpecError
+        `spec` is not a bound spec.
     EngineError
-        An argument lies on a device that the engine cannot read, or the engine cannot be used here.
+        An argument lies on a device that the engine cannot read, or the engine cannot be used on this machine.
 
     Examples
     --------
@@ -93,25 +119,11 @@ def decode(
     Traceback (most recent call last):
     codec.errors.FrameError: the frame is truncated ...
     """
+    settings = settings_of(options)
     v = view_bytes(frame)
-    fields = (
-        (v,),
-        out,
-        like,
-        given_codebooks(codebooks) if codebooks is not None else (),
-        None if max_nbytes is None else check_limit(max_nbytes),
-        None if threads is None else pool.check_threads(threads),
-        metric,
-        state,
-        truth("check_first", check_first),
-        None if head is None else view_bytes(head),
-        truth("nontemporal", nontemporal),
-        False,
-        False,
-    )
-    r: DecodeRequest = new(DecodeRequest, fields)
+    r = decode_request((v,), spec, settings, out, like, codebooks, max_nbytes)
     try:
-        return engine_for(engine, v, out, like).decode(r)
+        return engine_for(settings.engine, v, out, like).decode(r)
     except ArgumentError as e:
         explain(e, v, out)
         raise
@@ -120,18 +132,67 @@ def decode(
             mark_written(out)
 
 
-def check_values(frame: Any, out: Any, *, threads: int | None = None) -> None:
-    """Raise what :func:`decode` of a frame that needs no state would; `out`, in host memory, is not written."""
+def decode_request(
+    frames: Sequence[TensorView],
+    spec: Any,
+    settings: CallOptions,
+    out: Any = None,
+    like: Any = None,
+    codebooks: Any = None,
+    max_nbytes: Any = None,
+) -> DecodeRequest:
+    """Return the checked arguments of :func:`decode` or :func:`reduce`, with the settings of the call."""
+    return DecodeRequest(
+        frames,
+        out,
+        like,
+        given_codebooks(codebooks) if codebooks is not None else (),
+        None if max_nbytes is None else check_limit(max_nbytes),
+        settings.threads,
+        None if spec is None else check_bound(spec),
+        settings.verify_first is not False,
+        None,
+        settings.nontemporal is True,
+    )
+
+
+def check_bound(spec: Any) -> BoundSpec:
+    """Return ``spec=`` of decoding if it is a bound spec."""
+    if not isinstance(spec, BoundSpec):
+        raise SpecError(
+            "spec= of decoding is a spec bound to the sender's optimizer, Truncate(...).bind(optimizer, theta=...), "
+            f"which only frames with shared levels need; got {shown(spec)}"
+        )
+    return spec
+
+
+def check_values(frame: Any, out: Any, *, options: CallOptions | None = None) -> None:
+    """Raise the errors of :func:`decode`, for a frame that needs no bound spec; `out`, on the host, is not written."""
     v = view_bytes(frame)
+    settings = settings_of(options)
     try:
-        engine_for(None, v, out, None).decode(DecodeRequest((v,), out, threads=threads, check_only=True))
+        engine_for(settings.engine, v, out, None).decode(
+            DecodeRequest((v,), out, threads=settings.threads, check_only=True)
+        )
     except ArgumentError as e:
         explain(e, v, out)
         raise
 
 
 def explain(error: ArgumentError, frame: TensorView, out: Any, *, adds: bool = False) -> None:
-    """Have an error say of a tensor that does not go with a frame what both are. `adds`: to float32."""
+    """Replace the message of an error for a tensor that does not fit a frame by one that names both.
+
+    Parameters
+    ----------
+    error : ArgumentError
+        Error that an engine has raised.
+    frame : TensorView
+        The frame.
+    out : array or tensor
+        The tensor.
+    adds : bool
+        True if values are added to `out`, which is float32 then.
+    """
     if error.code == Status.SHAPE_MISMATCH:
         info, o = inspect(frame.owner), view_output(out)
         dtype = "float32" if adds else info.dtype
@@ -144,42 +205,39 @@ def explain(error: ArgumentError, frame: TensorView, out: Any, *, adds: bool = F
 
 
 def engine_for(engine: Any, frame: TensorView, out: Any, like: Any) -> Engine:
-    """The engine asked for, or the one for where the result is to be; if that is the host, where the frame is."""
+    """Return the engine of that name; if it is None, that for the device of the result, or else of the frame."""
     name, device = ("out=", device_like(out)) if out is not None else ("like=", device_like(like))
     return choose(engine, name, device) if device != "cpu" else choose(engine, "the frame", frame.device)
 
 
 def check_limit(max_nbytes: Any) -> int:
-    """The argument as an int."""
+    """Return the value of ``max_nbytes=`` as an int."""
     return whole("max_nbytes", max_nbytes, 0, (1 << 64) - 1)
 
 
 def accumulate(
     frame: Any,
-    out: Any,
-    weight: float = 1.0,
+    out: Tensor,
+    spec: BoundSpec | None = None,
     *,
-    engine: str | None = None,
+    weight: float = 1.0,
     codebooks: Codebook | Sequence[Codebook] | None = None,
-    threads: int | None = None,
-    metric: Any = None,
-    state: Mapping[str, Any] | None = None,
-    check_first: bool = True,
-    head: Any = None,
-) -> Any:
-    """Add a frame's values to a tensor: ``out += weight * decode(frame)``, without the tensor in between.
+    options: CallOptions | None = None,
+) -> Tensor:
+    """Add a frame's values to a tensor: ``out += weight * decode(frame)``, without an intermediate tensor.
 
     Parameters
     ----------
     frame : bytes or buffer
-        A frame of float32, bfloat16 or float16 values, whole.
+        Whole frame of float32, bfloat16 or float16 values.
     out : float32 array or tensor
-        Of the frame's shape, contiguous. Product and sum are rounded to float32; of a sum that is NaN, which one is up
-        to the machine. All of the frame is checked before the first value is changed, so that after any error `out` is
-        as it was.
+        Contiguous tensor of the frame's shape. Product and sum are each rounded to float32; the payload of a sum that
+        is NaN depends on the machine. It is unchanged after an error, unless the options have ``verify_first=False``.
+    spec : BoundSpec, optional
+        As in :func:`decode`.
     weight : float
-        As float32.
-    engine, codebooks, threads, metric, state, check_first, head
+        Factor of the values, rounded to float32.
+    codebooks, options
         As in :func:`decode`.
 
     Returns
@@ -189,10 +247,12 @@ def accumulate(
 
     Raises
     ------
-    FrameError, StateError
+    FrameError, StateError, EngineError
         As in :func:`decode`.
     ArgumentError
-        `out` does not fit the frame.
+        `out` does not fit the frame, or `weight` is not a number that float32 can hold.
+    SpecError
+        `spec` is not a bound spec.
 
     Examples
     --------
@@ -201,16 +261,11 @@ def accumulate(
     >>> codec.accumulate(frame, total, weight=0.5)[:3]
     array([0.5, 0.5, 0.5], dtype=float32)
     """
-    if threads is not None:
-        threads = pool.check_threads(threads)
-    factor = _weight_of(weight)
+    settings, factor = settings_of(options), _weight_of(weight)
     v = view_bytes(frame)
-    books = given_codebooks(codebooks) if codebooks is not None else ()
-    first = None if head is None else view_bytes(head)
-    check_first = truth("check_first", check_first)
-    r = DecodeRequest((v,), out, None, books, None, threads, metric, state, check_first, first)
+    r = decode_request((v,), spec, settings, out, None, codebooks)
     try:
-        engine_for(engine, v, out, None).accumulate(r, factor)
+        engine_for(settings.engine, v, out, None).accumulate(r, factor)
     except ArgumentError as e:
         explain(e, v, out, adds=True)
         raise
@@ -236,77 +291,118 @@ def _views_of(frames: Any) -> list[TensorView]:
     return [view_bytes(frame) for frame in frames]
 
 
-_OPS = {"mean": "mean", "decode_average": "mean", "sum": "sum", "max": "max"}
+_OPS = ("mean", "sum", "max")
 
 
+@overload
 def reduce(
     frames: Sequence[Any],
-    op: str = "mean",
+    spec: BoundSpec | None = None,
     *,
-    out: Any = None,
-    like: Any = None,
-    engine: str | None = None,
+    op: str = "mean",
+    out: None = None,
+    like: None = None,
     codebooks: Codebook | Sequence[Codebook] | None = None,
     max_nbytes: int | None = None,
-    threads: int | None = None,
-    metric: Any = None,
-    state: Mapping[str, Any] | None = None,
-    check_first: bool = True,
-    nontemporal: bool = False,
     check_finite: bool = False,
+    options: CallOptions | None = None,
+) -> Float32Array: ...
+@overload
+def reduce(
+    frames: Sequence[Any],
+    spec: BoundSpec | None = None,
+    *,
+    op: str = "mean",
+    out: Tensor,
+    like: Any = None,
+    codebooks: Codebook | Sequence[Codebook] | None = None,
+    max_nbytes: int | None = None,
+    check_finite: bool = False,
+    options: CallOptions | None = None,
+) -> Tensor: ...
+@overload
+def reduce(
+    frames: Sequence[Any],
+    spec: BoundSpec | None = None,
+    *,
+    op: str = "mean",
+    out: None = None,
+    like: Tensor,
+    codebooks: Codebook | Sequence[Codebook] | None = None,
+    max_nbytes: int | None = None,
+    check_finite: bool = False,
+    options: CallOptions | None = None,
+) -> Tensor: ...
+def reduce(
+    frames: Sequence[Any],
+    spec: BoundSpec | None = None,
+    *,
+    op: str = "mean",
+    out: Any = None,
+    like: Any = None,
+    codebooks: Codebook | Sequence[Codebook] | None = None,
+    max_nbytes: int | None = None,
+    check_finite: bool = False,
+    options: CallOptions | None = None,
 ) -> Any:
     """Decode frames of one shape to their sum, mean or maximum, in float32.
 
-    Frames are added in the order given, each addition rounded to float32, so that ranks with the same list get the same
-    bits; only of a sum or mean that is NaN, which one is up to the machine: GPUs and CPUs differ. Codes of ternary
-    frames with one scale are added as integers and scaled once. Frames of one codec are decoded block by block, so that
-    the result is written to memory once.
+    Frames are added in the order given, and each addition is rounded to float32, so that the result is bit-identical on
+    all ranks that have the same list; only the payload of a NaN depends on the machine. Ternary frames with one scale
+    are added as integers and scaled once. Frames of one codec are decoded block by block, so that the result is
+    written to memory once.
 
     Parameters
     ----------
     frames : sequence of bytes or buffers
         One or more frames of float32, bfloat16 or float16 values.
-    op : {"mean", "decode_average", "sum", "max"}
-        The mean is the sum divided by the number of frames; "decode_average" is another name for it.
+    spec : BoundSpec, optional
+        As in :func:`decode`, for all frames.
+    op : {"mean", "sum", "max"}
+        The mean is the sum divided by the number of frames.
     out : float32 array or tensor, optional
-        Where to put the result. All frames are checked first, so that after any error it is as it was.
-    like, engine, codebooks, max_nbytes, threads, metric, state, check_first, nontemporal
-        As in :func:`decode`; `max_nbytes` is that of the result, by default 1 GiB or 256 times the largest frame.
+        Memory for the result. It is unchanged after an error, unless the options have ``verify_first=False`` or
+        `check_finite` finds a value.
+    like, codebooks, options
+        As in :func:`decode`.
+    max_nbytes : int, optional
+        Upper bound of the size of a new result, in bytes. Default: 1 GiB, or 256 times the size of the largest frame
+        if that is more.
     check_finite : bool
-        Whether NaN and Inf in the result, such as a sum that overflows, are an error. It is found as the result is
-        made: `out` then holds anything.
+        Raise ArgumentError if the result holds NaN or Inf, such as a sum that overflows. `out` is undefined then.
 
     Returns
     -------
-    numpy.ndarray of float32, or the kind of `like` or `out`
+    numpy.ndarray of float32, or `out`, or a tensor of the kind of `like`
 
     Raises
     ------
-    FrameError, StateError
+    FrameError, StateError, EngineError
         As in :func:`decode`, for any of the frames.
     ArgumentError
-        No frames, shapes that differ, an `out` that does not fit them; or by `check_finite`.
+        There are no frames, shapes differ, `out` does not fit them, or `check_finite` finds NaN or Inf.
+    SpecError
+        `spec` is not a bound spec.
 
     Examples
     --------
     >>> frames = [codec.encode(np.full(1000, rank, np.float32)) for rank in range(4)]
-    >>> codec.reduce(frames, "mean")[:3]
+    >>> codec.reduce(frames, op="mean")[:3]
     array([1.5, 1.5, 1.5], dtype=float32)
     """
-    if threads is not None:
-        threads = pool.check_threads(threads)
-    most = None if max_nbytes is None else check_limit(max_nbytes)
+    settings = settings_of(options)
+    if isinstance(spec, str) and spec in _OPS:
+        raise ArgumentError(f"op is a keyword: reduce(frames, op={spec!r})")
     if not isinstance(op, str) or op not in _OPS:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArgumentError(f"op must be one of {tuple(_OPS)}, got {shown(op)}")
+        raise ArgumentError(f"op must be one of {_OPS}, got {shown(op)}")
     views = _views_of(frames)
     if not views:
         raise ArgumentError("there are no frames to reduce")
-    books = given_codebooks(codebooks) if codebooks is not None else ()
-    given = (views, out, like, books, most, threads, metric, state, truth("check_first", check_first))
-    nontemporal, check_finite = truth("nontemporal", nontemporal), truth("check_finite", check_finite)
-    r = DecodeRequest(*given, nontemporal=nontemporal, check_finite=check_finite)
+    r = decode_request(views, spec, settings, out, like, codebooks, max_nbytes)
+    if check_finite is not False:
+        r = r._replace(check_finite=truth("check_finite", check_finite))
     try:
-        return engine_for(engine, views[0], out, like).reduce(r, _OPS[op])
+        return engine_for(settings.engine, views[0], out, like).reduce(r, op)
     except ArgumentError as e:
         wrong = (v for v in views if inspect(v.owner).dtype not in MANTISSA_BITS)
         explain(e, next(wrong, views[0]), out, adds=True)

@@ -1,10 +1,10 @@
 """What can be asked of :func:`codec.encode`: one frozen dataclass a codec."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from codec.arguments import float32, plain, shown
-from codec.errors import SpecError
+from codec.errors import ArgumentError, SpecError
 
 Model = Literal["auto", "flat", "separable"]
 SignScale = Literal["l1", "l2", "two_mean"]
@@ -333,20 +333,20 @@ class Quantize(Spec):
 class Truncate(Spec):
     """Floats with as many bits of mantissa as the optimizer's step can tell apart.
 
-    Each value loses 0, 6, 12 or 18 bits (bfloat16: 0, 2, 4, 6; float16: 0, 3, 5, 8), by a metric of
-    :mod:`codec.optimizers` given to :func:`codec.encode`, or all the same. Exponents are coded as in :class:`Lossless`,
-    and kept to the bit but for rounding; NaN and Inf keep all bits; zeros and subnormals become +0. A tensor of fewer
-    than 512 values, and one that would grow, is stored as it is.
+    Each value loses 0, 6, 12 or 18 bits (bfloat16: 0, 2, 4, 6; float16: 0, 3, 5, 8): as many as the next step of the
+    optimizer cannot tell, once :meth:`bind` has named it, or as many for all values. Exponents are coded as in
+    :class:`Lossless`, and kept to the bit but for rounding; NaN and Inf keep all bits; zeros and subnormals become +0.
+    A tensor of fewer than 512 values, and one that would grow, is stored uncompressed.
 
     Parameters
     ----------
-    level : {"metric"} or int
-        By metric, or 0 to 3 for all values.
+    level : {"optimizer"} or int
+        By the optimizer that the spec is bound to, or 0 to 3 for all values.
     rounding : {"nearest", "truncate"}
         To nearest even, or towards zero, with twice the error.
     level_coding : {"plane", "coded", "shared"}
-        How the receiver learns levels: 2 bits a value, one code with the exponent, or by working them out from the same
-        metric and state, which :func:`codec.decode` must then be given. A digest makes sure that they are the same.
+        How the receiver learns levels: 2 bits a value, one code with the exponent, or by computing them from the same
+        optimizer and state, which :func:`codec.decode` must then be given. A digest makes sure that they are the same.
     granularity : {"six", "bit"}
         Four levels, or, with shared levels, any number of bits.
     guard : int or {"exact", "near", "feedback", "max"}
@@ -363,7 +363,7 @@ class Truncate(Spec):
     .. [1] "GComp: Near-Lossless Gradient Compression for Data-Parallel Distributed DNN Training", SoCC 2024.
     """
 
-    level: Literal["metric"] | int = "metric"
+    level: Literal["optimizer"] | int = "optimizer"
     rounding: Cut = "nearest"
     level_coding: LevelCoding = "coded"
     granularity: Granularity = "six"
@@ -372,8 +372,8 @@ class Truncate(Spec):
 
     def __post_init__(self) -> None:
         _store_plain(self, "level", "guard", "max_code_length")
-        if not (isinstance(self.level, str) and self.level == "metric"):
-            _whole("level", self.level, 0, 3, '"metric" or ')
+        if not (isinstance(self.level, str) and self.level == "optimizer"):
+            _whole("level", self.level, 0, 3, '"optimizer" or ')
         _one_of("rounding", self.rounding, Cut)
         _one_of("level_coding", self.level_coding, LevelCoding)
         _one_of("granularity", self.granularity, Granularity)
@@ -384,13 +384,13 @@ class Truncate(Spec):
         _whole("max_code_length", self.max_code_length, 2, 8)
         if self.granularity == "bit" and (self.level_coding != "shared" or self.fixed_level is not None):
             raise SpecError(
-                'granularity="bit" needs level_coding="shared" and a metric: fields of any width cannot be sent'
+                'granularity="bit" needs level_coding="shared" and level="optimizer": other codings send four levels'
             )
 
     @property
     def fixed_level(self) -> int | None:
-        """The level of all values, if no metric is asked."""
-        if self.guard == "max" and self.level == "metric":
+        """Level of all values; None if an optimizer decides by value."""
+        if self.guard == "max" and self.level == "optimizer":
             return 3
         return self.level if isinstance(self.level, int) else None
 
@@ -400,6 +400,80 @@ class Truncate(Spec):
         if isinstance(self.guard, int):
             return self.guard
         return {"exact": 6 if self.granularity == "bit" else 4, "feedback": -11}.get(self.guard, -8)
+
+    def bind(
+        self, optimizer: Any = None, *, theta: Any = None, m: Any = None, v: Any = None, levels: Any = None
+    ) -> "BoundSpec":
+        """Bind the spec to the optimizer whose next step gets the gradient, and to that optimizer's state.
+
+        The result is accepted wherever a spec is. It holds references: arrays are read by each call that uses it, so
+        it must be made anew when a number of the optimizer changes, such as `lr` or `step`.
+
+        Parameters
+        ----------
+        optimizer : codec.optimizers.Optimizer, codec.optimizers.Custom or list of (int, either), optional
+            Optimizer of the next step, made by hand or by :func:`codec.optimizers.from_optimizer`. A list has, for
+            each parameter group inside of the tensor, the offset of its first value and its optimizer, from 0 on.
+        theta, m, v : array or tensor, optional
+            Parameters and the optimizer's state before the step, float32, bfloat16 or float16, with as many values as
+            the tensor, on its device. ``m`` is torch's ``momentum_buffer`` or ``exp_avg``, ``v`` its ``exp_avg_sq``,
+            ``square_avg`` or ``sum``. Without ``m`` and ``v`` it is the first step.
+        levels : array or tensor of uint8, optional
+            Level of each value, 0 to 3, instead of an optimizer.
+
+        Returns
+        -------
+        BoundSpec
+
+        Raises
+        ------
+        ArgumentError
+            Neither or both of `optimizer` and `levels` are given, or `levels` and an array of state. Calls raise
+            ArgumentError for an optimizer of another type and for arrays of another size or dtype, and StateError if
+            `theta` is missing.
+
+        Examples
+        --------
+        >>> grad, w = np.full(1000, 1e-3, np.float32), np.ones(1000, np.float32)
+        >>> spec = codec.Truncate().bind(codec.optimizers.SGD(lr=0.1), theta=w)
+        >>> bool(np.allclose(codec.decode(codec.encode(grad, spec)), grad, rtol=1e-2))
+        True
+        """
+        state = {name: x for name, x in (("theta", theta), ("m", m), ("v", v)) if x is not None}
+        if (optimizer is None) == (levels is None):
+            raise ArgumentError("bind() takes an optimizer or levels=: one of both")
+        if levels is not None and state:
+            raise ArgumentError(f"bind(levels=...) needs no state, leave out {', '.join(state)}")
+        return BoundSpec(self, optimizer, state, levels)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class BoundSpec:
+    """A spec with the optimizer and state, or the levels, that encoding and decoding need; from :meth:`Truncate.bind`.
+
+    Attributes
+    ----------
+    spec : Truncate
+        The spec that was bound.
+    optimizer : Optimizer, Custom, list of (int, either) or None
+        As given to :meth:`Truncate.bind`.
+    state : dict of str to array or tensor
+        Those of ``theta``, ``m`` and ``v`` that were given.
+    levels : array or tensor of uint8, or None
+        Level of each value.
+    """
+
+    spec: Truncate
+    optimizer: Any
+    state: dict[str, Any]
+    levels: Any
+
+    def __repr__(self) -> str:
+        given = [shown(self.optimizer)] if self.levels is None else ["levels=..."]
+        return f"{self.spec!r}.bind({', '.join([*given, *(f'{name}=...' for name in self.state)])})"
+
+
+SpecLike = Spec | BoundSpec | str
 
 
 def check_contraction(spec: Spec) -> None:

@@ -95,7 +95,7 @@ def study(x: Array) -> dict[str, float | None]:
     except ImportError:
         peer = None
     return {
-        "codec": 8 * len(codec.encode(x, dtype="bfloat16")) / x.size,
+        "codec": 8 * len(codec.encode(codec.view(x, "bfloat16"))) / x.size,
         "openzl": peer,
         "entropy": entropy(exponent) + 8,
         "exponent": coded(exponent) + 8,

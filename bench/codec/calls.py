@@ -33,10 +33,10 @@ def calls_of(x: np.ndarray[Any, Any]) -> dict[str, tuple[int, Callable[[], Any]]
         "encode, out=": (1, lambda: codec.encode(x, out=out)),
         "decode": (1, lambda: codec.decode(frame)),
         "decode, out=": (1, lambda: codec.decode(frame, out=back)),
-        f"encode_many, 1 of {COUNT}": (COUNT, lambda: codec.encode_many(many, threads=1)),
-        "encode, alone": (COUNT, lambda: [codec.encode(y, threads=1) for y in many]),
-        f"decode_many, 1 of {COUNT}": (COUNT, lambda: codec.decode_many(frames, threads=1)),
-        "decode, alone": (COUNT, lambda: [codec.decode(f, threads=1) for f in frames]),
+        f"encode_many, 1 of {COUNT}": (COUNT, lambda: codec.encode_many(many, options=codec.options(threads=1))),
+        "encode, alone": (COUNT, lambda: [codec.encode(y, options=codec.options(threads=1)) for y in many]),
+        f"decode_many, 1 of {COUNT}": (COUNT, lambda: codec.decode_many(frames, options=codec.options(threads=1))),
+        "decode, alone": (COUNT, lambda: [codec.decode(f, options=codec.options(threads=1)) for f in frames]),
     }
 
 

@@ -21,8 +21,10 @@ def measure(name: str, x: np.ndarray[Any, Any], dtype: str, shapes: list[tuple[i
     inside = segments(shapes)
     out = np.empty(codec.bound(x.shape, dtype), np.uint8)
     back = np.empty_like(x)
-    enc, frame = best(lambda: codec.encode(x, dtype=dtype, segments=inside, out=out, threads=1))
-    dec, _ = best(lambda: codec.decode(frame, out=back, threads=1))
+    enc, frame = best(
+        lambda: codec.encode(codec.view(x, dtype, segments=inside), out=out, options=codec.options(threads=1))
+    )
+    dec, _ = best(lambda: codec.decode(frame, out=back, options=codec.options(threads=1)))
     if back.tobytes() != x.tobytes():
         raise SystemExit(f"{name}: the tensor did not come back")
     info = codec.inspect(frame)
@@ -43,15 +45,16 @@ def lossy(path: Path, name: str, x: np.ndarray[Any, Any], shapes: list[tuple[int
     """Return a row for each lossy codec; Truncate if the file has the optimizer's state."""
     given = optimizer_state(path, x.size)
     specs = {"Lossless": codec.Lossless(), **FAMILY} if given is None else {"Lossless": codec.Lossless(), **TRUNCATE}
-    how: dict[str, Any] = {} if given is None else {"metric": given[0], "state": given[1]}
     out, back = np.empty(2 * x.nbytes + 65536, np.uint8), np.empty_like(x)
     inside = segments(shapes)
     rms = float(np.sqrt((x.astype(np.float64) ** 2).mean()))
     rows: list[dict[str, Any]] = []
     for title, spec in specs.items():
-        own = how if isinstance(spec, codec.Truncate) else {}
-        enc, frame = best(lambda: codec.encode(x, spec, segments=inside, out=out, threads=1, **own), 0.15)
-        dec, _ = best(lambda: codec.decode(frame, out=back, threads=1, **own), 0.15)
+        bound = spec.bind(given[0], **given[1]) if given is not None and isinstance(spec, codec.Truncate) else None
+        values = codec.view(x, segments=inside)
+        with codec.options(threads=1):
+            enc, frame = best(lambda: codec.encode(values, bound or spec, out=out), 0.15)
+            dec, _ = best(lambda: codec.decode(frame, bound, out=back), 0.15)
         rows.append(
             {
                 "gradients": name,

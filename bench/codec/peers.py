@@ -98,11 +98,20 @@ def measure(
         inside = None
     buffer = np.empty(codec.bound(shape, dtype), np.uint8)
     restored = np.empty_like(y)
-    enc, frame = best(lambda: codec.encode(y, dtype=dtype, segments=inside, out=buffer, threads=1), seconds)
-    dec, _ = best(lambda: codec.decode(frame, out=restored, threads=1, max_nbytes=1 << 40), seconds)
+    enc, frame = best(
+        lambda: codec.encode(codec.view(y, dtype, segments=inside), out=buffer, options=codec.options(threads=1)),
+        seconds,
+    )
+    dec, _ = best(
+        lambda: codec.decode(frame, out=restored, max_nbytes=1 << 40, options=codec.options(threads=1)), seconds
+    )
     assert restored.tobytes() == x.tobytes()
-    enc_new, _ = best(lambda: codec.encode(y, dtype=dtype, segments=inside, threads=1), seconds)
-    dec_new, _ = best(lambda: codec.decode(frame, like=y, threads=1, max_nbytes=1 << 40), seconds)
+    enc_new, _ = best(
+        lambda: codec.encode(codec.view(y, dtype, segments=inside), options=codec.options(threads=1)), seconds
+    )
+    dec_new, _ = best(
+        lambda: codec.decode(frame, like=y, max_nbytes=1 << 40, options=codec.options(threads=1)), seconds
+    )
     copy, _ = best(lambda: np.copyto(restored, y), seconds)
     e = exponents(x, dtype)
     row: dict[str, Any] = {

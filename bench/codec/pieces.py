@@ -57,16 +57,18 @@ def measure(x: np.ndarray[Any, Any], piece: int) -> list[dict[str, Any]]:
 
         def encode(i: int, spec: codec.Spec = spec, room: Any = room) -> None:
             for cut in cuts:
-                codec.encode(sources[i][cut], spec, out=room, threads=1)
+                codec.encode(sources[i][cut], spec, out=room, options=codec.options(threads=1))
 
         def decode(i: int, past: bool = False, frames: Any = frames) -> None:
             for cut, frame in zip(cuts, frames, strict=True):
-                codec.decode(frame, out=targets[i][cut], threads=1, check_first=False, nontemporal=past)
+                codec.decode(
+                    frame, out=targets[i][cut], options=codec.options(threads=1, verify_first=False, nontemporal=past)
+                )
 
         def reduce(i: int, past: bool = False, frames: Any = frames) -> None:
             for cut, frame in zip(cuts, frames, strict=True):
-                how: dict[str, Any] = {"threads": 1, "check_first": False, "nontemporal": past, "check_finite": True}
-                codec.reduce([frame, frame], out=targets[i][cut], **how)
+                options = codec.options(threads=1, verify_first=False, nontemporal=past)
+                codec.reduce([frame, frame], out=targets[i][cut], check_finite=True, options=options)
 
         took = {
             "encode_memory": seconds(encode, TENSORS),

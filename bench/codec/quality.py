@@ -52,7 +52,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
             continue
         real, inside = wide(x, dtype), segments(shapes)
         for codec_name, spec in FAMILY.items():
-            frame = codec.encode(x, spec, dtype=dtype, segments=inside)
+            frame = codec.encode(codec.view(x, dtype, segments=inside), spec)
             y = codec.decode(frame, like=x)
             y = wide(y, dtype) if y.dtype == np.uint16 else np.asarray(y)
             rows.append({"tensor": name, "codec": codec_name, "bits": 8 * len(frame) / x.size, **errors(real, y)})
@@ -65,8 +65,8 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
         inside = [s for s in inside if s[0] + int(np.prod(s[1])) <= few]
         plain = step_of(metric, g, state)
         for codec_name, spec in TRUNCATE.items():
-            frame = codec.encode(g, spec, metric=metric, state=state, segments=inside)
-            y = codec.decode(frame, metric=metric, state=state)
+            frame = codec.encode(codec.view(g, segments=inside), spec.bind(metric, **state))
+            y = codec.decode(frame, codec.Truncate().bind(metric, **state))
             after = step_of(metric, y, state)
             unit = np.spacing(np.maximum(np.abs(plain), np.abs(state["theta"])))
             rows.append(

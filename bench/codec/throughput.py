@@ -113,14 +113,15 @@ def lossy(nbytes: int, dtype: str) -> dict[str, Any]:
     given = {"Ternary 2bit": codec.Ternary(scale=most), "Ternary base3": codec.Ternary("base3", most)}
     for name, spec in {**FAMILY, **given, **TRUNCATE}.items():
         print(f"\r{name:30}", end="", file=sys.stderr, flush=True)
-        how: dict[str, Any] = {"threads": 1} | ({"metric": metric, "state": state} if name in TRUNCATE else {})
+        bound = spec.bind(metric, **state) if isinstance(spec, codec.Truncate) else None
+        values, by, one = codec.view(x, dtype), bound or spec, codec.options(threads=1)
         out = np.empty(codec.bound(x.shape, dtype, spec) + (1 << 20), np.uint8)
-        enc, frame = best(lambda: codec.encode(x, spec, dtype=dtype, out=out, **how))
+        enc, frame = best(lambda: codec.encode(values, by, out=out, options=one))
         frame = bytes(frame)
-        dec, _ = best(lambda: codec.decode(frame, out=back, **how))
-        with_residual, _ = best(lambda: codec.encode(x, spec, dtype=dtype, out=out, residual=residual, **how))
-        add, _ = best(lambda: codec.accumulate(frame, total, **how))
-        reduce, _ = best(lambda: codec.reduce([frame] * 4, out=total, **how))
+        dec, _ = best(lambda: codec.decode(frame, bound, out=back, options=one))
+        with_residual, _ = best(lambda: codec.encode(values, by, out=out, residual=residual, options=one))
+        add, _ = best(lambda: codec.accumulate(frame, total, bound, options=one))
+        reduce, _ = best(lambda: codec.reduce([frame] * 4, bound, out=total, options=one))
         least, (lost, _) = moved(spec, x.nbytes, len(frame)), moved(spec, x.nbytes, len(frame), residual.nbytes)
         rows.append(
             {
@@ -185,7 +186,7 @@ def once_through(frame: Any, back: np.ndarray[Any, Any], isa: str) -> Any:
 def side_by_side(x: np.ndarray[Any, Any], dtype: str, out: np.ndarray[Any, Any], threads: int) -> float:
     """Return the speedup of concurrent one-thread calls over the same calls in sequence."""
     calls = [
-        functools.partial(codec.encode, part, dtype=dtype, out=room, threads=1)
+        functools.partial(codec.encode, codec.view(part, dtype), out=room, options=codec.options(threads=1))
         for part, room in zip(np.array_split(x, threads), np.array_split(out, threads), strict=True)
     ]
     with concurrent.futures.ThreadPoolExecutor(threads) as executor:
@@ -206,24 +207,24 @@ def beside_native(engine: str, nbytes: int) -> list[dict[str, Any]]:
         print(f"\r{name:30}", end="", file=sys.stderr, flush=True)
         dtype = made.partition(":")[0]
         x = tensor(made, nbytes // codec._c.library.ITEMSIZE[dtype])
-        how: dict[str, Any] = {"threads": 1}
-        if name in TRUNCATE:
+        bound: codec.BoundSpec | None = None
+        if isinstance(spec, codec.Truncate):
             state = {k: rng.standard_normal(x.shape, np.float32) * np.float32(0.02) for k in ("theta", "m", "v")}
             state["v"] *= state["v"]
-            how |= {"metric": optimizers.AdamW(1e-5, step=999), "state": state}
+            bound = spec.bind(optimizers.AdamW(1e-5, step=999), **state)
         out, back = np.empty(codec.bound(x.shape, dtype, spec) * 2 + (1 << 20), np.uint8), np.empty_like(x)
         rounds: list[dict[tuple[str, str], float]] = []
         for _ in range(5):  # alternate, so that other load affects both
             seconds: dict[tuple[str, str], float] = {}
             for who in (engine, "native"):
+                by = codec.options(engine=who, threads=1)
+                once = codec.options(engine=who, threads=1, verify_first=False)
                 with codec.use_isa("avx2" if who == "native" else None):
                     seconds["encode", who], frame = best(
-                        lambda: codec.encode(x, spec, dtype=dtype, out=out, engine=who, **how), 0.1
+                        lambda: codec.encode(codec.view(x, dtype), bound or spec, out=out, options=by), 0.1
                     )
-                    seconds["decode", who], _ = best(lambda: codec.decode(frame, out=back, engine=who, **how), 0.1)
-                    seconds["once", who], _ = best(
-                        lambda: codec.decode(frame, out=back, engine=who, check_first=False, **how), 0.1
-                    )
+                    seconds["decode", who], _ = best(lambda: codec.decode(frame, bound, out=back, options=by), 0.1)
+                    seconds["once", who], _ = best(lambda: codec.decode(frame, bound, out=back, options=once), 0.1)
             rounds.append(seconds)
         row: dict[str, Any] = {"codec": name}
         for what in WAYS:
@@ -279,10 +280,14 @@ def main() -> None:
                         continue
                     print(f"\r{made} {nbytes} {isa} {threads}   ", end="", file=sys.stderr, flush=True)
                     with codec.use_isa(isa):
-                        enc, frame = best(lambda: codec.encode(x, dtype=dtype, out=out, threads=threads))
-                        dec, _ = best(lambda: codec.decode(frame, out=back, threads=threads))
+                        enc, frame = best(
+                            lambda: codec.encode(codec.view(x, dtype), out=out, options=codec.options(threads=threads))
+                        )
+                        dec, _ = best(lambda: codec.decode(frame, out=back, options=codec.options(threads=threads)))
                         once, _ = best(once_through(frame, back, isa))
-                        alone, _ = best(lambda: codec.encode(x, dtype=dtype, out=out, threads=1))
+                        alone, _ = best(
+                            lambda: codec.encode(codec.view(x, dtype), out=out, options=codec.options(threads=1))
+                        )
                         beside = side_by_side(x, dtype, out, threads) if threads > 1 else 1
                     copy, _ = best(lambda: np.copyto(back, x))
                     rows.append(

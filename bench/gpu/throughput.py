@@ -135,7 +135,7 @@ def cases(log2: int) -> dict[str, tuple[tuple[int, ...], str, str, codec.Spec, d
             "float32",
             "float32",
             codec.Truncate(level_coding="shared"),
-            {"metric": True},
+            {"optimizer": True},
         ),
     }
     return found
@@ -147,23 +147,23 @@ def measured(name: str, case: Any, rate: float) -> dict[str, Any]:
 
     shape, kind, dtype, spec, how = case
     x = gradient(shape, kind)
-    given: dict[str, Any] = {}
-    if how:
+    bound: codec.BoundSpec | None = None
+    if how and isinstance(spec, codec.Truncate):
         rng = cupy.random.default_rng(1)
         state = {k: 0.02 * rng.standard_normal(shape, dtype=cupy.float32) for k in ("theta", "m", "v")}
         state["v"] *= state["v"]
-        given = {"metric": optimizers.AdamW(1e-5, step=999), "state": state}
+        bound = spec.bind(optimizers.AdamW(1e-5, step=999), **state)
     books: tuple[codec.Codebook, ...] = ()
     if name.startswith("Lossless bfloat16, prior"):
         books = (codec.Codebook.from_tensors(x[:64].get().view(ml_dtypes.bfloat16), spec=spec),)
-    asked = {**given, "codebook": books[0]} if books else given
+    values, book = codec.view(x, dtype), books[0] if books else None
     out, back = cupy.empty(codec.bound(shape, dtype, spec), cupy.uint8), cupy.empty_like(x)
-    frame = codec.encode(x, spec, dtype=dtype, out=out, **asked)
-    assert codec.decode(frame, out=back, codebooks=books, **given) is back
+    frame = codec.encode(values, bound or spec, out=out, codebook=book)
+    assert codec.decode(frame, bound, out=back, codebooks=books) is back
     assert not isinstance(spec, codec.Lossless) or bool((back == x).all())
-    moved = x.nbytes + frame.nbytes + sum(a.nbytes for a in given.get("state", {}).values())
-    encode = timed(lambda: codec.encode_async(x, spec, dtype=dtype, out=out, **asked))
-    decode = timed(decoding(frame, back, codebooks=books, **given))
+    moved = x.nbytes + frame.nbytes + sum(a.nbytes for a in (bound.state.values() if bound else ()))
+    encode = timed(lambda: codec.encode_async(values, bound or spec, out=out, codebook=book))
+    decode = timed(decoding(frame, back, codebooks=books, bound=bound))
     return row_of(name, x.nbytes, moved, x.size, 8 * frame.nbytes, rate, encode=encode, decode=decode)
 
 

@@ -148,7 +148,7 @@ def gradients(which: Sequence[Capture], n: int, rank: int, world: int) -> Gradie
         moved = {
             k: np.concatenate([turned(v, first.shapes, t * world) for t in range(count)]) for k, v in state.items()
         }
-        how = {"metric": metric, "state": {k: v[:n] for k, v in moved.items()}}
+        how = {"optimizer": metric, "state": {k: v[:n] for k, v in moved.items()}}
     return Gradients(first.path.stem, np.concatenate(tiles)[:n], cut(first.shapes, n), how)
 
 
@@ -279,11 +279,13 @@ def two_shot(spec: codec.Spec, of_ranks: Sequence[Gradients], exact: Array) -> t
     inside = segments(of_ranks[0].shapes)
     nbytes = of_ranks[0].values.nbytes
     how = of_ranks[0].how
-    frames = [codec.encode(g.values, spec, segments=inside, stream=r, **how) for r, g in enumerate(of_ranks)]
-    mean = codec.reduce(frames, "mean", **how)
-    frame = codec.encode(mean, spec, segments=inside, stream=len(frames), **how)
+    bound = spec.bind(how["metric"], **how["state"]) if how and isinstance(spec, codec.Truncate) else None
+    by, values = bound or spec, [codec.view(g.values, segments=inside) for g in of_ranks]
+    frames = [codec.encode(x, by, stream=r) for r, x in enumerate(values)]
+    mean = codec.reduce(frames, bound)
+    frame = codec.encode(codec.view(mean, segments=inside), by, stream=len(frames))
     r1 = sum(map(len, frames)) / len(frames) / nbytes
-    return (r1, len(frame) / nbytes), error_of(codec.decode(frame, max_nbytes=1 << 40, **how), exact)
+    return (r1, len(frame) / nbytes), error_of(codec.decode(frame, bound, max_nbytes=1 << 40), exact)
 
 
 def say(**event: Any) -> None:

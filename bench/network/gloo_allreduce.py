@@ -39,7 +39,7 @@ import codec
 from codec import _call
 from codec._c.library import ffi
 from codec._c.spec_structs import spec_struct
-from codec.optimizers.arguments import asked
+from codec.optimizers.arguments import level_source
 
 HERE = Path(__file__).parent
 PROGRAM = HERE.parents[1] / "build" / "native" / "gloo_allreduce"
@@ -109,9 +109,8 @@ class Plan:
         how = of_ranks[0].how
         if how:
             call = _call.take()
-            request = asked(how["metric"], how["state"], exact.size)
-            assert request is not None
-            call.set_metric(request)
+            bound = codec.Truncate().bind(how["metric"], **how["state"])
+            call.set_levels(level_source(bound, exact.size))
             metric = call.context.metric
             self.lines.append(f"metric {name} {hexed(metric)}")
             for field in ("theta", "v", "m"):

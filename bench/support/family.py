@@ -51,7 +51,7 @@ def moved(spec: codec.Spec, tensor_nbytes: int, frame_nbytes: int, residual: int
     return tensor_nbytes * tensors + frame_nbytes + residual, frame_nbytes + tensor_nbytes
 
 
-def optimizer_state(path: Path, n: int) -> tuple[optimizers.Metric, dict[str, np.ndarray[Any, Any]]] | None:
+def optimizer_state(path: Path, n: int) -> tuple[optimizers.Optimizer, dict[str, np.ndarray[Any, Any]]] | None:
     """Return the optimizer of a file's training and the state of its first n values; None if the file has none."""
     with np.load(path) as f:
         if "param" not in f.files or f["param"].size < n:
@@ -69,7 +69,7 @@ def optimizer_state(path: Path, n: int) -> tuple[optimizers.Metric, dict[str, np
         }
 
 
-def step_of(metric: optimizers.Metric, g: Any, state: dict[str, Any]) -> np.ndarray[Any, Any]:
+def step_of(metric: optimizers.Optimizer, g: Any, state: dict[str, Any]) -> np.ndarray[Any, Any]:
     """Return the float32 parameters after torch's optimizer step."""
     import torch
 

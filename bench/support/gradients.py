@@ -60,5 +60,5 @@ def exponent_nbytes(x: np.ndarray[Any, Any], dtype: str, shape: tuple[int, ...],
     y = x.view(noise.dtype) & ~low | noise & low
     upper = (y >> noise.dtype.type(8 * x.itemsize - 16)).astype(np.uint16)
     mantissa = (upper >> 8 & 0x80 | upper & 0x7F).astype(np.uint8)
-    frame = len(codec.encode(y.reshape(shape), dtype=dtype, segments=inside))
+    frame = len(codec.encode(codec.view(y.reshape(shape), dtype, segments=inside)))
     return frame - (x.itemsize - 2) * x.size - block_entropy(mantissa)

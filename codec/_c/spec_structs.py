@@ -132,5 +132,5 @@ def spec_of(struct: Any) -> Spec:
             return specs.Truncate(struct.bits, cut, max_code_length=struct.cap)
         granularity: specs.Granularity = "bit" if struct.options & lib.CODEC_OPTION_BITS else "six"
         level_coding = get_args(specs.LevelCoding)[variant]
-        return specs.Truncate("metric", cut, level_coding, granularity, struct.guard, struct.cap)
+        return specs.Truncate("optimizer", cut, level_coding, granularity, struct.guard, struct.cap)
     return specs.Lossless(struct.cap, get_args(specs.Model)[struct.model])

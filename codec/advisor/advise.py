@@ -3,15 +3,13 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, cast
 
 import numpy as np
 
-from codec._c import pool
-from codec._c.spec_structs import spec_hint
+from codec._options import CallOptions, settings_of
 from codec.advisor.cost_model import (
-    MAX_PIECES,
     MAX_RANKS,
     Algorithm,
     Cost,
@@ -22,13 +20,15 @@ from codec.advisor.cost_model import (
     predict_seconds,
     wire_nbytes,
 )
-from codec.advisor.sampling import Sample, samples, tensors_of
+from codec.advisor.sampling import Sample, bound_for, samples, tensors_of
 from codec.arguments import shown, whole
 from codec.decoding import decode, reduce
 from codec.encoding import bound, encode
 from codec.errors import ArgumentError, SpecError
-from codec.specs import Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
+from codec.presets import resolve
+from codec.specs import BoundSpec, Float8, Lossless, Quantize, Sign, Spec, Ternary, Truncate
 from codec.tensors.view import Array
+from codec.tensors.wrapper import view
 
 CHUNK_NBYTES = 1 << 20  # of a slice
 MAX_CHUNKS = 16
@@ -170,9 +170,7 @@ def advise(
     feedback: bool = False,
     candidates: Any = None,
     optimizer: Any = None,
-    threads: int | None = None,
-    chunks: int | None = None,
-    dtype: Any = None,
+    options: CallOptions | None = None,
 ) -> Advice:
     """Choose what to send gradients with, by measuring.
 
@@ -207,13 +205,8 @@ def advise(
     optimizer : torch.optim.Optimizer, optional
         Whose next step gets the gradients: Truncate's metric and state. Tensors given are then gradients of its
         parameters.
-    threads : int, optional
-        As in :func:`encode`.
-    chunks : int, optional
-        Pieces that overlap: one is on the wire while another is encoded. Left out: one for each MiB of a rank's slice,
-        16 at most.
-    dtype : str, type or dtype, optional
-        Take the bits of tensors as values of this dtype, as in :func:`encode`.
+    options : CallOptions, optional
+        Number of threads, made by :func:`options`.
 
     Returns
     -------
@@ -240,13 +233,11 @@ def advise(
     link = link_of(link)
     world_size = whole("world_size", world_size, 1, MAX_RANKS)
     check_algorithm(algorithm)
-    if threads is not None:
-        threads = pool.check_threads(threads)
+    options = settings_of(options)
     specs = _specs(candidates, lossy, feedback, optimizer)
-    tensors, weights = tensors_of(tensor_or_model, dtype, optimizer)
+    tensors, weights = tensors_of(tensor_or_model, optimizer)
     nbytes = sum(t.v.nbytes for t in tensors)
-    overlapping = max(1, min(MAX_CHUNKS, nbytes // world_size // CHUNK_NBYTES))
-    chunks = overlapping if chunks is None else whole("chunks", chunks, 1, MAX_PIECES)
+    chunks = max(1, min(MAX_CHUNKS, nbytes // world_size // CHUNK_NBYTES))
     taken = samples(tensors, world_size, optimizer)
 
     def row(spec: Spec | None, cost: Cost, way: Algorithm) -> Row:
@@ -263,8 +254,8 @@ def advise(
 
     raw = row(None, Cost(nbytes, nbytes), "two_shot")
     table = [raw]
-    for spec in specs:
-        costs = [measure(s, spec, threads, feedback) * (s.n / s.x.size) for s in taken]
+    for spec, given in specs:
+        costs = [measure(s, spec, given, feedback, options) * (s.n / s.x.size) for s in taken]
         table.append(row(spec, sum(costs[1:], costs[0]), algorithm))
     best = min(table, key=lambda r: r.seconds)  # raw of equals
     why = _why(best, table, world_size)
@@ -274,50 +265,48 @@ def advise(
     return Advice(*found, why, tuple(table), link, world_size, nbytes, algorithm, feedback)
 
 
-def _specs(candidates: Any, lossy: Any, feedback: Any, optimizer: Any) -> list[Spec]:
-    """What to choose among: from all bits to the fewest."""
+def _specs(candidates: Any, lossy: Any, feedback: Any, optimizer: Any) -> list[tuple[Spec, BoundSpec | None]]:
+    """Return the candidates, from all bits to the fewest, each with the bound spec that was given for it."""
     if lossy is not True and lossy is not False and not (isinstance(lossy, str) and lossy == "near"):
         raise ArgumentError(f'lossy must be False, "near" or True, got {shown(lossy)}')
     if feedback is not True and feedback is not False:
         raise ArgumentError(f"feedback must be True or False, got {shown(feedback)}")
     if candidates is not None:
-        try:
-            specs: list[Spec] = list(candidates)
-        except TypeError:
-            raise SpecError(f"candidates must be specs, got {shown(candidates)}") from None
-        for spec in specs:
-            if not isinstance(spec, Spec):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise SpecError(f"candidates must be specs, got {shown(spec)}; {spec_hint(spec)}")
-            if isinstance(spec, Truncate) and spec.fixed_level is None and optimizer is None:
-                raise SpecError(f"{named(spec)} needs optimizer=, whose step it goes by")
-        return specs
-    specs = [Lossless()]
+        if isinstance(candidates, str) or not hasattr(candidates, "__iter__"):
+            raise ArgumentError(f"candidates must be a list of specs, got {shown(candidates)}")
+        resolved = [resolve(spec) for spec in candidates]
+        for spec, bound_spec in resolved:
+            if isinstance(spec, Truncate) and spec.fixed_level is None and bound_spec is None and optimizer is None:
+                raise SpecError(f"{named(spec)} needs optimizer=, or a spec bound to one by bind()")
+        return resolved
+    specs: list[Spec] = [Lossless()]
     if lossy and optimizer is not None:
         specs += [Truncate(guard="exact"), Truncate()]
     if lossy is True:
         specs += [Float8(), Quantize(8), Quantize(4)]
         if feedback:
             specs += [Ternary("base3"), Sign(group_size=1024)]
-    return specs
+    return [(spec, None) for spec in specs]
 
 
-def measure(s: Sample, spec: Spec, threads: int | None, feedback: bool) -> Cost:
-    """What a sample costs."""
+def measure(s: Sample, spec: Spec, given: BoundSpec | None, feedback: bool, options: CallOptions) -> Cost:
+    """Return the costs of a sample, by measuring."""
     out = np.empty(bound(s.x.shape, s.dtype, spec), np.uint8)
-    how: dict[str, Any] = {"metric": s.metric, "state": s.state} if isinstance(spec, Truncate) else {}
-    lost: dict[str, Any] = {}
-    if feedback and not isinstance(spec, Lossless):
-        lost = {"residual": np.zeros(s.x.shape, np.float32), "feedback": True, "check_first": False}
+    bound_spec = bound_for(spec, given, s) if isinstance(spec, Truncate) and spec.fixed_level is None else None
+    residual = np.zeros(s.x.shape, np.float32) if feedback and not isinstance(spec, Lossless) else None
+    once = options if residual is None else replace(options, verify_first=False)
 
     def encoded(x: Array) -> Any:
-        return encode(x, spec, out=out, dtype=s.dtype, segments=s.segments, threads=threads, **how, **lost)
+        values = view(x, s.dtype, s.segments)
+        how: Any = {"residual": residual, "feedback": residual is not None, "options": once}
+        return encode(values, spec if bound_spec is None else bound_spec, out=out, **how)
 
     encode_sum, frame = _shortest(lambda: encoded(s.mean))
     sum_nbytes = len(frame)
     seconds, frame = _shortest(lambda: encoded(s.x))
     back, total = np.empty_like(s.x), np.empty(s.x.shape, np.float32)
-    decoding, _ = _shortest(lambda: decode(frame, out=back, threads=threads, **how))
-    adding, _ = _shortest(lambda: reduce([frame, frame], out=total, threads=threads, **how))
+    decoding, _ = _shortest(lambda: decode(frame, bound_spec, out=back, options=options))
+    adding, _ = _shortest(lambda: reduce([frame, frame], bound_spec, out=total, options=options))
     return Cost(len(frame), sum_nbytes, seconds, encode_sum, adding / 2, decoding)
 
 

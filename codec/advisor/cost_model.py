@@ -1,4 +1,4 @@
-"""How long an all-reduce takes, by what its frames cost and what the link carries."""
+"""Cost model of an all-reduce: seconds from the costs of frames and the rate of the link."""
 
 import math
 import re
@@ -33,14 +33,14 @@ def _number(name: str, value: Any, bounds: str, least: float, most: float) -> fl
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a rank is connected by.
+    """Link of a rank to the network.
 
     Parameters
     ----------
     bits_per_second : float
-        In each of both directions at once; may be infinite.
+        Rate of each direction, full duplex; may be infinite.
     latency : float
-        Seconds from sending a small message to having it.
+        Seconds from the sending of a small message to its arrival.
 
     Raises
     ------
@@ -61,12 +61,12 @@ class Link:
 
 
 def link_of(link: Any) -> Link:
-    """A link as users say it: one, ``"100mbit"``, ``"1Gbps"`` and the like, or a number of bits a second.
+    """Return the link that an argument means: a Link, text such as ``"100mbit"``, or a number of bits per second.
 
     Raises
     ------
     ArgumentError
-        It is none of these.
+        The argument is none of these.
     """
     if isinstance(link, Link):
         return link
@@ -81,15 +81,15 @@ def link_of(link: Any) -> Link:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one rank's tensor costs, all of it, with one spec. Costs of several tensors add.
+    """Costs of one rank's tensor with one spec. Costs of several tensors add.
 
     Parameters
     ----------
     frame_nbytes, sum_nbytes : float
-        Bytes of its frame, and of the frame of the mean of all ranks' tensors.
+        Bytes of the tensor's frame, and of the frame of the mean over ranks.
     encode, encode_sum, reduce, decode : float
-        Seconds to encode it, to encode the mean, to add a frame of it to others (:func:`codec.reduce`, a frame), and to
-        decode it. 0 for what is sent as it is.
+        Seconds to encode the tensor, to encode the mean, to add one frame by :func:`codec.reduce`, and to decode one
+        frame. 0 for uncompressed tensors.
     """
 
     frame_nbytes: float
@@ -107,7 +107,7 @@ class Cost:
 
 
 def wire_nbytes(cost: Cost, world_size: int, algorithm: Algorithm = "two_shot") -> float:
-    """Bytes that each rank sends, and as many that it receives; see :func:`predict_seconds`."""
+    """Return the bytes that each rank sends, which are as many as it receives; see :func:`predict_seconds`."""
     n, first, later = world_size, cost.frame_nbytes, cost.sum_nbytes
     if algorithm == "all_gather":
         return (n - 1) * first
@@ -117,7 +117,7 @@ def wire_nbytes(cost: Cost, world_size: int, algorithm: Algorithm = "two_shot") 
 
 
 def compute_seconds(cost: Cost, world_size: int, algorithm: Algorithm = "two_shot") -> float:
-    """Seconds that each rank encodes, adds and decodes; see :func:`predict_seconds`."""
+    """Return the seconds that each rank encodes, adds and decodes; see :func:`predict_seconds`."""
     n = world_size
     if algorithm == "all_gather":
         return cost.encode + n * cost.reduce
@@ -127,9 +127,9 @@ def compute_seconds(cost: Cost, world_size: int, algorithm: Algorithm = "two_sho
 
 
 def predict_seconds(
-    cost: Cost, link: Link, world_size: int, *, algorithm: Algorithm = "two_shot", chunks: int = 1
+    cost: Cost, link: Link | str | float, world_size: int, *, algorithm: Algorithm = "two_shot", chunks: int = 1
 ) -> float:
-    """Seconds of an all-reduce.
+    """Return the seconds of an all-reduce, by a model of links and measured costs.
 
     With N ranks, frames of f bytes a tensor and of s bytes a sum, and e, a, e', d seconds for a tensor to encode it, to
     add it, to encode the sum and to decode it, each rank has
@@ -142,43 +142,52 @@ def predict_seconds(
     all_gather    (N - 1) f                           e + N a                          1
     ============  ==================================  ===============================  ========
 
-    for in two_shot it encodes its tensor, sends all slices but its own, adds N frames of one slice, encodes the sum of
-    that, sends it to all others, and decodes the sums of all slices. A tensor goes in chunks: while one is on the wire
-    another is encoded, added or decoded. What cannot overlap is the first chunk's beginning and the last one's end::
+    In two_shot a rank encodes its tensor, sends all slices but its own, adds N frames of its slice, encodes their sum,
+    sends the sum to all others, and decodes the sums of all slices. A tensor is sent in chunks: while one chunk is on
+    the wire, another is encoded, added or decoded. Only the start of the first chunk and the end of the last one do not
+    overlap::
 
         wire    = 8 bytes / bits_per_second
         seconds = max(wire, compute) + min(wire, compute) / chunks + messages latency
 
-    One chunk means that one comes after the other. A tensor that is sent as it is has Cost(nbytes, nbytes): adding it
-    counts as nothing, in its favour.
+    With one chunk nothing overlaps. An uncompressed tensor has Cost(nbytes, nbytes): the time to add it is neglected.
 
     Parameters
     ----------
     cost : Cost
-        Measured by :func:`codec.advise`, or by whoever encodes and decodes anyway.
-    link : Link
+        Costs of the tensor, measured by :func:`advise` (``advice.table[i].cost``) or by the caller.
+    link : Link, str or number
+        Link of each rank, as for :func:`advise`.
     world_size : int
-        Ranks, 1 to 2^20; a single one sends nothing.
+        Number of ranks, 1 to 2^20. A single rank sends nothing.
     algorithm : {"two_shot", "ring", "all_gather"}
+        Algorithm of the all-reduce.
     chunks : int
-        Pieces that overlap, 1 to 2^62.
+        Number of chunks of a slice that overlap, 1 to 2^62.
+
+    Returns
+    -------
+    float
+        Seconds.
 
     Raises
     ------
     ArgumentError
-        No such algorithm, or no ranks or chunks.
+        An argument has another type or is out of range.
 
     Examples
     --------
-    >>> from codec.advisor.cost_model import Cost, Link, predict_seconds
-    >>> slow, raw = Link(100e6, latency=0), Cost(25e6, 25e6)
-    >>> predict_seconds(raw, slow, 4)
+    >>> slow, raw = codec.Link(100e6, latency=0), codec.Cost(25e6, 25e6)
+    >>> codec.predict_seconds(raw, slow, 4)
     3.0
-    >>> frames = Cost(5e6, 5e6, encode=0.01, encode_sum=0.01, reduce=0.01, decode=0.01)
-    >>> predict_seconds(frames, slow, 4, chunks=8) < 0.61
+    >>> frames = codec.Cost(5e6, 5e6, encode=0.01, encode_sum=0.01, reduce=0.01, decode=0.01)
+    >>> codec.predict_seconds(frames, slow, 4, chunks=8) < 0.61
     True
     """
     check_algorithm(algorithm)
+    if not isinstance(cost, Cost):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"cost must be a codec.Cost, got {shown(cost)}")
+    link = link_of(link)
     world_size = whole("world_size", world_size, 1, MAX_RANKS)
     chunks = whole("chunks", chunks, 1, MAX_PIECES)
     wire = 8 * wire_nbytes(cost, world_size, algorithm) / link.bits_per_second
@@ -188,7 +197,7 @@ def predict_seconds(
 
 
 def check_algorithm(algorithm: Any) -> Algorithm:
-    """The argument, if it is one."""
+    """Return the argument if it is the name of an algorithm."""
     if not isinstance(algorithm, str) or algorithm not in get_args(Algorithm):
         raise ArgumentError(f"algorithm must be one of {get_args(Algorithm)}, got {shown(algorithm)}")
     return cast(Algorithm, algorithm)

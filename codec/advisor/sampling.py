@@ -11,8 +11,10 @@ import numpy as np
 from codec import optimizers
 from codec._c.library import ITEMSIZE, MANTISSA_BITS, ffi
 from codec.errors import ArgumentError, CodecError
-from codec.tensors.segments import Segments
+from codec.specs import BoundSpec, Truncate
+from codec.tensors.segments import Records, Segments, unpack
 from codec.tensors.view import Array, TensorView, on_host, view
+from codec.tensors.wrapper import View
 
 NBYTES = 4 << 20  # of a sample
 WINDOWS = 8  # parts of the bucket, far from each other, that a sample is made of
@@ -20,29 +22,31 @@ MOST_RANKS = 8  # whose mean is made: more make no difference to its size
 
 
 class Tensor(NamedTuple):
-    """One of the user's tensors, and the parameter whose gradient it is, if an optimizer is to be asked."""
+    """One of the user's tensors."""
 
     v: TensorView
-    parameter: Any = None
+    parameter: Any = None  # whose gradient it is, if there is an optimizer
+    offset: int = 0  # of its first value among the values of all tensors
 
 
-Cut = tuple[Tensor, int, tuple[int, ...]]  # the offset inside of a tensor where a part begins, and the part's shape
+Cut = tuple[Tensor, int, tuple[int, ...]]  # part of a tensor: the offset of its first value there, and its shape
 
 
 class Sample(NamedTuple):
     """Rows of tensors of one dtype, in their order."""
 
     dtype: str
-    x: Array  # bits
-    mean: Array  # bits of what the mean over ranks would be like
+    x: Array  # bits of the values
+    mean: Array  # bits of values like those of a mean over ranks
     segments: Segments
-    n: int  # values of all tensors, of which these are some
-    metric: Any = None  # of each group of parameters, with the offsets where they begin
+    n: int  # number of values of all tensors of this dtype
+    offsets: list[int]  # of the first value of each segment among the values of all tensors
+    groups: list[tuple[int, optimizers.Optimizer]] | None = None  # parameter groups with the offsets where they begin
     state: dict[str, Array] | None = None
 
 
-def tensors_of(given: Any, dtype: Any, optimizer: Any) -> tuple[list[Tensor], bool]:
-    """Look through what the user gave; True beside it if these are weights, which have no gradients yet.
+def tensors_of(given: Any, optimizer: Any) -> tuple[list[Tensor], bool]:
+    """Return the user's tensors, checked, and True if these are weights, which have no gradients yet.
 
     Raises
     ------
@@ -56,21 +60,25 @@ def tensors_of(given: Any, dtype: Any, optimizer: Any) -> tuple[list[Tensor], bo
             raise ArgumentError(f"optimizer must be one of torch.optim's, not {type(optimizer).__name__}")
         owners = {id(p.grad): p for g in optimizer.param_groups for p in g["params"]}
     found: list[Tensor] = []
+    end = 0
     for key, x, parameter in items:
         try:
-            v = on_host("it", view(x, dtype))
+            tensor, dtype, segments = (x.tensor, x.dtype, x.segments) if type(x) is View else (x, None, None)
+            v = on_host("it", view(tensor, dtype))
             if v.dtype not in MANTISSA_BITS:
                 raise ArgumentError(
                     f"{v.dtype} cannot be reduced from frames, only {', '.join(MANTISSA_BITS)}: leave it to an "
                     "all-reduce of its own"
                 )
-            owner = parameter if parameter is not None else owners.get(id(x))
+            owner = parameter if parameter is not None else owners.get(id(tensor))
             if optimizer is not None and owner is None:
                 raise ArgumentError(
                     "optimizer= has no parameter whose gradient this is: give a model, or gradients of its"
                 )
-            if v.nbytes:
-                found.append(Tensor(v, owner))
+            for part in _segments_of(v, segments):
+                if part.nbytes:
+                    found.append(Tensor(part, owner, end))
+                    end += part.nbytes // ITEMSIZE[part.dtype]
         except CodecError as e:
             if key is not None:
                 e.of(key)
@@ -78,6 +86,21 @@ def tensors_of(given: Any, dtype: Any, optimizer: Any) -> tuple[list[Tensor], bo
     if not found:
         raise ArgumentError("there are no values to measure")
     return found, weights
+
+
+def _segments_of(v: TensorView, segments: Records | None) -> list[TensorView]:
+    """Return the segments of a bucket, and the values outside of them, as tensors of their own, in order."""
+    if segments is None:
+        return [v]
+    found: list[TensorView] = []
+    size, end, n = ITEMSIZE[v.dtype], 0, v.nbytes // ITEMSIZE[v.dtype]
+    for offset, shape in [*unpack(segments), (n, (0,))]:
+        if offset < end or offset + prod(shape) > n:
+            raise ArgumentError(f"segment {shape} at {offset} overlaps with the one before it or ends after value {n}")
+        for begin, part in ((end, (offset - end,)), (offset, shape)):
+            found.append(v._replace(shape=part, data=v.data + size * begin, nbytes=size * prod(part)))
+        end = offset + prod(shape)
+    return found
 
 
 def _items(given: Any) -> tuple[Iterable[tuple[Any, Any, Any]], bool]:
@@ -147,11 +170,51 @@ def _sample(
     starts = list(itertools.accumulate((prod(shape) for _, _, shape in cuts), initial=0))
     segments = [(start, shape) for start, (_, _, shape) in zip(starts, cuts, strict=False)]
     n = sum(t.v.nbytes for t in group) // ITEMSIZE[dtype]
-    metric, state = None, None
+    groups, state = None, None
     if optimizer is not None:
-        metric = _metrics(optimizer, [t for t, _, _ in cuts], starts)
+        groups = _groups(optimizer, [t for t, _, _ in cuts], starts)
         state = _state(optimizer, cuts)
-    return Sample(dtype, x, _mean(x, dtype, world_size), segments, n, metric, state)
+    offsets = [t.offset + offset for t, offset, _ in cuts]
+    return Sample(dtype, x, _mean(x, dtype, world_size), segments, n, offsets, groups, state)
+
+
+def bound_for(spec: Truncate, bound: BoundSpec | None, s: Sample) -> BoundSpec:
+    """Return a spec bound to the part of its optimizer's state that goes with a sample.
+
+    Parameters
+    ----------
+    spec : Truncate
+        The spec.
+    bound : BoundSpec or None
+        Bound to the state of all tensors, one after the other; None: take the groups and state of the sample.
+    s : Sample
+        The sample.
+    """
+    if bound is None:
+        return spec.bind(s.groups, **(s.state or {}))
+    starts = [(start, offset, prod(shape)) for (start, shape), offset in zip(s.segments, s.offsets, strict=True)]
+    if bound.levels is not None:
+        return spec.bind(levels=_parts_of("levels=", bound.levels, starts, floats=False))
+    state = {name: _parts_of(name, x, starts) for name, x in bound.state.items()}
+    optimizer: Any = bound.optimizer
+    if not isinstance(optimizer, list | tuple):
+        return spec.bind(optimizer, **state)
+    groups: list[tuple[int, Any]] = []
+    given = cast(Sequence[tuple[int, Any]], optimizer)
+    for start, offset, n in starts:
+        inside = [(at, o) for at, o in given if at < offset + n]
+        first = max((i for i, (at, _) in enumerate(inside) if at <= offset), default=0)
+        groups += [(start + max(0, at - offset), o) for at, o in inside[first:]]
+    return spec.bind(groups, **state)
+
+
+def _parts_of(name: str, x: Any, starts: Sequence[tuple[int, int, int]], *, floats: bool = True) -> Array:
+    """Return the parts of an array that go with a sample, as float32 or as they are."""
+    v = on_host(name, view(x))
+    if v.nbytes < ITEMSIZE[v.dtype] * max(offset + n for _, offset, n in starts):
+        raise ArgumentError(f"{name} has {v.nbytes // ITEMSIZE[v.dtype]} values, the tensors have more")
+    parts = [_part(v, offset, (n,)) for _, offset, n in starts]
+    return np.concatenate([_floats(part, v.dtype) for part in parts] if floats else parts)
 
 
 def _part(v: TensorView, offset: int, shape: tuple[int, ...]) -> Array:
@@ -183,11 +246,11 @@ def _mean(x: Array, dtype: str, world_size: int) -> Array:
         return total.astype(dtype).view(x.dtype)
 
 
-def _metrics(optimizer: Any, tensors: Sequence[Tensor], starts: Sequence[int]) -> list[tuple[int, optimizers.Metric]]:
-    """Of the step to come: for each group of parameters, from its offset on."""
+def _groups(optimizer: Any, tensors: Sequence[Tensor], starts: Sequence[int]) -> list[tuple[int, optimizers.Optimizer]]:
+    """Return the optimizer of the next step of each parameter group, with the group's offset."""
     group_of = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    known: dict[int, optimizers.Metric] = {}
-    found: list[tuple[int, optimizers.Metric]] = []
+    known: dict[int, optimizers.Optimizer] = {}
+    found: list[tuple[int, optimizers.Optimizer]] = []
     for t, start in zip(tensors, starts, strict=False):
         group = group_of.get(id(t.parameter))
         if group is None:

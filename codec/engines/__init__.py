@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Protocol, cast
 
-from codec.arguments import shown
+from codec._options import ENGINES
 from codec.codebook import count_elsewhere_by
 from codec.engines import native
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import EngineError
-from codec.optimizers.arguments import Asked
+from codec.optimizers.arguments import LevelSource
 from codec.specs import Spec
 from codec.tensors.view import TensorView, refusal
 
@@ -61,7 +61,6 @@ class Engine(Protocol):
 
 
 _native: Engine = native
-_NAMES = ("native", "numba", "cuda")
 _OF_DEVICE = {"cuda": "cuda"}  # where the host cannot read
 
 
@@ -86,19 +85,19 @@ def engines() -> dict[str, str | None]:
     >>> [name for name, why_not in codec.engines().items() if why_not is None]
     ['native', 'numba']
     """
-    return {name: _find(name)[1] for name in _NAMES}
+    return {name: _find(name)[1] for name in ENGINES}
 
 
-def _count(v: TensorView, spec: Spec, segments: bytes | None, metric: Asked | None) -> Any:
-    """Symbols of what lies on a device."""
+def _count(v: TensorView, spec: Spec, segments: bytes | None, levels: LevelSource | None) -> Any:
+    """Count the symbols of a tensor on a device."""
     engine: Any = choose(None, "a tensor", v.device)
-    return engine.count(EncodeRequest(v, spec, segments=segments, metric=metric))
+    return engine.count(EncodeRequest(v, spec, segments=segments, levels=levels))
 
 
 count_elsewhere_by(_count)
 
 
-def choose(name: Any, argument: str, device: str) -> Engine:
+def choose(name: str | None, argument: str, device: str) -> Engine:
     """The engine of that name or, if it is None, the one for a device, on which an argument lies.
 
     Raises
@@ -117,8 +116,6 @@ def choose(name: Any, argument: str, device: str) -> Engine:
                 f"{refusal(argument, device, 'the native engine')} (the {name} engine cannot be used here: {why_not})"
             )
         return cast(Engine, engine)
-    if not isinstance(name, str) or name not in _NAMES:
-        raise EngineError(f"no engine {shown(name)}; there are {', '.join(_NAMES)}")
     if name == "native":
         return _native
     engine, why_not = _find(name)

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from codec.codebook import Codebook
 from codec.errors import LimitError, Status
-from codec.optimizers.arguments import Asked
-from codec.specs import Spec
+from codec.optimizers.arguments import LevelSource
+from codec.specs import BoundSpec, Spec
 from codec.tensors.overlap import check_apart
 from codec.tensors.view import TensorView
 
@@ -23,10 +23,10 @@ class EncodeRequest(NamedTuple):
     codebook: Codebook | None = None
     segments: bytes | None = None  # records of the C library's codec_segment
     stream: int = 0
-    metric: Asked | None = None
+    levels: LevelSource | None = None
     threads: int | None = None
     feedback: bool = False  # residual is added to x before, and gets what the sums lose
-    check_first: bool = True  # all of x, before `residual` is written
+    verify_first: bool = True  # all of x, before `residual` is written
 
     @property
     def views(self) -> list[tuple[str, TensorView]]:
@@ -36,11 +36,11 @@ class EncodeRequest(NamedTuple):
             views.append(("out=", self.out))
         if self.residual is not None:
             views.append(("residual=", self.residual))
-        return views + self.metric.read if self.metric else views
+        return views + self.levels.read if self.levels else views
 
     def check_apart(self) -> None:
         """Raise ArgumentError if what would be written lies in what is read, or two outputs in each other."""
-        state = [(name, v, False) for name, v in self.metric.read] if self.metric else []
+        state = [(name, v, False) for name, v in self.levels.read] if self.levels else []
         if self.residual is not None:
             check_apart("residual=", self.residual, [("x", self.x, not self.feedback), *state])
         if self.out is not None:
@@ -57,9 +57,8 @@ class DecodeRequest(NamedTuple):
     codebooks: Sequence[Codebook] = ()
     max_nbytes: int | None = None
     threads: int | None = None
-    metric: Any = None  # for as many values as the frame turns out to have
-    state: Any = None
-    check_first: bool = True  # all of the frame, before `out` is written
+    bound: BoundSpec | None = None
+    verify_first: bool = True  # all of the frame, before `out` is written
     head: TensorView | None = None  # the first bytes of the only frame, which lies on a device
     nontemporal: bool = False  # what is decoded will not be read soon
     check_finite: bool = False  # what is reduced
@@ -80,12 +79,9 @@ class DecodeRequest(NamedTuple):
         if not self.allows(nbytes):
             raise LimitError(f"the tensor has {nbytes} bytes, more than max_nbytes, {self.limit()}", Status.LIMIT)
 
-    def check_apart(self, out: TensorView, asked: Asked | None, in_place: bool) -> None:
-        """Raise ArgumentError if the destination shares memory with an input.
-
-        `in_place`: the destination may be an array of the state.
-        """
+    def check_apart(self, out: TensorView, levels: LevelSource | None, in_place: bool) -> None:
+        """Raise ArgumentError if `out` overlaps with an input. `in_place`: it may be an array of the state."""
         others = [("a frame", frame, False) for frame in self.frames]
-        if asked is not None:
-            others += [(name, v, in_place) for name, v in asked.read]
+        if levels is not None:
+            others += [(name, v, in_place) for name, v in levels.read]
         check_apart("out=", out, others)

@@ -22,7 +22,7 @@ References
 """
 
 from codec.optimizers.custom import Custom
-from codec.optimizers.formulas import SGD, Adagrad, Adam, AdamW, Metric, Momentum, Nesterov, RMSprop, Terms
+from codec.optimizers.formulas import SGD, Adagrad, Adam, AdamW, Momentum, Nesterov, Optimizer, RMSprop, Terms
 from codec.optimizers.from_torch import from_optimizer, state_of
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Custom",
-    "Metric",
+    "Optimizer",
     "Momentum",
     "Nesterov",
     "RMSprop",

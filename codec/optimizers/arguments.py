@@ -1,82 +1,95 @@
-"""What was asked for by ``metric=`` and ``state=``, looked through."""
+"""Checks of the optimizer, state and levels that a spec is bound to."""
 
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from codec._c.library import ITEMSIZE, MANTISSA_BITS, ffi
-from codec.arguments import whole
-from codec.errors import ArgumentError
+from codec.arguments import shown, whole
+from codec.errors import ArgumentError, SpecError
 from codec.optimizers.custom import Custom
-from codec.optimizers.formulas import Adam, Metric
+from codec.optimizers.formulas import Adam, Optimizer
+from codec.specs import BoundSpec, Spec, Truncate
 from codec.tensors.view import TensorView, view
 
+_OPTIMIZER = "an optimizer of codec.optimizers, or a list of (offset, optimizer)"
 
-class Asked(NamedTuple):
-    """What levels go by: metrics and where they begin, with their state; or the levels themselves."""
 
-    groups: Sequence[tuple[int, Metric | Custom]]
+class LevelSource(NamedTuple):
+    """Source of the levels of a tensor: optimizers, the offsets where they begin and their state, or levels."""
+
+    groups: Sequence[tuple[int, Optimizer | Custom]]
     state: Mapping[str, TensorView]
     levels: TensorView | None = None
 
     @property
     def read(self) -> list[tuple[str, TensorView]]:
-        """What of the caller's memory is read, by the names it has for the caller."""
-        levels = [("metric=", self.levels)] if self.levels is not None else []
+        """Views of all arrays that are read, by the names that they have for the caller."""
+        levels = [("levels=", self.levels)] if self.levels is not None else []
         return [*levels, *((f"state's {name}", v) for name, v in self.state.items())]
 
 
-def asked(metric: Any, state: Mapping[str, Any] | None, n: int) -> Asked | None:
-    """A metric and its state, or levels, for n values, looked through; None if there is none."""
-    if state is not None and not hasattr(state, "items"):
-        raise ArgumentError(f"state= must be a mapping, not {type(state).__name__}")
-    if metric is None:
-        if state:
-            raise ArgumentError("state= needs metric=")
-        return None
-    if isinstance(metric, Metric | Custom):
-        groups: list[tuple[int, Metric | Custom]] = [(0, metric)]
-    elif isinstance(metric, list | tuple):
-        groups = _groups(metric)
-    else:
-        v = view(metric)
+def level_source(bound: BoundSpec, n: int) -> LevelSource:
+    """Return the source of levels for n values.
+
+    Raises
+    ------
+    ArgumentError
+        The optimizer is none, groups do not begin at 0 and ascend, or an array has another dtype or size.
+    """
+    if bound.levels is not None:
+        v = view(bound.levels)
         if v.dtype != "uint8" or v.nbytes != n:
-            raise ArgumentError("metric= must be a metric, a list of (offset, metric), or a uint8 level for each value")
-        return Asked((), {}, v)
-    arrays = {name: x for name, x in (state or {}).items() if x is not None}
-    if others := set(arrays) - {"theta", "m", "v"}:
-        raise ArgumentError(f"state has theta, m and v, not {', '.join(sorted(map(str, others)))}")
-    views = {name: view(x) for name, x in arrays.items()}
+            raise ArgumentError(f"bind(levels=...) must be {n} values of uint8, not {v.dtype} of shape {v.shape}")
+        return LevelSource((), {}, v)
+    optimizer = bound.optimizer
+    groups = [(0, optimizer)] if isinstance(optimizer, Optimizer | Custom) else _groups(optimizer)
+    views = {name: view(x) for name, x in bound.state.items()}
     for name, v in views.items():
         if v.dtype not in MANTISSA_BITS or v.nbytes // ITEMSIZE[v.dtype] != n:
             raise ArgumentError(
-                f"{name} must be {n} values of float32, bfloat16 or float16, not {v.dtype} of {v.shape}"
+                f"{name} must be {n} values of float32, bfloat16 or float16, not {v.dtype} of shape {v.shape}"
             )
-    if (v := views.get("v")) is not None and any(isinstance(m, Adam) and not m.step for _, m in groups):
-        _doubt(v)
-    return Asked(groups, views)
+    if (v := views.get("v")) is not None and any(isinstance(o, Adam) and not o.step for _, o in groups):
+        _warn_if_not_first(v)
+    return LevelSource(groups, views)
 
 
-def _doubt(v: TensorView) -> None:
-    """Warn of a mean square, by its first values, that counts as many times as large, for lack of a step."""
+def level_source_for(spec: Spec, bound: BoundSpec | None, v: TensorView) -> LevelSource | None:
+    """Return the source of levels with which a tensor is encoded; None if the spec needs none."""
+    if bound is not None:
+        return level_source(bound, v.nbytes // ITEMSIZE[v.dtype])
+    if isinstance(spec, Truncate) and spec.fixed_level is None:
+        raise SpecError(
+            f"{spec} needs an optimizer, spec.bind(codec.optimizers.AdamW(...), theta=..., m=..., v=...), "
+            "or a level for all values, level=0 to 3"
+        )
+    return None
+
+
+def _warn_if_not_first(v: TensorView) -> None:
+    """Warn of a mean square, by its first values, that is bias-corrected as that of the first step."""
     if v.device == "cpu" and any(bytes(ffi.buffer(v.data, min(v.nbytes, 256)))):
         warnings.warn(
-            "state's v is not zero, yet the metric's step is 0, as before the first one: pass step=, of torch's state",
-            stacklevel=5,
+            "v is not zero, but the optimizer has step=0, as before the first step: pass step=, of torch's state",
+            stacklevel=6,
         )
 
 
-def _groups(metric: Any) -> list[tuple[int, Metric | Custom]]:
-    """Parameter groups, looked through."""
+def _groups(given: Any) -> list[tuple[int, Optimizer | Custom]]:
+    """Return parameter groups, checked."""
+    if not isinstance(given, list | tuple):
+        raise ArgumentError(f"bind() takes {_OPTIMIZER}, or levels=, got {shown(given)}")
+    pairs = cast(Sequence[Any], given)
     try:
-        groups = [(whole("a group's offset", offset, 0, (1 << 64) - 1), m) for offset, m in metric]
+        groups: list[tuple[int, Any]] = [(whole("a group's offset", at, 0, (1 << 64) - 1), o) for at, o in pairs]
     except (TypeError, ValueError) as e:
         if isinstance(e, ArgumentError):
             raise
-        raise ArgumentError("metric= must be a metric, or pairs (offset, metric)") from None
-    if not all(isinstance(m, Metric | Custom) for _, m in groups):
-        raise ArgumentError("metric= must be a metric, or pairs (offset, metric)")
+        raise ArgumentError(f"bind() takes {_OPTIMIZER}, got {shown(pairs)}") from None
+    if not all(isinstance(o, Optimizer | Custom) for _, o in groups):
+        raise ArgumentError(f"bind() takes {_OPTIMIZER}, got {shown(pairs)}")
     if not groups or groups[0][0] != 0 or any(a[0] >= b[0] for a, b in itertools.pairwise(groups)):
-        raise ArgumentError("metric= must begin at offset 0, and offsets must ascend")
+        raise ArgumentError("groups of bind() must begin at offset 0, and their offsets must ascend")
     return groups

@@ -15,7 +15,7 @@ _by_address: "WeakValueDictionary[int, Custom]" = WeakValueDictionary()
 
 
 def custom_at(address: int) -> "Custom":
-    """The metric whose C function this is."""
+    """Return the object whose C function has an address."""
     return _by_address[address]
 
 
@@ -41,15 +41,15 @@ class Custom:
         try:
             numba: Any = importlib.import_module("numba")
         except ImportError:
-            raise EngineError("a metric of your own needs numba") from None
+            raise EngineError("optimizers.Custom needs numba: pip install 'tensor-codec[numba]'") from None
         options: dict[str, Any] = {**getattr(function, "targetoptions", {}), "nopython": True, "error_model": "numpy"}
         try:
             own: Any = numba.jit(**options)(getattr(function, "py_func", function))
             self.names = tuple(inspect.signature(own.py_func).parameters)
         except (TypeError, AttributeError):
-            raise ArgumentError(f"a metric is a function of theta, m and v, not {shown(function)}") from None
+            raise ArgumentError(f"Custom takes a function of theta, m and v, not {shown(function)}") from None
         if not self.names or set(self.names) - {"theta", "m", "v"}:
-            raise ArgumentError(f"a metric is a function of theta, m and v, not of {', '.join(self.names)}")
+            raise ArgumentError(f"Custom takes a function of theta, m and v, not of {', '.join(self.names)}")
 
         @numba.njit
         def compiled(*values: Any) -> Any:

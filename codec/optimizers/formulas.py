@@ -39,7 +39,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Metric(ABC):
+class Optimizer(ABC):
     """Base of all metrics.
 
     Parameters
@@ -187,7 +187,7 @@ def floats_of(v: TensorView) -> np.ndarray[Any, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class SGD(Metric):
+class SGD(Optimizer):
     """theta - lr * (g + weight_decay * theta)."""
 
     lr: float = 1e-3
@@ -198,7 +198,7 @@ class SGD(Metric):
 
 
 @dataclass(frozen=True, slots=True)
-class Momentum(Metric):
+class Momentum(Optimizer):
     """SGD with momentum; ``m`` is the momentum buffer, which torch starts with g itself, whatever `dampening`.
 
     Parameters
@@ -218,7 +218,7 @@ class Momentum(Metric):
 
 
 @dataclass(frozen=True, slots=True)
-class Nesterov(Metric):
+class Nesterov(Optimizer):
     """SGD with Nesterov's momentum; ``m`` is the momentum buffer.
 
     Parameters
@@ -238,7 +238,7 @@ class Nesterov(Metric):
 
 
 @dataclass(frozen=True, slots=True)
-class Adagrad(Metric):
+class Adagrad(Optimizer):
     """``v`` is the sum of squares; its value before the step is a lower bound of what the step divides by.
 
     Parameters
@@ -261,7 +261,7 @@ class Adagrad(Metric):
 
 
 @dataclass(frozen=True, slots=True)
-class RMSprop(Metric):
+class RMSprop(Optimizer):
     """``v`` is the mean square; alpha times its value before the step is a lower bound.
 
     Parameters
@@ -288,7 +288,7 @@ class RMSprop(Metric):
 
 
 @dataclass(frozen=True, slots=True)
-class Adam(Metric):
+class Adam(Optimizer):
     """``m`` and ``v`` are exp_avg and exp_avg_sq before the step; beta2 v / (1 - beta2^t) is a lower bound.
 
     Parameters

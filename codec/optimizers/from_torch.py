@@ -1,4 +1,4 @@
-"""Metrics and state of torch's optimizers."""
+"""Optimizers and state of :mod:`codec.optimizers` from those of torch.optim."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -6,37 +6,44 @@ from typing import Any
 
 from codec.arguments import whole
 from codec.errors import ArgumentError
-from codec.optimizers.formulas import SGD, Adagrad, Adam, AdamW, Metric, Momentum, Nesterov, RMSprop
+from codec.optimizers.formulas import SGD, Adagrad, Adam, AdamW, Momentum, Nesterov, Optimizer, RMSprop
 
 _BUFFERS = {"m": ("momentum_buffer", "exp_avg"), "v": ("exp_avg_sq", "square_avg", "sum")}
 
 
-def from_optimizer(optimizer: Any, group: int = 0) -> Metric:
-    """The metric of the step that a torch optimizer will take next.
+def from_optimizer(optimizer: Any, group: int = 0) -> Optimizer:
+    """Return the optimizer of the step that a torch optimizer takes next, for :meth:`codec.Truncate.bind`.
 
-    How a step is computed (``foreach``, ``fused``, ``capturable``, ``differentiable``) makes no difference. With
-    ``maximize``, ``amsgrad``, ``centered`` and RMSprop's ``momentum`` no bit is dropped.
+    The implementation of the step (``foreach``, ``fused``, ``capturable``, ``differentiable``) makes no difference.
+    With ``maximize``, ``amsgrad``, ``centered`` or RMSprop's ``momentum``, Truncate drops no bit.
 
     Parameters
     ----------
     optimizer : torch.optim.SGD, Adagrad, RMSprop, Adam or AdamW
+        The torch optimizer, or a wrapper that has it as ``optimizer``, as of Accelerate and Lightning.
     group : int
         Index into ``optimizer.param_groups``.
+
+    Returns
+    -------
+    Optimizer
+        SGD, Momentum, Nesterov, Adagrad, RMSprop, Adam or AdamW, with the group's numbers and steps.
 
     Raises
     ------
     ArgumentError
-        Another optimizer, no such group, or a group whose parameters have taken different numbers of steps.
+        The optimizer is another one, has no such group, or its parameters have taken different numbers of steps.
 
     Examples
     --------
     >>> w = torch.nn.Parameter(torch.ones(1000))
     >>> optimizer = torch.optim.AdamW([w], lr=1e-4)
     >>> w.grad = torch.full_like(w, 1e-3)
-    >>> metric, state = metrics.from_optimizer(optimizer), metrics.state_of(optimizer, w)
-    >>> metric.lr, metric.betas, metric.step
+    >>> step = codec.optimizers.from_optimizer(optimizer)
+    >>> step.lr, step.betas, step.step
     (0.0001, (0.9, 0.999), 0)
-    >>> frame = codec.encode(w.grad, codec.Truncate(), metric=metric, state=state)
+    >>> spec = codec.Truncate().bind(step, **codec.optimizers.state_of(optimizer, w))
+    >>> frame = codec.encode(w.grad, spec)
     """
     optimizer = unwrapped(optimizer)
     kind = check_known(optimizer)
@@ -49,7 +56,7 @@ def from_optimizer(optimizer: Any, group: int = 0) -> Metric:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer of torch's inside of one that a framework has wrapped, as Accelerate and Lightning do."""
+    """Return the torch optimizer inside of wrappers of frameworks such as Accelerate and Lightning."""
     for _ in range(8):
         inside = getattr(optimizer, "optimizer", None)
         if not hasattr(inside, "param_groups"):
@@ -59,36 +66,36 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def check_known(optimizer: Any) -> str:
-    """Return the name of an optimizer's class, if it is one of torch's that has a metric.
+    """Return the name of an optimizer's class, if its step is known.
 
     Raises
     ------
     ArgumentError
-        It is another one.
+        The step of the optimizer is not known.
     """
     optim: Any = getattr(sys.modules.get("torch"), "optim", None)
     kind = type(optimizer).__name__
     if kind not in _READERS or type(optimizer) is not getattr(optim, kind, None):
         known = ", ".join(_READERS)
         raise ArgumentError(
-            f"no metric is known for {kind}: only for torch.optim's {known}, also as .optimizer of a wrapper, or by "
-            "metrics.Custom"
+            f"the step of {kind} is not known: use torch.optim's {known}, also as .optimizer of a wrapper, or "
+            "codec.optimizers.Custom"
         )
     return kind
 
 
 def _steps(optimizer: Any, params: Sequence[Any]) -> int:
-    """Taken so far by all parameters of a group."""
+    """Return the number of steps that all parameters of a group have taken."""
     steps = {int(s["step"]) for p in params if "step" in (s := optimizer.state.get(p, {}))}
     if len(steps) > 1:
         raise ArgumentError(
             f"parameters of this group have taken {min(steps)} to {max(steps)} steps: "
-            "make their metrics one by one, by dataclasses.replace(metric, step=...)"
+            "make an optimizer for each, by dataclasses.replace(optimizer, step=...)"
         )
     return steps.pop() if steps else 0
 
 
-def _read_sgd(g: Mapping[str, Any], known: dict[str, Any], steps: Callable[[], int]) -> Metric:
+def _read_sgd(g: Mapping[str, Any], known: dict[str, Any], steps: Callable[[], int]) -> Optimizer:
     if not g["momentum"]:
         return SGD(**known)
     if g["nesterov"]:
@@ -96,16 +103,16 @@ def _read_sgd(g: Mapping[str, Any], known: dict[str, Any], steps: Callable[[], i
     return Momentum(**known, momentum=float(g["momentum"]), dampening=float(g["dampening"]))
 
 
-def _read_adagrad(g: Mapping[str, Any], known: dict[str, Any], steps: Callable[[], int]) -> Metric:
+def _read_adagrad(g: Mapping[str, Any], known: dict[str, Any], steps: Callable[[], int]) -> Optimizer:
     return Adagrad(**known, lr_decay=float(g["lr_decay"]), eps=float(g["eps"]), step=steps())
 
 
-def _read_rmsprop(g: Mapping[str, Any], known: dict[str, Any], steps: Callable[[], int]) -> Metric:
+def _read_rmsprop(g: Mapping[str, Any], known: dict[str, Any], steps: Callable[[], int]) -> Optimizer:
     known |= {name: float(g[name]) for name in ("alpha", "eps", "momentum")}
     return RMSprop(**known, centered=bool(g["centered"]))
 
 
-def _read_adam(g: Mapping[str, Any], known: dict[str, Any], steps: Callable[[], int]) -> Metric:
+def _read_adam(g: Mapping[str, Any], known: dict[str, Any], steps: Callable[[], int]) -> Optimizer:
     beta1, beta2 = g["betas"]
     kind = AdamW if g["decoupled_weight_decay"] else Adam
     betas = (float(beta1), float(beta2))
@@ -122,23 +129,30 @@ _READERS = {
 
 
 def state_of(optimizer: Any, parameter: Any) -> dict[str, Any]:
-    """What ``state=`` wants beside :func:`from_optimizer`'s metric: the arrays of one parameter before the step.
+    """Return the state of one parameter before the step, as the arguments of :meth:`codec.Truncate.bind`.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
+        The torch optimizer, or a wrapper, as for :func:`from_optimizer`.
     parameter : torch.nn.Parameter
-        One of the optimizer's.
+        One of the optimizer's parameters.
 
     Returns
     -------
     dict of str to torch.Tensor
-        ``theta``, and ``m`` and ``v`` if there are any yet: the optimizer's own memory, no copies.
+        ``theta``, and ``m`` and ``v`` if the optimizer has them: its own memory, not copies.
 
     Raises
     ------
     ArgumentError
-        It is no optimizer, or the parameter is not the optimizer's.
+        `optimizer` is no torch optimizer, or the parameter is not among its parameters.
+
+    Examples
+    --------
+    >>> w = torch.nn.Parameter(torch.ones(1000))
+    >>> sorted(codec.optimizers.state_of(torch.optim.SGD([w], lr=0.1), w))
+    ['theta']
     """
     optimizer = unwrapped(optimizer)
     if not hasattr(optimizer, "param_groups"):

@@ -9,8 +9,8 @@ import numpy as np
 from codec._c import library
 from codec.arguments import shown, whole
 from codec.codebook import Codebook, count_symbols
-from codec.errors import ArgumentError, StateError
-from codec.specs import Lossless, Truncate
+from codec.errors import ArgumentError, SpecError, StateError
+from codec.specs import BoundSpec, Lossless, Truncate
 from codec.stateful.checkpoint import VERSION, array_of, opened, plain
 from codec.tensors.view import dtype_name
 
@@ -41,7 +41,7 @@ class CodebookRefresher:
     Parameters
     ----------
     spec : Lossless or Truncate
-        Of the frames.
+        Spec of the frames.
     dtype : str, type or dtype
         Of the tensors; for Lossless any that has exponents will do.
     interval : int
@@ -92,9 +92,7 @@ class CodebookRefresher:
         self._latest = -1  # step that current() was asked about
         self._books: dict[int, Codebook | None] = {0: None}  # by the step from which they are in use, the last two
 
-    def count(
-        self, x: Any, *, segments: Any = None, metric: Any = None, state: Mapping[str, Any] | None = None
-    ) -> None:
+    def count(self, x: Any, spec: BoundSpec | None = None) -> None:
         """Count the symbols of a tensor, in the sample that encoding takes.
 
         It is enough to count in steps that are :meth:`due`: for a small tensor it takes longer than encoding. Under
@@ -102,17 +100,19 @@ class CodebookRefresher:
 
         Parameters
         ----------
-        x : array or tensor
-            What is to be encoded.
-        segments, metric, state : optional
-            As in :func:`codec.encode`.
+        x : array, tensor or View
+            Tensor that is to be encoded.
+        spec : BoundSpec, optional
+            The refresher's spec, bound to an optimizer, if it is :class:`codec.Truncate`.
 
         Raises
         ------
         ArgumentError, EngineError, StateError
             As in :meth:`Codebook.from_tensors`, or x has other symbols than tensors of `dtype`. Counts are as before.
         """
-        dtype, n, sample = count_symbols(x, self.spec, segments, metric, state)
+        if spec is not None and (not isinstance(spec, BoundSpec) or spec.spec != self.spec):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SpecError(f"spec must be {self.spec} bound to an optimizer, got {shown(spec)}")
+        dtype, n, sample = count_symbols(x, self.spec if spec is None else spec)
         own = Codebook.from_counts(sample, self.spec, dtype)
         if own.symbols != self._symbols:
             raise ArgumentError(f"under {self.spec} tensors of {dtype} have other symbols than those of {self.dtype}")

@@ -1,17 +1,20 @@
 """Error feedback: what a lossy frame loses is sent with the next one."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from codec._c.library import ITEMSIZE
-from codec._c.spec_structs import spec_hint
+from codec._options import CallOptions, settings_of
 from codec.arguments import plain
 from codec.arguments import shown as told
+from codec.codebook import Codebook
 from codec.encoding import encode
 from codec.errors import ArgumentError, SpecError, StateError
-from codec.specs import Lossless, Spec
+from codec.presets import resolve
+from codec.specs import BoundSpec, Lossless, Spec
 from codec.stateful.checkpoint import ROLES, load, save
 from codec.stateful.ranges import (
     Array,
@@ -29,6 +32,7 @@ from codec.stateful.ranges import (
 )
 from codec.stateful.resharding import reshard
 from codec.tensors.view import view
+from codec.tensors.wrapper import View
 
 Role = Literal["worker", "server"]
 
@@ -100,9 +104,10 @@ class ErrorFeedback:
 
     reshard = staticmethod(reshard)
 
-    def __init__(self, spec: Spec, *, role: Role = "worker") -> None:
-        if not isinstance(spec, Spec):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise SpecError(f"not a spec: {told(spec)}; {spec_hint(spec)}")
+    def __init__(self, spec: Spec | str, *, role: Role = "worker") -> None:
+        spec, bound = resolve(spec)
+        if bound is not None:
+            raise SpecError(f"ErrorFeedback takes {spec}: give the spec that is bound to its method encode()")
         if isinstance(spec, Lossless):
             raise SpecError("Lossless loses nothing that could be fed back")
         if not isinstance(role, str) or role not in ROLES:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -247,19 +252,31 @@ class ErrorFeedback:
         if number != now.scale:
             self._now = now.changed(scaled(now.kept, number / now.scale), float(number))
 
-    def encode(self, key: str, x: Any, **keywords: Any) -> bytes | memoryview:
-        """Encode a tensor that is a parameter's gradient, with what is owed to it.
+    def encode(
+        self,
+        key: str,
+        x: Any,
+        spec: BoundSpec | None = None,
+        *,
+        out: Any = None,
+        codebook: Codebook | None = None,
+        stream: int = 0,
+        options: CallOptions | None = None,
+    ) -> bytes | memoryview:
+        """Encode a parameter's gradient with error feedback, and commit its residual.
 
-        Apart from what else may have been begun: nothing needs to be committed.
+        Buffers of :meth:`begin` are not affected.
 
         Parameters
         ----------
         key : str
-            The parameter.
-        x : array, tensor or buffer
-            As in :func:`codec.encode`, in host memory.
-        **keywords
-            As in :func:`codec.encode`, all but ``residual``, ``feedback`` and ``check_first``.
+            Name of the parameter.
+        x : array, tensor, buffer or View
+            Gradient, as in :func:`codec.encode`, in host memory.
+        spec : BoundSpec, optional
+            The spec of this object, bound to the optimizer of the next step, if it is :class:`codec.Truncate`.
+        out, codebook, stream, options
+            As in :func:`codec.encode`.
 
         Returns
         -------
@@ -269,13 +286,18 @@ class ErrorFeedback:
         Raises
         ------
         ArgumentError, EngineError, StateError
-            As in :func:`codec.encode` and :meth:`begin`. What is owed is as it was.
+            As in :func:`codec.encode` and :meth:`begin`. The residual is unchanged.
         """
-        v, before = view(x, keywords.get("dtype")), self._now
+        if spec is not None and (not isinstance(spec, BoundSpec) or spec.spec != self.spec):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SpecError(f"spec must be {self.spec} bound to an optimizer, got {told(spec)}")
+        tensor, dtype = (x.tensor, x.dtype) if type(x) is View else (x, None)
+        v, before = view(tensor, dtype), self._now
         try:
             at = layout_of([(key, v.nbytes // ITEMSIZE[v.dtype])])
             error = self.begin(at)
-            frame = encode(x, self.spec, residual=error, feedback=True, check_first=False, **keywords)
+            once = replace(settings_of(options), verify_first=False)  # `error` is a copy
+            how: Any = {"out": out, "codebook": codebook, "stream": stream, "options": once}
+            frame = encode(x, self.spec if spec is None else spec, residual=error, feedback=True, **how)
             self._commit({at: error})
         except BaseException:
             self._now = before

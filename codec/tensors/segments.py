@@ -1,4 +1,4 @@
-"""Parts of a flat bucket that have shapes of their own."""
+"""Segments: parameters with shapes inside of a flat bucket."""
 
 import functools
 import struct
@@ -13,29 +13,27 @@ Segments = list[tuple[int, tuple[int, ...]]]
 
 _PAIRS = "segments are pairs (offset, shape)"
 _RECORD = "QII8Q"  # codec_segment
-_OF_RANK = [
-    struct.Struct(f"QII{rank}Q{8 * (8 - rank)}x").pack for rank in range(9)
-]  # of a shape with so many dimensions
+_OF_RANK = [struct.Struct(f"QII{rank}Q{8 * (8 - rank)}x").pack for rank in range(9)]  # by rank
 
 
 def segments(tensors: Any) -> Segments:
-    """Where tensors lie in a flat bucket that has all of them, one after the other: what ``segments=`` takes.
+    """Return the offsets and shapes of tensors in a flat bucket that holds them one after the other, for :func:`view`.
 
     Parameters
     ----------
     tensors : iterable of tensors or shapes, mapping of them, or torch.nn.Module
-        In the order of the bucket; a shape is a tuple or list of ints. Scalars have the shape (). Of a module its
-        parameters.
+        Tensors in the order of the bucket; a shape is a tuple or list of ints. Scalars have the shape (). A module
+        stands for its parameters.
 
     Returns
     -------
     list of (int, tuple of int)
-        Offset, in values, and shape of each.
+        Offset, in values, and shape of each tensor.
 
     Raises
     ------
     ArgumentError
-        One of them has no shape, or it is a single tensor.
+        An item has no shape, or `tensors` is a single tensor.
 
     Examples
     --------
@@ -43,7 +41,7 @@ def segments(tensors: Any) -> Segments:
     >>> codec.segments(parameters)
     [(0, (64, 100)), (6400, (64,))]
     >>> bucket = np.concatenate([p.ravel() for p in parameters])
-    >>> frame = codec.encode(bucket, segments=codec.segments(parameters))
+    >>> frame = codec.encode(codec.view(bucket, segments=codec.segments(parameters)))
     """
     if hasattr(tensors, "parameters"):
         tensors = tensors.parameters()
@@ -64,11 +62,11 @@ def segments(tensors: Any) -> Segments:
 
 
 class Records(bytes):
-    """Segments as an array of codec_segment: looked through once, for a bucket is encoded in pieces, step by step."""
+    """Checked segments as an array of the C library's codec_segment, made once for a bucket."""
 
 
 def pack(pairs: Any) -> Records:
-    """``segments=``, any iterable of pairs, as records; those that are there already as they are."""
+    """Return an iterable of pairs (offset, shape) as records; Records are returned unchanged."""
     if type(pairs) is Records:
         return pairs
     try:
@@ -81,7 +79,7 @@ def pack(pairs: Any) -> Records:
         return _packed.__wrapped__(items)
 
 
-@functools.lru_cache(64)  # the same list comes every step, with hundreds of parameters
+@functools.lru_cache(64)  # a training loop passes the same list of hundreds of parameters in every step
 def _packed(items: tuple[Any, ...]) -> Records:
     try:
         pairs = [(offset, tuple(shape)) for offset, shape in items]
@@ -98,5 +96,5 @@ def _packed(items: tuple[Any, ...]) -> Records:
 
 @functools.lru_cache(256)
 def unpack(records: Records) -> Segments:
-    """The pairs of records, for all who ask: not to be changed."""
+    """Return the pairs of records. The list is cached: do not change it."""
     return [(offset, tuple(shape[:rank])) for offset, rank, _, *shape in struct.iter_unpack(_RECORD, records)]

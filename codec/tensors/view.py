@@ -29,9 +29,6 @@ _BYTES = ffi.typeof("uint8_t *")
 _CHARS = ffi.typeof("char[]")
 
 
-new: Any = cast(Any, tuple).__new__  # makes a NamedTuple in half the time of its own: every small call makes three
-
-
 class TensorView(NamedTuple):
     """A C-contiguous tensor, wherever it lies."""
 
@@ -119,9 +116,7 @@ def _name_for(own: Any, itemsize: int, wanted: str | None) -> str:
     """
     if wanted is None:
         if (name := _find_name(own)) is None:
-            raise ArgumentError(
-                f"dtype {own} cannot be encoded; {_CAN}; encode(dtype=...) takes its bits as one of these"
-            )
+            raise ArgumentError(f"dtype {own} cannot be encoded; {_CAN}; codec.view(x, dtype) reads x as one of these")
         return name
     if itemsize != ITEMSIZE[wanted]:
         raise ArgumentError(f"{own} has {itemsize} bytes an item, {wanted} has {ITEMSIZE[wanted]}")
@@ -157,7 +152,7 @@ def _from_numpy(x: Array, wanted: str | None = None) -> TensorView:
         if not x.flags.c_contiguous:
             x = x.copy(order="C")
         data = _pointer(x.__array_interface__["data"][0])
-    return new(TensorView, (name, shape, data, x.nbytes, x, "cpu", None))
+    return TensorView(name, shape, data, x.nbytes, x)
 
 
 def is_torch(x: object) -> TypeGuard[Any]:
@@ -325,7 +320,7 @@ def view_bytes(frame: Any) -> TensorView:
         return v._replace(dtype="uint8", shape=(v.nbytes,))
     data = ffi.from_buffer(frame)
     n = len(frame)
-    return new(TensorView, ("uint8", (n,), data, n, frame, "cpu", None))
+    return TensorView("uint8", (n,), data, n, frame)
 
 
 def view_output(out: Any, dtype: str | None = None, name: str = "out=") -> TensorView:
@@ -394,7 +389,7 @@ def _from_own(array: Array, argument: str, dtype: str | None) -> TensorView:
         except (ValueError, BufferError, TypeError):
             pass
         else:
-            return new(TensorView, (name, array.shape, data, array.nbytes, array, "cpu", None))
+            return TensorView(name, array.shape, data, array.nbytes, array)
     flags = array.flags
     if not flags.c_contiguous:
         raise ArgumentError(f"{argument} must be C-contiguous")
@@ -466,7 +461,7 @@ def empty(dtype: str, shape: tuple[int, ...], like: Any = None) -> tuple[Any, Te
     """Make a tensor to decode into, in host memory: of like's kind, or a numpy array."""
     if like is None and (known := _NUMPY.get(dtype)) is not None:
         array = np.empty(shape, known)
-        return array, new(TensorView, (dtype, shape, ffi.from_buffer(array), array.nbytes, array, "cpu", None))
+        return array, TensorView(dtype, shape, ffi.from_buffer(array), array.nbytes, array)
     if is_torch(like):
         torch: Any = sys.modules["torch"]
         t = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")  # whatever torch's default is

@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from codec import ArgumentError
 from codec.arguments import shown
-from codec.encoding import asked_of, bound, check_stream
-from codec.specs import Spec
+from codec.encoding import bound, check_stream
+from codec.optimizers import Custom, Optimizer
+from codec.optimizers.arguments import level_source_for
+from codec.specs import BoundSpec, Spec, Truncate
 from codec.tensors.segments import Records, pack, unpack
 from codec.tensors.view import _check_storage, mark_written, view
 from codec.torch.messages import Array
@@ -73,9 +75,22 @@ def reduction_of(
         _check_inside(inside, tensor.numel())
     bound(tensor.numel(), dtype, spec)
     x = as_array(tensor)
-    asked_of(spec, metric, state, view(x, dtype))
+    level_source_for(spec, bound_spec(spec, metric, state), view(x, dtype))
     flat = None if state is None else {name: _flat(x) for name, x in state.items() if x is not None}
     return Reduction(x, dtype, spec, op, check_stream(stream), inside, metric, flat)
+
+
+def bound_spec(spec: Spec, metric: Any, state: Mapping[str, Any] | None) -> BoundSpec | None:
+    """Return the spec bound to an optimizer, or to levels, and state; None if there are none."""
+    if metric is None and state is None:
+        return None
+    if not isinstance(spec, Truncate):
+        raise ArgumentError(f"metric= and state= are for Truncate, not for {type(spec).__name__}")
+    if state is not None and (not isinstance(state, Mapping) or set(state) - {"theta", "m", "v"}):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError("state= must be a mapping of theta, m and v to arrays or tensors")
+    if metric is None or isinstance(metric, Optimizer | Custom | list | tuple):
+        return spec.bind(metric, **(state or {}))
+    return spec.bind(levels=metric)
 
 
 def check_dense(tensor: Any) -> None:

@@ -15,9 +15,11 @@ from codec._c.library import DTYPES, lib
 from codec._c.spec_structs import spec_struct
 from codec.decoding import check_values
 from codec.inspection import read_header
-from codec.specs import Lossless, Spec, Truncate
+from codec.optimizers import Custom, Optimizer
+from codec.specs import BoundSpec, Lossless, Spec, Truncate
 from codec.tensors.segments import Records
 from codec.tensors.view import view_bytes
+from codec.tensors.wrapper import View
 from codec.torch.channel import Channel
 from codec.torch.messages import Array
 from codec.torch.partition import Piece, chunk_nbytes, cut, cut_evenly
@@ -77,22 +79,20 @@ class Reduction:
         return self._encode(self.rounded(total), piece, out, residual, number)
 
     def _encode(self, x: Array, piece: Piece, out: Array, residual: Array | None, number: int) -> int:
-        how: dict[str, Any] = {"segments": piece.segments, **self._state(piece)}
-        if residual is not None:
-            # after an error nobody reads it: other pieces' may be written already
-            how |= {"residual": residual, "feedback": True, "check_first": False}
+        bound = self._bound(piece)
+        values = View(x, self.dtype, piece.segments)
         frame = codec.encode(
-            x,
-            self.spec,
-            dtype=self.dtype,
+            values,
+            self.spec if bound is None else bound,
             out=out,
-            threads=_threads(piece),
-            stream=(self.stream * _APART + number) % (1 << 64),
+            residual=residual,  # after an error nobody reads it: other pieces' may be written already
+            feedback=residual is not None,
             codebook=self.codebook,
-            **how,
+            stream=(self.stream * _APART + number) % (1 << 64),
+            options=_options(piece),
         )
         if self.count_symbols is not None:
-            self.count_symbols(self.tensor_of(x), segments=piece.segments, **self._state(piece))
+            self.count_symbols(values, bound)
         return len(frame)
 
     @property
@@ -123,7 +123,7 @@ class Reduction:
             self.decode(frame, piece, into)
             return
         self.check_frame(frame, piece)
-        check_values(frame, into[piece.begin : piece.end], threads=_threads(piece))
+        check_values(frame, into[piece.begin : piece.end], options=_options(piece))
         self.deferred.append(partial(self.decode, frame, piece, into))
 
     def add_residual(self, owed: Array) -> None:
@@ -139,8 +139,8 @@ class Reduction:
         """The values of a frame, to a piece of a tensor like x."""
         self.check_frame(frame, piece)
         into = into[piece.begin : piece.end]
-        how: dict[str, Any] = {"threads": _threads(piece), "check_first": False, **self.decode_arguments(piece)}
-        codec.decode(frame, out=into, nontemporal=self.nontemporal, **how)
+        options = _options(piece, nontemporal=self.nontemporal)
+        codec.decode(frame, self.spec_to_decode(piece), out=into, codebooks=self.codebooks, options=options)
 
     @property
     def nontemporal(self) -> bool:
@@ -163,9 +163,10 @@ class Reduction:
         frames = [part for part in parts if part is not None]
         for frame in frames:
             self.check_frame(frame, piece)
-        how: dict[str, Any] = {"threads": _threads(piece), "check_first": False, **self.decode_arguments(piece)}
+        shared = self.spec_to_decode(piece)
+        how: dict[str, Any] = {"codebooks": self.codebooks, "options": _options(piece, nontemporal=nontemporal)}
         if len(frames) == len(parts):
-            codec.reduce(frames, self.op, out=total, nontemporal=nontemporal, check_finite=check_finite, **how)
+            codec.reduce(frames, shared, op=self.op, out=total, check_finite=check_finite, **how)
             return
         for i, part in enumerate(parts):
             if part is None:
@@ -173,9 +174,9 @@ class Reduction:
                 with np.errstate(over="ignore", invalid="ignore"):  # what comes out says so
                     np.add(total, own, out=total) if i else np.copyto(total, own)
             elif i:
-                codec.accumulate(part, total, **how)
+                codec.accumulate(part, total, shared, **how)
             else:
-                codec.reduce([part], "sum", out=total, **how)
+                codec.reduce([part], shared, op="sum", out=total, **how)
         if self.op == "mean":
             total /= np.float32(len(parts))
         if total.size and np.isnan(total.min()):  # which of two a sum keeps depends on how it is added
@@ -194,16 +195,19 @@ class Reduction:
     def _codec(self) -> tuple[int, ...]:
         return _codec_of(spec_struct(self.spec))
 
-    def _state(self, piece: Piece) -> dict[str, Any]:
-        if self.metric is None:
-            return {}
+    def _bound(self, piece: Piece) -> BoundSpec | None:
+        """Return the spec bound to the optimizer and state of a piece; None if it is bound to none."""
+        if self.metric is None or not isinstance(self.spec, Truncate):
+            return None
         state = {name: x[piece.begin : piece.end] for name, x in (self.state or {}).items()}
-        return {"metric": _metric_of(self.metric, piece), "state": state}
+        metric = self.metric
+        if isinstance(metric, Optimizer | Custom | list):
+            return self.spec.bind(_groups_of(metric, piece), **state)
+        return self.spec.bind(levels=metric[piece.begin : piece.end])
 
-    def decode_arguments(self, piece: Piece) -> dict[str, Any]:
-        """What decoding needs of the state, and codebooks."""
-        how = self._state(piece) if isinstance(self.spec, Truncate) and self.spec.level_coding == "shared" else {}
-        return {**how, "codebooks": self.codebooks} if self.codebooks else how
+    def spec_to_decode(self, piece: Piece) -> BoundSpec | None:
+        """Return the bound spec that decoding a piece needs, if it needs one."""
+        return self._bound(piece) if isinstance(self.spec, Truncate) and self.spec.level_coding == "shared" else None
 
     def tensor_of(self, x: Array) -> torch.Tensor:
         """Values in the dtype of x as a tensor of the same memory."""
@@ -222,13 +226,18 @@ def _codec_of(struct: Any) -> tuple[int, ...]:
     return struct.codec, struct.variant, struct.bits, struct.options, struct.cap, struct.model
 
 
-def _threads(piece: Piece) -> int | None:
-    """For a chunk that is not large one is enough: other ranks on this machine have work for other cores."""
-    return 1 if piece.n <= _LARGE else None
+@functools.cache
+def _options_for(large: bool, nontemporal: bool) -> codec.CallOptions:
+    return codec.options(threads=None if large else 1, verify_first=False, nontemporal=nontemporal)
 
 
-def _metric_of(metric: Any, piece: Piece) -> Any:
-    """The metric, or metrics with the offsets where they begin, of a piece."""
+def _options(piece: Piece, *, nontemporal: bool = False) -> codec.CallOptions:
+    """Return the options of a piece: one thread if it is small, since other ranks of this machine need the cores."""
+    return _options_for(piece.n > _LARGE, nontemporal)
+
+
+def _groups_of(metric: Any, piece: Piece) -> Any:
+    """Return the optimizer of a piece, or its parameter groups with their offsets there."""
     if not isinstance(metric, list):
         return metric
     groups: list[tuple[int, Any]] = []

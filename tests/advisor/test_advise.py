@@ -209,16 +209,15 @@ def test_given_candidates_and_raw_are_compared(clock):
 
 
 def test_algorithms_use_their_own_formulas(clock):
-    """Raw uses two_shot; the number of chunks follows the argument or the size."""
+    """Raw uses two_shot; the number of chunks follows the size."""
     x = gradients("cnn_float32")
     for algorithm in ("two_shot", "ring", "all_gather"):
-        for chunks in (None, 3):
-            advice = codec.advise(x, "1gbit", algorithm=algorithm, chunks=chunks, world_size=5)
-            raw, row = advice.table
-            link = Link(1e9)
-            assert row.seconds == predict_seconds(row.cost, link, 5, algorithm=algorithm, chunks=chunks or 1)
-            assert row.nbytes == round(wire_nbytes(row.cost, 5, algorithm))
-            assert raw.seconds == predict_seconds(Cost(4 * 145_994, 4 * 145_994), link, 5)
+        advice = codec.advise(x, "1gbit", algorithm=algorithm, world_size=5)
+        raw, row = advice.table
+        link = Link(1e9)
+        assert row.seconds == predict_seconds(row.cost, link, 5, algorithm=algorithm)
+        assert row.nbytes == round(wire_nbytes(row.cost, 5, algorithm))
+        assert raw.seconds == predict_seconds(Cost(4 * 145_994, 4 * 145_994), link, 5)
     raw, row = codec.advise(np.ones(5 << 20, np.float32), "1gbit").table
     assert row.seconds == predict_seconds(row.cost, Link(1e9), 4, chunks=5)
 
@@ -231,7 +230,7 @@ def test_small_tensors_are_measured_whole(clock, name):
     """The frame of the bucket, byte for byte, and the seconds of the fake clock."""
     grads = gradients(name)
     (_, row) = codec.advise(grads, "1gbit").table
-    assert row.cost.frame_nbytes == len(codec.encode(bucket(grads), segments=codec.segments(grads)))
+    assert row.cost.frame_nbytes == len(codec.encode(codec.view(bucket(grads), segments=codec.segments(grads))))
     times = (row.cost.encode, row.cost.encode_sum, row.cost.decode, 2 * row.cost.reduce)
     assert times == (clock.step,) * 4
 
@@ -279,7 +278,7 @@ def test_samples_are_whole_rows_across_the_bucket(monkeypatch):
     flat = np.arange(n, dtype=np.float32)
     pairs = codec.segments(shapes)
     tensors = [flat[at : at + prod(s)].reshape(s) for at, s in pairs]
-    found, _ = sampling.tensors_of(tensors, None, None)
+    found, _ = sampling.tensors_of(tensors, None)
     (s,) = sampling.samples(found, 4, None)
     assert s.x.view(np.float32).tolist() == flat.tolist()
     assert s.segments == pairs
@@ -323,28 +322,28 @@ def test_inputs_of_every_type_are_one_bucket(clock):
     w = grads["0.weight"]
     alone = codec.advise(w.t(), "1mbit")  # non-contiguous
     segments = codec.segments([w.t()])
-    assert alone.table[1].cost.frame_nbytes == len(codec.encode(w.t().reshape(-1), segments=segments))
+    assert alone.table[1].cost.frame_nbytes == len(codec.encode(codec.view(w.t().reshape(-1), segments=segments)))
 
 
 def test_each_dtype_is_a_bucket(clock):
-    """Bytes and seconds of the buckets add up; dtype= reinterprets bits."""
+    """Bytes and seconds of the buckets add up; codec.view reinterprets bits."""
     single, half = gradients("cnn_float32"), gradients("transformer_bfloat16")
     one, other = (codec.advise(g, "1gbit").table[1].cost for g in (single, half))
     both = codec.advise([single[0], *half, *single[1:]], "1gbit").table[1].cost
     assert both == one + other
     bits = [g.view(np.uint16) for g in half]
-    assert codec.advise(bits, "1gbit", dtype="bfloat16").table[1].cost == other
+    assert codec.advise([codec.view(g, "bfloat16") for g in bits], "1gbit").table[1].cost == other
 
 
 def test_lossy_codecs_are_measured_with_a_residual(clock, monkeypatch):
     seen = []
     real = advise.encode
     monkeypatch.setattr(advise, "encode", lambda x, spec, **how: seen.append((spec, how)) or real(x, spec, **how))
-    codec.advise(gradients("cnn_float32"), "1gbit", lossy=True, feedback=True, threads=1)
-    fed = {type(spec) for spec, how in seen if how.get("feedback")}
+    codec.advise(gradients("cnn_float32"), "1gbit", lossy=True, feedback=True, options=codec.options(threads=1))
+    fed = {type(spec) for spec, how in seen if how["feedback"]}
     assert fed == {codec.Float8, codec.Quantize, codec.Ternary, codec.Sign}
-    assert {type(spec) for spec, how in seen if "residual" not in how} == {codec.Lossless}
-    assert {how["threads"] for _, how in seen} == {1}
+    assert {type(spec) for spec, how in seen if how["residual"] is None} == {codec.Lossless}
+    assert {how["options"].threads for _, how in seen} == {1}
 
 
 # optimizers
@@ -379,7 +378,7 @@ def test_truncate_is_measured_by_the_optimizers_step(clock, monkeypatch):
     states = [codec.optimizers.state_of(optimizer, p) for p in w]
     state = {name: bucket([s[name].detach().numpy() for s in states]) for name in ("theta", "m", "v")}
     for row in advice.table[2:]:
-        frame = codec.encode(x, row.spec, metric=metric, state=state, segments=codec.segments(grads))
+        frame = codec.encode(codec.view(x, segments=codec.segments(grads)), row.spec.bind(metric, **state))
         assert row.cost.frame_nbytes == len(frame)
     assert len(codec.advise(grads, "1mbit", lossy=True, optimizer=optimizer).table) == 7
     shared = codec.Truncate(level_coding="shared")
@@ -454,20 +453,20 @@ def test_wrong_arguments_are_rejected_before_measuring():
         ({"link": "fast"}, "link must be"),
         ({"world_size": 0}, "world_size must be an int from 1 to"),
         ({"world_size": 10**400}, "world_size must be an int from 1 to"),
-        ({"chunks": 10**400}, "chunks must be an int from 1 to"),
         ({"world_size": 2.0}, "world_size must be an int"),
         ({"algorithm": "tree"}, "algorithm must be one of"),
         ({"lossy": "far"}, 'lossy must be False, "near" or True'),
         ({"lossy": 1}, "lossy must be"),
         ({"feedback": 1}, "feedback must be True or False"),
-        ({"candidates": 5}, "candidates must be specs, got 5"),
-        ({"candidates": ["lossless"]}, "candidates must be specs, got 'lossless'"),
-        ({"candidates": [codec.Sign]}, "candidates must be specs"),
-        ({"threads": 0}, "threads must be"),
-        ({"chunks": 0}, "chunks must be"),
-        ({"dtype": "float31"}, "float31 cannot be encoded"),
+        ({"candidates": 5}, "candidates must be a list of specs, got 5"),
+        (
+            {"candidates": ["exact"]},
+            "not a spec: 'exact'; the presets are 'lossless', 'near', 'balanced', 'small', 'smallest'; write",
+        ),
+        ({"candidates": [codec.Sign]}, "not a spec"),
+        ({"options": {"threads": 2}}, r"options must be made by codec.options\("),
     ):
-        error = codec.SpecError if "candidates" in how else codec.ArgumentError
+        error = codec.SpecError if isinstance(how.get("candidates"), list) else codec.ArgumentError
         with pytest.raises(error, match=words):
             codec.advise(x, **{"link": "1gbit", **how})
 

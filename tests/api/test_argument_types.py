@@ -60,12 +60,29 @@ WRONG = {
     "parameter": torch.nn.Parameter(torch.ones(3)),
 }
 
-sgd, theta = optimizers.SGD(0.1), {"theta": X}
+sgd, truncate = optimizers.SGD(0.1), codec.Truncate()
+
+
+def bind_and_encode(optimizer=None, theta=None, m=None, v=None, levels=None):
+    """Encode a tensor with a spec that is bound to these arguments."""
+    return codec.encode(X, truncate.bind(optimizer, theta=theta, m=m, v=v, levels=levels))
+
+
+def encode_view(tensor, dtype=None, segments=None):
+    """Encode a view of a tensor."""
+    return codec.encode(codec.view(tensor, dtype, segments))
+
+
 CALLS = {
     "bound": (codec.bound, {"shape": 5, "dtype": "float32"}),
     "encode": (codec.encode, {"x": X}),
     "encode_sign": (codec.encode, {"x": X, "spec": codec.Sign(), "residual": X.copy(), "feedback": True}),
-    "encode_truncate": (codec.encode, {"x": X, "spec": codec.Truncate(), "metric": sgd, "state": theta}),
+    "encode_truncate": (bind_and_encode, {"optimizer": sgd, "theta": X, "m": X, "v": X}),
+    "encode_levels": (bind_and_encode, {"levels": np.zeros(X.size, np.uint8)}),
+    "options": (codec.options, {}),
+    "preset": (codec.preset, {"name": "near"}),
+    "view": (encode_view, {"tensor": X}),
+    "predict_seconds": (codec.predict_seconds, {"cost": codec.Cost(1, 1), "link": codec.Link(1e9), "world_size": 4}),
     "encode_async": (codec.encode_async, {"x": X, "out": np.empty(9000, np.uint8)}),
     "encode_many": (codec.encode_many, {"tensors": [X]}),
     "encode_many_of_dict": (codec.encode_many, {"tensors": {"a": X}}),
@@ -82,7 +99,7 @@ CALLS = {
     "from_counts": (codec.Codebook.from_counts, {"counts": np.ones(256, int)}),
     "advise": (codec.advise, {"tensor_or_model": X, "link": "1gbit"}),
     "link": (codec.Link, {"bits_per_second": 1e9}),
-    "warmup": (codec.warmup, {"specs": codec.Sign(), "dtypes": "float32", "engine": "native"}),
+    "warmup": (codec.warmup, {"specs": codec.Sign(), "dtypes": "float32", "options": codec.options(engine="native")}),
     "refresher": (codec.CodebookRefresher, {}),
     "feedback": (codec.ErrorFeedback, {"spec": codec.Sign()}),
     "reshard": (codec.ErrorFeedback.reshard, {"state_dicts": [], "world_size": 2}),

@@ -67,7 +67,7 @@ def test_commands_read_little_of_large_files(tmp_path, capsys):
 
 def test_inspect_reads_side_section_behind_the_header(tmp_path, capsys):
     book = codec.Codebook.from_tensors(X)
-    frame = codec.encode(X, codebook=book, segments=[(0, (10, 100)), (1000, (3000,))])
+    frame = codec.encode(codec.view(X, segments=[(0, (10, 100)), (1000, (3000,))]), codebook=book)
     (tmp_path / "frame").write_bytes(frame)
     assert main(["inspect", str(tmp_path / "frame"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["codebook_id"] == book.id
@@ -136,7 +136,7 @@ def test_safetensors_is_read_without_ml_dtypes(tmp_path, monkeypatch):
     path = safetensors(tmp_path / "x.safetensors", {"a": ("BF16", [3], 0, 6)}, b"abcdef")
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     found = _files.arrays_of(str(path), [], "bfloat16")
-    assert codec.inspect(codec.encode(found["a"], dtype="bfloat16")).dtype == "bfloat16"
+    assert codec.inspect(codec.encode(codec.view(found["a"], "bfloat16"))).dtype == "bfloat16"
 
 
 WRONG_ENTRIES = [

@@ -57,26 +57,26 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_dtype_takes_bits_of_any_dtype(name):
     x, dtype = TENSORS[name]
-    frame = codec.encode(x, dtype=dtype)
+    frame = codec.encode(codec.view(x, dtype))
     info = codec.inspect(frame)
     assert (info.dtype, info.shape) == (dtype, (N,))
     bits = codec.decode(frame, like=np.empty(0, f"u{info.tensor_nbytes // N}"))
     assert bits.tobytes() == NOISE[: bits.nbytes].tobytes()
-    assert codec.encode_many([x, x], dtype=dtype) == [frame, frame]
-    with pytest.raises(codec.ArgumentError, match=r"cannot be encoded; these can.*encode\(dtype=\.\.\.\)"):
+    assert codec.encode_many([codec.view(x, dtype)] * 2) == [frame, frame]
+    with pytest.raises(codec.ArgumentError, match=r"cannot be encoded; these can.*codec\.view\(x, dtype\)"):
         codec.encode(x)
     other = "uint16" if bits.itemsize != 2 else "uint32"
     with pytest.raises(codec.ArgumentError, match=f"has {bits.itemsize} bytes an item, {other} has"):
-        codec.encode(x, dtype=other)
+        codec.encode(codec.view(x, other))
 
 
 @pytest.mark.parametrize("name", [name for name, (x, _) in TENSORS.items() if not isinstance(x, memoryview | Exporter)])
 def test_decode_writes_bits_to_out_of_any_dtype(name):
     x, dtype = TENSORS[name]
-    frame = codec.encode(x, dtype=dtype)
+    frame = codec.encode(codec.view(x, dtype))
     out = np.empty_like(x) if isinstance(x, np.ndarray) else torch.empty_like(x)
     assert codec.decode(frame, out=out) is out
-    assert bytes(codec.encode(out, dtype=dtype)) == frame
+    assert bytes(codec.encode(codec.view(out, dtype))) == frame
     wide = codec.encode(np.ones(N, np.uint16 if "16" not in dtype else np.uint32))
     with pytest.raises(codec.ArgumentError, match="bytes an item"):
         codec.decode(wide, out=out)
@@ -84,27 +84,27 @@ def test_decode_writes_bits_to_out_of_any_dtype(name):
 
 def test_decode_makes_untyped_array_like_the_one_that_was_encoded():
     x = array("V2")
-    y = codec.decode(codec.encode(x, dtype="bfloat16"), like=x)
+    y = codec.decode(codec.encode(codec.view(x, "bfloat16")), like=x)
     assert (y.dtype, y.tobytes()) == (x.dtype, x.tobytes())
 
 
 def test_dtype_of_noncontiguous_and_conjugate_tensors():
     c = tensor(torch.complex64).reshape(20, 30)
     for x in (c.t(), c[:, ::3], c.conj(), c.conj().imag, torch._neg_view(c)):
-        frame = codec.encode(x, dtype="uint64" if x.is_complex() else "float32")
+        frame = codec.encode(codec.view(x, "uint64" if x.is_complex() else "float32"))
         y = codec.decode(frame, like=c).view(x.dtype)
         assert repr(y.tolist()) == repr(x.resolve_conj().resolve_neg().tolist())  # repr, since NaN != NaN
     with pytest.raises(codec.ArgumentError, match="contiguous"):
-        codec.decode(codec.encode(c, dtype="uint64"), out=c.conj())
+        codec.decode(codec.encode(codec.view(c, "uint64")), out=c.conj())
     big = array("c8").astype(">c8")
-    assert codec.encode(big, dtype="uint64") == codec.encode(array("c8"), dtype="uint64")
+    assert codec.encode(codec.view(big, "uint64")) == codec.encode(codec.view(array("c8"), "uint64"))
 
 
 def test_dtype_refuses_python_objects():
     for x in (np.array([object()] * 3), np.zeros(3, [("a", object)])):
         for dtype in (None, "uint64"):
             with pytest.raises(codec.ArgumentError, match="Python objects"):
-                codec.encode(x, dtype=dtype)
+                codec.encode(codec.view(x, dtype))
         with pytest.raises(codec.ArgumentError, match="Python objects"):
             codec.decode(codec.encode(np.zeros(3, np.uint64)), out=x)
 

@@ -57,12 +57,12 @@ def test_engines_lists_every_engine_with_the_reason_why_it_is_unavailable():
     assert engines["native"] is None
     for name, why_not in engines.items():
         calls = (
-            lambda: codec.encode(X, engine=name),  # noqa: B023
-            lambda: codec.decode(FRAME, engine=name),  # noqa: B023
-            lambda: codec.accumulate(FRAME, X.copy(), engine=name),  # noqa: B023
-            lambda: codec.reduce([FRAME], engine=name),  # noqa: B023
-            lambda: codec.encode_many([X], engine=name),  # noqa: B023
-            lambda: codec.decode_many([FRAME], engine=name),  # noqa: B023
+            lambda: codec.encode(X, options=codec.options(engine=name)),  # noqa: B023
+            lambda: codec.decode(FRAME, options=codec.options(engine=name)),  # noqa: B023
+            lambda: codec.accumulate(FRAME, X.copy(), options=codec.options(engine=name)),  # noqa: B023
+            lambda: codec.reduce([FRAME], options=codec.options(engine=name)),  # noqa: B023
+            lambda: codec.encode_many([X], options=codec.options(engine=name)),  # noqa: B023
+            lambda: codec.decode_many([FRAME], options=codec.options(engine=name)),  # noqa: B023
         )
         for call in calls:
             if why_not is None:
@@ -73,7 +73,7 @@ def test_engines_lists_every_engine_with_the_reason_why_it_is_unavailable():
                     call()
     for name in ("abacus", "request", "", 5, ["native"]):
         with pytest.raises(codec.EngineError, match="there are native, numba, cuda"):
-            codec.encode(X, engine=name)
+            codec.options(engine=name)
 
 
 def test_view_describes_contiguous_tensors_on_a_device():
@@ -109,14 +109,14 @@ def test_native_engine_rejects_gpu_arguments_by_name(x):
     calls = {
         "x": [
             lambda: codec.encode(x, codec.Sign(), residual=left, out=out),
-            lambda: codec.encode(x, engine="native"),
+            lambda: codec.encode(x, options=codec.options(engine="native")),
             lambda: codec.encode_many([X, x]),
         ],
         "residual=": [lambda: codec.encode(X, codec.Sign(), residual=x, out=out)],
         "out=": [
             lambda: codec.encode(X, codec.Sign(), residual=left, out=gpu),
             lambda: codec.decode(FRAME, out=x),
-            lambda: codec.decode(FRAME, out=x, engine="native"),
+            lambda: codec.decode(FRAME, out=x, options=codec.options(engine="native")),
             lambda: codec.accumulate(FRAME, x),
             lambda: codec.reduce([FRAME], out=x),
             lambda: codec.decode_many([FRAME, FRAME], out=[left, x]),
@@ -131,8 +131,8 @@ def test_native_engine_rejects_gpu_arguments_by_name(x):
             lambda: codec.accumulate(gpu, left),
         ],
         "theta": [
-            lambda: codec.encode(X, truncate, metric=sgd, state={"theta": x}, residual=left),
-            lambda: codec.Codebook.from_tensors(X, spec=truncate, metric=sgd, state={"theta": x}),
+            lambda: codec.encode(X, truncate.bind(sgd, theta=x), residual=left),
+            lambda: codec.Codebook.from_tensors(X, spec=truncate.bind(sgd, theta=x)),
         ],
         "state": [lambda: sgd.levels(X, x)],
         "g": [lambda: sgd.levels(x, theta)],

@@ -34,14 +34,14 @@ def test_errors_have_the_status_as_code():
         "LIMIT": lambda: codec.decode(frame, max_nbytes=0),
         "UNKNOWN_CODEBOOK": lambda: codec.decode(codec.encode(X, codebook=book)),
         "MISSING_STATE": lambda: codec.decode(
-            codec.encode(X, codec.Truncate(level_coding="shared"), metric=codec.optimizers.SGD(0.1), state={"theta": X})
+            codec.encode(X, codec.Truncate(level_coding="shared").bind(codec.optimizers.SGD(0.1), theta=X))
         ),
         "NONFINITE": lambda: codec.encode(nan, codec.Sign()),
         "BAD_SCALE": lambda: codec.encode(X, codec.Ternary(scale=0.5)),
         "ROUNDED_SCALE": lambda: codec.encode(X.astype(np.float16), codec.Ternary(scale=1e9)),
         "SHORT_OUTPUT": lambda: codec.encode(X, out=bytearray(100)),
         "SHAPE_MISMATCH": lambda: codec.decode(frame, out=np.zeros(8_999, np.float32)),
-        "BAD_SEGMENTS": lambda: codec.encode(X, segments=[(1, (9_000,))]),
+        "BAD_SEGMENTS": lambda: codec.encode(codec.view(X, segments=[(1, (9_000,))])),
         "BAD_DTYPE": lambda: codec.encode(np.arange(9_000), codec.Sign()),
     }.items():
         with pytest.raises(codec.CodecError) as caught:
@@ -59,7 +59,7 @@ def test_errors_can_be_pickled_with_all_attributes():
     for call in (
         lambda: codec.decode_many({"a": frame, "b": damaged}),
         lambda: codec.encode(X, out=bytearray(100)),
-        lambda: codec.encode(X, engine="cuda"),
+        lambda: codec.encode(X, options=codec.options(engine="cuda")),
     ):
         with pytest.raises(codec.CodecError) as caught:
             call()

@@ -11,9 +11,9 @@ import codec
 LAYERS = [
     {"errors"},
     {"arguments", "_ownership"},
-    {"specs"},
+    {"specs", "_options"},
     {"_c"},
-    {"tensors"},
+    {"tensors", "presets"},
     {"optimizers"},
     {"_call"},
     {"codebook", "inspection"},

@@ -16,6 +16,7 @@ import codec
 from codec.__main__ import main
 from codec.tensors.dlpack import DLTensor
 from codec.tensors.view import view
+from support import flatcall
 from support.tiers import HANG_SECONDS
 
 PYTHON = (sys.executable, "-P", "-W", "ignore", "-c")  # -P: ignore the working directory
@@ -71,7 +72,7 @@ def test_numpy_scalars_empty_and_noncontiguous_arrays():
     x.flags.writeable = False
     assert (codec.decode(codec.encode(x)) == x).all()
     b = np.arange(100, dtype=np.uint16)
-    frame = codec.encode(b, dtype="bfloat16")
+    frame = codec.encode(codec.view(b, "bfloat16"))
     assert codec.inspect(frame).dtype == "bfloat16"
     assert (codec.decode(frame, like=b) == b).all()
     assert codec.decode(frame).dtype == ml_dtypes.bfloat16
@@ -128,7 +129,12 @@ def test_codebook_is_required_and_checked_when_decoding():
     frame = codec.encode(y, codebook=book)
     assert codec.inspect(frame).codebook_id == book.id
     assert (codec.decode(frame, codebooks=book) == y).all()
-    assert (codec.decode(frame, codebooks=[codec.Codebook.from_counts(np.arange(256)), book], threads=2) == y).all()
+    assert (
+        codec.decode(
+            frame, codebooks=[codec.Codebook.from_counts(np.arange(256)), book], options=codec.options(threads=2)
+        )
+        == y
+    ).all()
     assert len(frame) < 1.002 * len(codec.encode(y))
     with pytest.raises(codec.StateError, match=f"{book.id:#018x}"):
         codec.decode(frame)
@@ -159,9 +165,10 @@ def test_import_does_not_load_torch():
 
 def test_forked_child_can_encode_after_the_parent_used_threads():
     code = (
-        "import os, codec, numpy as np; x = np.arange(1 << 20, dtype=np.float32); f = codec.encode(x, threads=3)\n"
+        "import os, codec, numpy as np; x = np.arange(1 << 20, dtype=np.float32)\n"
+        "three = codec.options(threads=3); f = codec.encode(x, options=three)\n"
         "pid = os.fork()\n"
-        "if pid == 0: os._exit(0 if codec.encode(x, threads=3) == f else 1)\n"
+        "if pid == 0: os._exit(0 if codec.encode(x, options=three) == f else 1)\n"
         "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
     )
     subprocess.run([*PYTHON, code], check=True, timeout=HANG_SECONDS)
@@ -295,7 +302,7 @@ def test_torch_wrapper_subclasses_are_rejected():
     for call in (
         lambda: codec.encode(w),
         lambda: codec.encode(x, codec.Sign(), residual=w),
-        lambda: codec.encode(x, codec.Truncate(), metric=sgd, state={"theta": w}),
+        lambda: codec.encode(x, codec.Truncate().bind(sgd, theta=w)),
         lambda: codec.decode(frame, out=w),
         lambda: codec.accumulate(frame, w),
         lambda: codec.advise([w], "1gbit"),
@@ -421,9 +428,9 @@ def test_max_nbytes_limits_the_decoded_size():
     small = codec.encode(np.ones(1000, np.float32))
     out = np.zeros(1000, np.float32)
     for call in (
-        lambda **how: codec.decode(small, **how),
-        lambda **how: codec.reduce([small], **how),
-        lambda **how: codec.decode_many([small], **{k: [v] if k == "out" else v for k, v in how.items()}),
+        lambda **how: flatcall.decode(small, **how),
+        lambda **how: flatcall.reduce([small], **how),
+        lambda **how: flatcall.decode_many([small], **{k: [v] if k == "out" else v for k, v in how.items()}),
     ):
         with pytest.raises(codec.LimitError):
             call(max_nbytes=3_999)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import codec
+from support import flatcall
 from support.specs import LOSSY, TRUNCATES
 
 N = 120_003
@@ -19,7 +20,7 @@ def values(seed, n=N):
 
 def how(spec, n=N):
     if isinstance(spec, codec.Truncate) and spec.fixed_level is None:
-        return {"metric": SGD, "state": {"theta": values(1, n)}}
+        return {"optimizer": SGD, "state": {"theta": values(1, n)}}
     return {}
 
 
@@ -32,13 +33,13 @@ def test_feedback_encodes_the_sum_and_updates_the_residual(name, threads):
         x, e, keywords = values(2, n), values(3, n) * 10, how(spec, n)
         summed = x + e
         left = np.empty_like(x)
-        expected = codec.encode(summed, spec, residual=left, **keywords)
+        expected = flatcall.encode(summed, spec, residual=left, **keywords)
         before, error = x.tobytes(), e.copy()
-        assert codec.encode(x, spec, residual=error, feedback=True, threads=threads, **keywords) == expected
+        assert flatcall.encode(x, spec, residual=error, feedback=True, threads=threads, **keywords) == expected
         assert error.tobytes() == left.tobytes()
         assert x.tobytes() == before
         error, out = torch.from_numpy(e.copy()), np.zeros(codec.bound(n, "f4", spec), np.uint8)
-        assert codec.encode(x, spec, residual=error, feedback=True, threads=threads, out=out, **keywords) == expected
+        assert flatcall.encode(x, spec, residual=error, feedback=True, threads=threads, out=out, **keywords) == expected
         assert error.numpy().tobytes() == left.tobytes()
 
 
@@ -51,13 +52,13 @@ def test_errors_leave_the_residual_unchanged(name, threads):
     before = e.tobytes()
     for capacity in (0, 50, 500):
         with pytest.raises(codec.ArgumentError, match="too few"):
-            codec.encode(x, spec, residual=e, feedback=True, out=bytearray(capacity), threads=threads, **keywords)
+            flatcall.encode(x, spec, residual=e, feedback=True, out=bytearray(capacity), threads=threads, **keywords)
         assert e.tobytes() == before
     if name in LOSSY and not (isinstance(spec, codec.Float8) and spec.nonfinite == "propagate"):
         e[-1] = np.inf
         before = e.tobytes()
         with pytest.raises(codec.ArgumentError, match="NaN or Inf"):
-            codec.encode(x, spec, residual=e, feedback=True, threads=threads, **keywords)
+            flatcall.encode(x, spec, residual=e, feedback=True, threads=threads, **keywords)
         assert e.tobytes() == before
 
 
@@ -65,20 +66,20 @@ def test_errors_leave_the_residual_unchanged(name, threads):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", SPECS)
 def test_one_pass_gives_the_same_frames_residuals_and_errors(name, threads, engine):
-    """check_first=False: after an error the residual may hold anything; x is unchanged."""
-    spec, once = SPECS[name], {"check_first": False, "threads": threads, "engine": engine}
+    """verify_first=False: after an error the residual may hold anything; x is unchanged."""
+    spec, once = SPECS[name], {"verify_first": False, "threads": threads, "engine": engine}
     for n in (700, N):
         x, keywords = values(2, n), how(spec, n)
         before = x.tobytes()
         for feedback in (True, False):
             e, error = values(3, n), values(3, n)
-            expected = codec.encode(x, spec, residual=e, feedback=feedback, **keywords)
-            assert codec.encode(x, spec, residual=error, feedback=feedback, **once, **keywords) == expected
+            expected = flatcall.encode(x, spec, residual=e, feedback=feedback, **keywords)
+            assert flatcall.encode(x, spec, residual=error, feedback=feedback, **once, **keywords) == expected
             assert error.tobytes() == e.tobytes()
         if name in LOSSY and not (isinstance(spec, codec.Float8) and spec.nonfinite == "propagate"):
             error[-1] = np.inf
             with pytest.raises(codec.ArgumentError, match="NaN or Inf"):
-                codec.encode(x, spec, residual=error, feedback=True, **once, **keywords)
+                flatcall.encode(x, spec, residual=error, feedback=True, **once, **keywords)
         assert x.tobytes() == before
 
 
@@ -87,13 +88,13 @@ def test_wrong_uses_of_feedback_are_rejected():
     before = x.tobytes()
     for match, keywords in {
         "needs residual=": {"spec": codec.Sign()},
-        "loses nothing": {"residual": np.zeros_like(x)},
+        "Lossless has no residual": {"residual": np.zeros_like(x)},
         "shares memory with x": {"spec": codec.Sign(), "residual": x},
         "as many values": {"spec": codec.Sign(), "residual": np.zeros(5, np.float32)},
     }.items():
-        error = codec.SpecError if match == "loses nothing" else codec.ArgumentError
+        error = codec.SpecError if match.startswith("Lossless") else codec.ArgumentError
         with pytest.raises(error, match=match):
-            codec.encode(x, feedback=True, **keywords)
+            flatcall.encode(x, feedback=True, **keywords)
     for bad in (1, None, "yes", np.True_):
         with pytest.raises(codec.ArgumentError, match="feedback must be"):
             codec.encode(x, codec.Sign(), residual=np.zeros_like(x), feedback=bad)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import codec
 from codec import Status
 from reference import decoder as oracle
+from support import flatcall
 from support.philox import philox, random_words
 from support.specs import LOSSY
 from support.tensors import NUMPY_DTYPES, normal_values, random_bits
@@ -98,7 +99,7 @@ def test_scales_are_summed_in_one_order(n, isa):
     expected = F32(level[0] / n)
     for spec in (codec.Sign(), codec.Sign(group_size=n)):
         for threads in (1, 3):
-            assert (codec.decode(codec.encode(x, spec, threads=threads)) == expected).all()
+            assert (codec.decode(codec.encode(x, spec, options=codec.options(threads=threads))) == expected).all()
 
 
 def float8_scaled(x, most, row):
@@ -229,7 +230,7 @@ def test_residual_is_the_tensor_minus_the_decoded_frame(spec, isa):
         assert (r == x - codec.decode(frame)).all()
         for threads in (1, 4):
             c = x.copy()
-            assert codec.encode(c, spec, residual=c, threads=threads) == frame
+            assert codec.encode(c, spec, residual=c, options=codec.options(threads=threads)) == frame
             assert (c == r).all()
 
 
@@ -257,12 +258,12 @@ def test_nonfinite_values_are_rejected_without_side_effects(spec, isa):
             out = np.empty(codec.bound(30_000, dtype, spec), np.uint8)
             for threads in (1, 4):
                 if isinstance(spec, codec.Float8) and spec.nonfinite == "propagate":
-                    y = codec.decode(codec.encode(x, spec, threads=threads)).astype(F32)
+                    y = codec.decode(codec.encode(x, spec, options=codec.options(threads=threads))).astype(F32)
                     assert np.isnan(y[29_000])
                     assert np.isfinite(np.delete(y, 29_000)).all()
                     continue
                 with pytest.raises(codec.ArgumentError, match="NaN or Inf"):
-                    codec.encode(x, spec, out=out, residual=r, threads=threads)
+                    codec.encode(x, spec, out=out, residual=r, options=codec.options(threads=threads))
                 assert (r == 7).all()
 
 
@@ -297,8 +298,17 @@ def test_residual_in_place_with_several_threads(spec):
     x = normal_values(200_003)
     segments = [(0, (40_000,)), (40_000, (3,)), (40_003, (100_000,)), (140_003, (60_000,))]
     expected = np.empty_like(x)
-    frame = codec.encode(x, spec, segments=segments, residual=expected, threads=1)
-    assert codec.encode(x, spec, segments=segments, residual=x, threads=4, out=np.empty(len(frame), np.uint8)) == frame
+    frame = codec.encode(codec.view(x, segments=segments), spec, residual=expected, options=codec.options(threads=1))
+    assert (
+        codec.encode(
+            codec.view(x, segments=segments),
+            spec,
+            residual=x,
+            out=np.empty(len(frame), np.uint8),
+            options=codec.options(threads=4),
+        )
+        == frame
+    )
     assert x.tobytes() == expected.tobytes()
 
 
@@ -314,11 +324,14 @@ def test_frames_are_identical_for_all_instruction_sets_threads_and_addresses(spe
     for isa in codec.isas():
         with codec.use_isa(isa):
             for threads in (1, 2, 7):
-                assert codec.encode(x, spec, threads=threads) == frame
-                assert codec.encode(moved, spec, threads=threads) == frame
-                assert codec.decode(frame, threads=threads).tobytes() == y.tobytes()
+                assert codec.encode(x, spec, options=codec.options(threads=threads)) == frame
+                assert codec.encode(moved, spec, options=codec.options(threads=threads)) == frame
+                assert codec.decode(frame, options=codec.options(threads=threads)).tobytes() == y.tobytes()
                 assert (
-                    codec.decode(frame, out=np.ndarray(x.shape, F32, raw[1:]), threads=threads).tobytes() == y.tobytes()
+                    codec.decode(
+                        frame, out=np.ndarray(x.shape, F32, raw[1:]), options=codec.options(threads=threads)
+                    ).tobytes()
+                    == y.tobytes()
                 )
                 raw[3 : 3 + x.nbytes] = x.view(np.uint8)
 
@@ -330,8 +343,8 @@ def test_segments_are_encoded_as_if_alone(spec, isa):
     x = normal_values(24_407)
     for i, (offset, shape) in enumerate(shapes):
         x[offset : offset + int(np.prod(shape))] *= 10.0**i
-    frame = codec.encode(x, spec, segments=shapes)
-    assert codec.encode(x, spec, segments=shapes, threads=3) == frame
+    frame = codec.encode(codec.view(x, segments=shapes), spec)
+    assert codec.encode(codec.view(x, segments=shapes), spec, options=codec.options(threads=3)) == frame
     assert codec.inspect(frame).nsegments == 4
     y = codec.decode(frame)
     assert oracle.decode(bytes(frame))[2] == y.tobytes()
@@ -366,14 +379,15 @@ def test_accumulate_and_reduce_equal_sums_of_decoded_frames(spec, dtype, isa):
     for threads in (1, 3):
         out = normal_values((60, 500), 9)
         expected = out + F32(0.3) * values[0]
-        assert codec.accumulate(frames[0], out, 0.3, threads=threads) is out
+        assert codec.accumulate(frames[0], out, weight=0.3, options=codec.options(threads=threads)) is out
         assert (out == expected).all()
         total = ((((values[0] + values[1]) + values[2]) + values[3]) + values[4]).astype(F32)
-        assert (codec.reduce(frames, "sum", threads=threads) == total).all()
-        assert (codec.reduce(frames, threads=threads) == total / F32(5)).all()
-        assert (codec.reduce(frames, "decode_average", out=out) == total / F32(5)).all()
-        assert (codec.reduce(frames, "max", threads=threads) == np.maximum.reduce(values)).all()
-        assert (codec.reduce(frames[:1], threads=threads) == values[0]).all()
+        assert (codec.reduce(frames, op="sum", options=codec.options(threads=threads)) == total).all()
+        assert (codec.reduce(frames, options=codec.options(threads=threads)) == total / F32(5)).all()
+        assert (
+            codec.reduce(frames, op="max", options=codec.options(threads=threads)) == np.maximum.reduce(values)
+        ).all()
+        assert (codec.reduce(frames[:1], options=codec.options(threads=threads)) == values[0]).all()
 
 
 @pytest.mark.parametrize("variant", ["l1", "two_mean"])
@@ -382,14 +396,18 @@ def test_sums_of_sign_frames_are_sequential_float32_sums(variant, isa):
     for n, block in itertools.product((7, 1_000, 40_003), (None, 8, 12, 40, 72, 1_000, 1_024, 4_096)):
         xs = [normal_values(n, i) * F32(i + 1) for i in range(19)]
         segments = [(0, (n // 3,)), (n // 3, (n - n // 3,))] if n > 20_000 else None
-        frames = [codec.encode(x, codec.Sign(variant, group_size=block), segments=segments) for x in xs]
+        frames = [codec.encode(codec.view(x, segments=segments), codec.Sign(variant, group_size=block)) for x in xs]
         values = [codec.decode(frame) for frame in frames]
         out = np.empty(4 * n + 4, np.uint8)[1 : 4 * n + 1].view(F32)
         for count in (2, 3, 8, 9, 19):
             total = functools.reduce(np.add, values[:count])
-            codec.reduce(frames[:count], "sum", out=out, threads=1 + count % 2)
+            codec.reduce(frames[:count], out=out, op="sum", options=codec.options(threads=1 + count % 2))
             assert out.tobytes() == total.tobytes(), (n, block, count)
-            assert codec.reduce(frames[:count], "mean").tobytes() == (total / F32(count)).tobytes(), (n, block, count)
+            assert codec.reduce(frames[:count], op="mean").tobytes() == (total / F32(count)).tobytes(), (
+                n,
+                block,
+                count,
+            )
 
 
 @SPECS
@@ -401,7 +419,7 @@ def test_sums_of_several_dtypes_add_decoded_values(spec, isa):
     ]
     for frames in itertools.permutations(codec.encode(x, spec, stream=i) for i, x in enumerate(xs)):
         a, b, c = (codec.decode(frame).astype(F32) for frame in frames)
-        assert codec.reduce(frames, "sum").tobytes() == ((a + b) + c).tobytes()
+        assert codec.reduce(frames, op="sum").tobytes() == ((a + b) + c).tobytes()
 
 
 @SPECS
@@ -413,8 +431,8 @@ def test_reduce_with_nontemporal_stores(spec, isa):
         for count, op, offset in itertools.product((1, 2, 3), ("sum", "mean", "max"), offsets):
             out = room[offset : offset + 4 * n].view(F32)
             room[:] = 0xA5
-            codec.reduce(frames[:count], op, out=out, threads=1, nontemporal=True)
-            assert out.tobytes() == codec.reduce(frames[:count], op).tobytes()
+            codec.reduce(frames[:count], out=out, op=op, options=codec.options(threads=1, nontemporal=True))
+            assert out.tobytes() == codec.reduce(frames[:count], op=op).tobytes()
             assert (room[:offset] == 0xA5).all()
             assert (room[offset + 4 * n :] == 0xA5).all()
 
@@ -426,7 +444,7 @@ def test_large_sums_use_nontemporal_stores():
         frames = [codec.encode(x, spec) for x in xs]
         a, b, c = (codec.decode(frame) for frame in frames)
         for threads in (1, 2):
-            assert (codec.reduce(frames, threads=threads) == (a + b + c) / F32(3)).all()
+            assert (codec.reduce(frames, options=codec.options(threads=threads)) == (a + b + c) / F32(3)).all()
 
 
 @pytest.mark.parametrize("engine", ["native", "numba"])
@@ -445,22 +463,28 @@ def test_check_finite_rejects_nonfinite_results(engine):
         for threads, past in itertools.product((1, 3), (False, True)):
             how = {"threads": threads, "engine": engine, "nontemporal": past, "check_finite": True}
             with pytest.raises(codec.ArgumentError, match="the result holds NaN or Inf") as caught:
-                codec.reduce(frames, "sum", **how)
+                flatcall.reduce(frames, "sum", **how)
             assert caught.value.code == Status.NONFINITE
             with pytest.raises(codec.ArgumentError, match="the result holds"):
-                codec.reduce(frames, "mean", **how)
-            assert np.isinf(codec.reduce(frames, "sum", threads=threads, engine=engine)).sum() == 95_200
+                flatcall.reduce(frames, "mean", **how)
+            assert (
+                np.isinf(codec.reduce(frames, op="sum", options=codec.options(threads=threads, engine=engine))).sum()
+                == 95_200
+            )
             for few, op in ((frames[:3], "sum"), (frames, "max"), (frames[:1], "sum")):
-                assert (codec.reduce(few, op, **how) == codec.reduce(few, op)).all()
+                assert (flatcall.reduce(few, op, **how) == codec.reduce(few, op=op)).all()
             with pytest.raises(codec.ChecksumError):
-                codec.reduce([*frames, frames[0][:-9] + bytes([frames[0][-9] ^ 1]) + frames[0][-8:]], "sum", **how)
+                flatcall.reduce([*frames, frames[0][:-9] + bytes([frames[0][-9] ^ 1]) + frames[0][-8:]], "sum", **how)
     for few in (
         [codec.encode(wrong)],
         [codec.encode(wrong), codec.encode(some, codec.Sign())],
     ):  # frames of different codecs
         with pytest.raises(codec.ArgumentError, match="the result holds"):
-            codec.reduce(few, "sum", engine=engine, check_finite=True)
-    assert codec.reduce([codec.encode(np.empty(0, F32))], engine=engine, check_finite=True).size == 0
+            codec.reduce(few, check_finite=True, op="sum", options=codec.options(engine=engine))
+    assert (
+        codec.reduce([codec.encode(np.empty(0, F32))], check_finite=True, options=codec.options(engine=engine)).size
+        == 0
+    )
 
 
 def test_reduce_of_different_codecs():
@@ -469,11 +493,13 @@ def test_reduce_of_different_codecs():
     noise = np.random.default_rng(3).integers(0, 0x7F000000, 30_000, dtype=np.uint32).view(F32).reshape(60, 500)
     frames = [codec.encode(xs[0]), codec.encode(xs[1], codec.Sign()), codec.encode(xs[2], codec.Float8())]
     values = [codec.decode(f) for f in frames]
-    assert (codec.reduce(frames, "sum") == (values[0] + values[1]) + values[2]).all()
+    assert (codec.reduce(frames, op="sum") == (values[0] + values[1]) + values[2]).all()
     for lossless in ([xs[0], xs[1]], [xs[0], noise], [xs[0][:2, :50], xs[1][:2, :50]]):
         frames = [codec.encode(x) for x in lossless]
         for threads in (1, 4):
-            assert (codec.reduce(frames, "sum", threads=threads) == lossless[0] + lossless[1]).all()
+            assert (
+                codec.reduce(frames, op="sum", options=codec.options(threads=threads)) == lossless[0] + lossless[1]
+            ).all()
 
 
 def test_shared_scales_add_as_integers():
@@ -483,9 +509,17 @@ def test_shared_scales_add_as_integers():
         frames = [codec.encode(x, codec.Ternary(packing, s), stream=i) for i, x in enumerate(xs)]
         codes = sum(np.sign(codec.decode(f)).astype(int) for f in frames)
         for threads in (1, 4):
-            assert (codec.reduce(frames, "sum", threads=threads) == codes.astype(F32) * F32(s)).all()
-            assert (codec.reduce(frames, "mean", threads=threads) == codes.astype(F32) * F32(s) / F32(6)).all()
-            assert (codec.reduce(frames[::-1], "sum", threads=threads) == codes.astype(F32) * F32(s)).all()
+            assert (
+                codec.reduce(frames, op="sum", options=codec.options(threads=threads)) == codes.astype(F32) * F32(s)
+            ).all()
+            assert (
+                codec.reduce(frames, op="mean", options=codec.options(threads=threads))
+                == codes.astype(F32) * F32(s) / F32(6)
+            ).all()
+            assert (
+                codec.reduce(frames[::-1], op="sum", options=codec.options(threads=threads))
+                == codes.astype(F32) * F32(s)
+            ).all()
 
 
 def test_reduce_rejects_wrong_arguments():
@@ -496,7 +530,7 @@ def test_reduce_rejects_wrong_arguments():
     for bad, error in (
         (lambda: codec.reduce([]), codec.ArgumentError),
         (lambda: codec.reduce([a, b]), codec.ArgumentError),
-        (lambda: codec.reduce([a], "median"), codec.ArgumentError),
+        (lambda: codec.reduce([a], op="median"), codec.ArgumentError),
         (lambda: codec.reduce([a, bytes(damaged)]), codec.ChecksumError),
         (lambda: codec.reduce([a, a[:-8]]), codec.FrameError),
         (lambda: codec.reduce([a], max_nbytes=1000), codec.LimitError),
@@ -539,7 +573,7 @@ def test_decode_writes_no_byte_around_the_destination(spec):
             with codec.use_isa(isa):
                 codec.decode(frame, out=room[inside].view(F32))
                 assert room[inside].tobytes() == codec.decode(frame).tobytes()
-                codec.reduce([frame, frame], "mean", out=room[inside].view(F32))
+                codec.reduce([frame, frame], out=room[inside].view(F32), op="mean")
             assert (np.delete(room, inside) == 0xA5).all()
 
 
@@ -551,7 +585,7 @@ def test_mean_is_the_correctly_rounded_quotient(isa):
     zeros = codec.encode(np.zeros_like(x))
     with codec.use_isa(isa):
         for count in (1, 2, 3, 4, 6, 8, 16):
-            mean = codec.reduce([codec.encode(x)] + [zeros] * (count - 1), "mean")
+            mean = codec.reduce([codec.encode(x)] + [zeros] * (count - 1), op="mean")
             total = x + F32(0) if count > 1 else x  # -0 + 0 = 0
             assert mean.tobytes() == (total / F32(count)).tobytes()
 
@@ -628,11 +662,13 @@ def test_inspect_returns_the_group_size_of_segments():
     """One size if all segments share it; otherwise "row"; None if the side section is missing."""
     x, alike, apart = normal_values(10_000), [(0, (50, 100)), (5000, (50, 100))], [(0, (50, 100)), (5000, (25, 200))]
     for segments, row in ((alike, 100), (apart, None)):
-        assert codec.inspect(codec.encode(x, codec.Float8(), segments=segments)).spec == codec.Float8(group_size=row)
-        frame = codec.encode(x, codec.Sign(group_size="row"), segments=segments)
+        assert codec.inspect(codec.encode(codec.view(x, segments=segments), codec.Float8())).spec == codec.Float8(
+            group_size=row
+        )
+        frame = codec.encode(codec.view(x, segments=segments), codec.Sign(group_size="row"))
         assert codec.inspect(frame).spec == codec.Sign(group_size=row or "row")
         assert codec.inspect(frame[:56]).spec == codec.Sign()
     for spec in (codec.Quantize(3, 50), codec.Sign(), codec.Float4("mxfp4"), codec.Ternary("entropy")):
-        frame = codec.encode(x, spec, segments=apart)
+        frame = codec.encode(codec.view(x, segments=apart), spec)
         assert codec.inspect(frame).spec == spec
         codec.inspect(frame[:56])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import codec
 from codec import Truncate, optimizers
 from reference import decoder as oracle
+from support import flatcall
 from support.specs import TRUNCATE_LEVELS
 from support.tensors import ADAMW, NUMPY_DTYPES, gradient, optimizer_state
 
@@ -88,11 +89,11 @@ def test_every_half_precision_pattern(dtype, level, isa):
 def test_all_levels_and_granularities_round_alike(dtype, levels, granularity, guard, rounding, isa):
     x, arrays = gradient(40_000, dtype=dtype), optimizer_state(40_000)
     x[7:9] = np.nan, np.inf
-    spec = Truncate("metric", rounding, levels, granularity, guard)
+    spec = Truncate("optimizer", rounding, levels, granularity, guard)
     r = np.empty(x.shape, F32)
-    frame = bytes(codec.encode(x, spec, metric=ADAMW, state=arrays, residual=r))
-    how = {"metric": ADAMW, "state": arrays} if levels == "shared" else {}
-    y = codec.decode(frame, **how)
+    frame = bytes(codec.encode(x, spec.bind(ADAMW, **arrays), residual=r))
+    how = {"optimizer": ADAMW, "state": arrays} if levels == "shared" else {}
+    y = flatcall.decode(frame, **how)
     with np.errstate(invalid="ignore"):
         lost = x.astype(F32) - y.astype(F32)
     np.testing.assert_array_equal(r, np.where(np.isfinite(x.astype(F32)), lost, 0))  # 0 for NaN and Inf
@@ -104,15 +105,15 @@ def test_all_levels_and_granularities_round_alike(dtype, levels, granularity, gu
         k = np.array(DROPS[dtype])[level]
         assert y.tobytes() == cut(x, k, rounding == "nearest").tobytes()
     for threads in (2, 5):
-        assert codec.encode(x, spec, metric=ADAMW, state=arrays, threads=threads) == frame
-        assert codec.decode(frame, threads=threads, **how).tobytes() == y.tobytes()
+        assert codec.encode(x, spec.bind(ADAMW, **arrays), options=codec.options(threads=threads)) == frame
+        assert flatcall.decode(frame, threads=threads, **how).tobytes() == y.tobytes()
     out = np.ones(x.shape, F32)
-    codec.accumulate(frame, out, 2.0, **how)
+    flatcall.accumulate(frame, out, 2.0, **how)
     np.testing.assert_array_equal(out, F32(1) + F32(2) * y.astype(F32))
-    np.testing.assert_array_equal(codec.reduce([frame, frame], "sum", **how), y.astype(F32) + y.astype(F32))
+    np.testing.assert_array_equal(flatcall.reduce([frame, frame], "sum", **how), y.astype(F32) + y.astype(F32))
     c = x.astype(F32)
     if dtype == "float32":
-        codec.encode(c, spec, metric=ADAMW, state=arrays, residual=c)
+        codec.encode(c, spec.bind(ADAMW, **arrays), residual=c)
         np.testing.assert_array_equal(c, r)
 
 
@@ -121,11 +122,11 @@ def test_all_levels_and_granularities_round_alike(dtype, levels, granularity, gu
 )
 def test_reference_decoder_gives_the_same_values(n, seed, way, guard, matrix):
     x, arrays = gradient(n, seed), optimizer_state(n, seed)
-    spec = Truncate("metric", "nearest", *way, guard)
+    spec = Truncate("optimizer", "nearest", *way, guard)
     shape = (n // 100, 100) if matrix and n % 100 == 0 and n else (n,)
-    frame = bytes(codec.encode(x.reshape(shape), spec, metric=ADAMW, state=arrays))
+    frame = bytes(codec.encode(x.reshape(shape), spec.bind(ADAMW, **arrays)))
     assert len(frame) <= codec.bound(shape, "float32", spec)
-    y = codec.decode(frame, metric=ADAMW, state=arrays)
+    y = codec.decode(frame, codec.Truncate().bind(ADAMW, **arrays))
     assert oracle.decode(frame, a_exponents=a_exponents(ADAMW, arrays))[2] == y.tobytes()
 
 
@@ -136,9 +137,9 @@ def test_values_that_sampling_misses_are_escaped(isa):
     for at, value in ((77_777, 0.0), (123_456, 1e-30), (99_999, 1e30), (150_001, np.inf)):
         x[at] = value
     for way in TRUNCATE_LEVELS:
-        spec = Truncate("metric", "nearest", *way)
-        frame = bytes(codec.encode(x, spec, metric=ADAMW, state=arrays))
-        y = codec.decode(frame, metric=ADAMW, state=arrays)
+        spec = Truncate("optimizer", "nearest", *way)
+        frame = bytes(codec.encode(x, spec.bind(ADAMW, **arrays)))
+        y = codec.decode(frame, codec.Truncate().bind(ADAMW, **arrays))
         assert (y[77_777], y[150_001]) == (0, np.inf)
         assert oracle.decode(frame, a_exponents=a_exponents(ADAMW, arrays))[2] == y.tobytes()
 
@@ -149,24 +150,24 @@ def test_segments_and_codebook(isa):
     segments = [(0, (90, 100)), (9000, (700,)), (10_000, (150, 130))]
     lossless = codec.Codebook.from_tensors(x)
     for way in TRUNCATE_LEVELS:
-        spec = Truncate("metric", "nearest", *way)
-        book = codec.Codebook.from_tensors(x, spec=spec, metric=ADAMW, state=arrays)
+        spec = Truncate("optimizer", "nearest", *way)
+        book = codec.Codebook.from_tensors(x, spec=spec.bind(ADAMW, **arrays))
         with pytest.raises(codec.ArgumentError, match="symbols"):
-            codec.encode(x, spec, metric=ADAMW, state=arrays, codebook=lossless)
-        own = len(codec.encode(x, spec, metric=ADAMW, state=arrays))
-        assert len(codec.encode(x, spec, metric=ADAMW, state=arrays, codebook=book)) <= own
+            codec.encode(x, spec.bind(ADAMW, **arrays), codebook=lossless)
+        own = len(codec.encode(x, spec.bind(ADAMW, **arrays)))
+        assert len(codec.encode(x, spec.bind(ADAMW, **arrays), codebook=book)) <= own
         for how in ({"segments": segments}, {"codebook": book}):
-            frame = bytes(codec.encode(x, spec, metric=ADAMW, state=arrays, **how))
-            y = codec.decode(frame, metric=ADAMW, state=arrays, codebooks=book)
-            plain = codec.decode(codec.encode(x, spec, metric=ADAMW, state=arrays), metric=ADAMW, state=arrays)
+            frame = bytes(flatcall.encode(x, spec, optimizer=ADAMW, state=arrays, **how))
+            y = codec.decode(frame, codec.Truncate().bind(ADAMW, **arrays), codebooks=book)
+            plain = codec.decode(codec.encode(x, spec.bind(ADAMW, **arrays)), codec.Truncate().bind(ADAMW, **arrays))
             assert (y == plain).all()
-    joint = codec.Codebook.from_tensors(x.astype(np.float16), spec=Truncate(), metric=ADAMW, state=arrays)
+    joint = codec.Codebook.from_tensors(x.astype(np.float16), spec=Truncate().bind(ADAMW, **arrays))
     with pytest.raises(codec.ArgumentError, match="symbols"):
-        codec.encode(x, Truncate(), metric=ADAMW, state=arrays, codebook=joint)
-    with pytest.raises(codec.StateError, match="metric"):
+        codec.encode(x, Truncate().bind(ADAMW, **arrays), codebook=joint)
+    with pytest.raises(codec.StateError, match="optimizer"):
         codec.Codebook.from_tensors(x, spec=Truncate())
     whole = len(codec.encode(x, Truncate(2)))
-    assert len(codec.encode(x, Truncate(2), segments=segments)) < whole
+    assert len(codec.encode(codec.view(x, segments=segments), Truncate(2))) < whole
 
 
 def torch_optimizers():
@@ -221,14 +222,14 @@ def test_frames_that_would_grow_are_stored(n, dtype, isa):
         .integers(0, 1 << 16, n * NUMPY_DTYPES[dtype].itemsize // 2, np.uint16)
         .view(NUMPY_DTYPES[dtype])
     )
-    spec, how = Truncate(guard=126), {"metric": optimizers.SGD(1.0), "state": {"theta": np.full(n, 1e-30, F32)}}
+    spec, how = Truncate(guard=126), {"optimizer": optimizers.SGD(1.0), "state": {"theta": np.full(n, 1e-30, F32)}}
     finite = np.isfinite(x.astype(F32))
     for threads in (1, 2):
         for room in (0, 8):
             left = np.full(n, 7, F32)
             out = np.empty(codec.bound(x.shape, dtype, spec) - room, np.uint8)
             try:
-                frame = codec.encode(x, spec, residual=left, out=out, threads=threads, **how)
+                frame = flatcall.encode(x, spec, residual=left, out=out, threads=threads, **how)
             except codec.ArgumentError:  # too little room
                 assert room
                 assert (left == 7).all()
@@ -253,7 +254,7 @@ def test_exact_preset_changes_few_parameters_of_a_step(name, levels, granularity
         arrays |= {k: saved[b].numpy().copy() for k, b in buffers.items() if b in saved and saved[b] is not None}
         metric = metric_of(step)
         spec = Truncate(level_coding=levels, granularity=granularity, guard="exact")
-        y = codec.decode(codec.encode(g, spec, metric=metric, state=arrays), metric=metric, state=arrays)
+        y = codec.decode(codec.encode(g, spec.bind(metric, **arrays)), codec.Truncate().bind(metric, **arrays))
         twin = torch.nn.Parameter(theta.detach().clone())
         other = make([twin])
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # copy, since load_state_dict shares buffers
@@ -279,8 +280,8 @@ def test_first_step_without_buffers():
         optimizers.RMSprop(1e-3),
         optimizers.SGD(0.1),
     ):
-        with_zeros = codec.encode(x, Truncate(), metric=metric, state=zeros)
-        assert codec.encode(x, Truncate(), metric=metric, state={"theta": arrays["theta"]}) == with_zeros
+        with_zeros = codec.encode(x, Truncate().bind(metric, **zeros))
+        assert codec.encode(x, Truncate().bind(metric, theta=arrays["theta"])) == with_zeros
     late = optimizers.Momentum(0.1, momentum=0.9, dampening=0.75)
     assert late.final({"theta": 0}).theta == optimizers.SGD(0.1).final({"theta": 0}).theta
     assert late.final({"theta": 0, "m": 0}).theta == pytest.approx(40)
@@ -291,7 +292,7 @@ def test_zero_learning_rate_unknown_steps_and_scaled_gradients():
     x, arrays = gradient(5000), optimizer_state(5000)
     arrays["theta"][arrays["theta"] == 0] = 1
     top = codec.decode(codec.encode(x, Truncate(3)))
-    assert (codec.decode(codec.encode(x, Truncate(), metric=optimizers.SGD(0.0), state=arrays)) == top).all()
+    assert (codec.decode(codec.encode(x, Truncate().bind(optimizers.SGD(0.0), **arrays))) == top).all()
     for metric in (
         optimizers.SGD(0.1, maximize=True),
         optimizers.Adam(1e-3, amsgrad=True, step=1),
@@ -299,13 +300,13 @@ def test_zero_learning_rate_unknown_steps_and_scaled_gradients():
         optimizers.RMSprop(1e-3, centered=True),
         optimizers.RMSprop(1e-3, momentum=0.9),
     ):
-        y = codec.decode(codec.encode(x, Truncate(guard=-99), metric=metric, state=arrays))
+        y = codec.decode(codec.encode(x, Truncate(guard=-99).bind(metric, **arrays)))
         assert (y == x).all()
     scaled = codec.decode(
-        codec.encode(x * F32(1024), Truncate(), metric=optimizers.Adam(1e-3, grad_scale=1024.0, step=1), state=arrays)
+        codec.encode(x * F32(1024), Truncate().bind(optimizers.Adam(1e-3, grad_scale=1024.0, step=1), **arrays))
     )
     assert (
-        scaled / 1024 == codec.decode(codec.encode(x, Truncate(), metric=optimizers.Adam(1e-3, step=1), state=arrays))
+        scaled / 1024 == codec.decode(codec.encode(x, Truncate().bind(optimizers.Adam(1e-3, step=1), **arrays)))
     ).all()
 
 
@@ -322,7 +323,7 @@ def test_guard_depends_on_the_dtypes_of_gradient_and_parameter():
         e = x.view(np.uint16) >> 7 & 255
         slack = a - e.astype(int) + 2 - extra
         assert (level == sum((slack >= k) & (a > 0) for k in (2, 4, 6))).all()
-        y = codec.decode(codec.encode(x, Truncate(guard=-2), metric=metric, state=theta))
+        y = codec.decode(codec.encode(x, Truncate(guard=-2).bind(metric, **theta)))
         assert y.tobytes() == cut(x, np.array(DROPS["bfloat16"])[level]).tobytes()
 
 
@@ -337,32 +338,32 @@ def test_parameter_groups_use_their_own_metrics(levels, granularity, isa):
     )
     groups = [(0, first), (17_003, second), (33_000, third)]
     spec = Truncate(level_coding=levels, granularity=granularity)
-    frame = codec.encode(x, spec, metric=groups, state=arrays)
-    assert codec.encode(x, spec, metric=groups, state=arrays, threads=3) == frame
-    y = codec.decode(frame, metric=groups, state=arrays)
+    frame = codec.encode(x, spec.bind(groups, **arrays))
+    assert codec.encode(x, spec.bind(groups, **arrays), options=codec.options(threads=3)) == frame
+    y = codec.decode(frame, codec.Truncate().bind(groups, **arrays))
     for (begin, metric), end in zip(groups, (17_003, 33_000, 40_000), strict=True):
         alone = {k: v[begin:end] for k, v in arrays.items()}
-        z = codec.decode(codec.encode(x[begin:end], spec, metric=metric, state=alone), metric=metric, state=alone)
+        z = codec.decode(codec.encode(x[begin:end], spec.bind(metric, **alone)), codec.Truncate().bind(metric, **alone))
         assert (y[begin:end] == z).all()
     for bad in ([], [(1, first)], [(0, first), (0, second)], [(0, first), (9, second), (5, third)]):
         with pytest.raises(codec.ArgumentError):
-            codec.encode(x, spec, metric=bad, state=arrays)
+            codec.encode(x, spec.bind(bad, **arrays))
     if levels == "shared":
         with pytest.raises(codec.StateError):
-            codec.decode(frame, metric=[(0, first), (17_000, second), (33_000, third)], state=arrays)
+            codec.decode(frame, codec.Truncate().bind([(0, first), (17_000, second), (33_000, third)], **arrays))
 
 
 def test_levels_given_as_an_array():
     x = gradient(20_000)
     level = np.random.default_rng(0).integers(0, 4, 20_000).astype(np.uint8)
     for levels in ("plane", "coded"):
-        frame = bytes(codec.encode(x, Truncate(level_coding=levels), metric=level))
+        frame = bytes(codec.encode(x, Truncate(level_coding=levels).bind(levels=level)))
         expected = cut(x, np.array(DROPS["float32"])[level])
         assert codec.decode(frame).tobytes() == expected.tobytes()
         assert oracle.decode(frame)[2] == expected.tobytes()
     level[9000] = 4
     with pytest.raises(codec.ArgumentError):
-        codec.encode(x, Truncate(), metric=level)
+        codec.encode(x, Truncate().bind(levels=level))
 
 
 def test_custom_metric_equals_the_built_in_one(isa):
@@ -373,37 +374,37 @@ def test_custom_metric_equals_the_built_in_one(isa):
     p, q = F32(t.theta), F32(t.m)
     custom = optimizers.Custom(lambda theta, m: theta * p + q * m)
     for way in TRUNCATE_LEVELS:
-        spec = Truncate("metric", "nearest", *way)
-        frame = codec.encode(x, spec, metric=custom, state=arrays, threads=1)
-        assert frame == codec.encode(x, spec, metric=built_in, state=arrays)
-        assert codec.encode(x, spec, metric=custom, state=arrays, threads=4) == frame
-        y = codec.decode(frame, metric=custom, state=arrays)
-        assert (y == codec.decode(frame, metric=built_in, state=arrays)).all()
+        spec = Truncate("optimizer", "nearest", *way)
+        frame = codec.encode(x, spec.bind(custom, **arrays), options=codec.options(threads=1))
+        assert frame == codec.encode(x, spec.bind(built_in, **arrays))
+        assert codec.encode(x, spec.bind(custom, **arrays), options=codec.options(threads=4)) == frame
+        y = codec.decode(frame, codec.Truncate().bind(custom, **arrays))
+        assert (y == codec.decode(frame, codec.Truncate().bind(built_in, **arrays))).all()
     with pytest.raises(codec.StateError):
-        codec.encode(x, Truncate(), metric=custom, state={"theta": arrays["theta"]})
+        codec.encode(x, Truncate().bind(custom, theta=arrays["theta"]))
     with pytest.raises(codec.ArgumentError):
         optimizers.Custom(lambda theta, beta: theta)
 
 
 def test_decoding_with_another_state_is_a_state_error():
     x, arrays = gradient(20_000), optimizer_state(20_000)
-    frame = codec.encode(x, Truncate(level_coding="shared"), metric=ADAMW, state=arrays)
+    frame = codec.encode(x, Truncate(level_coding="shared").bind(ADAMW, **arrays))
     other = {**arrays, "theta": arrays["theta"].copy()}
     other["theta"][19_999] *= 2
     for bad in (
         {},
-        {"metric": ADAMW, "state": other},
-        {"metric": ADAMW, "state": {"m": arrays["m"], "v": arrays["v"]}},
-        {"metric": optimizers.AdamW(2e-3, step=99), "state": arrays},
-        {"metric": optimizers.AdamW(1e-3, step=100, betas=(0.5, 0.999)), "state": arrays},
+        {"optimizer": ADAMW, "state": other},
+        {"optimizer": ADAMW, "state": {"m": arrays["m"], "v": arrays["v"]}},
+        {"optimizer": optimizers.AdamW(2e-3, step=99), "state": arrays},
+        {"optimizer": optimizers.AdamW(1e-3, step=100, betas=(0.5, 0.999)), "state": arrays},
     ):
         with pytest.raises(codec.StateError):
-            codec.decode(frame, **bad)
+            flatcall.decode(frame, **bad)
         with pytest.raises(codec.StateError):
-            codec.reduce([frame, frame], **bad)
+            flatcall.reduce([frame, frame], **bad)
     out = np.full(20_000, 7, F32)
     with pytest.raises(codec.ArgumentError):
-        codec.decode(frame, out=out, metric=ADAMW, state={**arrays, "m": arrays["m"][:100]})
+        codec.decode(frame, codec.Truncate().bind(ADAMW, **{**arrays, "m": arrays["m"][:100]}), out=out)
     assert (out == 7).all()
 
 
@@ -413,13 +414,13 @@ def test_inspect_returns_a_valid_spec_for_every_guard(rounding):
     x, half = gradient(600), gradient(600).astype(NUMPY_DTYPES["bfloat16"])
     theta = np.full(600, 1e-30, F32)
     for guard in range(-128, 127):
-        spec = Truncate("metric", rounding, "shared", guard=guard)
+        spec = Truncate("optimizer", rounding, "shared", guard=guard)
         for values, of, more in ((x, theta, 0), (half, theta, 16), (x, theta.astype(NUMPY_DTYPES["bfloat16"]), -16)):
-            how = {"metric": optimizers.SGD(1.0), "state": {"theta": of}}
-            frame = codec.encode(values, spec, **how)
+            how = {"optimizer": optimizers.SGD(1.0), "state": {"theta": of}}
+            frame = flatcall.encode(values, spec, **how)
             found = codec.inspect(frame).spec
-            assert found == Truncate("metric", rounding, "shared", guard=min(max(guard + more, -128), 126))
-            assert codec.decode(frame, like=values, **how).shape == (600,)
+            assert found == Truncate("optimizer", rounding, "shared", guard=min(max(guard + more, -128), 126))
+            assert flatcall.decode(frame, like=values, **how).shape == (600,)
 
 
 def test_wrong_arguments_are_rejected():
@@ -436,17 +437,17 @@ def test_wrong_arguments_are_rejected():
         lambda: Truncate(guard="far"),
         lambda: Truncate(max_code_length=9),
         lambda: codec.encode(x, Truncate()),
-        lambda: codec.encode(x, Truncate(), state=arrays),
     ):
         with pytest.raises(codec.SpecError):
             bad()
     for bad in (
-        lambda: codec.encode(x, codec.Sign(), metric=ADAMW, state=arrays),
-        lambda: codec.encode(x, Truncate(), metric=ADAMW, state={**arrays, "w": x}),
-        lambda: codec.encode(x, Truncate(), metric=ADAMW, state={**arrays, "v": x[:10]}),
-        lambda: codec.encode(x, Truncate(), metric=ADAMW, state={**arrays, "v": x.astype(np.float64)}),
-        lambda: codec.encode(x, Truncate(), metric=np.zeros(10, np.uint8)),
-        lambda: codec.encode(x, Truncate(level_coding="shared"), metric=np.zeros(5000, np.uint8)),
+        lambda: Truncate().bind(None, **arrays),
+        lambda: Truncate().bind(ADAMW, levels=np.zeros(5000, np.uint8)),
+        lambda: codec.encode(x, Truncate().bind("AdamW", **arrays)),
+        lambda: codec.encode(x, Truncate().bind(ADAMW, **{**arrays, "v": x[:10]})),
+        lambda: codec.encode(x, Truncate().bind(ADAMW, **{**arrays, "v": x.astype(np.float64)})),
+        lambda: codec.encode(x, Truncate().bind(levels=np.zeros(10, np.uint8))),
+        lambda: codec.encode(x, Truncate(level_coding="shared").bind(levels=np.zeros(5000, np.uint8))),
         lambda: codec.encode(np.arange(5000), Truncate(1)),
         lambda: optimizers.SGD(-1.0),
         lambda: optimizers.Adam(float("nan")),
@@ -460,9 +461,9 @@ def test_frame_size_follows_from_entropies(levels, granularity):
     """Kept bits plus the entropies of exponents and levels, to 2%."""
     x, arrays = gradient(1 << 18), optimizer_state(1 << 18)
     spec = Truncate(level_coding=levels, granularity=granularity)
-    frame = codec.encode(x, spec, metric=ADAMW, state=arrays)
+    frame = codec.encode(x, spec.bind(ADAMW, **arrays))
     assert codec.inspect(frame).spec == spec
-    y = codec.decode(frame, metric=ADAMW, state=arrays)
+    y = codec.decode(frame, codec.Truncate().bind(ADAMW, **arrays))
     level = ADAMW.levels(x, arrays["theta"], m=arrays["m"], v=arrays["v"])
     e = y.view(np.uint32) >> 23 & 255
 
@@ -485,27 +486,27 @@ def test_trailing_zero_bits_cost_nothing():
     x, arrays = gradient(1 << 16), optimizer_state(1 << 16)
     x = (x.view(np.uint32) & 0xFFFF0000).view(F32)
     spec = Truncate(level_coding="shared", granularity="bit", guard="exact")
-    frame = bytes(codec.encode(x, spec, metric=ADAMW, state=arrays))
-    y = codec.decode(frame, metric=ADAMW, state=arrays)
+    frame = bytes(codec.encode(x, spec.bind(ADAMW, **arrays)))
+    y = codec.decode(frame, codec.Truncate().bind(ADAMW, **arrays))
     assert oracle.decode(frame, a_exponents=a_exponents(ADAMW, arrays))[2] == y.tobytes()
     assert 8 * len(frame) / x.size < 8 + 3.5  # sign and 7 bits of mantissa, exponents
     assert (y == x).mean() > 0.99
-    zeros = bytes(codec.encode(np.zeros_like(x), spec, metric=ADAMW, state=arrays))
+    zeros = bytes(codec.encode(np.zeros_like(x), spec.bind(ADAMW, **arrays)))
     assert len(zeros) < 300
-    assert not codec.decode(zeros, metric=ADAMW, state=arrays).any()
+    assert not codec.decode(zeros, codec.Truncate().bind(ADAMW, **arrays)).any()
 
 
 def test_flush_denormal_does_not_change_results():
     x, arrays = gradient(5000, scale=1e-38), optimizer_state(5000)
     arrays["v"] *= F32(1e-36)
     for way in TRUNCATE_LEVELS:
-        spec = Truncate("metric", "nearest", *way)
-        frame = codec.encode(x, spec, metric=ADAMW, state=arrays)
-        y = codec.decode(frame, metric=ADAMW, state=arrays)
+        spec = Truncate("optimizer", "nearest", *way)
+        frame = codec.encode(x, spec.bind(ADAMW, **arrays))
+        y = codec.decode(frame, codec.Truncate().bind(ADAMW, **arrays))
         torch.set_flush_denormal(True)
         try:
-            assert codec.encode(x, spec, metric=ADAMW, state=arrays) == frame
-            assert codec.decode(frame, metric=ADAMW, state=arrays).tobytes() == y.tobytes()
+            assert codec.encode(x, spec.bind(ADAMW, **arrays)) == frame
+            assert codec.decode(frame, codec.Truncate().bind(ADAMW, **arrays)).tobytes() == y.tobytes()
         finally:
             torch.set_flush_denormal(False)
 
@@ -520,10 +521,7 @@ def test_named_guards_equal_their_numbers():
     ):
         frames = {
             codec.encode(
-                x,
-                Truncate(level_coding="shared", granularity=granularity, guard=g),
-                metric=optimizers.SGD(0.1),
-                state=state,
+                x, Truncate(level_coding="shared", granularity=granularity, guard=g).bind(optimizers.SGD(0.1), **state)
             )
             for g in (name, guard)
         }

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import codec
+from support import flatcall
 from support.device import Emulated, build, use
 from support.engine_comparison import level_arguments, like, outcome, sample_bits
 from support.frame_builder import recompute_checksums
@@ -30,7 +31,7 @@ def originals():
         for dtype in ("float32", "bfloat16"):
             n = int(rng.integers(1, 3000))
             how, x = level_arguments(spec, n), sample_bits(dtype, n, "zeros" if seed % 3 else "normal", seed)
-            frames.append((bytes(codec.encode(x, spec, dtype=dtype, **how)), dtype, how))
+            frames.append((bytes(flatcall.encode(x, spec, dtype=dtype, **how)), dtype, how))
     return frames
 
 
@@ -147,7 +148,7 @@ def check_decode(mutant, dtype, how, **given):
     """Return shape, dtype and bits of a mutant's tensor, or its error."""
 
     def call():
-        y = codec.decode(mutant, max_nbytes=MAX_NBYTES, **{"like": like(dtype), **how, **given})
+        y = flatcall.decode(mutant, max_nbytes=MAX_NBYTES, **{"like": like(dtype), **how, **given})
         y = y.get() if hasattr(y, "get") else y
         return y.shape, str(y.dtype), y.tobytes()
 
@@ -167,7 +168,7 @@ def check_numba(seed, count):
         if dtype in LOSSY_DTYPES and i % 4 == 0:
             total = np.full(codec.inspect(frame).shape, 7, np.float32)
             errors = [
-                outcome(lambda: codec.reduce([frame, mutant], out=total, engine=engine, **how))[:2]  # noqa: B023
+                outcome(lambda: flatcall.reduce([frame, mutant], out=total, engine=engine, **how))[:2]  # noqa: B023
                 for engine in ("native", "numba")
             ]
             assert errors[0] == errors[1], mutant.hex()

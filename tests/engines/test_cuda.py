@@ -18,7 +18,7 @@ from codec._c.library import ITEMSIZE
 from codec.engines.cuda import encoding, workspace
 from codec.errors import Status
 from reference import decoder as oracle
-from support import cupy_on_cpu, engine_comparison
+from support import cupy_on_cpu, engine_comparison, flatcall
 from support.device import Emulated, Real, build, use
 from support.engine_comparison import (
     check_decode,
@@ -71,13 +71,13 @@ by_cupy = pytest.mark.parametrize("device", ["cpu", "cupy", GPU], indirect=True)
 
 
 def encode(x, spec, dtype, **how):
-    return bytes(codec.encode(x, spec, dtype=dtype, engine="cuda", **how))
+    return bytes(flatcall.encode(x, spec, dtype=dtype, engine="cuda", **how))
 
 
 def decode(frame, **how):
     """Return the decoded values' bytes."""
     out = np.empty(codec.inspect(frame).shape, like(codec.inspect(frame).dtype).dtype)
-    return codec.decode(frame, out=out, engine="cuda", **how).tobytes()
+    return flatcall.decode(frame, out=out, engine="cuda", **how).tobytes()
 
 
 def bytes_of(x):
@@ -96,7 +96,7 @@ def outcome(call, *args, **how):
 
 def both_outcomes(frame, dtype, **how):
     """Return the both_outcomes of decoding with the CUDA engine and with the native one."""
-    return [outcome(codec.decode, frame, like=like(dtype), engine=name, **how) for name in ("cuda", "native")]
+    return [outcome(flatcall.decode, frame, like=like(dtype), engine=name, **how) for name in ("cuda", "native")]
 
 
 def planes_of_all_modes():
@@ -130,7 +130,7 @@ def test_planes_of_every_mode(monkeypatch):
 
     monkeypatch.setattr(oracle, "decode_region", watched)
     for x, dtype in planes_of_all_modes():
-        frame = codec.encode(x, dtype=dtype)
+        frame = codec.encode(codec.view(x, dtype))
         assert oracle.decode(frame)[2] == x.tobytes()
         assert encode(x, codec.Lossless(), dtype) == frame
         assert decode(frame) == x.tobytes()
@@ -150,7 +150,7 @@ def test_blocks_whose_first_plane_is_not_coded(dtype, monkeypatch):
         return read(frame, at, *rest)
 
     monkeypatch.setattr(oracle, "decode_region", watched)
-    frame = codec.encode(x, codec.Lossless(model="flat"), dtype=dtype)
+    frame = codec.encode(codec.view(x, dtype), codec.Lossless(model="flat"))
     assert oracle.decode(frame)[2] == x.tobytes()
     assert heads == [(mode, (1 << ITEMSIZE[dtype]) - 2) for mode in (2, 0, 2, 1, 2, 2)]
     assert encode(x, codec.Lossless(model="flat"), dtype) == frame
@@ -199,7 +199,7 @@ def test_every_width(compare_with_native):
 def test_lossless(dtype, kind):
     for n in (512, 513, 9001):
         x = random_bits(dtype, n, kind)
-        frame = bytes(codec.encode(x, dtype=dtype))
+        frame = bytes(codec.encode(codec.view(x, dtype)))
         assert encode(x, codec.Lossless(), dtype) == frame
         assert decode(frame) == x.tobytes()
 
@@ -209,7 +209,7 @@ def test_lossless(dtype, kind):
 def test_scale_models(dtype, shape):
     x = random_bits(dtype, int(np.prod(shape)), "normal").reshape(shape)
     for model in ("separable", "flat"):
-        frame = bytes(codec.encode(x, codec.Lossless(model=model), dtype=dtype))
+        frame = bytes(codec.encode(codec.view(x, dtype), codec.Lossless(model=model)))
         assert encode(x, codec.Lossless(model=model), dtype) == frame
         assert decode(frame) == x.tobytes()
 
@@ -233,7 +233,7 @@ def test_whole_rows(dtype, columns):
         if dtype == "bfloat16":
             bits = (bits.view(np.uint32) >> 16).astype(np.uint16)
         for model in ("auto", "flat", "separable"):
-            frame = codec.encode(bits, codec.Lossless(model=model), dtype=dtype, **how)
+            frame = flatcall.encode(bits, codec.Lossless(model=model), dtype=dtype, **how)
             assert encode(bits, codec.Lossless(model=model), dtype, **how) == frame
             assert decode(frame) == bits.tobytes()
 
@@ -266,14 +266,14 @@ def test_groups_of_8(name):
         if dtype == "bfloat16":
             values = (values.view(np.uint32) >> 16).astype(np.uint16)
         for bits, how in ((values, {}), (values[:-1], {"segments": cut}), (values[1:], {})):
-            frame = codec.encode(bits, spec, dtype=dtype, **how)
+            frame = flatcall.encode(bits, spec, dtype=dtype, **how)
             assert encode(bits, spec, dtype, **how) == frame
             ours, native = both_outcomes(frame, dtype)
             assert ours == native
             left, other = np.full(bits.size, 1e-2, F32), np.full(bits.size, 1e-2, F32)
             how |= {"dtype": dtype, "feedback": bits is values}
-            frame = codec.encode(bits, spec, residual=left, **how)
-            assert codec.encode(bits, spec, engine="cuda", residual=other, **how) == frame
+            frame = flatcall.encode(bits, spec, residual=left, **how)
+            assert flatcall.encode(bits, spec, engine="cuda", residual=other, **how) == frame
             assert left.tobytes() == other.tobytes()
 
 
@@ -285,8 +285,8 @@ def test_values_that_the_loop_for_groups_of_8_rejects(bad):
             x, left = np.ones(18_509, F32), np.full(18_509, 0.5, F32)
             x[at] = bad
             for how in ({}, {"residual": left}):
-                native = outcome(codec.encode, x, EIGHTS[name], **how)
-                assert outcome(codec.encode, x, EIGHTS[name], engine="cuda", **how) == native
+                native = outcome(flatcall.encode, x, EIGHTS[name], **how)
+                assert outcome(flatcall.encode, x, EIGHTS[name], engine="cuda", **how) == native
                 if isinstance(native, int):
                     assert (left == 0.5).all()
                 left[:] = 0.5
@@ -297,7 +297,7 @@ def test_rows(name):
     for dtype in LOSSY_DTYPES:
         for n in (1, 5, 63, 64, 100, 513, 17_001):
             x = sample_bits(dtype, n, "normal", odd=0 if "scale" in name else 3)
-            frame = bytes(codec.encode(x, ROWS[name], dtype=dtype))
+            frame = bytes(codec.encode(codec.view(x, dtype), ROWS[name]))
             assert encode(x, ROWS[name], dtype) == frame, (dtype, n)
             ours, native = both_outcomes(frame, dtype)
             assert ours == native, (dtype, n)
@@ -310,7 +310,7 @@ def test_truncate(name, kind):
         for n in (513, 20_001) if kind == "mixed" else (513,):
             x = random_bits(dtype, n, kind)
             how = level_arguments(TRUNCATES[name], n)
-            frame = bytes(codec.encode(x, TRUNCATES[name], dtype=dtype, **how))
+            frame = bytes(flatcall.encode(x, TRUNCATES[name], dtype=dtype, **how))
             assert encode(x, TRUNCATES[name], dtype, **how) == frame, (dtype, n)
             given = how if TRUNCATES[name].level_coding == "shared" else {}
             ours, native = both_outcomes(frame, dtype, **given)
@@ -328,7 +328,7 @@ def test_segments(name):
         x = sample_bits(dtype, 100_000, "normal")
         how = level_arguments(spec, len(x))
         for segments in (BUCKET, BUCKET[1:]) if name == "lossless" else (BUCKET,):
-            frame = bytes(codec.encode(x, spec, dtype=dtype, segments=segments, **how))
+            frame = bytes(flatcall.encode(x, spec, dtype=dtype, segments=segments, **how))
             ours = encode(x, spec, dtype, segments=segments, **how)
             assert ours == frame, dtype
 
@@ -344,7 +344,7 @@ def test_large_tensors(dtype):
         for model in ("auto", "flat"):
             for segments in (None, bucket) if model == "auto" else (None,):
                 spec, how = codec.Lossless(model=model), {} if segments is None else {"segments": segments}
-                frame = bytes(codec.encode(values, spec, dtype=dtype, **how))
+                frame = bytes(flatcall.encode(values, spec, dtype=dtype, **how))
                 assert encode(values, spec, dtype, **how) == frame, (model, segments is None)
 
 
@@ -352,10 +352,10 @@ def test_shared_codebook():
     x, far = sample_bits("float32", 30_000, "normal"), sample_bits("float32", 30_000, "wide", 3)
     for spec in (codec.Lossless(), codec.Lossless(model="flat"), codec.Truncate(1), TRUNCATES["truncate_coded"]):
         how = level_arguments(spec, len(x))
-        book = codec.Codebook.from_tensors(x.view(F32), spec=spec, **how)
+        book = flatcall.codebook(x.view(F32), spec=spec, **how)
         for y in (x, far, x[:600]):
             how = level_arguments(spec, len(y))
-            frame = bytes(codec.encode(y, spec, dtype="float32", codebook=book, **how))
+            frame = bytes(flatcall.encode(y, spec, dtype="float32", codebook=book, **how))
             assert encode(y, spec, "float32", codebook=book, **how) == frame
 
 
@@ -371,26 +371,26 @@ def test_residuals(name, device):
             on_device = device.put(there)
             for feedback in (False, True):
                 how = {"dtype": dtype, "feedback": feedback, **levels}
-                native = outcome(codec.encode, x, spec, residual=left, **how)
-                assert outcome(codec.encode, x, spec, engine="cuda", residual=ours, **how) == native
-                assert outcome(codec.encode, device.put(x), spec, residual=on_device, **how) == native
+                native = outcome(flatcall.encode, x, spec, residual=left, **how)
+                assert outcome(flatcall.encode, x, spec, engine="cuda", residual=ours, **how) == native
+                assert outcome(flatcall.encode, device.put(x), spec, residual=on_device, **how) == native
                 assert ours.tobytes() == bytes_of(on_device) == left.tobytes(), (dtype, n, feedback)
 
 
 def test_one_pass_reads_rows_once(monkeypatch):
-    """check_first=False launches fewer kernels; errors are the same."""
+    """verify_first=False launches fewer kernels; errors are the same."""
     scanned, plan_of = [], encoding.plan_of
     monkeypatch.setattr(encoding, "plan_of", lambda r: scanned.append((plan := plan_of(r)).view.row_sums.count) or plan)
     x = np.random.default_rng(2).standard_normal(20_000, F32)
     for spec in (codec.Float8(), codec.Quantize(4), codec.Sign(group_size=1_024)):
         left = np.ones_like(x)
         frame = codec.encode(x, spec, residual=left, feedback=True)
-        for check_first in (True, False):
-            how = {"residual": (ours := np.ones_like(x)), "feedback": True, "check_first": check_first}
+        for verify_first in (True, False):
+            how = {"residual": (ours := np.ones_like(x)), "feedback": True, "verify_first": verify_first}
             assert encode(x, spec, "float32", **how) == frame
             assert ours.tobytes() == left.tobytes()
         bad = np.where(np.arange(20_000) == 19_999, F32(np.nan), x)
-        assert outcome(encode, bad, spec, "float32", residual=ours, check_first=False) == Status.NONFINITE
+        assert outcome(encode, bad, spec, "float32", residual=ours, verify_first=False) == Status.NONFINITE
     assert [count > 0 for count in scanned] == [True, False, False] * 3
 
 
@@ -418,15 +418,15 @@ def test_metrics(dtype):
     groups = [(0, adamw), (1, sgd), (9_999, adamw), (29_999, sgd), (50_000, sgd)]
     for state in (arrays, halves, brains):
         for metric in (sgd, adamw, optimizers.Momentum(0.1, momentum=0.9), optimizers.SGD(0.1, maximize=True), groups):
-            how = {"metric": metric, "state": state}
-            frame = bytes(codec.encode(x, codec.Truncate(), **how))
+            how = {"optimizer": metric, "state": state}
+            frame = bytes(flatcall.encode(x, codec.Truncate(), **how))
             assert encode(x, codec.Truncate(), dtype, **how) == frame
     levels = np.random.default_rng(3).integers(0, 4, n, np.uint8)
-    frame = bytes(codec.encode(x, TRUNCATES["truncate_plane"], metric=levels))
-    assert encode(x, TRUNCATES["truncate_plane"], dtype, metric=levels) == frame
+    frame = bytes(codec.encode(x, TRUNCATES["truncate_plane"].bind(levels=levels)))
+    assert encode(x, TRUNCATES["truncate_plane"], dtype, optimizer=levels) == frame
     levels[-1] = 4
     with pytest.raises(codec.ArgumentError) as error:
-        encode(x, TRUNCATES["truncate_plane"], dtype, metric=levels)
+        encode(x, TRUNCATES["truncate_plane"], dtype, optimizer=levels)
     assert error.value.code == Status.BAD_ARGUMENT
 
 
@@ -436,7 +436,7 @@ def test_few_values():
         for n in (0, 1, 2, 7, 511):
             x = sample_bits("bfloat16", n, "normal")
             how = level_arguments(spec, n)
-            frame = bytes(codec.encode(x, spec, dtype="bfloat16", **how))
+            frame = bytes(flatcall.encode(x, spec, dtype="bfloat16", **how))
             assert encode(x, spec, "bfloat16", **how) == frame, (name, n)
 
 
@@ -481,7 +481,7 @@ def test_encode_into_out(device):
                     out = device.put(memory)[at:]
                     expected = Status.SHORT_OUTPUT if nbytes < len(frame) else frame
                     assert outcome(codec.encode, device.put(values), spec, out=out) == expected
-                    assert outcome(codec.encode, values, spec, engine="cuda", out=host[at:]) == expected
+                    assert outcome(flatcall.encode, values, spec, engine="cuda", out=host[at:]) == expected
                     if nbytes >= len(frame):
                         assert bytes_of(out)[: len(frame)] == host[at : at + len(frame)].tobytes() == frame
                     left = device.put(np.ones_like(x))
@@ -504,11 +504,11 @@ def test_decode_from_and_to_host_and_device(device):
             for whole, broken in ((there, bad), (frame, damaged)):
                 assert codec.decode(whole, out=far) is far
                 assert bytes_of(far) == x.tobytes()
-                assert codec.decode(whole, out=out, engine="cuda") is out
+                assert codec.decode(whole, out=out, options=codec.options(engine="cuda")) is out
                 assert out.tobytes() == x.tobytes()
                 for kept in (far, out):
                     with pytest.raises(codec.ChecksumError):
-                        codec.decode(broken, out=kept, engine="cuda")
+                        codec.decode(broken, out=kept, options=codec.options(engine="cuda"))
                     assert bytes_of(kept) == x.tobytes()
 
 
@@ -522,7 +522,7 @@ def test_arguments_on_another_device_are_rejected(device):
     with pytest.raises(codec.ArgumentError, match="shares memory"):
         codec.decode(frame, out=memory[:2400].view(F32))
     with pytest.raises(codec.EngineError, match="native"):
-        codec.encode(x, engine="native")
+        codec.encode(x, options=codec.options(engine="native"))
 
 
 @by_cupy
@@ -530,18 +530,18 @@ def test_arguments_on_another_device_are_rejected(device):
 @pytest.mark.parametrize("spec", [codec.Lossless(), codec.Float8(), codec.Quantize(3), codec.Truncate(1)], ids=repr)
 def test_accumulate_and_reduce_agree_with_native(spec, dtype, device):
     n = 20_001
-    frames = [codec.encode(sample_bits(dtype, n, seed=i), spec, dtype=dtype) for i in range(3)]
+    frames = [codec.encode(codec.view(sample_bits(dtype, n, seed=i), dtype), spec) for i in range(3)]
     total = np.linspace(-1, 1, n, dtype=F32)
     ours, there = total.copy(), device.put(total.copy())
-    codec.accumulate(frames[0], total, 0.3)
-    codec.accumulate(frames[0], ours, 0.3, engine="cuda")
-    codec.accumulate(frames[0], there, 0.3)
+    codec.accumulate(frames[0], total, weight=0.3)
+    codec.accumulate(frames[0], ours, weight=0.3, options=codec.options(engine="cuda"))
+    codec.accumulate(frames[0], there, weight=0.3)
     assert ours.tobytes() == bytes_of(there) == total.tobytes()
     for op in ("sum", "mean", "max"):
         for some in (frames, frames[:1]):
-            expected = codec.reduce(some, op).tobytes()
-            assert codec.reduce(some, op, engine="cuda").tobytes() == expected
-            assert codec.reduce(some, op, out=there) is there
+            expected = codec.reduce(some, op=op).tobytes()
+            assert codec.reduce(some, op=op, options=codec.options(engine="cuda")).tobytes() == expected
+            assert codec.reduce(some, out=there, op=op) is there
             assert bytes_of(there) == expected
     damaged = bytearray(frames[1])
     damaged[-20] ^= 1
@@ -556,17 +556,23 @@ def test_check_finite_rejects_nonfinite_results(device):
     for n in (1, 31, 33, 5000):
         x = np.linspace(-1, 1, n, dtype=F32)
         frames = [codec.encode(x), codec.encode(x, codec.Float8())]
-        assert codec.reduce(frames, check_finite=True, engine="cuda").tobytes() == codec.reduce(frames).tobytes()
+        assert (
+            codec.reduce(frames, check_finite=True, options=codec.options(engine="cuda")).tobytes()
+            == codec.reduce(frames).tobytes()
+        )
         for at, odd in itertools.product({0, n // 2, n - 1}, (np.nan, -np.inf)):
             wrong = x.copy()
             wrong[at] = odd
             some = [*frames, codec.encode(wrong)]
             for how in ({"engine": "cuda"}, {"out": device.put(x.copy())}):
                 with pytest.raises(codec.ArgumentError, match="the result holds NaN or Inf") as caught:
-                    codec.reduce(some, check_finite=True, **how)
+                    flatcall.reduce(some, check_finite=True, **how)
                 assert caught.value.code == codec.Status.NONFINITE
-                codec.reduce(some, **how)
-    assert codec.reduce([codec.encode(np.empty(0, F32))], engine="cuda", check_finite=True).size == 0
+                flatcall.reduce(some, **how)
+    assert (
+        codec.reduce([codec.encode(np.empty(0, F32))], check_finite=True, options=codec.options(engine="cuda")).size
+        == 0
+    )
 
 
 @by_cupy
@@ -582,9 +588,12 @@ def test_reduce_of_ternary_frames():
         ([same] * 3, [parts, parts, None]),
     ):
         asked = enumerate(zip(x, specs, segments, strict=True))
-        frames = [codec.encode(a, s, segments=p, stream=i) for i, (a, s, p) in asked]
+        frames = [codec.encode(codec.view(a, segments=p), s, stream=i) for i, (a, s, p) in asked]
         for op in ("sum", "mean", "max"):
-            assert codec.reduce(frames, op, engine="cuda").tobytes() == codec.reduce(frames, op).tobytes()
+            assert (
+                codec.reduce(frames, op=op, options=codec.options(engine="cuda")).tobytes()
+                == codec.reduce(frames, op=op).tobytes()
+            )
 
 
 @by_cupy
@@ -598,10 +607,13 @@ def test_reduce_of_many_frames_with_equal_blocks(name, device):
     for n, count, how in ((20_001, 3, {}), (600, 70, {}), (5000, 3, {"segments": segments}), (9, 2, {})):
         dtype = LOSSY_DTYPES[(n + count) % 3]
         xs = [sample_bits(dtype, n, seed=i, odd=3) for i in range(count)]
-        frames = [codec.encode(x, ROWS[name], dtype=dtype, stream=i, **how) for i, x in enumerate(xs)]
+        frames = [flatcall.encode(x, ROWS[name], dtype=dtype, stream=i, **how) for i, x in enumerate(xs)]
         for op in ("sum", "mean", "max"):
             device.launched.clear()
-            assert codec.reduce(frames, op, engine="cuda").tobytes() == codec.reduce(frames, op).tobytes(), (n, op)
+            assert (
+                codec.reduce(frames, op=op, options=codec.options(engine="cuda")).tobytes()
+                == codec.reduce(frames, op=op).tobytes()
+            ), (n, op)
             assert n == 9 or len(device.launched) == (count if coded else -(-count // 32))
 
 
@@ -617,13 +629,16 @@ def test_reduce_of_quantized_rows(fp8):
             x[1] *= F32(scale)
             frames = [codec.encode(a, codec.Float8(fp8, row, nonfinite="propagate")) for a in x]
             for op in ("sum", "mean", "max"):
-                assert codec.reduce(frames, op, engine="cuda").tobytes() == codec.reduce(frames, op).tobytes()
+                assert (
+                    codec.reduce(frames, op=op, options=codec.options(engine="cuda")).tobytes()
+                    == codec.reduce(frames, op=op).tobytes()
+                )
             x[1] /= F32(scale)
     x[1, [0, 777, -1]] = np.nan
     frames = [codec.encode(a, codec.Float8(fp8, 1_024, nonfinite="propagate")) for a in x]
     expected = codec.reduce(frames)
     assert np.isnan(expected).sum() == 3
-    assert np.array_equal(codec.reduce(frames, engine="cuda"), expected, equal_nan=True)
+    assert np.array_equal(codec.reduce(frames, options=codec.options(engine="cuda")), expected, equal_nan=True)
 
 
 @by_cupy
@@ -638,9 +653,9 @@ def test_batches(device, monkeypatch, at_once):
     device.launched.clear()
     assert {i: bytes_of(f) for i, f in codec.encode_many(there).items()} == frames
     assert device.launched.count("close_frame") == -(-len(xs) // at_once)
-    assert codec.encode_many(xs, engine="cuda") == frames
+    assert codec.encode_many(xs, options=codec.options(engine="cuda")) == frames
     device.launched.clear()
-    decoded = codec.decode_many(frames, engine="cuda")
+    decoded = codec.decode_many(frames, options=codec.options(engine="cuda"))
     assert device.launched.count("decode_lossless<4>") == (
         1 if at_once > 2 else 2
     )  # small tensors are stored without blocks
@@ -649,14 +664,18 @@ def test_batches(device, monkeypatch, at_once):
     bad = frames | {3: frames[3][:-1] + b"\1"}
     out = {i: np.zeros_like(x) for i, x in xs.items()}
     with pytest.raises(codec.FrameError) as error:
-        codec.decode_many(bad, out=out, engine="cuda")
+        codec.decode_many(bad, out=out, options=codec.options(engine="cuda"))
     assert error.value.item == 3
     assert not any(x.any() for x in out.values())
     xs[2][5] = np.nan
     with pytest.raises(codec.ArgumentError) as error:
-        codec.encode_many(xs, codec.Sign(), engine="cuda")
+        codec.encode_many(xs, codec.Sign(), options=codec.options(engine="cuda"))
     assert error.value.item == 2
-    assert codec.encode_many([], engine="cuda") == codec.decode_many([], engine="cuda") == []
+    assert (
+        codec.encode_many([], options=codec.options(engine="cuda"))
+        == codec.decode_many([], options=codec.options(engine="cuda"))
+        == []
+    )
 
 
 @by_cupy
@@ -667,26 +686,26 @@ def test_cached_headers(device, monkeypatch):
         frame, another, short = codec.encode(y), codec.encode(other), codec.encode(y[:-1])
         there, out = device.put(np.frombuffer(frame, np.uint8)), device.put(np.zeros_like(y))
         for head in (frame[:4096], frame, frame[:120]):
-            codec.decode(there, out=out, head=head)
-            codec.accumulate(there, out, head=head)
+            flatcall.decode(there, out=out, head=head)
+            flatcall.accumulate(there, out, head=head)
             assert bytes_of(out) == (2 * y).tobytes()
         with pytest.raises(codec.LimitError):
-            codec.decode(there, head=frame, max_nbytes=y.nbytes - 1)
-        codec.decode(there, out=out, head=device.put(np.frombuffer(frame, np.uint8)))
+            flatcall.decode(there, head=frame, max_nbytes=y.nbytes - 1)
+        flatcall.decode(there, out=out, head=device.put(np.frombuffer(frame, np.uint8)))
         assert bytes_of(out) == y.tobytes()
-        codec.accumulate(there, out, head=frame)
+        flatcall.accumulate(there, out, head=frame)
         for wrong in (another, short, frame[:20], b""):
             with pytest.raises(codec.FrameError):
-                codec.decode(there, out=out, head=wrong)
+                flatcall.decode(there, out=out, head=wrong)
         assert bytes_of(out) == (2 * y).tobytes()
     spec, state = TRUNCATES["truncate_shared"], {"theta": device.put(x)}
-    how = {"metric": optimizers.SGD(0.1), "state": state}
-    frame, another = (codec.encode(device.put(z), spec, **how) for z in (x, -x))
+    how = {"optimizer": optimizers.SGD(0.1), "state": state}
+    frame, another = (flatcall.encode(device.put(z), spec, **how) for z in (x, -x))
     damaged = bytearray(bytes_of(another)[:4096])
     damaged[-1] ^= 255
     for head in (bytes_of(another), bytes(damaged), bytes_of(another)[:48] + bytes(60)):
         with pytest.raises(codec.CodecError):
-            codec.decode(frame, head=head, **how)
+            flatcall.decode(frame, head=head, **how)
 
 
 @by_cupy
@@ -703,8 +722,8 @@ def test_symbols_are_counted_on_the_device(device):
                 assert book == codec.Codebook.from_tensors(some, spec=spec)
     spec, metric, state = codec.Truncate(), optimizers.SGD(0.1), {"theta": x[::-1] * F32(0.1)}
     there = {name: device.put(array) for name, array in state.items()}
-    ours = codec.Codebook.from_tensors(device.put(x), spec=spec, metric=metric, state=there)
-    assert ours == codec.Codebook.from_tensors(x, spec=spec, metric=metric, state=state)
+    ours = codec.Codebook.from_tensors(device.put(x), spec=spec.bind(metric, **there))
+    assert ours == codec.Codebook.from_tensors(x, spec=spec.bind(metric, **state))
 
 
 @by_cupy
@@ -739,7 +758,7 @@ def test_calls_do_not_synchronize(device):
 
 @by_cupy
 def test_warmup_compiles_kernels(device):
-    codec.warmup([codec.Sign(), codec.Lossless()], "float32", engine="cuda", progress=False)
+    codec.warmup([codec.Sign(), codec.Lossless()], "float32", progress=False, options=codec.options(engine="cuda"))
     assert {"encode_rows<2>", "decode_rows<2>", "encode_lossless<4>", "decode_lossless<4>"} <= set(device.launched)
 
 
@@ -749,12 +768,12 @@ def test_custom_metrics_run_on_the_host(device):
     x = gradient(9000)
     state = optimizer_state(9000)
     metric = [(0, optimizers.Custom(lambda theta, v: theta / (v + 1e-8) ** 0.5)), (5000, optimizers.SGD(0.1))]
-    frame = codec.encode(x, TRUNCATES["truncate_shared"], metric=metric, state=state)
+    frame = codec.encode(x, TRUNCATES["truncate_shared"].bind(metric, **state))
     there = {name: device.put(array) for name, array in state.items()}
-    ours = codec.encode(device.put(x), TRUNCATES["truncate_shared"], metric=metric, state=there)
+    ours = codec.encode(device.put(x), TRUNCATES["truncate_shared"].bind(metric, **there))
     assert bytes_of(ours) == frame
-    expected = codec.decode(frame, metric=metric, state=state).tobytes()
-    assert bytes_of(codec.decode(ours, metric=metric, state=there)) == expected
+    expected = codec.decode(frame, codec.Truncate().bind(metric, **state)).tobytes()
+    assert bytes_of(codec.decode(ours, codec.Truncate().bind(metric, **there))) == expected
 
 
 @on_cpu
@@ -765,7 +784,7 @@ def test_batches_of_different_sizes_in_any_block_order(device, monkeypatch):
     xs = [rng.standard_normal(n, F32) for n in (600, 150_000, 5000, 1, 20_000)]
     for spec in (codec.Lossless(), codec.Sign(), codec.Float8(entropy=True), codec.Quantize(4), codec.Truncate(1)):
         frames = [codec.encode(x, spec, stream=i << 32) for i, x in enumerate(xs)]
-        assert codec.encode_many(xs, spec, engine="cuda") == frames
+        assert codec.encode_many(xs, spec, options=codec.options(engine="cuda")) == frames
         there = [device.put(np.frombuffer(frame, np.uint8)) for frame in frames]
         assert list(map(bytes_of, codec.decode_many(there))) == [codec.decode(frame).tobytes() for frame in frames]
 
@@ -786,7 +805,7 @@ def test_number_of_launches(device):
     codec.decode_many(frames)
     assert device.launched == ["gather", "decode_lossless<2>", "decode_lossless<4>"]
     x = device.put(np.random.default_rng(1).standard_normal(20_000, F32))
-    groups = {"metric": [(0, optimizers.SGD(0.1)), (500, optimizers.SGD(0.2))], "state": {"theta": x}}
+    groups = {"optimizer": [(0, optimizers.SGD(0.1)), (500, optimizers.SGD(0.2))], "state": {"theta": x}}
     with_feedback = {"residual": device.put(np.zeros(20_000, F32)), "feedback": True}
     shared = TRUNCATES["truncate_shared"]
     for spec, how, most in (
@@ -797,10 +816,10 @@ def test_number_of_launches(device):
         (shared, groups | with_feedback, 4),
     ):
         device.launched.clear()
-        frame = codec.encode(x, spec, **how)
+        frame = flatcall.encode(x, spec, **how)
         assert len(device.launched) == most
         device.launched.clear()
-        codec.decode(frame, out=device.put(np.zeros(20_000, F32)), **(groups if spec is shared else {}))
+        flatcall.decode(frame, out=device.put(np.zeros(20_000, F32)), **groups if spec is shared else {})
         assert len(device.launched) == (3 if spec is shared else 2)
 
 
@@ -812,7 +831,7 @@ def test_upload_is_limited_to_the_used_part_of_a_job(device):
         how = level_arguments(spec, len(x))
         how |= {"state": {key: device.put(v) for key, v in how["state"].items()}} if how else {}
         device.uploaded.clear()
-        frame = codec.encode(there, spec, **how)
+        frame = flatcall.encode(there, spec, **how)
         assert 0 < sum(device.uploaded) < 800, spec
         device.uploaded.clear()
         codec.decode(frame)
@@ -830,7 +849,7 @@ def test_thread_blocks_in_parallel(monkeypatch):
     cases += [(y, codec.Lossless(), "float64", {}), (x, codec.Truncate(), "bfloat16", how)]
     cases += [(x, spec, "bfloat16", {}) for spec in (codec.Ternary("entropy"), codec.Sign(), codec.Float8())]
     for values, spec, dtype, how in cases:
-        frame = bytes(codec.encode(values, spec, dtype=dtype, **how))
+        frame = bytes(flatcall.encode(values, spec, dtype=dtype, **how))
         for _ in range(3):
             assert encode(values, spec, dtype, **how) == frame, spec
             ours, native = both_outcomes(frame, dtype)
@@ -864,7 +883,9 @@ def test_scale_models_in_any_order_of_threads(order, monkeypatch):
         assert encode(x, spec, str(x.dtype)) == frame
         if not isinstance(spec, codec.Lossless):
             frames = [frame] * 3
-            assert codec.reduce(frames, engine="cuda").tobytes() == codec.reduce(frames).tobytes()
+            assert (
+                codec.reduce(frames, options=codec.options(engine="cuda")).tobytes() == codec.reduce(frames).tobytes()
+            )
 
 
 @by_cupy
@@ -872,7 +893,7 @@ def test_scale_models_in_any_order_of_threads(order, monkeypatch):
 def test_golden_frames(name):
     frame, about = GOLDEN_FRAMES[name], GOLDEN[name]
     x, dtype, how = golden_tensor(name)
-    given = {k: v for k, v in how.items() if k in ("metric", "state")}
+    given = {k: v for k, v in how.items() if k in ("optimizer", "state")}
     if "codebook" in how:
         given["codebooks"] = how["codebook"]
     assert hashlib.sha256(decode(frame, **given)).hexdigest() == about.get("values_sha256", about["tensor_sha256"])
@@ -892,7 +913,7 @@ def test_truncated_golden_frames(name):
 
 def reduce_bits(frames, engine):
     """Return the bits of a reduction with all NaNs unified: a GPU makes other NaNs than a CPU."""
-    return unify_nan(np.frombuffer(bytes_of(codec.reduce(frames, engine=engine)), np.float32))
+    return unify_nan(np.frombuffer(bytes_of(codec.reduce(frames, options=codec.options(engine=engine))), np.float32))
 
 
 @pytest.mark.parametrize("name", FRAMES_TO_DAMAGE)

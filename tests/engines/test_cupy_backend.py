@@ -99,10 +99,10 @@ def test_streams_wait_for_each_other(machine):
         x = ArrayOnStream(cupy.array(X), a)
     with b:
         state = {"theta": ArrayOnStream(cupy.array(theta), b)}
-    frame = codec.encode(X, spec, metric=metric, state={"theta": theta})
+    frame = codec.encode(X, spec.bind(metric, theta=theta))
     out = cupy.empty(codec.bound(X.shape, "float32", spec), np.uint8)
-    assert bytes(codec.encode(x, spec, metric=metric, state=state).get()) == frame
-    pending = codec.encode_async(x, spec, out=out, metric=metric, state=state)
+    assert bytes(codec.encode(x, spec.bind(metric, **state)).get()) == frame
+    pending = codec.encode_async(x, spec.bind(metric, **state), out=out)
     with b:
         state["theta"].array.set(-theta)
     b.synchronize()
@@ -134,12 +134,12 @@ def test_old_gpus_are_rejected_by_name(monkeypatch):
         cupy_on_cpu.install(monkeypatch, build(), capabilities)
         assert re.match(said, codec.engines()["cuda"])
         with pytest.raises(codec.EngineError, match=said):
-            codec.encode(X, engine="cuda")
+            codec.encode(X, options=codec.options(engine="cuda"))
     for capabilities in (("80",), ("121", "75"), ("75", "90")):
         cupy_on_cpu.install(monkeypatch, build(), capabilities)
         assert codec.engines()["cuda"] is None
     with pytest.raises(codec.EngineError, match="cuda:0 has"):
-        codec.encode(X, engine="cuda")
+        codec.encode(X, options=codec.options(engine="cuda"))
 
 
 @pytest.mark.parametrize("mode", [cupy_on_cpu.GLOBAL, cupy_on_cpu.RELAXED])

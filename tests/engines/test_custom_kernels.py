@@ -30,13 +30,13 @@ def statements_of(name, source):
 def test_example_of_a_custom_quantizer(capsys):
     """The example of docs/new-kernel.md reduces noise and adds bias; afterwards the kernels are restored."""
     x = np.random.default_rng(1).standard_normal(5000).astype(np.float32)
-    before = codec.encode(x, codec.Quantize(3), engine="numba")
+    before = codec.encode(x, codec.Quantize(3), options=codec.options(engine="numba"))
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     (_, _, noise, bias), (_, _, less, more) = (line.split() for line in capsys.readouterr().out.splitlines()[1:])
     assert 0.7 * float(noise) < float(less) < 0.85 * float(noise)
     assert float(more) > 2 * float(bias)
     assert loops.rows is rows
-    assert codec.encode(x, codec.Quantize(3), engine="numba") == before
+    assert codec.encode(x, codec.Quantize(3), options=codec.options(engine="numba")) == before
     document = (EXAMPLE.parents[1] / "docs" / "new-kernel.md").read_text()
     [block] = re.findall(r"```python\n([^`]*def narrow_codes[^`]*)```", document)
     assert statements_of("narrow_codes", block) == statements_of("narrow_codes", EXAMPLE.read_text())
@@ -79,7 +79,7 @@ def test_metric_that_raises_keeps_all_bits():
     finally:
         torch.set_flush_denormal(False)
     frames = [
-        codec.encode(x, codec.Truncate(), metric=m, state={"theta": x}, engine=engine, threads=threads)
+        codec.encode(x, codec.Truncate().bind(m, theta=x), options=codec.options(engine=engine, threads=threads))
         for m in (metric, codec.optimizers.Custom(of_most), codec.optimizers.Custom(by_nan))
         for engine in ("native", "numba")
         for threads in (1, 3)
@@ -94,7 +94,9 @@ def test_compiled_metric_divides_by_zero_as_ieee():
     """A function that was compiled by the user gives Inf or NaN for a division by 0."""
     x = np.linspace(-1, 1, 5001, dtype=np.float32)
     frames = [
-        codec.encode(x, codec.Truncate(), metric=codec.optimizers.Custom(f), state={"theta": x}, engine=engine)
+        codec.encode(
+            x, codec.Truncate().bind(codec.optimizers.Custom(f), theta=x), options=codec.options(engine=engine)
+        )
         for f in (
             lambda theta: 1 / theta,
             numba.njit(lambda theta: 1 / theta),
@@ -115,22 +117,23 @@ def test_metrics_that_numba_cannot_compile_are_rejected():
             codec.optimizers.Custom(f)
 
 
-def context_of(metric, theta):
-    """Return the context of a call with a metric."""
+def context_of(optimizer, theta):
+    """Return the context of a call with an optimizer."""
     from codec import _call
-    from codec.optimizers.arguments import asked
+    from codec.optimizers.arguments import level_source
 
     call = _call.take()
-    call.set_metric(asked(metric, {"theta": theta}, theta.size))
+    call.set_levels(level_source(codec.Truncate().bind(optimizer, theta=theta), theta.size))
     context_of.keep = call
     return call.context
 
 
 def test_warmup_compiles_every_kernel_of_a_spec():
     codec.warmup([codec.Sign(), codec.Float8()], ("float32", np.float16, "int8"), progress=False)
-    codec.warmup(codec.Truncate(), torch.bfloat16, metric=codec.optimizers.Custom(lambda m, v: m * v))
-    codec.warmup(codec.Lossless(), engine="native")
-    codec.warmup({codec.Sign()}, (name for name in ("float32", torch.bfloat16)), engine="native")
+    custom = codec.optimizers.Custom(lambda m, v: m * v)
+    codec.warmup(codec.Truncate().bind(custom, m=np.ones(1), v=np.ones(1)), torch.bfloat16)
+    codec.warmup(codec.Lossless(), options=codec.options(engine="native"))
+    codec.warmup({codec.Sign()}, (name for name in ("float32", torch.bfloat16)), options=codec.options(engine="native"))
     for bad in (
         lambda: codec.warmup(codec.Sign(), "int8"),
         lambda: codec.warmup(codec.Sign(), "complex64"),
@@ -142,7 +145,7 @@ def test_warmup_compiles_every_kernel_of_a_spec():
         with pytest.raises(codec.SpecError, match="not a spec"):
             codec.warmup(bad)
     with pytest.raises(codec.EngineError):
-        codec.warmup(engine="abacus")
+        codec.warmup(options=codec.options(engine="abacus"))
 
 
 def test_warmup_reports_progress_on_stderr():

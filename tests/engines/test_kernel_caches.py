@@ -134,6 +134,6 @@ def test_warmup_warns_of_a_shared_numba_cache(tmp_path, monkeypatch):
         warnings.simplefilter("error")
         codec.warmup(codec.Sign(), "float32")
         tmp_path.chmod(0o777)
-        codec.warmup(codec.Sign(), "float32", engine="native")
+        codec.warmup(codec.Sign(), "float32", options=codec.options(engine="native"))
     with pytest.warns(RuntimeWarning, match=r"NUMBA_CACHE_DIR=.* can be written by other users"):
         codec.warmup(codec.Sign(), "float32")

@@ -15,7 +15,7 @@ from codec.engines import blockwise
 from codec.engines.native import decoding, encoding, reducing
 from codec.engines.numba import calls, loops, view
 from reference import decoder as oracle
-from support import engine_comparison
+from support import engine_comparison, flatcall
 from support.device import Emulated, build, use
 from support.engine_comparison import (
     ENGINES,
@@ -79,15 +79,15 @@ def test_large_tensors(name):
     x[17:40_000] = 0
     x /= np.abs(x).max() / 4  # below the given scale of Ternary
     how = level_arguments(spec, len(x), how="groups")
-    frame = bytes(codec.encode(x, spec, threads=1, **how))
-    y = codec.decode(frame, **how)
+    frame = bytes(flatcall.encode(x, spec, threads=1, **how))
+    y = flatcall.decode(frame, **how)
     left = np.empty_like(x)
     for threads in (1, 2, 5):
         given = {"engine": "numba", "threads": threads, **how}
-        assert codec.encode(x, spec, residual=left, **given) == frame
+        assert flatcall.encode(x, spec, residual=left, **given) == frame
         assert (left == x - y).all()
-        assert codec.decode(frame, **given).tobytes() == y.tobytes()
-    other = bytes(codec.encode(x[::-1].copy(), spec, stream=9, **how))
+        assert flatcall.decode(frame, **given).tobytes() == y.tobytes()
+    other = bytes(flatcall.encode(x[::-1].copy(), spec, stream=9, **how))
     for op in ("sum", "mean", "max"):
         check_sums([frame, other, frame], "float32", len(x), op, threads=1 + len(op) % 3, **how)
 
@@ -180,7 +180,10 @@ def test_ternary_ties_and_given_scales():
     h, low = random_words(1 << 16, 0, 0), random_words(1 << 16, 0, 0, 1)
     x = ((h + 0.5) / 65536).astype(F32)
     x[0] = 1.0
-    y = codec.decode(codec.encode(x, codec.Ternary(scale=1.0), engine="numba"), engine="numba")
+    y = codec.decode(
+        codec.encode(x, codec.Ternary(scale=1.0), options=codec.options(engine="numba")),
+        options=codec.options(engine="numba"),
+    )
     assert (y[1:] == (low[1:] < 32768)).all()
     for packing in ("2bit", "base3", "entropy"):
         check_encode(x, codec.Ternary(packing), "float32")
@@ -215,9 +218,9 @@ def test_residual_in_place(spec):
     frame = check_encode(x, spec, "float32", left, feedback=True, **how)
     for threads in (1, 3):
         given = {"threads": threads, "engine": "numba", **how}
-        codec.encode(x, spec, residual=fed, feedback=True, **given)
+        flatcall.encode(x, spec, residual=fed, feedback=True, **given)
         mine = x + F32(1e-3)
-        assert codec.encode(mine, spec, residual=mine, **given) == frame
+        assert flatcall.encode(mine, spec, residual=mine, **given) == frame
         assert (mine == fed).all()
         fed[:] = 1e-3
 
@@ -257,23 +260,25 @@ def test_overlapping_arguments():
     raw[100_000 : 100_000 + len(frame)] = np.frombuffer(frame, np.uint8)
     mine, before = raw[100_000 : 100_000 + len(frame)], memory.tobytes()
     for call in (
-        lambda engine: codec.encode(x, codec.Sign(), out=raw[40_000:], engine=engine),
-        lambda engine: codec.encode(x, codec.Sign(), residual=memory[5:20_005], engine=engine),
-        lambda engine: codec.encode(x, codec.Sign(), residual=x, out=raw[:50_000], engine=engine),
-        lambda engine: codec.decode(mine, out=memory[20_000:40_000], engine=engine),
-        lambda engine: codec.accumulate(mine, memory[20_000:40_000], engine=engine),
-        lambda engine: codec.reduce([frame, mine], out=memory[20_000:40_000], engine=engine),
+        lambda engine: codec.encode(x, codec.Sign(), out=raw[40_000:], options=codec.options(engine=engine)),
+        lambda engine: codec.encode(x, codec.Sign(), residual=memory[5:20_005], options=codec.options(engine=engine)),
+        lambda engine: codec.encode(
+            x, codec.Sign(), residual=x, out=raw[:50_000], options=codec.options(engine=engine)
+        ),
+        lambda engine: codec.decode(mine, out=memory[20_000:40_000], options=codec.options(engine=engine)),
+        lambda engine: codec.accumulate(mine, memory[20_000:40_000], options=codec.options(engine=engine)),
+        lambda engine: codec.reduce([frame, mine], out=memory[20_000:40_000], options=codec.options(engine=engine)),
     ):
         assert agreed(call)[0] is codec.ArgumentError
         assert memory.tobytes() == before
     theta = optimizer_state(300_000)["theta"]
-    how = {"metric": optimizers.SGD(0.1), "state": {"theta": theta}}
-    frame = codec.encode(gradient(300_000), TRUNCATES["truncate_shared"], **how)
-    expected = codec.decode(frame, **how).tobytes()
+    how = {"optimizer": optimizers.SGD(0.1), "state": {"theta": theta}}
+    frame = flatcall.encode(gradient(300_000), TRUNCATES["truncate_shared"], **how)
+    expected = flatcall.decode(frame, **how).tobytes()
     for threads in (1, 3):
         out = theta.copy()
         how["state"] = {"theta": out}
-        assert codec.decode(frame, out=out, threads=threads, engine="numba", **how).tobytes() == expected
+        assert flatcall.decode(frame, out=out, threads=threads, engine="numba", **how).tobytes() == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -290,7 +295,7 @@ def test_out_of_every_size(name):
             def call(engine, memory=memory, room=room, threads=threads):
                 residual = None if left is None else left.copy()
                 given = {"out": memory[3 : 3 + room], "residual": residual, "threads": threads, "engine": engine}
-                made = outcome(lambda: bytes(codec.encode(x, spec, **given, dtype="float32", **how)))
+                made = outcome(lambda: bytes(flatcall.encode(x, spec, **given, dtype="float32", **how)))
                 assert made == frame if room >= len(frame) else made[0] is codec.ArgumentError
                 assert (memory[:3] == 0xA5).all()
                 assert (memory[3 + room :] == 0xA5).all()
@@ -333,18 +338,18 @@ def test_metrics(dtype):
     ]
     for levels, granularity in ways:
         for guard, rounding in ((-8, "nearest"), ("exact", "truncate"), (3, "nearest")):
-            spec = codec.Truncate("metric", rounding, levels, granularity, guard)
+            spec = codec.Truncate("optimizer", rounding, levels, granularity, guard)
             for metric, state in cases if guard == -8 else cases[2:3]:
-                how = {"metric": metric, "state": state}
+                how = {"optimizer": metric, "state": state}
                 frame = check_encode(x, spec, dtype, np.zeros(n, F32), threads=1 + n % 2, **how)
                 if isinstance(frame, bytes):
                     check_decode(frame, dtype, n, threads=2, **(how if levels == "shared" else {}))
     given = np.random.default_rng(5).integers(0, 4, n, dtype=np.uint8)
     for levels in ("plane", "coded"):
-        frame = check_encode(x, codec.Truncate(level_coding=levels), dtype, metric=given)
+        frame = check_encode(x, codec.Truncate(level_coding=levels), dtype, optimizer=given)
         check_decode(frame, dtype, n)
     given[n - 3] = 4
-    error = check_encode(x, codec.Truncate(), dtype, np.full(n, 7, F32), metric=given)
+    error = check_encode(x, codec.Truncate(), dtype, np.full(n, 7, F32), optimizer=given)
     assert error[0] is codec.ArgumentError
 
 
@@ -352,24 +357,24 @@ def test_wrong_state():
     """Shared levels with another state give the same StateError, also for damaged frames."""
     n = 40_000
     x, arrays, adamw = gradient(n), optimizer_state(n), ADAMW
-    frame = bytes(codec.encode(x, TRUNCATES["truncate_shared"], metric=adamw, state=arrays))
+    frame = bytes(codec.encode(x, TRUNCATES["truncate_shared"].bind(adamw, **arrays)))
     changed = {**arrays, "theta": arrays["theta"].copy()}
     changed["theta"][n - 1] *= 2
     for damaged in (frame, frame[:-9] + b"\x55" + frame[-8:], frame[:1000] + b"\x55" + frame[1001:]):
         for how in (
             {},
-            {"metric": adamw, "state": changed},
-            {"metric": adamw, "state": {"theta": arrays["theta"], "v": arrays["v"]}},
-            {"metric": optimizers.SGD(0.1), "state": arrays},
-            {"metric": adamw, "state": {"theta": x[:9]}},
+            {"optimizer": adamw, "state": changed},
+            {"optimizer": adamw, "state": {"theta": arrays["theta"], "v": arrays["v"]}},
+            {"optimizer": optimizers.SGD(0.1), "state": arrays},
+            {"optimizer": adamw, "state": {"theta": x[:9]}},
         ):
             for threads in (1, 3):
                 out = np.full(n, 7, F32)
                 given = {"threads": threads, **how}
-                error = agreed(lambda engine: codec.decode(damaged, out=out, engine=engine, **given))  # noqa: B023
+                error = agreed(lambda engine: flatcall.decode(damaged, out=out, engine=engine, **given))  # noqa: B023
                 assert issubclass(error[0], codec.CodecError)
                 assert (out == 7).all()
-                agreed(lambda engine: codec.reduce([frame, damaged], out=out, engine=engine, **given))  # noqa: B023
+                agreed(lambda engine: flatcall.reduce([frame, damaged], out=out, engine=engine, **given))  # noqa: B023
                 assert (out == 7).all()
 
 
@@ -379,19 +384,19 @@ def test_shared_codebooks():
     far = sample_bits("float32", 30_000, "wide", 3)
     for spec in (codec.Lossless(), codec.Truncate(1), TRUNCATES["truncate_coded"], TRUNCATES["truncate_shared"]):
         how = level_arguments(spec, len(x))
-        book = codec.Codebook.from_tensors(x.view(F32), spec=spec, **how)
+        book = flatcall.codebook(x.view(F32), spec=spec, **how)
         for y in (x, far, x[:600]):
             own = level_arguments(spec, len(y))
             frame = check_encode(y, spec, "float32", codebook=book, **own)
             check_decode(frame, "float32", len(y), codebooks=book, **own)
-            agreed(lambda engine: codec.decode(frame, engine=engine, **own).tobytes())  # noqa: B023
+            agreed(lambda engine: flatcall.decode(frame, engine=engine, **own).tobytes())  # noqa: B023
     counts = np.zeros(256, int)
     for few in (counts, np.eye(256, dtype=int)[127]):
         book = codec.Codebook.from_counts(few)
         check_decode(check_encode(x, codec.Lossless(), "float32", codebook=book), "float32", len(x), codebooks=book)
     halves = sample_bits("float16", 5000, "mixed")
     how = level_arguments(codec.Truncate(), 5000)
-    book = codec.Codebook.from_tensors(halves.view(np.float16), spec=codec.Truncate(), **how)
+    book = flatcall.codebook(halves.view(np.float16), spec=codec.Truncate(), **how)
     check_decode(
         check_encode(halves, codec.Truncate(), "float16", codebook=book, **how), "float16", 5000, codebooks=book
     )
@@ -403,19 +408,19 @@ def test_batches(name):
     spec = SPECS[name]
     xs = [sample_bits("float32", n, "mixed", n).view(F32) for n in (70_000, 0, 5, 600, 20_000, 300_000)]
     states = [level_arguments(spec, len(x), 3).get("state") for x in xs]
-    how = {"metric": optimizers.SGD(1e-2), "state": states} if states[0] else {}
+    how = {"optimizer": optimizers.SGD(1e-2), "state": states} if states[0] else {}
     for threads in (1, 3):
         given = {"threads": threads}
-        frames = agreed(lambda engine: codec.encode_many(xs, spec, stream=7, engine=engine, **given, **how))  # noqa: B023
+        frames = agreed(lambda engine: flatcall.encode_many(xs, spec, stream=7, engine=engine, **given, **how))  # noqa: B023
         assert isinstance(frames, list)
-        agreed(lambda engine: [y.tobytes() for y in codec.decode_many(frames, engine=engine, **given)])  # noqa: B023
+        agreed(lambda engine: [y.tobytes() for y in flatcall.decode_many(frames, engine=engine, **given)])  # noqa: B023
         outs = [np.full_like(x, 7) for x in xs]
         bad = [*frames[:4], bytes(frames[4][:-1]) + bytes([frames[4][-1] ^ 1]), frames[5]]
-        error = agreed(lambda engine: codec.decode_many(bad, out=outs, engine=engine, **given))  # noqa: B023
+        error = agreed(lambda engine: flatcall.decode_many(bad, out=outs, engine=engine, **given))  # noqa: B023
         assert error[0] is codec.ChecksumError
         assert all((out == 7).all() for out in outs)
         xs[3][5] = np.nan
-        agreed(lambda engine: codec.encode_many(xs, spec, engine=engine, **given, **how))  # noqa: B023
+        agreed(lambda engine: flatcall.encode_many(xs, spec, engine=engine, **given, **how))  # noqa: B023
         xs[3][5] = 1
 
 
@@ -428,7 +433,7 @@ def test_reduce_of_different_codecs():
     ]
     ternary = [bytes(codec.encode(x, codec.Ternary(scale=1.5), stream=i)) for i in range(3)]
     noise = np.random.default_rng(0).integers(0x3F000000, 0x3F800000, 30_000, dtype=np.uint32)
-    halves = bytes(codec.encode((x.view(np.uint32) >> 16).astype(np.uint16), codec.Sign(), dtype="bfloat16"))
+    halves = bytes(codec.encode(codec.view((x.view(np.uint32) >> 16).astype(np.uint16), "bfloat16"), codec.Sign()))
     stored = bytes(codec.encode(noise[:400].view(F32)))
     assert codec.inspect(stored).stored
     for some in (
@@ -446,7 +451,8 @@ def test_reduce_of_different_codecs():
     for some in ([frames[0], damaged], [damaged, frames[0]], [damaged, damaged], [damaged], [ternary[0], damaged]):
         for threads in (1, 2):
             out = np.full(len(x), 7, F32)
-            error = agreed(lambda engine: codec.reduce(some, out=out, threads=threads, engine=engine))  # noqa: B023
+            given = {"out": out, "threads": threads}
+            error = agreed(lambda engine: flatcall.reduce(some, engine=engine, **given))  # noqa: B023
             assert error[0] is codec.ChecksumError
             assert (out == 7).all()
 
@@ -455,11 +461,11 @@ def all_results(engine, x, spec, **how):
     """Return the frame, residual, values and sums of a tensor for an engine."""
     left = np.zeros_like(x)
     feedback = not isinstance(spec, codec.Lossless)
-    frame = codec.encode(x, spec, residual=left, feedback=feedback, engine=engine, **how)
+    frame = flatcall.encode(x, spec, residual=left, feedback=feedback, engine=engine, **how)
     how["engine"] = engine
-    sums = [codec.reduce([frame] * 3, op, **how) for op in ("sum", "mean", "max")]
-    sums.append(codec.accumulate(frame, x.copy(), 0.5, **how))
-    return [bytes(frame), left.tobytes(), codec.decode(frame, **how).tobytes(), *map(unify_nan, sums)]
+    sums = [flatcall.reduce([frame] * 3, op, **how) for op in ("sum", "mean", "max")]
+    sums.append(flatcall.accumulate(frame, x.copy(), 0.5, **how))
+    return [bytes(frame), left.tobytes(), flatcall.decode(frame, **how).tobytes(), *map(unify_nan, sums)]
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -487,16 +493,19 @@ def test_golden_frames(name):
     """Encoding and decoding."""
     about, frame = GOLDEN[name], GOLDEN_FRAMES[name]
     x, dtype, how = golden_tensor(name)
-    shared = {k: v for k, v in how.items() if k in ("metric", "state")}
-    y = codec.decode(frame, out=np.empty_like(x), codebooks=how.get("codebook"), engine="numba", **shared)
+    shared = {k: v for k, v in how.items() if k in ("optimizer", "state")}
+    y = flatcall.decode(frame, out=np.empty_like(x), codebooks=how.get("codebook"), engine="numba", **shared)
     assert hashlib.sha256(y.tobytes()).hexdigest() == about.get("values_sha256", about["tensor_sha256"])
-    assert codec.encode(x, dtype=dtype, engine="numba", **how) == frame
+    assert flatcall.encode(x, dtype=dtype, engine="numba", **how) == frame
 
 
 @pytest.mark.parametrize("path", OLDER_FRAMES, ids=[path.stem for path in OLDER_FRAMES])
 def test_golden_frames_of_former_encoders(path):
     x, _, _ = golden_tensor(path.stem)
-    assert codec.decode(path.read_bytes(), out=np.empty_like(x), engine="numba").tobytes() == x.tobytes()
+    assert (
+        codec.decode(path.read_bytes(), out=np.empty_like(x), options=codec.options(engine="numba")).tobytes()
+        == x.tobytes()
+    )
 
 
 @pytest.mark.parametrize("name", FRAMES_TO_DAMAGE)
@@ -510,30 +519,30 @@ def test_hostile_frames(name):
         given = {"like": like(dtype), "max_nbytes": 1 << 24, "threads": 1 + i % 3, **how}
 
         def decode(engine, mutant=mutant, given=given):
-            y = codec.decode(mutant, engine=engine, **given)
+            y = flatcall.decode(mutant, engine=engine, **given)
             return y.shape, y.dtype, y.tobytes()
 
         result = agreed(decode)
         seen.append(type(result[0]) is type)
         out[:] = 7
-        into = outcome(lambda: codec.decode(mutant, out=out, engine="numba", **how).tobytes())  # noqa: B023
+        into = outcome(lambda: flatcall.decode(mutant, out=out, engine="numba", **how).tobytes())  # noqa: B023
         assert (out == 7).all() if isinstance(into, tuple) else into == result[2]
         if dtype in LOSSY_DTYPES and i % 4 == 0:
             total = np.full(codec.inspect(frame).shape, 7, F32)
 
             def add(engine, mutant=mutant, total=total):
-                return codec.accumulate(mutant, total.copy(), engine=engine, **how).tobytes()
+                return flatcall.accumulate(mutant, total.copy(), engine=engine, **how).tobytes()
 
             def join(engine, mutant=mutant, total=total):
                 # reductions do not always report the offset
-                return outcome(lambda: codec.reduce([frame, mutant], out=total, engine=engine, **how).tobytes())[:2]
+                return outcome(lambda: flatcall.reduce([frame, mutant], out=total, engine=engine, **how).tobytes())[:2]
 
             agreed(add)
             if isinstance(into, tuple):
                 agreed(join)
                 assert (total == 7).all()
                 with pytest.raises(codec.CodecError):
-                    codec.accumulate(mutant, total, engine="numba", **how)
+                    flatcall.accumulate(mutant, total, engine="numba", **how)
                 assert (total == 7).all()
     assert any(seen)
 
@@ -544,7 +553,7 @@ def decode_by_all_engines(frame, **how):
     results = {}
     for threads in (1, 4):
         given = {"threads": threads, **how}
-        result = agreed(lambda engine: codec.decode(frame, like=kind, engine=engine, **given).tobytes())  # noqa: B023
+        result = agreed(lambda engine: flatcall.decode(frame, like=kind, engine=engine, **given).tobytes())  # noqa: B023
         assert isinstance(result, bytes) or issubclass(result[0], codec.FrameError)
         results[threads] = result if isinstance(result, bytes) else None
     return results
@@ -590,12 +599,12 @@ def test_all_blocks_run_in_numba_loops(name, monkeypatch):
     spec = SPECS[name]
     x = sample_bits("float32", 70_000, "normal").view(F32)
     how = level_arguments(spec, len(x))
-    frame = bytes(codec.encode(x, spec, **how))
+    frame = bytes(flatcall.encode(x, spec, **how))
     y, nblocks = (
-        codec.decode(frame, **how).tobytes(),
+        flatcall.decode(frame, **how).tobytes(),
         codec.inspection.read_header(codec.tensors.view.view_bytes(frame)).nblocks,
     )
-    mean = codec.reduce([frame, frame], **how).tobytes()
+    mean = flatcall.reduce([frame, frame], **how).tobytes()
     done = {}
 
     def count(name, at):
@@ -630,10 +639,10 @@ def test_all_blocks_run_in_numba_loops(name, monkeypatch):
     for threads in (1, 3):
         how["threads"], how["engine"] = threads, "numba"
         done.clear()
-        assert codec.encode(x, spec, **how) == frame
-        assert codec.encode(x, spec, out=np.empty(len(frame), np.uint8), **how) == frame
-        assert codec.decode(frame, out=np.empty_like(x), **how).tobytes() == y
-        assert codec.reduce([frame, frame], **how).tobytes() == mean
+        assert flatcall.encode(x, spec, **how) == frame
+        assert flatcall.encode(x, spec, out=np.empty(len(frame), np.uint8), **how) == frame
+        assert flatcall.decode(frame, out=np.empty_like(x), **how).tobytes() == y
+        assert flatcall.reduce([frame, frame], **how).tobytes() == mean
         once = {"codec_encode_blocks": 2, "codec_decode_check": 1, "codec_decode_blocks": 1, "codec_reduce_blocks": 1}
         assert done == {name: times * nblocks for name, times in once.items()}
 
@@ -641,16 +650,16 @@ def test_all_blocks_run_in_numba_loops(name, monkeypatch):
 def test_calls_from_several_threads_are_independent():
     xs = [sample_bits("float32", n, "normal", n).view(F32) for n in (600, 20_000, 40_000)]
     asked = [(x, spec, level_arguments(spec, len(x))) for x in xs for spec in SPECS.values()]
-    expected = [bytes(codec.encode(x, spec, **how)) for x, spec, how in asked]
-    values = [codec.decode(frame, **how).tobytes() for frame, (_, _, how) in zip(expected, asked, strict=True)]
+    expected = [bytes(flatcall.encode(x, spec, **how)) for x, spec, how in asked]
+    values = [flatcall.decode(frame, **how).tobytes() for frame, (_, _, how) in zip(expected, asked, strict=True)]
 
     def caller(k):
         for i in np.random.default_rng(k).permutation(len(asked)):
             x, spec, how = asked[i]
             given = {"engine": "numba", "threads": 1 + k % 2, **how}
-            frame = codec.encode(x, spec, **given)
+            frame = flatcall.encode(x, spec, **given)
             assert frame == expected[i]
-            assert codec.decode(frame, **given).tobytes() == values[i]
+            assert flatcall.decode(frame, **given).tobytes() == values[i]
         return True
 
     with ThreadPoolExecutor(5) as pool:

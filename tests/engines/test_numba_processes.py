@@ -134,7 +134,7 @@ def test_second_process_loads_all_kernels_from_the_cache():
 import numpy as np, codec
 from codec.engines.numba import rows
 frame = codec.encode(np.ones(1000, np.float32), codec.Sign())
-assert (codec.decode(frame, engine="numba") == 1).all()
+assert (codec.decode(frame, options=codec.options(engine="numba")) == 1).all()
 print(sum(rows.decode_blocks.stats.cache_misses.values()))
 """
     run(*PYTHON, code)
@@ -164,17 +164,17 @@ x = np.linspace(-1, 1, 5_000, dtype=np.float32)
 why = codec.engines()["numba"]
 assert "tensor-codec[numba]" in why, why
 frame = codec.encode(x, codec.Float8())
-metric = {"metric": codec.optimizers.SGD(0.1), "state": {"theta": x}}
+bound = codec.Truncate().bind(codec.optimizers.SGD(0.1), theta=x)
 assert (codec.decode(codec.encode(x)) == x).all()
-assert codec.decode(codec.encode(x, codec.Truncate(), **metric)).shape == (5_000,)
-assert codec.reduce([frame, frame]).shape == codec.decode(frame, engine="native").shape
+assert codec.decode(codec.encode(x, bound)).shape == (5_000,)
+assert codec.reduce([frame, frame]).shape == codec.decode(frame, options=codec.options(engine="native")).shape
 for call in (
-    lambda: codec.encode(x, engine="numba"),
-    lambda: codec.decode(frame, engine="numba"),
-    lambda: codec.encode_many([x], engine="numba"),
-    lambda: codec.decode_many([frame], engine="numba"),
-    lambda: codec.accumulate(frame, x.copy(), engine="numba"),
-    lambda: codec.reduce([frame], engine="numba"),
+    lambda: codec.encode(x, options=codec.options(engine="numba")),
+    lambda: codec.decode(frame, options=codec.options(engine="numba")),
+    lambda: codec.encode_many([x], options=codec.options(engine="numba")),
+    lambda: codec.decode_many([frame], options=codec.options(engine="numba")),
+    lambda: codec.accumulate(frame, x.copy(), options=codec.options(engine="numba")),
+    lambda: codec.reduce([frame], options=codec.options(engine="numba")),
 ):
     try:
         call()

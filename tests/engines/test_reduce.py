@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import codec
+from support import flatcall
 from support.engine_comparison import agreed, level_arguments, outcome, sample_bits, unify_nan
 from support.specs import FAMILIES, SPECS
 from support.tensors import LOSSY_DTYPES
@@ -17,7 +18,7 @@ def frames_of(dtype, n, names):
     """Return a frame of each spec, of different tensors of `dtype` with n values."""
     return {
         name: bytes(
-            codec.encode(
+            flatcall.encode(
                 sample_bits(dtype, n, "normal", seed), SPECS[name], dtype=dtype, **level_arguments(SPECS[name], n)
             )
         )
@@ -28,7 +29,7 @@ def frames_of(dtype, n, names):
 def reduce_bits(frames, n, engine, with_out, **how):
     """Return the bits of a reduction with NaNs unified; an error must leave `out` unchanged."""
     out = np.full(n, 7, np.float32) if with_out else None
-    result = outcome(lambda: unify_nan(codec.reduce(frames, out=out, engine=engine, **how)))
+    result = outcome(lambda: unify_nan(flatcall.reduce(frames, out=out, engine=engine, **how)))
     if isinstance(result, tuple):
         assert out is None or (out == 7).all()
         return result[:2]  # the reported block depends on how blocks are grouped

@@ -5,15 +5,16 @@ import pytest
 import torch
 
 import codec
+from support import flatcall
 
 rng = np.random.default_rng(0)
 X = rng.standard_normal(20_000).astype(np.float32)
-SGD = {"metric": codec.optimizers.SGD(0.1), "state": {"theta": X}}
+SGD = {"optimizer": codec.optimizers.SGD(0.1), "state": {"theta": X}}
 BOOKS = [
     codec.Codebook.from_tensors(X),
     codec.Codebook.from_tensors(X, spec=codec.Lossless(max_code_length=4)),
-    codec.Codebook.from_tensors(X, spec=codec.Truncate(), **SGD),
-    codec.Codebook.from_tensors(X.astype(np.float16), spec=codec.Truncate(), **SGD),
+    flatcall.codebook(X, spec=codec.Truncate(), **SGD),
+    flatcall.codebook(X.astype(np.float16), spec=codec.Truncate(), **SGD),
     codec.Codebook.from_tensors(X, spec=codec.Truncate(1)),
     *(codec.Codebook.from_counts(counts) for counts in (
         np.zeros(256, int), np.ones(256, int), np.arange(256), np.eye(256, dtype=int)[0], np.eye(256, dtype=int)[255],

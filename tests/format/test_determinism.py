@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import codec
 from codec.engines.native import encoding
 from reference import decoder as oracle
+from support import flatcall
 from support.specs import LOSSY, TRUNCATES
 from support.tensors import ALL_DTYPES, KINDS, random_bits
 
@@ -23,7 +24,7 @@ def test_reference_decoder_reads_every_frame(dtype):
     for kind in KINDS:
         for n in (0, 3, 600, 5000, 20000):
             x = random_bits(dtype, n, kind)
-            name, shape, data = oracle.decode(bytes(codec.encode(x, dtype=dtype)))
+            name, shape, data = oracle.decode(bytes(codec.encode(codec.view(x, dtype))))
             assert (name, shape, data) == (dtype, (n,), x.tobytes())
 
 
@@ -32,10 +33,10 @@ def test_reference_decoder_reads_scale_models(dtype):
     x = random_bits(dtype, 24000, "mixed")
     for spec in (codec.Lossless(), codec.Lossless(model="separable"), codec.Lossless(max_code_length=4)):
         for segments in (None, [(100, (100, 90)), (9100, (130, 80)), (19500, (7,))]):
-            frame = bytes(codec.encode(x, spec, dtype=dtype, segments=segments))
+            frame = bytes(codec.encode(codec.view(x, dtype, segments=segments), spec))
             assert oracle.decode(frame)[2] == x.tobytes()
         square = x[:22500].reshape(150, 150)
-        assert oracle.decode(bytes(codec.encode(square, spec, dtype=dtype)))[2] == square.tobytes()
+        assert oracle.decode(bytes(codec.encode(codec.view(square, dtype), spec)))[2] == square.tobytes()
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
@@ -46,7 +47,7 @@ def test_instruction_sets_give_the_same_bytes(dtype):
             frames = set()
             for isa in codec.isas():
                 with codec.use_isa(isa):
-                    frames.add(bytes(codec.encode(x, dtype=dtype)))
+                    frames.add(bytes(codec.encode(codec.view(x, dtype))))
             assert len(frames) == 1
             frame = frames.pop()
             for isa in codec.isas():
@@ -62,8 +63,8 @@ def test_every_length_and_offset_in_a_cache_line(isa):
         shift = n % 64
         raw[shift : shift + 2 * n] = memory[:n].view(np.uint8)
         moved = raw[shift : shift + 2 * n].view(np.uint16)
-        frame = codec.encode(memory[:n], dtype="bfloat16")
-        assert codec.encode(moved, dtype="bfloat16") == frame
+        frame = codec.encode(codec.view(memory[:n], "bfloat16"))
+        assert codec.encode(codec.view(moved, "bfloat16")) == frame
         unaligned = np.empty(len(frame) + 64, np.uint8)
         unaligned[shift : shift + len(frame)] = np.frombuffer(frame, np.uint8)
         out = raw[(shift + 1) % 64 :][: 2 * n].view(np.uint16)
@@ -78,10 +79,10 @@ def test_threads_give_the_same_scale_models(shape, codec_):
     rng = np.random.default_rng(4)
     x = rng.standard_normal(shape, np.float32) * np.exp(3 * rng.standard_normal((*shape[:-1], 1), np.float32))
     spec = codec.Lossless(model="separable") if codec_ == "lossless" else codec.Truncate(level=1)
-    frame = codec.encode(x, spec, threads=1)
+    frame = codec.encode(x, spec, options=codec.options(threads=1))
     assert codec.inspect(frame).nsegments == 1 or codec_ == "truncate"
     for threads in (2, 3, 5):
-        assert codec.encode(x, spec, threads=threads) == frame
+        assert codec.encode(x, spec, options=codec.options(threads=threads)) == frame
     y = codec.decode(frame)
     assert y.tobytes() == x.tobytes() or (codec_ == "truncate" and np.allclose(x, y, rtol=2.0**-15))
 
@@ -90,32 +91,35 @@ def test_threads_give_the_same_scale_models(shape, codec_):
 def test_threads_give_the_same_bytes(dtype, isa):
     for kind in KINDS:
         x = random_bits(dtype, 300_000, kind)
-        frame = codec.encode(x, dtype=dtype, threads=1)
+        frame = codec.encode(codec.view(x, dtype), options=codec.options(threads=1))
         for threads in (2, 3, 16):
-            assert codec.encode(x, dtype=dtype, threads=threads) == frame
-            assert codec.decode(frame, out=np.empty_like(x), threads=threads).tobytes() == x.tobytes()
+            assert codec.encode(codec.view(x, dtype), options=codec.options(threads=threads)) == frame
+            assert (
+                codec.decode(frame, out=np.empty_like(x), options=codec.options(threads=threads)).tobytes()
+                == x.tobytes()
+            )
         exact = np.empty(len(frame), np.uint8)
-        assert codec.encode(x, dtype=dtype, threads=4, out=exact) == frame
+        assert codec.encode(codec.view(x, dtype), out=exact, options=codec.options(threads=4)) == frame
 
 
 @pytest.mark.parametrize("spec", [codec.Lossless(), *LOSSY.values(), *TRUNCATES.values()], ids=repr)
 def test_every_codec_uses_all_threads(spec, monkeypatch):
     """No codec falls back to one thread where its frame is smaller than the tensor."""
     x = np.random.default_rng(0).standard_normal(300_001).astype(np.float32)
-    how = {"metric": codec.optimizers.SGD(1e-6), "state": {"theta": x}} if isinstance(spec, codec.Truncate) else {}
-    frame = codec.encode(x, spec, threads=1, **how)
+    how = {"optimizer": codec.optimizers.SGD(1e-6), "state": {"theta": x}} if isinstance(spec, codec.Truncate) else {}
+    frame = flatcall.encode(x, spec, threads=1, **how)
     monkeypatch.delattr(encoding, "_encode_one")
-    assert codec.encode(x, spec, threads=3, **how) == frame
+    assert flatcall.encode(x, spec, threads=3, **how) == frame
     exact = np.empty(codec.bound(x.shape, "float32", spec), np.uint8)
-    assert codec.encode(x, spec, out=exact, threads=3, **how) == frame
+    assert flatcall.encode(x, spec, out=exact, threads=3, **how) == frame
 
 
 @given(st.integers(0, 40000), st.integers(0, 2**32), st.sampled_from(KINDS))
 def test_encoding_twice_gives_the_same_bytes(n, seed, kind):
     x = random_bits("float32", n, kind, seed)
     before = x.copy()
-    first = codec.encode(x, dtype="float32")
-    assert codec.encode(x, dtype="float32") == first
+    first = codec.encode(codec.view(x, "float32"))
+    assert codec.encode(codec.view(x, "float32")) == first
     assert (x == before).all()
 
 
@@ -141,10 +145,10 @@ def test_flush_denormal_does_not_change_results():
     import torch
 
     x = np.concatenate([random_bits("float32", 5000, "normal"), np.arange(5000, dtype=np.uint32)])
-    frame = codec.encode(x, dtype="float32")
+    frame = codec.encode(codec.view(x, "float32"))
     torch.set_flush_denormal(True)
     try:
-        assert codec.encode(x, dtype="float32") == frame
+        assert codec.encode(codec.view(x, "float32")) == frame
         assert codec.decode(frame).tobytes() == x.tobytes()
     finally:
         torch.set_flush_denormal(False)
@@ -155,11 +159,11 @@ def test_flush_denormal_does_not_change_results():
 def test_every_half_precision_pattern_converts_to_the_same_float32(dtype, spec):
     """All 65,536 patterns, signaling NaNs included, on every instruction set."""
     x = np.arange(1 << 16, dtype=np.uint16)
-    frame = codec.encode(x, spec, dtype=dtype)
+    frame = codec.encode(codec.view(x, dtype), spec)
     results = []
     for isa in codec.isas():
         with codec.use_isa(isa):
-            results += [codec.reduce([frame], "sum").tobytes(), codec.reduce([frame, frame], "max").tobytes()]
+            results += [codec.reduce([frame], op="sum").tobytes(), codec.reduce([frame, frame], op="max").tobytes()]
     assert len(set(results)) == 1
     y = np.frombuffer(results[0], np.float32)
     stored = codec.decode(frame, like=x)

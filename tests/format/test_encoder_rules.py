@@ -16,6 +16,7 @@ from codec import optimizers, specs
 from reference import encoder
 from reference.decoder import DTYPES as NUMBERED
 from reference.encoder import Ask
+from support import flatcall
 from support.specs import LOSSY, TRUNCATES
 from support.tensors import ALL_DTYPES, KINDS, random_bits
 
@@ -75,7 +76,7 @@ def same(x, spec=LOSSLESS, *, dtype=None, shape=None, **how):
     dtype = dtype or x.dtype.name
     shape = shape or x.shape
     bits = x.reshape(-1).view(f"u{x.itemsize}")
-    ask = asked_metric(ask_of(spec), how.get("metric"), how.get("state"))
+    ask = asked_metric(ask_of(spec), how.get("optimizer"), how.get("state"))
     ask = replace(ask, segments=how.get("segments"), stream=how.get("stream", 0))
     if book := how.get("codebook"):
         ask = replace(ask, book=[*book.lengths, book.escape_length])
@@ -87,7 +88,7 @@ def same(x, spec=LOSSLESS, *, dtype=None, shape=None, **how):
             if error is not None:
                 how["residual"] = error.copy()
             for threads in (1, 3) if x.nbytes > 400_000 and error is None else (1,):
-                assert bytes(codec.encode(x.reshape(shape), spec, dtype=dtype, threads=threads, **how)) == expected
+                assert bytes(flatcall.encode(x.reshape(shape), spec, dtype=dtype, threads=threads, **how)) == expected
     return expected
 
 
@@ -545,22 +546,22 @@ WAYS = [("plane", "six"), ("coded", "six"), ("shared", "six"), ("shared", "bit")
 def test_truncate_frames(dtype, levels, granularity):
     rare = 1e-20 if dtype != "float16" else 300
     for n, rounding, guard in itertools.product((600, 9000), get_args(specs.Cut), (-8, "exact", -20)):
-        spec = codec.Truncate("metric", rounding, levels, granularity, guard)
+        spec = codec.Truncate("optimizer", rounding, levels, granularity, guard)
         for scale in (1e-3, rare):
-            same(gradient(n, dtype, scale), spec, dtype=dtype, metric=ADAMW, state=state_of(n))
-    spec = codec.Truncate("metric", "nearest", levels, granularity, -8, 5)
+            same(gradient(n, dtype, scale), spec, dtype=dtype, optimizer=ADAMW, state=state_of(n))
+    spec = codec.Truncate("optimizer", "nearest", levels, granularity, -8, 5)
     for n in (0, 511, 512):
-        same(random_bits(dtype, n, "normal"), spec, dtype=dtype, metric=ADAMW, state=state_of(n))
+        same(random_bits(dtype, n, "normal"), spec, dtype=dtype, optimizer=ADAMW, state=state_of(n))
     for metric in METRICS.values():
-        same(gradient(8000, dtype), spec, dtype=dtype, metric=metric, state=state_of(8000))
+        same(gradient(8000, dtype), spec, dtype=dtype, optimizer=metric, state=state_of(8000))
     for kind in KINDS:
-        same(random_bits(dtype, 5000, kind), spec, dtype=dtype, metric=ADAMW, state=state_of(5000))
+        same(random_bits(dtype, 5000, kind), spec, dtype=dtype, optimizer=ADAMW, state=state_of(5000))
     x = random_bits(dtype, 20_000, "mixed")
     state = state_of(20_000)
-    same(x, spec, dtype=dtype, metric=ADAMW, state=state, segments=[(100, (90, 100)), (9500, (9000,))])
-    same(matrix(dtype, 130, 70), spec, dtype=dtype, shape=(130, 70), metric=ADAMW, state=state_of(9100))
+    same(x, spec, dtype=dtype, optimizer=ADAMW, state=state, segments=[(100, (90, 100)), (9500, (9000,))])
+    same(matrix(dtype, 130, 70), spec, dtype=dtype, shape=(130, 70), optimizer=ADAMW, state=state_of(9100))
     halves = {name: y.astype(np.float16) for name, y in state.items()}
-    same(x, spec, dtype=dtype, metric=optimizers.SGD(1e-3), state=halves)
+    same(x, spec, dtype=dtype, optimizer=optimizers.SGD(1e-3), state=halves)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -571,8 +572,8 @@ def test_truncate_frames_with_given_levels(dtype):
             same(gradient(n, dtype), codec.Truncate(level, rounding), dtype=dtype)
         levels = rng.integers(0, 4, n).astype(np.uint8)
         for sent in ("plane", "coded"):
-            spec = codec.Truncate("metric", rounding, sent, max_code_length=7, guard=3)
-            same(gradient(n, dtype), spec, dtype=dtype, metric=levels)
+            spec = codec.Truncate("optimizer", rounding, sent, max_code_length=7, guard=3)
+            same(gradient(n, dtype), spec, dtype=dtype, optimizer=levels)
     if dtype != "float32":
         for level in range(4):
             same(np.arange(1 << 16, dtype=np.uint16), codec.Truncate(level), dtype=dtype)
@@ -582,12 +583,12 @@ def test_truncate_frames_with_given_levels(dtype):
 @pytest.mark.parametrize("name", TRUNCATES)
 def test_truncate_frames_with_a_shared_codebook(name, dtype):
     spec, n = TRUNCATES[name], 6000
-    how = {"metric": ADAMW, "state": state_of(n)} if spec.fixed_level is None else {}
-    ask = asked_metric(ask_of(spec), how.get("metric"), how.get("state"))
+    how = {"optimizer": ADAMW, "state": state_of(n)} if spec.fixed_level is None else {}
+    ask = asked_metric(ask_of(spec), how.get("optimizer"), how.get("state"))
     counts = encoder.count_symbols(gradient(n, dtype), NUMBER[dtype], (n,), ask)
     book = codec.Codebook.from_counts(counts, spec, dtype)
     if dtype != "bfloat16":
-        assert book == codec.Codebook.from_tensors(gradient(n, dtype).view(dtype), spec=spec, **how)
+        assert book == flatcall.codebook(gradient(n, dtype).view(dtype), spec=spec, **how)
     for scale in (1e-3, 1e-5):
         same(gradient(n, dtype, scale, 2), spec, dtype=dtype, codebook=book, **how)
 
@@ -597,8 +598,8 @@ def test_random_truncate_frames(n, seed, way, guard, data):
     dtype, kind = data.draw(st.sampled_from(FLOATS)), data.draw(st.sampled_from(KINDS))
     metric = METRICS[data.draw(st.sampled_from(sorted(METRICS)))]
     rounding = data.draw(st.sampled_from(get_args(specs.Cut)))
-    spec = codec.Truncate("metric", rounding, *way, guard, data.draw(st.integers(2, 8)))
-    same(random_bits(dtype, n, kind, seed), spec, dtype=dtype, metric=metric, state=state_of(n, seed))
+    spec = codec.Truncate("optimizer", rounding, *way, guard, data.draw(st.integers(2, 8)))
+    same(random_bits(dtype, n, kind, seed), spec, dtype=dtype, optimizer=metric, state=state_of(n, seed))
 
 
 # -- error feedback
@@ -613,7 +614,11 @@ def test_frames_with_error_feedback(spec, dtype):
     error[11:14] = 70_000, -70_000, 3.4e38
     x = tame(dtype, n, "normal")
     x[9:14] = bits_of(np.array([3, 4, 65504, -65504, 3]), dtype)
-    how = {"metric": ADAMW, "state": state_of(n)} if isinstance(spec, codec.Truncate) and spec.level == "metric" else {}
+    how = (
+        {"optimizer": ADAMW, "state": state_of(n)}
+        if isinstance(spec, codec.Truncate) and spec.level == "optimizer"
+        else {}
+    )
     same(x, spec, dtype=dtype, residual=error, feedback=True, **how)
     if isinstance(spec, codec.Truncate) or getattr(spec, "nonfinite", None) == "propagate":
         error[20:23] = np.nan, np.inf, -np.inf
@@ -627,12 +632,12 @@ def test_frames_with_error_feedback(spec, dtype):
             dtype=dtype,
             residual=error[:300],
             feedback=True,
-            **({"metric": ADAMW, "state": state_of(300)} if how else {}),
+            **({"optimizer": ADAMW, "state": state_of(300)} if how else {}),
         )
     left = error.copy()
-    frame = codec.encode(x, spec, dtype=dtype, residual=left, feedback=True, **how)
+    frame = flatcall.encode(x, spec, dtype=dtype, residual=left, feedback=True, **how)
     shared = how if getattr(spec, "level_coding", None) == "shared" else {}
     with np.errstate(all="ignore"):
         sums = encoder.floats(x, NUMBER[dtype]) + error
-        lost = sums - codec.reduce([frame], "sum", **shared)
+        lost = sums - flatcall.reduce([frame], "sum", **shared)
     np.testing.assert_array_equal(left, np.where(np.isfinite(sums), lost, 0))

@@ -8,6 +8,7 @@ import pytest
 import codec
 from reference import decoder as oracle
 from reference.decoder import ESCAPE
+from support import flatcall
 from support.format_cases import (
     BOOL,
     F32,
@@ -46,7 +47,7 @@ def decode_all_ways(frame, **how):
         with codec.use_isa(isa):
             for threads in (1, 4):
                 try:
-                    y = codec.decode(frame, like=np.empty(0, kind), threads=threads, **how)
+                    y = flatcall.decode(frame, like=np.empty(0, kind), threads=threads, **how)
                     results[isa, threads] = y.tobytes()
                 except codec.FrameError:
                     results[isa, threads] = None
@@ -54,7 +55,7 @@ def decode_all_ways(frame, **how):
                     continue  # numpy cannot make such an array
                 out = np.full(shape, 7, kind)
                 try:
-                    assert codec.decode(frame, out=out, threads=threads, **how) is out
+                    assert flatcall.decode(frame, out=out, threads=threads, **how) is out
                     results[isa, threads, "out"] = out.tobytes()
                 except codec.FrameError:
                     assert (out == 7).all()
@@ -161,11 +162,11 @@ def test_codebook_id_depends_on_the_kind_of_symbols(spec, dtype, symbols):
     x = np.random.default_rng(0).standard_normal(3000).astype(dtype)
     how = {}
     if spec.fixed_level is None:
-        how = {"metric": codec.optimizers.SGD(1.0), "state": {"theta": x.astype(F32)}}
-    mine = codec.Codebook.from_tensors(x, spec=spec, **how)
+        how = {"optimizer": codec.optimizers.SGD(1.0), "state": {"theta": x.astype(F32)}}
+    mine = flatcall.codebook(x, spec=spec, **how)
     lengths = [*mine.lengths, mine.escape_length]
     assert mine.id == oracle.codebook_id(lengths, symbols)
-    frame = bytearray(codec.encode(x, spec, codebook=mine, **how))
+    frame = bytearray(flatcall.encode(x, spec, codebook=mine, **how))
     assert frame[40] & 1
     assert oracle.decode(bytes(frame), {mine.id: lengths})[2] == codec.decode(frame, codebooks=mine).tobytes()
     for wrong in {0, 1, 2, 3} - {symbols}:
@@ -207,7 +208,7 @@ def test_lowest_damaged_block_is_reported():
                 for threads in (1, 2, 4):
                     for out in (None, np.zeros(2048, np.uint8)):
                         with pytest.raises(codec.FrameError) as caught:
-                            codec.decode(frame, out=out, threads=threads)
+                            codec.decode(frame, out=out, options=codec.options(threads=threads))
                         assert type(caught.value) is expected
                         found.add((caught.value.code, caught.value.offset))
         assert len(found) == 1
@@ -218,7 +219,7 @@ def test_damage_is_reported_before_wrong_arguments():
     x = np.random.default_rng(0).standard_normal(600).astype(F32)
     counts = np.bincount(x.view(np.uint32) >> 23 & 255, minlength=256)
     for how in ({}, {"codebook": codec.Codebook.from_counts(counts)}):
-        frame = bytearray(codec.encode(x, **how))
+        frame = bytearray(flatcall.encode(x, **how))
         with pytest.raises(codec.StateError if how else codec.ArgumentError):
             codec.decode(frame, out=None if how else np.empty(599, F32))
         frame[-20] ^= 1

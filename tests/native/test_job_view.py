@@ -73,7 +73,7 @@ def checksums_of(frame, view, nblocks):
 
 def test_blocks_decoded_by_numpy() -> None:
     x = gradient()
-    frame = codec.encode(x, dtype="bfloat16")
+    frame = codec.encode(codec.view(x, "bfloat16"))
     job, plan, status = planned(frame)
     check(status)
     view, memory = view_of(job), ffi.buffer(job)
@@ -106,7 +106,7 @@ def test_blocks_decoded_by_numpy() -> None:
 
 
 def test_plan_needs_header_and_side_section() -> None:
-    frame = codec.encode(gradient(), dtype="bfloat16")
+    frame = codec.encode(codec.view(gradient(), "bfloat16"))
     at = head_nbytes(frame)
     for given in (0, 47, 63, at - 1):
         assert planned(frame, given)[2] == lib.CODEC_TRUNCATED
@@ -123,7 +123,7 @@ def test_plan_needs_header_and_side_section() -> None:
 def test_sign_blocks_encoded_by_numpy(segments) -> None:
     """The library computes scales and segments, numpy the codes; the frame equals the library's."""
     x = np.random.default_rng(1).standard_normal(50000).astype(np.float32)
-    expected = bytes(codec.encode(x, codec.Sign(), segments=segments))
+    expected = bytes(codec.encode(codec.view(x, segments=segments), codec.Sign()))
     spec, t = spec_struct(codec.Sign()), new_tensor(DTYPES["float32"], x.shape, ffi.from_buffer(x), x.nbytes)
     context = ffi.new("codec_context *")
     context.struct_nbytes = ffi.sizeof("codec_context")

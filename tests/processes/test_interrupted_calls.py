@@ -48,24 +48,24 @@ frame, lossy, total = codec.encode(big), codec.encode(big, ternary), big + codec
 mean = codec.reduce([lossy, lossy])
 
 def encoding(out):
-    return codec.encode(big, out=out.view(np.uint8), threads=THREADS)
+    return codec.encode(big, out=out.view(np.uint8), options=codec.options(threads=THREADS))
 
 def decoding(out):
-    return codec.decode(frame, out=out[: big.size], threads=THREADS)
+    return codec.decode(frame, out=out[: big.size], options=codec.options(threads=THREADS))
 
 def accumulating(out):
-    return codec.accumulate(lossy, out[: big.size], threads=THREADS)
+    return codec.accumulate(lossy, out[: big.size], options=codec.options(threads=THREADS))
 
 def reducing(out):
-    return codec.reduce([lossy, lossy], out=out[: big.size], threads=THREADS)
+    return codec.reduce([lossy, lossy], out=out[: big.size], options=codec.options(threads=THREADS))
 
 others = len(os.listdir("/proc/self/task"))
 calls = [encoding, decoding, accumulating, reducing]
 calls += [
-    lambda out: codec.encode(big, threads=THREADS),
-    lambda out: codec.encode(big, ternary, residual=out[: big.size], threads=THREADS),
-    lambda out: codec.decode(frame, threads=THREADS),
-    lambda out: codec.reduce([lossy, lossy], threads=THREADS),
+    lambda out: codec.encode(big, options=codec.options(threads=THREADS)),
+    lambda out: codec.encode(big, ternary, residual=out[: big.size], options=codec.options(threads=THREADS)),
+    lambda out: codec.decode(frame, options=codec.options(threads=THREADS)),
+    lambda out: codec.reduce([lossy, lossy], options=codec.options(threads=THREADS)),
 ]
 before = None
 n = 0
@@ -79,8 +79,8 @@ while n < 1200:
     n += raised
     if n % 50 == 0:
         out = np.zeros(320_000, np.float32)
-        assert encoding(out) == frame and codec.encode(big, threads=THREADS) == frame
-        assert codec.encode(big, ternary, threads=THREADS) == lossy
+        assert encoding(out) == frame and codec.encode(big, options=codec.options(threads=THREADS)) == frame
+        assert codec.encode(big, ternary, options=codec.options(threads=THREADS)) == lossy
         assert (decoding(out) == big).all() and (accumulating(out)[: big.size] == total).all()
         assert (reducing(out) == mean).all()
 assert count > 1200

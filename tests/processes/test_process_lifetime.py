@@ -11,7 +11,7 @@ frame, stop = codec.encode(big), False
 
 def encode():
     while not stop:
-        assert codec.encode(big, threads=2) == frame
+        assert codec.encode(big, options=codec.options(threads=2)) == frame
 
 threads = [threading.Thread(target=encode) for _ in range(3)]
 for t in threads:
@@ -20,7 +20,8 @@ for _ in range(25):
     pid = os.fork()
     if pid == 0:
         signal.alarm(20)
-        os._exit(0 if codec.encode(big, threads=3) == frame and (codec.decode(frame, threads=2) == big).all() else 1)
+        with codec.options(threads=3):
+            os._exit(0 if codec.encode(big) == frame and (codec.decode(frame) == big).all() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 stop = True
 for t in threads:
@@ -36,11 +37,11 @@ def test_calls_succeed_while_the_interpreter_exits():
     run(
         """
 huge = normal(1 << 20)
-frame = codec.encode(huge) if WARM else codec.encode(huge, threads=1)
+frame = codec.encode(huge) if WARM else codec.encode(huge, options=codec.options(threads=1))
 
 def right(when):
     assert codec.encode(huge) == frame and (codec.decode(frame) == huge).all()
-    assert codec.encode(huge, threads=3) == frame
+    assert codec.encode(huge, options=codec.options(threads=3)) == frame
     sys.stdout.write(f"{when}\\n")
 
 def late():
@@ -59,7 +60,7 @@ threading.Thread(target=late).start()
     run(
         """
 huge = normal(1 << 20)
-frame = codec.encode(huge, threads=1)
+frame = codec.encode(huge, options=codec.options(threads=1))
 
 @atexit.register
 def last():
@@ -79,7 +80,7 @@ frame = codec.encode(huge)
 
 def forever():
     while True:
-        codec.decode(codec.encode(huge, threads=2), threads=2)
+        codec.decode(codec.encode(huge, options=codec.options(threads=2)), options=codec.options(threads=2))
 
 for _ in range(2):
     threading.Thread(target=forever, daemon=True).start()

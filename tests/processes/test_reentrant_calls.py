@@ -8,8 +8,9 @@ def test_signal_handler_may_encode_and_decode():
     run(
         """
 other = normal(5_000)
-frames = {(i, t): codec.encode(x, s, threads=t) for i, (x, s) in enumerate(((small, codec.Lossless()), (big, ternary)))
-          for t in (1, 3)}
+one, three = (codec.options(threads=n) for n in (1, 3))
+frames = {(i, o): codec.encode(x, s, options=o) for i, (x, s) in enumerate(((small, codec.Lossless()), (big, ternary)))
+          for o in (one, three)}
 mine = codec.encode(other, codec.Sign())
 value = codec.decode(mine)
 came = 0
@@ -20,16 +21,17 @@ def handler(*_):
     assert codec.encode(other, codec.Sign()) == mine
     assert (codec.decode(mine) == value).all()
     if came % 20 == 0:
-        assert codec.encode(big, ternary, threads=3) == frames[1, 1]
+        assert codec.encode(big, ternary, options=three) == frames[1, one]
 
 signal.signal(signal.SIGALRM, handler)
 signal.setitimer(signal.ITIMER_REAL, 3e-4, 3e-4)
 for i in range(15_000):
-    assert codec.encode(small) == frames[0, 1]
-    assert (codec.decode(frames[0, 1]) == small).all()
+    assert codec.encode(small) == frames[0, one]
+    assert (codec.decode(frames[0, one]) == small).all()
     if i % 100 == 0:
-        assert codec.encode(big, ternary, threads=3) == frames[1, 1]
-        assert (codec.decode(frames[1, 1], threads=3) == codec.decode(frames[1, 1], threads=1)).all()
+        assert codec.encode(big, ternary, options=three) == frames[1, one]
+        values = [codec.decode(frames[1, one], options=o) for o in (one, three)]
+        assert (values[0] == values[1]).all()
 signal.setitimer(signal.ITIMER_REAL, 0)
 assert came > 200
 print("the end")
@@ -54,8 +56,8 @@ class Cycle:
         wrong += codec.encode(other, codec.Float8()) != mine
 
 frame, book = codec.encode(small), codec.Codebook.from_tensors(big)
-how = {"metric": codec.optimizers.SGD(0.1), "state": {"theta": small[::-1].copy()}, "spec": codec.Truncate(guard=0)}
-cut = codec.encode(small, **how)
+bound = codec.Truncate(guard=0).bind(codec.optimizers.SGD(0.1), theta=small[::-1].copy())
+cut = codec.encode(small, bound)
 info = codec.inspect(frame)
 room = codec.bound(small.shape, "float32")
 for i in range(12_000):
@@ -65,7 +67,7 @@ for i in range(12_000):
     Cycle()
     wrong += (codec.decode(frame) != small).any()
     Cycle()
-    wrong += codec.encode(small, **how) != cut
+    wrong += codec.encode(small, bound) != cut
     Cycle()
     wrong += codec.inspect(frame) != info or codec.bound(small.shape, "float32") != room
     if i % 500 == 0:
@@ -77,7 +79,7 @@ print("the end")
 
 
 def test_arguments_may_use_the_library():
-    """Lazy tensors, state mappings and metrics encode and decode while a call reads them."""
+    """Lazy tensors, lazy state and optimizers encode and decode while a call reads them."""
     run(
         """
 class Lazy:
@@ -90,32 +92,29 @@ class Lazy:
         codec.encode(big, codec.Sign(), residual=np.empty_like(big))
         return codec.decode(self.frame).__dlpack__()
 
-class Mapping(dict):
-    def items(self):
-        return [(name, codec.decode(codec.encode(x))) for name, x in super().items()]
-
-class Metric(codec.optimizers.SGD):
+class Optimizer(codec.optimizers.SGD):
     __slots__ = ()
     def terms(self, state):
-        codec.accumulate(codec.encode(big), np.zeros_like(big), threads=2)
+        codec.accumulate(codec.encode(big), np.zeros_like(big), options=codec.options(threads=2))
         return codec.optimizers.SGD.terms(self, state)
 
 x, theta = normal(2_000), normal(2_000)
 for levels in ("coded", "shared"):
     spec = codec.Truncate(level_coding=levels, guard=0)
-    plain = {"metric": codec.optimizers.SGD(0.1), "state": {"theta": theta}}
+    plain = spec.bind(codec.optimizers.SGD(0.1), theta=theta)
     left = np.empty_like(x)
-    frame = codec.encode(x, spec, residual=left, **plain)
-    value = codec.decode(frame, **plain)
-    for metric in (plain["metric"], Metric(0.1)):
-        for state in ({"theta": Lazy(theta)}, Mapping(theta=theta)):
+    frame = codec.encode(x, plain, residual=left)
+    value = codec.decode(frame, plain)
+    for optimizer in (codec.optimizers.SGD(0.1), Optimizer(0.1)):
+        for given in (Lazy(theta), theta):
+            bound = spec.bind(optimizer, theta=given)
             mine = np.full(4_000, 7, np.float32)
-            assert codec.encode(Lazy(x), spec, metric=metric, state=state, residual=mine[1_000:3_000]) == frame
+            assert codec.encode(Lazy(x), bound, residual=mine[1_000:3_000]) == frame
             assert (mine[1_000:3_000] == left).all() and (mine[:1_000] == 7).all() and (mine[3_000:] == 7).all()
-            assert (codec.decode(frame, metric=metric, state=state) == value).all()
+            assert (codec.decode(frame, bound) == value).all()
             out = np.zeros_like(x)
-            assert (codec.accumulate(frame, out, metric=metric, state=state) == value).all()
-            assert (codec.reduce([frame], metric=metric, state=state) == value).all()
+            assert (codec.accumulate(frame, out, bound) == value).all()
+            assert (codec.reduce([frame], bound) == value).all()
 print("the end")
 """
     )

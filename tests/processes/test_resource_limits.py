@@ -21,15 +21,16 @@ def start(*args, **kw):
     return real(*args, **kw)
 
 _thread.start_new_thread = threading._start_new_thread = threading._start_joinable_thread = start
-frame, lossy = codec.encode(big, threads=1), codec.encode(big, ternary, threads=1)
+one = codec.options(threads=1)
+frame, lossy = codec.encode(big, options=one), codec.encode(big, ternary, options=one)
 for allowed in (0, 0, 1, 0, 2, 5):
     for threads in (2, 3, 7):
         for _ in range(5):
             left = np.empty_like(big)
-            assert codec.encode(big, threads=threads) == frame
-            assert codec.encode(big, ternary, threads=threads, residual=left) == lossy
-            assert (codec.decode(frame, threads=threads) == big).all()
-            assert (codec.reduce([lossy, lossy], threads=threads) == codec.decode(lossy)).all()
+            assert codec.encode(big, options=codec.options(threads=threads)) == frame
+            assert codec.encode(big, ternary, residual=left, options=codec.options(threads=threads)) == lossy
+            assert (codec.decode(frame, options=codec.options(threads=threads)) == big).all()
+            assert (codec.reduce([lossy, lossy], options=codec.options(threads=threads)) == codec.decode(lossy)).all()
             assert np.allclose(left + codec.decode(lossy), big, atol=1e-6)
 print("the end")
 """
@@ -43,20 +44,21 @@ def test_memory_error_leaves_arguments_unchanged(threads):
         f"THREADS = {threads}"
         + """
 x = normal(1 << 19)
-before, frame, lossy = x.copy(), codec.encode(x, threads=1), codec.encode(x, ternary, threads=1)
-value = codec.decode(lossy, threads=1)
+one = codec.options(threads=1)
+before, frame, lossy = x.copy(), codec.encode(x, options=one), codec.encode(x, ternary, options=one)
+value = codec.decode(lossy, options=one)
 theta, spec, sgd = {"theta": x[::-1].copy()}, codec.Truncate(guard=0), codec.optimizers.SGD(0.1)
-cut = codec.encode(x, spec, metric=sgd, state=theta, threads=1)
+cut = codec.encode(x, spec.bind(sgd, **theta), options=one)
 room = np.empty(codec.bound(x.shape, "float32"), np.uint8)
 calls = [
-    lambda out: codec.encode(x, threads=THREADS) == frame,
-    lambda out: codec.encode(x, out=room, threads=THREADS) == frame,
-    lambda out: codec.encode(x, ternary, residual=out, threads=THREADS) == lossy,
-    lambda out: codec.encode(x, spec, metric=sgd, state=theta, residual=out, threads=THREADS) == cut,
-    lambda out: codec.decode(frame, threads=THREADS).tobytes() == before.tobytes(),
-    lambda out: codec.decode(frame, out=out, threads=THREADS)[-1] == x[-1],
-    lambda out: codec.accumulate(lossy, out, threads=THREADS)[-1] == value[-1] + 7,
-    lambda out: codec.reduce([lossy, lossy], out=out, threads=THREADS)[-1] == value[-1],
+    lambda out: codec.encode(x, options=codec.options(threads=THREADS)) == frame,
+    lambda out: codec.encode(x, out=room, options=codec.options(threads=THREADS)) == frame,
+    lambda out: codec.encode(x, ternary, residual=out, options=codec.options(threads=THREADS)) == lossy,
+    lambda out: codec.encode(x, spec.bind(sgd, **theta), residual=out, options=codec.options(threads=THREADS)) == cut,
+    lambda out: codec.decode(frame, options=codec.options(threads=THREADS)).tobytes() == before.tobytes(),
+    lambda out: codec.decode(frame, out=out, options=codec.options(threads=THREADS))[-1] == x[-1],
+    lambda out: codec.accumulate(lossy, out, options=codec.options(threads=THREADS))[-1] == value[-1] + 7,
+    lambda out: codec.reduce([lossy, lossy], out=out, options=codec.options(threads=THREADS))[-1] == value[-1],
 ]
 
 def child(call, step):
@@ -72,7 +74,7 @@ def child(call, step):
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
     assert status != 1 or (out == 7).all(), "written to"
     assert (x == before).all()
-    assert codec.encode(x, threads=3) == frame
+    assert codec.encode(x, options=codec.options(threads=3)) == frame
     return status
 
 seen = set()
@@ -103,7 +105,7 @@ have = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (have + (4 << 20),) * 2)
 for threads in (1, 3):
     try:
-        codec.encode(x, threads=threads)
+        codec.encode(x, options=codec.options(threads=threads))
     except MemoryError:
         continue
     raise SystemExit("there was memory")
@@ -117,12 +119,12 @@ def test_calls_near_the_recursion_limit_succeed_or_raise_recursion_error():
     """After a RecursionError nothing is left running and the next call succeeds."""
     run(
         """
-frame = codec.encode(big, threads=3)
+frame = codec.encode(big, options=codec.options(threads=3))
 
 def at(depth):
     if depth:
         return at(depth - 1)
-    return codec.encode(big, threads=3)
+    return codec.encode(big, options=codec.options(threads=3))
 
 sys.setrecursionlimit(200)
 ended = 0
@@ -133,7 +135,7 @@ for depth in range(120, 200):
     except RecursionError:
         pass
 assert 10 < ended < 80
-assert codec.encode(big, threads=3) == frame
+assert codec.encode(big, options=codec.options(threads=3)) == frame
 print("the end")
 """
     )

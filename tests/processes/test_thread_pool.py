@@ -59,13 +59,13 @@ def outcome(job, threads):
     x, spec, frame = job
     out = np.full(x.shape, 7, np.float32)
     try:
-        codec.decode(frame, out=out, threads=threads)
+        codec.decode(frame, out=out, options=codec.options(threads=threads))
     except codec.FrameError as e:
         assert (out == 7).all()
-        return type(e), codec.encode(x, spec, threads=threads)
+        return type(e), codec.encode(x, spec, options=codec.options(threads=threads))
     except codec.ArgumentError as e:
-        return type(e), codec.encode(x, spec, threads=threads)
-    return out.tobytes(), codec.encode(x, spec, threads=threads)
+        return type(e), codec.encode(x, spec, options=codec.options(threads=threads))
+    return out.tobytes(), codec.encode(x, spec, options=codec.options(threads=threads))
 
 expected = [outcome(job, 1) for job in jobs]
 wrong = []
@@ -139,8 +139,8 @@ assert got == [[True] * 9]
 assert pool.run(lambda i, w: pool.run(lambda j, w: i * j, 5, 3), 5, 3) == [[i * j for j in range(5)] for i in range(5)]
 
 begin = time.monotonic()
-assert codec.encode(big, threads=10**30) == codec.encode(big, threads=1)
-assert (codec.decode(codec.encode(big), threads=10**30) == big).all()
+assert codec.encode(big, options=codec.options(threads=10**30)) == codec.encode(big, options=codec.options(threads=1))
+assert (codec.decode(codec.encode(big), options=codec.options(threads=10**30)) == big).all()
 assert time.monotonic() - begin < 1 and len(pool._workers) < 20
 print("the end")
 """
@@ -165,11 +165,11 @@ def dead(ref):
 
 for threads in (1, 4):
     x = big.copy().view(Tensor)
-    frame, ref = codec.encode(x, threads=threads), weakref.ref(x)
+    frame, ref = codec.encode(x, options=codec.options(threads=threads)), weakref.ref(x)
     del x
     assert dead(ref)
     out = np.empty_like(big).view(Tensor)
-    ref = weakref.ref(codec.decode(frame, out=out, threads=threads))
+    ref = weakref.ref(codec.decode(frame, out=out, options=codec.options(threads=threads)))
     del out
     assert dead(ref)
 

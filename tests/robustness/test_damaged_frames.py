@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import codec
 from codec._c.library import ITEMSIZE
 from reference import decoder as oracle
+from support import flatcall
 from support.frame_builder import recompute_checksums
 from support.sample_frames import SMALL_FRAMES, TRUNCATE_HOW
 from support.specs import LOSSY
@@ -26,7 +27,7 @@ def test_samples_have_the_expected_layout():
 
 def decode_bits(frame, dtype, n, **kw):
     """Decode a sample frame to unsigned integers."""
-    return codec.decode(frame, like=np.empty(0, f"u{ITEMSIZE[dtype]}"), **(TRUNCATE_HOW if n == 600 else {}), **kw)
+    return flatcall.decode(frame, like=np.empty(0, f"u{ITEMSIZE[dtype]}"), **TRUNCATE_HOW if n == 600 else {}, **kw)
 
 
 @pytest.mark.parametrize("name", SMALL_FRAMES)
@@ -97,7 +98,7 @@ def check_mutant(frame, dtype, n):
         with codec.use_isa(isa):
             try:
                 y = (
-                    codec.decode(frame, max_nbytes=1 << 24, threads=1)
+                    codec.decode(frame, max_nbytes=1 << 24, options=codec.options(threads=1))
                     if dtype is None
                     else decode_bits(frame, dtype, n)
                 )
@@ -177,10 +178,10 @@ def test_damage_leaves_out_unchanged(threads):
     frame[-10] ^= 1
     out = np.full_like(x, 7)
     with pytest.raises(codec.ChecksumError):
-        codec.decode(frame, out=out, threads=threads)
+        codec.decode(frame, out=out, options=codec.options(threads=threads))
     assert (out == 7).all()
     with pytest.raises(codec.ChecksumError):
-        codec.decode(frame, threads=threads)
+        codec.decode(frame, options=codec.options(threads=threads))
     with pytest.raises(codec.ArgumentError, match="shape"):
         codec.decode(codec.encode(x), out=out[:-1])
 
@@ -232,13 +233,13 @@ def test_bound_holds_for_adversarial_tensors(dtype):
     for x in tensors:
         limit = codec.bound(x.shape, dtype)
         assert limit <= x.nbytes * (1 + 1 / 256) + 128
-        frame = codec.encode(x, dtype=dtype)
+        frame = codec.encode(codec.view(x, dtype))
         assert len(frame) <= limit
         memory = np.full(len(frame) + 64, 0xA5, np.uint8)
-        assert codec.encode(x, dtype=dtype, out=memory[: len(frame)]) == frame
+        assert codec.encode(codec.view(x, dtype), out=memory[: len(frame)]) == frame
         assert (memory[len(frame) :] == 0xA5).all()
         with pytest.raises(codec.ArgumentError, match="too few"):
-            codec.encode(x, dtype=dtype, out=memory[: len(frame) - 1])
+            codec.encode(codec.view(x, dtype), out=memory[: len(frame) - 1])
         assert (memory[len(frame) :] == 0xA5).all()
 
 
@@ -267,16 +268,16 @@ def test_wrong_arguments_are_rejected():
         lambda: codec.encode(np.zeros(3, complex)),
         lambda: codec.encode(np.array(["a"])),
         lambda: codec.encode(np.zeros((1,) * 9)),
-        lambda: codec.encode(x, dtype="float16"),
-        lambda: codec.encode(x, dtype="float3"),
-        lambda: codec.encode(x, threads=0),
+        lambda: codec.encode(codec.view(x, "float16")),
+        lambda: codec.encode(codec.view(x, "float3")),
+        lambda: codec.encode(x, options=codec.options(threads=0)),
         lambda: codec.encode(x, out=bytes(1000)),
-        lambda: codec.encode(np.zeros(9000, np.float32), segments=[(0, (100, 80)), (50, (10,))]),
-        lambda: codec.encode(np.zeros(9000, np.float32), segments=[(0, (100, 91))]),
-        lambda: codec.encode(np.zeros(9000, np.float32), segments=[(-1, (10,))]),
-        lambda: codec.encode(np.zeros(9000, np.float32), segments=[(0, (1,) * 9)]),
-        lambda: codec.encode(np.zeros(9000, np.float32), segments=[(0, (1.5,))]),
-        lambda: codec.encode(np.zeros(9000, np.float32), segments=[(1 << 64, (1,))]),
+        lambda: codec.encode(codec.view(np.zeros(9000, np.float32), segments=[(0, (100, 80)), (50, (10,))])),
+        lambda: codec.encode(codec.view(np.zeros(9000, np.float32), segments=[(0, (100, 91))])),
+        lambda: codec.encode(codec.view(np.zeros(9000, np.float32), segments=[(-1, (10,))])),
+        lambda: codec.encode(codec.view(np.zeros(9000, np.float32), segments=[(0, (1,) * 9)])),
+        lambda: codec.encode(codec.view(np.zeros(9000, np.float32), segments=[(0, (1.5,))])),
+        lambda: codec.encode(codec.view(np.zeros(9000, np.float32), segments=[(1 << 64, (1,))])),
         lambda: codec.decode(codec.encode(x), out=np.zeros((4, 4))),
         lambda: codec.decode(codec.encode(x), out=np.zeros((4, 8), np.float32)[:, ::2]),
         lambda: codec.bound((3,), "complex64"),
@@ -284,6 +285,6 @@ def test_wrong_arguments_are_rejected():
         with pytest.raises(codec.ArgumentError):
             bad()
     with pytest.raises(codec.EngineError):
-        codec.encode(x, engine="abacus")
+        codec.encode(x, options=codec.options(engine="abacus"))
     with pytest.raises(codec.EngineError):
         codec.use_isa("mmx")

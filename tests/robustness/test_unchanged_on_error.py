@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import codec
+from support import flatcall
 from support.frame_builder import recompute_checksums
 from support.specs import LOSSY, TRUNCATES
 
@@ -30,7 +31,7 @@ OTHER[-1] *= 1024  # changes the digest of the last block
 def how(spec, theta=THETA):
     """Return the arguments that a spec needs beside the tensor."""
     if isinstance(spec, codec.Truncate) and spec.fixed_level is None:
-        return {"metric": SGD, "state": {"theta": theta}}
+        return {"optimizer": SGD, "state": {"theta": theta}}
     return {}
 
 
@@ -46,7 +47,7 @@ def damaged_last_block(frame):
             mutant[at] ^= byte
             valid = recompute_checksums(mutant)
             try:
-                codec.decode(valid, **how(info.spec))
+                flatcall.decode(valid, **how(info.spec))
             except codec.ChecksumError as e:
                 raise AssertionError("recompute_checksums() did not") from e
             except (codec.FrameError, codec.StateError):
@@ -54,7 +55,7 @@ def damaged_last_block(frame):
     return None
 
 
-FRAMES = {name: bytes(codec.encode(X, spec, **how(spec))) for name, spec in SPECS.items()}
+FRAMES = {name: bytes(flatcall.encode(X, spec, **how(spec))) for name, spec in SPECS.items()}
 DAMAGED = {name: damaged_last_block(frame) for name, frame in FRAMES.items()}
 
 
@@ -81,7 +82,7 @@ def bad_frames(name):
     yield "a last block that makes no sense", DAMAGED[name], {}
     if isinstance(spec, codec.Truncate) and spec.level_coding == "shared":
         yield "made with another state", frame, how(spec, OTHER)
-        yield "no state", frame, {"metric": None, "state": None}
+        yield "no state", frame, {"optimizer": None, "state": None}
 
 
 @pytest.mark.parametrize("threads", THREADS)
@@ -96,11 +97,11 @@ def test_decoding_errors_change_nothing(name, threads):
         before = None if state is None else state.copy()
         out = np.full(N, 7, np.float32)
         for call, given in (
-            (codec.decode, [frame]),
-            (codec.accumulate, [frame]),
-            (codec.reduce, [[frame, good]]),
-            (codec.reduce, [[good, frame]]),
-            (codec.reduce, [[good, stored, frame], "max"]),
+            (flatcall.decode, [frame]),
+            (flatcall.accumulate, [frame]),
+            (flatcall.reduce, [[frame, good]]),
+            (flatcall.reduce, [[good, frame]]),
+            (flatcall.reduce, [[good, stored, frame], "max"]),
         ):
             with pytest.raises((codec.FrameError, codec.StateError)) as caught:
                 call(*given, out=out, **keywords)
@@ -108,7 +109,7 @@ def test_decoding_errors_change_nothing(name, threads):
             if what.endswith("damaged"):
                 assert isinstance(caught.value, codec.FrameError), what
             with pytest.raises((codec.FrameError, codec.StateError)) as unchecked:
-                call(*given, out=np.zeros(N, np.float32), check_first=False, **keywords)
+                call(*given, out=np.zeros(N, np.float32), verify_first=False, **keywords)
             assert (unchecked.type, unchecked.value.code) == (caught.type, caught.value.code), what
         if state is not None:
             assert (state == before).all(), what
@@ -117,12 +118,16 @@ def test_decoding_errors_change_nothing(name, threads):
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("name", SPECS)
 def test_one_pass_decoding_gives_the_same_values(name, threads):
-    """check_first=False differs only for damaged frames."""
+    """verify_first=False differs only for damaged frames."""
     frame, keywords = FRAMES[name], {**how(SPECS[name]), "threads": threads}
-    for call, given in ((codec.decode, [frame]), (codec.accumulate, [frame]), (codec.reduce, [[frame, frame]])):
+    for call, given in (
+        (flatcall.decode, [frame]),
+        (flatcall.accumulate, [frame]),
+        (flatcall.reduce, [[frame, frame]]),
+    ):
         a, b = np.full(N, 7, np.float32), np.full(N, 7, np.float32)
         call(*given, out=a, **keywords)
-        call(*given, out=b, check_first=False, **keywords)
+        call(*given, out=b, verify_first=False, **keywords)
         assert a.tobytes() == b.tobytes()
 
 
@@ -138,7 +143,7 @@ def test_reduce_checks_all_frames_before_it_writes(small, threads):
     out = np.full(small, 7, np.float32)
     for frames in ((first, second), (second, first), (first, bytes(second)[:-8], first)):
         with pytest.raises(codec.FrameError):
-            codec.reduce(frames, out=out, threads=threads)
+            codec.reduce(frames, out=out, options=codec.options(threads=threads))
         assert (out == 7).all()
 
 
@@ -163,7 +168,7 @@ def test_errors_do_not_depend_on_threads(name):
                 for threads in (1, 2, 3, 8):
                     for kind in ({}, {"out": np.empty(N, np.float32)}):
                         with pytest.raises((codec.FrameError, codec.StateError)) as caught:
-                            codec.decode(bad, threads=threads, **keywords, **kind)
+                            flatcall.decode(bad, threads=threads, **keywords, **kind)
                         seen.add((type(caught.value), str(caught.value)))
         assert len(seen) == 1, seen
 
@@ -175,7 +180,7 @@ def test_damage_is_reported_before_a_wrong_state():
     frame[36] ^= 1
     for threads in THREADS:
         with pytest.raises(codec.ChecksumError):
-            codec.decode(frame, **how(spec, OTHER[::-1].copy()), threads=threads)
+            flatcall.decode(frame, **how(spec, OTHER[::-1].copy()), threads=threads)
 
 
 def encode_errors(name):
@@ -205,7 +210,7 @@ def test_encoding_errors_change_nothing(name, threads):
         before, residual, theta = x.tobytes(), np.full(N, 7, np.float32), THETA.tobytes()
         for r in (residual, x):
             with pytest.raises(codec.SpecError if "scale" in what else codec.ArgumentError):
-                codec.encode(x, spec, residual=r, **keywords)
+                flatcall.encode(x, spec, residual=r, **keywords)
             assert x.tobytes() == before, what
             assert (residual == 7).all(), what
             assert THETA.tobytes() == theta
@@ -217,12 +222,12 @@ def test_residual_is_written_when_the_frame_just_fits(name, threads):
     """Frames that fit only thanks to the entropy stage give the residual, in place too."""
     spec, frame = SPECS[name], FRAMES[name]
     keywords = {**how(spec), "threads": threads}
-    expected = X - codec.decode(frame, **how(spec))
+    expected = X - flatcall.decode(frame, **how(spec))
     for in_place in (False, True):
         x = X.copy()
         r = x if in_place else np.full(N, 7, np.float32)
         out = np.zeros(len(frame), np.uint8)
-        assert codec.encode(x, spec, residual=r, out=out, **keywords) == frame
+        assert flatcall.encode(x, spec, residual=r, out=out, **keywords) == frame
         assert r.tobytes() == expected.tobytes() or name == "lossless"
         assert (r == expected).all()
 
@@ -236,7 +241,10 @@ def test_bound_holds_with_segments():
             room = codec.bound(n, "float32", spec)
             for segments in (None, [(0, (n,))], [(n - 1, (1,))], [(0, (n // 2,)), (n // 2, (n - n // 2,))], [(0, ())]):
                 out = np.zeros(room, np.uint8)
-                assert len(codec.encode(x, spec, segments=segments, out=out, residual=np.empty_like(x))) <= room
+                assert (
+                    len(codec.encode(codec.view(x, segments=segments), spec, out=out, residual=np.empty_like(x)))
+                    <= room
+                )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "uint8", "float16"])
@@ -246,23 +254,24 @@ def test_wrong_segments_are_rejected_for_every_dtype_and_size(dtype, n):
     x = np.ones(n, dtype)
     for segments in ([(0, (n + 1,))], [(1, (n,))], [(5, (2,)), (0, (2,))], [(0, (3,)), (2, (2,))], [(n + 1, (0,))]):
         with pytest.raises(codec.ArgumentError, match="segments"):
-            codec.encode(x, segments=segments)
+            codec.encode(codec.view(x, segments=segments))
 
 
 def test_damaged_frame_allocates_less_than_a_megabyte():
     """The frame declares half a gigabyte of zeros and is damaged in its last block."""
     code = """
 import numpy as np, codec
-frame = bytearray(codec.encode(np.zeros(1 << 27, np.float32), codec.Ternary("entropy"), threads=1))
+one = codec.options(threads=1)
+frame = bytearray(codec.encode(np.zeros(1 << 27, np.float32), codec.Ternary("entropy"), options=one))
 frame[-1] ^= 1
-codec.decode(codec.encode(np.ones(100_000, np.float32)), threads=1)
+codec.decode(codec.encode(np.ones(100_000, np.float32)), options=one)
 with open("/proc/self/clear_refs", "w") as f:
     f.write("5")
 peak = lambda: next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM"))
 start = peak()
 for threads in (1, 2):
     try:
-        codec.decode(bytes(frame), threads=threads)
+        codec.decode(bytes(frame), options=codec.options(threads=threads))
     except codec.ChecksumError:
         print(peak() - start)
 """

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import codec
 from support.states import equal_states, random_values, seeds, through_npz, through_torch_save
 
-SGD = {"metric": codec.optimizers.SGD(1 / 10)}
+SGD = codec.optimizers.SGD(1 / 10)
 
 
 def gradients(step, rank, spread=20):
@@ -97,10 +97,10 @@ def test_codebook_is_proposed_only_if_frames_become_smaller():
         how = {"spec": codec.Truncate(level_coding=levels), "dtype": "float16"}
         refresher = codec.CodebookRefresher(**how)
         for x in halves:
-            refresher.count(x, **SGD, state={"theta": x})
+            refresher.count(x, how["spec"].bind(SGD, theta=x))
         refresher.propose(50, refresher.counts())
         book = refresher.current(60)
-        frame = codec.encode(halves[0], how["spec"], codebook=book, **SGD, state={"theta": halves[0]})
+        frame = codec.encode(halves[0], how["spec"].bind(SGD, theta=halves[0]), codebook=book)
         assert codec.inspect(frame).codebook_id == book.id
 
 
@@ -127,7 +127,7 @@ def test_wrong_arguments_are_rejected():
         codec.CodebookRefresher(dtype="int8")
     refresher = codec.CodebookRefresher(codec.Truncate(), interval=10, delay=5)
     with pytest.raises(codec.ArgumentError, match="other symbols"):
-        refresher.count(np.ones(1000, np.float16), **SGD, state={"theta": np.ones(1000, np.float32)})
+        refresher.count(np.ones(1000, np.float16), codec.Truncate().bind(SGD, theta=np.ones(1000, np.float32)))
     refresher = codec.CodebookRefresher(interval=10, delay=5)
     assert [s for s in range(35) if refresher.due(s)] == [10, 20, 30]
     with pytest.raises(codec.ArgumentError, match="exponents"):

@@ -183,7 +183,7 @@ def test_encode_equals_begin_encode_and_commit():
         assert feedback.encode("w", tensor, stream=step) == expected
         assert feedback.state_dict()["w[0:6000]"].tobytes() == error.tobytes()
     half = np.full(8, 1.5, np.float16)
-    assert codec.inspect(feedback.encode("h", half.view(np.uint16), dtype="float16")).dtype == "float16"
+    assert codec.inspect(feedback.encode("h", codec.view(half.view(np.uint16), "float16"))).dtype == "float16"
     assert codec.inspect(feedback.encode("none", np.zeros((0, 3), np.float32))).shape == (0, 3)
     other[:] = 3
     feedback.commit()

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 import codec
 from codec import optimizers
 from codec._c.library import ITEMSIZE, MANTISSA_BITS
+from support import flatcall
 from support.specs import SPECS
 from support.tensors import ADAMW, ALL_DTYPES, F32, KINDS, LOSSY_DTYPES, optimizer_state, random_bits
 
@@ -56,10 +57,10 @@ def level_arguments(spec, n, seed=0, how="sgd"):
         return {}
     state = {k: v * F32(1e3 if k == "theta" else 1) for k, v in optimizer_state(n, seed).items()}
     if how == "sgd":
-        return {"metric": optimizers.SGD(1e-2), "state": {"theta": state["theta"]}}
+        return {"optimizer": optimizers.SGD(1e-2), "state": {"theta": state["theta"]}}
     if how == "groups" and n > 1:
-        return {"metric": [(0, optimizers.SGD(1e-3)), (n // 3 + 1, ADAMW)], "state": state}
-    return {"metric": ADAMW, "state": state}
+        return {"optimizer": [(0, optimizers.SGD(1e-3)), (n // 3 + 1, ADAMW)], "state": state}
+    return {"optimizer": ADAMW, "state": state}
 
 
 def like(dtype):
@@ -87,7 +88,7 @@ def check_encode(x, spec, dtype, left=None, **how):
 
     def call(engine):
         residual = None if left is None else left.copy()
-        frame = outcome(lambda: bytes(codec.encode(x, spec, dtype=dtype, engine=engine, residual=residual, **how)))
+        frame = outcome(lambda: bytes(flatcall.encode(x, spec, dtype=dtype, engine=engine, residual=residual, **how)))
         if left is not None and not isinstance(frame, bytes):
             assert residual.tobytes() == left.tobytes()
         return frame, None if left is None else residual.tobytes()
@@ -98,13 +99,13 @@ def check_encode(x, spec, dtype, left=None, **how):
 
 def check_decode(frame, dtype, shape, **how):
     """Return the decoded values' bytes, the same for all engines, in new memory and in `out`."""
-    values = agreed(lambda engine: codec.decode(frame, like=like(dtype), engine=engine, **how).tobytes())
+    values = agreed(lambda engine: flatcall.decode(frame, like=like(dtype), engine=engine, **how).tobytes())
     out = misaligned(np.zeros(shape, like(dtype).dtype))
-    codec.decode(
+    flatcall.decode(
         misaligned(np.frombuffer(frame, np.uint8), 5),
         out=out,
         engine=ENGINES[-1],
-        check_first=len(frame) % 16 == 0,
+        verify_first=len(frame) % 16 == 0,
         **how,
     )
     assert out.tobytes() == values
@@ -117,12 +118,12 @@ def check_sums(frames, dtype, n, op="mean", **how):
     def accumulate(engine):
         total = misaligned(np.linspace(-1, 1, n, dtype=F32))
         for i, frame in enumerate(frames):
-            codec.accumulate(frame, total, 0.3 * i - 1, engine=engine, **how)
+            flatcall.accumulate(frame, total, 0.3 * i - 1, engine=engine, **how)
         return unify_nan(total)
 
     if dtype in LOSSY_DTYPES:
         agreed(accumulate)
-        agreed(lambda engine: unify_nan(codec.reduce(frames, op, engine=engine, **how)))
+        agreed(lambda engine: unify_nan(flatcall.reduce(frames, op, engine=engine, **how)))
 
 
 def check_engines(draw):
@@ -156,10 +157,12 @@ def check_engines(draw):
             assert check_decode(frame, dtype, x.shape, **threads) == x.tobytes()
         else:
             check_decode(frame, dtype, x.shape, **threads, **levels)
-        again = codec.encode(x, spec, dtype=dtype, stream=stream + 1, **how)
+        again = flatcall.encode(x, spec, dtype=dtype, stream=stream + 1, **how)
         frames = [frame, again, frame][: draw(st.integers(1, 3))]
         total = np.linspace(-1, 1, n, dtype=F32).reshape(x.shape)
         op = draw(st.sampled_from(["sum", "mean", "max"]))
         if dtype in LOSSY_DTYPES:
-            agreed(lambda engine: unify_nan(codec.reduce(frames, op, engine=engine, **threads, **levels)))
-            agreed(lambda engine: unify_nan(codec.accumulate(frames[-1], total.copy(), 0.7, engine=engine, **levels)))
+            agreed(lambda engine: unify_nan(flatcall.reduce(frames, op, engine=engine, **threads, **levels)))
+            agreed(
+                lambda engine: unify_nan(flatcall.accumulate(frames[-1], total.copy(), 0.7, engine=engine, **levels))
+            )

@@ -17,6 +17,7 @@ import codec
 from codec import optimizers
 from codec._c.library import ITEMSIZE
 from reference import decoder as oracle
+from support import flatcall
 from support.specs import LOSSY, TRUNCATES
 
 FOLDER = Path(__file__).parents[1] / "vectors"
@@ -109,7 +110,7 @@ def golden_tensor(name):
         theta[::50] = 0x7F800000, *[0] * 59  # one Inf, then zeros
         state = {"theta": theta.view(np.float32).reshape(30, 100)}
         metric = optimizers.SGD(0.125) if TRUNCATES[kind].fixed_level is None else None
-        how = {"metric": metric, "state": state} if metric else {}
+        how = {"optimizer": metric, "state": state} if metric else {}
         x = floats(dtype, 3000, 19)
         x &= ~u.type(0xFFFF if "narrow" in more else 0)  # made in bfloat16
         return x.reshape(30, 100), dtype, {"spec": TRUNCATES[kind], **how}
@@ -148,7 +149,7 @@ if __name__ == "__main__" and sys.argv[1] == "--write":
         if name in GOLDEN:
             raise SystemExit(f"{name} exists; golden frames never change")
         x, dtype, how = golden_tensor(name)
-        frame = bytes(codec.encode(x, dtype=dtype, **how))
+        frame = bytes(flatcall.encode(x, dtype=dtype, **how))
         (FOLDER / f"{name}.codec").write_bytes(frame)
         GOLDEN[name] = {"tensor_sha256": hashlib.sha256(x.tobytes()).hexdigest()}
         book = how.get("codebook")

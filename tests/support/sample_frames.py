@@ -3,13 +3,14 @@
 import numpy as np
 
 import codec
+from support import flatcall
 from support.engine_comparison import level_arguments, sample_bits
 from support.frame_builder import recompute_checksums
 from support.specs import LOSSY, SPECS, TRUNCATES
 from support.tensors import random_bits
 
 TRUNCATE_HOW = {
-    "metric": codec.optimizers.SGD(1 / 10),
+    "optimizer": codec.optimizers.SGD(1 / 10),
     "state": {"theta": np.linspace(-0.01, 0.01, 600, dtype=np.float32)},
 }
 
@@ -28,16 +29,20 @@ def small_frames():
         ("int32", 600, "few"),
         ("uint8", 1500, "sparse"),
     ):
-        out[f"{dtype}-{n}-{kind}"] = (bytes(codec.encode(random_bits(dtype, n, kind), dtype=dtype)), dtype, n)
+        out[f"{dtype}-{n}-{kind}"] = (bytes(codec.encode(codec.view(random_bits(dtype, n, kind), dtype))), dtype, n)
     x = random_bits("bfloat16", 8192, "sparse").reshape(64, 128)
-    out["model"] = (bytes(codec.encode(x, codec.Lossless(model="separable"), dtype="bfloat16")), "bfloat16", 8192)
+    out["model"] = (bytes(codec.encode(codec.view(x, "bfloat16"), codec.Lossless(model="separable"))), "bfloat16", 8192)
     y = random_bits("float32", 8300, "normal").view(np.float32) * np.float32(0.01)
     for name, spec in LOSSY.items():
         out[name] = (bytes(codec.encode(y[:300], spec)), "float32", 300)
     for name, spec in TRUNCATES.items():
         how = TRUNCATE_HOW if spec.fixed_level is None else {}
-        out[name] = (bytes(codec.encode(y[:600], spec, **how)), "float32", 600)
-    out["parts"] = (bytes(codec.encode(y, codec.Sign(group_size="row"), segments=[(0, (41, 100))])), "float32", 8300)
+        out[name] = (bytes(flatcall.encode(y[:600], spec, **how)), "float32", 600)
+    out["parts"] = (
+        bytes(codec.encode(codec.view(y, segments=[(0, (41, 100))]), codec.Sign(group_size="row"))),
+        "float32",
+        8300,
+    )
     out["bytes"] = (bytes(codec.encode(y[:8300], codec.Ternary("entropy"))), "float32", 8300)
     return out
 
@@ -60,11 +65,11 @@ def frames_to_damage():
     ):
         spec = SPECS[name]
         x, how = sample_bits("float16", 34_000, "zeros"), level_arguments(spec, 34_000)
-        frames[f"blocks_{name}"] = (bytes(codec.encode(x, spec, dtype="float16", **how)), "float16", 34_000, how)
+        frames[f"blocks_{name}"] = (bytes(flatcall.encode(x, spec, dtype="float16", **how)), "float16", 34_000, how)
     x = sample_bits("float16", 1000, "wide")
     for name, spec in TRUNCATES.items():
         how = level_arguments(spec, 1000)
-        frames[f"float16_{name}"] = (bytes(codec.encode(x, spec, dtype="float16", **how)), "float16", 1000, how)
+        frames[f"float16_{name}"] = (bytes(flatcall.encode(x, spec, dtype="float16", **how)), "float16", 1000, how)
     return frames
 
 

@@ -158,7 +158,7 @@ def test_lossy_results_are_identical_on_all_ranks():
 def _one_phase(rank, size):
     x = rank_values(rank, (9000,))
     frames = [codec.encode(rank_values(r, (9000,)), codec.Float8()) for r in range(size)]
-    want = codec.reduce(frames, "mean", like=x)
+    want = codec.reduce(frames, like=x, op="mean")
     codec.torch.all_reduce(x, codec.Float8(), algorithm="all_gather", op="mean")
     assert torch.equal(x, want)
 
@@ -186,10 +186,10 @@ def _of_bfloat16(rank, size):
     metric = codec.optimizers.AdamW(lr=1e-3, step=10)
     state = {name: rank_values(7, (5000,), torch.bfloat16).abs() for name in ("theta", "m", "v")}
     every = [rank_values(r, (5000,)) for r in range(size)]
-    frames = [codec.encode(x, codec.Truncate(), metric=metric, state=state) for x in every]
+    frames = [codec.encode(x, codec.Truncate().bind(metric, **state)) for x in every]
     x = every[rank].clone()
     codec.torch.all_reduce(x, codec.Truncate(), metric=metric, state=state, algorithm="all_gather", op="mean")
-    assert torch.equal(x, codec.reduce(frames, "mean", like=x))
+    assert torch.equal(x, codec.reduce(frames, like=x, op="mean"))
 
 
 def test_optimizer_state_may_be_bfloat16():

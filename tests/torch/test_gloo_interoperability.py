@@ -16,7 +16,7 @@ from codec import optimizers
 from codec._c.library import DTYPES, ffi
 from codec._c.spec_structs import spec_struct
 from codec._call import Call
-from codec.optimizers.arguments import asked
+from codec.optimizers.arguments import level_source
 from codec.tensors.segments import pack
 from codec.torch import arguments, communicator, execution
 from support.ranks import run_ranks
@@ -125,7 +125,8 @@ def packed_metrics(job, size):
     if job.metric is None:
         return b"", 0
     call = Call()
-    call.set_metric(asked(job.metric, state_of(job, size), job.whole(size)))
+    bound = codec.Truncate().bind(job.metric, **state_of(job, size))
+    call.set_levels(level_source(bound, job.whole(size)))
     m, found = call.context.metric, []
     while m:
         terms = m.theta_term, m.theta_v_term, m.v_term, m.eps, m.m_term

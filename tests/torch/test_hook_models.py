@@ -265,7 +265,7 @@ def test_optimizers_are_unwrapped_or_rejected_by_name():
     assert codec.optimizers.from_optimizer(OptimizerWrapper(adam)) == codec.optimizers.from_optimizer(adam)
     weight = model[0].weight
     assert codec.optimizers.state_of(OptimizerWrapper(adam), weight)["theta"] is weight
-    with pytest.raises(codec.ArgumentError, match=r"no metric is known for ASGD.*\.optimizer of a wrapper"):
+    with pytest.raises(codec.ArgumentError, match=r"the step of ASGD is not known.*\.optimizer of a wrapper"):
         codec.torch.ddp_hook(codec.Truncate(), optimizer=torch.optim.ASGD(model.parameters()))
 
 

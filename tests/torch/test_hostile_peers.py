@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore
 import codec
 import codec.torch
 from codec.torch import communicator
+from support import flatcall
 from support.faults import KILLED
 from support.ranks import RankPool
 
@@ -175,7 +176,7 @@ def flipped():
 
 
 def encoded(*args, **how):
-    return codec.encode(*args, **how)
+    return flatcall.encode(*args, **how)
 
 
 def ones(dtype="f4", n=N):
@@ -234,7 +235,7 @@ LONG = {  # run by make nightly: more of each kind, and cases that last until th
             encoded(
                 ones(),
                 codec.Truncate(level_coding="shared"),
-                metric=codec.optimizers.SGD(1.0),
+                optimizer=codec.optimizers.SGD(1.0),
                 state={"theta": ones()},
             )
         ),

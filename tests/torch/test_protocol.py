@@ -220,10 +220,10 @@ class Expected:
 
     def frame(self, x: Any, piece: Piece, number: int) -> bytes:
         stream = (self.call.stream * STREAM_STRIDE + number) % (1 << 64)
-        return bytes(codec.encode(x, self.call.spec, segments=piece.segments, stream=stream))
+        return bytes(codec.encode(codec.view(x, segments=piece.segments), self.call.spec, stream=stream))
 
     def reduced(self, frames: list[bytes], op: str) -> torch.Tensor:
-        return torch.from_numpy(codec.reduce(frames, op)).to(self.call.dtype)
+        return torch.from_numpy(codec.reduce(frames, op=op)).to(self.call.dtype)
 
     def request(self) -> None:
         call = self.call
@@ -360,7 +360,7 @@ class Expected:
         for rank in range(size):
             for o in self.others(rank):
                 self.sent[rank][o, FRAMES] += signs.sent[rank][o, FRAMES]
-            total = codec.reduce([terms[k, rank, 0] for k in range(size)], "sum")
+            total = codec.reduce([terms[k, rank, 0] for k in range(size)], op="sum")
             padded = np.zeros(-(-total.size // digits) * digits, np.uint8)
             padded[: total.size] = total + size
             packed = np.zeros(padded.size // digits, np.uint8)

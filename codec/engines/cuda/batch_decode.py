@@ -111,15 +111,15 @@ class Reading:
 
 
 def read(
-    work: Work, frames: Sequence[Frame], steps: Sequence[Step], *, check_first: bool = False, each: Each = alone
+    work: Work, frames: Sequence[Frame], steps: Sequence[Step], *, verify_first: bool = False, each: Each = alone
 ) -> None:
-    """Decode frames that are open, and raise what is wrong with them; `check_first`: before anything is written."""
+    """Decode frames that are open, and raise what is wrong with them; `verify_first`: before anything is written."""
     if not frames:
         return
-    if check_first:
+    if verify_first:
         steps = [Step([(frame, _NOWHERE) for frame in frames]), *steps]
     reading = Reading(work, frames, steps)
     for i in range(len(steps)):
         reading.begin(i)
-        if i == (0 if check_first else len(steps) - 1):
+        if i == (0 if verify_first else len(steps) - 1):
             reading.close(each)

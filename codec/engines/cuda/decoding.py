@@ -17,7 +17,8 @@ from codec.engines.native import decoding as native
 from codec.engines.request import DecodeRequest
 from codec.errors import ArgumentError, CodecError, FrameError, StateError, Status
 from codec.inspection import read_header
-from codec.optimizers.arguments import Asked, asked
+from codec.optimizers.arguments import LevelSource, level_source
+from codec.specs import BoundSpec
 from codec.tensors.view import TensorView
 
 _FOUND = struct.Struct("<QQII")  # codec_found of native/cuda/frame/decode.cuh
@@ -98,19 +99,19 @@ class Frame:
     def open(self, v: TensorView, into: int) -> None:
         """Make the job for a destination like this one."""
         info, work, head = self.info, self.work, self.head
-        self.metric = metric = self._asked() if self.request.metric is not None else None
+        self.levels = levels = self._level_source(self.request.bound) if self.request.bound is not None else None
         call = _call.take()
         call.context.into = into
         if self.request.codebooks:
             call.set_codebooks(self.request.codebooks)
-        if metric is not None:
-            call.set_metric(metric, read=False)
+        if levels is not None:
+            call.set_levels(levels, read=False)
         size = ffi.new("size_t[2]")
         check(lib.codec_job_nbytes(ffi.addressof(info.spec), tensor_like(info), size, size + 1))
         job, view = new_bytes(size[0]), ffi.new("codec_view *")
         args = head.data, head.nbytes, self.frame.nbytes, call.context, job, size[0], ffi.NULL
         status = lib.codec_decode_plan(*args)
-        if status or not self._fits(v, metric, into):
+        if status or not self._fits(v, levels, into):
             self._refuse(call, v)
         view.struct_nbytes = ffi.sizeof("codec_view")
         check(lib.codec_job_view(job, view))
@@ -119,18 +120,18 @@ class Frame:
         self.image = Image(view, job, ["tables", "model_parts", "offsets", "row_parts"])
         self._at = work.read(self.frame, ALIGNMENT)
         self.before = before = Before(work, info.n)
-        if self._shared and metric is not None:
-            before.ask(metric)
+        if self._shared and levels is not None:
+            before.ask(levels)
         self.kernel, self._numbers, self.summing = _kernels(view, ITEMSIZE[self.dtype])
         self._scratch = 0
         device = work.device
         blocks = blocks_for(self.kernel, device.processors, view.nblocks)
         self.grid = blocks if view.nblocks else grid_for(device, view.n)
 
-    def _asked(self) -> Asked | None:
-        """What levels go by; but if that does not fit, see first that it is not the frame's fault."""
+    def _level_source(self, bound: BoundSpec) -> LevelSource:
+        """Return the source of levels; an error in the frame is reported before one in the bound spec."""
         try:
-            return asked(self.request.metric, self.request.state, self.info.n)
+            return level_source(bound, self.info.n)
         except (ArgumentError, StateError):
             self.verify()
             raise
@@ -140,11 +141,11 @@ class Frame:
         spec = self.info.spec
         return spec.codec == lib.CODEC_TRUNCATE and spec.variant == lib.CODEC_LEVELS_SHARED and self.info.nblocks > 0
 
-    def _fits(self, v: TensorView, metric: Asked | None, into: int) -> bool:
+    def _fits(self, v: TensorView, source: LevelSource | None, into: int) -> bool:
         """Whether the destination is like the frame's tensor, and the state there."""
         dtype = self.dtype if into == lib.CODEC_INTO_STORE else "float32"
         takes = into == lib.CODEC_INTO_STORE or self.dtype in MANTISSA_BITS
-        state = not self._shared or (metric is not None and metric.levels is None)
+        state = not self._shared or (source is not None and source.levels is None)
         return takes and state and (v.dtype, v.shape) == (dtype, self.shape)
 
     def _refuse(self, call: Call, v: TensorView) -> None:
@@ -153,11 +154,11 @@ class Frame:
         It does not get to these, unless head= is another frame's or the frame changes meanwhile: so what it would read
         then is copied for it, too.
         """
-        frame, info, metric = self.on_host(), self.info, self.metric
-        if metric is not None:
-            state = {name: self.work.fetch(array) for name, array in metric.state.items()}
-            levels = self.work.fetch(metric.levels) if metric.levels is not None else None
-            call.set_metric(Asked(metric.groups, state, levels))
+        frame, info, source = self.on_host(), self.info, self.levels
+        if source is not None:
+            state = {name: self.work.fetch(array) for name, array in source.state.items()}
+            levels = self.work.fetch(source.levels) if source.levels is not None else None
+            call.set_levels(LevelSource(source.groups, state, levels))
         check(lib.codec_scratch(ffi.addressof(info.spec), tensor_like(info), call.size))
         size = call.size[0]
         call.context.flags |= lib.CODEC_CHECK_ONLY

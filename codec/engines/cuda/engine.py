@@ -85,8 +85,8 @@ def _views(r: DecodeRequest) -> Named:
         named.append(("out=", view_output(r.out)))
     elif r.out is None and r.like is not None and device_like(r.like) != "cpu":
         named.append(("like=", view(r.like)))
-    if hasattr(r.state, "items"):
-        named += [(f"state's {name}", view(x)) for name, x in r.state.items() if device_like(x) != "cpu"]
+    if r.bound is not None:
+        named += [(f"state's {name}", view(x)) for name, x in r.bound.state.items() if device_like(x) != "cpu"]
     return named
 
 
@@ -109,7 +109,7 @@ def _prepare(work: Work, r: DecodeRequest, frame: Frame) -> tuple[Any, TensorVie
     result, v = _target(work, r, frame.dtype, frame.shape)
     frame.open(v, _STORE)
     if r.out is not None:
-        r.check_apart(v, frame.metric, in_place=True)
+        r.check_apart(v, frame.levels, in_place=True)
     return result, v
 
 
@@ -118,8 +118,8 @@ def decode(r: DecodeRequest) -> Any:
     with _working(_views(r)) as work:
         [frame] = open_frames([(work, r, r.frames[0])])
         result, v = _prepare(work, r, frame)
-        check_first = r.check_first if r.out is not None else is_bomb(frame.info)
-        read(work, [frame], [Step([(frame, Sink(work.write(v)))])], check_first=check_first)
+        verify_first = r.verify_first if r.out is not None else is_bomb(frame.info)
+        read(work, [frame], [Step([(frame, Sink(work.write(v)))])], verify_first=verify_first)
         work.finish()
     return result
 
@@ -131,11 +131,11 @@ def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
     with _working([named for r in requests for named in _views(r)]) as work:
         frames = open_frames([(work, r, r.frames[0]) for r in requests], at_item)
         made = [at_item(i, _prepare, work, r, frames[i]) for i, r in enumerate(requests)]
-        check_first = any(r.out is not None for r in requests)
-        if check_first:
-            check_many_apart(requests, [(v, frame.metric) for frame, (_, v) in zip(frames, made, strict=True)])
+        verify_first = any(r.out is not None for r in requests)
+        if verify_first:
+            check_many_apart(requests, [(v, frame.levels) for frame, (_, v) in zip(frames, made, strict=True)])
         step = [(frame, Sink(work.write(v))) for frame, (_, v) in zip(frames, made, strict=True)]
-        read(work, frames, [Step(step)], check_first=check_first, each=at_item)
+        read(work, frames, [Step(step)], verify_first=verify_first, each=at_item)
         work.finish()
     return [result for result, _ in made]
 
@@ -147,9 +147,9 @@ def accumulate(r: DecodeRequest, weight: float) -> None:
         check_whole(frame.info, frame.frame)
         v = view_output(r.out)
         frame.open(v, _ADD)
-        r.check_apart(v, frame.metric, in_place=True)
+        r.check_apart(v, frame.levels, in_place=True)
         sink = Sink(work.write(v, read=True), _ADD, weight)
-        read(work, [frame], [Step([(frame, sink)])], check_first=r.check_first)
+        read(work, [frame], [Step([(frame, sink)])], verify_first=r.verify_first)
         work.finish()
 
 
@@ -171,13 +171,13 @@ def reduce(r: DecodeRequest, op: str) -> Any:
             try:
                 frame.open(v, _FLOAT32)
             except CodecError:
-                read(work, frames[:i], [], check_first=True)  # of several faults, the first frame's is reported
+                read(work, frames[:i], [], verify_first=True)  # of several faults, the first frame's is reported
                 raise
         if r.out is not None:
-            r.check_apart(v, frames[0].metric, in_place=len(frames) == 1)
-        check_first = r.out is not None and r.check_first
+            r.check_apart(v, frames[0].levels, in_place=len(frames) == 1)
+        verify_first = r.out is not None and r.verify_first
         to = work.write(v)
-        read(work, frames, sums(frames, to, op), check_first=check_first)
+        read(work, frames, sums(frames, to, op), verify_first=verify_first)
         if r.check_finite and not work.finite(to, frames[0].info.n):
             check(int(Status.NONFINITE))
         work.finish()

@@ -67,11 +67,11 @@ def _new_call(r: EncodeRequest) -> Call:
         call.set_codebooks((r.codebook,))
     if r.segments is not None:
         call.set_segments(r.segments)
-    if r.metric is not None:
-        call.set_metric(r.metric, read=False)
+    if r.levels is not None:
+        call.set_levels(r.levels, read=False)
     if r.residual is not None:
         call.context.residual = ffi.cast("float *", r.residual.data)
-        call.context.flags = 0 if r.check_first else lib.CODEC_ONE_PASS
+        call.context.flags = 0 if r.verify_first else lib.CODEC_ONE_PASS
     return call
 
 
@@ -112,8 +112,8 @@ class Job:
         in_place = r.residual is not None and residual == r.x.address
         values = work.copy(r.x) if in_place else work.read(r.x)
         self.before = before = Before(work, v.n)
-        if r.metric is not None:
-            before.ask(r.metric)
+        if r.levels is not None:
+            before.ask(r.levels)
         if r.feedback:
             before.add(r.x, values, residual)
             values = before.rounded

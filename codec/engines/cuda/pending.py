@@ -64,8 +64,8 @@ def _check(r: EncodeRequest) -> None:
         raise ArgumentError(f"encode_async needs out=, at a multiple of {ALIGNMENT} bytes")
     if r.residual is not None and r.out.nbytes < bound_of(r):
         raise ArgumentError("encode_async with residual= needs an out= of bound() bytes: one that surely is enough")
-    if r.metric is not None and any(isinstance(m, Custom) for _, m in r.metric.groups):
-        raise ArgumentError("a metric of your own is worked out on the host, for which encode_async would have to wait")
+    if r.levels is not None and any(isinstance(o, Custom) for _, o in r.levels.groups):
+        raise ArgumentError("optimizers.Custom is computed on the host, for which encode_async would have to wait")
 
 
 def _seen(memory: Any, dtype: str) -> Any:

@@ -12,7 +12,8 @@ from codec.engines.native.encoding import ME
 from codec.engines.request import DecodeRequest
 from codec.errors import ArgumentError, StateError, Status
 from codec.inspection import check_frame, read_header
-from codec.optimizers.arguments import Asked, asked
+from codec.optimizers.arguments import LevelSource, level_source
+from codec.specs import BoundSpec
 from codec.tensors.view import TensorView, empty, on_host, view_output
 
 _SCRATCH, _SMALL_TENSOR = _call.SMALL_SCRATCH, _call.SMALL_TENSOR
@@ -28,21 +29,21 @@ _BOMB, _SMALL = 4, 1 << 20
 
 # of a frame whose header was read: where its values go, as seen and as the caller has it; what it needs beside its
 # bytes; whether it is checked before anything is written
-Prepared = tuple[TensorView, Any, Asked | None, bool]
-DecodePrepared = Callable[[Call, DecodeRequest, TensorView, Asked | None, int | None], None]
+Prepared = tuple[TensorView, Any, LevelSource | None, bool]
+DecodePrepared = Callable[[Call, DecodeRequest, TensorView, LevelSource | None, int | None], None]
 
 
 def decode(r: DecodeRequest, make: DecodePrepared | None = None) -> Any:
     """The frame's tensor: the request's `out`, or a new one of the kind of its `like`. `make`: as for encode."""
     call = _call.take()
-    v, result, metric, verify = prepare(call, r)
+    v, result, levels, verify = prepare(call, r)
     if r.check_only:
         call.context.flags = _CHECK_ONLY
     elif verify or r.nontemporal:
         call.context.flags = (_VERIFY_FIRST if verify else 0) | (_NONTEMPORAL if r.nontemporal else 0)
     if r.codebooks:
         call.set_codebooks(r.codebooks)
-    (make or decode_prepared)(call, r, v, metric, r.threads)
+    (make or decode_prepared)(call, r, v, levels, r.threads)
     _call.give(call)
     return result
 
@@ -61,11 +62,11 @@ def prepare(call: Call, r: DecodeRequest) -> Prepared:
     tensor_nbytes: int = info.tensor_nbytes
     if info.frame_nbytes != nbytes or not r.allows(tensor_nbytes):
         refuse(call, r, frame, TensorView(dtype, shape, _NULL, 0, None))
-    m = _asked(info, r, frame) if r.metric is not None else None
+    m = _level_source(info, r.bound, frame) if r.bound is not None else None
     if r.out is None:
         result, v = empty(dtype, shape, r.like)
         return v, result, m, is_bomb(info)
-    return on_host("out=", view_output(r.out, dtype), ME), r.out, m, r.check_first
+    return on_host("out=", view_output(r.out, dtype), ME), r.out, m, r.verify_first
 
 
 def is_bomb(info: Any) -> bool:
@@ -83,24 +84,26 @@ def refuse(call: Call, r: DecodeRequest, frame: TensorView, like: TensorView) ->
     r.check_limit(tensor_nbytes)
 
 
-def _asked(info: Any, r: DecodeRequest, frame: TensorView) -> Asked | None:
-    """What a frame needs; but if that does not fit, see first that it is not the frame's fault."""
+def _level_source(info: Any, bound: BoundSpec, frame: TensorView) -> LevelSource:
+    """Return the source of levels in host memory; an error in the frame is reported before one in the bound spec."""
     try:
-        m = asked(r.metric, r.state, info.n)
+        m = level_source(bound, info.n)
     except (ArgumentError, StateError):
         check_frame(frame)
         raise
-    for name, v in m.read if m else ():
+    for name, v in m.read:
         on_host(name, v, ME)
     return m
 
 
-def decode_prepared(call: Call, r: DecodeRequest, v: TensorView, metric: Asked | None, threads: int | None) -> None:
+def decode_prepared(
+    call: Call, r: DecodeRequest, v: TensorView, levels: LevelSource | None, threads: int | None
+) -> None:
     """Do with a frame's values what the context says."""
     frame = r.frames[0]
     call.keep = call.keep, r, v
-    if metric is not None:
-        call.set_metric(metric)
+    if levels is not None:
+        call.set_levels(levels)
     t = call.fill_tensor(v)
     try:
         if v.nbytes > _SMALL_TENSOR or (threads is not None and threads > 1):
@@ -111,7 +114,7 @@ def decode_prepared(call: Call, r: DecodeRequest, v: TensorView, metric: Asked |
             check(status, call.fault)
     except ArgumentError as e:
         if e.code == _BAD_ARGUMENT:
-            r.check_apart(v, metric, in_place=True)
+            r.check_apart(v, levels, in_place=True)
         raise
 
 
@@ -144,11 +147,11 @@ def accumulate(r: DecodeRequest, weight: float, make: DecodePrepared | None = No
     """The request's `out` += weight * the frame's values."""
     frame = r.frames[0]
     info = read_whole(frame)
-    m = _asked(info, r, frame) if r.metric is not None else None
+    m = _level_source(info, r.bound, frame) if r.bound is not None else None
     v = on_host("out=", view_output(r.out), ME)
     call = _call.take()
     context = call.context
-    context.flags = _VERIFY_FIRST if r.check_first else 0
+    context.flags = _VERIFY_FIRST if r.verify_first else 0
     context.into, context.weight = lib.CODEC_INTO_ADD, weight
     if r.codebooks:
         call.set_codebooks(r.codebooks)

@@ -26,12 +26,21 @@ EncodeFilled = Callable[[Call, Any, EncodeRequest, int | None], bytes | memoryvi
 
 def encode(r: EncodeRequest, make: EncodeFilled | None = None) -> bytes | memoryview:
     """A frame: bytes, or the part of the request's `out` that it takes. `make`: another engine's part."""
-    x, spec, out, residual, codebook, segments, stream, metric, threads, feedback, check_first = r
+    x, out = r.x, r.out
     here = x.device == "cpu" and (out is None or out.device == "cpu")
-    if not here or residual is not None or metric is not None:
+    if not here or r.residual is not None or r.levels is not None:
         check_host(r)
-    s = spec_struct(spec)
+    s = spec_struct(r.spec)
     call = _call.take()
+    fill_context(call, r)
+    frame = (make or encode_filled)(call, s, r, r.threads)
+    _call.give(call)
+    return frame
+
+
+def fill_context(call: Call, r: EncodeRequest) -> None:
+    """Fill in a call's context, which asks for nothing yet."""
+    _, _, _, residual, codebook, segments, stream, levels, _, feedback, verify_first = r
     call.keep = r
     if stream:
         call.context.stream = stream
@@ -39,14 +48,11 @@ def encode(r: EncodeRequest, make: EncodeFilled | None = None) -> bytes | memory
         call.set_codebooks((codebook,))
     if segments is not None:
         call.set_segments(segments)
-    if metric is not None:
-        call.set_metric(metric)
+    if levels is not None:
+        call.set_levels(levels)
     if residual is not None:
         call.context.residual = ffi.cast("float *", residual.data)
-        call.context.flags = (lib.CODEC_FEEDBACK if feedback else 0) | (0 if check_first else lib.CODEC_ONE_PASS)
-    frame = (make or encode_filled)(call, s, r, threads)
-    _call.give(call)
-    return frame
+        call.context.flags = (lib.CODEC_FEEDBACK if feedback else 0) | (0 if verify_first else lib.CODEC_ONE_PASS)
 
 
 def check_host(r: EncodeRequest) -> None:

@@ -9,32 +9,30 @@ from codec._c.library import lib
 from codec._c.spec_structs import spec_struct
 from codec._call import Call
 from codec.engines.native.decoding import DecodePrepared, decode_prepared, prepare
-from codec.engines.native.encoding import EncodeFilled, check_host, encode_filled
+from codec.engines.native.encoding import EncodeFilled, check_host, encode_filled, fill_context
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import CodecError
-from codec.optimizers.arguments import Asked
+from codec.optimizers.arguments import LevelSource
 from codec.tensors.overlap import check_all_apart
 from codec.tensors.view import TensorView
 
 
 def encode_many(requests: Sequence[EncodeRequest], make: EncodeFilled = encode_filled) -> list[Any]:
-    """The frames of requests that differ by tensor, stream and state; an error's item is the index of the first."""
+    """Return the frames of requests, all with the first one's `threads`; an error's item is the index of the first."""
     for i, r in enumerate(requests):
-        if r.x.device != "cpu" or r.metric is not None:
+        if r.x.device != "cpu" or r.levels is not None:
             at_item(i, check_host, r)
+        at_item(i, spec_struct, r.spec)
     frames: list[Any] = [None] * len(requests)
 
     def do(call: Call, i: int, threads: int) -> None:
         r = requests[i]
-        call.context.stream = r.stream
-        if r.metric is not None:
-            call.set_metric(r.metric)
-        frames[i] = make(call, s, r, threads)
+        call.reset()
+        fill_context(call, r)
+        frames[i] = make(call, spec_struct(r.spec), r, threads)
 
     if requests:
-        s = spec_struct(requests[0].spec)
-        book = requests[0].codebook
-        _spread(do, [r.x.nbytes for r in requests], requests[0].threads, () if book is None else (book,))
+        _spread(do, [r.x.nbytes for r in requests], requests[0].threads, ())
     return frames
 
 
@@ -50,12 +48,13 @@ def decode_many(requests: Sequence[DecodeRequest], make: DecodePrepared = decode
     past = lib.CODEC_NONTEMPORAL if sum(sizes) >= lib.CODEC_UNCACHED_NBYTES else 0
 
     def do(call: Call, i: int, threads: int) -> None:
-        v, _, metric, verify = prepared[i]
+        v, _, levels, verify = prepared[i]
+        call.forget_levels()
         call.context.flags = past | (flags or (verify and lib.CODEC_VERIFY_FIRST))
-        make(call, requests[i], v, metric, threads)
+        make(call, requests[i], v, levels, threads)
 
     if any(r.out is not None for r in requests):
-        check_many_apart(requests, [(v, metric) for v, _, metric, _ in prepared])
+        check_many_apart(requests, [(v, levels) for v, _, levels, _ in prepared])
         flags = lib.CODEC_CHECK_ONLY  # nothing is written before all of them are known to be right
         _spread(do, sizes, requests[0].threads, requests[0].codebooks)
         flags = lib.CODEC_NO_CHECKSUM
@@ -72,16 +71,16 @@ def at_item(i: int, call: Callable[..., Any], *args: Any) -> Any:
         raise
 
 
-def check_many_apart(requests: Sequence[DecodeRequest], made: Sequence[tuple[TensorView, Asked | None]]) -> None:
+def check_many_apart(requests: Sequence[DecodeRequest], made: Sequence[tuple[TensorView, LevelSource | None]]) -> None:
     """Each destination apart from the others, and from all that the others are made from.
 
     `made`: of each request where its values go, and what levels go by.
     """
     written: list[tuple[int, TensorView]] = []
     read: list[tuple[int, TensorView]] = []
-    for i, (r, (v, metric)) in enumerate(zip(requests, made, strict=True)):
+    for i, (r, (v, levels)) in enumerate(zip(requests, made, strict=True)):
         read.append((i, r.frames[0]))
-        read += [(i, array) for _, array in (metric.read if metric else [])]
+        read += [(i, array) for _, array in (levels.read if levels else [])]
         if r.out is not None:
             written.append((i, v))
     check_all_apart("out=", written, read)

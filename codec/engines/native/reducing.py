@@ -13,7 +13,7 @@ from codec.engines.native.encoding import ME
 from codec.engines.request import DecodeRequest
 from codec.errors import ArgumentError, Status
 from codec.inspection import check_frame
-from codec.optimizers.arguments import asked
+from codec.optimizers.arguments import level_source
 from codec.tensors.view import TensorView, empty, on_host, view_output
 
 _BAD_ARGUMENT = int(Status.BAD_ARGUMENT)
@@ -36,8 +36,8 @@ def reduce(r: DecodeRequest, op: str, make: ReduceInto | None = None) -> Any:
                 check_frame(frame)
             raise ArgumentError(f"frames of shapes {shape} and {tuple(info.shape[0 : info.rank])} cannot be reduced")
     r.check_limit(4 * first.n)
-    m = asked(r.metric, r.state, first.n)
-    for name, array in m.read if m else ():
+    levels = level_source(r.bound, first.n) if r.bound is not None else None
+    for name, array in levels.read if levels else ():
         on_host(name, array, ME)
     if r.out is None:
         result, v = empty("float32", shape, r.like)
@@ -45,21 +45,21 @@ def reduce(r: DecodeRequest, op: str, make: ReduceInto | None = None) -> Any:
         result, v = r.out, on_host("out=", view_output(r.out), ME)
     call = _call.take()
     call.context.flags = (
-        (lib.CODEC_VERIFY_FIRST if r.out is not None and r.check_first else 0)
+        (lib.CODEC_VERIFY_FIRST if r.out is not None and r.verify_first else 0)
         | (lib.CODEC_NONTEMPORAL if r.nontemporal else 0)
         | (lib.CODEC_FINITE if r.check_finite else 0)
     )
     call.keep = r, v
     if r.codebooks:
         call.set_codebooks(r.codebooks)
-    if m is not None:
-        call.set_metric(m)
+    if levels is not None:
+        call.set_levels(levels)
     call.fill_tensor(v)
     try:
         (make or _reduce_into)(call, read, _OPS[op], pool.choose_threads(r.threads, v.nbytes * len(read)))
     except ArgumentError as e:
         if e.code == _BAD_ARGUMENT:
-            r.check_apart(v, m, in_place=len(read) == 1)
+            r.check_apart(v, levels, in_place=len(read) == 1)
         raise
     _call.give(call)
     return result

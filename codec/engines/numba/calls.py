@@ -15,7 +15,7 @@ from codec.engines.numba import loops
 from codec.engines.request import DecodeRequest, EncodeRequest
 from codec.errors import ArgumentError, Status
 from codec.inspection import read_header
-from codec.optimizers.arguments import Asked
+from codec.optimizers.arguments import LevelSource
 from codec.tensors.view import TensorView
 
 _BAD_ARGUMENT, _SHORT_OUTPUT = int(Status.BAD_ARGUMENT), int(Status.SHORT_OUTPUT)
@@ -70,22 +70,24 @@ def _encode_apart(call: Call, s: Any, r: EncodeRequest, out: TensorView, threads
     return encoding.frame_in(out, len(frame))
 
 
-def decode_prepared(call: Call, r: DecodeRequest, v: TensorView, metric: Asked | None, threads: int | None) -> None:
+def decode_prepared(
+    call: Call, r: DecodeRequest, v: TensorView, levels: LevelSource | None, threads: int | None
+) -> None:
     """Do with a frame's values what the context says."""
     frame = r.frames[0]
     info = read_header(frame)
     if not info.nblocks:
-        decoding.decode_prepared(call, r, v, metric, threads)
+        decoding.decode_prepared(call, r, v, levels, threads)
         return
     call.keep = call.keep, r, v
-    if metric is not None:
-        call.set_metric(metric)
+    if levels is not None:
+        call.set_levels(levels)
     call.fill_tensor(v)
     try:
         blockwise.decode(loops, call, info, frame.data, frame.nbytes, pool.choose_threads(threads, v.nbytes))
     except ArgumentError as e:
         if e.code == _BAD_ARGUMENT:
-            r.check_apart(v, metric, in_place=True)
+            r.check_apart(v, levels, in_place=True)
         raise
 
 

@@ -1,0 +1,128 @@
+"""Settings of calls: where and how work is done, which changes no byte of any frame."""
+
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from codec.arguments import shown, truth, whole
+from codec.errors import ArgumentError, EngineError
+
+ENGINES = ("native", "numba", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """Settings of calls, made by :func:`options`. None: not set.
+
+    An object can be given to any number of calls and entered as a context any number of times, in several threads.
+    """
+
+    engine: str | None = None
+    threads: int | None = None
+    verify_first: bool | None = None
+    nontemporal: bool | None = None
+    algorithm: Any = None
+    timeout: Any = None
+
+    def __enter__(self) -> "CallOptions":
+        outer = _scope.get()
+        _scope.set(_Scope(self.over(outer.settings), outer))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        outer = _scope.get().outer
+        if outer is not None:
+            _scope.set(outer)
+
+    def over(self, outer: "CallOptions") -> "CallOptions":
+        """Return these settings, and those of `outer` where these are not set."""
+        if outer is _UNSET:
+            return self
+        own = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return CallOptions(**{name: getattr(outer, name) if value is None else value for name, value in own})
+
+
+class _Scope(NamedTuple):
+    """Settings of a context, merged with those around it."""
+
+    settings: CallOptions
+    outer: "_Scope | None"
+
+
+_UNSET = CallOptions()
+_scope: ContextVar[_Scope] = ContextVar("codec_options", default=_Scope(_UNSET, None))  # noqa: B039 - immutable
+
+
+def options(
+    engine: str | None = None,
+    threads: int | None = None,
+    verify_first: bool | None = None,
+    nontemporal: bool | None = None,
+    algorithm: str | None = None,
+    timeout: Any = None,
+) -> CallOptions:
+    """Make settings for one call, by ``options=``, or for all calls inside a ``with`` block.
+
+    No setting changes a byte of a frame or a value of a result. Contexts nest: a setting that is None is that of the
+    context around it, and a call's own ``options=`` override those of its context. A context applies to the thread, or
+    the asyncio task, that has entered it.
+
+    Parameters
+    ----------
+    engine : str, optional
+        One of :func:`engines`. Default: the engine for the device of the tensor.
+    threads : int, optional
+        Number of threads, 1 or more. Default: as many as pay off, at most ``CODEC_NUM_THREADS``, ``OMP_NUM_THREADS`` or
+        the number of CPUs.
+    verify_first : bool, optional
+        True, the default: validate all input before the first byte of `out` or `residual` is written, so that both are
+        unchanged after an error. False saves that pass; after an error `out` and `residual` are undefined.
+    nontemporal : bool, optional
+        True: decode with non-temporal stores, which do not evict the caches: for an `out` that is part of a larger
+        tensor and is not read soon. Default: False, but for tensors of 8 MiB and more.
+    algorithm : str, optional
+        Algorithm of the collectives of :mod:`codec.torch`; other calls ignore it.
+    timeout : float or datetime.timedelta, optional
+        Timeout of the collectives of :mod:`codec.torch`; other calls ignore it.
+
+    Returns
+    -------
+    CallOptions
+        Immutable; also a context manager.
+
+    Raises
+    ------
+    ArgumentError
+        `threads`, `verify_first` or `nontemporal` has another type or is out of range.
+    EngineError
+        There is no such engine. Calls raise EngineError for one that cannot be used on this machine.
+
+    Examples
+    --------
+    >>> x = np.ones(1000, np.float32)
+    >>> frame = codec.encode(x, options=codec.options(threads=1))
+    >>> with codec.options(engine="native", threads=4):
+    ...     with codec.options(threads=1):  # the engine is still "native"
+    ...         codec.encode(x) == frame
+    True
+    """
+    if engine is not None and (not isinstance(engine, str) or engine not in ENGINES):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise EngineError(f"no engine {shown(engine)}; there are {', '.join(ENGINES)}")
+    return CallOptions(
+        engine,
+        None if threads is None else whole("threads", threads, 1),
+        None if verify_first is None else truth("verify_first", verify_first),
+        None if nontemporal is None else truth("nontemporal", nontemporal),
+        algorithm,
+        timeout,
+    )
+
+
+def settings_of(given: CallOptions | None) -> CallOptions:
+    """Return the settings of a call: those of its ``options=``, then those of its context."""
+    settings = _scope.get().settings
+    if given is None:
+        return settings
+    if type(given) is not CallOptions:
+        raise ArgumentError(f"options must be made by codec.options(...), got {shown(given)}")
+    return given.over(settings)

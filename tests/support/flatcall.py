@@ -1,0 +1,85 @@
+"""Calls of codec by flat keywords, for tests whose parameters are dictionaries: options, views and bound specs."""
+
+import numpy as np
+
+import codec
+from codec._options import settings_of
+from codec.decoding import decode_request, engine_for
+from codec.tensors.view import view_bytes
+
+_OPTIONS = ("engine", "threads", "verify_first", "nontemporal")
+
+
+def bind(optimizer, state=None, spec=None):
+    """Return a spec bound to an optimizer, groups of them or an array of levels; None without an optimizer."""
+    spec = codec.Truncate() if spec is None else spec
+    if optimizer is None and not state:
+        return None
+    if isinstance(optimizer, np.ndarray) or hasattr(optimizer, "data_ptr") or hasattr(optimizer, "__dlpack__"):
+        return spec.bind(levels=optimizer)
+    return spec.bind(optimizer, **(state or {}))
+
+
+def split(how):
+    """Return the keywords of a public call: options that are keywords of their own become ``options=``."""
+    options = {name: value for name, value in how.items() if name in _OPTIONS}
+    rest = {name: value for name, value in how.items() if name not in _OPTIONS}
+    return {**rest, "options": codec.options(**options)} if options else rest
+
+
+def viewed(x, how):
+    """Return the tensor as `dtype` and with `segments`, if there are such keywords, and the other keywords."""
+    rest = {name: value for name, value in how.items() if name not in ("dtype", "segments")}
+    return (x if len(rest) == len(how) else codec.view(x, how.get("dtype"), how.get("segments"))), rest
+
+
+class with_head:
+    """A call of an engine with the first bytes of a frame on a device, which need not be fetched then."""
+
+    def __init__(self, frame, head, bound, out=None, max_nbytes=None):
+        v = view_bytes(frame)
+        r = decode_request((v,), bound, settings_of(None), out, max_nbytes=max_nbytes)
+        self.request = r._replace(head=view_bytes(head))
+        self.engine = engine_for(None, v, out, None)
+
+    def decode(self):
+        return self.engine.decode(self.request)
+
+    def accumulate(self, weight):
+        self.engine.accumulate(self.request, weight)
+
+
+def encode(x, spec=codec.Lossless(), *, optimizer=None, state=None, **how):  # noqa: B008 - immutable
+    x, how = viewed(x, how)
+    return codec.encode(x, bind(optimizer, state, spec) or spec, **split(how))
+
+
+def encode_many(xs, spec=codec.Lossless(), *, optimizer=None, state=None, **how):  # noqa: B008
+    specs = spec if state is None else [bind(optimizer, each, spec) for each in state]
+    return codec.encode_many(xs, specs, **split(how))
+
+
+def decode(frame, *, optimizer=None, state=None, head=None, **how):
+    if head is not None:
+        return with_head(frame, head, bind(optimizer, state), **how).decode()
+    return codec.decode(frame, bind(optimizer, state), **split(how))
+
+
+def decode_many(frames, *, optimizer=None, state=None, **how):
+    specs = None if state is None else [bind(optimizer, each) for each in state]
+    return codec.decode_many(frames, specs, **split(how))
+
+
+def accumulate(frame, out, weight=1.0, *, optimizer=None, state=None, head=None, **how):
+    if head is not None:
+        return with_head(frame, head, bind(optimizer, state), out=out, **how).accumulate(weight)
+    return codec.accumulate(frame, out, bind(optimizer, state), weight=weight, **split(how))
+
+
+def reduce(frames, op="mean", *, optimizer=None, state=None, **how):
+    return codec.reduce(frames, bind(optimizer, state), op=op, **split(how))
+
+
+def codebook(*xs, spec=codec.Lossless(), optimizer=None, state=None, **how):  # noqa: B008
+    xs = [viewed(x, how)[0] for x in xs]
+    return codec.Codebook.from_tensors(*xs, spec=bind(optimizer, state, spec) or spec)
