@@ -1,44 +1,51 @@
-"""Frames to tensors, many at once: what all of them need goes to the device together, and comes back together."""
+"""Decoding of several frames at once, with one upload and one download for all of them."""
 
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from codec.engines.cuda.decoding import DECODING_NBYTES, FOUND_NBYTES, NOTHING_FOUND, Frame, Sink
-from codec.engines.cuda.preprocess import BEFORE_NBYTES
+from codec.engines.cuda.preprocess import PREPROCESSING_NBYTES
 from codec.engines.cuda.upload import VIEW_NBYTES
 from codec.engines.cuda.workspace import Work, grid_for, launch_each, pointer, small
 from codec.engines.request import DecodeRequest
 from codec.tensors.view import TensorView
 
-_HEAD = 4096  # bytes of a frame that come to the host at first: most have no longer side section
+_HEAD = 4096  # bytes of each frame that are downloaded first: most side sections end within them
 _NOWHERE = Sink(0)
 
 
 class Step(NamedTuple):
-    """What is begun at once: frames and where their values go; `summing`: by one kernel, which adds them up."""
+    """Frames that are decoded by the same launches, and their destinations.
+
+    Attributes
+    ----------
+    items : sequence of (Frame, Sink)
+    summing : bool
+        One kernel decodes all frames and adds them up.
+    """
 
     items: Sequence[tuple[Frame, Sink]]
     summing: bool = False
 
     def launches(self) -> list[tuple[str, list[tuple[Frame, Sink]]]]:
-        """Kernels, and what is for each."""
+        """Return kernels, each with the frames that it decodes."""
         if self.summing:
             return [(self.items[0][0].summing, list(self.items))]
         ordered = sorted(self.items, key=lambda item: item[0].kernel)
         return [(kernel, list(own)) for kernel, own in itertools.groupby(ordered, key=lambda item: item[0].kernel)]
 
 
-Each = Callable[..., Any]  # (i, call, *arguments): what the call about frame i returns
+Each = Callable[..., Any]  # (i, call, *arguments) -> result of the call for frame i; may add i to its errors
 
 
 def alone(_: int, call: Callable[..., Any], *args: Any) -> Any:
-    """An :data:`Each` for frames that their caller does not count."""
+    """Call ``call``: an :data:`Each` that adds no index to errors."""
     return call(*args)
 
 
 def open_frames(asked: Sequence[tuple[Work, DecodeRequest, TensorView]], each: Each = alone) -> list[Frame]:
-    """Frames whose headers and side sections are in host memory."""
+    """Return frames whose headers and side sections have been copied to host memory."""
     if not asked:
         return []
     work = asked[0][0]
@@ -56,26 +63,28 @@ def open_frames(asked: Sequence[tuple[Work, DecodeRequest, TensorView]], each: E
     return frames
 
 
-class Reading:
-    """Frames that are open, on their way: what kernels need has been sent to the device.
+class BatchDecode:
+    """Opened frames whose jobs have been uploaded for their kernels.
 
     Parameters
     ----------
     work : Work
+        Device memory of the call.
     frames : sequence of Frame
+        All frames of the steps.
     steps : sequence of Step
-        They follow each other; all frames are in them. A frame's digests are checked where it is first.
+        Steps in order of execution. The first step that decodes a frame checks its digests.
     """
 
     def __init__(self, work: Work, frames: Sequence[Frame], steps: Sequence[Step]) -> None:
         self._work, self._frames, device = work, frames, work.device
         self._launches = [step.launches() for step in steps]
-        self._before = [some for frame in frames if (some := frame.before.struct())]
+        self._preprocessing = [some for frame in frames if (some := frame.preprocessing.struct())]
         kernels = {kernel for launch in self._launches for kernel, _ in launch}
-        device.prepare(kernels | {"preprocess"} if self._before else kernels)
+        device.prepare(kernels | {"preprocess"} if self._preprocessing else kernels)
         parts = [size for frame in frames for size in (VIEW_NBYTES, len(frame.image.data))]
-        sizes = sum(map(len, self._before)), DECODING_NBYTES * sum(len(step.items) for step in steps)
-        self._before_at, self._at, self._found, *parts = places = work.reserve(
+        sizes = sum(map(len, self._preprocessing)), DECODING_NBYTES * sum(len(step.items) for step in steps)
+        self._preprocessing_at, self._at, self._found, *parts = places = work.reserve(
             *sizes, FOUND_NBYTES * len(frames), *parts
         )
         index = {id(frame): i for i, frame in enumerate(frames)}
@@ -87,14 +96,16 @@ class Reading:
                 where = parts[2 * i], parts[2 * i + 1], self._found + FOUND_NBYTES * i
                 decodings += frame.decoding(kernel, *where, sink, checks=i not in seen)
                 seen.add(i)
-        work.send(places, b"".join(self._before), decodings, NOTHING_FOUND * len(frames), *images)
+        work.send(places, b"".join(self._preprocessing), decodings, NOTHING_FOUND * len(frames), *images)
 
     def begin(self, i: int) -> None:
-        """Begin a step, each in its turn."""
+        """Launch the kernels of step ``i``. Steps must be launched in order."""
         device = self._work.device
-        if i == 0 and self._before:
+        if i == 0 and self._preprocessing:
             grid = grid_for(device, max(frame.info.n for frame in self._frames))
-            launch_each(device, "preprocess", [grid] * len(self._before), self._before_at, BEFORE_NBYTES)
+            launch_each(
+                device, "preprocess", [grid] * len(self._preprocessing), self._preprocessing_at, PREPROCESSING_NBYTES
+            )
         for kernel, items in self._launches[i]:
             grids = [frame.grid for frame, _ in items]
             if kernel == items[0][0].summing:
@@ -104,22 +115,25 @@ class Reading:
             self._at += DECODING_NBYTES * len(items)
 
     def close(self, each: Each = alone) -> None:
-        """Wait, and raise what is wrong with the first frame that something is wrong with."""
-        said = bytes(self._work.device.download(self._found, FOUND_NBYTES * len(self._frames)))
+        """Wait for the stream, and raise the error of the first frame that is invalid."""
+        found = bytes(self._work.device.download(self._found, FOUND_NBYTES * len(self._frames)))
         for i, frame in enumerate(self._frames):
-            each(i, frame.close, said[FOUND_NBYTES * i : FOUND_NBYTES * (i + 1)])
+            each(i, frame.close, found[FOUND_NBYTES * i : FOUND_NBYTES * (i + 1)])
 
 
 def read(
     work: Work, frames: Sequence[Frame], steps: Sequence[Step], *, verify_first: bool = False, each: Each = alone
 ) -> None:
-    """Decode frames that are open, and raise what is wrong with them; `verify_first`: before anything is written."""
+    """Decode opened frames, and raise the error of the first invalid one.
+
+    With ``verify_first``, all frames are validated before anything is written.
+    """
     if not frames:
         return
     if verify_first:
         steps = [Step([(frame, _NOWHERE) for frame in frames]), *steps]
-    reading = Reading(work, frames, steps)
+    batch = BatchDecode(work, frames, steps)
     for i in range(len(steps)):
-        reading.begin(i)
+        batch.begin(i)
         if i == (0 if verify_first else len(steps) - 1):
-            reading.close(each)
+            batch.close(each)

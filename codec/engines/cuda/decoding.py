@@ -1,4 +1,4 @@
-"""A frame to be decoded: what the host reads of it, and what its kernel is given."""
+"""Frames to decode on a device: parts that the host reads, and the parameters of their kernels."""
 
 import struct
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from codec.engines.blockwise import tensor_like
 from codec.engines.cuda.encoding import ALIGNMENT
 from codec.engines.cuda.job import WARPS
 from codec.engines.cuda.kernels import blocks_for
-from codec.engines.cuda.preprocess import Before
+from codec.engines.cuda.preprocess import Preprocessing
 from codec.engines.cuda.upload import Image
 from codec.engines.cuda.workspace import Work, grid_for
 from codec.engines.native import decoding as native
@@ -29,14 +29,16 @@ NOTHING_FOUND = _FOUND.pack(_NONE, 0, 0, 0)
 
 
 class Sink(NamedTuple):
-    """Where values go, and how.
+    """Destination of values, and the operation that combines them with its contents.
 
     Attributes
     ----------
     to : int
-        An address; 0: nowhere, they are only checked.
-    into, weight, divide, codes
-        Fields of a codec_context, of whose flags CODEC_UNSCALED and CODEC_RESCALE.
+        Address of the destination; 0: frames are only validated.
+    into, weight, divide
+        Fields of a codec_context.
+    codes : int
+        CODEC_UNSCALED and CODEC_RESCALE of a codec_context's flags.
     """
 
     to: int
@@ -47,32 +49,33 @@ class Sink(NamedTuple):
 
 
 class Frame:
-    """A frame whose header was read.
+    """Frame on a device whose header has been read.
 
     Parameters
     ----------
     work : Work
+        Device memory of the call.
     r : DecodeRequest
     frame : TensorView
-        One of the request's.
+        Frame of the request.
     head : TensorView
-        Its first bytes, in host memory.
+        First bytes of the frame, in host memory.
 
     Attributes
     ----------
     head : TensorView
-        The same, to be replaced by :attr:`head_nbytes` if these are more.
+        First bytes of the frame; the caller replaces them if they are fewer than :attr:`head_nbytes`.
     kernel, grid
-        What decodes it, and by how many blocks of threads.
+        Kernel that decodes the frame, and its number of thread blocks.
     summing
-        The kernel that adds up several such frames at once, if there is one.
+        Kernel that decodes and adds several such frames at once; "" if there is none.
     image : Image
-        Of its job.
+        Job of the frame.
 
     Raises
     ------
     CodecError
-        All that can be said without the frame's blocks.
+        The header is invalid.
     """
 
     def __init__(self, work: Work, r: DecodeRequest, frame: TensorView, head: TensorView) -> None:
@@ -83,21 +86,24 @@ class Frame:
         self.dtype = DTYPE_NAMES[info.dtype]
 
     def on_host(self) -> TensorView:
-        """All of it."""
+        """Return the whole frame in host memory."""
         return self.work.fetch(self.frame)
 
     def refuse_size(self) -> None:
-        """Raise what is wrong with a frame that is not whole, or declares too large a tensor."""
+        """Raise the error for a frame whose size is not as declared, or whose tensor exceeds the limit."""
         frame_nbytes = self.info.frame_nbytes
         if self.request.head is not None and frame_nbytes != self.frame.nbytes:
-            raise FrameError(f"a frame of {self.frame.nbytes} bytes, of {frame_nbytes} by head=", Status.BAD_HEADER)
+            raise FrameError(
+                f"the frame has {self.frame.nbytes} bytes, but {frame_nbytes} by head=: pass the head of this frame",
+                Status.BAD_HEADER,
+            )
         nothing = TensorView(self.dtype, self.shape, ffi.NULL, 0, None)
         call = _call.take()
         call.info.tensor_nbytes = self.info.tensor_nbytes
         native.refuse(call, self.request, self.on_host(), nothing)
 
     def open(self, v: TensorView, into: int) -> None:
-        """Make the job for a destination like this one."""
+        """Create the job for decoding into a destination like ``v``."""
         info, work, head = self.info, self.work, self.head
         self.levels = levels = self._level_source(self.request.bound) if self.request.bound is not None else None
         call = _call.take()
@@ -116,20 +122,20 @@ class Frame:
         view.struct_nbytes = ffi.sizeof("codec_view")
         check(lib.codec_job_view(job, view))
         self._call, self._job, self.view = call, job, view
-        view.tables.count = view.coded.bit_length()  # of planes that have one
+        view.tables.count = view.coded.bit_length()  # only coded planes have tables
         self.image = Image(view, job, ["tables", "model_parts", "offsets", "row_parts"])
         self._at = work.read(self.frame, ALIGNMENT)
-        self.before = before = Before(work, info.n)
+        self.preprocessing = preprocessing = Preprocessing(work, info.n)
         if self._shared and levels is not None:
-            before.ask(levels)
-        self.kernel, self._numbers, self.summing = _kernels(view, ITEMSIZE[self.dtype])
+            preprocessing.ask(levels)
+        self.kernel, self._constant, self.summing = _kernels(view, ITEMSIZE[self.dtype])
         self._scratch = 0
         device = work.device
         blocks = blocks_for(self.kernel, device.processors, view.nblocks)
         self.grid = blocks if view.nblocks else grid_for(device, view.n)
 
     def _level_source(self, bound: BoundSpec) -> LevelSource:
-        """Return the source of levels; an error in the frame is reported before one in the bound spec."""
+        """Return the source of levels; if the state does not fit, report a damaged frame first."""
         try:
             return level_source(bound, self.info.n)
         except (ArgumentError, StateError):
@@ -138,21 +144,22 @@ class Frame:
 
     @property
     def _shared(self) -> bool:
+        """True if levels are computed from a shared optimizer state."""
         spec = self.info.spec
         return spec.codec == lib.CODEC_TRUNCATE and spec.variant == lib.CODEC_LEVELS_SHARED and self.info.nblocks > 0
 
     def _fits(self, v: TensorView, source: LevelSource | None, into: int) -> bool:
-        """Whether the destination is like the frame's tensor, and the state there."""
+        """Return whether the destination matches the frame's tensor, and the state that the frame needs is given."""
         dtype = self.dtype if into == lib.CODEC_INTO_STORE else "float32"
         takes = into == lib.CODEC_INTO_STORE or self.dtype in MANTISSA_BITS
         state = not self._shared or (source is not None and source.levels is None)
         return takes and state and (v.dtype, v.shape) == (dtype, self.shape)
 
     def _refuse(self, call: Call, v: TensorView) -> None:
-        """Raise what the C library says of all that precedes the blocks.
+        """Raise the C library's error for the parts that precede the blocks.
 
-        It does not get to these, unless head= is another frame's or the frame changes meanwhile: so what it would read
-        then is copied for it, too.
+        The C library is given the state, too: it decodes blocks if head= belongs to another frame, or if the frame
+        changes meanwhile.
         """
         frame, info, source = self.on_host(), self.info, self.levels
         if source is not None:
@@ -164,15 +171,15 @@ class Frame:
         call.context.flags |= lib.CODEC_CHECK_ONLY
         t = call.fill_tensor(v)
         check(lib.codec_decode(frame.data, frame.nbytes, t, call.context, call.scratch(size), size), call.fault)
-        raise FrameError("head= is not this frame's", Status.BAD_HEADER)
+        raise FrameError("head= is of another frame: pass the head of this frame", Status.BAD_HEADER)
 
     def verify(self) -> None:
-        """Raise FrameError if it is not what was written."""
+        """Raise FrameError if the frame is invalid."""
         frame = self.on_host()
         check(lib.codec_verify(frame.data, frame.nbytes))
 
     def adds_up_with(self, other: "Frame") -> bool:
-        """Whether both are ternary, of the same parts and scales: then their codes add up."""
+        """Return whether codes of both frames can be added: Ternary with equal parts and scales."""
         return (
             (self.view.codec, self.view.variant) == (lib.CODEC_TERNARY, other.view.variant)
             and self.view.nblocks == other.view.nblocks > 0
@@ -180,40 +187,40 @@ class Frame:
         )
 
     def is_cut_like(self, other: "Frame") -> bool:
-        """Whether :attr:`summing` takes both at once."""
+        """Return whether one launch of :attr:`summing` can decode both frames."""
         a, b = self.view, other.view
         same = all(getattr(a, name) == getattr(b, name) for name in ("codec", "variant", "options", "bits", "dtype"))
         return same and a.nblocks == b.nblocks and [p[:2] for p in self._parts()] == [p[:2] for p in other._parts()]
 
     def _parts(self) -> list[tuple[int, ...]]:
-        """Values, row and scale of each part of values, as bits."""
+        """Return number of values, group size and bits of the scale of each part."""
         a = self.view.row_parts
         records = struct.iter_unpack("<QQQIIII", ffi.buffer(self._job + a.at, a.count * a.itemsize))
         return [(count, row, scale) for _, count, _, _, row, scale, _ in records]
 
     def decoding(self, kernel: str, view: int, data: int, found: int, sink: Sink, *, checks: bool) -> bytes:
-        """The codec_decoding, from the addresses of what was uploaded, for a kernel that has been prepared."""
+        """Return the codec_decoding for a kernel that has been prepared, from the addresses of the uploads."""
         device, warps = self.work.device, WARPS * self.grid
-        if kernel == self.kernel and self._numbers and not self._scratch:
-            self._scratch = self.work.new(warps * device.constant(kernel, *self._numbers)[-1])
+        if kernel == self.kernel and self._constant and not self._scratch:
+            self._scratch = self.work.new(warps * device.constant(kernel, *self._constant)[-1])
         codes = bool(sink.codes & lib.CODEC_UNSCALED), bool(sink.codes & lib.CODEC_RESCALE)
-        addresses = view, data, self._at, self._scratch, self.before.exponents, found
+        addresses = view, data, self._at, self._scratch, self.preprocessing.exponents, found
         return _DECODING.pack(*addresses, *sink[:4], *codes, checks, warps)
 
     def close(self, found: bytes) -> None:
-        """Raise what is wrong with it.
+        """Raise the error that the kernels found.
 
         Parameters
         ----------
         found : bytes
-            The codec_found, of all its checks.
+            The codec_found after all checks.
 
         Raises
         ------
         FrameError, StateError
-            Of its blocks the first one's.
+            Error of the first invalid block, or of the checksum.
         """
-        fault, seal, _, _ = _FOUND.unpack(found)
+        fault, checksum, _, _ = _FOUND.unpack(found)
         if fault != _NONE:
             try:
                 check(fault & 255)
@@ -221,12 +228,12 @@ class Frame:
                 if fault >> 8:
                     e.args = (f"{e.args[0]} (block {(fault >> 8) - 1})", *e.args[1:])
                 raise
-        check(lib.codec_decode_close(self._call.context, self._job, seal), self._call.fault)
+        check(lib.codec_decode_close(self._call.context, self._job, checksum), self._call.fault)
         _call.give(self._call)
 
 
 def _kernels(v: Any, size: int) -> tuple[str, tuple[str, int] | None, str]:
-    """What decodes it, of which numbers the last is a warp's scratch, and what adds up several at once."""
+    """Return the decoding kernel, the constant whose last number is a warp's scratch, and the summing kernel."""
     if v.layout == 0:
         return "decode_stored", None, ""
     if v.codec == lib.CODEC_LOSSLESS:

@@ -1,4 +1,4 @@
-"""Requests to launches, and what their users get."""
+"""Calls of the CUDA engine: requests are converted to launches, and results to the caller's kind of tensor."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -21,13 +21,16 @@ from codec.errors import ArgumentError, CodecError, Status
 from codec.tensors.view import TensorView, device_like, empty, view, view_output
 
 _STORE, _ADD, _MAX, _FLOAT32 = lib.CODEC_INTO_STORE, lib.CODEC_INTO_ADD, lib.CODEC_INTO_MAX, lib.CODEC_INTO_FLOAT32
-_SUMMED = 32  # frames that native/cuda/rows/reduce.cu takes
+_SUMMED = 32  # maximum frames of a launch of native/cuda/rows/reduce.cu
 Named = list[tuple[str, TensorView]]
 
 
 @contextmanager
 def _working(views: Named) -> Generator[Work]:
-    """Memory on the device where arguments lie, in the order of the first one's stream, which the others join."""
+    """Yield memory on the device of the arguments, in the order of the first argument's stream.
+
+    Other streams are synchronized with it before and after.
+    """
     device = device_for(views)
     streams = [v.stream for _, v in views if v.device != "cpu" and v.stream is not None]
     stream = streams[0] if streams else device.stream()
@@ -41,7 +44,7 @@ def _working(views: Named) -> Generator[Work]:
 
 
 def encode(r: EncodeRequest) -> Any:
-    """A frame: on the tensor's device, or bytes for one in host memory; or the part of `out` that it takes."""
+    """Return the frame: on the tensor's device, bytes for host memory, or the part of `out` that the frame takes."""
     with _working(r.views) as work:
         encoding = Encoding(work, r)
         begin(work, [encoding.job])
@@ -49,10 +52,10 @@ def encode(r: EncodeRequest) -> Any:
 
 
 def count(r: EncodeRequest) -> Any:
-    """How often each symbol occurs in the sample of a tensor on a device: 256 integers."""
+    """Return how often each of 256 symbols occurs in the sample of a tensor; None if it is too small for symbols."""
     with _working(r.views) as work:
         plan = plan_of(r)
-        if not plan.view.nblocks:  # so few values that no frame has symbols
+        if not plan.view.nblocks:  # too few values for symbols
             return None
         job = Job(work, r, plan, 0, plan.bound)
         begin(work, [job], close=False)
@@ -60,26 +63,26 @@ def count(r: EncodeRequest) -> Any:
 
 
 def encode_async(r: EncodeRequest) -> Pending:
-    """A frame in the request's `out`, in time."""
+    """Return a pending frame, which the device encodes into the request's `out`."""
     with _working(r.views) as work:
         return Pending(work, r)
 
 
 def encode_many(requests: Sequence[EncodeRequest]) -> list[Any]:
-    """The frames of requests; nothing is waited for until all are begun."""
+    """Return the frames of requests, after launching all of them."""
     if not requests:
         return []
     with _working([named for r in requests for named in r.views]) as work:
         encodings = [at_item(i, Encoding, work.sibling(), r) for i, r in enumerate(requests)]
         begin(work, [encoding.job for encoding in encodings])
         first = min(encoding.job.written for encoding in encodings)
-        written = bytes(work.device.download(first, WRITTEN_NBYTES * len(encodings)))  # they lie together
+        written = bytes(work.device.download(first, WRITTEN_NBYTES * len(encodings)))  # adjacent
         at = [encoding.job.written - first for encoding in encodings]
         return [at_item(i, e.finish, written[at[i] : at[i] + WRITTEN_NBYTES]) for i, e in enumerate(encodings)]
 
 
 def _views(r: DecodeRequest) -> Named:
-    """All that is read or written, as far as it can be seen before the frame is."""
+    """Return the tensors on a device that are known before the frame is read, with their argument names."""
     named = [("the frame", frame) for frame in r.frames]
     if r.out is not None and device_like(r.out) != "cpu":
         named.append(("out=", view_output(r.out)))
@@ -91,7 +94,7 @@ def _views(r: DecodeRequest) -> Named:
 
 
 def _target(work: Work, r: DecodeRequest, dtype: str, shape: tuple[int, ...]) -> tuple[Any, TensorView]:
-    """Where values go, as the caller and as the engine sees it."""
+    """Return the destination of values, as the caller sees it and as a view."""
     if r.out is not None:
         return r.out, view_output(r.out, dtype)
     first = r.frames[0]
@@ -102,7 +105,7 @@ def _target(work: Work, r: DecodeRequest, dtype: str, shape: tuple[int, ...]) ->
 
 
 def _prepare(work: Work, r: DecodeRequest, frame: Frame) -> tuple[Any, TensorView]:
-    """Make a frame ready to be decoded: its tensor as the caller and as the engine sees it."""
+    """Open a frame for its destination, and return that as the caller sees it and as a view."""
     info = frame.info
     if info.frame_nbytes != frame.frame.nbytes or not r.allows(info.tensor_nbytes):
         frame.refuse_size()
@@ -114,7 +117,7 @@ def _prepare(work: Work, r: DecodeRequest, frame: Frame) -> tuple[Any, TensorVie
 
 
 def decode(r: DecodeRequest) -> Any:
-    """The frame's tensor: the request's `out`, or a new one of the kind of its `like`."""
+    """Return the frame's tensor: the request's `out`, or a new one of the kind of its `like`."""
     with _working(_views(r)) as work:
         [frame] = open_frames([(work, r, r.frames[0])])
         result, v = _prepare(work, r, frame)
@@ -125,7 +128,7 @@ def decode(r: DecodeRequest) -> Any:
 
 
 def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
-    """The tensors of requests; with `out`, nothing is written before all frames are known to be right."""
+    """Return the tensors of requests; with `out`, all frames are validated before anything is written."""
     if not requests:
         return []
     with _working([named for r in requests for named in _views(r)]) as work:
@@ -141,7 +144,7 @@ def decode_many(requests: Sequence[DecodeRequest]) -> list[Any]:
 
 
 def accumulate(r: DecodeRequest, weight: float) -> None:
-    """The request's `out` += weight * the frame's values."""
+    """Add weight * the frame's values to the request's `out`."""
     with _working(_views(r)) as work:
         [frame] = open_frames([(work, r, r.frames[0])])
         check_whole(frame.info, frame.frame)
@@ -154,7 +157,7 @@ def accumulate(r: DecodeRequest, weight: float) -> None:
 
 
 def reduce(r: DecodeRequest, op: str) -> Any:
-    """The frames' sum, mean or maximum as float32: the request's `out`, or a new tensor of the kind of its `like`."""
+    """Return the frames' sum, mean or maximum as float32: the request's `out`, or a new tensor like its `like`."""
     with _working(_views(r)) as work:
         frames = open_frames([(work, r, frame) for frame in r.frames])
         for frame in frames:
@@ -162,7 +165,7 @@ def reduce(r: DecodeRequest, op: str) -> Any:
         shape = frames[0].shape
         for frame in frames:
             if frame.shape != shape:
-                for each in frames:  # or one is damaged
+                for each in frames:  # a damaged frame is reported as such
                     each.verify()
                 raise ArgumentError(f"frames of shapes {shape} and {frame.shape} cannot be reduced")
         r.check_limit(4 * frames[0].info.n)
@@ -177,15 +180,18 @@ def reduce(r: DecodeRequest, op: str) -> Any:
             r.check_apart(v, frames[0].levels, in_place=len(frames) == 1)
         verify_first = r.out is not None and r.verify_first
         to = work.write(v)
-        read(work, frames, sums(frames, to, op), verify_first=verify_first)
+        read(work, frames, reduction_steps(frames, to, op), verify_first=verify_first)
         if r.check_finite and not work.finite(to, frames[0].info.n):
             check(int(Status.NONFINITE))
         work.finish()
     return result
 
 
-def sums(frames: list[Frame], to: int, op: str) -> list[Step]:
-    """In this order; codes of ternary frames with the same scales as integers, which are scaled at last."""
+def reduction_steps(frames: list[Frame], to: int, op: str) -> list[Step]:
+    """Return the steps that reduce frames in order.
+
+    Codes of Ternary frames with equal scales are added as integers, and scaled by the last step.
+    """
     first, count = frames[0], len(frames)
     codes = op != "max" and count > 1 and all(frame.adds_up_with(first) for frame in frames)
     items: list[tuple[Frame, Sink]] = []

@@ -1,4 +1,4 @@
-"""What is decided before a frame's first block: by shapes here, by values in a kernel."""
+"""Jobs of frames to encode: decisions from shapes, made here, and launches of the kernels that decide from values."""
 
 import itertools
 import struct
@@ -11,36 +11,36 @@ from codec._c.spec_structs import spec_struct
 from codec._call import Call, new_tensor
 from codec.engines.cuda.devices import Device
 from codec.engines.cuda.kernels import blocks_for
-from codec.engines.cuda.preprocess import BEFORE_NBYTES, Before
+from codec.engines.cuda.preprocess import PREPROCESSING_NBYTES, Preprocessing
 from codec.engines.cuda.upload import VIEW_NBYTES, Image
 from codec.engines.cuda.workspace import Work, grid_for, launch_each
 from codec.engines.request import EncodeRequest
 
-WARPS = 4  # of a block of threads that does blocks of values
-WRITTEN_NBYTES = 48  # a codec_written of native/cuda/frame/encode.cuh
-ENCODING_NBYTES = 128  # a codec_encoding of native/cuda/frame/encode.cuh
-COUNTS_NBYTES = 1024  # of plane 0's symbols, with which a codec_choice of native/cuda/coder/sample.cuh begins
+WARPS = 4  # warps of a thread block that encodes or decodes blocks of values
+WRITTEN_NBYTES = 48  # bytes of a codec_written of native/cuda/frame/encode.cuh
+ENCODING_NBYTES = 128  # bytes of a codec_encoding of native/cuda/frame/encode.cuh
+COUNTS_NBYTES = 1024  # bytes of the symbol counts at the beginning of a codec_choice (native/cuda/coder/sample.cuh)
 
 
 class Plan(NamedTuple):
-    """What is known of a frame without its values: the C library's codec_view, its job for kernels and the header."""
+    """Properties of a frame that do not depend on values: C library's codec_view, job for kernels, and header."""
 
     view: Any
     image: Image
     head: Any
-    bound: int  # bytes of the frame
-    region: int  # and of its largest region
+    bound: int  # maximum bytes of the frame
+    region: int  # maximum bytes of a region
 
 
 def bound_of(r: EncodeRequest) -> int:
-    """Bytes that the frame does not exceed."""
+    """Return the maximum bytes of the frame."""
     size = ffi.new("size_t *")
     check(lib.codec_bound(spec_struct(r.spec), new_tensor(DTYPES[r.x.dtype], r.x.shape), size))
     return size[0]
 
 
 def plan_of(r: EncodeRequest) -> Plan:
-    """All that shapes decide."""
+    """Return the plan of a request's frame."""
     spec, x = spec_struct(r.spec), r.x
     like = new_tensor(DTYPES[x.dtype], x.shape, ffi.NULL, x.nbytes)
     call = _new_call(r)
@@ -60,7 +60,7 @@ def plan_of(r: EncodeRequest) -> Plan:
 
 
 def _new_call(r: EncodeRequest) -> Call:
-    """What is asked for besides a spec."""
+    """Return a call whose context has the arguments of a request."""
     call = _call.take()
     call.context.stream = r.stream
     if r.codebook is not None:
@@ -76,29 +76,30 @@ def _new_call(r: EncodeRequest) -> Call:
 
 
 class Job:
-    """What one frame's kernels are given: a codec_encoding of ``native/cuda/frame/encode.cuh``.
+    """Encoding of one frame: fills a codec_encoding of ``native/cuda/frame/encode.cuh``.
 
     Parameters
     ----------
     work : Work
+        Device memory of the call.
     r : EncodeRequest
     plan : Plan
     frame, capacity : int
-        Where the frame is to be, and the most bytes that it may take.
+        Address of the frame, and the maximum of its bytes.
     residual : int, optional
-        Address of what is left, and is added first if that is asked for.
+        Address of the residual, which kernels write, and add to the tensor first if the request asks for feedback.
     written : int, optional
-        Address of :data:`WRITTEN_NBYTES` in which status and size will be.
+        Address of :data:`WRITTEN_NBYTES` bytes that receive status and size.
 
     Attributes
     ----------
     kernel : str
-        The kernel for its blocks.
+        Kernel that encodes blocks.
     grid, teams : int
-        Blocks of threads: that do blocks of values, and that do all else.
+        Number of thread blocks of that kernel, and of all other kernels.
     counts, places, written : int
-        Addresses of a codec_choice, which begins with 256 uint32: how often each symbol of plane 0 occurs in the
-        sample; of where blocks go; of a codec_written.
+        Addresses of a codec_choice, which begins with 256 uint32 counts of plane 0's symbols in the sample; of the
+        offsets of blocks; of a codec_written.
     """
 
     def __init__(
@@ -107,49 +108,54 @@ class Job:
         device, v = work.device, plan.view
         self.plan, self.written = plan, written
         self.counts = self.places = 0
-        self.family, self.kernel, numbers = _kernels(v, ITEMSIZE[r.x.dtype])
-        # a tensor is read at any time while what is left of it is written, by other threads
+        self.family, self.kernel, constant = _kernels(v, ITEMSIZE[r.x.dtype])
+        # threads read the tensor while others write the residual: copy the tensor if both share memory
         in_place = r.residual is not None and residual == r.x.address
         values = work.copy(r.x) if in_place else work.read(r.x)
-        self.before = before = Before(work, v.n)
+        self.preprocessing = preprocessing = Preprocessing(work, v.n)
         if r.levels is not None:
-            before.ask(r.levels)
+            preprocessing.ask(r.levels)
         if r.feedback:
-            before.add(r.x, values, residual)
-            values = before.rounded
+            preprocessing.add(r.x, values, residual)
+            values = preprocessing.rounded
         self.grid = blocks_for(self.kernel, device.processors, v.nblocks)
-        self.teams = min(WARPS * self.grid, 2 * device.processors)
-        each = device.constant(self.kernel, *numbers)[-1] + plan.region if v.nblocks else 0
-        self._source = values, before.sums, residual, frame, capacity, work.new(WARPS * self.grid * each), each
+        self.other_grid = min(WARPS * self.grid, 2 * device.processors)
+        each = device.constant(self.kernel, *constant)[-1] + plan.region if v.nblocks else 0
+        self._source = values, preprocessing.sums, residual, frame, capacity, work.new(WARPS * self.grid * each), each
 
     @property
     def steps(self) -> list[tuple[str, int]]:
-        """Kernels that it goes through until its frame is closed, and blocks of threads for each."""
+        """Kernels to launch before ``close_frame``, with their numbers of thread blocks."""
         v, residual = self.plan.view, self._source[2]
         if not v.nblocks:
             return []
-        steps = [(f"choose_{self.family}", self.teams), (self.kernel, self.grid)]
-        scaled_last = v.codec == lib.CODEC_SIGN and v.row_sums.count and not residual  # as rows/encode.cuh
-        return [*steps, ("scale_rows", self.teams)] if scaled_last else steps
+        steps = [(f"choose_{self.family}", self.other_grid), (self.kernel, self.grid)]
+        scaled_last = v.codec == lib.CODEC_SIGN and v.row_sums.count and not residual  # as in rows/encode.cuh
+        return [*steps, ("scale_rows", self.other_grid)] if scaled_last else steps
 
     def zeros(self, device: Device) -> tuple[int, int]:
-        """Bytes that are to be zeros: of what is found out about the tensor, and of where blocks go."""
+        """Return the bytes of two zeroed buffers: the decisions about the tensor, and the offsets of blocks."""
         each, each_part = device.constant("close_frame", "choose_nbytes", 2)
         v = self.plan.view
         return each + max(v.model_parts.count, 1) * each_part, 8 * v.nblocks
 
     def struct(self, view: int, job: int, head: int) -> bytes:
-        """The codec_encoding, from the addresses of what is uploaded."""
-        zeros, ends = (head, self.places, self.written), (self.before.exponents, self.before.levels)
+        """Return the codec_encoding, from the addresses of the uploads."""
+        zeros, ends = (head, self.places, self.written), (self.preprocessing.exponents, self.preprocessing.levels)
         nparts = self.plan.view.model_parts.count
         warps = WARPS * self.grid
         return struct.pack("<15Q2I", view, job, *self._source, self.counts, *zeros, *ends, nparts, warps)
 
 
 def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
-    """Begin all kernels of all jobs, each once for those that take it; not `close`: only what decides."""
+    """Launch all kernels of all jobs, each kernel once for all jobs that use it.
+
+    With ``close=False``, launch only the kernels that make decisions.
+    """
     device = work.device
-    jobs = sorted(jobs, key=lambda job: [kernel for kernel, _ in job.steps])  # those of one kernel follow each other
+    jobs = sorted(
+        jobs, key=lambda job: [kernel for kernel, _ in job.steps]
+    )  # jobs with the same kernel become adjacent
     device.prepare({"close_frame", *(kernel for job in jobs for kernel, _ in job.steps)})
     sizes = [size for job in jobs for size in job.zeros(device)]
     zeros = work.zeros(*[0 if job.written else WRITTEN_NBYTES for job in jobs], *sizes)
@@ -158,10 +164,10 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
             device.clear(job.written, WRITTEN_NBYTES)
         job.written = job.written or zeros[i]
         job.counts, job.places = zeros[len(jobs) + 2 * i : len(jobs) + 2 * i + 2]
-    before = [some for job in jobs if (some := job.before.struct(job.written))]
+    preprocessing = [some for job in jobs if (some := job.preprocessing.struct(job.written))]
     plans = [job.plan for job in jobs]
     parts = [size for p in plans for size in (VIEW_NBYTES, len(p.image.data), len(p.head))]
-    sizes = [sum(map(len, before)), ENCODING_NBYTES * len(jobs), *parts]
+    sizes = [sum(map(len, preprocessing)), ENCODING_NBYTES * len(jobs), *parts]
     places = work.reserve(*sizes, *[p.image.made_nbytes for p in plans])
     (first, all_at, *parts), made = places[: len(sizes)], places[len(sizes) :]
     images: list[Any] = []
@@ -170,21 +176,21 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
         view, data, head = parts[3 * i : 3 * i + 3]
         images += [job.plan.image.view(data, made[i]), job.plan.image.data, ffi.buffer(job.plan.head)]
         encodings += job.struct(view, data, head)
-    work.send(places[: len(sizes)], b"".join(before), encodings, *images)
-    if before:
+    work.send(places[: len(sizes)], b"".join(preprocessing), encodings, *images)
+    if preprocessing:
         grid = grid_for(device, max(job.plan.view.n for job in jobs))
-        launch_each(device, "preprocess", [grid] * len(before), first, BEFORE_NBYTES)
+        launch_each(device, "preprocess", [grid] * len(preprocessing), first, PREPROCESSING_NBYTES)
     for step in range(max(len(job.steps) for job in jobs) if close else 1):
         own = [(i, *job.steps[step]) for i, job in enumerate(jobs) if step < len(job.steps)]
         for kernel, some in itertools.groupby(own, key=lambda item: item[1]):
             numbers, _, grids = zip(*some, strict=True)
             launch_each(device, kernel, grids, all_at + ENCODING_NBYTES * numbers[0], ENCODING_NBYTES)
     if close:
-        launch_each(device, "close_frame", [job.teams for job in jobs], all_at, ENCODING_NBYTES)
+        launch_each(device, "close_frame", [job.other_grid for job in jobs], all_at, ENCODING_NBYTES)
 
 
 def _kernels(v: Any, size: int) -> tuple[str, str, tuple[str, int]]:
-    """The family, its kernel for blocks, and of which numbers the last is a warp's scratch."""
+    """Return the family, its encoding kernel, and the constant whose last number is a warp's scratch in bytes."""
     if v.codec == lib.CODEC_LOSSLESS:
         return "lossless", f"encode_lossless<{size}>", ("encode_lossless_nbytes", size.bit_length())
     if v.codec == lib.CODEC_TRUNCATE:

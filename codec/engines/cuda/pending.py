@@ -1,4 +1,4 @@
-"""Frames that nobody waits for."""
+"""Frames that are encoded asynchronously."""
 
 import sys
 from typing import Any
@@ -13,19 +13,19 @@ from codec.tensors.view import is_torch
 
 
 class Pending:
-    """A frame that a GPU makes in the order of its stream: see :func:`codec.encode_async`.
+    """Frame that a GPU encodes in the order of its stream: see :func:`codec.encode_async`.
 
-    What the GPU needs for it is kept as long as this object.
+    This object keeps the memory that the GPU needs for the frame.
 
     Attributes
     ----------
     nbytes : array or tensor of one int64, on the device
-        Size of the frame in bytes; 0 as long as there is none, and if the tensor cannot be encoded.
+        Size of the frame in bytes; 0 until the frame is complete, and if the tensor cannot be encoded.
     status : array or tensor of one int32, on the device
-        Once the frame should be there a :class:`codec.Status`.
+        :class:`codec.Status` of the encoding, valid when the stream has passed it.
     counts : array or tensor of 256 int32, on the device
-        Of :class:`codec.Lossless` floats and :class:`codec.Truncate`: how often each symbol of the exponent occurs in
-        the sample, for :meth:`codec.Codebook.from_counts` of a later step.
+        How often each symbol of the exponent occurs in the sample, for floats with :class:`codec.Lossless` and for
+        :class:`codec.Truncate`. For :meth:`codec.Codebook.from_counts` of a later step.
     """
 
     def __init__(self, work: Work, r: EncodeRequest) -> None:
@@ -34,12 +34,12 @@ class Pending:
         self._encoding = Encoding(work, r, v.address)
         begin(work, [self._encoding.job])
         work.device.copy(v.address + WRITTEN_NBYTES, self._encoding.job.counts, COUNTS_NBYTES)
-        self.nbytes = _seen(written[24:32], "int64")
-        self.counts = _seen(written[WRITTEN_NBYTES:], "int32")
-        self.status = _seen(written[40:44], "int32")
+        self.nbytes = _view_as(written[24:32], "int64")
+        self.counts = _view_as(written[WRITTEN_NBYTES:], "int32")
+        self.status = _view_as(written[40:44], "int32")
 
     def wait(self) -> Any:
-        """Wait for the stream.
+        """Wait for the stream, and return the frame.
 
         Returns
         -------
@@ -49,25 +49,27 @@ class Pending:
         Raises
         ------
         CodecError
-            The tensor cannot be encoded, as :func:`codec.encode` says.
+            The tensor cannot be encoded, as :func:`codec.encode` reports.
         """
         with self._encoding.work.resume():
             return self._encoding.finish()
 
 
 def _check(r: EncodeRequest) -> None:
-    """Raise what stands in the way of never waiting."""
+    """Raise the error for arguments that need synchronization with the host."""
     for name, v in r.views:
         if v.device == "cpu":
-            raise EngineError(f"{name} lies in host memory, for which encode_async would have to wait")
+            raise EngineError(f"{name} is in host memory: encode_async takes memory on the device only, encode() both")
     if r.out is None or r.out.address % ALIGNMENT:
-        raise ArgumentError(f"encode_async needs out=, at a multiple of {ALIGNMENT} bytes")
-    if r.residual is not None and r.out.nbytes < bound_of(r):
-        raise ArgumentError("encode_async with residual= needs an out= of bound() bytes: one that surely is enough")
+        raise ArgumentError(f"encode_async needs out=, memory on the device at a multiple of {ALIGNMENT} bytes")
+    if r.residual is not None and r.out.nbytes < (bound := bound_of(r)):
+        raise ArgumentError(
+            f"encode_async with residual= needs out= of at least {bound} bytes (see bound()), got {r.out.nbytes}"
+        )
     if r.levels is not None and any(isinstance(o, Custom) for _, o in r.levels.groups):
-        raise ArgumentError("optimizers.Custom is computed on the host, for which encode_async would have to wait")
+        raise ArgumentError("encode_async cannot use optimizers.Custom, which runs on the host: use encode()")
 
 
-def _seen(memory: Any, dtype: str) -> Any:
-    """Bytes on a device as values."""
+def _view_as(memory: Any, dtype: str) -> Any:
+    """Return bytes on a device as an array of ``dtype``."""
     return memory.view(getattr(sys.modules["torch"], dtype) if is_torch(memory) else dtype)

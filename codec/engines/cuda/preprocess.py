@@ -1,4 +1,4 @@
-"""What must be known of values before they are encoded or decoded: one launch of ``frame/preprocess.cu``."""
+"""Preprocessing of values before frames are encoded or decoded: one launch of ``frame/preprocess.cu``."""
 
 import struct
 from typing import Any
@@ -12,32 +12,32 @@ from codec.optimizers.custom import Custom
 from codec.optimizers.formulas import Optimizer, floats_of
 from codec.tensors.view import TensorView
 
-_BEFORE, _GROUP = struct.Struct("<8Q2IQ"), struct.Struct("<6Q3I5f")  # codec_preprocessing, codec_group
-BEFORE_NBYTES = _BEFORE.size
+_PREPROCESSING, _GROUP = struct.Struct("<8Q2IQ"), struct.Struct("<6Q3I5f")  # codec_preprocessing, codec_group
+PREPROCESSING_NBYTES = _PREPROCESSING.size
 State = dict[str, tuple[int, TensorView]]
 
 
-class Before:
-    """A codec_preprocessing, filled in by who wants what.
+class Preprocessing:
+    """Fields of a codec_preprocessing; methods add the work that a frame needs.
 
     Attributes
     ----------
     sums, rounded : int
-        Addresses of values with what is owed added, as float32 and in their dtype.
+        Addresses of sums of values and residuals, as float32 and rounded to the tensor's dtype; 0 without :meth:`add`.
     exponents : int
-        Address of the exponents of a metric's A (docs/format.md, section 9); 0: of none.
+        Address of the exponents of an optimizer's A (docs/format.md, section 9); 0: no optimizer.
     levels : int
-        Address of levels that were given.
+        Address of levels that the caller gave; 0: none.
     """
 
     def __init__(self, work: Work, n: int) -> None:
         self._work, self._n = work, n
-        self._values = self._owed = self._dtype = self._groups = 0
+        self._values = self._residual = self._dtype = self._groups = 0
         self.sums = self.rounded = self.exponents = self.levels = 0
 
-    def add(self, x: TensorView, values: int, owed: int) -> None:
-        """Sums of a tensor's values and a residual."""
-        self._values, self._owed, self._dtype = values, owed, DTYPES[x.dtype]
+    def add(self, x: TensorView, values: int, residual: int) -> None:
+        """Compute the sums of a tensor's values and a residual."""
+        self._values, self._residual, self._dtype = values, residual, DTYPES[x.dtype]
         self.sums, self.rounded = self._work.new(4 * self._n), self._work.new(x.nbytes)
 
     def ask(self, source: LevelSource) -> None:
@@ -54,13 +54,14 @@ class Before:
         self._groups, self.exponents = self._work.put(groups or bytes(_GROUP.size))[0], self._work.new(self._n)
 
     def _group(self, first: int, end: int, optimizer: Optimizer | Custom, state: State) -> bytes:
-        if isinstance(optimizer, Custom):  # a function that was compiled for the host
+        """Return the codec_group of an optimizer for values [first, end)."""
+        if isinstance(optimizer, Custom):  # compiled for the host
             a = _values_of(optimizer, {name: self._work.fetch(v) for name, (_, v) in state.items()}, first, end)
             [at] = self._work.put(a.data.cast("B"))
             return _GROUP.pack(first, end, at, *[0] * 11)
         t = optimizer.final({name: v for name, (_, v) in state.items()})
-        looked_at = {"theta": True, "v": bool(t.theta_v), "m": bool(t.m)}
-        arrays = [state[name] if name in state and looked_at[name] else (0, None) for name in looked_at]
+        used = {"theta": True, "v": bool(t.theta_v), "m": bool(t.m)}
+        arrays = [state[name] if name in state and used[name] else (0, None) for name in used]
         addresses = (address for address, _ in arrays)
         dtypes = (DTYPES[v.dtype] if v else 0 for _, v in arrays)
         return _GROUP.pack(first, end, 0, *addresses, *dtypes, t.theta, t.theta_v, t.v, t.eps, t.m)
@@ -73,14 +74,14 @@ class Before:
         written : int, optional
             Address of a codec_written, whose fault reports invalid levels.
         """
-        if not (self._owed or self.exponents or self.levels):
+        if not (self._residual or self.exponents or self.levels):
             return b""
-        addresses = self._values, self._owed, self.sums, self.rounded, self._groups, self.exponents, self.levels
-        return _BEFORE.pack(self._n, *addresses, self._dtype, 0, written)
+        addresses = self._values, self._residual, self.sums, self.rounded, self._groups, self.exponents, self.levels
+        return _PREPROCESSING.pack(self._n, *addresses, self._dtype, 0, written)
 
 
 def _values_of(optimizer: Custom, state: dict[str, TensorView], first: int, end: int) -> np.ndarray[Any, Any]:
-    """A of values [first, end)."""
+    """Return A of values [first, end) by a user's function, which runs on the host."""
     arrays = [floats_of(state[name]) for name in optimizer.names]
     pointers = ffi.new("float *[]", [ffi.cast("float *", x.ctypes.data) for x in arrays])
     a = np.empty(end - first, np.float32)

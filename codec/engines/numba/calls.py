@@ -1,4 +1,4 @@
-"""Requests to jobs in steps, whose blocks are done by this engine's loops."""
+"""Calls of the Numba engine: the C library opens and closes jobs, this engine's loops process their blocks."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ _BAD_ARGUMENT, _SHORT_OUTPUT = int(Status.BAD_ARGUMENT), int(Status.SHORT_OUTPUT
 
 
 def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> bytes | memoryview:
-    """The frame of a request whose context is filled in."""
+    """Return the frame of a request whose call context is filled in."""
     t, out = call.fill_tensor(r.x), r.out
     count = pool.choose_threads(threads, r.x.nbytes)
     try:
@@ -42,18 +42,24 @@ def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> 
 
 
 def _encode_new(call: Call, s: Any, r: EncodeRequest, room: int, threads: int) -> bytes | memoryview:
-    """Into new memory, more of it where regions are much larger than their values on their way to a stored frame."""
+    """Encode into new memory, and return the frame.
+
+    Encoding is repeated with more memory if the regions of a frame that will be stored exceed the room for values.
+    """
     for times in (1, 2, 4):
         new = NewBytes(times * room)
         call.keep = call.keep, new
         n = blockwise.encode(loops, call, s, ffi.cast("uint8_t *", new.address), times * room, threads)
         if n is not None:
             return new.finish(n)
-    return encoding.encode_filled(call, s, r, threads)  # above 32 GiB: stored
+    return encoding.encode_filled(call, s, r, threads)  # more than 32 GiB: the C library stores the values
 
 
 def _encode_apart(call: Call, s: Any, r: EncodeRequest, out: TensorView, threads: int) -> bytes | memoryview:
-    """Through memory of its own, for `out` may be large enough for the frame alone: it, and the residual, come last."""
+    """Encode into temporary memory, because `out` may have room for the frame but not for encoding it.
+
+    `out` and the residual are written when the frame is complete.
+    """
     residual: Any = None
     if r.residual is not None:
         residual = np.frombuffer(ffi.buffer(r.residual.data, r.residual.nbytes), np.uint8).copy()
@@ -73,7 +79,7 @@ def _encode_apart(call: Call, s: Any, r: EncodeRequest, out: TensorView, threads
 def decode_prepared(
     call: Call, r: DecodeRequest, v: TensorView, levels: LevelSource | None, threads: int | None
 ) -> None:
-    """Do with a frame's values what the context says."""
+    """Decode a frame into a destination, as the call's context says."""
     frame = r.frames[0]
     info = read_header(frame)
     if not info.nblocks:
@@ -92,7 +98,7 @@ def decode_prepared(
 
 
 def reduce_into(call: Call, read: list[tuple[Any, TensorView]], op: int, threads: int) -> None:
-    """Reduce frames to the call's tensor, and check the result for NaN and Inf if CODEC_FINITE is set."""
+    """Reduce frames into the call's tensor; with CODEC_FINITE, check the result for NaN and Inf."""
     nblocks = read[0][0].nblocks
     aligned = all(info.nblocks == nblocks > 0 for info, _ in read)
     if not (aligned and blockwise.reduce(loops, call, read, op, threads)):
