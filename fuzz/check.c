@@ -328,7 +328,7 @@ static void check_missing(const struct subject *f, const struct result *plain)
 	bare.g.metric = NULL;
 	r = decode(&bare, (struct way){.isa = check_some_isa(f->s), .flags = CODEC_VERIFY_FIRST});
 	nothing = f->info.codebook_id == 0 && !(f->info.spec.codec == CODEC_TRUNCATE &&
-						f->info.spec.variant == CODEC_LEVELS_SHARED && !f->info.stored);
+						f->info.spec.variant == CODEC_LEVEL_CODING_SHARED && !f->info.stored);
 	if (plain->status == CODEC_OK)
 		CHECK(nothing ? r.status == CODEC_OK
 			      : r.status == CODEC_UNKNOWN_CODEBOOK || r.status == CODEC_MISSING_STATE,

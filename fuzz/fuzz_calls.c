@@ -76,7 +76,7 @@ static void pick(struct source *s, struct memory *m, struct arguments *a)
 	a->spec = (codec_spec){.struct_nbytes = STRUCT(s, codec_spec), .codec = 1 + odd(s, 7)};
 	for (int i = 0; i < 3; i++)
 		switch (below(s, 24)) {
-		case 0: a->spec.cap = odd(s, 10); break;
+		case 0: a->spec.max_code_length = odd(s, 10); break;
 		case 1: a->spec.model = odd(s, 4); break;
 		case 2:
 		case 3:
@@ -85,7 +85,7 @@ static void pick(struct source *s, struct memory *m, struct arguments *a)
 		case 6: a->spec.options = odd(s, 32); break;
 		case 7: a->spec.bits = odd(s, 10); break;
 		case 8:
-		case 9: a->spec.row = one_in(s, 4) ? CODEC_ROW_LAST : odd(s, 20000); break;
+		case 9: a->spec.group_size = one_in(s, 4) ? CODEC_GROUP_SIZE_ROW : odd(s, 20000); break;
 		case 10: a->spec.scale = (float)(int64_t)noise(s); break;
 		case 11: a->spec.clip = (float)(int64_t)noise(s); break;
 		case 12: a->spec.guard = (int32_t)odd(s, 300) - 150; break;

@@ -57,20 +57,21 @@ static void pick_spec(struct task *k)
 
 	*p = (codec_spec){.struct_nbytes = sizeof *p, .codec = 1 + (uint32_t)below(s, 7)};
 	if (p->codec == CODEC_LOSSLESS) {
-		p->cap = (uint32_t)below(s, 2) ? 2 + (uint32_t)below(s, 7) : 0;
+		p->max_code_length = (uint32_t)below(s, 2) ? 2 + (uint32_t)below(s, 7) : 0;
 		p->model = (uint32_t)below(s, 3);
 	} else if (p->codec == CODEC_TRUNCATE) {
-		p->cap = (uint32_t)below(s, 2) ? 2 + (uint32_t)below(s, 7) : 0;
+		p->max_code_length = (uint32_t)below(s, 2) ? 2 + (uint32_t)below(s, 7) : 0;
 		p->variant = (uint32_t)below(s, 4);
 		p->options = one_in(s, 3) ? CODEC_OPTION_CUT : 0;
-		p->options |= p->variant == CODEC_LEVELS_SHARED && below(s, 2) ? CODEC_OPTION_BITS : 0;
-		p->bits = p->variant == CODEC_LEVELS_FIXED ? (uint32_t)below(s, 4) : 0;
+		p->options |= p->variant == CODEC_LEVEL_CODING_SHARED && below(s, 2) ? CODEC_OPTION_BITS : 0;
+		p->bits = p->variant == CODEC_LEVEL_CODING_FIXED ? (uint32_t)below(s, 4) : 0;
 		p->guard = one_in(s, 8) ? (int32_t)below(s, 255) - 128 : (int32_t)below(s, 8) - 4;
 	} else {
 		p->variant = (uint32_t)below(s, p->codec == CODEC_SIGN || p->codec == CODEC_TERNARY ? 3 : 2);
-		p->row = below(s, 3) ? ROWS[below(s, sizeof ROWS / sizeof *ROWS)] : CODEC_ROW_LAST;
-		p->row = p->codec == CODEC_TERNARY || p->codec == CODEC_FLOAT4 ? 0 : p->row;
-		p->row = p->codec == CODEC_QUANTIZE && p->row == CODEC_ROW_LAST ? 64 : p->row;
+		p->group_size = below(s, 3) ? ROWS[below(s, sizeof ROWS / sizeof *ROWS)] : CODEC_GROUP_SIZE_ROW;
+		p->group_size = p->codec == CODEC_TERNARY || p->codec == CODEC_FLOAT4 ? 0 : p->group_size;
+		p->group_size =
+			p->codec == CODEC_QUANTIZE && p->group_size == CODEC_GROUP_SIZE_ROW ? 64 : p->group_size;
 		p->seed = (uint32_t)noise(s);
 		p->bits = p->codec == CODEC_QUANTIZE ? p->variant + 1 + (uint32_t)below(s, 8 - p->variant) : 0;
 		if (p->codec == CODEC_FLOAT8)
@@ -79,7 +80,7 @@ static void pick_spec(struct task *k)
 			p->options = (uint32_t)below(s, 2);
 		p->clip = p->codec == CODEC_TERNARY && one_in(s, 3) ? 2.5f : 0;
 	}
-	if (one_in(s, 16)) { /* any field from cap to guard */
+	if (one_in(s, 16)) { /* any field from max_code_length to guard */
 		uint32_t any = below(s, 2) ? (uint32_t)noise(s) : (uint32_t)below(s, 300);
 
 		memcpy((char *)p + 8 + 4 * below(s, 10), &any, 4);
@@ -338,7 +339,7 @@ static void pick_rest(struct task *k)
 		p->scale = p->scale < INFINITY ? p->scale : 1;
 		k->scaled = 1;
 	}
-	if (p->codec == CODEC_TRUNCATE && p->variant != CODEC_LEVELS_FIXED && is_float(k->t.dtype)) {
+	if (p->codec == CODEC_TRUNCATE && p->variant != CODEC_LEVEL_CODING_FIXED && is_float(k->t.dtype)) {
 		switch (below(s, 8)) {
 		case 0:
 			if (k->n && k->expected == CODEC_OK)
@@ -349,7 +350,7 @@ static void pick_rest(struct task *k)
 			for (uint64_t i = 0; i < k->n; i++)
 				k->levels.p[i] = noise(s) & 3;
 			k->with.levels = k->levels.p;
-			if (p->variant == CODEC_LEVELS_SHARED)
+			if (p->variant == CODEC_LEVEL_CODING_SHARED)
 				k->expected = UNKNOWN;
 			if (k->n && one_in(s, 8)) {
 				k->levels.p[below(s, k->n)] = (uint8_t)between(s, 4, 255);

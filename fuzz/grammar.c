@@ -167,7 +167,7 @@ static void pick(struct maker *m, const struct grammar *like)
 	}
 	m->layout = WIRE_LAYOUT_BLOCKS;
 	if (g->codec == CODEC_LOSSLESS) {
-		g->params[WIRE_PARAM_CAP] = (uint8_t)between(&m->s, 2, 8);
+		g->params[WIRE_PARAM_MAX_CODE_LENGTH] = (uint8_t)between(&m->s, 2, 8);
 		g->params[WIRE_PARAM_VARIANT] = (uint8_t)below(&m->s, 3);
 	} else if (g->codec == CODEC_TRUNCATE) {
 		pick_truncate_params(m);

@@ -74,7 +74,7 @@ static void begin(int spread)
 		f.symbol[i] = (uint8_t)(spread ? noise() % 48 + noise() % 48 : top ? e : e + 1 - noise() % 2);
 		counts[f.symbol[i]]++;
 	}
-	book_from_counts(&book, counts, WIRE_MAX_CAP);
+	book_from_counts(&book, counts, WIRE_MAX_CODE_LENGTH);
 	book_to_codes(&book, &f.codes);
 	book_to_lookup(&book, &f.lookup);
 	encode();

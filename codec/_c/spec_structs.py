@@ -56,10 +56,14 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
     """Fields of codec_spec that are not zero."""
     match spec:
         case specs.Lossless(max_code_length, model):
-            return {"codec": lib.CODEC_LOSSLESS, "cap": max_code_length, "model": _index(specs.Model, model)}
+            return {
+                "codec": lib.CODEC_LOSSLESS,
+                "max_code_length": max_code_length,
+                "model": _index(specs.Model, model),
+            }
         case specs.Sign(scale, group_size):
-            row = lib.CODEC_ROW_LAST if group_size == "row" else group_size or 0
-            return {"codec": lib.CODEC_SIGN, "variant": _index(specs.SignScale, scale), "row": row}
+            row = lib.CODEC_GROUP_SIZE_ROW if group_size == "row" else group_size or 0
+            return {"codec": lib.CODEC_SIGN, "variant": _index(specs.SignScale, scale), "group_size": row}
         case specs.Ternary(packing, scale, clip, seed):
             variant = _index(specs.Packing, packing)
             return {
@@ -73,7 +77,7 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
             return {
                 "codec": lib.CODEC_FLOAT8,
                 "variant": _index(specs.Format8, format),
-                "row": group_size or 0,
+                "group_size": group_size or 0,
                 "options": (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC
                 | (nonfinite == "propagate") * lib.CODEC_OPTION_PROPAGATE
                 | entropy * lib.CODEC_OPTION_ENTROPY,
@@ -89,18 +93,18 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
                 "codec": lib.CODEC_QUANTIZE,
                 "variant": _index(specs.Levels, levels),
                 "bits": bits,
-                "row": group_size,
+                "group_size": group_size,
                 "options": (rounding == "stochastic") * lib.CODEC_OPTION_STOCHASTIC,
                 "seed": seed,
             }
         case specs.Truncate(_, rounding, level_coding, granularity, _, max_code_length):
             options = (rounding == "truncate") * lib.CODEC_OPTION_CUT
             if spec.fixed_level is not None:
-                how = {"variant": lib.CODEC_LEVELS_FIXED, "bits": spec.fixed_level}
+                how = {"variant": lib.CODEC_LEVEL_CODING_FIXED, "bits": spec.fixed_level}
             else:
                 options |= (granularity == "bit") * lib.CODEC_OPTION_BITS
                 how = {"variant": _index(specs.LevelCoding, level_coding), "guard": spec.guard_bits}
-            return {"codec": lib.CODEC_TRUNCATE, "cap": max_code_length, "options": options, **how}
+            return {"codec": lib.CODEC_TRUNCATE, "max_code_length": max_code_length, "options": options, **how}
         case _:
             raise SpecError(f"not a spec: {shown(spec)}; {spec_hint(spec)}")
 
@@ -109,9 +113,9 @@ def spec_of(struct: Any) -> Spec:
     """The inverse of spec_struct, but for what a frame does not say: seed, scale and clip."""
     stochastic: specs.Rounding = "stochastic" if struct.options & lib.CODEC_OPTION_STOCHASTIC else "nearest"
     variant = struct.variant
-    row = struct.row if struct.row != lib.CODEC_ROW_LAST else 0  # which parts have different ones
+    row = struct.group_size if struct.group_size != lib.CODEC_GROUP_SIZE_ROW else 0  # which parts have different ones
     if struct.codec == lib.CODEC_SIGN:
-        return specs.Sign(get_args(specs.SignScale)[variant], "row" if struct.row and not row else row or None)
+        return specs.Sign(get_args(specs.SignScale)[variant], "row" if struct.group_size and not row else row or None)
     if struct.codec == lib.CODEC_TERNARY:
         return specs.Ternary(get_args(specs.Packing)[variant])
     if struct.codec == lib.CODEC_FLOAT8:
@@ -128,9 +132,9 @@ def spec_of(struct: Any) -> Spec:
         return specs.Quantize(struct.bits, row or 64, get_args(specs.Levels)[variant], stochastic)
     if struct.codec == lib.CODEC_TRUNCATE:
         cut: specs.Cut = "truncate" if struct.options & lib.CODEC_OPTION_CUT else "nearest"
-        if struct.variant == lib.CODEC_LEVELS_FIXED:
-            return specs.Truncate(struct.bits, cut, max_code_length=struct.cap)
+        if struct.variant == lib.CODEC_LEVEL_CODING_FIXED:
+            return specs.Truncate(struct.bits, cut, max_code_length=struct.max_code_length)
         granularity: specs.Granularity = "bit" if struct.options & lib.CODEC_OPTION_BITS else "six"
         level_coding = get_args(specs.LevelCoding)[variant]
-        return specs.Truncate("optimizer", cut, level_coding, granularity, struct.guard, struct.cap)
-    return specs.Lossless(struct.cap, get_args(specs.Model)[struct.model])
+        return specs.Truncate("optimizer", cut, level_coding, granularity, struct.guard, struct.max_code_length)
+    return specs.Lossless(struct.max_code_length, get_args(specs.Model)[struct.model])

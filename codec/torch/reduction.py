@@ -223,7 +223,7 @@ class Reduction:
 
 def _codec_of(struct: Any) -> tuple[int, ...]:
     """Return the codec's number and those parameters that a header repeats as they were asked for."""
-    return struct.codec, struct.variant, struct.bits, struct.options, struct.cap, struct.model
+    return struct.codec, struct.variant, struct.bits, struct.options, struct.max_code_length, struct.model
 
 
 @functools.cache

@@ -30,7 +30,7 @@ static void train(int rank, int size, const char *folder)
 	codec_spec spec = codec::gloo::spec_of(CODEC_FLOAT8);
 	std::vector<float> gradient(N), residual(N), sums_residual(N), theta(N);
 
-	spec.row = 128; /* values that share a scale */
+	spec.group_size = 128; /* values that share a scale */
 	for (int step = 0; step < STEPS; step++) {
 		for (size_t i = 0; i < N; i++) /* in place of a model's backward pass */
 			gradient[i] = std::sin(static_cast<float>(i + 1) * 0.37f) * static_cast<float>(rank + 1);

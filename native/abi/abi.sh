@@ -1,10 +1,13 @@
 #!/bin/sh
-# abi.sh check|write BUILD - what programs built against libcodec rely on, of the library in BUILD, which has debug
-# information. Beside this file stand
-#   codec.abi      functions, and the types that they lead to
-#   symbols.txt    what is exported, by the static library too
-#   constants.txt  numbers in the public headers
-#   imports.txt    all that the library may ask of others, written by hand: no malloc, no abort, no stdio
+# abi.sh check BUILD: compare the ABI of the library in BUILD, which needs debug information, with the recorded one.
+# abi.sh write BUILD: record it. `make abi` and `make abi-baseline` call these. Files of the record:
+#   codec.abi      functions, and the types of their arguments
+#   symbols.txt    exported symbols, of the static library too
+#   constants.txt  constants of the public headers
+#   imports.txt    symbols that the library may import, listed by hand: no malloc, no abort, no stdio
+# Additions are recorded under the next CODEC_ABI_VERSION. Before version 0.1.0 is released, names of fields, parameters
+# and constants may change: record a rename in the commit that makes it, with CODEC_ABI_VERSION unchanged, if numbers,
+# types, sizes and offsets are as before. From version 0.1.0 on names are fixed, too.
 set -eu
 here=$(dirname "$0")
 include=$here/../include
@@ -24,7 +27,7 @@ bad() {
 }
 
 kept() {
-	advice='. If all programs built before work with it as they did: make abi-baseline, and commit what that writes'
+	advice='. If programs built before still work, or this is a rename before 0.1.0: make abi-baseline, and commit the record'
 	abidiff --no-added-syms "$here/codec.abi" "$1/codec.abi" || bad "functions or types are not those of codec.abi$advice"
 	for file in symbols.txt constants.txt; do
 		diff -u "$here/$file" "$1/$file" || bad "not what $file says$advice"

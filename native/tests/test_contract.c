@@ -16,7 +16,7 @@ static void test_rejects_overlapping_buffers(void **unused)
 
 	(void)unused;
 	fill();
-	spec.variant = CODEC_LEVELS_SHARED;
+	spec.variant = CODEC_LEVEL_CODING_SHARED;
 	with.metric = &metric;
 	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
 	assert_int_equal(ENCODE(x + 100, sizeof x - 400, NULL), CODEC_BAD_ARGUMENT);
@@ -30,11 +30,11 @@ static void test_rejects_overlapping_buffers(void **unused)
 	t.dtype = CODEC_BFLOAT16;
 	t.nbytes = 2 * (N - 1);
 	assert_int_equal(ENCODE(frame, sizeof frame, x + 1), CODEC_BAD_ARGUMENT);
-	spec.variant = CODEC_LEVELS_CODED;
+	spec.variant = CODEC_LEVEL_CODING_CODED;
 	with.levels = levels;
 	assert_int_equal(ENCODE(levels, sizeof levels, NULL), CODEC_BAD_ARGUMENT);
 	with.levels = NULL;
-	spec.variant = CODEC_LEVELS_SHARED;
+	spec.variant = CODEC_LEVEL_CODING_SHARED;
 	t = tensor(x, N);
 	state = tensor(theta, N);
 	fill();
@@ -77,7 +77,7 @@ static void test_finest_theta_dtype_sets_guard(void **unused)
 
 	(void)unused;
 	fill();
-	spec.variant = CODEC_LEVELS_PLANE;
+	spec.variant = CODEC_LEVEL_CODING_PLANE;
 	spec.guard = -8;
 	with.metric = &last;
 	assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
@@ -114,7 +114,7 @@ static void test_each_group_uses_its_metric(void **unused)
 
 	(void)unused;
 	fill();
-	spec.variant = CODEC_LEVELS_SHARED;
+	spec.variant = CODEC_LEVEL_CODING_SHARED;
 	with.metric = &one;
 	assert_int_equal(ENCODE(frame, sizeof frame, left), CODEC_OK);
 	n = written;
@@ -284,7 +284,7 @@ static void test_fault_set_only_for_places_in_frame(void **unused)
 
 	(void)unused;
 	fill();
-	spec.variant = CODEC_LEVELS_SHARED;
+	spec.variant = CODEC_LEVEL_CODING_SHARED;
 	with.metric = &metric;
 	with.fault = &fault;
 	assert_int_equal(ENCODE(frame, 8, NULL), CODEC_SHORT_OUTPUT);
@@ -358,7 +358,7 @@ static void test_null_destination_is_short_output(void **unused)
 		codec_spec spec = spec_of(codec);
 
 		if (codec == CODEC_TRUNCATE)
-			spec.variant = CODEC_LEVELS_FIXED;
+			spec.variant = CODEC_LEVEL_CODING_FIXED;
 		assert_int_equal(ENCODE(NULL, 0, residual), CODEC_SHORT_OUTPUT);
 		assert_true(all_seven(residual));
 		assert_int_equal(ENCODE(NULL, 1, NULL), CODEC_BAD_ARGUMENT);
@@ -463,9 +463,9 @@ static void test_fault_names_first_wrong_byte(void **unused)
 		{CODEC_TERNARY, CODEC_TERNARY_BASE3, CODEC_FLOAT32, 1234, 250, 250, 242},
 		{CODEC_TERNARY, CODEC_TERNARY_2BIT, CODEC_FLOAT32, 2345, 0x30, 3, 2},
 		{CODEC_TERNARY, CODEC_TERNARY_2BIT, CODEC_FLOAT16, 0, 0xff, 3, 2},
-		{CODEC_TRUNCATE, CODEC_LEVELS_FIXED, CODEC_FLOAT16, 4, 33, 33, 31},
-		{CODEC_TRUNCATE, CODEC_LEVELS_CODED, CODEC_FLOAT32, 4, 2, 2, 4},
-		{CODEC_TRUNCATE, CODEC_LEVELS_CODED, CODEC_FLOAT16, 4, 200, 200, 4 * 31 + 3},
+		{CODEC_TRUNCATE, CODEC_LEVEL_CODING_FIXED, CODEC_FLOAT16, 4, 33, 33, 31},
+		{CODEC_TRUNCATE, CODEC_LEVEL_CODING_CODED, CODEC_FLOAT32, 4, 2, 2, 4},
+		{CODEC_TRUNCATE, CODEC_LEVEL_CODING_CODED, CODEC_FLOAT16, 4, 200, 200, 4 * 31 + 3},
 	};
 	static uint8_t levels[N];
 	codec_fault fault;
@@ -482,7 +482,7 @@ static void test_fault_names_first_wrong_byte(void **unused)
 		spec.variant = CASES[i].variant;
 		t.dtype = to.dtype = CASES[i].dtype;
 		t.nbytes = to.nbytes = N * codec_dtype_nbytes(t.dtype);
-		with.levels = spec.variant == CODEC_LEVELS_CODED && spec.codec == CODEC_TRUNCATE ? levels : NULL;
+		with.levels = spec.variant == CODEC_LEVEL_CODING_CODED && spec.codec == CODEC_TRUNCATE ? levels : NULL;
 		assert_int_equal(ENCODE(frame, sizeof frame, NULL), CODEC_OK);
 		assert_int_equal(codec_inspect(frame, written, &info), CODEC_OK);
 		frame[info.regions_offset + CASES[i].byte] = (uint8_t)CASES[i].value;
@@ -520,7 +520,7 @@ static void test_inspect_partial_frames(void **unused)
 			for (uint32_t d = 0; d < rank; d++)
 				t.shape[d] = d + 1 == rank ? 600 : 1;
 			if (codec == CODEC_TRUNCATE)
-				spec.variant = CODEC_LEVELS_FIXED;
+				spec.variant = CODEC_LEVEL_CODING_FIXED;
 			assert_int_equal(codec_encode(&spec, &t, frame, sizeof frame, &written, NULL, NULL, scratch,
 						      sizeof scratch),
 					 CODEC_OK);

@@ -62,18 +62,18 @@ static void test_bits_round_trip(void **unused)
 }
 
 /* Return the minimum cost of code lengths for k weights, by exhaustive search. */
-static uint64_t cheapest(const uint32_t *w, int k, int cap, int left, uint64_t kraft)
+static uint64_t cheapest(const uint32_t *w, int k, int max_code_length, int left, uint64_t kraft)
 {
 	uint64_t best = UINT64_MAX;
 
 	if (left == 0)
 		return kraft == 256 ? 0 : UINT64_MAX;
-	for (int l = 1; l <= cap; l++) {
+	for (int l = 1; l <= max_code_length; l++) {
 		uint64_t rest;
 
 		if (kraft + (256u >> l) > 256)
 			continue;
-		rest = cheapest(w, k, cap, left - 1, kraft + (256u >> l));
+		rest = cheapest(w, k, max_code_length, left - 1, kraft + (256u >> l));
 		if (rest != UINT64_MAX && rest + w[left - 1] * (uint64_t)l < best)
 			best = rest + w[left - 1] * (uint64_t)l;
 	}
@@ -85,23 +85,23 @@ static void test_codebooks_are_optimal_and_round_trip(void **unused)
 	(void)unused;
 	for (int round = 0; round < 3000; round++) {
 		uint32_t counts[256] = {0}, w[6];
-		int cap = 3 + round % 3, k = 1 + (int)(next_random() % 5);
+		int max_code_length = 3 + round % 3, k = 1 + (int)(next_random() % 5);
 		uint64_t cost = 0;
 		codebook b;
 
 		for (int i = 0; i < k; i++)
 			counts[40 + i] = w[i] = 1000 + (uint32_t)(next_random() % 60000);
 		w[k] = 1; /* the escape */
-		book_from_counts(&b, counts, cap);
+		book_from_counts(&b, counts, max_code_length);
 		for (int i = 0; i < k; i++)
 			cost += (uint64_t)w[i] * b.length[40 + i];
 		cost += b.length[WIRE_ESCAPE];
 		assert_true(book_valid(&b));
-		assert_int_equal(cost, cheapest(w, k + 1, cap, k + 1, 0));
+		assert_int_equal(cost, cheapest(w, k + 1, max_code_length, k + 1, 0));
 	}
 	for (int round = 0; round < 20000; round++) {
 		uint32_t counts[256] = {0};
-		int cap = 2 + round % 7, spread = 1 + round % 256;
+		int max_code_length = 2 + round % 7, spread = 1 + round % 256;
 		uint8_t packed[BOOK_MAX_NBYTES];
 		codebook b, again;
 		book_lookup lookup;
@@ -110,9 +110,9 @@ static void test_codebooks_are_optimal_and_round_trip(void **unused)
 
 		for (int i = 0; i < spread; i++)
 			counts[next_random() & 255] += (uint32_t)(next_random() >> (next_random() % 32 + 32));
-		book_from_counts(&b, counts, cap);
+		book_from_counts(&b, counts, max_code_length);
 		assert_true(book_valid(&b));
-		book_from_counts(&again, counts, cap);
+		book_from_counts(&again, counts, max_code_length);
 		assert_memory_equal(&b, &again, sizeof b);
 		n = book_pack(&b, packed);
 		assert_true(n <= BOOK_MAX_NBYTES);
@@ -127,7 +127,7 @@ static void test_codebooks_are_optimal_and_round_trip(void **unused)
 		for (int v = 0; v < 256; v++) {
 			int l = codes.length[v] & 15, first = codes.code[v] << (8 - l);
 
-			assert_true(l >= 1 && l <= cap);
+			assert_true(l >= 1 && l <= max_code_length);
 			for (int j = 0; j < 256 >> l; j++) {
 				assert_int_equal(lookup.length[first + j], l);
 				assert_int_equal(lookup.symbol[first + j], b.length[v] ? v : codes.escape);
@@ -183,7 +183,7 @@ static void test_instruction_sets_agree_on_lanes(void **unused)
 
 	(void)unused;
 	for (int round = 0; round < 3000; round++) {
-		const int spread = 1 + (int)(next_random() % (round % 2 ? 256 : 12)), cap = 2 + round % 7;
+		const int spread = 1 + (int)(next_random() % (round % 2 ? 256 : 12)), max_code_length = 2 + round % 7;
 		const size_t rows = 1 + next_random() % LANES_ROWS;
 		static uint32_t room[LANES_WORDS + 2 * LANES_SLACK], first_room[LANES_WORDS + 2 * LANES_SLACK];
 		static struct coded plain, half, got[2];
@@ -199,7 +199,7 @@ static void test_instruction_sets_agree_on_lanes(void **unused)
 
 		for (int i = 0; i < spread; i++)
 			counts[next_random() & 255] += (uint32_t)(next_random() >> (next_random() % 32 + 32));
-		book_from_counts(&book, counts, cap);
+		book_from_counts(&book, counts, max_code_length);
 		book_to_codes(&book, &codes);
 		book_to_lookup(&book, &lookup);
 		for (size_t i = 0; i < WIRE_ROW * rows; i++) /* mostly distributed by their codes */

@@ -11,24 +11,24 @@
 
 static const codec_spec SPECS[] = {
 	{.codec = CODEC_SIGN},
-	{.codec = CODEC_SIGN, .variant = CODEC_SIGN_TWO_MEAN, .row = 100},
-	{.codec = CODEC_SIGN, .variant = CODEC_SIGN_L2, .row = CODEC_ROW_LAST},
+	{.codec = CODEC_SIGN, .variant = CODEC_SIGN_TWO_MEAN, .group_size = 100},
+	{.codec = CODEC_SIGN, .variant = CODEC_SIGN_L2, .group_size = CODEC_GROUP_SIZE_ROW},
 	{.codec = CODEC_TERNARY, .seed = 1},
 	{.codec = CODEC_TERNARY, .variant = CODEC_TERNARY_BASE3, .clip = 2.5f},
 	{.codec = CODEC_TERNARY, .variant = CODEC_TERNARY_ENTROPY, .scale = 9},
 	{.codec = CODEC_FLOAT8},
-	{.codec = CODEC_FLOAT8, .variant = CODEC_E5M2, .row = 7, .options = CODEC_OPTION_STOCHASTIC},
+	{.codec = CODEC_FLOAT8, .variant = CODEC_E5M2, .group_size = 7, .options = CODEC_OPTION_STOCHASTIC},
 	{.codec = CODEC_FLOAT8, .options = CODEC_OPTION_ENTROPY},
 	{.codec = CODEC_FLOAT4, .options = CODEC_OPTION_STOCHASTIC},
 	{.codec = CODEC_FLOAT4, .variant = CODEC_FLOAT4_MXFP4},
 	{.codec = CODEC_QUANTIZE, .options = CODEC_OPTION_STOCHASTIC},
-	{.codec = CODEC_QUANTIZE, .bits = 3, .variant = CODEC_LEVELS_ODD, .row = 3000},
-	{.codec = CODEC_QUANTIZE, .bits = 7, .row = 17000},
-	{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVELS_FIXED, .bits = 2},
-	{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVELS_PLANE, .guard = -8},
-	{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVELS_CODED, .guard = -8},
-	{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVELS_SHARED, .guard = -8},
-	{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVELS_SHARED, .guard = -8, .options = CODEC_OPTION_BITS},
+	{.codec = CODEC_QUANTIZE, .bits = 3, .variant = CODEC_LEVELS_ODD, .group_size = 3000},
+	{.codec = CODEC_QUANTIZE, .bits = 7, .group_size = 17000},
+	{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_FIXED, .bits = 2},
+	{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_PLANE, .guard = -8},
+	{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_CODED, .guard = -8},
+	{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_SHARED, .guard = -8},
+	{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_SHARED, .guard = -8, .options = CODEC_OPTION_BITS},
 };
 #define NSPECS (sizeof SPECS / sizeof *SPECS)
 
@@ -349,7 +349,7 @@ static void test_reduce_equals_decode_and_add(void **unused)
 		codec_spec spec = SPECS[s];
 		uint8_t *scratch;
 
-		if (spec.codec == CODEC_TRUNCATE && spec.variant != CODEC_LEVELS_FIXED)
+		if (spec.codec == CODEC_TRUNCATE && spec.variant != CODEC_LEVEL_CODING_FIXED)
 			continue;
 		spec.struct_nbytes = sizeof spec;
 		for (int i = 0; i < COUNT; i++) {
@@ -438,19 +438,19 @@ static void test_rejects_wrong_specs(void **unused)
 		{.codec = 8},
 		{.codec = CODEC_SIGN, .variant = 3},
 		{.codec = CODEC_SIGN, .options = CODEC_OPTION_STOCHASTIC},
-		{.codec = CODEC_SIGN, .cap = 8},
-		{.codec = CODEC_TERNARY, .row = 64},
+		{.codec = CODEC_SIGN, .max_code_length = 8},
+		{.codec = CODEC_TERNARY, .group_size = 64},
 		{.codec = CODEC_TERNARY, .scale = -1},
 		{.codec = CODEC_TERNARY, .clip = -1},
 		{.codec = CODEC_FLOAT8, .variant = 2},
-		{.codec = CODEC_FLOAT8, .row = 0x80000001u},
-		{.codec = CODEC_FLOAT4, .row = 64},
+		{.codec = CODEC_FLOAT8, .group_size = 0x80000001u},
+		{.codec = CODEC_FLOAT4, .group_size = 64},
 		{.codec = CODEC_FLOAT4, .scale = 1},
 		{.codec = CODEC_QUANTIZE, .bits = 9},
 		{.codec = CODEC_QUANTIZE, .bits = 1, .variant = CODEC_LEVELS_ODD},
-		{.codec = CODEC_QUANTIZE, .row = CODEC_ROW_LAST},
+		{.codec = CODEC_QUANTIZE, .group_size = CODEC_GROUP_SIZE_ROW},
 		{.codec = CODEC_TRUNCATE, .variant = 4},
-		{.codec = CODEC_TRUNCATE, .bits = 4, .variant = CODEC_LEVELS_FIXED},
+		{.codec = CODEC_TRUNCATE, .bits = 4, .variant = CODEC_LEVEL_CODING_FIXED},
 		{.codec = CODEC_TRUNCATE, .bits = 1},
 		{.codec = CODEC_TRUNCATE, .guard = 128},
 		{.codec = CODEC_TRUNCATE, .options = CODEC_OPTION_BITS},

@@ -41,8 +41,8 @@ static const struct kind {
 	{CODEC_BFLOAT16, {.codec = CODEC_LOSSLESS, .model = CODEC_MODEL_SEPARABLE}},
 	{CODEC_INT32, {.codec = CODEC_LOSSLESS}},
 	{CODEC_FLOAT32, {.codec = CODEC_SIGN}},
-	{CODEC_FLOAT16, {.codec = CODEC_SIGN, .variant = CODEC_SIGN_L2, .row = 20000}},
-	{CODEC_FLOAT32, {.codec = CODEC_SIGN, .variant = CODEC_SIGN_TWO_MEAN, .row = 3}},
+	{CODEC_FLOAT16, {.codec = CODEC_SIGN, .variant = CODEC_SIGN_L2, .group_size = 20000}},
+	{CODEC_FLOAT32, {.codec = CODEC_SIGN, .variant = CODEC_SIGN_TWO_MEAN, .group_size = 3}},
 	{CODEC_FLOAT32, {.codec = CODEC_TERNARY}},
 	{CODEC_BFLOAT16, {.codec = CODEC_TERNARY, .variant = CODEC_TERNARY_BASE3, .clip = 2.5f}},
 	{CODEC_FLOAT32, {.codec = CODEC_TERNARY, .variant = CODEC_TERNARY_ENTROPY}},
@@ -50,11 +50,11 @@ static const struct kind {
 	{CODEC_FLOAT16, {.codec = CODEC_FLOAT8, .variant = CODEC_E5M2, .options = CODEC_OPTION_ENTROPY}},
 	{CODEC_FLOAT32, {.codec = CODEC_FLOAT4}},
 	{CODEC_FLOAT32, {.codec = CODEC_FLOAT4, .variant = CODEC_FLOAT4_MXFP4}},
-	{CODEC_FLOAT32, {.codec = CODEC_QUANTIZE, .bits = 3, .variant = CODEC_LEVELS_ODD, .row = 17000}},
-	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVELS_PLANE}},
-	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVELS_CODED}},
-	{CODEC_BFLOAT16, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVELS_SHARED, .options = CODEC_OPTION_BITS}},
-	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVELS_FIXED, .bits = 2}},
+	{CODEC_FLOAT32, {.codec = CODEC_QUANTIZE, .bits = 3, .variant = CODEC_LEVELS_ODD, .group_size = 17000}},
+	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_PLANE}},
+	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_CODED}},
+	{CODEC_BFLOAT16, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_SHARED, .options = CODEC_OPTION_BITS}},
+	{CODEC_FLOAT32, {.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_FIXED, .bits = 2}},
 };
 
 /* A tensor and a spec. Every buffer is an allocation of its own, so that ASan knows its end. */
@@ -505,7 +505,7 @@ static void check_rewriting(const struct kind *kind, int rounds)
 		memcpy(e.larger + 44, &(uint32_t){(8 * N + (1u << e.good[0][9]) - 1) >> e.good[0][9]}, 4);
 	MUST(pthread_create(&thread, NULL, rewrite, &e) == 0);
 	for (int i = 0; i < rounds; i++) {
-		k.with.levels = i & 1 && kind->spec.variant != CODEC_LEVELS_SHARED ? k.levels : NULL;
+		k.with.levels = i & 1 && kind->spec.variant != CODEC_LEVEL_CODING_SHARED ? k.levels : NULL;
 		k.with.flags = i % 3 == 2 ? CODEC_NO_CHECKSUM : i % 3 ? CODEC_VERIFY_FIRST : 0;
 		for (int what = 0; what < 4; what++)
 			at_once(&k, what, &written);

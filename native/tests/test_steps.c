@@ -21,7 +21,7 @@ PLACE(codec_row_part, start, 0);
 PLACE(codec_row_part, count, 8);
 PLACE(codec_row_part, first_block, 16);
 PLACE(codec_row_part, first_sum, 24);
-PLACE(codec_row_part, row, 28);
+PLACE(codec_row_part, group_size, 28);
 PLACE(codec_row_part, scale, 32);
 _Static_assert(sizeof(codec_model_part) == 32 && sizeof(codec_row_part) == 40, "arrays of them");
 
@@ -120,7 +120,7 @@ static void test_steps_require_metric(void **unused)
 
 	(void)unused;
 	fill();
-	spec.variant = CODEC_LEVELS_SHARED;
+	spec.variant = CODEC_LEVEL_CODING_SHARED;
 	with.metric = &metric;
 	assert_int_equal(codec_encode_open(&spec, &t, frame, sizeof frame, &with, job, job_nbytes, &plan), CODEC_OK);
 	count = plan.nblocks;
@@ -254,7 +254,7 @@ static void test_job_size_of_plan_suffices(void **unused)
 		{.codec = CODEC_SIGN},
 		{.codec = CODEC_TERNARY, .variant = CODEC_TERNARY_ENTROPY},
 		{.codec = CODEC_FLOAT8, .options = CODEC_OPTION_ENTROPY},
-		{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVELS_FIXED, .bits = 2},
+		{.codec = CODEC_TRUNCATE, .variant = CODEC_LEVEL_CODING_FIXED, .bits = 2},
 	};
 	codec_tensor t = tensor(x, N), to = tensor(out, N);
 	codec_context with = context();
@@ -419,7 +419,7 @@ static void test_plans_ignore_rounding_mode(void **unused)
 	}
 }
 
-/* CODEC_ONE_PASS saves the scan before the first block, unless scales need it. */
+/* CODEC_NO_VERIFY_FIRST saves the scan before the first block, unless scales need it. */
 static void test_one_pass_saves_scan(void **unused)
 {
 	static const uint32_t codec_ids[] = {CODEC_FLOAT8, CODEC_QUANTIZE, CODEC_SIGN};
@@ -433,7 +433,7 @@ static void test_one_pass_saves_scan(void **unused)
 	for (int i = 0; i < 3; i++) {
 		codec_spec spec = spec_of(codec_ids[i]);
 
-		for (uint32_t flags = 0; flags <= CODEC_ONE_PASS; flags += CODEC_ONE_PASS) {
+		for (uint32_t flags = 0; flags <= CODEC_NO_VERIFY_FIRST; flags += CODEC_NO_VERIFY_FIRST) {
 			int scans = !flags || spec.codec == CODEC_SIGN; /* its scale is that of the whole tensor */
 
 			with.flags = flags;

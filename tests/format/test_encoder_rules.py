@@ -33,7 +33,7 @@ def ask_of(spec):
     stochastic = getattr(spec, "rounding", None) == "stochastic"
     match spec:
         case codec.Lossless():
-            return Ask(1, index(specs.Model, spec.model), cap=spec.max_code_length)
+            return Ask(1, index(specs.Model, spec.model), max_code_length=spec.max_code_length)
         case codec.Sign():
             row = encoder.BY_SHAPE if spec.group_size == "row" else spec.group_size or 0
             return Ask(2, index(specs.SignScale, spec.scale), row=row)
@@ -51,9 +51,15 @@ def ask_of(spec):
             return Ask(6, levels, int(stochastic), spec.bits, spec.group_size, seed=spec.seed)
     cut = 16 * (spec.rounding == "truncate")
     if spec.fixed_level is not None:
-        return Ask(7, 3, cut, spec.fixed_level, cap=spec.max_code_length)
+        return Ask(7, 3, cut, spec.fixed_level, max_code_length=spec.max_code_length)
     options = cut | 8 * (spec.granularity == "bit")
-    return Ask(7, index(specs.LevelCoding, spec.level_coding), options, cap=spec.max_code_length, guard=spec.guard_bits)
+    return Ask(
+        7,
+        index(specs.LevelCoding, spec.level_coding),
+        options,
+        max_code_length=spec.max_code_length,
+        guard=spec.guard_bits,
+    )
 
 
 def asked_metric(ask, metric, state):

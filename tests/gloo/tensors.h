@@ -167,30 +167,32 @@ inline std::vector<Case> codecs()
 	};
 
 	add("lossless", CODEC_LOSSLESS, 0, [](codec_spec &) {});
-	add("lossless, flat", CODEC_LOSSLESS, 0, [](codec_spec &s) { s.model = CODEC_MODEL_FLAT, s.cap = 5; });
+	add("lossless, flat", CODEC_LOSSLESS, 0,
+	    [](codec_spec &s) { s.model = CODEC_MODEL_FLAT, s.max_code_length = 5; });
 	for (uint32_t level = 0; level < 4; level++)
 		add("truncate " + std::to_string(level), CODEC_TRUNCATE, level == 3 ? 0.3 : 0.02, [&](codec_spec &s) {
-			s.variant = CODEC_LEVELS_FIXED, s.bits = level;
+			s.variant = CODEC_LEVEL_CODING_FIXED, s.bits = level;
 			s.options = level == 1 ? CODEC_OPTION_CUT : 0;
 		});
 	add("float8", CODEC_FLOAT8, 0.06, [](codec_spec &) {});
-	add("float8, rows", CODEC_FLOAT8, 0.06, [](codec_spec &s) { s.row = 128; });
-	add("float8, last", CODEC_FLOAT8, 0.06, [](codec_spec &s) { s.row = CODEC_ROW_LAST; });
+	add("float8, rows", CODEC_FLOAT8, 0.06, [](codec_spec &s) { s.group_size = 128; });
+	add("float8, last", CODEC_FLOAT8, 0.06, [](codec_spec &s) { s.group_size = CODEC_GROUP_SIZE_ROW; });
 	add("float8, e5m2", CODEC_FLOAT8, 0.2,
-	    [](codec_spec &s) { s.variant = CODEC_E5M2, s.row = 100, s.options = CODEC_OPTION_STOCHASTIC; });
+	    [](codec_spec &s) { s.variant = CODEC_E5M2, s.group_size = 100, s.options = CODEC_OPTION_STOCHASTIC; });
 	add("float8, entropy", CODEC_FLOAT8, 0.06, [](codec_spec &s) { s.options = CODEC_OPTION_ENTROPY; });
 	add("float4, nvfp4", CODEC_FLOAT4, 0.3, [](codec_spec &) {});
 	add("float4, mxfp4", CODEC_FLOAT4, 0.5,
 	    [](codec_spec &s) { s.variant = CODEC_FLOAT4_MXFP4, s.options = CODEC_OPTION_STOCHASTIC; });
 	for (uint32_t bits : {1u, 2u, 3u, 5u, 8u})
 		add("quantize " + std::to_string(bits), CODEC_QUANTIZE, 3.0 / (1 << bits), [&](codec_spec &s) {
-			s.bits = bits, s.row = 40 * bits, s.variant = bits == 3 ? CODEC_LEVELS_ODD : CODEC_LEVELS_EVEN;
+			s.bits = bits, s.group_size = 40 * bits,
+			s.variant = bits == 3 ? CODEC_LEVELS_ODD : CODEC_LEVELS_EVEN;
 			s.options = bits % 2 ? CODEC_OPTION_STOCHASTIC : 0;
 		});
 	add("sign", CODEC_SIGN, 1.2, [](codec_spec &) {});
-	add("sign, rows", CODEC_SIGN, 1.2, [](codec_spec &s) { s.variant = CODEC_SIGN_L2, s.row = 64; });
+	add("sign, rows", CODEC_SIGN, 1.2, [](codec_spec &s) { s.variant = CODEC_SIGN_L2, s.group_size = 64; });
 	add("sign, two means", CODEC_SIGN, 1.2,
-	    [](codec_spec &s) { s.variant = CODEC_SIGN_TWO_MEAN, s.row = CODEC_ROW_LAST; });
+	    [](codec_spec &s) { s.variant = CODEC_SIGN_TWO_MEAN, s.group_size = CODEC_GROUP_SIZE_ROW; });
 	add("ternary", CODEC_TERNARY, 9, [](codec_spec &) {});
 	add("ternary, base 3", CODEC_TERNARY, 9, [](codec_spec &s) { s.variant = CODEC_TERNARY_BASE3, s.seed = 5; });
 	add("ternary, entropy", CODEC_TERNARY, 9,

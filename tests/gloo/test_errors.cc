@@ -556,7 +556,7 @@ std::string books(Rank &me)
 	Group group(me.connect());
 	codec_spec truncate = spec_of(CODEC_TRUNCATE);
 
-	truncate.variant = CODEC_LEVELS_FIXED;
+	truncate.variant = CODEC_LEVEL_CODING_FIXED;
 	for (const codec_spec &spec : {spec_of(CODEC_LOSSLESS), truncate}) {
 		const codec_codebook a = book_of(spec, 1), b = book_of(spec, 6);
 		const auto reduce = [&](const codec_codebook *book, const std::vector<codec_codebook> &known) {

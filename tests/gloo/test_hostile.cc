@@ -354,10 +354,10 @@ TEST_CASE("A frame of another codec, parameter, dtype or size than agreed is a F
 
 	check(of_other_spec(lossless, spec_of(CODEC_SIGN)));
 	check(of_other_spec(lossless, spec_of(CODEC_FLOAT8)));
-	check(of_other_spec(lossless, changed(lossless, [](codec_spec &s) { s.cap = 5; })));
+	check(of_other_spec(lossless, changed(lossless, [](codec_spec &s) { s.max_code_length = 5; })));
 	check(of_other_spec(quantize, spec_of(CODEC_SIGN)));
 	check(of_other_spec(quantize, changed(quantize, [](codec_spec &s) { s.bits = 3; })));
-	check(of_other_spec(quantize, changed(quantize, [](codec_spec &s) { s.row = 128; })));
+	check(of_other_spec(quantize, changed(quantize, [](codec_spec &s) { s.group_size = 128; })));
 	check(of_other_spec(lossless, lossless, N / 2));
 	check(of_other_spec(lossless, lossless, N, CODEC_FLOAT16));
 }

@@ -88,7 +88,7 @@ std::vector<float> through_frame(const codec_spec &spec, const codec_metric *met
 	detail::check(codec_encode(&spec, &like, frame.data(), bound, &bound, nullptr, &with, scratch.data(), nbytes));
 	codec_tensor dst = detail::tensor_of(CODEC_FLOAT32, found.data(), N);
 	with.into = CODEC_INTO_FLOAT32;
-	if (spec.variant != CODEC_LEVELS_SHARED)
+	if (spec.variant != CODEC_LEVEL_CODING_SHARED)
 		with.metric = nullptr;
 	detail::check(codec_decode(frame.data(), bound, &dst, &with, scratch.data(), nbytes));
 	return found;
@@ -113,7 +113,7 @@ std::string by_metric(Rank &me)
 	Group group(me.connect());
 	std::string found;
 
-	for (uint32_t variant : {CODEC_LEVELS_PLANE, CODEC_LEVELS_CODED, CODEC_LEVELS_SHARED}) {
+	for (uint32_t variant : {CODEC_LEVEL_CODING_PLANE, CODEC_LEVEL_CODING_CODED, CODEC_LEVEL_CODING_SHARED}) {
 		for (uint32_t dtype : {CODEC_FLOAT32, CODEC_BFLOAT16}) {
 			const uint32_t of_state = dtype == CODEC_BFLOAT16 ? CODEC_BFLOAT16 : CODEC_FLOAT32;
 			/* groups that begin inside slices, and groups of a few values */
@@ -164,7 +164,7 @@ std::string by_users_metric(Rank &me)
 
 	mine.user = as_built_in;
 	mine.data = &state;
-	for (uint32_t variant : {CODEC_LEVELS_CODED, CODEC_LEVELS_SHARED}) {
+	for (uint32_t variant : {CODEC_LEVEL_CODING_CODED, CODEC_LEVEL_CODING_SHARED}) {
 		codec_spec spec = spec_of(CODEC_TRUNCATE);
 		Tensor x = tensor(me.rank, CODEC_FLOAT32, N), y = x;
 		Options options;
@@ -188,7 +188,7 @@ std::string by_users_metric(Rank &me)
 		} catch (const Error &) {
 			raised = true;
 		}
-		EXPECT(raised == (variant == CODEC_LEVELS_SHARED));
+		EXPECT(raised == (variant == CODEC_LEVEL_CODING_SHARED));
 		EXPECT(!raised || x == before);
 		if (me.rank == 1)
 			state.metrics[0].theta_term /= 1024;
@@ -285,7 +285,7 @@ std::string telescoped(Rank &me)
 			Steps steps;
 
 			if (codec == CODEC_SIGN)
-				spec.row = 1024;
+				spec.group_size = 1024;
 			for (int i = 0; i < 4; i++)
 				steps.take(group, me, dtype, spec, Algorithm::two_shot);
 			EXPECT(steps.largest_residual() > 1e-3);
@@ -390,7 +390,7 @@ std::string extremes(Rank &me)
 
 	quantize.bits = 8;
 	propagate.options = CODEC_OPTION_PROPAGATE;
-	truncate.variant = CODEC_LEVELS_FIXED;
+	truncate.variant = CODEC_LEVEL_CODING_FIXED;
 	for (const Extreme &of : EXTREMES) {
 		for (const codec_spec &spec : {quantize, propagate, truncate}) {
 			for (Algorithm algorithm :

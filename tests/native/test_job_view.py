@@ -14,7 +14,7 @@ from reference import decoder as oracle
 MODEL_PART = np.dtype("u8,u8,u4,u4,u2,u2,u1,u1", align=True)
 MODEL_PART.names = ("start", "count", "row", "nibbles_at", "base", "mean", "kind", "shifts")
 ROW_PART = np.dtype("u8,u8,u8,u4,u4,2f4")
-ROW_PART.names = ("start", "count", "first_block", "first_sum", "row", "scale")
+ROW_PART.names = ("start", "count", "first_block", "first_sum", "group_size", "scale")
 
 
 def view_of(job):

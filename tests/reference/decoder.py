@@ -49,10 +49,13 @@ PARAMS = {
 }
 
 
-def check_params(codec: int, variant: int, options: int, bits: int, cap: int, row: int) -> None:
+def check_params(codec: int, variant: int, options: int, bits: int, max_code_length: int, row: int) -> None:
     """Check params by section 2, except the row of codecs 2 to 6."""
     variants, allowed, most, *caps = PARAMS[codec]
-    need(variant < variants and not options & ~allowed and bits <= most and caps[0] <= cap <= caps[1], "params")
+    need(
+        variant < variants and not options & ~allowed and bits <= most and caps[0] <= max_code_length <= caps[1],
+        "params",
+    )
     need(codec != 1 or row == 0, "row of lossless")
     need(codec != 6 or bits >= 1 + variant, "bits")
     if codec == 7:
@@ -720,7 +723,7 @@ def dump(frame: bytes) -> str:
         (12, 16, "side_nbytes"),
         (16, 24, "frame_nbytes"),
         (24, 32, "checksum"),
-        (32, 40, "params: cap"),
+        (32, 40, "params: max_code_length"),
         (40, 48, "flags, halved, reserved, nblocks"),
         (48, 48 + 8 * rank, "shape"),
         (48 + 8 * rank, 48 + 8 * rank + side, "side section"),

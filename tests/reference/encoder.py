@@ -44,7 +44,7 @@ class Ask:
     scale: float | None = None
     clip: float | None = None
     seed: int = 0
-    cap: int = 0
+    max_code_length: int = 0
     guard: int = 0
     # arguments beside the spec
     segments: Any = None  # (first value, shape)
@@ -91,7 +91,7 @@ class Frame:
 
     def header(self, layout: int, nbytes: int, checksum: int, *fields: int) -> bytes:
         log2, fixed, coded, side, flags, halved, nblocks = fields or (0,) * 7
-        params = (self.ask.variant, self.options, self.ask.bits, self.ask.cap, self.row)
+        params = (self.ask.variant, self.options, self.ask.bits, self.ask.max_code_length, self.row)
         return struct.pack(
             f"<4s8BIQQ4BI4BI{len(self.shape)}Q",
             *(b"CODC", 1, self.ask.codec, self.dtype, len(self.shape), layout, log2, fixed, coded, side, nbytes),
@@ -147,7 +147,7 @@ def cut_parts(ask: Ask, n: int, shape: tuple[int, ...], least: int) -> list[tupl
 # ---- codebooks and coded planes: section 5.2, and 7 of the format
 
 
-def codebook(counts: Array, cap: int) -> list[int]:
+def codebook(counts: Array, max_code_length: int) -> list[int]:
     """Return the code lengths for counts; that of the escape is last."""
     c = [int(x) for x in counts]
     total = sum(c)
@@ -155,14 +155,14 @@ def codebook(counts: Array, cap: int) -> list[int]:
     while total >> shift >= 1 << 24:
         shift += 1
     kept = sorted((max(x >> shift, 1), v) for v, x in enumerate(c) if 1280 * x > total)
-    while len(kept) > (1 << cap) - 1:
+    while len(kept) > (1 << max_code_length) - 1:
         lightest = kept[0][0]
         kept.remove(max(k for k in kept if k[0] == lightest))
     kept = kept or [(1, 0)]
     rest = total - sum(c[v] for _, v in kept)
     leaves = sorted([*kept, (max(rest >> shift, 1), ESCAPE)])
     level: list[tuple[int, int, Any]] = []
-    for _ in range(cap):
+    for _ in range(max_code_length):
         packages = [(a[0] + b[0], 1, (a, b)) for a, b in zip(level[::2], level[1::2], strict=False)]
         level = sorted([(w, 0, v) for w, v in leaves] + packages, key=lambda x: x[:2])
     lengths = [0] * 257
@@ -782,14 +782,14 @@ def choose_planes(ask: Ask, dtype: int, n: int, sample: Sample, zeros: int, valu
         total, half, book = int(c.sum()), False, None
         bits, is_uneven = 8 * total, not sample.constant[p] and uneven(c, 256)
         if top:
-            book = ask.book or codebook(c, ask.cap)
+            book = ask.book or codebook(c, ask.max_code_length)
             bits = cost(book, c)
         elif is_uneven and excess(c, 256) > total**2 // 7 + 655 * total**2 // n:
-            book = codebook(c, ask.cap)
+            book = codebook(c, ask.max_code_length)
             bits = cost(book, c) + 8 * len(book_bytes(book)) * total // n
         if is_uneven and not top:
             low = np.concatenate([c.reshape(16, 16).sum(0), np.zeros(240, np.int64)])
-            nibbles = codebook(low, ask.cap)
+            nibbles = codebook(low, ask.max_code_length)
             all_nibbles = cost(nibbles, low) + 4 * total + 8 * len(book_bytes(nibbles)) * total // n
             if all_nibbles < bits:
                 book, bits, half = nibbles, all_nibbles, True
@@ -995,7 +995,7 @@ def encode_truncate(ask: Ask, frame: Frame, x: Array, dtype: int) -> bytes:
     x = x.astype(np.int64)
     c = cut(ask, x, dtype, guard)
     s = symbols_of(ask, frame.shape, x, dtype, c)
-    book = ask.book or codebook(s.counts, ask.cap)
+    book = ask.book or codebook(s.counts, ask.max_code_length)
     name = 1 if ask.variant != 1 else 3 if dtype == 4 else 2
     side = struct.pack("<Q", codebook_id(ask.book, name)) if ask.book else book_bytes(book)
     side = pad8(side + (s.model.side if s.model else b""))

@@ -146,7 +146,9 @@ class Frame:
     def _shared(self) -> bool:
         """True if levels are computed from a shared optimizer state."""
         spec = self.info.spec
-        return spec.codec == lib.CODEC_TRUNCATE and spec.variant == lib.CODEC_LEVELS_SHARED and self.info.nblocks > 0
+        return (
+            spec.codec == lib.CODEC_TRUNCATE and spec.variant == lib.CODEC_LEVEL_CODING_SHARED and self.info.nblocks > 0
+        )
 
     def _fits(self, v: TensorView, source: LevelSource | None, into: int) -> bool:
         """Return whether the destination matches the frame's tensor, and the state that the frame needs is given."""

@@ -71,7 +71,7 @@ def _new_call(r: EncodeRequest) -> Call:
         call.set_levels(r.levels, read=False)
     if r.residual is not None:
         call.context.residual = ffi.cast("float *", r.residual.data)
-        call.context.flags = 0 if r.verify_first else lib.CODEC_ONE_PASS
+        call.context.flags = 0 if r.verify_first else lib.CODEC_NO_VERIFY_FIRST
     return call
 
 

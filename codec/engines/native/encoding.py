@@ -52,7 +52,9 @@ def fill_context(call: Call, r: EncodeRequest) -> None:
         call.set_levels(levels)
     if residual is not None:
         call.context.residual = ffi.cast("float *", residual.data)
-        call.context.flags = (lib.CODEC_FEEDBACK if feedback else 0) | (0 if verify_first else lib.CODEC_ONE_PASS)
+        call.context.flags = (lib.CODEC_FEEDBACK if feedback else 0) | (
+            0 if verify_first else lib.CODEC_NO_VERIFY_FIRST
+        )
 
 
 def check_host(r: EncodeRequest) -> None:

@@ -166,7 +166,7 @@ def _other_values(job, code, scale, y):
 @jit
 def values(job, work, part, unscaled, code, y):
     """Dequantize the codes of a run into ``y``, by the row scales in ``work``; ``unscaled``: by scale 1."""
-    row, n = I64(part.row), len(y)
+    row, n = I64(part.group_size), len(y)
     scale, other = work.scale[:n], work.other[:n]
     if row == 0:
         work.row_scale[0] = F32(1) if unscaled else part.scale

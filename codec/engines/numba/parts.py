@@ -61,7 +61,7 @@ def locate_block(job, b):
         else:
             high = middle
     part = job.row_parts[low]
-    row = I64(part.row)
+    row = I64(part.group_size)
     if row:
         block = ROW_BLOCK // row * row if row <= ROW_BLOCK else row
     else:

@@ -158,7 +158,7 @@ def _refuse_given(job, work, data, feedback):
 @jit
 def _encode_run(job, work, data, feedback, part, first, i, n, m, region, code):
     """Quantize values [i, i + n) of a block to ``code``, and write the scales of rows that begin there."""
-    half, row, direct = work.half, I64(part.row), job.dtype == FLOAT32 and not len(feedback)
+    half, row, direct = work.half, I64(part.group_size), job.dtype == FLOAT32 and not len(feedback)
     x = data[4 * (first + i) : 4 * (first + i + n)].view(F32) if direct else work.x[:n]
     random = job.codec == TERNARY or job.options & STOCHASTIC != 0
     if random:
@@ -206,7 +206,7 @@ def _encode_run(job, work, data, feedback, part, first, i, n, m, region, code):
 @jit
 def _encode_codes(job, work, data, feedback, part, first, m, region, codes):
     """Quantize and pack the codes of a whole block to ``codes``, and write its row scales to the region."""
-    row, bits = I64(part.row), code_bits(job)
+    row, bits = I64(part.group_size), code_bits(job)
     if job.codec == SIGN:
         if row:
             status = store_sign_scales(job, work, data, feedback, first, m, row, region)
@@ -268,7 +268,7 @@ def encode_blocks(job, work, data, feedback, residual, frame, limit, first, coun
     for b in range(first, first + count):
         p, start, m = locate_block(job, b)
         part, at = job.row_parts[p], I64(result[0])
-        nscales = (m + I64(part.row) - 1) // I64(part.row) * scale_nbytes(job) if part.row else 0
+        nscales = (m + I64(part.group_size) - 1) // I64(part.group_size) * scale_nbytes(job) if part.group_size else 0
         ncodes = codes_nbytes(job, m)
         bound = (nscales + ncodes + (4 if entropy else 0) + 7) // 8 * 8
         fits = limit - at >= bound
@@ -334,7 +334,7 @@ def _round_to(job, y, native):
 @jit
 def _store_residuals(job, work, data, feedback, residual, part, first, m, region, codes):
     """Dequantize a block that was just encoded, and store the residuals of its values."""
-    row = I64(part.row)
+    row = I64(part.group_size)
     tile, nbytes = (m if row and row <= ROW_BLOCK else TILE), scale_nbytes(job)
     for t in range(0, m, tile):
         end = min(t + tile, m)
@@ -384,7 +384,7 @@ def _get_bytes(job, work, frame, n, c, fault):
 @jit
 def _decode_block(job, work, frame, part, first, m, sink, fault):
     """Decode a block to ``sink``, or only validate its region."""
-    c, row, nbytes = work.c, I64(part.row), scale_nbytes(job)
+    c, row, nbytes = work.c, I64(part.group_size), scale_nbytes(job)
     at, end_at = c[0], c[1]
     nscales = (m + row - 1) // row * nbytes if row else 0
     ncodes, codes_at = codes_nbytes(job, m), at + nscales

@@ -207,7 +207,7 @@ def _row_scale(job, part_scale, most, region, at):
 @jit
 def store_scales(job, work, data, feedback, part, first, i, n, m, x, region):
     """Compute the scales of rows that begin in a run, for the region and ``work.row_scale``."""
-    row, nbytes = I64(part.row), scale_nbytes(job)
+    row, nbytes = I64(part.group_size), scale_nbytes(job)
     limit = INF if job.options & PROPAGATE else U32(ABS + U32(1))
     if row > RUN:
         if i % row:
@@ -232,7 +232,7 @@ def store_scales(job, work, data, feedback, part, first, i, n, m, x, region):
 @jit
 def read_scales(job, frame, at, part, n, work, fault):
     """Read the scales of ``n`` values of whole rows into ``work.row_scale`` and ``work.row_other``."""
-    row, nbytes = I64(part.row), scale_nbytes(job)
+    row, nbytes = I64(part.group_size), scale_nbytes(job)
     for r in range((n + row - 1) // row):
         if job.codec == FLOAT4:
             last = 126 if job.variant == NVFP4 else 252

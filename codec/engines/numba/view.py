@@ -27,7 +27,7 @@ _ROW_PART = np.dtype(
         ("count", "u8"),
         ("first_block", "u8"),
         ("first_sum", "u4"),
-        ("row", "u4"),
+        ("group_size", "u4"),
         ("scale", "f4"),
         ("scale_below", "f4"),
     ]
@@ -46,7 +46,7 @@ class Job(NamedTuple):
     variant: int
     options: int
     bits: int
-    row: int
+    group_size: int
     guard: int
     fixed: int
     coded: int
@@ -92,7 +92,7 @@ def view_job(job: Any) -> Job:
         v.variant,
         v.options,
         v.bits,
-        v.row,
+        v.group_size,
         v.guard,
         v.fixed,
         v.coded,

@@ -15,8 +15,8 @@
 
 /* Shared memory for one codebook. */
 struct book_room {
-	uint32_t weight[LEAVES], list[2][2 * LEAVES], live, leaves, count[WIRE_MAX_CAP + 2];
-	uint16_t symbol[LEAVES], place[WIRE_MAX_CAP][LEAVES];
+	uint32_t weight[LEAVES], list[2][2 * LEAVES], live, leaves, count[WIRE_MAX_CODE_LENGTH + 2];
+	uint16_t symbol[LEAVES], place[WIRE_MAX_CODE_LENGTH][LEAVES];
 	uint32_t escape, pad;
 };
 
@@ -43,12 +43,12 @@ DEVICE uint32_t leaves_up_to(const uint32_t *weight, uint32_t n, uint32_t x)
 }
 
 /*
- * Make leaves for 256 counts, in order of (weight, symbol), the escape last among equals. At most 2^cap - 1 symbols are
- * kept. Writes r->weight, r->symbol and r->live, the number of leaves.
+ * Make leaves for 256 counts, in order of (weight, symbol), the escape last among equals. At most 2^max_code_length - 1
+ * symbols are kept. Writes r->weight, r->symbol and r->live, the number of leaves.
  */
-DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t cap, book_room *r)
+DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t max_code_length, book_room *r)
 {
-	uint32_t i = threadIdx.x, shift = 0, rank = 0, lighter = 0, room = (1u << cap) - 1;
+	uint32_t i = threadIdx.x, shift = 0, rank = 0, lighter = 0, room = (1u << max_code_length) - 1;
 	uint64_t total = cta_sum(counts[i]);
 
 	while (total >> shift >= 1u << 24)
@@ -103,15 +103,15 @@ DEVICE_CALL void find_leaves(const uint32_t *counts, uint32_t cap, book_room *r)
 
 /*
  * Compute code lengths (257 bytes, the escape's last) from 256 counts, as book_from_counts does. Lengths are at most
- * cap.
+ * max_code_length.
  */
-DEVICE_CALL void cta_book(const uint32_t *counts, uint32_t cap, uint8_t *length, book_room *r)
+DEVICE_CALL void cta_book(const uint32_t *counts, uint32_t max_code_length, uint8_t *length, book_room *r)
 {
 	uint32_t n = 0, take;
 
-	find_leaves(counts, cap, r);
+	find_leaves(counts, max_code_length, r);
 	__syncthreads();
-	for (uint32_t l = 0; l < cap; l++) {
+	for (uint32_t l = 0; l < max_code_length; l++) {
 		uint32_t packs = n / 2, *before = r->list[l & 1], *next = r->list[~l & 1];
 
 		for (uint32_t i = threadIdx.x; i < r->live; i += CTA_THREADS) {
@@ -131,7 +131,7 @@ DEVICE_CALL void cta_book(const uint32_t *counts, uint32_t cap, uint8_t *length,
 	take = 2 * r->live - 2;
 	for (uint32_t i = threadIdx.x; i < LEAVES; i += CTA_THREADS)
 		length[i] = 0;
-	for (uint32_t l = cap; l-- > 0;) {
+	for (uint32_t l = max_code_length; l-- > 0;) {
 		__syncthreads();
 		if (threadIdx.x == 0)
 			r->leaves = 0;
@@ -152,7 +152,7 @@ DEVICE_CALL void cta_codes(const uint8_t *length, uint8_t *table, book_room *r)
 {
 	uint32_t i = threadIdx.x, l = length[i], e = length[WIRE_ESCAPE], first = 0, rank = 0, below = 0;
 
-	if (i < WIRE_MAX_CAP + 2)
+	if (i < WIRE_MAX_CODE_LENGTH + 2)
 		r->count[i] = 0;
 	if (i == 0)
 		r->escape = 0;

@@ -50,10 +50,13 @@ DEVICE_CALL uint32_t rows_byte(const codec_view *v, const uint8_t *memory, uint6
 
 	if (v->flags & WIRE_FLAG_SEGMENTS) {
 		if (at < WIRE_SEGMENT_NBYTES * nparts)
-			return (k < 8 ? (uint32_t)(part->count >> 8 * k) : k < 12 ? part->row >> 8 * (k - 8) : 0) & 255;
+			return (k < 8    ? (uint32_t)(part->count >> 8 * k)
+				: k < 12 ? part->group_size >> 8 * (k - 8)
+					 : 0) &
+			       255;
 		at -= WIRE_SEGMENT_NBYTES * nparts;
 	}
-	if (at >= 8 * nparts || !row_part_scaled(kind_of(v), parts->row))
+	if (at >= 8 * nparts || !row_part_scaled(kind_of(v), parts->group_size))
 		return 0;
 	return round_bits(parts[at / 8].scale[at / 4 % 2]) >> 8 * (at % 4) & 255;
 }

@@ -21,8 +21,8 @@ union choose_room {
 /*
  * Choose how a plane is stored, as choose_plane does, from 256 counts. Writes code lengths of a codebook to `lengths`.
  */
-DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t n, uint32_t cap, uint8_t *lengths,
-			       choose_room *room)
+DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t n, uint32_t max_code_length,
+			       uint8_t *lengths, choose_room *room)
 {
 	uint32_t *low = room->plane.low, i = threadIdx.x;
 	uint64_t total, cost, excess = 0;
@@ -34,20 +34,20 @@ DEVICE_CALL int conclude_plane(const uint32_t *counts, choose_sample s, uint64_t
 	cost = 8 * total;
 	if (s.exponent) {
 		if (!s.given)
-			cta_book(room->plane.counts, cap, lengths, &room->plane.book);
+			cta_book(room->plane.counts, max_code_length, lengths, &room->plane.book);
 		cost = cta_cost(lengths, room->plane.counts, 8);
 	} else if (!s.constant) {
 		excess = choose_excess_of((uint32_t)cta_sum(counts[i] * counts[i]), 256, total);
 		uneven = !choose_near_uniform(excess, total);
 	}
 	if (uneven && choose_may_pay(excess, total, n)) {
-		cta_book(room->plane.counts, cap, lengths, &room->plane.book);
+		cta_book(room->plane.counts, max_code_length, lengths, &room->plane.book);
 		cost = cta_cost(lengths, room->plane.counts, 8) + choose_price((const codebook *)lengths, total, n);
 	}
 	if (uneven) {
 		atomicAdd(low + i % 16, room->plane.counts[i]);
 		__syncthreads();
-		cta_book(low, cap, room->plane.nibbles, &room->plane.book);
+		cta_book(low, max_code_length, room->plane.nibbles, &room->plane.book);
 		uint64_t less = cta_cost(room->plane.nibbles, low, 8) + 4 * total +
 				choose_price((const codebook *)room->plane.nibbles, total, n);
 
@@ -102,7 +102,7 @@ DEVICE_CALL void conclude(codec_view *v, uint8_t *memory, const uint8_t *values,
 		const choose_sample s = {exponent, exponent && name, !(seen->varied >> p & 1),
 					 zeros || seen->zero_runs >> p & 1};
 		uint8_t *lengths = memory + v->lengths.at + LEAVES * p;
-		int what = conclude_plane(c->counts[p], s, v->n, v->cap, lengths, room);
+		int what = conclude_plane(c->counts[p], s, v->n, v->max_code_length, lengths, room);
 
 		halved |= (uint32_t)(what == CHOOSE_HALVED) << p;
 		fixed |= (uint32_t)(what == CHOOSE_FIXED) << p;

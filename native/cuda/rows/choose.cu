@@ -109,7 +109,7 @@ DEVICE_CALL codec_status scale_part(const codec_view *v, const uint8_t *memory, 
 	add_pieces(sums, scanned ? (part->count + WIRE_TREE - 1) / WIRE_TREE : 0, room, total, &max, &negative);
 	if (max >= ROUND_INF && !(v->options & WIRE_OPTION_PROPAGATE))
 		return CODEC_NONFINITE;
-	if (!row_part_scaled(q, part->row) || threadIdx.x)
+	if (!row_part_scaled(q, part->group_size) || threadIdx.x)
 		return CODEC_OK;
 	if (q.codec == WIRE_CODEC_SIGN)
 		scale_sign(q, total, negative, part->count, part->scale);
@@ -164,7 +164,7 @@ DEVICE_CALL void conclude_rows(codec_view *v, uint8_t *memory, codec_choice *c, 
 
 		room->codes.counts[threadIdx.x] = seen->counts[0][threadIdx.x];
 		__syncthreads();
-		cta_book(room->codes.counts, WIRE_MAX_CAP, lengths, &room->codes.book);
+		cta_book(room->codes.counts, WIRE_MAX_CODE_LENGTH, lengths, &room->codes.book);
 		cta_codes(lengths, memory + v->tables.at, &room->codes.book);
 		__syncthreads();
 	}
@@ -173,7 +173,7 @@ DEVICE_CALL void conclude_rows(codec_view *v, uint8_t *memory, codec_choice *c, 
 		return;
 	v->coded = q.entropy;
 	place_sections(v, c->lead_nbytes + WIRE_SEGMENT_NBYTES * records +
-				  (row_part_scaled(q, row_parts(v, memory)->row) ? 8 * nparts : 0));
+				  (row_part_scaled(q, row_parts(v, memory)->group_size) ? 8 * nparts : 0));
 	uint32_t fault = ((volatile codec_written *)out)->fault;
 
 	/*

@@ -182,7 +182,7 @@ template <int CODEC>
 DEVICE_CALL uint32_t put_codes(row_job r, const uint8_t *scales, const float *ratio, uint8_t *to, uint64_t nbytes,
 			       uint64_t from, uint32_t warp, uint32_t warps, uint32_t lane)
 {
-	const uint32_t row = r.p.part->row, each = (uint32_t)row_scale_nbytes(r.q), per = r.q.bits ? 8 : 5;
+	const uint32_t row = r.p.part->group_size, each = (uint32_t)row_scale_nbytes(r.q), per = r.q.bits ? 8 : 5;
 	row_scale s = open_part(r.q, r.p.part);
 	uint64_t end = 0, drawn = ~0ull; /* end of the row that s is for; block of random bits that draws holds */
 	uint32_t draws[4], most = 0;
@@ -249,7 +249,7 @@ DEVICE uint32_t largest_of_lanes(uint32_t most, uint32_t lanes)
  */
 DEVICE row_scale scale_of_lanes(const row_job &r, uint32_t most, uint32_t mine, uint8_t *scales, uint32_t *bad)
 {
-	const uint32_t row = r.p.part->row, each = (uint32_t)row_scale_nbytes(r.q), row_log2 = 31 - __clz(row);
+	const uint32_t row = r.p.part->group_size, each = (uint32_t)row_scale_nbytes(r.q), row_log2 = 31 - __clz(row);
 	const uint32_t max = largest_of_lanes(most, row / 8), bits = scale_bits(r.q, r.v, r.p.part, max);
 
 	*bad |= max >= ROUND_INF;
@@ -298,7 +298,7 @@ DEVICE groups_put put_groups(const row_job &r, uint8_t *scales, const float *rat
 	const struct row_kind q = r.q;
 	const codec_row_part *part = r.p.part;
 	const codec_source *source = r.source;
-	const uint32_t row = part->row, limit = limit_of(v);
+	const uint32_t row = part->group_size, limit = limit_of(v);
 	/* rows of a few lanes: lanes exchange their largest magnitudes */
 	const bool small = row && WARP_STEP % row == 0;
 	const uint32_t unit = small ? WARP_STEP : row ? row : q.bits ? 8 : TRITS_CHUNK;

@@ -77,7 +77,7 @@ static __device__ codec_status read_rows(const job *j, uint64_t b, cursor c, con
 {
 	const struct row_kind q = kind_of(&j->v);
 	const row_place p = row_place_of(j, q, b);
-	const uint64_t nscales = row_count(p.part->row, p.m) * row_scale_nbytes(q);
+	const uint64_t nscales = row_count(p.part->group_size, p.m) * row_scale_nbytes(q);
 	const uint8_t *scales = here(&c);
 	const found_codes found = find_codes(j, q, p.m, nscales, c, by, scratch, lane);
 

@@ -28,7 +28,7 @@ template <int CODEC> __global__ void __launch_bounds__(32 * WARPS, 4) encode_row
 		uint8_t *region = scratch + ROWS_ROOM;
 		const row_place p = row_place_of(&j, q, b);
 		uint64_t at = 0;
-		uint32_t size = (uint32_t)row_region_nbytes(q, p.part->row, p.m);
+		uint32_t size = (uint32_t)row_region_nbytes(q, p.part->group_size, p.m);
 		codec_status status = CODEC_OK;
 
 		if (!q.entropy) { /* the size, and so the place, is known before encoding */

@@ -58,7 +58,7 @@ DEVICE codec_status put_signs(const row_job &r, uint8_t *memory, uint8_t *scales
 {
 	const codec_view *v = r.v;
 	const codec_row_part *part = r.p.part;
-	const uint32_t row = part->row, each = row ? row : WIRE_TREE;
+	const uint32_t row = part->group_size, each = row ? row : WIRE_TREE;
 	codec_row_sums *sums =
 		(codec_row_sums *)(memory + v->row_sums.at) + part->first_sum + (r.p.first - part->start) / WIRE_TREE;
 	scaled s = {CODEC_OK, part->scale[0], round_sign_below(part->scale[r.q.variant == WIRE_SIGN_TWO_MEAN])};
@@ -103,7 +103,7 @@ DEVICE codec_status put_rows(const row_job &r, uint8_t *memory, uint8_t *scales,
 {
 	groups_put put = {0, 0, CODEC_OK};
 
-	if (CODEC == WIRE_CODEC_SIGN && r.p.part->row % 32 == 0)
+	if (CODEC == WIRE_CODEC_SIGN && r.p.part->group_size % 32 == 0)
 		return put_signs(r, memory, scales, (uint32_t *)to, lane);
 	if (CODEC != WIRE_CODEC_SIGN)
 		put = put_groups<CODEC>(r, scales, ratio, to, chunk, lane);
@@ -153,7 +153,7 @@ DEVICE codec_status write_rows(const job *j, uint8_t *memory, const codec_source
 {
 	const row_job r = row_job_of<CODEC>(&j->v, p, source);
 	const bool entropy = (CODEC == WIRE_CODEC_TERNARY || CODEC == WIRE_CODEC_FLOAT8) && r.q.entropy;
-	const uint32_t nscales = (uint32_t)(row_count(p.part->row, p.m) * row_scale_nbytes(r.q));
+	const uint32_t nscales = (uint32_t)(row_count(p.part->group_size, p.m) * row_scale_nbytes(r.q));
 	uint32_t ncodes = (uint32_t)row_codes_nbytes(r.q, p.m);
 	uint8_t *to = region + nscales;
 	codec_status status =

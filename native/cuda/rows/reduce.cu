@@ -55,7 +55,7 @@ DEVICE_CALL summed_row open_summed(struct row_kind q, const codec_row_part *part
 	summed_row s = {unscaled ? 1 : part->scale[0], round_sign_below(part->scale[q.variant == WIRE_SIGN_TWO_MEAN]),
 			0};
 
-	if (part->row)
+	if (part->group_size)
 		s.wrong = !read_scale(q, part, scale, &s.scale, &s.below);
 	return s;
 }
@@ -160,7 +160,7 @@ DEVICE uint32_t add_codes(const summed &s, uint32_t f, const uint8_t *scales, co
 {
 	const codec_decoding *of = s.decodings + f;
 	const codec_row_part *part = row_parts(of->view, of->memory) + s.part;
-	const uint32_t row = s.p.part->row, each = (uint32_t)row_scale_nbytes(s.q);
+	const uint32_t row = s.p.part->group_size, each = (uint32_t)row_scale_nbytes(s.q);
 	const float weight = of->sink.weight;
 	summed_row go = {0, 0, 0};
 	uint32_t bad = 0;
@@ -194,7 +194,7 @@ DEVICE uint32_t add_codes(const summed &s, uint32_t f, const uint8_t *scales, co
  */
 template <int CODEC> DEVICE uint32_t add_quads(const summed &s, uint32_t r, const float *ratio, uint32_t lane)
 {
-	const uint32_t row = s.p.part->row;
+	const uint32_t row = s.p.part->group_size;
 	uint4 *to = global((uint4 *)s.decodings->sink.data) + s.p.first / 4 + 32 * r + lane;
 	uint32_t at[QUADS], bad = 0;
 	float sum[QUADS][4];
@@ -270,7 +270,8 @@ template <int CODEC> DEVICE_CALL uint32_t add_row(const summed &s, uint32_t r, c
 /* Add up all values of a block. Returns a mask as add_quads. */
 template <int CODEC> DEVICE uint32_t add_up(const summed &s, const float *ratio, uint32_t lane)
 {
-	const bool quads = s.p.part->row % 4 == 0 && s.p.first % 4 == 0 && (uint64_t)s.decodings->sink.data % 16 == 0;
+	const bool quads =
+		s.p.part->group_size % 4 == 0 && s.p.first % 4 == 0 && (uint64_t)s.decodings->sink.data % 16 == 0;
 	uint32_t bad = 0, r = 0;
 
 	for (; quads && WIRE_ROW * (uint64_t)(r + QUADS) <= s.p.m; r += QUADS)
@@ -349,7 +350,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decodin
 	for (uint64_t b = warp; b < v.nblocks; b += d.warps) {
 		const row_place p = row_place_of(&j, q, b);
 		const uint64_t part = p.part - row_parts(&v, j.memory), ncodes = row_codes_nbytes(q, p.m),
-			       nscales = row_count(p.part->row, p.m) * row_scale_nbytes(q);
+			       nscales = row_count(p.part->group_size, p.m) * row_scale_nbytes(q);
 		cursor c = {};
 		codec_status status =
 			lane < count ? check_region(q, mine, b, nscales, ncodes, p.m, &c) : CODEC_BAD_DIRECTORY;
@@ -366,7 +367,7 @@ __global__ void __launch_bounds__(32 * WARPS, 4) reduce_rows(const codec_decodin
 			    v.dtype,
 			    entry,
 			    quotient[CODEC == WIRE_CODEC_FLOAT8 ? threadIdx.x / 32 : 0],
-			    (uint32_t)row_count(p.part->row, p.m),
+			    (uint32_t)row_count(p.part->group_size, p.m),
 			    0};
 		uint32_t bad = check_trits(s, ncodes, lane);
 

@@ -28,7 +28,8 @@ static __device__ row_place row_place_of(const job *j, struct row_kind q, uint64
 		part_at(row_parts(&j->v, j->memory), j->v.row_parts.count, &codec_row_part::first_block, b);
 
 	b -= part->first_block;
-	return {part, part->start + b * row_block(q, part->row), (uint32_t)row_block_n(q, part->row, part->count, b)};
+	return {part, part->start + b * row_block(q, part->group_size),
+		(uint32_t)row_block_n(q, part->group_size, part->count, b)};
 }
 
 /*
@@ -174,7 +175,8 @@ DEVICE row_walk walk_rows(struct row_kind q, const codec_row_part *part, const u
 {
 	float below = round_sign_below(part->scale[q.variant == WIRE_SIGN_TWO_MEAN]);
 
-	return {part, scales, codes, ratio, part->row, part->row ? 0 : ~0u, unscaled ? 1 : part->scale[0], below};
+	return {part, scales, codes, ratio, part->group_size, part->group_size ? 0 : ~0u, unscaled ? 1 : part->scale[0],
+		below};
 }
 
 /* Scale of a row, and its end; wrong: not 0 if the scale is invalid. */
@@ -186,8 +188,8 @@ struct opened_row {
 /* Return the scale of the row that holds value i of a block. */
 DEVICE_CALL opened_row open_row(struct row_kind q, const codec_row_part *part, const uint8_t *scales, uint32_t i)
 {
-	uint32_t at = i / part->row;
-	uint64_t end = (at + 1ull) * part->row;
+	uint32_t at = i / part->group_size;
+	uint64_t end = (at + 1ull) * part->group_size;
 	opened_row o = {0, 0, end < ~0u ? (uint32_t)end : ~0u, 0};
 
 	o.wrong = !read_scale(q, part, scales + (uint64_t)at * row_scale_nbytes(q), &o.scale, &o.below);

@@ -251,7 +251,7 @@ template <int CODEC>
 DEVICE codec_status put_scales(const codec_view *v, struct row_kind q, const row_place &p, const codec_source *source,
 			       uint8_t *to, uint64_t from, uint32_t warp, uint32_t warps, uint32_t lane)
 {
-	uint32_t row = p.part->row;
+	uint32_t row = p.part->group_size;
 	uint64_t each = row_scale_nbytes(q);
 
 	for (uint64_t i = row ? from / row + warp : 0; row && i * row < p.m; i += warps) {

@@ -66,7 +66,7 @@ DEVICE_CALL void conclude_cut(codec_view *v, uint8_t *memory, uint64_t capacity,
 	room->codes.counts[threadIdx.x] = c->counts[0][threadIdx.x] = ((const volatile uint32_t *)c->all)[threadIdx.x];
 	__syncthreads();
 	if (!v->codebook_id)
-		cta_book(room->codes.counts, v->cap, lengths, &room->codes.book);
+		cta_book(room->codes.counts, v->max_code_length, lengths, &room->codes.book);
 	cta_codes(lengths, memory + v->tables.at, &room->codes.book);
 	__syncthreads();
 	write_lead(v, memory, 1, v->codebook_id, nparts, c);

@@ -153,22 +153,22 @@ typedef struct codec_tensor {
 
 /** @name codec_spec.variant */
 /** @{ */
-#define CODEC_LEVELS_PLANE 0    /**< TRUNCATE: 2 bits per value hold its level */
-#define CODEC_LEVELS_CODED 1    /**< TRUNCATE: one code for exponent and level */
-#define CODEC_LEVELS_SHARED 2   /**< TRUNCATE: levels not sent; the decoder has the same metric and state */
-#define CODEC_LEVELS_FIXED 3    /**< TRUNCATE: one level for all values, codec_spec.bits; see codec_level_bits */
-#define CODEC_SIGN_L1 0         /**< SIGN: the scale is the mean of |x| */
-#define CODEC_SIGN_L2 1         /**< SIGN: the scale is the root mean square of x */
-#define CODEC_SIGN_TWO_MEAN 2   /**< SIGN: two scales, the means of positive and of negative values */
-#define CODEC_TERNARY_2BIT 0    /**< TERNARY: 4 values per byte */
-#define CODEC_TERNARY_BASE3 1   /**< TERNARY: 5 values per byte */
-#define CODEC_TERNARY_ENTROPY 2 /**< TERNARY: 5 values per byte, entropy coded */
-#define CODEC_E4M3FN 0          /**< FLOAT8: 4 exponent bits, 3 mantissa bits */
-#define CODEC_E5M2 1            /**< FLOAT8: 5 exponent bits, 2 mantissa bits */
-#define CODEC_FLOAT4_NVFP4 0    /**< FLOAT4: e4m3fn scale per 16 values, and one scale for the tensor */
-#define CODEC_FLOAT4_MXFP4 1    /**< FLOAT4: power-of-two scale per 32 values */
-#define CODEC_LEVELS_EVEN 0     /**< QUANTIZE: 2^bits levels, none of which is 0 */
-#define CODEC_LEVELS_ODD 1      /**< QUANTIZE: 2^bits - 1 levels, one of which is 0 */
+#define CODEC_LEVEL_CODING_PLANE 0  /**< TRUNCATE: 2 bits per value hold its level */
+#define CODEC_LEVEL_CODING_CODED 1  /**< TRUNCATE: one code for exponent and level */
+#define CODEC_LEVEL_CODING_SHARED 2 /**< TRUNCATE: levels not sent; the decoder has the same metric and state */
+#define CODEC_LEVEL_CODING_FIXED 3  /**< TRUNCATE: one level for all values, codec_spec.bits; see codec_level_bits */
+#define CODEC_SIGN_L1 0             /**< SIGN: the scale is the mean of |x| */
+#define CODEC_SIGN_L2 1             /**< SIGN: the scale is the root mean square of x */
+#define CODEC_SIGN_TWO_MEAN 2       /**< SIGN: two scales, the means of positive and of negative values */
+#define CODEC_TERNARY_2BIT 0        /**< TERNARY: 4 values per byte */
+#define CODEC_TERNARY_BASE3 1       /**< TERNARY: 5 values per byte */
+#define CODEC_TERNARY_ENTROPY 2     /**< TERNARY: 5 values per byte, entropy coded */
+#define CODEC_E4M3FN 0              /**< FLOAT8: 4 exponent bits, 3 mantissa bits */
+#define CODEC_E5M2 1                /**< FLOAT8: 5 exponent bits, 2 mantissa bits */
+#define CODEC_FLOAT4_NVFP4 0        /**< FLOAT4: e4m3fn scale per 16 values, and one scale for the tensor */
+#define CODEC_FLOAT4_MXFP4 1        /**< FLOAT4: power-of-two scale per 32 values */
+#define CODEC_LEVELS_EVEN 0         /**< QUANTIZE: 2^bits levels, none of which is 0 */
+#define CODEC_LEVELS_ODD 1          /**< QUANTIZE: 2^bits - 1 levels, one of which is 0 */
 /** @} */
 
 /** @name codec_spec.options */
@@ -181,10 +181,10 @@ typedef struct codec_tensor {
 /** @} */
 
 /**
- * Value of codec_spec.row: one scale per row of the last dimension. If that has fewer than 64 values, dimensions before
- * it are joined until a row has 64. In a tensor of rank 1 a row has 1,024 values.
+ * Value of codec_spec.group_size: one scale per row of the last dimension. If that has fewer than 64 values, dimensions
+ * before it are joined until a row has 64. In a tensor of rank 1 a row has 1,024 values.
  */
-#define CODEC_ROW_LAST 4294967295
+#define CODEC_GROUP_SIZE_ROW 4294967295
 
 /** @name codec_spec.model */
 /** @{ */
@@ -195,18 +195,18 @@ typedef struct codec_tensor {
 
 /**
  * Codec and its parameters. 0 in any field after `codec` selects the codec's default. The Python defaults differ for
- * two codecs: Quantize sets CODEC_OPTION_STOCHASTIC; Truncate sets CODEC_LEVELS_CODED and a guard of -8.
+ * two codecs: Quantize sets CODEC_OPTION_STOCHASTIC; Truncate sets CODEC_LEVEL_CODING_CODED and a guard of -8.
  */
 typedef struct codec_spec {
-	uint32_t struct_nbytes; /**< sizeof(codec_spec) */
-	uint32_t codec;         /**< CODEC_LOSSLESS to CODEC_TRUNCATE */
-	uint32_t cap;           /**< LOSSLESS, TRUNCATE: longest code in bits, 2..8; 0: 8 */
-	uint32_t model;         /**< LOSSLESS: CODEC_MODEL_* */
-	uint32_t variant;       /**< all codecs but LOSSLESS: one of the variants above */
-	uint32_t options;       /**< bitwise or of CODEC_OPTION_* */
-	uint32_t bits;          /**< QUANTIZE: 1..8, 0: 4; TRUNCATE, LEVELS_FIXED: the level, 0..3 */
-	/** Values that share a scale. SIGN: 0 for all; FLOAT8: 0 for CODEC_ROW_LAST; QUANTIZE: 0 for 64. */
-	uint32_t row;
+	uint32_t struct_nbytes;   /**< sizeof(codec_spec) */
+	uint32_t codec;           /**< CODEC_LOSSLESS to CODEC_TRUNCATE */
+	uint32_t max_code_length; /**< LOSSLESS, TRUNCATE: longest code in bits, 2..8; 0: 8 */
+	uint32_t model;           /**< LOSSLESS: CODEC_MODEL_* */
+	uint32_t variant;         /**< all codecs but LOSSLESS: one of the variants above */
+	uint32_t options;         /**< bitwise or of CODEC_OPTION_* */
+	uint32_t bits;            /**< QUANTIZE: 1..8, 0: 4; TRUNCATE, LEVEL_CODING_FIXED: the level, 0..3 */
+	/** Values that share a scale. SIGN: 0 for all; FLOAT8: 0 for CODEC_GROUP_SIZE_ROW; QUANTIZE: 0 for 64. */
+	uint32_t group_size;
 	uint32_t seed; /**< seed of random bits for stochastic rounding */
 	float scale;   /**< TERNARY, FLOAT8: scale to use; 0: computed from the tensor */
 	float clip;    /**< TERNARY: clip magnitudes to this many standard deviations; 0: none */
@@ -285,7 +285,7 @@ typedef struct codec_fault {
  * Encode: leave `residual` unspecified after an error. Codecs with one scale per row, group or block then skip the
  * extra pass that searches for NaN and Inf before any of `residual` is written.
  */
-#define CODEC_ONE_PASS 512u
+#define CODEC_NO_VERIFY_FIRST 512u
 /** @} */
 
 #define CODEC_UNCACHED_NBYTES 8388608u /**< 8 MiB: destinations of this size or more bypass the caches */
@@ -372,7 +372,7 @@ CODEC_API codec_status codec_scratch(const codec_spec *spec, const codec_tensor 
  * `residual`, unless NULL, receives the encoding error, src minus the decoded values: n float32 values, at any address.
  * It may be `src` itself or an array of the metric's state. The error of a NaN or Inf that is encoded is 0. On any
  * status but CODEC_OK `residual` is unchanged, unless another thread changes src during the call. See CODEC_FEEDBACK
- * and CODEC_ONE_PASS.
+ * and CODEC_NO_VERIFY_FIRST.
  */
 CODEC_API codec_status codec_encode(const codec_spec *spec, const codec_tensor *src, void *dst, size_t capacity,
 				    size_t *written, float *residual, const codec_context *with, void *scratch,
@@ -386,9 +386,9 @@ typedef struct codec_info {
 	uint32_t rank;                  /**< number of dimensions of the tensor */
 	uint64_t shape[CODEC_MAX_RANK]; /**< sizes of dimensions; 0 after the last */
 	/**
-	 * Spec of the frame. `row` is the one in use; for tensors with segments it is read from the side section:
-	 * CODEC_ROW_LAST if parts differ, 0 if the side section was not given. TRUNCATE: `guard` is the one in use,
-	 * which includes the correction for the dtypes.
+	 * Spec of the frame. `group_size` is the one in use; for tensors with segments it is read from the side
+	 * section: CODEC_GROUP_SIZE_ROW if parts differ, 0 if the side section was not given. TRUNCATE: `guard` is the
+	 * one in use, which includes the correction for the dtypes.
 	 */
 	codec_spec spec;
 	uint32_t stored;           /**< 1: the tensor's raw bytes follow the header (stored frame) */
@@ -480,7 +480,7 @@ CODEC_API int codec_isa_usable(uint32_t index);
 
 /**
  * Build a codebook for frames of `spec` and `dtype` from symbol counts, such as those of codec_count. `spec` must be
- * LOSSLESS or TRUNCATE, and its `cap` limits code lengths. `dtype` must have exponents.
+ * LOSSLESS or TRUNCATE, and its `max_code_length` limits code lengths. `dtype` must have exponents.
  */
 CODEC_API codec_status codec_codebook_build(const codec_spec *spec, uint32_t dtype, const uint64_t counts[256],
 					    codec_codebook *book);

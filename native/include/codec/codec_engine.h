@@ -161,7 +161,7 @@ typedef struct codec_row_part {
 	uint64_t count;       /**< number of values */
 	uint64_t first_block; /**< index of the first block */
 	uint32_t first_sum;   /**< index of the first piece for codec_encode_scan */
-	uint32_t row;         /**< values that share a scale; 0: all */
+	uint32_t group_size;  /**< values that share a scale; 0: all */
 	float scale[2];       /**< scales of the part, if its codec has one per part */
 } codec_row_part;
 
@@ -179,7 +179,7 @@ typedef struct codec_view {
 	/** @{ */
 	/** As in the header (docs/format.md, section 2). */
 	uint32_t codec, dtype, layout;
-	uint32_t variant, options, bits, row;
+	uint32_t variant, options, bits, group_size;
 	int32_t guard;
 	uint32_t flags, fixed, coded, halved;
 	uint64_t n, block_nvalues, nblocks, frame_nbytes;
@@ -192,7 +192,7 @@ typedef struct codec_view {
 	/** Encode, codecs of rows: key of the random bits, given scale, clipping limit; 0: none. */
 	uint32_t seed;
 	float scale, clip;
-	uint32_t cap; /* encode: longest code in bits */
+	uint32_t max_code_length; /* encode: longest code in bits */
 	uint64_t stream;
 	/** @} */
 	codec_array lengths; /**< code lengths of each plane in `coded`: symbols 0..255, escape */

@@ -37,7 +37,7 @@ struct model {
 struct part {
 	uint64_t start, count, first_block;
 	uint32_t first_sum;
-	uint32_t row; /* values that share a scale; 0: all */
+	uint32_t group_size; /* values that share a scale; 0: all */
 	float scale[2];
 };
 
@@ -75,11 +75,11 @@ struct job {
 		work_at; /* codecs of rows; *_at: offsets in bytes from the job's start */
 	struct philox key;
 	float scale, clip;
-	uint8_t residual;    /* codecs of rows: enum residual */
-	uint8_t feedback;    /* encode: CODEC_FEEDBACK is set */
-	uint8_t one_pass;    /* encode: CODEC_ONE_PASS is set */
-	uint8_t blocks_scan; /* encode: encoding the blocks replaces the scan */
-	uint64_t seal;       /* decode: checksum of all but the blocks */
+	uint8_t residual;        /* codecs of rows: enum residual */
+	uint8_t feedback;        /* encode: CODEC_FEEDBACK is set */
+	uint8_t no_verify_first; /* encode: CODEC_NO_VERIFY_FIRST is set */
+	uint8_t blocks_scan;     /* encode: encoding the blocks replaces the scan */
+	uint64_t seal;           /* decode: checksum of all but the blocks */
 	uint64_t codebook_id;
 	uint8_t checked; /* decode: the checksum is verified, or CODEC_NO_CHECKSUM is set */
 	codebook books[WIRE_MAX_PLANES];

@@ -1,8 +1,8 @@
 /*
  * book.h - length-limited Huffman codebooks: counts to lengths, lengths to codes, both to bytes. C, C++ and NVRTC.
  *
- * A book gives each byte value a code of 1..cap bits or none, and always contains an escape. All arithmetic is on
- * integers, and ties are resolved by symbol, so equal counts give equal books on every engine.
+ * A book gives each byte value a code of 1..max_code_length bits or none, and always contains an escape. All arithmetic
+ * is on integers, and ties are resolved by symbol, so equal counts give equal books on every engine.
  */
 #ifndef CODEC_BOOK_H
 #define CODEC_BOOK_H
@@ -73,16 +73,17 @@ BITS_LARGE_FN void book_drop_leaf(book_leaves *t)
 }
 
 /*
- * Add code lengths of at most `cap` bits to the leaves' symbols, by package-merge (Larmore and Hirschberg 1990). A leaf
- * precedes a package of equal weight. The sum of all weights is below 2^24, so that every sum fits 32 bits.
+ * Add code lengths of at most `max_code_length` bits to the leaves' symbols, by package-merge (Larmore and Hirschberg
+ * 1990). A leaf precedes a package of equal weight. The sum of all weights is below 2^24, so that every sum fits 32
+ * bits.
  */
-BITS_LARGE_FN void book_merge(codebook *b, const book_leaves *t, int cap)
+BITS_LARGE_FN void book_merge(codebook *b, const book_leaves *t, int max_code_length)
 {
-	uint8_t is_leaf[WIRE_MAX_CAP][514];
+	uint8_t is_leaf[WIRE_MAX_CODE_LENGTH][514];
 	uint32_t a[514], c[514], *prev = a, *next = c;
 	int nprev = 0, take = 2 * t->n - 2;
 
-	for (int l = 0; l < cap; l++) {
+	for (int l = 0; l < max_code_length; l++) {
 		int npacks = nprev / 2, i = 0, p = 0, n = 0;
 		uint32_t *swap;
 
@@ -103,7 +104,7 @@ BITS_LARGE_FN void book_merge(codebook *b, const book_leaves *t, int cap)
 		next = swap;
 		nprev = n;
 	}
-	for (int l = cap - 1; l >= 0; l--) {
+	for (int l = max_code_length - 1; l >= 0; l--) {
 		int leaves = 0;
 
 		for (int i = 0; i < take; i++)
@@ -115,10 +116,10 @@ BITS_LARGE_FN void book_merge(codebook *b, const book_leaves *t, int cap)
 }
 
 /*
- * Build the codebook of `counts`. Counts are halved until their sum is below 2^24. Keeps at most 2^cap - 1 values,
- * because one of the 2^cap codes is the escape's.
+ * Build the codebook of `counts`. Counts are halved until their sum is below 2^24. Keeps at most 2^max_code_length - 1
+ * values, because one of the 2^max_code_length codes is the escape's.
  */
-BITS_LARGE_FN void book_from_counts(codebook *b, const uint32_t counts[256], int cap)
+BITS_LARGE_FN void book_from_counts(codebook *b, const uint32_t counts[256], int max_code_length)
 {
 	book_leaves t;
 	uint64_t total = 0, kept = 0;
@@ -138,14 +139,14 @@ BITS_LARGE_FN void book_from_counts(codebook *b, const uint32_t counts[256], int
 			if (book_keeps(counts[k], total))
 				book_add_leaf(&t, counts[k] >> shift, k);
 	}
-	while (t.n > (1 << cap) - 1)
+	while (t.n > (1 << max_code_length) - 1)
 		book_drop_leaf(&t);
 	if (t.n == 0) /* no counts: the book has value 0 alone */
 		book_add_leaf(&t, 1, 0);
 	for (int i = 0; i < t.n; i++)
 		kept += counts[t.symbol[i]];
 	book_add_leaf(&t, (uint32_t)((total - kept) >> shift), WIRE_ESCAPE);
-	book_merge(b, &t, cap);
+	book_merge(b, &t, max_code_length);
 }
 
 /* Return non-zero if any of eight values has a code. */
@@ -185,11 +186,11 @@ BITS_LARGE_FN int book_valid(const codebook *b)
 	uint32_t kraft = 256u >> (escape & 15);
 
 	for (int k = 0; k < n; k++) {
-		if (b->length[value[k]] > WIRE_MAX_CAP)
+		if (b->length[value[k]] > WIRE_MAX_CODE_LENGTH)
 			return 0;
 		kraft += 256u >> b->length[value[k]];
 	}
-	return escape && escape <= WIRE_MAX_CAP && n && n < 256 && kraft == 256;
+	return escape && escape <= WIRE_MAX_CODE_LENGTH && n && n < 256 && kraft == 256;
 }
 
 /* Return the largest value without a code. */
@@ -206,21 +207,22 @@ BITS_FN uint8_t book_escape(const codebook *b)
  * Compute the first code of each length, for n values and the escape. Codes are canonical, most significant bit first:
  * ordered by length, then by value. The escape is the last of its length: its code is next[length + 1] / 2 - 1.
  */
-BITS_LARGE_FN void book_first_codes(const codebook *b, const uint8_t *value, int n, uint32_t next[WIRE_MAX_CAP + 2])
+BITS_LARGE_FN void book_first_codes(const codebook *b, const uint8_t *value, int n,
+				    uint32_t next[WIRE_MAX_CODE_LENGTH + 2])
 {
-	uint32_t count[WIRE_MAX_CAP + 1] = {0};
+	uint32_t count[WIRE_MAX_CODE_LENGTH + 1] = {0};
 
 	for (int k = 0; k < n; k++)
 		count[b->length[value[k]]]++;
 	count[b->length[WIRE_ESCAPE]]++;
 	next[1] = 0;
-	for (int l = 1; l <= WIRE_MAX_CAP; l++)
+	for (int l = 1; l <= WIRE_MAX_CODE_LENGTH; l++)
 		next[l + 1] = (next[l] + count[l]) << 1;
 }
 
 BITS_LARGE_FN void book_to_codes(const codebook *b, book_codes *t)
 {
-	uint32_t next[WIRE_MAX_CAP + 2];
+	uint32_t next[WIRE_MAX_CODE_LENGTH + 2];
 	uint8_t value[256], escape;
 	int n = book_values(b, value), length = b->length[WIRE_ESCAPE];
 
@@ -244,7 +246,7 @@ BITS_LARGE_FN void book_to_codes(const codebook *b, book_codes *t)
 
 BITS_LARGE_FN void book_to_lookup(const codebook *b, book_lookup *t)
 {
-	uint32_t next[WIRE_MAX_CAP + 2];
+	uint32_t next[WIRE_MAX_CODE_LENGTH + 2];
 	uint8_t value[257];
 	int n = book_values(b, value);
 

@@ -389,8 +389,8 @@ BITS_LARGE_FN uint64_t choose_price(const codebook *b, uint64_t sample, uint64_t
  * Replace *b by a book of low nibbles if that is cheaper than *cost bits. Returns 1 if it was replaced. Low bytes of
  * sums of products are even too often, which a book of bytes with codes of at most 8 bits cannot represent.
  */
-BITS_LARGE_FN int choose_halved(const uint32_t counts[256], uint64_t total, uint64_t n, int cap, uint64_t *cost,
-				codebook *b)
+BITS_LARGE_FN int choose_halved(const uint32_t counts[256], uint64_t total, uint64_t n, int max_code_length,
+				uint64_t *cost, codebook *b)
 {
 	uint32_t low[256] = {0};
 	uint64_t halved;
@@ -398,7 +398,7 @@ BITS_LARGE_FN int choose_halved(const uint32_t counts[256], uint64_t total, uint
 
 	for (int i = 0; i < 256; i++)
 		low[i & 15] += counts[i];
-	book_from_counts(&nibbles, low, cap);
+	book_from_counts(&nibbles, low, max_code_length);
 	halved = book_cost(&nibbles, low, 8) + 4 * total + choose_price(&nibbles, total, n);
 	if (halved >= *cost)
 		return 0;
@@ -422,25 +422,26 @@ BITS_FN int choose_fate(uint64_t cost, uint64_t total, int halved, struct choose
 }
 
 /* Return the treatment of a plane of n values, and the book in *b if one was built. */
-BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample s, uint64_t n, int cap, codebook *b)
+BITS_LARGE_FN int choose_plane(const uint32_t counts[256], struct choose_sample s, uint64_t n, int max_code_length,
+			       codebook *b)
 {
 	uint64_t total = choose_total(counts), cost = 8 * total, excess = 0;
 	int uneven = 0, halved = 0;
 
 	if (s.exponent) {
 		if (!s.given)
-			book_from_counts(b, counts, cap);
+			book_from_counts(b, counts, max_code_length);
 		cost = book_cost(b, counts, 8);
 	} else if (!s.constant) {
 		excess = choose_excess(counts, 256, total);
 		uneven = !choose_near_uniform(excess, total);
 	}
 	if (uneven && choose_may_pay(excess, total, n)) {
-		book_from_counts(b, counts, cap);
+		book_from_counts(b, counts, max_code_length);
 		cost = book_cost(b, counts, 8) + choose_price(b, total, n);
 	}
 	if (uneven)
-		halved = choose_halved(counts, total, n, cap, &cost, b);
+		halved = choose_halved(counts, total, n, max_code_length, &cost, b);
 	return choose_fate(cost, total, halved, s);
 }
 

@@ -43,8 +43,8 @@
 #define WIRE_PARAM_VARIANT 0 /* LOSSLESS: model; TRUNCATE: level coding */
 #define WIRE_PARAM_OPTIONS 1
 #define WIRE_PARAM_BITS 2 /* TRUNCATE: level of all values */
-#define WIRE_PARAM_CAP 3
-#define WIRE_PARAM_ROW 4 /* u32: values that share a scale, 0: all of a part; TRUNCATE: guard + WIRE_GUARD */
+#define WIRE_PARAM_MAX_CODE_LENGTH 3
+#define WIRE_PARAM_GROUP_SIZE 4 /* u32: values that share a scale, 0: all of a part; TRUNCATE: guard + WIRE_GUARD */
 #define WIRE_PARAMS_NBYTES 8
 #define WIRE_GUARD 128
 
@@ -122,8 +122,8 @@
 /* Lane coder: interleaved entropy-coded streams. */
 #define WIRE_LANES 32
 #define WIRE_ROW 128 /* values in a quad row: 4 per lane */
-#define WIRE_MIN_CAP 2
-#define WIRE_MAX_CAP 8
+#define WIRE_LEAST_MAX_CODE_LENGTH 2
+#define WIRE_MAX_CODE_LENGTH 8
 #define WIRE_ESCAPE 256 /* index of the escape, last in canonical order */
 
 /* Region: u32 head = 2 bits of mode per plane, then flags. */

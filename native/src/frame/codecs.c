@@ -26,10 +26,10 @@ SAME(WIRE_FLOAT4_NVFP4, CODEC_FLOAT4_NVFP4);
 SAME(WIRE_FLOAT4_MXFP4, CODEC_FLOAT4_MXFP4);
 SAME(WIRE_LEVELS_EVEN, CODEC_LEVELS_EVEN);
 SAME(WIRE_LEVELS_ODD, CODEC_LEVELS_ODD);
-SAME(WIRE_LEVELS_PLANE, CODEC_LEVELS_PLANE);
-SAME(WIRE_LEVELS_CODED, CODEC_LEVELS_CODED);
-SAME(WIRE_LEVELS_SHARED, CODEC_LEVELS_SHARED);
-SAME(WIRE_LEVELS_FIXED, CODEC_LEVELS_FIXED);
+SAME(WIRE_LEVELS_PLANE, CODEC_LEVEL_CODING_PLANE);
+SAME(WIRE_LEVELS_CODED, CODEC_LEVEL_CODING_CODED);
+SAME(WIRE_LEVELS_SHARED, CODEC_LEVEL_CODING_SHARED);
+SAME(WIRE_LEVELS_FIXED, CODEC_LEVEL_CODING_FIXED);
 SAME(WIRE_OPTION_STOCHASTIC, CODEC_OPTION_STOCHASTIC);
 SAME(WIRE_OPTION_PROPAGATE, CODEC_OPTION_PROPAGATE);
 SAME(WIRE_OPTION_ENTROPY, CODEC_OPTION_ENTROPY);
@@ -42,14 +42,15 @@ SAME(WIRE_MAX_RANK, CODEC_MAX_RANK);
 #define ANY 0xffffffffu
 
 const struct codec codecs[] = {
-	[CODEC_LOSSLESS] = {&lossless_family, ANY, 3, 0, 0, WIRE_MIN_CAP},
+	[CODEC_LOSSLESS] = {&lossless_family, ANY, 3, 0, 0, WIRE_LEAST_MAX_CODE_LENGTH},
 	[CODEC_SIGN] = {&rows_family, FLOATS, 3, 0, 0, 0},
 	[CODEC_TERNARY] = {&rows_family, FLOATS, 3, WIRE_OPTION_CLIPPED, 0, 0},
 	[CODEC_FLOAT8] = {&rows_family, FLOATS, 2, WIRE_OPTION_STOCHASTIC | WIRE_OPTION_PROPAGATE | WIRE_OPTION_ENTROPY,
 			  0, 0},
 	[CODEC_FLOAT4] = {&rows_family, FLOATS, 2, WIRE_OPTION_STOCHASTIC, 0, 0},
 	[CODEC_QUANTIZE] = {&rows_family, FLOATS, 2, WIRE_OPTION_STOCHASTIC, 8, 0},
-	[CODEC_TRUNCATE] = {&truncate_family, FLOATS, 4, WIRE_OPTION_BITS | WIRE_OPTION_CUT, 3, WIRE_MIN_CAP},
+	[CODEC_TRUNCATE] = {&truncate_family, FLOATS, 4, WIRE_OPTION_BITS | WIRE_OPTION_CUT, 3,
+			    WIRE_LEAST_MAX_CODE_LENGTH},
 };
 
 int codec_takes(uint32_t id, uint32_t dtype)
@@ -69,8 +70,9 @@ int params_fault(const struct header *h)
 		return WIRE_PARAM_OPTIONS;
 	if (h->bits > c->max_bits)
 		return WIRE_PARAM_BITS;
-	if (h->cap < c->min_cap || h->cap > (c->min_cap ? WIRE_MAX_CAP : 0))
-		return WIRE_PARAM_CAP;
+	if (h->max_code_length < c->least_max_code_length ||
+	    h->max_code_length > (c->least_max_code_length ? WIRE_MAX_CODE_LENGTH : 0))
+		return WIRE_PARAM_MAX_CODE_LENGTH;
 	return c->family->params_fault ? c->family->params_fault(h) : -1;
 }
 
@@ -81,12 +83,12 @@ void params_spec(const struct header *h, codec_spec *s)
 
 	*s = (codec_spec){.struct_nbytes = sizeof *s,
 			  .codec = h->codec,
-			  .cap = h->cap,
+			  .max_code_length = h->max_code_length,
 			  .model = lossless ? h->variant : 0,
 			  .variant = lossless ? 0 : h->variant,
 			  .options = h->options & ~WIRE_OPTION_CLIPPED,
 			  .bits = h->bits,
-			  .row = h->row};
+			  .group_size = h->group_size};
 	/* See truncate/params.c. The correction for dtypes can leave the range of specs, so clamp it. */
 	s->guard = h->guard - (h->options & WIRE_OPTION_CUT && h->variant != WIRE_LEVELS_FIXED);
 	s->guard = MIN(MAX(s->guard, LEAST_GUARD), MOST_GUARD);

@@ -118,7 +118,7 @@ struct codec {
 	uint8_t nvariants;
 	uint8_t options; /* CODEC_OPTION_* that the codec accepts */
 	uint8_t max_bits;
-	uint8_t min_cap; /* smallest longest-code limit; 0: codec has none */
+	uint8_t least_max_code_length; /* smallest longest-code limit; 0: codec has none */
 };
 
 extern const struct codec codecs[CODEC_TRUNCATE + 1];

@@ -38,11 +38,11 @@ static void params_read(struct header *h, const uint8_t *params)
 	h->variant = params[WIRE_PARAM_VARIANT];
 	h->options = params[WIRE_PARAM_OPTIONS];
 	h->bits = params[WIRE_PARAM_BITS];
-	h->cap = params[WIRE_PARAM_CAP];
+	h->max_code_length = params[WIRE_PARAM_MAX_CODE_LENGTH];
 	if (h->codec == CODEC_TRUNCATE)
-		h->guard = (int8_t)(params[WIRE_PARAM_ROW] - WIRE_GUARD);
+		h->guard = (int8_t)(params[WIRE_PARAM_GROUP_SIZE] - WIRE_GUARD);
 	else if (codec_is_rows(h->codec))
-		h->row = load32(params + WIRE_PARAM_ROW);
+		h->group_size = load32(params + WIRE_PARAM_GROUP_SIZE);
 }
 
 static void params_write(const struct header *h, uint8_t *params)
@@ -50,8 +50,9 @@ static void params_write(const struct header *h, uint8_t *params)
 	params[WIRE_PARAM_VARIANT] = h->variant;
 	params[WIRE_PARAM_OPTIONS] = h->options;
 	params[WIRE_PARAM_BITS] = h->bits;
-	params[WIRE_PARAM_CAP] = h->cap;
-	store32(params + WIRE_PARAM_ROW, h->codec == CODEC_TRUNCATE ? (uint32_t)(h->guard + WIRE_GUARD) : h->row);
+	params[WIRE_PARAM_MAX_CODE_LENGTH] = h->max_code_length;
+	store32(params + WIRE_PARAM_GROUP_SIZE,
+		h->codec == CODEC_TRUNCATE ? (uint32_t)(h->guard + WIRE_GUARD) : h->group_size);
 }
 
 static void take_fields(const uint8_t b[WIRE_MAX_HEADER], struct header *h)
@@ -95,8 +96,8 @@ static codec_status check_stored(const struct header *h, codec_fault *f)
 		BAD(WIRE_AT_BLOCK_LOG2, h->block_log2, 0);
 	if (h->flags || h->halved)
 		BAD(WIRE_AT_FLAGS, h->flags, 0);
-	if (h->row)
-		BAD(WIRE_AT_PARAMS + WIRE_PARAM_ROW, h->row, 0);
+	if (h->group_size)
+		BAD(WIRE_AT_PARAMS + WIRE_PARAM_GROUP_SIZE, h->group_size, 0);
 	return CODEC_OK;
 }
 

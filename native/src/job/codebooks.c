@@ -68,7 +68,7 @@ codec_status codec_codebook_build(const codec_spec *spec, uint32_t dtype, const 
 		shift++;
 	for (int i = 0; i < 256; i++)
 		scaled[i] = (uint32_t)(counts[i] >> shift);
-	book_from_counts(&b, scaled, h.cap);
+	book_from_counts(&b, scaled, h.max_code_length);
 	memset(out, 0, sizeof *out);
 	memcpy(out->length, b.length, 256);
 	out->escape_length = b.length[WIRE_ESCAPE];

@@ -11,8 +11,8 @@ codec_status codec_verify(const void *frame, size_t nbytes)
 }
 
 /*
- * Return the row that all parts have, whose records are frame[at, end). If parts differ: CODEC_ROW_LAST for codecs
- * whose shapes choose rows, else 0. Returns 0, which any spec may request, if the records are invalid.
+ * Return the row that all parts have, whose records are frame[at, end). If parts differ: CODEC_GROUP_SIZE_ROW for
+ * codecs whose shapes choose rows, else 0. Returns 0, which any spec may request, if the records are invalid.
  */
 static uint32_t row_of_parts(const struct header *h, const uint8_t *frame, uint64_t at, uint64_t end, uint64_t nparts)
 {
@@ -26,7 +26,7 @@ static uint32_t row_of_parts(const struct header *h, const uint8_t *frame, uint6
 		if (!row_allowed(q, next))
 			return 0;
 		if (i && next != row)
-			return chosen ? CODEC_ROW_LAST : 0;
+			return chosen ? CODEC_GROUP_SIZE_ROW : 0;
 		row = next;
 	}
 	return row;
@@ -55,7 +55,7 @@ static void inspect_side(const uint8_t *frame, const struct header *h, codec_inf
 	if (h->flags & WIRE_FLAG_SEGMENTS && end - at >= 4) {
 		out->nsegments = load32(frame + at);
 		if (codec_is_rows(h->codec))
-			out->spec.row = row_of_parts(h, frame, at + 4, end, out->nsegments);
+			out->spec.group_size = row_of_parts(h, frame, at + 4, end, out->nsegments);
 	}
 }
 

@@ -25,7 +25,7 @@ static int same_parts(const struct job *a, const struct job *b, int *same_scale)
 	for (uint64_t i = 0; i < a->nparts; i++) {
 		const struct part *p = job_parts(a) + i, *q = job_parts(b) + i;
 
-		if (p->count != q->count || p->row != q->row)
+		if (p->count != q->count || p->group_size != q->group_size)
 			return 0;
 		*same_scale &= round_bits(p->scale[0]) == round_bits(q->scale[0]);
 	}

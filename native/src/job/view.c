@@ -19,7 +19,7 @@ SAME(part, codec_row_part, start);
 SAME(part, codec_row_part, count);
 SAME(part, codec_row_part, first_block);
 SAME(part, codec_row_part, first_sum);
-SAME(part, codec_row_part, row);
+SAME(part, codec_row_part, group_size);
 SAME(part, codec_row_part, scale);
 _Static_assert(sizeof(struct part) == sizeof(codec_row_part), "a part of a frame whose values share scales");
 SAME(row_sums, codec_row_sums, sum);
@@ -50,7 +50,7 @@ static void view_header(const struct header *h, codec_view *v)
 	v->variant = h->variant;
 	v->options = h->options;
 	v->bits = h->bits;
-	v->row = h->row;
+	v->group_size = h->group_size;
 	v->guard = h->guard;
 	v->flags = h->flags;
 	v->fixed = h->fixed;
@@ -86,7 +86,7 @@ codec_status codec_job_view(const void *job, codec_view *view)
 	v.stream = j->key.stream | (uint64_t)j->key.stream_high << 32;
 	v.scale = j->scale;
 	v.clip = j->clip;
-	v.cap = j->h.cap;
+	v.max_code_length = j->h.max_code_length;
 	v.codebook_id = j->codebook_id;
 	v.lengths = array_of(j, job, offsetof(struct job, books), WIRE_MAX_PLANES, sizeof(codebook));
 	v.tables = array_of(j, job, encoding ? offsetof(struct job, codes) : offsetof(struct job, lookup),
@@ -114,7 +114,7 @@ static codec_status encode_plan(const codec_spec *spec, const codec_tensor *like
 	TRY(family_check_state(&h, with, 1));
 	TRY(job_open(memory, job_nbytes, &h, JOB_ENCODE, &j));
 	memset(&j->sample, 0, sizeof *j - offsetof(struct job, sample)); /* the engine fills it in */
-	j->one_pass = (with->flags & CODEC_ONE_PASS) != 0;
+	j->no_verify_first = (with->flags & CODEC_NO_VERIFY_FIRST) != 0;
 	TRY(family_of(&h)->begin(j, &s, with));
 	if (j->h.layout == WIRE_LAYOUT_BLOCKS && family_of(&h)->cut)
 		family_of(&h)->cut(j, with);

@@ -17,7 +17,7 @@ static codec_status choose_planes(const codec_context *with, struct job *j, cons
 			j->codebook_id = with->codebooks->id;
 			sample.given = 1;
 		}
-		what = choose_plane(s->counts[p], sample, j->h.n, j->h.cap, j->books + p);
+		what = choose_plane(s->counts[p], sample, j->h.n, j->h.max_code_length, j->books + p);
 		j->h.halved |= (uint8_t)(what == CHOOSE_HALVED ? bit : 0);
 		j->h.fixed |= (uint8_t)(what == CHOOSE_FIXED ? bit : 0);
 		if (what != CHOOSE_CODED && what != CHOOSE_HALVED)

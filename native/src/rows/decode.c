@@ -17,7 +17,7 @@ static inline codec_status read_scale(const uint8_t *frame, uint64_t at, float *
 static codec_status read_scales(const uint8_t *frame, uint64_t at, const struct row_kind *q, uint64_t nbytes,
 				const struct part *p, uint64_t n, struct work *w, codec_fault *f)
 {
-	uint64_t nrows = row_count(p->row, n);
+	uint64_t nrows = row_count(p->group_size, n);
 
 	for (uint64_t r = 0; r < nrows; r++, at += nbytes) {
 		if (q->codec == CODEC_FLOAT4) {
@@ -126,7 +126,7 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 				const struct coded *c, uint64_t t, uint64_t end, const uint8_t *code,
 				const struct sink *sink, struct work *w, codec_fault *f)
 {
-	uint64_t row = c->part->row <= ROW_CHUNK ? c->part->row : 0, nbytes = row_scale_nbytes(*q), n;
+	uint64_t row = c->part->group_size <= ROW_CHUNK ? c->part->group_size : 0, nbytes = row_scale_nbytes(*q), n;
 	int half = j->h.dtype == CODEC_FLOAT16;
 	int signs = q->codec == CODEC_SIGN, how = sink->into == CODEC_INTO_ADD ? SIGNS_ADD
 						  : sink->nontemporal          ? SIGNS_NONTEMPORAL
@@ -137,9 +137,9 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 	for (uint64_t i = t; i < end; i += n) {
 		float_any *there, *y;
 
-		n = rows_run(c->part->row, i, end);
-		if (row || (c->part->row && i % c->part->row == 0))
-			TRY(read_scales(c->frame, c->scales_at + i / c->part->row * nbytes, q, nbytes, c->part,
+		n = rows_run(c->part->group_size, i, end);
+		if (row || (c->part->group_size && i % c->part->group_size == 0))
+			TRY(read_scales(c->frame, c->scales_at + i / c->part->group_size * nbytes, q, nbytes, c->part,
 					row ? n : 1, w, f));
 		if (sink->into == SINK_NONE)
 			continue;
@@ -161,7 +161,7 @@ static codec_status decode_tile(const struct job *j, const struct kernels *k, co
 static codec_status decode_codes(const struct job *j, const struct kernels *k, const struct coded *c,
 				 const struct sink *sink, struct work *w, codec_fault *f)
 {
-	uint64_t tile = c->part->row && c->part->row <= WIRE_ROW_BLOCK ? c->m : ROW_TILE;
+	uint64_t tile = c->part->group_size && c->part->group_size <= WIRE_ROW_BLOCK ? c->m : ROW_TILE;
 	const struct row_kind q = header_kind(&j->h);
 	const uint8_t *code;
 
@@ -256,7 +256,7 @@ int rows_sums_signs(const struct job *j)
 	if (j->h.codec != CODEC_SIGN || j->h.dtype != CODEC_FLOAT32)
 		return 0;
 	for (const struct part *p = job_parts(j); p < job_parts(j) + j->nparts; p++)
-		if (p->row % 8)
+		if (p->group_size % 8)
 			return 0;
 	return 1;
 }
@@ -277,8 +277,8 @@ static codec_status sum_row(const struct kernels *k, const struct row_kind *q, c
 		const struct coded *b = block + s;
 		float above = b->part->scale[0], below = b->part->scale[q->variant == WIRE_SIGN_TWO_MEAN];
 
-		if (b->part->row) {
-			uint64_t at = b->scales_at + i / b->part->row * nbytes;
+		if (b->part->group_size) {
+			uint64_t at = b->scales_at + i / b->part->group_size * nbytes;
 
 			TRY(read_scale(b->frame, at, &above, f));
 			TRY(read_scale(b->frame, at + nbytes - 4, &below, f));
@@ -314,7 +314,7 @@ codec_status rows_sum_signs(const void *const *frames, const void *const *jobs, 
 			TRY(open_block(j, k, frame, b, at, end, w, block + i, with->fault));
 			TRY(open_codes(k, &q, block + i, 0, block[i].m, 1, w, &code, with->fault));
 		}
-		row = block->part->row;
+		row = block->part->group_size;
 		for (uint64_t i = 0; i < block->m; i += n) {
 			n = MIN(row && row <= ROW_CHUNK ? row : rows_run((uint32_t)row, i, block->m), block->m - i);
 			TRY(sum_row(k, &q, block, m, i, n, first > 0, first + m == count ? divide : 0, y + i,

@@ -53,15 +53,16 @@ static codec_status encode_run(const struct job *j, const struct kernels *k, con
 	const float_any *x;
 	int above;
 
-	if (p->row > ROW_CHUNK && i % p->row == 0)
-		TRY(rows_long_scale(j, k, q, p, src, first + i, MIN(p->row, m - i), w,
-				    stored + i / p->row * row_scale_nbytes(*q)));
+	if (p->group_size > ROW_CHUNK && i % p->group_size == 0)
+		TRY(rows_long_scale(j, k, q, p, src, first + i, MIN(p->group_size, m - i), w,
+				    stored + i / p->group_size * row_scale_nbytes(*q)));
 	x = load_values(k, src, first + i, n, w->x);
-	if (p->row && p->row <= ROW_CHUNK)
-		TRY(rows_scales(j, k, q, p, x, n, w, stored + i / p->row * row_scale_nbytes(*q)));
-	else if (!p->row)
+	if (p->group_size && p->group_size <= ROW_CHUNK)
+		TRY(rows_scales(j, k, q, p, x, n, w, stored + i / p->group_size * row_scale_nbytes(*q)));
+	else if (!p->group_size)
 		*w->scale = p->scale[0];
-	above = k->encode_rows(q, x, n, p->row && p->row <= ROW_CHUNK ? p->row : n, w->scale, h, code);
+	above = k->encode_rows(q, x, n, p->group_size && p->group_size <= ROW_CHUNK ? p->group_size : n, w->scale, h,
+			       code);
 	if (above && j->scale > 0 && !(j->clip > 0))
 		return scale_error(j, k, src, w->x);
 	if (q->codec == CODEC_TERNARY)
@@ -74,14 +75,15 @@ static codec_status encode_codes(const struct job *j, const struct kernels *k, c
 				 const struct source *src, uint64_t first, uint64_t m, struct work *w, uint8_t *stored,
 				 uint8_t *dst)
 {
-	uint64_t tile = p->row && p->row <= WIRE_ROW_BLOCK ? m : ROW_TILE;
+	uint64_t tile = p->group_size && p->group_size <= WIRE_ROW_BLOCK ? m : ROW_TILE;
 	const struct row_kind q = header_kind(&j->h);
 
 	if (q.codec == CODEC_SIGN) {
-		int together = j->blocks_scan || (p->row && p->row % 8 == 0); /* while values are in the cache */
+		int together =
+			j->blocks_scan || (p->group_size && p->group_size % 8 == 0); /* while values are in the cache */
 
-		if (p->row)
-			TRY(rows_sign_scales(j, k, src, first, m, p->row, stored, together ? dst : NULL));
+		if (p->group_size)
+			TRY(rows_sign_scales(j, k, src, first, m, p->group_size, stored, together ? dst : NULL));
 		else if (together)
 			rows_scan_signs(j, k, src, p, first, m, dst);
 		for (uint64_t i = together ? m : 0; i < m; i += ROW_CHUNK) {
@@ -96,7 +98,7 @@ static codec_status encode_codes(const struct job *j, const struct kernels *k, c
 		uint8_t *code = q.bits == 8 ? dst + t : w->code;
 
 		for (uint64_t i = t; i < end; i += n) {
-			n = rows_run(p->row, i, end);
+			n = rows_run(p->group_size, i, end);
 			TRY(encode_run(j, k, &q, p, src, first, i, n, m, w, stored, code + i - t));
 		}
 		if (q.bits == 8)
@@ -112,7 +114,7 @@ static codec_status encode_codes(const struct job *j, const struct kernels *k, c
 /* Build the codebook for codes, from counts of a sample. */
 static void choose_bytes(struct job *j, const uint32_t counts[256])
 {
-	book_from_counts(j->books, counts, WIRE_MAX_CAP);
+	book_from_counts(j->books, counts, WIRE_MAX_CODE_LENGTH);
 	book_to_codes(j->books, j->codes);
 	j->h.coded = 1;
 }
@@ -152,7 +154,7 @@ codec_status rows_begin(struct job *j, const codec_spec *s, const codec_context 
 		return CODEC_BAD_ARGUMENT;
 	j->residual = with->residual ? RESIDUAL_WITH_BLOCKS : RESIDUAL_NONE;
 	if (!j->h.n) {
-		j->h.row = 0;
+		j->h.group_size = 0;
 		return CODEC_OK;
 	}
 	j->h.layout = WIRE_LAYOUT_BLOCKS;

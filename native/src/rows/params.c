@@ -17,22 +17,22 @@ static int is_finite(float x)
 }
 
 /*
- * Return 1 if a spec may request rows of h->row values. Rows that follow the shape, or are too long for an entropy
- * stage, are replaced later.
+ * Return 1 if a spec may request rows of h->group_size values. Rows that follow the shape, or are too long for an
+ * entropy stage, are replaced later.
  */
 static int row_asked(const struct header *h)
 {
 	const struct row_kind q = header_kind(h);
 
-	if (h->row == CODEC_ROW_LAST)
+	if (h->group_size == CODEC_GROUP_SIZE_ROW)
 		return h->codec == CODEC_SIGN || h->codec == CODEC_FLOAT8;
-	return h->row <= WIRE_MAX_ROW && row_allowed(q, row_in_use(q, h->row, 1, NULL));
+	return h->group_size <= WIRE_MAX_ROW && row_allowed(q, row_in_use(q, h->group_size, 1, NULL));
 }
 
 static uint32_t default_row(const struct header *h)
 {
 	switch (h->codec) {
-	case CODEC_FLOAT8: return CODEC_ROW_LAST;
+	case CODEC_FLOAT8: return CODEC_GROUP_SIZE_ROW;
 	case CODEC_FLOAT4: return h->variant == WIRE_FLOAT4_NVFP4 ? 16 : 32;
 	case CODEC_QUANTIZE: return 64;
 	default: return 0;
@@ -41,15 +41,15 @@ static uint32_t default_row(const struct header *h)
 
 static codec_status params_ask(const codec_spec *s, struct header *h)
 {
-	if (s->guard || s->variant > 255 || s->bits > 8 || s->options & ~(uint32_t)OPTIONS || s->cap || s->model ||
-	    !is_finite(s->scale) || !is_finite(s->clip) || s->scale < 0 || s->clip < 0 ||
+	if (s->guard || s->variant > 255 || s->bits > 8 || s->options & ~(uint32_t)OPTIONS || s->max_code_length ||
+	    s->model || !is_finite(s->scale) || !is_finite(s->clip) || s->scale < 0 || s->clip < 0 ||
 	    (s->scale > 0 && s->codec != CODEC_TERNARY && s->codec != CODEC_FLOAT8) ||
 	    (s->clip > 0 && s->codec != CODEC_TERNARY))
 		return CODEC_BAD_SPEC;
 	h->variant = (uint8_t)s->variant;
 	h->options = (uint8_t)(s->options | (s->clip > 0 ? WIRE_OPTION_CLIPPED : 0));
 	h->bits = (uint8_t)(s->codec == CODEC_QUANTIZE && !s->bits ? 4 : s->bits);
-	h->row = s->row ? s->row : default_row(h);
+	h->group_size = s->group_size ? s->group_size : default_row(h);
 	return row_asked(h) ? CODEC_OK : CODEC_BAD_SPEC;
 }
 
@@ -65,8 +65,9 @@ static codec_status header_check(const struct header *h, codec_fault *f)
 		BAD(WIRE_AT_CODED, h->coded, q.entropy);
 	if (h->flags & ~WIRE_FLAG_SEGMENTS)
 		BAD(WIRE_AT_FLAGS, h->flags, WIRE_FLAG_SEGMENTS);
-	if (h->flags ? h->row != 0 : !row_allowed(q, h->row)) /* otherwise the side section has the row of each part */
-		BAD(WIRE_AT_PARAMS + WIRE_PARAM_ROW, h->row, 0);
+	if (h->flags ? h->group_size != 0
+		     : !row_allowed(q, h->group_size)) /* otherwise the side section has the row of each part */
+		BAD(WIRE_AT_PARAMS + WIRE_PARAM_GROUP_SIZE, h->group_size, 0);
 	return CODEC_OK;
 }
 

@@ -5,7 +5,7 @@ static void add_part(struct job *j, uint64_t start, uint64_t count, uint32_t row
 {
 	struct part *p = job_parts(j) + j->nparts++;
 
-	*p = (struct part){.start = start, .count = count, .first_block = j->h.nblocks, .row = row};
+	*p = (struct part){.start = start, .count = count, .first_block = j->h.nblocks, .group_size = row};
 	p->first_sum = (uint32_t)j->nsums;
 	j->nsums += (count + WIRE_TREE - 1) / WIRE_TREE;
 	j->h.nblocks += row_nblocks(header_kind(&j->h), row, count);
@@ -14,7 +14,7 @@ static void add_part(struct job *j, uint64_t start, uint64_t count, uint32_t row
 static void add_flat(struct job *j, uint64_t start, uint64_t end)
 {
 	if (end > start)
-		add_part(j, start, end - start, row_in_use(header_kind(&j->h), j->h.row, 1, NULL));
+		add_part(j, start, end - start, row_in_use(header_kind(&j->h), j->h.group_size, 1, NULL));
 }
 
 /* Cut a tensor into parts for encoding, count the blocks, and set the header's row to the one in use. */
@@ -24,8 +24,8 @@ void rows_cut(struct job *j, const codec_context *with)
 
 	j->nparts = j->nsums = j->h.nblocks = 0;
 	if (!with->nsegments) {
-		add_part(j, 0, j->h.n, row_in_use(header_kind(&j->h), j->h.row, j->h.rank, j->h.shape));
-		j->h.row = job_parts(j)->row;
+		add_part(j, 0, j->h.n, row_in_use(header_kind(&j->h), j->h.group_size, j->h.rank, j->h.shape));
+		j->h.group_size = job_parts(j)->group_size;
 		return;
 	}
 	for (uint64_t i = 0; i < with->nsegments; i++) {
@@ -36,11 +36,11 @@ void rows_cut(struct job *j, const codec_context *with)
 		if (count < WIRE_PART_MIN)
 			continue;
 		add_flat(j, flat, s->offset);
-		add_part(j, s->offset, count, row_in_use(header_kind(&j->h), j->h.row, s->rank, s->shape));
+		add_part(j, s->offset, count, row_in_use(header_kind(&j->h), j->h.group_size, s->rank, s->shape));
 		flat = end;
 	}
 	add_flat(j, flat, j->h.n);
-	j->h.row = 0;
+	j->h.group_size = 0;
 	j->h.flags |= WIRE_FLAG_SEGMENTS;
 }
 
@@ -68,9 +68,9 @@ struct place rows_place(const struct job *j, uint64_t block)
 	}
 	p += lo;
 	block -= p->first_block;
-	n = row_block_n(q, p->row, p->count, block);
-	return (struct place){p, p->start + block * row_block(q, p->row), n,
-			      row_count(p->row, n) * row_scale_nbytes(q)};
+	n = row_block_n(q, p->group_size, p->count, block);
+	return (struct place){p, p->start + block * row_block(q, p->group_size), n,
+			      row_count(p->group_size, n) * row_scale_nbytes(q)};
 }
 
 /* Return an upper bound in bytes of the regions of blocks [first, first + count); exact without an entropy stage. */
@@ -81,7 +81,7 @@ uint64_t rows_regions_nbytes(const struct job *j, uint64_t first, uint64_t count
 	for (uint64_t b = first; b < first + count; b++) {
 		struct place at = rows_place(j, b);
 
-		nbytes += row_region_nbytes(header_kind(&j->h), at.part->row, at.n);
+		nbytes += row_region_nbytes(header_kind(&j->h), at.part->group_size, at.n);
 	}
 	return nbytes;
 }
@@ -90,7 +90,7 @@ uint64_t rows_regions_nbytes(const struct job *j, uint64_t first, uint64_t count
 uint64_t rows_bound(const struct header *h)
 {
 	const struct row_kind q = header_kind(h);
-	uint32_t row = row_in_use(q, h->row, h->rank, h->shape);
+	uint32_t row = row_in_use(q, h->group_size, h->rank, h->shape);
 	uint64_t nblocks = row_nblocks(q, row, h->n), nparts = WIRE_MAX_PARTS(h->n), most, cut;
 	uint64_t head = WIRE_AT_SHAPE + 8 * (uint64_t)h->rank + ALIGN8(16 + (q.entropy ? BOOK_MAX_NBYTES : 0));
 
@@ -101,7 +101,7 @@ uint64_t rows_bound(const struct header *h)
 	 * least ROW_LEAST.
 	 */
 	most = nblocks * (WIRE_DIRECTORY_ENTRY + 16) + (row_count(row, h->n) + (row ? nblocks : 0)) * 8;
-	row = h->row == CODEC_ROW_LAST ? ROW_LEAST : row;
+	row = h->group_size == CODEC_GROUP_SIZE_ROW ? ROW_LEAST : row;
 	cut = h->n / (WIRE_ROW_BLOCK / 2) + nparts;
 	cut = cut * (WIRE_DIRECTORY_ENTRY + 16) + (row ? (h->n / row + cut) * 8 : 0) +
 	      nparts * (WIRE_SEGMENT_NBYTES + 8);
@@ -113,7 +113,7 @@ uint64_t rows_side_nbytes(const struct job *j)
 	uint64_t nbytes = j->h.flags & WIRE_FLAG_SEGMENTS ? 4 + WIRE_SEGMENT_NBYTES * j->nparts : 0;
 
 	/* either all parts have rows or none */
-	return nbytes + (row_part_scaled(header_kind(&j->h), job_parts(j)->row) ? 8 * j->nparts : 0);
+	return nbytes + (row_part_scaled(header_kind(&j->h), job_parts(j)->group_size) ? 8 * j->nparts : 0);
 }
 
 void rows_write(const struct job *j, uint8_t *dst)
@@ -126,11 +126,11 @@ void rows_write(const struct job *j, uint8_t *dst)
 		dst += 4;
 		for (; p < end; p++, dst += WIRE_SEGMENT_NBYTES) {
 			store64(dst, p->count);
-			store32(dst + 8, p->row);
+			store32(dst + 8, p->group_size);
 			store32(dst + 12, 0);
 		}
 	}
-	for (p = job_parts(j); p < end && row_part_scaled(q, p->row); p++, dst += 8) {
+	for (p = job_parts(j); p < end && row_part_scaled(q, p->group_size); p++, dst += 8) {
 		store32(dst, round_bits(p->scale[0]));
 		store32(dst + 4, round_bits(p->scale[1]));
 	}
@@ -191,9 +191,9 @@ codec_status rows_read(const uint8_t *frame, uint64_t at, uint64_t end, struct j
 	if (j->h.flags & WIRE_FLAG_SEGMENTS)
 		TRY(read_records(frame, &at, end, j, f));
 	else
-		add_part(j, 0, j->h.n, j->h.row);
+		add_part(j, 0, j->h.n, j->h.group_size);
 	for (struct part *p = job_parts(j); p < job_parts(j) + j->nparts; p++) {
-		if (!row_part_scaled(header_kind(&j->h), p->row))
+		if (!row_part_scaled(header_kind(&j->h), p->group_size))
 			continue;
 		if (end - at < 8)
 			BAD(at, end - at, 8);
@@ -238,6 +238,6 @@ uint64_t rows_region_bound(const struct job *j)
 	uint64_t most = 0;
 
 	for (const struct part *p = job_parts(j); p < job_parts(j) + j->nparts; p++)
-		most = MAX(most, row_region_nbytes(q, p->row, MIN(p->count, row_block(q, p->row))));
+		most = MAX(most, row_region_nbytes(q, p->group_size, MIN(p->count, row_block(q, p->group_size))));
 	return most;
 }

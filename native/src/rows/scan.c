@@ -60,9 +60,9 @@ uint64_t rows_scan_count(const struct job *j)
 {
 	int given = j->h.codec == CODEC_TERNARY && j->scale > 0 && !(j->clip > 0);
 
-	if (j->residual && !j->one_pass)
+	if (j->residual && !j->no_verify_first)
 		return j->nsums;
-	return row_part_scaled(header_kind(&j->h), job_parts(j)->row) && !given ? j->nsums : 0;
+	return row_part_scaled(header_kind(&j->h), job_parts(j)->group_size) && !given ? j->nsums : 0;
 }
 
 void rows_scan(struct job *j, const struct kernels *k, const struct source *src, uint64_t first, uint64_t count)
@@ -121,7 +121,7 @@ codec_status rows_finish(struct job *j)
 		}
 		if (max >= ROUND_INF && !(q.options & WIRE_OPTION_PROPAGATE))
 			return CODEC_NONFINITE;
-		if (!row_part_scaled(q, p->row))
+		if (!row_part_scaled(q, p->group_size))
 			continue;
 		pairs_total(&pairs, total);
 		switch (q.codec) {
@@ -200,9 +200,9 @@ codec_status rows_scales(const struct job *j, const struct kernels *k, const str
 			 const float_any *x, uint64_t n, struct work *w, uint8_t *stored)
 {
 	uint32_t limit = j->h.options & WIRE_OPTION_PROPAGATE ? ROUND_INF : ROUND_ABS + 1;
-	uint64_t nbytes = row_scale_nbytes(*q), nrows = row_count(p->row, n);
+	uint64_t nbytes = row_scale_nbytes(*q), nrows = row_count(p->group_size, n);
 
-	k->abs_max(x, n, p->row, limit, w->max);
+	k->abs_max(x, n, p->group_size, limit, w->max);
 	for (uint64_t r = 0; r < nrows; r++, stored += nbytes) {
 		if (w->max[r] >= ROUND_INF)
 			return CODEC_NONFINITE;

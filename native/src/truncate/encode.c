@@ -127,7 +127,7 @@ static codec_status choose_symbols(const codec_context *with, struct job *j)
 		TRY(codebook_load(with->codebooks, &j->h, j->books));
 		j->codebook_id = with->codebooks->id;
 	} else {
-		book_from_counts(j->books, j->sample.counts[0], j->h.cap);
+		book_from_counts(j->books, j->sample.counts[0], j->h.max_code_length);
 	}
 	book_to_codes(j->books, j->codes);
 	j->h.coded = 1;

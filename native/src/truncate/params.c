@@ -7,18 +7,18 @@ static int own_fault(const struct header *h)
 
 	if (h->options & WIRE_OPTION_BITS && h->variant != WIRE_LEVELS_SHARED)
 		return WIRE_PARAM_OPTIONS;
-	return h->bits && !is_fixed ? WIRE_PARAM_BITS : h->guard && is_fixed ? WIRE_PARAM_ROW : -1;
+	return h->bits && !is_fixed ? WIRE_PARAM_BITS : h->guard && is_fixed ? WIRE_PARAM_GROUP_SIZE : -1;
 }
 
 static codec_status params_ask(const codec_spec *s, struct header *h)
 {
 	const struct codec *c = codec_of(h->codec);
 
-	if (s->model || s->row || s->seed || s->scale != 0 || s->clip != 0 || s->bits > c->max_bits ||
-	    s->variant >= c->nvariants || s->cap > WIRE_MAX_CAP || s->guard < LEAST_GUARD || s->guard > MOST_GUARD ||
-	    s->options & ~(uint32_t)(CODEC_OPTION_BITS | CODEC_OPTION_CUT))
+	if (s->model || s->group_size || s->seed || s->scale != 0 || s->clip != 0 || s->bits > c->max_bits ||
+	    s->variant >= c->nvariants || s->max_code_length > WIRE_MAX_CODE_LENGTH || s->guard < LEAST_GUARD ||
+	    s->guard > MOST_GUARD || s->options & ~(uint32_t)(CODEC_OPTION_BITS | CODEC_OPTION_CUT))
 		return CODEC_BAD_SPEC;
-	h->cap = (uint8_t)(s->cap ? s->cap : WIRE_MAX_CAP);
+	h->max_code_length = (uint8_t)(s->max_code_length ? s->max_code_length : WIRE_MAX_CODE_LENGTH);
 	h->variant = (uint8_t)s->variant;
 	h->bits = (uint8_t)s->bits;
 	h->options = (uint8_t)s->options;

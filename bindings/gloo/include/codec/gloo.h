@@ -64,7 +64,7 @@ namespace codec::gloo
 
 /**
  * Return a spec with the defaults of codec.h. The defaults of Python differ in two codecs: Quantize has
- * CODEC_OPTION_STOCHASTIC, and Truncate has CODEC_LEVELS_CODED and a guard of -8.
+ * CODEC_OPTION_STOCHASTIC, and Truncate has CODEC_LEVEL_CODING_CODED and a guard of -8.
  */
 inline codec_spec spec_of(uint32_t codec)
 {
@@ -563,7 +563,8 @@ private:
 		mix(PROTOCOL);
 		mix(kind);
 		mix(uint32_t(CODEC_FORMAT_VERSION));
-		for (uint32_t word : {s.codec, s.cap, s.model, s.variant, s.options, s.bits, s.row, s.seed})
+		for (uint32_t word :
+		     {s.codec, s.max_code_length, s.model, s.variant, s.options, s.bits, s.group_size, s.seed})
 			mix(word);
 		mix(s.scale);
 		mix(s.clip);

@@ -376,7 +376,7 @@ private:
 		with.ncodebooks = codebook != nullptr;
 		with.stream = stream * APART + number;
 		if (feedback) { /* one pass: after an error the caller restores the residual */
-			with.flags = CODEC_FEEDBACK | CODEC_ONE_PASS;
+			with.flags = CODEC_FEEDBACK | CODEC_NO_VERIFY_FIRST;
 			feedback += piece.begin;
 		}
 		check(codec_scratch(&spec, &src, &nbytes));
@@ -400,7 +400,7 @@ private:
 
 	const codec_metric *shared() const
 	{
-		return spec.codec == CODEC_TRUNCATE && spec.variant == CODEC_LEVELS_SHARED ? metric : nullptr;
+		return spec.codec == CODEC_TRUNCATE && spec.variant == CODEC_LEVEL_CODING_SHARED ? metric : nullptr;
 	}
 
 	void decode(Bytes frame, const codec_spec &of, const Piece &piece, uint32_t to_dtype, void *to, uint32_t into,

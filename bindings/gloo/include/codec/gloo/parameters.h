@@ -37,8 +37,8 @@ inline codec_tensor tensor_of(uint32_t dtype, const void *data, uint64_t n)
 
 /*
  * The header fields that all frames of a spec share. To resolve defaults, the constructor encodes a frame of one
- * value and reads its header. A frame of TRUNCATE would need the optimizer's state; of its fields only `cap` has a
- * default that a header resolves.
+ * value and reads its header. A frame of TRUNCATE would need the optimizer's state; of its fields only
+ * `max_code_length` has a default that a header resolves.
  *
  * `seed`, `scale` and `clip` are not in a header. `guard` is compared only without a metric, since the encoder
  * adjusts it to the dtype of the parameters.
@@ -51,7 +51,7 @@ public:
 	    : spec_(spec), has_metric_(has_metric)
 	{
 		if (spec.codec == CODEC_TRUNCATE)
-			spec_.cap = spec.cap ? spec.cap : 8;
+			spec_.max_code_length = spec.max_code_length ? spec.max_code_length : 8;
 		else
 			encode_one(dtype, memory);
 	}
@@ -63,15 +63,16 @@ public:
 	void check(const codec_info &info, bool any_row) const
 	{
 		const codec_spec &s = info.spec;
-		const bool row = any_row || !info.n || s.row == spec_.row;
+		const bool row = any_row || !info.n || s.group_size == spec_.group_size;
 		const bool guard = has_metric_ || s.guard == spec_.guard;
 
 		if (s.codec != spec_.codec)
 			throw FrameError(CODEC_BAD_SPEC, "a frame of codec " + std::to_string(s.codec) +
 								 " was received; the ranks agreed on codec " +
 								 std::to_string(spec_.codec));
-		if (!row || !guard || s.cap != spec_.cap || s.model != spec_.model || s.variant != spec_.variant ||
-		    s.options != spec_.options || s.bits != spec_.bits || info.clipped != clipped_)
+		if (!row || !guard || s.max_code_length != spec_.max_code_length || s.model != spec_.model ||
+		    s.variant != spec_.variant || s.options != spec_.options || s.bits != spec_.bits ||
+		    info.clipped != clipped_)
 			throw FrameError(
 				CODEC_BAD_SPEC,
 				"a frame was received whose parameters are not those that the ranks agreed on");
