@@ -298,7 +298,7 @@ std::string late(Rank &me)
 			try {
 				group.allreduce(above.data(), n, dtype, spec_of(codec), options);
 				throw std::logic_error("a sum that the dtype cannot hold");
-			} catch (const SpecError &e) {
+			} catch (const ArgumentError &e) {
 				EXPECT(e.status() == CODEC_NONFINITE);
 			}
 			EXPECT(above == before);

@@ -120,7 +120,7 @@ std::string spoilt(Rank &me)
 
 			if (me.rank == 1) {
 				x[9999] = NAN;
-				EXPECT(thrown<SpecError>([&] { blocks.encode(x.data()); }) == CODEC_NONFINITE);
+				EXPECT(thrown<ArgumentError>([&] { blocks.encode(x.data()); }) == CODEC_NONFINITE);
 				blocks.give_up();
 			} else {
 				blocks.encode(x.data());

@@ -138,7 +138,7 @@ public:
 				detail::Reduction r = reduction(values, n, dtype, spec, options);
 
 				if ((r.residual || r.sums_residual) && chosen(options, r) == Algorithm::ring)
-					throw SpecError(
+					throw ArgumentError(
 						CODEC_BAD_ARGUMENT,
 						"a ring has no error feedback: its frames hold other ranks' values");
 				if (chosen(options, r) == Algorithm::blocks)
@@ -220,24 +220,25 @@ private:
 	static constexpr std::chrono::milliseconds GLOO_TIMEOUT = std::chrono::seconds(30); /* the default of Gloo */
 	enum class Kind { allreduce, reduce_scatter, allgather };
 
-	/* Return the number of values of all ranks, n each. Throws SpecError if it is too large, or if out is null. */
+	/* Return the number of values of all ranks, n each. Throws ArgumentError if it is too large, or if out is null.
+	 */
 	size_t of_all(size_t n, const void *out) const
 	{
 		if (!out && n)
-			throw SpecError(CODEC_BAD_ARGUMENT, "no memory for the result");
+			throw ArgumentError(CODEC_BAD_ARGUMENT, "no memory for the result");
 		if (n > SIZE_MAX / sizeof(float) / channel_.size)
-			throw SpecError(CODEC_BAD_SHAPE, "there is no memory for as many values");
+			throw ArgumentError(CODEC_BAD_SHAPE, "there is no memory for as many values");
 		return n * channel_.size;
 	}
 
-	/* Return the arguments as a Reduction. Throws SpecError if one cannot be used. */
+	/* Return the arguments as a Reduction. Throws ArgumentError if one cannot be used. */
 	detail::Reduction reduction(const void *values, size_t n, uint32_t dtype, const codec_spec &spec,
 				    const Options &options)
 	{
 		if (dtype != CODEC_FLOAT32 && dtype != CODEC_BFLOAT16 && dtype != CODEC_FLOAT16)
-			throw SpecError(CODEC_BAD_DTYPE, "only float32, bfloat16 and float16 can be reduced");
+			throw ArgumentError(CODEC_BAD_DTYPE, "only float32, bfloat16 and float16 can be reduced");
 		if (!values && n)
-			throw SpecError(CODEC_BAD_ARGUMENT, "no tensor");
+			throw ArgumentError(CODEC_BAD_ARGUMENT, "no tensor");
 		detail::check_segments(options.segments, n);
 		if (options.codebook)
 			detail::check(codec_codebook_check(options.codebook));
@@ -265,7 +266,7 @@ private:
 	}
 
 	/*
-	 * Throw SpecError unless tensor, `out` and residuals are aligned and do not overlap: each is written while
+	 * Throw ArgumentError unless tensor, `out` and residuals are aligned and do not overlap: each is written while
 	 * another one is still read.
 	 */
 	static void check_memory(const detail::Reduction &r, const uint8_t *out)
@@ -285,8 +286,8 @@ private:
 				good = good && (!b->p || begin >= other + r.n * b->itemsize || other >= end);
 			}
 			if (!good)
-				throw SpecError(CODEC_BAD_ARGUMENT, "tensor, out and residuals must be aligned to "
-								    "their values, and must not overlap");
+				throw ArgumentError(CODEC_BAD_ARGUMENT, "tensor, out and residuals must be aligned to "
+									"their values, and must not overlap");
 		}
 	}
 
@@ -300,8 +301,8 @@ private:
 	{
 		if (options.algorithm != Algorithm::automatic || options.out || options.sums_residual ||
 		    !options.segments.empty())
-			throw SpecError(CODEC_BAD_ARGUMENT,
-					"only an all-reduce takes an algorithm, segments, out and sums_residual");
+			throw ArgumentError(CODEC_BAD_ARGUMENT,
+					    "only an all-reduce takes an algorithm, segments, out and sums_residual");
 	}
 
 	static void check_blocks(const Options &options, const detail::Reduction &r)
@@ -309,7 +310,8 @@ private:
 		if (!is_fixed_rate(r.spec))
 			throw SpecError(CODEC_BAD_SPEC, "frames of this codec differ in size: they cannot be elements");
 		if (options.sums_residual || !options.segments.empty())
-			throw SpecError(CODEC_BAD_ARGUMENT, "blocks have no segments, and no error feedback of sums");
+			throw ArgumentError(CODEC_BAD_ARGUMENT,
+					    "blocks have no segments, and no error feedback of sums");
 	}
 
 	Algorithm chosen(const Options &options, const detail::Reduction &r) const
@@ -362,7 +364,7 @@ private:
 		const bool in_time = set_timeout(options);
 		try {
 			if (!in_time)
-				throw SpecError(
+				throw ArgumentError(
 					CODEC_BAD_ARGUMENT,
 					"the timeout must be from 1 ms to 10 years, in Options or in the context");
 			r.emplace(prepare());

@@ -216,7 +216,7 @@ inline std::vector<std::vector<size_t>> bounds_of(const Reduction &r, const std:
 }
 
 /*
- * Throw SpecError for Inf or NaN that encoding would refuse. For values and sums that are not encoded, so that an
+ * Throw ArgumentError for Inf or NaN that encoding would refuse. For values and sums that are not encoded, so that an
  * error does not depend on the algorithm.
  */
 inline void check_finite(const Reduction &r, uint32_t dtype, const void *values, uint64_t n)

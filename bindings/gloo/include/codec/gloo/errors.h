@@ -29,6 +29,12 @@ private:
 };
 
 /** An argument is invalid, or the codec refuses the values (CODEC_NONFINITE). */
+class ArgumentError : public Error
+{
+	using Error::Error;
+};
+
+/** The spec is invalid, or does not go with the call. */
 class SpecError : public Error
 {
 	using Error::Error;
@@ -53,7 +59,7 @@ public:
 namespace detail
 {
 
-/* Throw FrameError or SpecError unless the status is CODEC_OK. */
+/* Throw FrameError, SpecError or ArgumentError unless the status is CODEC_OK. */
 inline void check(codec_status status, const codec_fault *fault = nullptr)
 {
 	if (status == CODEC_OK)
@@ -64,7 +70,9 @@ inline void check(codec_status status, const codec_fault *fault = nullptr)
 			what += " (byte " + std::to_string(fault->offset) + ")";
 		throw FrameError(status, what);
 	}
-	throw SpecError(status, what);
+	if (status == CODEC_BAD_SPEC || status == CODEC_BAD_SCALE || status == CODEC_ROUNDED_SCALE)
+		throw SpecError(status, what);
+	throw ArgumentError(status, what);
 }
 
 } // namespace detail

@@ -23,7 +23,7 @@ enum class Op { mean, sum, max };
 namespace detail
 {
 
-/* Throw SpecError unless metrics ascend and their arrays have n values each. MetricOf relies on it. */
+/* Throw ArgumentError unless metrics ascend and their arrays have n values each. MetricOf relies on it. */
 inline void check_metrics(const codec_metric *metric, uint64_t n)
 {
 	uint64_t from = 0;
@@ -36,7 +36,7 @@ inline void check_metrics(const codec_metric *metric, uint64_t n)
 				good = good && (!t || (t->struct_nbytes >= sizeof *t && (t->data || !n) &&
 						       t->nbytes == n * codec_dtype_nbytes(t->dtype)));
 		if (!good)
-			throw SpecError(CODEC_BAD_ARGUMENT, "a metric, or an array of it, does not fit the tensor");
+			throw ArgumentError(CODEC_BAD_ARGUMENT, "a metric, or an array of it, does not fit the tensor");
 	}
 }
 

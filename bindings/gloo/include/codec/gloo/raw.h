@@ -12,7 +12,7 @@ namespace codec::gloo::detail
 
 /*
  * Throw for Inf or NaN in a sum that encoding would refuse: PeerError if a rank has sent one, which that rank reports
- * itself, else SpecError.
+ * itself, else ArgumentError.
  */
 inline void check_sum(const Reduction &r, uint32_t dtype, const void *sum, const std::vector<const uint8_t *> &parts,
 		      uint64_t n)

@@ -50,7 +50,7 @@ inline uint64_t values_of(const codec_segment &segment, uint32_t from = 0)
 	return n;
 }
 
-/* Throw SpecError unless segments ascend, do not overlap and end within n values. */
+/* Throw ArgumentError unless segments ascend, do not overlap and end within n values. */
 inline void check_segments(const Segments &segments, uint64_t n)
 {
 	uint64_t end = 0;
@@ -68,7 +68,7 @@ inline void check_segments(const Segments &segments, uint64_t n)
 			count *= good ? segment.shape[d] : 1;
 		}
 		if (!good || count > room)
-			throw SpecError(CODEC_BAD_SEGMENTS, codec_strerror(CODEC_BAD_SEGMENTS));
+			throw ArgumentError(CODEC_BAD_SEGMENTS, codec_strerror(CODEC_BAD_SEGMENTS));
 		end = segment.offset + count;
 	}
 }
