@@ -153,9 +153,8 @@ def begin(work: Work, jobs: Sequence[Job], *, close: bool = True) -> None:
     With ``close=False``, launch only the kernels that make decisions.
     """
     device = work.device
-    jobs = sorted(
-        jobs, key=lambda job: [kernel for kernel, _ in job.steps]
-    )  # jobs with the same kernel become adjacent
+    # sort, so that jobs with the same kernel become adjacent
+    jobs = sorted(jobs, key=lambda job: [kernel for kernel, _ in job.steps])
     device.prepare({"close_frame", *(kernel for job in jobs for kernel, _ in job.steps)})
     sizes = [size for job in jobs for size in job.zeros(device)]
     zeros = work.zeros(*[0 if job.written else WRITTEN_NBYTES for job in jobs], *sizes)
