@@ -23,10 +23,10 @@ import codec
 from codec import optimizers
 from codec._c.library import lib
 from codec.engines.cuda import cupy_backend, devices
-from codec.engines.cuda.batch_decode import Reading, Step, open_frames
+from codec.engines.cuda.batch_decode import BatchDecode, Step, open_frames
 from codec.engines.cuda.decoding import Frame, Sink
 from codec.engines.cuda.encoding import Encoding
-from codec.engines.cuda.engine import sums
+from codec.engines.cuda.engine import reduction_steps
 from codec.engines.cuda.job import begin as begin_jobs
 from codec.engines.cuda.workspace import Work
 from codec.engines.request import DecodeRequest, EncodeRequest
@@ -175,12 +175,12 @@ def begun(frames: Sequence[Any], steps: Callable[[list[Frame]], list[Step]], int
     for frame in opened:
         frame.open(new(frame, into), into)
 
-    def begin() -> Reading:
+    def begin() -> BatchDecode:
         wanted = steps(opened)
-        reading = Reading(work, opened, wanted)
+        batch = BatchDecode(work, opened, wanted)
         for i in range(len(wanted)):
-            reading.begin(i)
-        return reading
+            batch.begin(i)
+        return batch
 
     return begin
 
@@ -227,7 +227,7 @@ def reduced(rate: float, log2: int) -> dict[str, Any]:
     frames = [codec.encode(gradient(shape, "float32"), codec.Float8()) for _ in range(8)]
     out = cupy.empty(shape, cupy.float32)
     to = view_output(out, "float32").address
-    taken = timed(begun(frames, lambda opened: sums(opened, to, "mean"), lib.CODEC_INTO_FLOAT32))
+    taken = timed(begun(frames, lambda opened: reduction_steps(opened, to, "mean"), lib.CODEC_INTO_FLOAT32))
     nbytes = sum(frame.nbytes for frame in frames)
     moved = out.nbytes + nbytes
     return row_of("reduce of 8 Float8", 8 * out.nbytes, moved, 8 * out.size, 8 * nbytes, rate, decode=taken)

@@ -122,9 +122,9 @@ def test_no_cache_for_an_unknown_user():
 
 @pytest.mark.parametrize("names", [b'{"a": "b"}', b"5", b"null", b"[1]", b'"x"', b"{", b"\xff", b""])
 def test_cached_code_must_name_the_requested_kernels(names):
-    assert kernels._unpacked(names + b"\nimage", ("close_frame",)) is None
+    assert kernels._deserialize(names + b"\nimage", ("close_frame",)) is None
     code = kernels.Code(b"im\nage", {"close_frame": "_Z"})
-    assert kernels._unpacked(kernels._packed(code), ("close_frame",)) == code
+    assert kernels._deserialize(kernels._serialize(code), ("close_frame",)) == code
 
 
 def test_warmup_warns_of_a_shared_numba_cache(tmp_path, monkeypatch):
