@@ -1,17 +1,17 @@
-"""Bits per bfloat16 activation, for the library's frames and for other choices of symbols.
+"""Cost of lossless bfloat16 activations in bits per value, for the codec and for other choices of symbols.
 
     python bench/codec/activations.py                      # trains a small language model first: two minutes
-    python bench/codec/activations.py hidden.npz           # arrays of files, as in bench/codec/peers.py
+    python bench/codec/activations.py hidden.npz           # arrays of files, read as in bench/codec/peers.py
 
-codec       lossless frames of the library
-openzl      frames of OpenZL, which codes exponents by FSE (bench/codec/peers.py), if it is installed
-entropy     entropy of exponents plus 8 bits for sign and mantissa: the limit of a coder of fractional bits
-exponent    codes of at most 8 bits for exponents plus 8 bits: a frame without its overhead
-+1, +2      symbols with one or two upper bits of the mantissa; 7 or 6 bits remain raw
-low 1, 2    symbols with one or two lowest bits of the mantissa
-both        entropy of sign and mantissa in place of 8 bits: the limit of coding both separately
+codec       Lossless frames
+openzl      OpenZL frames, whose exponents are coded by FSE (bench/codec/peers.py), if OpenZL is installed
+entropy     entropy of the exponents, plus 8 bits for sign and mantissa: the limit of any coder of exponents alone
+exponent    length-capped codes (8 bits) for exponents, plus 8 bits: a frame without its overhead
++1, +2      symbols that include the highest 1 or 2 mantissa bits; 7 or 6 bits are packed
+low 1, 2    symbols that include the lowest 1 or 2 mantissa bits
+both        entropy of the exponents plus entropy of sign and mantissa: the limit if both are coded separately
 
-Codes are made from all values, and escapes are counted.
+Codes are made from all values of a tensor; escapes are counted.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def study(x: Array) -> dict[str, float | None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument("--steps", type=int, default=300, help="of the training (300)")
+    parser.add_argument("--steps", type=int, default=300, help="training steps (300)")
     args = parser.parse_args()
     found = {} if args.files else activations(args.steps)
     for path in args.files:

@@ -1,7 +1,7 @@
-"""Microseconds of calls with small tensors, in which the overhead of a call dominates.
+"""Microseconds per call for small tensors, whose time is the overhead of a call. Takes 15 seconds.
 
-`1 of 200` is one tensor's share of encode_many and decode_many, `alone` a single call for the same tensor. Calls of all
-kinds alternate, so that each finds caches and branch predictors as the others left them.
+``1 of 200`` is the time of encode_many or decode_many divided by 200 tensors; ``alone`` is a single call for the same
+tensor. Calls of all kinds alternate, so that caches and branch predictors are in the same state for each.
 """
 
 import argparse
@@ -57,7 +57,9 @@ def measure(x: np.ndarray[Any, Any]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--values", nargs="+", type=int, default=[64, 1024], help="of a tensor, float32 (64 1024)")
+    parser.add_argument(
+        "--values", nargs="+", type=int, default=[64, 1024], help="values of a float32 tensor (64 1024)"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     results = {n: measure(tensor("float32", n)) for n in args.values}

@@ -1,14 +1,14 @@
-/* coder.c - lossless coding but for the checksum and the sampling, as the library does it: for each instruction set,
- * beside memcpy, in one run.
- *
- * A bfloat16 matrix with scales by row and column, under the scale model. Timed is what is done to blocks: offsets,
- * values to symbols and mantissas, codes, state and words into a region; and back, two blocks at a time, all bounds
- * checks included. (Encoding sums up the plane of mantissas meanwhile, for that goes past the caches.)
- *
- * Printed: symbols per second, that over bytes per second of memcpy, and the fraction reached of what memory allows:
- * bytes that must be read and written, at memcpy's rate.
+/*
+ * coder.c - speed of lossless coding without checksum and sampling, for each instruction set, and of memcpy.
  *
  *   coder [--json] [ROWS COLS]
+ *
+ * The input is a bfloat16 matrix with scales by row and column, coded with the scale model. Encoding turns blocks into
+ * offsets, symbols, mantissas, codes, lane states and words; it also sums the plane of mantissas, which is written with
+ * non-temporal stores. Decoding does the reverse for two blocks at a time, with all bounds checks.
+ *
+ * Prints symbols per second, symbols per second / bytes per second of memcpy, and the fraction of the memory limit: the
+ * bytes that must be read and written, at memcpy's rate.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -39,7 +39,7 @@ static uint32_t noise(void)
 	return (uint32_t)(s >> 32);
 }
 
-/* Exponents of a normal variable are nearly geometric below their top. */
+/* Exponents of normal values are nearly geometrically distributed below the maximum. */
 static uint32_t exponent(void)
 {
 	uint32_t top = noise() % 3, e = 127 - (uint32_t)__builtin_ctz(noise() | 1u << 20);
@@ -61,7 +61,7 @@ struct run {
 	void *job, *memory;
 };
 
-/* Seconds of a pass. */
+/* Return the seconds of a pass. */
 static double encode(struct run *r, const struct kernels *k, const codec_context *with)
 {
 	struct job *j = job_place(r->job);
@@ -123,7 +123,7 @@ static double decode(struct run *r, const struct kernels *k, const codec_context
 				fail("decode");
 	}
 	start = now() - start;
-	call_leave(call_enter()); /* stores in order */
+	call_leave(call_enter()); /* call_leave orders non-temporal stores */
 	return start;
 }
 
@@ -163,7 +163,7 @@ int main(int argc, char **argv)
 	if (codec_encode(&r.spec, &r.t, r.frame, r.capacity, &r.written, NULL, NULL, r.memory, scratch) != CODEC_OK)
 		fail("encode");
 	moved = 2 * (double)n + (double)r.written;
-	for (int round = 0; round < ROUNDS; round++) { /* in turn, so that noise meets all */
+	for (int round = 0; round < ROUNDS; round++) { /* alternate, so that noise affects all alike */
 		double start = now();
 
 		memcpy(r.back, r.values, 2 * n);
@@ -185,7 +185,7 @@ int main(int argc, char **argv)
 				fail("not the same");
 		}
 	}
-	least = copy * moved / (2 * (double)n); /* copy: seconds for as many bytes as there are symbols */
+	least = copy * moved / (2 * (double)n); /* copy: seconds of memcpy for one byte per symbol */
 	if (json)
 		printf("{\"memcpy_gbps\": %.3f, \"isas\": [", (double)n / copy / 1e9);
 	else

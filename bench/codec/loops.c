@@ -1,7 +1,9 @@
-/* loops.c - the loops of kernels.h by themselves, in cache: values per second for each instruction set, and the bytes
- * of memcpy, in the same run. What a change of a loop is worth; the coder as the library uses it is coder.c's.
+/*
+ * loops.c - speed of each loop of isa/kernels.h with data in cache, for each instruction set, and of memcpy.
  *
- *   loops [NAME]    those whose name contains NAME
+ *   loops [NAME]    only loops whose name contains NAME
+ *
+ * Prints values per second. Use this to compare versions of a loop; coder.c measures the coder as the library runs it.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,12 +17,12 @@
 #define WORDS (N / 2 + 2 * LANES_SLACK)
 #define MOST_ISAS 8
 
-/* Two blocks, as decoding takes them. */
+/* Two blocks: decoding processes two at a time. */
 static struct fixture {
 	const struct kernels *k;
 	book_codes codes;
 	book_lookup lookup;
-	/* as in a thread's buffers, from cache lines on */
+	/* aligned to cache lines, as a thread's buffers are */
 	_Alignas(64) uint8_t values[4 * N];
 	_Alignas(64) uint8_t back[4 * N + 64];
 	_Alignas(64) uint8_t plane[4][N + 64];
@@ -28,7 +30,7 @@ static struct fixture {
 	_Alignas(64) uint8_t decoded[2][N + 64];
 	_Alignas(64) uint16_t offset[N], pattern[N];
 	int8_t cols[N];
-	uint8_t exponent[N], drop[N], width[N]; /* of truncated floats */
+	uint8_t exponent[N], drop[N], width[N]; /* of Truncate */
 	uint32_t words[WORDS], escaped[2][N / 32], *first;
 	lanes state, start, scratch[2];
 	size_t nwords;
@@ -62,7 +64,7 @@ static void encode(void)
 		f.k->encode_lanes(&f.codes, f.symbol, N / WIRE_ROW, f.words + WORDS, &f.state, f.escaped[0], &NOTHING);
 }
 
-/* What the decoder is given: as encode_plane and open_plane do it. */
+/* Prepare the input of the decoder as encode_plane and open_plane do. */
 static void begin(int spread)
 {
 	uint32_t counts[256] = {0};
@@ -118,7 +120,7 @@ static void check_two(void)
 	decode(2, 1);
 }
 
-/* In pieces of OFFSETS values, as blocks are. */
+/* Process OFFSETS values at a time, as the library does. */
 #define IN_PIECES(width, call)                                                                                         \
 	for (size_t i = 0; i < N; i += OFFSETS) {                                                                      \
 		uint8_t *at[4] = {f.plane[0] + i, f.plane[1] + i, f.plane[2] + i, f.plane[3] + i};                     \
@@ -178,7 +180,7 @@ static void rows(void)
 	f.sink += f.k->rows(f.plane[3], N, bitmap);
 }
 
-/* Float32 under AdamW, rounded by levels or by bit; a tile at a time, as blocks are. */
+/* Truncate float32 under AdamW, by level or by bit, a tile at a time as the library does. */
 static const struct metric_terms TERMS = {1.0f, 1e5f, 1000.0f, 1e-8f, 0.1f};
 static const struct truncate_kind LEVELS = {23, 31, 127, 255, -3, 0, WIRE_DROPS_FLOAT32, WIRE_PIECES_FLOAT32};
 static const struct truncate_kind BITS = {23, 31, 127, 255, -3, 1, WIRE_DROPS_FLOAT32, WIRE_PIECES_FLOAT32};
@@ -285,7 +287,7 @@ static const struct {
 	{"join levels", join, N},
 };
 
-/* Shortest time of a run, of several. */
+/* Return the shortest time of several runs. */
 static double seconds(void (*run)(void))
 {
 	double best = 1e9;
@@ -305,7 +307,7 @@ static void table(const char *only)
 {
 	double rate[sizeof LOOPS / sizeof *LOOPS][MOST_ISAS] = {{0}};
 
-	/* instruction sets in turn, so that noise meets all of them */
+	/* alternate instruction sets, so that noise affects all alike */
 	for (size_t i = 0; i < sizeof LOOPS / sizeof *LOOPS; i++)
 		for (uint32_t isa = 0; codec_isa_name(isa); isa++) {
 			codec_context with = {.struct_nbytes = sizeof with, .isa = isa + 1};

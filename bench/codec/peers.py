@@ -1,9 +1,9 @@
-"""Compare size and speed with other compressors of floats: one thread, same bytes, same run.
+"""Compare size and speed with other compressors of floating-point data: one thread, equal bytes, one run.
 
-The tensors are the committed sample, or the .npz files given: every array of a file is a tensor; if the file has
-``shapes`` (the text of a list of shapes), 1-D arrays of that many values are buckets of tensors with these shapes.
-Arrays of uint16 whose name ends in ``_bits`` are bfloat16. ``--made``: matrices of 9 MB with scales by row and column
-instead, and one of them flat.
+The tensors are the committed gradients or the given .npz files. Every array of a file is a tensor. If a file has
+``shapes`` (the text of a list of shapes), 1-D arrays with as many values in all are buckets of tensors with these
+shapes. Arrays of uint16 whose name ends in ``_bits`` are bfloat16. ``--made`` uses generated matrices of 9 MB instead,
+with scales by row and column, and one without.
 """
 
 import argparse
@@ -151,10 +151,12 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, default=SAMPLE)
-    parser.add_argument("--made", action="store_true", help="matrices of 9 MB instead of files")
-    parser.add_argument("--each", action="store_true", help="also every tensor of a bucket above 64 k values by itself")
-    parser.add_argument("--flat", action="store_true", help="also every bucket without its shapes")
-    parser.add_argument("--sizes-only", action="store_true", help="no timing")
+    parser.add_argument("--made", action="store_true", help="use generated matrices of 9 MB instead of files")
+    parser.add_argument(
+        "--each", action="store_true", help="also compress each tensor of a bucket that has more than 65,536 values"
+    )
+    parser.add_argument("--flat", action="store_true", help="also compress each bucket without its shapes")
+    parser.add_argument("--sizes-only", action="store_true", help="print sizes only")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []

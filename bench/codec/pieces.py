@@ -1,10 +1,15 @@
-"""GB/s of pieces of a large tensor on one thread, as all-reduces encode and decode them.
+"""Speed of encoding and decoding pieces of a large tensor on one thread, in GB/s, as in an all-reduce.
 
-``memory``: pieces of eight tensors in turn, which no cache holds. ``cache``: one piece again and again, as most
-benchmarks measure. ``past``: non-temporal stores to memory (``decode(nontemporal=True)``). An ordinary store first
-reads its cache line from memory, which takes longer than all the rest. ``mean of 2``: codec.reduce of two frames, as in
-an all-gather of two ranks, with ordinary and non-temporal stores and ``check_finite=True``. ``copy``: numpy.copyto from
-memory to memory in the same run. Encoding reads the tensor and decoding writes it; a frame is at most as large.
+memory      pieces of eight tensors in turn, which do not fit in any cache
+cache       one piece repeatedly, as most benchmarks do
+past        non-temporal stores (``codec.options(nontemporal=True)``); an ordinary store first reads its cache line from
+            memory
+mean of 2   codec.reduce of two frames, as in an all-gather of two ranks: ordinary and non-temporal stores, and
+            ``check_finite=True``
+copy        numpy.copyto from memory to memory in the same run
+
+GB are those of the tensor, which encoding reads and decoding writes. A frame has at most as many bytes. The run takes
+15 seconds.
 """
 
 import argparse
@@ -86,8 +91,8 @@ def measure(x: np.ndarray[Any, Any], piece: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=25, help="of the tensor (25)")
-    parser.add_argument("--piece", type=int, default=1 << 20, help="values of a piece (1,048,576)")
+    parser.add_argument("--mib", type=int, default=25, help="size of the tensor in MiB (25)")
+    parser.add_argument("--piece", type=int, default=1 << 20, help="number of values of a piece (1,048,576)")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     rows = measure(tensor("float32", args.mib << 18).ravel(), args.piece)

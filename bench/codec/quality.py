@@ -1,15 +1,14 @@
-"""Size and error of every lossy codec, on the committed gradients or the files given.
+"""Size and error of every lossy codec on the committed gradients or the given files. Takes a minute and a half.
 
-Bits per value include the whole frame. Errors are those of the decoded values.
+bits        bits per value of the whole frame
+error       root mean square of the error, relative to that of the gradient
+mean        mean magnitude of the decoded values, relative to the gradient's
+max         largest error, relative to the gradient's largest value
+bias        mean error * sqrt(number of values) / root mean square of the gradient; without bias about as large as
+            `error`
 
-error    root mean square over that of the gradient
-mean     mean magnitude of the error over that of the gradient
-max      largest error over the gradient's largest value
-bias     mean error over the gradient's root mean square, times the square root of the number of values; about
-         as large as `error` by chance
-
-Files with an optimizer's state also show how many parameters are unchanged by the loss after a step, and by how many
-units in the last place the others differ at most.
+Files with an optimizer's state also show how many parameters have the same bits after the optimizer's step as without
+compression, and the largest difference of the others in units in the last place.
 """
 
 import argparse
@@ -117,7 +116,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, default=SAMPLE)
-    parser.add_argument("--plot", type=Path, help="write error against bits as PNG")
+    parser.add_argument("--plot", type=Path, help="PNG file for a plot of error against bits")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     rows = [r for path in args.files for r in rows_of(path)]

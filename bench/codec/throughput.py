@@ -1,22 +1,27 @@
-"""GB/s of tensor bytes, into memory that exists.
+"""Speed of encoding and decoding in GB/s of tensor bytes, into memory that is allocated before.
 
-``decode`` checks all of a frame before it writes, as ``out=`` promises; ``decode once`` (one thread) checks as it
-writes, as C callers may.
+    python bench/codec/throughput.py                                  # everything: more than five minutes
+    python bench/codec/throughput.py --only lossy                     # one family
+    python bench/codec/throughput.py --dtypes float32 --sizes 1048576 # one dtype and size
 
-Lossless per dtype, instruction set, size and number of threads; then the lossy family, one thread, on float32.
-``float32:bfloat16`` is float32 whose values were made in bfloat16, as gradients are under autocast.
-``scaling`` is how many times as fast as by one thread a tensor is encoded by several; in brackets what the machine can
-do: as many one-thread calls at once, each with its part of the rows, over the same calls one after the other.
+Lossless is measured by dtype, instruction set, size and number of threads; lossy codecs on float32 with one thread.
 
-``copy`` is the bandwidth of numpy.copyto over the same tensor in the same run; machines differ and are noisy, so the
-fractions of it are what to compare. A copy reads and writes every byte of the tensor; lossless coding reads it and
-writes `size` of it (and back), so no coder can go faster than 2 / (1 + size) copies. The lossy codecs' roofline is the
-bytes that must be read and written (a tensor twice if one scale serves all of it, unless codes need none) at the copy's
-rate. Truncate is given as a fraction of the copy, for it also reads the optimizer's state. `reduce 4` adds up four
-frames: GB/s of their tensors together.
+decode          validates the whole frame before it writes, as ``decode(out=)`` guarantees
+decode once     validates while it writes (``verify_first=False``); one thread
+scaling         speed of encoding with several threads, relative to one. In brackets the limit of the machine: as many
+                calls with one thread at once, each with a part of the rows, relative to the same calls in sequence
+reduce 4        sum of four frames: GB/s of their tensors together
+copy            numpy.copyto of the same tensor in the same run. Machines differ, so compare fractions of it.
 
-``--engine numba`` prints that engine's rate and the fraction that it is of the native engine's by AVX2, codec by codec:
-rates are the best of five rounds, the fraction is the median of theirs.
+``float32:bfloat16`` is float32 whose values were computed in bfloat16, as gradients under autocast are.
+
+A copy reads and writes every byte. Lossless encoding reads the tensor and writes `size` of it, so no coder exceeds
+2 / (1 + size) copies. The roofline of a lossy codec is the time to read and write its bytes at the copy's rate; the
+tensor counts twice if one scale serves all values, unless the codes need no scale. Truncate also reads the optimizer's
+state, and is given as a fraction of the copy.
+
+``--engine numba`` prints the speed of the Numba engine, and its fraction of the native engine with AVX2: the best of
+five rounds, and the median of five fractions.
 """
 
 import argparse
@@ -255,13 +260,15 @@ def main() -> None:
     )
     parser.add_argument("--isas", nargs="+", default=list(codec.isas()))
     parser.add_argument(
-        "--sizes", nargs="+", type=int, default=[1 << 12, 1 << 20, 1 << 26], help="of tensors, in bytes"
+        "--sizes", nargs="+", type=int, default=[1 << 12, 1 << 20, 1 << 26], help="sizes of tensors in bytes"
     )
     parser.add_argument("--threads", nargs="+", type=int, default=[1, len(os.sched_getaffinity(0))])
     parser.add_argument("--cols", type=int, default=1024, help="columns of the matrices (1,024)")
     parser.add_argument("--lossy-dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--only", choices=("lossless", "lossy"))
-    parser.add_argument("--engine", default="native", choices=("native", "numba"), help="numba: beside AVX2")
+    parser.add_argument(
+        "--engine", default="native", choices=("native", "numba"), help="numba: compare with the native engine"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.engine != "native":

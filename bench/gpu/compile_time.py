@@ -1,4 +1,4 @@
-"""Seconds that NVRTC takes to compile each kernel of the CUDA engine, and to load it from the cache. Needs no GPU.
+"""Seconds to compile each kernel of the CUDA engine with NVRTC, and to load it from the cache. Needs no GPU.
 
 python bench/gpu/compile_time.py --arch sm_90
 """
@@ -31,7 +31,7 @@ def compiling(arch: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", default="sm_90", help="of which GPUs (sm_90)")
+    parser.add_argument("--arch", default="sm_90", help="architecture of the GPU (sm_90)")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     rows = compiling(args.arch)

@@ -252,10 +252,12 @@ def hot(kernel: str, what: str, about: Hot, code: Sequence[Instruction], found: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "kernels", nargs="*", default=list(dict.fromkeys(kernel for kernel, *_ in HOT)), help="their names"
+        "kernels", nargs="*", default=list(dict.fromkeys(kernel for kernel, *_ in HOT)), help="names of kernels"
     )
-    parser.add_argument("--arch", default="sm_90", help="of which GPUs (sm_90)")
-    parser.add_argument("--all", action="store_true", help="every loop, by its instructions, not by the row")
+    parser.add_argument("--arch", default="sm_90", help="architecture of the GPU (sm_90)")
+    parser.add_argument(
+        "--all", action="store_true", help="all loops, in instructions per iteration instead of per row"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if not args.all and (other := sorted(set(args.kernels) - {kernel for kernel, *_ in HOT})):

@@ -1,32 +1,32 @@
-"""All-reduce of real gradients over slow links: Gloo in float32, torch's hooks, and every codec.
+"""All-reduce of gradients over slow links: Gloo in float32, torch's hooks, and every codec.
 
     sudo python bench/network/allreduce.py                # 2 and 4 ranks, five links, every codec: half an hour
     sudo python bench/network/allreduce.py --quick        # a few codecs on 2 MiB: under two minutes
     sudo python bench/network/allreduce.py --ranks 4 --links 100mbit --codecs lossless float8 "sign, block"
 
-Ranks are processes in network namespaces (bench/network/netns.py: Linux, root, iproute2), each on cores of its own, or
-two on one where there are half as many; a token bucket limits what each may send. Each has gradients of its own:
-those of one real step, float32 that were made in bfloat16 as under autocast, with their parameters' shapes; Truncate
-has gradients with the optimizer's state beside them. A capture that is too short is taken again with the rows of its
-parameters turned, so that no two ranks have the same.
+Ranks are processes in network namespaces (bench/network/netns.py: Linux, root, iproute2). Each has cores of its own;
+two ranks share a core if there are half as many cores. A token bucket limits what each rank sends. Each rank has other
+gradients: those of one training step, float32 computed in bfloat16 as under autocast, with the shapes of their
+parameters. Truncate gets gradients with the optimizer's state. A capture that is too short is repeated with the rows
+of its parameters rotated, so that ranks differ.
 
-A row is what one all-reduce took, from when the first rank starts until the last has the mean; codecs write it apart
-(`out=`), Gloo and hooks in place. With `--algorithm auto` what is tried before it is chosen does not count:
+A row is one all-reduce, from the start of the first rank until the last has the mean. Codecs write to another tensor
+(`out=`); Gloo and hooks work in place. Trials of `--algorithm auto` are not counted.
 
-sent        bytes that left a rank's interface, with headers and acknowledgements; the average of the ranks
-frames      bytes that its frames of both phases have, had each rank's tensor been encoded as a whole
-cpu         a rank's own processor time, without that of the kernel's network; where ranks share cores they wait for it
-x raw       how many times as fast as dist.all_reduce of float32 on the same link in the same run, by medians
-allowed     how many times as fast it would be if frames were all that counts: 2 / (r1 + r2), sizes as fractions of the
-            tensor in the first and in the second phase
-reached     x raw over allowed
-error       root mean square of the result less the exact mean, over that of the mean
+sent        bytes that left a rank's interface, with headers and acknowledgements: mean of the ranks
+frames      bytes of a rank's frames in both phases, if its tensor were encoded as a whole
+cpu         CPU time of a rank, without the kernel's network stack. Ranks that share cores wait for each other
+x raw       speed relative to dist.all_reduce of float32 on the same link in the same run, by medians
+allowed     that speed if only the bytes of frames counted: 2 / (r1 + r2), the sizes in the first and second phase
+            relative to the tensor
+reached     x raw / allowed
+error       root mean square of the result minus the exact mean, relative to that of the mean
 
-Where other work shares the cores, rows vary by factors: compare those of a quiet machine. Links differ from their
-names, too, once the cores cannot fill them; the TCP rate that each rank really had stands above each table.
+Other load on the cores changes rows by factors: compare runs of an idle machine. The TCP rate that each rank really had
+stands above each table; it is lower than the link's if the cores cannot fill the link.
 
-If ranks end with different bits, or a codec's error is above what one two-shot with its frames has, the run fails.
-Hooks get one bucket with all parameters, outside of a model: torch's PowerSGD hook hangs on Gloo with two.
+The run fails if ranks end with different bits, or if a codec's error exceeds that of one two-shot all-reduce with its
+frames. Hooks get one bucket with all parameters, outside of a model: torch's PowerSGD hook hangs on Gloo with two.
 """
 
 import argparse
@@ -514,25 +514,25 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="numbers of ranks (2 4)")
     links = " ".join(netns.LINKS)
     parser.add_argument("--links", nargs="+", default=list(netns.LINKS), help=f"what a rank may send ({links})")
-    parser.add_argument("--codecs", nargs="+", help="codecs by the beginning of their names, or none (all)")
-    parser.add_argument("--mib", type=float, help="of float32 a rank (25)")
-    parser.add_argument("--repeat", type=int, help="least number of timed repetitions (5)")
-    parser.add_argument("--seconds", type=float, help="time for repetitions of one row, if there is more of it (0.5)")
+    parser.add_argument("--codecs", nargs="+", help="beginnings of names of codecs; none: no codec (all)")
+    parser.add_argument("--mib", type=float, help="MiB of float32 on each rank (25)")
+    parser.add_argument("--repeat", type=int, help="minimum number of timed repetitions (5)")
+    parser.add_argument("--seconds", type=float, help="minimum time for the repetitions of a row (0.5)")
     parser.add_argument(
-        "--pause", type=float, default=0, help="seconds before each repetition, such as backward() takes"
+        "--pause", type=float, default=0, help="seconds before each repetition, as backward() would take"
     )
     parser.add_argument("--data", type=Path, default=DATA, help="folder with other captures (.npz)")
-    parser.add_argument("--algorithm", default="two_shot", help="of codec.torch.all_reduce (two_shot)")
-    parser.add_argument("--in-place", action="store_true", help="codecs write to the tensor itself, last of all")
-    parser.add_argument("--threads", type=int, help="of each rank (cores / ranks, at least 1)")
-    parser.add_argument("--unbound", action="store_true", help="ranks may go from core to core")
-    parser.add_argument("--both-ways", action="store_true", help="limit what a rank receives, too")
+    parser.add_argument("--algorithm", default="two_shot", help="algorithm of codec.torch.all_reduce (two_shot)")
+    parser.add_argument("--in-place", action="store_true", help="also measure codecs that write to the tensor itself")
+    parser.add_argument("--threads", type=int, help="threads of each rank (cores / ranks, at least 1)")
+    parser.add_argument("--unbound", action="store_true", help="do not bind ranks to cores")
+    parser.add_argument("--both-ways", action="store_true", help="also limit what a rank receives")
     parser.add_argument("--congestion", help="TCP's congestion control (the machine's)")
     parser.add_argument("--no-restart", action="store_true", help="net.ipv4.tcp_slow_start_after_idle=0")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds for a number of ranks (3,600)")
+    parser.add_argument("--timeout", type=float, default=3600, help="maximum seconds for a number of ranks (3,600)")
     parser.add_argument("--quick", action="store_true", help="a few codecs, 2 MiB, 2 repetitions: under two minutes")
-    parser.add_argument("--json", metavar="FILE", help="write all that was measured")
-    parser.add_argument("--plot", metavar="FILE", help="draw it (.png; needs matplotlib)")
+    parser.add_argument("--json", metavar="FILE", help="write all measurements")
+    parser.add_argument("--plot", metavar="FILE", help="draw a plot (.png; needs matplotlib)")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.mib = args.mib or (2 if args.quick else 25)

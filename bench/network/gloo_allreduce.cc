@@ -162,7 +162,7 @@ public:
 	{
 	}
 
-	/* Repeat a row, and say what came of it. */
+	/* Measure a row, and print its result. */
 	void run(const Row &row)
 	{
 		const Data &data = plan_.data.at(row.data);
@@ -187,7 +187,7 @@ public:
 			cpu.push_back(seconds(CLOCK_PROCESS_CPUTIME_ID) - busy);
 			begins.push_back(begin);
 			sent = group_.sent_nbytes() - before;
-			barrier(); /* a digest takes a core from ranks that are not done */
+			barrier(); /* computing digests would take a core from ranks that still work */
 			digests.push_back(digest(stock ? tensor_ : out_));
 			if (i == 0)
 				count = same(1 + std::max(plan_.repeat,
@@ -213,7 +213,7 @@ private:
 		group_.allreduce(const_cast<float *>(data.values.data()), plan_.n, CODEC_FLOAT32, row.spec, options);
 	}
 
-	/* The mean as Gloo has it: a sum, then a division. */
+	/* Compute the mean with Gloo: a sum, then a division. */
 	void reduce_stock(::gloo::AllreduceOptions::Algorithm algorithm)
 	{
 		::gloo::AllreduceOptions options(context_);
@@ -233,7 +233,7 @@ private:
 		::gloo::barrier(options);
 	}
 
-	/* What rank 0 has. */
+	/* Return the value of rank 0. */
 	uint64_t same(uint64_t value)
 	{
 		::gloo::BroadcastOptions options(context_);
@@ -264,7 +264,7 @@ private:
 		return exact.empty() ? 0 : std::sqrt(error / size);
 	}
 
-	/* Without the first repetition, which makes memory, and for which links are slow. */
+	/* Drop the first repetition, which allocates memory and starts slow links. */
 	void say(const Row &row, const std::vector<double> &begins, const std::vector<double> &ends,
 		 const std::vector<uint64_t> &digests, uint64_t sent, double cpu, double error)
 	{

@@ -1,23 +1,21 @@
-"""All-reduce in C++ over slow links: Gloo's own in float32, and every codec by every algorithm of codec/gloo.h.
+"""All-reduce in C++ over slow links: Gloo in float32, and every codec with every algorithm of codec/gloo.h.
 
     sudo python bench/network/gloo_allreduce.py                # 2 and 4 ranks, four links: about 25 minutes
     sudo python bench/network/gloo_allreduce.py --quick        # a few codecs on 2 MiB: under two minutes
     sudo python bench/network/gloo_allreduce.py --ranks 4 --links 100mbit --codecs lossless --algorithms ring
 
-It is GComp's experiment (SoCC 2024, figure 10): the time of an all-reduce of real gradients, over that of
-gloo::allreduce of float32 in the same run. `make gloo` builds the program that each rank runs
-(bench/network/gloo_allreduce.cc). Ranks are processes in network namespaces (bench/network/netns.py: Linux, root,
-iproute2), each on cores of its own, or two on one where there are half as many; gradients are those of
-bench/network/allreduce.py.
+This is the experiment of GComp (SoCC 2024, figure 10): the time of an all-reduce of gradients, relative to
+gloo::allreduce of float32 in the same run. `make gloo` builds bench/network/gloo_allreduce.cc, the program that each
+rank runs. Ranks, cores and gradients are those of bench/network/allreduce.py.
 
-sent        bytes of frames and values that a rank sends: the average of the ranks
-less        how much less that is than Gloo sends
-cpu         a rank's own processor time, Gloo's thread included
-normalised  median time over that of Gloo's ring on the same link in the same run, as the paper draws it
-reached     how many times as fast as Gloo's ring, over how many times as few bytes it sends
-error       root mean square of the result less the exact mean, over that of the mean
+sent        bytes of frames and uncompressed values that a rank sends: mean of the ranks
+less        bytes that Gloo sends, relative to `sent`
+cpu         CPU time of a rank, with Gloo's thread
+normalised  median time relative to Gloo's ring on the same link in the same run, as in the paper's figure
+reached     speed relative to Gloo's ring, divided by `less`
+error       root mean square of the result minus the exact mean, relative to that of the mean
 
-If ranks end with different bits, or an error is far above what one encoding of each value has, the run fails.
+The run fails if ranks end with different bits, or if an error is far above that of encoding each value once.
 """
 
 import argparse
@@ -252,22 +250,24 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="numbers of ranks (2 4)")
     parser.add_argument("--links", nargs="+", default=list(LINKS), help=f"what a rank may send ({' '.join(LINKS)})")
-    parser.add_argument("--codecs", nargs="+", help="codecs by the beginning of their names, or none (all)")
+    parser.add_argument("--codecs", nargs="+", help="beginnings of names of codecs; none: no codec (all)")
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, help="two_shot ring auto")
-    parser.add_argument("--bcube", action="store_true", help="Gloo's other algorithm, too")
-    parser.add_argument("--mib", type=float, help="of float32 a rank (25)")
-    parser.add_argument("--repeat", type=int, help="least number of timed repetitions (5)")
-    parser.add_argument("--seconds", type=float, help="time for repetitions of one row, if there is more of it (0.5)")
+    parser.add_argument("--bcube", action="store_true", help="also measure Gloo's algorithm bcube")
+    parser.add_argument("--mib", type=float, help="MiB of float32 on each rank (25)")
+    parser.add_argument("--repeat", type=int, help="minimum number of timed repetitions (5)")
+    parser.add_argument("--seconds", type=float, help="minimum time for the repetitions of a row (0.5)")
     parser.add_argument("--pause", type=float, default=0, help="seconds before each repetition")
-    parser.add_argument("--data", type=Path, default=HERE.parent / "data", help="a capture (.npz), or a folder of them")
-    parser.add_argument("--program", type=Path, default=PROGRAM, help="the program that is a rank")
-    parser.add_argument("--unbound", action="store_true", help="ranks may go from core to core")
+    parser.add_argument(
+        "--data", type=Path, default=HERE.parent / "data", help="capture (.npz), or a folder of captures"
+    )
+    parser.add_argument("--program", type=Path, default=PROGRAM, help="program that each rank runs")
+    parser.add_argument("--unbound", action="store_true", help="do not bind ranks to cores")
     parser.add_argument("--congestion", help="TCP's congestion control (the machine's)")
     parser.add_argument("--no-restart", action="store_true", help="net.ipv4.tcp_slow_start_after_idle=0")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds for a link (3,600)")
+    parser.add_argument("--timeout", type=float, default=3600, help="maximum seconds for a link (3,600)")
     parser.add_argument("--quick", action="store_true", help="a few codecs, 2 MiB, 2 repetitions: under two minutes")
-    parser.add_argument("--json", metavar="FILE", help="write all that was measured")
-    parser.add_argument("--plot", metavar="FILE", help="draw it (.png; needs matplotlib)")
+    parser.add_argument("--json", metavar="FILE", help="write all measurements")
+    parser.add_argument("--plot", metavar="FILE", help="draw a plot (.png; needs matplotlib)")
     args = parser.parse_args()
     args.mib = args.mib or (2 if args.quick else 25)
     args.repeat = args.repeat or (2 if args.quick else 5)

@@ -449,15 +449,17 @@ def end_on_sigterm() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", nargs="+", type=int, help="how many (2 and 4; with a command one number, 2)")
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, help="numbers of ranks (2 and 4; with a command a single number, 2)"
+    )
     parser.add_argument("--links", nargs="+", default=list(LINKS), help="rates to measure: 100mbit, 1gbit, none")
-    parser.add_argument("--rate", default="none", help="what each rank may send while the command runs")
-    parser.add_argument("--both-ways", action="store_true", help="limit what each receives, too")
+    parser.add_argument("--rate", default="none", help="limit of what each rank sends while the command runs (none)")
+    parser.add_argument("--both-ways", action="store_true", help="also limit what each rank receives")
     parser.add_argument("--congestion", help="TCP's congestion control: cubic, bbr, reno")
     parser.add_argument("--no-restart", action="store_true", help="net.ipv4.tcp_slow_start_after_idle=0")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds that the command may take (3,600)")
+    parser.add_argument("--timeout", type=float, default=3600, help="maximum seconds of the command (3,600)")
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("command", nargs="*", help="after --: what to run once a rank")
+    parser.add_argument("command", nargs="*", help="after --: command that each rank runs")
     args = parser.parse_args()
     end_on_sigterm()
     if args.probe:

@@ -1,9 +1,9 @@
-"""Endurance test: training over codec.torch.ddp_hook, repeated, with many small buckets on real processes.
+"""Endurance test: repeated training with codec.torch.ddp_hook, with many small buckets on several processes.
 
-    python bench/network/soak.py                 # 20 runs of 200 steps, 4 ranks, 10 buckets
+    python bench/network/soak.py                 # 20 runs of 200 steps, 4 ranks, 10 buckets: more than five minutes
     python bench/network/soak.py --codec lossless --runs 3
 
-A run fails if it takes longer than --limit, or if ranks end with different bits.
+Prints a line for each run. A run fails if it takes longer than --limit, or if ranks end with different bits.
 """
 
 import argparse
@@ -83,8 +83,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--codec", choices=CODECS, help="left out: in turn")
-    parser.add_argument("--limit", type=float, default=300, help="seconds that a run may take (300)")
+    parser.add_argument("--codec", choices=CODECS, help="codec of all runs (default: all in turn)")
+    parser.add_argument("--limit", type=float, default=300, help="maximum seconds of a run (300)")
     args = parser.parse_args()
     begin, buckets = time.monotonic(), 0.0
     for i in range(args.runs):

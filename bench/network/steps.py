@@ -1,19 +1,18 @@
-"""Training steps over slow links: the time of a hook beyond computing, encoding, sending and decoding.
+"""Time of whole training steps over slow links, and the overhead of the hook beyond computing and sending.
 
     sudo python bench/network/steps.py                                   # 4 ranks at 100 Mbit and 1 Gbit, five codecs
     sudo python bench/network/steps.py --ranks 2 --links 100mbit --codecs Lossless Float8
 
 Ranks are processes in network namespaces (bench/network/netns.py: Linux, root, iproute2) that train a transformer on
-text (bench/support/models.py, wider) with DistributedDataParallel and its default buckets.
+text (bench/support/models.py, wider) with DistributedDataParallel and its buckets.
 
-step        seconds between two optimizer steps, median of the slowest rank
-compute     the same with torch's noop_hook: all work of DistributedDataParallel but communication
-codec       time to encode all gradients, sum a slice, encode the sum and decode all slices, one after the other, on all
-            ranks at once
-wire        bytes that a rank sends per step over the TCP rate measured before
-model       compute + codec + wire, without overlap
+step        seconds between two steps of the optimizer: median of the slowest rank
+compute     the same with torch's noop_hook: DistributedDataParallel without communication
+codec       time on one rank, while all ranks do the same: encode all gradients, sum a slice, encode it, decode all
+wire        bytes that a rank sent in a step / the TCP rate that was measured before
+model       compute + codec + wire: the time if nothing overlaps
 over        step / model
-x DDP       speedup over DDP without a hook on the same link
+x DDP       speed relative to DDP without a hook on the same link
 """
 
 import argparse
@@ -159,12 +158,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--links", nargs="+", default=["100mbit", "1gbit"])
     parser.add_argument("--codecs", nargs="+", choices=CODECS, default=list(CODECS))
-    parser.add_argument("--steps", type=int, default=8, help="that are timed (8)")
-    parser.add_argument("--width", type=int, default=256, help="of the transformer (256)")
-    parser.add_argument("--layers", type=int, default=4, help="of it (4: 3.3 million values)")
-    parser.add_argument("--batch", type=int, default=8, help="of each rank, 64 bytes each (8)")
+    parser.add_argument("--steps", type=int, default=8, help="number of timed steps (8)")
+    parser.add_argument("--width", type=int, default=256, help="width of the transformer (256)")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the transformer (4: 3.3 million parameters)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of 64 bytes on each rank (8)")
     parser.add_argument("--congestion", help="TCP's congestion control (the machine's)")
-    parser.add_argument("--unbound", action="store_true", help="ranks may go from core to core")
+    parser.add_argument("--unbound", action="store_true", help="do not bind ranks to cores")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,9 +1,10 @@
-"""Means of real gradients by ternary all-reduces: bytes and error of two-shot, all-gather and shared scales.
+"""Size and error of ternary all-reduces of gradients: two-shot, all-gather and shared scales. Takes a minute.
 
-Ranks are processes of this machine; each has the parameters of the committed gradients, or of the .npz files given,
-with their rows moved on, so that no two have the same. Bits a value: what a rank sends over what it would send with
-one bit a value in both phases of an all-reduce; all of a message counts. Error: the root mean square of the result
-less the exact mean, over that of the mean.
+Ranks are processes of this machine. Each has the parameters of the committed gradients, or of the given .npz files,
+with rotated rows, so that ranks differ.
+
+bits        bits that a rank sends, relative to an all-reduce (both phases) of 1 bit per value; headers included
+error       root mean square of the result minus the exact mean, relative to that of the mean
 """
 
 import argparse

@@ -1,21 +1,21 @@
-"""Train small real models on data that ships in packages, and keep the gradients of one step.
+"""Train small models on data from installed packages, and save the gradients of one step.
 
-Four trainings, each with the kind of numbers that real ones have:
+There are four trainings:
 
 =====================  =======================================================  ================================
 file                   model and data                                           gradients
 =====================  =======================================================  ================================
 cnn_float32            residual CNN on scikit-learn's handwritten digits,       pure float32
                        SGD with momentum
-transformer_autocast   causal transformer on the source of Python's standard    float32, made in bfloat16 but for
+transformer_autocast   causal transformer on the source of Python's standard    float32, computed in bfloat16 but
                        library, bfloat16 autocast, AdamW                        biases and norms
 transformer_bfloat16   the same held in bfloat16                                bfloat16
 cnn_adamw              the CNN under AdamW: two parameters, with the            pure float32
                        optimizer's state before the step
 =====================  =======================================================  ================================
 
-Gradients are those of whole parameters in the order in which DDP puts them into a bucket: last first; of the last
-block only in the third, for the sample's size.
+Gradients are those of whole parameters in the order of a DDP bucket: last first. The third file has the last block
+only, to limit its size.
 """
 
 import argparse
@@ -113,9 +113,11 @@ def transformer(steps: int, half: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="of the transformers; the CNN takes a third")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="training steps of the transformers; a third of them for the CNN (300)"
+    )
     parser.add_argument("--out", type=Path, default=DATA)
-    parser.add_argument("--only", help="one of the files")
+    parser.add_argument("--only", help="name of one file, without .npz")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
     python bench/training/convergence.py                           # all codecs of CODECS, about half an hour
     python bench/training/convergence.py --quick                   # fewer steps, one seed: below two minutes
-    python bench/training/convergence.py --tasks text-sgd --codecs "Quantize(3)" "Sign(block=256)" --feedback on
+    python bench/training/convergence.py --tasks text-sgd --codecs "Quantize(3)" "Sign(group_size=256)" --feedback on
 
 Each rank is a process. DistributedDataParallel averages gradients over Gloo through
 ``codec.torch.ddp_hook(spec, optimizer=optimizer)``. The policy and error feedback are the hook's defaults for the
