@@ -1,4 +1,4 @@
-"""Everything that this library raises."""
+"""Exceptions, all derived from :class:`CodecError`, and status codes of the C library."""
 
 from enum import IntEnum
 from typing import Any
@@ -9,10 +9,11 @@ _numbers: dict[str, int] = {name: number for number, name in _cffi.ffi.typeof("c
 
 
 class Status(IntEnum):
-    """Why a call of the C library failed: ``codec_status`` in ``codec/codec.h``, in decades by cause.
+    """Status codes of the C library, ``codec_status`` in ``codec/codec.h``; each decade is one kind of cause.
 
-    10 to 19 the caller's arguments; 20 to 29 room; 30 to 39 the frame is not what the format allows; 40 to 49 it was
-    damaged; 50 to 59 valid, but not for this library; 60 to 69 something that must be supplied is missing.
+    10 to 19: wrong argument. 20 to 29: output or scratch memory too small. 30 to 39: the frame violates the format.
+    40 to 49: the frame is damaged. 50 to 59: the frame is valid, but this library or the caller's limit does not accept
+    it. 60 to 69: a codebook or state is missing or different. Values never change.
     """
 
     OK = _numbers["CODEC_OK"]
@@ -44,14 +45,25 @@ class Status(IntEnum):
 
 
 class CodecError(Exception):
-    """Base of all errors of this library.
+    """Base class of all errors of this library.
+
+    Errors can be pickled with all attributes.
 
     Attributes
     ----------
     code : Status or None
-        What the C library said; None if it was not asked.
+        Status of the C library; None if the error was found before it was called.
     item : object
-        Index or key of the tensor or frame at fault, of calls that are given many.
+        Index or key of the tensor or frame at fault, in calls that take many; else None.
+
+    Examples
+    --------
+    >>> frame = codec.encode(np.arange(5))
+    >>> try:
+    ...     codec.decode(frame[:-1])
+    ... except codec.CodecError as e:
+    ...     print(type(e).__name__, e.code.name, e.expected - e.found)
+    FrameError TRUNCATED 1
     """
 
     item: object = None
@@ -64,17 +76,31 @@ class CodecError(Exception):
         return type(self), (self.args[0], self.code), self.__dict__
 
     def of(self, item: object) -> None:
-        """Say which of many tensors or frames it was."""
+        """Record which of many tensors or frames is at fault, as `item` and in the message."""
         self.item = item
         self.args = (f"{item!r}: {self.args[0]}", *self.args[1:])
 
 
 class ArgumentError(CodecError, ValueError):
-    """Wrong argument or tensor: type, range, dtype, shape, memory, or values that the codec does not take."""
+    """Wrong argument or tensor: type, range, dtype, shape, memory, or values that the codec does not take.
+
+    Examples
+    --------
+    >>> codec.encode(np.ones(3, np.float32), options=codec.options(threads=0))
+    Traceback (most recent call last):
+    codec.errors.ArgumentError: threads must be an int of at least 1, got 0
+    """
 
 
 class SpecError(CodecError, ValueError):
-    """Wrong spec: a field out of range, or a spec that does not go with this call."""
+    """Wrong spec: a field out of range, or a spec that does not go with this call.
+
+    Examples
+    --------
+    >>> codec.encode(np.ones(3, np.float32), codec.Ternary(scale=0.5))
+    Traceback (most recent call last):
+    codec.errors.SpecError: the scale given is smaller than the largest magnitude
+    """
 
 
 class FrameError(CodecError, ValueError):
@@ -83,9 +109,10 @@ class FrameError(CodecError, ValueError):
     Attributes
     ----------
     offset : int
-        Byte of the frame at which it stopped making sense.
+        Offset in bytes of the field or section at fault.
     found, expected : int
-        The value there, and the value or bound that it disagrees with.
+        Value at `offset`, and the value or bound that the format requires there. If `code` is ``Status.TRUNCATED``:
+        number of bytes given, and number needed.
     """
 
     def __init__(
@@ -98,24 +125,24 @@ class FrameError(CodecError, ValueError):
 
 
 class ChecksumError(FrameError):
-    """The bytes are not those that were written."""
+    """Damaged frame: a checksum does not match its bytes."""
 
 
 class UnsupportedError(FrameError):
-    """A valid frame that needs a later version of this library."""
+    """Valid frame that needs a later version of this library."""
 
 
 class LimitError(FrameError):
-    """A tensor larger than ``max_nbytes``, or than the format can hold."""
+    """Tensor larger than ``max_nbytes``, or than the format can hold."""
 
 
 class EngineError(CodecError, RuntimeError):
-    """An engine, instruction set or optional package that is not available here."""
+    """Engine, instruction set or optional package that is not available here."""
 
 
 class StateError(CodecError, LookupError):
-    """State that a frame needs, such as a codebook, was not supplied."""
+    """Missing or different state: a codebook, an optimizer's state, or a checkpoint of another rank or model."""
 
 
 class PeerError(CodecError, RuntimeError):
-    """Another rank failed or disagrees."""
+    """Failure of a collective because another rank failed, was lost, or passed other arguments."""

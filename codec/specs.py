@@ -1,4 +1,4 @@
-"""What can be asked of :func:`codec.encode`: one frozen dataclass a codec."""
+"""Specs: a frozen dataclass for each codec, with its parameters."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -31,7 +31,7 @@ def _whole(name: str, value: object, least: int, most: int, or_else: str = "") -
 
 
 def _store_plain(spec: "Spec", *names: str) -> None:
-    """Numbers as Python's, which specs are printed and compared by."""
+    """Replace numbers of other kinds, such as numpy's, by Python's: specs are compared and printed by them."""
     for name in names:
         object.__setattr__(spec, name, plain(getattr(spec, name)))
 
@@ -47,14 +47,17 @@ def _positive(name: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Base of all specs."""
+    """Base class of all specs.
+
+    Specs are immutable, hashable and picklable, and equal if all fields are.
+    """
 
     @property
     def contraction(self) -> bool:
-        """True if every tensor loses less than its norm: E||x - C(x)||^2 <= (1 - d) ||x||^2 with some d > 0 [1]_.
+        """True if the codec is a contraction: E||x - C(x)||^2 <= (1 - d) ||x||^2 with d > 0 for every tensor x [1]_.
 
-        C(x) is what the frame of x decodes to, and d depends on the spec and the number of values alone. Error feedback
-        converges for such codecs; with others the residual can grow without bound.
+        C(x) is the decoded tensor; d depends on the spec and the number of values only. Error feedback converges for
+        contractions; with other codecs the residual can grow without bound.
 
         References
         ----------
@@ -66,28 +69,36 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Lossless(Spec):
-    """Every bit returns: NaN payloads, signed zeros and subnormals included.
+    """Lossless coding: every bit is kept, including NaN payloads, signed zeros and subnormals.
 
-    Exponents go through a length-limited Huffman coder, after offsets that a sample of the tensor suggests have been
-    taken away; sign and mantissa stay as they are. Integers and float8 are coded byte by byte.
+    Exponents of floats are coded by a length-limited Huffman coder [1]_, after per-row and per-column offsets have been
+    subtracted. Signs and mantissas are stored uncompressed. Integers and float8 are coded byte by byte. It takes all
+    dtypes.
 
     Parameters
     ----------
-    max_code_length : int
-        Longest code in bits, 2 to 8.
-    model : {"auto", "flat", "separable"}
-        Offsets of exponents by row and column: where a sample says that they pay, nowhere, or wherever the shape
-        allows.
+    max_code_length : int, default 8
+        Longest code in bits, 2 to 8. A smaller limit gives larger frames.
+    model : {"auto", "flat", "separable"}, default "auto"
+        Offsets of exponents: "auto" uses them if a sample of the tensor shows that they shrink the frame, "flat" never,
+        "separable" wherever the shape allows.
 
     Raises
     ------
     SpecError
-        For any other value.
+        A field has another type or value.
 
     References
     ----------
     .. [1] L. Larmore, D. Hirschberg, "A fast algorithm for optimal length-limited Huffman codes", JACM 37(3), 1990.
     .. [2] "GComp: Near-Lossless Gradient Compression for Data-Parallel Distributed DNN Training", SoCC 2024.
+
+    Examples
+    --------
+    >>> grad = np.random.default_rng(0).standard_normal((100, 1000), np.float32)
+    >>> frame = codec.encode(grad, codec.Lossless())
+    >>> len(frame) / grad.nbytes < 0.84, bool((codec.decode(frame) == grad).all())
+    (True, True)
     """
 
     max_code_length: int = 8
@@ -101,21 +112,30 @@ class Lossless(Spec):
 
 @dataclass(frozen=True, slots=True)
 class Sign(Spec):
-    """One bit a value: its sign, and a scale for many.
+    """Sign compression: one bit per value, and one or two float32 scales per group.
 
-    A value decodes to plus or minus the scale. -0 and NaN with a set sign bit count as negative, but NaN and Inf are
-    refused. Where all values that share a scale are zero they decode to zero. Use it with error feedback. Means are
-    made of float32 sums of 4,096 values: where magnitudes lie above 8e34 such a sum may be infinite, and the scale of
-    "l1" and "two_mean" the dtype's largest number; that of "l2" is right.
+    A value decodes to plus or minus the scale of its group. -0 counts as negative, and a group of zeros decodes to
+    zeros. NaN and Inf are refused. Use it with error feedback. It takes float32, bfloat16 and float16.
 
     Parameters
     ----------
-    scale : {"l1", "l2", "two_mean"}
-        Mean of magnitudes (least squared error), their root mean square, or the two means of the values that are
-        positive and negative.
-    group_size : int, "row" or None
-        Values that share a scale: so many, those of the last dimension, or all of a tensor or segment. A last dimension
-        below 64 is taken together with those before it; a vector has rows of 1,024.
+    scale : {"l1", "l2", "two_mean"}, default "l1"
+        "l1" is the mean of magnitudes, which gives the least squared error; "l2" their root mean square; "two_mean" has
+        two scales, the means of the positive and of the negative values.
+    group_size : int, "row" or None, default None
+        Number of values that share a scale, 1 to 2^31. None: all values of the tensor or segment. "row": the last
+        dimension; dimensions before it are joined until a row has 64 values, and a tensor of rank 1 has rows of 1,024.
+        Smaller groups follow magnitudes that differ within the tensor; each costs 32 bits.
+
+    Raises
+    ------
+    SpecError
+        A field has another type or value.
+
+    Notes
+    -----
+    Means are computed from float32 sums of 4,096 values. Where magnitudes exceed 8e34 such a sum can overflow, and the
+    scale of "l1" and "two_mean" is then the largest number of the dtype.
 
     References
     ----------
@@ -123,6 +143,14 @@ class Sign(Spec):
        Training of Speech DNNs", Interspeech 2014.
     .. [2] H. Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed",
        ICML 2021.
+
+    Examples
+    --------
+    >>> x = np.array([1, -2, 3, -4], np.float32)
+    >>> codec.decode(codec.encode(x, codec.Sign()))
+    array([ 2.5, -2.5,  2.5, -2.5], dtype=float32)
+    >>> codec.decode(codec.encode(x, codec.Sign("two_mean")))
+    array([ 2., -3.,  2., -3.], dtype=float32)
     """
 
     scale: SignScale = "l1"
@@ -138,35 +166,52 @@ class Sign(Spec):
     def contraction(self) -> bool:
         """True for "l1" and "two_mean", whose scales minimize the squared error.
 
-        The root mean square of "l2" is too large for sparse values: of n values, one of which is not zero, it loses
-        more than their norm if n is above 4.
+        The root mean square of "l2" is too large for sparse tensors: if one of n > 4 values is not zero, the error
+        exceeds the norm of the tensor.
         """
         return self.scale != "l2"
 
 
 @dataclass(frozen=True, slots=True)
 class Ternary(Spec):
-    """-s, 0 or s, unbiased: a value x stays with probability abs(x) / s.
+    """Stochastic ternary quantization: each value x decodes to -s, 0 or s, and to sign(x) s with probability |x| / s.
 
-    NaN and Inf are refused.
+    The decoded tensor is an unbiased estimate unless `clip` is given. NaN and Inf are refused. It takes float32,
+    bfloat16 and float16.
 
     Parameters
     ----------
-    packing : {"2bit", "base3", "entropy"}
-        Four values a byte; five; or those through the entropy coder (most values are zero: 0.2 to 0.6 bits a value).
+    packing : {"2bit", "base3", "entropy"}, default "2bit"
+        "2bit" stores 4 values per byte, "base3" 5 values per byte; "entropy" codes the bytes of "base3", which takes
+        0.2 to 0.6 bits per value where most values are zero.
     scale : float, optional
-        s, such as the largest magnitude over all ranks: codes made with one s add up as integers. An error if a value
-        is larger. Not 0 or Inf as float32, nor in the dtype of the tensor, to which it is rounded. Left out: the
-        largest magnitude of the tensor, or of each segment.
+        Scale s; codes made with the same scale can be added as integers, for example with the largest magnitude of all
+        ranks. It is rounded to the tensor's dtype, in which it must be neither 0 nor Inf, and no magnitude may exceed
+        it. None: the largest magnitude of the tensor, or of each segment.
     clip : float, optional
-        Limit magnitudes to so many standard deviations (the paper: 2.5). Smaller error, but biased.
-    seed : int
-        Of the random draws, 32 bits. Ranks, steps and tensors need different ``stream=`` in :func:`codec.encode`.
+        Limit of magnitudes, in standard deviations of the tensor (2.5 in [1]_). The error is smaller, but the estimate
+        is biased. None: no limit.
+    seed : int, default 0
+        Seed of the random bits, 0 to 2^32 - 1. Ranks, steps and tensors need different ``stream=`` in
+        :func:`codec.encode`.
+
+    Raises
+    ------
+    SpecError
+        A field has another type or value. :func:`codec.encode` raises it if a magnitude exceeds `scale`, or if `scale`
+        is 0 or Inf in the tensor's dtype.
 
     References
     ----------
     .. [1] W. Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning",
        NeurIPS 2017.
+
+    Examples
+    --------
+    >>> x = np.random.default_rng(0).standard_normal(10_000, np.float32)
+    >>> s = abs(x).max()
+    >>> np.unique(codec.decode(codec.encode(x, codec.Ternary()))) / s
+    array([-1.,  0.,  1.], dtype=float32)
     """
 
     packing: Packing = "2bit"
@@ -183,36 +228,53 @@ class Ternary(Spec):
 
     @property
     def contraction(self) -> bool:
-        """False: an unbiased ternary value has a variance of s abs(x) - x^2, together far above the norm of x."""
+        """False: the variance of a value is s |x| - x^2, and their sum can exceed the squared norm of the tensor."""
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class Float8(Spec):
-    """Eight bits a value, scaled row by row so that the largest magnitude becomes the format's largest number.
+    """8-bit floats with a scale per group, such that its largest magnitude becomes the largest number of the format.
+
+    It takes float32, bfloat16 and float16.
 
     Parameters
     ----------
-    format : {"e4m3fn", "e5m2"}
-        3 bits of mantissa up to 448, or 2 up to 57344.
+    format : {"e4m3fn", "e5m2"}, default "e4m3fn"
+        "e4m3fn" has 3 bits of mantissa and numbers up to 448; "e5m2" has 2 bits and numbers up to 57,344, for groups
+        with a wide range of magnitudes.
     group_size : int, optional
-        Values that share a scale. Left out: the last dimension; one below 64 is taken together with those before it; a
-        vector has rows of 1,024.
-    rounding : {"nearest", "stochastic"}
-        To nearest even, or to either neighbour so that the mean is right.
-    nonfinite : {"error", "propagate"}
-        Refuse NaN and Inf, or decode both as NaN; other values of the row are as exact as without them.
+        Number of values that share a scale, 1 to 2^31; with `entropy` at most 16,384. None: the last dimension;
+        dimensions before it are joined until a row has 64 values, and a tensor of rank 1 has rows of 1,024. A scale
+        takes 32 bits.
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        "nearest" rounds to nearest even; "stochastic" rounds to one of the two neighbours, without bias.
+    nonfinite : {"error", "propagate"}, default "error"
+        "error" refuses NaN and Inf; "propagate" decodes both as NaN and leaves other values of the group unaffected.
     scale : float, optional
-        Multiply by this instead of by 448 / (the row's largest magnitude); larger values saturate.
-    entropy : bool
-        Put the bytes through the entropy coder.
-    seed : int
-        Of stochastic rounding, 32 bits.
+        Factor by which values are multiplied before rounding, instead of the one computed for each group; larger values
+        saturate.
+    entropy : bool, default False
+        True: entropy-code the bytes, for smaller frames at lower speed.
+    seed : int, default 0
+        Seed of stochastic rounding, 0 to 2^32 - 1.
+
+    Raises
+    ------
+    SpecError
+        A field has another type or value.
 
     References
     ----------
     .. [1] P. Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433.
     .. [2] torchft, "quantized all-reduce", github.com/pytorch/torchft pull request 194.
+
+    Examples
+    --------
+    >>> grad = np.random.default_rng(0).standard_normal((100, 1000), np.float32)
+    >>> frame = codec.encode(grad, codec.Float8(group_size=128))
+    >>> float(np.linalg.norm(codec.decode(frame) - grad) / np.linalg.norm(grad)) < 0.03
+    True
     """
 
     format: Format8 = "e4m3fn"
@@ -237,29 +299,42 @@ class Float8(Spec):
 
     @property
     def contraction(self) -> bool:
-        """True unless a scale is given, under which a whole tensor may be rounded to zero."""
+        """True unless a scale is given, which may round a whole tensor to zero."""
         return self.scale is None
 
 
 @dataclass(frozen=True, slots=True)
 class Float4(Spec):
-    """Four bits a value (e2m1) under scales of one byte. NaN and Inf are refused.
+    """4-bit floats (e2m1) with a one-byte scale per 16 or 32 values. NaN and Inf are refused.
+
+    It takes float32, bfloat16 and float16.
 
     Parameters
     ----------
-    format : {"nvfp4", "mxfp4"}
-        Runs of 16 values with an e4m3fn scale under a float32 scale of the tensor or segment, or runs of 32 with a
-        power of two.
-    rounding : {"nearest", "stochastic"}
-        To nearest even, where values above 6 times their scale saturate; or to either neighbour so that the mean is
-        right, with scales rounded up.
-    seed : int
-        Of stochastic rounding, 32 bits.
+    format : {"nvfp4", "mxfp4"}, default "nvfp4"
+        "nvfp4" has an e4m3fn scale per 16 values, and a float32 scale of the tensor or segment: 4.5 bits per value.
+        "mxfp4" has a power of two per 32 values: 4.25 bits per value, with a larger error.
+    rounding : {"nearest", "stochastic"}, default "nearest"
+        "nearest" rounds to nearest even, and values above 6 times their scale saturate; "stochastic" rounds to one of
+        the two neighbours, without bias, with scales rounded up.
+    seed : int, default 0
+        Seed of stochastic rounding, 0 to 2^32 - 1.
+
+    Raises
+    ------
+    SpecError
+        A field has another type or value.
 
     References
     ----------
     .. [1] Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, 2023.
     .. [2] NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv:2509.25149.
+
+    Examples
+    --------
+    >>> x = np.array([0.5, -2.4, 3, -6], np.float32)
+    >>> codec.decode(codec.encode(x, codec.Float4("mxfp4")))
+    array([ 0.5, -2. ,  3. , -6. ], dtype=float32)
     """
 
     format: Format4 = "nvfp4"
@@ -275,28 +350,44 @@ class Float4(Spec):
 
 @dataclass(frozen=True, slots=True)
 class Quantize(Spec):
-    """b bits a value: evenly spaced levels between plus and minus the largest magnitude of a group.
+    """Integers of 1 to 8 bits: evenly spaced levels between plus and minus the largest magnitude of a group.
 
-    NaN and Inf are refused; a group of zeros decodes to zeros.
+    NaN and Inf are refused. A group of zeros decodes to zeros. It takes float32, bfloat16 and float16.
 
     Parameters
     ----------
-    bits : int
-        1 to 8.
-    group_size : int
-        Values that share a scale.
-    levels : {"even", "odd"}
-        2^bits levels, none of them zero (the paper's), or 2^bits - 1 with zero (2 bits or more): better where many
-        values are zero.
-    rounding : {"stochastic", "nearest"}
-        To either neighbour so that the mean is right, or to the nearest, halves away from zero (odd) or up (even).
-    seed : int
-        Of stochastic rounding, 32 bits.
+    bits : int, default 4
+        Bits per value, 1 to 8.
+    group_size : int, default 64
+        Number of values that share a scale, 1 to 2^31. A scale takes 32 bits: 0.5 bits per value with 64, with a
+        smaller error than larger groups have.
+    levels : {"even", "odd"}, default "even"
+        "even" has 2^bits levels, none of which is zero, as in [1]_; "odd" has 2^bits - 1 levels, one of which is zero,
+        for tensors with many zeros. "odd" needs 2 bits or more.
+    rounding : {"stochastic", "nearest"}, default "stochastic"
+        "stochastic" rounds to one of the two neighbours, without bias; "nearest" rounds to the nearest level, ties away
+        from zero ("odd") or up ("even").
+    seed : int, default 0
+        Seed of stochastic rounding, 0 to 2^32 - 1.
+
+    Raises
+    ------
+    SpecError
+        A field has another type or value, or `levels` is "odd" with 1 bit.
 
     References
     ----------
     .. [1] J. Wang et al., "Fine-tuning Language Models over Slow Networks using Activation Quantization with
        Guarantees", NeurIPS 2022.
+
+    Examples
+    --------
+    >>> x = np.array([1, -2, 3, -4], np.float32)
+    >>> codec.decode(codec.encode(x, codec.Quantize(4, levels="odd", rounding="nearest")))
+    array([ 1.1428572, -2.2857144,  2.857143 , -4.       ], dtype=float32)
+    >>> codec.Quantize(9)
+    Traceback (most recent call last):
+    codec.errors.SpecError: bits must be an int from 1 to 8, got 9
     """
 
     bits: int = 4
@@ -319,10 +410,10 @@ class Quantize(Spec):
     def contraction(self) -> bool:
         """True if groups are small enough for the number of levels.
 
-        The largest magnitude of a group is exact, and the others lose at most (h^2) each, h being half a step, or with
-        odd levels, which have zero, a fourth of a step's square over 2 more than their own square. So what n values
-        lose is below their norm if n - 1 < (2^bits - 1)^2 (even) or n - 1 < 8 (2^(bits - 1) - 1)^2 (odd, stochastic).
-        Odd levels and rounding to nearest lose less than the norm of any group.
+        The largest magnitude of a group is exact; the error of the others is bounded by the distance of levels. The
+        squared error of a group of n values is below its squared norm if n - 1 < (2^bits - 1)^2 (even levels) or
+        n - 1 < 8 (2^(bits - 1) - 1)^2 (odd levels, stochastic rounding), and for any n with odd levels and rounding to
+        nearest.
         """
         if self.levels == "odd":
             return self.rounding == "nearest" or self.group_size - 1 < 8 * ((1 << self.bits - 1) - 1) ** 2
@@ -331,36 +422,51 @@ class Quantize(Spec):
 
 @dataclass(frozen=True, slots=True)
 class Truncate(Spec):
-    """Floats with as many bits of mantissa as the optimizer's step can tell apart.
+    """Truncated mantissas: floats with the mantissa bits that the optimizer's next step can resolve.
 
-    Each value loses 0, 6, 12 or 18 bits (bfloat16: 0, 2, 4, 6; float16: 0, 3, 5, 8): as many as the next step of the
-    optimizer cannot tell, once :meth:`bind` has named it, or as many for all values. Exponents are coded as in
-    :class:`Lossless`, and kept to the bit but for rounding; NaN and Inf keep all bits; zeros and subnormals become +0.
-    A tensor of fewer than 512 values, and one that would grow, is stored uncompressed.
+    Each value loses 0, 6, 12 or 18 mantissa bits (bfloat16: 0, 2, 4, 6; float16: 0, 3, 5, 8), called levels 0 to 3. The
+    level of a value follows from the optimizer and its state, which :meth:`bind` adds, or is the same for all values.
+    Exponents are coded as in :class:`Lossless` and kept exactly but for carries of rounding. NaN and Inf keep all bits;
+    zeros and subnormals become +0. A tensor of fewer than 512 values, or one that would grow, is stored uncompressed.
+    It takes float32, bfloat16 and float16.
 
     Parameters
     ----------
-    level : {"optimizer"} or int
-        By the optimizer that the spec is bound to, or 0 to 3 for all values.
-    rounding : {"nearest", "truncate"}
-        To nearest even, or towards zero, with twice the error.
-    level_coding : {"plane", "coded", "shared"}
-        How the receiver learns levels: 2 bits a value, one code with the exponent, or by computing them from the same
-        optimizer and state, which :func:`codec.decode` must then be given. A digest makes sure that they are the same.
-    granularity : {"six", "bit"}
-        Four levels, or, with shared levels, any number of bits.
-    guard : int or {"exact", "near", "feedback", "max"}
-        Bits that are kept beyond those that reach the parameter, -128 to 126; negative ones give up its last bits.
-        "exact", 4 (6 by the bit), leaves nearly all parameters as they would be; "near" is -8; "feedback", -11, is for
-        training that feeds back what is lost (``residual=``) and then ends as without; "max" drops the most from all
-        values.
-        With momentum mu, bits that must last for many steps need log2(1 / (1 - mu)) more.
-    max_code_length : int
+    level : "optimizer" or int, default "optimizer"
+        "optimizer": the level of each value follows from the optimizer that the spec is bound to. 0 to 3: the level of
+        all values; needs no optimizer.
+    rounding : {"nearest", "truncate"}, default "nearest"
+        "nearest" rounds to nearest even; "truncate" rounds towards zero, with up to twice the error.
+    level_coding : {"plane", "coded", "shared"}, default "coded"
+        How the receiver obtains the levels. "plane": 2 bits per value. "coded": one code for exponent and level.
+        "shared": not sent; the receiver computes them from the same optimizer and state, bound to the spec that it
+        passes to :func:`codec.decode`, and a digest in the frame detects a difference.
+    granularity : {"six", "bit"}, default "six"
+        "six": the four levels. "bit": any number of bits; needs ``level_coding="shared"``.
+    guard : int or {"exact", "near", "feedback", "max"}, default -8
+        Mantissa bits that are kept beyond those that reach the parameter, -128 to 126; a negative number drops bits
+        that do. "exact" (4; 6 with granularity "bit") leaves nearly all parameters as without compression; "near" is
+        -8; "feedback" (-11) is for error feedback (``residual=``); "max" is level 3 for all values. With momentum mu, a
+        bit affects many steps: add log2(1 / (1 - mu)) to keep it.
+    max_code_length : int, default 8
         Longest code in bits, 2 to 8.
+
+    Raises
+    ------
+    SpecError
+        A field has another type or value, or granularity "bit" without shared levels. :func:`codec.encode` raises it
+        for a spec with level "optimizer" that is not bound.
 
     References
     ----------
     .. [1] "GComp: Near-Lossless Gradient Compression for Data-Parallel Distributed DNN Training", SoCC 2024.
+
+    Examples
+    --------
+    >>> grad = np.random.default_rng(0).standard_normal((100, 1000), np.float32)
+    >>> y = codec.decode(codec.encode(grad, codec.Truncate(2)))
+    >>> bool((abs(y - grad) <= abs(grad) / 2**12).all())
+    True
     """
 
     level: Literal["optimizer"] | int = "optimizer"
@@ -396,7 +502,7 @@ class Truncate(Spec):
 
     @property
     def guard_bits(self) -> int:
-        """`guard` as a number."""
+        """`guard` as a number of bits."""
         if isinstance(self.guard, int):
             return self.guard
         return {"exact": 6 if self.granularity == "bit" else 4, "feedback": -11}.get(self.guard, -8)
@@ -477,7 +583,7 @@ SpecLike = Spec | BoundSpec | str
 
 
 def check_contraction(spec: Spec) -> None:
-    """Raise SpecError, with advice, unless error feedback is of use for a spec and converges."""
+    """Raise SpecError, with advice, unless error feedback has an effect with this spec and converges."""
     if isinstance(spec, Lossless):
         raise SpecError("Lossless loses nothing that could be fed back")
     if spec.contraction:
