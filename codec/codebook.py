@@ -1,4 +1,4 @@
-"""Codebooks that both sides hold before a frame is sent."""
+"""Codebooks that encoder and decoder share in advance, instead of one in each frame."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,33 +24,38 @@ _FLOATS = ("float32", "float64", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class Codebook:
-    """Code lengths for the symbols of plane 0, named by an id that frames carry instead of them.
+    """Code lengths of a Huffman code for exponents, which frames name by an id.
+
+    Frames that name a codebook do not contain one, which matters for small tensors. Make it with :meth:`from_tensors`
+    or :meth:`from_counts`, and give all decoders the same one. It goes with :class:`codec.Lossless` and
+    :class:`codec.Truncate`.
 
     Parameters
     ----------
     lengths : bytes
-        256 code lengths in bits, 0 for values to be escaped.
+        Code length of each of 256 symbols in bits, 1 to 8; 0: the symbol is escaped.
     escape_length : int
-        Length of the escape's code in bits, 1 to 8.
+        Length of the escape code in bits, 1 to 8.
     id : int
-        A 64-bit digest of all the rest.
-    symbols : int
-        What the symbols are (``CODEC_SYMBOLS_*`` in ``codec/codec.h``): frames of :class:`codec.Lossless` and of each
-        way in which :class:`codec.Truncate` sends levels have their own.
+        Digest of all other fields, 64 bits, not 0.
+    symbols : int, default 0
+        Kind of symbols, one of ``CODEC_SYMBOLS_*`` in ``codec/codec.h``: it depends on the codec, and for Truncate on
+        `level_coding` and the dtype.
+
+    Raises
+    ------
+    ArgumentError
+        A field has another type or value, the code is not complete (the sum of 1 / 2^length must be 1), or the id is
+        not the digest of the other fields.
 
     Examples
     --------
     >>> sample, grad = np.random.default_rng(0).standard_normal((2, 100_000), np.float32)
     >>> book = codec.Codebook.from_tensors(sample)
     >>> frame = codec.encode(grad, codebook=book)
-    >>> there = codec.Codebook.from_bytes(book.to_bytes())  # sent once, to all who decode
+    >>> there = codec.Codebook.from_bytes(book.to_bytes())  # sent once to each decoder
     >>> bool((codec.decode(frame, codebooks=there) == grad).all())
     True
-
-    Raises
-    ------
-    ArgumentError
-        Lengths that are not a whole code (every sequence of bits must mean something), or an id that is not theirs.
     """
 
     lengths: bytes
@@ -77,25 +82,35 @@ class Codebook:
         return struct
 
     def to_bytes(self) -> bytes:
-        """The codebook as 12 to 140 bytes, to keep or to send. Equal codebooks have equal bytes."""
+        """Return the codebook as bytes, to store or to send. Equal codebooks give equal bytes.
+
+        Returns
+        -------
+        bytes
+            12 to 140 bytes.
+        """
         room, size = library.new_bytes(lib.CODEC_CODEBOOK_NBYTES), ffi.new("size_t *")
         check(lib.codec_codebook_pack(self._struct(), room, len(room), size))
         return bytes(ffi.buffer(room, size[0]))
 
     @classmethod
     def from_bytes(cls, data: Any) -> "Codebook":
-        """The codebook that :meth:`to_bytes` made into bytes.
+        """Return the codebook that :meth:`to_bytes` has serialized.
 
         Parameters
         ----------
         data : bytes or buffer
-            All of them, and nothing behind. They may come from anyone: the id, which is a digest of the rest, finds
-            accidents, and what is not a codebook is an error; but it does not say who made it.
+            Serialized codebook, without trailing bytes. Untrusted bytes are safe: they give a valid codebook or an
+            error. The id detects accidental damage; it does not authenticate.
+
+        Returns
+        -------
+        Codebook
 
         Raises
         ------
         ArgumentError
-            Other bytes.
+            The bytes are not a serialized codebook.
         """
         v, book = on_host("data", view_bytes(data)), ffi.new("codec_codebook *")
         check(lib.codec_codebook_unpack(v.data, v.nbytes, book))
@@ -103,21 +118,34 @@ class Codebook:
 
     @classmethod
     def from_counts(cls, counts: Any, spec: SpecLike = _DEFAULT, dtype: Any = "float32") -> "Codebook":
-        """Build from how often each symbol occurs.
+        """Build a codebook from counts of symbols.
 
         Parameters
         ----------
         counts : array_like of int, shape (256,)
-            Counts of symbols, not negative.
-        spec : Lossless or Truncate
-            Of the frames that it is for; ``spec.max_code_length`` limits its code lengths.
-        dtype : str, type or dtype
-            Of the tensors, such as ``"float16"``: Truncate's symbols depend on it.
+            Number of occurrences of each symbol, not negative.
+        spec : Lossless, Truncate or name of a preset, default Lossless()
+            Spec of the frames that the codebook is for. Its `max_code_length` limits the code lengths.
+        dtype : str, type or dtype, default "float32"
+            Dtype of the tensors; the symbols of Truncate depend on it.
+
+        Returns
+        -------
+        Codebook
 
         Raises
         ------
-        ArgumentError, SpecError
-            Counts of another shape or below 0, or a spec or dtype without exponents.
+        ArgumentError
+            Counts have another shape or dtype or are negative, or the dtype has no exponents.
+        SpecError
+            The spec is neither Lossless nor Truncate.
+
+        Examples
+        --------
+        >>> counts = np.bincount([127] * 90 + [126] * 10, minlength=256)
+        >>> book = codec.Codebook.from_counts(counts)
+        >>> book.lengths[127], book.lengths[126], book.escape_length
+        (1, 2, 2)
         """
         kind = _with_exponents(resolve(spec)[0])
         try:
@@ -137,7 +165,7 @@ class Codebook:
         *tensors: Any,
         spec: SpecLike = _DEFAULT,
     ) -> "Codebook":
-        """Build from a sample of tensors, which is that of :func:`codec.encode`.
+        """Build a codebook from samples of tensors, as :func:`codec.encode` takes them.
 
         Parameters
         ----------
@@ -146,10 +174,16 @@ class Codebook:
         spec : Lossless, Truncate, bound spec or name of a preset
             Spec of the frames that the codebook is for. A spec that is bound to an optimizer goes with a single tensor.
 
+        Returns
+        -------
+        Codebook
+
         Raises
         ------
-        ArgumentError, SpecError
-            No tensors, one of another dtype, tensors whose symbols differ, or a spec without exponents.
+        ArgumentError
+            There are no tensors, one has another dtype, or the kinds of their symbols differ.
+        SpecError
+            The spec is neither Lossless nor Truncate.
         """
         if not tensors:
             raise ArgumentError("there are no tensors to count in")
@@ -179,7 +213,10 @@ _count_elsewhere: Callable[[TensorView, Spec, bytes | None, LevelSource | None],
 
 
 def count_elsewhere_by(count: Callable[[TensorView, Spec, bytes | None, LevelSource | None], Counted | None]) -> None:
-    """Say how symbols of tensors on a device are counted, for engines stand above; None: there are too few values."""
+    """Register the function that counts symbols of tensors on a device, which avoids a circular import.
+
+    The function returns None for tensors that are too small to be counted on the device.
+    """
     global _count_elsewhere
     _count_elsewhere = count
 
@@ -239,8 +276,8 @@ def _with_exponents(spec: Spec) -> Lossless | Truncate:
 
 
 def given_codebooks(books: Any) -> "tuple[Codebook, ...]":
-    """What ``codebooks=`` says, looked through."""
+    """Return the argument `codebooks` as a tuple; raise ArgumentError for anything but codebooks."""
     found: tuple[Any, ...] = tuple(books) if hasattr(books, "__iter__") else (books,)
     if not all(isinstance(book, Codebook) for book in found):
-        raise ArgumentError(f"not codebooks: {shown(books)}")
+        raise ArgumentError(f"codebooks must be a Codebook or a sequence of them, got {shown(books)}")
     return found

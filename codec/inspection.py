@@ -1,4 +1,4 @@
-"""What a frame's header says."""
+"""Inspection and verification of frames without decoding."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,46 +9,50 @@ from codec._c.spec_structs import spec_of
 from codec.specs import Spec
 from codec.tensors.view import TensorView, fetch, view_bytes
 
-_HEAD = 1 << 16  # bytes of a frame on a device that are looked at: more than all but large side sections take
+_HEAD = 1 << 16  # bytes that are copied of a frame on a device: more than header and most side sections have
 
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """What a frame's header says.
+    """Header of a frame, from :func:`inspect`.
 
     Attributes
     ----------
     spec : Spec
-        Spec that was encoded with, as far as decoding depends on it. A group size that the shape chose is the number
-        in use. A frame does not hold the seed of random bits, nor a ``scale`` or ``clip`` that was given: these are 0
-        or None here. A ``guard`` is a number, greater by as many bits as the dtype of the state's ``theta`` has more
-        of mantissa than the tensor's. Where segments have records, ``group_size`` is known only if the side section is
-        there too, and of a tensor without values never: it is the default then.
+        Spec of the encoder, as far as decoding depends on it. A group size that the shape chose is the number in use. A
+        frame does not hold the seed of random bits, nor a ``scale`` or ``clip`` that was given: these are 0 or None
+        here. A ``guard`` is a number, greater by as many bits as the dtype of the state's ``theta`` has more of
+        mantissa than the tensor's. Where segments have records, ``group_size`` is known only if the side section is
+        there too; in a tensor without values it is the default.
     dtype : str
-        Name of the dtype, such as ``"bfloat16"``.
+        Name of the tensor's dtype, such as ``"bfloat16"``.
     shape : tuple of int
         Shape of the tensor.
-    nbytes, tensor_nbytes : int
-        Bytes of the frame and of the tensor.
+    nbytes : int
+        Size of the frame in bytes.
+    tensor_nbytes : int
+        Size of the tensor in bytes.
     sections : dict of str to (int, int)
-        Offset and size in bytes of header, side (codebooks and scale model), directory, planes (raw in every block)
-        and regions. A stored frame has its values in ``regions``.
+        Offset and size in bytes of each section: "header"; "side", with codebooks and scale model; "directory", with
+        the ends of blocks; "planes", with bytes that no block codes; "regions", with blocks, or the tensor if stored.
     version : int
-        Of the format.
+        Version of the format.
     n : int
         Number of values.
     stored : bool
-        The values follow the header as they are.
-    block, nblocks : int
-        Values a block (0 where blocks follow rows) and number of blocks; 0 if stored.
+        True if the frame holds the tensor uncompressed.
+    block : int
+        Values per block; 0 in a stored frame, and where blocks follow groups.
+    nblocks : int
+        Number of blocks; 0 in a stored frame.
     checksum : int
-        64 bits.
+        Checksum of the frame, 64 bits.
     codebook_id : int or None
-        Id of the codebook that decoding needs.
+        Id of the codebook that decoding needs; None if the frame contains its own.
     nsegments : int
-        Segments that have records in the frame, 0 if there are none.
+        Number of segments with records in the frame.
     clipped : bool
-        Magnitudes were limited by :class:`codec.Ternary`'s ``clip``; by which, the frame does not say.
+        True if :class:`codec.Ternary` has limited magnitudes by ``clip``. The limit is not in the frame.
     """
 
     spec: Spec
@@ -69,56 +73,69 @@ class Info:
 
     @property
     def ratio(self) -> float:
-        """Bytes of the frame over bytes of the tensor."""
+        """Size of the frame divided by the size of the tensor."""
         return self.nbytes / max(1, self.tensor_nbytes)
 
 
 def read_header(v: TensorView) -> Any:
-    """A codec_info of what begins with a header, in host memory."""
+    """Return the codec_info of a frame, or of the beginning of one, in host memory."""
     info = _call.new_info()
     check(lib.codec_inspect(v.data, v.nbytes, info), info.fault)
     return info
 
 
 def verify(frame: Any) -> None:
-    """Check all of a frame but the values: header, sections, directory and every checksum.
+    """Check header, sections, directory and all checksums of a frame, without decoding its values.
 
     Parameters
     ----------
-    frame : bytes or buffer
-        A frame, whole.
+    frame : bytes, buffer, array or tensor
+        Whole frame.
 
     Raises
     ------
     FrameError
-        It is not what was written.
+        The bytes are not a valid frame; ChecksumError, UnsupportedError and LimitError are kinds of it.
+
+    Examples
+    --------
+    >>> frame = bytearray(codec.encode(np.arange(1000.0)))
+    >>> codec.verify(frame)
+    >>> frame[-1] ^= 1
+    >>> codec.verify(frame)
+    Traceback (most recent call last):
+    codec.errors.ChecksumError: ...
     """
     check_frame(fetch("a frame", view_bytes(frame)))
 
 
 def check_frame(v: TensorView) -> None:
-    """Raise FrameError for bytes in host memory that are not a frame, as far as it shows without decoding."""
+    """Raise FrameError for bytes in host memory that are not a valid frame, as :func:`verify`."""
     if lib.codec_verify(v.data, v.nbytes):
-        # once more, by a call that says where it was; no frame goes with a tensor of no dtype
+        # codec_decode reports the offset of the fault; it cannot succeed, since no frame has dtype 0
         call = _call.take()
         status = lib.codec_decode(v.data, v.nbytes, _call.new_tensor(0, ()), call.context, ffi.NULL, 0)
         check(status, call.fault)
 
 
 def inspect(frame: Any) -> Info:
-    """Read a frame's header.
+    """Read the header of a frame.
 
     Parameters
     ----------
-    frame : bytes or buffer
-        A frame, or its beginning: the header (at most 112 bytes) is enough, but ``codebook_id`` and ``nsegments`` are
+    frame : bytes, buffer, array or tensor
+        Frame, or its beginning: the header (at most 112 bytes) is enough, but ``codebook_id`` and ``nsegments`` are
         known only if the side section is there too.
+
+    Returns
+    -------
+    Info
 
     Raises
     ------
     FrameError
-        The bytes are not the beginning of a frame; or too few of one, then ``code`` is ``Status.TRUNCATED`` and
-        ``expected`` how many it takes to go on.
+        The bytes are not the beginning of a valid frame. If they are too few, ``code`` is ``Status.TRUNCATED`` and
+        ``expected`` the number of bytes that is needed to continue.
 
     Examples
     --------

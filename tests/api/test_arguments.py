@@ -132,10 +132,10 @@ def test_error_names_the_accepted_values():
             codec.advise(X, "1gbit", candidates=[spec])
     book = codec.Codebook.from_tensors(X)
     for books in (5, [5], "ab", [book, None]):
-        with refused(match="not codebooks"):
+        with refused(match="codebooks must be a Codebook"):
             codec.decode(frame, codebooks=books)
     for one in ([book], 5):
-        with refused(match="not codebooks"):
+        with refused(match="codebooks must be a Codebook"):
             codec.encode(X, codebook=one)
     for op in (["sum"], "product", None):
         with refused(match="op must be"):
