@@ -31,7 +31,7 @@ from measure import tensor
 
 CODECS: dict[str, codec.Spec] = {
     "Lossless": codec.Lossless(),
-    **{name: FAMILY[name] for name in ("Float8 e5m2", "Quantize 4 nearest", "Sign, block 1024")},
+    **{name: FAMILY[name] for name in ("Float8 e5m2", "Quantize 4 nearest", "Sign, groups of 1,024")},
 }
 TENSORS, ROUNDS = 8, 24
 

@@ -56,7 +56,7 @@ from gradients import segments, tensors
 
 DATA = Path(__file__).parents[1] / "data"
 SPECS: dict[str, codec.Spec] = {"Lossless": codec.Lossless(), **FAMILY, **TRUNCATE}
-QUICK = ("Lossless", "Truncate near, by bit", "Float8 e4m3fn", "Quantize 4", "Sign, block 1024")
+QUICK = ("Lossless", "Truncate near, by bit", "Float8 e4m3fn", "Quantize 4", "Sign, groups of 1,024")
 RAW = "Gloo float32"
 HOOKS = ("fp16 hook", "PowerSGD hook, rank 1", "PowerSGD hook, rank 4")
 ROUNDING = 1e-6  # error of float32 sums

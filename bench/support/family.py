@@ -10,7 +10,7 @@ from codec import optimizers
 
 FAMILY: dict[str, codec.Spec] = {
     "Sign, tensor": codec.Sign(),
-    "Sign, block 1024": codec.Sign(group_size=1024),
+    "Sign, groups of 1,024": codec.Sign(group_size=1024),
     "Ternary 2bit": codec.Ternary(),
     "Ternary base3": codec.Ternary("base3"),
     "Ternary entropy": codec.Ternary("entropy"),
