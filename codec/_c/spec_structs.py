@@ -1,4 +1,4 @@
-"""Specs as the C library takes them, and back."""
+"""Conversion between specs and the C library's codec_spec."""
 
 from typing import Any, get_args
 
@@ -9,11 +9,11 @@ from codec.errors import SpecError
 from codec.specs import Spec
 
 _spec_structs: dict[Spec, Any] = {}
-_last: tuple[Any, Any] = (None, None)  # a spec, which cannot change, and its struct: most calls name the one before
+_last: tuple[Any, Any] = (None, None)  # last spec and its struct: most calls pass the same spec again
 
 
 def spec_struct(spec: Spec) -> Any:
-    """The C struct of a spec; they are few and kept."""
+    """Return the codec_spec of a spec; structs are cached."""
     global _last
     known, struct = _last
     if known is spec:
@@ -27,7 +27,7 @@ def spec_struct(spec: Spec) -> Any:
         struct.struct_nbytes = ffi.sizeof("codec_spec")
         for name, value in fields.items():
             setattr(struct, name, value)
-        if len(_spec_structs) > 1000:  # a program that makes seeds or scales as it goes
+        if len(_spec_structs) > 1000:  # bounds the cache if seeds or scales change with each call
             _spec_structs.clear()
         _spec_structs[spec] = struct
     _last = spec, struct
@@ -53,7 +53,7 @@ def _index(choices: Any, value: object) -> int:
 
 
 def _fields_of(spec: Spec) -> dict[str, Any]:
-    """Fields of codec_spec that are not zero."""
+    """Return the fields of codec_spec that are not zero."""
     match spec:
         case specs.Lossless(max_code_length, model):
             return {
@@ -110,10 +110,10 @@ def _fields_of(spec: Spec) -> dict[str, Any]:
 
 
 def spec_of(struct: Any) -> Spec:
-    """The inverse of spec_struct, but for what a frame does not say: seed, scale and clip."""
+    """Return the spec of a codec_spec; seed, scale and clip, which frames do not hold, have their defaults."""
     stochastic: specs.Rounding = "stochastic" if struct.options & lib.CODEC_OPTION_STOCHASTIC else "nearest"
     variant = struct.variant
-    row = struct.group_size if struct.group_size != lib.CODEC_GROUP_SIZE_ROW else 0  # which parts have different ones
+    row = struct.group_size if struct.group_size != lib.CODEC_GROUP_SIZE_ROW else 0  # 0: it differs between parts
     if struct.codec == lib.CODEC_SIGN:
         return specs.Sign(get_args(specs.SignScale)[variant], "row" if struct.group_size and not row else row or None)
     if struct.codec == lib.CODEC_TERNARY:
