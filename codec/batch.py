@@ -223,7 +223,7 @@ def decode_many(
     most = None if max_nbytes is None else check_limit(max_nbytes)
     keys, given = _items("frames", frames)
     outs = _alike("out=", out, frames, keys)
-    one = spec is None or isinstance(spec, BoundSpec) or not hasattr(spec, "__iter__")
+    one = spec is None or isinstance(spec, BoundSpec | str) or not hasattr(spec, "__iter__")
     specs = [spec] * len(keys) if one else _alike("spec=", spec, frames, keys)
     if one and spec is not None:
         check_bound(spec)

@@ -1,0 +1,78 @@
+"""codec.options: settings of one call or of a context, which change no byte of a frame."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import codec
+from codec._options import settings_of
+from codec.encoding import encode_request
+
+X = np.linspace(-1, 1, 5000, dtype=np.float32)
+
+
+def active():
+    return settings_of(None)
+
+
+def test_inner_contexts_override_field_by_field():
+    assert active() == codec.options()
+    with codec.options(engine="native", threads=4, verify_first=False, timeout=30.0) as outer:
+        assert active() == outer
+        with codec.options(threads=1, verify_first=True, nontemporal=True, algorithm="ring"):
+            assert active() == codec.options("native", 1, True, True, "ring", 30.0)
+        assert active() == outer
+    assert active() == codec.options()
+
+
+def test_options_of_a_call_override_those_of_its_context():
+    with codec.options(engine="numba", threads=4):
+        assert settings_of(codec.options(threads=2)) == codec.options(engine="numba", threads=2)
+        assert settings_of(None).threads == 4
+
+
+def test_settings_reach_requests():
+    request = encode_request(X, codec.Lossless(), codec.options(threads=3, verify_first=False))
+    assert (request.threads, request.verify_first) == (3, False)
+    request = encode_request(X, codec.Lossless(), codec.options())
+    assert (request.threads, request.verify_first) == (None, True)
+
+
+def test_context_ends_with_an_exception():
+    options = codec.options(threads=2)
+    with pytest.raises(KeyError), options:
+        raise KeyError
+    assert active() == codec.options()
+
+
+def test_one_object_can_be_entered_again_and_in_other_threads():
+    options, seen = codec.options(threads=2), []
+    with options, options:
+        thread = threading.Thread(target=lambda: seen.append(active()))
+        thread.start()
+        thread.join()
+        assert active() == options
+    assert seen == [codec.options()]  # a thread begins without settings
+    assert active() == codec.options()
+
+
+def test_frames_do_not_depend_on_options():
+    frame = codec.encode(X, "small")
+    with codec.options(engine="native", threads=3):
+        assert codec.encode(X, "small") == frame
+        assert codec.encode_many([X, X[:700]], "small", options=codec.options(threads=1))[0] == frame
+        assert (codec.decode(frame) == codec.decode(frame, options=codec.options(threads=1, nontemporal=True))).all()
+
+
+def test_wrong_options_are_rejected():
+    for wrong in ({"threads": 0}, {"threads": 1.5}, {"verify_first": X}, {"nontemporal": X}):
+        with pytest.raises(codec.ArgumentError, match="must be"):
+            codec.options(**wrong)
+    with pytest.raises(codec.EngineError, match="no engine 'gpu'; there are native, numba, cuda"):
+        codec.options(engine="gpu")
+    for wrong in (4, "native", {"threads": 4}):
+        with pytest.raises(codec.ArgumentError, match=r"options must be made by codec.options\(...\), got"):
+            codec.encode(X, options=wrong)
+    with pytest.raises(AttributeError):
+        codec.options().threads = 4
