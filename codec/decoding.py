@@ -142,7 +142,7 @@ def decode_request(
     max_nbytes: Any = None,
 ) -> DecodeRequest:
     """Return the checked arguments of :func:`decode` or :func:`reduce`, with the settings of the call."""
-    return DecodeRequest(
+    fields = (
         frames,
         out,
         like,
@@ -151,9 +151,12 @@ def decode_request(
         settings.threads,
         None if spec is None else check_bound(spec),
         settings.verify_first is not False,
-        None,
+        None,  # head
         settings.nontemporal is True,
+        False,  # check_finite
+        False,  # check_only
     )
+    return DecodeRequest._make(fields)  # twice as fast as a call of the class; a missing field is a TypeError, too
 
 
 def check_bound(spec: Any) -> BoundSpec:

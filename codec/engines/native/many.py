@@ -19,16 +19,22 @@ from codec.tensors.view import TensorView
 
 def encode_many(requests: Sequence[EncodeRequest], make: EncodeFilled = encode_filled) -> list[Any]:
     """Return the frames of requests, all with the first one's `threads`; an error's item is the index of the first."""
+    last: Any = None
     for i, r in enumerate(requests):
         if r.x.device != "cpu" or r.levels is not None:
             at_item(i, check_host, r)
-        at_item(i, spec_struct, r.spec)
+        if r.spec is not last:
+            at_item(i, spec_struct, last := r.spec)
+    plain = all(r.codebook is None and r.segments is None and r.levels is None for r in requests)
     frames: list[Any] = [None] * len(requests)
 
     def do(call: Call, i: int, threads: int) -> None:
         r = requests[i]
-        call.reset()
-        fill_context(call, r)
+        if plain:
+            call.context.stream = r.stream
+        else:
+            call.reset()
+            fill_context(call, r)
         frames[i] = make(call, spec_struct(r.spec), r, threads)
 
     if requests:
