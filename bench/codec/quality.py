@@ -64,8 +64,8 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
         inside = [s for s in inside if s[0] + int(np.prod(s[1])) <= few]
         plain = step_of(metric, g, state)
         for codec_name, spec in TRUNCATE.items():
-            frame = codec.encode(codec.view(g, segments=inside), spec.bind(metric, **state))
-            y = codec.decode(frame, codec.Truncate().bind(metric, **state))
+            bound = spec.bind(metric, **state)
+            y = codec.decode(frame := codec.encode(codec.view(g, segments=inside), bound), bound)
             after = step_of(metric, y, state)
             unit = np.spacing(np.maximum(np.abs(plain), np.abs(state["theta"])))
             rows.append(

@@ -113,7 +113,7 @@ def test_metrics_that_numba_cannot_compile_are_rejected():
         with pytest.raises(codec.ArgumentError, match="cannot compile this function of theta to a number"):
             codec.optimizers.Custom(f)
     for f in (5, None, "theta", print):
-        with pytest.raises(codec.ArgumentError, match="a metric is a function of theta, m and v"):
+        with pytest.raises(codec.ArgumentError, match="Custom takes a function of theta, m and v"):
             codec.optimizers.Custom(f)
 
 
