@@ -1,4 +1,7 @@
-"""Compression of tensors on the wire.
+"""Compression of tensors that training jobs send over a network.
+
+Public are the names that ``codec``, :mod:`codec.torch` and :mod:`codec.optimizers` export. All other modules are
+internal, and may change in any version.
 
 >>> import codec, numpy as np
 >>> x = np.linspace(0, 1, 100_000, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Arguments as the C library takes them: structs that are filled in for one call, and kept for the next."""
+"""Structs of the C library for one call, which are pooled and reused."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from codec.optimizers.custom import Custom
 from codec.optimizers.formulas import Optimizer, floats_of
 from codec.tensors.view import TensorView
 
-SMALL_TENSOR = 1 << 16  # bytes: frames of such are built in a call's own buffer and copied
-SMALL_FRAME = (1 << 16) + 256  # the bound of a tensor of 64 KiB
+SMALL_TENSOR = 1 << 16  # bytes; frames of smaller tensors are built in a call's own buffer and copied
+SMALL_FRAME = (1 << 16) + 256  # bytes of the largest frame of SMALL_TENSOR bytes
 SMALL_SCRATCH = 1 << 20
 
 
 def new_tensor(dtype: int, shape: tuple[int, ...], data: Any = ffi.NULL, nbytes: int = 0) -> Any:
-    """A codec_tensor."""
+    """Return a new codec_tensor."""
     t = ffi.new("codec_tensor *")
     t.struct_nbytes = ffi.sizeof("codec_tensor")
     t.dtype, t.rank, t.data, t.nbytes = dtype, len(shape), data, nbytes
@@ -29,7 +29,7 @@ _INFO, _INFO_NBYTES = ffi.typeof("codec_info *"), ffi.sizeof("codec_info")
 
 
 def new_info() -> Any:
-    """A codec_info."""
+    """Return a new codec_info."""
     info = ffi.new(_INFO)
     info.struct_nbytes = _INFO_NBYTES
     return info
@@ -38,8 +38,8 @@ def new_info() -> Any:
 class Call:
     """Structs and buffers of one call of a public function, from :func:`take` to :func:`give`.
 
-    Small tensors would spend most of their time on making them. Nobody else has them meanwhile: code of the user's that
-    runs in the midst of a call (a mapping's, a finalizer, a signal handler) and makes a call of its own takes others.
+    Allocating them would take most of the time of a call with a small tensor. A call owns its structs exclusively: user
+    code that runs during a call (a finalizer, a signal handler, ``__dlpack__``) and makes a call takes other structs.
     """
 
     __slots__ = (
@@ -66,7 +66,7 @@ class Call:
         blank.fault = self.fault
         blank.weight = 1
         self._blank = blank
-        self._nothing = blank[0]  # asked for
+        self._nothing = blank[0]
         self._isa: int | None = -1
         self.context = ffi.new("codec_context *")
         self.tensor = new_tensor(0, ())
@@ -76,17 +76,17 @@ class Call:
         self.info = new_info()
         self.frame = library.new_bytes(SMALL_FRAME)
         self.frame_bytes = ffi.buffer(self.frame)
-        self.small_scratch = library.new_bytes(SMALL_SCRATCH)  # enough for any tensor of 64 KiB
-        self.keep: Any = None  # what the structs point to
+        self.small_scratch = library.new_bytes(SMALL_SCRATCH)  # enough for SMALL_TENSOR bytes
+        self.keep: Any = None  # objects that own the memory to which the structs point
 
     def reset(self) -> None:
-        """Make the context one that asks for nothing."""
+        """Reset the context to the default one."""
         if self._isa != library.chosen_isa:
             self._isa = self._blank.isa = library.current_isa()
         self.context[0] = self._nothing
 
     def fill_tensor(self, v: TensorView) -> Any:
-        """The codec_tensor."""
+        """Fill in and return the codec_tensor of a view."""
         t = self.tensor
         kind = v[:2]  # dtype and shape, often those of the call before
         if kind != self._kind:
@@ -105,7 +105,7 @@ class Call:
         return self.small_scratch if nbytes <= SMALL_SCRATCH else library.new_bytes(nbytes)
 
     def set_codebooks(self, books: Sequence[Any]) -> None:
-        """Those to use, or that frames may name: each a :class:`codec.Codebook`."""
+        """Set the codebooks to use, or that frames may name."""
         array = ffi.new("codec_codebook[]", len(books))
         for struct, book in zip(array, books, strict=True):
             fill_codebook(struct, book)
@@ -113,7 +113,7 @@ class Call:
         self.keep = self.keep, array
 
     def set_segments(self, packed: bytes) -> None:
-        """Segments, as :func:`codec.tensors.segments.pack` has them."""
+        """Set the segments, as :func:`codec.tensors.segments.pack` returns them."""
         array = ffi.from_buffer("codec_segment[]", packed)
         self.context.segments, self.context.nsegments = array, len(array)
         self.keep = self.keep, array
@@ -144,13 +144,13 @@ class Call:
 
 
 _KEPT = 32
-_free: list[Call] = []  # of any thread: pop and append are atomic
+_free: list[Call] = []  # shared by all threads: pop and append are atomic
 
 
 def take() -> Call:
-    """Structs for one call, with a context that asks for nothing.
+    """Return structs for one call, with the default context.
 
-    They go back by :func:`give` once the call has succeeded. After an exception they are simply dropped.
+    :func:`give` returns them to the pool after the call has succeeded. After an exception they are dropped.
     """
     try:
         call = _free.pop()
@@ -161,14 +161,14 @@ def take() -> Call:
 
 
 def give(call: Call) -> None:
-    """The call is over."""
+    """Return structs to the pool."""
     call.keep = None
     if len(_free) < _KEPT:
         _free.append(call)
 
 
 def fill_codebook(struct: Any, book: Any) -> None:
-    """A codec_codebook, from what :class:`codec.Codebook` has."""
+    """Fill in a codec_codebook from a :class:`codec.Codebook`."""
     struct.id = book.id
     struct.length = book.lengths
     struct.escape_length = book.escape_length
@@ -204,7 +204,7 @@ def _fill_terms(struct: Any, optimizer: Optimizer, state: Mapping[str, TensorVie
 
 
 def copy_contexts(context: Any, faults: Any, count: int) -> Any:
-    """The same requests `count` times, each with a fault of its own: for other threads."""
+    """Return `count` copies of a context, each with a fault of its own, for other threads."""
     copies = ffi.new("codec_context[]", count)
     for i in range(count):
         copies[i] = context[0]

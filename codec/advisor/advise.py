@@ -1,4 +1,4 @@
-"""Which codec pays on a link: measured on the tensors themselves, on this machine."""
+"""Choice of a codec for a link, by measuring it on the tensors on this machine."""
 
 import math
 import time
@@ -30,9 +30,9 @@ from codec.specs import BoundSpec, Float8, Lossless, Quantize, Sign, Spec, Terna
 from codec.tensors.view import Array
 from codec.tensors.wrapper import view
 
-CHUNK_NBYTES = 1 << 20  # of a slice
+CHUNK_NBYTES = 1 << 20  # bytes of a chunk of a slice
 MAX_CHUNKS = 16
-RUNS = 3  # of which the shortest counts
+RUNS = 3  # repetitions of a measurement; the shortest time counts
 
 
 def named(spec: Spec | None) -> str:
@@ -45,20 +45,20 @@ def named(spec: Spec | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is predicted of one candidate.
+    """Prediction for one candidate.
 
     Attributes
     ----------
     spec : Spec or None
-        None for tensors sent as they are.
+        Spec of the candidate; None: uncompressed tensors.
     seconds : float
-        Of the all-reduce.
+        Seconds of the all-reduce.
     wire_seconds, compute_seconds : float
-        What of it each rank sends, and what it encodes, adds and decodes; they overlap.
+        Seconds in which each rank sends, and in which it encodes, adds and decodes. They overlap.
     nbytes : int
-        That each rank sends, and as many that it receives.
+        Bytes that each rank sends, which are as many as it receives.
     cost : Cost
-        Measured costs, scaled up to all values: the input of :func:`codec.advisor.cost_model.predict_seconds`.
+        Measured costs, scaled up to all values: the input of :func:`codec.predict_seconds`.
     """
 
     spec: Spec | None
@@ -71,28 +71,30 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What :func:`advise` found. Printed, it is a table.
+    """Result of :func:`advise`. Its text is a table.
 
     Attributes
     ----------
     spec : Spec or None
-        The fastest; None: send tensors as they are.
+        Spec of the fastest candidate; None: send tensors uncompressed.
     seconds, raw_seconds : float
-        Predicted of the all-reduce with it, and of one of tensors as they are.
+        Predicted seconds of the all-reduce with `spec`, and with uncompressed tensors.
     nbytes : int
-        That each rank sends with it, and as many that it receives.
+        Bytes that each rank sends with `spec`, which are as many as it receives.
     why : str
-        In a sentence or two.
+        Reason in one or two sentences.
     table : tuple of Row
-        All candidates, the first one raw.
+        Predictions for all candidates; the first one is for uncompressed tensors.
     link : Link
+        Link of each rank.
     world_size : int
+        Number of ranks.
     tensor_nbytes : int
-        Of all tensors.
+        Bytes of all tensors.
     algorithm : {"two_shot", "ring", "all_gather"}
-        That all but the raw one are predicted with.
+        Algorithm of compressed tensors.
     feedback : bool
-        Lossy frames were measured with error feedback.
+        True if lossy frames were measured with error feedback.
     """
 
     spec: Spec | None
@@ -138,7 +140,7 @@ class Advice:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON has it: specs as constructor calls, None for raw and for what is infinite."""
+        """Return all fields in types of JSON: specs as constructor calls, None for raw and for infinite numbers."""
 
         def told(value: Any) -> Any:
             if isinstance(value, Spec):
@@ -154,8 +156,8 @@ class Advice:
         return told(self)
 
     def to_json(self) -> str:
-        """:meth:`to_dict` as text."""
-        import json  # not for everyone who imports this package
+        """Return :meth:`to_dict` as JSON text."""
+        import json  # keeps `import codec` fast
 
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
@@ -172,51 +174,52 @@ def advise(
     optimizer: Any = None,
     options: CallOptions | None = None,
 ) -> Advice:
-    """Choose what to send gradients with, by measuring.
+    """Choose the codec with which an all-reduce of tensors is fastest, by measuring.
 
-    Each candidate encodes, adds and decodes the tensors, or 4 MiB of them if they are larger: parts far from each
-    other, of whole rows. This takes about 0.1 s, 0.3 s for all lossy candidates. The frame of a mean over ranks, whose
-    mantissas are longer than those of a gradient that was made in bfloat16, is measured on the mean of the sample and
-    of itself moved on by one, two, ... values. Times are those of this process, on this machine as busy as it is now.
+    Each candidate encodes, adds and decodes the tensors, or a sample of 4 MiB if they are larger: whole rows from 8
+    places. This takes about 0.1 s, or 0.3 s for all lossy candidates. A mean over ranks may compress worse than a
+    gradient, because its mantissas are longer; it is simulated by the mean of the sample and of shifted copies of it.
+    Times are those of this process under the current load of the machine.
 
-    :func:`codec.advisor.cost_model.predict_seconds` makes them the time of an all-reduce. The candidate with the
-    shortest is the advice; raw, if none is faster than tensors as they are.
+    :func:`predict_seconds` turns the measured costs into the seconds of an all-reduce. The advice is the candidate with
+    the fewest seconds, or raw if uncompressed tensors are as fast.
 
     Parameters
     ----------
-    tensor_or_model : array, tensor, sequence or mapping of them, or torch.nn.Module
-        float32, bfloat16 or float16, in host memory: gradients, in the order of their bucket. Of a module the gradients
-        of its parameters or, if there are none yet, the parameters themselves, whose frames are not quite of the same
-        size; parameters that are given without it are measured as they are.
+    tensor_or_model : array, tensor or View, sequence or mapping of them, or torch.nn.Module
+        Gradients in host memory, float32, bfloat16 or float16, in the order of their bucket. Of a module the gradients
+        of its parameters are measured; if it has none yet, the parameters, whose frames differ a little in size.
     link : str, number or Link
-        What a rank sends and receives by: ``"100mbit"``, ``"10Gbps"``, bits a second (also as text), or
+        Link of each rank: ``"100mbit"``, ``"10Gbps"``, bits per second (also as text), or
         ``codec.Link(10e9, latency=5e-5)``.
     world_size : int
-        Ranks, 1 to 2^20.
+        Number of ranks, 1 to 2^20.
     algorithm : {"two_shot", "ring", "all_gather"}
-        Of compressed tensors. Raw ones are predicted by two_shot, which sends as much as a ring and waits less often.
+        Algorithm of compressed tensors. Uncompressed ones are predicted with two_shot, which sends as many bytes as a
+        ring in fewer messages.
     lossy : {False, "near", True}
-        What may be lost. False: nothing, only :class:`Lossless`. "near": also what the optimizer's step hardly tells,
-        :class:`Truncate`, if there is `optimizer`. True: also Float8 and Quantize with 8 and with 4 bits.
+        Loss that is allowed. False: none, so that :class:`Lossless` is the only candidate. "near": also
+        :class:`Truncate`, if `optimizer` is given. True: also Float8 and Quantize with 8 and with 4 bits.
     feedback : bool
-        Lossy frames are made with error feedback, and Ternary and Sign are candidates, too, if `lossy` is True.
-    candidates : iterable of Spec, optional
-        Choose among these instead.
+        Measure lossy frames with error feedback. If `lossy` is True, Ternary and Sign are candidates, too.
+    candidates : iterable of Spec, bound spec or name of a preset; optional
+        Candidates instead of those that `lossy` and `feedback` name. State of a bound spec is that of all tensors, one
+        after the other.
     optimizer : torch.optim.Optimizer, optional
-        Whose next step gets the gradients: Truncate's metric and state. Tensors given are then gradients of its
-        parameters.
+        Optimizer whose next step gets the gradients, for Truncate. The tensors must be gradients of its parameters.
     options : CallOptions, optional
-        Number of threads, made by :func:`options`.
+        Engine and number of threads, made by :func:`options`.
 
     Returns
     -------
     Advice
+        The fastest spec, and the predictions for all candidates.
 
     Raises
     ------
     ArgumentError, SpecError
-        There are no values, or of a dtype that cannot be reduced, or NaN and Inf for lossy candidates; a link,
-        candidate or another argument is not one, or Truncate was asked for without `optimizer`.
+        There are no values, values of a dtype that cannot be reduced, or NaN or Inf for lossy candidates; an argument
+        has another type or is out of range; or Truncate is a candidate without an optimizer.
     EngineError
         A tensor is not in host memory.
 
@@ -257,7 +260,7 @@ def advise(
     for spec, given in specs:
         costs = [measure(s, spec, given, feedback, options) * (s.n / s.x.size) for s in taken]
         table.append(row(spec, sum(costs[1:], costs[0]), algorithm))
-    best = min(table, key=lambda r: r.seconds)  # raw of equals
+    best = min(table, key=lambda r: r.seconds)  # raw in a tie
     why = _why(best, table, world_size)
     if weights:
         why += " Measured on weights: for gradients give the model once it has some."
@@ -311,7 +314,7 @@ def measure(s: Sample, spec: Spec, given: BoundSpec | None, feedback: bool, opti
 
 
 def _shortest(f: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds of a call, and its result."""
+    """Return the shortest seconds of a few calls, and the result of the last one."""
     seconds, result = float("inf"), None
     for _ in range(RUNS):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A few MiB of many tensors, as a flat bucket that compresses as all of them do."""
+"""Samples: a few MiB of tensors, as a flat bucket that compresses as well as all of them."""
 
 import itertools
 import sys
@@ -16,9 +16,9 @@ from codec.tensors.segments import Records, Segments, unpack
 from codec.tensors.view import Array, TensorView, on_host, view
 from codec.tensors.wrapper import View
 
-NBYTES = 4 << 20  # of a sample
-WINDOWS = 8  # parts of the bucket, far from each other, that a sample is made of
-MOST_RANKS = 8  # whose mean is made: more make no difference to its size
+NBYTES = 4 << 20  # bytes of a sample
+WINDOWS = 8  # places of the bucket that a sample is taken from
+MOST_RANKS = 8  # ranks of the simulated mean; more do not change the size of its frame
 
 
 class Tensor(NamedTuple):
@@ -51,7 +51,7 @@ def tensors_of(given: Any, optimizer: Any) -> tuple[list[Tensor], bool]:
     Raises
     ------
     ArgumentError, EngineError
-        There are no values, or some that cannot be reduced or read; the key of that tensor is in the message.
+        There are no values, or values that cannot be reduced or read; the message has the key of that tensor.
     """
     items, weights = _items(given)
     owners: dict[int, Any] = {}
@@ -104,7 +104,7 @@ def _segments_of(v: TensorView, segments: Records | None) -> list[TensorView]:
 
 
 def _items(given: Any) -> tuple[Iterable[tuple[Any, Any, Any]], bool]:
-    """Keys, tensors and, of a model, their parameters; True beside it if the tensors are the parameters."""
+    """Return keys, tensors and, of a model, their parameters; and True if the tensors are parameters."""
     module: Any = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", ())
     if isinstance(given, module):
         named = [(name, p) for name, p in given.named_parameters() if p.requires_grad]
@@ -121,10 +121,10 @@ def _items(given: Any) -> tuple[Iterable[tuple[Any, Any, Any]], bool]:
 
 
 def samples(tensors: Sequence[Tensor], world_size: int, optimizer: Any) -> list[Sample]:
-    """One for each dtype, of `NBYTES` together, or of all values if they are fewer.
+    """Return a sample for each dtype, `NBYTES` together, or all values if they are fewer.
 
-    Parts are cut where rows begin: scales of lossless frames are by row and column. They lie far from each other, for
-    layers differ.
+    Samples consist of whole rows, since the model of lossless frames has offsets by row and column. The rows come from
+    several places of the bucket, since layers differ.
     """
     total = sum(t.v.nbytes for t in tensors)
     by_dtype: dict[str, list[Tensor]] = {}
@@ -139,7 +139,7 @@ def samples(tensors: Sequence[Tensor], world_size: int, optimizer: Any) -> list[
 
 
 def _cuts(group: Sequence[Tensor], n: int, wanted: int) -> Iterator[Cut]:
-    """Parts of tensors, `wanted` of their `n` values or a little more."""
+    """Yield parts of tensors with `wanted` of their `n` values, or a few more."""
     windows = 1 if wanted == n else WINDOWS
     width = -(-wanted // windows)
     at = [(i * n + n // 2) // windows - width // 2 if windows > 1 else 0 for i in range(windows)]
@@ -153,7 +153,7 @@ def _cuts(group: Sequence[Tensor], n: int, wanted: int) -> Iterator[Cut]:
             if high - low == size:
                 yield t, 0, t.v.shape
                 continue
-            # the largest rows of which one fits
+            # the largest rows of which at least one fits
             inner = next(s for k in range(1, len(t.v.shape) + 1) if prod(s := t.v.shape[k:]) <= width)
             row = prod(inner)
             yield t, low // row * row, (-(-high // row) - low // row, *inner)
@@ -218,21 +218,20 @@ def _parts_of(name: str, x: Any, starts: Sequence[tuple[int, int, int]], *, floa
 
 
 def _part(v: TensorView, offset: int, shape: tuple[int, ...]) -> Array:
-    """Values from an offset on, as bits."""
+    """Return the bits of a part that begins at an offset, in values."""
     size = ITEMSIZE[v.dtype]
     return np.frombuffer(ffi.buffer(v.data, v.nbytes), f"u{size}", prod(shape), offset * size)
 
 
 def _floats(x: Array, dtype: str) -> Array:
-    """Bits as float32."""
+    """Return the values of bits as float32."""
     return (x.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else x.view(dtype).astype(np.float32)
 
 
 def _mean(x: Array, dtype: str, world_size: int) -> Array:
-    """What the mean of all ranks' tensors is like, as bits.
+    """Return the bits of a tensor that compresses like the mean over ranks: the mean of x and of shifted copies of x.
 
-    Other ranks' values are like the neighbours of a value: of its size, but with bits of their own. So this is the mean
-    of x and of x moved on by one, two, ... values.
+    Neighbours of a value are like the values of other ranks: of its size, with other mantissas.
     """
     with np.errstate(all="ignore"):
         values = _floats(x, dtype)
@@ -263,7 +262,7 @@ def _groups(optimizer: Any, tensors: Sequence[Tensor], starts: Sequence[int]) ->
 
 
 def _state(optimizer: Any, cuts: Sequence[Cut]) -> dict[str, Array]:
-    """The same parts of parameters and of the optimizer's arrays, those that all parameters have, in float32."""
+    """Return the cuts of the parameters and of those state arrays that all parameters have, in float32."""
     states = [optimizers.state_of(optimizer, t.parameter) for t, _, _ in cuts]
     common = [name for name in states[0] if all(name in s for s in states)]
     found: dict[str, Array] = {}

@@ -1,4 +1,4 @@
-"""What one call asks for, made once from the user's arguments: all that an engine is given."""
+"""Requests: checked arguments of one call, the only input of an engine."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,27 +10,28 @@ from codec.specs import BoundSpec, Spec
 from codec.tensors.overlap import check_apart
 from codec.tensors.view import TensorView
 
-_ALWAYS, _TIMES = 1 << 30, 256  # bytes of a tensor that a frame may hold, and for each byte of its own
+# By default a new tensor has at most this many bytes, or this many times as many as its frame.
+_ALWAYS, _TIMES = 1 << 30, 256
 
 
 class EncodeRequest(NamedTuple):
-    """A tensor to be encoded."""
+    """Tensor to be encoded."""
 
     x: TensorView
     spec: Spec
     out: TensorView | None = None  # bytes
     residual: TensorView | None = None  # float32, as many values as x
     codebook: Codebook | None = None
-    segments: bytes | None = None  # records of the C library's codec_segment
+    segments: bytes | None = None  # array of the C library's codec_segment
     stream: int = 0
     levels: LevelSource | None = None
     threads: int | None = None
-    feedback: bool = False  # residual is added to x before, and gets what the sums lose
-    verify_first: bool = True  # all of x, before `residual` is written
+    feedback: bool = False  # encode x + residual
+    verify_first: bool = True  # validate all of x before `residual` is written
 
     @property
     def views(self) -> list[tuple[str, TensorView]]:
-        """Everything that is read or written, by the names it has for the caller."""
+        """Views of all memory that is read or written, by the names of arguments."""
         views = [("x", self.x)]
         if self.out is not None:
             views.append(("out=", self.out))
@@ -39,7 +40,7 @@ class EncodeRequest(NamedTuple):
         return views + self.levels.read if self.levels else views
 
     def check_apart(self) -> None:
-        """Raise ArgumentError if what would be written lies in what is read, or two outputs in each other."""
+        """Raise ArgumentError if an output overlaps with an input or with the other output."""
         state = [(name, v, False) for name, v in self.levels.read] if self.levels else []
         if self.residual is not None:
             check_apart("residual=", self.residual, [("x", self.x, not self.feedback), *state])
@@ -49,33 +50,33 @@ class EncodeRequest(NamedTuple):
 
 
 class DecodeRequest(NamedTuple):
-    """Frames to be decoded, added to a tensor or reduced to one."""
+    """Frames to be decoded, added to a tensor, or reduced to one."""
 
     frames: Sequence[TensorView]
-    out: Any = None  # the caller's: how it is seen depends on the frame
+    out: Any = None  # as given: its view depends on the frame's dtype
     like: Any = None
     codebooks: Sequence[Codebook] = ()
     max_nbytes: int | None = None
     threads: int | None = None
     bound: BoundSpec | None = None
-    verify_first: bool = True  # all of the frame, before `out` is written
-    head: TensorView | None = None  # the first bytes of the only frame, which lies on a device
-    nontemporal: bool = False  # what is decoded will not be read soon
-    check_finite: bool = False  # what is reduced
-    check_only: bool = False  # nothing is written
+    verify_first: bool = True  # validate all of the frame before `out` is written
+    head: TensorView | None = None  # copy of the first bytes of the only frame, if that lies on a device
+    nontemporal: bool = False  # write with non-temporal stores
+    check_finite: bool = False  # reject NaN and Inf in the result of a reduction
+    check_only: bool = False  # validate, and write nothing
 
     def limit(self) -> int:
-        """Bytes of the largest tensor to be made."""
+        """Return the upper bound of the bytes of a new tensor."""
         if self.max_nbytes is not None:
             return self.max_nbytes
         return max(_ALWAYS, _TIMES * max(frame.nbytes for frame in self.frames))
 
     def allows(self, nbytes: int) -> bool:
-        """Whether a tensor may be so large: any may that the caller has made."""
+        """Return True if a tensor may have so many bytes. There is no bound for `out`."""
         return (self.max_nbytes is None and nbytes <= _ALWAYS) or self.out is not None or nbytes <= self.limit()
 
     def check_limit(self, nbytes: int) -> None:
-        """Raise LimitError for a tensor that is too large."""
+        """Raise LimitError if a tensor has more bytes than allowed."""
         if not self.allows(nbytes):
             raise LimitError(f"the tensor has {nbytes} bytes, more than max_nbytes, {self.limit()}", Status.LIMIT)
 

@@ -1,19 +1,20 @@
-"""How many bits of a gradient an optimizer's step can tell: what :class:`codec.Truncate` goes by.
+"""Optimizers, whose next step decides how many bits of a gradient :class:`codec.Truncate` drops.
 
-A step is (something that does not depend on the gradient g) + (something) * g. A is the first over the second, element
-by element. Where A is much larger than g, the last bits of g fall below those of the parameter and may go: E =
-exponent(A) - exponent(g), from exponents alone, so that a receiver with the same state finds the same levels.
+The step of an optimizer is (A + g) * c for a gradient g, with A and c that do not depend on g. Where A is much larger
+than g, the step rounds the last bits of g away. Truncate drops them, by the difference of the exponents of A and g, so
+that a receiver with the same state computes the same levels.
 
-Parameters have the names and defaults that they have in torch.optim, and `step` is torch's ``state["step"]``: how many
-steps were taken before this one. :func:`from_optimizer` makes the metric of an optimizer, :func:`state_of` the state of
-one of its parameters.
+Arguments have the names and defaults of torch.optim, and `step` is torch's ``state["step"]``: the number of steps
+taken before this one. :func:`from_optimizer` reads them from a torch optimizer, :func:`state_of` the state of a
+parameter. :meth:`codec.Truncate.bind` takes both::
 
-State arrays are those before the step, as torch.optim has them: ``theta`` the parameters, ``m`` the momentum buffer
-or ``exp_avg``, ``v`` the ``exp_avg_sq``, ``square_avg`` or ``sum``. Without ``m`` or ``v`` it is the first step. g is
-the gradient that the optimizer sees: averaged, clipped, and divided by GradScaler's scale unless `grad_scale` says
-what it is. Parameter groups with other numbers inside a bucket: ``metric=[(offset, metric), ...]``, each for the
-values from its offset on. With ``amsgrad``, ``centered`` or ``maximize``, for which the formulas do not hold, no bit
-is dropped.
+    spec = codec.Truncate().bind(from_optimizer(optimizer), **state_of(optimizer, parameter))
+
+State arrays are those before the step: ``theta`` the parameters, ``m`` the ``momentum_buffer`` or ``exp_avg``, ``v``
+the ``exp_avg_sq``, ``square_avg`` or ``sum``. Without ``m`` and ``v`` it is the first step. g is the gradient of the
+step: averaged, clipped and unscaled, unless `grad_scale` names the scale of a GradScaler. Parameter groups of a bucket
+are a list, ``bind([(offset, optimizer), ...], ...)``: each optimizer applies from its offset on. No bit is dropped with
+``amsgrad``, ``centered`` or ``maximize``, for which A is not known.
 
 References
 ----------

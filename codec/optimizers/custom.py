@@ -1,4 +1,4 @@
-"""Metrics of the user's own."""
+"""Optimizers defined by a function of the user."""
 
 import importlib
 import inspect
@@ -20,21 +20,27 @@ def custom_at(address: int) -> "Custom":
 
 
 class Custom:
-    """A metric of your own: a function of one element's state that returns A, compiled by Numba.
+    """Optimizer of another step: a function that computes A of one value, compiled by Numba.
 
     Parameters
     ----------
     function : callable
-        Of some of ``theta``, ``m`` and ``v``, by name; float32 each. Compiled by ``numba.njit``, anew if it is already,
-        so that a division by 0 is Inf or NaN. A value for which it raises counts as NaN: no bit of it is dropped.
-        Sender and receiver need results that are equal to the bit for shared levels.
+        Function of some of ``theta``, ``m`` and ``v``, by name, float32 each, that returns A. It is compiled by
+        ``numba.njit``, again if it is compiled already, so that a division by 0 gives Inf or NaN. If it raises, A is
+        NaN and no bit of that value is dropped. With shared levels, sender and receiver must get bit-identical results.
 
     Raises
     ------
     EngineError
         Numba is not installed.
     ArgumentError
-        An argument of another name, not a function, or one that Numba cannot compile to a number.
+        `function` is no function, has another parameter, or cannot be compiled by Numba to a number.
+
+    Examples
+    --------
+    >>> sgd = codec.optimizers.Custom(lambda theta: theta / 0.1)
+    >>> spec = codec.Truncate().bind(sgd, theta=np.ones(1000, np.float32))
+    >>> frame = codec.encode(np.full(1000, 1e-3, np.float32), spec)
     """
 
     def __init__(self, function: Callable[..., float]) -> None:
@@ -55,7 +61,7 @@ class Custom:
         def compiled(*values: Any) -> Any:
             try:
                 return np.float32(own(*values))
-            except Exception:  # which could not get through C
+            except Exception:  # an exception cannot pass through C
                 return np.float32(np.nan)
 
         t = numba.types
@@ -85,5 +91,5 @@ class Custom:
 
     @property
     def address(self) -> int:
-        """Of the C function."""
+        """Address of the C function."""
         return self._callback.address

@@ -1,4 +1,4 @@
-"""The steps of seven optimizers, solved for what they add to the gradient."""
+"""Steps of seven optimizers, solved for A, the term that they add to the gradient."""
 
 import math
 from abc import ABC, abstractmethod
@@ -40,16 +40,18 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Optimizer(ABC):
-    """Base of all metrics.
+    """Base class of optimizers, whose next step decides how many bits of a gradient are dropped.
 
     Parameters
     ----------
     lr : float
-        Learning rate of this step. Where it is 0, as in a warm-up, nothing of the gradient matters.
+        Learning rate of the step. At 0, as at the start of a warm-up, all droppable bits are dropped.
     weight_decay : float
+        As in torch.optim.
     maximize : bool
+        As in torch.optim. If True, no bit is dropped.
     grad_scale : float
-        How many times the gradient g is: GradScaler's scale, if it was not yet divided by it.
+        Factor by which the gradient is scaled: GradScaler's scale, for gradients that are not yet unscaled.
 
     Raises
     ------
@@ -71,13 +73,13 @@ class Optimizer(ABC):
 
     @abstractmethod
     def terms(self, state: Mapping[str, Any]) -> Terms:
-        """The numbers that stay the same for all elements; `state` says which arrays there are."""
+        """Return the coefficients of A, which are the same for all values; `state` has the arrays that exist."""
 
     def _known(self) -> bool:
         return not self.maximize
 
     def final(self, state: Mapping[str, Any]) -> Terms:
-        """Scaled, with a v that is missing counted as 0; NaN where no bit may be dropped."""
+        """Return the coefficients of A, scaled, for a v of 0 if it is missing; NaN if no bit may be dropped."""
         with np.errstate(all="ignore"):
             t = self.terms(state)
             s = np.float64(self.grad_scale)
@@ -92,12 +94,12 @@ class Optimizer(ABC):
     def levels(
         self, g: Any, theta: Any, *, m: Any = None, v: Any = None, guard: int | Guard = -8
     ) -> np.ndarray[Any, Any]:
-        """The level of each value of g, 0 to 3, as :class:`codec.Truncate` chooses them.
+        """Return the level of each value of g, 0 to 3, as :class:`codec.Truncate` chooses them.
 
         Parameters
         ----------
         g, theta, m, v : arrays or tensors
-            float32, bfloat16 or float16; of as many values.
+            Gradient and state before the step: float32, bfloat16 or float16, with equal numbers of values.
         guard : int or str
             As in :class:`codec.Truncate`.
 
@@ -108,7 +110,15 @@ class Optimizer(ABC):
         Raises
         ------
         ArgumentError
-            An array of another dtype or size, or no such guard.
+            An array has another dtype or size.
+        SpecError
+            `guard` is out of range.
+
+        Examples
+        --------
+        >>> g, theta = np.full(4, 1e-6, np.float32), np.array([0, 1e-5, 1e-2, 10], np.float32)
+        >>> codec.optimizers.SGD(lr=0.1).levels(g, theta)
+        array([0, 2, 3, 3], dtype=uint8)
         """
         spec = Truncate(guard=guard)
         arrays = {name: x for name, x in (("theta", theta), ("m", m), ("v", v)) if x is not None}
@@ -147,7 +157,7 @@ _FLAGS = ("maximize", "amsgrad", "centered")
 
 
 def _number(name: str, given: object) -> Any:
-    """A field's value as one of Python's numbers."""
+    """Return a field's value as a Python number."""
     if name in _FLAGS:
         flag: object = cast(Any, given).item() if getattr(given, "shape", None) == () else given
         if not isinstance(flag, bool | int):
