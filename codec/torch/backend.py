@@ -1,4 +1,4 @@
-"""A backend of torch.distributed, `codec`: Gloo, but large tensors of floats travel as frames.
+"""Backend `codec` of torch.distributed: Gloo, but large tensors of floats travel as frames.
 
 >>> import codec.torch
 >>> torch.distributed.init_process_group("codec")  # doctest: +SKIP
@@ -25,25 +25,39 @@ from codec.torch.execution import Algorithm, check_algorithm
 from codec.torch.work import Work
 from codec.torch.worker import Worker
 
-_STREAM = 1 << 32  # draws of one collective: more than it has frames
+_STREAM = 1 << 32  # distance between the random streams of two collectives; more than a collective has frames
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a group's tensors travel, for `pg_options` of ``init_process_group`` and ``new_group``.
+    """Options of a group of the backend `codec`, for `pg_options` of ``init_process_group`` and ``new_group``.
 
     Parameters
     ----------
-    spec : Spec
-        How tensors are encoded that are summed or averaged: gradients, most of all. Lossless if left out: all ranks get
-        the sum in the order of ranks. Maxima are always exact.
-    gather : Spec
-        How tensors are encoded that are gathered: parameters, for instance.
+    spec : Spec or str
+        Codec of tensors that are summed or averaged, mostly gradients; or the name of a preset. Default: lossless, with
+        sums in the order of ranks. Maxima are always lossless.
+    gather : Spec or str
+        Codec of tensors that are gathered, such as parameters. Default: lossless.
     algorithm : {"auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"}
-        Of sums and means, as for :func:`all_reduce`.
+        Algorithm of sums and means, as for :func:`all_reduce`.
     small : int
-        Tensors of fewer bytes go over Gloo as they are.
+        Size in bytes below which tensors go over Gloo, uncompressed. Default: 16 KiB.
+
+    Raises
+    ------
+    ArgumentError, SpecError
+        A field has a wrong type or value.
+
+    Examples
+    --------
+    >>> options = codec.torch.Options(codec.Float8())
+    >>> group = torch.distributed.new_group(backend="codec", pg_options=options)
+    >>> x = torch.ones(10_000)
+    >>> torch.distributed.all_reduce(x, group=group)
+    >>> group.stats().frame_collectives
+    1
     """
 
     spec: Spec = Lossless()  # noqa: RUF009 - it cannot change
@@ -53,35 +67,40 @@ class Options:
 
     def __post_init__(self) -> None:
         for spec in (self.spec, self.gather):
-            spec_struct(spec)  # or it is not one
+            spec_struct(spec)  # raises SpecError unless it is a spec
         check_algorithm(self.algorithm)
         whole("small", self.small, 0)
 
     @property
     def _timeout(self) -> None:
-        """None: torch's default, which ``init_device_mesh(backend_override=)`` reads from a backend's options."""
+        """None, for torch's default; ``init_device_mesh(backend_override=)`` reads this."""
         return None
 
 
-_Base: Any = dist.ProcessGroup  # whose methods have overloads that differ by how many tensors they take
+_Base: Any = dist.ProcessGroup  # Any: its methods have overloads that subclasses cannot match
 
 
 class ProcessGroup(_Base):
-    """Ranks that reduce and gather large tensors of floats as frames, and do all else over Gloo.
+    """Process group that sends large tensors of floats as frames, and all else over Gloo.
 
     Frames carry all-reduces, reduce-scatters and all-gathers of float32, bfloat16 and float16 on the CPU: sums, means
-    and maxima. Anything else is Gloo's: small tensors, integers, broadcasts, point-to-point, objects, barriers.
+    and maxima. Gloo carries all else: small tensors, integers, broadcasts, point-to-point, objects, barriers.
 
     Parameters
     ----------
     store : Store
-        By which the ranks find each other. No one else may have used it, so give it a prefix.
+        Store by which the ranks find each other. It must be new, so give it a prefix of its own.
     rank, size : int
-        This rank, and how many there are.
+        This rank, and number of ranks.
     timeout : timedelta
-        How long a rank may keep others waiting.
-    options : Options
-        How tensors travel.
+        Longest time that a rank may keep others waiting.
+    options : Options, optional
+        Codecs and algorithm. Default: lossless.
+
+    Raises
+    ------
+    PeerError
+        A collective was begun after :meth:`shutdown` or :meth:`abort`.
 
     Notes
     -----
@@ -110,26 +129,31 @@ class ProcessGroup(_Base):
             group._set_default_backend(kind.GLOO)
             group._register_backend(torch.device("cpu"), kind.GLOO, gloo)
         self._calls = 0  # equal on all ranks
-        self._waiting: Worker | None = None  # waits for Gloo's reduce-scatters
-        self._over = False
+        self._waiting: Worker | None = None  # thread that waits for Gloo's reduce-scatters
+        self._closed = False
 
     def getBackendName(self) -> str:
-        """`codec`."""
+        """Return the name of the backend, `codec`."""
         return "codec"
 
     def get_group_store(self) -> Store:
-        """By which its ranks find each other; so do those of the channel that its frames go through."""
+        """Return the store by which the ranks find each other, also for the connections of frames."""
         return self._store
 
     def stats(self) -> Counters:
-        """Return what this rank has sent and received as frames or uncompressed, and how long that took.
+        """Return the totals of this group's collectives that codec has carried, on this rank.
 
-        What goes over Gloo, such as small tensors, is not counted. Subtract an earlier result to get the difference.
+        Collectives over Gloo, such as those of small tensors, are not counted.
+
+        Returns
+        -------
+        Counters
+            Totals so far. Subtract an earlier result to get those of a period.
         """
         return group_stats(self)
 
     def _travels(self, tensors: Sequence[torch.Tensor], op: Any = dist.ReduceOp.SUM) -> bool:
-        """Whether these go as frames: decided from what is the same on all ranks."""
+        """Return True if tensors travel as frames; computed from properties that are equal on all ranks."""
         dtype = tensors[0].dtype if tensors else None
         return (
             dtype in arguments.NAMES
@@ -138,9 +162,9 @@ class ProcessGroup(_Base):
             and sum(t.nbytes for t in tensors) >= self._options.small
         )
 
-    def _how(self, spec: Spec) -> dict[str, Any]:
-        """Arguments of a collective, each of which draws anew."""
-        if self._over:
+    def _arguments(self, spec: Spec) -> dict[str, Any]:
+        """Return the arguments of a collective, with a random stream of its own."""
+        if self._closed:
             raise PeerError("the group was shut down: make a new one")
         self._calls += 1
         return {"spec": spec, "group": self, "stream": self._calls * _STREAM}
@@ -150,25 +174,25 @@ class ProcessGroup(_Base):
 
     def _all_reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> Work:
         algorithm: Algorithm = self._options.algorithm if op in _SUMS else "auto"
-        how = self._how(self._spec_for(op)) | {"op": op, "algorithm": algorithm}
+        how = self._arguments(self._spec_for(op)) | {"op": op, "algorithm": algorithm}
         if len(tensors) == 1:
             return _begin(collectives.all_reduce, tensors[0], **how)
         return coalesced.all_reduce(tensors, **how)
 
     def _reduce_scatter(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Any) -> Work:
-        how = self._how(self._spec_for(op)) | {"op": op}
+        how = self._arguments(self._spec_for(op)) | {"op": op}
         if len(outputs) == 1 == len(inputs):
             return _begin(collectives.reduce_scatter, outputs[0], inputs[0], **how)
         return coalesced.reduce_scatter(outputs, inputs, **how)
 
     def _all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Work:
-        how = self._how(self._options.gather)
+        how = self._arguments(self._options.gather)
         if len(outputs) == 1 == len(inputs):
             return _begin(collectives.all_gather, outputs[0], inputs[0], **how)
         return coalesced.all_gather(outputs, inputs, **how)
 
     def _with_future(self, work: Any, outputs: Sequence[torch.Tensor]) -> Work:
-        """Return a work of Gloo's with get_future(), which its reduce-scatters lack."""
+        """Return a Work for a reduce-scatter of Gloo, whose own lacks get_future()."""
         if self._waiting is None:
             self._waiting = Worker("codec, Gloo's reduce-scatters")
             weakref.finalize(self, self._waiting.stop)
@@ -179,8 +203,8 @@ class ProcessGroup(_Base):
 
         return self._waiting.submit(wait)
 
-    # Each of these is as torch.distributed's. What does not travel is for the plain group: methods of the class above
-    # that Python may override hold the interpreter's lock while they wait for one of Gloo's, whose holder may want it.
+    # These methods have the arguments of dist.ProcessGroup. Collectives of Gloo go through the plain group, because the
+    # base class holds the interpreter's lock while it waits for a lock of Gloo, whose holder may wait for the former.
 
     def allreduce(self, tensors: Any, opts: Any = dist.ReduceOp.SUM, *rest: Any) -> Any:
         """Reduce a tensor over all ranks."""
@@ -196,20 +220,20 @@ class ProcessGroup(_Base):
         return self._all_reduce(tensors, _op_of(opts))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any, *rest: Any) -> Any:
-        """Reduce a list of tensors, of which each rank gets one."""
+        """Reduce a list of tensors; each rank gets one of them."""
         to, parts = ([outputs], [inputs]) if isinstance(outputs, torch.Tensor) else (outputs, inputs)
         if len(to) != 1 or not _in_sync([to[0], *parts[0]]) or not self._travels(parts[0], _op_of(opts)):
             return self._with_future(self._plain.reduce_scatter(outputs, inputs, opts, *rest), to)
         return self._reduce_scatter(to, [torch.stack(parts[0])], _op_of(opts))
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        """Reduce a tensor, of which each rank gets its part."""
+        """Reduce a tensor; each rank gets its part."""
         if not self._travels([tensor], _op_of(opts)):
             return self._with_future(renamed.group_reduce_scatter_single(self._plain, output, tensor, opts), [output])
         return self._reduce_scatter([output], [tensor], _op_of(opts))
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """The same for many."""
+        """Reduce tensors; each rank gets its part of each."""
         if not self._travels(inputs, _op_of(opts)):
             return self._with_future(
                 renamed.group_reduce_scatter_single_coalesced(self._plain, outputs, inputs, opts), outputs
@@ -217,45 +241,45 @@ class ProcessGroup(_Base):
         return self._reduce_scatter(outputs, inputs, _op_of(opts))
 
     def allgather(self, outputs: Any, inputs: Any, *rest: Any) -> Any:
-        """Give all ranks the tensors of all, as a list."""
+        """Gather one tensor of each rank, as a list."""
         to, tensors = ([outputs], [inputs]) if isinstance(inputs, torch.Tensor) else (outputs, inputs)
         if len(to) != 1 or not _in_sync([*tensors, *to[0]]) or not self._travels(tensors):
             return self._plain.allgather(outputs, inputs, *rest)
-        how = self._how(self._options.gather)
+        how = self._arguments(self._options.gather)
         return coalesced.all_gather_list(to[0], tensors[0], **how)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> Any:
-        """Give all ranks the tensors of all."""
+        """Gather one tensor of each rank, as one tensor."""
         if not self._travels([tensor]):
             return renamed.group_all_gather_single(self._plain, output, tensor, *rest)
         return self._all_gather([output], [tensor])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, *rest: Any) -> Any:
-        """The same for many."""
+        """Gather several tensors of each rank."""
         if not self._travels(inputs):
             return renamed.group_all_gather_single_coalesced(self._plain, outputs, inputs, *rest)
         return self._all_gather(outputs, inputs)
 
-    # Names of older releases of torch, which torchft and others call. Those of the class above bypass this one.
+    # Names of older releases of torch, which torchft and others call. Those of the base class bypass this class.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def broadcast(self, *args: Any, **how: Any) -> Any:
-        """Give all ranks what one has."""
+        """Send the tensors of one rank to all ranks, over Gloo."""
         return self._plain.broadcast(*args, **how)
 
     def all_to_all_single(self, *args: Any, **how: Any) -> Any:
-        """Give each rank a part of what each has."""
+        """Send a part of a tensor to each rank, over Gloo."""
         return self._plain.all_to_all_single(*args, **how)
 
     def send(self, *args: Any, **how: Any) -> Any:
-        """Send a tensor to one rank."""
+        """Send a tensor to one rank, over Gloo."""
         return self._plain.send(*args, **how)
 
     def recv(self, *args: Any, **how: Any) -> Any:
-        """Receive one."""
+        """Receive a tensor from one rank, over Gloo."""
         return self._plain.recv(*args, **how)
 
     def barrier(self, *args: Any, **how: Any) -> Any:
@@ -263,20 +287,20 @@ class ProcessGroup(_Base):
         return self._plain.barrier(*args, **how)
 
     def abort(self) -> None:
-        """Begin nothing more; what is under way fails, and changes no tensor any more."""
-        self._over = True
+        """Close the group: collectives in flight fail and change no tensor, and none can be begun."""
+        self._closed = True
         close_communicator(self, cancel=True)
         self._plain.abort()
 
     def shutdown(self) -> None:
-        """Begin nothing more, and wait for what is under way: torch.distributed calls this to destroy a group."""
-        self._over = True
+        """Close the group after the collectives in flight; torch.distributed calls this to destroy a group."""
+        self._closed = True
         close_communicator(self, cancel=False)
         self._plain.shutdown()
 
 
 def _op_of(opts: Any) -> Any:
-    """The operation in a call's options, or that is given in their place."""
+    """Return the operation of a call: from its options, or given instead of options."""
     op = getattr(opts, "reduceOp", opts)
     return getattr(op, "op", op)
 
@@ -296,19 +320,26 @@ def register_backend(
     algorithm: Algorithm = "auto",
     small: int = Options.small,
 ) -> None:
-    """Say how tensors travel in groups of the backend `codec` that are made without options of their own.
+    """Set the options of groups of the backend `codec` that are made without `pg_options`.
 
-    Importing :mod:`codec.torch` registers the backend; lossless, until this is called. All ranks must call it alike.
+    Importing :mod:`codec.torch` registers the backend with the defaults. All ranks must call this function with equal
+    arguments.
 
     Parameters
     ----------
     spec, gather, algorithm, small
-        As in :class:`Options`.
+        As for :class:`Options`.
+
+    Raises
+    ------
+    ArgumentError, SpecError
+        An argument has a wrong type or value. The options are unchanged.
 
     Examples
     --------
-    >>> codec.torch.register_backend(codec.Float8())  # doctest: +SKIP
-    >>> torch.distributed.init_process_group("codec")  # doctest: +SKIP
+    >>> codec.torch.register_backend(codec.Float8())
+    >>> group = torch.distributed.new_group(backend="codec")
+    >>> codec.torch.register_backend()  # lossless again
     """
     usual = Options(spec, gather, algorithm, small)
 

@@ -1,4 +1,4 @@
-"""Collectives over lists of tensors, as the backend `codec` needs them: all tensors of a list travel together."""
+"""Collectives over lists of tensors for the backend `codec`: all tensors of a list travel in one collective."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, algorithm: Algorithm, stream: int) -> Work:
-    """Reduce tensors of one dtype over all ranks, in place: all of them, or none."""
+    """Reduce tensors of one dtype over all ranks, in place: all of them or none."""
 
     def prepare() -> Reduction:
         for t in tensors:
@@ -41,7 +41,7 @@ def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, algorithm: 
 
 
 def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, op: Any, stream: int) -> Work:
-    """Reduce tensors of one dtype over all ranks, and give each rank its part of each."""
+    """Reduce tensors of one dtype over all ranks; each rank gets its part of each tensor."""
 
     def prepare(size: int) -> Reduction:
         _check_pairs(inputs, outputs)
@@ -63,7 +63,7 @@ def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any,
 
 
 def all_gather(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, stream: int) -> Work:
-    """Give all ranks the tensors of all: those of the i-th input, in the order of ranks, to the i-th output."""
+    """Gather the tensors of all ranks: input i of all ranks, in their order, becomes output i."""
 
     def prepare(size: int) -> Reduction:
         _check_pairs(inputs, outputs)
@@ -81,7 +81,7 @@ def all_gather(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any, str
 
 
 def all_gather_list(outputs: Tensors, tensor: torch.Tensor, spec: Spec, *, group: Any, stream: int) -> Work:
-    """Give all ranks the tensors of all: that of the i-th rank to the i-th output."""
+    """Gather one tensor of each rank: that of rank i becomes output i."""
 
     def prepare(size: int) -> Reduction:
         if len(outputs) != size:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from codec import ArgumentError
+from codec.arguments import shown
 from codec.specs import Ternary
 from codec.tensors.segments import Records, unpack
 from codec.torch import algorithms, raw, ternary
@@ -25,40 +26,50 @@ _ALGORITHMS = {
     "raw": raw.two_shot,
     "shared_scale": ternary.shared_scale,
 }
-_OF_FRAMES = ("two_shot", "all_gather", "ring")  # their results can wait in them
-_CHOICES = 256  # that a group remembers
-_SMALL = 1 << 16  # bytes of a tensor: two phases take longer than what one sends more
+_WITH_FRAMES = ("two_shot", "all_gather", "ring")  # algorithms whose results can stay in frames until the verdict
+_CHOICES = 256  # signatures whose choice between frames and uncompressed values a group remembers
+_SMALL = 1 << 16  # bytes of a tensor up to which one phase with N - 1 frames is faster than two phases
 
 
-def run(comm: Communicator, prepare: Callable[[], Reduction], asked: Algorithm) -> tuple[Array, Reduction]:
-    """The reduced values of what prepare() returns, once all ranks have them."""
-    return all_reduce_several(comm, lambda: [prepare()], asked)[0]
+def run(comm: Communicator, prepare: Callable[[], Reduction], algorithm: Algorithm) -> tuple[Array, Reduction]:
+    """Run an all-reduce; return its result and reduction after all ranks have succeeded.
+
+    Parameters
+    ----------
+    comm : Communicator
+        Communicator of the group.
+    prepare : callable
+        Checks the arguments and returns the reduction; its errors are errors on all ranks.
+    algorithm : str
+        As for :func:`codec.torch.all_reduce`.
+    """
+    return all_reduce_several(comm, lambda: [prepare()], algorithm)[0]
 
 
 def all_reduce_several(
-    comm: Communicator, prepare: Callable[[], list[Reduction]], asked: Algorithm
+    comm: Communicator, prepare: Callable[[], list[Reduction]], algorithm: Algorithm
 ) -> list[tuple[Array, Reduction]]:
-    """The same for several: all are reduced, or none."""
+    """Run an all-reduce of several tensors as :func:`run` does: all of them are reduced, or none."""
     channel = comm.channel
-    sign = 0
+    number = 0  # signature of the collective
 
     def begin() -> tuple[list[Reduction], list[int]]:
-        nonlocal sign
+        nonlocal number
         reductions = prepare()
-        # what is left to us may come to be another algorithm later: all must have left it
-        sign = hash64(asked, [signature(r, choose_algorithm(asked, r, channel.size)) for r in reductions])
-        return reductions, [sign]
+        # "auto" is part of the signature: it may become another algorithm on all ranks later
+        number = hash64(algorithm, [signature(r, choose_algorithm(algorithm, r, channel.size)) for r in reductions])
+        return reductions, [number]
 
     reductions = request(channel, begin)
-    choice = comm.choices.get(sign) or Choice(_described(reductions))
-    raw_chosen = asked == "auto" and channel.size > 1 and choice.kind == "values"
+    choice = comm.choices.get(number) or Choice(_describe(reductions))
+    raw_chosen = algorithm == "auto" and channel.size > 1 and choice.kind == "values"
     before = channel.sent_nbytes
     with close_on_error(channel):
         largest = max(reductions, key=lambda r: r.x.size, default=None)
         for r in reductions:
-            if r is not largest and r.out is None and r.deferred is None:  # there is memory for one result
+            if r is not largest and r.out is None and r.deferred is None:  # the channel has memory for one result
                 r.out = np.empty(r.x.size, r.x.dtype)
-        names = [choose_algorithm(asked, r, channel.size) for r in reductions]
+        names = [choose_algorithm(algorithm, r, channel.size) for r in reductions]
         if raw_chosen:
             names = ["raw" if r.x.nbytes > _SMALL else name for r, name in zip(reductions, names, strict=True)]
         ended = _run_each(channel, reductions, names)
@@ -66,14 +77,14 @@ def all_reduce_several(
     nbytes = sum(2 * r.x.nbytes * (channel.size - 1) // channel.size for r in reductions)
     choice.learn(channel.exchange_verdict(first, report(channel.started, channel.sent_nbytes - before, nbytes)))
     _count(channel, reductions, raw="raw" in names)
-    comm.choices.pop(sign, None)
-    comm.choices[sign] = choice
-    if len(comm.choices) > _CHOICES:  # that of the longest ago, on all ranks
+    comm.choices.pop(number, None)
+    comm.choices[number] = choice
+    if len(comm.choices) > _CHOICES:  # drop the least recently used one, which is the same on all ranks
         del comm.choices[next(iter(comm.choices))]
     return [(result, r) for r, (result, _) in zip(reductions, ended, strict=True)]
 
 
-def _described(reductions: list[Reduction]) -> str:
+def _describe(reductions: list[Reduction]) -> str:
     """Return the total size, dtypes and specs of some reductions, for log messages."""
     specs = ", ".join(dict.fromkeys(f"{r.dtype} by {r.spec}" for r in reductions))
     return f"{sum(r.x.nbytes for r in reductions)} bytes ({specs})"
@@ -90,21 +101,21 @@ def _count(channel: Channel, reductions: Sequence[Reduction], *, raw: bool = Fal
 
 
 def _run_each(channel: Channel, reductions: list[Reduction], names: list[str]) -> list[tuple[Array, Exception | None]]:
-    """What algorithms of these names give: together, if they have steps, else one after the other."""
+    """Run an algorithm for each reduction: interleaved if all of them have steps, else one after the other."""
     if all(name in algorithms.STEPS for name in names):
         return algorithms.interleave(
             [algorithms.STEPS[name](channel, r) for r, name in zip(reductions, names, strict=True)]
         )
     ended: list[tuple[Array, Exception | None]] = []
     for r, name in zip(reductions, names, strict=True):
-        if name not in _OF_FRAMES:
+        if name not in _WITH_FRAMES:
             r.deferred = None
         ended.append(_ALGORITHMS[name](channel, r))
     return ended
 
 
 def signature(r: Reduction, algorithm: str) -> int:
-    """What must be the same on all ranks."""
+    """Return the hash of all that must be equal on all ranks (docs/protocol.md, section 5.1)."""
     book = r.codebook and r.codebook.id
     inside = None if r.segments is None else _hashed_segments(r.segments)
     return hash64(r.spec, r.dtype, r.x.size, r.op, algorithm, inside, r.metric is None, book)
@@ -112,25 +123,25 @@ def signature(r: Reduction, algorithm: str) -> int:
 
 @functools.lru_cache(256)
 def _hashed_segments(segments: Records) -> int:
-    return hash64(unpack(segments))  # records are in this machine's byte order
+    return hash64(unpack(segments))  # not of the records, which have this machine's byte order
 
 
-def check_algorithm(asked: Any) -> None:
-    """Raise ArgumentError unless there is such an algorithm."""
-    if not isinstance(asked, str) or asked not in ("auto", *_ALGORITHMS):
-        raise ArgumentError(f"algorithm must be 'auto' or one of {tuple(_ALGORITHMS)}, got {asked!r}")
+def check_algorithm(algorithm: Any) -> None:
+    """Raise ArgumentError unless `algorithm` is the name of an algorithm."""
+    if not isinstance(algorithm, str) or algorithm not in ("auto", *_ALGORITHMS):
+        raise ArgumentError(f"algorithm must be 'auto' or one of {tuple(_ALGORITHMS)}, got {shown(algorithm)}")
 
 
-def choose_algorithm(asked: Algorithm, r: Reduction, size: int) -> str:
-    """Who sends what to whom."""
-    check_algorithm(asked)
-    if asked == "shared_scale":
+def choose_algorithm(algorithm: Algorithm, r: Reduction, size: int) -> str:
+    """Return the algorithm of a reduction over `size` ranks (docs/protocol.md, section 7)."""
+    check_algorithm(algorithm)
+    if algorithm == "shared_scale":
         if isinstance(r.spec, Ternary):
-            return asked
-        asked = "auto"  # of what a hook's policy has beside
-    if size == 1 or (asked == "auto" and (size == 2 or r.x.nbytes <= _SMALL)):
+            return algorithm
+        algorithm = "auto"  # a parameter to which a hook's policy gave another spec
+    if size == 1 or (algorithm == "auto" and (size == 2 or r.x.nbytes <= _SMALL)):
         return "all_gather"
-    return "two_shot" if asked == "auto" else asked
+    return "two_shot" if algorithm == "auto" else algorithm
 
 
 def run_algorithm(
@@ -139,9 +150,18 @@ def run_algorithm(
     prepare: Callable[[int], Reduction],
     store: Callable[[Array, Reduction], None],
 ) -> None:
-    """Run an algorithm over what prepare(number of ranks) returns; store(result, reduction) once all have succeeded.
+    """Run a collective other than an all-reduce.
 
-    What `prepare` raises is an error on all ranks.
+    Parameters
+    ----------
+    comm : Communicator
+        Communicator of the group.
+    algorithm : callable
+        Function of :mod:`codec.torch.algorithms`.
+    prepare : callable
+        prepare(number of ranks) checks the arguments and returns the reduction; its errors are errors on all ranks.
+    store : callable
+        store(result, reduction) stores the result, after all ranks have succeeded.
     """
     channel, name = comm.channel, algorithm.__name__
 

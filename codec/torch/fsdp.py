@@ -1,4 +1,4 @@
-"""FSDP2's collectives with frames on the wire: reduce-scatter, all-gather, and the all-reduce between replicas."""
+"""Collectives of FSDP2 that send frames: reduce-scatter, all-gather, and the all-reduce between replicas."""
 
 import functools
 import math
@@ -25,14 +25,14 @@ from codec.torch.reduction import Reduction
 from codec.torch.residuals import Feedback, Residuals, check_feedback_algorithm
 from codec.torch.work import Work
 
-_STREAM = 1 << 32  # distance between the random streams of two collectives: more than one collective has frames
+_STREAM = 1 << 32  # distance between the random streams of two collectives; more than a collective has frames
 
 
 @dataclass
 class CommStats(Counters):
     """Totals of a :class:`ReduceScatter`, :class:`AllGather` or :class:`AllReduce`, over all modules that use it.
 
-    The attributes of :class:`codec.torch.counters.Counters`, and these. Tensors of dtypes without a codec count as
+    It has the attributes of :class:`Counters`, and these. Collectives of dtypes without a codec count as
     `raw_collectives`; their bytes and seconds are not measured.
 
     Attributes
@@ -40,7 +40,12 @@ class CommStats(Counters):
     uncompressed_nbytes : int
         Bytes that this rank would have sent in the same collectives without compression.
     residual_norm : float
-        Euclidean norm of this rank's residuals (error feedback); 0.0 without.
+        Euclidean norm of this rank's residuals; 0.0 without error feedback.
+
+    Examples
+    --------
+    >>> codec.torch.AllGather().stats().sent_nbytes
+    0
     """
 
     uncompressed_nbytes: int = 0
@@ -48,17 +53,17 @@ class CommStats(Counters):
 
     @property
     def ratio(self) -> float:
-        """Bytes sent over those without compression; nan before the first collective."""
+        """Bytes sent divided by those without compression; nan before the first collective."""
         return self.sent_nbytes / self.uncompressed_nbytes if self.uncompressed_nbytes else math.nan
 
 
 class _Comm:
-    """Common part of the three collectives: codec, timeout, random streams, statistics."""
+    """Common base of the three collectives: codec, timeout, random streams, statistics."""
 
     def __init__(self, spec: Spec, timeout: Timeout | None) -> None:
         spec_struct(spec)  # raises SpecError unless it is a spec
         self._spec, self._timeout = spec, check_timeout(timeout)
-        self._calls = 0  # equal on all ranks of a group
+        self._calls = 0  # collectives so far; equal on all ranks of a group
         self._stats = CommStats()
         self._counting = threading.Lock()
 
@@ -67,7 +72,13 @@ class _Comm:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def stats(self) -> CommStats:
-        """Return the totals so far, of this rank."""
+        """Return the totals so far, on this rank.
+
+        Returns
+        -------
+        CommStats
+            A copy, which later collectives do not change.
+        """
         with self._counting:
             return CommStats(**vars(self._stats))
 
@@ -87,11 +98,11 @@ class _Comm:
         output: torch.Tensor,
         async_op: bool,
     ) -> Work | None:
-        """Do work(comm, stream) in the thread of a group's collectives, and count it.
+        """Run work(comm, stream) in the thread of a group's collectives, and count it.
 
-        The bytes without compression are those of `tensor` times copies(number of ranks).
+        Without compression this rank would send the bytes of `tensor` times copies(number of ranks).
         """
-        if tensor.device.type != "cpu":  # the group's thread copies in a stream of its own
+        if tensor.device.type != "cpu":  # the thread of the collectives copies in a stream of its own
             torch.accelerator.current_stream(tensor.device).synchronize()
         self._calls += 1
         stream = self._calls * _STREAM
@@ -106,28 +117,34 @@ class _Comm:
         return started if isinstance(started, Work) else None
 
     def _count_plain(self) -> None:
-        """Count a collective that torch.distributed has done, of a dtype without a codec."""
+        """Count a collective of torch.distributed, for a dtype without a codec."""
         self._count(Counters(raw_collectives=1))
 
 
 class _Reducing(_Comm):
-    """A collective that reduces gradients, with error feedback if wanted."""
+    """Common base of the collectives that reduce gradients, with or without error feedback."""
 
     def __init__(self, spec: Spec, feedback: bool, timeout: Timeout | None) -> None:
         super().__init__(spec, timeout)
         if feedback:
             check_contraction(spec)
         self._residuals = Residuals() if feedback else None
-        self._names: list[str] = []  # of the registered modules
+        self._names: list[str] = []  # names of the registered modules
 
     def stats(self) -> CommStats:
-        """Return the totals so far, of this rank."""
+        """Return the totals so far, on this rank.
+
+        Returns
+        -------
+        CommStats
+            A copy, which later collectives do not change.
+        """
         stats = super().stats()
         stats.residual_norm = 0.0 if self._residuals is None else self._residuals.norm()
         return stats
 
     def _feed(self, r: Reduction, now: Pass, name: str | None) -> Feedback | None:
-        """Have the reduction of a module's gradients use its residual, if there is error feedback."""
+        """Make the reduction of a module's gradients use the module's residual, if error feedback is on."""
         now.check()
         if self._residuals is None:
             return None
@@ -136,18 +153,18 @@ class _Reducing(_Comm):
         return Feedback(r, now.begin(self._residuals, name, r.x.size))
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
-        """Return what a checkpoint needs so that a resumed run gets the same bits: residuals, and a count of calls.
+        """Return the state with which a resumed run gets the same bits: residuals, and the number of calls.
 
         Parameters
         ----------
         gather : bool
-            Return the state of all ranks, on all of them, so that one file is enough. This is a collective call.
+            True: return the state of all ranks, on all ranks, for one file; every rank must call this.
 
         Returns
         -------
         dict
-            ``version``, ``world_size`` and ``"rank <r>"``, of this rank or of each: ``calls``, and ``residuals`` as a
-            dict from module names to float32 tensors, as the last backward pass that succeeded has left them.
+            ``version``, ``world_size``, and ``"rank <r>"`` for this rank or for each rank: a dict with ``calls``, and
+            with ``residuals``, a dict from module names to float32 tensors, from the last successful backward pass.
         """
         kept = {} if self._residuals is None else self._residuals.tensors()
         mine = {f"rank {dist.get_rank()}": {"calls": self._calls, "residuals": kept}}
@@ -157,28 +174,34 @@ class _Reducing(_Comm):
         return functools.reduce(dict.__or__, found, {"version": VERSION, "world_size": len(found)})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state of :meth:`state_dict`, this rank's or a gathered one. Call :meth:`register` before.
+        """Go on from a state of :meth:`state_dict`. Call :meth:`register` before.
+
+        Parameters
+        ----------
+        state_dict : mapping
+            State of this rank, or of all ranks by ``gather=True``.
 
         Raises
         ------
         StateError
-            It is no such state, or of another rank, number of ranks, version or model. Nothing has changed then.
+            The mapping is no such state, or belongs to another rank, number of ranks, version or model. Nothing has
+            changed then.
         """
         state, rank, size = opened(state_dict), dist.get_rank(), dist.get_world_size()
         if (saved := plain(state, "world_size", int)) != size:
             raise StateError(
-                f"the state is of {saved} ranks, this job has {size}: residuals of shards cannot be resharded; "
+                f"the state is of {saved} ranks, and this job has {size}: residuals of shards cannot be resharded; "
                 "go on without this state"
             )
         mine = state.get(f"rank {rank}")
         if not isinstance(mine, Mapping):
             raise StateError(
-                f"the state has {sorted(map(str, state))}, nothing of rank {rank}: "
-                "save one file a rank, or one of state_dict(gather=True)"
+                f"the state has the entries {sorted(map(str, state))}, but none of rank {rank}: "
+                "save one file for each rank, or one of state_dict(gather=True)"
             )
         calls = plain(mine, "calls", int)
         if not 0 <= calls < _STREAM:
-            raise StateError(f"the state counts {calls} calls: that is damaged")
+            raise StateError(f"the state counts {calls} calls, which is impossible: it is damaged")
         residuals = mine.get("residuals")
         if self._residuals is not None:
             self._residuals.load(residuals, self._names)
@@ -188,23 +211,29 @@ class _Reducing(_Comm):
 
 
 class ReduceScatter(_Reducing):
-    """Reduce FSDP2's gradients: sums in the order of ranks, with frames on the wire.
+    """Reduce-scatter of FSDP2's gradients: sums in the order of ranks, with frames on the wire.
 
     Parameters
     ----------
     spec : Spec
-        Codec of the gradients; lossless if left out.
+        Codec of the gradients. Default: lossless.
     feedback : bool
-        Error feedback: what a rank's frames lose is added to its next gradients. It takes 8 bytes for each value that
-        the rank reduces, which is 8 bytes for each parameter of the whole model. A gradient must have as many values
-        in each pass: where some parameters get no gradient, call ``set_reduce_scatter_unused_params(True)``.
+        Error feedback: the errors of a rank's frames are added to its next gradients. It takes 8 bytes for each value
+        that the rank reduces, which is 8 bytes for each parameter of the whole model. A gradient must have the same
+        number of values in each pass: if some parameters get no gradient, call
+        ``set_reduce_scatter_unused_params(True)``.
     timeout : float or timedelta, optional
-        Seconds that a rank may keep others waiting; left out: the group's.
+        Longest time, in seconds, that a rank may keep others waiting. Default: the group's timeout.
+
+    Raises
+    ------
+    ArgumentError, SpecError
+        An argument has a wrong type or value, or `feedback` does not go with `spec`.
 
     Notes
     -----
-    An error on one rank is an error on all, and residuals are as they were before that backward pass. Gradients of
-    dtypes without a codec go through torch.distributed.
+    An error on one rank is an error on all ranks, and residuals are as before that backward pass. Gradients of dtypes
+    without a codec go through torch.distributed.
 
     Examples
     --------
@@ -222,7 +251,7 @@ class ReduceScatter(_Reducing):
         super().__init__(spec, feedback, timeout)
 
     def register(self, model: torch.nn.Module) -> "ReduceScatter":
-        """Have all FSDP2 modules in `model` reduce their gradients by this object, and return it."""
+        """Make all FSDP2 modules in `model` reduce their gradients by this object, and return it."""
         modules = _modules_of(model)
         for name, module in modules.items():
             module.set_custom_reduce_scatter(_ModuleReduceScatter(self, name))
@@ -285,28 +314,34 @@ class _ModuleReduceScatter:
 
 
 class AllReduce(_Reducing):
-    """Reduce FSDP2's gradients between replicas (HSDP): the all-reduce over the slow link, with frames on the wire.
+    """All-reduce of FSDP2's gradients between replicas (HSDP), over the slow link, with frames on the wire.
 
-    The mesh that ``fully_shard`` gets has the sharding dimension alone. After each reduce-scatter FSDP2 has this object
-    all-reduce the shard over `group`, the ranks that hold the same shard. As in HSDP, all replicas must begin with the
-    same parameters.
+    Give ``fully_shard`` a mesh with the sharding dimension only. After each reduce-scatter FSDP2 calls this object,
+    which all-reduces the shard over `group`, the ranks that hold the same shard. As in HSDP, all replicas must begin
+    with the same parameters.
 
     Parameters
     ----------
     spec : Spec
-        Codec of the gradients; lossless if left out.
+        Codec of the gradients. Default: lossless.
     group : ProcessGroup
-        The replicas: ``mesh.get_group("replicate")``.
+        Replicas, ``mesh.get_group("replicate")``.
     op : {"mean", "avg", "sum"} or ReduceOp
         Reduction over the replicas. FSDP2 averages gradients, so the default is "mean"; use "sum" together with FSDP2's
         ``set_gradient_divide_factor``.
     algorithm : str
         As for :func:`all_reduce`.
     feedback : bool
-        Error feedback: what a rank's frames lose is added to its next gradients. It takes 8 bytes for each value of
-        this rank's shards. As for :class:`ReduceScatter`, a gradient must have as many values in each pass.
+        Error feedback: the errors of a rank's frames are added to its next gradients. It takes 8 bytes for each value
+        of this rank's shards. As for :class:`ReduceScatter`, a gradient must have the same number of values in each
+        pass.
     timeout : float or timedelta, optional
-        Seconds that a rank may keep others waiting; left out: the group's.
+        Longest time, in seconds, that a rank may keep others waiting. Default: the group's timeout.
+
+    Raises
+    ------
+    ArgumentError, SpecError
+        An argument has a wrong type or value, or `feedback` does not go with `spec` or `algorithm`.
 
     Notes
     -----
@@ -342,12 +377,12 @@ class AllReduce(_Reducing):
         self._algorithm: Algorithm = algorithm
 
     def register(self, model: torch.nn.Module) -> "AllReduce":
-        """Have all FSDP2 modules in `model` all-reduce their gradients by this object, and return it.
+        """Make all FSDP2 modules in `model` all-reduce their gradients by this object, and return it.
 
         Raises
         ------
         ArgumentError
-            FSDP2 all-reduces over the same replicas already: its mesh has their dimension, too.
+            The model has no FSDP2 module, or the mesh of FSDP2 has the dimension of the replicas, too.
         """
         from torch.distributed.tensor import DTensor
 
@@ -399,13 +434,13 @@ class AllReduce(_Reducing):
 
 
 class AllGather(_Comm):
-    """Gather FSDP2's parameters, with frames on the wire.
+    """All-gather of FSDP2's parameters, with frames on the wire.
 
     Parameters
     ----------
     spec : Spec
-        Codec of the parameters; lossless if left out. A lossy codec changes the parameters of the forward and backward
-        pass, on all ranks alike; the optimizer's shards stay exact.
+        Codec of the parameters. Default: lossless. A lossy codec changes the parameters of the forward and backward
+        pass, equally on all ranks; the optimizer's shards stay exact.
     timeout : float or timedelta, optional
         As for :class:`ReduceScatter`.
 
@@ -418,7 +453,7 @@ class AllGather(_Comm):
         super().__init__(spec, timeout)
 
     def register(self, model: torch.nn.Module) -> "AllGather":
-        """Have all FSDP2 modules in `model` gather their parameters by this object, and return it."""
+        """Make all FSDP2 modules in `model` gather their parameters by this object, and return it."""
         for module in _modules_of(model).values():
             module.set_custom_all_gather(self)
         return self
@@ -446,7 +481,7 @@ class AllGather(_Comm):
 
 def _modules_of(model: torch.nn.Module) -> dict[str, Any]:
     """Return the FSDP2 modules in a model by name, without the prefixes that torch.compile adds."""
-    from torch.distributed.fsdp import FSDPModule  # takes a second, which users of DDP need not wait
+    from torch.distributed.fsdp import FSDPModule  # an import of one second, which users of DDP do not need
 
     named = model.named_modules()
     found = {name.replace("_orig_mod.", ""): m for name, m in named if isinstance(m, FSDPModule)}

@@ -1,4 +1,4 @@
-"""TernGrad's all-reduce: under one scale of all ranks ternary values are integers, whose sums travel back whole."""
+"""TernGrad's all-reduce: under a scale that all ranks share, ternary values are integers with exact sums."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,40 +17,40 @@ from codec.torch.messages import Array
 from codec.torch.partition import Piece
 from codec.torch.reduction import Reduction, bound
 
-_Part = tuple[int, int, int]  # begin, end, number of the scale
+_Part = tuple[int, int, int]  # begin and end of values that share a scale; number of the scale
 
 
 def check(spec: Spec, op: str) -> None:
-    """Raise ArgumentError unless such a reduction can have scales that ranks share."""
+    """Raise SpecError or ArgumentError unless ranks can share the scales of a reduction."""
     if not isinstance(spec, Ternary):
         raise SpecError(f"only values of Ternary have a scale that ranks can share, not those of {spec}")
     if spec.scale is not None:
         raise SpecError("ranks find out themselves which scale they share: leave out scale=")
     if op == "max":
-        raise ArgumentError("sums of ternary values say nothing of the largest: op must be mean or sum")
+        raise ArgumentError('algorithm="shared_scale" sums values: op must be a sum or a mean, got a maximum')
 
 
 def shared_scale(channel: Channel, r: Reduction) -> tuple[Array, Exception | None]:
-    """Agree on a scale for each parameter, then two-shot: ternary values to the owners of slices, sums to all.
+    """Agree on a scale for each parameter, then run two-shot with ternary terms and integer sums.
 
-    The scale is the largest magnitude on any rank, clipped if the spec says so. Sums are exact, so that all that is
-    lost is lost by the rank that knows it, and no residual of sums is needed.
+    The scale is the largest magnitude on any rank, limited by ``clip`` of the spec. Sums are exact, so they need no
+    residual.
     """
-    # in the residual's place: there it becomes what the frames lose
+    # the residual's memory holds values plus residual, and finally the errors of the frames
     x = r.tensor_of(r.x).float().numpy()
-    owed = x if r.residual is None else np.add(x, r.residual, out=r.residual)
+    exact = x if r.residual is None else np.add(x, r.residual, out=r.residual)
     parts = _parts(r.x.size, r.segments)
     mine = np.zeros(1 + len(_pairs(r.segments)), np.float32)
     error: Exception | None = None
     try:
         for begin, end, i in parts:
-            mine[i] = max(mine[i], _magnitude(owed[begin:end], r.spec))
+            mine[i] = max(mine[i], _magnitude(exact[begin:end], r.spec))
     except ArgumentError as e:
         error = e
     scales, fault = all_gather(channel, Reduction(mine, "float32", Lossless(), "max", r.stream))
     if fault is None and not np.isfinite(scales).all():
         fault = FrameError("a rank has sent a scale that is not finite")
-    return two_shot(channel, _Shared(r, owed, parts, scales.copy(), channel.size, error or fault))
+    return two_shot(channel, _Shared(r, exact, parts, scales.copy(), channel.size, error or fault))
 
 
 def _pairs(segments: Records | None) -> Segments:
@@ -58,7 +58,7 @@ def _pairs(segments: Records | None) -> Segments:
 
 
 def _parts(n: int, segments: Records | None) -> list[_Part]:
-    """Values that share a scale: those of a segment, and all that segments leave out."""
+    """Return the ranges of values that share a scale: those of a segment, and those in no segment."""
     found: list[_Part] = []
     rest, at = len(_pairs(segments)), 0
     for i, (offset, shape) in enumerate(_pairs(segments)):
@@ -68,7 +68,7 @@ def _parts(n: int, segments: Records | None) -> list[_Part]:
 
 
 def _magnitude(x: Array, spec: Spec) -> float:
-    """The largest magnitude, or as many standard deviations as the spec allows; without any there are none to clip."""
+    """Return the largest magnitude, limited to `clip` standard deviations of the spec, unless those are 0."""
     most = abs(max(float(x.max()), -float(x.min())))
     if not math.isfinite(most):
         raise ArgumentError("the tensor holds NaN or Inf, which this codec does not take", Status.NONFINITE)
@@ -79,24 +79,24 @@ def _magnitude(x: Array, spec: Spec) -> float:
 
 
 class _Shared(Reduction):
-    """What two-shot sends: ternary values of the scale 1, and their sums as integers, a few to a byte."""
+    """Reduction whose terms are ternary values with scale 1, and whose sums are integers, several in a byte."""
 
     def __init__(
-        self, r: Reduction, owed: Array, parts: Sequence[_Part], scales: Array, size: int, error: Exception | None
+        self, r: Reduction, exact: Array, parts: Sequence[_Part], scales: Array, size: int, error: Exception | None
     ) -> None:
         super().__init__(r.x, r.dtype, r.spec, r.op, r.stream, out=r.out)
         assert isinstance(r.spec, Ternary)
-        self._owed, self._parts, self._scales, self._error = owed, parts, scales, error
+        self._exact, self._parts, self._scales, self._error = exact, parts, scales, error
         self._lossy = r.residual is not None
         self._begins = np.array([begin for begin, _, _ in parts])
-        self._signs = Reduction(owed, "float32", Ternary(r.spec.packing, scale=1.0, seed=r.spec.seed), "sum", r.stream)
-        self._most, self._base = size, 2 * size + 1  # sums are from -size to size
+        self._signs = Reduction(exact, "float32", Ternary(r.spec.packing, scale=1.0, seed=r.spec.seed), "sum", r.stream)
+        self._most, self._base = size, 2 * size + 1  # sums are -size to size
         self._wide = self._base > 256
         self._digits = 1 if self._wide else int(math.log(256, self._base))
         self._divide = size if r.op == "mean" else 1
 
     def _within(self, piece: Piece) -> Iterator[tuple[slice, slice, np.float32]]:
-        """What of the parts lies in a piece: where in the piece, where in all, and its scale."""
+        """Yield the parts inside a piece: range in the piece, range in the tensor, scale."""
         first = int(np.searchsorted(self._begins, piece.begin, side="right")) - 1
         for begin, end, i in self._parts[max(0, first) :]:
             a, b = max(begin, piece.begin), min(end, piece.end)
@@ -106,41 +106,41 @@ class _Shared(Reduction):
                 yield slice(a - piece.begin, b - piece.begin), slice(a, b), self._scales[i]
 
     def bound(self, n: int) -> int:
-        """Bytes of the largest frame of n values, whichever way it goes."""
-        return max(self._signs.bound(n), bound(*self._room(n), Lossless()))
+        """Return an upper bound of the bytes of a frame of `n` terms or sums."""
+        return max(self._signs.bound(n), bound(*self._packed(n), Lossless()))
 
-    def _room(self, n: int) -> tuple[int, str]:
-        """How many integers hold n sums, and of which dtype."""
+    def _packed(self, n: int) -> tuple[int, str]:
+        """Return the number and dtype of the integers that hold `n` sums."""
         return -(-n // self._digits), "uint16" if self._wide else "uint8"
 
     def encode(self, piece: Piece, out: Array, number: int) -> int:
-        """Put the frame of a piece's ternary values into `out`; its size in bytes."""
+        """Encode the ternary terms of a piece to `out`; return the bytes of the frame."""
         if self._error is not None:
             raise self._error
         x = np.zeros(piece.n, np.float32)
         for here, there, scale in self._within(piece):
             if scale:
-                np.divide(self._owed[there], scale, out=x[here])
+                np.divide(self._exact[there], scale, out=x[here])
         nbytes = self._signs.encode_sum(np.clip(x, -1, 1, out=x), piece, out, number)
         if self._lossy:
             self._signs.decode(out[:nbytes], Piece(0, piece.n, None), x)
             for here, there, scale in self._within(piece):
-                self._owed[there] -= scale * x[here]
+                self._exact[there] -= scale * x[here]
         return nbytes
 
     def sum(self, parts: Sequence[Array | None], piece: Piece, total: Array, **_: bool) -> None:
-        """The sum of ternary values, exact; it is read at once, and a number."""
+        """Store the exact sum of ternary terms in `total`."""
         self._signs.sum(parts, piece, total)
 
     def encode_sum(self, total: Array, piece: Piece, out: Array, number: int) -> int:
-        """The frame of such a sum."""
+        """Encode the sum of a piece to `out`; return the bytes of the frame."""
         digits = total + np.float32(self._most)
-        count, dtype = self._room(piece.n)
+        count, dtype = self._packed(piece.n)
         padded = np.zeros(count * self._digits, dtype)
         with np.errstate(invalid="ignore"):
             padded[: piece.n] = digits
         if not ((padded[: piece.n] == digits) & (digits < self._base)).all():
-            raise FrameError("values came that are not ternary ones of the scale 1")
+            raise FrameError("a rank has sent terms that are not ternary values with scale 1")
         columns = padded.reshape(count, self._digits).T
         packed = columns[0].copy()
         for column in columns[1:]:
@@ -149,12 +149,12 @@ class _Shared(Reduction):
         return Reduction(packed, dtype, Lossless(), "sum", 0).encode(Piece(0, count, None), out, number)
 
     def decode(self, frame: Array, piece: Piece, into: Array) -> None:
-        """The values that sums stand for, in the dtype of x; rounded once, and alike on all ranks."""
-        count, dtype = self._room(piece.n)
+        """Decode sums to values in the dtype of the tensor; rounded once, and equal on all ranks."""
+        count, dtype = self._packed(piece.n)
         packed = np.empty(count, dtype)
         Reduction(packed, dtype, Lossless(), "sum", 0).decode(frame, Piece(0, count, None), packed)
         if (packed >= self._base**self._digits).any():
-            raise FrameError("sums came that cannot be")
+            raise FrameError("a rank has sent impossible sums of ternary values")
         digits = np.empty((count, self._digits), dtype)
         for column in digits.T[::-1]:
             packed, digit = packed // self._base, packed

@@ -234,7 +234,7 @@ def _lied(rank, size):
 
     def of_sums(value, dtype="uint8", more=0):
         return lambda self, total, piece, out, number: len(
-            codec.encode(np.full(self._room(piece.n)[0] + more, value, dtype), out=out)
+            codec.encode(np.full(self._packed(piece.n)[0] + more, value, dtype), out=out)
         )
 
     lies = [
