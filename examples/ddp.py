@@ -43,7 +43,7 @@ def train(name: str, steps: int, folder: Path) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     # "auto" would send gradients uncompressed: that is faster within one machine
     hook = codec.torch.ddp_hook(
-        CODECS[name], optimizer=optimizer, feedback=name == "quantize4", algorithm="two_shot"
+        CODECS[name], optimizer=optimizer, feedback=name == "quantize4", options=codec.options(algorithm="two_shot")
     ).register(model)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses: list[float] = []

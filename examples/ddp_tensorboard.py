@@ -64,7 +64,9 @@ def train(steps: int, every: int, folder: str) -> None:
     )
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    hook = codec.torch.ddp_hook(codec.Quantize(4), feedback=True, algorithm="two_shot").register(model)
+    hook = codec.torch.ddp_hook(codec.Quantize(4), feedback=True, options=codec.options(algorithm="two_shot")).register(
+        model
+    )
     writer = SummaryWriter(folder) if dist.get_rank() == 0 else None
     monitor = None if writer is None else Monitor(hook, writer)
     generator = torch.Generator().manual_seed(dist.get_rank())

@@ -49,10 +49,15 @@ class OuterStep:
         """Average the ranks' parameter differences, and begin the next inner steps from the outer parameters."""
         difference = self.parameters.data - parameters_to_vector(self.model.parameters()).detach()
         if self.spec is None:
-            codec.torch.all_reduce(difference, algorithm="raw", op="mean")
+            codec.torch.all_reduce(difference, op="mean", options=codec.options(algorithm="raw"))
         else:
             codec.torch.all_reduce(
-                difference, self.spec, algorithm="two_shot", stream=self.calls, residual=self.residual, op="mean"
+                difference,
+                self.spec,
+                stream=self.calls,
+                residual=self.residual,
+                op="mean",
+                options=codec.options(algorithm="two_shot"),
             )
         self.calls += 1
         self.parameters.grad = difference

@@ -254,13 +254,16 @@ def codecs(names: Sequence[str], plain: Gradients, stateful: Gradients | None, p
         g = stateful if isinstance(spec, codec.Truncate) else plain
         if g is None:
             continue  # no capture has the optimizer's state
-        how: dict[str, Any] = {"algorithm": plan["algorithm"], "segments": segments(g.shapes), "out": out, **g.how}
-        if g.how:
-            how["state"] = {k: torch.from_numpy(v) for k, v in g.how["state"].items()}
+        inside, options = segments(g.shapes), codec.options(algorithm=plan["algorithm"])
+        bound = spec
+        if isinstance(spec, codec.Truncate):
+            state = {k: torch.from_numpy(v) for k, v in g.how["state"].items()}
+            bound = spec.bind(g.how["optimizer"], **state)
 
-        def call(t: Any, repetition: int, spec: codec.Spec = spec, how: dict[str, Any] = how) -> Any:
-            all_reduce(t, spec, op="mean", stream=repetition, **how)
-            return t if how["out"] is None else how["out"]
+        def call(t: Any, repetition: int, spec: Any = bound, inside: Any = inside) -> Any:
+            bucket = codec.view(t, segments=inside)
+            all_reduce(bucket, spec, op="mean", stream=repetition, out=out, options=options)
+            return t if out is None else out
 
         found.append(Contender(name, g, call, None, warm=warm))
     return found
@@ -279,7 +282,7 @@ def two_shot(spec: codec.Spec, of_ranks: Sequence[Gradients], exact: Array) -> t
     inside = segments(of_ranks[0].shapes)
     nbytes = of_ranks[0].values.nbytes
     how = of_ranks[0].how
-    bound = spec.bind(how["metric"], **how["state"]) if how and isinstance(spec, codec.Truncate) else None
+    bound = spec.bind(how["optimizer"], **how["state"]) if how and isinstance(spec, codec.Truncate) else None
     by, values = bound or spec, [codec.view(g.values, segments=inside) for g in of_ranks]
     frames = [codec.encode(x, by, stream=r) for r, x in enumerate(values)]
     mean = codec.reduce(frames, bound)

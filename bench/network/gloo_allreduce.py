@@ -107,7 +107,7 @@ class Plan:
         how = of_ranks[0].how
         if how:
             call = _call.take()
-            bound = codec.Truncate().bind(how["metric"], **how["state"])
+            bound = codec.Truncate().bind(how["optimizer"], **how["state"])
             call.set_levels(level_source(bound, exact.size))
             metric = call.context.metric
             self.lines.append(f"metric {name} {hexed(metric)}")

@@ -40,7 +40,7 @@ def rank_of(rank: int, ranks: int, path: str, name: str, steps: int, results: An
     layers = [m for _ in range(9) for m in (torch.nn.Linear(96, 96), torch.nn.GELU())]
     model = DistributedDataParallel(torch.nn.Sequential(*layers, torch.nn.Linear(96, 8)), bucket_cap_mb=0.03)
     spec, how = CODECS[name]
-    hook = codec.torch.ddp_hook(spec, algorithm="two_shot", **how).register(model)
+    hook = codec.torch.ddp_hook(spec, options=codec.options(algorithm="two_shot"), **how).register(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(steps):

@@ -73,8 +73,9 @@ class Training:
             import codec.torch
 
             spec, feedback = spec_of(name)
-            how = {"feedback": feedback, "optimizer": self.optimizer, "algorithm": "two_shot"}
-            self.hook = codec.torch.ddp_hook(spec, **how).register(self.model)
+            options = codec.options(algorithm="two_shot")
+            self.hook = codec.torch.ddp_hook(spec, feedback=feedback, optimizer=self.optimizer, options=options)
+            self.hook.register(self.model)
 
     def step(self, batch: int) -> None:
         import torch

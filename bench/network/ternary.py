@@ -54,7 +54,10 @@ def measured(path: Path, rank: int, world: int) -> list[str]:
                 for algorithm in ALGORITHMS:
                     t, sent = every[rank].clone(), channel.sent_nbytes
                     codec.torch.all_reduce(
-                        t, codec.Ternary(packing, clip=clip), algorithm=algorithm, segments=segments(shapes), op="mean"
+                        codec.view(t, segments=segments(shapes)),
+                        codec.Ternary(packing, clip=clip),
+                        op="mean",
+                        options=codec.options(algorithm=algorithm),
                     )
                     error = float((t.double() - mean).norm() / mean.norm())
                     most = torch.tensor(float(channel.sent_nbytes - sent))

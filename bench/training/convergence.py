@@ -155,7 +155,9 @@ def add_hook(job: Job, task: Task, model: DistributedDataParallel) -> Any:
     feedback = None if isinstance(spec, codec.Lossless) else job.feedback
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Sign warns under Adam; this benchmark shows the effect
-        hook = ddp_hook(spec, optimizer=task.optimizer, feedback=feedback, algorithm=job.algorithm)
+        hook = ddp_hook(
+            spec, optimizer=task.optimizer, feedback=feedback, options=codec.options(algorithm=job.algorithm)
+        )
     return hook.register(model)
 
 

@@ -266,9 +266,9 @@ def _add(r: Reduction, frame: Array, piece: Piece, total: Array) -> None:
     r.check_frame(frame, piece)
     part = total[piece.begin : piece.end]
     if r.op == "max":
-        np.maximum(part, codec.reduce([frame], r.spec_to_decode(piece), op="sum", codebooks=r.codebooks), out=part)
+        np.maximum(part, codec.reduce([frame], r.shared_levels(piece), op="sum", codebooks=r.codebooks), out=part)
     else:
-        codec.accumulate(frame, part, r.spec_to_decode(piece), codebooks=r.codebooks)
+        codec.accumulate(frame, part, r.shared_levels(piece), codebooks=r.codebooks)
 
 
 def _encode_result(

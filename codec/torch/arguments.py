@@ -1,7 +1,7 @@
-"""Tensors and what is asked of them, looked through; as flat arrays, and back."""
+"""Checks of the arguments of collectives, and conversion of tensors to flat arrays and back."""
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from math import prod
 from typing import Any, Literal, cast
 
@@ -9,14 +9,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from codec import ArgumentError
+from codec import ArgumentError, CallOptions
 from codec.arguments import shown
 from codec.encoding import bound, check_stream
-from codec.optimizers import Custom, Optimizer
 from codec.optimizers.arguments import level_source_for
-from codec.specs import BoundSpec, Spec, Truncate
-from codec.tensors.segments import Records, pack, unpack
+from codec.presets import resolve
+from codec.specs import BoundSpec, Spec, SpecLike
+from codec.tensors.segments import Records, unpack
 from codec.tensors.view import _check_storage, mark_written, view
+from codec.tensors.wrapper import View
 from codec.torch.messages import Array
 from codec.torch.reduction import Reduction
 
@@ -55,46 +56,89 @@ def op_of(op: Any) -> Op:
     return _OPS[kind]
 
 
+def plain_spec(spec: Any) -> Spec:
+    """Return the spec that an argument means which may also be the name of a preset.
+
+    Raises
+    ------
+    SpecError
+        `spec` is no spec and no preset.
+    ArgumentError
+        `spec` is bound to an optimizer, which is for one call only.
+    """
+    plain, bound_spec = resolve(spec)
+    if bound_spec is not None:
+        raise ArgumentError(f"{shown(bound_spec)} is bound to one step of an optimizer: pass {shown(plain)}")
+    return plain
+
+
+def unwrapped(tensor: Any) -> tuple[Any, Records | None]:
+    """Return the torch tensor that an argument means, and its segments; the argument may be a :func:`codec.view`."""
+    if not isinstance(tensor, View):
+        return tensor, None
+    inner: Any = tensor.tensor
+    if tensor.dtype is not None and isinstance(inner, torch.Tensor):
+        dtype: torch.dtype = getattr(torch, tensor.dtype)
+        if inner.element_size() != dtype.itemsize:
+            raise ArgumentError(f"a view of {inner.dtype} as {tensor.dtype}: their values differ in size")
+        inner = inner.view(dtype)
+    return inner, tensor.segments
+
+
 def reduction_of(
     tensor: torch.Tensor,
-    spec: Spec,
+    spec: SpecLike,
     op: Any,
-    segments: Any,
-    metric: Any,
-    state: Mapping[str, Any] | None,
-    stream: int,
+    stream: int = 0,
+    *,
+    segments: Records | None = None,
+    settings: CallOptions = CallOptions(),  # noqa: B008 - immutable
 ) -> Reduction:
-    """Arguments that were looked through: what is wrong with them is known before anything is sent."""
+    """Check the arguments of a collective, before anything is sent, and return its reduction.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Values of this rank: float32, bfloat16 or float16.
+    spec : Spec, BoundSpec or str
+        Codec.
+    op : ReduceOp or str
+        Operation, as for :func:`op_of`.
+    stream : int
+        Number of the random stream.
+    segments : Records, optional
+        Shapes of parameters inside the tensor.
+    settings : CallOptions
+        Engine and threads.
+
+    Raises
+    ------
+    ArgumentError, SpecError, StateError
+        An argument cannot be used.
+    """
     check_dense(tensor)
     dtype = NAMES.get(tensor.dtype)
     if dtype is None:
         raise ArgumentError(f"only float32, bfloat16 and float16 can be reduced, not {tensor.dtype}")
     op = op_of(op)
-    inside = None if segments is None else pack(segments)
-    if inside:
-        _check_inside(inside, tensor.numel())
-    bound(tensor.numel(), dtype, spec)
+    if segments:
+        _check_inside(segments, tensor.numel())
+    plain, bound_spec = resolve(spec)
+    bound(tensor.numel(), dtype, plain)
     x = as_array(tensor)
-    level_source_for(spec, bound_spec(spec, metric, state), view(x, dtype))
-    flat = None if state is None else {name: _flat(x) for name, x in state.items() if x is not None}
-    return Reduction(x, dtype, spec, op, check_stream(stream), inside, metric, flat)
+    level_source_for(plain, bound_spec, view(x, dtype))
+    flat = None if bound_spec is None else _flattened(bound_spec)
+    return Reduction(x, dtype, plain, op, check_stream(stream), segments, flat, settings)
 
 
-def bound_spec(spec: Spec, metric: Any, state: Mapping[str, Any] | None) -> BoundSpec | None:
-    """Return the spec bound to an optimizer, or to levels, and state; None if there are none."""
-    if metric is None and state is None:
-        return None
-    if not isinstance(spec, Truncate):
-        raise ArgumentError(f"metric= and state= are for Truncate, not for {type(spec).__name__}")
-    if state is not None and (not isinstance(state, Mapping) or set(state) - {"theta", "m", "v"}):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArgumentError("state= must be a mapping of theta, m and v to arrays or tensors")
-    if metric is None or isinstance(metric, Optimizer | Custom | list | tuple):
-        return spec.bind(metric, **(state or {}))
-    return spec.bind(levels=metric)
+def _flattened(spec: BoundSpec) -> BoundSpec:
+    """Return a bound spec whose arrays are flat."""
+    levels = None if spec.levels is None else _flat(spec.levels)
+    return BoundSpec(spec.spec, spec.optimizer, {name: _flat(x) for name, x in spec.state.items()}, levels)
 
 
 def check_dense(tensor: Any) -> None:
-    """Raise ArgumentError unless it is a tensor whose memory holds its values."""
+    """Raise ArgumentError unless `tensor` is a dense tensor whose memory holds its values."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"not a torch tensor: {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_neg():
@@ -119,13 +163,13 @@ def check_output(tensor: Any, dtype: torch.dtype, n: int, name: str = "output") 
     Parameters
     ----------
     tensor : torch.Tensor
-        Where the result is to be stored. Any strides, any device; an inference tensor or one that requires a gradient.
+        Tensor that gets the result. It may have any strides and device, be an inference tensor or require a gradient.
     dtype : torch.dtype
-        The dtype that it must have.
+        Dtype that the tensor must have.
     n : int
-        The number of values that it must have.
+        Number of values that the tensor must have.
     name : str
-        The argument's name, for the message.
+        Name of the argument, for messages.
 
     Raises
     ------
@@ -168,16 +212,16 @@ def _check_inside(segments: Records, n: int) -> None:
 
 
 def _flat(x: Any) -> Any:
-    """Values of an optimizer's state, which tell their dtype: numpy has no bfloat16."""
+    """Return an optimizer's state flat; bfloat16 stays a tensor, since numpy has no such dtype."""
     if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16:
         return x.detach().cpu().contiguous().view(-1)
     return as_array(x).reshape(-1)
 
 
 def as_array(x: Any) -> Array:
-    """A flat array of a tensor's values; bfloat16 as uint16. It shares memory where it can."""
+    """Return a tensor as a flat array, bfloat16 as uint16; it shares memory with a contiguous tensor on the CPU."""
     t = x.detach() if isinstance(x, torch.Tensor) else torch.as_tensor(np.ascontiguousarray(x))
-    t = cast(torch.Tensor, view(t.cpu()).owner).view(-1)  # contiguous, and with memory of its own
+    t = cast(torch.Tensor, view(t.cpu()).owner).view(-1)  # contiguous, in host memory
     return (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy()
 
 
@@ -189,9 +233,9 @@ def publish(result: Array, r: Reduction, tensor: torch.Tensor) -> None:
     Parameters
     ----------
     result : ndarray
-        As many values as the tensor has; bfloat16 as uint16.
+        Values, as many as the tensor has; bfloat16 as uint16.
     r : Reduction
-        Says the dtype.
+        Reduction, which has the dtype.
     tensor : torch.Tensor
         Gets the values.
     """

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from codec import PeerError
-from codec._c.spec_structs import spec_struct
+from codec import PeerError, options
 from codec.arguments import whole
-from codec.specs import Lossless, Spec
+from codec.specs import Lossless, Spec, SpecLike
 from codec.torch import arguments, coalesced, collectives, renamed
 from codec.torch.communicator import close_communicator, group_stats
 from codec.torch.counters import Counters
@@ -60,14 +59,14 @@ class Options:
     1
     """
 
-    spec: Spec = Lossless()  # noqa: RUF009 - it cannot change
-    gather: Spec = Lossless()  # noqa: RUF009
+    spec: Spec | str = Lossless()  # noqa: RUF009 - immutable
+    gather: Spec | str = Lossless()  # noqa: RUF009
     algorithm: Algorithm = "auto"
     small: int = 1 << 14
 
     def __post_init__(self) -> None:
-        for spec in (self.spec, self.gather):
-            spec_struct(spec)  # raises SpecError unless it is a spec
+        for name in ("spec", "gather"):
+            object.__setattr__(self, name, arguments.plain_spec(getattr(self, name)))
         check_algorithm(self.algorithm)
         whole("small", self.small, 0)
 
@@ -162,19 +161,19 @@ class ProcessGroup(_Base):
             and sum(t.nbytes for t in tensors) >= self._options.small
         )
 
-    def _arguments(self, spec: Spec) -> dict[str, Any]:
+    def _arguments(self, spec: SpecLike) -> dict[str, Any]:
         """Return the arguments of a collective, with a random stream of its own."""
         if self._closed:
             raise PeerError("the group was shut down: make a new one")
         self._calls += 1
         return {"spec": spec, "group": self, "stream": self._calls * _STREAM}
 
-    def _spec_for(self, op: Any) -> Spec:
+    def _spec_for(self, op: Any) -> SpecLike:
         return self._options.spec if op in _SUMS else Lossless()
 
     def _all_reduce(self, tensors: Sequence[torch.Tensor], op: Any) -> Work:
         algorithm: Algorithm = self._options.algorithm if op in _SUMS else "auto"
-        how = self._arguments(self._spec_for(op)) | {"op": op, "algorithm": algorithm}
+        how = self._arguments(self._spec_for(op)) | {"op": op, "options": options(algorithm=algorithm)}
         if len(tensors) == 1:
             return _begin(collectives.all_reduce, tensors[0], **how)
         return coalesced.all_reduce(tensors, **how)
@@ -314,9 +313,9 @@ def _begin(collective: Callable[..., Work | None], *tensors: torch.Tensor, **how
 
 
 def register_backend(
-    spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+    spec: Spec | str = Lossless(),  # noqa: B008 - immutable
     *,
-    gather: Spec = Lossless(),  # noqa: B008
+    gather: Spec | str = Lossless(),  # noqa: B008
     algorithm: Algorithm = "auto",
     small: int = Options.small,
 ) -> None:

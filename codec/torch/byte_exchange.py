@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from codec import ArgumentError, FrameError
+from codec import ArgumentError, CallOptions, FrameError
+from codec._options import settings_of
 from codec.torch.channel import Channel
 from codec.torch.communicator import Communicator, close_on_error, exchange_requests, start
-from codec.torch.connection import Timeout
 from codec.torch.messages import Array
 from codec.torch.phases import FirstError
 
@@ -17,30 +17,40 @@ _CHUNK_NBYTES = 1 << 22  # bytes of a message; memory for a frame is allocated a
 _END_NBYTES = 8  # bytes behind those of a chunk, by which a message that is too short is recognized
 
 
-def exchange(frames: Sequence[Any], *, group: Any = None, timeout: Timeout | None = None) -> list[bytes]:
-    """Send a frame to each rank and get one from each: what ``all_to_all`` is for tensors.
+def exchange(frames: Sequence[Any], *, group: Any = None, options: CallOptions | None = None) -> list[bytes]:
+    """Send a frame, or any bytes, to each rank, and receive one from each: an all-to-all of bytes.
 
     Parameters
     ----------
     frames : sequence of bytes or buffers
-        One for each rank of the group, in order, this rank included; any bytes, up to 64 GiB.
-    group, timeout : optional
-        As for :func:`all_reduce`.
+        Bytes for each rank of the group, in the order of ranks, this rank included; up to 64 GiB each.
+    group : ProcessGroup, optional
+        Ranks. Default: all.
+    options : CallOptions, optional
+        ``codec.options(timeout=)``, as for :func:`all_reduce`; other settings are ignored.
 
     Returns
     -------
     list of bytes
-        From each rank, in order; empty if this rank is not of the group.
+        Bytes from each rank, in the order of ranks; empty if this rank is not of the group.
 
     Raises
     ------
-    PeerError, ArgumentError
-        As for :func:`all_reduce`.
+    ArgumentError
+        `frames` are not as many buffers as there are ranks.
     FrameError
-        A rank announces a frame of an impossible size; a new group is needed. Or there is no memory for a frame, or a
-        message was shorter than announced; the group can still be used.
+        A rank announces an impossible size, after which a new group is needed; or there is no memory for a frame, or a
+        message was shorter than announced, after which the group can still be used.
+    PeerError
+        As for :func:`all_reduce`.
+
+    Examples
+    --------
+    >>> codec.torch.exchange([b"bytes for rank 0"])  # with one rank
+    [b'bytes for rank 0']
     """
-    return start("exchange", group, timeout, False, lambda comm: _exchange(comm, frames)) or []
+    settings = settings_of(options)
+    return start("exchange", group, settings.timeout, False, lambda comm: _exchange(comm, frames)) or []
 
 
 def _exchange(comm: Communicator, frames: Sequence[Any]) -> list[bytes]:

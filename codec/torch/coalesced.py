@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 
-from codec import ArgumentError
+from codec import ArgumentError, CallOptions
+from codec._options import settings_of
 from codec.specs import Spec
-from codec.tensors.segments import segments
+from codec.tensors.segments import pack, segments
 from codec.torch import algorithms
 from codec.torch.arguments import check_dense, check_output, publish, reduction_of
 from codec.torch.communicator import Communicator, start, storing_results
-from codec.torch.execution import Algorithm, run, run_algorithm
+from codec.torch.execution import run, run_algorithm
 from codec.torch.messages import Array
 from codec.torch.reduction import Reduction
 from codec.torch.work import Work
@@ -19,17 +20,18 @@ from codec.torch.work import Work
 Tensors = Sequence[torch.Tensor]
 
 
-def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, algorithm: Algorithm, stream: int) -> Work:
+def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, stream: int, options: CallOptions) -> Work:
     """Reduce tensors of one dtype over all ranks, in place: all of them or none."""
+    settings = settings_of(options)
 
     def prepare() -> Reduction:
         for t in tensors:
             check_output(t, tensors[0].dtype, t.numel(), "a tensor")
         flat = torch.cat([t.detach().reshape(-1) for t in tensors])
-        return reduction_of(flat, spec, op, segments(tensors), None, None, stream)
+        return reduction_of(flat, spec, op, stream, segments=pack(segments(tensors)), settings=settings)
 
     def work(comm: Communicator) -> Tensors:
-        result, r = run(comm, prepare, algorithm)
+        result, r = run(comm, prepare, settings.algorithm or "auto")
         with storing_results(comm.channel):
             begin = 0
             for t in tensors:
@@ -51,7 +53,7 @@ def reduce_scatter(outputs: Tensors, inputs: Tensors, spec: Spec, *, group: Any,
             if t.numel() % size:
                 raise ArgumentError(f"{t.numel()} values cannot be scattered over {size} ranks in equal parts")
         flat = torch.cat([t.detach().reshape(size, -1) for t in inputs], 1)
-        return reduction_of(flat, spec, op, None, None, None, stream)
+        return reduction_of(flat, spec, op, stream)
 
     def store(result: Array, r: Reduction) -> None:
         begin = 0
@@ -101,7 +103,7 @@ def _joined(tensors: Tensors, spec: Spec, stream: int) -> Reduction:
     for t in tensors:
         check_dense(t)
     flat = tensors[0] if len(tensors) == 1 else torch.cat([t.detach().reshape(-1) for t in tensors])
-    return reduction_of(flat, spec, "sum", None, None, None, stream)
+    return reduction_of(flat, spec, "sum", stream)
 
 
 def _check_pairs(inputs: Tensors, outputs: Tensors) -> None:

@@ -1,21 +1,22 @@
 """Collectives over torch.distributed whose tensors travel as frames."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from codec import ArgumentError
-from codec.specs import Lossless, Spec
-from codec.tensors.segments import Segments
+from codec import ArgumentError, CallOptions
+from codec._options import settings_of
+from codec.specs import Lossless, SpecLike
+from codec.tensors.segments import pack
 from codec.tensors.view import mark_written
 from codec.torch import algorithms, ternary
-from codec.torch.arguments import as_array, check_output, check_sizes, publish, reduction_of
+from codec.torch.arguments import as_array, check_output, check_sizes, publish, reduction_of, unwrapped
 from codec.torch.communicator import Communicator, start, storing_results
-from codec.torch.connection import Timeout
-from codec.torch.execution import Algorithm, run, run_algorithm
+from codec.torch.execution import run, run_algorithm
 from codec.torch.messages import Array
 from codec.torch.reduction import Reduction
 from codec.torch.residuals import CallersResidual, check_feedback_algorithm
@@ -23,68 +24,62 @@ from codec.torch.work import Work
 
 
 def all_reduce(
-    tensor: torch.Tensor,
-    spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+    tensor: Any,
+    spec: SpecLike = Lossless(),  # noqa: B008 - immutable
     *,
-    group: Any = None,
     op: Any = dist.ReduceOp.SUM,
-    algorithm: Algorithm = "auto",
-    segments: Segments | None = None,
-    metric: Any = None,
-    state: Mapping[str, Any] | None = None,
-    stream: int = 0,
-    residual: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    timeout: Timeout | None = None,
+    group: Any = None,
     async_op: bool = False,
+    out: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    stream: int = 0,
+    options: CallOptions | None = None,
 ) -> Work | None:
     """Reduce a tensor over all ranks of a group, in place, as ``dist.all_reduce`` does, with frames on the wire.
 
-    Values are summed in float32, in the order of ranks, so that all ranks get the same bits; lossless, the bits of that
-    sum. A rank's own values are encoded as all others'. If anything goes wrong on any rank, all of them raise, and all
-    tensors are as they were.
+    Values are summed in float32, in the order of ranks (but by a ring, in the order in which they pass the ranks). All
+    ranks get the same bits; with a lossless codec, the bits of that sum. After an error on any rank all ranks raise an
+    error, and all tensors are unchanged.
 
     Parameters
     ----------
-    tensor : torch.Tensor
-        float32, bfloat16 or float16; of the same shape on all ranks.
-    spec : Spec
-        How frames are encoded; lossless if left out.
-    group : ProcessGroup, optional
-        Whose ranks; all if left out. It gets connections of its own, over Gloo, with its first collective.
+    tensor : torch.Tensor or View
+        Values: float32, bfloat16 or float16, any shape and device, equal on all ranks but for the values. Pass
+        ``codec.view(bucket, segments=...)`` for a flat bucket of parameters, whose rows then get scales of their own.
+    spec : Spec, BoundSpec or str
+        Codec, or the name of a preset. Default: lossless. :class:`codec.Truncate` is bound to an optimizer and its
+        state, ``codec.Truncate().bind(optimizer, theta=..., m=..., v=...)``, whose arrays have as many values as
+        `tensor`.
     op : ReduceOp or {"sum", "mean", "avg", "max"}
-        Reduction over ranks: ``ReduceOp.SUM`` (the default, as for ``dist.all_reduce``), ``ReduceOp.AVG`` or
-        ``ReduceOp.MAX``.
-    algorithm : {"auto", "two_shot", "all_gather", "ring", "raw", "shared_scale"}
-        Who sends what to whom. Two-shot: each rank reduces a slice, 2 (N - 1) / N frames on the wire; all-gather: one
-        phase, N - 1 frames; ring: as much as two-shot, to one neighbour, encoded N - 1 times; raw: two-shot without
-        frames, values as they are; shared scale: two-shot for :class:`codec.Ternary`, each parameter under one scale of
-        all ranks, so that sums come back whole. Left out: all-gather for two ranks and small tensors, else two-shot;
-        but raw where ranks are busy encoding and it has turned out to be faster, which is tried out by the first calls
-        with tensors of a size. Then what lossy codecs give depends on the time: name an algorithm if runs must be
-        alike.
-    segments : list of (int, tuple of int), optional
-        Parameters inside a flat bucket, as :func:`codec.encode` takes them. Left out: the tensor's own shape.
-    metric, state : optional
-        What :class:`codec.Truncate` goes by. State tensors have as many values as `tensor`.
-    stream : int
-        Tells tensors of one step apart, where a codec draws at random.
-    residual : torch.Tensor, optional
-        Error feedback with a lossy `spec`, for a sum or mean by any `algorithm` but the ring: float32, contiguous, in
-        host memory, with as many values as `tensor`; zeros before the first call. This rank sends ``tensor +
-        residual``, and `residual` gets all that its frames lose, those of sums included. Residuals of all ranks
-        together then hold what the results so far lack. With two-shot and a mean, a rank's residual holds N times the
-        error of its slice of the mean. The rounding of results to bfloat16 or float16 is not fed back. After an error
-        on any rank `residual` is unchanged on all.
-    out : torch.Tensor, optional
-        Where to put the result instead of into `tensor`, which then stays as it is: contiguous, of the same dtype and
-        size, in host memory of its own. In place nothing may be written before all have succeeded, so that frames are
-        decoded aside and what comes out is copied, or, low-bit codecs' of large tensors, decoded last of all; with
-        `out` while others are on the wire. After an error it holds anything.
-    timeout : float or timedelta, optional
-        Seconds that a rank may keep others waiting, set with the group's first collective; left out: the group's.
+        Operation: ``ReduceOp.SUM`` (the default, as for ``dist.all_reduce``), ``ReduceOp.AVG`` or ``ReduceOp.MAX``.
+    group : ProcessGroup, optional
+        Ranks. Default: all. The first collective of a group connects its ranks over Gloo, whatever its backend is.
     async_op : bool
         Return at once, and reduce in the background, in the order of calls.
+    out : torch.Tensor, optional
+        Tensor that gets the result, while `tensor` stays unchanged: contiguous, of the same dtype and size, in host
+        memory that `tensor` does not share. After an error it is undefined, so no result has to be copied after the
+        verdict, which is faster.
+    residual : torch.Tensor, optional
+        Error feedback of a lossy codec, for a sum or mean by any algorithm but "ring": float32, contiguous, in host
+        memory, with as many values as `tensor`; zeros before the first call. This rank sends ``tensor + residual``, and
+        `residual` gets the errors of all its frames, those of encoded sums included. With two-shot and a mean the
+        errors of this rank's slice of the mean are multiplied by the number of ranks, so that all residuals together
+        are the error of the results so far. Rounding of results to bfloat16 or float16 is not included. After an error
+        it is unchanged on all ranks.
+    stream : int
+        Number of the random stream of codecs with random rounding. Tensors of one step need different numbers.
+    options : CallOptions, optional
+        ``codec.options(algorithm=, timeout=, engine=, threads=)``, and those of the ``with`` blocks around the call:
+
+        * ``algorithm``: "two_shot", each rank sums a slice, 2 (N - 1) / N frames a rank; "all_gather", one phase,
+          N - 1 frames a rank; "ring", as many bytes as two-shot, to one neighbour, encoded N - 1 times; "raw", two-shot
+          with uncompressed values; "shared_scale", two-shot for :class:`codec.Ternary` under one scale of all ranks for
+          each parameter, with exact sums. Default "auto": all-gather for two ranks and small tensors, else two-shot;
+          but raw where ranks are busy and it was measured to be faster, which the first calls with tensors of a size
+          try. Then results of lossy codecs depend on the time: name an algorithm for reproducible results.
+        * ``timeout``: longest time, in seconds, that a rank may keep others waiting; set by the group's first
+          collective. Default: the group's timeout.
 
     Returns
     -------
@@ -93,23 +88,30 @@ def all_reduce(
 
     Raises
     ------
-    ArgumentError, SpecError
-        The tensor or an argument cannot be used; the values hold NaN or Inf, which lossy codecs refuse.
+    ArgumentError
+        An argument cannot be used, or the values hold NaN or Inf, which most lossy codecs refuse.
+    SpecError
+        The spec is none, or does not go with the other arguments.
     FrameError
-        What another rank sent was damaged.
+        Another rank has sent a damaged frame.
     PeerError
-        Another rank raised one of these, asked for something else, is gone or did not answer in time. If a connection
-        was lost a new group is needed.
+        Another rank has raised one of these errors, has begun another collective, is gone or did not answer in time. If
+        the message says so, make a new group.
 
     Examples
     --------
-    >>> codec.torch.all_reduce(gradient, codec.Float8(group_size=128))  # doctest: +SKIP
+    >>> x = torch.ones(1000)
+    >>> codec.torch.all_reduce(x, codec.Float8(group_size=100), op="mean")
+    >>> bool(x.eq(1).all())
+    True
+    >>> codec.torch.all_reduce(x, options=codec.options(algorithm="two_shot", timeout=60))
+    >>> work = codec.torch.all_reduce(x, "balanced", async_op=True)
+    >>> work.wait()
+    True
     """
-
-    def work(comm: Communicator) -> list[torch.Tensor]:
-        return _all_reduce(comm, tensor, spec, op, algorithm, segments, metric, state, stream, residual, out)
-
-    return _work(start("all_reduce", group, timeout, async_op, work))
+    settings = settings_of(options)
+    call = _AllReduce(tensor, spec, op, out, residual, stream, settings)
+    return _work(start("all_reduce", group, settings.timeout, async_op, call.run))
 
 
 def _work(started: Any) -> Work | None:
@@ -117,169 +119,261 @@ def _work(started: Any) -> Work | None:
     return started if isinstance(started, Work) else None
 
 
-def _all_reduce(
-    comm: Communicator,
-    tensor: torch.Tensor,
-    spec: Spec,
-    op: Any,
-    algorithm: Algorithm,
-    segments: Segments | None,
-    metric: Any,
-    state: Mapping[str, Any] | None,
-    stream: int,
-    residual: torch.Tensor | None,
-    out: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    kept: CallersResidual | None = None
+@dataclass
+class _AllReduce:
+    """Arguments of one all-reduce."""
 
-    def prepare() -> Reduction:
-        nonlocal kept
-        whole = [(0, tuple(tensor.shape))] if len(getattr(tensor, "shape", ())) > 1 else None
-        inside = whole if segments is None else segments
-        r = reduction_of(tensor, spec, op, inside, metric, state, stream)
-        if algorithm == "shared_scale":
+    tensor: Any
+    spec: SpecLike
+    op: Any
+    out: torch.Tensor | None
+    residual: torch.Tensor | None
+    stream: int
+    settings: CallOptions
+    feedback: CallersResidual | None = None
+
+    def run(self, comm: Communicator) -> list[torch.Tensor]:
+        """Run the all-reduce, in the thread of the group; return the tensor that it has written."""
+        result, r = run(comm, self._prepare, self._algorithm)
+        tensor, _ = unwrapped(self.tensor)
+        with storing_results(comm.channel):
+            if self.out is None:
+                _store(result, r, tensor)
+            if self.feedback is not None:
+                self.feedback.commit(comm.channel.size)
+        return [tensor if self.out is None else self.out]
+
+    @property
+    def _algorithm(self) -> Any:
+        return "auto" if self.settings.algorithm is None else self.settings.algorithm
+
+    def _prepare(self) -> Reduction:
+        """Check the arguments; return the reduction."""
+        tensor, segments = unwrapped(self.tensor)
+        if segments is None and len(getattr(tensor, "shape", ())) > 1:
+            segments = pack([(0, tuple(tensor.shape))])
+        r = reduction_of(tensor, self.spec, self.op, self.stream, segments=segments, settings=self.settings)
+        if self._algorithm == "shared_scale":
             ternary.check(r.spec, r.op)
-        if out is None:
+        if self.out is None:
             check_output(tensor, tensor.dtype, tensor.numel(), "the tensor")
-        r.out = None if out is None else _place(out, tensor, r)
-        if out is None and r.can_defer and r.x.ctypes.data == tensor.data_ptr():
+        else:
+            r.out = _output_array(self.out, tensor, r)
+        if self.out is None and r.can_defer and r.x.ctypes.data == tensor.data_ptr():
             r.deferred = []
-        if residual is not None:
-            check_feedback_algorithm(algorithm)
-            kept = CallersResidual(residual, r, tensor if out is None else out)
+        if self.residual is not None:
+            check_feedback_algorithm(self._algorithm)
+            self.feedback = CallersResidual(self.residual, r, tensor if self.out is None else self.out)
         return r
-
-    result, r = run(comm, prepare, algorithm)
-    with storing_results(comm.channel):
-        if out is None:
-            _store(result, r, tensor)
-        if kept is not None:
-            kept.commit(comm.channel.size)
-    return [tensor if out is None else out]
 
 
 def _store(result: Array, r: Reduction, tensor: torch.Tensor) -> None:
     """Store the result of a reduction in the caller's tensor."""
-    for each in r.deferred or ():
-        each()
+    for decode in r.deferred or ():
+        decode()
     if r.deferred is None:
         publish(result, r, tensor)
     else:
         mark_written(tensor)
 
 
-def _place(out: torch.Tensor, tensor: torch.Tensor, r: Reduction) -> Array:
-    """Where a result goes that is not written to the tensor itself."""
+def _output_array(out: torch.Tensor, tensor: torch.Tensor, r: Reduction) -> Array:
+    """Check ``out=`` and return its memory."""
     check_output(out, tensor.dtype, tensor.numel(), "out=")
     if out.device.type != "cpu" or not out.is_contiguous():
         raise ArgumentError(
             f"out= must be contiguous and in host memory; it has strides {out.stride()} on {out.device}"
         )
-    place = as_array(out)
+    array = as_array(out)
     inside = out.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-    if np.may_share_memory(place, r.x) or (inside and not tensor.is_contiguous()):
-        raise ArgumentError("out= shares memory with the tensor")
-    return place
+    if np.may_share_memory(array, r.x) or (inside and not tensor.is_contiguous()):
+        raise ArgumentError("out= shares memory with the tensor: it needs memory of its own")
+    return array
 
 
 def reduce_scatter(
     output: torch.Tensor,
     tensor: torch.Tensor,
-    spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+    spec: SpecLike = Lossless(),  # noqa: B008 - immutable
     *,
-    group: Any = None,
     op: Any = dist.ReduceOp.SUM,
-    stream: int = 0,
-    residual: torch.Tensor | None = None,
-    timeout: Timeout | None = None,
+    group: Any = None,
     async_op: bool = False,
+    residual: torch.Tensor | None = None,
+    stream: int = 0,
+    options: CallOptions | None = None,
 ) -> Work | None:
     """Reduce a tensor over all ranks and give each rank its part, as ``dist.reduce_scatter_tensor`` does.
 
     Parameters
     ----------
     output : torch.Tensor
-        Gets the part of this rank: the `rank`-th of N equal parts of the flattened sum. It may be a part of `tensor`.
+        Tensor that gets this rank's part: the `rank`-th of N equal parts of the flattened result. It may be a part of
+        `tensor`.
     tensor : torch.Tensor
-        N times as many values, of the same dtype: float32, bfloat16 or float16.
-    spec, group, op, stream, residual, timeout, async_op
-        As for :func:`all_reduce`, and so are the errors. `residual` has as many values as `tensor`.
+        Values: N times as many as `output` has, of the same dtype: float32, bfloat16 or float16.
+    spec : Spec, BoundSpec or str
+        Codec, or the name of a preset. Default: lossless.
+    op : ReduceOp or {"sum", "mean", "avg", "max"}
+        Operation. Default: ``ReduceOp.SUM``.
+    group : ProcessGroup, optional
+        Ranks. Default: all.
+    async_op : bool
+        Return at once, and reduce in the background.
+    residual : torch.Tensor, optional
+        Error feedback, as for :func:`all_reduce`: float32, with as many values as `tensor`.
+    stream : int
+        Number of the random stream.
+    options : CallOptions, optional
+        ``codec.options(timeout=, engine=, threads=)``, as for :func:`all_reduce`; ``algorithm`` is ignored.
+
+    Returns
+    -------
+    Work or None
+        Handle of the collective if `async_op`; its result is ``[output]``.
+
+    Raises
+    ------
+    ArgumentError, SpecError, FrameError, PeerError
+        As for :func:`all_reduce`.
+
+    Examples
+    --------
+    >>> part = torch.empty(1000)
+    >>> codec.torch.reduce_scatter(part, torch.ones(1000))  # with one rank
+    >>> bool(part.eq(1).all())
+    True
     """
-    kept: CallersResidual | None = None
+    settings = settings_of(options)
+    feedback: CallersResidual | None = None
 
     def prepare(size: int) -> Reduction:
-        nonlocal kept
+        nonlocal feedback
         check_sizes(tensor, size, output)
-        r = reduction_of(tensor, spec, op, None, None, None, stream)
+        r = reduction_of(tensor, spec, op, stream, settings=settings)
         if residual is not None:
-            kept = CallersResidual(residual, r, output)
+            feedback = CallersResidual(residual, r, output)
         return r
 
     def commit(size: int) -> None:
-        if kept is not None:
-            kept.commit(size)
+        if feedback is not None:
+            feedback.commit(size)
 
-    return _begin(group, timeout, async_op, algorithms.reduce_scatter, prepare, output, commit)
+    return _begin(algorithms.reduce_scatter, prepare, output, group, async_op, settings, commit)
 
 
 def all_gather(
     output: torch.Tensor,
     tensor: torch.Tensor,
-    spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+    spec: SpecLike = Lossless(),  # noqa: B008 - immutable
     *,
     group: Any = None,
-    stream: int = 0,
-    timeout: Timeout | None = None,
     async_op: bool = False,
+    stream: int = 0,
+    options: CallOptions | None = None,
 ) -> Work | None:
-    """Give all ranks the tensors of all, as ``dist.all_gather_single`` does. The sender sees its own as others do.
+    """Give all ranks the tensors of all ranks, as ``dist.all_gather_into_tensor`` does.
+
+    With a lossy codec a rank gets its own values as the others decode them.
 
     Parameters
     ----------
     output : torch.Tensor
-        N times as many values: those of rank 0 first.
+        Tensor that gets the values: N times as many as `tensor` has, those of rank 0 first.
     tensor : torch.Tensor
-        float32, bfloat16 or float16.
-    spec, group, stream, timeout, async_op
-        As for :func:`all_reduce`, and so are the errors.
+        Values of this rank: float32, bfloat16 or float16.
+    spec : Spec, BoundSpec or str
+        Codec, or the name of a preset. Default: lossless.
+    group : ProcessGroup, optional
+        Ranks. Default: all.
+    async_op : bool
+        Return at once, and gather in the background.
+    stream : int
+        Number of the random stream.
+    options : CallOptions, optional
+        ``codec.options(timeout=, engine=, threads=)``, as for :func:`all_reduce`; ``algorithm`` is ignored.
+
+    Returns
+    -------
+    Work or None
+        Handle of the collective if `async_op`; its result is ``[output]``.
+
+    Raises
+    ------
+    ArgumentError, SpecError, FrameError, PeerError
+        As for :func:`all_reduce`.
+
+    Examples
+    --------
+    >>> output = torch.empty(1000)
+    >>> codec.torch.all_gather(output, torch.ones(1000))  # with one rank
+    >>> bool(output.eq(1).all())
+    True
     """
+    settings = settings_of(options)
 
     def prepare(size: int) -> Reduction:
         check_sizes(output, size, tensor)
-        return reduction_of(tensor, spec, "sum", None, None, None, stream)
+        return reduction_of(tensor, spec, "sum", stream, settings=settings)
 
-    return _begin(group, timeout, async_op, algorithms.gather, prepare, output)
+    return _begin(algorithms.gather, prepare, output, group, async_op, settings)
 
 
 def all_to_all(
     output: torch.Tensor,
     tensor: torch.Tensor,
-    spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+    spec: SpecLike = Lossless(),  # noqa: B008 - immutable
     *,
     group: Any = None,
-    stream: int = 0,
-    timeout: Timeout | None = None,
     async_op: bool = False,
+    stream: int = 0,
+    options: CallOptions | None = None,
 ) -> Work | None:
     """Send the i-th of N equal parts of a flattened tensor to rank i, as ``dist.all_to_all_single`` does.
 
     Parameters
     ----------
     output : torch.Tensor
-        As many values as `tensor`: the part that rank 0 sent first.
+        Tensor that gets the parts that other ranks send to this one, that of rank 0 first; as many values as `tensor`.
     tensor : torch.Tensor
-        float32, bfloat16 or float16.
-    spec, group, stream, timeout, async_op
-        As for :func:`all_reduce`, and so are the errors.
+        Values of this rank: float32, bfloat16 or float16. Their number is a multiple of the number of ranks.
+    spec : Spec, BoundSpec or str
+        Codec, or the name of a preset. Default: lossless.
+    group : ProcessGroup, optional
+        Ranks. Default: all.
+    async_op : bool
+        Return at once, and exchange in the background.
+    stream : int
+        Number of the random stream.
+    options : CallOptions, optional
+        ``codec.options(timeout=, engine=, threads=)``, as for :func:`all_reduce`; ``algorithm`` is ignored.
+
+    Returns
+    -------
+    Work or None
+        Handle of the collective if `async_op`; its result is ``[output]``.
+
+    Raises
+    ------
+    ArgumentError, SpecError, FrameError, PeerError
+        As for :func:`all_reduce`.
+
+    Examples
+    --------
+    >>> output = torch.empty(1000)
+    >>> codec.torch.all_to_all(output, torch.ones(1000))
+    >>> bool(output.eq(1).all())
+    True
     """
+    settings = settings_of(options)
 
     def prepare(size: int) -> Reduction:
         check_sizes(output, 1, tensor)
         if tensor.numel() % size:
             raise ArgumentError(f"{tensor.numel()} values cannot be cut into {size} equal parts")
-        return reduction_of(tensor, spec, "sum", None, None, None, stream)
+        return reduction_of(tensor, spec, "sum", stream, settings=settings)
 
-    return _begin(group, timeout, async_op, algorithms.all_to_all, prepare, output)
+    return _begin(algorithms.all_to_all, prepare, output, group, async_op, settings)
 
 
 def _nothing(size: int) -> None:
@@ -287,15 +381,15 @@ def _nothing(size: int) -> None:
 
 
 def _begin(
-    group: Any,
-    timeout: Timeout | None,
-    async_op: bool,
     algorithm: Any,
     prepare: Callable[[int], Reduction],
     output: torch.Tensor,
+    group: Any,
+    async_op: bool,
+    settings: CallOptions,
     commit: Callable[[int], None] = _nothing,
 ) -> Work | None:
-    """Run an algorithm over what prepare(size) returns, into `output`; then commit(size) after a success."""
+    """Run an algorithm over the reduction of prepare(size), store the result in `output`, then call commit(size)."""
 
     def prepare_all(size: int) -> Reduction:
         r = prepare(size)
@@ -310,4 +404,4 @@ def _begin(
         run_algorithm(comm, algorithm, prepare_all, store)
         return [output]
 
-    return _work(start(algorithm.__name__, group, timeout, async_op, work))
+    return _work(start(algorithm.__name__, group, settings.timeout, async_op, work))

@@ -9,94 +9,94 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from codec import ArgumentError, SpecError
+from codec import ArgumentError, CallOptions, SpecError
+from codec._options import settings_of
 from codec.arguments import shown, whole
 from codec.optimizers.from_torch import check_known, unwrapped
 from codec.specs import Lossless, Spec
 from codec.stateful import CodebookRefresher
 from codec.torch import lifetime
 from codec.torch.buckets import needs_optimizer
-from codec.torch.connection import Timeout
-from codec.torch.execution import Algorithm
 from codec.torch.hook import Hook, check
 from codec.torch.policy import Policy, default_policy
 
 
 def ddp_hook(
-    spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+    spec: Spec | str = Lossless(),  # noqa: B008 - immutable
     *,
     optimizer: Any = None,
     feedback: bool | None = None,
     policy: Policy = default_policy,
-    algorithm: Algorithm = "auto",
     refresher: CodebookRefresher | None = None,
     grad_scaler: Any = None,
     group: Any = None,
-    timeout: Timeout | None = None,
     start_step: int = 0,
+    options: CallOptions | None = None,
 ) -> Hook:
-    """Make a communication hook that sends DistributedDataParallel's gradients as frames.
+    """Make a communication hook that sends DistributedDataParallel's gradients as frames, and averages them.
 
-    Buckets are reduced one after the other by a thread of their own, over connections of their own, while backward goes
-    on. All ranks get the same bits. After an error on any rank all of them raise, and the residuals of error feedback
-    are as before the step. Gradients that frames cannot carry, float64 and sparse ones, are sent uncompressed.
+    Buckets are reduced one after the other in the background, over connections of their own, while the backward pass
+    goes on. All ranks get the same bits. After an error on any rank all ranks raise an error, and the residuals of
+    error feedback are as before the step. Gradients of float64 and sparse gradients are sent uncompressed.
 
     Parameters
     ----------
-    spec : Spec
-        How gradients are encoded; lossless if left out.
+    spec : Spec or str
+        Codec of the gradients, or the name of a preset. Default: lossless.
     optimizer : torch.optim.Optimizer, optional
-        The optimizer that :class:`codec.Truncate` drops bits by: its step tells how many bits of a gradient matter
+        Optimizer from whose step :class:`codec.Truncate` computes how many bits of each gradient matter
         (:func:`codec.optimizers.from_optimizer`). Optimizers that Accelerate or Lightning have wrapped are unwrapped.
     feedback : bool, optional
-        Error feedback: what frames lose is added to the next step's gradients, on each rank and once more where sums
-        are encoded. Left out: for :class:`codec.Sign`, which does not converge well without, and
-        :class:`codec.Truncate` with the guard that is meant for it. It converges for codecs that are contractions
-        (:attr:`codec.Spec.contraction`).
+        Error feedback: the errors of frames are added to the gradients of the next step, on each rank and once more
+        where sums are encoded; it takes 8 bytes for each value. It converges for codecs that are contractions
+        (:attr:`codec.Spec.contraction`). Default: True for :class:`codec.Sign`, which does not converge well without,
+        and for :class:`codec.Truncate` with ``guard="feedback"``, else False.
     policy : callable
-        policy(name, parameter) returns the spec of a parameter, or None for `spec`. It is asked in every step, on all
-        ranks, which must answer alike. Names are without what wrappers such as torch.compile add. Left out:
-        :func:`default_policy`.
-    algorithm : str
-        As for :func:`all_reduce`.
+        policy(name, parameter) returns the spec of a parameter, a preset, or None for `spec`. It is called in every
+        step, and must return the same on all ranks. Names are without the parts that wrappers such as torch.compile
+        add. Default: :func:`default_policy`.
     refresher : CodebookRefresher, optional
-        For :class:`codec.Lossless` and :class:`codec.Truncate`, of the same spec: frames name codebooks that all ranks
-        make of what all of them send, instead of bringing their own along. Counts are summed behind the buckets of a
-        step in which it is due; it is part of the state. Ranks that know other codebooks, since one has joined, begin
-        anew together. Left out: gradients of different layers are smaller with codebooks of their own, and a refresher
-        then only finds that none pays.
+        Refresher of the same spec, :class:`codec.Lossless` or :class:`codec.Truncate`: frames then name codebooks that
+        all ranks have agreed on, instead of holding their own. Symbols are counted and summed behind the buckets of a
+        step in which a refresh is due. If a rank is new, all ranks drop their codebooks. Default: none, because
+        gradients of different layers are smaller with codebooks of their own.
     grad_scaler : torch.amp.GradScaler, optional
-        If gradients are scaled. NaN and Inf are no error then: all ranks get NaN, all scalers skip the step, and
-        residuals stay as before. Truncate takes the scale from it.
+        Scaler of the gradients, if there is one. NaN and Inf are no error then: all ranks get NaN, all scalers skip the
+        step, and residuals are as before. Truncate reads the scale from it.
     group : ProcessGroup, optional
-        Whose ranks; left out: the model's.
-    timeout : float or timedelta, optional
-        Seconds that a rank may keep others waiting; left out: the group's.
+        Ranks. Default: those of the model.
     start_step : int
-        Send all gradients lossless in so many steps first, as a warm-up.
+        Number of first steps that send all gradients lossless, as a warm-up.
+    options : CallOptions, optional
+        ``codec.options(algorithm=, timeout=, engine=, threads=)``, as for :func:`all_reduce`, and those of the ``with``
+        blocks in which the hook is made.
 
     Returns
     -------
     Hook
-        With ``register(model)``, ``set_spec()``, ``state_dict()``, ``load_state_dict()``, ``reshard()`` and
-        ``stats()``.
+        Hook; call its ``register(model)``.
 
     Raises
     ------
     ArgumentError, SpecError
-        The arguments do not go together.
+        An argument has a wrong type or value, or the arguments do not go together.
 
     Examples
     --------
-    >>> model = DistributedDataParallel(net)  # doctest: +SKIP
-    >>> hook = codec.torch.ddp_hook(codec.Truncate(), optimizer=optimizer).register(model)  # doctest: +SKIP
+    >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> hook = codec.torch.ddp_hook("near", optimizer=optimizer).register(model)
+    >>> model(torch.ones(8, 100)).sum().backward()
+    >>> hook.stats().steps
+    1
     """
     optimizer = unwrapped(optimizer)
-    check(spec, optimizer, feedback, algorithm, refresher)
+    settings = settings_of(options)
+    spec = check(spec, optimizer, feedback, settings.algorithm or "auto", refresher)
     if needs_optimizer(spec):
         check_known(optimizer)
     start_step = whole("start_step", start_step, 0, 1 << 40)
-    return Hook(spec, optimizer, feedback, policy, algorithm, refresher, grad_scaler, group, timeout, start_step)
+    return Hook(spec, optimizer, feedback, policy, refresher, grad_scaler, group, start_step, settings)
 
 
 # Hooks that comm_hook has made, by the model whose gradients they send.
@@ -108,10 +108,10 @@ def comm_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch
 
     Parameters
     ----------
-    state : Hook, Spec or None
-        Hook that :func:`ddp_hook` returned; or a spec for ``ddp_hook(spec)``; or None for ``ddp_hook()``, which is
-        lossless. Pass a hook if it needs other arguments, such as ``optimizer=`` for :class:`codec.Truncate`, or if its
-        statistics or its state for checkpoints are wanted.
+    state : Hook, Spec, str or None
+        Hook that :func:`ddp_hook` returned; or a spec or a preset for ``ddp_hook(spec)``; or None for ``ddp_hook()``,
+        which is lossless. Pass a hook if it needs other arguments, such as ``optimizer=`` for :class:`codec.Truncate`,
+        or to read its statistics and to save its state.
     bucket : torch.distributed.GradBucket
         Bucket of DistributedDataParallel.
 
@@ -127,9 +127,9 @@ def comm_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch
 
     Examples
     --------
-    >>> model.register_comm_hook(codec.Float8(), codec.torch.comm_hook)  # doctest: +SKIP
-    >>> hook = codec.torch.ddp_hook(codec.Truncate(), optimizer=optimizer)  # doctest: +SKIP
-    >>> model.register_comm_hook(hook, codec.torch.comm_hook)  # doctest: +SKIP
+    >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))
+    >>> model.register_comm_hook(codec.Float8(), codec.torch.comm_hook)
+    >>> model(torch.ones(8, 100)).sum().backward()
     """
     hook = state if isinstance(state, Hook) else _hook_of(state, bucket)
     return hook(None, bucket)
@@ -146,7 +146,7 @@ def _hook_of(state: Any, bucket: Any) -> Hook:
         hook = ddp_hook() if state is None else ddp_hook(state)
     except (ArgumentError, SpecError) as e:
         raise ArgumentError(
-            f"the state of codec.torch.comm_hook must be a hook that ddp_hook() returned, a Spec or None, got "
+            "the state of codec.torch.comm_hook must be a hook that ddp_hook() returned, a spec, a preset or None, got "
             f"{shown(state)}: {e}"
         ) from e
     model = lifetime.model_with(parameter, comm_hook)

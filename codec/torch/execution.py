@@ -118,7 +118,7 @@ def signature(r: Reduction, algorithm: str) -> int:
     """Return the hash of all that must be equal on all ranks (docs/protocol.md, section 5.1)."""
     book = r.codebook and r.codebook.id
     inside = None if r.segments is None else _hashed_segments(r.segments)
-    return hash64(r.spec, r.dtype, r.x.size, r.op, algorithm, inside, r.metric is None, book)
+    return hash64(r.spec, r.dtype, r.x.size, r.op, algorithm, inside, r.bound_spec is None, book)
 
 
 @functools.lru_cache(256)

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from codec import ArgumentError, StateError
-from codec._c.spec_structs import spec_struct
+from codec import ArgumentError, CallOptions, StateError
+from codec._options import settings_of
 from codec.specs import Lossless, Spec, check_contraction
 from codec.stateful.checkpoint import VERSION, opened, plain
 from codec.torch import algorithms, arguments, execution, renamed
-from codec.torch.arguments import check_sizes
+from codec.torch.arguments import check_sizes, plain_spec
 from codec.torch.communicator import Communicator, start, storing_results
-from codec.torch.connection import Timeout, check_timeout
+from codec.torch.connection import check_timeout
 from codec.torch.counters import Counters
 from codec.torch.execution import Algorithm
 from codec.torch.passes import Pass
@@ -60,9 +60,9 @@ class CommStats(Counters):
 class _Comm:
     """Common base of the three collectives: codec, timeout, random streams, statistics."""
 
-    def __init__(self, spec: Spec, timeout: Timeout | None) -> None:
-        spec_struct(spec)  # raises SpecError unless it is a spec
-        self._spec, self._timeout = spec, check_timeout(timeout)
+    def __init__(self, spec: Spec | str, options: CallOptions | None) -> None:
+        self._spec, self._settings = plain_spec(spec), settings_of(options)
+        check_timeout(self._settings.timeout)
         self._calls = 0  # collectives so far; equal on all ranks of a group
         self._stats = CommStats()
         self._counting = threading.Lock()
@@ -113,7 +113,7 @@ class _Comm:
             self._count(comm.channel.counters - before, round(tensor.nbytes * copies(comm.channel.size)))
             return [output]
 
-        started = start(name, group, self._timeout, async_op, counted)
+        started = start(name, group, self._settings.timeout, async_op, counted)
         return started if isinstance(started, Work) else None
 
     def _count_plain(self) -> None:
@@ -124,10 +124,10 @@ class _Comm:
 class _Reducing(_Comm):
     """Common base of the collectives that reduce gradients, with or without error feedback."""
 
-    def __init__(self, spec: Spec, feedback: bool, timeout: Timeout | None) -> None:
-        super().__init__(spec, timeout)
+    def __init__(self, spec: Spec | str, feedback: bool, options: CallOptions | None) -> None:
+        super().__init__(spec, options)
         if feedback:
-            check_contraction(spec)
+            check_contraction(self._spec)
         self._residuals = Residuals() if feedback else None
         self._names: list[str] = []  # names of the registered modules
 
@@ -215,15 +215,16 @@ class ReduceScatter(_Reducing):
 
     Parameters
     ----------
-    spec : Spec
-        Codec of the gradients. Default: lossless.
+    spec : Spec or str
+        Codec, or name of a preset, of the gradients. Default: lossless.
     feedback : bool
         Error feedback: the errors of a rank's frames are added to its next gradients. It takes 8 bytes for each value
         that the rank reduces, which is 8 bytes for each parameter of the whole model. A gradient must have the same
         number of values in each pass: if some parameters get no gradient, call
         ``set_reduce_scatter_unused_params(True)``.
-    timeout : float or timedelta, optional
-        Longest time, in seconds, that a rank may keep others waiting. Default: the group's timeout.
+    options : CallOptions, optional
+        ``codec.options(timeout=, engine=, threads=)``, as for :func:`all_reduce`, and those of the ``with`` blocks in
+        which this object is made.
 
     Raises
     ------
@@ -243,12 +244,12 @@ class ReduceScatter(_Reducing):
 
     def __init__(
         self,
-        spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+        spec: Spec | str = Lossless(),  # noqa: B008 - immutable
         *,
         feedback: bool = False,
-        timeout: Timeout | None = None,
+        options: CallOptions | None = None,
     ) -> None:
-        super().__init__(spec, feedback, timeout)
+        super().__init__(spec, feedback, options)
 
     def register(self, model: torch.nn.Module) -> "ReduceScatter":
         """Make all FSDP2 modules in `model` reduce their gradients by this object, and return it."""
@@ -279,7 +280,7 @@ class ReduceScatter(_Reducing):
         def work(comm: Communicator, stream: int) -> None:
             def prepare(size: int) -> Reduction:
                 check_sizes(tensor, size, output)
-                r = arguments.reduction_of(tensor, self._spec, op, None, None, None, stream)
+                r = arguments.reduction_of(tensor, self._spec, op, stream, settings=self._settings)
                 arguments.check_output(output, output.dtype, output.numel())
                 self._feed(r, now, name)
                 return r
@@ -322,26 +323,25 @@ class AllReduce(_Reducing):
 
     Parameters
     ----------
-    spec : Spec
-        Codec of the gradients. Default: lossless.
+    spec : Spec or str
+        Codec, or name of a preset, of the gradients. Default: lossless.
     group : ProcessGroup
         Replicas, ``mesh.get_group("replicate")``.
     op : {"mean", "avg", "sum"} or ReduceOp
         Reduction over the replicas. FSDP2 averages gradients, so the default is "mean"; use "sum" together with FSDP2's
         ``set_gradient_divide_factor``.
-    algorithm : str
-        As for :func:`all_reduce`.
     feedback : bool
         Error feedback: the errors of a rank's frames are added to its next gradients. It takes 8 bytes for each value
         of this rank's shards. As for :class:`ReduceScatter`, a gradient must have the same number of values in each
         pass.
-    timeout : float or timedelta, optional
-        Longest time, in seconds, that a rank may keep others waiting. Default: the group's timeout.
+    options : CallOptions, optional
+        ``codec.options(algorithm=, timeout=, engine=, threads=)``, as for :func:`all_reduce`, and those of the ``with``
+        blocks in which this object is made.
 
     Raises
     ------
     ArgumentError, SpecError
-        An argument has a wrong type or value, or `feedback` does not go with `spec` or `algorithm`.
+        An argument has a wrong type or value, or `feedback` does not go with `spec` or the algorithm.
 
     Notes
     -----
@@ -358,23 +358,22 @@ class AllReduce(_Reducing):
 
     def __init__(
         self,
-        spec: Spec = Lossless(),  # noqa: B008 - it cannot change
+        spec: Spec | str = Lossless(),  # noqa: B008 - immutable
         *,
         group: Any,
         op: Any = dist.ReduceOp.AVG,
-        algorithm: Algorithm = "auto",
         feedback: bool = False,
-        timeout: Timeout | None = None,
+        options: CallOptions | None = None,
     ) -> None:
-        super().__init__(spec, feedback, timeout)
+        super().__init__(spec, feedback, options)
         op = arguments.op_of(op)
         if op == "max":
             raise ArgumentError("op must be a sum or a mean of gradients, got a maximum")
-        execution.check_algorithm(algorithm)
+        self._algorithm: Algorithm = self._settings.algorithm or "auto"
+        execution.check_algorithm(self._algorithm)
         if feedback:
-            check_feedback_algorithm(algorithm)
+            check_feedback_algorithm(self._algorithm)
         self._group, self._op = group, op
-        self._algorithm: Algorithm = algorithm
 
     def register(self, model: torch.nn.Module) -> "AllReduce":
         """Make all FSDP2 modules in `model` all-reduce their gradients by this object, and return it.
@@ -416,7 +415,7 @@ class AllReduce(_Reducing):
 
             def prepare() -> Reduction:
                 nonlocal feedback
-                r = arguments.reduction_of(tensor, self._spec, self._op, None, None, None, stream)
+                r = arguments.reduction_of(tensor, self._spec, self._op, stream, settings=self._settings)
                 arguments.check_output(tensor, tensor.dtype, tensor.numel(), "the tensor")
                 feedback = self._feed(r, now, name)
                 return r
@@ -438,10 +437,10 @@ class AllGather(_Comm):
 
     Parameters
     ----------
-    spec : Spec
-        Codec of the parameters. Default: lossless. A lossy codec changes the parameters of the forward and backward
-        pass, equally on all ranks; the optimizer's shards stay exact.
-    timeout : float or timedelta, optional
+    spec : Spec or str
+        Codec, or name of a preset, of the parameters. Default: lossless. A lossy codec changes the parameters of the
+        forward and backward pass, equally on all ranks; the optimizer's shards stay exact.
+    options : CallOptions, optional
         As for :class:`ReduceScatter`.
 
     Examples
@@ -449,8 +448,8 @@ class AllGather(_Comm):
     >>> codec.torch.AllGather().register(model)  # doctest: +SKIP
     """
 
-    def __init__(self, spec: Spec = Lossless(), *, timeout: Timeout | None = None) -> None:  # noqa: B008
-        super().__init__(spec, timeout)
+    def __init__(self, spec: Spec | str = Lossless(), *, options: CallOptions | None = None) -> None:  # noqa: B008
+        super().__init__(spec, options)
 
     def register(self, model: torch.nn.Module) -> "AllGather":
         """Make all FSDP2 modules in `model` gather their parameters by this object, and return it."""
@@ -470,7 +469,7 @@ class AllGather(_Comm):
             def prepare(size: int) -> Reduction:
                 check_sizes(output_tensor, size, input_tensor)
                 arguments.check_output(output_tensor, output_tensor.dtype, output_tensor.numel())
-                return arguments.reduction_of(input_tensor, self._spec, "sum", None, None, None, stream)
+                return arguments.reduction_of(input_tensor, self._spec, "sum", stream, settings=self._settings)
 
             execution.run_algorithm(
                 comm, algorithms.gather, prepare, lambda result, r: arguments.publish(result, r, output_tensor)

@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from codec import ArgumentError, SpecError, StateError
-from codec._c.spec_structs import spec_struct
+from codec import ArgumentError, CallOptions, SpecError, StateError
 from codec.specs import Spec, check_contraction
 from codec.stateful import CodebookRefresher
 from codec.torch import execution, hook_state, lifetime, ternary
+from codec.torch.arguments import plain_spec
 from codec.torch.buckets import Buffers, n_values, needs_optimizer
 from codec.torch.byte_exchange import exchange
-from codec.torch.connection import Timeout
 from codec.torch.execution import Algorithm
 from codec.torch.hook_residuals import Residuals
 from codec.torch.optimizer_state import check_has
@@ -55,16 +54,13 @@ class Hook(Reducer):
         optimizer: torch.optim.Optimizer | None,
         feedback: bool | None,
         policy: Policy,
-        algorithm: Algorithm,
         refresher: CodebookRefresher | None,
         grad_scaler: Any,
         group: Any,
-        timeout: Timeout | None,
         start_step: int,
+        settings: CallOptions,
     ) -> None:
-        super().__init__(
-            Plan(spec, feedback, policy, start_step), optimizer, algorithm, refresher, grad_scaler, group, timeout
-        )
+        super().__init__(Plan(spec, feedback, policy, start_step), optimizer, refresher, grad_scaler, group, settings)
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self._owner = hook_state.UNKNOWN, hook_state.UNKNOWN  # rank and number of ranks to which the residuals belong
         self.called = False
@@ -176,14 +172,14 @@ class Hook(Reducer):
         self._owner = self._group.rank(), self._group.size()
         lifetime.warn_of_adam(self)
 
-    def set_spec(self, spec: Spec, *, feedback: bool | None = None) -> None:
+    def set_spec(self, spec: Spec | str, *, feedback: bool | None = None) -> None:
         """Encode gradients with another spec from the next step on; all ranks must do so between the same two steps.
 
         Residuals that the new spec does not use are added to the gradients of the next step.
 
         Parameters
         ----------
-        spec : Spec
+        spec : Spec or str
             As for :func:`ddp_hook`.
         feedback : bool, optional
             As for :func:`ddp_hook`.
@@ -200,7 +196,7 @@ class Hook(Reducer):
         >>> hook.spec.bits
         4
         """
-        check(spec, self.optimizer, feedback, self._algorithm, self.refresher)
+        spec = check(spec, self.optimizer, feedback, self._algorithm, self.refresher)
         self.plan.spec, self.plan.feedback_argument = spec, feedback
         if self.plan.feedback and self._residuals is None:
             self._residuals = Residuals(spec)
@@ -266,7 +262,7 @@ class Hook(Reducer):
         if self._model is None:
             raise StateError("register the hook before the states of all ranks are gathered")
         size = self._group.size()
-        data = exchange([hook_state.packed(state)] * size, group=self._group, timeout=self._timeout)
+        data = exchange([hook_state.packed(state)] * size, group=self._group, options=self._settings)
         return {"version": hook_state.VERSION, "ranks": [hook_state.unpacked(each) for each in data]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -340,14 +336,14 @@ def _sizes(names: Mapping[torch.nn.Parameter, str]) -> dict[str, int]:
 
 
 def check(
-    spec: Spec,
+    spec: Spec | str,
     optimizer: torch.optim.Optimizer | None,
     feedback: bool | None,
     algorithm: Algorithm,
     refresher: CodebookRefresher | None,
-) -> None:
-    """Raise ArgumentError unless these arguments of :func:`ddp_hook` go together."""
-    spec_struct(spec)  # raises SpecError unless it is a spec
+) -> Spec:
+    """Check that these arguments of :func:`ddp_hook` go together; return the spec."""
+    spec = plain_spec(spec)
     execution.check_algorithm(algorithm)
     if needs_optimizer(spec) and optimizer is None:
         raise SpecError(f"{spec} drops bits by the optimizer's step: pass optimizer=")
@@ -360,4 +356,5 @@ def check(
     if feedback or (feedback is None and feeds_back(spec)):
         check_feedback_algorithm(algorithm)
     if refresher is not None and refresher.spec != spec:
-        raise ArgumentError(f"a refresher of {refresher.spec} does not go with {spec}")
+        raise ArgumentError(f"refresher= is of {refresher.spec}, but the spec is {spec}: make a refresher of that spec")
+    return spec

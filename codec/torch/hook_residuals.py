@@ -15,7 +15,7 @@ from codec.torch import partition
 from codec.torch.buckets import Part
 from codec.torch.hook_state import of_tensors
 from codec.torch.messages import Array
-from codec.torch.reduction import Reduction, floats
+from codec.torch.reduction import Reduction, as_float32
 
 logger = logging.getLogger("codec.torch")
 
@@ -101,7 +101,7 @@ class Residuals:
         ranges, offset, squares = part.ranges(begin, end), begin, list[float]()
         for _, start, stop in ranges:
             n = stop - start
-            squares.append(_square(floats(r.x[offset : offset + n], r)))
+            squares.append(_square(as_float32(r.x[offset : offset + n], r)))
             offset += n
         self._measured.append((ranges, residual, squares))
 

@@ -3,10 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from codec import ArgumentError, SpecError, optimizers
-from codec.specs import Spec
+from codec.specs import Spec, SpecLike, Truncate
 from codec.torch.buckets import Buffers, Part, flat, n_values, needs_optimizer
 
 
@@ -16,10 +14,8 @@ def check_has(optimizer: Any, spec: Spec, name: str) -> None:
         raise SpecError(f"{spec} for {name} drops bits by the optimizer's step: pass ddp_hook(optimizer=)")
 
 
-def metric_of(
-    optimizer: Any, part: Part, scale: float, buffers: Buffers, number: int
-) -> tuple[Any, dict[str, torch.Tensor] | None]:
-    """Return the metrics of a part, by parameter group, and the optimizer's state in the order of the part.
+def bind_to_part(optimizer: Any, part: Part, scale: float, buffers: Buffers, number: int) -> SpecLike:
+    """Return the spec of a part, bound to the optimizer's parameter groups and state if it needs them.
 
     Parameters
     ----------
@@ -40,7 +36,7 @@ def metric_of(
         There is no optimizer, or it does not have a parameter of the part.
     """
     if not needs_optimizer(part.spec):
-        return None, None
+        return part.spec
     check_has(optimizer, part.spec, part.names[0])
     group_of = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
     if lacking := [name for name, p in zip(part.names, part.parameters, strict=True) if p not in group_of]:
@@ -52,10 +48,12 @@ def metric_of(
     groups: list[tuple[int, Any]] = []
     offset = 0
     for p in part.parameters:
-        metric = of_group[group_of[p]]
-        if not groups or groups[-1][1] != metric:
-            groups.append((offset, metric))
+        group = of_group[group_of[p]]
+        if not groups or groups[-1][1] != group:
+            groups.append((offset, group))
         offset += n_values(p)
     states = [(p, optimizers.state_of(optimizer, p)) for p in part.parameters]
     common = [name for name in ("theta", "m", "v") if all(name in s for _, s in states)]
-    return groups, {name: buffers.joined((number, name), [flat(s[name], p) for p, s in states]) for name in common}
+    state = {name: buffers.joined((number, name), [flat(s[name], p) for p, s in states]) for name in common}
+    assert isinstance(part.spec, Truncate)
+    return part.spec.bind(groups, **state)

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from codec._c.spec_structs import spec_struct
 from codec.specs import Lossless, Sign, Spec, Ternary, Truncate
+from codec.torch.arguments import plain_spec
 from codec.torch.buckets import Part
 
-Policy = Callable[[str, torch.nn.Parameter], Spec | None]
+Policy = Callable[[str, torch.nn.Parameter], Spec | str | None]
 Choice = tuple[Spec, bool]  # spec, and whether error feedback is applied
 
 _SMALL = 4096  # values of a parameter; smaller ones are sent lossless
@@ -119,10 +119,8 @@ class Plan:
         SpecError
             The policy returned neither a spec nor None.
         """
-        spec = self.policy(name, parameter) or self.spec
-        if not isinstance(spec, Spec):
-            spec_struct(spec)  # raises
-        return spec
+        spec = self.policy(name, parameter)
+        return self.spec if spec is None else plain_spec(spec)
 
     @property
     def _needs_even(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from codec import ArgumentError, PeerError, Status
+from codec import ArgumentError, CallOptions, PeerError, Status
 from codec.stateful import CodebookRefresher
 from codec.torch import arguments, execution, uncompressed
 from codec.torch.buckets import Buffers, Part, cut, cut_as, n_values, scatter
@@ -22,10 +22,10 @@ from codec.torch.communicator import (
     exchange_requests,
     hash64,
 )
-from codec.torch.connection import Timeout, check_timeout
+from codec.torch.connection import check_timeout
 from codec.torch.execution import Algorithm
 from codec.torch.hook_residuals import Residuals
-from codec.torch.optimizer_state import metric_of
+from codec.torch.optimizer_state import bind_to_part
 from codec.torch.policy import Plan, note_zeros
 from codec.torch.reduction import Reduction
 from codec.torch.stats import Stats
@@ -77,34 +77,33 @@ class Reducer:
         Spec and error feedback of each parameter.
     optimizer : torch.optim.Optimizer or None
         Optimizer of the model.
-    algorithm : str
-        As for :func:`codec.torch.all_reduce`.
     refresher : CodebookRefresher or None
         Codebooks that all ranks agree on.
     grad_scaler : torch.amp.GradScaler or None
         Scaler of the gradients.
     group : ProcessGroup or None
         Ranks; None: those of the model.
-    timeout : float, timedelta or None
-        As for :func:`codec.torch.all_reduce`.
+    settings : CallOptions
+        Algorithm, timeout, engine and threads.
     """
 
     def __init__(
         self,
         plan: Plan,
         optimizer: torch.optim.Optimizer | None,
-        algorithm: Algorithm,
         refresher: CodebookRefresher | None,
         grad_scaler: Any,
         group: Any,
-        timeout: Timeout | None,
+        settings: CallOptions,
     ) -> None:
         self.plan = plan
         self.optimizer = optimizer
         self.refresher = refresher
-        self._algorithm: Algorithm = algorithm
+        self._settings = settings
+        self._algorithm: Algorithm = settings.algorithm or "auto"
         self._scaler = grad_scaler
-        self._group_argument, self._group, self._timeout = group, group, check_timeout(timeout)
+        check_timeout(settings.timeout)
+        self._group_argument, self._group = group, group
         self._steps = 0  # steps that have succeeded, those before a checkpoint included
         self._buckets: list[list[str]] = []  # names of the parameters in each bucket of the last step
         self._loaded_buckets: list[list[str]] = []  # those of a loaded state, until the first step has succeeded
@@ -141,7 +140,7 @@ class Reducer:
         step = self._step
         if in_backward():
             _call_after_backward(_BackwardEnd(self, step, last))
-        comm = communicator_of(self._group, self._timeout)
+        comm = communicator_of(self._group, self._settings.timeout)
         work = comm.worker.submit(lambda: self._run_bucket(comm, buffer, parameters, number, last, step))
         if last and self._codebooks is not None:
             self._codebooks.submit(comm)
@@ -328,10 +327,9 @@ class Reducer:
         if not part.whole:
             places = zip(part.offsets, part.layout, strict=True)
             x = self._buffers.joined((i, "grad"), [buffer[o : o + n] for o, (_, n) in places])
-        metric, state = metric_of(self.optimizer, part, step.scale, self._buffers, i)
-        r = arguments.reduction_of(
-            x, part.spec, "mean", part.segments, metric, state, (step.number << 20) + part.number
-        )
+        spec = bind_to_part(self.optimizer, part, step.scale, self._buffers, i)
+        stream = (step.number << 20) + part.number
+        r = arguments.reduction_of(x, spec, "mean", stream, segments=part.segments, settings=self._settings)
         if part.whole and buffer.device.type == "cpu":
             part.out = torch.empty_like(buffer) if part.out is None else part.out
             r.out = arguments.as_array(part.out)

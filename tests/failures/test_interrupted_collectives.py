@@ -42,7 +42,7 @@ def _interrupted(rank, size, point):
     begin = time.monotonic()
     try:
         with at_fault_point(channel(), point if rank == FAULTY else -1, interrupt):
-            codec.torch.all_reduce(x, codec.Quantize(4), algorithm="two_shot", op="mean")
+            codec.torch.all_reduce(x, codec.Quantize(4), op="mean", options=codec.options(algorithm="two_shot"))
     except (codec.PeerError, KeyboardInterrupt) as e:
         raised = type(e).__name__
     now, took = digest(x), time.monotonic() - begin
@@ -76,7 +76,9 @@ def _wait_again(rank, size, point):
     """Interrupt a wait, and wait again: the collective goes on."""
     x, interrupted, gate = values(rank), False, threading.Event()
     communicator.communicator_of(None).worker.submit(gate.wait)  # delays the collective until the rank waits for it
-    pending = codec.torch.all_reduce(x, codec.Quantize(4), algorithm="two_shot", async_op=True, op="mean")
+    pending = codec.torch.all_reduce(
+        x, codec.Quantize(4), async_op=True, op="mean", options=codec.options(algorithm="two_shot")
+    )
     try:
         with at_fault_point(channel(), point if rank == FAULTY else -1, interrupt):
             gate.set()
@@ -109,7 +111,7 @@ def _connecting(rank, size):
     if rank != FAULTY:
         communicator.Channel = interrupted
     with pytest.raises(codec.PeerError if rank == FAULTY else KeyboardInterrupt):
-        codec.torch.all_reduce(values(rank), timeout=TIMEOUT, op="mean")
+        codec.torch.all_reduce(values(rank), op="mean", options=codec.options(timeout=TIMEOUT))
     communicator.Channel = connect
 
 
@@ -215,7 +217,8 @@ else:
 torch.manual_seed(dist.get_rank())
 layers = [m for _ in range(6) for m in (torch.nn.Linear(256, 256), torch.nn.GELU())]
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.3)
-codec.torch.ddp_hook(codec.Quantize(4), feedback=True, algorithm="two_shot").register(model)
+options = codec.options(algorithm="two_shot")
+codec.torch.ddp_hook(codec.Quantize(4), feedback=True, options=options).register(model)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 while True:
     optimizer.zero_grad()

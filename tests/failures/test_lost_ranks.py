@@ -78,7 +78,7 @@ def _unconnected(rank, size, fault):
     x = values(rank)
     begin = time.monotonic()
     with pytest.raises(codec.PeerError) as e:
-        codec.torch.all_reduce(x, timeout=TIMEOUT, op="mean")
+        codec.torch.all_reduce(x, op="mean", options=codec.options(timeout=TIMEOUT))
     took = time.monotonic() - begin
     assert digest(x) == digest(values(rank))
     return type(e.value).__name__, took, digest(x)
@@ -139,11 +139,11 @@ def _sweep_bytes(algorithm, most):
 def _late_votes(rank, size):
     """Reduce while ranks vote late, each by less than a timeout after the one before."""
     x = torch.full((1000,), float(rank))
-    codec.torch.all_reduce(torch.ones(3), timeout=TIMEOUT)
+    codec.torch.all_reduce(torch.ones(3), options=codec.options(timeout=TIMEOUT))
     line = channel()
     exchange_verdict = line.exchange_verdict
     line.exchange_verdict = lambda *how: (time.sleep((0.4, 0, 1.2)[rank] * TIMEOUT), exchange_verdict(*how))[1]
-    codec.torch.all_reduce(x, algorithm="two_shot", op="mean")
+    codec.torch.all_reduce(x, op="mean", options=codec.options(algorithm="two_shot"))
     return x.tolist()
 
 

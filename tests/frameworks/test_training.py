@@ -117,7 +117,7 @@ def _registered_by_lightning(rank, size):
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 128))
-    hook = codec.torch.ddp_hook(codec.Quantize(4), algorithm="two_shot")
+    hook = codec.torch.ddp_hook(codec.Quantize(4), options=codec.options(algorithm="two_shot"))
     _register_ddp_comm_hook(model, ddp_comm_state=hook, ddp_comm_hook=codec.torch.comm_hook)
     for _ in range(3):
         model(torch.randn(8, 64) + rank).square().mean().backward()

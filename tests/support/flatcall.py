@@ -7,7 +7,7 @@ from codec._options import settings_of
 from codec.decoding import decode_request, engine_for
 from codec.tensors.view import view_bytes
 
-_OPTIONS = ("engine", "threads", "verify_first", "nontemporal")
+_OPTIONS = ("engine", "threads", "verify_first", "nontemporal", "algorithm", "timeout")
 
 
 def bind(optimizer, state=None, spec=None):
@@ -83,3 +83,16 @@ def reduce(frames, op="mean", *, optimizer=None, state=None, **how):
 def codebook(*xs, spec=codec.Lossless(), optimizer=None, state=None, **how):  # noqa: B008
     xs = [viewed(x, how)[0] for x in xs]
     return codec.Codebook.from_tensors(*xs, spec=bind(optimizer, state, spec) or spec)
+
+
+def all_reduce(x, spec=codec.Lossless(), *, optimizer=None, state=None, **how):  # noqa: B008
+    import codec.torch
+
+    x, how = viewed(x, how)
+    return codec.torch.all_reduce(x, bind(optimizer, state, spec) or spec, **split(how))
+
+
+def ddp_hook(spec, **how):
+    import codec.torch
+
+    return codec.torch.ddp_hook(spec, **split(how))

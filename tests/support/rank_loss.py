@@ -51,10 +51,10 @@ def values(rank):
 def undisturbed_all_reduce(rank, size, algorithm, spec, timeout=TIMEOUT):
     """Return the result's digest, the number of events, and the number of the last message, which is the vote."""
     partition.CHUNK_NBYTES = partition.MOST_NBYTES = raw._CHUNK_NBYTES = 1 << 16  # several chunks per slice
-    codec.torch.all_reduce(torch.ones(3), timeout=timeout)
+    codec.torch.all_reduce(torch.ones(3), options=codec.options(timeout=timeout))
     x = values(rank)
     with at_fault_point(channel(), -1, None) as events:
-        codec.torch.all_reduce(x, spec, algorithm=algorithm, op="mean")
+        codec.torch.all_reduce(x, spec, op="mean", options=codec.options(algorithm=algorithm))
     return digest(x), events(), events.last_send()
 
 
@@ -68,14 +68,14 @@ def disturbed_all_reduce(rank, size, algorithm, spec, point, fault):
     begin = time.monotonic()
     try:
         with at_fault_point(channel(), point if rank == FAULTY else -1, fault):
-            codec.torch.all_reduce(x, spec, algorithm=algorithm, op="mean")
+            codec.torch.all_reduce(x, spec, op="mean", options=codec.options(algorithm=algorithm))
     except codec.CodecError as e:
         raised = type(e).__name__
     took = time.monotonic() - begin
     if raised is not None:
         assert digest(x) == before
         with pytest.raises(codec.PeerError, match="new group"):
-            codec.torch.all_reduce(x, spec, algorithm=algorithm, op="mean")
+            codec.torch.all_reduce(x, spec, op="mean", options=codec.options(algorithm=algorithm))
     return raised, took, digest(x)
 
 
@@ -121,7 +121,9 @@ class Training:
         self.optimizer = torch.optim.SGD(self.net.parameters(), 0.05, momentum=0.9)
         # 2 bits per value: residuals are large, and later steps depend on them
         self.hook = codec.torch.ddp_hook(
-            codec.Quantize(2, 64, "odd", "nearest"), feedback=True, algorithm="two_shot", timeout=TIMEOUT
+            codec.Quantize(2, 64, "odd", "nearest"),
+            feedback=True,
+            options=codec.options(algorithm="two_shot", timeout=TIMEOUT),
         )
         self.model = None
         self.steps = 0

@@ -41,7 +41,7 @@ def _exact(rank, size):
                 want = sum_in_order(every, op)
                 for algorithm in ("two_shot", "all_gather", "raw"):
                     t = every[rank].clone()
-                    codec.torch.all_reduce(t, op=op, algorithm=algorithm)
+                    codec.torch.all_reduce(t, op=op, options=codec.options(algorithm=algorithm))
                     assert torch.equal(t, want), (shape, dtype, op, algorithm)
             found.append(want.sum().item())
     want = sum_in_order(large := [rank_values(r, (300, 100)) for r in range(size)], "mean")
@@ -50,7 +50,7 @@ def _exact(rank, size):
         assert torch.equal(t, want)
     t = rank_values(rank, (40, 30)).t()  # non-contiguous
     want = sum_in_order([rank_values(r, (40, 30)).t() for r in range(size)], "sum")
-    codec.torch.all_reduce(t, op=dist.ReduceOp.SUM, algorithm="two_shot")
+    codec.torch.all_reduce(t, op=dist.ReduceOp.SUM, options=codec.options(algorithm="two_shot"))
     assert torch.equal(t, want)
     return found
 
@@ -92,7 +92,7 @@ def _nans(rank, size):
             for algorithm in ("two_shot", "all_gather", "ring", "raw"):
                 x = rank_values(rank, (n,), dtype)
                 x.view(torch.int32 if dtype == torch.float32 else torch.int16)[rank :: rank + 2] = quiet + rank
-                codec.torch.all_reduce(x, algorithm=algorithm, op="mean")
+                codec.torch.all_reduce(x, op="mean", options=codec.options(algorithm=algorithm))
                 found.append(tensor_bytes(x))
     return found
 
@@ -104,7 +104,7 @@ def _overflows(rank, size):
         for algorithm in ("two_shot", "all_gather", "raw"):
             x = torch.full((100_000,), 3e38)
             x[0] = torch.inf if rank else -torch.inf
-            codec.torch.all_reduce(x, op="sum", algorithm=algorithm)
+            codec.torch.all_reduce(x, op="sum", options=codec.options(algorithm=algorithm))
             assert x[0].isnan(), algorithm
             assert (x[1:] == torch.inf).all(), algorithm
 
@@ -126,13 +126,22 @@ def _lossy(rank, size):
     for spec in SPECS:
         for algorithm in ALGORITHMS:
             t = every[rank].clone()
-            codec.torch.all_reduce(t, spec, algorithm=algorithm, segments=codec.segments(shapes), op="mean")
+            codec.torch.all_reduce(
+                codec.view(t, segments=codec.segments(shapes)),
+                spec,
+                op="mean",
+                options=codec.options(algorithm=algorithm),
+            )
             error = float((t - want).norm() / want.norm())
             results[repr(spec), algorithm] = tensor_bytes(t), error
             if algorithm == "all_gather":  # exactly the decoded frames
                 again = every[rank].clone()
                 codec.torch.all_reduce(
-                    again, spec, algorithm=algorithm, segments=codec.segments(shapes), stream=1 << 40, op="mean"
+                    codec.view(again, segments=codec.segments(shapes)),
+                    spec,
+                    stream=1 << 40,
+                    op="mean",
+                    options=codec.options(algorithm=algorithm),
                 )
                 results[repr(spec), "again"] = tensor_bytes(again), error
     return results
@@ -159,7 +168,7 @@ def _one_phase(rank, size):
     x = rank_values(rank, (9000,))
     frames = [codec.encode(rank_values(r, (9000,)), codec.Float8()) for r in range(size)]
     want = codec.reduce(frames, like=x, op="mean")
-    codec.torch.all_reduce(x, codec.Float8(), algorithm="all_gather", op="mean")
+    codec.torch.all_reduce(x, codec.Float8(), op="mean", options=codec.options(algorithm="all_gather"))
     assert torch.equal(x, want)
 
 
@@ -188,7 +197,9 @@ def _of_bfloat16(rank, size):
     every = [rank_values(r, (5000,)) for r in range(size)]
     frames = [codec.encode(x, codec.Truncate().bind(metric, **state)) for x in every]
     x = every[rank].clone()
-    codec.torch.all_reduce(x, codec.Truncate(), metric=metric, state=state, algorithm="all_gather", op="mean")
+    codec.torch.all_reduce(
+        x, codec.Truncate().bind(metric, **state), op="mean", options=codec.options(algorithm="all_gather")
+    )
     assert torch.equal(x, codec.reduce(frames, like=x, op="mean"))
 
 
@@ -203,8 +214,8 @@ def _apart(rank, size):
         for algorithm in ("two_shot", "all_gather", "ring", "raw"):
             for spec in (codec.Lossless(), codec.Float8()):
                 x, y, out = every[rank].clone(), every[rank].clone(), torch.full((300_000,), 7, dtype=dtype)
-                codec.torch.all_reduce(x, spec, algorithm=algorithm, op="mean")
-                codec.torch.all_reduce(y, spec, algorithm=algorithm, out=out, op="mean")
+                codec.torch.all_reduce(x, spec, op="mean", options=codec.options(algorithm=algorithm))
+                codec.torch.all_reduce(y, spec, out=out, op="mean", options=codec.options(algorithm=algorithm))
                 assert torch.equal(x.view(-1), out)
                 assert torch.equal(y, every[rank])
     x = every[rank].clone()
@@ -240,7 +251,7 @@ def _together(rank, size):
             n, dtype, spec = SEVERAL[i]
             x = rank_values(10 * rank + i, (n,), dtype)
             x[n // 2] = torch.nan if spoiled == (rank, i) else 1
-            made.append(arguments.reduction_of(x, spec, "mean", None, None, None, i))
+            made.append(arguments.reduction_of(x, spec, "mean", i))
         return made
 
     def run(which, algorithm, spoiled=None):
@@ -285,17 +296,17 @@ def _large(rank, size):
         ):
             x = rank_values(rank, (LARGE * 4 // dtype.itemsize // 1000, 1000), dtype)
             given, out = x.clone(), torch.empty_like(x).view(-1)
-            codec.torch.all_reduce(x, spec, algorithm=algorithm, op="mean")
-            codec.torch.all_reduce(given, spec, algorithm=algorithm, out=out, op="mean")
+            codec.torch.all_reduce(x, spec, op="mean", options=codec.options(algorithm=algorithm))
+            codec.torch.all_reduce(given, spec, out=out, op="mean", options=codec.options(algorithm=algorithm))
             assert torch.equal(x.view(-1), out)
             turned, straight = given.T, given.T.contiguous()  # transposed memory
-            codec.torch.all_reduce(turned, spec, algorithm=algorithm, op="mean")
-            codec.torch.all_reduce(straight, spec, algorithm=algorithm, op="mean")
+            codec.torch.all_reduce(turned, spec, op="mean", options=codec.options(algorithm=algorithm))
+            codec.torch.all_reduce(straight, spec, op="mean", options=codec.options(algorithm=algorithm))
             assert torch.equal(turned, straight)
             found.append(tensor_bytes(x)[:1000])
             above = torch.full_like(x, high)
             with pytest.raises(codec.ArgumentError) as caught:
-                codec.torch.all_reduce(above, spec, op="sum", algorithm=algorithm)
+                codec.torch.all_reduce(above, spec, op="sum", options=codec.options(algorithm=algorithm))
             assert caught.value.code == codec.Status.NONFINITE
             assert (above == above[0, 0]).all()
     return found

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import codec
 import codec.torch
 from codec.torch import communicator
+from support import flatcall
 from support.collective_values import LARGE, rank_values, sum_in_order, tensor_bytes
 from support.ranks import run_ranks
 
@@ -43,7 +44,7 @@ def _refused(rank, size):
             kwargs = {"algorithm": "auto"}
         before = tensor_bytes(x)
         with pytest.raises(codec.CodecError) as e:
-            codec.torch.all_reduce(x, spec, **({"algorithm": "two_shot", "op": "mean"} | kwargs))
+            flatcall.all_reduce(x, spec, **({"algorithm": "two_shot", "op": "mean"} | kwargs))
         assert tensor_bytes(x) == before
         raised.append(type(e.value).__name__)
         y = rank_values(rank, (1000,))
@@ -70,7 +71,7 @@ def _not_finite(rank, size):
                 if rank == 1 or value < torch.inf:
                     x[7] = value  # one value or the sum of all overflows
                 try:
-                    codec.torch.all_reduce(x, spec, op="sum", algorithm=algorithm)
+                    codec.torch.all_reduce(x, spec, op="sum", options=codec.options(algorithm=algorithm))
                     found.append(x.isfinite().all().item())
                 except codec.CodecError as e:
                     found.append(type(e).__name__)
@@ -98,8 +99,7 @@ def _wrong(rank, size):
     reduce, scatter, exchange = codec.torch.all_reduce, codec.torch.reduce_scatter, codec.torch.exchange
     part = torch.zeros(3000 // size)
     truncate, sgd = codec.Truncate(), codec.optimizers.SGD(0.1)
-    good = {"metric": sgd, "state": {"theta": x, "m": None}}
-    reduce(x.clone(), truncate, **good)
+    reduce(x.clone(), truncate.bind(sgd, theta=x))
     raised = []
     specs = [
         *((reduce, (x, spec)) for spec in ("float8", codec.Sign, None, [])),
@@ -108,12 +108,13 @@ def _wrong(rank, size):
     ]
     arguments = [
         *((reduce, (y,)) for y in (x.numpy(), None, distributed(x), x.to_sparse())),
-        (reduce, (x, truncate, {"metric": sgd, "state": [x]})),
-        (reduce, (x, truncate, {"metric": sgd, "state": {"theta": x[1:]}})),
-        *((reduce, (x, codec.Lossless(), {"segments": s})) for s in (5, [5], "ab")),
+        (reduce, (x, truncate.bind("sgd", theta=x))),
+        (reduce, (x, truncate.bind(sgd, theta=x[1:]))),
+        (reduce, (codec.view(x, segments=[(0, (3001,))]),)),
+        (reduce, (codec.view(x, "float16"),)),
         *((reduce, (x, codec.Lossless(), {"op": op})) for op in (["sum"], None)),
         *((reduce, (x, codec.Lossless(), {"stream": stream})) for stream in ("a", -1, 1.5)),
-        (reduce, (x, codec.Lossless(), {"algorithm": "foo"})),
+        (reduce, (x, codec.Lossless(), {"options": codec.options(algorithm="foo")})),
         (reduce, (x, codec.Lossless(), {"out": x.numpy()})),
         *((scatter, (y, x)) for y in (part.numpy(), None)),
         *((exchange, (frames,)) for frames in (["a"] * size, 5, [b""])),
@@ -147,8 +148,8 @@ def test_wrong_argument_on_one_rank_raises_on_all_before_anything_is_sent():
 def _timeouts(rank, size):
     for bad in ("a", [1], 1e300):
         with pytest.raises(codec.ArgumentError, match="timeout must be seconds or a timedelta"):
-            codec.torch.all_reduce(torch.ones(3), timeout=bad)
-    pending = codec.torch.all_reduce(torch.ones(3), timeout=timedelta(seconds=20), async_op=True)
+            codec.torch.all_reduce(torch.ones(3), options=codec.options(timeout=bad))
+    pending = codec.torch.all_reduce(torch.ones(3), async_op=True, options=codec.options(timeout=timedelta(seconds=20)))
     assert pending.wait(timedelta(seconds=20))
     assert torch.equal(pending.result()[0], torch.ones(3))
 
@@ -174,11 +175,11 @@ def _damaged(rank, size, n):
 
             channel.send = damage
         with pytest.raises((codec.FrameError, codec.PeerError)) as e:
-            codec.torch.all_reduce(x, codec.Quantize(4), algorithm=algorithm, op="mean")
+            codec.torch.all_reduce(x, codec.Quantize(4), op="mean", options=codec.options(algorithm=algorithm))
         channel.send = send
         assert tensor_bytes(x) == before
         raised.append(type(e.value).__name__)
-        codec.torch.all_reduce(x.clone(), codec.Quantize(4), algorithm=algorithm, op="mean")
+        codec.torch.all_reduce(x.clone(), codec.Quantize(4), op="mean", options=codec.options(algorithm=algorithm))
     return raised
 
 
@@ -205,7 +206,7 @@ def _lost(rank, size, how, moment):
         channel.post = die
     before, begin = tensor_bytes(x), time.monotonic()
     with pytest.raises(codec.PeerError):
-        codec.torch.all_reduce(x, codec.Float8(), algorithm="two_shot", op="mean")
+        codec.torch.all_reduce(x, codec.Float8(), op="mean", options=codec.options(algorithm="two_shot"))
     took = time.monotonic() - begin
     assert tensor_bytes(x) == before
     with pytest.raises(codec.PeerError, match="new group"):
@@ -229,14 +230,14 @@ def _odd(rank, size):
         (x.to("meta"), {}),
         (torch._neg_view(x), {}),
         (wide[:, ::2], {"out": wide.view(-1)[300_000:]}),
-        (x, {"spec": codec.Truncate(), "metric": metric, "state": state}),
+        (x, {"spec": codec.Truncate(), "optimizer": metric, "state": state}),
     ):
         with pytest.raises(codec.ArgumentError, match=r"sparse|shares|300001"):
-            codec.torch.all_reduce(tensor, **kwargs)
+            flatcall.all_reduce(tensor, **kwargs)
     with pytest.raises(codec.ArgumentError, match="sparse"):
         codec.torch.all_gather(torch.empty(size * 300_000, device="meta"), x)
     state["theta"] = state["theta"][:0:-1]  # negative strides, which torch does not support
-    codec.torch.all_reduce(x, codec.Truncate(), metric=metric, state=state, op="mean")
+    codec.torch.all_reduce(x, codec.Truncate().bind(metric, **state), op="mean")
     group = dist.new_group([0, 1])
     if rank < 2:
         codec.torch.all_reduce(x, group=group, op="mean")

@@ -67,7 +67,7 @@ def train(rank, spec):
     torch.manual_seed(0)
     model = DistributedDataParallel(Language())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    hook = codec.torch.ddp_hook(spec, optimizer=optimizer, algorithm="two_shot").register(model)
+    hook = codec.torch.ddp_hook(spec, optimizer=optimizer, options=codec.options(algorithm="two_shot")).register(model)
     generator, ratio = torch.Generator().manual_seed(rank), 0.0
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -19,8 +19,8 @@ def _counted(rank, size):
     counters = communicator.communicator_of(None).channel.counters
     found = []
     for run in (
-        lambda: codec.torch.all_reduce(torch.ones(n), codec.Float8(), algorithm="two_shot"),
-        lambda: codec.torch.all_reduce(torch.ones(n), algorithm="raw"),
+        lambda: codec.torch.all_reduce(torch.ones(n), codec.Float8(), options=codec.options(algorithm="two_shot")),
+        lambda: codec.torch.all_reduce(torch.ones(n), options=codec.options(algorithm="raw")),
         lambda: codec.torch.all_gather(torch.empty(size * n), torch.ones(n)),
         lambda: codec.torch.exchange([bytes(1000)] * size),
     ):

@@ -81,7 +81,7 @@ def _lossy(rank, size):
             optimizer = torch.optim.AdamW(groups) if adam else torch.optim.SGD(groups, 0.02, momentum=0.9)
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
             kwargs = how | ({"optimizer": optimizer} if adam else {})
-            codec.torch.ddp_hook(spec, algorithm=algorithm, **kwargs).register(model)
+            codec.torch.ddp_hook(spec, options=codec.options(algorithm=algorithm), **kwargs).register(model)
             losses = []
             for step in range(10):
                 losses += train(model, optimizer, rank, 1, step)
@@ -107,7 +107,7 @@ def _channels_last(rank, size):
     model = wrapped(net.to(memory_format=torch.channels_last))
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     spec, algorithm = codec.Truncate(), "all_gather"
-    codec.torch.ddp_hook(spec, optimizer=optimizer, algorithm=algorithm).register(model)
+    codec.torch.ddp_hook(spec, optimizer=optimizer, options=codec.options(algorithm=algorithm)).register(model)
     x = torch.randn(8, 16, 8, 8, generator=torch.Generator().manual_seed(rank))
     for _ in range(2):
         optimizer.zero_grad()
@@ -119,7 +119,7 @@ def _channels_last(rank, size):
             state["m"] = momentum["momentum_buffer"]
         want, *values = (t.permute(0, 2, 3, 1).contiguous() for t in (net.weight.grad, *state.values()))
         metric, state = codec.optimizers.from_optimizer(optimizer), dict(zip(state, values, strict=True))
-        codec.torch.all_reduce(want, spec, metric=metric, state=state, algorithm=algorithm, op="mean")
+        codec.torch.all_reduce(want, spec.bind(metric, **state), op="mean", options=codec.options(algorithm=algorithm))
         optimizer.zero_grad()
         model(x).square().mean().backward()
         assert torch.equal(net.weight.grad.permute(0, 2, 3, 1), want)
@@ -134,7 +134,9 @@ def _accounted(rank, size, paid):
     """Gradients seen by the optimizer plus the final residuals equal the gradients, on workers and owners."""
     spec = codec.Quantize(2, 8)
     model = wrapped()
-    hook = codec.torch.ddp_hook(spec, feedback=True, algorithm="two_shot", policy=lambda name, p: None).register(model)
+    hook = codec.torch.ddp_hook(
+        spec, feedback=True, policy=lambda name, p: None, options=codec.options(algorithm="two_shot")
+    ).register(model)
     names = [n for n, _ in model.module.named_parameters()]
     seen, sent = ({n: torch.zeros(p.shape) for n, p in model.module.named_parameters()} for _ in range(2))
     for step in range(7):
@@ -173,7 +175,7 @@ def _rounded(rank, size):
     from codec.torch import partition, raw
 
     line = codec.torch.communicator.communicator_of(None)
-    r = codec.torch.arguments.reduction_of(every[rank], codec.Float8(), "mean", None, None, None, 0)
+    r = codec.torch.arguments.reduction_of(every[rank], codec.Float8(), "mean")
     r.residual = torch.full((70_000,), 0.3).numpy()
     owned = partition.cut(70_000, size, 2, None)[rank]
     begin, end = owned[0].begin, owned[-1].end
@@ -192,7 +194,7 @@ def _rounded(rank, size):
     # saturates at the largest number; non-finite values have no residual
     x = torch.full((70_000,), 65_000.0).half()
     x[begin] = torch.inf
-    r = codec.torch.arguments.reduction_of(x, codec.Truncate(2), "mean", None, None, None, 0)
+    r = codec.torch.arguments.reduction_of(x, codec.Truncate(2), "mean")
     r.residual = torch.full((70_000,), 600.0).numpy()
     sums = torch.full((end - begin,), 100.0).numpy()
     r.sum_residual = lambda a, b: sums[a - begin : b - begin]
@@ -219,7 +221,9 @@ def test_results_and_residuals_add_up_to_the_gradients():
 
 def _refused(rank, size):
     model = wrapped()
-    hook = codec.torch.ddp_hook(codec.Quantize(4), feedback=True, algorithm="two_shot").register(model)
+    hook = codec.torch.ddp_hook(codec.Quantize(4), feedback=True, options=codec.options(algorithm="two_shot")).register(
+        model
+    )
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     train(model, optimizer, rank, 3)
     before, state = parameter_bytes(model), hook_state_bytes(hook)
@@ -416,7 +420,9 @@ def _continued(rank, size):
     results = []
     for cut in (False, True):
         model = wrapped()
-        hook = codec.torch.ddp_hook(codec.Sign(group_size=64), algorithm="two_shot").register(model)
+        hook = codec.torch.ddp_hook(codec.Sign(group_size=64), options=codec.options(algorithm="two_shot")).register(
+            model
+        )
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
         train(model, optimizer, rank, 4)
         if cut:
@@ -426,7 +432,9 @@ def _continued(rank, size):
             saved = torch.load(file)
             model = wrapped()
             model.module.load_state_dict(saved[0])
-            hook = codec.torch.ddp_hook(codec.Sign(group_size=64), algorithm="two_shot").register(model)
+            hook = codec.torch.ddp_hook(
+                codec.Sign(group_size=64), options=codec.options(algorithm="two_shot")
+            ).register(model)
             optimizer = torch.optim.SGD(model.parameters(), 0.05)
             optimizer.load_state_dict(saved[1])
             hook.load_state_dict(saved[2])
@@ -484,7 +492,7 @@ def test_wrong_arguments_are_rejected():
     with pytest.raises(codec.SpecError, match="loses nothing"):
         codec.torch.ddp_hook(codec.Lossless(), feedback=True)
     with pytest.raises(codec.ArgumentError, match="ring"):
-        codec.torch.ddp_hook(codec.Sign(), algorithm="ring")
+        codec.torch.ddp_hook(codec.Sign(), options=codec.options(algorithm="ring"))
     for spec in (codec.Ternary(clip=2.5), codec.Sign("l2"), codec.Quantize(2)):
         with pytest.raises(codec.SpecError, match="not a contraction"):
             codec.torch.ddp_hook(spec, feedback=True)
@@ -495,7 +503,7 @@ def test_wrong_arguments_are_rejected():
             codec.torch.ddp_hook(bad)
     for bad in ("foo", None, []):
         with pytest.raises(codec.ArgumentError, match="algorithm must be"):
-            codec.torch.ddp_hook(algorithm=bad)
+            codec.torch.ddp_hook(options=codec.options(algorithm=bad))
     with pytest.raises(codec.ArgumentError, match="a DistributedDataParallel, not for Sequential"):
         again.register(torch.nn.Sequential())
     for bad in (None, [1], {"worker": 1}):

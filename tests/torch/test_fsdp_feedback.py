@@ -257,7 +257,7 @@ def _wrong_uses(rank, size):
     with pytest.raises(codec.SpecError, match="Lossless"):
         codec.torch.ReduceScatter(feedback=True)
     with pytest.raises(codec.ArgumentError, match="ring"):
-        codec.torch.AllReduce(COARSE, group=None, algorithm="ring", feedback=True)
+        codec.torch.AllReduce(COARSE, group=None, feedback=True, options=codec.options(algorithm="ring"))
     with pytest.raises(codec.ArgumentError, match="op must be"):
         codec.torch.AllReduce(COARSE, group=None, op="max")
     with pytest.raises(codec.SpecError, match="not a spec"):

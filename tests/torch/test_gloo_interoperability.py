@@ -19,6 +19,7 @@ from codec._call import Call
 from codec.optimizers.arguments import level_source
 from codec.tensors.segments import pack
 from codec.torch import arguments, communicator, execution
+from support import flatcall
 from support.ranks import run_ranks
 from support.specs import LOSSY, TRUNCATES
 from support.tiers import HANG_SECONDS
@@ -98,10 +99,10 @@ def _python(rank, size, jobs):
         elif job.feedback:
             results.append(_with_feedback(job, x, size))
         else:
-            how = {"metric": job.metric, "state": state_of(job, size)} if job.metric is not None else {}
+            how = {"optimizer": job.metric, "state": state_of(job, size)} if job.metric is not None else {}
             segments = None if job.segments is None else list(job.segments)
             how |= {"op": job.op, "algorithm": job.algorithm, "segments": segments, "stream": job.stream}
-            codec.torch.all_reduce(x, job.spec, **how)
+            flatcall.all_reduce(x, job.spec, **how)
             results.append(as_bytes(x))
     return results
 
@@ -111,7 +112,7 @@ def _with_feedback(job, x, size):
     residual, sums = residual_of(job, size), residual_of(job, size)
 
     def prepare():
-        r = arguments.reduction_of(x, job.spec, job.op, job.segments, None, None, job.stream)
+        r = arguments.reduction_of(x, job.spec, job.op, job.stream, segments=pack(job.segments or ()))
         r.residual, r.sum_residual = residual, lambda begin, end: sums[begin:end]
         return r
 

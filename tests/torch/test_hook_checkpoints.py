@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import codec
 import codec.torch
 from codec.torch import hook_state
+from support import flatcall
 from support.ddp_training import parameter_bytes, small_forward, small_net, take_step
 from support.ranks import run_ranks
 
@@ -28,7 +29,7 @@ def through_a_file(state):
 
 def hooked(model=None, spec=SIGN, cap=25, **how):
     model = DistributedDataParallel(model or small_net(), bucket_cap_mb=cap)
-    return model, codec.torch.ddp_hook(spec, **({"algorithm": "two_shot"} | how)).register(model)
+    return model, flatcall.ddp_hook(spec, **({"algorithm": "two_shot"} | how)).register(model)
 
 
 def _checked(rank, size):

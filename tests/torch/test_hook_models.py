@@ -54,7 +54,9 @@ def _complex(rank, size):
     ]:
         model = DistributedDataParallel(Complex())
         optimizer = torch.optim.Adam(model.parameters()) if how.pop("optimizer", None) else None
-        codec.torch.ddp_hook(spec, optimizer=optimizer, algorithm="two_shot", **how).register(model)
+        codec.torch.ddp_hook(spec, optimizer=optimizer, options=codec.options(algorithm="two_shot"), **how).register(
+            model
+        )
         for _ in range(2):
             got = take_step(model, rank, _complex_forward, optimizer)
         for p, g, w in zip(model.parameters(), got, want, strict=True):
@@ -236,7 +238,9 @@ class Branches(nn.Module):
 def _branches(rank, size, **kwargs):
     model = DistributedDataParallel(Branches(), **kwargs)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = codec.torch.ddp_hook(codec.Quantize(4), feedback=True, algorithm="two_shot").register(model)
+    hook = codec.torch.ddp_hook(codec.Quantize(4), feedback=True, options=codec.options(algorithm="two_shot")).register(
+        model
+    )
     for step in range(4):
         if "find_unused_parameters" in kwargs:
             model.module.used = step // 2
@@ -358,7 +362,9 @@ def _growing(rank, size):
     for bound, expected in ((1.0, 0), (1e-3, 1)):
         residuals._BOUND = bound
         model = DistributedDataParallel(small_net())
-        hook = codec.torch.ddp_hook(codec.Quantize(4), feedback=True, algorithm="two_shot").register(model)
+        hook = codec.torch.ddp_hook(
+            codec.Quantize(4), feedback=True, options=codec.options(algorithm="two_shot")
+        ).register(model)
         for _ in range(17):
             take_step(model, rank, small_forward)
         assert len(logged) == expected

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import codec
 import codec.torch
 from codec.torch import communicator, execution
+from support import flatcall
 from support.ddp_training import data, hook_state_bytes, parameter_bytes, wrapped
 from support.ranks import run_ranks
 
@@ -69,7 +70,7 @@ def hooked(spec, interval=3, model=None, optimizer=None, **how):
     refresher = codec.CodebookRefresher(spec, interval=interval, delay=1) if interval else None
     optimizer = optimizer or torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)
     how = EVERYTHING | {"optimizer": optimizer, "refresher": refresher} | how
-    return model, optimizer, codec.torch.ddp_hook(spec, **how).register(model)
+    return model, optimizer, flatcall.ddp_hook(spec, **how).register(model)
 
 
 SPECS = [
@@ -228,7 +229,7 @@ def hook_with_feedback(spec, algorithm):
     model, how = wrapped(), {"algorithm": algorithm, **EVERYTHING}
     if algorithm == "lossless":
         how = {"policy": lambda name, p: codec.Lossless()}
-    return model, codec.torch.ddp_hook(spec, feedback=True, **how).register(model)
+    return model, flatcall.ddp_hook(spec, feedback=True, **how).register(model)
 
 
 CHANGES = [
@@ -300,7 +301,9 @@ def _between(rank, size):
     torch.manual_seed(3)
     net = torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in ((20, 256), (256, 256), (256, 5))))
     model = DistributedDataParallel(net)
-    hook = codec.torch.ddp_hook(codec.Quantize(2, 8), feedback=True, algorithm="two_shot").register(model)
+    hook = codec.torch.ddp_hook(
+        codec.Quantize(2, 8), feedback=True, options=codec.options(algorithm="two_shot")
+    ).register(model)
     large = ["0.weight", "1.weight"]
     total = {n: torch.zeros(p.shape) for n, p in net.named_parameters()}
     for step in range(4):
@@ -312,7 +315,7 @@ def _between(rank, size):
         model.zero_grad()
         torch.nn.functional.cross_entropy(model(x), y).backward()
         for n, p in net.named_parameters():
-            codec.torch.all_reduce(alone[n], algorithm="two_shot", op="mean")
+            codec.torch.all_reduce(alone[n], op="mean", options=codec.options(algorithm="two_shot"))
             total[n] += alone[n] - p.grad
             assert torch.equal(p.grad, alone[n]) == (n not in large), n
     assert all([part.whole for part in parts] == [True, False] for _, parts in hook._parts.values())

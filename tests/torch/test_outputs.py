@@ -81,7 +81,7 @@ BAD = {
     "gather expanded": (_gather, _expanded, torch.empty),
     "all_to_all expanded": (_all_to_all, _expanded, torch.empty),
     "timeout": (
-        lambda t: codec.torch.all_reduce(t, timeout="5" if t.dim() == 2 else 5, op="mean"),
+        lambda t: codec.torch.all_reduce(t, op="mean", options=codec.options(timeout="5" if t.dim() == 2 else 5)),
         lambda: torch.ones(1, N),
         None,
     ),
@@ -219,9 +219,11 @@ def _timeouts(rank, size):
     for bad in TIMEOUTS:
         group = dist.new_group(timeout=timedelta(seconds=5))
         with pytest.raises(codec.ArgumentError if rank == 0 else codec.PeerError):
-            codec.torch.all_reduce(torch.ones(3), group=group, timeout=bad if rank == 0 else 4)
+            codec.torch.all_reduce(torch.ones(3), group=group, options=codec.options(timeout=bad if rank == 0 else 4))
         x = torch.ones(3)
-        codec.torch.all_reduce(x, group=group, op="sum", timeout=0.001 if rank == 0 else timedelta(days=3653))
+        codec.torch.all_reduce(
+            x, group=group, op="sum", options=codec.options(timeout=0.001 if rank == 0 else timedelta(days=3653))
+        )
         assert (x == 2).all()
         dist.destroy_process_group(group)
 
@@ -235,8 +237,8 @@ def test_bad_timeout_on_one_rank_is_an_error_on_all(ranks):
 def test_bad_timeout_is_rejected_where_it_is_given(make):
     for bad in TIMEOUTS:
         with pytest.raises(codec.ArgumentError, match="timeout must be seconds or a timedelta"):
-            make(timeout=bad)
-    make(timeout=timedelta(seconds=5))
+            make(options=codec.options(timeout=bad))
+    make(options=codec.options(timeout=timedelta(seconds=5)))
 
 
 def _groups(rank, size):

@@ -22,6 +22,7 @@ import torch
 import codec
 import codec.torch
 from codec.torch.channel import Channel
+from support import flatcall
 from support.ranks import RankPool, run_ranks
 
 SPECIFICATION = Path(__file__).parents[2] / "docs/protocol.md"
@@ -69,7 +70,7 @@ def perform(call: Call, rank: int, size: int) -> Any:
         return codec.torch.exchange(blobs(rank, size))
     if call.kind == "all_reduce":
         how: Any = {"algorithm": call.algorithm, "op": call.op, "segments": call.segments, "stream": call.stream}
-        codec.torch.all_reduce(x, call.spec, **how)
+        flatcall.all_reduce(x, call.spec, **how)
         return x
     if call.kind == "reduce_scatter":
         out = torch.empty(call.n // size, dtype=call.dtype)
@@ -121,7 +122,7 @@ def record_failures(rank: int, size: int) -> list[list[Message]]:
         y = x.clone()
         y[0] = torch.nan if rank else 1
         with pytest.raises(codec.ArgumentError if rank else codec.PeerError, match="NaN or Inf"):
-            codec.torch.all_reduce(y, codec.Float8(), algorithm="two_shot", op="mean")
+            codec.torch.all_reduce(y, codec.Float8(), op="mean", options=codec.options(algorithm="two_shot"))
 
     perform(EXAMPLE, rank, size)
     calls = [refused, not_finite, lambda: perform(EXAMPLE, rank, size)]

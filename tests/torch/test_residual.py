@@ -7,6 +7,7 @@ import torch
 import codec
 import codec.torch
 from codec.torch import communicator
+from support import flatcall
 from support.ranks import run_ranks
 
 N = 40_000  # values: 160 KB, so that algorithm="auto" takes two-shot from three ranks on
@@ -27,7 +28,9 @@ def _imbalance(rank, size, spec, algorithm, op, steps):
     for step in range(steps):
         x = gradient(rank, step)
         put += x
-        codec.torch.all_reduce(x, spec, algorithm=algorithm, op=op, stream=step, residual=residual)
+        codec.torch.all_reduce(
+            x, spec, op=op, stream=step, residual=residual, options=codec.options(algorithm=algorithm)
+        )
         got += x
         largest = max(largest, float(x.abs().max()), float(residual.abs().max()))
     total = torch.stack([put, residual.double()])
@@ -85,7 +88,12 @@ def _growth(rank, size, spec, steps):
     residual, norms = torch.zeros(N), []
     for step in range(steps):
         codec.torch.all_reduce(
-            gradient(rank, step), spec, algorithm="two_shot", stream=step, residual=residual, op="mean"
+            gradient(rank, step),
+            spec,
+            stream=step,
+            residual=residual,
+            op="mean",
+            options=codec.options(algorithm="two_shot"),
         )
         norms.append(float(residual.norm()))
     return max(norms[: steps // 2]), max(norms[steps // 2 :])
@@ -109,7 +117,9 @@ def _unchanged(rank, size):
             x[N // 2] = float("nan")
         before, copy = residual.clone(), x.clone()
         with pytest.raises(codec.CodecError) as e:
-            codec.torch.all_reduce(x, codec.Quantize(4), algorithm=algorithm, residual=residual, op="mean")
+            codec.torch.all_reduce(
+                x, codec.Quantize(4), residual=residual, op="mean", options=codec.options(algorithm=algorithm)
+            )
         assert torch.equal(residual, before)
         assert torch.equal(x.nan_to_num(5), copy.nan_to_num(5))
         found.append(type(e.value).__name__)
@@ -142,7 +152,9 @@ def _damaged(rank, size):
 
     channel.finish_message = damage
     with pytest.raises(codec.CodecError):
-        codec.torch.all_reduce(x, codec.Quantize(4), algorithm="two_shot", residual=residual, op="mean")
+        codec.torch.all_reduce(
+            x, codec.Quantize(4), residual=residual, op="mean", options=codec.options(algorithm="two_shot")
+        )
     assert torch.equal(residual, before)
     assert torch.equal(x, gradient(rank, 8))
     return calls
@@ -172,10 +184,10 @@ def _refused(rank, size):
     for how, message in wrong:
         if rank == 0:  # an error on one rank is an error on all
             with pytest.raises(codec.SpecError if "spec" in how else codec.ArgumentError, match=message):
-                codec.torch.all_reduce(x, **(usual | how))
+                flatcall.all_reduce(x, **(usual | how))
         else:
             with pytest.raises(codec.PeerError, match="rank 0"):
-                codec.torch.all_reduce(x, **usual)
+                flatcall.all_reduce(x, **usual)
         assert torch.equal(x, gradient(rank, 0))
         assert not residual.any()
     pending = [
@@ -218,7 +230,7 @@ def test_residual_of_a_half_precision_tensor_is_float32():
 
 def _stats(rank, size):
     before = codec.torch.group_stats()
-    codec.torch.all_reduce(gradient(rank, 0), codec.Quantize(4), algorithm="two_shot", op="mean")
+    codec.torch.all_reduce(gradient(rank, 0), codec.Quantize(4), op="mean", options=codec.options(algorithm="two_shot"))
     delta = codec.torch.group_stats() - before
     assert delta.frame_collectives == 1
     return delta.sent_nbytes, delta.received_nbytes

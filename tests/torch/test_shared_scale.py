@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 import codec
 import codec.torch
+from codec.tensors.segments import pack
 from codec.torch import arguments, communicator, execution, ternary
 from codec.torch.partition import Piece
 from codec.torch.reduction import Reduction
+from support import flatcall
 from support.ddp_training import data, hook_state_bytes, parameter_bytes, train, wrapped
 from support.ranks import run_ranks
 
@@ -46,7 +48,7 @@ def reduced(t, spec, op, residual, stream=0):
     """All-reduce with shared scales and a residual, which is updated."""
 
     def prepare():
-        r = arguments.reduction_of(t, spec, op, codec.segments(SHAPES), None, None, stream)
+        r = arguments.reduction_of(t, spec, op, stream, segments=pack(codec.segments(SHAPES)))
         r.residual = residual
         return r
 
@@ -100,22 +102,27 @@ def _exact(rank, size):
             assert whole.abs().max() <= size + apart, (spec, begin)
             assert (sent - there).abs().max() <= room, (spec, op, begin)
         again = t.clone()  # without a residual, with one scale or one per segment
-        codec.torch.all_reduce(again, spec, op=op, algorithm="shared_scale", segments=codec.segments(SHAPES))
+        codec.torch.all_reduce(
+            codec.view(again, segments=codec.segments(SHAPES)),
+            spec,
+            op=op,
+            options=codec.options(algorithm="shared_scale"),
+        )
         found.append(bits(again))
         if spec.packing == "2bit" and size > 1:
             assert torch.equal(again, out)
     t, apart = values(rank, (1e-3, 7.0)), torch.empty(sum(end - begin for begin, end in bounds()))
-    codec.torch.all_reduce(t, codec.Ternary(), algorithm="shared_scale", out=apart, op="mean")
+    codec.torch.all_reduce(t, codec.Ternary(), out=apart, op="mean", options=codec.options(algorithm="shared_scale"))
     assert torch.equal(t, values(rank, (1e-3, 7.0)))
-    codec.torch.all_reduce(t, codec.Ternary(), algorithm="shared_scale", op="mean")
+    codec.torch.all_reduce(t, codec.Ternary(), op="mean", options=codec.options(algorithm="shared_scale"))
     assert torch.equal(t, apart)
     empty = torch.zeros(0)
-    codec.torch.all_reduce(empty, codec.Ternary(), algorithm="shared_scale", op="mean")
+    codec.torch.all_reduce(empty, codec.Ternary(), op="mean", options=codec.options(algorithm="shared_scale"))
     zeros = -torch.zeros(500)
-    codec.torch.all_reduce(zeros, codec.Ternary(clip=2.5), algorithm="shared_scale", op="mean")
+    codec.torch.all_reduce(zeros, codec.Ternary(clip=2.5), op="mean", options=codec.options(algorithm="shared_scale"))
     assert bits(zeros) == bytes(2000)
     ones = torch.full((3, 4), -1.0)  # equal values are not clipped
-    codec.torch.all_reduce(ones, codec.Ternary(clip=2.5), algorithm="shared_scale", op="mean")
+    codec.torch.all_reduce(ones, codec.Ternary(clip=2.5), op="mean", options=codec.options(algorithm="shared_scale"))
     assert (ones == -1).all()
     return found
 
@@ -130,7 +137,7 @@ def _unbiased(rank, size):
     n = 200_000
     x = torch.full((n,), 0.3)
     x[7] = 1
-    codec.torch.all_reduce(x, codec.Ternary("base3"), algorithm="shared_scale", op="mean")
+    codec.torch.all_reduce(x, codec.Ternary("base3"), op="mean", options=codec.options(algorithm="shared_scale"))
     assert x[7] == 1
     variance = 0.3 * 0.7 / size  # with equal random bits on all ranks it would be `size` times larger
     assert abs(x.mean() - 0.3) < 5 * (variance / n) ** 0.5
@@ -140,7 +147,12 @@ def _unbiased(rank, size):
     errors = {}
     for algorithm in ("shared_scale", "two_shot"):
         t = every[rank].clone()
-        codec.torch.all_reduce(t, codec.Ternary(), algorithm=algorithm, segments=codec.segments(SHAPES), op="mean")
+        codec.torch.all_reduce(
+            codec.view(t, segments=codec.segments(SHAPES)),
+            codec.Ternary(),
+            op="mean",
+            options=codec.options(algorithm=algorithm),
+        )
         errors[algorithm] = float((t - want).norm() / want.norm())
     assert errors["shared_scale"] < 0.75 * errors["two_shot"]  # two_shot rounds the sums to ternary again
 
@@ -174,11 +186,11 @@ def _refused(rank, size):
             kwargs = {"op": "max"}
         before = bits(x)
         with pytest.raises(codec.CodecError) as e:
-            codec.torch.all_reduce(x, spec, **({"algorithm": "shared_scale", "op": "mean"} | kwargs))
+            flatcall.all_reduce(x, spec, **({"algorithm": "shared_scale", "op": "mean"} | kwargs))
         assert bits(x) == before
         raised.append((type(e.value).__name__, getattr(e.value, "code", None) == codec.Status.NONFINITE))
         y = torch.ones(30)
-        codec.torch.all_reduce(y, codec.Ternary(), algorithm="shared_scale", op="mean")
+        codec.torch.all_reduce(y, codec.Ternary(), op="mean", options=codec.options(algorithm="shared_scale"))
         assert (y == 1).all()
     return raised
 
@@ -209,12 +221,12 @@ def _damaged(rank, size):
 
         channel.send = damage
         with pytest.raises((codec.FrameError, codec.PeerError)) as e:
-            codec.torch.all_reduce(x, codec.Ternary(), algorithm="shared_scale", op="mean")
+            codec.torch.all_reduce(x, codec.Ternary(), op="mean", options=codec.options(algorithm="shared_scale"))
         assert count[0] == 3 * (size - 1)
         channel.send = send
         assert bits(x) == before
         raised.append(type(e.value).__name__)
-        codec.torch.all_reduce(x.clone(), codec.Ternary(), algorithm="shared_scale", op="mean")
+        codec.torch.all_reduce(x.clone(), codec.Ternary(), op="mean", options=codec.options(algorithm="shared_scale"))
     return raised
 
 
@@ -256,11 +268,11 @@ def _lied(rank, size):
             else:
                 setattr(shared, name, lie)
         with pytest.raises((codec.FrameError, codec.PeerError)) as e:
-            codec.torch.all_reduce(x, codec.Ternary(), algorithm="shared_scale", op="mean")
+            codec.torch.all_reduce(x, codec.Ternary(), op="mean", options=codec.options(algorithm="shared_scale"))
         shared.encode, shared.encode_sum, ternary._magnitude = signs, sums, magnitude
         assert bits(x) == before
         raised.append(type(e.value).__name__)
-    codec.torch.all_reduce(x, codec.Ternary(), algorithm="shared_scale", op="mean")
+    codec.torch.all_reduce(x, codec.Ternary(), op="mean", options=codec.options(algorithm="shared_scale"))
     return raised, bits(x)
 
 
@@ -317,7 +329,7 @@ def _trained(rank, size):
     found = {}
     for i, (spec, how) in enumerate(HOW):
         model = wrapped()
-        hook = codec.torch.ddp_hook(spec, algorithm="shared_scale", **how).register(model)
+        hook = codec.torch.ddp_hook(spec, options=codec.options(algorithm="shared_scale"), **how).register(model)
         optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
         losses = train(model, optimizer, rank, 8)
         before, state = parameter_bytes(model), hook_state_bytes(hook)
@@ -346,11 +358,11 @@ def test_ddp_with_shared_scales():
 def test_wrong_arguments_are_rejected():
     for spec in (codec.Sign(), codec.Lossless()):
         with pytest.raises(codec.SpecError, match="only values of Ternary"):
-            codec.torch.ddp_hook(spec, algorithm="shared_scale")
+            codec.torch.ddp_hook(spec, options=codec.options(algorithm="shared_scale"))
     with pytest.raises(codec.SpecError, match="leave out scale="):
-        codec.torch.ddp_hook(codec.Ternary(scale=1.0), algorithm="shared_scale")
+        codec.torch.ddp_hook(codec.Ternary(scale=1.0), options=codec.options(algorithm="shared_scale"))
     with pytest.raises(codec.SpecError, match="not a contraction"):
-        codec.torch.ddp_hook(codec.Ternary(clip=2.5), algorithm="shared_scale", feedback=True)
+        codec.torch.ddp_hook(codec.Ternary(clip=2.5), feedback=True, options=codec.options(algorithm="shared_scale"))
 
 
 def _backend(rank, size):
