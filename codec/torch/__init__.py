@@ -1,8 +1,12 @@
 """Collectives and hooks for torch.distributed whose tensors travel as frames.
 
+Public is what this package exports. Importing it registers the backend `codec` of torch.distributed.
+
 >>> import codec.torch
->>> codec.torch.all_reduce(gradient, codec.Float8())  # doctest: +SKIP
->>> codec.torch.ddp_hook(codec.Float8()).register(model)  # doctest: +SKIP
+>>> gradient = torch.ones(1000)
+>>> codec.torch.all_reduce(gradient, codec.Float8(), op="mean")
+>>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(100, 100))
+>>> hook = codec.torch.ddp_hook(codec.Float8()).register(model)
 """
 
 from codec.torch.backend import Options, ProcessGroup, register_backend

@@ -44,11 +44,11 @@ def report(started: tuple[float, float], sent_nbytes: int, raw_nbytes: int) -> R
 class Choice:
     """Choice for the collectives of one signature.
 
-    All ranks learn the same reports with each verdict, and so choose alike. A trial of frames comes first. If ranks
-    were busy, a trial of uncompressed values follows, and then the faster way is used. On a slow link uncompressed
-    values are never tried. They would take the time in which ranks did not compute, times the ratio of the bytes. That
-    estimate is too high where ranks wait for each other, so it is not compared with the time of frames itself, but with
-    a multiple; and a trial ends early if values take twice as long as frames.
+    All ranks learn the same reports with each verdict, and so choose the same way. A trial of frames comes first. If
+    ranks were busy, a trial of uncompressed values follows, and then the faster way is used. On a slow link
+    uncompressed values are never tried. They would take the time in which ranks did not compute, times the ratio of the
+    bytes. That estimate is too high where ranks wait for each other, so it is compared with a multiple of the time of
+    frames; and a trial ends early if values take twice as long as frames.
 
     Parameters
     ----------

@@ -12,7 +12,7 @@ from codec.tensors.segments import pack, segments
 from codec.torch import algorithms
 from codec.torch.arguments import check_dense, check_output, publish, reduction_of
 from codec.torch.communicator import Communicator, start, storing_results
-from codec.torch.execution import run, run_algorithm
+from codec.torch.execution import algorithm_of, run, run_algorithm
 from codec.torch.messages import Array
 from codec.torch.reduction import Reduction
 from codec.torch.work import Work
@@ -31,7 +31,7 @@ def all_reduce(tensors: Tensors, spec: Spec, *, group: Any, op: Any, stream: int
         return reduction_of(flat, spec, op, stream, segments=pack(segments(tensors)), settings=settings)
 
     def work(comm: Communicator) -> Tensors:
-        result, r = run(comm, prepare, settings.algorithm or "auto")
+        result, r = run(comm, prepare, algorithm_of(settings))
         with storing_results(comm.channel):
             begin = 0
             for t in tensors:

@@ -16,7 +16,7 @@ from codec.tensors.view import mark_written
 from codec.torch import algorithms, ternary
 from codec.torch.arguments import as_array, check_output, check_sizes, publish, reduction_of, unwrapped
 from codec.torch.communicator import Communicator, start, storing_results
-from codec.torch.execution import run, run_algorithm
+from codec.torch.execution import Algorithm, algorithm_of, run, run_algorithm
 from codec.torch.messages import Array
 from codec.torch.reduction import Reduction
 from codec.torch.residuals import CallersResidual, check_feedback_algorithm
@@ -144,8 +144,8 @@ class _AllReduce:
         return [tensor if self.out is None else self.out]
 
     @property
-    def _algorithm(self) -> Any:
-        return "auto" if self.settings.algorithm is None else self.settings.algorithm
+    def _algorithm(self) -> Algorithm:
+        return algorithm_of(self.settings)
 
     def _prepare(self) -> Reduction:
         """Check the arguments; return the reduction."""

@@ -17,6 +17,7 @@ from codec.specs import Lossless, Spec
 from codec.stateful import CodebookRefresher
 from codec.torch import lifetime
 from codec.torch.buckets import needs_optimizer
+from codec.torch.execution import algorithm_of
 from codec.torch.hook import Hook, check
 from codec.torch.policy import Policy, default_policy
 
@@ -92,7 +93,7 @@ def ddp_hook(
     """
     optimizer = unwrapped(optimizer)
     settings = settings_of(options)
-    spec = check(spec, optimizer, feedback, settings.algorithm or "auto", refresher)
+    spec = check(spec, optimizer, feedback, algorithm_of(settings), refresher)
     if needs_optimizer(spec):
         check_known(optimizer)
     start_step = whole("start_step", start_step, 0, 1 << 40)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from codec import ArgumentError
+from codec import ArgumentError, CallOptions
 from codec.arguments import shown
 from codec.specs import Ternary
 from codec.tensors.segments import Records, unpack
@@ -124,6 +124,11 @@ def signature(r: Reduction, algorithm: str) -> int:
 @functools.lru_cache(256)
 def _hashed_segments(segments: Records) -> int:
     return hash64(unpack(segments))  # not of the records, which have this machine's byte order
+
+
+def algorithm_of(settings: CallOptions) -> Algorithm:
+    """Return the algorithm of all-reduces, "auto" unless the settings name one; :func:`check_algorithm` checks it."""
+    return "auto" if settings.algorithm is None else settings.algorithm
 
 
 def check_algorithm(algorithm: Any) -> None:

@@ -238,8 +238,11 @@ class ReduceScatter(_Reducing):
 
     Examples
     --------
-    >>> fully_shard(model)  # doctest: +SKIP
-    >>> gradients = codec.torch.ReduceScatter(codec.Quantize(4), feedback=True).register(model)  # doctest: +SKIP
+    >>> model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(100, 100))
+    >>> gradients = codec.torch.ReduceScatter(codec.Quantize(4), feedback=True).register(model)
+    >>> model(torch.ones(8, 100)).sum().backward()  # FSDP2 of one rank needs no collectives
+    >>> gradients.stats().frame_collectives
+    0
     """
 
     def __init__(
@@ -350,10 +353,13 @@ class AllReduce(_Reducing):
 
     Examples
     --------
-    >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))  # doctest: +SKIP
-    >>> fully_shard(model, mesh=mesh["shard"])  # doctest: +SKIP
-    >>> replicas = mesh.get_group("replicate")  # doctest: +SKIP
-    >>> codec.torch.AllReduce(codec.Float8(group_size=128), group=replicas).register(model)  # doctest: +SKIP
+    >>> mesh = torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    >>> model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(100, 100), mesh=mesh["shard"])
+    >>> replicas = mesh.get_group("replicate")
+    >>> between = codec.torch.AllReduce(codec.Float8(group_size=100), group=replicas).register(model)
+    >>> model(torch.ones(8, 100)).sum().backward()
+    >>> between.stats().frame_collectives
+    1
     """
 
     def __init__(
@@ -369,7 +375,7 @@ class AllReduce(_Reducing):
         op = arguments.op_of(op)
         if op == "max":
             raise ArgumentError("op must be a sum or a mean of gradients, got a maximum")
-        self._algorithm: Algorithm = self._settings.algorithm or "auto"
+        self._algorithm: Algorithm = execution.algorithm_of(self._settings)
         execution.check_algorithm(self._algorithm)
         if feedback:
             check_feedback_algorithm(self._algorithm)
@@ -445,7 +451,11 @@ class AllGather(_Comm):
 
     Examples
     --------
-    >>> codec.torch.AllGather().register(model)  # doctest: +SKIP
+    >>> model = torch.distributed.fsdp.fully_shard(torch.nn.Linear(100, 100))
+    >>> parameters = codec.torch.AllGather().register(model)
+    >>> y = model(torch.ones(8, 100))  # FSDP2 of one rank needs no collectives
+    >>> parameters.stats().frame_collectives
+    0
     """
 
     def __init__(self, spec: Spec | str = Lossless(), *, options: CallOptions | None = None) -> None:  # noqa: B008

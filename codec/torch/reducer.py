@@ -100,7 +100,7 @@ class Reducer:
         self.optimizer = optimizer
         self.refresher = refresher
         self._settings = settings
-        self._algorithm: Algorithm = settings.algorithm or "auto"
+        self._algorithm: Algorithm = execution.algorithm_of(settings)
         self._scaler = grad_scaler
         check_timeout(settings.timeout)
         self._group_argument, self._group = group, group
@@ -159,7 +159,7 @@ class Reducer:
                 raise error
 
     def cancel_step(self, step: Step) -> None:
-        """End a step that cannot be completed: peers are told, and its work in the background changes nothing more."""
+        """Cancel a step that cannot be completed: peers fail, and its work in the background changes nothing more."""
         if step is not self._step:
             return
         if self._group is not None:

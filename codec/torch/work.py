@@ -101,7 +101,7 @@ class Work(dist.Work):
 
         Callbacks (``then``, ``add_done_callback``) run one after the other in a thread of their own, or at once in this
         thread if the collective has completed. Collectives that a callback begins run before all other collectives of
-        the group that wait in the queue. So ranks whose callbacks are alike begin the same collectives in the same
+        the group that wait in the queue. So ranks with the same callbacks begin the same collectives in the same
         order. A callback that waits for anything else delays the next collective by at most one second.
 
         Returns

@@ -129,7 +129,7 @@ def _wrong(rank, size):
             call(*args, **how)
         assert tensor_bytes(x) == before
         y = rank_values(rank, (1000,))
-        reduce(y, timeout=timedelta(seconds=20))
+        reduce(y, options=codec.options(timeout=20))
         raised.append(y)
     return len(raised)
 

@@ -170,7 +170,7 @@ def _registered_as_torch_does(rank, size):
         wrong = DistributedDataParallel(small_net(), process_group=dist.new_group())
         wrong.register_comm_hook(state, codec.torch.comm_hook)
         with pytest.raises(
-            codec.ArgumentError, match=r"must be a hook that ddp_hook\(\) returned, a Spec or None, got"
+            codec.ArgumentError, match=r"must be a hook that ddp_hook\(\) returned, a spec, a preset or None, got"
         ):
             take_step(wrong, rank, small_forward)
     return found
