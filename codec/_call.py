@@ -88,7 +88,7 @@ class Call:
     def fill_tensor(self, v: TensorView) -> Any:
         """Fill in and return the codec_tensor of a view."""
         t = self.tensor
-        kind = v[:2]  # dtype and shape, often those of the call before
+        kind = v[:2]  # dtype and shape, often those of the previous call
         if kind != self._kind:
             dtype, shape = kind
             rank = len(shape)
@@ -101,7 +101,7 @@ class Call:
         return t
 
     def scratch(self, nbytes: int) -> Any:
-        """At least nbytes."""
+        """Return a scratch buffer of at least nbytes."""
         return self.small_scratch if nbytes <= SMALL_SCRATCH else library.new_bytes(nbytes)
 
     def set_codebooks(self, books: Sequence[Any]) -> None:
@@ -194,7 +194,7 @@ def _fill_terms(struct: Any, optimizer: Optimizer, state: Mapping[str, TensorVie
     terms = optimizer.final(state)
     for name, v in state.items():
         if (name == "v" and not terms.theta_v) or (name == "m" and not terms.m):
-            continue  # A does not depend on it
+            continue  # A does not depend on this array
         t = new_tensor(DTYPES[v.dtype], (), v.data, v.nbytes)
         setattr(struct, name, t)
         keep.append(t)

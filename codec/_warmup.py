@@ -1,4 +1,4 @@
-"""Compile the kernels of an engine before they are needed."""
+"""Compilation of an engine's kernels ahead of use."""
 
 import importlib
 import importlib.util
@@ -27,7 +27,7 @@ from codec.tensors.view import dtype_name
 from codec.tensors.wrapper import view
 
 _SPECS = (Lossless(), Sign(), Ternary(), Float8(), Float4(), Quantize(), Truncate())
-_N = 1024  # values: enough for blocks
+_N = 1024  # values of a test tensor: enough for frames with blocks
 
 
 def warmup(
@@ -39,18 +39,18 @@ def warmup(
 ) -> None:
     """Compile the kernels of an engine before the first call needs them.
 
-    The Numba engine compiles a family of codecs in some ten seconds for each direction, and keeps the result on disk
-    for all processes to come: in ``NUMBA_CACHE_DIR``, or beside the package, or else in the user's cache folder. The
-    CUDA engine compiles a kernel in one to three seconds, and keeps it in ``CODEC_CACHE_DIR`` or the user's cache
-    folder. The native engine has nothing to compile.
+    The Numba engine compiles a family of codecs in about ten seconds for each direction. It caches the result on disk
+    for later processes: in ``NUMBA_CACHE_DIR``, beside the package or in the user's cache folder, the first of these
+    that can be used. The CUDA engine compiles a kernel in one to three seconds, and caches it in ``CODEC_CACHE_DIR`` or
+    the user's cache folder. The native engine has nothing to compile.
 
     Parameters
     ----------
     specs : Spec, bound spec or name of a preset, or iterable of them; optional
-        Specs that will be used. Default: one of each codec. Of a spec that is bound to a
-        :class:`codec.optimizers.Custom` that function is compiled, too, for this process only.
+        Specs that will be used. Default: one of each codec. If a spec is bound to a
+        :class:`codec.optimizers.Custom`, its function is compiled as well, for this process only.
     dtypes : str, type or dtype, or iterable of them
-        Dtypes of the tensors. A spec is left out for those that it does not take.
+        Dtypes of the tensors. Pairs of a spec and a dtype that the spec does not accept are skipped.
     progress : bool, optional
         Show a progress bar on stderr. Default: True if stderr is a terminal and `rich` is installed.
     options : CallOptions, optional
@@ -59,15 +59,15 @@ def warmup(
     Raises
     ------
     EngineError
-        The engine cannot be used here.
+        The engine cannot be used on this machine.
     ArgumentError, SpecError
-        Not a spec or dtype; no spec takes any of the dtypes.
+        An argument is not a spec or dtype, or no spec accepts any of the dtypes.
 
     Warns
     -----
     RuntimeWarning
-        Other users can write the folder ``NUMBA_CACHE_DIR``, from which Numba loads code all the same, or
-        ``CODEC_CACHE_DIR``, where the CUDA engine then keeps no kernels.
+        Other users can write to the folder ``NUMBA_CACHE_DIR``, from which Numba loads code nevertheless, or to
+        ``CODEC_CACHE_DIR``, in which the CUDA engine then caches no kernels.
 
     Examples
     --------
@@ -90,16 +90,16 @@ def warmup(
             advance(f"{type(spec).__name__} {name}")
             done += _try(spec, bound, name, settings)
     if not done:
-        raise ArgumentError(f"none of these specs takes {', '.join(names)}")
+        raise ArgumentError(f"none of these specs accepts {', '.join(names)}")
 
 
 def _warn_of_shared_cache() -> None:
-    """Warn if others can write Numba's cache, from which Numba unpickles files."""
+    """Warn if other users can write to Numba's cache folder: Numba unpickles the files in it."""
     folder = os.environ.get("NUMBA_CACHE_DIR")
     if folder and os.path.isdir(folder) and writable_by_others(os.stat(folder)):
         warnings.warn(
-            f"NUMBA_CACHE_DIR={folder} can be written by other users. Numba unpickles the files there, which can "
-            "run code of theirs: use a folder of your own that has mode 0700",
+            f"NUMBA_CACHE_DIR={folder} can be written by other users, whose code Numba would run when it unpickles "
+            "a file: use a folder of your own that has mode 0700",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -110,7 +110,7 @@ def _are_many(given: Any) -> TypeGuard[Iterable[Any]]:
 
 
 def _try(spec: Spec, given: BoundSpec | None, dtype: str, settings: CallOptions) -> bool:
-    """Encode and decode a tensor; False if the spec does not take the dtype."""
+    """Encode and decode a tensor. Return False if the spec does not accept the dtype."""
     bound: BoundSpec | None = None
     if isinstance(spec, Truncate) and spec.fixed_level is None:
         custom = given.optimizer if given is not None and isinstance(given.optimizer, Custom) else None
@@ -127,10 +127,10 @@ def _try(spec: Spec, given: BoundSpec | None, dtype: str, settings: CallOptions)
 
 @contextmanager
 def _bar(total: int, asked: bool | None) -> Generator[Any]:
-    """A function that says what comes next."""
+    """Show a progress bar. Yield a function that sets its description to the next item."""
     shown = asked if asked is not None else sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
     if not shown:
-        yield str  # of no effect
+        yield str  # a callable without effect
         return
     console: Any = importlib.import_module("rich.console").Console(stderr=True)
     progress: Any = importlib.import_module("rich.progress").Progress(console=console)

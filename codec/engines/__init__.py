@@ -1,15 +1,20 @@
-"""Engines: what does the work, chosen by where a tensor lies. All make the same bytes.
+"""Engines: implementations of encoding and decoding. The device of a tensor selects the engine.
 
-An engine is a module of this package, imported when it is first asked for, with
+All engines produce bit-identical frames. An engine is a module of this package, imported on first use. Its functions
+take the requests of :mod:`codec.engines.request`:
 
-* ``why_not() -> str | None``: why it cannot be used here, or None;
-* ``encode(request) -> bytes | memoryview``, ``decode(request)`` and ``reduce(request, op)`` that return the tensor, and
-  ``accumulate(request, weight)``, over the requests of :mod:`codec.engines.request`;
-* ``encode_many(requests)``, ``decode_many(request)``: lists of what one call each would give;
-* for tensors on a device ``encode_async(request)``, a :class:`codec.engines.cuda.pending.Pending`, and
-  ``count(request)``: how often each symbol occurs in the sample that encoding takes; None: the tensor is too small.
+* ``why_not() -> str | None``: the reason why the engine cannot be used on this machine, or None;
+* ``encode(request) -> bytes | memoryview``: the frame;
+* ``decode(request)`` and ``reduce(request, op)``: the tensor;
+* ``accumulate(request, weight)``: adds decoded values to a tensor;
+* ``encode_many(requests)`` and ``decode_many(requests)``: the results of one call for each request, as a list.
 
-What it cannot read it refuses by :class:`codec.EngineError`, in words that help.
+An engine for tensors on a device also has
+
+* ``encode_async(request)``: a :class:`codec.engines.cuda.pending.Pending`;
+* ``count(request)``: the count of each symbol in the sample that encoding takes, or None if the tensor is too small.
+
+An engine raises :class:`codec.EngineError` for memory that it cannot read.
 """
 
 import importlib
@@ -29,43 +34,43 @@ from codec.tensors.view import TensorView, refusal
 
 
 class Engine(Protocol):
-    """What a module of this package has."""
+    """Functions that every engine module has."""
 
     def why_not(self) -> str | None:
-        """Why it cannot be used here, or None."""
+        """Return the reason why the engine cannot be used on this machine; None if it can."""
         ...
 
     def encode(self, r: EncodeRequest) -> bytes | memoryview:
-        """A frame."""
+        """Return the frame of a tensor."""
         ...
 
     def encode_many(self, requests: Sequence[EncodeRequest]) -> list[bytes]:
-        """Frames."""
+        """Return one frame for each request."""
         ...
 
     def decode(self, r: DecodeRequest) -> Any:
-        """The tensor of a frame."""
+        """Return the tensor of a frame."""
         ...
 
     def decode_many(self, requests: Sequence[DecodeRequest]) -> list[Any]:
-        """The tensors of frames."""
+        """Return one tensor for each request."""
         ...
 
     def accumulate(self, r: DecodeRequest, weight: float) -> None:
-        """Add a frame's values to a tensor."""
+        """Add `weight` times the values of a frame to the request's `out`."""
         ...
 
     def reduce(self, r: DecodeRequest, op: str) -> Any:
-        """The sum, mean or maximum of frames."""
+        """Return the sum, mean or maximum of frames."""
         ...
 
 
 _native: Engine = native
-_OF_DEVICE = {"cuda": "cuda"}  # where the host cannot read
+_OF_DEVICE = {"cuda": "cuda"}  # name of the engine by type of the device, for devices that the host cannot read
 
 
 def _find(name: str) -> tuple[ModuleType | None, str | None]:
-    """An engine's module, and why it cannot be used."""
+    """Return the module of an engine and the reason why it cannot be used, each or None."""
     module = f"{__name__}.{name}"
     if importlib.util.find_spec(module) is None:
         return None, "this version of codec does not have it"
@@ -74,11 +79,12 @@ def _find(name: str) -> tuple[ModuleType | None, str | None]:
 
 
 def engines() -> dict[str, str | None]:
-    """Engines by name: None for those that can be used here, and why the others cannot.
+    """Return the names of all engines, each with the reason why it cannot be used on this machine.
 
     Returns
     -------
     dict of str to (str or None)
+        Reason by name of the engine; None if the engine can be used.
 
     Examples
     --------
@@ -98,12 +104,21 @@ count_elsewhere_by(_count)
 
 
 def choose(name: str | None, argument: str, device: str) -> Engine:
-    """The engine of that name or, if it is None, the one for a device, on which an argument lies.
+    """Return an engine by name or by device.
+
+    Parameters
+    ----------
+    name : str or None
+        Name of the engine. None: the engine for `device`.
+    argument : str
+        Name of the argument whose memory is on `device`, for messages.
+    device : str
+        Device of the argument, such as ``"cpu"`` or ``"cuda:0"``.
 
     Raises
     ------
     EngineError
-        There is none, or it cannot be used here.
+        No engine reads memory of `device`, or the engine cannot be used on this machine.
     """
     if name is None:
         if device == "cpu":

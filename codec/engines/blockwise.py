@@ -1,8 +1,9 @@
-"""A job in steps, its blocks by several threads: for every engine whose loops run on the CPU.
+"""Encoding and decoding of single frames by several threads, for every engine that runs on the CPU.
 
-`loops` has the functions that go over values, ``codec_encode_scan``, ``codec_encode_blocks``, ``codec_decode_check``,
-``codec_decode_blocks`` and ``codec_reduce_blocks``: the C library itself, or another engine's under the same names.
-Opening and closing a job is the C library's in any case.
+A job opens a frame, processes ranges of blocks in parallel and closes the frame. The C library opens and closes jobs.
+The argument `loops` has the functions that process values: ``codec_encode_scan``, ``codec_encode_blocks``,
+``codec_decode_check``, ``codec_decode_blocks`` and ``codec_reduce_blocks``. It is the C library itself, or an object of
+another engine with functions of these names.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,11 @@ _FIRST = lib.CODEC_VERIFY_FIRST | lib.CODEC_CHECK_ONLY
 
 
 def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: int) -> int | None:
-    """The frame's size; None: on its way it takes more room than there is, and nothing was written but to dst."""
-    t, context = call.tensor, call.context  # which `call` keeps alive, for tasks too
+    """Encode a tensor into dst and return the size of the frame in bytes.
+
+    Returns None if intermediate regions do not fit into `capacity` bytes. Then nothing but dst was written.
+    """
+    t, context = call.tensor, call.context  # `call` keeps both alive, also for the tasks of other threads
     job_size, work_size = ffi.new("size_t *"), ffi.new("size_t *")
     check(lib.codec_job_nbytes(spec, t, job_size, work_size))
     job, plan = library.new_bytes(job_size[0]), ffi.new("codec_plan *")
@@ -46,7 +50,7 @@ def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: 
     nbytes = work_size[0]
     works = [library.new_bytes(nbytes) for _ in range(min(threads, len(cuts)))]
     done = [False] * len(cuts)
-    turn = [(0, plan.regions_at)]  # which range is to be moved next, and where to, while no thread moves one
+    turn = [(0, plan.regions_at)]  # next range to move and its final offset; empty while a thread moves one
 
     def task(i: int, w: int) -> int:
         status: int = loops.codec_encode_blocks(
@@ -57,7 +61,10 @@ def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: 
         return status
 
     def move() -> None:
-        """Move ranges together as they get done, by whichever thread comes: it would take long in the end."""
+        """Move finished ranges to their final offsets.
+
+        The thread that finishes a range moves it: a single pass at the end would take long. One thread moves at a time.
+        """
         try:
             i, to = turn.pop()
         except IndexError:
@@ -81,7 +88,7 @@ def encode(loops: Any, call: Call, spec: Any, dst: Any, capacity: int, threads: 
 
 
 def _lay_out(plan: Any, capacity: int, threads: int) -> tuple[list[tuple[int, int]], list[int], list[int]]:
-    """Ranges of blocks, where their regions begin, and where they must end."""
+    """Return ranges of blocks as (first, count), the offsets of their regions in dst, and the ends of these regions."""
     room: int = plan.room
     if not plan.nblocks:
         return [], [], []
@@ -94,15 +101,15 @@ def _lay_out(plan: Any, capacity: int, threads: int) -> tuple[list[tuple[int, in
 
 
 def tensor_like(info: Any) -> Any:
-    """The frame's tensor, without data."""
+    """Return a codec_tensor with the dtype and shape of a frame, without data."""
     return new_tensor(info.dtype, tuple(info.shape[0 : info.rank]))
 
 
 def decode(loops: Any, call: Call, info: Any, source: Any, nbytes: int, threads: int) -> None:
-    """All values of a frame that has blocks to the call's tensor, in the way that its context says."""
+    """Decode a frame of several blocks into the call's tensor, as the flags of its context say."""
     context = call.context
     flags = context.flags
-    context.flags &= ~_FIRST  # in steps, that is a pass of its own
+    context.flags &= ~_FIRST  # the check before writing is a pass of its own here
     job, work_nbytes = _open(call, context, info, source, nbytes)
     if flags & _FIRST:
         _pass_over_blocks(loops, call, None, info, source, nbytes, job, work_nbytes, threads)
@@ -113,7 +120,7 @@ def decode(loops: Any, call: Call, info: Any, source: Any, nbytes: int, threads:
 
 
 def _open(call: Call, context: Any, info: Any, source: Any, nbytes: int) -> tuple[Any, int]:
-    """A job for decoding, and the bytes of one thread's buffer."""
+    """Return an open decoding job, and the size in bytes of the work buffer of one thread."""
     job_size, work_size = ffi.new("size_t *"), ffi.new("size_t *")
     check(lib.codec_job_nbytes(ffi.addressof(info.spec), tensor_like(info), job_size, work_size))
     job = library.new_bytes(job_size[0])
@@ -124,14 +131,14 @@ def _open(call: Call, context: Any, info: Any, source: Any, nbytes: int) -> tupl
 def _pass_over_blocks(
     loops: Any, call: Call, t: Any, info: Any, source: Any, nbytes: int, job: Any, work_nbytes: int, threads: int
 ) -> None:
-    """Decode all blocks of a job into t, or check them if t is None; the error is that of the lowest block."""
+    """Decode all blocks of a job into t, or only check them if t is None. Raise the error of the lowest block."""
     cuts = pool.ranges(info.nblocks, threads)
     faults, seals = ffi.new("codec_fault[]", len(cuts)), ffi.new("uint64_t[]", len(cuts))
     contexts = _call.copy_contexts(call.context, faults, len(cuts))
     works = [library.new_bytes(work_nbytes) for _ in range(min(threads, len(cuts)))]
 
     def task(i: int, w: int) -> int:
-        # `call` keeps alive what is pointed to
+        # `call` keeps all memory alive that the contexts point to
         rest = contexts + i, job, *cuts[i], seals + i, works[w], work_nbytes
         if t is None:
             return loops.codec_decode_check(source, nbytes, *rest)
@@ -144,12 +151,12 @@ def _pass_over_blocks(
 
 
 def reduce(loops: Any, call: Call, read: Sequence[tuple[Any, TensorView]], op: int, threads: int) -> bool:
-    """The frames' sum, mean or maximum to the call's tensor, block by block; False: their blocks do not match."""
+    """Reduce frames into the call's tensor, block by block. Return False if the blocks of the frames do not match."""
     pointers = ffi.new("void *[]", [frame.data for _, frame in read])
     sizes = ffi.new("size_t[]", [frame.nbytes for _, frame in read])
     context, flags = call.context, call.context.flags
     verify = flags & lib.CODEC_VERIFY_FIRST
-    context.flags &= ~lib.CODEC_VERIFY_FIRST  # in steps, that is a pass of its own
+    context.flags &= ~lib.CODEC_VERIFY_FIRST  # the check before writing is a pass of its own here
     own = _call.copy_contexts(context, call.fault, 1)
     own[0].into = lib.CODEC_INTO_FLOAT32
     opened: list[tuple[Any, int]] = []
@@ -175,7 +182,7 @@ def reduce(loops: Any, call: Call, read: Sequence[tuple[Any, TensorView]], op: i
     works = [library.new_bytes(size) for _ in range(min(threads, len(cuts)))]
 
     def task(i: int, w: int) -> int:
-        # `call` and `jobs` keep alive what is pointed to
+        # `call` and `jobs` keep all memory alive that the contexts and handles point to
         seal = seals + i * len(jobs)
         return loops.codec_reduce_blocks(
             pointers, sizes, len(jobs), op, call.tensor, contexts + i, handles, *cuts[i], seal, works[w], size

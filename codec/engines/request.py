@@ -19,8 +19,8 @@ class EncodeRequest(NamedTuple):
 
     x: TensorView
     spec: Spec
-    out: TensorView | None = None  # bytes
-    residual: TensorView | None = None  # float32, as many values as x
+    out: TensorView | None = None  # uint8, destination of the frame
+    residual: TensorView | None = None  # float32, the shape of x; receives the residual
     codebook: Codebook | None = None
     segments: bytes | None = None  # array of the C library's codec_segment
     stream: int = 0
@@ -78,10 +78,16 @@ class DecodeRequest(NamedTuple):
     def check_limit(self, nbytes: int) -> None:
         """Raise LimitError if a tensor has more bytes than allowed."""
         if not self.allows(nbytes):
-            raise LimitError(f"the tensor has {nbytes} bytes, more than max_nbytes, {self.limit()}", Status.LIMIT)
+            raise LimitError(
+                f"the tensor has {nbytes} bytes, more than max_nbytes, {self.limit()}: pass max_nbytes= or out=",
+                Status.LIMIT,
+            )
 
     def check_apart(self, out: TensorView, levels: LevelSource | None, in_place: bool) -> None:
-        """Raise ArgumentError if `out` overlaps with an input. `in_place`: it may be an array of the state."""
+        """Raise ArgumentError if `out` shares memory with an input.
+
+        `in_place`: `out` may be the same array as one of the optimizer's state.
+        """
         others = [("a frame", frame, False) for frame in self.frames]
         if levels is not None:
             others += [(name, v, in_place) for name, v in levels.read]

@@ -1,4 +1,4 @@
-"""The engine of the C library: host memory, any CPU, any number of threads."""
+"""Native engine: the C library, for tensors in host memory on any CPU, with any number of threads."""
 
 from codec.engines.native.decoding import accumulate, decode
 from codec.engines.native.encoding import encode
@@ -9,5 +9,5 @@ __all__ = ["accumulate", "decode", "decode_many", "encode", "encode_many", "redu
 
 
 def why_not() -> str | None:
-    """It can be used everywhere."""
+    """Return None: the native engine can always be used."""
     return None

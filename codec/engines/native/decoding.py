@@ -1,4 +1,4 @@
-"""Frames to tensors, by one thread or by several."""
+"""Decoding by the native engine, with one thread or several."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,21 +20,24 @@ _SCRATCH, _SMALL_TENSOR = _call.SMALL_SCRATCH, _call.SMALL_TENSOR
 _BAD_ARGUMENT = int(Status.BAD_ARGUMENT)
 _NULL, _VERIFY_FIRST, _NONTEMPORAL = ffi.NULL, lib.CODEC_VERIFY_FIRST, lib.CODEC_NONTEMPORAL
 _CHECK_ONLY = lib.CODEC_CHECK_ONLY
-_MAX_HEADER: int = lib.CODEC_HEADER_NBYTES  # all that is read of a frame before there is a tensor
+_MAX_HEADER: int = lib.CODEC_HEADER_NBYTES  # bytes of a frame that are read before the tensor is allocated
 
-# A frame that holds many times its own size is checked before its tensor is touched: that costs little there, and one
-# that turns out bad at its end must not have filled the memory first.
+# A frame whose tensor has more than _BOMB times the frame's size, plus _SMALL bytes, is validated before the tensor is
+# written. The check costs little for such a frame. Without it, a damaged frame could fill memory before it is rejected.
 _BOMB, _SMALL = 4, 1 << 20
 
 
-# of a frame whose header was read: where its values go, as seen and as the caller has it; what it needs beside its
-# bytes; whether it is checked before anything is written
+# View of the destination, the destination as the caller gets it, the source of levels, and True if the frame is
+# validated before the destination is written.
 Prepared = tuple[TensorView, Any, LevelSource | None, bool]
 DecodePrepared = Callable[[Call, DecodeRequest, TensorView, LevelSource | None, int | None], None]
 
 
 def decode(r: DecodeRequest, make: DecodePrepared | None = None) -> Any:
-    """The frame's tensor: the request's `out`, or a new one of the kind of its `like`. `make`: as for encode."""
+    """Return the tensor of a frame: the request's `out`, or a new tensor of the kind of its `like`.
+
+    `make`: function of another engine that decodes the values; None: that of the C library.
+    """
     call = _call.take()
     v, result, levels, verify = prepare(call, r)
     if r.check_only:
@@ -49,7 +52,7 @@ def decode(r: DecodeRequest, make: DecodePrepared | None = None) -> Any:
 
 
 def prepare(call: Call, r: DecodeRequest) -> Prepared:
-    """Read the header, look whether all that is needed is there, make the tensor if there is none."""
+    """Read the header of a frame, check the request against it, and allocate the tensor if the request has no `out`."""
     frame = r.frames[0]
     nbytes, info = frame.nbytes, call.info
     if frame.device != "cpu":
@@ -70,15 +73,15 @@ def prepare(call: Call, r: DecodeRequest) -> Prepared:
 
 
 def is_bomb(info: Any) -> bool:
-    """Whether a frame holds so many times its own size that it is to be checked before memory is filled from it."""
+    """Return True if the tensor is so much larger than its frame that the frame is validated before it is decoded."""
     return info.tensor_nbytes > _BOMB * info.frame_nbytes + _SMALL
 
 
 def refuse(call: Call, r: DecodeRequest, frame: TensorView, like: TensorView) -> None:
-    """A frame that is not whole, or says that it holds too much: before anything is allocated."""
+    """Raise the error of a frame that is truncated, has trailing bytes or exceeds the size limit, before allocation."""
     tensor_nbytes: int = call.info.tensor_nbytes
     call.context.max_nbytes = most = 0 if r.out is not None else r.limit()
-    if most or r.out is not None:  # to C, 0 is no limit
+    if most or r.out is not None:  # in the C library, 0 means no limit
         t = call.fill_tensor(like)
         check(lib.codec_decode(frame.data, frame.nbytes, t, call.context, _NULL, 0), call.fault)
     r.check_limit(tensor_nbytes)
@@ -99,7 +102,7 @@ def _level_source(info: Any, bound: BoundSpec, frame: TensorView) -> LevelSource
 def decode_prepared(
     call: Call, r: DecodeRequest, v: TensorView, levels: LevelSource | None, threads: int | None
 ) -> None:
-    """Do with a frame's values what the context says."""
+    """Decode a frame into v: validate, write or add its values, as the call's context says."""
     frame = r.frames[0]
     call.keep = call.keep, r, v
     if levels is not None:
@@ -129,14 +132,14 @@ def _decode_large(call: Call, frame: TensorView, threads: int) -> None:
 
 
 def read_whole(frame: TensorView) -> Any:
-    """The header of a frame, which must be all of the bytes."""
+    """Return the header (codec_info) of a frame that takes all of the bytes."""
     info = read_header(on_host("a frame", frame, ME))
     check_whole(info, frame)
     return info
 
 
 def check_whole(info: Any, frame: TensorView) -> None:
-    """Raise FrameError for a frame that is not all of the bytes."""
+    """Raise FrameError if the frame is truncated or has trailing bytes."""
     has, given = info.frame_nbytes, frame.nbytes
     if has != given:
         status = Status.TRUNCATED if given < has else Status.TRAILING
@@ -144,7 +147,7 @@ def check_whole(info: Any, frame: TensorView) -> None:
 
 
 def accumulate(r: DecodeRequest, weight: float, make: DecodePrepared | None = None) -> None:
-    """The request's `out` += weight * the frame's values."""
+    """Add `weight` times the values of a frame to the request's `out`. `make`: as for decode."""
     frame = r.frames[0]
     info = read_whole(frame)
     m = _level_source(info, r.bound, frame) if r.bound is not None else None

@@ -1,4 +1,4 @@
-"""Tensors to frames, by one thread or by several."""
+"""Encoding by the native engine, with one thread or several."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,10 @@ EncodeFilled = Callable[[Call, Any, EncodeRequest, int | None], bytes | memoryvi
 
 
 def encode(r: EncodeRequest, make: EncodeFilled | None = None) -> bytes | memoryview:
-    """A frame: bytes, or the part of the request's `out` that it takes. `make`: another engine's part."""
+    """Return a frame as new bytes, or as a memoryview of the part of the request's `out` that it takes.
+
+    `make`: function of another engine that encodes the values; None: that of the C library.
+    """
     x, out = r.x, r.out
     here = x.device == "cpu" and (out is None or out.device == "cpu")
     if not here or r.residual is not None or r.levels is not None:
@@ -39,7 +42,7 @@ def encode(r: EncodeRequest, make: EncodeFilled | None = None) -> bytes | memory
 
 
 def fill_context(call: Call, r: EncodeRequest) -> None:
-    """Fill in a call's context, which asks for nothing yet."""
+    """Copy the options of a request into the call's context, which must have been reset."""
     _, _, _, residual, codebook, segments, stream, levels, _, feedback, verify_first = r
     call.keep = r
     if stream:
@@ -58,14 +61,14 @@ def fill_context(call: Call, r: EncodeRequest) -> None:
 
 
 def check_host(r: EncodeRequest) -> None:
-    """Raise EngineError for what lies on a device."""
+    """Raise EngineError if an array of the request is on a device."""
     for name, v in r.views:
         if v.device != "cpu":
             on_host(name, v, ME)
 
 
 def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> bytes | memoryview:
-    """The frame of a request whose context is filled in."""
+    """Return the frame of a request. The call's context must have been filled in."""
     x, out = r.x, r.out
     t = call.fill_tensor(x)
     try:
@@ -76,7 +79,7 @@ def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> 
         if status == 0:
             n = call.size[0]
             return call.frame_bytes[:n] if out is None else frame_in(out, n)
-        if status != _SHORT_OUTPUT:  # rows of one value may make a frame larger than the tensor
+        if status != _SHORT_OUTPUT:  # a frame of rows of one value may be larger than the tensor
             check(status)
         return _encode_large(call, s, r, 1)
     except ArgumentError as e:
@@ -86,7 +89,7 @@ def encode_filled(call: Call, s: Any, r: EncodeRequest, threads: int | None) -> 
 
 
 def frame_in(out: TensorView, n: int) -> memoryview:
-    """The first n bytes, read-only as bytes objects are: what is returned can be used alike."""
+    """Return the first n bytes of `out` as a read-only memoryview, which can be used as a bytes object can."""
     owner: Any = out.owner
     array: Any = owner if type(owner) is np.ndarray else np.asarray(owner)
     memory = memoryview(array)  # pyright: ignore[reportArgumentType] - a cast would be a call
@@ -96,7 +99,7 @@ def frame_in(out: TensorView, n: int) -> memoryview:
 
 
 def _encode_large(call: Call, s: Any, r: EncodeRequest, threads: int) -> bytes | memoryview:
-    """Into memory that has to be made, by more than one thread, or with more scratch."""
+    """Encode a tensor that needs newly allocated memory, several threads or a large scratch buffer."""
     if r.out is not None:
         return frame_in(r.out, _encode_at(call, s, r.out.data, r.out.nbytes, threads))
     check((lib.codec_encode_room if threads > 1 else lib.codec_bound)(s, call.tensor, call.size))
@@ -112,7 +115,7 @@ def _encode_one(call: Call, spec: Any, dst: Any, capacity: int) -> None:
     scratch = call.scratch(nbytes)
     status = lib.codec_encode(spec, call.tensor, dst, capacity, call.size, _NULL, call.context, scratch, nbytes)
     if status == _SHORT_OUTPUT:
-        raise ArgumentError(f"out= has {capacity} bytes, which is too few; bound() says how many are enough", status)
+        raise ArgumentError(f"out= has {capacity} bytes, too few for this frame: allocate bound() bytes", status)
     check(status)
 
 

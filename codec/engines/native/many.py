@@ -1,4 +1,4 @@
-"""Many tensors or frames: whole ones spread over threads, large ones cut into blocks."""
+"""Batches of tensors or frames: small ones are distributed over threads, large ones are divided into blocks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,7 +43,10 @@ def encode_many(requests: Sequence[EncodeRequest], make: EncodeFilled = encode_f
 
 
 def decode_many(requests: Sequence[DecodeRequest], make: DecodePrepared = decode_prepared) -> list[Any]:
-    """The tensors of requests that differ by frame, `out` and state; an error's item is the index of the first."""
+    """Return one tensor for each request. Requests may differ by frame, `out` and state only.
+
+    `CodecError.item` is the lowest index whose request failed.
+    """
     call = _call.take()
     prepared = [at_item(i, prepare, call, r) for i, r in enumerate(requests)]
     _call.give(call)
@@ -61,7 +64,7 @@ def decode_many(requests: Sequence[DecodeRequest], make: DecodePrepared = decode
 
     if any(r.out is not None for r in requests):
         check_many_apart(requests, [(v, levels) for v, _, levels, _ in prepared])
-        flags = lib.CODEC_CHECK_ONLY  # nothing is written before all of them are known to be right
+        flags = lib.CODEC_CHECK_ONLY  # validate all frames before any destination is written
         _spread(do, sizes, requests[0].threads, requests[0].codebooks)
         flags = lib.CODEC_NO_CHECKSUM
     _spread(do, sizes, requests[0].threads, requests[0].codebooks)
@@ -69,7 +72,7 @@ def decode_many(requests: Sequence[DecodeRequest], make: DecodePrepared = decode
 
 
 def at_item(i: int, call: Callable[..., Any], *args: Any) -> Any:
-    """What the call returns; its error's item is i."""
+    """Return call(*args). Set the item of its CodecError to i."""
     try:
         return call(*args)
     except CodecError as e:
@@ -78,9 +81,9 @@ def at_item(i: int, call: Callable[..., Any], *args: Any) -> Any:
 
 
 def check_many_apart(requests: Sequence[DecodeRequest], made: Sequence[tuple[TensorView, LevelSource | None]]) -> None:
-    """Each destination apart from the others, and from all that the others are made from.
+    """Raise ArgumentError if an `out` shares memory with another destination, or with an input of another request.
 
-    `made`: of each request where its values go, and what levels go by.
+    `made`: view of the destination and source of levels of each request.
     """
     written: list[tuple[int, TensorView]] = []
     read: list[tuple[int, TensorView]] = []
@@ -93,9 +96,9 @@ def check_many_apart(requests: Sequence[DecodeRequest], made: Sequence[tuple[Ten
 
 
 def _spread(do: Callable[[Call, int, int], None], sizes: Sequence[int], asked: int | None, books: Any) -> None:
-    """do(call, i, threads) for every i, each call with these codebooks; of several errors the first one's is raised.
+    """Run do(call, i, threads) for every item i, each call with these codebooks. Raise the error of the lowest item.
 
-    What is so large that others could not keep the threads busy meanwhile is done by all of them, one after the other.
+    An item that is larger than one thread's share of all bytes is processed by all threads, before the other items.
     """
     threads = pool.choose_threads(asked, sum(sizes))
     failed: dict[int, CodecError] = {}
@@ -109,7 +112,7 @@ def _spread(do: Callable[[Call, int, int], None], sizes: Sequence[int], asked: i
             try:
                 do(call, i, each)
             except CodecError as e:
-                failed[i] = e  # later ones of this share could not be the first
+                failed[i] = e  # later items of this share have higher indices
                 return
             call.keep = keep
         _call.give(call)
@@ -128,7 +131,7 @@ def _spread(do: Callable[[Call, int, int], None], sizes: Sequence[int], asked: i
 
 
 def _cut(indices: Sequence[int], sizes: Sequence[int], pieces: int) -> list[list[int]]:
-    """Indices in order, in so many pieces, or fewer, of about as many bytes."""
+    """Divide indices, in their order, into at most about `pieces` lists of similar size in bytes."""
     most = sum(sizes[i] for i in indices) / pieces
     cuts: list[list[int]] = []
     room = 0.0

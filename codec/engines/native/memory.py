@@ -1,4 +1,4 @@
-"""Memory for a frame whose size is not known yet."""
+"""Memory for a frame of which only an upper bound of the size is known."""
 
 import ctypes
 import sys
@@ -7,17 +7,21 @@ _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux
 
 
 def _ask_for_huge_pages(address: int, nbytes: int) -> None:
-    """Touching new memory 4 KiB at a time can take longer than encoding; numpy asks the same for its arrays."""
+    """Advise the kernel to use huge pages for new memory, as numpy does for its arrays.
+
+    Page faults of 4 KiB each can take longer than encoding.
+    """
     page = 1 << 21
     begin, end = -(-address // page) * page, (address + nbytes) // page * page
     if _madvise is not None and end - begin >= page:
-        _madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), 14)  # MADV_HUGEPAGE; a refusal does no harm
+        _madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), 14)  # MADV_HUGEPAGE; failure is ignored
 
 
 class NewBytes:
-    """A bytes object that is filled in before anyone sees it, then cut to size: no second copy of a frame.
+    """A bytes object that is written in place and then shrunk to the size of the frame, which avoids a copy.
 
-    A tuple holds it from the beginning, so that nothing is lost to an interrupt; a __del__ could be interrupted, too.
+    A tuple owns the object from the beginning, so that an interrupt at any point leaks no memory. A ``__del__`` method
+    could be interrupted itself.
     """
 
     _new = ctypes.pythonapi.PyBytes_FromStringAndSize
@@ -26,12 +30,12 @@ class NewBytes:
 
     def __init__(self, nbytes: int) -> None:
         self._holder: tuple[bytes] = (self._new(None, ctypes.c_ssize_t(2)),)
-        self._place = ctypes.c_void_p(id(self._holder) + tuple.__basicsize__)  # where the tuple has its pointer
-        self._resize(self._place, ctypes.c_ssize_t(nbytes))  # or MemoryError
+        self._place = ctypes.c_void_p(id(self._holder) + tuple.__basicsize__)  # address of the tuple's first item
+        self._resize(self._place, ctypes.c_ssize_t(nbytes))  # raises MemoryError on failure
         self.address = id(self._holder[0]) + bytes.__basicsize__ - 1
         _ask_for_huge_pages(self.address, nbytes)
 
     def finish(self, nbytes: int) -> bytes:
-        """The object. Nothing may be written to it from now on."""
+        """Shrink the object to nbytes and return it. The caller must not write to `address` any more."""
         self._resize(self._place, ctypes.c_ssize_t(nbytes))
         return self._holder[0]

@@ -1,4 +1,4 @@
-"""Frames to their sum, mean or maximum."""
+"""Sum, mean and maximum of frames by the native engine."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,16 +23,16 @@ _OPS = {"sum": lib.CODEC_REDUCE_SUM, "mean": lib.CODEC_REDUCE_MEAN, "max": lib.C
 
 
 def reduce(r: DecodeRequest, op: str, make: ReduceInto | None = None) -> Any:
-    """The frames' sum, mean or maximum as float32: the request's `out`, or a new tensor of the kind of its `like`.
+    """Return the sum, mean or maximum of frames as float32: the request's `out`, or a new tensor of the kind of `like`.
 
-    `make`: another engine's part.
+    `make`: function of another engine that reduces the values; None: that of the C library.
     """
     read = [(read_whole(frame), frame) for frame in r.frames]
     first = read[0][0]
     shape = tuple(first.shape[0 : first.rank])
     for info, _ in read:
         if tuple(info.shape[0 : info.rank]) != shape:
-            for frame in r.frames:  # or one is damaged
+            for frame in r.frames:  # report a damaged frame rather than its wrong shape
                 check_frame(frame)
             raise ArgumentError(f"frames of shapes {shape} and {tuple(info.shape[0 : info.rank])} cannot be reduced")
     r.check_limit(4 * first.n)
