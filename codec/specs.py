@@ -585,7 +585,7 @@ SpecLike = Spec | BoundSpec | str
 def check_contraction(spec: Spec) -> None:
     """Raise SpecError, with advice, unless error feedback has an effect with this spec and converges."""
     if isinstance(spec, Lossless):
-        raise SpecError("Lossless loses nothing that could be fed back")
+        raise SpecError("Lossless has no residual: use error feedback with a lossy spec")
     if spec.contraction:
         return
     advice = "leave scale= out"

@@ -1,4 +1,4 @@
-"""What is remembered from one step to the next: errors to be fed back, and codebooks that ranks agree on."""
+"""State that is kept from one step to the next: residuals of error feedback, and codebooks that all ranks share."""
 
 from codec.stateful.codebook_refresher import CodebookRefresher
 from codec.stateful.feedback import ErrorFeedback

@@ -1,4 +1,4 @@
-"""State as dicts of arrays, integers and strings, which any checkpoint format can hold."""
+"""State dicts of arrays, integers and strings, which any checkpoint format can store."""
 
 import re
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ _RANGE = re.compile(r"(.*)\[([0-9]{1,18}):([0-9]{1,18})\]", re.DOTALL)
 
 
 def array_of(name: str, value: Any, dtype: str) -> np.ndarray[Any, Any]:
-    """A copy of an entry, an array or tensor of this dtype, flat.
+    """Return a flat copy of an entry, which must be an array or tensor of `dtype` in host memory.
 
     Raises
     ------
     StateError
-        It is something else.
+        The entry is something else.
     """
     try:
         v = on_host(name, view(value))
@@ -35,26 +35,26 @@ def array_of(name: str, value: Any, dtype: str) -> np.ndarray[Any, Any]:
 
 
 def plain(saved: Any, name: str, kind: type[Any]) -> Any:
-    """An entry that is an int or a string, which files of numpy's keep as an array."""
+    """Return an entry of type `kind`, int or str. numpy's files store such an entry as an array of shape ()."""
     try:
         value = saved[name]
     except (LookupError, TypeError, ValueError):
         raise StateError(f"this is not a state dict: it has no {name!r}") from None
     value = value.item() if getattr(value, "shape", None) == () else value
     if type(value) is not kind:
-        raise StateError(f"{name!r} of this state is {told(value)}, not of type {kind.__name__}")
+        raise StateError(f"{name!r} of this state dict is {told(value)}, not of type {kind.__name__}")
     return value
 
 
 def opened(saved: Any) -> dict[str, Any]:
-    """A state dict of a version that is known, as a dict of its own."""
+    """Return a copy of a state dict, whose version must be VERSION."""
     if (version := plain(saved, "version", int)) != VERSION:
-        raise StateError(f"this state is of version {told(version)}, not {VERSION}")
+        raise StateError(f"this state dict has version {told(version)}; version {VERSION} can be loaded")
     return dict(cast(Mapping[str, Any], saved))
 
 
 def save(role: str, store: Store) -> dict[str, Any]:
-    """Residuals as a state dict. Equal residuals make equal dicts, however they lie in buckets."""
+    """Return residuals as a state dict. Equal residuals give equal dicts, whatever their buckets are."""
     runs = union(r for r, _ in pieces(store))
     residuals = gather(store, tuple(runs))
     ends = np.cumsum([stop - start for _, start, stop in runs])
@@ -63,17 +63,17 @@ def save(role: str, store: Store) -> dict[str, Any]:
 
 
 def load(saved: Any) -> tuple[str, Store]:
-    """The role and a store of its own memory that a state dict holds.
+    """Return the role and the residuals of a state dict. The residuals are copies.
 
     Raises
     ------
     StateError
-        It is not one, or holds NaN or Inf.
+        `saved` is not a state dict, or holds NaN or Inf.
     """
     entries = opened(saved)
     role = plain(entries, "role", str)
     if role not in ROLES:
-        raise StateError(f"the role of this state is {told(role)}, which is none of {ROLES}")
+        raise StateError(f"the role of this state dict is {told(role)}, not one of {ROLES}")
     del entries["version"], entries["role"]
     store: dict[tuple[Range, ...], Array] = {}
     for name, value in entries.items():
@@ -85,5 +85,5 @@ def load(saved: Any) -> tuple[str, Store]:
             raise StateError(f"the residual of {name} holds NaN or Inf")
         store[((found[1], int(found[2]), int(found[3])),)] = array
     if (twice := shared(r for (r,) in store)) is not None:
-        raise StateError(f"this state has {shown(twice)} twice")
+        raise StateError(f"this state dict has the values {shown(twice)} twice")
     return role, store

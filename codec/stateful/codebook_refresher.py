@@ -1,4 +1,4 @@
-"""A codebook that all ranks agree on, and that follows what they send."""
+"""A codebook that all ranks share and that is refreshed from the tensors that they send."""
 
 import re
 from collections.abc import Mapping
@@ -17,42 +17,42 @@ from codec.tensors.view import dtype_name
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 _DEFAULT = Lossless()
-_LEAST = 512  # smaller tensors ignore a codebook
-_NAMED = 17  # bytes of Codebook.to_bytes that are not its code lengths, and of a frame that names it
-_STEPS = (1 << 62) - 1
-_MAX_COUNT = 1 << 53  # of a symbol or of bits, on one rank; int64 holds the sum over any number of ranks
+_LEAST = 512  # values; the codec ignores codebooks for smaller tensors
+_NAMED = 17  # bytes of Codebook.to_bytes that are not code lengths, and bytes of a frame that refer to a codebook by id
+_STEPS = (1 << 62) - 1  # the highest step
+_MAX_COUNT = 1 << 53  # count of a symbol, or of bits, on one rank: the sum over 1,000 ranks fits int64
 
-_ENTRIES = ("version", "symbols", "latest", "counts")  # of a state, beside its codebooks
+_ENTRIES = ("version", "symbols", "latest", "counts")  # entries of a state dict, besides its codebooks
 _BOOK = re.compile(r"book\[([0-9]{1,19})\]")
 
 
 class CodebookRefresher:
-    """Codebooks made of what all ranks send, from time to time, without a wait and without a word about the switch.
+    """Refresh a shared codebook periodically, without blocking and without messages about the switch.
 
-    Each rank counts symbols of what it encodes. In every step for which :meth:`due` says so counts are summed over
-    ranks, which may go on beside the next `delay` steps. From the sums every rank makes the same codebook, in use from
-    the step + `delay` on. The one before is kept until the next, for frames that are still on their way: frames name
-    theirs by its id. All decisions are made from steps and sums alone.
+    Each rank counts the symbols of the tensors that it encodes. In every step for which :meth:`due` returns True, the
+    counts are summed over all ranks. This all-reduce may overlap with the next `delay` steps. Every rank builds the
+    same codebook from the sums, and uses it from that step + `delay` on. Frames refer to their codebook by id, so the
+    previous codebook is kept for frames in flight. Decisions depend on steps and sums only, so all ranks agree.
 
-    There is a codebook only if it pays: if all values of the sums cost fewer bits with it than with those that frames
-    bring along, each made for its tensor. It does where tensors are many, small and alike. Gradients of different
-    layers are not: they are smaller with codebooks of their own.
+    There is a codebook only if it saves bits: if all counted values take fewer bits with it than with one codebook for
+    each tensor, which is part of the frame. It saves bits if tensors are many, small and similar. Gradients of
+    different layers are not similar: their frames are smaller with their own codebooks.
 
     Parameters
     ----------
     spec : Lossless or Truncate
         Spec of the frames.
     dtype : str, type or dtype
-        Of the tensors; for Lossless any that has exponents will do.
+        Dtype of the tensors. For Lossless, any dtype with exponents gives the same symbols.
     interval : int
-        Steps between sums, more than `delay`.
+        Steps between two refreshes, more than `delay`.
     delay : int
-        Steps from counts to the codebook that is made of them: how long summing may take.
+        Steps from the counts to the first use of their codebook, at least 1. The all-reduce may take that long.
 
     Raises
     ------
     ArgumentError, SpecError
-        A spec or dtype without exponents, or `interval` and `delay` that do not go together.
+        The spec or dtype has no exponents, `delay` is below 1, or `interval` is not above `delay`.
 
     References
     ----------
@@ -89,14 +89,14 @@ class CodebookRefresher:
         joint = self._symbols in (library.lib.CODEC_SYMBOLS_JOINT, library.lib.CODEC_SYMBOLS_JOINT16)
         self._literal = 16 if joint else 8
         self._counts: Counts = np.zeros(257, np.int64)
-        self._latest = -1  # step that current() was asked about
-        self._books: dict[int, Codebook | None] = {0: None}  # by the step from which they are in use, the last two
+        self._latest = -1  # highest step that current() was called with
+        self._books: dict[int, Codebook | None] = {0: None}  # the last two codebooks, by the first step of their use
 
     def count(self, x: Any, spec: BoundSpec | None = None) -> None:
         """Count the symbols of a tensor, in the sample that encoding takes.
 
-        It is enough to count in steps that are :meth:`due`: for a small tensor it takes longer than encoding. Under
-        error feedback the gradient will do for its sum with the residual.
+        Count only in steps that are :meth:`due`: for a small tensor, counting takes longer than encoding. With error
+        feedback, pass the gradient: its symbols approximate those of gradient + residual.
 
         Parameters
         ----------
@@ -108,7 +108,8 @@ class CodebookRefresher:
         Raises
         ------
         ArgumentError, EngineError, StateError
-            As in :meth:`Codebook.from_tensors`, or x has other symbols than tensors of `dtype`. Counts are as before.
+            As in :meth:`Codebook.from_tensors`, or x has other symbols than tensors of `dtype`. The counts are
+            unchanged.
         """
         if spec is not None and (not isinstance(spec, BoundSpec) or spec.spec != self.spec):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise SpecError(f"spec must be {self.spec} bound to an optimizer, got {shown(spec)}")
@@ -118,48 +119,49 @@ class CodebookRefresher:
             raise ArgumentError(f"under {self.spec} tensors of {dtype} have other symbols than those of {self.dtype}")
         if n < _LEAST or not (taken := int(sample.sum())):
             return
-        counts = sample * n // taken  # values: tensors of which a smaller part is looked at count no less
+        counts = sample * n // taken  # scaled to all n values, since the sampled fraction differs between tensors
         bits = min(self._bits(own, counts) + 8 * (len(own.to_bytes()) - _NAMED), 8 * n)
         self._counts += np.append(counts, bits)
 
     def _bits(self, book: Codebook, counts: Counts) -> int:
+        """Return the size in bits of the counted symbols, encoded with a codebook."""
         lengths = np.frombuffer(book.lengths, np.uint8).astype(np.int64)
         return int(counts @ np.where(lengths, lengths, book.escape_length + self._literal))
 
     def due(self, step: int) -> bool:
-        """Are counts to be summed in this step? In every `interval`-th one, but not in step 0."""
+        """Return True if counts are to be summed in this step: in every `interval`-th step, except step 0."""
         return step > 0 and step % self.interval == 0
 
     def counts(self) -> Counts:
-        """What this rank has counted since the last codebook was proposed, to be summed over ranks.
+        """Return this rank's counts since the last call of :meth:`propose`, to be summed over all ranks.
 
         Returns
         -------
         numpy.ndarray of int64, shape (257,)
-            How many values have each symbol, and how many bits they cost with codebooks of their own. A copy.
+            A copy: 256 counts of values by symbol, then the bits that they take with one codebook for each tensor.
         """
         return self._counts.copy()
 
     def propose(self, step: int, summed_counts: Any) -> None:
-        """Make the codebook that is in use from `step` + `delay` on, or decide that there is none.
+        """Build the codebook for `step` + `delay` and later steps, or decide that these steps have none.
 
-        Every rank must do so, with the same arguments, before it asks for the codebook of that step. Counting begins
-        anew: what was counted while sums were made is dropped.
+        Every rank must call this with equal arguments, before it calls :meth:`current` for step `step` + `delay`.
+        Counts restart at 0: symbols that were counted during the all-reduce are dropped.
 
         Parameters
         ----------
         step : int
-            Of the counts.
+            Step in which the counts were taken.
         summed_counts : array or tensor of int64, shape (257,)
-            The sum over ranks of :meth:`counts` in that step.
+            Sum over all ranks of :meth:`counts` in that step.
 
         Raises
         ------
         ArgumentError
-            Not a step, or not such counts.
+            `step` is not a step, or `summed_counts` are not 257 integers of 0 or more.
         StateError
-            Too late: this rank has been told another codebook for a step in which the new one is in use. Or too early,
-            while one that was proposed before is not yet in use. All is as it was.
+            The call is too late: :meth:`current` was already called for step `step` + `delay` or a later one. Or the
+            call is too early: the previous codebook is not yet in use in `step`. The refresher keeps its state.
         """
         step = whole("step", step, 0, _STEPS - self.delay)
         try:
@@ -171,11 +173,13 @@ class CodebookRefresher:
         switch, (at, last) = step + self.delay, next(reversed(self._books.items()))
         if switch <= self._latest:
             raise StateError(
-                f"the codebook of step {step} was proposed too late: from step {switch} on it is in use, "
-                f"and this rank has asked for that of step {self._latest}"
+                f"the codebook of step {step} was proposed too late: it is for step {switch} and later ones, "
+                f"but current() was already called for step {self._latest}"
             )
         if step < at:
-            raise StateError(f"the codebook of step {step} was proposed before the last one is in use, at step {at}")
+            raise StateError(
+                f"the codebook of step {step} was proposed too early: the previous one is in use from step {at} on"
+            )
         book = Codebook.from_counts(sums[:256], self.spec, self.dtype)
         chosen = book if self._bits(book, sums[:256]) < sums[256] else None
         if chosen != last:
@@ -183,53 +187,59 @@ class CodebookRefresher:
         self._counts = np.zeros(257, np.int64)
 
     def current(self, step: int) -> Codebook | None:
-        """The codebook with which all ranks encode in a step, if there is one.
+        """Return the codebook with which all ranks encode in a step; None if there is none.
 
         Raises
         ------
         StateError
-            The step is before those that the last two codebooks are for.
+            The step is earlier than the first use of the last two codebooks.
         """
         *_, book = self._until(step).values()
         self._latest = max(self._latest, step)
         return book
 
     def _until(self, step: int) -> dict[int, Codebook | None]:
-        """Codebooks that a step knows."""
+        """Return the codebooks whose use begins in a step or before it, by the first step of their use."""
         step = whole("step", step, 0, _STEPS)
         if not (found := {at: book for at, book in self._books.items() if at <= step}):
-            raise StateError(f"the codebook of step {step} is no longer known: only the last two are")
+            raise StateError(f"the codebook of step {step} is no longer known: only the last two codebooks are kept")
         return found
 
     @property
     def books(self) -> tuple[Codebook, ...]:
-        """Those that frames may name, for ``codebooks=``: the last one, also before its step, and the one before."""
+        """Codebooks that frames may refer to, for ``codebooks=``: the previous and the last one, also before use."""
         return tuple(book for book in self._books.values() if book is not None)
 
     def rollback(self, step: int) -> None:
-        """Forget codebooks that a step, which is to be tried again, does not know yet, and all counts.
+        """Drop all counts, and the codebooks whose use begins after `step`, so that the step can be repeated.
 
-        After a failure some ranks may have a sum that others did not get. If all roll back to the same step they agree.
-        A sum that was under way is made anew or left out, on all ranks alike.
+        After a failure, some ranks may have received a sum that others did not. All ranks agree again if all roll back
+        to the same step. All ranks then repeat an all-reduce that was in flight, or none does.
+
+        Parameters
+        ----------
+        step : int
+            Step to repeat.
 
         Raises
         ------
         StateError
-            The step is before those that the last two codebooks are for.
+            The step is earlier than the first use of the last two codebooks.
         """
         self._books = self._until(step)
         self._latest = min(self._latest, step)
         self._counts = np.zeros(257, np.int64)
 
     def state_dict(self) -> dict[str, Any]:
-        """Codebooks, with the steps from which they are in use, and counts.
+        """Return the codebooks, the steps of their first use, and the counts.
 
         Returns
         -------
         dict
-            ``version``, ``symbols`` (what they are), ``latest`` (step), ``counts`` (int64 of shape (257,)) and, for
-            one or two steps, ``"book[step]"`` with a codebook's bytes, uint8, none if there is no codebook. All ranks
-            have the same ones, but for counts: a new rank may load any other's.
+            ``version`` and ``symbols`` (int, ``CODEC_SYMBOLS_*``), ``latest`` (int, highest step so far), ``counts``
+            (int64 of shape (257,)) and one or two entries ``"book[step]"``: the bytes of the codebook (uint8) that is
+            used from that step on, of size 0 if there is none. All entries except ``counts`` are equal on all ranks, so
+            a new rank may load the state dict of any other.
         """
         books = {f"book[{at}]": book.to_bytes() if book else b"" for at, book in self._books.items()}
         return {
@@ -246,7 +256,7 @@ class CodebookRefresher:
         Parameters
         ----------
         state_dict : mapping
-            Return value of :meth:`state_dict`, maybe saved to a file and loaded since. It is copied.
+            Return value of :meth:`state_dict`, also after saving and loading. Arrays are copied.
 
         Raises
         ------
@@ -259,15 +269,19 @@ class CodebookRefresher:
         if not -1 <= latest <= _STEPS:
             raise StateError(f"'latest' must be a step from -1 to {_STEPS}, got {shown(latest)}")
         if symbols != self._symbols:
-            raise StateError(f"these counts are of other symbols than those of {self.spec} and {self.dtype}")
+            raise StateError(
+                f"the counts of this state dict are for other symbols than {self.spec} of {self.dtype} has"
+            )
         counts = array_of("counts", entries.get("counts"), "int64")
         books = {_step(name): _book(name, entries[name]) for name in entries if name not in _ENTRIES}
         if len(counts) != 257 or (counts < 0).any() or (counts > _MAX_COUNT).any():
             raise StateError(f"'counts' must be 257 integers from 0 to {_MAX_COUNT}")
         if len(entries) != len(_ENTRIES) + len(books) or len(books) not in (1, 2):
-            raise StateError(f"a state has codebooks of one step or two, this one of {len(books)}")
+            raise StateError(f"a state dict has codebooks of one or two steps, this one of {len(books)}")
         if any(book is not None and book.symbols != symbols for book in books.values()):
-            raise StateError(f"these codebooks are of other symbols than those of {self.spec} and {self.dtype}")
+            raise StateError(
+                f"the codebooks of this state dict are for other symbols than {self.spec} of {self.dtype} has"
+            )
         self._counts, self._latest, self._books = counts, latest, dict(sorted(books.items()))
 
 
@@ -275,7 +289,9 @@ def _step(name: object) -> int:
     """Return the step of an entry "book[step]"."""
     found = _BOOK.fullmatch(name) if isinstance(name, str) else None
     if found is None or int(found[1]) > _STEPS:
-        raise StateError(f"this state has an entry {shown(name)}, which is not book[step] with a step up to {_STEPS}")
+        raise StateError(
+            f"this state dict has an entry {shown(name)}, which is not book[step] with a step up to {_STEPS}"
+        )
     return int(found[1])
 
 

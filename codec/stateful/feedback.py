@@ -1,4 +1,4 @@
-"""Error feedback: what a lossy frame loses is sent with the next one."""
+"""Error feedback: the quantization error of a frame is added to the next tensor."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -38,44 +38,47 @@ Role = Literal["worker", "server"]
 
 
 class _Now(NamedTuple):
-    """All that there is, replaced as a whole: nothing that interrupts can leave half of a step."""
+    """Complete state, immutable and replaced as a whole, so that an interrupt cannot leave an inconsistent state."""
 
-    kept: Store  # what is owed
-    pending: Store  # what will be, once it is committed
-    spare: Store  # memory for the next pending ones
-    scale: float = 1.0  # of all of them
-    before: "_Now | None" = None  # all this before some of it was settled or scaled, until something is committed
+    kept: Store  # committed residuals
+    pending: Store  # residuals that were begun and are not committed yet
+    spare: Store  # buffers to reuse for pending residuals
+    scale: float = 1.0  # factor of the gradients, and so of all residuals
+    before: "_Now | None" = None  # state to roll back to after settle, pass_on or rescale; None after a commit
 
     def changed(self, kept: Store, scale: float) -> "_Now":
-        """The same with something else owed."""
+        """Return a state with other committed residuals, which can be rolled back."""
         return _Now(kept, self.pending, {}, scale, self if self.before is None else self.before)
 
 
 class ErrorFeedback:
-    """Residuals by parameter and range, whatever buckets the parameters come in.
+    """Residuals of error feedback, stored by parameter and range, independent of buckets.
 
-    A frame of g + e is sent, and e becomes what that frame loses: e' = g + e - decode(frame), each sum rounded to
-    float32. So the sum of all that was decoded, and e, is the sum of all g. That holds for what is done with sums and
-    means of gradients, such as SGD's step, not through Adam's, which divides by a magnitude that the error is part of.
+    For a gradient g and a residual e, the frame of g + e is sent, and the new residual is e' = g + e - decode(frame),
+    each sum rounded to float32. Thus the sum of all decoded tensors plus e is the sum of all gradients. Optimizers that
+    are linear in the gradient, such as SGD, receive the full sum. Adam does not: it divides by a magnitude that the
+    error is part of.
 
-    Begin, encode, commit: what is begun is a copy, so that a step that fails, or that another rank refuses, is rolled
-    back to the bit. It takes 8 bytes a value (twice 4 bytes; for a server's ranges: of those that it owns), and memory
-    is allocated only when a layout is new. Not for several threads at once, but slices of one buffer may be encoded in
-    several.
+    A step is :meth:`begin`, encode, :meth:`commit`. Buffers of :meth:`begin` are copies, so :meth:`rollback` restores
+    bit-identical residuals after a step that fails on this or another rank. Residuals take 8 bytes for each value (two
+    float32; on a server, for each value that it owns). Memory is allocated only for a new layout. An object must not
+    be used by several threads at the same time, but several threads may encode slices of one buffer.
 
     Parameters
     ----------
-    spec : Spec
-        The codec of :meth:`encode`; buffers of :meth:`begin` can be used with any. Residuals stay bounded for
-        contractions (:attr:`codec.specs.Spec.contraction`): with others, such as :class:`codec.Ternary`, they can grow.
+    spec : Spec or str
+        Spec of :meth:`encode`, or the name of a preset. Buffers of :meth:`begin` can be used with any spec. Residuals
+        stay bounded for contractions (:attr:`codec.specs.Spec.contraction`). For other specs, such as
+        :class:`codec.Ternary`, they can grow.
     role : {"worker", "server"}
-        Whether residuals are of what every rank sends of its own, or of what the only owner of a range sends of the
-        reduced gradients. A two-shot all-reduce that compresses both ways has one of each. They reshard differently.
+        "worker": residuals of the gradients that every rank sends. "server": residuals of the reduced gradients that
+        the only owner of a range sends. A two-shot all-reduce that compresses in both directions has one object of
+        each role. The roles are resharded differently.
 
     Raises
     ------
     ArgumentError, SpecError
-        The spec loses nothing, or there is no such role.
+        The spec is Lossless, or there is no such role.
 
     References
     ----------
@@ -83,7 +86,7 @@ class ErrorFeedback:
        Training of Speech DNNs", Interspeech 2014.
     .. [2] S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019.
     .. [3] H. Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-Pass Error-Compensated
-       Compression", ICML 2019: the server's.
+       Compression", ICML 2019: residuals of servers.
 
     Examples
     --------
@@ -93,7 +96,7 @@ class ErrorFeedback:
     >>> bool(np.abs(sent / 100 - grad).mean() < 0.05)
     True
 
-    A bucket of several parameters, in two frames; its parameters may come in other buckets the next time.
+    Encode a bucket of several parameters in two frames. In the next step, the parameters may be in other buckets.
 
     >>> bucket = np.concatenate([grad, grad])
     >>> error = feedback.begin([("bias", 1000), ("weight", 1000)])
@@ -107,9 +110,9 @@ class ErrorFeedback:
     def __init__(self, spec: Spec | str, *, role: Role = "worker") -> None:
         spec, bound = resolve(spec)
         if bound is not None:
-            raise SpecError(f"ErrorFeedback takes {spec}: give the spec that is bound to its method encode()")
+            raise SpecError(f"ErrorFeedback takes {spec} unbound: pass the bound spec to encode()")
         if isinstance(spec, Lossless):
-            raise SpecError("Lossless loses nothing that could be fed back")
+            raise SpecError("Lossless has no residual: use error feedback with a lossy spec")
         if not isinstance(role, str) or role not in ROLES:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ArgumentError(f"role must be one of {ROLES}, got {told(role)}")
         self.spec = spec
@@ -117,33 +120,33 @@ class ErrorFeedback:
         self._now = _Now({}, {}, {})
 
     def begin(self, layout: Any) -> Array:
-        """Residuals of a bucket, to be given to :func:`codec.encode` and then committed or rolled back.
+        """Return a copy of the residuals of a bucket, for :func:`codec.encode` to update.
 
         Parameters
         ----------
         layout : iterable of (str, int) or (str, int, int)
-            What the bucket is made of, in its order: (key, number of values), or (key, start, stop) for a range of a
+            Parts of the bucket in their order: (key, number of values), or (key, start, stop) for a range of a
             parameter's values.
 
         Returns
         -------
-        numpy.ndarray of float32
-            Flat: what each value is still owed, zeros for those not seen before. It is the caller's to change, in
-            parts or whole, until :meth:`commit` or :meth:`rollback`, and not afterwards.
+        numpy.ndarray of float32, shape (number of values,)
+            Residuals; 0 for values without one. The caller may write to the array until :meth:`commit` or
+            :meth:`rollback`, and must not write to it afterwards.
 
         Raises
         ------
         ArgumentError
-            It is not a layout, or has a value twice.
+            `layout` is not a layout, or has a value twice.
         StateError
-            A value has been begun already, and neither committed nor rolled back.
+            A value is already in a buffer that was neither committed nor rolled back.
         """
         at, now = layout_of(layout), self._now
         new = at not in now.kept
-        # layouts that are kept have nothing in common
+        # kept layouts have no values in common
         others = now.pending if new else [other for other in now.pending if other == at or other not in now.kept]
         if others and (begun := shared(r for other in (at, *others) for r in other)):
-            raise StateError(f"{shown(begun)} has been begun, and neither committed nor rolled back")
+            raise StateError(f"{shown(begun)} is in use by begin(): call commit() or rollback() first")
         if new:
             buffer = gather(now.kept, at)
         else:
@@ -154,36 +157,36 @@ class ErrorFeedback:
         return buffer
 
     def commit(self) -> None:
-        """Make all that was begun what is owed from now on."""
+        """Replace residuals by those of all buffers of :meth:`begin`."""
         self._commit(self._now.pending)
 
     def rollback(self) -> None:
-        """Forget all that was begun: what is owed is, to the bit, what it was before."""
+        """Drop all buffers of :meth:`begin`. Residuals are bit-identical to those after the last commit."""
         now = self._now
         before = now if now.before is None else now.before
         again = {at: buffer for at, buffer in {**now.spare, **now.pending}.items() if at in before.kept}
         self._now = _Now(before.kept, {}, again, before.scale)
 
     def pass_on(self, layout: Any, to: "ErrorFeedback", scale: float) -> None:
-        """Have another one owe what is owed to some ranges here, times `scale`, from now on.
+        """Move residuals of some ranges, multiplied by `scale`, to another object, which adds them to its own.
 
-        For a server whose ranges go to another rank: a residual of a mean is owed as well by a worker of this rank, as
-        many times as there are ranks. Nothing is lost, so that this needs no commit; but a :meth:`rollback` of both
-        takes it back, unless something was committed meanwhile.
+        Used when ranges of a server move to another rank: N times the server's residual of a mean over N ranks is
+        equivalent as a residual of this rank's worker. The move takes effect without :meth:`commit`. A :meth:`rollback`
+        of both objects undoes the move, unless either was committed after it.
 
         Parameters
         ----------
         layout : iterable of (str, int) or (str, int, int)
             As for :meth:`begin`.
         to : ErrorFeedback
-            Who owes it then.
+            Object that receives the residuals.
         scale : float
-            What residuals are multiplied by.
+            Factor of the residuals.
 
         Raises
         ------
         StateError
-            Some of these ranges have been begun, here or there.
+            Some of these ranges are in a buffer of :meth:`begin`, of this object or of `to`.
         """
         at = layout_of(layout)
         to._refuse_begun(at)
@@ -193,9 +196,10 @@ class ErrorFeedback:
             to._now = to._now.changed({**without(to._now.kept, [at]), at: values}, to._now.scale)
 
     def settle(self, layout: Any) -> Array:
-        """What is owed to some ranges, for the caller to pay in another way: nothing is owed to them from now on.
+        """Remove and return the residuals of some ranges, for the caller to apply in another way.
 
-        This needs no commit; but a :meth:`rollback` takes it back, unless something was committed meanwhile.
+        The removal takes effect without :meth:`commit`. A :meth:`rollback` undoes the removal, unless something was
+        committed after it.
 
         Parameters
         ----------
@@ -204,13 +208,13 @@ class ErrorFeedback:
 
         Returns
         -------
-        numpy.ndarray of float32
-            Flat, as from :meth:`begin`.
+        numpy.ndarray of float32, shape (number of values,)
+            Residuals, as from :meth:`begin`.
 
         Raises
         ------
         StateError
-            Some of these ranges have been begun.
+            Some of these ranges are in a buffer of :meth:`begin`.
         """
         at, now = layout_of(layout), self._now
         self._refuse_begun(at)
@@ -220,34 +224,36 @@ class ErrorFeedback:
         return values
 
     def rescale(self, scale: float) -> None:
-        """Go on with gradients that are multiplied by `scale`, as those of a scaled loss are: so is what they are owed.
+        """Scale all residuals to gradients that are multiplied by `scale`, such as those of a scaled loss.
 
-        States hold what gradients are owed that are not scaled. This needs no commit; but a :meth:`rollback` takes it
-        back, unless something was committed meanwhile.
+        State dicts hold residuals of unscaled gradients. The change takes effect without :meth:`commit`. A
+        :meth:`rollback` undoes the change, unless something was committed after it.
 
         Parameters
         ----------
         scale : float
-            From 2^-126 to 2^126; before the first call it is 1. Powers of two change no residual's bits.
+            Factor of the gradients, from 2^-126 to 2^126; 1 before the first call. A power of two changes exponents
+            only, so rescaling back is exact unless a residual overflows or underflows.
 
         Raises
         ------
         ArgumentError
-            It is not such a number, or farther than that from the one before.
+            `scale`, or its ratio to the previous scale, is not a number from 2^-126 to 2^126.
         StateError
-            Something has been begun.
+            A buffer of :meth:`begin` is neither committed nor rolled back.
         """
         now, number = self._now, plain(scale)
-        # beyond, float32 has no factor or its inverse: residuals would come back as others, or not at all
+        # outside of this range, float32 cannot represent the factor or its inverse
         if isinstance(number, bool) or not isinstance(number, int | float) or not 2.0**-126 <= number <= 2.0**126:
             raise ArgumentError(f"a scale must be a number from 2^-126 to 2^126, got {told(scale)}")
         if not 2.0**-126 <= number / now.scale <= 2.0**126:
             raise ArgumentError(
-                f"residuals of scale {now.scale!r} cannot be those of {told(scale)}: float32 has no factor"
+                f"residuals of scale {now.scale!r} cannot be rescaled to {told(scale)}: the ratio must be from "
+                "2^-126 to 2^126"
             )
         if now.pending:
             raise StateError(
-                "residuals cannot be rescaled while some have been begun, and not committed nor rolled back"
+                "residuals cannot be rescaled while a buffer of begin() is in use: call commit() or rollback() first"
             )
         if number != now.scale:
             self._now = now.changed(scaled(now.kept, number / now.scale), float(number))
@@ -305,41 +311,41 @@ class ErrorFeedback:
         return frame
 
     def state_dict(self) -> dict[str, Any]:
-        """What is owed, and to whom.
+        """Return a copy of all committed residuals.
 
         Returns
         -------
         dict
-            ``version``, ``role`` and, for each range, ``"key[start:stop]"`` with a copy of its residuals, float32 of
-            shape (stop - start,). Ranges are the longest there are, in order: buckets leave no trace. What is begun
-            and not committed is not in it.
+            ``version`` (int), ``role`` (str) and an entry ``"key[start:stop]"`` for each range: residuals as float32 of
+            shape (stop - start,). Adjacent ranges are merged, and entries are sorted, so that the dict does not depend
+            on buckets. Buffers of :meth:`begin` are not included.
         """
         return save(self.role, scaled(self._now.kept, 1 / self._now.scale))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Owe what a state dict says instead of what is owed now; what was begun is forgotten.
+        """Replace all residuals by those of a state dict. Buffers of :meth:`begin` are dropped.
 
         Parameters
         ----------
         state_dict : mapping
-            What :meth:`state_dict` or :meth:`reshard` gave, also after a way through a file: of torch tensors, or of
-            numpy's arrays where there were ints and strings. It is copied.
+            Return value of :meth:`state_dict`, or an item of that of :meth:`reshard`, also after saving and loading:
+            arrays may be torch tensors, and ints and strings may be numpy arrays of shape (). Arrays are copied.
 
         Raises
         ------
         StateError
-            It is not a state dict, is of another role or version, or holds NaN or Inf. All is as it was.
+            `state_dict` is not a state dict, has another role or version, or holds NaN or Inf. Residuals are unchanged.
         """
         role, store = load(state_dict)
         if role != self.role:
-            raise StateError(f"these are residuals of a {role}, not of a {self.role}")
+            raise StateError(f"this state dict is of role {role!r}, this ErrorFeedback of role {self.role!r}")
         self._now = _Now(store, {}, {})
 
     def _commit(self, begun: Store) -> None:
         now = self._now
         kept = now.kept
         if new := begun.keys() - kept.keys():
-            kept = without(kept, new)  # parameters that are in other buckets now
+            kept = without(kept, new)  # remove residuals of parameters that are now in other buckets
         pending = {at: buffer for at, buffer in now.pending.items() if at not in begun}
         spare = {**now.spare, **{at: now.kept[at] for at in begun if at in kept}}
         spare = {at: array for at, array in spare.items() if at in kept}
@@ -348,4 +354,4 @@ class ErrorFeedback:
     def _refuse_begun(self, at: Layout) -> None:
         begun = union(r for other in self._now.pending for r in other)
         if (twice := shared([*union(at), *begun])) is not None:
-            raise StateError(f"{shown(twice)} has been begun, and neither committed nor rolled back")
+            raise StateError(f"{shown(twice)} is in use by begin(): call commit() or rollback() first")

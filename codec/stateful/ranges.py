@@ -1,8 +1,8 @@
 """Ranges of parameters, and stores: arrays that hold values for some of them.
 
-A layout is the ranges that make up a flat bucket, in its order. A store maps layouts, no two of which have a value in
-common, to one array each. Any range can be put together from it. What lies between parameters is a range of NOBODY's:
-it has room in the arrays, but what is there is not looked for.
+A range is (key, start, stop): values of the parameter `key`. A layout is a tuple of ranges, the parts of a flat bucket
+in their order. A store maps layouts to arrays. Its layouts are disjoint. Padding between parameters is a range with the
+key NOBODY: arrays have values for padding, but functions skip them.
 """
 
 import itertools
@@ -21,31 +21,31 @@ Layout = tuple[Range, ...]
 Array = np.ndarray[Any, np.dtype[np.float32]]
 Store = Mapping[Layout, Array]
 
-NOBODY = "\0"  # no name of a parameter
-_MOST = (1 << 60) - 1
+NOBODY = "\0"  # key of padding; no parameter has this name
+_MOST = (1 << 60) - 1  # the highest end of a range
 
 
 def layout_of(given: Any) -> Layout:
-    """What a caller says that a bucket is made of: pairs (key, numel) or triples (key, start, stop).
+    """Return the layout that a caller gave as pairs (key, numel) or triples (key, start, stop).
 
     Raises
     ------
     ArgumentError
-        It is something else, or has a value twice.
+        `given` is something else, or has a value twice.
     """
     try:
-        return _looked_through(tuple(tuple(item) for item in cast(Iterable[Iterable[Any]], given)))
+        return _checked_layout(tuple(tuple(item) for item in cast(Iterable[Iterable[Any]], given)))
     except TypeError:
-        raise ArgumentError("a layout is a list of (key, numel) or (key, start, stop), keys being strings") from None
+        raise ArgumentError("a layout must be a list of (key, numel) or (key, start, stop) with string keys") from None
 
 
-@lru_cache(1024)  # buckets come back every step, with hundreds of parameters
-def _looked_through(given: tuple[Any, ...]) -> Layout:
+@lru_cache(1024)  # each step has the same buckets, with hundreds of parameters
+def _checked_layout(given: tuple[Any, ...]) -> Layout:
     found: list[Range] = []
     for item in given:
         if len(item) not in (2, 3) or type(item[0]) is not str:
             raise ArgumentError(
-                f"a layout has (key, numel) or (key, start, stop), keys being strings, not {told(item)}"
+                f"a layout must have items (key, numel) or (key, start, stop) with string keys, not {told(item)}"
             )
         start = whole("the start of a range", item[1], 0, _MOST) if len(item) == 3 else 0
         found.append((item[0], start, whole("the end of a range", item[-1], start, _MOST)))
@@ -55,17 +55,17 @@ def _looked_through(given: tuple[Any, ...]) -> Layout:
 
 
 def shown(r: Range) -> str:
-    """A range as it stands in messages and state dicts."""
+    """Return a range as text "key[start:stop]", for messages and state dicts."""
     return f"{r[0]}[{r[1]}:{r[2]}]"
 
 
 def numel(layout: Layout) -> int:
-    """Number of values."""
+    """Return the number of values of a layout."""
     return sum(stop - start for _, start, stop in layout)
 
 
 def shared(ranges: Iterable[Range]) -> Range | None:
-    """Values that two of these ranges have in common, if any do."""
+    """Return a range of values that two of these ranges have in common; None if all are disjoint."""
     ordered = sorted(r for r in ranges if r[1] < r[2] and r[0] != NOBODY)
     for (key, _, end), (other, start, stop) in itertools.pairwise(ordered):
         if key == other and start < end:
@@ -74,7 +74,7 @@ def shared(ranges: Iterable[Range]) -> Range | None:
 
 
 def union(ranges: Iterable[Range]) -> list[Range]:
-    """The same values as the fewest ranges, in order, without NOBODY's."""
+    """Return the union of ranges as the fewest disjoint ranges, sorted, without padding."""
     found: list[Range] = []
     for key, start, stop in sorted(r for r in ranges if r[1] < r[2] and r[0] != NOBODY):
         if found and found[-1][0] == key and start <= found[-1][2]:
@@ -85,7 +85,7 @@ def union(ranges: Iterable[Range]) -> list[Range]:
 
 
 def pieces(store: Store) -> list[tuple[Range, Array]]:
-    """Each range with its part of its array, but NOBODY's."""
+    """Return each range of a store with a view of its values, without padding."""
     found: list[tuple[Range, Array]] = []
     for layout, array in store.items():
         at = 0
@@ -97,7 +97,7 @@ def pieces(store: Store) -> list[tuple[Range, Array]]:
 
 
 def gather(store: Store, layout: Layout) -> Array:
-    """A new array of a layout's values, zeros where the store has none."""
+    """Return a new array of a layout's values; 0 for values that the store does not have."""
     index: dict[str, list[tuple[Range, Array]]] = {}
     for piece in pieces(store):
         index.setdefault(piece[0][0], []).append(piece)
@@ -112,7 +112,7 @@ def gather(store: Store, layout: Layout) -> Array:
 
 
 def forget_nobodys(values: Array, layout: Layout) -> None:
-    """Set the values of NOBODY's ranges to zero: a state does not have them, and must give the same frames."""
+    """Set padding to 0: state dicts omit padding, and frames must be equal after loading one."""
     at = 0
     for key, start, stop in layout:
         if key == NOBODY:
@@ -121,15 +121,15 @@ def forget_nobodys(values: Array, layout: Layout) -> None:
 
 
 def scaled(store: Store, factor: float) -> Store:
-    """A store of the same values times a factor; the same store if that is 1."""
+    """Return a store of all values times a factor; `store` itself if the factor is 1."""
     if factor == 1:
         return store
-    with np.errstate(over="ignore"):  # encoders refuse what is infinite then
+    with np.errstate(over="ignore"):  # encoders reject values that become infinite
         return {layout: array * np.float32(factor) for layout, array in store.items()}
 
 
 def without(store: Store, layouts: Iterable[Layout]) -> dict[Layout, Array]:
-    """A store of all other values. Arrays that none is taken from stay as they are; of others the rest is copied."""
+    """Return a store without the values of some layouts. Unaffected arrays are shared, parts of the others copied."""
     taken: dict[str, list[Range]] = {}
     for r in union(itertools.chain.from_iterable(layouts)):
         taken.setdefault(r[0], []).append(r)
@@ -140,11 +140,12 @@ def without(store: Store, layouts: Iterable[Layout]) -> dict[Layout, Array]:
             continue
         for (key, start, stop), values in pieces({layout: array}):
             edges = [start, *(e for t in taken.get(key, ()) if _meet((key, start, stop), t) for e in t[1:]), stop]
-            for low, high in zip(edges[::2], edges[1::2], strict=True):  # between those that are taken
+            for low, high in zip(edges[::2], edges[1::2], strict=True):  # the parts between removed ranges
                 if low < high:
                     left[((key, low, high),)] = values[low - start : high - start].copy()
     return left
 
 
 def _meet(a: Range, b: Range) -> bool:
+    """Return True if two ranges of one key have values in common."""
     return max(a[1], b[1]) < min(a[2], b[2])

@@ -1,4 +1,4 @@
-"""Residuals of one number of ranks, for another."""
+"""Redistribution of residuals when the number of ranks changes."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, cast, get_args
@@ -25,47 +25,48 @@ def reshard(
 ) -> list[dict[str, Any]]:
     r"""Turn the state dicts of all old ranks into those of the new ranks, with the same residual for each parameter.
 
-    *Workers.* Each of N ranks sends Q(g + e) and keeps what that loses. What reaches the parameters is the mean (or the
-    sum) over ranks, so that what is still owed to them is
+    *Workers.* Each of N ranks sends Q(g + e) and keeps the residual. Parameters receive the mean (or the sum) over
+    ranks, so that their total residual is
 
     .. math:: c = \frac{1}{N} \sum_{r=0}^{N-1} e_r \quad (\text{mean}), \qquad c = \sum_{r=0}^{N-1} e_r \quad
        (\text{sum}).
 
-    M ranks with equal residuals e' owe e' under a mean and M e' under a sum. So every new rank gets
+    M ranks with equal residuals e' have the total residual e' under a mean and M e' under a sum. So every new rank gets
 
     .. math:: e' = \frac{1}{N} \sum_r e_r \quad (\text{mean}), \qquad e' = \frac{1}{M} \sum_r e_r \quad (\text{sum}),
 
-    which leaves c as it was. (To keep each old rank's own, or their sum, would scale it by N / M or by N.) A rank
-    that has no residual for a range owes nothing there: zeros. Sums are made in float64 and rounded once.
+    which leaves c unchanged. Missing residuals count as 0. Sums are computed in float64 and rounded once.
 
-    *Servers.* The owner of a range reduces it, sends Q(reduced + e) to all, and keeps what that loses. There is one
-    for each value, so that c is e itself under a mean and a sum alike: residuals move, and nothing is scaled. (An
-    owner that sends sums, which the workers then divide by the number of ranks, owes e / N: scale that by M / N.)
+    *Servers.* The owner of a range reduces it, sends Q(reduced + e) to all, and keeps the residual. Each value has one
+    owner, so that c = e under a mean and under a sum: residuals move to other ranks unscaled. (If owners send sums,
+    which the workers divide by the number of ranks, then c = e / N: multiply these residuals by M / N.)
 
     Parameters
     ----------
     state_dicts : iterable of dict
-        Of all old ranks, in their order, of one role.
+        State dicts of all old ranks, in the order of ranks, all of one role.
     world_size : int
-        M, how many ranks there will be, at most 2^20.
+        M, the number of new ranks, at most 2^20.
     op : {"mean", "sum"}
-        What the all-reduce gives. For servers it makes no difference.
+        Reduction of the all-reduce. Ignored for servers.
     owned : callable, optional
-        For servers: rank -> layout of the ranges that this new rank owns, cut and put together from those that there
-        are. Together they must have all of them, none twice. Left out: ranges stay as they are and move to rank
-        floor(old rank * M / N), where they wait, and can be resharded again, until that rank begins them.
+        For servers only. Called with each new rank, it returns the layout of the ranges that the rank owns. These
+        layouts may cut and join the old ranges, must be disjoint, and must cover all of them. Default: whole ranges
+        move to rank floor(old rank * M / N), which keeps them until it begins them or they are resharded again.
 
     Returns
     -------
     list of dict
-        One for each new rank. Those of workers share their arrays; :meth:`ErrorFeedback.load_state_dict` copies them.
+        State dict of each new rank. State dicts of workers share their arrays; :meth:`ErrorFeedback.load_state_dict`
+        copies them.
 
     Raises
     ------
     StateError
-        A state dict is not one, their roles differ, two old servers have a value in common, or no new one owns it.
+        An item is not a state dict, roles differ, two old servers have a value in common, or no new server owns a value
+        of an old one.
     ArgumentError
-        An argument that cannot be used as asked, or two new ranks that own a value.
+        An argument has a wrong type or value, `owned` is given for workers, or two new ranks own a value.
 
     Examples
     --------
@@ -85,11 +86,11 @@ def reshard(
     if not loaded:
         raise ArgumentError("reshard needs the state dicts of all old ranks, and got none")
     if len(roles := sorted({role for role, _ in loaded})) > 1:
-        raise StateError(f"these states are of different roles: {' and '.join(roles)}")
+        raise StateError(f"these state dicts are of different roles: {' and '.join(roles)}")
     stores = [store for _, store in loaded]
     if roles == ["worker"]:
         if owned is not None:
-            raise ArgumentError("owned= is for servers: every worker has a residual for all that it sends")
+            raise ArgumentError("owned= is for servers, but these state dicts are of workers: leave it out")
         return [_evenly(stores, len(stores) if op == "mean" else world_size)] * world_size
     return [save("server", store) for store in _among_servers(stores, world_size, owned)]
 
@@ -103,6 +104,7 @@ def _sequence_of(state_dicts: Any) -> Iterable[Any]:
 
 
 def _evenly(stores: list[Store], share: int) -> dict[str, Any]:
+    """Return the state dict of each new worker: the sum of all residuals divided by `share`."""
     layout = tuple(union(_ranges(stores)))
     total = np.zeros(sum(stop - start for _, start, stop in layout))
     for store in stores:
@@ -111,6 +113,7 @@ def _evenly(stores: list[Store], share: int) -> dict[str, Any]:
 
 
 def _among_servers(stores: list[Store], world_size: int, owned: Callable[[int], Any] | None) -> list[Store]:
+    """Return the store of each new server."""
     if (twice := shared(_ranges(stores))) is not None:
         raise StateError(f"two of the old servers have {shown(twice)}")
     if owned is None:
@@ -124,7 +127,9 @@ def _among_servers(stores: list[Store], world_size: int, owned: Callable[[int], 
     if (twice := shared(r for layout in layouts for r in layout)) is not None:
         raise ArgumentError(f"two of the new servers own {shown(twice)}")
     for r, _ in pieces(without(everything, layouts)):
-        raise StateError(f"none of the new servers owns {shown(r)}, whose correction would be lost")
+        raise StateError(
+            f"none of the new servers owns {shown(r)}, whose residual would be lost: have owned() cover it"
+        )
     return [{layout: gather(everything, layout)} for layout in layouts]
 
 

@@ -150,7 +150,7 @@ def test_wrong_arguments_are_rejected():
             refresher.propose(*arguments)
         assert equal_states(refresher.state_dict(), before)
     refresher.propose(20, sums)
-    with pytest.raises(codec.StateError, match="before the last one is in use"):
+    with pytest.raises(codec.StateError, match="too early"):
         refresher.propose(24, sums)
     refresher.propose(30, sums)  # the same codebook: no switch, and older ones stay known
     assert refresher.current(24) is None
